@@ -1,0 +1,185 @@
+"""ssd_chunk_scan: the one public function of the operator, and all of its validation."""
+
+from __future__ import annotations
+
+import math
+from numbers import Real
+
+import torch
+from torch import Tensor
+
+from .autograd import chunk_scan
+from .registry import get_variant, is_peer, variant_names
+from .types import Options, SSDInputs
+
+_MAX_CHUNK, _MIN_CHUNK = 256, 16
+
+
+def ssd_chunk_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    chunk_size: int,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    return_final_states: bool = False,
+    return_varlen_states: bool = False,
+    state_dtype: torch.dtype | None = None,
+    variant: str = "auto",
+    options: Options | None = None,
+):
+    """Mamba-2's chunked selective scan (docs/ssd.md, equations 1 to 5), differentiable in every floating-point input.
+
+    Names, order and meaning are those of `mamba_ssm`'s `mamba_chunk_scan_combined`; `variant` and `options` are ours.
+
+    Args:
+        x: (batch, seqlen, nheads, headdim), fp16, bf16 or fp32; matrix products take their operands in this dtype. Any strides.
+        dt: (batch, seqlen, nheads), any floating dtype; the step before bias, softplus and clamp, applied in that order.
+        A: (nheads,), the decay rate per unit step; must be <= 0 (not checked: it would cost a device synchronisation).
+        B, C: (batch, seqlen, ngroups, dstate); nheads a multiple of ngroups, consecutive heads share a group.
+        chunk_size: tokens per chunk, a power of two from 16 to 256. Changes speed and rounding, not the result.
+        D: (nheads,) or (nheads, headdim), the skip connection.
+        z: shape of x; the output is multiplied by silu(z).
+        dt_bias: (nheads,).
+        initial_states: (batch, nheads, headdim, dstate). With seq_idx they reach a leading document 0 only.
+        seq_idx: (batch, seqlen) integers, the document of each token. A new document begins wherever the value changes.
+        cu_seqlens: (ndocs + 1,) integers from 0 to seqlen, batch 1: the documents' boundaries. Implies seq_idx if that is absent.
+        dt_softplus: apply softplus to dt + dt_bias.
+        dt_limit: (min, max) that the step is clamped to, 0 <= min <= max.
+        return_final_states: also return the state after the last token.
+        return_varlen_states: also return the state at the end of each document of cu_seqlens (no gradient).
+        state_dtype: dtype of the states kept between chunks; C's dtype unless given. fp32 costs bandwidth and adds accuracy.
+        variant: one of `ssd.variant_names()`, or "auto", which chooses by device and logs its choice to the logger "ssd".
+        options: switches of the kernels, see `ssd.Options`.
+
+    Returns:
+        out, shape and dtype of x; then, if asked for, final_states (batch, nheads, headdim, dstate) fp32; then, if asked for,
+        varlen_states (ndocs, nheads, headdim, dstate) fp32. A tuple when more than out is returned.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what came and what is accepted, before anything is launched.
+    """
+    _check_tensors(x, dt, A, B, C, D, z, dt_bias, initial_states)
+    _check_settings(chunk_size, dt_limit, state_dtype, variant, options)
+    _check_documents(x, seq_idx, cu_seqlens, return_varlen_states)
+    dt_limit = (float(dt_limit[0]), float(dt_limit[1]))
+    if seq_idx is not None:
+        seq_idx = _count_documents(seq_idx)
+    elif cu_seqlens is not None:
+        tokens = torch.arange(x.shape[1], device=x.device, dtype=cu_seqlens.dtype)
+        seq_idx = torch.searchsorted(cu_seqlens[1:].contiguous(), tokens, right=True, out_int32=True)[None]
+    cu_seqlens = cu_seqlens.to(torch.int32) if return_varlen_states else None
+
+    if is_peer(variant):
+        inputs = SSDInputs(x, dt, A, B, C, chunk_size, D, z, dt_bias, initial_states, seq_idx, cu_seqlens, dt_softplus,
+                           dt_limit, state_dtype)  # fmt: skip
+        peer = get_variant(variant)
+        if reason := peer.supports(inputs):
+            raise ValueError(f"variant {variant!r} cannot run these inputs: {reason}")
+        out, final_states = peer.apply(inputs)
+        varlen_states = None
+    else:
+        save = torch.is_grad_enabled() and any(
+            t is not None and t.requires_grad for t in (x, dt, A, B, C, D, z, dt_bias, initial_states))  # fmt: skip
+        out, final_states, varlen_states = chunk_scan(
+            x, dt, A, B, C, D, z, dt_bias, initial_states, seq_idx, cu_seqlens, chunk_size, dt_softplus, dt_limit,
+            state_dtype, variant, options or Options(), save)  # fmt: skip
+    results = (out,)
+    if return_final_states:
+        results += (final_states,)
+    if return_varlen_states:
+        results += (varlen_states,)
+    return results if len(results) > 1 else out
+
+
+def _count_documents(seq_idx: Tensor) -> Tensor:
+    """Document numbers that never repeat: equal exactly within a run of equal ids, and 0 only in a leading run of id 0."""
+    starts = torch.cat([seq_idx[:, :1] != 0, seq_idx[:, 1:] != seq_idx[:, :-1]], 1)
+    return starts.cumsum(1, dtype=torch.int32)
+
+
+def _check_tensors(x, dt, A, B, C, D, z, dt_bias, initial_states) -> None:
+    _check_float("x", x, 4, "(batch, seqlen, nheads, headdim)")
+    batch, seqlen, nheads, headdim = x.shape
+    _check_float("B", B, 4, "(batch, seqlen, ngroups, dstate)")
+    ngroups, dstate = B.shape[2:]
+    if min(x.shape) < 1 or min(B.shape) < 1:
+        raise ValueError(f"x, B: got shapes {tuple(x.shape)}, {tuple(B.shape)}, expected every size to be at least 1")
+    if nheads % ngroups:
+        raise ValueError(f"B: got ngroups = {ngroups}, expected a divisor of nheads = {nheads}")
+    if D is not None and isinstance(D, Tensor) and D.dim() == 2:
+        D_shape = (nheads, headdim)
+    else:
+        D_shape = (nheads,)
+    for name, t, shape in (
+        ("dt", dt, (batch, seqlen, nheads)),
+        ("A", A, (nheads,)),
+        ("B", B, (batch, seqlen, ngroups, dstate)),
+        ("C", C, (batch, seqlen, ngroups, dstate)),
+        ("D", D, D_shape),
+        ("z", z, (batch, seqlen, nheads, headdim)),
+        ("dt_bias", dt_bias, (nheads,)),
+        ("initial_states", initial_states, (batch, nheads, headdim, dstate)),
+    ):
+        if t is None and name not in ("dt", "A", "B", "C"):
+            continue
+        _check_float(name, t, len(shape), str(shape))
+        if tuple(t.shape) != shape:
+            also = f" or ({nheads}, {headdim})" if name == "D" else ""
+            raise ValueError(f"{name}: got shape {tuple(t.shape)}, expected {shape}{also} to go with x {tuple(x.shape)}")
+        if t.device != x.device:
+            raise ValueError(f"{name}: got a tensor on {t.device}, expected {x.device}, the device of x")
+
+
+def _check_float(name: str, t: Tensor, dim: int, shape: str) -> None:
+    if not isinstance(t, Tensor):
+        raise TypeError(f"{name}: got {type(t).__name__}, expected a tensor of shape {shape}")
+    if not t.is_floating_point():
+        raise TypeError(f"{name}: got dtype {t.dtype}, expected a floating-point dtype")
+    if t.dim() != dim:
+        raise ValueError(f"{name}: got {t.dim()} dimensions, shape {tuple(t.shape)}, expected {shape}")
+
+
+def _check_settings(chunk_size, dt_limit, state_dtype, variant, options) -> None:
+    if isinstance(chunk_size, bool) or not isinstance(chunk_size, int):
+        raise TypeError(f"chunk_size: got {chunk_size!r}, expected an int")
+    if not _MIN_CHUNK <= chunk_size <= _MAX_CHUNK or chunk_size & (chunk_size - 1):
+        raise ValueError(f"chunk_size: got {chunk_size}, expected a power of two from {_MIN_CHUNK} to {_MAX_CHUNK}")
+    if not isinstance(dt_limit, tuple | list) or len(dt_limit) != 2 or not all(isinstance(v, Real) for v in dt_limit):
+        raise TypeError(f"dt_limit: got {dt_limit!r}, expected two numbers (min, max)")
+    if math.isnan(dt_limit[0]) or math.isnan(dt_limit[1]) or not 0 <= dt_limit[0] <= dt_limit[1]:
+        raise ValueError(f"dt_limit: got {tuple(dt_limit)}, expected 0 <= min <= max")
+    if state_dtype not in (None, torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        raise TypeError(f"state_dtype: got {state_dtype!r}, expected None, torch.float16, torch.bfloat16 or torch.float32")
+    if variant != "auto" and variant not in variant_names():
+        raise ValueError(f"variant: got {variant!r}, expected one of {(*variant_names(), 'auto')}")
+    if options is not None and not isinstance(options, Options):
+        raise TypeError(f"options: got {type(options).__name__}, expected ssd.Options")
+
+
+def _check_documents(x, seq_idx, cu_seqlens, return_varlen_states) -> None:
+    for name, t in (("seq_idx", seq_idx), ("cu_seqlens", cu_seqlens)):
+        if t is None:
+            continue
+        if not isinstance(t, Tensor):
+            raise TypeError(f"{name}: got {type(t).__name__}, expected a tensor of int32 or int64")
+        if t.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"{name}: got dtype {t.dtype}, expected torch.int32 or torch.int64")
+        if t.device != x.device:
+            raise ValueError(f"{name}: got a tensor on {t.device}, expected {x.device}, the device of x")
+    if seq_idx is not None and seq_idx.shape != x.shape[:2]:
+        raise ValueError(f"seq_idx: got shape {tuple(seq_idx.shape)}, expected (batch, seqlen) = {tuple(x.shape[:2])}")
+    if cu_seqlens is not None and (cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2):
+        raise ValueError(f"cu_seqlens: got shape {tuple(cu_seqlens.shape)}, expected (ndocs + 1,) with at least one document")
+    if cu_seqlens is not None and x.shape[0] != 1:
+        raise ValueError(f"cu_seqlens: got batch = {x.shape[0]}, expected batch 1: all documents packed in one row")
+    if return_varlen_states and cu_seqlens is None:
+        raise ValueError("return_varlen_states: got True without cu_seqlens, expected cu_seqlens to give the boundaries")

@@ -1,0 +1,154 @@
+"""What the operator should compute: the recurrence, and the chunked form at any precision, forward and backward.
+
+The recurrence, in fp64, checks the chunked form once. The chunked form then serves twice: in fp64 as the truth, and with the
+kernels' rounding points (docs/ssd.md, section 4) as the mirror that bounds a kernel's error.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import torch
+from torch import Tensor
+
+from . import stages
+from .stages import Masks, Precision, into_chunks
+from .types import SSDGrads, SSDInputs
+
+_FP64 = Precision(torch.float64)
+
+
+def recurrence(inputs: SSDInputs) -> tuple[Tensor, Tensor]:
+    """(1) to (5), token by token, in fp64: out (batch, seqlen, nheads, headdim), final_states. Differentiable."""
+    i = as_dtype(inputs, torch.float64)
+    heads_per_group = i.nheads // i.ngroups
+    B, C = (t.repeat_interleave(heads_per_group, 2) for t in (i.B, i.C))
+    dt, _ = stages.chunk_cumsum(i.dt, i.A, 1, i.dt_bias, i.dt_softplus, i.dt_limit)
+    dt = dt[..., 0].transpose(1, 2)  # [b, l, h]
+    state = i.initial_states
+    if state is None:
+        state = i.x.new_zeros(i.batch, i.nheads, i.headdim, i.dstate)
+    before = torch.zeros(i.batch, dtype=torch.int32, device=i.x.device)
+    ys = []
+    for t in range(i.seqlen):
+        if i.seq_idx is not None:
+            state = state * (i.seq_idx[:, t] == before)[:, None, None, None]
+            before = i.seq_idx[:, t]
+        state = (dt[:, t] * i.A).exp()[..., None, None] * state
+        state = state + torch.einsum("bh,bhp,bhn->bhpn", dt[:, t], i.x[:, t], B[:, t])
+        ys.append(torch.einsum("bhpn,bhn->bhp", state, C[:, t]))
+    y = torch.stack(ys, 1)
+    if i.D is not None:
+        y = y + _per_channel(i.D) * i.x
+    return (y if i.z is None else y * torch.nn.functional.silu(i.z)), state
+
+
+def chunked(inputs: SSDInputs, precision: Precision) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The five stages in order: out, final_states and, with z, y before the gate; all in the compute dtype."""
+    i, masks, operand = _prepare(inputs, precision)
+    dt, dA_cumsum, prev_states, final_states = _states(i, masks, operand)
+    CB = stages.bmm_chunk(operand.C, operand.B)
+    y = stages.chunk_scan(CB, operand.x, dt, dA_cumsum, operand.C, operand.round(prev_states), _per_channel(i.D), masks,
+                          precision)  # fmt: skip
+    y = y.flatten(1, 2)[:, : i.seqlen]
+    if i.z is None:
+        return y, final_states, None
+    return y * torch.nn.functional.silu(i.z), final_states, y
+
+
+def chunked_grads(inputs: SSDInputs, dout: Tensor, dfinal_states: Tensor | None, y: Tensor | None,
+                  precision: Precision) -> SSDGrads:  # fmt: skip
+    """The backward's stages in order, the forward's recomputed. y as `chunked` returned it."""
+    i, masks, operand = _prepare(inputs, precision)
+    dt, dA_cumsum, prev_states, _ = _states(i, masks, operand)
+    CB = stages.bmm_chunk(operand.C, operand.B)
+    dy, dz = precision(dout), None
+    if i.z is not None:
+        dz, dy = stages.chunk_scan_dz(dy, precision.round(y), i.z)
+    dy = into_chunks(operand.round(dy), i.chunk_size)
+    D = _per_channel(i.D)
+
+    dprev_states = stages.chunk_scan_dstates(dy, operand.C, dA_cumsum, masks, precision)
+    dstates, dinitial_states, s = stages.state_passing_bwd(
+        dprev_states, prev_states, dA_cumsum, None if dfinal_states is None else precision(dfinal_states), masks)  # fmt: skip
+    dstates = operand.round(dstates)
+    dx, ddt, q, dD = stages.chunk_scan_chunk_state_dx(CB, operand.x, dt, dA_cumsum, operand.B, dstates, dy, D, masks,
+                                                      precision)  # fmt: skip
+    dB = stages.chunk_state_dB(operand.x, dt, dA_cumsum, dstates, i.ngroups, masks, precision)
+    dC, r = stages.chunk_scan_dC(dy, dA_cumsum, operand.C, operand.round(prev_states), masks, precision)
+    dCB = stages.chunk_scan_dCB(operand.x, dt, dA_cumsum, dy, i.ngroups, masks)
+    dB_pairs, dC_pairs = stages.bmm_bwd(operand.round(dCB), operand.B, operand.C)
+    pairs = stages.ddA_cumsum(operand.x, dt, dA_cumsum, dy, CB, masks)
+    ddt, dA, ddt_bias = stages.chunk_cumsum_bwd(ddt, r, q, s, pairs, dt, i.dt, i.A, i.dt_bias, i.dt_softplus, i.dt_limit)
+
+    def tokens(t: Tensor) -> Tensor:
+        return t.flatten(1, 2)[:, : i.seqlen]
+
+    return SSDGrads(
+        dx=tokens(dx), ddt=ddt, dA=dA, dB=tokens(dB + dB_pairs), dC=tokens(dC + dC_pairs), dz=dz,
+        dD=None if i.D is None else dD if i.D.dim() == 2 else dD.sum(-1),
+        ddt_bias=None if i.dt_bias is None else ddt_bias,
+        dinitial_states=None if i.initial_states is None else dinitial_states,
+    )  # fmt: skip
+
+
+def varlen_states(inputs: SSDInputs, precision: Precision) -> Tensor:
+    """(11): the state at the end of each document of `cu_seqlens`, (ndocs, nheads, headdim, dstate); 0 if it is empty."""
+    ends = inputs.cu_seqlens.tolist()
+    result = []
+    for start, end in zip(ends[:-1], ends[1:], strict=True):
+        if start == end:
+            result.append(torch.zeros(inputs.nheads, inputs.headdim, inputs.dstate, dtype=precision.compute,
+                                      device=inputs.x.device))  # fmt: skip
+            continue
+        upto = {name: getattr(inputs, name)[:, :end] for name in ("x", "dt", "B", "C")}
+        upto["seq_idx"] = None if inputs.seq_idx is None else inputs.seq_idx[:, :end]
+        part, masks, operand = _prepare(replace(inputs, z=None, cu_seqlens=None, **upto), precision)
+        result.append(_states(part, masks, operand)[3][0])
+    return torch.stack(result)
+
+
+def ssd_fp64(inputs: SSDInputs) -> tuple[Tensor, Tensor]:
+    """The truth: out and final_states in fp64, from the inputs as they are rounded."""
+    return chunked(inputs, _FP64)[:2]
+
+
+def ssd_fp64_grads(inputs: SSDInputs, dout: Tensor, dfinal_states: Tensor | None = None) -> SSDGrads:
+    """The truth for every gradient, in fp64."""
+    y = chunked(inputs, _FP64)[2] if inputs.z is not None else None
+    return chunked_grads(inputs, dout, dfinal_states, y, _FP64)
+
+
+def as_dtype(inputs: SSDInputs, dtype: torch.dtype) -> SSDInputs:
+    """The same inputs with every floating-point tensor in `dtype`."""
+    floats = {f.name: t.to(dtype) for f in fields(inputs)
+              if isinstance(t := getattr(inputs, f.name), Tensor) and t.is_floating_point()}  # fmt: skip
+    return replace(inputs, **floats)
+
+
+def _per_channel(D: Tensor | None) -> Tensor | None:
+    return D if D is None or D.dim() == 2 else D[:, None]
+
+
+class _Operands:
+    """x, B and C in chunks, rounded as operands of matrix products, in the compute dtype."""
+
+    def __init__(self, inputs: SSDInputs, precision: Precision, states_dtype: torch.dtype):
+        self.round = precision.round
+        self.precision = precision
+        self.states_dtype = states_dtype
+        self.x, self.B, self.C = (into_chunks(precision.round(t), inputs.chunk_size) for t in (inputs.x, inputs.B, inputs.C))
+
+
+def _prepare(inputs: SSDInputs, precision: Precision) -> tuple[SSDInputs, Masks, _Operands]:
+    i = as_dtype(inputs, precision.compute)
+    masks = Masks.of(i.seq_idx, i.batch, i.seqlen, i.chunk_size, precision.compute, i.x.device)
+    return i, masks, _Operands(i, precision, inputs.states_dtype)
+
+
+def _states(i: SSDInputs, masks: Masks, operand: _Operands):
+    """dt, dA_cumsum, prev_states as stored between the stages, and final_states."""
+    dt, dA_cumsum = stages.chunk_cumsum(i.dt, i.A, i.chunk_size, i.dt_bias, i.dt_softplus, i.dt_limit)
+    states = stages.chunk_state(operand.x, operand.B, dt, dA_cumsum, masks, operand.precision)
+    prev_states, final_states = stages.state_passing(states, dA_cumsum, i.initial_states, masks)
+    return dt, dA_cumsum, operand.round(prev_states, operand.states_dtype), final_states

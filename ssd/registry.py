@@ -1,0 +1,80 @@
+"""Variants of the operator by name. A variant's module is imported when it is first asked for."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import import_module
+
+from .types import SSDInputs
+
+_MODULES = {
+    "baseline": "ssd.variant",
+    "torch": "ssd.torch_variant",
+    "mamba_ssm": "ssd.interop.mamba_ssm",
+    "fla": "ssd.interop.fla",
+}
+_PEERS = ("mamba_ssm", "fla")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One implementation of the operator. Ours give `forward` and `backward`; a peer gives `apply` alone.
+
+    Attributes:
+        name: as users and benchmarks write it.
+        supports: (SSDInputs) -> None, or the reason why this variant cannot run them.
+        forward: (SSDInputs, Options) -> (out, final_states, SSDSaved).
+        backward: (SSDSaved, dout, dfinal_states, into: SSDGrads) -> SSDGrads.
+        apply: (SSDInputs) -> (out, final_states), differentiable by itself.
+    """
+
+    name: str
+    supports: Callable
+    forward: Callable | None = None
+    backward: Callable | None = None
+    apply: Callable | None = None
+
+
+def variant_names() -> tuple[str, ...]:
+    """Every name that `get_variant` knows, whether or not its packages are installed."""
+    return tuple(_MODULES)
+
+
+def is_peer(name: str) -> bool:
+    """Whether the name is another project's implementation, differentiable by itself."""
+    return name in _PEERS
+
+
+def get_variant(name: str) -> Variant:
+    """The variant of that name.
+
+    Raises:
+        ValueError: no such name; the message lists the known ones.
+        ImportError: a peer's package is missing; the message names it.
+    """
+    if name not in _MODULES:
+        raise ValueError(f"variant: got {name!r}, expected one of {', '.join(map(repr, (*_MODULES, 'auto')))}")
+    return import_module(_MODULES[name]).VARIANT
+
+
+def resolve(name: str, inputs: SSDInputs) -> Variant:
+    """The variant that runs these inputs: the one named, or with "auto" the one that suits their device.
+
+    Raises:
+        ValueError: the variant named cannot run them; the message gives its reason.
+    """
+    if name == "auto":
+        name = "torch" if inputs.x.device.type == "cpu" else "baseline"
+        _say(name, inputs.x.device.type)
+    variant = get_variant(name)
+    if reason := variant.supports(inputs):
+        raise ValueError(f"variant {name!r} cannot run these inputs: {reason}")
+    return variant
+
+
+@lru_cache
+def _say(name: str, device: str) -> None:
+    logging.getLogger("ssd").info("variant 'auto' runs %r for tensors on %s", name, device)

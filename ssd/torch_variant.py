@@ -1,0 +1,42 @@
+"""Variant `torch`: the chunked form in plain torch, with the kernels' rounding points. Any device; also fp64."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import reference
+from .registry import Variant
+from .stages import Precision
+from .types import Options, SSDGrads, SSDInputs, SSDSaved
+
+
+def _precision(inputs: SSDInputs) -> Precision:
+    if inputs.x.dtype == torch.float64:
+        return Precision(torch.float64)
+    return Precision(torch.float32, inputs.x.dtype)
+
+
+def _forward(inputs: SSDInputs, options: Options) -> tuple[Tensor, Tensor, SSDSaved]:
+    precision, dtype = _precision(inputs), inputs.x.dtype
+    out, final_states, y = reference.chunked(inputs, precision)
+    varlen_states = None if inputs.cu_seqlens is None else reference.varlen_states(inputs, precision)
+    saved = SSDSaved(inputs, options, None if y is None else y.to(dtype).contiguous(), varlen_states)
+    return out.to(dtype).contiguous(), final_states.contiguous(), saved
+
+
+def _backward(saved: SSDSaved, dout: Tensor, dfinal_states: Tensor | None, into: SSDGrads) -> SSDGrads:
+    i = saved.inputs
+    y = None if i.z is None else saved.y
+    grads = reference.chunked_grads(i, dout, dfinal_states, y, _precision(i))
+    placed = {}
+    for name in SSDGrads.__dataclass_fields__:
+        grad, place, source = getattr(grads, name), getattr(into, name), getattr(i, name[1:])
+        if grad is not None:
+            keeps_dtype = name in ("dx", "ddt", "dB", "dC", "dz")
+            grad = grad.to(source.dtype if keeps_dtype else grad.dtype).contiguous()
+            placed[name] = grad if place is None else place.copy_(grad)
+    return SSDGrads(**placed)
+
+
+VARIANT = Variant("torch", supports=lambda inputs: None, forward=_forward, backward=_backward)

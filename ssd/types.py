@@ -1,0 +1,111 @@
+"""The values that pass between the public function, the variants and the kernels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Options:
+    """Switches of the kernels: one field per optimisation, so that each can be turned off by itself and ablated.
+
+    Attributes:
+        tf32: multiply fp32 operands with 10-bit mantissas (TF32). Off, three TF32 products recover fp32 accuracy.
+            No effect on fp16 and bf16 inputs.
+    """
+
+    tf32: bool = False
+
+
+@dataclass(frozen=True)
+class SSDInputs:
+    """Checked arguments of one SSD call. `api.ssd_chunk_scan` documents each; its validation is the only one.
+
+    `seq_idx` is canonical here: int32, contiguous, counting documents from 0 along each row, so that two tokens belong
+    to one document exactly when their values are equal. Documents that `initial_states` must not reach start at 1.
+    """
+
+    x: Tensor  # (batch, seqlen, nheads, headdim)
+    dt: Tensor  # (batch, seqlen, nheads), before bias and softplus
+    A: Tensor  # (nheads,)
+    B: Tensor  # (batch, seqlen, ngroups, dstate)
+    C: Tensor  # (batch, seqlen, ngroups, dstate)
+    chunk_size: int
+    D: Tensor | None = None  # (nheads,) or (nheads, headdim)
+    z: Tensor | None = None  # (batch, seqlen, nheads, headdim)
+    dt_bias: Tensor | None = None  # (nheads,)
+    initial_states: Tensor | None = None  # (batch, nheads, headdim, dstate)
+    seq_idx: Tensor | None = None  # (batch, seqlen) int32
+    cu_seqlens: Tensor | None = None  # (ndocs + 1,) int32, batch 1: asks for the state at the end of each document
+    dt_softplus: bool = False
+    dt_limit: tuple[float, float] = (0.0, float("inf"))
+    state_dtype: torch.dtype | None = None  # of the states between chunks; None: C's
+
+    @property
+    def batch(self) -> int:
+        return self.x.shape[0]
+
+    @property
+    def seqlen(self) -> int:
+        return self.x.shape[1]
+
+    @property
+    def nheads(self) -> int:
+        return self.x.shape[2]
+
+    @property
+    def headdim(self) -> int:
+        return self.x.shape[3]
+
+    @property
+    def ngroups(self) -> int:
+        return self.B.shape[2]
+
+    @property
+    def dstate(self) -> int:
+        return self.B.shape[3]
+
+    @property
+    def nchunks(self) -> int:
+        return -(-self.seqlen // self.chunk_size)
+
+    @property
+    def states_dtype(self) -> torch.dtype:
+        return self.state_dtype or self.C.dtype
+
+
+@dataclass(frozen=True)
+class SSDSaved:
+    """What a forward leaves beside its two outputs.
+
+    Attributes:
+        y: (batch, seqlen, nheads, headdim), the output before the gate z, for the backward; None without z.
+        varlen_states: (ndocs, nheads, headdim, dstate) fp32, the state at the end of each document of `cu_seqlens`;
+            None where that was not given.
+    """
+
+    inputs: SSDInputs
+    options: Options
+    y: Tensor | None = None
+    varlen_states: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class SSDGrads:
+    """Gradients, named after the input they belong to. None: that input was absent, or (as `into`) is to be allocated.
+
+    dx, ddt, dB, dC, dz have their input's shape and dtype; dA, dD, ddt_bias, dinitial_states are fp32.
+    """
+
+    dx: Tensor | None = None
+    ddt: Tensor | None = None
+    dA: Tensor | None = None
+    dB: Tensor | None = None
+    dC: Tensor | None = None
+    dD: Tensor | None = None
+    dz: Tensor | None = None
+    ddt_bias: Tensor | None = None
+    dinitial_states: Tensor | None = None
