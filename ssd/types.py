@@ -19,6 +19,11 @@ class Options:
 
     tf32: bool = False
 
+    @property
+    def precision(self) -> str:
+        """`input_precision` of tl.dot for fp32 operands."""
+        return "tf32" if self.tf32 else "tf32x3"
+
 
 @dataclass(frozen=True)
 class SSDInputs:

@@ -1,0 +1,25 @@
+"""The baseline's forward: five launches."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .kernels.bmm_chunk import bmm_chunk
+from .kernels.chunk_cumsum import chunk_cumsum
+from .kernels.chunk_scan import chunk_scan
+from .kernels.chunk_state import chunk_state, varlen_states
+from .kernels.state_passing import state_passing
+from .types import Options, SSDInputs, SSDSaved
+
+
+def forward(inputs: SSDInputs, options: Options) -> tuple[Tensor, Tensor, SSDSaved]:
+    """Returns out (shape and dtype of x), final_states (batch, nheads, headdim, dstate) fp32, and what a backward needs."""
+    with torch.cuda.device_of(inputs.x):
+        dt, dA_cumsum = chunk_cumsum(inputs)
+        states = chunk_state(inputs, dt, dA_cumsum, options)
+        prev_states, final_states = state_passing(inputs, states, dA_cumsum)
+        CB = bmm_chunk(inputs, options)
+        out, y = chunk_scan(inputs, CB, dt, dA_cumsum, prev_states, options)
+        ends = None if inputs.cu_seqlens is None else varlen_states(inputs, dt, dA_cumsum, prev_states, options)
+    return out, final_states, SSDSaved(inputs, options, y, ends)

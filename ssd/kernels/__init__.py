@@ -1,0 +1,1 @@
+"""The baseline kernels, one stage a file, named as the stages of docs/ssd.md."""

@@ -1,0 +1,27 @@
+"""How launchers describe tensors and dtypes to kernels."""
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+_DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
+
+
+def triton_dtype(dtype: torch.dtype) -> tl.dtype:
+    return _DTYPES[dtype]
+
+
+def strides(t: Tensor | None) -> tuple[int, ...] | None:
+    return None if t is None else t.stride()
+
+
+def per_channel_strides(D: Tensor | None) -> tuple[int, int] | None:
+    """Strides of D as (nheads, headdim), where D (nheads,) repeats along headdim."""
+    if D is None:
+        return None
+    return D.stride() if D.dim() == 2 else (D.stride(0), 0)
+
+
+def output(like: Tensor, into: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
+    """Where a gradient goes: `into`, or a new contiguous tensor with the shape of `like`."""
+    return torch.empty(like.shape, device=like.device, dtype=dtype or like.dtype) if into is None else into

@@ -1,0 +1,52 @@
+"""chunk_cumsum, equations (1), (2), (6): the step dt and the cumulative decay dA_cumsum.
+
+Reads dt (batch, seqlen, nheads), any dtype and strides. Writes dt and dA_cumsum, both (batch, nheads, nchunks, chunk_size),
+fp32, contiguous; tokens past seqlen get dt = 0 and so keep the last cumulative sum.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from ..device import softplus, unpack_program
+from ..tuning import pick
+from ..types import SSDInputs
+
+
+@triton.jit
+def step(dt, dt_strides, dt_bias, b, c, offs_h, seqlen, dt_min, dt_max, NHEADS: tl.constexpr, CHUNK: tl.constexpr,
+         SOFTPLUS: tl.constexpr):  # fmt: skip
+    """dt before and after the clamp, [BLOCK_H, CHUNK] fp32, and the mask of its valid elements."""
+    offs_q = c * CHUNK + tl.arange(0, CHUNK)
+    inside = (offs_h[:, None] < NHEADS) & (offs_q[None, :] < seqlen)
+    raw = tl.load(dt + b * dt_strides[0] + offs_q[None, :] * dt_strides[1] + offs_h[:, None] * dt_strides[2], mask=inside,
+                  other=0.0).to(tl.float32)  # fmt: skip
+    if dt_bias is not None:
+        raw += tl.load(dt_bias + offs_h, mask=offs_h < NHEADS, other=0.0).to(tl.float32)[:, None]
+    unclamped = softplus(raw) if SOFTPLUS else raw
+    clamped = tl.clamp(unclamped, dt_min, dt_max, propagate_nan=tl.PropagateNan.ALL)
+    return raw, unclamped, tl.where(inside, clamped, 0.0), inside
+
+
+@triton.jit
+def chunk_cumsum_kernel(dt, dt_strides, A, dt_bias, dt_out, dA_cumsum, seqlen, nchunks, dt_min, dt_max,
+                        NHEADS: tl.constexpr, CHUNK: tl.constexpr, SOFTPLUS: tl.constexpr, BLOCK_H: tl.constexpr):  # fmt: skip
+    tile, _, c, b = unpack_program(tl.cdiv(NHEADS, BLOCK_H), 1, nchunks)
+    offs_h = tile * BLOCK_H + tl.arange(0, BLOCK_H)
+    _, _, clamped, _ = step(dt, dt_strides, dt_bias, b, c, offs_h, seqlen, dt_min, dt_max, NHEADS, CHUNK, SOFTPLUS)
+    in_h = offs_h < NHEADS
+    rate = tl.load(A + offs_h, mask=in_h, other=0.0).to(tl.float32)
+    offs = ((b * NHEADS + offs_h[:, None]) * nchunks + c) * CHUNK + tl.arange(0, CHUNK)[None, :]
+    tl.store(dt_out + offs, clamped, mask=in_h[:, None])
+    tl.store(dA_cumsum + offs, tl.cumsum(clamped * rate[:, None], axis=1), mask=in_h[:, None])
+
+
+def chunk_cumsum(i: SSDInputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns dt and dA_cumsum."""
+    dt = torch.empty(i.batch, i.nheads, i.nchunks, i.chunk_size, device=i.x.device, dtype=torch.float32)
+    dA_cumsum = torch.empty_like(dt)
+    config = pick("chunk_cumsum", i)
+    grid = (triton.cdiv(i.nheads, config["BLOCK_H"]) * i.nchunks * i.batch,)
+    chunk_cumsum_kernel[grid](i.dt, i.dt.stride(), i.A, i.dt_bias, dt, dA_cumsum, i.seqlen, i.nchunks, *i.dt_limit, i.nheads,
+                              i.chunk_size, i.dt_softplus, **config.launch)  # fmt: skip
+    return dt, dA_cumsum

@@ -1,0 +1,67 @@
+"""chunk_cumsum_bwd, equations (20) to (25): the gradients of the step and of A, from the sums the other kernels left.
+
+Reads dt_raw (batch, seqlen, nheads), any strides; (u + v) . x, q and row (batch, nheads, nchunks, chunk_size); r and col, the
+same with partial sums in front; s (batch, nheads, nchunks, ntiles); all fp32. Writes ddt (batch, seqlen, nheads), any
+strides, and dA and ddt_bias as partial sums over chunks, (batch * nchunks, nheads) fp32.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..device import sigmoid, unpack_program
+from ..tuning import next_power_of_2, pick
+from ..types import SSDInputs
+from .arguments import output
+from .chunk_cumsum import step
+
+
+@triton.jit
+def chunk_cumsum_bwd_kernel(dt, dt_strides, A, dt_bias, u_v_x, r_tiles, q, s_tiles, row, col_tiles, ddt, ddt_strides, dA,
+                            ddt_bias, seqlen, nchunks, tile_stride, dt_min, dt_max, NHEADS: tl.constexpr,
+                            CHUNK: tl.constexpr, SOFTPLUS: tl.constexpr, R_TILES: tl.constexpr, S_TILES: tl.constexpr,
+                            COL_TILES: tl.constexpr, S_WIDTH: tl.constexpr, BLOCK_H: tl.constexpr):  # fmt: skip
+    tile, _, c, b = unpack_program(tl.cdiv(NHEADS, BLOCK_H), 1, nchunks)
+    offs_h, offs_q = tile * BLOCK_H + tl.arange(0, BLOCK_H), tl.arange(0, CHUNK)
+    in_h = offs_h < NHEADS
+    raw, unclamped, clamped, inside = step(dt, dt_strides, dt_bias, b, c, offs_h, seqlen, dt_min, dt_max, NHEADS, CHUNK, SOFTPLUS)
+    rate = tl.load(A + offs_h, mask=in_h, other=0.0).to(tl.float32)[:, None]
+    chunk = (b * NHEADS + offs_h.to(tl.int64)[:, None]) * nchunks + c
+    at = chunk * CHUNK + offs_q[None, :]
+
+    from_here_on = tl.load(row + at, mask=inside, other=0.0)
+    for n in tl.static_range(R_TILES):
+        from_here_on += tl.load(r_tiles + n * tile_stride + at, mask=inside, other=0.0)
+    for n in tl.static_range(COL_TILES):
+        written = offs_q < (n + 1) * (CHUNK // COL_TILES)
+        from_here_on -= tl.load(col_tiles + n * tile_stride + at, mask=inside & written[None, :], other=0.0)
+    q_j = tl.load(q + at, mask=inside, other=0.0)
+    offs_s = tl.arange(0, S_WIDTH)[None, :]
+    s = tl.load(s_tiles + chunk * S_TILES + offs_s, mask=in_h[:, None] & (offs_s < S_TILES), other=0.0)
+    da = tl.cumsum(from_here_on, axis=1, reverse=True) + (tl.cumsum(q_j, axis=1) - q_j) + tl.sum(s, 1)[:, None]
+
+    grad = tl.load(u_v_x + at, mask=inside, other=0.0) + da * rate
+    if SOFTPLUS:
+        grad *= sigmoid(raw)
+    grad = tl.where(inside & (unclamped >= dt_min) & (unclamped <= dt_max), grad, 0.0)
+    tl.store(ddt + b * ddt_strides[0] + (c * CHUNK + offs_q[None, :]) * ddt_strides[1] + offs_h[:, None] * ddt_strides[2],
+             grad.to(ddt.dtype.element_ty), mask=inside)  # fmt: skip
+    tl.store(dA + (b * nchunks + c) * NHEADS + offs_h, tl.sum(da * clamped, 1), mask=in_h)
+    if ddt_bias is not None:
+        tl.store(ddt_bias + (b * nchunks + c) * NHEADS + offs_h, tl.sum(grad, 1), mask=in_h)
+
+
+def chunk_cumsum_bwd(i: SSDInputs, u_v_x: Tensor, r_tiles: Tensor, q: Tensor, s_tiles: Tensor, row: Tensor, col_tiles: Tensor,
+                     into: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """Returns ddt, dA, and ddt_bias (None without dt_bias)."""
+    ddt = output(i.dt, into)
+    dA = torch.empty(i.batch * i.nchunks, i.nheads, device=i.x.device, dtype=torch.float32)
+    ddt_bias = None if i.dt_bias is None else torch.empty_like(dA)
+    config = pick("chunk_cumsum_bwd", i)
+    s_width = next_power_of_2(s_tiles.shape[-1])
+    chunk_cumsum_bwd_kernel[(triton.cdiv(i.nheads, config["BLOCK_H"]) * i.nchunks * i.batch,)](
+        i.dt, i.dt.stride(), i.A, i.dt_bias, u_v_x, r_tiles, q, s_tiles, row, col_tiles, ddt, ddt.stride(), dA, ddt_bias,
+        i.seqlen, i.nchunks, row.numel(), *i.dt_limit, i.nheads, i.chunk_size, i.dt_softplus, r_tiles.shape[0],
+        s_tiles.shape[-1], col_tiles.shape[0], s_width, **config.launch)  # fmt: skip
+    return ddt, dA.sum(0), None if ddt_bias is None else ddt_bias.sum(0)

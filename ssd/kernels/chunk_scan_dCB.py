@@ -1,0 +1,75 @@
+"""chunk_scan_dCB, equation (15): the gradient of CB, summed over the heads of a group.
+
+Reads x, dy (batch, seqlen, nheads, headdim), any strides; dt, dA_cumsum (batch, nheads, nchunks, chunk_size) fp32. Writes dCB
+(batch, nchunks, ngroups, chunk_size, chunk_size) in the dtype of x, as an operand of bmm_bwd; tiles that lie wholly above the
+diagonal are left unwritten.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..device import causal, decay, unpack_program
+from ..tuning import pick
+from ..types import Options, SSDInputs
+
+
+@triton.jit
+def pair_grads(x, x_strides, dy, dy_strides, dt, dA_cumsum, offs_i, offs_j, rows, HEADDIM: tl.constexpr, BLOCK_P: tl.constexpr,
+               PRECISION: tl.constexpr):  # fmt: skip
+    """(dy_i . x_j) exp(A_i - A_j) dt_j of one head, a tile [i, j] fp32, unmasked; pointers at the chunk's first token."""
+    in_i, in_j = offs_i < rows, offs_j < rows
+    acc = tl.zeros([offs_i.shape[0], offs_j.shape[0]], tl.float32)
+    for start in tl.static_range(0, HEADDIM, BLOCK_P):
+        p = start + tl.arange(0, BLOCK_P)
+        in_p = p < HEADDIM
+        dy_i = tl.load(dy + offs_i[:, None] * dy_strides[1] + p[None, :] * dy_strides[3], mask=in_i[:, None] & in_p[None, :],
+                       other=0.0)  # fmt: skip
+        x_t = tl.load(x + offs_j[None, :] * x_strides[1] + p[:, None] * x_strides[3], mask=in_j[None, :] & in_p[:, None],
+                      other=0.0)  # fmt: skip
+        acc = tl.dot(dy_i, x_t, acc, input_precision=PRECISION)
+    return acc * decay(tl.load(dA_cumsum + offs_i)[:, None] - tl.load(dA_cumsum + offs_j)[None, :]) * tl.load(dt + offs_j)[None, :]
+
+
+@triton.jit
+def chunk_scan_dCB_kernel(x, x_strides, dy, dy_strides, dt, dA_cumsum, seq_idx, dCB, seqlen, nchunks, NHEADS: tl.constexpr,
+                          NGROUPS: tl.constexpr, HEADDIM: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
+                          BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr):  # fmt: skip
+    NTILES_N: tl.constexpr = CHUNK // BLOCK_N
+    HEADS: tl.constexpr = NHEADS // NGROUPS
+    tile, g, c, b = unpack_program(CHUNK // BLOCK_M * NTILES_N, NGROUPS, nchunks)
+    first_i, first_j = tile // NTILES_N * BLOCK_M, tile % NTILES_N * BLOCK_N
+    token = c * CHUNK
+    rows = tl.minimum(CHUNK, seqlen - token).to(tl.int32)
+    if first_j >= first_i + BLOCK_M or first_i >= rows:
+        return
+    offs_i, offs_j = first_i + tl.arange(0, BLOCK_M), first_j + tl.arange(0, BLOCK_N)
+    x += b * x_strides[0] + token * x_strides[1] + g * HEADS * x_strides[2]
+    dy += b * dy_strides[0] + token * dy_strides[1] + g * HEADS * dy_strides[2]
+    per_head = ((b * NHEADS + g * HEADS) * nchunks + c) * CHUNK
+    dt += per_head
+    dA_cumsum += per_head
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for _ in range(HEADS):
+        acc += pair_grads(x, x_strides, dy, dy_strides, dt, dA_cumsum, offs_i, offs_j, rows, HEADDIM, BLOCK_P, PRECISION)
+        x += x_strides[2]
+        dy += dy_strides[2]
+        dt += nchunks * CHUNK
+        dA_cumsum += nchunks * CHUNK
+    if seq_idx is not None:
+        seq_idx += b * seqlen + token
+    acc = tl.where(causal(offs_i, offs_j, seq_idx, rows, False), acc, 0.0)
+    dCB += ((b * nchunks + c) * NGROUPS + g) * CHUNK * CHUNK
+    tl.store(dCB + offs_i[:, None] * CHUNK + offs_j[None, :], acc.to(dCB.dtype.element_ty))
+
+
+def chunk_scan_dCB(i: SSDInputs, dt: Tensor, dA_cumsum: Tensor, dy: Tensor, options: Options) -> Tensor:
+    """Returns dCB, in the dtype of x."""
+    dCB = torch.empty(i.batch, i.nchunks, i.ngroups, i.chunk_size, i.chunk_size, device=i.x.device, dtype=i.x.dtype)
+    config = pick("chunk_scan_dCB", i)
+    tiles = i.chunk_size // config["BLOCK_M"] * (i.chunk_size // config["BLOCK_N"])
+    chunk_scan_dCB_kernel[(tiles * i.ngroups * i.nchunks * i.batch,)](
+        i.x, i.x.stride(), dy, dy.stride(), dt, dA_cumsum, i.seq_idx, dCB, i.seqlen, i.nchunks, i.nheads, i.ngroups, i.headdim,
+        i.chunk_size, options.precision, **config.launch)  # fmt: skip
+    return dCB

@@ -1,0 +1,200 @@
+"""Tile sizes of every kernel: the spaces that a tuner may search, and the choice for a call.
+
+A choice is frozen: from `configs/<gpu>.json` where that device and size were measured, else the first of the space that
+fits the device. Nothing is tuned during a call.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+from .types import SSDInputs
+
+CONFIGS = Path(__file__).parent / "configs"
+
+# Each entry: the tile sizes, then warps, then pipeline stages. The first entry is the default.
+_BLOCKS = {
+    "chunk_cumsum": ("BLOCK_H",),
+    "chunk_state": ("BLOCK_P", "BLOCK_N", "BLOCK_K"),
+    "state_passing": ("BLOCK",),
+    "bmm_chunk": ("BLOCK_M", "BLOCK_N", "BLOCK_K"),
+    "chunk_scan": ("BLOCK_M", "BLOCK_P", "BLOCK_K", "BLOCK_N"),
+    "chunk_scan_dz": ("BLOCK_M",),
+    "chunk_scan_dstates": ("BLOCK_P", "BLOCK_N", "BLOCK_K"),
+    "state_passing_bwd": ("BLOCK",),
+    "chunk_scan_chunk_state_dx": ("BLOCK_M", "BLOCK_P", "BLOCK_K", "BLOCK_N"),
+    "chunk_state_dB": ("BLOCK_M", "BLOCK_N", "BLOCK_P"),
+    "chunk_scan_dC": ("BLOCK_M", "BLOCK_N", "BLOCK_P"),
+    "chunk_scan_dCB": ("BLOCK_M", "BLOCK_N", "BLOCK_P"),
+    "bmm_bwd": ("BLOCK_M", "BLOCK_N", "BLOCK_K"),
+    "ddA_cumsum": ("BLOCK_M", "BLOCK_K", "BLOCK_P"),
+    "chunk_cumsum_bwd": ("BLOCK_H",),
+}
+_SPACES = {
+    "chunk_cumsum": [(16, 4, 1), (8, 4, 1), (32, 4, 1)],
+    "chunk_state": [(64, 128, 64, 4, 3), (64, 128, 32, 4, 3), (64, 64, 64, 4, 3), (64, 128, 64, 8, 3), (64, 128, 32, 4, 4)],
+    "state_passing": [(1024, 4, 3), (512, 4, 3), (512, 4, 5), (1024, 4, 1), (256, 2, 4)],
+    "bmm_chunk": [(64, 64, 64, 4, 3), (128, 64, 64, 4, 3), (128, 128, 64, 8, 3), (64, 64, 128, 4, 2)],
+    "chunk_scan": [(64, 64, 64, 64, 4, 3), (128, 64, 64, 64, 4, 3), (64, 64, 32, 128, 4, 3), (128, 64, 32, 64, 4, 3),
+                   (128, 64, 64, 64, 8, 3), (64, 64, 64, 128, 4, 2)],
+    "chunk_scan_dz": [(32, 4, 1), (64, 4, 1)],
+    "chunk_scan_dstates": [(64, 128, 64, 4, 3), (64, 128, 32, 4, 3), (64, 64, 64, 4, 3), (64, 128, 64, 8, 3)],
+    "state_passing_bwd": [(1024, 4, 3), (512, 4, 3), (512, 4, 5), (1024, 4, 1), (256, 2, 4)],
+    "chunk_scan_chunk_state_dx": [(64, 64, 64, 64, 4, 3), (128, 64, 64, 64, 8, 3), (64, 64, 32, 64, 4, 3),
+                                  (128, 64, 32, 64, 4, 3), (64, 64, 64, 128, 4, 2)],
+    "chunk_state_dB": [(64, 128, 64, 4, 3), (64, 64, 64, 4, 3), (128, 64, 64, 4, 3), (128, 128, 64, 8, 3), (64, 128, 64, 8, 3)],
+    "chunk_scan_dC": [(64, 128, 64, 4, 3), (64, 64, 64, 4, 3), (128, 64, 64, 4, 3), (128, 128, 64, 8, 3), (64, 128, 64, 8, 3)],
+    "chunk_scan_dCB": [(64, 64, 64, 4, 3), (128, 64, 64, 4, 3), (128, 64, 64, 8, 3), (128, 128, 64, 8, 3)],
+    "bmm_bwd": [(64, 128, 64, 4, 3), (64, 64, 64, 4, 3), (128, 64, 64, 4, 3)],
+    "ddA_cumsum": [(64, 64, 64, 4, 3), (128, 64, 64, 4, 3), (128, 128, 64, 8, 3), (64, 64, 64, 4, 2)],
+    "chunk_cumsum_bwd": [(8, 4, 1), (4, 4, 1), (16, 4, 1)],
+}  # fmt: skip
+KERNELS = tuple(_SPACES)
+_forced: dict[str, "Config"] = {}
+
+
+@dataclass(frozen=True)
+class Config:
+    """Tile sizes by name, warps and pipeline stages of one launch."""
+
+    blocks: tuple[tuple[str, int], ...]
+    num_warps: int
+    num_stages: int
+
+    @property
+    def launch(self) -> dict[str, int]:
+        """As keyword arguments of a launch."""
+        return {**dict(self.blocks), "num_warps": self.num_warps, "num_stages": self.num_stages}
+
+    def __getitem__(self, block: str) -> int:
+        return dict(self.blocks)[block]
+
+
+# The tiles a kernel keeps in shared memory per pipeline stage, as pairs of sizes.
+_TILES = {
+    "chunk_state": (("BLOCK_P", "BLOCK_K"), ("BLOCK_K", "BLOCK_N")),
+    "bmm_chunk": (("BLOCK_M", "BLOCK_K"), ("BLOCK_K", "BLOCK_N")),
+    "chunk_scan": (("BLOCK_M", "BLOCK_K"), ("BLOCK_M", "BLOCK_K"), ("BLOCK_K", "BLOCK_P"), ("BLOCK_N", "BLOCK_P")),
+    "chunk_scan_dstates": (("BLOCK_P", "BLOCK_K"), ("BLOCK_K", "BLOCK_N")),
+    "chunk_scan_chunk_state_dx": (("BLOCK_M", "BLOCK_K"), ("BLOCK_M", "BLOCK_K"), ("BLOCK_K", "BLOCK_P"),
+                                  ("BLOCK_N", "BLOCK_P")),
+    "chunk_state_dB": (("BLOCK_M", "BLOCK_P"), ("BLOCK_P", "BLOCK_N")),
+    "chunk_scan_dC": (("BLOCK_M", "BLOCK_P"), ("BLOCK_P", "BLOCK_N")),
+    "chunk_scan_dCB": (("BLOCK_M", "BLOCK_P"), ("BLOCK_P", "BLOCK_N")),
+    "bmm_bwd": (("BLOCK_M", "BLOCK_K"), ("BLOCK_K", "BLOCK_N")),
+    "ddA_cumsum": (("BLOCK_M", "BLOCK_P"), ("BLOCK_P", "BLOCK_K"), ("BLOCK_M", "BLOCK_K"), ("BLOCK_M", "BLOCK_K")),
+}  # fmt: skip
+_SMALLEST = 16  # of a tile axis that enters tl.dot
+
+
+@dataclass(frozen=True)
+class Device:
+    """What a choice depends on: the name of its frozen table, and the shared memory that one block may have, in bytes."""
+
+    name: str
+    shared: int
+
+
+def next_power_of_2(n: int) -> int:
+    return 1 << (n - 1).bit_length()
+
+
+def device_slug(name: str) -> str:
+    """"NVIDIA H100 80GB HBM3" -> "h100": the name of a device's config and result files."""
+    words = [w for w in name.lower().replace("-", " ").split() if w not in ("nvidia", "geforce", "tesla")]
+    if "rtx" in words:
+        return "_".join(words[:2])
+    return words[0] if words else "unknown"
+
+
+@lru_cache
+def current_device(index: int | None) -> Device:
+    """The CUDA device of that index; None: the interpreter, which has no limit of its own."""
+    if index is None:
+        return Device("interpreter", 232448)
+    properties = torch.cuda.get_device_properties(index)
+    return Device(device_slug(properties.name), properties.shared_memory_per_block_optin)
+
+
+@lru_cache
+def _frozen(name: str) -> dict[str, list[int]]:
+    path = CONFIGS / f"{name}.json"
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def size_key(kernel: str, dtype: torch.dtype, headdim: int, dstate: int, chunk_size: int) -> str:
+    """The line of a config file that serves these sizes: kernel, bytes per element, and sizes rounded up to powers of two."""
+    sizes = (max(_SMALLEST, next_power_of_2(n)) for n in (headdim, dstate, chunk_size))
+    return "/".join(map(str, (kernel, f"{dtype.itemsize}B", *sizes)))
+
+
+def space(kernel: str, dtype: torch.dtype, headdim: int, dstate: int, chunk_size: int, device: Device) -> list[Config]:
+    """Every config that a tuner may try at these sizes on that device, the default first, none twice."""
+    fitted = (_fit(kernel, entry, dtype.itemsize, headdim, dstate, chunk_size, device) for entry in _SPACES[kernel])
+    return list(dict.fromkeys(fitted))
+
+
+def _fit(kernel, entry, itemsize, headdim, dstate, chunk_size, device) -> Config:
+    """The entry with no tile larger than its axis, made smaller until the device's shared memory holds it."""
+    *sizes, num_warps, num_stages = entry
+    blocks = dict(zip(_BLOCKS[kernel], sizes, strict=True))
+    limits = _axis_limits(kernel, headdim, dstate, chunk_size)
+    blocks = {b: min(n, max(_SMALLEST, next_power_of_2(limits[b]))) if b in limits else n for b, n in blocks.items()}
+    while _shared(kernel, blocks, itemsize, num_stages) > device.shared:
+        if num_stages > 2:
+            num_stages -= 1
+            continue
+        largest = max(blocks, key=blocks.get)
+        if blocks[largest] == _SMALLEST:
+            raise ValueError(f"{kernel}: its smallest tiles need {_shared(kernel, blocks, itemsize, num_stages)} bytes of "
+                             f"shared memory; a block on {device.name} may have {device.shared}")  # fmt: skip
+        blocks[largest] //= 2
+    return Config(tuple(blocks.items()), num_warps, num_stages)
+
+
+def _axis_limits(kernel: str, headdim: int, dstate: int, chunk_size: int) -> dict[str, int]:
+    """How long the axis is that each tile size cuts."""
+    limits = {"BLOCK_P": headdim, "BLOCK_M": chunk_size, "BLOCK_K": chunk_size, "BLOCK_N": dstate}
+    if kernel == "bmm_chunk":
+        limits |= {"BLOCK_K": dstate, "BLOCK_N": chunk_size}
+    if kernel == "chunk_scan_dCB":
+        limits["BLOCK_N"] = chunk_size
+    return limits
+
+
+def _shared(kernel: str, blocks: dict[str, int], itemsize: int, num_stages: int) -> int:
+    """An upper estimate of a block's shared memory in bytes: the pipelined tiles, each once a stage."""
+    return num_stages * itemsize * sum(blocks[a] * blocks[b] for a, b in _TILES.get(kernel, ()))
+
+
+def pick(kernel: str, inputs: SSDInputs) -> Config:
+    """The config of a launch of `kernel` on these inputs."""
+    if kernel in _forced:
+        return _forced[kernel]
+    index = inputs.x.device.index if inputs.x.is_cuda else None
+    return _pick(kernel, inputs.x.dtype, inputs.headdim, inputs.dstate, inputs.chunk_size, index)
+
+
+@lru_cache(maxsize=None)
+def _pick(kernel, dtype, headdim, dstate, chunk_size, index) -> Config:
+    device = current_device(index)
+    measured = _frozen(device.name).get(size_key(kernel, dtype, headdim, dstate, chunk_size))
+    if measured is None:
+        return space(kernel, dtype, headdim, dstate, chunk_size, device)[0]
+    return _fit(kernel, measured, dtype.itemsize, headdim, dstate, chunk_size, device)
+
+
+@contextmanager
+def forced(kernel: str, config: Config):
+    """Launches of `kernel` take `config` inside this context: for the tuner and for tests that try every config."""
+    _forced[kernel] = config
+    try:
+        yield
+    finally:
+        del _forced[kernel]

@@ -1,0 +1,28 @@
+"""Variant `baseline`: one kernel a stage, as the paper describes the operator."""
+
+from __future__ import annotations
+
+import torch
+
+from .backward import backward
+from .forward import forward
+from .registry import Variant
+from .types import SSDInputs
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def _supports(inputs: SSDInputs) -> str | None:
+    from triton import knobs
+
+    i = inputs
+    if not i.x.is_cuda and not knobs.runtime.interpret:
+        return f"its kernels need a CUDA device, got tensors on {i.x.device} (TRITON_INTERPRET=1 interprets them on the CPU)"
+    if i.x.dtype not in _DTYPES:
+        return f"x: got dtype {i.x.dtype}, its kernels take {', '.join(map(str, _DTYPES))}"
+    if i.headdim > 256 or i.dstate > 256:
+        return f"got headdim = {i.headdim}, dstate = {i.dstate}, its kernels take at most 256 of each"
+    return None
+
+
+VARIANT = Variant("baseline", supports=_supports, forward=forward, backward=backward)
