@@ -51,7 +51,8 @@ def ssd_chunk_scan(
         dt_bias: (nheads,).
         initial_states: (batch, nheads, headdim, dstate). With seq_idx they reach a leading document 0 only.
         seq_idx: (batch, seqlen) integers, the document of each token. A new document begins wherever the value changes.
-        cu_seqlens: (ndocs + 1,) integers from 0 to seqlen, batch 1: the documents' boundaries. Implies seq_idx if that is absent.
+        cu_seqlens: (ndocs + 1,) integers from 0 to seqlen, batch 1: the documents' boundaries. Implies seq_idx if that is
+            absent.
         dt_softplus: apply softplus to dt + dt_bias.
         dt_limit: (min, max) that the step is clamped to, 0 <= min <= max.
         return_final_states: also return the state after the last token.
@@ -80,7 +81,7 @@ def ssd_chunk_scan(
 
     if is_peer(variant):
         inputs = SSDInputs(x, dt, A, B, C, chunk_size, D, z, dt_bias, initial_states, seq_idx, cu_seqlens, dt_softplus,
-                           dt_limit, state_dtype)  # fmt: skip
+                           dt_limit, state_dtype)
         peer = get_variant(variant)
         if reason := peer.supports(inputs):
             raise ValueError(f"variant {variant!r} cannot run these inputs: {reason}")
@@ -88,10 +89,10 @@ def ssd_chunk_scan(
         varlen_states = None
     else:
         save = torch.is_grad_enabled() and any(
-            t is not None and t.requires_grad for t in (x, dt, A, B, C, D, z, dt_bias, initial_states))  # fmt: skip
+            t is not None and t.requires_grad for t in (x, dt, A, B, C, D, z, dt_bias, initial_states))
         out, final_states, varlen_states = chunk_scan(
             x, dt, A, B, C, D, z, dt_bias, initial_states, seq_idx, cu_seqlens, chunk_size, dt_softplus, dt_limit,
-            state_dtype, variant, options or Options(), save)  # fmt: skip
+            state_dtype, variant, options or Options(), save)
     results = (out,)
     if return_final_states:
         results += (final_states,)
@@ -115,10 +116,7 @@ def _check_tensors(x, dt, A, B, C, D, z, dt_bias, initial_states) -> None:
         raise ValueError(f"x, B: got shapes {tuple(x.shape)}, {tuple(B.shape)}, expected every size to be at least 1")
     if nheads % ngroups:
         raise ValueError(f"B: got ngroups = {ngroups}, expected a divisor of nheads = {nheads}")
-    if D is not None and isinstance(D, Tensor) and D.dim() == 2:
-        D_shape = (nheads, headdim)
-    else:
-        D_shape = (nheads,)
+    D_shape = (nheads, headdim) if D is not None and isinstance(D, Tensor) and D.dim() == 2 else (nheads,)
     for name, t, shape in (
         ("dt", dt, (batch, seqlen, nheads)),
         ("A", A, (nheads,)),

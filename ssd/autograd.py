@@ -33,14 +33,14 @@ torch.library.define(
 
 
 def chunk_scan(x, dt, A, B, C, D, z, dt_bias, initial_states, seq_idx, cu_seqlens, chunk_size, dt_softplus, dt_limit,
-               state_dtype, variant: str, options: Options, save: bool):  # fmt: skip
+               state_dtype, variant: str, options: Options, save: bool):
     """Arguments as `api.ssd_chunk_scan` checked them. Returns out, final_states, varlen_states.
 
     save: whether a backward may follow, so that what it needs must be kept.
     """
     return torch.ops.ssd.chunk_scan(
         x, dt, A, B, C, D, z, dt_bias, initial_states, seq_idx, cu_seqlens, chunk_size, dt_softplus, *dt_limit, state_dtype,
-        variant, _encode(options), save)[:3]  # fmt: skip
+        variant, _encode(options), save)[:3]
 
 
 _OPTION_NAMES = tuple(f.name for f in fields(Options))
@@ -58,9 +58,9 @@ def _decode(text: str) -> Options:
 
 def _unpack(args: tuple) -> tuple[SSDInputs, str, Options]:
     (x, dt, A, B, C, D, z, dt_bias, initial_states, seq_idx, cu_seqlens, chunk_size, dt_softplus, dt_min, dt_max, state_dtype,
-     variant, options) = args  # fmt: skip
+     variant, options) = args
     inputs = SSDInputs(x, dt, A, B, C, chunk_size, D, z, dt_bias, initial_states, seq_idx, cu_seqlens, dt_softplus,
-                       (dt_min, dt_max), state_dtype)  # fmt: skip
+                       (dt_min, dt_max), state_dtype)
     return inputs, variant, _decode(options)
 
 
@@ -110,7 +110,7 @@ def _backward_fake(*args):
 
     i = inputs
     return (like(x), like(i.dt), like(i.A, accumulator), like(i.B), like(i.C), like(i.D, accumulator), like(i.z),
-            like(i.dt_bias, accumulator), like(i.initial_states, accumulator))  # fmt: skip
+            like(i.dt_bias, accumulator), like(i.initial_states, accumulator))
 
 
 def _accumulator(x: Tensor) -> torch.dtype:

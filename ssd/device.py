@@ -55,7 +55,10 @@ def document_at_end(seq_idx, b, c, seqlen, CHUNK: tl.constexpr):
 
 @triton.jit
 def causal(offs_i, offs_j, seq_idx, rows, TRANSPOSED: tl.constexpr):
-    """m(j, i) and j <= i < rows: a tile [i, j] of booleans, or [j, i]. seq_idx points at the chunk's first token, or is None."""
+    """m(j, i) and j <= i < rows: a tile [i, j] of booleans, or [j, i].
+
+    seq_idx points at the chunk's first token, or is None.
+    """
     if TRANSPOSED:
         i, j = offs_i[None, :], offs_j[:, None]
     else:

@@ -6,6 +6,7 @@ kernels' rounding points (docs/ssd.md, section 4) as the mirror that bounds a ke
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import fields, replace
 
 import torch
@@ -49,7 +50,7 @@ def chunked(inputs: SSDInputs, precision: Precision) -> tuple[Tensor, Tensor, Te
     dt, dA_cumsum, prev_states, final_states = _states(i, masks, operand)
     CB = stages.bmm_chunk(operand.C, operand.B)
     y = stages.chunk_scan(CB, operand.x, dt, dA_cumsum, operand.C, operand.round(prev_states), _per_channel(i.D), masks,
-                          precision)  # fmt: skip
+                          precision)
     y = y.flatten(1, 2)[:, : i.seqlen]
     if i.z is None:
         return y, final_states, None
@@ -57,7 +58,7 @@ def chunked(inputs: SSDInputs, precision: Precision) -> tuple[Tensor, Tensor, Te
 
 
 def chunked_grads(inputs: SSDInputs, dout: Tensor, dfinal_states: Tensor | None, y: Tensor | None,
-                  precision: Precision) -> SSDGrads:  # fmt: skip
+                  precision: Precision) -> SSDGrads:
     """The backward's stages in order, the forward's recomputed. y as `chunked` returned it."""
     i, masks, operand = _prepare(inputs, precision)
     dt, dA_cumsum, prev_states, _ = _states(i, masks, operand)
@@ -70,10 +71,10 @@ def chunked_grads(inputs: SSDInputs, dout: Tensor, dfinal_states: Tensor | None,
 
     dprev_states = stages.chunk_scan_dstates(dy, operand.C, dA_cumsum, masks, precision)
     dstates, dinitial_states, s = stages.state_passing_bwd(
-        dprev_states, prev_states, dA_cumsum, None if dfinal_states is None else precision(dfinal_states), masks)  # fmt: skip
+        dprev_states, prev_states, dA_cumsum, None if dfinal_states is None else precision(dfinal_states), masks)
     dstates = operand.round(dstates)
     dx, ddt, q, dD = stages.chunk_scan_chunk_state_dx(CB, operand.x, dt, dA_cumsum, operand.B, dstates, dy, D, masks,
-                                                      precision)  # fmt: skip
+                                                      precision)
     dB = stages.chunk_state_dB(operand.x, dt, dA_cumsum, dstates, i.ngroups, masks, precision)
     dC, r = stages.chunk_scan_dC(dy, dA_cumsum, operand.C, operand.round(prev_states), masks, precision)
     dCB = stages.chunk_scan_dCB(operand.x, dt, dA_cumsum, dy, i.ngroups, masks)
@@ -89,17 +90,17 @@ def chunked_grads(inputs: SSDInputs, dout: Tensor, dfinal_states: Tensor | None,
         dD=None if i.D is None else dD if i.D.dim() == 2 else dD.sum(-1),
         ddt_bias=None if i.dt_bias is None else ddt_bias,
         dinitial_states=None if i.initial_states is None else dinitial_states,
-    )  # fmt: skip
+    )
 
 
 def varlen_states(inputs: SSDInputs, precision: Precision) -> Tensor:
     """(11): the state at the end of each document of `cu_seqlens`, (ndocs, nheads, headdim, dstate); 0 if it is empty."""
     ends = inputs.cu_seqlens.tolist()
     result = []
-    for start, end in zip(ends[:-1], ends[1:], strict=True):
+    for start, end in itertools.pairwise(ends):
         if start == end:
             result.append(torch.zeros(inputs.nheads, inputs.headdim, inputs.dstate, dtype=precision.compute,
-                                      device=inputs.x.device))  # fmt: skip
+                                      device=inputs.x.device))
             continue
         upto = {name: getattr(inputs, name)[:, :end] for name in ("x", "dt", "B", "C")}
         upto["seq_idx"] = None if inputs.seq_idx is None else inputs.seq_idx[:, :end]
@@ -122,7 +123,7 @@ def ssd_fp64_grads(inputs: SSDInputs, dout: Tensor, dfinal_states: Tensor | None
 def as_dtype(inputs: SSDInputs, dtype: torch.dtype) -> SSDInputs:
     """The same inputs with every floating-point tensor in `dtype`."""
     floats = {f.name: t.to(dtype) for f in fields(inputs)
-              if isinstance(t := getattr(inputs, f.name), Tensor) and t.is_floating_point()}  # fmt: skip
+              if isinstance(t := getattr(inputs, f.name), Tensor) and t.is_floating_point()}
     return replace(inputs, **floats)
 
 

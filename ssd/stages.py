@@ -54,7 +54,7 @@ class Masks:
         causal = torch.ones(chunk_size, chunk_size, dtype=torch.bool, device=device).tril()
         pair = causal & (document[..., :, None] == document[..., None, :])
         return Masks(pair.to(dtype), (document == prev).to(dtype), (document == last).to(dtype),
-                     (last == prev)[:, 0, :, 0].to(dtype))  # fmt: skip
+                     (last == prev)[:, 0, :, 0].to(dtype))
 
 
 def into_chunks(t: Tensor, chunk_size: int, pad_mode: str = "zeros") -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 import torch
@@ -25,7 +25,7 @@ _BLOCKS = {
     "state_passing": ("BLOCK",),
     "bmm_chunk": ("BLOCK_M", "BLOCK_N", "BLOCK_K"),
     "chunk_scan": ("BLOCK_M", "BLOCK_P", "BLOCK_K", "BLOCK_N"),
-    "chunk_scan_dz": ("BLOCK_M",),
+    "chunk_scan_dz": ("BLOCK",),
     "chunk_scan_dstates": ("BLOCK_P", "BLOCK_N", "BLOCK_K"),
     "state_passing_bwd": ("BLOCK",),
     "chunk_scan_chunk_state_dx": ("BLOCK_M", "BLOCK_P", "BLOCK_K", "BLOCK_N"),
@@ -37,26 +37,33 @@ _BLOCKS = {
     "chunk_cumsum_bwd": ("BLOCK_H",),
 }
 _SPACES = {
-    "chunk_cumsum": [(16, 4, 1), (8, 4, 1), (32, 4, 1)],
-    "chunk_state": [(64, 128, 64, 4, 3), (64, 128, 32, 4, 3), (64, 64, 64, 4, 3), (64, 128, 64, 8, 3), (64, 128, 32, 4, 4)],
-    "state_passing": [(1024, 4, 3), (512, 4, 3), (512, 4, 5), (1024, 4, 1), (256, 2, 4)],
-    "bmm_chunk": [(64, 64, 64, 4, 3), (128, 64, 64, 4, 3), (128, 128, 64, 8, 3), (64, 64, 128, 4, 2)],
+    "chunk_cumsum": [(16, 4, 1), (8, 4, 1), (32, 4, 1), (16, 8, 1)],
+    "chunk_state": [(64, 128, 64, 4, 3), (64, 128, 32, 4, 3), (64, 64, 64, 4, 3), (64, 128, 64, 8, 3), (64, 128, 32, 4, 4),
+                    (64, 128, 64, 4, 2), (64, 128, 128, 4, 2), (64, 64, 32, 4, 4)],
+    "state_passing": [(1024, 4, 3), (512, 4, 3), (512, 4, 5), (1024, 4, 1), (256, 2, 4), (2048, 8, 3), (1024, 4, 5)],
+    "bmm_chunk": [(64, 64, 64, 4, 3), (128, 64, 64, 4, 3), (128, 128, 64, 8, 3), (64, 64, 128, 4, 2), (64, 128, 64, 4, 3)],
     "chunk_scan": [(64, 64, 64, 64, 4, 3), (128, 64, 64, 64, 4, 3), (64, 64, 32, 128, 4, 3), (128, 64, 32, 64, 4, 3),
-                   (128, 64, 64, 64, 8, 3), (64, 64, 64, 128, 4, 2)],
-    "chunk_scan_dz": [(32, 4, 1), (64, 4, 1)],
-    "chunk_scan_dstates": [(64, 128, 64, 4, 3), (64, 128, 32, 4, 3), (64, 64, 64, 4, 3), (64, 128, 64, 8, 3)],
-    "state_passing_bwd": [(1024, 4, 3), (512, 4, 3), (512, 4, 5), (1024, 4, 1), (256, 2, 4)],
+                   (128, 64, 64, 64, 8, 3), (64, 64, 64, 128, 4, 2), (64, 64, 64, 64, 4, 2), (128, 64, 32, 64, 8, 3)],
+    "chunk_scan_dz": [(2048, 4, 1), (4096, 4, 1), (1024, 4, 1)],
+    "chunk_scan_dstates": [(64, 128, 64, 4, 3), (64, 128, 32, 4, 3), (64, 64, 64, 4, 3), (64, 128, 64, 8, 3),
+                           (64, 128, 32, 4, 4), (64, 128, 64, 4, 2), (64, 128, 128, 4, 2)],
+    "state_passing_bwd": [(1024, 4, 3), (512, 4, 3), (512, 4, 5), (1024, 4, 1), (256, 2, 4), (2048, 8, 3), (1024, 4, 5)],
     "chunk_scan_chunk_state_dx": [(64, 64, 64, 64, 4, 3), (128, 64, 64, 64, 8, 3), (64, 64, 32, 64, 4, 3),
-                                  (128, 64, 32, 64, 4, 3), (64, 64, 64, 128, 4, 2)],
-    "chunk_state_dB": [(64, 128, 64, 4, 3), (64, 64, 64, 4, 3), (128, 64, 64, 4, 3), (128, 128, 64, 8, 3), (64, 128, 64, 8, 3)],
-    "chunk_scan_dC": [(64, 128, 64, 4, 3), (64, 64, 64, 4, 3), (128, 64, 64, 4, 3), (128, 128, 64, 8, 3), (64, 128, 64, 8, 3)],
-    "chunk_scan_dCB": [(64, 64, 64, 4, 3), (128, 64, 64, 4, 3), (128, 64, 64, 8, 3), (128, 128, 64, 8, 3)],
-    "bmm_bwd": [(64, 128, 64, 4, 3), (64, 64, 64, 4, 3), (128, 64, 64, 4, 3)],
-    "ddA_cumsum": [(64, 64, 64, 4, 3), (128, 64, 64, 4, 3), (128, 128, 64, 8, 3), (64, 64, 64, 4, 2)],
-    "chunk_cumsum_bwd": [(8, 4, 1), (4, 4, 1), (16, 4, 1)],
-}  # fmt: skip
+                                  (128, 64, 32, 64, 4, 3), (64, 64, 64, 128, 4, 2), (64, 64, 64, 64, 4, 2),
+                                  (128, 64, 32, 64, 8, 3), (64, 64, 32, 128, 4, 2)],
+    "chunk_state_dB": [(64, 128, 64, 4, 3), (64, 64, 64, 4, 3), (128, 64, 64, 4, 3), (128, 128, 64, 8, 3), (64, 128, 64, 8, 3),
+                       (64, 128, 64, 4, 4), (64, 128, 64, 4, 2), (128, 128, 64, 8, 2)],
+    "chunk_scan_dC": [(64, 128, 64, 4, 3), (64, 64, 64, 4, 3), (128, 64, 64, 4, 3), (128, 128, 64, 8, 3), (64, 128, 64, 8, 3),
+                      (64, 128, 64, 4, 4), (64, 128, 64, 4, 2), (128, 128, 64, 8, 2)],
+    "chunk_scan_dCB": [(64, 64, 64, 4, 3), (128, 64, 64, 4, 3), (128, 64, 64, 8, 3), (128, 128, 64, 8, 3), (64, 64, 64, 4, 4),
+                       (64, 128, 64, 4, 3), (64, 64, 64, 4, 2)],
+    "bmm_bwd": [(64, 128, 64, 4, 3), (64, 64, 64, 4, 3), (128, 64, 64, 4, 3), (64, 128, 32, 4, 3)],
+    "ddA_cumsum": [(64, 64, 64, 4, 3), (128, 64, 64, 4, 3), (128, 128, 64, 8, 3), (64, 64, 64, 4, 2), (128, 64, 64, 8, 3),
+                   (128, 64, 64, 8, 2)],
+    "chunk_cumsum_bwd": [(8, 4, 1), (4, 4, 1), (16, 4, 1), (8, 8, 1)],
+}
 KERNELS = tuple(_SPACES)
-_forced: dict[str, "Config"] = {}
+_forced: dict[str, Config] = {}
 
 
 @dataclass(frozen=True)
@@ -89,7 +96,7 @@ _TILES = {
     "chunk_scan_dCB": (("BLOCK_M", "BLOCK_P"), ("BLOCK_P", "BLOCK_N")),
     "bmm_bwd": (("BLOCK_M", "BLOCK_K"), ("BLOCK_K", "BLOCK_N")),
     "ddA_cumsum": (("BLOCK_M", "BLOCK_P"), ("BLOCK_P", "BLOCK_K"), ("BLOCK_M", "BLOCK_K"), ("BLOCK_M", "BLOCK_K")),
-}  # fmt: skip
+}
 _SMALLEST = 16  # of a tile axis that enters tl.dot
 
 
@@ -134,6 +141,11 @@ def size_key(kernel: str, dtype: torch.dtype, headdim: int, dstate: int, chunk_s
     return "/".join(map(str, (kernel, f"{dtype.itemsize}B", *sizes)))
 
 
+def entry(config: Config) -> list[int]:
+    """The config as a config file keeps it: tile sizes in the order of `_BLOCKS`, warps, stages."""
+    return [*(size for _, size in config.blocks), config.num_warps, config.num_stages]
+
+
 def space(kernel: str, dtype: torch.dtype, headdim: int, dstate: int, chunk_size: int, device: Device) -> list[Config]:
     """Every config that a tuner may try at these sizes on that device, the default first, none twice."""
     fitted = (_fit(kernel, entry, dtype.itemsize, headdim, dstate, chunk_size, device) for entry in _SPACES[kernel])
@@ -143,6 +155,8 @@ def space(kernel: str, dtype: torch.dtype, headdim: int, dstate: int, chunk_size
 def _fit(kernel, entry, itemsize, headdim, dstate, chunk_size, device) -> Config:
     """The entry with no tile larger than its axis, made smaller until the device's shared memory holds it."""
     *sizes, num_warps, num_stages = entry
+    if itemsize == 4 and kernel in _TILES:
+        num_warps = 8  # operands of three products each: with 4 warps they spill
     blocks = dict(zip(_BLOCKS[kernel], sizes, strict=True))
     limits = _axis_limits(kernel, headdim, dstate, chunk_size)
     blocks = {b: min(n, max(_SMALLEST, next_power_of_2(limits[b]))) if b in limits else n for b, n in blocks.items()}
@@ -153,7 +167,7 @@ def _fit(kernel, entry, itemsize, headdim, dstate, chunk_size, device) -> Config
         largest = max(blocks, key=blocks.get)
         if blocks[largest] == _SMALLEST:
             raise ValueError(f"{kernel}: its smallest tiles need {_shared(kernel, blocks, itemsize, num_stages)} bytes of "
-                             f"shared memory; a block on {device.name} may have {device.shared}")  # fmt: skip
+                             f"shared memory; a block on {device.name} may have {device.shared}")
         blocks[largest] //= 2
     return Config(tuple(blocks.items()), num_warps, num_stages)
 
@@ -181,7 +195,7 @@ def pick(kernel: str, inputs: SSDInputs) -> Config:
     return _pick(kernel, inputs.x.dtype, inputs.headdim, inputs.dstate, inputs.chunk_size, index)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _pick(kernel, dtype, headdim, dstate, chunk_size, index) -> Config:
     device = current_device(index)
     measured = _frozen(device.name).get(size_key(kernel, dtype, headdim, dstate, chunk_size))

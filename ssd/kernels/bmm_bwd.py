@@ -1,7 +1,8 @@
 """bmm_bwd, second sums of equations (16) and (17): what CB adds to dC and dB, on top of what came through the states.
 
-Reads dCB (batch, nchunks, ngroups, chunk_size, chunk_size); B or C (batch, seqlen, ngroups, dstate), any strides; the part from the
-states (batch, seqlen, ngroups, dstate) fp32, contiguous. Writes dC = part + dCB B, or dB = part + dCB^T C, any strides.
+Reads dCB (batch, nchunks, ngroups, chunk_size, chunk_size); B or C (batch, seqlen, ngroups, dstate), any strides; the
+part from the states (batch, seqlen, ngroups, dstate) fp32, contiguous. Writes dC = part + dCB B, or dB = part + dCB^T
+C, any strides.
 """
 
 import triton
@@ -17,9 +18,9 @@ from .arguments import output
 @triton.jit
 def bmm_bwd_kernel(dCB, other, other_strides, part, grad, grad_strides, seqlen, nchunks, NGROUPS: tl.constexpr,
                    DSTATE: tl.constexpr, CHUNK: tl.constexpr, TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr,
-                   BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
+                   BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
     DTYPE: tl.constexpr = dCB.dtype.element_ty
-    NTILES_N: tl.constexpr = tl.cdiv(DSTATE, BLOCK_N)
+    NTILES_N: tl.constexpr = (DSTATE + BLOCK_N - 1) // BLOCK_N
     tile, g, c, b = unpack_program(CHUNK // BLOCK_M * NTILES_N, NGROUPS, nchunks)
     token, first = c * CHUNK, tile // NTILES_N * BLOCK_M
     rows = tl.minimum(CHUNK, seqlen - token).to(tl.int32)
@@ -45,7 +46,7 @@ def bmm_bwd_kernel(dCB, other, other_strides, part, grad, grad_strides, seqlen, 
             pairs = tl.load(dCB + offs_m[:, None] * CHUNK + k[None, :])
             pairs = tl.where(offs_m[:, None] >= k[None, :], pairs, 0.0)
         other_k = tl.load(other + k[:, None] * other_strides[1] + n[None, :] * other_strides[3],
-                          mask=(k < rows)[:, None] & (n < DSTATE)[None, :], other=0.0)  # fmt: skip
+                          mask=(k < rows)[:, None] & (n < DSTATE)[None, :], other=0.0)
         acc = tl.dot(pairs.to(DTYPE), other_k.to(DTYPE), acc, input_precision=PRECISION)
     tl.store(grad + offs_m[:, None] * grad_strides[1] + n[None, :] * grad_strides[3], acc.to(grad.dtype.element_ty), mask=in_mn)
 
@@ -54,8 +55,8 @@ def _launch(i: SSDInputs, dCB: Tensor, other: Tensor, part: Tensor, grad: Tensor
     config = pick("bmm_bwd", i)
     tiles = i.chunk_size // config["BLOCK_M"] * triton.cdiv(i.dstate, config["BLOCK_N"])
     bmm_bwd_kernel[(tiles * i.ngroups * i.nchunks * i.batch,)](
-        dCB, other, other.stride(), part, grad, grad.stride(), i.seqlen, i.nchunks, i.ngroups, i.dstate, i.chunk_size, transposed,
-        options.precision, **config.launch)  # fmt: skip
+        dCB, other, other.stride(), part, grad, grad.stride(), i.seqlen, i.nchunks, i.ngroups, i.dstate, i.chunk_size,
+        transposed, options.precision, **config.launch)
     return grad
 
 

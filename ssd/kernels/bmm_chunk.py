@@ -1,7 +1,7 @@
 """bmm_chunk, equation (9): CB_ij = C_i . B_j inside each chunk, once per group.
 
-Reads B, C (batch, seqlen, ngroups, dstate), any strides. Writes CB (batch, nchunks, ngroups, chunk_size, chunk_size) fp32;
-tiles that lie wholly above the diagonal are left unwritten: nothing reads them.
+Reads B, C (batch, seqlen, ngroups, dstate), any strides. Writes CB (batch, nchunks, ngroups, chunk_size, chunk_size)
+fp32; tiles that lie wholly above the diagonal are left unwritten: nothing reads them.
 """
 
 import torch
@@ -17,7 +17,7 @@ from .arguments import triton_dtype
 @triton.jit
 def bmm_chunk_kernel(B, B_strides, C, C_strides, CB, seqlen, nchunks, NGROUPS: tl.constexpr, DSTATE: tl.constexpr,
                      CHUNK: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
-                     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
+                     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
     NTILES_N: tl.constexpr = CHUNK // BLOCK_N
     tile, g, c, b = unpack_program(CHUNK // BLOCK_M * NTILES_N, NGROUPS, nchunks)
     first_i, first_j = tile // NTILES_N * BLOCK_M, tile % NTILES_N * BLOCK_N
@@ -31,9 +31,9 @@ def bmm_chunk_kernel(B, B_strides, C, C_strides, CB, seqlen, nchunks, NGROUPS: t
     for start in range(0, DSTATE, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
         C_i = tl.load(C + offs_i[:, None] * C_strides[1] + k[None, :] * C_strides[3],
-                      mask=(offs_i < rows)[:, None] & (k < DSTATE)[None, :], other=0.0)  # fmt: skip
+                      mask=(offs_i < rows)[:, None] & (k < DSTATE)[None, :], other=0.0)
         B_t = tl.load(B + offs_j[None, :] * B_strides[1] + k[:, None] * B_strides[3],
-                      mask=(offs_j < rows)[None, :] & (k < DSTATE)[:, None], other=0.0)  # fmt: skip
+                      mask=(offs_j < rows)[None, :] & (k < DSTATE)[:, None], other=0.0)
         acc = tl.dot(C_i.to(DTYPE), B_t.to(DTYPE), acc, input_precision=PRECISION)
     CB += ((b * nchunks + c) * NGROUPS + g) * CHUNK * CHUNK
     tl.store(CB + offs_i[:, None] * CHUNK + offs_j[None, :], acc)
@@ -46,5 +46,5 @@ def bmm_chunk(i: SSDInputs, options: Options) -> torch.Tensor:
     tiles = i.chunk_size // config["BLOCK_M"] * (i.chunk_size // config["BLOCK_N"])
     bmm_chunk_kernel[(tiles * i.ngroups * i.nchunks * i.batch,)](
         i.B, i.B.stride(), i.C, i.C.stride(), CB, i.seqlen, i.nchunks, i.ngroups, i.dstate, i.chunk_size,
-        triton_dtype(i.x.dtype), options.precision, **config.launch)  # fmt: skip
+        triton_dtype(i.x.dtype), options.precision, **config.launch)
     return CB

@@ -1,7 +1,7 @@
 """chunk_cumsum, equations (1), (2), (6): the step dt and the cumulative decay dA_cumsum.
 
-Reads dt (batch, seqlen, nheads), any dtype and strides. Writes dt and dA_cumsum, both (batch, nheads, nchunks, chunk_size),
-fp32, contiguous; tokens past seqlen get dt = 0 and so keep the last cumulative sum.
+Reads dt (batch, seqlen, nheads), any dtype and strides. Writes dt and dA_cumsum, both (batch, nheads, nchunks,
+chunk_size), fp32, contiguous; tokens past seqlen get dt = 0 and so keep the last cumulative sum.
 """
 
 import torch
@@ -15,12 +15,12 @@ from ..types import SSDInputs
 
 @triton.jit
 def step(dt, dt_strides, dt_bias, b, c, offs_h, seqlen, dt_min, dt_max, NHEADS: tl.constexpr, CHUNK: tl.constexpr,
-         SOFTPLUS: tl.constexpr):  # fmt: skip
+         SOFTPLUS: tl.constexpr):
     """dt before and after the clamp, [BLOCK_H, CHUNK] fp32, and the mask of its valid elements."""
     offs_q = c * CHUNK + tl.arange(0, CHUNK)
     inside = (offs_h[:, None] < NHEADS) & (offs_q[None, :] < seqlen)
     raw = tl.load(dt + b * dt_strides[0] + offs_q[None, :] * dt_strides[1] + offs_h[:, None] * dt_strides[2], mask=inside,
-                  other=0.0).to(tl.float32)  # fmt: skip
+                  other=0.0).to(tl.float32)
     if dt_bias is not None:
         raw += tl.load(dt_bias + offs_h, mask=offs_h < NHEADS, other=0.0).to(tl.float32)[:, None]
     unclamped = softplus(raw) if SOFTPLUS else raw
@@ -30,8 +30,8 @@ def step(dt, dt_strides, dt_bias, b, c, offs_h, seqlen, dt_min, dt_max, NHEADS: 
 
 @triton.jit
 def chunk_cumsum_kernel(dt, dt_strides, A, dt_bias, dt_out, dA_cumsum, seqlen, nchunks, dt_min, dt_max,
-                        NHEADS: tl.constexpr, CHUNK: tl.constexpr, SOFTPLUS: tl.constexpr, BLOCK_H: tl.constexpr):  # fmt: skip
-    tile, _, c, b = unpack_program(tl.cdiv(NHEADS, BLOCK_H), 1, nchunks)
+                        NHEADS: tl.constexpr, CHUNK: tl.constexpr, SOFTPLUS: tl.constexpr, BLOCK_H: tl.constexpr):
+    tile, _, c, b = unpack_program((NHEADS + BLOCK_H - 1) // BLOCK_H, 1, nchunks)
     offs_h = tile * BLOCK_H + tl.arange(0, BLOCK_H)
     _, _, clamped, _ = step(dt, dt_strides, dt_bias, b, c, offs_h, seqlen, dt_min, dt_max, NHEADS, CHUNK, SOFTPLUS)
     in_h = offs_h < NHEADS
@@ -48,5 +48,5 @@ def chunk_cumsum(i: SSDInputs) -> tuple[torch.Tensor, torch.Tensor]:
     config = pick("chunk_cumsum", i)
     grid = (triton.cdiv(i.nheads, config["BLOCK_H"]) * i.nchunks * i.batch,)
     chunk_cumsum_kernel[grid](i.dt, i.dt.stride(), i.A, i.dt_bias, dt, dA_cumsum, i.seqlen, i.nchunks, *i.dt_limit, i.nheads,
-                              i.chunk_size, i.dt_softplus, **config.launch)  # fmt: skip
+                              i.chunk_size, i.dt_softplus, **config.launch)
     return dt, dA_cumsum

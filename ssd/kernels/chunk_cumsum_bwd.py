@@ -1,8 +1,8 @@
 """chunk_cumsum_bwd, equations (20) to (25): the gradients of the step and of A, from the sums the other kernels left.
 
-Reads dt_raw (batch, seqlen, nheads), any strides; (u + v) . x, q and row (batch, nheads, nchunks, chunk_size); r and col, the
-same with partial sums in front; s (batch, nheads, nchunks, ntiles); all fp32. Writes ddt (batch, seqlen, nheads), any
-strides, and dA and ddt_bias as partial sums over chunks, (batch * nchunks, nheads) fp32.
+Reads dt_raw (batch, seqlen, nheads), any strides; (u + v) . x, q and row (batch, nheads, nchunks, chunk_size); r and
+col, the same with partial sums in front; s (batch, nheads, nchunks, ntiles); all fp32. Writes ddt (batch, seqlen,
+nheads), any strides, and dA and ddt_bias as partial sums over chunks, (batch * nchunks, nheads) fp32.
 """
 
 import torch
@@ -21,11 +21,12 @@ from .chunk_cumsum import step
 def chunk_cumsum_bwd_kernel(dt, dt_strides, A, dt_bias, u_v_x, r_tiles, q, s_tiles, row, col_tiles, ddt, ddt_strides, dA,
                             ddt_bias, seqlen, nchunks, tile_stride, dt_min, dt_max, NHEADS: tl.constexpr,
                             CHUNK: tl.constexpr, SOFTPLUS: tl.constexpr, R_TILES: tl.constexpr, S_TILES: tl.constexpr,
-                            COL_TILES: tl.constexpr, S_WIDTH: tl.constexpr, BLOCK_H: tl.constexpr):  # fmt: skip
-    tile, _, c, b = unpack_program(tl.cdiv(NHEADS, BLOCK_H), 1, nchunks)
+                            COL_TILES: tl.constexpr, S_WIDTH: tl.constexpr, BLOCK_H: tl.constexpr):
+    tile, _, c, b = unpack_program((NHEADS + BLOCK_H - 1) // BLOCK_H, 1, nchunks)
     offs_h, offs_q = tile * BLOCK_H + tl.arange(0, BLOCK_H), tl.arange(0, CHUNK)
     in_h = offs_h < NHEADS
-    raw, unclamped, clamped, inside = step(dt, dt_strides, dt_bias, b, c, offs_h, seqlen, dt_min, dt_max, NHEADS, CHUNK, SOFTPLUS)
+    raw, unclamped, clamped, inside = step(dt, dt_strides, dt_bias, b, c, offs_h, seqlen, dt_min, dt_max, NHEADS, CHUNK,
+                                           SOFTPLUS)
     rate = tl.load(A + offs_h, mask=in_h, other=0.0).to(tl.float32)[:, None]
     chunk = (b * NHEADS + offs_h.to(tl.int64)[:, None]) * nchunks + c
     at = chunk * CHUNK + offs_q[None, :]
@@ -46,14 +47,14 @@ def chunk_cumsum_bwd_kernel(dt, dt_strides, A, dt_bias, u_v_x, r_tiles, q, s_til
         grad *= sigmoid(raw)
     grad = tl.where(inside & (unclamped >= dt_min) & (unclamped <= dt_max), grad, 0.0)
     tl.store(ddt + b * ddt_strides[0] + (c * CHUNK + offs_q[None, :]) * ddt_strides[1] + offs_h[:, None] * ddt_strides[2],
-             grad.to(ddt.dtype.element_ty), mask=inside)  # fmt: skip
+             grad.to(ddt.dtype.element_ty), mask=inside)
     tl.store(dA + (b * nchunks + c) * NHEADS + offs_h, tl.sum(da * clamped, 1), mask=in_h)
     if ddt_bias is not None:
         tl.store(ddt_bias + (b * nchunks + c) * NHEADS + offs_h, tl.sum(grad, 1), mask=in_h)
 
 
 def chunk_cumsum_bwd(i: SSDInputs, u_v_x: Tensor, r_tiles: Tensor, q: Tensor, s_tiles: Tensor, row: Tensor, col_tiles: Tensor,
-                     into: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+                     into: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """Returns ddt, dA, and ddt_bias (None without dt_bias)."""
     ddt = output(i.dt, into)
     dA = torch.empty(i.batch * i.nchunks, i.nheads, device=i.x.device, dtype=torch.float32)
@@ -63,5 +64,5 @@ def chunk_cumsum_bwd(i: SSDInputs, u_v_x: Tensor, r_tiles: Tensor, q: Tensor, s_
     chunk_cumsum_bwd_kernel[(triton.cdiv(i.nheads, config["BLOCK_H"]) * i.nchunks * i.batch,)](
         i.dt, i.dt.stride(), i.A, i.dt_bias, u_v_x, r_tiles, q, s_tiles, row, col_tiles, ddt, ddt.stride(), dA, ddt_bias,
         i.seqlen, i.nchunks, row.numel(), *i.dt_limit, i.nheads, i.chunk_size, i.dt_softplus, r_tiles.shape[0],
-        s_tiles.shape[-1], col_tiles.shape[0], s_width, **config.launch)  # fmt: skip
+        s_tiles.shape[-1], col_tiles.shape[0], s_width, **config.launch)
     return ddt, dA.sum(0), None if ddt_bias is None else ddt_bias.sum(0)

@@ -1,9 +1,9 @@
 """chunk_scan, equations (10) and (5): the output, from CB, the tokens of the chunk and the state before it.
 
-Reads CB (batch, nchunks, ngroups, chunk_size, chunk_size) fp32; x, z (batch, seqlen, nheads, headdim) and C (batch, seqlen, ngroups,
-dstate), any strides; dt, dA_cumsum (batch, nheads, nchunks, chunk_size) fp32; prev_states (batch, nchunks, nheads, headdim,
-dstate); D (nheads,) or (nheads, headdim). Writes out (batch, seqlen, nheads, headdim) in the dtype of x and, where a backward will
-need it, y, the output before the gate.
+Reads CB (batch, nchunks, ngroups, chunk_size, chunk_size) fp32; x, z (batch, seqlen, nheads, headdim) and C (batch,
+seqlen, ngroups, dstate), any strides; dt, dA_cumsum (batch, nheads, nchunks, chunk_size) fp32; prev_states (batch,
+nchunks, nheads, headdim, dstate); D (nheads,) or (nheads, headdim). Writes out (batch, seqlen, nheads, headdim) in
+the dtype of x and, where a backward will need it, y, the output before the gate.
 """
 
 import torch
@@ -21,9 +21,9 @@ from .chunk_state import weights_from_start
 def chunk_scan_kernel(CB, x, x_strides, z, z_strides, C, C_strides, D, D_strides, dt, dA_cumsum, seq_idx, prev_states, out, y,
                       seqlen, nchunks, NHEADS: tl.constexpr, NGROUPS: tl.constexpr, HEADDIM: tl.constexpr,
                       DSTATE: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
-                      BLOCK_P: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
+                      BLOCK_P: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr):
     DTYPE: tl.constexpr = x.dtype.element_ty
-    NTILES_P: tl.constexpr = tl.cdiv(HEADDIM, BLOCK_P)
+    NTILES_P: tl.constexpr = (HEADDIM + BLOCK_P - 1) // BLOCK_P
     tile, h, c, b = unpack_program(CHUNK // BLOCK_M * NTILES_P, NHEADS, nchunks)
     first = tile // NTILES_P * BLOCK_M
     g = h // (NHEADS // NGROUPS)
@@ -48,9 +48,9 @@ def chunk_scan_kernel(CB, x, x_strides, z, z_strides, C, C_strides, D, D_strides
     for start in range(0, DSTATE, BLOCK_N):
         n = start + tl.arange(0, BLOCK_N)
         C_i = tl.load(C + offs_i[:, None] * C_strides[1] + n[None, :] * C_strides[3],
-                      mask=in_i[:, None] & (n < DSTATE)[None, :], other=0.0)  # fmt: skip
+                      mask=in_i[:, None] & (n < DSTATE)[None, :], other=0.0)
         state_t = tl.load(prev_states + offs_p[None, :] * DSTATE + n[:, None],
-                          mask=in_p[None, :] & (n < DSTATE)[:, None], other=0.0)  # fmt: skip
+                          mask=in_p[None, :] & (n < DSTATE)[:, None], other=0.0)
         acc = tl.dot(C_i.to(DTYPE), state_t.to(DTYPE), acc, input_precision=PRECISION)
     acc *= weights_from_start(offs_i, dA_cumsum, seq_idx, rows, before)[:, None]
 
@@ -62,7 +62,7 @@ def chunk_scan_kernel(CB, x, x_strides, z, z_strides, C, C_strides, D, D_strides
         # selected, not multiplied by 0: above the diagonal CB may never have been written
         weights = tl.where(causal(offs_i, j, seq_idx, rows, False), weights, 0.0)
         x_j = tl.load(x + j[:, None] * x_strides[1] + offs_p[None, :] * x_strides[3],
-                      mask=(j < rows)[:, None] & in_p[None, :], other=0.0)  # fmt: skip
+                      mask=(j < rows)[:, None] & in_p[None, :], other=0.0)
         acc = tl.dot(weights.to(DTYPE), x_j, acc, input_precision=PRECISION)
 
     in_ip = in_i[:, None] & in_p[None, :]
@@ -75,7 +75,7 @@ def chunk_scan_kernel(CB, x, x_strides, z, z_strides, C, C_strides, D, D_strides
         tl.store(y + at, acc.to(DTYPE), mask=in_ip)
     if z is not None:
         z_i = tl.load(z + b * z_strides[0] + (token + offs_i[:, None]) * z_strides[1] + h * z_strides[2]
-                      + offs_p[None, :] * z_strides[3], mask=in_ip, other=0.0).to(tl.float32)  # fmt: skip
+                      + offs_p[None, :] * z_strides[3], mask=in_ip, other=0.0).to(tl.float32)
         acc *= z_i * sigmoid(z_i)
     tl.store(out + at, acc.to(DTYPE), mask=in_ip)
 
@@ -89,5 +89,5 @@ def chunk_scan(i: SSDInputs, CB, dt, dA_cumsum, prev_states, options: Options) -
     chunk_scan_kernel[(tiles * i.nheads * i.nchunks * i.batch,)](
         CB, i.x, i.x.stride(), i.z, strides(i.z), i.C, i.C.stride(), i.D, per_channel_strides(i.D), dt, dA_cumsum, i.seq_idx,
         prev_states, out, y, i.seqlen, i.nchunks, i.nheads, i.ngroups, i.headdim, i.dstate, i.chunk_size, options.precision,
-        **config.launch)  # fmt: skip
+        **config.launch)
     return out, y

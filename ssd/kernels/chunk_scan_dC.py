@@ -1,8 +1,9 @@
 """chunk_scan_dC, first sum of equation (16): what the states add to dC, summed over the heads of a group; and r of (20).
 
-Reads dy (batch, seqlen, nheads, headdim), C (batch, seqlen, ngroups, dstate), any strides; dA_cumsum (batch, nheads, nchunks,
-chunk_size) fp32; prev_states (batch, nchunks, nheads, headdim, dstate). Writes dC (batch, seqlen, ngroups, dstate) fp32, to be
-completed by bmm_bwd, and r as partial sums over tiles of dstate, (ntiles, batch, nheads, nchunks, chunk_size) fp32.
+Reads dy (batch, seqlen, nheads, headdim), C (batch, seqlen, ngroups, dstate), any strides; dA_cumsum (batch, nheads,
+nchunks, chunk_size) fp32; prev_states (batch, nchunks, nheads, headdim, dstate). Writes dC (batch, seqlen, ngroups,
+dstate) fp32, to be completed by bmm_bwd, and r as partial sums over tiles of dstate, (ntiles, batch, nheads, nchunks,
+chunk_size) fp32.
 """
 
 import torch
@@ -20,9 +21,9 @@ from .chunk_state import weights_from_start
 def chunk_scan_dC_kernel(dy, dy_strides, C, C_strides, dA_cumsum, seq_idx, prev_states, dC, r_tiles, seqlen, nchunks, r_stride,
                          NHEADS: tl.constexpr, NGROUPS: tl.constexpr, HEADDIM: tl.constexpr, DSTATE: tl.constexpr,
                          CHUNK: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-                         BLOCK_P: tl.constexpr):  # fmt: skip
+                         BLOCK_P: tl.constexpr):
     DTYPE: tl.constexpr = dy.dtype.element_ty
-    NTILES_N: tl.constexpr = tl.cdiv(DSTATE, BLOCK_N)
+    NTILES_N: tl.constexpr = (DSTATE + BLOCK_N - 1) // BLOCK_N
     HEADS: tl.constexpr = NHEADS // NGROUPS
     tile, g, c, b = unpack_program(CHUNK // BLOCK_M * NTILES_N, NGROUPS, nchunks)
     token, first = c * CHUNK, tile // NTILES_N * BLOCK_M
@@ -40,16 +41,16 @@ def chunk_scan_dC_kernel(dy, dy_strides, C, C_strides, dA_cumsum, seq_idx, prev_
     prev_states += ((b * nchunks + c) * NHEADS + g * HEADS) * HEADDIM * DSTATE
     C += b * C_strides[0] + token * C_strides[1] + g * C_strides[2]
     C_i = tl.load(C + offs_i[:, None] * C_strides[1] + n[None, :] * C_strides[3], mask=in_i[:, None] & in_n[None, :],
-                  other=0.0)  # fmt: skip
+                  other=0.0)
 
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for _ in range(HEADS):
         w = weights_from_start(offs_i, dA_cumsum, seq_idx, rows, document)[:, None]
         dC_h = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        for start in tl.static_range(0, HEADDIM, BLOCK_P):
+        for start in range(0, HEADDIM, BLOCK_P):
             p = start + tl.arange(0, BLOCK_P)
             dy_i = tl.load(dy + offs_i[:, None] * dy_strides[1] + p[None, :] * dy_strides[3],
-                           mask=in_i[:, None] & (p < HEADDIM)[None, :], other=0.0)  # fmt: skip
+                           mask=in_i[:, None] & (p < HEADDIM)[None, :], other=0.0)
             H = tl.load(prev_states + p[:, None] * DSTATE + n[None, :], mask=(p < HEADDIM)[:, None] & in_n[None, :], other=0.0)
             dC_h = tl.dot((dy_i.to(tl.float32) * w).to(DTYPE), H.to(DTYPE), dC_h, input_precision=PRECISION)
         tl.store(r_tiles + offs_i, tl.sum(dC_h * C_i.to(tl.float32), 1))
@@ -71,5 +72,5 @@ def chunk_scan_dC(i: SSDInputs, dy: Tensor, dA_cumsum: Tensor, prev_states: Tens
     chunk_scan_dC_kernel[(i.chunk_size // config["BLOCK_M"] * ntiles * i.ngroups * i.nchunks * i.batch,)](
         dy, dy.stride(), i.C, i.C.stride(), dA_cumsum, i.seq_idx, prev_states, dC, r_tiles, i.seqlen, i.nchunks,
         r_tiles.stride(0), i.nheads, i.ngroups, i.headdim, i.dstate, i.chunk_size, options.precision,
-        **config.launch)  # fmt: skip
+        **config.launch)
     return dC, r_tiles

@@ -1,8 +1,8 @@
 """chunk_scan_dCB, equation (15): the gradient of CB, summed over the heads of a group.
 
-Reads x, dy (batch, seqlen, nheads, headdim), any strides; dt, dA_cumsum (batch, nheads, nchunks, chunk_size) fp32. Writes dCB
-(batch, nchunks, ngroups, chunk_size, chunk_size) in the dtype of x, as an operand of bmm_bwd; tiles that lie wholly above the
-diagonal are left unwritten.
+Reads x, dy (batch, seqlen, nheads, headdim), any strides; dt, dA_cumsum (batch, nheads, nchunks, chunk_size) fp32.
+Writes dCB (batch, nchunks, ngroups, chunk_size, chunk_size) in the dtype of x, as an operand of bmm_bwd; tiles that
+lie wholly above the diagonal are left unwritten.
 """
 
 import torch
@@ -17,25 +17,26 @@ from ..types import Options, SSDInputs
 
 @triton.jit
 def pair_grads(x, x_strides, dy, dy_strides, dt, dA_cumsum, offs_i, offs_j, rows, HEADDIM: tl.constexpr, BLOCK_P: tl.constexpr,
-               PRECISION: tl.constexpr):  # fmt: skip
+               PRECISION: tl.constexpr):
     """(dy_i . x_j) exp(A_i - A_j) dt_j of one head, a tile [i, j] fp32, unmasked; pointers at the chunk's first token."""
     in_i, in_j = offs_i < rows, offs_j < rows
     acc = tl.zeros([offs_i.shape[0], offs_j.shape[0]], tl.float32)
-    for start in tl.static_range(0, HEADDIM, BLOCK_P):
+    for start in range(0, HEADDIM, BLOCK_P):
         p = start + tl.arange(0, BLOCK_P)
         in_p = p < HEADDIM
         dy_i = tl.load(dy + offs_i[:, None] * dy_strides[1] + p[None, :] * dy_strides[3], mask=in_i[:, None] & in_p[None, :],
-                       other=0.0)  # fmt: skip
+                       other=0.0)
         x_t = tl.load(x + offs_j[None, :] * x_strides[1] + p[:, None] * x_strides[3], mask=in_j[None, :] & in_p[:, None],
-                      other=0.0)  # fmt: skip
+                      other=0.0)
         acc = tl.dot(dy_i, x_t, acc, input_precision=PRECISION)
-    return acc * decay(tl.load(dA_cumsum + offs_i)[:, None] - tl.load(dA_cumsum + offs_j)[None, :]) * tl.load(dt + offs_j)[None, :]
+    acc *= decay(tl.load(dA_cumsum + offs_i)[:, None] - tl.load(dA_cumsum + offs_j)[None, :])
+    return acc * tl.load(dt + offs_j)[None, :]
 
 
 @triton.jit
 def chunk_scan_dCB_kernel(x, x_strides, dy, dy_strides, dt, dA_cumsum, seq_idx, dCB, seqlen, nchunks, NHEADS: tl.constexpr,
                           NGROUPS: tl.constexpr, HEADDIM: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
-                          BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr):  # fmt: skip
+                          BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr):
     NTILES_N: tl.constexpr = CHUNK // BLOCK_N
     HEADS: tl.constexpr = NHEADS // NGROUPS
     tile, g, c, b = unpack_program(CHUNK // BLOCK_M * NTILES_N, NGROUPS, nchunks)
@@ -71,5 +72,5 @@ def chunk_scan_dCB(i: SSDInputs, dt: Tensor, dA_cumsum: Tensor, dy: Tensor, opti
     tiles = i.chunk_size // config["BLOCK_M"] * (i.chunk_size // config["BLOCK_N"])
     chunk_scan_dCB_kernel[(tiles * i.ngroups * i.nchunks * i.batch,)](
         i.x, i.x.stride(), dy, dy.stride(), dt, dA_cumsum, i.seq_idx, dCB, i.seqlen, i.nchunks, i.nheads, i.ngroups, i.headdim,
-        i.chunk_size, options.precision, **config.launch)  # fmt: skip
+        i.chunk_size, options.precision, **config.launch)
     return dCB

@@ -1,7 +1,7 @@
 """chunk_state, equation (7): what a chunk alone adds to the state; and (11), the state at the end of a packed document.
 
-Reads x (batch, seqlen, nheads, headdim), B (batch, seqlen, ngroups, dstate), any strides; dt, dA_cumsum (batch, nheads,
-nchunks, chunk_size) fp32. Writes states (batch, nchunks, nheads, headdim, dstate) fp32.
+Reads x (batch, seqlen, nheads, headdim), B (batch, seqlen, ngroups, dstate), any strides; dt, dA_cumsum (batch,
+nheads, nchunks, chunk_size) fp32. Writes states (batch, nchunks, nheads, headdim, dstate) fp32.
 """
 
 import torch
@@ -42,7 +42,7 @@ def weights_from_start(k, dA_cumsum, seq_idx, rows, document):
 
 @triton.jit
 def weighted_outer(u, u_strides, v, v_strides, dt, dA_cumsum, seq_idx, document, rows, offs_p, offs_n, TO_END: tl.constexpr,
-                   HEADDIM: tl.constexpr, DSTATE: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+                   HEADDIM: tl.constexpr, DSTATE: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr):
     """sum_k w_k u_k^T v_k over the first `rows` tokens of a chunk, [BLOCK_P, BLOCK_N] fp32.
 
     u, v, dt, dA_cumsum and seq_idx point at the chunk's first token (of their head or group). w is `weights_to_end` with the
@@ -54,9 +54,9 @@ def weighted_outer(u, u_strides, v, v_strides, dt, dA_cumsum, seq_idx, document,
         k = start + tl.arange(0, BLOCK_K)
         in_k = k < rows
         u_t = tl.load(u + offs_p[:, None] * u_strides[3] + k[None, :] * u_strides[1],
-                      mask=(offs_p < HEADDIM)[:, None] & in_k[None, :], other=0.0)  # fmt: skip
+                      mask=(offs_p < HEADDIM)[:, None] & in_k[None, :], other=0.0)
         v_k = tl.load(v + k[:, None] * v_strides[1] + offs_n[None, :] * v_strides[3],
-                      mask=in_k[:, None] & (offs_n < DSTATE)[None, :], other=0.0)  # fmt: skip
+                      mask=in_k[:, None] & (offs_n < DSTATE)[None, :], other=0.0)
         if TO_END:
             w = weights_to_end(k, dt, dA_cumsum, seq_idx, rows - 1, document)
         else:
@@ -68,9 +68,9 @@ def weighted_outer(u, u_strides, v, v_strides, dt, dA_cumsum, seq_idx, document,
 @triton.jit
 def chunk_state_kernel(x, x_strides, B, B_strides, dt, dA_cumsum, seq_idx, states, seqlen, nchunks, NHEADS: tl.constexpr,
                        NGROUPS: tl.constexpr, HEADDIM: tl.constexpr, DSTATE: tl.constexpr, CHUNK: tl.constexpr,
-                       PRECISION: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
-    NTILES_N: tl.constexpr = tl.cdiv(DSTATE, BLOCK_N)
-    tile, h, c, b = unpack_program(tl.cdiv(HEADDIM, BLOCK_P) * NTILES_N, NHEADS, nchunks)
+                       PRECISION: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    NTILES_N: tl.constexpr = (DSTATE + BLOCK_N - 1) // BLOCK_N
+    tile, h, c, b = unpack_program((HEADDIM + BLOCK_P - 1) // BLOCK_P * NTILES_N, NHEADS, nchunks)
     offs_p = tile // NTILES_N * BLOCK_P + tl.arange(0, BLOCK_P)
     offs_n = tile % NTILES_N * BLOCK_N + tl.arange(0, BLOCK_N)
     token = c * CHUNK
@@ -83,19 +83,19 @@ def chunk_state_kernel(x, x_strides, B, B_strides, dt, dA_cumsum, seq_idx, state
                          B + b * B_strides[0] + token * B_strides[1] + h // (NHEADS // NGROUPS) * B_strides[2], B_strides,
                          dt + per_head, dA_cumsum + per_head, seq_idx, document,
                          tl.minimum(CHUNK, seqlen - token).to(tl.int32), offs_p, offs_n, True, HEADDIM, DSTATE, BLOCK_K,
-                         PRECISION)  # fmt: skip
+                         PRECISION)
     states += ((b * nchunks + c) * NHEADS + h) * HEADDIM * DSTATE
     tl.store(states + offs_p[:, None] * DSTATE + offs_n[None, :], acc,
-             mask=(offs_p < HEADDIM)[:, None] & (offs_n < DSTATE)[None, :])  # fmt: skip
+             mask=(offs_p < HEADDIM)[:, None] & (offs_n < DSTATE)[None, :])
 
 
 @triton.jit
 def varlen_states_kernel(x, x_strides, B, B_strides, dt, dA_cumsum, seq_idx, cu_seqlens, prev_states, states, nchunks,
                          NHEADS: tl.constexpr, NGROUPS: tl.constexpr, HEADDIM: tl.constexpr, DSTATE: tl.constexpr,
                          CHUNK: tl.constexpr, PRECISION: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
-                         BLOCK_K: tl.constexpr):  # fmt: skip
-    NTILES_N: tl.constexpr = tl.cdiv(DSTATE, BLOCK_N)
-    tile, h, doc, _ = unpack_program(tl.cdiv(HEADDIM, BLOCK_P) * NTILES_N, NHEADS, tl.num_programs(0))
+                         BLOCK_K: tl.constexpr):
+    NTILES_N: tl.constexpr = (DSTATE + BLOCK_N - 1) // BLOCK_N
+    tile, h, doc, _ = unpack_program((HEADDIM + BLOCK_P - 1) // BLOCK_P * NTILES_N, NHEADS, tl.num_programs(0))
     offs_p = tile // NTILES_N * BLOCK_P + tl.arange(0, BLOCK_P)
     offs_n = tile % NTILES_N * BLOCK_N + tl.arange(0, BLOCK_N)
     in_pn = (offs_p < HEADDIM)[:, None] & (offs_n < DSTATE)[None, :]
@@ -112,10 +112,10 @@ def varlen_states_kernel(x, x_strides, B, B_strides, dt, dA_cumsum, seq_idx, cu_
     acc = weighted_outer(x + token * x_strides[1] + h * x_strides[2], x_strides,
                          B + token * B_strides[1] + h // (NHEADS // NGROUPS) * B_strides[2], B_strides,
                          dt + per_head, dA_cumsum + per_head, seq_idx + token, document, rows, offs_p, offs_n, True,
-                         HEADDIM, DSTATE, BLOCK_K, PRECISION)  # fmt: skip
+                         HEADDIM, DSTATE, BLOCK_K, PRECISION)
     if document == document_before(seq_idx, 0, c, 0, CHUNK):
         before = tl.load(prev_states + (c * NHEADS + h) * HEADDIM * DSTATE + offs_p[:, None] * DSTATE + offs_n[None, :],
-                         mask=in_pn, other=0.0)  # fmt: skip
+                         mask=in_pn, other=0.0)
         acc += before.to(tl.float32) * decay(tl.load(dA_cumsum + per_head + rows - 1))
     tl.store(states, acc, mask=in_pn)
 
@@ -127,7 +127,7 @@ def chunk_state(i: SSDInputs, dt, dA_cumsum, options: Options) -> torch.Tensor:
     tiles = triton.cdiv(i.headdim, config["BLOCK_P"]) * triton.cdiv(i.dstate, config["BLOCK_N"])
     chunk_state_kernel[(tiles * i.nheads * i.nchunks * i.batch,)](
         i.x, i.x.stride(), i.B, i.B.stride(), dt, dA_cumsum, i.seq_idx, states, i.seqlen, i.nchunks, i.nheads, i.ngroups,
-        i.headdim, i.dstate, i.chunk_size, options.precision, **config.launch)  # fmt: skip
+        i.headdim, i.dstate, i.chunk_size, options.precision, **config.launch)
     return states
 
 
@@ -139,5 +139,5 @@ def varlen_states(i: SSDInputs, dt, dA_cumsum, prev_states, options: Options) ->
     tiles = triton.cdiv(i.headdim, config["BLOCK_P"]) * triton.cdiv(i.dstate, config["BLOCK_N"])
     varlen_states_kernel[(tiles * i.nheads * ndocs,)](
         i.x, i.x.stride(), i.B, i.B.stride(), dt, dA_cumsum, i.seq_idx, i.cu_seqlens, prev_states, states, i.nchunks,
-        i.nheads, i.ngroups, i.headdim, i.dstate, i.chunk_size, options.precision, **config.launch)  # fmt: skip
+        i.nheads, i.ngroups, i.headdim, i.dstate, i.chunk_size, options.precision, **config.launch)
     return states

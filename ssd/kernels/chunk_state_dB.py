@@ -1,7 +1,8 @@
 """chunk_state_dB, first sum of equation (17): what the states add to dB, summed over the heads of a group.
 
-Reads x (batch, seqlen, nheads, headdim), any strides; dt, dA_cumsum (batch, nheads, nchunks, chunk_size) fp32; dstates (batch,
-nchunks, nheads, headdim, dstate). Writes dB (batch, seqlen, ngroups, dstate) fp32, to be completed by bmm_bwd.
+Reads x (batch, seqlen, nheads, headdim), any strides; dt, dA_cumsum (batch, nheads, nchunks, chunk_size) fp32;
+dstates (batch, nchunks, nheads, headdim, dstate). Writes dB (batch, seqlen, ngroups, dstate) fp32, to be completed by
+bmm_bwd.
 """
 
 import torch
@@ -18,9 +19,9 @@ from .chunk_state import weights_to_end
 @triton.jit
 def chunk_state_dB_kernel(x, x_strides, dt, dA_cumsum, seq_idx, dstates, dB, seqlen, nchunks, NHEADS: tl.constexpr,
                           NGROUPS: tl.constexpr, HEADDIM: tl.constexpr, DSTATE: tl.constexpr, CHUNK: tl.constexpr,
-                          PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr):  # fmt: skip
+                          PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr):
     DTYPE: tl.constexpr = x.dtype.element_ty
-    NTILES_N: tl.constexpr = tl.cdiv(DSTATE, BLOCK_N)
+    NTILES_N: tl.constexpr = (DSTATE + BLOCK_N - 1) // BLOCK_N
     HEADS: tl.constexpr = NHEADS // NGROUPS
     tile, g, c, b = unpack_program(CHUNK // BLOCK_M * NTILES_N, NGROUPS, nchunks)
     token, first = c * CHUNK, tile // NTILES_N * BLOCK_M
@@ -42,10 +43,10 @@ def chunk_state_dB_kernel(x, x_strides, dt, dA_cumsum, seq_idx, dstates, dB, seq
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for _ in range(HEADS):
         w = weights_to_end(offs_j, dt, dA_cumsum, seq_idx, rows - 1, document)[:, None]
-        for start in tl.static_range(0, HEADDIM, BLOCK_P):
+        for start in range(0, HEADDIM, BLOCK_P):
             p = start + tl.arange(0, BLOCK_P)
             x_j = tl.load(x + offs_j[:, None] * x_strides[1] + p[None, :] * x_strides[3],
-                          mask=in_j[:, None] & (p < HEADDIM)[None, :], other=0.0)  # fmt: skip
+                          mask=in_j[:, None] & (p < HEADDIM)[None, :], other=0.0)
             dS = tl.load(dstates + p[:, None] * DSTATE + n[None, :], mask=(p < HEADDIM)[:, None] & in_n[None, :], other=0.0)
             acc = tl.dot((x_j.to(tl.float32) * w).to(DTYPE), dS.to(DTYPE), acc, input_precision=PRECISION)
         x += x_strides[2]
@@ -63,5 +64,5 @@ def chunk_state_dB(i: SSDInputs, dt: Tensor, dA_cumsum: Tensor, dstates: Tensor,
     tiles = i.chunk_size // config["BLOCK_M"] * triton.cdiv(i.dstate, config["BLOCK_N"])
     chunk_state_dB_kernel[(tiles * i.ngroups * i.nchunks * i.batch,)](
         i.x, i.x.stride(), dt, dA_cumsum, i.seq_idx, dstates, dB, i.seqlen, i.nchunks, i.nheads, i.ngroups, i.headdim, i.dstate,
-        i.chunk_size, options.precision, **config.launch)  # fmt: skip
+        i.chunk_size, options.precision, **config.launch)
     return dB

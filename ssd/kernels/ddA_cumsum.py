@@ -1,8 +1,9 @@
 """ddA_cumsum, equation (23): the row and column sums of K * CB below the diagonal, per head.
 
-Reads x, dy (batch, seqlen, nheads, headdim), any strides; dt, dA_cumsum (batch, nheads, nchunks, chunk_size) fp32; CB (batch,
-nchunks, ngroups, chunk_size, chunk_size) fp32. Writes row (batch, nheads, nchunks, chunk_size) fp32, and col as partial sums over
-tiles of rows, (ntiles, batch, nheads, nchunks, chunk_size) fp32, unwritten where a tile's rows all lie above the column.
+Reads x, dy (batch, seqlen, nheads, headdim), any strides; dt, dA_cumsum (batch, nheads, nchunks, chunk_size) fp32; CB
+(batch, nchunks, ngroups, chunk_size, chunk_size) fp32. Writes row (batch, nheads, nchunks, chunk_size) fp32, and col
+as partial sums over tiles of rows, (ntiles, batch, nheads, nchunks, chunk_size) fp32, unwritten where a tile's rows
+all lie above the column.
 """
 
 import torch
@@ -19,7 +20,7 @@ from .chunk_scan_dCB import pair_grads
 @triton.jit
 def ddA_cumsum_kernel(x, x_strides, dy, dy_strides, dt, dA_cumsum, CB, seq_idx, row, col_tiles, seqlen, nchunks, col_stride,
                       NHEADS: tl.constexpr, NGROUPS: tl.constexpr, HEADDIM: tl.constexpr, CHUNK: tl.constexpr,
-                      PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_P: tl.constexpr):  # fmt: skip
+                      PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_P: tl.constexpr):
     tile, h, c, b = unpack_program(CHUNK // BLOCK_M, NHEADS, nchunks)
     token, first = c * CHUNK, tile * BLOCK_M
     rows = tl.minimum(CHUNK, seqlen - token).to(tl.int32)
@@ -54,5 +55,5 @@ def ddA_cumsum(i: SSDInputs, dt: Tensor, dA_cumsum: Tensor, dy: Tensor, CB: Tens
     col_tiles = torch.empty(ntiles, *dA_cumsum.shape, device=row.device, dtype=torch.float32)
     ddA_cumsum_kernel[(ntiles * i.nheads * i.nchunks * i.batch,)](
         i.x, i.x.stride(), dy, dy.stride(), dt, dA_cumsum, CB, i.seq_idx, row, col_tiles, i.seqlen, i.nchunks,
-        col_tiles.stride(0), i.nheads, i.ngroups, i.headdim, i.chunk_size, options.precision, **config.launch)  # fmt: skip
+        col_tiles.stride(0), i.nheads, i.ngroups, i.headdim, i.chunk_size, options.precision, **config.launch)
     return row, col_tiles

@@ -1,8 +1,8 @@
 """state_passing, equation (8): the recurrence over chunks.
 
 Reads states (batch, nchunks, nheads, headdim, dstate) fp32, dA_cumsum (batch, nheads, nchunks, chunk_size) fp32 and
-initial_states (batch, nheads, headdim, dstate), any strides. Writes prev_states, the state before each chunk, shaped as states, in
-the dtype asked for, and final_states (batch, nheads, headdim, dstate) fp32.
+initial_states (batch, nheads, headdim, dstate), any strides. Writes prev_states, the state before each chunk, shaped
+as states, in the dtype asked for, and final_states (batch, nheads, headdim, dstate) fp32.
 """
 
 import torch
@@ -27,9 +27,9 @@ def carried_decay(dA_cumsum, seq_idx, b, c, seqlen, CHUNK: tl.constexpr):
 @triton.jit
 def state_passing_kernel(states, dA_cumsum, initial_states, initial_strides, seq_idx, prev_states, final_states, seqlen,
                          nchunks, NHEADS: tl.constexpr, HEADDIM: tl.constexpr, DSTATE: tl.constexpr, CHUNK: tl.constexpr,
-                         BLOCK: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+                         BLOCK: tl.constexpr, STAGES: tl.constexpr):
     SIZE: tl.constexpr = HEADDIM * DSTATE
-    tile, h, _, b = unpack_program(tl.cdiv(SIZE, BLOCK), NHEADS, 1)
+    tile, h, _, b = unpack_program((SIZE + BLOCK - 1) // BLOCK, NHEADS, 1)
     offs = tile * BLOCK + tl.arange(0, BLOCK)
     inside = offs < SIZE
     if initial_states is None:
@@ -37,7 +37,7 @@ def state_passing_kernel(states, dA_cumsum, initial_states, initial_strides, seq
     else:
         initial_states += b * initial_strides[0] + h * initial_strides[1]
         state = tl.load(initial_states + offs // DSTATE * initial_strides[2] + offs % DSTATE * initial_strides[3], mask=inside,
-                        other=0.0).to(tl.float32)  # fmt: skip
+                        other=0.0).to(tl.float32)
     dA_cumsum += (b * NHEADS + h) * nchunks * CHUNK
     at = (b * nchunks * NHEADS + h) * SIZE + offs
     for c in tl.range(0, nchunks, num_stages=STAGES):
@@ -57,5 +57,5 @@ def state_passing(i: SSDInputs, states, dA_cumsum) -> tuple[torch.Tensor, torch.
     grid = (triton.cdiv(i.headdim * i.dstate, config["BLOCK"]) * i.nheads * i.batch,)
     state_passing_kernel[grid](states, dA_cumsum, i.initial_states, initial_strides, i.seq_idx, prev_states, final_states,
                                i.seqlen, i.nchunks, i.nheads, i.headdim, i.dstate, i.chunk_size, config["BLOCK"],
-                               config.num_stages, num_warps=config.num_warps)  # fmt: skip
+                               config.num_stages, num_warps=config.num_warps)
     return prev_states, final_states

@@ -1,9 +1,9 @@
 """state_passing_bwd, equations (14) and (22): the recurrence over chunks in reverse.
 
-Reads dprev_states (batch, nchunks, nheads, headdim, dstate) fp32, prev_states of the same shape, dA_cumsum (batch, nheads, nchunks,
-chunk_size) fp32 and dfinal_states (batch, nheads, headdim, dstate), any strides. Writes dstates, shaped as dprev_states in the dtype
-of x; dinitial_states (batch, nheads, headdim, dstate) fp32; and s as partial sums over tiles of the state, (batch, nheads,
-nchunks, ntiles) fp32.
+Reads dprev_states (batch, nchunks, nheads, headdim, dstate) fp32, prev_states of the same shape, dA_cumsum (batch,
+nheads, nchunks, chunk_size) fp32 and dfinal_states (batch, nheads, headdim, dstate), any strides. Writes dstates,
+shaped as dprev_states in the dtype of x; dinitial_states (batch, nheads, headdim, dstate) fp32; and s as partial sums
+over tiles of the state, (batch, nheads, nchunks, ntiles) fp32.
 """
 
 import torch
@@ -22,9 +22,9 @@ from .state_passing import carried_decay
 def state_passing_bwd_kernel(dprev_states, prev_states, dA_cumsum, dfinal_states, dfinal_strides, seq_idx, dstates,
                              dinitial_states, dinitial_strides, s_tiles, seqlen, nchunks, NHEADS: tl.constexpr,
                              HEADDIM: tl.constexpr, DSTATE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
-                             STAGES: tl.constexpr):  # fmt: skip
+                             STAGES: tl.constexpr):
     SIZE: tl.constexpr = HEADDIM * DSTATE
-    NTILES: tl.constexpr = tl.cdiv(SIZE, BLOCK)
+    NTILES: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK
     tile, h, _, b = unpack_program(NTILES, NHEADS, 1)
     offs = tile * BLOCK + tl.arange(0, BLOCK)
     inside = offs < SIZE
@@ -33,7 +33,7 @@ def state_passing_bwd_kernel(dprev_states, prev_states, dA_cumsum, dfinal_states
     else:
         dfinal_states += b * dfinal_strides[0] + h * dfinal_strides[1]
         grad = tl.load(dfinal_states + offs // DSTATE * dfinal_strides[2] + offs % DSTATE * dfinal_strides[3], mask=inside,
-                       other=0.0).to(tl.float32)  # fmt: skip
+                       other=0.0).to(tl.float32)
     dA_cumsum += (b * NHEADS + h) * nchunks * CHUNK
     s_tiles += (b * NHEADS + h) * nchunks * NTILES + tile
     at = ((b * nchunks + nchunks - 1) * NHEADS + h) * SIZE + offs
@@ -47,11 +47,12 @@ def state_passing_bwd_kernel(dprev_states, prev_states, dA_cumsum, dfinal_states
         at -= NHEADS * SIZE
     if dinitial_states is not None:
         dinitial_states += b * dinitial_strides[0] + h * dinitial_strides[1]
-        tl.store(dinitial_states + offs // DSTATE * dinitial_strides[2] + offs % DSTATE * dinitial_strides[3], grad, mask=inside)
+        tl.store(dinitial_states + offs // DSTATE * dinitial_strides[2] + offs % DSTATE * dinitial_strides[3], grad,
+                 mask=inside)
 
 
 def state_passing_bwd(i: SSDInputs, dprev_states: Tensor, prev_states: Tensor, dA_cumsum: Tensor,
-                      dfinal_states: Tensor | None, into: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
+                      dfinal_states: Tensor | None, into: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
     """Returns dstates, dinitial_states (None without initial_states) and the partial sums of s."""
     config = pick("state_passing_bwd", i)
     ntiles = triton.cdiv(i.headdim * i.dstate, config["BLOCK"])
@@ -61,5 +62,5 @@ def state_passing_bwd(i: SSDInputs, dprev_states: Tensor, prev_states: Tensor, d
     state_passing_bwd_kernel[(ntiles * i.nheads * i.batch,)](
         dprev_states, prev_states, dA_cumsum, dfinal_states, strides(dfinal_states), i.seq_idx, dstates, dinitial_states,
         strides(dinitial_states), s_tiles, i.seqlen, i.nchunks, i.nheads, i.headdim, i.dstate, i.chunk_size, config["BLOCK"],
-        config.num_stages, num_warps=config.num_warps)  # fmt: skip
+        config.num_stages, num_warps=config.num_warps)
     return dstates, dinitial_states, s_tiles

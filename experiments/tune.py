@@ -1,0 +1,88 @@
+"""Times every config of every baseline kernel on the current GPU and freezes the fastest in ssd/configs/<gpu>.json.
+
+Kernels do not influence each other's times, so one forward and backward times one config of each: as many rounds as the longest
+space has entries, not as many as there are configs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from contextlib import ExitStack
+from statistics import median
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from ssd import tuning
+from ssd.registry import get_variant
+from ssd.types import Options, SSDGrads, SSDInputs
+
+from .shapes import DTYPES, Shape, make_inputs
+
+
+def run(shapes: list[Shape], dtype: str, chunk_sizes: tuple[int, ...], repeats: int, console: Console) -> None:
+    """Tunes for each shape and chunk size; where two shapes share a line of the file, the later one is kept."""
+    device = tuning.current_device(torch.cuda.current_device())
+    path = tuning.CONFIGS / f"{device.name}.json"
+    frozen = json.loads(path.read_text()) if path.exists() else {}
+    for shape in shapes:
+        for chunk_size in chunk_sizes:
+            sizes = (DTYPES[dtype], shape.headdim, shape.dstate, chunk_size)
+            times = _measure(shape, dtype, chunk_size, sizes, device, repeats, console)
+            best = {kernel: min(of, key=of.get) for kernel, of in times.items()}
+            frozen |= {tuning.size_key(kernel, *sizes): tuning.entry(config) for kernel, config in best.items()}
+            console.print(_table(f"{shape.name}, chunk size {chunk_size}", times, best))
+            path.parent.mkdir(exist_ok=True)
+            part = path.with_suffix(".part")
+            part.write_text("{\n" + ",\n".join(f'  "{k}": {json.dumps(v)}' for k, v in sorted(frozen.items())) + "\n}\n")
+            part.replace(path)
+
+
+def _measure(shape, dtype, chunk_size, sizes, device, repeats, console) -> dict[str, dict[tuning.Config, float]]:
+    """{kernel: {config: median microseconds}}."""
+    inputs = SSDInputs(**make_inputs(shape, DTYPES[dtype], "cuda"), chunk_size=chunk_size)
+    inputs = SSDInputs(**{**vars(inputs), "z": torch.randn_like(inputs.x)})  # so that chunk_scan_dz runs too
+    dout, options = torch.randn_like(inputs.x), Options()
+    variant = get_variant("baseline")
+    spaces = {kernel: tuning.space(kernel, *sizes, device) for kernel in tuning.KERNELS}
+    times: dict[str, dict[tuning.Config, float]] = defaultdict(dict)
+    for turn in track(range(max(map(len, spaces.values()))), f"{shape.name}, chunk {chunk_size}", console=console):
+        trial = {kernel: space[turn] for kernel, space in spaces.items() if turn < len(space)}
+        with ExitStack() as stack:
+            for kernel, config in trial.items():
+                stack.enter_context(tuning.forced(kernel, config))
+
+            def call():
+                saved = variant.forward(inputs, options)[2]
+                variant.backward(saved, dout, None, SSDGrads())
+
+            call()
+            spent = _kernel_times(call, repeats)
+        for kernel, config in trial.items():
+            times[kernel][config] = spent[f"{kernel}_kernel"]
+    return times
+
+
+def _kernel_times(call, repeats: int) -> dict[str, float]:
+    """{kernel: median microseconds of its launches}, by the profiler."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(repeats):
+            call()
+        torch.cuda.synchronize()
+    launches = defaultdict(list)
+    for event in profile.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            launches[event.name].append(event.device_time)
+    return {name: median(spent) for name, spent in launches.items()}
+
+
+def _table(title: str, times, best) -> Table:
+    table = Table("kernel", "us", "default us", "config", title=title)
+    for kernel, of in times.items():
+        blocks = " ".join(f"{name.removeprefix('BLOCK_')}={size}" for name, size in best[kernel].blocks)
+        config = f"{blocks} warps={best[kernel].num_warps} stages={best[kernel].num_stages}"
+        table.add_row(kernel, f"{of[best[kernel]]:.1f}", f"{next(iter(of.values())):.1f}", config)
+    return table
