@@ -110,7 +110,7 @@ def forward_stages(p: Problem) -> dict[str, Cost]:
     """The baseline's five forward launches, in order. CB is computed as a full square."""
     X, K, D, S, M, N, Q = p.X, p.K, p.D, p.S, p.M, p.dstate, p.chunk_size
     e, s, pairs = p.itemsize, p.state_itemsize or p.itemsize, p.pairs(_STAGE_TILE)
-    gate = e * X if p.gated else 0
+    gate = 2 * e * X if p.gated else 0  # z read; y, which a backward will need, written
     return {
         "chunk_cumsum": Cost((e + 8) * D, exps=D),
         "chunk_state": Cost(e * X + e * K + 8 * D + 4 * S, 2 * X * N, D),
@@ -134,14 +134,12 @@ def backward_stages(p: Problem) -> dict[str, Cost]:
         **gate,
         "chunk_scan_dstates": Cost(e * X + e * K + 4 * D + 4 * S, 2 * X * N, D),
         "state_passing_bwd": Cost((4 + s + e) * S, exps=S / (p.headdim * N)),
-        "chunk_scan_chunk_state_dx": Cost(
-            3 * e * X + e * K + e * S + 4 * M + 16 * D, 2 * X * N + 2 * X * pairs, D * pairs + D
-        ),
+        "chunk_scan_chunk_state_dx": Cost(3 * e * X + e * K + e * S + 4 * M + 16 * D, 2 * X * N + 2 * X * pairs, D * pairs + D),
         "chunk_state_dB": Cost(e * X + 4 * K + e * S + 8 * D, 2 * X * N, D),
         "chunk_scan_dC": Cost(e * X + (e + 4) * K + s * S + 8 * D, 2 * X * N, D),
         "chunk_scan_dCB": Cost(2 * e * X + e * M + 8 * D, 2 * X * pairs, D * pairs),
         "bmm_bwd": Cost(2 * e * M + 2 * (2 * e + 4) * K, 4 * K * Q),
-        "ddA_cumsum": Cost(2 * e * X + 4 * M + 12 * D, 2 * X * pairs, D * pairs),
+        "ddA_cumsum": Cost(2 * e * X + 4 * M + 16 * D, 2 * X * pairs, D * pairs),
         "chunk_cumsum_bwd": Cost((2 * e + 20) * D, exps=D),
     }
 

@@ -6,6 +6,7 @@ import torch
 
 from .backward import backward
 from .forward import forward
+from .kernels.arguments import LONGEST_TILE, fits_tiles
 from .registry import Variant
 from .types import SSDInputs
 
@@ -20,8 +21,11 @@ def _supports(inputs: SSDInputs) -> str | None:
         return f"its kernels need a CUDA device, got tensors on {i.x.device} (TRITON_INTERPRET=1 interprets them on the CPU)"
     if i.x.dtype not in _DTYPES:
         return f"x: got dtype {i.x.dtype}, its kernels take {', '.join(map(str, _DTYPES))}"
-    if i.headdim > 256 or i.dstate > 256:
-        return f"got headdim = {i.headdim}, dstate = {i.dstate}, its kernels take at most 256 of each"
+    if max(i.headdim, i.dstate) > LONGEST_TILE:
+        return f"got headdim = {i.headdim}, dstate = {i.dstate}, its kernels take at most {LONGEST_TILE} of each"
+    for name, t in (("x", i.x), ("z", i.z), ("B", i.B), ("C", i.C)):
+        if not fits_tiles(t):
+            return f"{name}: got strides {t.stride()}, its kernels take less than {2**31 // LONGEST_TILE} along seqlen and channels"
     return None
 
 

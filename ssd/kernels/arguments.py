@@ -4,6 +4,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+LONGEST_TILE = 256  # tokens of a chunk, or channels
 _DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
 
@@ -13,6 +14,14 @@ def triton_dtype(dtype: torch.dtype) -> tl.dtype:
 
 def strides(t: Tensor | None) -> tuple[int, ...] | None:
     return None if t is None else t.stride()
+
+
+def fits_tiles(t: Tensor | None) -> bool:
+    """Whether offsets inside one chunk of t, (batch, seqlen, heads or groups, channels), fit int32, as tiles have them.
+
+    Offsets of batches, chunks and heads are int64, whatever the strides.
+    """
+    return t is None or LONGEST_TILE * max(t.stride(1), t.stride(3)) < 2**31
 
 
 def per_channel_strides(D: Tensor | None) -> tuple[int, int] | None:

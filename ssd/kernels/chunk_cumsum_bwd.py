@@ -31,6 +31,7 @@ def chunk_cumsum_bwd_kernel(dt, dt_strides, A, dt_bias, u_v_x, r_tiles, q, s_til
     chunk = (b * NHEADS + offs_h.to(tl.int64)[:, None]) * nchunks + c
     at = chunk * CHUNK + offs_q[None, :]
 
+    tile_stride = tile_stride.to(tl.int64)
     from_here_on = tl.load(row + at, mask=inside, other=0.0)
     for n in tl.static_range(R_TILES):
         from_here_on += tl.load(r_tiles + n * tile_stride + at, mask=inside, other=0.0)

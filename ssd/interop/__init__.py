@@ -1,0 +1,1 @@
+"""Other projects' implementations of the operator, as variants."""
