@@ -77,7 +77,7 @@ def ssd_chunk_scan(
     elif cu_seqlens is not None:
         tokens = torch.arange(x.shape[1], device=x.device, dtype=cu_seqlens.dtype)
         seq_idx = torch.searchsorted(cu_seqlens[1:].contiguous(), tokens, right=True, out_int32=True)[None]
-    cu_seqlens = cu_seqlens.to(torch.int32) if return_varlen_states else None
+    cu_seqlens = cu_seqlens.to(torch.int32).contiguous() if return_varlen_states else None
 
     if is_peer(variant):
         inputs = SSDInputs(x, dt, A, B, C, chunk_size, D, z, dt_bias, initial_states, seq_idx, cu_seqlens, dt_softplus,
@@ -129,7 +129,7 @@ def _check_tensors(x, dt, A, B, C, D, z, dt_bias, initial_states) -> None:
     ):
         if t is None and name not in ("dt", "A", "B", "C"):
             continue
-        _check_float(name, t, len(shape), str(shape))
+        _check_float(name, t, len(shape), shape)
         if tuple(t.shape) != shape:
             also = f" or ({nheads}, {headdim})" if name == "D" else ""
             raise ValueError(f"{name}: got shape {tuple(t.shape)}, expected {shape}{also} to go with x {tuple(x.shape)}")
@@ -137,7 +137,7 @@ def _check_tensors(x, dt, A, B, C, D, z, dt_bias, initial_states) -> None:
             raise ValueError(f"{name}: got a tensor on {t.device}, expected {x.device}, the device of x")
 
 
-def _check_float(name: str, t: Tensor, dim: int, shape: str) -> None:
+def _check_float(name: str, t: Tensor, dim: int, shape: str | tuple[int, ...]) -> None:
     if not isinstance(t, Tensor):
         raise TypeError(f"{name}: got {type(t).__name__}, expected a tensor of shape {shape}")
     if not t.is_floating_point():
@@ -153,8 +153,8 @@ def _check_settings(chunk_size, dt_limit, state_dtype, variant, options) -> None
         raise ValueError(f"chunk_size: got {chunk_size}, expected a power of two from {_MIN_CHUNK} to {_MAX_CHUNK}")
     if not isinstance(dt_limit, tuple | list) or len(dt_limit) != 2 or not all(isinstance(v, Real) for v in dt_limit):
         raise TypeError(f"dt_limit: got {dt_limit!r}, expected two numbers (min, max)")
-    if math.isnan(dt_limit[0]) or math.isnan(dt_limit[1]) or not 0 <= dt_limit[0] <= dt_limit[1]:
-        raise ValueError(f"dt_limit: got {tuple(dt_limit)}, expected 0 <= min <= max")
+    if not (math.isfinite(dt_limit[0]) and 0 <= dt_limit[0] <= dt_limit[1]):
+        raise ValueError(f"dt_limit: got {tuple(dt_limit)}, expected 0 <= min <= max, min finite")
     if state_dtype not in (None, torch.float16, torch.bfloat16, torch.float32, torch.float64):
         raise TypeError(f"state_dtype: got {state_dtype!r}, expected None, torch.float16, torch.bfloat16 or torch.float32")
     if variant != "auto" and variant not in variant_names():

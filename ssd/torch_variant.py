@@ -17,10 +17,16 @@ def _precision(inputs: SSDInputs) -> Precision:
     return Precision(torch.float32, inputs.x.dtype)
 
 
+def _no_autocast(inputs: SSDInputs) -> torch.autocast:
+    """Autocast would round where the kernels do not."""
+    return torch.autocast(inputs.x.device.type, enabled=False)
+
+
 def _forward(inputs: SSDInputs, options: Options) -> tuple[Tensor, Tensor, SSDSaved]:
     precision, dtype = _precision(inputs), inputs.x.dtype
-    out, final_states, y = reference.chunked(inputs, precision)
-    varlen_states = None if inputs.cu_seqlens is None else reference.varlen_states(inputs, precision)
+    with _no_autocast(inputs):
+        out, final_states, y = reference.chunked(inputs, precision)
+        varlen_states = None if inputs.cu_seqlens is None else reference.varlen_states(inputs, precision)
     saved = SSDSaved(inputs, options, None if y is None else y.to(dtype).contiguous(), varlen_states)
     return out.to(dtype).contiguous(), final_states.contiguous(), saved
 
@@ -28,7 +34,8 @@ def _forward(inputs: SSDInputs, options: Options) -> tuple[Tensor, Tensor, SSDSa
 def _backward(saved: SSDSaved, dout: Tensor, dfinal_states: Tensor | None, into: SSDGrads) -> SSDGrads:
     i = saved.inputs
     y = None if i.z is None else saved.y
-    grads = reference.chunked_grads(i, dout, dfinal_states, y, _precision(i))
+    with _no_autocast(i):
+        grads = reference.chunked_grads(i, dout, dfinal_states, y, _precision(i))
     placed = {}
     for name in SSDGrads.__dataclass_fields__:
         grad, place, source = getattr(grads, name), getattr(into, name), getattr(i, name[1:])

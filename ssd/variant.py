@@ -25,7 +25,7 @@ def _supports(inputs: SSDInputs) -> str | None:
         return f"got headdim = {i.headdim}, dstate = {i.dstate}, its kernels take at most {LONGEST_TILE} of each"
     for name, t in (("x", i.x), ("z", i.z), ("B", i.B), ("C", i.C)):
         if not fits_tiles(t):
-            return f"{name}: got strides {t.stride()}, its kernels take less than {2**31 // LONGEST_TILE} along seqlen and channels"
+            return f"{name}: got strides {t.stride()}, expected below {2**31 // LONGEST_TILE} along seqlen and channels"
     return None
 
 

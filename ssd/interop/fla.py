@@ -16,9 +16,7 @@ from ..types import SSDInputs
 try:
     from fla.ops.simple_gla import chunk_simple_gla
 except ImportError as error:
-    raise ImportError(
-        f"fla cannot be imported ({error}); pip install flash-linear-attention", name="fla"
-    ) from error
+    raise ImportError(f"fla cannot be imported ({error}); pip install flash-linear-attention", name="fla") from error
 
 _CHUNK_SIZE = 64
 _DTYPES = (torch.float16, torch.bfloat16)
@@ -52,7 +50,7 @@ def _apply(inputs: SSDInputs) -> tuple[Tensor, Tensor]:
         ends, initial_states = _documents(i.seq_idx, initial_states)
     y, states = chunk_simple_gla(
         q=C, k=B, v=(i.x * dt[..., None]).to(dtype), g=dt * i.A.float(), scale=1.0, initial_state=initial_states,
-        output_final_state=True, cu_seqlens=ends)  # fmt: skip
+        output_final_state=True, cu_seqlens=ends)
     y = y.float()
     if i.D is not None:
         y = y + (i.D if i.D.dim() == 2 else i.D[:, None]) * i.x

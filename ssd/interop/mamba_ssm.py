@@ -60,9 +60,9 @@ def _supports(inputs: SSDInputs) -> str | None:
         return f"its kernels need CUDA tensors, got x on {i.x.device}"
     if i.x.dtype not in _DTYPES or not i.x.dtype == i.B.dtype == i.C.dtype:
         return (f"it takes x, B and C in one dtype of {', '.join(map(str, _DTYPES))}, got {i.x.dtype}, {i.B.dtype} and "
-                f"{i.C.dtype}")  # fmt: skip
+                f"{i.C.dtype}")
     if i.cu_seqlens is not None:
-        return "it returns no varlen_states that gradients can go with"
+        return "its varlen_states come without gradients, so they are not asked for"
     if i.state_dtype not in (None, i.C.dtype) and not _HAS_STATE_DTYPE:
         return f"this version has no state_dtype, got {i.state_dtype}; it keeps states in the dtype of C"
     return None
@@ -73,7 +73,7 @@ def _apply(inputs: SSDInputs) -> tuple[Tensor, Tensor]:
     more = {"state_dtype": i.state_dtype} if _HAS_STATE_DTYPE else {}
     return mamba_chunk_scan_combined(
         i.x, i.dt, i.A, i.B, i.C, i.chunk_size, D=i.D, z=i.z, dt_bias=i.dt_bias, initial_states=i.initial_states,
-        seq_idx=i.seq_idx, dt_softplus=i.dt_softplus, dt_limit=i.dt_limit, return_final_states=True, **more)  # fmt: skip
+        seq_idx=i.seq_idx, dt_softplus=i.dt_softplus, dt_limit=i.dt_limit, return_final_states=True, **more)
 
 
 VARIANT = Variant("mamba_ssm", supports=_supports, apply=_apply)

@@ -16,6 +16,10 @@ def strides(t: Tensor | None) -> tuple[int, ...] | None:
     return None if t is None else t.stride()
 
 
+def contiguous(t: Tensor | None) -> Tensor | None:
+    return None if t is None else t.contiguous()
+
+
 def fits_tiles(t: Tensor | None) -> bool:
     """Whether offsets inside one chunk of t, (batch, seqlen, heads or groups, channels), fit int32, as tiles have them.
 

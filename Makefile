@@ -1,0 +1,62 @@
+# Every target first builds $(VENV) from requirements.lock when it is missing or older than what it is built from.
+#
+#   make test PYTHON=python3 VENV=    uses an interpreter that is already equipped; installs nothing, needs no network
+#   make bench VARIANT=baseline AGAINST=mamba_ssm SHAPE=8b-b4,2.7b-b4 MODE=fwd,bwd ARGS='--repeats 100'
+#   make test ARGS='tests/ssd -k cost'
+
+PYTHON ?= python3
+VENV ?= .venv
+VARIANT ?= baseline
+
+ifeq ($(VENV),)
+PY := $(PYTHON)
+READY :=
+else
+PY := $(VENV)/bin/python
+READY := $(VENV)/.installed
+endif
+
+EXPERIMENTS := $(PY) -m experiments
+
+.DEFAULT_GOAL := help
+.PHONY: help setup peers bench table readme tune test lint
+
+help:
+	@echo "targets: setup bench table readme tune test lint; see the top of the Makefile for their variables"
+
+setup: $(READY)
+
+$(VENV)/.installed: requirements.lock pyproject.toml setup.cfg
+	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --disable-pip-version-check -r requirements.lock
+	$(PY) -m pip install --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	touch $@
+
+# mamba_ssm only matters where it can run. Its Triton kernels need no CUDA build, so that build is skipped.
+peers: $(READY)
+ifneq ($(VENV),)
+	@if nvidia-smi -L >/dev/null 2>&1 && ! $(PY) -m pip show --quiet mamba-ssm 2>/dev/null; then \
+	  MAMBA_SKIP_CUDA_BUILD=TRUE MAMBA_FORCE_BUILD=TRUE $(PY) -m pip install --disable-pip-version-check \
+	    --no-deps --no-build-isolation mamba-ssm==2.3.2.post1 \
+	  || echo "mamba-ssm could not be installed: the bench runs without it"; \
+	fi
+endif
+
+bench: peers
+	$(EXPERIMENTS) bench --variant $(VARIANT) $(if $(AGAINST),--against $(AGAINST)) $(if $(SHAPE),--shape $(SHAPE)) \
+	  $(if $(MODE),--mode $(MODE)) $(ARGS)
+
+table: $(READY)
+	@$(EXPERIMENTS) table $(ARGS)
+
+readme: $(READY)
+	$(EXPERIMENTS) readme $(ARGS)
+
+tune: $(READY)
+	$(EXPERIMENTS) tune $(ARGS)
+
+test: $(READY)
+	$(PY) -m pytest $$($(PY) -c 'import xdist' 2>/dev/null && echo --numprocesses=2) $(ARGS)
+
+lint: $(READY)
+	$(PY) -m ruff check .

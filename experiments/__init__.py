@@ -1,0 +1,1 @@
+"""Experiments on the operator: what the command line measures, records and renders."""

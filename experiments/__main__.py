@@ -1,0 +1,157 @@
+"""The command line: python -m experiments bench | table | readme | tune."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import torch
+import typer
+from rich.console import Console
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is imported, as most of the imports below may do
+
+from ssd import variant_names
+
+from . import readme as readme_file
+from . import record, table
+from .bench import CHUNK_SIZES, MODES, Plan
+from .bench import run as run_bench
+from .shapes import DTYPES, SHAPES, Shape, find_shapes
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
+
+OutOption = Annotated[Path, typer.Option(help="Folder of the rows: <out>/<gpu>/<bench>.jsonl.")]
+
+
+@app.command()
+def bench(
+    variant: Annotated[str, typer.Option(help=f"Variants to measure, of {', '.join(variant_names())}.")] = "baseline",
+    against: Annotated[str, typer.Option(help="The variant to compare with, or none.")] = "mamba_ssm",
+    shape: Annotated[str, typer.Option(help=f"Shapes, of named, sweep, {', '.join(SHAPES)}.")] = "named",
+    mode: Annotated[str, typer.Option(help=f"Modes, of {', '.join(MODES)}.")] = "fwd,bwd,fwd_bwd",
+    dtype: Annotated[str, typer.Option(help=f"Dtype of x, dt, B and C: {', '.join(DTYPES)}.")] = "bf16",
+    chunk_size: Annotated[str, typer.Option(help="Ours, of 16 to 256; auto measures 64, 128 and 256.")] = "auto",
+    repeats: Annotated[int, typer.Option(min=2, help="Timed calls of each variant, interleaved.")] = 50,
+    warmup: Annotated[int, typer.Option(min=1, help="Calls of each variant before they are timed.")] = 10,
+    counters: Annotated[bool, typer.Option(help="Also read DRAM bytes and utilisation per kernel with ncu.")] = False,
+    out: OutOption = record.RESULTS,
+) -> None:
+    """Measure variants side by side and append a row for each; lists are separated by commas.
+
+    Without a GPU: check the kernels against fp64 in Triton's interpreter, and print costs and the rows that there are.
+    """
+    variants = _each("--variant", variant, variant_names())
+    modes = _each("--mode", mode, MODES)
+    (dtype,) = _each("--dtype", dtype, DTYPES, single=True)
+    (rival,) = _each("--against", against, (*variant_names(), "none"), single=True)
+    shapes, sizes = _shapes(shape), _chunk_sizes(chunk_size)
+    console = Console(width=max(140, Console().width))  # narrower, a table of results loses its numbers
+    if not torch.cuda.is_available():
+        from .interpret import run as run_interpreted
+
+        raise typer.Exit(0 if run_interpreted(variants, shapes, dtype, max(sizes), out, console) else 1)
+
+    plan = Plan(tuple(variants), None if rival == "none" else rival, tuple(shapes), tuple(modes), dtype, sizes, repeats,
+                warmup, out)
+    rows = run_bench(plan, console)
+    console.print(table.terminal(rows, f"median times on {torch.cuda.get_device_name()}, {dtype}"))
+    if counters:
+        from .counters import run as run_counters
+
+        run_counters([row for row in table.best_chunk(rows) if row["variant"] in variants], out, console)
+    raise typer.Exit(0 if {row["variant"] for row in rows} >= set(variants) else 1)
+
+
+@app.command("table")
+def render_table(
+    kind: Annotated[str, typer.Option("--format", help=f"One of {', '.join(table.FORMATS)}.")] = "markdown",
+    variant: Annotated[str, typer.Option(help="Only these variants.")] = "",
+    shape: Annotated[str, typer.Option(help="Only these shapes.")] = "",
+    mode: Annotated[str, typer.Option(help="Only these modes.")] = "",
+    all_chunks: Annotated[bool, typer.Option(help="Every chunk size instead of the fastest.")] = False,
+    out: OutOption = record.RESULTS,
+) -> None:
+    """Print the latest row of each variant, shape and mode."""
+    (kind,) = _each("--format", kind, table.FORMATS, single=True)
+    variants = _each("--variant", variant, variant_names()) if variant else None
+    modes = _each("--mode", mode, MODES) if mode else None
+    shapes = [s.name for s in _shapes(shape)] if shape else None
+    rows = [
+        row
+        for row in table.committed(out, all_chunks)
+        if all(wanted is None or row[key] in wanted
+               for key, wanted in (("variant", variants), ("shape", shapes), ("mode", modes)))
+    ]
+    typer.echo(table.render(rows, kind), nl=False)
+
+
+@app.command()
+def readme(
+    check: Annotated[bool, typer.Option(help="Change nothing; exit 1 if the README or its figure is out of date.")] = False,
+    out: OutOption = record.RESULTS,
+) -> None:
+    """Write the README's results and figure from committed rows."""
+    current = readme_file.update(readme_file.committed(out), check=check)
+    typer.echo("README is up to date" if current else "README is out of date" if check else "README written")
+    raise typer.Exit(1 if check and not current else 0)
+
+
+@app.command()
+def tune(
+    shape: Annotated[str, typer.Option(help="Shapes to tune for; a later one replaces what they share.")] = "8b-b4",
+    dtype: Annotated[str, typer.Option(help=f"Dtype of x, dt, B and C: {', '.join(DTYPES)}.")] = "bf16",
+    chunk_size: Annotated[str, typer.Option(help="Of 16 to 256; auto tunes for 64, 128 and 256.")] = "auto",
+    repeats: Annotated[int, typer.Option(min=1, help="Timed calls of each config.")] = 10,
+) -> None:
+    """Time every config of every baseline kernel on this GPU and freeze the fastest in ssd/configs/<gpu>.json."""
+    (dtype,) = _each("--dtype", dtype, DTYPES, single=True)
+    shapes, sizes = _shapes(shape), _chunk_sizes(chunk_size)
+    if not torch.cuda.is_available():
+        _refuse("tune: needs a CUDA GPU, found none")
+    from .tune import run as run_tune
+
+    run_tune(shapes, dtype, sizes, repeats, Console())
+
+
+@app.command(hidden=True)
+def profiled(variant: str, shape: str, mode: str, dtype: str, chunk_size: int) -> None:
+    """One call between the profiler's start and stop: what `bench --counters` runs under ncu."""
+    from .counters import profiled as run_profiled
+
+    run_profiled(variant, shape, mode, dtype, chunk_size)
+
+
+def _each(option: str, text: str, known: Iterable[str], *also: str, single: bool = False) -> list[str]:
+    """The items of a comma-separated list, or the one item; refused if not known. `also`: accepted by the caller."""
+    known = list(known)
+    items = [text] if single else list(dict.fromkeys(text.split(",")))
+    for item in items:
+        if item not in known:
+            _refuse(f"{option}: got {item!r}, expected {'one of' if single else 'any of'} {', '.join((*known, *also))}")
+    return items
+
+
+def _shapes(names: str) -> list[Shape]:
+    try:
+        return find_shapes(names)
+    except ValueError as reason:
+        _refuse(f"--{reason}")
+
+
+def _chunk_sizes(text: str) -> tuple[int, ...]:
+    if text == "auto":
+        return CHUNK_SIZES
+    return tuple(map(int, _each("--chunk-size", text, [str(2**n) for n in range(4, 9)], "auto")))
+
+
+def _refuse(message: str) -> NoReturn:
+    typer.echo(f"error: {message}", err=True)
+    raise typer.Exit(2)
+
+
+if __name__ == "__main__":
+    app()

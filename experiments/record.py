@@ -1,0 +1,128 @@
+"""Rows of measurements, one JSON object a line, in results/<gpu>/<bench>.jsonl: every published number's origin."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+from collections.abc import Callable, Iterable
+from datetime import datetime, timezone
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+RESULTS = Path(__file__).parent / "results"
+
+ENVIRONMENT = ("git_sha", "dirty", "gpu", "driver", "torch", "triton", "sm_mhz", "time")
+SIZES = ("batch", "seqlen", "nheads", "headdim", "dstate", "ngroups")
+IDENTITY = ("bench", "variant", "options", "mode", "shape", *SIZES, "dtype", "chunk_size")
+_MEASURED = ("p20_us", "p50_us", "p80_us", "graph_p50_us", "launches", "peak_mib", "ideal_bytes", "effective_gbps",
+             "copy_gbps", "sol", "tflops", "err_rms", "err_max")
+_COMPARED = ("against", "against_p50_us", "against_graph_p50_us", "speedup", "graph_speedup")
+_TRAINING = ("workload", "preset", "loss")
+KEYS = (*IDENTITY, *_MEASURED, *_COMPARED, *_TRAINING, *ENVIRONMENT)
+
+# What a bench adds. err_seqlen: tokens that the error was taken over; note: why a value is missing.
+EXTRA_KEYS = {
+    "ssd": ("err_seqlen", "note"),
+    "counters": ("kernel", "dram_bytes", "dram_pct", "l2_hit_pct", "occupancy_pct", "registers", "ncu_us"),
+    "tests": ("passed", "failed", "skipped", "seconds"),
+}
+
+
+def environment() -> dict:
+    """The keys of ENVIRONMENT, as they are now. Without a GPU, gpu, driver and sm_mhz are None."""
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    driver, sm_mhz = _nvidia_smi() if gpu else (None, None)
+    sha, dirty = _git_state()
+    return {
+        "git_sha": sha, "dirty": dirty, "gpu": gpu, "driver": driver, "torch": torch.__version__, "triton": _triton(),
+        "sm_mhz": sm_mhz, "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
+def gpu_folder(gpu: str) -> str:
+    """'NVIDIA H200' -> 'h200', 'NVIDIA GeForce RTX 4090' -> 'rtx-4090'."""
+    return re.sub(r"\W+", "-", re.sub(r"nvidia|geforce", "", gpu, flags=re.I)).strip("-").lower()
+
+
+def append(row: dict, out: Path = RESULTS) -> Path:
+    """Appends a row to <out>/<gpu>/<bench>.jsonl in one write, so that rows of several processes never mix.
+
+    Raises:
+        ValueError: an unknown key, or one missing that every row has.
+    """
+    allowed = {*KEYS, *EXTRA_KEYS.get(row.get("bench"), ())}
+    unknown, missing = sorted(row.keys() - allowed), sorted({"bench", *ENVIRONMENT} - row.keys())
+    if unknown or missing:
+        raise ValueError(f"row: unknown keys {unknown}, missing keys {missing}")
+    path = out / gpu_folder(row["gpu"] or "cpu") / f"{row['bench']}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    line = json.dumps(row, allow_nan=False) + "\n"
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        os.write(descriptor, line.encode())
+    finally:
+        os.close(descriptor)
+    return path
+
+
+def read(out: Path = RESULTS, **where) -> list[dict]:
+    """Every row under `out` whose keys have the given values, oldest first.
+
+    Raises:
+        ValueError: a line that is no JSON object; the message names the file and the line.
+    """
+    rows = []
+    for path in sorted(out.glob("*/*.jsonl")):
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            try:
+                rows.append(json.loads(line))
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{path}:{number}: not a JSON row: {error}") from None
+    rows.sort(key=lambda row: row["time"])
+    return [row for row in rows if all(row.get(key) == value for key, value in where.items())]
+
+
+def latest(rows: Iterable[dict], key: Callable[[dict], object]) -> list[dict]:
+    """The last of the rows that share a key, in the order in which the keys first came."""
+    return list({key(row): row for row in rows}.values())
+
+
+def _nvidia_smi() -> tuple[str | None, int | None]:
+    """Driver version, and the multiprocessors' clock in MHz at this moment."""
+    uuid = f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
+    command = ["nvidia-smi", "-i", uuid, "--query-gpu=driver_version,clocks.sm", "--format=csv,noheader,nounits"]
+    try:
+        driver, clock = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip().split(", ")
+    except (OSError, subprocess.CalledProcessError, ValueError):
+        return None, None
+    return driver, int(clock) if clock.isdigit() else None
+
+
+@cache
+def _git_state() -> tuple[str | None, bool | None]:
+    """Commit, and whether the tree differs, rows aside. GIT_SHA=<sha>[-dirty] says it for a copy without .git."""
+    if given := os.environ.get("GIT_SHA"):
+        return given.removesuffix("-dirty"), given.endswith("-dirty")
+
+    def git(*args: str) -> str:
+        command = ["git", "-C", str(Path(__file__).parent), *args]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        changes = git("status", "--porcelain", "--", ":/", ":(top,exclude)experiments/results")
+        return git("rev-parse", "HEAD"), bool(changes)
+    except (OSError, subprocess.CalledProcessError):
+        return None, None
+
+
+def _triton() -> str | None:
+    """Its version without importing it: whether it interprets is decided at import."""
+    try:
+        return version("triton")
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,111 @@
+"""Rows as a table: on the terminal, in Markdown, CSV or LaTeX."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pandas as pd
+from rich.table import Table
+
+from . import record
+
+FORMATS = ("markdown", "csv", "latex")
+_RIGHT = "right"
+
+
+def _number(digits: int, scale: float = 1) -> Callable:
+    return lambda value: "" if value is None else f"{scale * value:.{digits}f}"
+
+
+def _microseconds(value: float | None) -> str:
+    return "" if value is None else f"{value:.0f}" if value >= 100 else f"{value:.1f}"
+
+
+def _text(value) -> str:
+    return "" if value is None else str(value)
+
+
+def _scientific(value: float | None) -> str:
+    return "" if value is None else f"{value:.1e}"
+
+
+# header: (key of the row, how to write its value)
+COLUMNS = {
+    "shape": ("shape", _text),
+    "mode": ("mode", _text),
+    "variant": ("variant", _text),
+    "chunk": ("chunk_size", _text),
+    "us": ("p50_us", _microseconds),
+    "graph us": ("graph_p50_us", _microseconds),
+    "GB/s": ("effective_gbps", _number(0)),
+    "of copy %": ("sol", _number(1, 100)),
+    "TFLOP/s": ("tflops", _number(0)),
+    "launches": ("launches", _text),
+    "MiB": ("peak_mib", _number(0)),
+    "error": ("err_rms", _scientific),
+    "against": ("against", _text),
+    "speed-up": ("speedup", _number(2)),
+    "graph speed-up": ("graph_speedup", _number(2)),
+}
+_LEFT_ALIGNED = ("shape", "mode", "variant", "against")
+
+
+def subject(row: dict) -> tuple:
+    """What a row measures: rows that share this are repetitions, of which the last counts."""
+    options = row.get("options")
+    return (
+        row["gpu"],
+        row["bench"],
+        row["variant"],
+        str(options),
+        row["mode"],
+        row["shape"],
+        row["dtype"],
+        row["chunk_size"],
+    )
+
+
+def best_chunk(rows: list[dict]) -> list[dict]:
+    """Of rows that differ in nothing but the chunk size, the fastest."""
+    best = {}
+    for row in rows:
+        key = subject(row)[:-1]
+        if key not in best or row["p50_us"] < best[key]["p50_us"]:
+            best[key] = row
+    return list(best.values())
+
+
+def committed(out=record.RESULTS, all_chunks: bool = False, **where) -> list[dict]:
+    """The bench's latest rows, in the order of shapes, modes and variants as first measured."""
+    rows = record.latest(record.read(out, bench="ssd", **where), subject)
+    rows = rows if all_chunks else best_chunk(rows)
+    order = {key: {} for key in ("shape", "mode", "variant")}
+    for row in rows:
+        for key, seen in order.items():
+            seen.setdefault(row[key], len(seen))
+    return sorted(rows, key=lambda row: (row["gpu"], *(seen[row[key]] for key, seen in order.items())))
+
+
+def terminal(rows: list[dict], title: str) -> Table:
+    """For rich."""
+    table = Table(title=title)
+    for header in COLUMNS:
+        table.add_column(header, justify="left" if header in _LEFT_ALIGNED else _RIGHT, overflow="fold")
+    for row in rows:
+        table.add_row(*_cells(row), style=None if row.get("against") else "dim")
+    return table
+
+
+def render(rows: list[dict], kind: str) -> str:
+    """As text of one of FORMATS. CSV has every key as it was recorded, the others the columns of the terminal."""
+    if kind == "csv":
+        return pd.DataFrame(rows).to_csv(index=False)
+    frame = pd.DataFrame([_cells(row) for row in rows], columns=list(COLUMNS))
+    if kind == "latex":
+        return frame.style.hide(axis="index").format(escape="latex").format_index(escape="latex", axis=1).to_latex(hrules=True)
+    align = ["left" if header in _LEFT_ALIGNED else _RIGHT for header in COLUMNS]
+    return frame.to_markdown(index=False, disable_numparse=True, colalign=align) + "\n"
+
+
+def _cells(row: dict) -> list[str]:
+    return [write(row.get(key)) for key, write in COLUMNS.values()]

@@ -1,0 +1,92 @@
+"""Time, launches and memory of calls on the current GPU.
+
+Everything here runs on the current stream, which must not be the default one: a CUDA graph cannot be captured there,
+and autograd replays a backward on the stream of its forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import contextmanager
+
+import torch
+from torch.autograd import DeviceType
+
+Call = Callable[[], object]
+
+_FLUSH_BYTES = 256 * 2**20  # several times any L2
+_COPY_BYTES = 2 * 2**30
+
+
+@contextmanager
+def side_stream():
+    """Runs its body on a stream of its own."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        yield
+    torch.cuda.synchronize()
+
+
+def interleaved(calls: dict, repeats: int, warmup: int) -> dict:
+    """{name: call} -> {name: (p20, p50, p80) in microseconds} between events around each call, L2 flushed before it.
+
+    One call of each per round, so that a change of clocks meets all alike. The queue is never drained between calls:
+    where the GPU is the slower side, launch overhead is hidden, as in training.
+    """
+    flush = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+    for call in calls.values():
+        for _ in range(warmup):
+            call()
+    events = {name: [] for name in calls}
+    for _ in range(repeats):
+        for name, call in calls.items():
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            flush.zero_()
+            start.record()
+            call()
+            end.record()
+            events[name].append((start, end))
+    torch.cuda.synchronize()
+    return {name: _percentiles([1e3 * a.elapsed_time(b) for a, b in pairs]) for name, pairs in events.items()}
+
+
+def capture(call: Call) -> Call:
+    """The call as a CUDA graph; calling the result replays it. The call must have run before."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+        call()
+    return graph.replay
+
+
+def count_launches(call: Call) -> int | None:
+    """Kernels that one call launches, by the profiler; None where it sees none at all."""
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        call()
+        torch.cuda.synchronize()
+    on_device = [e for e in profile.events() if e.device_type == DeviceType.CUDA and not e.is_user_annotation]
+    return sum(not e.name.startswith(("Memcpy", "Memset")) for e in on_device) or None
+
+
+def peak_mib(call: Call) -> float:
+    """Most memory in MiB that one call holds at a time beyond what was held before it."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
+
+
+def copy_gbps(repeats: int = 20) -> float:
+    """The memory ceiling: a device-to-device copy, counting bytes read and bytes written, in GB/s."""
+    size = min(_COPY_BYTES, torch.cuda.mem_get_info()[0] // 8)
+    source = torch.randint(256, (size,), dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    _, p50_us, _ = interleaved({"copy": lambda: target.copy_(source)}, repeats, warmup=3)["copy"]
+    return 2 * size / p50_us / 1e3
+
+
+def _percentiles(samples: list[float]) -> tuple[float, ...]:
+    return tuple(torch.tensor(samples).quantile(torch.tensor([0.2, 0.5, 0.8])).tolist())

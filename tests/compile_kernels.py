@@ -1,0 +1,167 @@
+"""Compiles every kernel that a variant's forward and backward launch, for a GPU that need not be there.
+
+    python tests/compile_kernels.py --arch 90 --dtype bf16 --headdim 64 --dstate 128 --chunk-size 256
+
+prints a line per kernel and config: registers and spilled bytes per thread, shared memory, tensor-core instructions.
+The launchers run as they are, on CPU tensors: a stand-in for Triton's driver names the chip, and a launch ends where it
+would start. It needs a process of its own, without TRITON_INTERPRET.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+if __name__ == "__main__":
+    os.environ.pop("TRITON_INTERPRET", None)
+    sys.path[0] = str(Path(__file__).parents[1])  # in place of this folder, whose `ssd` are the tests of that package
+
+import torch
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
+
+from ssd import tuning
+from ssd.registry import Variant, get_variant
+from ssd.types import Options, SSDGrads, SSDInputs
+from tests.inputs import EVERYTHING, Case, Shape, random_inputs
+
+# Name of the chip's config file, and the shared memory that one block may ask for.
+CHIPS = {
+    80: tuning.Device("a100", 163 * 1024),
+    90: tuning.Device("h200", 227 * 1024),
+    100: tuning.Device("b200", 227 * 1024),
+    120: tuning.Device("rtx_5090", 99 * 1024),
+}
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+USUAL = Case(D="h", dt_bias=True, dt_softplus=True)  # what models use most, and what is timed
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One kernel as compiled: bytes of shared memory per block, registers and spilled bytes per thread."""
+
+    kernel: str
+    config: str
+    registers: int
+    spills: int
+    shared: int
+    wgmma: int
+    mma: int
+    dots: int  # matrix products in Triton's own terms
+
+
+class _Driver:
+    """What Triton's front end asks a driver for. Kernels are kept per device, so the chip serves as its number."""
+
+    def __init__(self, arch: int):
+        self.arch = arch
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.arch, 32)
+
+    def get_current_device(self) -> int:
+        return self.arch
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@contextmanager
+def compiling(arch: int) -> Iterator[dict[str, object]]:
+    """Launches compile for `arch` and do not run; yields what was compiled, by its hash."""
+    compiled, launch, current_device = {}, JITFunction.run, tuning.current_device
+
+    def compile_only(self, *args, grid, warmup, **kwargs):
+        kernel = launch(self, *args, grid=grid, warmup=True, **kwargs)
+        compiled[kernel.hash] = kernel
+        return kernel
+
+    driver.set_active(_Driver(arch))
+    JITFunction.run = compile_only
+    tuning.current_device = lambda index: CHIPS[arch]
+    tuning._pick.cache_clear()
+    try:
+        yield compiled
+    finally:
+        JITFunction.run, tuning.current_device = launch, current_device
+        tuning._pick.cache_clear()
+
+
+def forward_backward(variant: Variant, inputs: SSDInputs) -> None:
+    out, final_states, saved = variant.forward(inputs, Options())
+    variant.backward(saved, torch.empty_like(out), torch.empty_like(final_states), SSDGrads())
+
+
+def compile_all(variant: Variant, inputs: SSDInputs, arch: int, every_config: bool = False) -> list[Compiled]:
+    """Every kernel of one forward and backward; with `every_config` each in every config that a tuner may try."""
+    sizes = (inputs.x.dtype, inputs.headdim, inputs.dstate, inputs.chunk_size, CHIPS[arch])
+    with compiling(arch) as compiled:
+        forward_backward(variant, inputs)
+        for kernel in tuning.KERNELS if every_config else ():
+            for config in tuning.space(kernel, *sizes):
+                with tuning.forced(kernel, config):
+                    forward_backward(variant, inputs)
+    return sorted(map(_measure, compiled.values()), key=lambda c: (c.kernel, c.config))
+
+
+def _measure(kernel) -> Compiled:
+    names = kernel.src.fn.arg_names
+    constants = {names[path[0]]: value for path, value in kernel.src.constants.items()}
+    config = [f"{k.removeprefix('BLOCK_')}={v}" for k, v in constants.items() if k.startswith(("BLOCK", "STAGES"))]
+    config += [f"warps={kernel.metadata.num_warps}", f"stages={kernel.metadata.num_stages}"]
+    registers, spills = _resources(kernel.kernel)
+    ptx = kernel.asm["ptx"]
+    return Compiled(kernel.name, " ".join(config), registers, spills, kernel.metadata.shared,
+                    ptx.count("wgmma.mma_async"), ptx.count("mma.sync") + ptx.count("tcgen05.mma"),
+                    kernel.asm["ttir"].count("tt.dot "))
+
+
+def _resources(cubin: bytes) -> tuple[int, int]:
+    """Registers and bytes of stack per thread. Triton's kernels have no arrays: what is on the stack was spilled."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", said).groups()
+    return int(registers), int(stack)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--variant", default="baseline")
+    parser.add_argument("--arch", type=int, choices=CHIPS, default=90)
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
+    for name, default in (("nheads", 8), ("headdim", 64), ("ngroups", 1), ("dstate", 128), ("chunk-size", 256)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--every-option", action="store_true", help="z, seq_idx, initial states, varlen states ...")
+    parser.add_argument("--every-config", action="store_true", help="each kernel in every config that a tuner may try")
+    parser.add_argument("--json", action="store_true", help="a JSON list instead of a table")
+    a = parser.parse_args()
+    shape = Shape(1, 2 * a.chunk_size, a.nheads, a.headdim, a.ngroups, a.dstate, a.chunk_size)
+    case = replace(EVERYTHING, documents="varlen") if a.every_option else USUAL
+    inputs = random_inputs(shape, case, DTYPES[a.dtype])
+    rows = compile_all(get_variant(a.variant), inputs, a.arch, a.every_config)
+    if a.json:
+        print(json.dumps([asdict(row) for row in rows]))
+        return
+    width, config = (max(len(getattr(row, name)) for row in rows) for name in ("kernel", "config"))
+    print(f"{'kernel':{width}} {'config':{config}} registers spills shared wgmma mma")
+    for r in rows:
+        numbers = f"{r.registers:9} {r.spills:6} {r.shared:6} {r.wgmma:5} {r.mma:3}"
+        print(f"{r.kernel:{width}} {r.config:{config}} {numbers}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""How far a result may be from the truth.
+
+For a result, its fp64 truth and the mirror (variant `torch`: the same roundings, in torch), both as RMS and as maximum,
+
+    error(result) <= 2 error(mirror) + one rounding,   and   RMS <= 1e-2,
+
+where an error is relative to the truth as a whole: |v - truth| / |truth| with the Euclidean norm for RMS and the
+largest magnitude for the maximum. One rounding to a dtype of spacing eps moves a value by eps / 4 of itself in RMS and
+at most by eps / 2. fp32 counts as _FP32_ROUNDINGS of them: an fp32 kernel may differ from torch in the order of its
+sums, in exp2 and softplus by a few ulps each, and multiplies in three TF32 products, whose remainder is about 2 ulps.
+
+dA, dD and ddt_bias are a few sums over all tokens. The mirror's error there is a single draw, which luck can leave near
+zero; so the one rounding is at least that of x, which every summand has, and in fp32 sqrt(tokens) times as much.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ssd import reference
+from ssd.registry import Variant, get_variant
+from ssd.stages import Precision
+from ssd.types import Options, SSDGrads, SSDInputs
+
+from .inputs import generator
+
+_CAP = 1e-2
+_FP32_ROUNDINGS = 16
+_SUMS = ("dA", "dD", "ddt_bias")
+_NOTHING = 1e-30  # a truth below this is zero to every dtype here, as decay makes it, and an error counts as absolute
+
+
+@dataclass(frozen=True, order=True)
+class Error:
+    rms: float
+    max: float
+
+
+def error(value: Tensor, truth: Tensor) -> Error:
+    """Relative error of a value; NaN where it has one."""
+    value, truth = value.double(), truth.double()
+    off = value - truth
+    return Error(*(float(norm(off) / norm(truth).clamp(min=_NOTHING)) for norm in (torch.linalg.vector_norm, _largest)))
+
+
+def _largest(t: Tensor) -> Tensor:
+    return t.abs().amax()
+
+
+def rounding(dtype: torch.dtype, tokens: int = 1) -> Error:
+    """What one more rounding to dtype may add, to a value or to a sum over tokens."""
+    eps = torch.finfo(dtype).eps * (_FP32_ROUNDINGS * tokens**0.5 if dtype == torch.float32 else 1)
+    return Error(eps / 4, eps / 2)
+
+
+def assert_accurate(name: str, value: Tensor, truth: Tensor, mirror: Tensor, inputs: SSDInputs) -> None:
+    """The rule above. A value that is not finite fails."""
+    assert value.shape == truth.shape, f"{name}: shape {tuple(value.shape)}, expected {tuple(truth.shape)}"
+    bad = value.numel() - int(value.isfinite().sum())
+    assert not bad, f"{name}: {bad} of {value.numel()} elements are not finite"
+    got, allowed = error(value, truth), error(mirror, truth)
+    one = rounding(value.dtype)
+    if name in _SUMS:
+        one = max(one, rounding(inputs.x.dtype, inputs.batch * inputs.seqlen))
+    for kind in ("rms", "max"):
+        off, bound = getattr(got, kind), 2 * getattr(allowed, kind) + getattr(one, kind)
+        assert off <= bound, f"{name}: {kind} error {off:.3g}, bound {bound:.3g}, mirror {allowed}"
+    assert got.rms <= _CAP, f"{name}: RMS error {got.rms:.3g}, bound {_CAP}"
+
+
+def results(variant: Variant, inputs: SSDInputs, dout: Tensor, dfinal_states: Tensor | None) -> dict[str, Tensor]:
+    """Every output and every gradient of a variant, by name."""
+    out, final_states, saved = variant.forward(inputs, Options())
+    grads = variant.backward(saved, dout, dfinal_states, SSDGrads())
+    return _present({"out": out, "final_states": final_states, "varlen_states": saved.varlen_states, **vars(grads)})
+
+
+def truths(inputs: SSDInputs, dout: Tensor, dfinal_states: Tensor | None) -> dict[str, Tensor]:
+    """The same in fp64."""
+    out, final_states = reference.ssd_fp64(inputs)
+    ends = None if inputs.cu_seqlens is None else reference.varlen_states(inputs, Precision(torch.float64))
+    grads = reference.ssd_fp64_grads(inputs, dout, dfinal_states)
+    return _present({"out": out, "final_states": final_states, "varlen_states": ends, **vars(grads)})
+
+
+def cotangents(inputs: SSDInputs) -> tuple[Tensor, Tensor]:
+    """dout and dfinal_states: noise, plus what a loss that pulls both to zero would send.
+
+    Without the second part the sums over all tokens (dA, ddt_bias) nearly cancel, and their relative error says little.
+    """
+    rng = generator(str(inputs.x.device), "cotangents", tuple(inputs.x.shape))
+
+    def of(t: Tensor) -> Tensor:
+        noise = torch.randn(t.shape, generator=rng, device=t.device)
+        return noise + t / t.square().mean().sqrt().clamp(min=_NOTHING)
+
+    out, final_states = reference.ssd_fp64(inputs)
+    return of(out).to(inputs.x.dtype), of(final_states).float()
+
+
+def assert_all_accurate(got: dict[str, Tensor], truth: dict[str, Tensor], inputs: SSDInputs, *ways: Tensor | None) -> None:
+    """Every one of the truths has a result near it, and nothing else has come. `ways`: dout, dfinal_states."""
+    mirror = results(get_variant("torch"), inputs, *ways)
+    assert got.keys() == truth.keys() == mirror.keys()
+    for name, value in got.items():
+        assert_accurate(name, value, truth[name], mirror[name], inputs)
+
+
+def assert_right(variant: Variant, inputs: SSDInputs) -> None:
+    """Outputs and gradients of a variant are near enough to the truth."""
+    ways = cotangents(inputs)
+    assert_all_accurate(results(variant, inputs, *ways), truths(inputs, *ways), inputs, *ways)
+
+
+def _present(tensors: dict[str, Tensor | None]) -> dict[str, Tensor]:
+    return {name: t for name, t in tensors.items() if t is not None}

@@ -1,0 +1,134 @@
+"""The bench's own logic on a CPU: variants run for real, the clock is replaced."""
+
+import contextlib
+import io
+import json
+from dataclasses import asdict
+
+import pytest
+import torch
+from rich.console import Console
+
+from experiments import bench, record, timing
+from experiments.shapes import SMALL, make_inputs
+from ssd import Options, cost
+
+SECONDS_OF = {("torch", 32): 2e-3, ("torch", 64): 1e-3, ("rival", 128): 4e-3, ("rival", 256): 3e-3}
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Timing without a GPU: every call runs once; times come from SECONDS_OF, a tenth less in a graph."""
+
+    def interleaved(calls, repeats, warmup):
+        graphs = all(hasattr(call, "captured") for call in calls.values())
+        for call in calls.values():
+            call()
+        times = {name: 1e6 * SECONDS_OF[name] * (0.9 if graphs else 1) for name in calls}
+        return {name: (us - 1, us, us + 1) for name, us in times.items()}
+
+    def capture(call):
+        def replay():
+            return call()
+
+        replay.captured = True
+        return replay
+
+    for name, fake in {
+        "side_stream": contextlib.nullcontext, "copy_gbps": lambda: 4000.0, "interleaved": interleaved, "capture": capture,
+        "count_launches": lambda call: 5, "peak_mib": lambda call: 1.5,
+    }.items():
+        monkeypatch.setattr(timing, name, fake)
+    monkeypatch.setattr(bench, "make_inputs", lambda shape, dtype, device, **other: make_inputs(shape, dtype, "cpu", **other))
+    monkeypatch.setattr(record, "environment", lambda: dict.fromkeys(record.ENVIRONMENT) | {"time": "2026"})
+    monkeypatch.setitem(bench._PEER_CHUNK_SIZES, "rival", (128, 256))
+
+
+@pytest.fixture
+def rival(monkeypatch):
+    """A peer, which is the torch variant under another name."""
+
+    def scan(*, variant, **arguments):
+        return bench_scan(variant="torch", **arguments)
+
+    bench_scan = bench.ssd_chunk_scan
+    monkeypatch.setattr(bench, "get_variant", lambda name: None)
+    monkeypatch.setattr(bench, "is_peer", lambda name: name == "rival")
+    monkeypatch.setattr(bench, "ssd_chunk_scan", scan)
+
+
+def run(tmp_path, modes=("fwd",), **other):
+    console = Console(width=200, record=True, file=io.StringIO())
+    plan = bench.Plan(("torch",), "rival", (SMALL,), modes, "fp32", (32, 64), out=tmp_path, **other)
+    return bench.run(plan, console), console.export_text()
+
+
+def test_rows(tmp_path, clock, rival):
+    rows, _ = run(tmp_path, bench.MODES)
+    assert [(r["mode"], r["variant"], r["chunk_size"]) for r in rows[:4]] == [
+        ("fwd", "torch", 32),
+        ("fwd", "torch", 64),
+        ("fwd", "rival", 128),
+        ("fwd", "rival", 256),
+    ]
+    assert len(rows) == 16 and all(r["err_rms"] < 1e-5 and r["err_seqlen"] == SMALL.seqlen for r in rows)
+    assert [json.loads(line) for line in (tmp_path / "cpu" / "ssd.jsonl").read_text().splitlines()] == rows
+    assert rows[2]["options"] is None and rows[0]["options"] == asdict(Options())
+
+
+def test_what_follows_from_a_time(tmp_path, clock, rival):
+    (_, row, peer, _), _ = run(tmp_path)
+    ideal = cost.ideal_forward(SMALL.problem(64, torch.float32))
+    assert row["p50_us"] == 1000 and row["graph_p50_us"] == 900
+    assert row["ideal_bytes"] == ideal.bytes
+    assert row["effective_gbps"] == pytest.approx(ideal.bytes / 1e-3 / 1e9)
+    assert row["sol"] == pytest.approx(ideal.bytes / 4000e9 / 1e-3)
+    assert row["tflops"] == pytest.approx(ideal.flops / 1e-3 / 1e12)
+    # Against the rival at its better chunk size.
+    assert (row["against"], row["against_p50_us"], row["against_graph_p50_us"]) == ("rival", 3000, 2700)
+    assert row["speedup"] == pytest.approx(3) and row["graph_speedup"] == pytest.approx(3)
+    assert "against" not in peer
+
+
+def test_a_failed_capture_is_noted(tmp_path, clock, rival, monkeypatch):
+    def capture(call):
+        raise RuntimeError("operation not permitted\nwhen stream is capturing")
+
+    monkeypatch.setattr(timing, "capture", capture)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    rows, _ = run(tmp_path)
+    assert all(row["graph_p50_us"] is None for row in rows)
+    assert rows[0]["note"] == "no CUDA graph: operation not permitted"
+    assert rows[0]["speedup"] and rows[0]["graph_speedup"] is None
+
+
+def test_what_cannot_run_does_not_stop_the_rest(tmp_path, clock, rival, monkeypatch):
+    scan = bench.ssd_chunk_scan
+
+    def picky(*, chunk_size, **arguments):
+        if chunk_size == 32:
+            raise ValueError("chunk [32] is too small\nfor this test")
+        return scan(chunk_size=chunk_size, **arguments)
+
+    monkeypatch.setattr(bench, "ssd_chunk_scan", picky)
+    rows, text = run(tmp_path)
+    assert [row["chunk_size"] for row in rows] == [64, 128, 256]
+    assert "small fwd: torch at chunk size 32 is left out: chunk [32] is too small" in text
+
+
+def test_a_peer_that_is_not_installed(tmp_path, clock, monkeypatch):
+    def get_variant(name):
+        if name == "rival":
+            raise ImportError("no module named rival")
+
+    monkeypatch.setattr(bench, "get_variant", get_variant)
+    rows, text = run(tmp_path)
+    assert "rival is left out: no module named rival" in text
+    assert len(rows) == 2 and not any("against" in row for row in rows)
+
+
+def test_a_wrong_result_is_recorded_as_such(tmp_path, clock, rival, monkeypatch):
+    scan = bench.ssd_chunk_scan
+    monkeypatch.setattr(bench, "ssd_chunk_scan", lambda **arguments: scan(**arguments) * float("nan"))
+    rows, _ = run(tmp_path)
+    assert rows[0]["err_rms"] is None and rows[0]["note"] == "the result is not finite"

@@ -1,0 +1,68 @@
+"""What the command line accepts, refuses and prints; without a GPU the bench itself too."""
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from experiments import interpret
+from experiments.__main__ import app
+from experiments.accuracy import Error
+
+from .rows import compared, ssd_row, write
+
+without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here, so the bench would measure")
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+@pytest.mark.parametrize(
+    "option, value, expected",
+    [
+        ("--variant", "warp9", "error: --variant: got 'warp9', expected any of baseline, torch, mamba_ssm, fla"),
+        ("--shape", "8b-b4,9b", "error: --shape: got '9b', expected one of named, sweep, 8b-b1"),
+        ("--mode", "sideways", "error: --mode: got 'sideways', expected any of fwd, fwd_train, bwd, fwd_bwd"),
+        ("--dtype", "fp8", "error: --dtype: got 'fp8', expected one of bf16, fp16, fp32"),
+        ("--against", "nobody", "error: --against: got 'nobody', expected one of baseline"),
+        ("--chunk-size", "100", "error: --chunk-size: got '100', expected any of 16, 32, 64, 128, 256, auto"),
+    ],
+)
+def test_bad_option(option, value, expected):
+    result = run("bench", option, value)
+    assert result.exit_code == 2
+    assert result.stderr.startswith(expected) and result.stderr.count("\n") == 1
+    assert result.stdout == ""
+
+
+def test_table_of_rows(tmp_path):
+    write(tmp_path, ssd_row(**compared()), ssd_row("mamba_ssm"), ssd_row("mamba_ssm", "2.7b-b4"))
+    result = run("table", "--out", tmp_path, "--variant", "mamba_ssm", "--shape", "8b-b4")
+    assert result.exit_code == 0
+    assert len(result.stdout.splitlines()) == 3 and "baseline" not in result.stdout
+    assert run("table", "--out", tmp_path, "--format", "xml").exit_code == 2
+
+
+@without_gpu
+def test_tune_needs_a_gpu():
+    result = run("tune")
+    assert result.exit_code == 2
+    assert result.stderr == "error: tune: needs a CUDA GPU, found none\n"
+
+
+@without_gpu
+def test_bench_without_gpu(tmp_path):
+    write(tmp_path, ssd_row("torch", p50_us=4321.0))
+    result = run("bench", "--variant", "torch", "--shape", "8b-b1,sweep-64", "--out", tmp_path)
+    assert result.exit_code == 0, result.stdout
+    for text in ("Nothing was timed", "torch: agrees with fp64", "8b-b1", "sweep-64", "chunk_scan_dCB", "4321"):
+        assert text in result.stdout
+    assert len(list(tmp_path.glob("*/*"))) == 1, "a run without a GPU writes no rows"
+
+
+@without_gpu
+def test_bench_without_gpu_fails_on_a_wrong_result(monkeypatch):
+    monkeypatch.setattr(interpret, "check", lambda variant, dtype: {"out": Error(float("nan"), 0.0)})
+    result = run("bench", "--variant", "torch", "--shape", "8b-b1")
+    assert result.exit_code == 1
+    assert "DOES NOT AGREE" in result.stdout

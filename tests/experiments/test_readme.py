@@ -1,0 +1,69 @@
+import pytest
+
+from experiments import figure, readme
+
+from .rows import compared, ssd_row
+
+ROWS = [
+    ssd_row(mode="fwd", p50_us=1100.0, **compared(1.05)),
+    ssd_row(mode="bwd", p50_us=4400.0, **compared(0.91)),
+    ssd_row(shape="8b-b1", p50_us=300.0, **compared(1.0)),
+    ssd_row("mamba_ssm", mode="fwd", p50_us=1150.0),
+    ssd_row("mamba_ssm", mode="bwd", p50_us=4000.0),
+]
+
+
+@pytest.fixture
+def page(tmp_path):
+    path = tmp_path / "README.md"
+    path.write_text(f"before\n{readme._BEGIN}\nstale\n{readme._END}\nafter\n")
+    (tmp_path / "docs").mkdir()
+    return path
+
+
+def update(page, rows, check=False):
+    return readme.update(rows, page, page.parent / "docs" / "results.svg", check)
+
+
+def test_check_finds_what_is_stale_and_changes_nothing(page):
+    before = page.read_text()
+    assert not update(page, ROWS, check=True)
+    assert page.read_text() == before and not (page.parent / "docs" / "results.svg").exists()
+
+
+def test_update_writes_losses_too(page):
+    assert not update(page, ROWS)
+    text = page.read_text()
+    assert text.startswith("before\n") and text.endswith("after\n") and "stale" not in text
+    assert "| 8b-b4 | backward | baseline | 128 | 4400 | 4390 |" in text and "| 0.91 / 0.91 |" in text
+    assert "![" in text and "(docs/results.svg)" in text
+    assert update(page, ROWS, check=True)
+
+
+def test_a_new_row_makes_both_stale(page):
+    update(page, ROWS)
+    newer = [*ROWS, ssd_row("torch", p50_us=9999.0)]
+    assert not update(page, newer, check=True)
+    assert figure.drawn_from(page.parent / "docs" / "results.svg") != figure.fingerprint(newer)
+
+
+def test_no_rows(page):
+    update(page, [])
+    assert "No rows yet" in page.read_text()
+    assert update(page, [], check=True)
+
+
+def test_markers_are_required(page):
+    page.write_text("no markers")
+    with pytest.raises(ValueError, match=r"README\.md: expected the lines"):
+        update(page, ROWS)
+
+
+def test_figure_points():
+    points = figure.points(ROWS)
+    assert points["fwd"]["8b-b4"] == {"baseline": 1090.0, "floor": 608e6 / 4270 / 1e3, "mamba_ssm": 1140.0}
+    assert list(points["fwd"]) == ["8b-b1", "8b-b4"]
+
+
+def test_the_readme_shows_the_committed_rows():
+    assert readme.update(readme.committed(), check=True), "run `make readme`"

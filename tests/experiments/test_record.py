@@ -1,0 +1,92 @@
+import json
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from experiments import record
+
+from .rows import ENVIRONMENT, ssd_row, write
+
+SPECIFIED = """
+bench variant options mode shape batch seqlen nheads headdim dstate ngroups dtype chunk_size
+p20_us p50_us p80_us graph_p50_us launches peak_mib ideal_bytes effective_gbps copy_gbps sol tflops err_rms err_max
+against against_p50_us against_graph_p50_us speedup graph_speedup workload preset loss
+git_sha dirty gpu driver torch triton sm_mhz time
+"""
+
+
+def test_keys():
+    assert list(record.KEYS) == SPECIFIED.split()
+    assert tuple(record.environment()) == record.ENVIRONMENT
+
+
+def test_append_and_read(tmp_path):
+    row = ssd_row()
+    assert record.append(row, tmp_path) == tmp_path / "h200" / "ssd.jsonl"
+    record.append(ssd_row("mamba_ssm", time="2025-12-31T00:00:00+00:00"), tmp_path)
+    assert [r["variant"] for r in record.read(tmp_path)] == ["mamba_ssm", "baseline"]
+    assert record.read(tmp_path, variant="baseline") == [row]
+    assert record.read(tmp_path / "nowhere") == []
+
+
+def test_appends_never_mix(tmp_path):
+    rows = [ssd_row(note="x" * 3000, launches=n) for n in range(200)]
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda row: record.append(row, tmp_path), rows))
+    lines = (tmp_path / "h200" / "ssd.jsonl").read_text().splitlines()
+    assert sorted(json.loads(line)["launches"] for line in lines) == list(range(200))
+
+
+@pytest.mark.parametrize("change", [{"speed": 3}, {"passed": 3}])
+def test_unknown_keys_are_refused(tmp_path, change):
+    with pytest.raises(ValueError, match=rf"unknown keys \['{next(iter(change))}'\]"):
+        record.append(ssd_row() | change, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_missing_keys_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"missing keys \['gpu', 'time'\]"):
+        record.append({k: v for k, v in ssd_row().items() if k not in ("gpu", "time")}, tmp_path)
+
+
+def test_a_bench_of_its_own_keys(tmp_path):
+    row = {"bench": "tests", "passed": 10, "failed": 0, "skipped": 2, "seconds": 3.5, **ENVIRONMENT}
+    assert record.append(row, tmp_path).name == "tests.jsonl"
+
+
+def test_not_a_number_is_refused(tmp_path):
+    with pytest.raises(ValueError):
+        record.append(ssd_row(err_rms=float("nan")), tmp_path)
+
+
+def test_a_broken_line_is_named(tmp_path):
+    write(tmp_path, ssd_row())
+    path = tmp_path / "h200" / "ssd.jsonl"
+    path.write_text(path.read_text() + '{"bench": \n')
+    with pytest.raises(ValueError, match=r"ssd\.jsonl:2: not a JSON row"):
+        record.read(tmp_path)
+
+
+def test_latest():
+    rows = [ssd_row(p50_us=1.0), ssd_row("torch", p50_us=2.0), ssd_row(p50_us=3.0)]
+    assert [r["p50_us"] for r in record.latest(rows, lambda r: r["variant"])] == [3.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    "gpu, folder",
+    [
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA H100 80GB HBM3", "h100-80gb-hbm3"),
+        ("NVIDIA A100-SXM4-80GB", "a100-sxm4-80gb"),
+        ("NVIDIA GeForce RTX 4090", "rtx-4090"),
+    ],
+)
+def test_gpu_folder(gpu, folder):
+    assert record.gpu_folder(gpu) == folder
+
+
+def test_commit_of_a_copy_without_git(monkeypatch):
+    monkeypatch.setenv("GIT_SHA", "abc-dirty")
+    assert record._git_state.__wrapped__() == ("abc", True)
+    monkeypatch.setenv("GIT_SHA", "abc")
+    assert record._git_state.__wrapped__() == ("abc", False)

@@ -1,0 +1,34 @@
+import pytest
+import torch
+
+from experiments.shapes import NAMED, SHAPES, SWEEP, find_shapes, make_inputs
+from ssd import ssd_chunk_scan
+
+
+def test_named_sizes():
+    assert [shape.name for shape in NAMED] == ["8b-b1", "8b-b4", "8b-b8", "8b-tp4", "2.7b-b4", "2.7b-64k", "130m-b8"]
+    assert list(SHAPES["8b-tp4"].sizes.values()) == [4, 4096, 32, 64, 128, 2]
+    assert list(SHAPES["2.7b-64k"].sizes.values()) == [1, 65536, 80, 64, 128, 1]
+    assert list(SHAPES["130m-b8"].sizes.values()) == [8, 2048, 24, 64, 128, 1]
+    assert [shape.seqlen for shape in SWEEP] == [64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384]
+
+
+def test_find_shapes():
+    assert find_shapes("named,8b-b1") == list(NAMED)
+    assert [shape.name for shape in find_shapes("sweep-64,2.7b-b4")] == ["sweep-64", "2.7b-b4"]
+    with pytest.raises(ValueError, match=r"shape: got '9b', expected one of named, sweep, 8b-b1.*sweep-16384"):
+        find_shapes("8b-b1,9b")
+
+
+def test_inputs_are_what_a_layer_starts_with():
+    inputs = make_inputs(SHAPES["sweep-64"], torch.bfloat16, "cpu", requires_grad=True)
+    assert inputs["x"].shape == (1, 64, 80, 64)
+    assert inputs["B"].shape == inputs["C"].shape == (1, 64, 1, 128)
+    assert all(inputs[name].dtype == torch.bfloat16 for name in ("x", "dt", "B", "C"))
+    assert all(inputs[name].dtype == torch.float32 for name in ("A", "D", "dt_bias"))
+    assert all(t.requires_grad and t.is_leaf for t in inputs.values() if isinstance(t, torch.Tensor))
+    step = torch.nn.functional.softplus(inputs["dt_bias"])
+    assert 0.001 <= step.min() < 0.003 and 0.05 < step.max() <= 0.1
+    assert inputs["A"].min() >= -16 and inputs["A"].max() <= -1
+    assert torch.equal(inputs["x"], make_inputs(SHAPES["sweep-64"], torch.bfloat16, "cpu")["x"])
+    assert ssd_chunk_scan(**inputs, chunk_size=64, variant="torch").shape == inputs["x"].shape

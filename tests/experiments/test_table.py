@@ -1,0 +1,55 @@
+import csv
+import io
+
+from rich.console import Console
+
+from experiments import table
+
+from .rows import compared, ssd_row, write
+
+
+def test_best_chunk_of_the_latest_rows(tmp_path):
+    write(
+        tmp_path,
+        ssd_row(chunk_size=64, p50_us=500.0, time="2026-01-01T00:00:00+00:00"),
+        ssd_row(chunk_size=64, p50_us=900.0, time="2026-01-02T00:00:00+00:00"),
+        ssd_row(chunk_size=128, p50_us=800.0),
+        ssd_row(mode="bwd", p50_us=2000.0),
+    )
+    assert [(r["mode"], r["chunk_size"], r["p50_us"]) for r in table.committed(tmp_path)] == [
+        ("fwd", 128, 800.0),
+        ("bwd", 128, 2000.0),
+    ]
+    assert len(table.committed(tmp_path, all_chunks=True)) == 3
+
+
+def test_markdown():
+    text = table.render([ssd_row(**compared()), ssd_row("mamba_ssm", p50_us=1250.0)], "markdown")
+    header, rule, ours, peer = text.splitlines()
+    assert "graph speed-up" in header and set(rule) <= set("|:-")
+    cells = [cell.strip() for cell in ours.strip("|").split("|")]
+    assert cells[:6] == ["8b-b4", "fwd", "baseline", "128", "1000", "990"]
+    assert cells[-3:] == ["mamba_ssm", "1.25", "1.25"]
+    assert [cell.strip() for cell in peer.strip("|").split("|")][-3:] == ["", "", ""]
+
+
+def test_csv_keeps_every_key():
+    row = ssd_row(**compared())
+    (parsed,) = csv.DictReader(io.StringIO(table.render([row], "csv")))
+    assert parsed.keys() == row.keys()
+    assert float(parsed["p50_us"]) == 1000.0
+
+
+def test_latex():
+    text = table.render([ssd_row(**compared())], "latex")
+    assert text.startswith(r"\begin{tabular}") and "8b-b4 & fwd & baseline" in text
+
+
+def test_latex_escapes():
+    assert r"mamba\_ssm" in table.render([ssd_row("mamba_ssm")], "latex")
+
+
+def test_terminal():
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(table.terminal([ssd_row(graph_p50_us=None)], "title"))
+    assert "baseline" in console.export_text()

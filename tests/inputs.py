@@ -1,0 +1,189 @@
+"""Random inputs of the operator for any shape and any set of its options."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass, fields, replace
+from itertools import combinations, product
+
+import torch
+from torch import Tensor
+
+from ssd.registry import is_peer, variant_names
+from ssd.types import SSDInputs
+
+NAMES = tuple(f.name for f in fields(SSDInputs))
+OURS = tuple(name for name in variant_names() if name != "torch" and not is_peer(name))  # those with kernels
+DIFFERENTIABLE = ("x", "dt", "A", "B", "C", "D", "z", "dt_bias", "initial_states")
+
+
+@dataclass(frozen=True)
+class Shape:
+    batch: int = 1
+    seqlen: int = 48
+    nheads: int = 2
+    headdim: int = 16
+    ngroups: int = 1
+    dstate: int = 16
+    chunk_size: int = 16
+
+    def __str__(self) -> str:
+        return "b{batch}-l{seqlen}-h{nheads}-p{headdim}-g{ngroups}-n{dstate}-q{chunk_size}".format(**vars(self))
+
+
+@dataclass(frozen=True)
+class Case:
+    """Which options a call has, and how its tensors are laid out.
+
+    Attributes:
+        D: "h", "hp" or None.
+        documents: "seq_idx" packs several in every row, cut at random places inside chunks, at a chunk's edge, and
+            after one token; "varlen" gives cu_seqlens as well, for the state at the end of each, and wants batch 1.
+        packed: z, x, B, C and dt are slices of one projection, as Mamba-2 has them, hence strided and of one dtype.
+        strong_decay: |A| dt sums to more than 100 over a chunk, and leaps within it.
+        dt_dtype, BC_dtype: other dtypes than that of x.
+    """
+
+    D: str | None = None
+    z: bool = False
+    dt_bias: bool = False
+    dt_softplus: bool = False
+    dt_limit: tuple[float, float] = (0.0, float("inf"))
+    initial_states: bool = False
+    documents: str | None = None
+    state_dtype: torch.dtype | None = None
+    packed: bool = False
+    strong_decay: bool = False
+    dt_dtype: torch.dtype | None = None
+    BC_dtype: torch.dtype | None = None
+
+    def __str__(self) -> str:
+        shown = [f"{f.name}={getattr(self, f.name)}" for f in fields(self) if getattr(self, f.name) != f.default]
+        return ",".join(shown).replace("=True", "").replace("torch.", "") or "plain"
+
+
+PLAIN = Case()
+EVERYTHING = Case(D="hp", z=True, dt_bias=True, dt_softplus=True, dt_limit=(0.02, 0.08), initial_states=True,
+                  documents="seq_idx")
+
+
+def pairwise(**choices: tuple) -> list[Case]:
+    """Cases in which every two values of two options meet at least once; few, unlike all combinations."""
+    every = [dict(zip(choices, values, strict=True)) for values in product(*choices.values())]
+    missing = set().union(*map(_met, every))
+    cases = []
+    while missing:
+        best = max(every, key=lambda case: len(missing & _met(case)))
+        missing -= _met(best)
+        cases.append(Case(**best))
+    return cases
+
+
+def every_option_pairwise(**more: tuple) -> list[Case]:
+    """The options that change what is computed, pairwise, and `more`."""
+    return pairwise(
+        D=(None, "h", "hp"),
+        documents=(None, "seq_idx", "varlen"),
+        z=(False, True),
+        dt_bias=(False, True),
+        dt_softplus=(False, True),
+        dt_limit=((0.0, float("inf")), (0.02, 0.06)),
+        initial_states=(False, True),
+        **more,
+    )
+
+
+def _met(case: dict) -> set[frozenset]:
+    return {frozenset(pair) for pair in combinations(case.items(), 2)}
+
+
+def generator(device: str, *key) -> torch.Generator:
+    """Seeded by what is tested, so that every case has numbers of its own and the same ones in each run."""
+    return torch.Generator(device).manual_seed(zlib.crc32(repr(key).encode()))
+
+
+def random_inputs(shape: Shape, case: Case = PLAIN, dtype: torch.dtype = torch.float32, device: str = "cpu",
+                  seed: int = 0) -> SSDInputs:
+    """A is spread so that some heads remember for many chunks and others for a few tokens."""
+    s, rng = shape, generator(device, str(shape), str(case), str(dtype), seed)
+
+    def normal(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.randn(size, generator=rng, device=device).to(dtype)
+
+    def uniform(low: float, high: float, *size: int) -> Tensor:
+        return torch.rand(size, generator=rng, device=device) * (high - low) + low
+
+    tokens = (s.batch, s.seqlen)
+    sizes = {"z": (s.nheads, s.headdim), "x": (s.nheads, s.headdim), "B": (s.ngroups, s.dstate),
+             "C": (s.ngroups, s.dstate), "dt": (s.nheads,)}
+    if case.packed:
+        widths = [torch.Size(size).numel() for size in sizes.values()]
+        slices = normal(*tokens, sum(widths), dtype=dtype).split(widths, -1)
+        made = {name: t.unflatten(-1, size) for (name, size), t in zip(sizes.items(), slices, strict=True)}
+    else:
+        dtypes = {"B": case.BC_dtype or dtype, "C": case.BC_dtype or dtype, "dt": case.dt_dtype or dtype}
+        made = {name: normal(*tokens, *size, dtype=dtypes.get(name, dtype)) for name, size in sizes.items()}
+
+    # The step: about 0.01 to 0.1 a token, or enough for an exponent of -160 over a chunk.
+    mean = 10 / s.chunk_size if case.strong_decay else 0.04
+    step = mean * uniform(0.1, 2.0, *tokens, s.nheads)
+    dt_bias = uniform(-0.5, 0.5, s.nheads) * (1.0 if case.dt_softplus else mean) if case.dt_bias else None
+    if case.dt_softplus:
+        step = step.expm1().log()
+    made["dt"].copy_(step)
+    A = -16 * torch.ones(s.nheads, device=device) if case.strong_decay else -uniform(-3.0, 1.5, s.nheads).exp()
+
+    seq_idx = cu_seqlens = None
+    if case.documents:
+        starts = torch.stack([_starts(s, rng) for _ in range(s.batch)])
+        seq_idx = starts.cumsum(1, dtype=torch.int32)
+    if case.documents == "varlen":
+        ends = torch.tensor([s.seqlen], device=device)
+        cu_seqlens = torch.cat([ends * 0, starts[0].nonzero().flatten(), ends]).to(torch.int32)
+    return SSDInputs(
+        x=made["x"], dt=made["dt"], A=A, B=made["B"], C=made["C"], chunk_size=s.chunk_size,
+        D={None: None, "h": normal(s.nheads), "hp": normal(s.nheads, s.headdim)}[case.D],
+        z=made["z"] if case.z else None, dt_bias=dt_bias,
+        initial_states=normal(s.batch, s.nheads, s.headdim, s.dstate) if case.initial_states else None,
+        seq_idx=seq_idx, cu_seqlens=cu_seqlens, dt_softplus=case.dt_softplus, dt_limit=case.dt_limit,
+        state_dtype=case.state_dtype,
+    )
+
+
+def _starts(s: Shape, rng: torch.Generator) -> Tensor:
+    """True at the first token of each document but the first of the row."""
+    middle = (s.seqlen // 2 + 1, s.seqlen // 2 + 2, s.chunk_size)  # one document of one token, one edge of a chunk
+    cuts = torch.randint(1, max(2, s.seqlen), (2,), generator=rng, device=rng.device)
+    starts = torch.zeros(s.seqlen, dtype=torch.bool, device=rng.device)
+    for cut in (*middle, *cuts.tolist()):
+        if 0 < cut < s.seqlen:
+            starts[cut] = True
+    return starts
+
+
+def random_like(t: Tensor, *key) -> Tensor:
+    """A gradient for t: contiguous, in its shape, dtype and device."""
+    return torch.randn(t.shape, generator=generator(str(t.device), "gradient", *key), device=t.device).to(t.dtype)
+
+
+def leaves(inputs: SSDInputs) -> SSDInputs:
+    """The same values, detached, with a gradient asked for on every tensor that can have one; strides kept."""
+    present = {name: getattr(inputs, name) for name in DIFFERENTIABLE if getattr(inputs, name) is not None}
+    return replace(inputs, **{name: t.detach().requires_grad_() for name, t in present.items()})
+
+
+def arguments(inputs: SSDInputs) -> dict:
+    """Keyword arguments of `ssd.ssd_chunk_scan` for these inputs."""
+    return {name: getattr(inputs, name) for name in NAMES} | {"return_varlen_states": inputs.cu_seqlens is not None}
+
+
+def gradients(inputs: SSDInputs) -> dict[str, Tensor]:
+    """What a backward pass left in the leaves, by the name of the input."""
+    return {name: getattr(inputs, name).grad for name in DIFFERENTIABLE if getattr(inputs, name) is not None}
+
+
+def split(inputs: SSDInputs, start: int, end: int) -> SSDInputs:
+    """Tokens start to end alone, without what depends on the rest of the row."""
+    cut = {name: getattr(inputs, name)[:, start:end] for name in ("x", "dt", "B", "C")}
+    z = None if inputs.z is None else inputs.z[:, start:end]
+    return replace(inputs, **cut, z=z, seq_idx=None, cu_seqlens=None, initial_states=None)

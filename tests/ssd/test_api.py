@@ -1,0 +1,320 @@
+"""The public function: what it returns, and how it behaves inside torch."""
+
+import logging
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
+
+import ssd
+from ssd import reference, registry
+from ssd.registry import get_variant
+from tests.errors import assert_accurate, assert_all_accurate, truths
+from tests.inputs import (
+    DIFFERENTIABLE,
+    EVERYTHING,
+    OURS,
+    Case,
+    Shape,
+    arguments,
+    gradients,
+    leaves,
+    random_inputs,
+    random_like,
+)
+
+GPU = torch.cuda.is_available()
+HALF = torch.bfloat16 if GPU else torch.float16
+SHAPE = Shape(2, 40, 4, 16, 2, 16, 16)
+RUNNABLE = ("torch", *OURS)
+
+
+def run(inputs, **options):
+    return ssd.ssd_chunk_scan(**arguments(inputs) | options)
+
+
+def run_both(inputs, **options):
+    """out and final_states."""
+    return run(inputs, return_final_states=True, **options)[:2]
+
+
+def backward(inputs, variant="torch", call=run_both):
+    """Outputs and gradients of a whole pass, by name, as the variant interface names them."""
+    out, final_states = call(inputs, variant=variant)
+    ways = random_like(out, "out"), random_like(final_states, "final_states")
+    torch.autograd.backward((out, final_states), ways)
+    grads = {f"d{name}": grad for name, grad in gradients(inputs).items()}
+    return {"out": out.detach(), "final_states": final_states.detach()} | grads, ways
+
+
+@pytest.mark.parametrize("variant", RUNNABLE)
+def test_outputs_and_gradients_are_right(variant, device):
+    inputs = leaves(random_inputs(SHAPE, EVERYTHING, torch.float32, device))
+    got, ways = backward(inputs, variant)
+    with torch.no_grad():
+        assert_all_accurate(got, truths(inputs, *ways), inputs, *ways)
+
+
+@pytest.mark.parametrize("variant", RUNNABLE)
+@pytest.mark.parametrize(
+    "dtype, case",
+    [
+        (HALF, Case(D="h", z=True, dt_bias=True, dt_softplus=True, initial_states=True)),
+        (HALF, Case(D="hp", dt_dtype=torch.float32, BC_dtype=torch.float32)),
+        (torch.float32, Case(D="hp", dt_dtype=HALF, BC_dtype=HALF, z=True)),
+    ],
+    ids=str,
+)
+def test_dtypes_of_results(variant, dtype, case, device):
+    """out has that of x, states are fp32, every gradient has that of its input; mixed inputs are right, too."""
+    inputs = random_inputs(SHAPE, case, dtype, device)
+    parameters = {name: getattr(inputs, name) for name in ("A", "D", "dt_bias") if getattr(inputs, name) is not None}
+    inputs = leaves(replace(inputs, **{name: t.to(HALF) for name, t in parameters.items()}))
+    got, ways = backward(inputs, variant)
+    assert got["out"].dtype == dtype and got["final_states"].dtype == torch.float32
+    assert {name: grad.dtype for name, grad in gradients(inputs).items()} == {
+        name: getattr(inputs, name).dtype for name in gradients(inputs)}
+    with torch.no_grad():
+        assert_all_accurate(got, truths(inputs, *ways), inputs, *ways)
+
+
+@pytest.mark.parametrize("variant", RUNNABLE)
+def test_strides_of_inputs_and_gradients(variant, device):
+    """Slices of one projection, every second element, strides of 0, transposed axes: as their contiguous copies."""
+    case = Case(packed=True, z=True, D="hp", dt_bias=True, dt_softplus=True, initial_states=True)
+    inputs = random_inputs(SHAPE, case, torch.float32, device)
+    assert not inputs.x.is_contiguous()
+    strided = leaves(replace(
+        inputs, x=inputs.x.transpose(1, 3).contiguous().transpose(1, 3), A=inputs.A[:1].expand(4),
+        B=inputs.B[:, :, :1].expand_as(inputs.B), D=inputs.D.t().contiguous().t(),
+        dt_bias=inputs.dt_bias.repeat_interleave(2)[::2], initial_states=inputs.initial_states.mT.contiguous().mT,
+    ))
+    plain = leaves(replace(strided, **{name: t.detach().contiguous() for name, t in vars(strided).items()
+                                       if isinstance(t, torch.Tensor)}))
+    for given in (strided, plain):
+        out, final_states = run_both(given, variant=variant)
+        (out.sum() + final_states.sum()).backward()  # their gradients are one number, expanded
+    assert_close(gradients(strided), gradients(plain), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("variant", RUNNABLE)
+def test_what_is_returned(variant, device):
+    inputs = random_inputs(replace(SHAPE, batch=1), replace(EVERYTHING, documents="varlen"), torch.float32, device)
+    ndocs = len(inputs.cu_seqlens) - 1
+    state = (4, 16, 16)
+    out = run(inputs, variant=variant, return_varlen_states=False)
+    both = run(inputs, variant=variant, return_varlen_states=True)
+    three = run(inputs, variant=variant, return_varlen_states=True, return_final_states=True)
+    assert isinstance(out, torch.Tensor) and out.shape == inputs.x.shape
+    assert [t.shape for t in both] == [out.shape, (ndocs, *state)]
+    assert [t.shape for t in three] == [out.shape, (1, *state), (ndocs, *state)]
+    assert_close(three[1][0], three[2][-1], rtol=1e-4, atol=1e-5)
+    assert not three[2].requires_grad
+
+
+@pytest.mark.parametrize("variant", RUNNABLE)
+def test_gradient_through_final_states_alone(variant, device):
+    inputs = leaves(random_inputs(SHAPE, Case(initial_states=True, D="h"), torch.float32, device))
+    final_states = run_both(inputs, variant=variant)[1]
+    dfinal = random_like(final_states)
+    final_states.backward(dfinal)
+    with torch.no_grad():
+        truth = truths(inputs, torch.zeros_like(inputs.x), dfinal)
+    for name, grad in gradients(inputs).items():
+        assert_accurate(f"d{name}", grad, truth[f"d{name}"], truth[f"d{name}"].float(), inputs)
+    assert gradients(inputs)["C"].abs().max() == 0 and gradients(inputs)["B"].abs().max() > 0
+
+
+def test_only_asked_for_gradients_come(device):
+    inputs = random_inputs(SHAPE, EVERYTHING, torch.float32, device)
+    B = inputs.B.clone().requires_grad_()
+    run(replace(inputs, B=B)).square().sum().backward()
+    assert B.grad is not None and all(getattr(inputs, name).grad is None for name in DIFFERENTIABLE)
+
+
+@pytest.mark.parametrize(
+    "ids, canonical",
+    [
+        ([0, 0, 1, 1, 0, 0], [0, 0, 1, 1, 2, 2]),  # an id that comes back is another document
+        ([5, 5, 5, 2, 2, -1], [1, 1, 1, 2, 2, 3]),  # no leading 0: initial_states reach nothing
+        ([0, 0, 3, 3, -1, -1], [0, 0, 1, 1, 2, 2]),  # -1 pads
+    ],
+)
+@pytest.mark.parametrize("dtype", (torch.int32, torch.int64))
+def test_documents_are_numbered_by_their_changes(ids, canonical, dtype, device):
+    shape = Shape(1, 6, 2, 4, 1, 4, 16)
+    inputs = random_inputs(shape, Case(initial_states=True), torch.float32, device)
+    given = replace(inputs, seq_idx=torch.tensor([ids], dtype=dtype, device=device))
+    known = replace(inputs, seq_idx=torch.tensor([canonical], dtype=torch.int32, device=device))
+    out, final_states = run_both(given)
+    assert_close((out.double(), final_states.double()), reference.recurrence(known), rtol=1e-5, atol=1e-5)
+
+
+def test_cu_seqlens_alone_give_the_documents(device):
+    """Also where one of them is empty: its state is zero."""
+    inputs = random_inputs(Shape(1, 40, 2, 4, 1, 4, 16), Case(D="h"), torch.float32, device)
+    ends = torch.tensor([0, 7, 7, 32, 40], device=device)
+    out, states = run(inputs, cu_seqlens=ends, return_varlen_states=True)
+    seq_idx = torch.tensor([[0] * 7 + [1] * 25 + [2] * 8], device=device)
+    assert_close(out, run(inputs, seq_idx=seq_idx))
+    assert states[1].abs().max() == 0 and (states[[0, 2, 3]].abs().amax((1, 2, 3)) > 0).all()
+    assert_close(out, run(inputs, cu_seqlens=ends))
+    every_second = ends.to(torch.int32).repeat_interleave(2)[::2]
+    assert_close(run(inputs, cu_seqlens=every_second, return_varlen_states=True, variant=OURS[0])[1], states)
+
+
+def test_dt_limit_as_a_list(device):
+    inputs = random_inputs(SHAPE, Case(), torch.float32, device)
+    limited = run(inputs, dt_limit=[0.02, 0.05])
+    assert_close(limited, run(inputs, dt_limit=(0.02, 0.05)))
+    assert not torch.equal(limited, run(inputs))
+
+
+@pytest.mark.parametrize("variant", OURS)
+def test_options_reach_the_kernels(variant, device, monkeypatch):
+    seen = []
+
+    def forward(inputs, options):
+        seen.append(options)
+        return get_variant("torch").forward(inputs, options)
+
+    monkeypatch.setattr(registry.import_module(registry._MODULES[variant]), "VARIANT",
+                        replace(get_variant(variant), forward=forward))
+    options = ssd.Options(tf32=True)
+    run(random_inputs(SHAPE, Case(), torch.float32, device), variant=variant, options=options)
+    assert seen == [options] and options != ssd.Options()
+
+
+def test_auto_says_what_it_runs(device, caplog):
+    inputs = random_inputs(SHAPE, Case(), torch.float32, device)
+    registry._say.cache_clear()
+    with caplog.at_level(logging.INFO, "ssd"):
+        out = run(inputs, variant="auto")
+    chosen = "baseline" if GPU else "torch"
+    assert [record.getMessage() for record in caplog.records] == [f"variant 'auto' runs {chosen!r} for tensors on {device}"]
+    assert torch.equal(out, run(inputs, variant=chosen))
+
+
+def test_gradcheck():
+    """Finite differences in fp64, independent of every derivation."""
+    inputs = leaves(reference.as_dtype(random_inputs(Shape(1, 18, 2, 2, 1, 2, 16), EVERYTHING), torch.float64))
+    names = [name for name in DIFFERENTIABLE if getattr(inputs, name) is not None]
+
+    def call(*tensors):
+        return run_both(replace(inputs, **dict(zip(names, tensors, strict=True))), variant="torch")
+
+    assert torch.autograd.gradcheck(call, [getattr(inputs, name) for name in names])
+
+
+def op_arguments(inputs, variant, save):
+    i = inputs
+    return (i.x, i.dt, i.A, i.B, i.C, i.D, i.z, i.dt_bias, i.initial_states, i.seq_idx, i.cu_seqlens, i.chunk_size,
+            i.dt_softplus, *i.dt_limit, i.state_dtype, variant, "tf32=False", save)
+
+
+@pytest.mark.parametrize("variant", RUNNABLE)
+@pytest.mark.parametrize("case", [Case(), replace(EVERYTHING, documents="varlen", state_dtype=torch.float32)], ids=str)
+def test_opcheck(variant, case, device):
+    inputs = random_inputs(Shape(1, 24, 2, 16, 1, 16, 16), case, torch.float32, device)
+    torch.library.opcheck(torch.ops.ssd.chunk_scan.default, op_arguments(leaves(inputs), variant, True))
+    torch.library.opcheck(torch.ops.ssd.chunk_scan.default, op_arguments(inputs, variant, False))
+    ways = (torch.randn_like(inputs.x), None)
+    y = None if inputs.z is None else torch.randn_like(inputs.x)
+    torch.library.opcheck(torch.ops.ssd.chunk_scan_bwd.default, (*op_arguments(inputs, variant, True)[:-1], y, *ways))
+
+
+@pytest.mark.parametrize("variant", RUNNABLE)
+def test_compile(variant, device):
+    """One graph, forward and backward, for a second length as well."""
+    compiled = torch.compile(run_both, fullgraph=True, backend="inductor" if GPU else "aot_eager", dynamic=None)
+    for seqlen in (40, 56):
+        inputs = random_inputs(replace(SHAPE, seqlen=seqlen), EVERYTHING, torch.float32, device)
+        eager, _ = backward(leaves(inputs), variant)
+        traced, _ = backward(leaves(inputs), variant, compiled)
+        assert_close(traced, eager)
+
+
+@pytest.mark.parametrize("use_reentrant", (False, True))
+def test_checkpoint(use_reentrant, device):
+    inputs = random_inputs(SHAPE, EVERYTHING, torch.float32, device)
+
+    def recomputed(inputs, variant):
+        return checkpoint(lambda x: run_both(replace(inputs, x=x), variant=variant), inputs.x, use_reentrant=use_reentrant)
+
+    assert_close(backward(leaves(inputs), call=recomputed)[0], backward(leaves(inputs))[0])
+
+
+@pytest.mark.parametrize("variant", RUNNABLE)
+def test_autocast(variant, device):
+    """What a block's projection hands over under autocast: half precision beside fp32 parameters."""
+    inputs = random_inputs(SHAPE, Case(D="h", dt_bias=True, dt_softplus=True), torch.float32, device)
+    weight = torch.eye(16, device=device, requires_grad=True)
+    with torch.autocast(device, HALF):
+        x = inputs.x @ weight
+        out = run(replace(inputs, x=x), variant=variant)
+        loss = out.float().square().mean()
+    loss.backward()
+    assert x.dtype == out.dtype == HALF and weight.grad.dtype == torch.float32
+    assert weight.grad.isfinite().all() and weight.grad.abs().max() > 0
+    assert_close(out, run(replace(inputs, x=x.detach()), variant=variant))
+
+
+def test_nothing_is_kept_without_a_gradient(device, monkeypatch):
+    """y, which only a backward reads, is not returned by the op, under no_grad nor where nothing requires a gradient."""
+    saved = []
+    scan = torch.ops.ssd.chunk_scan
+
+    def watched(*args):
+        results = scan(*args)
+        saved.append(results[3].numel())
+        return results
+
+    inputs = random_inputs(SHAPE, EVERYTHING, torch.float32, device)
+    monkeypatch.setattr(torch.ops.ssd, "chunk_scan", watched)
+    run(leaves(inputs))
+    run(inputs)
+    with torch.no_grad():
+        assert not run(leaves(inputs)).requires_grad
+    assert saved == [inputs.x.numel(), 0, 0]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("variant", RUNNABLE)
+def test_cuda_graph(variant, device):
+    """Forward and backward captured once, replayed on other numbers."""
+    inputs = leaves(random_inputs(SHAPE, EVERYTHING, HALF, device))
+
+    def step():
+        out, final_states = run_both(inputs, variant=variant)
+        leaf = [getattr(inputs, name) for name in gradients(inputs)]
+        return out, final_states, *torch.autograd.grad(out.float().sum() + final_states.sum(), leaf)
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    with torch.no_grad():
+        inputs.x.copy_(torch.randn_like(inputs.x))
+    graph.replay()
+    assert all(torch.equal(a, b) for a, b in zip(captured, step(), strict=True))
+
+
+@pytest.mark.gpu(count=2)
+@pytest.mark.parametrize("variant", OURS)
+def test_second_device(variant):
+    """While another device is current."""
+    here = random_inputs(SHAPE, EVERYTHING, HALF, "cuda:0")
+    there = replace(here, **{name: t.to("cuda:1") for name, t in vars(here).items() if isinstance(t, torch.Tensor)})
+    out, final_states = run_both(leaves(here), variant=variant)
+    inputs = leaves(there)
+    got, ways = backward(inputs, variant)
+    assert all(t.device.index == 1 for t in got.values())
+    assert_close((got["out"].cpu(), got["final_states"].cpu()), (out.cpu(), final_states.cpu()))
+    with torch.no_grad():
+        assert_all_accurate(got, truths(inputs, *ways), inputs, *ways)

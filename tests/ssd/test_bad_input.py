@@ -1,0 +1,173 @@
+"""Bad input is refused by name, with what came and what is accepted, and before anything is launched."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import ssd
+from ssd import api, tuning
+from ssd.registry import get_variant, variant_names
+from tests.inputs import EVERYTHING, OURS, Shape, arguments, random_inputs
+
+SHAPE = Shape(2, 20, 4, 8, 2, 16, 16)
+
+
+@pytest.fixture
+def call(device, monkeypatch):
+    """The public function on good arguments but for those given; a launch fails the test."""
+
+    def launched(*args, **kwargs):
+        pytest.fail("something was launched")
+
+    monkeypatch.setattr(api, "chunk_scan", launched)
+    good = arguments(random_inputs(SHAPE, replace(EVERYTHING, D="h"), device=device))
+    return lambda **bad: ssd.ssd_chunk_scan(**good | bad)
+
+
+def test_good_arguments_are_launched(call):
+    with pytest.raises(pytest.fail.Exception, match="launched"):
+        call()
+
+
+@pytest.mark.parametrize(
+    "argument, bad, came, accepted",
+    [
+        ("x", torch.zeros(20, 4, 8), "3 dimensions, shape (20, 4, 8)", "(batch, seqlen, nheads, headdim)"),
+        ("x", torch.zeros(2, 0, 4, 8), "(2, 0, 4, 8)", "at least 1"),
+        ("x", torch.zeros(2, 20, 4, 0), "(2, 20, 4, 0)", "at least 1"),
+        ("dt", torch.zeros(2, 20, 5), "(2, 20, 5)", "(2, 20, 4)"),
+        ("dt", torch.zeros(2, 20, 4, 8), "4 dimensions", "(2, 20, 4)"),
+        ("A", torch.zeros(5), "(5,)", "(4,)"),
+        ("A", torch.zeros(4, 8, 16), "3 dimensions", "(4,)"),
+        ("B", torch.zeros(2, 20, 16), "3 dimensions", "(batch, seqlen, ngroups, dstate)"),
+        ("B", torch.zeros(2, 20, 3, 16), "ngroups = 3", "a divisor of nheads = 4"),
+        ("B", torch.zeros(2, 20, 8, 16), "ngroups = 8", "a divisor of nheads = 4"),
+        ("B", torch.zeros(2, 20, 2, 0), "(2, 20, 2, 0)", "at least 1"),
+        ("B", torch.zeros(2, 21, 2, 16), "(2, 21, 2, 16)", "(2, 20, 2, 16)"),
+        ("C", torch.zeros(2, 20, 1, 16), "(2, 20, 1, 16)", "(2, 20, 2, 16)"),
+        ("C", torch.zeros(2, 20, 2, 17), "(2, 20, 2, 17)", "(2, 20, 2, 16)"),
+        ("D", torch.zeros(8), "(8,)", "(4,) or (4, 8)"),
+        ("D", torch.zeros(4, 7), "(4, 7)", "(4, 8)"),
+        ("z", torch.zeros(2, 20, 4, 9), "(2, 20, 4, 9)", "(2, 20, 4, 8)"),
+        ("dt_bias", torch.zeros(1), "(1,)", "(4,)"),
+        ("initial_states", torch.zeros(2, 4, 16, 8), "(2, 4, 16, 8)", "(2, 4, 8, 16)"),
+        ("initial_states", torch.zeros(4, 8, 16), "3 dimensions", "(2, 4, 8, 16)"),
+        ("seq_idx", torch.zeros(2, 21, dtype=torch.int32), "(2, 21)", "(2, 20)"),
+        ("seq_idx", torch.zeros(20, dtype=torch.int32), "(20,)", "(2, 20)"),
+        ("cu_seqlens", torch.zeros(1, 3, dtype=torch.int32), "(1, 3)", "(ndocs + 1,)"),
+        ("cu_seqlens", torch.zeros(1, dtype=torch.int32), "(1,)", "(ndocs + 1,)"),
+        ("cu_seqlens", torch.tensor([0, 20]), "batch = 2", "batch 1"),
+        ("return_varlen_states", True, "without cu_seqlens", "cu_seqlens"),
+        ("chunk_size", 48, "48", "a power of two from 16 to 256"),
+        ("chunk_size", 8, "8", "a power of two from 16 to 256"),
+        ("chunk_size", 512, "512", "a power of two from 16 to 256"),
+        ("chunk_size", -16, "-16", "a power of two from 16 to 256"),
+        ("dt_limit", (-0.1, 1.0), "(-0.1, 1.0)", "0 <= min <= max"),
+        ("dt_limit", (1.0, 0.5), "(1.0, 0.5)", "0 <= min <= max"),
+        ("dt_limit", (float("nan"), 1.0), "(nan, 1.0)", "0 <= min <= max"),
+        ("dt_limit", (0.0, float("nan")), "(0.0, nan)", "0 <= min <= max"),
+        ("dt_limit", (float("inf"), float("inf")), "(inf, inf)", "finite"),
+        ("variant", "fastest", "'fastest'", "'baseline'"),
+    ],
+    ids=lambda value: str(tuple(value.shape)) if isinstance(value, torch.Tensor) else str(value),
+)
+def test_wrong_value(call, device, argument, bad, came, accepted):
+    if isinstance(bad, torch.Tensor):
+        bad = bad.to(device)
+    with pytest.raises(ValueError) as refused:
+        call(**{argument: bad})
+    assert_names(refused.value, argument, came, accepted)
+
+
+@pytest.mark.parametrize(
+    "argument, bad, came, accepted",
+    [
+        *[(name, None, "NoneType", "a tensor") for name in ("x", "dt", "A", "B", "C")],
+        ("x", [[1.0]], "list", "a tensor"),
+        ("D", 1.0, "float", "a tensor"),
+        ("seq_idx", [0, 1], "list", "a tensor"),
+        ("cu_seqlens", [0, 20], "list", "a tensor"),
+        ("x", torch.zeros(2, 20, 4, 8, dtype=torch.int32), "torch.int32", "floating-point"),
+        ("x", torch.zeros(2, 20, 4, 8, dtype=torch.complex64), "torch.complex64", "floating-point"),
+        *[(name, torch.zeros(size, dtype=torch.int64), "torch.int64", "floating-point") for name, size in
+          {"dt": (2, 20, 4), "A": 4, "B": (2, 20, 2, 16), "C": (2, 20, 2, 16), "D": 4, "z": (2, 20, 4, 8), "dt_bias": 4,
+           "initial_states": (2, 4, 8, 16)}.items()],
+        ("seq_idx", torch.zeros(2, 20), "torch.float32", "torch.int32 or torch.int64"),
+        ("seq_idx", torch.zeros(2, 20, dtype=torch.int16), "torch.int16", "torch.int32 or torch.int64"),
+        ("cu_seqlens", torch.zeros(3), "torch.float32", "torch.int32 or torch.int64"),
+        ("chunk_size", 64.0, "64.0", "an int"),
+        ("chunk_size", True, "True", "an int"),
+        ("dt_limit", 0.1, "0.1", "two numbers"),
+        ("dt_limit", (0.1,), "(0.1,)", "two numbers"),
+        ("dt_limit", ("a", "b"), "('a', 'b')", "two numbers"),
+        ("state_dtype", torch.int32, "torch.int32", "torch.float32"),
+        ("state_dtype", "fp32", "'fp32'", "torch.float32"),
+        ("options", {"tf32": True}, "dict", "ssd.Options"),
+    ],
+    ids=lambda value: str(tuple(value.shape)) if isinstance(value, torch.Tensor) else str(value),
+)
+def test_wrong_type(call, device, argument, bad, came, accepted):
+    if isinstance(bad, torch.Tensor):
+        bad = bad.to(device)
+    with pytest.raises(TypeError) as refused:
+        call(**{argument: bad})
+    assert_names(refused.value, argument, came, accepted)
+
+
+def assert_names(error, argument, came, accepted):
+    text = str(error)
+    assert argument in text.split(":")[0].split(", "), f"{text!r} does not begin with {argument!r}"
+    assert f"got {came}" in text or came in text.split("expected")[0], f"{text!r} does not say that {came!r} came"
+    assert accepted in text.split("expected")[1], f"{text!r} does not say that {accepted!r} is accepted"
+
+
+@pytest.mark.parametrize(
+    "argument", ("dt", "A", "B", "C", "D", "z", "dt_bias", "initial_states", "seq_idx", "cu_seqlens")
+)
+def test_other_device(call, device, argument):
+    """The meta device stands for another one."""
+    shape = replace(SHAPE, batch=1 if argument == "cu_seqlens" else 2)
+    inputs = random_inputs(shape, replace(EVERYTHING, D="h", documents="varlen"), device=device)
+    with pytest.raises(ValueError) as refused:
+        call(**{argument: getattr(inputs, argument).to("meta")})
+    assert_names(refused.value, argument, "a tensor on meta", str(inputs.x.device))
+
+
+def test_unknown_variant_lists_the_known_ones():
+    with pytest.raises(ValueError) as refused:
+        get_variant("fastest")
+    assert all(repr(name) in str(refused.value) for name in (*variant_names(), "auto", "fastest"))
+
+
+@pytest.mark.parametrize("variant", OURS)
+@pytest.mark.parametrize(
+    "changed, reason",
+    [({"headdim": 257}, "headdim = 257"), ({"dstate": 300}, "dstate = 300"), (torch.float64, "torch.float64")],
+    ids=str,
+)
+def test_unsupported_inputs_are_refused_with_the_reason(variant, changed, reason, device):
+    """The named variant is asked for, so no other one steps in."""
+    if isinstance(changed, dict):
+        inputs = random_inputs(replace(SHAPE, **changed), device=device)
+    else:
+        inputs = random_inputs(SHAPE, dtype=changed, device=device)
+    with pytest.raises(ValueError, match=f"variant '{variant}' cannot run these inputs: .*{reason}"):
+        ssd.ssd_chunk_scan(**arguments(inputs), variant=variant)
+
+
+@pytest.mark.parametrize("variant", OURS)
+@pytest.mark.parametrize("argument", ("z", "B", "C"))
+@pytest.mark.parametrize("strides", [(1, 2**23, 1, 1), (1, 1, 1, 2**23), (1, 2**22, 1, 2**22)], ids=str)
+def test_tiles_beyond_int32_are_refused(variant, argument, strides, device):
+    """Offsets inside a chunk of 256 tokens would wrap; the tensors hold nothing here."""
+    inputs = random_inputs(SHAPE, EVERYTHING, device=device)
+    far = torch.empty_strided(getattr(inputs, argument).shape, strides, device="meta")
+    assert f"{argument}: got strides {strides}" in get_variant(variant).supports(replace(inputs, **{argument: far}))
+
+
+@pytest.mark.parametrize("kernel", sorted(tuning._TILES))
+def test_kernel_that_does_not_fit_names_limit_and_size(kernel):
+    tiny = tuning.Device("tiny", 1024)
+    with pytest.raises(ValueError, match=rf"{kernel}: .* \d+ bytes .*tiny may have 1024"):
+        tuning.space(kernel, torch.float32, 64, 128, 256, tiny)

@@ -1,0 +1,186 @@
+"""Every variant of ours against fp64, forward and backward: small sizes in the interpreter, real ones on a GPU."""
+
+from dataclasses import fields, replace
+from itertools import pairwise, zip_longest
+
+import pytest
+import torch
+
+from ssd import tuning
+from ssd.registry import get_variant
+from ssd.types import SSDGrads
+from tests.errors import assert_all_accurate, assert_right, cotangents, results, truths
+from tests.inputs import EVERYTHING, OURS, Case, Shape, every_option_pairwise, random_inputs, split
+
+pytestmark = pytest.mark.usefixtures("poison")
+GPU = torch.cuda.is_available()
+# The interpreter's bf16 arithmetic is wrong, so bf16 waits for a GPU.
+DTYPES = (torch.float32, torch.float16, torch.bfloat16) if GPU else (torch.float32, torch.float16)
+
+SHAPES = [
+    Shape(2, 1, 8, 16, 2, 16, 16),
+    Shape(1, 33, 2, 5, 1, 17, 16),
+    Shape(2, 40, 4, 19, 2, 24, 32),
+    Shape(1, 63, 2, 56, 2, 16, 64),
+    Shape(1, 150, 1, 64, 1, 40, 128),
+    Shape(1, 300, 1, 16, 1, 16, 256),
+]
+LARGE_SHAPES = [
+    Shape(1, 63, 8, 64, 1, 128, 64),
+    Shape(2, 150, 16, 64, 2, 128, 128),
+    Shape(1, 4097, 16, 64, 8, 128, 256),
+    Shape(2, 512, 8, 128, 8, 64, 128),
+    Shape(1, 600, 4, 256, 1, 16, 256),
+    Shape(1, 600, 4, 256, 2, 256, 256),
+    Shape(3, 257, 6, 19, 2, 67, 32),
+    Shape(1, 500, 8, 5, 8, 200, 64),
+    Shape(2, 320, 24, 56, 1, 33, 16),
+    Shape(1, 65536, 4, 64, 1, 128, 256),
+]
+PROJECTION = Case(packed=True, dt_softplus=True, dt_bias=True, D="h", z=True)  # as a Mamba-2 block calls it
+CASES = [
+    *every_option_pairwise(state_dtype=(None, torch.float32), packed=(False, True)),
+    EVERYTHING,
+    Case(strong_decay=True, D="h"),
+    Case(strong_decay=True, documents="seq_idx", initial_states=True, z=True),
+    Case(dt_dtype=torch.float32, state_dtype=torch.float16),
+    Case(dt_dtype=torch.float16, BC_dtype=torch.float32, initial_states=True),
+]
+
+over_variants = pytest.mark.parametrize("name", OURS)
+over_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+@over_variants
+@over_dtypes
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_shapes(name, shape, dtype, device):
+    assert_right(get_variant(name), random_inputs(shape, EVERYTHING, dtype, device))
+
+
+@pytest.mark.gpu
+@over_variants
+@pytest.mark.parametrize("dtype, case", [(torch.bfloat16, EVERYTHING), (torch.float32, EVERYTHING),
+                                         (torch.float16, PROJECTION)], ids=str)
+@pytest.mark.parametrize("shape", LARGE_SHAPES, ids=str)
+def test_large_shapes(name, shape, case, dtype, device):
+    assert_right(get_variant(name), random_inputs(shape, case, dtype, device))
+
+
+@over_variants
+@pytest.mark.parametrize("number", range(len(CASES)), ids=lambda number: str(CASES[number]))
+def test_options(name, number, device):
+    """On a GPU every case in every dtype; in the interpreter, which is slow, the dtypes take turns. So do chunk sizes."""
+    case = CASES[number]
+    for turn, dtype in enumerate(DTYPES) if GPU else [(0, DTYPES[number % 2])]:
+        chunk_sizes = (64, 128, 256) if case.strong_decay else (16, 64, 128, 256)
+        chunk_size = chunk_sizes[(number + turn) % len(chunk_sizes)]
+        shape = Shape(2, 333, 8, 64, 2, 128, chunk_size) if GPU else Shape(2, 70, 2, 16, 1, 16, min(chunk_size, 64))
+        if case.documents == "varlen":
+            shape = replace(shape, batch=1)
+        assert_right(get_variant(name), random_inputs(shape, case, dtype, device))
+
+
+@over_variants
+@pytest.mark.parametrize("gradient", ("dout", "dfinal_states"))
+def test_one_gradient_alone(name, gradient, device):
+    """No gradient came for the other output."""
+    inputs = random_inputs(Shape(1, 40, 2), Case(initial_states=True, D="h"), device=device)
+    dout, dfinal_states = cotangents(inputs)
+    ways = (dout, None) if gradient == "dout" else (torch.zeros_like(dout), dfinal_states)
+    assert_all_accurate(results(get_variant(name), inputs, *ways), truths(inputs, *ways), inputs, *ways)
+
+
+@over_variants
+def test_two_runs_are_bit_identical(name, device):
+    shape = Shape(2, 1000, 16, 64, 2, 128, 128) if GPU else Shape(2, 40, 4, 16, 2, 16, 32)
+    inputs = random_inputs(shape, EVERYTHING, DTYPES[-1], device)
+    ways = cotangents(inputs)
+    first, second = (results(get_variant(name), inputs, *ways) for _ in range(2))
+    assert all(torch.equal(first[result], second[result]) for result in first)
+
+
+@over_variants
+def test_documents_of_a_row_are_as_if_run_apart(name, device):
+    """The truth here knows no documents: each runs by itself, in fp64."""
+    shape = Shape(1, 700, 8, 64, 2, 64, 128) if GPU else Shape(1, 75, 2, 16, 1, 16, 32)
+    case = Case(D="h", z=True, dt_softplus=True, dt_bias=True, documents="varlen")
+    inputs = random_inputs(shape, case, DTYPES[-1], device)
+    dout, dfinal_states = cotangents(inputs)
+    apart = []
+    for start, end in pairwise(inputs.cu_seqlens.tolist()):
+        dfinal = dfinal_states if end == shape.seqlen else torch.zeros_like(dfinal_states)
+        apart.append(truths(split(inputs, start, end), dout[:, start:end], dfinal))
+    truth = {}
+    for result in apart[0]:
+        parts = [part[result] for part in apart]
+        by_token = parts[0].dim() > 2 and result != "final_states"
+        truth[result] = torch.cat(parts, 1) if by_token else sum(parts)
+    truth["final_states"] = apart[-1]["final_states"]
+    truth["varlen_states"] = torch.cat([part["final_states"] for part in apart])
+    got = results(get_variant(name), inputs, dout, dfinal_states)
+    assert_all_accurate(got, truth, inputs, dout, dfinal_states)
+
+
+def spaces(inputs):
+    """What a tuner may try for each kernel."""
+    chip = tuning.current_device(inputs.x.device.index if inputs.x.is_cuda else None)
+    sizes = (inputs.x.dtype, inputs.headdim, inputs.dstate, inputs.chunk_size, chip)
+    return {kernel: tuning.space(kernel, *sizes) for kernel in tuning.KERNELS}
+
+
+@over_variants
+def test_every_config(name, device, monkeypatch):
+    """The first configs of all kernels together, then the second ones ...: the tiles of two kernels need not match."""
+    shape = Shape(1, 700, 4, 64, 1, 128, 256) if GPU else Shape(1, 140, 2, 64, 1, 128, 128)
+    by_dtype = {dtype: random_inputs(shape, EVERYTHING, dtype, device) for dtype in DTYPES}
+    rows = {dtype: list(zip_longest(*spaces(inputs).values())) for dtype, inputs in by_dtype.items()}
+    for dtype, inputs in by_dtype.items():
+        defaults = rows[dtype][0]
+        for number, row in enumerate(rows[dtype]):
+            if not GPU and DTYPES[number % 2] != dtype:
+                continue
+            together = [config or default for config, default in zip(row, defaults, strict=True)]
+            monkeypatch.setattr(tuning, "_forced", dict(zip(tuning.KERNELS, together, strict=True)))
+            assert_right(get_variant(name), inputs)
+
+
+@pytest.mark.gpu
+@over_variants
+@pytest.mark.parametrize("kernel", tuning.KERNELS)
+def test_every_config_alone(name, kernel, device):
+    """Each config beside the defaults of the other kernels."""
+    inputs = random_inputs(Shape(1, 700, 4, 64, 1, 128, 256), EVERYTHING, torch.bfloat16, device)
+    for config in spaces(inputs)[kernel]:
+        with tuning.forced(kernel, config):
+            assert_right(get_variant(name), inputs)
+
+
+@pytest.mark.gpu
+@over_variants
+@pytest.mark.parametrize("batch, packed", [(1, True), (3, False)])
+def test_offsets_beyond_int32(name, batch, packed, device):
+    """200,000 tokens of 80 heads: offsets pass 2^31 inside one row of a packed projection, and over three rows.
+
+    Heads meet only in the gradients of the B and C they share, so the last group of heads is judged by itself.
+    """
+    shape = Shape(batch, 200_000, 80, 64, 16, 128, 128)
+    inputs = random_inputs(shape, Case(packed=packed, D="h", dt_softplus=True), torch.bfloat16, device)
+    assert sum((n - 1) * stride for n, stride in zip(inputs.x.shape, inputs.x.stride(), strict=True)) > 2**31
+    dout = torch.randn(inputs.x.shape, device=device, dtype=inputs.x.dtype)
+    heads, group, everything = slice(75, 80), slice(15, 16), slice(None)
+    by_head, by_group = (everything, everything, heads), (everything, everything, group)
+    places = {"out": by_head, "dx": by_head, "ddt": by_head, "dB": by_group, "dC": by_group, "dA": heads, "dD": heads,
+              "final_states": (everything, heads)}
+    got = {result: t[places[result]].clone() for result, t in results(get_variant(name), inputs, dout, None).items()}
+    part = replace(inputs, x=inputs.x[by_head], dt=inputs.dt[by_head], B=inputs.B[by_group], C=inputs.C[by_group],
+                   A=inputs.A[heads], D=inputs.D[heads])
+    ways = (dout[by_head], None)
+    assert_all_accurate(got, truths(part, *ways), part, *ways)
+
+
+def test_every_result_has_a_judge(device):
+    """The truth names each output and each gradient there is."""
+    inputs = random_inputs(Shape(1, 20), replace(EVERYTHING, documents="varlen"), device=device)
+    grads = {f.name for f in fields(SSDGrads)}
+    assert truths(inputs, *cotangents(inputs)).keys() == {"out", "final_states", "varlen_states"} | grads

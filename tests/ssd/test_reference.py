@@ -1,0 +1,164 @@
+"""The references judge everything else, so they are judged here: against the recurrence, autograd and themselves."""
+
+from dataclasses import fields, replace
+from itertools import pairwise
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from ssd import reference
+from ssd.registry import get_variant
+from ssd.stages import Precision
+from ssd.types import Options, SSDGrads
+from tests.inputs import (
+    EVERYTHING,
+    PLAIN,
+    Case,
+    Shape,
+    every_option_pairwise,
+    gradients,
+    leaves,
+    random_inputs,
+    random_like,
+    split,
+)
+
+CASES = [*every_option_pairwise(), EVERYTHING, Case(strong_decay=True, D="h", initial_states=True)]
+FP64 = torch.float64
+
+
+def inputs64(shape, case):
+    return reference.as_dtype(random_inputs(shape, case, FP64), FP64)
+
+
+def one_row(shape, case):
+    return replace(shape, batch=1) if case.documents == "varlen" else shape
+
+
+def cotangents(inputs):
+    out, final_states = reference.ssd_fp64(inputs)
+    return random_like(out, "out"), random_like(final_states, "final_states")
+
+
+def by_name(grads: SSDGrads) -> dict:
+    return {f.name[1:]: t for f in fields(grads) if (t := getattr(grads, f.name)) is not None}
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("shape", [Shape(2, 37, 4, 3, 2, 5, 16), Shape(1, 32, 2, 4, 1, 3, 16), Shape(2, 1, 2, 3, 1, 2, 16),
+                                   Shape(1, 40, 3, 2, 3, 4, 64)], ids=str)
+def test_chunked_form_is_the_recurrence(shape, case):
+    """Outputs, and gradients: those derived in docs/ssd.md against autograd through the recurrence."""
+    inputs = leaves(inputs64(one_row(shape, case), case))
+    dout, dfinal_states = cotangents(inputs)
+    out, final_states = reference.recurrence(inputs)
+    with torch.no_grad():
+        assert_close(reference.ssd_fp64(inputs), (out, final_states))
+        derived = by_name(reference.ssd_fp64_grads(inputs, dout, dfinal_states))
+    torch.autograd.backward((out, final_states), (dout, dfinal_states))
+    assert_close(derived, gradients(inputs))
+
+
+@pytest.mark.parametrize("chunk_size", (32, 64, 256))
+def test_chunk_size_does_not_change_the_result(chunk_size):
+    inputs = inputs64(Shape(2, 150, 4, 3, 2, 5, 16), EVERYTHING)
+    ways = cotangents(inputs)
+    other = replace(inputs, chunk_size=chunk_size)
+    assert_close(reference.ssd_fp64(other), reference.ssd_fp64(inputs))
+    assert_close(*(by_name(reference.ssd_fp64_grads(i, *ways)) for i in (other, inputs)))
+
+
+def test_recurrence_is_the_sum_over_pairs():
+    """y_i = sum over j <= i of (C_i . B_j) exp(A (dt_{j+1} + ... + dt_i)) dt_j x_j, written out for one head."""
+    i = inputs64(Shape(1, 9, 1, 2, 1, 3), Case(D="h", z=True))
+    x, dt, B, C = i.x[0, :, 0], i.dt[0, :, 0].clamp(min=0), i.B[0, :, 0], i.C[0, :, 0]
+    y = torch.stack([
+        sum((C[t] @ B[s]) * torch.exp(i.A[0] * dt[s + 1 : t + 1].sum()) * dt[s] * x[s] for s in range(t + 1)) + i.D[0] * x[t]
+        for t in range(9)
+    ])
+    assert_close(reference.recurrence(i)[0][0, :, 0], y * i.z[0, :, 0] * i.z[0, :, 0].sigmoid())
+
+
+def test_documents_of_a_row_are_as_if_run_apart():
+    """Outputs, states and gradients; the judge knows no documents."""
+    inputs = inputs64(Shape(1, 75, 4, 3, 2, 5, 16), Case(D="hp", z=True, dt_bias=True, dt_softplus=True, documents="varlen"))
+    dout, dfinal_states = cotangents(inputs)
+    out, final_states = reference.ssd_fp64(inputs)
+    grads = by_name(reference.ssd_fp64_grads(inputs, dout, dfinal_states))
+    sums = dict.fromkeys(("A", "D", "dt_bias"), 0.0)
+    ends = []
+    for start, end in pairwise(inputs.cu_seqlens.tolist()):
+        tokens = slice(start, end)
+        alone = split(inputs, start, end)
+        alone_out, alone_final = reference.recurrence(alone)
+        ends.append(alone_final[0])
+        assert_close(out[:, tokens], alone_out)
+        dfinal = dfinal_states if end == 75 else None
+        alone_grads = by_name(reference.ssd_fp64_grads(alone, dout[:, tokens], dfinal))
+        for name in ("x", "dt", "B", "C", "z"):
+            assert_close(grads[name][:, tokens], alone_grads[name])
+        sums = {name: total + alone_grads[name] for name, total in sums.items()}
+    assert_close({name: grads[name] for name in sums}, sums)
+    assert_close(final_states[0], ends[-1])
+    assert_close(reference.varlen_states(inputs, Precision(FP64)), torch.stack(ends))
+
+
+def test_initial_states_reach_a_leading_document_0_alone():
+    inputs = inputs64(Shape(1, 40, 2, 3, 1, 5, 16), Case(initial_states=True, documents="seq_idx"))
+    first = int((inputs.seq_idx == 0).sum())
+    assert 0 < first < 40
+    changed = replace(inputs, initial_states=inputs.initial_states + 1)
+    for run in (reference.ssd_fp64, reference.recurrence):
+        moved = (run(changed)[0] != run(inputs)[0]).any(-1).any(-1)[0]
+        assert moved[:first].all() and not moved[first:].any()
+        late = replace(changed, seq_idx=inputs.seq_idx + 1)
+        assert_close(run(late), run(replace(late, initial_states=None)))
+
+
+@pytest.mark.parametrize("cut", (1, 16, 23))
+def test_two_halves_joined_by_the_state_are_the_whole(cut):
+    """Forward and backward: the gradient of the second half's initial_states is what the first half's end receives."""
+    inputs = inputs64(Shape(2, 40, 4, 3, 2, 5, 16), Case(D="h", dt_softplus=True, dt_bias=True, initial_states=True))
+    dout, dfinal_states = cotangents(inputs)
+    out, final_states = reference.ssd_fp64(inputs)
+    first = replace(split(inputs, 0, cut), initial_states=inputs.initial_states)
+    out_first, state = reference.ssd_fp64(first)
+    second = replace(split(inputs, cut, 40), initial_states=state)
+    out_second, final = reference.ssd_fp64(second)
+    assert_close((torch.cat([out_first, out_second], 1), final), (out, final_states))
+
+    whole = by_name(reference.ssd_fp64_grads(inputs, dout, dfinal_states))
+    late = by_name(reference.ssd_fp64_grads(second, dout[:, cut:], dfinal_states))
+    early = by_name(reference.ssd_fp64_grads(first, dout[:, :cut], late["initial_states"]))
+    for name in ("x", "dt", "B", "C"):
+        assert_close(whole[name], torch.cat([early[name], late[name]], 1))
+    for name in ("A", "D", "dt_bias"):
+        assert_close(whole[name], early[name] + late[name])
+    assert_close(whole["initial_states"], early["initial_states"])
+
+
+def test_linear_in_x_and_initial_states():
+    inputs = inputs64(Shape(1, 40, 2, 3, 1, 5, 16), Case(D="h", initial_states=True))
+    doubled = replace(inputs, x=2 * inputs.x, initial_states=2 * inputs.initial_states)
+    assert_close(reference.ssd_fp64(doubled), tuple(2 * t for t in reference.ssd_fp64(inputs)))
+
+
+@pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16))
+def test_mirror_rounds_where_the_kernels_do(dtype):
+    """Its error is that of the dtype: neither that of fp32, nor what rounding the decay as well would give."""
+    inputs = random_inputs(Shape(1, 200, 4, 16, 1, 16, 64), PLAIN, dtype)
+    out, final_states, _ = get_variant("torch").forward(inputs, Options())
+    eps = torch.finfo(dtype).eps
+    for value, truth in zip((out, final_states), reference.ssd_fp64(inputs), strict=True):
+        assert eps / 10 < (value - truth).norm() / truth.norm() < eps
+
+
+def test_strong_decay_stays_finite_and_forgets():
+    inputs = random_inputs(Shape(1, 256, 2, 4, 1, 4, 64), Case(strong_decay=True, initial_states=True))
+    assert (inputs.dt * -inputs.A)[0, :64].sum(0).min() > 100
+    out, final_states, saved = get_variant("torch").forward(inputs, Options())
+    grads = get_variant("torch").backward(saved, torch.ones_like(out), None, SSDGrads())
+    assert all(t.isfinite().all() for t in (out, final_states, *by_name(grads).values()))
+    forgotten = replace(inputs, initial_states=None)
+    assert_close(reference.ssd_fp64(forgotten)[1], final_states.double(), rtol=1e-5, atol=1e-6)
