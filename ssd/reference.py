@@ -47,7 +47,7 @@ def recurrence(inputs: SSDInputs) -> tuple[Tensor, Tensor]:
 def chunked(inputs: SSDInputs, precision: Precision) -> tuple[Tensor, Tensor, Tensor | None]:
     """The five stages in order: out, final_states and, with z, y before the gate; all in the compute dtype."""
     i, masks, operand = _prepare(inputs, precision)
-    dt, dA_cumsum, prev_states, final_states = _states(i, masks, operand)
+    dt, dA_cumsum, _, prev_states, final_states = _states(i, masks, operand)
     CB = stages.bmm_chunk(operand.C, operand.B)
     y = stages.chunk_scan(CB, operand.x, dt, dA_cumsum, operand.C, operand.round(prev_states), _per_channel(i.D), masks,
                           precision)
@@ -61,7 +61,7 @@ def chunked_grads(inputs: SSDInputs, dout: Tensor, dfinal_states: Tensor | None,
                   precision: Precision) -> SSDGrads:
     """The backward's stages in order, the forward's recomputed. y as `chunked` returned it."""
     i, masks, operand = _prepare(inputs, precision)
-    dt, dA_cumsum, prev_states, _ = _states(i, masks, operand)
+    dt, dA_cumsum, _, prev_states, _ = _states(i, masks, operand)
     CB = stages.bmm_chunk(operand.C, operand.B)
     dy, dz = precision(dout), None
     if i.z is not None:
@@ -105,7 +105,10 @@ def varlen_states(inputs: SSDInputs, precision: Precision) -> Tensor:
         upto = {name: getattr(inputs, name)[:, :end] for name in ("x", "dt", "B", "C")}
         upto["seq_idx"] = None if inputs.seq_idx is None else inputs.seq_idx[:, :end]
         part, masks, operand = _prepare(replace(inputs, z=None, cu_seqlens=None, **upto), precision)
-        result.append(_states(part, masks, operand)[3][0])
+        _, dA_cumsum, states, prev_states, _ = _states(part, masks, operand)
+        # the last chunk again, from the state before it as that is stored
+        masks = replace(masks, carry=masks.carry[:, -1:])
+        result.append(stages.state_passing(states[:, -1:], dA_cumsum[:, :, -1:], prev_states[:, -1], masks)[1][0])
     return torch.stack(result)
 
 
@@ -148,8 +151,8 @@ def _prepare(inputs: SSDInputs, precision: Precision) -> tuple[SSDInputs, Masks,
 
 
 def _states(i: SSDInputs, masks: Masks, operand: _Operands):
-    """dt, dA_cumsum, prev_states as stored between the stages, and final_states."""
+    """dt, dA_cumsum, states, prev_states as stored between the stages, and final_states."""
     dt, dA_cumsum = stages.chunk_cumsum(i.dt, i.A, i.chunk_size, i.dt_bias, i.dt_softplus, i.dt_limit)
     states = stages.chunk_state(operand.x, operand.B, dt, dA_cumsum, masks, operand.precision)
     prev_states, final_states = stages.state_passing(states, dA_cumsum, i.initial_states, masks)
-    return dt, dA_cumsum, operand.round(prev_states, operand.states_dtype), final_states
+    return dt, dA_cumsum, states, operand.round(prev_states, operand.states_dtype), final_states

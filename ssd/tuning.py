@@ -183,8 +183,12 @@ def _axis_limits(kernel: str, headdim: int, dstate: int, chunk_size: int) -> dic
 
 
 def _shared(kernel: str, blocks: dict[str, int], itemsize: int, num_stages: int) -> int:
-    """An upper estimate of a block's shared memory in bytes: the pipelined tiles, each once a stage."""
-    return num_stages * itemsize * sum(blocks[a] * blocks[b] for a, b in _TILES.get(kernel, ()))
+    """An upper estimate of a block's shared memory in bytes: the pipelined tiles, each once a stage.
+
+    fp32 tiles once more: an operand that was computed passes through shared memory on its way into three products.
+    """
+    copies = num_stages + (itemsize == 4)
+    return copies * itemsize * sum(blocks[a] * blocks[b] for a, b in _TILES.get(kernel, ()))
 
 
 def pick(kernel: str, inputs: SSDInputs) -> Config:

@@ -25,7 +25,8 @@ def _supports(inputs: SSDInputs) -> str | None:
         return f"got headdim = {i.headdim}, dstate = {i.dstate}, its kernels take at most {LONGEST_TILE} of each"
     for name, t in (("x", i.x), ("z", i.z), ("B", i.B), ("C", i.C)):
         if not fits_tiles(t):
-            return f"{name}: got strides {t.stride()}, expected below {2**31 // LONGEST_TILE} along seqlen and channels"
+            limit = 2**31 // LONGEST_TILE
+            return f"{name}: got strides {t.stride()}, expected below {limit} along seqlen and channels together"
     return None
 
 

@@ -25,7 +25,7 @@ def fits_tiles(t: Tensor | None) -> bool:
 
     Offsets of batches, chunks and heads are int64, whatever the strides.
     """
-    return t is None or LONGEST_TILE * max(t.stride(1), t.stride(3)) < 2**31
+    return t is None or LONGEST_TILE * (t.stride(1) + t.stride(3)) < 2**31
 
 
 def per_channel_strides(D: Tensor | None) -> tuple[int, int] | None:
