@@ -33,9 +33,8 @@ def backward(saved: SSDSaved, dout: Tensor, dfinal_states: Tensor | None, into: 
         CB = bmm_chunk(i, options)
 
         dz, dy = (None, dout) if i.z is None else chunk_scan_dz(i, dout, saved.y, into.dz)
-        dprev_states = chunk_scan_dstates(i, dy, dA_cumsum, options)
         dstates, dinitial_states, s_tiles = state_passing_bwd(
-            i, dprev_states, prev_states, dA_cumsum, dfinal_states, into.dinitial_states)
+            i, chunk_scan_dstates(i, dy, dA_cumsum, options), prev_states, dA_cumsum, dfinal_states, into.dinitial_states)
         dx, u_v_x, q, dD = chunk_scan_chunk_state_dx(i, CB, dt, dA_cumsum, dstates, dy, options, into.dx)
         dB_states = chunk_state_dB(i, dt, dA_cumsum, dstates, options)
         dC_states, r_tiles = chunk_scan_dC(i, dy, dA_cumsum, prev_states, options)

@@ -42,6 +42,15 @@ def unpack_program(ntiles, nheads, nchunks):
 
 
 @triton.jit
+def split_heads(slot, HEADS: tl.constexpr, SPLITS: tl.constexpr):
+    """(group, split, first head in the group, number of heads) where SPLITS programs share the HEADS heads of a group."""
+    EACH: tl.constexpr = (HEADS + SPLITS - 1) // SPLITS
+    group, split = slot // SPLITS, slot % SPLITS
+    first = split * EACH
+    return group, split, first, tl.maximum(tl.minimum(EACH, HEADS - first), 0).to(tl.int32)
+
+
+@triton.jit
 def document_before(seq_idx, b, c, seqlen, CHUNK: tl.constexpr):
     """Document of the token before chunk c; 0 before the first."""
     return tl.load(seq_idx + b * seqlen + c * CHUNK - 1, mask=c > 0, other=0)

@@ -17,8 +17,8 @@ def forward(inputs: SSDInputs, options: Options) -> tuple[Tensor, Tensor, SSDSav
     """Returns out (shape and dtype of x), final_states (batch, nheads, headdim, dstate) fp32, and what a backward needs."""
     with torch.cuda.device_of(inputs.x):
         dt, dA_cumsum = chunk_cumsum(inputs)
-        states = chunk_state(inputs, dt, dA_cumsum, options)
-        prev_states, final_states = state_passing(inputs, states, dA_cumsum)
+        # the fp32 states, the largest intermediate, are not held beyond the stage that reads them
+        prev_states, final_states = state_passing(inputs, chunk_state(inputs, dt, dA_cumsum, options), dA_cumsum)
         CB = bmm_chunk(inputs, options)
         out, y = chunk_scan(inputs, CB, dt, dA_cumsum, prev_states, options)
         ends = None if inputs.cu_seqlens is None else varlen_states(inputs, dt, dA_cumsum, prev_states, options)

@@ -102,10 +102,17 @@ _SMALLEST = 16  # of a tile axis that enters tl.dot
 
 @dataclass(frozen=True)
 class Device:
-    """What a choice depends on: the name of its frozen table, and the shared memory that one block may have, in bytes."""
+    """What a choice depends on.
+
+    Attributes:
+        name: of its frozen table.
+        shared: bytes of shared memory that one block may have.
+        sms: how many blocks run side by side at least.
+    """
 
     name: str
     shared: int
+    sms: int = 132
 
 
 def next_power_of_2(n: int) -> int:
@@ -126,7 +133,7 @@ def current_device(index: int | None) -> Device:
     if index is None:
         return Device("interpreter", 232448)
     properties = torch.cuda.get_device_properties(index)
-    return Device(device_slug(properties.name), properties.shared_memory_per_block_optin)
+    return Device(device_slug(properties.name), properties.shared_memory_per_block_optin, properties.multi_processor_count)
 
 
 @lru_cache
@@ -195,8 +202,23 @@ def pick(kernel: str, inputs: SSDInputs) -> Config:
     """The config of a launch of `kernel` on these inputs."""
     if kernel in _forced:
         return _forced[kernel]
-    index = inputs.x.device.index if inputs.x.is_cuda else None
-    return _pick(kernel, inputs.x.dtype, inputs.headdim, inputs.dstate, inputs.chunk_size, index)
+    return _pick(kernel, inputs.x.dtype, inputs.headdim, inputs.dstate, inputs.chunk_size, _index(inputs))
+
+
+def head_splits(inputs: SSDInputs, programs: int) -> int:
+    """How many programs share a group's heads where one program for each tile, `programs` in all, leaves SMs idle.
+
+    A power of two, at most 16 and at most the number of heads. Each split costs a partial sum in memory.
+    """
+    heads, wanted = inputs.nheads // inputs.ngroups, 2 * current_device(_index(inputs)).sms
+    splits = 1
+    while programs * splits < wanted and 2 * splits <= min(heads, 16):
+        splits *= 2
+    return splits
+
+
+def _index(inputs: SSDInputs) -> int | None:
+    return inputs.x.device.index if inputs.x.is_cuda else None
 
 
 @cache

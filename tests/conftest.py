@@ -54,8 +54,7 @@ def poison(monkeypatch):
 
 def pytest_terminal_summary(terminalreporter, config):
     """On a GPU, a run of all the tests leaves a row of its outcome beside the measurements; workers of xdist do not."""
-    asked = config.option
-    part = asked.keyword or asked.markexpr or asked.lf or asked.collectonly
+    part = any(getattr(config.option, name, None) for name in ("keyword", "markexpr", "lf", "collectonly"))
     whole = [Path(path).resolve() for path in config.args] == [Path(__file__).parent] and not part
     if not torch.cuda.is_available() or hasattr(config, "workerinput") or not whole:
         return

@@ -62,7 +62,8 @@ def rounding(dtype: torch.dtype, tokens: int = 1) -> Error:
 def largest_exponent(inputs: SSDInputs) -> float:
     """The largest magnitude in dA_cumsum."""
     i = reference.as_dtype(inputs, torch.float64)
-    return float(_largest(stages.chunk_cumsum(i.dt, i.A, i.chunk_size, i.dt_bias, i.dt_softplus, i.dt_limit)[1]))
+    with torch.no_grad():
+        return float(_largest(stages.chunk_cumsum(i.dt, i.A, i.chunk_size, i.dt_bias, i.dt_softplus, i.dt_limit)[1]))
 
 
 def assert_accurate(name: str, value: Tensor, truth: Tensor, mirror: Tensor, inputs: SSDInputs) -> None:

@@ -1,8 +1,8 @@
 """chunk_state_dB, first sum of equation (17): what the states add to dB, summed over the heads of a group.
 
 Reads x (batch, seqlen, nheads, headdim), any strides; dt, dA_cumsum (batch, nheads, nchunks, chunk_size) fp32;
-dstates (batch, nchunks, nheads, headdim, dstate). Writes dB (batch, seqlen, ngroups, dstate) fp32, to be completed by
-bmm_bwd.
+dstates (batch, nchunks, nheads, headdim, dstate). Writes dB as partial sums over splits of a group's heads, (nsplits,
+batch, seqlen, ngroups, dstate) fp32, for bmm_bwd to complete.
 """
 
 import torch
@@ -10,20 +10,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..device import document_at_end, unpack_program
-from ..tuning import pick
+from ..device import document_at_end, split_heads, unpack_program
+from ..tuning import head_splits, pick
 from ..types import Options, SSDInputs
 from .chunk_state import weights_to_end
 
 
 @triton.jit
-def chunk_state_dB_kernel(x, x_strides, dt, dA_cumsum, seq_idx, dstates, dB, seqlen, nchunks, NHEADS: tl.constexpr,
-                          NGROUPS: tl.constexpr, HEADDIM: tl.constexpr, DSTATE: tl.constexpr, CHUNK: tl.constexpr,
-                          PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr):
+def chunk_state_dB_kernel(x, x_strides, dt, dA_cumsum, seq_idx, dstates, dB_parts, seqlen, nchunks, part_stride,
+                          NHEADS: tl.constexpr, NGROUPS: tl.constexpr, HEADDIM: tl.constexpr, DSTATE: tl.constexpr,
+                          CHUNK: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
+                          BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr):
     DTYPE: tl.constexpr = x.dtype.element_ty
     NTILES_N: tl.constexpr = (DSTATE + BLOCK_N - 1) // BLOCK_N
     HEADS: tl.constexpr = NHEADS // NGROUPS
-    tile, g, c, b = unpack_program(CHUNK // BLOCK_M * NTILES_N, NGROUPS, nchunks)
+    tile, slot, c, b = unpack_program(CHUNK // BLOCK_M * NTILES_N, NGROUPS * SPLITS, nchunks)
+    g, split, head, count = split_heads(slot, HEADS, SPLITS)
+    head += g * HEADS
     token, first = c * CHUNK, tile // NTILES_N * BLOCK_M
     rows = tl.minimum(CHUNK, seqlen - token).to(tl.int32)
     if first >= rows:
@@ -34,14 +37,14 @@ def chunk_state_dB_kernel(x, x_strides, dt, dA_cumsum, seq_idx, dstates, dB, seq
     if seq_idx is not None:
         document = document_at_end(seq_idx, b, c, seqlen, CHUNK)
         seq_idx += b * seqlen + token
-    x += b * x_strides[0] + token * x_strides[1] + g * HEADS * x_strides[2]
-    per_head = ((b * NHEADS + g * HEADS) * nchunks + c) * CHUNK
+    x += b * x_strides[0] + token * x_strides[1] + head * x_strides[2]
+    per_head = ((b * NHEADS + head) * nchunks + c) * CHUNK
     dt += per_head
     dA_cumsum += per_head
-    dstates += ((b * nchunks + c) * NHEADS + g * HEADS) * HEADDIM * DSTATE
+    dstates += ((b * nchunks + c) * NHEADS + head) * HEADDIM * DSTATE
 
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for _ in range(HEADS):
+    for _ in range(count):
         w = weights_to_end(offs_j, dt, dA_cumsum, seq_idx, rows - 1, document)[:, None]
         for start in range(0, HEADDIM, BLOCK_P):
             p = start + tl.arange(0, BLOCK_P)
@@ -53,16 +56,18 @@ def chunk_state_dB_kernel(x, x_strides, dt, dA_cumsum, seq_idx, dstates, dB, seq
         dt += nchunks * CHUNK
         dA_cumsum += nchunks * CHUNK
         dstates += HEADDIM * DSTATE
-    dB += ((b * seqlen + token) * NGROUPS + g) * DSTATE
-    tl.store(dB + offs_j[:, None] * (NGROUPS * DSTATE) + n[None, :], acc, mask=in_j[:, None] & in_n[None, :])
+    dB_parts += split * part_stride + ((b * seqlen + token) * NGROUPS + g) * DSTATE
+    tl.store(dB_parts + offs_j[:, None] * (NGROUPS * DSTATE) + n[None, :], acc, mask=in_j[:, None] & in_n[None, :])
 
 
 def chunk_state_dB(i: SSDInputs, dt: Tensor, dA_cumsum: Tensor, dstates: Tensor, options: Options) -> Tensor:
-    """Returns the part of dB that comes through the states, fp32."""
-    dB = torch.empty(i.B.shape, device=i.x.device, dtype=torch.float32)
+    """Returns the part of dB that comes through the states, as partial sums over splits of the heads."""
     config = pick("chunk_state_dB", i)
     tiles = i.chunk_size // config["BLOCK_M"] * triton.cdiv(i.dstate, config["BLOCK_N"])
-    chunk_state_dB_kernel[(tiles * i.ngroups * i.nchunks * i.batch,)](
-        i.x, i.x.stride(), dt, dA_cumsum, i.seq_idx, dstates, dB, i.seqlen, i.nchunks, i.nheads, i.ngroups, i.headdim, i.dstate,
-        i.chunk_size, options.precision, **config.launch)
-    return dB
+    programs = tiles * i.ngroups * i.nchunks * i.batch
+    splits = head_splits(i, programs)
+    dB_parts = torch.empty(splits, *i.B.shape, device=i.x.device, dtype=torch.float32)
+    chunk_state_dB_kernel[(programs * splits,)](
+        i.x, i.x.stride(), dt, dA_cumsum, i.seq_idx, dstates, dB_parts, i.seqlen, i.nchunks, dB_parts.stride(0), i.nheads,
+        i.ngroups, i.headdim, i.dstate, i.chunk_size, splits, options.precision, **config.launch)
+    return dB_parts
