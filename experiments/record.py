@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 from collections.abc import Callable, Iterable
 from datetime import datetime, timezone
@@ -13,6 +12,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
+
+from ssd.tuning import device_slug
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -44,11 +45,6 @@ def environment() -> dict:
     }
 
 
-def gpu_folder(gpu: str) -> str:
-    """'NVIDIA H200' -> 'h200', 'NVIDIA GeForce RTX 4090' -> 'rtx-4090'."""
-    return re.sub(r"\W+", "-", re.sub(r"nvidia|geforce", "", gpu, flags=re.I)).strip("-").lower()
-
-
 def append(row: dict, out: Path = RESULTS) -> Path:
     """Appends a row to <out>/<gpu>/<bench>.jsonl in one write, so that rows of several processes never mix.
 
@@ -59,7 +55,7 @@ def append(row: dict, out: Path = RESULTS) -> Path:
     unknown, missing = sorted(row.keys() - allowed), sorted({"bench", *ENVIRONMENT} - row.keys())
     if unknown or missing:
         raise ValueError(f"row: unknown keys {unknown}, missing keys {missing}")
-    path = out / gpu_folder(row["gpu"] or "cpu") / f"{row['bench']}.jsonl"
+    path = out / device_slug(row["gpu"] or "cpu") / f"{row['bench']}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     line = json.dumps(row, allow_nan=False) + "\n"
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)

@@ -13,6 +13,7 @@ from .registry import get_variant, is_peer, variant_names
 from .types import Options, SSDInputs
 
 _MAX_CHUNK, _MIN_CHUNK = 256, 16
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def ssd_chunk_scan(
@@ -41,7 +42,8 @@ def ssd_chunk_scan(
     Names, order and meaning are those of `mamba_ssm`'s `mamba_chunk_scan_combined`; `variant` and `options` are ours.
 
     Args:
-        x: (batch, seqlen, nheads, headdim), fp16, bf16 or fp32; matrix products take their operands in this dtype. Any strides.
+        x: (batch, seqlen, nheads, headdim), fp16, bf16 or fp32 (fp64 too with variant "torch"); matrix products take their
+            operands in this dtype. Any strides.
         dt: (batch, seqlen, nheads), any floating dtype; the step before bias, softplus and clamp, applied in that order.
         A: (nheads,), the decay rate per unit step; must be <= 0 (not checked: it would cost a device synchronisation).
         B, C: (batch, seqlen, ngroups, dstate); nheads a multiple of ngroups, consecutive heads share a group.
@@ -51,8 +53,8 @@ def ssd_chunk_scan(
         dt_bias: (nheads,).
         initial_states: (batch, nheads, headdim, dstate). With seq_idx they reach a leading document 0 only.
         seq_idx: (batch, seqlen) integers, the document of each token. A new document begins wherever the value changes.
-        cu_seqlens: (ndocs + 1,) integers from 0 to seqlen, batch 1: the documents' boundaries. Implies seq_idx if that is
-            absent.
+        cu_seqlens: (ndocs + 1,) integers from 0 to seqlen, batch 1: the documents' boundaries, rising. Implies seq_idx if
+            that is absent. Values are checked on the CPU only; on a GPU, one beyond seqlen counts as seqlen.
         dt_softplus: apply softplus to dt + dt_bias.
         dt_limit: (min, max) that the step is clamped to, 0 <= min <= max.
         return_final_states: also return the state after the last token.
@@ -140,8 +142,8 @@ def _check_tensors(x, dt, A, B, C, D, z, dt_bias, initial_states) -> None:
 def _check_float(name: str, t: Tensor, dim: int, shape: str | tuple[int, ...]) -> None:
     if not isinstance(t, Tensor):
         raise TypeError(f"{name}: got {type(t).__name__}, expected a tensor of shape {shape}")
-    if not t.is_floating_point():
-        raise TypeError(f"{name}: got dtype {t.dtype}, expected a floating-point dtype")
+    if t.dtype not in _DTYPES:
+        raise TypeError(f"{name}: got dtype {t.dtype}, expected a floating-point dtype of {', '.join(map(str, _DTYPES))}")
     if t.dim() != dim:
         raise ValueError(f"{name}: got {t.dim()} dimensions, shape {tuple(t.shape)}, expected {shape}")
 
@@ -155,8 +157,8 @@ def _check_settings(chunk_size, dt_limit, state_dtype, variant, options) -> None
         raise TypeError(f"dt_limit: got {dt_limit!r}, expected two numbers (min, max)")
     if not (math.isfinite(dt_limit[0]) and 0 <= dt_limit[0] <= dt_limit[1]):
         raise ValueError(f"dt_limit: got {tuple(dt_limit)}, expected 0 <= min <= max, min finite")
-    if state_dtype not in (None, torch.float16, torch.bfloat16, torch.float32, torch.float64):
-        raise TypeError(f"state_dtype: got {state_dtype!r}, expected None, torch.float16, torch.bfloat16 or torch.float32")
+    if state_dtype not in (None, *_DTYPES):
+        raise TypeError(f"state_dtype: got {state_dtype!r}, expected None or one of {', '.join(map(str, _DTYPES))}")
     if variant != "auto" and variant not in variant_names():
         raise ValueError(f"variant: got {variant!r}, expected one of {(*variant_names(), 'auto')}")
     if options is not None and not isinstance(options, Options):
@@ -179,5 +181,9 @@ def _check_documents(x, seq_idx, cu_seqlens, return_varlen_states) -> None:
         raise ValueError(f"cu_seqlens: got shape {tuple(cu_seqlens.shape)}, expected (ndocs + 1,) with at least one document")
     if cu_seqlens is not None and x.shape[0] != 1:
         raise ValueError(f"cu_seqlens: got batch = {x.shape[0]}, expected batch 1: all documents packed in one row")
+    if cu_seqlens is not None and cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
+        bounds = cu_seqlens.tolist()
+        if bounds[0] != 0 or bounds[-1] != x.shape[1] or bounds != sorted(bounds):
+            raise ValueError(f"cu_seqlens: got {bounds}, expected rising numbers from 0 to seqlen = {x.shape[1]}")
     if return_varlen_states and cu_seqlens is None:
         raise ValueError("return_varlen_states: got True without cu_seqlens, expected cu_seqlens to give the boundaries")

@@ -90,8 +90,8 @@ def chunk_state_kernel(x, x_strides, B, B_strides, dt, dA_cumsum, seq_idx, state
 
 
 @triton.jit
-def varlen_states_kernel(x, x_strides, B, B_strides, dt, dA_cumsum, seq_idx, cu_seqlens, prev_states, states, nchunks,
-                         NHEADS: tl.constexpr, NGROUPS: tl.constexpr, HEADDIM: tl.constexpr, DSTATE: tl.constexpr,
+def varlen_states_kernel(x, x_strides, B, B_strides, dt, dA_cumsum, seq_idx, cu_seqlens, prev_states, states, seqlen,
+                         nchunks, NHEADS: tl.constexpr, NGROUPS: tl.constexpr, HEADDIM: tl.constexpr, DSTATE: tl.constexpr,
                          CHUNK: tl.constexpr, PRECISION: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
                          BLOCK_K: tl.constexpr):
     NTILES_N: tl.constexpr = (DSTATE + BLOCK_N - 1) // BLOCK_N
@@ -100,8 +100,9 @@ def varlen_states_kernel(x, x_strides, B, B_strides, dt, dA_cumsum, seq_idx, cu_
     offs_n = tile % NTILES_N * BLOCK_N + tl.arange(0, BLOCK_N)
     in_pn = (offs_p < HEADDIM)[:, None] & (offs_n < DSTATE)[None, :]
     states += (doc * NHEADS + h) * HEADDIM * DSTATE + offs_p[:, None] * DSTATE + offs_n[None, :]
-    start, end = tl.load(cu_seqlens + doc), tl.load(cu_seqlens + doc + 1)
-    if start == end:
+    # values from the user that nobody has checked: kept inside the row
+    start, end = tl.maximum(tl.load(cu_seqlens + doc), 0), tl.minimum(tl.load(cu_seqlens + doc + 1), seqlen)
+    if start >= end:
         tl.store(states, tl.zeros([BLOCK_P, BLOCK_N], tl.float32), mask=in_pn)
         return
     c = ((end - 1) // CHUNK).to(tl.int64)
@@ -138,6 +139,6 @@ def varlen_states(i: SSDInputs, dt, dA_cumsum, prev_states, options: Options) ->
     config = pick("chunk_state", i)
     tiles = triton.cdiv(i.headdim, config["BLOCK_P"]) * triton.cdiv(i.dstate, config["BLOCK_N"])
     varlen_states_kernel[(tiles * i.nheads * ndocs,)](
-        i.x, i.x.stride(), i.B, i.B.stride(), dt, dA_cumsum, i.seq_idx, i.cu_seqlens, prev_states, states, i.nchunks,
-        i.nheads, i.ngroups, i.headdim, i.dstate, i.chunk_size, options.precision, **config.launch)
+        i.x, i.x.stride(), i.B, i.B.stride(), dt, dA_cumsum, i.seq_idx, i.cu_seqlens, prev_states, states, i.seqlen,
+        i.nchunks, i.nheads, i.ngroups, i.headdim, i.dstate, i.chunk_size, options.precision, **config.launch)
     return states

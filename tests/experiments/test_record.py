@@ -72,19 +72,6 @@ def test_latest():
     assert [r["p50_us"] for r in record.latest(rows, lambda r: r["variant"])] == [3.0, 2.0]
 
 
-@pytest.mark.parametrize(
-    "gpu, folder",
-    [
-        ("NVIDIA H200", "h200"),
-        ("NVIDIA H100 80GB HBM3", "h100-80gb-hbm3"),
-        ("NVIDIA A100-SXM4-80GB", "a100-sxm4-80gb"),
-        ("NVIDIA GeForce RTX 4090", "rtx-4090"),
-    ],
-)
-def test_gpu_folder(gpu, folder):
-    assert record.gpu_folder(gpu) == folder
-
-
 def test_commit_of_a_copy_without_git(monkeypatch):
     monkeypatch.setenv("GIT_SHA", "abc-dirty")
     assert record._git_state.__wrapped__() == ("abc", True)

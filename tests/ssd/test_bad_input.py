@@ -8,6 +8,7 @@ import torch
 import ssd
 from ssd import api, tuning
 from ssd.registry import get_variant, variant_names
+from ssd.types import Options
 from tests.inputs import EVERYTHING, OURS, Shape, arguments, random_inputs
 
 SHAPE = Shape(2, 20, 4, 8, 2, 16, 16)
@@ -90,6 +91,7 @@ def test_wrong_value(call, device, argument, bad, came, accepted):
         ("cu_seqlens", [0, 20], "list", "a tensor"),
         ("x", torch.zeros(2, 20, 4, 8, dtype=torch.int32), "torch.int32", "floating-point"),
         ("x", torch.zeros(2, 20, 4, 8, dtype=torch.complex64), "torch.complex64", "floating-point"),
+        ("x", torch.zeros(2, 20, 4, 8, dtype=torch.float8_e4m3fn), "torch.float8_e4m3fn", "torch.float32"),
         *[(name, torch.zeros(size, dtype=torch.int64), "torch.int64", "floating-point") for name, size in
           {"dt": (2, 20, 4), "A": 4, "B": (2, 20, 2, 16), "C": (2, 20, 2, 16), "D": 4, "z": (2, 20, 4, 8), "dt_bias": 4,
            "initial_states": (2, 4, 8, 16)}.items()],
@@ -171,3 +173,22 @@ def test_kernel_that_does_not_fit_names_limit_and_size(kernel):
     tiny = tuning.Device("tiny", 1024)
     with pytest.raises(ValueError, match=rf"{kernel}: .* \d+ bytes .*tiny may have 1024"):
         tuning.space(kernel, torch.float32, 64, 128, 256, tiny)
+
+
+@pytest.mark.parametrize("bounds", [[1, 20], [0, 19], [0, 12, 7, 20], [0, 21]], ids=str)
+def test_values_of_cu_seqlens_are_checked_on_the_cpu(bounds):
+    inputs = random_inputs(replace(SHAPE, batch=1))
+    with pytest.raises(ValueError) as refused:
+        ssd.ssd_chunk_scan(**arguments(inputs) | {"cu_seqlens": torch.tensor(bounds)})
+    assert_names(refused.value, "cu_seqlens", str(bounds), "from 0 to seqlen = 20")
+
+
+@pytest.mark.parametrize("variant", OURS)
+def test_cu_seqlens_beyond_the_row_stay_inside_it(variant, device):
+    """On a GPU nobody checks the values; no kernel may read past the end for them."""
+    inputs = random_inputs(replace(SHAPE, batch=1), device=device)
+    documents = {"seq_idx": torch.zeros(1, 20, dtype=torch.int32, device=device),
+                 "cu_seqlens": torch.tensor([0, 10_000, 20_000], dtype=torch.int32, device=device)}
+    _, final_states, saved = get_variant(variant).forward(replace(inputs, **documents), Options())
+    torch.testing.assert_close(saved.varlen_states[0], final_states[0])
+    assert not saved.varlen_states[1].any()
