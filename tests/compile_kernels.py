@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -26,6 +27,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parents[1])  # in place of this folder, whose `ssd` are the tests of that package
 
 import torch
+import triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
@@ -98,6 +100,15 @@ def compiling(arch: int) -> Iterator[dict[str, object]]:
         tuning._pick.cache_clear()
 
 
+def use_installed_tools() -> None:
+    """A Triton that came without some of its binaries, to be small, uses those of the CUDA toolkit on the PATH."""
+    own = Path(triton.__file__).parent / "backends/nvidia/bin"
+    for variable, binary, installed in (("TRITON_CUOBJDUMP_PATH", "cuobjdump", "cuobjdump"),
+                                        ("TRITON_PTXAS_BLACKWELL_PATH", "ptxas-blackwell", "ptxas")):
+        if not (own / binary).exists() and (found := shutil.which(installed)):
+            os.environ.setdefault(variable, found)
+
+
 def forward_backward(variant: Variant, inputs: SSDInputs) -> None:
     out, final_states, saved = variant.forward(inputs, Options())
     variant.backward(saved, torch.empty_like(out), torch.empty_like(final_states), SSDGrads())
@@ -139,6 +150,7 @@ def _resources(cubin: bytes) -> tuple[int, int]:
 
 
 def main() -> None:
+    use_installed_tools()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--variant", default="baseline")
     parser.add_argument("--arch", type=int, choices=CHIPS, default=90)
