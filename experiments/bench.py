@@ -139,7 +139,7 @@ def _measure(plan: Plan, setting: Setting, mode: str, candidates: list, console:
             "mode": mode, "shape": setting.shape.name, **setting.shape.sizes, "dtype": plan.dtype,
             "chunk_size": chunk_size,
             "p20_us": p20, "p50_us": p50, "p80_us": p80, "graph_p50_us": replayed.get(candidate, (None,) * 3)[1],
-            **facts[candidate], "note": notes.get(candidate),
+            **facts[candidate], "note": notes.get(candidate, get_variant(variant).adapts),
             **({"against": plan.against, **rival} if compared else {}),
         }
 

@@ -29,6 +29,7 @@ class Variant:
         forward: (SSDInputs, Options) -> (out, final_states, SSDSaved).
         backward: (SSDSaved, dout, dfinal_states, into: SSDGrads) -> SSDGrads.
         apply: (SSDInputs) -> (out, final_states), differentiable by itself.
+        adapts: what `apply` does around the peer's own kernels, and so is in its times; None: nothing.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Variant:
     forward: Callable | None = None
     backward: Callable | None = None
     apply: Callable | None = None
+    adapts: str | None = None
 
 
 def variant_names() -> tuple[str, ...]:

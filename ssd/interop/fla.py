@@ -70,4 +70,5 @@ def _documents(seq_idx: Tensor, initial_states: Tensor | None) -> tuple[Tensor, 
     return ends, torch.cat([first, first.new_zeros(starts.numel() - 1, *first.shape[1:])])
 
 
-VARIANT = Variant("fla", supports=_supports, apply=_apply)
+VARIANT = Variant("fla", supports=_supports, apply=_apply,
+                  adapts="times include B and C expanded to heads, and the step, D and z in torch: its caller's part")

@@ -12,6 +12,7 @@ from rich.console import Console
 from experiments import bench, record, timing
 from experiments.shapes import SMALL, make_inputs
 from ssd import Options, cost
+from ssd.registry import Variant
 
 SECONDS_OF = {("torch", 32): 2e-3, ("torch", 64): 1e-3, ("rival", 128): 4e-3, ("rival", 256): 3e-3}
 
@@ -52,7 +53,7 @@ def rival(monkeypatch):
         return bench_scan(variant="torch", **arguments)
 
     bench_scan = bench.ssd_chunk_scan
-    monkeypatch.setattr(bench, "get_variant", lambda name: None)
+    monkeypatch.setattr(bench, "get_variant", lambda name: Variant(name, None, adapts="a coat" if name == "rival" else None))
     monkeypatch.setattr(bench, "is_peer", lambda name: name == "rival")
     monkeypatch.setattr(bench, "ssd_chunk_scan", scan)
 
@@ -74,6 +75,7 @@ def test_rows(tmp_path, clock, rival):
     assert len(rows) == 16 and all(r["err_rms"] < 1e-5 and r["err_seqlen"] == SMALL.seqlen for r in rows)
     assert [json.loads(line) for line in (tmp_path / "cpu" / "ssd.jsonl").read_text().splitlines()] == rows
     assert rows[2]["options"] is None and rows[0]["options"] == asdict(Options())
+    assert rows[2]["note"] == "a coat" and rows[0]["note"] is None
 
 
 def test_what_follows_from_a_time(tmp_path, clock, rival):
@@ -120,6 +122,7 @@ def test_a_peer_that_is_not_installed(tmp_path, clock, monkeypatch):
     def get_variant(name):
         if name == "rival":
             raise ImportError("no module named rival")
+        return Variant(name, None)
 
     monkeypatch.setattr(bench, "get_variant", get_variant)
     rows, text = run(tmp_path)
