@@ -27,9 +27,11 @@ def run(variants: list[str], shapes: list[Shape], dtype: str, chunk_size: int, o
     passed = [_check(name, console) for name in variants]
     for shape in shapes:
         console.print(_costs(shape, dtype, chunk_size))
+    asked = {shape.name for shape in shapes}
     for name in variants:
-        rows = table.committed(out, variant=name)
-        console.print(table.terminal(rows, f"{name}: rows measured on GPUs") if rows else f"{name}: no GPU rows yet")
+        rows = [row for row in table.committed(out, variant=name) if row["shape"] in asked]
+        title = f"{name}: rows measured on GPUs"
+        console.print(table.terminal(rows, title) if rows else f"{name}: no GPU rows for these shapes yet")
     console.print("Nothing was timed in this run.", style="bold")
     return all(passed)
 

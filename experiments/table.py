@@ -90,7 +90,8 @@ def terminal(rows: list[dict], title: str) -> Table:
     """For rich."""
     table = Table(title=title)
     for header in COLUMNS:
-        table.add_column(header, justify="left" if header in _LEFT_ALIGNED else _RIGHT, overflow="fold")
+        names = header in _LEFT_ALIGNED  # stay whole in a narrow terminal; numbers fold
+        table.add_column(header, justify="left" if names else _RIGHT, overflow="fold", no_wrap=names)
     for row in rows:
         table.add_row(*_cells(row), style=None if row.get("against") else "dim")
     return table
