@@ -19,10 +19,10 @@ endif
 EXPERIMENTS := $(PY) -m experiments
 
 .DEFAULT_GOAL := help
-.PHONY: help setup peers bench table readme tune test lint
+.PHONY: help setup peers bench table readme tune test coverage lint
 
 help:
-	@echo "targets: setup bench table readme tune test lint; see the top of the Makefile for their variables"
+	@echo "targets: setup bench table readme tune test coverage lint; see the top of the Makefile for their variables"
 
 setup: $(READY)
 
@@ -57,6 +57,9 @@ tune: $(READY)
 
 test: $(READY)
 	$(PY) -m pytest $$($(PY) -c 'import xdist' 2>/dev/null && echo --numprocesses=2) $(ARGS)
+
+coverage: $(READY)
+	$(PY) -m pytest $$($(PY) -c 'import xdist' 2>/dev/null && echo -n 2) --cov=ssd --cov-fail-under=90 $(ARGS)
 
 lint: $(READY)
 	$(PY) -m ruff check .

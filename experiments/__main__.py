@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -24,7 +24,7 @@ from .shapes import DTYPES, SHAPES, Shape, find_shapes
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
 
-OutOption = Annotated[Path, typer.Option(help="Folder of the rows: <out>/<gpu>/<bench>.jsonl.")]
+OutOption = Annotated[Path, typer.Option(file_okay=False, help="Folder of the rows: <out>/<gpu>/<bench>.jsonl.")]
 
 
 @app.command()
@@ -82,7 +82,7 @@ def render_table(
     shapes = [s.name for s in _shapes(shape)] if shape else None
     rows = [
         row
-        for row in table.committed(out, all_chunks)
+        for row in _rows(lambda: table.committed(out, all_chunks), out)
         if all(wanted is None or row[key] in wanted
                for key, wanted in (("variant", variants), ("shape", shapes), ("mode", modes)))
     ]
@@ -95,7 +95,7 @@ def readme(
     out: OutOption = record.RESULTS,
 ) -> None:
     """Write the README's results and figure from committed rows."""
-    current = readme_file.update(readme_file.committed(out), check=check)
+    current = readme_file.update(_rows(lambda: readme_file.committed(out), out), check=check)
     typer.echo("README is up to date" if current else "README is out of date" if check else "README written")
     raise typer.Exit(1 if check and not current else 0)
 
@@ -123,6 +123,16 @@ def profiled(variant: str, shape: str, mode: str, dtype: str, chunk_size: int) -
     from .counters import profiled as run_profiled
 
     run_profiled(variant, shape, mode, dtype, chunk_size)
+
+
+def _rows(read: Callable[[], list[dict]], out: Path) -> list[dict]:
+    """What `read` finds in the folder `out`; refused where there is no such folder, or a line in it is no row."""
+    if not out.is_dir():
+        _refuse(f"--out: got {out}, expected a folder that exists")
+    try:
+        return read()
+    except ValueError as reason:
+        _refuse(f"--out: {reason}")
 
 
 def _each(option: str, text: str, known: Iterable[str], *also: str, single: bool = False) -> list[str]:

@@ -70,15 +70,18 @@ def read(out: Path = RESULTS, **where) -> list[dict]:
     """Every row under `out` whose keys have the given values, oldest first.
 
     Raises:
-        ValueError: a line that is no JSON object; the message names the file and the line.
+        ValueError: a line that is no row; the message names the file and the line.
     """
     rows = []
     for path in sorted(out.glob("*/*.jsonl")):
         for number, line in enumerate(path.read_text().splitlines(), 1):
             try:
-                rows.append(json.loads(line))
+                row = json.loads(line)
             except json.JSONDecodeError as error:
                 raise ValueError(f"{path}:{number}: not a JSON row: {error}") from None
+            if not isinstance(row, dict) or not isinstance(row.get("time"), str):
+                raise ValueError(f"{path}:{number}: got {line[:60]!r}, expected a JSON object with a time")
+            rows.append(row)
     rows.sort(key=lambda row: row["time"])
     return [row for row in rows if all(row.get(key) == value for key, value in where.items())]
 

@@ -13,6 +13,7 @@ from .registry import get_variant, is_peer, variant_names
 from .types import Options, SSDInputs
 
 _MAX_CHUNK, _MIN_CHUNK = 256, 16
+_FP32_LARGEST = torch.finfo(torch.float32).max
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -56,24 +57,26 @@ def ssd_chunk_scan(
         cu_seqlens: (ndocs + 1,) integers from 0 to seqlen, batch 1: the documents' boundaries, rising. Implies seq_idx if
             that is absent. Values are checked on the CPU only; on a GPU, one beyond seqlen counts as seqlen.
         dt_softplus: apply softplus to dt + dt_bias.
-        dt_limit: (min, max) that the step is clamped to, 0 <= min <= max.
+        dt_limit: (min, max) that the step is clamped to, 0 <= min <= max, min finite.
         return_final_states: also return the state after the last token.
         return_varlen_states: also return the state at the end of each document of cu_seqlens (no gradient).
         state_dtype: dtype of the states kept between chunks; C's dtype unless given. fp32 costs bandwidth and adds accuracy.
+            Without effect on fp64 x.
         variant: one of `ssd.variant_names()`, or "auto", which chooses by device and logs its choice to the logger "ssd".
         options: switches of the kernels, see `ssd.Options`.
 
     Returns:
         out, shape and dtype of x; then, if asked for, final_states (batch, nheads, headdim, dstate) fp32; then, if asked for,
-        varlen_states (ndocs, nheads, headdim, dstate) fp32. A tuple when more than out is returned.
+        varlen_states (ndocs, nheads, headdim, dstate) fp32 (both fp64 for fp64 x). A tuple when more than out is returned.
 
     Raises:
         TypeError, ValueError: naming the argument, what came and what is accepted, before anything is launched.
     """
     _check_tensors(x, dt, A, B, C, D, z, dt_bias, initial_states)
-    _check_settings(chunk_size, dt_limit, state_dtype, variant, options)
+    _check_settings(chunk_size, dt_softplus, dt_limit, state_dtype, variant, options)
     _check_documents(x, seq_idx, cu_seqlens, return_varlen_states)
-    dt_limit = (float(dt_limit[0]), float(dt_limit[1]))
+    # a bound that fp32 cannot hold bounds nothing
+    dt_limit = (float(dt_limit[0]), float(dt_limit[1]) if dt_limit[1] <= _FP32_LARGEST else math.inf)
     if seq_idx is not None:
         seq_idx = _count_documents(seq_idx)
     elif cu_seqlens is not None:
@@ -148,14 +151,16 @@ def _check_float(name: str, t: Tensor, dim: int, shape: str | tuple[int, ...]) -
         raise ValueError(f"{name}: got {t.dim()} dimensions, shape {tuple(t.shape)}, expected {shape}")
 
 
-def _check_settings(chunk_size, dt_limit, state_dtype, variant, options) -> None:
+def _check_settings(chunk_size, dt_softplus, dt_limit, state_dtype, variant, options) -> None:
+    if not isinstance(dt_softplus, bool):
+        raise TypeError(f"dt_softplus: got {dt_softplus!r}, expected True or False")
     if isinstance(chunk_size, bool) or not isinstance(chunk_size, int):
         raise TypeError(f"chunk_size: got {chunk_size!r}, expected an int")
     if not _MIN_CHUNK <= chunk_size <= _MAX_CHUNK or chunk_size & (chunk_size - 1):
         raise ValueError(f"chunk_size: got {chunk_size}, expected a power of two from {_MIN_CHUNK} to {_MAX_CHUNK}")
     if not isinstance(dt_limit, tuple | list) or len(dt_limit) != 2 or not all(isinstance(v, Real) for v in dt_limit):
         raise TypeError(f"dt_limit: got {dt_limit!r}, expected two numbers (min, max)")
-    if not (math.isfinite(dt_limit[0]) and 0 <= dt_limit[0] <= dt_limit[1]):
+    if not (0 <= dt_limit[0] <= dt_limit[1] and dt_limit[0] < math.inf):
         raise ValueError(f"dt_limit: got {tuple(dt_limit)}, expected 0 <= min <= max, min finite")
     if state_dtype not in (None, *_DTYPES):
         raise TypeError(f"state_dtype: got {state_dtype!r}, expected None or one of {', '.join(map(str, _DTYPES))}")

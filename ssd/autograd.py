@@ -136,6 +136,7 @@ class _ChunkScan(torch.autograd.Function):
         return outputs
 
     @staticmethod
+    @torch.autograd.function.once_differentiable  # the second derivative is not there: better an error than a gradient short
     def backward(ctx, dout, dfinal_states, _dvarlen_states, _dy):
         *tensors, y = ctx.saved_tensors
         if dout is None and dfinal_states is None:

@@ -1,4 +1,4 @@
-"""The baseline's backward: the forward's stages recomputed, then nine launches, ten with a gate."""
+"""The baseline's backward: four of the forward's stages again, then nine kernels (bmm_bwd twice), ten with a gate."""
 
 from __future__ import annotations
 

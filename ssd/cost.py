@@ -107,7 +107,7 @@ def total(stages: dict[str, Cost]) -> Cost:
 
 
 def forward_stages(p: Problem) -> dict[str, Cost]:
-    """The baseline's five forward launches, in order. CB is computed as a full square."""
+    """The baseline's five forward launches, in order. CB is counted as a full square, an upper bound."""
     X, K, D, S, M, N, Q = p.X, p.K, p.D, p.S, p.M, p.dstate, p.chunk_size
     e, s, pairs = p.itemsize, p.state_itemsize or p.itemsize, p.pairs(_STAGE_TILE)
     gate = 2 * e * X if p.gated else 0  # z read; y, which a backward will need, written

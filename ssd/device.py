@@ -8,8 +8,8 @@ LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def decay(exponent):
-    """exp(exponent) for an exponent that is <= 0 but for rounding: clamped, and one instruction through exp2."""
-    return tl.math.exp2(tl.minimum(exponent, 0.0) * LOG2E)
+    """exp(exponent) for an exponent that is <= 0 but for rounding: clamped, and one instruction through exp2. NaN stays NaN."""
+    return tl.math.exp2(tl.minimum(exponent, 0.0, propagate_nan=tl.PropagateNan.ALL) * LOG2E)
 
 
 @triton.jit

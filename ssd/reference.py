@@ -95,10 +95,10 @@ def chunked_grads(inputs: SSDInputs, dout: Tensor, dfinal_states: Tensor | None,
 
 def varlen_states(inputs: SSDInputs, precision: Precision) -> Tensor:
     """(11): the state at the end of each document of `cu_seqlens`, (ndocs, nheads, headdim, dstate); 0 if it is empty."""
-    ends = inputs.cu_seqlens.tolist()
+    ends = inputs.cu_seqlens.clamp(0, inputs.seqlen).tolist()
     result = []
     for start, end in itertools.pairwise(ends):
-        if start == end:
+        if start >= end:
             result.append(torch.zeros(inputs.nheads, inputs.headdim, inputs.dstate, dtype=precision.compute,
                                       device=inputs.x.device))
             continue

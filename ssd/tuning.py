@@ -123,7 +123,7 @@ def device_slug(name: str) -> str:
     """"NVIDIA H100 80GB HBM3" -> "h100": the name of a device's config and result files."""
     words = [w for w in name.lower().replace("-", " ").split() if w not in ("nvidia", "geforce", "tesla")]
     if "rtx" in words:
-        return "_".join(words[:2])
+        return "_".join(words)
     return words[0] if words else "unknown"
 
 

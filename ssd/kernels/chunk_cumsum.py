@@ -20,8 +20,8 @@ def step(dt, dt_strides, dt_bias, b, c, offs_h, seqlen, dt_min, dt_max, NHEADS: 
     """dt before and after the clamp, [BLOCK_H, CHUNK] fp32, and the mask of its valid elements."""
     offs_q = c * CHUNK + tl.arange(0, CHUNK)
     inside = (offs_h[:, None] < NHEADS) & (offs_q[None, :] < seqlen)
-    raw = tl.load(dt + b * dt_strides[0] + offs_q[None, :] * dt_strides[1] + offs_h[:, None] * dt_strides[2], mask=inside,
-                  other=0.0).to(tl.float32)
+    at = offs_q[None, :] * dt_strides[1] + offs_h.to(tl.int64)[:, None] * dt_strides[2]
+    raw = tl.load(dt + b * dt_strides[0] + at, mask=inside, other=0.0).to(tl.float32)
     if dt_bias is not None:
         raw += tl.load(dt_bias + offs_h, mask=offs_h < NHEADS, other=0.0).to(tl.float32)[:, None]
     unclamped = softplus(raw) if SOFTPLUS else raw

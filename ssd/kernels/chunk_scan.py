@@ -67,7 +67,7 @@ def chunk_scan_kernel(CB, x, x_strides, z, z_strides, C, C_strides, D, D_strides
 
     in_ip = in_i[:, None] & in_p[None, :]
     if D is not None:
-        skip = tl.load(D + h * D_strides[0] + offs_p * D_strides[1], mask=in_p, other=0.0).to(tl.float32)[None, :]
+        skip = tl.load(D + h * D_strides[0] + offs_p.to(tl.int64) * D_strides[1], mask=in_p, other=0.0).to(tl.float32)[None, :]
         x_i = tl.load(x + offs_i[:, None] * x_strides[1] + offs_p[None, :] * x_strides[3], mask=in_ip, other=0.0)
         acc += skip * x_i.to(tl.float32)
     at = ((b * seqlen + token + offs_i[:, None]) * NHEADS + h) * HEADDIM + offs_p[None, :]

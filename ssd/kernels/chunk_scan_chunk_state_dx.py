@@ -82,7 +82,7 @@ def chunk_scan_chunk_state_dx_kernel(
         ddt_j += tl.sum(acc * x_j, 1)
         acc *= dt_j[:, None]
         if D is not None:
-            skip = tl.load(D + h * D_strides[0] + offs_p * D_strides[1], mask=in_p, other=0.0).to(tl.float32)
+            skip = tl.load(D + h * D_strides[0] + offs_p.to(tl.int64) * D_strides[1], mask=in_p, other=0.0).to(tl.float32)
             dy_j = tl.load(dy + offs_j[:, None] * dy_strides[1] + offs_p[None, :] * dy_strides[3], mask=in_jp, other=0.0)
             acc += skip[None, :] * dy_j.to(tl.float32)
             dD_p = tl.sum(dy_j.to(tl.float32) * x_j, 0)

@@ -31,12 +31,12 @@ def state_passing_kernel(states, dA_cumsum, initial_states, initial_strides, seq
     SIZE: tl.constexpr = HEADDIM * DSTATE
     tile, h, _, b = unpack_program((SIZE + BLOCK - 1) // BLOCK, NHEADS, 1)
     offs = tile * BLOCK + tl.arange(0, BLOCK)
-    inside = offs < SIZE
+    inside, wide = offs < SIZE, offs.to(tl.int64)
     if initial_states is None:
         state = tl.zeros([BLOCK], tl.float32)
     else:
         initial_states += b * initial_strides[0] + h * initial_strides[1]
-        state = tl.load(initial_states + offs // DSTATE * initial_strides[2] + offs % DSTATE * initial_strides[3], mask=inside,
+        state = tl.load(initial_states + wide // DSTATE * initial_strides[2] + wide % DSTATE * initial_strides[3], mask=inside,
                         other=0.0).to(tl.float32)
     dA_cumsum += (b * NHEADS + h) * nchunks * CHUNK
     at = (b * nchunks * NHEADS + h) * SIZE + offs

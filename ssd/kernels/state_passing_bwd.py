@@ -27,12 +27,12 @@ def state_passing_bwd_kernel(dprev_states, prev_states, dA_cumsum, dfinal_states
     NTILES: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK
     tile, h, _, b = unpack_program(NTILES, NHEADS, 1)
     offs = tile * BLOCK + tl.arange(0, BLOCK)
-    inside = offs < SIZE
+    inside, wide = offs < SIZE, offs.to(tl.int64)
     if dfinal_states is None:
         grad = tl.zeros([BLOCK], tl.float32)
     else:
         dfinal_states += b * dfinal_strides[0] + h * dfinal_strides[1]
-        grad = tl.load(dfinal_states + offs // DSTATE * dfinal_strides[2] + offs % DSTATE * dfinal_strides[3], mask=inside,
+        grad = tl.load(dfinal_states + wide // DSTATE * dfinal_strides[2] + wide % DSTATE * dfinal_strides[3], mask=inside,
                        other=0.0).to(tl.float32)
     dA_cumsum += (b * NHEADS + h) * nchunks * CHUNK
     s_tiles += (b * NHEADS + h) * nchunks * NTILES + tile
@@ -47,7 +47,7 @@ def state_passing_bwd_kernel(dprev_states, prev_states, dA_cumsum, dfinal_states
         at -= NHEADS * SIZE
     if dinitial_states is not None:
         dinitial_states += b * dinitial_strides[0] + h * dinitial_strides[1]
-        tl.store(dinitial_states + offs // DSTATE * dinitial_strides[2] + offs % DSTATE * dinitial_strides[3], grad,
+        tl.store(dinitial_states + wide // DSTATE * dinitial_strides[2] + wide % DSTATE * dinitial_strides[3], grad,
                  mask=inside)
 
 

@@ -52,11 +52,12 @@ def test_tune_needs_a_gpu():
 
 @without_gpu
 def test_bench_without_gpu(tmp_path):
-    write(tmp_path, ssd_row("torch", p50_us=4321.0))
+    write(tmp_path, ssd_row("torch", "8b-b1", p50_us=4321.0), ssd_row("torch", "8b-b4", p50_us=9876.0))
     result = run("bench", "--variant", "torch", "--shape", "8b-b1,sweep-64", "--out", tmp_path)
     assert result.exit_code == 0, result.stdout
     for text in ("Nothing was timed", "torch: agrees with fp64", "8b-b1", "sweep-64", "chunk_scan_dCB", "4321"):
         assert text in result.stdout
+    assert "9876" not in result.stdout, "a shape that was not asked for"
     assert len(list(tmp_path.glob("*/*"))) == 1, "a run without a GPU writes no rows"
 
 
@@ -66,3 +67,21 @@ def test_bench_without_gpu_fails_on_a_wrong_result(monkeypatch):
     result = run("bench", "--variant", "torch", "--shape", "8b-b1")
     assert result.exit_code == 1
     assert "DOES NOT AGREE" in result.stdout
+
+
+@pytest.mark.parametrize("command", ("table", "readme"))
+@pytest.mark.parametrize(
+    "line, said", [("[1]", "expected a JSON object"), ('{"bench": "ssd"}', "with a time"), ("{", "not a JSON row")]
+)
+def test_a_broken_row_is_refused_by_file_and_line(tmp_path, command, line, said):
+    (tmp_path / "h200").mkdir()
+    (tmp_path / "h200" / "ssd.jsonl").write_text(line + "\n")
+    result = run(command, *(["--check"] if command == "readme" else []), "--out", tmp_path)
+    assert result.exit_code == 2 and "ssd.jsonl:1" in result.stderr and said in result.stderr
+
+
+def test_a_folder_that_is_not_there_is_refused(tmp_path):
+    missing, file = tmp_path / "nowhere", tmp_path / "file"
+    file.touch()
+    assert run("table", "--out", missing).exit_code == 2
+    assert run("bench", "--out", file).exit_code == 2

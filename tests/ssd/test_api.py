@@ -226,9 +226,10 @@ def test_opcheck(variant, case, device):
 
 
 @pytest.mark.parametrize("variant", RUNNABLE)
-def test_compile(variant, device):
+@pytest.mark.parametrize("dynamic", (None, True))
+def test_compile(variant, dynamic, device):
     """One graph, forward and backward, for a second length as well."""
-    compiled = torch.compile(run_both, fullgraph=True, backend="inductor" if GPU else "aot_eager", dynamic=None)
+    compiled = torch.compile(run_both, fullgraph=True, backend="inductor" if GPU else "aot_eager", dynamic=dynamic)
     for seqlen in (40, 56):
         inputs = random_inputs(replace(SHAPE, batch=1, seqlen=seqlen), EVERYTHING, torch.float32, device)
         eager, _ = backward(leaves(inputs), variant)
@@ -318,3 +319,22 @@ def test_second_device(variant):
     assert_close((got["out"].cpu(), got["final_states"].cpu()), (out.cpu(), final_states.cpu()))
     with torch.no_grad():
         assert_all_accurate(got, truths(inputs, *ways), inputs, *ways)
+
+
+@pytest.mark.parametrize("variant", RUNNABLE)
+def test_second_derivatives_are_refused(variant, device):
+    """Not there, so a gradient of a gradient must not come out short without a word."""
+    inputs = leaves(random_inputs(Shape(1, 20), device=device))
+    (dx,) = torch.autograd.grad(run(inputs, variant=variant).square().sum(), inputs.x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dx.square().sum().backward()
+
+
+@pytest.mark.parametrize("variant", RUNNABLE)
+@pytest.mark.parametrize("name", ("x", "dt", "A", "B", "C"))
+def test_nan_is_not_hidden(variant, name, device):
+    """A model that has diverged must show it."""
+    inputs = random_inputs(Shape(1, 40, 2), device=device)
+    broken = getattr(inputs, name).clone()
+    broken.view(-1)[0] = float("nan")
+    assert run(replace(inputs, **{name: broken}), variant=variant).isnan().any()

@@ -99,6 +99,7 @@ def test_wrong_value(call, device, argument, bad, came, accepted):
         ("seq_idx", torch.zeros(2, 20, dtype=torch.int16), "torch.int16", "torch.int32 or torch.int64"),
         ("cu_seqlens", torch.zeros(3), "torch.float32", "torch.int32 or torch.int64"),
         ("chunk_size", 64.0, "64.0", "an int"),
+        ("dt_softplus", "yes", "'yes'", "True or False"),
         ("chunk_size", True, "True", "an int"),
         ("dt_limit", 0.1, "0.1", "two numbers"),
         ("dt_limit", (0.1,), "(0.1,)", "two numbers"),
@@ -183,7 +184,7 @@ def test_values_of_cu_seqlens_are_checked_on_the_cpu(bounds):
     assert_names(refused.value, "cu_seqlens", str(bounds), "from 0 to seqlen = 20")
 
 
-@pytest.mark.parametrize("variant", OURS)
+@pytest.mark.parametrize("variant", (*OURS, "torch"))
 def test_cu_seqlens_beyond_the_row_stay_inside_it(variant, device):
     """On a GPU nobody checks the values; no kernel may read past the end for them."""
     inputs = random_inputs(replace(SHAPE, batch=1), device=device)
@@ -192,3 +193,11 @@ def test_cu_seqlens_beyond_the_row_stay_inside_it(variant, device):
     _, final_states, saved = get_variant(variant).forward(replace(inputs, **documents), Options())
     torch.testing.assert_close(saved.varlen_states[0], final_states[0])
     assert not saved.varlen_states[1].any()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="nothing is interpreted here")
+@pytest.mark.parametrize("variant", OURS)
+def test_bf16_is_refused_by_the_interpreter(variant):
+    """Its bf16 arithmetic is wrong by orders of magnitude."""
+    reason = get_variant(variant).supports(random_inputs(SHAPE, dtype=torch.bfloat16))
+    assert "interpreter" in reason and "bf16" in reason
