@@ -33,7 +33,7 @@ def run(shapes: list[Shape], dtype: str, chunk_sizes: tuple[int, ...], repeats: 
             sizes = (DTYPES[dtype], shape.headdim, shape.dstate, chunk_size)
             times = _measure(shape, dtype, chunk_size, sizes, device, repeats, console)
             best = {kernel: min(of, key=of.get) for kernel, of in times.items()}
-            frozen |= {tuning.size_key(kernel, *sizes): tuning.entry(config) for kernel, config in best.items()}
+            frozen |= {tuning.size_key(kernel, *sizes): tuning.to_entry(config) for kernel, config in best.items()}
             console.print(_table(f"{shape.name}, chunk size {chunk_size}", times, best))
             path.parent.mkdir(exist_ok=True)
             part = path.with_suffix(".part")

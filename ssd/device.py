@@ -42,6 +42,12 @@ def unpack_program(ntiles, nheads, nchunks):
 
 
 @triton.jit
+def chunk_offset(strides, b, token, head):
+    """Offset of a chunk's first token, of one head or group, in a tensor (batch, seqlen, heads or groups, channels)."""
+    return b * strides[0] + token * strides[1] + head * strides[2]
+
+
+@triton.jit
 def split_heads(slot, HEADS: tl.constexpr, SPLITS: tl.constexpr):
     """(group, split, first head in the group, number of heads) where SPLITS programs share the HEADS heads of a group."""
     EACH: tl.constexpr = (HEADS + SPLITS - 1) // SPLITS

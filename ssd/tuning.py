@@ -148,7 +148,7 @@ def size_key(kernel: str, dtype: torch.dtype, headdim: int, dstate: int, chunk_s
     return "/".join(map(str, (kernel, f"{dtype.itemsize}B", *sizes)))
 
 
-def entry(config: Config) -> list[int]:
+def to_entry(config: Config) -> list[int]:
     """The config as a config file keeps it: tile sizes in the order of `_BLOCKS`, warps, stages."""
     return [*(size for _, size in config.blocks), config.num_warps, config.num_stages]
 

@@ -102,7 +102,8 @@ class SSDSaved:
 class SSDGrads:
     """Gradients, named after the input they belong to. None: that input was absent, or (as `into`) is to be allocated.
 
-    dx, ddt, dB, dC, dz have their input's shape and dtype; dA, dD, ddt_bias, dinitial_states are fp32.
+    dx, ddt, dB, dC, dz have their input's shape and dtype; dA, dD, ddt_bias, dinitial_states are fp32. As `into`, all but the
+    sums over tokens, dA, dD and ddt_bias, may be given, with any strides: slices of the gradient of one packed projection, say.
     """
 
     dx: Tensor | None = None

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..device import unpack_program
+from ..device import chunk_offset, unpack_program
 from ..tuning import pick
 from ..types import Options, SSDInputs
 from .arguments import output
@@ -28,9 +28,9 @@ def bmm_bwd_kernel(dCB, other, other_strides, parts, grad, grad_strides, seqlen,
     offs_m, n = first + tl.arange(0, BLOCK_M), tile % NTILES_N * BLOCK_N + tl.arange(0, BLOCK_N)
     in_mn = (offs_m < rows)[:, None] & (n < DSTATE)[None, :]
     dCB += ((b * nchunks + c) * NGROUPS + g) * CHUNK * CHUNK
-    other += b * other_strides[0] + token * other_strides[1] + g * other_strides[2]
+    other += chunk_offset(other_strides, b, token, g)
     parts += ((b * seqlen + token) * NGROUPS + g) * DSTATE
-    grad += b * grad_strides[0] + token * grad_strides[1] + g * grad_strides[2]
+    grad += chunk_offset(grad_strides, b, token, g)
 
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for s in tl.static_range(NPARTS):

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..device import unpack_program
+from ..device import chunk_offset, unpack_program
 from ..tuning import pick
 from ..types import Options, SSDInputs
 from .arguments import triton_dtype
@@ -25,8 +25,8 @@ def bmm_chunk_kernel(B, B_strides, C, C_strides, CB, seqlen, nchunks, NGROUPS: t
     if first_j >= first_i + BLOCK_M or first_i >= rows:
         return
     offs_i, offs_j = first_i + tl.arange(0, BLOCK_M), first_j + tl.arange(0, BLOCK_N)
-    C += b * C_strides[0] + c * CHUNK * C_strides[1] + g * C_strides[2]
-    B += b * B_strides[0] + c * CHUNK * B_strides[1] + g * B_strides[2]
+    C += chunk_offset(C_strides, b, c * CHUNK, g)
+    B += chunk_offset(B_strides, b, c * CHUNK, g)
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start in range(0, DSTATE, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..device import causal, decay, document_before, sigmoid, unpack_program
+from ..device import causal, chunk_offset, decay, document_before, sigmoid, unpack_program
 from ..tuning import pick
 from ..types import Options, SSDInputs
 from .arguments import per_channel_strides, strides
@@ -33,8 +33,8 @@ def chunk_scan_kernel(CB, x, x_strides, z, z_strides, C, C_strides, D, D_strides
         return
     offs_i, offs_p = first + tl.arange(0, BLOCK_M), tile % NTILES_P * BLOCK_P + tl.arange(0, BLOCK_P)
     in_i, in_p = offs_i < rows, offs_p < HEADDIM
-    x += b * x_strides[0] + token * x_strides[1] + h * x_strides[2]
-    C += b * C_strides[0] + token * C_strides[1] + g * C_strides[2]
+    x += chunk_offset(x_strides, b, token, h)
+    C += chunk_offset(C_strides, b, token, g)
     CB += ((b * nchunks + c) * NGROUPS + g) * CHUNK * CHUNK
     dt += ((b * NHEADS + h) * nchunks + c) * CHUNK
     dA_cumsum += ((b * NHEADS + h) * nchunks + c) * CHUNK

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..device import causal, decay, document_at_end, unpack_program
+from ..device import causal, chunk_offset, decay, document_at_end, unpack_program
 from ..tuning import pick
 from ..types import Options, SSDInputs
 from .arguments import output, per_channel_strides
@@ -33,10 +33,10 @@ def chunk_scan_chunk_state_dx_kernel(
     rows = tl.minimum(CHUNK, seqlen - token).to(tl.int32)
     offs_j = first + tl.arange(0, BLOCK_M)
     in_j = offs_j < rows
-    x += b * x_strides[0] + token * x_strides[1] + h * x_strides[2]
-    B += b * B_strides[0] + token * B_strides[1] + g * B_strides[2]
-    dy += b * dy_strides[0] + token * dy_strides[1] + h * dy_strides[2]
-    dx += b * dx_strides[0] + token * dx_strides[1] + h * dx_strides[2]
+    x += chunk_offset(x_strides, b, token, h)
+    B += chunk_offset(B_strides, b, token, g)
+    dy += chunk_offset(dy_strides, b, token, h)
+    dx += chunk_offset(dx_strides, b, token, h)
     CB += ((b * nchunks + c) * NGROUPS + g) * CHUNK * CHUNK
     per_head = ((b * NHEADS + h) * nchunks + c) * CHUNK
     dA_cumsum += per_head

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..device import document_before, split_heads, unpack_program
+from ..device import chunk_offset, document_before, split_heads, unpack_program
 from ..tuning import head_splits, pick
 from ..types import Options, SSDInputs
 from .chunk_state import weights_from_start
@@ -36,12 +36,12 @@ def chunk_scan_dC_kernel(dy, dy_strides, C, C_strides, dA_cumsum, seq_idx, prev_
     if seq_idx is not None:
         document = document_before(seq_idx, b, c, seqlen, CHUNK)
         seq_idx += b * seqlen + token
-    dy += b * dy_strides[0] + token * dy_strides[1] + head * dy_strides[2]
+    dy += chunk_offset(dy_strides, b, token, head)
     per_head = ((b * NHEADS + head) * nchunks + c) * CHUNK
     dA_cumsum += per_head
     r_tiles += (tile % NTILES_N).to(tl.int64) * r_stride + per_head
     prev_states += ((b * nchunks + c) * NHEADS + head) * HEADDIM * DSTATE
-    C += b * C_strides[0] + token * C_strides[1] + g * C_strides[2]
+    C += chunk_offset(C_strides, b, token, g)
     C_i = tl.load(C + offs_i[:, None] * C_strides[1] + n[None, :] * C_strides[3], mask=in_i[:, None] & in_n[None, :],
                   other=0.0)
 

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..device import causal, decay, split_heads, unpack_program
+from ..device import causal, chunk_offset, decay, split_heads, unpack_program
 from ..tuning import head_splits, pick
 from ..types import Options, SSDInputs
 
@@ -50,8 +50,8 @@ def chunk_scan_dCB_kernel(x, x_strides, dy, dy_strides, dt, dA_cumsum, seq_idx, 
     if first_j >= first_i + BLOCK_M or first_i >= rows:
         return
     offs_i, offs_j = first_i + tl.arange(0, BLOCK_M), first_j + tl.arange(0, BLOCK_N)
-    x += b * x_strides[0] + token * x_strides[1] + head * x_strides[2]
-    dy += b * dy_strides[0] + token * dy_strides[1] + head * dy_strides[2]
+    x += chunk_offset(x_strides, b, token, head)
+    dy += chunk_offset(dy_strides, b, token, head)
     per_head = ((b * NHEADS + head) * nchunks + c) * CHUNK
     dt += per_head
     dA_cumsum += per_head

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..device import document_before, unpack_program
+from ..device import chunk_offset, document_before, unpack_program
 from ..tuning import pick
 from ..types import Options, SSDInputs
 from .chunk_state import weighted_outer
@@ -29,8 +29,8 @@ def chunk_scan_dstates_kernel(dy, dy_strides, C, C_strides, dA_cumsum, seq_idx, 
     if seq_idx is not None:
         document = document_before(seq_idx, b, c, seqlen, CHUNK)
         seq_idx += b * seqlen + token
-    acc = weighted_outer(dy + b * dy_strides[0] + token * dy_strides[1] + h * dy_strides[2], dy_strides,
-                         C + b * C_strides[0] + token * C_strides[1] + h // (NHEADS // NGROUPS) * C_strides[2], C_strides,
+    acc = weighted_outer(dy + chunk_offset(dy_strides, b, token, h), dy_strides,
+                         C + chunk_offset(C_strides, b, token, h // (NHEADS // NGROUPS)), C_strides,
                          None, dA_cumsum + ((b * NHEADS + h) * nchunks + c) * CHUNK, seq_idx, document,
                          tl.minimum(CHUNK, seqlen - token).to(tl.int32), offs_p, offs_n, False, HEADDIM, DSTATE, BLOCK_K,
                          PRECISION)

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..device import decay, document_at_end, document_before, unpack_program
+from ..device import chunk_offset, decay, document_at_end, document_before, unpack_program
 from ..tuning import pick
 from ..types import Options, SSDInputs
 
@@ -79,8 +79,8 @@ def chunk_state_kernel(x, x_strides, B, B_strides, dt, dA_cumsum, seq_idx, state
     if seq_idx is not None:
         document = document_at_end(seq_idx, b, c, seqlen, CHUNK)
         seq_idx += b * seqlen + token
-    acc = weighted_outer(x + b * x_strides[0] + token * x_strides[1] + h * x_strides[2], x_strides,
-                         B + b * B_strides[0] + token * B_strides[1] + h // (NHEADS // NGROUPS) * B_strides[2], B_strides,
+    acc = weighted_outer(x + chunk_offset(x_strides, b, token, h), x_strides,
+                         B + chunk_offset(B_strides, b, token, h // (NHEADS // NGROUPS)), B_strides,
                          dt + per_head, dA_cumsum + per_head, seq_idx, document,
                          tl.minimum(CHUNK, seqlen - token).to(tl.int32), offs_p, offs_n, True, HEADDIM, DSTATE, BLOCK_K,
                          PRECISION)

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..device import document_at_end, split_heads, unpack_program
+from ..device import chunk_offset, document_at_end, split_heads, unpack_program
 from ..tuning import head_splits, pick
 from ..types import Options, SSDInputs
 from .chunk_state import weights_to_end
@@ -37,7 +37,7 @@ def chunk_state_dB_kernel(x, x_strides, dt, dA_cumsum, seq_idx, dstates, dB_part
     if seq_idx is not None:
         document = document_at_end(seq_idx, b, c, seqlen, CHUNK)
         seq_idx += b * seqlen + token
-    x += b * x_strides[0] + token * x_strides[1] + head * x_strides[2]
+    x += chunk_offset(x_strides, b, token, head)
     per_head = ((b * NHEADS + head) * nchunks + c) * CHUNK
     dt += per_head
     dA_cumsum += per_head

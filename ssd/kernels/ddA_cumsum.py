@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..device import causal, unpack_program
+from ..device import causal, chunk_offset, unpack_program
 from ..tuning import pick
 from ..types import Options, SSDInputs
 from .chunk_scan_dCB import pair_grads
@@ -25,8 +25,8 @@ def ddA_cumsum_kernel(x, x_strides, dy, dy_strides, dt, dA_cumsum, CB, seq_idx, 
     token, first = c * CHUNK, tile * BLOCK_M
     rows = tl.minimum(CHUNK, seqlen - token).to(tl.int32)
     offs_i = first + tl.arange(0, BLOCK_M)
-    x += b * x_strides[0] + token * x_strides[1] + h * x_strides[2]
-    dy += b * dy_strides[0] + token * dy_strides[1] + h * dy_strides[2]
+    x += chunk_offset(x_strides, b, token, h)
+    dy += chunk_offset(dy_strides, b, token, h)
     per_head = ((b * NHEADS + h) * nchunks + c) * CHUNK
     dt += per_head
     dA_cumsum += per_head

@@ -8,7 +8,7 @@ import torch
 
 from ssd import tuning
 from ssd.registry import get_variant
-from ssd.types import SSDGrads
+from ssd.types import Options, SSDGrads
 from tests.errors import assert_all_accurate, assert_right, cotangents, results, truths
 from tests.inputs import EVERYTHING, OURS, Case, Shape, every_option_pairwise, random_inputs, split
 
@@ -187,3 +187,18 @@ def test_every_result_has_a_judge(device):
     inputs = random_inputs(Shape(1, 20), replace(EVERYTHING, documents="varlen"), device=device)
     grads = {f.name for f in fields(SSDGrads)}
     assert truths(inputs, *cotangents(inputs)).keys() == {"out", "final_states", "varlen_states"} | grads
+
+
+@pytest.mark.parametrize("name", (*OURS, "torch"))
+def test_gradients_go_where_they_are_asked_to(name, device):
+    """Into slices of one packed gradient, the same values as into fresh memory."""
+    inputs = random_inputs(Shape(1, 40, 2), PROJECTION, device=device)
+    ways, variant = cotangents(inputs), get_variant(name)
+    alone = results(variant, inputs, *ways)
+    parts = {grad: getattr(inputs, grad[1:]) for grad in ("dz", "dx", "dB", "dC", "ddt")}
+    packed = torch.zeros(1, 40, sum(t[0, 0].numel() for t in parts.values()), device=device)
+    slices = packed.split([t[0, 0].numel() for t in parts.values()], -1)
+    into = {grad: s.unflatten(-1, t.shape[2:]) for (grad, t), s in zip(parts.items(), slices, strict=True)}
+    saved = variant.forward(inputs, Options())[2]
+    variant.backward(saved, *ways, SSDGrads(**into))
+    assert all(torch.equal(into[grad], alone[grad]) for grad in into)

@@ -45,7 +45,7 @@ def test_frozen_files_are_choices_that_a_tuner_has(path):
         dtype = {"2B": torch.bfloat16, "4B": torch.float32}[itemsize]
         sizes = tuple(map(int, sizes))
         assert tuning.size_key(kernel, dtype, *sizes) == key
-        assert entry in [tuning.entry(config) for config in tuning.space(kernel, dtype, *sizes, H200)], key
+        assert entry in [tuning.to_entry(config) for config in tuning.space(kernel, dtype, *sizes, H200)], key
 
 
 @pytest.mark.parametrize("kernel", tuning.KERNELS)
@@ -63,12 +63,12 @@ def test_no_tile_is_longer_than_its_axis_nor_beyond_the_device(kernel):
 
 def test_a_frozen_choice_is_taken_where_it_was_measured(chosen_on):
     frozen = {tuning.size_key("bmm_chunk", torch.bfloat16, 64, 128, 256): [128, 32, 64, 8, 2]}
-    assert tuning.entry(chosen_on("bmm_chunk", H200, frozen)) == [128, 32, 64, 8, 2]
+    assert tuning.to_entry(chosen_on("bmm_chunk", H200, frozen)) == [128, 32, 64, 8, 2]
     default = tuning.space("bmm_chunk", torch.bfloat16, 64, 128, 256, H200)[0]
     assert chosen_on("bmm_chunk", H200) == default
     # Sizes that round up to the same powers of two share a line; other dtypes have their own.
-    assert tuning.entry(chosen_on("bmm_chunk", H200, frozen, sizes=(33, 100, 256))) == [128, 32, 64, 8, 2]
-    assert tuning.entry(chosen_on("bmm_chunk", H200, frozen, dtype=torch.float32)) != [128, 32, 64, 8, 2]
+    assert tuning.to_entry(chosen_on("bmm_chunk", H200, frozen, sizes=(33, 100, 256))) == [128, 32, 64, 8, 2]
+    assert tuning.to_entry(chosen_on("bmm_chunk", H200, frozen, dtype=torch.float32)) != [128, 32, 64, 8, 2]
 
 
 def test_a_frozen_choice_shrinks_to_a_smaller_device(chosen_on):
