@@ -12,12 +12,37 @@ from torch import Tensor
 class Options:
     """Switches of the kernels: one field per optimisation, so that each can be turned off by itself and ablated.
 
+    The baseline knows `tf32` alone. What a field is about is (fused), (persistent) or both.
+
     Attributes:
         tf32: multiply fp32 operands with 10-bit mantissas (TF32). Off, three TF32 products recover fp32 accuracy.
             No effect on fp16 and bf16 inputs.
+        exp2: exponentials as exp2 of exponents that were scaled by log2(e) as vectors. Off, exp of each element.
+        fuse_bmm: C B^T is computed in the tile that uses it. Off, bmm_chunk writes it to memory once per group.
+        low_precision_CB: without fuse_bmm, C B^T is kept in the dtype of x. Off, in fp32.
+        fuse_states: where states between chunks are in memory, one kernel walks the chunks and keeps the running state in
+            registers. Off, chunk_state and state_passing, through fp32 states in memory.
+        two_level: (fused) a block walks a whole chunk in sub-chunks of 64 tokens with the state in registers. Off, one block of
+            rows per program, which meets every block of columns before it in its chunk.
+        causal_blocks: (fused, without two_level) tiles above the diagonal are skipped. Off, they are computed and masked.
+        low_precision_states: states between chunks are kept in C's dtype where `state_dtype` does not say. Off, in fp32.
+        stationary: (persistent) a block walks a whole sequence of one head and the state never leaves its registers. Off, blocks
+            as many as run side by side take the chunks of the two-level scan in turn.
+        segments: (persistent, stationary) sequences are cut where batch and heads alone do not fill the GPU. Off, never.
+        gluon: (persistent) a warp-specialised Gluon kernel on Hopper, where the inputs allow. Off, plain Triton everywhere.
     """
 
     tf32: bool = False
+    exp2: bool = True
+    fuse_bmm: bool = True
+    low_precision_CB: bool = True
+    fuse_states: bool = True
+    two_level: bool = True
+    causal_blocks: bool = True
+    low_precision_states: bool = True
+    stationary: bool = True
+    segments: bool = True
+    gluon: bool = True
 
     @property
     def precision(self) -> str:
@@ -87,15 +112,19 @@ class SSDSaved:
     """What a forward leaves beside its two outputs.
 
     Attributes:
-        y: (batch, seqlen, nheads, headdim), the output before the gate z, for the backward; None without z.
+        y: (batch, seqlen, nheads, headdim), the output before the gate z, for the backward; None without z, and where no
+            backward may follow.
         varlen_states: (ndocs, nheads, headdim, dstate) fp32, the state at the end of each document of `cu_seqlens`;
             None where that was not given.
+        prev_states: (batch, nchunks, nheads, headdim, dstate) in `inputs.states_dtype`, the state before each chunk of
+            `inputs.chunk_size`, for the backward; None from variants that do not keep it, or without `options.save_states`.
     """
 
     inputs: SSDInputs
     options: Options
     y: Tensor | None = None
     varlen_states: Tensor | None = None
+    prev_states: Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import ssd
-from ssd import reference, registry
+from ssd import autograd, reference, registry
 from ssd.registry import get_variant
 from tests.errors import assert_accurate, assert_all_accurate, truths
 from tests.inputs import (
@@ -211,7 +211,7 @@ def test_gradcheck():
 def op_arguments(inputs, variant, save):
     i = inputs
     return (i.x, i.dt, i.A, i.B, i.C, i.D, i.z, i.dt_bias, i.initial_states, i.seq_idx, i.cu_seqlens, i.chunk_size,
-            i.dt_softplus, *i.dt_limit, i.state_dtype, variant, "tf32=False", save)
+            i.dt_softplus, *i.dt_limit, i.state_dtype, variant, autograd._encode(ssd.Options()), save)
 
 
 @pytest.mark.parametrize("variant", RUNNABLE)
