@@ -56,7 +56,7 @@ def _measure(shape, dtype, chunk_size, sizes, device, repeats, console) -> dict[
                 stack.enter_context(tuning.forced(kernel, config))
 
             def call():
-                saved = variant.forward(inputs, options)[2]
+                saved = variant.forward(inputs, options, True)[2]
                 variant.backward(saved, dout, None, SSDGrads())
 
             call()

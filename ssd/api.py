@@ -15,6 +15,7 @@ from .types import Options, SSDInputs
 _MAX_CHUNK, _MIN_CHUNK = 256, 16
 _FP32_LARGEST = torch.finfo(torch.float32).max
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_DEFAULT = Options()
 
 
 def ssd_chunk_scan(
@@ -84,9 +85,13 @@ def ssd_chunk_scan(
         seq_idx = torch.searchsorted(cu_seqlens[1:].contiguous(), tokens, right=True, out_int32=True)[None]
     cu_seqlens = cu_seqlens.to(torch.int32).contiguous() if return_varlen_states else None
 
+    options = options or _DEFAULT
+    if state_dtype is None and not options.low_precision_states:
+        state_dtype = torch.float32
+
+    inputs = SSDInputs(x, dt, A, B, C, chunk_size, D, z, dt_bias, initial_states, seq_idx, cu_seqlens, dt_softplus, dt_limit,
+                       state_dtype)
     if is_peer(variant):
-        inputs = SSDInputs(x, dt, A, B, C, chunk_size, D, z, dt_bias, initial_states, seq_idx, cu_seqlens, dt_softplus,
-                           dt_limit, state_dtype)
         peer = get_variant(variant)
         if reason := peer.supports(inputs):
             raise ValueError(f"variant {variant!r} cannot run these inputs: {reason}")
@@ -95,9 +100,7 @@ def ssd_chunk_scan(
     else:
         save = torch.is_grad_enabled() and any(
             t is not None and t.requires_grad for t in (x, dt, A, B, C, D, z, dt_bias, initial_states))
-        out, final_states, varlen_states = chunk_scan(
-            x, dt, A, B, C, D, z, dt_bias, initial_states, seq_idx, cu_seqlens, chunk_size, dt_softplus, dt_limit,
-            state_dtype, variant, options or Options(), save)
+        out, final_states, varlen_states = chunk_scan(inputs, variant, options, save)
     results = (out,)
     if return_final_states:
         results += (final_states,)

@@ -12,8 +12,9 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from .registry import resolve
+from .registry import resolve, saves_states
 from .types import Options, SSDGrads, SSDInputs, SSDSaved
 
 _INPUTS = (
@@ -22,25 +23,48 @@ _INPUTS = (
     "ScalarType? state_dtype, str variant, str options"
 )
 _N_TENSORS, _N_INPUTS = 9, 18  # differentiable inputs come first
+_PLAIN = (Tensor, torch.nn.Parameter)
 
 torch.library.define(
-    "ssd::chunk_scan", f"({_INPUTS}, bool save) -> (Tensor out, Tensor final_states, Tensor varlen_states, Tensor y)"
+    "ssd::chunk_scan",
+    f"({_INPUTS}, bool save) -> (Tensor out, Tensor final_states, Tensor varlen_states, Tensor y, Tensor prev_states)",
 )
 torch.library.define(
     "ssd::chunk_scan_bwd",
-    f"({_INPUTS}, Tensor? y, Tensor? dout, Tensor? dfinal_states) -> ({', '.join(['Tensor'] * _N_TENSORS)})",
+    f"({_INPUTS}, Tensor? y, Tensor? prev_states, Tensor? dout, Tensor? dfinal_states) -> "
+    f"({', '.join(['Tensor'] * _N_TENSORS)})",
 )
 
 
-def chunk_scan(x, dt, A, B, C, D, z, dt_bias, initial_states, seq_idx, cu_seqlens, chunk_size, dt_softplus, dt_limit,
-               state_dtype, variant: str, options: Options, save: bool):
-    """Arguments as `api.ssd_chunk_scan` checked them. Returns out, final_states, varlen_states.
+def chunk_scan(i: SSDInputs, variant: str, options: Options, save: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Returns out, final_states, varlen_states (an absent one is None or empty) of inputs that `api` has checked.
 
     save: whether a backward may follow, so that what it needs must be kept.
     """
-    return torch.ops.ssd.chunk_scan(
-        x, dt, A, B, C, D, z, dt_bias, initial_states, seq_idx, cu_seqlens, chunk_size, dt_softplus, *dt_limit, state_dtype,
-        variant, _encode(options), save)[:3]
+    tensors = (i.x, i.dt, i.A, i.B, i.C, i.D, i.z, i.dt_bias, i.initial_states, i.seq_idx, i.cu_seqlens)
+    plain = _are_plain(tensors)
+    if plain and not save:
+        out, final_states, saved = resolve(variant, i).forward(i, options, False)
+        return out, final_states, saved.varlen_states
+    scan = _ChunkScan.apply if plain else torch.ops.ssd.chunk_scan
+    return scan(*tensors, i.chunk_size, i.dt_softplus, *i.dt_limit, i.state_dtype, variant, _encode(options), save)[:3]
+
+
+def _are_plain(tensors: tuple[Tensor | None, ...]) -> bool:
+    """Whether nobody but autograd watches what becomes of the tensors, so that an op around the launches has no use.
+
+    An op costs two trips through torch's dispatcher. It is needed where torch.compile, a transform, a mode or a subclass must
+    see one opaque call, not the launches.
+    """
+    return (
+        not torch.compiler.is_compiling()
+        and not torch._C._len_torch_dispatch_stack()
+        and not torch._C._len_torch_function_stack()
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and torch._C._get_tracing_state() is None
+        and forward_ad._current_level < 0
+        and all([t is None or (type(t) in _PLAIN and not t.is_neg()) for t in tensors])
+    )
 
 
 _OPTION_NAMES = tuple(f.name for f in fields(Options))
@@ -64,39 +88,49 @@ def _unpack(args: tuple) -> tuple[SSDInputs, str, Options]:
     return inputs, variant, _decode(options)
 
 
+def _keeps_states(name: str, inputs: SSDInputs, options: Options, save: bool) -> bool:
+    """Whether the op returns prev_states: known without running it, as its fake form must."""
+    return save and options.save_states and saves_states(name, inputs.x.device)
+
+
 def _or_empty(t: Tensor | None, like: Tensor) -> Tensor:
     return like.new_empty(0) if t is None else t
 
 
-@torch.library.impl("ssd::chunk_scan", "default")
+def _or_none(t: Tensor | None) -> Tensor | None:
+    return t if t is not None and t.numel() else None
+
+
 def _forward(*args):
     *args, save = args
     inputs, name, options = _unpack(args)
-    out, final_states, saved = resolve(name, inputs).forward(inputs, options)
-    y = saved.y if save else None
-    return out, final_states, _or_empty(saved.varlen_states, out), _or_empty(y, out)
+    out, final_states, saved = resolve(name, inputs).forward(inputs, options, save)
+    prev_states = saved.prev_states if _keeps_states(name, inputs, options, save) else None
+    return out, final_states, *(_or_empty(t, out) for t in (saved.varlen_states, saved.y, prev_states))
 
 
 @torch.library.register_fake("ssd::chunk_scan")
 def _forward_fake(*args):
     *args, save = args
-    inputs, _, _ = _unpack(args)
+    inputs, name, options = _unpack(args)
     x, sizes = inputs.x, (inputs.nheads, inputs.headdim, inputs.dstate)
     out = x.new_empty(x.shape)
     accumulator = _accumulator(x)
     final_states = x.new_empty((inputs.batch, *sizes), dtype=accumulator)
     ndocs = () if inputs.cu_seqlens is None else (inputs.cu_seqlens.shape[0] - 1, *sizes)
     varlen_states = x.new_empty(ndocs, dtype=accumulator) if ndocs else x.new_empty(0)
-    return out, final_states, varlen_states, x.new_empty(x.shape if save and inputs.z is not None else 0)
+    y = x.new_empty(x.shape if save and inputs.z is not None else 0)
+    states = (inputs.batch, inputs.nchunks, *sizes) if _keeps_states(name, inputs, options, save) else 0
+    return out, final_states, varlen_states, y, x.new_empty(states, dtype=inputs.states_dtype if states else x.dtype)
 
 
-@torch.library.impl("ssd::chunk_scan_bwd", "default")
 def _backward(*args):
-    *args, y, dout, dfinal_states = args
+    *args, y, prev_states, dout, dfinal_states = args
     inputs, name, options = _unpack(args)
     if dout is None:
         dout = torch.zeros_like(inputs.x)
-    grads = resolve(name, inputs).backward(SSDSaved(inputs, options, y), dout, dfinal_states, SSDGrads())
+    saved = SSDSaved(inputs, options, _or_none(y), prev_states=_or_none(prev_states))
+    grads = resolve(name, inputs).backward(saved, dout, dfinal_states, SSDGrads())
     return tuple(_or_empty(g, inputs.x) for g in _in_order(grads))
 
 
@@ -126,25 +160,30 @@ class _ChunkScan(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, *args):
-        with torch._C._AutoDispatchBelowAutograd():
-            outputs = torch.ops.ssd.chunk_scan(*args)
-        varlen_states, y = outputs[2:]
-        ctx.save_for_backward(*args[: _N_TENSORS + 2], y)
+        if _are_plain(args[:_N_TENSORS]):
+            outputs = _forward(*args)
+        else:
+            with torch._C._AutoDispatchBelowAutograd():
+                outputs = torch.ops.ssd.chunk_scan(*args)
+        ctx.save_for_backward(*args[: _N_TENSORS + 2], *outputs[3:])
         ctx.settings = args[_N_TENSORS + 2 : _N_INPUTS]
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(varlen_states, y)
+        ctx.mark_non_differentiable(*outputs[2:])
         return outputs
 
     @staticmethod
     @torch.autograd.function.once_differentiable  # the second derivative is not there: better an error than a gradient short
-    def backward(ctx, dout, dfinal_states, _dvarlen_states, _dy):
-        *tensors, y = ctx.saved_tensors
+    def backward(ctx, dout, dfinal_states, *_):
+        *tensors, y, prev_states = ctx.saved_tensors
         if dout is None and dfinal_states is None:
             return (None,) * (_N_INPUTS + 1)
-        grads = torch.ops.ssd.chunk_scan_bwd(*tensors, *ctx.settings, y, dout, dfinal_states)
+        chunk_scan_bwd = _backward if _are_plain((*tensors, dout, dfinal_states)) else torch.ops.ssd.chunk_scan_bwd
+        grads = chunk_scan_bwd(*tensors, *ctx.settings, y, prev_states, dout, dfinal_states)
         grads = [None if t is None else g.to(t.dtype) for t, g in zip(tensors[:_N_TENSORS], grads, strict=True)]
         return (*grads, *[None] * (_N_INPUTS + 1 - _N_TENSORS))
 
 
+torch.library.impl("ssd::chunk_scan", "default", _forward)
+torch.library.impl("ssd::chunk_scan_bwd", "default", _backward)
 _library = torch.library.Library("ssd", "FRAGMENT")  # kept: its registrations live as long as it does
 _library.impl("chunk_scan", lambda *args: _ChunkScan.apply(*args), "Autograd")

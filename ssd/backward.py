@@ -1,4 +1,6 @@
-"""The baseline's backward: four of the forward's stages again, then nine kernels (bmm_bwd twice), ten with a gate."""
+"""The baseline's backward: two of the forward's stages again, or four where the states between chunks were not kept, then
+nine kernels (bmm_bwd twice), ten with a gate.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def backward(saved: SSDSaved, dout: Tensor, dfinal_states: Tensor | None, into: 
     dout = dout if fits_tiles(dout) else dout.contiguous()
     with torch.cuda.device_of(i.x):
         dt, dA_cumsum = chunk_cumsum(i)
-        prev_states, _ = state_passing(i, chunk_state(i, dt, dA_cumsum, options), dA_cumsum)
+        prev_states = saved.prev_states
+        if prev_states is None:
+            prev_states, _ = state_passing(i, chunk_state(i, dt, dA_cumsum, options), dA_cumsum)
         CB = bmm_chunk(i, options)
 
         dz, dy = (None, dout) if i.z is None else chunk_scan_dz(i, dout, saved.y, into.dz)

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
 
+import torch
+
 from .types import SSDInputs
 
 _MODULES = {
@@ -17,6 +19,7 @@ _MODULES = {
     "fla": "ssd.interop.fla",
 }
 _PEERS = ("mamba_ssm", "fla")
+_AUTO = {"cpu": ("torch",), "cuda": ("baseline",)}
 
 
 @dataclass(frozen=True)
@@ -26,9 +29,10 @@ class Variant:
     Attributes:
         name: as users and benchmarks write it.
         supports: (SSDInputs) -> None, or the reason why this variant cannot run them.
-        forward: (SSDInputs, Options) -> (out, final_states, SSDSaved).
+        forward: (SSDInputs, Options, save: bool) -> (out, final_states, SSDSaved); save: a backward may follow.
         backward: (SSDSaved, dout, dfinal_states, into: SSDGrads) -> SSDGrads.
         apply: (SSDInputs) -> (out, final_states), differentiable by itself.
+        saves_states: whether a forward with save and `Options.save_states` leaves `SSDSaved.prev_states`.
         adapts: what `apply` does around the peer's own kernels, and so is in its times; None: nothing.
     """
 
@@ -37,6 +41,7 @@ class Variant:
     forward: Callable | None = None
     backward: Callable | None = None
     apply: Callable | None = None
+    saves_states: bool = False
     adapts: str | None = None
 
 
@@ -62,6 +67,11 @@ def get_variant(name: str) -> Variant:
     return import_module(_MODULES[name]).VARIANT
 
 
+def saves_states(name: str, device: torch.device) -> bool:
+    """Whether the variant of that name keeps the states between chunks; "auto" does if all that it may choose do."""
+    return all(get_variant(chosen).saves_states for chosen in (_AUTO[device.type] if name == "auto" else (name,)))
+
+
 def resolve(name: str, inputs: SSDInputs) -> Variant:
     """The variant that runs these inputs: the one named, or with "auto" the one that suits their device.
 
@@ -69,7 +79,7 @@ def resolve(name: str, inputs: SSDInputs) -> Variant:
         ValueError: the variant named cannot run them; the message gives its reason.
     """
     if name == "auto":
-        name = "torch" if inputs.x.device.type == "cpu" else "baseline"
+        name = _AUTO[inputs.x.device.type][0]
         _say(name, inputs.x.device.type)
     variant = get_variant(name)
     if reason := variant.supports(inputs):

@@ -22,12 +22,13 @@ def _no_autocast(inputs: SSDInputs) -> torch.autocast:
     return torch.autocast(inputs.x.device.type, enabled=False)
 
 
-def _forward(inputs: SSDInputs, options: Options) -> tuple[Tensor, Tensor, SSDSaved]:
+def _forward(inputs: SSDInputs, options: Options, save: bool) -> tuple[Tensor, Tensor, SSDSaved]:
     precision, dtype = _precision(inputs), inputs.x.dtype
     with _no_autocast(inputs):
         out, final_states, y = reference.chunked(inputs, precision)
         varlen_states = None if inputs.cu_seqlens is None else reference.varlen_states(inputs, precision)
-    saved = SSDSaved(inputs, options, None if y is None else y.to(dtype).contiguous(), varlen_states)
+    y = y.to(dtype).contiguous() if save and y is not None else None
+    saved = SSDSaved(inputs, options, y, varlen_states)
     return out.to(dtype).contiguous(), final_states.contiguous(), saved
 
 

@@ -32,4 +32,4 @@ def _supports(inputs: SSDInputs) -> str | None:
     return None
 
 
-VARIANT = Variant("baseline", supports=_supports, forward=forward, backward=backward)
+VARIANT = Variant("baseline", supports=_supports, forward=forward, backward=backward, saves_states=True)

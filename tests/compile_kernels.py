@@ -110,7 +110,7 @@ def use_installed_tools() -> None:
 
 
 def forward_backward(variant: Variant, inputs: SSDInputs) -> None:
-    out, final_states, saved = variant.forward(inputs, Options())
+    out, final_states, saved = variant.forward(inputs, Options(), True)
     variant.backward(saved, torch.empty_like(out), torch.empty_like(final_states), SSDGrads())
 
 

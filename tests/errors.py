@@ -83,7 +83,7 @@ def assert_accurate(name: str, value: Tensor, truth: Tensor, mirror: Tensor, inp
 
 def results(variant: Variant, inputs: SSDInputs, dout: Tensor, dfinal_states: Tensor | None) -> dict[str, Tensor]:
     """Every output and every gradient of a variant, by name."""
-    out, final_states, saved = variant.forward(inputs, Options())
+    out, final_states, saved = variant.forward(inputs, Options(), True)
     grads = variant.backward(saved, dout, dfinal_states, SSDGrads())
     return _present({"out": out, "final_states": final_states, "varlen_states": saved.varlen_states, **vars(grads)})
 

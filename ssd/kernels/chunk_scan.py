@@ -80,10 +80,11 @@ def chunk_scan_kernel(CB, x, x_strides, z, z_strides, C, C_strides, D, D_strides
     tl.store(out + at, acc.to(DTYPE), mask=in_ip)
 
 
-def chunk_scan(i: SSDInputs, CB, dt, dA_cumsum, prev_states, options: Options) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Returns out and, with z, y."""
+def chunk_scan(i: SSDInputs, CB, dt, dA_cumsum, prev_states, options: Options,
+               save: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Returns out and, with z and where a backward may follow (`save`), y."""
     out = torch.empty(i.x.shape, device=i.x.device, dtype=i.x.dtype)
-    y = None if i.z is None else torch.empty_like(out)
+    y = torch.empty_like(out) if save and i.z is not None else None
     config = pick("chunk_scan", i)
     tiles = i.chunk_size // config["BLOCK_M"] * triton.cdiv(i.headdim, config["BLOCK_P"])
     chunk_scan_kernel[(tiles * i.nheads * i.nchunks * i.batch,)](

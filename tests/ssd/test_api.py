@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -176,9 +177,9 @@ def test_dt_limit_as_a_list(device):
 def test_options_reach_the_kernels(variant, device, monkeypatch):
     seen = []
 
-    def forward(inputs, options):
+    def forward(inputs, options, save):
         seen.append(options)
-        return get_variant("torch").forward(inputs, options)
+        return get_variant("torch").forward(inputs, options, save)
 
     monkeypatch.setattr(registry.import_module(registry._MODULES[variant]), "VARIANT",
                         replace(get_variant(variant), forward=forward))
@@ -221,8 +222,9 @@ def test_opcheck(variant, case, device):
     torch.library.opcheck(torch.ops.ssd.chunk_scan.default, op_arguments(leaves(inputs), variant, True))
     torch.library.opcheck(torch.ops.ssd.chunk_scan.default, op_arguments(inputs, variant, False))
     ways = (torch.randn_like(inputs.x), None)
-    y = None if inputs.z is None else torch.randn_like(inputs.x)
-    torch.library.opcheck(torch.ops.ssd.chunk_scan_bwd.default, (*op_arguments(inputs, variant, True)[:-1], y, *ways))
+    saved = get_variant(variant).forward(inputs, ssd.Options(), True)[2]
+    torch.library.opcheck(torch.ops.ssd.chunk_scan_bwd.default,
+                          (*op_arguments(inputs, variant, True)[:-1], saved.y, saved.prev_states, *ways))
 
 
 @pytest.mark.parametrize("variant", RUNNABLE)
@@ -262,23 +264,46 @@ def test_autocast(variant, device):
     assert_close(out, run(replace(inputs, x=x.detach()), variant=variant))
 
 
-def test_nothing_is_kept_without_a_gradient(device, monkeypatch):
-    """y, which only a backward reads, is not returned by the op, under no_grad nor where nothing requires a gradient."""
-    saved = []
-    scan = torch.ops.ssd.chunk_scan
+@pytest.mark.parametrize("variant", RUNNABLE)
+def test_nothing_is_kept_without_a_gradient(variant, device, monkeypatch):
+    """y and prev_states, which only a backward reads, under no_grad and where nothing requires a gradient."""
+    kept = []
+    named = get_variant(variant)
 
-    def watched(*args):
-        results = scan(*args)
-        saved.append(results[3].numel())
+    def forward(inputs, options, save):
+        results = named.forward(inputs, options, save)
+        kept.append((results[2].y is not None, results[2].prev_states is not None))
         return results
 
     inputs = random_inputs(SHAPE, EVERYTHING, torch.float32, device)
-    monkeypatch.setattr(torch.ops.ssd, "chunk_scan", watched)
-    run(leaves(inputs))
-    run(inputs)
+    monkeypatch.setattr(registry.import_module(registry._MODULES[variant]), "VARIANT", replace(named, forward=forward))
+    assert run(leaves(inputs), variant=variant).requires_grad
+    run(leaves(inputs), variant=variant, options=ssd.Options(save_states=False))
+    run(inputs, variant=variant)
     with torch.no_grad():
-        assert not run(leaves(inputs)).requires_grad
-    assert saved == [inputs.x.numel()] * 2 + [0] * 4  # each call passes twice: above autograd and below
+        assert not run(leaves(inputs), variant=variant).requires_grad
+    assert kept == [(True, named.saves_states), (True, False), (False, False), (False, False)]
+
+
+@pytest.mark.parametrize("variant", RUNNABLE)
+@pytest.mark.parametrize("state_dtype", (None, torch.float32))
+def test_kept_states_change_no_gradient(variant, state_dtype, device):
+    inputs = random_inputs(SHAPE, replace(EVERYTHING, state_dtype=state_dtype), HALF, device)
+    on, off = (backward(leaves(inputs), variant, partial(run_both, options=ssd.Options(save_states=kept)))[0]
+               for kept in (True, False))
+    assert on.keys() == off.keys() and all(torch.equal(on[name], off[name]) for name in on)
+
+
+@pytest.mark.parametrize("variant", [name for name in RUNNABLE if get_variant(name).saves_states])
+@pytest.mark.parametrize("options", [ssd.Options(), ssd.Options(low_precision_states=False)], ids=("C", "fp32"))
+def test_states_that_are_kept(variant, options, device):
+    """By the op: the state before each chunk, of which the first is the initial one."""
+    inputs = leaves(random_inputs(SHAPE, Case(initial_states=True), HALF, device))
+    node = run(inputs, variant=variant, options=options).grad_fn
+    *_, prev_states = node.saved_tensors
+    assert prev_states.shape == (2, 3, 4, 16, 16)
+    assert prev_states.dtype == (HALF if options.low_precision_states else torch.float32)
+    assert_close(prev_states[:, 0], inputs.initial_states.detach().to(prev_states.dtype))
 
 
 @pytest.mark.gpu

@@ -148,7 +148,7 @@ def test_linear_in_x_and_initial_states():
 def test_mirror_rounds_where_the_kernels_do(dtype):
     """Its error is that of the dtype: neither that of fp32, nor what rounding the decay as well would give."""
     inputs = random_inputs(Shape(1, 200, 4, 16, 1, 16, 64), PLAIN, dtype)
-    out, final_states, _ = get_variant("torch").forward(inputs, Options())
+    out, final_states, _ = get_variant("torch").forward(inputs, Options(), True)
     eps = torch.finfo(dtype).eps
     for value, truth in zip((out, final_states), reference.ssd_fp64(inputs), strict=True):
         assert eps / 10 < (value - truth).norm() / truth.norm() < eps
@@ -157,7 +157,7 @@ def test_mirror_rounds_where_the_kernels_do(dtype):
 def test_strong_decay_stays_finite_and_forgets():
     inputs = random_inputs(Shape(1, 256, 2, 4, 1, 4, 64), Case(strong_decay=True, initial_states=True))
     assert (inputs.dt * -inputs.A)[0, :64].sum(0).min() > 100
-    out, final_states, saved = get_variant("torch").forward(inputs, Options())
+    out, final_states, saved = get_variant("torch").forward(inputs, Options(), True)
     grads = get_variant("torch").backward(saved, torch.ones_like(out), None, SSDGrads())
     assert all(t.isfinite().all() for t in (out, final_states, *by_name(grads).values()))
     forgotten = replace(inputs, initial_states=None)
