@@ -31,14 +31,19 @@ def softplus(v):
 
 @triton.jit
 def unpack_program(ntiles, nheads, nchunks):
-    """(tile, head, chunk, batch) of this program in a one-dimensional grid; tiles of one head are neighbours, then heads.
+    """(tile, head, chunk, batch) of this program in a one-dimensional grid, see `unpack`."""
+    return unpack(tl.program_id(0), ntiles, nheads, nchunks)
+
+
+@triton.jit
+def unpack(number, ntiles, nheads, nchunks):
+    """(tile, head, chunk, batch) of a piece of work by its number; tiles of one head are neighbours, then heads.
 
     Heads of a group run close together and so find its B, C and CB in L2. All but the tile are int64, for offsets.
     """
-    pid = tl.program_id(0)
-    tile, pid = pid % ntiles, pid // ntiles
-    head, pid = pid % nheads, pid // nheads
-    return tile, head.to(tl.int64), (pid % nchunks).to(tl.int64), (pid // nchunks).to(tl.int64)
+    tile, number = number % ntiles, number // ntiles
+    head, number = number % nheads, number // nheads
+    return tile, head.to(tl.int64), (number % nchunks).to(tl.int64), (number // nchunks).to(tl.int64)
 
 
 @triton.jit

@@ -35,6 +35,11 @@ _BLOCKS = {
     "bmm_bwd": ("BLOCK_M", "BLOCK_N", "BLOCK_K"),
     "ddA_cumsum": ("BLOCK_M", "BLOCK_K", "BLOCK_P"),
     "chunk_cumsum_bwd": ("BLOCK_H",),
+    "walk_states": ("BLOCK_P", "BLOCK_N", "BLOCK_K"),
+    "two_level_scan": ("BLOCK_M", "BLOCK_P", "BLOCK_N"),
+    "block_scan": ("BLOCK_M", "BLOCK_P", "BLOCK_K", "BLOCK_N"),
+    "persistent_scan": ("BLOCK_M", "BLOCK_P", "BLOCK_N"),
+    "stationary_scan": ("BLOCK_M", "BLOCK_P", "BLOCK_N"),
 }
 _SPACES = {
     "chunk_cumsum": [(16, 4, 1), (8, 4, 1), (32, 4, 1), (16, 8, 1)],
@@ -61,8 +66,18 @@ _SPACES = {
     "ddA_cumsum": [(64, 64, 64, 4, 3), (128, 64, 64, 4, 3), (128, 128, 64, 8, 3), (64, 64, 64, 4, 2), (128, 64, 64, 8, 3),
                    (128, 64, 64, 8, 2)],
     "chunk_cumsum_bwd": [(8, 4, 1), (4, 4, 1), (16, 4, 1), (8, 8, 1)],
+    "walk_states": [(32, 128, 64, 4, 3), (64, 128, 64, 4, 3), (64, 64, 64, 4, 3), (32, 128, 64, 4, 4), (32, 64, 64, 4, 4),
+                    (32, 128, 64, 4, 2), (64, 128, 32, 4, 4)],
+    "two_level_scan": [(64, 64, 256, 4, 2), (64, 64, 256, 4, 3), (64, 64, 256, 8, 2), (64, 32, 256, 4, 2)],
+    "block_scan": [(64, 64, 64, 256, 4, 2), (64, 64, 64, 256, 4, 3), (128, 64, 64, 256, 8, 2), (64, 64, 32, 256, 4, 3)],
+    "persistent_scan": [(64, 64, 256, 4, 2), (64, 64, 256, 4, 3), (64, 64, 256, 8, 2), (64, 32, 256, 4, 2)],
+    "stationary_scan": [(64, 64, 256, 4, 2), (64, 64, 256, 4, 3), (64, 64, 256, 8, 2), (64, 32, 256, 4, 2)],
 }
 KERNELS = tuple(_SPACES)
+# Kernels whose tiles hold the whole of dstate, as BLOCK_N; those whose state stays in registers hold that many elements of it.
+_WALKS = ("two_level_scan", "persistent_scan", "stationary_scan")
+_WHOLE_DSTATE = (*_WALKS, "block_scan")
+_STATE_ELEMENTS = 8192
 _forced: dict[str, Config] = {}
 
 
@@ -84,6 +99,7 @@ class Config:
 
 
 # The tiles a kernel keeps in shared memory per pipeline stage, as pairs of sizes.
+_WALK_TILES = (("BLOCK_M", "BLOCK_N"), ("BLOCK_M", "BLOCK_N"), ("BLOCK_M", "BLOCK_P"))
 _TILES = {
     "chunk_state": (("BLOCK_P", "BLOCK_K"), ("BLOCK_K", "BLOCK_N")),
     "bmm_chunk": (("BLOCK_M", "BLOCK_K"), ("BLOCK_K", "BLOCK_N")),
@@ -96,6 +112,15 @@ _TILES = {
     "chunk_scan_dCB": (("BLOCK_M", "BLOCK_P"), ("BLOCK_P", "BLOCK_N")),
     "bmm_bwd": (("BLOCK_M", "BLOCK_K"), ("BLOCK_K", "BLOCK_N")),
     "ddA_cumsum": (("BLOCK_M", "BLOCK_P"), ("BLOCK_P", "BLOCK_K"), ("BLOCK_M", "BLOCK_K"), ("BLOCK_M", "BLOCK_K")),
+    "walk_states": (("BLOCK_K", "BLOCK_P"), ("BLOCK_K", "BLOCK_N")),
+    "block_scan": (("BLOCK_K", "BLOCK_N"), ("BLOCK_K", "BLOCK_P")),
+    **dict.fromkeys(_WALKS, _WALK_TILES),
+}
+# The tiles that pass through it between two products, once whatever the stages.
+_PASSING = {
+    "walk_states": (("BLOCK_K", "BLOCK_P"),),
+    "block_scan": (("BLOCK_M", "BLOCK_N"), ("BLOCK_N", "BLOCK_P")),
+    **dict.fromkeys(_WALKS, (("BLOCK_N", "BLOCK_P"), ("BLOCK_M", "BLOCK_M"), ("BLOCK_M", "BLOCK_P"))),
 }
 _SMALLEST = 16  # of a tile axis that enters tl.dot
 
@@ -167,11 +192,12 @@ def _fit(kernel, entry, itemsize, headdim, dstate, chunk_size, device) -> Config
     blocks = dict(zip(_BLOCKS[kernel], sizes, strict=True))
     limits = _axis_limits(kernel, headdim, dstate, chunk_size)
     blocks = {b: min(n, max(_SMALLEST, next_power_of_2(limits[b]))) if b in limits else n for b, n in blocks.items()}
+    cut = [block for block in blocks if not (block == "BLOCK_N" and kernel in _WHOLE_DSTATE)]
     while _shared(kernel, blocks, itemsize, num_stages) > device.shared:
         if num_stages > 2:
             num_stages -= 1
             continue
-        largest = max(blocks, key=blocks.get)
+        largest = max(cut, key=blocks.get)
         if blocks[largest] == _SMALLEST:
             raise ValueError(f"{kernel}: its smallest tiles need {_shared(kernel, blocks, itemsize, num_stages)} bytes of "
                              f"shared memory; a block on {device.name} may have {device.shared}")
@@ -186,16 +212,19 @@ def _axis_limits(kernel: str, headdim: int, dstate: int, chunk_size: int) -> dic
         limits |= {"BLOCK_K": dstate, "BLOCK_N": chunk_size}
     if kernel == "chunk_scan_dCB":
         limits["BLOCK_N"] = chunk_size
+    if kernel in _WALKS:
+        limits["BLOCK_P"] = min(headdim, _STATE_ELEMENTS // next_power_of_2(dstate))
     return limits
 
 
 def _shared(kernel: str, blocks: dict[str, int], itemsize: int, num_stages: int) -> int:
-    """An upper estimate of a block's shared memory in bytes: the pipelined tiles, each once a stage.
+    """An upper estimate of a block's shared memory in bytes: the pipelined tiles, each once a stage, and the passing ones.
 
     fp32 tiles once more: an operand that was computed passes through shared memory on its way into three products.
     """
     copies = num_stages + (itemsize == 4)
-    return copies * itemsize * sum(blocks[a] * blocks[b] for a, b in _TILES.get(kernel, ()))
+    pipelined, passing = (sum(blocks[a] * blocks[b] for a, b in of.get(kernel, ())) for of in (_TILES, _PASSING))
+    return itemsize * (copies * pipelined + passing)
 
 
 def pick(kernel: str, inputs: SSDInputs) -> Config:
@@ -205,12 +234,17 @@ def pick(kernel: str, inputs: SSDInputs) -> Config:
     return _pick(kernel, inputs.x.dtype, inputs.headdim, inputs.dstate, inputs.chunk_size, _index(inputs))
 
 
+def device_of(inputs: SSDInputs) -> Device:
+    """The device that runs these inputs."""
+    return current_device(_index(inputs))
+
+
 def head_splits(inputs: SSDInputs, programs: int) -> int:
     """How many programs share a group's heads where one program for each tile, `programs` in all, leaves SMs idle.
 
     A power of two, at most 16 and at most the number of heads. Each split costs a partial sum in memory.
     """
-    heads, wanted = inputs.nheads // inputs.ngroups, 2 * current_device(_index(inputs)).sms
+    heads, wanted = inputs.nheads // inputs.ngroups, 2 * device_of(inputs).sms
     splits = 1
     while programs * splits < wanted and 2 * splits <= min(heads, 16):
         splits *= 2

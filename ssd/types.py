@@ -12,7 +12,7 @@ from torch import Tensor
 class Options:
     """Switches of the kernels: one field per optimisation, so that each can be turned off by itself and ablated.
 
-    The baseline knows `tf32` alone. What a field is about is (fused), (persistent) or both.
+    The baseline knows `tf32` alone. The others are about (fused), (persistent) or, with neither said, both.
 
     Attributes:
         tf32: multiply fp32 operands with 10-bit mantissas (TF32). Off, three TF32 products recover fp32 accuracy.
@@ -20,14 +20,14 @@ class Options:
         exp2: exponentials as exp2 of exponents that were scaled by log2(e) as vectors. Off, exp of each element.
         fuse_bmm: C B^T is computed in the tile that uses it. Off, bmm_chunk writes it to memory once per group.
         low_precision_CB: without fuse_bmm, C B^T is kept in the dtype of x. Off, in fp32.
-        fuse_states: where states between chunks are in memory, one kernel walks the chunks and keeps the running state in
-            registers. Off, chunk_state and state_passing, through fp32 states in memory.
+        fuse_states: (fused) one kernel walks the chunks with the running state in registers. Off, chunk_state and
+            state_passing, through fp32 states in memory.
         two_level: (fused) a block walks a whole chunk in sub-chunks of 64 tokens with the state in registers. Off, one block of
             rows per program, which meets every block of columns before it in its chunk.
         causal_blocks: (fused, without two_level) tiles above the diagonal are skipped. Off, they are computed and masked.
         low_precision_states: states between chunks are kept in C's dtype where `state_dtype` does not say. Off, in fp32.
-        stationary: (persistent) a block walks a whole sequence of one head and the state never leaves its registers. Off, blocks
-            as many as run side by side take the chunks of the two-level scan in turn.
+        stationary: (persistent) a block walks a whole sequence of one head and the state never leaves its registers. Off,
+            blocks as many as run side by side take the chunks of the two-level scan in turn.
         segments: (persistent, stationary) sequences are cut where batch and heads alone do not fill the GPU. Off, never.
         save_states: the states between chunks are kept for the backward; at chunk size 128 and dstate 128 they are as large as x.
             Off, it computes them again. Every variant with `Variant.saves_states` knows it.

@@ -1,7 +1,7 @@
 """bmm_chunk, equation (9): CB_ij = C_i . B_j inside each chunk, once per group.
 
 Reads B, C (batch, seqlen, ngroups, dstate), any strides. Writes CB (batch, nchunks, ngroups, chunk_size, chunk_size)
-fp32; tiles that lie wholly above the diagonal are left unwritten: nothing reads them.
+fp32, or in a dtype asked for; tiles that lie wholly above the diagonal are left unwritten: nothing reads them.
 """
 
 import torch
@@ -39,9 +39,9 @@ def bmm_chunk_kernel(B, B_strides, C, C_strides, CB, seqlen, nchunks, NGROUPS: t
     tl.store(CB + offs_i[:, None] * CHUNK + offs_j[None, :], acc)
 
 
-def bmm_chunk(i: SSDInputs, options: Options) -> torch.Tensor:
-    """Returns CB, fp32."""
-    CB = torch.empty(i.batch, i.nchunks, i.ngroups, i.chunk_size, i.chunk_size, device=i.x.device, dtype=torch.float32)
+def bmm_chunk(i: SSDInputs, options: Options, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Returns CB."""
+    CB = torch.empty(i.batch, i.nchunks, i.ngroups, i.chunk_size, i.chunk_size, device=i.x.device, dtype=dtype)
     config = pick("bmm_chunk", i)
     tiles = i.chunk_size // config["BLOCK_M"] * (i.chunk_size // config["BLOCK_N"])
     bmm_chunk_kernel[(tiles * i.ngroups * i.nchunks * i.batch,)](

@@ -1,0 +1,1 @@
+"""Kernels that merge stages of the operator: the forward in three launches."""

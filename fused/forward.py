@@ -1,0 +1,44 @@
+"""The fused forward: three launches, chunk_cumsum, walk_states and two_level_scan; each of `Options` takes a merger apart."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ssd.kernels.bmm_chunk import bmm_chunk
+from ssd.kernels.chunk_cumsum import chunk_cumsum
+from ssd.kernels.chunk_state import chunk_state, varlen_states
+from ssd.kernels.state_passing import state_passing
+from ssd.kernels.walk_states import chunk_states
+from ssd.tuning import pick
+from ssd.types import Options, SSDInputs, SSDSaved
+
+from .kernels.block_scan import block_scan
+from .kernels.two_level_scan import two_level_scan
+
+
+def forward(inputs: SSDInputs, options: Options, save: bool) -> tuple[Tensor, Tensor, SSDSaved]:
+    """Returns out (shape and dtype of x), final_states (batch, nheads, headdim, dstate) fp32, and, if `save`, what a backward
+    needs.
+    """
+    i = inputs if options.low_precision_states else replace(inputs, state_dtype=inputs.state_dtype or torch.float32)
+    # what the scan's products span: sub-chunks, or whole chunks
+    spans = replace(i, chunk_size=pick("two_level_scan", i)["BLOCK_M"]) if options.two_level else i
+    with torch.cuda.device_of(i.x):
+        steps = by_chunk = chunk_cumsum(spans)
+        if spans.chunk_size < i.chunk_size and (i.cu_seqlens is not None or not options.fuse_states):
+            by_chunk = chunk_cumsum(i)
+        if options.fuse_states:
+            prev_states, final_states = chunk_states(i, *steps, options)
+        else:
+            prev_states, final_states = state_passing(i, chunk_state(i, *by_chunk, options), by_chunk[1])
+        CB = None
+        if not options.fuse_bmm:
+            CB = bmm_chunk(spans, options, i.x.dtype if options.low_precision_CB else torch.float32)
+        scan = two_level_scan if options.two_level else block_scan
+        out, y = scan(i, CB, *steps, prev_states, options, save)
+        ends = None if i.cu_seqlens is None else varlen_states(i, *by_chunk, prev_states, options)
+    kept = prev_states.to(inputs.states_dtype) if save and options.save_states else None
+    return out, final_states, SSDSaved(inputs, options, y, ends, kept)

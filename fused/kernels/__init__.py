@@ -1,0 +1,1 @@
+"""The fused scans: of a chunk's sub-chunks, and of a chunk's blocks."""

@@ -1,0 +1,44 @@
+"""two_level_scan, equations (26), (27) and (5): a block walks one chunk from the state before it.
+
+Reads prev_states (batch, nchunks, nheads, headdim, dstate), CB (batch, sub-chunks, ngroups, BLOCK_M, BLOCK_M) or None, and what
+`walk` names. Writes out (batch, seqlen, nheads, headdim) in the dtype of x and, where a backward will need it, y, the output
+before the gate.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from ssd.device import unpack_program
+from ssd.kernels.arguments import per_channel_strides, strides
+from ssd.kernels.scan_chunk import scan_chunk
+from ssd.tuning import pick
+from ssd.types import Options, SSDInputs
+
+
+@triton.jit
+def two_level_scan_kernel(x, x_strides, z, z_strides, B, B_strides, C, C_strides, CB, D, D_strides, dt, dA_cumsum, seq_idx,
+                          prev_states, out, y, seqlen, nchunks, NHEADS: tl.constexpr, NGROUPS: tl.constexpr,
+                          HEADDIM: tl.constexpr, DSTATE: tl.constexpr, CHUNK: tl.constexpr, EXP2: tl.constexpr,
+                          PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr):
+    tile, h, c, b = unpack_program((HEADDIM + BLOCK_P - 1) // BLOCK_P, NHEADS, nchunks)
+    scan_chunk(tile, h, c, b, x, x_strides, z, z_strides, B, B_strides, C, C_strides, CB, D, D_strides, dt, dA_cumsum, seq_idx,
+               prev_states, out, y, seqlen, nchunks, NHEADS, NGROUPS, HEADDIM, DSTATE, CHUNK, EXP2, PRECISION, BLOCK_M, BLOCK_P,
+               BLOCK_N)
+
+
+def two_level_scan(i: SSDInputs, CB, dt, dA_cumsum, prev_states, options: Options,
+                   save: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Returns out and, with z and where a backward may follow (`save`), y.
+
+    dA_cumsum restarts every BLOCK_M tokens of this kernel's config.
+    """
+    out = torch.empty(i.x.shape, device=i.x.device, dtype=i.x.dtype)
+    y = torch.empty_like(out) if save and i.z is not None else None
+    config = pick("two_level_scan", i)
+    grid = (triton.cdiv(i.headdim, config["BLOCK_P"]) * i.nheads * i.nchunks * i.batch,)
+    two_level_scan_kernel[grid](
+        i.x, i.x.stride(), i.z, strides(i.z), i.B, i.B.stride(), i.C, i.C.stride(), CB, i.D, per_channel_strides(i.D), dt,
+        dA_cumsum, i.seq_idx, prev_states, out, y, i.seqlen, i.nchunks, i.nheads, i.ngroups, i.headdim, i.dstate, i.chunk_size,
+        options.exp2, options.precision, **config.launch)
+    return out, y

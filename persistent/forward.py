@@ -1,0 +1,71 @@
+"""The persistent forward: one pass over the tokens after chunk_cumsum and, where sequences are cut, one for the states."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import triton
+from torch import Tensor
+
+from ssd.kernels.bmm_chunk import bmm_chunk
+from ssd.kernels.chunk_cumsum import chunk_cumsum
+from ssd.kernels.chunk_state import varlen_states
+from ssd.kernels.walk_states import chunk_states, run_states
+from ssd.tuning import device_of, pick
+from ssd.types import Options, SSDInputs, SSDSaved
+
+from .kernels.persistent_scan import persistent_scan
+from .kernels.stationary_scan import stationary_scan
+from .schedule import Schedule, resident_blocks, segmented, whole
+
+
+def forward(inputs: SSDInputs, options: Options, save: bool) -> tuple[Tensor, Tensor, SSDSaved]:
+    """Returns out (shape and dtype of x), final_states (batch, nheads, headdim, dstate) fp32, and, if `save`, what a backward
+    needs.
+    """
+    return _plain(inputs, options, save)
+
+
+def _plain(inputs: SSDInputs, options: Options, save: bool) -> tuple[Tensor, Tensor, SSDSaved]:
+    """In plain Triton, on any GPU."""
+    i = inputs if options.low_precision_states else replace(inputs, state_dtype=inputs.state_dtype or torch.float32)
+    scan = _stationary if options.stationary else _chunk_by_chunk
+    with torch.cuda.device_of(i.x):
+        out, y, final_states, prev_states = scan(i, options, save)
+        ends = None if i.cu_seqlens is None else varlen_states(i, *chunk_cumsum(i), prev_states, options)
+    kept = prev_states.to(inputs.states_dtype) if save and options.save_states else None
+    return out, final_states, SSDSaved(inputs, options, y, ends, kept)
+
+
+def _stationary(i: SSDInputs, options: Options, save: bool) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+    steps, CB = _sub_chunks(i, "stationary_scan", options)
+    cut, ends = _schedule(i, options), (None, None)
+    if cut.nsegments > 1:
+        ends = run_states(i, *steps, cut.piece, cut.npieces, options)
+    keep = (save and options.save_states) or i.cu_seqlens is not None
+    return stationary_scan(i, CB, *steps, *ends, cut, options, save, keep)
+
+
+def _chunk_by_chunk(i: SSDInputs, options: Options, save: bool) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    steps, CB = _sub_chunks(i, "persistent_scan", options)
+    prev_states, final_states = chunk_states(i, *steps, options)
+    out, y = persistent_scan(i, CB, *steps, prev_states, options, save)
+    return out, y, final_states, prev_states
+
+
+def _sub_chunks(i: SSDInputs, kernel: str, options: Options) -> tuple[tuple[Tensor, Tensor], Tensor | None]:
+    """(dt, dA_cumsum) by the sub-chunks of a kernel, and their CB where it is to be in memory."""
+    blocks = replace(i, chunk_size=pick(kernel, i)["BLOCK_M"])
+    CB = None
+    if not options.fuse_bmm:
+        CB = bmm_chunk(blocks, options, i.x.dtype if options.low_precision_CB else torch.float32)
+    return chunk_cumsum(blocks), CB
+
+
+def _schedule(i: SSDInputs, options: Options) -> Schedule:
+    if not options.segments:
+        return whole(i.seqlen)
+    config = pick("stationary_scan", i)
+    programs = triton.cdiv(i.headdim, config["BLOCK_P"]) * i.nheads * i.batch
+    return segmented(i.seqlen, config["BLOCK_M"], programs, resident_blocks(device_of(i).sms, config.num_warps))

@@ -1,0 +1,1 @@
+"""The scans of long-lived blocks."""

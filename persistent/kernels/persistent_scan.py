@@ -1,0 +1,46 @@
+"""persistent_scan, equations (26), (27) and (5): blocks as many as run side by side, each walks one chunk after another.
+
+Work is numbered so that blocks which run at once walk the heads of one group, then of the next, then the next chunk: B and C
+are read from memory once. Tensors as in `scan_chunk`.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from ssd.device import unpack
+from ssd.kernels.arguments import per_channel_strides, strides
+from ssd.kernels.scan_chunk import scan_chunk
+from ssd.tuning import device_of, pick
+from ssd.types import Options, SSDInputs
+
+from ..schedule import resident_blocks
+
+
+@triton.jit
+def persistent_scan_kernel(x, x_strides, z, z_strides, B, B_strides, C, C_strides, CB, D, D_strides, dt, dA_cumsum, seq_idx,
+                           prev_states, out, y, seqlen, nchunks, ntiles, NHEADS: tl.constexpr, NGROUPS: tl.constexpr,
+                           HEADDIM: tl.constexpr, DSTATE: tl.constexpr, CHUNK: tl.constexpr, EXP2: tl.constexpr,
+                           PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr):
+    for number in range(tl.program_id(0), ntiles, tl.num_programs(0)):
+        tile, h, c, b = unpack(number, (HEADDIM + BLOCK_P - 1) // BLOCK_P, NHEADS, nchunks)
+        scan_chunk(tile, h, c, b, x, x_strides, z, z_strides, B, B_strides, C, C_strides, CB, D, D_strides, dt, dA_cumsum,
+                   seq_idx, prev_states, out, y, seqlen, nchunks, NHEADS, NGROUPS, HEADDIM, DSTATE, CHUNK, EXP2, PRECISION,
+                   BLOCK_M, BLOCK_P, BLOCK_N)
+
+
+def persistent_scan(i: SSDInputs, CB, dt, dA_cumsum, prev_states, options: Options,
+                    save: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Returns out and, with z and where a backward may follow (`save`), y.
+
+    dA_cumsum restarts every BLOCK_M tokens of this kernel's config.
+    """
+    out = torch.empty(i.x.shape, device=i.x.device, dtype=i.x.dtype)
+    y = torch.empty_like(out) if save and i.z is not None else None
+    config = pick("persistent_scan", i)
+    ntiles = triton.cdiv(i.headdim, config["BLOCK_P"]) * i.nheads * i.nchunks * i.batch
+    persistent_scan_kernel[(min(ntiles, resident_blocks(device_of(i).sms, config.num_warps)),)](
+        i.x, i.x.stride(), i.z, strides(i.z), i.B, i.B.stride(), i.C, i.C.stride(), CB, i.D, per_channel_strides(i.D), dt,
+        dA_cumsum, i.seq_idx, prev_states, out, y, i.seqlen, i.nchunks, ntiles, i.nheads, i.ngroups, i.headdim, i.dstate,
+        i.chunk_size, options.exp2, options.precision, **config.launch)
+    return out, y

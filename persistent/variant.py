@@ -1,0 +1,9 @@
+"""Variant `persistent`: the forward in long-lived thread blocks; for now the baseline's backward."""
+
+from ssd.backward import backward
+from ssd.registry import Variant
+from ssd.variant import VARIANT as BASELINE
+
+from .forward import forward
+
+VARIANT = Variant("persistent", supports=BASELINE.supports, forward=forward, backward=backward, saves_states=True)
