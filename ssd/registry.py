@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -14,6 +15,8 @@ from .types import SSDInputs
 
 _MODULES = {
     "baseline": "ssd.variant",
+    "fused": "fused.variant",
+    "persistent": "persistent.variant",
     "torch": "ssd.torch_variant",
     "mamba_ssm": "ssd.interop.mamba_ssm",
     "fla": "ssd.interop.fla",
@@ -64,7 +67,8 @@ def get_variant(name: str) -> Variant:
     """
     if name not in _MODULES:
         raise ValueError(f"variant: got {name!r}, expected one of {', '.join(map(repr, (*_MODULES, 'auto')))}")
-    return import_module(_MODULES[name]).VARIANT
+    module = _MODULES[name]
+    return (sys.modules.get(module) or import_module(module)).VARIANT
 
 
 def saves_states(name: str, device: torch.device) -> bool:

@@ -22,7 +22,9 @@ def load_tokens(t, strides, token, offs_m, offs_c, seqlen, WIDTH: tl.constexpr):
 
     t points at the batch and head.
     """
-    inside = (offs_m < seqlen - token)[:, None] & (offs_c < WIDTH)[None, :]
+    inside = (offs_m < seqlen - token)[:, None]
+    if WIDTH % offs_c.shape[0]:
+        inside &= (offs_c < WIDTH)[None, :]
     at = offs_m[:, None] * strides[1] + offs_c[None, :] * strides[3]
     return tl.load(t + tl.cast(token, tl.int64) * strides[1] + at, mask=inside, other=0.0)
 
