@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from numbers import Real
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from .types import Options, SSDInputs
 _MAX_CHUNK, _MIN_CHUNK = 256, 16
 _FP32_LARGEST = torch.finfo(torch.float32).max
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_OPTIONAL = ("D", "z", "dt_bias", "initial_states")
 _DEFAULT = Options()
 
 
@@ -63,7 +65,7 @@ def ssd_chunk_scan(
         return_varlen_states: also return the state at the end of each document of cu_seqlens (no gradient).
         state_dtype: dtype of the states kept between chunks; C's dtype unless given. fp32 costs bandwidth and adds accuracy.
             Without effect on fp64 x.
-        variant: one of `ssd.variant_names()`, or "auto", which chooses by device and logs its choice to the logger "ssd".
+        variant: one of `ssd.variant_names()`, or "auto", which chooses by device and sizes and logs its choices to the logger "ssd".
         options: switches of the kernels, see `ssd.Options`.
 
     Returns:
@@ -75,16 +77,11 @@ def ssd_chunk_scan(
     """
     _check_tensors(x, dt, A, B, C, D, z, dt_bias, initial_states)
     _check_settings(chunk_size, dt_softplus, dt_limit, state_dtype, variant, options)
-    _check_documents(x, seq_idx, cu_seqlens, return_varlen_states)
     # a bound that fp32 cannot hold bounds nothing
     dt_limit = (float(dt_limit[0]), float(dt_limit[1]) if dt_limit[1] <= _FP32_LARGEST else math.inf)
-    if seq_idx is not None:
-        seq_idx = _count_documents(seq_idx)
-    elif cu_seqlens is not None:
-        tokens = torch.arange(x.shape[1], device=x.device, dtype=cu_seqlens.dtype)
-        seq_idx = torch.searchsorted(cu_seqlens[1:].contiguous(), tokens, right=True, out_int32=True)[None]
-    cu_seqlens = cu_seqlens.to(torch.int32).contiguous() if return_varlen_states else None
-
+    if seq_idx is not None or cu_seqlens is not None or return_varlen_states:
+        _check_documents(x, seq_idx, cu_seqlens, return_varlen_states)
+        seq_idx, cu_seqlens = _canonical_documents(x, seq_idx, cu_seqlens, return_varlen_states)
     options = options or _DEFAULT
     if state_dtype is None and not options.low_precision_states:
         state_dtype = torch.float32
@@ -109,6 +106,16 @@ def ssd_chunk_scan(
     return results if len(results) > 1 else out
 
 
+def _canonical_documents(x, seq_idx, cu_seqlens, return_varlen_states) -> tuple[Tensor, Tensor | None]:
+    """seq_idx as `SSDInputs` has it, and cu_seqlens where the states at their ends were asked for."""
+    if seq_idx is not None:
+        seq_idx = _count_documents(seq_idx)
+    else:
+        tokens = torch.arange(x.shape[1], device=x.device, dtype=cu_seqlens.dtype)
+        seq_idx = torch.searchsorted(cu_seqlens[1:].contiguous(), tokens, right=True, out_int32=True)[None]
+    return seq_idx, cu_seqlens.to(torch.int32).contiguous() if return_varlen_states else None
+
+
 def _count_documents(seq_idx: Tensor) -> Tensor:
     """Document numbers that never repeat: equal exactly within a run of equal ids, and 0 only in a leading run of id 0."""
     starts = torch.cat([seq_idx[:, :1] != 0, seq_idx[:, 1:] != seq_idx[:, :-1]], 1)
@@ -116,42 +123,46 @@ def _count_documents(seq_idx: Tensor) -> Tensor:
 
 
 def _check_tensors(x, dt, A, B, C, D, z, dt_bias, initial_states) -> None:
-    _check_float("x", x, 4, "(batch, seqlen, nheads, headdim)")
-    batch, seqlen, nheads, headdim = x.shape
-    _check_float("B", B, 4, "(batch, seqlen, ngroups, dstate)")
-    ngroups, dstate = B.shape[2:]
-    if min(x.shape) < 1 or min(B.shape) < 1:
-        raise ValueError(f"x, B: got shapes {tuple(x.shape)}, {tuple(B.shape)}, expected every size to be at least 1")
+    """One pass that compares; what it finds wrong goes to `_refuse`, so that a good call pays for no message."""
+    for name, t, shape in (("x", x, "(batch, seqlen, nheads, headdim)"), ("B", B, "(batch, seqlen, ngroups, dstate)")):
+        if not isinstance(t, Tensor) or t.dtype not in _DTYPES or t.dim() != 4:
+            _refuse(name, t, shape, x)
+    x_shape, B_shape, device = x.shape, B.shape, x.device
+    batch, seqlen, nheads, headdim = x_shape
+    ngroups, dstate = B_shape[2], B_shape[3]
+    if min(x_shape) < 1 or min(B_shape) < 1:
+        raise ValueError(f"x, B: got shapes {tuple(x_shape)}, {tuple(B_shape)}, expected every size to be at least 1")
     if nheads % ngroups:
         raise ValueError(f"B: got ngroups = {ngroups}, expected a divisor of nheads = {nheads}")
-    D_shape = (nheads, headdim) if D is not None and isinstance(D, Tensor) and D.dim() == 2 else (nheads,)
+    per_head, group_shape = (nheads,), (batch, seqlen, ngroups, dstate)
     for name, t, shape in (
         ("dt", dt, (batch, seqlen, nheads)),
-        ("A", A, (nheads,)),
-        ("B", B, (batch, seqlen, ngroups, dstate)),
-        ("C", C, (batch, seqlen, ngroups, dstate)),
-        ("D", D, D_shape),
-        ("z", z, (batch, seqlen, nheads, headdim)),
-        ("dt_bias", dt_bias, (nheads,)),
+        ("A", A, per_head),
+        ("B", B, group_shape),
+        ("C", C, group_shape),
+        ("D", D, (nheads, headdim) if isinstance(D, Tensor) and D.dim() == 2 else per_head),
+        ("z", z, x_shape),
+        ("dt_bias", dt_bias, per_head),
         ("initial_states", initial_states, (batch, nheads, headdim, dstate)),
     ):
-        if t is None and name not in ("dt", "A", "B", "C"):
+        if t is None and name in _OPTIONAL:
             continue
-        _check_float(name, t, len(shape), shape)
-        if tuple(t.shape) != shape:
-            also = f" or ({nheads}, {headdim})" if name == "D" else ""
-            raise ValueError(f"{name}: got shape {tuple(t.shape)}, expected {shape}{also} to go with x {tuple(x.shape)}")
-        if t.device != x.device:
-            raise ValueError(f"{name}: got a tensor on {t.device}, expected {x.device}, the device of x")
+        if not isinstance(t, Tensor) or t.shape != shape or t.dtype not in _DTYPES or t.device != device:
+            _refuse(name, t, tuple(shape), x)
 
 
-def _check_float(name: str, t: Tensor, dim: int, shape: str | tuple[int, ...]) -> None:
+def _refuse(name: str, t: object, shape: str | tuple[int, ...], x: Tensor) -> NoReturn:
+    """Raises for a tensor that is not what `_check_tensors` compares it with."""
     if not isinstance(t, Tensor):
         raise TypeError(f"{name}: got {type(t).__name__}, expected a tensor of shape {shape}")
     if t.dtype not in _DTYPES:
         raise TypeError(f"{name}: got dtype {t.dtype}, expected a floating-point dtype of {', '.join(map(str, _DTYPES))}")
-    if t.dim() != dim:
+    if t.dim() != (4 if isinstance(shape, str) else len(shape)):
         raise ValueError(f"{name}: got {t.dim()} dimensions, shape {tuple(t.shape)}, expected {shape}")
+    if tuple(t.shape) != shape:
+        also = f" or {(x.shape[2], x.shape[3])}" if name == "D" else ""
+        raise ValueError(f"{name}: got shape {tuple(t.shape)}, expected {shape}{also} to go with x {tuple(x.shape)}")
+    raise ValueError(f"{name}: got a tensor on {t.device}, expected {x.device}, the device of x")
 
 
 def _check_settings(chunk_size, dt_softplus, dt_limit, state_dtype, variant, options) -> None:
@@ -161,16 +172,20 @@ def _check_settings(chunk_size, dt_softplus, dt_limit, state_dtype, variant, opt
         raise TypeError(f"chunk_size: got {chunk_size!r}, expected an int")
     if not _MIN_CHUNK <= chunk_size <= _MAX_CHUNK or chunk_size & (chunk_size - 1):
         raise ValueError(f"chunk_size: got {chunk_size}, expected a power of two from {_MIN_CHUNK} to {_MAX_CHUNK}")
-    if not isinstance(dt_limit, tuple | list) or len(dt_limit) != 2 or not all(isinstance(v, Real) for v in dt_limit):
+    if not isinstance(dt_limit, (tuple, list)) or len(dt_limit) != 2 or not all(map(_is_real, dt_limit)):
         raise TypeError(f"dt_limit: got {dt_limit!r}, expected two numbers (min, max)")
     if not (0 <= dt_limit[0] <= dt_limit[1] and dt_limit[0] < math.inf):
         raise ValueError(f"dt_limit: got {tuple(dt_limit)}, expected 0 <= min <= max, min finite")
-    if state_dtype not in (None, *_DTYPES):
+    if state_dtype is not None and state_dtype not in _DTYPES:
         raise TypeError(f"state_dtype: got {state_dtype!r}, expected None or one of {', '.join(map(str, _DTYPES))}")
     if variant != "auto" and variant not in variant_names():
         raise ValueError(f"variant: got {variant!r}, expected one of {(*variant_names(), 'auto')}")
     if options is not None and not isinstance(options, Options):
         raise TypeError(f"options: got {type(options).__name__}, expected ssd.Options")
+
+
+def _is_real(v: object) -> bool:
+    return type(v) is float or isinstance(v, Real)  # the second takes a microsecond
 
 
 def _check_documents(x, seq_idx, cu_seqlens, return_varlen_states) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache
 from pathlib import Path
 
 import torch
@@ -89,13 +89,13 @@ class Config:
     num_warps: int
     num_stages: int
 
-    @property
+    @cached_property
     def launch(self) -> dict[str, int]:
         """As keyword arguments of a launch."""
         return {**dict(self.blocks), "num_warps": self.num_warps, "num_stages": self.num_stages}
 
     def __getitem__(self, block: str) -> int:
-        return dict(self.blocks)[block]
+        return self.launch[block]
 
 
 # The tiles a kernel keeps in shared memory per pipeline stage, as pairs of sizes.

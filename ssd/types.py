@@ -29,7 +29,7 @@ class Options:
         stationary: (persistent) a block walks a whole sequence of one head and the state never leaves its registers. Off,
             blocks as many as run side by side take the chunks of the two-level scan in turn.
         segments: (persistent, stationary) sequences are cut where batch and heads alone do not fill the GPU. Off, never.
-        save_states: the states between chunks are kept for the backward; at chunk size 128 and dstate 128 they are as large as x.
+        save_states: the states between chunks are kept for the backward (as large as x at chunk size 128 and dstate 128).
             Off, it computes them again. Every variant with `Variant.saves_states` knows it.
         gluon: (persistent) a warp-specialised Gluon kernel on Hopper, where the inputs allow. Off, plain Triton everywhere.
     """

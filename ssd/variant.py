@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from triton import knobs
 
 from .backward import backward
 from .forward import forward
@@ -14,14 +15,12 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def _supports(inputs: SSDInputs) -> str | None:
-    from triton import knobs
-
-    i = inputs
-    if not i.x.is_cuda and not knobs.runtime.interpret:
+    i, interpreted = inputs, knobs.runtime.interpret
+    if not i.x.is_cuda and not interpreted:
         return f"its kernels need a CUDA device, got tensors on {i.x.device} (TRITON_INTERPRET=1 interprets them on the CPU)"
     if i.x.dtype not in _DTYPES:
         return f"x: got dtype {i.x.dtype}, its kernels take {', '.join(map(str, _DTYPES))}"
-    if knobs.runtime.interpret and torch.bfloat16 in (i.x.dtype, i.B.dtype, i.C.dtype):
+    if interpreted and torch.bfloat16 in (i.x.dtype, i.B.dtype, i.C.dtype):
         return "Triton's interpreter gets bf16 arithmetic wrong: expected fp16 or fp32 with TRITON_INTERPRET=1"
     if max(i.headdim, i.dstate) > LONGEST_TILE:
         return f"got headdim = {i.headdim}, dstate = {i.dstate}, its kernels take at most {LONGEST_TILE} of each"

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..device import chunk_offset, unpack_program
 from ..tuning import pick
 from ..types import Options, SSDInputs
-from .arguments import output
+from .arguments import cdiv, output
 
 
 @triton.jit
@@ -59,7 +59,7 @@ def bmm_bwd_kernel(dCB, other, other_strides, parts, grad, grad_strides, seqlen,
 def _launch(i: SSDInputs, dCB: Tensor, other: Tensor, parts: Tensor, grad: Tensor, transposed: bool,
             options: Options) -> Tensor:
     config = pick("bmm_bwd", i)
-    tiles = i.chunk_size // config["BLOCK_M"] * triton.cdiv(i.dstate, config["BLOCK_N"])
+    tiles = i.chunk_size // config["BLOCK_M"] * cdiv(i.dstate, config["BLOCK_N"])
     bmm_bwd_kernel[(tiles * i.ngroups * i.nchunks * i.batch,)](
         dCB, other, other.stride(), parts, grad, grad.stride(), i.seqlen, i.nchunks, parts.stride(0), parts.shape[0],
         i.ngroups, i.dstate, i.chunk_size, transposed, options.precision, **config.launch)

@@ -11,7 +11,7 @@ import triton.language as tl
 from ..device import softplus, unpack_program
 from ..tuning import pick
 from ..types import SSDInputs
-from .arguments import contiguous
+from .arguments import cdiv, contiguous
 
 
 @triton.jit
@@ -47,7 +47,7 @@ def chunk_cumsum(i: SSDInputs) -> tuple[torch.Tensor, torch.Tensor]:
     dt = torch.empty(i.batch, i.nheads, i.nchunks, i.chunk_size, device=i.x.device, dtype=torch.float32)
     dA_cumsum = torch.empty_like(dt)
     config = pick("chunk_cumsum", i)
-    grid = (triton.cdiv(i.nheads, config["BLOCK_H"]) * i.nchunks * i.batch,)
+    grid = (cdiv(i.nheads, config["BLOCK_H"]) * i.nchunks * i.batch,)
     chunk_cumsum_kernel[grid](i.dt, i.dt.stride(), i.A.contiguous(), contiguous(i.dt_bias), dt, dA_cumsum, i.seqlen,
                               i.nchunks, *i.dt_limit, i.nheads, i.chunk_size, i.dt_softplus, **config.launch)
     return dt, dA_cumsum

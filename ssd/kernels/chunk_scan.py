@@ -13,7 +13,7 @@ import triton.language as tl
 from ..device import causal, chunk_offset, decay, document_before, sigmoid, unpack_program
 from ..tuning import pick
 from ..types import Options, SSDInputs
-from .arguments import per_channel_strides, strides
+from .arguments import cdiv, per_channel_strides, strides
 from .chunk_state import weights_from_start
 
 
@@ -86,7 +86,7 @@ def chunk_scan(i: SSDInputs, CB, dt, dA_cumsum, prev_states, options: Options,
     out = torch.empty(i.x.shape, device=i.x.device, dtype=i.x.dtype)
     y = torch.empty_like(out) if save and i.z is not None else None
     config = pick("chunk_scan", i)
-    tiles = i.chunk_size // config["BLOCK_M"] * triton.cdiv(i.headdim, config["BLOCK_P"])
+    tiles = i.chunk_size // config["BLOCK_M"] * cdiv(i.headdim, config["BLOCK_P"])
     chunk_scan_kernel[(tiles * i.nheads * i.nchunks * i.batch,)](
         CB, i.x, i.x.stride(), i.z, strides(i.z), i.C, i.C.stride(), i.D, per_channel_strides(i.D), dt, dA_cumsum, i.seq_idx,
         prev_states, out, y, i.seqlen, i.nchunks, i.nheads, i.ngroups, i.headdim, i.dstate, i.chunk_size, options.precision,

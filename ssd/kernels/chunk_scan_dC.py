@@ -14,6 +14,7 @@ from torch import Tensor
 from ..device import chunk_offset, document_before, split_heads, unpack_program
 from ..tuning import head_splits, pick
 from ..types import Options, SSDInputs
+from .arguments import cdiv
 from .chunk_state import weights_from_start
 
 
@@ -68,7 +69,7 @@ def chunk_scan_dC_kernel(dy, dy_strides, C, C_strides, dA_cumsum, seq_idx, prev_
 def chunk_scan_dC(i: SSDInputs, dy: Tensor, dA_cumsum: Tensor, prev_states: Tensor, options: Options) -> tuple[Tensor, Tensor]:
     """Returns the part of dC that comes through the states, as partial sums over splits of the heads, and those of r."""
     config = pick("chunk_scan_dC", i)
-    ntiles = triton.cdiv(i.dstate, config["BLOCK_N"])
+    ntiles = cdiv(i.dstate, config["BLOCK_N"])
     r_tiles = torch.empty(ntiles, *dA_cumsum.shape, device=i.x.device, dtype=torch.float32)
     programs = i.chunk_size // config["BLOCK_M"] * ntiles * i.ngroups * i.nchunks * i.batch
     splits = head_splits(i, programs)

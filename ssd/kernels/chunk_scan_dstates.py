@@ -12,6 +12,7 @@ from torch import Tensor
 from ..device import chunk_offset, document_before, unpack_program
 from ..tuning import pick
 from ..types import Options, SSDInputs
+from .arguments import cdiv
 from .chunk_state import weighted_outer
 
 
@@ -43,7 +44,7 @@ def chunk_scan_dstates(i: SSDInputs, dy: Tensor, dA_cumsum: Tensor, options: Opt
     """Returns dprev_states, fp32."""
     dprev_states = torch.empty(i.batch, i.nchunks, i.nheads, i.headdim, i.dstate, device=i.x.device, dtype=torch.float32)
     config = pick("chunk_scan_dstates", i)
-    tiles = triton.cdiv(i.headdim, config["BLOCK_P"]) * triton.cdiv(i.dstate, config["BLOCK_N"])
+    tiles = cdiv(i.headdim, config["BLOCK_P"]) * cdiv(i.dstate, config["BLOCK_N"])
     chunk_scan_dstates_kernel[(tiles * i.nheads * i.nchunks * i.batch,)](
         dy, dy.stride(), i.C, i.C.stride(), dA_cumsum, i.seq_idx, dprev_states, i.seqlen, i.nchunks, i.nheads, i.ngroups,
         i.headdim, i.dstate, i.chunk_size, options.precision, **config.launch)

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..device import sigmoid, unpack_program
 from ..tuning import next_power_of_2, pick
 from ..types import SSDInputs
-from .arguments import output
+from .arguments import cdiv, output
 
 
 @triton.jit
@@ -42,7 +42,7 @@ def chunk_scan_dz(i: SSDInputs, dout: Tensor, y: Tensor, into: Tensor | None) ->
     config = pick("chunk_scan_dz", i)
     block_p = next_power_of_2(i.headdim)
     block_m = max(1, config["BLOCK"] // block_p)
-    grid = (triton.cdiv(i.seqlen, block_m) * i.nheads * i.batch,)
+    grid = (cdiv(i.seqlen, block_m) * i.nheads * i.batch,)
     chunk_scan_dz_kernel[grid](dout, dout.stride(), y, i.z, i.z.stride(), dz, dz.stride(), dy, i.seqlen, i.nheads, i.headdim,
                                block_m, block_p, num_warps=config.num_warps)
     return dz, dy

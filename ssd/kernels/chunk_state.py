@@ -11,6 +11,7 @@ import triton.language as tl
 from ..device import chunk_offset, decay, document_at_end, document_before, unpack_program
 from ..tuning import pick
 from ..types import Options, SSDInputs
+from .arguments import cdiv
 
 
 @triton.jit
@@ -125,7 +126,7 @@ def chunk_state(i: SSDInputs, dt, dA_cumsum, options: Options) -> torch.Tensor:
     """Returns states, fp32."""
     states = torch.empty(i.batch, i.nchunks, i.nheads, i.headdim, i.dstate, device=i.x.device, dtype=torch.float32)
     config = pick("chunk_state", i)
-    tiles = triton.cdiv(i.headdim, config["BLOCK_P"]) * triton.cdiv(i.dstate, config["BLOCK_N"])
+    tiles = cdiv(i.headdim, config["BLOCK_P"]) * cdiv(i.dstate, config["BLOCK_N"])
     chunk_state_kernel[(tiles * i.nheads * i.nchunks * i.batch,)](
         i.x, i.x.stride(), i.B, i.B.stride(), dt, dA_cumsum, i.seq_idx, states, i.seqlen, i.nchunks, i.nheads, i.ngroups,
         i.headdim, i.dstate, i.chunk_size, options.precision, **config.launch)
@@ -137,7 +138,7 @@ def varlen_states(i: SSDInputs, dt, dA_cumsum, prev_states, options: Options) ->
     ndocs = i.cu_seqlens.shape[0] - 1
     states = torch.empty(ndocs, i.nheads, i.headdim, i.dstate, device=i.x.device, dtype=torch.float32)
     config = pick("chunk_state", i)
-    tiles = triton.cdiv(i.headdim, config["BLOCK_P"]) * triton.cdiv(i.dstate, config["BLOCK_N"])
+    tiles = cdiv(i.headdim, config["BLOCK_P"]) * cdiv(i.dstate, config["BLOCK_N"])
     varlen_states_kernel[(tiles * i.nheads * ndocs,)](
         i.x, i.x.stride(), i.B, i.B.stride(), dt, dA_cumsum, i.seq_idx, i.cu_seqlens, prev_states, states, i.seqlen,
         i.nchunks, i.nheads, i.ngroups, i.headdim, i.dstate, i.chunk_size, options.precision, **config.launch)

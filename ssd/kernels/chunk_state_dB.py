@@ -13,6 +13,7 @@ from torch import Tensor
 from ..device import chunk_offset, document_at_end, split_heads, unpack_program
 from ..tuning import head_splits, pick
 from ..types import Options, SSDInputs
+from .arguments import cdiv
 from .chunk_state import weights_to_end
 
 
@@ -63,7 +64,7 @@ def chunk_state_dB_kernel(x, x_strides, dt, dA_cumsum, seq_idx, dstates, dB_part
 def chunk_state_dB(i: SSDInputs, dt: Tensor, dA_cumsum: Tensor, dstates: Tensor, options: Options) -> Tensor:
     """Returns the part of dB that comes through the states, as partial sums over splits of the heads."""
     config = pick("chunk_state_dB", i)
-    tiles = i.chunk_size // config["BLOCK_M"] * triton.cdiv(i.dstate, config["BLOCK_N"])
+    tiles = i.chunk_size // config["BLOCK_M"] * cdiv(i.dstate, config["BLOCK_N"])
     programs = tiles * i.ngroups * i.nchunks * i.batch
     splits = head_splits(i, programs)
     dB_parts = torch.empty(splits, *i.B.shape, device=i.x.device, dtype=torch.float32)

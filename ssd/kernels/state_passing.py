@@ -12,6 +12,7 @@ import triton.language as tl
 from ..device import decay, document_at_end, document_before, unpack_program
 from ..tuning import pick
 from ..types import SSDInputs
+from .arguments import cdiv
 
 
 @triton.jit
@@ -54,7 +55,7 @@ def state_passing(i: SSDInputs, states, dA_cumsum) -> tuple[torch.Tensor, torch.
     final_states = torch.empty(i.batch, *states.shape[2:], device=states.device, dtype=torch.float32)
     config = pick("state_passing", i)
     initial_strides = None if i.initial_states is None else i.initial_states.stride()
-    grid = (triton.cdiv(i.headdim * i.dstate, config["BLOCK"]) * i.nheads * i.batch,)
+    grid = (cdiv(i.headdim * i.dstate, config["BLOCK"]) * i.nheads * i.batch,)
     state_passing_kernel[grid](states, dA_cumsum, i.initial_states, initial_strides, i.seq_idx, prev_states, final_states,
                                i.seqlen, i.nchunks, i.nheads, i.headdim, i.dstate, i.chunk_size, config["BLOCK"],
                                config.num_stages, num_warps=config.num_warps)

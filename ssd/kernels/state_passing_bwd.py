@@ -14,7 +14,7 @@ from torch import Tensor
 from ..device import unpack_program
 from ..tuning import pick
 from ..types import SSDInputs
-from .arguments import output, strides
+from .arguments import cdiv, output, strides
 from .state_passing import carried_decay
 
 
@@ -55,7 +55,7 @@ def state_passing_bwd(i: SSDInputs, dprev_states: Tensor, prev_states: Tensor, d
                       dfinal_states: Tensor | None, into: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
     """Returns dstates, dinitial_states (None without initial_states) and the partial sums of s."""
     config = pick("state_passing_bwd", i)
-    ntiles = triton.cdiv(i.headdim * i.dstate, config["BLOCK"])
+    ntiles = cdiv(i.headdim * i.dstate, config["BLOCK"])
     dstates = torch.empty_like(dprev_states, dtype=i.x.dtype)
     dinitial_states = None if i.initial_states is None else output(i.initial_states, into, torch.float32)
     s_tiles = torch.empty(i.batch, i.nheads, i.nchunks, ntiles, device=i.x.device, dtype=torch.float32)
