@@ -65,7 +65,7 @@ def ssd_chunk_scan(
         return_varlen_states: also return the state at the end of each document of cu_seqlens (no gradient).
         state_dtype: dtype of the states kept between chunks; C's dtype unless given. fp32 costs bandwidth and adds accuracy.
             Without effect on fp64 x.
-        variant: one of `ssd.variant_names()`, or "auto", which chooses by device and sizes and logs its choices to the logger "ssd".
+        variant: one of `ssd.variant_names()`, or "auto", which chooses by device and sizes, and tells the logger "ssd".
         options: switches of the kernels, see `ssd.Options`.
 
     Returns:

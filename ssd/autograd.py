@@ -44,7 +44,7 @@ def chunk_scan(i: SSDInputs, variant: str, options: Options, save: bool) -> tupl
     tensors = (i.x, i.dt, i.A, i.B, i.C, i.D, i.z, i.dt_bias, i.initial_states, i.seq_idx, i.cu_seqlens)
     plain = _are_plain(tensors)
     if plain and not save:
-        out, final_states, saved = resolve(variant, i).forward(i, options, False)
+        out, final_states, saved = resolve(variant, i, "fwd").forward(i, options, False)
         return out, final_states, saved.varlen_states
     scan = _ChunkScan.apply if plain else torch.ops.ssd.chunk_scan
     return scan(*tensors, i.chunk_size, i.dt_softplus, *i.dt_limit, i.state_dtype, variant, _encode(options), save)[:3]
@@ -104,7 +104,7 @@ def _or_none(t: Tensor | None) -> Tensor | None:
 def _forward(*args):
     *args, save = args
     inputs, name, options = _unpack(args)
-    out, final_states, saved = resolve(name, inputs).forward(inputs, options, save)
+    out, final_states, saved = resolve(name, inputs, "fwd").forward(inputs, options, save)
     prev_states = saved.prev_states if _keeps_states(name, inputs, options, save) else None
     return out, final_states, *(_or_empty(t, out) for t in (saved.varlen_states, saved.y, prev_states))
 
@@ -130,7 +130,7 @@ def _backward(*args):
     if dout is None:
         dout = torch.zeros_like(inputs.x)
     saved = SSDSaved(inputs, options, _or_none(y), prev_states=_or_none(prev_states))
-    grads = resolve(name, inputs).backward(saved, dout, dfinal_states, SSDGrads())
+    grads = resolve(name, inputs, "bwd").backward(saved, dout, dfinal_states, SSDGrads())
     return tuple(_or_empty(g, inputs.x) for g in _in_order(grads))
 
 

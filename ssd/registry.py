@@ -11,6 +11,7 @@ from importlib import import_module
 
 import torch
 
+from . import choice
 from .types import SSDInputs
 
 _MODULES = {
@@ -22,7 +23,6 @@ _MODULES = {
     "fla": "ssd.interop.fla",
 }
 _PEERS = ("mamba_ssm", "fla")
-_AUTO = {"cpu": ("torch",), "cuda": ("baseline",)}
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,7 @@ class Variant:
         forward: (SSDInputs, Options, save: bool) -> (out, final_states, SSDSaved); save: a backward may follow.
         backward: (SSDSaved, dout, dfinal_states, into: SSDGrads) -> SSDGrads.
         apply: (SSDInputs) -> (out, final_states), differentiable by itself.
+        options: names of the fields of `Options` that this variant heeds, in the order in which an ablation adds them.
         saves_states: whether a forward with save and `Options.save_states` leaves `SSDSaved.prev_states`.
         adapts: what `apply` does around the peer's own kernels, and so is in its times; None: nothing.
     """
@@ -44,6 +45,7 @@ class Variant:
     forward: Callable | None = None
     backward: Callable | None = None
     apply: Callable | None = None
+    options: tuple[str, ...] = ()
     saves_states: bool = False
     adapts: str | None = None
 
@@ -73,24 +75,39 @@ def get_variant(name: str) -> Variant:
 
 def saves_states(name: str, device: torch.device) -> bool:
     """Whether the variant of that name keeps the states between chunks; "auto" does if all that it may choose do."""
-    return all(get_variant(chosen).saves_states for chosen in (_AUTO[device.type] if name == "auto" else (name,)))
+    names = (name,) if name != "auto" else ("torch",) if device.type == "cpu" else choice.CANDIDATES
+    return all(get_variant(n).saves_states for n in names)
 
 
-def resolve(name: str, inputs: SSDInputs) -> Variant:
-    """The variant that runs these inputs: the one named, or with "auto" the one that suits their device.
+def resolve(name: str, inputs: SSDInputs, mode: str) -> Variant:
+    """The variant that runs these inputs: the one named, or with "auto" the best that can, which is said once.
+
+    mode: "fwd" or "bwd". "auto" may choose another variant for each, since `SSDSaved` has one form.
 
     Raises:
-        ValueError: the variant named cannot run them; the message gives its reason.
+        ValueError: the variant named cannot run them, or none that "auto" may choose; the message gives the reasons.
     """
     if name == "auto":
-        name = _AUTO[inputs.x.device.type][0]
-        _say(name, inputs.x.device.type)
+        return _choose(inputs, mode)
     variant = get_variant(name)
     if reason := variant.supports(inputs):
         raise ValueError(f"variant {name!r} cannot run these inputs: {reason}")
     return variant
 
 
+def _choose(inputs: SSDInputs, mode: str) -> Variant:
+    names, why = choice.ranking(inputs, mode)
+    refused = ()
+    for name in names:
+        variant = get_variant(name)
+        reason = variant.supports(inputs)
+        if not reason:
+            _say(name, mode, why, refused)
+            return variant
+        refused += (f"{name} cannot run these inputs: {reason}",)
+    raise ValueError(f"variant 'auto': {'; '.join(refused)}")
+
+
 @lru_cache
-def _say(name: str, device: str) -> None:
-    logging.getLogger("ssd").info("variant 'auto' runs %r for tensors on %s", name, device)
+def _say(name: str, mode: str, why: str, refused: tuple[str, ...]) -> None:
+    logging.getLogger("ssd").info("variant 'auto' runs %r (%s): %s", name, mode, "; ".join((why, *refused)))

@@ -31,4 +31,5 @@ def _supports(inputs: SSDInputs) -> str | None:
     return None
 
 
-VARIANT = Variant("baseline", supports=_supports, forward=forward, backward=backward, saves_states=True)
+VARIANT = Variant("baseline", supports=_supports, forward=forward, backward=backward,
+                  options=("low_precision_states", "save_states"), saves_states=True)

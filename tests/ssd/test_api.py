@@ -6,11 +6,13 @@ from functools import partial
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import ssd
-from ssd import autograd, reference, registry
+from ssd import autograd, choice, reference, registry
 from ssd.registry import get_variant
 from tests.errors import assert_accurate, assert_all_accurate, truths
 from tests.inputs import (
@@ -188,14 +190,44 @@ def test_options_reach_the_kernels(variant, device, monkeypatch):
     assert seen == [options] and options != ssd.Options()
 
 
-def test_auto_says_what_it_runs(device, caplog):
-    inputs = random_inputs(SHAPE, Case(), torch.float32, device)
+@pytest.mark.skipif(GPU, reason="the choice on a GPU depends on which")
+def test_auto_says_what_it_runs_and_once(caplog):
+    inputs = random_inputs(SHAPE, Case(), torch.float32)
     registry._say.cache_clear()
     with caplog.at_level(logging.INFO, "ssd"):
         out = run(inputs, variant="auto")
-    chosen = "baseline" if GPU else "torch"
-    assert [record.getMessage() for record in caplog.records] == [f"variant 'auto' runs {chosen!r} for tensors on {device}"]
-    assert torch.equal(out, run(inputs, variant=chosen))
+        run(inputs, variant="auto")
+    assert [record.getMessage() for record in caplog.records] == ["variant 'auto' runs 'torch' (fwd): tensors are on the CPU"]
+    assert torch.equal(out, run(inputs, variant="torch"))
+
+
+@pytest.mark.gpu
+def test_auto_runs_what_it_says(device, caplog):
+    inputs = random_inputs(SHAPE, Case(), HALF, device)
+    registry._say.cache_clear()
+    with caplog.at_level(logging.INFO, "ssd"):
+        out = run(inputs, variant="auto")
+    (said,) = [record.args[0] for record in caplog.records]
+    assert said in choice.CANDIDATES and torch.equal(out, run(inputs, variant=said))
+
+
+def test_watchers_see_one_op(device):
+    """Modes, transforms and subclasses are shown the op; plain tensors go straight to the variant."""
+    inputs = random_inputs(SHAPE, Case(), torch.float32, device)
+    tensors = (inputs.x, None)
+    assert autograd._are_plain(tensors) and autograd._are_plain((torch.nn.Parameter(inputs.x),))
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert not autograd._are_plain(tensors)
+        assert run(inputs).shape == inputs.x.shape
+    graph = make_fx(lambda x: run(replace(inputs, x=x)))(inputs.x).graph
+    assert torch.ops.ssd.chunk_scan.default in {node.target for node in graph.nodes}
+    assert not autograd._are_plain((torch.complex(inputs.x, inputs.x).conj().imag,))
+    assert not autograd._are_plain((inputs.x.as_subclass(Subclass),))
+    assert torch.equal(run(replace(inputs, x=inputs.x.as_subclass(Subclass))).as_subclass(torch.Tensor), run(inputs))
+
+
+class Subclass(torch.Tensor):
+    pass
 
 
 def test_gradcheck():

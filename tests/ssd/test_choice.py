@@ -1,0 +1,101 @@
+"""What "auto" chooses, as if on GPUs that are not here: by the nearest measured call, else by the rule."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ssd import choice, registry, tuning
+from ssd.choice import CANDIDATES, Measured
+from ssd.registry import Variant, get_variant
+from ssd.types import Options, SSDGrads
+from tests.errors import cotangents
+from tests.inputs import EVERYTHING, OURS, Shape, random_inputs
+
+TABLE = {
+    "fwd/2B/64/128/512/4096/128": ["persistent", "fused", "baseline"],
+    "fwd/2B/64/128/24/512/128": ["fused", "baseline"],
+    "fwd/2B/64/128/24/512/256": ["baseline", "fused"],
+    "bwd/2B/64/128/512/4096/128": ["baseline", "persistent"],
+}
+
+
+@pytest.fixture
+def on(monkeypatch, tmp_path):
+    """ranking() on a GPU of that compute capability, with TABLE measured on an h200."""
+    (tmp_path / "h200.json").write_text(json.dumps(TABLE))
+    monkeypatch.setattr(choice, "TABLES", tmp_path)
+
+    def order(*sizes, device="h200", capability=(9, 0)):
+        monkeypatch.setattr(tuning, "current_device", lambda index: tuning.Device(device, 232_448))
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
+        choice._ranking.cache_clear(), choice._table.cache_clear()
+        return choice._ranking(0, *sizes)
+
+    yield order
+    choice._ranking.cache_clear(), choice._table.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "sizes, expected",
+    [
+        (("fwd", 2, 64, 128, 512, 4096, 128), ("persistent", "fused", "baseline")),  # as measured
+        (("fwd", 2, 64, 128, 128, 8192, 128), ("persistent", "fused", "baseline")),  # three doublings off, the others 6.4
+        (("fwd", 2, 64, 128, 32, 300, 128), ("fused", "baseline", "persistent")),  # what was not measured comes last
+        (("fwd", 2, 64, 128, 32, 300, 256), ("baseline", "fused", "persistent")),  # the chunk size counts
+        (("bwd", 2, 64, 128, 1, 16, 16), ("baseline", "persistent", "fused")),  # the mode counts
+    ],
+)
+def test_nearest_measured_call(on, sizes, expected):
+    order, why = on(*sizes)
+    assert order == expected and "fastest of" in why and "h200" in why
+
+
+@pytest.mark.parametrize("sizes", [("fwd", 4, 64, 128), ("fwd", 2, 32, 128), ("fwd", 2, 64, 64)], ids=str)
+def test_other_sizes_are_not_compared(on, sizes):
+    order, why = on(*sizes, 512, 4096, 128)
+    assert order == CANDIDATES and "no such sizes" in why
+
+
+def test_rule_without_rows(on):
+    sizes = ("fwd", 2, 64, 128, 512, 4096, 128)
+    assert on(*sizes, device="h100")[0] == ("persistent", "fused", "baseline")
+    order, why = on(*sizes, device="a100", capability=(8, 0))
+    assert order == ("fused", "baseline") and "a100" in why and "other than Hopper" in why
+
+
+def test_the_next_runs_where_the_first_cannot(monkeypatch, caplog):
+    made = {"persistent": Variant("persistent", lambda inputs: "too odd"), "fused": Variant("fused", lambda inputs: None)}
+    monkeypatch.setattr(registry, "get_variant", made.get)
+    monkeypatch.setattr(choice, "ranking", lambda inputs, mode: (("persistent", "fused"), "a test says so"))
+    registry._say.cache_clear()
+    with caplog.at_level("INFO", "ssd"):
+        assert registry.resolve("auto", None, "bwd") is made["fused"]
+    assert caplog.messages == ["variant 'auto' runs 'fused' (bwd): a test says so; persistent cannot run these inputs: too odd"]
+    made["fused"] = replace(made["fused"], supports=lambda inputs: "too even")
+    with pytest.raises(ValueError, match=r"variant 'auto': persistent cannot .* too odd; fused cannot .* too even"):
+        registry.resolve("auto", None, "fwd")
+
+
+def test_keys_of_tables():
+    measured = Measured("fwd", 2, 64, 128, 512, 4096, 128)
+    assert Measured.of_key(measured.key()) == measured and measured.key() in TABLE
+
+
+@pytest.mark.parametrize("path", sorted(choice.TABLES.glob("*.json")), ids=lambda path: path.stem)
+def test_tables_that_are_shipped(path):
+    for key, order in json.loads(path.read_text()).items():
+        assert Measured.of_key(key).key() == key and len(order) > 1 and {*order} <= {*CANDIDATES}
+
+
+@pytest.mark.parametrize("first", OURS)
+@pytest.mark.parametrize("second", OURS)
+def test_a_backward_takes_what_any_forward_saved(first, second, device):
+    """Since "auto" may choose another variant for each."""
+    inputs = random_inputs(Shape(1, 40, 2), EVERYTHING, torch.float32, device)
+    ways = cotangents(inputs)
+    own, other = (get_variant(second).backward(get_variant(name).forward(inputs, Options(), True)[2], *ways, SSDGrads())
+                  for name in (second, first))
+    for name, grad in vars(own).items():
+        torch.testing.assert_close(getattr(other, name), grad, rtol=1e-4, atol=1e-4, msg=name)
