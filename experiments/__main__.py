@@ -1,9 +1,10 @@
-"""The command line: python -m experiments bench | table | readme | tune."""
+"""The command line: python -m experiments bench | ablate | table | readme | tune | choose."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -14,8 +15,12 @@ from rich.console import Console
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is imported, as most of the imports below may do
 
-from ssd import variant_names
+from ssd import Options, variant_names
+from ssd.choice import CANDIDATES
+from ssd.registry import get_variant, is_peer
 
+from . import ablate as ablation
+from . import choose as choices
 from . import readme as readme_file
 from . import record, table
 from .bench import CHUNK_SIZES, MODES, Plan
@@ -37,6 +42,7 @@ def bench(
     chunk_size: Annotated[str, typer.Option(help="Ours, of 16 to 256; auto measures 64, 128 and 256.")] = "auto",
     repeats: Annotated[int, typer.Option(min=2, help="Timed calls of each variant, interleaved.")] = 50,
     warmup: Annotated[int, typer.Option(min=1, help="Calls of each variant before they are timed.")] = 10,
+    option: Annotated[list[str] | None, typer.Option(help="NAME=true or NAME=false, of ssd.Options; repeatable.")] = None,
     counters: Annotated[bool, typer.Option(help="Also read DRAM bytes and utilisation per kernel with ncu.")] = False,
     out: OutOption = record.RESULTS,
 ) -> None:
@@ -48,15 +54,15 @@ def bench(
     modes = _each("--mode", mode, MODES)
     (dtype,) = _each("--dtype", dtype, DTYPES, single=True)
     (rival,) = _each("--against", against, (*variant_names(), "none"), single=True)
-    shapes, sizes = _shapes(shape), _chunk_sizes(chunk_size)
-    console = Console(width=max(140, Console().width))  # narrower, a table of results loses its numbers
+    shapes, sizes, options = _shapes(shape), _chunk_sizes(chunk_size), _options(option or [])
+    console = _console()
     if not torch.cuda.is_available():
         from .interpret import run as run_interpreted
 
-        raise typer.Exit(0 if run_interpreted(variants, shapes, dtype, max(sizes), out, console) else 1)
+        raise typer.Exit(0 if run_interpreted(variants, shapes, dtype, max(sizes), options, out, console) else 1)
 
-    plan = Plan(tuple(variants), None if rival == "none" else rival, tuple(shapes), tuple(modes), dtype, sizes, repeats,
-                warmup, out)
+    plan = Plan(tuple(variants), None if rival == "none" else rival, tuple(shapes), tuple(modes), dtype, sizes, options,
+                repeats, warmup, out)
     rows = run_bench(plan, console)
     console.print(table.terminal(rows, f"median times on {torch.cuda.get_device_name()}, {dtype}"))
     if counters:
@@ -66,8 +72,38 @@ def bench(
     raise typer.Exit(0 if {row["variant"] for row in rows} >= set(variants) else 1)
 
 
+@app.command()
+def ablate(
+    variant: Annotated[str, typer.Option(help="Variants to take apart, of those with options.")] = "fused,persistent",
+    shape: Annotated[str, typer.Option(help=f"Shapes, of named, sweep, {', '.join(SHAPES)}.")] = "8b-b1,8b-b4",
+    mode: Annotated[str, typer.Option(help=f"Modes, of {', '.join(MODES)}.")] = "fwd",
+    dtype: Annotated[str, typer.Option(help=f"Dtype of x, dt, B and C: {', '.join(DTYPES)}.")] = "bf16",
+    chunk_size: Annotated[int, typer.Option(help="One of 16 to 256.")] = 128,
+    repeats: Annotated[int, typer.Option(min=2, help="Timed calls of each set of options, interleaved.")] = 50,
+    warmup: Annotated[int, typer.Option(min=1, help="Calls of each before they are timed.")] = 10,
+    out: OutOption = record.RESULTS,
+) -> None:
+    """Measure what each option of a variant is worth: without it alone, and as all are added to none, one after another.
+
+    Without a GPU: check every set of options against fp64 in Triton's interpreter.
+    """
+    ours = [name for name in variant_names() if not is_peer(name)]
+    variants, modes = tuple(_each("--variant", variant, ours)), tuple(_each("--mode", mode, MODES))
+    (dtype,) = _each("--dtype", dtype, DTYPES, single=True)
+    (size,) = _chunk_sizes(str(chunk_size))
+    for name in variants:
+        if not get_variant(name).options:
+            _refuse(f"--variant: got {name!r}, expected a variant with options to take apart")
+    shapes, console = tuple(_shapes(shape)), _console()
+    if not torch.cuda.is_available():
+        raise typer.Exit(0 if ablation.check(variants, console) else 1)
+    rows = ablation.run(ablation.Plan(variants, shapes, modes, dtype, size, repeats, warmup, out), console)
+    console.print(table.terminal(ablation.relative(rows), "relative: to every option on", table.ABLATION))
+
+
 @app.command("table")
 def render_table(
+    bench: Annotated[str, typer.Option(help="Rows of ssd, which variants are compared in, or ablate.")] = "ssd",
     kind: Annotated[str, typer.Option("--format", help=f"One of {', '.join(table.FORMATS)}.")] = "markdown",
     variant: Annotated[str, typer.Option(help="Only these variants.")] = "",
     shape: Annotated[str, typer.Option(help="Only these shapes.")] = "",
@@ -80,13 +116,18 @@ def render_table(
     variants = _each("--variant", variant, variant_names()) if variant else None
     modes = _each("--mode", mode, MODES) if mode else None
     shapes = [s.name for s in _shapes(shape)] if shape else None
+    (bench,) = _each("--bench", bench, ("ssd", "ablate"), single=True)
+    read, columns = {
+        "ssd": (lambda: table.committed(out, all_chunks), table.COLUMNS),
+        "ablate": (lambda: ablation.committed(out), table.ABLATION),
+    }[bench]
     rows = [
         row
-        for row in _rows(lambda: table.committed(out, all_chunks), out)
+        for row in _rows(read, out)
         if all(wanted is None or row[key] in wanted
                for key, wanted in (("variant", variants), ("shape", shapes), ("mode", modes)))
     ]
-    typer.echo(table.render(rows, kind), nl=False)
+    typer.echo(table.render(rows, kind, columns), nl=False)
 
 
 @app.command()
@@ -115,6 +156,16 @@ def tune(
     from .tune import run as run_tune
 
     run_tune(shapes, dtype, sizes, repeats, Console())
+
+
+@app.command()
+def choose(out: OutOption = record.RESULTS) -> None:
+    """Write what variant "auto" chooses by, ssd/configs/variants/<gpu>.json, from committed rows."""
+    found = choices.tables(_rows(lambda: record.read(out, bench="ssd"), out))
+    for path in choices.write(found):
+        typer.echo(f"{path} written: {len(found[path.stem])} measured calls")
+    for gpu in sorted(gpu for gpu, calls in found.items() if not calls):
+        typer.echo(f"{gpu}: nothing to choose by: no call that two of {', '.join(CANDIDATES)} were measured in")
 
 
 @app.command(hidden=True)
@@ -150,6 +201,20 @@ def _shapes(names: str) -> list[Shape]:
         return find_shapes(names)
     except ValueError as reason:
         _refuse(f"--{reason}")
+
+
+def _options(items: list[str]) -> Options:
+    names, changed = [f.name for f in fields(Options)], {}
+    for item in items:
+        name, _, value = item.partition("=")
+        if name not in names or value not in ("true", "false"):
+            _refuse(f"--option: got {item!r}, expected NAME=true or NAME=false with a name of {', '.join(names)}")
+        changed[name] = value == "true"
+    return Options(**changed)
+
+
+def _console() -> Console:
+    return Console(width=max(140, Console().width))  # narrower, a table of results loses its numbers
 
 
 def _chunk_sizes(text: str) -> tuple[int, ...]:

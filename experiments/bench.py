@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -26,8 +26,26 @@ _TRUTH_TOKENS = 16384
 
 
 @dataclass(frozen=True)
+class Candidate:
+    """One of the things that run side by side. A peer has no use for options."""
+
+    variant: str
+    chunk_size: int
+    options: Options = Options()  # noqa: RUF009  frozen
+
+    def __str__(self) -> str:
+        changed = record.changed_options(asdict(self.options))
+        return f"{self.variant} at chunk size {self.chunk_size}{' with ' if changed else ''}{changed}"
+
+    def identity(self) -> dict:
+        """The keys of a row that say what ran."""
+        options = None if is_peer(self.variant) else asdict(self.options)
+        return {"variant": self.variant, "options": options, "chunk_size": self.chunk_size}
+
+
+@dataclass(frozen=True)
 class Plan:
-    """What to measure. chunk_sizes are ours; a peer runs at its own."""
+    """What to measure. chunk_sizes and options are ours; a peer runs at its own."""
 
     variants: tuple[str, ...]
     against: str | None
@@ -35,20 +53,22 @@ class Plan:
     modes: tuple[str, ...]
     dtype: str = "bf16"
     chunk_sizes: tuple[int, ...] = CHUNK_SIZES
+    options: Options = Options()  # noqa: RUF009  frozen
     repeats: int = 50
     warmup: int = 10
     out: Path = record.RESULTS
 
-    def candidates(self) -> list[tuple[str, int]]:
-        """(variant, chunk size) of everything that runs side by side."""
+    def candidates(self) -> list[Candidate]:
+        """Everything that runs side by side."""
         names = dict.fromkeys((*self.variants, *([self.against] if self.against else [])))
-        return [(name, size) for name in names for size in _PEER_CHUNK_SIZES.get(name, self.chunk_sizes)]
+        return [Candidate(name, size, self.options) for name in names
+                for size in _PEER_CHUNK_SIZES.get(name, self.chunk_sizes)]
 
 
 def run(plan: Plan, console: Console) -> list[dict]:
     """Measures the plan and returns its rows, each appended to its file as soon as it is known."""
     rows = []
-    candidates = [c for c in plan.candidates() if _installed(c[0], console)]
+    candidates = [c for c in plan.candidates() if _installed(c.variant, console)]
     with timing.side_stream(), Progress(console=console) as progress:
         ceiling = timing.copy_gbps()
         task = progress.add_task("", total=len(plan.shapes) * len(plan.modes))
@@ -56,29 +76,43 @@ def run(plan: Plan, console: Console) -> list[dict]:
             setting = Setting(shape, plan.dtype)
             for mode in plan.modes:
                 progress.update(task, description=f"{shape.name} {mode}")
-                for row in _measure(plan, setting, mode, candidates, console):
-                    row = _derived(row, shape.problem(row["chunk_size"], setting.dtype), ceiling) | record.environment()
+                measured = measure(setting, mode, candidates, plan.repeats, plan.warmup, console)
+                rival = _rival(plan.against, measured)
+                for candidate, values in measured.items():
+                    compared = rival if candidate.variant != plan.against else {}
+                    row = row_of("ssd", setting, mode, candidate, values | compared, ceiling)
                     record.append(row, plan.out)
                     rows.append(row)
                 progress.advance(task)
     return rows
 
 
+def row_of(bench: str, setting: Setting, mode: str, candidate: Candidate, values: dict, ceiling_gbps: float) -> dict:
+    """A whole row: what ran, what was measured, what follows from it, and where."""
+    row = {"bench": bench, "mode": mode, "shape": setting.shape.name, **setting.shape.sizes, "dtype": setting.dtype_name,
+           **candidate.identity(), **values}
+    return _derived(row, setting.shape.problem(candidate.chunk_size, setting.dtype), ceiling_gbps) | record.environment()
+
+
 class Setting:
     """A shape's tensors on the GPU, and their truth."""
 
     def __init__(self, shape: Shape, dtype: str):
-        self.shape, self.dtype = shape, DTYPES[dtype]
+        self.shape, self.dtype_name, self.dtype = shape, dtype, DTYPES[dtype]
         self.inputs = make_inputs(shape, self.dtype, "cuda", requires_grad=True)
         self.leaves = [self.inputs[name] for name in LEAVES]
         self.dout = torch.randn_like(self.inputs["x"])
         part = Part(1, min(shape.seqlen, _TRUTH_TOKENS), shape.nheads // shape.ngroups, 1)
         self.truth = Truth(self.inputs, self.dout, part)
 
-    def call(self, candidate: tuple[str, int], mode: str) -> timing.Call:
+    def scan(self, candidate: Candidate) -> Callable[[], torch.Tensor]:
+        """The forward of a candidate on these tensors."""
+        return partial(ssd_chunk_scan, **self.inputs, chunk_size=candidate.chunk_size, variant=candidate.variant,
+                       options=candidate.options)
+
+    def call(self, candidate: Candidate, mode: str) -> timing.Call:
         """What one measurement of the mode runs."""
-        variant, chunk_size = candidate
-        scan = partial(ssd_chunk_scan, **self.inputs, chunk_size=chunk_size, variant=variant)
+        scan = self.scan(candidate)
         match mode:
             case "fwd":
                 return torch.no_grad()(scan)
@@ -89,17 +123,17 @@ class Setting:
             case "fwd_bwd":
                 return lambda: torch.autograd.grad(scan(), self.leaves, self.dout)
 
-    def error(self, candidate: tuple[str, int], mode: str) -> Error:
+    def error(self, candidate: Candidate, mode: str) -> Error:
         """Of the output, or in a mode with a backward of the worst gradient."""
-        variant, chunk_size = candidate
-        scan = partial(ssd_chunk_scan, **self.inputs, chunk_size=chunk_size, variant=variant)
+        scan = self.scan(candidate)
         if mode.startswith("fwd") and mode != "fwd_bwd":
             return self.truth.out_error(scan)
         return Error.worst(list(self.truth.grad_errors(scan, self.leaves).values()))
 
 
-def _measure(plan: Plan, setting: Setting, mode: str, candidates: list, console: Console) -> Iterator[dict]:
-    """Rows of one shape and mode, without what `_derived` adds."""
+def measure(setting: Setting, mode: str, candidates: list[Candidate], repeats: int, warmup: int,
+            console: Console) -> dict[Candidate, dict]:
+    """The measured keys of a row for each candidate that can run, timed side by side."""
     calls, facts, notes = {}, {}, {}
     for candidate in candidates:
         try:
@@ -115,7 +149,7 @@ def _measure(plan: Plan, setting: Setting, mode: str, candidates: list, console:
                 notes[candidate] = "the result is not finite"
         except Exception as reason:  # one that cannot run must not cost the measurements of the others
             _say_skipped(console, candidate, f"{setting.shape.name} {mode}", reason)
-    eager = timing.interleaved(calls, plan.repeats, plan.warmup)
+    eager = timing.interleaved(calls, repeats, warmup)
 
     graphs = {}
     for candidate, call in calls.items():
@@ -124,24 +158,25 @@ def _measure(plan: Plan, setting: Setting, mode: str, candidates: list, console:
         except Exception as reason:  # as above
             notes[candidate] = f"no CUDA graph: {_first_line(reason)}"
             torch.cuda.synchronize()
-    replayed = timing.interleaved(graphs, plan.repeats, plan.warmup)
-
-    rival = {
-        "against_p50_us": min((eager[c][1] for c in calls if c[0] == plan.against), default=None),
-        "against_graph_p50_us": min((replayed[c][1] for c in graphs if c[0] == plan.against), default=None),
-    }
-    for candidate in calls:
-        variant, chunk_size = candidate
-        p20, p50, p80 = eager[candidate]
-        compared = variant != plan.against and rival["against_p50_us"] is not None
-        yield {
-            "bench": "ssd", "variant": variant, "options": None if is_peer(variant) else asdict(Options()),
-            "mode": mode, "shape": setting.shape.name, **setting.shape.sizes, "dtype": plan.dtype,
-            "chunk_size": chunk_size,
-            "p20_us": p20, "p50_us": p50, "p80_us": p80, "graph_p50_us": replayed.get(candidate, (None,) * 3)[1],
-            **facts[candidate], "note": notes.get(candidate, get_variant(variant).adapts),
-            **({"against": plan.against, **rival} if compared else {}),
+    replayed = timing.interleaved(graphs, repeats, warmup)
+    return {
+        candidate: {
+            **dict(zip(("p20_us", "p50_us", "p80_us"), eager[candidate], strict=True)),
+            "graph_p50_us": replayed.get(candidate, (None,) * 3)[1],
+            **facts[candidate], "note": notes.get(candidate, get_variant(candidate.variant).adapts),
         }
+        for candidate in calls
+    }
+
+
+def _rival(against: str | None, measured: dict[Candidate, dict]) -> dict:
+    """The keys that compare with a rival, at its better chunk size; none where it was not measured."""
+    rival = [values for candidate, values in measured.items() if candidate.variant == against]
+    if not rival:
+        return {}
+    graphs = [values["graph_p50_us"] for values in rival if values["graph_p50_us"] is not None]
+    return {"against": against, "against_p50_us": min(values["p50_us"] for values in rival),
+            "against_graph_p50_us": min(graphs, default=None)}
 
 
 def _derived(row: dict, problem: cost.Problem, ceiling_gbps: float) -> dict:
@@ -168,9 +203,8 @@ def _installed(variant: str, console: Console) -> bool:
     return True
 
 
-def _say_skipped(console: Console, candidate: tuple[str, int], where: str, reason: Exception) -> None:
-    variant, chunk_size = candidate
-    text = f"{where}: {variant} at chunk size {chunk_size} is left out: {_first_line(reason)}"
+def _say_skipped(console: Console, candidate: Candidate, where: str, reason: Exception) -> None:
+    text = f"{where}: {candidate} is left out: {_first_line(reason)}"
     console.print(text, style="yellow", markup=False)
 
 

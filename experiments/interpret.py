@@ -9,7 +9,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from ssd import cost, get_variant, ssd_chunk_scan
+from ssd import Options, cost, get_variant, ssd_chunk_scan
 from ssd.types import SSDInputs
 
 from . import table
@@ -21,10 +21,11 @@ _CHUNK_SIZE = 32
 _LIMITS = {"fp32": 1e-4, "fp16": 1e-2}
 
 
-def run(variants: list[str], shapes: list[Shape], dtype: str, chunk_size: int, out: Path, console: Console) -> bool:
-    """Whether every variant that runs here agrees with fp64."""
+def run(variants: list[str], shapes: list[Shape], dtype: str, chunk_size: int, options: Options, out: Path,
+        console: Console) -> bool:
+    """Whether every variant that runs here agrees with fp64 under these options."""
     console.print("No CUDA GPU: nothing is timed; kernels run in Triton's interpreter at a small shape.", style="bold")
-    passed = [_check(name, console) for name in variants]
+    passed = [_check(name, options, console) for name in variants]
     for shape in shapes:
         console.print(_costs(shape, dtype, chunk_size))
     asked = {shape.name for shape in shapes}
@@ -36,17 +37,33 @@ def run(variants: list[str], shapes: list[Shape], dtype: str, chunk_size: int, o
     return all(passed)
 
 
-def check(variant: str, dtype: str) -> dict[str, Error]:
+def check(variant: str, dtype: str, options: Options) -> dict[str, Error]:
     """Errors of the output and of every gradient at the small shape."""
     inputs = make_inputs(SMALL, DTYPES[dtype], "cpu", requires_grad=True)
     dout = torch.randn(inputs["x"].shape, generator=torch.Generator().manual_seed(1)).to(DTYPES[dtype])
     truth = Truth(inputs, dout, Part(SMALL.batch, SMALL.seqlen, SMALL.nheads, SMALL.ngroups))
-    scan = partial(ssd_chunk_scan, **inputs, chunk_size=_CHUNK_SIZE, variant=variant)
+    scan = partial(ssd_chunk_scan, **inputs, chunk_size=_CHUNK_SIZE, variant=variant, options=options)
     gradients = truth.grad_errors(scan, [inputs[name] for name in LEAVES])
     return {"out": truth.out_error(scan), **{f"d{name}": error for name, error in gradients.items()}}
 
 
-def _check(variant: str, console: Console) -> bool:
+def worst(variant: str, options: Options) -> dict[str, Error]:
+    """{dtype: the worst error of the output and the gradients}."""
+    return {dtype: Error.worst(list(check(variant, dtype, options).values())) for dtype in _LIMITS}
+
+
+def within(dtype: str, error: Error) -> bool:
+    """Whether an error is accepted; NaN is not."""
+    return error.rms <= _LIMITS[dtype] and error.max <= _LIMITS[dtype]
+
+
+def written(dtype: str, error: Error) -> str:
+    """rms / max, in red where it is not accepted."""
+    text = f"{error.rms:.1e} / {error.max:.1e}"
+    return text if within(dtype, error) else f"[red]{text}[/]"
+
+
+def _check(variant: str, options: Options, console: Console) -> bool:
     """Prints the errors; False if one is too large. A variant that cannot run here is said to be left out."""
     inputs = make_inputs(SMALL, torch.float32, "cpu")
     try:
@@ -56,27 +73,18 @@ def _check(variant: str, console: Console) -> bool:
     if reason:
         console.print(f"{variant} is not checked here: {reason}", style="yellow", markup=False)
         return True
-    errors = {dtype: check(variant, dtype) for dtype in _LIMITS}
+    errors = {dtype: check(variant, dtype, options) for dtype in _LIMITS}
     sizes = ", ".join(f"{name} {size}" for name, size in SMALL.sizes.items())
     report = Table(title=f"{variant}: error against fp64 (rms / max, relative) at {sizes}, chunk_size {_CHUNK_SIZE}")
     report.add_column("")
     for dtype, limit in _LIMITS.items():
         report.add_column(f"{dtype}, at most {limit:.0e}", justify="right")
     for name in errors["fp32"]:
-        report.add_row(name, *(_written(errors[dtype][name], limit) for dtype, limit in _LIMITS.items()))
+        report.add_row(name, *(written(dtype, errors[dtype][name]) for dtype in _LIMITS))
     console.print(report)
-    passed = all(_within(error, limit) for dtype, limit in _LIMITS.items() for error in errors[dtype].values())
+    passed = all(within(dtype, error) for dtype in _LIMITS for error in errors[dtype].values())
     console.print(f"{variant}: {'agrees' if passed else 'DOES NOT AGREE'} with fp64", style="green" if passed else "red")
     return passed
-
-
-def _within(error: Error, limit: float) -> bool:
-    return error.rms <= limit and error.max <= limit  # false for NaN
-
-
-def _written(error: Error, limit: float) -> str:
-    text = f"{error.rms:.1e} / {error.max:.1e}"
-    return text if _within(error, limit) else f"[red]{text}[/]"
 
 
 def _costs(shape: Shape, dtype: str, chunk_size: int) -> Table:

@@ -51,8 +51,9 @@ def update(rows: list[dict], readme: Path = README, figure_path: Path = FIGURE, 
 
 
 def committed(out: Path = record.RESULTS) -> list[dict]:
-    """The rows that the README shows: named shapes in bf16, each variant at its faster chunk size."""
-    return [row for row in table.committed(out, dtype="bf16") if not row["shape"].startswith("sweep-")]
+    """The rows that the README shows: named shapes in bf16, each variant as it comes, at its faster chunk size."""
+    return [row for row in table.committed(out, dtype="bf16")
+            if not row["shape"].startswith("sweep-") and record.has_default_options(row)]
 
 
 def _markdown(rows: list[dict]) -> str:

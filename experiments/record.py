@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 from collections.abc import Callable, Iterable
+from dataclasses import asdict
 from datetime import datetime, timezone
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -14,6 +15,7 @@ from pathlib import Path
 import torch
 
 from ssd.tuning import device_slug
+from ssd.types import Options
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -26,9 +28,11 @@ _COMPARED = ("against", "against_p50_us", "against_graph_p50_us", "speedup", "gr
 _TRAINING = ("workload", "preset", "loss")
 KEYS = (*IDENTITY, *_MEASURED, *_COMPARED, *_TRAINING, *ENVIRONMENT)
 
-# What a bench adds. err_seqlen: tokens that the error was taken over; note: why a value is missing.
+# What a bench adds. err_seqlen: tokens that the error was taken over; note: why a value is missing; step and changed: as
+# `ablate.Step` has them.
 EXTRA_KEYS = {
     "ssd": ("err_seqlen", "note"),
+    "ablate": ("step", "changed", "err_seqlen", "note"),
     "counters": ("kernel", "dram_bytes", "dram_pct", "l2_hit_pct", "occupancy_pct", "registers", "ncu_us"),
     "tests": ("passed", "failed", "skipped", "seconds"),
 }
@@ -84,6 +88,22 @@ def read(out: Path = RESULTS, **where) -> list[dict]:
             rows.append(row)
     rows.sort(key=lambda row: row["time"])
     return [row for row in rows if all(row.get(key) == value for key, value in where.items())]
+
+
+def options(row: dict) -> dict | None:
+    """The row's options; one that did not exist yet when it was measured has its default. None: a peer, which has none."""
+    return None if row.get("options") is None else asdict(Options()) | row["options"]
+
+
+def has_default_options(row: dict) -> bool:
+    """Whether the row is about a variant as it comes, or a peer."""
+    return options(row) in (None, asdict(Options()))
+
+
+def changed_options(options: dict | None) -> str:
+    """What differs from the default, `exp2=False, gluon=False`; empty if nothing does."""
+    default = asdict(Options())
+    return ", ".join(f"{name}={value}" for name, value in (options or {}).items() if value != default[name])
 
 
 def latest(rows: Iterable[dict], key: Callable[[dict], object]) -> list[dict]:

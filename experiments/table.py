@@ -43,21 +43,33 @@ COLUMNS = {
     "launches": ("launches", _text),
     "MiB": ("peak_mib", _number(0)),
     "error": ("err_rms", _scientific),
+    "options": ("options", record.changed_options),
     "against": ("against", _text),
     "speed-up": ("speedup", _number(2)),
     "graph speed-up": ("graph_speedup", _number(2)),
 }
-_LEFT_ALIGNED = ("shape", "mode", "variant", "against")
+# of the bench `ablate`; relative: to the time with every option on
+ABLATION = {
+    "shape": ("shape", _text),
+    "mode": ("mode", _text),
+    "variant": ("variant", _text),
+    "step": ("step", _text),
+    "option": ("changed", _text),
+    "us": ("p50_us", _microseconds),
+    "graph us": ("graph_p50_us", _microseconds),
+    "relative": ("relative", _number(2)),
+    "error": ("err_rms", _scientific),
+}
+_LEFT_ALIGNED = ("shape", "mode", "variant", "options", "against", "step", "option")
 
 
 def subject(row: dict) -> tuple:
     """What a row measures: rows that share this are repetitions, of which the last counts."""
-    options = row.get("options")
     return (
         row["gpu"],
         row["bench"],
         row["variant"],
-        str(options),
+        str(record.options(row)),
         row["mode"],
         row["shape"],
         row["dtype"],
@@ -86,27 +98,27 @@ def committed(out=record.RESULTS, all_chunks: bool = False, **where) -> list[dic
     return sorted(rows, key=lambda row: (row["gpu"], *(seen[row[key]] for key, seen in order.items())))
 
 
-def terminal(rows: list[dict], title: str) -> Table:
+def terminal(rows: list[dict], title: str, columns: dict = COLUMNS) -> Table:
     """For rich."""
     table = Table(title=title)
-    for header in COLUMNS:
+    for header in columns:
         names = header in _LEFT_ALIGNED  # stay whole in a narrow terminal; numbers fold
         table.add_column(header, justify="left" if names else _RIGHT, overflow="fold", no_wrap=names)
     for row in rows:
-        table.add_row(*_cells(row), style=None if row.get("against") else "dim")
+        table.add_row(*_cells(row, columns), style="dim" if columns is COLUMNS and not row.get("against") else None)
     return table
 
 
-def render(rows: list[dict], kind: str) -> str:
-    """As text of one of FORMATS. CSV has every key as it was recorded, the others the columns of the terminal."""
+def render(rows: list[dict], kind: str, columns: dict = COLUMNS) -> str:
+    """As text of one of FORMATS. CSV has every key as it was recorded, the others the columns given."""
     if kind == "csv":
         return pd.DataFrame(rows).to_csv(index=False)
-    frame = pd.DataFrame([_cells(row) for row in rows], columns=list(COLUMNS))
+    frame = pd.DataFrame([_cells(row, columns) for row in rows], columns=list(columns))
     if kind == "latex":
         return frame.style.hide(axis="index").format(escape="latex").format_index(escape="latex", axis=1).to_latex(hrules=True)
-    align = ["left" if header in _LEFT_ALIGNED else _RIGHT for header in COLUMNS]
+    align = ["left" if header in _LEFT_ALIGNED else _RIGHT for header in columns]
     return frame.to_markdown(index=False, disable_numparse=True, colalign=align) + "\n"
 
 
-def _cells(row: dict) -> list[str]:
-    return [write(row.get(key)) for key, write in COLUMNS.values()]
+def _cells(row: dict, columns: dict) -> list[str]:
+    return [write(row.get(key)) for key, write in columns.values()]

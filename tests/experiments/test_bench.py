@@ -25,7 +25,7 @@ def clock(monkeypatch):
         graphs = all(hasattr(call, "captured") for call in calls.values())
         for call in calls.values():
             call()
-        times = {name: 1e6 * SECONDS_OF[name] * (0.9 if graphs else 1) for name in calls}
+        times = {c: 1e6 * SECONDS_OF[c.variant, c.chunk_size] * (0.9 if graphs else 1) for c in calls}
         return {name: (us - 1, us, us + 1) for name, us in times.items()}
 
     def capture(call):

@@ -7,6 +7,7 @@ from typer.testing import CliRunner
 from experiments import interpret
 from experiments.__main__ import app
 from experiments.accuracy import Error
+from ssd import Options
 
 from .rows import compared, ssd_row, write
 
@@ -20,11 +21,13 @@ def run(*arguments):
 @pytest.mark.parametrize(
     "option, value, expected",
     [
-        ("--variant", "warp9", "error: --variant: got 'warp9', expected any of baseline, torch, mamba_ssm, fla"),
+        ("--variant", "warp9", "error: --variant: got 'warp9', expected any of baseline, fused, persistent, torch"),
         ("--shape", "8b-b4,9b", "error: --shape: got '9b', expected one of named, sweep, 8b-b1"),
         ("--mode", "sideways", "error: --mode: got 'sideways', expected any of fwd, fwd_train, bwd, fwd_bwd"),
         ("--dtype", "fp8", "error: --dtype: got 'fp8', expected one of bf16, fp16, fp32"),
         ("--against", "nobody", "error: --against: got 'nobody', expected one of baseline"),
+        ("--option", "exp2=off", "error: --option: got 'exp2=off', expected NAME=true or NAME=false with a name of tf32"),
+        ("--option", "exp3=true", "error: --option: got 'exp3=true', expected NAME=true or NAME=false"),
         ("--chunk-size", "100", "error: --chunk-size: got '100', expected any of 16, 32, 64, 128, 256, auto"),
     ],
 )
@@ -62,8 +65,22 @@ def test_bench_without_gpu(tmp_path):
 
 
 @without_gpu
+def test_options_of_the_bench_reach_the_variant(monkeypatch):
+    seen = []
+
+    def check(variant, dtype, options):
+        seen.append(options)
+        return {"out": Error(0.0, 0.0)}
+
+    monkeypatch.setattr(interpret, "check", check)
+    given = ("--option", "exp2=false", "--option", "tf32=true")
+    assert run("bench", "--variant", "torch", "--shape", "8b-b1", *given).exit_code == 0
+    assert set(seen) == {Options(exp2=False, tf32=True)}
+
+
+@without_gpu
 def test_bench_without_gpu_fails_on_a_wrong_result(monkeypatch):
-    monkeypatch.setattr(interpret, "check", lambda variant, dtype: {"out": Error(float("nan"), 0.0)})
+    monkeypatch.setattr(interpret, "check", lambda variant, dtype, options: {"out": Error(float("nan"), 0.0)})
     result = run("bench", "--variant", "torch", "--shape", "8b-b1")
     assert result.exit_code == 1
     assert "DOES NOT AGREE" in result.stdout

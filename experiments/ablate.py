@@ -1,0 +1,125 @@
+"""The ablation: what each option of a variant is worth, alone and as they are added up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import Progress, track
+from rich.table import Table
+
+from ssd import Options, get_variant
+
+from . import interpret, record, timing
+from .bench import Candidate, Setting, measure, row_of
+from .shapes import Shape
+
+
+@dataclass(frozen=True)
+class Step:
+    """One set of options.
+
+    Attributes:
+        step: "all" (every option on), "without" (all but `changed`), "none" (every option off), or "added" (`changed` and
+            those before it on).
+        changed: the option that sets it apart; None for "all" and "none".
+    """
+
+    step: str
+    changed: str | None
+    options: Options
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to measure."""
+
+    variants: tuple[str, ...]
+    shapes: tuple[Shape, ...]
+    modes: tuple[str, ...]
+    dtype: str = "bf16"
+    chunk_size: int = 128
+    repeats: int = 50
+    warmup: int = 10
+    out: Path = record.RESULTS
+
+
+def steps(names: tuple[str, ...]) -> list[Step]:
+    """The sets of options to measure for a variant that heeds those of these names, in their order."""
+    every = replace(Options(), **dict.fromkeys(names, True))
+    bare = replace(Options(), **dict.fromkeys(names, False))
+    added = (replace(bare, **dict.fromkeys(names[: n + 1], True)) for n in range(len(names)))
+    return [
+        Step("all", None, every),
+        *(Step("without", name, replace(every, **{name: False})) for name in names),
+        Step("none", None, bare),
+        *(Step("added", name, options) for name, options in zip(names, added, strict=True)),
+    ]
+
+
+def run(plan: Plan, console: Console) -> list[dict]:
+    """Measures the plan and returns its rows, each appended to its file as soon as it is known.
+
+    All variants and options of one shape and mode run side by side; options that several steps have in common, once.
+    """
+    rows = []
+    with timing.side_stream(), Progress(console=console) as progress:
+        ceiling = timing.copy_gbps()
+        task = progress.add_task("", total=len(plan.shapes) * len(plan.modes))
+        for shape in plan.shapes:
+            setting = Setting(shape, plan.dtype)
+            for mode in plan.modes:
+                progress.update(task, description=f"{shape.name} {mode}")
+                wanted = [(step, Candidate(name, plan.chunk_size, step.options)) for name, step in _every_step(plan.variants)]
+                candidates = list(dict.fromkeys(candidate for _, candidate in wanted))
+                measured = measure(setting, mode, candidates, plan.repeats, plan.warmup, console)
+                for step, candidate in wanted:
+                    if candidate in measured:
+                        values = {"step": step.step, "changed": step.changed, **measured[candidate]}
+                        rows.append(row_of("ablate", setting, mode, candidate, values, ceiling))
+                        record.append(rows[-1], plan.out)
+                progress.advance(task)
+    return rows
+
+
+def check(variants: tuple[str, ...], console: Console) -> bool:
+    """Where there is no GPU: whether every set of options agrees with fp64 in Triton's interpreter. Times nothing."""
+    console.print("No CUDA GPU: nothing is timed; each set of options runs in Triton's interpreter.", style="bold")
+    report = Table("variant", "step", "option", "worst error, fp32", "fp16", title="error against fp64 (rms / max, relative)")
+    passed = True
+    for name, step in track(list(_every_step(variants)), "interpreting", console=console):
+        worst = interpret.worst(name, step.options)
+        passed &= all(map(interpret.within, worst, worst.values()))
+        report.add_row(name, step.step, step.changed, *(interpret.written(dtype, error) for dtype, error in worst.items()))
+    console.print(report)
+    console.print("Nothing was timed in this run.", style="bold")
+    return passed
+
+
+def committed(out: Path = record.RESULTS, **where) -> list[dict]:
+    """The latest rows, with `relative`."""
+    rows = record.read(out, bench="ablate", **where)
+    return relative(record.latest(rows, lambda row: (*_setting(row), row["step"], row["changed"])))
+
+
+def relative(rows: list[dict]) -> list[dict]:
+    """The rows with `relative`: their time over that with every option on, in CUDA graphs where both have one."""
+    whole = {_setting(row): row for row in rows if row["step"] == "all"}
+    return [row | {"relative": _relative(row, whole.get(_setting(row)))} for row in rows]
+
+
+def _every_step(variants: tuple[str, ...]) -> Iterator[tuple[str, Step]]:
+    for name in variants:
+        for step in steps(get_variant(name).options):
+            yield name, step
+
+
+def _setting(row: dict) -> tuple:
+    return tuple(row[key] for key in ("gpu", "variant", "mode", "shape", "dtype", "chunk_size"))
+
+
+def _relative(row: dict, whole: dict | None) -> float | None:
+    key = "graph_p50_us" if whole and row["graph_p50_us"] and whole["graph_p50_us"] else "p50_us"
+    return row[key] / whole[key] if whole else None

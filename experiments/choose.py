@@ -1,0 +1,47 @@
+"""Writes the tables that variant "auto" chooses by, ssd/configs/variants/<gpu>.json, from committed rows."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from pathlib import Path
+
+from ssd.choice import CANDIDATES, TABLES, Measured
+from ssd.tuning import device_slug
+
+from . import record
+from .shapes import DTYPES
+
+_MODES = ("fwd", "bwd")
+
+
+def tables(rows: list[dict]) -> dict[str, dict[str, list[str]]]:
+    """{gpu: {key of ssd.choice.Measured: variants, the fastest first}}.
+
+    Only the latest rows with every option at its default count, and only where two variants or more were measured.
+    """
+    times: dict[str, dict[Measured, dict[str, float]]] = defaultdict(lambda: defaultdict(dict))
+    for row in rows:  # oldest first, so that a later time replaces an earlier one
+        if row["mode"] in _MODES and row["variant"] in CANDIDATES and record.has_default_options(row):
+            times[device_slug(row["gpu"])][_measured(row)][row["variant"]] = row["p50_us"]
+    return {
+        gpu: {m.key(): sorted(of, key=of.get) for m, of in calls.items() if len(of) > 1} for gpu, calls in times.items()
+    }
+
+
+def write(found: dict[str, dict[str, list[str]]], folder: Path = TABLES) -> list[Path]:
+    """Replaces the table of each GPU that has one; a GPU where nothing was compared gets none."""
+    paths = []
+    folder.mkdir(exist_ok=True)
+    for gpu, table in found.items():
+        if table:
+            path = folder / f"{gpu}.json"
+            lines = (f"  {json.dumps(key)}: {json.dumps(order)}" for key, order in sorted(table.items()))
+            path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+            paths.append(path)
+    return paths
+
+
+def _measured(row: dict) -> Measured:
+    return Measured(row["mode"], DTYPES[row["dtype"]].itemsize, row["headdim"], row["dstate"], row["batch"] * row["nheads"],
+                    row["seqlen"], row["chunk_size"])

@@ -1,0 +1,87 @@
+"""The ablation on a CPU: which sets of options are measured, what a row says, and what is shown."""
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from experiments import ablate, interpret, record, table
+from experiments.__main__ import app
+from experiments.accuracy import Error
+from experiments.shapes import SMALL
+from ssd import Options
+
+from .rows import ssd_row, write
+from .test_bench import clock  # noqa: F401  a fixture
+
+without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here, so the ablation would measure")
+NAMES = ("exp2", "gluon", "tf32")
+
+
+def on(*names):
+    return {name: getattr(Options(), name) for name in vars(Options())} | {name: name in names for name in NAMES}
+
+
+def test_steps():
+    steps = [(step.step, step.changed, vars(step.options)) for step in ablate.steps(NAMES)]
+    assert steps == [
+        ("all", None, on("exp2", "gluon", "tf32")),
+        ("without", "exp2", on("gluon", "tf32")),
+        ("without", "gluon", on("exp2", "tf32")),
+        ("without", "tf32", on("exp2", "gluon")),
+        ("none", None, on()),
+        ("added", "exp2", on("exp2")),
+        ("added", "gluon", on("exp2", "gluon")),
+        ("added", "tf32", on("exp2", "gluon", "tf32")),
+    ]
+
+
+def test_rows(tmp_path, clock, monkeypatch):  # noqa: F811
+    """Five steps of a variant with two options, in four different sets, each measured once."""
+    measured = []
+    real = ablate.measure
+
+    def measure(setting, mode, candidates, *other):
+        measured.extend(candidates)
+        return real(setting, mode, candidates, *other)
+
+    monkeypatch.setattr(ablate, "measure", measure)
+    monkeypatch.setattr(ablate, "_every_step", lambda variants: ((v, s) for v in variants for s in ablate.steps(NAMES[:2])))
+    rows = ablate.run(ablate.Plan(("torch",), (SMALL,), ("fwd",), "fp32", 32, out=tmp_path), ablate.Console(quiet=True))
+    assert len(measured) == len(set(measured)) == 4
+    assert [(row["step"], row["changed"]) for row in rows] == [
+        ("all", None), ("without", "exp2"), ("without", "gluon"), ("none", None), ("added", "exp2"), ("added", "gluon")]
+    assert all(row["bench"] == "ablate" and row["p50_us"] == 2000 and row["err_rms"] < 1e-5 for row in rows)
+    assert [row["options"]["exp2"] for row in rows] == [True, False, True, False, True, True]
+    assert record.read(tmp_path) == rows
+
+
+def test_times_are_shown_beside_that_of_every_option(tmp_path):
+    def row(step, changed, us, graph_us=50.0):
+        return ssd_row("fused", bench="ablate", step=step, changed=changed, p50_us=us, graph_p50_us=graph_us)
+
+    write(tmp_path, row("all", None, 7.0), row("all", None, 100.0), row("without", "exp2", 200.0, graph_us=75.0),
+          row("none", None, 300.0, graph_us=None))
+    rows = ablate.committed(tmp_path)
+    assert [(r["changed"], r["relative"]) for r in rows] == [(None, 1.0), ("exp2", 1.5), (None, 3.0)]
+    text = table.render(rows, "markdown", table.ABLATION)
+    assert "without" in text and "exp2" in text and "1.50" in text
+    for kind, sign in (("markdown", "|"), ("csv", "relative"), ("latex", "tabular")):
+        assert sign in CliRunner().invoke(app, ["table", "--bench", "ablate", "--format", kind, "--out", str(tmp_path)]).stdout
+
+
+@without_gpu
+def test_command_without_gpu(monkeypatch, tmp_path):
+    command = ["ablate", "--variant", "baseline", "--out", str(tmp_path)]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, result.output
+    for text in ("Nothing was timed", "without", "save_states"):
+        assert text in result.stdout
+    assert not list(tmp_path.iterdir()), "a run without a GPU writes no rows"
+    monkeypatch.setattr(interpret, "worst", lambda variant, options: {"fp32": Error(float("nan"), 0.0)})
+    assert CliRunner().invoke(app, command).exit_code == 1
+
+
+def test_a_variant_without_options_is_refused():
+    result = CliRunner().invoke(app, ["ablate", "--variant", "torch"])
+    assert result.exit_code == 2
+    assert result.stderr == "error: --variant: got 'torch', expected a variant with options to take apart\n"
