@@ -2,6 +2,7 @@
 #
 #   make test PYTHON=python3 VENV=    uses an interpreter that is already equipped; installs nothing, needs no network
 #   make bench VARIANT=baseline AGAINST=mamba_ssm SHAPE=8b-b4,2.7b-b4 MODE=fwd,bwd ARGS='--repeats 100'
+#   make ablate SHAPE=8b-b1,8b-b4 MODE=fwd   every option of fused and persistent; VARIANT=fused for one
 #   make test ARGS='tests/ssd -k cost'
 
 PYTHON ?= python3
@@ -19,10 +20,10 @@ endif
 EXPERIMENTS := $(PY) -m experiments
 
 .DEFAULT_GOAL := help
-.PHONY: help setup peers bench table readme tune test coverage lint
+.PHONY: help setup peers bench ablate table readme tune choose test coverage lint
 
 help:
-	@echo "targets: setup bench table readme tune test coverage lint; see the top of the Makefile for their variables"
+	@echo "targets: setup bench ablate table readme tune choose test coverage lint; see the top of the Makefile for their variables"
 
 setup: $(READY)
 
@@ -46,6 +47,10 @@ bench: peers
 	$(EXPERIMENTS) bench --variant $(VARIANT) $(if $(AGAINST),--against $(AGAINST)) $(if $(SHAPE),--shape $(SHAPE)) \
 	  $(if $(MODE),--mode $(MODE)) $(ARGS)
 
+ablate: $(READY)
+	$(EXPERIMENTS) ablate $(if $(filter-out file,$(origin VARIANT)),--variant $(VARIANT)) \
+	  $(if $(SHAPE),--shape $(SHAPE)) $(if $(MODE),--mode $(MODE)) $(ARGS)
+
 table: $(READY)
 	@$(EXPERIMENTS) table $(ARGS)
 
@@ -54,6 +59,9 @@ readme: $(READY)
 
 tune: $(READY)
 	$(EXPERIMENTS) tune $(ARGS)
+
+choose: $(READY)
+	$(EXPERIMENTS) choose $(ARGS)
 
 test: $(READY)
 	$(PY) -m pytest $$($(PY) -c 'import xdist' 2>/dev/null && echo --numprocesses=2) $(ARGS)
