@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 WARPS_PER_SM = 8  # that run at once: blocks of these kernels take every register a thread may have
 _STATE_PASS = 0.4  # time of a walk without outputs, against one with them: two of five products, no exponential per pair
+_WORTH = 0.9  # of the time of whole sequences: a cut that saves less is not worth a launch
 _MOST_SEGMENTS = 16
 _MOST_PIECES = 4  # of a segment; the next one starts by reading them all
 
@@ -58,7 +59,7 @@ def segmented(seqlen: int, block: int, programs: int, resident: int) -> Schedule
     """
     nblocks = -(-seqlen // block)
     wanted = min(range(1, min(nblocks, _MOST_SEGMENTS) + 1), key=lambda n: _time(n, programs, resident))
-    if wanted == 1:
+    if _time(wanted, programs, resident) > _WORTH * _time(1, programs, resident):
         return whole(seqlen)
     pieces = max(1, min(_MOST_PIECES, 2 * resident // (programs * (wanted - 1)), nblocks // wanted))
     length = -(-nblocks // (wanted * pieces))

@@ -43,7 +43,7 @@ def unpack(number, ntiles, nheads, nchunks):
     """
     tile, number = number % ntiles, number // ntiles
     head, number = number % nheads, number // nheads
-    return tile, head.to(tl.int64), (number % nchunks).to(tl.int64), (number // nchunks).to(tl.int64)
+    return tile, tl.cast(head, tl.int64), tl.cast(number % nchunks, tl.int64), tl.cast(number // nchunks, tl.int64)
 
 
 @triton.jit

@@ -133,11 +133,13 @@ class Device:
         name: of its frozen table.
         shared: bytes of shared memory that one block may have.
         sms: how many blocks run side by side at least.
+        major: of its compute capability.
     """
 
     name: str
     shared: int
     sms: int = 132
+    major: int = 9
 
 
 def next_power_of_2(n: int) -> int:
@@ -158,7 +160,8 @@ def current_device(index: int | None) -> Device:
     if index is None:
         return Device("interpreter", 232448)
     properties = torch.cuda.get_device_properties(index)
-    return Device(device_slug(properties.name), properties.shared_memory_per_block_optin, properties.multi_processor_count)
+    return Device(device_slug(properties.name), properties.shared_memory_per_block_optin, properties.multi_processor_count,
+                  properties.major)
 
 
 @lru_cache
@@ -190,11 +193,16 @@ def _fit(kernel, entry, itemsize, headdim, dstate, chunk_size, device) -> Config
     if itemsize == 4 and kernel in _TILES:
         num_warps = 8  # operands of three products each: with 4 warps they spill
     blocks = dict(zip(_BLOCKS[kernel], sizes, strict=True))
+    if kernel in _WHOLE_DSTATE and itemsize == 4:
+        blocks["BLOCK_M"] = _SMALLEST  # all of dstate is an operand of three products each
+    elif kernel in _WALKS and device.major != 9:
+        # without Hopper's products from shared memory, operands pass through registers beside the state
+        num_warps, blocks["BLOCK_M"] = 8, 32
     limits = _axis_limits(kernel, headdim, dstate, chunk_size)
     blocks = {b: min(n, max(_SMALLEST, next_power_of_2(limits[b]))) if b in limits else n for b, n in blocks.items()}
     cut = [block for block in blocks if not (block == "BLOCK_N" and kernel in _WHOLE_DSTATE)]
     while _shared(kernel, blocks, itemsize, num_stages) > device.shared:
-        if num_stages > 2:
+        if num_stages > (1 if kernel in _WALKS else 2):
             num_stages -= 1
             continue
         largest = max(cut, key=blocks.get)

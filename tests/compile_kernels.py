@@ -40,10 +40,10 @@ from tests.inputs import EVERYTHING, Case, Shape, random_inputs
 
 # Name of the chip's config file, and the shared memory that one block may ask for.
 CHIPS = {
-    80: tuning.Device("a100", 163 * 1024),
+    80: tuning.Device("a100", 163 * 1024, major=8),
     90: tuning.Device("h200", 227 * 1024),
-    100: tuning.Device("b200", 227 * 1024),
-    120: tuning.Device("rtx_5090", 99 * 1024),
+    100: tuning.Device("b200", 227 * 1024, major=10),
+    120: tuning.Device("rtx_5090", 99 * 1024, major=12),
 }
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 USUAL = Case(D="h", dt_bias=True, dt_softplus=True)  # what models use most, and what is timed
@@ -109,20 +109,20 @@ def use_installed_tools() -> None:
             os.environ.setdefault(variable, found)
 
 
-def forward_backward(variant: Variant, inputs: SSDInputs) -> None:
-    out, final_states, saved = variant.forward(inputs, Options(), True)
+def forward_backward(variant: Variant, inputs: SSDInputs, options: Options) -> None:
+    out, final_states, saved = variant.forward(inputs, options, True)
     variant.backward(saved, torch.empty_like(out), torch.empty_like(final_states), SSDGrads())
 
 
-def compile_all(variant: Variant, inputs: SSDInputs, arch: int, every_config: bool = False) -> list[Compiled]:
+def compile_all(variant: Variant, inputs: SSDInputs, arch: int, options: Options, every_config: bool) -> list[Compiled]:
     """Every kernel of one forward and backward; with `every_config` each in every config that a tuner may try."""
     sizes = (inputs.x.dtype, inputs.headdim, inputs.dstate, inputs.chunk_size, CHIPS[arch])
     with compiling(arch) as compiled:
-        forward_backward(variant, inputs)
+        forward_backward(variant, inputs, options)
         for kernel in tuning.KERNELS if every_config else ():
             for config in tuning.space(kernel, *sizes):
                 with tuning.forced(kernel, config):
-                    forward_backward(variant, inputs)
+                    forward_backward(variant, inputs, options)
     return sorted(map(_measure, compiled.values()), key=lambda c: (c.kernel, c.config))
 
 
@@ -159,12 +159,14 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--every-option", action="store_true", help="z, seq_idx, initial states, varlen states ...")
     parser.add_argument("--every-config", action="store_true", help="each kernel in every config that a tuner may try")
+    parser.add_argument("--off", type=lambda names: dict.fromkeys(names.split(","), False), default={},
+                        help="fields of ssd.Options to switch off, separated by commas")
     parser.add_argument("--json", action="store_true", help="a JSON list instead of a table")
     a = parser.parse_args()
     shape = Shape(1, 2 * a.chunk_size, a.nheads, a.headdim, a.ngroups, a.dstate, a.chunk_size)
     case = replace(EVERYTHING, documents="varlen") if a.every_option else USUAL
     inputs = random_inputs(shape, case, DTYPES[a.dtype])
-    rows = compile_all(get_variant(a.variant), inputs, a.arch, a.every_config)
+    rows = compile_all(get_variant(a.variant), inputs, a.arch, Options(**a.off), a.every_config)
     if a.json:
         print(json.dumps([asdict(row) for row in rows]))
         return

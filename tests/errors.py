@@ -26,7 +26,7 @@ from torch import Tensor
 from ssd import reference, stages
 from ssd.registry import Variant, get_variant
 from ssd.stages import Precision
-from ssd.types import Options, SSDGrads, SSDInputs
+from ssd.types import Options, SSDGrads, SSDInputs, SSDSaved
 
 from .inputs import generator
 
@@ -123,6 +123,23 @@ def assert_right(variant: Variant, inputs: SSDInputs) -> None:
     """Outputs and gradients of a variant are near enough to the truth."""
     ways = cotangents(inputs)
     assert_all_accurate(results(variant, inputs, *ways), truths(inputs, *ways), inputs, *ways)
+
+
+def assert_forward_right(variant: Variant, inputs: SSDInputs, options: Options) -> dict[str, Tensor]:
+    """Outputs of a variant with some optimisations switched off are near enough to the truth. Returns them by name."""
+    got, mirror = (_outputs(v.forward(inputs, o, False)) for v, o in ((variant, options), (get_variant("torch"), Options())))
+    out, final_states = reference.ssd_fp64(inputs)
+    ends = None if inputs.cu_seqlens is None else reference.varlen_states(inputs, Precision(torch.float64))
+    truth = _outputs((out, final_states, SSDSaved(inputs, options, varlen_states=ends)))
+    assert got.keys() == truth.keys() == mirror.keys()
+    for name, value in got.items():
+        assert_accurate(name, value, truth[name], mirror[name], inputs)
+    return got
+
+
+def _outputs(returned: tuple[Tensor, Tensor, SSDSaved]) -> dict[str, Tensor]:
+    out, final_states, saved = returned
+    return _present({"out": out, "final_states": final_states, "varlen_states": saved.varlen_states})
 
 
 def _present(tensors: dict[str, Tensor | None]) -> dict[str, Tensor]:

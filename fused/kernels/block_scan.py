@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 
 from ssd.device import causal, document_before, sigmoid, unpack_program
-from ssd.kernels.arguments import per_channel_strides, strides
-from ssd.kernels.walk import decay, exponent, load_tokens, state_tile
+from ssd.kernels.arguments import strides
+from ssd.kernels.walk import decay, exponent, load_skip, load_tokens, state_tile
 from ssd.tuning import pick
 from ssd.types import Options, SSDInputs
 
@@ -69,11 +69,10 @@ def block_scan_kernel(x, x_strides, z, z_strides, B, B_strides, C, C_strides, CB
         weights = tl.where(causal(offs_i, j, seq_idx, rows, False), weights, 0.0)
         acc = tl.dot(weights.to(DTYPE), x_j, acc, input_precision=PRECISION)
 
-    in_p = offs_p < HEADDIM
-    inside = (offs_i < rows)[:, None] & in_p[None, :]
+    inside = (offs_i < rows)[:, None] & (offs_p < HEADDIM)[None, :]
     if D is not None:
-        skip = tl.load(D + h * D_strides[0] + offs_p.to(tl.int64) * D_strides[1], mask=in_p, other=0.0).to(tl.float32)
-        acc += skip[None, :] * load_tokens(x, x_strides, token + first, offs_m, offs_p, seqlen, HEADDIM).to(tl.float32)
+        skip = load_skip(D, D_strides, h, offs_p, HEADDIM)
+        acc += skip * load_tokens(x, x_strides, token + first, offs_m, offs_p, seqlen, HEADDIM).to(tl.float32)
     at = ((b * seqlen + token + offs_i[:, None]) * NHEADS + h) * HEADDIM + offs_p[None, :]
     if y is not None:
         tl.store(y + at, acc.to(DTYPE), mask=inside)
@@ -92,7 +91,7 @@ def block_scan(i: SSDInputs, CB, dt, dA_cumsum, prev_states, options: Options,
     config = pick("block_scan", i)
     tiles = i.chunk_size // config["BLOCK_M"] * triton.cdiv(i.headdim, config["BLOCK_P"])
     block_scan_kernel[(tiles * i.nheads * i.nchunks * i.batch,)](
-        i.x, i.x.stride(), i.z, strides(i.z), i.B, i.B.stride(), i.C, i.C.stride(), CB, i.D, per_channel_strides(i.D), dt,
+        i.x, i.x.stride(), i.z, strides(i.z), i.B, i.B.stride(), i.C, i.C.stride(), CB, i.D, strides(i.D), dt,
         dA_cumsum, i.seq_idx, prev_states, out, y, i.seqlen, i.nchunks, i.nheads, i.ngroups, i.headdim, i.dstate, i.chunk_size,
         options.causal_blocks, options.exp2, options.precision, **config.launch)
     return out, y

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from ssd.device import unpack
-from ssd.kernels.arguments import per_channel_strides, strides
+from ssd.kernels.arguments import strides
 from ssd.kernels.scan_chunk import scan_chunk
 from ssd.tuning import device_of, pick
 from ssd.types import Options, SSDInputs
@@ -40,7 +40,7 @@ def persistent_scan(i: SSDInputs, CB, dt, dA_cumsum, prev_states, options: Optio
     config = pick("persistent_scan", i)
     ntiles = triton.cdiv(i.headdim, config["BLOCK_P"]) * i.nheads * i.nchunks * i.batch
     persistent_scan_kernel[(min(ntiles, resident_blocks(device_of(i).sms, config.num_warps)),)](
-        i.x, i.x.stride(), i.z, strides(i.z), i.B, i.B.stride(), i.C, i.C.stride(), CB, i.D, per_channel_strides(i.D), dt,
+        i.x, i.x.stride(), i.z, strides(i.z), i.B, i.B.stride(), i.C, i.C.stride(), CB, i.D, strides(i.D), dt,
         dA_cumsum, i.seq_idx, prev_states, out, y, i.seqlen, i.nchunks, ntiles, i.nheads, i.ngroups, i.headdim, i.dstate,
         i.chunk_size, options.exp2, options.precision, **config.launch)
     return out, y

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from ssd.device import unpack_program
-from ssd.kernels.arguments import per_channel_strides, strides
+from ssd.kernels.arguments import strides
 from ssd.kernels.walk import load_initial, state_tile, walk
 from ssd.tuning import pick
 from ssd.types import Options, SSDInputs
@@ -65,7 +65,7 @@ def stationary_scan(i: SSDInputs, CB, dt, dA_cumsum, ends, factors, schedule: Sc
     config = pick("stationary_scan", i)
     grid = (triton.cdiv(i.headdim, config["BLOCK_P"]) * i.nheads * schedule.nsegments * i.batch,)
     stationary_scan_kernel[grid](
-        i.x, i.x.stride(), i.z, strides(i.z), i.B, i.B.stride(), i.C, i.C.stride(), CB, i.D, per_channel_strides(i.D), dt,
+        i.x, i.x.stride(), i.z, strides(i.z), i.B, i.B.stride(), i.C, i.C.stride(), CB, i.D, strides(i.D), dt,
         dA_cumsum, i.seq_idx, i.initial_states, strides(i.initial_states), ends, factors, prev_states, out, y, final_states,
         i.seqlen, i.nchunks, schedule.nsegments, schedule.segment, schedule.pieces, i.nheads, i.ngroups, i.headdim, i.dstate,
         i.chunk_size, options.exp2, options.precision, **config.launch)

@@ -22,9 +22,7 @@ def load_tokens(t, strides, token, offs_m, offs_c, seqlen, WIDTH: tl.constexpr):
 
     t points at the batch and head.
     """
-    inside = (offs_m < seqlen - token)[:, None]
-    if WIDTH % offs_c.shape[0]:
-        inside &= (offs_c < WIDTH)[None, :]
+    inside = (offs_m < seqlen - token)[:, None] & (offs_c < WIDTH)[None, :]
     at = offs_m[:, None] * strides[1] + offs_c[None, :] * strides[3]
     return tl.load(t + tl.cast(token, tl.int64) * strides[1] + at, mask=inside, other=0.0)
 
@@ -95,12 +93,24 @@ def load_initial(initial_states, strides, b, h, offs_n, offs_p, HEADDIM: tl.cons
 
 
 @triton.jit
+def load_skip(D, strides, h, offs_p, HEADDIM: tl.constexpr):
+    """D (nheads,) as a number, which takes one register, or (nheads, headdim) as [1, P]; fp32."""
+    if len(strides) == 1:
+        skip = tl.load(D + h * strides[0]).to(tl.float32)
+    else:
+        at = h * strides[0] + offs_p.to(tl.int64) * strides[1]
+        skip = tl.load(D + at, mask=offs_p < HEADDIM, other=0.0).to(tl.float32)[None, :]
+    return skip
+
+
+@triton.jit
 def store_prev_state(prev_states, state, token, offs_n, offs_p, NHEADS: tl.constexpr, HEADDIM: tl.constexpr,
                      DSTATE: tl.constexpr, CHUNK: tl.constexpr):
-    """The state before `token`, where a chunk begins there; prev_states points at the head in the row's first chunk."""
-    at, inside = state_tile(offs_n, offs_p, HEADDIM, DSTATE)
-    chunk = tl.cast(token // CHUNK, tl.int64) * NHEADS * HEADDIM * DSTATE
-    tl.store(prev_states + chunk + at, state.to(prev_states.dtype.element_ty), mask=inside & (token % CHUNK == 0))
+    """The state before `token`, if a chunk begins there; prev_states points at the head in the row's first chunk."""
+    if token % CHUNK == 0:
+        at, inside = state_tile(offs_n, offs_p, HEADDIM, DSTATE)
+        chunk = tl.cast(token // CHUNK, tl.int64) * NHEADS * HEADDIM * DSTATE
+        tl.store(prev_states + chunk + at, state.to(prev_states.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -167,7 +177,7 @@ def walk(state, first, end, b, h, offs_n, offs_p, x, x_strides, z, z_strides, B,
         prev_states += (b * nchunks * NHEADS + h) * HEADDIM * DSTATE
     in_p = offs_p < HEADDIM
     if D is not None:
-        skip = tl.load(D + h * D_strides[0] + offs_p.to(tl.int64) * D_strides[1], mask=in_p, other=0.0).to(tl.float32)
+        skip = load_skip(D, D_strides, h, offs_p, HEADDIM)
     offs_m = tl.arange(0, BLOCK_M)
     for token in tl.range(first, end, BLOCK_M):
         if prev_states is not None:
@@ -178,9 +188,12 @@ def walk(state, first, end, b, h, offs_n, offs_p, x, x_strides, z, z_strides, B,
         A_i, from_start, to_end, carried = decays(dA_cumsum, seq_idx, token, offs_m, seqlen, BLOCK_M, EXP2)
         dt_j = tl.load(dt + token + offs_m)
 
+        acc = tl.dot(C_i, state.to(DTYPE), input_precision=PRECISION) * from_start[:, None]
+        # before the pairs are weighted: the next sub-chunk waits for the state alone, and fewer registers are alive at once
+        state = add_to_state(state, x_j, B_j, to_end * dt_j, carried, PRECISION)
         visible = offs_m[:, None] >= offs_m[None, :]
         if seq_idx is not None:
-            own = tl.load(seq_idx + token + offs_m, mask=offs_m < seqlen - token, other=-1)
+            own, _, _ = documents_around(seq_idx, token, offs_m, seqlen)
             visible &= own[:, None] == own[None, :]
         if CB is None:
             CB_ij = tl.dot(C_i, tl.trans(B_j), input_precision=PRECISION)
@@ -189,18 +202,17 @@ def walk(state, first, end, b, h, offs_n, offs_p, x, x_strides, z, z_strides, B,
             CB_ij = tl.load(CB + block + offs_m[:, None] * BLOCK_M + offs_m[None, :]).to(tl.float32)
         # selected, not multiplied by 0: above the diagonal CB may never have been written
         weights = tl.where(visible, CB_ij * decay(A_i[:, None] - A_i[None, :], EXP2), 0.0) * dt_j[None, :]
-        acc = tl.dot(C_i, state.to(DTYPE), input_precision=PRECISION) * from_start[:, None]
         acc = tl.dot(weights.to(DTYPE), x_j, acc, input_precision=PRECISION)
         if D is not None:
-            acc += skip[None, :] * x_j.to(tl.float32)
+            acc += skip * x_j.to(tl.float32)
 
         inside = (offs_m < seqlen - token)[:, None] & in_p[None, :]
-        at = tl.cast(token, tl.int64) * (NHEADS * HEADDIM) + offs_m[:, None] * (NHEADS * HEADDIM) + offs_p[None, :]
+        row = tl.cast(token, tl.int64) * (NHEADS * HEADDIM)
+        at = offs_m[:, None] * (NHEADS * HEADDIM) + offs_p[None, :]
         if y is not None:
-            tl.store(y + at, acc.to(DTYPE), mask=inside)
+            tl.store(y + row + at, acc.to(DTYPE), mask=inside)
         if z is not None:
             z_i = load_tokens(z, z_strides, token, offs_m, offs_p, seqlen, HEADDIM).to(tl.float32)
             acc *= z_i * sigmoid(z_i)
-        tl.store(out + at, acc.to(DTYPE), mask=inside)
-        state = add_to_state(state, x_j, B_j, to_end * dt_j, carried, PRECISION)
+        tl.store(out + row + at, acc.to(DTYPE), mask=inside)
     return state

@@ -1,0 +1,50 @@
+"""Every optimisation of the fused forward, switched off: alone, and with those that only then have an effect."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ssd.registry import get_variant
+from ssd.types import Options
+from tests.errors import assert_forward_right
+from tests.inputs import EVERYTHING, Case, Shape, random_inputs
+
+pytestmark = pytest.mark.usefixtures("poison")
+GPU = torch.cuda.is_available()
+HALF = torch.bfloat16 if GPU else torch.float16
+SHAPE = Shape(1, 1000, 8, 64, 2, 128, 256) if GPU else Shape(1, 150, 2, 20, 1, 40, 128)
+CASES = {
+    "everything": replace(EVERYTHING, documents="varlen"),
+    "strong_decay": Case(strong_decay=True, D="h", initial_states=True),
+}
+OFF = (
+    ("exp2",),
+    ("fuse_bmm",),
+    ("fuse_bmm", "low_precision_CB"),
+    ("fuse_states",),
+    ("low_precision_states",),
+    ("save_states",),
+    ("two_level",),
+    ("two_level", "exp2"),
+    ("two_level", "causal_blocks"),
+    ("two_level", "fuse_bmm", "causal_blocks"),
+    ("two_level", "fuse_bmm", "low_precision_CB", "fuse_states"),
+)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("off", OFF, ids="-".join)
+def test_switched_off(off, case, device):
+    options = Options(**dict.fromkeys(off, False))
+    assert_forward_right(get_variant("fused"), random_inputs(SHAPE, CASES[case], HALF, device), options)
+
+
+@pytest.mark.parametrize("off", (("two_level",), ("fuse_states",)), ids="-".join)
+def test_states_are_kept_in_the_dtype_that_is_promised(off, device):
+    """For the backward, whatever the forward itself used."""
+    inputs = random_inputs(Shape(1, 40), dtype=HALF, device=device)
+    options = Options(**dict.fromkeys(off, False), low_precision_states=False)
+    _, _, saved = get_variant("fused").forward(inputs, options, True)
+    assert saved.prev_states.dtype == inputs.states_dtype
+    assert saved.prev_states.shape == (1, inputs.nchunks, inputs.nheads, inputs.headdim, inputs.dstate)

@@ -1,0 +1,75 @@
+"""The persistent forward with optimisations switched off, and sequences in one segment and in several."""
+
+from dataclasses import fields, replace
+
+import pytest
+import torch
+
+from persistent.schedule import segmented
+from ssd import tuning
+from ssd.registry import get_variant
+from ssd.types import Options
+from tests.errors import assert_forward_right
+from tests.fused.test_options import CASES, HALF, SHAPE
+from tests.fused.test_options import OFF as FUSED_OFF
+from tests.inputs import Case, Shape, random_inputs
+
+pytestmark = pytest.mark.usefixtures("poison")
+PERSISTENT = get_variant("persistent")
+OFF = (
+    ("exp2",),
+    ("fuse_bmm",),
+    ("fuse_bmm", "low_precision_CB"),
+    ("low_precision_states",),
+    ("segments",),
+    ("segments", "save_states", "gluon"),
+    ("stationary",),
+    ("stationary", "fuse_bmm"),
+)
+
+
+def cut(inputs):
+    """How the forward cuts these inputs, whose headdim is one block."""
+    config, device = tuning.pick("stationary_scan", inputs), tuning.device_of(inputs)
+    return segmented(inputs.seqlen, config["BLOCK_M"], inputs.batch * inputs.nheads, 2 * device.sms)
+
+
+def cut_into_documents(inputs, length: int):
+    """The same inputs, a new document every `length` tokens; the first is reached by initial_states."""
+    tokens = torch.arange(inputs.seqlen, device=inputs.x.device, dtype=torch.int32)
+    ends = torch.cat([tokens[::length], tokens[-1:] + 1])
+    return replace(inputs, seq_idx=(tokens // length)[None].contiguous(), cu_seqlens=ends)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("off", OFF, ids="-".join)
+def test_switched_off(off, case, device):
+    options = Options(**dict.fromkeys(off, False))
+    assert_forward_right(PERSISTENT, random_inputs(SHAPE, CASES[case], HALF, device), options)
+
+
+def test_every_option_is_tried_somewhere():
+    """tf32 is about fp32 inputs on a GPU."""
+    assert {name for off in (*OFF, *FUSED_OFF) for name in off} | {"tf32"} == {f.name for f in fields(Options)}
+
+
+@pytest.mark.parametrize("documents", (None, "piece", "segment"))
+def test_segments_change_nothing_but_rounding(documents, device):
+    """A document that ends exactly where a segment or a piece does; every run gives the same bits."""
+    inputs = random_inputs(Shape(1, 1300, 1, 16, 1, 16, 128), Case(initial_states=True, D="h", z=True), HALF, device)
+    schedule = cut(inputs)
+    assert schedule.nsegments > 1 and schedule.piece > tuning.pick("stationary_scan", inputs)["BLOCK_M"]
+    if documents:
+        inputs = cut_into_documents(inputs, getattr(schedule, documents))
+    several, again, one = (assert_forward_right(PERSISTENT, inputs, Options(segments=segments, gluon=False))
+                           for segments in (True, True, False))
+    assert all(torch.equal(several[name], again[name]) for name in several)
+    assert several.keys() == one.keys()
+
+
+def test_the_states_kept_are_those_of_chunks(device):
+    """Whether the state was in registers or in memory."""
+    inputs = random_inputs(SHAPE, CASES["everything"], torch.float32, device)
+    stationary, by_chunk = (PERSISTENT.forward(inputs, Options(stationary=s, gluon=False), True)[2].prev_states
+                            for s in (True, False))
+    torch.testing.assert_close(stationary, by_chunk, rtol=1e-4, atol=1e-4)
