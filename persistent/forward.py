@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
+from functools import lru_cache
 
 import torch
 import triton
@@ -15,6 +17,7 @@ from ssd.kernels.walk_states import chunk_states, run_states
 from ssd.tuning import device_of, pick
 from ssd.types import Options, SSDInputs, SSDSaved
 
+from . import hopper
 from .kernels.persistent_scan import persistent_scan
 from .kernels.stationary_scan import stationary_scan
 from .schedule import Schedule, resident_blocks, segmented, whole
@@ -24,7 +27,17 @@ def forward(inputs: SSDInputs, options: Options, save: bool) -> tuple[Tensor, Te
     """Returns out (shape and dtype of x), final_states (batch, nheads, headdim, dstate) fp32, and, if `save`, what a backward
     needs.
     """
+    if options.gluon:
+        reason = hopper.cannot_run(inputs, options, save)
+        if reason is None:
+            return hopper.forward(inputs, options, save)
+        _say_plain(reason)
     return _plain(inputs, options, save)
+
+
+@lru_cache(maxsize=64)
+def _say_plain(reason: str) -> None:
+    logging.getLogger("ssd").info("variant 'persistent' runs its plain Triton kernels, not those for Hopper: %s", reason)
 
 
 def _plain(inputs: SSDInputs, options: Options, save: bool) -> tuple[Tensor, Tensor, SSDSaved]:

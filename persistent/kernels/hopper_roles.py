@@ -1,0 +1,76 @@
+"""What the Gluon kernels for Hopper share: the warp that fetches tiles, and small device functions.
+
+A block walks runs of sub-chunks of two neighbouring heads of one group. A run is a row (batch, pair, first, last, piece,
+npieces) of int32: sub-chunks first..last of heads 2 pair and 2 pair + 1; `piece` and `npieces` say which end states enter it
+(hopper_scan) or which one it leaves (hopper_states). A block takes `nruns` rows, padded with empty runs.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+LOG2E = gl.constexpr(1.4426950408889634)
+RUN = gl.constexpr(6)
+
+block_barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # of one partition's warps; renamed in Triton 3.7
+
+
+@gluon.jit
+def load_run(runs, k):
+    run = runs + k * RUN
+    return gl.load(run), gl.load(run + 1), gl.load(run + 2), gl.load(run + 3), gl.load(run + 4), gl.load(run + 5)
+
+
+@gluon.jit
+def load_steps(dA_cumsum, dt, at, m, BLOCK_M: gl.constexpr):
+    """Of one sub-chunk of one head: dA_cumsum [M], dt [M] and the last dA_cumsum."""
+    return gl.load(dA_cumsum + at + m), gl.load(dt + at + m), gl.load(dA_cumsum + at + BLOCK_M - 1)
+
+
+@gluon.jit
+def state_offsets(STATE: gl.constexpr, HEADDIM: gl.constexpr, DSTATE: gl.constexpr):
+    """Offsets of a state [headdim, dstate] in memory."""
+    p = gl.arange(0, HEADDIM, gl.SliceLayout(1, STATE))
+    n = gl.arange(0, DSTATE, gl.SliceLayout(0, STATE))
+    return gl.expand_dims(p, 1) * DSTATE + gl.expand_dims(n, 0)
+
+
+@gluon.jit
+def fetch(x_desc, B_desc, C_desc, full, empty, Xs, Bs, Cs, runs, nruns, heads_per_group, WITH_C: gl.constexpr):
+    """The producer: B, C and x of both heads of each sub-chunk into the next free stage."""
+    STAGES: gl.constexpr = full.shape[0]
+    BLOCK_M: gl.constexpr = x_desc.block_shape[1]
+    HEADDIM: gl.constexpr = x_desc.block_shape[2]
+    DSTATE: gl.constexpr = B_desc.block_shape[2]
+    BYTES: gl.constexpr = BLOCK_M * 2 * (2 * HEADDIM + (2 if WITH_C else 1) * DSTATE)
+    step = 0
+    for k in range(gl.program_id(0) * nruns, gl.program_id(0) * nruns + nruns):
+        b, pair, first, last, _, _ = load_run(runs, k)
+        h, g = pair * 2, pair * 2 // heads_per_group
+        for c in range(first, last):
+            stage = step % STAGES
+            mbarrier.wait(empty.index(stage), (step // STAGES) & 1 ^ 1)
+            bar = full.index(stage)
+            mbarrier.expect(bar, BYTES)
+            tma.async_copy_global_to_shared(B_desc, [b, c * BLOCK_M, g * DSTATE], bar, Bs.index(stage))
+            if WITH_C:
+                tma.async_copy_global_to_shared(C_desc, [b, c * BLOCK_M, g * DSTATE], bar, Cs.index(stage))
+            for u in gl.static_range(2):
+                tma.async_copy_global_to_shared(x_desc, [b, c * BLOCK_M, (h + u) * HEADDIM], bar, Xs.index(2 * stage + u))
+            step += 1
+
+
+@gluon.jit
+def tile(buffers, index, ROWS: gl.constexpr, WIDTH: gl.constexpr):
+    """Tile `index` of a ring of TMA buffers [1, ROWS, WIDTH], as [ROWS, WIDTH]."""
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, WIDTH], buffers.dtype)
+    return buffers.index(index)._reinterpret(buffers.dtype, [ROWS, WIDTH], LAYOUT)
+
+
+@gluon.jit
+def barriers(N: gl.constexpr, COUNT: gl.constexpr):
+    """N mbarriers that COUNT arrivals complete."""
+    bars = gl.allocate_shared_memory(gl.int64, [N, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(N):
+        mbarrier.init(bars.index(i), count=COUNT)
+    return bars

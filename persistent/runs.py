@@ -1,0 +1,74 @@
+"""Which sub-chunks each block of the Hopper kernels walks.
+
+Sequences (one pair of heads of one batch row each) go to the blocks whole, as many rounds as there are. What is left of them
+fills no round: laid end to end, it is dealt out in equal shares, so that a run may begin inside a sequence. The state that
+enters there comes from a pass over the runs before it, dealt out in equal shares as well: its pieces. Where that pass would
+cost more than it saves, nothing is cut.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+STATE_PASS = 0.5  # time of a sub-chunk in the state pass, against one in the scan
+LAUNCH = 4  # time of the additional launch, in sub-chunks of the scan
+SHORTEST = 4  # sub-chunks that a share has at least
+RUN_FIELDS = 6
+
+Span = tuple[int, int, int]  # sequence, first sub-chunk, last sub-chunk (exclusive)
+Run = tuple[int, int, int, int, int, int]  # batch row, pair, first, last, first piece, number of pieces
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Runs of each block of the scan and of the state pass, in whose runs "first piece" is the one that it leaves."""
+
+    scan: tuple[tuple[Run, ...], ...]
+    states: tuple[tuple[Run, ...], ...] = ()
+    npieces: int = 0
+
+
+def deal(batch: int, pairs: int, nsub: int, blocks: int, cut: bool = True) -> Runs:
+    """Deals batch * pairs sequences of nsub sub-chunks to at most `blocks` blocks that run side by side."""
+    count = batch * pairs
+    whole = count // blocks * blocks
+    shares = _shares([(sequence, 0, nsub) for sequence in range(whole, count)], blocks)
+    before_ends = [span for share in shares for span in share if span[2] < nsub]
+    pieces = _shares(before_ends, blocks)
+    if not cut or _longest(shares) + STATE_PASS * _longest(pieces) + LAUNCH >= nsub:
+        shares, pieces = [[(sequence, 0, nsub)] for sequence in range(whole, count)], []
+    starts = [(sequence, first) for share in pieces for sequence, first, _ in share]
+
+    def run(span: Span) -> Run:
+        sequence, first, last = span
+        entering = [k for k, (owner, begin) in enumerate(starts) if owner == sequence and begin < first]
+        return (*divmod(sequence, pairs), first, last, entering[0] if entering else 0, len(entering))
+
+    scan = [[(sequence, 0, nsub) for sequence in range(block, whole, blocks)] for block in range(blocks)]
+    for block, share in enumerate(shares):
+        scan[block] += share
+    number = iter(range(len(starts)))
+    states = [[(*divmod(sequence, pairs), first, last, next(number), 0) for sequence, first, last in share]
+              for share in pieces]
+    return Runs(tuple(tuple(map(run, spans)) for spans in scan if spans), tuple(map(tuple, states)), len(starts))
+
+
+def _shares(spans: list[Span], blocks: int) -> list[list[Span]]:
+    """The spans laid end to end and cut into at most `blocks` equal shares."""
+    total = sum(last - first for _, first, last in spans)
+    each = max(SHORTEST, -(-total // blocks))
+    shares: list[list[Span]] = [[]]
+    room = each
+    for sequence, first, last in spans:
+        while first < last:
+            if not room:
+                shares.append([])
+                room = each
+            taken = min(room, last - first)
+            shares[-1].append((sequence, first, first + taken))
+            first, room = first + taken, room - taken
+    return shares if total else []
+
+
+def _longest(shares: list[list[Span]]) -> int:
+    return max((sum(last - first for _, first, last in share) for share in shares), default=0)
