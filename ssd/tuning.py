@@ -202,7 +202,7 @@ def _fit(kernel, entry, itemsize, headdim, dstate, chunk_size, device) -> Config
     blocks = {b: min(n, max(_SMALLEST, next_power_of_2(limits[b]))) if b in limits else n for b, n in blocks.items()}
     cut = [block for block in blocks if not (block == "BLOCK_N" and kernel in _WHOLE_DSTATE)]
     while _shared(kernel, blocks, itemsize, num_stages) > device.shared:
-        if num_stages > (1 if kernel in _WALKS else 2):
+        if num_stages > (1 if kernel in _WHOLE_DSTATE else 2):
             num_stages -= 1
             continue
         largest = max(cut, key=blocks.get)
@@ -228,9 +228,9 @@ def _axis_limits(kernel: str, headdim: int, dstate: int, chunk_size: int) -> dic
 def _shared(kernel: str, blocks: dict[str, int], itemsize: int, num_stages: int) -> int:
     """An upper estimate of a block's shared memory in bytes: the pipelined tiles, each once a stage, and the passing ones.
 
-    fp32 tiles once more: an operand that was computed passes through shared memory on its way into three products.
+    fp32 tiles of a pipeline once more: a computed operand passes through shared memory on its way into three products.
     """
-    copies = num_stages + (itemsize == 4)
+    copies = num_stages + (itemsize == 4 and num_stages > 1)
     pipelined, passing = (sum(blocks[a] * blocks[b] for a, b in of.get(kernel, ())) for of in (_TILES, _PASSING))
     return itemsize * (copies * pipelined + passing)
 
