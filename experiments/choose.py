@@ -32,9 +32,9 @@ def tables(rows: list[dict]) -> dict[str, dict[str, list[str]]]:
 def write(found: dict[str, dict[str, list[str]]], folder: Path = TABLES) -> list[Path]:
     """Replaces the table of each GPU that has one; a GPU where nothing was compared gets none."""
     paths = []
-    folder.mkdir(exist_ok=True)
     for gpu, table in found.items():
         if table:
+            folder.mkdir(exist_ok=True)
             path = folder / f"{gpu}.json"
             lines = (f"  {json.dumps(key)}: {json.dumps(order)}" for key, order in sorted(table.items()))
             path.write_text("{\n" + ",\n".join(lines) + "\n}\n")

@@ -13,6 +13,7 @@ from ..device import chunk_offset, unpack_program
 from ..tuning import pick
 from ..types import Options, SSDInputs
 from .arguments import cdiv, output
+from .launch import launch
 
 
 @triton.jit
@@ -60,7 +61,8 @@ def _launch(i: SSDInputs, dCB: Tensor, other: Tensor, parts: Tensor, grad: Tenso
             options: Options) -> Tensor:
     config = pick("bmm_bwd", i)
     tiles = i.chunk_size // config["BLOCK_M"] * cdiv(i.dstate, config["BLOCK_N"])
-    bmm_bwd_kernel[(tiles * i.ngroups * i.nchunks * i.batch,)](
+    launch(
+        bmm_bwd_kernel, tiles * i.ngroups * i.nchunks * i.batch,
         dCB, other, other.stride(), parts, grad, grad.stride(), i.seqlen, i.nchunks, parts.stride(0), parts.shape[0],
         i.ngroups, i.dstate, i.chunk_size, transposed, options.precision, **config.launch)
     return grad

@@ -12,6 +12,7 @@ from ..device import chunk_offset, unpack_program
 from ..tuning import pick
 from ..types import Options, SSDInputs
 from .arguments import triton_dtype
+from .launch import launch
 
 
 @triton.jit
@@ -44,7 +45,8 @@ def bmm_chunk(i: SSDInputs, options: Options, dtype: torch.dtype = torch.float32
     CB = torch.empty(i.batch, i.nchunks, i.ngroups, i.chunk_size, i.chunk_size, device=i.x.device, dtype=dtype)
     config = pick("bmm_chunk", i)
     tiles = i.chunk_size // config["BLOCK_M"] * (i.chunk_size // config["BLOCK_N"])
-    bmm_chunk_kernel[(tiles * i.ngroups * i.nchunks * i.batch,)](
+    launch(
+        bmm_chunk_kernel, tiles * i.ngroups * i.nchunks * i.batch,
         i.B, i.B.stride(), i.C, i.C.stride(), CB, i.seqlen, i.nchunks, i.ngroups, i.dstate, i.chunk_size,
         triton_dtype(i.x.dtype), options.precision, **config.launch)
     return CB

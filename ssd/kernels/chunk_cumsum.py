@@ -12,6 +12,7 @@ from ..device import softplus, unpack_program
 from ..tuning import pick
 from ..types import SSDInputs
 from .arguments import cdiv, contiguous
+from .launch import launch
 
 
 @triton.jit
@@ -47,7 +48,8 @@ def chunk_cumsum(i: SSDInputs) -> tuple[torch.Tensor, torch.Tensor]:
     dt = torch.empty(i.batch, i.nheads, i.nchunks, i.chunk_size, device=i.x.device, dtype=torch.float32)
     dA_cumsum = torch.empty_like(dt)
     config = pick("chunk_cumsum", i)
-    grid = (cdiv(i.nheads, config["BLOCK_H"]) * i.nchunks * i.batch,)
-    chunk_cumsum_kernel[grid](i.dt, i.dt.stride(), i.A.contiguous(), contiguous(i.dt_bias), dt, dA_cumsum, i.seqlen,
-                              i.nchunks, *i.dt_limit, i.nheads, i.chunk_size, i.dt_softplus, **config.launch)
+    launch(
+        chunk_cumsum_kernel, cdiv(i.nheads, config["BLOCK_H"]) * i.nchunks * i.batch,
+        i.dt, i.dt.stride(), i.A.contiguous(), contiguous(i.dt_bias), dt, dA_cumsum, i.seqlen, i.nchunks, *i.dt_limit, i.nheads,
+        i.chunk_size, i.dt_softplus, **config.launch)
     return dt, dA_cumsum

@@ -15,6 +15,7 @@ from ..tuning import next_power_of_2, pick
 from ..types import SSDInputs
 from .arguments import cdiv, contiguous, output
 from .chunk_cumsum import step
+from .launch import launch
 
 
 @triton.jit
@@ -62,7 +63,8 @@ def chunk_cumsum_bwd(i: SSDInputs, u_v_x: Tensor, r_tiles: Tensor, q: Tensor, s_
     ddt_bias = None if i.dt_bias is None else torch.empty_like(dA)
     config = pick("chunk_cumsum_bwd", i)
     s_width = next_power_of_2(s_tiles.shape[-1])
-    chunk_cumsum_bwd_kernel[(cdiv(i.nheads, config["BLOCK_H"]) * i.nchunks * i.batch,)](
+    launch(
+        chunk_cumsum_bwd_kernel, cdiv(i.nheads, config["BLOCK_H"]) * i.nchunks * i.batch,
         i.dt, i.dt.stride(), i.A.contiguous(), contiguous(i.dt_bias), u_v_x, r_tiles, q, s_tiles, row, col_tiles, ddt,
         ddt.stride(), dA, ddt_bias, i.seqlen, i.nchunks, row.numel(), *i.dt_limit, i.nheads, i.chunk_size, i.dt_softplus,
         r_tiles.shape[0], s_tiles.shape[-1], col_tiles.shape[0], s_width, **config.launch)

@@ -15,6 +15,7 @@ from ..tuning import pick
 from ..types import Options, SSDInputs
 from .arguments import cdiv, per_channel_strides, strides
 from .chunk_state import weights_from_start
+from .launch import launch
 
 
 @triton.jit
@@ -87,7 +88,8 @@ def chunk_scan(i: SSDInputs, CB, dt, dA_cumsum, prev_states, options: Options,
     y = torch.empty_like(out) if save and i.z is not None else None
     config = pick("chunk_scan", i)
     tiles = i.chunk_size // config["BLOCK_M"] * cdiv(i.headdim, config["BLOCK_P"])
-    chunk_scan_kernel[(tiles * i.nheads * i.nchunks * i.batch,)](
+    launch(
+        chunk_scan_kernel, tiles * i.nheads * i.nchunks * i.batch,
         CB, i.x, i.x.stride(), i.z, strides(i.z), i.C, i.C.stride(), i.D, per_channel_strides(i.D), dt, dA_cumsum, i.seq_idx,
         prev_states, out, y, i.seqlen, i.nchunks, i.nheads, i.ngroups, i.headdim, i.dstate, i.chunk_size, options.precision,
         **config.launch)

@@ -17,6 +17,7 @@ from ..tuning import pick
 from ..types import Options, SSDInputs
 from .arguments import output, per_channel_strides
 from .chunk_state import weights_to_end
+from .launch import launch
 
 
 @triton.jit
@@ -106,7 +107,8 @@ def chunk_scan_chunk_state_dx(i: SSDInputs, CB: Tensor, dt: Tensor, dA_cumsum: T
     per_channel = i.D is not None and i.D.dim() == 2
     if i.D is not None:
         dD_tiles = torch.empty(i.batch * i.nchunks * ntiles, *i.D.shape, device=dt.device, dtype=torch.float32)
-    chunk_scan_chunk_state_dx_kernel[(ntiles * i.nheads * i.nchunks * i.batch,)](
+    launch(
+        chunk_scan_chunk_state_dx_kernel, ntiles * i.nheads * i.nchunks * i.batch,
         CB, i.x, i.x.stride(), i.B, i.B.stride(), dy, dy.stride(), i.D, per_channel_strides(i.D), dt, dA_cumsum, i.seq_idx,
         dstates, dx, dx.stride(), ddt, q, dD_tiles, i.seqlen, i.nchunks, i.nheads, i.ngroups, i.headdim, i.dstate,
         i.chunk_size, per_channel, options.precision, **config.launch)

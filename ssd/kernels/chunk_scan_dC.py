@@ -16,6 +16,7 @@ from ..tuning import head_splits, pick
 from ..types import Options, SSDInputs
 from .arguments import cdiv
 from .chunk_state import weights_from_start
+from .launch import launch
 
 
 @triton.jit
@@ -74,7 +75,8 @@ def chunk_scan_dC(i: SSDInputs, dy: Tensor, dA_cumsum: Tensor, prev_states: Tens
     programs = i.chunk_size // config["BLOCK_M"] * ntiles * i.ngroups * i.nchunks * i.batch
     splits = head_splits(i, programs)
     dC_parts = torch.empty(splits, *i.C.shape, device=i.x.device, dtype=torch.float32)
-    chunk_scan_dC_kernel[(programs * splits,)](
+    launch(
+        chunk_scan_dC_kernel, programs * splits,
         dy, dy.stride(), i.C, i.C.stride(), dA_cumsum, i.seq_idx, prev_states, dC_parts, r_tiles, i.seqlen, i.nchunks,
         dC_parts.stride(0), r_tiles.stride(0), i.nheads, i.ngroups, i.headdim, i.dstate, i.chunk_size, splits,
         options.precision, **config.launch)

@@ -14,6 +14,7 @@ from torch import Tensor
 from ..device import causal, chunk_offset, decay, split_heads, unpack_program
 from ..tuning import head_splits, pick
 from ..types import Options, SSDInputs
+from .launch import launch
 
 
 @triton.jit
@@ -78,7 +79,8 @@ def chunk_scan_dCB(i: SSDInputs, dt: Tensor, dA_cumsum: Tensor, dy: Tensor, opti
     dtype = i.x.dtype if splits == 1 else torch.float32  # rounded once, when its sum is complete
     shape = (splits, i.batch, i.nchunks, i.ngroups, i.chunk_size, i.chunk_size)
     dCB_parts = torch.empty(shape, device=i.x.device, dtype=dtype)
-    chunk_scan_dCB_kernel[(programs * splits,)](
+    launch(
+        chunk_scan_dCB_kernel, programs * splits,
         i.x, i.x.stride(), dy, dy.stride(), dt, dA_cumsum, i.seq_idx, dCB_parts, i.seqlen, i.nchunks, dCB_parts.stride(0),
         i.nheads, i.ngroups, i.headdim, i.chunk_size, splits, options.precision, **config.launch)
     return dCB_parts[0] if splits == 1 else dCB_parts.sum(0).to(i.x.dtype)

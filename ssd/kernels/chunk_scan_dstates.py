@@ -14,6 +14,7 @@ from ..tuning import pick
 from ..types import Options, SSDInputs
 from .arguments import cdiv
 from .chunk_state import weighted_outer
+from .launch import launch
 
 
 @triton.jit
@@ -45,7 +46,8 @@ def chunk_scan_dstates(i: SSDInputs, dy: Tensor, dA_cumsum: Tensor, options: Opt
     dprev_states = torch.empty(i.batch, i.nchunks, i.nheads, i.headdim, i.dstate, device=i.x.device, dtype=torch.float32)
     config = pick("chunk_scan_dstates", i)
     tiles = cdiv(i.headdim, config["BLOCK_P"]) * cdiv(i.dstate, config["BLOCK_N"])
-    chunk_scan_dstates_kernel[(tiles * i.nheads * i.nchunks * i.batch,)](
+    launch(
+        chunk_scan_dstates_kernel, tiles * i.nheads * i.nchunks * i.batch,
         dy, dy.stride(), i.C, i.C.stride(), dA_cumsum, i.seq_idx, dprev_states, i.seqlen, i.nchunks, i.nheads, i.ngroups,
         i.headdim, i.dstate, i.chunk_size, options.precision, **config.launch)
     return dprev_states

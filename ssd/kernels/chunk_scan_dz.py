@@ -13,6 +13,7 @@ from ..device import sigmoid, unpack_program
 from ..tuning import next_power_of_2, pick
 from ..types import SSDInputs
 from .arguments import cdiv, output
+from .launch import launch
 
 
 @triton.jit
@@ -42,7 +43,8 @@ def chunk_scan_dz(i: SSDInputs, dout: Tensor, y: Tensor, into: Tensor | None) ->
     config = pick("chunk_scan_dz", i)
     block_p = next_power_of_2(i.headdim)
     block_m = max(1, config["BLOCK"] // block_p)
-    grid = (cdiv(i.seqlen, block_m) * i.nheads * i.batch,)
-    chunk_scan_dz_kernel[grid](dout, dout.stride(), y, i.z, i.z.stride(), dz, dz.stride(), dy, i.seqlen, i.nheads, i.headdim,
-                               block_m, block_p, num_warps=config.num_warps)
+    launch(
+        chunk_scan_dz_kernel, cdiv(i.seqlen, block_m) * i.nheads * i.batch,
+        dout, dout.stride(), y, i.z, i.z.stride(), dz, dz.stride(), dy, i.seqlen, i.nheads, i.headdim, block_m, block_p,
+        num_warps=config.num_warps)
     return dz, dy

@@ -12,6 +12,7 @@ from ..device import chunk_offset, decay, document_at_end, document_before, unpa
 from ..tuning import pick
 from ..types import Options, SSDInputs
 from .arguments import cdiv
+from .launch import launch
 
 
 @triton.jit
@@ -127,7 +128,8 @@ def chunk_state(i: SSDInputs, dt, dA_cumsum, options: Options) -> torch.Tensor:
     states = torch.empty(i.batch, i.nchunks, i.nheads, i.headdim, i.dstate, device=i.x.device, dtype=torch.float32)
     config = pick("chunk_state", i)
     tiles = cdiv(i.headdim, config["BLOCK_P"]) * cdiv(i.dstate, config["BLOCK_N"])
-    chunk_state_kernel[(tiles * i.nheads * i.nchunks * i.batch,)](
+    launch(
+        chunk_state_kernel, tiles * i.nheads * i.nchunks * i.batch,
         i.x, i.x.stride(), i.B, i.B.stride(), dt, dA_cumsum, i.seq_idx, states, i.seqlen, i.nchunks, i.nheads, i.ngroups,
         i.headdim, i.dstate, i.chunk_size, options.precision, **config.launch)
     return states
@@ -139,7 +141,8 @@ def varlen_states(i: SSDInputs, dt, dA_cumsum, prev_states, options: Options) ->
     states = torch.empty(ndocs, i.nheads, i.headdim, i.dstate, device=i.x.device, dtype=torch.float32)
     config = pick("chunk_state", i)
     tiles = cdiv(i.headdim, config["BLOCK_P"]) * cdiv(i.dstate, config["BLOCK_N"])
-    varlen_states_kernel[(tiles * i.nheads * ndocs,)](
+    launch(
+        varlen_states_kernel, tiles * i.nheads * ndocs,
         i.x, i.x.stride(), i.B, i.B.stride(), dt, dA_cumsum, i.seq_idx, i.cu_seqlens, prev_states, states, i.seqlen,
         i.nchunks, i.nheads, i.ngroups, i.headdim, i.dstate, i.chunk_size, options.precision, **config.launch)
     return states

@@ -15,6 +15,7 @@ from ..tuning import head_splits, pick
 from ..types import Options, SSDInputs
 from .arguments import cdiv
 from .chunk_state import weights_to_end
+from .launch import launch
 
 
 @triton.jit
@@ -68,7 +69,8 @@ def chunk_state_dB(i: SSDInputs, dt: Tensor, dA_cumsum: Tensor, dstates: Tensor,
     programs = tiles * i.ngroups * i.nchunks * i.batch
     splits = head_splits(i, programs)
     dB_parts = torch.empty(splits, *i.B.shape, device=i.x.device, dtype=torch.float32)
-    chunk_state_dB_kernel[(programs * splits,)](
+    launch(
+        chunk_state_dB_kernel, programs * splits,
         i.x, i.x.stride(), dt, dA_cumsum, i.seq_idx, dstates, dB_parts, i.seqlen, i.nchunks, dB_parts.stride(0), i.nheads,
         i.ngroups, i.headdim, i.dstate, i.chunk_size, splits, options.precision, **config.launch)
     return dB_parts

@@ -15,6 +15,7 @@ from ..device import causal, chunk_offset, unpack_program
 from ..tuning import pick
 from ..types import Options, SSDInputs
 from .chunk_scan_dCB import pair_grads
+from .launch import launch
 
 
 @triton.jit
@@ -53,7 +54,8 @@ def ddA_cumsum(i: SSDInputs, dt: Tensor, dA_cumsum: Tensor, dy: Tensor, CB: Tens
     ntiles = i.chunk_size // config["BLOCK_M"]
     row = torch.empty_like(dA_cumsum)
     col_tiles = torch.empty(ntiles, *dA_cumsum.shape, device=row.device, dtype=torch.float32)
-    ddA_cumsum_kernel[(ntiles * i.nheads * i.nchunks * i.batch,)](
+    launch(
+        ddA_cumsum_kernel, ntiles * i.nheads * i.nchunks * i.batch,
         i.x, i.x.stride(), dy, dy.stride(), dt, dA_cumsum, CB, i.seq_idx, row, col_tiles, i.seqlen, i.nchunks,
         col_tiles.stride(0), i.nheads, i.ngroups, i.headdim, i.chunk_size, options.precision, **config.launch)
     return row, col_tiles

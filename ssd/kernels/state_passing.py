@@ -13,6 +13,7 @@ from ..device import decay, document_at_end, document_before, unpack_program
 from ..tuning import pick
 from ..types import SSDInputs
 from .arguments import cdiv
+from .launch import launch
 
 
 @triton.jit
@@ -55,8 +56,8 @@ def state_passing(i: SSDInputs, states, dA_cumsum) -> tuple[torch.Tensor, torch.
     final_states = torch.empty(i.batch, *states.shape[2:], device=states.device, dtype=torch.float32)
     config = pick("state_passing", i)
     initial_strides = None if i.initial_states is None else i.initial_states.stride()
-    grid = (cdiv(i.headdim * i.dstate, config["BLOCK"]) * i.nheads * i.batch,)
-    state_passing_kernel[grid](states, dA_cumsum, i.initial_states, initial_strides, i.seq_idx, prev_states, final_states,
-                               i.seqlen, i.nchunks, i.nheads, i.headdim, i.dstate, i.chunk_size, config["BLOCK"],
-                               config.num_stages, num_warps=config.num_warps)
+    launch(
+        state_passing_kernel, cdiv(i.headdim * i.dstate, config["BLOCK"]) * i.nheads * i.batch,
+        states, dA_cumsum, i.initial_states, initial_strides, i.seq_idx, prev_states, final_states, i.seqlen, i.nchunks,
+        i.nheads, i.headdim, i.dstate, i.chunk_size, config["BLOCK"], config.num_stages, num_warps=config.num_warps)
     return prev_states, final_states

@@ -15,6 +15,7 @@ from ..device import unpack_program
 from ..tuning import pick
 from ..types import SSDInputs
 from .arguments import cdiv, output, strides
+from .launch import launch
 from .state_passing import carried_decay
 
 
@@ -59,7 +60,8 @@ def state_passing_bwd(i: SSDInputs, dprev_states: Tensor, prev_states: Tensor, d
     dstates = torch.empty_like(dprev_states, dtype=i.x.dtype)
     dinitial_states = None if i.initial_states is None else output(i.initial_states, into, torch.float32)
     s_tiles = torch.empty(i.batch, i.nheads, i.nchunks, ntiles, device=i.x.device, dtype=torch.float32)
-    state_passing_bwd_kernel[(ntiles * i.nheads * i.batch,)](
+    launch(
+        state_passing_bwd_kernel, ntiles * i.nheads * i.batch,
         dprev_states, prev_states, dA_cumsum, dfinal_states, strides(dfinal_states), i.seq_idx, dstates, dinitial_states,
         strides(dinitial_states), s_tiles, i.seqlen, i.nchunks, i.nheads, i.headdim, i.dstate, i.chunk_size, config["BLOCK"],
         config.num_stages, num_warps=config.num_warps)
