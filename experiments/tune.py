@@ -1,4 +1,4 @@
-"""Times every config of every baseline kernel on the current GPU and freezes the fastest in ssd/configs/<gpu>.json.
+"""Times every config of every kernel on the current GPU and freezes the fastest in ssd/configs/<gpu>.json.
 
 Kernels do not influence each other's times, so one forward and backward times one config of each: as many rounds as the longest
 space has entries, not as many as there are configs.
@@ -21,6 +21,14 @@ from ssd.registry import get_variant
 from ssd.types import Options, SSDGrads, SSDInputs
 
 from .shapes import DTYPES, Shape, make_inputs
+
+# Forwards that together launch every kernel the baseline has not.
+_CALLS = (
+    ("fused", Options()),
+    ("fused", Options(two_level=False)),
+    ("persistent", Options(gluon=False)),
+    ("persistent", Options(gluon=False, stationary=False)),
+)
 
 
 def run(shapes: list[Shape], dtype: str, chunk_sizes: tuple[int, ...], repeats: int, console: Console) -> None:
@@ -45,8 +53,8 @@ def _measure(shape, dtype, chunk_size, sizes, device, repeats, console) -> dict[
     """{kernel: {config: median microseconds}}."""
     inputs = SSDInputs(**make_inputs(shape, DTYPES[dtype], "cuda"), chunk_size=chunk_size)
     inputs = SSDInputs(**{**vars(inputs), "z": torch.randn_like(inputs.x)})  # so that chunk_scan_dz runs too
-    dout, options = torch.randn_like(inputs.x), Options()
-    variant = get_variant("baseline")
+    dout = torch.randn_like(inputs.x)
+    baseline = get_variant("baseline")
     spaces = {kernel: tuning.space(kernel, *sizes, device) for kernel in tuning.KERNELS}
     times: dict[str, dict[tuning.Config, float]] = defaultdict(dict)
     for turn in track(range(max(map(len, spaces.values()))), f"{shape.name}, chunk {chunk_size}", console=console):
@@ -56,8 +64,10 @@ def _measure(shape, dtype, chunk_size, sizes, device, repeats, console) -> dict[
                 stack.enter_context(tuning.forced(kernel, config))
 
             def call():
-                saved = variant.forward(inputs, options, True)[2]
-                variant.backward(saved, dout, None, SSDGrads())
+                for name, options in _CALLS:
+                    get_variant(name).forward(inputs, options, True)
+                saved = baseline.forward(inputs, Options(), True)[2]
+                baseline.backward(saved, dout, None, SSDGrads())
 
             call()
             spent = _kernel_times(call, repeats)

@@ -6,4 +6,6 @@ from ssd.variant import VARIANT as BASELINE
 
 from .forward import forward
 
-VARIANT = Variant("persistent", supports=BASELINE.supports, forward=forward, backward=backward, saves_states=True)
+VARIANT = Variant("persistent", supports=BASELINE.supports, forward=forward, backward=backward,
+                  options=("exp2", "low_precision_states", "low_precision_CB", "fuse_bmm", "stationary", "segments", "gluon",
+                           "save_states"), saves_states=True)

@@ -1,6 +1,6 @@
 """The persistent forward with optimisations switched off, and sequences in one segment and in several."""
 
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +11,6 @@ from ssd.registry import get_variant
 from ssd.types import Options
 from tests.errors import assert_forward_right
 from tests.fused.test_options import CASES, HALF, SHAPE
-from tests.fused.test_options import OFF as FUSED_OFF
 from tests.inputs import Case, Shape, random_inputs
 
 pytestmark = pytest.mark.usefixtures("poison")
@@ -20,7 +19,6 @@ OFF = (
     ("exp2",),
     ("fuse_bmm",),
     ("fuse_bmm", "low_precision_CB"),
-    ("low_precision_states",),
     ("segments",),
     ("segments", "save_states", "gluon"),
     ("stationary",),
@@ -48,9 +46,9 @@ def test_switched_off(off, case, device):
     assert_forward_right(PERSISTENT, random_inputs(SHAPE, CASES[case], HALF, device), options)
 
 
-def test_every_option_is_tried_somewhere():
-    """tf32 is about fp32 inputs on a GPU."""
-    assert {name for off in (*OFF, *FUSED_OFF) for name in off} | {"tf32"} == {f.name for f in fields(Options)}
+def test_every_option_is_tried():
+    """`low_precision_states` is a matter of `state_dtype`, which the public function sees to."""
+    assert {name for off in OFF for name in off} | {"low_precision_states"} == set(PERSISTENT.options)
 
 
 @pytest.mark.parametrize("documents", (None, "piece", "segment"))
