@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
+from ssd import hopper
 from ssd.kernels.bmm_chunk import bmm_chunk
 from ssd.kernels.chunk_cumsum import chunk_cumsum
 from ssd.kernels.chunk_state import chunk_state, varlen_states
@@ -19,11 +22,25 @@ from .kernels.block_scan import block_scan
 from .kernels.two_level_scan import two_level_scan
 
 
-def forward(inputs: SSDInputs, options: Options, save: bool) -> tuple[Tensor, Tensor, SSDSaved]:
+def forward(i: SSDInputs, options: Options, save: bool) -> tuple[Tensor, Tensor, SSDSaved]:
     """Returns out (shape and dtype of x), final_states (batch, nheads, headdim, dstate) fp32, and, if `save`, what a backward
     needs.
     """
-    i = inputs if options.low_precision_states else replace(inputs, state_dtype=inputs.state_dtype or torch.float32)
+    if options.gluon and options.two_level and options.fuse_states:
+        reason = hopper.cannot_run(i, options, by_chunk=True)
+        if reason is None:
+            return hopper.two_level(i, options, save)
+        _say_plain(reason)
+    return _plain(i, options, save)
+
+
+@lru_cache(maxsize=64)
+def _say_plain(reason: str) -> None:
+    logging.getLogger("ssd").info("variant 'fused' runs its plain Triton kernels, not those for Hopper: %s", reason)
+
+
+def _plain(i: SSDInputs, options: Options, save: bool) -> tuple[Tensor, Tensor, SSDSaved]:
+    """In plain Triton, on any GPU."""
     # what the scan's products span: sub-chunks, or whole chunks
     spans = replace(i, chunk_size=pick("two_level_scan", i)["BLOCK_M"]) if options.two_level else i
     with torch.cuda.device_of(i.x):
@@ -40,5 +57,5 @@ def forward(inputs: SSDInputs, options: Options, save: bool) -> tuple[Tensor, Te
         scan = two_level_scan if options.two_level else block_scan
         out, y = scan(i, CB, *steps, prev_states, options, save)
         ends = None if i.cu_seqlens is None else varlen_states(i, *by_chunk, prev_states, options)
-    kept = prev_states.to(inputs.states_dtype) if save and options.save_states else None
-    return out, final_states, SSDSaved(inputs, options, y, ends, kept)
+    kept = prev_states if save and options.save_states else None
+    return out, final_states, SSDSaved(i, options, y, ends, kept)

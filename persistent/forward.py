@@ -10,6 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
+from ssd import hopper
 from ssd.kernels.bmm_chunk import bmm_chunk
 from ssd.kernels.chunk_cumsum import chunk_cumsum
 from ssd.kernels.chunk_state import varlen_states
@@ -17,7 +18,6 @@ from ssd.kernels.walk_states import chunk_states, run_states
 from ssd.tuning import device_of, pick
 from ssd.types import Options, SSDInputs, SSDSaved
 
-from . import hopper
 from .kernels.persistent_scan import persistent_scan
 from .kernels.stationary_scan import stationary_scan
 from .schedule import Schedule, resident_blocks, segmented, whole
@@ -28,9 +28,12 @@ def forward(inputs: SSDInputs, options: Options, save: bool) -> tuple[Tensor, Te
     needs.
     """
     if options.gluon:
-        reason = hopper.cannot_run(inputs, options, save)
+        keep = save and options.save_states
+        reason = hopper.cannot_run(inputs, options, by_chunk=keep or not options.stationary)
+        if reason is None and options.stationary:
+            return hopper.stationary(inputs, options, save)
         if reason is None:
-            return hopper.forward(inputs, options, save)
+            return hopper.two_level(inputs, options, save, blocks=device_of(inputs).sms)
         _say_plain(reason)
     return _plain(inputs, options, save)
 
@@ -40,15 +43,14 @@ def _say_plain(reason: str) -> None:
     logging.getLogger("ssd").info("variant 'persistent' runs its plain Triton kernels, not those for Hopper: %s", reason)
 
 
-def _plain(inputs: SSDInputs, options: Options, save: bool) -> tuple[Tensor, Tensor, SSDSaved]:
+def _plain(i: SSDInputs, options: Options, save: bool) -> tuple[Tensor, Tensor, SSDSaved]:
     """In plain Triton, on any GPU."""
-    i = inputs if options.low_precision_states else replace(inputs, state_dtype=inputs.state_dtype or torch.float32)
     scan = _stationary if options.stationary else _chunk_by_chunk
     with torch.cuda.device_of(i.x):
         out, y, final_states, prev_states = scan(i, options, save)
         ends = None if i.cu_seqlens is None else varlen_states(i, *chunk_cumsum(i), prev_states, options)
-    kept = prev_states.to(inputs.states_dtype) if save and options.save_states else None
-    return out, final_states, SSDSaved(inputs, options, y, ends, kept)
+    kept = prev_states if save and options.save_states else None
+    return out, final_states, SSDSaved(i, options, y, ends, kept)
 
 
 def _stationary(i: SSDInputs, options: Options, save: bool) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:

@@ -31,7 +31,7 @@ class Options:
         segments: (persistent, stationary) sequences are cut where batch and heads alone do not fill the GPU. Off, never.
         save_states: the states between chunks are kept for the backward (as large as x at chunk size 128 and dstate 128).
             Off, it computes them again. Every variant with `Variant.saves_states` knows it.
-        gluon: (persistent) a warp-specialised Gluon kernel on Hopper, where the inputs allow. Off, plain Triton everywhere.
+        gluon: warp-specialised Gluon kernels on Hopper, where the inputs allow. Off, plain Triton everywhere.
     """
 
     tf32: bool = False

@@ -36,6 +36,34 @@ def state_offsets(STATE: gl.constexpr, HEADDIM: gl.constexpr, DSTATE: gl.constex
 
 
 @gluon.jit
+def entering_state(initial_states, ends, factors, bh, piece, npieces, offsets, U: gl.constexpr, STATE: gl.constexpr,
+                   HEADDIM: gl.constexpr, DSTATE: gl.constexpr):
+    """(28): the state before a run, [P, N] fp32, from the initial one and the pieces before it in their order."""
+    if initial_states is None:
+        state = gl.zeros([HEADDIM, DSTATE], gl.float32, STATE)
+    else:
+        state = gl.load(initial_states + bh * HEADDIM * DSTATE + offsets)
+    if ends is not None:
+        for i in range(2 * piece + U, 2 * (piece + npieces) + U, 2):
+            state = state * gl.load(factors + i) + gl.load(ends + i.to(gl.int64) * HEADDIM * DSTATE + offsets)
+    return state
+
+
+@gluon.jit
+def state_row(b, h, c, nsub, nheads, EVERY: gl.constexpr):
+    """Which state of prev_states (batch, nchunks, nheads) is that before the chunk of sub-chunk c."""
+    return (b * ((nsub + EVERY - 1) // EVERY) + c // EVERY).to(gl.int64) * nheads + h
+
+
+@gluon.jit
+def keep_state(state, prev_states, b, h, c, nsub, nheads, offsets, EVERY: gl.constexpr, SIZE: gl.constexpr):
+    """Stores the state before a chunk where sub-chunk c is its first."""
+    if c % EVERY == 0:
+        at = state_row(b, h, c, nsub, nheads, EVERY) * SIZE + offsets
+        gl.store(prev_states + at, state.to(prev_states.dtype.element_ty))
+
+
+@gluon.jit
 def fetch(x_desc, B_desc, C_desc, full, empty, Xs, Bs, Cs, runs, nruns, heads_per_group, WITH_C: gl.constexpr):
     """The producer: B, C and x of both heads of each sub-chunk into the next free stage."""
     STAGES: gl.constexpr = full.shape[0]

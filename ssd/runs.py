@@ -21,10 +21,10 @@ Run = tuple[int, int, int, int, int, int]  # batch row, pair, first, last, first
 
 @dataclass(frozen=True)
 class Runs:
-    """Runs of each block of the scan and of the state pass, in whose runs "first piece" is the one that it leaves."""
+    """Runs of each block. A run of the pieces leaves the piece that it names as its first."""
 
-    scan: tuple[tuple[Run, ...], ...]
-    states: tuple[tuple[Run, ...], ...] = ()
+    sequences: tuple[tuple[Run, ...], ...]
+    pieces: tuple[tuple[Run, ...], ...] = ()
     npieces: int = 0
 
 
@@ -44,13 +44,24 @@ def deal(batch: int, pairs: int, nsub: int, blocks: int, cut: bool = True) -> Ru
         entering = [k for k, (owner, begin) in enumerate(starts) if owner == sequence and begin < first]
         return (*divmod(sequence, pairs), first, last, entering[0] if entering else 0, len(entering))
 
-    scan = [[(sequence, 0, nsub) for sequence in range(block, whole, blocks)] for block in range(blocks)]
+    spans = [[(sequence, 0, nsub) for sequence in range(block, whole, blocks)] for block in range(blocks)]
     for block, share in enumerate(shares):
-        scan[block] += share
+        spans[block] += share
     number = iter(range(len(starts)))
-    states = [[(*divmod(sequence, pairs), first, last, next(number), 0) for sequence, first, last in share]
-              for share in pieces]
-    return Runs(tuple(tuple(map(run, spans)) for spans in scan if spans), tuple(map(tuple, states)), len(starts))
+    left = [tuple((*divmod(sequence, pairs), first, last, next(number), 0) for sequence, first, last in share)
+            for share in pieces]
+    return Runs(tuple(tuple(map(run, of)) for of in spans if of), tuple(left), len(starts))
+
+
+def chunks(batch: int, pairs: int, nsub: int, every: int, blocks: int | None) -> tuple[tuple[Run, ...], ...]:
+    """Runs of one chunk, `every` sub-chunks, each: one for each block, or in turn to `blocks` of them.
+
+    Pairs run fastest, so that blocks side by side find the B and C of their group in L2.
+    """
+    runs = [(b, pair, first, min(first + every, nsub), 0, 0)
+            for b in range(batch) for first in range(0, nsub, every) for pair in range(pairs)]
+    blocks = min(blocks or len(runs), len(runs))
+    return tuple(tuple(runs[block::blocks]) for block in range(blocks))
 
 
 def _shares(spans: list[Span], blocks: int) -> list[list[Span]]:

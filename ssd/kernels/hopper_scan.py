@@ -12,8 +12,8 @@ registers and only B, C and L pass through shared memory:
 Reads x (batch, seqlen, nheads, 64), B, C (batch, seqlen, ngroups, dstate), bf16 or fp16, channels and heads contiguous,
 through TMA descriptors that fill rows past seqlen with 0; dt, dA_cumsum (batch, nheads, nsub, 64) fp32, dA_cumsum restarting
 every sub-chunk; D (nheads,); initial_states (batch, nheads, 64, dstate) fp32; ends, factors as hopper_states writes them.
-Writes out as x; final_states as initial_states; and prev_states (batch, nchunks, nheads, 64, dstate) every SAVE_EVERY
-sub-chunks, never if that is 0.
+Writes out as x, final_states as initial_states, and prev_states (batch, nchunks, nheads, 64, dstate), a state every EVERY
+sub-chunks; or starts each run from the prev_states of its first chunk (FROM_MEMORY).
 """
 
 import torch
@@ -27,9 +27,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ssd.types import SSDInputs
-
-from .hopper_roles import LOG2E, barriers, block_barrier, fetch, load_run, load_steps, state_offsets, tile
+from ..types import SSDInputs
+from .hopper_roles import (
+    LOG2E,
+    barriers,
+    block_barrier,
+    entering_state,
+    fetch,
+    keep_state,
+    load_run,
+    load_steps,
+    state_offsets,
+    state_row,
+    tile,
+)
 
 STAGES, SLOTS = 3, 2  # of tiles from memory, of masked tiles a head
 _REGISTERS = 128  # a thread at launch; the roles then share them out: 192 a head, 104 masks, 24 fetch
@@ -98,30 +109,9 @@ def masks(bars, rings, lines, dA_cumsum, dt, runs, nruns, nsub, nheads, SLOTS: g
 
 
 @gluon.jit
-def entering_state(initial_states, ends, factors, bh, piece, npieces, offsets, U: gl.constexpr, STATE: gl.constexpr,
-                   HEADDIM: gl.constexpr, DSTATE: gl.constexpr):
-    """(28): the state before a run, [P, N] fp32, from the initial one and the pieces before it in their order."""
-    if initial_states is None:
-        state = gl.zeros([HEADDIM, DSTATE], gl.float32, STATE)
-    else:
-        state = gl.load(initial_states + bh * HEADDIM * DSTATE + offsets)
-    for i in range(2 * piece + U, 2 * (piece + npieces) + U, 2):
-        state = state * gl.load(factors + i) + gl.load(ends + i.to(gl.int64) * HEADDIM * DSTATE + offsets)
-    return state
-
-
-@gluon.jit
-def keep(state, prev_states, b, h, c, nsub, nheads, offsets, SAVE_EVERY: gl.constexpr, SIZE: gl.constexpr):
-    """Stores the state before a chunk where sub-chunk c is its first."""
-    if c % SAVE_EVERY == 0:
-        nchunks = (nsub + SAVE_EVERY - 1) // SAVE_EVERY
-        chunk = (b * nchunks + c // SAVE_EVERY).to(gl.int64) * nheads + h
-        gl.store(prev_states + chunk * SIZE + offsets, state.to(prev_states.dtype.element_ty))
-
-
-@gluon.jit
 def head(out_desc, bars, rings, lines, dA_cumsum, D, initial_states, ends, factors, final_states, prev_states, runs, nruns,
-         nsub, nheads, U: gl.constexpr, SLOTS: gl.constexpr, SAVE_EVERY: gl.constexpr, DSTATE: gl.constexpr):
+         nsub, nheads, U: gl.constexpr, SLOTS: gl.constexpr, EVERY: gl.constexpr, FROM_MEMORY: gl.constexpr,
+         DSTATE: gl.constexpr):
     full, empty, ready, taken = bars
     Xs, Bs, Cs, Ls, Ys = rings
     from_start, to_end = lines
@@ -139,15 +129,18 @@ def head(out_desc, bars, rings, lines, dA_cumsum, D, initial_states, ends, facto
         b, pair, first, last, piece, npieces = load_run(runs, k)
         h = pair * 2 + U
         bh = (b * nheads + h).to(gl.int64)
-        state = entering_state(initial_states, ends, factors, bh, piece, npieces, offsets, U, STATE, HEADDIM, DSTATE)
+        if FROM_MEMORY:
+            state = gl.load(prev_states + state_row(b, h, first, nsub, nheads, EVERY) * SIZE + offsets).to(gl.float32)
+        else:
+            state = entering_state(initial_states, ends, factors, bh, piece, npieces, offsets, U, STATE, HEADDIM, DSTATE)
         A_last = dA_cumsum + bh * nsub * BLOCK_M + BLOCK_M - 1
         end = gl.load(A_last + first * BLOCK_M)
         if D is not None:
             D_h = gl.load(D + h).to(gl.float32)
         for c in range(first, last):
             stage, slot = step % STAGES, U * SLOTS + step % SLOTS
-            if SAVE_EVERY > 0:
-                keep(state, prev_states, b, h, c, nsub, nheads, offsets, SAVE_EVERY, SIZE)
+            if prev_states is not None and not FROM_MEMORY:
+                keep_state(state, prev_states, b, h, c, nsub, nheads, offsets, EVERY, SIZE)
             mbarrier.wait(full.index(stage), (step // STAGES) & 1)
             B, C = tile(Bs, stage, BLOCK_M, DSTATE), tile(Cs, stage, BLOCK_M, DSTATE)
             x_t = tile(Xs, 2 * stage + U, BLOCK_M, HEADDIM).permute((1, 0))
@@ -176,7 +169,7 @@ def head(out_desc, bars, rings, lines, dA_cumsum, D, initial_states, ends, facto
             block_barrier()
             tma.async_copy_shared_to_global(out_desc, [b, c * BLOCK_M, h * HEADDIM], Ys.index(U))
             step += 1
-        if last == nsub:
+        if final_states is not None and last == nsub:
             gl.store(final_states + bh * SIZE + offsets, state)
     tma.store_wait(0)
 
@@ -184,7 +177,7 @@ def head(out_desc, bars, rings, lines, dA_cumsum, D, initial_states, ends, facto
 @gluon.jit
 def hopper_scan_kernel(x_desc, B_desc, C_desc, out_desc, dA_cumsum, dt, D, initial_states, ends, factors, final_states,
                        prev_states, runs, nruns, nsub, nheads, heads_per_group, STAGES: gl.constexpr, SLOTS: gl.constexpr,
-                       SAVE_EVERY: gl.constexpr):
+                       EVERY: gl.constexpr, FROM_MEMORY: gl.constexpr):
     DTYPE: gl.constexpr = x_desc.dtype
     BLOCK_M: gl.constexpr = x_desc.block_shape[1]
     HEADDIM: gl.constexpr = x_desc.block_shape[2]
@@ -206,23 +199,23 @@ def hopper_scan_kernel(x_desc, B_desc, C_desc, out_desc, dA_cumsum, dt, D, initi
     bars, rings, lines = (full, empty, ready, taken), (Xs, Bs, Cs, Ls, Ys), (from_start, to_end)
     gl.warp_specialize([
         (head, (out_desc, bars, rings, lines, dA_cumsum, D, initial_states, ends, factors, final_states, prev_states, runs,
-                nruns, nsub, nheads, 0, SLOTS, SAVE_EVERY, DSTATE)),
+                nruns, nsub, nheads, 0, SLOTS, EVERY, FROM_MEMORY, DSTATE)),
         (head, (out_desc, bars, rings, lines, dA_cumsum, D, initial_states, ends, factors, final_states, prev_states, runs,
-                nruns, nsub, nheads, 1, SLOTS, SAVE_EVERY, DSTATE)),
+                nruns, nsub, nheads, 1, SLOTS, EVERY, FROM_MEMORY, DSTATE)),
         (masks, (bars, (Bs, Cs, Ls), (from_start, to_end, A_rows, A_columns), dA_cumsum, dt, runs, nruns, nsub, nheads, SLOTS,
                  BLOCK_M, DSTATE)),
         (fetch, (x_desc, B_desc, C_desc, full, empty, Xs, Bs, Cs, runs, nruns, heads_per_group, True)),
     ], [4, 4, 1], [192, 104, 24])
 
 
-def hopper_scan(i: SSDInputs, x_desc, B_desc, C_desc, out, out_desc, dt, dA_cumsum, ends, factors, prev_states,
-                runs: torch.Tensor) -> torch.Tensor:
-    """Fills out and, unless None, prev_states. Returns final_states. runs: (blocks, nruns, 6) int32."""
-    nsub = dt.shape[2]
-    final_states = torch.empty(i.batch, i.nheads, i.headdim, i.dstate, device=i.x.device, dtype=torch.float32)
-    initial_states = None if i.initial_states is None else i.initial_states.float().contiguous()
-    save_every = 0 if prev_states is None else i.chunk_size // dt.shape[3]
+def hopper_scan(i: SSDInputs, x_desc, B_desc, C_desc, out_desc, dt, dA_cumsum, runs: torch.Tensor, initial_states=None,
+                ends=None, factors=None, final_states=None, prev_states=None, from_memory: bool = False) -> None:
+    """Fills what out_desc describes, and final_states and prev_states where given; from_memory: starts runs from prev_states.
+
+    runs: (blocks, nruns, 6) int32. prev_states: a state every i.chunk_size tokens; runs begin there if they start from them.
+    """
+    every = i.chunk_size // dt.shape[3]
     hopper_scan_kernel[(runs.shape[0],)](
         x_desc, B_desc, C_desc, out_desc, dA_cumsum, dt, i.D, initial_states, ends, factors, final_states, prev_states, runs,
-        runs.shape[1], nsub, i.nheads, i.nheads // i.ngroups, STAGES, SLOTS, save_every, num_warps=4, maxnreg=_REGISTERS)
-    return final_states
+        runs.shape[1], dt.shape[2], i.nheads, i.nheads // i.ngroups, STAGES, SLOTS, every, from_memory, num_warps=4,
+        maxnreg=_REGISTERS)

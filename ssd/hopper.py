@@ -1,0 +1,162 @@
+"""The forward on Hopper, which `fused` and `persistent` take where the inputs allow: launches of the Gluon kernels in order.
+
+    stationary: chunk_cumsum, hopper_states of the pieces where sequences are cut, hopper_scan of whole sequences.
+    two_level:  chunk_cumsum, hopper_states of the pieces where sequences are cut, hopper_states of every chunk, and
+                hopper_scan chunk by chunk.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
+
+import torch
+import triton
+from torch import Tensor
+
+from .kernels.chunk_cumsum import chunk_cumsum
+from .runs import RUN_FIELDS, Run, chunks, deal
+from .tuning import current_device
+from .types import Options, SSDInputs, SSDSaved
+
+_BLOCK_M, _HEADDIM, _DSTATES = 64, 64, (64, 128)
+_ALIGNMENT = 16  # bytes, of what a TMA descriptor describes
+
+
+def cannot_run(i: SSDInputs, options: Options, by_chunk: bool) -> str | None:
+    """Why the plain kernels must run these inputs; None if these can. All bounds are those of the kernels' tiles.
+
+    by_chunk: states are read or written at the edges of chunks.
+    """
+    if not _is_hopper(i.x.device):
+        return f"needs a GPU of compute capability 9 and Triton 3.6, got {i.x.device}"
+    if i.x.dtype not in (torch.bfloat16, torch.float16) or not i.x.dtype == i.B.dtype == i.C.dtype:
+        return f"x, B, C: got dtypes {i.x.dtype}, {i.B.dtype}, {i.C.dtype}, takes bf16 or fp16, all alike"
+    if i.headdim != _HEADDIM or i.dstate not in _DSTATES:
+        return f"got headdim = {i.headdim}, dstate = {i.dstate}, takes headdim {_HEADDIM} and dstate of {_DSTATES}"
+    if i.nheads // i.ngroups % 2:
+        return f"got {i.nheads // i.ngroups} heads a group, takes even numbers"
+    if i.z is not None or i.seq_idx is not None or (i.D is not None and i.D.dim() == 2):
+        return "z, seq_idx, cu_seqlens and D of two dimensions are not in it"
+    if by_chunk and i.chunk_size % _BLOCK_M:
+        return f"chunk_size: got {i.chunk_size}, keeps states every {_BLOCK_M} tokens or a multiple"
+    if not (options.exp2 and options.fuse_bmm):
+        return "options.exp2 and fuse_bmm cannot be off in it"
+    for name, t in (("x", i.x), ("B", i.B), ("C", i.C)):
+        if not _describable(t):
+            return f"{name}: got strides {t.stride()}, takes contiguous heads and channels, and rows on 16 bytes"
+    return None
+
+
+def stationary(inputs: SSDInputs, options: Options, save: bool) -> tuple[Tensor, Tensor, SSDSaved]:
+    """As `Variant.forward`: one block walks two heads through a whole sequence, or through what `deal` cuts of it."""
+    from .kernels.hopper_scan import hopper_scan
+
+    with torch.cuda.device_of(inputs.x):
+        call = _Call.of(inputs)
+        final_states = call.new_states(())
+        prev_states = None
+        if save and options.save_states:
+            prev_states = call.new_states((inputs.nchunks,), inputs.states_dtype)
+        runs, *entering = call.entering(options)
+        hopper_scan(inputs, *call.descriptors, *call.steps, runs, call.initial_states, *entering, final_states, prev_states)
+    return call.out, final_states, SSDSaved(inputs, options, None, None, prev_states)
+
+
+def two_level(inputs: SSDInputs, options: Options, save: bool, blocks: int | None = None) -> tuple[Tensor, Tensor, SSDSaved]:
+    """As `Variant.forward`: a block walks two heads through one chunk; with `blocks`, so many take the chunks in turn."""
+    from .kernels.hopper_scan import hopper_scan
+    from .kernels.hopper_states import all_states
+
+    i = inputs
+    with torch.cuda.device_of(i.x):
+        call = _Call.of(i)
+        final_states, prev_states = call.new_states(()), call.new_states((i.nchunks,), i.states_dtype)
+        runs, *entering = call.entering(options)
+        all_states(i, *call.descriptors[:2], *call.steps, runs, call.initial_states, *entering, prev_states, final_states)
+        each = _chunk_runs(i.batch, i.nheads // 2, call.nsub, i.chunk_size // _BLOCK_M, blocks, i.x.device)
+        hopper_scan(i, *call.descriptors, *call.steps, each, prev_states=prev_states, from_memory=True)
+    kept = prev_states if save and options.save_states else None
+    return call.out, final_states, SSDSaved(inputs, options, None, None, kept)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What the launches of one call share."""
+
+    inputs: SSDInputs
+    out: Tensor
+    descriptors: tuple  # of x, B, C, out
+    steps: tuple[Tensor, Tensor]  # dt, dA_cumsum (batch, nheads, nsub, 64)
+    initial_states: Tensor | None
+
+    @classmethod
+    def of(cls, i: SSDInputs) -> _Call:
+        out = torch.empty(i.x.shape, device=i.x.device, dtype=i.x.dtype)
+        initial_states = None if i.initial_states is None else i.initial_states.float().contiguous()
+        steps = chunk_cumsum(replace(i, chunk_size=_BLOCK_M))
+        return cls(i, out, tuple(_describe(t) for t in (i.x, i.B, i.C, out)), steps, initial_states)
+
+    @property
+    def nsub(self) -> int:
+        return self.steps[0].shape[2]
+
+    def new_states(self, between: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
+        i = self.inputs
+        return torch.empty(i.batch, *between, i.nheads, i.headdim, i.dstate, device=i.x.device, dtype=dtype)
+
+    def entering(self, options: Options) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Runs of whole sequences, or cut ones; and ends and factors of the pieces that enter those that begin inside one."""
+        from .kernels.hopper_states import piece_states
+
+        i = self.inputs
+        runs, state_runs, npieces = _dealt(i.batch, i.nheads // 2, self.nsub, options.segments, i.x.device)
+        if not npieces:
+            return runs, None, None
+        return runs, *piece_states(i, *self.descriptors[:2], *self.steps, npieces, state_runs)
+
+
+@cache
+def _is_hopper(device: torch.device) -> bool:
+    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9 and version >= (3, 6)
+
+
+def _describable(t: Tensor) -> bool:
+    rows = [stride * t.element_size() % _ALIGNMENT for stride in t.stride()[:2]]
+    return t.stride(3) == 1 and t.stride(2) == t.shape[3] and not any(rows) and t.data_ptr() % _ALIGNMENT == 0
+
+
+def _describe(t: Tensor):
+    """TMA descriptor of a tensor (batch, seqlen, heads, channels) in tiles of one head's rows of a sub-chunk."""
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    batch, seqlen, heads, channels = t.shape
+    shape, strides = [batch, seqlen, heads * channels], [t.stride(0), t.stride(1), 1]
+    return TensorDescriptor(t, shape, strides, [1, _BLOCK_M, channels], _layout(channels, t.dtype))
+
+
+@cache
+def _layout(channels: int, dtype: torch.dtype):
+    from triton.experimental.gluon import language as gl
+
+    element = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[dtype]
+    return gl.NVMMASharedLayout.get_default_for([1, _BLOCK_M, channels], element)
+
+
+@lru_cache(maxsize=256)
+def _dealt(batch: int, pairs: int, nsub: int, cut: bool, device: torch.device) -> tuple[Tensor, Tensor | None, int]:
+    """Runs of sequences and of their pieces, (blocks, nruns, 6) int32 on the device, and the number of pieces."""
+    runs = deal(batch, pairs, nsub, current_device(device.index).sms, cut)
+    return _table(runs.sequences, device), _table(runs.pieces, device) if runs.npieces else None, runs.npieces
+
+
+@lru_cache(maxsize=256)
+def _chunk_runs(batch: int, pairs: int, nsub: int, every: int, blocks: int | None, device: torch.device) -> Tensor:
+    return _table(chunks(batch, pairs, nsub, every, blocks), device)
+
+
+def _table(blocks: tuple[tuple[Run, ...], ...], device: torch.device) -> Tensor:
+    longest = max(map(len, blocks))
+    empty = (0,) * RUN_FIELDS
+    return torch.tensor([[*runs, *[empty] * (longest - len(runs))] for runs in blocks], dtype=torch.int32, device=device)

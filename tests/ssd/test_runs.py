@@ -1,0 +1,46 @@
+"""How sub-chunks are dealt to blocks: each walked once, and every run entered by exactly what lies before it."""
+
+import pytest
+
+from ssd.runs import chunks, deal
+
+SIZES = [(1, 64, 64, 132), (4, 64, 64, 132), (4, 40, 64, 132), (1, 40, 1024, 132), (8, 12, 32, 132), (3, 2, 16, 132),
+         (1, 1, 1, 7), (2, 3, 5, 4), (5, 1, 100, 2)]
+
+
+@pytest.mark.parametrize("cut", (True, False))
+@pytest.mark.parametrize(("batch", "pairs", "nsub", "blocks"), SIZES)
+def test_every_sub_chunk_once(batch, pairs, nsub, blocks, cut):
+    runs = deal(batch, pairs, nsub, blocks, cut)
+    assert len(runs.sequences) <= blocks and len(runs.pieces) <= blocks
+    walked = sorted((b, pair, c) for of in runs.sequences for b, pair, first, last, _, _ in of for c in range(first, last))
+    assert walked == [(b, pair, c) for b in range(batch) for pair in range(pairs) for c in range(nsub)]
+    if not cut:
+        assert runs.npieces == 0 and not runs.pieces
+
+
+@pytest.mark.parametrize(("batch", "pairs", "nsub", "blocks"), SIZES)
+def test_pieces_lead_up_to_their_run(batch, pairs, nsub, blocks):
+    runs = deal(batch, pairs, nsub, blocks)
+    pieces = sorted((piece, (b, pair), (first, last)) for of in runs.pieces for b, pair, first, last, piece, _ in of)
+    assert [piece for piece, _, _ in pieces] == list(range(runs.npieces))
+    for of in runs.sequences:
+        for b, pair, first, _, piece, npieces in of:
+            spans = [span for _, owner, span in pieces[piece : piece + npieces] if owner == (b, pair)]
+            assert len(spans) == npieces
+            assert [0, *[last for _, last in spans]] == [*[first for first, _ in spans], first]
+
+
+def test_cuts_where_it_pays():
+    assert deal(1, 64, 64, 132).npieces > 0  # 64 blocks would leave 68 SMs idle
+    assert deal(4, 64, 64, 132).npieces == 0  # two rounds, the second nearly full
+    longest = max(sum(last - first for _, _, first, last, _, _ in of) for of in deal(4, 40, 64, 132).sequences)
+    assert longest == 64 + -(-28 * 64 // 132)
+
+
+@pytest.mark.parametrize("blocks", (None, 1, 5, 1000))
+def test_chunks_in_turn(blocks):
+    dealt = chunks(2, 3, 10, 4, blocks)
+    assert len(dealt) == min(blocks or 18, 18)
+    spans = sorted(run[:4] for of in dealt for run in of)
+    assert spans == [(b, pair, first, min(first + 4, 10)) for b in range(2) for pair in range(3) for first in (0, 4, 8)]
