@@ -194,7 +194,9 @@ def _fit(kernel, entry, itemsize, headdim, dstate, chunk_size, device) -> Config
         num_warps = 8  # operands of three products each: with 4 warps they spill
     blocks = dict(zip(_BLOCKS[kernel], sizes, strict=True))
     if kernel in _WHOLE_DSTATE and itemsize == 4:
-        blocks["BLOCK_M"] = _SMALLEST  # all of dstate is an operand of three products each
+        # all of dstate is an operand of three products each, for which the state is split in two
+        blocks["BLOCK_M"] = _SMALLEST
+        blocks["BLOCK_P"] = min(blocks["BLOCK_P"], _STATE_ELEMENTS // 2 // next_power_of_2(dstate))
     elif kernel in _WALKS and device.major != 9:
         # without Hopper's products from shared memory, operands pass through registers beside the state
         num_warps, blocks["BLOCK_M"] = 8, 32
