@@ -35,6 +35,13 @@ def state_offsets(STATE: gl.constexpr, HEADDIM: gl.constexpr, DSTATE: gl.constex
     return gl.expand_dims(p, 1) * DSTATE + gl.expand_dims(n, 0)
 
 
+@gluon.constexpr_function
+def row_layout(dstate):
+    """16 bytes or more of a row to a thread, and whole rows to a warp: for states in memory."""
+    lanes = dstate // 8
+    return gl.BlockedLayout([1, 8], [32 // lanes, lanes], [4, 1], [1, 0])
+
+
 @gluon.jit
 def entering_state(initial_states, ends, factors, bh, piece, npieces, offsets, U: gl.constexpr, STATE: gl.constexpr,
                    HEADDIM: gl.constexpr, DSTATE: gl.constexpr):
@@ -56,11 +63,21 @@ def state_row(b, h, c, nsub, nheads, EVERY: gl.constexpr):
 
 
 @gluon.jit
-def keep_state(state, prev_states, b, h, c, nsub, nheads, offsets, EVERY: gl.constexpr, SIZE: gl.constexpr):
+def keep_state(state, prev_states, b, h, c, nsub, nheads, EVERY: gl.constexpr, HEADDIM: gl.constexpr, DSTATE: gl.constexpr):
     """Stores the state before a chunk where sub-chunk c is its first."""
+    ROWS: gl.constexpr = row_layout(DSTATE)
     if c % EVERY == 0:
-        at = state_row(b, h, c, nsub, nheads, EVERY) * SIZE + offsets
-        gl.store(prev_states + at, state.to(prev_states.dtype.element_ty))
+        at = state_row(b, h, c, nsub, nheads, EVERY) * HEADDIM * DSTATE + state_offsets(ROWS, HEADDIM, DSTATE)
+        gl.store(prev_states + at, gl.convert_layout(state.to(prev_states.dtype.element_ty), ROWS))
+
+
+@gluon.jit
+def kept_state(prev_states, b, h, c, nsub, nheads, EVERY: gl.constexpr, STATE: gl.constexpr, HEADDIM: gl.constexpr,
+               DSTATE: gl.constexpr):
+    """The state before the chunk of sub-chunk c, [P, N] fp32."""
+    ROWS: gl.constexpr = row_layout(DSTATE)
+    at = state_row(b, h, c, nsub, nheads, EVERY) * HEADDIM * DSTATE + state_offsets(ROWS, HEADDIM, DSTATE)
+    return gl.convert_layout(gl.load(prev_states + at), STATE).to(gl.float32)
 
 
 @gluon.jit

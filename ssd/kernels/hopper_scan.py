@@ -35,12 +35,13 @@ from .hopper_roles import (
     entering_state,
     fetch,
     keep_state,
+    kept_state,
     load_run,
     load_steps,
     state_offsets,
-    state_row,
     tile,
 )
+from .launch import launch
 
 STAGES, SLOTS = 3, 2  # of tiles from memory, of masked tiles a head
 _REGISTERS = 128  # a thread at launch; the roles then share them out: 192 a head, 104 masks, 24 fetch
@@ -130,7 +131,7 @@ def head(out_desc, bars, rings, lines, dA_cumsum, D, initial_states, ends, facto
         h = pair * 2 + U
         bh = (b * nheads + h).to(gl.int64)
         if FROM_MEMORY:
-            state = gl.load(prev_states + state_row(b, h, first, nsub, nheads, EVERY) * SIZE + offsets).to(gl.float32)
+            state = kept_state(prev_states, b, h, first, nsub, nheads, EVERY, STATE, HEADDIM, DSTATE)
         else:
             state = entering_state(initial_states, ends, factors, bh, piece, npieces, offsets, U, STATE, HEADDIM, DSTATE)
         A_last = dA_cumsum + bh * nsub * BLOCK_M + BLOCK_M - 1
@@ -140,7 +141,7 @@ def head(out_desc, bars, rings, lines, dA_cumsum, D, initial_states, ends, facto
         for c in range(first, last):
             stage, slot = step % STAGES, U * SLOTS + step % SLOTS
             if prev_states is not None and not FROM_MEMORY:
-                keep_state(state, prev_states, b, h, c, nsub, nheads, offsets, EVERY, SIZE)
+                keep_state(state, prev_states, b, h, c, nsub, nheads, EVERY, HEADDIM, DSTATE)
             mbarrier.wait(full.index(stage), (step // STAGES) & 1)
             B, C = tile(Bs, stage, BLOCK_M, DSTATE), tile(Cs, stage, BLOCK_M, DSTATE)
             x_t = tile(Xs, 2 * stage + U, BLOCK_M, HEADDIM).permute((1, 0))
@@ -215,7 +216,7 @@ def hopper_scan(i: SSDInputs, x_desc, B_desc, C_desc, out_desc, dt, dA_cumsum, r
     runs: (blocks, nruns, 6) int32. prev_states: a state every i.chunk_size tokens; runs begin there if they start from them.
     """
     every = i.chunk_size // dt.shape[3]
-    hopper_scan_kernel[(runs.shape[0],)](
-        x_desc, B_desc, C_desc, out_desc, dA_cumsum, dt, i.D, initial_states, ends, factors, final_states, prev_states, runs,
-        runs.shape[1], dt.shape[2], i.nheads, i.nheads // i.ngroups, STAGES, SLOTS, every, from_memory, num_warps=4,
-        maxnreg=_REGISTERS)
+    launch(
+        hopper_scan_kernel, runs.shape[0], x_desc, B_desc, C_desc, out_desc, dA_cumsum, dt, i.D, initial_states, ends, factors,
+        final_states, prev_states, runs, runs.shape[1], dt.shape[2], i.nheads, i.nheads // i.ngroups, STAGES=STAGES,
+        SLOTS=SLOTS, EVERY=every, FROM_MEMORY=from_memory, num_warps=4, maxnreg=_REGISTERS)

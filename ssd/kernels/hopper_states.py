@@ -26,6 +26,7 @@ from .hopper_roles import (
     state_offsets,
     tile,
 )
+from .launch import launch
 
 STAGES = 3
 _REGISTERS = 160
@@ -57,7 +58,7 @@ def add_up(full, empty, Xs, Bs, to_end, dA_cumsum, dt, initial_states, ends, fac
         for c in range(first, last):
             stage, line = step % STAGES, 2 * U + step % 2
             if prev_states is not None:
-                keep_state(state, prev_states, b, h, c, nsub, nheads, offsets, EVERY, HEADDIM * DSTATE)
+                keep_state(state, prev_states, b, h, c, nsub, nheads, EVERY, HEADDIM, DSTATE)
             to_end.index(line).store(dt_c * gl.exp2((end - a) * LOG2E))
             total += end
             decay = gl.exp2(end * LOG2E)
@@ -115,6 +116,5 @@ def all_states(i: SSDInputs, x_desc, B_desc, dt, dA_cumsum, runs, initial_states
 
 
 def _launch(i: SSDInputs, x_desc, B_desc, dt, dA_cumsum, runs, *states) -> None:
-    hopper_states_kernel[(runs.shape[0],)](
-        x_desc, B_desc, dA_cumsum, dt, *states, runs, runs.shape[1], dt.shape[2], i.nheads, i.nheads // i.ngroups,
-        i.chunk_size // dt.shape[3], STAGES, num_warps=4, maxnreg=_REGISTERS)
+    launch(hopper_states_kernel, runs.shape[0], x_desc, B_desc, dA_cumsum, dt, *states, runs, runs.shape[1], dt.shape[2],
+           i.nheads, i.nheads // i.ngroups, EVERY=i.chunk_size // dt.shape[3], STAGES=STAGES, num_warps=4, maxnreg=_REGISTERS)

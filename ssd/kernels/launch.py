@@ -17,11 +17,11 @@ _found: dict[tuple, tuple[CompiledKernel, tuple]] = {}
 def launch(kernel, programs: int, *args, **config) -> None:
     """kernel[(programs,)](*args, **config) on the current device, which must be that of the tensors among `args`.
 
-    args: tensors, and hashable values: numbers, strings, None, tuples of them; at one place always of one type, since the key
-    takes 1, 1.0 and True for the same. config: the kernel's last parameters by name, and options such as num_warps.
+    args: tensors, tensor descriptors, and hashable values: numbers, strings, None, tuples of them; at one place always of one
+    type, since the key takes 1, 1.0 and True for the same. config: the kernel's last parameters by name, and options such as
+    num_warps.
     """
-    tensors = [(a.dtype, a.get_device(), a.data_ptr() % 16) if isinstance(a, Tensor) else a for a in args]
-    key = (id(kernel), *config.values(), *tensors)
+    key = (id(kernel), *config.values(), *map(_part, args))
     if found := _found.get(key):
         compiled, last = found
         compiled[programs, 1, 1](*args, *last)
@@ -32,3 +32,12 @@ def launch(kernel, programs: int, *args, **config) -> None:
         if len(_found) >= _MOST:
             _found.clear()
         _found[key] = compiled, tuple(config[name] for name in kernel.arg_names[len(args) :])
+
+
+def _part(arg):
+    """What tells an argument from another that needs another kernel; of a descriptor not its tensor's sizes."""
+    if isinstance(arg, Tensor):
+        return arg.dtype, arg.get_device(), arg.data_ptr() % 16
+    if hasattr(arg, "block_shape"):
+        return arg.base.dtype, arg.base.get_device(), *arg.block_shape
+    return arg
