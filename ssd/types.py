@@ -12,7 +12,8 @@ from torch import Tensor
 class Options:
     """Switches of the kernels: one field per optimisation, so that each can be turned off by itself and ablated.
 
-    The baseline knows `tf32` alone. The others are about (fused), (persistent) or, with neither said, both.
+    The baseline knows `tf32`, `low_precision_states` and `save_states`. The others are about (fused), (persistent) or, with
+    neither said, both.
 
     Attributes:
         tf32: multiply fp32 operands with 10-bit mantissas (TF32). Off, three TF32 products recover fp32 accuracy.

@@ -33,7 +33,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from ssd import tuning
+from ssd import hopper, tuning
 from ssd.registry import Variant, get_variant
 from ssd.types import Options, SSDGrads, SSDInputs
 from tests.inputs import EVERYTHING, Case, Shape, random_inputs
@@ -82,7 +82,7 @@ class _Driver:
 @contextmanager
 def compiling(arch: int) -> Iterator[dict[str, object]]:
     """Launches compile for `arch` and do not run; yields what was compiled, by its hash."""
-    compiled, launch, current_device = {}, JITFunction.run, tuning.current_device
+    compiled, launch, current_device, is_hopper = {}, JITFunction.run, tuning.current_device, hopper._is_hopper
 
     def compile_only(self, *args, grid, warmup, **kwargs):
         kernel = launch(self, *args, grid=grid, warmup=True, **kwargs)
@@ -91,12 +91,14 @@ def compiling(arch: int) -> Iterator[dict[str, object]]:
 
     driver.set_active(_Driver(arch))
     JITFunction.run = compile_only
-    tuning.current_device = lambda index: CHIPS[arch]
+    tuning.current_device = hopper.current_device = lambda index: CHIPS[arch]
+    hopper._is_hopper = lambda device: arch == 90
     tuning._pick.cache_clear()
     try:
         yield compiled
     finally:
-        JITFunction.run, tuning.current_device = launch, current_device
+        JITFunction.run, hopper._is_hopper = launch, is_hopper
+        tuning.current_device = hopper.current_device = current_device
         tuning._pick.cache_clear()
 
 
@@ -135,7 +137,7 @@ def _measure(kernel) -> Compiled:
     ptx = kernel.asm["ptx"]
     return Compiled(kernel.name, " ".join(config), registers, spills, kernel.metadata.shared,
                     ptx.count("wgmma.mma_async"), ptx.count("mma.sync") + ptx.count("tcgen05.mma"),
-                    kernel.asm["ttir"].count("tt.dot "))
+                    kernel.asm.get("ttir", "").count("tt.dot "))
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:
@@ -155,7 +157,8 @@ def main() -> None:
     parser.add_argument("--variant", default="baseline")
     parser.add_argument("--arch", type=int, choices=CHIPS, default=90)
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
-    for name, default in (("nheads", 8), ("headdim", 64), ("ngroups", 1), ("dstate", 128), ("chunk-size", 256)):
+    for name, default in (("seqlen", 512), ("nheads", 8), ("headdim", 64), ("ngroups", 1), ("dstate", 128),
+                          ("chunk-size", 256)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--every-option", action="store_true", help="z, seq_idx, initial states, varlen states ...")
     parser.add_argument("--every-config", action="store_true", help="each kernel in every config that a tuner may try")
@@ -163,7 +166,7 @@ def main() -> None:
                         help="fields of ssd.Options to switch off, separated by commas")
     parser.add_argument("--json", action="store_true", help="a JSON list instead of a table")
     a = parser.parse_args()
-    shape = Shape(1, 2 * a.chunk_size, a.nheads, a.headdim, a.ngroups, a.dstate, a.chunk_size)
+    shape = Shape(1, a.seqlen, a.nheads, a.headdim, a.ngroups, a.dstate, a.chunk_size)
     case = replace(EVERYTHING, documents="varlen") if a.every_option else USUAL
     inputs = random_inputs(shape, case, DTYPES[a.dtype])
     rows = compile_all(get_variant(a.variant), inputs, a.arch, Options(**a.off), a.every_config)

@@ -161,13 +161,14 @@ def head(out_desc, bars, rings, lines, dA_cumsum, D, initial_states, ends, facto
             state, y = warpgroup_mma_wait(0, deps=(state, y))
             if D is not None:
                 y += D_h * x_t.load(PI).to(gl.float32)  # read again: x as fp32 does not fit beside the accumulators
-            mbarrier.arrive(empty.index(stage), count=1)
             mbarrier.arrive(taken.index(slot), count=1)
             tma.store_wait(0)
             block_barrier()
             tile(Ys, U, BLOCK_M, HEADDIM).permute((1, 0)).store(y.to(DTYPE))
             fence_async_shared()
             block_barrier()
+            # not before y is there: a load from x that is only on its way would find the next tile (docs/kernel-log.md)
+            mbarrier.arrive(empty.index(stage), count=1)
             tma.async_copy_shared_to_global(out_desc, [b, c * BLOCK_M, h * HEADDIM], Ys.index(U))
             step += 1
         if final_states is not None and last == nsub:

@@ -18,8 +18,9 @@ SHARED = {80: 166_912, 90: 232_448, 100: 232_448, 120: 101_376}  # bytes that on
 # Kernels that hold the state in registers beside the operands of five products: what they spill are addresses and masks that
 # their loop only reads, and, in fp32 with a large dstate, operands.
 WALKS = ("two_level_scan_kernel", "persistent_scan_kernel", "stationary_scan_kernel")
-# Variants, and the optimisations without which other kernels of theirs run.
-WAYS = [*((name,) for name in OURS), ("fused", "--off", "two_level"), ("persistent", "--off", "stationary")]
+# Variants, and the optimisations without which other kernels of theirs run. What runs with Gluon has tests of its own.
+PLAIN = [(name, "--off", "gluon") for name in OURS]
+WAYS = [*PLAIN, ("fused", "--off", "gluon,two_level"), ("persistent", "--off", "gluon,stationary")]
 
 over_variants = pytest.mark.parametrize("variant", OURS)
 over_ways = pytest.mark.parametrize("way", WAYS, ids="".join)
@@ -55,7 +56,7 @@ def test_every_kernel_with_every_option(way, arch):
 def test_fp32(variant, arch, sizes, spills, by_walks):
     """The largest tiles in bytes, on the chip with the least room for them as well."""
     options = ("--dtype", "fp32", "--headdim", str(sizes[0]), "--dstate", str(sizes[1]))
-    assert_fits(compiled(variant, "--arch", str(arch), *options), arch, spills, by_walks)
+    assert_fits(compiled(variant, "--off", "gluon", "--arch", str(arch), *options), arch, spills, by_walks)
 
 
 @over_ways
@@ -73,8 +74,23 @@ def test_no_kernel_is_left_out():
     assert len({row["kernel"] for row in rows if row["dots"]}) >= 15
 
 
-@pytest.mark.parametrize("way", [("fused",), ("persistent",)], ids="".join)
+@pytest.mark.parametrize("way", PLAIN[1:], ids="".join)
 def test_walks_multiply_in_warpgroups(way):
     """On Hopper in bf16: 28 instructions, none of the older kind, with four warps."""
     (row,) = [row for row in compiled(*way, "--arch", "90") if row["kernel"] in WALKS]
     assert row["wgmma"] == 28 and not row["mma"] and "warps=4" in row["config"]
+
+
+@pytest.mark.parametrize("way", [("fused",), ("persistent",), ("persistent", "--off", "stationary")], ids="".join)
+@pytest.mark.parametrize("dtype", ("bf16", "fp16"))
+def test_gluon_kernels(way, dtype):
+    """A sequence long enough to be cut. Four warpgroups at 128 registers a thread fill the register file, three at 160 nearly.
+
+    The scan's 40 instructions: 8 in B C^T and, for each head, 8 in S C^T, 4 in x^T L, and 4 twice as wide in the state.
+    """
+    rows = {row["kernel"]: row for row in compiled(*way, "--arch", "90", "--dtype", dtype, "--seqlen", "4096")}
+    scan, states = rows["hopper_scan_kernel"], rows["hopper_states_kernel"]
+    assert_fits([scan, states], 90, spills=32, by_walks=0)
+    assert (scan["registers"], scan["wgmma"], scan["mma"]) == (128, 40, 0)
+    assert (states["registers"], states["spills"], states["wgmma"], states["mma"]) == (160, 0, 8, 0)
+    assert not [kernel for kernel in rows if kernel in WALKS]
