@@ -23,9 +23,9 @@ from . import ablate as ablation
 from . import choose as choices
 from . import readme as readme_file
 from . import record, table
-from .bench import CHUNK_SIZES, MODES, Plan
+from .bench import CHUNK_SIZES, Plan
 from .bench import run as run_bench
-from .shapes import DTYPES, SHAPES, Shape, find_shapes
+from .shapes import DTYPES, MODES, SHAPES, Shape, find_shapes
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
 

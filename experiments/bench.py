@@ -19,7 +19,6 @@ from . import record, timing
 from .accuracy import LEAVES, Error, Part, Truth
 from .shapes import DTYPES, Shape, make_inputs
 
-MODES = ("fwd", "fwd_train", "bwd", "fwd_bwd")
 CHUNK_SIZES = (64, 128, 256)
 _PEER_CHUNK_SIZES = {"mamba_ssm": (128, 256), "fla": (64,)}  # those that each was written for
 _TRUTH_TOKENS = 16384

@@ -1,4 +1,4 @@
-"""The named problem sizes, and inputs such as a Mamba-2 layer feeds to the operator."""
+"""The named problem sizes, what is run at them, and inputs such as a Mamba-2 layer feeds to the operator."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ssd.cost import Problem
 
+MODES = ("fwd", "fwd_train", "bwd", "fwd_bwd")  # fwd_train: a forward that a backward will follow
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 

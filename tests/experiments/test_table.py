@@ -23,6 +23,19 @@ def test_best_chunk_of_the_latest_rows(tmp_path):
     assert len(table.committed(tmp_path, all_chunks=True)) == 3
 
 
+def test_the_kernels_decide_and_not_their_launches(tmp_path):
+    write(tmp_path, ssd_row(chunk_size=64, p50_us=500.0, graph_p50_us=400.0), ssd_row(p50_us=700.0, graph_p50_us=300.0),
+          ssd_row(chunk_size=256, p50_us=450.0, graph_p50_us=None))
+    assert [r["chunk_size"] for r in table.committed(tmp_path)] == [128]
+
+
+def test_commits_are_not_mixed(tmp_path):
+    """A chunk size that was measured at an earlier commit only is out of the running, and a faster one of it too."""
+    old = {"git_sha": "1" * 40, "graph_p50_us": 100.0}
+    write(tmp_path, ssd_row(chunk_size=64, **old), ssd_row(chunk_size=64, mode="bwd", **old), ssd_row(graph_p50_us=300.0))
+    assert [(r["mode"], r["chunk_size"]) for r in table.committed(tmp_path)] == [("fwd", 128), ("bwd", 64)]
+
+
 def test_markdown():
     text = table.render([ssd_row(**compared()), ssd_row("mamba_ssm", p50_us=1250.0)], "markdown")
     header, rule, ours, peer = text.splitlines()
