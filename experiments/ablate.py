@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import Progress, track
 from rich.table import Table
 
-from ssd import Options, get_variant
+from ssd import Options, get_variant, hopper
 
 from . import interpret, record, timing
 from .bench import Candidate, Setting, measure, row_of
@@ -49,11 +49,17 @@ class Plan:
 def steps(names: tuple[str, ...]) -> list[Step]:
     """The sets of options to measure for a variant that heeds those of these names, in their order."""
     every = replace(Options(), **dict.fromkeys(names, True))
+    plain = {"gluon": False} if "gluon" in names else {}
+
+    def without(name: str) -> Options:
+        """What the Gluon kernels cannot be without is taken from the plain ones, and compared with all of those."""
+        return replace(every, **({} if name in hopper.OPTIONS else plain), **{name: False})
+
     bare = replace(Options(), **dict.fromkeys(names, False))
     added = (replace(bare, **dict.fromkeys(names[: n + 1], True)) for n in range(len(names)))
     return [
         Step("all", None, every),
-        *(Step("without", name, replace(every, **{name: False})) for name in names),
+        *(Step("without", name, without(name)) for name in names),
         Step("none", None, bare),
         *(Step("added", name, options) for name, options in zip(names, added, strict=True)),
     ]
@@ -105,9 +111,18 @@ def committed(out: Path = record.RESULTS, **where) -> list[dict]:
 
 
 def relative(rows: list[dict]) -> list[dict]:
-    """The rows with `relative`: their time over that with every option on, in CUDA graphs where both have one."""
+    """The rows with `relative`: their time over that with every option on, in CUDA graphs where both have one.
+
+    A row without an option that the Gluon kernels cannot be without is one of the plain kernels: over all their options.
+    """
     whole = {_setting(row): row for row in rows if row["step"] == "all"}
-    return [row | {"relative": _relative(row, whole.get(_setting(row)))} for row in rows]
+    plain = {_setting(row): row for row in rows if (row["step"], row["changed"]) == ("without", "gluon")}
+
+    def base(row: dict) -> dict | None:
+        of_plain = row["step"] == "without" and row["changed"] not in hopper.OPTIONS
+        return (of_plain and plain.get(_setting(row))) or whole.get(_setting(row))
+
+    return [row | {"relative": _relative(row, base(row))} for row in rows]
 
 
 def _every_step(variants: tuple[str, ...]) -> Iterator[tuple[str, Step]]:

@@ -24,8 +24,8 @@ from .shapes import DTYPES, Shape, make_inputs
 
 # Forwards that together launch every kernel the baseline has not.
 _CALLS = (
-    ("fused", Options()),
-    ("fused", Options(two_level=False)),
+    ("fused", Options(gluon=False)),
+    ("fused", Options(gluon=False, two_level=False)),
     ("persistent", Options(gluon=False)),
     ("persistent", Options(gluon=False, stationary=False)),
 )

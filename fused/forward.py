@@ -1,10 +1,8 @@
-"""The fused forward: three launches, chunk_cumsum, walk_states and two_level_scan; each of `Options` takes a merger apart."""
+"""The fused forward, in plain Triton three launches: chunk_cumsum, walk_states, two_level_scan. `Options` take it apart."""
 
 from __future__ import annotations
 
-import logging
 from dataclasses import replace
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -26,17 +24,9 @@ def forward(i: SSDInputs, options: Options, save: bool) -> tuple[Tensor, Tensor,
     """Returns out (shape and dtype of x), final_states (batch, nheads, headdim, dstate) fp32, and, if `save`, what a backward
     needs.
     """
-    if options.gluon and options.two_level and options.fuse_states:
-        reason = hopper.cannot_run(i, options, by_chunk=True)
-        if reason is None:
-            return hopper.two_level(i, options, save)
-        _say_plain(reason)
+    if options.two_level and options.fuse_states and hopper.can_run(i, options, True, "fused"):
+        return hopper.two_level(i, options, save)
     return _plain(i, options, save)
-
-
-@lru_cache(maxsize=64)
-def _say_plain(reason: str) -> None:
-    logging.getLogger("ssd").info("variant 'fused' runs its plain Triton kernels, not those for Hopper: %s", reason)
 
 
 def _plain(i: SSDInputs, options: Options, save: bool) -> tuple[Tensor, Tensor, SSDSaved]:

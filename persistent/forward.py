@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import replace
-from functools import lru_cache
 
 import torch
 import triton
@@ -27,20 +25,12 @@ def forward(inputs: SSDInputs, options: Options, save: bool) -> tuple[Tensor, Te
     """Returns out (shape and dtype of x), final_states (batch, nheads, headdim, dstate) fp32, and, if `save`, what a backward
     needs.
     """
-    if options.gluon:
-        keep = save and options.save_states
-        reason = hopper.cannot_run(inputs, options, by_chunk=keep or not options.stationary)
-        if reason is None and options.stationary:
-            return hopper.stationary(inputs, options, save)
-        if reason is None:
-            return hopper.two_level(inputs, options, save, blocks=device_of(inputs).sms)
-        _say_plain(reason)
-    return _plain(inputs, options, save)
-
-
-@lru_cache(maxsize=64)
-def _say_plain(reason: str) -> None:
-    logging.getLogger("ssd").info("variant 'persistent' runs its plain Triton kernels, not those for Hopper: %s", reason)
+    by_chunk = (save and options.save_states) or not options.stationary
+    if not hopper.can_run(inputs, options, by_chunk, "persistent"):
+        return _plain(inputs, options, save)
+    if options.stationary:
+        return hopper.stationary(inputs, options, save)
+    return hopper.two_level(inputs, options, save, blocks=device_of(inputs).sms)
 
 
 def _plain(i: SSDInputs, options: Options, save: bool) -> tuple[Tensor, Tensor, SSDSaved]:

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 
@@ -21,6 +22,7 @@ from .types import Options, SSDInputs, SSDSaved
 
 _BLOCK_M, _HEADDIM, _DSTATES = 64, 64, (64, 128)
 _ALIGNMENT = 16  # bytes, of what a TMA descriptor describes
+OPTIONS = ("low_precision_states", "stationary", "segments", "save_states", "gluon")  # that these kernels can be without
 
 
 def cannot_run(i: SSDInputs, options: Options, by_chunk: bool) -> str | None:
@@ -40,12 +42,27 @@ def cannot_run(i: SSDInputs, options: Options, by_chunk: bool) -> str | None:
         return "z, seq_idx, cu_seqlens and D of two dimensions are not in it"
     if by_chunk and i.chunk_size % _BLOCK_M:
         return f"chunk_size: got {i.chunk_size}, keeps states every {_BLOCK_M} tokens or a multiple"
+    if i.states_dtype.itemsize > 4:
+        return f"state_dtype: got {i.states_dtype}, keeps states in fp32, bf16 or fp16"
     if not (options.exp2 and options.fuse_bmm):
         return "options.exp2 and fuse_bmm cannot be off in it"
     for name, t in (("x", i.x), ("B", i.B), ("C", i.C)):
         if not _describable(t):
-            return f"{name}: got strides {t.stride()}, takes contiguous heads and channels, and rows on 16 bytes"
+            return f"{name}: got strides {t.stride()}, takes contiguous heads and channels, and rows apart and on 16 bytes"
     return None
+
+
+def can_run(i: SSDInputs, options: Options, by_chunk: bool, variant: str) -> bool:
+    """Whether these kernels take the inputs for `variant`; that they do not is said to the logger, once for each reason."""
+    reason = cannot_run(i, options, by_chunk) if options.gluon else "options.gluon is off"
+    if reason:
+        _say_plain(variant, reason)
+    return reason is None
+
+
+@lru_cache(maxsize=64)
+def _say_plain(variant: str, reason: str) -> None:
+    logging.getLogger("ssd").info("variant %r runs its plain Triton kernels, not those for Hopper: %s", variant, reason)
 
 
 def stationary(inputs: SSDInputs, options: Options, save: bool) -> tuple[Tensor, Tensor, SSDSaved]:
@@ -119,12 +136,15 @@ class _Call:
 @cache
 def _is_hopper(device: torch.device) -> bool:
     version = tuple(int(part) for part in triton.__version__.split(".")[:2])
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9 and version >= (3, 6)
+    return (device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9
+            and version >= (3, 6))
 
 
 def _describable(t: Tensor) -> bool:
-    rows = [stride * t.element_size() % _ALIGNMENT for stride in t.stride()[:2]]
-    return t.stride(3) == 1 and t.stride(2) == t.shape[3] and not any(rows) and t.data_ptr() % _ALIGNMENT == 0
+    (batch, seqlen, heads, channels), strides = t.shape, t.stride()
+    aligned = not any(stride * t.element_size() % _ALIGNMENT for stride in strides[:2]) and t.data_ptr() % _ALIGNMENT == 0
+    apart = (batch == 1 or strides[0] > 0) and (seqlen == 1 or strides[1] >= heads * channels)
+    return aligned and apart and strides[2:] == (channels, 1)
 
 
 def _describe(t: Tensor):
@@ -144,14 +164,15 @@ def _layout(channels: int, dtype: torch.dtype):
     return gl.NVMMASharedLayout.get_default_for([1, _BLOCK_M, channels], element)
 
 
-@lru_cache(maxsize=256)
+# Tables are kept for good: a CUDA graph replays with their addresses.
+@cache
 def _dealt(batch: int, pairs: int, nsub: int, cut: bool, device: torch.device) -> tuple[Tensor, Tensor | None, int]:
     """Runs of sequences and of their pieces, (blocks, nruns, 6) int32 on the device, and the number of pieces."""
     runs = deal(batch, pairs, nsub, current_device(device.index).sms, cut)
     return _table(runs.sequences, device), _table(runs.pieces, device) if runs.npieces else None, runs.npieces
 
 
-@lru_cache(maxsize=256)
+@cache
 def _chunk_runs(batch: int, pairs: int, nsub: int, every: int, blocks: int | None, device: torch.device) -> Tensor:
     return _table(chunks(batch, pairs, nsub, every, blocks), device)
 

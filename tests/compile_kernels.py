@@ -162,12 +162,15 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--every-option", action="store_true", help="z, seq_idx, initial states, varlen states ...")
     parser.add_argument("--every-config", action="store_true", help="each kernel in every config that a tuner may try")
+    parser.add_argument("--initial-states", action="store_true")
+    parser.add_argument("--state-dtype", choices=DTYPES, help="of the states between chunks")
     parser.add_argument("--off", type=lambda names: dict.fromkeys(names.split(","), False), default={},
                         help="fields of ssd.Options to switch off, separated by commas")
     parser.add_argument("--json", action="store_true", help="a JSON list instead of a table")
     a = parser.parse_args()
     shape = Shape(1, a.seqlen, a.nheads, a.headdim, a.ngroups, a.dstate, a.chunk_size)
     case = replace(EVERYTHING, documents="varlen") if a.every_option else USUAL
+    case = replace(case, initial_states=case.initial_states or a.initial_states, state_dtype=DTYPES.get(a.state_dtype))
     inputs = random_inputs(shape, case, DTYPES[a.dtype])
     rows = compile_all(get_variant(a.variant), inputs, a.arch, Options(**a.off), a.every_config)
     if a.json:

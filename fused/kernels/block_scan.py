@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 
 from ssd.device import causal, document_before, sigmoid, unpack_program
-from ssd.kernels.arguments import strides
+from ssd.kernels.arguments import cdiv, strides
+from ssd.kernels.launch import launch
 from ssd.kernels.walk import decay, exponent, load_skip, load_tokens, state_tile
 from ssd.tuning import pick
 from ssd.types import Options, SSDInputs
@@ -89,8 +90,9 @@ def block_scan(i: SSDInputs, CB, dt, dA_cumsum, prev_states, options: Options,
     out = torch.empty(i.x.shape, device=i.x.device, dtype=i.x.dtype)
     y = torch.empty_like(out) if save and i.z is not None else None
     config = pick("block_scan", i)
-    tiles = i.chunk_size // config["BLOCK_M"] * triton.cdiv(i.headdim, config["BLOCK_P"])
-    block_scan_kernel[(tiles * i.nheads * i.nchunks * i.batch,)](
+    tiles = i.chunk_size // config["BLOCK_M"] * cdiv(i.headdim, config["BLOCK_P"])
+    launch(
+        block_scan_kernel, tiles * i.nheads * i.nchunks * i.batch,
         i.x, i.x.stride(), i.z, strides(i.z), i.B, i.B.stride(), i.C, i.C.stride(), CB, i.D, strides(i.D), dt,
         dA_cumsum, i.seq_idx, prev_states, out, y, i.seqlen, i.nchunks, i.nheads, i.ngroups, i.headdim, i.dstate, i.chunk_size,
         options.causal_blocks, options.exp2, options.precision, **config.launch)

@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 
 from ssd.device import unpack_program
-from ssd.kernels.arguments import strides
+from ssd.kernels.arguments import cdiv, strides
+from ssd.kernels.launch import launch
 from ssd.kernels.scan_chunk import scan_chunk
 from ssd.tuning import pick
 from ssd.types import Options, SSDInputs
@@ -36,8 +37,8 @@ def two_level_scan(i: SSDInputs, CB, dt, dA_cumsum, prev_states, options: Option
     out = torch.empty(i.x.shape, device=i.x.device, dtype=i.x.dtype)
     y = torch.empty_like(out) if save and i.z is not None else None
     config = pick("two_level_scan", i)
-    grid = (triton.cdiv(i.headdim, config["BLOCK_P"]) * i.nheads * i.nchunks * i.batch,)
-    two_level_scan_kernel[grid](
+    launch(
+        two_level_scan_kernel, cdiv(i.headdim, config["BLOCK_P"]) * i.nheads * i.nchunks * i.batch,
         i.x, i.x.stride(), i.z, strides(i.z), i.B, i.B.stride(), i.C, i.C.stride(), CB, i.D, strides(i.D), dt,
         dA_cumsum, i.seq_idx, prev_states, out, y, i.seqlen, i.nchunks, i.nheads, i.ngroups, i.headdim, i.dstate, i.chunk_size,
         options.exp2, options.precision, **config.launch)

@@ -9,7 +9,8 @@ import triton
 import triton.language as tl
 
 from ssd.device import unpack
-from ssd.kernels.arguments import strides
+from ssd.kernels.arguments import cdiv, strides
+from ssd.kernels.launch import launch
 from ssd.kernels.scan_chunk import scan_chunk
 from ssd.tuning import device_of, pick
 from ssd.types import Options, SSDInputs
@@ -38,8 +39,9 @@ def persistent_scan(i: SSDInputs, CB, dt, dA_cumsum, prev_states, options: Optio
     out = torch.empty(i.x.shape, device=i.x.device, dtype=i.x.dtype)
     y = torch.empty_like(out) if save and i.z is not None else None
     config = pick("persistent_scan", i)
-    ntiles = triton.cdiv(i.headdim, config["BLOCK_P"]) * i.nheads * i.nchunks * i.batch
-    persistent_scan_kernel[(min(ntiles, resident_blocks(device_of(i).sms, config.num_warps)),)](
+    ntiles = cdiv(i.headdim, config["BLOCK_P"]) * i.nheads * i.nchunks * i.batch
+    launch(
+        persistent_scan_kernel, min(ntiles, resident_blocks(device_of(i).sms, config.num_warps)),
         i.x, i.x.stride(), i.z, strides(i.z), i.B, i.B.stride(), i.C, i.C.stride(), CB, i.D, strides(i.D), dt,
         dA_cumsum, i.seq_idx, prev_states, out, y, i.seqlen, i.nchunks, ntiles, i.nheads, i.ngroups, i.headdim, i.dstate,
         i.chunk_size, options.exp2, options.precision, **config.launch)

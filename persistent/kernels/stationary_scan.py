@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 
 from ssd.device import unpack_program
-from ssd.kernels.arguments import strides
+from ssd.kernels.arguments import cdiv, strides
+from ssd.kernels.launch import launch
 from ssd.kernels.walk import load_initial, state_tile, walk
 from ssd.tuning import pick
 from ssd.types import Options, SSDInputs
@@ -63,8 +64,8 @@ def stationary_scan(i: SSDInputs, CB, dt, dA_cumsum, ends, factors, schedule: Sc
     if keep:
         prev_states = final_states.new_empty(i.batch, i.nchunks, *final_states.shape[1:], dtype=i.states_dtype)
     config = pick("stationary_scan", i)
-    grid = (triton.cdiv(i.headdim, config["BLOCK_P"]) * i.nheads * schedule.nsegments * i.batch,)
-    stationary_scan_kernel[grid](
+    launch(
+        stationary_scan_kernel, cdiv(i.headdim, config["BLOCK_P"]) * i.nheads * schedule.nsegments * i.batch,
         i.x, i.x.stride(), i.z, strides(i.z), i.B, i.B.stride(), i.C, i.C.stride(), CB, i.D, strides(i.D), dt,
         dA_cumsum, i.seq_idx, i.initial_states, strides(i.initial_states), ends, factors, prev_states, out, y, final_states,
         i.seqlen, i.nchunks, schedule.nsegments, schedule.segment, schedule.pieces, i.nheads, i.ngroups, i.headdim, i.dstate,

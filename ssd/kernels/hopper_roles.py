@@ -1,8 +1,8 @@
 """What the Gluon kernels for Hopper share: the warp that fetches tiles, and small device functions.
 
 A block walks runs of sub-chunks of two neighbouring heads of one group. A run is a row (batch, pair, first, last, piece,
-npieces) of int32: sub-chunks first..last of heads 2 pair and 2 pair + 1; `piece` and `npieces` say which end states enter it
-(hopper_scan) or which one it leaves (hopper_states). A block takes `nruns` rows, padded with empty runs.
+npieces) of int32: sub-chunks first..last of heads 2 pair and 2 pair + 1; `piece` and `npieces` say which end states enter it,
+or, where pieces are what is computed, `piece` which one it leaves. A block takes `nruns` rows, padded with empty runs.
 """
 
 from triton.experimental import gluon
@@ -16,7 +16,14 @@ block_barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # of one part
 
 
 @gluon.jit
+def decay(exponent):
+    """2^exponent for one that is <= 0 but for rounding: clamped. NaN, which is not > 0, stays NaN."""
+    return gl.exp2(gl.where(exponent > 0.0, 0.0, exponent))
+
+
+@gluon.jit
 def load_run(runs, k):
+    """Run k of the table: batch row, pair, first and last sub-chunk, piece, npieces."""
     run = runs + k * RUN
     return gl.load(run), gl.load(run + 1), gl.load(run + 2), gl.load(run + 3), gl.load(run + 4), gl.load(run + 5)
 

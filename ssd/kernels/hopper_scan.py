@@ -28,10 +28,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..types import SSDInputs
+from .arguments import contiguous
 from .hopper_roles import (
     LOG2E,
     barriers,
     block_barrier,
+    decay,
     entering_state,
     fetch,
     keep_state,
@@ -49,7 +51,7 @@ _REGISTERS = 128  # a thread at launch; the roles then share them out: 192 a hea
 
 @gluon.jit
 def log2(v):
-    """One instruction, where gl.log2 takes 25; absolute error below 1e-6 for steps down to 1e-4."""
+    """One instruction, where gl.log2 takes 25; relative error 2^-22, so that of a step of 1e-4 is 2e-6."""
     return gl.inline_asm_elementwise("lg2.approx.f32 $0, $1;", "=r,r", [v], gl.float32, True, 1)
 
 
@@ -62,6 +64,11 @@ def both_bits(a, b):
 @gluon.jit
 def masks(bars, rings, lines, dA_cumsum, dt, runs, nruns, nsub, nheads, SLOTS: gl.constexpr, BLOCK_M: gl.constexpr,
           DSTATE: gl.constexpr):
+    """The consumer warpgroup that makes L of both heads, and exp(A_i) and dt_j exp(A_last - A_j) as vectors.
+
+    dt is in the exponent of L, which so cannot be clamped at 0: where A falls by more than 1e7 in a sub-chunk, fp32 sums of
+    it are no longer monotone, and L may overflow.
+    """
     full, empty, ready, taken = bars
     Bs, Cs, Ls = rings
     from_start, to_end, A_rows, A_columns = lines
@@ -91,7 +98,7 @@ def masks(bars, rings, lines, dA_cumsum, dt, runs, nruns, nsub, nheads, SLOTS: g
                 A_columns.index(u).store(a)
                 A_rows.index(u).store(a - log2(dt_u))
                 from_start.index(u * SLOTS + slot).store(gl.exp2(a))
-                to_end.index(u * SLOTS + slot).store(dt_u * gl.exp2(end - a))
+                to_end.index(u * SLOTS + slot).store(dt_u * decay(end - a))
             # the next sub-chunk's, into the same registers: a load into others would wait here for itself
             ahead = row + gl.minimum(c + 1, last - 1) * BLOCK_M
             a0, dt0, end0 = load_steps(dA_cumsum, dt, ahead, m, BLOCK_M)
@@ -113,6 +120,7 @@ def masks(bars, rings, lines, dA_cumsum, dt, runs, nruns, nsub, nheads, SLOTS: g
 def head(out_desc, bars, rings, lines, dA_cumsum, D, initial_states, ends, factors, final_states, prev_states, runs, nruns,
          nsub, nheads, U: gl.constexpr, SLOTS: gl.constexpr, EVERY: gl.constexpr, FROM_MEMORY: gl.constexpr,
          DSTATE: gl.constexpr):
+    """The consumer warpgroup of head 2 pair + U: its state, its output."""
     full, empty, ready, taken = bars
     Xs, Bs, Cs, Ls, Ys = rings
     from_start, to_end = lines
@@ -161,9 +169,9 @@ def head(out_desc, bars, rings, lines, dA_cumsum, D, initial_states, ends, facto
             state, y = warpgroup_mma_wait(0, deps=(state, y))
             if D is not None:
                 y += D_h * x_t.load(PI).to(gl.float32)  # read again: x as fp32 does not fit beside the accumulators
-            mbarrier.arrive(taken.index(slot), count=1)
             tma.store_wait(0)
             block_barrier()
+            mbarrier.arrive(taken.index(slot), count=1)
             tile(Ys, U, BLOCK_M, HEADDIM).permute((1, 0)).store(y.to(DTYPE))
             fence_async_shared()
             block_barrier()
@@ -218,6 +226,6 @@ def hopper_scan(i: SSDInputs, x_desc, B_desc, C_desc, out_desc, dt, dA_cumsum, r
     """
     every = i.chunk_size // dt.shape[3]
     launch(
-        hopper_scan_kernel, runs.shape[0], x_desc, B_desc, C_desc, out_desc, dA_cumsum, dt, i.D, initial_states, ends, factors,
-        final_states, prev_states, runs, runs.shape[1], dt.shape[2], i.nheads, i.nheads // i.ngroups, STAGES=STAGES,
-        SLOTS=SLOTS, EVERY=every, FROM_MEMORY=from_memory, num_warps=4, maxnreg=_REGISTERS)
+        hopper_scan_kernel, runs.shape[0], x_desc, B_desc, C_desc, out_desc, dA_cumsum, dt, contiguous(i.D), initial_states,
+        ends, factors, final_states, prev_states, runs, runs.shape[1], dt.shape[2], i.nheads, i.nheads // i.ngroups,
+        STAGES=STAGES, SLOTS=SLOTS, EVERY=every, FROM_MEMORY=from_memory, num_warps=4, maxnreg=_REGISTERS)

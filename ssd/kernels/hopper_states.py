@@ -18,6 +18,7 @@ from .hopper_roles import (
     LOG2E,
     barriers,
     block_barrier,
+    decay,
     entering_state,
     fetch,
     keep_state,
@@ -59,17 +60,18 @@ def add_up(full, empty, Xs, Bs, to_end, dA_cumsum, dt, initial_states, ends, fac
             stage, line = step % STAGES, 2 * U + step % 2
             if prev_states is not None:
                 keep_state(state, prev_states, b, h, c, nsub, nheads, EVERY, HEADDIM, DSTATE)
-            to_end.index(line).store(dt_c * gl.exp2((end - a) * LOG2E))
+            to_end.index(line).store(dt_c * decay((end - a) * LOG2E))
             total += end
-            decay = gl.exp2(end * LOG2E)
+            factor = gl.exp2(end * LOG2E)
             a, dt_c, end = load_steps(dA_cumsum, dt, row + gl.minimum(c + 1, last - 1) * BLOCK_M, m, BLOCK_M)
             block_barrier()
             w = gl.expand_dims(to_end.index(line).load(gl.SliceLayout(0, OPERAND)), 0)
             mbarrier.wait(full.index(stage), (step // STAGES) & 1)
             x = tile(Xs, 2 * stage + U, BLOCK_M, HEADDIM).permute((1, 0)).load(OPERAND)
             x_end = (x.to(gl.float32) * w).to(DTYPE)
-            state = warpgroup_mma(x_end, tile(Bs, stage, BLOCK_M, DSTATE), state * decay, is_async=True)
+            state = warpgroup_mma(x_end, tile(Bs, stage, BLOCK_M, DSTATE), state * factor, is_async=True)
             state = warpgroup_mma_wait(0, deps=(state,))
+            block_barrier()
             mbarrier.arrive(empty.index(stage), count=1)
             step += 1
         if prev_states is not None:

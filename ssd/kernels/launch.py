@@ -11,7 +11,7 @@ from torch import Tensor
 from triton.compiler import CompiledKernel
 
 _MOST = 4096  # entries; callers whose sizes never repeat must not fill the memory
-_found: dict[tuple, tuple[CompiledKernel, tuple]] = {}
+_found: dict[tuple, tuple[CompiledKernel, tuple, object]] = {}
 
 
 def launch(kernel, programs: int, *args, **config) -> None:
@@ -21,9 +21,9 @@ def launch(kernel, programs: int, *args, **config) -> None:
     type, since the key takes 1, 1.0 and True for the same. config: the kernel's last parameters by name, and options such as
     num_warps.
     """
-    key = (id(kernel), *config.values(), *map(_part, args))
+    key = (id(kernel), *config.items(), *map(_part, args))
     if found := _found.get(key):
-        compiled, last = found
+        compiled, last, _ = found
         compiled[programs, 1, 1](*args, *last)
         return
     compiled = kernel[(programs,)](*args, **config)
@@ -31,7 +31,8 @@ def launch(kernel, programs: int, *args, **config) -> None:
     if isinstance(compiled, CompiledKernel) and all(a.is_cuda for a in args if isinstance(a, Tensor)):
         if len(_found) >= _MOST:
             _found.clear()
-        _found[key] = compiled, tuple(config[name] for name in kernel.arg_names[len(args) :])
+        # with the kernel, whose id another may not get
+        _found[key] = compiled, tuple(config[name] for name in kernel.arg_names[len(args) :]), kernel
 
 
 def _part(arg):

@@ -14,7 +14,8 @@ import triton.language as tl
 from ..device import unpack_program
 from ..tuning import pick
 from ..types import Options, SSDInputs
-from .arguments import strides
+from .arguments import cdiv, strides
+from .launch import launch
 from .walk import load_initial, state_tile, walk_state
 
 
@@ -58,10 +59,10 @@ def run_states(i: SSDInputs, dt, dA_cumsum, run: int, nruns: int, options: Optio
 
 def _launch(i: SSDInputs, dt, dA_cumsum, initial_states, prev_states, ends, factors, run: int, nruns: int, options: Options):
     cumsum = dA_cumsum.shape[-1]
-    launch = pick("walk_states", i).launch
-    launch["BLOCK_K"] = min(launch["BLOCK_K"], cumsum)
-    tiles = triton.cdiv(i.headdim, launch["BLOCK_P"]) * triton.cdiv(i.dstate, launch["BLOCK_N"])
-    walk_states_kernel[(tiles * i.nheads * nruns * i.batch,)](
+    config = pick("walk_states", i)
+    tiles = cdiv(i.headdim, config["BLOCK_P"]) * cdiv(i.dstate, config["BLOCK_N"])
+    launch(
+        walk_states_kernel, tiles * i.nheads * nruns * i.batch,
         i.x, i.x.stride(), i.B, i.B.stride(), dt, dA_cumsum, i.seq_idx, initial_states, strides(initial_states), prev_states,
         ends, factors, i.seqlen, i.nchunks, run, nruns, i.nheads, i.ngroups, i.headdim, i.dstate, i.chunk_size, cumsum,
-        options.exp2, options.precision, **launch)
+        options.exp2, options.precision, **config.launch | {"BLOCK_K": min(config["BLOCK_K"], cumsum)})

@@ -18,6 +18,8 @@ SHARED = {80: 166_912, 90: 232_448, 100: 232_448, 120: 101_376}  # bytes that on
 # Kernels that hold the state in registers beside the operands of five products: what they spill are addresses and masks that
 # their loop only reads, and, in fp32 with a large dstate, operands.
 WALKS = ("two_level_scan_kernel", "persistent_scan_kernel", "stationary_scan_kernel")
+# Those that hold sums over the heads of a group there, in the same way.
+GROUP_LOOPS = ("group_dC_kernel", "group_dB_dx_kernel")
 # Variants, and the optimisations without which other kernels of theirs run. What runs with Gluon has tests of its own.
 PLAIN = [(name, "--off", "gluon") for name in OURS]
 WAYS = [*PLAIN, ("fused", "--off", "gluon,two_level"), ("persistent", "--off", "gluon,stationary")]
@@ -39,7 +41,7 @@ def compiled(variant: str, *options: str) -> list[dict]:
 def assert_fits(rows: list[dict], arch: int, spills: int, by_walks: int) -> None:
     for row in rows:
         assert row["shared"] <= SHARED[arch], f"{row}: a block on sm_{arch} has {SHARED[arch]} bytes of shared memory"
-        most = by_walks if row["kernel"] in WALKS else spills
+        most = by_walks if row["kernel"] in (*WALKS, *GROUP_LOOPS) else spills
         assert row["registers"] <= 255 and row["spills"] <= most, f"{row}: at most {most} bytes may be spilled"
 
 
@@ -47,6 +49,12 @@ def assert_fits(rows: list[dict], arch: int, spills: int, by_walks: int) -> None
 @pytest.mark.parametrize("arch", SHARED)
 def test_every_kernel_with_every_option(way, arch):
     assert_fits(compiled(*way, "--arch", str(arch), "--every-option"), arch, spills=64, by_walks=1152)
+
+
+@over_ways
+def test_one_token_of_one_head(way):
+    """Triton takes sizes of 1 for constants, which have no methods."""
+    assert compiled(*way, "--arch", "90", "--seqlen", "1", "--nheads", "1", "--every-option")
 
 
 @over_variants
@@ -81,16 +89,32 @@ def test_walks_multiply_in_warpgroups(way):
     assert row["wgmma"] == 28 and not row["mma"] and "warps=4" in row["config"]
 
 
-@pytest.mark.parametrize("way", [("fused",), ("persistent",), ("persistent", "--off", "stationary")], ids="".join)
-@pytest.mark.parametrize("dtype", ("bf16", "fp16"))
-def test_gluon_kernels(way, dtype):
+def test_backward_in_group_loops():
+    """On Hopper in bf16, at the sizes that models have: nothing is spilled, and no product is without warpgroups.
+
+    In group_dC 8 are in C B^T and 4 in each of dy x^T, dy H and dCB B; in group_dB_dx 8 in B C^T and B G^T, 4 in the others.
+    """
+    rows = {row["kernel"]: row for row in compiled("fused", "--off", "gluon", "--arch", "90")}
+    found = {kernel: rows[kernel] for kernel in ("walk_dstates_kernel", *GROUP_LOOPS)}
+    assert [row["wgmma"] for row in found.values()] == [8, 20, 28]
+    assert not any(row["spills"] or row["mma"] for row in found.values())
+
+
+@pytest.mark.parametrize("dstate", (64, 128))
+@pytest.mark.parametrize("other", [(), ("--dtype", "fp16"), ("--initial-states", "--state-dtype", "fp32")], ids="".join)
+@pytest.mark.parametrize("way", [("fused",), ("persistent",)], ids="".join)
+def test_gluon_kernels(way, other, dstate):
     """A sequence long enough to be cut. Four warpgroups at 128 registers a thread fill the register file, three at 160 nearly.
 
-    The scan's 40 instructions: 8 in B C^T and, for each head, 8 in S C^T, 4 in x^T L, and 4 twice as wide in the state.
+    The scan's 40 instructions at dstate 128: 8 in B C^T and, for each head, 8 in S C^T, 4 in x^T L, 4 in the state. What
+    spills are addresses of states that enter or leave, once for each run.
     """
-    rows = {row["kernel"]: row for row in compiled(*way, "--arch", "90", "--dtype", dtype, "--seqlen", "4096")}
-    scan, states = rows["hopper_scan_kernel"], rows["hopper_states_kernel"]
-    assert_fits([scan, states], 90, spills=32, by_walks=0)
-    assert (scan["registers"], scan["wgmma"], scan["mma"]) == (128, 40, 0)
-    assert (states["registers"], states["spills"], states["wgmma"], states["mma"]) == (160, 0, 8, 0)
-    assert not [kernel for kernel in rows if kernel in WALKS]
+    rows = [row for row in compiled(*way, *other, "--arch", "90", "--dstate", str(dstate), "--seqlen", "4096")]
+    assert not [row for row in rows if row["kernel"] in WALKS]
+    rows = [row for row in rows if row["kernel"].startswith("hopper")]
+    assert_fits(rows, 90, spills=192 if "--initial-states" in other else 32, by_walks=0)
+    products = {("hopper_scan_kernel", 128): 40, ("hopper_scan_kernel", 64): 28}
+    for row in rows:
+        assert row["registers"] == (128 if row["kernel"] == "hopper_scan_kernel" else 160) and not row["mma"]
+        assert row["wgmma"] == products.get((row["kernel"], dstate), 8)
+    assert {row["kernel"] for row in rows} == {"hopper_scan_kernel", "hopper_states_kernel"}

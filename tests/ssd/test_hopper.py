@@ -18,7 +18,8 @@ SHAPES = {
     "ragged": SHAPE,
     "one token": replace(SHAPE, seqlen=1),
     "cut": replace(SHAPE, batch=1, seqlen=4096 + 63, ngroups=1),
-    "whole rounds and cut": Shape(3, 520, 192, 64, 1, 128, 256),
+    "whole rounds": Shape(3, 520, 192, 64, 1, 128, 256),
+    "whole rounds and cut": Shape(3, 776, 192, 64, 1, 128, 256),
     "dstate 64": replace(SHAPE, dstate=64, chunk_size=64),
 }
 CASES = {
@@ -46,6 +47,15 @@ def test_right(way, shape, case, dtype):
 
 @needs_hopper
 @pytest.mark.parametrize("way", WAYS)
+def test_D_of_any_stride(way):
+    variant, options = WAYS[way]
+    inputs = random_inputs(SHAPE, CASES["D"], torch.bfloat16, "cuda")
+    for D in (inputs.D[:1].expand(8), torch.randn(16, device="cuda")[::2]):
+        assert_forward_right(get_variant(variant), replace(inputs, D=D), options)
+
+
+@needs_hopper
+@pytest.mark.parametrize("way", WAYS)
 def test_same_bits_twice_and_saved_or_not(way):
     variant, options = WAYS[way]
     inputs = random_inputs(SHAPES["whole rounds and cut"], CASES["D"], torch.bfloat16, "cuda")
@@ -66,6 +76,7 @@ def test_same_bits_twice_and_saved_or_not(way):
     (Case(), replace(SHAPE, chunk_size=32), Options(), "chunk_size"),
     (Case(), SHAPE, Options(exp2=False), "exp2"),
     (Case(BC_dtype=torch.float32), SHAPE, Options(), "dtypes"),
+    (Case(state_dtype=torch.float64), SHAPE, Options(), "state_dtype"),
 ])
 def test_reasons(case, shape, options, named, monkeypatch):
     monkeypatch.setattr(hopper, "_is_hopper", lambda device: True)
@@ -73,15 +84,39 @@ def test_reasons(case, shape, options, named, monkeypatch):
     assert named in hopper.cannot_run(inputs, options, by_chunk=True)
 
 
-def test_elsewhere_the_plain_kernels_run(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
+@pytest.mark.parametrize(("capability", "version", "hip", "yes"), [
+    ((9, 0), "3.6.0", None, True), ((9, 0), "3.7.1", None, True), ((9, 0), "3.5.1", None, False),
+    ((8, 0), "3.6.0", None, False), ((10, 0), "3.6.0", None, False), ((9, 4), "3.6.0", "6.4", False),
+])
+def test_where_they_run(capability, version, hip, yes, monkeypatch):
+    """9.4 is how an AMD GPU calls itself."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    monkeypatch.setattr(hopper.triton, "__version__", version)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    assert hopper._is_hopper.__wrapped__(torch.device("cuda", 0)) is yes
+
+
+def test_elsewhere_the_plain_kernels_run(caplog):
     inputs = random_inputs(replace(SHAPE, seqlen=20), Case(), torch.float16, "cpu")
-    assert "compute capability 9" in hopper.cannot_run(inputs, Options(), by_chunk=True)
+    hopper._say_plain.cache_clear()
+    with caplog.at_level("INFO", "ssd"):
+        assert not any(hopper.can_run(inputs, options, True, "fused") for options in (Options(), Options(gluon=False)))
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 2 and "compute capability 9" in said[0] and "gluon is off" in said[1]
 
 
 def test_strides_that_TMA_cannot_describe(monkeypatch):
     monkeypatch.setattr(hopper, "_is_hopper", lambda device: True)
     inputs = random_inputs(replace(SHAPE, seqlen=20), Case(), torch.float16, "cpu")
     assert hopper.cannot_run(inputs, Options(), by_chunk=True) is None
-    odd = torch.empty(*inputs.x.shape[:3], 65, dtype=inputs.x.dtype)[..., :64]
-    assert "strides" in hopper.cannot_run(replace(inputs, x=odd), Options(), by_chunk=True)
+    x = inputs.x
+    one_row = x.narrow(0, 0, 1)
+    for odd in (
+        torch.empty(*x.shape[:3], 65, dtype=x.dtype)[..., :64],  # heads apart
+        torch.empty(*x.shape[:2], 8 * 64 + 4, dtype=x.dtype)[..., : 8 * 64].view(x.shape),  # rows off 16 bytes
+        torch.empty(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape),  # all of it off 16 bytes
+        one_row.expand_as(x),  # one row for every batch row
+        x[:, :1].expand_as(x),  # one token for all
+    ):
+        assert "strides" in hopper.cannot_run(replace(inputs, x=odd), Options(), by_chunk=True)
+    assert hopper.cannot_run(replace(inputs, x=one_row, B=inputs.B[:1], C=inputs.C[:1]), Options(), by_chunk=True) is None

@@ -32,6 +32,7 @@ def test_pieces_lead_up_to_their_run(batch, pairs, nsub, blocks):
 
 
 def test_cuts_where_it_pays():
+    assert deal(3, 96, 13, 132).npieces > 0  # two rounds, and 24 sequences of which a third round would not be worth it
     assert deal(1, 64, 64, 132).npieces > 0  # 64 blocks would leave 68 SMs idle
     assert deal(4, 64, 64, 132).npieces == 0  # two rounds, the second nearly full
     longest = max(sum(last - first for _, _, first, last, _, _ in of) for of in deal(4, 40, 64, 132).sequences)
