@@ -1,11 +1,11 @@
-"""Variant `fused`: the forward with merged stages, three launches; for now the baseline's backward."""
+"""Variant `fused`: the forward with merged stages, three launches; the backward in group loops, six."""
 
-from ssd.backward import backward
 from ssd.registry import Variant
 from ssd.variant import VARIANT as BASELINE
 
+from .backward import backward
 from .forward import forward
 
 VARIANT = Variant("fused", supports=BASELINE.supports, forward=forward, backward=backward,
                   options=("exp2", "low_precision_states", "fuse_states", "low_precision_CB", "causal_blocks", "fuse_bmm",
-                           "two_level", "gluon", "save_states"), saves_states=True)
+                           "two_level", "gluon", "save_states", "fuse_backward"), saves_states=True)

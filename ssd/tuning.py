@@ -40,6 +40,9 @@ _BLOCKS = {
     "block_scan": ("BLOCK_M", "BLOCK_P", "BLOCK_K", "BLOCK_N"),
     "persistent_scan": ("BLOCK_M", "BLOCK_P", "BLOCK_N"),
     "stationary_scan": ("BLOCK_M", "BLOCK_P", "BLOCK_N"),
+    "walk_dstates": ("BLOCK_M", "BLOCK_P", "BLOCK_N"),
+    "group_dC": ("BLOCK_M", "BLOCK_P", "BLOCK_N"),
+    "group_dB_dx": ("BLOCK_M", "BLOCK_P", "BLOCK_N"),
 }
 _SPACES = {
     "chunk_cumsum": [(16, 4, 1), (8, 4, 1), (32, 4, 1), (16, 8, 1)],
@@ -72,11 +75,17 @@ _SPACES = {
     "block_scan": [(64, 64, 64, 256, 4, 2), (64, 64, 64, 256, 4, 3), (128, 64, 64, 256, 8, 2), (64, 64, 32, 256, 4, 3)],
     "persistent_scan": [(64, 64, 256, 4, 2), (64, 64, 256, 4, 3), (64, 64, 256, 8, 2), (64, 32, 256, 4, 2)],
     "stationary_scan": [(64, 64, 256, 4, 2), (64, 64, 256, 4, 3), (64, 64, 256, 8, 2), (64, 32, 256, 4, 2)],
+    "walk_dstates": [(64, 32, 128, 4, 3), (64, 64, 128, 4, 3), (64, 64, 64, 4, 3), (64, 32, 128, 4, 2)],
+    "group_dC": [(64, 64, 256, 8, 3), (64, 64, 256, 8, 2), (64, 64, 256, 4, 2), (64, 32, 256, 8, 3)],
+    "group_dB_dx": [(64, 64, 256, 4, 2), (64, 64, 256, 8, 2), (64, 64, 256, 8, 3), (64, 32, 256, 8, 2)],
 }
 KERNELS = tuple(_SPACES)
-# Kernels whose tiles hold the whole of dstate, as BLOCK_N; those whose state stays in registers hold that many elements of it.
+# Kernels whose tiles hold the whole of dstate, as BLOCK_N; those whose state stays in registers hold that many elements of it,
+# as do the tiles of it that a group loop meets.
 _WALKS = ("two_level_scan", "persistent_scan", "stationary_scan")
-_WHOLE_DSTATE = (*_WALKS, "block_scan")
+_GROUP_LOOPS = ("group_dC", "group_dB_dx")
+_LOOPS = (*_WALKS, *_GROUP_LOOPS)
+_WHOLE_DSTATE = (*_LOOPS, "block_scan")
 _STATE_ELEMENTS = 8192
 _forced: dict[str, Config] = {}
 
@@ -100,6 +109,7 @@ class Config:
 
 # The tiles a kernel keeps in shared memory per pipeline stage, as pairs of sizes.
 _WALK_TILES = (("BLOCK_M", "BLOCK_N"), ("BLOCK_M", "BLOCK_N"), ("BLOCK_M", "BLOCK_P"))
+_GROUP_TILES = (("BLOCK_P", "BLOCK_N"), ("BLOCK_M", "BLOCK_P"), ("BLOCK_M", "BLOCK_P"))
 _TILES = {
     "chunk_state": (("BLOCK_P", "BLOCK_K"), ("BLOCK_K", "BLOCK_N")),
     "bmm_chunk": (("BLOCK_M", "BLOCK_K"), ("BLOCK_K", "BLOCK_N")),
@@ -114,13 +124,17 @@ _TILES = {
     "ddA_cumsum": (("BLOCK_M", "BLOCK_P"), ("BLOCK_P", "BLOCK_K"), ("BLOCK_M", "BLOCK_K"), ("BLOCK_M", "BLOCK_K")),
     "walk_states": (("BLOCK_K", "BLOCK_P"), ("BLOCK_K", "BLOCK_N")),
     "block_scan": (("BLOCK_K", "BLOCK_N"), ("BLOCK_K", "BLOCK_P")),
+    "walk_dstates": (("BLOCK_M", "BLOCK_P"), ("BLOCK_M", "BLOCK_N"), ("BLOCK_P", "BLOCK_N")),
     **dict.fromkeys(_WALKS, _WALK_TILES),
+    **dict.fromkeys(_GROUP_LOOPS, _GROUP_TILES),
 }
 # The tiles that pass through it between two products, once whatever the stages.
 _PASSING = {
     "walk_states": (("BLOCK_K", "BLOCK_P"),),
     "block_scan": (("BLOCK_M", "BLOCK_N"), ("BLOCK_N", "BLOCK_P")),
     **dict.fromkeys(_WALKS, (("BLOCK_N", "BLOCK_P"), ("BLOCK_M", "BLOCK_M"), ("BLOCK_M", "BLOCK_P"))),
+    "walk_dstates": (("BLOCK_M", "BLOCK_P"),),
+    **dict.fromkeys(_GROUP_LOOPS, (*_WALK_TILES, ("BLOCK_M", "BLOCK_M"))),
 }
 _SMALLEST = 16  # of a tile axis that enters tl.dot
 
@@ -197,7 +211,7 @@ def _fit(kernel, entry, itemsize, headdim, dstate, chunk_size, device) -> Config
         # all of dstate is an operand of three products each, for which the state is split in two
         blocks["BLOCK_M"] = _SMALLEST
         blocks["BLOCK_P"] = min(blocks["BLOCK_P"], _STATE_ELEMENTS // 2 // next_power_of_2(dstate))
-    elif kernel in _WALKS and device.major != 9:
+    elif kernel in _LOOPS and device.major != 9:
         # without Hopper's products from shared memory, operands pass through registers beside the state
         num_warps, blocks["BLOCK_M"] = 8, 32
     limits = _axis_limits(kernel, headdim, dstate, chunk_size)
@@ -222,7 +236,7 @@ def _axis_limits(kernel: str, headdim: int, dstate: int, chunk_size: int) -> dic
         limits |= {"BLOCK_K": dstate, "BLOCK_N": chunk_size}
     if kernel == "chunk_scan_dCB":
         limits["BLOCK_N"] = chunk_size
-    if kernel in _WALKS:
+    if kernel in _LOOPS:
         limits["BLOCK_P"] = min(headdim, _STATE_ELEMENTS // next_power_of_2(dstate))
     return limits
 

@@ -32,6 +32,8 @@ class Options:
         segments: (persistent, stationary) sequences are cut where batch and heads alone do not fill the GPU. Off, never.
         save_states: the states between chunks are kept for the backward (as large as x at chunk size 128 and dstate 128).
             Off, it computes them again. Every variant with `Variant.saves_states` knows it.
+        fuse_backward: (fused) the backward in sub-chunks of 64 tokens, one kernel for each of states, their gradients, dC with
+            dCB, and dB with dx. Off, the baseline's.
         gluon: warp-specialised Gluon kernels on Hopper, where the inputs allow. Off, plain Triton everywhere.
     """
 
@@ -46,6 +48,7 @@ class Options:
     stationary: bool = True
     segments: bool = True
     save_states: bool = True
+    fuse_backward: bool = True
     gluon: bool = True
 
     @property

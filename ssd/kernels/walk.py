@@ -125,7 +125,7 @@ def walk_state(state, first, end, b, h, offs_n, offs_p, x, x_strides, B, B_strid
     g = h // (NHEADS // NGROUPS)
     x += b * x_strides[0] + h * x_strides[2]
     B += b * B_strides[0] + g * B_strides[2]
-    padded = tl.cdiv(seqlen, CUMSUM).to(tl.int64) * CUMSUM
+    padded = tl.cast(tl.cdiv(seqlen, CUMSUM), tl.int64) * CUMSUM
     dt += (b * NHEADS + h) * padded
     dA_cumsum += (b * NHEADS + h) * padded
     if seq_idx is not None:
@@ -158,7 +158,7 @@ def walk(state, first, end, b, h, offs_n, offs_p, x, x_strides, z, z_strides, B,
     """
     DTYPE: tl.constexpr = x.dtype.element_ty
     g = h // (NHEADS // NGROUPS)
-    nblocks = tl.cdiv(seqlen, BLOCK_M).to(tl.int64)
+    nblocks = tl.cast(tl.cdiv(seqlen, BLOCK_M), tl.int64)
     x += b * x_strides[0] + h * x_strides[2]
     B += b * B_strides[0] + g * B_strides[2]
     C += b * C_strides[0] + g * C_strides[2]

@@ -1,4 +1,4 @@
-"""Every optimisation of the fused forward, switched off: alone, and with those that only then have an effect."""
+"""Every optimisation of the variant, switched off: alone, and with those that only then have an effect."""
 
 from dataclasses import replace
 
@@ -7,7 +7,7 @@ import torch
 
 from ssd.registry import get_variant
 from ssd.types import Options
-from tests.errors import assert_forward_right
+from tests.errors import assert_forward_right, assert_right
 from tests.inputs import EVERYTHING, Case, Shape, random_inputs
 
 pytestmark = pytest.mark.usefixtures("poison")
@@ -30,6 +30,7 @@ OFF = (
     ("two_level", "fuse_bmm", "causal_blocks"),
     ("two_level", "fuse_bmm", "low_precision_CB", "fuse_states"),
 )
+OFF_BACKWARD = (("exp2",), ("save_states",), ("fuse_backward",), ("fuse_backward", "save_states"))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -39,6 +40,15 @@ def test_switched_off(off, case, device):
     assert_forward_right(get_variant("fused"), random_inputs(SHAPE, CASES[case], HALF, device), options)
 
 
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("off", OFF_BACKWARD, ids="-".join)
+def test_gradients_with_it_off(off, case, device):
+    options, fused = Options(**dict.fromkeys(off, False)), get_variant("fused")
+    switched = replace(fused, forward=lambda inputs, _, save: fused.forward(inputs, options, save))
+    assert_right(switched, random_inputs(SHAPE, CASES[case], HALF, device))
+
+
 def test_every_option_is_tried():
     """`low_precision_states` is a matter of `state_dtype`, which the public function sees to."""
-    assert {name for off in OFF for name in off} | {"low_precision_states"} == set(get_variant("fused").options)
+    tried = {name for off in (*OFF, *OFF_BACKWARD) for name in off}
+    assert tried | {"low_precision_states"} == set(get_variant("fused").options)

@@ -1,0 +1,51 @@
+"""The fused backward in sub-chunks: chunk_cumsum, walk_states, walk_dstates, the two group loops and chunk_cumsum_bwd, and
+chunk_scan_dz with a gate.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ssd import backward as baseline
+from ssd.kernels.arguments import fits_tiles
+from ssd.kernels.chunk_cumsum import chunk_cumsum
+from ssd.kernels.chunk_cumsum_bwd import chunk_cumsum_bwd
+from ssd.kernels.chunk_scan_dz import chunk_scan_dz
+from ssd.kernels.group_dB_dx import group_dB_dx
+from ssd.kernels.group_dC import group_dC
+from ssd.kernels.walk_dstates import walk_dstates
+from ssd.kernels.walk_states import chunk_states
+from ssd.tuning import pick
+from ssd.types import SSDGrads, SSDSaved
+
+_KERNELS = ("walk_dstates", "group_dC", "group_dB_dx")
+
+
+def backward(saved: SSDSaved, dout: Tensor, dfinal_states: Tensor | None, into: SSDGrads) -> SSDGrads:
+    """Gradients of every input that is present; dout has the shape and dtype of x, any strides."""
+    if saved.options.fuse_backward:
+        return _by_groups(saved, dout, dfinal_states, into)
+    return baseline.backward(saved, dout, dfinal_states, into)
+
+
+def _by_groups(saved: SSDSaved, dout: Tensor, dfinal_states: Tensor | None, into: SSDGrads) -> SSDGrads:
+    i, options = saved.inputs, saved.options
+    # as long as the tiles of every kernel here allow
+    spans = replace(i, chunk_size=min(pick(kernel, i)["BLOCK_M"] for kernel in _KERNELS))
+    dout = dout if fits_tiles(dout) else dout.contiguous()
+    with torch.cuda.device_of(i.x):
+        dt, dA_cumsum = chunk_cumsum(spans)
+        prev_states = saved.prev_states if spans.chunk_size == i.chunk_size else None
+        if prev_states is None:
+            prev_states, _ = chunk_states(spans, dt, dA_cumsum, options)
+        dz, dy = (None, dout) if i.z is None else chunk_scan_dz(i, dout, saved.y, into.dz)
+        dstates, dinitial_states, s_tiles = walk_dstates(i, dy, dA_cumsum, prev_states, dfinal_states, options,
+                                                         into.dinitial_states)
+        dC, dCB, net = group_dC(i, dt, dA_cumsum, dy, prev_states, options, into.dC)
+        dx, dB, dD, u_v_x, q = group_dB_dx(i, dt, dA_cumsum, dy, dstates, dCB, options, into.dx, into.dB)
+        no_parts = net.new_empty(0, *net.shape)  # of r and col, which are in net
+        ddt, dA, ddt_bias = chunk_cumsum_bwd(spans, u_v_x, no_parts, q, s_tiles, net, no_parts, into.ddt)
+    return SSDGrads(dx, ddt, dA, dB, dC, dD, dz, ddt_bias, dinitial_states)
