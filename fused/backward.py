@@ -1,5 +1,5 @@
-"""The fused backward in sub-chunks: chunk_cumsum, walk_states, walk_dstates, the two group loops and chunk_cumsum_bwd, and
-chunk_scan_dz with a gate.
+"""The fused backward in sub-chunks: chunk_cumsum, walk_states (from the states between chunks, where the forward kept them),
+walk_dstates, the two group loops and chunk_cumsum_bwd; with a gate chunk_scan_dz as well.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ssd.kernels.chunk_scan_dz import chunk_scan_dz
 from ssd.kernels.group_dB_dx import group_dB_dx
 from ssd.kernels.group_dC import group_dC
 from ssd.kernels.walk_dstates import walk_dstates
-from ssd.kernels.walk_states import chunk_states
+from ssd.kernels.walk_states import chunk_states, chunk_states_between
 from ssd.tuning import pick
 from ssd.types import SSDGrads, SSDSaved
 
@@ -38,9 +38,11 @@ def _by_groups(saved: SSDSaved, dout: Tensor, dfinal_states: Tensor | None, into
     dout = dout if fits_tiles(dout) else dout.contiguous()
     with torch.cuda.device_of(i.x):
         dt, dA_cumsum = chunk_cumsum(spans)
-        prev_states = saved.prev_states if spans.chunk_size == i.chunk_size else None
+        prev_states = saved.prev_states
         if prev_states is None:
             prev_states, _ = chunk_states(spans, dt, dA_cumsum, options)
+        elif spans.chunk_size < i.chunk_size:
+            prev_states = chunk_states_between(spans, dt, dA_cumsum, prev_states, i.chunk_size, options)
         dz, dy = (None, dout) if i.z is None else chunk_scan_dz(i, dout, saved.y, into.dz)
         dstates, dinitial_states, s_tiles = walk_dstates(i, dy, dA_cumsum, prev_states, dfinal_states, options,
                                                          into.dinitial_states)
