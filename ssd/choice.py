@@ -64,6 +64,8 @@ def _ranking(index: int, *sizes) -> tuple[tuple[str, ...], str]:
     call, name = Measured(*sizes), tuning.current_device(index).name
     measured = {m: order for m, order in _table(name).items() if m.comparable(call)}
     if not measured:
+        if call.mode == "bwd":
+            return CANDIDATES[::-1], f"no backward of such sizes was measured on {name}; the baseline's is the one used longest"
         hopper = torch.cuda.get_device_capability(index)[0] == _HOPPER
         order = CANDIDATES if hopper else CANDIDATES[1:]
         return order, f"no such sizes were measured on {name}; {order[0]} leads on {'' if hopper else 'GPUs other than '}Hopper"

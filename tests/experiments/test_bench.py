@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 
 from experiments import bench, record, timing
-from experiments.shapes import SMALL, make_inputs
+from experiments.shapes import MODES, SMALL, make_inputs
 from ssd import Options, cost
 from ssd.registry import Variant
 
@@ -65,7 +65,7 @@ def run(tmp_path, modes=("fwd",), **other):
 
 
 def test_rows(tmp_path, clock, rival):
-    rows, _ = run(tmp_path, bench.MODES)
+    rows, _ = run(tmp_path, MODES)
     assert [(r["mode"], r["variant"], r["chunk_size"]) for r in rows[:4]] == [
         ("fwd", "torch", 32),
         ("fwd", "torch", 64),

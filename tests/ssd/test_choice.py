@@ -58,6 +58,12 @@ def test_other_sizes_are_not_compared(on, sizes):
     assert order == CANDIDATES and "no such sizes" in why
 
 
+def test_a_backward_that_nobody_measured(on):
+    for capability in ((9, 0), (8, 0)):
+        order, why = on("bwd", 4, 64, 128, 512, 4096, 128, capability=capability)
+        assert order == CANDIDATES[::-1] and "no backward" in why
+
+
 def test_rule_without_rows(on):
     sizes = ("fwd", 2, 64, 128, 512, 4096, 128)
     assert on(*sizes, device="h100")[0] == ("persistent", "fused", "baseline")
