@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from contextlib import ExitStack
+from functools import partial
 from statistics import median
 
 import torch
@@ -22,8 +23,9 @@ from ssd.types import Options, SSDGrads, SSDInputs
 
 from .shapes import DTYPES, Shape, make_inputs
 
-# Forwards that together launch every kernel the baseline has not.
+# What together launches every kernel, forward and backward.
 _CALLS = (
+    ("baseline", Options()),
     ("fused", Options(gluon=False)),
     ("fused", Options(gluon=False, two_level=False)),
     ("persistent", Options(gluon=False)),
@@ -54,7 +56,6 @@ def _measure(shape, dtype, chunk_size, sizes, device, repeats, console) -> dict[
     inputs = SSDInputs(**make_inputs(shape, DTYPES[dtype], "cuda"), chunk_size=chunk_size)
     inputs = SSDInputs(**{**vars(inputs), "z": torch.randn_like(inputs.x)})  # so that chunk_scan_dz runs too
     dout = torch.randn_like(inputs.x)
-    baseline = get_variant("baseline")
     spaces = {kernel: tuning.space(kernel, *sizes, device) for kernel in tuning.KERNELS}
     times: dict[str, dict[tuning.Config, float]] = defaultdict(dict)
     for turn in track(range(max(map(len, spaces.values()))), f"{shape.name}, chunk {chunk_size}", console=console):
@@ -63,17 +64,19 @@ def _measure(shape, dtype, chunk_size, sizes, device, repeats, console) -> dict[
             for kernel, config in trial.items():
                 stack.enter_context(tuning.forced(kernel, config))
 
-            def call():
-                for name, options in _CALLS:
-                    get_variant(name).forward(inputs, options, True)
-                saved = baseline.forward(inputs, Options(), True)[2]
-                baseline.backward(saved, dout, None, SSDGrads())
-
-            call()
-            spent = _kernel_times(call, repeats)
+            launch_all(inputs, dout)
+            spent = _kernel_times(partial(launch_all, inputs, dout), repeats)
         for kernel, config in trial.items():
             times[kernel][config] = spent[f"{kernel}_kernel"]
     return times
+
+
+def launch_all(inputs: SSDInputs, dout: torch.Tensor) -> None:
+    """One launch at least of every kernel in `tuning.KERNELS`."""
+    for name, options in _CALLS:
+        variant = get_variant(name)
+        saved = variant.forward(inputs, options, True)[2]
+        variant.backward(saved, dout, None, SSDGrads())
 
 
 def _kernel_times(call, repeats: int) -> dict[str, float]:

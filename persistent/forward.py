@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-import triton
 from torch import Tensor
 
 from ssd import hopper
+from ssd.kernels.arguments import cdiv
 from ssd.kernels.bmm_chunk import bmm_chunk
 from ssd.kernels.chunk_cumsum import chunk_cumsum
 from ssd.kernels.chunk_state import varlen_states
@@ -72,5 +72,5 @@ def _schedule(i: SSDInputs, options: Options) -> Schedule:
     if not options.segments:
         return whole(i.seqlen)
     config = pick("stationary_scan", i)
-    programs = triton.cdiv(i.headdim, config["BLOCK_P"]) * i.nheads * i.batch
+    programs = cdiv(i.headdim, config["BLOCK_P"]) * i.nheads * i.batch
     return segmented(i.seqlen, config["BLOCK_M"], programs, resident_blocks(device_of(i).sms, config.num_warps))

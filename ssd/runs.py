@@ -41,7 +41,7 @@ def deal(batch: int, pairs: int, nsub: int, blocks: int, cut: bool = True) -> Ru
 
     def run(span: Span) -> Run:
         sequence, first, last = span
-        entering = [k for k, (owner, begin) in enumerate(starts) if owner == sequence and begin < first]
+        entering = [k for k, (owner, begin) in enumerate(starts) if owner == sequence and begin < first] if first else []
         return (*divmod(sequence, pairs), first, last, entering[0] if entering else 0, len(entering))
 
     spans = [[(sequence, 0, nsub) for sequence in range(block, whole, blocks)] for block in range(blocks)]

@@ -11,17 +11,6 @@ import triton.language as tl
 from torch import Tensor
 
 from .arguments import output
-from .walk import documents_around
-
-
-@triton.jit
-def visible(seq_idx, token, offs_m, seqlen, TRANSPOSED: tl.constexpr):
-    """j <= i and m(j, i): a tile [i, j] of booleans over a sub-chunk, or [j, i]. seq_idx points at the row, or is None."""
-    pairs = offs_m[:, None] <= offs_m[None, :] if TRANSPOSED else offs_m[:, None] >= offs_m[None, :]
-    if seq_idx is not None:
-        own, _, _ = documents_around(seq_idx, token, offs_m, seqlen)
-        pairs &= own[:, None] == own[None, :]
-    return pairs
 
 
 @triton.jit

@@ -16,9 +16,9 @@ from ..device import split_heads, unpack_program
 from ..tuning import pick
 from ..types import Options, SSDInputs
 from .arguments import output, strides
-from .group import load_states, parts_of, store_tokens, summed, visible
+from .group import load_states, parts_of, store_tokens, summed
 from .launch import launch
-from .walk import decay, decays, load_skip, load_tokens
+from .walk import decay, decays, load_skip, load_tokens, visible
 
 
 @triton.jit

@@ -15,9 +15,9 @@ from torch import Tensor
 from ..device import split_heads, unpack_program
 from ..tuning import head_splits, pick
 from ..types import Options, SSDInputs
-from .group import load_states, parts_of, store_tokens, summed, visible
+from .group import load_states, parts_of, store_tokens, summed
 from .launch import launch
-from .walk import decay, decays, load_tokens
+from .walk import decay, decays, load_tokens, visible
 
 
 @triton.jit

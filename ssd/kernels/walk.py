@@ -68,6 +68,16 @@ def decays(dA_cumsum, seq_idx, token, offs_m, seqlen, CUMSUM: tl.constexpr, EXP2
 
 
 @triton.jit
+def visible(seq_idx, token, offs_m, seqlen, TRANSPOSED: tl.constexpr):
+    """j <= i and m(j, i): a tile [i, j] of booleans over a sub-chunk, or [j, i]. seq_idx points at the row, or is None."""
+    pairs = offs_m[:, None] <= offs_m[None, :] if TRANSPOSED else offs_m[:, None] >= offs_m[None, :]
+    if seq_idx is not None:
+        own, _, _ = documents_around(seq_idx, token, offs_m, seqlen)
+        pairs &= own[:, None] == own[None, :]
+    return pairs
+
+
+@triton.jit
 def add_to_state(state, x_j, B_j, weights, carried, PRECISION: tl.constexpr):
     """(27): carried H + sum_j weights_j B_j^T x_j."""
     weighted = (x_j.to(tl.float32) * weights[:, None]).to(x_j.dtype)
@@ -191,17 +201,14 @@ def walk(state, first, end, b, h, offs_n, offs_p, x, x_strides, z, z_strides, B,
         acc = tl.dot(C_i, state.to(DTYPE), input_precision=PRECISION) * from_start[:, None]
         # before the pairs are weighted: the next sub-chunk waits for the state alone, and fewer registers are alive at once
         state = add_to_state(state, x_j, B_j, to_end * dt_j, carried, PRECISION)
-        visible = offs_m[:, None] >= offs_m[None, :]
-        if seq_idx is not None:
-            own, _, _ = documents_around(seq_idx, token, offs_m, seqlen)
-            visible &= own[:, None] == own[None, :]
+        pairs = visible(seq_idx, token, offs_m, seqlen, False)
         if CB is None:
             CB_ij = tl.dot(C_i, tl.trans(B_j), input_precision=PRECISION)
         else:
             block = tl.cast(token // BLOCK_M, tl.int64) * (NGROUPS * BLOCK_M * BLOCK_M)
             CB_ij = tl.load(CB + block + offs_m[:, None] * BLOCK_M + offs_m[None, :]).to(tl.float32)
         # selected, not multiplied by 0: above the diagonal CB may never have been written
-        weights = tl.where(visible, CB_ij * decay(A_i[:, None] - A_i[None, :], EXP2), 0.0) * dt_j[None, :]
+        weights = tl.where(pairs, CB_ij * decay(A_i[:, None] - A_i[None, :], EXP2), 0.0) * dt_j[None, :]
         acc = tl.dot(weights.to(DTYPE), x_j, acc, input_precision=PRECISION)
         if D is not None:
             acc += skip * x_j.to(tl.float32)
