@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import Progress, track
+from rich.progress import track
 from rich.table import Table
 
 from ssd import Options, get_variant, hopper
 
-from . import interpret, record, timing
-from .bench import Candidate, Setting, measure, row_of
+from . import interpret, record
+from .bench import Candidate, measure, row_of, settings
 from .shapes import Shape
 
 
@@ -71,22 +71,15 @@ def run(plan: Plan, console: Console) -> list[dict]:
     All variants and options of one shape and mode run side by side; options that several steps have in common, once.
     """
     rows = []
-    with timing.side_stream(), Progress(console=console) as progress:
-        ceiling = timing.copy_gbps()
-        task = progress.add_task("", total=len(plan.shapes) * len(plan.modes))
-        for shape in plan.shapes:
-            setting = Setting(shape, plan.dtype)
-            for mode in plan.modes:
-                progress.update(task, description=f"{shape.name} {mode}")
-                wanted = [(step, Candidate(name, plan.chunk_size, step.options)) for name, step in _every_step(plan.variants)]
-                candidates = list(dict.fromkeys(candidate for _, candidate in wanted))
-                measured = measure(setting, mode, candidates, plan.repeats, plan.warmup, console)
-                for step, candidate in wanted:
-                    if candidate in measured:
-                        values = {"step": step.step, "changed": step.changed, **measured[candidate]}
-                        rows.append(row_of("ablate", setting, mode, candidate, values, ceiling))
-                        record.append(rows[-1], plan.out)
-                progress.advance(task)
+    wanted = [(step, Candidate(name, plan.chunk_size, step.options)) for name, step in _every_step(plan.variants)]
+    candidates = list(dict.fromkeys(candidate for _, candidate in wanted))
+    for setting, mode, ceiling in settings(plan.shapes, plan.modes, plan.dtype, console):
+        measured = measure(setting, mode, candidates, plan.repeats, plan.warmup, console)
+        for step, candidate in wanted:
+            if candidate in measured:
+                values = {"step": step.step, "changed": step.changed, **measured[candidate]}
+                rows.append(row_of("ablate", setting, mode, candidate, values, ceiling))
+                record.append(rows[-1], plan.out)
     return rows
 
 

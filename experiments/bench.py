@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -68,22 +68,30 @@ def run(plan: Plan, console: Console) -> list[dict]:
     """Measures the plan and returns its rows, each appended to its file as soon as it is known."""
     rows = []
     candidates = [c for c in plan.candidates() if _installed(c.variant, console)]
+    for setting, mode, ceiling in settings(plan.shapes, plan.modes, plan.dtype, console):
+        measured = measure(setting, mode, candidates, plan.repeats, plan.warmup, console)
+        rival = _rival(plan.against, measured)
+        for candidate, values in measured.items():
+            compared = rival if candidate.variant != plan.against else {}
+            row = row_of("ssd", setting, mode, candidate, values | compared, ceiling)
+            record.append(row, plan.out)
+            rows.append(row)
+    return rows
+
+
+def settings(
+    shapes: tuple[Shape, ...], modes: tuple[str, ...], dtype: str, console: Console
+) -> Iterator[tuple[Setting, str, float]]:
+    """Every shape in every mode, and the run's copy rate in GB/s, with a progress bar; the caller measures on a side stream."""
     with timing.side_stream(), Progress(console=console) as progress:
         ceiling = timing.copy_gbps()
-        task = progress.add_task("", total=len(plan.shapes) * len(plan.modes))
-        for shape in plan.shapes:
-            setting = Setting(shape, plan.dtype)
-            for mode in plan.modes:
+        task = progress.add_task("", total=len(shapes) * len(modes))
+        for shape in shapes:
+            setting = Setting(shape, dtype)
+            for mode in modes:
                 progress.update(task, description=f"{shape.name} {mode}")
-                measured = measure(setting, mode, candidates, plan.repeats, plan.warmup, console)
-                rival = _rival(plan.against, measured)
-                for candidate, values in measured.items():
-                    compared = rival if candidate.variant != plan.against else {}
-                    row = row_of("ssd", setting, mode, candidate, values | compared, ceiling)
-                    record.append(row, plan.out)
-                    rows.append(row)
+                yield setting, mode, ceiling
                 progress.advance(task)
-    return rows
 
 
 def row_of(bench: str, setting: Setting, mode: str, candidate: Candidate, values: dict, ceiling_gbps: float) -> dict:
