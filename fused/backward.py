@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ssd import backward as baseline
+from ssd import hopper_backward
 from ssd.kernels.arguments import fits_tiles
 from ssd.kernels.chunk_cumsum import chunk_cumsum
 from ssd.kernels.chunk_cumsum_bwd import chunk_cumsum_bwd
@@ -26,9 +27,11 @@ _KERNELS = ("walk_dstates", "group_dC", "group_dB_dx")
 
 def backward(saved: SSDSaved, dout: Tensor, dfinal_states: Tensor | None, into: SSDGrads) -> SSDGrads:
     """Gradients of every input that is present; dout has the shape and dtype of x, any strides."""
-    if saved.options.fuse_backward:
-        return _by_groups(saved, dout, dfinal_states, into)
-    return baseline.backward(saved, dout, dfinal_states, into)
+    if not saved.options.fuse_backward:
+        return baseline.backward(saved, dout, dfinal_states, into)
+    if hopper_backward.can_run(saved.inputs, saved.options, "fused"):
+        return hopper_backward.backward(saved, dout, dfinal_states, into)
+    return _by_groups(saved, dout, dfinal_states, into)
 
 
 def _by_groups(saved: SSDSaved, dout: Tensor, dfinal_states: Tensor | None, into: SSDGrads) -> SSDGrads:

@@ -20,7 +20,7 @@ from .runs import RUN_FIELDS, Run, chunks, deal
 from .tuning import current_device
 from .types import Options, SSDInputs, SSDSaved
 
-_BLOCK_M, _HEADDIM, _DSTATES = 64, 64, (64, 128)
+BLOCK_M, _HEADDIM, _DSTATES = 64, 64, (64, 128)
 _ALIGNMENT = 16  # bytes, of what a TMA descriptor describes
 OPTIONS = ("low_precision_states", "stationary", "segments", "save_states", "gluon")  # that these kernels can be without
 
@@ -40,14 +40,14 @@ def cannot_run(i: SSDInputs, options: Options, by_chunk: bool) -> str | None:
         return f"got {i.nheads // i.ngroups} heads a group, takes even numbers"
     if i.z is not None or i.seq_idx is not None or (i.D is not None and i.D.dim() == 2):
         return "z, seq_idx, cu_seqlens and D of two dimensions are not in it"
-    if by_chunk and i.chunk_size % _BLOCK_M:
-        return f"chunk_size: got {i.chunk_size}, keeps states every {_BLOCK_M} tokens or a multiple"
+    if by_chunk and i.chunk_size % BLOCK_M:
+        return f"chunk_size: got {i.chunk_size}, keeps states every {BLOCK_M} tokens or a multiple"
     if i.states_dtype.itemsize > 4:
         return f"state_dtype: got {i.states_dtype}, keeps states in fp32, bf16 or fp16"
     if not (options.exp2 and options.fuse_bmm):
         return "options.exp2 and fuse_bmm cannot be off in it"
     for name, t in (("x", i.x), ("B", i.B), ("C", i.C)):
-        if not _describable(t):
+        if not describable(t):
             return f"{name}: got strides {t.stride()}, takes contiguous heads and channels, and rows apart and on 16 bytes"
     return None
 
@@ -56,12 +56,12 @@ def can_run(i: SSDInputs, options: Options, by_chunk: bool, variant: str) -> boo
     """Whether these kernels take the inputs for `variant`; that they do not is said to the logger, once for each reason."""
     reason = cannot_run(i, options, by_chunk) if options.gluon else "options.gluon is off"
     if reason:
-        _say_plain(variant, reason)
+        say_plain(variant, reason)
     return reason is None
 
 
 @lru_cache(maxsize=64)
-def _say_plain(variant: str, reason: str) -> None:
+def say_plain(variant: str, reason: str) -> None:
     logging.getLogger("ssd").info("variant %r runs its plain Triton kernels, not those for Hopper: %s", variant, reason)
 
 
@@ -90,8 +90,9 @@ def two_level(inputs: SSDInputs, options: Options, save: bool, blocks: int | Non
         call = _Call.of(i)
         final_states, prev_states = call.new_states(()), call.new_states((i.nchunks,), i.states_dtype)
         runs, *entering = call.entering(options)
-        all_states(i, *call.descriptors[:2], *call.steps, runs, call.initial_states, *entering, prev_states, final_states)
-        each = _chunk_runs(i.batch, i.nheads // 2, call.nsub, i.chunk_size // _BLOCK_M, blocks, i.x.device)
+        all_states(i, call.descriptors[:2], describe_states(prev_states), *call.steps, runs, call.initial_states, *entering,
+                   final_states, i.chunk_size)
+        each = _chunk_runs(i.batch, i.nheads // 2, call.nsub, i.chunk_size // BLOCK_M, blocks, i.x.device)
         hopper_scan(i, *call.descriptors, *call.steps, each, prev_states=prev_states, from_memory=True)
     kept = prev_states if save and options.save_states else None
     return call.out, final_states, SSDSaved(inputs, options, None, None, kept)
@@ -111,8 +112,8 @@ class _Call:
     def of(cls, i: SSDInputs) -> _Call:
         out = torch.empty(i.x.shape, device=i.x.device, dtype=i.x.dtype)
         initial_states = None if i.initial_states is None else i.initial_states.float().contiguous()
-        steps = chunk_cumsum(replace(i, chunk_size=_BLOCK_M))
-        return cls(i, out, tuple(_describe(t) for t in (i.x, i.B, i.C, out)), steps, initial_states)
+        steps = chunk_cumsum(replace(i, chunk_size=BLOCK_M))
+        return cls(i, out, tuple(describe(t) for t in (i.x, i.B, i.C, out)), steps, initial_states)
 
     @property
     def nsub(self) -> int:
@@ -127,10 +128,10 @@ class _Call:
         from .kernels.hopper_states import piece_states
 
         i = self.inputs
-        runs, state_runs, npieces = _dealt(i.batch, i.nheads // 2, self.nsub, options.segments, i.x.device)
+        runs, state_runs, npieces = dealt(i.batch, i.nheads // 2, self.nsub, options.segments, i.x.device)
         if not npieces:
             return runs, None, None
-        return runs, *piece_states(i, *self.descriptors[:2], *self.steps, npieces, state_runs)
+        return runs, *piece_states(i, self.descriptors[:2], *self.steps, npieces, state_runs)
 
 
 @cache
@@ -140,33 +141,38 @@ def _is_hopper(device: torch.device) -> bool:
             and version >= (3, 6))
 
 
-def _describable(t: Tensor) -> bool:
+def describable(t: Tensor) -> bool:
     (batch, seqlen, heads, channels), strides = t.shape, t.stride()
     aligned = not any(stride * t.element_size() % _ALIGNMENT for stride in strides[:2]) and t.data_ptr() % _ALIGNMENT == 0
     apart = (batch == 1 or strides[0] > 0) and (seqlen == 1 or strides[1] >= heads * channels)
     return aligned and apart and strides[2:] == (channels, 1)
 
 
-def _describe(t: Tensor):
+def describe(t: Tensor):
     """TMA descriptor of a tensor (batch, seqlen, heads, channels) in tiles of one head's rows of a sub-chunk."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     batch, seqlen, heads, channels = t.shape
     shape, strides = [batch, seqlen, heads * channels], [t.stride(0), t.stride(1), 1]
-    return TensorDescriptor(t, shape, strides, [1, _BLOCK_M, channels], _layout(channels, t.dtype))
+    return TensorDescriptor(t, shape, strides, [1, BLOCK_M, channels], _layout(channels, t.dtype))
+
+
+def describe_states(states: Tensor):
+    """TMA descriptor of contiguous states (..., headdim, dstate) in tiles of one state."""
+    return describe(states.view(1, -1, 1, states.shape[-1]))
 
 
 @cache
 def _layout(channels: int, dtype: torch.dtype):
     from triton.experimental.gluon import language as gl
 
-    element = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[dtype]
-    return gl.NVMMASharedLayout.get_default_for([1, _BLOCK_M, channels], element)
+    element = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}[dtype]
+    return gl.NVMMASharedLayout.get_default_for([1, BLOCK_M, channels], element)
 
 
 # Tables are kept for good: a CUDA graph replays with their addresses.
 @cache
-def _dealt(batch: int, pairs: int, nsub: int, cut: bool, device: torch.device) -> tuple[Tensor, Tensor | None, int]:
+def dealt(batch: int, pairs: int, nsub: int, cut: bool, device: torch.device) -> tuple[Tensor, Tensor | None, int]:
     """Runs of sequences and of their pieces, (blocks, nruns, 6) int32 on the device, and the number of pieces."""
     runs = deal(batch, pairs, nsub, current_device(device.index).sms, cut)
     return _table(runs.sequences, device), _table(runs.pieces, device) if runs.npieces else None, runs.npieces

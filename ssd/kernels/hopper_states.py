@@ -1,17 +1,25 @@
-"""hopper_states, equation (27): the states without the outputs, in Gluon, for Hopper.
+"""hopper_states, equations (27) and (29): states or gradients of states without anything else, in Gluon, for Hopper.
 
-One block walks runs of sub-chunks of two heads and reads x, B, dt and dA_cumsum as hopper_scan does. Two uses:
+One block walks runs of sub-chunks of two heads (hopper_roles says what a run is) and reads x, B, dt and dA_cumsum as
+hopper_scan does. Rows from `batch` on are walks from the last sub-chunk to the first, in which dy, C and exp(A_i) take the
+places of x, B and dt_j exp(A_last - A_j), and what is walked is the gradient of the state: the backward wants both, at once.
 
     pieces:  a run starts from a zero state and writes ends (npieces, 2, 64, dstate) fp32, the state at its end, and factors
              (npieces, 2) fp32, the decay over it, in row `piece`: (28) joins them.
-    states:  a run starts as one of hopper_scan does and writes prev_states (batch, nchunks, nheads, 64, dstate), a state every
-             EVERY sub-chunks, and final_states (batch, nheads, 64, dstate) fp32.
+    states:  a run starts as one of hopper_scan does and writes states (rows, nchunks, nheads, 64, dstate), that before the first
+             of every EVERY sub-chunks, and final_states (rows, nheads, 64, dstate) fp32, unless it is None.
 """
 
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 from ..types import SSDInputs
 from .hopper_roles import (
@@ -20,8 +28,6 @@ from .hopper_roles import (
     block_barrier,
     decay,
     entering_state,
-    fetch,
-    keep_state,
     load_run,
     load_steps,
     state_offsets,
@@ -34,38 +40,72 @@ _REGISTERS = 160
 
 
 @gluon.jit
-def add_up(full, empty, Xs, Bs, to_end, dA_cumsum, dt, initial_states, ends, factors, prev_states, final_states, runs, nruns,
-           nsub, nheads, U: gl.constexpr, EVERY: gl.constexpr, BLOCK_M: gl.constexpr, HEADDIM: gl.constexpr,
-           DSTATE: gl.constexpr):
+def place(c, b, nsub, batch, BOTH: gl.constexpr):
+    """The sub-chunk at step c of a walk of row b."""
+    if BOTH:
+        c = gl.where(b >= batch, nsub - 1 - c, c)
+    return c
+
+
+@gluon.jit
+def is_kept(c, b, nsub, batch, EVERY: gl.constexpr, BOTH: gl.constexpr):
+    """Whether sub-chunk c is the one of its chunk that a walk of row b meets first."""
+    kept = c % EVERY == 0
+    if BOTH:
+        kept = gl.where(b >= batch, (c % EVERY == EVERY - 1) | (c == nsub - 1), kept)
+    return kept
+
+
+@gluon.jit
+def walk(full, empty, Xs, Bs, Ss, weights, states_desc, dA_cumsum, dt, initial_states, ends, factors, final_states, runs, nruns,
+         batch, nsub, nheads, U: gl.constexpr, EVERY: gl.constexpr, BOTH: gl.constexpr, BLOCK_M: gl.constexpr,
+         HEADDIM: gl.constexpr, DSTATE: gl.constexpr):
     """One warpgroup for each head: S <- exp(A_last) S + (x dt_j exp(A_last - A_j))^T B."""
     STAGES: gl.constexpr = full.shape[0]
+    SIZE: gl.constexpr = HEADDIM * DSTATE
     DTYPE: gl.constexpr = Xs.dtype
     STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DSTATE, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, STATE, 2)
     m = gl.arange(0, BLOCK_M, gl.BlockedLayout([1], [32], [4], [0]))
     offsets = state_offsets(STATE, HEADDIM, DSTATE)
     step = 0
+    kept = 0
     for k in range(gl.program_id(0) * nruns, gl.program_id(0) * nruns + nruns):
         b, pair, first, last, piece, npieces = load_run(runs, k)
         h = pair * 2 + U
         bh = (b * nheads + h).to(gl.int64)
-        row = bh * nsub * BLOCK_M
-        if prev_states is None:
+        row = ((b % batch if BOTH else b) * nheads + h).to(gl.int64) * nsub * BLOCK_M
+        if states_desc is None:
             state = gl.zeros([HEADDIM, DSTATE], gl.float32, STATE)
         else:
             state = entering_state(initial_states, ends, factors, bh, piece, npieces, offsets, U, STATE, HEADDIM, DSTATE)
         total = 0.0
-        a, dt_c, end = load_steps(dA_cumsum, dt, row + first * BLOCK_M, m, BLOCK_M)
+        a, dt_c, end = load_steps(dA_cumsum, dt, row + place(first, b, nsub, batch, BOTH) * BLOCK_M, m, BLOCK_M)
         for c in range(first, last):
             stage, line = step % STAGES, 2 * U + step % 2
-            if prev_states is not None:
-                keep_state(state, prev_states, b, h, c, nsub, nheads, EVERY, HEADDIM, DSTATE)
-            to_end.index(line).store(dt_c * decay((end - a) * LOG2E))
+            w = dt_c * decay((end - a) * LOG2E)
+            if BOTH:
+                w = gl.where(b >= batch, decay(a * LOG2E), w)
+            weights.index(line).store(w)
             total += end
-            factor = gl.exp2(end * LOG2E)
-            a, dt_c, end = load_steps(dA_cumsum, dt, row + gl.minimum(c + 1, last - 1) * BLOCK_M, m, BLOCK_M)
+            factor = decay(end * LOG2E)
+            ahead = place(gl.minimum(c + 1, last - 1), b, nsub, batch, BOTH)
+            a, dt_c, end = load_steps(dA_cumsum, dt, row + ahead * BLOCK_M, m, BLOCK_M)
+            if states_desc is not None:
+                KEPT: gl.constexpr = Ss.shape[0] // 2
+                at = place(c, b, nsub, batch, BOTH)
+                if is_kept(at, b, nsub, batch, EVERY, BOTH):
+                    slot = U * KEPT + kept % KEPT
+                    tma.store_wait(KEPT - 1)
+                    block_barrier()
+                    tile(Ss, slot, HEADDIM, DSTATE).store(state.to(states_desc.dtype))
+                    fence_async_shared()
+                    block_barrier()
+                    chunk = b * ((nsub + EVERY - 1) // EVERY) + at // EVERY
+                    tma.async_copy_shared_to_global(states_desc, [0, (chunk * nheads + h) * HEADDIM, 0], Ss.index(slot))
+                    kept += 1
             block_barrier()
-            w = gl.expand_dims(to_end.index(line).load(gl.SliceLayout(0, OPERAND)), 0)
+            w = gl.expand_dims(weights.index(line).load(gl.SliceLayout(0, OPERAND)), 0)
             mbarrier.wait(full.index(stage), (step // STAGES) & 1)
             x = tile(Xs, 2 * stage + U, BLOCK_M, HEADDIM).permute((1, 0)).load(OPERAND)
             x_end = (x.to(gl.float32) * w).to(DTYPE)
@@ -74,49 +114,95 @@ def add_up(full, empty, Xs, Bs, to_end, dA_cumsum, dt, initial_states, ends, fac
             block_barrier()
             mbarrier.arrive(empty.index(stage), count=1)
             step += 1
-        if prev_states is not None:
+        if states_desc is None:
+            if first < last:
+                gl.store(ends + (piece * 2 + U).to(gl.int64) * SIZE + offsets, state)
+                gl.store(factors + piece * 2 + U, decay(total * LOG2E))
+        elif final_states is not None:
             if last == nsub:
-                gl.store(final_states + bh * HEADDIM * DSTATE + offsets, state)
-        elif first < last:
-            gl.store(ends + (piece * 2 + U).to(gl.int64) * HEADDIM * DSTATE + offsets, state)
-            gl.store(factors + piece * 2 + U, gl.exp2(total * LOG2E))
+                gl.store(final_states + bh * SIZE + offsets, state)
+    tma.store_wait(0)
 
 
 @gluon.jit
-def hopper_states_kernel(x_desc, B_desc, dA_cumsum, dt, initial_states, ends, factors, prev_states, final_states, runs, nruns,
-                         nsub, nheads, heads_per_group, EVERY: gl.constexpr, STAGES: gl.constexpr):
+def fetch(x_desc, B_desc, dy_desc, C_desc, full, empty, Xs, Bs, runs, nruns, batch, nsub, heads_per_group, BOTH: gl.constexpr):
+    """The producer: B and x of both heads of each sub-chunk into the next free stage; of walks backwards C and dy."""
+    STAGES: gl.constexpr = full.shape[0]
+    BLOCK_M: gl.constexpr = x_desc.block_shape[1]
+    HEADDIM: gl.constexpr = x_desc.block_shape[2]
+    DSTATE: gl.constexpr = B_desc.block_shape[2]
+    step = 0
+    for k in range(gl.program_id(0) * nruns, gl.program_id(0) * nruns + nruns):
+        b, pair, first, last, _, _ = load_run(runs, k)
+        p, n = pair * 2 * HEADDIM, pair * 2 // heads_per_group * DSTATE
+        for c in range(first, last):
+            stage = step % STAGES
+            mbarrier.wait(empty.index(stage), (step // STAGES) & 1 ^ 1)
+            bar, token = full.index(stage), place(c, b, nsub, batch, BOTH) * BLOCK_M
+            mbarrier.expect(bar, BLOCK_M * 2 * (2 * HEADDIM + DSTATE))
+            if BOTH and b >= batch:
+                copy(dy_desc, C_desc, b - batch, token, p, n, bar, Xs, Bs, stage)
+            else:
+                copy(x_desc, B_desc, b, token, p, n, bar, Xs, Bs, stage)
+            step += 1
+
+
+@gluon.jit
+def copy(x_desc, B_desc, b, token, p, n, bar, Xs, Bs, stage):
+    """B and x of two heads of one sub-chunk, from their columns n and p on."""
+    tma.async_copy_global_to_shared(B_desc, [b, token, n], bar, Bs.index(stage))
+    for u in gl.static_range(2):
+        tma.async_copy_global_to_shared(x_desc, [b, token, p + u * x_desc.block_shape[2]], bar, Xs.index(2 * stage + u))
+
+
+@gluon.jit
+def hopper_states_kernel(x_desc, B_desc, dy_desc, C_desc, states_desc, dA_cumsum, dt, initial_states, ends, factors,
+                         final_states, runs, nruns, batch, nsub, nheads, heads_per_group, EVERY: gl.constexpr,
+                         STAGES: gl.constexpr):
+    BOTH: gl.constexpr = dy_desc is not None
     DTYPE: gl.constexpr = x_desc.dtype
     BLOCK_M: gl.constexpr = x_desc.block_shape[1]
     HEADDIM: gl.constexpr = x_desc.block_shape[2]
     DSTATE: gl.constexpr = B_desc.block_shape[2]
     Xs = gl.allocate_shared_memory(DTYPE, [2 * STAGES, 1, BLOCK_M, HEADDIM], x_desc.layout)
     Bs = gl.allocate_shared_memory(DTYPE, [STAGES, 1, BLOCK_M, DSTATE], B_desc.layout)
-    to_end = gl.allocate_shared_memory(gl.float32, [4, BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    if states_desc is None:
+        Ss: gl.constexpr = None
+    else:
+        KEPT: gl.constexpr = 2 if states_desc.dtype.primitive_bitwidth == 16 else 1
+        Ss = gl.allocate_shared_memory(states_desc.dtype, [2 * KEPT, 1, HEADDIM, DSTATE], states_desc.layout)
+    weights = gl.allocate_shared_memory(gl.float32, [4, BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     full, empty = barriers(STAGES, 1), barriers(STAGES, 2)
     fence_async_shared()
     gl.warp_specialize([
-        (add_up, (full, empty, Xs, Bs, to_end, dA_cumsum, dt, initial_states, ends, factors, prev_states, final_states, runs,
-                  nruns, nsub, nheads, 0, EVERY, BLOCK_M, HEADDIM, DSTATE)),
-        (add_up, (full, empty, Xs, Bs, to_end, dA_cumsum, dt, initial_states, ends, factors, prev_states, final_states, runs,
-                  nruns, nsub, nheads, 1, EVERY, BLOCK_M, HEADDIM, DSTATE)),
-        (fetch, (x_desc, B_desc, B_desc, full, empty, Xs, Bs, Bs, runs, nruns, heads_per_group, False)),
+        (walk, (full, empty, Xs, Bs, Ss, weights, states_desc, dA_cumsum, dt, initial_states, ends, factors, final_states, runs,
+                nruns, batch, nsub, nheads, 0, EVERY, BOTH, BLOCK_M, HEADDIM, DSTATE)),
+        (walk, (full, empty, Xs, Bs, Ss, weights, states_desc, dA_cumsum, dt, initial_states, ends, factors, final_states, runs,
+                nruns, batch, nsub, nheads, 1, EVERY, BOTH, BLOCK_M, HEADDIM, DSTATE)),
+        (fetch, (x_desc, B_desc, dy_desc, C_desc, full, empty, Xs, Bs, runs, nruns, batch, nsub, heads_per_group, BOTH)),
     ], [4, 1], [152, 24])
 
 
-def piece_states(i: SSDInputs, x_desc, B_desc, dt, dA_cumsum, npieces: int, runs) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns ends and factors. runs: (blocks, nruns, 6) int32."""
+def piece_states(i: SSDInputs, descriptors, dt, dA_cumsum, npieces: int, runs) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns ends and factors. descriptors: of x, B, and where rows from batch on are walked of dy, C. runs: int32 rows."""
     ends = torch.empty(npieces, 2, i.headdim, i.dstate, device=i.x.device, dtype=torch.float32)
     factors = torch.empty(npieces, 2, device=i.x.device, dtype=torch.float32)
-    _launch(i, x_desc, B_desc, dt, dA_cumsum, runs, None, ends, factors, None, None)
+    _launch(i, descriptors, None, dt, dA_cumsum, runs, None, ends, factors, None, i.chunk_size)
     return ends, factors
 
 
-def all_states(i: SSDInputs, x_desc, B_desc, dt, dA_cumsum, runs, initial_states, ends, factors, prev_states,
-               final_states) -> None:
-    """Fills prev_states and final_states. ends and factors: of the pieces that enter the runs, if any do."""
-    _launch(i, x_desc, B_desc, dt, dA_cumsum, runs, initial_states, ends, factors, prev_states, final_states)
+def all_states(i: SSDInputs, descriptors, states_desc, dt, dA_cumsum, runs, initial_states, ends, factors, final_states,
+               every: int) -> None:
+    """Fills what states_desc describes, states every `every` tokens, and final_states unless None.
+
+    descriptors, runs: as above. ends and factors: of the pieces that enter the runs, if any do.
+    """
+    _launch(i, descriptors, states_desc, dt, dA_cumsum, runs, initial_states, ends, factors, final_states, every)
 
 
-def _launch(i: SSDInputs, x_desc, B_desc, dt, dA_cumsum, runs, *states) -> None:
-    launch(hopper_states_kernel, runs.shape[0], x_desc, B_desc, dA_cumsum, dt, *states, runs, runs.shape[1], dt.shape[2],
-           i.nheads, i.nheads // i.ngroups, EVERY=i.chunk_size // dt.shape[3], STAGES=STAGES, num_warps=4, maxnreg=_REGISTERS)
+def _launch(i: SSDInputs, descriptors, states_desc, dt, dA_cumsum, runs, initial_states, ends, factors, final_states,
+            every: int) -> None:
+    descriptors = (*descriptors, None, None)[:4]
+    launch(hopper_states_kernel, runs.shape[0], *descriptors, states_desc, dA_cumsum, dt, initial_states, ends, factors,
+           final_states, runs, runs.shape[1], i.batch, dt.shape[2], i.nheads, i.nheads // i.ngroups,
+           EVERY=every // dt.shape[3], STAGES=STAGES, num_warps=4, maxnreg=_REGISTERS)

@@ -98,7 +98,7 @@ def test_where_they_run(capability, version, hip, yes, monkeypatch):
 
 def test_elsewhere_the_plain_kernels_run(caplog):
     inputs = random_inputs(replace(SHAPE, seqlen=20), Case(), torch.float16, "cpu")
-    hopper._say_plain.cache_clear()
+    hopper.say_plain.cache_clear()
     with caplog.at_level("INFO", "ssd"):
         assert not any(hopper.can_run(inputs, options, True, "fused") for options in (Options(), Options(gluon=False)))
     said = [record.getMessage() for record in caplog.records]

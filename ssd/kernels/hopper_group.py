@@ -1,0 +1,352 @@
+"""hopper_group, equations (18), (19), (21), (22), (30), (31): a group's gradients of one sub-chunk, in Gluon, for Hopper.
+
+A block takes tiles, a sub-chunk of 64 tokens of one group each, or of a split of its heads, and meets their heads in order.
+Sums over heads stay in registers. A role for each warpgroup:
+
+    dC (1 warpgroup):     K_ij = (dy_i . x_j) exp(A_i - A_j) dt_j,  dCB += K,  dC += exp(A_i) dy H,  r + row
+    dB_dx (1 warpgroup):  u + v = (B C^T exp(A_i - A_j)) dy + exp(A_last - A_j) B G^T,  dx,
+                          dB += (x dt_j exp(A_last - A_j)) G,  (u + v) . x, q, col, dy . x
+    lines (1 warpgroup):  the exponentials of each head as vectors, s = exp(A_last) <H, G>
+    fetch (1 warp):       B and C of a tile; x, dy, H, G of its heads by TMA into a ring of stages
+
+Rows are tokens i in the first, j in the second; neither keeps the diagonal of pairs, which cancels in row - col, and u gets it
+as B_j . C_j dy_j. At the end of a tile dCB goes from the first to the second through shared memory.
+
+Reads x, dy (batch, seqlen, nheads, 64), B, C (batch, seqlen, ngroups, dstate), bf16 or fp16, and states (2, batch, nsub, nheads,
+64, dstate), those before and the gradients of those after each sub-chunk, in the same dtype, through TMA descriptors that
+fill rows past seqlen with 0; dt, dA_cumsum (batch, nheads, nsub, 64) fp32; D (nheads,). Writes dx as x; dB, dC contiguous (splits,
+batch, seqlen, ngroups, dstate); sums (5, batch, nheads, nsub, 64) fp32: (u + v) . x, q, r + row, col, dy . x; and s (batch,
+nheads, nsub) fp32.
+"""
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ..types import SSDInputs
+from .arguments import contiguous
+from .hopper_roles import LOG2E, barriers, block_barrier, decay, load_steps, log2, row_layout, tile
+from .launch import launch
+
+STAGES = 3
+_REGISTERS = 128  # a thread at launch; the roles then share them out
+
+
+@gluon.jit
+def at_most(v, limit: gl.constexpr):
+    """The smaller of v and a number, or NaN if v is: one instruction."""
+    return gl.inline_asm_elementwise("min.NaN.f32 $0, $1, $2;", "=r,r,r", [v, gl.full_like(v, limit)], gl.float32, True, 1)
+
+
+@gluon.jit
+def load_tile(t, ngroups, nsub, SPLITS: gl.constexpr):
+    """Batch row, sub-chunk, group and split of tile t. Groups of a sub-chunk are neighbours."""
+    slot, row = t % (ngroups * SPLITS), t // (ngroups * SPLITS)
+    return row // nsub, row % nsub, slot // SPLITS, slot % SPLITS
+
+
+@gluon.jit
+def heads_of(group, split, heads_per_group, SPLITS: gl.constexpr):
+    """First head and number of heads of a split of a group."""
+    each = (heads_per_group + SPLITS - 1) // SPLITS
+    first = split * each
+    return group * heads_per_group + first, gl.maximum(gl.minimum(each, heads_per_group - first), 0)
+
+
+@gluon.jit
+def store_rows(t, b, c, group, values, seqlen, ngroups, BLOCK_M: gl.constexpr, DSTATE: gl.constexpr):
+    """`values` [M, N] into a contiguous (batch, seqlen, ngroups, dstate)."""
+    ROWS: gl.constexpr = row_layout(DSTATE)
+    m = c * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(1, ROWS))
+    n = gl.arange(0, DSTATE, gl.SliceLayout(0, ROWS))
+    token = gl.expand_dims((b * seqlen + m).to(gl.int64) * ngroups + group, 1)
+    values = gl.convert_layout(values.to(t.dtype.element_ty), ROWS)
+    gl.store(t + token * DSTATE + gl.expand_dims(n, 0), values, mask=gl.expand_dims(m < seqlen, 1))
+
+
+@gluon.jit
+def dC_role(bars, rings, lines, dC, sums, ntiles, seqlen, nsub, ngroups, heads_per_group, part_stride, sum_stride,
+            SPLITS: gl.constexpr):
+    full, empty, ready, group_full, group_empty, pairs_full, pairs_empty = bars
+    Xs, dYs, Hs, Gs, Bs, Cs, dCBs, dXs = rings
+    A_columns, A_rows, from_start, to_end, steps = lines
+    STAGES: gl.constexpr = full.shape[0]
+    BLOCK_M: gl.constexpr = Xs.shape[2]
+    HEADDIM: gl.constexpr = Xs.shape[3]
+    DSTATE: gl.constexpr = Bs.shape[3]
+    DTYPE: gl.constexpr = Xs.dtype
+    IJ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    IP: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEADDIM, 16])
+    IN: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DSTATE, 16])
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, IJ, 2)
+    i, j = gl.arange(0, BLOCK_M, gl.SliceLayout(1, IJ)), gl.arange(0, BLOCK_M, gl.SliceLayout(0, IJ))
+    B, C = tile(Bs, 0, BLOCK_M, DSTATE), tile(Cs, 0, BLOCK_M, DSTATE)
+    step = 0
+    turn = 0
+    for t in range(gl.program_id(0), ntiles, gl.num_programs(0)):
+        b, c, group, split = load_tile(t, ngroups, nsub, SPLITS)
+        head, count = heads_of(group, split, heads_per_group, SPLITS)
+        mbarrier.wait(group_full, turn & 1)
+        CB = warpgroup_mma(C, B.permute((1, 0)), gl.zeros([BLOCK_M, BLOCK_M], gl.float32, IJ), use_acc=False, is_async=True)
+        CB = warpgroup_mma_wait(0, deps=(CB,))
+        CB = gl.where(gl.expand_dims(i, 1) > gl.expand_dims(j, 0), CB, 0.0)
+        sum_dCB = gl.zeros([BLOCK_M, BLOCK_M], gl.float32, IJ)
+        sum_dC = gl.zeros([BLOCK_M, DSTATE], gl.float32, IN)
+        for k in range(count):
+            stage = step % STAGES
+            mbarrier.wait(full.index(stage), (step // STAGES) & 1)
+            x, H = tile(Xs, stage, BLOCK_M, HEADDIM), tile(Hs, stage, HEADDIM, DSTATE)
+            dy_tile = tile(dYs, stage, BLOCK_M, HEADDIM)
+            dy = dy_tile.load(OPERAND)
+            K = warpgroup_mma(dy, x.permute((1, 0)), gl.zeros([BLOCK_M, BLOCK_M], gl.float32, IJ), use_acc=False, is_async=True)
+            mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
+            w = gl.expand_dims(from_start.index(stage).load(gl.SliceLayout(1, OPERAND)), 1)
+            sum_dC = warpgroup_mma((dy.to(gl.float32) * w).to(DTYPE), H, sum_dC, is_async=True)
+            A_i = gl.expand_dims(A_columns.index(stage).load(gl.SliceLayout(1, IJ)), 1)
+            A_j = gl.expand_dims(A_rows.index(stage).load(gl.SliceLayout(0, IJ)), 0)
+            L = gl.exp2(at_most(A_i - A_j, 64.0))  # above the diagonal anything finite: masked where it is used
+            K = warpgroup_mma_wait(1, deps=(K,)) * L
+            CH = warpgroup_mma(C, H.permute((1, 0)), gl.zeros([BLOCK_M, HEADDIM], gl.float32, IP), use_acc=False, is_async=True)
+            sum_dCB += K
+            row = gl.sum(K * CB, 1)
+            dy_f = dy_tile.load(IP).to(gl.float32)
+            sum_dC, CH = warpgroup_mma_wait(0, deps=(sum_dC, CH))
+            r = gl.convert_layout(gl.sum(dy_f * CH, 1), gl.SliceLayout(1, IJ))
+            row += r * from_start.index(stage).load(gl.SliceLayout(1, IJ))
+            block_barrier()
+            mbarrier.arrive(empty.index(stage), count=1)
+            at = ((b * ngroups * heads_per_group + head + k).to(gl.int64) * nsub + c) * BLOCK_M
+            gl.store(sums + 2 * sum_stride.to(gl.int64) + at + i, row)
+            step += 1
+        dCB = gl.where(gl.expand_dims(i, 1) >= gl.expand_dims(j, 0), sum_dCB, 0.0).to(DTYPE)
+        mbarrier.wait(pairs_empty, turn & 1 ^ 1)
+        dCBs.store(dCB)
+        fence_async_shared()
+        block_barrier()
+        mbarrier.arrive(pairs_full, count=1)
+        sum_dC = warpgroup_mma(gl.convert_layout(dCB, OPERAND), B, sum_dC, is_async=True)
+        sum_dC = warpgroup_mma_wait(0, deps=(sum_dC,))
+        block_barrier()
+        mbarrier.arrive(group_empty, count=1)
+        store_rows(dC + split.to(gl.int64) * part_stride, b, c, group, sum_dC, seqlen, ngroups, BLOCK_M, DSTATE)
+        turn += 1
+
+
+@gluon.jit
+def dB_dx_role(dx_desc, bars, rings, lines, D, dB, sums, ntiles, seqlen, nsub, ngroups, heads_per_group, part_stride,
+               sum_stride, SPLITS: gl.constexpr):
+    full, empty, ready, group_full, group_empty, pairs_full, pairs_empty = bars
+    Xs, dYs, Hs, Gs, Bs, Cs, dCBs, dXs = rings
+    A_columns, A_rows, from_start, to_end, steps = lines
+    STAGES: gl.constexpr = full.shape[0]
+    BLOCK_M: gl.constexpr = Xs.shape[2]
+    HEADDIM: gl.constexpr = Xs.shape[3]
+    DSTATE: gl.constexpr = Bs.shape[3]
+    DTYPE: gl.constexpr = Xs.dtype
+    JI: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    JN: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DSTATE, 16])
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, JI, 2)
+    j, i = gl.arange(0, BLOCK_M, gl.SliceLayout(1, JI)), gl.arange(0, BLOCK_M, gl.SliceLayout(0, JI))
+    B, C = tile(Bs, 0, BLOCK_M, DSTATE), tile(Cs, 0, BLOCK_M, DSTATE)
+    step = 0
+    turn = 0
+    for t in range(gl.program_id(0), ntiles, gl.num_programs(0)):
+        b, c, group, split = load_tile(t, ngroups, nsub, SPLITS)
+        head, count = heads_of(group, split, heads_per_group, SPLITS)
+        mbarrier.wait(group_full, turn & 1)
+        BC = warpgroup_mma(B, C.permute((1, 0)), gl.zeros([BLOCK_M, BLOCK_M], gl.float32, JI), use_acc=False, is_async=True)
+        BC = warpgroup_mma_wait(0, deps=(BC,))
+        own = gl.sum(gl.where(gl.expand_dims(i, 0) == gl.expand_dims(j, 1), BC, 0.0), 1)  # B_j . C_j
+        BC = gl.where(gl.expand_dims(i, 0) > gl.expand_dims(j, 1), BC, 0.0)
+        sum_dB = gl.zeros([BLOCK_M, DSTATE], gl.float32, JN)
+        for k in range(count):
+            stage = step % STAGES
+            mbarrier.wait(full.index(stage), (step // STAGES) & 1)
+            x_tile, dy, G = (tile(Xs, stage, BLOCK_M, HEADDIM), tile(dYs, stage, BLOCK_M, HEADDIM),
+                             tile(Gs, stage, HEADDIM, DSTATE))
+            x = x_tile.load(OPERAND)
+            x_dy = warpgroup_mma(x, dy.permute((1, 0)), gl.zeros([BLOCK_M, BLOCK_M], gl.float32, JI), use_acc=False,
+                                 is_async=True)
+            mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
+            w = to_end.index(stage).load(gl.SliceLayout(1, OPERAND)) * steps.index(stage).load(gl.SliceLayout(1, OPERAND))
+            sum_dB = warpgroup_mma((x.to(gl.float32) * gl.expand_dims(w, 1)).to(DTYPE), G, sum_dB, is_async=True)
+            A_i = gl.expand_dims(A_columns.index(stage).load(gl.SliceLayout(0, JI)), 0)
+            A_j = gl.expand_dims(A_columns.index(stage).load(gl.SliceLayout(1, JI)), 1)
+            L = BC * gl.exp2(at_most(A_i - A_j, 0.0))
+            dt_j = steps.index(stage).load(gl.SliceLayout(1, JI))
+            x_dy = warpgroup_mma_wait(1, deps=(x_dy,))
+            v = warpgroup_mma(B, G.permute((1, 0)), gl.zeros([BLOCK_M, HEADDIM], gl.float32, JI), use_acc=False, is_async=True)
+            col = dt_j * gl.sum(L * x_dy, 1)
+            pairs = gl.convert_layout(L.to(DTYPE), OPERAND)
+            sum_dB, v = warpgroup_mma_wait(0, deps=(sum_dB, v))
+            v = v * gl.expand_dims(to_end.index(stage).load(gl.SliceLayout(1, JI)), 1)
+            q = dt_j * gl.sum(v * x_tile.load(JI).to(gl.float32), 1)
+            u_v = warpgroup_mma(pairs, dy, v, is_async=True)
+            dy_x = gl.sum(dy.load(JI).to(gl.float32) * x_tile.load(JI).to(gl.float32), 1)
+            u_v = warpgroup_mma_wait(0, deps=(u_v,))
+            u_v_x = gl.sum(u_v * x_tile.load(JI).to(gl.float32), 1) + own * dy_x
+            skip = dt_j * own
+            if D is not None:
+                skip += gl.load(D + head + k).to(gl.float32)
+            dx = u_v * gl.expand_dims(dt_j, 1) + dy.load(JI).to(gl.float32) * gl.expand_dims(skip, 1)
+            tma.store_wait(0)
+            block_barrier()
+            tile(dXs, 0, BLOCK_M, HEADDIM).store(dx.to(DTYPE))
+            fence_async_shared()
+            block_barrier()
+            mbarrier.arrive(empty.index(stage), count=1)
+            tma.async_copy_shared_to_global(dx_desc, [b, c * BLOCK_M, (head + k) * HEADDIM], dXs.index(0))
+            at = ((b * ngroups * heads_per_group + head + k).to(gl.int64) * nsub + c) * BLOCK_M
+            gl.store(sums + at + j, u_v_x)
+            gl.store(sums + sum_stride.to(gl.int64) + at + j, q)
+            gl.store(sums + 3 * sum_stride.to(gl.int64) + at + j, col)
+            if D is not None:
+                gl.store(sums + 4 * sum_stride.to(gl.int64) + at + j, dy_x)
+            step += 1
+        mbarrier.wait(pairs_full, turn & 1)
+        sum_dB = warpgroup_mma(dCBs.permute((1, 0)), C, sum_dB, is_async=True)
+        sum_dB = warpgroup_mma_wait(0, deps=(sum_dB,))
+        block_barrier()
+        mbarrier.arrive(pairs_empty, count=1)
+        mbarrier.arrive(group_empty, count=1)
+        store_rows(dB + split.to(gl.int64) * part_stride, b, c, group, sum_dB, seqlen, ngroups, BLOCK_M, DSTATE)
+        turn += 1
+    tma.store_wait(0)
+
+
+@gluon.jit
+def lines_role(bars, rings, lines, dA_cumsum, dt, s, ntiles, nsub, ngroups, heads_per_group, SPLITS: gl.constexpr):
+    full, empty, ready, group_full, group_empty, pairs_full, pairs_empty = bars
+    Xs, dYs, Hs, Gs, Bs, Cs, dCBs, dXs = rings
+    A_columns, A_rows, from_start, to_end, steps = lines
+    STAGES: gl.constexpr = full.shape[0]
+    BLOCK_M: gl.constexpr = Xs.shape[2]
+    HEADDIM: gl.constexpr = Xs.shape[3]
+    DSTATE: gl.constexpr = Bs.shape[3]
+    ROWS: gl.constexpr = row_layout(DSTATE)
+    PART: gl.constexpr = HEADDIM // 4  # so many rows of a state at a time fit the registers
+    m = gl.arange(0, BLOCK_M, gl.BlockedLayout([1], [32], [4], [0]))
+    step = 0
+    for t in range(gl.program_id(0), ntiles, gl.num_programs(0)):
+        b, c, group, split = load_tile(t, ngroups, nsub, SPLITS)
+        head, count = heads_of(group, split, heads_per_group, SPLITS)
+        row = (b * ngroups * heads_per_group + head).to(gl.int64) * nsub + c
+        a, dt_k, end = load_steps(dA_cumsum, dt, row * BLOCK_M, m, BLOCK_M)
+        for k in range(count):
+            stage = step % STAGES
+            mbarrier.wait(empty.index(stage), (step // STAGES) & 1 ^ 1)
+            a, end = a * LOG2E, end * LOG2E
+            A_columns.index(stage).store(a)
+            A_rows.index(stage).store(a - log2(dt_k))
+            from_start.index(stage).store(decay(a))
+            to_end.index(stage).store(decay(end - a))
+            steps.index(stage).store(dt_k)
+            factor = decay(end)
+            ahead = (row + gl.minimum(k + 1, count - 1) * nsub) * BLOCK_M
+            a, dt_k, end = load_steps(dA_cumsum, dt, ahead, m, BLOCK_M)
+            block_barrier()
+            mbarrier.arrive(ready.index(stage), count=1)
+            mbarrier.wait(full.index(stage), (step // STAGES) & 1)
+            H, G = tile(Hs, stage, HEADDIM, DSTATE), tile(Gs, stage, HEADDIM, DSTATE)
+            product = gl.zeros([PART, DSTATE], gl.float32, ROWS)
+            for part in gl.static_range(4):
+                product += (H.slice(part * PART, PART).load(ROWS).to(gl.float32)
+                            * G.slice(part * PART, PART).load(ROWS).to(gl.float32))
+            product = factor * gl.sum(gl.sum(product, 1), 0)
+            block_barrier()
+            mbarrier.arrive(empty.index(stage), count=1)
+            gl.store(s + row + k * nsub, product)
+            step += 1
+
+
+@gluon.jit
+def fetch_role(x_desc, dy_desc, B_desc, C_desc, states_desc, bars, rings, ntiles, batch, nsub, ngroups, heads_per_group,
+               SPLITS: gl.constexpr):
+    full, empty, ready, group_full, group_empty, pairs_full, pairs_empty = bars
+    Xs, dYs, Hs, Gs, Bs, Cs, dCBs, dXs = rings
+    STAGES: gl.constexpr = full.shape[0]
+    BLOCK_M: gl.constexpr = Xs.shape[2]
+    HEADDIM: gl.constexpr = Xs.shape[3]
+    DSTATE: gl.constexpr = Bs.shape[3]
+    nheads = ngroups * heads_per_group
+    step = 0
+    turn = 0
+    for t in range(gl.program_id(0), ntiles, gl.num_programs(0)):
+        b, c, group, split = load_tile(t, ngroups, nsub, SPLITS)
+        head, count = heads_of(group, split, heads_per_group, SPLITS)
+        mbarrier.wait(group_empty, turn & 1 ^ 1)
+        mbarrier.expect(group_full, 2 * BLOCK_M * DSTATE * 2)
+        tma.async_copy_global_to_shared(B_desc, [b, c * BLOCK_M, group * DSTATE], group_full, Bs.index(0))
+        tma.async_copy_global_to_shared(C_desc, [b, c * BLOCK_M, group * DSTATE], group_full, Cs.index(0))
+        for k in range(head, head + count):
+            stage = step % STAGES
+            mbarrier.wait(empty.index(stage), (step // STAGES) & 1 ^ 1)
+            bar = full.index(stage)
+            mbarrier.expect(bar, 2 * HEADDIM * (BLOCK_M + DSTATE) * 2)
+            tma.async_copy_global_to_shared(x_desc, [b, c * BLOCK_M, k * HEADDIM], bar, Xs.index(stage))
+            tma.async_copy_global_to_shared(dy_desc, [b, c * BLOCK_M, k * HEADDIM], bar, dYs.index(stage))
+            for way in gl.static_range(2):
+                state = (((way * batch + b) * nsub + c) * nheads + k) * HEADDIM
+                tma.async_copy_global_to_shared(states_desc, [0, state, 0], bar, (Hs if way == 0 else Gs).index(stage))
+            step += 1
+        turn += 1
+
+
+@gluon.jit
+def hopper_group_kernel(x_desc, dy_desc, B_desc, C_desc, states_desc, dx_desc, dA_cumsum, dt, D, dB, dC, sums, s, ntiles, batch,
+                        seqlen, nsub, ngroups, heads_per_group, part_stride, sum_stride, SPLITS: gl.constexpr,
+                        STAGES: gl.constexpr):
+    DTYPE: gl.constexpr = x_desc.dtype
+    BLOCK_M: gl.constexpr = x_desc.block_shape[1]
+    HEADDIM: gl.constexpr = x_desc.block_shape[2]
+    DSTATE: gl.constexpr = B_desc.block_shape[2]
+    SQUARE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, BLOCK_M], DTYPE)
+    LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    Xs = gl.allocate_shared_memory(DTYPE, [STAGES, 1, BLOCK_M, HEADDIM], x_desc.layout)
+    dYs = gl.allocate_shared_memory(DTYPE, [STAGES, 1, BLOCK_M, HEADDIM], x_desc.layout)
+    Hs = gl.allocate_shared_memory(DTYPE, [STAGES, 1, HEADDIM, DSTATE], states_desc.layout)
+    Gs = gl.allocate_shared_memory(DTYPE, [STAGES, 1, HEADDIM, DSTATE], states_desc.layout)
+    Bs = gl.allocate_shared_memory(DTYPE, [1, 1, BLOCK_M, DSTATE], B_desc.layout)
+    Cs = gl.allocate_shared_memory(DTYPE, [1, 1, BLOCK_M, DSTATE], B_desc.layout)
+    dCBs = gl.allocate_shared_memory(DTYPE, [BLOCK_M, BLOCK_M], SQUARE)
+    dXs = gl.allocate_shared_memory(DTYPE, [1, 1, BLOCK_M, HEADDIM], x_desc.layout)
+    A_columns = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], LINE)
+    A_rows = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], LINE)
+    from_start = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], LINE)
+    to_end = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], LINE)
+    steps = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], LINE)
+    full, empty, ready = barriers(STAGES, 1), barriers(STAGES, 3), barriers(STAGES, 1)
+    group_full, group_empty = barriers(1, 1).index(0), barriers(1, 2).index(0)
+    pairs_full, pairs_empty = barriers(1, 1).index(0), barriers(1, 1).index(0)
+    fence_async_shared()
+    bars = (full, empty, ready, group_full, group_empty, pairs_full, pairs_empty)
+    rings = (Xs, dYs, Hs, Gs, Bs, Cs, dCBs, dXs)
+    lines = (A_columns, A_rows, from_start, to_end, steps)
+    gl.warp_specialize([
+        (dC_role, (bars, rings, lines, dC, sums, ntiles, seqlen, nsub, ngroups, heads_per_group, part_stride, sum_stride, SPLITS)),
+        (dB_dx_role, (dx_desc, bars, rings, lines, D, dB, sums, ntiles, seqlen, nsub, ngroups, heads_per_group, part_stride,
+                      sum_stride, SPLITS)),
+        (lines_role, (bars, rings, lines, dA_cumsum, dt, s, ntiles, nsub, ngroups, heads_per_group, SPLITS)),
+        (fetch_role, (x_desc, dy_desc, B_desc, C_desc, states_desc, bars, rings, ntiles, batch, nsub, ngroups, heads_per_group,
+                      SPLITS)),
+    ], [4, 4, 1], [216, 64, 24])
+
+
+def hopper_group(i: SSDInputs, x_desc, dy_desc, B_desc, C_desc, states_desc, dx_desc, dt, dA_cumsum, dB, dC, blocks: int):
+    """Fills what dx_desc describes, and dB, dC (splits, batch, seqlen, ngroups, dstate); returns sums and s."""
+    splits, nsub = dB.shape[0], dt.shape[2]
+    ntiles = i.batch * nsub * i.ngroups * splits
+    sums = torch.empty(5 if i.D is not None else 4, *dt.shape, device=dt.device, dtype=torch.float32)
+    s = torch.empty(dt.shape[:3], device=dt.device, dtype=torch.float32)
+    launch(
+        hopper_group_kernel, min(ntiles, blocks), x_desc, dy_desc, B_desc, C_desc, states_desc, dx_desc, dA_cumsum, dt,
+        contiguous(i.D), dB, dC, sums, s, ntiles, i.batch, i.seqlen, nsub, i.ngroups, i.nheads // i.ngroups, dB.stride(0),
+        sums.stride(0), SPLITS=splits, STAGES=STAGES, num_warps=4, maxnreg=_REGISTERS)
+    return sums, s
