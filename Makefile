@@ -4,6 +4,7 @@
 #   make bench VARIANT=baseline AGAINST=mamba_ssm SHAPE=8b-b4,2.7b-b4 MODE=fwd,bwd ARGS='--repeats 100'
 #   make ablate SHAPE=8b-b1,8b-b4 MODE=fwd   every option of fused and persistent; VARIANT=fused for one
 #   make test ARGS='tests/ssd -k cost'
+#   make test ARGS='--numprocesses=14 --shard=2/3'   the second of three parts of the tests, on 14 cores
 
 PYTHON ?= python3
 VENV ?= .venv

@@ -1,7 +1,10 @@
 """Tests run on a GPU if there is one, else in Triton's interpreter, which must be chosen before Triton is imported."""
 
+import argparse
 import os
+import re
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -10,21 +13,92 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
+from tests.inputs import OURS
+
 _OUTCOMES = ("passed", "failed", "skipped")
+_REPORTED_LINES = 12
 _started = time.monotonic()
+
+
+def shard_of(text: str) -> tuple[int, int]:
+    """What --shard is given, "2/3", as numbers, (2, 3)."""
+    found = re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", text)
+    if not found or int(found[1]) > int(found[2]):
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected K/N, the K-th of N parts, with 1 <= K <= N")
+    return int(found[1]), int(found[2])
+
+
+def group(nodeid: str) -> str:
+    """What tests share that differ in nothing but the variant: the nodeid without it."""
+    return re.sub(rf"(?<=[\[-])({'|'.join(OURS)})(?=[\]-])", "", nodeid)
+
+
+def dealt(groups: Iterable[str], number: int, count: int) -> set[str]:
+    """The groups of one of `count` parts, dealt out in turn, so that each part has its share of every slow test.
+
+    Each round starts one part later: parameters come in turn as well, and one part would get all that have the slow dtype.
+    """
+    return {group for n, group in enumerate(dict.fromkeys(groups)) if (n + n // count) % count == number - 1}
+
+
+def pytest_addoption(parser):
+    parser.addoption("--shard", metavar="K/N", type=shard_of, help="run the K-th of N parts of the tests, of about equal time")
 
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "gpu(count=1): needs that many CUDA devices")
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(_Failures(config))
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     found = torch.cuda.device_count() if torch.cuda.is_available() else 0
     for item in items:
         if marker := item.get_closest_marker("gpu"):
             wanted = marker.kwargs.get("count", 1)
             if wanted > found:
                 item.add_marker(pytest.mark.skip(reason=f"needs {wanted} CUDA device(s), found {found}"))
+    if config.option.shard:
+        kept = dealt((group(item.nodeid) for item in items), *config.option.shard)
+        config.hook.pytest_deselected(items=[item for item in items if group(item.nodeid) not in kept])
+        items[:] = [item for item in items if group(item.nodeid) in kept]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """On a GPU one worker runs a whole group: its variants share kernels, which several workers would compile at once.
+
+    Without a GPU nothing is compiled, and groups would only be harder to share out evenly. It is not left to xdist's marks
+    and `--dist=loadgroup`: xdist 3.8 writes the mark into an attribute of the item that pytest 9.2 no longer reads.
+    """
+    if not torch.cuda.is_available() or config.getvalue("dist") != "load":
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByGroup(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return group(nodeid)
+
+    return ByGroup(config, log)
+
+
+class _Failures:
+    """Prints each failure when it happens, so that a run that is killed has told what failed."""
+
+    def __init__(self, config: pytest.Config):
+        self.config = config
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_logreport(self, report):
+        result = yield
+        if report.failed:
+            terminal = self.config.pluginmanager.get_plugin("terminalreporter")
+            terminal.write_line("")  # ends the line of dots
+            terminal.write_line(f"{'FAILED' if report.when == 'call' else 'ERROR'} {report.nodeid}", red=True)
+            for line in report.longreprtext.splitlines()[-_REPORTED_LINES:]:
+                terminal.write_line(f"  {line}")
+            terminal.flush()
+        return result
 
 
 @pytest.fixture(scope="session")
@@ -53,15 +127,20 @@ def poison(monkeypatch):
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    """On a GPU, a run of all the tests leaves a row of its outcome beside the measurements; workers of xdist do not."""
+    """On a GPU, a run of all the tests, or of a shard of them, leaves a row of its outcome beside the measurements.
+
+    Workers of xdist do not.
+    """
     part = any(getattr(config.option, name, None) for name in ("keyword", "markexpr", "lf", "collectonly"))
     whole = [Path(path).resolve() for path in config.args] == [Path(__file__).parent] and not part
     if not torch.cuda.is_available() or hasattr(config, "workerinput") or not whole:
         return
     from experiments import record
 
+    shard = {"shard": "{}/{}".format(*config.option.shard)} if config.option.shard else {}
+    record.EXTRA_KEYS["tests"] += tuple(shard)
     counts = {outcome: len(terminalreporter.stats.get(outcome, ())) for outcome in _OUTCOMES}
     counts["failed"] += len(terminalreporter.stats.get("error", ()))
     seconds = round(time.monotonic() - _started, 1)
-    path = record.append({"bench": "tests", **counts, "seconds": seconds, **record.environment()})
+    path = record.append({"bench": "tests", **shard, **counts, "seconds": seconds, **record.environment()})
     terminalreporter.write_line(f"row added to {path}")
