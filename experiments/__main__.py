@@ -21,9 +21,10 @@ from ssd.registry import get_variant, is_peer
 
 from . import ablate as ablation
 from . import choose as choices
+from . import counters as ncu
 from . import readme as readme_file
 from . import record, table
-from .bench import CHUNK_SIZES, Plan
+from .bench import CHUNK_SIZES, Candidate, Plan
 from .bench import run as run_bench
 from .shapes import DTYPES, MODES, SHAPES, Shape, find_shapes
 
@@ -43,7 +44,7 @@ def bench(
     repeats: Annotated[int, typer.Option(min=2, help="Timed calls of each variant, interleaved.")] = 50,
     warmup: Annotated[int, typer.Option(min=1, help="Calls of each variant before they are timed.")] = 10,
     option: Annotated[list[str] | None, typer.Option(help="NAME=true or NAME=false, of ssd.Options; repeatable.")] = None,
-    counters: Annotated[bool, typer.Option(help="Also read DRAM bytes and utilisation per kernel with ncu.")] = False,
+    counters: Annotated[bool, typer.Option(help="Also read DRAM traffic, blocks and pipes per kernel with ncu.")] = False,
     out: OutOption = record.RESULTS,
 ) -> None:
     """Measure variants side by side and append a row for each; lists are separated by commas.
@@ -66,9 +67,7 @@ def bench(
     rows = run_bench(plan, console)
     console.print(table.terminal(rows, f"median times on {torch.cuda.get_device_name()}, {dtype}"))
     if counters:
-        from .counters import run as run_counters
-
-        run_counters([row for row in table.best_chunk(rows) if row["variant"] in variants], out, console)
+        ncu.run([row for row in table.best_chunk(rows) if row["variant"] in variants], out, console)
     raise typer.Exit(0 if {row["variant"] for row in rows} >= set(variants) else 1)
 
 
@@ -103,12 +102,13 @@ def ablate(
 
 @app.command("table")
 def render_table(
-    bench: Annotated[str, typer.Option(help="Rows of ssd, which variants are compared in, or ablate.")] = "ssd",
+    bench: Annotated[str, typer.Option(help="Rows of ssd, which variants are compared in, ablate, or counters.")] = "ssd",
     kind: Annotated[str, typer.Option("--format", help=f"One of {', '.join(table.FORMATS)}.")] = "markdown",
     variant: Annotated[str, typer.Option(help="Only these variants.")] = "",
     shape: Annotated[str, typer.Option(help="Only these shapes.")] = "",
     mode: Annotated[str, typer.Option(help="Only these modes.")] = "",
     all_chunks: Annotated[bool, typer.Option(help="Every chunk size instead of the fastest.")] = False,
+    kernels: Annotated[bool, typer.Option("--kernels", help="Of counters: a line for each kernel too.")] = False,
     out: OutOption = record.RESULTS,
 ) -> None:
     """Print the latest row of each variant, shape and mode."""
@@ -116,10 +116,13 @@ def render_table(
     variants = _each("--variant", variant, variant_names()) if variant else None
     modes = _each("--mode", mode, MODES) if mode else None
     shapes = [s.name for s in _shapes(shape)] if shape else None
-    (bench,) = _each("--bench", bench, ("ssd", "ablate"), single=True)
+    (bench,) = _each("--bench", bench, ("ssd", "ablate", "counters"), single=True)
+    if kernels and bench != "counters":
+        _refuse(f"--kernels: got --bench {bench}, expected --bench counters")
     read, columns = {
         "ssd": (lambda: table.committed(out, all_chunks), table.COLUMNS),
         "ablate": (lambda: ablation.committed(out), table.ABLATION),
+        "counters": (lambda: ncu.committed(out, kernels), table.COUNTERS_BY_KERNEL if kernels else table.COUNTERS),
     }[bench]
     rows = [
         row
@@ -169,11 +172,11 @@ def choose(out: OutOption = record.RESULTS) -> None:
 
 
 @app.command(hidden=True)
-def profiled(variant: str, shape: str, mode: str, dtype: str, chunk_size: int) -> None:
+def profiled(
+    variant: str, shape: str, mode: str, dtype: str, chunk_size: int, option: Annotated[list[str] | None, typer.Option()] = None
+) -> None:
     """One call between the profiler's start and stop: what `bench --counters` runs under ncu."""
-    from .counters import profiled as run_profiled
-
-    run_profiled(variant, shape, mode, dtype, chunk_size)
+    ncu.profiled(Candidate(variant, chunk_size, _options(option or [])), shape, mode, dtype)
 
 
 def _rows(read: Callable[[], list[dict]], out: Path) -> list[dict]:

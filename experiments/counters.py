@@ -1,18 +1,22 @@
-"""DRAM bytes and utilisation of every kernel of a call, by Nsight Compute (`ncu`).
+"""What every kernel of a call does to DRAM, its blocks and its pipes, by Nsight Compute (`ncu`).
 
 ncu runs this command line's hidden command `profiled`, which makes one call between cudaProfilerStart and Stop. It is
-run twice, since each metric set needs caches of its own: bytes in one pass over warm caches, as kernels leave them to
-one another; hit rates over several passes, each from cold caches. Times under ncu weigh the kernels; they are never
-reported as speed.
+run twice, since each metric set needs caches of its own: bytes and blocks in one pass over warm caches, as kernels leave
+them to one another; hit rates and pipes over several passes, each from cold caches. Times under ncu weigh the kernels; they
+are never reported as speed. A metric that this ncu or GPU does not know is left out of the rows.
 """
 
 from __future__ import annotations
 
 import csv
+import math
 import os
+import re
 import shutil
 import subprocess
 import sys
+import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from statistics import mean
 from tempfile import TemporaryDirectory
@@ -21,16 +25,30 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from . import record, timing
-from .bench import Setting
+from . import record, table, timing
+from .bench import Candidate, Setting
 from .shapes import SHAPES
 
-_TIME, _PCT = "gpu__time_duration.sum", "dram__bytes.sum.pct_of_peak_sustained_elapsed"
-_READ, _WRITE = "dram__bytes_read.sum", "dram__bytes_write.sum"
-_OCCUPANCY, _REGISTERS = "sm__warps_active.avg.pct_of_peak_sustained_active", "launch__registers_per_thread"
-_L2_HITS = "lts__t_sector_hit_rate.pct"
-_WARM = (_TIME, _PCT, _READ, _WRITE, _OCCUPANCY, _REGISTERS)
-_COLD = (_L2_HITS,)
+_TIME, _READ, _WRITE = "gpu__time_duration.sum", "dram__bytes_read.sum", "dram__bytes_write.sum"
+# {key of a row: metric}
+_WARM = {
+    "dram_pct": "dram__bytes.sum.pct_of_peak_sustained_elapsed",
+    "occupancy_pct": "sm__warps_active.avg.pct_of_peak_sustained_active",
+    "registers": "launch__registers_per_thread",
+    "block_cycles": "tpc__average_cta_latency.ratio",  # from a block's start to its end
+    "blocks": "sm__ctas_launched.sum",
+}
+_COLD = {
+    "l2_hit_pct": "lts__t_sector_hit_rate.pct",
+    "tensor_pct": "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed",
+    "issue_pct": "sm__inst_issued.avg.pct_of_peak_sustained_active",
+    "shared_pct": "l1tex__data_pipe_lsu_wavefronts_mem_shared.avg.pct_of_peak_sustained_elapsed",
+}
+_REQUIRED = (_TIME, _READ, _WRITE, _WARM["dram_pct"])
+_SUMMED = ("launches", "ncu_us", "dram_bytes", "blocks")
+_WEIGHTED = ("dram_pct", "occupancy_pct", "block_cycles", *_COLD)
+
+record.EXTRA_KEYS["counters"] += (*_WARM, *_COLD)  # those that record.py does not list
 
 
 def run(rows: list[dict], out: Path, console: Console) -> None:
@@ -42,21 +60,22 @@ def run(rows: list[dict], out: Path, console: Console) -> None:
     for row in rows:
         try:
             launches = _profile(row)
-        except (OSError, subprocess.CalledProcessError, ValueError) as reason:
+        except (OSError, ValueError) as reason:
             text = f"--counters: {row['variant']} {row['shape']} {row['mode']}: ncu gave none: {reason}"
             console.print(text, style="yellow", markup=False)
             continue
         kernels = _by_kernel(launches)
         identity = {key: row[key] for key in record.IDENTITY if key != "bench"}
+        environment = record.environment()  # one time for all kernels: by it `committed` knows those of one run
         for kernel in kernels:
-            record.append({"bench": "counters", **identity, **kernel, **record.environment()}, out)
+            record.append({"bench": "counters", **identity, **kernel, **environment}, out)
         console.print(_report(row, launches, kernels))
 
 
-def profiled(variant: str, shape: str, mode: str, dtype: str, chunk_size: int) -> None:
+def profiled(candidate: Candidate, shape: str, mode: str, dtype: str) -> None:
     """One call, warmed up, between the profiler's start and stop: what runs under ncu."""
     with timing.side_stream():
-        call = Setting(SHAPES[shape], dtype).call((variant, chunk_size), mode)
+        call = Setting(SHAPES[shape], dtype).call(candidate, mode)
         for _ in range(3):
             call()
         torch.cuda.synchronize()
@@ -66,8 +85,38 @@ def profiled(variant: str, shape: str, mode: str, dtype: str, chunk_size: int) -
         torch.cuda.profiler.stop()
 
 
+def committed(out: Path = record.RESULTS, by_kernel: bool = False) -> list[dict]:
+    """A line for each call, from the kernels that it had when it was last measured; `by_kernel`: and one for each of these.
+
+    Besides a row's keys, mean_dram_pct is the mean over kernels, where one that is launched twice counts once, and time_pct
+    a kernel's share of its call's time.
+    """
+    runs: dict[tuple, list[dict]] = {}
+    for row in table.last_commit(record.read(out, bench="counters")):
+        kernels = runs.setdefault(table.subject(row), [])
+        if kernels and kernels[0]["time"] != row["time"]:
+            kernels.clear()
+        kernels.append(row)
+    result = []
+    for call in table.in_order([_call(kernels) for kernels in runs.values()]):
+        result.append(call)
+        if by_kernel:
+            result += (_call([kernel], kernel["kernel"], call["ncu_us"]) for kernel in runs[table.subject(call)])
+    return result
+
+
+def _call(kernels: list[dict], name: str = "all", call_us: float | None = None) -> dict:
+    """Rows of kernels as one line; call_us: the time of their call, if they are not all of it."""
+    merged = _merged(kernels)
+    return {
+        **{key: kernels[0][key] for key in (*record.IDENTITY, *record.ENVIRONMENT)}, "kernel": name, **merged,
+        "mean_dram_pct": mean(kernel["dram_pct"] for kernel in kernels),
+        "time_pct": 100 * merged["ncu_us"] / (call_us or merged["ncu_us"]),
+    }
+
+
 def parse(text: str) -> list[dict]:
-    """ncu's raw CSV -> one dict per launch: its kernel's name, and its metrics as numbers in base units."""
+    """ncu's raw CSV -> one dict per launch: its kernel's name, and those metrics in base units that have a value."""
     lines = [line for line in text.splitlines() if line.startswith('"')]
     if len(lines) < 3:  # names, units, then launches
         raise ValueError("its output has no kernels")
@@ -75,73 +124,89 @@ def parse(text: str) -> list[dict]:
     result = []
     for values in launches:
         cells = dict(zip(names, values, strict=True))
-        numbers = {name: float(cells[name].replace(",", "")) for name in (*_WARM, *_COLD) if cells.get(name)}
-        result.append({"kernel": cells["Kernel Name"], **numbers})
+        numbers = {name: _number(cells.get(name, "")) for name in (*_REQUIRED, *_WARM.values(), *_COLD.values())}
+        known = {name: number for name, number in numbers.items() if number is not None}
+        result.append({"kernel": cells["Kernel Name"], **known})
     return result
 
 
+def _number(cell: str) -> float | None:
+    """None for an empty cell, `n/a` and `nan`: a metric unknown, or not collected."""
+    try:
+        value = float(cell.replace(",", ""))
+    except ValueError:
+        return None
+    return value if math.isfinite(value) else None
+
+
 def _profile(row: dict) -> list[dict]:
-    """Both runs' metrics of each launch, in order of launch."""
-    warm, cold = _ncu(row, _WARM, "none"), _ncu(row, _COLD, "all")
+    """Both runs' values of each launch, in order of launch, as a row has them."""
+    warm, cold = _ncu(row, (_TIME, _READ, _WRITE, *_WARM.values()), "none"), _ncu(row, _COLD.values(), "all")
     if [launch["kernel"] for launch in warm] != [launch["kernel"] for launch in cold]:
         raise ValueError("two runs launched different kernels")
-    return [a | b for a, b in zip(warm, cold, strict=True)]
+    return [_launch(a | b) for a, b in zip(warm, cold, strict=True)]
 
 
-def _ncu(row: dict, metrics: tuple[str, ...], cache_control: str) -> list[dict]:
+def _launch(metrics: dict) -> dict:
+    """One launch as a row has it."""
+    if missing := [metric for metric in _REQUIRED if metric not in metrics]:
+        raise ValueError(f"{metrics['kernel']} has no {', '.join(missing)}")
+    return {
+        "kernel": metrics["kernel"], "launches": 1, "ncu_us": metrics[_TIME] / 1e3,
+        "dram_bytes": metrics[_READ] + metrics[_WRITE],
+        **{key: metrics[metric] for key, metric in (_WARM | _COLD).items() if metric in metrics},
+    }
+
+
+def _ncu(row: dict, metrics: Iterable[str], cache_control: str) -> list[dict]:
+    options = (f"--option={name}={str(value).lower()}" for name, value in (row["options"] or {}).items())
     with TemporaryDirectory() as folder:
         log = Path(folder) / "ncu.csv"
         command = [
             "ncu", "--csv", "--page", "raw", "--print-units", "base", "--clock-control", "none", "--kernel-name-base",
             "function", "--profile-from-start", "off", "--cache-control", cache_control, "--metrics", ",".join(metrics),
             "--log-file", str(log), sys.executable, "-m", "experiments", "profiled",
-            *(str(row[key]) for key in ("variant", "shape", "mode", "dtype", "chunk_size")),
+            *(str(row[key]) for key in ("variant", "shape", "mode", "dtype", "chunk_size")), *options,
         ]
-        subprocess.run(command, check=True, capture_output=True, env=os.environ | {"LC_ALL": "C"})
-        return parse(log.read_text())
+        ran = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"LC_ALL": "C"})
+        text = log.read_text() if log.exists() else ""
+    if ran.returncode:
+        raise ValueError(f"exit status {ran.returncode}: {(text + ran.stderr).strip()[-400:]}")
+    if cache_control == "none" and (passes := re.search(r"100% - (\d+) passes", text)):
+        warnings.warn(f"ncu took {passes[1]} passes, expected 1: its replays warmed the caches for the bytes", stacklevel=2)
+    return parse(text)
 
 
 def _by_kernel(launches: list[dict]) -> list[dict]:
-    """One row per kernel: bytes and time summed, percentages weighted with time."""
+    """One row per kernel."""
     groups: dict[str, list[dict]] = {}
     for launch in launches:
         groups.setdefault(launch["kernel"], []).append(launch)
+    return [{"kernel": name, **_merged(group)} for name, group in groups.items()]
 
-    def weighted(group: list[dict], metric: str) -> float:
-        return sum(launch[metric] * launch[_TIME] for launch in group) / sum(launch[_TIME] for launch in group)
 
-    return [
-        {
-            "kernel": name, "launches": len(group), "ncu_us": sum(launch[_TIME] for launch in group) / 1e3,
-            "dram_bytes": sum(launch[_READ] + launch[_WRITE] for launch in group), "dram_pct": weighted(group, _PCT),
-            "l2_hit_pct": weighted(group, _L2_HITS), "occupancy_pct": weighted(group, _OCCUPANCY),
-            "registers": max(launch[_REGISTERS] for launch in group),
-        }
-        for name, group in groups.items()
-    ]
+def _merged(parts: list[dict]) -> dict:
+    """Launches, or kernels, as one: counts summed, the most registers, the rest weighted with time. What one lacks, all do."""
+
+    def weighted(values: list[float]) -> float:
+        return sum(value * part["ncu_us"] for value, part in zip(values, parts, strict=True)) / sum(p["ncu_us"] for p in parts)
+
+    ways = {**dict.fromkeys(_SUMMED, sum), **dict.fromkeys(_WEIGHTED, weighted), "registers": max}
+    return {key: way([part[key] for part in parts]) for key, way in ways.items() if all(key in part for part in parts)}
 
 
 def _report(row: dict, launches: list[dict], kernels: list[dict]) -> Table:
     """Every kernel, and three ways to average their utilisation, side by side."""
-    moved = sum(kernel["dram_bytes"] for kernel in kernels)
-    busy_us = sum(kernel["ncu_us"] for kernel in kernels)
+    whole = _merged(kernels)
     # Bytes a microsecond at 100 %, from the launch whose percentage is least coarse.
-    widest = max(launches, key=lambda launch: launch[_PCT])
-    peak = (widest[_READ] + widest[_WRITE]) / (widest[_TIME] / 1e3) / (widest[_PCT] / 100)
-    result = Table(
-        title=f"{row['variant']} {row['shape']} {row['mode']}, chunk {row['chunk_size']}",
-        caption=f"DRAM utilisation: {mean(launch[_PCT] for launch in launches):.1f} % mean over launches, "
-        f"{sum(k['dram_pct'] * k['ncu_us'] for k in kernels) / busy_us:.1f} % weighted with time, "
-        f"{100 * moved / (row['p50_us'] * peak):.1f} % of the peak over the call's own time; "
-        f"{moved / row['ideal_bytes']:.1f} times the ideal bytes",
+    widest = max(launches, key=lambda launch: launch["dram_pct"])
+    peak = widest["dram_bytes"] / widest["ncu_us"] / (widest["dram_pct"] / 100)
+    title = f"{row['variant']} {row['shape']} {row['mode']}, chunk {row['chunk_size']}"
+    result = table.terminal(kernels, title, table.KERNELS)
+    result.caption = (
+        f"DRAM utilisation: {mean(launch['dram_pct'] for launch in launches):.1f} % mean over launches, "
+        f"{whole['dram_pct']:.1f} % weighted with time, "
+        f"{100 * whole['dram_bytes'] / (row['p50_us'] * peak):.1f} % of the peak over the call's own time; "
+        f"{whole['dram_bytes'] / row['ideal_bytes']:.1f} times the ideal bytes"
     )
-    result.add_column("kernel")
-    headers = {"launches": 0, "dram MB": 1, "dram %": 1, "L2 hit %": 1, "occupancy %": 1, "registers": 0}
-    for header in headers:
-        result.add_column(header, justify="right")
-    for kernel in kernels:
-        values = (kernel["launches"], kernel["dram_bytes"] / 1e6, kernel["dram_pct"], kernel["l2_hit_pct"],
-                  kernel["occupancy_pct"], kernel["registers"])
-        written = zip(values, headers.values(), strict=True)
-        result.add_row(kernel["kernel"], *(f"{value:.{digits}f}" for value, digits in written))
     return result

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pandas as pd
 from rich.table import Table
@@ -14,8 +15,8 @@ FORMATS = ("markdown", "csv", "latex")
 _RIGHT = "right"
 
 
-def _number(digits: int, scale: float = 1) -> Callable:
-    return lambda value: "" if value is None else f"{scale * value:.{digits}f}"
+def _number(digits: int, scale: float = 1, missing: str = "") -> Callable:
+    return lambda value: missing if value is None else f"{scale * value:.{digits}f}"
 
 
 def _microseconds(value: float | None) -> str:
@@ -24,6 +25,11 @@ def _microseconds(value: float | None) -> str:
 
 def _text(value) -> str:
     return "" if value is None else str(value)
+
+
+def _kernel(name: str) -> str:
+    """Without the return type and the arguments of a C++ template."""
+    return name.removeprefix("void ").partition("<")[0]
 
 
 def _scientific(value: float | None) -> str:
@@ -61,7 +67,26 @@ ABLATION = {
     "relative": ("relative", _number(2)),
     "error": ("err_rms", _scientific),
 }
-_LEFT_ALIGNED = ("shape", "mode", "variant", "options", "against", "step", "option")
+# of the bench `counters`, which rows measured before a counter was read lack; DRAM utilisation: U is the mean over kernels,
+# W the mean weighted with time
+_counter = partial(_number, missing="-")
+_CALL = {header: COLUMNS[header] for header in ("shape", "mode", "variant", "chunk", "options")}
+_TRAFFIC = {"launches": ("launches", _counter(0)), "DRAM MB": ("dram_bytes", _counter(1, 1e-6))}
+_WORK = {
+    "block cycles": ("block_cycles", _counter(0)),
+    "blocks": ("blocks", _counter(0)),
+    "registers": ("registers", _counter(0)),
+    "occupancy %": ("occupancy_pct", _counter(1)),
+    "tensor %": ("tensor_pct", _counter(1)),
+    "issue %": ("issue_pct", _counter(1)),
+    "shared %": ("shared_pct", _counter(1)),
+    "L2 hit %": ("l2_hit_pct", _counter(1)),
+}
+_KERNEL = {"kernel": ("kernel", _kernel)}
+COUNTERS = _CALL | _TRAFFIC | {"U %": ("mean_dram_pct", _counter(1)), "W %": ("dram_pct", _counter(1))} | _WORK
+COUNTERS_BY_KERNEL = _CALL | _KERNEL | {"time %": ("time_pct", _counter(1))} | COUNTERS
+KERNELS = _KERNEL | _TRAFFIC | {"DRAM %": ("dram_pct", _counter(1))} | _WORK
+_LEFT_ALIGNED = ("shape", "mode", "variant", "options", "against", "step", "option", "kernel")
 
 
 def subject(row: dict) -> tuple:
@@ -101,9 +126,13 @@ def last_commit(rows: list[dict]) -> list[dict]:
 
 
 def committed(out=record.RESULTS, all_chunks: bool = False, **where) -> list[dict]:
-    """The bench's latest rows, in the order of shapes and variants as first measured, modes from fwd to fwd_bwd."""
+    """The bench's latest rows."""
     rows = record.latest(last_commit(record.read(out, bench="ssd", **where)), subject)
-    rows = rows if all_chunks else best_chunk(rows)
+    return in_order(rows if all_chunks else best_chunk(rows))
+
+
+def in_order(rows: list[dict]) -> list[dict]:
+    """By GPU, shape, mode and variant: shapes and variants as they first come, modes from fwd to fwd_bwd."""
     order = {"shape": {}, "mode": {mode: n for n, mode in enumerate(MODES)}, "variant": {}}
     for row in rows:
         for key, seen in order.items():

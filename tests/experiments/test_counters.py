@@ -1,31 +1,62 @@
-"""ncu's output as text, since ncu itself needs a GPU."""
+"""ncu's output as text, since ncu itself needs a GPU; what is made of it; and the table of rows."""
 
+import contextlib
 import io
+from types import SimpleNamespace
 
 import pytest
+import torch
 from rich.console import Console
+from typer.testing import CliRunner
 
-from experiments import counters
+from experiments import bench, counters, record, timing
+from experiments.__main__ import app
+from experiments.bench import Candidate
+from experiments.shapes import SHAPES, SMALL, make_inputs
+from ssd import Options
 
-from .rows import ssd_row
+from .rows import ENVIRONMENT, ssd_row, write
 
-NAMES = ("ID", "Kernel Name", counters._TIME, counters._PCT, counters._READ, counters._WRITE, counters._OCCUPANCY,
-         counters._REGISTERS, counters._L2_HITS)
+WARM = (counters._TIME, counters._READ, counters._WRITE, *counters._WARM.values())
+NAMES = ("ID", "Kernel Name", *WARM, *counters._COLD.values())
+# time, read, written; dram %, occupancy %, registers, block cycles, blocks; L2 hits, tensor, issue and shared %
 LAUNCHES = (
-    (0, "_chunk_state", 10_000, 50.0, 20_000_000, 4_000_000, 25.0, 128, 60.0),
-    (1, "_chunk_state", 30_000, 70.0, 60_000_000, 40_800_000, 25.0, 128, 40.0),
-    (2, "_bmm_chunk", 10_000, 10.0, 4_000_000, 800_000, 12.0, 96, 80.0),
+    (0, "_chunk_state", 10_000, 20_000_000, 4_000_000, 50.0, 25.0, 128, 4_000, 512, 60.0, 30.0, 40.0, 50.0),
+    (1, "_chunk_state", 30_000, 60_000_000, 40_800_000, 70.0, 25.0, 96, 8_000, "1,536", 40.0, 10.0, 40.0, 50.0),
+    (2, "_bmm_chunk", 10_000, 4_000_000, 800_000, 10.0, 12.0, 96, 2_000, 64, 80.0, 60.0, 20.0, 10.0),
 )
+BLOCKS = ("block_cycles", "blocks", "tensor_pct", "issue_pct", "shared_pct")
 
 
-def raw(*lines) -> str:
+def raw(*launches, names=NAMES) -> str:
+    lines = (names, ("",) * len(names), *launches)
     return "==PROF== Profiling\n" + "".join(",".join(f'"{cell}"' for cell in line) + "\n" for line in lines)
 
 
+def without(metric: str, *launches) -> str:
+    """ncu's output where it leaves out a metric that it does not know."""
+    kept = [n for n, name in enumerate(NAMES) if name != metric]
+    return raw(*([launch[n] for n in kept] for launch in launches), names=[NAMES[n] for n in kept])
+
+
+def read(text: str) -> list[dict]:
+    return [counters._launch(launch) for launch in counters.parse(text)]
+
+
+def kernel_row(variant="baseline", kernel="_chunk_state", **other) -> dict:
+    """A row of one kernel as they were before blocks and pipes were read."""
+    identity = {key: ssd_row(variant)[key] for key in record.IDENTITY}
+    return identity | ENVIRONMENT | {
+        "bench": "counters", "kernel": kernel, "launches": 1, "ncu_us": 10.0, "dram_bytes": 2e6, "dram_pct": 50.0,
+        "l2_hit_pct": 60.0, "occupancy_pct": 25.0, "registers": 128.0,
+    } | other
+
+
 def test_parse():
-    launches = counters.parse(raw(NAMES, ("",) * len(NAMES), *LAUNCHES))
+    launches = counters.parse(raw(*LAUNCHES))
     assert [launch["kernel"] for launch in launches] == ["_chunk_state", "_chunk_state", "_bmm_chunk"]
     assert launches[1][counters._READ] == 60_000_000
+    assert launches[1][counters._WARM["blocks"]] == 1536
 
 
 def test_parse_of_nothing():
@@ -33,16 +64,34 @@ def test_parse_of_nothing():
         counters.parse("==ERROR== no counters for you\n")
 
 
+@pytest.mark.parametrize("key", BLOCKS)
+@pytest.mark.parametrize("cell", ("n/a", "(!) n/a", "nan", "", None))
+def test_a_metric_that_ncu_does_not_know(key, cell):
+    metric = (counters._WARM | counters._COLD)[key]
+    place = NAMES.index(metric)
+    unknown = [(*launch[:place], cell, *launch[place + 1 :]) for launch in LAUNCHES]
+    kernels = counters._by_kernel(read(without(metric, *LAUNCHES) if cell is None else raw(*unknown)))
+    known = counters._by_kernel(read(raw(*LAUNCHES)))
+    assert kernels == [{name: value for name, value in kernel.items() if name != key} for kernel in known]
+
+
+def test_what_there_must_be():
+    with pytest.raises(ValueError, match="_chunk_state has no dram__bytes_read"):
+        read(without(counters._READ, *LAUNCHES))
+
+
 def test_kernels_are_weighted_with_time():
-    state, bmm = counters._by_kernel(counters.parse(raw(NAMES, ("",) * len(NAMES), *LAUNCHES)))
+    state, bmm = counters._by_kernel(read(raw(*LAUNCHES)))
     assert (state["launches"], bmm["launches"]) == (2, 1)
-    assert state["dram_bytes"] == 124_800_000
+    assert (state["ncu_us"], state["dram_bytes"], state["blocks"], state["registers"]) == (40, 124_800_000, 2048, 128)
     assert state["dram_pct"] == pytest.approx(65.0)
     assert state["l2_hit_pct"] == pytest.approx(45.0)
+    assert state["block_cycles"] == pytest.approx(7000)
+    assert state["tensor_pct"] == pytest.approx(15.0)
 
 
 def test_report_shows_all_three_averages():
-    launches = counters.parse(raw(NAMES, ("",) * len(NAMES), *LAUNCHES))
+    launches = read(raw(*LAUNCHES))
     console = Console(width=200, record=True, file=io.StringIO())
     console.print(counters._report(ssd_row(p50_us=40.0), launches, counters._by_kernel(launches)))
     text = " ".join(console.export_text().split())
@@ -54,3 +103,147 @@ def test_report_shows_all_three_averages():
         "0.2 times the ideal",
     ):
         assert average in text
+
+
+@pytest.fixture
+def ncu(monkeypatch):
+    """ncu without one: it prints LAUNCHES, or what `said` holds, and keeps its command lines."""
+    fake = SimpleNamespace(commands=[], said=raw(*LAUNCHES), status=0)
+
+    def run(command, **_):
+        fake.commands.append(command)
+        with open(command[command.index("--log-file") + 1], "w") as log:
+            log.write(fake.said)
+        return SimpleNamespace(returncode=fake.status, stderr="")
+
+    monkeypatch.setattr(counters.subprocess, "run", run)
+    monkeypatch.setattr(counters.shutil, "which", lambda name: name)
+    monkeypatch.setattr(record, "environment", lambda: ENVIRONMENT)
+    return fake
+
+
+def test_rows(ncu, tmp_path):
+    console = Console(width=200, record=True, file=io.StringIO())
+    counters.run([ssd_row(), ssd_row("mamba_ssm")], tmp_path, console)
+    rows = record.read(tmp_path, bench="counters")
+    assert [(row["variant"], row["kernel"]) for row in rows] == [
+        (variant, kernel) for variant in ("baseline", "mamba_ssm") for kernel in ("_chunk_state", "_bmm_chunk")
+    ]
+    assert all(key in row for row in rows for key in BLOCKS)
+    assert "7000" in console.export_text()
+
+
+def test_caches_of_each_run(ncu):
+    """One pass cannot hold the pipes beside the bytes, and warm bytes can come from one pass alone."""
+    counters._profile(ssd_row())
+    given = [{name: command[command.index(name) + 1] for name in ("--cache-control", "--metrics")} for command in ncu.commands]
+    assert given == [{"--cache-control": "none", "--metrics": ",".join(WARM)},
+                     {"--cache-control": "all", "--metrics": ",".join(counters._COLD.values())}]
+
+
+def test_what_ncu_runs_is_what_the_row_measured(ncu, monkeypatch):
+    seen = []
+    monkeypatch.setattr(counters, "profiled", lambda *call: seen.append(call))
+    options = Options(tf32=True, exp2=False)
+    rows = (ssd_row("fused", mode="bwd", chunk_size=64, options=vars(options)), ssd_row("mamba_ssm"))
+    for row in rows:
+        counters._profile(row)
+    for command in ncu.commands:
+        result = CliRunner().invoke(app, command[command.index("experiments") + 1 :])
+        assert result.exit_code == 0, result.output
+    assert seen == [(Candidate("fused", 64, options), "8b-b4", "bwd", "bf16")] * 2 + [
+        (Candidate("mamba_ssm", 128), "8b-b4", "fwd", "bf16")] * 2
+
+
+@pytest.mark.parametrize("mode", ("fwd", "bwd"))
+def test_profiled(mode, monkeypatch):
+    """The call runs after warm-up, once between the profiler's start and stop."""
+    seen = []
+    scan = bench.ssd_chunk_scan
+    monkeypatch.setattr(bench, "ssd_chunk_scan", lambda **call: seen.append(call["options"]) or scan(**call))
+    monkeypatch.setattr(torch.autograd, "grad", lambda *_, **__: seen.append("grad"))
+    monkeypatch.setattr(bench, "make_inputs", lambda shape, dtype, device, **other: make_inputs(shape, dtype, "cpu", **other))
+    monkeypatch.setattr(timing, "side_stream", contextlib.nullcontext)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    for name in ("start", "stop"):
+        monkeypatch.setattr(torch.cuda.profiler, name, lambda name=name: seen.append(name))
+    monkeypatch.setitem(SHAPES, "small", SMALL)
+    options = Options(exp2=False)
+    counters.profiled(Candidate("torch", 32, options), "small", mode, "fp32")
+    assert seen == {"fwd": [*[options] * 3, "start", options, "stop"],
+                    "bwd": [options, *["grad"] * 3, "start", "grad", "stop"]}[mode]
+
+
+def test_bytes_of_several_passes_are_told_of(ncu):
+    ncu.said = '==PROF== Profiling "_chunk_state" - 0: 0%....50%....100% - 2 passes\n' + raw(*LAUNCHES)
+    with pytest.warns(UserWarning, match="ncu took 2 passes, expected 1") as warned:
+        counters._profile(ssd_row())
+    assert len(warned) == 1, "hit rates may take several"
+
+
+def test_a_failure_of_ncu_does_not_stop_the_rest(ncu, tmp_path):
+    ncu.said, ncu.status = "==ERROR== ERR_NVGPUCTRPERM\n", 9
+    console = Console(width=200, record=True, file=io.StringIO())
+    counters.run([ssd_row(), ssd_row("fused")], tmp_path, console)
+    text = console.export_text()
+    for variant in ("baseline", "fused"):
+        assert f"{variant} 8b-b4 fwd: ncu gave none: exit status 9: ==ERROR== ERR_NVGPUCTRPERM" in text
+    assert not record.read(tmp_path)
+
+
+def test_calls_side_by_side(tmp_path):
+    blocks = {"block_cycles": 4000.0, "blocks": 512.0, "tensor_pct": 30.0, "issue_pct": 40.0, "shared_pct": 50.0}
+    write(
+        tmp_path,
+        kernel_row("fused", mode="bwd"),
+        kernel_row(),
+        kernel_row(kernel="_chunk_scan", ncu_us=30.0, dram_bytes=6e6, dram_pct=10.0, registers=255.0),
+        kernel_row("fused", ncu_us=10.0, **blocks),
+        kernel_row("fused", "_scan", ncu_us=30.0, **blocks | {"block_cycles": 8000.0}),
+    )
+    found = counters.committed(tmp_path)
+    assert [(call["mode"], call["variant"], call["launches"]) for call in found] == [
+        ("fwd", "fused", 2), ("fwd", "baseline", 2), ("bwd", "fused", 1)]
+    fused, baseline, _ = found
+    assert (baseline["dram_bytes"], baseline["mean_dram_pct"], baseline["registers"]) == (8e6, 30.0, 255.0)
+    assert baseline["dram_pct"] == pytest.approx(20.0)
+    assert not baseline.keys() & set(BLOCKS)
+    assert (fused["blocks"], fused["tensor_pct"]) == (1024, 30.0) and fused["block_cycles"] == pytest.approx(7000)
+
+
+def test_kernels_below_their_call(tmp_path):
+    write(tmp_path, kernel_row(), kernel_row("fused"), kernel_row(kernel="_chunk_scan", ncu_us=30.0, dram_pct=10.0))
+    found = counters.committed(tmp_path, by_kernel=True)
+    assert [(line["variant"], line["kernel"], line["time_pct"], line["mean_dram_pct"]) for line in found] == [
+        ("baseline", "all", 100.0, 30.0), ("baseline", "_chunk_state", 25.0, 50.0), ("baseline", "_chunk_scan", 75.0, 10.0),
+        ("fused", "all", 100.0, 50.0), ("fused", "_chunk_state", 100.0, 50.0)]
+
+
+@pytest.mark.parametrize("change", [{}, {"git_sha": "1" * 40}, {"git_sha": "1" * 40, "chunk_size": 64}])
+def test_kernels_of_an_earlier_run_are_not_counted(tmp_path, change):
+    """A kernel that the call no longer has, measured at this commit, at another, or at another in smaller chunks."""
+    old = {"time": "2025-01-01T00:00:00+00:00", **change}
+    write(tmp_path, kernel_row(**old), kernel_row(kernel="_gone", **old), kernel_row(dram_bytes=5e6))
+    (call,) = counters.committed(tmp_path)
+    assert (call["launches"], call["dram_bytes"]) == (1, 5e6)
+
+
+def test_table(tmp_path):
+    sum_of_parts = "void at::reduce_kernel<128, 4, at::Sum<float>>(T3)"
+    write(tmp_path, kernel_row(), kernel_row("fused", block_cycles=4321.0, blocks=77.0), kernel_row("fused", sum_of_parts))
+    arguments = ["table", "--bench", "counters", "--out", str(tmp_path), "--shape", "8b-b4", "--mode", "fwd"]
+    header, _, baseline, fused = CliRunner().invoke(app, arguments).stdout.splitlines()
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in (header, baseline, fused)]
+    shown = dict(zip(cells[0], cells[1], strict=True))
+    assert {header: shown[header] for header in ("variant", "launches", "DRAM MB", "U %", "W %", "registers")} == {
+        "variant": "baseline", "launches": "1", "DRAM MB": "2.0", "U %": "50.0", "W %": "50.0", "registers": "128"}
+    assert shown["block cycles"] == shown["blocks"] == shown["tensor %"] == "-"
+
+    lines = CliRunner().invoke(app, [*arguments, "--variant", "fused", "--kernels"]).stdout.splitlines()
+    assert len(lines) == 5 and " at::reduce_kernel " in lines[4] and " 4321 " in lines[3] and " 77 " in lines[3]
+
+
+def test_kernels_of_another_bench_are_refused(tmp_path):
+    result = CliRunner().invoke(app, ["table", "--kernels", "--out", str(tmp_path)])
+    assert result.exit_code == 2
+    assert result.stderr == "error: --kernels: got --bench ssd, expected --bench counters\n"
