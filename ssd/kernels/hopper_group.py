@@ -35,7 +35,7 @@ from .arguments import contiguous
 from .hopper_roles import LOG2E, barriers, block_barrier, decay, load_steps, log2, row_layout, tile
 from .launch import launch
 
-STAGES = 3
+STAGES = 2
 _REGISTERS = 128  # a thread at launch; the roles then share them out
 
 
@@ -61,6 +61,13 @@ def heads_of(group, split, heads_per_group, SPLITS: gl.constexpr):
 
 
 @gluon.jit
+def flat(state):
+    """A state in shared memory as 4 rows: for sums over all of it, in which the order of a TMA tile does not matter."""
+    COLUMNS: gl.constexpr = state.shape[1] * state.shape[2] // 4
+    return state._reinterpret(state.dtype, [4, COLUMNS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+
+
+@gluon.jit
 def store_rows(t, b, c, group, values, seqlen, ngroups, BLOCK_M: gl.constexpr, DSTATE: gl.constexpr):
     """`values` [M, N] into a contiguous (batch, seqlen, ngroups, dstate)."""
     ROWS: gl.constexpr = row_layout(DSTATE)
@@ -75,8 +82,8 @@ def store_rows(t, b, c, group, values, seqlen, ngroups, BLOCK_M: gl.constexpr, D
 def dC_role(bars, rings, lines, dC, sums, ntiles, seqlen, nsub, ngroups, heads_per_group, part_stride, sum_stride,
             SPLITS: gl.constexpr):
     full, empty, ready, group_full, group_empty, pairs_full, pairs_empty = bars
-    Xs, dYs, Hs, Gs, Bs, Cs, dCBs, dXs = rings
-    A_columns, A_rows, from_start, to_end, steps = lines
+    Xs, dYs, Hs, Gs, Bs, Cs, CBs, dCBs, dXs = rings
+    A_columns, A_rows, from_start, to_end, steps, skips = lines
     STAGES: gl.constexpr = full.shape[0]
     BLOCK_M: gl.constexpr = Xs.shape[2]
     HEADDIM: gl.constexpr = Xs.shape[3]
@@ -96,7 +103,7 @@ def dC_role(bars, rings, lines, dC, sums, ntiles, seqlen, nsub, ngroups, heads_p
         mbarrier.wait(group_full, turn & 1)
         CB = warpgroup_mma(C, B.permute((1, 0)), gl.zeros([BLOCK_M, BLOCK_M], gl.float32, IJ), use_acc=False, is_async=True)
         CB = warpgroup_mma_wait(0, deps=(CB,))
-        CB = gl.where(gl.expand_dims(i, 1) > gl.expand_dims(j, 0), CB, 0.0)
+        CBs.store(gl.where(gl.expand_dims(i, 1) > gl.expand_dims(j, 0), CB, 0.0))
         sum_dCB = gl.zeros([BLOCK_M, BLOCK_M], gl.float32, IJ)
         sum_dC = gl.zeros([BLOCK_M, DSTATE], gl.float32, IN)
         for k in range(count):
@@ -115,7 +122,7 @@ def dC_role(bars, rings, lines, dC, sums, ntiles, seqlen, nsub, ngroups, heads_p
             K = warpgroup_mma_wait(1, deps=(K,)) * L
             CH = warpgroup_mma(C, H.permute((1, 0)), gl.zeros([BLOCK_M, HEADDIM], gl.float32, IP), use_acc=False, is_async=True)
             sum_dCB += K
-            row = gl.sum(K * CB, 1)
+            row = gl.sum(K * CBs.load(IJ), 1)
             dy_f = dy_tile.load(IP).to(gl.float32)
             sum_dC, CH = warpgroup_mma_wait(0, deps=(sum_dC, CH))
             r = gl.convert_layout(gl.sum(dy_f * CH, 1), gl.SliceLayout(1, IJ))
@@ -140,20 +147,20 @@ def dC_role(bars, rings, lines, dC, sums, ntiles, seqlen, nsub, ngroups, heads_p
 
 
 @gluon.jit
-def dB_dx_role(dx_desc, bars, rings, lines, D, dB, sums, ntiles, seqlen, nsub, ngroups, heads_per_group, part_stride,
-               sum_stride, SPLITS: gl.constexpr):
+def dx_role(dx_desc, bars, rings, lines, sums, ntiles, nsub, ngroups, heads_per_group, sum_stride, SPLITS: gl.constexpr):
+    """The consumer warpgroup with tokens j as rows: dx and all that is summed over a token's channels."""
     full, empty, ready, group_full, group_empty, pairs_full, pairs_empty = bars
-    Xs, dYs, Hs, Gs, Bs, Cs, dCBs, dXs = rings
-    A_columns, A_rows, from_start, to_end, steps = lines
+    Xs, dYs, Hs, Gs, Bs, Cs, CBs, dCBs, dXs = rings
+    A_columns, A_rows, from_start, to_end, steps, skips = lines
     STAGES: gl.constexpr = full.shape[0]
     BLOCK_M: gl.constexpr = Xs.shape[2]
     HEADDIM: gl.constexpr = Xs.shape[3]
     DSTATE: gl.constexpr = Bs.shape[3]
     DTYPE: gl.constexpr = Xs.dtype
     JI: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
-    JN: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DSTATE, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, JI, 2)
-    j, i = gl.arange(0, BLOCK_M, gl.SliceLayout(1, JI)), gl.arange(0, BLOCK_M, gl.SliceLayout(0, JI))
+    ROW: gl.constexpr = gl.SliceLayout(1, JI)
+    j, i = gl.arange(0, BLOCK_M, ROW), gl.arange(0, BLOCK_M, gl.SliceLayout(0, JI))
     B, C = tile(Bs, 0, BLOCK_M, DSTATE), tile(Cs, 0, BLOCK_M, DSTATE)
     step = 0
     turn = 0
@@ -165,37 +172,32 @@ def dB_dx_role(dx_desc, bars, rings, lines, D, dB, sums, ntiles, seqlen, nsub, n
         BC = warpgroup_mma_wait(0, deps=(BC,))
         own = gl.sum(gl.where(gl.expand_dims(i, 0) == gl.expand_dims(j, 1), BC, 0.0), 1)  # B_j . C_j
         BC = gl.where(gl.expand_dims(i, 0) > gl.expand_dims(j, 1), BC, 0.0)
-        sum_dB = gl.zeros([BLOCK_M, DSTATE], gl.float32, JN)
         for k in range(count):
             stage = step % STAGES
             mbarrier.wait(full.index(stage), (step // STAGES) & 1)
-            x_tile, dy, G = (tile(Xs, stage, BLOCK_M, HEADDIM), tile(dYs, stage, BLOCK_M, HEADDIM),
-                             tile(Gs, stage, HEADDIM, DSTATE))
-            x = x_tile.load(OPERAND)
-            x_dy = warpgroup_mma(x, dy.permute((1, 0)), gl.zeros([BLOCK_M, BLOCK_M], gl.float32, JI), use_acc=False,
-                                 is_async=True)
-            mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
-            w = to_end.index(stage).load(gl.SliceLayout(1, OPERAND)) * steps.index(stage).load(gl.SliceLayout(1, OPERAND))
-            sum_dB = warpgroup_mma((x.to(gl.float32) * gl.expand_dims(w, 1)).to(DTYPE), G, sum_dB, is_async=True)
-            A_i = gl.expand_dims(A_columns.index(stage).load(gl.SliceLayout(0, JI)), 0)
-            A_j = gl.expand_dims(A_columns.index(stage).load(gl.SliceLayout(1, JI)), 1)
-            L = BC * gl.exp2(at_most(A_i - A_j, 0.0))
-            dt_j = steps.index(stage).load(gl.SliceLayout(1, JI))
-            x_dy = warpgroup_mma_wait(1, deps=(x_dy,))
+            x_tile, dy = tile(Xs, stage, BLOCK_M, HEADDIM), tile(dYs, stage, BLOCK_M, HEADDIM)
+            G = tile(Gs, stage, HEADDIM, DSTATE)
+            x_dy = warpgroup_mma(x_tile, dy.permute((1, 0)), gl.zeros([BLOCK_M, BLOCK_M], gl.float32, JI),
+                                 use_acc=False, is_async=True)
             v = warpgroup_mma(B, G.permute((1, 0)), gl.zeros([BLOCK_M, HEADDIM], gl.float32, JI), use_acc=False, is_async=True)
-            col = dt_j * gl.sum(L * x_dy, 1)
+            mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
+            A_i = gl.expand_dims(A_columns.index(stage).load(gl.SliceLayout(0, JI)), 0)
+            A_j = gl.expand_dims(A_columns.index(stage).load(ROW), 1)
+            L = BC * gl.exp2(at_most(A_i - A_j, 0.0))
+            dt_j = steps.index(stage).load(ROW)
             pairs = gl.convert_layout(L.to(DTYPE), OPERAND)
-            sum_dB, v = warpgroup_mma_wait(0, deps=(sum_dB, v))
-            v = v * gl.expand_dims(to_end.index(stage).load(gl.SliceLayout(1, JI)), 1)
-            q = dt_j * gl.sum(v * x_tile.load(JI).to(gl.float32), 1)
+            x_dy = warpgroup_mma_wait(1, deps=(x_dy,))
+            col = dt_j * gl.sum(L * x_dy, 1)
+            v = warpgroup_mma_wait(0, deps=(v,)) * gl.expand_dims(to_end.index(stage).load(ROW), 1)
             u_v = warpgroup_mma(pairs, dy, v, is_async=True)
-            dy_x = gl.sum(dy.load(JI).to(gl.float32) * x_tile.load(JI).to(gl.float32), 1)
+            x = x_tile.load(JI).to(gl.float32)
+            q = dt_j * gl.sum(v * x, 1)
+            dy_j = dy.load(JI).to(gl.float32)
+            dy_x = gl.sum(dy_j * x, 1)
+            skip = skips.index(stage).load(ROW) + dt_j * own
             u_v = warpgroup_mma_wait(0, deps=(u_v,))
-            u_v_x = gl.sum(u_v * x_tile.load(JI).to(gl.float32), 1) + own * dy_x
-            skip = dt_j * own
-            if D is not None:
-                skip += gl.load(D + head + k).to(gl.float32)
-            dx = u_v * gl.expand_dims(dt_j, 1) + dy.load(JI).to(gl.float32) * gl.expand_dims(skip, 1)
+            u_v_x = gl.sum(u_v * x, 1) + own * dy_x
+            dx = u_v * gl.expand_dims(dt_j, 1) + dy_j * gl.expand_dims(skip, 1)
             tma.store_wait(0)
             block_barrier()
             tile(dXs, 0, BLOCK_M, HEADDIM).store(dx.to(DTYPE))
@@ -203,74 +205,92 @@ def dB_dx_role(dx_desc, bars, rings, lines, D, dB, sums, ntiles, seqlen, nsub, n
             block_barrier()
             mbarrier.arrive(empty.index(stage), count=1)
             tma.async_copy_shared_to_global(dx_desc, [b, c * BLOCK_M, (head + k) * HEADDIM], dXs.index(0))
-            at = ((b * ngroups * heads_per_group + head + k).to(gl.int64) * nsub + c) * BLOCK_M
-            gl.store(sums + at + j, u_v_x)
-            gl.store(sums + sum_stride.to(gl.int64) + at + j, q)
-            gl.store(sums + 3 * sum_stride.to(gl.int64) + at + j, col)
-            if D is not None:
-                gl.store(sums + 4 * sum_stride.to(gl.int64) + at + j, dy_x)
+            at = sums + ((b * ngroups * heads_per_group + head + k).to(gl.int64) * nsub + c) * BLOCK_M + j
+            gl.store(at, u_v_x)
+            gl.store(at + sum_stride.to(gl.int64), q)
+            gl.store(at + 3 * sum_stride.to(gl.int64), col)
+            gl.store(at + 4 * sum_stride.to(gl.int64), dy_x)
             step += 1
-        mbarrier.wait(pairs_full, turn & 1)
-        sum_dB = warpgroup_mma(dCBs.permute((1, 0)), C, sum_dB, is_async=True)
-        sum_dB = warpgroup_mma_wait(0, deps=(sum_dB,))
         block_barrier()
-        mbarrier.arrive(pairs_empty, count=1)
         mbarrier.arrive(group_empty, count=1)
-        store_rows(dB + split.to(gl.int64) * part_stride, b, c, group, sum_dB, seqlen, ngroups, BLOCK_M, DSTATE)
         turn += 1
     tma.store_wait(0)
 
 
 @gluon.jit
-def lines_role(bars, rings, lines, dA_cumsum, dt, s, ntiles, nsub, ngroups, heads_per_group, SPLITS: gl.constexpr):
+def dB_role(bars, rings, lines, dA_cumsum, dt, D, dB, s, ntiles, seqlen, nsub, ngroups, heads_per_group, part_stride,
+            SPLITS: gl.constexpr):
+    """The consumer warpgroup that has room: makes the exponentials of each head as vectors, then dB, then s."""
     full, empty, ready, group_full, group_empty, pairs_full, pairs_empty = bars
-    Xs, dYs, Hs, Gs, Bs, Cs, dCBs, dXs = rings
-    A_columns, A_rows, from_start, to_end, steps = lines
+    Xs, dYs, Hs, Gs, Bs, Cs, CBs, dCBs, dXs = rings
+    A_columns, A_rows, from_start, to_end, steps, skips = lines
     STAGES: gl.constexpr = full.shape[0]
     BLOCK_M: gl.constexpr = Xs.shape[2]
     HEADDIM: gl.constexpr = Xs.shape[3]
     DSTATE: gl.constexpr = Bs.shape[3]
-    ROWS: gl.constexpr = row_layout(DSTATE)
-    PART: gl.constexpr = HEADDIM // 4  # so many rows of a state at a time fit the registers
+    DTYPE: gl.constexpr = Xs.dtype
+    JN: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DSTATE, 16])
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, JN, 2)
+    EIGHT: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])
     m = gl.arange(0, BLOCK_M, gl.BlockedLayout([1], [32], [4], [0]))
     step = 0
+    turn = 0
     for t in range(gl.program_id(0), ntiles, gl.num_programs(0)):
         b, c, group, split = load_tile(t, ngroups, nsub, SPLITS)
         head, count = heads_of(group, split, heads_per_group, SPLITS)
         row = (b * ngroups * heads_per_group + head).to(gl.int64) * nsub + c
         a, dt_k, end = load_steps(dA_cumsum, dt, row * BLOCK_M, m, BLOCK_M)
+        D_k = 0.0
+        if D is not None:
+            D_k = gl.load(D + head).to(gl.float32)
+        sum_dB = gl.zeros([BLOCK_M, DSTATE], gl.float32, JN)
         for k in range(count):
-            stage = step % STAGES
-            mbarrier.wait(empty.index(stage), (step // STAGES) & 1 ^ 1)
+            stage, parity = step % STAGES, (step // STAGES) & 1
+            mbarrier.wait(empty.index(stage), parity ^ 1)
             a, end = a * LOG2E, end * LOG2E
             A_columns.index(stage).store(a)
             A_rows.index(stage).store(a - log2(dt_k))
             from_start.index(stage).store(decay(a))
             to_end.index(stage).store(decay(end - a))
             steps.index(stage).store(dt_k)
+            skips.index(stage).store(gl.zeros_like(a) + D_k)
             factor = decay(end)
-            ahead = (row + gl.minimum(k + 1, count - 1) * nsub) * BLOCK_M
-            a, dt_k, end = load_steps(dA_cumsum, dt, ahead, m, BLOCK_M)
+            ahead = gl.minimum(k + 1, count - 1)
+            a, dt_k, end = load_steps(dA_cumsum, dt, (row + ahead * nsub) * BLOCK_M, m, BLOCK_M)
+            if D is not None:
+                D_k = gl.load(D + head + ahead).to(gl.float32)
             block_barrier()
             mbarrier.arrive(ready.index(stage), count=1)
-            mbarrier.wait(full.index(stage), (step // STAGES) & 1)
-            H, G = tile(Hs, stage, HEADDIM, DSTATE), tile(Gs, stage, HEADDIM, DSTATE)
-            product = gl.zeros([PART, DSTATE], gl.float32, ROWS)
-            for part in gl.static_range(4):
-                product += (H.slice(part * PART, PART).load(ROWS).to(gl.float32)
-                            * G.slice(part * PART, PART).load(ROWS).to(gl.float32))
-            product = factor * gl.sum(gl.sum(product, 1), 0)
+            w = (to_end.index(stage).load(gl.SliceLayout(1, OPERAND)) * steps.index(stage).load(gl.SliceLayout(1, OPERAND)))
+            mbarrier.wait(full.index(stage), parity)
+            G = tile(Gs, stage, HEADDIM, DSTATE)
+            x = tile(Xs, stage, BLOCK_M, HEADDIM).load(OPERAND)
+            sum_dB = warpgroup_mma((x.to(gl.float32) * gl.expand_dims(w, 1)).to(DTYPE), G, sum_dB, is_async=True)
+            H, G = flat(Hs.index(stage)), flat(Gs.index(stage))
+            product = gl.zeros([HEADDIM * DSTATE // 4], gl.float32, EIGHT)
+            for part in range(4):
+                product += H.index(part).load(EIGHT).to(gl.float32) * G.index(part).load(EIGHT).to(gl.float32)
+            product = factor * gl.sum(product, 0)
+            sum_dB = warpgroup_mma_wait(0, deps=(sum_dB,))
             block_barrier()
             mbarrier.arrive(empty.index(stage), count=1)
             gl.store(s + row + k * nsub, product)
             step += 1
+        mbarrier.wait(pairs_full, turn & 1)
+        sum_dB = warpgroup_mma(dCBs.permute((1, 0)), tile(Cs, 0, BLOCK_M, DSTATE), sum_dB, is_async=True)
+        sum_dB = warpgroup_mma_wait(0, deps=(sum_dB,))
+        block_barrier()
+        mbarrier.arrive(pairs_empty, count=1)
+        mbarrier.arrive(group_empty, count=1)
+        store_rows(dB + split.to(gl.int64) * part_stride, b, c, group, sum_dB, seqlen, ngroups, BLOCK_M, DSTATE)
+        turn += 1
 
 
 @gluon.jit
 def fetch_role(x_desc, dy_desc, B_desc, C_desc, states_desc, bars, rings, ntiles, batch, nsub, ngroups, heads_per_group,
                SPLITS: gl.constexpr):
     full, empty, ready, group_full, group_empty, pairs_full, pairs_empty = bars
-    Xs, dYs, Hs, Gs, Bs, Cs, dCBs, dXs = rings
+    Xs, dYs, Hs, Gs, Bs, Cs, CBs, dCBs, dXs = rings
     STAGES: gl.constexpr = full.shape[0]
     BLOCK_M: gl.constexpr = Xs.shape[2]
     HEADDIM: gl.constexpr = Xs.shape[3]
@@ -315,6 +335,7 @@ def hopper_group_kernel(x_desc, dy_desc, B_desc, C_desc, states_desc, dx_desc, d
     Gs = gl.allocate_shared_memory(DTYPE, [STAGES, 1, HEADDIM, DSTATE], states_desc.layout)
     Bs = gl.allocate_shared_memory(DTYPE, [1, 1, BLOCK_M, DSTATE], B_desc.layout)
     Cs = gl.allocate_shared_memory(DTYPE, [1, 1, BLOCK_M, DSTATE], B_desc.layout)
+    CBs = gl.allocate_shared_memory(gl.float32, [BLOCK_M, BLOCK_M], gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
     dCBs = gl.allocate_shared_memory(DTYPE, [BLOCK_M, BLOCK_M], SQUARE)
     dXs = gl.allocate_shared_memory(DTYPE, [1, 1, BLOCK_M, HEADDIM], x_desc.layout)
     A_columns = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], LINE)
@@ -322,28 +343,29 @@ def hopper_group_kernel(x_desc, dy_desc, B_desc, C_desc, states_desc, dx_desc, d
     from_start = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], LINE)
     to_end = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], LINE)
     steps = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], LINE)
+    skips = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], LINE)
     full, empty, ready = barriers(STAGES, 1), barriers(STAGES, 3), barriers(STAGES, 1)
-    group_full, group_empty = barriers(1, 1).index(0), barriers(1, 2).index(0)
+    group_full, group_empty = barriers(1, 1).index(0), barriers(1, 3).index(0)
     pairs_full, pairs_empty = barriers(1, 1).index(0), barriers(1, 1).index(0)
     fence_async_shared()
     bars = (full, empty, ready, group_full, group_empty, pairs_full, pairs_empty)
-    rings = (Xs, dYs, Hs, Gs, Bs, Cs, dCBs, dXs)
-    lines = (A_columns, A_rows, from_start, to_end, steps)
+    rings = (Xs, dYs, Hs, Gs, Bs, Cs, CBs, dCBs, dXs)
+    lines = (A_columns, A_rows, from_start, to_end, steps, skips)
     gl.warp_specialize([
         (dC_role, (bars, rings, lines, dC, sums, ntiles, seqlen, nsub, ngroups, heads_per_group, part_stride, sum_stride, SPLITS)),
-        (dB_dx_role, (dx_desc, bars, rings, lines, D, dB, sums, ntiles, seqlen, nsub, ngroups, heads_per_group, part_stride,
-                      sum_stride, SPLITS)),
-        (lines_role, (bars, rings, lines, dA_cumsum, dt, s, ntiles, nsub, ngroups, heads_per_group, SPLITS)),
+        (dx_role, (dx_desc, bars, rings, lines, sums, ntiles, nsub, ngroups, heads_per_group, sum_stride, SPLITS)),
+        (dB_role, (bars, rings, lines, dA_cumsum, dt, D, dB, s, ntiles, seqlen, nsub, ngroups, heads_per_group, part_stride,
+                   SPLITS)),
         (fetch_role, (x_desc, dy_desc, B_desc, C_desc, states_desc, bars, rings, ntiles, batch, nsub, ngroups, heads_per_group,
                       SPLITS)),
-    ], [4, 4, 1], [216, 64, 24])
+    ], [4, 4, 1], [168, 120, 24])
 
 
 def hopper_group(i: SSDInputs, x_desc, dy_desc, B_desc, C_desc, states_desc, dx_desc, dt, dA_cumsum, dB, dC, blocks: int):
     """Fills what dx_desc describes, and dB, dC (splits, batch, seqlen, ngroups, dstate); returns sums and s."""
     splits, nsub = dB.shape[0], dt.shape[2]
     ntiles = i.batch * nsub * i.ngroups * splits
-    sums = torch.empty(5 if i.D is not None else 4, *dt.shape, device=dt.device, dtype=torch.float32)
+    sums = torch.empty(5, *dt.shape, device=dt.device, dtype=torch.float32)
     s = torch.empty(dt.shape[:3], device=dt.device, dtype=torch.float32)
     launch(
         hopper_group_kernel, min(ntiles, blocks), x_desc, dy_desc, B_desc, C_desc, states_desc, dx_desc, dA_cumsum, dt,
