@@ -29,7 +29,7 @@ def backward(saved: SSDSaved, dout: Tensor, dfinal_states: Tensor | None, into: 
     """Gradients of every input that is present; dout has the shape and dtype of x, any strides."""
     if not saved.options.fuse_backward:
         return baseline.backward(saved, dout, dfinal_states, into)
-    if hopper_backward.can_run(saved.inputs, saved.options, "fused"):
+    if hopper_backward.runs(saved.inputs, saved.options, "fused"):
         return hopper_backward.backward(saved, dout, dfinal_states, into)
     return _by_groups(saved, dout, dfinal_states, into)
 
@@ -44,8 +44,8 @@ def _by_groups(saved: SSDSaved, dout: Tensor, dfinal_states: Tensor | None, into
         prev_states = saved.prev_states
         if prev_states is None:
             prev_states, _ = chunk_states(spans, dt, dA_cumsum, options)
-        elif spans.chunk_size < i.chunk_size:
-            prev_states = chunk_states_between(spans, dt, dA_cumsum, prev_states, i.chunk_size, options)
+        elif spans.chunk_size < saved.states_every:
+            prev_states = chunk_states_between(spans, dt, dA_cumsum, prev_states, saved.states_every, options)
         dz, dy = (None, dout) if i.z is None else chunk_scan_dz(i, dout, saved.y, into.dz)
         dstates, dinitial_states, s_tiles = walk_dstates(i, dy, dA_cumsum, prev_states, dfinal_states, options,
                                                          into.dinitial_states)

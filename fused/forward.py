@@ -14,7 +14,7 @@ from ssd.kernels.chunk_state import chunk_state, varlen_states
 from ssd.kernels.state_passing import state_passing
 from ssd.kernels.walk_states import chunk_states
 from ssd.tuning import pick
-from ssd.types import Options, SSDInputs, SSDSaved
+from ssd.types import SUB_CHUNK, Options, SSDInputs, SSDSaved
 
 from .kernels.block_scan import block_scan
 from .kernels.two_level_scan import two_level_scan
@@ -24,9 +24,20 @@ def forward(i: SSDInputs, options: Options, save: bool) -> tuple[Tensor, Tensor,
     """Returns out (shape and dtype of x), final_states (batch, nheads, headdim, dstate) fp32, and, if `save`, what a backward
     needs.
     """
-    if options.two_level and options.fuse_states and hopper.can_run(i, options, True, "fused"):
+    if hopper.can_run(_cannot_run_hopper(i, options), "fused"):
         return hopper.two_level(i, options, save)
     return _plain(i, options, save)
+
+
+def states_every(i: SSDInputs, options: Options) -> int:
+    """As `Variant.states_every`."""
+    return i.chunk_size if _cannot_run_hopper(i, options) else SUB_CHUNK
+
+
+def _cannot_run_hopper(i: SSDInputs, options: Options) -> str | None:
+    if not (options.two_level and options.fuse_states):
+        return "options.two_level and fuse_states cannot be off in it"
+    return hopper.cannot_run(i, options, by_chunk=True)
 
 
 def _plain(i: SSDInputs, options: Options, save: bool) -> tuple[Tensor, Tensor, SSDSaved]:

@@ -4,8 +4,8 @@ from ssd.registry import Variant
 from ssd.variant import VARIANT as BASELINE
 
 from .backward import backward
-from .forward import forward
+from .forward import forward, states_every
 
 VARIANT = Variant("fused", supports=BASELINE.supports, forward=forward, backward=backward,
                   options=("exp2", "low_precision_states", "fuse_states", "low_precision_CB", "causal_blocks", "fuse_bmm",
-                           "two_level", "gluon", "save_states", "fuse_backward"), saves_states=True)
+                           "two_level", "gluon", "save_states", "fuse_backward"), states_every=states_every)

@@ -14,7 +14,7 @@ from ssd.kernels.chunk_cumsum import chunk_cumsum
 from ssd.kernels.chunk_state import varlen_states
 from ssd.kernels.walk_states import chunk_states, run_states
 from ssd.tuning import device_of, pick
-from ssd.types import Options, SSDInputs, SSDSaved
+from ssd.types import SUB_CHUNK, Options, SSDInputs, SSDSaved
 
 from .kernels.persistent_scan import persistent_scan
 from .kernels.stationary_scan import stationary_scan
@@ -26,11 +26,16 @@ def forward(inputs: SSDInputs, options: Options, save: bool) -> tuple[Tensor, Te
     needs.
     """
     by_chunk = (save and options.save_states) or not options.stationary
-    if not hopper.can_run(inputs, options, by_chunk, "persistent"):
+    if not hopper.can_run(hopper.cannot_run(inputs, options, by_chunk), "persistent"):
         return _plain(inputs, options, save)
     if options.stationary:
         return hopper.stationary(inputs, options, save)
     return hopper.two_level(inputs, options, save, blocks=device_of(inputs).sms)
+
+
+def states_every(inputs: SSDInputs, options: Options) -> int:
+    """As `Variant.states_every`."""
+    return inputs.chunk_size if hopper.cannot_run(inputs, options, by_chunk=True) else SUB_CHUNK
 
 
 def _plain(i: SSDInputs, options: Options, save: bool) -> tuple[Tensor, Tensor, SSDSaved]:

@@ -7,14 +7,14 @@ since an op's outputs are fixed in number.
 from __future__ import annotations
 
 from ast import literal_eval
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from .registry import resolve, saves_states
+from .registry import resolve, states_every
 from .types import Options, SSDGrads, SSDInputs, SSDSaved
 
 _INPUTS = (
@@ -88,11 +88,6 @@ def _unpack(args: tuple) -> tuple[SSDInputs, str, Options]:
     return inputs, variant, _decode(options)
 
 
-def _keeps_states(name: str, inputs: SSDInputs, options: Options, save: bool) -> bool:
-    """Whether the op returns prev_states: known without running it, as its fake form must."""
-    return save and options.save_states and saves_states(name, inputs.x.device)
-
-
 def _or_empty(t: Tensor | None, like: Tensor) -> Tensor:
     return like.new_empty(0) if t is None else t
 
@@ -104,9 +99,10 @@ def _or_none(t: Tensor | None) -> Tensor | None:
 def _forward(*args):
     *args, save = args
     inputs, name, options = _unpack(args)
+    if states_every(name, inputs, options) is None:
+        options = replace(options, save_states=False)
     out, final_states, saved = resolve(name, inputs, "fwd").forward(inputs, options, save)
-    prev_states = saved.prev_states if _keeps_states(name, inputs, options, save) else None
-    return out, final_states, *(_or_empty(t, out) for t in (saved.varlen_states, saved.y, prev_states))
+    return out, final_states, *(_or_empty(t, out) for t in (saved.varlen_states, saved.y, saved.prev_states))
 
 
 @torch.library.register_fake("ssd::chunk_scan")
@@ -120,7 +116,8 @@ def _forward_fake(*args):
     ndocs = () if inputs.cu_seqlens is None else (inputs.cu_seqlens.shape[0] - 1, *sizes)
     varlen_states = x.new_empty(ndocs, dtype=accumulator) if ndocs else x.new_empty(0)
     y = x.new_empty(x.shape if save and inputs.z is not None else 0)
-    states = (inputs.batch, inputs.nchunks, *sizes) if _keeps_states(name, inputs, options, save) else 0
+    every = states_every(name, inputs, options) if save else None
+    states = (inputs.batch, -(-inputs.seqlen // every), *sizes) if every else 0
     return out, final_states, varlen_states, y, x.new_empty(states, dtype=inputs.states_dtype if states else x.dtype)
 
 

@@ -31,9 +31,10 @@ def backward(saved: SSDSaved, dout: Tensor, dfinal_states: Tensor | None, into: 
     dout = dout if fits_tiles(dout) else dout.contiguous()
     with torch.cuda.device_of(i.x):
         dt, dA_cumsum = chunk_cumsum(i)
-        prev_states = saved.prev_states
-        if prev_states is None:
+        if saved.prev_states is None:
             prev_states, _ = state_passing(i, chunk_state(i, dt, dA_cumsum, options), dA_cumsum)
+        else:
+            prev_states = saved.prev_states[:, :: i.chunk_size // saved.states_every].contiguous()
         CB = bmm_chunk(i, options)
 
         dz, dy = (None, dout) if i.z is None else chunk_scan_dz(i, dout, saved.y, into.dz)

@@ -15,12 +15,13 @@ import torch
 import triton
 from torch import Tensor
 
+from .kernels.arguments import cdiv
 from .kernels.chunk_cumsum import chunk_cumsum
 from .runs import RUN_FIELDS, Run, chunks, deal
 from .tuning import current_device
-from .types import Options, SSDInputs, SSDSaved
+from .types import SUB_CHUNK, Options, SSDInputs, SSDSaved
 
-BLOCK_M, _HEADDIM, _DSTATES = 64, 64, (64, 128)
+BLOCK_M, _HEADDIM, _DSTATES = SUB_CHUNK, 64, (64, 128)
 _ALIGNMENT = 16  # bytes, of what a TMA descriptor describes
 OPTIONS = ("low_precision_states", "stationary", "segments", "save_states", "gluon")  # that these kernels can be without
 
@@ -30,6 +31,8 @@ def cannot_run(i: SSDInputs, options: Options, by_chunk: bool) -> str | None:
 
     by_chunk: states are read or written at the edges of chunks.
     """
+    if not options.gluon:
+        return "options.gluon is off"
     if not _is_hopper(i.x.device):
         return f"needs a GPU of compute capability 9 and Triton 3.6, got {i.x.device}"
     if i.x.dtype not in (torch.bfloat16, torch.float16) or not i.x.dtype == i.B.dtype == i.C.dtype:
@@ -46,22 +49,18 @@ def cannot_run(i: SSDInputs, options: Options, by_chunk: bool) -> str | None:
         return f"state_dtype: got {i.states_dtype}, keeps states in fp32, bf16 or fp16"
     if not (options.exp2 and options.fuse_bmm):
         return "options.exp2 and fuse_bmm cannot be off in it"
-    for name, t in (("x", i.x), ("B", i.B), ("C", i.C)):
-        if not describable(t):
-            return f"{name}: got strides {t.stride()}, takes contiguous heads and channels, and rows apart and on 16 bytes"
     return None
 
 
-def can_run(i: SSDInputs, options: Options, by_chunk: bool, variant: str) -> bool:
-    """Whether these kernels take the inputs for `variant`; that they do not is said to the logger, once for each reason."""
-    reason = cannot_run(i, options, by_chunk) if options.gluon else "options.gluon is off"
+def can_run(reason: str | None, variant: str) -> bool:
+    """Whether there is no reason why not, of `cannot_run`; one is said to the logger, once."""
     if reason:
-        say_plain(variant, reason)
+        _say_plain(variant, reason)
     return reason is None
 
 
 @lru_cache(maxsize=64)
-def say_plain(variant: str, reason: str) -> None:
+def _say_plain(variant: str, reason: str) -> None:
     logging.getLogger("ssd").info("variant %r runs its plain Triton kernels, not those for Hopper: %s", variant, reason)
 
 
@@ -74,9 +73,10 @@ def stationary(inputs: SSDInputs, options: Options, save: bool) -> tuple[Tensor,
         final_states = call.new_states(())
         prev_states = None
         if save and options.save_states:
-            prev_states = call.new_states((inputs.nchunks,), inputs.states_dtype)
+            prev_states = call.new_states((call.nsub,), inputs.states_dtype)
         runs, *entering = call.entering(options)
-        hopper_scan(inputs, *call.descriptors, *call.steps, runs, call.initial_states, *entering, final_states, prev_states)
+        hopper_scan(inputs, *call.descriptors, *call.steps, runs, call.initial_states, *entering, final_states,
+                    None if prev_states is None else describe_states(prev_states))
     return call.out, final_states, SSDSaved(inputs, options, None, None, prev_states)
 
 
@@ -88,14 +88,15 @@ def two_level(inputs: SSDInputs, options: Options, save: bool, blocks: int | Non
     i = inputs
     with torch.cuda.device_of(i.x):
         call = _Call.of(i)
-        final_states, prev_states = call.new_states(()), call.new_states((i.nchunks,), i.states_dtype)
+        save = save and options.save_states
+        every = BLOCK_M if save else i.chunk_size  # tokens between the states that are kept; the scan starts from some of them
+        final_states, prev_states = call.new_states(()), call.new_states((cdiv(i.seqlen, every),), i.states_dtype)
         runs, *entering = call.entering(options)
         all_states(i, call.descriptors[:2], describe_states(prev_states), *call.steps, runs, call.initial_states, *entering,
-                   final_states, i.chunk_size)
+                   final_states, i.batch, every)
         each = _chunk_runs(i.batch, i.nheads // 2, call.nsub, i.chunk_size // BLOCK_M, blocks, i.x.device)
-        hopper_scan(i, *call.descriptors, *call.steps, each, prev_states=prev_states, from_memory=True)
-    kept = prev_states if save and options.save_states else None
-    return call.out, final_states, SSDSaved(inputs, options, None, None, kept)
+        hopper_scan(i, *call.descriptors, *call.steps, each, starts=prev_states, every=every)
+    return call.out, final_states, SSDSaved(inputs, options, None, None, prev_states if save else None)
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ class _Call:
         out = torch.empty(i.x.shape, device=i.x.device, dtype=i.x.dtype)
         initial_states = None if i.initial_states is None else i.initial_states.float().contiguous()
         steps = chunk_cumsum(replace(i, chunk_size=BLOCK_M))
-        return cls(i, out, tuple(describe(t) for t in (i.x, i.B, i.C, out)), steps, initial_states)
+        return cls(i, out, tuple(describe(describable(t)) for t in (i.x, i.B, i.C, out)), steps, initial_states)
 
     @property
     def nsub(self) -> int:
@@ -131,7 +132,7 @@ class _Call:
         runs, state_runs, npieces = dealt(i.batch, i.nheads // 2, self.nsub, options.segments, i.x.device)
         if not npieces:
             return runs, None, None
-        return runs, *piece_states(i, self.descriptors[:2], *self.steps, npieces, state_runs)
+        return runs, *piece_states(i, self.descriptors[:2], *self.steps, npieces, state_runs, i.batch)
 
 
 @cache
@@ -141,7 +142,13 @@ def _is_hopper(device: torch.device) -> bool:
             and version >= (3, 6))
 
 
-def describable(t: Tensor) -> bool:
+def describable(t: Tensor) -> Tensor:
+    """t, or a copy where TMA cannot take its strides."""
+    return t if is_describable(t) else t.clone(memory_format=torch.contiguous_format)
+
+
+def is_describable(t: Tensor) -> bool:
+    """Whether heads and channels are contiguous, and rows apart and on 16 bytes."""
     (batch, seqlen, heads, channels), strides = t.shape, t.stride()
     aligned = not any(stride * t.element_size() % _ALIGNMENT for stride in strides[:2]) and t.data_ptr() % _ALIGNMENT == 0
     apart = (batch == 1 or strides[0] > 0) and (seqlen == 1 or strides[1] >= heads * channels)

@@ -9,10 +9,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
 
-import torch
-
 from . import choice
-from .types import SSDInputs
+from .types import Options, SSDInputs
 
 _MODULES = {
     "baseline": "ssd.variant",
@@ -36,7 +34,8 @@ class Variant:
         backward: (SSDSaved, dout, dfinal_states, into: SSDGrads) -> SSDGrads.
         apply: (SSDInputs) -> (out, final_states), differentiable by itself.
         options: names of the fields of `Options` that this variant heeds, in the order in which an ablation adds them.
-        saves_states: whether a forward with save and `Options.save_states` leaves `SSDSaved.prev_states`.
+        states_every: (SSDInputs, Options) -> tokens between the states that a forward with save and `Options.save_states`
+            leaves in `SSDSaved.prev_states`: chunk_size or 64; None: it leaves none.
         adapts: what `apply` does around the peer's own kernels, and so is in its times; None: nothing.
     """
 
@@ -46,7 +45,7 @@ class Variant:
     backward: Callable | None = None
     apply: Callable | None = None
     options: tuple[str, ...] = ()
-    saves_states: bool = False
+    states_every: Callable | None = None
     adapts: str | None = None
 
 
@@ -73,10 +72,13 @@ def get_variant(name: str) -> Variant:
     return (sys.modules.get(module) or import_module(module)).VARIANT
 
 
-def saves_states(name: str, device: torch.device) -> bool:
-    """Whether the variant of that name keeps the states between chunks; "auto" does if all that it may choose do."""
-    names = (name,) if name != "auto" else ("torch",) if device.type == "cpu" else choice.CANDIDATES
-    return all(get_variant(n).saves_states for n in names)
+def states_every(name: str, inputs: SSDInputs, options: Options) -> int | None:
+    """Tokens between the states that a forward of the variant of that name keeps; None if it keeps none.
+
+    "auto" keeps none, so that it never runs out of memory where kernels that keep none would not.
+    """
+    every = None if name == "auto" else get_variant(name).states_every
+    return every(inputs, options) if every and options.save_states else None
 
 
 def resolve(name: str, inputs: SSDInputs, mode: str) -> Variant:

@@ -30,8 +30,8 @@ class Options:
         stationary: (persistent) a block walks a whole sequence of one head and the state never leaves its registers. Off,
             blocks as many as run side by side take the chunks of the two-level scan in turn.
         segments: (persistent, stationary) sequences are cut where batch and heads alone do not fill the GPU. Off, never.
-        save_states: the states between chunks are kept for the backward (as large as x at chunk size 128 and dstate 128).
-            Off, it computes them again. Every variant with `Variant.saves_states` knows it.
+        save_states: states are kept for the backward: as large as x with one every 128 tokens at dstate 128; the kernels for
+            Hopper keep one every 64. Off, and always with variant "auto", the backward computes them again.
         fuse_backward: (fused) the backward in sub-chunks of 64 tokens, one kernel for each of states, their gradients, dC with
             dCB, and dB with dx. Off, the baseline's.
         gluon: warp-specialised Gluon kernels on Hopper, where the inputs allow. Off, plain Triton everywhere.
@@ -55,6 +55,9 @@ class Options:
     def precision(self) -> str:
         """`input_precision` of tl.dot for fp32 operands."""
         return "tf32" if self.tf32 else "tf32x3"
+
+
+SUB_CHUNK = 64  # tokens that walks and the kernels for Hopper take at a time
 
 
 @dataclass(frozen=True)
@@ -123,8 +126,8 @@ class SSDSaved:
             backward may follow.
         varlen_states: (ndocs, nheads, headdim, dstate) fp32, the state at the end of each document of `cu_seqlens`;
             None where that was not given.
-        prev_states: (batch, nchunks, nheads, headdim, dstate) in `inputs.states_dtype`, the state before each chunk of
-            `inputs.chunk_size`, for the backward; None from variants that do not keep it, or without `options.save_states`.
+        prev_states: (batch, nspans, nheads, headdim, dstate) in `inputs.states_dtype`, the state before each span of
+            `states_every` tokens, for the backward; None from variants that do not keep it, or without `options.save_states`.
     """
 
     inputs: SSDInputs
@@ -132,6 +135,11 @@ class SSDSaved:
     y: Tensor | None = None
     varlen_states: Tensor | None = None
     prev_states: Tensor | None = None
+
+    @property
+    def states_every(self) -> int:
+        """Tokens between prev_states: a chunk, or a sub-chunk where there are more of them than chunks."""
+        return self.inputs.chunk_size if self.prev_states.shape[1] == self.inputs.nchunks else SUB_CHUNK
 
 
 @dataclass(frozen=True)

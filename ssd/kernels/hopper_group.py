@@ -12,8 +12,8 @@ Sums over heads stay in registers. A role for each warpgroup:
 Rows are tokens i in the first, j in the second; neither keeps the diagonal of pairs, which cancels in row - col, and u gets it
 as B_j . C_j dy_j. At the end of a tile dCB goes from the first to the second through shared memory.
 
-Reads x, dy (batch, seqlen, nheads, 64), B, C (batch, seqlen, ngroups, dstate), bf16 or fp16, and states (2, batch, nsub, nheads,
-64, dstate), those before and the gradients of those after each sub-chunk, in the same dtype, through TMA descriptors that
+Reads x, dy (batch, seqlen, nheads, 64), B, C (batch, seqlen, ngroups, dstate), bf16 or fp16, and H, G (batch, nsub, nheads, 64,
+dstate), the state before each sub-chunk and the gradient of that after it, in the same dtype, through TMA descriptors that
 fill rows past seqlen with 0; dt, dA_cumsum (batch, nheads, nsub, 64) fp32; D (nheads,). Writes dx as x; dB, dC contiguous (splits,
 batch, seqlen, ngroups, dstate); sums (5, batch, nheads, nsub, 64) fp32: (u + v) . x, q, r + row, col, dy . x; and s (batch,
 nheads, nsub) fp32.
@@ -35,7 +35,7 @@ from .arguments import contiguous
 from .hopper_roles import LOG2E, barriers, block_barrier, decay, load_steps, log2, row_layout, tile
 from .launch import launch
 
-STAGES = 2
+STAGES = 3
 _REGISTERS = 128  # a thread at launch; the roles then share them out
 
 
@@ -61,13 +61,6 @@ def heads_of(group, split, heads_per_group, SPLITS: gl.constexpr):
 
 
 @gluon.jit
-def flat(state):
-    """A state in shared memory as 4 rows: for sums over all of it, in which the order of a TMA tile does not matter."""
-    COLUMNS: gl.constexpr = state.shape[1] * state.shape[2] // 4
-    return state._reinterpret(state.dtype, [4, COLUMNS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-
-
-@gluon.jit
 def store_rows(t, b, c, group, values, seqlen, ngroups, BLOCK_M: gl.constexpr, DSTATE: gl.constexpr):
     """`values` [M, N] into a contiguous (batch, seqlen, ngroups, dstate)."""
     ROWS: gl.constexpr = row_layout(DSTATE)
@@ -83,7 +76,7 @@ def dC_role(bars, rings, lines, dC, sums, ntiles, seqlen, nsub, ngroups, heads_p
             SPLITS: gl.constexpr):
     full, empty, ready, group_full, group_empty, pairs_full, pairs_empty = bars
     Xs, dYs, Hs, Gs, Bs, Cs, CBs, dCBs, dXs = rings
-    A_columns, A_rows, from_start, to_end, steps, skips = lines
+    A_columns, A_rows, steps = lines
     STAGES: gl.constexpr = full.shape[0]
     BLOCK_M: gl.constexpr = Xs.shape[2]
     HEADDIM: gl.constexpr = Xs.shape[3]
@@ -114,11 +107,11 @@ def dC_role(bars, rings, lines, dC, sums, ntiles, seqlen, nsub, ngroups, heads_p
             dy = dy_tile.load(OPERAND)
             K = warpgroup_mma(dy, x.permute((1, 0)), gl.zeros([BLOCK_M, BLOCK_M], gl.float32, IJ), use_acc=False, is_async=True)
             mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
-            w = gl.expand_dims(from_start.index(stage).load(gl.SliceLayout(1, OPERAND)), 1)
+            w = gl.expand_dims(decay(A_columns.index(stage).load(gl.SliceLayout(1, OPERAND))), 1)
             sum_dC = warpgroup_mma((dy.to(gl.float32) * w).to(DTYPE), H, sum_dC, is_async=True)
-            A_i = gl.expand_dims(A_columns.index(stage).load(gl.SliceLayout(1, IJ)), 1)
+            A_i = A_columns.index(stage).load(gl.SliceLayout(1, IJ))
             A_j = gl.expand_dims(A_rows.index(stage).load(gl.SliceLayout(0, IJ)), 0)
-            L = gl.exp2(at_most(A_i - A_j, 64.0))  # above the diagonal anything finite: masked where it is used
+            L = gl.exp2(at_most(gl.expand_dims(A_i, 1) - A_j, 64.0))  # above the diagonal anything finite: masked where it is used
             K = warpgroup_mma_wait(1, deps=(K,)) * L
             CH = warpgroup_mma(C, H.permute((1, 0)), gl.zeros([BLOCK_M, HEADDIM], gl.float32, IP), use_acc=False, is_async=True)
             sum_dCB += K
@@ -126,7 +119,7 @@ def dC_role(bars, rings, lines, dC, sums, ntiles, seqlen, nsub, ngroups, heads_p
             dy_f = dy_tile.load(IP).to(gl.float32)
             sum_dC, CH = warpgroup_mma_wait(0, deps=(sum_dC, CH))
             r = gl.convert_layout(gl.sum(dy_f * CH, 1), gl.SliceLayout(1, IJ))
-            row += r * from_start.index(stage).load(gl.SliceLayout(1, IJ))
+            row += r * decay(A_i)
             block_barrier()
             mbarrier.arrive(empty.index(stage), count=1)
             at = ((b * ngroups * heads_per_group + head + k).to(gl.int64) * nsub + c) * BLOCK_M
@@ -147,11 +140,11 @@ def dC_role(bars, rings, lines, dC, sums, ntiles, seqlen, nsub, ngroups, heads_p
 
 
 @gluon.jit
-def dx_role(dx_desc, bars, rings, lines, sums, ntiles, nsub, ngroups, heads_per_group, sum_stride, SPLITS: gl.constexpr):
+def dx_role(dx_desc, bars, rings, lines, dA_cumsum, D, sums, ntiles, nsub, ngroups, heads_per_group, sum_stride, SPLITS: gl.constexpr):
     """The consumer warpgroup with tokens j as rows: dx and all that is summed over a token's channels."""
     full, empty, ready, group_full, group_empty, pairs_full, pairs_empty = bars
     Xs, dYs, Hs, Gs, Bs, Cs, CBs, dCBs, dXs = rings
-    A_columns, A_rows, from_start, to_end, steps, skips = lines
+    A_columns, A_rows, steps = lines
     STAGES: gl.constexpr = full.shape[0]
     BLOCK_M: gl.constexpr = Xs.shape[2]
     HEADDIM: gl.constexpr = Xs.shape[3]
@@ -174,6 +167,11 @@ def dx_role(dx_desc, bars, rings, lines, sums, ntiles, nsub, ngroups, heads_per_
         BC = gl.where(gl.expand_dims(i, 0) > gl.expand_dims(j, 1), BC, 0.0)
         for k in range(count):
             stage = step % STAGES
+            at = ((b * ngroups * heads_per_group + head + k).to(gl.int64) * nsub + c) * BLOCK_M
+            end = gl.load(dA_cumsum + at + BLOCK_M - 1) * LOG2E
+            skip = own * 0.0
+            if D is not None:
+                skip += gl.load(D + head + k).to(gl.float32)
             mbarrier.wait(full.index(stage), (step // STAGES) & 1)
             x_tile, dy = tile(Xs, stage, BLOCK_M, HEADDIM), tile(dYs, stage, BLOCK_M, HEADDIM)
             G = tile(Gs, stage, HEADDIM, DSTATE)
@@ -182,19 +180,19 @@ def dx_role(dx_desc, bars, rings, lines, sums, ntiles, nsub, ngroups, heads_per_
             v = warpgroup_mma(B, G.permute((1, 0)), gl.zeros([BLOCK_M, HEADDIM], gl.float32, JI), use_acc=False, is_async=True)
             mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
             A_i = gl.expand_dims(A_columns.index(stage).load(gl.SliceLayout(0, JI)), 0)
-            A_j = gl.expand_dims(A_columns.index(stage).load(ROW), 1)
-            L = BC * gl.exp2(at_most(A_i - A_j, 0.0))
+            A_j = A_columns.index(stage).load(ROW)
+            L = BC * gl.exp2(at_most(A_i - gl.expand_dims(A_j, 1), 0.0))
             dt_j = steps.index(stage).load(ROW)
             pairs = gl.convert_layout(L.to(DTYPE), OPERAND)
             x_dy = warpgroup_mma_wait(1, deps=(x_dy,))
             col = dt_j * gl.sum(L * x_dy, 1)
-            v = warpgroup_mma_wait(0, deps=(v,)) * gl.expand_dims(to_end.index(stage).load(ROW), 1)
+            v = warpgroup_mma_wait(0, deps=(v,)) * gl.expand_dims(decay(end - A_j), 1)
             u_v = warpgroup_mma(pairs, dy, v, is_async=True)
             x = x_tile.load(JI).to(gl.float32)
             q = dt_j * gl.sum(v * x, 1)
             dy_j = dy.load(JI).to(gl.float32)
             dy_x = gl.sum(dy_j * x, 1)
-            skip = skips.index(stage).load(ROW) + dt_j * own
+            skip += dt_j * own
             u_v = warpgroup_mma_wait(0, deps=(u_v,))
             u_v_x = gl.sum(u_v * x, 1) + own * dy_x
             dx = u_v * gl.expand_dims(dt_j, 1) + dy_j * gl.expand_dims(skip, 1)
@@ -205,7 +203,7 @@ def dx_role(dx_desc, bars, rings, lines, sums, ntiles, nsub, ngroups, heads_per_
             block_barrier()
             mbarrier.arrive(empty.index(stage), count=1)
             tma.async_copy_shared_to_global(dx_desc, [b, c * BLOCK_M, (head + k) * HEADDIM], dXs.index(0))
-            at = sums + ((b * ngroups * heads_per_group + head + k).to(gl.int64) * nsub + c) * BLOCK_M + j
+            at = sums + at + j
             gl.store(at, u_v_x)
             gl.store(at + sum_stride.to(gl.int64), q)
             gl.store(at + 3 * sum_stride.to(gl.int64), col)
@@ -218,12 +216,12 @@ def dx_role(dx_desc, bars, rings, lines, sums, ntiles, nsub, ngroups, heads_per_
 
 
 @gluon.jit
-def dB_role(bars, rings, lines, dA_cumsum, dt, D, dB, s, ntiles, seqlen, nsub, ngroups, heads_per_group, part_stride,
+def dB_role(bars, rings, lines, dA_cumsum, dB, s, ntiles, seqlen, nsub, ngroups, heads_per_group, part_stride,
             SPLITS: gl.constexpr):
-    """The consumer warpgroup that has room: makes the exponentials of each head as vectors, then dB, then s."""
+    """The consumer warpgroup of dB, and of s for want of a better place."""
     full, empty, ready, group_full, group_empty, pairs_full, pairs_empty = bars
     Xs, dYs, Hs, Gs, Bs, Cs, CBs, dCBs, dXs = rings
-    A_columns, A_rows, from_start, to_end, steps, skips = lines
+    A_columns, A_rows, steps = lines
     STAGES: gl.constexpr = full.shape[0]
     BLOCK_M: gl.constexpr = Xs.shape[2]
     HEADDIM: gl.constexpr = Xs.shape[3]
@@ -231,50 +229,33 @@ def dB_role(bars, rings, lines, dA_cumsum, dt, D, dB, s, ntiles, seqlen, nsub, n
     DTYPE: gl.constexpr = Xs.dtype
     JN: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DSTATE, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, JN, 2)
-    EIGHT: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])
-    m = gl.arange(0, BLOCK_M, gl.BlockedLayout([1], [32], [4], [0]))
+    TOKEN: gl.constexpr = gl.SliceLayout(1, OPERAND)
+    PP: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEADDIM, 16])
+    p, p_ = gl.arange(0, HEADDIM, gl.SliceLayout(1, PP)), gl.arange(0, HEADDIM, gl.SliceLayout(0, PP))
     step = 0
     turn = 0
     for t in range(gl.program_id(0), ntiles, gl.num_programs(0)):
         b, c, group, split = load_tile(t, ngroups, nsub, SPLITS)
         head, count = heads_of(group, split, heads_per_group, SPLITS)
         row = (b * ngroups * heads_per_group + head).to(gl.int64) * nsub + c
-        a, dt_k, end = load_steps(dA_cumsum, dt, row * BLOCK_M, m, BLOCK_M)
-        D_k = 0.0
-        if D is not None:
-            D_k = gl.load(D + head).to(gl.float32)
         sum_dB = gl.zeros([BLOCK_M, DSTATE], gl.float32, JN)
         for k in range(count):
             stage, parity = step % STAGES, (step // STAGES) & 1
-            mbarrier.wait(empty.index(stage), parity ^ 1)
-            a, end = a * LOG2E, end * LOG2E
-            A_columns.index(stage).store(a)
-            A_rows.index(stage).store(a - log2(dt_k))
-            from_start.index(stage).store(decay(a))
-            to_end.index(stage).store(decay(end - a))
-            steps.index(stage).store(dt_k)
-            skips.index(stage).store(gl.zeros_like(a) + D_k)
-            factor = decay(end)
-            ahead = gl.minimum(k + 1, count - 1)
-            a, dt_k, end = load_steps(dA_cumsum, dt, (row + ahead * nsub) * BLOCK_M, m, BLOCK_M)
-            if D is not None:
-                D_k = gl.load(D + head + ahead).to(gl.float32)
-            block_barrier()
-            mbarrier.arrive(ready.index(stage), count=1)
-            w = (to_end.index(stage).load(gl.SliceLayout(1, OPERAND)) * steps.index(stage).load(gl.SliceLayout(1, OPERAND)))
+            mbarrier.wait(ready.index(stage), parity)
+            end = gl.load(dA_cumsum + (row + k * nsub) * BLOCK_M + BLOCK_M - 1) * LOG2E
             mbarrier.wait(full.index(stage), parity)
-            G = tile(Gs, stage, HEADDIM, DSTATE)
-            x = tile(Xs, stage, BLOCK_M, HEADDIM).load(OPERAND)
-            sum_dB = warpgroup_mma((x.to(gl.float32) * gl.expand_dims(w, 1)).to(DTYPE), G, sum_dB, is_async=True)
-            H, G = flat(Hs.index(stage)), flat(Gs.index(stage))
-            product = gl.zeros([HEADDIM * DSTATE // 4], gl.float32, EIGHT)
-            for part in range(4):
-                product += H.index(part).load(EIGHT).to(gl.float32) * G.index(part).load(EIGHT).to(gl.float32)
-            product = factor * gl.sum(product, 0)
+            H, G = tile(Hs, stage, HEADDIM, DSTATE), tile(Gs, stage, HEADDIM, DSTATE)
+            # <H, G> as the trace of H G^T: a product takes half the time that loading both and multiplying does
+            HG = warpgroup_mma(H, G.permute((1, 0)), gl.zeros([HEADDIM, HEADDIM], gl.float32, PP), use_acc=False, is_async=True)
+            HG = gl.where(gl.expand_dims(p, 1) == gl.expand_dims(p_, 0), warpgroup_mma_wait(0, deps=(HG,)), 0.0)
+            gl.store(s + row + k * nsub, gl.sum(gl.sum(HG, 1), 0) * decay(end))
+            mbarrier.wait(ready.index(stage), parity)
+            w = gl.expand_dims(decay(end - A_columns.index(stage).load(TOKEN)) * steps.index(stage).load(TOKEN), 1)
+            x = (tile(Xs, stage, BLOCK_M, HEADDIM).load(OPERAND).to(gl.float32) * w).to(DTYPE)
+            sum_dB = warpgroup_mma(x, G, sum_dB, is_async=True)
             sum_dB = warpgroup_mma_wait(0, deps=(sum_dB,))
             block_barrier()
             mbarrier.arrive(empty.index(stage), count=1)
-            gl.store(s + row + k * nsub, product)
             step += 1
         mbarrier.wait(pairs_full, turn & 1)
         sum_dB = warpgroup_mma(dCBs.permute((1, 0)), tile(Cs, 0, BLOCK_M, DSTATE), sum_dB, is_async=True)
@@ -287,7 +268,35 @@ def dB_role(bars, rings, lines, dA_cumsum, dt, D, dB, s, ntiles, seqlen, nsub, n
 
 
 @gluon.jit
-def fetch_role(x_desc, dy_desc, B_desc, C_desc, states_desc, bars, rings, ntiles, batch, nsub, ngroups, heads_per_group,
+def lines_role(bars, lines, dA_cumsum, dt, ntiles, nsub, ngroups, heads_per_group, BLOCK_M: gl.constexpr,
+               SPLITS: gl.constexpr):
+    """One warp that fetches what each head's decay and steps are, as vectors: A_j, A_j less log dt_j, dt_j, in binary logs."""
+    full, empty, ready, group_full, group_empty, pairs_full, pairs_empty = bars
+    A_columns, A_rows, steps = lines
+    STAGES: gl.constexpr = full.shape[0]
+    m = gl.arange(0, BLOCK_M, gl.BlockedLayout([BLOCK_M // 32], [32], [1], [0]))
+    step = 0
+    for t in range(gl.program_id(0), ntiles, gl.num_programs(0)):
+        b, c, group, split = load_tile(t, ngroups, nsub, SPLITS)
+        head, count = heads_of(group, split, heads_per_group, SPLITS)
+        row = (b * ngroups * heads_per_group + head).to(gl.int64) * nsub + c
+        at = row * BLOCK_M + m
+        a, dt_k = gl.load(dA_cumsum + at), gl.load(dt + at)
+        for k in range(count):
+            stage = step % STAGES
+            mbarrier.wait(empty.index(stage), (step // STAGES) & 1 ^ 1)
+            A_columns.index(stage).store(a * LOG2E)
+            A_rows.index(stage).store(a * LOG2E - log2(dt_k))
+            steps.index(stage).store(dt_k)
+            block_barrier()
+            mbarrier.arrive(ready.index(stage), count=1)
+            at = (row + gl.minimum(k + 1, count - 1) * nsub) * BLOCK_M + m
+            a, dt_k = gl.load(dA_cumsum + at), gl.load(dt + at)
+            step += 1
+
+
+@gluon.jit
+def fetch_role(x_desc, dy_desc, B_desc, C_desc, H_desc, G_desc, bars, rings, ntiles, nsub, ngroups, heads_per_group,
                SPLITS: gl.constexpr):
     full, empty, ready, group_full, group_empty, pairs_full, pairs_empty = bars
     Xs, dYs, Hs, Gs, Bs, Cs, CBs, dCBs, dXs = rings
@@ -312,15 +321,15 @@ def fetch_role(x_desc, dy_desc, B_desc, C_desc, states_desc, bars, rings, ntiles
             mbarrier.expect(bar, 2 * HEADDIM * (BLOCK_M + DSTATE) * 2)
             tma.async_copy_global_to_shared(x_desc, [b, c * BLOCK_M, k * HEADDIM], bar, Xs.index(stage))
             tma.async_copy_global_to_shared(dy_desc, [b, c * BLOCK_M, k * HEADDIM], bar, dYs.index(stage))
-            for way in gl.static_range(2):
-                state = (((way * batch + b) * nsub + c) * nheads + k) * HEADDIM
-                tma.async_copy_global_to_shared(states_desc, [0, state, 0], bar, (Hs if way == 0 else Gs).index(stage))
+            state = ((b * nsub + c) * nheads + k) * HEADDIM
+            tma.async_copy_global_to_shared(H_desc, [0, state, 0], bar, Hs.index(stage))
+            tma.async_copy_global_to_shared(G_desc, [0, state, 0], bar, Gs.index(stage))
             step += 1
         turn += 1
 
 
 @gluon.jit
-def hopper_group_kernel(x_desc, dy_desc, B_desc, C_desc, states_desc, dx_desc, dA_cumsum, dt, D, dB, dC, sums, s, ntiles, batch,
+def hopper_group_kernel(x_desc, dy_desc, B_desc, C_desc, H_desc, G_desc, dx_desc, dA_cumsum, dt, D, dB, dC, sums, s, ntiles,
                         seqlen, nsub, ngroups, heads_per_group, part_stride, sum_stride, SPLITS: gl.constexpr,
                         STAGES: gl.constexpr):
     DTYPE: gl.constexpr = x_desc.dtype
@@ -331,8 +340,8 @@ def hopper_group_kernel(x_desc, dy_desc, B_desc, C_desc, states_desc, dx_desc, d
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     Xs = gl.allocate_shared_memory(DTYPE, [STAGES, 1, BLOCK_M, HEADDIM], x_desc.layout)
     dYs = gl.allocate_shared_memory(DTYPE, [STAGES, 1, BLOCK_M, HEADDIM], x_desc.layout)
-    Hs = gl.allocate_shared_memory(DTYPE, [STAGES, 1, HEADDIM, DSTATE], states_desc.layout)
-    Gs = gl.allocate_shared_memory(DTYPE, [STAGES, 1, HEADDIM, DSTATE], states_desc.layout)
+    Hs = gl.allocate_shared_memory(DTYPE, [STAGES, 1, HEADDIM, DSTATE], H_desc.layout)
+    Gs = gl.allocate_shared_memory(DTYPE, [STAGES, 1, HEADDIM, DSTATE], H_desc.layout)
     Bs = gl.allocate_shared_memory(DTYPE, [1, 1, BLOCK_M, DSTATE], B_desc.layout)
     Cs = gl.allocate_shared_memory(DTYPE, [1, 1, BLOCK_M, DSTATE], B_desc.layout)
     CBs = gl.allocate_shared_memory(gl.float32, [BLOCK_M, BLOCK_M], gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
@@ -340,35 +349,33 @@ def hopper_group_kernel(x_desc, dy_desc, B_desc, C_desc, states_desc, dx_desc, d
     dXs = gl.allocate_shared_memory(DTYPE, [1, 1, BLOCK_M, HEADDIM], x_desc.layout)
     A_columns = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], LINE)
     A_rows = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], LINE)
-    from_start = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], LINE)
-    to_end = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], LINE)
     steps = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], LINE)
-    skips = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], LINE)
     full, empty, ready = barriers(STAGES, 1), barriers(STAGES, 3), barriers(STAGES, 1)
     group_full, group_empty = barriers(1, 1).index(0), barriers(1, 3).index(0)
     pairs_full, pairs_empty = barriers(1, 1).index(0), barriers(1, 1).index(0)
     fence_async_shared()
     bars = (full, empty, ready, group_full, group_empty, pairs_full, pairs_empty)
     rings = (Xs, dYs, Hs, Gs, Bs, Cs, CBs, dCBs, dXs)
-    lines = (A_columns, A_rows, from_start, to_end, steps, skips)
+    lines = (A_columns, A_rows, steps)
     gl.warp_specialize([
         (dC_role, (bars, rings, lines, dC, sums, ntiles, seqlen, nsub, ngroups, heads_per_group, part_stride, sum_stride, SPLITS)),
-        (dx_role, (dx_desc, bars, rings, lines, sums, ntiles, nsub, ngroups, heads_per_group, sum_stride, SPLITS)),
-        (dB_role, (bars, rings, lines, dA_cumsum, dt, D, dB, s, ntiles, seqlen, nsub, ngroups, heads_per_group, part_stride,
+        (dx_role, (dx_desc, bars, rings, lines, dA_cumsum, D, sums, ntiles, nsub, ngroups, heads_per_group, sum_stride,
                    SPLITS)),
-        (fetch_role, (x_desc, dy_desc, B_desc, C_desc, states_desc, bars, rings, ntiles, batch, nsub, ngroups, heads_per_group,
+        (dB_role, (bars, rings, lines, dA_cumsum, dB, s, ntiles, seqlen, nsub, ngroups, heads_per_group, part_stride, SPLITS)),
+        (lines_role, (bars, lines, dA_cumsum, dt, ntiles, nsub, ngroups, heads_per_group, BLOCK_M, SPLITS)),
+        (fetch_role, (x_desc, dy_desc, B_desc, C_desc, H_desc, G_desc, bars, rings, ntiles, nsub, ngroups, heads_per_group,
                       SPLITS)),
-    ], [4, 4, 1], [168, 120, 24])
+    ], [4, 4, 1, 1], [176, 104, 40, 40])
 
 
-def hopper_group(i: SSDInputs, x_desc, dy_desc, B_desc, C_desc, states_desc, dx_desc, dt, dA_cumsum, dB, dC, blocks: int):
+def hopper_group(i: SSDInputs, x_desc, dy_desc, B_desc, C_desc, H_desc, G_desc, dx_desc, dt, dA_cumsum, dB, dC, blocks: int):
     """Fills what dx_desc describes, and dB, dC (splits, batch, seqlen, ngroups, dstate); returns sums and s."""
     splits, nsub = dB.shape[0], dt.shape[2]
     ntiles = i.batch * nsub * i.ngroups * splits
     sums = torch.empty(5, *dt.shape, device=dt.device, dtype=torch.float32)
     s = torch.empty(dt.shape[:3], device=dt.device, dtype=torch.float32)
     launch(
-        hopper_group_kernel, min(ntiles, blocks), x_desc, dy_desc, B_desc, C_desc, states_desc, dx_desc, dA_cumsum, dt,
-        contiguous(i.D), dB, dC, sums, s, ntiles, i.batch, i.seqlen, nsub, i.ngroups, i.nheads // i.ngroups, dB.stride(0),
+        hopper_group_kernel, min(ntiles, blocks), x_desc, dy_desc, B_desc, C_desc, H_desc, G_desc, dx_desc, dA_cumsum, dt,
+        contiguous(i.D), dB, dC, sums, s, ntiles, i.seqlen, nsub, i.ngroups, i.nheads // i.ngroups, dB.stride(0),
         sums.stride(0), SPLITS=splits, STAGES=STAGES, num_warps=4, maxnreg=_REGISTERS)
     return sums, s

@@ -71,26 +71,17 @@ def entering_state(initial_states, ends, factors, bh, piece, npieces, offsets, U
 
 @gluon.jit
 def state_row(b, h, c, nsub, nheads, EVERY: gl.constexpr):
-    """Which state of prev_states (batch, nchunks, nheads) is that before the chunk of sub-chunk c."""
+    """Which state of (batch, nchunks, nheads) is that before the chunk of sub-chunk c."""
     return (b * ((nsub + EVERY - 1) // EVERY) + c // EVERY).to(gl.int64) * nheads + h
 
 
 @gluon.jit
-def keep_state(state, prev_states, b, h, c, nsub, nheads, EVERY: gl.constexpr, HEADDIM: gl.constexpr, DSTATE: gl.constexpr):
-    """Stores the state before a chunk where sub-chunk c is its first."""
-    ROWS: gl.constexpr = row_layout(DSTATE)
-    if c % EVERY == 0:
-        at = state_row(b, h, c, nsub, nheads, EVERY) * HEADDIM * DSTATE + state_offsets(ROWS, HEADDIM, DSTATE)
-        gl.store(prev_states + at, gl.convert_layout(state.to(prev_states.dtype.element_ty), ROWS))
-
-
-@gluon.jit
-def kept_state(prev_states, b, h, c, nsub, nheads, EVERY: gl.constexpr, STATE: gl.constexpr, HEADDIM: gl.constexpr,
+def kept_state(starts, b, h, c, nsub, nheads, EVERY: gl.constexpr, STATE: gl.constexpr, HEADDIM: gl.constexpr,
                DSTATE: gl.constexpr):
     """The state before the chunk of sub-chunk c, [P, N] fp32."""
     ROWS: gl.constexpr = row_layout(DSTATE)
     at = state_row(b, h, c, nsub, nheads, EVERY) * HEADDIM * DSTATE + state_offsets(ROWS, HEADDIM, DSTATE)
-    return gl.convert_layout(gl.load(prev_states + at), STATE).to(gl.float32)
+    return gl.convert_layout(gl.load(starts + at), STATE).to(gl.float32)
 
 
 @gluon.jit

@@ -12,8 +12,8 @@ registers and only B, C and L pass through shared memory:
 Reads x (batch, seqlen, nheads, 64), B, C (batch, seqlen, ngroups, dstate), bf16 or fp16, channels and heads contiguous,
 through TMA descriptors that fill rows past seqlen with 0; dt, dA_cumsum (batch, nheads, nsub, 64) fp32, dA_cumsum restarting
 every sub-chunk; D (nheads,); initial_states (batch, nheads, 64, dstate) fp32; ends, factors as hopper_states writes them.
-Writes out as x, final_states as initial_states, and prev_states (batch, nchunks, nheads, 64, dstate), a state every EVERY
-sub-chunks; or starts each run from the prev_states of its first chunk (FROM_MEMORY).
+Writes out as x, final_states as initial_states, and the state before every sub-chunk, (batch, nsub, nheads, 64, dstate); or
+starts each run from one of `starts`, such states of every EVERY sub-chunks.
 """
 
 import torch
@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..types import SSDInputs
+from ..types import SUB_CHUNK, SSDInputs
 from .arguments import contiguous
 from .hopper_roles import (
     LOG2E,
@@ -36,7 +36,6 @@ from .hopper_roles import (
     decay,
     entering_state,
     fetch,
-    keep_state,
     kept_state,
     load_run,
     load_steps,
@@ -112,12 +111,11 @@ def masks(bars, rings, lines, dA_cumsum, dt, runs, nruns, nsub, nheads, SLOTS: g
 
 
 @gluon.jit
-def head(out_desc, bars, rings, lines, dA_cumsum, D, initial_states, ends, factors, final_states, prev_states, runs, nruns,
-         nsub, nheads, U: gl.constexpr, SLOTS: gl.constexpr, EVERY: gl.constexpr, FROM_MEMORY: gl.constexpr,
-         DSTATE: gl.constexpr):
+def head(out_desc, states_desc, bars, rings, lines, dA_cumsum, D, initial_states, ends, factors, final_states, starts, runs,
+         nruns, nsub, nheads, U: gl.constexpr, SLOTS: gl.constexpr, EVERY: gl.constexpr, DSTATE: gl.constexpr):
     """The consumer warpgroup of head 2 pair + U: its state, its output."""
     full, empty, ready, taken = bars
-    Xs, Bs, Cs, Ls, Ys = rings
+    Xs, Bs, Cs, Ls, Ys, Ss = rings
     from_start, to_end = lines
     STAGES: gl.constexpr = full.shape[0]
     BLOCK_M: gl.constexpr = out_desc.block_shape[1]
@@ -133,8 +131,8 @@ def head(out_desc, bars, rings, lines, dA_cumsum, D, initial_states, ends, facto
         b, pair, first, last, piece, npieces = load_run(runs, k)
         h = pair * 2 + U
         bh = (b * nheads + h).to(gl.int64)
-        if FROM_MEMORY:
-            state = kept_state(prev_states, b, h, first, nsub, nheads, EVERY, STATE, HEADDIM, DSTATE)
+        if starts is not None:
+            state = kept_state(starts, b, h, first, nsub, nheads, EVERY, STATE, HEADDIM, DSTATE)
         else:
             state = entering_state(initial_states, ends, factors, bh, piece, npieces, offsets, U, STATE, HEADDIM, DSTATE)
         A_last = dA_cumsum + bh * nsub * BLOCK_M + BLOCK_M - 1
@@ -143,8 +141,12 @@ def head(out_desc, bars, rings, lines, dA_cumsum, D, initial_states, ends, facto
             D_h = gl.load(D + h).to(gl.float32)
         for c in range(first, last):
             stage, slot = step % STAGES, U * SLOTS + step % SLOTS
-            if prev_states is not None and not FROM_MEMORY:
-                keep_state(state, prev_states, b, h, c, nsub, nheads, EVERY, HEADDIM, DSTATE)
+            if states_desc is not None:
+                # the wait for the store of y, below, was one for that of the last state too
+                tile(Ss, U, HEADDIM, DSTATE).store(state.to(states_desc.dtype))
+                fence_async_shared()
+                block_barrier()
+                tma.async_copy_shared_to_global(states_desc, [0, ((b * nsub + c) * nheads + h) * HEADDIM, 0], Ss.index(U))
             mbarrier.wait(full.index(stage), (step // STAGES) & 1)
             B, C = tile(Bs, stage, BLOCK_M, DSTATE), tile(Cs, stage, BLOCK_M, DSTATE)
             x_t = tile(Xs, 2 * stage + U, BLOCK_M, HEADDIM).permute((1, 0))
@@ -180,9 +182,9 @@ def head(out_desc, bars, rings, lines, dA_cumsum, D, initial_states, ends, facto
 
 
 @gluon.jit
-def hopper_scan_kernel(x_desc, B_desc, C_desc, out_desc, dA_cumsum, dt, D, initial_states, ends, factors, final_states,
-                       prev_states, runs, nruns, nsub, nheads, heads_per_group, STAGES: gl.constexpr, SLOTS: gl.constexpr,
-                       EVERY: gl.constexpr, FROM_MEMORY: gl.constexpr):
+def hopper_scan_kernel(x_desc, B_desc, C_desc, out_desc, states_desc, dA_cumsum, dt, D, initial_states, ends, factors,
+                       final_states, starts, runs, nruns, nsub, nheads, heads_per_group, STAGES: gl.constexpr,
+                       SLOTS: gl.constexpr, EVERY: gl.constexpr):
     DTYPE: gl.constexpr = x_desc.dtype
     BLOCK_M: gl.constexpr = x_desc.block_shape[1]
     HEADDIM: gl.constexpr = x_desc.block_shape[2]
@@ -194,6 +196,10 @@ def hopper_scan_kernel(x_desc, B_desc, C_desc, out_desc, dA_cumsum, dt, D, initi
     Cs = gl.allocate_shared_memory(DTYPE, [STAGES, 1, BLOCK_M, DSTATE], C_desc.layout)
     Ls = gl.allocate_shared_memory(DTYPE, [2 * SLOTS, BLOCK_M, BLOCK_M], SQUARE)
     Ys = gl.allocate_shared_memory(DTYPE, [2, 1, BLOCK_M, HEADDIM], out_desc.layout)
+    if states_desc is None:
+        Ss: gl.constexpr = None
+    else:
+        Ss = gl.allocate_shared_memory(states_desc.dtype, [2, 1, HEADDIM, DSTATE], states_desc.layout)
     from_start = gl.allocate_shared_memory(gl.float32, [2 * SLOTS, BLOCK_M], LINE)
     to_end = gl.allocate_shared_memory(gl.float32, [2 * SLOTS, BLOCK_M], LINE)
     A_rows = gl.allocate_shared_memory(gl.float32, [2, BLOCK_M], LINE)
@@ -201,12 +207,12 @@ def hopper_scan_kernel(x_desc, B_desc, C_desc, out_desc, dA_cumsum, dt, D, initi
     full, empty = barriers(STAGES, 1), barriers(STAGES, 3)
     ready, taken = barriers(2 * SLOTS, 1), barriers(2 * SLOTS, 1)
     fence_async_shared()
-    bars, rings, lines = (full, empty, ready, taken), (Xs, Bs, Cs, Ls, Ys), (from_start, to_end)
+    bars, rings, lines = (full, empty, ready, taken), (Xs, Bs, Cs, Ls, Ys, Ss), (from_start, to_end)
     gl.warp_specialize([
-        (head, (out_desc, bars, rings, lines, dA_cumsum, D, initial_states, ends, factors, final_states, prev_states, runs,
-                nruns, nsub, nheads, 0, SLOTS, EVERY, FROM_MEMORY, DSTATE)),
-        (head, (out_desc, bars, rings, lines, dA_cumsum, D, initial_states, ends, factors, final_states, prev_states, runs,
-                nruns, nsub, nheads, 1, SLOTS, EVERY, FROM_MEMORY, DSTATE)),
+        (head, (out_desc, states_desc, bars, rings, lines, dA_cumsum, D, initial_states, ends, factors, final_states, starts,
+                runs, nruns, nsub, nheads, 0, SLOTS, EVERY, DSTATE)),
+        (head, (out_desc, states_desc, bars, rings, lines, dA_cumsum, D, initial_states, ends, factors, final_states, starts,
+                runs, nruns, nsub, nheads, 1, SLOTS, EVERY, DSTATE)),
         (masks, (bars, (Bs, Cs, Ls), (from_start, to_end, A_rows, A_columns), dA_cumsum, dt, runs, nruns, nsub, nheads, SLOTS,
                  BLOCK_M, DSTATE)),
         (fetch, (x_desc, B_desc, C_desc, full, empty, Xs, Bs, Cs, runs, nruns, heads_per_group)),
@@ -214,13 +220,14 @@ def hopper_scan_kernel(x_desc, B_desc, C_desc, out_desc, dA_cumsum, dt, D, initi
 
 
 def hopper_scan(i: SSDInputs, x_desc, B_desc, C_desc, out_desc, dt, dA_cumsum, runs: torch.Tensor, initial_states=None,
-                ends=None, factors=None, final_states=None, prev_states=None, from_memory: bool = False) -> None:
-    """Fills what out_desc describes, and final_states and prev_states where given; from_memory: starts runs from prev_states.
+                ends=None, factors=None, final_states=None, states_desc=None, starts=None, every: int = SUB_CHUNK) -> None:
+    """Fills what out_desc and states_desc describe, and final_states, the last two where given.
 
-    runs: (blocks, nruns, 6) int32. prev_states: a state every i.chunk_size tokens; runs begin there if they start from them.
+    runs: (blocks, nruns, 6) int32. starts: a state every `every` tokens; runs begin there if they start from them.
     """
-    every = i.chunk_size // dt.shape[3]
+    # a state of fp32 takes the place of a stage
+    stages = STAGES if states_desc is None else 2 if states_desc.base.itemsize == 2 else 1
     launch(
-        hopper_scan_kernel, runs.shape[0], x_desc, B_desc, C_desc, out_desc, dA_cumsum, dt, contiguous(i.D), initial_states,
-        ends, factors, final_states, prev_states, runs, runs.shape[1], dt.shape[2], i.nheads, i.nheads // i.ngroups,
-        STAGES=STAGES, SLOTS=SLOTS, EVERY=every, FROM_MEMORY=from_memory, num_warps=4, maxnreg=_REGISTERS)
+        hopper_scan_kernel, runs.shape[0], x_desc, B_desc, C_desc, out_desc, states_desc, dA_cumsum, dt, contiguous(i.D),
+        initial_states, ends, factors, final_states, starts, runs, runs.shape[1], dt.shape[2], i.nheads,
+        i.nheads // i.ngroups, STAGES=stages, SLOTS=SLOTS, EVERY=every // dt.shape[3], num_warps=4, maxnreg=_REGISTERS)

@@ -1,7 +1,7 @@
 """hopper_states, equations (27) and (29): states or gradients of states without anything else, in Gluon, for Hopper.
 
 One block walks runs of sub-chunks of two heads (hopper_roles says what a run is) and reads x, B, dt and dA_cumsum as
-hopper_scan does. Rows from `batch` on are walks from the last sub-chunk to the first, in which dy, C and exp(A_i) take the
+hopper_scan does. Rows from `forwards` on are walked from the last sub-chunk to the first, in which dy, C and exp(A_i) take the
 places of x, B and dt_j exp(A_last - A_j), and what is walked is the gradient of the state: the backward wants both, at once.
 
     pieces:  a run starts from a zero state and writes ends (npieces, 2, 64, dstate) fp32, the state at its end, and factors
@@ -40,25 +40,33 @@ _REGISTERS = 160
 
 
 @gluon.jit
-def place(c, b, nsub, batch, BOTH: gl.constexpr):
+def place(c, b, nsub, forwards, BACKWARDS: gl.constexpr):
     """The sub-chunk at step c of a walk of row b."""
-    if BOTH:
-        c = gl.where(b >= batch, nsub - 1 - c, c)
+    if BACKWARDS:
+        c = gl.where(b >= forwards, nsub - 1 - c, c)
     return c
 
 
 @gluon.jit
-def is_kept(c, b, nsub, batch, EVERY: gl.constexpr, BOTH: gl.constexpr):
+def row_of(b, forwards, BACKWARDS: gl.constexpr):
+    """The batch row that row b walks."""
+    if BACKWARDS:
+        b = gl.where(b >= forwards, b - forwards, b)
+    return b
+
+
+@gluon.jit
+def is_kept(c, b, nsub, forwards, EVERY: gl.constexpr, BACKWARDS: gl.constexpr):
     """Whether sub-chunk c is the one of its chunk that a walk of row b meets first."""
     kept = c % EVERY == 0
-    if BOTH:
-        kept = gl.where(b >= batch, (c % EVERY == EVERY - 1) | (c == nsub - 1), kept)
+    if BACKWARDS:
+        kept = gl.where(b >= forwards, (c % EVERY == EVERY - 1) | (c == nsub - 1), kept)
     return kept
 
 
 @gluon.jit
 def walk(full, empty, Xs, Bs, Ss, weights, states_desc, dA_cumsum, dt, initial_states, ends, factors, final_states, runs, nruns,
-         batch, nsub, nheads, U: gl.constexpr, EVERY: gl.constexpr, BOTH: gl.constexpr, BLOCK_M: gl.constexpr,
+         forwards, nsub, nheads, U: gl.constexpr, EVERY: gl.constexpr, BACKWARDS: gl.constexpr, BLOCK_M: gl.constexpr,
          HEADDIM: gl.constexpr, DSTATE: gl.constexpr):
     """One warpgroup for each head: S <- exp(A_last) S + (x dt_j exp(A_last - A_j))^T B."""
     STAGES: gl.constexpr = full.shape[0]
@@ -74,27 +82,27 @@ def walk(full, empty, Xs, Bs, Ss, weights, states_desc, dA_cumsum, dt, initial_s
         b, pair, first, last, piece, npieces = load_run(runs, k)
         h = pair * 2 + U
         bh = (b * nheads + h).to(gl.int64)
-        row = ((b % batch if BOTH else b) * nheads + h).to(gl.int64) * nsub * BLOCK_M
+        row = (row_of(b, forwards, BACKWARDS) * nheads + h).to(gl.int64) * nsub * BLOCK_M
         if states_desc is None:
             state = gl.zeros([HEADDIM, DSTATE], gl.float32, STATE)
         else:
             state = entering_state(initial_states, ends, factors, bh, piece, npieces, offsets, U, STATE, HEADDIM, DSTATE)
         total = 0.0
-        a, dt_c, end = load_steps(dA_cumsum, dt, row + place(first, b, nsub, batch, BOTH) * BLOCK_M, m, BLOCK_M)
+        a, dt_c, end = load_steps(dA_cumsum, dt, row + place(first, b, nsub, forwards, BACKWARDS) * BLOCK_M, m, BLOCK_M)
         for c in range(first, last):
             stage, line = step % STAGES, 2 * U + step % 2
             w = dt_c * decay((end - a) * LOG2E)
-            if BOTH:
-                w = gl.where(b >= batch, decay(a * LOG2E), w)
+            if BACKWARDS:
+                w = gl.where(b >= forwards, decay(a * LOG2E), w)
             weights.index(line).store(w)
             total += end
             factor = decay(end * LOG2E)
-            ahead = place(gl.minimum(c + 1, last - 1), b, nsub, batch, BOTH)
+            ahead = place(gl.minimum(c + 1, last - 1), b, nsub, forwards, BACKWARDS)
             a, dt_c, end = load_steps(dA_cumsum, dt, row + ahead * BLOCK_M, m, BLOCK_M)
             if states_desc is not None:
                 KEPT: gl.constexpr = Ss.shape[0] // 2
-                at = place(c, b, nsub, batch, BOTH)
-                if is_kept(at, b, nsub, batch, EVERY, BOTH):
+                at = place(c, b, nsub, forwards, BACKWARDS)
+                if is_kept(at, b, nsub, forwards, EVERY, BACKWARDS):
                     slot = U * KEPT + kept % KEPT
                     tma.store_wait(KEPT - 1)
                     block_barrier()
@@ -125,7 +133,7 @@ def walk(full, empty, Xs, Bs, Ss, weights, states_desc, dA_cumsum, dt, initial_s
 
 
 @gluon.jit
-def fetch(x_desc, B_desc, dy_desc, C_desc, full, empty, Xs, Bs, runs, nruns, batch, nsub, heads_per_group, BOTH: gl.constexpr):
+def fetch(x_desc, B_desc, dy_desc, C_desc, full, empty, Xs, Bs, runs, nruns, forwards, nsub, heads_per_group, BACKWARDS: gl.constexpr):
     """The producer: B and x of both heads of each sub-chunk into the next free stage; of walks backwards C and dy."""
     STAGES: gl.constexpr = full.shape[0]
     BLOCK_M: gl.constexpr = x_desc.block_shape[1]
@@ -138,10 +146,10 @@ def fetch(x_desc, B_desc, dy_desc, C_desc, full, empty, Xs, Bs, runs, nruns, bat
         for c in range(first, last):
             stage = step % STAGES
             mbarrier.wait(empty.index(stage), (step // STAGES) & 1 ^ 1)
-            bar, token = full.index(stage), place(c, b, nsub, batch, BOTH) * BLOCK_M
+            bar, token = full.index(stage), place(c, b, nsub, forwards, BACKWARDS) * BLOCK_M
             mbarrier.expect(bar, BLOCK_M * 2 * (2 * HEADDIM + DSTATE))
-            if BOTH and b >= batch:
-                copy(dy_desc, C_desc, b - batch, token, p, n, bar, Xs, Bs, stage)
+            if BACKWARDS and b >= forwards:
+                copy(dy_desc, C_desc, b - forwards, token, p, n, bar, Xs, Bs, stage)
             else:
                 copy(x_desc, B_desc, b, token, p, n, bar, Xs, Bs, stage)
             step += 1
@@ -157,9 +165,9 @@ def copy(x_desc, B_desc, b, token, p, n, bar, Xs, Bs, stage):
 
 @gluon.jit
 def hopper_states_kernel(x_desc, B_desc, dy_desc, C_desc, states_desc, dA_cumsum, dt, initial_states, ends, factors,
-                         final_states, runs, nruns, batch, nsub, nheads, heads_per_group, EVERY: gl.constexpr,
+                         final_states, runs, nruns, forwards, nsub, nheads, heads_per_group, EVERY: gl.constexpr,
                          STAGES: gl.constexpr):
-    BOTH: gl.constexpr = dy_desc is not None
+    BACKWARDS: gl.constexpr = dy_desc is not None
     DTYPE: gl.constexpr = x_desc.dtype
     BLOCK_M: gl.constexpr = x_desc.block_shape[1]
     HEADDIM: gl.constexpr = x_desc.block_shape[2]
@@ -176,33 +184,37 @@ def hopper_states_kernel(x_desc, B_desc, dy_desc, C_desc, states_desc, dA_cumsum
     fence_async_shared()
     gl.warp_specialize([
         (walk, (full, empty, Xs, Bs, Ss, weights, states_desc, dA_cumsum, dt, initial_states, ends, factors, final_states, runs,
-                nruns, batch, nsub, nheads, 0, EVERY, BOTH, BLOCK_M, HEADDIM, DSTATE)),
+                nruns, forwards, nsub, nheads, 0, EVERY, BACKWARDS, BLOCK_M, HEADDIM, DSTATE)),
         (walk, (full, empty, Xs, Bs, Ss, weights, states_desc, dA_cumsum, dt, initial_states, ends, factors, final_states, runs,
-                nruns, batch, nsub, nheads, 1, EVERY, BOTH, BLOCK_M, HEADDIM, DSTATE)),
-        (fetch, (x_desc, B_desc, dy_desc, C_desc, full, empty, Xs, Bs, runs, nruns, batch, nsub, heads_per_group, BOTH)),
+                nruns, forwards, nsub, nheads, 1, EVERY, BACKWARDS, BLOCK_M, HEADDIM, DSTATE)),
+        (fetch, (x_desc, B_desc, dy_desc, C_desc, full, empty, Xs, Bs, runs, nruns, forwards, nsub, heads_per_group, BACKWARDS)),
     ], [4, 1], [152, 24])
 
 
-def piece_states(i: SSDInputs, descriptors, dt, dA_cumsum, npieces: int, runs) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns ends and factors. descriptors: of x, B, and where rows from batch on are walked of dy, C. runs: int32 rows."""
+def piece_states(i: SSDInputs, descriptors, dt, dA_cumsum, npieces: int, runs,
+                 forwards: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns ends and factors. descriptors: of x, B, and of dy, C if rows from `forwards` on are walked backwards.
+
+    runs: (blocks, nruns, 6) int32.
+    """
     ends = torch.empty(npieces, 2, i.headdim, i.dstate, device=i.x.device, dtype=torch.float32)
     factors = torch.empty(npieces, 2, device=i.x.device, dtype=torch.float32)
-    _launch(i, descriptors, None, dt, dA_cumsum, runs, None, ends, factors, None, i.chunk_size)
+    _launch(i, descriptors, None, dt, dA_cumsum, runs, None, ends, factors, None, forwards, dt.shape[3])
     return ends, factors
 
 
 def all_states(i: SSDInputs, descriptors, states_desc, dt, dA_cumsum, runs, initial_states, ends, factors, final_states,
-               every: int) -> None:
+               forwards: int, every: int) -> None:
     """Fills what states_desc describes, states every `every` tokens, and final_states unless None.
 
     descriptors, runs: as above. ends and factors: of the pieces that enter the runs, if any do.
     """
-    _launch(i, descriptors, states_desc, dt, dA_cumsum, runs, initial_states, ends, factors, final_states, every)
+    _launch(i, descriptors, states_desc, dt, dA_cumsum, runs, initial_states, ends, factors, final_states, forwards, every)
 
 
 def _launch(i: SSDInputs, descriptors, states_desc, dt, dA_cumsum, runs, initial_states, ends, factors, final_states,
-            every: int) -> None:
+            forwards: int, every: int) -> None:
     descriptors = (*descriptors, None, None)[:4]
     launch(hopper_states_kernel, runs.shape[0], *descriptors, states_desc, dA_cumsum, dt, initial_states, ends, factors,
-           final_states, runs, runs.shape[1], i.batch, dt.shape[2], i.nheads, i.nheads // i.ngroups,
+           final_states, runs, runs.shape[1], forwards, dt.shape[2], i.nheads, i.nheads // i.ngroups,
            EVERY=every // dt.shape[3], STAGES=STAGES, num_warps=4, maxnreg=_REGISTERS)
