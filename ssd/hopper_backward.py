@@ -1,7 +1,7 @@
 """The backward on Hopper, which `fused` and `persistent` take where the inputs allow:
 
     chunk_cumsum, hopper_states backwards for the gradients of the states and, where the forward kept none, forwards for the
-    states (twice where sequences are cut), hopper_group, chunk_cumsum_bwd; with a gate chunk_scan_dz before them.
+    states (two launches where sequences are cut), hopper_group, chunk_cumsum_bwd; with a gate chunk_scan_dz before them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from .hopper import BLOCK_M, can_run, cannot_run, dealt, describable, describe, describe_states, is_describable
+from . import hopper
+from .hopper import BLOCK_M, dealt, describable, describe, describe_states, is_describable
 from .kernels.arguments import cdiv
 from .kernels.chunk_cumsum import chunk_cumsum
 from .kernels.chunk_cumsum_bwd import chunk_cumsum_bwd
@@ -24,9 +25,9 @@ from .types import Options, SSDGrads, SSDInputs, SSDSaved
 _TILE, _PART = 1.5, 3.5
 
 
-def runs(i: SSDInputs, options: Options, variant: str) -> bool:
-    """Whether these kernels take the inputs for `variant`; that they do not is said to the logger, once for each reason."""
-    return can_run(cannot_run(replace(i, z=None), options, by_chunk=False), f"{variant} (backward)")
+def can_run(i: SSDInputs, options: Options) -> bool:
+    """Whether these kernels take the inputs; that they do not is said to the logger, once for each reason."""
+    return hopper.can_run(hopper.cannot_run(replace(i, z=None), options, by_chunk=False), "fused and persistent (backward)")
 
 
 def backward(saved: SSDSaved, dout: Tensor, dfinal_states: Tensor | None, into: SSDGrads) -> SSDGrads:

@@ -29,10 +29,11 @@ class Options:
         low_precision_states: states between chunks are kept in C's dtype where `state_dtype` does not say. Off, in fp32.
         stationary: (persistent) a block walks a whole sequence of one head and the state never leaves its registers. Off,
             blocks as many as run side by side take the chunks of the two-level scan in turn.
-        segments: (persistent, stationary) sequences are cut where batch and heads alone do not fill the GPU. Off, never.
+        segments: (persistent, stationary; the backward on Hopper) sequences are cut where batch and heads alone do not fill the
+            GPU. Off, never.
         save_states: states are kept for the backward: as large as x with one every 128 tokens at dstate 128; the kernels for
             Hopper keep one every 64. Off, and always with variant "auto", the backward computes them again.
-        fuse_backward: (fused) the backward in sub-chunks of 64 tokens, one kernel for each of states, their gradients, dC with
+        fuse_backward: the backward in sub-chunks of 64 tokens, one kernel for each of states, their gradients, dC with
             dCB, and dB with dx. Off, the baseline's.
         gluon: warp-specialised Gluon kernels on Hopper, where the inputs allow. Off, plain Triton everywhere.
     """

@@ -81,9 +81,10 @@ def assert_accurate(name: str, value: Tensor, truth: Tensor, mirror: Tensor, inp
     assert got.rms <= _CAP, f"{name}: RMS error {got.rms:.3g}, bound {_CAP}"
 
 
-def results(variant: Variant, inputs: SSDInputs, dout: Tensor, dfinal_states: Tensor | None) -> dict[str, Tensor]:
+def results(variant: Variant, inputs: SSDInputs, dout: Tensor, dfinal_states: Tensor | None,
+            options: Options | None = None) -> dict[str, Tensor]:
     """Every output and every gradient of a variant, by name."""
-    out, final_states, saved = variant.forward(inputs, Options(), True)
+    out, final_states, saved = variant.forward(inputs, options or Options(), True)
     grads = variant.backward(saved, dout, dfinal_states, SSDGrads())
     return _present({"out": out, "final_states": final_states, "varlen_states": saved.varlen_states, **vars(grads)})
 

@@ -1,22 +1,22 @@
 """hopper_group, equations (18), (19), (21), (22), (30), (31): a group's gradients of one sub-chunk, in Gluon, for Hopper.
 
 A block takes tiles, a sub-chunk of 64 tokens of one group each, or of a split of its heads, and meets their heads in order.
-Sums over heads stay in registers. A role for each warpgroup:
+Sums over heads stay in registers. A role for each warpgroup, the last two one warp each; rows are tokens i or j:
 
-    dC (1 warpgroup):     K_ij = (dy_i . x_j) exp(A_i - A_j) dt_j,  dCB += K,  dC += exp(A_i) dy H,  r + row
-    dB_dx (1 warpgroup):  u + v = (B C^T exp(A_i - A_j)) dy + exp(A_last - A_j) B G^T,  dx,
-                          dB += (x dt_j exp(A_last - A_j)) G,  (u + v) . x, q, col, dy . x
-    lines (1 warpgroup):  the exponentials of each head as vectors, s = exp(A_last) <H, G>
-    fetch (1 warp):       B and C of a tile; x, dy, H, G of its heads by TMA into a ring of stages
+    dC [i]:  K_ij = (dy_i . x_j) exp(A_i - A_j) dt_j,  dCB += K,  dC += (dy exp(A_i)) H,  r + row
+    dx [j]:  u + v = (B C^T exp(A_i - A_j)) dy + exp(A_last - A_j) B G^T,  dx,  (u + v) . x,  q,  col,  dy . x
+    dB [j]:  dB += (x dt_j exp(A_last - A_j)) G,  s = exp(A_last) <H, G>
+    lines:   A and dt of each head, as vectors in shared memory
+    fetch:   B and C of a tile; x, dy, H, G of its heads by TMA into a ring of stages
 
-Rows are tokens i in the first, j in the second; neither keeps the diagonal of pairs, which cancels in row - col, and u gets it
-as B_j . C_j dy_j. At the end of a tile dCB goes from the first to the second through shared memory.
+Pairs of a token with itself cancel in row - col and are in neither; u gets them as (B_j . C_j) dy_j. At the end of a tile dCB
+goes from the first to the third through shared memory.
 
 Reads x, dy (batch, seqlen, nheads, 64), B, C (batch, seqlen, ngroups, dstate), bf16 or fp16, and H, G (batch, nsub, nheads, 64,
 dstate), the state before each sub-chunk and the gradient of that after it, in the same dtype, through TMA descriptors that
-fill rows past seqlen with 0; dt, dA_cumsum (batch, nheads, nsub, 64) fp32; D (nheads,). Writes dx as x; dB, dC contiguous (splits,
-batch, seqlen, ngroups, dstate); sums (5, batch, nheads, nsub, 64) fp32: (u + v) . x, q, r + row, col, dy . x; and s (batch,
-nheads, nsub) fp32.
+fill rows past seqlen with 0; dt, dA_cumsum (batch, nheads, nsub, 64) fp32; D (nheads,). Writes dx as x; dB, dC contiguous
+(splits, batch, seqlen, ngroups, dstate); sums (5, batch, nheads, nsub, 64) fp32: (u + v) . x, q, r + row, col, dy . x; and
+s (batch, nheads, nsub) fp32.
 """
 
 import torch
@@ -32,7 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..types import SSDInputs
 from .arguments import contiguous
-from .hopper_roles import LOG2E, barriers, block_barrier, decay, load_steps, log2, row_layout, tile
+from .hopper_roles import LOG2E, barriers, block_barrier, decay, log2, row_layout, tile
 from .launch import launch
 
 STAGES = 3
@@ -72,11 +72,11 @@ def store_rows(t, b, c, group, values, seqlen, ngroups, BLOCK_M: gl.constexpr, D
 
 
 @gluon.jit
-def dC_role(bars, rings, lines, dC, sums, ntiles, seqlen, nsub, ngroups, heads_per_group, part_stride, sum_stride,
-            SPLITS: gl.constexpr):
+def dC_role(bars, rings, lines, dC, sums, ntiles, seqlen, sizes, part_stride, sum_stride, SPLITS: gl.constexpr):
     full, empty, ready, group_full, group_empty, pairs_full, pairs_empty = bars
-    Xs, dYs, Hs, Gs, Bs, Cs, CBs, dCBs, dXs = rings
-    A_columns, A_rows, steps = lines
+    nsub, ngroups, heads_per_group = sizes
+    Xs, dYs, Hs, Bs, Cs, CBs, dCBs = rings
+    A_columns, A_rows = lines
     STAGES: gl.constexpr = full.shape[0]
     BLOCK_M: gl.constexpr = Xs.shape[2]
     HEADDIM: gl.constexpr = Xs.shape[3]
@@ -89,8 +89,8 @@ def dC_role(bars, rings, lines, dC, sums, ntiles, seqlen, nsub, ngroups, heads_p
     i, j = gl.arange(0, BLOCK_M, gl.SliceLayout(1, IJ)), gl.arange(0, BLOCK_M, gl.SliceLayout(0, IJ))
     B, C = tile(Bs, 0, BLOCK_M, DSTATE), tile(Cs, 0, BLOCK_M, DSTATE)
     step = 0
-    turn = 0
     for t in range(gl.program_id(0), ntiles, gl.num_programs(0)):
+        turn = t // gl.num_programs(0)
         b, c, group, split = load_tile(t, ngroups, nsub, SPLITS)
         head, count = heads_of(group, split, heads_per_group, SPLITS)
         mbarrier.wait(group_full, turn & 1)
@@ -105,7 +105,8 @@ def dC_role(bars, rings, lines, dC, sums, ntiles, seqlen, nsub, ngroups, heads_p
             x, H = tile(Xs, stage, BLOCK_M, HEADDIM), tile(Hs, stage, HEADDIM, DSTATE)
             dy_tile = tile(dYs, stage, BLOCK_M, HEADDIM)
             dy = dy_tile.load(OPERAND)
-            K = warpgroup_mma(dy, x.permute((1, 0)), gl.zeros([BLOCK_M, BLOCK_M], gl.float32, IJ), use_acc=False, is_async=True)
+            K = gl.zeros([BLOCK_M, BLOCK_M], gl.float32, IJ)
+            K = warpgroup_mma(dy, x.permute((1, 0)), K, use_acc=False, is_async=True)
             mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
             w = gl.expand_dims(decay(A_columns.index(stage).load(gl.SliceLayout(1, OPERAND))), 1)
             sum_dC = warpgroup_mma((dy.to(gl.float32) * w).to(DTYPE), H, sum_dC, is_async=True)
@@ -136,15 +137,15 @@ def dC_role(bars, rings, lines, dC, sums, ntiles, seqlen, nsub, ngroups, heads_p
         block_barrier()
         mbarrier.arrive(group_empty, count=1)
         store_rows(dC + split.to(gl.int64) * part_stride, b, c, group, sum_dC, seqlen, ngroups, BLOCK_M, DSTATE)
-        turn += 1
 
 
 @gluon.jit
-def dx_role(dx_desc, bars, rings, lines, dA_cumsum, D, sums, ntiles, nsub, ngroups, heads_per_group, sum_stride, SPLITS: gl.constexpr):
+def dx_role(dx_desc, bars, rings, lines, dA_cumsum, D, sums, ntiles, sizes, sum_stride, SPLITS: gl.constexpr):
     """The consumer warpgroup with tokens j as rows: dx and all that is summed over a token's channels."""
-    full, empty, ready, group_full, group_empty, pairs_full, pairs_empty = bars
-    Xs, dYs, Hs, Gs, Bs, Cs, CBs, dCBs, dXs = rings
-    A_columns, A_rows, steps = lines
+    full, empty, ready, group_full, group_empty = bars
+    nsub, ngroups, heads_per_group = sizes
+    Xs, dYs, Gs, Bs, Cs, dXs = rings
+    A_columns, steps = lines
     STAGES: gl.constexpr = full.shape[0]
     BLOCK_M: gl.constexpr = Xs.shape[2]
     HEADDIM: gl.constexpr = Xs.shape[3]
@@ -156,8 +157,8 @@ def dx_role(dx_desc, bars, rings, lines, dA_cumsum, D, sums, ntiles, nsub, ngrou
     j, i = gl.arange(0, BLOCK_M, ROW), gl.arange(0, BLOCK_M, gl.SliceLayout(0, JI))
     B, C = tile(Bs, 0, BLOCK_M, DSTATE), tile(Cs, 0, BLOCK_M, DSTATE)
     step = 0
-    turn = 0
     for t in range(gl.program_id(0), ntiles, gl.num_programs(0)):
+        turn = t // gl.num_programs(0)
         b, c, group, split = load_tile(t, ngroups, nsub, SPLITS)
         head, count = heads_of(group, split, heads_per_group, SPLITS)
         mbarrier.wait(group_full, turn & 1)
@@ -211,17 +212,16 @@ def dx_role(dx_desc, bars, rings, lines, dA_cumsum, D, sums, ntiles, nsub, ngrou
             step += 1
         block_barrier()
         mbarrier.arrive(group_empty, count=1)
-        turn += 1
     tma.store_wait(0)
 
 
 @gluon.jit
-def dB_role(bars, rings, lines, dA_cumsum, dB, s, ntiles, seqlen, nsub, ngroups, heads_per_group, part_stride,
-            SPLITS: gl.constexpr):
+def dB_role(bars, rings, lines, dA_cumsum, dB, s, ntiles, seqlen, sizes, part_stride, SPLITS: gl.constexpr):
     """The consumer warpgroup of dB, and of s for want of a better place."""
-    full, empty, ready, group_full, group_empty, pairs_full, pairs_empty = bars
-    Xs, dYs, Hs, Gs, Bs, Cs, CBs, dCBs, dXs = rings
-    A_columns, A_rows, steps = lines
+    full, empty, ready, group_empty, pairs_full, pairs_empty = bars
+    nsub, ngroups, heads_per_group = sizes
+    Xs, Hs, Gs, Bs, Cs, dCBs = rings
+    A_columns, steps = lines
     STAGES: gl.constexpr = full.shape[0]
     BLOCK_M: gl.constexpr = Xs.shape[2]
     HEADDIM: gl.constexpr = Xs.shape[3]
@@ -233,8 +233,8 @@ def dB_role(bars, rings, lines, dA_cumsum, dB, s, ntiles, seqlen, nsub, ngroups,
     PP: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEADDIM, 16])
     p, p_ = gl.arange(0, HEADDIM, gl.SliceLayout(1, PP)), gl.arange(0, HEADDIM, gl.SliceLayout(0, PP))
     step = 0
-    turn = 0
     for t in range(gl.program_id(0), ntiles, gl.num_programs(0)):
+        turn = t // gl.num_programs(0)
         b, c, group, split = load_tile(t, ngroups, nsub, SPLITS)
         head, count = heads_of(group, split, heads_per_group, SPLITS)
         row = (b * ngroups * heads_per_group + head).to(gl.int64) * nsub + c
@@ -264,16 +264,15 @@ def dB_role(bars, rings, lines, dA_cumsum, dB, s, ntiles, seqlen, nsub, ngroups,
         mbarrier.arrive(pairs_empty, count=1)
         mbarrier.arrive(group_empty, count=1)
         store_rows(dB + split.to(gl.int64) * part_stride, b, c, group, sum_dB, seqlen, ngroups, BLOCK_M, DSTATE)
-        turn += 1
 
 
 @gluon.jit
-def lines_role(bars, lines, dA_cumsum, dt, ntiles, nsub, ngroups, heads_per_group, BLOCK_M: gl.constexpr,
-               SPLITS: gl.constexpr):
+def lines_role(bars, lines, dA_cumsum, dt, ntiles, sizes, BLOCK_M: gl.constexpr, SPLITS: gl.constexpr):
     """One warp that fetches what each head's decay and steps are, as vectors: A_j, A_j less log dt_j, dt_j, in binary logs."""
-    full, empty, ready, group_full, group_empty, pairs_full, pairs_empty = bars
+    empty, ready = bars
+    nsub, ngroups, heads_per_group = sizes
     A_columns, A_rows, steps = lines
-    STAGES: gl.constexpr = full.shape[0]
+    STAGES: gl.constexpr = empty.shape[0]
     m = gl.arange(0, BLOCK_M, gl.BlockedLayout([BLOCK_M // 32], [32], [1], [0]))
     step = 0
     for t in range(gl.program_id(0), ntiles, gl.num_programs(0)):
@@ -296,18 +295,18 @@ def lines_role(bars, lines, dA_cumsum, dt, ntiles, nsub, ngroups, heads_per_grou
 
 
 @gluon.jit
-def fetch_role(x_desc, dy_desc, B_desc, C_desc, H_desc, G_desc, bars, rings, ntiles, nsub, ngroups, heads_per_group,
-               SPLITS: gl.constexpr):
-    full, empty, ready, group_full, group_empty, pairs_full, pairs_empty = bars
-    Xs, dYs, Hs, Gs, Bs, Cs, CBs, dCBs, dXs = rings
+def fetch_role(x_desc, dy_desc, B_desc, C_desc, H_desc, G_desc, bars, rings, ntiles, sizes, SPLITS: gl.constexpr):
+    full, empty, group_full, group_empty = bars
+    nsub, ngroups, heads_per_group = sizes
+    Xs, dYs, Hs, Gs, Bs, Cs = rings
     STAGES: gl.constexpr = full.shape[0]
     BLOCK_M: gl.constexpr = Xs.shape[2]
     HEADDIM: gl.constexpr = Xs.shape[3]
     DSTATE: gl.constexpr = Bs.shape[3]
     nheads = ngroups * heads_per_group
     step = 0
-    turn = 0
     for t in range(gl.program_id(0), ntiles, gl.num_programs(0)):
+        turn = t // gl.num_programs(0)
         b, c, group, split = load_tile(t, ngroups, nsub, SPLITS)
         head, count = heads_of(group, split, heads_per_group, SPLITS)
         mbarrier.wait(group_empty, turn & 1 ^ 1)
@@ -325,7 +324,6 @@ def fetch_role(x_desc, dy_desc, B_desc, C_desc, H_desc, G_desc, bars, rings, nti
             tma.async_copy_global_to_shared(H_desc, [0, state, 0], bar, Hs.index(stage))
             tma.async_copy_global_to_shared(G_desc, [0, state, 0], bar, Gs.index(stage))
             step += 1
-        turn += 1
 
 
 @gluon.jit
@@ -354,17 +352,17 @@ def hopper_group_kernel(x_desc, dy_desc, B_desc, C_desc, H_desc, G_desc, dx_desc
     group_full, group_empty = barriers(1, 1).index(0), barriers(1, 3).index(0)
     pairs_full, pairs_empty = barriers(1, 1).index(0), barriers(1, 1).index(0)
     fence_async_shared()
-    bars = (full, empty, ready, group_full, group_empty, pairs_full, pairs_empty)
-    rings = (Xs, dYs, Hs, Gs, Bs, Cs, CBs, dCBs, dXs)
-    lines = (A_columns, A_rows, steps)
+    sizes = (nsub, ngroups, heads_per_group)
     gl.warp_specialize([
-        (dC_role, (bars, rings, lines, dC, sums, ntiles, seqlen, nsub, ngroups, heads_per_group, part_stride, sum_stride, SPLITS)),
-        (dx_role, (dx_desc, bars, rings, lines, dA_cumsum, D, sums, ntiles, nsub, ngroups, heads_per_group, sum_stride,
-                   SPLITS)),
-        (dB_role, (bars, rings, lines, dA_cumsum, dB, s, ntiles, seqlen, nsub, ngroups, heads_per_group, part_stride, SPLITS)),
-        (lines_role, (bars, lines, dA_cumsum, dt, ntiles, nsub, ngroups, heads_per_group, BLOCK_M, SPLITS)),
-        (fetch_role, (x_desc, dy_desc, B_desc, C_desc, H_desc, G_desc, bars, rings, ntiles, nsub, ngroups, heads_per_group,
-                      SPLITS)),
+        (dC_role, ((full, empty, ready, group_full, group_empty, pairs_full, pairs_empty), (Xs, dYs, Hs, Bs, Cs, CBs, dCBs),
+                   (A_columns, A_rows), dC, sums, ntiles, seqlen, sizes, part_stride, sum_stride, SPLITS)),
+        (dx_role, (dx_desc, (full, empty, ready, group_full, group_empty), (Xs, dYs, Gs, Bs, Cs, dXs), (A_columns, steps),
+                   dA_cumsum, D, sums, ntiles, sizes, sum_stride, SPLITS)),
+        (dB_role, ((full, empty, ready, group_empty, pairs_full, pairs_empty), (Xs, Hs, Gs, Bs, Cs, dCBs), (A_columns, steps),
+                   dA_cumsum, dB, s, ntiles, seqlen, sizes, part_stride, SPLITS)),
+        (lines_role, ((empty, ready), (A_columns, A_rows, steps), dA_cumsum, dt, ntiles, sizes, BLOCK_M, SPLITS)),
+        (fetch_role, (x_desc, dy_desc, B_desc, C_desc, H_desc, G_desc, (full, empty, group_full, group_empty),
+                      (Xs, dYs, Hs, Gs, Bs, Cs), ntiles, sizes, SPLITS)),
     ], [4, 4, 1, 1], [176, 104, 40, 40])
 
 

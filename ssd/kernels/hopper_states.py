@@ -1,8 +1,8 @@
 """hopper_states, equations (27) and (29): states or gradients of states without anything else, in Gluon, for Hopper.
 
 One block walks runs of sub-chunks of two heads (hopper_roles says what a run is) and reads x, B, dt and dA_cumsum as
-hopper_scan does. Rows from `forwards` on are walked from the last sub-chunk to the first, in which dy, C and exp(A_i) take the
-places of x, B and dt_j exp(A_last - A_j), and what is walked is the gradient of the state: the backward wants both, at once.
+hopper_scan does. Rows from `forwards` on are walked from the last sub-chunk to the first, with dy, C and exp(A_i) in the
+places of x, B and dt_j exp(A_last - A_j): what is walked is then the gradient of the state. The backward wants both, at once.
 
     pieces:  a run starts from a zero state and writes ends (npieces, 2, 64, dstate) fp32, the state at its end, and factors
              (npieces, 2) fp32, the decay over it, in row `piece`: (28) joins them.
@@ -127,13 +127,14 @@ def walk(full, empty, Xs, Bs, Ss, weights, states_desc, dA_cumsum, dt, initial_s
                 gl.store(ends + (piece * 2 + U).to(gl.int64) * SIZE + offsets, state)
                 gl.store(factors + piece * 2 + U, decay(total * LOG2E))
         elif final_states is not None:
-            if last == nsub:
+            if last == nsub:  # noqa: SIM102 (None is known to the compiler, the other is not)
                 gl.store(final_states + bh * SIZE + offsets, state)
     tma.store_wait(0)
 
 
 @gluon.jit
-def fetch(x_desc, B_desc, dy_desc, C_desc, full, empty, Xs, Bs, runs, nruns, forwards, nsub, heads_per_group, BACKWARDS: gl.constexpr):
+def fetch(x_desc, B_desc, dy_desc, C_desc, full, empty, Xs, Bs, runs, nruns, forwards, nsub, heads_per_group,
+          BACKWARDS: gl.constexpr):
     """The producer: B and x of both heads of each sub-chunk into the next free stage; of walks backwards C and dy."""
     STAGES: gl.constexpr = full.shape[0]
     BLOCK_M: gl.constexpr = x_desc.block_shape[1]
@@ -187,7 +188,8 @@ def hopper_states_kernel(x_desc, B_desc, dy_desc, C_desc, states_desc, dA_cumsum
                 nruns, forwards, nsub, nheads, 0, EVERY, BACKWARDS, BLOCK_M, HEADDIM, DSTATE)),
         (walk, (full, empty, Xs, Bs, Ss, weights, states_desc, dA_cumsum, dt, initial_states, ends, factors, final_states, runs,
                 nruns, forwards, nsub, nheads, 1, EVERY, BACKWARDS, BLOCK_M, HEADDIM, DSTATE)),
-        (fetch, (x_desc, B_desc, dy_desc, C_desc, full, empty, Xs, Bs, runs, nruns, forwards, nsub, heads_per_group, BACKWARDS)),
+        (fetch, (x_desc, B_desc, dy_desc, C_desc, full, empty, Xs, Bs, runs, nruns, forwards, nsub, heads_per_group,
+                 BACKWARDS)),
     ], [4, 1], [152, 24])
 
 

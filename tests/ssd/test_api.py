@@ -315,7 +315,7 @@ def test_nothing_is_kept_without_a_gradient(variant, device, monkeypatch):
     run(inputs, variant=variant)
     with torch.no_grad():
         assert not run(leaves(inputs), variant=variant).requires_grad
-    assert kept == [(True, named.saves_states), (True, False), (False, False), (False, False)]
+    assert kept == [(True, named.states_every is not None), (True, False), (False, False), (False, False)]
 
 
 @pytest.mark.parametrize("variant", RUNNABLE)
@@ -327,7 +327,7 @@ def test_kept_states_change_no_gradient(variant, state_dtype, device):
     assert on.keys() == off.keys() and all(torch.equal(on[name], off[name]) for name in on)
 
 
-@pytest.mark.parametrize("variant", [name for name in RUNNABLE if get_variant(name).saves_states])
+@pytest.mark.parametrize("variant", [name for name in RUNNABLE if get_variant(name).states_every])
 @pytest.mark.parametrize("options", [ssd.Options(), ssd.Options(low_precision_states=False)], ids=("C", "fp32"))
 def test_states_that_are_kept(variant, options, device):
     """By the op: the state before each chunk, of which the first is the initial one."""

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ssd import hopper
+from ssd import hopper, hopper_backward
 from ssd.registry import get_variant
-from ssd.types import Options
-from tests.errors import assert_forward_right
+from ssd.types import Options, SSDGrads
+from tests.errors import assert_all_accurate, assert_forward_right, assert_right, cotangents, results, truths
 from tests.inputs import Case, Shape, random_inputs
 
 GPU = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
@@ -27,6 +27,11 @@ CASES = {
     "D": Case(D="h", dt_bias=True, dt_softplus=True, initial_states=True),
     "packed": Case(D="h", packed=True, dt_limit=(0.02, 0.08)),
     "strong_decay": Case(strong_decay=True, D="h", initial_states=True, state_dtype=torch.float32),
+}
+GRADIENTS = {
+    "plain": Case(),
+    "everything": Case(D="h", dt_bias=True, dt_softplus=True, initial_states=True, z=True, packed=True, dt_limit=(0.02, 0.08)),
+    "strong_decay": CASES["strong_decay"],
 }
 WAYS = {"fused": ("fused", Options()), "stationary": ("persistent", Options()),
         "uncut": ("persistent", Options(segments=False)), "in turn": ("persistent", Options(stationary=False))}
@@ -66,6 +71,53 @@ def test_same_bits_twice_and_saved_or_not(way):
     assert torch.equal(first[0], unsaved[0]) and unsaved[2].prev_states is None
 
 
+@needs_hopper
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=("bf16", "fp16"))
+@pytest.mark.parametrize("case", GRADIENTS)
+@pytest.mark.parametrize("shape", ("ragged", "one token", "cut", "whole rounds", "dstate 64"))
+@pytest.mark.parametrize("options", (Options(), Options(save_states=False)), ids=("saved", "recomputed"))
+def test_gradients(options, shape, case, dtype):
+    inputs = random_inputs(SHAPES[shape], GRADIENTS[case], dtype, "cuda")
+    assert hopper_backward.can_run(inputs, options)
+    ways = cotangents(inputs)
+    got = results(get_variant("persistent"), inputs, *ways, options)
+    assert_all_accurate(got, truths(inputs, *ways), inputs, *ways)
+
+
+@needs_hopper
+@pytest.mark.parametrize("options", (Options(), Options(save_states=False)), ids=("saved", "recomputed"))
+def test_gradients_are_the_same_bits(options):
+    """In every run, and where they are asked to be."""
+    inputs = random_inputs(replace(SHAPES["cut"], batch=2), GRADIENTS["everything"], torch.bfloat16, "cuda")
+    ways, variant = cotangents(inputs), get_variant("persistent")
+    first, again = (results(variant, inputs, *ways, options) for _ in range(2))
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    fresh = {name: torch.empty_like(first[name]) for name in ("dx", "dB", "dC", "dinitial_states")}
+    into = {name: t.new_empty(*t.shape[:-1], 2 * t.shape[-1])[..., ::2] for name, t in fresh.items()}
+    for where in (fresh, into):
+        saved = variant.forward(inputs, options, True)[2]
+        grads = variant.backward(saved, *ways, SSDGrads(**where))
+        assert all(getattr(grads, name) is t and torch.equal(t, first[name]) for name, t in where.items())
+
+
+@needs_hopper
+@pytest.mark.parametrize("splits", (2, 3, 4))
+def test_heads_of_a_group_in_parts(splits, monkeypatch):
+    monkeypatch.setattr(hopper_backward, "_splits", lambda tiles, heads, blocks: splits)
+    inputs = random_inputs(replace(SHAPE, nheads=16), CASES["D"], torch.bfloat16, "cuda")
+    assert_right(get_variant("persistent"), inputs)
+
+
+def test_splits():
+    """Parts where tiles leave blocks idle, one where they do not; none is empty."""
+    assert hopper_backward._splits(2048, 16, 132) == 1
+    assert hopper_backward._splits(64, 80, 132) == 2
+    for tiles, heads in ((1, 80), (3, 10), (1, 7), (40, 24), (10, 2)):
+        splits = hopper_backward._splits(tiles, heads, 132)
+        assert 1 < splits <= heads and (splits - 1) * -(-heads // splits) < heads
+
+
 @pytest.mark.parametrize(("case", "shape", "options", "named"), [
     (Case(z=True), SHAPE, Options(), "z"),
     (Case(D="hp"), SHAPE, Options(), "D"),
@@ -74,6 +126,7 @@ def test_same_bits_twice_and_saved_or_not(way):
     (Case(), replace(SHAPE, dstate=100), Options(), "dstate"),
     (Case(), replace(SHAPE, nheads=6), Options(), "heads"),
     (Case(), replace(SHAPE, chunk_size=32), Options(), "chunk_size"),
+    (Case(), SHAPE, Options(gluon=False), "gluon"),
     (Case(), SHAPE, Options(exp2=False), "exp2"),
     (Case(BC_dtype=torch.float32), SHAPE, Options(), "dtypes"),
     (Case(state_dtype=torch.float64), SHAPE, Options(), "state_dtype"),
@@ -100,16 +153,15 @@ def test_elsewhere_the_plain_kernels_run(caplog):
     inputs = random_inputs(replace(SHAPE, seqlen=20), Case(), torch.float16, "cpu")
     hopper.say_plain.cache_clear()
     with caplog.at_level("INFO", "ssd"):
-        assert not any(hopper.can_run(inputs, options, True, "fused") for options in (Options(), Options(gluon=False)))
+        for options in (Options(), Options(gluon=False)):
+            assert not hopper.can_run(hopper.cannot_run(inputs, options, by_chunk=True), "fused")
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == 2 and "compute capability 9" in said[0] and "gluon is off" in said[1]
 
 
-def test_strides_that_TMA_cannot_describe(monkeypatch):
-    monkeypatch.setattr(hopper, "_is_hopper", lambda device: True)
-    inputs = random_inputs(replace(SHAPE, seqlen=20), Case(), torch.float16, "cpu")
-    assert hopper.cannot_run(inputs, Options(), by_chunk=True) is None
-    x = inputs.x
+def test_strides_that_TMA_cannot_describe():
+    """Such tensors are copied, all others taken as they are."""
+    x = random_inputs(replace(SHAPE, seqlen=20), Case(), torch.float16, "cpu").x
     one_row = x.narrow(0, 0, 1)
     for odd in (
         torch.empty(*x.shape[:3], 65, dtype=x.dtype)[..., :64],  # heads apart
@@ -118,5 +170,7 @@ def test_strides_that_TMA_cannot_describe(monkeypatch):
         one_row.expand_as(x),  # one row for every batch row
         x[:, :1].expand_as(x),  # one token for all
     ):
-        assert "strides" in hopper.cannot_run(replace(inputs, x=odd), Options(), by_chunk=True)
-    assert hopper.cannot_run(replace(inputs, x=one_row, B=inputs.B[:1], C=inputs.C[:1]), Options(), by_chunk=True) is None
+        copy = hopper.describable(odd)
+        assert copy is not odd and copy.is_contiguous() and torch.equal(copy.view(torch.int16), odd.view(torch.int16))
+    for even in (x, one_row, x[:, ::2], x.narrow(2, 2, 6)):
+        assert hopper.describable(even) is even

@@ -1,5 +1,6 @@
-"""The fused backward in sub-chunks: chunk_cumsum, walk_states (from the states between chunks, where the forward kept them),
-walk_dstates, the two group loops and chunk_cumsum_bwd; with a gate chunk_scan_dz as well.
+"""The backward that `fused` and `persistent` share, in sub-chunks. On Hopper, where the inputs allow, hopper_backward; else
+chunk_cumsum, walk_states (from the states that the forward kept, if it did), walk_dstates, the two group loops and
+chunk_cumsum_bwd; with a gate chunk_scan_dz as well.
 """
 
 from __future__ import annotations
@@ -9,18 +10,18 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ssd import backward as baseline
-from ssd import hopper_backward
-from ssd.kernels.arguments import fits_tiles
-from ssd.kernels.chunk_cumsum import chunk_cumsum
-from ssd.kernels.chunk_cumsum_bwd import chunk_cumsum_bwd
-from ssd.kernels.chunk_scan_dz import chunk_scan_dz
-from ssd.kernels.group_dB_dx import group_dB_dx
-from ssd.kernels.group_dC import group_dC
-from ssd.kernels.walk_dstates import walk_dstates
-from ssd.kernels.walk_states import chunk_states, chunk_states_between
-from ssd.tuning import pick
-from ssd.types import SSDGrads, SSDSaved
+from . import backward as baseline
+from . import hopper_backward
+from .kernels.arguments import fits_tiles
+from .kernels.chunk_cumsum import chunk_cumsum
+from .kernels.chunk_cumsum_bwd import chunk_cumsum_bwd
+from .kernels.chunk_scan_dz import chunk_scan_dz
+from .kernels.group_dB_dx import group_dB_dx
+from .kernels.group_dC import group_dC
+from .kernels.walk_dstates import walk_dstates
+from .kernels.walk_states import chunk_states, chunk_states_between
+from .tuning import pick
+from .types import SSDGrads, SSDSaved
 
 _KERNELS = ("walk_dstates", "group_dC", "group_dB_dx")
 
@@ -29,7 +30,7 @@ def backward(saved: SSDSaved, dout: Tensor, dfinal_states: Tensor | None, into: 
     """Gradients of every input that is present; dout has the shape and dtype of x, any strides."""
     if not saved.options.fuse_backward:
         return baseline.backward(saved, dout, dfinal_states, into)
-    if hopper_backward.runs(saved.inputs, saved.options, "fused"):
+    if hopper_backward.can_run(saved.inputs, saved.options):
         return hopper_backward.backward(saved, dout, dfinal_states, into)
     return _by_groups(saved, dout, dfinal_states, into)
 
