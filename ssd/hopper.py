@@ -23,7 +23,8 @@ from .types import SUB_CHUNK, Options, SSDInputs, SSDSaved
 
 BLOCK_M, _HEADDIM, _DSTATES = SUB_CHUNK, 64, (64, 128)
 _ALIGNMENT = 16  # bytes, of what a TMA descriptor describes
-OPTIONS = ("low_precision_states", "stationary", "segments", "save_states", "gluon")  # that these kernels can be without
+# that these kernels can be without
+OPTIONS = ("low_precision_states", "stationary", "segments", "save_states", "gluon", "fuse_backward")
 
 
 def cannot_run(i: SSDInputs, options: Options, by_chunk: bool) -> str | None:

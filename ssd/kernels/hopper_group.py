@@ -112,7 +112,8 @@ def dC_role(bars, rings, lines, dC, sums, ntiles, seqlen, sizes, part_stride, su
             sum_dC = warpgroup_mma((dy.to(gl.float32) * w).to(DTYPE), H, sum_dC, is_async=True)
             A_i = A_columns.index(stage).load(gl.SliceLayout(1, IJ))
             A_j = gl.expand_dims(A_rows.index(stage).load(gl.SliceLayout(0, IJ)), 0)
-            L = gl.exp2(at_most(gl.expand_dims(A_i, 1) - A_j, 64.0))  # above the diagonal anything finite: masked where it is used
+            # above the diagonal anything finite: masked where it is used
+            L = gl.exp2(at_most(gl.expand_dims(A_i, 1) - A_j, 64.0))
             K = warpgroup_mma_wait(1, deps=(K,)) * L
             CH = warpgroup_mma(C, H.permute((1, 0)), gl.zeros([BLOCK_M, HEADDIM], gl.float32, IP), use_acc=False, is_async=True)
             sum_dCB += K

@@ -2,7 +2,7 @@
 
 One block walks runs of sub-chunks of two heads (hopper_roles says what a run is) and reads x, B, dt and dA_cumsum as
 hopper_scan does. Rows from `forwards` on are walked from the last sub-chunk to the first, with dy, C and exp(A_i) in the
-places of x, B and dt_j exp(A_last - A_j): what is walked is then the gradient of the state. The backward wants both, at once.
+places of x, B and dt_j exp(A_last - A_j): what is walked is then the gradient of the state.
 
     pieces:  a run starts from a zero state and writes ends (npieces, 2, 64, dstate) fp32, the state at its end, and factors
              (npieces, 2) fp32, the decay over it, in row `piece`: (28) joins them.
@@ -126,8 +126,8 @@ def walk(full, empty, Xs, Bs, Ss, weights, states_desc, dA_cumsum, dt, initial_s
             if first < last:
                 gl.store(ends + (piece * 2 + U).to(gl.int64) * SIZE + offsets, state)
                 gl.store(factors + piece * 2 + U, decay(total * LOG2E))
-        elif final_states is not None:
-            if last == nsub:  # noqa: SIM102 (None is known to the compiler, the other is not)
+        elif final_states is not None:  # noqa: SIM102
+            if last == nsub:
                 gl.store(final_states + bh * SIZE + offsets, state)
     tma.store_wait(0)
 
