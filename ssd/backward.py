@@ -47,5 +47,5 @@ def backward(saved: SSDSaved, dout: Tensor, dfinal_states: Tensor | None, into: 
         dB = bmm_bwd_dB(i, dCB, dB_states, options, into.dB)
         dC = bmm_bwd_dC(i, dCB, dC_states, options, into.dC)
         row, col_tiles = ddA_cumsum(i, dt, dA_cumsum, dy, CB, options)
-        ddt, dA, ddt_bias = chunk_cumsum_bwd(i, u_v_x, r_tiles, q, s_tiles, row, col_tiles, into.ddt)
+        ddt, dA, ddt_bias, _ = chunk_cumsum_bwd(i, u_v_x, r_tiles, q, s_tiles, row, col_tiles, into.ddt)
     return SSDGrads(dx, ddt, dA, dB, dC, dD, dz, ddt_bias, dinitial_states)

@@ -53,5 +53,5 @@ def _by_groups(saved: SSDSaved, dout: Tensor, dfinal_states: Tensor | None, into
         dC, dCB, net = group_dC(i, dt, dA_cumsum, dy, prev_states, options, into.dC)
         dx, dB, dD, u_v_x, q = group_dB_dx(i, dt, dA_cumsum, dy, dstates, dCB, options, into.dx, into.dB)
         no_parts = net.new_empty(0, *net.shape)  # of r and col, which are in net
-        ddt, dA, ddt_bias = chunk_cumsum_bwd(spans, u_v_x, no_parts, q, s_tiles, net, no_parts, into.ddt)
+        ddt, dA, ddt_bias, _ = chunk_cumsum_bwd(spans, u_v_x, no_parts, q, s_tiles, net, no_parts, into.ddt)
     return SSDGrads(dx, ddt, dA, dB, dC, dD, dz, ddt_bias, dinitial_states)

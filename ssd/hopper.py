@@ -23,6 +23,8 @@ from .types import SUB_CHUNK, Options, SSDInputs, SSDSaved
 
 BLOCK_M, _HEADDIM, _DSTATES = SUB_CHUNK, 64, (64, 128)
 _ALIGNMENT = 16  # bytes, of what a TMA descriptor describes
+_MOST_DESCRIBED = 1024  # callers whose sizes never repeat must not fill the memory
+_described: dict[tuple, dict] = {}
 # that these kernels can be without
 OPTIONS = ("low_precision_states", "stationary", "segments", "save_states", "gluon", "fuse_backward")
 
@@ -157,12 +159,25 @@ def is_describable(t: Tensor) -> bool:
 
 
 def describe(t: Tensor):
-    """TMA descriptor of a tensor (batch, seqlen, heads, channels) in tiles of one head's rows of a sub-chunk."""
+    """TMA descriptor of a tensor (batch, seqlen, heads, channels) in tiles of one head's rows of a sub-chunk.
+
+    The class checks its fields anew for every tensor, which takes as long as a launch; here once for all that are alike.
+    """
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    batch, seqlen, heads, channels = t.shape
-    shape, strides = [batch, seqlen, heads * channels], [t.stride(0), t.stride(1), 1]
-    return TensorDescriptor(t, shape, strides, [1, BLOCK_M, channels], _layout(channels, t.dtype))
+    key = t.shape, t.stride(), t.dtype
+    fields = _described.get(key)
+    if fields is None:
+        batch, seqlen, heads, channels = t.shape
+        shape, strides = [batch, seqlen, heads * channels], [t.stride(0), t.stride(1), 1]
+        fields = vars(TensorDescriptor(t, shape, strides, [1, BLOCK_M, channels], _layout(channels, t.dtype))).copy()
+        del fields["base"]  # or the tensor would live as long as this
+        if len(_described) >= _MOST_DESCRIBED:
+            _described.clear()
+        _described[key] = fields
+    descriptor = object.__new__(TensorDescriptor)
+    vars(descriptor).update(fields, base=t)
+    return descriptor
 
 
 def describe_states(states: Tensor):

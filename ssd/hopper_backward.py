@@ -51,8 +51,8 @@ def backward(saved: SSDSaved, dout: Tensor, dfinal_states: Tensor | None, into: 
         sums, s = hopper_group(i, x, dy, B, C, describe_states(H), describe_states(G), describe(dx), dt, dA_cumsum, dB, dC, sms)
         u_v_x, q, row, col, dy_x = sums
         no_parts = sums.new_empty(0, *dt.shape)  # of r, which is in row
-        ddt, dA, ddt_bias = chunk_cumsum_bwd(spans, u_v_x, no_parts, q, s[..., None], row, col[None], into.ddt)
-        dD = None if i.D is None else dy_x.sum((0, 2, 3))
+        ddt, dA, ddt_bias, dD = chunk_cumsum_bwd(spans, u_v_x, no_parts, q, s[..., None], row, col[None], into.ddt,
+                                                 None if i.D is None else dy_x)
         dB, dC = (parts[0] if splits == 1 else parts.sum(0).to(i.B.dtype) for parts in (dB, dC))
     if dinitial_states is not None:
         dinitial_states = _left(dinitial_states, into.dinitial_states)

@@ -1,8 +1,9 @@
 """chunk_cumsum_bwd, equations (20) to (25): the gradients of the step and of A, from the sums the other kernels left.
 
 Reads dt_raw (batch, seqlen, nheads), any strides; (u + v) . x, q and row (batch, nheads, nchunks, chunk_size); r and
-col, the same with partial sums in front; s (batch, nheads, nchunks, ntiles); all fp32. Writes ddt (batch, seqlen,
-nheads), any strides, and dA and ddt_bias as partial sums over chunks, (batch * nchunks, nheads) fp32.
+col, the same with partial sums in front; s (batch, nheads, nchunks, ntiles); all fp32; and dy . x as q, if dD is to be its sum.
+Writes ddt (batch, seqlen, nheads), any strides, and dA, dD and ddt_bias as partial sums over chunks, (batch * nchunks,
+nheads) fp32.
 """
 
 import torch
@@ -19,8 +20,8 @@ from .launch import launch
 
 
 @triton.jit
-def chunk_cumsum_bwd_kernel(dt, dt_strides, A, dt_bias, u_v_x, r_tiles, q, s_tiles, row, col_tiles, ddt, ddt_strides, dA,
-                            ddt_bias, seqlen, nchunks, tile_stride, dt_min, dt_max, NHEADS: tl.constexpr,
+def chunk_cumsum_bwd_kernel(dt, dt_strides, A, dt_bias, u_v_x, r_tiles, q, s_tiles, row, col_tiles, dy_x, ddt, ddt_strides,
+                            dA, ddt_bias, dD, seqlen, nchunks, tile_stride, dt_min, dt_max, NHEADS: tl.constexpr,
                             CHUNK: tl.constexpr, SOFTPLUS: tl.constexpr, R_TILES: tl.constexpr, S_TILES: tl.constexpr,
                             COL_TILES: tl.constexpr, S_WIDTH: tl.constexpr, BLOCK_H: tl.constexpr):
     tile, _, c, b = unpack_program((NHEADS + BLOCK_H - 1) // BLOCK_H, 1, nchunks)
@@ -53,19 +54,28 @@ def chunk_cumsum_bwd_kernel(dt, dt_strides, A, dt_bias, u_v_x, r_tiles, q, s_til
     tl.store(dA + (b * nchunks + c) * NHEADS + offs_h, tl.sum(da * clamped, 1), mask=in_h)
     if ddt_bias is not None:
         tl.store(ddt_bias + (b * nchunks + c) * NHEADS + offs_h, tl.sum(grad, 1), mask=in_h)
+    if dD is not None:
+        at = chunk * CHUNK + offs_q[None, :]
+        tl.store(dD + (b * nchunks + c) * NHEADS + offs_h, tl.sum(tl.load(dy_x + at, mask=inside, other=0.0), 1), mask=in_h)
 
 
 def chunk_cumsum_bwd(i: SSDInputs, u_v_x: Tensor, r_tiles: Tensor, q: Tensor, s_tiles: Tensor, row: Tensor, col_tiles: Tensor,
-                     into: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Returns ddt, dA, and ddt_bias (None without dt_bias)."""
+                     into: Tensor | None, dy_x: Tensor | None = None) -> tuple[Tensor | None, ...]:
+    """Returns ddt, dA, ddt_bias (None without dt_bias) and dD (None without dy_x)."""
     ddt = output(i.dt, into)
-    dA = torch.empty(i.batch * i.nchunks, i.nheads, device=i.x.device, dtype=torch.float32)
-    ddt_bias = None if i.dt_bias is None else torch.empty_like(dA)
+    wanted = (True, i.dt_bias is not None, dy_x is not None)
+    parts = torch.empty(sum(wanted), i.batch * i.nchunks, i.nheads, device=i.x.device, dtype=torch.float32)
     config = pick("chunk_cumsum_bwd", i)
     s_width = next_power_of_2(s_tiles.shape[-1])
     launch(
         chunk_cumsum_bwd_kernel, cdiv(i.nheads, config["BLOCK_H"]) * i.nchunks * i.batch,
-        i.dt, i.dt.stride(), i.A.contiguous(), contiguous(i.dt_bias), u_v_x, r_tiles, q, s_tiles, row, col_tiles, ddt,
-        ddt.stride(), dA, ddt_bias, i.seqlen, i.nchunks, row.numel(), *i.dt_limit, i.nheads, i.chunk_size, i.dt_softplus,
-        r_tiles.shape[0], s_tiles.shape[-1], col_tiles.shape[0], s_width, **config.launch)
-    return ddt, dA.sum(0), None if ddt_bias is None else ddt_bias.sum(0)
+        i.dt, i.dt.stride(), i.A.contiguous(), contiguous(i.dt_bias), u_v_x, r_tiles, q, s_tiles, row, col_tiles, dy_x,
+        ddt, ddt.stride(), *_where(wanted, parts), i.seqlen, i.nchunks, row.numel(), *i.dt_limit, i.nheads, i.chunk_size,
+        i.dt_softplus, r_tiles.shape[0], s_tiles.shape[-1], col_tiles.shape[0], s_width, **config.launch)
+    return ddt, *_where(wanted, parts.sum(1))
+
+
+def _where(wanted: tuple[bool, ...], tensors: Tensor) -> list[Tensor | None]:
+    """The tensors one after another where one is wanted, else None."""
+    each = iter(tensors)
+    return [next(each) if want else None for want in wanted]

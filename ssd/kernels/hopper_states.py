@@ -6,8 +6,8 @@ places of x, B and dt_j exp(A_last - A_j): what is walked is then the gradient o
 
     pieces:  a run starts from a zero state and writes ends (npieces, 2, 64, dstate) fp32, the state at its end, and factors
              (npieces, 2) fp32, the decay over it, in row `piece`: (28) joins them.
-    states:  a run starts as one of hopper_scan does and writes states (rows, nchunks, nheads, 64, dstate), that before the first
-             of every EVERY sub-chunks, and final_states (rows, nheads, 64, dstate) fp32, unless it is None.
+    states:  a run starts as one of hopper_scan does and writes states (rows, nchunks, nheads, 64, dstate), that before the
+             first of every EVERY sub-chunks, and final_states (rows, nheads, 64, dstate) fp32, unless it is None.
 """
 
 import torch
