@@ -131,6 +131,16 @@ def _backward(*args):
     return tuple(_or_empty(g, inputs.x) for g in _in_order(grads))
 
 
+def _backward_op(*args):
+    """`_backward`, with a copy of each result that shares memory with one before it, as those of an op may not."""
+    results, taken = [], set()
+    for t in _backward(*args):
+        memory = t.untyped_storage().data_ptr()
+        results.append(t.clone() if memory in taken else t)
+        taken.add(memory)
+    return tuple(results)
+
+
 @torch.library.register_fake("ssd::chunk_scan_bwd")
 def _backward_fake(*args):
     inputs, _, _ = _unpack(args[:_N_INPUTS])
@@ -181,6 +191,6 @@ class _ChunkScan(torch.autograd.Function):
 
 
 torch.library.impl("ssd::chunk_scan", "default", _forward)
-torch.library.impl("ssd::chunk_scan_bwd", "default", _backward)
+torch.library.impl("ssd::chunk_scan_bwd", "default", _backward_op)
 _library = torch.library.Library("ssd", "FRAGMENT")  # kept: its registrations live as long as it does
 _library.impl("chunk_scan", lambda *args: _ChunkScan.apply(*args), "Autograd")

@@ -35,6 +35,8 @@ from .arguments import contiguous
 from .hopper_roles import LOG2E, barriers, block_barrier, decay, log2, row_layout, tile
 from .launch import launch
 
+# One kernel for all sizes: what divides them, or that one is 1, is of no use to it.
+SIZES = ("ntiles", "seqlen", "nsub", "ngroups", "heads_per_group", "part_stride", "sum_stride")
 STAGES = 3
 _REGISTERS = 128  # a thread at launch; the roles then share them out
 
@@ -327,7 +329,7 @@ def fetch_role(x_desc, dy_desc, B_desc, C_desc, H_desc, G_desc, bars, rings, nti
             step += 1
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=SIZES)
 def hopper_group_kernel(x_desc, dy_desc, B_desc, C_desc, H_desc, G_desc, dx_desc, dA_cumsum, dt, D, dB, dC, sums, s, ntiles,
                         seqlen, nsub, ngroups, heads_per_group, part_stride, sum_stride, SPLITS: gl.constexpr,
                         STAGES: gl.constexpr):

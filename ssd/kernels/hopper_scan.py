@@ -45,6 +45,8 @@ from .hopper_roles import (
 )
 from .launch import launch
 
+# One kernel for all sizes: what divides them, or that one is 1, is of no use to it.
+SIZES = ("nruns", "nsub", "nheads", "heads_per_group")
 STAGES, SLOTS = 3, 2  # of tiles from memory, of masked tiles a head
 _REGISTERS = 128  # a thread at launch; the roles then share them out: 192 a head, 104 masks, 24 fetch
 
@@ -185,7 +187,7 @@ def head(out_desc, states_desc, bars, rings, lines, dA_cumsum, D, initial_states
     tma.store_wait(0)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=SIZES)
 def hopper_scan_kernel(x_desc, B_desc, C_desc, out_desc, states_desc, dA_cumsum, dt, D, initial_states, ends, factors,
                        final_states, starts, runs, nruns, nsub, nheads, heads_per_group, STAGES: gl.constexpr,
                        SLOTS: gl.constexpr, EVERY: gl.constexpr):
@@ -229,8 +231,7 @@ def hopper_scan(i: SSDInputs, x_desc, B_desc, C_desc, out_desc, dt, dA_cumsum, r
 
     runs: (blocks, nruns, 6) int32. starts: a state every `every` tokens; runs begin there if they start from them.
     """
-    # a state of fp32 takes the place of a stage
-    stages = STAGES if states_desc is None else 2 if states_desc.base.itemsize == 2 else 1
+    stages = STAGES if states_desc is None else STAGES - 1  # states on their way out take the place of a stage
     launch(
         hopper_scan_kernel, runs.shape[0], x_desc, B_desc, C_desc, out_desc, states_desc, dA_cumsum, dt, contiguous(i.D),
         initial_states, ends, factors, final_states, starts, runs, runs.shape[1], dt.shape[2], i.nheads,

@@ -35,6 +35,8 @@ from .hopper_roles import (
 )
 from .launch import launch
 
+# One kernel for all sizes: what divides them, or that one is 1, is of no use to it.
+SIZES = ("nruns", "forwards", "nsub", "nheads", "heads_per_group")
 STAGES = 3
 _REGISTERS = 160
 
@@ -164,7 +166,7 @@ def copy(x_desc, B_desc, b, token, p, n, bar, Xs, Bs, stage):
         tma.async_copy_global_to_shared(x_desc, [b, token, p + u * x_desc.block_shape[2]], bar, Xs.index(2 * stage + u))
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=SIZES)
 def hopper_states_kernel(x_desc, B_desc, dy_desc, C_desc, states_desc, dA_cumsum, dt, initial_states, ends, factors,
                          final_states, runs, nruns, forwards, nsub, nheads, heads_per_group, EVERY: gl.constexpr,
                          STAGES: gl.constexpr):

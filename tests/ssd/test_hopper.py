@@ -73,9 +73,10 @@ def test_same_bits_twice_and_saved_or_not(way):
 
 @needs_hopper
 @pytest.mark.usefixtures("poison")
-@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=("bf16", "fp16"))
 @pytest.mark.parametrize("case", GRADIENTS)
-@pytest.mark.parametrize("shape", ("ragged", "one token", "cut", "whole rounds", "dstate 64"))
+@pytest.mark.parametrize(("shape", "dtype"), [
+    *((shape, torch.bfloat16) for shape in ("ragged", "one token", "cut", "whole rounds", "dstate 64")),
+    ("ragged", torch.float16)], ids=str)
 @pytest.mark.parametrize("options", (Options(), Options(save_states=False)), ids=("saved", "recomputed"))
 def test_gradients(options, shape, case, dtype):
     inputs = random_inputs(SHAPES[shape], GRADIENTS[case], dtype, "cuda")
@@ -113,7 +114,7 @@ def test_splits():
     """Parts where tiles leave blocks idle, one where they do not; none is empty."""
     assert hopper_backward._splits(2048, 16, 132) == 1
     assert hopper_backward._splits(64, 80, 132) == 2
-    for tiles, heads in ((1, 80), (3, 10), (1, 7), (40, 24), (10, 2)):
+    for tiles, heads in ((1, 80), (3, 10), (40, 24), (10, 16)):
         splits = hopper_backward._splits(tiles, heads, 132)
         assert 1 < splits <= heads and (splits - 1) * -(-heads // splits) < heads
 
@@ -151,7 +152,7 @@ def test_where_they_run(capability, version, hip, yes, monkeypatch):
 
 def test_elsewhere_the_plain_kernels_run(caplog):
     inputs = random_inputs(replace(SHAPE, seqlen=20), Case(), torch.float16, "cpu")
-    hopper.say_plain.cache_clear()
+    hopper._say_plain.cache_clear()
     with caplog.at_level("INFO", "ssd"):
         for options in (Options(), Options(gluon=False)):
             assert not hopper.can_run(hopper.cannot_run(inputs, options, by_chunk=True), "fused")
