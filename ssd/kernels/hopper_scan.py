@@ -143,10 +143,12 @@ def head(out_desc, states_desc, bars, rings, lines, dA_cumsum, D, initial_states
             D_h = gl.load(D + h).to(gl.float32)
         for c in range(first, last):
             stage, slot = step % STAGES, U * SLOTS + step % SLOTS
-            # the wait for the store of y, below, was one for that of the last state too
-            if states_desc is not None:  # noqa: SIM102
-                if states_desc.dtype != DTYPE:
-                    tile(Ss, U, HEADDIM, DSTATE).store(state.to(states_desc.dtype))
+            if states_desc is not None:
+                # the wait for the store of y, below, was one for that of the last state too
+                tile(Ss, U, HEADDIM, DSTATE).store(state.to(states_desc.dtype))
+                fence_async_shared()
+                block_barrier()
+                tma.async_copy_shared_to_global(states_desc, [0, ((b * nsub + c) * nheads + h) * HEADDIM, 0], Ss.index(U))
             mbarrier.wait(full.index(stage), (step // STAGES) & 1)
             B, C = tile(Bs, stage, BLOCK_M, DSTATE), tile(Cs, stage, BLOCK_M, DSTATE)
             x_t = tile(Xs, 2 * stage + U, BLOCK_M, HEADDIM).permute((1, 0))
@@ -160,12 +162,6 @@ def head(out_desc, states_desc, bars, rings, lines, dA_cumsum, D, initial_states
             # both products in flight before anything else touches an accumulator: ptxas would insert a wait
             y = warpgroup_mma(S, C.permute((1, 0)), gl.zeros([HEADDIM, BLOCK_M], gl.float32, PI), use_acc=False, is_async=True)
             state = warpgroup_mma(x_end, B, state, is_async=True)
-            if states_desc is not None:
-                if states_desc.dtype == DTYPE:  # while the products run
-                    tile(Ss, U, HEADDIM, DSTATE).store(S)
-                fence_async_shared()
-                block_barrier()
-                tma.async_copy_shared_to_global(states_desc, [0, ((b * nsub + c) * nheads + h) * HEADDIM, 0], Ss.index(U))
             w = gl.expand_dims(from_start.index(slot).load(gl.SliceLayout(0, PI)), 0)
             y = warpgroup_mma_wait(1, deps=(y,)) * w
             y = warpgroup_mma(x, Ls.index(slot), y, is_async=True)
