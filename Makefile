@@ -21,10 +21,10 @@ endif
 EXPERIMENTS := $(PY) -m experiments
 
 .DEFAULT_GOAL := help
-.PHONY: help setup peers bench ablate table readme tune choose test coverage lint
+.PHONY: help setup peers bench ablate table readme tune choose sanitize test coverage lint
 
 help:
-	@echo "targets: setup bench ablate table readme tune choose test coverage lint; see the top of the Makefile for their variables"
+	@echo "targets: setup bench ablate table readme tune choose sanitize test coverage lint; see the top of the Makefile for their variables"
 
 setup: $(READY)
 
@@ -63,6 +63,9 @@ tune: $(READY)
 
 choose: $(READY)
 	$(EXPERIMENTS) choose $(ARGS)
+
+sanitize: $(READY)
+	$(EXPERIMENTS) sanitize $(ARGS)
 
 test: $(READY)
 	$(PY) -m pytest $$($(PY) -c 'import xdist' 2>/dev/null && echo --numprocesses=2) $(ARGS)

@@ -1,4 +1,4 @@
-"""The command line: python -m experiments bench | ablate | table | readme | tune | choose."""
+"""The command line: python -m experiments bench | ablate | table | readme | tune | choose | sanitize."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from . import ablate as ablation
 from . import choose as choices
 from . import counters as ncu
 from . import readme as readme_file
-from . import record, table
+from . import record, sanitize, table
 from .bench import CHUNK_SIZES, Candidate, Plan
 from .bench import run as run_bench
 from .shapes import DTYPES, MODES, SHAPES, Shape, find_shapes
@@ -169,6 +169,30 @@ def choose(out: OutOption = record.RESULTS) -> None:
         typer.echo(f"{path} written: {len(found[path.stem])} measured calls")
     for gpu in sorted(gpu for gpu, calls in found.items() if not calls):
         typer.echo(f"{gpu}: nothing to choose by: no call that two of {', '.join(CANDIDATES)} were measured in")
+
+
+@app.command("sanitize")
+def sanitize_kernels(
+    variant: Annotated[str, typer.Option(help=f"Variants to check, of {', '.join(CANDIDATES)}.")] = ",".join(CANDIDATES),
+    tool: Annotated[str, typer.Option(help=f"Tools of compute-sanitizer, of {', '.join(sanitize.TOOLS)}.")] = ",".join(
+        sanitize.TOOLS),
+    out: OutOption = record.RESULTS,
+) -> None:
+    """Run every kernel of the variants under compute-sanitizer, and append a row for each tool; exit 1 if it finds anything."""
+    variants, tools = _each("--variant", variant, CANDIDATES), _each("--tool", tool, sanitize.TOOLS)
+    if not torch.cuda.is_available():
+        _refuse("sanitize: needs a CUDA GPU, found none")
+    try:
+        clean = sanitize.run(variants, tools, out, _console())
+    except (FileNotFoundError, ValueError) as reason:
+        _refuse(f"sanitize: {reason}")
+    raise typer.Exit(0 if clean else 1)
+
+
+@app.command(hidden=True)
+def sanitized(variant: str) -> None:
+    """Every kernel of a variant, once: what `sanitize` runs under compute-sanitizer."""
+    sanitize.sanitized(variant)
 
 
 @app.command(hidden=True)

@@ -48,8 +48,6 @@ _REQUIRED = (_TIME, _READ, _WRITE, _WARM["dram_pct"])
 _SUMMED = ("launches", "ncu_us", "dram_bytes", "blocks")
 _WEIGHTED = ("dram_pct", "occupancy_pct", "block_cycles", *_COLD)
 
-record.EXTRA_KEYS["counters"] += (*_WARM, *_COLD)  # those that record.py does not list
-
 
 def run(rows: list[dict], out: Path, console: Console) -> None:
     """Counters for what each of the bench's rows measured, appended as rows of the bench `counters`."""

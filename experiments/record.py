@@ -29,12 +29,14 @@ _TRAINING = ("workload", "preset", "loss")
 KEYS = (*IDENTITY, *_MEASURED, *_COMPARED, *_TRAINING, *ENVIRONMENT)
 
 # What a bench adds. err_seqlen: tokens that the error was taken over; note: why a value is missing; step and changed: as
-# `ablate.Step` has them.
+# `ablate.Step` has them; shard: which part of the tests ran, if not all; found: errors and warnings of a tool.
 EXTRA_KEYS = {
     "ssd": ("err_seqlen", "note"),
     "ablate": ("step", "changed", "err_seqlen", "note"),
-    "counters": ("kernel", "dram_bytes", "dram_pct", "l2_hit_pct", "occupancy_pct", "registers", "ncu_us"),
-    "tests": ("passed", "failed", "skipped", "seconds"),
+    "counters": ("kernel", "dram_bytes", "dram_pct", "l2_hit_pct", "occupancy_pct", "registers", "ncu_us", "block_cycles",
+                 "blocks", "tensor_pct", "issue_pct", "shared_pct"),
+    "tests": ("passed", "failed", "skipped", "seconds", "shard"),
+    "sanitize": ("tool", "found"),
 }
 
 

@@ -138,7 +138,6 @@ def pytest_terminal_summary(terminalreporter, config):
     from experiments import record
 
     shard = {"shard": "{}/{}".format(*config.option.shard)} if config.option.shard else {}
-    record.EXTRA_KEYS["tests"] += tuple(shard)
     counts = {outcome: len(terminalreporter.stats.get(outcome, ())) for outcome in _OUTCOMES}
     counts["failed"] += len(terminalreporter.stats.get("error", ()))
     seconds = round(time.monotonic() - _started, 1)

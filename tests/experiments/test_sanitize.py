@@ -1,0 +1,72 @@
+"""compute-sanitizer's summaries as text, since it needs a GPU itself: a script of that name stands in for it."""
+
+import pytest
+from rich.console import Console
+
+from experiments import record, sanitize
+
+CLEAN = {
+    "memcheck": "========= ERROR SUMMARY: 0 errors",
+    "racecheck": "========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)",
+}
+DIRTY = {
+    "memcheck": "========= Invalid __global__ read of size 4 bytes\n========= ERROR SUMMARY: 3 errors",
+    "racecheck": "========= RACECHECK SUMMARY: 2 hazards displayed (1 error, 1 warning)",
+}
+
+
+@pytest.fixture
+def says(tmp_path, monkeypatch):
+    """Puts a compute-sanitizer on the PATH that says this text for each tool, and ends with this status."""
+
+    def install(text: dict[str, str], status: int = 0) -> None:
+        for tool, said in text.items():
+            (tmp_path / tool).write_text(said)
+        script = tmp_path / "compute-sanitizer"
+        script.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\ncat {tmp_path}/$2\nexit {status}\n')
+        script.chmod(0o755)
+        monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+
+    return install
+
+
+@pytest.mark.parametrize("tool", sanitize.TOOLS)
+def test_summaries(tool, says):
+    says(CLEAN)
+    assert sanitize.check("fused", tool)[0] == 0
+    says(DIRTY, status=1)
+    found, said = sanitize.check("fused", tool)
+    assert found == {"memcheck": 3, "racecheck": 2}[tool] and "SUMMARY" in said
+
+
+def test_no_summary_is_no_pass(says):
+    says({"memcheck": "Error: Device not supported"}, status=1)
+    with pytest.raises(ValueError, match="memcheck of baseline ended with exit status 1"):
+        sanitize.check("baseline", "memcheck")
+
+
+def test_a_child_that_fails_is_no_pass(says):
+    """The tool found nothing because the kernels never ran."""
+    says(CLEAN, status=1)
+    with pytest.raises(ValueError, match="exit status 1"):
+        sanitize.check("baseline", "memcheck")
+
+
+def test_rows_and_table(says, tmp_path):
+    console = Console(record=True, width=100)
+    says(CLEAN)
+    assert sanitize.run(["baseline", "fused"], list(sanitize.TOOLS), tmp_path / "rows", console)
+    says({**CLEAN, "racecheck": DIRTY["racecheck"]})
+    assert not sanitize.run(["fused"], list(sanitize.TOOLS), tmp_path / "rows", console)
+    rows = record.read(tmp_path / "rows", bench="sanitize")
+    assert [(row["variant"], row["tool"], row["found"]) for row in rows] == [
+        ("baseline", "memcheck", 0), ("baseline", "racecheck", 0), ("fused", "memcheck", 0), ("fused", "racecheck", 0),
+        ("fused", "memcheck", 0), ("fused", "racecheck", 2)]
+    assert "2 errors and warnings" in console.export_text()
+    assert (tmp_path / "calls").read_text().count("-m experiments sanitized fused") == 4
+
+
+def test_without_the_tool(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(FileNotFoundError, match="compute-sanitizer"):
+        sanitize.run(["baseline"], ["memcheck"], tmp_path, Console())
