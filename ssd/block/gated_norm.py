@@ -1,0 +1,209 @@
+"""The RMSNorm between a Mamba-2 block's SSD and its output projection: by groups of channels, with a SiLU gate.
+
+Names, order and meaning are those of `mamba_ssm`'s `rmsnorm_fn` and `RMSNorm` (mamba_ssm/ops/triton/layernorm_gated.py).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from triton import knobs
+
+from ..autograd import _are_plain
+from .kernels.gated_norm import WIDEST_GROUP, gated_norm, gated_norm_bwd
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_INTERPRETED = knobs.runtime.interpret
+
+torch.library.define(
+    "ssd::rms_norm_gated",
+    "(Tensor x, Tensor weight, Tensor? bias, Tensor? z, float eps, int group_size, bool norm_before_gate) "
+    "-> (Tensor out, Tensor rstd)",
+)
+torch.library.define(
+    "ssd::rms_norm_gated_bwd",
+    "(Tensor dout, Tensor x, Tensor weight, Tensor? bias, Tensor? z, Tensor rstd, int group_size, bool norm_before_gate) "
+    "-> (Tensor dx, Tensor dweight, Tensor dbias, Tensor dz)",
+)
+
+
+def rms_norm_gated(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    z: Tensor | None = None,
+    eps: float = 1e-6,
+    group_size: int | None = None,
+    norm_before_gate: bool = True,
+) -> Tensor:
+    """norm(x) * silu(z), or norm(x * silu(z)) (docs/block.md, equations N1 to N4), differentiable in every tensor.
+
+    norm(v) = v / sqrt(mean(v^2) + eps) * weight + bias, with the mean over each group of consecutive channels, in fp32.
+
+    CPU tensors and fp64 take the torch form; with TRITON_INTERPRET=1, CPU tensors take the interpreted kernels.
+
+    Args:
+        x: (..., width), fp16, bf16, fp32 or fp64. Read in place if its channels are contiguous and one stride leads from row to
+            row, as in a slice of a packed projection; else copied.
+        weight: (width,), any floating dtype.
+        bias: (width,).
+        z: shape of x, any floating dtype, laid out by itself.
+        eps: what is added to the mean square.
+        group_size: channels that share a mean square, a divisor of width, at most 32768 in a kernel. None: all of them.
+        norm_before_gate: gate what was normalised. False: normalise what was gated.
+
+    Returns:
+        Shape and dtype of x, contiguous. Gradients are the same bits in every run on one kind of GPU.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what came and what is accepted.
+    """
+    tensors = (x, weight, bias, z)
+    group_size = _check(*tensors, eps, group_size, norm_before_gate)
+    settings = (float(eps), group_size, norm_before_gate)
+    if x.dtype == torch.float64 or not (x.is_cuda or _INTERPRETED):
+        return torch_form(*tensors, *settings)
+    if group_size > WIDEST_GROUP:
+        raise ValueError(f"group_size: got {group_size} channels, expected at most {WIDEST_GROUP}, as many as a kernel takes")
+    if not _are_plain(tensors):
+        return torch.ops.ssd.rms_norm_gated(*tensors, *settings)[0]
+    wants_gradient = torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in tensors])
+    return (_GatedNorm.apply if wants_gradient else _forward)(*tensors, *settings)[0]
+
+
+class RMSNormGated(nn.Module):
+    """`rms_norm_gated` with a weight of its own and no bias, named as in `mamba_ssm`'s `RMSNorm`."""
+
+    def __init__(self, hidden_size: int, eps: float = 1e-5, group_size: int | None = None, norm_before_gate: bool = True,
+                 device=None, dtype=None):
+        super().__init__()
+        self.eps, self.group_size, self.norm_before_gate = eps, group_size, norm_before_gate
+        self.weight = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
+        self.register_parameter("bias", None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
+
+    def forward(self, x: Tensor, z: Tensor | None = None) -> Tensor:
+        return rms_norm_gated(x, self.weight, self.bias, z, self.eps, self.group_size, self.norm_before_gate)
+
+
+def torch_form(x: Tensor, weight: Tensor, bias: Tensor | None, z: Tensor | None, eps: float, group_size: int,
+               norm_before_gate: bool) -> Tensor:
+    """(N1) to (N4) in torch with the kernels' rounding points: fp32 (fp64 for fp64) up to the result."""
+    compute = torch.float64 if x.dtype == torch.float64 else torch.float32
+    gate = None if z is None else F.silu(z.to(compute))
+    v = x.to(compute)
+    if z is not None and not norm_before_gate:
+        v = v * gate
+    groups = v.unflatten(-1, (-1, group_size))
+    y = (groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + eps)).flatten(-2) * weight.to(compute)
+    if bias is not None:
+        y = y + bias.to(compute)
+    if z is not None and norm_before_gate:
+        y = y * gate
+    return y.to(x.dtype).contiguous()
+
+
+def _check(x, weight, bias, z, eps, group_size, norm_before_gate) -> int:
+    """Returns the size of a group."""
+    if not isinstance(x, Tensor) or x.dim() < 1 or x.shape[-1] < 1:
+        came = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+        raise (ValueError if isinstance(x, Tensor) else TypeError)(f"x: got {came}, expected a tensor (..., width), width >= 1")
+    width = x.shape[-1]
+    for name, t, shape in (("x", x, x.shape), ("weight", weight, (width,)), ("bias", bias, (width,)), ("z", z, x.shape)):
+        if t is None and name in ("bias", "z"):
+            continue
+        if not isinstance(t, Tensor):
+            raise TypeError(f"{name}: got {type(t).__name__}, expected a tensor of shape {tuple(shape)}")
+        if t.dtype not in _DTYPES:
+            raise TypeError(f"{name}: got dtype {t.dtype}, expected one of {', '.join(map(str, _DTYPES))}")
+        if t.shape != shape:
+            raise ValueError(f"{name}: got shape {tuple(t.shape)}, expected {tuple(shape)} to go with x {tuple(x.shape)}")
+        if t.device != x.device:
+            raise ValueError(f"{name}: got a tensor on {t.device}, expected {x.device}, the device of x")
+        if _INTERPRETED and t.dtype == torch.bfloat16:
+            raise TypeError(f"{name}: got {t.dtype}, expected fp16 or fp32 with TRITON_INTERPRET=1, which gets bf16 wrong")
+    if isinstance(eps, bool) or not isinstance(eps, (int, float)):
+        raise TypeError(f"eps: got {eps!r}, expected a number")
+    if not isinstance(norm_before_gate, bool):
+        raise TypeError(f"norm_before_gate: got {norm_before_gate!r}, expected True or False")
+    if group_size is None:
+        return width
+    if isinstance(group_size, bool) or not isinstance(group_size, int):
+        raise TypeError(f"group_size: got {group_size!r}, expected None or an int")
+    if group_size < 1 or width % group_size:
+        raise ValueError(f"group_size: got {group_size}, expected a divisor of the width, {width}")
+    return group_size
+
+
+def _as_rows(t: Tensor | None) -> Tensor | None:
+    """(rows, width) with contiguous channels: the same memory where it can be."""
+    if t is None:
+        return None
+    t = t.reshape(-1, t.shape[-1])
+    return t if t.stride(1) == 1 else t.contiguous()
+
+
+def _forward(x, weight, bias, z, eps, group_size, norm_before_gate) -> tuple[Tensor, Tensor]:
+    with torch.cuda.device_of(x):
+        out, rstd = gated_norm(_as_rows(x), weight.contiguous(), None if bias is None else bias.contiguous(), _as_rows(z), eps,
+                               group_size, norm_before_gate)
+    return out.view(x.shape), rstd
+
+
+@torch.library.register_fake("ssd::rms_norm_gated")
+def _forward_fake(x, weight, bias, z, eps, group_size, norm_before_gate):
+    width = x.shape[-1]
+    return x.new_empty(x.shape), x.new_empty((x.numel() // width, width // group_size), dtype=torch.float32)
+
+
+def _backward(dout, x, weight, bias, z, rstd, group_size, norm_before_gate) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """An absent gradient is an empty tensor, since an op's outputs are fixed in number."""
+    with torch.cuda.device_of(x):
+        dx, dweight, dbias, dz = gated_norm_bwd(
+            _as_rows(dout), _as_rows(x), weight.contiguous(), None if bias is None else bias.contiguous(), _as_rows(z), rstd,
+            group_size, norm_before_gate)
+    return (dx.view(x.shape), dweight.to(weight.dtype), dx.new_empty(0) if bias is None else dbias.to(bias.dtype),
+            dx.new_empty(0) if z is None else dz.view(x.shape))
+
+
+@torch.library.register_fake("ssd::rms_norm_gated_bwd")
+def _backward_fake(dout, x, weight, bias, z, rstd, group_size, norm_before_gate):
+    def like(t: Tensor | None) -> Tensor:
+        return x.new_empty(0) if t is None else t.new_empty(t.shape)
+
+    return like(x), like(weight), like(bias), like(z)
+
+
+class _GatedNorm(torch.autograd.Function):
+    """Joins the two ops."""
+
+    @staticmethod
+    def forward(ctx, *args):
+        if _are_plain(args[:4]):
+            out, rstd = _forward(*args)
+        else:
+            with torch._C._AutoDispatchBelowAutograd():
+                out, rstd = torch.ops.ssd.rms_norm_gated(*args)
+        ctx.save_for_backward(*args[:4], rstd)
+        ctx.settings = args[5:]
+        ctx.mark_non_differentiable(rstd)
+        return out, rstd
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dout, _drstd):
+        tensors = (dout, *ctx.saved_tensors)
+        backward = _backward if _are_plain(tensors) else torch.ops.ssd.rms_norm_gated_bwd
+        dx, dweight, dbias, dz = backward(*tensors, *ctx.settings)
+        _, _, bias, z = ctx.saved_tensors[:4]
+        return dx, dweight, None if bias is None else dbias, None if z is None else dz, None, None, None
+
+
+torch.library.impl("ssd::rms_norm_gated", "default", _forward)
+torch.library.impl("ssd::rms_norm_gated_bwd", "default", _backward)
+_library = torch.library.Library("ssd", "FRAGMENT")  # kept: its registrations live as long as it does
+_library.impl("rms_norm_gated", lambda *args: _GatedNorm.apply(*args), "Autograd")
