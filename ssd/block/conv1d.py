@@ -1,0 +1,230 @@
+"""The causal depthwise convolution in front of a Mamba block's scan, with SiLU.
+
+Names, order and meaning are those of the `causal_conv1d` package's `causal_conv1d_fn`; one token at a time is in
+`conv1d_update.py`. What the package's documentation leaves open is as its releases 1.6 and 1.7 do it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from triton import knobs
+
+from ..autograd import _are_plain, _or_empty, _or_none
+from ..kernels.arguments import contiguous
+from .kernels.conv1d_bwd import conv1d_bwd
+from .kernels.conv1d_fwd import conv1d_fwd
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_WIDTHS = (2, 3, 4)
+_INTERPRETED = knobs.runtime.interpret
+_N_TENSORS = 5
+
+_INPUTS = "Tensor x, Tensor weight, Tensor? bias, Tensor? seq_idx, Tensor? initial_states, bool silu"
+torch.library.define("ssd::causal_conv1d", f"({_INPUTS}, bool return_final_states) -> (Tensor out, Tensor final_states)")
+torch.library.define(
+    "ssd::causal_conv1d_bwd",
+    f"({_INPUTS}, Tensor? dout, Tensor? dfinal_states) -> (Tensor dx, Tensor dweight, Tensor dbias, Tensor dinitial_states)",
+)
+
+
+def causal_conv1d_fn(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    return_final_states: bool = False,
+    final_states_out: Tensor | None = None,
+    activation: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Each channel convolved along its tokens, then SiLU (docs/block.md, equations C1 to C8).
+
+    Differentiable in x, weight, bias and initial_states, through out and final_states; gradients are the same bits in every run
+    on one kind of GPU. All arithmetic is fp32 (fp64 for fp64 x). CPU tensors and fp64 take the torch form; with
+    TRITON_INTERPRET=1, CPU tensors take the interpreted kernels.
+
+    Args:
+        x: (batch, dim, seqlen), fp16, bf16, fp32 or fp64. Read in place where channels are contiguous, as in a transposed
+            (batch, seqlen, channels) or a slice of one; any other layout is copied to that one first.
+        weight: (dim, width), width 2 to 4; weight[:, -1] multiplies the token itself. Any floating dtype, here and below.
+        bias: (dim,).
+        seq_idx: (batch, seqlen) int32 or int64, the document of each token. A token sees the tokens of its own document alone,
+            and a negative number marks padding, whose output is 0 and which has no gradient.
+        initial_states: (batch, dim, width - 1), what came before the first token, the oldest first; zeros unless given. With
+            seq_idx they belong to the document of the row's first token, whatever its number.
+        return_final_states: also return what initial_states must be to go on after the last token. Not with seq_idx, as
+            upstream: it has no document to go on with where a row ends in padding.
+        final_states_out: (batch, dim, width - 1), where final_states are written and which is returned for them. Not looked at
+            unless they are asked for.
+        activation: None, "silu" or "swish", which is the same.
+
+    Returns:
+        out, shape and dtype of x, channels contiguous; a tuple of it and final_states (batch, dim, width - 1), in the dtype of
+        x with contiguous channels, if those were asked for.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what came and what is accepted.
+    """
+    tensors = (x, weight, bias, seq_idx, initial_states)
+    check_filter(x, weight, bias, activation, "(batch, dim, seqlen)")
+    _check_states(x, weight, seq_idx, initial_states, return_final_states, final_states_out)
+    settings = (activation is not None, return_final_states)
+    if not takes_kernels(x):
+        out, final_states = torch_form(*tensors, *settings)
+    elif not _are_plain(tensors):
+        out, final_states = torch.ops.ssd.causal_conv1d(*tensors, *settings)
+    else:
+        wants_gradient = torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in tensors])
+        out, final_states = (_CausalConv1d.apply if wants_gradient else _forward)(*tensors, *settings)
+    if not return_final_states:
+        return out
+    return out, final_states if final_states_out is None else final_states_out.copy_(final_states)
+
+
+def torch_form(x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor | None, initial_states: Tensor | None,
+               silu: bool, return_final_states: bool = False) -> tuple[Tensor, Tensor | None]:
+    """(C1) to (C3) in torch with the kernels' rounding points, differentiable: fp32 (fp64 for fp64) up to the results."""
+    compute = torch.float64 if x.dtype == torch.float64 else torch.float32
+    (batch, dim, seqlen), width = x.shape, weight.shape[1]
+    if initial_states is None:
+        initial_states = x.new_zeros(batch, dim, width - 1)
+    positions = torch.cat([initial_states.mT.to(compute), x.mT.to(compute)], 1)  # [b, width - 1 + l, d]
+    if seq_idx is not None:
+        documents = torch.cat([seq_idx[:, :1].expand(-1, width - 1), seq_idx], 1)[..., None]
+    out = torch.zeros((), dtype=compute, device=x.device) if bias is None else bias.to(compute)
+    for i in range(width):
+        tap = positions[:, i : i + seqlen]
+        if seq_idx is not None:
+            tap = tap.where(documents[:, i : i + seqlen] == seq_idx[..., None], 0)
+        out = out + weight[:, i].to(compute) * tap
+    if silu:
+        out = out * out.sigmoid()
+    if seq_idx is not None:
+        out = out.where(seq_idx[..., None] >= 0, 0)
+    return out.to(x.dtype).mT, positions[:, seqlen:].to(x.dtype).contiguous().mT if return_final_states else None
+
+
+def takes_kernels(x: Tensor) -> bool:
+    """Whether kernels run here, compiled or interpreted, and not the torch form."""
+    return x.dtype != torch.float64 and (x.is_cuda or _INTERPRETED)
+
+
+def check_tensor(name: str, t: object, shape: tuple[int, ...], x: Tensor, dtypes: tuple[torch.dtype, ...] = _DTYPES) -> None:
+    if not isinstance(t, Tensor):
+        raise TypeError(f"{name}: got {type(t).__name__}, expected a tensor of shape {shape}")
+    if t.dtype not in dtypes:
+        raise TypeError(f"{name}: got dtype {t.dtype}, expected one of {', '.join(map(str, dtypes))}")
+    if t.shape != shape:
+        raise ValueError(f"{name}: got shape {tuple(t.shape)}, expected {shape} to go with x {tuple(x.shape)}")
+    if t.device != x.device:
+        raise ValueError(f"{name}: got a tensor on {t.device}, expected {x.device}, the device of x")
+    if _INTERPRETED and t.dtype == torch.bfloat16:
+        raise TypeError(f"{name}: got {t.dtype}, expected fp16 or fp32 with TRITON_INTERPRET=1, which gets bf16 wrong")
+
+
+def check_filter(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, layout: str) -> None:
+    """Checks of what both functions take. layout: the axes of x, of which the second is dim."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"x: got {type(x).__name__}, expected a tensor {layout}")
+    if x.dim() != layout.count(",") + 1 or not x.numel():
+        raise ValueError(f"x: got shape {tuple(x.shape)}, expected {layout}, no size 0")
+    check_tensor("x", x, tuple(x.shape), x)
+    dim = x.shape[1]
+    width = weight.shape[1] if isinstance(weight, Tensor) and weight.dim() == 2 else _WIDTHS[-1]
+    if width not in _WIDTHS:
+        raise ValueError(f"weight: got a width of {width}, shape {tuple(weight.shape)}, expected 2, 3 or 4")
+    check_tensor("weight", weight, (dim, width), x)
+    if bias is not None:
+        check_tensor("bias", bias, (dim,), x)
+    if activation not in (None, "silu", "swish"):
+        raise ValueError(f"activation: got {activation!r}, expected None, 'silu' or 'swish'")
+
+
+def _check_states(x, weight, seq_idx, initial_states, return_final_states, final_states_out) -> None:
+    batch, dim, seqlen = x.shape
+    states = (batch, dim, weight.shape[1] - 1)
+    if not isinstance(return_final_states, bool):
+        raise TypeError(f"return_final_states: got {return_final_states!r}, expected True or False")
+    if seq_idx is not None:
+        check_tensor("seq_idx", seq_idx, (batch, seqlen), x, (torch.int32, torch.int64))
+        if return_final_states:
+            raise ValueError("return_final_states: got True with seq_idx, expected False, or a row of one document without it")
+    if initial_states is not None:
+        check_tensor("initial_states", initial_states, states, x)
+    if return_final_states and final_states_out is not None:
+        check_tensor("final_states_out", final_states_out, states, x)
+
+
+def _channels_last(t: Tensor) -> Tensor:
+    """(batch, dim, seqlen) as (batch, seqlen, dim) with contiguous channels: the same memory where it is laid out so."""
+    t = t.mT
+    return t if t.stride(2) == 1 else t.contiguous()
+
+
+def _forward(x, weight, bias, seq_idx, initial_states, silu, return_final_states) -> tuple[Tensor, Tensor]:
+    """An absent output is an empty tensor, since an op's outputs are fixed in number."""
+    with torch.cuda.device_of(x):
+        out, final_states = conv1d_fwd(_channels_last(x), weight, contiguous(bias), contiguous(seq_idx), initial_states, silu,
+                                       return_final_states)
+    return out.mT, x.new_empty(0) if final_states is None else final_states.mT
+
+
+@torch.library.register_fake("ssd::causal_conv1d")
+def _forward_fake(x, weight, bias, seq_idx, initial_states, silu, return_final_states):
+    (batch, dim, seqlen), width = x.shape, weight.shape[1]
+    final_states = x.new_empty(batch, width - 1, dim).mT if return_final_states else x.new_empty(0)
+    return x.new_empty(batch, seqlen, dim).mT, final_states
+
+
+def _backward(x, weight, bias, seq_idx, initial_states, silu, dout, dfinal_states) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dout = torch.zeros_like(x) if dout is None else dout
+    with torch.cuda.device_of(x):
+        dx, sums, dinitial_states = conv1d_bwd(_channels_last(x), weight, contiguous(bias), contiguous(seq_idx), initial_states,
+                                               silu, _channels_last(dout), dfinal_states)
+        dweight = sums[:-1].mT.to(weight.dtype, memory_format=torch.contiguous_format, copy=True)
+        dbias = None if bias is None else sums[-1].to(bias.dtype)
+    return dx.mT, dweight, _or_empty(dbias, x), x.new_empty(0) if dinitial_states is None else dinitial_states.mT
+
+
+@torch.library.register_fake("ssd::causal_conv1d_bwd")
+def _backward_fake(x, weight, bias, seq_idx, initial_states, silu, dout, dfinal_states):
+    def channels_last(t: Tensor | None) -> Tensor:
+        return x.new_empty(0) if t is None else t.new_empty(t.mT.shape).mT
+
+    return (channels_last(x), weight.new_empty(weight.shape), x.new_empty(0) if bias is None else bias.new_empty(bias.shape),
+            channels_last(initial_states))
+
+
+class _CausalConv1d(torch.autograd.Function):
+    """Joins the two ops."""
+
+    @staticmethod
+    def forward(ctx, *args):
+        if _are_plain(args[:_N_TENSORS]):
+            out, final_states = _forward(*args)
+        else:
+            with torch._C._AutoDispatchBelowAutograd():
+                out, final_states = torch.ops.ssd.causal_conv1d(*args)
+        ctx.save_for_backward(*args[:_N_TENSORS])
+        ctx.silu, return_final_states = args[_N_TENSORS:]
+        ctx.set_materialize_grads(False)
+        if not return_final_states:
+            ctx.mark_non_differentiable(final_states)
+        return out, final_states
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable  # the second derivative is not there: better an error than a gradient short
+    def backward(ctx, dout, dfinal_states):
+        if dout is None and dfinal_states is None:
+            return (None,) * (_N_TENSORS + 2)
+        tensors = ctx.saved_tensors
+        backward = _backward if _are_plain((*tensors, dout, dfinal_states)) else torch.ops.ssd.causal_conv1d_bwd
+        dx, dweight, dbias, dinitial_states = backward(*tensors, ctx.silu, dout, dfinal_states)
+        return dx, dweight, _or_none(dbias), None, _or_none(dinitial_states), None, None
+
+
+torch.library.impl("ssd::causal_conv1d", "default", _forward)
+torch.library.impl("ssd::causal_conv1d_bwd", "default", _backward)
+_library = torch.library.Library("ssd", "FRAGMENT")  # kept: its registrations live as long as it does
+_library.impl("causal_conv1d", lambda *args: _CausalConv1d.apply(*args), "Autograd")

@@ -1,0 +1,132 @@
+"""The causal depthwise convolution as a walk, docs/block.md, section "Causal convolution": what its kernels share.
+
+A program of one warp takes BLOCK channels of a piece of one sequence and walks its tokens in order, STEP at a time. The
+width - 1 rows that a token shares with those before it stay in registers, so every element is loaded once, and the rows of the
+next step are on their way while this one is computed. A row is a vector [BLOCK] of channels; rows, weights and documents come
+in tuples.
+
+x and dout are (batch, seqlen, dim) with contiguous channels. Their strides of batch and token come in units of UNIT elements:
+Triton knows of a stride only whether 16 divides it, and wide loads need less. Positions count tokens from 0; the initial
+states are positions -(width - 1) to -1.
+"""
+
+from math import gcd
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ... import tuning
+from ...device import LOG2E
+from ...kernels.arguments import cdiv
+
+BLOCK = 128  # channels: 4 a thread. With 8, the backward's sums and rows would take the registers of all but 8 warps of an SM
+STEP = 4  # tokens; at least width - 1, so that the rows kept for the next step are all of this one
+_PIECES = (256, 128, 64, 32)  # tokens of a program; at the end of each, width - 1 rows are loaded twice
+_ALIGNMENT = 16  # elements
+
+
+@triton.jit
+def sigmoid(v):
+    """1 / (1 + exp(-v)) to 2^-21, in 5 instructions: a division scales its operands first, which takes 3 more."""
+    root = tl.math.rsqrt(1.0 + tl.math.exp2(v * -LOG2E))
+    return root * root
+
+
+@triton.jit
+def locate(npieces, tokens, seqlen, DIM: tl.constexpr, BLOCK: tl.constexpr):
+    """Of this program: its sequence (int64), the number of its piece among all, the piece's first token and the token after its
+    last, the channels [BLOCK] and which of them exist. Programs of the same tokens are neighbours."""
+    NTILES: tl.constexpr = (DIM + BLOCK - 1) // BLOCK
+    piece = tl.program_id(0) // NTILES
+    first = piece % npieces * tokens
+    channels = tl.program_id(0) % NTILES * BLOCK + tl.arange(0, BLOCK)
+    return tl.cast(piece // npieces, tl.int64), piece, first, tl.minimum(first + tokens, seqlen), channels, channels < DIM
+
+
+@triton.jit
+def load_filter(weight, strides, bias, channels, in_dim, WIDTH: tl.constexpr):
+    """weight (dim, width), any strides, as WIDTH rows, and bias (dim,), zeros for None; all fp32."""
+    weights = ()
+    for i in tl.static_range(WIDTH):
+        at = channels.to(tl.int64) * strides[0] + i * strides[1]
+        weights += (tl.load(weight + at, mask=in_dim, other=0.0).to(tl.float32),)
+    offset = tl.zeros([channels.shape[0]], tl.float32)
+    if bias is not None:
+        offset += tl.load(bias + channels, mask=in_dim, other=0.0)
+    return weights, offset
+
+
+@triton.jit
+def load_rows(t, stride, token, end, channels, in_dim, STEP: tl.constexpr):
+    """STEP tokens from `token` on, at which t points, as they are in memory; zeros from `end` on."""
+    rows = ()
+    for r in tl.static_range(STEP):
+        rows += (tl.load(t + r * stride + channels, mask=in_dim & (token + r < end), other=0.0),)
+    return rows
+
+
+@triton.jit
+def load_positions(x, stride, initial_states, strides, position, channels, in_dim, WIDTH: tl.constexpr):
+    """WIDTH - 1 positions from `position` on, in fp32; zeros before token 0 without initial states. x points at the sequence.
+    """
+    rows = ()
+    for i in tl.static_range(WIDTH - 1):
+        p = tl.cast(position + i, tl.int64)
+        row = tl.load(x + p * stride + channels, mask=in_dim & (p >= 0), other=0.0).to(tl.float32)
+        if initial_states is not None:
+            at = channels.to(tl.int64) * strides[1] + (p + WIDTH - 1) * strides[2]
+            row += tl.load(initial_states + at, mask=in_dim & (p < 0), other=0.0).to(tl.float32)
+        rows += (row,)
+    return rows
+
+
+@triton.jit
+def load_documents(seq_idx, position, seqlen, COUNT: tl.constexpr):
+    """Documents of COUNT positions, those before token 0 in its document; () without seq_idx, which points at the sequence."""
+    documents = ()
+    if seq_idx is not None:
+        for i in tl.static_range(COUNT):
+            token = tl.minimum(tl.maximum(position + i, 0), seqlen - 1)
+            documents += (tl.load(seq_idx + token),)
+    return documents
+
+
+@triton.jit
+def visible(rows, documents, first: tl.constexpr, own: tl.constexpr, WIDTH: tl.constexpr):
+    """WIDTH rows from number `first` on, zero where their document is not that of row `own`."""
+    taps = ()
+    for i in tl.static_range(first, first + WIDTH):
+        if len(documents) > 0 and i != own:
+            # selected, not multiplied: another document may hold Inf or NaN
+            taps += (tl.where(documents[i] == documents[own], rows[i], 0.0),)
+        else:
+            taps += (rows[i],)
+    return taps
+
+
+@triton.jit
+def convolve(taps, weights, bias, WIDTH: tl.constexpr):
+    """(C1): what a token is before its activation, from the rows that it sees, the oldest first."""
+    pre = bias
+    for i in tl.static_range(WIDTH):
+        pre += weights[i] * taps[i]
+    return pre
+
+
+def in_units(*tensors: Tensor) -> tuple[int, list[tuple[int, ...]]]:
+    """UNIT, and for each tensor (batch, seqlen, dim) its strides of batch and token in units of it."""
+    strides = [t.stride()[:2] for t in tensors]
+    unit = gcd(_ALIGNMENT, *(stride for pair in strides for stride in pair))
+    return unit, [tuple(stride // unit for stride in pair) for pair in strides]
+
+
+def pieces(x: Tensor, warps: int) -> tuple[int, int]:
+    """Tokens of a piece and pieces of a sequence: the longest with which every SM has at least `warps` programs, if any.
+
+    x: (batch, seqlen, dim).
+    """
+    batch, seqlen, dim = x.shape
+    wanted = warps * tuning.current_device(x.device.index).sms
+    tokens = next((n for n in _PIECES if batch * cdiv(seqlen, n) * cdiv(dim, BLOCK) >= wanted), _PIECES[-1])
+    return tokens, cdiv(seqlen, tokens)

@@ -1,0 +1,157 @@
+"""conv1d_bwd, docs/block.md, equations (C4) to (C8): every gradient in one walk, which computes (C1) again.
+
+Reads what conv1d_fwd reads; dout (batch, seqlen, dim), contiguous channels; dfinal_states (batch, dim, width - 1), any strides.
+Writes dx (batch, seqlen, dim) in the dtype of x and dinitial_states (batch, width - 1, dim) in that of initial_states,
+both contiguous; and of each piece its part of dweight and dbias, (pieces, width + 1, dim) fp32.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...kernels.arguments import cdiv, strides
+from ...kernels.launch import launch
+from .conv1d import (
+    BLOCK,
+    STEP,
+    convolve,
+    in_units,
+    load_documents,
+    load_filter,
+    load_positions,
+    load_rows,
+    locate,
+    pieces,
+    sigmoid,
+    visible,
+)
+
+_WARPS = 12  # programs for each SM, what runs side by side: each more costs a part of dweight in memory
+
+
+@triton.jit
+def pre_grads(rows, documents, dout, weights, offset, WIDTH: tl.constexpr, SILU: tl.constexpr, STEP: tl.constexpr):
+    """(C4): the gradients of STEP tokens before their activation."""
+    dpre = ()
+    for r in tl.static_range(STEP):
+        d = dout[r].to(tl.float32)
+        if SILU:
+            pre = convolve(visible(rows, documents, r, r + WIDTH - 1, WIDTH), weights, offset, WIDTH)
+            s = sigmoid(pre)
+            d *= s
+            d += d * (pre - pre * s)
+        if len(documents) > 0:
+            d = tl.where(documents[r + WIDTH - 1] >= 0, d, 0.0)
+        dpre += (d,)
+    return dpre
+
+
+@triton.jit
+def add_filter_grads(sums, rows, documents, dpre, WIDTH: tl.constexpr, STEP: tl.constexpr):
+    """(C7), (C8): the sums with STEP more tokens in them."""
+    for r in tl.static_range(STEP):
+        taps = visible(rows, documents, r, r + WIDTH - 1, WIDTH)
+        added = ()
+        for i in tl.static_range(WIDTH):
+            added += (sums[i] + dpre[r] * taps[i],)
+        added += (sums[WIDTH] + dpre[r],)
+        sums = added
+    return sums
+
+
+@triton.jit
+def store_position_grads(dpre, documents, position, first, end, weights, dfinal_states, dfinal_strides, dx_row, dinitial_states,
+                         seqlen, channels, in_dim, DIM: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr):
+    """(C5), (C6) for STEP positions, from the tokens that see them. Tokens before `first` are another program's."""
+    for r in tl.static_range(STEP):
+        p = tl.cast(position + r, tl.int64)
+        taps = visible(dpre, documents, r, r, WIDTH)
+        grad = weights[WIDTH - 1] * taps[0]
+        for i in tl.static_range(1, WIDTH):
+            grad += weights[WIDTH - 1 - i] * taps[i]
+        if dfinal_states is not None:
+            kept = p - (seqlen - (WIDTH - 1))
+            at = channels.to(tl.int64) * dfinal_strides[1] + kept * dfinal_strides[2]
+            grad += tl.load(dfinal_states + at, mask=in_dim & (kept >= 0) & (p < seqlen), other=0.0)
+        tl.store(dx_row + r * DIM + channels, grad.to(dx_row.dtype.element_ty), mask=in_dim & (p >= first) & (p < end))
+        if dinitial_states is not None:
+            at = (p + WIDTH - 1) * DIM + channels
+            tl.store(dinitial_states + at, grad.to(dinitial_states.dtype.element_ty), mask=in_dim & (p < 0))
+
+
+@triton.jit
+def conv1d_bwd_kernel(x, x_strides, dout, dout_strides, weight, weight_strides, bias, seq_idx, initial_states, initial_strides,
+                      dfinal_states, dfinal_strides, dx, dinitial_states, parts, seqlen, npieces, tokens, UNIT: tl.constexpr,
+                      DIM: tl.constexpr, WIDTH: tl.constexpr, SILU: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr):
+    b, piece, first, end, channels, in_dim = locate(npieces, tokens, seqlen, DIM, BLOCK)
+    x_stride, dout_stride = tl.cast(x_strides[1], tl.int64) * UNIT, tl.cast(dout_strides[1], tl.int64) * UNIT
+    x += b * x_strides[0] * UNIT
+    if seq_idx is not None:
+        seq_idx += b * seqlen
+    if initial_states is not None:
+        initial_states += b * initial_strides[0]
+        dinitial_states += b * (WIDTH - 1) * DIM
+    if dfinal_states is not None:
+        dfinal_states += b * dfinal_strides[0]
+    weights, offset = load_filter(weight, weight_strides, bias, channels, in_dim, WIDTH)
+
+    past = load_positions(x, x_stride, initial_states, initial_strides, first - (WIDTH - 1), channels, in_dim, WIDTH)
+    late, sums = (), ()
+    for _ in tl.static_range(WIDTH - 1):
+        late += (tl.zeros([BLOCK], tl.float32),)
+    for _ in tl.static_range(WIDTH + 1):
+        sums += (tl.zeros([BLOCK], tl.float32),)
+    x_next, dout_next = x + first * x_stride, dout + b * dout_strides[0] * UNIT + first * dout_stride
+    dx_row = dx + (b * seqlen + first - (WIDTH - 1)) * DIM
+    # tokens after the piece as well: they see its last width - 1
+    x_ahead = load_rows(x_next, x_stride, first, seqlen, channels, in_dim, STEP)
+    dout_ahead = load_rows(dout_next, dout_stride, first, seqlen, channels, in_dim, STEP)
+    # unrolled, or a tenth of the instructions would move what is kept and what is ahead from register to register
+    for token in tl.range(first, end, STEP, loop_unroll_factor=2):
+        rows, dout_rows = past, dout_ahead
+        for r in tl.static_range(STEP):
+            rows += (x_ahead[r].to(tl.float32),)
+        x_next += STEP * x_stride
+        dout_next += STEP * dout_stride
+        x_ahead = load_rows(x_next, x_stride, token + STEP, seqlen, channels, in_dim, STEP)
+        dout_ahead = load_rows(dout_next, dout_stride, token + STEP, seqlen, channels, in_dim, STEP)
+        documents = load_documents(seq_idx, token - (WIDTH - 1), seqlen, WIDTH - 1 + STEP)
+        dpre = pre_grads(rows, documents, dout_rows, weights, offset, WIDTH, SILU, STEP)
+        sums = add_filter_grads(sums, rows, documents, dpre, WIDTH, STEP)
+        dpre = late + dpre
+        store_position_grads(dpre, documents, token - (WIDTH - 1), first, end, weights, dfinal_states, dfinal_strides, dx_row,
+                             dinitial_states, seqlen, channels, in_dim, DIM, WIDTH, STEP)
+        dx_row += STEP * DIM
+        past, late = rows[STEP:], dpre[STEP:]
+
+    after = first + (end - first + STEP - 1) // STEP * STEP
+    rows = past
+    for r in tl.static_range(STEP):
+        rows += (x_ahead[r].to(tl.float32),)
+    documents = load_documents(seq_idx, after - (WIDTH - 1), seqlen, WIDTH - 1 + STEP)
+    dpre = late + pre_grads(rows, documents, dout_ahead, weights, offset, WIDTH, SILU, STEP)
+    store_position_grads(dpre, documents, after - (WIDTH - 1), first, end, weights, dfinal_states, dfinal_strides, dx_row,
+                         dinitial_states, seqlen, channels, in_dim, DIM, WIDTH, STEP)
+    for i in tl.static_range(WIDTH + 1):
+        at = (tl.cast(piece, tl.int64) * (WIDTH + 1) + i) * DIM + channels
+        tl.store(parts + at, sums[i], mask=in_dim)
+
+
+def conv1d_bwd(x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor | None, initial_states: Tensor | None,
+               silu: bool, dout: Tensor, dfinal_states: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Returns dx, dweight above dbias as (width + 1, dim) fp32, and dinitial_states, None without initial_states."""
+    (batch, seqlen, dim), width = x.shape, weight.shape[1]
+    dx = torch.empty(batch, seqlen, dim, device=x.device, dtype=x.dtype)
+    dinitial_states = None
+    if initial_states is not None:
+        dinitial_states = torch.empty(batch, width - 1, dim, device=x.device, dtype=initial_states.dtype)
+    unit, (x_strides, dout_strides) = in_units(x, dout)
+    tokens, npieces = pieces(x, _WARPS)
+    parts = torch.empty(batch * npieces, width + 1, dim, device=x.device, dtype=torch.float32)
+    launch(
+        conv1d_bwd_kernel, batch * npieces * cdiv(dim, BLOCK),
+        x, x_strides, dout, dout_strides, weight, weight.stride(), bias, seq_idx, initial_states, strides(initial_states),
+        dfinal_states, strides(dfinal_states), dx, dinitial_states, parts, seqlen, npieces, tokens, unit, dim, width, silu,
+        BLOCK=BLOCK, STEP=STEP, num_warps=1)
+    return dx, parts.sum(0), dinitial_states

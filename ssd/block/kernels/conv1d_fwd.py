@@ -1,0 +1,87 @@
+"""conv1d_fwd, docs/block.md, equations (C1) to (C3): out and final_states.
+
+Reads x (batch, seqlen, dim), contiguous channels; weight (dim, width) and initial_states (batch, dim, width - 1), any strides;
+bias (dim,) and seq_idx (batch, seqlen), contiguous. Writes out (batch, seqlen, dim) and final_states (batch, width - 1,
+dim), both contiguous, in the dtype of x.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...kernels.arguments import cdiv, strides
+from ...kernels.launch import launch
+from .conv1d import (
+    BLOCK,
+    STEP,
+    convolve,
+    in_units,
+    load_documents,
+    load_filter,
+    load_positions,
+    load_rows,
+    locate,
+    pieces,
+    sigmoid,
+    visible,
+)
+
+_WARPS = 64  # programs for each SM, more than twice what runs side by side
+
+
+@triton.jit
+def conv1d_fwd_kernel(x, x_strides, weight, weight_strides, bias, seq_idx, initial_states, initial_strides, out, final_states,
+                      seqlen, npieces, tokens, UNIT: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, SILU: tl.constexpr,
+                      BLOCK: tl.constexpr, STEP: tl.constexpr):
+    b, _, first, end, channels, in_dim = locate(npieces, tokens, seqlen, DIM, BLOCK)
+    stride = tl.cast(x_strides[1], tl.int64) * UNIT
+    x += b * x_strides[0] * UNIT
+    if seq_idx is not None:
+        seq_idx += b * seqlen
+    if initial_states is not None:
+        initial_states += b * initial_strides[0]
+    weights, offset = load_filter(weight, weight_strides, bias, channels, in_dim, WIDTH)
+
+    past = load_positions(x, stride, initial_states, initial_strides, first - (WIDTH - 1), channels, in_dim, WIDTH)
+    x_next, out_row = x + first * stride, out + (b * seqlen + first) * DIM
+    ahead = load_rows(x_next, stride, first, end, channels, in_dim, STEP)
+    # unrolled, or a tenth of the instructions would move what is kept and what is ahead from register to register
+    for token in tl.range(first, end, STEP, loop_unroll_factor=2):
+        rows = past
+        for r in tl.static_range(STEP):
+            rows += (ahead[r].to(tl.float32),)
+        x_next += STEP * stride
+        ahead = load_rows(x_next, stride, token + STEP, end, channels, in_dim, STEP)
+        documents = load_documents(seq_idx, token - (WIDTH - 1), seqlen, WIDTH - 1 + STEP)
+        for r in tl.static_range(STEP):
+            y = convolve(visible(rows, documents, r, r + WIDTH - 1, WIDTH), weights, offset, WIDTH)
+            if SILU:
+                y *= sigmoid(y)
+            if seq_idx is not None:
+                y = tl.where(documents[r + WIDTH - 1] >= 0, y, 0.0)
+            tl.store(out_row + r * DIM + channels, y.to(out.dtype.element_ty), mask=in_dim & (token + r < end))
+        out_row += STEP * DIM
+        past = rows[STEP:]
+
+    if final_states is not None:
+        in_last = in_dim & (end == seqlen)
+        last = load_positions(x, stride, initial_states, initial_strides, seqlen - (WIDTH - 1), channels, in_last, WIDTH)
+        for i in tl.static_range(WIDTH - 1):
+            at = (b * (WIDTH - 1) + i) * DIM + channels
+            tl.store(final_states + at, last[i].to(final_states.dtype.element_ty), mask=in_last)
+
+
+def conv1d_fwd(x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor | None, initial_states: Tensor | None,
+               silu: bool, return_final_states: bool) -> tuple[Tensor, Tensor | None]:
+    """Returns out and final_states, None unless asked for."""
+    (batch, seqlen, dim), width = x.shape, weight.shape[1]
+    out = torch.empty(batch, seqlen, dim, device=x.device, dtype=x.dtype)
+    final_states = torch.empty(batch, width - 1, dim, device=x.device, dtype=x.dtype) if return_final_states else None
+    unit, (x_strides,) = in_units(x)
+    tokens, npieces = pieces(x, _WARPS)
+    launch(
+        conv1d_fwd_kernel, batch * npieces * cdiv(dim, BLOCK),
+        x, x_strides, weight, weight.stride(), bias, seq_idx, initial_states, strides(initial_states), out, final_states,
+        seqlen, npieces, tokens, unit, dim, width, silu, BLOCK=BLOCK, STEP=STEP, num_warps=1)
+    return out, final_states
