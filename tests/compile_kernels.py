@@ -2,7 +2,8 @@
 
     python tests/compile_kernels.py --arch 90 --dtype bf16 --headdim 64 --dstate 128 --chunk-size 256
 
-prints a line per kernel and config: registers and spilled bytes per thread, shared memory, tensor-core instructions.
+prints a line per kernel and config: registers and spilled bytes per thread, shared memory, tensor-core instructions and how
+many groups the wgmma among them are waited for in.
 The launchers run as they are, on CPU tensors: a stand-in for Triton's driver names the chip, and a launch ends where it
 would start. It needs a process of its own, without TRITON_INTERPRET.
 """
@@ -59,6 +60,8 @@ class Compiled:
     spills: int
     shared: int
     wgmma: int
+    groups: int | None  # of wgmma that are waited for together, in machine code, if that was read: where ptxas runs them one
+    # by one, as many as wgmma
     mma: int
     dots: int  # matrix products in Triton's own terms
 
@@ -125,10 +128,10 @@ def compile_all(variant: Variant, inputs: SSDInputs, arch: int, options: Options
             for config in tuning.space(kernel, *sizes):
                 with tuning.forced(kernel, config):
                     forward_backward(variant, inputs, options)
-    return sorted(map(_measure, compiled.values()), key=lambda c: (c.kernel, c.config))
+    return sorted((_measure(kernel, not every_config) for kernel in compiled.values()), key=lambda c: (c.kernel, c.config))
 
 
-def _measure(kernel) -> Compiled:
+def _measure(kernel, disassemble: bool) -> Compiled:
     names = kernel.src.fn.arg_names
     constants = {names[path[0]]: value for path, value in kernel.src.constants.items()}
     config = [f"{k.removeprefix('BLOCK_')}={v}" for k, v in constants.items() if k.startswith(("BLOCK", "STAGES"))]
@@ -136,19 +139,27 @@ def _measure(kernel) -> Compiled:
     registers, spills = _resources(kernel.kernel)
     ptx = kernel.asm["ptx"]
     return Compiled(kernel.name, " ".join(config), registers, spills, kernel.metadata.shared,
-                    ptx.count("wgmma.mma_async"), ptx.count("mma.sync") + ptx.count("tcgen05.mma"),
+                    ptx.count("wgmma.mma_async"), _groups(kernel.kernel) if disassemble else None, ptx.count("mma.sync") + ptx.count("tcgen05.mma"),
                     kernel.asm.get("ttir", "").count("tt.dot "))
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:
     """Registers and bytes of stack per thread. Triton's kernels have no arrays: what is on the stack was spilled."""
+    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", _dumped(cubin, "--dump-resource-usage")).groups()
+    return int(registers), int(stack)
+
+
+def _groups(cubin: bytes) -> int:
+    """Groups of wgmma: the last instruction of each names the barrier that counts them."""
+    return len(re.findall(r"HGMMA.*gsb", _dumped(cubin, "--dump-sass")))
+
+
+def _dumped(cubin: bytes, what: str) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", said).groups()
-    return int(registers), int(stack)
+        command = [knobs.nvidia.cuobjdump.path, what, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def main() -> None:
@@ -177,9 +188,9 @@ def main() -> None:
         print(json.dumps([asdict(row) for row in rows]))
         return
     width, config = (max(len(getattr(row, name)) for row in rows) for name in ("kernel", "config"))
-    print(f"{'kernel':{width}} {'config':{config}} registers spills shared wgmma mma")
+    print(f"{'kernel':{width}} {'config':{config}} registers spills shared wgmma groups mma")
     for r in rows:
-        numbers = f"{r.registers:9} {r.spills:6} {r.shared:6} {r.wgmma:5} {r.mma:3}"
+        numbers = f"{r.registers:9} {r.spills:6} {r.shared:6} {r.wgmma:5} {'' if r.groups is None else r.groups:6} {r.mma:3}"
         print(f"{r.kernel:{width}} {r.config:{config}} {numbers}")
 
 

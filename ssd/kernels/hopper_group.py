@@ -38,7 +38,9 @@ from .launch import launch
 # One kernel for all sizes: what divides them, or that one is 1, is of no use to it.
 SIZES = ("ntiles", "seqlen", "nsub", "ngroups", "heads_per_group", "part_stride", "sum_stride")
 STAGES = 3
-_REGISTERS = 128  # a thread at launch; the roles then share them out
+# A thread at launch; the roles then share them out: 192 dC, 168 dx, 128 dB, 24 the rest. With fewer for dB, ptxas runs every
+# wgmma of the kernel by itself (docs/kernel-log.md).
+_REGISTERS = 128
 
 
 @gluon.jit
@@ -189,16 +191,16 @@ def dx_role(dx_desc, bars, rings, lines, dA_cumsum, D, sums, ntiles, sizes, sum_
             dt_j = steps.index(stage).load(ROW)
             pairs = gl.convert_layout(L.to(DTYPE), OPERAND)
             x_dy = warpgroup_mma_wait(1, deps=(x_dy,))
-            col = dt_j * gl.sum(L * x_dy, 1)
-            v = warpgroup_mma_wait(0, deps=(v,)) * gl.expand_dims(decay(end - A_j), 1)
-            u_v = warpgroup_mma(pairs, dy, v, is_async=True)
+            u_x = gl.sum(L * x_dy, 1)  # u_j . x_j is a sum over pairs of weights and dy_i . x_j, as col_j is
             x = x_tile.load(JI).to(gl.float32)
-            q = dt_j * gl.sum(v * x, 1)
+            v = warpgroup_mma_wait(0, deps=(v,))
+            to_end = decay(end - A_j)
+            v_x = to_end * gl.sum(v * x, 1)  # before the product adds to v: after it, v would have to be copied
+            u_v = warpgroup_mma(pairs, dy, v * gl.expand_dims(to_end, 1), is_async=True)
             dy_j = dy.load(JI).to(gl.float32)
             dy_x = gl.sum(dy_j * x, 1)
             skip += dt_j * own
             u_v = warpgroup_mma_wait(0, deps=(u_v,))
-            u_v_x = gl.sum(u_v * x, 1) + own * dy_x
             dx = u_v * gl.expand_dims(dt_j, 1) + dy_j * gl.expand_dims(skip, 1)
             tma.store_wait(0)
             block_barrier()
@@ -208,9 +210,9 @@ def dx_role(dx_desc, bars, rings, lines, dA_cumsum, D, sums, ntiles, sizes, sum_
             mbarrier.arrive(empty.index(stage), count=1)
             tma.async_copy_shared_to_global(dx_desc, [b, c * BLOCK_M, (head + k) * HEADDIM], dXs.index(0))
             at = sums + at + j
-            gl.store(at, u_v_x)
-            gl.store(at + sum_stride.to(gl.int64), q)
-            gl.store(at + 3 * sum_stride.to(gl.int64), col)
+            gl.store(at, u_x + v_x + own * dy_x)
+            gl.store(at + sum_stride.to(gl.int64), dt_j * v_x)
+            gl.store(at + 3 * sum_stride.to(gl.int64), dt_j * u_x)
             gl.store(at + 4 * sum_stride.to(gl.int64), dy_x)
             step += 1
         block_barrier()
@@ -366,7 +368,7 @@ def hopper_group_kernel(x_desc, dy_desc, B_desc, C_desc, H_desc, G_desc, dx_desc
         (lines_role, ((empty, ready), (A_columns, A_rows, steps), dA_cumsum, dt, ntiles, sizes, BLOCK_M, SPLITS)),
         (fetch_role, (x_desc, dy_desc, B_desc, C_desc, H_desc, G_desc, (full, empty, group_full, group_empty),
                       (Xs, dYs, Hs, Gs, Bs, Cs), ntiles, sizes, SPLITS)),
-    ], [4, 4, 1, 1], [176, 104, 40, 40])
+    ], [4, 4, 1, 1], [168, 128, 24, 24])
 
 
 def hopper_group(i: SSDInputs, x_desc, dy_desc, B_desc, C_desc, H_desc, G_desc, dx_desc, dt, dA_cumsum, dB, dC, blocks: int):

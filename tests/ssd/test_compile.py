@@ -107,17 +107,18 @@ def test_gluon_kernels(way, other, dstate):
     """A sequence long enough to be cut. Four warpgroups at 128 registers a thread fill the register file, three at 160 nearly.
 
     The scan's 40 instructions at dstate 128: 8 in B C^T and, for each head, 8 in S C^T, 4 in x^T L, 4 in the state. The group's
-    68: 8 each in C B^T, C H^T, B C^T, B G^T and H G^T, 4 each in dy x^T, dy H, dCB B, x dy^T, pairs dy, x G and dCB^T C.
+    68, in 12 groups: 8 each in C B^T, C H^T, B C^T, B G^T and H G^T, 4 each in dy x^T, dy H, dCB B, x dy^T, pairs dy, x G and dCB^T C.
     What spills are addresses of states that enter or leave, once for each run, and of shared memory in the group.
     """
     rows = [row for row in compiled(*way, *other, "--arch", "90", "--dstate", str(dstate), "--seqlen", "4096")]
     assert not [row for row in rows if row["kernel"] in WALKS]
     rows = [row for row in rows if row["kernel"].startswith("hopper")]
     group = [row for row in rows if row["kernel"] == "hopper_group_kernel"]
-    assert_fits(group, 90, spills=336, by_walks=0)
-    assert_fits([row for row in rows if row not in group], 90, spills=192 if "--initial-states" in other else 32, by_walks=0)
+    assert_fits(group, 90, spills=256, by_walks=0)
+    assert_fits([row for row in rows if row not in group], 90, spills=208 if "--initial-states" in other else 32, by_walks=0)
     products = {"hopper_scan_kernel": {128: 40, 64: 28}, "hopper_group_kernel": {128: 68, 64: 48}}
     for row in rows:
         assert row["registers"] == (160 if row["kernel"] == "hopper_states_kernel" else 128) and not row["mma"]
         assert row["wgmma"] == products.get(row["kernel"], {}).get(dstate, 8)
+        assert row["groups"] <= 12, f"{row}: ptxas serialised its products, for want of registers or by C7514"
     assert {row["kernel"] for row in rows} == {*products, "hopper_states_kernel"}
