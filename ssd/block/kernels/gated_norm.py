@@ -93,7 +93,7 @@ def gated_norm_bwd_kernel(dout, dout_stride, x, x_stride, z, z_stride, weight, b
     w = load_channels(weight, group, WIDTH, BLOCK_M, BLOCK_N)
     if bias is not None:
         b = load_channels(bias, group, WIDTH, BLOCK_M, BLOCK_N)
-    dw = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    dw = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)  # over tiles first, over their rows at the end
     db = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     # slots take the tiles in turn, so that all of them are in one part of memory at a time
     for tile in tl.range(slot, (rows + BLOCK_M - 1) // BLOCK_M, slots, num_stages=STAGES):
@@ -151,10 +151,8 @@ def gated_norm_bwd(dout: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None,
     launch(
         gated_norm_bwd_kernel, slots * ngroups,
         dout, dout_stride, x, x_stride, z, z_stride, weight, bias, rstd, dx, dz, parts[0], None if bias is None else parts[1],
-        rows, slots, unit, ngroups, group_size, norm_before_gate, stages, **tile,
-        maxnreg=registers)
-    dweight, *dbias = parts.sum(1)
-    return dx, dweight, dbias[0] if dbias else None, dz
+        rows, slots, unit, ngroups, group_size, norm_before_gate, stages, **tile, maxnreg=registers)
+    return dx, parts[0].sum(0), None if bias is None else parts[1].sum(0), dz
 
 
 def _tile(rows: int, group_size: int, elements: int) -> dict[str, int]:

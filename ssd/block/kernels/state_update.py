@@ -39,7 +39,7 @@ def state_update_kernel(state, state_strides, x, x_strides, dt, dt_strides, A, A
     # padding loads nothing, and so its output is 0
     valid = (row >= 0) & (row < rows)
     in_p = (offs_p < DIM) & valid
-    in_n = offs_n < DSTATE
+    in_n = (offs_n < DSTATE) & valid
     in_tile = in_p[:, None] & in_n[None, :]
 
     # what is the same all over a head is one element, and so its exponential

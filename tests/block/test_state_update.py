@@ -1,0 +1,383 @@
+"""The one-token update against its definition in fp64, and token by token against the operator over whole sequences."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from ssd import reference, ssd_chunk_scan
+from ssd.block.kernels.state_update import state_update
+from ssd.block.state_update import selective_state_update, torch_form
+from tests.errors import Error, error, rounding
+from tests.inputs import Case, Shape, arguments, generator, random_inputs
+
+pytestmark = pytest.mark.usefixtures("poison")
+ROOT = Path(__file__).parents[2]
+GPU = torch.cuda.is_available()
+HALF = torch.bfloat16 if GPU else torch.float16
+NAMES = ("state", "x", "dt", "A", "B", "C", "D", "z", "dt_bias")
+OPTIONAL = ("D", "z", "dt_bias")
+OPTIONS = [(), ("D",), ("z",), ("dt_bias",), ("dt_softplus",), (*OPTIONAL, "dt_softplus")]
+SIZES = [(3, 4, 2, 10, 20), (3, 1, 1, 150, 16)]  # batch, nheads, ngroups, dim, dstate
+if GPU:
+    SIZES += [(64, 128, 8, 64, 128), (5, 1, 1, 5120, 16), (3, 24, 1, 64, 256), (2, 3, 3, 56, 100)]
+
+
+def definition(state, x, dt, A, B, C, D, z, dt_bias, dt_softplus, state_batch_indices):
+    """(U1) to (U4) in fp64, a head of a row at a time."""
+    state, x, dt, A, B, C, D, z, dt_bias = (None if t is None else t.double()
+                                            for t in (state, x, dt, A, B, C, D, z, dt_bias))
+    rows = range(len(x)) if state_batch_indices is None else state_batch_indices.tolist()
+    out = torch.zeros_like(x)
+    for b, row in [(b, row) for b, row in enumerate(rows) if row >= 0]:
+        for h in range(x.shape[1]):
+            g = h * B.shape[1] // x.shape[1]
+            step = dt[b, h] if dt_bias is None else dt[b, h] + dt_bias[h]
+            step = torch.log1p(step.exp()) if dt_softplus else step
+            state[row, h] = torch.exp(step[:, None] * A[h]) * state[row, h] + torch.outer(step * x[b, h], B[b, g])
+            y = state[row, h] @ C[b, g] + (0 if D is None else D[h] * x[b, h])
+            out[b, h] = y if z is None else y * z[b, h] / (1 + torch.exp(-z[b, h]))
+    return out, state
+
+
+def inputs(sizes=SIZES[0], options=OPTIONS[-1], tied=False, indexed=False, dtype=torch.float32, state_dtype=torch.float32,
+           device="cpu"):
+    """Arguments by name. tied: A, dt and dt_bias are numbers of a head, repeated. indexed: three rows of state are spare, the
+    others in no order, and every third row of x is padding."""
+    batch, nheads, ngroups, dim, dstate = sizes
+    rng = generator(device, sizes, options, tied, indexed, str(dtype), str(state_dtype))
+
+    def normal(*size, dtype=dtype):
+        return torch.randn(size, generator=rng, device=device).to(dtype)
+
+    def uniform(*size, dtype=torch.float32):
+        return (torch.rand(size, generator=rng, device=device) + 0.05).to(dtype)
+
+    width, indices = 1 if tied else dim, None
+    if indexed:
+        indices = torch.randperm(batch + 3, generator=rng, device=device)[:batch].to(torch.int32)
+        indices[1::3] = -1
+    made = {
+        "state": normal(batch + 3 * indexed, nheads, dim, dstate, dtype=state_dtype),
+        "x": normal(batch, nheads, dim),
+        "dt": uniform(batch, nheads, width, dtype=dtype).expand(batch, nheads, dim),
+        "A": -uniform(nheads, width, 1 if tied else dstate).expand(nheads, dim, dstate),
+        "B": normal(batch, ngroups, dstate), "C": normal(batch, ngroups, dstate),
+        "D": normal(nheads, dim, dtype=torch.float32), "z": normal(batch, nheads, dim),
+        "dt_bias": uniform(nheads, width).expand(nheads, dim),
+        "dt_softplus": "dt_softplus" in options, "state_batch_indices": indices,
+    }
+    return made | {name: None for name in OPTIONAL if name not in options}
+
+
+def run(given, function=selective_state_update):
+    """out and the new state, of a copy."""
+    state = given["state"].clone(memory_format=torch.preserve_format)
+    return function(**given | {"state": state}), state
+
+
+def assert_near(got, mirror, truth):
+    """tests/errors.py's rule: error <= 2 error(mirror) + one rounding, RMS <= 1e-2."""
+    for name, value, other, right in zip(("out", "state"), got, mirror, truth, strict=True):
+        assert value.shape == right.shape and value.dtype == other.dtype, name
+        off, allowed, one = error(value, right), error(other, right), rounding(value.dtype)
+        bound = Error(min(2 * allowed.rms + one.rms, 1e-2), 2 * allowed.max + one.max)
+        assert off.rms <= bound.rms and off.max <= bound.max, f"{name}: {off}, {bound=}"
+
+
+@pytest.mark.parametrize("indexed", (False, True), ids=("", "indexed"))
+@pytest.mark.parametrize("tied", (False, True), ids=("", "tied"))
+@pytest.mark.parametrize("options", OPTIONS, ids="-".join)
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_every_option(sizes, options, tied, indexed, device):
+    given = inputs(sizes, options, tied, indexed, device=device)
+    got = run(given)
+    assert_near(got, run(given, torch_form), definition(**given))
+    if indexed:
+        used = given["state_batch_indices"]
+        others = [row for row in range(len(given["state"])) if row not in used.tolist()]
+        assert torch.equal(got[1][others], given["state"][others]) and not got[0][used < 0].any()
+
+
+@pytest.mark.parametrize("dtype, state_dtype", [(HALF, HALF), (HALF, torch.float32), (torch.float32, HALF)], ids=str)
+@pytest.mark.parametrize("tied", (False, True), ids=("", "tied"))
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_dtypes(sizes, tied, dtype, state_dtype, device):
+    """Activations and the state each in their own; A, D and dt_bias in fp32."""
+    given = inputs(sizes, tied=tied, dtype=dtype, state_dtype=state_dtype, device=device)
+    assert_near(run(given), run(given, torch_form), definition(**given))
+
+
+@pytest.mark.parametrize("tied", (False, True), ids=("", "tied"))
+def test_torch_form(tied):
+    """What CPU tensors and fp64 take: the definition, in fp64."""
+    given = inputs(tied=tied, indexed=True, dtype=torch.float64, state_dtype=torch.float64)
+    assert_close(run(given), definition(**given), rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize("tied", (False, True), ids=("", "tied"))
+def test_one_head_without_an_axis_for_it(tied, device):
+    """As Mamba-1 calls it; B and C alone may lack theirs too."""
+    given = inputs((3, 1, 1, 30, 16), tied=tied, indexed=True, device=device)
+    whole = run(given)
+    bare = {name: t if t is None or name not in NAMES else t.squeeze(0 if name in ("A", "D", "dt_bias") else 1)
+            for name, t in given.items()}
+    out, state = run(bare)
+    assert out.shape == (3, 30) and torch.equal(out, whole[0][:, 0]) and torch.equal(state, whole[1][:, 0])
+    assert torch.equal(run(given | {"B": bare["B"], "C": bare["C"]})[0], whole[0])
+
+
+def test_strides(device):
+    """Slices of one projection, a state inside a larger cache, transposed axes: bit for bit as contiguous copies."""
+    given = inputs(indexed=True, device=device)
+    plain = run(given)
+    x, B, C, dt, z = (torch.cat([given[name].flatten(1) for name in ("x", "B", "C", "dt", "z")], 1)
+                      .split([40, 40, 40, 40, 40], 1))
+    packed = {"x": x.unflatten(1, (4, 10)), "B": B.unflatten(1, (2, 20)), "C": C.unflatten(1, (2, 20)),
+              "dt": dt.unflatten(1, (4, 10)), "z": z.unflatten(1, (4, 10)),
+              "A": given["A"].mT.contiguous().mT, "D": given["D"].t().contiguous().t(),
+              "state_batch_indices": given["state_batch_indices"].long().repeat_interleave(2)[::2]}
+    cache = torch.zeros(6, 20, 4, 12, device=device)
+    state = cache[..., 1:11].permute(0, 2, 3, 1).copy_(given["state"])
+    out = selective_state_update(**given | packed | {"state": state})
+    assert torch.equal(out, plain[0]) and torch.equal(state, plain[1]) and out.is_contiguous()
+    assert not cache[..., [0, 11]].any()
+
+
+def test_padding_may_hold_anything(device):
+    given = inputs(indexed=True, device=device)
+    clean = run(given)
+    for name in ("x", "dt", "B", "C", "z"):
+        given[name] = given[name].clone()
+        given[name][1] = float("nan")
+    assert all(torch.equal(a, b) for a, b in zip(run(given), clean, strict=True))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nan_is_not_hidden(name, device):
+    given = inputs(device=device)
+    given[name] = given[name].clone()
+    given[name].view(-1)[0] = float("nan")
+    out, state = run(given)
+    assert out.isnan().any() and (state.isnan().any() or name in ("C", "D", "z"))
+
+
+SEQUENCE = Case(D="hp", z=True, dt_bias=True, dt_softplus=True, initial_states=True)
+
+
+def decoded(i, state, function=selective_state_update):
+    """Outputs of a sequence, a token at a time, as Mamba-2's step calls the update; `state` is taken along."""
+    A = i.A[:, None, None].expand(i.nheads, i.headdim, i.dstate)
+    dt_bias, dt = i.dt_bias[:, None].expand(i.nheads, i.headdim), i.dt[..., None].expand(i.x.shape)
+    tokens = [function(state, i.x[:, t], dt[:, t], A, i.B[:, t], i.C[:, t], i.D, i.z[:, t], dt_bias, i.dt_softplus, None)
+              for t in range(i.seqlen)]
+    return torch.stack(tokens, 1)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, HALF), ids=str)
+def test_tokens_add_up_to_the_operator(dtype, device):
+    """Every output and the last state of a sequence, against the recurrence that defines the operator."""
+    i = random_inputs(Shape(1, 12, 4, 8, 2, 24, 16), SEQUENCE, dtype, device)
+    states = [i.initial_states.clone() for _ in range(2)]
+    outs = decoded(i, states[0]), decoded(i, states[1], torch_form)
+    assert_near((outs[0], states[0]), (outs[1], states[1]), reference.recurrence(i))
+
+
+def test_tokens_add_up_to_the_torch_variant(device):
+    """In fp64, to its accuracy, over chunks that the update knows nothing of."""
+    i = reference.as_dtype(random_inputs(Shape(2, 40, 4, 8, 2, 24, 16), SEQUENCE, device=device), torch.float64)
+    out, state = ssd_chunk_scan(**arguments(i), return_final_states=True, variant="torch")
+    decoding = i.initial_states.clone()
+    assert_close((decoded(i, decoding), decoding), (out, state), rtol=1e-11, atol=1e-11)
+
+
+def test_state_counts_as_changed(device):
+    """Autograd refuses a backward through what the update has overwritten; inference mode has nothing to refuse."""
+    given = inputs(device=device)
+    weight = torch.ones((), device=device, requires_grad=True)
+    product = (given["state"] * weight).sum()
+    selective_state_update(**given)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
+    with torch.inference_mode():
+        assert selective_state_update(**inputs(device=device)).is_inference()
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "state"])
+def test_a_gradient_is_refused(name, device):
+    """When it is asked for, not before: parameters require one in every call without no_grad."""
+    given = inputs(device=device)
+    expected = run(given)
+    given[name] = given[name].clone().requires_grad_()
+    out, state = run(given)
+    assert torch.equal(out, expected[0]) and torch.equal(state, expected[1])
+    with pytest.raises(RuntimeError, match="has no gradient"):
+        out.sum().backward()
+    with torch.no_grad():
+        assert not run(given)[0].requires_grad
+
+
+@pytest.mark.parametrize("indexed", (False, True), ids=("", "indexed"))
+def test_opcheck(indexed, device):
+    torch.library.opcheck(torch.ops.ssd.selective_state_update.default, tuple(inputs(indexed=indexed, device=device).values()))
+
+
+@pytest.mark.parametrize("dynamic", (None, True))
+def test_compile(dynamic, device):
+    """One graph; it sees that the state changes, also where it is read again."""
+    torch._dynamo.reset()
+
+    def step(state, **given):
+        before = state.sum()
+        out = selective_state_update(state, **given)
+        return out, before, state.sum()
+
+    compiled = torch.compile(step, fullgraph=True, backend="inductor" if GPU else "aot_eager", dynamic=dynamic)
+    for batch in (3, 5):
+        given = inputs((batch, 4, 2, 10, 20), indexed=True, device=device)
+        assert_close(run(given, compiled), run(given, step))
+        assert not torch.equal(run(given, compiled)[1], given["state"])
+
+
+def test_autocast(device):
+    given = inputs(dtype=HALF, device=device)
+    with torch.autocast(device, HALF):
+        got = run(given)
+    assert all(torch.equal(a, b) for a, b in zip(got, run(given), strict=True)) and got[1].dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    "argument, bad, kind, came, accepted",
+    [
+        ("state", None, TypeError, "NoneType", "a tensor (rows, nheads, dim, dstate)"),
+        ("state", torch.zeros(10, 20), ValueError, "(10, 20)", "(rows, nheads, dim, dstate), with or without"),
+        ("state", torch.zeros(4, 4, 10, 20), ValueError, "4 rows", "batch = 3, or state_batch_indices"),
+        ("x", torch.zeros(3, 4, 10, 1), ValueError, "(3, 4, 10, 1)", "(batch, nheads, dim)"),
+        ("x", torch.zeros(0, 4, 10), ValueError, "(0, 4, 10)", "no size 0"),
+        ("x", torch.zeros(3, 4, 11), ValueError, "(3, 4, 11)", "(batch, nheads, dim) = (3, 4, 10) to go with state"),
+        ("x", torch.zeros(3, 4, 10, dtype=torch.int32), TypeError, "torch.int32", "torch.float32"),
+        ("dt", torch.zeros(3, 4, 1), ValueError, "(3, 4, 1)", "(3, 4, 10)"),
+        ("A", torch.zeros(4), ValueError, "(4,)", "(nheads, dim, dstate)"),
+        ("A", torch.zeros(10, 20), ValueError, "(10, 20)", "(4, 10, 20)"),
+        ("B", torch.zeros(3, 3, 20), ValueError, "ngroups = 3", "a divisor of nheads = 4"),
+        ("B", torch.zeros(3, 2, 21), ValueError, "(3, 2, 21)", "(3, 2, 20)"),
+        ("C", torch.zeros(3, 4, 20), ValueError, "(3, 4, 20)", "(3, 2, 20)"),
+        ("D", torch.zeros(4), ValueError, "(4,)", "(nheads, dim) = (4, 10)"),
+        ("D", 1.0, TypeError, "float", "a tensor (nheads, dim)"),
+        ("z", torch.zeros(3, 40), ValueError, "(3, 40)", "(3, 4, 10)"),
+        ("z", torch.zeros(3, 4, 10, device="meta"), ValueError, "meta", "the device of state"),
+        ("dt_bias", torch.zeros(4, 1), ValueError, "(4, 1)", "(4, 10)"),
+        ("dt_softplus", 1, TypeError, "1", "True or False"),
+        ("state_batch_indices", [0, 1, 2], TypeError, "list", "torch.int32 or torch.int64"),
+        ("state_batch_indices", torch.zeros(3), TypeError, "torch.float32", "torch.int32 or torch.int64"),
+        ("state_batch_indices", torch.zeros(2, dtype=torch.int32), ValueError, "(2,)", "(3,)"),
+        ("state_batch_indices", torch.zeros(3, dtype=torch.int32, device="meta"), ValueError, "meta", "the device of state"),
+    ],
+    ids=lambda v: str(tuple(v.shape)) if isinstance(v, torch.Tensor) else getattr(v, "__name__", str(v)),
+)
+def test_bad_arguments(argument, bad, kind, came, accepted, device):
+    if isinstance(bad, torch.Tensor) and not bad.is_meta:
+        bad = bad.to(device)
+    assert_refused(inputs(device=device) | {argument: bad}, argument, kind, came, accepted)
+
+
+def test_an_index_beyond_the_state(device):
+    """Refused on the CPU, which looks; on a GPU it counts as padding, and nothing is read or written there."""
+    beyond = torch.tensor([2, 3, 0], device=device)
+    given = inputs(device=device) | {"state_batch_indices": beyond}
+    if not GPU:
+        assert_refused(given, "state_batch_indices", ValueError, "3", "below 3")
+    given["state_batch_indices"] = torch.where(beyond == 3, -1, beyond)
+    expected = run(given)
+    out, state = expected[0], given["state"].clone()
+    named = (state, *(given[name] for name in NAMES[1:]), given["dt_softplus"])
+    assert torch.equal(state_update(*named, beyond), out) and torch.equal(state, expected[1])
+
+
+@pytest.mark.skipif(GPU, reason="nothing is interpreted here")
+@pytest.mark.parametrize("name", NAMES)
+def test_bf16_is_refused_by_the_interpreter(name):
+    given = inputs()
+    assert_refused(given | {name: given[name].bfloat16()}, name, TypeError, "torch.bfloat16", "TRITON_INTERPRET=1")
+
+
+def assert_refused(given, argument, kind, came, accepted):
+    before = given["state"].clone() if isinstance(given["state"], torch.Tensor) else None
+    with pytest.raises(kind) as refused:
+        selective_state_update(**given)
+    text = str(refused.value)
+    assert text.startswith(f"{argument}: got ") and came in text.split("expected")[0] and accepted in text.split("expected")[1]
+    assert before is None or torch.equal(given["state"], before)
+
+
+@pytest.mark.gpu
+def test_cuda_graph(device):
+    """A step captured once takes the state further at each replay."""
+    given = inputs(SIZES[2], tied=True, indexed=True, dtype=HALF, device=device)
+    eager = given["state"].clone()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        run(given)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = selective_state_update(**given)
+    for _ in range(3):
+        graph.replay()
+        assert torch.equal(out, selective_state_update(**given | {"state": eager})) and torch.equal(given["state"], eager)
+
+
+@pytest.mark.gpu(count=2)
+def test_second_device():
+    """While another device is current."""
+    given = inputs(SIZES[2], dtype=HALF, device="cuda:1")
+    assert_near(run(given), run(given, torch_form), definition(**given))
+
+
+COMPILED = {  # name: sizes, tied, indexed, state_dtype, chips
+    "Mamba-2": ((4, 128, 8, 64, 128), True, True, torch.float32, (80, 90)),
+    "Mamba-1": ((4, 1, 1, 4096, 16), False, False, torch.bfloat16, (80, 90)),
+    "large": ((4, 24, 1, 64, 256), True, False, torch.bfloat16, (90,)),
+}
+SHARED = 4096  # bytes: sums over dstate, where a row of a tile spans warps
+
+
+def compile_all():
+    """For chips that need not be there."""
+    from tests.compile_kernels import _measure, compiling, use_installed_tools
+
+    use_installed_tools()
+    rows = []
+    for name, (sizes, tied, indexed, state_dtype, chips) in COMPILED.items():
+        for arch in chips:
+            with compiling(arch) as found:
+                state_update(*inputs(sizes, tied=tied, indexed=indexed, dtype=torch.bfloat16, state_dtype=state_dtype).values())
+            for kernel in found.values():
+                ptx = kernel.asm["ptx"]
+                counts = {"wide loads": ptx.count("ld.global.v4"), "wide stores": ptx.count("st.global.v4")}
+                rows.append({"arch": arch, "case": name, **counts} | asdict(_measure(kernel)))
+    print(json.dumps(rows))
+
+
+def test_kernel_compiles_and_fits():
+    """In a process of its own: this one may interpret kernels. The state comes and goes in 16 bytes a thread, nothing spills,
+    and eight programs of four warps find registers on an SM."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-m", __name__], env=environment, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout.splitlines()[-1])
+    assert len(rows) == 5
+    for row in rows:
+        assert not row["spills"] and row["shared"] <= SHARED and row["registers"] <= 64, row
+        bytes_of_thread = 16 * COMPILED[row["case"]][3].itemsize
+        assert row["wide loads"] >= row["wide stores"] == bytes_of_thread // 16, row
+
+
+if __name__ == "__main__":
+    compile_all()
