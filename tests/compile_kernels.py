@@ -138,8 +138,9 @@ def _measure(kernel, disassemble: bool) -> Compiled:
     config += [f"warps={kernel.metadata.num_warps}", f"stages={kernel.metadata.num_stages}"]
     registers, spills = _resources(kernel.kernel)
     ptx = kernel.asm["ptx"]
+    groups = _groups(kernel.kernel) if disassemble else None
     return Compiled(kernel.name, " ".join(config), registers, spills, kernel.metadata.shared,
-                    ptx.count("wgmma.mma_async"), _groups(kernel.kernel) if disassemble else None, ptx.count("mma.sync") + ptx.count("tcgen05.mma"),
+                    ptx.count("wgmma.mma_async"), groups, ptx.count("mma.sync") + ptx.count("tcgen05.mma"),
                     kernel.asm.get("ttir", "").count("tt.dot "))
 
 

@@ -107,8 +107,8 @@ def test_gluon_kernels(way, other, dstate):
     """A sequence long enough to be cut. Four warpgroups at 128 registers a thread fill the register file, three at 160 nearly.
 
     The scan's 40 instructions at dstate 128: 8 in B C^T and, for each head, 8 in S C^T, 4 in x^T L, 4 in the state. The group's
-    68, in 12 groups: 8 each in C B^T, C H^T, B C^T, B G^T and H G^T, 4 each in dy x^T, dy H, dCB B, x dy^T, pairs dy, x G and dCB^T C.
-    What spills are addresses of states that enter or leave, once for each run, and of shared memory in the group.
+    68, in 12 groups: 8 each in C B^T, C H^T, B C^T, B G^T and H G^T, 4 each in dy x^T, dy H, dCB B, x dy^T, pairs dy, x G and
+    dCB^T C. What spills are addresses: of states that enter or leave, once for each run, and of shared memory in the group.
     """
     rows = [row for row in compiled(*way, *other, "--arch", "90", "--dstate", str(dstate), "--seqlen", "4096")]
     assert not [row for row in rows if row["kernel"] in WALKS]
