@@ -1,0 +1,119 @@
+"""split_conv1d_scan: what follows a Mamba-2 block's input projection, in one call.
+
+A composition: causal convolution, SSD, gated RMSNorm, output projection. Autograd keeps the convolved x, B and C and the SSD's
+output for the backward, which upstream computes again.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..api import ssd_chunk_scan
+from ..types import Options
+from .conv1d import causal_conv1d_fn
+from .gated_norm import rms_norm_gated
+
+
+def split_conv1d_scan(
+    zxbcdt: Tensor,
+    conv1d_weight: Tensor,
+    conv1d_bias: Tensor | None,
+    dt_bias: Tensor,
+    A: Tensor,
+    D: Tensor,
+    chunk_size: int,
+    initial_states: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    return_final_states: bool = False,
+    activation: str | None = "silu",
+    rmsnorm_weight: Tensor | None = None,
+    rmsnorm_eps: float | None = 1e-6,
+    outproj_weight: Tensor | None = None,
+    outproj_bias: Tensor | None = None,
+    headdim: int | None = None,
+    ngroups: int = 1,
+    norm_before_gate: bool = True,
+    state_dtype: torch.dtype | None = None,
+    variant: str = "auto",
+    options: Options | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Names, order and meaning are those of mamba_ssm's `mamba_split_conv1d_scan_combined`; `variant`, `options` are ours.
+
+    With dim = nheads * headdim and conv_dim = dim + 2 * ngroups * dstate:
+
+    Args:
+        zxbcdt: (batch, seqlen, 2 * d_mlp + dim + conv_dim + nheads), the projected input [z0 | x0 | z | x B C | dt]; d_mlp is
+            what the other sizes leave. fp16, bf16 or fp32.
+        conv1d_weight: (conv_dim, width); x, B and C are convolved along each document and activated.
+        conv1d_bias: (conv_dim,) or None.
+        dt_bias, A: (nheads,); the step is softplus(dt + dt_bias), clamped to dt_limit.
+        D: (nheads,) or (nheads, headdim), which then gives headdim.
+        initial_states: (batch, nheads, headdim, dstate), of the SSD; the convolution starts from zeros.
+        activation: "silu", "swish" (the same) or None, of the convolution.
+        rmsnorm_weight: (dim,) or None: y is gated, y silu(z), without a norm, and rmsnorm_eps is not looked at.
+        norm_before_gate: norm(y) silu(z), else norm(y silu(z)); groups of dim / ngroups channels are normed each by itself.
+        outproj_weight: (out_dim, d_mlp + dim) or None: no projection. Under autocast, in its dtype.
+        chunk_size, seq_idx, state_dtype, variant, options: as in `ssd.ssd_chunk_scan`.
+
+    Returns:
+        out, (batch, seqlen, out_dim), the projection of [silu(z0) x0 | y]; a tuple of it and final_states
+        (batch, nheads, headdim, dstate) fp32, if those were asked for.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what came and what is accepted.
+    """
+    nheads, headdim, dstate, d_mlp = _sizes(zxbcdt, conv1d_weight, D, headdim, ngroups)
+    if outproj_bias is not None and outproj_weight is None:
+        raise ValueError("outproj_bias: got a tensor without outproj_weight, expected both or neither")
+    dim, group = nheads * headdim, ngroups * dstate
+    z0, x0, z, xBC, dt = zxbcdt.split([d_mlp, d_mlp, dim, dim + 2 * group, nheads], -1)
+
+    xBC = causal_conv1d_fn(xBC.mT, conv1d_weight, conv1d_bias, seq_idx=seq_idx, activation=activation).mT
+    x, B, C = xBC.split([dim, group, group], -1)
+    gate_in_scan = z.unflatten(-1, (nheads, headdim)) if rmsnorm_weight is None else None
+    y, *final_states = _as_tuple(ssd_chunk_scan(
+        x.unflatten(-1, (nheads, headdim)), dt, A, B.unflatten(-1, (ngroups, dstate)), C.unflatten(-1, (ngroups, dstate)),
+        chunk_size, D=D, z=gate_in_scan, dt_bias=dt_bias, initial_states=initial_states, seq_idx=seq_idx, dt_softplus=True,
+        dt_limit=dt_limit, return_final_states=return_final_states, state_dtype=state_dtype, variant=variant,
+        options=options))
+
+    out = y.flatten(2)
+    if rmsnorm_weight is not None:
+        out = rms_norm_gated(out, rmsnorm_weight, z=z, eps=rmsnorm_eps, group_size=dim // ngroups,
+                             norm_before_gate=norm_before_gate)
+    if d_mlp:
+        out = torch.cat([F.silu(z0) * x0, out], -1)
+    if outproj_weight is not None:
+        out = F.linear(out, outproj_weight, outproj_bias)
+    return (out, *final_states) if return_final_states else out
+
+
+def _sizes(zxbcdt: Tensor, conv1d_weight: Tensor, D: Tensor, headdim: int | None, ngroups: int) -> tuple[int, int, int, int]:
+    """nheads, headdim, dstate and d_mlp; what `ssd_chunk_scan` and the convolution can check themselves is left to them."""
+    for name, t, dims in (("zxbcdt", zxbcdt, (3,)), ("conv1d_weight", conv1d_weight, (2,)), ("D", D, (1, 2))):
+        if not isinstance(t, Tensor):
+            raise TypeError(f"{name}: got {type(t).__name__}, expected a tensor")
+        if t.dim() not in dims:
+            raise ValueError(f"{name}: got shape {tuple(t.shape)}, expected {' or '.join(map(str, dims))} dimensions")
+    if D.dim() == 2:
+        headdim = D.shape[1]
+    elif headdim is None:
+        raise ValueError("headdim: got None, expected it to be given with D of one dimension")
+    nheads, conv_dim = D.shape[0], conv1d_weight.shape[0]
+    dim = nheads * headdim
+    dstate, odd_state = divmod(conv_dim - dim, 2 * ngroups)
+    if dstate < 1 or odd_state:
+        raise ValueError(f"conv1d_weight: got {conv_dim} channels, expected {dim} for x and 2 * ngroups * dstate for B and C, "
+                         f"ngroups = {ngroups}")
+    d_mlp, odd_mlp = divmod(zxbcdt.shape[-1] - dim - conv_dim - nheads, 2)
+    if d_mlp < 0 or odd_mlp:
+        raise ValueError(f"zxbcdt: got {zxbcdt.shape[-1]} channels, expected {dim + conv_dim + nheads} for z, x, B, C and dt, "
+                         "or more by an even number")
+    return nheads, headdim, dstate, d_mlp
+
+
+def _as_tuple(results: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return results if isinstance(results, tuple) else (results,)

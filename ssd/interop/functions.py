@@ -1,0 +1,54 @@
+"""The functions of mamba_ssm and causal_conv1d, by their names and with their signatures, over this repository's.
+
+Other projects look at `inspect.signature` to learn what they may pass, so names, order and defaults are upstream's: those of
+mamba_ssm 2.3, with `state_dtype` as its main branch has it, and of causal_conv1d 1.6.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ..api import ssd_chunk_scan
+from ..block.conv1d import causal_conv1d_fn
+from ..block.conv1d_update import causal_conv1d_update
+from ..block.split import split_conv1d_scan
+from ..block.state_update import selective_state_update
+
+_SMALLEST_CHUNK, _LARGEST_CHUNK = 16, 256
+
+
+def functions(variant: Callable[[], str]) -> dict[str, Callable]:
+    """The five functions by upstream's names. `variant` is asked at each call for the one to run."""
+
+    def mamba_chunk_scan_combined(
+        x, dt, A, B, C, chunk_size, D=None, z=None, dt_bias=None, initial_states=None, seq_idx=None, cu_seqlens=None,
+        dt_softplus=False, dt_limit=(0.0, float("inf")), return_final_states=False, return_varlen_states=False,
+        state_dtype=None,
+    ):
+        """`ssd.ssd_chunk_scan`, for any chunk_size: it does not change the result."""
+        return ssd_chunk_scan(
+            x, dt, A, B, C, _chunk(chunk_size), D=D, z=z, dt_bias=dt_bias, initial_states=initial_states, seq_idx=seq_idx,
+            cu_seqlens=cu_seqlens, dt_softplus=dt_softplus, dt_limit=dt_limit, return_final_states=return_final_states,
+            return_varlen_states=return_varlen_states, state_dtype=state_dtype, variant=variant())
+
+    def mamba_split_conv1d_scan_combined(
+        zxbcdt, conv1d_weight, conv1d_bias, dt_bias, A, D, chunk_size, initial_states=None, seq_idx=None,
+        dt_limit=(0.0, float("inf")), return_final_states=False, activation="silu", rmsnorm_weight=None, rmsnorm_eps=1e-6,
+        outproj_weight=None, outproj_bias=None, headdim=None, ngroups=1, norm_before_gate=True, state_dtype=None,
+    ):
+        """`ssd.block.split.split_conv1d_scan`, for any chunk_size: it does not change the result."""
+        return split_conv1d_scan(
+            zxbcdt, conv1d_weight, conv1d_bias, dt_bias, A, D, _chunk(chunk_size), initial_states=initial_states,
+            seq_idx=seq_idx, dt_limit=dt_limit, return_final_states=return_final_states, activation=activation,
+            rmsnorm_weight=rmsnorm_weight, rmsnorm_eps=rmsnorm_eps, outproj_weight=outproj_weight,
+            outproj_bias=outproj_bias, headdim=headdim, ngroups=ngroups, norm_before_gate=norm_before_gate,
+            state_dtype=state_dtype, variant=variant())
+
+    placed = (mamba_chunk_scan_combined, mamba_split_conv1d_scan_combined, causal_conv1d_fn, causal_conv1d_update,
+              selective_state_update)
+    return {function.__name__: function for function in placed}
+
+
+def _chunk(chunk_size: int) -> int:
+    """The nearest chunk size that the kernels have: models are configured with others, small ones in tests."""
+    return min(max(_SMALLEST_CHUNK, 1 << (chunk_size - 1).bit_length()), _LARGEST_CHUNK)

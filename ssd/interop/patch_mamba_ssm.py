@@ -1,0 +1,109 @@
+"""patch_mamba_ssm: mamba_ssm's functions, and the models that call them, run this repository's.
+
+Modules take the functions from each other by name, so a function is replaced wherever it is found: in mamba_ssm, and in
+Megatron-LM and flash-linear-attention, which import it from there. One that is imported later takes ours.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from importlib import import_module
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import ModuleType
+
+from .functions import functions
+from .patching import Library, Patch, check_version, put
+
+FIRST, LAST = (2, 2), (2, 3)
+_HOLDERS = ("mamba_ssm", "causal_conv1d", "megatron", "fla")
+_CUDA = "selective_scan_cuda"
+_SOURCES = {
+    "mamba_ssm.ops.triton.ssd_combined": ("mamba_chunk_scan_combined", "mamba_split_conv1d_scan_combined"),
+    "mamba_ssm.ops.triton.selective_state_update": ("selective_state_update",),
+}
+_CONVOLUTIONS = ("causal_conv1d_fn", "causal_conv1d_update")
+
+
+def patch_mamba_ssm(variant: str = "auto") -> Patch:
+    """Runs mamba_ssm's SSD functions, its `Mamba2` and what else calls them on this repository's functions.
+
+    mamba_ssm need not have been built with CUDA: `selective_scan_cuda`, which only Mamba-1 calls, may be absent, and so may
+    causal_conv1d. `with patch_mamba_ssm():` undoes it at the end of the block; as a plain call it lasts until `.undo()`.
+    Patches nest: the newest one's variant runs. mamba_ssm is imported, and stays so.
+
+    Modules of mamba_ssm, causal_conv1d, Megatron-LM and fla are patched whenever they were imported. A name that another
+    module took by `from mamba_ssm... import` before the patch is upstream's, and one that it took under it remains ours.
+
+    Args:
+        variant: what runs the SSD, one of `ssd.variant_names()`, or "auto"; with "mamba_ssm" upstream's own kernels.
+
+    Raises:
+        ValueError: no such variant.
+        ImportError: mamba_ssm is missing, cannot be imported, or is of a version that this was not tested with; nothing was
+            changed.
+    """
+    return _LIBRARY.patch(variant)
+
+
+def _install(undo: ExitStack) -> None:
+    check_version("mamba_ssm", FIRST, LAST)
+    if _CUDA not in sys.modules and find_spec(_CUDA) is None:
+        put(undo, sys.modules, _CUDA, _absent_extension())
+    _import_whole("mamba_ssm")
+    import_module("ssd.interop.mamba_ssm")  # the variant "mamba_ssm" must find upstream's functions
+    upstream = {name: getattr(import_module(source), name) for source, names in _SOURCES.items() for name in names}
+    mamba2 = vars(import_module("mamba_ssm.modules.mamba2"))
+    for name in _CONVOLUTIONS:
+        if mamba2[name] is None:
+            put(undo, mamba2, name, _FUNCTIONS[name])
+        else:
+            upstream[name] = mamba2[name]
+    undo.callback(_replace, [(_FUNCTIONS[name], function) for name, function in upstream.items()])
+    _replace([(function, _FUNCTIONS[name]) for name, function in upstream.items()])
+
+
+def _import_whole(package: str) -> None:
+    """Imports it, or leaves none of its modules behind: half of it would let a later import go further than it should."""
+    loaded = set(sys.modules)
+    try:
+        import_module(package)
+    except ImportError as error:
+        for name in sys.modules.keys() - loaded:
+            if name.split(".")[0] == package:
+                del sys.modules[name]
+        raise ImportError(f"{package} cannot be imported: {error}", name=package) from error
+
+
+def _replace(pairs: list[tuple[Callable, Callable]]) -> None:
+    """Puts the second of a pair wherever a global of the modules in question is the first."""
+    for where in _holders():
+        for name, value in list(where.items()):
+            for old, new in pairs:
+                if value is old:
+                    where[name] = new
+
+
+def _holders() -> Iterator[dict]:
+    """Globals of the loaded modules that may hold upstream's functions."""
+    for name, module in list(sys.modules.items()):
+        if name.split(".")[0] in _HOLDERS and isinstance(module, ModuleType):
+            yield vars(module)
+
+
+def _absent_extension() -> ModuleType:
+    """Stands in for Mamba-1's CUDA extension, which mamba_ssm imports at once, until one of its functions is wanted."""
+    module = ModuleType(_CUDA)
+    module.__spec__ = ModuleSpec(_CUDA, loader=None)
+
+    def missing(name: str):
+        raise AttributeError(f"{_CUDA}.{name}: Mamba-1's CUDA extension is not installed, and ssd has no Mamba-1")
+
+    module.__getattr__ = missing
+    return module
+
+
+_LIBRARY = Library("mamba_ssm", _install)
+_FUNCTIONS = functions(lambda: _LIBRARY.variant)

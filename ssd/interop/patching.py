@@ -1,0 +1,122 @@
+"""What patches of other libraries share: how one is put in place, which variant is in force, and how it is taken out again."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from importlib import metadata
+
+from ..registry import get_variant
+
+_ABSENT = object()
+_libraries: list[Library] = []
+
+
+class Library:
+    """A library that can be patched, and the patches of it that nobody has undone, the newest last.
+
+    The first patch puts functions in place and the last to be undone takes them out; in between nothing moves, since those
+    functions ask for the newest patch's variant whenever they are called. So patches nest, and may be undone in any order.
+    """
+
+    def __init__(self, name: str, install: Callable[[ExitStack], None]):
+        """install: puts the functions in place, and registers with the stack how each step is undone."""
+        self.name, self._install = name, install
+        self._patches: list[Patch] = []
+        self._undo = ExitStack()
+        _libraries.append(self)
+
+    @property
+    def variant(self) -> str:
+        """The newest patch's; "auto" for functions that somebody still holds when no patch is in force."""
+        return self._patches[-1].variant if self._patches else "auto"
+
+    @property
+    def patched(self) -> bool:
+        return bool(self._patches)
+
+    def patch(self, variant: str) -> Patch:
+        """Puts a patch in force, all of it or, when this raises, nothing."""
+        if variant != "auto":
+            get_variant(variant)
+        if not self._patches:
+            try:
+                self._install(self._undo)
+            except BaseException:
+                self._undo.close()
+                raise
+        self._patches.append(Patch(self, variant))
+        return self._patches[-1]
+
+    def remove(self, patch: Patch) -> None:
+        if patch in self._patches:
+            self._patches.remove(patch)
+            if not self._patches:
+                self._undo.close()
+
+    def holds(self, patch: Patch) -> bool:
+        return patch in self._patches
+
+
+class Patch:
+    """A patch in force, until `undo` is called or a `with` block of it ends. One that was undone is not used again."""
+
+    def __init__(self, library: Library, variant: str):
+        self.variant, self._library = variant, library
+
+    def undo(self) -> None:
+        """Takes the patch out; again does nothing. What other patches of the library put in place stays."""
+        self._library.remove(self)
+
+    def __enter__(self) -> Patch:
+        if not self._library.holds(self):
+            raise RuntimeError(f"this patch of {self._library.name} was undone; call patch_{self._library.name} again")
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.undo()
+
+    def __repr__(self) -> str:
+        state = "in force" if self._library.holds(self) else "undone"
+        return f"<patch of {self._library.name} with variant {self.variant!r}, {state}>"
+
+
+def patched() -> dict[str, str]:
+    """The libraries that are patched now, each with the variant that its functions run."""
+    return {library.name: library.variant for library in _libraries if library.patched}
+
+
+def put(undo: ExitStack, where: dict, name: str, value: object) -> None:
+    """Sets where[name], of a module's globals or `sys.modules`; `undo` sets it back or removes it."""
+    before = where.get(name, _ABSENT)
+
+    def put_back() -> None:
+        if before is _ABSENT:
+            where.pop(name, None)
+        else:
+            where[name] = before
+
+    where[name] = value
+    undo.callback(put_back)
+
+
+def check_version(package: str, first: tuple[int, int], last: tuple[int, int]) -> tuple[int, int]:
+    """Major and minor version of an installed package, from first to last inclusive.
+
+    Raises:
+        ImportError: the package is not installed, or its version is another one.
+    """
+    accepted = f"{'.'.join(map(str, first))} to {'.'.join(map(str, last))}"
+    loaded = getattr(sys.modules.get(package), "__version__", None)
+    try:
+        version = loaded or metadata.version(package)
+    except metadata.PackageNotFoundError:
+        raise ImportError(f"{package} is not installed; accepted versions: {accepted}", name=package) from None
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    found = tuple(map(int, numbers.groups())) if numbers else None
+    if found is None or not first <= found <= last:
+        raise ImportError(f"{package}: got version {version}, which this patch was not tested with, expected {accepted}",
+                          name=package)
+    return found

@@ -1,0 +1,91 @@
+"""The functions that patches put in place, called as their new owners call them."""
+
+import inspect
+from importlib import import_module
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from ssd import ssd_chunk_scan
+from ssd.interop.functions import functions
+from tests.inputs import EVERYTHING, Case, Shape, arguments, random_inputs
+
+UPSTREAM = {
+    "mamba_chunk_scan_combined":
+        "(x, dt, A, B, C, chunk_size, D=None, z=None, dt_bias=None, initial_states=None, seq_idx=None, cu_seqlens=None, "
+        "dt_softplus=False, dt_limit=(0.0, inf), return_final_states=False, return_varlen_states=False, state_dtype=None)",
+    "mamba_split_conv1d_scan_combined":
+        "(zxbcdt, conv1d_weight, conv1d_bias, dt_bias, A, D, chunk_size, initial_states=None, seq_idx=None, "
+        "dt_limit=(0.0, inf), return_final_states=False, activation='silu', rmsnorm_weight=None, rmsnorm_eps=1e-06, "
+        "outproj_weight=None, outproj_bias=None, headdim=None, ngroups=1, norm_before_gate=True, state_dtype=None)",
+    "causal_conv1d_fn":
+        "(x, weight, bias=None, seq_idx=None, initial_states=None, return_final_states=False, final_states_out=None, "
+        "activation=None)",
+    "causal_conv1d_update":
+        "(x, conv_state, weight, bias=None, activation=None, cache_seqlens=None, conv_state_indices=None)",
+    "selective_state_update":
+        "(state, x, dt, A, B, C, D=None, z=None, dt_bias=None, dt_softplus=False, state_batch_indices=None)",
+}
+OURS = functions(lambda: "auto")
+
+
+def plain_signature(function) -> str:
+    """Without annotations."""
+    signature = inspect.signature(function)
+    bare = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in signature.parameters.values()]
+    return str(inspect.Signature(bare))
+
+
+@pytest.mark.parametrize("name", UPSTREAM)
+def test_signatures(name):
+    assert plain_signature(OURS[name]) == UPSTREAM[name] and OURS[name].__name__ == name
+
+
+def test_signatures_of_the_installed_mamba_ssm():
+    """Its releases up to 2.3.2 end before state_dtype, which its main branch has."""
+    if find_spec("mamba_ssm") is None:
+        pytest.skip("mamba_ssm is not installed")
+    from ssd.interop.mamba_ssm import _without_its_init
+
+    with _without_its_init():
+        found = {**vars(import_module("mamba_ssm.ops.triton.ssd_combined")),
+                 **vars(import_module("mamba_ssm.ops.triton.selective_state_update"))}
+    for name in ("mamba_chunk_scan_combined", "mamba_split_conv1d_scan_combined", "selective_state_update"):
+        assert plain_signature(found[name]) in (UPSTREAM[name], UPSTREAM[name].replace(", state_dtype=None", ""))
+
+
+@pytest.mark.parametrize("final, varlen", [(False, False), (False, True), (True, False), (True, True)])
+def test_what_is_returned(final, varlen):
+    inputs = random_inputs(Shape(), Case(documents="varlen"))
+    got = OURS["mamba_chunk_scan_combined"](
+        **arguments(inputs) | {"return_final_states": final, "return_varlen_states": varlen})
+    sizes = [inputs.x.shape, (1, 2, 16, 16), (inputs.cu_seqlens.numel() - 1, 2, 16, 16)]
+    expected = [size for size, wanted in zip(sizes, (True, final, varlen), strict=True) if wanted]
+    assert isinstance(got, tuple) == (final or varlen)
+    assert [t.shape for t in (got if isinstance(got, tuple) else (got,))] == expected
+
+
+@pytest.mark.parametrize("chunk_size", [1, 8, 24, 48, 512])
+def test_any_chunk_size(chunk_size):
+    inputs = random_inputs(Shape(), EVERYTHING)
+    got = OURS["mamba_chunk_scan_combined"](**arguments(inputs) | {"chunk_size": chunk_size})
+    torch.testing.assert_close(got, ssd_chunk_scan(**arguments(inputs)), rtol=1e-4, atol=1e-5)
+
+
+def test_odd_strides_and_limits_as_a_list():
+    """x as a convolution along the last axis leaves it, and dt_limit as JSON does."""
+    inputs = random_inputs(Shape(batch=2, seqlen=19, nheads=8, headdim=8, dstate=8), Case(dt_softplus=True, dt_bias=True))
+    x = torch.empty_strided(inputs.x.shape, (2432, 1, 152, 19)).copy_(inputs.x)
+    got = OURS["mamba_chunk_scan_combined"](**arguments(inputs) | {"x": x, "dt_limit": [0.01, 0.05]})
+    assert torch.equal(got, ssd_chunk_scan(**arguments(inputs) | {"dt_limit": (0.01, 0.05)}))
+
+
+def test_the_variant_is_asked_for_at_each_call(monkeypatch):
+    variants = iter(["torch", "baseline"])
+    asked = []
+    monkeypatch.setattr("ssd.interop.functions.ssd_chunk_scan", lambda *args, variant, **kwargs: asked.append(variant))
+    scan = functions(lambda: next(variants))["mamba_chunk_scan_combined"]
+    for _ in range(2):
+        scan(*[None] * 5, 16)
+    assert asked == ["torch", "baseline"]

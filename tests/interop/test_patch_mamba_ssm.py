@@ -1,0 +1,171 @@
+"""patch_mamba_ssm, on a package of mamba_ssm's layout that does nothing, and on the real one where that is installed."""
+
+import importlib
+import sys
+from importlib.util import find_spec
+from types import ModuleType
+
+import pytest
+import torch
+
+import ssd
+from ssd.interop import patch_mamba_ssm as patch
+
+ROOTS = ("mamba_ssm", "megatron", "causal_conv1d", "selective_scan_cuda")
+FUNCTIONS = "from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined, mamba_split_conv1d_scan_combined\n"
+UPDATE = "from mamba_ssm.ops.triton.selective_state_update import selective_state_update\n"
+CONVOLUTIONS = """
+try:
+    from causal_conv1d import causal_conv1d_fn, causal_conv1d_update
+except ImportError:
+    causal_conv1d_fn, causal_conv1d_update = None, None
+"""
+LAYOUT = {
+    "mamba_ssm/__init__.py": "import mamba_ssm.ops.mamba_1\nfrom mamba_ssm.modules.mamba2 import Mamba2\n",
+    "mamba_ssm/ops/__init__.py": "",
+    "mamba_ssm/ops/mamba_1.py": "import selective_scan_cuda\n",
+    "mamba_ssm/ops/triton/__init__.py": "",
+    "mamba_ssm/ops/triton/ssd_combined.py":
+        "def mamba_chunk_scan_combined(): pass\n\n\ndef mamba_split_conv1d_scan_combined(): pass\n",
+    "mamba_ssm/ops/triton/selective_state_update.py": "def selective_state_update(): pass\n",
+    "mamba_ssm/modules/__init__.py": "",
+    "mamba_ssm/modules/mamba2.py": CONVOLUTIONS + FUNCTIONS + UPDATE + "\n\nclass Mamba2: pass\n",
+    "mamba_ssm/modules/mamba2_simple.py": FUNCTIONS,
+    "mamba_ssm-2.3.0.dist-info/METADATA": "Name: mamba-ssm\nVersion: 2.3.0\n",
+    "megatron/core/mixer.py": FUNCTIONS,
+}
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch):
+    """The package, where it is found first; whatever was loaded of the real ones is put aside."""
+
+    def loaded():
+        return [name for name in sys.modules if name.split(".")[0] in ROOTS or name == "ssd.interop.mamba_ssm"]
+
+    for path, source in LAYOUT.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(source)
+    aside = {name: sys.modules.pop(name) for name in loaded()}
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(patch, "find_spec", lambda name: None)  # a CUDA extension that is installed is not this package's
+    yield tmp_path
+    for name in loaded():
+        del sys.modules[name]
+    sys.modules.update(aside)
+
+
+def named(module: str) -> dict:
+    return vars(importlib.import_module(module))
+
+
+OURS = patch._FUNCTIONS
+SCANS = ("mamba_chunk_scan_combined", "mamba_split_conv1d_scan_combined")
+CONVS = ("causal_conv1d_fn", "causal_conv1d_update")
+
+
+def test_functions_are_replaced_wherever_they_are(files):
+    with ssd.patch_mamba_ssm():
+        mamba2 = named("mamba_ssm.modules.mamba2")
+        assert all(mamba2[name] is OURS[name] for name in OURS)
+        assert all(named("mamba_ssm.modules.mamba2_simple")[name] is OURS[name] for name in SCANS)  # imported only now
+        assert named("mamba_ssm.ops.triton.selective_state_update")["selective_state_update"] is OURS["selective_state_update"]
+        assert ssd.patched() == {"mamba_ssm": "auto"}
+    for module in ("mamba_ssm.modules.mamba2", "mamba_ssm.modules.mamba2_simple", "mamba_ssm.ops.triton.ssd_combined"):
+        assert all(named(module)[name].__module__ == "mamba_ssm.ops.triton.ssd_combined" for name in SCANS)
+    assert mamba2["selective_state_update"].__module__ == "mamba_ssm.ops.triton.selective_state_update"
+    assert all(mamba2[name] is None for name in CONVS)
+
+
+def test_megatron_before_and_after(files):
+    """Imported first it has upstream's functions, imported later ours; both end with the patch."""
+    sys.modules["selective_scan_cuda"] = ModuleType("selective_scan_cuda")
+    upstream = {name: named("mamba_ssm.ops.triton.ssd_combined")[name] for name in SCANS}
+    for first in (named("megatron.core.mixer"), None):
+        with ssd.patch_mamba_ssm():
+            mixer = named("megatron.core.mixer")
+            assert first in (None, mixer) and all(mixer[name] is OURS[name] for name in SCANS)
+        assert all(mixer[name] is upstream[name] for name in SCANS)
+        del sys.modules["megatron.core.mixer"]
+
+
+def test_the_cuda_extension_may_be_absent(files):
+    with pytest.raises(ImportError, match="selective_scan_cuda"):
+        importlib.import_module("mamba_ssm")
+    with ssd.patch_mamba_ssm():
+        assert importlib.import_module("mamba_ssm").Mamba2
+        stand_in = sys.modules["selective_scan_cuda"]
+        assert find_spec("selective_scan_cuda") is stand_in.__spec__
+        with pytest.raises(AttributeError, match=r"selective_scan_cuda\.fwd: Mamba-1's CUDA extension is not installed"):
+            stand_in.fwd  # noqa: B018
+    assert "selective_scan_cuda" not in sys.modules
+
+
+def test_installed_extensions_are_used(files):
+    """No stand-in for Mamba-1's; the convolutions are replaced in their own package too, and put back."""
+    for name, source in (("selective_scan_cuda", ""), ("causal_conv1d", "".join(f"def {name}(): pass\n" for name in CONVS))):
+        (files / f"{name}.py").write_text(source)
+    for name in ("selective_scan_cuda", "causal_conv1d"):
+        importlib.import_module(name)
+    theirs = {name: named("causal_conv1d")[name] for name in CONVS}
+    with ssd.patch_mamba_ssm():
+        for module in ("causal_conv1d", "mamba_ssm.modules.mamba2"):
+            assert all(named(module)[name] is OURS[name] for name in CONVS)
+        assert sys.modules["selective_scan_cuda"].__file__
+    for module in ("causal_conv1d", "mamba_ssm.modules.mamba2"):
+        assert all(named(module)[name] is theirs[name] for name in CONVS)
+    assert "selective_scan_cuda" in sys.modules
+
+
+def test_the_peer_keeps_upstreams_function(files):
+    with ssd.patch_mamba_ssm():
+        assert named("ssd.interop.mamba_ssm")["mamba_chunk_scan_combined"].__module__ == "mamba_ssm.ops.triton.ssd_combined"
+
+
+def test_no_half_patch(files):
+    """A package that cannot be imported: the error says why, and nothing of it stays loaded."""
+    (files / "mamba_ssm/modules/mamba2.py").write_text("from transformers import what_is_gone\n")
+    before = set(sys.modules)
+    with pytest.raises(ImportError, match="mamba_ssm cannot be imported: "):
+        ssd.patch_mamba_ssm()
+    assert not {name for name in sys.modules.keys() - before if name.split(".")[0] in ROOTS} and ssd.patched() == {}
+
+
+def test_other_versions_are_refused(files):
+    (files / "mamba_ssm-2.3.0.dist-info/METADATA").write_text("Name: mamba-ssm\nVersion: 1.2.2\n")
+    with pytest.raises(ImportError, match=r"mamba_ssm: got version 1\.2\.2.*expected 2\.2 to 2\.3"):
+        ssd.patch_mamba_ssm()
+    assert "mamba_ssm" not in sys.modules and ssd.patched() == {}
+
+
+@pytest.fixture
+def real():
+    """The patch on mamba_ssm as installed."""
+    for package in ("mamba_ssm", "transformers"):
+        if find_spec(package) is None:
+            pytest.skip(f"{package} is not installed, which `import mamba_ssm` needs")
+    with ssd.patch_mamba_ssm() as patched:
+        yield patched
+
+
+def test_mamba2_of_the_installed_mamba_ssm(real, device):
+    """Its two paths, in one function and in three, agree; without a GPU both run on the CPU."""
+    from mamba_ssm import Mamba2
+
+    block = Mamba2(32, d_state=16, headdim=8, ngroups=2, rmsnorm=False, chunk_size=16, device=device)
+    u = torch.randn(2, 19, 32, device=device)
+    seq_idx = (torch.arange(19, device=device) // 7).int().expand(2, -1)
+    whole = block(u, seq_idx=seq_idx)
+    block.use_mem_eff_path = False
+    torch.testing.assert_close(block(u, seq_idx=seq_idx), whole, rtol=1e-4, atol=1e-5)
+
+
+def test_language_model_of_the_installed_mamba_ssm(real, device):
+    from mamba_ssm import MambaLMHeadModel
+    from mamba_ssm.models.config_mamba import MambaConfig
+
+    layer = {"layer": "Mamba2", "d_state": 16, "headdim": 8, "chunk_size": 16}
+    config = MambaConfig(d_model=32, n_layer=2, vocab_size=64, ssm_cfg=layer, rms_norm=False, fused_add_norm=False)
+    model = MambaLMHeadModel(config, device=device)
+    model(torch.randint(64, (2, 19), device=device)).logits.square().mean().backward()
+    assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in model.parameters())

@@ -1,0 +1,109 @@
+"""Patches of a library that does not exist: they nest, they end in any order, and each is in force whole or not at all."""
+
+import pytest
+
+import ssd
+from ssd.interop import patching
+from ssd.interop.patching import Library, check_version, put
+
+
+@pytest.fixture
+def names(monkeypatch) -> dict:
+    """Globals of a module of the library."""
+    monkeypatch.setattr(patching, "_libraries", [])
+    return {"scan": "theirs"}
+
+
+@pytest.fixture
+def library(names) -> Library:
+    def install(undo):
+        put(undo, names, "scan", "ours")
+        put(undo, names, "new", "ours")
+
+    return Library("zebra", install)
+
+
+def test_a_block(library, names):
+    with library.patch("torch") as patch:
+        assert names == {"scan": "ours", "new": "ours"}
+        assert ssd.patched() == {"zebra": "torch"} and "in force" in repr(patch)
+    assert names == {"scan": "theirs"} and ssd.patched() == {} and "undone" in repr(patch)
+
+
+def test_a_block_that_raises(library, names):
+    with pytest.raises(KeyError), library.patch("auto"):
+        raise KeyError
+    assert names == {"scan": "theirs"}
+
+
+def test_a_plain_call(library, names):
+    patch = library.patch("auto")
+    assert names["scan"] == "ours"
+    patch.undo()
+    patch.undo()
+    assert names == {"scan": "theirs"}
+    with pytest.raises(RuntimeError, match="call patch_zebra again"), patch:
+        pass
+
+
+def test_nested_blocks(library, names):
+    with library.patch("torch"):
+        with library.patch("baseline"):
+            assert library.variant == "baseline" and names["scan"] == "ours"
+        assert library.variant == "torch" and names["scan"] == "ours"
+    assert names == {"scan": "theirs"}
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (2, 0, 1), (2, 1, 0)])
+def test_any_order(library, names, order):
+    variants = ["torch", "auto", "baseline"]
+    patches = [library.patch(variant) for variant in variants]
+    left = dict(enumerate(variants))
+    for number in order:
+        assert library.variant == left[max(left)] and names["scan"] == "ours"
+        patches[number].undo()
+        del left[number]
+    assert names == {"scan": "theirs"} and library.variant == "auto"
+
+
+def test_again(library, names):
+    for variant in ("torch", "baseline"):
+        with library.patch(variant):
+            assert library.variant == variant and names["scan"] == "ours"
+        assert names == {"scan": "theirs"}
+
+
+def test_all_or_nothing(names):
+    def install(undo):
+        put(undo, names, "scan", "ours")
+        raise LookupError
+
+    library = Library("zebra", install)
+    with pytest.raises(LookupError):
+        library.patch("auto")
+    assert names == {"scan": "theirs"} and ssd.patched() == {}
+
+
+def test_unknown_variants(library, names):
+    with pytest.raises(ValueError, match="variant: got 'fast', expected one of 'baseline'"):
+        library.patch("fast")
+    assert names == {"scan": "theirs"} and ssd.patched() == {}
+
+
+@pytest.mark.parametrize("version", ["2.1", "2.4.0", "10.3.1", "unknown"])
+def test_versions(monkeypatch, version):
+    monkeypatch.setattr(patching.metadata, "version", lambda package: version)
+    with pytest.raises(ImportError, match=rf"zebra: got version {version}.*expected 2\.2 to 2\.3"):
+        check_version("zebra", (2, 2), (2, 3))
+    monkeypatch.setattr(patching.metadata, "version", lambda package: "2.3.2.post1")
+    assert check_version("zebra", (2, 2), (2, 3)) == (2, 3)
+
+
+def test_a_library_that_is_missing():
+    with pytest.raises(ImportError, match=r"zebra is not installed; accepted versions: 2\.2 to 2\.3"):
+        check_version("zebra", (2, 2), (2, 3))
+
+
+def test_other_attributes_of_ssd():
+    with pytest.raises(AttributeError, match="module 'ssd' has no attribute 'patch_zebra'"):
+        ssd.patch_zebra  # noqa: B018
