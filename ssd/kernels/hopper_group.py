@@ -1,4 +1,4 @@
-"""hopper_group, equations (18), (19), (21), (22), (30), (31): a group's gradients of one sub-chunk, in Gluon, for Hopper.
+"""hopper_group, equations (18), (19), (21), (22), (24), (30) to (32): a group's gradients of one sub-chunk, in Gluon, for Hopper.
 
 A block takes tiles, a sub-chunk of 64 tokens of one group each, or of a split of its heads, and meets their heads in order.
 Sums over heads stay in registers. A role for each warpgroup, the last two one warp each; rows are tokens i or j:
@@ -36,8 +36,10 @@ from .hopper_roles import LOG2E, barriers, block_barrier, decay, log2, row_layou
 from .launch import launch
 
 # One kernel for all sizes: what divides them, or that one is 1, is of no use to it.
-SIZES = ("ntiles", "seqlen", "nsub", "ngroups", "heads_per_group", "part_stride", "sum_stride")
+SIZES = ("ntiles", "batch", "seqlen", "nsub", "ngroups", "heads_per_group", "sum_stride")
 STAGES = 3
+# What each plane of `sums` is: (u + v) . x, q, r + row, col, dy . x.
+STEPS, STATES, OUTPUTS, PAIRS, SKIPS = (gl.constexpr(plane) for plane in range(5))
 # A thread at launch; the roles then share them out: 192 dC, 168 dx, 128 dB, 24 the rest. With fewer for dB, ptxas runs every
 # wgmma of the kernel by itself (docs/kernel-log.md).
 _REGISTERS = 128
@@ -58,25 +60,26 @@ def load_tile(t, ngroups, nsub, SPLITS: gl.constexpr):
 
 @gluon.jit
 def heads_of(group, split, heads_per_group, SPLITS: gl.constexpr):
-    """First head and number of heads of a split of a group."""
+    """First head and number of heads of a split of a group; no split is empty."""
     each = (heads_per_group + SPLITS - 1) // SPLITS
     first = split * each
-    return group * heads_per_group + first, gl.maximum(gl.minimum(each, heads_per_group - first), 0)
+    return group * heads_per_group + first, gl.minimum(each, heads_per_group - first)
 
 
 @gluon.jit
-def store_rows(t, b, c, group, values, seqlen, ngroups, BLOCK_M: gl.constexpr, DSTATE: gl.constexpr):
-    """`values` [M, N] into a contiguous (batch, seqlen, ngroups, dstate)."""
+def store_rows(t, row, c, group, values, seqlen, ngroups, BLOCK_M: gl.constexpr, DSTATE: gl.constexpr):
+    """`values` [M, N] into a contiguous (rows, seqlen, ngroups, dstate)."""
     ROWS: gl.constexpr = row_layout(DSTATE)
     m = c * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(1, ROWS))
     n = gl.arange(0, DSTATE, gl.SliceLayout(0, ROWS))
-    token = gl.expand_dims((b * seqlen + m).to(gl.int64) * ngroups + group, 1)
+    token = gl.expand_dims((row.to(gl.int64) * seqlen + m) * ngroups + group, 1)
     values = gl.convert_layout(values.to(t.dtype.element_ty), ROWS)
     gl.store(t + token * DSTATE + gl.expand_dims(n, 0), values, mask=gl.expand_dims(m < seqlen, 1))
 
 
 @gluon.jit
-def dC_role(bars, rings, lines, dC, sums, ntiles, seqlen, sizes, part_stride, sum_stride, SPLITS: gl.constexpr):
+def dC_role(bars, rings, lines, dC, sums, ntiles, batch, seqlen, sizes, sum_stride, SPLITS: gl.constexpr):
+    """The consumer warpgroup with tokens i as rows: dC, dCB, and what the decay gets from outputs."""
     full, empty, ready, group_full, group_empty, pairs_full, pairs_empty = bars
     nsub, ngroups, heads_per_group = sizes
     Xs, dYs, Hs, Bs, Cs, CBs, dCBs = rings
@@ -126,10 +129,11 @@ def dC_role(bars, rings, lines, dC, sums, ntiles, seqlen, sizes, part_stride, su
             sum_dC, CH = warpgroup_mma_wait(0, deps=(sum_dC, CH))
             r = gl.convert_layout(gl.sum(dy_f * CH, 1), gl.SliceLayout(1, IJ))
             row += r * decay(A_i)
+            at = ((b * ngroups * heads_per_group + head + k).to(gl.int64) * nsub + c) * BLOCK_M
+            gl.store(sums + OUTPUTS * sum_stride.to(gl.int64) + at + i, row)
+            # not before what was loaded from the stage has been used: a barrier does not wait for loads (docs/kernel-log.md)
             block_barrier()
             mbarrier.arrive(empty.index(stage), count=1)
-            at = ((b * ngroups * heads_per_group + head + k).to(gl.int64) * nsub + c) * BLOCK_M
-            gl.store(sums + 2 * sum_stride.to(gl.int64) + at + i, row)
             step += 1
         dCB = gl.where(gl.expand_dims(i, 1) >= gl.expand_dims(j, 0), sum_dCB, 0.0).to(DTYPE)
         mbarrier.wait(pairs_empty, turn & 1 ^ 1)
@@ -141,7 +145,7 @@ def dC_role(bars, rings, lines, dC, sums, ntiles, seqlen, sizes, part_stride, su
         sum_dC = warpgroup_mma_wait(0, deps=(sum_dC,))
         block_barrier()
         mbarrier.arrive(group_empty, count=1)
-        store_rows(dC + split.to(gl.int64) * part_stride, b, c, group, sum_dC, seqlen, ngroups, BLOCK_M, DSTATE)
+        store_rows(dC, split * batch + b, c, group, sum_dC, seqlen, ngroups, BLOCK_M, DSTATE)
 
 
 @gluon.jit
@@ -202,18 +206,18 @@ def dx_role(dx_desc, bars, rings, lines, dA_cumsum, D, sums, ntiles, sizes, sum_
             skip += dt_j * own
             u_v = warpgroup_mma_wait(0, deps=(u_v,))
             dx = u_v * gl.expand_dims(dt_j, 1) + dy_j * gl.expand_dims(skip, 1)
+            to = sums + at + j
+            gl.store(to + STEPS * sum_stride.to(gl.int64), u_x + v_x + own * dy_x)
+            gl.store(to + STATES * sum_stride.to(gl.int64), dt_j * v_x)
+            gl.store(to + PAIRS * sum_stride.to(gl.int64), dt_j * u_x)
+            gl.store(to + SKIPS * sum_stride.to(gl.int64), dy_x)
             tma.store_wait(0)
             block_barrier()
             tile(dXs, 0, BLOCK_M, HEADDIM).store(dx.to(DTYPE))
             fence_async_shared()
-            block_barrier()
+            block_barrier()  # all that was loaded from the stage went into what is stored by now
             mbarrier.arrive(empty.index(stage), count=1)
             tma.async_copy_shared_to_global(dx_desc, [b, c * BLOCK_M, (head + k) * HEADDIM], dXs.index(0))
-            at = sums + at + j
-            gl.store(at, u_x + v_x + own * dy_x)
-            gl.store(at + sum_stride.to(gl.int64), dt_j * v_x)
-            gl.store(at + 3 * sum_stride.to(gl.int64), dt_j * u_x)
-            gl.store(at + 4 * sum_stride.to(gl.int64), dy_x)
             step += 1
         block_barrier()
         mbarrier.arrive(group_empty, count=1)
@@ -221,7 +225,7 @@ def dx_role(dx_desc, bars, rings, lines, dA_cumsum, D, sums, ntiles, sizes, sum_
 
 
 @gluon.jit
-def dB_role(bars, rings, lines, dA_cumsum, dB, s, ntiles, seqlen, sizes, part_stride, SPLITS: gl.constexpr):
+def dB_role(bars, rings, lines, dA_cumsum, dB, s, ntiles, batch, seqlen, sizes, SPLITS: gl.constexpr):
     """The consumer warpgroup of dB, and of s for want of a better place."""
     full, empty, ready, group_empty, pairs_full, pairs_empty = bars
     nsub, ngroups, heads_per_group = sizes
@@ -246,7 +250,6 @@ def dB_role(bars, rings, lines, dA_cumsum, dB, s, ntiles, seqlen, sizes, part_st
         sum_dB = gl.zeros([BLOCK_M, DSTATE], gl.float32, JN)
         for k in range(count):
             stage, parity = step % STAGES, (step // STAGES) & 1
-            mbarrier.wait(ready.index(stage), parity)
             end = gl.load(dA_cumsum + (row + k * nsub) * BLOCK_M + BLOCK_M - 1) * LOG2E
             mbarrier.wait(full.index(stage), parity)
             H, G = tile(Hs, stage, HEADDIM, DSTATE), tile(Gs, stage, HEADDIM, DSTATE)
@@ -268,7 +271,7 @@ def dB_role(bars, rings, lines, dA_cumsum, dB, s, ntiles, seqlen, sizes, part_st
         block_barrier()
         mbarrier.arrive(pairs_empty, count=1)
         mbarrier.arrive(group_empty, count=1)
-        store_rows(dB + split.to(gl.int64) * part_stride, b, c, group, sum_dB, seqlen, ngroups, BLOCK_M, DSTATE)
+        store_rows(dB, split * batch + b, c, group, sum_dB, seqlen, ngroups, BLOCK_M, DSTATE)
 
 
 @gluon.jit
@@ -301,6 +304,7 @@ def lines_role(bars, lines, dA_cumsum, dt, ntiles, sizes, BLOCK_M: gl.constexpr,
 
 @gluon.jit
 def fetch_role(x_desc, dy_desc, B_desc, C_desc, H_desc, G_desc, bars, rings, ntiles, sizes, SPLITS: gl.constexpr):
+    """The producer: B and C of each tile, and x, dy, H and G of its heads into the next free stage."""
     full, empty, group_full, group_empty = bars
     nsub, ngroups, heads_per_group = sizes
     Xs, dYs, Hs, Gs, Bs, Cs = rings
@@ -333,7 +337,7 @@ def fetch_role(x_desc, dy_desc, B_desc, C_desc, H_desc, G_desc, bars, rings, nti
 
 @gluon.jit(do_not_specialize=SIZES)
 def hopper_group_kernel(x_desc, dy_desc, B_desc, C_desc, H_desc, G_desc, dx_desc, dA_cumsum, dt, D, dB, dC, sums, s, ntiles,
-                        seqlen, nsub, ngroups, heads_per_group, part_stride, sum_stride, SPLITS: gl.constexpr,
+                        batch, seqlen, nsub, ngroups, heads_per_group, sum_stride, SPLITS: gl.constexpr,
                         STAGES: gl.constexpr):
     DTYPE: gl.constexpr = x_desc.dtype
     BLOCK_M: gl.constexpr = x_desc.block_shape[1]
@@ -360,11 +364,11 @@ def hopper_group_kernel(x_desc, dy_desc, B_desc, C_desc, H_desc, G_desc, dx_desc
     sizes = (nsub, ngroups, heads_per_group)
     gl.warp_specialize([
         (dC_role, ((full, empty, ready, group_full, group_empty, pairs_full, pairs_empty), (Xs, dYs, Hs, Bs, Cs, CBs, dCBs),
-                   (A_columns, A_rows), dC, sums, ntiles, seqlen, sizes, part_stride, sum_stride, SPLITS)),
+                   (A_columns, A_rows), dC, sums, ntiles, batch, seqlen, sizes, sum_stride, SPLITS)),
         (dx_role, (dx_desc, (full, empty, ready, group_full, group_empty), (Xs, dYs, Gs, Bs, Cs, dXs), (A_columns, steps),
                    dA_cumsum, D, sums, ntiles, sizes, sum_stride, SPLITS)),
         (dB_role, ((full, empty, ready, group_empty, pairs_full, pairs_empty), (Xs, Hs, Gs, Bs, Cs, dCBs), (A_columns, steps),
-                   dA_cumsum, dB, s, ntiles, seqlen, sizes, part_stride, SPLITS)),
+                   dA_cumsum, dB, s, ntiles, batch, seqlen, sizes, SPLITS)),
         (lines_role, ((empty, ready), (A_columns, A_rows, steps), dA_cumsum, dt, ntiles, sizes, BLOCK_M, SPLITS)),
         (fetch_role, (x_desc, dy_desc, B_desc, C_desc, H_desc, G_desc, (full, empty, group_full, group_empty),
                       (Xs, dYs, Hs, Gs, Bs, Cs), ntiles, sizes, SPLITS)),
@@ -379,6 +383,6 @@ def hopper_group(i: SSDInputs, x_desc, dy_desc, B_desc, C_desc, H_desc, G_desc, 
     s = torch.empty(dt.shape[:3], device=dt.device, dtype=torch.float32)
     launch(
         hopper_group_kernel, min(ntiles, blocks), x_desc, dy_desc, B_desc, C_desc, H_desc, G_desc, dx_desc, dA_cumsum, dt,
-        contiguous(i.D), dB, dC, sums, s, ntiles, i.seqlen, nsub, i.ngroups, i.nheads // i.ngroups, dB.stride(0),
+        contiguous(i.D), dB, dC, sums, s, ntiles, i.batch, i.seqlen, nsub, i.ngroups, i.nheads // i.ngroups,
         sums.stride(0), SPLITS=splits, STAGES=STAGES, num_warps=4, maxnreg=_REGISTERS)
     return sums, s
