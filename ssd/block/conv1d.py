@@ -182,8 +182,8 @@ def _backward(x, weight, bias, seq_idx, initial_states, silu, dout, dfinal_state
     with torch.cuda.device_of(x):
         dx, sums, dinitial_states = conv1d_bwd(_channels_last(x), weight, contiguous(bias), contiguous(seq_idx), initial_states,
                                                silu, _channels_last(dout), dfinal_states)
-        dweight = sums[:-1].mT.to(weight.dtype, memory_format=torch.contiguous_format, copy=True)
-        dbias = None if bias is None else sums[-1].to(bias.dtype)
+        dweight = sums[1:].mT.to(weight.dtype, memory_format=torch.contiguous_format, copy=True)
+        dbias = None if bias is None else sums[0].to(bias.dtype)
     return dx.mT, dweight, _or_empty(dbias, x), x.new_empty(0) if dinitial_states is None else dinitial_states.mT
 
 

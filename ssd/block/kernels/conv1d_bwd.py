@@ -2,7 +2,7 @@
 
 Reads what conv1d_fwd reads; dout (batch, seqlen, dim), contiguous channels; dfinal_states (batch, dim, width - 1), any strides.
 Writes dx (batch, seqlen, dim) in the dtype of x and dinitial_states (batch, width - 1, dim) in that of initial_states,
-both contiguous; and of each piece its part of dweight and dbias, (pieces, width + 1, dim) fp32.
+both contiguous; and of each piece its part of dbias and dweight, (pieces, 1 + width, dim) fp32.
 """
 
 import torch
@@ -49,13 +49,12 @@ def pre_grads(rows, documents, dout, weights, offset, WIDTH: tl.constexpr, SILU:
 
 @triton.jit
 def add_filter_grads(sums, rows, documents, dpre, WIDTH: tl.constexpr, STEP: tl.constexpr):
-    """(C7), (C8): the sums with STEP more tokens in them."""
+    """(C8), (C7): the sums, that of dbias first, with STEP more tokens in them."""
     for r in tl.static_range(STEP):
         taps = visible(rows, documents, r, r + WIDTH - 1, WIDTH)
-        added = ()
+        added = (sums[0] + dpre[r],)
         for i in tl.static_range(WIDTH):
-            added += (sums[i] + dpre[r] * taps[i],)
-        added += (sums[WIDTH] + dpre[r],)
+            added += (sums[i + 1] + dpre[r] * taps[i],)
         sums = added
     return sums
 
@@ -140,7 +139,7 @@ def conv1d_bwd_kernel(x, x_strides, dout, dout_strides, weight, weight_strides, 
 
 def conv1d_bwd(x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor | None, initial_states: Tensor | None,
                silu: bool, dout: Tensor, dfinal_states: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Returns dx, dweight above dbias as (width + 1, dim) fp32, and dinitial_states, None without initial_states."""
+    """Returns dx, dbias above dweight as (1 + width, dim) fp32, and dinitial_states, None without initial_states."""
     (batch, seqlen, dim), width = x.shape, weight.shape[1]
     dx = torch.empty(batch, seqlen, dim, device=x.device, dtype=x.dtype)
     dinitial_states = None

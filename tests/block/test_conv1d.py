@@ -1,0 +1,384 @@
+"""The causal convolution against its definition in fp64: values, every gradient, and how it behaves inside torch."""
+
+from dataclasses import dataclass, fields, replace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
+
+from ssd.block import conv1d as module
+from ssd.block.conv1d import causal_conv1d_fn, torch_form
+from tests.errors import Error, error, rounding
+from tests.inputs import generator
+
+pytestmark = pytest.mark.usefixtures("poison")
+GPU = torch.cuda.is_available()
+HALF = torch.bfloat16 if GPU else torch.float16
+LEAVES = ("x", "weight", "bias", "initial_states")
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sizes and options of a call. documents: lengths of a row's documents, the last cut short; a negative one is padding."""
+
+    batch: int = 2
+    dim: int = 20
+    seqlen: int = 40
+    width: int = 4
+    activation: str | None = "silu"
+    bias: bool = True
+    documents: tuple[int, ...] = ()
+    initial_states: bool = False
+    final_states: bool = False
+    packed: int = 12
+    dtype: torch.dtype = torch.float32
+    parameter_dtype: torch.dtype = torch.float32
+
+    def __str__(self) -> str:
+        shown = [f"{f.name}={getattr(self, f.name)}" for f in fields(self) if getattr(self, f.name) != f.default]
+        return ",".join(shown).replace("=True", "").replace("torch.", "") or "plain"
+
+
+EVERYTHING = Case(documents=(2, 29, 1, 5, -3, 60), initial_states=True)
+CONTINUED = Case(initial_states=True, final_states=True)
+CASES = [
+    Case(),
+    Case(width=2, activation=None),
+    Case(width=3, bias=False, final_states=True),
+    Case(activation=None, bias=False, initial_states=True),
+    Case(dim=1, seqlen=1, activation="swish"),
+    Case(dim=130, seqlen=33, batch=1, packed=3),  # a program of two channels, a piece of one token, odd strides
+    replace(EVERYTHING, initial_states=False),
+    EVERYTHING,
+    replace(EVERYTHING, width=2, activation=None, bias=False),
+    replace(EVERYTHING, width=3, documents=(-4, 1, 1, 28, -40)),
+    *(replace(CONTINUED, seqlen=seqlen, width=width) for seqlen, width in ((1, 2), (1, 3), (2, 4), (3, 4), (64, 4))),
+]
+if GPU:
+    CASES += [Case(4, 10240, 4096, packed=8320), Case(8, 1792, 2048, packed=1560), Case(1, 5376, 65536 + 21, packed=5200),
+              replace(EVERYTHING, dim=5376, seqlen=8000, documents=(3000, 1, 1, 4000, -200, 900))]
+HALVES = [replace(case, dtype=HALF, parameter_dtype=HALF if n % 2 else torch.float32)
+          for n, case in enumerate(CASES) if GPU or n in (0, 7, 13, 14)]
+
+
+def inputs(case: Case, device: str) -> dict:
+    """Arguments of `causal_conv1d_fn` by name. x is a slice of a wider projection, as a Mamba-2 block has it."""
+    rng = generator(device, str(case))
+
+    def normal(*size, dtype=case.dtype):
+        return torch.randn(size, generator=rng, device=device).to(dtype)
+
+    projection = normal(case.batch, case.seqlen, case.dim + case.packed)
+    return {
+        "x": projection[..., case.packed :].mT,
+        "weight": normal(case.dim, case.width, dtype=case.parameter_dtype),
+        "bias": normal(case.dim, dtype=case.parameter_dtype) if case.bias else None,
+        "seq_idx": numbered(case, device) if case.documents else None,
+        "initial_states": normal(case.batch, case.dim, case.width - 1) if case.initial_states else None,
+        "return_final_states": case.final_states,
+        "activation": case.activation,
+    }
+
+
+def numbered(case: Case, device: str) -> Tensor:
+    """seq_idx; row b begins with the b-th of the documents, whose numbers are neither in order nor those of another row."""
+    rows = []
+    for b in range(case.batch):
+        rotated = case.documents[b:] + case.documents[:b]
+        row = torch.cat([torch.full((abs(n),), -1 if n < 0 else 7 * (9 - i) + b) for i, n in enumerate(rotated)])
+        rows.append(row[: case.seqlen])
+    return torch.stack(rows).to(device, torch.int32)
+
+
+def definition(x, weight, bias=None, seq_idx=None, initial_states=None, return_final_states=False, activation=None):
+    """(C1) to (C3) in fp64, tap by tap: which position it is, and whether its document is the token's."""
+    (batch, dim, seqlen), width = x.shape, weight.shape[1]
+    before = x.new_zeros(batch, dim, width - 1) if initial_states is None else initial_states
+    positions = torch.cat([before.double(), x.double()], 2)
+    pre = torch.zeros(batch, dim, seqlen, dtype=torch.float64, device=x.device)
+    number = torch.zeros(batch, seqlen, dtype=torch.int32, device=x.device) if seq_idx is None else seq_idx
+    tokens = torch.arange(seqlen, device=x.device)
+    for back in range(width):
+        of_tap = number[:, (tokens - back).clamp(min=0)]
+        seen = torch.where((of_tap == number)[:, None], positions[:, :, tokens + (width - 1 - back)], 0.0)
+        pre = pre + weight.double()[:, width - 1 - back, None] * seen
+    if bias is not None:
+        pre = pre + bias.double()[:, None]
+    out = pre if activation is None else pre / (1 + torch.exp(-pre))
+    out = torch.where((number >= 0)[:, None], out, 0.0)
+    return (out, positions[:, :, seqlen:]) if return_final_states else out
+
+
+def mirror(x, weight, bias=None, seq_idx=None, initial_states=None, return_final_states=False, activation=None):
+    results = torch_form(x, weight, bias, seq_idx, initial_states, activation is not None, return_final_states)
+    return results if return_final_states else results[0]
+
+
+def run(function, given: dict, ways: tuple[Tensor, ...] | None = None) -> tuple[dict[str, Tensor], tuple[Tensor, ...]]:
+    """Outputs and gradients by name, and the cotangents: noise, and what a loss that pulls to zero would send."""
+    leaves = {name: given[name].detach().requires_grad_() for name in LEAVES if given[name] is not None}
+    outs = function(**given | leaves)
+    outs = outs if isinstance(outs, tuple) else (outs,)
+    if ways is None:
+        rng = generator(str(outs[0].device), "ways")
+        ways = tuple((torch.randn(t.shape, generator=rng, device=t.device) + t.detach()).to(t.dtype) for t in outs)
+    torch.autograd.backward(outs, [way.to(t.dtype) for way, t in zip(ways, outs, strict=True)])
+    got = dict(zip(("out", "final_states"), (t.detach() for t in outs), strict=False))
+    return got | {f"d{name}": leaf.grad for name, leaf in leaves.items()}, ways
+
+
+def assert_right(given: dict) -> None:
+    """tests/errors.py's rule, with `torch_form` for the mirror: error <= 2 error(mirror) + one rounding, RMS <= 1e-2.
+
+    dweight and dbias are sums over tokens in another order than the mirror's, so their rounding counts as one over that many.
+    """
+    got, ways = run(causal_conv1d_fn, given)
+    expected, _ = run(mirror, given, ways)
+    truth, _ = run(definition, given | {name: given[name].double() for name in LEAVES if given[name] is not None}, ways)
+    assert got.keys() == expected.keys() == truth.keys()
+    tokens = given["x"].shape[0] * given["x"].shape[2]
+    for name, value in got.items():
+        assert value.shape == truth[name].shape and value.dtype == expected[name].dtype and value.isfinite().all(), name
+        off, allowed = error(value, truth[name]), error(expected[name], truth[name])
+        one = rounding(value.dtype, tokens if name in ("dweight", "dbias") else 1)
+        bound = Error(min(2 * allowed.rms + one.rms, 1e-2), 2 * allowed.max + one.max)
+        assert off.rms <= bound.rms and off.max <= bound.max, f"{name}: {off}, {bound=}"
+
+
+@pytest.mark.parametrize("case", CASES + HALVES, ids=str)
+def test_every_option(case, device):
+    assert_right(inputs(case, device))
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")  # the interpreter says where NaN comes from
+def test_documents_are_as_if_run_apart(device):
+    """Bit for bit, also where another document holds NaN and Inf; only what is summed over documents is in another order."""
+    given = inputs(replace(EVERYTHING, dtype=HALF), device)
+    got, (dout,) = run(causal_conv1d_fn, given)
+    apart = {name: torch.zeros_like(got[name]) for name in got}
+    for b, row in enumerate(given["seq_idx"]):
+        for number in row[row >= 0].unique():
+            (tokens,) = (row == number).nonzero(as_tuple=True)
+            at = slice(int(tokens[0]), int(tokens[-1]) + 1)
+            first = {"initial_states": given["initial_states"][b : b + 1] if number == row[0] else None, "seq_idx": None}
+            part, _ = run(causal_conv1d_fn, given | {"x": given["x"][b : b + 1, :, at]} | first, (dout[b : b + 1, :, at],))
+            apart["out"][b, :, at], apart["dx"][b, :, at] = part["out"][0], part["dx"][0]
+            apart["dinitial_states"][b] += part["dinitial_states"][0] if number == row[0] else 0
+            apart["dweight"] += part["dweight"]
+    for name in ("out", "dx", "dinitial_states"):
+        assert torch.equal(got[name], apart[name]), name
+    assert_close(got["dweight"], apart["dweight"], rtol=1e-4, atol=1e-4)
+
+    broken = given["x"].clone()
+    others = given["seq_idx"] != given["seq_idx"][0, 10]
+    broken[:, :, ::2] = torch.where(others[:, None, ::2], float("nan"), broken[:, :, ::2])
+    broken[:, :, 1::2] = torch.where(others[:, None, 1::2], float("inf"), broken[:, :, 1::2])
+    again, _ = run(causal_conv1d_fn, given | {"x": broken}, (dout,))
+    for name in ("out", "dx"):
+        assert torch.equal(again[name].mT[~others], got[name].mT[~others]), name
+        assert again[name].mT[given["seq_idx"] < 0].eq(0).all(), "padding"
+
+
+@pytest.mark.parametrize("pieces", ((7, 1, 32), (2, 38)), ids=str)
+def test_pieces_of_a_prompt_give_the_whole(pieces, device):
+    """Through initial and final states: outputs bit for bit, and the gradient of each piece through those after it."""
+    given = inputs(replace(CONTINUED, dtype=HALF), device)
+    whole, (dout, dfinal) = run(causal_conv1d_fn, given)
+
+    def cut(x, initial_states, **others):
+        outs = []
+        for piece in x.split(pieces, 2):
+            out, initial_states = causal_conv1d_fn(piece, initial_states=initial_states, **others)
+            outs.append(out)
+        return torch.cat(outs, 2), initial_states
+
+    got, _ = run(cut, given, (dout, dfinal))
+    assert torch.equal(got["out"], whole["out"]) and torch.equal(got["final_states"], whole["final_states"])
+    for name in ("dx", "dweight", "dbias", "dinitial_states"):
+        assert_close(got[name], whole[name], rtol=2e-3, atol=2e-3)
+
+
+def test_gradient_through_final_states_alone(device):
+    leaves = {name: inputs(CONTINUED, device)[name].detach().requires_grad_() for name in ("x", "weight", "initial_states")}
+    _, final_states = causal_conv1d_fn(**leaves, return_final_states=True)
+    dfinal = torch.randn_like(final_states)
+    final_states.backward(dfinal)
+    assert torch.equal(leaves["x"].grad[:, :, -3:], dfinal) and not leaves["x"].grad[:, :, :-3].any()
+    assert not leaves["weight"].grad.any() and not leaves["initial_states"].grad.any()
+
+
+def test_layouts(device, monkeypatch):
+    """Bit for bit as contiguous channels; slices of a projection are read in place; gradients come as one number, expanded."""
+    given = inputs(replace(CONTINUED, final_states=False), device)
+    read = []
+    forward = module.conv1d_fwd
+    monkeypatch.setattr(module, "conv1d_fwd", lambda x, *args: read.append(x.data_ptr()) or forward(x, *args))
+    ways = (torch.ones((), device=device).expand(given["x"].shape),)
+    plain, _ = run(causal_conv1d_fn, given | {"x": given["x"].mT.contiguous().mT}, ways)
+    wide = torch.randn(2, 20, 81, device=device)
+    x, weight, bias, initial_states = (given[name] for name in LEAVES)
+    for layout, in_place in ((x, True), (x.contiguous(), False), (wide[:, :, 1::2].copy_(x), False)):
+        strided = {"x": layout, "weight": weight.mT.contiguous().mT, "bias": bias.repeat_interleave(2)[::2],
+                   "initial_states": initial_states.mT.contiguous().mT}
+        got, _ = run(causal_conv1d_fn, given | strided, ways)
+        assert all(torch.equal(got[name], plain[name]) for name in plain) and got["out"].stride() == (40 * 20, 1, 20)
+        assert (read[-1] == layout.data_ptr()) == in_place
+    repeated = x[:1, :, :1].expand(2, 20, 40)
+    assert torch.equal(causal_conv1d_fn(repeated, weight), causal_conv1d_fn(repeated.contiguous(), weight))
+
+
+def test_final_states_out(device):
+    given = inputs(CONTINUED, device)
+    place = torch.randn(2, 20, 3, device=device)
+    kept = place.clone()
+    out, final_states = causal_conv1d_fn(**given)
+    causal_conv1d_fn(**given | {"return_final_states": False}, final_states_out=place)
+    assert torch.equal(place, kept)
+    again, placed = causal_conv1d_fn(**given, final_states_out=place)
+    assert placed is place and torch.equal(place, final_states) and torch.equal(again, out)
+    x = given["x"].detach().requires_grad_()
+    causal_conv1d_fn(**given | {"x": x}, final_states_out=place.half())[1].sum().backward()
+    assert x.grad[:, :, -3:].eq(1).all() and not x.grad[:, :, :-3].any()
+
+
+@pytest.mark.parametrize("case", (EVERYTHING, CONTINUED), ids=str)
+def test_torch_form(case):
+    """What CPU tensors and fp64 take: the definition in fp64, and its gradients against finite differences."""
+    given = inputs(replace(case, seqlen=9, dim=3, dtype=torch.float64, parameter_dtype=torch.float64,
+                           documents=case.documents and (2, 1, 3, -1, 4)), "cpu")
+    assert_close(mirror(**given), definition(**given), rtol=1e-13, atol=1e-13)
+    leaves = [given[name].requires_grad_() for name in LEAVES]
+
+    def call(*tensors):
+        return causal_conv1d_fn(**given | dict(zip(LEAVES, tensors, strict=True)))
+
+    assert torch.autograd.gradcheck(call, leaves) and torch.autograd.gradgradcheck(call, leaves)
+
+
+def test_only_where_a_gradient_is_wanted(device):
+    given = inputs(CONTINUED, device)
+    assert causal_conv1d_fn(**given)[0].grad_fn is None
+    given["weight"].requires_grad_()
+    with torch.no_grad():
+        assert causal_conv1d_fn(**given)[0].grad_fn is None
+    out, _ = causal_conv1d_fn(**given)
+    (dweight,) = torch.autograd.grad(out.square().sum(), given["weight"], create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dweight.sum().backward()
+
+
+def test_the_same_bits_in_every_run(device):
+    given = inputs(replace(CONTINUED, dim=2048 if GPU else 20, seqlen=3000 if GPU else 40, dtype=HALF), device)
+    first, ways = run(causal_conv1d_fn, given)
+    again, _ = run(causal_conv1d_fn, given, ways)
+    assert all(torch.equal(first[name], again[name]) for name in first)
+
+
+@pytest.mark.parametrize("name", LEAVES)
+def test_nan_is_not_hidden(name, device):
+    given = inputs(replace(CONTINUED, seqlen=5, final_states=False), device)
+    given[name] = given[name].contiguous()
+    given[name].view(-1)[0] = float("nan")
+    out = causal_conv1d_fn(**given)
+    assert out[0, 0].isnan().any() and not out[:, 1:].isnan().any()
+
+
+@pytest.mark.parametrize("case", (EVERYTHING, CONTINUED), ids=str)
+def test_opcheck(case, device):
+    given = inputs(replace(case, seqlen=9), device)
+    settings = (True, case.final_states)
+    tensors = [given[name] for name in ("x", "weight", "bias", "seq_idx", "initial_states")]
+    leaves = [t.detach().requires_grad_() if t.is_floating_point() else t for t in tensors if t is not None]
+    leaves = [None if t is None else leaves.pop(0) for t in tensors]
+    torch.library.opcheck(torch.ops.ssd.causal_conv1d.default, (*leaves, *settings))
+    dfinal = torch.randn(2, 20, 3, device=device) if case.final_states else None
+    torch.library.opcheck(torch.ops.ssd.causal_conv1d_bwd.default, (*tensors, True, torch.randn_like(given["x"]), dfinal))
+
+
+@pytest.mark.parametrize("dynamic", (None, True))
+def test_compile(dynamic, device):
+    """One graph, forward and backward, for a second length as well."""
+    torch._dynamo.reset()
+    compiled = torch.compile(causal_conv1d_fn, fullgraph=True, backend="inductor" if GPU else "aot_eager", dynamic=dynamic)
+    for seqlen in (9, 12):
+        given = inputs(replace(CONTINUED, seqlen=seqlen), device)
+        eager, ways = run(causal_conv1d_fn, given)
+        traced, _ = run(compiled, given, ways)
+        assert_close(traced, eager)
+
+
+@pytest.mark.parametrize("use_reentrant", (False, True))
+def test_checkpoint(use_reentrant, device):
+    given = inputs(replace(EVERYTHING, seqlen=9), device)
+
+    def recomputed(x, **others):
+        return checkpoint(lambda x: causal_conv1d_fn(x, **others), x, use_reentrant=use_reentrant)
+
+    plain, ways = run(causal_conv1d_fn, given)
+    got, _ = run(recomputed, given, ways)
+    assert all(torch.equal(got[name], plain[name]) for name in plain)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, HALF), ids=str)
+def test_autocast(dtype, device):
+    """Changes nothing: what a projection hands over in half precision stays it, fp32 parameters stay fp32."""
+    given = inputs(replace(CONTINUED, seqlen=9, dtype=dtype), device)
+    plain, ways = run(causal_conv1d_fn, given)
+    with torch.autocast(device, HALF):
+        got, _ = run(causal_conv1d_fn, given, ways)
+        same, _ = run(mirror, given, ways)
+    assert all(torch.equal(got[name], plain[name]) for name in plain) and got["out"].dtype == dtype
+    assert_close(same, plain, rtol=1e-3, atol=1e-3 if dtype == HALF else 1e-5)
+
+
+GOOD = inputs(replace(EVERYTHING, seqlen=6), "cpu")
+
+
+@pytest.mark.parametrize(
+    "argument, bad, kind, came, accepted",
+    [
+        ("x", [1.0], TypeError, "list", "a tensor (batch, dim, seqlen)"),
+        ("x", torch.zeros(20, 6), ValueError, "(20, 6)", "(batch, dim, seqlen)"),
+        ("x", torch.zeros(2, 20, 0), ValueError, "(2, 20, 0)", "no size 0"),
+        ("x", torch.zeros(2, 20, 6, dtype=torch.int32), TypeError, "torch.int32", "torch.float32"),
+        ("weight", None, TypeError, "NoneType", "a tensor of shape (20, 4)"),
+        ("weight", torch.zeros(20, 5), ValueError, "a width of 5", "2, 3 or 4"),
+        ("weight", torch.zeros(20, 1, 4), ValueError, "(20, 1, 4)", "(20, 4)"),
+        ("weight", torch.zeros(21, 4), ValueError, "(21, 4)", "(20, 4) to go with x (2, 20, 6)"),
+        ("weight", torch.zeros(20, 4, dtype=torch.int64), TypeError, "torch.int64", "torch.float32"),
+        ("bias", torch.zeros(1, 20), ValueError, "(1, 20)", "(20,)"),
+        ("bias", 1.0, TypeError, "float", "a tensor of shape (20,)"),
+        ("bias", torch.zeros(20, device="meta"), ValueError, "meta", "the device of x"),
+        ("seq_idx", torch.zeros(2, 7, dtype=torch.int32), ValueError, "(2, 7)", "(2, 6)"),
+        ("seq_idx", torch.zeros(2, 6), TypeError, "torch.float32", "torch.int32, torch.int64"),
+        ("initial_states", torch.zeros(2, 20, 4), ValueError, "(2, 20, 4)", "(2, 20, 3)"),
+        ("return_final_states", 1, TypeError, "1", "True or False"),
+        ("return_final_states", True, ValueError, "True with seq_idx", "False"),
+        ("final_states_out", torch.zeros(2, 3, 20), ValueError, "(2, 3, 20)", "(2, 20, 3)"),
+        ("activation", "gelu", ValueError, "'gelu'", "'silu'"),
+        ("activation", True, ValueError, "True", "None, 'silu' or 'swish'"),
+    ],
+    ids=lambda v: str(tuple(v.shape)) if isinstance(v, torch.Tensor) else getattr(v, "__name__", str(v)),
+)
+def test_bad_arguments(argument, bad, kind, came, accepted, device):
+    good = {name: t.to(device) if isinstance(t, torch.Tensor) else t for name, t in GOOD.items()}
+    if argument == "final_states_out":
+        good |= {"return_final_states": True, "seq_idx": None}
+    bad = bad.to(device) if isinstance(bad, torch.Tensor) and not bad.is_meta else bad
+    assert_refused(causal_conv1d_fn, good | {argument: bad}, argument, kind, came, accepted)
+
+
+@pytest.mark.skipif(GPU, reason="nothing is interpreted here")
+@pytest.mark.parametrize("name", LEAVES)
+def test_bf16_is_refused_by_the_interpreter(name):
+    given = GOOD | {name: GOOD[name].bfloat16()}
+    assert_refused(causal_conv1d_fn, given, name, TypeError, "torch.bfloat16", "TRITON_INTERPRET=1")
+
+
+def assert_refused(function, given, argument, kind, came, accepted):
+    with pytest.raises(kind) as refused:
+        function(**given)
+    text = str(refused.value)
+    assert text.startswith(f"{argument}: got ") and came in text.split("expected")[0] and accepted in text.split("expected")[1]
