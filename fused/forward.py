@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ssd import hopper
+from ssd.hopper_backward import worth_keeping
 from ssd.kernels.bmm_chunk import bmm_chunk
 from ssd.kernels.chunk_cumsum import chunk_cumsum
 from ssd.kernels.chunk_state import chunk_state, varlen_states
@@ -24,14 +25,15 @@ def forward(i: SSDInputs, options: Options, save: bool) -> tuple[Tensor, Tensor,
     """Returns out (shape and dtype of x), final_states (batch, nheads, headdim, dstate) fp32, and, if `save`, what a backward
     needs.
     """
+    keep = save and options.save_states and states_every(i, options) is not None
     if hopper.can_run(_cannot_run_hopper(i, options), "fused"):
-        return hopper.two_level(i, options, save)
-    return _plain(i, options, save)
+        return hopper.two_level(i, options, keep)
+    return _plain(i, options, save, keep)
 
 
-def states_every(i: SSDInputs, options: Options) -> int:
+def states_every(i: SSDInputs, options: Options) -> int | None:
     """As `Variant.states_every`."""
-    return i.chunk_size if _cannot_run_hopper(i, options) else SUB_CHUNK
+    return worth_keeping(i, options, i.chunk_size if _cannot_run_hopper(i, options) else SUB_CHUNK)
 
 
 def _cannot_run_hopper(i: SSDInputs, options: Options) -> str | None:
@@ -40,7 +42,7 @@ def _cannot_run_hopper(i: SSDInputs, options: Options) -> str | None:
     return hopper.cannot_run(i, options, by_chunk=True)
 
 
-def _plain(i: SSDInputs, options: Options, save: bool) -> tuple[Tensor, Tensor, SSDSaved]:
+def _plain(i: SSDInputs, options: Options, save: bool, keep: bool) -> tuple[Tensor, Tensor, SSDSaved]:
     """In plain Triton, on any GPU."""
     # what the scan's products span: sub-chunks, or whole chunks
     spans = replace(i, chunk_size=pick("two_level_scan", i)["BLOCK_M"]) if options.two_level else i
@@ -58,5 +60,4 @@ def _plain(i: SSDInputs, options: Options, save: bool) -> tuple[Tensor, Tensor, 
         scan = two_level_scan if options.two_level else block_scan
         out, y = scan(i, CB, *steps, prev_states, options, save)
         ends = None if i.cu_seqlens is None else varlen_states(i, *by_chunk, prev_states, options)
-    kept = prev_states if save and options.save_states else None
-    return out, final_states, SSDSaved(i, options, y, ends, kept)
+    return out, final_states, SSDSaved(i, options, y, ends, prev_states if keep else None)

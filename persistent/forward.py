@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ssd import hopper
+from ssd.hopper_backward import worth_keeping
 from ssd.kernels.arguments import cdiv
 from ssd.kernels.bmm_chunk import bmm_chunk
 from ssd.kernels.chunk_cumsum import chunk_cumsum
@@ -25,39 +26,38 @@ def forward(inputs: SSDInputs, options: Options, save: bool) -> tuple[Tensor, Te
     """Returns out (shape and dtype of x), final_states (batch, nheads, headdim, dstate) fp32, and, if `save`, what a backward
     needs.
     """
-    by_chunk = (save and options.save_states) or not options.stationary
-    if not hopper.can_run(hopper.cannot_run(inputs, options, by_chunk), "persistent"):
-        return _plain(inputs, options, save)
+    keep = save and options.save_states and states_every(inputs, options) is not None
+    if not hopper.can_run(hopper.cannot_run(inputs, options, by_chunk=keep or not options.stationary), "persistent"):
+        return _plain(inputs, options, save, keep)
     if options.stationary:
-        return hopper.stationary(inputs, options, save)
-    return hopper.two_level(inputs, options, save, blocks=device_of(inputs).sms)
+        return hopper.stationary(inputs, options, keep)
+    return hopper.two_level(inputs, options, keep, blocks=device_of(inputs).sms)
 
 
-def states_every(inputs: SSDInputs, options: Options) -> int:
+def states_every(inputs: SSDInputs, options: Options) -> int | None:
     """As `Variant.states_every`."""
-    return inputs.chunk_size if hopper.cannot_run(inputs, options, by_chunk=True) else SUB_CHUNK
+    every = inputs.chunk_size if hopper.cannot_run(inputs, options, by_chunk=True) else SUB_CHUNK
+    return worth_keeping(inputs, options, every)
 
 
-def _plain(i: SSDInputs, options: Options, save: bool) -> tuple[Tensor, Tensor, SSDSaved]:
+def _plain(i: SSDInputs, options: Options, save: bool, keep: bool) -> tuple[Tensor, Tensor, SSDSaved]:
     """In plain Triton, on any GPU."""
     scan = _stationary if options.stationary else _chunk_by_chunk
     with torch.cuda.device_of(i.x):
-        out, y, final_states, prev_states = scan(i, options, save)
+        out, y, final_states, prev_states = scan(i, options, save, keep)
         ends = None if i.cu_seqlens is None else varlen_states(i, *chunk_cumsum(i), prev_states, options)
-    kept = prev_states if save and options.save_states else None
-    return out, final_states, SSDSaved(i, options, y, ends, kept)
+    return out, final_states, SSDSaved(i, options, y, ends, prev_states if keep else None)
 
 
-def _stationary(i: SSDInputs, options: Options, save: bool) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+def _stationary(i: SSDInputs, options: Options, save: bool, keep: bool) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
     steps, CB = _sub_chunks(i, "stationary_scan", options)
     cut, ends = _schedule(i, options), (None, None)
     if cut.nsegments > 1:
         ends = run_states(i, *steps, cut.piece, cut.npieces, options)
-    keep = (save and options.save_states) or i.cu_seqlens is not None
-    return stationary_scan(i, CB, *steps, *ends, cut, options, save, keep)
+    return stationary_scan(i, CB, *steps, *ends, cut, options, save, keep or i.cu_seqlens is not None)
 
 
-def _chunk_by_chunk(i: SSDInputs, options: Options, save: bool) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+def _chunk_by_chunk(i: SSDInputs, options: Options, save: bool, keep: bool) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
     steps, CB = _sub_chunks(i, "persistent_scan", options)
     prev_states, final_states = chunk_states(i, *steps, options)
     out, y = persistent_scan(i, CB, *steps, prev_states, options, save)

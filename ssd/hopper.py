@@ -1,4 +1,5 @@
-"""The forward on Hopper, which `fused` and `persistent` take where the inputs allow: launches of the Gluon kernels in order.
+"""The forward on Hopper, which `fused` and `persistent` take where the inputs allow, and what `hopper_backward` shares with it.
+Launches of the Gluon kernels in order:
 
     stationary: chunk_cumsum, hopper_states of the pieces where sequences are cut, hopper_scan of whole sequences.
     two_level:  chunk_cumsum, hopper_states of the pieces where sequences are cut, hopper_states of every chunk, and
@@ -8,6 +9,7 @@
 from __future__ import annotations
 
 import logging
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 
@@ -67,15 +69,15 @@ def _say_plain(variant: str, reason: str) -> None:
     logging.getLogger("ssd").info("variant %r runs its plain Triton kernels, not those for Hopper: %s", variant, reason)
 
 
-def stationary(inputs: SSDInputs, options: Options, save: bool) -> tuple[Tensor, Tensor, SSDSaved]:
-    """As `Variant.forward`: one block walks two heads through a whole sequence, or through what `deal` cuts of it."""
+def stationary(inputs: SSDInputs, options: Options, keep: bool) -> tuple[Tensor, Tensor, SSDSaved]:
+    """As `Variant.forward`, keeping states or not: a block walks two heads through a sequence, or what `deal` cuts of it."""
     from .kernels.hopper_scan import hopper_scan
 
     with torch.cuda.device_of(inputs.x):
         call = _Call.of(inputs)
         final_states = call.new_states(())
         prev_states = None
-        if save and options.save_states:
+        if keep:
             prev_states = call.new_states((call.nsub,), inputs.states_dtype)
         runs, *entering = call.entering(options)
         hopper_scan(inputs, *call.descriptors, *call.steps, runs, call.initial_states, *entering, final_states,
@@ -83,23 +85,22 @@ def stationary(inputs: SSDInputs, options: Options, save: bool) -> tuple[Tensor,
     return call.out, final_states, SSDSaved(inputs, options, None, None, prev_states)
 
 
-def two_level(inputs: SSDInputs, options: Options, save: bool, blocks: int | None = None) -> tuple[Tensor, Tensor, SSDSaved]:
-    """As `Variant.forward`: a block walks two heads through one chunk; with `blocks`, so many take the chunks in turn."""
+def two_level(inputs: SSDInputs, options: Options, keep: bool, blocks: int | None = None) -> tuple[Tensor, Tensor, SSDSaved]:
+    """As `Variant.forward`, keeping states or not: a block walks two heads through a chunk; `blocks`: so many take turns."""
     from .kernels.hopper_scan import hopper_scan
     from .kernels.hopper_states import all_states
 
     i = inputs
     with torch.cuda.device_of(i.x):
         call = _Call.of(i)
-        save = save and options.save_states
-        every = BLOCK_M if save else i.chunk_size  # tokens between the states that are kept; the scan starts from some of them
+        every = BLOCK_M if keep else i.chunk_size  # tokens between the states that are kept; the scan starts from some of them
         final_states, prev_states = call.new_states(()), call.new_states((cdiv(i.seqlen, every),), i.states_dtype)
         runs, *entering = call.entering(options)
         all_states(i, call.descriptors[:2], describe_states(prev_states), *call.steps, runs, call.initial_states, *entering,
                    final_states, i.batch, every)
         each = _chunk_runs(i.batch, i.nheads // 2, call.nsub, i.chunk_size // BLOCK_M, blocks, i.x.device)
         hopper_scan(i, *call.descriptors, *call.steps, each, starts=prev_states, every=every)
-    return call.out, final_states, SSDSaved(inputs, options, None, None, prev_states if save else None)
+    return call.out, final_states, SSDSaved(inputs, options, None, None, prev_states if keep else None)
 
 
 @dataclass(frozen=True)
@@ -207,6 +208,16 @@ def _chunk_runs(batch: int, pairs: int, nsub: int, every: int, blocks: int | Non
 
 
 def _table(blocks: tuple[tuple[Run, ...], ...], device: torch.device) -> Tensor:
+    """(blocks, nruns, 6) int32 on the device.
+
+    Raises:
+        RuntimeError: a CUDA graph is being captured, whose memory is not for tables that outlive it.
+    """
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("the first call of these sizes came inside a CUDA-graph capture; call once before it, to warm up")
     longest = max(map(len, blocks))
     empty = (0,) * RUN_FIELDS
-    return torch.tensor([[*runs, *[empty] * (longest - len(runs))] for runs in blocks], dtype=torch.int32, device=device)
+    rows = [[*runs, *[empty] * (longest - len(runs))] for runs in blocks]
+    # Another thread: what this one allocates may go to a graph's pool, as while torch.compile warms up for a graph.
+    with ThreadPoolExecutor(1) as elsewhere:
+        return elsewhere.submit(torch.tensor, rows, dtype=torch.int32, device=device).result()

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from . import hopper
 from .hopper import BLOCK_M, dealt, describable, describe, describe_states, is_describable
-from .kernels.arguments import cdiv
+from .kernels.arguments import cdiv, fits_tiles
 from .kernels.chunk_cumsum import chunk_cumsum
 from .kernels.chunk_cumsum_bwd import chunk_cumsum_bwd
 from .kernels.chunk_scan_dz import chunk_scan_dz
@@ -27,15 +27,28 @@ _TILE, _PART = 1.5, 3.5
 
 def can_run(i: SSDInputs, options: Options) -> bool:
     """Whether these kernels take the inputs; that they do not is said to the logger, once for each reason."""
-    return hopper.can_run(hopper.cannot_run(replace(i, z=None), options, by_chunk=False), "fused and persistent (backward)")
+    return hopper.can_run(_cannot_run(i, options), "fused and persistent (backward)")
+
+
+def worth_keeping(i: SSDInputs, options: Options, every: int) -> int | None:
+    """As `Variant.states_every`, of a forward that can keep a state every so many tokens: None if the backward here would run
+    and not read them. The other backwards read what there is.
+    """
+    here = options.fuse_backward and _cannot_run(i, options) is None
+    return every if _reads(i, every) or not here else None
+
+
+def _cannot_run(i: SSDInputs, options: Options) -> str | None:
+    return hopper.cannot_run(replace(i, z=None), options, by_chunk=False)
 
 
 def backward(saved: SSDSaved, dout: Tensor, dfinal_states: Tensor | None, into: SSDGrads) -> SSDGrads:
-    """As `Variant.backward`. States that the forward kept are read if there is one for each sub-chunk, in the dtype of x."""
+    """As `Variant.backward`."""
     from .kernels.hopper_group import hopper_group
 
     i = saved.inputs
     with torch.cuda.device_of(i.x):
+        dout = dout if fits_tiles(dout) else dout.contiguous()
         dz, dy = (None, dout) if i.z is None else chunk_scan_dz(i, dout, saved.y, into.dz)
         spans = replace(i, chunk_size=BLOCK_M)
         dt, dA_cumsum = chunk_cumsum(spans)
@@ -67,24 +80,29 @@ def _states(saved: SSDSaved, tokens: tuple, dt: Tensor, dA_cumsum: Tensor,
     from .kernels.hopper_states import all_states, piece_states
 
     i, nsub, kept = saved.inputs, dt.shape[2], saved.prev_states
-    reads = kept is not None and kept.dtype == i.x.dtype and saved.states_every == BLOCK_M
+    reads = kept is not None and _reads(i, saved.states_every)
     forwards = 0 if reads else i.batch  # rows of walks; those after them are of gradients
     rows = forwards + i.batch
     given = (dfinal_states,) if reads else (i.initial_states, dfinal_states)
     starts = _starts(i, given)
-    ends = None if i.initial_states is None else torch.empty(rows, *i.initial_states.shape[1:], device=dt.device)
+    finals = None if i.initial_states is None else dt.new_empty(rows, *i.initial_states.shape[1:])
     states = torch.empty(rows, nsub, i.nheads, i.headdim, i.dstate, device=dt.device, dtype=i.x.dtype)
     runs, piece_runs, npieces = dealt(rows, i.nheads // 2, nsub, saved.options.segments, i.x.device)
     pieces = piece_states(i, tokens, dt, dA_cumsum, npieces, piece_runs, forwards) if npieces else (None, None)
-    all_states(i, tokens, describe_states(states), dt, dA_cumsum, runs, starts, *pieces, ends, forwards, BLOCK_M)
-    return kept if reads else states[:forwards], states[forwards:], None if ends is None else ends[forwards:]
+    all_states(i, tokens, describe_states(states), dt, dA_cumsum, runs, starts, *pieces, finals, forwards, BLOCK_M)
+    return kept if reads else states[:forwards], states[forwards:], None if finals is None else finals[forwards:]
+
+
+def _reads(i: SSDInputs, every: int) -> bool:
+    """Whether states that a forward kept every so many tokens are of use: one for each sub-chunk, in the dtype of x."""
+    return every == BLOCK_M and i.states_dtype == i.x.dtype
 
 
 def _starts(i: SSDInputs, given: tuple[Tensor | None, ...]) -> Tensor | None:
     """Where walks begin, (rows, nheads, headdim, dstate) fp32, those not given at zero; None if none is."""
     if all(t is None for t in given):
         return None
-    starts = torch.zeros(len(given), i.batch, i.nheads, i.headdim, i.dstate, device=i.x.device)
+    starts = torch.zeros(len(given), i.batch, i.nheads, i.headdim, i.dstate, device=i.x.device, dtype=torch.float32)
     for start, states in zip(starts, given, strict=True):
         if states is not None:
             start.copy_(states)

@@ -1,4 +1,4 @@
-"""hopper_group, equations (18), (19), (21), (22), (24), (30) to (32): a group's gradients of one sub-chunk, in Gluon, for Hopper.
+"""hopper_group, equations (18), (19), (21), (22), (24), (30) to (32): a group's gradients of a sub-chunk, in Gluon, for Hopper.
 
 A block takes tiles, a sub-chunk of 64 tokens of one group each, or of a split of its heads, and meets their heads in order.
 Sums over heads stay in registers. A role for each warpgroup, the last two one warp each; rows are tokens i or j:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ssd import hopper, hopper_backward
+from ssd import hopper, hopper_backward, ssd_chunk_scan
 from ssd.registry import get_variant
 from ssd.types import Options, SSDGrads
 from tests.errors import assert_all_accurate, assert_forward_right, assert_right, cotangents, results, truths
@@ -19,6 +19,7 @@ SHAPES = {
     "one token": replace(SHAPE, seqlen=1),
     "cut": replace(SHAPE, batch=1, seqlen=4096 + 63, ngroups=1),
     "whole rounds": Shape(3, 520, 192, 64, 1, 128, 256),
+    "pairs of heads": Shape(2, 4090, 16, 64, 8, 128, 128),
     "whole rounds and cut": Shape(3, 776, 192, 64, 1, 128, 256),
     "dstate 64": replace(SHAPE, dstate=64, chunk_size=64),
 }
@@ -30,6 +31,7 @@ CASES = {
 }
 GRADIENTS = {
     "plain": Case(),
+    "start": Case(D="h", dt_bias=True, dt_softplus=True, initial_states=True),
     "everything": Case(D="h", dt_bias=True, dt_softplus=True, initial_states=True, z=True, packed=True, dt_limit=(0.02, 0.08)),
     "strong_decay": CASES["strong_decay"],
 }
@@ -75,25 +77,93 @@ def test_same_bits_twice_and_saved_or_not(way):
 @pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize("case", GRADIENTS)
 @pytest.mark.parametrize(("shape", "dtype"), [
-    *((shape, torch.bfloat16) for shape in ("ragged", "one token", "cut", "whole rounds", "dstate 64")),
+    *((shape, torch.bfloat16) for shape in ("ragged", "one token", "cut", "whole rounds", "pairs of heads", "dstate 64")),
     ("ragged", torch.float16)], ids=str)
 @pytest.mark.parametrize("options", (Options(), Options(save_states=False)), ids=("saved", "recomputed"))
 def test_gradients(options, shape, case, dtype):
-    inputs = random_inputs(SHAPES[shape], GRADIENTS[case], dtype, "cuda")
+    """"pairs of heads": more tiles than three rounds of blocks, of fewer heads than there are stages."""
+    inputs, variant = random_inputs(SHAPES[shape], GRADIENTS[case], dtype, "cuda"), get_variant("persistent")
     assert hopper_backward.can_run(inputs, options)
+    kept = variant.forward(inputs, options, True)[2].prev_states
+    assert (kept is not None) == (options.save_states and case in ("plain", "start"))
     ways = cotangents(inputs)
-    got = results(get_variant("persistent"), inputs, *ways, options)
-    assert_all_accurate(got, truths(inputs, *ways), inputs, *ways)
+    assert_all_accurate(results(variant, inputs, *ways, options), truths(inputs, *ways), inputs, *ways)
+
+
+@needs_hopper
+@pytest.mark.parametrize("variant", ("fused", "persistent"))
+@pytest.mark.parametrize("gradient", ("dout", "dfinal_states"))
+def test_one_gradient_alone(gradient, variant):
+    inputs = random_inputs(SHAPE, GRADIENTS["start"], torch.bfloat16, "cuda")
+    dout, dfinal_states = cotangents(inputs)
+    ways = (dout, None) if gradient == "dout" else (torch.zeros_like(dout), dfinal_states)
+    assert_all_accurate(results(get_variant(variant), inputs, *ways), truths(inputs, *ways), inputs, *ways)
+
+
+@needs_hopper
+def test_steps_of_zero():
+    """Their logarithm, in which masks are made, is -inf."""
+    inputs = random_inputs(SHAPE, Case(D="h"), torch.bfloat16, "cuda")
+    dt = inputs.dt.clone()
+    dt[:, ::3] = -1
+    assert_right(get_variant("persistent"), replace(inputs, dt=dt))
+
+
+@needs_hopper
+@pytest.mark.parametrize("mode", (None, "reduce-overhead"))
+@pytest.mark.parametrize("variant", ("fused", "persistent"))
+def test_compiled(variant, mode):
+    """The op's fake form says what these kernels return, and a graph of torch.compile's making survives its warm-up."""
+    i = random_inputs(replace(SHAPE, seqlen=900), GRADIENTS["start"], torch.bfloat16, "cuda")
+
+    def scan(x, dt, B, C):
+        out = ssd_chunk_scan(x, dt, i.A, B, C, i.chunk_size, D=i.D, dt_bias=i.dt_bias, initial_states=i.initial_states,
+                             dt_softplus=True, variant=variant)
+        return torch.autograd.grad(out.float().square().sum(), (x, dt, B, C))
+
+    def leaves():
+        return [t.detach().clone().requires_grad_() for t in (i.x, i.dt, i.B, i.C)]
+
+    expected = scan(*leaves())
+    compiled = torch.compile(lambda *tensors: ssd_chunk_scan(
+        *tensors[:2], i.A, *tensors[2:], i.chunk_size, D=i.D, dt_bias=i.dt_bias, initial_states=i.initial_states,
+        dt_softplus=True, variant=variant), fullgraph=True, mode=mode)
+    for _ in range(4):
+        tensors = leaves()
+        compiled(*tensors).float().square().sum().backward()
+        assert all(torch.equal(t.grad, wanted) for t, wanted in zip(tensors, expected, strict=True))
+
+
+@needs_hopper
+def test_first_call_inside_a_capture_is_refused():
+    inputs = random_inputs(replace(SHAPE, seqlen=1234), Case(), torch.bfloat16, "cuda")
+    with pytest.raises(RuntimeError, match="capture"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        get_variant("persistent").forward(inputs, Options(), False)
+
+
+@needs_hopper
+def test_any_default_dtype():
+    inputs = random_inputs(SHAPE, GRADIENTS["start"], torch.bfloat16, "cuda")
+    ways, variant = cotangents(inputs), get_variant("persistent")
+    expected = results(variant, inputs, *ways)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        got = results(variant, inputs, *ways)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(torch.equal(got[name], expected[name]) and got[name].dtype == expected[name].dtype for name in expected)
 
 
 @needs_hopper
 @pytest.mark.parametrize("options", (Options(), Options(save_states=False)), ids=("saved", "recomputed"))
 def test_gradients_are_the_same_bits(options):
     """In every run, and where they are asked to be."""
-    inputs = random_inputs(replace(SHAPES["cut"], batch=2), GRADIENTS["everything"], torch.bfloat16, "cuda")
+    inputs = random_inputs(replace(SHAPES["cut"], batch=2), GRADIENTS["start"], torch.bfloat16, "cuda")
     ways, variant = cotangents(inputs), get_variant("persistent")
-    first, again = (results(variant, inputs, *ways, options) for _ in range(2))
-    assert all(torch.equal(first[name], again[name]) for name in first)
+    first = results(variant, inputs, *ways, options)
+    for _ in range(20):
+        again = results(variant, inputs, *ways, options)
+        assert all(torch.equal(first[name], again[name]) for name in first)
     fresh = {name: torch.empty_like(first[name]) for name in ("dx", "dB", "dC", "dinitial_states")}
     into = {name: t.new_empty(*t.shape[:-1], 2 * t.shape[-1])[..., ::2] for name, t in fresh.items()}
     for where in (fresh, into):
