@@ -33,7 +33,7 @@ def _config(family: str, groups: int) -> tuple[str, dict]:
         "zamba2": ("Zamba2", {
             **_ATTENTION, "mamba_expand": 2, "n_mamba_heads": 8, "mamba_headdim": 8, "mamba_d_state": 16,
             "mamba_ngroups": groups, "chunk_size": 8, "num_hidden_layers": 2, "layers_block_type": ["mamba", "hybrid"],
-            "num_mem_blocks": 1, "adapter_rank": 4}),
+            "num_mem_blocks": 1, "adapter_rank": 4, "use_mem_rope": True}),
     }[family]
 
 
