@@ -16,9 +16,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ... import tuning
-from ...device import sigmoid
 from ...kernels.arguments import cdiv
 from ...kernels.launch import launch
+from .conv1d import sigmoid
 
 WIDEST_GROUP = 32768  # channels: 32 for each thread of the largest block
 _PER_WARP = 512  # elements of a tile: 16 for each thread
@@ -105,7 +105,8 @@ def gated_norm_bwd_kernel(dout, dout_stride, x, x_stride, z, z_stride, weight, b
         if z is not None:
             z_i = load_rows(z, z_stride, offs_m, channels, inside, UNIT)
             s = sigmoid(z_i)
-            gate, slope = z_i * s, s * (1 + z_i * (1 - s))
+            gate = z_i * s
+            slope = s + gate * (1 - s)
         if z is not None and not NORM_BEFORE_GATE:
             slope *= v
             v *= gate

@@ -1,0 +1,98 @@
+"""The gated RMSNorm and the state update compile for GPUs that are not here, fit them, and load 16 bytes at a time."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from ssd.block.kernels.gated_norm import gated_norm, gated_norm_bwd
+from ssd.block.kernels.state_update import state_update
+from tests.block import test_gated_norm, test_state_update
+
+ROOT = Path(__file__).parents[2]
+NORMS = {  # name: width, group_size, dtype, gate, bias, chips. z is a slice of rows longer by a multiple of 8 alone
+    "8b": (8192, 1024, torch.bfloat16, "before", False, (80, 90)),
+    "8b, gate first": (8192, 1024, torch.bfloat16, "after", False, (90,)),
+    "one group": (8192, 8192, torch.bfloat16, "before", False, (90,)),
+    "odd": (640, 80, torch.bfloat16, "before", True, (80, 90)),
+    "fp32": (8192, 1024, torch.float32, "before", False, (90,)),
+}
+TIED = test_state_update.TIED
+UPDATES = {  # name: sizes, tied, indexed, state_dtype, chips
+    "Mamba-2": ((4, 128, 8, 64, 128), TIED, True, torch.float32, (80, 90)),
+    "Mamba-1": ((4, 1, 1, 4096, 16), (), False, torch.bfloat16, (80, 90)),
+    "large": ((4, 24, 1, 64, 256), TIED, False, torch.bfloat16, (90,)),
+}
+SHARED = {80: 166_912, 90: 232_448}  # bytes of shared memory that one block may ask for
+REGISTERS = 65536  # of an SM
+
+
+def compile_norm(width, group_size, dtype, gate, bias):
+    x, weight, bias, z = test_gated_norm.inputs((300,), width, gate, bias, dtype, "cpu")
+    z = test_gated_norm.strided(z, "packed+8")
+    out, rstd = gated_norm(x, weight, bias, z, 1e-5, group_size, gate != "after")
+    gated_norm_bwd(out, x, weight, bias, z, rstd, group_size, gate != "after")
+
+
+def compile_update(sizes, tied, indexed, state_dtype):
+    state_update(*test_state_update.inputs(sizes, tied=tied, indexed=indexed, dtype=torch.bfloat16,
+                                           state_dtype=state_dtype).values())
+
+
+def main():
+    from tests.compile_kernels import _resources, compiling, use_installed_tools
+
+    use_installed_tools()
+    rows = []
+    for compile_one, cases in ((compile_norm, NORMS), (compile_update, UPDATES)):
+        for name, (*case, chips) in cases.items():
+            for arch in chips:
+                with compiling(arch) as found:
+                    compile_one(*case)
+                for kernel in found.values():
+                    registers, spills = _resources(kernel.kernel)
+                    counted = {what: kernel.asm["ptx"].count(what) for what in
+                               ("ld.global.", "ld.global.v4", "st.global.v4", "cp.async.cg", "ex2.approx")}
+                    rows.append({"arch": arch, "case": name, "kernel": kernel.name, "warps": kernel.metadata.num_warps,
+                                 "registers": registers, "spills": spills, "shared": kernel.metadata.shared, **counted})
+    print(json.dumps(rows))
+
+
+def compiled():
+    """What `main` prints, from a process of its own: this one may interpret kernels."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-m", __name__], env=environment, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_kernels_fit_and_load_wide():
+    """Nothing is spilled, and what runs side by side finds its registers and shared memory."""
+    found = compiled()
+    for row in found:
+        assert not row["spills"], row
+        assert row["shared"] <= SHARED[row["arch"]], row
+    rows = {kernel: [row for row in found if row["kernel"] == f"{kernel}_kernel"]
+            for kernel in ("gated_norm", "gated_norm_bwd", "state_update")}
+    assert list(map(len, rows.values())) == [7, 7, 5]
+
+    for row in rows["gated_norm"] + rows["gated_norm_bwd"]:
+        assert row["ld.global."] == row["ld.global.v4"] > 0 or row["case"] == "odd", row
+    for row in rows["gated_norm_bwd"]:
+        side_by_side = 16 // row["warps"]  # programs on an SM, as the launcher counts on
+        assert row["registers"] * 32 * row["warps"] * side_by_side <= REGISTERS, row
+        assert row["shared"] * side_by_side <= SHARED[row["arch"]], row
+        assert row["cp.async.cg"] >= 9, f"{row}: dout, x and z of the next tiles are not under way"
+
+    for row in rows["state_update"]:
+        _, tied, _, state_dtype, _ = UPDATES[row["case"]]
+        assert row["registers"] <= 64, row  # eight programs of four warps on an SM
+        assert row["ld.global.v4"] >= row["st.global.v4"] == state_dtype.itemsize, row  # 16 elements of the state a thread
+        assert (row["ex2.approx"] < 16) == bool(tied), row  # one exponential for a head, or one for each element
+
+
+if __name__ == "__main__":
+    main()
