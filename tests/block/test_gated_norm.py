@@ -5,6 +5,7 @@ import torch
 from torch.testing import assert_close
 
 from ssd import tuning
+from ssd.block import gated_norm as module
 from ssd.block.gated_norm import RMSNormGated, _as_rows, rms_norm_gated, torch_form
 from ssd.block.kernels import gated_norm as kernels
 from tests.errors import Error, error, rounding
@@ -166,6 +167,18 @@ def test_torch_form(gate):
         return rms_norm_gated(x, weight, bias, z, *settings)
 
     assert torch.autograd.gradcheck(call, leaves) and torch.autograd.gradgradcheck(call, leaves)
+
+
+def test_without_an_interpreter(monkeypatch):
+    """CPU tensors, bf16 among them, take the torch form: by itself, and traced."""
+    monkeypatch.setattr(module, "_INTERPRETED", False)
+    monkeypatch.setattr(kernels, "launch", lambda *args, **config: pytest.fail("a kernel was launched"))
+    tensors = inputs((2, 3), 24, "before", True, torch.bfloat16, "cpu")
+    expected, dout = run(torch_form, tensors, 8, "before")
+    torch._dynamo.reset()
+    for function in (rms_norm_gated, torch.compile(rms_norm_gated, fullgraph=True, backend="aot_eager")):
+        got, _ = run(function, tensors, 8, "before", dout=dout)
+        assert all(torch.equal(got[name], expected[name]) for name in expected)
 
 
 def test_module(device):

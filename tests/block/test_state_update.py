@@ -5,6 +5,7 @@ import torch
 from torch.testing import assert_close
 
 from ssd import reference, ssd_chunk_scan
+from ssd.block import state_update as module
 from ssd.block.kernels.state_update import state_update
 from ssd.block.state_update import selective_state_update, torch_form
 from tests.errors import Error, error, rounding
@@ -122,6 +123,16 @@ def test_torch_form(tied):
     """What CPU tensors and fp64 take: the definition, in fp64."""
     given = inputs(tied=tied, indexed=True, dtype=torch.float64, state_dtype=torch.float64)
     assert_close(run(given), definition(**given), rtol=1e-13, atol=1e-13)
+
+
+def test_without_an_interpreter(monkeypatch):
+    """CPU tensors, bf16 among them, take the torch form: by itself, and traced."""
+    monkeypatch.setattr(module, "_INTERPRETED", False)
+    monkeypatch.setattr(module, "state_update", lambda *args: pytest.fail("the kernel was launched"))
+    given = inputs(indexed=True, dtype=torch.bfloat16)
+    torch._dynamo.reset()
+    for function in (selective_state_update, torch.compile(selective_state_update, fullgraph=True, backend="aot_eager")):
+        assert all(torch.equal(a, b) for a, b in zip(run(given, function), run(given, torch_form), strict=True))
 
 
 @pytest.mark.parametrize("tied", ((), TIED), ids=("", "tied"))
