@@ -32,7 +32,8 @@ def patch_mamba_ssm(variant: str = "auto") -> Patch:
 
     mamba_ssm need not have been built with CUDA: `selective_scan_cuda`, which only Mamba-1 calls, may be absent, and so may
     causal_conv1d. `with patch_mamba_ssm():` undoes it at the end of the block; as a plain call it lasts until `.undo()`.
-    Patches nest: the newest one's variant runs. mamba_ssm is imported, and stays so.
+    Patches nest: the newest one's variant runs. mamba_ssm is imported; what could not be without the patch is out of
+    `sys.modules` while none is in force, and the same modules come back with the next, with the models built from them.
 
     Modules of mamba_ssm, causal_conv1d, Megatron-LM and fla are patched whenever they were imported. A name that another
     module took by `from mamba_ssm... import` before the patch is upstream's, and one that it took under it remains ours.
@@ -52,6 +53,9 @@ def _install(undo: ExitStack) -> None:
     check_version("mamba_ssm", FIRST, LAST)
     if _CUDA not in sys.modules and find_spec(_CUDA) is None:
         put(undo, sys.modules, _CUDA, _absent_extension())
+        if "mamba_ssm" not in sys.modules:
+            sys.modules.update(_aside)
+            undo.callback(_put_aside)
     _import_whole("mamba_ssm")
     import_module("ssd.interop.mamba_ssm")  # the variant "mamba_ssm" must find upstream's functions
     upstream = {name: getattr(import_module(source), name) for source, names in _SOURCES.items() for name in names}
@@ -63,6 +67,12 @@ def _install(undo: ExitStack) -> None:
             upstream[name] = mamba2[name]
     undo.callback(_replace, [(_FUNCTIONS[name], function) for name, function in upstream.items()])
     _replace([(function, _FUNCTIONS[name]) for name, function in upstream.items()])
+
+
+def _put_aside() -> None:
+    """As long as mamba_ssm is loaded, transformers takes its kernels, for the CPU too, where they do not run."""
+    for name in [name for name in sys.modules if name.split(".")[0] == "mamba_ssm"]:
+        _aside[name] = sys.modules.pop(name)
 
 
 def _import_whole(package: str) -> None:
@@ -105,5 +115,6 @@ def _absent_extension() -> ModuleType:
     return module
 
 
+_aside: dict[str, ModuleType] = {}
 _LIBRARY = Library("mamba_ssm", _install)
 _FUNCTIONS = functions(lambda: _LIBRARY.variant)

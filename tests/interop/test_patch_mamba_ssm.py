@@ -49,6 +49,7 @@ def files(tmp_path, monkeypatch):
     aside = {name: sys.modules.pop(name) for name in loaded()}
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(patch, "find_spec", lambda name: None)  # a CUDA extension that is installed is not this package's
+    monkeypatch.setattr(patch, "_aside", {})
     yield tmp_path
     for name in loaded():
         del sys.modules[name]
@@ -66,13 +67,14 @@ CONVS = ("causal_conv1d_fn", "causal_conv1d_update")
 
 def test_functions_are_replaced_wherever_they_are(files):
     with ssd.patch_mamba_ssm():
-        mamba2 = named("mamba_ssm.modules.mamba2")
+        mamba2, simple = named("mamba_ssm.modules.mamba2"), named("mamba_ssm.modules.mamba2_simple")  # one imported only now
+        scans = named("mamba_ssm.ops.triton.ssd_combined")
         assert all(mamba2[name] is OURS[name] for name in OURS)
-        assert all(named("mamba_ssm.modules.mamba2_simple")[name] is OURS[name] for name in SCANS)  # imported only now
+        assert all(module[name] is OURS[name] for name in SCANS for module in (simple, scans))
         assert named("mamba_ssm.ops.triton.selective_state_update")["selective_state_update"] is OURS["selective_state_update"]
         assert ssd.patched() == {"mamba_ssm": "auto"}
-    for module in ("mamba_ssm.modules.mamba2", "mamba_ssm.modules.mamba2_simple", "mamba_ssm.ops.triton.ssd_combined"):
-        assert all(named(module)[name].__module__ == "mamba_ssm.ops.triton.ssd_combined" for name in SCANS)
+    for module in (mamba2, simple, scans):
+        assert all(module[name].__module__ == "mamba_ssm.ops.triton.ssd_combined" for name in SCANS)
     assert mamba2["selective_state_update"].__module__ == "mamba_ssm.ops.triton.selective_state_update"
     assert all(mamba2[name] is None for name in CONVS)
 
@@ -98,7 +100,18 @@ def test_the_cuda_extension_may_be_absent(files):
         assert find_spec("selective_scan_cuda") is stand_in.__spec__
         with pytest.raises(AttributeError, match=r"selective_scan_cuda\.fwd: Mamba-1's CUDA extension is not installed"):
             stand_in.fwd  # noqa: B018
-    assert "selective_scan_cuda" not in sys.modules
+    assert not {"selective_scan_cuda", "mamba_ssm", "mamba_ssm.modules.mamba2"} & sys.modules.keys()
+    with pytest.raises(ImportError, match="selective_scan_cuda"):
+        importlib.import_module("mamba_ssm")
+
+
+def test_models_of_one_patch_run_under_the_next(files):
+    """Where mamba_ssm cannot be imported otherwise, it is the same modules that a later patch brings back."""
+    with ssd.patch_mamba_ssm():
+        mamba2 = named("mamba_ssm.modules.mamba2")
+    assert mamba2["mamba_chunk_scan_combined"] is not OURS["mamba_chunk_scan_combined"]
+    with ssd.patch_mamba_ssm():
+        assert named("mamba_ssm.modules.mamba2") is mamba2 and all(mamba2[name] is OURS[name] for name in OURS)
 
 
 def test_installed_extensions_are_used(files):
@@ -154,10 +167,9 @@ def test_mamba2_of_the_installed_mamba_ssm(real, device):
 
     block = Mamba2(32, d_state=16, headdim=8, ngroups=2, rmsnorm=False, chunk_size=16, device=device)
     u = torch.randn(2, 19, 32, device=device)
-    seq_idx = (torch.arange(19, device=device) // 7).int().expand(2, -1)
-    whole = block(u, seq_idx=seq_idx)
+    whole = block(u)
     block.use_mem_eff_path = False
-    torch.testing.assert_close(block(u, seq_idx=seq_idx), whole, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(block(u), whole, rtol=1e-4, atol=1e-5)
 
 
 def test_language_model_of_the_installed_mamba_ssm(real, device):
