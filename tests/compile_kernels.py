@@ -38,6 +38,7 @@ from ssd import hopper, tuning
 from ssd.registry import Variant, get_variant
 from ssd.types import Options, SSDGrads, SSDInputs
 from tests.inputs import EVERYTHING, Case, Shape, random_inputs
+from tests.late_loads import late_loads
 
 # Name of the chip's config file, and the shared memory that one block may ask for.
 CHIPS = {
@@ -64,6 +65,7 @@ class Compiled:
     # by one, as many as wgmma
     mma: int
     dots: int  # matrix products in Triton's own terms
+    late: list[str] | None  # loads that an mbarrier does not wait for, see late_loads, if the machine code was read
 
 
 class _Driver:
@@ -109,6 +111,7 @@ def use_installed_tools() -> None:
     """A Triton that came without some of its binaries, to be small, uses those of the CUDA toolkit on the PATH."""
     own = Path(triton.__file__).parent / "backends/nvidia/bin"
     for variable, binary, installed in (("TRITON_CUOBJDUMP_PATH", "cuobjdump", "cuobjdump"),
+                                        ("TRITON_NVDISASM_PATH", "nvdisasm", "nvdisasm"),
                                         ("TRITON_PTXAS_BLACKWELL_PATH", "ptxas-blackwell", "ptxas")):
         if not (own / binary).exists() and (found := shutil.which(installed)):
             os.environ.setdefault(variable, found)
@@ -138,29 +141,28 @@ def _measure(kernel, disassemble: bool) -> Compiled:
     config += [f"warps={kernel.metadata.num_warps}", f"stages={kernel.metadata.num_stages}"]
     registers, spills = _resources(kernel.kernel)
     ptx = kernel.asm["ptx"]
-    groups = _groups(kernel.kernel) if disassemble else None
+    groups = late = None
+    if disassemble:
+        sass = _run(knobs.nvidia.nvdisasm.path, "-c", kernel.kernel)
+        # the last instruction of a group names the barrier that counts it
+        groups, late = len(re.findall(r"HGMMA.*gsb", sass)), late_loads(sass)
     return Compiled(kernel.name, " ".join(config), registers, spills, kernel.metadata.shared,
                     ptx.count("wgmma.mma_async"), groups, ptx.count("mma.sync") + ptx.count("tcgen05.mma"),
-                    kernel.asm.get("ttir", "").count("tt.dot "))
+                    kernel.asm.get("ttir", "").count("tt.dot "), late)
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:
     """Registers and bytes of stack per thread. Triton's kernels have no arrays: what is on the stack was spilled."""
-    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", _dumped(cubin, "--dump-resource-usage")).groups()
+    said = _run(knobs.nvidia.cuobjdump.path, "--dump-resource-usage", cubin)
+    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", said).groups()
     return int(registers), int(stack)
 
 
-def _groups(cubin: bytes) -> int:
-    """Groups of wgmma: the last instruction of each names the barrier that counts them."""
-    return len(re.findall(r"HGMMA.*gsb", _dumped(cubin, "--dump-sass")))
-
-
-def _dumped(cubin: bytes, what: str) -> str:
+def _run(tool: str, option: str, cubin: bytes) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [knobs.nvidia.cuobjdump.path, what, file.name]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        return subprocess.run([tool, option, file.name], capture_output=True, text=True, check=True).stdout
 
 
 def main() -> None:

@@ -120,5 +120,6 @@ def test_gluon_kernels(way, other, dstate):
     for row in rows:
         assert row["registers"] == (160 if row["kernel"] == "hopper_states_kernel" else 128) and not row["mma"]
         assert row["wgmma"] == products.get(row["kernel"], {}).get(dstate, 8)
+        assert not row["late"], f"{row['kernel']}: {row['late']}"
         assert row["groups"] <= 12, f"{row}: ptxas serialised its products, for want of registers or by C7514"
     assert {row["kernel"] for row in rows} == {*products, "hopper_states_kernel"}
