@@ -53,7 +53,7 @@ def load_filter(weight, strides, bias, channels, in_dim, WIDTH: tl.constexpr):
         weights += (tl.load(weight + at, mask=in_dim, other=0.0).to(tl.float32),)
     offset = tl.zeros([channels.shape[0]], tl.float32)
     if bias is not None:
-        offset += tl.load(bias + channels, mask=in_dim, other=0.0)
+        offset += tl.load(bias + channels, mask=in_dim, other=0.0).to(tl.float32)
     return weights, offset
 
 

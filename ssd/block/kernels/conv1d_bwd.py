@@ -72,7 +72,7 @@ def store_position_grads(dpre, documents, position, first, end, weights, dfinal_
         if dfinal_states is not None:
             kept = p - (seqlen - (WIDTH - 1))
             at = channels.to(tl.int64) * dfinal_strides[1] + kept * dfinal_strides[2]
-            grad += tl.load(dfinal_states + at, mask=in_dim & (kept >= 0) & (p < seqlen), other=0.0)
+            grad += tl.load(dfinal_states + at, mask=in_dim & (kept >= 0) & (p < seqlen), other=0.0).to(tl.float32)
         tl.store(dx_row + r * DIM + channels, grad.to(dx_row.dtype.element_ty), mask=in_dim & (p >= first) & (p < end))
         if dinitial_states is not None:
             at = (p + WIDTH - 1) * DIM + channels
