@@ -66,8 +66,8 @@ def store_position_grads(dpre, documents, position, first, end, weights, dfinal_
     for r in tl.static_range(STEP):
         p = tl.cast(position + r, tl.int64)
         taps = visible(dpre, documents, r, r, WIDTH)
-        grad = weights[WIDTH - 1] * taps[0]
-        for i in tl.static_range(1, WIDTH):
+        grad = tl.zeros([channels.shape[0]], tl.float32)
+        for i in tl.static_range(WIDTH):
             grad += weights[WIDTH - 1 - i] * taps[i]
         if dfinal_states is not None:
             kept = p - (seqlen - (WIDTH - 1))
