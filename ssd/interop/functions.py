@@ -50,5 +50,7 @@ def functions(variant: Callable[[], str]) -> dict[str, Callable]:
 
 
 def _chunk(chunk_size: int) -> int:
-    """The nearest chunk size that the kernels have: models are configured with others, small ones in tests."""
+    """The next chunk size that the kernels have, or their largest: models are configured with others, small ones in tests."""
+    if not isinstance(chunk_size, int) or chunk_size < 1:
+        return chunk_size  # for `ssd_chunk_scan` to refuse
     return min(max(_SMALLEST_CHUNK, 1 << (chunk_size - 1).bit_length()), _LARGEST_CHUNK)

@@ -66,7 +66,7 @@ def _place(undo: ExitStack, module: ModuleType, version: tuple[int, int]) -> Non
     found = vars(module)
     if version >= _BOUND_AT_IMPORT:
         if missing := _GLOBALS.keys() - found.keys():
-            raise RuntimeError(f"{module.__name__} has no {', '.join(sorted(missing))}, which transformers {version} has there")
+            raise RuntimeError(f"{module.__name__} has no {', '.join(sorted(missing))}, as it should from transformers 5.15 on")
         for name, upstream in _GLOBALS.items():
             put(undo, found, name, _FUNCTIONS[upstream])
         return

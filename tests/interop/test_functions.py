@@ -73,6 +73,12 @@ def test_any_chunk_size(chunk_size):
     torch.testing.assert_close(got, ssd_chunk_scan(**arguments(inputs)), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("chunk_size, error", [(0, ValueError), (-8, ValueError), (16.0, TypeError)])
+def test_no_chunk_size(chunk_size, error):
+    with pytest.raises(error, match=f"chunk_size: got {chunk_size}"):
+        OURS["mamba_chunk_scan_combined"](**arguments(random_inputs(Shape())) | {"chunk_size": chunk_size})
+
+
 def test_odd_strides_and_limits_as_a_list():
     """x as a convolution along the last axis leaves it, and dt_limit as JSON does."""
     inputs = random_inputs(Shape(batch=2, seqlen=19, nheads=8, headdim=8, dstate=8), Case(dt_softplus=True, dt_bias=True))
