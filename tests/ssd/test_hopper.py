@@ -41,9 +41,9 @@ WAYS = {"fused": ("fused", Options()), "stationary": ("persistent", Options()),
 
 @needs_hopper
 @pytest.mark.usefixtures("poison")
-@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=("bf16", "fp16"))
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("shape", "dtype"), [*((shape, torch.bfloat16) for shape in SHAPES), ("ragged", torch.float16)],
+                         ids=str)
 @pytest.mark.parametrize("way", WAYS)
 def test_right(way, shape, case, dtype):
     variant, options = WAYS[way]
