@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from .autograd import chunk_scan
+from .ops import wants_gradient
 from .registry import get_variant, is_peer, variant_names
 from .types import Options, SSDInputs
 
-_MAX_CHUNK, _MIN_CHUNK = 256, 16
+LARGEST_CHUNK, SMALLEST_CHUNK = 256, 16
 _FP32_LARGEST = torch.finfo(torch.float32).max
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _OPTIONAL = ("D", "z", "dt_bias", "initial_states")
@@ -95,8 +96,7 @@ def ssd_chunk_scan(
         out, final_states = peer.apply(inputs)
         varlen_states = None
     else:
-        save = torch.is_grad_enabled() and any(
-            t is not None and t.requires_grad for t in (x, dt, A, B, C, D, z, dt_bias, initial_states))
+        save = wants_gradient((x, dt, A, B, C, D, z, dt_bias, initial_states))
         out, final_states, varlen_states = chunk_scan(inputs, variant, options, save)
     results = (out,)
     if return_final_states:
@@ -170,8 +170,8 @@ def _check_settings(chunk_size, dt_softplus, dt_limit, state_dtype, variant, opt
         raise TypeError(f"dt_softplus: got {dt_softplus!r}, expected True or False")
     if isinstance(chunk_size, bool) or not isinstance(chunk_size, int):
         raise TypeError(f"chunk_size: got {chunk_size!r}, expected an int")
-    if not _MIN_CHUNK <= chunk_size <= _MAX_CHUNK or chunk_size & (chunk_size - 1):
-        raise ValueError(f"chunk_size: got {chunk_size}, expected a power of two from {_MIN_CHUNK} to {_MAX_CHUNK}")
+    if not SMALLEST_CHUNK <= chunk_size <= LARGEST_CHUNK or chunk_size & (chunk_size - 1):
+        raise ValueError(f"chunk_size: got {chunk_size}, expected a power of two from {SMALLEST_CHUNK} to {LARGEST_CHUNK}")
     if not isinstance(dt_limit, (tuple, list)) or len(dt_limit) != 2 or not all(map(_is_real, dt_limit)):
         raise TypeError(f"dt_limit: got {dt_limit!r}, expected two numbers (min, max)")
     if not (0 <= dt_limit[0] <= dt_limit[1] and dt_limit[0] < math.inf):

@@ -1,20 +1,16 @@
-"""The operator as torch sees it: two custom ops with fake forms, and the gradient that joins them.
-
-Everything inside an op is opaque to torch.compile, so variants launch what they like. An absent output is an empty tensor,
-since an op's outputs are fixed in number.
-"""
+"""The operator as torch sees it: two custom ops with fake forms, and the gradient that joins them."""
 
 from __future__ import annotations
 
 from ast import literal_eval
-from dataclasses import fields, replace
+from dataclasses import fields
 from functools import lru_cache
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
-from .registry import resolve, states_every
+from .ops import are_plain, or_empty, or_none, register
+from .registry import heeded, resolve, states_every
 from .types import Options, SSDGrads, SSDInputs, SSDSaved
 
 _INPUTS = (
@@ -23,7 +19,6 @@ _INPUTS = (
     "ScalarType? state_dtype, str variant, str options"
 )
 _N_TENSORS, _N_INPUTS = 9, 18  # differentiable inputs come first
-_PLAIN = (Tensor, torch.nn.Parameter)
 
 torch.library.define(
     "ssd::chunk_scan",
@@ -42,29 +37,12 @@ def chunk_scan(i: SSDInputs, variant: str, options: Options, save: bool) -> tupl
     save: whether a backward may follow, so that what it needs must be kept.
     """
     tensors = (i.x, i.dt, i.A, i.B, i.C, i.D, i.z, i.dt_bias, i.initial_states, i.seq_idx, i.cu_seqlens)
-    plain = _are_plain(tensors)
+    plain = are_plain(tensors)
     if plain and not save:
         out, final_states, saved = resolve(variant, i, "fwd").forward(i, options, False)
         return out, final_states, saved.varlen_states
     scan = _ChunkScan.apply if plain else torch.ops.ssd.chunk_scan
     return scan(*tensors, i.chunk_size, i.dt_softplus, *i.dt_limit, i.state_dtype, variant, _encode(options), save)[:3]
-
-
-def _are_plain(tensors: tuple[Tensor | None, ...]) -> bool:
-    """Whether nobody but autograd watches what becomes of the tensors, so that an op around the launches has no use.
-
-    An op costs two trips through torch's dispatcher. It is needed where torch.compile, a transform, a mode or a subclass must
-    see one opaque call, not the launches.
-    """
-    return (
-        not torch.compiler.is_compiling()
-        and not torch._C._len_torch_dispatch_stack()
-        and not torch._C._len_torch_function_stack()
-        and torch._C._functorch.peek_interpreter_stack() is None
-        and torch._C._get_tracing_state() is None
-        and forward_ad._current_level < 0
-        and all([t is None or (type(t) in _PLAIN and not t.is_neg()) for t in tensors])
-    )
 
 
 _OPTION_NAMES = tuple(f.name for f in fields(Options))
@@ -88,21 +66,11 @@ def _unpack(args: tuple) -> tuple[SSDInputs, str, Options]:
     return inputs, variant, _decode(options)
 
 
-def _or_empty(t: Tensor | None, like: Tensor) -> Tensor:
-    return like.new_empty(0) if t is None else t
-
-
-def _or_none(t: Tensor | None) -> Tensor | None:
-    return t if t is not None and t.numel() else None
-
-
 def _forward(*args):
     *args, save = args
     inputs, name, options = _unpack(args)
-    if states_every(name, inputs, options) is None:
-        options = replace(options, save_states=False)
-    out, final_states, saved = resolve(name, inputs, "fwd").forward(inputs, options, save)
-    return out, final_states, *(_or_empty(t, out) for t in (saved.varlen_states, saved.y, saved.prev_states))
+    out, final_states, saved = resolve(name, inputs, "fwd").forward(inputs, heeded(name, options), save)
+    return out, final_states, *(or_empty(t, out) for t in (saved.varlen_states, saved.y, saved.prev_states))
 
 
 @torch.library.register_fake("ssd::chunk_scan")
@@ -126,9 +94,9 @@ def _backward(*args):
     inputs, name, options = _unpack(args)
     if dout is None:
         dout = torch.zeros_like(inputs.x)
-    saved = SSDSaved(inputs, options, _or_none(y), prev_states=_or_none(prev_states))
+    saved = SSDSaved(inputs, options, or_none(y), prev_states=or_none(prev_states))
     grads = resolve(name, inputs, "bwd").backward(saved, dout, dfinal_states, SSDGrads())
-    return tuple(_or_empty(g, inputs.x) for g in _in_order(grads))
+    return tuple(or_empty(g, inputs.x) for g in _in_order(grads))
 
 
 def _backward_op(*args):
@@ -167,7 +135,7 @@ class _ChunkScan(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, *args):
-        if _are_plain(args[:_N_TENSORS]):
+        if are_plain(args[:_N_TENSORS]):
             outputs = _forward(*args)
         else:
             with torch._C._AutoDispatchBelowAutograd():
@@ -184,13 +152,10 @@ class _ChunkScan(torch.autograd.Function):
         *tensors, y, prev_states = ctx.saved_tensors
         if dout is None and dfinal_states is None:
             return (None,) * (_N_INPUTS + 1)
-        chunk_scan_bwd = _backward if _are_plain((*tensors, dout, dfinal_states)) else torch.ops.ssd.chunk_scan_bwd
+        chunk_scan_bwd = _backward if are_plain((*tensors, dout, dfinal_states)) else torch.ops.ssd.chunk_scan_bwd
         grads = chunk_scan_bwd(*tensors, *ctx.settings, y, prev_states, dout, dfinal_states)
         grads = [None if t is None else g.to(t.dtype) for t, g in zip(tensors[:_N_TENSORS], grads, strict=True)]
         return (*grads, *[None] * (_N_INPUTS + 1 - _N_TENSORS))
 
 
-torch.library.impl("ssd::chunk_scan", "default", _forward)
-torch.library.impl("ssd::chunk_scan_bwd", "default", _backward_op)
-_library = torch.library.Library("ssd", "FRAGMENT")  # kept: its registrations live as long as it does
-_library.impl("chunk_scan", lambda *args: _ChunkScan.apply(*args), "Autograd")
+register("chunk_scan", _forward, _ChunkScan, _backward_op)

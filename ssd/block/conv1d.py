@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from triton import knobs
 
-from ..autograd import _are_plain, _or_empty, _or_none
 from ..kernels.arguments import contiguous
+from ..ops import are_plain, or_empty, or_none, register, wants_gradient
+from .arguments import check_tensor, takes_kernels
 from .kernels.conv1d_bwd import conv1d_bwd
 from .kernels.conv1d_fwd import conv1d_fwd
 
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _WIDTHS = (2, 3, 4)
-_INTERPRETED = knobs.runtime.interpret
 _N_TENSORS = 5
 
 _INPUTS = "Tensor x, Tensor weight, Tensor? bias, Tensor? seq_idx, Tensor? initial_states, bool silu"
@@ -72,11 +70,10 @@ def causal_conv1d_fn(
     settings = (activation is not None, return_final_states)
     if not takes_kernels(x):
         out, final_states = torch_form(*tensors, *settings)
-    elif not _are_plain(tensors):
+    elif not are_plain(tensors):
         out, final_states = torch.ops.ssd.causal_conv1d(*tensors, *settings)
     else:
-        wants_gradient = torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in tensors])
-        out, final_states = (_CausalConv1d.apply if wants_gradient else _forward)(*tensors, *settings)
+        out, final_states = (_CausalConv1d.apply if wants_gradient(tensors) else _forward)(*tensors, *settings)
     if not return_final_states:
         return out
     return out, final_states if final_states_out is None else final_states_out.copy_(final_states)
@@ -103,24 +100,6 @@ def torch_form(x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor |
     if seq_idx is not None:
         out = out.where(seq_idx[..., None] >= 0, 0)
     return out.to(x.dtype).mT, positions[:, seqlen:].to(x.dtype).contiguous().mT if return_final_states else None
-
-
-def takes_kernels(x: Tensor) -> bool:
-    """Whether kernels run here, compiled or interpreted, and not the torch form."""
-    return x.dtype != torch.float64 and (x.is_cuda or _INTERPRETED)
-
-
-def check_tensor(name: str, t: object, shape: tuple[int, ...], x: Tensor, dtypes: tuple[torch.dtype, ...] = _DTYPES) -> None:
-    if not isinstance(t, Tensor):
-        raise TypeError(f"{name}: got {type(t).__name__}, expected a tensor of shape {shape}")
-    if t.dtype not in dtypes:
-        raise TypeError(f"{name}: got dtype {t.dtype}, expected one of {', '.join(map(str, dtypes))}")
-    if t.shape != shape:
-        raise ValueError(f"{name}: got shape {tuple(t.shape)}, expected {shape} to go with x {tuple(x.shape)}")
-    if t.device != x.device:
-        raise ValueError(f"{name}: got a tensor on {t.device}, expected {x.device}, the device of x")
-    if _INTERPRETED and t.dtype == torch.bfloat16:
-        raise TypeError(f"{name}: got {t.dtype}, expected fp16 or fp32 with TRITON_INTERPRET=1, which gets bf16 wrong")
 
 
 def check_filter(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, layout: str) -> None:
@@ -163,7 +142,6 @@ def _channels_last(t: Tensor) -> Tensor:
 
 
 def _forward(x, weight, bias, seq_idx, initial_states, silu, return_final_states) -> tuple[Tensor, Tensor]:
-    """An absent output is an empty tensor, since an op's outputs are fixed in number."""
     with torch.cuda.device_of(x):
         out, final_states = conv1d_fwd(_channels_last(x), weight, contiguous(bias), contiguous(seq_idx), initial_states, silu,
                                        return_final_states)
@@ -184,7 +162,7 @@ def _backward(x, weight, bias, seq_idx, initial_states, silu, dout, dfinal_state
                                                silu, _channels_last(dout), dfinal_states)
         dweight = sums[1:].mT.to(weight.dtype, memory_format=torch.contiguous_format, copy=True)
         dbias = None if bias is None else sums[0].to(bias.dtype)
-    return dx.mT, dweight, _or_empty(dbias, x), x.new_empty(0) if dinitial_states is None else dinitial_states.mT
+    return dx.mT, dweight, or_empty(dbias, x), x.new_empty(0) if dinitial_states is None else dinitial_states.mT
 
 
 @torch.library.register_fake("ssd::causal_conv1d_bwd")
@@ -201,7 +179,7 @@ class _CausalConv1d(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, *args):
-        if _are_plain(args[:_N_TENSORS]):
+        if are_plain(args[:_N_TENSORS]):
             out, final_states = _forward(*args)
         else:
             with torch._C._AutoDispatchBelowAutograd():
@@ -219,12 +197,9 @@ class _CausalConv1d(torch.autograd.Function):
         if dout is None and dfinal_states is None:
             return (None,) * (_N_TENSORS + 2)
         tensors = ctx.saved_tensors
-        backward = _backward if _are_plain((*tensors, dout, dfinal_states)) else torch.ops.ssd.causal_conv1d_bwd
+        backward = _backward if are_plain((*tensors, dout, dfinal_states)) else torch.ops.ssd.causal_conv1d_bwd
         dx, dweight, dbias, dinitial_states = backward(*tensors, ctx.silu, dout, dfinal_states)
-        return dx, dweight, _or_none(dbias), None, _or_none(dinitial_states), None, None
+        return dx, dweight, or_none(dbias), None, or_none(dinitial_states), None, None
 
 
-torch.library.impl("ssd::causal_conv1d", "default", _forward)
-torch.library.impl("ssd::causal_conv1d_bwd", "default", _backward)
-_library = torch.library.Library("ssd", "FRAGMENT")  # kept: its registrations live as long as it does
-_library.impl("causal_conv1d", lambda *args: _CausalConv1d.apply(*args), "Autograd")
+register("causal_conv1d", _forward, _CausalConv1d, _backward)

@@ -8,9 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..autograd import _are_plain
 from ..kernels.arguments import contiguous
-from .conv1d import check_filter, check_tensor, takes_kernels
+from ..ops import are_plain, register_inference, wants_gradient
+from .arguments import check_rows, check_tensor, takes_kernels
+from .conv1d import check_filter
 from .conv1d import torch_form as convolve
 from .kernels.conv1d_update import conv1d_update
 
@@ -58,8 +59,7 @@ def causal_conv1d_update(
     _check_state(x, conv_state, weight, cache_seqlens, conv_state_indices)
     tensors = (x.unsqueeze(2) if one_token else x, conv_state, weight, bias)
     metadata = (cache_seqlens, conv_state_indices)
-    wants_gradient = torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in tensors])
-    plain = not wants_gradient and _are_plain((*tensors, *metadata))
+    plain = not wants_gradient(tensors) and are_plain((*tensors, *metadata))
     out = (_update if plain else torch.ops.ssd.causal_conv1d_update)(*tensors, activation is not None, *metadata)
     return out.squeeze(2) if one_token else out
 
@@ -95,13 +95,12 @@ def _check_state(x, conv_state, weight, cache_seqlens, conv_state_indices) -> No
 
 
 def _update(x, conv_state, weight, bias, silu, cache_seqlens, conv_state_indices) -> Tensor:
-    indices = contiguous(conv_state_indices)
-    if indices is not None and indices.device.type == "cpu" and (last := int(indices.max())) >= len(conv_state):
-        raise ValueError(f"conv_state_indices: got {last}, expected below {len(conv_state)}, the number of rows of conv_state")
+    check_rows("conv_state_indices", conv_state_indices, "conv_state", len(conv_state))
     out = torch.empty_like(x)
     with torch.no_grad(), torch.cuda.device_of(x):
         update = conv1d_update if takes_kernels(x) else torch_form
-        update(x, conv_state, weight, contiguous(bias), silu, contiguous(cache_seqlens), indices, out)
+        update(x, conv_state, weight, contiguous(bias), silu, contiguous(cache_seqlens),
+               contiguous(conv_state_indices), out)
     torch.autograd.graph.increment_version(conv_state)
     return out
 
@@ -111,20 +110,4 @@ def _update_fake(x, *_):
     return torch.empty_like(x)
 
 
-class _Inference(torch.autograd.Function):
-    """There is no gradient: better an error when one is asked for than one that comes out short."""
-
-    @staticmethod
-    def forward(ctx, *args):
-        with torch._C._AutoDispatchBelowAutograd():
-            return torch.ops.ssd.causal_conv1d_update(*args)
-
-    @staticmethod
-    def backward(ctx, dout):
-        raise RuntimeError("causal_conv1d_update has no gradient: call it under torch.no_grad(), or train through "
-                           "causal_conv1d_fn")
-
-
-torch.library.impl("ssd::causal_conv1d_update", "default", _update)
-_library = torch.library.Library("ssd", "FRAGMENT")  # kept: its registrations live as long as it does
-_library.impl("causal_conv1d_update", lambda *args: _Inference.apply(*args), "Autograd")
+register_inference("causal_conv1d_update", _update, "causal_conv1d_fn")

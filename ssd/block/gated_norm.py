@@ -8,13 +8,11 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from triton import knobs
 
-from ..autograd import _are_plain
+from ..kernels.arguments import contiguous
+from ..ops import are_plain, or_empty, register, wants_gradient
+from .arguments import check_tensor, takes_kernels
 from .kernels.gated_norm import WIDEST_GROUP, gated_norm, gated_norm_bwd
-
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_INTERPRETED = knobs.runtime.interpret
 
 torch.library.define(
     "ssd::rms_norm_gated",
@@ -62,14 +60,13 @@ def rms_norm_gated(
     tensors = (x, weight, bias, z)
     group_size = _check(*tensors, eps, group_size, norm_before_gate)
     settings = (float(eps), group_size, norm_before_gate)
-    if x.dtype == torch.float64 or not (x.is_cuda or _INTERPRETED):
+    if not takes_kernels(x):
         return torch_form(*tensors, *settings)
     if group_size > WIDEST_GROUP:
         raise ValueError(f"group_size: got {group_size} channels, expected at most {WIDEST_GROUP}, as many as a kernel takes")
-    if not _are_plain(tensors):
+    if not are_plain(tensors):
         return torch.ops.ssd.rms_norm_gated(*tensors, *settings)[0]
-    wants_gradient = torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in tensors])
-    return (_GatedNorm.apply if wants_gradient else _forward)(*tensors, *settings)[0]
+    return (_GatedNorm.apply if wants_gradient(tensors) else _forward)(*tensors, *settings)[0]
 
 
 class RMSNormGated(nn.Module):
@@ -114,18 +111,8 @@ def _check(x, weight, bias, z, eps, group_size, norm_before_gate) -> int:
         raise (ValueError if isinstance(x, Tensor) else TypeError)(f"x: got {came}, expected a tensor (..., width), width >= 1")
     width = x.shape[-1]
     for name, t, shape in (("x", x, x.shape), ("weight", weight, (width,)), ("bias", bias, (width,)), ("z", z, x.shape)):
-        if t is None and name in ("bias", "z"):
-            continue
-        if not isinstance(t, Tensor):
-            raise TypeError(f"{name}: got {type(t).__name__}, expected a tensor of shape {tuple(shape)}")
-        if t.dtype not in _DTYPES:
-            raise TypeError(f"{name}: got dtype {t.dtype}, expected one of {', '.join(map(str, _DTYPES))}")
-        if t.shape != shape:
-            raise ValueError(f"{name}: got shape {tuple(t.shape)}, expected {tuple(shape)} to go with x {tuple(x.shape)}")
-        if t.device != x.device:
-            raise ValueError(f"{name}: got a tensor on {t.device}, expected {x.device}, the device of x")
-        if _INTERPRETED and t.dtype == torch.bfloat16:
-            raise TypeError(f"{name}: got {t.dtype}, expected fp16 or fp32 with TRITON_INTERPRET=1, which gets bf16 wrong")
+        if t is not None or name not in ("bias", "z"):
+            check_tensor(name, t, tuple(shape), x)
     if isinstance(eps, bool) or not isinstance(eps, (int, float)):
         raise TypeError(f"eps: got {eps!r}, expected a number")
     if not isinstance(norm_before_gate, bool):
@@ -149,7 +136,7 @@ def _as_rows(t: Tensor | None) -> Tensor | None:
 
 def _forward(x, weight, bias, z, eps, group_size, norm_before_gate) -> tuple[Tensor, Tensor]:
     with torch.cuda.device_of(x):
-        out, rstd = gated_norm(_as_rows(x), weight.contiguous(), None if bias is None else bias.contiguous(), _as_rows(z), eps,
+        out, rstd = gated_norm(_as_rows(x), weight.contiguous(), contiguous(bias), _as_rows(z), eps,
                                group_size, norm_before_gate)
     return out.view(x.shape), rstd
 
@@ -161,13 +148,12 @@ def _forward_fake(x, weight, bias, z, eps, group_size, norm_before_gate):
 
 
 def _backward(dout, x, weight, bias, z, rstd, group_size, norm_before_gate) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """An absent gradient is an empty tensor, since an op's outputs are fixed in number."""
     with torch.cuda.device_of(x):
         dx, dweight, dbias, dz = gated_norm_bwd(
-            _as_rows(dout), _as_rows(x), weight.contiguous(), None if bias is None else bias.contiguous(), _as_rows(z), rstd,
+            _as_rows(dout), _as_rows(x), weight.contiguous(), contiguous(bias), _as_rows(z), rstd,
             group_size, norm_before_gate)
-    return (dx.view(x.shape), dweight.to(weight.dtype), dx.new_empty(0) if bias is None else dbias.to(bias.dtype),
-            dx.new_empty(0) if z is None else dz.view(x.shape))
+    dbias, dz = None if bias is None else dbias.to(bias.dtype), None if z is None else dz.view(x.shape)
+    return dx.view(x.shape), dweight.to(weight.dtype), or_empty(dbias, x), or_empty(dz, x)
 
 
 @torch.library.register_fake("ssd::rms_norm_gated_bwd")
@@ -183,7 +169,7 @@ class _GatedNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, *args):
-        if _are_plain(args[:4]):
+        if are_plain(args[:4]):
             out, rstd = _forward(*args)
         else:
             with torch._C._AutoDispatchBelowAutograd():
@@ -197,13 +183,10 @@ class _GatedNorm(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, dout, _drstd):
         tensors = (dout, *ctx.saved_tensors)
-        backward = _backward if _are_plain(tensors) else torch.ops.ssd.rms_norm_gated_bwd
+        backward = _backward if are_plain(tensors) else torch.ops.ssd.rms_norm_gated_bwd
         dx, dweight, dbias, dz = backward(*tensors, *ctx.settings)
-        _, _, bias, z = ctx.saved_tensors[:4]
+        _, _, bias, z = ctx.saved_tensors[:4]  # an empty x has empty gradients, and they are there
         return dx, dweight, None if bias is None else dbias, None if z is None else dz, None, None, None
 
 
-torch.library.impl("ssd::rms_norm_gated", "default", _forward)
-torch.library.impl("ssd::rms_norm_gated_bwd", "default", _backward)
-_library = torch.library.Library("ssd", "FRAGMENT")  # kept: its registrations live as long as it does
-_library.impl("rms_norm_gated", lambda *args: _GatedNorm.apply(*args), "Autograd")
+register("rms_norm_gated", _forward, _GatedNorm, _backward)

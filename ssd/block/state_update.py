@@ -8,12 +8,12 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from triton import knobs
 
-from ..autograd import _are_plain
+from ..kernels.arguments import contiguous
+from ..ops import are_plain, register_inference, wants_gradient
+from .arguments import check_dtype, check_interpretable, check_rows, takes_kernels
 from .kernels.state_update import state_update
 
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _AXES = {
     "state": ("rows", "nheads", "dim", "dstate"),
     "x": ("batch", "nheads", "dim"),
@@ -26,7 +26,6 @@ _AXES = {
     "dt_bias": ("nheads", "dim"),
 }
 _OPTIONAL = ("D", "z", "dt_bias")
-_INTERPRETED = knobs.runtime.interpret
 
 torch.library.define(
     "ssd::selective_state_update",
@@ -81,8 +80,7 @@ def selective_state_update(
     _check_sizes(given, tensors, state_batch_indices)
     if not isinstance(dt_softplus, bool):
         raise TypeError(f"dt_softplus: got {dt_softplus!r}, expected True or False")
-    wants_gradient = torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in tensors])
-    plain = not wants_gradient and _are_plain((*tensors, state_batch_indices))
+    plain = not wants_gradient(tensors) and are_plain((*tensors, state_batch_indices))
     out = (_update if plain else torch.ops.ssd.selective_state_update)(*tensors, dt_softplus, state_batch_indices)
     return out if state.dim() == 4 else out.squeeze(1)
 
@@ -121,10 +119,8 @@ def _with_heads(name: str, t: Tensor | None) -> Tensor | None:
     axes = _AXES[name]
     if not isinstance(t, Tensor):
         raise TypeError(f"{name}: got {type(t).__name__}, expected a tensor ({', '.join(axes)})")
-    if t.dtype not in _DTYPES:
-        raise TypeError(f"{name}: got dtype {t.dtype}, expected one of {', '.join(map(str, _DTYPES))}")
-    if _INTERPRETED and t.dtype == torch.bfloat16:
-        raise TypeError(f"{name}: got {t.dtype}, expected fp16 or fp32 with TRITON_INTERPRET=1, which gets bf16 wrong")
+    check_dtype(name, t)
+    check_interpretable(name, t)
     if len(axes) - t.dim() not in (0, 1) or not t.numel():
         raise ValueError(f"{name}: got shape {tuple(t.shape)}, expected ({', '.join(axes)}), with or without the axis of heads "
                          "or groups, and no size 0")
@@ -161,14 +157,10 @@ def _check_sizes(given: dict[str, Tensor | None], tensors: list[Tensor | None], 
 
 
 def _update(state, x, dt, A, B, C, D, z, dt_bias, dt_softplus, state_batch_indices) -> Tensor:
-    indices = state_batch_indices
-    if indices is not None:
-        indices = indices.contiguous()
-        if indices.device.type == "cpu" and (last := int(indices.max())) >= len(state):
-            raise ValueError(f"state_batch_indices: got {last}, expected below {len(state)}, the number of rows of state")
-    form = state_update if x.dtype != torch.float64 and (x.is_cuda or _INTERPRETED) else torch_form
+    check_rows("state_batch_indices", state_batch_indices, "state", len(state))
+    form = state_update if takes_kernels(x) else torch_form
     with torch.no_grad(), torch.cuda.device_of(x):
-        out = form(state, x, dt, A, B, C, D, z, dt_bias, dt_softplus, indices)
+        out = form(state, x, dt, A, B, C, D, z, dt_bias, dt_softplus, contiguous(state_batch_indices))
     torch.autograd.graph.increment_version(state)
     return out
 
@@ -178,20 +170,4 @@ def _update_fake(state, x, *_):
     return x.new_empty(x.shape)
 
 
-class _Inference(torch.autograd.Function):
-    """There is no gradient: better an error when one is asked for than one that comes out short."""
-
-    @staticmethod
-    def forward(ctx, *args):
-        with torch._C._AutoDispatchBelowAutograd():
-            return torch.ops.ssd.selective_state_update(*args)
-
-    @staticmethod
-    def backward(ctx, dout):
-        raise RuntimeError("selective_state_update has no gradient: call it under torch.no_grad(), or train through "
-                           "ssd.ssd_chunk_scan")
-
-
-torch.library.impl("ssd::selective_state_update", "default", _update)
-_library = torch.library.Library("ssd", "FRAGMENT")  # kept: its registrations live as long as it does
-_library.impl("selective_state_update", lambda *args: _Inference.apply(*args), "Autograd")
+register_inference("selective_state_update", _update, "ssd.ssd_chunk_scan")

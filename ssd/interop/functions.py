@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ..api import ssd_chunk_scan
+from ..api import LARGEST_CHUNK, SMALLEST_CHUNK, ssd_chunk_scan
 from ..block.conv1d import causal_conv1d_fn
 from ..block.conv1d_update import causal_conv1d_update
 from ..block.split import split_conv1d_scan
 from ..block.state_update import selective_state_update
-
-_SMALLEST_CHUNK, _LARGEST_CHUNK = 16, 256
+from ..tuning import next_power_of_2
 
 
 def functions(variant: Callable[[], str]) -> dict[str, Callable]:
@@ -53,4 +52,4 @@ def _chunk(chunk_size: int) -> int:
     """The next chunk size that the kernels have, or their largest: models are configured with others, small ones in tests."""
     if not isinstance(chunk_size, int) or chunk_size < 1:
         return chunk_size  # for `ssd_chunk_scan` to refuse
-    return min(max(_SMALLEST_CHUNK, 1 << (chunk_size - 1).bit_length()), _LARGEST_CHUNK)
+    return min(max(SMALLEST_CHUNK, next_power_of_2(chunk_size)), LARGEST_CHUNK)

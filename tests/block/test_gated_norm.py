@@ -5,7 +5,6 @@ import torch
 from torch.testing import assert_close
 
 from ssd import tuning
-from ssd.block import gated_norm as module
 from ssd.block.gated_norm import RMSNormGated, _as_rows, rms_norm_gated, torch_form
 from ssd.block.kernels import gated_norm as kernels
 from tests.errors import Error, error, rounding
@@ -171,7 +170,7 @@ def test_torch_form(gate):
 
 def test_without_an_interpreter(monkeypatch):
     """CPU tensors, bf16 among them, take the torch form: by itself, and traced."""
-    monkeypatch.setattr(module, "_INTERPRETED", False)
+    monkeypatch.setattr("ssd.block.arguments.INTERPRETED", False)
     monkeypatch.setattr(kernels, "launch", lambda *args, **config: pytest.fail("a kernel was launched"))
     tensors = inputs((2, 3), 24, "before", True, torch.bfloat16, "cpu")
     expected, dout = run(torch_form, tensors, 8, "before")

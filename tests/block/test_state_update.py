@@ -127,7 +127,7 @@ def test_torch_form(tied):
 
 def test_without_an_interpreter(monkeypatch):
     """CPU tensors, bf16 among them, take the torch form: by itself, and traced."""
-    monkeypatch.setattr(module, "_INTERPRETED", False)
+    monkeypatch.setattr("ssd.block.arguments.INTERPRETED", False)
     monkeypatch.setattr(module, "state_update", lambda *args: pytest.fail("the kernel was launched"))
     given = inputs(indexed=True, dtype=torch.bfloat16)
     torch._dynamo.reset()

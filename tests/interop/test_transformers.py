@@ -42,8 +42,7 @@ def assert_same(got, expected):
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
     """CPU tensors take the forms in torch, as they do outside the tests; these models are too small to share among threads."""
-    for part in ("conv1d", "gated_norm", "state_update"):
-        monkeypatch.setattr(f"ssd.block.{part}._INTERPRETED", False)
+    monkeypatch.setattr("ssd.block.arguments.INTERPRETED", False)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

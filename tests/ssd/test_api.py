@@ -12,7 +12,7 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import ssd
-from ssd import autograd, choice, reference, registry
+from ssd import autograd, choice, ops, reference, registry
 from ssd.registry import get_variant
 from tests.errors import assert_accurate, assert_all_accurate, truths
 from tests.inputs import (
@@ -215,14 +215,14 @@ def test_watchers_see_one_op(device):
     """Modes, transforms and subclasses are shown the op; plain tensors go straight to the variant."""
     inputs = random_inputs(SHAPE, Case(), torch.float32, device)
     tensors = (inputs.x, None)
-    assert autograd._are_plain(tensors) and autograd._are_plain((torch.nn.Parameter(inputs.x),))
+    assert ops.are_plain(tensors) and ops.are_plain((torch.nn.Parameter(inputs.x),))
     with FakeTensorMode(allow_non_fake_inputs=True):
-        assert not autograd._are_plain(tensors)
+        assert not ops.are_plain(tensors)
         assert run(inputs).shape == inputs.x.shape
     graph = make_fx(lambda x: run(replace(inputs, x=x)))(inputs.x).graph
     assert torch.ops.ssd.chunk_scan.default in {node.target for node in graph.nodes}
-    assert not autograd._are_plain((torch.complex(inputs.x, inputs.x).conj().imag,))
-    assert not autograd._are_plain((inputs.x.as_subclass(Subclass),))
+    assert not ops.are_plain((torch.complex(inputs.x, inputs.x).conj().imag,))
+    assert not ops.are_plain((inputs.x.as_subclass(Subclass),))
     assert torch.equal(run(replace(inputs, x=inputs.x.as_subclass(Subclass))).as_subclass(torch.Tensor), run(inputs))
 
 

@@ -1,0 +1,43 @@
+"""Checks of arguments that the functions of a block share, and which tensors their kernels take."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from triton import knobs
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+INTERPRETED = knobs.runtime.interpret
+
+
+def takes_kernels(x: Tensor) -> bool:
+    """Whether kernels run here, compiled or interpreted, and not the torch form."""
+    return x.dtype != torch.float64 and (x.is_cuda or INTERPRETED)
+
+
+def check_tensor(name: str, t: object, shape: tuple[int, ...], x: Tensor, dtypes: tuple[torch.dtype, ...] = DTYPES) -> None:
+    """Refuses what is not a tensor of this shape, one of the dtypes, and on the device of x."""
+    if not isinstance(t, Tensor):
+        raise TypeError(f"{name}: got {type(t).__name__}, expected a tensor of shape {shape}")
+    check_dtype(name, t, dtypes)
+    if t.shape != shape:
+        raise ValueError(f"{name}: got shape {tuple(t.shape)}, expected {shape} to go with x {tuple(x.shape)}")
+    if t.device != x.device:
+        raise ValueError(f"{name}: got a tensor on {t.device}, expected {x.device}, the device of x")
+    check_interpretable(name, t)
+
+
+def check_dtype(name: str, t: Tensor, dtypes: tuple[torch.dtype, ...] = DTYPES) -> None:
+    if t.dtype not in dtypes:
+        raise TypeError(f"{name}: got dtype {t.dtype}, expected one of {', '.join(map(str, dtypes))}")
+
+
+def check_interpretable(name: str, t: Tensor) -> None:
+    if INTERPRETED and t.dtype == torch.bfloat16:
+        raise TypeError(f"{name}: got {t.dtype}, expected fp16 or fp32 with TRITON_INTERPRET=1, which gets bf16 wrong")
+
+
+def check_rows(name: str, indices: Tensor | None, state: str, rows: int) -> None:
+    """Refuses an index of a row that `state` has not. Only on the CPU: on a GPU looking would wait for it."""
+    if indices is not None and indices.device.type == "cpu" and (last := int(indices.max())) >= rows:
+        raise ValueError(f"{name}: got {last}, expected below {rows}, the number of rows of {state}")

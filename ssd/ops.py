@@ -1,0 +1,79 @@
+"""What the custom ops share: when one is needed, how absent tensors pass through it, and how it is registered.
+
+An op is opaque to torch.compile, so what runs inside launches what it likes. Its outputs are fixed in number: an absent one is
+an empty tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+_libraries: list[torch.library.Library] = []  # registrations live as long as the library that made them
+
+
+def are_plain(tensors: tuple[Tensor | None, ...]) -> bool:
+    """Whether nobody but autograd watches what becomes of the tensors, so that an op around the launches has no use.
+
+    An op costs two trips through torch's dispatcher. It is needed where torch.compile, a transform, a mode or a subclass must
+    see one opaque call, not the launches.
+    """
+    return (
+        not torch.compiler.is_compiling()
+        and not torch._C._len_torch_dispatch_stack()
+        and not torch._C._len_torch_function_stack()
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and torch._C._get_tracing_state() is None
+        and forward_ad._current_level < 0
+        and all([t is None or (type(t) in _PLAIN and not t.is_neg()) for t in tensors])
+    )
+
+
+def wants_gradient(tensors: tuple[Tensor | None, ...]) -> bool:
+    """Whether a backward may follow what is computed from these."""
+    return torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in tensors])
+
+
+def or_empty(t: Tensor | None, like: Tensor) -> Tensor:
+    """The tensor as an op's output."""
+    return like.new_empty(0) if t is None else t
+
+
+def or_none(t: Tensor | None) -> Tensor | None:
+    """An op's output as what it stands for."""
+    return t if t is not None and t.numel() else None
+
+
+def register(op: str, run: Callable, function: type[torch.autograd.Function], run_backward: Callable | None = None) -> None:
+    """Gives the op ssd::<op> its implementation, and the function that autograd joins it to its backward by.
+
+    run_backward: the implementation of ssd::<op>_bwd, if that is an op as well.
+    """
+    torch.library.impl(f"ssd::{op}", "default", run)
+    if run_backward is not None:
+        torch.library.impl(f"ssd::{op}_bwd", "default", run_backward)
+    _libraries.append(torch.library.Library("ssd", "FRAGMENT"))
+    _libraries[-1].impl(op, lambda *args: function.apply(*args), "Autograd")
+
+
+def register_inference(op: str, run: Callable, instead: str) -> None:
+    """Gives the op ssd::<op> its implementation, and no gradient: better an error when one is asked for than one too short.
+
+    instead: what to train through.
+    """
+
+    class Inference(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, *args):
+            with torch._C._AutoDispatchBelowAutograd():
+                return getattr(torch.ops.ssd, op)(*args)
+
+        @staticmethod
+        def backward(ctx, dout):
+            raise RuntimeError(f"{op} has no gradient: call it under torch.no_grad(), or train through {instead}")
+
+    register(op, run, Inference)
