@@ -32,7 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..types import SSDInputs
 from .arguments import contiguous
-from .hopper_roles import LOG2E, barriers, block_barrier, decay, log2, row_layout, tile
+from .hopper_roles import LOG2E, at_most, barriers, block_barrier, decay, log2, row_layout, tile
 from .launch import launch
 
 # One kernel for all sizes: what divides them, or that one is 1, is of no use to it.
@@ -46,24 +46,17 @@ _REGISTERS = 128
 
 
 @gluon.jit
-def at_most(v, limit: gl.constexpr):
-    """The smaller of v and a number, or NaN if v is: one instruction."""
-    return gl.inline_asm_elementwise("min.NaN.f32 $0, $1, $2;", "=r,r,r", [v, gl.full_like(v, limit)], gl.float32, True, 1)
-
-
-@gluon.jit
-def load_tile(t, ngroups, nsub, SPLITS: gl.constexpr):
-    """Batch row, sub-chunk, group and split of tile t. Groups of a sub-chunk are neighbours."""
+def load_tile(t, sizes, SPLITS: gl.constexpr):
+    """Of tile t: batch row, sub-chunk, group and split; its first head and number of heads, at least one; and where that head's
+    sub-chunk is in (batch, nheads, nsub), int64. Groups of a sub-chunk are neighbours.
+    """
+    nsub, ngroups, heads_per_group = sizes
     slot, row = t % (ngroups * SPLITS), t // (ngroups * SPLITS)
-    return row // nsub, row % nsub, slot // SPLITS, slot % SPLITS
-
-
-@gluon.jit
-def heads_of(group, split, heads_per_group, SPLITS: gl.constexpr):
-    """First head and number of heads of a split of a group; no split is empty."""
+    b, c, group, split = row // nsub, row % nsub, slot // SPLITS, slot % SPLITS
     each = (heads_per_group + SPLITS - 1) // SPLITS
-    first = split * each
-    return group * heads_per_group + first, gl.minimum(each, heads_per_group - first)
+    head = group * heads_per_group + split * each
+    at = (b * ngroups * heads_per_group + head).to(gl.int64) * nsub + c
+    return b, c, group, split, head, gl.minimum(each, heads_per_group - split * each), at
 
 
 @gluon.jit
@@ -81,7 +74,7 @@ def store_rows(t, row, c, group, values, seqlen, ngroups, BLOCK_M: gl.constexpr,
 def dC_role(bars, rings, lines, dC, sums, ntiles, batch, seqlen, sizes, sum_stride, SPLITS: gl.constexpr):
     """The consumer warpgroup with tokens i as rows: dC, dCB, and what the decay gets from outputs."""
     full, empty, ready, group_full, group_empty, pairs_full, pairs_empty = bars
-    nsub, ngroups, heads_per_group = sizes
+    nsub, ngroups, _ = sizes
     Xs, dYs, Hs, Bs, Cs, CBs, dCBs = rings
     A_columns, A_rows = lines
     STAGES: gl.constexpr = full.shape[0]
@@ -98,8 +91,7 @@ def dC_role(bars, rings, lines, dC, sums, ntiles, batch, seqlen, sizes, sum_stri
     step = 0
     for t in range(gl.program_id(0), ntiles, gl.num_programs(0)):
         turn = t // gl.num_programs(0)
-        b, c, group, split = load_tile(t, ngroups, nsub, SPLITS)
-        head, count = heads_of(group, split, heads_per_group, SPLITS)
+        b, c, group, split, _, count, row = load_tile(t, sizes, SPLITS)
         mbarrier.wait(group_full, turn & 1)
         CB = warpgroup_mma(C, B.permute((1, 0)), gl.zeros([BLOCK_M, BLOCK_M], gl.float32, IJ), use_acc=False, is_async=True)
         CB = warpgroup_mma_wait(0, deps=(CB,))
@@ -124,13 +116,13 @@ def dC_role(bars, rings, lines, dC, sums, ntiles, batch, seqlen, sizes, sum_stri
             K = warpgroup_mma_wait(1, deps=(K,)) * L
             CH = warpgroup_mma(C, H.permute((1, 0)), gl.zeros([BLOCK_M, HEADDIM], gl.float32, IP), use_acc=False, is_async=True)
             sum_dCB += K
-            row = gl.sum(K * CBs.load(IJ), 1)
+            outputs = gl.sum(K * CBs.load(IJ), 1)
             dy_f = dy_tile.load(IP).to(gl.float32)
             sum_dC, CH = warpgroup_mma_wait(0, deps=(sum_dC, CH))
             r = gl.convert_layout(gl.sum(dy_f * CH, 1), gl.SliceLayout(1, IJ))
-            row += r * decay(A_i)
-            at = ((b * ngroups * heads_per_group + head + k).to(gl.int64) * nsub + c) * BLOCK_M
-            gl.store(sums + OUTPUTS * sum_stride.to(gl.int64) + at + i, row)
+            outputs += r * decay(A_i)
+            at = (row + k * nsub) * BLOCK_M
+            gl.store(sums + OUTPUTS * sum_stride.to(gl.int64) + at + i, outputs)
             # not before what was loaded from the stage has been used: a barrier does not wait for loads (docs/kernel-log.md)
             block_barrier()
             mbarrier.arrive(empty.index(stage), count=1)
@@ -152,7 +144,7 @@ def dC_role(bars, rings, lines, dC, sums, ntiles, batch, seqlen, sizes, sum_stri
 def dx_role(dx_desc, bars, rings, lines, dA_cumsum, D, sums, ntiles, sizes, sum_stride, SPLITS: gl.constexpr):
     """The consumer warpgroup with tokens j as rows: dx and all that is summed over a token's channels."""
     full, empty, ready, group_full, group_empty = bars
-    nsub, ngroups, heads_per_group = sizes
+    nsub, _, _ = sizes
     Xs, dYs, Gs, Bs, Cs, dXs = rings
     A_columns, steps = lines
     STAGES: gl.constexpr = full.shape[0]
@@ -168,8 +160,7 @@ def dx_role(dx_desc, bars, rings, lines, dA_cumsum, D, sums, ntiles, sizes, sum_
     step = 0
     for t in range(gl.program_id(0), ntiles, gl.num_programs(0)):
         turn = t // gl.num_programs(0)
-        b, c, group, split = load_tile(t, ngroups, nsub, SPLITS)
-        head, count = heads_of(group, split, heads_per_group, SPLITS)
+        b, c, _, _, head, count, row = load_tile(t, sizes, SPLITS)
         mbarrier.wait(group_full, turn & 1)
         BC = warpgroup_mma(B, C.permute((1, 0)), gl.zeros([BLOCK_M, BLOCK_M], gl.float32, JI), use_acc=False, is_async=True)
         BC = warpgroup_mma_wait(0, deps=(BC,))
@@ -177,7 +168,7 @@ def dx_role(dx_desc, bars, rings, lines, dA_cumsum, D, sums, ntiles, sizes, sum_
         BC = gl.where(gl.expand_dims(i, 0) > gl.expand_dims(j, 1), BC, 0.0)
         for k in range(count):
             stage = step % STAGES
-            at = ((b * ngroups * heads_per_group + head + k).to(gl.int64) * nsub + c) * BLOCK_M
+            at = (row + k * nsub) * BLOCK_M
             end = gl.load(dA_cumsum + at + BLOCK_M - 1) * LOG2E
             skip = own * 0.0
             if D is not None:
@@ -191,7 +182,7 @@ def dx_role(dx_desc, bars, rings, lines, dA_cumsum, D, sums, ntiles, sizes, sum_
             mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
             A_i = gl.expand_dims(A_columns.index(stage).load(gl.SliceLayout(0, JI)), 0)
             A_j = A_columns.index(stage).load(ROW)
-            L = BC * gl.exp2(at_most(A_i - gl.expand_dims(A_j, 1), 0.0))
+            L = BC * decay(A_i - gl.expand_dims(A_j, 1))
             dt_j = steps.index(stage).load(ROW)
             pairs = gl.convert_layout(L.to(DTYPE), OPERAND)
             x_dy = warpgroup_mma_wait(1, deps=(x_dy,))
@@ -228,7 +219,7 @@ def dx_role(dx_desc, bars, rings, lines, dA_cumsum, D, sums, ntiles, sizes, sum_
 def dB_role(bars, rings, lines, dA_cumsum, dB, s, ntiles, batch, seqlen, sizes, SPLITS: gl.constexpr):
     """The consumer warpgroup of dB, and of s for want of a better place."""
     full, empty, ready, group_empty, pairs_full, pairs_empty = bars
-    nsub, ngroups, heads_per_group = sizes
+    nsub, ngroups, _ = sizes
     Xs, Hs, Gs, Bs, Cs, dCBs = rings
     A_columns, steps = lines
     STAGES: gl.constexpr = full.shape[0]
@@ -244,9 +235,7 @@ def dB_role(bars, rings, lines, dA_cumsum, dB, s, ntiles, batch, seqlen, sizes, 
     step = 0
     for t in range(gl.program_id(0), ntiles, gl.num_programs(0)):
         turn = t // gl.num_programs(0)
-        b, c, group, split = load_tile(t, ngroups, nsub, SPLITS)
-        head, count = heads_of(group, split, heads_per_group, SPLITS)
-        row = (b * ngroups * heads_per_group + head).to(gl.int64) * nsub + c
+        b, c, group, split, _, count, row = load_tile(t, sizes, SPLITS)
         sum_dB = gl.zeros([BLOCK_M, DSTATE], gl.float32, JN)
         for k in range(count):
             stage, parity = step % STAGES, (step // STAGES) & 1
@@ -278,15 +267,13 @@ def dB_role(bars, rings, lines, dA_cumsum, dB, s, ntiles, batch, seqlen, sizes, 
 def lines_role(bars, lines, dA_cumsum, dt, ntiles, sizes, BLOCK_M: gl.constexpr, SPLITS: gl.constexpr):
     """One warp that fetches what each head's decay and steps are, as vectors: A_j, A_j less log dt_j, dt_j, in binary logs."""
     empty, ready = bars
-    nsub, ngroups, heads_per_group = sizes
+    nsub, _, _ = sizes
     A_columns, A_rows, steps = lines
     STAGES: gl.constexpr = empty.shape[0]
     m = gl.arange(0, BLOCK_M, gl.BlockedLayout([BLOCK_M // 32], [32], [1], [0]))
     step = 0
     for t in range(gl.program_id(0), ntiles, gl.num_programs(0)):
-        b, c, group, split = load_tile(t, ngroups, nsub, SPLITS)
-        head, count = heads_of(group, split, heads_per_group, SPLITS)
-        row = (b * ngroups * heads_per_group + head).to(gl.int64) * nsub + c
+        _, _, _, _, _, count, row = load_tile(t, sizes, SPLITS)
         at = row * BLOCK_M + m
         a, dt_k = gl.load(dA_cumsum + at), gl.load(dt + at)
         for k in range(count):
@@ -316,8 +303,7 @@ def fetch_role(x_desc, dy_desc, B_desc, C_desc, H_desc, G_desc, bars, rings, nti
     step = 0
     for t in range(gl.program_id(0), ntiles, gl.num_programs(0)):
         turn = t // gl.num_programs(0)
-        b, c, group, split = load_tile(t, ngroups, nsub, SPLITS)
-        head, count = heads_of(group, split, heads_per_group, SPLITS)
+        b, c, group, _, head, count, _ = load_tile(t, sizes, SPLITS)
         mbarrier.wait(group_empty, turn & 1 ^ 1)
         mbarrier.expect(group_full, 2 * BLOCK_M * DSTATE * 2)
         tma.async_copy_global_to_shared(B_desc, [b, c * BLOCK_M, group * DSTATE], group_full, Bs.index(0))

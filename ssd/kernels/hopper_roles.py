@@ -1,4 +1,4 @@
-"""What the Gluon kernels for Hopper share: the warp that fetches tiles, and small device functions.
+"""What the Gluon kernels for Hopper share: small device functions.
 
 A block walks runs of sub-chunks of two neighbouring heads of one group. A run is a row (batch, pair, first, last, piece,
 npieces) of int32: sub-chunks first..last of heads 2 pair and 2 pair + 1; `piece` and `npieces` say which end states enter it,
@@ -7,7 +7,7 @@ or, where pieces are what is computed, `piece` which one it leaves. A block take
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 LOG2E = gl.constexpr(1.4426950408889634)
 RUN = gl.constexpr(6)
@@ -16,9 +16,15 @@ block_barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # of one part
 
 
 @gluon.jit
+def at_most(v, limit: gl.constexpr):
+    """The smaller of v and a number, or NaN if v is: one instruction."""
+    return gl.inline_asm_elementwise("min.NaN.f32 $0, $1, $2;", "=r,r,r", [v, limit], gl.float32, True, 1)
+
+
+@gluon.jit
 def decay(exponent):
-    """2^exponent for one that is <= 0 but for rounding: clamped. NaN, which is not > 0, stays NaN."""
-    return gl.exp2(gl.where(exponent > 0.0, 0.0, exponent))
+    """2^exponent for one that is <= 0 but for rounding: clamped. NaN stays NaN."""
+    return gl.exp2(at_most(exponent, 0.0))
 
 
 @gluon.jit
@@ -67,45 +73,6 @@ def entering_state(initial_states, ends, factors, bh, piece, npieces, offsets, U
         for i in range(2 * piece + U, 2 * (piece + npieces) + U, 2):
             state = state * gl.load(factors + i) + gl.load(ends + i.to(gl.int64) * HEADDIM * DSTATE + offsets)
     return state
-
-
-@gluon.jit
-def state_row(b, h, c, nsub, nheads, EVERY: gl.constexpr):
-    """Which state of (batch, nchunks, nheads) is that before the chunk of sub-chunk c."""
-    return (b * ((nsub + EVERY - 1) // EVERY) + c // EVERY).to(gl.int64) * nheads + h
-
-
-@gluon.jit
-def kept_state(starts, b, h, c, nsub, nheads, EVERY: gl.constexpr, STATE: gl.constexpr, HEADDIM: gl.constexpr,
-               DSTATE: gl.constexpr):
-    """The state before the chunk of sub-chunk c, [P, N] fp32."""
-    ROWS: gl.constexpr = row_layout(DSTATE)
-    at = state_row(b, h, c, nsub, nheads, EVERY) * HEADDIM * DSTATE + state_offsets(ROWS, HEADDIM, DSTATE)
-    return gl.convert_layout(gl.load(starts + at), STATE).to(gl.float32)
-
-
-@gluon.jit
-def fetch(x_desc, B_desc, C_desc, full, empty, Xs, Bs, Cs, runs, nruns, heads_per_group):
-    """The producer: B, C and x of both heads of each sub-chunk into the next free stage."""
-    STAGES: gl.constexpr = full.shape[0]
-    BLOCK_M: gl.constexpr = x_desc.block_shape[1]
-    HEADDIM: gl.constexpr = x_desc.block_shape[2]
-    DSTATE: gl.constexpr = B_desc.block_shape[2]
-    BYTES: gl.constexpr = BLOCK_M * 2 * (2 * HEADDIM + 2 * DSTATE)
-    step = 0
-    for k in range(gl.program_id(0) * nruns, gl.program_id(0) * nruns + nruns):
-        b, pair, first, last, _, _ = load_run(runs, k)
-        h, g = pair * 2, pair * 2 // heads_per_group
-        for c in range(first, last):
-            stage = step % STAGES
-            mbarrier.wait(empty.index(stage), (step // STAGES) & 1 ^ 1)
-            bar = full.index(stage)
-            mbarrier.expect(bar, BYTES)
-            tma.async_copy_global_to_shared(B_desc, [b, c * BLOCK_M, g * DSTATE], bar, Bs.index(stage))
-            tma.async_copy_global_to_shared(C_desc, [b, c * BLOCK_M, g * DSTATE], bar, Cs.index(stage))
-            for u in gl.static_range(2):
-                tma.async_copy_global_to_shared(x_desc, [b, c * BLOCK_M, (h + u) * HEADDIM], bar, Xs.index(2 * stage + u))
-            step += 1
 
 
 @gluon.jit

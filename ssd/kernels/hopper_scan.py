@@ -35,11 +35,10 @@ from .hopper_roles import (
     block_barrier,
     decay,
     entering_state,
-    fetch,
-    kept_state,
     load_run,
     load_steps,
     log2,
+    row_layout,
     state_offsets,
     tile,
 )
@@ -55,6 +54,40 @@ _REGISTERS = 128  # a thread at launch; the roles then share them out: 192 a hea
 def both_bits(a, b):
     """Bitwise and of two tensors of 16-bit elements, two at a time."""
     return gl.inline_asm_elementwise("and.b32 $0, $1, $2;", "=r,r,r", [a, b], a.dtype, True, 2)
+
+
+@gluon.jit
+def kept_state(starts, b, h, c, nsub, nheads, EVERY: gl.constexpr, STATE: gl.constexpr, HEADDIM: gl.constexpr,
+               DSTATE: gl.constexpr):
+    """The state before the chunk of sub-chunk c, [P, N] fp32."""
+    ROWS: gl.constexpr = row_layout(DSTATE)
+    row = (b * ((nsub + EVERY - 1) // EVERY) + c // EVERY).to(gl.int64) * nheads + h
+    at = row * HEADDIM * DSTATE + state_offsets(ROWS, HEADDIM, DSTATE)
+    return gl.convert_layout(gl.load(starts + at), STATE).to(gl.float32)
+
+
+@gluon.jit
+def fetch(x_desc, B_desc, C_desc, full, empty, Xs, Bs, Cs, runs, nruns, heads_per_group):
+    """The producer: B, C and x of both heads of each sub-chunk into the next free stage."""
+    STAGES: gl.constexpr = full.shape[0]
+    BLOCK_M: gl.constexpr = x_desc.block_shape[1]
+    HEADDIM: gl.constexpr = x_desc.block_shape[2]
+    DSTATE: gl.constexpr = B_desc.block_shape[2]
+    BYTES: gl.constexpr = BLOCK_M * 2 * (2 * HEADDIM + 2 * DSTATE)
+    step = 0
+    for k in range(gl.program_id(0) * nruns, gl.program_id(0) * nruns + nruns):
+        b, pair, first, last, _, _ = load_run(runs, k)
+        h, g = pair * 2, pair * 2 // heads_per_group
+        for c in range(first, last):
+            stage = step % STAGES
+            mbarrier.wait(empty.index(stage), (step // STAGES) & 1 ^ 1)
+            bar = full.index(stage)
+            mbarrier.expect(bar, BYTES)
+            tma.async_copy_global_to_shared(B_desc, [b, c * BLOCK_M, g * DSTATE], bar, Bs.index(stage))
+            tma.async_copy_global_to_shared(C_desc, [b, c * BLOCK_M, g * DSTATE], bar, Cs.index(stage))
+            for u in gl.static_range(2):
+                tma.async_copy_global_to_shared(x_desc, [b, c * BLOCK_M, (h + u) * HEADDIM], bar, Xs.index(2 * stage + u))
+            step += 1
 
 
 @gluon.jit

@@ -7,7 +7,8 @@ places of x, B and dt_j exp(A_last - A_j): what is walked is then the gradient o
     pieces:  a run starts from a zero state and writes ends (npieces, 2, 64, dstate) fp32, the state at its end, and factors
              (npieces, 2) fp32, the decay over it, in row `piece`: (28) joins them.
     states:  a run starts as one of hopper_scan does and writes states (rows, nchunks, nheads, 64, dstate), that before the
-             first of every EVERY sub-chunks, and final_states (rows, nheads, 64, dstate) fp32, unless it is None.
+             first of every EVERY sub-chunks (1 where rows are walked backwards), and final_states (rows, nheads, 64, dstate)
+             fp32, unless it is None.
 """
 
 import torch
@@ -58,15 +59,6 @@ def row_of(b, forwards, BACKWARDS: gl.constexpr):
 
 
 @gluon.jit
-def is_kept(c, b, nsub, forwards, EVERY: gl.constexpr, BACKWARDS: gl.constexpr):
-    """Whether sub-chunk c is the one of its chunk that a walk of row b meets first."""
-    kept = c % EVERY == 0
-    if BACKWARDS:
-        kept = gl.where(b >= forwards, (c % EVERY == EVERY - 1) | (c == nsub - 1), kept)
-    return kept
-
-
-@gluon.jit
 def walk(full, empty, Xs, Bs, Ss, weights, states_desc, dA_cumsum, dt, initial_states, ends, factors, final_states, runs, nruns,
          forwards, nsub, nheads, U: gl.constexpr, EVERY: gl.constexpr, BACKWARDS: gl.constexpr, BLOCK_M: gl.constexpr,
          HEADDIM: gl.constexpr, DSTATE: gl.constexpr):
@@ -104,7 +96,7 @@ def walk(full, empty, Xs, Bs, Ss, weights, states_desc, dA_cumsum, dt, initial_s
             if states_desc is not None:
                 KEPT: gl.constexpr = Ss.shape[0] // 2
                 at = place(c, b, nsub, forwards, BACKWARDS)
-                if is_kept(at, b, nsub, forwards, EVERY, BACKWARDS):
+                if at % EVERY == 0:
                     slot = U * KEPT + kept % KEPT
                     tma.store_wait(KEPT - 1)
                     block_barrier()
@@ -171,6 +163,7 @@ def hopper_states_kernel(x_desc, B_desc, dy_desc, C_desc, states_desc, dA_cumsum
                          final_states, runs, nruns, forwards, nsub, nheads, heads_per_group, EVERY: gl.constexpr,
                          STAGES: gl.constexpr):
     BACKWARDS: gl.constexpr = dy_desc is not None
+    gl.static_assert(EVERY == 1 or not BACKWARDS, "walks backwards keep the state of each sub-chunk")
     DTYPE: gl.constexpr = x_desc.dtype
     BLOCK_M: gl.constexpr = x_desc.block_shape[1]
     HEADDIM: gl.constexpr = x_desc.block_shape[2]
