@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .kernels.arguments import fits_tiles
+from .kernels.arguments import fitted
 from .kernels.bmm_bwd import bmm_bwd_dB, bmm_bwd_dC
 from .kernels.bmm_chunk import bmm_chunk
 from .kernels.chunk_cumsum import chunk_cumsum
@@ -28,7 +28,7 @@ from .types import SSDGrads, SSDSaved
 def backward(saved: SSDSaved, dout: Tensor, dfinal_states: Tensor | None, into: SSDGrads) -> SSDGrads:
     """Gradients of every input that is present; dout has the shape and dtype of x, any strides."""
     i, options = saved.inputs, saved.options
-    dout = dout if fits_tiles(dout) else dout.contiguous()
+    dout = fitted(dout)
     with torch.cuda.device_of(i.x):
         dt, dA_cumsum = chunk_cumsum(i)
         if saved.prev_states is None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from . import backward as baseline
 from . import hopper_backward
-from .kernels.arguments import fits_tiles
+from .kernels.arguments import fitted
 from .kernels.chunk_cumsum import chunk_cumsum
 from .kernels.chunk_cumsum_bwd import chunk_cumsum_bwd
 from .kernels.chunk_scan_dz import chunk_scan_dz
@@ -39,7 +39,7 @@ def _by_groups(saved: SSDSaved, dout: Tensor, dfinal_states: Tensor | None, into
     i, options = saved.inputs, saved.options
     # as long as the tiles of every kernel here allow
     spans = replace(i, chunk_size=min(pick(kernel, i)["BLOCK_M"] for kernel in _KERNELS))
-    dout = dout if fits_tiles(dout) else dout.contiguous()
+    dout = fitted(dout)
     with torch.cuda.device_of(i.x):
         dt, dA_cumsum = chunk_cumsum(spans)
         prev_states = saved.prev_states

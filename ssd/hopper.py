@@ -118,7 +118,7 @@ class _Call:
         out = torch.empty(i.x.shape, device=i.x.device, dtype=i.x.dtype)
         initial_states = None if i.initial_states is None else i.initial_states.float().contiguous()
         steps = chunk_cumsum(replace(i, chunk_size=BLOCK_M))
-        return cls(i, out, tuple(describe(describable(t)) for t in (i.x, i.B, i.C, out)), steps, initial_states)
+        return cls(i, out, (*(describe(describable(t)) for t in (i.x, i.B, i.C)), describe(out)), steps, initial_states)
 
     @property
     def nsub(self) -> int:
@@ -129,14 +129,23 @@ class _Call:
         return torch.empty(i.batch, *between, i.nheads, i.headdim, i.dstate, device=i.x.device, dtype=dtype)
 
     def entering(self, options: Options) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Runs of whole sequences, or cut ones; and ends and factors of the pieces that enter those that begin inside one."""
-        from .kernels.hopper_states import piece_states
-
         i = self.inputs
-        runs, state_runs, npieces = dealt(i.batch, i.nheads // 2, self.nsub, options.segments, i.x.device)
-        if not npieces:
-            return runs, None, None
-        return runs, *piece_states(i, self.descriptors[:2], *self.steps, npieces, state_runs, i.batch)
+        return runs_of(i, i.batch, self.descriptors[:2], *self.steps, i.batch, options)
+
+
+def runs_of(i: SSDInputs, rows: int, descriptors: tuple, dt: Tensor, dA_cumsum: Tensor, forwards: int,
+            options: Options) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Runs of whole sequences, or cut ones; and ends and factors of the pieces that enter those that begin inside one.
+
+    rows: sequences of a pair of heads, of which those from `forwards` on are walked backwards; descriptors: as hopper_states
+    takes them.
+    """
+    from .kernels.hopper_states import piece_states
+
+    runs, piece_runs, npieces = _dealt(rows, i.nheads // 2, dt.shape[2], options.segments, i.x.device)
+    if not npieces:
+        return runs, None, None
+    return runs, *piece_states(i, descriptors, dt, dA_cumsum, npieces, piece_runs, forwards)
 
 
 @cache
@@ -196,7 +205,7 @@ def _layout(channels: int, dtype: torch.dtype):
 
 # Tables are kept for good: a CUDA graph replays with their addresses.
 @cache
-def dealt(batch: int, pairs: int, nsub: int, cut: bool, device: torch.device) -> tuple[Tensor, Tensor | None, int]:
+def _dealt(batch: int, pairs: int, nsub: int, cut: bool, device: torch.device) -> tuple[Tensor, Tensor | None, int]:
     """Runs of sequences and of their pieces, (blocks, nruns, 6) int32 on the device, and the number of pieces."""
     runs = deal(batch, pairs, nsub, current_device(device.index).sms, cut)
     return _table(runs.sequences, device), _table(runs.pieces, device) if runs.npieces else None, runs.npieces

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from . import hopper
-from .hopper import BLOCK_M, dealt, describable, describe, describe_states, is_describable
-from .kernels.arguments import cdiv, fits_tiles
+from .hopper import BLOCK_M, describable, describe, describe_states, is_describable, runs_of
+from .kernels.arguments import cdiv, fitted, output
 from .kernels.chunk_cumsum import chunk_cumsum
 from .kernels.chunk_cumsum_bwd import chunk_cumsum_bwd
 from .kernels.chunk_scan_dz import chunk_scan_dz
+from .kernels.group import parts_of, summed
 from .tuning import current_device
 from .types import Options, SSDGrads, SSDInputs, SSDSaved
 
@@ -34,12 +35,12 @@ def worth_keeping(i: SSDInputs, options: Options, every: int) -> int | None:
     """As `Variant.states_every`, of a forward that can keep a state every so many tokens: None if the backward here would run
     and not read them. The other backwards read what there is.
     """
-    here = options.fuse_backward and _cannot_run(i, options) is None
-    return every if _reads(i, every) or not here else None
+    unread = options.fuse_backward and not _reads(i, every) and _cannot_run(i, options) is None
+    return None if unread else every
 
 
 def _cannot_run(i: SSDInputs, options: Options) -> str | None:
-    return hopper.cannot_run(replace(i, z=None), options, by_chunk=False)
+    return hopper.cannot_run(i if i.z is None else replace(i, z=None), options, by_chunk=False)
 
 
 def backward(saved: SSDSaved, dout: Tensor, dfinal_states: Tensor | None, into: SSDGrads) -> SSDGrads:
@@ -48,7 +49,7 @@ def backward(saved: SSDSaved, dout: Tensor, dfinal_states: Tensor | None, into: 
 
     i = saved.inputs
     with torch.cuda.device_of(i.x):
-        dout = dout if fits_tiles(dout) else dout.contiguous()
+        dout = fitted(dout)
         dz, dy = (None, dout) if i.z is None else chunk_scan_dz(i, dout, saved.y, into.dz)
         spans = replace(i, chunk_size=BLOCK_M)
         dt, dA_cumsum = chunk_cumsum(spans)
@@ -57,16 +58,15 @@ def backward(saved: SSDSaved, dout: Tensor, dfinal_states: Tensor | None, into: 
 
         sms = current_device(i.x.device.index).sms
         splits = _splits(i.batch * spans.nchunks * i.ngroups, i.nheads // i.ngroups, sms)
-        dB, dC = (torch.empty(splits, *t.shape, device=dt.device, dtype=t.dtype if splits == 1 else torch.float32)
-                  for t in (i.B, i.C))
-        dx = into.dx if into.dx is not None and is_describable(into.dx) else torch.empty(i.x.shape, device=dt.device,
-                                                                                         dtype=i.x.dtype)
-        sums, s = hopper_group(i, x, dy, B, C, describe_states(H), describe_states(G), describe(dx), dt, dA_cumsum, dB, dC, sms)
+        dB_parts, dC_parts = (parts_of(t, None, splits) for t in (i.B, i.C))
+        dx = output(i.x, into.dx if into.dx is not None and is_describable(into.dx) else None)
+        sums, s = hopper_group(i, x, dy, B, C, describe_states(H), describe_states(G), describe(dx), dt, dA_cumsum,
+                               dB_parts, dC_parts, sms)
         u_v_x, q, row, col, dy_x = sums
         no_parts = sums.new_empty(0, *dt.shape)  # of r, which is in row
         ddt, dA, ddt_bias, dD = chunk_cumsum_bwd(spans, u_v_x, no_parts, q, s[..., None], row, col[None], into.ddt,
                                                  None if i.D is None else dy_x)
-        dB, dC = (parts[0] if splits == 1 else parts.sum(0).to(i.B.dtype) for parts in (dB, dC))
+        dB, dC = summed(dB_parts, i.B, into.dB), summed(dC_parts, i.C, into.dC)
     if dinitial_states is not None:
         dinitial_states = _left(dinitial_states, into.dinitial_states)
     return SSDGrads(_left(dx, into.dx), ddt, dA, _left(dB, into.dB), _left(dC, into.dC), dD, dz, ddt_bias, dinitial_states)
@@ -77,7 +77,7 @@ def _states(saved: SSDSaved, tokens: tuple, dt: Tensor, dA_cumsum: Tensor,
     """The state before each sub-chunk and the gradient of that after it, (batch, nsub, nheads, headdim, dstate), and
     dinitial_states (None without initial_states). tokens: descriptors of x, B, dy, C.
     """
-    from .kernels.hopper_states import all_states, piece_states
+    from .kernels.hopper_states import all_states
 
     i, nsub, kept = saved.inputs, dt.shape[2], saved.prev_states
     reads = kept is not None and _reads(i, saved.states_every)
@@ -87,9 +87,8 @@ def _states(saved: SSDSaved, tokens: tuple, dt: Tensor, dA_cumsum: Tensor,
     starts = _starts(i, given)
     finals = None if i.initial_states is None else dt.new_empty(rows, *i.initial_states.shape[1:])
     states = torch.empty(rows, nsub, i.nheads, i.headdim, i.dstate, device=dt.device, dtype=i.x.dtype)
-    runs, piece_runs, npieces = dealt(rows, i.nheads // 2, nsub, saved.options.segments, i.x.device)
-    pieces = piece_states(i, tokens, dt, dA_cumsum, npieces, piece_runs, forwards) if npieces else (None, None)
-    all_states(i, tokens, describe_states(states), dt, dA_cumsum, runs, starts, *pieces, finals, forwards, BLOCK_M)
+    runs, *entering = runs_of(i, rows, tokens, dt, dA_cumsum, forwards, saved.options)
+    all_states(i, tokens, describe_states(states), dt, dA_cumsum, runs, starts, *entering, finals, forwards, BLOCK_M)
     return kept if reads else states[:forwards], states[forwards:], None if finals is None else finals[forwards:]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib import import_module
 
@@ -73,12 +73,19 @@ def get_variant(name: str) -> Variant:
 
 
 def states_every(name: str, inputs: SSDInputs, options: Options) -> int | None:
-    """Tokens between the states that a forward of the variant of that name keeps; None if it keeps none.
+    """Tokens between the states that a forward of the variant of that name keeps; None if it keeps none."""
+    if not heeded(name, options).save_states:
+        return None
+    every = get_variant(name).states_every
+    return every and every(inputs, options)
 
-    "auto" keeps none, so that it never runs out of memory where kernels that keep none would not.
+
+@lru_cache
+def heeded(name: str, options: Options) -> Options:
+    """The options as the variant of that name heeds them: "auto" keeps no states, so that it never runs out of memory where
+    kernels that keep none would not.
     """
-    every = None if name == "auto" else get_variant(name).states_every
-    return every(inputs, options) if every and options.save_states else None
+    return replace(options, save_states=False) if name == "auto" else options
 
 
 def resolve(name: str, inputs: SSDInputs, mode: str) -> Variant:

@@ -36,6 +36,11 @@ def fits_tiles(t: Tensor | None) -> bool:
     return LONGEST_TILE * (along_seqlen + along_channels) < 2**31
 
 
+def fitted(t: Tensor) -> Tensor:
+    """t, or a copy where its offsets do not fit tiles."""
+    return t if fits_tiles(t) else t.contiguous()
+
+
 def per_channel_strides(D: Tensor | None) -> tuple[int, int] | None:
     """Strides of D as (nheads, headdim), where D (nheads,) repeats along headdim."""
     if D is None:
