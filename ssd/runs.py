@@ -1,18 +1,24 @@
 """Which sub-chunks each block of the Hopper kernels walks.
 
 Sequences (one pair of heads of one batch row each) go to the blocks whole, as many rounds as there are. What is left of them
-fills no round: laid end to end, it is dealt out in equal shares, so that a run may begin inside a sequence. The state that
-enters there comes from a pass over the runs before it, dealt out in equal shares as well: its pieces. Where that pass would
-cost more than it saves, nothing is cut.
+fills no round: each is cut into the same parts, so that a run may begin inside a sequence. All are cut in the same places and
+the first parts go first: blocks then walk side by side through neighbouring heads, whose rows share pages of memory. In equal
+shares laid end to end they do not, and took a third longer for each sub-chunk (docs/kernel-log.md).
+
+The state that enters a part comes from a pass over those before it, dealt out in equal shares: its pieces. Where that pass
+would cost more than it saves, nothing is cut.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .kernels.arguments import cdiv
+
 STATE_PASS = 0.5  # time of a sub-chunk in the state pass, against one in the scan
 LAUNCH = 4  # time of the additional launch, in sub-chunks of the scan
-SHORTEST = 4  # sub-chunks that a share has at least
+SHORTEST = 4  # sub-chunks that a part or a share has at least
+ROUNDS = 3  # of parts, at most
 RUN_FIELDS = 6
 
 Span = tuple[int, int, int]  # sequence, first sub-chunk, last sub-chunk (exclusive)
@@ -32,11 +38,10 @@ def deal(batch: int, pairs: int, nsub: int, blocks: int, cut: bool = True) -> Ru
     """Deals batch * pairs sequences of nsub sub-chunks to at most `blocks` blocks that run side by side."""
     count = batch * pairs
     whole = count // blocks * blocks
-    shares = _shares([(sequence, 0, nsub) for sequence in range(whole, count)], blocks)
-    before_ends = [span for share in shares for span in share if span[2] < nsub]
-    pieces = _shares(before_ends, blocks)
-    if not cut or _longest(shares) + STATE_PASS * _longest(pieces) + LAUNCH >= nsub:
-        shares, pieces = [[(sequence, 0, nsub)] for sequence in range(whole, count)], []
+    rest = range(whole, count)
+    each = _part(len(rest), nsub, blocks) if cut and rest else nsub
+    parts = [(sequence, first, min(first + each, nsub)) for first in range(0, nsub, each) for sequence in rest]
+    pieces = _shares(sorted(part for part in parts if part[2] < nsub), blocks)
     starts = [(sequence, first) for share in pieces for sequence, first, _ in share]
 
     def run(span: Span) -> Run:
@@ -44,9 +49,8 @@ def deal(batch: int, pairs: int, nsub: int, blocks: int, cut: bool = True) -> Ru
         entering = [k for k, (owner, begin) in enumerate(starts) if owner == sequence and begin < first] if first else []
         return (*divmod(sequence, pairs), first, last, entering[0] if entering else 0, len(entering))
 
-    spans = [[(sequence, 0, nsub) for sequence in range(block, whole, blocks)] for block in range(blocks)]
-    for block, share in enumerate(shares):
-        spans[block] += share
+    spans = [[(sequence, 0, nsub) for sequence in range(block, whole, blocks)] + parts[block::blocks]
+             for block in range(blocks)]
     number = iter(range(len(starts)))
     left = [tuple((*divmod(sequence, pairs), first, last, next(number), 0) for sequence, first, last in share)
             for share in pieces]
@@ -64,10 +68,22 @@ def chunks(batch: int, pairs: int, nsub: int, every: int, blocks: int | None) ->
     return tuple(tuple(runs[block::blocks]) for block in range(blocks))
 
 
+def _part(sequences: int, nsub: int, blocks: int) -> int:
+    """Sub-chunks of a part of each sequence, nsub to leave them whole, so that the last block is done soonest."""
+
+    def time(each: int) -> float:
+        parts = cdiv(nsub, each)
+        walked = cdiv(sequences * parts, blocks) * each
+        return walked + LAUNCH + STATE_PASS * cdiv(sequences * each * (parts - 1), blocks) if parts > 1 else nsub
+
+    most = min(ROUNDS * blocks // sequences, nsub // SHORTEST)
+    return min((cdiv(nsub, parts) for parts in range(1, max(most, 1) + 1)), key=time)
+
+
 def _shares(spans: list[Span], blocks: int) -> list[list[Span]]:
     """The spans laid end to end and cut into at most `blocks` equal shares."""
     total = sum(last - first for _, first, last in spans)
-    each = max(SHORTEST, -(-total // blocks))
+    each = max(SHORTEST, cdiv(total, blocks))
     shares: list[list[Span]] = [[]]
     room = each
     for sequence, first, last in spans:
@@ -79,7 +95,3 @@ def _shares(spans: list[Span], blocks: int) -> list[list[Span]]:
             shares[-1].append((sequence, first, first + taken))
             first, room = first + taken, room - taken
     return shares if total else []
-
-
-def _longest(shares: list[list[Span]]) -> int:
-    return max((sum(last - first for _, first, last in share) for share in shares), default=0)

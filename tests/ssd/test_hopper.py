@@ -33,7 +33,7 @@ GRADIENTS = {
     "plain": Case(),
     "start": Case(D="h", dt_bias=True, dt_softplus=True, initial_states=True),
     "everything": Case(D="h", dt_bias=True, dt_softplus=True, initial_states=True, z=True, packed=True, dt_limit=(0.02, 0.08)),
-    "strong_decay": CASES["strong_decay"],
+    "strong_decay": replace(CASES["strong_decay"], dt_dtype=torch.float32),  # ddt goes beyond what fp16 holds
 }
 WAYS = {"fused": ("fused", Options()), "stationary": ("persistent", Options()),
         "uncut": ("persistent", Options(segments=False)), "in turn": ("persistent", Options(stationary=False))}
@@ -85,7 +85,9 @@ def test_gradients(options, shape, case, dtype):
     inputs, variant = random_inputs(SHAPES[shape], GRADIENTS[case], dtype, "cuda"), get_variant("persistent")
     assert hopper_backward.can_run(inputs, options)
     kept = variant.forward(inputs, options, True)[2].prev_states
-    assert (kept is not None) == (options.save_states and case in ("plain", "start"))
+    # read if there is one for each sub-chunk in the dtype of x: the plain forward, which takes a gate, keeps one a chunk
+    one_each = case in ("plain", "start") or (case == "everything" and inputs.chunk_size == hopper.BLOCK_M)
+    assert (kept is not None) == (options.save_states and one_each)
     ways = cotangents(inputs)
     assert_all_accurate(results(variant, inputs, *ways, options), truths(inputs, *ways), inputs, *ways)
 

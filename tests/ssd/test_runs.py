@@ -36,7 +36,12 @@ def test_cuts_where_it_pays():
     assert deal(1, 64, 64, 132).npieces > 0  # 64 blocks would leave 68 SMs idle
     assert deal(4, 64, 64, 132).npieces == 0  # two rounds, the second nearly full
     longest = max(sum(last - first for _, _, first, last, _, _ in of) for of in deal(4, 40, 64, 132).sequences)
-    assert longest == 64 + -(-28 * 64 // 132)
+    assert longest == 64 + 64 // 4  # the 28 left over in 4 parts on 112 blocks
+
+
+def test_cut_in_the_same_places():
+    (first,), (second,) = deal(1, 40, 1024, 132).sequences[40:42]
+    assert first[:4] == (0, 0, 342, 684) and second[:4] == (0, 1, 342, 684)
 
 
 @pytest.mark.parametrize("blocks", (None, 1, 5, 1000))
