@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .ops import are_plain, or_empty, or_none, register
 from .registry import heeded, resolve, states_every
+from .tape import replayed
 from .types import Options, SSDGrads, SSDInputs, SSDSaved
 
 _INPUTS = (
@@ -18,7 +19,8 @@ _INPUTS = (
     "Tensor? seq_idx, Tensor? cu_seqlens, int chunk_size, bool dt_softplus, float dt_min, float dt_max, "
     "ScalarType? state_dtype, str variant, str options"
 )
-_N_TENSORS, _N_INPUTS = 9, 18  # differentiable inputs come first
+_N_TENSORS, _N_ARGS, _N_INPUTS = 9, 11, 18  # differentiable tensors come first, then the others, then settings
+_N_SAVED = _N_ARGS + 4  # tensors that a backward takes
 
 torch.library.define(
     "ssd::chunk_scan",
@@ -37,12 +39,12 @@ def chunk_scan(i: SSDInputs, variant: str, options: Options, save: bool) -> tupl
     save: whether a backward may follow, so that what it needs must be kept.
     """
     tensors = (i.x, i.dt, i.A, i.B, i.C, i.D, i.z, i.dt_bias, i.initial_states, i.seq_idx, i.cu_seqlens)
-    plain = are_plain(tensors)
-    if plain and not save:
-        out, final_states, saved = resolve(variant, i, "fwd").forward(i, options, False)
-        return out, final_states, saved.varlen_states
-    scan = _ChunkScan.apply if plain else torch.ops.ssd.chunk_scan
-    return scan(*tensors, i.chunk_size, i.dt_softplus, *i.dt_limit, i.state_dtype, variant, _encode(options), save)[:3]
+    settings = (i.chunk_size, i.dt_softplus, *i.dt_limit, i.state_dtype, variant)
+    if not are_plain(tensors):
+        return torch.ops.ssd.chunk_scan(*tensors, *settings, _encode(options), save)[:3]
+    if save:
+        return _ChunkScan.apply(*tensors, *settings, _encoded(options), save)[:3]
+    return replayed(_forward, tensors, (*settings, _encoded(options), save))[:3]
 
 
 _OPTION_NAMES = tuple(f.name for f in fields(Options))
@@ -51,6 +53,9 @@ _OPTION_NAMES = tuple(f.name for f in fields(Options))
 def _encode(options: Options) -> str:
     """Options as a string, which an op's schema allows; in terms that torch.compile can trace."""
     return ",".join([f"{name}={getattr(options, name)!r}" for name in _OPTION_NAMES])
+
+
+_encoded = lru_cache(_encode)
 
 
 @lru_cache
@@ -70,7 +75,12 @@ def _forward(*args):
     *args, save = args
     inputs, name, options = _unpack(args)
     out, final_states, saved = resolve(name, inputs, "fwd").forward(inputs, heeded(name, options), save)
-    return out, final_states, *(or_empty(t, out) for t in (saved.varlen_states, saved.y, saved.prev_states))
+    return out, final_states, saved.varlen_states, saved.y, saved.prev_states
+
+
+def _all_present(out, *others):
+    """Results as an op returns them."""
+    return out, *(or_empty(t, out) for t in others)
 
 
 @torch.library.register_fake("ssd::chunk_scan")
@@ -90,19 +100,20 @@ def _forward_fake(*args):
 
 
 def _backward(*args):
-    *args, y, prev_states, dout, dfinal_states = args
-    inputs, name, options = _unpack(args)
+    tensors, (y, prev_states, dout, dfinal_states), settings = args[:_N_ARGS], args[_N_ARGS:_N_SAVED], args[_N_SAVED:]
+    inputs, name, options = _unpack((*tensors, *settings))
     if dout is None:
         dout = torch.zeros_like(inputs.x)
     saved = SSDSaved(inputs, options, or_none(y), prev_states=or_none(prev_states))
-    grads = resolve(name, inputs, "bwd").backward(saved, dout, dfinal_states, SSDGrads())
-    return tuple(or_empty(g, inputs.x) for g in _in_order(grads))
+    return _in_order(resolve(name, inputs, "bwd").backward(saved, dout, dfinal_states, SSDGrads()))
 
 
 def _backward_op(*args):
     """`_backward`, with a copy of each result that shares memory with one before it, as those of an op may not."""
     results, taken = [], set()
-    for t in _backward(*args):
+    tensors, settings, others = args[:_N_ARGS], args[_N_ARGS:_N_INPUTS], args[_N_INPUTS:]
+    for t in _backward(*tensors, *others, *settings):
+        t = or_empty(t, args[0])
         memory = t.untyped_storage().data_ptr()
         results.append(t.clone() if memory in taken else t)
         taken.add(memory)
@@ -135,27 +146,31 @@ class _ChunkScan(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, *args):
-        if are_plain(args[:_N_TENSORS]):
-            outputs = _forward(*args)
+        tensors, settings = args[:_N_ARGS], args[_N_ARGS:]
+        if are_plain(tensors):
+            outputs = replayed(_forward, tensors, settings)
         else:
             with torch._C._AutoDispatchBelowAutograd():
                 outputs = torch.ops.ssd.chunk_scan(*args)
-        ctx.save_for_backward(*args[: _N_TENSORS + 2], *outputs[3:])
-        ctx.settings = args[_N_TENSORS + 2 : _N_INPUTS]
+        ctx.save_for_backward(*tensors, *outputs[3:])
+        ctx.settings = settings[:-1]
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*outputs[2:])
+        ctx.mark_non_differentiable(*[t for t in outputs[2:] if t is not None])
         return outputs
 
     @staticmethod
     @torch.autograd.function.once_differentiable  # the second derivative is not there: better an error than a gradient short
     def backward(ctx, dout, dfinal_states, *_):
-        *tensors, y, prev_states = ctx.saved_tensors
         if dout is None and dfinal_states is None:
             return (None,) * (_N_INPUTS + 1)
-        chunk_scan_bwd = _backward if are_plain((*tensors, dout, dfinal_states)) else torch.ops.ssd.chunk_scan_bwd
-        grads = chunk_scan_bwd(*tensors, *ctx.settings, y, prev_states, dout, dfinal_states)
+        tensors = (*ctx.saved_tensors, dout, dfinal_states)
+        if are_plain(tensors):
+            grads = replayed(_backward, tensors, ctx.settings)
+        else:
+            grads = torch.ops.ssd.chunk_scan_bwd(*tensors[:_N_ARGS], *ctx.settings, *tensors[_N_ARGS:])
         grads = [None if t is None else g.to(t.dtype) for t, g in zip(tensors[:_N_TENSORS], grads, strict=True)]
         return (*grads, *[None] * (_N_INPUTS + 1 - _N_TENSORS))
 
 
-register("chunk_scan", _forward, _ChunkScan, _backward_op)
+register("chunk_scan", lambda *args: _all_present(*_forward(*args)), lambda *args: _all_present(*_ChunkScan.apply(*args)),
+         _backward_op)

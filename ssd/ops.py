@@ -48,8 +48,8 @@ def or_none(t: Tensor | None) -> Tensor | None:
     return t if t is not None and t.numel() else None
 
 
-def register(op: str, run: Callable, function: type[torch.autograd.Function], run_backward: Callable | None = None) -> None:
-    """Gives the op ssd::<op> its implementation, and the function that autograd joins it to its backward by.
+def register(op: str, run: Callable, differentiable: Callable, run_backward: Callable | None = None) -> None:
+    """Gives the op ssd::<op> its implementation, and what autograd runs instead, which joins it to its backward.
 
     run_backward: the implementation of ssd::<op>_bwd, if that is an op as well.
     """
@@ -57,7 +57,7 @@ def register(op: str, run: Callable, function: type[torch.autograd.Function], ru
     if run_backward is not None:
         torch.library.impl(f"ssd::{op}_bwd", "default", run_backward)
     _libraries.append(torch.library.Library("ssd", "FRAGMENT"))
-    _libraries[-1].impl(op, lambda *args: function.apply(*args), "Autograd")
+    _libraries[-1].impl(op, lambda *args: differentiable(*args), "Autograd")
 
 
 def register_inference(op: str, run: Callable, instead: str) -> None:
@@ -76,4 +76,4 @@ def register_inference(op: str, run: Callable, instead: str) -> None:
         def backward(ctx, dout):
             raise RuntimeError(f"{op} has no gradient: call it under torch.no_grad(), or train through {instead}")
 
-    register(op, run, Inference)
+    register(op, run, Inference.apply)

@@ -13,8 +13,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .kernels.arguments import cdiv
-
 STATE_PASS = 0.5  # time of a sub-chunk in the state pass, against one in the scan
 LAUNCH = 4  # time of the additional launch, in sub-chunks of the scan
 SHORTEST = 4  # sub-chunks that a part or a share has at least
@@ -72,18 +70,18 @@ def _part(sequences: int, nsub: int, blocks: int) -> int:
     """Sub-chunks of a part of each sequence, nsub to leave them whole, so that the last block is done soonest."""
 
     def time(each: int) -> float:
-        parts = cdiv(nsub, each)
-        walked = cdiv(sequences * parts, blocks) * each
-        return walked + LAUNCH + STATE_PASS * cdiv(sequences * each * (parts - 1), blocks) if parts > 1 else nsub
+        parts = -(-nsub // each)
+        walked = -(-sequences * parts // blocks) * each
+        return walked + LAUNCH + STATE_PASS * -(-sequences * each * (parts - 1) // blocks) if parts > 1 else nsub
 
     most = min(ROUNDS * blocks // sequences, nsub // SHORTEST)
-    return min((cdiv(nsub, parts) for parts in range(1, max(most, 1) + 1)), key=time)
+    return min((-(-nsub // parts) for parts in range(1, max(most, 1) + 1)), key=time)
 
 
 def _shares(spans: list[Span], blocks: int) -> list[list[Span]]:
     """The spans laid end to end and cut into at most `blocks` equal shares."""
     total = sum(last - first for _, first, last in spans)
-    each = max(SHORTEST, cdiv(total, blocks))
+    each = max(SHORTEST, -(-total // blocks))
     shares: list[list[Span]] = [[]]
     room = each
     for sequence, first, last in spans:

@@ -111,6 +111,14 @@ def _seed():
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True)
+def _no_tapes():
+    """What a test patches must not be missed because another recorded the call without it."""
+    from ssd import tape
+
+    tape.clear()
+
+
 @pytest.fixture
 def poison(monkeypatch):
     """Fresh memory holds NaN wherever a dtype has one, so that a result left unwritten shows."""

@@ -202,4 +202,4 @@ class _CausalConv1d(torch.autograd.Function):
         return dx, dweight, or_none(dbias), None, or_none(dinitial_states), None, None
 
 
-register("causal_conv1d", _forward, _CausalConv1d, _backward)
+register("causal_conv1d", _forward, _CausalConv1d.apply, _backward)

@@ -189,4 +189,4 @@ class _GatedNorm(torch.autograd.Function):
         return dx, dweight, None if bias is None else dbias, None if z is None else dz, None, None, None
 
 
-register("rms_norm_gated", _forward, _GatedNorm, _backward)
+register("rms_norm_gated", _forward, _GatedNorm.apply, _backward)

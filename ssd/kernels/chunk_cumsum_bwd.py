@@ -17,6 +17,7 @@ from ..types import SSDInputs
 from .arguments import cdiv, contiguous, output
 from .chunk_cumsum import step
 from .launch import launch
+from .sum_parts import sum_parts
 
 
 @triton.jit
@@ -72,7 +73,7 @@ def chunk_cumsum_bwd(i: SSDInputs, u_v_x: Tensor, r_tiles: Tensor, q: Tensor, s_
         i.dt, i.dt.stride(), i.A.contiguous(), contiguous(i.dt_bias), u_v_x, r_tiles, q, s_tiles, row, col_tiles, dy_x,
         ddt, ddt.stride(), *_where(wanted, parts), i.seqlen, i.nchunks, row.numel(), *i.dt_limit, i.nheads, i.chunk_size,
         i.dt_softplus, r_tiles.shape[0], s_tiles.shape[-1], col_tiles.shape[0], s_width, **config.launch)
-    return ddt, *_where(wanted, parts.sum(1))
+    return ddt, *_where(wanted, sum_parts(parts, parts.new_empty(sum(wanted), i.nheads)))
 
 
 def _where(wanted: tuple[bool, ...], tensors: Tensor) -> list[Tensor | None]:

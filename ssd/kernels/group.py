@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .arguments import output
+from .sum_parts import sum_parts
 
 
 @triton.jit
@@ -37,4 +38,8 @@ def parts_of(like: Tensor, into: Tensor | None, splits: int) -> Tensor:
 
 def summed(parts: Tensor, like: Tensor, into: Tensor | None) -> Tensor:
     """The gradient, from its parts."""
-    return parts[0] if parts.shape[0] == 1 else output(like, into).copy_(parts.sum(0))
+    if parts.shape[0] == 1:
+        return parts[0]
+    if into is not None and not into.is_contiguous():
+        return into.copy_(parts.sum(0))
+    return sum_parts(parts[None], output(like, into)[None])[0]

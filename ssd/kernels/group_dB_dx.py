@@ -18,6 +18,7 @@ from ..types import Options, SSDInputs
 from .arguments import output, strides
 from .group import load_states, parts_of, store_tokens, summed
 from .launch import launch
+from .sum_parts import sum_first
 from .walk import decay, decays, load_skip, load_tokens, visible
 
 
@@ -125,4 +126,4 @@ def group_dB_dx(i: SSDInputs, dt: Tensor, dA_cumsum: Tensor, dy: Tensor, dstates
         dstates, dCB, dx, dx.stride(), parts, parts.stride()[1:], parts.stride(0), u_v_x, q, dD_tiles, i.seqlen, nblocks,
         i.nheads, i.ngroups, i.headdim, i.dstate, splits, options.exp2, options.precision,
         **(pick("group_dB_dx", i).launch | {"BLOCK_M": span}))
-    return dx, summed(parts, i.B, into_dB), None if dD_tiles is None else dD_tiles.sum(0), u_v_x, q
+    return dx, summed(parts, i.B, into_dB), None if dD_tiles is None else sum_first(dD_tiles), u_v_x, q

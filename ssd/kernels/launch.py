@@ -7,11 +7,23 @@ Triton's own.
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+
 from torch import Tensor
+from triton import knobs
 from triton.compiler import CompiledKernel
+from triton.runtime import driver
 
 _MOST = 4096  # entries; callers whose sizes never repeat must not fill the memory
 _found: dict[tuple, tuple[CompiledKernel, tuple, object]] = {}
+
+
+class _Recorded(threading.local):
+    launches: list[tuple] | None = None
+
+
+_recorded = _Recorded()
 
 
 def launch(kernel, programs: int, *args, **config) -> None:
@@ -24,15 +36,47 @@ def launch(kernel, programs: int, *args, **config) -> None:
     key = (id(kernel), *config.items(), *map(_part, args))
     if found := _found.get(key):
         compiled, last, _ = found
-        compiled[programs, 1, 1](*args, *last)
-        return
-    compiled = kernel[(programs,)](*args, **config)
-    # the interpreter returns no kernel, and what was compiled for a GPU that is not there cannot be launched
-    if isinstance(compiled, CompiledKernel) and all(a.is_cuda for a in args if isinstance(a, Tensor)):
-        if len(_found) >= _MOST:
-            _found.clear()
-        # with the kernel, whose id another may not get
-        _found[key] = compiled, tuple(config[name] for name in kernel.arg_names[len(args) :]), kernel
+        launch_compiled(compiled, programs, current_stream(), (*args, *last))
+    else:
+        compiled = kernel[(programs,)](*args, **config)
+        # the interpreter returns no kernel, and what was compiled for a GPU that is not there cannot be launched
+        if isinstance(compiled, CompiledKernel) and all(a.is_cuda for a in args if isinstance(a, Tensor)):
+            if len(_found) >= _MOST:
+                _found.clear()
+            last = tuple(config[name] for name in kernel.arg_names[len(args) :])
+            found = _found[key] = compiled, last, kernel  # with the kernel, whose id another may not get
+    if _recorded.launches is not None:
+        _recorded.launches.append((compiled, programs, (*args, *last)) if found else None)
+
+
+def launch_compiled(compiled: CompiledKernel, programs: int, stream: int, args: tuple | list) -> None:
+    """Launches a compiled kernel: args are all of its parameters in order, tensors as such or as addresses."""
+    enter, leave = _calling(knobs.runtime.launch_enter_hook), _calling(knobs.runtime.launch_exit_hook)
+    metadata = enter and compiled.launch_metadata((programs, 1, 1), stream, *args)
+    compiled.run(programs, 1, 1, stream, compiled.function, compiled.packed_metadata, metadata, enter, leave, *args)
+
+
+def _calling(hook: Callable | None) -> Callable | None:
+    """A hook that calls somebody; Triton would call an empty chain of them for nothing, at every launch."""
+    return hook if getattr(hook, "calls", True) else None
+
+
+def current_stream() -> int:
+    """The current stream of the current device, as launches take it."""
+    return driver.active.get_current_stream(driver.active.get_current_device())
+
+
+def recording(call: Callable, *args) -> tuple[object, list[tuple] | None]:
+    """What call(*args) returns, and what it launched in this thread: compiled kernel, programs, all arguments in order; None if
+    one of the launches cannot be repeated as it was.
+    """
+    _recorded.launches = []
+    try:
+        result = call(*args)
+        launches = _recorded.launches
+    finally:
+        _recorded.launches = None
+    return result, None if None in launches else launches
 
 
 def _part(arg):

@@ -1,5 +1,7 @@
 """What a second launch is taken for, with a stand-in for Triton: on a GPU every other test launches kernels again and again."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -14,11 +16,17 @@ class OnGPU(torch.Tensor):
 class Compiled:
     """Counts launches of its own."""
 
+    function, packed_metadata = "function", "metadata"
+
     def __init__(self):
         self.launched = []
 
-    def __getitem__(self, grid):
-        return lambda *args: self.launched.append((grid, args))
+    def run(self, x, y, z, stream, function, packed_metadata, metadata, enter, leave, *args):
+        assert (stream, function, packed_metadata) == (7, "function", "metadata")
+        self.launched.append(((x, y, z), (metadata, enter, leave), args))
+
+    def launch_metadata(self, grid, stream, *args):
+        return grid, stream, args
 
 
 class Kernel:
@@ -41,6 +49,7 @@ class Kernel:
 def kernel(monkeypatch):
     monkeypatch.setattr(module, "CompiledKernel", Compiled)
     monkeypatch.setattr(module, "_found", {})
+    monkeypatch.setattr(module, "current_stream", lambda: 7)
     return Kernel()
 
 
@@ -53,7 +62,8 @@ def test_the_same_again_is_launched_directly(kernel):
         x = tensor()
         launch(kernel, programs, x, 3, (1, 2), STAGES=2, BLOCK=64, num_warps=4)
     (compiled,) = kernel.compiled
-    ((grid, (got, *others)),) = compiled.launched
+    ((grid, hooks, (got, *others)),) = compiled.launched
+    assert hooks == (None, None, None), "nobody is called who is not there"
     assert grid == (7, 1, 1) and got is x and others == [3, (1, 2), 64, 2], "parameters in the kernel's order, no options"
 
 
@@ -75,6 +85,18 @@ def test_anything_else_is_left_to_triton(kernel, other):
         given = {"x": tensor(), "n": 3, "strides": (1, 2), "BLOCK": 64, "STAGES": 2, "num_warps": 4} | given
         launch(kernel, 5, given.pop("x"), given.pop("n"), given.pop("strides"), **given)
     assert len(kernel.compiled) == 2 and not any(compiled.launched for compiled in kernel.compiled)
+
+
+def test_profilers_are_called(kernel, monkeypatch):
+    """Triton's hooks, a chain of functions or one function."""
+    chain = SimpleNamespace(calls=[print])
+    monkeypatch.setattr(module.knobs.runtime, "launch_enter_hook", chain)
+    monkeypatch.setattr(module.knobs.runtime, "launch_exit_hook", print)
+    x = tensor()
+    for _ in range(2):
+        launch(kernel, 5, x, 3, (1, 2), STAGES=2, BLOCK=64)
+    ((_, hooks, args),) = kernel.compiled[0].launched
+    assert hooks == (((5, 1, 1), 7, args), chain, print) and args[0] is x
 
 
 def test_another_kernel_is_another_key(kernel):

@@ -1,0 +1,206 @@
+"""Repeats the launches of a call without the Python around them, where the same call was made before on other tensors.
+
+What a forward or backward launches depends on the form of its arguments alone: shapes, strides, dtypes, settings. The Python
+that works it out takes longer than the kernels of a small problem: 390 us of a backward whose kernels take 180
+(docs/kernel-log.md). So the second call of a form is recorded: each launch with its arguments, and where each of them lies: in
+a tensor that came in, in memory that was allocated, or elsewhere, as tables do that live as long as the process. A later call
+allocates the same, launches the same with the addresses of its own tensors, and gives the same bits.
+
+Where a call does anything else to tensors than allocate, look at and launch, none of its form is recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .kernels.launch import current_stream, launch_compiled, recording
+
+_MOST = 1024  # forms; callers whose sizes never repeat must not fill the memory
+_MOST_BYTES = 1 << 30  # allocated by a call: beyond, the kernels take longer than any Python
+_ALIGNMENT = 512  # bytes, of what torch allocates
+_TOLD_APART = 16  # bytes, up to which launches tell alignments apart
+_ONCE, _NEVER = "seen once", "cannot be recorded"
+_ALLOCATING = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
+_tapes: dict[tuple, Tape | str] = {}
+
+Results = tuple["Tensor | None", ...]
+
+
+def replayed(call: Callable[..., Results], tensors: tuple[Tensor | None, ...], settings: tuple) -> Results:
+    """call(*tensors, *settings), from its tape if there is one.
+
+    call: allocates its results and launches on the device of the first tensor; settings: hashable, at one place always of one
+    type.
+    """
+    if not tensors[0].is_cuda:
+        return call(*tensors, *settings)
+    addresses, forms = [], []
+    for t in tensors:
+        address = 0 if t is None else t.data_ptr()
+        # which of two tensors at one address a launch meant cannot be told, so a form says which are
+        same = addresses.index(address) if address in addresses else None
+        forms.append(t if t is None else (t.shape, t.stride(), t.dtype, t.get_device(), address % _TOLD_APART, same))
+        addresses.append(address)
+    key = call, settings, *forms
+    tape = _tapes.get(key)
+    if isinstance(tape, Tape):
+        return tape.play(tensors[0], addresses)
+    if tape is _ONCE:
+        results, tape = _record(call, tensors, settings)
+        _tapes[key] = tape or _NEVER
+        return results
+    if tape is None:
+        if len(_tapes) >= _MOST:
+            _tapes.clear()
+        _tapes[key] = _ONCE  # what a first call compiles and keeps for good is none of its launches' own
+    return call(*tensors, *settings)
+
+
+def clear() -> None:
+    """Forgets every tape."""
+    _tapes.clear()
+
+
+@dataclass(frozen=True)
+class _Place:
+    """An argument of a launch: `offset` bytes into tensor `base` of those that came in, then those allocated."""
+
+    at: int
+    base: int
+    offset: int
+    descriptor: dict | None  # of a TMA descriptor: its fields but for the tensor
+
+
+@dataclass(frozen=True)
+class Tape:
+    """What a call allocates, launches and returns."""
+
+    kept: tuple[tuple, ...]  # shape, strides, dtype of what results lie in
+    scratch: tuple[int, ...]  # offsets in bytes of the rest, in one piece of memory
+    nbytes: int  # of it
+    launches: tuple[tuple, ...]  # compiled kernel, programs, arguments, places
+    results: tuple[tuple | None, ...]  # which of those kept, and the view of it: shape, strides, offset, if it is not the whole
+
+    def play(self, like: Tensor, addresses: list[int]) -> Results:
+        """The results of the call on tensors at these addresses, on the device of `like`."""
+        device = like.device
+        with torch.cuda.device_of(like):
+            kept = [torch.empty_strided(shape, strides, dtype=dtype, device=device) for shape, strides, dtype in self.kept]
+            scratch = torch.empty(self.nbytes, dtype=torch.uint8, device=device)
+            start = scratch.data_ptr()
+            bases = [*addresses, *[t.data_ptr() for t in kept], *[start + offset for offset in self.scratch]]
+            stream = current_stream()
+            for compiled, programs, args, places in self.launches:
+                args = list(args)
+                for place in places:
+                    address = bases[place.base] + place.offset
+                    args[place.at] = address if place.descriptor is None else _Descriptor(address, place.descriptor)
+                launch_compiled(compiled, programs, stream, args)
+        return tuple([None if r is None else kept[r[0]] if r[1] is None else kept[r[0]].as_strided(*r[1])
+                      for r in self.results])
+
+
+class _Descriptor:
+    """A TMA descriptor as Triton's launcher reads one, of memory at an address."""
+
+    def __init__(self, address: int, fields: dict):
+        self.__dict__.update(fields, base=self, address=address)
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+class _Watch(TorchDispatchMode):
+    """What is allocated, and whether tensors are only allocated and looked at."""
+
+    def __init__(self):
+        super().__init__()
+        self.allocated: list[Tensor] = []  # held, so that no memory is given twice
+        self.only = True
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        results = func(*args, **(kwargs or {}))
+        if func.overloadpacket.__name__ in _ALLOCATING:
+            self.allocated.append(results)
+        else:
+            seen = {_memory(t) for t in args if isinstance(t, Tensor)}
+            looked = results if isinstance(results, (tuple, list)) else (results,)
+            self.only &= not func._schema.is_mutable and all(isinstance(t, Tensor) and _memory(t) in seen for t in looked)
+        return results
+
+
+def _memory(t: Tensor) -> int:
+    return t.untyped_storage()._cdata
+
+
+def _record(call: Callable[..., Results], tensors: tuple[Tensor | None, ...], settings: tuple) -> tuple[Results, Tape | None]:
+    """The results of the call, and its tape if there can be one."""
+    with _Watch() as watch:
+        results, launches = recording(call, *tensors, *settings)
+    if not watch.only or launches is None:
+        return results, None
+    return results, _tape(tensors, results, launches, watch.allocated)
+
+
+def _tape(tensors: tuple[Tensor | None, ...], results: Results, launches: list[tuple], allocated: list[Tensor]) -> Tape | None:
+    inside = {_memory(t): t for t in allocated}
+    if sum(t.untyped_storage().nbytes() for t in inside.values()) > _MOST_BYTES:
+        return None
+    views: dict[int, list[Tensor]] = {}
+    for t in results:
+        if t is not None:
+            if _memory(t) not in inside:  # an argument, or part of one
+                return None
+            views.setdefault(_memory(t), []).append(t)
+    kept = []
+    for memory, of in views.items():
+        if len(of) == 1 and of[0].nbytes == inside[memory].untyped_storage().nbytes():
+            kept.append((of[0].shape, of[0].stride(), of[0].dtype))
+        elif all(t.dtype == of[0].dtype for t in of):
+            kept.append(((inside[memory].untyped_storage().nbytes() // of[0].itemsize,), (1,), of[0].dtype))
+        else:
+            return None
+    numbers = {memory: len(tensors) + n for n, memory in enumerate((*views, *(m for m in inside if m not in views)))}
+    scratch, nbytes = [], 0
+    for memory, t in inside.items():
+        if memory not in views:
+            scratch.append(nbytes)
+            nbytes += -(-t.untyped_storage().nbytes() // _ALIGNMENT) * _ALIGNMENT
+
+    def view(t: Tensor) -> tuple:
+        number = numbers[_memory(t)] - len(tensors)
+        whole = kept[number] == (t.shape, t.stride(), t.dtype)
+        return number, None if whole else (t.shape, t.stride(), t.storage_offset())
+
+    addresses = {t.data_ptr(): n for n, t in reversed([*enumerate(tensors)]) if t is not None}
+    entered = {_memory(t) for t in tensors if t is not None}
+    steps = []
+    for compiled, programs, args in launches:
+        places = []
+        for at, arg in enumerate(args):
+            descriptor = None
+            if hasattr(arg, "block_shape"):
+                descriptor = {name: value for name, value in vars(arg).items() if name != "base"}
+                arg = arg.base
+            if not isinstance(arg, Tensor):
+                continue
+            memory, address = _memory(arg), arg.data_ptr()
+            if memory in numbers:
+                places.append(_Place(at, numbers[memory], address - arg.untyped_storage().data_ptr(), descriptor))
+            elif address in addresses:
+                places.append(_Place(at, addresses[address], 0, descriptor))
+            elif memory in entered:  # part of an argument: which of those in this memory is not known
+                return None
+        steps.append((compiled, programs, _without(args, places), tuple(places)))
+    return Tape(tuple(kept), tuple(scratch), nbytes, tuple(steps), tuple(None if t is None else view(t) for t in results))
+
+
+def _without(args: tuple, places: list[_Place]) -> tuple:
+    """The arguments but for those that change, of which a tape must hold no memory."""
+    changing = {place.at for place in places}
+    return tuple(None if at in changing else arg for at, arg in enumerate(args))

@@ -1,0 +1,227 @@
+"""Repeated launches: the same bits as the call itself gives, and no call repeated that did anything else."""
+
+import ctypes
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from ssd import ssd_chunk_scan, tape
+from ssd.kernels import launch as module
+from ssd.kernels.launch import launch
+from tests.inputs import Case, Shape, random_inputs
+
+N = 6
+
+
+def memory(arg) -> np.ndarray:
+    """N floats at an argument: a tensor, a descriptor of one, or an address."""
+    arg = getattr(arg, "base", arg) if not isinstance(arg, torch.Tensor) else arg
+    address = arg if isinstance(arg, int) else arg.data_ptr()
+    return np.ctypeslib.as_array(ctypes.cast(address, ctypes.POINTER(ctypes.c_float)), (N,))
+
+
+class Compiled:
+    """A kernel: target = source * factor."""
+
+    function = packed_metadata = None
+
+    def run(self, x, y, z, stream, function, packed_metadata, metadata, enter, leave, source, target, factor):
+        memory(target)[:] = memory(source) * factor
+
+
+class Kernel:
+    arg_names = ("source", "target", "factor")
+    compiled = Compiled()
+
+    def __getitem__(self, grid):
+        def run(source, target, factor):
+            self.compiled.run(*grid, 1, 1, None, None, None, None, None, None, source, target, factor)
+            return self.compiled
+
+        return run
+
+
+KERNEL = Kernel()
+TABLE = torch.full((N,), 10.0)
+
+
+@pytest.fixture(autouse=True)
+def stand_in(request, monkeypatch):
+    """For Triton and the GPU."""
+    if "gpu" in request.keywords:
+        return
+    monkeypatch.setattr(module, "CompiledKernel", Compiled)
+    monkeypatch.setattr(module, "_found", {})
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    for where in (module, tape):
+        monkeypatch.setattr(where, "current_stream", lambda: 7)
+
+
+class Call:
+    """Calls that are counted."""
+
+    def __init__(self, body):
+        self.body, self.count = body, 0
+
+    def __call__(self, *args):
+        self.count += 1
+        return self.body(*args)
+
+    def check(self, expected, times: int, *given) -> None:
+        """Five calls on tensors of their own give what is expected; so many of them are made."""
+        for k in range(5):
+            tensors = tuple(None if t is None else t + k for t in given)
+            got = tape.replayed(self, tensors, (3.0,))
+            for g, e in zip(got, expected(*tensors), strict=True):
+                assert (g is None and e is None) or torch.equal(g, e), k
+        assert self.count == times
+
+
+def tensor(n=N):
+    return torch.arange(n, dtype=torch.float32)
+
+
+def scaled(x, factor):
+    target = torch.empty(N)
+    launch(KERNEL, 1, x, target, factor=factor)
+    return target
+
+
+def test_results_and_what_is_between():
+    def body(x, y, factor):
+        parts = torch.empty(2, N)
+        launch(KERNEL, 1, scaled(x, factor), parts[0], factor=1.0)
+        launch(KERNEL, 1, scaled(y, 2.0), parts[1], factor=1.0)
+        return parts[1], None, scaled(x, factor), parts[0], torch.empty(0)
+
+    Call(body).check(lambda x, y: (2 * y, None, 3 * x, 3 * x, torch.empty(0)), 2, tensor(), tensor() + 50)
+
+
+def test_a_result_is_no_view():
+    """It could not be changed in place, were it that of an autograd function."""
+    call = Call(lambda x, factor: (scaled(x, factor),))
+    assert not any(tape.replayed(call, (tensor(),), (3.0,))[0]._is_view() for _ in range(4))
+
+
+def test_one_tensor_twice_is_another_form():
+    call = Call(lambda x, y, factor: (scaled(y, factor),))
+    x = tensor()
+    for _ in range(4):
+        assert torch.equal(tape.replayed(call, (x, x), (3.0,))[0], 3 * x)
+    for _ in range(4):
+        y = tensor() + 9
+        assert torch.equal(tape.replayed(call, (x, y), (3.0,))[0], 3 * y)
+    assert call.count == 4
+
+
+@pytest.mark.parametrize("other", [tensor(8)[:N], torch.zeros(2, N), torch.zeros(N, dtype=torch.float64), tensor(N + 1)[1:]],
+                         ids=("the same", "shape", "dtype", "alignment"))
+def test_another_form_is_another_tape(other):
+    call = Call(lambda x, factor: (scaled(x, factor),))
+    for _ in range(4):
+        tape.replayed(call, (tensor(),), (3.0,))
+    tape.replayed(call, (other,), (3.0,))
+    assert call.count == (2 if other.shape == (N,) and other.data_ptr() % 16 == 0 and other.dtype == torch.float32 else 3)
+    tape.replayed(call, (tensor(),), (4.0,))
+    assert call.count == (3 if other.data_ptr() % 16 == 0 and other.dtype == torch.float32 and other.dim() == 1 else 4)
+
+
+def test_tables_that_are_kept():
+    Call(lambda x, factor: (scaled(TABLE, factor),)).check(lambda x: (TABLE * 3,), 2, tensor())
+
+
+def test_descriptors():
+    def body(x, factor):
+        target = torch.empty_like(x)
+        launch(KERNEL, 1, SimpleNamespace(base=x, block_shape=[N], shape=[N]), SimpleNamespace(base=target, block_shape=[N]),
+               factor=factor)
+        return (target,)
+
+    Call(body).check(lambda x: (3 * x,), 2, tensor())
+
+
+@pytest.mark.parametrize("body", [
+    lambda x, factor: (scaled(x + 1, factor),),
+    lambda x, factor: (scaled(x, factor).add_(factor),),
+    lambda x, factor: (scaled(x, factor), x),
+    lambda x, factor: (scaled(torch.zeros(N), factor),),
+    lambda x, factor: (scaled(x[4:10], factor),),
+], ids=("arithmetic", "in place", "an argument comes back", "memory that is filled", "part of an argument"))
+def test_what_cannot_be_repeated_is_called(body):
+    Call(body).check(lambda x: tuple(t.clone() for t in body(x, 3.0)), 5, tensor(12))
+
+
+def test_a_launch_that_keeps_no_kernel(monkeypatch):
+    monkeypatch.setattr(module, "CompiledKernel", int)
+    Call(lambda x, factor: (scaled(x, factor),)).check(lambda x: (3 * x,), 5, tensor())
+
+
+def test_large_problems_are_called(monkeypatch):
+    monkeypatch.setattr(tape, "_MOST_BYTES", 4 * N - 1)
+    Call(lambda x, factor: (scaled(x, factor),)).check(lambda x: (3 * x,), 5, tensor())
+
+
+def test_what_is_kept_is_bounded(monkeypatch):
+    monkeypatch.setattr(tape, "_MOST", 3)
+    for k in range(8):
+        tape.replayed(lambda x, factor: (scaled(x, factor),), (tensor(),), (float(k),))
+    assert len(tape._tapes) <= 3
+
+
+def test_an_error_leaves_nothing_behind():
+    def body(x, factor):
+        raise ValueError
+
+    for _ in range(4):
+        with pytest.raises(ValueError):
+            tape.replayed(body, (tensor(),), (3.0,))
+    assert module._recorded.launches is None
+
+
+CASES = {"plain": Case(), "D": Case(D="h", dt_bias=True, dt_softplus=True), "start": Case(D="h", initial_states=True),
+         "everything": Case(D="hp", dt_bias=True, dt_softplus=True, initial_states=True, z=True, packed=True)}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("shape", [Shape(2, 700, 8, 64, 2, 128, 128), Shape(1, 300, 4, 40, 1, 20, 64)], ids=("usual", "odd"))
+@pytest.mark.parametrize("variant", ("baseline", "fused", "persistent"))
+def test_same_bits(variant, shape, case):
+    def run(k: int) -> list[torch.Tensor]:
+        torch.manual_seed(k)
+        i = random_inputs(shape, CASES[case], torch.bfloat16, "cuda")
+        given = {name: t + torch.zeros_like(t).uniform_(0, 0.01) if t is not None and t.is_floating_point() else t
+                 for name, t in vars(i).items() if t is None or isinstance(t, torch.Tensor)}
+        given["A"] = -given["A"].abs()
+        leaves = [t.requires_grad_() for t in given.values() if t is not None and t.is_floating_point()]
+        given.pop("cu_seqlens")
+        settings = {name: getattr(i, name) for name in ("chunk_size", "dt_softplus", "dt_limit", "state_dtype")}
+        out, final_states = ssd_chunk_scan(**given, **settings, return_final_states=True, variant=variant)
+        grads = torch.autograd.grad((out, final_states), leaves, (torch.randn_like(out), torch.randn_like(final_states)))
+        with torch.no_grad():
+            again = ssd_chunk_scan(**given, **settings, variant=variant)
+        return [out.detach(), final_states.detach(), *grads, again]
+
+    first = [run(k) for k in range(4)]
+    tape.clear()
+    for k in range(4):
+        for a, b in zip(first[k], run(k), strict=True):
+            assert torch.equal(a, b)
+        tape.clear()
+
+
+@pytest.mark.gpu
+def test_recorded():
+    """The calls that are to gain are those that can be recorded."""
+    i = random_inputs(Shape(2, 700, 8, 64, 2, 128, 128), CASES["D"], torch.bfloat16, "cuda")
+    x = replace(i).x.requires_grad_()
+    for _ in range(3):
+        out = ssd_chunk_scan(x, i.dt, i.A, i.B, i.C, 128, D=i.D, dt_bias=i.dt_bias, dt_softplus=True, variant="persistent")
+        out.sum().backward()
+        out.detach().mul_(2)
+        with torch.no_grad():
+            ssd_chunk_scan(x, i.dt, i.A, i.B, i.C, 128, D=i.D, dt_bias=i.dt_bias, dt_softplus=True, variant="persistent")
+    assert [type(t) for t in tape._tapes.values()] == [tape.Tape] * 3
