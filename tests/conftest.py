@@ -17,6 +17,7 @@ from tests.inputs import OURS
 
 _OUTCOMES = ("passed", "failed", "skipped")
 _REPORTED_LINES = 12
+_KEPT_BYTES = 1 << 30
 _started = time.monotonic()
 
 
@@ -119,6 +120,14 @@ def _no_tapes():
     tape.clear()
 
 
+@pytest.fixture(autouse=True)
+def _memory():
+    """What torch keeps of a large test's memory is other workers' to have."""
+    yield
+    if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > _KEPT_BYTES:
+        torch.cuda.empty_cache()
+
+
 @pytest.fixture
 def poison(monkeypatch):
     """Fresh memory holds NaN wherever a dtype has one, so that a result left unwritten shows."""
@@ -126,7 +135,7 @@ def poison(monkeypatch):
     def poisoned(allocate):
         def allocate_poisoned(*args, **kwargs):
             t = allocate(*args, **kwargs)
-            return t.fill_(float("nan")) if t.is_floating_point() else t
+            return t.detach().fill_(float("nan")).requires_grad_(t.requires_grad) if t.is_floating_point() else t
 
         return allocate_poisoned
 

@@ -197,7 +197,8 @@ def test_pieces_of_a_prompt_give_the_whole(pieces, device):
     got, _ = run(cut, given, (dout, dfinal))
     assert torch.equal(got["out"], whole["out"]) and torch.equal(got["final_states"], whole["final_states"])
     for name in ("dx", "dweight", "dbias", "dinitial_states"):
-        assert_close(got[name], whole[name], rtol=2e-3, atol=2e-3)
+        tolerance = 2 * torch.finfo(HALF).eps  # the gradient between pieces is rounded once more
+        assert_close(got[name], whole[name], rtol=tolerance, atol=tolerance)
 
 
 def test_gradient_through_final_states_alone(device):

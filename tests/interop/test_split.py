@@ -55,7 +55,7 @@ def token_by_token(zxbcdt, conv1d_weight, conv1d_bias, dt_bias, A, D, initial_st
                    outproj_weight, outproj_bias, dt_limit=(0.0, float("inf")), activation="silu", norm_before_gate=True, **_):
     mlp = (zxbcdt.shape[-1] - 2 * DIM - 2 * GROUP - NHEADS) // 2
     z0, x0, z, xBC, dt = zxbcdt.split([mlp, mlp, DIM, DIM + 2 * GROUP, NHEADS], -1)
-    document = torch.zeros(BATCH, SEQLEN) if seq_idx is None else seq_idx
+    document = zxbcdt.new_zeros(BATCH, SEQLEN) if seq_idx is None else seq_idx
     dt = F.softplus(dt + dt_bias).clamp(*dt_limit)
     state = xBC.new_zeros(BATCH, NHEADS, HEADDIM, DSTATE) if initial_states is None else initial_states
     state = torch.where((document[:, 0] == 0)[:, None, None, None], state, 0)

@@ -164,9 +164,9 @@ def test_functions_show_upstreams_signature():
 
 
 @at_import
-def test_a_variant_is_taken():
+def test_a_variant_is_taken(device):
     """Our kernels, interpreted where there is no GPU."""
-    model, ids = tiny("mamba2", num_hidden_layers=1), tokens(1, 9)
+    model, ids = tiny("mamba2", num_hidden_layers=1).to(device), tokens(1, 9).to(device)
     expected = step(model, ids, False)
     with ssd.patch_transformers("baseline"):
         assert_same(step(model, ids, False), expected)
