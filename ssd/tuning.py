@@ -77,7 +77,8 @@ _SPACES = {
     "stationary_scan": [(64, 64, 256, 4, 2), (64, 64, 256, 4, 3), (64, 64, 256, 8, 2), (64, 32, 256, 4, 2)],
     "walk_dstates": [(64, 32, 128, 4, 3), (64, 64, 128, 4, 3), (64, 64, 64, 4, 3), (64, 32, 128, 4, 2)],
     "group_dC": [(64, 64, 256, 8, 3), (64, 64, 256, 8, 2), (64, 64, 256, 4, 2), (64, 32, 256, 8, 3)],
-    "group_dB_dx": [(64, 64, 256, 4, 2), (64, 64, 256, 8, 2), (64, 64, 256, 8, 3), (64, 32, 256, 8, 2)],
+    # with 4 warps Triton 3.6.0 and 3.7.1 compile it wrong for Hopper at some sizes: dx is off by half, dB is right
+    "group_dB_dx": [(64, 64, 256, 8, 2), (64, 64, 256, 8, 3), (64, 32, 256, 8, 2)],
 }
 KERNELS = tuple(_SPACES)
 # Kernels whose tiles hold the whole of dstate, as BLOCK_N; those whose state stays in registers hold that many elements of it,
@@ -87,7 +88,6 @@ _GROUP_LOOPS = ("group_dC", "group_dB_dx")
 _LOOPS = (*_WALKS, *_GROUP_LOOPS)
 _WHOLE_DSTATE = (*_LOOPS, "block_scan")
 _STATE_ELEMENTS = 8192
-_HALF_DSTATE = 128  # up to which 4 warps were right
 _forced: dict[str, Config] = {}
 
 
@@ -215,8 +215,6 @@ def _fit(kernel, entry, itemsize, headdim, dstate, chunk_size, device) -> Config
     elif kernel in _LOOPS and device.major != 9:
         # without Hopper's products from shared memory, operands pass through registers beside the state
         num_warps, blocks["BLOCK_M"] = 8, 32
-    if kernel == "group_dB_dx" and dstate > _HALF_DSTATE:
-        num_warps = 8  # with 4, Triton 3.6.0 and 3.7.1 compile it wrong for Hopper: dx was off by half, dB was right
     limits = _axis_limits(kernel, headdim, dstate, chunk_size)
     blocks = {b: min(n, max(_SMALLEST, next_power_of_2(limits[b]))) if b in limits else n for b, n in blocks.items()}
     cut = [block for block in blocks if not (block == "BLOCK_N" and kernel in _WHOLE_DSTATE)]

@@ -148,7 +148,7 @@ def test_one_head_without_an_axis_for_it(tied, device):
 
 
 def test_strides(device):
-    """Slices of one projection, a state inside a larger cache, transposed axes: as contiguous copies, but for the order of sums."""
+    """Slices of one projection, a state inside a larger cache, transposed axes: as copies, but for the order of sums."""
     given = inputs(indexed=True, device=device)
     plain = run(given)
     x, B, C, dt, z = (torch.cat([given[name].flatten(1) for name in ("x", "B", "C", "dt", "z")], 1)
