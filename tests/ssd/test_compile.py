@@ -92,11 +92,11 @@ def test_walks_multiply_in_warpgroups(way):
 def test_backward_in_group_loops():
     """On Hopper in bf16, at the sizes that models have: nothing is spilled, and no product is without warpgroups.
 
-    In group_dC 8 are in C B^T and 4 in each of dy x^T, dy H and dCB B; in group_dB_dx 8 in B C^T and B G^T, 4 in the others.
+    In group_dC 8 are in C B^T and 4 in each of dy x^T, dy H and dCB B; group_dB_dx, of 8 warps, has more of half the columns.
     """
     rows = {row["kernel"]: row for row in compiled("fused", "--off", "gluon", "--arch", "90")}
     found = {kernel: rows[kernel] for kernel in ("walk_dstates_kernel", *GROUP_LOOPS)}
-    assert [row["wgmma"] for row in found.values()] == [8, 20, 28]
+    assert [row["wgmma"] for row in found.values()] == [8, 20, 48]
     assert not any(row["spills"] or row["mma"] for row in found.values())
 
 
