@@ -65,6 +65,7 @@ class Compiled:
     # by one, as many as wgmma
     mma: int
     dots: int  # matrix products in Triton's own terms
+    unfenced: int  # loops that fill tiles for wgmma by cp.async without a fence between the two proxies
     late: list[str] | None  # loads that an mbarrier does not wait for, see late_loads, if the machine code was read
 
 
@@ -148,7 +149,15 @@ def _measure(kernel, disassemble: bool) -> Compiled:
         groups, late = len(re.findall(r"HGMMA.*gsb", sass)), late_loads(sass)
     return Compiled(kernel.name, " ".join(config), registers, spills, kernel.metadata.shared,
                     ptx.count("wgmma.mma_async"), groups, ptx.count("mma.sync") + ptx.count("tcgen05.mma"),
-                    kernel.asm.get("ttir", "").count("tt.dot "), late)
+                    kernel.asm.get("ttir", "").count("tt.dot "), _unfenced(ptx), late)
+
+
+def _unfenced(ptx: str) -> int:
+    lines = ptx.splitlines()
+    labels = {label[1]: n for n, line in enumerate(lines) if (label := re.match(r"(\$L\w+):", line))}
+    branches = ((n, re.search(r"bra\S*\s+(\$L\w+);", line)) for n, line in enumerate(lines))
+    loops = ["\n".join(lines[labels[b[1]] : n]) for n, b in branches if b and labels.get(b[1], n) < n]
+    return sum("wgmma.mma_async" in loop and "cp.async.wait" in loop and "fence.proxy.async" not in loop for loop in loops)
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:

@@ -15,6 +15,8 @@ from triton import knobs
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
 
+from .proxy_fence import fenced
+
 _MOST = 4096  # entries; callers whose sizes never repeat must not fill the memory
 _found: dict[tuple, tuple[CompiledKernel, tuple, object]] = {}
 
@@ -38,7 +40,8 @@ def launch(kernel, programs: int, *args, **config) -> None:
         compiled, last, _ = found
         launch_compiled(compiled, programs, current_stream(), (*args, *last))
     else:
-        compiled = kernel[(programs,)](*args, **config)
+        with fenced():
+            compiled = kernel[(programs,)](*args, **config)
         # the interpreter returns no kernel, and what was compiled for a GPU that is not there cannot be launched
         if isinstance(compiled, CompiledKernel) and all(a.is_cuda for a in args if isinstance(a, Tensor)):
             if len(_found) >= _MOST:

@@ -42,6 +42,7 @@ def assert_fits(rows: list[dict], arch: int, spills: int, by_walks: int) -> None
     for row in rows:
         assert row["shared"] <= SHARED[arch], f"{row}: a block on sm_{arch} has {SHARED[arch]} bytes of shared memory"
         most = by_walks if row["kernel"] in (*WALKS, *GROUP_LOOPS) else spills
+        assert not row["unfenced"], f"{row}: products may read what the tiles held before"
         assert row["registers"] <= 255 and row["spills"] <= most, f"{row}: at most {most} bytes may be spilled"
 
 
@@ -90,14 +91,15 @@ def test_walks_multiply_in_warpgroups(way):
 
 
 def test_backward_in_group_loops():
-    """On Hopper in bf16, at the sizes that models have: nothing is spilled, and no product is without warpgroups.
+    """On Hopper in bf16, at the sizes that models have: next to nothing is spilled, and no product is without warpgroups.
 
     In group_dC 8 are in C B^T and 4 in each of dy x^T, dy H and dCB B; group_dB_dx, of 8 warps, has more of half the columns.
     """
-    rows = {row["kernel"]: row for row in compiled("fused", "--off", "gluon", "--arch", "90")}
+    many = ("--seqlen", "4096", "--nheads", "128", "--ngroups", "8")  # heads, so that there is a loop over them
+    rows = {row["kernel"]: row for row in compiled("fused", "--off", "gluon", "--arch", "90", *many)}
     found = {kernel: rows[kernel] for kernel in ("walk_dstates_kernel", *GROUP_LOOPS)}
     assert [row["wgmma"] for row in found.values()] == [8, 20, 48]
-    assert not any(row["spills"] or row["mma"] for row in found.values())
+    assert not any(row["spills"] > 32 or row["mma"] or row["unfenced"] for row in found.values())
 
 
 @pytest.mark.parametrize("dstate", (64, 128))
