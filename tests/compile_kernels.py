@@ -39,6 +39,7 @@ from ssd.registry import Variant, get_variant
 from ssd.types import Options, SSDGrads, SSDInputs
 from tests.inputs import EVERYTHING, Case, Shape, random_inputs
 from tests.late_loads import late_loads
+from tests.lost_operands import lost_operands
 
 # Name of the chip's config file, and the shared memory that one block may ask for.
 CHIPS = {
@@ -67,6 +68,7 @@ class Compiled:
     dots: int  # matrix products in Triton's own terms
     unfenced: int  # loops that fill tiles for wgmma by cp.async without a fence between the two proxies
     late: list[str] | None  # loads that an mbarrier does not wait for, see late_loads, if the machine code was read
+    lost: list[str] | None  # products whose operand is overwritten, see lost_operands, likewise; not of Gluon kernels
 
 
 class _Driver:
@@ -142,14 +144,15 @@ def _measure(kernel, disassemble: bool) -> Compiled:
     config += [f"warps={kernel.metadata.num_warps}", f"stages={kernel.metadata.num_stages}"]
     registers, spills = _resources(kernel.kernel)
     ptx = kernel.asm["ptx"]
-    groups = late = None
+    groups = late = lost = None
     if disassemble:
         sass = _run(knobs.nvidia.nvdisasm.path, "-c", kernel.kernel)
         # the last instruction of a group names the barrier that counts it
         groups, late = len(re.findall(r"HGMMA.*gsb", sass)), late_loads(sass)
+        lost = lost_operands(sass) if "ttir" in kernel.asm else []
     return Compiled(kernel.name, " ".join(config), registers, spills, kernel.metadata.shared,
                     ptx.count("wgmma.mma_async"), groups, ptx.count("mma.sync") + ptx.count("tcgen05.mma"),
-                    kernel.asm.get("ttir", "").count("tt.dot "), _unfenced(ptx), late)
+                    kernel.asm.get("ttir", "").count("tt.dot "), _unfenced(ptx), late, lost)
 
 
 def _unfenced(ptx: str) -> int:

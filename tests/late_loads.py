@@ -17,12 +17,12 @@ _NO_RESULT = ("ST", "RED", "SYNCS", "UTMA", "BAR", "WARPGROUP", "BRA")
 
 def late_loads(sass: str) -> list[str]:
     """The instructions that are too late, each with the load it waits for; of nvdisasm's text of one kernel."""
-    instructions, loops = _read(sass)
+    instructions, loops = read(sass)
     innermost = [loop for loop in loops if not any(o != loop and o[0] >= loop[0] and o[1] <= loop[1] for o in loops)]
     return [late for first, last in sorted(innermost) for late in _late_in(instructions[first : last + 1])]
 
 
-def _read(sass: str) -> tuple[list[str], set[tuple[int, int]]]:
+def read(sass: str) -> tuple[list[str], set[tuple[int, int]]]:
     """The instructions in order, and the loops: first and last of each."""
     instructions, labels = [], {}
     for line in sass.splitlines():

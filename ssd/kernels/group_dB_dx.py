@@ -49,7 +49,12 @@ def head_grads(dB_j, B_j, pairs, to_end, dt_j, x, x_strides, dy, dy_strides, D, 
         x_j = load_tokens(x, x_strides, token, offs_m, offs_p, seqlen, HEADDIM).to(tl.float32)
         u_v = tl.dot(B_j, tl.trans(dH), input_precision=PRECISION) * to_end[:, None]
         v_x += tl.sum(u_v * x_j, 1)
-        u_v = tl.dot(pairs, dy_j, u_v, input_precision=PRECISION)
+        weights = pairs
+        if HEADDIM > BLOCK_P and pairs.dtype.primitive_bitwidth == 16:
+            # ptxas 12.8 gives away the registers of a product's left operand that a loop does not write: write them
+            nothing = ((token + first) >> 31).to(tl.int16)
+            weights = (pairs.to(tl.int16, bitcast=True) | nothing).to(pairs.dtype, bitcast=True)
+        u_v = tl.dot(weights, dy_j, u_v, input_precision=PRECISION)
         u_v_x += tl.sum(u_v * x_j, 1)
         dx_j = u_v * dt_j[:, None]
         if D is not None:

@@ -43,6 +43,7 @@ def assert_fits(rows: list[dict], arch: int, spills: int, by_walks: int) -> None
         assert row["shared"] <= SHARED[arch], f"{row}: a block on sm_{arch} has {SHARED[arch]} bytes of shared memory"
         most = by_walks if row["kernel"] in (*WALKS, *GROUP_LOOPS) else spills
         assert not row["unfenced"], f"{row}: products may read what the tiles held before"
+        assert not row["lost"], f"{row}: the next turn of its loop reads what this one has overwritten"
         assert row["registers"] <= 255 and row["spills"] <= most, f"{row}: at most {most} bytes may be spilled"
 
 
@@ -100,6 +101,14 @@ def test_backward_in_group_loops():
     found = {kernel: rows[kernel] for kernel in ("walk_dstates_kernel", *GROUP_LOOPS)}
     assert [row["wgmma"] for row in found.values()] == [8, 20, 48]
     assert not any(row["spills"] > 32 or row["mma"] or row["unfenced"] for row in found.values())
+
+
+@pytest.mark.parametrize("sizes", [("128", "64"), ("256", "256")], ids="x".join)
+def test_products_keep_their_operands(sizes):
+    """Heads too wide for one tile: a loop over their channels reads the same weights each turn."""
+    options = ("--off", "gluon", "--arch", "90", "--headdim", sizes[0], "--dstate", sizes[1], "--ngroups", "8")
+    (row,) = [row for row in compiled("fused", *options) if row["kernel"] == "group_dB_dx_kernel"]
+    assert row["lost"] == [] and row["wgmma"]
 
 
 @pytest.mark.parametrize("dstate", (64, 128))
