@@ -1,0 +1,184 @@
+"""A Mamba-2 block: input projection, causal convolution, SSD, gated RMSNorm, output projection.
+
+Parameters have the names, shapes and meaning of mamba_ssm's `Mamba2`, so that its checkpoints load by name.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..api import ssd_chunk_scan
+from ..block.conv1d import causal_conv1d_fn
+from ..block.conv1d_update import causal_conv1d_update
+from ..block.gated_norm import RMSNormGated
+from ..block.split import split_conv1d_scan
+from ..block.state_update import selective_state_update
+from ..types import Options
+
+_NO_LIMIT = (0.0, math.inf)
+
+
+@dataclass(frozen=True)
+class Mamba2Cache:
+    """What a block knows of the tokens so far; `Mamba2.forward` and `Mamba2.step` overwrite it.
+
+    Attributes:
+        conv_state: (batch, conv_dim, d_conv - 1), the last inputs of the convolution, the oldest first.
+        ssm_state: (batch, nheads, headdim, d_state) fp32.
+    """
+
+    conv_state: Tensor
+    ssm_state: Tensor
+
+
+class Mamba2(nn.Module):
+    """(batch, seqlen, d_model) to the same shape.
+
+    It has d_inner = expand * d_model channels inside, of which d_ssm = nheads * headdim are the SSD's and the others, if any,
+    those of a gated MLP beside it.
+
+    Args:
+        d_model: channels in and out.
+        d_state, headdim, ngroups, chunk_size: of the SSD, see `ssd.ssd_chunk_scan`.
+        d_conv: width of the convolution, 2 to 4.
+        expand: d_inner over d_model.
+        d_ssm: channels of the SSD, a multiple of headdim; d_inner unless given.
+        A_init_range: bounds of -A at the start, positive.
+        D_has_hdim: D for each channel, not for each head.
+        rmsnorm: a gated norm after the SSD; else a gate alone.
+        norm_before_gate: norm(y) silu(z), else norm(y silu(z)).
+        dt_min, dt_max, dt_init_floor: the step at the start is drawn between the first two, uniform in its logarithm, and is at
+            least the third.
+        dt_limit: the step is clamped to it.
+        bias, conv_bias: of the two projections, of the convolution.
+        conv_init: the filter is drawn from -conv_init to conv_init; as `nn.Conv1d` does it unless given.
+        layer_idx: kept, for those who number their layers.
+        variant, options: see `ssd.ssd_chunk_scan`.
+
+    Raises:
+        ValueError: sizes that do not divide, with what was given.
+    """
+
+    def __init__(self, d_model: int, d_state: int = 128, d_conv: int = 4, conv_init: float | None = None, expand: int = 2,
+                 headdim: int = 64, d_ssm: int | None = None, ngroups: int = 1, A_init_range: tuple[float, float] = (1, 16),
+                 D_has_hdim: bool = False, rmsnorm: bool = True, norm_before_gate: bool = False, dt_min: float = 0.001,
+                 dt_max: float = 0.1, dt_init_floor: float = 1e-4, dt_limit: tuple[float, float] = _NO_LIMIT,
+                 bias: bool = False, conv_bias: bool = True, chunk_size: int = 256, layer_idx: int | None = None, device=None,
+                 dtype=None, variant: str = "auto", options: Options | None = None):
+        super().__init__()
+        made = {"device": device, "dtype": dtype}
+        d_inner = expand * d_model
+        d_ssm = d_inner if d_ssm is None else d_ssm
+        if d_ssm % headdim or not 0 < d_ssm <= d_inner:
+            raise ValueError(f"d_ssm: got {d_ssm}, expected a multiple of headdim = {headdim}, "
+                             f"at most expand * d_model = {d_inner}")
+        nheads = d_ssm // headdim
+        if nheads % ngroups:
+            raise ValueError(f"ngroups: got {ngroups}, expected a divisor of d_ssm / headdim = {nheads}")
+        if not 0 < A_init_range[0] <= A_init_range[1]:
+            raise ValueError(f"A_init_range: got {tuple(A_init_range)}, expected 0 < min <= max")
+        self.d_model, self.d_inner, self.d_ssm, self.d_state, self.d_conv = d_model, d_inner, d_ssm, d_state, d_conv
+        self.headdim, self.nheads, self.ngroups, self.chunk_size = headdim, nheads, ngroups, chunk_size
+        self.D_has_hdim, self.rmsnorm, self.norm_before_gate = D_has_hdim, rmsnorm, norm_before_gate
+        self.dt_limit, self.layer_idx, self.variant, self.options = tuple(dt_limit), layer_idx, variant, options
+        conv_dim = d_ssm + 2 * ngroups * d_state
+
+        self.in_proj = nn.Linear(d_model, 2 * (d_inner - d_ssm) + d_ssm + conv_dim + nheads, bias=bias, **made)
+        # for its parameters and their names; the kernels of `ssd.block` convolve
+        self.conv1d = nn.Conv1d(conv_dim, conv_dim, d_conv, groups=conv_dim, padding=d_conv - 1, bias=conv_bias, **made)
+        if conv_init is not None:
+            nn.init.uniform_(self.conv1d.weight, -conv_init, conv_init)
+        steps = torch.empty(nheads, device=device).uniform_(math.log(dt_min), math.log(dt_max)).exp().clamp(min=dt_init_floor)
+        self.dt_bias = nn.Parameter((steps + torch.log(-torch.expm1(-steps))).to(dtype))  # softplus of it gives the step
+        self.A_log = nn.Parameter(torch.empty(nheads, device=device).uniform_(*A_init_range).log().to(dtype))
+        self.D = nn.Parameter(torch.ones(d_ssm if D_has_hdim else nheads, device=device))
+        for parameter in (self.dt_bias, self.A_log, self.D):
+            parameter._no_weight_decay = True
+        if rmsnorm:
+            self.norm = RMSNormGated(d_ssm, eps=1e-5, group_size=d_ssm // ngroups, norm_before_gate=norm_before_gate, **made)
+        self.out_proj = nn.Linear(d_inner, d_model, bias=bias, **made)
+
+    def forward(self, u: Tensor, seq_idx: Tensor | None = None, cache: Mamba2Cache | None = None) -> Tensor:
+        """Args:
+            u: (batch, seqlen, d_model).
+            seq_idx: (batch, seqlen), the document of each token; not with a cache.
+            cache: the tokens before u, whose place those of u then take. Not for training: its states are overwritten.
+
+        Returns:
+            (batch, seqlen, d_model).
+        """
+        zxbcdt = self.in_proj(u)
+        if cache is None:
+            return split_conv1d_scan(
+                zxbcdt, self._filter(), self.conv1d.bias, self.dt_bias, self._A(), self._D(), self.chunk_size, seq_idx=seq_idx,
+                dt_limit=self.dt_limit, rmsnorm_weight=self.norm.weight if self.rmsnorm else None,
+                rmsnorm_eps=self.norm.eps if self.rmsnorm else None, outproj_weight=self.out_proj.weight,
+                outproj_bias=self.out_proj.bias, headdim=None if self.D_has_hdim else self.headdim, ngroups=self.ngroups,
+                norm_before_gate=self.norm_before_gate, variant=self.variant, options=self.options)
+        if seq_idx is not None:
+            raise ValueError("seq_idx: got a tensor with a cache, expected one of the two: a cache goes on with one document")
+        z0, x0, z, xBC, dt = self._split(zxbcdt)
+        xBC, conv_state = causal_conv1d_fn(xBC.mT, self._filter(), self.conv1d.bias, initial_states=cache.conv_state,
+                                           return_final_states=True, activation="silu")
+        x, B, C = self._heads(xBC.mT)
+        gate = None if self.rmsnorm else z.unflatten(-1, (self.nheads, self.headdim))
+        y, ssm_state = ssd_chunk_scan(
+            x, dt, self._A(), B, C, self.chunk_size, D=self._D(), z=gate, dt_bias=self.dt_bias,
+            initial_states=cache.ssm_state, dt_softplus=True, dt_limit=self.dt_limit, return_final_states=True,
+            variant=self.variant, options=self.options)
+        cache.conv_state.copy_(conv_state)
+        cache.ssm_state.copy_(ssm_state)
+        return self._out(y.flatten(-2), z, z0, x0)
+
+    def step(self, u: Tensor, cache: Mamba2Cache) -> Tensor:
+        """The next token of each sequence, (batch, d_model) to the same shape; for inference."""
+        z0, x0, z, xBC, dt = self._split(self.in_proj(u))
+        xBC = causal_conv1d_update(xBC, cache.conv_state, self._filter(), self.conv1d.bias, activation="silu")
+        x, B, C = self._heads(xBC)
+        dt_bias, softplus = self.dt_bias, True
+        if self.dt_limit != _NO_LIMIT:
+            dt, dt_bias, softplus = F.softplus(dt.float() + dt_bias.float()).clamp(*self.dt_limit), None, False
+        channels = x.shape[1:]
+        D = self._D()
+        y = selective_state_update(
+            cache.ssm_state, x, dt[..., None].expand(x.shape), self._A()[:, None, None].expand(*channels, self.d_state), B, C,
+            D=D if D.dim() == 2 else D[:, None].expand(channels), z=None if self.rmsnorm else z.view(x.shape),
+            dt_bias=None if dt_bias is None else dt_bias[:, None].expand(channels), dt_softplus=softplus)
+        return self._out(y.flatten(-2), z, z0, x0)
+
+    def new_cache(self, batch: int, dtype: torch.dtype | None = None) -> Mamba2Cache:
+        """The cache of sequences that have had no token; dtype: of the activations, that of the weights unless given."""
+        weight = self.conv1d.weight
+        conv_state = weight.new_zeros(batch, weight.shape[0], self.d_conv - 1, dtype=dtype or weight.dtype)
+        return Mamba2Cache(conv_state, weight.new_zeros(batch, self.nheads, self.headdim, self.d_state, dtype=torch.float32))
+
+    def _filter(self) -> Tensor:
+        return self.conv1d.weight.squeeze(1)
+
+    def _A(self) -> Tensor:
+        return -self.A_log.float().exp()
+
+    def _D(self) -> Tensor:
+        return self.D.view(self.nheads, self.headdim) if self.D_has_hdim else self.D
+
+    def _split(self, zxbcdt: Tensor) -> tuple[Tensor, ...]:
+        d_mlp = self.d_inner - self.d_ssm
+        return zxbcdt.split([d_mlp, d_mlp, self.d_ssm, self.conv1d.weight.shape[0], self.nheads], -1)
+
+    def _heads(self, xBC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        group = self.ngroups * self.d_state
+        x, B, C = xBC.split([self.d_ssm, group, group], -1)
+        return (x.unflatten(-1, (self.nheads, self.headdim)), B.unflatten(-1, (self.ngroups, self.d_state)),
+                C.unflatten(-1, (self.ngroups, self.d_state)))
+
+    def _out(self, y: Tensor, z: Tensor, z0: Tensor, x0: Tensor) -> Tensor:
+        if self.rmsnorm:
+            y = self.norm(y, z)
+        if self.d_ssm < self.d_inner:
+            y = torch.cat([F.silu(z0) * x0, y], -1)
+        return self.out_proj(y)

@@ -1,0 +1,114 @@
+"""The block against itself: whole, in pieces, token by token, and packed; and what its parameters are called."""
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from ssd.modules import Mamba2
+
+SIZES = {"d_model": 32, "d_state": 16, "headdim": 8, "chunk_size": 16}
+SETTINGS = {
+    "as it comes": {},
+    "no norm": {"rmsnorm": False},
+    "groups, norm first": {"ngroups": 2, "norm_before_gate": True, "bias": True, "conv_bias": False},
+    "an MLP beside it": {"d_ssm": 32, "D_has_hdim": True},
+    "limits": {"dt_limit": (0.01, 0.05), "d_conv": 3},
+}
+over_settings = pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+
+
+def made(device: str, **settings) -> Mamba2:
+    torch.manual_seed(0)
+    block = Mamba2(**SIZES, **settings, device=device)
+    for parameter in block.parameters():  # ones and zeros would hide what they multiply
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    return block
+
+
+def tokens(device: str, batch: int = 2, seqlen: int = 23) -> torch.Tensor:
+    return torch.randn(batch, seqlen, SIZES["d_model"], generator=torch.Generator().manual_seed(1)).to(device)
+
+
+def test_parameters_are_called_as_upstreams():
+    block = Mamba2(64, d_state=32, headdim=16, ngroups=2, d_ssm=96)
+    assert {name: tuple(t.shape) for name, t in block.state_dict().items()} == {
+        "in_proj.weight": (2 * 32 + 2 * 96 + 2 * 64 + 6, 64), "conv1d.weight": (96 + 2 * 64, 1, 4),
+        "conv1d.bias": (96 + 2 * 64,), "dt_bias": (6,), "A_log": (6,), "D": (6,), "norm.weight": (96,),
+        "out_proj.weight": (64, 128)}
+    assert Mamba2(64, D_has_hdim=True, rmsnorm=False, bias=True).state_dict().keys() == {
+        "in_proj.weight", "in_proj.bias", "conv1d.weight", "conv1d.bias", "dt_bias", "A_log", "D", "out_proj.weight",
+        "out_proj.bias"}
+
+
+def test_how_it_begins():
+    block = Mamba2(512, headdim=1, A_init_range=(2, 3), dt_min=0.01, dt_max=0.02, conv_init=0.5)
+    steps, rates = torch.nn.functional.softplus(block.dt_bias), block.A_log.exp()
+    assert 0.0099 < steps.min() < 0.0105 and 0.0195 < steps.max() < 0.0201
+    assert 2 <= rates.min() < 2.05 and 2.95 < rates.max() <= 3
+    assert 0.49 < block.conv1d.weight.abs().max() <= 0.5 and block.D.eq(1).all()
+    assert all(getattr(block, name)._no_weight_decay for name in ("dt_bias", "A_log", "D"))
+
+
+@over_settings
+@pytest.mark.parametrize("pieces", ([23], [1, 12, 10], [22, 1]), ids=str)
+def test_pieces_of_a_prompt_give_the_whole(settings, pieces, device):
+    block, u = made(device, **settings), tokens(device)
+    cache = block.new_cache(2)
+    with torch.no_grad():
+        parts = [block(part, cache=cache) for part in u.split(pieces, 1)]
+        assert_close(torch.cat(parts, 1), block(u), rtol=1e-4, atol=1e-5)
+
+
+@over_settings
+def test_token_by_token(settings, device):
+    """After a prompt."""
+    block, u = made(device, **settings), tokens(device)
+    cache = block.new_cache(2)
+    with torch.no_grad():
+        parts = [block(u[:, :18], cache=cache), *(block.step(token, cache)[:, None] for token in u[:, 18:].unbind(1))]
+        assert_close(torch.cat(parts, 1), block(u), rtol=1e-4, atol=1e-5)
+
+
+@over_settings
+def test_packed_documents_are_apart(settings, device):
+    block, u = made(device, **settings), tokens(device, 1)
+    seq_idx = torch.tensor([[0] * 10 + [1] * 13], device=device)
+    apart = torch.cat([block(part) for part in u.split([10, 13], 1)], 1)
+    assert_close(block(u, seq_idx=seq_idx), apart, rtol=1e-4, atol=1e-5)
+
+
+@over_settings
+def test_every_parameter_has_a_gradient(settings, device):
+    block = made(device, **settings)
+    block(tokens(device)).square().sum().backward()
+    assert all(parameter.grad is not None and parameter.grad.abs().sum() > 0 for parameter in block.parameters())
+
+
+def test_half_precision(device):
+    """Weights and tokens in it; steps, rates and the state in fp32."""
+    half = torch.bfloat16 if device == "cuda" else torch.float16
+    block, u = made(device), tokens(device)
+    expected = block(u)
+    cache = block.to(half).new_cache(2)
+    assert cache.conv_state.dtype == half and cache.ssm_state.dtype == torch.float32
+    with torch.no_grad():
+        assert_close(block(u.to(half)).float(), expected, rtol=0.1, atol=0.1)
+        assert_close(block(u.to(half), cache=cache).float(), expected, rtol=0.1, atol=0.1)
+        assert block.step(u[:, 0].to(half), cache).dtype == half
+
+
+@pytest.mark.parametrize(("settings", "message"), [
+    ({"headdim": 12}, "d_ssm: got 64, expected a multiple of headdim = 12"),
+    ({"d_ssm": 128}, "d_ssm: got 128, .* at most expand \\* d_model = 64"),
+    ({"ngroups": 3}, "ngroups: got 3, expected a divisor of d_ssm / headdim = 8"),
+    ({"A_init_range": (0, 1)}, "A_init_range: got \\(0, 1\\), expected 0 < min"),
+])
+def test_bad_sizes(settings, message):
+    with pytest.raises(ValueError, match=message):
+        Mamba2(**(SIZES | settings))
+
+
+def test_documents_with_a_cache(device):
+    block = made(device)
+    with pytest.raises(ValueError, match="seq_idx: got a tensor with a cache"):
+        block(tokens(device), seq_idx=torch.zeros(2, 23, dtype=torch.int32, device=device), cache=block.new_cache(2))
