@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .kernels.launch import current_stream, launch_compiled, recording
+from .tuning import is_forced
 
 _MOST = 1024  # forms; callers whose sizes never repeat must not fill the memory
 _MOST_BYTES = 1 << 30  # allocated by a call: beyond, the kernels take longer than any Python
@@ -37,7 +38,7 @@ def replayed(call: Callable[..., Results], tensors: tuple[Tensor | None, ...], s
     call: allocates its results and launches on the device of the first tensor; settings: hashable, at one place always of one
     type.
     """
-    if not tensors[0].is_cuda:
+    if not tensors[0].is_cuda or is_forced():
         return call(*tensors, *settings)
     addresses, forms = [], []
     for t in tensors:
@@ -109,28 +110,36 @@ class _Descriptor:
     """A TMA descriptor as Triton's launcher reads one, of memory at an address."""
 
     def __init__(self, address: int, fields: dict):
-        self.__dict__.update(fields, base=self, address=address)
+        self.__dict__.update(fields, address=address)
+
+    @property
+    def base(self) -> _Descriptor:
+        return self
 
     def data_ptr(self) -> int:
         return self.address
 
 
 class _Watch(TorchDispatchMode):
-    """What is allocated, and whether tensors are only allocated and looked at."""
+    """What is allocated, and whether tensors are only allocated and looked at, and not too much of them."""
 
     def __init__(self):
         super().__init__()
-        self.allocated: list[Tensor] = []  # held, so that no memory is given twice
-        self.only = True
+        self.allocated: list[Tensor] = []  # held, so that no memory is given twice, as long as it matters
+        self.nbytes, self.only = 0, True
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         results = func(*args, **(kwargs or {}))
         if func.overloadpacket.__name__ in _ALLOCATING:
             self.allocated.append(results)
+            self.nbytes += results.untyped_storage().nbytes()
+            self.only &= self.nbytes <= _MOST_BYTES
         else:
             seen = {_memory(t) for t in args if isinstance(t, Tensor)}
             looked = results if isinstance(results, (tuple, list)) else (results,)
             self.only &= not func._schema.is_mutable and all(isinstance(t, Tensor) and _memory(t) in seen for t in looked)
+        if not self.only:
+            self.allocated.clear()
         return results
 
 
@@ -149,8 +158,6 @@ def _record(call: Callable[..., Results], tensors: tuple[Tensor | None, ...], se
 
 def _tape(tensors: tuple[Tensor | None, ...], results: Results, launches: list[tuple], allocated: list[Tensor]) -> Tape | None:
     inside = {_memory(t): t for t in allocated}
-    if sum(t.untyped_storage().nbytes() for t in inside.values()) > _MOST_BYTES:
-        return None
     views: dict[int, list[Tensor]] = {}
     for t in results:
         if t is not None:
@@ -159,7 +166,7 @@ def _tape(tensors: tuple[Tensor | None, ...], results: Results, launches: list[t
             views.setdefault(_memory(t), []).append(t)
     kept = []
     for memory, of in views.items():
-        if len(of) == 1 and of[0].nbytes == inside[memory].untyped_storage().nbytes():
+        if len(of) == 1 and of[0].is_contiguous() and of[0].nbytes == inside[memory].untyped_storage().nbytes():
             kept.append((of[0].shape, of[0].stride(), of[0].dtype))
         elif all(t.dtype == of[0].dtype for t in of):
             kept.append(((inside[memory].untyped_storage().nbytes() // of[0].itemsize,), (1,), of[0].dtype))
@@ -178,7 +185,10 @@ def _tape(tensors: tuple[Tensor | None, ...], results: Results, launches: list[t
         return number, None if whole else (t.shape, t.stride(), t.storage_offset())
 
     addresses = {t.data_ptr(): n for n, t in reversed([*enumerate(tensors)]) if t is not None}
-    entered = {_memory(t) for t in tensors if t is not None}
+    entered: dict[int, set[int]] = {}  # at which addresses arguments begin, by the memory that they are in
+    for t in tensors:
+        if t is not None:
+            entered.setdefault(_memory(t), set()).add(t.data_ptr())
     steps = []
     for compiled, programs, args in launches:
         places = []
@@ -191,11 +201,13 @@ def _tape(tensors: tuple[Tensor | None, ...], results: Results, launches: list[t
                 continue
             memory, address = _memory(arg), arg.data_ptr()
             if memory in numbers:
-                places.append(_Place(at, numbers[memory], address - arg.untyped_storage().data_ptr(), descriptor))
-            elif address in addresses:
+                offset = address - arg.untyped_storage().data_ptr() if arg.numel() else 0
+                places.append(_Place(at, numbers[memory], offset, descriptor))
+            elif memory in entered:
+                # of one of several slices of the same memory, a part may begin where another slice does
+                if address not in addresses or (len(entered[memory]) > 1 and not any(arg is t for t in tensors)):
+                    return None
                 places.append(_Place(at, addresses[address], 0, descriptor))
-            elif memory in entered:  # part of an argument: which of those in this memory is not known
-                return None
         steps.append((compiled, programs, _without(args, places), tuple(places)))
     return Tape(tuple(kept), tuple(scratch), nbytes, tuple(steps), tuple(None if t is None else view(t) for t in results))
 

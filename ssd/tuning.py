@@ -289,6 +289,11 @@ def _pick(kernel, dtype, headdim, dstate, chunk_size, index) -> Config:
     return _fit(kernel, measured, dtype.itemsize, headdim, dstate, chunk_size, device)
 
 
+def is_forced() -> bool:
+    """Whether some kernel's config is not the one that its sizes have."""
+    return bool(_forced)
+
+
 @contextmanager
 def forced(kernel: str, config: Config):
     """Launches of `kernel` take `config` inside this context: for the tuner and for tests that try every config."""

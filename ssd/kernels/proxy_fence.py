@@ -8,6 +8,7 @@ sizes (docs/kernel-log.md).
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -17,20 +18,28 @@ from triton import knobs
 
 _WGMMA = "wgmma.fence.sync.aligned;"  # before the first product of a group
 _FENCE = "fence.proxy.async.shared::cta;"
+_lock = threading.Lock()
 
 
 @contextmanager
 def fenced() -> Iterator[None]:
     """What is compiled inside has the fence before each group of products."""
-    runtime = knobs.runtime
-    if not _is_left_out() or runtime.add_stages_inspection_hook is not None:
+    if not _is_left_out():
         yield
         return
-    runtime.add_stages_inspection_hook = _add
-    try:
-        yield
-    finally:
-        runtime.add_stages_inspection_hook = None
+    with _lock:  # Triton's hook is one for all threads
+        others = knobs.runtime.add_stages_inspection_hook
+
+        def add(*args) -> None:
+            if others is not None:
+                others(*args)
+            _add(*args)
+
+        knobs.runtime.add_stages_inspection_hook = add
+        try:
+            yield
+        finally:
+            knobs.runtime.add_stages_inspection_hook = others
 
 
 @cache

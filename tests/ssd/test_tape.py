@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from ssd import ssd_chunk_scan, tape
+from ssd import ssd_chunk_scan, tape, tuning
 from ssd.kernels import launch as module
 from ssd.kernels.launch import launch
 from tests.inputs import Case, Shape, random_inputs
@@ -153,6 +153,39 @@ def test_what_cannot_be_repeated_is_called(body):
     Call(body).check(lambda x: tuple(t.clone() for t in body(x, 3.0)), 5, tensor(12))
 
 
+def test_a_part_that_begins_where_another_argument_does():
+    """Of one projection; in the next call they are apart."""
+    call = Call(lambda x, y, factor: (scaled(x[8:14], factor), scaled(y, factor)))
+    for whole in (tensor(20), tensor(20), None, None):
+        x = tensor(20) + 30 if whole is None else whole
+        y = tensor() if whole is None else whole[8:14]
+        got = tape.replayed(call, (x, y), (3.0,))
+        assert torch.equal(got[0], 3 * x[8:14]) and torch.equal(got[1], 3 * y)
+    assert call.count == 4
+
+
+def test_slices_of_one_projection():
+    call = Call(lambda x, y, factor: (scaled(x, factor), scaled(y, factor)))
+    for k in range(5):
+        whole = tensor(20) + k
+        x, y = whole[:N], whole[8 : 8 + N]
+        assert all(torch.equal(g, 3 * t) for g, t in zip(tape.replayed(call, (x, y), (3.0,)), (x, y), strict=True))
+    assert call.count == 2
+
+
+def test_forced_configs_are_not_recorded(monkeypatch):
+    monkeypatch.setitem(tuning._forced, "kernel", None)
+    Call(lambda x, factor: (scaled(x, factor),)).check(lambda x: (3 * x,), 5, tensor())
+
+
+def test_nothing_is_held_beyond_the_limit(monkeypatch):
+    monkeypatch.setattr(tape, "_MOST_BYTES", 100)
+    with tape._Watch() as watch:
+        for _ in range(5):
+            torch.empty(6)
+    assert not watch.only and not watch.allocated
+
+
 def test_a_launch_that_keeps_no_kernel(monkeypatch):
     monkeypatch.setattr(module, "CompiledKernel", int)
     Call(lambda x, factor: (scaled(x, factor),)).check(lambda x: (3 * x,), 5, tensor())
@@ -193,7 +226,9 @@ def test_same_bits(variant, shape, case):
         torch.manual_seed(k)
         i = random_inputs(shape, CASES[case], torch.bfloat16, "cuda")
         given = {name: t for name, t in vars(i).items() if isinstance(t, torch.Tensor) and name != "cu_seqlens"}
-        given |= {name: t + torch.empty_like(t).uniform_(-0.01, 0) for name, t in given.items() if t.is_floating_point()}
+        for t in given.values():
+            if t.is_floating_point():
+                t += torch.empty_like(t).uniform_(-0.01, 0)  # in place: slices of one projection stay that
         leaves = [t.requires_grad_() for t in given.values() if t.is_floating_point()]
         settings = {name: getattr(i, name) for name in ("chunk_size", "dt_softplus", "dt_limit", "state_dtype")}
         out, final_states = ssd_chunk_scan(**given, **settings, return_final_states=True, variant=variant)
