@@ -19,6 +19,7 @@ from .types import SSDInputs
 CANDIDATES = ("persistent", "fused", "baseline")  # on a GPU; in the order of the rule for Hopper
 TABLES = tuning.CONFIGS / "variants"
 _HOPPER = 9  # compute capability
+_MODELS = ((2, 64, 64), (2, 64, 128))  # itemsize, headdim and dstate of models, for which there are backward kernels on Hopper
 
 
 @dataclass(frozen=True)
@@ -64,9 +65,9 @@ def _ranking(index: int, *sizes) -> tuple[tuple[str, ...], str]:
     call, name = Measured(*sizes), tuning.current_device(index).name
     measured = {m: order for m, order in _table(name).items() if m.comparable(call)}
     if not measured:
-        if call.mode == "bwd":
-            return CANDIDATES[::-1], f"no backward of such sizes was measured on {name}; the baseline's is the one used longest"
         hopper = torch.cuda.get_device_capability(index)[0] == _HOPPER
+        if call.mode == "bwd" and not (hopper and astuple(call)[1:4] in _MODELS):
+            return CANDIDATES[::-1], f"no backward of such sizes was measured on {name}; the baseline's is the one used longest"
         order = CANDIDATES if hopper else CANDIDATES[1:]
         return order, f"no such sizes were measured on {name}; {order[0]} leads on {'' if hopper else 'GPUs other than '}Hopper"
     nearest = min(measured, key=call.distance)
