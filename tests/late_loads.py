@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import re
 
-_LABEL, _INSTRUCTION = re.compile(r"^\s*\.(L_x_\d+):"), re.compile(r"/\*[0-9a-f]{4,}\*/\s+(.*?);")
-_BRANCH, _REGISTER = re.compile(r"BRA.*\(\.(L_x_\d+)\)"), re.compile(r"(?<![A-Z])R(\d+)")
-_WIDTH = {"128": 4, "64": 2, "4": 4, "2": 2}  # registers, by the last part of the opcode: LDS.128, LDSM.16.M88.4
-_NO_RESULT = ("ST", "RED", "SYNCS", "UTMA", "BAR", "WARPGROUP", "BRA")
+from tests.machine_code import NO_RESULT, read, width
+
+_REGISTER = re.compile(r"(?<![A-Z])R(\d+)")
 
 
 def late_loads(sass: str) -> list[str]:
@@ -20,18 +19,6 @@ def late_loads(sass: str) -> list[str]:
     instructions, loops = read(sass)
     innermost = [loop for loop in loops if not any(o != loop and o[0] >= loop[0] and o[1] <= loop[1] for o in loops)]
     return [late for first, last in sorted(innermost) for late in _late_in(instructions[first : last + 1])]
-
-
-def read(sass: str) -> tuple[list[str], set[tuple[int, int]]]:
-    """The instructions in order, and the loops: first and last of each."""
-    instructions, labels = [], {}
-    for line in sass.splitlines():
-        if label := _LABEL.match(line):
-            labels[label[1]] = len(instructions)
-        elif instruction := _INSTRUCTION.search(line):
-            instructions.append(re.sub(r"^@!?U?P\d+ +", "", instruction[1].strip()))
-    branches = ((n, _BRANCH.search(text)) for n, text in enumerate(instructions))
-    return instructions, {(labels[b[1]], n) for n, b in branches if b and labels.get(b[1], n) < n}
 
 
 def _late_in(loop: list[str]) -> list[str]:
@@ -45,7 +32,7 @@ def _late_in(loop: list[str]) -> list[str]:
     for n, text in enumerate(loop):
         opcode, _, operands = text.partition(" ")
         first, _, others = operands.partition(",")
-        writes = not opcode.startswith(_NO_RESULT) and bool(re.match(r"\s*R\d+", first))
+        writes = not opcode.startswith(NO_RESULT) and bool(re.match(r"\s*R\d+", first))
         for register in map(int, _REGISTER.findall(others if writes else operands)):
             load = waiting.pop(register, None)
             if load and n > barriers[-1]:
@@ -54,5 +41,5 @@ def _late_in(loop: list[str]) -> list[str]:
             result = int(_REGISTER.findall(first)[0])
             waiting.pop(result, None)
             if opcode.startswith(("LDS", "LDSM")) and n < barriers[-1]:
-                waiting |= dict.fromkeys(range(result, result + _WIDTH.get(opcode.split(".")[-1], 1)), text)
+                waiting |= dict.fromkeys(range(result, result + width(opcode)), text)
     return found

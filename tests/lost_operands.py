@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import re
 
-from tests.late_loads import read
+from tests.machine_code import NO_RESULT, read, width
 
 _PRODUCT, _RESULT = re.compile(r"HGMMA\S*\s+R\d+, R(\d+), gdesc"), re.compile(r"(\S+)\s+(?:P\d+, )?R(\d+)\b")
-_NO_RESULT = ("ST", "RED", "SYNCS", "UTMA", "BAR", "WARPGROUP", "BRA")
 _OPERAND = 4  # registers of a left operand
 
 
@@ -38,13 +37,11 @@ def _lost_in(loop: list[str]) -> list[str]:
 def _written(text: str) -> set[int]:
     """The registers that an instruction writes."""
     result = _RESULT.match(text)
-    if not result or result[1].startswith(_NO_RESULT):
+    if not result or result[1].startswith(NO_RESULT):
         return set()
-    opcode, first, count = result[1], int(result[2]), 1
+    opcode, first = result[1], int(result[2])
     if product := re.match(r"HGMMA\.64x(\d+)", opcode):
         count = int(product[1]) // 2
-    elif opcode.endswith(("128", ".4")):
-        count = 4
-    elif opcode.endswith((".64", ".2")) or "WIDE" in opcode:
-        count = 2
+    else:
+        count = 2 if "WIDE" in opcode else width(opcode)
     return set(range(first, first + count))

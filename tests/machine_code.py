@@ -1,0 +1,27 @@
+"""What nvdisasm's text of a kernel says: its instructions, its loops, and how many registers an instruction fills."""
+
+from __future__ import annotations
+
+import re
+
+_LABEL, _INSTRUCTION = re.compile(r"^\s*\.(L_x_\d+):"), re.compile(r"/\*[0-9a-f]{4,}\*/\s+(.*?);")
+_BRANCH = re.compile(r"BRA.*\(\.(L_x_\d+)\)")
+_WIDTH = {"128": 4, "64": 2, "4": 4, "2": 2}  # by the last part of the opcode: LDS.128, LDSM.16.M88.4
+NO_RESULT = ("ST", "RED", "SYNCS", "UTMA", "BAR", "WARPGROUP", "BRA")  # opcodes that begin so write no register
+
+
+def read(sass: str) -> tuple[list[str], set[tuple[int, int]]]:
+    """The instructions in order, and the loops: first and last of each."""
+    instructions, labels = [], {}
+    for line in sass.splitlines():
+        if label := _LABEL.match(line):
+            labels[label[1]] = len(instructions)
+        elif instruction := _INSTRUCTION.search(line):
+            instructions.append(re.sub(r"^@!?U?P\d+ +", "", instruction[1].strip()))
+    branches = ((n, _BRANCH.search(text)) for n, text in enumerate(instructions))
+    return instructions, {(labels[b[1]], n) for n, b in branches if b and labels.get(b[1], n) < n}
+
+
+def width(opcode: str) -> int:
+    """Registers that a load of this opcode fills."""
+    return _WIDTH.get(opcode.split(".")[-1], 1)
