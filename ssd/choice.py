@@ -14,12 +14,11 @@ from functools import lru_cache
 import torch
 
 from . import tuning
-from .types import SSDInputs
+from .types import HOPPER_DSTATES, HOPPER_HEADDIM, SSDInputs
 
 CANDIDATES = ("persistent", "fused", "baseline")  # on a GPU; in the order of the rule for Hopper
 TABLES = tuning.CONFIGS / "variants"
 _HOPPER = 9  # compute capability
-_MODELS = ((2, 64, 64), (2, 64, 128))  # itemsize, headdim and dstate of models, for which there are backward kernels on Hopper
 
 
 @dataclass(frozen=True)
@@ -46,6 +45,10 @@ class Measured:
         """Whether the two differ in nothing but how much there is to do."""
         return astuple(self)[:4] == astuple(other)[:4]
 
+    def has_hopper_kernels(self) -> bool:
+        """Whether there are kernels for Hopper of these sizes, which not all inputs of them can take."""
+        return self.itemsize == 2 and self.headdim == HOPPER_HEADDIM and self.dstate in HOPPER_DSTATES
+
     def distance(self, other: Measured) -> float:
         """Doublings between the two: of sequences, of their length and of the chunk size, added up."""
         return sum(abs(math.log2(a / b)) for a, b in zip(astuple(self)[4:], astuple(other)[4:], strict=True))
@@ -66,7 +69,7 @@ def _ranking(index: int, *sizes) -> tuple[tuple[str, ...], str]:
     measured = {m: order for m, order in _table(name).items() if m.comparable(call)}
     if not measured:
         hopper = torch.cuda.get_device_capability(index)[0] == _HOPPER
-        if call.mode == "bwd" and not (hopper and astuple(call)[1:4] in _MODELS):
+        if call.mode == "bwd" and not (hopper and call.has_hopper_kernels()):
             return CANDIDATES[::-1], f"no backward of such sizes was measured on {name}; the baseline's is the one used longest"
         order = CANDIDATES if hopper else CANDIDATES[1:]
         return order, f"no such sizes were measured on {name}; {order[0]} leads on {'' if hopper else 'GPUs other than '}Hopper"

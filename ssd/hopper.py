@@ -21,9 +21,9 @@ from .kernels.arguments import cdiv
 from .kernels.chunk_cumsum import chunk_cumsum
 from .runs import RUN_FIELDS, Run, chunks, deal
 from .tuning import current_device
-from .types import SUB_CHUNK, Options, SSDInputs, SSDSaved
+from .types import HOPPER_DSTATES, HOPPER_HEADDIM, SUB_CHUNK, Options, SSDInputs, SSDSaved
 
-BLOCK_M, _HEADDIM, _DSTATES = SUB_CHUNK, 64, (64, 128)
+BLOCK_M = SUB_CHUNK
 _ALIGNMENT = 16  # bytes, of what a TMA descriptor describes
 _MOST_DESCRIBED = 1024  # callers whose sizes never repeat must not fill the memory
 _described: dict[tuple, dict] = {}
@@ -42,8 +42,8 @@ def cannot_run(i: SSDInputs, options: Options, by_chunk: bool) -> str | None:
         return f"needs a GPU of compute capability 9 and Triton 3.6, got {i.x.device}"
     if i.x.dtype not in (torch.bfloat16, torch.float16) or not i.x.dtype == i.B.dtype == i.C.dtype:
         return f"x, B, C: got dtypes {i.x.dtype}, {i.B.dtype}, {i.C.dtype}, takes bf16 or fp16, all alike"
-    if i.headdim != _HEADDIM or i.dstate not in _DSTATES:
-        return f"got headdim = {i.headdim}, dstate = {i.dstate}, takes headdim {_HEADDIM} and dstate of {_DSTATES}"
+    if i.headdim != HOPPER_HEADDIM or i.dstate not in HOPPER_DSTATES:
+        return f"got headdim = {i.headdim}, dstate = {i.dstate}, takes headdim {HOPPER_HEADDIM} and dstate of {HOPPER_DSTATES}"
     if i.nheads // i.ngroups % 2:
         return f"got {i.nheads // i.ngroups} heads a group, takes even numbers"
     if i.z is not None or i.seq_idx is not None or (i.D is not None and i.D.dim() == 2):

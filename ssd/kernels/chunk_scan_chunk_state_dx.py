@@ -113,4 +113,4 @@ def chunk_scan_chunk_state_dx(i: SSDInputs, CB: Tensor, dt: Tensor, dA_cumsum: T
         CB, i.x, i.x.stride(), i.B, i.B.stride(), dy, dy.stride(), i.D, per_channel_strides(i.D), dt, dA_cumsum, i.seq_idx,
         dstates, dx, dx.stride(), ddt, q, dD_tiles, i.seqlen, i.nchunks, i.nheads, i.ngroups, i.headdim, i.dstate,
         i.chunk_size, per_channel, options.precision, **config.launch)
-    return dx, ddt, q, None if dD_tiles is None else sum_first(dD_tiles)
+    return dx, ddt, q, None if dD_tiles is None else sum_first(dD_tiles, output(dD_tiles[0]))

@@ -14,6 +14,7 @@ from torch import Tensor
 from ..device import causal, chunk_offset, decay, split_heads, unpack_program
 from ..tuning import head_splits, pick
 from ..types import Options, SSDInputs
+from .arguments import output
 from .launch import launch
 from .sum_parts import sum_first
 
@@ -84,4 +85,4 @@ def chunk_scan_dCB(i: SSDInputs, dt: Tensor, dA_cumsum: Tensor, dy: Tensor, opti
         chunk_scan_dCB_kernel, programs * splits,
         i.x, i.x.stride(), dy, dy.stride(), dt, dA_cumsum, i.seq_idx, dCB_parts, i.seqlen, i.nchunks, dCB_parts.stride(0),
         i.nheads, i.ngroups, i.headdim, i.chunk_size, splits, options.precision, **config.launch)
-    return dCB_parts[0] if splits == 1 else sum_first(dCB_parts, i.x.dtype)
+    return dCB_parts[0] if splits == 1 else sum_first(dCB_parts, output(dCB_parts[0], dtype=i.x.dtype))

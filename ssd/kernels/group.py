@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .arguments import output
-from .sum_parts import sum_parts
+from .sum_parts import sum_first
 
 
 @triton.jit
@@ -42,4 +42,4 @@ def summed(parts: Tensor, like: Tensor, into: Tensor | None) -> Tensor:
         return parts[0]
     if into is not None and not into.is_contiguous():
         return into.copy_(parts.sum(0))
-    return sum_parts(parts[None], output(like, into)[None])[0]
+    return sum_first(parts, output(like, into))

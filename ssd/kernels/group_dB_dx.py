@@ -131,4 +131,4 @@ def group_dB_dx(i: SSDInputs, dt: Tensor, dA_cumsum: Tensor, dy: Tensor, dstates
         dstates, dCB, dx, dx.stride(), parts, parts.stride()[1:], parts.stride(0), u_v_x, q, dD_tiles, i.seqlen, nblocks,
         i.nheads, i.ngroups, i.headdim, i.dstate, splits, options.exp2, options.precision,
         **(pick("group_dB_dx", i).launch | {"BLOCK_M": span}))
-    return dx, summed(parts, i.B, into_dB), None if dD_tiles is None else sum_first(dD_tiles), u_v_x, q
+    return dx, summed(parts, i.B, into_dB), None if dD_tiles is None else sum_first(dD_tiles, output(dD_tiles[0])), u_v_x, q

@@ -3,7 +3,6 @@
 Reads parts (batch, K, N), contiguous fp32; writes their sums over K, (batch, N), contiguous, in any dtype.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -39,6 +38,6 @@ def sum_parts(parts: Tensor, sums: Tensor) -> Tensor:
     return sums
 
 
-def sum_first(parts: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The sum of parts (K, ...) over K, in a new tensor."""
-    return sum_parts(parts[None], torch.empty((1, *parts.shape[1:]), device=parts.device, dtype=dtype))[0]
+def sum_first(parts: Tensor, sums: Tensor) -> Tensor:
+    """parts (K, ...) into sums (...), as above."""
+    return sum_parts(parts[None], sums[None])[0]
