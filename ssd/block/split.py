@@ -39,8 +39,10 @@ def split_conv1d_scan(
     state_dtype: torch.dtype | None = None,
     variant: str = "auto",
     options: Options | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Names, order and meaning are those of mamba_ssm's `mamba_split_conv1d_scan_combined`; `variant`, `options` are ours.
+    conv_states: Tensor | None = None,
+    return_conv_states: bool = False,
+) -> Tensor | tuple[Tensor, ...]:
+    """Names, order and meaning are those of mamba_ssm's `mamba_split_conv1d_scan_combined`; from `variant` on they are ours.
 
     With dim = nheads * headdim and conv_dim = dim + 2 * ngroups * dstate:
 
@@ -51,7 +53,9 @@ def split_conv1d_scan(
         conv1d_bias: (conv_dim,) or None.
         dt_bias, A: (nheads,); the step is softplus(dt + dt_bias), clamped to dt_limit.
         D: (nheads,) or (nheads, headdim), which then gives headdim.
-        initial_states: (batch, nheads, headdim, dstate), of the SSD; the convolution starts from zeros.
+        initial_states: (batch, nheads, headdim, dstate), of the SSD.
+        conv_states: (batch, conv_dim, width - 1), initial_states of `causal_conv1d_fn`; it starts from zeros unless given.
+        return_conv_states: also return what conv_states must be to go on after the last token. Not with seq_idx.
         activation: "silu", "swish" (the same) or None, of the convolution.
         rmsnorm_weight: (dim,) or None: y is gated, y silu(z), without a norm, and rmsnorm_eps is not looked at.
         norm_before_gate: norm(y) silu(z), else norm(y silu(z)); groups of dim / ngroups channels are normed each by itself.
@@ -60,7 +64,7 @@ def split_conv1d_scan(
 
     Returns:
         out, (batch, seqlen, out_dim), the projection of [silu(z0) x0 | y]; a tuple of it and final_states
-        (batch, nheads, headdim, dstate) fp32, if those were asked for.
+        (batch, nheads, headdim, dstate) fp32, if those were asked for; then of the convolution's states, if they were.
 
     Raises:
         TypeError, ValueError: naming the argument, what came and what is accepted.
@@ -71,8 +75,10 @@ def split_conv1d_scan(
     dim, group = nheads * headdim, ngroups * dstate
     z0, x0, z, xBC, dt = zxbcdt.split([d_mlp, d_mlp, dim, dim + 2 * group, nheads], -1)
 
-    xBC = causal_conv1d_fn(xBC.mT, conv1d_weight, conv1d_bias, seq_idx=seq_idx, activation=activation).mT
-    x, B, C = xBC.split([dim, group, group], -1)
+    xBC, *conv_states = _as_tuple(causal_conv1d_fn(
+        xBC.mT, conv1d_weight, conv1d_bias, seq_idx=seq_idx, initial_states=conv_states, return_final_states=return_conv_states,
+        activation=activation))
+    x, B, C = xBC.mT.split([dim, group, group], -1)
     gate_in_scan = z.unflatten(-1, (nheads, headdim)) if rmsnorm_weight is None else None
     y, *final_states = _as_tuple(ssd_chunk_scan(
         x.unflatten(-1, (nheads, headdim)), dt, A, B.unflatten(-1, (ngroups, dstate)), C.unflatten(-1, (ngroups, dstate)),
@@ -88,7 +94,7 @@ def split_conv1d_scan(
         out = torch.cat([F.silu(z0) * x0, out], -1)
     if outproj_weight is not None:
         out = F.linear(out, outproj_weight, outproj_bias)
-    return (out, *final_states) if return_final_states else out
+    return (out, *final_states, *conv_states) if return_final_states or return_conv_states else out
 
 
 def _sizes(zxbcdt: Tensor, conv1d_weight: Tensor, D: Tensor, headdim: int | None, ngroups: int) -> tuple[int, int, int, int]:

@@ -12,8 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..api import ssd_chunk_scan
-from ..block.conv1d import causal_conv1d_fn
 from ..block.conv1d_update import causal_conv1d_update
 from ..block.gated_norm import RMSNormGated
 from ..block.split import split_conv1d_scan
@@ -112,44 +110,44 @@ class Mamba2(nn.Module):
         Returns:
             (batch, seqlen, d_model).
         """
-        zxbcdt = self.in_proj(u)
-        if cache is None:
-            return split_conv1d_scan(
-                zxbcdt, self._filter(), self.conv1d.bias, self.dt_bias, self._A(), self._D(), self.chunk_size, seq_idx=seq_idx,
-                dt_limit=self.dt_limit, rmsnorm_weight=self.norm.weight if self.rmsnorm else None,
-                rmsnorm_eps=self.norm.eps if self.rmsnorm else None, outproj_weight=self.out_proj.weight,
-                outproj_bias=self.out_proj.bias, headdim=None if self.D_has_hdim else self.headdim, ngroups=self.ngroups,
-                norm_before_gate=self.norm_before_gate, variant=self.variant, options=self.options)
-        if seq_idx is not None:
+        if cache is not None and seq_idx is not None:
             raise ValueError("seq_idx: got a tensor with a cache, expected one of the two: a cache goes on with one document")
-        z0, x0, z, xBC, dt = self._split(zxbcdt)
-        xBC, conv_state = causal_conv1d_fn(xBC.mT, self._filter(), self.conv1d.bias, initial_states=cache.conv_state,
-                                           return_final_states=True, activation="silu")
-        x, B, C = self._heads(xBC.mT)
-        gate = None if self.rmsnorm else z.unflatten(-1, (self.nheads, self.headdim))
-        y, ssm_state = ssd_chunk_scan(
-            x, dt, self._A(), B, C, self.chunk_size, D=self._D(), z=gate, dt_bias=self.dt_bias,
-            initial_states=cache.ssm_state, dt_softplus=True, dt_limit=self.dt_limit, return_final_states=True,
-            variant=self.variant, options=self.options)
-        cache.conv_state.copy_(conv_state)
+        before = {} if cache is None else {"initial_states": cache.ssm_state, "return_final_states": True,
+                                           "conv_states": cache.conv_state, "return_conv_states": True}
+        results = split_conv1d_scan(
+            self.in_proj(u), self._filter(), self.conv1d.bias, self.dt_bias, self._A(), self._D(), self.chunk_size,
+            seq_idx=seq_idx, dt_limit=self.dt_limit, rmsnorm_weight=self.norm.weight if self.rmsnorm else None,
+            rmsnorm_eps=self.norm.eps if self.rmsnorm else None, outproj_weight=self.out_proj.weight,
+            outproj_bias=self.out_proj.bias, headdim=None if self.D_has_hdim else self.headdim, ngroups=self.ngroups,
+            norm_before_gate=self.norm_before_gate, variant=self.variant, options=self.options, **before)
+        if cache is None:
+            return results
+        out, ssm_state, conv_state = results
         cache.ssm_state.copy_(ssm_state)
-        return self._out(y.flatten(-2), z, z0, x0)
+        cache.conv_state.copy_(conv_state)
+        return out
 
     def step(self, u: Tensor, cache: Mamba2Cache) -> Tensor:
         """The next token of each sequence, (batch, d_model) to the same shape; for inference."""
-        z0, x0, z, xBC, dt = self._split(self.in_proj(u))
+        d_mlp, group = self.d_inner - self.d_ssm, self.ngroups * self.d_state
+        z0, x0, z, xBC, dt = self.in_proj(u).split([d_mlp, d_mlp, self.d_ssm, self.d_ssm + 2 * group, self.nheads], -1)
         xBC = causal_conv1d_update(xBC, cache.conv_state, self._filter(), self.conv1d.bias, activation="silu")
-        x, B, C = self._heads(xBC)
+        x, B, C = xBC.split([self.d_ssm, group, group], -1)
+        x = x.unflatten(-1, (self.nheads, self.headdim))
         dt_bias, softplus = self.dt_bias, True
         if self.dt_limit != _NO_LIMIT:
             dt, dt_bias, softplus = F.softplus(dt.float() + dt_bias.float()).clamp(*self.dt_limit), None, False
         channels = x.shape[1:]
         D = self._D()
         y = selective_state_update(
-            cache.ssm_state, x, dt[..., None].expand(x.shape), self._A()[:, None, None].expand(*channels, self.d_state), B, C,
+            cache.ssm_state, x, dt[..., None].expand(x.shape), self._A()[:, None, None].expand(*channels, self.d_state),
+            B.unflatten(-1, (self.ngroups, self.d_state)), C.unflatten(-1, (self.ngroups, self.d_state)),
             D=D if D.dim() == 2 else D[:, None].expand(channels), z=None if self.rmsnorm else z.view(x.shape),
             dt_bias=None if dt_bias is None else dt_bias[:, None].expand(channels), dt_softplus=softplus)
-        return self._out(y.flatten(-2), z, z0, x0)
+        y = y.flatten(-2)
+        if self.rmsnorm:
+            y = self.norm(y, z)
+        return self.out_proj(torch.cat([F.silu(z0) * x0, y], -1) if d_mlp else y)
 
     def new_cache(self, batch: int, dtype: torch.dtype | None = None) -> Mamba2Cache:
         """The cache of sequences that have had no token; dtype: of the activations, that of the weights unless given."""
@@ -165,20 +163,3 @@ class Mamba2(nn.Module):
 
     def _D(self) -> Tensor:
         return self.D.view(self.nheads, self.headdim) if self.D_has_hdim else self.D
-
-    def _split(self, zxbcdt: Tensor) -> tuple[Tensor, ...]:
-        d_mlp = self.d_inner - self.d_ssm
-        return zxbcdt.split([d_mlp, d_mlp, self.d_ssm, self.conv1d.weight.shape[0], self.nheads], -1)
-
-    def _heads(self, xBC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        group = self.ngroups * self.d_state
-        x, B, C = xBC.split([self.d_ssm, group, group], -1)
-        return (x.unflatten(-1, (self.nheads, self.headdim)), B.unflatten(-1, (self.ngroups, self.d_state)),
-                C.unflatten(-1, (self.ngroups, self.d_state)))
-
-    def _out(self, y: Tensor, z: Tensor, z0: Tensor, x0: Tensor) -> Tensor:
-        if self.rmsnorm:
-            y = self.norm(y, z)
-        if self.d_ssm < self.d_inner:
-            y = torch.cat([F.silu(z0) * x0, y], -1)
-        return self.out_proj(y)
