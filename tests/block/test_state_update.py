@@ -148,7 +148,7 @@ def test_one_head_without_an_axis_for_it(tied, device):
 
 
 def test_strides(device):
-    """Slices of one projection, a state inside a larger cache, transposed axes: as copies, but for the order of sums."""
+    """Slices of one projection, a state inside a larger cache, transposed axes: as copies; on a GPU sums have another order."""
     given = inputs(indexed=True, device=device)
     plain = run(given)
     x, B, C, dt, z = (torch.cat([given[name].flatten(1) for name in ("x", "B", "C", "dt", "z")], 1)
@@ -160,7 +160,8 @@ def test_strides(device):
     cache = torch.zeros(6, 20, 4, 12, device=device)
     state = cache[..., 1:11].permute(0, 2, 3, 1).copy_(given["state"])
     out = selective_state_update(**given | packed | {"state": state})
-    assert_close((out, state), plain)
+    exact = {} if device == "cuda" else {"rtol": 0, "atol": 0}
+    assert_close((out, state), plain, **exact)
     assert out.is_contiguous()
     assert not cache[..., [0, 11]].any()
 
