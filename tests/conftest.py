@@ -3,12 +3,14 @@
 import argparse
 import os
 import re
+import tempfile
 import time
 from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
@@ -125,6 +127,14 @@ def _memory():
     """What torch keeps of a large test's memory is other workers' to have."""
     yield
     if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > _KEPT_BYTES:
+        torch.cuda.empty_cache()
+
+
+@pytest.fixture
+def much_memory():
+    """For a test that takes a large part of a GPU's memory: one worker at a time has one."""
+    with FileLock(Path(tempfile.gettempdir()) / "ssd-tests-much-memory.lock"):
+        yield
         torch.cuda.empty_cache()
 
 

@@ -162,7 +162,7 @@ def test_every_config_alone(name, kernel, device):
 @pytest.mark.gpu
 @over_variants
 @pytest.mark.parametrize("batch, packed, ngroups", [(1, True, 16), (1, True, 8), (3, False, 8)])
-def test_offsets_beyond_int32(name, batch, packed, ngroups, device):
+def test_offsets_beyond_int32(name, batch, packed, ngroups, device, much_memory):
     """200,000 tokens of 80 heads: offsets pass 2^31 inside one row of a packed projection, and over three rows.
 
     Heads meet only in the gradients of the B and C they share, so the last group of heads is judged by itself. In 8 groups
