@@ -29,14 +29,15 @@ _TRAINING = ("workload", "preset", "loss")
 KEYS = (*IDENTITY, *_MEASURED, *_COMPARED, *_TRAINING, *ENVIRONMENT)
 
 # What a bench adds. err_seqlen: tokens that the error was taken over; note: why a value is missing; step and changed: as
-# `ablate.Step` has them; shard: which part of the tests ran, if not all; found: errors and warnings of a tool.
+# `ablate.Step` has them; shard: which part of the tests ran, if not all; found: errors and warnings of a
+# tool; kernels: those that it named.
 EXTRA_KEYS = {
     "ssd": ("err_seqlen", "note"),
     "ablate": ("step", "changed", "err_seqlen", "note"),
     "counters": ("kernel", "dram_bytes", "dram_pct", "l2_hit_pct", "occupancy_pct", "registers", "ncu_us", "block_cycles",
                  "blocks", "tensor_pct", "issue_pct", "shared_pct"),
     "tests": ("passed", "failed", "skipped", "seconds", "shard"),
-    "sanitize": ("tool", "found"),
+    "sanitize": ("tool", "found", "kernels"),
 }
 
 

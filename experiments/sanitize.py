@@ -27,6 +27,7 @@ from .shapes import SMALL, Shape, make_inputs
 
 TOOLS = ("memcheck", "racecheck")
 _EXECUTABLE = "compute-sanitizer"
+_BARRIERS = ("--num-cuda-barriers", "64")  # of a block, at most: more than any kernel has; racecheck does not count ours
 _CHUNK_SIZE = 64
 # The first for the plain kernels, ragged in every axis; the second for those for Hopper, long enough to be cut in pieces.
 _PLAIN, _TILED = replace(SMALL, headdim=20, dstate=24), Shape("tiled", 1, 600, nheads=8, headdim=64, dstate=128, ngroups=2)
@@ -38,6 +39,7 @@ _CASES = (
 )
 _SUMMARY = re.compile(r"ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: \d+ hazards? displayed "
                       r"\((\d+) errors?, (\d+) warnings?\)")
+_KERNEL = re.compile(r"\w+_kernel\b")
 
 
 def run(variants: list[str], tools: list[str], out: Path, console: Console) -> bool:
@@ -51,30 +53,32 @@ def run(variants: list[str], tools: list[str], out: Path, console: Console) -> b
     table = Table("variant", "tool", "found")
     clean = True
     for variant, tool in track([(v, t) for v in variants for t in tools], "sanitizing", console=console):
-        found, said = check(variant, tool)
+        found, kernels, said = check(variant, tool)
         clean = clean and found == 0
-        record.append({"bench": "sanitize", "variant": variant, "tool": tool, "found": found, **record.environment()}, out)
-        table.add_row(variant, tool, "nothing" if found == 0 else f"{found} errors and warnings")
+        row = {"bench": "sanitize", "variant": variant, "tool": tool, "found": found, "kernels": kernels}
+        record.append(row | record.environment(), out)
+        table.add_row(variant, tool, "nothing" if found == 0 else f"{found} errors and warnings: {kernels}")
         if found:
             console.print(said, markup=False)
     console.print(table)
     return clean
 
 
-def check(variant: str, tool: str) -> tuple[int, str]:
-    """What the tool counted, and the last of what it said.
+def check(variant: str, tool: str) -> tuple[int, str, str]:
+    """What the tool counted, the kernels that it named, and the last of what it said.
 
     Raises:
         ValueError: it ended without a summary.
     """
-    command = [_EXECUTABLE, "--tool", tool, sys.executable, "-m", "experiments", "sanitized", variant]
+    barriers = _BARRIERS if tool == "racecheck" else ()
+    command = [_EXECUTABLE, "--tool", tool, *barriers, sys.executable, "-m", "experiments", "sanitized", variant]
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    said = (done.stdout + done.stderr)[-4000:]
-    found = [sum(int(count) for count in counts if count) for counts in _SUMMARY.findall(done.stdout + done.stderr)]
+    said = done.stdout + done.stderr
+    found = [sum(int(count) for count in counts if count) for counts in _SUMMARY.findall(said)]
     if not found or (done.returncode and not sum(found)):
         raise ValueError(f"{tool} of {variant} ended with exit status {done.returncode} and no summary: {said[-400:]}")
-    return sum(found), said
+    return sum(found), ", ".join(sorted(set(_KERNEL.findall(said)))), said[-4000:]
 
 
 def sanitized(variant: str) -> None:

@@ -168,7 +168,8 @@ class _ChunkScan(torch.autograd.Function):
             grads = replayed(_backward, tensors, ctx.settings)
         else:
             grads = torch.ops.ssd.chunk_scan_bwd(*tensors[:_N_ARGS], *ctx.settings, *tensors[_N_ARGS:])
-        grads = [None if t is None else g.to(t.dtype) for t, g in zip(tensors[:_N_TENSORS], grads, strict=True)]
+        grads = [None if t is None else g if g.dtype == t.dtype else g.to(t.dtype)
+                 for t, g in zip(tensors[:_N_TENSORS], grads, strict=True)]
         return (*grads, *[None] * (_N_INPUTS + 1 - _N_TENSORS))
 
 

@@ -2,8 +2,8 @@
 Launches of the Gluon kernels in order:
 
     stationary: chunk_cumsum, hopper_states of the pieces where sequences are cut, hopper_scan of whole sequences.
-    two_level:  chunk_cumsum, hopper_states of the pieces where sequences are cut, hopper_states of every chunk, and
-                hopper_scan chunk by chunk.
+    two_level:  chunk_cumsum, hopper_states of the pieces where sequences are cut, hopper_states of whole sequences, and
+                hopper_scan of spans of up to 512 tokens, whatever chunk_size is.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .kernels.arguments import cdiv
 from .kernels.chunk_cumsum import chunk_cumsum
-from .runs import RUN_FIELDS, Run, chunks, deal
+from .runs import RUN_FIELDS, Run, deal, span_length, span_runs
 from .tuning import current_device
 from .types import HOPPER_DSTATES, HOPPER_HEADDIM, SUB_CHUNK, Options, SSDInputs, SSDSaved
 
@@ -86,20 +86,21 @@ def stationary(inputs: SSDInputs, options: Options, keep: bool) -> tuple[Tensor,
 
 
 def two_level(inputs: SSDInputs, options: Options, keep: bool, blocks: int | None = None) -> tuple[Tensor, Tensor, SSDSaved]:
-    """As `Variant.forward`, keeping states or not: a block walks two heads through a chunk; `blocks`: so many take turns."""
+    """As `Variant.forward`, keeping states or not: a block walks two heads through a span; `blocks`: so many take turns."""
     from .kernels.hopper_scan import hopper_scan
     from .kernels.hopper_states import all_states
 
-    i = inputs
+    i, pairs = inputs, inputs.nheads // 2
     with torch.cuda.device_of(i.x):
         call = _Call.of(i)
-        every = BLOCK_M if keep else i.chunk_size  # tokens between the states that are kept; the scan starts from some of them
+        each = span_length(i.batch * pairs, call.nsub, current_device(i.x.device.index).sms)
+        every = BLOCK_M if keep else each * BLOCK_M  # tokens between the states that are written; each span starts from one
         final_states, prev_states = call.new_states(()), call.new_states((cdiv(i.seqlen, every),), i.states_dtype)
         runs, *entering = call.entering(options)
         all_states(i, call.descriptors[:2], describe_states(prev_states), *call.steps, runs, call.initial_states, *entering,
                    final_states, i.batch, every)
-        each = _chunk_runs(i.batch, i.nheads // 2, call.nsub, i.chunk_size // BLOCK_M, blocks, i.x.device)
-        hopper_scan(i, *call.descriptors, *call.steps, each, starts=prev_states, every=every)
+        runs = _span_runs(i.batch, pairs, call.nsub, each, blocks, i.x.device)
+        hopper_scan(i, *call.descriptors, *call.steps, runs, starts=prev_states, every=every)
     return call.out, final_states, SSDSaved(inputs, options, None, None, prev_states if keep else None)
 
 
@@ -212,8 +213,8 @@ def _dealt(batch: int, pairs: int, nsub: int, cut: bool, device: torch.device) -
 
 
 @cache
-def _chunk_runs(batch: int, pairs: int, nsub: int, every: int, blocks: int | None, device: torch.device) -> Tensor:
-    return _table(chunks(batch, pairs, nsub, every, blocks), device)
+def _span_runs(batch: int, pairs: int, nsub: int, every: int, blocks: int | None, device: torch.device) -> Tensor:
+    return _table(span_runs(batch, pairs, nsub, every, blocks), device)
 
 
 def _table(blocks: tuple[tuple[Run, ...], ...], device: torch.device) -> Tensor:

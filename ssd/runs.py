@@ -17,6 +17,8 @@ STATE_PASS = 0.5  # time of a sub-chunk in the state pass, against one in the sc
 LAUNCH = 4  # time of the additional launch, in sub-chunks of the scan
 SHORTEST = 4  # sub-chunks that a part or a share has at least
 ROUNDS = 3  # of parts, at most
+START = 3  # time in which a block of the scan finds its state and its first tiles, in sub-chunks
+SPANS = (8, 4, 2)  # sub-chunks that a block of the two-level scan may walk; with more it would be the stationary scan
 RUN_FIELDS = 6
 
 Span = tuple[int, int, int]  # sequence, first sub-chunk, last sub-chunk (exclusive)
@@ -55,8 +57,17 @@ def deal(batch: int, pairs: int, nsub: int, blocks: int, cut: bool = True) -> Ru
     return Runs(tuple(tuple(map(run, of)) for of in spans if of), tuple(left), len(starts))
 
 
-def chunks(batch: int, pairs: int, nsub: int, every: int, blocks: int | None) -> tuple[tuple[Run, ...], ...]:
-    """Runs of one chunk, `every` sub-chunks, each: one for each block, or in turn to `blocks` of them.
+def span_length(sequences: int, nsub: int, blocks: int) -> int:
+    """Sub-chunks of each run of a two-level scan, so that the last of `blocks` blocks side by side is done soonest."""
+
+    def time(each: int) -> int:
+        return -(-sequences * -(-nsub // each) // blocks) * (each + START)
+
+    return min(SPANS, key=time)
+
+
+def span_runs(batch: int, pairs: int, nsub: int, every: int, blocks: int | None) -> tuple[tuple[Run, ...], ...]:
+    """Runs of `every` sub-chunks: one for each block, or in turn to `blocks` of them.
 
     Pairs run fastest, so that blocks side by side find the B and C of their group in L2.
     """

@@ -13,15 +13,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C._dynamo.guards import _empty_strided_cuda as empty_strided
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .kernels.launch import current_stream, launch_compiled, recording
 from .tuning import is_forced
 
 _MOST = 1024  # forms; callers whose sizes never repeat must not fill the memory
+_MOST_ADDRESSES = 64  # of an argument, whose descriptors are kept
 _MOST_BYTES = 1 << 30  # allocated by a call: beyond, the kernels take longer than any Python
 _ALIGNMENT = 512  # bytes, of what torch allocates
 _TOLD_APART = 16  # bytes, up to which launches tell alignments apart
@@ -42,11 +45,15 @@ def replayed(call: Callable[..., Results], tensors: tuple[Tensor | None, ...], s
         return call(*tensors, *settings)
     addresses, forms = [], []
     for t in tensors:
-        address = 0 if t is None else t.data_ptr()
-        # which of two tensors at one address a launch meant cannot be told, so a form says which are
-        same = addresses.index(address) if address in addresses else None
-        forms.append(t if t is None else (t.shape, t.stride(), t.dtype, t.get_device(), address % _TOLD_APART, same))
-        addresses.append(address)
+        if t is None:
+            addresses.append(0)
+            forms.append(None)
+        else:
+            address = t.data_ptr()
+            # which of two tensors at one address a launch meant cannot be told, so a form says which are
+            same = addresses.index(address) if address in addresses else None
+            forms.append((t.shape, t.stride(), t.dtype, t.get_device(), address % _TOLD_APART, same))
+            addresses.append(address)
     key = call, settings, *forms
     tape = _tapes.get(key)
     if isinstance(tape, Tape):
@@ -67,14 +74,13 @@ def clear() -> None:
     _tapes.clear()
 
 
-@dataclass(frozen=True)
-class _Place:
+class _Place(NamedTuple):
     """An argument of a launch: `offset` bytes into tensor `base` of those that came in, then those allocated."""
 
     at: int
     base: int
     offset: int
-    descriptor: dict | None  # of a TMA descriptor: its fields but for the tensor
+    descriptors: _Descriptors | None  # of a TMA descriptor
 
 
 @dataclass(frozen=True)
@@ -89,18 +95,18 @@ class Tape:
 
     def play(self, like: Tensor, addresses: list[int]) -> Results:
         """The results of the call on tensors at these addresses, on the device of `like`."""
-        device = like.device
         with torch.cuda.device_of(like):
-            kept = [torch.empty_strided(shape, strides, dtype=dtype, device=device) for shape, strides, dtype in self.kept]
-            scratch = torch.empty(self.nbytes, dtype=torch.uint8, device=device)
+            # as Inductor's code allocates, on the current device, in half the time of torch's function of that name
+            kept = [empty_strided(shape, strides, dtype) for shape, strides, dtype in self.kept]
+            scratch = empty_strided((self.nbytes,), (1,), torch.uint8)
             start = scratch.data_ptr()
             bases = [*addresses, *[t.data_ptr() for t in kept], *[start + offset for offset in self.scratch]]
             stream = current_stream()
             for compiled, programs, args, places in self.launches:
                 args = list(args)
-                for place in places:
-                    address = bases[place.base] + place.offset
-                    args[place.at] = address if place.descriptor is None else _Descriptor(address, place.descriptor)
+                for at, base, offset, descriptors in places:
+                    address = bases[base] + offset
+                    args[at] = address if descriptors is None else descriptors[address]
                 launch_compiled(compiled, programs, stream, args)
         return tuple([None if r is None else kept[r[0]] if r[1] is None else kept[r[0]].as_strided(*r[1])
                       for r in self.results])
@@ -118,6 +124,20 @@ class _Descriptor:
 
     def data_ptr(self) -> int:
         return self.address
+
+
+class _Descriptors(dict):
+    """The descriptors of an argument by its address, which most often is one of a few: torch gives freed memory out again."""
+
+    def __init__(self, fields: dict):
+        super().__init__()
+        self.fields = fields  # but for the tensor
+
+    def __missing__(self, address: int) -> _Descriptor:
+        if len(self) >= _MOST_ADDRESSES:
+            self.clear()
+        made = self[address] = _Descriptor(address, self.fields)
+        return made
 
 
 class _Watch(TorchDispatchMode):
@@ -167,7 +187,7 @@ def _tape(tensors: tuple[Tensor | None, ...], results: Results, launches: list[t
     kept = []
     for memory, of in views.items():
         if len(of) == 1 and of[0].is_contiguous() and of[0].nbytes == inside[memory].untyped_storage().nbytes():
-            kept.append((of[0].shape, of[0].stride(), of[0].dtype))
+            kept.append((tuple(of[0].shape), of[0].stride(), of[0].dtype))
         elif all(t.dtype == of[0].dtype for t in of):
             kept.append(((inside[memory].untyped_storage().nbytes() // of[0].itemsize,), (1,), of[0].dtype))
         else:
@@ -193,21 +213,21 @@ def _tape(tensors: tuple[Tensor | None, ...], results: Results, launches: list[t
     for compiled, programs, args in launches:
         places = []
         for at, arg in enumerate(args):
-            descriptor = None
+            descriptors = None
             if hasattr(arg, "block_shape"):
-                descriptor = {name: value for name, value in vars(arg).items() if name != "base"}
+                descriptors = _Descriptors({name: value for name, value in vars(arg).items() if name != "base"})
                 arg = arg.base
             if not isinstance(arg, Tensor):
                 continue
             memory, address = _memory(arg), arg.data_ptr()
             if memory in numbers:
                 offset = address - arg.untyped_storage().data_ptr() if arg.numel() else 0
-                places.append(_Place(at, numbers[memory], offset, descriptor))
+                places.append(_Place(at, numbers[memory], offset, descriptors))
             elif memory in entered:
                 # of one of several slices of the same memory, a part may begin where another slice does
                 if address not in addresses or (len(entered[memory]) > 1 and not any(arg is t for t in tensors)):
                     return None
-                places.append(_Place(at, addresses[address], 0, descriptor))
+                places.append(_Place(at, addresses[address], 0, descriptors))
         steps.append((compiled, programs, _without(args, places), tuple(places)))
     return Tape(tuple(kept), tuple(scratch), nbytes, tuple(steps), tuple(None if t is None else view(t) for t in results))
 

@@ -23,8 +23,8 @@ class Options:
         low_precision_CB: without fuse_bmm, C B^T is kept in the dtype of x. Off, in fp32.
         fuse_states: (fused) one kernel walks the chunks with the running state in registers. Off, chunk_state and
             state_passing, through fp32 states in memory.
-        two_level: (fused) a block walks a whole chunk in sub-chunks of 64 tokens with the state in registers. Off, one block of
-            rows per program, which meets every block of columns before it in its chunk.
+        two_level: (fused) a block walks a whole chunk, on Hopper up to 512 tokens, in sub-chunks of 64 with the state in
+            registers. Off, one block of rows per program, which meets every block of columns before it in its chunk.
         causal_blocks: (fused, without two_level) tiles above the diagonal are skipped. Off, they are computed and masked.
         low_precision_states: states between chunks are kept in C's dtype where `state_dtype` does not say. Off, in fp32.
         stationary: (persistent) a block walks a whole sequence of one head and the state never leaves its registers. Off,

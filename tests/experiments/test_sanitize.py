@@ -10,8 +10,11 @@ CLEAN = {
     "racecheck": "========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)",
 }
 DIRTY = {
-    "memcheck": "========= Invalid __global__ read of size 4 bytes\n========= ERROR SUMMARY: 3 errors",
-    "racecheck": "========= RACECHECK SUMMARY: 2 hazards displayed (1 error, 1 warning)",
+    "memcheck": "========= Invalid __global__ read of size 4 bytes\n=========     at chunk_scan_kernel+0x120\n"
+                "========= ERROR SUMMARY: 3 errors",
+    "racecheck": "========= Error: Race reported between Write access at chunk_scan_kernel+0x4d80 in a.py:302\n"
+                 "=========     and Read access at chunk_scan_kernel+0x21a0 in a.py:201 [96 hazards]\n"
+                 "========= RACECHECK SUMMARY: 2 hazards displayed (1 error, 1 warning)",
 }
 
 
@@ -33,10 +36,10 @@ def says(tmp_path, monkeypatch):
 @pytest.mark.parametrize("tool", sanitize.TOOLS)
 def test_summaries(tool, says):
     says(CLEAN)
-    assert sanitize.check("fused", tool)[0] == 0
+    assert sanitize.check("fused", tool)[:2] == (0, "")
     says(DIRTY, status=1)
-    found, said = sanitize.check("fused", tool)
-    assert found == {"memcheck": 3, "racecheck": 2}[tool] and "SUMMARY" in said
+    found, kernels, said = sanitize.check("fused", tool)
+    assert found == {"memcheck": 3, "racecheck": 2}[tool] and kernels == "chunk_scan_kernel" and "SUMMARY" in said
 
 
 def test_no_summary_is_no_pass(says):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ssd.runs import chunks, deal
+from ssd.runs import deal, span_length, span_runs
 
 SIZES = [(1, 64, 64, 132), (4, 64, 64, 132), (4, 40, 64, 132), (1, 40, 1024, 132), (8, 12, 32, 132), (3, 2, 16, 132),
          (1, 1, 1, 7), (2, 3, 5, 4), (5, 1, 100, 2)]
@@ -45,8 +45,14 @@ def test_cut_in_the_same_places():
 
 
 @pytest.mark.parametrize("blocks", (None, 1, 5, 1000))
-def test_chunks_in_turn(blocks):
-    dealt = chunks(2, 3, 10, 4, blocks)
+def test_spans_in_turn(blocks):
+    dealt = span_runs(2, 3, 10, 4, blocks)
     assert len(dealt) == min(blocks or 18, 18)
     spans = sorted(run[:4] for of in dealt for run in of)
     assert spans == [(b, pair, first, min(first + 4, 10)) for b in range(2) for pair in range(3) for first in (0, 4, 8)]
+
+
+def test_spans_are_as_long_as_fill_the_gpu():
+    assert span_length(64, 32, 132) == 8  # two rounds instead of four
+    assert span_length(12, 32, 132) == 4  # one round, 96 blocks; longer ones would leave two thirds of the SMs idle
+    assert span_length(2, 4, 132) == 2

@@ -57,6 +57,7 @@ def stand_in(request, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     for where in (module, tape):
         monkeypatch.setattr(where, "current_stream", lambda: 7)
+    monkeypatch.setattr(tape, "empty_strided", torch._C._dynamo.guards._empty_strided_cpu)
 
 
 class Call:
@@ -140,6 +141,15 @@ def test_descriptors():
         return (target,)
 
     Call(body).check(lambda x: (3 * x,), 2, tensor())
+
+
+def test_descriptors_that_are_kept_are_bounded(monkeypatch):
+    monkeypatch.setattr(tape, "_MOST_ADDRESSES", 3)
+    made = tape._Descriptors({"shape": [N]})
+    assert made[16] is made[16] and made[16].base.data_ptr() == 16 and made[16].shape == [N]
+    for address in range(8):
+        assert made[address].base.data_ptr() == address
+    assert len(made) <= 3
 
 
 @pytest.mark.parametrize("body", [
