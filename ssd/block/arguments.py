@@ -15,15 +15,16 @@ def takes_kernels(x: Tensor) -> bool:
     return x.dtype != torch.float64 and (x.is_cuda or INTERPRETED)
 
 
-def check_tensor(name: str, t: object, shape: tuple[int, ...], x: Tensor, dtypes: tuple[torch.dtype, ...] = DTYPES) -> None:
-    """Refuses what is not a tensor of this shape, one of the dtypes, and on the device of x."""
+def check_tensor(name: str, t: object, shape: tuple[int, ...], x: Tensor, dtypes: tuple[torch.dtype, ...] = DTYPES,
+                 beside: str = "x") -> None:
+    """Refuses what is not a tensor of this shape, one of the dtypes, and on the device of x, whose name is `beside`."""
     if not isinstance(t, Tensor):
         raise TypeError(f"{name}: got {type(t).__name__}, expected a tensor of shape {shape}")
     check_dtype(name, t, dtypes)
     if t.shape != shape:
-        raise ValueError(f"{name}: got shape {tuple(t.shape)}, expected {shape} to go with x {tuple(x.shape)}")
+        raise ValueError(f"{name}: got shape {tuple(t.shape)}, expected {shape} to go with {beside} {tuple(x.shape)}")
     if t.device != x.device:
-        raise ValueError(f"{name}: got a tensor on {t.device}, expected {x.device}, the device of x")
+        raise ValueError(f"{name}: got a tensor on {t.device}, expected {x.device}, the device of {beside}")
     check_interpretable(name, t)
 
 

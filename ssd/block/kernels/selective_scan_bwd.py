@@ -1,0 +1,181 @@
+"""selective_scan_bwd, docs/block.md, equations (S5) to (S12), in two kernels.
+
+dstates walks the chunks backwards and leaves the gradient of the state after each. grads then takes all chunks at once: a
+program holds B and C of one chunk and the sums of their gradients in registers, while a part of its group's channels goes by.
+
+Read what `selective_scan` names, states as selective_scan_fwd wrote them, and dlast_state (batch, dim, dstate), any strides, or
+None. Write du, ddelta and dz (batch, dim, seqlen), contiguous, in the dtypes of u, delta and z; and as partial sums in fp32 dA
+(batch * nchunks, dim, dstate), dD and ddelta_bias (batch * nchunks, dim), dB and dC (splits, batch, ngroups, dstate, seqlen).
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ... import tuning
+from ...device import LOG2E, sigmoid
+from ...kernels.arguments import cdiv, strides
+from ...kernels.launch import launch
+from ...kernels.sum_parts import sum_first
+from ...tuning import next_power_of_2
+from .selective_scan import chunk_of, compose, gate_and_slope, load_step, load_tokens, locate, suffixes
+
+_CHANNELS = 4  # of a program of dstates, one a warp
+_PROGRAMS = 4  # of grads, for each SM
+_WARPS = 8  # of grads, for a tile of 4096
+
+
+@triton.jit
+def selective_scan_dstates_kernel(delta, delta_strides, A, A_strides, C, C_strides, z, z_strides, delta_bias, bias_strides,
+                                  dout, dout_strides, dlast_state, dlast_strides, dstates, seqlen, nchunks, DIM: tl.constexpr,
+                                  NGROUPS: tl.constexpr, DSTATE: tl.constexpr, SOFTPLUS: tl.constexpr, CHANNELS: tl.constexpr,
+                                  CHUNK: tl.constexpr, BLOCK_N: tl.constexpr):
+    b, g, d, in_d, offs_t = locate(DIM, NGROUPS, CHANNELS, CHUNK)
+    offs_n = tl.arange(0, BLOCK_N)[None, :]
+    at, in_state = (b * nchunks * DIM + d) * DSTATE + offs_n, in_d & (offs_n < DSTATE)
+    delta += b * delta_strides[0] + d * delta_strides[1]
+    dout += b * dout_strides[0] + d * dout_strides[1]
+    C += b * C_strides[0] + g * C_strides[1]
+    A += d * A_strides[0]
+    if z is not None:
+        z += b * z_strides[0] + d * z_strides[1]
+    bias = 0.0
+    if delta_bias is not None:
+        bias = tl.load(delta_bias + d * bias_strides[0]).to(tl.float32)
+
+    dstate = tl.zeros([CHANNELS, BLOCK_N], tl.float32)
+    if dlast_state is not None:
+        last = b * dlast_strides[0] + d * dlast_strides[1] + offs_n * dlast_strides[2]
+        dstate += tl.load(dlast_state + last, mask=in_state, other=0.0).to(tl.float32)
+    for k in range(nchunks - 1):
+        c = nchunks - 1 - k
+        first = c * CHUNK
+        tl.store(dstates + tl.cast(c, tl.int64) * DIM * DSTATE + at, dstate, mask=in_state)
+        dy = load_tokens(dout, dout_strides[2], first, offs_t, seqlen)
+        if z is not None:
+            gate, _ = gate_and_slope(load_tokens(z, z_strides[2], first, offs_t, seqlen))
+            dy *= gate
+        _, step = load_step(delta, delta_strides[2], bias, first, offs_t, seqlen, SOFTPLUS)
+        since, whole = tl.cumsum(step, 1), tl.sum(step, 1)[:, None]
+        for n in range(DSTATE):
+            rate = tl.load(A + n * A_strides[1]).to(tl.float32) * LOG2E
+            C_t = load_tokens(C + tl.cast(n, tl.int64) * C_strides[2], C_strides[3], first, offs_t, seqlen)
+            after = tl.sum(tl.where(offs_n == n, dstate, 0.0), 1)[:, None]
+            within = tl.sum(tl.math.exp2(since * rate) * (C_t * dy), 1)[:, None]
+            dstate = tl.where(offs_n == n, tl.math.exp2(whole * rate) * after + within, dstate)
+    tl.store(dstates + at, dstate, mask=in_state)
+
+
+@triton.jit
+def selective_scan_grads_kernel(u, u_strides, delta, delta_strides, A, A_strides, B, B_strides, C, C_strides, D, D_strides, z,
+                                z_strides, delta_bias, bias_strides, dout, dout_strides, states, dstates, du, ddelta, dz, dA,
+                                dB, dC, dD, ddelta_bias, seqlen, nchunks, batch, DIM: tl.constexpr, NGROUPS: tl.constexpr,
+                                DSTATE: tl.constexpr, SPLITS: tl.constexpr, SOFTPLUS: tl.constexpr, CHUNK: tl.constexpr,
+                                BLOCK_N: tl.constexpr, LOG_LANES: tl.constexpr):
+    EACH: tl.constexpr = DIM // NGROUPS
+    PART: tl.constexpr = (EACH + SPLITS - 1) // SPLITS
+    split, number = tl.program_id(0) % SPLITS, tl.program_id(0) // SPLITS
+    g, number = number % NGROUPS, number // NGROUPS
+    c, b = number % nchunks, tl.cast(number // nchunks, tl.int64)
+    first = c * CHUNK
+    offs_n, offs_t = tl.arange(0, BLOCK_N), tl.arange(0, CHUNK)
+    in_n, tokens = offs_n < DSTATE, tl.cast(first, tl.int64) + offs_t
+    in_t = tokens < seqlen
+    in_tile = in_n[:, None] & in_t[None, :]
+    at_B = b * B_strides[0] + g * B_strides[1] + offs_n.to(tl.int64)[:, None] * B_strides[2] + tokens[None, :] * B_strides[3]
+    at_C = b * C_strides[0] + g * C_strides[1] + offs_n.to(tl.int64)[:, None] * C_strides[2] + tokens[None, :] * C_strides[3]
+    B_t = tl.load(B + at_B, mask=in_tile, other=0.0).to(tl.float32)
+    C_t = tl.load(C + at_C, mask=in_tile, other=0.0).to(tl.float32)
+    dB_t, dC_t = tl.zeros([BLOCK_N, CHUNK], tl.float32), tl.zeros([BLOCK_N, CHUNK], tl.float32)
+
+    for k in range(split * PART, tl.minimum(split * PART + PART, EACH)):
+        d = tl.cast(g * EACH + k, tl.int64)
+        row = (b * nchunks + c) * DIM + d  # of what each chunk has of each channel
+        at = (b * DIM + d) * seqlen + tokens
+        rate = tl.load(A + d * A_strides[0] + offs_n * A_strides[1], mask=in_n, other=0.0).to(tl.float32)
+        before = tl.load(states + row * DSTATE + offs_n, mask=in_n, other=0.0)
+        after = tl.load(dstates + row * DSTATE + offs_n, mask=in_n, other=0.0)
+        bias, skip = 0.0, 0.0
+        if delta_bias is not None:
+            bias = tl.load(delta_bias + d * bias_strides[0]).to(tl.float32)
+        if D is not None:
+            skip = tl.load(D + d * D_strides[0]).to(tl.float32)
+        u_t = load_tokens(u + b * u_strides[0] + d * u_strides[1], u_strides[2], first, offs_t, seqlen)
+        dy = load_tokens(dout + b * dout_strides[0] + d * dout_strides[1], dout_strides[2], first, offs_t, seqlen)
+        steps = delta + b * delta_strides[0] + d * delta_strides[1]
+        raw, step = load_step(steps, delta_strides[2], bias, first, offs_t, seqlen, SOFTPLUS)
+        _, step_after = load_step(steps, delta_strides[2], bias, first + 1, offs_t, seqlen, SOFTPLUS)
+        step_after = tl.where(offs_t == CHUNK - 1, 0.0, step_after)  # `after` is the gradient of the chunk's last state itself
+
+        binary = (rate * LOG2E)[:, None]
+        entering = (step * u_t)[None, :] * B_t
+        decay = tl.math.exp2(step[None, :] * binary)
+        begin = tl.where(offs_t[None, :] == 0, entering + decay * before[:, None], entering)
+        _, h = tl.associative_scan((decay, begin), 1, compose)
+        if z is not None:
+            z_t = load_tokens(z + b * z_strides[0] + d * z_strides[1], z_strides[2], first, offs_t, seqlen)
+            gate, slope = gate_and_slope(z_t)
+            y = tl.sum(h * C_t, 0) + skip * u_t
+            tl.store(dz + at, (dy * y * slope).to(dz.dtype.element_ty), mask=in_t)
+            dy *= gate
+        dC_t += h * dy[None, :]
+        dh = suffixes(tl.math.exp2(step_after[None, :] * binary), C_t * dy[None, :], after, LOG_LANES)
+        dB_t += dh * (step * u_t)[None, :]
+        dentering = tl.sum(dh * B_t, 0)
+        ddecay = dh * (h - entering)
+        dstep = u_t * dentering + tl.sum(ddecay * rate[:, None], 0)
+        if SOFTPLUS:
+            dstep *= sigmoid(raw)
+        tl.store(du + at, (step * dentering + skip * dy).to(du.dtype.element_ty), mask=in_t)
+        tl.store(ddelta + at, dstep.to(ddelta.dtype.element_ty), mask=in_t)
+        tl.store(dA + row * DSTATE + offs_n, tl.sum(ddecay * step[None, :], 1), mask=in_n)
+        if dD is not None:
+            tl.store(dD + row, tl.sum(dy * u_t, 0))
+        if ddelta_bias is not None:
+            tl.store(ddelta_bias + row, tl.sum(tl.where(in_t, dstep, 0.0), 0))
+
+    part = (split.to(tl.int64) * batch + b) * NGROUPS + g
+    at = (part * DSTATE + offs_n[:, None]) * seqlen + tokens[None, :]
+    tl.store(dB + at, dB_t, mask=in_tile)
+    tl.store(dC + at, dC_t, mask=in_tile)
+
+
+def selective_scan_bwd(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None,
+                       delta_bias: Tensor | None, softplus: bool, states: Tensor, dout: Tensor,
+                       dlast_state: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Returns du, ddelta, dA, dB, dC, dD, dz, ddelta_bias: None for what was absent, sums over tokens in fp32."""
+    (batch, dim, seqlen), (ngroups, dstate) = u.shape, B.shape[1:3]
+    chunk, nchunks, columns = chunk_of(seqlen, dstate), states.shape[1], next_power_of_2(dstate)
+
+    def parts(*shape: int) -> Tensor:
+        return torch.empty(*shape, device=u.device, dtype=torch.float32)
+
+    def like(t: Tensor | None) -> Tensor | None:
+        return None if t is None else torch.empty(t.shape, device=t.device, dtype=t.dtype)
+
+    dstates = torch.empty_like(states)
+    launch(
+        selective_scan_dstates_kernel, cdiv(dim // ngroups, _CHANNELS) * ngroups * batch,
+        delta, delta.stride(), A, A.stride(), C, C.stride(), z, strides(z), delta_bias, strides(delta_bias), dout,
+        dout.stride(), dlast_state, strides(dlast_state), dstates, seqlen, nchunks, dim, ngroups, dstate, softplus,
+        CHANNELS=_CHANNELS, CHUNK=chunk, BLOCK_N=columns, num_warps=_CHANNELS)
+
+    wanted = _PROGRAMS * tuning.current_device(u.device.index).sms
+    splits = min(next_power_of_2(cdiv(wanted, batch * nchunks * ngroups)), dim // ngroups)
+    splits = cdiv(dim // ngroups, cdiv(dim // ngroups, splits))  # none without a channel
+    du, ddelta, dz = like(u), like(delta), like(z)
+    rows = batch * nchunks
+    dA, dB, dC = parts(rows, dim, dstate), parts(splits, *B.shape), parts(splits, *C.shape)
+    dD, ddelta_bias = (None if t is None else parts(rows, dim) for t in (D, delta_bias))
+    launch(
+        selective_scan_grads_kernel, splits * ngroups * nchunks * batch,
+        u, u.stride(), delta, delta.stride(), A, A.stride(), B, B.stride(), C, C.stride(), D, strides(D), z, strides(z),
+        delta_bias, strides(delta_bias), dout, dout.stride(), states, dstates, du, ddelta, dz, dA, dB, dC, dD, ddelta_bias,
+        seqlen, nchunks, batch, dim, ngroups, dstate, splits, softplus, CHUNK=chunk, BLOCK_N=columns,
+        LOG_LANES=min(32, chunk).bit_length() - 1, num_warps=max(1, _WARPS * chunk * columns // 4096))
+
+    def summed(t: Tensor | None, dtype: torch.dtype = torch.float32) -> Tensor | None:
+        return None if t is None else sum_first(t, torch.empty(t.shape[1:], device=t.device, dtype=dtype))
+
+    return du, ddelta, summed(dA), summed(dB, B.dtype), summed(dC, C.dtype), summed(dD), dz, summed(ddelta_bias)

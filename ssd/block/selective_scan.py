@@ -1,0 +1,193 @@
+"""Mamba-1's selective scan: a rate for every channel and state, where SSD has one for each head.
+
+Names, order and meaning are those of `mamba_ssm`'s `selective_scan_fn` (mamba_ssm/ops/selective_scan_interface.py), for real A
+and for B and C that vary with the token.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..ops import are_plain, or_empty, or_none, register, wants_gradient
+from .arguments import check_dtype, check_interpretable, check_tensor, takes_kernels
+from .kernels.selective_scan_bwd import selective_scan_bwd
+from .kernels.selective_scan_fwd import selective_scan_fwd
+
+_N_TENSORS = 8
+
+_INPUTS = ("Tensor u, Tensor delta, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? z, Tensor? delta_bias, "
+           "bool delta_softplus")
+torch.library.define("ssd::selective_scan", f"({_INPUTS}, bool save) -> (Tensor out, Tensor last_state, Tensor states)")
+torch.library.define("ssd::selective_scan_bwd", f"({_INPUTS}, Tensor states, Tensor? dout, Tensor? dlast_state) -> "
+                                                f"({', '.join(['Tensor'] * _N_TENSORS)})")
+
+
+def selective_scan_fn(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+    return_last_state: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The scan of Mamba-1 (Gu and Dao 2023, section 3), docs/block.md, equations S1 to S12.
+
+    Differentiable in every tensor, through out and last_state; gradients are the same bits in every run on one kind of GPU. All
+    arithmetic is fp32 (fp64 for fp64 u). CPU tensors and fp64 take the torch form, which walks token by token; with
+    TRITON_INTERPRET=1, CPU tensors take the interpreted kernels.
+
+    Args:
+        u: (batch, dim, seqlen), fp16, bf16, fp32 or fp64. Any strides, here and below, but fast where tokens are contiguous.
+        delta: shape of u, the step before delta_bias and softplus. Any floating dtype, here and below.
+        A: (dim, dstate), the decay rate per unit step, <= 0 in a stable model.
+        B, C: (batch, ngroups, dstate, seqlen), or (batch, dstate, seqlen) for one group; dim a multiple of ngroups, consecutive
+            channels share a group.
+        D: (dim,), the skip connection.
+        z: shape of u; the output is multiplied by silu(z).
+        delta_bias: (dim,).
+        delta_softplus: apply softplus to delta + delta_bias.
+        return_last_state: also return the state after the last token.
+
+    Returns:
+        out, shape and dtype of u, contiguous; a tuple of it and last_state (batch, dim, dstate), fp32 (fp64 for fp64 u), if
+        that was asked for.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what came and what is accepted.
+    """
+    B, C = (_with_groups(name, t) for name, t in (("B", B), ("C", C)))
+    tensors = (u, delta, A, B, C, D, z, delta_bias)
+    _check(*tensors)
+    for name, flag in (("delta_softplus", delta_softplus), ("return_last_state", return_last_state)):
+        if not isinstance(flag, bool):
+            raise TypeError(f"{name}: got {flag!r}, expected True or False")
+    if not takes_kernels(u):
+        out, last_state = torch_form(*tensors, delta_softplus)
+    else:
+        save = wants_gradient(tensors)
+        run = _SelectiveScan.apply if save else _forward
+        out, last_state, _ = (run if are_plain(tensors) else torch.ops.ssd.selective_scan)(*tensors, delta_softplus, save)
+    return (out, last_state) if return_last_state else out
+
+
+def torch_form(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None,
+               delta_bias: Tensor | None, delta_softplus: bool) -> tuple[Tensor, Tensor]:
+    """(S1) to (S4) in torch, token by token, differentiable: fp32 (fp64 for fp64) up to the output. B and C have groups."""
+    compute = torch.float64 if u.dtype == torch.float64 else torch.float32
+    channels = u.shape[1] // B.shape[1]
+    inputs, step, rate = (t.to(compute) for t in (u, delta, A))
+    B, C = (t.to(compute).repeat_interleave(channels, 1) for t in (B, C))  # [b, d, n, l]
+    if delta_bias is not None:
+        step = step + delta_bias.to(compute)[:, None]
+    if delta_softplus:
+        step = F.softplus(step)
+    state, outs = inputs.new_zeros(*u.shape[:2], A.shape[1]), []
+    for t in range(u.shape[2]):
+        state = (step[..., t, None] * rate).exp() * state + (step * inputs)[..., t, None] * B[..., t]
+        outs.append((state * C[..., t]).sum(-1))
+    y = torch.stack(outs, -1)
+    if D is not None:
+        y = y + D.to(compute)[:, None] * inputs
+    if z is not None:
+        y = y * F.silu(z.to(compute))
+    return y.to(u.dtype), state
+
+
+def _with_groups(name: str, t: Tensor) -> Tensor:
+    """(batch, ngroups, dstate, seqlen); the axis of groups may be missing."""
+    if not isinstance(t, Tensor):
+        raise TypeError(f"{name}: got {type(t).__name__}, expected a tensor (batch, ngroups, dstate, seqlen)")
+    if t.dim() not in (3, 4):
+        raise ValueError(f"{name}: got shape {tuple(t.shape)}, expected (batch, ngroups, dstate, seqlen) or (batch, dstate, "
+                         "seqlen); one that does not vary with the token can be expanded to that")
+    return t if t.dim() == 4 else t.unsqueeze(1)
+
+
+def _check(u, delta, A, B, C, D, z, delta_bias) -> None:
+    if not isinstance(u, Tensor):
+        raise TypeError(f"u: got {type(u).__name__}, expected a tensor (batch, dim, seqlen)")
+    check_dtype("u", u)
+    check_interpretable("u", u)
+    if u.dim() != 3 or not u.numel():
+        raise ValueError(f"u: got shape {tuple(u.shape)}, expected (batch, dim, seqlen), no size 0")
+    batch, dim, seqlen = u.shape
+    if not isinstance(A, Tensor):
+        raise TypeError(f"A: got {type(A).__name__}, expected a tensor (dim, dstate)")
+    if A.is_complex():
+        raise TypeError(f"A: got {A.dtype}, expected a real dtype")
+    if A.dim() != 2 or not A.numel():
+        raise ValueError(f"A: got shape {tuple(A.shape)}, expected (dim, dstate), no size 0")
+    dstate, ngroups = A.shape[1], B.shape[1]
+    if not ngroups or dim % ngroups:
+        raise ValueError(f"B: got ngroups = {ngroups}, expected a divisor of dim = {dim}")
+    shared = (batch, ngroups, dstate, seqlen)
+    shapes = {"delta": u.shape, "A": (dim, dstate), "B": shared, "C": shared, "D": (dim,), "z": u.shape, "delta_bias": (dim,)}
+    for (name, shape), t in zip(shapes.items(), (delta, A, B, C, D, z, delta_bias), strict=True):
+        if t is not None or name not in ("D", "z", "delta_bias"):
+            check_tensor(name, t, tuple(shape), u, beside="u")
+
+
+def _forward(u, delta, A, B, C, D, z, delta_bias, delta_softplus, save) -> tuple[Tensor, Tensor, Tensor]:
+    with torch.cuda.device_of(u):
+        out, last_state, states = selective_scan_fwd(u, delta, A, B, C, D, z, delta_bias, delta_softplus, save)
+    return out, last_state, or_empty(states, u)
+
+
+@torch.library.register_fake("ssd::selective_scan")
+def _forward_fake(u, delta, A, B, C, D, z, delta_bias, delta_softplus, save):
+    from .kernels.selective_scan import chunk_of
+
+    (batch, dim, seqlen), dstate = u.shape, A.shape[1]
+    nchunks = -(-seqlen // chunk_of(seqlen, dstate))
+    states = u.new_empty(batch, nchunks, dim, dstate, dtype=torch.float32) if save else u.new_empty(0)
+    return u.new_empty(u.shape), u.new_empty(batch, dim, dstate, dtype=torch.float32), states
+
+
+def _backward(u, delta, A, B, C, D, z, delta_bias, delta_softplus, states, dout, dlast_state) -> tuple[Tensor, ...]:
+    dout = torch.zeros_like(u) if dout is None else dout
+    tensors = (u, delta, A, B, C, D, z, delta_bias)
+    with torch.cuda.device_of(u):
+        du, ddelta, dA, dB, dC, dD, dz, ddelta_bias = selective_scan_bwd(*tensors, delta_softplus, states, dout, dlast_state)
+    grads = (du, ddelta, dA, dB, dC, dD, dz, ddelta_bias)
+    return tuple(or_empty(g if g is None else g.to(t.dtype), u) for g, t in zip(grads, tensors, strict=True))
+
+
+@torch.library.register_fake("ssd::selective_scan_bwd")
+def _backward_fake(u, delta, A, B, C, D, z, delta_bias, delta_softplus, states, dout, dlast_state):
+    return tuple(u.new_empty(0) if t is None else t.new_empty(t.shape) for t in (u, delta, A, B, C, D, z, delta_bias))
+
+
+class _SelectiveScan(torch.autograd.Function):
+    """Joins the two ops."""
+
+    @staticmethod
+    def forward(ctx, *args):
+        if are_plain(args[:_N_TENSORS]):
+            outputs = _forward(*args)
+        else:
+            with torch._C._AutoDispatchBelowAutograd():
+                outputs = torch.ops.ssd.selective_scan(*args)
+        ctx.save_for_backward(*args[:_N_TENSORS], outputs[2])
+        ctx.delta_softplus = args[_N_TENSORS]
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(outputs[2])
+        return outputs
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable  # the second derivative is not there: better an error than a gradient short
+    def backward(ctx, dout, dlast_state, _):
+        if dout is None and dlast_state is None:
+            return (None,) * (_N_TENSORS + 2)
+        *tensors, states = ctx.saved_tensors
+        backward = _backward if are_plain((*tensors, dout, dlast_state)) else torch.ops.ssd.selective_scan_bwd
+        grads = backward(*tensors, ctx.delta_softplus, states, dout, dlast_state)
+        return *map(or_none, grads), None, None
+
+
+register("selective_scan", _forward, _SelectiveScan.apply, _backward)

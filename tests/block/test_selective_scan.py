@@ -1,0 +1,306 @@
+"""Mamba-1's selective scan against its definition in fp64: values, every gradient, and how it behaves inside torch."""
+
+from dataclasses import dataclass, fields, replace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
+
+from ssd.block.kernels import selective_scan as kernels
+from ssd.block.selective_scan import selective_scan_fn, torch_form
+from ssd.block.state_update import selective_state_update
+from tests.errors import Error, error, rounding
+from tests.inputs import generator
+
+pytestmark = pytest.mark.usefixtures("poison")
+GPU = torch.cuda.is_available()
+HALF = torch.bfloat16 if GPU else torch.float16
+OPTIONAL = ("D", "z", "delta_bias")
+LEAVES = ("u", "delta", "A", "B", "C", *OPTIONAL)
+SUMS = ("dA", "dB", "dC", "dD", "ddelta_bias")  # over tokens or channels, in another order than the mirror's
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sizes and options of a call. decay: the largest rate; without groups B and C have no axis for them."""
+
+    batch: int = 2
+    dim: int = 6
+    seqlen: int = 20
+    dstate: int = 3
+    ngroups: int = 2
+    options: tuple[str, ...] = OPTIONAL
+    softplus: bool = True
+    decay: float = 2.0
+    dtype: torch.dtype = torch.float32
+
+    def __str__(self) -> str:
+        shown = [f"{f.name}={getattr(self, f.name)}" for f in fields(self) if getattr(self, f.name) != f.default]
+        return ",".join(shown).replace("torch.", "") or "plain"
+
+
+CASES = [
+    Case(seqlen=40, dstate=4),
+    Case(options=(), softplus=False),
+    Case(options=("z",), ngroups=0, dim=5),
+    Case(options=("D",), dstate=1, ngroups=3),
+    Case(options=("delta_bias",), dstate=5, ngroups=1, dim=9),  # odd everywhere: tiles with channels and states to spare
+    Case(batch=1, dim=1, seqlen=1, ngroups=1),
+    Case(seqlen=17, decay=200.0),
+]
+if GPU:
+    CASES += [Case(8, 5120, 2048, 16, 0), Case(64, 160, 196, 8, 0), Case(64, 640, 49, 8, 0), Case(2, 256, 20_000, 16, 4),
+              Case(3, 1000, 1000, 64, 5), Case(1, 64, 300, 256, 1)]
+HALVES = [replace(case, dtype=HALF) for n, case in enumerate(CASES) if GPU or n in (0, 2)]
+
+
+@pytest.fixture(autouse=True)
+def _short_chunks(monkeypatch):
+    """Several to a sequence in the interpreter too, which is slow."""
+    if not GPU:
+        monkeypatch.setattr(kernels, "_LONGEST", 16)
+
+
+def inputs(case: Case, device: str) -> dict:
+    """Arguments of `selective_scan_fn` by name; u and z are halves of one projection, as a Mamba block has them."""
+    rng = generator(device, str(case))
+
+    def normal(*size, dtype=case.dtype):
+        return torch.randn(size, generator=rng, device=device).to(dtype)
+
+    groups = (case.ngroups,) if case.ngroups else ()
+    u, z = normal(case.batch, 2 * case.dim, case.seqlen).chunk(2, 1)
+    rate = torch.rand(case.dim, case.dstate, generator=rng, device=device) + 0.01
+    given = {
+        "u": u, "delta": 0.5 * normal(case.batch, case.dim, case.seqlen), "A": -case.decay * rate,
+        "B": normal(case.batch, *groups, case.dstate, case.seqlen), "C": normal(case.batch, *groups, case.dstate, case.seqlen),
+        "D": normal(case.dim, dtype=torch.float32), "z": z, "delta_bias": normal(case.dim, dtype=torch.float32) - 1,
+    }
+    if not case.softplus:
+        given["delta"] = given["delta"].abs()
+        given["delta_bias"] = given["delta_bias"].abs()
+    absent = dict.fromkeys(set(OPTIONAL) - set(case.options))
+    return given | absent | {"delta_softplus": case.softplus, "return_last_state": True}
+
+
+def definition(u, delta, A, B, C, D=None, z=None, delta_bias=None, delta_softplus=False, return_last_state=True):
+    """(S1) to (S4) in fp64, a token at a time, a group at a time."""
+    u, delta, A, B, C, D, z, delta_bias = (None if t is None else t.double() for t in (u, delta, A, B, C, D, z, delta_bias))
+    B, C = (t if t.dim() == 4 else t[:, None] for t in (B, C))
+    step = delta if delta_bias is None else delta + delta_bias[:, None]
+    step = torch.where(step > 20, step, torch.log1p(step.clamp(max=20).exp())) if delta_softplus else step
+    state = torch.zeros(*u.shape[:2], A.shape[1], dtype=torch.float64, device=u.device)
+    outs = []
+    for t in range(u.shape[2]):
+        s, x = step[:, :, t], u[:, :, t]
+        B_t, C_t = (torch.cat([v[:, g, None, :, t].expand(-1, u.shape[1] // v.shape[1], -1) for g in range(v.shape[1])], 1)
+                    for v in (B, C))
+        state = torch.exp(s[:, :, None] * A) * state + (s * x)[:, :, None] * B_t
+        outs.append(torch.einsum("bdn,bdn->bd", state, C_t) + (0 if D is None else D * x))
+    out = torch.stack(outs, 2)
+    return out if z is None else out * z / (1 + torch.exp(-z)), state
+
+
+def mirror(u, delta, A, B, C, D=None, z=None, delta_bias=None, delta_softplus=False, return_last_state=True):
+    B, C = (t if t.dim() == 4 else t.unsqueeze(1) for t in (B, C))
+    return torch_form(u, delta, A, B, C, D, z, delta_bias, delta_softplus)
+
+
+def run(function, given: dict, ways: tuple[Tensor, ...] | None = None) -> tuple[dict[str, Tensor], tuple[Tensor, ...]]:
+    """Outputs and gradients by name, and the cotangents."""
+    leaves = {name: given[name].detach().requires_grad_() for name in LEAVES if given[name] is not None}
+    outs = function(**given | leaves)
+    if ways is None:
+        rng = generator(str(outs[0].device), "ways")
+        ways = tuple((torch.randn(t.shape, generator=rng, device=t.device) + t.detach()).to(t.dtype) for t in outs)
+    torch.autograd.backward(outs, [way.to(t.dtype) for way, t in zip(ways, outs, strict=True)])
+    got = dict(zip(("out", "last_state"), (t.detach() for t in outs), strict=True))
+    return got | {f"d{name}": leaf.grad for name, leaf in leaves.items()}, ways
+
+
+def doubled(given: dict) -> dict:
+    return given | {name: given[name].double() for name in LEAVES if given[name] is not None}
+
+
+def assert_right(given: dict) -> None:
+    """tests/errors.py's rule, with `torch_form` for the mirror: error <= 2 error(mirror) + one rounding, RMS <= 1e-2.
+
+    The mirror's state takes one token after another, the kernel's is composed of rows of them, whose factors are rounded too;
+    so states count as a sum over tokens does.
+    """
+    got, ways = run(selective_scan_fn, given)
+    expected, _ = run(mirror, given, ways)
+    truth, _ = run(definition, doubled(given), ways)
+    assert got.keys() == expected.keys() == truth.keys()
+    tokens = given["u"].shape[0] * given["u"].shape[2]
+    for name, value in got.items():
+        assert value.shape == truth[name].shape and value.dtype == expected[name].dtype and value.isfinite().all(), name
+        off, allowed = error(value, truth[name]), error(expected[name], truth[name])
+        one = rounding(value.dtype, tokens if name in (*SUMS, "last_state") else 1)
+        bound = Error(min(2 * allowed.rms + one.rms, 1e-2), 2 * allowed.max + one.max)
+        assert off.rms <= bound.rms and off.max <= bound.max, f"{name}: {off}, {bound=}"
+
+
+@pytest.mark.parametrize("case", CASES + HALVES, ids=str)
+def test_every_option(case, device):
+    assert_right(inputs(case, device))
+
+
+def test_steps_give_the_whole(device):
+    """Token by token through `selective_state_update`, whose state goes on from a prompt's last."""
+    given = inputs(Case(ngroups=0), device)
+    whole, last_state = selective_scan_fn(**given)
+    u, delta, z, B, C = (given[name] for name in ("u", "delta", "z", "B", "C"))
+    prompt = {name: given[name][..., :17] for name in ("u", "delta", "z", "B", "C")}
+    out, state = selective_scan_fn(**given | prompt)
+    outs = [out]
+    for t in range(17, 20):
+        y = selective_state_update(state, u[..., t], delta[..., t], given["A"], B[..., t], C[..., t], given["D"], z[..., t],
+                                   given["delta_bias"], True)
+        outs.append(y[..., None])
+    assert_close(torch.cat(outs, 2), whole, rtol=1e-5, atol=1e-5)
+    assert_close(state, last_state, rtol=1e-5, atol=1e-5)
+
+
+def test_gradient_through_the_last_state_alone(device):
+    given = inputs(Case(), device)
+
+    def last(**arguments):
+        return selective_scan_fn(**arguments)[1:]
+
+    leaves = {name: given[name].detach().requires_grad_() for name in ("u", "C")}
+    last(**given | leaves)[0].sum().backward()
+    exact = {name: given[name].double().detach().requires_grad_() for name in ("u", "C")}
+    definition(**doubled(given) | exact)[1].sum().backward()
+    assert_close(leaves["u"].grad.double(), exact["u"].grad, rtol=1e-4, atol=1e-5)
+    assert not leaves["C"].grad.any()
+
+
+def test_without_the_last_state(device):
+    given = inputs(Case(), device)
+    out = selective_scan_fn(**given | {"return_last_state": False})
+    assert torch.equal(out, selective_scan_fn(**given)[0]) and out.grad_fn is None
+    given["A"].requires_grad_()
+    out = selective_scan_fn(**given | {"return_last_state": False})
+    (dA,) = torch.autograd.grad(out.square().sum(), given["A"], create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dA.sum().backward()
+
+
+def test_layouts(device):
+    """Bit for bit as contiguous tensors, channels first or last, repeated by strides of 0."""
+    given = inputs(Case(), device)
+    plain, ways = run(selective_scan_fn, {name: t.contiguous() if isinstance(t, Tensor) else t for name, t in given.items()})
+    strided = {name: given[name].mT.contiguous().mT for name in ("u", "delta", "B", "C", "z", "A")}
+    strided |= {name: given[name].repeat_interleave(2)[::2] for name in ("D", "delta_bias")}
+    got, _ = run(selective_scan_fn, given | strided, (ways[0].mT.contiguous().mT, ways[1].mT.contiguous().mT))
+    assert all(torch.equal(got[name], plain[name]) for name in plain)
+    one = given | {"u": given["u"][:, :1].expand(-1, 6, -1), "A": given["A"][:1].expand(6, -1)}
+    same, _ = run(selective_scan_fn, one)
+    again, _ = run(selective_scan_fn, one | {"u": one["u"].contiguous(), "A": one["A"].contiguous()})
+    assert all(torch.equal(same[name], again[name]) for name in same)
+
+
+def test_the_same_bits_in_every_run(device):
+    given = inputs(Case(4, 512, 3000, 16) if GPU else Case(), device)
+    first, ways = run(selective_scan_fn, given)
+    again, _ = run(selective_scan_fn, given, ways)
+    assert all(torch.equal(first[name], again[name]) for name in first)
+
+
+def test_torch_form():
+    """What CPU tensors and fp64 take: the definition in fp64, and its gradients against finite differences."""
+    given = doubled(inputs(Case(seqlen=5, dim=4, dstate=2), "cpu"))
+    assert_close(selective_scan_fn(**given), definition(**given), rtol=1e-12, atol=1e-12)
+    leaves = [given[name].contiguous().requires_grad_() for name in LEAVES]
+
+    def call(*tensors):
+        return selective_scan_fn(**given | dict(zip(LEAVES, tensors, strict=True)))
+
+    assert torch.autograd.gradcheck(call, leaves)
+
+
+@pytest.mark.parametrize("name", ("u", "delta", "A", "B", "C"))
+def test_nan_is_not_hidden(name, device):
+    given = inputs(Case(), device)
+    given[name] = given[name].contiguous()
+    given[name].view(-1)[0] = float("nan")
+    out, _ = selective_scan_fn(**given)
+    assert out[0, 0].isnan().any()
+
+
+@pytest.mark.parametrize("case", (Case(dim=2), Case(dim=2, seqlen=5, options=(), ngroups=0)), ids=str)
+def test_opcheck(case, device):
+    given = inputs(case, device)
+    tensors = [given[name] for name in LEAVES]
+    tensors[3:5] = [t if t.dim() == 4 else t.unsqueeze(1) for t in tensors[3:5]]
+    leaves = [None if t is None else t.detach().contiguous().requires_grad_() for t in tensors]
+    torch.library.opcheck(torch.ops.ssd.selective_scan.default, (*leaves, True, True))
+    out, last_state, states = torch.ops.ssd.selective_scan(*tensors, True, True)
+    torch.library.opcheck(torch.ops.ssd.selective_scan_bwd.default, (*tensors, True, states, out, last_state))
+
+
+@pytest.mark.parametrize("dynamic", (None, True))
+def test_compile(dynamic, device):
+    """One graph, forward and backward, for a second length as well."""
+    torch._dynamo.reset()
+    compiled = torch.compile(selective_scan_fn, fullgraph=True, backend="inductor" if GPU else "aot_eager", dynamic=dynamic)
+    for seqlen in (5, 20):
+        given = inputs(Case(dim=2, dstate=2, seqlen=seqlen), device)
+        eager, ways = run(selective_scan_fn, given)
+        traced, _ = run(compiled, given, ways)
+        assert_close(traced, eager)
+
+
+def test_checkpoint(device):
+    given = inputs(Case(seqlen=5), device)
+
+    def recomputed(u, **others):
+        return checkpoint(lambda u: selective_scan_fn(u, **others), u, use_reentrant=False)
+
+    plain, ways = run(selective_scan_fn, given)
+    got, _ = run(recomputed, given, ways)
+    assert all(torch.equal(got[name], plain[name]) for name in plain)
+
+
+@pytest.mark.gpu
+def test_offsets_beyond_int32(device, much_memory):
+    """2^31 elements of u and of its gradient: the last channels of the last row, judged by themselves."""
+    given = inputs(Case(2, 2048, 600_000, 4, 0, dtype=torch.bfloat16), device)
+    got, ways = run(selective_scan_fn, given)
+    last = slice(2044, 2048)
+    part = {name: given[name][1:, last] for name in ("u", "delta", "z")}
+    part |= {name: given[name][last] for name in ("A", "D", "delta_bias")} | {name: given[name][1:] for name in ("B", "C")}
+    alone, _ = run(selective_scan_fn, given | part, (ways[0][1:, last], ways[1][1:, last]))
+    for name in ("out", "last_state", "du", "ddelta", "dz"):
+        assert torch.equal(got[name][1:, last], alone[name]), name
+
+
+WRONG = [
+    ("u", lambda t: t.long(), TypeError, "u: got dtype torch.int64"),
+    ("u", lambda t: t[0], ValueError, r"u: got shape \(6, 20\), expected \(batch, dim, seqlen\)"),
+    ("u", lambda t: t[:, :, :0], ValueError, "u: got shape"),
+    ("u", lambda t: None, TypeError, "u: got NoneType"),
+    ("delta", lambda t: t[:, 1:], ValueError, r"delta: got shape \(2, 5, 20\), expected \(2, 6, 20\) to go with u"),
+    ("delta", lambda t: None, TypeError, "delta: got NoneType"),
+    ("A", lambda t: t.to(torch.complex64), TypeError, "A: got torch.complex64, expected a real dtype"),
+    ("A", lambda t: t[:, 0], ValueError, "A: got shape"),
+    ("A", lambda t: 1.0, TypeError, "A: got float"),
+    ("B", lambda t: t[0, 0], ValueError, r"B: got shape \(3, 20\), expected .* can be expanded"),
+    ("B", lambda t: t.repeat(1, 2, 1, 1), ValueError, "B: got ngroups = 4, expected a divisor of dim = 6"),
+    ("C", lambda t: t[:, :1], ValueError, r"C: got shape \(2, 1, 3, 20\), expected \(2, 2, 3, 20\)"),
+    ("D", lambda t: t[:, None], ValueError, "D: got shape"),
+    ("z", lambda t: t.mT, ValueError, "z: got shape"),
+    ("delta_bias", lambda t: t.int(), TypeError, "delta_bias: got dtype"),
+    ("delta_softplus", lambda _: 1, TypeError, "delta_softplus: got 1"),
+    ("return_last_state", lambda _: None, TypeError, "return_last_state: got None"),
+]
+
+
+@pytest.mark.parametrize("name, change, kind, message", WRONG)
+def test_bad_input(name, change, kind, message, device):
+    given = inputs(Case(), device)
+    with pytest.raises(kind, match=message):
+        selective_scan_fn(**given | {name: change(given[name])})
