@@ -10,6 +10,7 @@ import torch
 
 import ssd
 from ssd.interop import patch_mamba_ssm as patch
+from ssd.modules import Mamba2LM, Mamba2LMConfig
 
 ROOTS = ("mamba_ssm", "megatron", "causal_conv1d", "selective_scan_cuda")
 FUNCTIONS = "from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined, mamba_split_conv1d_scan_combined\n"
@@ -181,3 +182,38 @@ def test_language_model_of_the_installed_mamba_ssm(real, device):
     model = MambaLMHeadModel(config, device=device)
     model(torch.randint(64, (2, 19), device=device)).logits.square().mean().backward()
     assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in model.parameters())
+
+
+def test_generation_of_the_installed_mamba_ssm(real, device, monkeypatch):
+    """Its own loop gives the tokens of our model with its weights; its norms, and its clock, which nobody reads, need a GPU."""
+    from mamba_ssm import MambaLMHeadModel
+    from mamba_ssm.models.config_mamba import MambaConfig
+
+    gpu = device == "cuda"
+    if not gpu:
+        monkeypatch.setattr("torch.cuda.Event", lambda enable_timing: None)
+    layer = {"layer": "Mamba2", "d_state": 16, "headdim": 8, "chunk_size": 16, "ngroups": 2, "rmsnorm": gpu}
+    fields = {"d_model": 32, "n_layer": 2, "vocab_size": 61, "ssm_cfg": layer, "rms_norm": gpu, "fused_add_norm": gpu}
+    theirs = MambaLMHeadModel(MambaConfig(**fields), device=device)
+    for parameter in theirs.parameters():  # large enough for the likeliest token to stand out
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    ours = Mamba2LM(Mamba2LMConfig(**fields), device=device)
+    ours.load_state_dict(theirs.state_dict())
+    ids = torch.randint(61, (2, 19), device=device)
+    expected = theirs.generate(ids, max_length=25, vocab_size=61)
+    assert torch.equal(ours.generate(ids, 6), expected)
+    cache = ours.new_cache(2)
+    with torch.no_grad():
+        ours(ids[:, :7], cache=cache)
+    assert torch.equal(ours.generate(ids[:, 7:], 6, cache=cache), expected[:, 7:])
+
+
+def test_folders_that_the_installed_mamba_ssm_writes(real, device, tmp_path):
+    from mamba_ssm import MambaLMHeadModel
+    from mamba_ssm.models.config_mamba import MambaConfig
+
+    layer = {"layer": "Mamba2", "d_state": 16, "headdim": 8}
+    theirs = MambaLMHeadModel(MambaConfig(d_model=32, n_layer=2, vocab_size=61, ssm_cfg=layer, rms_norm=False), device=device)
+    theirs.save_pretrained(tmp_path)
+    ours, expected = Mamba2LM.from_pretrained(tmp_path, device=device).state_dict(), theirs.state_dict()
+    assert ours.keys() == expected.keys() and all(torch.equal(ours[name], t) for name, t in expected.items())

@@ -16,6 +16,7 @@ pytest.importorskip("transformers", minversion="5.0", reason="transformers 5 is 
 import ssd
 from ssd.interop import transformers as patch
 from ssd.interop.patching import put
+from tests.inputs import OURS
 from tests.interop import families
 from tests.interop.families import available, step, tiny, tokens
 
@@ -90,6 +91,34 @@ def test_generation(family, calls, device):
     assert torch.equal(got.sequences, expected.sequences)
     torch.testing.assert_close(torch.stack(got.logits), torch.stack(expected.logits), rtol=1e-4, atol=1e-4)
     assert {"causal_conv1d_update", "selective_state_update"} <= set(calls)
+
+
+@at_import
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_prompt_in_pieces_gives_the_tokens_of_the_whole(family, calls, device):
+    """All but the last piece go through the model by themselves, and `generate` takes up the cache that they leave."""
+    model, ids = tiny(family).eval().to(device), tokens(2, 23).to(device)
+    expected = model.generate(ids, max_new_tokens=4, do_sample=False)
+    name = "cache_params" if family == "mamba2" else "past_key_values"
+    cache = {}
+    with ssd.patch_transformers():
+        for piece in ids[:, :16].split([9, 7], 1):
+            with torch.no_grad():
+                cache = {name: model(piece, use_cache=True, **cache)[name]}
+        assert "selective_state_update" not in calls
+        got = model.generate(ids, max_new_tokens=4, do_sample=False, **cache)
+    assert torch.equal(got, expected)
+
+
+@at_import
+@pytest.mark.parametrize("variant", OURS)
+def test_generation_by_kernels(variant, device, monkeypatch):
+    """Of every kind, without a GPU in the interpreter."""
+    monkeypatch.setattr("ssd.block.arguments.INTERPRETED", device == "cpu")
+    model, ids = tiny("mamba2").eval().to(device), tokens(2, 19).to(device)
+    expected = model.generate(ids, max_new_tokens=3, do_sample=False)
+    with ssd.patch_transformers(variant):
+        assert torch.equal(model.generate(ids, max_new_tokens=3, do_sample=False), expected)
 
 
 @pytest.mark.skipif(families.VERSION < (5, 17), reason="before 5.17 some families do not hand seq_idx on")

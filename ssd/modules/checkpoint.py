@@ -1,0 +1,128 @@
+"""A checkpoint's folder: config.json, and weights as safetensors, whole or in shards, or as a pickle of tensors alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_CONFIG = "config.json"
+_WHOLE, _INDEX, _PICKLE = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Raises:
+        FileNotFoundError: no such folder, or no config.json in it.
+        ValueError: it is not a JSON object.
+    """
+    if not folder.is_dir():
+        raise FileNotFoundError(f"folder: got {folder}, expected a folder that exists")
+    if not (folder / _CONFIG).is_file():
+        raise FileNotFoundError(f"folder: got {folder}, expected a {_CONFIG} in it")
+    return _read_json(folder / _CONFIG)
+
+
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    """Tensors by name, on the CPU, from the first that is there: model.safetensors, its shards, pytorch_model.bin.
+
+    Raises:
+        FileNotFoundError: none of them is there, or a shard is missing.
+        ValueError: a file is not what its name says; shards do not agree with their index; a pickle holds more than tensors,
+            in which case nothing of it was run.
+        ImportError: the package safetensors is needed and missing.
+    """
+    for name, read in ((_WHOLE, _read_safetensors), (_INDEX, _read_shards), (_PICKLE, _read_pickle)):
+        if (folder / name).is_file():
+            return read(folder / name)
+    raise FileNotFoundError(f"folder: got {folder}, expected weights in it: {_WHOLE}, {_INDEX} or {_PICKLE}")
+
+
+def write(folder: Path, config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
+    """config.json and model.safetensors, each replaced at once when the new one is whole; the folder is made.
+
+    Args:
+        weights: contiguous, no two in the same memory.
+    """
+    save_file = _safetensors().torch.save_file
+    folder.mkdir(parents=True, exist_ok=True)
+    with _replacing(folder / _WHOLE) as path:
+        save_file(dict(weights), path, metadata={"format": "pt"})  # without which transformers does not read the file
+    with _replacing(folder / _CONFIG) as path:
+        path.write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path}: not JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path}: got {type(values).__name__}, expected an object with names")
+    return values
+
+
+def _read_safetensors(path: Path) -> dict[str, Tensor]:
+    package = _safetensors()
+    try:
+        return package.torch.load_file(path)
+    except package.SafetensorError as error:
+        raise ValueError(f"{path}: not safetensors: {error}") from error
+
+
+def _read_shards(index: Path) -> dict[str, Tensor]:
+    shard_of = _read_json(index).get("weight_map")
+    if not isinstance(shard_of, dict) or not all(isinstance(shard, str) for shard in shard_of.values()):
+        raise ValueError(f"{index}: got no weight_map, expected one, of the weights' names to their files' names")
+    weights, found = {}, set()
+    for shard in sorted(set(shard_of.values())):
+        if Path(shard).name != shard:
+            raise ValueError(f"{index}: got the file {shard!r}, expected names of files beside it")
+        part = _read_safetensors(index.with_name(shard))
+        weights |= part
+        found |= {(name, shard) for name in part}
+    if differing := found ^ shard_of.items():
+        raise ValueError(f"{index}: disagrees with its files about {listed({name for name, _ in differing})}")
+    return weights
+
+
+def _read_pickle(path: Path) -> dict[str, Tensor]:
+    try:
+        weights = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise ValueError(f"{path}: refused, for it holds more than tensors, or is damaged; expected a state dict") from error
+    if not isinstance(weights, dict) or not all(isinstance(t, Tensor) for t in weights.values()):
+        raise ValueError(f"{path}: got {type(weights).__name__} of more than tensors, expected a state dict")
+    return weights
+
+
+def _safetensors() -> ModuleType:
+    try:
+        import safetensors.torch
+    except ImportError as error:
+        raise ImportError("safetensors is not installed, which reads and writes model.safetensors: pip install safetensors",
+                          name="safetensors") from error
+    return safetensors
+
+
+@contextmanager
+def _replacing(path: Path) -> Iterator[Path]:
+    """A file to write, which takes the place of `path` if the block ends well, and is gone if not."""
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        yield part
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def listed(names: set[str], most: int = 4) -> str:
+    """A few names for a message."""
+    return ", ".join(sorted(names)[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

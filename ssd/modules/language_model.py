@@ -1,0 +1,226 @@
+"""A language model of Mamba-2 blocks: embedding, blocks before which the residual stream is normed, norm, head.
+
+Parameters have the names and shapes of mamba_ssm's `MambaLMHeadModel`, so that checkpoints of state-spaces load by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from os import PathLike
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from ..types import Options
+from . import checkpoint
+from .language_config import Mamba2LMConfig
+from .mamba2 import Mamba2, Mamba2Cache
+
+_EMBEDDING, _HEAD = "backbone.embedding.weight", "lm_head.weight"
+
+
+class Mamba2LM(nn.Module):
+    """Token ids to the logits of the next.
+
+    Args:
+        config: sizes and switches.
+        device, dtype: of the weights, but for each block's D, which is fp32, as in `Mamba2`.
+        variant, options: see `ssd.ssd_chunk_scan`.
+    """
+
+    def __init__(self, config: Mamba2LMConfig, device=None, dtype: torch.dtype | None = None, variant: str = "auto",
+                 options: Options | None = None):
+        super().__init__()
+        made = {"device": device, "dtype": dtype}
+        self.config = config
+        self.backbone = _Backbone(config, variant=variant, options=options, **made)
+        self.lm_head = nn.Linear(config.d_model, config.padded_vocab_size, bias=False, **made)
+        if config.tie_embeddings:
+            self.lm_head.weight = self.backbone.embedding.weight
+
+    def forward(self, input_ids: Tensor, seq_idx: Tensor | None = None, cache: Sequence[Mamba2Cache] | None = None) -> Tensor:
+        """Args:
+            input_ids: (batch, seqlen) int32 or int64, seqlen >= 1.
+            seq_idx: (batch, seqlen), the document of each token; not with a cache.
+            cache: the tokens before, of `new_cache`; those of input_ids are added to it. Not for training.
+
+        Returns:
+            (batch, seqlen, config.padded_vocab_size), in the dtype of the weights.
+        """
+        return self.lm_head(self.backbone(input_ids, seq_idx, cache))
+
+    def step(self, input_ids: Tensor, cache: Sequence[Mamba2Cache]) -> Tensor:
+        """The next token of each sequence, (batch,), to (batch, config.padded_vocab_size); for inference."""
+        return self.lm_head(self.backbone.step(input_ids, cache))
+
+    @torch.no_grad()
+    def generate(self, input_ids: Tensor, max_new_tokens: int, cache: Sequence[Mamba2Cache] | None = None,
+                 eos_token_id: int | None = None) -> Tensor:
+        """The likeliest token after another: the prompt through the SSD's kernels, then step by step.
+
+        Args:
+            input_ids: (batch, seqlen) int32 or int64, seqlen >= 1, without padding.
+            max_new_tokens: at least 1.
+            cache: the tokens before input_ids, so that a prompt may come in pieces, of which only the last is given here.
+                Afterwards it has all tokens but the last.
+            eos_token_id: ends a sequence, and fills it up until all have ended.
+
+        Returns:
+            (batch, seqlen + new), input_ids and what follows, new <= max_new_tokens, of ids below config.vocab_size.
+        """
+        if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens: got {max_new_tokens!r}, expected an int of at least 1")
+        _check_ids(input_ids, "(batch, seqlen)")
+        cache = self.new_cache(len(input_ids)) if cache is None else cache
+        tokens, ended = [input_ids], torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+        hidden = self.backbone(input_ids, cache=cache)[:, -1]
+        while True:
+            token = self.lm_head(hidden)[:, : self.config.vocab_size].argmax(-1).to(input_ids.dtype)
+            if eos_token_id is not None:
+                token = token.masked_fill(ended, eos_token_id)
+                ended |= token == eos_token_id
+            tokens.append(token[:, None])
+            if len(tokens) > max_new_tokens or (eos_token_id is not None and ended.all()):
+                return torch.cat(tokens, 1)
+            hidden = self.backbone.step(token, cache)
+
+    def new_cache(self, batch: int, dtype: torch.dtype | None = None) -> list[Mamba2Cache]:
+        """Of sequences that have had no token, for each block; dtype as in `Mamba2.new_cache`."""
+        return [layer.mixer.new_cache(batch, dtype) for layer in self.backbone.layers]
+
+    @classmethod
+    def from_pretrained(cls, folder: str | PathLike[str], dtype: torch.dtype | None = None, device=None,
+                        variant: str = "auto") -> Mamba2LM:
+        """The model of a local folder, whole or not at all; no code of the folder's is run.
+
+        Args:
+            folder: with config.json and model.safetensors, or its shards and their index, or pytorch_model.bin. Where the
+                embedding is tied, lm_head.weight may be left out.
+            dtype: as in `Mamba2LM`; unless given, each weight keeps that of its file.
+            device: of the weights; the CPU unless given.
+            variant: see `ssd.ssd_chunk_scan`.
+
+        Raises:
+            FileNotFoundError: the folder, its config.json or its weights are missing.
+            TypeError, ValueError: a field of the config, a weight or a file that is not as it should be, by name.
+            ImportError: safetensors is needed and not installed.
+        """
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise TypeError(f"dtype: got {dtype!r}, expected a floating torch.dtype or None")
+        folder = Path(folder)
+        config = Mamba2LMConfig.from_dict(checkpoint.read_config(folder))
+        model = cls(config, device="meta", dtype=dtype, variant=variant)
+        weights = checkpoint.read_weights(folder)
+        parameters = dict(model.named_parameters())  # a tied head is not among them
+        if config.tie_embeddings and _HEAD in weights:
+            _check_tied(weights.pop(_HEAD), weights.get(_EMBEDDING))
+        _check_weights(weights, parameters)
+        device = "cpu" if device is None else device
+        for name, made in parameters.items():
+            weight = weights.pop(name)
+            parameters[name] = nn.Parameter(weight.to(device, made.dtype if dtype else weight.dtype))
+            vars(parameters[name]).update(vars(made))  # marks such as `_no_weight_decay`
+        model.load_state_dict({_HEAD: parameters[_EMBEDDING], **parameters}, assign=True)
+        return model
+
+    def save_pretrained(self, folder: str | PathLike[str]) -> None:
+        """Writes config.json and model.safetensors, which `from_pretrained` reads; a tied head is left out.
+
+        Each file is replaced when the new one is whole.
+        """
+        weights = {name: parameter.detach().contiguous() for name, parameter in self.named_parameters()}
+        checkpoint.write(Path(folder), asdict(self.config), weights)
+
+
+class _Backbone(nn.Module):
+    """Token ids to normed channels, (batch, seqlen) to (batch, seqlen, d_model)."""
+
+    def __init__(self, config: Mamba2LMConfig, device, dtype, **how):
+        super().__init__()
+        made = {"device": device, "dtype": dtype}
+        self.residual_in_fp32 = config.residual_in_fp32
+        self.embedding = nn.Embedding(config.padded_vocab_size, config.d_model, **made)
+        self.layers = nn.ModuleList(_Layer(config, index, **made, **how) for index in range(config.n_layer))
+        self.norm_f = _norm(config, **made)
+        nn.init.normal_(self.embedding.weight, std=0.02)
+
+    def forward(self, input_ids: Tensor, seq_idx: Tensor | None = None, cache: Sequence[Mamba2Cache] | None = None) -> Tensor:
+        _check_ids(input_ids, "(batch, seqlen)")
+        residual = self._embedded(input_ids)
+        for layer, its_cache in zip(self.layers, self._by_layer(cache), strict=True):
+            residual = residual + layer.mixer(layer.normed(residual), seq_idx, its_cache)
+        return _normed(self.norm_f, residual)
+
+    def step(self, input_ids: Tensor, cache: Sequence[Mamba2Cache]) -> Tensor:
+        """One token of each sequence, (batch,) to (batch, d_model)."""
+        _check_ids(input_ids, "(batch,)")
+        residual = self._embedded(input_ids)
+        for layer, its_cache in zip(self.layers, self._by_layer(cache), strict=True):
+            residual = residual + layer.mixer.step(layer.normed(residual), its_cache)
+        return _normed(self.norm_f, residual)
+
+    def _embedded(self, input_ids: Tensor) -> Tensor:
+        embedded = self.embedding(input_ids)
+        return embedded.float() if self.residual_in_fp32 else embedded
+
+    def _by_layer(self, cache: Sequence[Mamba2Cache] | None) -> Sequence[Mamba2Cache | None]:
+        if cache is not None and len(cache) != len(self.layers):
+            raise ValueError(f"cache: got that of {len(cache)} layers, expected one for each of {len(self.layers)}")
+        return [None] * len(self.layers) if cache is None else cache
+
+
+class _Layer(nn.Module):
+    """A block and the norm before it, as they are called in checkpoints."""
+
+    def __init__(self, config: Mamba2LMConfig, index: int, device, dtype, **how):
+        super().__init__()
+        made = {"device": device, "dtype": dtype}
+        self.norm = _norm(config, **made)
+        self.mixer = Mamba2(config.d_model, layer_idx=index, **config.mixer_settings, **made, **how)
+        with torch.no_grad():
+            self.mixer.out_proj.weight /= config.n_layer**0.5  # the sum of all blocks starts as large as one of them
+            for projection in (self.mixer.in_proj, self.mixer.out_proj):
+                if projection.bias is not None:
+                    projection.bias.zero_()
+
+    def normed(self, residual: Tensor) -> Tensor:
+        return _normed(self.norm, residual)
+
+
+def _norm(config: Mamba2LMConfig, device, dtype) -> nn.RMSNorm | nn.LayerNorm:
+    return (nn.RMSNorm if config.rms_norm else nn.LayerNorm)(config.d_model, eps=1e-5, device=device, dtype=dtype)
+
+
+def _normed(norm: nn.RMSNorm | nn.LayerNorm, residual: Tensor) -> Tensor:
+    return norm(residual.to(norm.weight.dtype))  # as upstream does without `fused_add_norm`; the norm itself computes in fp32
+
+
+def _check_ids(input_ids: Tensor, shape: str) -> None:
+    """shape: "(batch, seqlen)" or "(batch,)"."""
+    if not isinstance(input_ids, Tensor):
+        raise TypeError(f"input_ids: got {type(input_ids).__name__}, expected a tensor {shape}")
+    if input_ids.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"input_ids: got {input_ids.dtype}, expected torch.int32 or torch.int64")
+    if input_ids.dim() != (2 if "seqlen" in shape else 1) or 0 in input_ids.shape:
+        raise ValueError(f"input_ids: got shape {tuple(input_ids.shape)}, expected {shape}, each at least 1")
+
+
+def _check_tied(head: Tensor, embedding: Tensor | None) -> None:
+    if embedding is not None and (head.dtype != embedding.dtype or not torch.equal(head, embedding)):
+        raise ValueError(f"{_HEAD}: got other numbers than {_EMBEDDING} has, expected the same with tie_embeddings")
+
+
+def _check_weights(weights: dict[str, Tensor], parameters: dict[str, nn.Parameter]) -> None:
+    """Names and shapes are those of the model, and all are floating-point."""
+    if missing := parameters.keys() - weights.keys():
+        raise ValueError(f"weights: got none for {checkpoint.listed(missing)}, expected all of the model's {len(parameters)}")
+    if unexpected := weights.keys() - parameters.keys():
+        raise ValueError(f"weights: got {checkpoint.listed(unexpected)}, expected only those of the model")
+    for name, parameter in parameters.items():
+        weight = weights[name]
+        if weight.shape != parameter.shape:
+            raise ValueError(f"{name}: got shape {tuple(weight.shape)}, expected {tuple(parameter.shape)} by the config")
+        if not weight.is_floating_point():
+            raise ValueError(f"{name}: got {weight.dtype}, expected a floating dtype")

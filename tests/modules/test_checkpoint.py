@@ -1,0 +1,256 @@
+"""Folders of checkpoints: written and read, read as others write them, and refused whole by what is wrong with them."""
+
+import json
+import os
+import sys
+from dataclasses import asdict
+
+import pytest
+import torch
+
+pytest.importorskip("safetensors", reason="safetensors is not installed")
+
+from safetensors.torch import load_file, save_file
+
+from ssd.modules import Mamba2LM, Mamba2LMConfig, checkpoint
+from tests.modules.test_language_model import made, over_settings
+
+EMBEDDING, HEAD, NORM = "backbone.embedding.weight", "lm_head.weight", "backbone.norm_f.weight"
+WHOLE, INDEX, PICKLE = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"
+PUBLISHED = {  # config.json as state-spaces writes it
+    "d_model": 16, "d_intermediate": 0, "n_layer": 1, "vocab_size": 30,
+    "ssm_cfg": {"layer": "Mamba2", "d_state": 16, "headdim": 8, "chunk_size": 16}, "attn_layer_idx": [], "attn_cfg": {},
+    "rms_norm": True, "residual_in_fp32": True, "fused_add_norm": True, "pad_vocab_size_multiple": 16, "tie_embeddings": True,
+}
+MIXER = {  # shapes at these sizes: d_inner 32, 4 heads, 64 channels convolved
+    "dt_bias": (4,), "A_log": (4,), "D": (4,), "in_proj.weight": (100, 16), "conv1d.weight": (64, 1, 4), "conv1d.bias": (64,),
+    "norm.weight": (32,), "out_proj.weight": (16, 32),
+}
+
+
+def weights(dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    """By state-spaces' names, the tied head among them."""
+    shapes = {EMBEDDING: (32, 16), "backbone.layers.0.norm.weight": (16,), NORM: (16,),
+              **{f"backbone.layers.0.mixer.{name}": shape for name, shape in MIXER.items()}}
+    made = {name: torch.randn(shape).to(dtype) for name, shape in shapes.items()}
+    return made | {HEAD: made[EMBEDDING].clone()}
+
+
+def folder(tmp_path, written: dict[str, torch.Tensor] | None = None, **changes):
+    """With a config.json, and weights if there are any."""
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED | changes))
+    if written is not None:
+        save_file(written, tmp_path / WHOLE)
+    return tmp_path
+
+
+def shards(tmp_path, written: dict[str, torch.Tensor]) -> dict[str, str]:
+    """Two, and their index; returns its map."""
+    names = sorted(written)
+    shard_of = {name: f"model-0000{1 + (n > 5)}-of-00002.safetensors" for n, name in enumerate(names)}
+    for shard in set(shard_of.values()):
+        save_file({name: written[name] for name in names if shard_of[name] == shard}, tmp_path / shard)
+    (tmp_path / INDEX).write_text(json.dumps({"metadata": {"total_size": 0}, "weight_map": shard_of}))
+    return shard_of
+
+
+def assert_has(model: Mamba2LM, expected: dict[str, torch.Tensor]):
+    got = model.state_dict()
+    assert got.keys() == expected.keys()
+    for name, t in expected.items():
+        assert got[name].dtype == t.dtype and torch.equal(got[name], t), name
+
+
+@over_settings
+def test_round_trip(settings, tmp_path):
+    model = made(**settings)
+    model.save_pretrained(tmp_path / "a" / "b")
+    read = Mamba2LM.from_pretrained(str(tmp_path / "a" / "b"), variant="torch")
+    assert_has(read, model.state_dict())
+    assert read.config == model.config and {layer.mixer.variant for layer in read.backbone.layers} == {"torch"}
+    assert (read.lm_head.weight is read.backbone.embedding.weight) == model.config.tie_embeddings
+    assert (HEAD in load_file(tmp_path / "a" / "b" / WHOLE)) != model.config.tie_embeddings
+    assert all(parameter.requires_grad for parameter in read.parameters())
+    mixer = read.backbone.layers[1].mixer
+    assert all(parameter._no_weight_decay for parameter in (mixer.dt_bias, mixer.A_log, mixer.D))
+
+
+@pytest.mark.parametrize("head", [True, False], ids=["with the head", "without"])
+def test_weights_by_state_spaces_names(head, tmp_path):
+    expected = weights()
+    model = Mamba2LM.from_pretrained(folder(tmp_path, {name: t for name, t in expected.items() if head or name != HEAD}))
+    assert_has(model, expected)
+    assert model.lm_head.weight is model.backbone.embedding.weight
+    assert model.generate(torch.tensor([[1, 2, 3]]), 2).shape == (1, 5)
+
+
+def test_dtypes_and_devices(tmp_path, device):
+    """The file's unless one is given, which leaves D in fp32 as in a block made in it."""
+    expected = weights(torch.float16)
+    assert_has(Mamba2LM.from_pretrained(folder(tmp_path, expected)), expected)
+    model = Mamba2LM.from_pretrained(tmp_path, dtype=torch.bfloat16, device=device)
+    assert {parameter.device.type for parameter in model.parameters()} == {device}
+    dtypes = {name: torch.float32 if name.endswith(".D") else torch.bfloat16 for name in expected}
+    assert_has(model.cpu(), {name: t.to(dtypes[name]) for name, t in expected.items()})
+    with pytest.raises(TypeError, match=r"dtype: got torch\.int8, expected a floating torch\.dtype or None"):
+        Mamba2LM.from_pretrained(tmp_path, dtype=torch.int8)
+
+
+def test_shards(tmp_path):
+    expected = weights()
+    shards(folder(tmp_path), expected)
+    assert_has(Mamba2LM.from_pretrained(tmp_path), expected)
+
+
+def test_a_pickle_of_tensors(tmp_path):
+    """A head tied in it, as state-spaces' files have it."""
+    expected = weights()
+    torch.save(expected | {HEAD: expected[EMBEDDING]}, folder(tmp_path) / PICKLE)
+    assert_has(Mamba2LM.from_pretrained(tmp_path), expected)
+
+
+class _Malicious:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def test_a_pickle_of_more_is_not_run(tmp_path):
+    victim = tmp_path / "victim"
+    torch.save(weights() | {HEAD: _Malicious(victim)}, folder(tmp_path) / PICKLE)
+    with pytest.raises(ValueError, match=r"pytorch_model\.bin: refused, for it holds more than tensors"):
+        Mamba2LM.from_pretrained(tmp_path)
+    assert not victim.exists()
+    for other in ([torch.ones(1)], {HEAD: 1}):
+        torch.save(other, tmp_path / PICKLE)
+        with pytest.raises(ValueError, match=r"pytorch_model\.bin: got (list|dict) of more than tensors"):
+            Mamba2LM.from_pretrained(tmp_path)
+
+
+def test_safetensors_go_first(tmp_path):
+    expected = weights()
+    torch.save({}, folder(tmp_path, expected) / PICKLE)
+    (tmp_path / INDEX).write_text("{}")
+    assert_has(Mamba2LM.from_pretrained(tmp_path), expected)
+
+
+def test_what_is_not_there(tmp_path):
+    for name, message in (("none", "expected a folder that exists"), ("", r"expected a config\.json in it")):
+        with pytest.raises(FileNotFoundError, match=f"folder: got .*, {message}"):
+            Mamba2LM.from_pretrained(tmp_path / name)
+    with pytest.raises(FileNotFoundError, match=r"weights in it: model\.safetensors, .*index\.json or pytorch_model\.bin"):
+        Mamba2LM.from_pretrained(folder(tmp_path))
+
+
+def test_without_safetensors(tmp_path, monkeypatch):
+    expected = weights()
+    folder(tmp_path, expected)
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    for call in (lambda: Mamba2LM.from_pretrained(tmp_path), lambda: made().save_pretrained(tmp_path)):
+        with pytest.raises(ImportError, match=r"safetensors is not installed.*pip install safetensors"):
+            call()
+    (tmp_path / WHOLE).unlink()
+    torch.save(expected, tmp_path / PICKLE)
+    assert_has(Mamba2LM.from_pretrained(tmp_path), expected)
+
+
+def without(name: str):
+    return lambda w: {other: t for other, t in w.items() if other != name}
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    (without(NORM), f"weights: got none for {NORM}, expected all of the model's 11"),
+    (without(EMBEDDING), f"weights: got none for {EMBEDDING}"),
+    (lambda w: {}, "weights: got none for backbone.embedding.weight, .* and 7 more"),
+    (lambda w: w | {"backbone.layers.1.norm.weight": w[NORM].clone()},
+     "weights: got backbone.layers.1.norm.weight, expected only those of the model"),
+    (lambda w: w | {NORM: torch.ones(17)}, rf"{NORM}: got shape \(17,\), expected \(16,\) by the config"),
+    (lambda w: w | {NORM: torch.ones(16, dtype=torch.int32)}, f"{NORM}: got torch.int32, expected a floating dtype"),
+    (lambda w: w | {HEAD: w[HEAD] + 1}, f"{HEAD}: got other numbers than {EMBEDDING} has, expected the same"),
+    (lambda w: w | {HEAD: w[HEAD].half()}, f"{HEAD}: got other numbers than {EMBEDDING}"),
+])
+def test_other_weights_than_the_models(change, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        Mamba2LM.from_pretrained(folder(tmp_path, change(weights())))
+
+
+def test_other_configs(tmp_path):
+    """Their fields are refused one by one in test_language_config.py."""
+    with pytest.raises(ValueError, match="config: got model_type, expected some of d_model"):
+        Mamba2LM.from_pretrained(folder(tmp_path, weights(), model_type="mamba2"))
+    with pytest.raises(ValueError, match="d_ssm: got 32, expected a multiple of headdim = 12"):
+        Mamba2LM.from_pretrained(folder(tmp_path, ssm_cfg={"layer": "Mamba2", "headdim": 12}))
+    with pytest.raises(ValueError, match=rf"{HEAD}"):
+        Mamba2LM.from_pretrained(folder(tmp_path, without(HEAD)(weights()), tie_embeddings=False))
+    for text, message in (("{", "not JSON: "), ("[]", "got list, expected an object with names"), ("\xff", "not JSON: ")):
+        (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
+        with pytest.raises(ValueError, match=rf"config\.json: {message}"):
+            Mamba2LM.from_pretrained(tmp_path)
+
+
+def test_damaged_files(tmp_path):
+    (folder(tmp_path) / WHOLE).write_bytes(b"neither")
+    with pytest.raises(ValueError, match=r"model\.safetensors: not safetensors: "):
+        Mamba2LM.from_pretrained(tmp_path)
+    (tmp_path / WHOLE).unlink()
+    (tmp_path / PICKLE).write_bytes(b"neither")
+    with pytest.raises(ValueError, match=r"pytorch_model\.bin: refused, .* or is damaged"):
+        Mamba2LM.from_pretrained(tmp_path)
+
+
+def test_shards_that_do_not_agree_with_their_index(tmp_path):
+    expected = weights()
+    shard_of = shards(folder(tmp_path), expected)
+    for changed, message in (
+        ({**shard_of, "more": shard_of[HEAD]}, "disagrees with its files about more$"),
+        (without(HEAD)(shard_of), f"disagrees with its files about {HEAD}$"),
+        ({**shard_of, HEAD: shard_of[EMBEDDING]}, f"disagrees with its files about {HEAD}$"),
+        ({**shard_of, HEAD: f"../{shard_of[HEAD]}"}, r"got the file '\.\./model-00002.*, expected names of files beside it"),
+        ({**shard_of, HEAD: 1}, "got no weight_map"),
+        (None, "got no weight_map, expected one, of the weights' names to their files' names"),
+    ):
+        (tmp_path / INDEX).write_text(json.dumps({"weight_map": changed}))
+        with pytest.raises(ValueError, match=rf"index\.json: {message}"):
+            Mamba2LM.from_pretrained(tmp_path)
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": shard_of}))
+    (tmp_path / shard_of[HEAD]).unlink()
+    with pytest.raises(FileNotFoundError, match=shard_of[HEAD]):
+        Mamba2LM.from_pretrained(tmp_path)
+
+
+def test_a_write_that_fails_leaves_what_was(tmp_path, monkeypatch):
+    model = made()
+    model.save_pretrained(tmp_path)
+    before = model.state_dict()[NORM].clone()
+    model.backbone.norm_f.weight.data.add_(1)
+
+    def half(tensors, path, metadata):
+        path.write_bytes(b"half")
+        raise OSError("no space left")
+
+    monkeypatch.setattr("safetensors.torch.save_file", half)
+    with pytest.raises(OSError, match="no space left"):
+        model.save_pretrained(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {WHOLE, "config.json"}
+    assert torch.equal(Mamba2LM.from_pretrained(tmp_path).state_dict()[NORM], before)
+
+
+def test_a_model_can_be_written_over_its_own_files(tmp_path):
+    """Which its weights may still be mapped from."""
+    made().save_pretrained(tmp_path)
+    model = Mamba2LM.from_pretrained(tmp_path)
+    for parameter in model.parameters():
+        parameter.data.mul_(2)
+    model.save_pretrained(tmp_path)
+    assert_has(Mamba2LM.from_pretrained(tmp_path), model.state_dict())
+
+
+def test_names_in_messages():
+    assert checkpoint.listed({"b", "a"}) == "a, b" and checkpoint.listed(set("edcbaf")) == "a, b, c, d and 2 more"
+
+
+def test_written_configs_are_upstreams_fields(tmp_path):
+    checkpoint.write(tmp_path, asdict(Mamba2LMConfig.from_dict(PUBLISHED)), {})
+    assert json.loads((tmp_path / "config.json").read_text()) == PUBLISHED

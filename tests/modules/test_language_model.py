@@ -1,0 +1,199 @@
+"""The language model: its names, its logits, and generation whole, in pieces, step by step and packed."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from ssd.modules import Mamba2LM, Mamba2LMConfig
+
+LAYER = {"layer": "Mamba2", "d_state": 16, "headdim": 8, "chunk_size": 16}
+SIZES = {"d_model": 32, "n_layer": 2, "vocab_size": 61, "ssm_cfg": LAYER}
+SETTINGS = {
+    "as it comes": {},
+    "LayerNorm, a head of its own": {"rms_norm": False, "tie_embeddings": False, "residual_in_fp32": False},
+    "groups, limits, biases": {"ssm_cfg": LAYER | {"ngroups": 2, "dt_limit": [0.01, 0.05], "bias": True, "d_ssm": 32}},
+}
+over_settings = pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+
+
+def made(device: str = "cpu", **settings) -> Mamba2LM:
+    """Weights large enough for the likeliest token to stand out."""
+    torch.manual_seed(0)
+    model = Mamba2LM(Mamba2LMConfig(**(SIZES | settings)))
+    for parameter in model.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    return model.to(device)
+
+
+def tokens(device: str, batch: int = 2, seqlen: int = 23) -> torch.Tensor:
+    return torch.randint(61, (batch, seqlen), generator=torch.Generator().manual_seed(1)).to(device)
+
+
+def followed(model: Mamba2LM, ids: torch.Tensor, count: int) -> torch.Tensor:
+    """What `generate` gives, from the logits of all tokens so far each time."""
+    for _ in range(count):
+        best = model(ids)[:, -1, : model.config.vocab_size].argmax(-1)
+        ids = torch.cat([ids, best[:, None]], 1)
+    return ids
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """CPU tensors take the forms in torch, as they do outside the tests."""
+    monkeypatch.setattr("ssd.block.arguments.INTERPRETED", False)
+
+
+def test_parameters_are_called_as_upstreams():
+    mixer = ("dt_bias", "A_log", "D", "in_proj.weight", "conv1d.weight", "conv1d.bias", "norm.weight", "out_proj.weight")
+    layers = {f"backbone.layers.{n}.{name}" for n in (0, 1) for name in ("norm.weight", *(f"mixer.{name}" for name in mixer))}
+    model = made()
+    assert model.state_dict().keys() == layers | {"backbone.embedding.weight", "backbone.norm_f.weight", "lm_head.weight"}
+    assert model.lm_head.weight is model.backbone.embedding.weight and model.lm_head.weight.shape == (64, 32)
+    more = {"backbone.norm_f.bias", *(f"backbone.layers.{n}.norm.bias" for n in (0, 1))}
+    untied = made(rms_norm=False, tie_embeddings=False, pad_vocab_size_multiple=1)
+    assert untied.state_dict().keys() == model.state_dict().keys() | more
+    assert untied.lm_head.weight is not untied.backbone.embedding.weight and untied.lm_head.weight.shape == (61, 32)
+
+
+def test_how_it_begins():
+    config = Mamba2LMConfig(d_model=64, n_layer=4, vocab_size=1000, ssm_cfg=LAYER | {"bias": True})
+    model = Mamba2LM(config)
+    mixer = model.backbone.layers[3].mixer
+    assert 0.019 < model.backbone.embedding.weight.std() < 0.021
+    assert 0.95 < mixer.out_proj.weight.abs().max() * 128**0.5 * 4**0.5 <= 1  # by its 128 inputs and the 4 layers
+    assert not mixer.in_proj.bias.any() and not mixer.out_proj.bias.any() and mixer.layer_idx == 3
+
+
+@over_settings
+@pytest.mark.usefixtures("quick")
+def test_steps_are_the_whole(settings, device):
+    """Greedy generation gives the tokens that the logits of all tokens so far give."""
+    model, ids = made(device, **settings), tokens(device)
+    with torch.no_grad():
+        expected = followed(model, ids, 6)
+    assert torch.equal(model.generate(ids, 6), expected)
+    assert torch.equal(model.generate(ids.int(), 6), expected.int())
+
+
+@over_settings
+@pytest.mark.parametrize("pieces", ([1, 12, 10], [22, 1]), ids=str)
+@pytest.mark.usefixtures("quick")
+def test_a_prompt_in_pieces_gives_the_tokens_of_the_whole(settings, pieces, device):
+    model, ids = made(device, **settings), tokens(device)
+    *first, last = ids.split(pieces, 1)
+    cache = model.new_cache(len(ids))
+    with torch.no_grad():
+        logits = torch.cat([model(piece, cache=cache) for piece in first], 1)
+        assert_close(logits, model(ids)[:, : -pieces[-1]], rtol=1e-4, atol=1e-5)
+    expected = model.generate(ids, 6)
+    got = model.generate(last, 3, cache=cache)
+    assert torch.equal(got, expected[:, -pieces[-1] - 6 : -3])
+    assert torch.equal(model.generate(got[:, -1:], 3, cache=cache), expected[:, -4:])  # the cache has all but the last
+
+
+@pytest.mark.parametrize("variant", ["baseline", "fused", "persistent"])
+def test_generation_by_kernels(variant, device):
+    """Of every kind: of a block's functions and of the SSD."""
+    model, ids = made(device, n_layer=1), tokens(device)
+    with torch.no_grad():
+        expected = followed(model, ids, 2)
+    model.backbone.layers[0].mixer.variant = variant
+    cache = model.new_cache(2)
+    with torch.no_grad():
+        model(ids[:, :9], cache=cache)
+    assert torch.equal(model.generate(ids, 2), expected)
+    assert torch.equal(model.generate(ids[:, 9:], 2, cache=cache), expected[:, 9:])
+
+
+@over_settings
+@pytest.mark.usefixtures("quick")
+def test_packed_documents_are_apart(settings, device):
+    model, ids = made(device, **settings), tokens(device, 1)
+    seq_idx = torch.tensor([[0] * 10 + [1] * 13], dtype=torch.int32, device=device)
+    apart = torch.cat([model(part) for part in ids.split([10, 13], 1)], 1)
+    assert_close(model(ids, seq_idx=seq_idx), apart, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(model(ids), apart, atol=1e-2)
+
+
+@over_settings
+@pytest.mark.usefixtures("quick")
+def test_every_parameter_has_a_gradient(settings, device):
+    model, ids = made(device, **settings), tokens(device)
+    torch.nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten()).backward()
+    assert all(parameter.grad is not None and parameter.grad.abs().sum() > 0 for parameter in model.parameters())
+
+
+@pytest.mark.usefixtures("quick")
+def test_half_precision(device):
+    """Weights in it; the residual stream in fp32 where the config says so."""
+    model, ids = made(device), tokens(device)
+    expected, cache = model(ids), model.bfloat16().new_cache(2)
+    seen = []
+    model.backbone.layers[1].mixer.register_forward_pre_hook(lambda _, args: seen.append(args[0].dtype))
+    with torch.no_grad():
+        logits = model(ids, cache=cache)
+        assert logits.dtype == model.step(ids[:, 0], cache).dtype == torch.bfloat16 == seen[0]
+        assert (logits - expected).square().mean() < 1e-2 * expected.square().mean()
+    assert model.generate(ids, 3).shape == (2, 26)
+
+
+@pytest.mark.usefixtures("quick")
+def test_padding_of_the_vocabulary_is_never_generated(device):
+    model, ids = made(device, rms_norm=False, tie_embeddings=False), tokens(device)
+    model.lm_head.weight.data[61:] = 100 * model.lm_head.weight.data[:3]
+    logits = model(ids)
+    assert logits.shape == (2, 23, 64) and (logits.argmax(-1) >= 61).any()
+    assert (model.generate(ids, 6) < 61).all()
+
+
+@pytest.mark.usefixtures("quick")
+def test_sequences_end(device):
+    """One that has ended is filled up, until all have."""
+    model, ids = made(device), tokens(device)
+    free = model.generate(ids, 8)[:, 23:]
+    end = free[0, 2]
+    ended = (free == end).cumsum(1) > 0
+    got = model.generate(ids, 8, eos_token_id=int(end))[:, 23:]
+    assert torch.equal(got, free.masked_fill(ended, end)[:, : got.shape[1]]) and not ended.all(0)[: got.shape[1] - 1].any()
+    alone = model.generate(ids[:1], 8, eos_token_id=int(end))[:, 23:]
+    assert torch.equal(alone, free[:1, : int((~ended[0]).sum()) + 1])
+
+
+@pytest.mark.parametrize(("ids", "error", "message"), [
+    ([[1, 2]], TypeError, "input_ids: got list, expected a tensor"),
+    (torch.ones(1, 2), TypeError, "input_ids: got torch.float32, expected torch.int32 or torch.int64"),
+    (torch.ones(2, dtype=torch.int64), ValueError, r"input_ids: got shape \(2,\), expected \(batch, seqlen\), each at least 1"),
+    (torch.ones(2, 0, dtype=torch.int64), ValueError, r"input_ids: got shape \(2, 0\)"),
+])
+def test_bad_ids(ids, error, message):
+    model = made()
+    for call in (model, lambda ids: model.generate(ids, 1)):
+        with pytest.raises(error, match=message):
+            call(ids)
+
+
+def test_other_bad_arguments():
+    model, ids = made(), tokens("cpu")
+    for count in (0, 1.5):
+        with pytest.raises(ValueError, match=f"max_new_tokens: got {count}, expected an int of at least 1"):
+            model.generate(ids, count)
+    with pytest.raises(ValueError, match="cache: got that of 1 layers, expected one for each of 2"):
+        model(ids, cache=model.new_cache(2)[:1])
+    with pytest.raises(ValueError, match="seq_idx: got a tensor with a cache"):
+        model(ids, seq_idx=torch.zeros_like(ids), cache=model.new_cache(2))
+    with pytest.raises(ValueError, match=r"input_ids: got shape \(2, 23\), expected \(batch,\)"):
+        model.step(ids, model.new_cache(2))
+
+
+@pytest.mark.usefixtures("quick")
+def test_the_example_of_the_docs_runs(tmp_path, monkeypatch):
+    pytest.importorskip("safetensors")
+    docs = Path(__file__).parents[2] / "docs" / "drop-in.md"
+    if not docs.exists():
+        pytest.skip("there are no docs")
+    example = re.search(r"^## A language model.*?^```python\n(.*?)^```", docs.read_text(), re.M | re.S)
+    monkeypatch.chdir(tmp_path)
+    exec(example.group(1), {})
