@@ -40,6 +40,7 @@ _CASES = (
 _SUMMARY = re.compile(r"ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: \d+ hazards? displayed "
                       r"\((\d+) errors?, (\d+) warnings?\)")
 _KERNEL = re.compile(r"\w+_kernel\b")
+_TOLD = re.compile(r"^=+.*(?:Error|Warning|Invalid|SUMMARY|_kernel).*", re.MULTILINE)  # without the backtraces on the host
 
 
 def run(variants: list[str], tools: list[str], out: Path, console: Console) -> bool:
@@ -65,7 +66,7 @@ def run(variants: list[str], tools: list[str], out: Path, console: Console) -> b
 
 
 def check(variant: str, tool: str) -> tuple[int, str, str]:
-    """What the tool counted, the kernels that it named, and the last of what it said.
+    """What the tool counted, the kernels that it named, and what it said.
 
     Raises:
         ValueError: it ended without a summary.
@@ -78,7 +79,7 @@ def check(variant: str, tool: str) -> tuple[int, str, str]:
     found = [sum(int(count) for count in counts if count) for counts in _SUMMARY.findall(said)]
     if not found or (done.returncode and not sum(found)):
         raise ValueError(f"{tool} of {variant} ended with exit status {done.returncode} and no summary: {said[-400:]}")
-    return sum(found), ", ".join(sorted(set(_KERNEL.findall(said)))), said[-4000:]
+    return sum(found), ", ".join(sorted(set(_KERNEL.findall(said)))), "\n".join(_TOLD.findall(said))
 
 
 def sanitized(variant: str) -> None:
