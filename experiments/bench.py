@@ -151,6 +151,8 @@ def measure(setting: Setting, mode: str, candidates: list[Candidate], repeats: i
                 "launches": timing.count_launches(call), "peak_mib": round(timing.peak_mib(call), 1),
                 "err_rms": _finite(error.rms), "err_max": _finite(error.max), "err_seqlen": setting.truth.part.tokens,
             }
+            if mode == "fwd_train":
+                facts[candidate]["saved_mib"] = round(timing.saved_mib(call), 1)
             calls[candidate] = call
             if not math.isfinite(error.rms):
                 notes[candidate] = "the result is not finite"

@@ -28,12 +28,12 @@ _COMPARED = ("against", "against_p50_us", "against_graph_p50_us", "speedup", "gr
 _TRAINING = ("workload", "preset", "loss")
 KEYS = (*IDENTITY, *_MEASURED, *_COMPARED, *_TRAINING, *ENVIRONMENT)
 
-# What a bench adds. err_seqlen: tokens that the error was taken over; note: why a value is missing; step and changed: as
-# `ablate.Step` has them; shard: which part of the tests ran, if not all; found: errors and warnings of a
-# tool; kernels: those that it named.
+# What a bench adds. err_seqlen: tokens that the error was taken over; note: why a value is missing; saved_mib: what a forward
+# keeps for the backward beside its inputs and output; step and changed: as `ablate.Step` has them; shard: which part of the tests
+# ran, if not all; found: errors and warnings of a tool; kernels: those that it named.
 EXTRA_KEYS = {
-    "ssd": ("err_seqlen", "note"),
-    "ablate": ("step", "changed", "err_seqlen", "note"),
+    "ssd": ("err_seqlen", "note", "saved_mib"),
+    "ablate": ("step", "changed", "err_seqlen", "note", "saved_mib"),
     "counters": ("kernel", "dram_bytes", "dram_pct", "l2_hit_pct", "occupancy_pct", "registers", "ncu_us", "block_cycles",
                  "blocks", "tensor_pct", "issue_pct", "shared_pct"),
     "tests": ("passed", "failed", "skipped", "seconds", "shard"),

@@ -49,6 +49,7 @@ COLUMNS = {
     "TFLOP/s": ("tflops", _number(0)),
     "launches": ("launches", _text),
     "MiB": ("peak_mib", _number(0)),
+    "saved MiB": ("saved_mib", _number(0)),
     "error": ("err_rms", _scientific),
     "options": ("options", record.changed_options),
     "against": ("against", _text),

@@ -79,6 +79,15 @@ def peak_mib(call: Call) -> float:
     return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
+def saved_mib(call: Call) -> float:
+    """Memory in MiB that a forward's result holds for its backward, beside its inputs and itself."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    out = call()
+    torch.cuda.synchronize()
+    return (torch.cuda.memory_allocated() - before - out.untyped_storage().nbytes()) / 2**20
+
+
 def copy_gbps(repeats: int = 20) -> float:
     """The memory ceiling: a device-to-device copy, counting bytes read and bytes written, in GB/s."""
     size = min(_COPY_BYTES, torch.cuda.mem_get_info()[0] // 8)

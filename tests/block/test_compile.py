@@ -1,7 +1,8 @@
-"""The gated RMSNorm and the state update compile for GPUs that are not here, fit them, and load 16 bytes at a time."""
+"""Kernels around the operator compile for GPUs that are not here and fit them; most load 16 bytes at a time."""
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,8 +10,11 @@ from pathlib import Path
 import torch
 
 from ssd.block.kernels.gated_norm import gated_norm, gated_norm_bwd
+from ssd.block.kernels.selective_scan import chunk_of
+from ssd.block.kernels.selective_scan_bwd import selective_scan_bwd
+from ssd.block.kernels.selective_scan_fwd import selective_scan_fwd
 from ssd.block.kernels.state_update import state_update
-from tests.block import test_gated_norm, test_state_update
+from tests.block import test_gated_norm, test_selective_scan, test_state_update
 
 ROOT = Path(__file__).parents[2]
 NORMS = {  # name: width, group_size, dtype, gate, bias, chips. z is a slice of rows longer by a multiple of 8 alone
@@ -26,7 +30,12 @@ UPDATES = {  # name: sizes, tied, indexed, state_dtype, chips
     "Mamba-1": ((4, 1, 1, 4096, 16), (), False, torch.bfloat16, (80, 90)),
     "large": ((4, 24, 1, 64, 256), TIED, False, torch.bfloat16, (90,)),
 }
-SHARED = {80: 166_912, 90: 232_448}  # bytes of shared memory that one block may ask for
+SCANS = {  # name: case, chips
+    "mamba": (test_selective_scan.Case(2, 64, 2048, 16, 1, dtype=torch.bfloat16), (80, 90, 100, 120)),
+    "vision": (test_selective_scan.Case(2, 160, 196, 8, 1, ("D", "delta_bias"), dtype=torch.bfloat16), (90,)),
+    "large state": (test_selective_scan.Case(1, 10, 300, 256, 2), (90, 120)),
+}
+SHARED = {80: 166_912, 90: 232_448, 100: 232_448, 120: 101_376}  # bytes of shared memory that one block may ask for
 REGISTERS = 65536  # of an SM
 
 
@@ -42,12 +51,21 @@ def compile_update(sizes, tied, indexed, state_dtype):
                                            state_dtype=state_dtype).values())
 
 
+def compile_scan(case):
+    given = {**test_selective_scan.inputs(case, "cpu")}
+    tensors = [given[name] for name in test_selective_scan.LEAVES]
+    chunks = -(-case.seqlen // chunk_of(case.seqlen, case.dstate))
+    states = torch.empty(case.batch, chunks, case.dim, case.dstate)
+    selective_scan_fwd(*tensors, case.softplus, True)
+    selective_scan_bwd(*tensors, case.softplus, states, torch.empty_like(given["u"]), states[:, 0])
+
+
 def main():
     from tests.compile_kernels import _resources, compiling, use_installed_tools
 
     use_installed_tools()
     rows = []
-    for compile_one, cases in ((compile_norm, NORMS), (compile_update, UPDATES)):
+    for compile_one, cases in ((compile_norm, NORMS), (compile_update, UPDATES), (compile_scan, SCANS)):
         for name, (*case, chips) in cases.items():
             for arch in chips:
                 with compiling(arch) as found:
@@ -57,8 +75,20 @@ def main():
                     counted = {what: kernel.asm["ptx"].count(what) for what in
                                ("ld.global.", "ld.global.v4", "st.global.v4", "cp.async.cg", "ex2.approx")}
                     rows.append({"arch": arch, "case": name, "kernel": kernel.name, "warps": kernel.metadata.num_warps,
-                                 "registers": registers, "spills": spills, "shared": kernel.metadata.shared, **counted})
+                                 "registers": registers, "spills": spills, "shared": kernel.metadata.shared,
+                                 "barriers": _innermost_barriers(kernel.asm["ptx"]), **counted})
     print(json.dumps(rows))
+
+
+def _innermost_barriers(ptx: str) -> int:
+    """Barriers of a block in loops that have no loop inside."""
+    lines = ptx.splitlines()
+    labels = {label[1]: n for n, line in enumerate(lines) if (label := re.match(r"(\$L\w+):", line))}
+    branches = [(n, re.search(r"bra\S*\s+(\$L\w+);", line)) for n, line in enumerate(lines)]
+    loops = [(labels[b[1]], n) for n, b in branches if b and labels.get(b[1], n) < n]
+    inner = [(first, last) for first, last in loops
+             if not any((first, last) != loop and first <= loop[0] and loop[1] <= last for loop in loops)]
+    return sum("bar.sync" in line for first, last in inner for line in lines[first:last])
 
 
 def compiled():
@@ -78,6 +108,11 @@ def test_kernels_fit_and_load_wide():
     rows = {kernel: [row for row in found if row["kernel"] == f"{kernel}_kernel"]
             for kernel in ("gated_norm", "gated_norm_bwd", "state_update")}
     assert list(map(len, rows.values())) == [7, 7, 5]
+    scans = [row for row in found if row["kernel"].startswith("selective_scan")]
+    assert len(scans) == 3 * 7
+    for row in scans:
+        # a warp walks its channel alone: none waits for another inside the loop over states, unless these are very many
+        assert "grads" in row["kernel"] or row["case"] == "large state" or row["barriers"] == 0, row
 
     for row in rows["gated_norm"] + rows["gated_norm_bwd"]:
         assert row["ld.global."] == row["ld.global.v4"] > 0 or row["case"] == "odd", row

@@ -37,7 +37,7 @@ def clock(monkeypatch):
 
     for name, fake in {
         "side_stream": contextlib.nullcontext, "copy_gbps": lambda: 4000.0, "interleaved": interleaved, "capture": capture,
-        "count_launches": lambda call: 5, "peak_mib": lambda call: 1.5,
+        "count_launches": lambda call: 5, "peak_mib": lambda call: 1.5, "saved_mib": lambda call: 0.5,
     }.items():
         monkeypatch.setattr(timing, name, fake)
     monkeypatch.setattr(bench, "make_inputs", lambda shape, dtype, device, **other: make_inputs(shape, dtype, "cpu", **other))
@@ -72,6 +72,7 @@ def test_rows(tmp_path, clock, rival):
         ("fwd", "rival", 128),
         ("fwd", "rival", 256),
     ]
+    assert [r.get("saved_mib") for r in rows[::4]] == [0.5 if mode == "fwd_train" else None for mode in MODES]
     assert len(rows) == 16 and all(r["err_rms"] < 1e-5 and r["err_seqlen"] == SMALL.seqlen for r in rows)
     assert [json.loads(line) for line in (tmp_path / "cpu" / "ssd.jsonl").read_text().splitlines()] == rows
     assert rows[2]["options"] is None and rows[0]["options"] == asdict(Options())

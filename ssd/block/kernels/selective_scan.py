@@ -3,24 +3,48 @@
 Sequences are cut into chunks of CHUNK tokens. Inside one, (S2) is a scan over pairs: a token takes the state h to a h + b, and
 tokens in a row compose to a pair again.
 
-u, delta, z, dout (batch, dim, seqlen), B and C (batch, ngroups, dstate, seqlen), A (dim, dstate), D and delta_bias (dim,) may
-have any strides; tokens are read together, so that seqlen is best contiguous. `dim / ngroups` channels share a group.
+u, delta, z and dout are (batch, dim, seqlen), B and C (batch, ngroups, dstate, seqlen), their tokens to be read UNIT at a time,
+see `in_units`; their other strides come in units of as many elements, or Triton would not know what divides them. A (dim,
+dstate), D and delta_bias (dim,) have any strides. `dim / ngroups` channels share a group.
 """
 
+import torch.nn.functional as F
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from ...device import sigmoid, softplus
 from ...tuning import next_power_of_2
 
 _TILE = 4096  # elements [dstate, CHUNK]: 16 a thread of 8 warps
-_LONGEST, _SHORTEST = 256, 16
+_LANES, _SHORTEST = 32, 16
+
+
+def unit_of(seqlen: int) -> int:
+    """UNIT: tokens that a thread reads at once."""
+    return 4 if seqlen % 8 else 8
 
 
 def chunk_of(seqlen: int, dstate: int) -> int:
-    """CHUNK: as long as the tile of a channel's states fits registers, and no longer than a sequence."""
-    most = min(_LONGEST, max(_SHORTEST, _TILE // next_power_of_2(dstate)))
+    """CHUNK: what a warp reads at once, unless the tile of a channel's states is too large for it or the sequence too short."""
+    most = min(_LANES * unit_of(seqlen), max(_SHORTEST, _TILE // next_power_of_2(dstate)))
     return min(most, max(_SHORTEST, next_power_of_2(seqlen)))
+
+
+def in_units(*tensors: Tensor | None) -> list[tuple[Tensor | None, tuple[int, ...] | None]]:
+    """Each tensor (..., seqlen), or a copy with zeros behind its rows, where these begin and end with whole units; and its
+    strides in units, but for the last, 1.
+    """
+    given = []
+    for t in tensors:
+        if t is None:
+            given.append((None, None))
+            continue
+        unit = unit_of(t.shape[-1])
+        if t.stride(-1) != 1 or t.shape[-1] % unit or any(stride % unit for stride in t.stride()[:-1]):
+            t = F.pad(t, (0, -t.shape[-1] % unit)).contiguous()
+        given.append((t, tuple(stride // unit for stride in t.stride()[:-1])))
+    return given
 
 
 @triton.jit
@@ -74,16 +98,16 @@ def suffixes(a, b, after, LOG_LANES: tl.constexpr):
 
 
 @triton.jit
-def load_tokens(t, stride, first, offs_t, seqlen):
-    """Tokens first + offs_t of a row that t points at: [T] fp32, or [D, T] for a column of rows; 0 after the last."""
+def load_tokens(t, first, offs_t, seqlen, UNIT: tl.constexpr):
+    """Tokens first + offs_t of a row that t points at: [T] fp32, or [D, T] for a column of rows; 0 after the last unit."""
     tokens = tl.cast(first, tl.int64) + offs_t
-    return tl.load(t + tokens * stride, mask=tokens < seqlen, other=0.0).to(tl.float32)
+    return tl.load(t + tokens, mask=tokens // UNIT < (seqlen + UNIT - 1) // UNIT, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def load_step(delta, stride, bias, first, offs_t, seqlen, SOFTPLUS: tl.constexpr):
-    """(S1): delta with its bias, and the step; both 0 after the last token, which then changes no state."""
-    raw = load_tokens(delta, stride, first, offs_t, seqlen) + bias
+def load_step(delta, bias, first, offs_t, seqlen, UNIT: tl.constexpr, SOFTPLUS: tl.constexpr):
+    """(S1): delta with its bias, and the step, which is 0 after the last token and so changes no state."""
+    raw = load_tokens(delta, first, offs_t, seqlen, UNIT) + bias
     step = softplus(raw) if SOFTPLUS else raw
     return raw, tl.where(first + offs_t < seqlen, step, 0.0)
 

@@ -19,7 +19,17 @@ from ...kernels.arguments import cdiv, strides
 from ...kernels.launch import launch
 from ...kernels.sum_parts import sum_first
 from ...tuning import next_power_of_2
-from .selective_scan import chunk_of, compose, gate_and_slope, load_step, load_tokens, locate, suffixes
+from .selective_scan import (
+    chunk_of,
+    compose,
+    gate_and_slope,
+    in_units,
+    load_step,
+    load_tokens,
+    locate,
+    suffixes,
+    unit_of,
+)
 
 _CHANNELS = 4  # of a program of dstates, one a warp
 _PROGRAMS = 4  # of grads, for each SM
@@ -29,17 +39,17 @@ _WARPS = 8  # of grads, for a tile of 4096
 @triton.jit
 def selective_scan_dstates_kernel(delta, delta_strides, A, A_strides, C, C_strides, z, z_strides, delta_bias, bias_strides,
                                   dout, dout_strides, dlast_state, dlast_strides, dstates, seqlen, nchunks, DIM: tl.constexpr,
-                                  NGROUPS: tl.constexpr, DSTATE: tl.constexpr, SOFTPLUS: tl.constexpr, CHANNELS: tl.constexpr,
-                                  CHUNK: tl.constexpr, BLOCK_N: tl.constexpr):
+                                  NGROUPS: tl.constexpr, DSTATE: tl.constexpr, UNIT: tl.constexpr, SOFTPLUS: tl.constexpr,
+                                  CHANNELS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr):
     b, g, d, in_d, offs_t = locate(DIM, NGROUPS, CHANNELS, CHUNK)
     offs_n = tl.arange(0, BLOCK_N)[None, :]
     at, in_state = (b * nchunks * DIM + d) * DSTATE + offs_n, in_d & (offs_n < DSTATE)
-    delta += b * delta_strides[0] + d * delta_strides[1]
-    dout += b * dout_strides[0] + d * dout_strides[1]
-    C += b * C_strides[0] + g * C_strides[1]
+    delta += (b * delta_strides[0] + d * delta_strides[1]) * UNIT
+    dout += (b * dout_strides[0] + d * dout_strides[1]) * UNIT
+    C += (b * C_strides[0] + g * C_strides[1]) * UNIT
     A += d * A_strides[0]
     if z is not None:
-        z += b * z_strides[0] + d * z_strides[1]
+        z += (b * z_strides[0] + d * z_strides[1]) * UNIT
     bias = 0.0
     if delta_bias is not None:
         bias = tl.load(delta_bias + d * bias_strides[0]).to(tl.float32)
@@ -52,15 +62,15 @@ def selective_scan_dstates_kernel(delta, delta_strides, A, A_strides, C, C_strid
         c = nchunks - 1 - k
         first = c * CHUNK
         tl.store(dstates + tl.cast(c, tl.int64) * DIM * DSTATE + at, dstate, mask=in_state)
-        dy = load_tokens(dout, dout_strides[2], first, offs_t, seqlen)
+        dy = load_tokens(dout, first, offs_t, seqlen, UNIT)
         if z is not None:
-            gate, _ = gate_and_slope(load_tokens(z, z_strides[2], first, offs_t, seqlen))
+            gate, _ = gate_and_slope(load_tokens(z, first, offs_t, seqlen, UNIT))
             dy *= gate
-        _, step = load_step(delta, delta_strides[2], bias, first, offs_t, seqlen, SOFTPLUS)
+        _, step = load_step(delta, bias, first, offs_t, seqlen, UNIT, SOFTPLUS)
         since, whole = tl.cumsum(step, 1), tl.sum(step, 1)[:, None]
         for n in range(DSTATE):
             rate = tl.load(A + n * A_strides[1]).to(tl.float32) * LOG2E
-            C_t = load_tokens(C + tl.cast(n, tl.int64) * C_strides[2], C_strides[3], first, offs_t, seqlen)
+            C_t = load_tokens(C + tl.cast(n, tl.int64) * C_strides[2] * UNIT, first, offs_t, seqlen, UNIT)
             after = tl.sum(tl.where(offs_n == n, dstate, 0.0), 1)[:, None]
             within = tl.sum(tl.math.exp2(since * rate) * (C_t * dy), 1)[:, None]
             dstate = tl.where(offs_n == n, tl.math.exp2(whole * rate) * after + within, dstate)
@@ -71,8 +81,8 @@ def selective_scan_dstates_kernel(delta, delta_strides, A, A_strides, C, C_strid
 def selective_scan_grads_kernel(u, u_strides, delta, delta_strides, A, A_strides, B, B_strides, C, C_strides, D, D_strides, z,
                                 z_strides, delta_bias, bias_strides, dout, dout_strides, states, dstates, du, ddelta, dz, dA,
                                 dB, dC, dD, ddelta_bias, seqlen, nchunks, batch, DIM: tl.constexpr, NGROUPS: tl.constexpr,
-                                DSTATE: tl.constexpr, SPLITS: tl.constexpr, SOFTPLUS: tl.constexpr, CHUNK: tl.constexpr,
-                                BLOCK_N: tl.constexpr, LOG_LANES: tl.constexpr):
+                                DSTATE: tl.constexpr, SPLITS: tl.constexpr, UNIT: tl.constexpr, SOFTPLUS: tl.constexpr,
+                                CHUNK: tl.constexpr, BLOCK_N: tl.constexpr, LOG_LANES: tl.constexpr):
     EACH: tl.constexpr = DIM // NGROUPS
     PART: tl.constexpr = (EACH + SPLITS - 1) // SPLITS
     split, number = tl.program_id(0) % SPLITS, tl.program_id(0) // SPLITS
@@ -82,11 +92,11 @@ def selective_scan_grads_kernel(u, u_strides, delta, delta_strides, A, A_strides
     offs_n, offs_t = tl.arange(0, BLOCK_N), tl.arange(0, CHUNK)
     in_n, tokens = offs_n < DSTATE, tl.cast(first, tl.int64) + offs_t
     in_t = tokens < seqlen
-    in_tile = in_n[:, None] & in_t[None, :]
-    at_B = b * B_strides[0] + g * B_strides[1] + offs_n.to(tl.int64)[:, None] * B_strides[2] + tokens[None, :] * B_strides[3]
-    at_C = b * C_strides[0] + g * C_strides[1] + offs_n.to(tl.int64)[:, None] * C_strides[2] + tokens[None, :] * C_strides[3]
-    B_t = tl.load(B + at_B, mask=in_tile, other=0.0).to(tl.float32)
-    C_t = tl.load(C + at_C, mask=in_tile, other=0.0).to(tl.float32)
+    B += (b * B_strides[0] + g * B_strides[1] + offs_n.to(tl.int64)[:, None] * B_strides[2]) * UNIT
+    C += (b * C_strides[0] + g * C_strides[1] + offs_n.to(tl.int64)[:, None] * C_strides[2]) * UNIT
+    readable = in_n[:, None] & (tokens // UNIT < (seqlen + UNIT - 1) // UNIT)[None, :]
+    B_t = tl.load(B + tokens[None, :], mask=readable, other=0.0).to(tl.float32)
+    C_t = tl.load(C + tokens[None, :], mask=readable, other=0.0).to(tl.float32)
     dB_t, dC_t = tl.zeros([BLOCK_N, CHUNK], tl.float32), tl.zeros([BLOCK_N, CHUNK], tl.float32)
 
     for k in range(split * PART, tl.minimum(split * PART + PART, EACH)):
@@ -101,11 +111,11 @@ def selective_scan_grads_kernel(u, u_strides, delta, delta_strides, A, A_strides
             bias = tl.load(delta_bias + d * bias_strides[0]).to(tl.float32)
         if D is not None:
             skip = tl.load(D + d * D_strides[0]).to(tl.float32)
-        u_t = load_tokens(u + b * u_strides[0] + d * u_strides[1], u_strides[2], first, offs_t, seqlen)
-        dy = load_tokens(dout + b * dout_strides[0] + d * dout_strides[1], dout_strides[2], first, offs_t, seqlen)
-        steps = delta + b * delta_strides[0] + d * delta_strides[1]
-        raw, step = load_step(steps, delta_strides[2], bias, first, offs_t, seqlen, SOFTPLUS)
-        _, step_after = load_step(steps, delta_strides[2], bias, first + 1, offs_t, seqlen, SOFTPLUS)
+        u_t = load_tokens(u + (b * u_strides[0] + d * u_strides[1]) * UNIT, first, offs_t, seqlen, UNIT)
+        dy = load_tokens(dout + (b * dout_strides[0] + d * dout_strides[1]) * UNIT, first, offs_t, seqlen, UNIT)
+        steps = delta + (b * delta_strides[0] + d * delta_strides[1]) * UNIT
+        raw, step = load_step(steps, bias, first, offs_t, seqlen, UNIT, SOFTPLUS)
+        _, step_after = load_step(steps, bias, first + 1, offs_t, seqlen, UNIT, SOFTPLUS)
         step_after = tl.where(offs_t == CHUNK - 1, 0.0, step_after)  # `after` is the gradient of the chunk's last state itself
 
         binary = (rate * LOG2E)[:, None]
@@ -114,7 +124,7 @@ def selective_scan_grads_kernel(u, u_strides, delta, delta_strides, A, A_strides
         begin = tl.where(offs_t[None, :] == 0, entering + decay * before[:, None], entering)
         _, h = tl.associative_scan((decay, begin), 1, compose)
         if z is not None:
-            z_t = load_tokens(z + b * z_strides[0] + d * z_strides[1], z_strides[2], first, offs_t, seqlen)
+            z_t = load_tokens(z + (b * z_strides[0] + d * z_strides[1]) * UNIT, first, offs_t, seqlen, UNIT)
             gate, slope = gate_and_slope(z_t)
             y = tl.sum(h * C_t, 0) + skip * u_t
             tl.store(dz + at, (dy * y * slope).to(dz.dtype.element_ty), mask=in_t)
@@ -137,8 +147,8 @@ def selective_scan_grads_kernel(u, u_strides, delta, delta_strides, A, A_strides
 
     part = (split.to(tl.int64) * batch + b) * NGROUPS + g
     at = (part * DSTATE + offs_n[:, None]) * seqlen + tokens[None, :]
-    tl.store(dB + at, dB_t, mask=in_tile)
-    tl.store(dC + at, dC_t, mask=in_tile)
+    tl.store(dB + at, dB_t, mask=in_n[:, None] & in_t[None, :])
+    tl.store(dC + at, dC_t, mask=in_n[:, None] & in_t[None, :])
 
 
 def selective_scan_bwd(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None,
@@ -154,28 +164,32 @@ def selective_scan_bwd(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor
     def like(t: Tensor | None) -> Tensor | None:
         return None if t is None else torch.empty(t.shape, device=t.device, dtype=t.dtype)
 
+    du, ddelta, dz = like(u), like(delta), like(z)
+    shared = (*B.shape[:3], seqlen)
+    dtypes = B.dtype, C.dtype
     dstates = torch.empty_like(states)
+    (u, u_units), (delta, delta_units), (B, B_units), (C, C_units), (z, z_units), (dout, dout_units) = in_units(
+        u, delta, B, C, z, dout)
     launch(
         selective_scan_dstates_kernel, cdiv(dim // ngroups, _CHANNELS) * ngroups * batch,
-        delta, delta.stride(), A, A.stride(), C, C.stride(), z, strides(z), delta_bias, strides(delta_bias), dout,
-        dout.stride(), dlast_state, strides(dlast_state), dstates, seqlen, nchunks, dim, ngroups, dstate, softplus,
+        delta, delta_units, A, A.stride(), C, C_units, z, z_units, delta_bias, strides(delta_bias), dout, dout_units,
+        dlast_state, strides(dlast_state), dstates, seqlen, nchunks, dim, ngroups, dstate, unit_of(seqlen), softplus,
         CHANNELS=_CHANNELS, CHUNK=chunk, BLOCK_N=columns, num_warps=_CHANNELS)
 
     wanted = _PROGRAMS * tuning.current_device(u.device.index).sms
     splits = min(next_power_of_2(cdiv(wanted, batch * nchunks * ngroups)), dim // ngroups)
     splits = cdiv(dim // ngroups, cdiv(dim // ngroups, splits))  # none without a channel
-    du, ddelta, dz = like(u), like(delta), like(z)
     rows = batch * nchunks
-    dA, dB, dC = parts(rows, dim, dstate), parts(splits, *B.shape), parts(splits, *C.shape)
+    dA, dB, dC = parts(rows, dim, dstate), parts(splits, *shared), parts(splits, *shared)
     dD, ddelta_bias = (None if t is None else parts(rows, dim) for t in (D, delta_bias))
     launch(
         selective_scan_grads_kernel, splits * ngroups * nchunks * batch,
-        u, u.stride(), delta, delta.stride(), A, A.stride(), B, B.stride(), C, C.stride(), D, strides(D), z, strides(z),
-        delta_bias, strides(delta_bias), dout, dout.stride(), states, dstates, du, ddelta, dz, dA, dB, dC, dD, ddelta_bias,
-        seqlen, nchunks, batch, dim, ngroups, dstate, splits, softplus, CHUNK=chunk, BLOCK_N=columns,
+        u, u_units, delta, delta_units, A, A.stride(), B, B_units, C, C_units, D, strides(D), z, z_units, delta_bias,
+        strides(delta_bias), dout, dout_units, states, dstates, du, ddelta, dz, dA, dB, dC, dD, ddelta_bias,
+        seqlen, nchunks, batch, dim, ngroups, dstate, splits, unit_of(seqlen), softplus, CHUNK=chunk, BLOCK_N=columns,
         LOG_LANES=min(32, chunk).bit_length() - 1, num_warps=max(1, _WARPS * chunk * columns // 4096))
 
     def summed(t: Tensor | None, dtype: torch.dtype = torch.float32) -> Tensor | None:
         return None if t is None else sum_first(t, torch.empty(t.shape[1:], device=t.device, dtype=dtype))
 
-    return du, ddelta, summed(dA), summed(dB, B.dtype), summed(dC, C.dtype), summed(dD), dz, summed(ddelta_bias)
+    return du, ddelta, summed(dA), summed(dB, dtypes[0]), summed(dC, dtypes[1]), summed(dD), dz, summed(ddelta_bias)

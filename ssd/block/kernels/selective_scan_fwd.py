@@ -14,7 +14,7 @@ from ...device import LOG2E
 from ...kernels.arguments import cdiv, strides
 from ...kernels.launch import launch
 from ...tuning import next_power_of_2
-from .selective_scan import chunk_of, compose, gate_and_slope, load_step, load_tokens, locate
+from .selective_scan import chunk_of, compose, gate_and_slope, in_units, load_step, load_tokens, locate, unit_of
 
 _CHANNELS = 4  # of a program, one a warp: B and C of a token are loaded once for them
 
@@ -22,19 +22,19 @@ _CHANNELS = 4  # of a program, one a warp: B and C of a token are loaded once fo
 @triton.jit
 def selective_scan_fwd_kernel(u, u_strides, delta, delta_strides, A, A_strides, B, B_strides, C, C_strides, D, D_strides, z,
                               z_strides, delta_bias, bias_strides, out, last_state, states, seqlen, nchunks, DIM: tl.constexpr,
-                              NGROUPS: tl.constexpr, DSTATE: tl.constexpr, SOFTPLUS: tl.constexpr, CHANNELS: tl.constexpr,
-                              CHUNK: tl.constexpr, BLOCK_N: tl.constexpr):
+                              NGROUPS: tl.constexpr, DSTATE: tl.constexpr, UNIT: tl.constexpr, SOFTPLUS: tl.constexpr,
+                              CHANNELS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr):
     b, g, d, in_d, offs_t = locate(DIM, NGROUPS, CHANNELS, CHUNK)
     offs_n = tl.arange(0, BLOCK_N)[None, :]
     at, in_state = (b * DIM + d) * DSTATE + offs_n, in_d & (offs_n < DSTATE)
-    u += b * u_strides[0] + d * u_strides[1]
-    delta += b * delta_strides[0] + d * delta_strides[1]
-    B += b * B_strides[0] + g * B_strides[1]
-    C += b * C_strides[0] + g * C_strides[1]
+    u += (b * u_strides[0] + d * u_strides[1]) * UNIT
+    delta += (b * delta_strides[0] + d * delta_strides[1]) * UNIT
+    B += (b * B_strides[0] + g * B_strides[1]) * UNIT
+    C += (b * C_strides[0] + g * C_strides[1]) * UNIT
     out += (b * DIM + d) * seqlen
     A += d * A_strides[0]
     if z is not None:
-        z += b * z_strides[0] + d * z_strides[1]
+        z += (b * z_strides[0] + d * z_strides[1]) * UNIT
     bias, skip = 0.0, 0.0
     if delta_bias is not None:
         bias = tl.load(delta_bias + d * bias_strides[0]).to(tl.float32)
@@ -46,14 +46,14 @@ def selective_scan_fwd_kernel(u, u_strides, delta, delta_strides, A, A_strides, 
         first = c * CHUNK
         if states is not None:
             tl.store(states + (b * (nchunks - 1) + c) * DIM * DSTATE + at, state, mask=in_state)
-        u_t = load_tokens(u, u_strides[2], first, offs_t, seqlen)
-        _, step = load_step(delta, delta_strides[2], bias, first, offs_t, seqlen, SOFTPLUS)
+        u_t = load_tokens(u, first, offs_t, seqlen, UNIT)
+        _, step = load_step(delta, bias, first, offs_t, seqlen, UNIT, SOFTPLUS)
         weighted = step * u_t
         y = skip * u_t
         for n in range(DSTATE):
             rate = tl.load(A + n * A_strides[1]).to(tl.float32) * LOG2E
-            B_t = load_tokens(B + tl.cast(n, tl.int64) * B_strides[2], B_strides[3], first, offs_t, seqlen)
-            C_t = load_tokens(C + tl.cast(n, tl.int64) * C_strides[2], C_strides[3], first, offs_t, seqlen)
+            B_t = load_tokens(B + tl.cast(n, tl.int64) * B_strides[2] * UNIT, first, offs_t, seqlen, UNIT)
+            C_t = load_tokens(C + tl.cast(n, tl.int64) * C_strides[2] * UNIT, first, offs_t, seqlen, UNIT)
             before = tl.sum(tl.where(offs_n == n, state, 0.0), 1)[:, None]
             decay, entering = tl.math.exp2(step * rate), weighted * B_t
             # the state enters with the first token: one product, where the pairs of all tokens would take one each
@@ -63,7 +63,7 @@ def selective_scan_fwd_kernel(u, u_strides, delta, delta_strides, A, A_strides, 
             after = tl.sum(tl.where(offs_t == CHUNK - 1, h, 0.0), 1)[:, None]
             state = tl.where(offs_n == n, after, state)
         if z is not None:
-            gate, _ = gate_and_slope(load_tokens(z, z_strides[2], first, offs_t, seqlen))
+            gate, _ = gate_and_slope(load_tokens(z, first, offs_t, seqlen, UNIT))
             y *= gate
         tokens = tl.cast(first, tl.int64) + offs_t
         tl.store(out + tokens, y.to(out.dtype.element_ty), mask=in_d & (tokens < seqlen))
@@ -79,9 +79,10 @@ def selective_scan_fwd(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor
     out = torch.empty(u.shape, device=u.device, dtype=u.dtype)
     last_state = torch.empty(batch, dim, dstate, device=u.device, dtype=torch.float32)
     states = torch.empty(batch, nchunks, dim, dstate, device=u.device, dtype=torch.float32) if save else None
+    (u, u_units), (delta, delta_units), (B, B_units), (C, C_units), (z, z_units) = in_units(u, delta, B, C, z)
     launch(
         selective_scan_fwd_kernel, cdiv(dim // ngroups, _CHANNELS) * ngroups * batch,
-        u, u.stride(), delta, delta.stride(), A, A.stride(), B, B.stride(), C, C.stride(), D, strides(D), z, strides(z),
-        delta_bias, strides(delta_bias), out, last_state, states, seqlen, nchunks, dim, ngroups, dstate, softplus,
+        u, u_units, delta, delta_units, A, A.stride(), B, B_units, C, C_units, D, strides(D), z, z_units, delta_bias,
+        strides(delta_bias), out, last_state, states, seqlen, nchunks, dim, ngroups, dstate, unit_of(seqlen), softplus,
         CHANNELS=_CHANNELS, CHUNK=chunk, BLOCK_N=next_power_of_2(dstate), num_warps=_CHANNELS)
     return out, last_state, states
