@@ -29,8 +29,8 @@ _TRAINING = ("workload", "preset", "loss")
 KEYS = (*IDENTITY, *_MEASURED, *_COMPARED, *_TRAINING, *ENVIRONMENT)
 
 # What a bench adds. err_seqlen: tokens that the error was taken over; note: why a value is missing; saved_mib: what a forward
-# keeps for the backward beside its inputs and output; step and changed: as `ablate.Step` has them; shard: which part of the tests
-# ran, if not all; found: errors and warnings of a tool; kernels: those that it named.
+# keeps for the backward beside its inputs and output; step and changed: as `ablate.Step` has them; shard: which part of the
+# tests ran, if not all; found: errors and warnings of a tool; kernels: those that it named.
 EXTRA_KEYS = {
     "ssd": ("err_seqlen", "note", "saved_mib"),
     "ablate": ("step", "changed", "err_seqlen", "note", "saved_mib"),

@@ -17,14 +17,16 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C._dynamo.guards import _empty_strided_cuda as empty_strided
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .kernels.launch import current_stream, launch_compiled, recording
 from .tuning import is_forced
 
+# as Inductor's code allocates, on the current device, in half the time of torch's function of that name
+empty_strided = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None) or (
+    lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device="cuda"))
 _MOST = 1024  # forms; callers whose sizes never repeat must not fill the memory
-_MOST_ADDRESSES = 64  # of an argument, whose descriptors are kept
+_MOST_ADDRESSES = 8  # of an argument, whose descriptors are kept
 _MOST_BYTES = 1 << 30  # allocated by a call: beyond, the kernels take longer than any Python
 _ALIGNMENT = 512  # bytes, of what torch allocates
 _TOLD_APART = 16  # bytes, up to which launches tell alignments apart
@@ -96,7 +98,6 @@ class Tape:
     def play(self, like: Tensor, addresses: list[int]) -> Results:
         """The results of the call on tensors at these addresses, on the device of `like`."""
         with torch.cuda.device_of(like):
-            # as Inductor's code allocates, on the current device, in half the time of torch's function of that name
             kept = [empty_strided(shape, strides, dtype) for shape, strides, dtype in self.kept]
             scratch = empty_strided((self.nbytes,), (1,), torch.uint8)
             start = scratch.data_ptr()

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..ops import are_plain, or_empty, or_none, register, wants_gradient
 from .arguments import check_dtype, check_interpretable, check_tensor, takes_kernels
+from .kernels.selective_scan import LARGEST_STATE, chunk_of
 from .kernels.selective_scan_bwd import selective_scan_bwd
 from .kernels.selective_scan_fwd import selective_scan_fwd
 
@@ -34,7 +35,7 @@ def selective_scan_fn(
     z: Tensor | None = None,
     delta_bias: Tensor | None = None,
     delta_softplus: bool = False,
-    return_last_state: bool = False,
+    return_last_state: bool | None = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The scan of Mamba-1 (Gu and Dao 2023, section 3), docs/block.md, equations S1 to S12.
 
@@ -45,14 +46,15 @@ def selective_scan_fn(
     Args:
         u: (batch, dim, seqlen), fp16, bf16, fp32 or fp64. Any strides, here and below, but fast where tokens are contiguous.
         delta: shape of u, the step before delta_bias and softplus. Any floating dtype, here and below.
-        A: (dim, dstate), the decay rate per unit step, <= 0 in a stable model.
+        A: (dim, dstate), dstate at most 256, the decay rate per unit step, <= 0: where states grow, the factors of a row of
+            tokens, which are multiplied first, overflow before they do.
         B, C: (batch, ngroups, dstate, seqlen), or (batch, dstate, seqlen) for one group; dim a multiple of ngroups, consecutive
             channels share a group.
         D: (dim,), the skip connection.
         z: shape of u; the output is multiplied by silu(z).
         delta_bias: (dim,).
         delta_softplus: apply softplus to delta + delta_bias.
-        return_last_state: also return the state after the last token.
+        return_last_state: also return the state after the last token. None, which MambaVision passes, is False.
 
     Returns:
         out, shape and dtype of u, contiguous; a tuple of it and last_state (batch, dim, dstate), fp32 (fp64 for fp64 u), if
@@ -61,6 +63,7 @@ def selective_scan_fn(
     Raises:
         TypeError, ValueError: naming the argument, what came and what is accepted.
     """
+    return_last_state = False if return_last_state is None else return_last_state
     B, C = (_with_groups(name, t) for name, t in (("B", B), ("C", C)))
     tensors = (u, delta, A, B, C, D, z, delta_bias)
     _check(*tensors)
@@ -126,6 +129,8 @@ def _check(u, delta, A, B, C, D, z, delta_bias) -> None:
     dstate, ngroups = A.shape[1], B.shape[1]
     if not ngroups or dim % ngroups:
         raise ValueError(f"B: got ngroups = {ngroups}, expected a divisor of dim = {dim}")
+    if takes_kernels(u) and dstate > LARGEST_STATE:
+        raise ValueError(f"A: got dstate = {dstate}, expected at most {LARGEST_STATE}, which the kernels have threads for")
     shared = (batch, ngroups, dstate, seqlen)
     shapes = {"delta": u.shape, "A": (dim, dstate), "B": shared, "C": shared, "D": (dim,), "z": u.shape, "delta_bias": (dim,)}
     for (name, shape), t in zip(shapes.items(), (delta, A, B, C, D, z, delta_bias), strict=True):
@@ -141,8 +146,6 @@ def _forward(u, delta, A, B, C, D, z, delta_bias, delta_softplus, save) -> tuple
 
 @torch.library.register_fake("ssd::selective_scan")
 def _forward_fake(u, delta, A, B, C, D, z, delta_bias, delta_softplus, save):
-    from .kernels.selective_scan import chunk_of
-
     (batch, dim, seqlen), dstate = u.shape, A.shape[1]
     nchunks = -(-seqlen // chunk_of(seqlen, dstate))
     states = u.new_empty(batch, nchunks, dim, dstate, dtype=torch.float32) if save else u.new_empty(0)

@@ -24,7 +24,9 @@ SUMS = ("dA", "dB", "dC", "dD", "ddelta_bias")  # over tokens or channels, in an
 
 @dataclass(frozen=True)
 class Case:
-    """Sizes and options of a call. decay: the largest rate; without groups B and C have no axis for them."""
+    """Sizes and options of a call. decay: the largest rate, and with `even` nearly all of them; without groups B and C have no
+    axis for them.
+    """
 
     batch: int = 2
     dim: int = 6
@@ -34,6 +36,7 @@ class Case:
     options: tuple[str, ...] = OPTIONAL
     softplus: bool = True
     decay: float = 2.0
+    even: bool = False
     dtype: torch.dtype = torch.float32
 
     def __str__(self) -> str:
@@ -49,6 +52,7 @@ CASES = [
     Case(options=("delta_bias",), dstate=5, ngroups=1, dim=9),  # odd everywhere: tiles with channels and states to spare
     Case(batch=1, dim=1, seqlen=1, ngroups=1),
     Case(seqlen=17, decay=200.0),
+    Case(seqlen=17, decay=16.0, even=True, softplus=False),  # little is left of a state, and dA is made of that
 ]
 if GPU:
     CASES += [Case(8, 5120, 2048, 16, 0), Case(64, 160, 196, 8, 0), Case(64, 640, 49, 8, 0), Case(2, 256, 20_000, 16, 4),
@@ -72,7 +76,8 @@ def inputs(case: Case, device: str) -> dict:
 
     groups = (case.ngroups,) if case.ngroups else ()
     u, z = normal(case.batch, 2 * case.dim, case.seqlen).chunk(2, 1)
-    rate = torch.rand(case.dim, case.dstate, generator=rng, device=device) + 0.01
+    spread, least = (0.1, 0.9) if case.even else (1.0, 0.01)
+    rate = least + spread * torch.rand(case.dim, case.dstate, generator=rng, device=device)
     given = {
         "u": u, "delta": 0.5 * normal(case.batch, case.dim, case.seqlen), "A": -case.decay * rate,
         "B": normal(case.batch, *groups, case.dstate, case.seqlen), "C": normal(case.batch, *groups, case.dstate, case.seqlen),
@@ -81,6 +86,9 @@ def inputs(case: Case, device: str) -> dict:
     if not case.softplus:
         given["delta"] = given["delta"].abs()
         given["delta_bias"] = given["delta_bias"].abs()
+    if case.even:
+        given["delta"] = 0.9 + 0.1 * given["delta"].abs()
+        given["delta_bias"] *= 0
     absent = dict.fromkeys(set(OPTIONAL) - set(case.options))
     return given | absent | {"delta_softplus": case.softplus, "return_last_state": True}
 
@@ -108,7 +116,8 @@ def mirror(u, delta, A, B, C, D=None, z=None, delta_bias=None, delta_softplus=Fa
     return torch_form(u, delta, A, B, C, D, z, delta_bias, delta_softplus)
 
 
-def run(function, given: dict, ways: tuple[Tensor, ...] | None = None) -> tuple[dict[str, Tensor], tuple[Tensor, ...]]:
+def run(function, given: dict, ways: tuple[Tensor, ...] | None = None,
+        named: tuple[str, ...] = ("out", "last_state")) -> tuple[dict[str, Tensor], tuple[Tensor, ...]]:
     """Outputs and gradients by name, and the cotangents."""
     leaves = {name: given[name].detach().requires_grad_() for name in LEAVES if given[name] is not None}
     outs = function(**given | leaves)
@@ -116,7 +125,7 @@ def run(function, given: dict, ways: tuple[Tensor, ...] | None = None) -> tuple[
         rng = generator(str(outs[0].device), "ways")
         ways = tuple((torch.randn(t.shape, generator=rng, device=t.device) + t.detach()).to(t.dtype) for t in outs)
     torch.autograd.backward(outs, [way.to(t.dtype) for way, t in zip(ways, outs, strict=True)])
-    got = dict(zip(("out", "last_state"), (t.detach() for t in outs), strict=True))
+    got = dict(zip(named, (t.detach() for t in outs), strict=True))
     return got | {f"d{name}": leaf.grad for name, leaf in leaves.items()}, ways
 
 
@@ -190,6 +199,52 @@ def test_without_the_last_state(device):
         dA.sum().backward()
 
 
+@pytest.mark.parametrize("dtypes", ({}, {"u": HALF, "A": torch.float64, "z": torch.float32}), ids=("as they are", "mixed"))
+def test_gradients_without_that_of_the_last_state(dtypes, device):
+    """As in training; and dtypes of all kinds, each gradient in its own."""
+    given = inputs(Case(), device)
+    given |= {name: given[name].to(dtype) for name, dtype in dtypes.items()}
+
+    def out_of(function):
+        return lambda **arguments: function(**arguments)[:1]
+
+    got, ways = run(out_of(selective_scan_fn), given, named=("out",))
+    truth, _ = run(out_of(definition), doubled(given), ways, named=("out",))
+    for name in LEAVES:
+        assert got[f"d{name}"].dtype == given[name].dtype
+        assert_close(got[f"d{name}"].double(), truth[f"d{name}"], rtol=1e-2 if dtypes else 1e-4, atol=1e-2 if dtypes else 1e-4)
+
+
+def test_what_does_not_vary_with_the_token(device):
+    """B and C of numbers for each channel, expanded over batch and tokens, as groups of one channel."""
+    given = inputs(Case(), device)
+    B, C = (torch.randn(6, 3, device=device)[None, :, :, None].expand(2, 6, 3, 20) for _ in range(2))
+    got, ways = run(selective_scan_fn, given | {"B": B, "C": C})
+    truth, _ = run(definition, doubled(given | {"B": B, "C": C}), ways)
+    for name in got:
+        assert_close(got[name].double(), truth[name], rtol=1e-4, atol=1e-4)
+
+
+def test_an_infinite_rate_forgets(device):
+    given = inputs(Case(), device)
+    given["A"][0, 0] = -float("inf")
+    got, _ = run(selective_scan_fn, given)
+    assert all(t.isfinite().all() for t in got.values())
+    given["A"][0, 0] = -1e30
+    truth, _ = run(definition, doubled(given))
+    assert_close(got["out"].double(), truth["out"], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu
+def test_groups_far_apart(device):
+    """Their offsets do not fit int32."""
+    given = inputs(Case(batch=1, dim=3, seqlen=8, dstate=1, ngroups=3, options=()), device)
+    far = torch.empty(2**31 + 16, dtype=given["B"].dtype, device=device)
+    spread = far.as_strided((1, 3, 1, 8), (0, 2**30, 8, 1)).copy_(given["B"])
+    got, _ = selective_scan_fn(**given | {"B": spread})
+    assert torch.equal(got, selective_scan_fn(**given | {"B": spread.contiguous()})[0])
+
+
 def test_layouts(device):
     """Bit for bit as contiguous tensors, channels first or last, repeated by strides of 0."""
     given = inputs(Case(), device)
@@ -245,14 +300,18 @@ def test_opcheck(case, device):
 
 @pytest.mark.parametrize("dynamic", (None, True))
 def test_compile(dynamic, device):
-    """One graph, forward and backward, for a second length as well."""
+    """Forward and backward, for many lengths, of which few need a graph of their own."""
     torch._dynamo.reset()
-    compiled = torch.compile(selective_scan_fn, fullgraph=True, backend="inductor" if GPU else "aot_eager", dynamic=dynamic)
+    counter = torch._dynamo.testing.CompileCounterWithBackend("inductor" if GPU else "aot_eager")
+    compiled = torch.compile(selective_scan_fn, fullgraph=True, backend=counter, dynamic=dynamic)
     for seqlen in (5, 20):
         given = inputs(Case(dim=2, dstate=2, seqlen=seqlen), device)
         eager, ways = run(selective_scan_fn, given)
         traced, _ = run(compiled, given, ways)
         assert_close(traced, eager)
+    for seqlen in range(21, 40):
+        compiled(**inputs(Case(batch=1, dim=2, dstate=1, seqlen=seqlen), device))
+    assert counter.frame_count <= 7
 
 
 def test_checkpoint(device):
@@ -289,6 +348,7 @@ WRONG = [
     ("A", lambda t: t.to(torch.complex64), TypeError, "A: got torch.complex64, expected a real dtype"),
     ("A", lambda t: t[:, 0], ValueError, "A: got shape"),
     ("A", lambda t: 1.0, TypeError, "A: got float"),
+    ("A", lambda t: t.new_ones(6, 257), ValueError, "A: got dstate = 257, expected at most 256"),
     ("B", lambda t: t[0, 0], ValueError, r"B: got shape \(3, 20\), expected .* can be expanded"),
     ("B", lambda t: t.repeat(1, 2, 1, 1), ValueError, "B: got ngroups = 4, expected a divisor of dim = 6"),
     ("C", lambda t: t[:, :1], ValueError, r"C: got shape \(2, 1, 3, 20\), expected \(2, 2, 3, 20\)"),

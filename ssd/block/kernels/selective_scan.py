@@ -18,6 +18,7 @@ from ...tuning import next_power_of_2
 
 _TILE = 4096  # elements [dstate, CHUNK]: 16 a thread of 8 warps
 _LANES, _SHORTEST = 32, 16
+LARGEST_STATE = 256
 
 
 def unit_of(seqlen: int) -> int:
@@ -28,7 +29,10 @@ def unit_of(seqlen: int) -> int:
 def chunk_of(seqlen: int, dstate: int) -> int:
     """CHUNK: what a warp reads at once, unless the tile of a channel's states is too large for it or the sequence too short."""
     most = min(_LANES * unit_of(seqlen), max(_SHORTEST, _TILE // next_power_of_2(dstate)))
-    return min(most, max(_SHORTEST, next_power_of_2(seqlen)))
+    chunk = min(most, _SHORTEST)
+    while chunk < most and chunk < seqlen:  # in comparisons, which torch.compile need not know a seqlen for
+        chunk *= 2
+    return chunk
 
 
 def in_units(*tensors: Tensor | None) -> list[tuple[Tensor | None, tuple[int, ...] | None]]:
@@ -49,8 +53,8 @@ def in_units(*tensors: Tensor | None) -> list[tuple[Tensor | None, tuple[int, ..
 
 @triton.jit
 def locate(DIM: tl.constexpr, NGROUPS: tl.constexpr, CHANNELS: tl.constexpr, CHUNK: tl.constexpr):
-    """Of a program that walks CHANNELS channels of one group: the batch row, its group, the channels [D, 1] and whether they
-    exist, and the tokens of a chunk [D, T]. Row and channels are int64. One that does not exist stands for the group's first.
+    """Of a program that walks CHANNELS channels of one group: the batch row, the group, the channels [D, 1], all int64; whether
+    channels exist, of which one that does not stands for the group's first; and the tokens of a chunk [D, T].
 
     The tokens are the same in every row: so each warp loads B and C for itself, and none waits for another.
     """
@@ -60,7 +64,8 @@ def locate(DIM: tl.constexpr, NGROUPS: tl.constexpr, CHANNELS: tl.constexpr, CHU
     in_group = tl.program_id(0) % TILES * CHANNELS + tl.arange(0, CHANNELS)[:, None]
     in_d = in_group < EACH
     d = g * EACH + tl.where(in_d, in_group, 0)
-    return b.to(tl.int64), g, d.to(tl.int64), in_d, tl.arange(0, CHUNK)[None, :] + tl.zeros([CHANNELS, 1], tl.int32)
+    offs_t = tl.arange(0, CHUNK)[None, :] + tl.zeros([CHANNELS, 1], tl.int32)
+    return b.to(tl.int64), g.to(tl.int64), d.to(tl.int64), in_d, offs_t
 
 
 @triton.jit
@@ -95,6 +100,12 @@ def suffixes(a, b, after, LOG_LANES: tl.constexpr):
     h = b_lane + a_lane * after[:, None]  # at the first token of each lane
     entering = tl.where(lanes == LANES - 1, after[:, None], tl.gather(h, tl.minimum(lanes + 1, LANES - 1), 1))
     return tl.reshape(tl.flip(b + a * entering[:, :, None], 2), [N, T])
+
+
+@triton.jit
+def finite(rate):
+    """A rate that a step of 0, as after the last token, does not make NaN of."""
+    return tl.maximum(rate, -1e30, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit

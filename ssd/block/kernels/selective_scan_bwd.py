@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ... import tuning
-from ...device import LOG2E, sigmoid
+from ...device import LOG2E, sigmoid, softplus
 from ...kernels.arguments import cdiv, strides
 from ...kernels.launch import launch
 from ...kernels.sum_parts import sum_first
@@ -22,6 +22,7 @@ from ...tuning import next_power_of_2
 from .selective_scan import (
     chunk_of,
     compose,
+    finite,
     gate_and_slope,
     in_units,
     load_step,
@@ -56,7 +57,7 @@ def selective_scan_dstates_kernel(delta, delta_strides, A, A_strides, C, C_strid
 
     dstate = tl.zeros([CHANNELS, BLOCK_N], tl.float32)
     if dlast_state is not None:
-        last = b * dlast_strides[0] + d * dlast_strides[1] + offs_n * dlast_strides[2]
+        last = b * dlast_strides[0] + d * dlast_strides[1] + offs_n.to(tl.int64) * dlast_strides[2]
         dstate += tl.load(dlast_state + last, mask=in_state, other=0.0).to(tl.float32)
     for k in range(nchunks - 1):
         c = nchunks - 1 - k
@@ -69,8 +70,9 @@ def selective_scan_dstates_kernel(delta, delta_strides, A, A_strides, C, C_strid
         _, step = load_step(delta, bias, first, offs_t, seqlen, UNIT, SOFTPLUS)
         since, whole = tl.cumsum(step, 1), tl.sum(step, 1)[:, None]
         for n in range(DSTATE):
-            rate = tl.load(A + n * A_strides[1]).to(tl.float32) * LOG2E
-            C_t = load_tokens(C + tl.cast(n, tl.int64) * C_strides[2] * UNIT, first, offs_t, seqlen, UNIT)
+            row = tl.cast(n, tl.int64)
+            rate = finite(tl.load(A + row * A_strides[1]).to(tl.float32)) * LOG2E
+            C_t = load_tokens(C + row * C_strides[2] * UNIT, first, offs_t, seqlen, UNIT)
             after = tl.sum(tl.where(offs_n == n, dstate, 0.0), 1)[:, None]
             within = tl.sum(tl.math.exp2(since * rate) * (C_t * dy), 1)[:, None]
             dstate = tl.where(offs_n == n, tl.math.exp2(whole * rate) * after + within, dstate)
@@ -86,24 +88,26 @@ def selective_scan_grads_kernel(u, u_strides, delta, delta_strides, A, A_strides
     EACH: tl.constexpr = DIM // NGROUPS
     PART: tl.constexpr = (EACH + SPLITS - 1) // SPLITS
     split, number = tl.program_id(0) % SPLITS, tl.program_id(0) // SPLITS
-    g, number = number % NGROUPS, number // NGROUPS
+    g, number = tl.cast(number % NGROUPS, tl.int64), number // NGROUPS
     c, b = number % nchunks, tl.cast(number // nchunks, tl.int64)
     first = c * CHUNK
-    offs_n, offs_t = tl.arange(0, BLOCK_N), tl.arange(0, CHUNK)
+    offs_n, offs_t = tl.arange(0, BLOCK_N).to(tl.int64), tl.arange(0, CHUNK)
     in_n, tokens = offs_n < DSTATE, tl.cast(first, tl.int64) + offs_t
     in_t = tokens < seqlen
-    B += (b * B_strides[0] + g * B_strides[1] + offs_n.to(tl.int64)[:, None] * B_strides[2]) * UNIT
-    C += (b * C_strides[0] + g * C_strides[1] + offs_n.to(tl.int64)[:, None] * C_strides[2]) * UNIT
+    B += (b * B_strides[0] + g * B_strides[1] + offs_n[:, None] * B_strides[2]) * UNIT
+    C += (b * C_strides[0] + g * C_strides[1] + offs_n[:, None] * C_strides[2]) * UNIT
     readable = in_n[:, None] & (tokens // UNIT < (seqlen + UNIT - 1) // UNIT)[None, :]
     B_t = tl.load(B + tokens[None, :], mask=readable, other=0.0).to(tl.float32)
     C_t = tl.load(C + tokens[None, :], mask=readable, other=0.0).to(tl.float32)
+    has_before = (offs_t > 0) & (tokens <= seqlen)
+    B_before = tl.load(B + tokens[None, :] - 1, mask=in_n[:, None] & has_before[None, :], other=0.0).to(tl.float32)
     dB_t, dC_t = tl.zeros([BLOCK_N, CHUNK], tl.float32), tl.zeros([BLOCK_N, CHUNK], tl.float32)
 
     for k in range(split * PART, tl.minimum(split * PART + PART, EACH)):
-        d = tl.cast(g * EACH + k, tl.int64)
+        d = g * EACH + k
         row = (b * nchunks + c) * DIM + d  # of what each chunk has of each channel
         at = (b * DIM + d) * seqlen + tokens
-        rate = tl.load(A + d * A_strides[0] + offs_n * A_strides[1], mask=in_n, other=0.0).to(tl.float32)
+        rate = finite(tl.load(A + d * A_strides[0] + offs_n * A_strides[1], mask=in_n, other=0.0).to(tl.float32))
         before = tl.load(states + row * DSTATE + offs_n, mask=in_n, other=0.0)
         after = tl.load(dstates + row * DSTATE + offs_n, mask=in_n, other=0.0)
         bias, skip = 0.0, 0.0
@@ -111,18 +115,23 @@ def selective_scan_grads_kernel(u, u_strides, delta, delta_strides, A, A_strides
             bias = tl.load(delta_bias + d * bias_strides[0]).to(tl.float32)
         if D is not None:
             skip = tl.load(D + d * D_strides[0]).to(tl.float32)
-        u_t = load_tokens(u + (b * u_strides[0] + d * u_strides[1]) * UNIT, first, offs_t, seqlen, UNIT)
-        dy = load_tokens(dout + (b * dout_strides[0] + d * dout_strides[1]) * UNIT, first, offs_t, seqlen, UNIT)
+        inputs = u + (b * u_strides[0] + d * u_strides[1]) * UNIT
         steps = delta + (b * delta_strides[0] + d * delta_strides[1]) * UNIT
+        u_t = load_tokens(inputs, first, offs_t, seqlen, UNIT)
+        dy = load_tokens(dout + (b * dout_strides[0] + d * dout_strides[1]) * UNIT, first, offs_t, seqlen, UNIT)
         raw, step = load_step(steps, bias, first, offs_t, seqlen, UNIT, SOFTPLUS)
         _, step_after = load_step(steps, bias, first + 1, offs_t, seqlen, UNIT, SOFTPLUS)
         step_after = tl.where(offs_t == CHUNK - 1, 0.0, step_after)  # `after` is the gradient of the chunk's last state itself
 
         binary = (rate * LOG2E)[:, None]
-        entering = (step * u_t)[None, :] * B_t
+        # what is left of the state before each token is scanned for, since (S9) wants it: h less what enters would lose it
+        step_before = tl.load(steps + tokens - 1, mask=has_before, other=0.0).to(tl.float32) + bias
+        step_before = softplus(step_before) if SOFTPLUS else step_before
+        u_before = tl.load(inputs + tokens - 1, mask=has_before, other=0.0).to(tl.float32)
         decay = tl.math.exp2(step[None, :] * binary)
-        begin = tl.where(offs_t[None, :] == 0, entering + decay * before[:, None], entering)
-        _, h = tl.associative_scan((decay, begin), 1, compose)
+        entered = tl.where(offs_t[None, :] == 0, before[:, None], (step_before * u_before)[None, :] * B_before)
+        _, left = tl.associative_scan((decay, decay * entered), 1, compose)
+        h = left + (step * u_t)[None, :] * B_t
         if z is not None:
             z_t = load_tokens(z + (b * z_strides[0] + d * z_strides[1]) * UNIT, first, offs_t, seqlen, UNIT)
             gate, slope = gate_and_slope(z_t)
@@ -133,7 +142,7 @@ def selective_scan_grads_kernel(u, u_strides, delta, delta_strides, A, A_strides
         dh = suffixes(tl.math.exp2(step_after[None, :] * binary), C_t * dy[None, :], after, LOG_LANES)
         dB_t += dh * (step * u_t)[None, :]
         dentering = tl.sum(dh * B_t, 0)
-        ddecay = dh * (h - entering)
+        ddecay = dh * left
         dstep = u_t * dentering + tl.sum(ddecay * rate[:, None], 0)
         if SOFTPLUS:
             dstep *= sigmoid(raw)

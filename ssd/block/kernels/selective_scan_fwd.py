@@ -14,7 +14,7 @@ from ...device import LOG2E
 from ...kernels.arguments import cdiv, strides
 from ...kernels.launch import launch
 from ...tuning import next_power_of_2
-from .selective_scan import chunk_of, compose, gate_and_slope, in_units, load_step, load_tokens, locate, unit_of
+from .selective_scan import chunk_of, compose, finite, gate_and_slope, in_units, load_step, load_tokens, locate, unit_of
 
 _CHANNELS = 4  # of a program, one a warp: B and C of a token are loaded once for them
 
@@ -51,9 +51,10 @@ def selective_scan_fwd_kernel(u, u_strides, delta, delta_strides, A, A_strides, 
         weighted = step * u_t
         y = skip * u_t
         for n in range(DSTATE):
-            rate = tl.load(A + n * A_strides[1]).to(tl.float32) * LOG2E
-            B_t = load_tokens(B + tl.cast(n, tl.int64) * B_strides[2] * UNIT, first, offs_t, seqlen, UNIT)
-            C_t = load_tokens(C + tl.cast(n, tl.int64) * C_strides[2] * UNIT, first, offs_t, seqlen, UNIT)
+            row = tl.cast(n, tl.int64)
+            rate = finite(tl.load(A + row * A_strides[1]).to(tl.float32)) * LOG2E
+            B_t = load_tokens(B + row * B_strides[2] * UNIT, first, offs_t, seqlen, UNIT)
+            C_t = load_tokens(C + row * C_strides[2] * UNIT, first, offs_t, seqlen, UNIT)
             before = tl.sum(tl.where(offs_n == n, state, 0.0), 1)[:, None]
             decay, entering = tl.math.exp2(step * rate), weighted * B_t
             # the state enters with the first token: one product, where the pairs of all tokens would take one each
