@@ -11,13 +11,15 @@ from collections.abc import Callable
 from ..api import LARGEST_CHUNK, SMALLEST_CHUNK, ssd_chunk_scan
 from ..block.conv1d import causal_conv1d_fn
 from ..block.conv1d_update import causal_conv1d_update
+from ..block.mamba_inner import mamba_inner_fn
+from ..block.selective_scan import selective_scan_fn
 from ..block.split import split_conv1d_scan
 from ..block.state_update import selective_state_update
 from ..tuning import next_power_of_2
 
 
 def functions(variant: Callable[[], str]) -> dict[str, Callable]:
-    """The five functions by upstream's names. `variant` is asked at each call for the one to run."""
+    """The seven functions by upstream's names. `variant` is asked at each call for the one to run."""
 
     def mamba_chunk_scan_combined(
         x, dt, A, B, C, chunk_size, D=None, z=None, dt_bias=None, initial_states=None, seq_idx=None, cu_seqlens=None,
@@ -44,7 +46,7 @@ def functions(variant: Callable[[], str]) -> dict[str, Callable]:
             state_dtype=state_dtype, variant=variant())
 
     placed = (mamba_chunk_scan_combined, mamba_split_conv1d_scan_combined, causal_conv1d_fn, causal_conv1d_update,
-              selective_state_update)
+              selective_state_update, selective_scan_fn, mamba_inner_fn)
     return {function.__name__: function for function in placed}
 
 

@@ -23,15 +23,17 @@ _CUDA = "selective_scan_cuda"
 _SOURCES = {
     "mamba_ssm.ops.triton.ssd_combined": ("mamba_chunk_scan_combined", "mamba_split_conv1d_scan_combined"),
     "mamba_ssm.ops.triton.selective_state_update": ("selective_state_update",),
+    "mamba_ssm.ops.selective_scan_interface": ("selective_scan_fn", "mamba_inner_fn"),
 }
+_CONVOLVING = ("mamba_ssm.modules.mamba2", "mamba_ssm.modules.mamba_simple")  # without causal_conv1d they hold None
 _CONVOLUTIONS = ("causal_conv1d_fn", "causal_conv1d_update")
 
 
 def patch_mamba_ssm(variant: str = "auto") -> Patch:
-    """Runs mamba_ssm's SSD functions, its `Mamba2` and what else calls them on this repository's functions.
+    """Runs mamba_ssm's SSD and selective scan, its `Mamba2`, `Mamba` and what else calls them on this repository's functions.
 
-    mamba_ssm need not have been built with CUDA: `selective_scan_cuda`, which only Mamba-1 calls, may be absent, and so may
-    causal_conv1d. `with patch_mamba_ssm():` undoes it at the end of the block; as a plain call it lasts until `.undo()`.
+    mamba_ssm need not have been built with CUDA: `selective_scan_cuda`, which nothing calls under the patch, may be absent, and
+    so may causal_conv1d. `with patch_mamba_ssm():` undoes it at the end of the block; as a plain call it lasts until `.undo()`.
     Patches nest: the newest one's variant runs. mamba_ssm is imported; what could not be without the patch is out of
     `sys.modules` while none is in force, and the same modules come back with the next, with the models built from them.
 
@@ -59,12 +61,12 @@ def _install(undo: ExitStack) -> None:
     _import_whole("mamba_ssm")
     import_module("ssd.interop.mamba_ssm")  # the variant "mamba_ssm" must find upstream's functions
     upstream = {name: getattr(import_module(source), name) for source, names in _SOURCES.items() for name in names}
-    mamba2 = vars(import_module("mamba_ssm.modules.mamba2"))
-    for name in _CONVOLUTIONS:
-        if mamba2[name] is None:
-            put(undo, mamba2, name, _FUNCTIONS[name])
-        else:
-            upstream[name] = mamba2[name]
+    for module in map(vars, map(import_module, _CONVOLVING)):
+        for name in _CONVOLUTIONS:
+            if module[name] is None:
+                put(undo, module, name, _FUNCTIONS[name])
+            else:
+                upstream[name] = module[name]
     undo.callback(_replace, [(_FUNCTIONS[name], function) for name, function in upstream.items()])
     _replace([(function, _FUNCTIONS[name]) for name, function in upstream.items()])
 
@@ -109,7 +111,8 @@ def _absent_extension() -> ModuleType:
     module.__spec__ = ModuleSpec(_CUDA, loader=None)
 
     def missing(name: str):
-        raise AttributeError(f"{_CUDA}.{name}: Mamba-1's CUDA extension is not installed, and ssd has no Mamba-1")
+        raise AttributeError(f"{_CUDA}.{name}: Mamba-1's CUDA extension is not installed. Under ssd.patch_mamba_ssm() Mamba-1 "
+                             "runs without it, through selective_scan_fn and mamba_inner_fn; only direct calls of it do not")
 
     module.__getattr__ = missing
     return module

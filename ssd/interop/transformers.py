@@ -124,4 +124,5 @@ class _AfterImport(MetaPathFinder):
 
 
 _LIBRARY = Library("transformers", _install)
-_FUNCTIONS = {name: _taking_what_it_knows(function) for name, function in functions(lambda: _LIBRARY.variant).items()}
+_OURS = functions(lambda: _LIBRARY.variant)
+_FUNCTIONS = {name: _taking_what_it_knows(_OURS[name]) for name in _GLOBALS.values()}

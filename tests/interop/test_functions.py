@@ -1,8 +1,10 @@
 """The functions that patches put in place, called as their new owners call them."""
 
 import inspect
+import sys
 from importlib import import_module
 from importlib.util import find_spec
+from types import ModuleType
 
 import pytest
 import torch
@@ -26,6 +28,12 @@ UPSTREAM = {
         "(x, conv_state, weight, bias=None, activation=None, cache_seqlens=None, conv_state_indices=None)",
     "selective_state_update":
         "(state, x, dt, A, B, C, D=None, z=None, dt_bias=None, dt_softplus=False, state_batch_indices=None)",
+    "selective_scan_fn":
+        "(u, delta, A, B, C, D=None, z=None, delta_bias=None, delta_softplus=False, return_last_state=False)",
+    "mamba_inner_fn":
+        "(xz, conv1d_weight, conv1d_bias, x_proj_weight, delta_proj_weight, out_proj_weight, out_proj_bias, A, B=None, C=None, "
+        "D=None, delta_bias=None, B_proj_bias=None, C_proj_bias=None, delta_softplus=True, checkpoint_lvl=1, "
+        "b_rms_weight=None, c_rms_weight=None, dt_rms_weight=None, b_c_dt_rms_eps=1e-06)",
 }
 OURS = functions(lambda: "auto")
 
@@ -40,18 +48,21 @@ def plain_signature(function) -> str:
 @pytest.mark.parametrize("name", UPSTREAM)
 def test_signatures(name):
     assert plain_signature(OURS[name]) == UPSTREAM[name] and OURS[name].__name__ == name
+    assert OURS.keys() == UPSTREAM.keys()
 
 
-def test_signatures_of_the_installed_mamba_ssm():
+def test_signatures_of_the_installed_mamba_ssm(monkeypatch):
     """Its releases up to 2.3.2 end before state_dtype, which its main branch has, and earlier ones sooner."""
     if find_spec("mamba_ssm") is None:
         pytest.skip("mamba_ssm is not installed")
     from ssd.interop.mamba_ssm import _without_its_init
 
+    monkeypatch.setitem(sys.modules, "selective_scan_cuda", ModuleType("selective_scan_cuda"))
     with _without_its_init():
         found = {**vars(import_module("mamba_ssm.ops.triton.ssd_combined")),
-                 **vars(import_module("mamba_ssm.ops.triton.selective_state_update"))}
-    for name in ("mamba_chunk_scan_combined", "mamba_split_conv1d_scan_combined", "selective_state_update"):
+                 **vars(import_module("mamba_ssm.ops.triton.selective_state_update")),
+                 **vars(import_module("mamba_ssm.ops.selective_scan_interface"))}
+    for name in UPSTREAM.keys() - {"causal_conv1d_fn", "causal_conv1d_update"}:
         assert UPSTREAM[name].startswith(plain_signature(found[name]).removesuffix(")"))
 
 

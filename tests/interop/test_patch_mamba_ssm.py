@@ -2,18 +2,23 @@
 
 import importlib
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from types import ModuleType
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch.testing import assert_close
 
 import ssd
 from ssd.interop import patch_mamba_ssm as patch
 from ssd.modules import Mamba2LM, Mamba2LMConfig
 
-ROOTS = ("mamba_ssm", "megatron", "causal_conv1d", "selective_scan_cuda")
+ROOTS = ("mamba_ssm", "megatron", "fla", "vision", "causal_conv1d", "selective_scan_cuda")
 FUNCTIONS = "from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined, mamba_split_conv1d_scan_combined\n"
+SELECTIVE = "from mamba_ssm.ops.selective_scan_interface import selective_scan_fn, mamba_inner_fn\n"
 UPDATE = "from mamba_ssm.ops.triton.selective_state_update import selective_state_update\n"
 CONVOLUTIONS = """
 try:
@@ -22,18 +27,23 @@ except ImportError:
     causal_conv1d_fn, causal_conv1d_update = None, None
 """
 LAYOUT = {
-    "mamba_ssm/__init__.py": "import mamba_ssm.ops.mamba_1\nfrom mamba_ssm.modules.mamba2 import Mamba2\n",
+    "mamba_ssm/__init__.py":
+        SELECTIVE + "from mamba_ssm.modules.mamba_simple import Mamba\nfrom mamba_ssm.modules.mamba2 import Mamba2\n",
     "mamba_ssm/ops/__init__.py": "",
-    "mamba_ssm/ops/mamba_1.py": "import selective_scan_cuda\n",
+    "mamba_ssm/ops/selective_scan_interface.py":
+        "import selective_scan_cuda\n\n\ndef selective_scan_fn(): pass\n\n\ndef mamba_inner_fn(): pass\n",
     "mamba_ssm/ops/triton/__init__.py": "",
     "mamba_ssm/ops/triton/ssd_combined.py":
         "def mamba_chunk_scan_combined(): pass\n\n\ndef mamba_split_conv1d_scan_combined(): pass\n",
     "mamba_ssm/ops/triton/selective_state_update.py": "def selective_state_update(): pass\n",
     "mamba_ssm/modules/__init__.py": "",
+    "mamba_ssm/modules/mamba_simple.py": CONVOLUTIONS + SELECTIVE + UPDATE + "\n\nclass Mamba: pass\n",
     "mamba_ssm/modules/mamba2.py": CONVOLUTIONS + FUNCTIONS + UPDATE + "\n\nclass Mamba2: pass\n",
     "mamba_ssm/modules/mamba2_simple.py": FUNCTIONS,
     "mamba_ssm-2.3.0.dist-info/METADATA": "Name: mamba-ssm\nVersion: 2.3.0\n",
     "megatron/core/mixer.py": FUNCTIONS,
+    "fla/layers/mamba.py": SELECTIVE + UPDATE,
+    "vision/mixer.py": SELECTIVE,
 }
 
 
@@ -63,6 +73,7 @@ def named(module: str) -> dict:
 
 OURS = patch._FUNCTIONS
 SCANS = ("mamba_chunk_scan_combined", "mamba_split_conv1d_scan_combined")
+MAMBA_1 = ("selective_scan_fn", "mamba_inner_fn")
 CONVS = ("causal_conv1d_fn", "causal_conv1d_update")
 
 
@@ -70,7 +81,7 @@ def test_functions_are_replaced_wherever_they_are(files):
     with ssd.patch_mamba_ssm():
         mamba2, simple = named("mamba_ssm.modules.mamba2"), named("mamba_ssm.modules.mamba2_simple")  # one imported only now
         scans = named("mamba_ssm.ops.triton.ssd_combined")
-        assert all(mamba2[name] is OURS[name] for name in OURS)
+        assert all(mamba2[name] is OURS[name] for name in (*SCANS, *CONVS, "selective_state_update"))
         assert all(module[name] is OURS[name] for name in SCANS for module in (simple, scans))
         assert named("mamba_ssm.ops.triton.selective_state_update")["selective_state_update"] is OURS["selective_state_update"]
         assert ssd.patched() == {"mamba_ssm": "auto"}
@@ -78,6 +89,30 @@ def test_functions_are_replaced_wherever_they_are(files):
         assert all(module[name].__module__ == "mamba_ssm.ops.triton.ssd_combined" for name in SCANS)
     assert mamba2["selective_state_update"].__module__ == "mamba_ssm.ops.triton.selective_state_update"
     assert all(mamba2[name] is None for name in CONVS)
+
+
+def test_mamba_1_is_replaced_wherever_it_is(files):
+    """Its convolutions too, which are None without causal_conv1d; everything is put back."""
+    holders = ("mamba_ssm", "mamba_ssm.ops.selective_scan_interface", "mamba_ssm.modules.mamba_simple", "fla.layers.mamba")
+    with ssd.patch_mamba_ssm():
+        found = [named(module) for module in holders]
+        assert all(module[name] is OURS[name] for name in MAMBA_1 for module in found)
+        assert all(found[2][name] is OURS[name] for name in (*CONVS, "selective_state_update"))
+    for module in found:
+        assert all(module[name].__module__ == "mamba_ssm.ops.selective_scan_interface" for name in MAMBA_1)
+    assert all(found[2][name] is None for name in CONVS)
+    assert found[2]["selective_state_update"].__module__ == "mamba_ssm.ops.triton.selective_state_update"
+
+
+def test_modules_that_are_not_looked_through(files):
+    """As MambaVision's: what one took before the patch is upstream's, what it took under it remains ours."""
+    sys.modules["selective_scan_cuda"] = ModuleType("selective_scan_cuda")
+    upstream = {name: named("vision.mixer")[name] for name in MAMBA_1}
+    with ssd.patch_mamba_ssm():
+        assert all(named("vision.mixer")[name] is upstream[name] for name in MAMBA_1)
+        del sys.modules["vision.mixer"]
+        mixer = named("vision.mixer")
+    assert all(mixer[name] is OURS[name] for name in MAMBA_1)
 
 
 def test_megatron_before_and_after(files):
@@ -99,7 +134,7 @@ def test_the_cuda_extension_may_be_absent(files):
         assert importlib.import_module("mamba_ssm").Mamba2
         stand_in = sys.modules["selective_scan_cuda"]
         assert find_spec("selective_scan_cuda") is stand_in.__spec__
-        with pytest.raises(AttributeError, match=r"selective_scan_cuda\.fwd: Mamba-1's CUDA extension is not installed"):
+        with pytest.raises(AttributeError, match=r"selective_scan_cuda\.fwd: .* is not installed.* Mamba-1 runs without it"):
             stand_in.fwd  # noqa: B018
     assert not {"selective_scan_cuda", "mamba_ssm", "mamba_ssm.modules.mamba2"} & sys.modules.keys()
     with pytest.raises(ImportError, match="selective_scan_cuda"):
@@ -108,25 +143,28 @@ def test_the_cuda_extension_may_be_absent(files):
 
 def test_models_of_one_patch_run_under_the_next(files):
     """Where mamba_ssm cannot be imported otherwise, it is the same modules that a later patch brings back."""
+    modules = {"mamba_ssm.modules.mamba2": (*SCANS, *CONVS), "mamba_ssm.modules.mamba_simple": (*MAMBA_1, *CONVS)}
     with ssd.patch_mamba_ssm():
-        mamba2 = named("mamba_ssm.modules.mamba2")
-    assert mamba2["mamba_chunk_scan_combined"] is not OURS["mamba_chunk_scan_combined"]
+        first = {module: named(module) for module in modules}
+    assert not any(first[module][name] is OURS[name] for module, names in modules.items() for name in names)
     with ssd.patch_mamba_ssm():
-        assert named("mamba_ssm.modules.mamba2") is mamba2 and all(mamba2[name] is OURS[name] for name in OURS)
+        assert all(named(module) is first[module] for module in modules)
+        assert all(first[module][name] is OURS[name] for module, names in modules.items() for name in names)
 
 
 def test_installed_extensions_are_used(files):
     """No stand-in for Mamba-1's; the convolutions are replaced in their own package too, and put back."""
+    holders = ("causal_conv1d", "mamba_ssm.modules.mamba2", "mamba_ssm.modules.mamba_simple")
     for name, source in (("selective_scan_cuda", ""), ("causal_conv1d", "".join(f"def {name}(): pass\n" for name in CONVS))):
         (files / f"{name}.py").write_text(source)
     for name in ("selective_scan_cuda", "causal_conv1d"):
         importlib.import_module(name)
     theirs = {name: named("causal_conv1d")[name] for name in CONVS}
     with ssd.patch_mamba_ssm():
-        for module in ("causal_conv1d", "mamba_ssm.modules.mamba2"):
+        for module in holders:
             assert all(named(module)[name] is OURS[name] for name in CONVS)
         assert sys.modules["selective_scan_cuda"].__file__
-    for module in ("causal_conv1d", "mamba_ssm.modules.mamba2"):
+    for module in holders:
         assert all(named(module)[name] is theirs[name] for name in CONVS)
     assert "selective_scan_cuda" in sys.modules
 
@@ -170,7 +208,7 @@ def test_mamba2_of_the_installed_mamba_ssm(real, device):
     u = torch.randn(2, 19, 32, device=device)
     whole = block(u)
     block.use_mem_eff_path = False
-    torch.testing.assert_close(block(u), whole, rtol=1e-4, atol=1e-5)
+    assert_close(block(u), whole, rtol=1e-4, atol=1e-5)
 
 
 def test_language_model_of_the_installed_mamba_ssm(real, device):
@@ -182,6 +220,79 @@ def test_language_model_of_the_installed_mamba_ssm(real, device):
     model = MambaLMHeadModel(config, device=device)
     model(torch.randint(64, (2, 19), device=device)).logits.square().mean().backward()
     assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in model.parameters())
+
+
+@contextmanager
+def definitions(monkeypatch) -> Iterator[None]:
+    """Mamba-1's blocks run mamba_ssm's own definitions in torch, around a convolution of this file's."""
+    interface = named("mamba_ssm.ops.selective_scan_interface")
+    with monkeypatch.context() as patched:
+        patched.setitem(interface, "causal_conv1d_fn", convolution)
+        patched.setitem(interface, "selective_scan_fn", interface["selective_scan_ref"])
+        patched.setitem(named("mamba_ssm.modules.mamba_simple"), "mamba_inner_fn", interface["mamba_inner_ref"])
+        yield
+
+
+def convolution(x, weight, bias, activation):
+    taps = F.pad(x, (weight.shape[1] - 1, 0)).unfold(2, weight.shape[1], 1)
+    return F.silu((taps * weight[:, None]).sum(-1) + bias[:, None])
+
+
+def gradients(module: torch.nn.Module, loss: torch.Tensor) -> dict[str, torch.Tensor]:
+    names, parameters = zip(*module.named_parameters(), strict=True)
+    return dict(zip(names, torch.autograd.grad(loss, parameters), strict=True))
+
+
+def test_mamba_of_the_installed_mamba_ssm(real, device, monkeypatch):
+    from mamba_ssm import Mamba
+
+    block = Mamba(4, d_state=4, dt_rank=2, bias=True, device=device)
+    u = torch.randn(2, 11, 4, device=device, requires_grad=True)
+    out = block(u)
+    with definitions(monkeypatch):
+        expected = block(u)
+    assert_close(out, expected, rtol=1e-4, atol=1e-6)
+    way = torch.randn_like(out)
+    assert_close(torch.autograd.grad(out, u, way, retain_graph=True), torch.autograd.grad(expected, u, way, retain_graph=True),
+                 rtol=1e-4, atol=1e-6)
+    assert_close(gradients(block, (out * way).sum()), gradients(block, (expected * way).sum()), rtol=1e-4, atol=1e-5)
+    block.use_fast_path = False
+    assert_close(block(u), expected, rtol=1e-4, atol=1e-6)
+
+
+@torch.no_grad()
+def test_steps_of_the_installed_mamba(real, device):
+    """A prompt that leaves its states, then token by token, gives what the whole does."""
+    from mamba_ssm import Mamba
+    from mamba_ssm.utils.generation import InferenceParams
+
+    block = Mamba(4, d_state=4, layer_idx=0, device=device)
+    block.x_proj.weight *= 3  # at first they hardly matter
+    u = torch.randn(2, 8, 4, device=device)
+    params = InferenceParams(max_seqlen=8, max_batch_size=2)
+    outs = [block(u[:, :5], inference_params=params)]
+    for t in range(5, 8):
+        params.seqlen_offset = t
+        outs.append(block(u[:, t : t + 1], inference_params=params))
+    assert_close(torch.cat(outs, 1), block(u), rtol=1e-4, atol=1e-6)
+
+
+def test_language_model_of_mamba_1(real, device, monkeypatch):
+    from mamba_ssm import MambaLMHeadModel
+    from mamba_ssm.models.config_mamba import MambaConfig
+
+    config = MambaConfig(d_model=4, n_layer=2, vocab_size=16, ssm_cfg={"d_state": 4}, rms_norm=False, fused_add_norm=False)
+    model = MambaLMHeadModel(config, device=device)
+    ids = torch.randint(16, (1, 10), device=device)
+
+    def loss():
+        return F.cross_entropy(model(ids).logits[0, :-1], ids[0, 1:])
+
+    ours = loss()
+    with definitions(monkeypatch):
+        expected = loss()
+    assert_close(ours, expected, rtol=1e-5, atol=1e-6)
+    assert_close(gradients(model, ours), gradients(model, expected), rtol=1e-4, atol=1e-5)
 
 
 def test_generation_of_the_installed_mamba_ssm(real, device, monkeypatch):
