@@ -3,6 +3,7 @@
 #   make test PYTHON=python3 VENV=    uses an interpreter that is already equipped; installs nothing, needs no network
 #   make bench VARIANT=baseline AGAINST=mamba_ssm SHAPE=8b-b4,2.7b-b4 MODE=fwd,bwd ARGS='--repeats 100'
 #   make ablate SHAPE=8b-b1,8b-b4 MODE=fwd   every option of fused and persistent; VARIANT=fused for one
+#   make block PART=conv1d,block SHAPE=8b-b4   what surrounds the operator, beside upstream's where that is installed
 #   make test ARGS='tests/ssd -k cost'
 #   make test ARGS='--numprocesses=14 --shard=2/3'   the second of three parts of the tests, on 14 cores
 
@@ -21,10 +22,10 @@ endif
 EXPERIMENTS := $(PY) -m experiments
 
 .DEFAULT_GOAL := help
-.PHONY: help setup peers bench ablate table readme tune choose sanitize test coverage lint
+.PHONY: help setup peers bench ablate block table readme tune choose sanitize test coverage lint
 
 help:
-	@echo "targets: setup bench ablate table readme tune choose sanitize test coverage lint; see the top of the Makefile for their variables"
+	@echo "targets: setup bench ablate block table readme tune choose sanitize test coverage lint; see the top of the Makefile for their variables"
 
 setup: $(READY)
 
@@ -51,6 +52,9 @@ bench: peers
 ablate: $(READY)
 	$(EXPERIMENTS) ablate $(if $(filter-out file,$(origin VARIANT)),--variant $(VARIANT)) \
 	  $(if $(SHAPE),--shape $(SHAPE)) $(if $(MODE),--mode $(MODE)) $(ARGS)
+
+block: peers
+	$(EXPERIMENTS) block $(if $(PART),--part $(PART)) $(if $(SHAPE),--shape $(SHAPE)) $(if $(MODE),--mode $(MODE)) $(ARGS)
 
 table: $(READY)
 	@$(EXPERIMENTS) table $(ARGS)

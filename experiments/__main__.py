@@ -1,4 +1,4 @@
-"""The command line: python -m experiments bench | ablate | table | readme | tune | choose | sanitize."""
+"""The command line: python -m experiments bench | ablate | block | table | readme | tune | choose | sanitize."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from ssd.choice import CANDIDATES
 from ssd.registry import get_variant, is_peer
 
 from . import ablate as ablation
+from . import block as surroundings
 from . import choose as choices
 from . import counters as ncu
 from . import readme as readme_file
@@ -100,9 +101,31 @@ def ablate(
     console.print(table.terminal(ablation.relative(rows), "relative: to every option on", table.ABLATION))
 
 
+@app.command()
+def block(
+    part: Annotated[str, typer.Option(help=f"Parts, of {', '.join(surroundings.PARTS)}.")] = ",".join(surroundings.PARTS),
+    shape: Annotated[str, typer.Option(help="Shapes, as of bench; the selective scan has its own.")] = "8b-b4,2.7b-b4,130m-b8",
+    mode: Annotated[str, typer.Option(help=f"Modes, of {', '.join(surroundings.MODES)}.")] = "fwd,bwd,fwd_bwd",
+    dtype: Annotated[str, typer.Option(help=f"Dtype of activations: {', '.join(DTYPES)}.")] = "bf16",
+    repeats: Annotated[int, typer.Option(min=2, help="Timed calls of each side, interleaved.")] = 50,
+    warmup: Annotated[int, typer.Option(min=1, help="Calls of each side before they are timed.")] = 10,
+    out: OutOption = record.RESULTS,
+) -> None:
+    """Measure what surrounds the operator in a block, and whole blocks, beside upstream's where that is installed."""
+    parts, modes = _each("--part", part, surroundings.PARTS), _each("--mode", mode, surroundings.MODES)
+    (dtype,) = _each("--dtype", dtype, DTYPES, single=True)
+    shapes, console = tuple(_shapes(shape)), _console()
+    if not torch.cuda.is_available():
+        _refuse("block: needs a CUDA GPU, found none; make test ARGS=tests/block checks these kernels in the interpreter")
+    plan = surroundings.Plan(tuple(parts), shapes, tuple(modes), dtype, repeats, warmup, out)
+    rows = surroundings.run(plan, console)
+    console.print(table.terminal(rows, f"median times on {torch.cuda.get_device_name()}, {dtype}", table.BLOCK))
+    raise typer.Exit(0 if {row["part"] for row in rows} == set(parts) else 1)
+
+
 @app.command("table")
 def render_table(
-    bench: Annotated[str, typer.Option(help="Rows of ssd, which variants are compared in, ablate, or counters.")] = "ssd",
+    bench: Annotated[str, typer.Option(help="Rows of ssd, which compares variants, ablate, block, or counters.")] = "ssd",
     kind: Annotated[str, typer.Option("--format", help=f"One of {', '.join(table.FORMATS)}.")] = "markdown",
     variant: Annotated[str, typer.Option(help="Only these variants.")] = "",
     shape: Annotated[str, typer.Option(help="Only these shapes.")] = "",
@@ -116,12 +139,13 @@ def render_table(
     variants = _each("--variant", variant, variant_names()) if variant else None
     modes = _each("--mode", mode, MODES) if mode else None
     shapes = [s.name for s in _shapes(shape)] if shape else None
-    (bench,) = _each("--bench", bench, ("ssd", "ablate", "counters"), single=True)
+    (bench,) = _each("--bench", bench, ("ssd", "ablate", "block", "counters"), single=True)
     if kernels and bench != "counters":
         _refuse(f"--kernels: got --bench {bench}, expected --bench counters")
     read, columns = {
         "ssd": (lambda: table.committed(out, all_chunks), table.COLUMNS),
         "ablate": (lambda: ablation.committed(out), table.ABLATION),
+        "block": (lambda: surroundings.committed(out), table.BLOCK),
         "counters": (lambda: ncu.committed(out, kernels), table.COUNTERS_BY_KERNEL if kernels else table.COUNTERS),
     }[bench]
     rows = [

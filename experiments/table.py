@@ -68,6 +68,10 @@ ABLATION = {
     "relative": ("relative", _number(2)),
     "error": ("err_rms", _scientific),
 }
+# of the bench `block`; apart: how far ours is from upstream's
+_NOT_OF_BLOCKS = ("chunk", "TFLOP/s", "saved MiB", "error", "options")
+BLOCK = {"part": ("part", _text), **{header: COLUMNS[header] for header in COLUMNS if header not in _NOT_OF_BLOCKS},
+         "apart": ("apart", _scientific)}
 # of the bench `counters`, which rows measured before a counter was read lack; DRAM utilisation: U is the mean over kernels,
 # W the mean weighted with time
 _counter = partial(_number, missing="-")
@@ -87,7 +91,7 @@ _KERNEL = {"kernel": ("kernel", _kernel)}
 COUNTERS = _CALL | _TRAFFIC | {"U %": ("mean_dram_pct", _counter(1)), "W %": ("dram_pct", _counter(1))} | _WORK
 COUNTERS_BY_KERNEL = _CALL | _KERNEL | {"time %": ("time_pct", _counter(1))} | COUNTERS
 KERNELS = _KERNEL | _TRAFFIC | {"DRAM %": ("dram_pct", _counter(1))} | _WORK
-_LEFT_ALIGNED = ("shape", "mode", "variant", "options", "against", "step", "option", "kernel")
+_LEFT_ALIGNED = ("shape", "mode", "variant", "options", "against", "step", "option", "kernel", "part")
 
 
 def subject(row: dict) -> tuple:

@@ -1,0 +1,311 @@
+"""What surrounds the operator, ours beside upstream's: convolution, gated norm, one-token update, Mamba-1's scan, whole blocks.
+
+A part is set up at a shape as `Work`: the same tensors for every side, and the bytes that any of them must move.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from torch import Tensor
+
+from ssd.block import causal_conv1d_fn, rms_norm_gated, selective_scan_fn, selective_state_update
+from ssd.modules import Mamba2
+
+from . import record, timing
+from .shapes import DTYPES, Shape
+
+OURS = "ssd"
+MODES = ("fwd", "bwd", "fwd_bwd")
+_WIDTH = 4  # of the convolution
+_DECODED = 64  # sequences of the one-token update, whatever the batch
+# Mamba-1's sizes, channels as heads of one: MambaVision-T's at 224 pixels, a GraphMamba's, and mamba-1.4b's.
+SCANS = (
+    Shape("mambavision-t-196", batch=128, seqlen=196, nheads=160, headdim=1, dstate=8, ngroups=1),
+    Shape("mambavision-t-49", batch=128, seqlen=49, nheads=320, headdim=1, dstate=8, ngroups=1),
+    Shape("graphmamba-peptides", batch=128, seqlen=151, nheads=96, headdim=1, dstate=16, ngroups=1),
+    Shape("mamba-1.4b", batch=8, seqlen=2048, nheads=4096, headdim=1, dstate=16, ngroups=1),
+)
+
+
+@dataclass(frozen=True)
+class Work:
+    """One part at one shape.
+
+    Attributes:
+        ours: what runs it here; differentiable in `leaves`, if there are any.
+        theirs: upstream's name, and what gives its function, or raises an ImportError where it is not installed.
+        leaves: what gradients are taken of.
+        nbytes: bytes read and written once, by mode; of none, parts are not held against a copy.
+    """
+
+    ours: Callable[[], Tensor]
+    theirs: tuple[str, Callable[[], Callable[[], Tensor]]]
+    leaves: tuple[Tensor, ...]
+    nbytes: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to measure."""
+
+    parts: tuple[str, ...]
+    shapes: tuple[Shape, ...]
+    modes: tuple[str, ...]
+    dtype: str = "bf16"
+    repeats: int = 50
+    warmup: int = 10
+    out: Path = record.RESULTS
+
+
+def run(plan: Plan, console: Console) -> list[dict]:
+    """Measures the plan and returns its rows, each appended to its file as soon as it is known."""
+    rows = []
+    with timing.side_stream(), Progress(console=console) as progress:
+        ceiling = timing.copy_gbps()
+        settings = list(_settings(plan))
+        task = progress.add_task("", total=len(settings))
+        for part, shape in settings:
+            where = f"{part} {shape.name}"
+            progress.update(task, description=where)
+            try:
+                for values in _measured(part, shape, plan, ceiling, console):
+                    row = {"bench": "block", "part": part, "shape": shape.name, **shape.sizes, "dtype": plan.dtype, **values}
+                    row |= record.environment()
+                    record.append(row, plan.out)
+                    rows.append(row)
+            except Exception as reason:  # one that cannot run must not cost the measurements of the others
+                console.print(f"{where} is left out: {reason}", style="yellow", markup=False)
+            progress.advance(task)
+    return rows
+
+
+def committed(out: Path = record.RESULTS) -> list[dict]:
+    """The last row of each part, shape, mode, side and dtype."""
+    last = {tuple(row[key] for key in ("gpu", "part", "shape", "mode", "variant", "dtype")): row
+            for row in record.read(out, bench="block")}
+    return list(last.values())
+
+
+def _measured(part: str, shape: Shape, plan: Plan, ceiling_gbps: float, console: Console) -> Iterator[dict]:
+    """What is measured of a part at a shape, for each mode and side."""
+    work = PARTS[part](shape, DTYPES[plan.dtype])
+    sides = {OURS: work.ours, **_upstream(work, f"{part} {shape.name}", console)}
+    apart = _apart(work, sides)
+    for mode in plan.modes if work.leaves else ("fwd",):
+        for side, values in _timed(work, sides, mode, plan).items():
+            yield {"mode": mode, "variant": side, **values, **_against_copy(work, mode, values, ceiling_gbps),
+                   "apart": apart if side == OURS else None}
+
+
+def _settings(plan: Plan) -> Iterator[tuple[str, Shape]]:
+    for part in plan.parts:
+        for shape in SCANS if part == "selective_scan" else plan.shapes:
+            yield part, shape
+
+
+def _upstream(work: Work, where: str, console: Console) -> dict[str, Callable[[], Tensor]]:
+    name, load = work.theirs
+    try:
+        return {name: load()}
+    except ImportError as reason:
+        console.print(f"{where}: {name} is left out: {reason}", style="yellow", markup=False)
+        return {}
+
+
+def _call(work: Work, side: Callable[[], Tensor], mode: str) -> timing.Call:
+    if mode == "fwd":
+        return torch.no_grad()(side)
+    out = side()
+    dout = torch.randn_like(out)
+    if mode == "bwd":
+        return partial(torch.autograd.grad, out, work.leaves, dout, retain_graph=True)
+    return lambda: torch.autograd.grad(side(), work.leaves, dout)
+
+
+def _apart(work: Work, sides: dict[str, Callable[[], Tensor]]) -> float | None:
+    """How far ours is from upstream's: the largest |a - b| / |b| of the output and of each gradient; None without upstream."""
+    if len(sides) < 2:
+        return None
+    found = []
+    for side in sides.values():
+        out = side()
+        grads = torch.autograd.grad(out, work.leaves, torch.ones_like(out)) if work.leaves else ()
+        found.append((out.detach(), *grads))
+    return max(float((a.double() - b.double()).norm() / b.double().norm()) for a, b in zip(*found, strict=True))
+
+
+def _timed(work: Work, sides: dict[str, Callable[[], Tensor]], mode: str, plan: Plan) -> dict[str, dict]:
+    calls = {name: _call(work, side, mode) for name, side in sides.items()}
+    for call in calls.values():
+        call()  # compiles and tunes
+    facts = {name: {"launches": timing.count_launches(call), "peak_mib": round(timing.peak_mib(call), 1)}
+             for name, call in calls.items()}
+    eager = timing.interleaved(calls, plan.repeats, plan.warmup)
+    graphs = timing.interleaved(_captured(calls), plan.repeats, plan.warmup)
+    measured = {
+        name: dict(zip(("p20_us", "p50_us", "p80_us"), eager[name], strict=True))
+        | {"graph_p50_us": graphs[name][1] if name in graphs else None} | facts[name]
+        for name in calls
+    }
+    for rival, theirs in measured.items():
+        if rival != OURS:
+            ours = measured[OURS]
+            ours |= {"against": rival, "against_p50_us": theirs["p50_us"], "against_graph_p50_us": theirs["graph_p50_us"],
+                     "speedup": theirs["p50_us"] / ours["p50_us"]}
+            if ours["graph_p50_us"] and theirs["graph_p50_us"]:
+                ours["graph_speedup"] = theirs["graph_p50_us"] / ours["graph_p50_us"]
+    return measured
+
+
+def _captured(calls: dict[str, timing.Call]) -> dict[str, timing.Call]:
+    """As CUDA graphs, without those that cannot be."""
+    graphs = {}
+    for name, call in calls.items():
+        try:
+            graphs[name] = timing.capture(call)
+        except Exception:  # upstream's, that waits for the GPU, say
+            torch.cuda.synchronize()
+    return graphs
+
+
+def _against_copy(work: Work, mode: str, values: dict, ceiling_gbps: float) -> dict:
+    """A part's bytes against a copy in the same run, by the kernels' time alone."""
+    if mode not in work.nbytes or values["graph_p50_us"] is None:
+        return {}
+    gbps = work.nbytes[mode] / values["graph_p50_us"] / 1e3
+    return {"ideal_bytes": work.nbytes[mode], "effective_gbps": gbps, "copy_gbps": ceiling_gbps, "sol": gbps / ceiling_gbps}
+
+
+def _passes(forward: int, backward: int, *tensors: Tensor) -> dict[str, int]:
+    """Bytes where each of like tensors is read or written so many times."""
+    nbytes = sum(t.numel() * t.element_size() for t in tensors)
+    return {"fwd": forward * nbytes, "bwd": backward * nbytes, "fwd_bwd": (forward + backward) * nbytes}
+
+
+def _projection(shape: Shape, dtype: torch.dtype) -> tuple[Tensor, int, int]:
+    """What a Mamba-2 block's input projection gives, [z | x B C | dt] (batch, seqlen, ...), and the widths of z and x B C."""
+    inner, conv = shape.nheads * shape.headdim, shape.nheads * shape.headdim + 2 * shape.ngroups * shape.dstate
+    return torch.randn(shape.batch, shape.seqlen, inner + conv + shape.nheads, device=_device(), dtype=dtype), inner, conv
+
+
+def _device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def conv1d(shape: Shape, dtype: torch.dtype) -> Work:
+    """x B C in place in the projection; dx in memory of its own."""
+    projection, inner, conv = _projection(shape, dtype)
+    x = projection[..., inner : inner + conv].mT.detach().requires_grad_()
+    weight, bias = (torch.randn(*size, device=x.device, requires_grad=True) for size in ((conv, _WIDTH), (conv,)))
+
+    def theirs():
+        from causal_conv1d import causal_conv1d_fn as function
+
+        return lambda: function(x, weight, bias, activation="silu")
+
+    return Work(lambda: causal_conv1d_fn(x, weight, bias, activation="silu"), ("causal_conv1d", theirs), (x, weight, bias),
+                _passes(2, 3, x))
+
+
+def gated_norm(shape: Shape, dtype: torch.dtype) -> Work:
+    """norm(y silu(z)) in groups, z in place in the projection."""
+    projection, inner, _ = _projection(shape, dtype)
+    z = projection[..., :inner].detach().requires_grad_()
+    y, weight = torch.randn_like(z).requires_grad_(), torch.ones(inner, device=z.device, requires_grad=True)
+    how = {"z": z, "eps": 1e-5, "group_size": inner // shape.ngroups, "norm_before_gate": False}
+
+    def theirs():
+        module = _mamba_ssm("ops.triton.layernorm_gated")
+        return lambda: module.rmsnorm_fn(y, weight, None, **how)
+
+    return Work(lambda: rms_norm_gated(y, weight, None, **how), ("mamba_ssm", theirs), (y, z, weight), _passes(3, 5, y))
+
+
+def state_update(shape: Shape, dtype: torch.dtype) -> Work:
+    """One token of many sequences, the state in fp32; for inference."""
+    h, p, n, g = shape.nheads, shape.headdim, shape.dstate, shape.ngroups
+
+    def normal(*size: int, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.randn(*size, device=_device(), dtype=dtype)
+
+    state = normal(_DECODED, h, p, n, dtype=torch.float32)  # which a call changes, so that each side has its own
+    A, D, dt_bias = -normal(h, dtype=torch.float32).exp(), torch.ones(h, device=_device()), normal(h, dtype=torch.float32)
+    given = (normal(_DECODED, h, p), normal(_DECODED, h)[..., None].expand(-1, -1, p), A[:, None, None].expand(-1, p, n),
+             normal(_DECODED, g, n), normal(_DECODED, g, n), D[:, None].expand(-1, p))
+    how = {"dt_bias": dt_bias[:, None].expand(-1, p), "dt_softplus": True}
+
+    def theirs():
+        module = _mamba_ssm("ops.triton.selective_state_update")
+        their_state = state.clone()
+        return lambda: module.selective_state_update(their_state, *given, **how)
+
+    our_state = state.clone()
+    return Work(lambda: selective_state_update(our_state, *given, **how), ("mamba_ssm", theirs), (), _passes(2, 0, state))
+
+
+def selective_scan(shape: Shape, dtype: torch.dtype) -> Work:
+    """As a Mamba-1 block calls it, but for a gate where its model has none."""
+    batch, seqlen, dim, _, dstate, _ = shape.sizes.values()
+
+    def normal(*size: int, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.randn(*size, device=_device(), dtype=dtype).requires_grad_()
+
+    u, delta, B, C = normal(batch, dim, seqlen), normal(batch, dim, seqlen), *(normal(batch, dstate, seqlen) for _ in range(2))
+    A = (-torch.arange(1.0, dstate + 1, device=u.device).repeat(dim, 1)).requires_grad_()
+    D, bias = (normal(dim, dtype=torch.float32) for _ in range(2))
+    z = None if shape.name.startswith("mambavision") else normal(batch, dim, seqlen)
+    leaves = tuple(t for t in (u, delta, A, B, C, D, z, bias) if t is not None)
+
+    def theirs():
+        import selective_scan_cuda  # noqa: F401 - what mamba_ssm's function calls
+
+        module = _mamba_ssm("ops.selective_scan_interface")
+        return lambda: module.selective_scan_fn(u, delta, A, B, C, D, z, bias, True)
+
+    gated = z is not None
+    return Work(lambda: selective_scan_fn(u, delta, A, B, C, D, z, bias, True), ("mamba_ssm", theirs), leaves,
+                _passes(3 + gated, 5 + 2 * gated, u))
+
+
+def block(shape: Shape, dtype: torch.dtype) -> Work:
+    """A whole Mamba-2 block with upstream's weights; its gradients are those of input and parameters."""
+    sizes = {"d_model": shape.nheads * shape.headdim // 2, "d_state": shape.dstate, "headdim": shape.headdim,
+             "ngroups": shape.ngroups}
+    ours = Mamba2(**sizes, device=_device(), dtype=dtype)
+    x = torch.randn(shape.batch, shape.seqlen, sizes["d_model"], device=_device(), dtype=dtype, requires_grad=True)
+
+    def theirs():
+        import causal_conv1d  # noqa: F401 - without which upstream's block does not run whole
+
+        module = _mamba_ssm("modules.mamba2")
+        made = module.Mamba2(**sizes, device=_device(), dtype=dtype)
+        made.load_state_dict(ours.state_dict())
+        # gradients are asked for by tensor: both sides compute on the same ones
+        for name, parameter in ours.named_parameters():
+            owner, _, leaf = name.rpartition(".")
+            setattr(made.get_submodule(owner), leaf, parameter)
+        return lambda: made(x)
+
+    return Work(lambda: ours(x), ("mamba_ssm", theirs), (x, *ours.parameters()), {})
+
+
+def _mamba_ssm(module: str) -> ModuleType:
+    """A module of mamba_ssm, without what its package imports besides."""
+    from ssd.interop.mamba_ssm import without_its_init
+
+    with without_its_init():
+        return import_module(f"mamba_ssm.{module}")
+
+
+PARTS: dict[str, Callable[[Shape, torch.dtype], Work]] = {
+    "conv1d": conv1d, "gated_norm": gated_norm, "state_update": state_update, "selective_scan": selective_scan, "block": block,
+}

@@ -1,0 +1,119 @@
+"""The bench of what surrounds the operator, without a GPU: a clock that is made up, sides that are torch."""
+
+import contextlib
+import io
+
+import pytest
+import torch
+from rich.console import Console
+from typer.testing import CliRunner
+
+from experiments import block, record, table, timing
+from experiments.__main__ import app
+from experiments.shapes import Shape
+
+TINY, SCAN = Shape("tiny", 1, 8, 2, 8, 4, 1), Shape("scan", 1, 8, 2, 1, 2, 1)
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch):
+    """Ours takes 10 us, upstream 25; a graph 5 less. Every call is made."""
+    def interleaved(calls, repeats, warmup):
+        less = 5 if all(hasattr(call, "captured") for call in calls.values()) else 0
+        for call in calls.values():
+            call()
+        return {name: (us - 1, us, us + 1) for name in calls for us in [(10 if name == "ssd" else 25) - less]}
+
+    def capture(call):
+        def replay():
+            return call()
+
+        replay.captured = True
+        return replay
+
+    for name, fake in {"side_stream": contextlib.nullcontext, "copy_gbps": lambda: 4000.0, "interleaved": interleaved,
+                       "capture": capture, "count_launches": lambda call: 5, "peak_mib": lambda call: 1.5}.items():
+        monkeypatch.setattr(timing, name, fake)
+    monkeypatch.setattr(block, "SCANS", (SCAN,))
+    monkeypatch.setattr(record, "environment", lambda: dict.fromkeys(record.ENVIRONMENT) | {"time": "2026"})
+
+
+def run(tmp_path, parts, modes=block.MODES) -> tuple[list[dict], str]:
+    console = Console(width=200, record=True, file=io.StringIO())
+    return block.run(block.Plan(parts, (TINY,), modes, "fp32", out=tmp_path), console), console.export_text()
+
+
+@pytest.fixture
+def upstream(monkeypatch):
+    """For every part: ours, off by a thousandth."""
+    def off(part):
+        def made(shape, dtype):
+            work = part(shape, dtype)
+            return block.Work(work.ours, ("rival", lambda: lambda: 1.001 * work.ours()), work.leaves, work.nbytes)
+
+        return made
+
+    monkeypatch.setattr(block, "PARTS", {name: off(part) for name, part in block.PARTS.items() if name != "state_update"})
+
+
+def test_every_part_runs(tmp_path):
+    """Those upstream has and this machine has not are named."""
+    rows, said = run(tmp_path, tuple(block.PARTS))
+    assert [(r["part"], r["mode"]) for r in rows if r["variant"] == "ssd"] == [
+        (part, mode) for part in block.PARTS for mode in (("fwd",) if part == "state_update" else block.MODES)]
+    assert {r["shape"] for r in rows if r["part"] == "selective_scan"} == {"scan"}
+    assert record.read(tmp_path, bench="block") == rows == block.committed(tmp_path)
+    assert "conv1d tiny: causal_conv1d is left out" in said or "causal_conv1d" in {r["variant"] for r in rows}
+
+
+def test_comparison(tmp_path, upstream):
+    rows, _ = run(tmp_path, tuple(block.PARTS))
+    assert len(rows) == 2 * 3 * len(block.PARTS)
+    for ours, theirs in zip(rows[::2], rows[1::2], strict=True):
+        assert (ours["variant"], theirs["variant"], theirs["apart"]) == ("ssd", "rival", None)
+        assert ours["speedup"] == 2.5 and ours["graph_speedup"] == 4.0 and "speedup" not in theirs
+        assert ours["apart"] == pytest.approx(1e-3, rel=0.1)
+    text = table.render(rows, "markdown", table.BLOCK)
+    assert "| conv1d" in text and "4.00" in text
+
+
+@pytest.mark.parametrize("part, forward, backward", [("conv1d", 2, 3), ("gated_norm", 3, 5), ("selective_scan", 4, 7)])
+def test_bytes(part, forward, backward, tmp_path):
+    rows, _ = run(tmp_path, (part,))
+    of_one = {"conv1d": 8 * 24, "gated_norm": 8 * 16, "selective_scan": 8 * 2}[part] * 4
+    found = {r["mode"]: r for r in rows if r["variant"] == "ssd"}
+    assert [found[mode]["ideal_bytes"] / of_one for mode in block.MODES] == [forward, backward, forward + backward]
+    assert found["fwd"]["effective_gbps"] == found["fwd"]["ideal_bytes"] / 5 / 1e3  # in the graph
+    assert found["fwd"]["sol"] == found["fwd"]["effective_gbps"] / 4000
+
+
+def test_a_part_that_fails_costs_no_other(tmp_path, monkeypatch):
+    def broken(shape, dtype):
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setitem(block.PARTS, "conv1d", broken)
+    rows, said = run(tmp_path, ("conv1d", "gated_norm"), ("fwd",))
+    assert {r["part"] for r in rows} == {"gated_norm"} and "conv1d tiny is left out: no room" in said
+
+
+def test_without_a_graph(tmp_path, monkeypatch):
+    def capture(call):
+        raise RuntimeError("it waits for the GPU")
+
+    monkeypatch.setattr(timing, "capture", capture)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    rows, _ = run(tmp_path, ("conv1d",), ("fwd",))
+    assert rows[0]["graph_p50_us"] is None and rows[0]["p50_us"] == 10 and "sol" not in rows[0]
+
+
+@pytest.mark.parametrize("arguments, message", [
+    (("--part", "conv2d"), "--part: got 'conv2d', expected any of conv1d"),
+    (("--mode", "fwd_train"), "--mode: got 'fwd_train'"),
+    (("--shape", "9b"), "shape: got '9b'"),
+    ((), "block: needs a CUDA GPU, found none"),
+])
+def test_command_line(arguments, message):
+    if not arguments and torch.cuda.is_available():
+        pytest.skip("a GPU is here, so it would measure")
+    result = CliRunner().invoke(app, ["block", *arguments])
+    assert result.exit_code == 2 and message in result.output
