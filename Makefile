@@ -4,6 +4,7 @@
 #   make bench VARIANT=baseline AGAINST=mamba_ssm SHAPE=8b-b4,2.7b-b4 MODE=fwd,bwd ARGS='--repeats 100'
 #   make ablate SHAPE=8b-b1,8b-b4 MODE=fwd   every option of fused and persistent; VARIANT=fused for one
 #   make block PART=conv1d,block SHAPE=8b-b4   what surrounds the operator, beside upstream's where that is installed
+#   make train WORKLOAD=hybrid VARIANT=fused PRESET=1b STEPS=1000 ARGS='--dtype bf16'
 #   make test ARGS='tests/ssd -k cost'
 #   make test ARGS='--numprocesses=14 --shard=2/3'   the second of three parts of the tests, on 14 cores
 
@@ -22,10 +23,10 @@ endif
 EXPERIMENTS := $(PY) -m experiments
 
 .DEFAULT_GOAL := help
-.PHONY: help setup peers bench ablate block table readme tune choose sanitize test coverage lint
+.PHONY: help setup peers bench ablate block train table readme tune choose sanitize test coverage lint
 
 help:
-	@echo "targets: setup bench ablate block table readme tune choose sanitize test coverage lint; see the top of the Makefile for their variables"
+	@echo "targets: setup bench ablate block train table readme tune choose sanitize test coverage lint; see the top of the Makefile for their variables"
 
 setup: $(READY)
 
@@ -55,6 +56,10 @@ ablate: $(READY)
 
 block: peers
 	$(EXPERIMENTS) block $(if $(PART),--part $(PART)) $(if $(SHAPE),--shape $(SHAPE)) $(if $(MODE),--mode $(MODE)) $(ARGS)
+
+train: $(READY)
+	$(EXPERIMENTS) train $(if $(WORKLOAD),--workload $(WORKLOAD)) $(if $(PRESET),--preset $(PRESET)) \
+	  $(if $(filter-out file,$(origin VARIANT)),--variant $(VARIANT)) $(if $(STEPS),--steps $(STEPS)) $(ARGS)
 
 table: $(READY)
 	@$(EXPERIMENTS) table $(ARGS)

@@ -1,8 +1,9 @@
-"""The command line: python -m experiments bench | ablate | block | table | readme | tune | choose | sanitize."""
+"""The command line: python -m experiments bench | ablate | block | train | table | readme | tune | choose | sanitize."""
 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import fields
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 import typer
 from rich.console import Console
 
-if not torch.cuda.is_available():
+if not torch.cuda.is_available() and sys.argv[1:2] != ["train"]:  # whose steps would take minutes in the interpreter
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is imported, as most of the imports below may do
 
 from ssd import Options, variant_names
@@ -27,7 +28,12 @@ from . import readme as readme_file
 from . import record, sanitize, table
 from .bench import CHUNK_SIZES, Candidate, Plan
 from .bench import run as run_bench
+from .runs import DTYPES as TRAIN_DTYPES
+from .runs import run_of
 from .shapes import DTYPES, MODES, SHAPES, Shape, find_shapes
+from .train import Interrupted, Stopped
+from .train import train as run_train
+from .workloads import workload_names
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
 
@@ -121,6 +127,47 @@ def block(
     rows = surroundings.run(plan, console)
     console.print(table.terminal(rows, f"median times on {torch.cuda.get_device_name()}, {dtype}", table.BLOCK))
     raise typer.Exit(0 if {row["part"] for row in rows} == set(parts) else 1)
+
+
+@app.command()
+def train(
+    workload: Annotated[str, typer.Option(help=f"One of {', '.join(workload_names())}.")] = "mamba2",
+    preset: Annotated[str, typer.Option(help="Sizes of the model: tiny, for a CPU too, or a published size.")] = "tiny",
+    variant: Annotated[str, typer.Option(help=f"Of the SSD: auto, {', '.join(variant_names())}.")] = "auto",
+    data: Annotated[str, typer.Option(help="synthetic, a .txt file, or a folder of .txt files.")] = "synthetic",
+    steps: Annotated[int, typer.Option(help="Of the optimizer.")] = 100,
+    batch: Annotated[int | None, typer.Option(help="Rows of a micro-batch; the preset's unless given.")] = None,
+    seqlen: Annotated[int | None, typer.Option(help="Tokens of a row; the preset's unless given.")] = None,
+    accumulate: Annotated[int, typer.Option(help="Micro-batches of a step.")] = 1,
+    lr: Annotated[float | None, typer.Option(help="The highest learning rate; the preset's unless given.")] = None,
+    warmup: Annotated[int | None, typer.Option(help="Steps up to it; a tenth unless given.")] = None,
+    clip: Annotated[float, typer.Option(help="The gradient's largest norm; 0 for none.")] = 1.0,
+    weight_decay: Annotated[float, typer.Option(help="Of AdamW, on matrices and filters.")] = 0.1,
+    dtype: Annotated[str, typer.Option(help=f"One of {', '.join(TRAIN_DTYPES)}; bf16 by autocast.")] = "fp32",
+    checkpoint_activations: Annotated[bool, typer.Option("--checkpoint-activations", help="Keep less, compute more.")] = False,
+    compile: Annotated[bool, typer.Option("--compile", help="Run the model through torch.compile.")] = False,
+    seed: Annotated[int, typer.Option(help="Of weights and data.")] = 0,
+    save_every: Annotated[int, typer.Option(help="Steps between checkpoints; the last two are kept.")] = 1000,
+    out: Annotated[Path | None, typer.Option(
+        file_okay=False, help="Folder of the run; runs/<workload>-<preset>-<variant>-<seed> unless given.")] = None,
+    rows: Annotated[Path | None, typer.Option(
+        file_okay=False, help="Folder of the run's row; unless given, the results with a GPU, the run's own without.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint in the folder.")] = False,
+) -> None:
+    """Train a workload: log.jsonl and checkpoints in the run's folder, and a row at the end."""
+    console = _console()
+    try:
+        run = run_of(workload, preset, variant=variant, data=data, steps=steps, batch=batch, seqlen=seqlen, accumulate=accumulate,
+                     lr=lr, warmup=warmup, clip=clip, weight_decay=weight_decay, dtype=dtype, compile=compile, seed=seed,
+                     checkpoint_activations=checkpoint_activations, save_every=save_every)
+        out = out or Path("runs", f"{workload}-{preset}-{variant}-{seed}")
+        row = run_train(run, out, console, resume, rows)
+    except (ImportError, OSError, Stopped, ValueError) as reason:
+        _refuse(str(reason))
+    except Interrupted as reason:
+        console.print(str(reason), style="yellow")
+        raise typer.Exit(128 + reason.number) from None
+    console.print(f"loss {row['first_loss']:.3f} to {row['loss']:.3f}, {row['tokens_per_s']:,.0f} tokens/s; {out}", markup=False)
 
 
 @app.command("table")
