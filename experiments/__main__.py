@@ -157,9 +157,9 @@ def train(
     """Train a workload: log.jsonl and checkpoints in the run's folder, and a row at the end."""
     console = _console()
     try:
-        run = run_of(workload, preset, variant=variant, data=data, steps=steps, batch=batch, seqlen=seqlen, accumulate=accumulate,
-                     lr=lr, warmup=warmup, clip=clip, weight_decay=weight_decay, dtype=dtype, compile=compile, seed=seed,
-                     checkpoint_activations=checkpoint_activations, save_every=save_every)
+        run = run_of(workload, preset, variant=variant, data=data, steps=steps, batch=batch, seqlen=seqlen,
+                     accumulate=accumulate, lr=lr, warmup=warmup, clip=clip, weight_decay=weight_decay, dtype=dtype,
+                     checkpoint_activations=checkpoint_activations, compile=compile, seed=seed, save_every=save_every)
         out = out or Path("runs", f"{workload}-{preset}-{variant}-{seed}")
         row = run_train(run, out, console, resume, rows)
     except (ImportError, OSError, Stopped, ValueError) as reason:
@@ -167,7 +167,8 @@ def train(
     except Interrupted as reason:
         console.print(str(reason), style="yellow")
         raise typer.Exit(128 + reason.number) from None
-    console.print(f"loss {row['first_loss']:.3f} to {row['loss']:.3f}, {row['tokens_per_s']:,.0f} tokens/s; {out}", markup=False)
+    said = f"loss {row['first_loss']:.3f} to {row['loss']:.3f}, {row['tokens_per_s']:,.0f} tokens/s; all of it is in {out}"
+    console.print(said, markup=False)
 
 
 @app.command("table")
