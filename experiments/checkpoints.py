@@ -1,0 +1,133 @@
+"""Checkpoints of a training run: folders that are whole or not there, of which the last two are kept.
+
+One holds the weights and the optimizer's state as safetensors, which run nothing when they are read, and state.json.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_MODEL, _OPTIMIZER, _STATE = "model.safetensors", "optimizer.safetensors", "state.json"
+_KEPT = 2
+
+
+def save(folder: Path, step: int, run: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> Path:
+    """Writes <folder>/step-<step>; before it is whole it has another name. Then older ones go, all but the last two.
+
+    Raises:
+        OSError: what the file system says; earlier checkpoints are as they were.
+    """
+    package = require_package()
+    final = folder / f"step-{step:08d}"
+    part = folder / f".{final.name}.{os.getpid()}"
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        part.mkdir()
+        package.torch.save_model(model, str(part / _MODEL))
+        package.torch.save_file(_optimizer_tensors(model, optimizer), part / _OPTIMIZER)
+        (part / _STATE).write_text(json.dumps({"step": step, "run": dict(run)}, indent=2) + "\n")
+        for path in (*part.iterdir(), part):
+            _flush(path)
+        os.rename(part, final)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    _flush(folder)
+    for old in _whole(folder)[:-_KEPT]:
+        shutil.rmtree(old)
+    return final
+
+
+def latest(folder: Path) -> Path | None:
+    """The checkpoint of the last step, if there is any."""
+    return max(_whole(folder), default=None)
+
+
+def read_state(checkpoint: Path) -> dict[str, Any]:
+    """Raises:
+        ValueError: state.json is missing or damaged; the message says what to do.
+    """
+    path = checkpoint / _STATE
+    try:
+        state = json.loads(path.read_text())
+    except (OSError, ValueError) as reason:
+        raise _damaged(path, reason) from reason
+    if not isinstance(state, dict) or not isinstance(state.get("step"), int) or not isinstance(state.get("run"), dict):
+        raise _damaged(path, "it names no step or no run")
+    return state
+
+
+def restore(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Loads what `save` wrote into a model and an optimizer made alike; returns its step.
+
+    Raises:
+        ValueError: a file is missing, damaged or another model's; the message says what to do.
+    """
+    package = require_package()
+    failures = (OSError, RuntimeError, KeyError, ValueError, package.SafetensorError)
+    parameters = dict(model.named_parameters())
+    number = {name: n for n, name in enumerate(_names(model, optimizer))}
+    try:
+        state = {n: {} for n in range(len(parameters))}
+        for key, t in package.torch.load_file(checkpoint / _OPTIMIZER).items():
+            name, _, quantity = key.rpartition("/")
+            if t.dim() and t.shape != parameters[name].shape:
+                raise ValueError(f"{key}: got shape {tuple(t.shape)}, expected {tuple(parameters[name].shape)}")
+            state[number[name]][quantity] = t
+        optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+    except failures as reason:
+        raise _damaged(checkpoint / _OPTIMIZER, reason) from reason
+    try:
+        package.torch.load_model(model, checkpoint / _MODEL)
+    except failures as reason:
+        raise _damaged(checkpoint / _MODEL, reason) from reason
+    return read_state(checkpoint)["step"]
+
+
+def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    states = optimizer.state_dict()["state"]
+    return {f"{name}/{quantity}": t.contiguous()
+            for n, name in enumerate(_names(model, optimizer)) for quantity, t in states.get(n, {}).items()}
+
+
+def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
+    """The parameters' names in the order in which the optimizer numbers them."""
+    name_of = {parameter: name for name, parameter in model.named_parameters()}
+    return [name_of[parameter] for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _whole(folder: Path) -> list[Path]:
+    return sorted(folder.glob("step-*"))
+
+
+def _flush(path: Path) -> None:
+    """Through to the disk, a file or a folder's entries."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _damaged(path: Path, reason: object) -> ValueError:
+    first_line = (str(reason).splitlines() or [type(reason).__name__])[0]
+    return ValueError(f"{path}: cannot be read ({first_line}); remove the folder {path.parent} to go on from the checkpoint "
+                      "before it")
+
+
+def require_package() -> ModuleType:
+    """safetensors, or an ImportError that says what to install."""
+    try:
+        import safetensors.torch
+    except ImportError as error:
+        raise ImportError("safetensors is not installed, which writes checkpoints: pip install safetensors",
+                          name="safetensors") from error
+    return safetensors

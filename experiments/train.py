@@ -1,0 +1,243 @@
+"""Trains a workload, step by step, and leaves in the run's folder what it takes to go on exactly.
+
+A step depends on nothing but the weights, the optimizer's state and the run: its data and its random numbers are drawn by the
+run's seed and the step's number. So a run that was interrupted ends with the bits of one that was not, wherever the model's
+kernels give the same bits twice (torch's attention on a GPU does not, in its backward).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import resource
+import signal
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from ssd import Options
+from ssd.registry import is_peer
+
+from . import checkpoints, record
+from .runs import Run, option
+from .train_log import TrainLog
+from .workloads import Workload, get_workload
+
+_BETAS = (0.9, 0.95)
+_WORKERS = 2  # processes that make batches while a GPU computes
+
+
+class Stopped(RuntimeError):
+    """A run that cannot go on; the message says why and what to do."""
+
+
+class Interrupted(Exception):
+    """A run that a signal ended, after it was saved."""
+
+    def __init__(self, number: signal.Signals, step: int):
+        super().__init__(f"{number.name} after step {step}, which is saved; the same command with --resume goes on")
+        self.number = number
+
+
+def train(run: Run, out: Path, console: Console, resume: bool = False, rows: Path | None = None) -> dict[str, Any]:
+    """Trains to the last step, saves and appends a row.
+
+    Args:
+        run: what is trained, and how.
+        out: the run's folder: run.json, log.jsonl, checkpoints/.
+        resume: go on from the last checkpoint in `out`; else there must be no run in it.
+        rows: folder of the row; unless given the results with a GPU, `out` without.
+
+    Returns:
+        The row. Its loss is the mean of the last tenth of the steps, its times those of the steps but the first.
+
+    Raises:
+        FileExistsError, FileNotFoundError, ValueError, OSError: settings, data and files, by name; nothing was overwritten.
+        ImportError: the package safetensors is missing.
+        Stopped: the loss is not finite, or memory does not suffice; checkpoints are as they were.
+        Interrupted: by SIGTERM or SIGINT. It finished the step and saved.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    workload, saves = get_workload(run.workload), out / "checkpoints"
+    last = _checked(run, out, resume)
+    dataset = workload.dataset(run.data, workload.presets[run.preset].sizes, run.seqlen, run.seed)
+    with _explained(run, device):
+        model, optimizer = _made(run, workload, device)
+        done = 0 if last is None else checkpoints.restore(last, model, optimizer)
+        if run.compile:
+            model.compile()
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    console.print(f"{run.workload} {run.preset}: {parameters:,} parameters, variant {run.variant}, on {device}", markup=False)
+    if dataset.floor is not None:
+        console.print(f"no model gets below a loss of {dataset.floor:.3f} on these data")
+
+    batches, times = _batches(run, dataset, done, device), []
+    with TrainLog(out, run.steps, done, console) as log, _interruption() as interrupted:
+        for step in range(done + 1, run.steps + 1):
+            began = time.perf_counter()
+            with _explained(run, device):
+                values = _step(run, step, workload, model, optimizer, batches, device)
+            _check_finite(values, step, saves)
+            optimizer.step()
+            optimizer.zero_grad()
+            times.append(time.perf_counter() - began)
+            if step == 1:
+                out.mkdir(parents=True, exist_ok=True)
+                (out / "run.json").write_text(json.dumps(asdict(run), indent=2) + "\n")
+            log.step(step, {**values, "tokens_per_s": _tokens(run) / times[-1], "peak_mib": _peak_mib(device)})
+            number = interrupted()
+            if step % run.save_every == 0 or step == run.steps or number:
+                checkpoints.save(saves, step, asdict(run), model, optimizer)
+            if number and step < run.steps:
+                raise Interrupted(number, step)
+    row = _row(run, log.losses, times[1:] or times, dataset.floor, parameters, device)
+    record.append(row, rows or (record.RESULTS if device.type == "cuda" else out))
+    return row
+
+
+def learning_rate(run: Run, step: int) -> float:
+    """Of a step, counted from 1: up evenly along `run.warmup` steps, then down to a tenth along half a cosine."""
+    if step <= run.warmup:
+        return run.lr * step / run.warmup
+    progress = (step - run.warmup) / (run.steps - run.warmup)
+    return run.lr * (0.1 + 0.9 * (1 + math.cos(math.pi * progress)) / 2)
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """For an optimizer: matrices, filters and embeddings decay; norms, biases and Mamba's A, D and dt do not."""
+    groups = {True: [], False: []}
+    for parameter in model.parameters():
+        groups[parameter.dim() >= 2 and not getattr(parameter, "_no_weight_decay", False)].append(parameter)
+    return [{"params": groups[True], "weight_decay": weight_decay}, {"params": groups[False], "weight_decay": 0.0}]
+
+
+def _checked(run: Run, out: Path, resume: bool) -> Path | None:
+    """The checkpoint to go on from; refused where the folder is not what the run needs."""
+    checkpoints.require_package()
+    last = checkpoints.latest(out / "checkpoints")
+    if not resume:
+        if last or (out / "log.jsonl").exists():
+            raise FileExistsError(f"--out: got {out}, which has a run in it, expected another folder, or --resume to go on")
+        return None
+    if last is None:
+        raise FileNotFoundError(f"--resume: got --out {out}, expected a folder with a checkpoint in {out / 'checkpoints'}")
+    state = checkpoints.read_state(last)
+    for field, now in asdict(run).items():
+        if (then := state["run"].get(field)) != now:
+            raise ValueError(f"{option(field)}: got {now!r}, expected {then!r}, with which the run in {out} began")
+    if state["step"] >= run.steps:
+        raise ValueError(f"--resume: the run in {out} has taken all its {run.steps} steps")
+    return last
+
+
+def _made(run: Run, workload: Workload, device: torch.device) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(run.seed)
+    with device:
+        model = workload.build(workload.presets[run.preset].sizes, run.variant, run.checkpoint_activations)
+    groups = parameter_groups(model, run.weight_decay)
+    return model, torch.optim.AdamW(groups, run.lr, _BETAS, fused=device.type == "cuda")
+
+
+def _batches(run: Run, dataset: Dataset, done: int, device: torch.device) -> Iterator[dict[str, Tensor]]:
+    """Micro-batches on the device, from the first of the step after `done`."""
+    of_step, on_gpu = run.batch * run.accumulate, device.type == "cuda"
+    loader = DataLoader(dataset, run.batch, sampler=range(done * of_step, run.steps * of_step), pin_memory=on_gpu,
+                        num_workers=_WORKERS if on_gpu else 0, generator=torch.Generator())  # not the one that steps draw from
+    for batch in loader:
+        yield {name: t.to(device, non_blocking=True) for name, t in batch.items()}
+
+
+def _step(run: Run, step: int, workload: Workload, model: nn.Module, optimizer: torch.optim.Optimizer,
+          batches: Iterator[dict[str, Tensor]], device: torch.device) -> dict[str, float]:
+    """Leaves the gradient, clipped; the optimizer has yet to use it."""
+    torch.manual_seed(int(np.random.SeedSequence([run.seed, step]).generate_state(1, np.uint64)[0]))
+    rate = learning_rate(run, step)
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    total = torch.zeros((), device=device)
+    for _ in range(run.accumulate):
+        with torch.autocast(device.type, torch.bfloat16, enabled=run.dtype == "bf16"):
+            loss = workload.loss(model, next(batches)) / run.accumulate
+        loss.backward()
+        total += loss.detach()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), run.clip or math.inf)
+    return {"loss": total.item(), "lr": rate, "grad_norm": norm.item()}
+
+
+def _check_finite(values: dict[str, float], step: int, saves: Path) -> None:
+    for name, said in (("loss", "loss"), ("grad_norm", "gradient's norm")):
+        if not math.isfinite(values[name]):
+            last = checkpoints.latest(saves)
+            raise Stopped(f"step {step}: the {said} is {values[name]}; try a lower --lr, a longer --warmup or --dtype fp32. "
+                          + (f"The last good checkpoint is {last}" if last else "There was no checkpoint yet"))
+
+
+@contextmanager
+def _explained(run: Run, device: torch.device) -> Iterator[None]:
+    """Says in terms of the run what torch says in its own: that memory does not suffice, or that it cannot compile."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is the first
+        if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator" in str(error):
+            name = torch.cuda.get_device_name() if device.type == "cuda" else "this machine"
+            raise Stopped(f"--batch: {run.batch} rows of {run.seqlen} tokens of {run.workload} {run.preset} do not fit the "
+                          f"memory of {name}; expected fewer, with a larger --accumulate instead, a shorter --seqlen, a "
+                          "smaller --preset, or --checkpoint-activations") from error
+        if run.compile:
+            raise Stopped(f"--compile: {(str(error).splitlines() or [type(error).__name__])[0]}; leave it out") from error
+        raise
+
+
+@contextmanager
+def _interruption() -> Iterator[Callable[[], signal.Signals | None]]:
+    """What came of SIGTERM and SIGINT, which within end nothing; a second one acts as ever."""
+    came, before = [], {}
+
+    def note(number: int, _frame: object) -> None:
+        came.append(signal.Signals(number))
+        restore()
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        before[number] = signal.signal(number, note)
+    try:
+        yield lambda: came[0] if came else None
+    finally:
+        restore()
+
+
+def _tokens(run: Run) -> int:
+    """Of a step."""
+    return run.batch * run.seqlen * run.accumulate
+
+
+def _peak_mib(device: torch.device) -> float:
+    """Of the GPU's memory that torch took, or of the process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+
+
+def _row(run: Run, losses: list[float], times: list[float], floor: float | None, parameters: int,
+         device: torch.device) -> dict[str, Any]:
+    p20, p50, p80 = (np.quantile(times, (0.2, 0.5, 0.8)) * 1e6).tolist()
+    return {
+        "bench": "train", "variant": run.variant, "options": None if is_peer(run.variant) else asdict(Options()),
+        "batch": run.batch, "seqlen": run.seqlen, "dtype": run.dtype, "workload": run.workload, "preset": run.preset,
+        "loss": statistics.mean(losses[-max(len(losses) // 10, 1):]), "first_loss": losses[0], "floor": floor,
+        "p20_us": p20, "p50_us": p50, "p80_us": p80, "tokens_per_s": _tokens(run) / p50 * 1e6, "peak_mib": _peak_mib(device),
+        "parameters": parameters, "run": asdict(run), **record.environment(),
+    }

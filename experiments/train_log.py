@@ -1,0 +1,81 @@
+"""What a training run says of each step: a line of log.jsonl, a progress bar, and TensorBoard where it is installed."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+
+class TrainLog:
+    """Use as a context manager.
+
+    Args:
+        folder: of the run; it is made with the first step.
+        steps: of the whole run.
+        done: steps of it that an earlier process took; what it logged after them is dropped, for they are taken again.
+
+    Attributes:
+        losses: of every step so far.
+    """
+
+    def __init__(self, folder: Path, steps: int, done: int, console: Console):
+        self.folder, self.path = folder, folder / "log.jsonl"
+        self.losses = self._kept(done) if done else []
+        self._new_board = _tensorboard(console)
+        self._board = None
+        self._progress = Progress(
+            BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"), console=console)
+        self._task = self._progress.add_task("", total=steps, completed=done)
+
+    def __enter__(self) -> TrainLog:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._progress.stop()
+        if self._board:
+            self._board.close()
+
+    def step(self, step: int, values: dict[str, float]) -> None:
+        """values: loss, tokens_per_s, peak_mib, and what else there is to say."""
+        self.losses.append(values["loss"])
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a") as file:
+            file.write(json.dumps({"step": step, **values}, allow_nan=False) + "\n")
+        said = "loss {loss:.4f}  {tokens_per_s:,.0f} tokens/s  {peak_mib:,.0f} MiB".format(**values)
+        self._progress.update(self._task, completed=step, description=said)
+        if self._new_board:
+            self._board = self._board or self._new_board(self.folder / "tensorboard", purge_step=step)
+            for name, value in values.items():
+                self._board.add_scalar(name, value, step)
+
+    def _kept(self, done: int) -> list[float]:
+        """Losses of the steps done; the file is cut after them, at once."""
+        lines = self.path.read_text().splitlines()[:done] if self.path.is_file() else []
+        try:
+            entries = [json.loads(line) for line in lines]
+            losses = [entry["loss"] for entry in entries]
+            whole = [entry["step"] for entry in entries] == list(range(1, done + 1))
+        except (ValueError, KeyError, TypeError):
+            whole = False
+        if not whole:
+            raise ValueError(f"{self.path}: expected a line for each of the {done} steps of the checkpoint; a run whose log is "
+                             "damaged cannot go on: start it anew with another --out")
+        part = self.path.with_name(f".{self.path.name}.{os.getpid()}")
+        part.write_text("".join(line + "\n" for line in lines))
+        os.replace(part, self.path)
+        return losses
+
+
+def _tensorboard(console: Console) -> type | None:
+    """What writes its files; said once where it is missing."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        console.print("TensorBoard is not installed (pip install tensorboard): steps go to log.jsonl alone", style="dim")
+        return None
+    return SummaryWriter

@@ -1,0 +1,122 @@
+"""A language model of pre-norm residual layers, which a pattern names one by one: Mamba-2, attention or MLP."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ssd.modules import Mamba2
+
+from .layers import MLP, Attention, document_mask
+
+MAMBA, ATTENTION, MLP_LAYER = "M", "*", "-"
+IGNORED = -100  # the label of a token after which no other of its document comes
+
+
+@dataclass(frozen=True)
+class LanguageSizes:
+    """Attributes:
+        d_model: channels of the residual stream.
+        pattern: a character for each layer, M (Mamba-2), * (attention) or - (MLP).
+        vocab_size: tokens.
+        tie_embeddings: the head's weight is the embedding's.
+        d_state, headdim, ngroups, chunk_size: of Mamba-2.
+        heads, kv_heads, attention_headdim: of attention.
+    """
+
+    d_model: int
+    pattern: str
+    vocab_size: int
+    tie_embeddings: bool = False
+    d_state: int = 128
+    headdim: int = 64
+    ngroups: int = 8
+    chunk_size: int = 256
+    heads: int = 0
+    kv_heads: int = 0
+    attention_headdim: int = 128
+
+    def __post_init__(self):
+        if unknown := set(self.pattern) - {MAMBA, ATTENTION, MLP_LAYER}:
+            raise ValueError(f"pattern: got {''.join(sorted(unknown))!r} in {self.pattern!r}, expected M, * and - alone")
+
+
+class LanguageModel(nn.Module):
+    """Token ids to the logits of the next.
+
+    At the start linear weights and the embedding are normal with deviation 0.02, those of each layer's output smaller by the
+    square root of the number of layers, so that their sum is as large as one of them; Mamba-2's A, dt and D are as `Mamba2`
+    draws them.
+
+    Args:
+        sizes: of the model.
+        variant: of the Mamba-2 layers, see `ssd.ssd_chunk_scan`.
+        checkpoint_activations: the backward computes each layer again, from the residual stream, which alone is kept.
+    """
+
+    def __init__(self, sizes: LanguageSizes, variant: str = "auto", checkpoint_activations: bool = False):
+        super().__init__()
+        self.sizes, self.checkpoint_activations = sizes, checkpoint_activations
+        self.embedding = nn.Embedding(sizes.vocab_size, sizes.d_model)
+        self.layers = nn.ModuleList(_Layer(sizes, kind, variant) for kind in sizes.pattern)
+        self.norm_f = nn.RMSNorm(sizes.d_model, eps=1e-5)
+        self.lm_head = nn.Linear(sizes.d_model, sizes.vocab_size, bias=False)
+        if sizes.tie_embeddings:
+            self.lm_head.weight = self.embedding.weight
+        self._initialise()
+
+    def forward(self, input_ids: Tensor, seq_idx: Tensor | None = None) -> Tensor:
+        """Args:
+            input_ids: (batch, seqlen) int64.
+            seq_idx: (batch, seqlen) int32, the document of each token, which rises along a row.
+
+        Returns:
+            (batch, seqlen, vocab_size), in the dtype of the weights or of autocast.
+        """
+        packed = seq_idx is not None and ATTENTION in self.sizes.pattern
+        beside = {MAMBA: (seq_idx,), ATTENTION: (document_mask(seq_idx) if packed else None,), MLP_LAYER: ()}
+        residual = self.embedding(input_ids)
+        for kind, layer in zip(self.sizes.pattern, self.layers, strict=True):
+            if self.checkpoint_activations and self.training:
+                residual = checkpoint(layer, residual, *beside[kind], use_reentrant=False)
+            else:
+                residual = layer(residual, *beside[kind])
+        return self.lm_head(self.norm_f(residual))
+
+    @torch.no_grad()
+    def _initialise(self) -> None:
+        nn.init.normal_(self.embedding.weight, std=0.02)
+        for name, module in self.named_modules():
+            if isinstance(module, nn.Linear):
+                is_output = name.endswith("out_proj")
+                nn.init.normal_(module.weight, std=0.02 / (len(self.layers) ** 0.5 if is_output else 1))
+
+
+class _Layer(nn.Module):
+    """What it adds to the residual stream is made of the normed stream."""
+
+    def __init__(self, sizes: LanguageSizes, kind: str, variant: str):
+        super().__init__()
+        self.norm = nn.RMSNorm(sizes.d_model, eps=1e-5)
+        match kind:
+            case "M":
+                self.mixer = Mamba2(sizes.d_model, d_state=sizes.d_state, headdim=sizes.headdim, ngroups=sizes.ngroups,
+                                    chunk_size=sizes.chunk_size, variant=variant)
+            case "*":
+                self.mixer = Attention(sizes.d_model, sizes.heads, sizes.kv_heads, sizes.attention_headdim)
+            case "-":
+                self.mixer = MLP(sizes.d_model)
+
+    def forward(self, residual: Tensor, *beside: Tensor | None) -> Tensor:
+        """beside: what the mixer takes besides its input."""
+        return residual + self.mixer(self.norm(residual), *beside)
+
+
+def next_token_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Mean cross-entropy of the next token in nats, over the tokens that have one; batch: as `text.Rows` has it."""
+    logits = model(batch["input_ids"], batch["seq_idx"])
+    return F.cross_entropy(logits.flatten(0, 1).float(), batch["labels"].flatten(), ignore_index=IGNORED)

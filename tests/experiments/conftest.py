@@ -1,0 +1,22 @@
+"""What the tests of training share."""
+
+import pytest
+import torch
+
+from experiments.workloads import Preset, get_workload
+from ssd.block import arguments
+
+from .small import sizes
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """A preset `small` of both language models, in torch alone on a CPU: interpreted kernels take minutes."""
+    monkeypatch.setattr(arguments, "INTERPRETED", False)
+    for name, pattern in (("mamba2", "MM"), ("hybrid", "M-*M")):
+        presets = get_workload(name).presets
+        monkeypatch.setitem(presets, "small", Preset(sizes(pattern), batch=4, seqlen=64, lr=1e-2))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # on cores shared with other tests, more wait for one another
+    yield
+    torch.set_num_threads(threads)

@@ -1,0 +1,18 @@
+"""Workloads small enough that a test trains them."""
+
+import torch
+
+from experiments.runs import Run, run_of
+from experiments.workloads.language_model import LanguageSizes
+
+# the torch form's cumulative sums on a GPU are not the same bits twice
+VARIANT = "baseline" if torch.cuda.is_available() else "torch"
+
+
+def sizes(pattern: str, **other) -> LanguageSizes:
+    return LanguageSizes(**{"d_model": 32, "pattern": pattern, "vocab_size": 256, "d_state": 16, "headdim": 16, "ngroups": 2,
+                            "chunk_size": 16, "heads": 4, "kv_heads": 2, "attention_headdim": 8} | other)
+
+
+def small_run(workload: str = "mamba2", **settings) -> Run:
+    return run_of(workload, "small", **{"variant": VARIANT, "steps": 6} | settings)

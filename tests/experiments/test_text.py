@@ -1,0 +1,112 @@
+"""Rows of tokens: made-up text as it is described, local files, and what of them is refused."""
+
+import numpy as np
+import pytest
+import torch
+
+from experiments.workloads.synthetic_text import SyntheticText
+from experiments.workloads.text import rows
+
+from .small import sizes
+
+SIZES = sizes("MM", vocab_size=512)
+
+
+def synthetic(seqlen=512, seed=0):
+    return rows("synthetic", SIZES, seqlen, seed)
+
+
+def test_a_row_is_the_same_whoever_asks():
+    first, second = synthetic(), synthetic()
+    second[7], second[3]
+    for name, t in first[5].items():
+        assert torch.equal(t, second[5][name])
+    assert not torch.equal(first[5]["input_ids"], first[6]["input_ids"])
+    assert not torch.equal(first[5]["input_ids"], synthetic(seed=1)[5]["input_ids"])
+
+
+@pytest.mark.parametrize("seqlen", [2, 64, 500])
+def test_labels_stay_in_their_document(seqlen):
+    data = synthetic(seqlen)
+    for number in range(20):
+        row = data[number]
+        tokens, documents = data.source.row(number)
+        assert row["seq_idx"].dtype == torch.int32 and row["seq_idx"][0] == 0
+        assert row["input_ids"].dtype == row["labels"].dtype == torch.int64
+        assert {len(t) for t in row.values()} == {seqlen}
+        within = torch.from_numpy(documents[1:] == documents[:-1])
+        assert torch.equal(row["labels"][within], torch.from_numpy(tokens[1:])[within])
+        assert (row["labels"][~within] == -100).all()
+        assert set(np.diff(documents)) <= {0, 1}
+    assert seqlen < 64 or any(data[n]["seq_idx"][-1] > 0 for n in range(20)), "documents are packed"
+
+
+def test_tokens_are_zipfs():
+    source = SyntheticText(512, 4096, 0)
+    counts = np.bincount(np.concatenate([source.row(n)[0] for n in range(40)]), minlength=512)
+    slope = np.polyfit(np.log(np.arange(1, 101)), np.log(counts[:100]), 1)[0]
+    assert slope == pytest.approx(-1.1, abs=0.15)
+
+
+def test_documents_are_as_long_as_said():
+    source = SyntheticText(512, 60000, 0)
+    lengths = np.concatenate([np.bincount(source.row(n)[1])[:-1] for n in range(10)])
+    assert np.median(lengths) == pytest.approx(600, rel=0.15)
+
+
+def test_half_follows_the_table_and_some_is_copied():
+    source = SyntheticText(512, 4096, 0)
+    drawn = [source._drawn(n) for n in range(20)]
+    assert 0.15 < np.mean([copied.mean() for *_, copied in drawn]) < 0.3
+    follows = []
+    for tokens, documents, topics, copied in drawn:
+        new = ~copied[1:] & ~copied[:-1] & (documents[1:] == documents[:-1])
+        follows.append((source.successors[topics[1:], tokens[:-1]] == tokens[1:, None]).any(-1)[new])
+    assert 0.45 < np.concatenate(follows).mean() < 0.65
+
+
+def test_the_floor_is_below_what_frequencies_alone_reach():
+    source = SyntheticText(512, 257, 0)
+    of_frequencies = -(source.zipf * np.log(source.zipf)).sum()
+    assert 2 < source.floor() < of_frequencies - 1 < np.log(512) - 2
+
+
+def test_local_text_is_read_whole_once_an_epoch(tmp_path):
+    (tmp_path / "more").mkdir()
+    (tmp_path / "a.txt").write_text("é" * 20)
+    (tmp_path / "more" / "b.txt").write_bytes(bytes(range(1, 100)))
+    (tmp_path / "ignored.md").write_text("x")
+    data = rows(str(tmp_path), SIZES, 16, 0)
+    assert data.source.rows == 8 and data.floor is None
+    seen = sorted(bytes(data[n]["input_ids"].tolist()) for n in range(8))
+    content = "é".encode() * 20 + bytes(range(1, 100))
+    assert seen == sorted(content[at : at + 16] for at in range(0, 128, 16))
+    assert seen == sorted(bytes(data[n]["input_ids"].tolist()) for n in range(8, 16))
+    (crossing,) = [data[n] for n in range(8) if data[n]["seq_idx"][-1] > 0]
+    assert crossing["seq_idx"].tolist() == [0] * 8 + [1] * 8 and crossing["labels"][7] == -100
+    again = rows(str(tmp_path), SIZES, 16, 0)
+    assert torch.equal(again[11]["labels"], data[11]["labels"]), "whatever was read before"
+
+
+@pytest.mark.parametrize("name, content, said", [
+    ("empty.txt", b"", "empty.txt is empty"),
+    ("broken.txt", b"abc\xff\xfe" * 100, "broken.txt is not UTF-8 text, byte 3 is 0xff"),
+    ("short.txt", b"abc", "short.txt has 3 bytes, expected at least 33"),
+    ("table.parquet", b"PAR1", "table.parquet, expected a file whose name ends in .txt"),
+])
+def test_bad_files_are_named(tmp_path, name, content, said):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=said):
+        rows(str(tmp_path / name), SIZES, 32, 0)
+
+
+def test_missing_data_are_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"--data: got 'bookcorpus', where nothing is, expected synthetic, a \.txt"):
+        rows("bookcorpus", SIZES, 32, 0)
+    with pytest.raises(FileNotFoundError, match=rf"--data: got {tmp_path}, which has no \.txt file in it"):
+        rows(str(tmp_path), SIZES, 32, 0)
+
+
+def test_text_needs_a_model_of_bytes(tmp_path):
+    with pytest.raises(ValueError, match="for 100 tokens, expected synthetic: text has 256"):
+        rows(str(tmp_path), sizes("MM", vocab_size=100), 32, 0)

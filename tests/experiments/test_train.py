@@ -1,0 +1,216 @@
+"""Training: the loss falls, a run that was interrupted ends as one that was not, and what stops a run costs nothing."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file
+
+from experiments import checkpoints, record
+from experiments import train as training
+from experiments.train import Interrupted, Stopped, learning_rate, train
+from experiments.workloads import get_workload
+
+from .small import small_run
+from .test_command_line import run as command
+
+pytestmark = pytest.mark.usefixtures("small")
+QUIET = Console(quiet=True)
+# torch's attention on a GPU does not repeat its gradients' bits
+REPEATING = ["mamba2"] if torch.cuda.is_available() else ["mamba2", "hybrid"]
+
+
+def losses(out: Path) -> list[float]:
+    entries = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    assert [entry["step"] for entry in entries] == list(range(1, len(entries) + 1))
+    return [entry["loss"] for entry in entries]
+
+
+def saved_tensors(out: Path) -> dict[str, torch.Tensor]:
+    last = checkpoints.latest(out / "checkpoints")
+    return {**load_file(last / "model.safetensors"), **load_file(last / "optimizer.safetensors")}
+
+
+def assert_same(out: Path, other: Path):
+    assert losses(out) == losses(other)
+    ours, theirs = saved_tensors(out), saved_tensors(other)
+    assert ours.keys() == theirs.keys() and all(torch.equal(t, theirs[name]) for name, t in ours.items())
+
+
+def before_step(monkeypatch, number: int, act: Callable[[], None]):
+    """Something happens at the beginning of a step."""
+    original = training._step
+
+    def step(run, n, *rest):
+        if n == number:
+            act()
+        return original(run, n, *rest)
+
+    monkeypatch.setattr(training, "_step", step)
+
+
+def started(*arguments: object) -> subprocess.Popen[str]:
+    """The command in a process of its own, where nothing interprets kernels."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {"OMP_NUM_THREADS": "1"}
+    line = [sys.executable, "-m", "experiments", "train", *map(str, arguments)]
+    return subprocess.Popen(line, cwd=Path(__file__).parents[2], env=environment, text=True, stdout=subprocess.PIPE,
+                            stderr=subprocess.PIPE)
+
+
+def terminate():
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def out_of_memory():
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def killed():
+    raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("workload", ["mamba2", "hybrid"])
+def test_the_loss_falls_by_more_than_a_nat(tmp_path, workload):
+    run = small_run(workload, steps=40)
+    row = train(run, tmp_path / "run", QUIET, rows=tmp_path / "rows")
+    assert row["first_loss"] == pytest.approx(math.log(256), abs=0.1)
+    assert row["floor"] < row["loss"] < row["first_loss"] - 1
+    assert record.read(tmp_path / "rows") == [row] and row["run"] == asdict(run)
+    assert json.loads((tmp_path / "run" / "run.json").read_text()) == asdict(run)
+    assert row["tokens_per_s"] > 0 and row["peak_mib"] > 0
+
+
+@pytest.mark.parametrize("workload", REPEATING)
+@pytest.mark.parametrize("settings", [{}, {"accumulate": 2, "checkpoint_activations": True}, {"dtype": "bf16"}],
+                         ids=["plain", "accumulated", "bf16"])
+def test_a_resumed_run_ends_with_the_same_bits(tmp_path, monkeypatch, workload, settings):
+    run = small_run(workload, **settings)
+    train(run, tmp_path / "whole", QUIET, rows=tmp_path / "rows")
+    before_step(monkeypatch, 4, terminate)
+    with pytest.raises(Interrupted, match=r"SIGTERM after step 4, which is saved; .* --resume"):
+        train(run, tmp_path / "parts", QUIET, rows=tmp_path / "rows")
+    assert len(losses(tmp_path / "parts")) == 4 and len(record.read(tmp_path / "rows")) == 1
+    train(run, tmp_path / "parts", QUIET, resume=True, rows=tmp_path / "rows")
+    assert_same(tmp_path / "whole", tmp_path / "parts")
+
+
+def test_a_killed_run_takes_its_unsaved_steps_again(tmp_path, monkeypatch):
+    run = small_run(save_every=2)
+    train(run, tmp_path / "whole", QUIET, rows=tmp_path / "rows")
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        before_step(patch, 4, killed)
+        train(run, tmp_path / "parts", QUIET)
+    with (tmp_path / "parts" / "log.jsonl").open("a") as log:
+        log.write('{"step": 4, "lo')
+    train(run, tmp_path / "parts", QUIET, resume=True, rows=tmp_path / "rows")
+    assert_same(tmp_path / "whole", tmp_path / "parts")
+    assert [path.name for path in (tmp_path / "parts" / "checkpoints").iterdir()] == ["step-00000004", "step-00000006"]
+
+
+def test_signals_act_as_before_when_a_run_has_ended(tmp_path):
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    train(small_run(steps=1), tmp_path, QUIET, rows=tmp_path / "rows")
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="starts a process that compiles; what the signal does is tested above")
+def test_sigterm_ends_the_command_after_a_save(tmp_path):
+    """The preset `tiny`, by the command line, in a process of its own."""
+    out = tmp_path / "run"
+    with started("--steps", "1000", "--batch", "1", "--seqlen", "32", "--out", out) as process:
+        while not (out / "log.jsonl").exists() and process.poll() is None:
+            time.sleep(0.05)
+        process.terminate()
+        said, errors = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM, errors
+    step = checkpoints.read_state(checkpoints.latest(out / "checkpoints"))["step"]
+    assert f"SIGTERM after step {step}" in said and len(losses(out)) == step
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, monkeypatch):
+    run = small_run(save_every=2)
+
+    original, factors = get_workload("mamba2"), iter([1, 1, 1, math.nan])
+    broken = replace(original, loss=lambda *given: original.loss(*given) * next(factors))
+    monkeypatch.setattr(training, "get_workload", lambda name: broken)
+    with pytest.raises(Stopped, match=r"step 4: the loss is nan; try a lower --lr.* last good checkpoint is .*step-00000002"):
+        train(run, tmp_path, QUIET)
+    assert all(t.isfinite().all() for t in saved_tensors(tmp_path).values()) and len(losses(tmp_path)) == 3
+
+
+def test_what_does_not_fit_the_memory_is_said_in_terms_of_the_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(training, "_step", lambda *_: out_of_memory())
+    with pytest.raises(Stopped, match=r"--batch: 4 rows of 64 tokens of mamba2 small do not fit .*; expected fewer"):
+        train(small_run(), tmp_path / "run", QUIET)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU takes it")
+def test_a_variant_that_cannot_run_is_refused(tmp_path):
+    with started("--variant", "fused", "--out", tmp_path / "run") as process:
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 2 and not (tmp_path / "run").exists()
+    assert errors.startswith("error: variant 'fused' cannot run these inputs: its kernels need a CUDA device")
+
+
+def test_the_command_line(tmp_path):
+    given = ("train", "--preset", "small", "--variant", "torch", "--steps", "2", "--out", tmp_path / "run",
+             "--rows", tmp_path / "rows")
+    result = command(*given)
+    assert result.exit_code == 0, result.stderr
+    assert "2/2" in result.stdout and "no model gets below a loss of" in result.stdout
+    again = command(*given)
+    assert again.exit_code == 2 and again.stderr == (
+        f"error: --out: got {tmp_path / 'run'}, which has a run in it, expected another folder, or --resume to go on\n")
+    finished = command(*given, "--resume")
+    assert finished.exit_code == 2 and finished.stderr.endswith("has taken all its 2 steps\n")
+    other = command(*given, "--resume", "--weight-decay", "0.2")
+    assert other.exit_code == 2
+    assert other.stderr == (f"error: --weight-decay: got 0.2, expected 0.1, with which the run in {tmp_path / 'run'} began\n")
+    assert len(losses(tmp_path / "run")) == 2 and len(record.read(tmp_path / "rows")) == 1
+
+
+@pytest.mark.parametrize("given, said", [
+    (("--workload", "rnn"), "--workload: got 'rnn', expected one of mamba2, hybrid"),
+    (("--preset", "9b"), "--preset: got '9b', expected one of tiny, 130m"),
+    (("--variant", "warp9"), "--variant: got 'warp9', expected one of baseline, fused"),
+    (("--dtype", "fp8"), "--dtype: got 'fp8', expected one of fp32, bf16"),
+    (("--steps", "0"), "--steps: got 0, expected at least 1"),
+    (("--batch", "0"), "--batch: got 0, expected at least 1"),
+    (("--seqlen", "1"), "--seqlen: got 1, expected at least 2"),
+    (("--save-every", "0"), "--save-every: got 0, expected at least 1"),
+    (("--weight-decay", "-1"), "--weight-decay: got -1.0, expected at least 0"),
+    (("--lr", "nan"), "--lr: got nan, expected more than 0"),
+    (("--steps", "3", "--warmup", "4"), "--warmup: got 4, expected at most --steps, 3"),
+    (("--data", "bookcorpus"), "--data: got 'bookcorpus', where nothing is, expected synthetic, a .txt file or a folder"),
+    (("--resume",), "--resume: got --out"),
+])
+def test_bad_settings_are_refused(tmp_path, given, said):
+    result = command("train", *given, "--out", tmp_path / "run")
+    assert result.exit_code == 2 and result.stderr.startswith(f"error: {said}") and result.stderr.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_learning_rate():
+    run = small_run(steps=100, warmup=10, lr=1.0)
+    rates = [learning_rate(run, step) for step in range(1, 101)]
+    assert rates[:10] == pytest.approx([n / 10 for n in range(1, 11)])
+    assert rates[9:] == sorted(rates[9:], reverse=True) and rates[-1] == pytest.approx(0.1)
+    assert rates[54] == pytest.approx(0.55)
+    assert learning_rate(replace(run, warmup=100), 100) == 1.0
+
+
+def test_tensorboard_where_it_is_installed(tmp_path):
+    pytest.importorskip("tensorboard")
+    train(small_run(steps=2), tmp_path, QUIET, rows=tmp_path / "rows")
+    assert list((tmp_path / "tensorboard").iterdir())

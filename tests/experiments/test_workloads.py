@@ -1,0 +1,121 @@
+"""The language models: sizes as published, patterns, documents that see nothing of each other, what decays."""
+
+from fractions import Fraction
+
+import pytest
+import torch
+
+from experiments.train import parameter_groups
+from experiments.workloads import get_workload, workload_names
+from experiments.workloads.hybrid import allocate
+from experiments.workloads.language_model import LanguageModel
+from ssd.modules import Mamba2LM, Mamba2LMConfig
+
+from .small import sizes
+
+MILLIONS = {
+    "mamba2": {"tiny": 1, "130m": 129, "370m": 368, "780m": 780, "1.3b": 1344, "2.7b": 2703, "8b-width": 1289, "8b": 8237},
+    "hybrid": {"tiny": 2, "1b": 1055, "2b": 2051, "8b": 8655},
+}
+
+
+@pytest.mark.parametrize("workload, preset", [(w, p) for w in workload_names() for p in get_workload(w).presets])
+def test_parameter_counts(workload, preset):
+    found = get_workload(workload)
+    with torch.device("meta"):
+        model = found.build(found.presets[preset].sizes, "auto", False)
+    assert round(sum(parameter.numel() for parameter in model.parameters()) / 1e6) == MILLIONS[workload][preset]
+
+
+@pytest.mark.parametrize("pattern", [
+    "M-M-M--M-M*-M-M-M-M--M*-M-M-M-M-M*--M-M-M-M-M*-M--M-M-M-",
+    "M-M-M--M-*M-M-M-M-*M--M-M-M-",
+    "M-M-M--*M-M-M-",
+])
+def test_allocation_of_published_patterns(pattern):
+    assert allocate(len(pattern)) == pattern
+
+
+@pytest.mark.parametrize("layers", range(1, 90))
+def test_allocation_keeps_the_shares(layers):
+    for attention, mlp in ((0, 0), (1, 0), (0, 1), (Fraction(1, 14), Fraction(1, 2)), (Fraction(1, 4), Fraction(1, 3))):
+        pattern = allocate(layers, attention, mlp)
+        expected = (round(layers * attention), round(layers * mlp))
+        assert (len(pattern), pattern.count("*"), pattern.count("-")) == (layers, *expected)
+
+
+def test_allocation_refuses_more_than_all():
+    with pytest.raises(ValueError, match="shares of 3/4 attention and 1/2 MLP"):
+        allocate(8, Fraction(3, 4), Fraction(1, 2))
+
+
+def test_unknown_layers_are_refused():
+    with pytest.raises(ValueError, match="pattern: got 'X'"):
+        sizes("M-XM")
+
+
+@pytest.mark.parametrize("pattern", ["MM", "M-*M"])
+def test_documents_see_nothing_of_each_other(small, pattern):
+    torch.manual_seed(0)
+    model = LanguageModel(sizes(pattern), "torch").double()
+    ids, seq_idx = torch.randint(256, (1, 50)), (torch.arange(50) >= 20).int()[None]
+    packed = model(ids, seq_idx)
+    for part in (slice(0, 20), slice(20, 50)):
+        torch.testing.assert_close(packed[:, part], model(ids[:, part]), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("pattern", ["MM", "*-*", "M-*M"])
+def test_a_token_sees_nothing_of_later_ones(small, pattern):
+    model = LanguageModel(sizes(pattern), "torch").double()
+    ids = torch.randint(256, (1, 40))
+    changed = torch.cat([ids[:, :25], (ids[:, 25:] + 1) % 256], 1)
+    before, after = model(ids), model(changed)
+    torch.testing.assert_close(before[:, :25], after[:, :25], rtol=1e-9, atol=1e-9)
+    assert (before[:, 25:] != after[:, 25:]).any(-1).all()
+
+
+def test_mamba2_is_the_language_model_of_ssd(small):
+    """By weights of the same names and numbers, but for `backbone`."""
+    model = LanguageModel(sizes("MM", tie_embeddings=True), "torch")
+    mixer = {"layer": "Mamba2", "d_state": 16, "headdim": 16, "ngroups": 2, "chunk_size": 16}
+    theirs = Mamba2LM(Mamba2LMConfig(32, 2, 256, mixer), variant="torch")
+    theirs.load_state_dict({name if name.startswith("lm_head") else f"backbone.{name}": t
+                            for name, t in model.state_dict().items()})
+    ids = torch.randint(256, (2, 40))
+    torch.testing.assert_close(model(ids), theirs(ids))
+
+
+def test_computing_again_changes_no_gradient(small):
+    ids, seq_idx = torch.randint(256, (2, 40)), (torch.arange(40) >= 20).int().expand(2, 40)
+    gradients = []
+    for again in (False, True):
+        torch.manual_seed(0)
+        model = LanguageModel(sizes("M-*M"), "torch", checkpoint_activations=again)
+        model(ids, seq_idx).square().mean().backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+def test_weights_at_the_start():
+    torch.manual_seed(0)
+    model = LanguageModel(sizes("M-*M" * 4, d_model=64))
+    for name, weight in model.named_parameters():
+        if name.endswith("proj.weight") or name.startswith(("embedding", "lm_head")):
+            assert weight.std().item() == pytest.approx(0.02 / (4 if "out_proj" in name else 1), rel=0.1), name
+
+
+def test_what_decays():
+    model = LanguageModel(sizes("M-*M"))
+    decaying, others = parameter_groups(model, 0.1)
+    assert (decaying["weight_decay"], others["weight_decay"]) == (0.1, 0)
+    name_of = {parameter: name for name, parameter in model.named_parameters()}
+    kept = {name_of[parameter].removeprefix("layers.0.") for parameter in others["params"]}
+    mixer = {f"mixer.{name}" for name in ("A_log", "D", "dt_bias", "conv1d.bias", "norm.weight")}
+    assert {name for name in kept if not name.startswith("layers")} == {"norm.weight", "norm_f.weight", *mixer}
+    assert len(decaying["params"]) + len(others["params"]) == len(name_of)
+    assert {"embedding.weight", "lm_head.weight", "layers.0.mixer.in_proj.weight"} <= {name_of[p] for p in decaying["params"]}
+
+
+def test_the_variant_reaches_every_mixer():
+    model = LanguageModel(sizes("M-*M"), "persistent")
+    assert [layer.mixer.variant for layer in model.layers if hasattr(layer.mixer, "variant")] == ["persistent"] * 2
