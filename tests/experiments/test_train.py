@@ -117,6 +117,17 @@ def test_a_killed_run_takes_its_unsaved_steps_again(tmp_path, monkeypatch):
     assert [path.name for path in (tmp_path / "parts" / "checkpoints").iterdir()] == ["step-00000004", "step-00000006"]
 
 
+@pytest.mark.parametrize("content", ["", '{"step": 1, "loss": 5.0}\n{"st', '{"step": 2, "loss": 5.0}\n' * 2, "[1]\n[2]\n"])
+def test_a_damaged_log_is_refused(tmp_path, monkeypatch, content):
+    with monkeypatch.context() as patch, pytest.raises(Interrupted):
+        before_step(patch, 2, terminate)
+        train(small_run(), tmp_path, QUIET)
+    (tmp_path / "log.jsonl").write_text(content)
+    with pytest.raises(ValueError, match=r"log\.jsonl: expected a line for each of the 2 steps"):
+        train(small_run(), tmp_path, QUIET, resume=True)
+    assert (tmp_path / "log.jsonl").read_text() == content
+
+
 def test_signals_act_as_before_when_a_run_has_ended(tmp_path):
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     train(small_run(steps=1), tmp_path, QUIET, rows=tmp_path / "rows")
