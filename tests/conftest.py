@@ -8,6 +8,9 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # or the threads of one worker wait for the cores of another
+
 import pytest
 import torch
 from filelock import FileLock
