@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields, replace
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
@@ -302,7 +303,7 @@ def test_opcheck(case, device):
 def test_compile(dynamic, device):
     """Forward and backward, for many lengths, of which few need a graph of their own."""
     torch._dynamo.reset()
-    counter = torch._dynamo.testing.CompileCounterWithBackend("inductor" if GPU else "aot_eager")
+    counter = CompileCounterWithBackend("inductor" if GPU else "aot_eager")
     compiled = torch.compile(selective_scan_fn, fullgraph=True, backend=counter, dynamic=dynamic)
     for seqlen in (5, 20):
         given = inputs(Case(dim=2, dstate=2, seqlen=seqlen), device)
