@@ -17,6 +17,7 @@ from ssd.registry import is_peer
 
 from . import record, timing
 from .accuracy import LEAVES, Error, Part, Truth
+from .reasons import first_line
 from .shapes import DTYPES, Shape, make_inputs
 
 CHUNK_SIZES = (64, 128, 256)
@@ -159,14 +160,8 @@ def measure(setting: Setting, mode: str, candidates: list[Candidate], repeats: i
         except Exception as reason:  # one that cannot run must not cost the measurements of the others
             _say_skipped(console, candidate, f"{setting.shape.name} {mode}", reason)
     eager = timing.interleaved(calls, repeats, warmup)
-
-    graphs = {}
-    for candidate, call in calls.items():
-        try:
-            graphs[candidate] = timing.capture(call)
-        except Exception as reason:  # as above
-            notes[candidate] = f"no CUDA graph: {_first_line(reason)}"
-            torch.cuda.synchronize()
+    graphs, failed = timing.captured(calls)
+    notes |= {candidate: f"no CUDA graph: {first_line(reason)}" for candidate, reason in failed.items()}
     replayed = timing.interleaved(graphs, repeats, warmup)
     return {
         candidate: {
@@ -197,9 +192,7 @@ def _derived(row: dict, problem: cost.Problem, ceiling_gbps: float) -> dict:
         "sol": effective / ceiling_gbps, "tflops": ideal.flops / row["p50_us"] / 1e6,
     }
     if row.get("against"):
-        row["speedup"] = row["against_p50_us"] / row["p50_us"]
-        graphs = row["against_graph_p50_us"], row["graph_p50_us"]
-        row["graph_speedup"] = graphs[0] / graphs[1] if all(graphs) else None
+        row |= timing.speedups(row["p50_us"], row["graph_p50_us"], row["against_p50_us"], row["against_graph_p50_us"])
     return row
 
 
@@ -213,12 +206,8 @@ def _installed(variant: str, console: Console) -> bool:
 
 
 def _say_skipped(console: Console, candidate: Candidate, where: str, reason: Exception) -> None:
-    text = f"{where}: {candidate} is left out: {_first_line(reason)}"
+    text = f"{where}: {candidate} is left out: {first_line(reason)}"
     console.print(text, style="yellow", markup=False)
-
-
-def _first_line(reason: Exception) -> str:
-    return (str(reason).splitlines() or [type(reason).__name__])[0]
 
 
 def _finite(value: float) -> float | None:

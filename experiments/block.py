@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
+from operator import itemgetter
 from pathlib import Path
 from types import ModuleType
 
@@ -21,6 +22,7 @@ from ssd.block import causal_conv1d_fn, rms_norm_gated, selective_scan_fn, selec
 from ssd.modules import Mamba2
 
 from . import record, timing
+from .reasons import first_line
 from .shapes import DTYPES, Shape
 
 OURS = "ssd"
@@ -90,9 +92,7 @@ def run(plan: Plan, console: Console) -> list[dict]:
 
 def committed(out: Path = record.RESULTS) -> list[dict]:
     """The last row of each part, shape, mode, side and dtype."""
-    last = {tuple(row[key] for key in ("gpu", "part", "shape", "mode", "variant", "dtype")): row
-            for row in record.read(out, bench="block")}
-    return list(last.values())
+    return record.latest(record.read(out, bench="block"), itemgetter("gpu", "part", "shape", "mode", "variant", "dtype"))
 
 
 def _measured(part: str, shape: Shape, plan: Plan, ceiling_gbps: float, console: Console) -> Iterator[dict]:
@@ -150,31 +150,22 @@ def _timed(work: Work, sides: dict[str, Callable[[], Tensor]], mode: str, plan: 
     facts = {name: {"launches": timing.count_launches(call), "peak_mib": round(timing.peak_mib(call), 1)}
              for name, call in calls.items()}
     eager = timing.interleaved(calls, plan.repeats, plan.warmup)
-    graphs = timing.interleaved(_captured(calls), plan.repeats, plan.warmup)
+    graphs, failed = timing.captured(calls)
+    replayed = timing.interleaved(graphs, plan.repeats, plan.warmup)
     measured = {
-        name: dict(zip(("p20_us", "p50_us", "p80_us"), eager[name], strict=True))
-        | {"graph_p50_us": graphs[name][1] if name in graphs else None} | facts[name]
+        name: {
+            **dict(zip(("p20_us", "p50_us", "p80_us"), eager[name], strict=True)),
+            "graph_p50_us": replayed.get(name, (None,) * 3)[1],
+            **facts[name], "note": f"no CUDA graph: {first_line(failed[name])}" if name in failed else None,
+        }
         for name in calls
     }
     for rival, theirs in measured.items():
         if rival != OURS:
             ours = measured[OURS]
-            ours |= {"against": rival, "against_p50_us": theirs["p50_us"], "against_graph_p50_us": theirs["graph_p50_us"],
-                     "speedup": theirs["p50_us"] / ours["p50_us"]}
-            if ours["graph_p50_us"] and theirs["graph_p50_us"]:
-                ours["graph_speedup"] = theirs["graph_p50_us"] / ours["graph_p50_us"]
+            times = (side[key] for side in (ours, theirs) for key in ("p50_us", "graph_p50_us"))
+            ours |= {"against": rival, **timing.speedups(*times)}
     return measured
-
-
-def _captured(calls: dict[str, timing.Call]) -> dict[str, timing.Call]:
-    """As CUDA graphs, without those that cannot be."""
-    graphs = {}
-    for name, call in calls.items():
-        try:
-            graphs[name] = timing.capture(call)
-        except Exception:  # upstream's, that waits for the GPU, say
-            torch.cuda.synchronize()
-    return graphs
 
 
 def _against_copy(work: Work, mode: str, values: dict, ceiling_gbps: float) -> dict:

@@ -10,11 +10,14 @@ import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from ssd.modules.checkpoint import safetensors_package
+
+from .reasons import first_line
 
 _MODEL, _OPTIMIZER, _STATE = "model.safetensors", "optimizer.safetensors", "state.json"
 _KEPT = 2
@@ -26,7 +29,7 @@ def save(folder: Path, step: int, run: Mapping[str, Any], model: nn.Module, opti
     Raises:
         OSError: what the file system says; earlier checkpoints are as they were.
     """
-    package = require_package()
+    package = safetensors_package()
     final = folder / f"step-{step:08d}"
     part = folder / f".{final.name}.{os.getpid()}"
     folder.mkdir(parents=True, exist_ok=True)
@@ -61,7 +64,7 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     except (OSError, ValueError) as reason:
         raise _damaged(path, reason) from reason
     if not isinstance(state, dict) or not isinstance(state.get("step"), int) or not isinstance(state.get("run"), dict):
-        raise _damaged(path, "it names no step or no run")
+        raise _damaged(path, ValueError("it names no step or no run"))
     return state
 
 
@@ -71,7 +74,7 @@ def restore(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer
     Raises:
         ValueError: a file is missing, damaged or another model's; the message says what to do.
     """
-    package = require_package()
+    package = safetensors_package()
     failures = (OSError, RuntimeError, KeyError, ValueError, package.SafetensorError)
     parameters = dict(model.named_parameters())
     number = {name: n for n, name in enumerate(_names(model, optimizer))}
@@ -117,17 +120,6 @@ def _flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def _damaged(path: Path, reason: object) -> ValueError:
-    first_line = (str(reason).splitlines() or [type(reason).__name__])[0]
-    return ValueError(f"{path}: cannot be read ({first_line}); remove the folder {path.parent} to go on from the checkpoint "
-                      "before it")
-
-
-def require_package() -> ModuleType:
-    """safetensors, or an ImportError that says what to install."""
-    try:
-        import safetensors.torch
-    except ImportError as error:
-        raise ImportError("safetensors is not installed, which writes checkpoints: pip install safetensors",
-                          name="safetensors") from error
-    return safetensors
+def _damaged(path: Path, reason: Exception) -> ValueError:
+    return ValueError(f"{path}: cannot be read ({first_line(reason)}); remove the folder {path.parent} to go on from the "
+                      "checkpoint before it")

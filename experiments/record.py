@@ -38,7 +38,7 @@ EXTRA_KEYS = {
     "counters": ("kernel", "dram_bytes", "dram_pct", "l2_hit_pct", "occupancy_pct", "registers", "ncu_us", "block_cycles",
                  "blocks", "tensor_pct", "issue_pct", "shared_pct"),
     "tests": ("passed", "failed", "skipped", "seconds", "shard"),
-    "block": ("part", "apart"),
+    "block": ("part", "apart", "note"),
     "train": ("run", "first_loss", "floor", "tokens_per_s", "parameters"),
     "sanitize": ("tool", "found", "kernels"),
 }

@@ -59,6 +59,25 @@ def capture(call: Call) -> Call:
     return graph.replay
 
 
+def captured(calls: dict) -> tuple[dict, dict[object, Exception]]:
+    """{name: call} -> the calls as CUDA graphs, and why the others cannot be: they wait for the GPU, say."""
+    graphs, failed = {}, {}
+    for name, call in calls.items():
+        try:
+            graphs[name] = capture(call)
+        except Exception as reason:
+            failed[name] = reason
+            torch.cuda.synchronize()
+    return graphs, failed
+
+
+def speedups(p50_us: float, graph_p50_us: float | None, rival_us: float, rival_graph_us: float | None) -> dict:
+    """A row's keys that compare median times with a rival's; of graphs, where both have one."""
+    both = graph_p50_us is not None and rival_graph_us is not None
+    return {"against_p50_us": rival_us, "against_graph_p50_us": rival_graph_us, "speedup": rival_us / p50_us,
+            "graph_speedup": rival_graph_us / graph_p50_us if both else None}
+
+
 def count_launches(call: Call) -> int | None:
     """Kernels that one call launches, by the profiler; None where it sees none at all."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]

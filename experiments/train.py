@@ -26,9 +26,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from ssd import Options
+from ssd.modules.checkpoint import safetensors_package
 from ssd.registry import is_peer
 
 from . import checkpoints, record
+from .reasons import first_line
 from .runs import Run, option
 from .train_log import TrainLog
 from .workloads import Workload, get_workload
@@ -123,7 +125,7 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 
 def _checked(run: Run, out: Path, resume: bool) -> Path | None:
     """The checkpoint to go on from; refused where the folder is not what the run needs."""
-    checkpoints.require_package()
+    safetensors_package()
     last = checkpoints.latest(out / "checkpoints")
     if not resume:
         if last or (out / "log.jsonl").exists():
@@ -194,7 +196,7 @@ def _explained(run: Run, device: torch.device) -> Iterator[None]:
                           f"memory of {name}; expected fewer, with a larger --accumulate instead, a shorter --seqlen, a "
                           "smaller --preset, or --checkpoint-activations") from error
         if run.compile:
-            raise Stopped(f"--compile: {(str(error).splitlines() or [type(error).__name__])[0]}; leave it out") from error
+            raise Stopped(f"--compile: {first_line(error)}; leave it out") from error
         raise
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from ssd.files import replacing
 
 
 class TrainLog:
@@ -65,9 +66,8 @@ class TrainLog:
         if not whole:
             raise ValueError(f"{self.path}: expected a line for each of the {done} steps of the checkpoint; a run whose log is "
                              "damaged cannot go on: start it anew with another --out")
-        part = self.path.with_name(f".{self.path.name}.{os.getpid()}")
-        part.write_text("".join(line + "\n" for line in lines))
-        os.replace(part, self.path)
+        with replacing(self.path) as part:
+            part.write_text("".join(line + "\n" for line in lines))
         return losses
 
 

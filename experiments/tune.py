@@ -18,6 +18,7 @@ from rich.progress import track
 from rich.table import Table
 
 from ssd import tuning
+from ssd.files import replacing
 from ssd.registry import get_variant
 from ssd.types import Options, SSDGrads, SSDInputs
 
@@ -46,9 +47,9 @@ def run(shapes: list[Shape], dtype: str, chunk_sizes: tuple[int, ...], repeats: 
             frozen |= {tuning.size_key(kernel, *sizes): tuning.to_entry(config) for kernel, config in best.items()}
             console.print(_table(f"{shape.name}, chunk size {chunk_size}", times, best))
             path.parent.mkdir(exist_ok=True)
-            part = path.with_suffix(".part")
-            part.write_text("{\n" + ",\n".join(f'  "{k}": {json.dumps(v)}' for k, v in sorted(frozen.items())) + "\n}\n")
-            part.replace(path)
+            lines = ",\n".join(f'  "{key}": {json.dumps(entry)}' for key, entry in sorted(frozen.items()))
+            with replacing(path) as part:
+                part.write_text(f"{{\n{lines}\n}}\n")
 
 
 def _measure(shape, dtype, chunk_size, sizes, device, repeats, console) -> dict[str, dict[tuning.Config, float]]:

@@ -40,6 +40,7 @@ from ssd.types import Options, SSDGrads, SSDInputs
 from tests.inputs import EVERYTHING, Case, Shape, random_inputs
 from tests.late_loads import late_loads
 from tests.lost_operands import lost_operands
+from tests.machine_code import ptx_loops
 
 # Name of the chip's config file, and the shared memory that one block may ask for.
 CHIPS = {
@@ -156,10 +157,8 @@ def _measure(kernel, disassemble: bool) -> Compiled:
 
 
 def _unfenced(ptx: str) -> int:
-    lines = ptx.splitlines()
-    labels = {label[1]: n for n, line in enumerate(lines) if (label := re.match(r"(\$L\w+):", line))}
-    branches = ((n, re.search(r"bra\S*\s+(\$L\w+);", line)) for n, line in enumerate(lines))
-    loops = ["\n".join(lines[labels[b[1]] : n]) for n, b in branches if b and labels.get(b[1], n) < n]
+    lines, loops = ptx_loops(ptx)
+    loops = ["\n".join(lines[first:last]) for first, last in loops]
     return sum("wgmma.mma_async" in loop and "cp.async.wait" in loop and "fence.proxy.async" not in loop for loop in loops)
 
 

@@ -1,4 +1,4 @@
-"""What nvdisasm's text of a kernel says: its instructions, its loops, and how many registers an instruction fills."""
+"""What a kernel's PTX and nvdisasm's text of it say: instructions, loops, and how many registers an instruction fills."""
 
 from __future__ import annotations
 
@@ -20,6 +20,14 @@ def read(sass: str) -> tuple[list[str], set[tuple[int, int]]]:
             instructions.append(re.sub(r"^@!?U?P\d+ +", "", instruction[1].strip()))
     branches = ((n, _BRANCH.search(text)) for n, text in enumerate(instructions))
     return instructions, {(labels[b[1]], n) for n, b in branches if b and labels.get(b[1], n) < n}
+
+
+def ptx_loops(ptx: str) -> tuple[list[str], list[tuple[int, int]]]:
+    """The lines of PTX, and the loops: first and last line of each."""
+    lines = ptx.splitlines()
+    labels = {label[1]: n for n, line in enumerate(lines) if (label := re.match(r"(\$L\w+):", line))}
+    branches = ((n, re.search(r"bra\S*\s+(\$L\w+);", line)) for n, line in enumerate(lines))
+    return lines, [(labels[b[1]], n) for n, b in branches if b and labels.get(b[1], n) < n]
 
 
 def width(opcode: str) -> int:

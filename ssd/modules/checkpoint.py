@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import pickle
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from ..files import replacing
 
 _CONFIG = "config.json"
 _WHOLE, _INDEX, _PICKLE = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"
@@ -51,11 +51,11 @@ def write(folder: Path, config: Mapping[str, Any], weights: Mapping[str, Tensor]
     Args:
         weights: contiguous, no two in the same memory.
     """
-    save_file = _safetensors().torch.save_file
+    save_file = safetensors_package().torch.save_file
     folder.mkdir(parents=True, exist_ok=True)
-    with _replacing(folder / _WHOLE) as path:
+    with replacing(folder / _WHOLE) as path:
         save_file(dict(weights), path, metadata={"format": "pt"})  # without which transformers does not read the file
-    with _replacing(folder / _CONFIG) as path:
+    with replacing(folder / _CONFIG) as path:
         path.write_text(json.dumps(config, indent=2) + "\n")
 
 
@@ -70,7 +70,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _read_safetensors(path: Path) -> dict[str, Tensor]:
-    package = _safetensors()
+    package = safetensors_package()
     try:
         return package.torch.load_file(path)
     except package.SafetensorError as error:
@@ -103,24 +103,14 @@ def _read_pickle(path: Path) -> dict[str, Tensor]:
     return weights
 
 
-def _safetensors() -> ModuleType:
+def safetensors_package() -> ModuleType:
+    """safetensors, or an ImportError that says what to install."""
     try:
         import safetensors.torch
     except ImportError as error:
-        raise ImportError("safetensors is not installed, which reads and writes model.safetensors: pip install safetensors",
+        raise ImportError("safetensors is not installed, which reads and writes checkpoints: pip install safetensors",
                           name="safetensors") from error
     return safetensors
-
-
-@contextmanager
-def _replacing(path: Path) -> Iterator[Path]:
-    """A file to write, which takes the place of `path` if the block ends well, and is gone if not."""
-    part = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        yield part
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def listed(names: set[str], most: int = 4) -> str:

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +14,7 @@ from ssd.block.kernels.selective_scan_bwd import selective_scan_bwd
 from ssd.block.kernels.selective_scan_fwd import selective_scan_fwd
 from ssd.block.kernels.state_update import state_update
 from tests.block import test_gated_norm, test_selective_scan, test_state_update
+from tests.machine_code import ptx_loops
 
 ROOT = Path(__file__).parents[2]
 NORMS = {  # name: width, group_size, dtype, gate, bias, chips. z is a slice of rows longer by a multiple of 8 alone
@@ -82,10 +82,7 @@ def main():
 
 def _innermost_barriers(ptx: str) -> int:
     """Barriers of a block in loops that have no loop inside."""
-    lines = ptx.splitlines()
-    labels = {label[1]: n for n, line in enumerate(lines) if (label := re.match(r"(\$L\w+):", line))}
-    branches = [(n, re.search(r"bra\S*\s+(\$L\w+);", line)) for n, line in enumerate(lines)]
-    loops = [(labels[b[1]], n) for n, b in branches if b and labels.get(b[1], n) < n]
+    lines, loops = ptx_loops(ptx)
     inner = [(first, last) for first, last in loops
              if not any((first, last) != loop and first <= loop[0] and loop[1] <= last for loop in loops)]
     return sum("bar.sync" in line for first, last in inner for line in lines[first:last])

@@ -14,11 +14,13 @@ import triton.language as tl
 from torch import Tensor
 
 from ...device import sigmoid, softplus
+from ...kernels.arguments import cdiv
 from ...tuning import next_power_of_2
 
 _TILE = 4096  # elements [dstate, CHUNK]: 16 a thread of 8 warps
 _LANES, _SHORTEST = 32, 16
 LARGEST_STATE = 256
+CHANNELS = 4  # of a program that walks, one a warp: B and C of a token are loaded once for them
 
 
 def unit_of(seqlen: int) -> int:
@@ -33,6 +35,11 @@ def chunk_of(seqlen: int, dstate: int) -> int:
     while chunk < most and chunk < seqlen:  # in comparisons, which torch.compile need not know a seqlen for
         chunk *= 2
     return chunk
+
+
+def walkers(batch: int, dim: int, ngroups: int) -> int:
+    """Programs that together walk every channel, see `locate`."""
+    return cdiv(dim // ngroups, CHANNELS) * ngroups * batch
 
 
 def in_units(*tensors: Tensor | None) -> list[tuple[Tensor | None, tuple[int, ...] | None]]:

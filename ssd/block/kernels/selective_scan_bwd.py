@@ -15,11 +15,12 @@ from torch import Tensor
 
 from ... import tuning
 from ...device import LOG2E, sigmoid, softplus
-from ...kernels.arguments import cdiv, strides
+from ...kernels.arguments import cdiv, output, strides
 from ...kernels.launch import launch
 from ...kernels.sum_parts import sum_first
 from ...tuning import next_power_of_2
 from .selective_scan import (
+    CHANNELS,
     chunk_of,
     compose,
     finite,
@@ -30,9 +31,9 @@ from .selective_scan import (
     locate,
     suffixes,
     unit_of,
+    walkers,
 )
 
-_CHANNELS = 4  # of a program of dstates, one a warp
 _PROGRAMS = 4  # of grads, for each SM
 _WARPS = 8  # of grads, for a tile of 4096
 
@@ -170,35 +171,32 @@ def selective_scan_bwd(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor
     def parts(*shape: int) -> Tensor:
         return torch.empty(*shape, device=u.device, dtype=torch.float32)
 
-    def like(t: Tensor | None) -> Tensor | None:
-        return None if t is None else torch.empty(t.shape, device=t.device, dtype=t.dtype)
-
-    du, ddelta, dz = like(u), like(delta), like(z)
-    shared = (*B.shape[:3], seqlen)
-    dtypes = B.dtype, C.dtype
+    du, ddelta, dz = output(u), output(delta), None if z is None else output(z)
+    dB, dC = output(B), output(C)
     dstates = torch.empty_like(states)
     (u, u_units), (delta, delta_units), (B, B_units), (C, C_units), (z, z_units), (dout, dout_units) = in_units(
         u, delta, B, C, z, dout)
     launch(
-        selective_scan_dstates_kernel, cdiv(dim // ngroups, _CHANNELS) * ngroups * batch,
+        selective_scan_dstates_kernel, walkers(batch, dim, ngroups),
         delta, delta_units, A, A.stride(), C, C_units, z, z_units, delta_bias, strides(delta_bias), dout, dout_units,
         dlast_state, strides(dlast_state), dstates, seqlen, nchunks, dim, ngroups, dstate, unit_of(seqlen), softplus,
-        CHANNELS=_CHANNELS, CHUNK=chunk, BLOCK_N=columns, num_warps=_CHANNELS)
+        CHANNELS=CHANNELS, CHUNK=chunk, BLOCK_N=columns, num_warps=CHANNELS)
 
     wanted = _PROGRAMS * tuning.current_device(u.device.index).sms
     splits = min(next_power_of_2(cdiv(wanted, batch * nchunks * ngroups)), dim // ngroups)
     splits = cdiv(dim // ngroups, cdiv(dim // ngroups, splits))  # none without a channel
     rows = batch * nchunks
-    dA, dB, dC = parts(rows, dim, dstate), parts(splits, *shared), parts(splits, *shared)
-    dD, ddelta_bias = (None if t is None else parts(rows, dim) for t in (D, delta_bias))
+    dA_parts, dB_parts, dC_parts = parts(rows, dim, dstate), parts(splits, *dB.shape), parts(splits, *dC.shape)
+    dD_parts, bias_parts = (None if t is None else parts(rows, dim) for t in (D, delta_bias))
     launch(
         selective_scan_grads_kernel, splits * ngroups * nchunks * batch,
         u, u_units, delta, delta_units, A, A.stride(), B, B_units, C, C_units, D, strides(D), z, z_units, delta_bias,
-        strides(delta_bias), dout, dout_units, states, dstates, du, ddelta, dz, dA, dB, dC, dD, ddelta_bias,
-        seqlen, nchunks, batch, dim, ngroups, dstate, splits, unit_of(seqlen), softplus, CHUNK=chunk, BLOCK_N=columns,
-        LOG_LANES=min(32, chunk).bit_length() - 1, num_warps=max(1, _WARPS * chunk * columns // 4096))
+        strides(delta_bias), dout, dout_units, states, dstates, du, ddelta, dz, dA_parts, dB_parts, dC_parts,
+        dD_parts, bias_parts, seqlen, nchunks, batch, dim, ngroups, dstate, splits, unit_of(seqlen), softplus, CHUNK=chunk,
+        BLOCK_N=columns, LOG_LANES=min(32, chunk).bit_length() - 1, num_warps=max(1, _WARPS * chunk * columns // 4096))
 
-    def summed(t: Tensor | None, dtype: torch.dtype = torch.float32) -> Tensor | None:
-        return None if t is None else sum_first(t, torch.empty(t.shape[1:], device=t.device, dtype=dtype))
-
-    return du, ddelta, summed(dA), summed(dB, dtypes[0]), summed(dC, dtypes[1]), summed(dD), dz, summed(ddelta_bias)
+    sum_first(dB_parts, dB)
+    sum_first(dC_parts, dC)
+    dA, dD, ddelta_bias = (None if t is None else sum_first(t, torch.empty_like(t[0]))
+                           for t in (dA_parts, dD_parts, bias_parts))
+    return du, ddelta, dA, dB, dC, dD, dz, ddelta_bias

@@ -14,9 +14,19 @@ from ...device import LOG2E
 from ...kernels.arguments import cdiv, strides
 from ...kernels.launch import launch
 from ...tuning import next_power_of_2
-from .selective_scan import chunk_of, compose, finite, gate_and_slope, in_units, load_step, load_tokens, locate, unit_of
-
-_CHANNELS = 4  # of a program, one a warp: B and C of a token are loaded once for them
+from .selective_scan import (
+    CHANNELS,
+    chunk_of,
+    compose,
+    finite,
+    gate_and_slope,
+    in_units,
+    load_step,
+    load_tokens,
+    locate,
+    unit_of,
+    walkers,
+)
 
 
 @triton.jit
@@ -82,8 +92,8 @@ def selective_scan_fwd(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor
     states = torch.empty(batch, nchunks, dim, dstate, device=u.device, dtype=torch.float32) if save else None
     (u, u_units), (delta, delta_units), (B, B_units), (C, C_units), (z, z_units) = in_units(u, delta, B, C, z)
     launch(
-        selective_scan_fwd_kernel, cdiv(dim // ngroups, _CHANNELS) * ngroups * batch,
+        selective_scan_fwd_kernel, walkers(batch, dim, ngroups),
         u, u_units, delta, delta_units, A, A.stride(), B, B_units, C, C_units, D, strides(D), z, z_units, delta_bias,
         strides(delta_bias), out, last_state, states, seqlen, nchunks, dim, ngroups, dstate, unit_of(seqlen), softplus,
-        CHANNELS=_CHANNELS, CHUNK=chunk, BLOCK_N=next_power_of_2(dstate), num_warps=_CHANNELS)
+        CHANNELS=CHANNELS, CHUNK=chunk, BLOCK_N=next_power_of_2(dstate), num_warps=CHANNELS)
     return out, last_state, states
