@@ -29,7 +29,7 @@ from . import record, sanitize, table
 from .bench import CHUNK_SIZES, Candidate, Plan
 from .bench import run as run_bench
 from .runs import DTYPES as TRAIN_DTYPES
-from .runs import run_of
+from .runs import OPTIMIZERS, run_of
 from .shapes import DTYPES, MODES, SHAPES, Shape, find_shapes
 from .train import Interrupted, Stopped
 from .train import train as run_train
@@ -134,15 +134,17 @@ def train(
     workload: Annotated[str, typer.Option(help=f"One of {', '.join(workload_names())}.")] = "mamba2",
     preset: Annotated[str, typer.Option(help="Sizes of the model: tiny, for a CPU too, or a published size.")] = "tiny",
     variant: Annotated[str, typer.Option(help=f"Of the SSD: auto, {', '.join(variant_names())}.")] = "auto",
+    mixer: Annotated[str | None, typer.Option(help="What mixes tokens, where a workload has several; its first.")] = None,
     data: Annotated[str, typer.Option(help="synthetic, a .txt file, or a folder of .txt files.")] = "synthetic",
     steps: Annotated[int, typer.Option(help="Of the optimizer.")] = 100,
-    batch: Annotated[int | None, typer.Option(help="Rows of a micro-batch; the preset's unless given.")] = None,
-    seqlen: Annotated[int | None, typer.Option(help="Tokens of a row; the preset's unless given.")] = None,
+    batch: Annotated[int | None, typer.Option(help="Samples of a micro-batch; the preset's unless given.")] = None,
+    seqlen: Annotated[int | None, typer.Option(help="Tokens of a sample; the preset's unless given.")] = None,
     accumulate: Annotated[int, typer.Option(help="Micro-batches of a step.")] = 1,
     lr: Annotated[float | None, typer.Option(help="The highest learning rate; the preset's unless given.")] = None,
     warmup: Annotated[int | None, typer.Option(help="Steps up to it; a tenth unless given.")] = None,
     clip: Annotated[float, typer.Option(help="The gradient's largest norm; 0 for none.")] = 1.0,
-    weight_decay: Annotated[float, typer.Option(help="Of AdamW, on matrices and filters.")] = 0.1,
+    optimizer: Annotated[str | None, typer.Option(help=f"{' or '.join(OPTIMIZERS)}; the preset's unless given.")] = None,
+    weight_decay: Annotated[float | None, typer.Option(help="On matrices and filters; the preset's unless given.")] = None,
     dtype: Annotated[str, typer.Option(help=f"One of {', '.join(TRAIN_DTYPES)}; bf16 by autocast.")] = "fp32",
     checkpoint_activations: Annotated[bool, typer.Option("--checkpoint-activations", help="Keep less, compute more.")] = False,
     compile: Annotated[bool, typer.Option("--compile", help="Run the model through torch.compile.")] = False,
@@ -157,9 +159,10 @@ def train(
     """Train a workload: log.jsonl and checkpoints in the run's folder, and a row at the end."""
     console = _console()
     try:
-        run = run_of(workload, preset, variant=variant, data=data, steps=steps, batch=batch, seqlen=seqlen,
-                     accumulate=accumulate, lr=lr, warmup=warmup, clip=clip, weight_decay=weight_decay, dtype=dtype,
-                     checkpoint_activations=checkpoint_activations, compile=compile, seed=seed, save_every=save_every)
+        run = run_of(workload, preset, variant=variant, mixer=mixer, data=data, steps=steps, batch=batch, seqlen=seqlen,
+                     accumulate=accumulate, lr=lr, warmup=warmup, clip=clip, optimizer=optimizer, weight_decay=weight_decay,
+                     dtype=dtype, checkpoint_activations=checkpoint_activations, compile=compile, seed=seed,
+                     save_every=save_every)
         out = out or Path("runs", f"{workload}-{preset}-{variant}-{seed}")
         row = run_train(run, out, console, resume, rows)
     except (ImportError, OSError, Stopped, ValueError) as reason:
@@ -167,8 +170,8 @@ def train(
     except Interrupted as reason:
         console.print(str(reason), style="yellow")
         raise typer.Exit(128 + reason.number) from None
-    said = f"loss {row['first_loss']:.3f} to {row['loss']:.3f}, {row['tokens_per_s']:,.0f} tokens/s; all of it is in {out}"
-    console.print(said, markup=False)
+    loss, speed = f"{row['first_loss']:.3f} to {row['loss']:.3f}", f"{row['units_per_s']:,.0f} {row['unit']}/s"
+    console.print(f"loss {loss}, {speed}; all of it is in {out}", markup=False)
 
 
 @app.command("table")

@@ -37,7 +37,8 @@ def save(folder: Path, step: int, run: Mapping[str, Any], model: nn.Module, opti
         part.mkdir()
         package.torch.save_model(model, str(part / _MODEL))
         package.torch.save_file(_optimizer_tensors(model, optimizer), part / _OPTIMIZER)
-        (part / _STATE).write_text(json.dumps({"step": step, "run": dict(run)}, indent=2) + "\n")
+        state = {"step": step, "run": dict(run), "groups": _group_numbers(optimizer)}
+        (part / _STATE).write_text(json.dumps(state, indent=2) + "\n")
         for path in (*part.iterdir(), part):
             _flush(path)
         os.rename(part, final)
@@ -63,8 +64,9 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
         state = json.loads(path.read_text())
     except (OSError, ValueError) as reason:
         raise _damaged(path, reason) from reason
-    if not isinstance(state, dict) or not isinstance(state.get("step"), int) or not isinstance(state.get("run"), dict):
-        raise _damaged(path, ValueError("it names no step or no run"))
+    kinds = {"step": int, "run": dict, "groups": list}
+    if not isinstance(state, dict) or not all(isinstance(state.get(key), kind) for key, kind in kinds.items()):
+        raise _damaged(path, ValueError(f"it lacks one of {', '.join(kinds)}"))
     return state
 
 
@@ -76,6 +78,7 @@ def restore(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer
     """
     package = safetensors_package()
     failures = (OSError, RuntimeError, KeyError, ValueError, package.SafetensorError)
+    saved = read_state(checkpoint)
     parameters = dict(model.named_parameters())
     number = {name: n for n, name in enumerate(_names(model, optimizer))}
     try:
@@ -85,20 +88,28 @@ def restore(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer
             if t.dim() and t.shape != parameters[name].shape:
                 raise ValueError(f"{key}: got shape {tuple(t.shape)}, expected {tuple(parameters[name].shape)}")
             state[number[name]][quantity] = t
-        optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+        groups = [group | numbers
+                  for group, numbers in zip(optimizer.state_dict()["param_groups"], saved["groups"], strict=True)]
+        optimizer.load_state_dict({"state": state, "param_groups": groups})
     except failures as reason:
         raise _damaged(checkpoint / _OPTIMIZER, reason) from reason
     try:
         package.torch.load_model(model, checkpoint / _MODEL)
     except failures as reason:
         raise _damaged(checkpoint / _MODEL, reason) from reason
-    return read_state(checkpoint)["step"]
+    return saved["step"]
 
 
 def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     states = optimizer.state_dict()["state"]
     return {f"{name}/{quantity}": t.contiguous()
             for n, name in enumerate(_names(model, optimizer)) for quantity, t in states.get(n, {}).items()}
+
+
+def _group_numbers(optimizer: torch.optim.Optimizer) -> list[dict[str, float]]:
+    """What is a number in each group; timm's LAMB has its step there."""
+    return [{name: value for name, value in group.items() if isinstance(value, (int, float))}
+            for group in optimizer.param_groups]
 
 
 def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:

@@ -72,7 +72,7 @@ def train(run: Run, out: Path, console: Console, resume: bool = False, rows: Pat
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     workload, saves = get_workload(run.workload), out / "checkpoints"
     last = _checked(run, out, resume)
-    dataset = workload.dataset(run.data, workload.presets[run.preset].sizes, run.seqlen, run.seed)
+    dataset = workload.dataset(run.data, run.sizes, run.seqlen, run.seed)
     with _explained(run, device):
         model, optimizer = _made(run, workload, device)
         done = 0 if last is None else checkpoints.restore(last, model, optimizer)
@@ -83,8 +83,8 @@ def train(run: Run, out: Path, console: Console, resume: bool = False, rows: Pat
     if dataset.floor is not None:
         console.print(f"no model gets below a loss of {dataset.floor:.3f} on these data")
 
-    batches, times = _batches(run, dataset, done, device), []
-    with TrainLog(out, run.steps, done, console) as log, _interruption() as interrupted:
+    batches, times = _batches(run, workload, dataset, done, device), []
+    with TrainLog(out, run.steps, workload.unit, done, console) as log, _interruption() as interrupted:
         for step in range(done + 1, run.steps + 1):
             began = time.perf_counter()
             with _explained(run, device):
@@ -96,13 +96,13 @@ def train(run: Run, out: Path, console: Console, resume: bool = False, rows: Pat
             if step == 1:
                 out.mkdir(parents=True, exist_ok=True)
                 (out / "run.json").write_text(json.dumps(asdict(run), indent=2) + "\n")
-            log.step(step, {**values, "tokens_per_s": _tokens(run) / times[-1], "peak_mib": _peak_mib(device)})
+            log.step(step, {**values, f"{workload.unit}_per_s": run.units / times[-1], "peak_mib": _peak_mib(device)})
             number = interrupted()
             if step % run.save_every == 0 or step == run.steps or number:
                 checkpoints.save(saves, step, asdict(run), model, optimizer)
             if number and step < run.steps:
                 raise Interrupted(number, step)
-    row = _row(run, log.losses, times[1:] or times, dataset.floor, parameters, device)
+    row = _row(run, workload.unit, log.losses, times[1:] or times, dataset.floor, parameters, device)
     record.append(row, rows or (record.RESULTS if device.type == "cuda" else out))
     return row
 
@@ -145,16 +145,28 @@ def _checked(run: Run, out: Path, resume: bool) -> Path | None:
 def _made(run: Run, workload: Workload, device: torch.device) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(run.seed)
     with device:
-        model = workload.build(workload.presets[run.preset].sizes, run.variant, run.checkpoint_activations)
+        model = workload.build(run.sizes, run.variant, run.checkpoint_activations)
     groups = parameter_groups(model, run.weight_decay)
+    if run.optimizer == "lamb":
+        return model, _lamb()(groups, run.lr, betas=_BETAS)
     return model, torch.optim.AdamW(groups, run.lr, _BETAS, fused=device.type == "cuda")
 
 
-def _batches(run: Run, dataset: Dataset, done: int, device: torch.device) -> Iterator[dict[str, Tensor]]:
+def _lamb() -> type[torch.optim.Optimizer]:
+    try:
+        from timm.optim import Lamb
+    except ImportError as error:
+        raise ImportError("timm is not installed, which has the optimizer: pip install timm, or --optimizer adamw",
+                          name="timm") from error
+    return Lamb
+
+
+def _batches(run: Run, workload: Workload, dataset: Dataset, done: int, device: torch.device) -> Iterator[dict[str, Tensor]]:
     """Micro-batches on the device, from the first of the step after `done`."""
     of_step, on_gpu = run.batch * run.accumulate, device.type == "cuda"
     loader = DataLoader(dataset, run.batch, sampler=range(done * of_step, run.steps * of_step), pin_memory=on_gpu,
-                        num_workers=_WORKERS if on_gpu else 0, generator=torch.Generator())  # not the one that steps draw from
+                        num_workers=_WORKERS if on_gpu else 0, collate_fn=workload.collate,
+                        generator=torch.Generator())  # not the one that steps draw from
     for batch in loader:
         yield {name: t.to(device, non_blocking=True) for name, t in batch.items()}
 
@@ -192,9 +204,10 @@ def _explained(run: Run, device: torch.device) -> Iterator[None]:
     except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is the first
         if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator" in str(error):
             name = torch.cuda.get_device_name() if device.type == "cuda" else "this machine"
-            raise Stopped(f"--batch: {run.batch} rows of {run.seqlen} tokens of {run.workload} {run.preset} do not fit the "
-                          f"memory of {name}; expected fewer, with a larger --accumulate instead, a shorter --seqlen, a "
-                          "smaller --preset, or --checkpoint-activations") from error
+            samples, shorter = (f"rows of {run.seqlen} tokens", "a shorter --seqlen, ") if run.seqlen else ("samples", "")
+            raise Stopped(f"--batch: {run.batch} {samples} of {run.workload} {run.preset} do not fit the memory of {name}; "
+                          f"expected fewer, with a larger --accumulate instead, {shorter}a smaller --preset, or "
+                          "--checkpoint-activations") from error
         if run.compile:
             raise Stopped(f"--compile: {first_line(error)}; leave it out") from error
         raise
@@ -221,11 +234,6 @@ def _interruption() -> Iterator[Callable[[], signal.Signals | None]]:
         restore()
 
 
-def _tokens(run: Run) -> int:
-    """Of a step."""
-    return run.batch * run.seqlen * run.accumulate
-
-
 def _peak_mib(device: torch.device) -> float:
     """Of the GPU's memory that torch took, or of the process."""
     if device.type == "cuda":
@@ -233,13 +241,14 @@ def _peak_mib(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
 
 
-def _row(run: Run, losses: list[float], times: list[float], floor: float | None, parameters: int,
+def _row(run: Run, unit: str, losses: list[float], times: list[float], floor: float | None, parameters: int,
          device: torch.device) -> dict[str, Any]:
     p20, p50, p80 = (np.quantile(times, (0.2, 0.5, 0.8)) * 1e6).tolist()
     return {
         "bench": "train", "variant": run.variant, "options": None if is_peer(run.variant) else asdict(Options()),
         "batch": run.batch, "seqlen": run.seqlen, "dtype": run.dtype, "workload": run.workload, "preset": run.preset,
         "loss": statistics.mean(losses[-max(len(losses) // 10, 1):]), "first_loss": losses[0], "floor": floor,
-        "p20_us": p20, "p50_us": p50, "p80_us": p80, "tokens_per_s": _tokens(run) / p50 * 1e6, "peak_mib": _peak_mib(device),
+        "p20_us": p20, "p50_us": p50, "p80_us": p80, "unit": unit, "units_per_s": run.units / p50 * 1e6,
+        "peak_mib": _peak_mib(device),
         "parameters": parameters, "run": asdict(run), **record.environment(),
     }

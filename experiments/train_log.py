@@ -17,14 +17,15 @@ class TrainLog:
     Args:
         folder: of the run; it is made with the first step.
         steps: of the whole run.
+        unit: what speed is counted in.
         done: steps of it that an earlier process took; what it logged after them is dropped, for they are taken again.
 
     Attributes:
         losses: of every step so far.
     """
 
-    def __init__(self, folder: Path, steps: int, done: int, console: Console):
-        self.folder, self.path = folder, folder / "log.jsonl"
+    def __init__(self, folder: Path, steps: int, unit: str, done: int, console: Console):
+        self.folder, self.path, self.unit = folder, folder / "log.jsonl", unit
         self.losses = self._kept(done) if done else []
         self._new_board = _tensorboard(console)
         self._board = None
@@ -42,12 +43,13 @@ class TrainLog:
             self._board.close()
 
     def step(self, step: int, values: dict[str, float]) -> None:
-        """values: loss, tokens_per_s, peak_mib, and what else there is to say."""
+        """values: loss, <unit>_per_s, peak_mib, and what else there is to say."""
         self.losses.append(values["loss"])
         self.folder.mkdir(parents=True, exist_ok=True)
         with self.path.open("a") as file:
             file.write(json.dumps({"step": step, **values}, allow_nan=False) + "\n")
-        said = "loss {loss:.4f}  {tokens_per_s:,.0f} tokens/s  {peak_mib:,.0f} MiB".format(**values)
+        speed = f"{values[f'{self.unit}_per_s']:,.0f} {self.unit}/s"
+        said = f"loss {values['loss']:.4f}  {speed}  {values['peak_mib']:,.0f} MiB"
         self._progress.update(self._task, completed=step, description=said)
         if self._new_board:
             self._board = self._board or self._new_board(self.folder / "tensorboard", purge_step=step)

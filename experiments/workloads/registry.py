@@ -19,15 +19,18 @@ class Preset:
 
     Attributes:
         sizes: what the workload's `build` and `dataset` take.
-        batch: rows of a micro-batch.
-        seqlen: tokens of a row.
+        batch: samples of a micro-batch.
         lr: the highest learning rate.
+        seqlen: tokens of a sample; None where samples are as long as they are.
+        optimizer, weight_decay: see `runs.Run`.
     """
 
     sizes: Any
     batch: int
-    seqlen: int
     lr: float
+    seqlen: int | None = None
+    optimizer: str = "adamw"
+    weight_decay: float = 0.1
 
 
 @dataclass(frozen=True)
@@ -39,14 +42,21 @@ class Workload:
         build: (sizes, variant, checkpoint_activations) to a model with fp32 weights, on the current default device.
         dataset: (data, sizes, seqlen, seed) to samples by number, without end: the n-th is the same whoever asks, and when.
             Its `floor` is a loss, in nats, that no model gets below; None where nobody knows.
-        loss: (model, batch) to the mean loss in nats; a batch is what torch's DataLoader makes of samples.
+        loss: (model, batch) to the mean loss in nats.
+        collate: samples to a batch, tensors by name; unless given as torch's DataLoader does it.
+        unit: what speed is counted in: the tokens of samples, or samples by another name.
+        mixers: what may mix tokens in place of the SSD, the first unless a run says otherwise; where there are several, `sizes`
+            have a field `mixer`.
     """
 
     name: str
     presets: Mapping[str, Preset]
     build: Callable[[Any, str, bool], nn.Module]
-    dataset: Callable[[str, Any, int, int], Dataset]
-    loss: Callable[[nn.Module, Any], Tensor]
+    dataset: Callable[[str, Any, int | None, int], Dataset]
+    loss: Callable[[nn.Module, dict[str, Tensor]], Tensor]
+    collate: Callable[[list[Any]], dict[str, Tensor]] | None = None
+    unit: str = "tokens"
+    mixers: tuple[str, ...] = ("ssd",)
 
 
 def workload_names() -> tuple[str, ...]:

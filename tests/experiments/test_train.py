@@ -87,7 +87,14 @@ def test_the_loss_falls_by_more_than_a_nat(tmp_path, workload):
     assert row["floor"] < row["loss"] < row["first_loss"] - 1
     assert record.read(tmp_path / "rows") == [row] and row["run"] == asdict(run)
     assert json.loads((tmp_path / "run" / "run.json").read_text()) == asdict(run)
-    assert row["tokens_per_s"] > 0 and row["peak_mib"] > 0
+    assert row["units_per_s"] > 0 and row["unit"] == "tokens" and row["peak_mib"] > 0
+
+
+def test_lamb_without_timm(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "timm.optim", None)
+    with pytest.raises(ImportError, match=r"timm is not installed.*--optimizer adamw"):
+        train(small_run(optimizer="lamb"), tmp_path / "run", QUIET)
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("workload", REPEATING)
@@ -195,6 +202,8 @@ def test_the_command_line(tmp_path):
     (("--workload", "rnn"), "--workload: got 'rnn', expected one of mamba2, hybrid"),
     (("--preset", "9b"), "--preset: got '9b', expected one of tiny, 130m"),
     (("--variant", "warp9"), "--variant: got 'warp9', expected one of baseline, fused"),
+    (("--mixer", "mamba1"), "--mixer: got 'mamba1', expected one of ssd"),
+    (("--optimizer", "sgd"), "--optimizer: got 'sgd', expected one of adamw, lamb"),
     (("--dtype", "fp8"), "--dtype: got 'fp8', expected one of fp32, bf16"),
     (("--steps", "0"), "--steps: got 0, expected at least 1"),
     (("--batch", "0"), "--batch: got 0, expected at least 1"),
