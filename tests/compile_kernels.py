@@ -18,6 +18,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -63,8 +64,8 @@ class Compiled:
     spills: int
     shared: int
     wgmma: int
-    groups: int | None  # of wgmma that are waited for together, in machine code, if that was read: where ptxas runs them one
-    # by one, as many as wgmma
+    groups: int | None  # of wgmma that are waited for together, in machine code, if that was read, as it is where there are
+    # wgmma: where ptxas runs them one by one, as many as these
     mma: int
     dots: int  # matrix products in Triton's own terms
     unfenced: int  # loops that fill tiles for wgmma by cp.async without a fence between the two proxies
@@ -126,16 +127,17 @@ def forward_backward(variant: Variant, inputs: SSDInputs, options: Options) -> N
     variant.backward(saved, torch.empty_like(out), torch.empty_like(final_states), SSDGrads())
 
 
-def compile_all(variant: Variant, inputs: SSDInputs, arch: int, options: Options, every_config: bool) -> list[Compiled]:
-    """Every kernel of one forward and backward; with `every_config` each in every config that a tuner may try."""
+def compile_all(variant: Variant, inputs: SSDInputs, arch: int, options: Options, configs: int) -> list[Compiled]:
+    """Every kernel of one forward and backward; and with `configs`, each in so many of those that a tuner may try."""
     sizes = (inputs.x.dtype, inputs.headdim, inputs.dstate, inputs.chunk_size, CHIPS[arch])
     with compiling(arch) as compiled:
         forward_backward(variant, inputs, options)
-        for kernel in tuning.KERNELS if every_config else ():
-            for config in tuning.space(kernel, *sizes):
+        for kernel in tuning.KERNELS if configs else ():
+            space = tuning.space(kernel, *sizes)
+            for config in space[:: -(-len(space) // configs)]:
                 with tuning.forced(kernel, config):
                     forward_backward(variant, inputs, options)
-    return sorted((_measure(kernel, not every_config) for kernel in compiled.values()), key=lambda c: (c.kernel, c.config))
+    return sorted((_measure(kernel, not configs) for kernel in compiled.values()), key=lambda c: (c.kernel, c.config))
 
 
 def _measure(kernel, disassemble: bool) -> Compiled:
@@ -146,7 +148,7 @@ def _measure(kernel, disassemble: bool) -> Compiled:
     registers, spills = _resources(kernel.kernel)
     ptx = kernel.asm["ptx"]
     groups = late = lost = None
-    if disassemble:
+    if disassemble and "wgmma.mma_async" in ptx:
         sass = _run(knobs.nvidia.nvdisasm.path, "-c", kernel.kernel)
         # the last instruction of a group names the barrier that counts it
         groups, late = len(re.findall(r"HGMMA.*gsb", sass)), late_loads(sass)
@@ -176,8 +178,7 @@ def _run(tool: str, option: str, cubin: bytes) -> str:
         return subprocess.run([tool, option, file.name], capture_output=True, text=True, check=True).stdout
 
 
-def main() -> None:
-    use_installed_tools()
+def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--variant", default="baseline")
     parser.add_argument("--arch", type=int, choices=CHIPS, default=90)
@@ -186,21 +187,41 @@ def main() -> None:
                           ("chunk-size", 256)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--every-option", action="store_true", help="z, seq_idx, initial states, varlen states ...")
-    parser.add_argument("--every-config", action="store_true", help="each kernel in every config that a tuner may try")
+    parser.add_argument("--configs", type=int, default=0, help="each kernel in so many of the configs that a tuner may try, "
+                        "spread over all")
     parser.add_argument("--initial-states", action="store_true")
     parser.add_argument("--state-dtype", choices=DTYPES, help="of the states between chunks")
     parser.add_argument("--off", type=lambda names: dict.fromkeys(names.split(","), False), default={},
                         help="fields of ssd.Options to switch off, separated by commas")
-    parser.add_argument("--json", action="store_true", help="a JSON list instead of a table")
-    a = parser.parse_args()
+    parser.add_argument("--serve", action="store_true", help="for each line of input, a JSON list of arguments, answer with a "
+                        "line, a JSON list of what would be printed, or a string that says what failed")
+    return parser.parse_args(given)
+
+
+def asked_for(a: argparse.Namespace) -> list[Compiled]:
     shape = Shape(1, a.seqlen, a.nheads, a.headdim, a.ngroups, a.dstate, a.chunk_size)
     case = replace(EVERYTHING, documents="varlen") if a.every_option else USUAL
     case = replace(case, initial_states=case.initial_states or a.initial_states, state_dtype=DTYPES.get(a.state_dtype))
     inputs = random_inputs(shape, case, DTYPES[a.dtype])
-    rows = compile_all(get_variant(a.variant), inputs, a.arch, Options(**a.off), a.every_config)
-    if a.json:
-        print(json.dumps([asdict(row) for row in rows]))
+    return compile_all(get_variant(a.variant), inputs, a.arch, Options(**a.off), a.configs)
+
+
+def serve() -> None:
+    for line in sys.stdin:
+        try:
+            answer = [asdict(row) for row in asked_for(arguments(json.loads(line)))]
+        except Exception:
+            answer = traceback.format_exc()
+        print(json.dumps(answer), flush=True)
+
+
+def main() -> None:
+    use_installed_tools()
+    a = arguments()
+    if a.serve:
+        serve()
         return
+    rows = asked_for(a)
     width, config = (max(len(getattr(row, name)) for row in rows) for name in ("kernel", "config"))
     print(f"{'kernel':{width}} {'config':{config}} registers spills shared wgmma groups mma")
     for r in rows:

@@ -17,6 +17,9 @@ from filelock import FileLock
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+    from tests.interpreter import quicken
+
+    quicken()
 
 from tests.inputs import OURS
 

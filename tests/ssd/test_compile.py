@@ -1,5 +1,6 @@
 """Every kernel compiles for GPUs that are not here, fits their shared memory and their registers."""
 
+import atexit
 import json
 import os
 import subprocess
@@ -29,13 +30,23 @@ over_ways = pytest.mark.parametrize("way", WAYS, ids="".join)
 
 
 @cache
-def compiled(variant: str, *options: str) -> list[dict]:
-    """In a process of its own: this one may interpret kernels."""
+def compiler() -> subprocess.Popen[str]:
+    """A process that compiles, for this one may interpret kernels; one for all tests, since it takes seconds to start."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, str(TOOL), "--variant", variant, *options, "--json"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    process = subprocess.Popen([sys.executable, str(TOOL), "--serve"], env=environment, text=True, stdin=subprocess.PIPE,
+                               stdout=subprocess.PIPE)
+    atexit.register(process.kill)
+    return process
+
+
+@cache
+def compiled(variant: str, *options: str) -> list[dict]:
+    process = compiler()
+    process.stdin.write(json.dumps(["--variant", variant, *options]) + "\n")
+    process.stdin.flush()
+    answer = json.loads(process.stdout.readline())
+    assert isinstance(answer, list), answer
+    return answer
 
 
 def assert_fits(rows: list[dict], arch: int, spills: int, by_walks: int) -> None:
@@ -56,7 +67,8 @@ def test_every_kernel_with_every_option(way, arch):
 @over_ways
 def test_one_token_of_one_head(way):
     """Triton takes sizes of 1 for constants, which have no methods."""
-    assert compiled(*way, "--arch", "90", "--seqlen", "1", "--nheads", "1", "--every-option")
+    small = ("--headdim", "16", "--dstate", "16", "--chunk-size", "16")
+    assert compiled(*way, *small, "--arch", "90", "--seqlen", "1", "--nheads", "1", "--every-option")
 
 
 @over_variants
@@ -70,9 +82,9 @@ def test_fp32(variant, arch, sizes, spills, by_walks):
 
 
 @over_ways
-def test_every_config_on_hopper(way):
-    """All that a tuner may try; matrix products use the warpgroup instruction."""
-    rows = compiled(*way, "--every-config")
+def test_configs_on_hopper(way):
+    """Of those that a tuner may try, some: a GPU's tests run all. Matrix products use the warpgroup instruction."""
+    rows = compiled(*way, "--configs", "4")
     assert_fits(rows, 90, spills=256, by_walks=320)
     for row in rows:
         assert not row["dots"] or row["wgmma"], f"{row}: its products do not use wgmma"
@@ -111,8 +123,9 @@ def test_products_keep_their_operands(sizes):
     assert row["lost"] == [] and row["wgmma"]
 
 
-@pytest.mark.parametrize("dstate", (64, 128))
-@pytest.mark.parametrize("other", [(), ("--dtype", "fp16"), ("--initial-states", "--state-dtype", "fp32")], ids="".join)
+@pytest.mark.parametrize("dstate, other", [
+    (64, ()), (64, ("--dtype", "fp16")), (128, ()), (128, ("--initial-states", "--state-dtype", "fp32")),
+])
 @pytest.mark.parametrize("way", [("fused",), ("persistent",)], ids="".join)
 def test_gluon_kernels(way, other, dstate):
     """A sequence long enough to be cut. Four warpgroups at 128 registers a thread fill the register file, three at 160 nearly.
