@@ -5,6 +5,7 @@
 #   make ablate SHAPE=8b-b1,8b-b4 MODE=fwd   every option of fused and persistent; VARIANT=fused for one
 #   make block PART=conv1d,block SHAPE=8b-b4   what surrounds the operator, beside upstream's where that is installed
 #   make train WORKLOAD=hybrid VARIANT=fused PRESET=1b STEPS=1000 ARGS='--dtype bf16'
+#   make train GPUS=2 PARALLEL=fsdp PRESET=1.3b   two processes by torchrun
 #   make test ARGS='tests/ssd -k cost'
 #   make test ARGS='--numprocesses=14 --shard=2/3'   the second of three parts of the tests, on 14 cores
 
@@ -58,7 +59,8 @@ block: peers
 	$(EXPERIMENTS) block $(if $(PART),--part $(PART)) $(if $(SHAPE),--shape $(SHAPE)) $(if $(MODE),--mode $(MODE)) $(ARGS)
 
 train: $(READY)
-	$(EXPERIMENTS) train $(if $(WORKLOAD),--workload $(WORKLOAD)) $(if $(PRESET),--preset $(PRESET)) \
+	$(if $(GPUS),$(PY) -m torch.distributed.run --standalone --nproc-per-node $(GPUS) -m experiments,$(EXPERIMENTS)) train \
+	  $(if $(PARALLEL),--parallel $(PARALLEL)) $(if $(WORKLOAD),--workload $(WORKLOAD)) $(if $(PRESET),--preset $(PRESET)) \
 	  $(if $(filter-out file,$(origin VARIANT)),--variant $(VARIANT)) $(if $(STEPS),--steps $(STEPS)) $(ARGS)
 
 table: $(READY)

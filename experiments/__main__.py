@@ -28,6 +28,7 @@ from . import readme as readme_file
 from . import record, sanitize, table
 from .bench import CHUNK_SIZES, Candidate, Plan
 from .bench import run as run_bench
+from .parallel import WAYS
 from .runs import DTYPES as TRAIN_DTYPES
 from .runs import OPTIMIZERS, run_of
 from .shapes import DTYPES, MODES, SHAPES, Shape, find_shapes
@@ -151,9 +152,10 @@ def train(
     seed: Annotated[int, typer.Option(help="Of weights and data.")] = 0,
     save_every: Annotated[int, typer.Option(help="Steps between checkpoints; the last two are kept.")] = 1000,
     out: Annotated[Path | None, typer.Option(
-        file_okay=False, help="Folder of the run; runs/<workload>-<preset>-<variant>-<seed> unless given.")] = None,
+        file_okay=False, help="Folder of the run; runs/<workload>-<preset>-<mixer>-<variant>-<seed> unless given.")] = None,
     rows: Annotated[Path | None, typer.Option(
         file_okay=False, help="Folder of the run's row; unless given, the results with a GPU, the run's own without.")] = None,
+    parallel: Annotated[str, typer.Option(help=f"With torchrun, a process for each GPU: {' or '.join(WAYS)}.")] = "ddp",
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint in the folder.")] = False,
 ) -> None:
     """Train a workload: log.jsonl and checkpoints in the run's folder, and a row at the end."""
@@ -163,15 +165,13 @@ def train(
                      accumulate=accumulate, lr=lr, warmup=warmup, clip=clip, optimizer=optimizer, weight_decay=weight_decay,
                      dtype=dtype, checkpoint_activations=checkpoint_activations, compile=compile, seed=seed,
                      save_every=save_every)
-        out = out or Path("runs", f"{workload}-{preset}-{variant}-{seed}")
-        row = run_train(run, out, console, resume, rows)
+        out = out or Path("runs", f"{workload}-{preset}-{run.mixer}-{variant}-{seed}")
+        run_train(run, out, console, resume, rows, parallel)
     except (ImportError, OSError, Stopped, ValueError) as reason:
         _refuse(str(reason))
     except Interrupted as reason:
         console.print(str(reason), style="yellow")
         raise typer.Exit(128 + reason.number) from None
-    loss, speed = f"{row['first_loss']:.3f} to {row['loss']:.3f}", f"{row['units_per_s']:,.0f} {row['unit']}/s"
-    console.print(f"loss {loss}, {speed}; all of it is in {out}", markup=False)
 
 
 @app.command("table")

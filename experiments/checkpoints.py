@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from ssd.modules.checkpoint import safetensors_package
+from ssd.modules.checkpoint import listed, safetensors_package
 
+from .parallel import cut_like, whole
 from .reasons import first_line
 
 _MODEL, _OPTIMIZER, _STATE = "model.safetensors", "optimizer.safetensors", "state.json"
@@ -26,17 +28,23 @@ _KEPT = 2
 def save(folder: Path, step: int, run: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> Path:
     """Writes <folder>/step-<step>; before it is whole it has another name. Then older ones go, all but the last two.
 
+    Of several processes all call it, for each may hold a part, and the first writes.
+
     Raises:
         OSError: what the file system says; earlier checkpoints are as they were.
     """
     package = safetensors_package()
     final = folder / f"step-{step:08d}"
+    weights = {name: whole(t).contiguous() for name, t in _model_tensors(model).items()}
+    moments = {key: whole(t).contiguous() for key, t in _optimizer_tensors(model, optimizer).items()}
+    if dist.is_initialized() and dist.get_rank():
+        return final
     part = folder / f".{final.name}.{os.getpid()}"
     folder.mkdir(parents=True, exist_ok=True)
     try:
         part.mkdir()
-        package.torch.save_model(model, str(part / _MODEL))
-        package.torch.save_file(_optimizer_tensors(model, optimizer), part / _OPTIMIZER)
+        package.torch.save_file(weights, part / _MODEL)
+        package.torch.save_file(moments, part / _OPTIMIZER)
         state = {"step": step, "run": dict(run), "groups": _group_numbers(optimizer)}
         (part / _STATE).write_text(json.dumps(state, indent=2) + "\n")
         for path in (*part.iterdir(), part):
@@ -87,22 +95,31 @@ def restore(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer
             name, _, quantity = key.rpartition("/")
             if t.dim() and t.shape != parameters[name].shape:
                 raise ValueError(f"{key}: got shape {tuple(t.shape)}, expected {tuple(parameters[name].shape)}")
-            state[number[name]][quantity] = t
+            state[number[name]][quantity] = cut_like(t, parameters[name]) if t.dim() else t
         groups = [group | numbers
                   for group, numbers in zip(optimizer.state_dict()["param_groups"], saved["groups"], strict=True)]
         optimizer.load_state_dict({"state": state, "param_groups": groups})
     except failures as reason:
         raise _damaged(checkpoint / _OPTIMIZER, reason) from reason
     try:
-        package.torch.load_model(model, checkpoint / _MODEL)
+        weights, own = package.torch.load_file(checkpoint / _MODEL), _model_tensors(model)
+        if differing := weights.keys() ^ own.keys():
+            raise KeyError(f"another model's: it differs in {listed(differing)}")
+        model.load_state_dict({name: cut_like(t, own[name]) for name, t in weights.items()}, strict=False)
     except failures as reason:
         raise _damaged(checkpoint / _MODEL, reason) from reason
     return saved["step"]
 
 
+def _model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Its state by name, of names for one tensor the first."""
+    names = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
+    return {name: t for name, t in model.state_dict().items() if name in names}
+
+
 def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     states = optimizer.state_dict()["state"]
-    return {f"{name}/{quantity}": t.contiguous()
+    return {f"{name}/{quantity}": t
             for n, name in enumerate(_names(model, optimizer)) for quantity, t in states.get(n, {}).items()}
 
 

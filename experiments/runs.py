@@ -26,7 +26,8 @@ class Run:
         mixer: one of the workload's, see `workloads.Workload`.
         data: "synthetic", or where the workload's data are.
         steps: of the optimizer.
-        batch, seqlen: samples of a micro-batch, tokens of a sample; None where samples are as long as they are.
+        batch, seqlen: samples of a micro-batch, of which each GPU has its part; tokens of a sample, None where samples are as
+            long as they are.
         accumulate: micro-batches whose mean gradient makes a step.
         lr, warmup: the highest learning rate, and the steps after which it is reached; see `train.learning_rate`.
         clip: the gradient's largest norm; 0 for none.

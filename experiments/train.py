@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from rich.console import Console
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
 from ssd import Options
@@ -30,6 +31,7 @@ from ssd.modules.checkpoint import safetensors_package
 from ssd.registry import is_peer
 
 from . import checkpoints, record
+from .parallel import Team, joined, whole
 from .reasons import first_line
 from .runs import Run, option
 from .train_log import TrainLog
@@ -51,14 +53,16 @@ class Interrupted(Exception):
         self.number = number
 
 
-def train(run: Run, out: Path, console: Console, resume: bool = False, rows: Path | None = None) -> dict[str, Any]:
-    """Trains to the last step, saves and appends a row.
+def train(run: Run, out: Path, console: Console, resume: bool = False, rows: Path | None = None,
+          way: str = "ddp") -> dict[str, Any]:
+    """Trains to the last step, saves and appends a row; with other processes, if torchrun started this one with some.
 
     Args:
         run: what is trained, and how.
         out: the run's folder: run.json, log.jsonl, checkpoints/.
         resume: go on from the last checkpoint in `out`; else there must be no run in it.
         rows: folder of the row; unless given the results with a GPU, `out` without.
+        way: of several processes, see `parallel`; a run may go on with another number of them, and in the other way.
 
     Returns:
         The row. Its loss is the mean of the last tenth of the steps, its times those of the steps but the first.
@@ -69,41 +73,50 @@ def train(run: Run, out: Path, console: Console, resume: bool = False, rows: Pat
         Stopped: the loss is not finite, or memory does not suffice; checkpoints are as they were.
         Interrupted: by SIGTERM or SIGINT. It finished the step and saved.
     """
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    workload, saves = get_workload(run.workload), out / "checkpoints"
+    with joined(way) as team:
+        if run.batch % team.size:
+            raise ValueError(f"--batch: got {run.batch}, expected a multiple of {team.size}, so that each process has its part")
+        return _trained(run, out, console if team.rank == 0 else Console(quiet=True), resume, rows, team)
+
+
+def _trained(run: Run, out: Path, console: Console, resume: bool, rows: Path | None, team: Team) -> dict[str, Any]:
+    workload, saves, first = get_workload(run.workload), out / "checkpoints", team.rank == 0
     last = _checked(run, out, resume)
     dataset = workload.dataset(run.data, run.sizes, run.seqlen, run.seed)
-    with _explained(run, device):
-        model, optimizer = _made(run, workload, device)
-        done = 0 if last is None else checkpoints.restore(last, model, optimizer)
+    with _explained(run, team.device):
+        model, optimizer, parameters = _made(run, workload, team)
+        done = 0 if last is None else checkpoints.restore(last, _named(model), optimizer)
         if run.compile:
             model.compile()
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    console.print(f"{run.workload} {run.preset}: {parameters:,} parameters, variant {run.variant}, on {device}", markup=False)
+    where = f"{team.device}" if team.size == 1 else f"{team.size} x {team.device.type} by {team.way}"
+    console.print(f"{run.workload} {run.preset}: {parameters:,} parameters, variant {run.variant}, on {where}", markup=False)
     if dataset.floor is not None:
         console.print(f"no model gets below a loss of {dataset.floor:.3f} on these data")
 
-    batches, times = _batches(run, workload, dataset, done, device), []
-    with TrainLog(out, run.steps, workload.unit, done, console) as log, _interruption() as interrupted:
+    batches, times = _batches(run, workload, dataset, done, team), []
+    with TrainLog(out, run.steps, workload.unit, done, console, writes=first) as log, _interruption() as interrupted:
         for step in range(done + 1, run.steps + 1):
             began = time.perf_counter()
-            with _explained(run, device):
-                values = _step(run, step, workload, model, optimizer, batches, device)
+            with _explained(run, team.device):
+                values = _step(run, step, workload, model, optimizer, batches, team)
             _check_finite(values, step, saves)
             optimizer.step()
             optimizer.zero_grad()
             times.append(time.perf_counter() - began)
-            if step == 1:
+            if step == 1 and first:
                 out.mkdir(parents=True, exist_ok=True)
                 (out / "run.json").write_text(json.dumps(asdict(run), indent=2) + "\n")
-            log.step(step, {**values, f"{workload.unit}_per_s": run.units / times[-1], "peak_mib": _peak_mib(device)})
-            number = interrupted()
+            log.step(step, {**values, f"{workload.unit}_per_s": run.units / times[-1], "peak_mib": _peak_mib(team)})
+            number = int(team.most(interrupted() or 0))
             if step % run.save_every == 0 or step == run.steps or number:
-                checkpoints.save(saves, step, asdict(run), model, optimizer)
+                checkpoints.save(saves, step, asdict(run), _named(model), optimizer)
             if number and step < run.steps:
-                raise Interrupted(number, step)
-    row = _row(run, workload.unit, log.losses, times[1:] or times, dataset.floor, parameters, device)
-    record.append(row, rows or (record.RESULTS if device.type == "cuda" else out))
+                raise Interrupted(signal.Signals(number), step)
+    row = _row(run, workload.unit, log.losses, times[1:] or times, dataset.floor, parameters, team)
+    if first:
+        record.append(row, rows or (record.RESULTS if team.device.type == "cuda" else out))
+    loss, speed = f"{row['first_loss']:.3f} to {row['loss']:.3f}", f"{row['units_per_s']:,.0f} {workload.unit}/s"
+    console.print(f"loss {loss}, {speed}; all of it is in {out}", markup=False)
     return row
 
 
@@ -115,12 +128,10 @@ def learning_rate(run: Run, step: int) -> float:
     return run.lr * (0.1 + 0.9 * (1 + math.cos(math.pi * progress)) / 2)
 
 
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """For an optimizer: matrices, filters and embeddings decay; norms, biases and Mamba's A, D and dt do not."""
-    groups = {True: [], False: []}
-    for parameter in model.parameters():
-        groups[parameter.dim() >= 2 and not getattr(parameter, "_no_weight_decay", False)].append(parameter)
-    return [{"params": groups[True], "weight_decay": weight_decay}, {"params": groups[False], "weight_decay": 0.0}]
+def decaying(model: nn.Module) -> set[str]:
+    """Names of the parameters that decay: matrices, filters and embeddings; not norms, biases and Mamba's A, D and dt."""
+    return {name for name, parameter in model.named_parameters()
+            if parameter.dim() >= 2 and not getattr(parameter, "_no_weight_decay", False)}
 
 
 def _checked(run: Run, out: Path, resume: bool) -> Path | None:
@@ -142,14 +153,25 @@ def _checked(run: Run, out: Path, resume: bool) -> Path | None:
     return last
 
 
-def _made(run: Run, workload: Workload, device: torch.device) -> tuple[nn.Module, torch.optim.Optimizer]:
+def _made(run: Run, workload: Workload, team: Team) -> tuple[nn.Module, torch.optim.Optimizer, int]:
+    """The model as it is to be called, its optimizer, and how many parameters it has."""
     torch.manual_seed(run.seed)
-    with device:
+    with team.device:
         model = workload.build(run.sizes, run.variant, run.checkpoint_activations)
-    groups = parameter_groups(model, run.weight_decay)
+    decay, parameters = decaying(model), sum(parameter.numel() for parameter in model.parameters())
+    model = team.spread(model)
+    groups = {True: [], False: []}
+    for name, parameter in _named(model).named_parameters():
+        groups[name in decay].append(parameter)
+    groups = [{"params": groups[True], "weight_decay": run.weight_decay}, {"params": groups[False], "weight_decay": 0.0}]
     if run.optimizer == "lamb":
-        return model, _lamb()(groups, run.lr, betas=_BETAS)
-    return model, torch.optim.AdamW(groups, run.lr, _BETAS, fused=device.type == "cuda")
+        return model, _lamb()(groups, run.lr, betas=_BETAS), parameters
+    return model, torch.optim.AdamW(groups, run.lr, _BETAS, fused=team.device.type == "cuda"), parameters
+
+
+def _named(model: nn.Module) -> nn.Module:
+    """The model by whose names weights are saved, of what `Team.spread` gives."""
+    return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 def _lamb() -> type[torch.optim.Optimizer]:
@@ -161,31 +183,35 @@ def _lamb() -> type[torch.optim.Optimizer]:
     return Lamb
 
 
-def _batches(run: Run, workload: Workload, dataset: Dataset, done: int, device: torch.device) -> Iterator[dict[str, Tensor]]:
-    """Micro-batches on the device, from the first of the step after `done`."""
-    of_step, on_gpu = run.batch * run.accumulate, device.type == "cuda"
-    loader = DataLoader(dataset, run.batch, sampler=range(done * of_step, run.steps * of_step), pin_memory=on_gpu,
-                        num_workers=_WORKERS if on_gpu else 0, collate_fn=workload.collate,
-                        generator=torch.Generator())  # not the one that steps draw from
+def _batches(run: Run, workload: Workload, dataset: Dataset, done: int, team: Team) -> Iterator[dict[str, Tensor]]:
+    """This process's parts of micro-batches on its device, from the first of the step after `done`."""
+    of_step, on_gpu = run.batch * run.accumulate, team.device.type == "cuda"
+    parts = [team.part(range(n, n + run.batch)) for n in range(done * of_step, run.steps * of_step, run.batch)]
+    loader = DataLoader(dataset, batch_sampler=parts, pin_memory=on_gpu, num_workers=_WORKERS if on_gpu else 0,
+                        collate_fn=workload.collate, generator=torch.Generator())  # not the one that steps draw from
     for batch in loader:
-        yield {name: t.to(device, non_blocking=True) for name, t in batch.items()}
+        yield {name: t.to(team.device, non_blocking=True) for name, t in batch.items()}
 
 
 def _step(run: Run, step: int, workload: Workload, model: nn.Module, optimizer: torch.optim.Optimizer,
-          batches: Iterator[dict[str, Tensor]], device: torch.device) -> dict[str, float]:
+          batches: Iterator[dict[str, Tensor]], team: Team) -> dict[str, float]:
     """Leaves the gradient, clipped; the optimizer has yet to use it."""
-    torch.manual_seed(int(np.random.SeedSequence([run.seed, step]).generate_state(1, np.uint64)[0]))
+    torch.manual_seed(int(np.random.SeedSequence([run.seed, step, team.rank]).generate_state(1, np.uint64)[0]))
     rate = learning_rate(run, step)
     for group in optimizer.param_groups:
         group["lr"] = rate
-    total = torch.zeros((), device=device)
-    for _ in range(run.accumulate):
-        with torch.autocast(device.type, torch.bfloat16, enabled=run.dtype == "bf16"):
-            loss = workload.loss(model, next(batches)) / run.accumulate
-        loss.backward()
-        total += loss.detach()
-    norm = nn.utils.clip_grad_norm_(model.parameters(), run.clip or math.inf)
-    return {"loss": total.item(), "lr": rate, "grad_norm": norm.item()}
+    total = torch.zeros((), device=team.device)
+    for n in range(run.accumulate):
+        batch = next(batches)
+        with team.averaging(model, now=n == run.accumulate - 1):
+            with torch.autocast(team.device.type, torch.bfloat16, enabled=run.dtype == "bf16"):
+                loss = workload.loss(model, batch)
+            weight = workload.terms(batch) / team.total(workload.terms(batch)) if workload.terms else 1 / team.size
+            part = loss * weight / run.accumulate  # parts add up to the loss; averages of gradients are of `size` times that
+            (part * team.size).backward()
+        total += part.detach()
+    norm = whole(nn.utils.clip_grad_norm_(model.parameters(), run.clip or math.inf))
+    return {"loss": team.total(total).item(), "lr": rate, "grad_norm": norm.item()}
 
 
 def _check_finite(values: dict[str, float], step: int, saves: Path) -> None:
@@ -234,21 +260,22 @@ def _interruption() -> Iterator[Callable[[], signal.Signals | None]]:
         restore()
 
 
-def _peak_mib(device: torch.device) -> float:
-    """Of the GPU's memory that torch took, or of the process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**20
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+def _peak_mib(team: Team) -> float:
+    """Of the GPU's memory that torch took, or of the process; where there are several, of the one that took most."""
+    if team.device.type == "cuda":
+        return team.most(torch.cuda.max_memory_allocated(team.device) / 2**20)
+    return team.most(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10)
 
 
 def _row(run: Run, unit: str, losses: list[float], times: list[float], floor: float | None, parameters: int,
-         device: torch.device) -> dict[str, Any]:
+         team: Team) -> dict[str, Any]:
     p20, p50, p80 = (np.quantile(times, (0.2, 0.5, 0.8)) * 1e6).tolist()
     return {
         "bench": "train", "variant": run.variant, "options": None if is_peer(run.variant) else asdict(Options()),
         "batch": run.batch, "seqlen": run.seqlen, "dtype": run.dtype, "workload": run.workload, "preset": run.preset,
         "loss": statistics.mean(losses[-max(len(losses) // 10, 1):]), "first_loss": losses[0], "floor": floor,
         "p20_us": p20, "p50_us": p50, "p80_us": p80, "unit": unit, "units_per_s": run.units / p50 * 1e6,
-        "peak_mib": _peak_mib(device),
-        "parameters": parameters, "run": asdict(run), **record.environment(),
+        "peak_mib": _peak_mib(team),
+        "parameters": parameters, "gpus": team.size, "way": team.way if team.size > 1 else None, "run": asdict(run),
+        **record.environment(),
     }

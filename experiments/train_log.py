@@ -19,15 +19,17 @@ class TrainLog:
         steps: of the whole run.
         unit: what speed is counted in.
         done: steps of it that an earlier process took; what it logged after them is dropped, for they are taken again.
+        writes: whether this process writes files; of several one does.
 
     Attributes:
         losses: of every step so far.
     """
 
-    def __init__(self, folder: Path, steps: int, unit: str, done: int, console: Console):
+    def __init__(self, folder: Path, steps: int, unit: str, done: int, console: Console, writes: bool = True):
         self.folder, self.path, self.unit = folder, folder / "log.jsonl", unit
+        self._writes = writes
         self.losses = self._kept(done) if done else []
-        self._new_board = _tensorboard(console)
+        self._new_board = _tensorboard(console) if writes else None
         self._board = None
         self._progress = Progress(
             BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"), console=console)
@@ -45,6 +47,8 @@ class TrainLog:
     def step(self, step: int, values: dict[str, float]) -> None:
         """values: loss, <unit>_per_s, peak_mib, and what else there is to say."""
         self.losses.append(values["loss"])
+        if not self._writes:
+            return
         self.folder.mkdir(parents=True, exist_ok=True)
         with self.path.open("a") as file:
             file.write(json.dumps({"step": step, **values}, allow_nan=False) + "\n")
@@ -68,8 +72,9 @@ class TrainLog:
         if not whole:
             raise ValueError(f"{self.path}: expected a line for each of the {done} steps of the checkpoint; a run whose log is "
                              "damaged cannot go on: start it anew with another --out")
-        with replacing(self.path) as part:
-            part.write_text("".join(line + "\n" for line in lines))
+        if self._writes:
+            with replacing(self.path) as part:
+                part.write_text("".join(line + "\n" for line in lines))
         return losses
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-from .language_model import ATTENTION, MAMBA, MLP_LAYER, LanguageModel, LanguageSizes, next_token_loss
+from .language_model import ATTENTION, MAMBA, MLP_LAYER, LanguageModel, LanguageSizes, labelled, next_token_loss
 from .registry import Preset, Workload
 from .text import rows
 
@@ -66,4 +66,5 @@ WORKLOAD = Workload(
     build=LanguageModel,
     dataset=rows,
     loss=next_token_loss,
+    terms=labelled,
 )

@@ -120,3 +120,8 @@ def next_token_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """Mean cross-entropy of the next token in nats, over the tokens that have one; batch: as `text.Rows` has it."""
     logits = model(batch["input_ids"], batch["seq_idx"])
     return F.cross_entropy(logits.flatten(0, 1).float(), batch["labels"].flatten(), ignore_index=IGNORED)
+
+
+def labelled(batch: dict[str, Tensor]) -> Tensor:
+    """How many tokens have a next one, a number on the batch's device."""
+    return (batch["labels"] != IGNORED).sum()

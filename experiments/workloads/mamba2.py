@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .language_model import MAMBA, LanguageModel, LanguageSizes, next_token_loss
+from .language_model import MAMBA, LanguageModel, LanguageSizes, labelled, next_token_loss
 from .registry import Preset, Workload
 from .text import rows
 
@@ -34,4 +34,5 @@ WORKLOAD = Workload(
     build=LanguageModel,
     dataset=rows,
     loss=next_token_loss,
+    terms=labelled,
 )

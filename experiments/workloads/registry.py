@@ -43,6 +43,7 @@ class Workload:
         dataset: (data, sizes, seqlen, seed) to samples by number, without end: the n-th is the same whoever asks, and when.
             Its `floor` is a loss, in nats, that no model gets below; None where nobody knows.
         loss: (model, batch) to the mean loss in nats.
+        terms: a batch to how many terms that mean has, by which means of parts are weighted; unless given, they weigh the same.
         collate: samples to a batch, tensors by name; unless given as torch's DataLoader does it.
         unit: what speed is counted in: the tokens of samples, or samples by another name.
         mixers: what may mix tokens in place of the SSD, the first unless a run says otherwise; where there are several, `sizes`
@@ -54,6 +55,7 @@ class Workload:
     build: Callable[[Any, str, bool], nn.Module]
     dataset: Callable[[str, Any, int | None, int], Dataset]
     loss: Callable[[nn.Module, dict[str, Tensor]], Tensor]
+    terms: Callable[[dict[str, Tensor]], Tensor] | None = None
     collate: Callable[[list[Any]], dict[str, Tensor]] | None = None
     unit: str = "tokens"
     mixers: tuple[str, ...] = ("ssd",)

@@ -59,9 +59,10 @@ def before_step(monkeypatch, number: int, act: Callable[[], None]):
     monkeypatch.setattr(training, "_step", step)
 
 
-def started(*arguments: object) -> subprocess.Popen[str]:
-    """The command in a process of its own, where nothing interprets kernels."""
+def started(*arguments: object, **variables: object) -> subprocess.Popen[str]:
+    """The command in a process of its own, where nothing interprets kernels; variables: of its environment, besides."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {"OMP_NUM_THREADS": "1"}
+    environment |= {name: str(value) for name, value in variables.items()}
     line = [sys.executable, "-m", "experiments", "train", *map(str, arguments)]
     return subprocess.Popen(line, cwd=Path(__file__).parents[2], env=environment, text=True, stdout=subprocess.PIPE,
                             stderr=subprocess.PIPE)

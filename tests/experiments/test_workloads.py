@@ -5,7 +5,7 @@ from fractions import Fraction
 import pytest
 import torch
 
-from experiments.train import parameter_groups
+from experiments.train import decaying
 from experiments.workloads import get_workload, workload_names
 from experiments.workloads.hybrid import allocate
 from experiments.workloads.language_model import LanguageModel
@@ -106,14 +106,11 @@ def test_weights_at_the_start():
 
 def test_what_decays():
     model = LanguageModel(sizes("M-*M"))
-    decaying, others = parameter_groups(model, 0.1)
-    assert (decaying["weight_decay"], others["weight_decay"]) == (0.1, 0)
-    name_of = {parameter: name for name, parameter in model.named_parameters()}
-    kept = {name_of[parameter].removeprefix("layers.0.") for parameter in others["params"]}
+    names = {name for name, _ in model.named_parameters()}
+    kept = {name.removeprefix("layers.0.") for name in names - decaying(model)}
     mixer = {f"mixer.{name}" for name in ("A_log", "D", "dt_bias", "conv1d.bias", "norm.weight")}
     assert {name for name in kept if not name.startswith("layers")} == {"norm.weight", "norm_f.weight", *mixer}
-    assert len(decaying["params"]) + len(others["params"]) == len(name_of)
-    assert {"embedding.weight", "lm_head.weight", "layers.0.mixer.in_proj.weight"} <= {name_of[p] for p in decaying["params"]}
+    assert {"embedding.weight", "lm_head.weight", "layers.0.mixer.in_proj.weight"} <= decaying(model) < names
 
 
 def test_the_variant_reaches_every_mixer():

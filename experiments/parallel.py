@@ -1,0 +1,124 @@
+"""One model trained by several processes, a GPU each, as torchrun starts them; or by this one alone.
+
+A micro-batch is dealt out in equal parts. With "ddp" every process has the whole model, and they average gradients; with "fsdp"
+each has a part of every tensor, and they gather a layer when it is its turn.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+WAYS = ("ddp", "fsdp")
+
+
+@dataclass(frozen=True)
+class Team:
+    """The processes that train one model together, of which this is one.
+
+    Attributes:
+        rank, size: which it is, from 0, and how many there are.
+        device: this one's.
+        way: of `WAYS`.
+    """
+
+    rank: int
+    size: int
+    device: torch.device
+    way: str
+
+    def spread(self, model: nn.Module) -> nn.Module:
+        """What to call in place of a model that every process has made alike; its parameters stay where they are named.
+
+        Raises:
+            ValueError: batch norm without GPUs, whose statistics torch shares between GPUs alone.
+        """
+        if self.size == 1:
+            return model
+        if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
+            if self.device.type != "cuda":
+                raise ValueError(f"torchrun: got {self.size} processes without GPUs, expected one: the model has batch norm")
+            model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        if self.way == "ddp":
+            return DistributedDataParallel(model, [self.device] if self.device.type == "cuda" else None)
+        for layers in reversed([module for module in model.modules() if isinstance(module, nn.ModuleList)]):
+            for layer in layers:
+                fully_shard(layer)
+        return fully_shard(model)
+
+    @contextmanager
+    def averaging(self, model: nn.Module, now: bool) -> Iterator[None]:
+        """Within, gradients of what `spread` gave are averaged only if `now`, for the last micro-batch of a step."""
+        if isinstance(model, DistributedDataParallel) and not now:
+            with model.no_sync():
+                yield
+            return
+        if isinstance(model, FSDPModule):
+            model.set_requires_gradient_sync(now)
+        yield
+
+    def part(self, batch: range) -> range:
+        """This process's samples of a batch whose length `size` divides."""
+        each = len(batch) // self.size
+        return batch[self.rank * each : (self.rank + 1) * each]
+
+    def total(self, value: Tensor) -> Tensor:
+        """The sum of every process's."""
+        if self.size > 1:
+            value = value.clone()
+            dist.all_reduce(value)
+        return value
+
+    def most(self, value: float) -> float:
+        """The largest of every process's."""
+        if self.size == 1:
+            return value
+        found = torch.tensor(value, dtype=torch.float64, device=self.device)
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        return found.item()
+
+
+@contextmanager
+def joined(way: str = "ddp") -> Iterator[Team]:
+    """The team that torchrun started this process for, or this process alone.
+
+    Raises:
+        ValueError: an unknown way, or more processes than GPUs.
+    """
+    if way not in WAYS:
+        raise ValueError(f"--parallel: got {way!r}, expected one of {', '.join(WAYS)}")
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if "LOCAL_RANK" not in os.environ:
+        yield Team(0, 1, torch.device("cuda" if gpus else "cpu"), way)
+        return
+    number = int(os.environ["LOCAL_RANK"])
+    if gpus and number >= gpus:
+        raise ValueError(f"torchrun: got a process {number} on this machine, expected at most one for each of its {gpus} GPUs")
+    device = torch.device("cuda", number) if gpus else torch.device("cpu")
+    if gpus:
+        torch.cuda.set_device(device)
+    dist.init_process_group(device_id=device if gpus else None)
+    try:
+        yield Team(dist.get_rank(), dist.get_world_size(), device, way)
+    finally:
+        dist.destroy_process_group()
+
+
+def whole(t: Tensor) -> Tensor:
+    """A tensor that the processes hold in parts; all of them have to ask for it."""
+    return t.full_tensor() if isinstance(t, DTensor) else t
+
+
+def cut_like(t: Tensor, like: Tensor) -> Tensor:
+    """A whole tensor as `like` is: cut as that is, if it is, and on its device."""
+    t = t.to(like.device)
+    return distribute_tensor(t, like.device_mesh, like.placements, src_data_rank=None) if isinstance(like, DTensor) else t

@@ -1,0 +1,101 @@
+"""Two processes train as one does: the same losses, and checkpoints that another number of them goes on from, in the other way.
+
+Each starts as torchrun would start it.
+"""
+
+import shutil
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file
+
+from experiments import checkpoints, record
+from experiments.parallel import Team, joined
+from experiments.runs import run_of
+from experiments.train import train
+from ssd.block import arguments
+
+from .small import VARIANT
+from .test_train import losses, started
+
+GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
+SETTINGS = {"workload": "hybrid", "variant": VARIANT, "batch": 4, "seqlen": 32, "accumulate": 2, "steps": 4, "save_every": 2}
+pytestmark = pytest.mark.skipif(GPUS == 1, reason="needs no GPU, or two")
+
+
+def trained_by_two(out: Path, way: str, *more: str) -> None:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    line = [f"--{name.replace('_', '-')}={value}" for name, value in SETTINGS.items()]
+    ranks = [
+        started(*line, "--out", out, "--rows", out / "rows", "--parallel", way, *more,
+                RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=2, MASTER_ADDR="localhost", MASTER_PORT=port)
+        for rank in range(2)
+    ]
+    for process in ranks:
+        said, errors = process.communicate(timeout=300)
+        assert process.returncode == 0, errors
+    assert said == "", "the second process speaks, too"
+
+
+@pytest.fixture(scope="module")
+def by_one(tmp_path_factory) -> Path:
+    """The run, taken by one process."""
+    out = tmp_path_factory.mktemp("one")
+    train_alone(out)
+    return out
+
+
+def train_alone(out: Path, resume: bool = False) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(arguments, "INTERPRETED", False)
+        train(run_of(**SETTINGS), out, Console(quiet=True), resume, out / "rows")
+
+
+def assert_ends_alike(out: Path, by_one: Path) -> None:
+    """But for the order in which sums are taken."""
+    assert losses(out) == pytest.approx(losses(by_one), rel=1e-4)
+    weights, expected = (load_file(checkpoints.latest(run / "checkpoints") / "model.safetensors") for run in (out, by_one))
+    assert weights.keys() == expected.keys()
+    for name, t in weights.items():
+        apart = (t - expected[name]).norm() / expected[name].norm()
+        assert apart < 1e-2, f"{name}: {apart}"
+
+
+def test_two_whole_models(by_one, tmp_path):
+    trained_by_two(tmp_path, "ddp")
+    assert_ends_alike(tmp_path, by_one)
+    (row,) = record.read(tmp_path / "rows")
+    assert (row["gpus"], row["way"]) == (2, "ddp")
+    # and one goes on with what two have saved
+    shutil.rmtree(tmp_path / "checkpoints" / "step-00000004")
+    train_alone(tmp_path, resume=True)
+    assert_ends_alike(tmp_path, by_one)
+
+
+def test_two_halves_go_on_with_what_one_has_saved(by_one, tmp_path):
+    out = tmp_path / "run"
+    shutil.copytree(by_one, out)
+    shutil.rmtree(out / "checkpoints" / "step-00000004")
+    trained_by_two(out, "fsdp", "--resume")
+    assert_ends_alike(out, by_one)
+
+
+def test_parts_of_a_batch():
+    parts = [Team(rank, 3, torch.device("cpu"), "ddp").part(range(12, 24)) for rank in range(3)]
+    assert parts == [range(12, 16), range(16, 20), range(20, 24)]
+
+
+def test_an_unknown_way():
+    with pytest.raises(ValueError, match="--parallel: got 'pipeline', expected one of ddp, fsdp"), joined("pipeline"):
+        pass
+
+
+def test_batch_norm_without_gpus():
+    team = Team(0, 2, torch.device("cpu"), "ddp")
+    with pytest.raises(ValueError, match="torchrun: got 2 processes without GPUs, expected one: the model has batch norm"):
+        team.spread(torch.nn.Sequential(torch.nn.BatchNorm1d(2)))
