@@ -136,7 +136,7 @@ def train(
     preset: Annotated[str, typer.Option(help="Sizes of the model: tiny, for a CPU too, or a published size.")] = "tiny",
     variant: Annotated[str, typer.Option(help=f"Of the SSD: auto, {', '.join(variant_names())}.")] = "auto",
     mixer: Annotated[str | None, typer.Option(help="What mixes tokens, where a workload has several; its first.")] = None,
-    data: Annotated[str, typer.Option(help="synthetic, a .txt file, or a folder of .txt files.")] = "synthetic",
+    data: Annotated[str, typer.Option(help="synthetic, or a path: of .txt files, or a folder of images.")] = "synthetic",
     steps: Annotated[int, typer.Option(help="Of the optimizer.")] = 100,
     batch: Annotated[int | None, typer.Option(help="Samples of a micro-batch; the preset's unless given.")] = None,
     seqlen: Annotated[int | None, typer.Option(help="Tokens of a sample; the preset's unless given.")] = None,

@@ -124,9 +124,9 @@ def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> di
 
 
 def _group_numbers(optimizer: torch.optim.Optimizer) -> list[dict[str, float]]:
-    """What is a number in each group; timm's LAMB has its step there."""
-    return [{name: value for name, value in group.items() if isinstance(value, (int, float))}
-            for group in optimizer.param_groups]
+    """What is a number in each group; timm's LAMB has its step there, in a tensor."""
+    return [{name: value.item() if isinstance(value, Tensor) else value
+             for name, value in group.items() if isinstance(value, (int, float, Tensor))} for group in optimizer.param_groups]
 
 
 def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:

@@ -32,7 +32,7 @@ from ssd.registry import is_peer
 
 from . import checkpoints, record
 from .parallel import Team, joined, whole
-from .reasons import first_line
+from .reasons import first_line, last_line
 from .runs import Run, option
 from .train_log import TrainLog
 from .workloads import Workload, get_workload
@@ -177,9 +177,9 @@ def _named(model: nn.Module) -> nn.Module:
 def _lamb() -> type[torch.optim.Optimizer]:
     try:
         from timm.optim import Lamb
-    except ImportError as error:
-        raise ImportError("timm is not installed, which has the optimizer: pip install timm, or --optimizer adamw",
-                          name="timm") from error
+    except (ImportError, RuntimeError) as error:  # the second from a torchvision that was built for another torch
+        raise ImportError(f"timm, which has the optimizer, cannot be imported ({first_line(error)}): pip install timm "
+                          "torchvision, or --optimizer adamw", name="timm") from error
     return Lamb
 
 
@@ -189,8 +189,11 @@ def _batches(run: Run, workload: Workload, dataset: Dataset, done: int, team: Te
     parts = [team.part(range(n, n + run.batch)) for n in range(done * of_step, run.steps * of_step, run.batch)]
     loader = DataLoader(dataset, batch_sampler=parts, pin_memory=on_gpu, num_workers=_WORKERS if on_gpu else 0,
                         collate_fn=workload.collate, generator=torch.Generator())  # not the one that steps draw from
-    for batch in loader:
-        yield {name: t.to(team.device, non_blocking=True) for name, t in batch.items()}
+    try:
+        for batch in loader:
+            yield {name: t.to(team.device, non_blocking=True) for name, t in batch.items()}
+    except ValueError as error:  # a worker's is a traceback
+        raise ValueError(last_line(error).removeprefix("ValueError: ")) from error
 
 
 def _step(run: Run, step: int, workload: Workload, model: nn.Module, optimizer: torch.optim.Optimizer,

@@ -4,6 +4,7 @@ import torch
 
 from experiments.runs import Run, run_of
 from experiments.workloads.language_model import LanguageSizes
+from experiments.workloads.vision_model import VisionSizes
 
 # the torch form's cumulative sums on a GPU are not the same bits twice
 VARIANT = "baseline" if torch.cuda.is_available() else "torch"
@@ -12,6 +13,11 @@ VARIANT = "baseline" if torch.cuda.is_available() else "torch"
 def sizes(pattern: str, **other) -> LanguageSizes:
     return LanguageSizes(**{"d_model": 32, "pattern": pattern, "vocab_size": 256, "d_state": 16, "headdim": 16, "ngroups": 2,
                             "chunk_size": 16, "heads": 4, "kv_heads": 2, "attention_headdim": 8} | other)
+
+
+def vision_sizes(**other) -> VisionSizes:
+    return VisionSizes(**{"dim": 8, "in_dim": 8, "depths": (1, 1, 2, 2), "heads": (2, 4), "drop_path": 0.1, "image_size": 32,
+                          "windows": (2, 1), "classes": 10, "headdim": 8, "augment": False} | other)
 
 
 def small_run(workload: str = "mamba2", **settings) -> Run:

@@ -15,6 +15,7 @@ import pytest
 import torch
 from rich.console import Console
 from safetensors.torch import load_file
+from torch.utils.data import DataLoader
 
 from experiments import checkpoints, record
 from experiments import train as training
@@ -27,7 +28,7 @@ from .test_command_line import run as command
 pytestmark = pytest.mark.usefixtures("small")
 QUIET = Console(quiet=True)
 # torch's attention on a GPU does not repeat its gradients' bits
-REPEATING = ["mamba2"] if torch.cuda.is_available() else ["mamba2", "hybrid"]
+REPEATING = ["mamba2"] if torch.cuda.is_available() else ["mamba2", "hybrid", "mambavision"]
 
 
 def losses(out: Path) -> list[float]:
@@ -91,9 +92,27 @@ def test_the_loss_falls_by_more_than_a_nat(tmp_path, workload):
     assert row["units_per_s"] > 0 and row["unit"] == "tokens" and row["peak_mib"] > 0
 
 
+@pytest.mark.parametrize("mixer", ["mamba1", "ssd"])
+def test_images_are_told_apart_by_a_nat_more(tmp_path, mixer):
+    variant = {"variant": "auto"} if mixer == "mamba1" else {}  # whose scan is no SSD
+    row = train(small_run("mambavision", mixer=mixer, steps=30, **variant), tmp_path / "run", QUIET, rows=tmp_path / "rows")
+    assert row["first_loss"] == pytest.approx(math.log(10), abs=0.1)
+    assert row["floor"] < row["loss"] < row["first_loss"] - 1
+    assert row["unit"] == "images" and row["run"]["mixer"] == mixer
+
+
+def test_what_a_process_that_reads_data_says_is_one_line(tmp_path, monkeypatch):
+    (tmp_path / "data" / "cat").mkdir(parents=True)
+    (tmp_path / "data" / "cat" / "1.jpg").write_bytes(b"")
+    monkeypatch.setattr(training, "DataLoader", lambda *given, **named: DataLoader(*given, **named | {"num_workers": 1}))
+    with pytest.raises(ValueError, match=r"^--data: .*cat/1\.jpg cannot be read as an image \(it is empty\); replace it.*$"):
+        train(small_run("mambavision", mixer="ssd", data=str(tmp_path / "data")), tmp_path / "run", QUIET)
+    assert not (tmp_path / "run").exists()
+
+
 def test_lamb_without_timm(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "timm.optim", None)
-    with pytest.raises(ImportError, match=r"timm is not installed.*--optimizer adamw"):
+    with pytest.raises(ImportError, match=r"timm, which has the optimizer, cannot be imported.*--optimizer adamw"):
         train(small_run(optimizer="lamb"), tmp_path / "run", QUIET)
     assert not (tmp_path / "run").exists()
 
@@ -203,6 +222,8 @@ def test_the_command_line(tmp_path):
     (("--workload", "rnn"), "--workload: got 'rnn', expected one of mamba2, hybrid"),
     (("--preset", "9b"), "--preset: got '9b', expected one of tiny, 130m"),
     (("--variant", "warp9"), "--variant: got 'warp9', expected one of baseline, fused"),
+    (("--workload", "mambavision", "--variant", "fused"), "--variant: got 'fused', expected auto, torch, mamba_ssm with"),
+    (("--workload", "mambavision", "--seqlen", "64"), "--seqlen: got 64, expected none: images of mambavision are"),
     (("--mixer", "mamba1"), "--mixer: got 'mamba1', expected one of ssd"),
     (("--optimizer", "sgd"), "--optimizer: got 'sgd', expected one of adamw, lamb"),
     (("--dtype", "fp8"), "--dtype: got 'fp8', expected one of fp32, bf16"),

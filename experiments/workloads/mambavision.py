@@ -1,0 +1,47 @@
+"""Workload `mambavision`: images sorted into classes, at the sizes of arXiv:2407.08083, which differ in the mixer alone.
+
+Mixer `mamba1` is the published model, and its scan no SSD; mixer `ssd` is another model, into which the SSD variants swap.
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from .augmentation import mixed
+from .images import SMOOTHING, images
+from .registry import Preset, Workload
+from .vision_model import VisionModel, VisionSizes
+
+
+def class_loss(model: VisionModel, batch: dict[str, Tensor]) -> Tensor:
+    """Mean cross-entropy of the smoothed class in nats; batch: as `images.Images` has it."""
+    pixels, labels = model.normalised(batch["image"]), batch["label"]
+    if "augmented" in batch:
+        pixels, labels = mixed(pixels, labels, model.sizes.classes)
+    return F.cross_entropy(model(pixels).float(), labels, label_smoothing=SMOOTHING)
+
+
+def _published(sizes: VisionSizes) -> Preset:
+    """32 micro-batches make the batch of 4096 of the published training."""
+    return Preset(sizes, batch=128, lr=5e-3, optimizer="lamb", weight_decay=0.05)
+
+
+WORKLOAD = Workload(
+    "mambavision",
+    presets={
+        "tiny": Preset(VisionSizes(16, 16, (1, 1, 2, 2), heads=(4, 8), drop_path=0.1, image_size=64, windows=(4, 2), classes=10,
+                                   headdim=16, augment=False), batch=32, lr=2e-3, weight_decay=0.05),
+        "T": _published(VisionSizes(80, 32, (1, 3, 8, 4), heads=(8, 16), drop_path=0.2, headdim=32)),
+        "T2": _published(VisionSizes(80, 32, (1, 3, 11, 4), heads=(8, 16), drop_path=0.2, headdim=32)),
+        "S": _published(VisionSizes(96, 64, (3, 3, 7, 5), heads=(8, 16), drop_path=0.2)),
+        "B": _published(VisionSizes(128, 64, (3, 3, 10, 5), heads=(8, 16), drop_path=0.3, layer_scale=1e-5)),
+        # 392 and 784 channels of SSD are no multiples of 64
+        "L": _published(VisionSizes(196, 64, (3, 3, 10, 5), heads=(16, 32), drop_path=0.3, layer_scale=1e-5, headdim=56)),
+    },
+    build=VisionModel,
+    dataset=images,
+    loss=class_loss,
+    unit="images",
+    mixers=("mamba1", "ssd"),
+)

@@ -1,0 +1,190 @@
+"""MambaVision: sizes as published, windows that are whole and apart, both mixers and what ties them, what is dropped."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from experiments.train import parameter_groups
+from experiments.workloads import get_workload
+from experiments.workloads.mamba1 import scan_of
+from experiments.workloads.mambavision import class_loss
+from experiments.workloads.vision_mixers import SSD, Mamba1
+from experiments.workloads.vision_model import DropPath, VisionModel, image_of, windows_of
+from ssd import ssd_chunk_scan
+
+from .small import vision_sizes
+
+MIXERS = ("mamba1", "ssd")
+
+
+def model_of(mixer="mamba1", again=False, **other) -> VisionModel:
+    torch.manual_seed(0)
+    return VisionModel(vision_sizes(mixer=mixer, **other), "torch", again)
+
+
+def pixels(batch=4, size=32) -> torch.Tensor:
+    return torch.randint(256, (batch, 3, size, size), dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("preset, millions, scales", [
+    ("T", 31.8, 0), ("T2", 35.1, 0), ("S", 50.1, 0), ("B", 97.7, 20480), ("L", 227.9, 31360),
+])
+def test_published_parameter_counts(preset, millions, scales):
+    """Those that arXiv:2407.08083 reports come out without layer scales, which B and L have; with them L has 227.96."""
+    with torch.device("meta"):
+        model = VisionModel(get_workload("mambavision").presets[preset].sizes)
+    counts = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    assert sum(count for name, count in counts.items() if name.endswith(".scale")) == scales
+    assert round((sum(counts.values()) - scales) / 1e6, 1) == millions
+
+
+def test_windows_are_exact():
+    x = torch.arange(2 * 5 * 6 * 4).view(2, 5, 6, 4)
+    windows = windows_of(x, 2)
+    assert windows.shape == (2 * 6, 4, 5)
+    assert torch.equal(windows[6 + 3], x[1, :, 2:4, 2:4].flatten(1).T), "the fourth of the second image, two in a row"
+    assert torch.equal(image_of(windows, 2, 6, 4), x)
+    assert torch.equal(windows_of(x[:, :, :4], 4), x[:, :, :4].flatten(2).transpose(1, 2)), "one window is the image"
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_windows_see_nothing_of_each_other(mixer):
+    stage = model_of(mixer, image_size=64).eval().double().stages[-3]
+    x = torch.randn(1, 32, 4, 4, dtype=torch.float64)
+    changed = x.clone()
+    changed[..., 0, 3] = torch.randn(32)
+    differ = (stage(x) != stage(changed)).any(1)[0]
+    assert differ[:2, 2:].all() and differ.sum() == 4
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_shapes(mixer):
+    model = model_of(mixer, image_size=64, windows=(4, 2), classes=7)
+    assert model(model.normalised(pixels(2, 64))).shape == (2, 7)
+
+
+def test_the_first_half_of_the_blocks_scan():
+    with torch.device("meta"):
+        model = VisionModel(get_workload("mambavision").presets["S"].sizes)
+    scans = [[hasattr(block[0].branch, "ssm") for block in stage.blocks] for stage in model.stages if hasattr(stage, "blocks")]
+    assert scans == [[True] * 4 + [False] * 3, [True] * 3 + [False] * 2]
+
+
+def test_images_are_normalised():
+    grey = torch.tensor([124, 116, 104], dtype=torch.uint8).view(1, 3, 1, 1).expand(1, 3, 32, 32)  # ImageNet's mean
+    model = model_of()
+    assert model.normalised(grey).abs().max() < 0.01
+    torch.testing.assert_close(model.normalised(grey + 100) - model.normalised(grey),
+                               (100 / 255 / torch.tensor([0.229, 0.224, 0.225])).view(1, 3, 1, 1).expand(1, 3, 32, 32))
+
+
+@pytest.mark.parametrize("sizes", [{"windows": (3, 1)}, {"windows": (2, 2)}, {"image_size": 48, "windows": (3, 1)}])
+def test_windows_that_do_not_fit_are_refused(sizes):
+    with pytest.raises(ValueError, match=r"windows: got \(\d, \d\) with image_size = \d\d, expected a multiple of 32"):
+        vision_sizes(**sizes)
+
+
+def test_mamba1_is_ssd_with_a_head_for_each_channel_and_state():
+    """Exactly: heads of one channel and one state, of which group n has those of state n, summed over n."""
+    channels, states, seqlen = 6, 4, 20
+    mixer = Mamba1(channels, 3, "torch", states).double()
+    x = torch.randn(2, seqlen, channels, dtype=torch.float64, requires_grad=True)
+    y = mixer(x)
+
+    dt, B, C = mixer.x_proj(x).split(mixer.parts, -1)
+    every = [t.repeat(1, 1, states) for t in (x, mixer.dt_proj(dt))]  # [batch, seqlen, states * channels]
+    rates = -mixer.A_log.float().exp().T.flatten()
+    of_ssd = ssd_chunk_scan(every[0].unsqueeze(-1), every[1], rates, B.unsqueeze(-1), C.unsqueeze(-1), 16, dt_softplus=True,
+                            variant="torch")
+    expected = of_ssd.view(2, seqlen, states, channels).sum(2) + mixer.D * x
+    torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
+    ours, theirs = (torch.autograd.grad(t.square().sum(), (x, *mixer.parameters()), retain_graph=True) for t in (y, expected))
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-9)
+
+
+def test_a_token_reaches_both_neighbours_and_through_the_scan_all_later_ones():
+    mixer = model_of(image_size=64, windows=(4, 2)).stages[-3].blocks[0][0].branch.double()
+    u = torch.randn(1, 16, 32, dtype=torch.float64)
+    changed = u.clone()
+    changed[:, 7] += 1
+    assert (mixer(u) != mixer(changed)).any(-1)[0].tolist() == [False] * 6 + [True] * 10
+
+
+def test_mixers_at_the_start():
+    scan = Mamba1(400, 5, "torch")
+    assert torch.equal(scan.A_log.exp().round(), torch.arange(1.0, 9).expand(400, 8)) and (scan.D == 1).all()
+    ssd = SSD(6400, 16, "torch")
+    assert ssd.A_log.min() >= 0 and ssd.A_log.max() <= math.log(16) and (ssd.D == 1).all()
+    for bias in (scan.dt_proj.bias, ssd.dt_bias):
+        steps = F.softplus(bias).log()
+        assert math.log(0.000999) < steps.min() and steps.max() < math.log(0.1001)
+        assert steps.mean().item() == pytest.approx(math.log(0.01), abs=0.3)
+    with pytest.raises(ValueError, match="headdim: got 64, expected a divisor of the 392 channels"):
+        SSD(392, 64, "torch")
+
+
+def test_weights_at_the_start():
+    model = model_of(dim=32, heads=(4, 8))
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and not name.endswith("dt_proj"):
+            assert module.weight.std().item() == pytest.approx(0.02, rel=0.2), name
+            assert module.bias is None or not module.bias.any(), name
+        if name.endswith("dt_proj"):
+            assert module.weight.abs().max() > 0.1 and module.bias.all(), name
+
+
+@pytest.mark.parametrize("mixer, kept", [("mamba1", {"A_log", "D", "dt_proj.bias"}), ("ssd", {"A_log", "D", "dt_bias"})])
+def test_what_decays(mixer, kept):
+    model = model_of(mixer, layer_scale=1e-5)
+    decaying, others = parameter_groups(model, 0.05)
+    name_of = {parameter: name for name, parameter in model.named_parameters()}
+    place = "stages.4.blocks.0.0.branch.ssm."
+    assert {name_of[p].removeprefix(place) for p in others["params"] if name_of[p].startswith(place)} == kept
+    assert all(name.endswith((".weight", "_proj.weight")) for name in map(name_of.get, decaying["params"]))
+    assert all(parameter.dim() > 1 for parameter in decaying["params"])
+
+
+def test_the_variant_reaches_every_mixer():
+    with torch.device("meta"):
+        model = VisionModel(vision_sizes(mixer="ssd", depths=(1, 1, 3, 4)), "persistent")
+    assert [module.variant for module in model.modules() if isinstance(module, SSD)] == ["persistent"] * 4
+
+
+def test_mamba1_has_no_variants_of_the_ssd():
+    with pytest.raises(ValueError, match=r"--variant: got 'fused', expected auto, torch, mamba_ssm with --mixer mamba1"):
+        scan_of("fused")
+
+
+def test_dropped_paths():
+    x = torch.full((4000, 2, 3), 2.0, dtype=torch.float64)
+    drop = DropPath(0.2)
+    y = drop(x)
+    assert set(y.unique().tolist()) == {0.0, 2.5} and (y == y[:, :1, :1]).all(), "by row, whole"
+    assert y.mean().item() == pytest.approx(2, abs=4 * 0.8 / math.sqrt(4000) * 2.5), "within four deviations"
+    assert drop.eval()(x) is x
+    model = model_of(depths=(1, 2, 3, 2), drop_path=0.35)
+    blocks = [module.rate for module in model.modules() if isinstance(module, DropPath)]
+    # one to a block of convolutions, two to the others
+    assert blocks == pytest.approx([0.05 * n for n in (0, 1, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7)])
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_computing_again_changes_no_gradient(small, mixer):
+    batch, gradients = {"image": pixels(), "label": torch.arange(4)}, []
+    for again in (False, True):
+        model = model_of(mixer, again, drop_path=0.5)
+        class_loss(model, batch).backward()
+        gradients.append([*(parameter.grad for parameter in model.parameters()), *model.buffers()])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+def test_the_loss_is_of_smoothed_labels():
+    model = model_of(drop_path=0.0)
+    batch = {"image": pixels(), "label": torch.tensor([3, 1, 4, 1])}
+    log_p = model(model.normalised(batch["image"])).log_softmax(-1)
+    expected = -(0.9 * log_p[range(4), batch["label"]] + 0.1 * log_p.mean(-1)).mean()
+    torch.testing.assert_close(class_loss(model, batch), expected)
