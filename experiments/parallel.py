@@ -49,7 +49,7 @@ class Team:
                 raise ValueError(f"torchrun: got {self.size} processes without GPUs, expected one: the model has batch norm")
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
         if self.way == "ddp":
-            return DistributedDataParallel(model, [self.device] if self.device.type == "cuda" else None)
+            return _Copy(model, [self.device] if self.device.type == "cuda" else None)
         for layers in reversed([module for module in model.modules() if isinstance(module, nn.ModuleList)]):
             for layer in layers:
                 fully_shard(layer)
@@ -85,6 +85,16 @@ class Team:
         found = torch.tensor(value, dtype=torch.float64, device=self.device)
         dist.all_reduce(found, dist.ReduceOp.MAX)
         return found.item()
+
+
+class _Copy(DistributedDataParallel):
+    """With what a loss asks of the model besides calling it."""
+
+    def __getattr__(self, name: str):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.module, name)
 
 
 @contextmanager

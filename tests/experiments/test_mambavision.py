@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from experiments.train import parameter_groups
+from experiments.train import decaying
 from experiments.workloads import get_workload
 from experiments.workloads.mamba1 import scan_of
 from experiments.workloads.mambavision import class_loss
@@ -140,12 +140,11 @@ def test_weights_at_the_start():
 @pytest.mark.parametrize("mixer, kept", [("mamba1", {"A_log", "D", "dt_proj.bias"}), ("ssd", {"A_log", "D", "dt_bias"})])
 def test_what_decays(mixer, kept):
     model = model_of(mixer, layer_scale=1e-5)
-    decaying, others = parameter_groups(model, 0.05)
-    name_of = {parameter: name for name, parameter in model.named_parameters()}
+    names, decay = {name for name, _ in model.named_parameters()}, decaying(model)
     place = "stages.4.blocks.0.0.branch.ssm."
-    assert {name_of[p].removeprefix(place) for p in others["params"] if name_of[p].startswith(place)} == kept
-    assert all(name.endswith((".weight", "_proj.weight")) for name in map(name_of.get, decaying["params"]))
-    assert all(parameter.dim() > 1 for parameter in decaying["params"])
+    assert {name.removeprefix(place) for name in names - decay if name.startswith(place)} == kept
+    assert all(name.endswith((".weight", "_proj.weight")) for name in decay)
+    assert all(model.get_parameter(name).dim() > 1 for name in decay)
 
 
 def test_the_variant_reaches_every_mixer():
