@@ -3,6 +3,7 @@
 #   make test PYTHON=python3 VENV=    uses an interpreter that is already equipped; installs nothing, needs no network
 #   make bench VARIANT=baseline AGAINST=mamba_ssm SHAPE=8b-b4,2.7b-b4 MODE=fwd,bwd ARGS='--repeats 100'
 #   make ablate SHAPE=8b-b1,8b-b4 MODE=fwd   every option of fused and persistent; VARIANT=fused for one
+#   make ablate WORKLOAD=mamba2:1.3b,hybrid:1b   step times and losses with each variant inside
 #   make block PART=conv1d,block SHAPE=8b-b4   what surrounds the operator, beside upstream's where that is installed
 #   make train WORKLOAD=hybrid VARIANT=fused PRESET=1b STEPS=1000 ARGS='--dtype bf16'
 #   make train GPUS=2 PARALLEL=fsdp PRESET=1.3b   two processes by torchrun
@@ -52,7 +53,8 @@ bench: peers
 	  $(if $(MODE),--mode $(MODE)) $(ARGS)
 
 ablate: $(READY)
-	$(EXPERIMENTS) ablate $(if $(filter-out file,$(origin VARIANT)),--variant $(VARIANT)) \
+	$(EXPERIMENTS) $(if $(WORKLOAD),sweep --workload $(WORKLOAD),ablate) \
+	  $(if $(filter-out file,$(origin VARIANT)),--variant $(VARIANT)) \
 	  $(if $(SHAPE),--shape $(SHAPE)) $(if $(MODE),--mode $(MODE)) $(ARGS)
 
 block: peers

@@ -12,7 +12,7 @@ from .workloads import get_workload
 
 DTYPES = ("fp32", "bf16")
 OPTIMIZERS = ("adamw", "lamb")
-_AT_LEAST = {"steps": 1, "batch": 1, "seqlen": 2, "accumulate": 1, "warmup": 0, "save_every": 1, "clip": 0, "weight_decay": 0,
+_AT_LEAST = {"steps": 1, "batch": 1, "seqlen": 2, "accumulate": 1, "warmup": 0, "save_every": 0, "clip": 0, "weight_decay": 0,
              "seed": 0}
 
 
@@ -37,7 +37,7 @@ class Run:
         checkpoint_activations: compute layers again in the backward.
         compile: by torch.compile.
         seed: of weights and data.
-        save_every: steps between checkpoints.
+        save_every: steps between checkpoints, of which the last step's is one; 0 for none but a signal's.
 
     Raises:
         ValueError: naming the option, what came and what is accepted.

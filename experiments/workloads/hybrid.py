@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-from .language_model import ATTENTION, MAMBA, MLP_LAYER, LanguageModel, LanguageSizes, labelled, next_token_loss
+from .language_model import ATTENTION, MAMBA, MLP_LAYER, LanguageModel, LanguageSizes, labelled, next_token_loss, scans
 from .registry import Preset, Workload
 from .text import rows
 
@@ -67,4 +67,5 @@ WORKLOAD = Workload(
     dataset=rows,
     loss=next_token_loss,
     terms=labelled,
+    scans=scans,
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .language_model import MAMBA, LanguageModel, LanguageSizes, labelled, next_token_loss
+from .language_model import MAMBA, LanguageModel, LanguageSizes, labelled, next_token_loss, scans
 from .registry import Preset, Workload
 from .text import rows
 
@@ -35,4 +35,5 @@ WORKLOAD = Workload(
     dataset=rows,
     loss=next_token_loss,
     terms=labelled,
+    scans=scans,
 )

@@ -10,6 +10,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from ssd.cost import Problem
+
 _MODULES = {name: f"{__package__}.{name}" for name in ("mamba2", "hybrid", "mambavision")}
 
 
@@ -44,6 +46,7 @@ class Workload:
             Its `floor` is a loss, in nats, that no model gets below; None where nobody knows.
         loss: (model, batch) to the mean loss in nats.
         terms: a batch to how many terms that mean has, by which means of parts are weighted; unless given, they weigh the same.
+        scans: (sizes, batch, seqlen) to the sizes of the SSD calls that a forward makes; unless given nobody knows.
         collate: samples to a batch, tensors by name; unless given as torch's DataLoader does it.
         unit: what speed is counted in: the tokens of samples, or samples by another name.
         mixers: what may mix tokens in place of the SSD, the first unless a run says otherwise; where there are several, `sizes`
@@ -56,6 +59,7 @@ class Workload:
     dataset: Callable[[str, Any, int | None, int], Dataset]
     loss: Callable[[nn.Module, dict[str, Tensor]], Tensor]
     terms: Callable[[dict[str, Tensor]], Tensor] | None = None
+    scans: Callable[[Any, int, int | None], list[Problem]] | None = None
     collate: Callable[[list[Any]], dict[str, Tensor]] | None = None
     unit: str = "tokens"
     mixers: tuple[str, ...] = ("ssd",)

@@ -5,7 +5,7 @@ from fractions import Fraction
 import pytest
 import torch
 
-from experiments.train import decaying
+from experiments.steps import decaying
 from experiments.workloads import get_workload, workload_names
 from experiments.workloads.hybrid import allocate
 from experiments.workloads.language_model import LanguageModel
