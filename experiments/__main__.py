@@ -137,7 +137,8 @@ def train(
     preset: Annotated[str, typer.Option(help="Sizes of the model: tiny, for a CPU too, or a published size.")] = "tiny",
     variant: Annotated[str, typer.Option(help=f"Of the SSD: auto, {', '.join(variant_names())}.")] = "auto",
     mixer: Annotated[str | None, typer.Option(help="What mixes tokens, where a workload has several; its first.")] = None,
-    data: Annotated[str, typer.Option(help="synthetic, or a path: of .txt files, or a folder of images.")] = "synthetic",
+    data: Annotated[str, typer.Option(help="synthetic, or a path or name, see docs/workloads.md.")] = "synthetic",
+    tokenizer: Annotated[str, typer.Option(help="Of text: bytes, a tokenizer.json or its folder, a model's name.")] = "bytes",
     steps: Annotated[int, typer.Option(help="Of the optimizer.")] = 100,
     batch: Annotated[int | None, typer.Option(help="Samples of a micro-batch; the preset's unless given.")] = None,
     seqlen: Annotated[int | None, typer.Option(help="Tokens of a sample; the preset's unless given.")] = None,
@@ -162,10 +163,10 @@ def train(
     """Train a workload: log.jsonl and checkpoints in the run's folder, and a row at the end."""
     console = _console()
     try:
-        run = run_of(workload, preset, variant=variant, mixer=mixer, data=data, steps=steps, batch=batch, seqlen=seqlen,
-                     accumulate=accumulate, lr=lr, warmup=warmup, clip=clip, optimizer=optimizer, weight_decay=weight_decay,
-                     dtype=dtype, checkpoint_activations=checkpoint_activations, compile=compile, seed=seed,
-                     save_every=save_every)
+        run = run_of(workload, preset, variant=variant, mixer=mixer, data=data, tokenizer=tokenizer, steps=steps, batch=batch,
+                     seqlen=seqlen, accumulate=accumulate, lr=lr, warmup=warmup, clip=clip, optimizer=optimizer,
+                     weight_decay=weight_decay, dtype=dtype, checkpoint_activations=checkpoint_activations, compile=compile,
+                     seed=seed, save_every=save_every)
         out = out or Path("runs", f"{workload}-{preset}-{run.mixer}-{variant}-{seed}")
         run_train(run, out, console, resume, rows, parallel)
     except (ImportError, OSError, Stopped, ValueError) as reason:

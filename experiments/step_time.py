@@ -41,7 +41,7 @@ def measure(base: Run, candidates: list[Candidate], repeats: int, warmup: int, c
     """
     workload = get_workload(base.workload)
     team = Team(0, 1, torch.device("cuda" if torch.cuda.is_available() else "cpu"), "ddp")
-    dataset = workload.dataset(base.data, base.sizes, base.seqlen, base.seed)
+    dataset = workload.dataset(base)
     model, optimizer, _ = made(replace(base, variant=candidates[0].variant), workload, team)
     batches = cycle(list(islice(batches_of(base, workload, dataset, 0, team), _BATCHES)))
 

@@ -76,7 +76,7 @@ def train(run: Run, out: Path, console: Console, resume: bool = False, rows: Pat
 def _trained(run: Run, out: Path, console: Console, resume: bool, rows: Path | None, team: Team) -> dict[str, Any]:
     workload, saves, first = get_workload(run.workload), out / "checkpoints", team.rank == 0
     last = _checked(run, out, resume)
-    dataset = workload.dataset(run.data, run.sizes, run.seqlen, run.seed)
+    dataset = workload.dataset(run)
     with _explained(run, team.device):
         model, optimizer, parameters = made(run, workload, team)
         done = 0 if last is None else checkpoints.restore(last, named(model), optimizer)

@@ -235,7 +235,9 @@ def test_the_command_line(tmp_path):
     (("--weight-decay", "-1"), "--weight-decay: got -1.0, expected at least 0"),
     (("--lr", "nan"), "--lr: got nan, expected more than 0"),
     (("--steps", "3", "--warmup", "4"), "--warmup: got 4, expected at most --steps, 3"),
-    (("--data", "bookcorpus"), "--data: got 'bookcorpus', where nothing is, expected synthetic, a .txt file or a folder"),
+    (("--data", "books.txt"), "--data: got 'books.txt', where nothing is, expected synthetic, a .txt file or a folder"),
+    (("--tokenizer", "gpt2"), "--tokenizer: got 'gpt2' with --data synthetic, expected none"),
+    (("--workload", "mambavision", "--tokenizer", "gpt2"), "--tokenizer: got 'gpt2', expected none: mambavision reads no text"),
     (("--resume",), "--resume: got --out"),
 ])
 def test_bad_settings_are_refused(tmp_path, given, said):
