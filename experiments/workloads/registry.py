@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-_MODULES = {name: f"{__package__}.{name}" for name in ("mamba2", "hybrid")}
+_MODULES = {name: f"{__package__}.{name}" for name in ("mamba2", "hybrid", "graphmamba")}
 
 
 @dataclass(frozen=True)
