@@ -137,8 +137,8 @@ def _mixer(sizes: GraphSizes, variant: str) -> nn.Module:
 def graph_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """The mean loss in nats: binary cross-entropy of labels, cross-entropy of graphs' or nodes' classes.
 
-    Of nodes a class weighs as much as others make up of the batch, or as one node, as the LRGB benchmark (arXiv:2206.08164)
-    trains, whose images are mostly background.
+    Of nodes, most of which are background, a class weighs as much as others make up of the batch: GraphGPS's
+    weighted_cross_entropy (arXiv:2205.12454), by which Graph-Mamba trains too. One that is alone weighs as one node.
     """
     logits, y = model(batch).float(), batch["y"]
     match model.sizes.data.task:

@@ -169,7 +169,7 @@ def _read(root: Path, data: GraphData) -> Dataset:
     if not root.is_dir():
         raise FileNotFoundError(f"--data: got {str(root)!r}, where no folder is, expected synthetic, or the root of {of} with "
                                 f"{data.name}; an empty one is downloaded into")
-    if any(root.iterdir()) and not (folder / "raw").is_dir():
+    if not (folder / "raw").is_dir() and any(path.is_file() for path in root.rglob("*")):
         raise FileNotFoundError(f"--data: got {root}, expected the root of {of}, with {data.name} in {folder / 'raw'}, or an "
                                 "empty folder, which is downloaded into")
     make = getattr(_torch_geometric("datasets"), data.package)
@@ -178,7 +178,7 @@ def _read(root: Path, data: GraphData) -> Dataset:
         found = make(str(root), split="train", pre_transform=Columns(data), **named)
     except Exception as reason:  # whatever it is that pickle, zip, torch, the network and the file system raise in there
         raise ValueError(f"--data: {of} makes no {data.name} of {folder}: {type(reason).__name__}, {first_line(reason)}; its "
-                         "folder processed may be removed, and is made anew of raw") from reason
+                         "folder processed is made anew of raw if it is removed") from reason
     _check(found, data, folder)
     return found
 

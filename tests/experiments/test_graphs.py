@@ -234,8 +234,9 @@ def test_what_cannot_be_downloaded_is_said(tmp_path, monkeypatch):
         raise OSError("<urlopen error no route>")
 
     monkeypatch.setattr(LRGBDataset, "download", offline)
-    with pytest.raises(ValueError, match=r"makes no Peptides-func of .*: OSError, <urlopen error no route>; its folder"):
-        dataset(PEPTIDES_FUNC, tmp_path)
+    for _ in range(2):  # the folder that the first try leaves is as good as none
+        with pytest.raises(ValueError, match=r"makes no Peptides-func of .*: OSError, <urlopen error no route>; its folder"):
+            dataset(PEPTIDES_FUNC, tmp_path)
 
 
 @needs_graphs
