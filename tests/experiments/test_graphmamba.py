@@ -61,13 +61,13 @@ def trained(mixer: str, tokens: str, batch) -> GraphModel:
     return model.eval()
 
 
-def drawn(nodes: int, batch=None) -> dict[str, torch.Tensor]:
+def drawn(batch) -> dict[str, torch.Tensor]:
     """The random numbers of `GraphModel.forward` in eval mode; walks go to any node of the graph."""
-    walks = torch.arange(nodes).expand(3, 2, -1).mT
-    if batch is not None:
-        low, high = batch["ptr"][batch["batch"]], batch["ptr"][batch["batch"] + 1]
-        walks = torch.cat([walks[:1], low[:, None] + (torch.rand(2, nodes, 2) * (high - low)[:, None]).long()])
-    return {"noise": torch.rand(2, 5, nodes), "walks": walks}
+    number, ptr = batch["batch"], batch["ptr"]
+    low, high = ptr[number, None], ptr[number + 1, None]
+    walks = torch.arange(len(number))[:, None].expand(-1, 2)
+    return {"noise": torch.rand(2, 5, len(number)),
+            "walks": torch.stack([walks, *(low + torch.rand(2, len(number), 2) * (high - low)).long()])}
 
 
 @pytest.mark.parametrize("preset", get_workload("graphmamba").presets)
@@ -85,7 +85,8 @@ def test_parameter_counts(preset):
 @pytest.mark.parametrize("tokens", ["nodes", "walks"])
 def test_the_model_is_its_parts(pooling, tokens):
     torch.manual_seed(0)
-    batch, random = batch_of(), drawn(sum(NODES))
+    batch = batch_of()
+    random = drawn(batch)
     model = GraphModel(graph_sizes(mixer="ssd", tokens=tokens, pooling=pooling), "torch").eval()
     h, e = model.of_nodes(batch["x"]) + model.of_positions(batch["random_walk_pe"]), model.of_edges(batch["edge_attr"])
     if tokens == "walks":
@@ -100,7 +101,7 @@ def test_the_model_is_its_parts(pooling, tokens):
 @pytest.mark.parametrize("mixer, tokens", KINDS)
 def test_a_graph_among_many_is_as_alone(mixer, tokens):
     batch = doubled(batch_of())
-    model, random = trained(mixer, tokens, batch), drawn(sum(NODES), batch)
+    model, random = trained(mixer, tokens, batch), drawn(batch)
     together = model(batch, **random)
     for graph, (low, high) in enumerate(batch["ptr"].unfold(0, 2, 1).tolist()):
         nodes = slice(low, high)
@@ -116,7 +117,7 @@ def test_a_graph_among_many_is_as_alone(mixer, tokens):
 @pytest.mark.parametrize("mixer, tokens", KINDS)
 def test_the_numbers_of_nodes_mean_nothing(mixer, tokens):
     batch = doubled(batch_of())
-    model, random = trained(mixer, tokens, batch), drawn(sum(NODES), batch)
+    model, random = trained(mixer, tokens, batch), drawn(batch)
     order = torch.cat([low + torch.randperm(high - low) for low, high in batch["ptr"].unfold(0, 2, 1).tolist()])
     new = order.argsort()
     edges = torch.randperm(batch["edge_index"].shape[1])
