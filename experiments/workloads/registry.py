@@ -15,7 +15,7 @@ from ssd.cost import Problem
 if TYPE_CHECKING:
     from ..runs import Run
 
-_MODULES = {name: f"{__package__}.{name}" for name in ("mamba2", "hybrid", "mambavision")}
+_MODULES = {name: f"{__package__}.{name}" for name in ("mamba2", "hybrid", "mambavision", "graphmamba")}
 
 
 @dataclass(frozen=True)

@@ -23,13 +23,14 @@ from experiments.steps import learning_rate
 from experiments.train import Interrupted, Stopped, train
 from experiments.workloads import get_workload
 
-from .small import small_run
+from .small import needs_graphs, small_run
 from .test_command_line import run as command
 
 pytestmark = pytest.mark.usefixtures("small")
 QUIET = Console(quiet=True)
 # torch's attention on a GPU does not repeat its gradients' bits
 REPEATING = ["mamba2"] if torch.cuda.is_available() else ["mamba2", "hybrid", "mambavision"]
+REPEATING += [pytest.param("graphmamba", marks=needs_graphs)]
 
 
 def losses(out: Path) -> list[float]:
