@@ -52,7 +52,7 @@ bench: peers
 	$(EXPERIMENTS) bench --variant $(VARIANT) $(if $(AGAINST),--against $(AGAINST)) $(if $(SHAPE),--shape $(SHAPE)) \
 	  $(if $(MODE),--mode $(MODE)) $(ARGS)
 
-ablate: $(READY)
+ablate: peers
 	$(EXPERIMENTS) $(if $(WORKLOAD),sweep --workload $(WORKLOAD),ablate) \
 	  $(if $(filter-out file,$(origin VARIANT)),--variant $(VARIANT)) \
 	  $(if $(SHAPE),--shape $(SHAPE)) $(if $(MODE),--mode $(MODE)) $(ARGS)

@@ -139,6 +139,7 @@ def train(
     mixer: Annotated[str | None, typer.Option(help="What mixes tokens, where a workload has several; its first.")] = None,
     data: Annotated[str, typer.Option(help="synthetic, or a path or name, see docs/workloads.md.")] = "synthetic",
     tokenizer: Annotated[str, typer.Option(help="Of text: bytes, a tokenizer.json or its folder, a model's name.")] = "bytes",
+    documents: Annotated[bool, typer.Option(help="Documents that share a row of text see nothing of each other.")] = True,
     steps: Annotated[int, typer.Option(help="Of the optimizer.")] = 100,
     batch: Annotated[int | None, typer.Option(help="Samples of a micro-batch; the preset's unless given.")] = None,
     seqlen: Annotated[int | None, typer.Option(help="Tokens of a sample; the preset's unless given.")] = None,
@@ -163,16 +164,17 @@ def train(
     """Train a workload: log.jsonl and checkpoints in the run's folder, and a row at the end."""
     console = _console()
     try:
-        run = run_of(workload, preset, variant=variant, mixer=mixer, data=data, tokenizer=tokenizer, steps=steps, batch=batch,
-                     seqlen=seqlen, accumulate=accumulate, lr=lr, warmup=warmup, clip=clip, optimizer=optimizer,
-                     weight_decay=weight_decay, dtype=dtype, checkpoint_activations=checkpoint_activations, compile=compile,
-                     seed=seed, save_every=save_every)
+        run = run_of(workload, preset, variant=variant, mixer=mixer, data=data, tokenizer=tokenizer, documents=documents,
+                     steps=steps, batch=batch, seqlen=seqlen, accumulate=accumulate, lr=lr, warmup=warmup, clip=clip,
+                     optimizer=optimizer, weight_decay=weight_decay, dtype=dtype,
+                     checkpoint_activations=checkpoint_activations, compile=compile, seed=seed, save_every=save_every)
         out = out or Path("runs", f"{workload}-{preset}-{run.mixer}-{variant}-{seed}")
         run_train(run, out, console, resume, rows, parallel)
     except (ImportError, OSError, Stopped, ValueError) as reason:
         _refuse(str(reason))
     except Interrupted as reason:
-        console.print(str(reason), style="yellow")
+        if os.environ.get("RANK", "0") == "0":
+            console.print(str(reason), style="yellow")
         raise typer.Exit(128 + reason.number) from None
 
 
@@ -184,6 +186,7 @@ def sweep(
     steps: Annotated[int, typer.Option(help="Of each training that the losses are taken from.")] = 200,
     dtype: Annotated[str, typer.Option(help=f"One of {', '.join(TRAIN_DTYPES)}; bf16 by autocast.")] = "bf16",
     data: Annotated[str, typer.Option(help="As of train.")] = "synthetic",
+    documents: Annotated[bool, typer.Option(help="As of train; the kernels for Hopper need rows without.")] = True,
     batch: Annotated[int | None, typer.Option(help="Samples of a micro-batch; each preset's unless given.")] = None,
     optimizer: Annotated[str | None, typer.Option(help=f"{' or '.join(OPTIMIZERS)}; each preset's unless given.")] = None,
     seed: Annotated[int, typer.Option(help="Of weights and data.")] = 0,
@@ -200,8 +203,9 @@ def sweep(
     """
     variants, console = _each("--variant", variant, ("auto", *variant_names())), _console()
     try:
-        runs = [run_of(name, preset, mixer=mixer, data=data, steps=steps, batch=batch, optimizer=optimizer, dtype=dtype,
-                       seed=seed, save_every=0) for name, preset, mixer in map(sweeps.parsed, workload.split(","))]
+        runs = [run_of(name, preset, mixer=mixer, data=data, documents=documents, steps=steps, batch=batch, optimizer=optimizer,
+                       dtype=dtype, seed=seed, save_every=0)
+                for name, preset, mixer in map(sweeps.parsed, workload.split(","))]
         plan = sweeps.Plan(tuple(runs), tuple(variants), each_option, repeats, warmup, folder, out, again)
         failed = sweeps.run(plan, console)
     except ValueError as reason:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ssd.files import flush
 from ssd.modules.checkpoint import listed, safetensors_package
 
 from .parallel import cut_like, whole
@@ -33,14 +34,22 @@ def save(folder: Path, step: int, run: Mapping[str, Any], model: nn.Module, opti
     Raises:
         OSError: what the file system says; earlier checkpoints are as they were.
     """
-    package = safetensors_package()
     final = folder / f"step-{step:08d}"
-    weights = {name: whole(t).contiguous() for name, t in _model_tensors(model).items()}
-    moments = {key: whole(t).contiguous() for key, t in _optimizer_tensors(model, optimizer).items()}
-    if dist.is_initialized() and dist.get_rank():
-        return final
+    weights, moments = (_gathered(tensors) for tensors in (_model_tensors(model), _optimizer_tensors(model, optimizer)))
+    if _is_first():
+        _write(final, step, run, weights, moments, optimizer)
+    if dist.is_initialized():
+        dist.barrier()  # who has nothing to write must not end before it is written: torchrun would end them all
+    return final
+
+
+def _write(final: Path, step: int, run: Mapping[str, Any], weights: dict[str, Tensor], moments: dict[str, Tensor],
+           optimizer: torch.optim.Optimizer) -> None:
+    package, folder = safetensors_package(), final.parent
     part = folder / f".{final.name}.{os.getpid()}"
     folder.mkdir(parents=True, exist_ok=True)
+    for left in folder.glob(".step-*"):  # by a process that was killed
+        shutil.rmtree(left)
     try:
         part.mkdir()
         package.torch.save_file(weights, part / _MODEL)
@@ -48,14 +57,13 @@ def save(folder: Path, step: int, run: Mapping[str, Any], model: nn.Module, opti
         state = {"step": step, "run": dict(run), "groups": _group_numbers(optimizer)}
         (part / _STATE).write_text(json.dumps(state, indent=2) + "\n")
         for path in (*part.iterdir(), part):
-            _flush(path)
+            flush(path)
         os.rename(part, final)
     finally:
         shutil.rmtree(part, ignore_errors=True)
-    _flush(folder)
+    flush(folder)
     for old in _whole(folder)[:-_KEPT]:
         shutil.rmtree(old)
-    return final
 
 
 def latest(folder: Path) -> Path | None:
@@ -99,6 +107,8 @@ def restore(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer
         groups = [group | numbers
                   for group, numbers in zip(optimizer.state_dict()["param_groups"], saved["groups"], strict=True)]
         optimizer.load_state_dict({"state": state, "param_groups": groups})
+    except torch.OutOfMemoryError:  # a RuntimeError, but no fault of the file's
+        raise
     except failures as reason:
         raise _damaged(checkpoint / _OPTIMIZER, reason) from reason
     try:
@@ -106,9 +116,25 @@ def restore(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer
         if differing := weights.keys() ^ own.keys():
             raise KeyError(f"another model's: it differs in {listed(differing)}")
         model.load_state_dict({name: cut_like(t, own[name]) for name, t in weights.items()}, strict=False)
+    except torch.OutOfMemoryError:
+        raise
     except failures as reason:
         raise _damaged(checkpoint / _MODEL, reason) from reason
     return saved["step"]
+
+
+def _is_first() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def _gathered(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Whole, in the first process's main memory, and in no other's; one at a time is on a GPU."""
+    found = {}
+    for name, t in tensors.items():
+        t = whole(t)
+        if _is_first():
+            found[name] = t.contiguous().cpu()
+    return found
 
 
 def _model_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -137,15 +163,6 @@ def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
 
 def _whole(folder: Path) -> list[Path]:
     return sorted(folder.glob("step-*"))
-
-
-def _flush(path: Path) -> None:
-    """Through to the disk, a file or a folder's entries."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _damaged(path: Path, reason: Exception) -> ValueError:

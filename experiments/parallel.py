@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 WAYS = ("ddp", "fsdp")
+_PATIENCE = timedelta(hours=1)  # with the first process, which writes checkpoints
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,15 @@ class Team:
         each = len(batch) // self.size
         return batch[self.rank * each : (self.rank + 1) * each]
 
+    @contextmanager
+    def in_turn(self) -> Iterator[None]:
+        """What the first process does before the others, who then find it done, in a cache, say."""
+        if self.size > 1 and self.rank:
+            dist.barrier()
+        yield
+        if self.size > 1 and not self.rank:
+            dist.barrier()
+
     def total(self, value: Tensor) -> Tensor:
         """The sum of every process's."""
         if self.size > 1:
@@ -116,11 +127,9 @@ def joined(way: str = "ddp") -> Iterator[Team]:
     device = torch.device("cuda", number) if gpus else torch.device("cpu")
     if gpus:
         torch.cuda.set_device(device)
-    dist.init_process_group(device_id=device if gpus else None)
-    try:
-        yield Team(dist.get_rank(), dist.get_world_size(), device, way)
-    finally:
-        dist.destroy_process_group()
+    dist.init_process_group(device_id=device if gpus else None, timeout=_PATIENCE)
+    yield Team(dist.get_rank(), dist.get_world_size(), device, way)
+    dist.destroy_process_group()  # not after an error, which the others may wait for: torchrun ends them
 
 
 def whole(t: Tensor) -> Tensor:

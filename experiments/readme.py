@@ -53,7 +53,7 @@ def update(rows: list[dict], readme: Path = README, figure_path: Path = FIGURE, 
 
 def update_workloads(rows: list[dict], readme: Path = README, figure_path: Path = STEPS_FIGURE, check: bool = False) -> bool:
     """As `update`, with rows of the sweep."""
-    rows = [row for row in rows if record.has_default_options(row)]
+    rows = sorted((row for row in rows if row["gpu"] and record.has_default_options(row)), key=lambda row: row["gpu"])
     return _put("workloads", workloads, step_figure.draw, step_figure.points(rows), rows, readme, figure_path, check)
 
 

@@ -33,7 +33,7 @@ KEYS = (*IDENTITY, *_MEASURED, *_COMPARED, *_TRAINING, *ENVIRONMENT)
 # tests ran, if not all; found: errors and warnings of a tool; kernels: those that it named; part: of `block.PARTS`; apart: how
 # far our result is from upstream's; run: every setting of `runs.Run`; floor: a loss that no model gets below; unit: what
 # units_per_s counts, tokens, say; gpus and way: how many trained together, see `parallel`; ssm_us: of the kernels
-# of SSD or selective scan in a step.
+# of SSD or selective scan in a step; sitting: when rows began that were taken side by side.
 EXTRA_KEYS = {
     "ssd": ("err_seqlen", "note", "saved_mib"),
     "ablate": ("step", "changed", "err_seqlen", "note", "saved_mib"),
@@ -41,7 +41,7 @@ EXTRA_KEYS = {
                  "blocks", "tensor_pct", "issue_pct", "shared_pct"),
     "tests": ("passed", "failed", "skipped", "seconds", "shard"),
     "block": ("part", "apart", "note"),
-    "step": ("run", "unit", "units_per_s", "ssm_us"),
+    "step": ("run", "unit", "units_per_s", "ssm_us", "sitting", "note"),
     "train": ("run", "first_loss", "floor", "unit", "units_per_s", "parameters", "gpus", "way"),
     "sanitize": ("tool", "found", "kernels"),
 }

@@ -10,11 +10,12 @@ _SSM, _REST = "#b5372b", "#c9d3d9"
 
 
 def points(rows: list[dict]) -> dict[str, dict[str, tuple[float, float | None]]]:
-    """{workload, preset and mixer: {variant as it comes: milliseconds of a step, and of the state-space model in it}}"""
+    """{workload, how and where: {variant as it comes: milliseconds of a step, and of the state-space model in it}}"""
     found: dict[str, dict[str, tuple[float, float | None]]] = {}
     for row in rows:
         if record.has_default_options(row):
-            variants = found.setdefault(f"{row['workload']} {row['preset']} ({row['mixer']})", {})
+            what = f"{row['workload']} {row['preset']} ({row['mixer']}), batch {row['batch']}, {row['dtype']}, {row['gpu']}"
+            variants = found.setdefault(what, {})
             variants[row["variant"]] = row["p50_us"] / 1e3, None if row["ssm_us"] is None else row["ssm_us"] / 1e3
     return found
 

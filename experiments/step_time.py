@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import cycle, islice
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +22,7 @@ from .parallel import Team
 from .reasons import first_line
 from .runs import Run
 from .steps import batches_of, gradient, made
-from .workloads import get_workload
+from .workloads import Workload, get_workload
 
 _BATCHES = 4  # that steps take in turn, so that none waits for data
 
@@ -32,17 +35,18 @@ class Candidate:
     options: Options = Options()  # noqa: RUF009  frozen
 
 
-def measure(base: Run, candidates: list[Candidate], repeats: int, warmup: int, console: Console,
-            failed: list[str]) -> dict[Candidate, dict]:
-    """The measured keys of a row for each candidate that can run; a line in `failed` for each that cannot.
+def measure(base: Run, candidates: list[Candidate], repeats: int, warmup: int, console: Console) -> dict[Candidate, dict]:
+    """The measured keys of a row for each candidate; of one that cannot run only `note`, which says why.
 
-    All take their steps with the same weights, which go on changing; nothing of that shows in a time. One step of each per
-    round, so that a change of clocks meets all alike, from the batch on the device to the optimizer's last write.
+    All take their steps with the same weights, which go on changing. One step of each per round, so that a change of clocks
+    meets all alike, from the batch on the device to the optimizer's last write.
     """
     workload = get_workload(base.workload)
     team = Team(0, 1, torch.device("cuda" if torch.cuda.is_available() else "cpu"), "ddp")
     dataset = workload.dataset(base)
-    model, optimizer, _ = made(replace(base, variant=candidates[0].variant), workload, team)
+    model, optimizer, notes = _made_with_any(base, candidates, workload, team)
+    if model is None:
+        return notes
     batches = cycle(list(islice(batches_of(base, workload, dataset, 0, team), _BATCHES)))
 
     def step(candidate: Candidate) -> float:
@@ -55,29 +59,35 @@ def measure(base: Run, candidates: list[Candidate], repeats: int, warmup: int, c
         _wait()
         return time.perf_counter() - began
 
-    facts = {}
-    for candidate in candidates:
+    def tried(candidate: Candidate, act: Callable[[], Any]) -> Any:
+        """What `act` gives; None and a note if it fails, which must not cost the measurements of the others."""
         try:
-            for _ in range(warmup):
-                step(candidate)
-            facts[candidate] = {"peak_mib": _peak_mib(lambda c=candidate: step(c)),
-                                "ssm_us": _ssm_us(lambda c=candidate: step(c))}
-        except Exception as reason:  # one that cannot run must not cost the measurements of the others
-            failed.append(f"{base.workload} {base.preset} {base.mixer} {candidate.variant}: {first_line(reason)}")
+            return act()
+        except Exception as reason:
+            notes[candidate] = {"note": first_line(reason)}
             optimizer.zero_grad()
-    times = {candidate: [] for candidate in facts}
+
+    def prepared(candidate: Candidate) -> dict:
+        for _ in range(warmup):
+            step(candidate)
+        return {"peak_mib": _peak_mib(partial(step, candidate)), "ssm_us": _ssm_us(partial(step, candidate))}
+
+    facts = {candidate: tried(candidate, partial(prepared, candidate)) for candidate in candidates if candidate not in notes}
+    times = {candidate: [] for candidate in candidates}
     with Progress(console=console) as progress:
         task = progress.add_task(f"{base.workload} {base.preset}", total=repeats)
         for _ in range(repeats):
-            for candidate, taken in times.items():
-                taken.append(step(candidate))
+            for candidate in candidates:
+                if candidate not in notes:
+                    times[candidate].append(tried(candidate, partial(step, candidate)))
             progress.advance(task)
 
     problems = workload.scans(base.sizes, base.batch, base.seqlen) if workload.scans else []
+    problems = [replace(problem, itemsize=2 if base.dtype == "bf16" else 4) for problem in problems]
     ideal_bytes = sum(cost.ideal(problem, "fwd_bwd").bytes for problem in problems) * base.accumulate
-    rows = {}
-    for candidate, taken in times.items():
-        p20, p50, p80 = (np.quantile(taken, (0.2, 0.5, 0.8)) * 1e6).tolist()
+    rows = dict(notes)
+    for candidate in [candidate for candidate in candidates if candidate not in notes]:
+        p20, p50, p80 = (np.quantile(times[candidate], (0.2, 0.5, 0.8)) * 1e6).tolist()
         ssm_us = facts[candidate]["ssm_us"]
         effective = ideal_bytes / ssm_us / 1e3 if ideal_bytes and ssm_us else None
         rows[candidate] = {
@@ -87,19 +97,32 @@ def measure(base: Run, candidates: list[Candidate], repeats: int, warmup: int, c
     return rows
 
 
+def _made_with_any(base: Run, candidates: list[Candidate], workload: Workload,
+                   team: Team) -> tuple[nn.Module | None, torch.optim.Optimizer | None, dict[Candidate, dict]]:
+    """Model and optimizer with the first candidate that can be built, and notes of those before it."""
+    notes = {}
+    for candidate in candidates:
+        try:
+            model, optimizer, _ = made(replace(base, variant=candidate.variant), workload, team)
+            return model, optimizer, notes
+        except Exception as reason:  # as above
+            notes[candidate] = {"note": first_line(reason)}
+    return None, None, notes
+
+
 def put_inside(model: nn.Module, candidate: Candidate) -> None:
     """Every mixer that has a variant has this one from now on.
 
     Raises:
-        ValueError: the model has no such mixer.
+        ValueError: the model has no such mixer, or one that knows no options where the candidate has some.
     """
     mixers = [module for module in model.modules() if hasattr(module, "variant")]
     if not mixers:
         raise ValueError("the model has no mixer with a variant")
     for mixer in mixers:
-        mixer.variant = candidate.variant
-        if hasattr(mixer, "options"):
-            mixer.options = candidate.options
+        if candidate.options != Options() and not hasattr(mixer, "options"):
+            raise ValueError(f"{type(mixer).__name__} knows no options")
+        mixer.variant, mixer.options = candidate.variant, candidate.options
 
 
 def _wait() -> None:
@@ -117,10 +140,10 @@ def _peak_mib(step) -> float | None:
 
 
 def _ssm_us(step) -> float | None:
-    """Time of its kernels in a step. What upstream leaves to torch's own kernels between them is not in it."""
+    """Time of its kernels in a step, None where none is known by name. What upstream leaves to torch's own is not in it."""
     if not torch.cuda.is_available():
         return None
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         step()
     return sum(event.device_time for event in profile.events()
-               if event.device_type == torch.autograd.DeviceType.CUDA and is_of_operator(event.name))
+               if event.device_type == torch.autograd.DeviceType.CUDA and is_of_operator(event.name)) or None

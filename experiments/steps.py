@@ -7,6 +7,7 @@ run's seed and the step's number.
 from __future__ import annotations
 
 import math
+import signal
 from collections.abc import Iterator
 
 import numpy as np
@@ -59,12 +60,19 @@ def batches_of(run: Run, workload: Workload, dataset: Dataset, done: int, team: 
     of_step, on_gpu = run.batch * run.accumulate, team.device.type == "cuda"
     parts = [team.part(range(n, n + run.batch)) for n in range(done * of_step, run.steps * of_step, run.batch)]
     loader = DataLoader(dataset, batch_sampler=parts, pin_memory=on_gpu, num_workers=_WORKERS if on_gpu else 0,
-                        collate_fn=workload.collate, generator=torch.Generator())  # not the one that steps draw from
+                        collate_fn=workload.collate, worker_init_fn=_outlast_signals,
+                        generator=torch.Generator())  # not the one that steps draw from
     try:
         for batch in loader:
             yield {name: t.to(team.device, non_blocking=True) for name, t in batch.items()}
     except ValueError as error:  # a worker's is a traceback
         raise ValueError(last_line(error).removeprefix("ValueError: ")) from error
+
+
+def _outlast_signals(_: int) -> None:
+    """What ends a run is often sent to all its processes; those that make batches end with it, after it has saved."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def gradient(run: Run, step: int, workload: Workload, model: nn.Module, optimizer: torch.optim.Optimizer,
@@ -80,7 +88,7 @@ def gradient(run: Run, step: int, workload: Workload, model: nn.Module, optimize
         with team.averaging(model, now=n == run.accumulate - 1):
             with torch.autocast(team.device.type, torch.bfloat16, enabled=run.dtype == "bf16"):
                 loss = workload.loss(model, batch)
-            weight = workload.terms(batch) / team.total(workload.terms(batch)) if workload.terms else 1 / team.size
+            weight = workload.terms(batch) / team.total(workload.terms(batch)).clamp(min=1) if workload.terms else 1 / team.size
             part = loss * weight / run.accumulate  # parts add up to the loss; averages of gradients are of `size` times that
             (part * team.size).backward()
         total += part.detach()

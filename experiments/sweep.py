@@ -7,10 +7,14 @@ on where it stopped.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -61,20 +65,21 @@ def run(plan: Plan, console: Console) -> list[str]:
     Raises:
         Interrupted: by a signal, after the run in progress was saved; the same plan goes on with it.
     """
-    failed = []
+    failed, done = [], _Done(plan)
     for base in plan.runs:
         where = f"{base.workload} {base.preset} {base.mixer}"
-        variants = [name for name in plan.variants if _is_built(base, name, failed)]
+        candidates = [candidate for name in plan.variants for candidate in _candidates(name, plan.each_option)]
         try:
-            _time_steps(plan, base, variants, console, failed)
+            for candidate, note in _time_steps(plan, base, candidates, done, console):
+                failed.append(f"{where} {candidate.variant}: {note}")
         except Exception as reason:  # must not cost the measurements of the others
             failed.append(f"{where}: {first_line(reason)}")
-        for name in variants:
+        for name in plan.variants:
             one = replace(base, variant=name)
-            if _has_row(plan, "train", one, None):
+            if done.has("train", one):
                 console.print(f"{where} {name}: trained before", style="dim")
                 continue
-            out = plan.folder / f"sweep-{base.workload}-{base.preset}-{base.mixer}-{name}-{base.seed}"
+            out = plan.folder / _folder(one)
             goes_on = checkpoints.latest(out / "checkpoints") is not None and not plan.again
             if not goes_on and out.exists():  # of a run that was killed, or has its row
                 shutil.rmtree(out)
@@ -88,45 +93,69 @@ def run(plan: Plan, console: Console) -> list[str]:
 
 
 def committed(out: Path = record.RESULTS) -> list[dict]:
-    """The last row of each step, with the loss of the last training like it, and `share` and `speedup`.
+    """The last row of each step, with the loss of the last training with the same settings, and `share` and `speedup`.
 
     share: of the state-space model in the step. speedup: over upstream's step of the same sitting.
     """
-    losses = {(record_key(row), row["variant"]): row["loss"] for row in record.read(out, bench="train")}
-    rows = record.latest(record.read(out, bench="step"), lambda row: (record_key(row), row["variant"], str(row["options"])))
-    theirs = {(record_key(row), row["git_sha"]): row["p50_us"] for row in rows if row["variant"] == "mamba_ssm"}
+    losses = {_trained(row): row["loss"] for row in record.read(out, bench="train") if row["gpus"] == 1}
+    rows = record.latest((row for row in record.read(out, bench="step") if row["p50_us"] is not None),
+                         lambda row: (_trained(row), str(row["options"])))
+    theirs = {(row["gpu"], row["sitting"]): row["p50_us"] for row in rows if row["variant"] == "mamba_ssm"}
     found = []
     for row in rows:
-        rival = theirs.get((record_key(row), row["git_sha"]))
+        rival = theirs.get((row["gpu"], row["sitting"]))
         found.append(row | {
-            "mixer": row["run"]["mixer"], "loss": losses.get((record_key(row), row["variant"])),
+            "mixer": row["run"]["mixer"], "loss": losses.get(_trained(row)) if record.has_default_options(row) else None,
             "share": row["ssm_us"] / row["p50_us"] if row["ssm_us"] is not None else None,
             "speedup": rival / row["p50_us"] if rival and row["variant"] != "mamba_ssm" else None,
         })
     return found
 
 
-def record_key(row: dict) -> tuple:
-    """What was trained, whatever the variant; how long and how often it is saved is left out."""
-    settings = {name: value for name, value in row["run"].items() if name not in ("variant", "steps", "warmup", "save_every")}
-    return row["gpu"], *sorted((name, str(value)) for name, value in settings.items())
+class _Done:
+    """What has its row, made on a GPU like this one, or like here on none."""
+
+    def __init__(self, plan: Plan):
+        gpu = record.environment()["gpu"]
+        self.rows = [] if plan.again else [row for row in record.read(plan.out) if row["gpu"] == gpu]
+
+    def has(self, bench: str, run: Run, **values: Any) -> bool:
+        return any(row["bench"] == bench and row["run"] == asdict(run) and all(row[key] == values[key] for key in values)
+                   for row in self.rows)
 
 
-def _time_steps(plan: Plan, base: Run, variants: Iterable[str], console: Console, failed: list[str]) -> None:
-    candidates = [candidate for name in variants for candidate in _candidates(name, plan.each_option)]
-    if all(_has_row(plan, "step", replace(base, variant=c.variant), c.options) for c in candidates):
-        return  # all or none: times of two sittings do not compare
-    for candidate, values in measure(base, candidates, plan.repeats, plan.warmup, console, failed).items():
-        run = replace(base, variant=candidate.variant)
-        row = {"bench": "step", "variant": candidate.variant, "options": _options(candidate), "batch": run.batch,
-               "seqlen": run.seqlen, "dtype": run.dtype, "workload": run.workload, "preset": run.preset, **values,
-               "run": asdict(run), **record.environment()}
+def _trained(row: dict) -> tuple:
+    """What a row is about: the GPU and every setting, but how often it is saved."""
+    return row["gpu"], *sorted((name, str(value)) for name, value in row["run"].items() if name != "save_every")
+
+
+def _time_steps(plan: Plan, base: Run, candidates: list[Candidate], done: _Done,
+                console: Console) -> Iterator[tuple[Candidate, str]]:
+    """Appends a row for each; yields those that could not run, and why.
+
+    All or none: times of two sittings do not compare.
+    """
+    runs = {candidate: replace(base, variant=candidate.variant) for candidate in candidates}
+    if all(done.has("step", run, options=_options(candidate)) for candidate, run in runs.items()):
+        return
+    sitting = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    for candidate, values in measure(base, candidates, plan.repeats, plan.warmup, console).items():
+        row = {"bench": "step", "variant": candidate.variant, "options": _options(candidate), "batch": base.batch,
+               "seqlen": base.seqlen, "dtype": base.dtype, "workload": base.workload, "preset": base.preset, "p50_us": None,
+               **values, "sitting": sitting, "run": asdict(runs[candidate]), **record.environment()}
         record.append(row, plan.out)
+        if "note" in values:
+            yield candidate, values["note"]
+
+
+def _folder(run: Run) -> str:
+    settings = hashlib.sha256(json.dumps(asdict(run), sort_keys=True).encode()).hexdigest()[:8]
+    return f"sweep-{run.workload}-{run.preset}-{run.mixer}-{run.variant}-{settings}"
 
 
 def _candidates(variant: str, each_option: bool) -> list[Candidate]:
     every = Candidate(variant, Options())
-    if not each_option or variant == "auto" or not get_variant(variant).options:
+    if not each_option or variant == "auto" or is_peer(variant) or not get_variant(variant).options:
         return [every]
     without = [step for step in ablate.steps(get_variant(variant).options) if step.step == "without"]
     return list(dict.fromkeys([every, *(Candidate(variant, step.options) for step in without)]))
@@ -134,22 +163,3 @@ def _candidates(variant: str, each_option: bool) -> list[Candidate]:
 
 def _options(candidate: Candidate) -> dict | None:
     return None if is_peer(candidate.variant) else asdict(candidate.options)
-
-
-def _is_built(base: Run, variant: str, failed: list[str]) -> bool:
-    """Whether a variant can be had at all."""
-    try:
-        if variant != "auto":
-            get_variant(variant)
-    except ImportError as reason:
-        failed.append(f"{base.workload} {base.preset} {base.mixer} {variant}: {first_line(reason)}")
-        return False
-    return True
-
-
-def _has_row(plan: Plan, bench: str, run: Run, options: Options | None) -> bool:
-    if plan.again:
-        return False
-    wanted = None if options is None or is_peer(run.variant) else asdict(options)
-    return any(row["run"] == asdict(run) and (options is None or row["options"] == wanted)
-               for row in record.read(plan.out, bench=bench))

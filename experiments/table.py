@@ -77,6 +77,9 @@ STEPS = {
     "workload": ("workload", _text),
     "preset": ("preset", _text),
     "mixer": ("mixer", _text),
+    "batch": ("batch", _text),
+    "tokens": ("seqlen", _text),
+    "dtype": ("dtype", _text),
     "variant": ("variant", _text),
     "options": COLUMNS["options"],
     "step ms": ("p50_us", _number(1, 1e-3)),
@@ -109,7 +112,7 @@ COUNTERS = _CALL | _TRAFFIC | {"U %": ("mean_dram_pct", _counter(1)), "W %": ("d
 COUNTERS_BY_KERNEL = _CALL | _KERNEL | {"time %": ("time_pct", _counter(1))} | COUNTERS
 KERNELS = _KERNEL | _TRAFFIC | {"DRAM %": ("dram_pct", _counter(1))} | _WORK
 _LEFT_ALIGNED = ("shape", "mode", "variant", "options", "against", "step", "option", "kernel", "part", "workload",
-                 "preset", "mixer", "unit")
+                 "preset", "mixer", "dtype", "unit")
 
 
 def subject(row: dict) -> tuple:

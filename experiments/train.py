@@ -76,7 +76,8 @@ def train(run: Run, out: Path, console: Console, resume: bool = False, rows: Pat
 def _trained(run: Run, out: Path, console: Console, resume: bool, rows: Path | None, team: Team) -> dict[str, Any]:
     workload, saves, first = get_workload(run.workload), out / "checkpoints", team.rank == 0
     last = _checked(run, out, resume)
-    dataset = workload.dataset(run)
+    with team.in_turn():
+        dataset = workload.dataset(run)
     with _explained(run, team.device):
         model, optimizer, parameters = made(run, workload, team)
         done = 0 if last is None else checkpoints.restore(last, named(model), optimizer)
@@ -87,27 +88,34 @@ def _trained(run: Run, out: Path, console: Console, resume: bool, rows: Path | N
     if dataset.floor is not None:
         console.print(f"no model gets below a loss of {dataset.floor:.3f} on these data")
 
+    if team.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(team.device)
     batches, times = batches_of(run, workload, dataset, done, team), []
-    with TrainLog(out, run.steps, workload.unit, done, console, writes=first) as log, _interruption() as interrupted:
+    with TrainLog(out, run.steps, workload.unit, done, console, writes=first) as log, _interruption(team) as interrupted:
         for step in range(done + 1, run.steps + 1):
             began = time.perf_counter()
             with _explained(run, team.device):
                 values = gradient(run, step, workload, model, optimizer, batches, team)
-            _check_finite(values, step, saves)
-            optimizer.step()
+                _check_finite(values, step, saves)
+                optimizer.step()
             optimizer.zero_grad()
+            if team.device.type == "cuda":
+                torch.cuda.synchronize(team.device)
             times.append(time.perf_counter() - began)
+            peak_mib = _peak_mib(team)
             if step == 1 and first:
                 out.mkdir(parents=True, exist_ok=True)
                 (out / "run.json").write_text(json.dumps(asdict(run), indent=2) + "\n")
-            log.step(step, {**values, f"{workload.unit}_per_s": run.units / times[-1], "peak_mib": _peak_mib(team)})
+            log.step(step, {**values, f"{workload.unit}_per_s": run.units / times[-1], "peak_mib": peak_mib})
             number = int(team.most(interrupted() or 0))
             is_due = run.save_every and (step % run.save_every == 0 or step == run.steps)
             if is_due or number:
-                checkpoints.save(saves, step, asdict(run), named(model), optimizer)
+                log.flush()
+                with _explained(run, team.device):
+                    checkpoints.save(saves, step, asdict(run), named(model), optimizer)
             if number and step < run.steps:
                 raise Interrupted(signal.Signals(number), step)
-    row = _row(run, workload.unit, log.losses, times[1:] or times, dataset.floor, parameters, team)
+    row = _row(run, workload.unit, log.losses, times[1:] or times, dataset.floor, parameters, peak_mib, team)
     if first:
         record.append(row, rows or (record.RESULTS if team.device.type == "cuda" else out))
     loss, speed = f"{row['first_loss']:.3f} to {row['loss']:.3f}", f"{row['units_per_s']:,.0f} {workload.unit}/s"
@@ -160,13 +168,16 @@ def _explained(run: Run, device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def _interruption() -> Iterator[Callable[[], signal.Signals | None]]:
-    """What came of SIGTERM and SIGINT, which within end nothing; a second one acts as ever."""
+def _interruption(team: Team) -> Iterator[Callable[[], signal.Signals | None]]:
+    """What came of SIGTERM and SIGINT, which within end nothing. A second one acts as ever, unless there are other processes:
+    those get what is sent to all and what torchrun passes on.
+    """
     came, before = [], {}
 
     def note(number: int, _frame: object) -> None:
         came.append(signal.Signals(number))
-        restore()
+        if team.size == 1:
+            restore()
 
     def restore() -> None:
         for number, handler in before.items():
@@ -188,14 +199,14 @@ def _peak_mib(team: Team) -> float:
 
 
 def _row(run: Run, unit: str, losses: list[float], times: list[float], floor: float | None, parameters: int,
-         team: Team) -> dict[str, Any]:
+         peak_mib: float, team: Team) -> dict[str, Any]:
     p20, p50, p80 = (np.quantile(times, (0.2, 0.5, 0.8)) * 1e6).tolist()
     return {
         "bench": "train", "variant": run.variant, "options": None if is_peer(run.variant) else asdict(Options()),
         "batch": run.batch, "seqlen": run.seqlen, "dtype": run.dtype, "workload": run.workload, "preset": run.preset,
         "loss": statistics.mean(losses[-max(len(losses) // 10, 1):]), "first_loss": losses[0], "floor": floor,
         "p20_us": p20, "p50_us": p50, "p80_us": p80, "unit": unit, "units_per_s": run.units / p50 * 1e6,
-        "peak_mib": _peak_mib(team),
+        "peak_mib": peak_mib,
         "parameters": parameters, "gpus": team.size, "way": team.way if team.size > 1 else None, "run": asdict(run),
         **record.environment(),
     }

@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from ssd.files import replacing
+from ssd.files import flush, replacing
 
 
 class TrainLog:
@@ -59,6 +59,11 @@ class TrainLog:
             self._board = self._board or self._new_board(self.folder / "tensorboard", purge_step=step)
             for name, value in values.items():
                 self._board.add_scalar(name, value, step)
+
+    def flush(self) -> None:
+        """What was logged, through to the disk: a checkpoint is of no use without."""
+        if self._writes and self.path.exists():
+            flush(self.path)
 
     def _kept(self, done: int) -> list[float]:
         """Losses of the steps done; the file is cut after them, at once."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -16,15 +17,27 @@ _COLUMN = "text"
 _ROWS = 1000  # that are tokenized at a time
 
 
-def read(data: str, encode: Callable[[list[str]], list[list[int]]], name: str) -> tuple[np.ndarray, np.ndarray]:
+@dataclass(frozen=True)
+class Tokenizer:
+    """Attributes:
+        encode: texts to their tokens.
+        vocab_size: a number that all tokens are below.
+        key: what the tokens depend on, by which a cache knows what it keeps.
+    """
+
+    encode: Callable[[list[str]], list[list[int]]]
+    vocab_size: int
+    key: str
+
+
+def read(data: str, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
     """Tokens of every row's text, (tokens,) int32, and where each row ends in them, (rows,).
 
     What was tokenized is kept in the cache of datasets, for the next time.
 
     Args:
         data: a file, or NAME[:CONFIG] of a data set whose split `train` has a column `text`.
-        encode: texts to their tokens.
-        name: of the tokenizer, by which the cache knows what it keeps.
+        tokenizer: of the texts.
 
     Raises:
         ImportError: datasets is missing.
@@ -41,9 +54,9 @@ def read(data: str, encode: Callable[[list[str]], list[list[int]]], name: str) -
         raise ValueError(f"--data: got {data}, but {said} ({first_line(reason)})") from reason
     if _COLUMN not in rows.column_names:
         raise ValueError(f"--data: {data} has the columns {', '.join(rows.column_names)}, expected {_COLUMN!r} among them")
-    key = package.fingerprint.Hasher.hash([rows._fingerprint, name])
-    rows = rows.map(lambda batch: {"tokens": encode([text or "" for text in batch[_COLUMN]])}, batched=True, batch_size=_ROWS,
-                    remove_columns=rows.column_names, new_fingerprint=key, desc="tokenizing")
+    key = package.fingerprint.Hasher.hash([rows._fingerprint, tokenizer.key])
+    rows = rows.map(lambda batch: {"tokens": tokenizer.encode([text or "" for text in batch[_COLUMN]])}, batched=True,
+                    batch_size=_ROWS, remove_columns=rows.column_names, new_fingerprint=key, desc="tokenizing")
     lists = [chunk for chunk in rows.data.column("tokens").chunks if len(chunk)]
     lengths = np.concatenate([np.diff(chunk.offsets) for chunk in lists] or [np.empty(0, np.int64)])
     if not lengths.sum():
@@ -51,10 +64,8 @@ def read(data: str, encode: Callable[[list[str]], list[list[int]]], name: str) -
     return np.concatenate([chunk.flatten().to_numpy() for chunk in lists]).astype(np.int32), lengths.cumsum()
 
 
-def encoder(name: str) -> tuple[Callable[[list[str]], list[list[int]]], int]:
-    """What turns texts into tokens, and how many tokens it knows.
-
-    Args:
+def load_tokenizer(name: str) -> Tokenizer:
+    """Args:
         name: "bytes", a tokenizer.json, a folder with one, or a model's name.
 
     Raises:
@@ -62,7 +73,7 @@ def encoder(name: str) -> tuple[Callable[[list[str]], list[list[int]]], int]:
         ValueError: what it says of the tokenizer.
     """
     if name == "bytes":
-        return lambda texts: [list(text.encode()) for text in texts], 256
+        return Tokenizer(lambda texts: [list(text.encode()) for text in texts], 256, name)
     tokenizer_class = _package("tokenizers", "splits text into tokens").Tokenizer
     path = Path(name) / "tokenizer.json" if Path(name).is_dir() else Path(name)
     try:
@@ -70,7 +81,13 @@ def encoder(name: str) -> tuple[Callable[[list[str]], list[list[int]]], int]:
     except Exception as reason:  # of the bare kind
         raise ValueError(f"--tokenizer: {name} cannot be loaded ({first_line(reason)}); expected bytes, a tokenizer.json, a "
                          "folder with one, or a model's name") from reason
-    return (lambda texts: [encoding.ids for encoding in tokenizer.encode_batch(texts)]), tokenizer.get_vocab_size()
+    tokenizer.no_truncation()  # of which a file may say something, for other uses
+    tokenizer.no_padding()
+
+    def encode(texts: list[str]) -> list[list[int]]:
+        return [encoding.ids for encoding in tokenizer.encode_batch(texts, add_special_tokens=False)]
+
+    return Tokenizer(encode, max(tokenizer.get_vocab().values()) + 1, tokenizer.to_str())
 
 
 def _package(name: str, purpose: str) -> ModuleType:

@@ -119,8 +119,9 @@ class _Layer(nn.Module):
 
 def next_token_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """Mean cross-entropy of the next token in nats, over the tokens that have one; batch: as `text.Rows` has it."""
-    logits = model(batch["input_ids"], batch["seq_idx"])
-    return F.cross_entropy(logits.flatten(0, 1).float(), batch["labels"].flatten(), ignore_index=IGNORED)
+    logits = model(batch["input_ids"], batch.get("seq_idx"))
+    total = F.cross_entropy(logits.flatten(0, 1).float(), batch["labels"].flatten(), ignore_index=IGNORED, reduction="sum")
+    return total / labelled(batch).clamp(min=1)  # of documents of one token nothing can be learnt
 
 
 def scans(sizes: LanguageSizes, batch: int, seqlen: int) -> list[Problem]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,13 +28,16 @@ class Rows(Dataset):
     Args:
         source: its `row(n)` gives tokens and documents, each (seqlen + 1,), documents rising.
         floor: as `registry.Workload.dataset` has it.
+        documents: else a row is taken for one: it has no seq_idx, and no label is -100.
     """
 
-    def __init__(self, source: SyntheticText | Windows, floor: float | None = None):
-        self.source, self.floor = source, floor
+    def __init__(self, source: SyntheticText | Windows, floor: float | None = None, documents: bool = True):
+        self.source, self.floor, self.documents = source, floor, documents
 
     def __getitem__(self, number: int) -> dict[str, Tensor]:
         tokens, documents = self.source.row(number)
+        if not self.documents:
+            return {"input_ids": torch.from_numpy(tokens[:-1].copy()), "labels": torch.from_numpy(tokens[1:].copy())}
         labels = np.where(documents[1:] == documents[:-1], tokens[1:], IGNORED)
         return {"input_ids": torch.from_numpy(tokens[:-1].copy()), "labels": torch.from_numpy(labels),
                 "seq_idx": torch.from_numpy((documents[:-1] - documents[0]).astype(np.int32))}
@@ -66,7 +68,7 @@ class Windows:
         return self.tokens[places].astype(np.int64), self.ends.searchsorted(places, side="right")
 
 
-def rows(data: str, sizes: LanguageSizes, seqlen: int, seed: int, tokenizer: str = "bytes") -> Rows:
+def rows(data: str, sizes: LanguageSizes, seqlen: int, seed: int, tokenizer: str = "bytes", documents: bool = True) -> Rows:
     """What --data names: "synthetic"; a .txt file or a folder of such, a document each; or what `hub_text.read` takes.
 
     Raises:
@@ -76,35 +78,35 @@ def rows(data: str, sizes: LanguageSizes, seqlen: int, seed: int, tokenizer: str
         if tokenizer != "bytes":
             raise ValueError(f"--tokenizer: got {tokenizer!r} with --data synthetic, expected none: it is made of tokens")
         source = SyntheticText(sizes.vocab_size, seqlen + 1, seed)
-        return Rows(source, source.floor())
-    encode, known = hub_text.encoder(tokenizer)
-    if sizes.vocab_size < known:
+        return Rows(source, source.floor(), documents)
+    loaded = hub_text.load_tokenizer(tokenizer)
+    if sizes.vocab_size < loaded.vocab_size:
         raise ValueError(f"--data: got {data!r} for {sizes.vocab_size} tokens, expected synthetic, or a larger preset: the "
-                         f"tokenizer {tokenizer} has {known}")
-    tokens, ends = _text(data, encode, tokenizer)
+                         f"tokenizer {tokenizer} has {loaded.vocab_size}")
+    tokens, ends = _text(data, loaded)
     if len(tokens) <= seqlen:
         raise ValueError(f"--data: {data} has {len(tokens)} tokens, expected at least {seqlen + 1}, a row of --seqlen + 1")
-    return Rows(Windows(tokens, ends, seqlen + 1, seed))
+    return Rows(Windows(tokens, ends, seqlen + 1, seed), documents=documents)
 
 
 def of_run(run: Run) -> Rows:
-    return rows(run.data, run.sizes, run.seqlen, run.seed, run.tokenizer)
+    return rows(run.data, run.sizes, run.seqlen, run.seed, run.tokenizer, run.documents)
 
 
-def _text(data: str, encode: Callable[[list[str]], list[list[int]]], tokenizer: str) -> tuple[np.ndarray, np.ndarray]:
+def _text(data: str, tokenizer: hub_text.Tokenizer) -> tuple[np.ndarray, np.ndarray]:
     """Tokens, and where each document ends in them."""
     path = Path(data)
     if not path.exists():
-        if path.suffix or len(path.parts) > 2:  # no data set's name
+        if path.suffix in (".txt", *hub_text.READERS) or len(path.parts) > 2 or data.startswith((".", "/", "~")):
             raise FileNotFoundError(f"--data: got {data!r}, where nothing is, expected {_EXPECTED}")
-        return hub_text.read(data, encode, tokenizer)
+        return hub_text.read(data, tokenizer)
     if path.is_file() and path.suffix in hub_text.READERS:
-        return hub_text.read(data, encode, tokenizer)
+        return hub_text.read(data, tokenizer)
     if path.is_file() and path.suffix != ".txt":
         raise ValueError(f"--data: got {data}, expected {_EXPECTED}")
     content, ends = text_files.read(path)
-    if tokenizer == "bytes":
+    if tokenizer.key == "bytes":
         return content, ends
     documents = [bytes(part).decode() for part in np.split(content, ends[:-1])]
-    lists = [np.array(tokens, np.int32) for tokens in encode(documents)]
+    lists = [np.array(tokens, np.int32) for tokens in tokenizer.encode(documents)]
     return np.concatenate(lists), np.cumsum([len(tokens) for tokens in lists])

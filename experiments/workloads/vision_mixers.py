@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ssd import ssd_chunk_scan
+from ssd import Options, ssd_chunk_scan
 
 from .mamba1 import scan_of
 
@@ -93,7 +93,7 @@ class SSD(nn.Module):
         if channels % headdim:
             raise ValueError(f"headdim: got {headdim}, expected a divisor of the {channels} channels of SSD")
         heads = channels // headdim
-        self.headdim, self.chunk_size, self.variant = headdim, chunk_size, variant
+        self.headdim, self.chunk_size, self.variant, self.options = headdim, chunk_size, variant, Options()
         self.parts = [heads, d_state, d_state]
         self.x_proj = nn.Linear(channels, sum(self.parts), bias=False)
         self.dt_bias = nn.Parameter(_dt_bias(heads))
@@ -107,7 +107,8 @@ class SSD(nn.Module):
         x = x.contiguous()  # once for the projection and the scan: a convolution leaves tokens side by side, not channels
         dt, B, C = self.x_proj(x).split(self.parts, -1)
         y = ssd_chunk_scan(x.unflatten(-1, (-1, self.headdim)), dt, -self.A_log.float().exp(), B.unsqueeze(2), C.unsqueeze(2),
-                           self.chunk_size, D=self.D, dt_bias=self.dt_bias, dt_softplus=True, variant=self.variant)
+                           self.chunk_size, D=self.D, dt_bias=self.dt_bias, dt_softplus=True, variant=self.variant,
+                           options=self.options)
         return y.flatten(2)
 
 

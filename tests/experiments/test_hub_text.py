@@ -43,9 +43,9 @@ def file(request, tmp_path) -> str:
 
 
 def test_rows_of_a_file_are_documents(file, tokenizer):
-    encode, known = hub_text.encoder(tokenizer)
-    assert known == len(WORDS)
-    tokens, ends = hub_text.read(file, encode, tokenizer)
+    loaded = hub_text.load_tokenizer(tokenizer)
+    assert loaded.vocab_size == len(WORDS)
+    tokens, ends = hub_text.read(file, loaded)
     lists = [[WORDS[word] for word in (text or "").split()] for text in TEXTS]
     assert [part.tolist() for part in np.split(tokens, ends[:-1])] == lists and tokens.dtype == np.int32
 
@@ -55,6 +55,18 @@ def test_another_tokenizer_is_not_served_from_the_cache(file, tokenizer):
         data = rows(file, SIZES, 4, 0, name)
         expected = sum(len((text or "").split()) if name == tokenizer else len((text or "").encode()) for text in TEXTS)
         assert len(data.source.tokens) == expected
+
+
+def test_a_tokenizer_that_changed_is_another(file, tokenizer):
+    before = rows(file, SIZES, 4, 0, tokenizer).source.tokens
+    changed = Tokenizer(models.WordLevel({word: n + 1 for word, n in WORDS.items()}, unk_token="?"))
+    changed.pre_tokenizer = pre_tokenizers.Whitespace()
+    changed.enable_truncation(3)  # which is not for here
+    changed.enable_padding(length=12)
+    changed.save(f"{tokenizer}/tokenizer.json")
+    assert (rows(file, SIZES, 4, 0, tokenizer).source.tokens == before + 1).all()
+    with pytest.raises(ValueError, match=f"has {len(WORDS) + 1}$"):  # tokens are below that, though they are fewer
+        rows(file, sizes("MM", vocab_size=len(WORDS)), 4, 0, tokenizer)
 
 
 def test_txt_files_with_a_tokenizer(tmp_path, tokenizer):
@@ -69,8 +81,10 @@ def test_a_data_set_by_name(monkeypatch):
     asked = []
     monkeypatch.setattr(datasets, "load_dataset", lambda *given, **named: asked.append((given, named)) or
                         datasets.Dataset.from_dict({"text": TEXTS}))
-    assert len(rows("wikitext:wikitext-2-v1", SIZES, 4, 0).source.tokens) == 18 + 20 + 8
-    assert asked == [(("wikitext", "wikitext-2-v1"), {"split": "train"})]
+    for name in ("wikimedia/wikipedia:20231101.en", "teknium/OpenHermes-2.5"):
+        assert len(rows(name, SIZES, 4, 0).source.tokens) == 18 + 20 + 8
+    assert asked == [(("wikimedia/wikipedia", "20231101.en"), {"split": "train"}),
+                     (("teknium/OpenHermes-2.5",), {"split": "train"})]
 
 
 def test_what_is_refused(tmp_path, tokenizer, monkeypatch):

@@ -87,7 +87,8 @@ def test_workloads(page):
     assert not update_steps(steps) and update_steps(steps, check=True)
     text = page.read_text()
     assert "stale results" in text and "stale workloads" not in text
-    assert re.search(r"\| mamba2 +\| 1\.3b +\| ssd +\| fused +\| +160\.0 \|.* 7\.5 \|.* 1\.25 \|", text) and "170" not in text
+    line = r"\| mamba2 +\| 1\.3b +\| ssd +\| +4 \| +4096 \| bf16 +\| fused +\| +160\.0 \|.* 7\.5 \|.* 1\.25 \|"
+    assert re.search(line, text) and "170" not in text
     assert "mamba2 1.3b (ssd)" in drawn.read_text()
     assert not update_steps([*steps, step_row("persistent", 150.0, 10.0)], check=True)
     update_steps([])
@@ -95,7 +96,8 @@ def test_workloads(page):
 
 
 def step_row(variant: str, step_ms: float, ssd_ms: float, options: dict | None = None, speedup: float | None = None) -> dict:
-    return {"gpu": "NVIDIA H200", "workload": "mamba2", "preset": "1.3b", "mixer": "ssd", "variant": variant,
+    return {"gpu": "NVIDIA H200", "workload": "mamba2", "preset": "1.3b", "mixer": "ssd", "batch": 4,
+            "seqlen": 4096, "dtype": "bf16", "variant": variant,
             "options": None if variant == "mamba_ssm" else options or {}, "p50_us": 1e3 * step_ms, "ssm_us": 1e3 * ssd_ms,
             "share": ssd_ms / step_ms, "units_per_s": 1e5, "unit": "tokens", "effective_gbps": 1000.0, "peak_mib": 5e4,
             "loss": 5.0, "speedup": speedup}

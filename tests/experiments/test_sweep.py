@@ -54,12 +54,18 @@ def test_what_has_its_row_is_not_run_again(plan, monkeypatch):
     assert trained == ["auto", "torch"] and len(record.read(plan.out, bench="step")) == 4
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU may have what is missing here")
 def test_what_fails_is_reported_and_the_rest_goes_on(plan):
-    failed = sweep.run(replace(plan, variants=("mamba_ssm", "torch") if not torch.cuda.is_available() else ("torch",)), QUIET)
-    assert [row["variant"] for row in record.read(plan.out, bench="train")] == ["torch"]
-    if not torch.cuda.is_available():
-        (line,) = failed
-        assert line.startswith("mamba2 small ssd mamba_ssm: ")
+    run = small_run("mambavision", mixer="mamba1", steps=2, save_every=0)
+    plan = replace(plan, runs=(run, plan.runs[0]), variants=("mamba_ssm", "torch"))
+    failed = sweep.run(plan, QUIET)
+    trained = [(row["workload"], row["variant"]) for row in record.read(plan.out, bench="train")]
+    assert trained == [("mambavision", "torch"), ("mamba2", "torch")]
+    assert len(failed) == 4 and failed[0].startswith("mambavision small mamba1 mamba_ssm: ")
+    assert [row["workload"] for row in sweep.committed(plan.out)] == ["mambavision", "mamba2"]
+    before = len(record.read(plan.out, bench="step"))
+    sweep.run(plan, QUIET)
+    assert len(record.read(plan.out, bench="step")) == before, "what cannot run has its row, too"
 
 
 def test_a_step_that_fails_costs_only_itself(plan, monkeypatch):
@@ -75,7 +81,8 @@ def test_a_step_that_fails_costs_only_itself(plan, monkeypatch):
     monkeypatch.setattr(training, "get_workload", lambda name: broken)
     failed = sweep.run(plan, QUIET)
     assert failed == ["mamba2 small ssd auto: it does not fit"] * 2
-    assert [row["variant"] for row in record.read(plan.out, bench="step")] == ["torch"]
+    notes = {row["variant"]: row.get("note") for row in record.read(plan.out, bench="step")}
+    assert notes == {"torch": None, "auto": "it does not fit"}
 
 
 def test_a_sweep_that_was_ended_goes_on(plan, monkeypatch):
@@ -96,11 +103,25 @@ def test_a_sweep_that_was_ended_goes_on(plan, monkeypatch):
 
 def test_a_killed_training_begins_anew(plan, monkeypatch):
     plan = replace(plan, variants=("torch",))
-    (left,) = (plan.folder / "sweep-mamba2-small-ssd-torch-0",)
+    left = plan.folder / sweep._folder(replace(plan.runs[0], variant="torch"))
     left.mkdir(parents=True)
     (left / "log.jsonl").write_text('{"step": 1, "loss": 5.0}\n')
     assert sweep.run(plan, QUIET) == []
     assert len((left / "log.jsonl").read_text().splitlines()) == 3
+
+
+def test_times_of_two_sittings_do_not_compare(plan):
+    sweep.run(replace(plan, variants=("torch",)), QUIET)
+    (row,) = record.read(plan.out, bench="step")
+    (loss,) = [trained["loss"] for trained in record.read(plan.out, bench="train")]
+    rival = row | {"variant": "mamba_ssm", "options": None, "p50_us": 2 * row["p50_us"],
+                   "run": row["run"] | {"variant": "mamba_ssm"}}
+    record.append(rival, plan.out)
+    assert [row["speedup"] for row in sweep.committed(plan.out)] == [2.0, None]
+    record.append(rival | {"sitting": "2001-01-01T00:00:00+00:00"}, plan.out)
+    assert [row["speedup"] for row in sweep.committed(plan.out)] == [None, None]
+    record.append(row | {"run": row["run"] | {"steps": 7}}, plan.out)
+    assert [row["loss"] for row in sweep.committed(plan.out)] == [loss, None, None], "of as many steps"
 
 
 def test_each_option(plan):
@@ -114,6 +135,12 @@ def test_a_variant_is_put_into_every_mixer():
     put_inside(model, Candidate("fused", Options(exp2=False)))
     mixers = [layer.mixer for layer in model.layers if hasattr(layer.mixer, "variant")]
     assert [(m.variant, m.options) for m in mixers] == [("fused", Options(exp2=False))] * 2
+    vision = get_workload("mambavision").build(small_run("mambavision", mixer="ssd").sizes, "torch", False)
+    put_inside(vision, Candidate("fused", Options(exp2=False)))
+    assert {(m.variant, m.options) for m in vision.modules() if hasattr(m, "variant")} == {("fused", Options(exp2=False))}
+    scans = get_workload("mambavision").build(small_run("mambavision", mixer="mamba1").sizes, "torch", False)
+    with pytest.raises(ValueError, match="Mamba1 knows no options"):
+        put_inside(scans, Candidate("fused", Options(exp2=False)))
     with pytest.raises(ValueError, match="the model has no mixer with a variant"):
         put_inside(torch.nn.Linear(1, 1), Candidate("fused"))
 

@@ -41,6 +41,12 @@ def test_labels_stay_in_their_document(seqlen):
     assert seqlen < 64 or any(data[n]["seq_idx"][-1] > 0 for n in range(20)), "documents are packed"
 
 
+def test_a_row_taken_for_one_document():
+    together, apart = (rows("synthetic", SIZES, 64, 0, documents=documents)[3] for documents in (False, True))
+    assert together.keys() == {"input_ids", "labels"} and torch.equal(together["input_ids"], apart["input_ids"])
+    assert torch.equal(together["labels"][:-1], together["input_ids"][1:]) and (apart["labels"] == -100).any()
+
+
 def test_tokens_are_zipfs():
     source = SyntheticText(512, 4096, 0)
     counts = np.bincount(np.concatenate([source.row(n)[0] for n in range(40)]), minlength=512)

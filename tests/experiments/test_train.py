@@ -2,6 +2,7 @@
 
 import json
 import math
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -177,6 +178,39 @@ def test_sigterm_ends_the_command_after_a_save(tmp_path):
     assert f"SIGTERM after step {step}" in said and len(losses(out)) == step
 
 
+def test_memory_that_does_not_suffice_is_no_fault_of_the_checkpoint(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch, pytest.raises(Interrupted):
+        before_step(patch, 2, terminate)
+        train(small_run(), tmp_path, QUIET)
+    for name in ("load_state_dict", "state_dict"):
+        with monkeypatch.context() as patch, pytest.raises(Stopped, match="do not fit the memory"):
+            patch.setattr(torch.optim.AdamW, name, lambda *_, **__: out_of_memory())
+            train(small_run(), tmp_path, QUIET, resume=True)
+
+
+def test_rows_without_a_label(tmp_path):
+    """Documents of one byte."""
+    (tmp_path / "text").mkdir()
+    for n in range(400):
+        (tmp_path / "text" / f"{n:03}.txt").write_text("x")
+    row = train(small_run(steps=2, seqlen=16, data=str(tmp_path / "text")), tmp_path / "run", QUIET, rows=tmp_path / "rows")
+    assert row["loss"] == 0
+
+
+def test_what_makes_batches_outlasts_a_signal_to_all(tmp_path, monkeypatch):
+    monkeypatch.setattr(steps, "DataLoader", lambda *given, **named: DataLoader(*given, **named | {"num_workers": 1}))
+
+    def to_all():
+        for process in multiprocessing.active_children():
+            os.kill(process.pid, signal.SIGTERM)
+        terminate()
+
+    with monkeypatch.context() as patch, pytest.raises(Interrupted, match="after step 2"):
+        before_step(patch, 2, to_all)
+        train(small_run(save_every=0), tmp_path, QUIET)
+    assert checkpoints.read_state(checkpoints.latest(tmp_path / "checkpoints"))["step"] == 2
+
+
 def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, monkeypatch):
     run = small_run(save_every=2)
 
@@ -188,8 +222,9 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, monkeypatch):
     assert all(t.isfinite().all() for t in saved_tensors(tmp_path).values()) and len(losses(tmp_path)) == 3
 
 
-def test_what_does_not_fit_the_memory_is_said_in_terms_of_the_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(training, "gradient", lambda *_: out_of_memory())
+@pytest.mark.parametrize("place", [(training, "gradient"), (torch.optim.AdamW, "step"), (training, "made")], ids=str)
+def test_what_does_not_fit_the_memory_is_said_in_terms_of_the_run(tmp_path, monkeypatch, place):
+    monkeypatch.setattr(*place, lambda *_, **__: out_of_memory())
     with pytest.raises(Stopped, match=r"--batch: 4 rows of 64 tokens of mamba2 small do not fit .*; expected fewer"):
         train(small_run(), tmp_path / "run", QUIET)
     assert not (tmp_path / "run").exists()
@@ -239,6 +274,7 @@ def test_the_command_line(tmp_path):
     (("--data", "books.txt"), "--data: got 'books.txt', where nothing is, expected synthetic, a .txt file or a folder"),
     (("--tokenizer", "gpt2"), "--tokenizer: got 'gpt2' with --data synthetic, expected none"),
     (("--workload", "mambavision", "--tokenizer", "gpt2"), "--tokenizer: got 'gpt2', expected none: mambavision reads no text"),
+    (("--workload", "mambavision", "--no-documents"), "--documents: got False, expected none: mambavision reads no text"),
     (("--resume",), "--resume: got --out"),
 ])
 def test_bad_settings_are_refused(tmp_path, given, said):
