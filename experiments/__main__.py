@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterable
 from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import torch
 import typer
@@ -28,7 +28,9 @@ from . import readme as readme_file
 from . import record, sanitize, table
 from .bench import CHUNK_SIZES, Candidate, Plan
 from .bench import run as run_bench
+from .characterize import commands as characterisation
 from .parallel import WAYS
+from .reasons import refuse as _refuse
 from .runs import DTYPES as TRAIN_DTYPES
 from .runs import OPTIMIZERS, run_of
 from .shapes import DTYPES, MODES, SHAPES, Shape, find_shapes
@@ -325,10 +327,7 @@ def _chunk_sizes(text: str) -> tuple[int, ...]:
     return tuple(map(int, _each("--chunk-size", text, [str(2**n) for n in range(4, 9)], "auto")))
 
 
-def _refuse(message: str) -> NoReturn:
-    typer.echo(f"error: {message}", err=True)
-    raise typer.Exit(2)
-
+app.command()(characterisation.compare)
 
 if __name__ == "__main__":
     app()
