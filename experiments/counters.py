@@ -43,10 +43,21 @@ _COLD = {
     "tensor_pct": "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed",
     "issue_pct": "sm__inst_issued.avg.pct_of_peak_sustained_active",
     "shared_pct": "l1tex__data_pipe_lsu_wavefronts_mem_shared.avg.pct_of_peak_sustained_elapsed",
+    "l1_hit_pct": "l1tex__t_sector_hit_rate.pct",
+    "waves": "launch__waves_per_multiprocessor",
+    "tensor_insts": "sm__inst_executed_pipe_tensor.sum",
+    "tensor_flops": "sm__ops_path_tensor_src_bf16_dst_fp32.sum",  # of bf16 operands alone
+    "fadds": "smsp__sass_thread_inst_executed_op_fadd_pred_on.sum",
+    "fmuls": "smsp__sass_thread_inst_executed_op_fmul_pred_on.sum",
+    "ffmas": "smsp__sass_thread_inst_executed_op_ffma_pred_on.sum",
+    "exps": "smsp__thread_inst_executed_pipe_xu_pred_on.sum",  # all that the special function units do
+    **{f"stall_{reason}": f"smsp__average_warps_issue_stalled_{reason}_per_issue_active.ratio"
+       for reason in ("long_scoreboard", "barrier", "wait", "math_pipe_throttle", "gmma", "no_instruction")},
 }
+_COUNTED = ("tensor_insts", "tensor_flops", "fadds", "fmuls", "ffmas", "exps")
 _REQUIRED = (_TIME, _READ, _WRITE, _WARM["dram_pct"])
-_SUMMED = ("launches", "ncu_us", "dram_bytes", "blocks")
-_WEIGHTED = ("dram_pct", "occupancy_pct", "block_cycles", *_COLD)
+_SUMMED = ("launches", "ncu_us", "dram_bytes", "blocks", *_COUNTED)
+_WEIGHTED = ("dram_pct", "occupancy_pct", "block_cycles", *(key for key in _COLD if key not in _COUNTED))
 
 
 def run(rows: list[dict], out: Path, console: Console) -> None:

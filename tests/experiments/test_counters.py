@@ -19,13 +19,15 @@ from .rows import ENVIRONMENT, ssd_row, write
 
 WARM = (counters._TIME, counters._READ, counters._WRITE, *counters._WARM.values())
 NAMES = ("ID", "Kernel Name", *WARM, *counters._COLD.values())
+# L1 hits and waves; instructions and FLOPs of the tensor cores; additions, multiplications, both in one, exponentials; stalls
+REST = (5.0, 1.5, 1_000, 2_000_000, 30, 20, 10, 40, 3.0, 0.5, 0.4, 0.3, 0.2, 0.1)
 # time, read, written; dram %, occupancy %, registers, block cycles, blocks; L2 hits, tensor, issue and shared %
 LAUNCHES = (
-    (0, "_chunk_state", 10_000, 20_000_000, 4_000_000, 50.0, 25.0, 128, 4_000, 512, 60.0, 30.0, 40.0, 50.0),
-    (1, "_chunk_state", 30_000, 60_000_000, 40_800_000, 70.0, 25.0, 96, 8_000, "1,536", 40.0, 10.0, 40.0, 50.0),
-    (2, "_bmm_chunk", 10_000, 4_000_000, 800_000, 10.0, 12.0, 96, 2_000, 64, 80.0, 60.0, 20.0, 10.0),
+    (0, "_chunk_state", 10_000, 20_000_000, 4_000_000, 50.0, 25.0, 128, 4_000, 512, 60.0, 30.0, 40.0, 50.0, *REST),
+    (1, "_chunk_state", 30_000, 60_000_000, 40_800_000, 70.0, 25.0, 96, 8_000, "1,536", 40.0, 10.0, 40.0, 50.0, *REST),
+    (2, "_bmm_chunk", 10_000, 4_000_000, 800_000, 10.0, 12.0, 96, 2_000, 64, 80.0, 60.0, 20.0, 10.0, *REST),
 )
-BLOCKS = ("block_cycles", "blocks", "tensor_pct", "issue_pct", "shared_pct")
+BLOCKS = ("block_cycles", "blocks", "tensor_pct", "issue_pct", "shared_pct", "l1_hit_pct", "tensor_flops", "ffmas")
 
 
 def raw(*launches, names=NAMES) -> str:
@@ -88,6 +90,8 @@ def test_kernels_are_weighted_with_time():
     assert state["l2_hit_pct"] == pytest.approx(45.0)
     assert state["block_cycles"] == pytest.approx(7000)
     assert state["tensor_pct"] == pytest.approx(15.0)
+    assert (state["tensor_flops"], state["ffmas"], state["exps"]) == (4_000_000, 20, 80), "counts add up"
+    assert state["stall_long_scoreboard"] == pytest.approx(3.0)
 
 
 def test_report_shows_all_three_averages():
@@ -192,7 +196,7 @@ def test_a_failure_of_ncu_does_not_stop_the_rest(ncu, tmp_path):
 
 
 def test_calls_side_by_side(tmp_path):
-    blocks = {"block_cycles": 4000.0, "blocks": 512.0, "tensor_pct": 30.0, "issue_pct": 40.0, "shared_pct": 50.0}
+    blocks = dict.fromkeys(BLOCKS, 30.0) | {"block_cycles": 4000.0, "blocks": 512.0}
     write(
         tmp_path,
         kernel_row("fused", mode="bwd"),
