@@ -122,7 +122,8 @@ OP_RULES = (
                    r"sort|topk|unique\w*|bincount|histc|prod)$", ("aten::sum", "aten::cumsum", "aten::linalg_vector_norm")),
     Rule("elementwise", r"aten::(add|sub|mul|div|neg|pow|sqrt|rsqrt|exp|log|sigmoid|silu|gelu|relu|softplus|tanh|clamp|where|"
                         r"fill|zero|copy|cat|stack|index\w*|gather|scatter\w*|roll|flip|arange|dropout|bernoulli|uniform|"
-                        r"normal|lerp|masked_fill|threshold|native_dropout|eq|ne|lt|le|gt|ge|bitwise_\w+|logical_\w+)(_backward)?_?$",
+                        r"normal|lerp|masked_fill|threshold|native_dropout|eq|ne|lt|le|gt|ge|bitwise_\w+|"
+                        r"logical_\w+)(_backward)?_?$",
          ("aten::add_", "aten::copy_", "aten::silu_backward", "aten::index_select", "aten::masked_fill_")),
 )
 
