@@ -24,10 +24,10 @@ endif
 EXPERIMENTS := $(PY) -m experiments
 
 .DEFAULT_GOAL := help
-.PHONY: help setup peers bench ablate block train table readme tune choose sanitize test coverage lint
+.PHONY: help setup peers bench ablate block train table readme report tune choose sanitize test coverage lint
 
 help:
-	@echo "targets: setup bench ablate block train table readme tune choose sanitize test coverage lint; see the top of the Makefile for their variables"
+	@echo "targets: setup bench ablate block train table readme report tune choose sanitize test coverage lint; see the top of the Makefile for their variables"
 
 setup: $(READY)
 
@@ -74,6 +74,9 @@ tune: $(READY)
 
 choose: $(READY)
 	$(EXPERIMENTS) choose $(ARGS)
+
+report: $(READY)
+	$(EXPERIMENTS) report $(ARGS)
 
 sanitize: $(READY)
 	$(EXPERIMENTS) sanitize $(ARGS)

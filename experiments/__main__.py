@@ -327,7 +327,8 @@ def _chunk_sizes(text: str) -> tuple[int, ...]:
     return tuple(map(int, _each("--chunk-size", text, [str(2**n) for n in range(4, 9)], "auto")))
 
 
-app.command()(characterisation.compare)
+for command in (characterisation.compare, characterisation.report):
+    app.command()(command)
 
 if __name__ == "__main__":
     app()

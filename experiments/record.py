@@ -33,7 +33,8 @@ KEYS = (*IDENTITY, *_MEASURED, *_COMPARED, *_TRAINING, *ENVIRONMENT)
 # tests ran, if not all; found: errors and warnings of a tool; kernels: those that it named; part: of `block.PARTS`; apart: how
 # far our result is from upstream's; run: every setting of `runs.Run`; floor: a loss that no model gets below; unit: what
 # units_per_s counts, tokens, say; gpus and way: how many trained together, see `parallel`; tensor_flops, tensor_insts, fadds,
-# fmuls, ffmas, exps and stall_*: see `counters`.
+# fmuls, ffmas, exps and stall_*: see `counters`; phase (a scope), operator (a class, or idle), us and share (of a step): see
+# `characterize.collect`.
 EXTRA_KEYS = {
     "ssd": ("err_seqlen", "note", "saved_mib"),
     "ablate": ("step", "changed", "err_seqlen", "note", "saved_mib"),
@@ -45,6 +46,7 @@ EXTRA_KEYS = {
     "block": ("part", "apart", "note"),
     "train": ("run", "first_loss", "floor", "unit", "units_per_s", "parameters", "gpus", "way"),
     "sanitize": ("tool", "found", "kernels"),
+    "characterize": ("mixer", "phase", "operator", "us", "share", "steps"),
 }
 
 

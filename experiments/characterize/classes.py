@@ -1,4 +1,5 @@
-"""Kernels by the units that they use, Table II of arXiv:2511.22849: tensor cores only, vector units only, or both.
+"""Kernels by the units that they use: tensor cores only, vector units only, or both (Table II of "Characterizing the Behavior
+of Training Mamba-based State Space Models on GPUs", 2025, which is "the paper" in this package).
 
 A unit counts as used if it does more than a threshold of the kernel's FLOPs. A threshold of 0 will not do, since nearly every
 kernel adds something up; so it is stated, and swept. FLOPs are those counted by ncu where a row has them, else the cost

@@ -12,6 +12,7 @@ from .. import record
 from ..reasons import refuse
 from . import compare as comparing
 
+_REPORT = Path("build", "report")  # git ignores it: rows are what is kept
 _OutOption = Annotated[Path, typer.Option(file_okay=False, help="Folder of the rows: <out>/<gpu>/<bench>.jsonl.")]
 
 
@@ -46,3 +47,19 @@ def compare(
         console.width = max(160, console.width)  # narrower, numbers would fold
         console.print(comparing.terminal(found))
     raise typer.Exit(1 if fail and found.count("slower") else 0)
+
+
+def report(
+    folder: Annotated[Path, typer.Option(file_okay=False, help="Where index.html and report.md go.")] = _REPORT,
+    out: _OutOption = record.RESULTS,
+) -> None:
+    """Write the characterisation from committed rows, as one page that loads nothing and as Markdown; needs no GPU."""
+    if not out.is_dir():
+        refuse(f"--out: got {out}, expected a folder that exists")
+    from .report.build import write  # draws, so it needs matplotlib
+
+    try:
+        paths = write(folder, out)
+    except ValueError as reason:
+        refuse(f"--out: {reason}")
+    typer.echo(f"{paths[0]} and {len(paths) - 1} files beside it written")

@@ -6,7 +6,7 @@ With kernels k of a call, their DRAM bytes b_k and times t_k under ncu, T the ca
     W = sum b_k / (P sum t_k)                   weighted with time
     G = sum b_k / (P T)                         what lies between kernels counts as well
 
-The 57.5 % of arXiv:2511.22849 does not say which of these it is, so all three are printed, and each against every peak: ncu's
+The paper's 57.5 % does not say which of these it is, so all three are printed, and each against every peak: ncu's
 own, the data sheet's and the copy of the same run (P T is unknown to ncu, hence no G of its own). Bytes come from a run with
 warm caches, as kernels leave them to one another.
 

@@ -1,4 +1,4 @@
-"""Which operator a kernel belongs to, for the breakdown of a step (Figure 1 of arXiv:2511.22849).
+"""Which operator a kernel belongs to, for the breakdown of a step (Figure 1 of the paper, see `classes`).
 
 Rules are tried by the kernel's name first, then by the CPU operators that launched it, then by the scopes around them; what
 none knows is `other`. Within each list the first rule that matches any of the names decides, so that SSM comes before GEMM
