@@ -1,4 +1,6 @@
-"""The command line: python -m experiments bench | ablate | block | train | table | readme | tune | choose | sanitize."""
+"""The command line: python -m experiments bench | ablate | block | train | table | readme | tune | choose | sanitize |
+characterize | report | compare.
+"""
 
 from __future__ import annotations
 
@@ -327,8 +329,9 @@ def _chunk_sizes(text: str) -> tuple[int, ...]:
     return tuple(map(int, _each("--chunk-size", text, [str(2**n) for n in range(4, 9)], "auto")))
 
 
-for command in (characterisation.compare, characterisation.report):
+for command in (characterisation.compare, characterisation.report, characterisation.characterize):
     app.command()(command)
+app.command(hidden=True)(characterisation.profiled_product)
 
 if __name__ == "__main__":
     app()

@@ -30,6 +30,7 @@ from .bench import Candidate, Setting
 from .shapes import SHAPES
 
 _TIME, _READ, _WRITE = "gpu__time_duration.sum", "dram__bytes_read.sum", "dram__bytes_write.sum"
+TENSOR_FLOPS = "sm__ops_path_tensor_src_bf16_dst_fp32.sum"  # of bf16 operands alone
 # {key of a row: metric}
 _WARM = {
     "dram_pct": "dram__bytes.sum.pct_of_peak_sustained_elapsed",
@@ -46,7 +47,7 @@ _COLD = {
     "l1_hit_pct": "l1tex__t_sector_hit_rate.pct",
     "waves": "launch__waves_per_multiprocessor",
     "tensor_insts": "sm__inst_executed_pipe_tensor.sum",
-    "tensor_flops": "sm__ops_path_tensor_src_bf16_dst_fp32.sum",  # of bf16 operands alone
+    "tensor_flops": TENSOR_FLOPS,
     "fadds": "smsp__sass_thread_inst_executed_op_fadd_pred_on.sum",
     "fmuls": "smsp__sass_thread_inst_executed_op_fmul_pred_on.sum",
     "ffmas": "smsp__sass_thread_inst_executed_op_ffma_pred_on.sum",
@@ -150,7 +151,8 @@ def _number(cell: str) -> float | None:
 
 def _profile(row: dict) -> list[dict]:
     """Both runs' values of each launch, in order of launch, as a row has them."""
-    warm, cold = _ncu(row, (_TIME, _READ, _WRITE, *_WARM.values()), "none"), _ncu(row, _COLD.values(), "all")
+    warm = ncu(_call_of(row), (_TIME, _READ, _WRITE, *_WARM.values()), "none")
+    cold = ncu(_call_of(row), _COLD.values(), "all")
     if [launch["kernel"] for launch in warm] != [launch["kernel"] for launch in cold]:
         raise ValueError("two runs launched different kernels")
     return [_launch(a | b) for a, b in zip(warm, cold, strict=True)]
@@ -167,15 +169,25 @@ def _launch(metrics: dict) -> dict:
     }
 
 
-def _ncu(row: dict, metrics: Iterable[str], cache_control: str) -> list[dict]:
+def _call_of(row: dict) -> list[str]:
+    """What makes the call that the row measured, as arguments of the command line."""
     options = (f"--option={name}={str(value).lower()}" for name, value in (row["options"] or {}).items())
+    return ["profiled", *(str(row[key]) for key in ("variant", "shape", "mode", "dtype", "chunk_size")), *options]
+
+
+def ncu(arguments: list[str], metrics: Iterable[str], cache_control: str) -> list[dict]:
+    """The metrics of each launch between the profiler's start and stop while this command line runs with the arguments.
+
+    Raises:
+        ValueError: ncu failed, or saw no kernel; the message has the end of what it said.
+        OSError: it could not be started.
+    """
     with TemporaryDirectory() as folder:
         log = Path(folder) / "ncu.csv"
         command = [
             "ncu", "--csv", "--page", "raw", "--print-units", "base", "--clock-control", "none", "--kernel-name-base",
             "function", "--profile-from-start", "off", "--cache-control", cache_control, "--metrics", ",".join(metrics),
-            "--log-file", str(log), sys.executable, "-m", "experiments", "profiled",
-            *(str(row[key]) for key in ("variant", "shape", "mode", "dtype", "chunk_size")), *options,
+            "--log-file", str(log), sys.executable, "-m", "experiments", *arguments,
         ]
         ran = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"LC_ALL": "C"})
         text = log.read_text() if log.exists() else ""

@@ -14,7 +14,7 @@ import signal
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from ssd.modules.checkpoint import safetensors_package
 from ssd.registry import is_peer
 
 from . import checkpoints, record
+from .characterize.scopes import BACKWARD, FORWARD, OPTIMIZER, scope
 from .parallel import Team, joined, whole
 from .reasons import first_line, last_line
 from .runs import Run, option
@@ -54,7 +55,7 @@ class Interrupted(Exception):
 
 
 def train(run: Run, out: Path, console: Console, resume: bool = False, rows: Path | None = None,
-          way: str = "ddp") -> dict[str, Any]:
+          way: str = "ddp", around: Callable[[int], AbstractContextManager] = nullcontext) -> dict[str, Any]:
     """Trains to the last step, saves and appends a row; with other processes, if torchrun started this one with some.
 
     Args:
@@ -63,6 +64,7 @@ def train(run: Run, out: Path, console: Console, resume: bool = False, rows: Pat
         resume: go on from the last checkpoint in `out`; else there must be no run in it.
         rows: folder of the row; unless given the results with a GPU, `out` without.
         way: of several processes, see `parallel`; a run may go on with another number of them, and in the other way.
+        around: a step's number to what is entered for as long as it takes, such as a profiler's.
 
     Returns:
         The row. Its loss is the mean of the last tenth of the steps, its times those of the steps but the first.
@@ -76,10 +78,11 @@ def train(run: Run, out: Path, console: Console, resume: bool = False, rows: Pat
     with joined(way) as team:
         if run.batch % team.size:
             raise ValueError(f"--batch: got {run.batch}, expected a multiple of {team.size}, so that each process has its part")
-        return _trained(run, out, console if team.rank == 0 else Console(quiet=True), resume, rows, team)
+        return _trained(run, out, console if team.rank == 0 else Console(quiet=True), resume, rows, team, around)
 
 
-def _trained(run: Run, out: Path, console: Console, resume: bool, rows: Path | None, team: Team) -> dict[str, Any]:
+def _trained(run: Run, out: Path, console: Console, resume: bool, rows: Path | None, team: Team,
+             around: Callable[[int], AbstractContextManager]) -> dict[str, Any]:
     workload, saves, first = get_workload(run.workload), out / "checkpoints", team.rank == 0
     last = _checked(run, out, resume)
     dataset = workload.dataset(run.data, run.sizes, run.seqlen, run.seed)
@@ -97,11 +100,13 @@ def _trained(run: Run, out: Path, console: Console, resume: bool, rows: Path | N
     with TrainLog(out, run.steps, workload.unit, done, console, writes=first) as log, _interruption() as interrupted:
         for step in range(done + 1, run.steps + 1):
             began = time.perf_counter()
-            with _explained(run, team.device):
-                values = _step(run, step, workload, model, optimizer, batches, team)
-            _check_finite(values, step, saves)
-            optimizer.step()
-            optimizer.zero_grad()
+            with around(step):
+                with _explained(run, team.device):
+                    values = _step(run, step, workload, model, optimizer, batches, team)
+                _check_finite(values, step, saves)
+                with scope(OPTIMIZER):
+                    optimizer.step()
+                    optimizer.zero_grad()
             times.append(time.perf_counter() - began)
             if step == 1 and first:
                 out.mkdir(parents=True, exist_ok=True)
@@ -207,11 +212,12 @@ def _step(run: Run, step: int, workload: Workload, model: nn.Module, optimizer: 
     for n in range(run.accumulate):
         batch = next(batches)
         with team.averaging(model, now=n == run.accumulate - 1):
-            with torch.autocast(team.device.type, torch.bfloat16, enabled=run.dtype == "bf16"):
+            with scope(FORWARD), torch.autocast(team.device.type, torch.bfloat16, enabled=run.dtype == "bf16"):
                 loss = workload.loss(model, batch)
             weight = workload.terms(batch) / team.total(workload.terms(batch)) if workload.terms else 1 / team.size
             part = loss * weight / run.accumulate  # parts add up to the loss; averages of gradients are of `size` times that
-            (part * team.size).backward()
+            with scope(BACKWARD):
+                (part * team.size).backward()
         total += part.detach()
     norm = whole(nn.utils.clip_grad_norm_(model.parameters(), run.clip or math.inf))
     return {"loss": team.total(total).item(), "lr": rate, "grad_norm": norm.item()}

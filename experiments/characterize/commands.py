@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import shutil
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 from rich.console import Console
 
+from ssd import variant_names
+
 from .. import record
 from ..reasons import refuse
+from ..runs import DTYPES, Run, run_of
+from ..train import Stopped
+from ..workloads import get_workload, workload_names
 from . import compare as comparing
 
 _REPORT = Path("build", "report")  # git ignores it: rows are what is kept
+_PRESETS = {"mamba2": "1.3b", "hybrid": "1b", "mambavision": "T", "graphmamba": "peptides-func"}
 _OutOption = Annotated[Path, typer.Option(file_okay=False, help="Folder of the rows: <out>/<gpu>/<bench>.jsonl.")]
 
 
@@ -63,3 +73,61 @@ def report(
     except ValueError as reason:
         refuse(f"--out: {reason}")
     typer.echo(f"{paths[0]} and {len(paths) - 1} files beside it written")
+
+
+def characterize(
+    workload: Annotated[str, typer.Option(help=f"Of {', '.join(workload_names())}.")] = ",".join(workload_names()),
+    variant: Annotated[str, typer.Option(help="Of the SSD, where a workload mixes with it.")] = "baseline,fused,persistent",
+    preset: Annotated[str | None, typer.Option(help="Sizes of the models; of each workload its own unless given.")] = None,
+    dtype: Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}; bf16 by autocast.")] = "bf16",
+    traces: Annotated[Path | None, typer.Option(file_okay=False, help="Folder to keep traces in, for Perfetto.")] = None,
+    out: _OutOption = record.RESULTS,
+) -> None:
+    """Profile training steps and append what they spend their time on; and check ncu's FLOP counter where ncu is installed."""
+    for option, given, known in (("--workload", workload, workload_names()), ("--variant", variant, variant_names())):
+        for name in given.split(","):
+            if name not in known:
+                refuse(f"{option}: got {name!r}, expected any of {', '.join(known)}")
+    if not torch.cuda.is_available():
+        refuse("characterize: needs a CUDA GPU, found none; make report shows the rows that there are")
+    from . import collect  # trains, so it needs what training does
+
+    console, complete = Console(), True
+    if shutil.which("ncu"):
+        try:
+            console.print(f"a product's FLOPs by ncu, over those it has: {collect.calibrate():.4f}")
+        except (OSError, ValueError) as reason:
+            complete = False
+            console.print(f"calibration: {reason}", style="yellow", markup=False)
+    for run in _runs(workload.split(","), variant.split(","), preset, dtype, collect.SKIPPED + collect.PROFILED):
+        name = "-".join((run.workload, run.preset, run.mixer, run.variant))
+        try:
+            rows = collect.breakdown(run, out, traces and traces / f"{name}.json")
+        except (ImportError, OSError, Stopped, ValueError) as reason:  # one that does not fit must not cost the others
+            complete = False
+            console.print(f"{name}: {reason}", style="yellow", markup=False)
+            continue
+        shares = Counter()
+        for row in rows:
+            shares[row["operator"]] += row["share"]
+        parts = ", ".join(f"{kind} {100 * share:.1f} %" for kind, share in shares.most_common())
+        console.print(f"{name}: {parts}", markup=False)
+    raise typer.Exit(0 if complete else 1)
+
+
+def profiled_product() -> None:
+    """A product of known FLOPs between the profiler's start and stop: what `characterize` runs under ncu."""
+    from .collect import profiled_product
+
+    profiled_product()
+
+
+def _runs(workloads: list[str], variants: list[str], preset: str | None, dtype: str, steps: int) -> Iterator[Run]:
+    """What is profiled: every workload with each of its mixers, one that is no SSD once."""
+    for name in workloads:
+        for mixer in get_workload(name).mixers:
+            for variant in variants if mixer == "ssd" else ("auto",):
+                try:
+                    yield run_of(name, preset or _PRESETS[name], variant=variant, mixer=mixer, dtype=dtype, steps=steps)
+                except ValueError as reason:
+                    refuse(str(reason))
