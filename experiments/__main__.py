@@ -331,7 +331,8 @@ def _chunk_sizes(text: str) -> tuple[int, ...]:
 
 for command in (characterisation.compare, characterisation.report, characterisation.characterize):
     app.command()(command)
-app.command(hidden=True)(characterisation.profiled_product)
+for command in (characterisation.profiled_product, characterisation.profiled_step):
+    app.command(hidden=True)(command)
 
 if __name__ == "__main__":
     app()

@@ -69,12 +69,12 @@ def run(rows: list[dict], out: Path, console: Console) -> None:
         return
     for row in rows:
         try:
-            launches = _profile(row)
+            launches = profile(_call_of(row))
         except (OSError, ValueError) as reason:
             text = f"--counters: {row['variant']} {row['shape']} {row['mode']}: ncu gave none: {reason}"
             console.print(text, style="yellow", markup=False)
             continue
-        kernels = _by_kernel(launches)
+        kernels = by_kernel(launches)
         identity = {key: row[key] for key in record.IDENTITY if key != "bench"}
         environment = record.environment()  # one time for all kernels: by it `committed` knows those of one run
         for kernel in kernels:
@@ -149,10 +149,13 @@ def _number(cell: str) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _profile(row: dict) -> list[dict]:
-    """Both runs' values of each launch, in order of launch, as a row has them."""
-    warm = ncu(_call_of(row), (_TIME, _READ, _WRITE, *_WARM.values()), "none")
-    cold = ncu(_call_of(row), _COLD.values(), "all")
+def profile(arguments: list[str]) -> list[dict]:
+    """Both runs' values of each launch that the command line with these arguments makes, in order, as a row has them.
+
+    Raises:
+        ValueError, OSError: as `ncu`; or the two runs differ, or a metric is missing that there must be.
+    """
+    warm, cold = ncu(arguments, (_TIME, _READ, _WRITE, *_WARM.values()), "none"), ncu(arguments, _COLD.values(), "all")
     if [launch["kernel"] for launch in warm] != [launch["kernel"] for launch in cold]:
         raise ValueError("two runs launched different kernels")
     return [_launch(a | b) for a, b in zip(warm, cold, strict=True)]
@@ -198,7 +201,7 @@ def ncu(arguments: list[str], metrics: Iterable[str], cache_control: str) -> lis
     return parse(text)
 
 
-def _by_kernel(launches: list[dict]) -> list[dict]:
+def by_kernel(launches: list[dict]) -> list[dict]:
     """One row per kernel."""
     groups: dict[str, list[dict]] = {}
     for launch in launches:

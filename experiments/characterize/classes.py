@@ -46,10 +46,16 @@ def stage(kernel: dict) -> str:
     return kernel["kernel"].removesuffix("_kernel")
 
 
+def counted(kernel: dict) -> Work | None:
+    """What ncu counted; None where it did not."""
+    vector = vector_flops(kernel)
+    return None if vector is None or "tensor_flops" not in kernel else Work(kernel["tensor_flops"], vector, "counters")
+
+
 def work(kernel: dict) -> Work:
     """What a row of the bench `counters` did."""
-    if (counted := vector_flops(kernel)) is not None and "tensor_flops" in kernel:
-        return Work(kernel["tensor_flops"], counted, "counters")
+    if (by_ncu := counted(kernel)) is not None:
+        return by_ncu
     modelled = model(kernel)
     return Work(0.0, 0.0, None) if modelled is None else Work(modelled.flops, modelled.vector, "cost model")
 

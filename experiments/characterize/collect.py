@@ -1,10 +1,10 @@
-"""Profiles training steps on a GPU, and appends a row for each class of operators in each phase; Figure 1 is made of these."""
+"""What training steps do on a GPU, as rows: times by class of operator and phase, and counters by kernel (Figures 1 and 2)."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,6 +20,7 @@ from .. import counters, record
 from ..runs import Run
 from ..train import train
 from . import trace
+from .operators import classify
 from .scopes import STEP, scope
 
 SKIPPED = 5  # steps before those that are profiled: kernels are compiled and chosen, memory is taken
@@ -35,7 +36,7 @@ def breakdown(run: Run, out: Path, keep: Path | None = None) -> list[dict]:
     """Trains SKIPPED + PROFILED steps and appends the rows of the latter.
 
     Args:
-        run: of more steps than these, which it does not take.
+        run: of at least so many steps; further ones are not taken.
         keep: where the trace is written as well, for Perfetto and `trace.read`.
 
     Returns:
@@ -58,6 +59,41 @@ def breakdown(run: Run, out: Path, keep: Path | None = None) -> list[dict]:
     for row in rows:
         record.append(row, out)
     return rows
+
+
+def count(run: Run, out: Path) -> list[dict]:
+    """Counters of one training step, a row for each kernel; `operator` is its class as far as its name tells.
+
+    Raises:
+        ValueError, OSError: ncu failed, or gave no bytes or times.
+    """
+    launches = counters.profile(["profiled-step", run.workload, run.preset, run.mixer, run.variant, run.dtype])
+    environment = record.environment()
+    rows = [{**_identity(run), "bench": "step_counters", **kernel, "operator": classify(kernel["kernel"]), **environment}
+            for kernel in counters.by_kernel(launches)]
+    for row in rows:
+        record.append(row, out)
+    return rows
+
+
+def profiled_step(run: Run) -> None:
+    """The step after SKIPPED, between the profiler's start and stop: what `count` runs under ncu."""
+
+    @contextmanager
+    def around(step: int) -> Iterator[None]:
+        if step <= SKIPPED:
+            yield
+            return
+        _wait()
+        torch.cuda.profiler.start()
+        with scope(STEP):
+            yield
+            _wait()
+        torch.cuda.profiler.stop()
+        raise _Done
+
+    with TemporaryDirectory() as folder, suppress(_Done):
+        train(run, Path(folder) / "run", Console(quiet=True), rows=Path(folder), around=around)
 
 
 def calibrate() -> float:

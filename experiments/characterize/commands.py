@@ -81,6 +81,7 @@ def characterize(
     preset: Annotated[str | None, typer.Option(help="Sizes of the models; of each workload its own unless given.")] = None,
     dtype: Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}; bf16 by autocast.")] = "bf16",
     traces: Annotated[Path | None, typer.Option(file_okay=False, help="Folder to keep traces in, for Perfetto.")] = None,
+    counters: Annotated[bool, typer.Option(help="Also count each kernel's bytes and FLOPs with ncu: minutes a run.")] = False,
     out: _OutOption = record.RESULTS,
 ) -> None:
     """Profile training steps and append what they spend their time on; and check ncu's FLOP counter where ncu is installed."""
@@ -112,6 +113,12 @@ def characterize(
             shares[row["operator"]] += row["share"]
         parts = ", ".join(f"{kind} {100 * share:.1f} %" for kind, share in shares.most_common())
         console.print(f"{name}: {parts}", markup=False)
+        if counters:
+            try:
+                collect.count(run, out)
+            except (OSError, ValueError) as reason:
+                complete = False
+                console.print(f"{name}: ncu gave none: {reason}", style="yellow", markup=False)
     raise typer.Exit(0 if complete else 1)
 
 
@@ -120,6 +127,14 @@ def profiled_product() -> None:
     from .collect import profiled_product
 
     profiled_product()
+
+
+def profiled_step(workload: str, preset: str, mixer: str, variant: str, dtype: str) -> None:
+    """One training step between the profiler's start and stop: what `characterize --counters` runs under ncu."""
+    from . import collect
+
+    steps = collect.SKIPPED + 1
+    collect.profiled_step(run_of(workload, preset, variant=variant, mixer=mixer, dtype=dtype, steps=steps))
 
 
 def _runs(workloads: list[str], variants: list[str], preset: str | None, dtype: str, steps: int) -> Iterator[Run]:

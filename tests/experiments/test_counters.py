@@ -72,8 +72,8 @@ def test_a_metric_that_ncu_does_not_know(key, cell):
     metric = (counters._WARM | counters._COLD)[key]
     place = NAMES.index(metric)
     unknown = [(*launch[:place], cell, *launch[place + 1 :]) for launch in LAUNCHES]
-    kernels = counters._by_kernel(read(without(metric, *LAUNCHES) if cell is None else raw(*unknown)))
-    known = counters._by_kernel(read(raw(*LAUNCHES)))
+    kernels = counters.by_kernel(read(without(metric, *LAUNCHES) if cell is None else raw(*unknown)))
+    known = counters.by_kernel(read(raw(*LAUNCHES)))
     assert kernels == [{name: value for name, value in kernel.items() if name != key} for kernel in known]
 
 
@@ -83,7 +83,7 @@ def test_what_there_must_be():
 
 
 def test_kernels_are_weighted_with_time():
-    state, bmm = counters._by_kernel(read(raw(*LAUNCHES)))
+    state, bmm = counters.by_kernel(read(raw(*LAUNCHES)))
     assert (state["launches"], bmm["launches"]) == (2, 1)
     assert (state["ncu_us"], state["dram_bytes"], state["blocks"], state["registers"]) == (40, 124_800_000, 2048, 128)
     assert state["dram_pct"] == pytest.approx(65.0)
@@ -97,7 +97,7 @@ def test_kernels_are_weighted_with_time():
 def test_report_shows_all_three_averages():
     launches = read(raw(*LAUNCHES))
     console = Console(width=200, record=True, file=io.StringIO())
-    console.print(counters._report(ssd_row(p50_us=40.0), launches, counters._by_kernel(launches)))
+    console.print(counters._report(ssd_row(p50_us=40.0), launches, counters.by_kernel(launches)))
     text = " ".join(console.export_text().split())
     # 70 % of the peak is 100.8 MB in 30 us: the peak is 4.8 TB/s, of which 129.6 MB in 40 us are 67.5 %.
     for average in (
@@ -139,7 +139,7 @@ def test_rows(ncu, tmp_path):
 
 def test_caches_of_each_run(ncu):
     """One pass cannot hold the pipes beside the bytes, and warm bytes can come from one pass alone."""
-    counters._profile(ssd_row())
+    counters.profile(counters._call_of(ssd_row()))
     given = [{name: command[command.index(name) + 1] for name in ("--cache-control", "--metrics")} for command in ncu.commands]
     assert given == [{"--cache-control": "none", "--metrics": ",".join(WARM)},
                      {"--cache-control": "all", "--metrics": ",".join(counters._COLD.values())}]
@@ -151,7 +151,7 @@ def test_what_ncu_runs_is_what_the_row_measured(ncu, monkeypatch):
     options = Options(tf32=True, exp2=False)
     rows = (ssd_row("fused", mode="bwd", chunk_size=64, options=vars(options)), ssd_row("mamba_ssm"))
     for row in rows:
-        counters._profile(row)
+        counters.profile(counters._call_of(row))
     for command in ncu.commands:
         result = CliRunner().invoke(app, command[command.index("experiments") + 1 :])
         assert result.exit_code == 0, result.output
@@ -181,7 +181,7 @@ def test_profiled(mode, monkeypatch):
 def test_bytes_of_several_passes_are_told_of(ncu):
     ncu.said = '==PROF== Profiling "_chunk_state" - 0: 0%....50%....100% - 2 passes\n' + raw(*LAUNCHES)
     with pytest.warns(UserWarning, match="ncu took 2 passes, expected 1") as warned:
-        counters._profile(ssd_row())
+        counters.profile(counters._call_of(ssd_row()))
     assert len(warned) == 1, "hit rates may take several"
 
 

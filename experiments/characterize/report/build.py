@@ -13,7 +13,7 @@ from .parts import Section
 def sections(out: Path = record.RESULTS) -> list[Section]:
     """Every section, from the rows under `out`."""
     calls = definitions.calls(out)
-    return [paper.section(calls, out), steps.section(out), roofline.section(calls), kernels.ratios(calls),
+    return [paper.section(calls, out), steps.section(out), roofline.section(calls, out), kernels.ratios(calls),
             kernels.table_two(calls), kernels.caches(calls), bandwidth.section(calls), scaling.section(out),
             projected.section(out)]
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from ssd import cost
 
+from ... import record
 from .. import classes
 from ..definitions import Call, gbps
 from ..gpus import find
@@ -38,14 +41,31 @@ def points(calls: list[Call]) -> list[dict]:
     return lines
 
 
-def section(calls: list[Call]) -> Section:
-    """Figure 2, its right half."""
+def models(out: Path) -> Table | None:
+    """What a training step of each model does, by counters: the left half; None without rows."""
+    runs: dict[str, list[dict]] = {}
+    for row in record.read(out, bench="step_counters"):
+        runs.setdefault(" ".join((row["workload"], row["preset"], row["mixer"], row["variant"])), []).append(row)
+    lines = []
+    for name, rows in runs.items():
+        last = [row for row in rows if row["time"] == rows[-1]["time"]]
+        n_bytes, us = sum(row["dram_bytes"] for row in last), sum(row["ncu_us"] for row in last)
+        done = [classes.counted(row) for row in last]
+        flops = None if None in done else sum(work.tensor + work.vector for work in done)
+        lines.append((name, number(flops and flops / n_bytes, 1), number(flops and flops / us / 1e6, 1),
+                      number(gbps(n_bytes, us))))
+    return Table(("run", "FLOPs a byte", "TFLOP/s", "GB/s"), lines) if lines else None
+
+
+def section(calls: list[Call], out: Path) -> Section:
+    """Figure 2; its left half as a table."""
     title = "Arithmetic intensity and roofline"
     gpu = find(calls[0].row["gpu"]) if calls else None
-    left = f"Of whole models, the left half of the paper's figure, and of Mamba-1's selective scan: {NOT_YET}."
+    left = models(out) or f"Of whole models, the left half of the paper's figure: {NOT_YET}."
+    scan = f"Of Mamba-1's selective scan alone: {NOT_YET}."
     lines = points(calls)
     if gpu is None or not lines:
-        return Section(title, (f"Of the SSM kernels: {NOT_YET}.", left))
+        return Section(title, (f"Of the SSM kernels: {NOT_YET}.", left, scan))
     copy = next((call.timed["copy_gbps"] for call in calls if call.timed), None)
     bounds = {"data sheet": (gpu.hbm_gbps.value, gpu.bf16_tflops.value)}
     if copy:
@@ -82,4 +102,4 @@ def section(calls: list[Call]) -> Section:
               number(line["by_model"], 1), number(line["tflops"], 1), number(gbps(line["bytes"], line["us"])))
              for line in lines]
     table = Table(("", "variant", "kernel", "FLOPs a byte, counters", "FLOPs a byte, cost model", "TFLOP/s", "GB/s"), cells, 3)
-    return Section(title, (note, Figure("roofline", svg, see, chosen), table, left))
+    return Section(title, (note, Figure("roofline", svg, see, chosen), table, left, scan))

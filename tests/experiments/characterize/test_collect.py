@@ -8,6 +8,7 @@ import torch
 from typer.testing import CliRunner
 
 from experiments import counters, record
+from experiments import train as training
 from experiments.__main__ import app
 from experiments.characterize import collect, commands, trace
 from experiments.train import train
@@ -89,3 +90,27 @@ def test_runs():
 def test_refused(arguments, said):
     result = CliRunner().invoke(app, ["characterize", *arguments])
     assert result.exit_code == 2 and result.stderr.startswith(said)
+
+
+def test_counters_of_a_step(tmp_path, monkeypatch):
+    launch = {"launches": 1, "ncu_us": 10.0, "dram_bytes": 1e6, "dram_pct": 20.0}
+    asked = []
+    monkeypatch.setattr(counters, "profile", lambda arguments: asked.append(arguments) or [
+        launch | {"kernel": "nvjet_a"}, launch | {"kernel": "bmm_chunk_kernel"}, launch | {"kernel": "nvjet_a"}])
+    run = next(commands._runs(["mamba2"], ["fused"], "tiny", "bf16", 6))
+    rows = collect.count(run, tmp_path)
+    assert asked == [["profiled-step", "mamba2", "tiny", "ssd", "fused", "bf16"]]
+    assert [(row["kernel"], row["operator"], row["launches"], row["ncu_us"]) for row in rows] == [
+        ("nvjet_a", "gemm", 2, 20.0), ("bmm_chunk_kernel", "ssm", 1, 10.0)]
+    assert record.read(tmp_path, bench="step_counters") == rows
+
+
+@without_gpu
+def test_the_step_that_ncu_sees(small, monkeypatch):
+    seen = []
+    for name in ("start", "stop"):
+        monkeypatch.setattr(torch.cuda.profiler, name, lambda name=name: seen.append(name))
+    step = training._step
+    monkeypatch.setattr(training, "_step", lambda run, n, *rest: seen.append(n) or step(run, n, *rest))
+    collect.profiled_step(small_run(steps=10))
+    assert seen == [1, 2, 3, 4, 5, "start", 6, "stop"]

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from experiments.__main__ import app
-from experiments.characterize.report import build, draw, page
+from experiments.characterize.report import build, draw, page, roofline
 from experiments.characterize.report.parts import NOT_YET, Figure, Section, Table
 
 from ..rows import ENVIRONMENT, ssd_row, write
@@ -106,6 +106,17 @@ def test_steps_of_workloads(tmp_path):
         {"run": "mamba2 1.3b ssd fused", "gemm": 55.0, "ssm": 25.0, "other": 1.0, "idle": 19.0}], "the last run's"
     assert "at most 55 % of a step" in figure.see and "1.0 % at most" in figure.see
     assert "55 % (mamba2 1.3b ssd fused)" in page.markdown(build.sections(tmp_path), [])
+
+
+def test_models_by_counters(tmp_path):
+    """Two kernels of 100 tensor FLOPs, 10 additions and 20 fused multiply-adds each, at 300 bytes: 300 FLOPs, 600 bytes."""
+    row = {"bench": "step_counters", "workload": "mamba2", "preset": "1.3b", "mixer": "ssd", "variant": "fused",
+           "dram_bytes": 300.0, "ncu_us": 1.0, "tensor_flops": 100.0, "fadds": 10.0, "fmuls": 0.0, "ffmas": 20.0, **ENVIRONMENT}
+    write(tmp_path, row | {"kernel": "a"}, row | {"kernel": "b"})
+    table = roofline.models(tmp_path)
+    assert table.rows == [("mamba2 1.3b ssd fused", "0.5", "0.0", "0")]
+    write(tmp_path, {key: value for key, value in row.items() if key != "ffmas"} | {"kernel": "c"})
+    assert roofline.models(tmp_path).rows == [("mamba2 1.3b ssd fused", "-", "-", "0")], "FLOPs of one are not known"
 
 
 def test_claims_follow_the_counters(tmp_path):
