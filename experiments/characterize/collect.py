@@ -67,6 +67,7 @@ def count(run: Run, out: Path) -> list[dict]:
     Raises:
         ValueError, OSError: ncu failed, or gave no bytes or times.
     """
+    torch.cuda.empty_cache()  # for the child
     launches = counters.profile(["profiled-step", run.workload, run.preset, run.mixer, run.variant, run.dtype])
     environment = record.environment()
     rows = [{**_identity(run), "bench": "step_counters", **kernel, "operator": classify(kernel["kernel"]), **environment}

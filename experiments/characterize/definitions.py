@@ -21,6 +21,7 @@ was counted, at another (`Call.same_commit`).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,6 +98,12 @@ def calls(out: Path = record.RESULTS) -> list[Call]:
         else:
             found[-1][1].append(line)
     return [Call(row, tuple(kernels), _timed(row, timed)) for row, kernels in found]
+
+
+def of_one_gpu(rows: list[dict]) -> list[dict]:
+    """The rows of the GPU that most of them are of, since times of two do not compare."""
+    names = Counter(row["gpu"] for row in rows)
+    return [row for row in rows if row["gpu"] == max(names, key=names.get)]
 
 
 def utilisations(call: Call) -> dict[str, Utilisation]:

@@ -25,7 +25,7 @@ from ssd import cost
 
 from .. import record, table
 from . import classes
-from .definitions import problem_of
+from .definitions import of_one_gpu, problem_of
 from .gpus import GPU, find
 
 TERMS = ("launch", "bytes", "tensor", "vector", "exponentials")
@@ -120,29 +120,23 @@ def summary(left: list[Left]) -> tuple[float, float]:
 
 
 def kernel_samples(out: Path = record.RESULTS) -> tuple[list[Sample], GPU | None]:
-    """The baseline's kernels, all that were ever counted: times and bytes by ncu, the rest by the cost model."""
-    rows = [row for row in record.read(out, bench="counters", variant="baseline") if classes.model(row)]
-    return [Sample(classes.stage(row), row["shape"], row["mode"], row["chunk_size"], row["ncu_us"], row["launches"],
-                   replace(classes.model(row), bytes=row["dram_bytes"])) for row in rows], _gpu(rows)
+    """The baseline's kernels, all that were ever counted on a GPU: times and bytes by ncu, the rest by the cost model. And the
+    GPU; None without rows, or if it is not in the table.
+    """
+    rows = of_one_gpu([row for row in record.read(out, bench="counters", variant="baseline") if classes.model(row)])
+    samples = [Sample(classes.stage(row), row["shape"], row["mode"], row["chunk_size"], row["ncu_us"], row["launches"],
+                      replace(classes.model(row), bytes=row["dram_bytes"])) for row in rows]
+    return samples, find(rows[0]["gpu"]) if rows else None
 
 
 def call_samples(out: Path = record.RESULTS) -> tuple[list[Sample], GPU | None]:
-    """Whole forwards and backwards of the baseline in CUDA graphs, at every shape and chunk size; all by the cost model."""
-    rows = record.latest(table.last_commit(record.read(out, bench="ssd", variant="baseline")), table.subject)
-    rows = [row for row in rows if row["mode"] in ("fwd", "bwd") and row["graph_p50_us"] and row["launches"]
-            and record.has_default_options(row)]
-    stages = {"fwd": cost.forward_stages, "bwd": cost.backward_stages}
-    return [Sample(row["variant"], row["shape"], row["mode"], row["chunk_size"], row["graph_p50_us"], row["launches"],
-                   cost.total(stages[row["mode"]](problem_of(row)))) for row in rows], _gpu(rows)
-
-
-def _gpu(rows: list[dict]) -> GPU | None:
-    """The one that the rows are of; None without rows, or if it is not in the table.
-
-    Raises:
-        ValueError: rows of several GPUs, which no fit may mix.
+    """Whole forwards and backwards of the baseline in CUDA graphs, at every shape and chunk size; all by the cost model. And
+    their GPU, likewise.
     """
-    names = {row["gpu"] for row in rows}
-    if len(names) > 1:
-        raise ValueError(f"got rows of {', '.join(sorted(names))}, expected rows of one GPU")
-    return find(names.pop()) if names else None
+    rows = record.latest(table.last_commit(record.read(out, bench="ssd", variant="baseline")), table.subject)
+    rows = of_one_gpu([row for row in rows if row["mode"] in ("fwd", "bwd") and row["graph_p50_us"] and row["launches"]
+                       and record.has_default_options(row)])
+    stages = {"fwd": cost.forward_stages, "bwd": cost.backward_stages}
+    samples = [Sample(row["variant"], row["shape"], row["mode"], row["chunk_size"], row["graph_p50_us"], row["launches"],
+                      cost.total(stages[row["mode"]](problem_of(row)))) for row in rows]
+    return samples, find(rows[0]["gpu"]) if rows else None

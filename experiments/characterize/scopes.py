@@ -12,7 +12,7 @@ STEP, FORWARD, BACKWARD, OPTIMIZER, LOSS = "step", "forward", "backward", "optim
 
 try:
     import nvtx
-except ImportError:  # a trace of torch's needs none; `characterize` says so where Nsight is asked for
+except ImportError:  # optional: without it Nsight's time line has no phases, torch's traces have them all the same
     nvtx = None
 
 

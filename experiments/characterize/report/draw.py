@@ -56,16 +56,16 @@ def chart(draw: Callable, height: float = 3.0, **axes) -> str:
     return _inline(text.getvalue())
 
 
-def bars(ax, labels: list[str], series: dict[str, list[float | None]], colours: list[str] = SERIES, digits: int = 0) -> None:
-    """Horizontal bars, a group for each label, the first on top, with their values beside them."""
+def bars(ax, labels: list[str], series: dict[str, list[float | None]]) -> None:
+    """Horizontal bars, a group for each label, the first on top, with their values beside them; None leaves a gap."""
     thick = 0.8 / len(series)
-    for n, ((name, values), shade) in enumerate(zip(series.items(), colours, strict=False)):
+    for n, ((name, values), shade) in enumerate(zip(series.items(), SERIES, strict=False)):
         at = [y + 0.4 - thick * (n + 0.5) for y in reversed(range(len(labels)))]
         known = [(y, value) for y, value in zip(at, values, strict=True) if value is not None]
         ax.barh([y for y, _ in known], [value for _, value in known], thick * 0.9, color=shade,
                 label=name if len(series) > 1 else None)
         for y, value in known:
-            ax.annotate(f"{value:,.{digits}f}", (value, y), (3, 0), textcoords="offset points", va="center", fontsize=7)
+            ax.annotate(f"{value:,.0f}", (value, y), (3, 0), textcoords="offset points", va="center", fontsize=7)
     ax.set_yticks(range(len(labels)), labels[::-1])
     ax.grid(axis="x")
     ax.margins(x=0.12)

@@ -55,9 +55,9 @@ class Section:
         return [part for part in self.parts if isinstance(part, Figure)]
 
 
-def number(value: float | None, digits: int = 0, unit: str = "") -> str:
+def number(value: float | None, digits: int = 0) -> str:
     """A cell; a dash for None."""
-    return "-" if value is None else f"{value:,.{digits}f}{unit}"
+    return "-" if value is None else f"{value:,.{digits}f}"
 
 
 def short(kernel: str) -> str:

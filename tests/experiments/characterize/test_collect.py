@@ -12,6 +12,7 @@ from experiments import train as training
 from experiments.__main__ import app
 from experiments.characterize import collect, commands, trace
 from experiments.train import train
+from experiments.workloads import get_workload, workload_names
 
 from ..small import small_run
 
@@ -20,6 +21,7 @@ without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is her
 
 
 @without_gpu
+@pytest.mark.filterwarnings("ignore:CUDA is not available")
 def test_rows_of_a_run(small, tmp_path, monkeypatch):
     seen = []
 
@@ -73,6 +75,10 @@ def test_calibration_without_the_metric(monkeypatch):
     monkeypatch.setattr(counters, "ncu", lambda *_: [{"kernel": "nvjet"}])
     with pytest.raises(ValueError, match="ncu has no sm__ops_path_tensor"):
         collect.calibrate()
+
+
+def test_every_workload_has_a_preset_to_profile():
+    assert [name for name in workload_names() if commands._PRESETS[name] not in get_workload(name).presets] == []
 
 
 def test_runs():
