@@ -3,9 +3,10 @@
 #   make test PYTHON=python3 VENV=    uses an interpreter that is already equipped; installs nothing, needs no network
 #   make bench VARIANT=baseline AGAINST=mamba_ssm SHAPE=8b-b4,2.7b-b4 MODE=fwd,bwd ARGS='--repeats 100'
 #   make ablate SHAPE=8b-b1,8b-b4 MODE=fwd   every option of fused and persistent; VARIANT=fused for one
+#   make ablate WORKLOAD=mamba2:1.3b,hybrid:1b   step times and losses with each variant inside
 #   make block PART=conv1d,block SHAPE=8b-b4   what surrounds the operator, beside upstream's where that is installed
 #   make train WORKLOAD=hybrid VARIANT=fused PRESET=1b STEPS=1000 ARGS='--dtype bf16'
-#   make characterize WORKLOAD=mamba2 VARIANT=fused   what training steps spend their time on; then the report
+#   make characterize WORKLOAD=mamba2:1.3b VARIANT=fused   what training steps spend their time on; then the report
 #   make train GPUS=2 PARALLEL=fsdp PRESET=1.3b   two processes by torchrun
 #   make test ARGS='tests/ssd -k cost'
 #   make test ARGS='--numprocesses=14 --shard=2/3'   the second of three parts of the tests, on 14 cores
@@ -53,7 +54,8 @@ bench: peers
 	  $(if $(MODE),--mode $(MODE)) $(ARGS)
 
 ablate: $(READY)
-	$(EXPERIMENTS) ablate $(if $(filter-out file,$(origin VARIANT)),--variant $(VARIANT)) \
+	$(EXPERIMENTS) $(if $(WORKLOAD),sweep --workload $(WORKLOAD),ablate) \
+	  $(if $(filter-out file,$(origin VARIANT)),--variant $(VARIANT)) \
 	  $(if $(SHAPE),--shape $(SHAPE)) $(if $(MODE),--mode $(MODE)) $(ARGS)
 
 block: peers
@@ -77,7 +79,7 @@ choose: $(READY)
 	$(EXPERIMENTS) choose $(ARGS)
 
 characterize: $(READY)
-	$(EXPERIMENTS) characterize $(if $(WORKLOAD),--workload $(WORKLOAD)) $(if $(PRESET),--preset $(PRESET)) \
+	$(EXPERIMENTS) characterize $(if $(WORKLOAD),--workload $(WORKLOAD)) \
 	  $(if $(filter-out file,$(origin VARIANT)),--variant $(VARIANT)) $(ARGS)
 	$(EXPERIMENTS) report
 

@@ -1,5 +1,5 @@
-"""The command line: python -m experiments bench | ablate | block | train | table | readme | tune | choose | sanitize |
-characterize | report | compare.
+"""The command line: python -m experiments bench, ablate, block, train, sweep, characterize, report, compare, table, readme,
+tune, choose or sanitize.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from . import choose as choices
 from . import counters as ncu
 from . import readme as readme_file
 from . import record, sanitize, table
+from . import sweep as sweeps
 from .bench import CHUNK_SIZES, Candidate, Plan
 from .bench import run as run_bench
 from .characterize import commands as characterisation
@@ -140,7 +141,8 @@ def train(
     preset: Annotated[str, typer.Option(help="Sizes of the model: tiny, for a CPU too, or a published size.")] = "tiny",
     variant: Annotated[str, typer.Option(help=f"Of the SSD: auto, {', '.join(variant_names())}.")] = "auto",
     mixer: Annotated[str | None, typer.Option(help="What mixes tokens, where a workload has several; its first.")] = None,
-    data: Annotated[str, typer.Option(help="synthetic, or a path: of .txt files, or a folder of images.")] = "synthetic",
+    data: Annotated[str, typer.Option(help="synthetic, or a path or name, see docs/workloads.md.")] = "synthetic",
+    tokenizer: Annotated[str, typer.Option(help="Of text: bytes, a tokenizer.json or its folder, a model's name.")] = "bytes",
     steps: Annotated[int, typer.Option(help="Of the optimizer.")] = 100,
     batch: Annotated[int | None, typer.Option(help="Samples of a micro-batch; the preset's unless given.")] = None,
     seqlen: Annotated[int | None, typer.Option(help="Tokens of a sample; the preset's unless given.")] = None,
@@ -165,10 +167,10 @@ def train(
     """Train a workload: log.jsonl and checkpoints in the run's folder, and a row at the end."""
     console = _console()
     try:
-        run = run_of(workload, preset, variant=variant, mixer=mixer, data=data, steps=steps, batch=batch, seqlen=seqlen,
-                     accumulate=accumulate, lr=lr, warmup=warmup, clip=clip, optimizer=optimizer, weight_decay=weight_decay,
-                     dtype=dtype, checkpoint_activations=checkpoint_activations, compile=compile, seed=seed,
-                     save_every=save_every)
+        run = run_of(workload, preset, variant=variant, mixer=mixer, data=data, tokenizer=tokenizer, steps=steps, batch=batch,
+                     seqlen=seqlen, accumulate=accumulate, lr=lr, warmup=warmup, clip=clip, optimizer=optimizer,
+                     weight_decay=weight_decay, dtype=dtype, checkpoint_activations=checkpoint_activations, compile=compile,
+                     seed=seed, save_every=save_every)
         out = out or Path("runs", f"{workload}-{preset}-{run.mixer}-{variant}-{seed}")
         run_train(run, out, console, resume, rows, parallel)
     except (ImportError, OSError, Stopped, ValueError) as reason:
@@ -178,9 +180,49 @@ def train(
         raise typer.Exit(128 + reason.number) from None
 
 
+@app.command()
+def sweep(
+    workload: Annotated[str, typer.Option(help=f"NAME[:PRESET][/MIXER], of {', '.join(workload_names())}.")] = "mamba2",
+    variant: Annotated[str, typer.Option(help=f"To put inside, of auto, {', '.join(variant_names())}.")] = ",".join(
+        ("mamba_ssm", *CANDIDATES)),
+    steps: Annotated[int, typer.Option(help="Of each training that the losses are taken from.")] = 200,
+    dtype: Annotated[str, typer.Option(help=f"One of {', '.join(TRAIN_DTYPES)}; bf16 by autocast.")] = "bf16",
+    data: Annotated[str, typer.Option(help="As of train.")] = "synthetic",
+    batch: Annotated[int | None, typer.Option(help="Samples of a micro-batch; each preset's unless given.")] = None,
+    optimizer: Annotated[str | None, typer.Option(help=f"{' or '.join(OPTIMIZERS)}; each preset's unless given.")] = None,
+    seed: Annotated[int, typer.Option(help="Of weights and data.")] = 0,
+    repeats: Annotated[int, typer.Option(min=2, help="Timed steps of each variant, interleaved.")] = 20,
+    warmup: Annotated[int, typer.Option(min=1, help="Steps of each before they are timed.")] = 3,
+    each_option: Annotated[bool, typer.Option("--each-option", help="Also time each variant without each option.")] = False,
+    folder: Annotated[Path, typer.Option(file_okay=False, help="Of the training runs' folders.")] = Path("runs"),
+    out: OutOption = record.RESULTS,
+    again: Annotated[bool, typer.Option("--again", help="Run what has its row, too.")] = False,
+) -> None:
+    """Put variant after variant inside workloads: step times, side by side, and losses.
+
+    What has its row is not run again. Without a GPU the variants auto and torch can run.
+    """
+    variants, console = _each("--variant", variant, ("auto", *variant_names())), _console()
+    try:
+        runs = [run_of(name, preset, mixer=mixer, data=data, steps=steps, batch=batch, optimizer=optimizer, dtype=dtype,
+                       seed=seed, save_every=0) for name, preset, mixer in map(sweeps.parsed, workload.split(","))]
+        plan = sweeps.Plan(tuple(runs), tuple(variants), each_option, repeats, warmup, folder, out, again)
+        failed = sweeps.run(plan, console)
+    except ValueError as reason:
+        _refuse(str(reason))
+    except Interrupted as reason:
+        console.print(f"{reason.number.name}: what was in progress is saved; the same command goes on", style="yellow")
+        raise typer.Exit(128 + reason.number) from None
+    found = [row for row in sweeps.committed(out) if row["workload"] in {run.workload for run in runs}]
+    console.print(table.terminal(found, "median times of a training step", table.STEPS))
+    for line in failed:
+        console.print(f"left out: {line}", style="yellow", markup=False)
+    raise typer.Exit(1 if failed else 0)
+
+
 @app.command("table")
 def render_table(
-    bench: Annotated[str, typer.Option(help="Rows of ssd, which compares variants, ablate, block, or counters.")] = "ssd",
+    bench: Annotated[str, typer.Option(help="Rows of ssd, which compares variants, ablate, block, step, or counters.")] = "ssd",
     kind: Annotated[str, typer.Option("--format", help=f"One of {', '.join(table.FORMATS)}.")] = "markdown",
     variant: Annotated[str, typer.Option(help="Only these variants.")] = "",
     shape: Annotated[str, typer.Option(help="Only these shapes.")] = "",
@@ -194,19 +236,20 @@ def render_table(
     variants = _each("--variant", variant, variant_names()) if variant else None
     modes = _each("--mode", mode, MODES) if mode else None
     shapes = [s.name for s in _shapes(shape)] if shape else None
-    (bench,) = _each("--bench", bench, ("ssd", "ablate", "block", "counters"), single=True)
+    (bench,) = _each("--bench", bench, ("ssd", "ablate", "block", "step", "counters"), single=True)
     if kernels and bench != "counters":
         _refuse(f"--kernels: got --bench {bench}, expected --bench counters")
     read, columns = {
         "ssd": (lambda: table.committed(out, all_chunks), table.COLUMNS),
         "ablate": (lambda: ablation.committed(out), table.ABLATION),
         "block": (lambda: surroundings.committed(out), table.BLOCK),
+        "step": (lambda: sweeps.committed(out), table.STEPS),
         "counters": (lambda: ncu.committed(out, kernels), table.COUNTERS_BY_KERNEL if kernels else table.COUNTERS),
     }[bench]
     rows = [
         row
         for row in _rows(read, out)
-        if all(wanted is None or row[key] in wanted
+        if all(wanted is None or row.get(key) in wanted
                for key, wanted in (("variant", variants), ("shape", shapes), ("mode", modes)))
     ]
     typer.echo(table.render(rows, kind, columns), nl=False)
@@ -214,11 +257,12 @@ def render_table(
 
 @app.command()
 def readme(
-    check: Annotated[bool, typer.Option(help="Change nothing; exit 1 if the README or its figure is out of date.")] = False,
+    check: Annotated[bool, typer.Option(help="Change nothing; exit 1 if the README or a figure is out of date.")] = False,
     out: OutOption = record.RESULTS,
 ) -> None:
-    """Write the README's results and figure from committed rows."""
+    """Write the README's results and figures from committed rows."""
     current = readme_file.update(_rows(lambda: readme_file.committed(out), out), check=check)
+    current &= readme_file.update_workloads(_rows(lambda: sweeps.committed(out), out), check=check)
     typer.echo("README is up to date" if current else "README is out of date" if check else "README written")
     raise typer.Exit(1 if check and not current else 0)
 

@@ -29,9 +29,9 @@ def points(rows: list[dict]) -> dict[str, dict[str, dict[str, float]]]:
     return {mode: {name: times for name, times in shapes.items() if times} for mode, shapes in result.items()}
 
 
-def fingerprint(rows: list[dict]) -> str:
-    """Changes when what the figure shows does. Kept in the SVG: the rest of it depends on matplotlib's version."""
-    return hashlib.sha256(json.dumps(points(rows), sort_keys=True).encode()).hexdigest()[:16]
+def fingerprint(shown: dict) -> str:
+    """Changes when what a figure shows does. Kept in the SVG: the rest of it depends on matplotlib's version."""
+    return hashlib.sha256(json.dumps(shown, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def drawn_from(path: Path) -> str | None:
@@ -42,12 +42,7 @@ def drawn_from(path: Path) -> str | None:
 
 def draw(rows: list[dict], path: Path) -> None:
     """Writes the SVG: one panel per direction, a line per shape, time on a logarithmic axis."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    matplotlib.rcParams |= {"svg.hashsalt": "ssd", "svg.fonttype": "none", "font.size": 9}
-    import matplotlib.pyplot as plt
-
+    plt = pyplot()
     panels = points(rows)
     height = 1.1 + 0.38 * max(map(len, panels.values()))
     figure, axes = plt.subplots(1, len(panels), figsize=(9, height), layout="constrained")
@@ -67,8 +62,24 @@ def draw(rows: list[dict], path: Path) -> None:
         ax.tick_params(left=False)
     handles = {label: handle for ax in axes for handle, label in zip(*ax.get_legend_handles_labels(), strict=True)}
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=len(handles), frameon=False)
-    figure.savefig(path, metadata={"Date": None, "Description": f"rows {fingerprint(rows)}"})
-    plt.close(figure)
+    save(figure, path, panels)
+
+
+def pyplot():
+    """matplotlib's, so set that a figure is the same file wherever it is drawn."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams |= {"svg.hashsalt": "ssd", "svg.fonttype": "none", "font.size": 9}
+    import matplotlib.pyplot as plt
+
+    return plt
+
+
+def save(figure, path: Path, shown: dict) -> None:
+    """As SVG, with the fingerprint of what it shows."""
+    figure.savefig(path, metadata={"Date": None, "Description": f"rows {fingerprint(shown)}"})
+    pyplot().close(figure)
 
 
 def _variants(panels: dict) -> set[str]:

@@ -1,18 +1,20 @@
-"""The README's results, written between two markers from committed rows, and its figure."""
+"""The README's results, written between markers from committed rows, and its figures."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from itertools import groupby
 from pathlib import Path
 
-from . import figure, record, table
+from . import figure, record, step_figure, table
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 FIGURE = ROOT / "docs" / "results.svg"
+STEPS_FIGURE = ROOT / "docs" / "workloads.svg"
 _MODES = {"fwd": "forward", "bwd": "backward"}
-_BEGIN, _END = "<!-- results: written by `make readme` -->", "<!-- end of results -->"
+_STEPS = {header: column for header, column in table.STEPS.items() if header != "options"}
 
 
 def results(rows: list[dict], figure_path: str) -> str:
@@ -29,24 +31,46 @@ def results(rows: list[dict], figure_path: str) -> str:
     return "\n".join(parts)
 
 
+def workloads(rows: list[dict], figure_path: str) -> str:
+    """Markdown of the latest steps of each workload, variants as they come: losses beside wins."""
+    if not rows:
+        return "No rows yet: no GPU has run the sweep for this table.\n"
+    parts = [f"![A training step of each workload with each variant, and the state-space model's part]({figure_path})\n"]
+    for gpu, group in groupby(rows, lambda row: row["gpu"]):
+        parts.append(f"{gpu}:\n\n{table.render(list(group), 'markdown', _STEPS)}")
+    return "\n".join(parts)
+
+
 def update(rows: list[dict], readme: Path = README, figure_path: Path = FIGURE, check: bool = False) -> bool:
-    """Whether README and figure already showed these rows; unless `check`, afterwards they do.
+    """Whether README and figure already showed these rows of the bench; unless `check`, afterwards they do.
 
     Raises:
         ValueError: the README lacks the markers.
     """
     rows = [row for row in rows if row["mode"] in _MODES]
+    return _put("results", results, figure.draw, figure.points(rows), rows, readme, figure_path, check)
+
+
+def update_workloads(rows: list[dict], readme: Path = README, figure_path: Path = STEPS_FIGURE, check: bool = False) -> bool:
+    """As `update`, with rows of the sweep."""
+    rows = [row for row in rows if record.has_default_options(row)]
+    return _put("workloads", workloads, step_figure.draw, step_figure.points(rows), rows, readme, figure_path, check)
+
+
+def _put(section: str, written: Callable, draw: Callable, shown: dict, rows: list[dict], readme: Path, figure_path: Path,
+         check: bool) -> bool:
+    """Between the section's markers."""
+    begin, end = f"<!-- {section}: written by `make readme` -->", f"<!-- end of {section} -->"
     text = readme.read_text()
-    if text.count(_BEGIN) != 1 or text.count(_END) != 1:
-        raise ValueError(f"{readme.name}: expected the lines {_BEGIN!r} and {_END!r} once each")
-    link = figure_path.relative_to(readme.parent).as_posix()
-    region = f"{_BEGIN}\n\n{results(rows, link)}\n{_END}"
-    updated = re.sub(f"{re.escape(_BEGIN)}.*{re.escape(_END)}", lambda _: region, text, flags=re.S)
-    current_figure = not rows or figure.drawn_from(figure_path) == figure.fingerprint(rows)
+    if text.count(begin) != 1 or text.count(end) != 1:
+        raise ValueError(f"{readme.name}: expected the lines {begin!r} and {end!r} once each")
+    region = f"{begin}\n\n{written(rows, figure_path.relative_to(readme.parent).as_posix())}\n{end}"
+    updated = re.sub(f"{re.escape(begin)}.*{re.escape(end)}", lambda _: region, text, flags=re.S)
+    current_figure = not rows or figure.drawn_from(figure_path) == figure.fingerprint(shown)
     if not check:
         readme.write_text(updated)
         if not current_figure:
-            figure.draw(rows, figure_path)
+            draw(rows, figure_path)
     return updated == text and current_figure
 
 

@@ -37,15 +37,16 @@ _COUNTED = ("kernel", "dram_bytes", "dram_pct", "l2_hit_pct", "occupancy_pct", "
 # keeps for the backward beside its inputs and output; step and changed: as `ablate.Step` has them; shard: which part of the
 # tests ran, if not all; found: errors and warnings of a tool; kernels: those that it named; part: of `block.PARTS`; apart: how
 # far our result is from upstream's; run: every setting of `runs.Run`; floor: a loss that no model gets below; unit: what
-# units_per_s counts, tokens, say; gpus and way: how many trained together, see `parallel`; tensor_flops, tensor_insts, fadds,
-# fmuls, ffmas, exps and stall_*: see `counters`; phase (a scope), operator (a class, or idle), us and share (of a step): see
-# `characterize.collect`.
+# units_per_s counts, tokens, say; gpus and way: how many trained together, see `parallel`; ssm_us: of the kernels
+# of SSD or selective scan in a step; tensor_flops, tensor_insts, fadds, fmuls, ffmas, exps and stall_*: see `counters`;
+# phase (a scope), operator (a class, or idle), us and share (of a step): see `characterize.collect`.
 EXTRA_KEYS = {
     "ssd": ("err_seqlen", "note", "saved_mib"),
     "ablate": ("step", "changed", "err_seqlen", "note", "saved_mib"),
     "counters": _COUNTED,
     "tests": ("passed", "failed", "skipped", "seconds", "shard"),
     "block": ("part", "apart", "note"),
+    "step": ("run", "unit", "units_per_s", "ssm_us"),
     "train": ("run", "first_loss", "floor", "unit", "units_per_s", "parameters", "gpus", "way"),
     "sanitize": ("tool", "found", "kernels"),
     "characterize": ("mixer", "phase", "operator", "us", "share", "steps"),

@@ -12,7 +12,7 @@ from .workloads import get_workload
 
 DTYPES = ("fp32", "bf16")
 OPTIMIZERS = ("adamw", "lamb")
-_AT_LEAST = {"steps": 1, "batch": 1, "seqlen": 2, "accumulate": 1, "warmup": 0, "save_every": 1, "clip": 0, "weight_decay": 0,
+_AT_LEAST = {"steps": 1, "batch": 1, "seqlen": 2, "accumulate": 1, "warmup": 0, "save_every": 0, "clip": 0, "weight_decay": 0,
              "seed": 0}
 
 
@@ -25,6 +25,7 @@ class Run:
         variant: of the SSD, see `ssd.ssd_chunk_scan`.
         mixer: one of the workload's, see `workloads.Workload`.
         data: "synthetic", or where the workload's data are.
+        tokenizer: of text; "bytes", or as in `workloads.hub_text.encoder`.
         steps: of the optimizer.
         batch, seqlen: samples of a micro-batch, of which each GPU has its part; tokens of a sample, None where samples are as
             long as they are.
@@ -37,7 +38,7 @@ class Run:
         checkpoint_activations: compute layers again in the backward.
         compile: by torch.compile.
         seed: of weights and data.
-        save_every: steps between checkpoints.
+        save_every: steps between checkpoints, of which the last step's is one; 0 for none but a signal's.
 
     Raises:
         ValueError: naming the option, what came and what is accepted.
@@ -48,6 +49,7 @@ class Run:
     variant: str
     mixer: str
     data: str
+    tokenizer: str
     steps: int
     batch: int
     seqlen: int | None
@@ -72,6 +74,8 @@ class Run:
         if self.seqlen is not None and workload.presets[self.preset].seqlen is None:
             raise ValueError(f"--seqlen: got {self.seqlen}, expected none: {workload.unit} of {self.workload} are as large as "
                              "they are")
+        if self.tokenizer != "bytes" and workload.unit != "tokens":
+            raise ValueError(f"--tokenizer: got {self.tokenizer!r}, expected none: {self.workload} reads no text")
         for name, least in _AT_LEAST.items():
             if getattr(self, name) is not None and not least <= getattr(self, name) < math.inf:
                 raise ValueError(f"{option(name)}: got {getattr(self, name)}, expected at least {least}")
@@ -94,10 +98,10 @@ class Run:
 
 
 def run_of(workload: str, preset: str = "tiny", *, variant: str = "auto", mixer: str | None = None, data: str = "synthetic",
-           steps: int = 100, batch: int | None = None, seqlen: int | None = None, accumulate: int = 1, lr: float | None = None,
-           warmup: int | None = None, clip: float = 1.0, optimizer: str | None = None, weight_decay: float | None = None,
-           dtype: str = "fp32", checkpoint_activations: bool = False, compile: bool = False, seed: int = 0,
-           save_every: int = 1000) -> Run:
+           tokenizer: str = "bytes", steps: int = 100, batch: int | None = None, seqlen: int | None = None, accumulate: int = 1,
+           lr: float | None = None, warmup: int | None = None, clip: float = 1.0, optimizer: str | None = None,
+           weight_decay: float | None = None, dtype: str = "fp32", checkpoint_activations: bool = False, compile: bool = False,
+           seed: int = 0, save_every: int = 1000) -> Run:
     """A run as `Run` has it. Unless given, what a preset has is the preset's, warmup a tenth of the steps, and the mixer the
     workload's first.
     """
@@ -107,9 +111,9 @@ def run_of(workload: str, preset: str = "tiny", *, variant: str = "auto", mixer:
     its = known.presets[preset]
     given = {"batch": batch, "seqlen": seqlen, "lr": lr, "optimizer": optimizer, "weight_decay": weight_decay}
     return Run(workload=workload, preset=preset, variant=variant, mixer=known.mixers[0] if mixer is None else mixer, data=data,
-               steps=steps, accumulate=accumulate, warmup=steps // 10 if warmup is None else warmup, clip=clip, dtype=dtype,
-               checkpoint_activations=checkpoint_activations, compile=compile, seed=seed, save_every=save_every,
-               **{name: getattr(its, name) if value is None else value for name, value in given.items()})
+               tokenizer=tokenizer, steps=steps, accumulate=accumulate, warmup=steps // 10 if warmup is None else warmup,
+               clip=clip, dtype=dtype, checkpoint_activations=checkpoint_activations, compile=compile, seed=seed,
+               save_every=save_every, **{name: getattr(its, name) if value is None else value for name, value in given.items()})
 
 
 def option(field: str) -> str:

@@ -72,6 +72,23 @@ ABLATION = {
 _NOT_OF_BLOCKS = ("chunk", "TFLOP/s", "saved MiB", "error", "options")
 BLOCK = {"part": ("part", _text), **{header: COLUMNS[header] for header in COLUMNS if header not in _NOT_OF_BLOCKS},
          "apart": ("apart", _scientific)}
+# of the bench `step`; share: of the state-space model in the step; loss: of a training of its own
+STEPS = {
+    "workload": ("workload", _text),
+    "preset": ("preset", _text),
+    "mixer": ("mixer", _text),
+    "variant": ("variant", _text),
+    "options": COLUMNS["options"],
+    "step ms": ("p50_us", _number(1, 1e-3)),
+    "a second": ("units_per_s", _number(0)),
+    "unit": ("unit", _text),
+    "SSM ms": ("ssm_us", _number(1, 1e-3)),
+    "SSM %": ("share", _number(1, 100)),
+    "SSM GB/s": ("effective_gbps", _number(0)),
+    "MiB": COLUMNS["MiB"],
+    "loss": ("loss", _number(3)),
+    "speed-up": COLUMNS["speed-up"],
+}
 # of the bench `counters`, which rows measured before a counter was read lack; DRAM utilisation: U is the mean over kernels,
 # W the mean weighted with time
 _counter = partial(_number, missing="-")
@@ -91,7 +108,8 @@ _KERNEL = {"kernel": ("kernel", _kernel)}
 COUNTERS = _CALL | _TRAFFIC | {"U %": ("mean_dram_pct", _counter(1)), "W %": ("dram_pct", _counter(1))} | _WORK
 COUNTERS_BY_KERNEL = _CALL | _KERNEL | {"time %": ("time_pct", _counter(1))} | COUNTERS
 KERNELS = _KERNEL | _TRAFFIC | {"DRAM %": ("dram_pct", _counter(1))} | _WORK
-_LEFT_ALIGNED = ("shape", "mode", "variant", "options", "against", "step", "option", "kernel", "part")
+_LEFT_ALIGNED = ("shape", "mode", "variant", "options", "against", "step", "option", "kernel", "part", "workload",
+                 "preset", "mixer", "unit")
 
 
 def subject(row: dict) -> tuple:

@@ -1,8 +1,7 @@
 """Trains a workload, step by step, and leaves in the run's folder what it takes to go on exactly.
 
-A step depends on nothing but the weights, the optimizer's state and the run: its data and its random numbers are drawn by the
-run's seed and the step's number. So a run that was interrupted ends with the bits of one that was not, wherever the model's
-kernels give the same bits twice (torch's attention on a GPU does not, in its backward).
+A step depends on the run and on what a checkpoint holds, alone. So a run that was interrupted ends with the bits of one that
+was not, wherever the model's kernels give the same bits twice (torch's attention on a GPU does not, in its backward).
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import signal
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,24 +21,18 @@ from typing import Any
 import numpy as np
 import torch
 from rich.console import Console
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset
 
 from ssd import Options
 from ssd.modules.checkpoint import safetensors_package
 from ssd.registry import is_peer
 
 from . import checkpoints, record
-from .characterize.scopes import BACKWARD, FORWARD, OPTIMIZER, scope
-from .parallel import Team, joined, whole
-from .reasons import first_line, last_line
+from .parallel import Team, joined
+from .reasons import first_line
 from .runs import Run, option
+from .steps import batches_of, gradient, made, named
 from .train_log import TrainLog
-from .workloads import Workload, get_workload
-
-_BETAS = (0.9, 0.95)
-_WORKERS = 2  # processes that make batches while a GPU computes
+from .workloads import get_workload
 
 
 class Stopped(RuntimeError):
@@ -55,7 +48,7 @@ class Interrupted(Exception):
 
 
 def train(run: Run, out: Path, console: Console, resume: bool = False, rows: Path | None = None,
-          way: str = "ddp", around: Callable[[int], AbstractContextManager] = nullcontext) -> dict[str, Any]:
+          way: str = "ddp") -> dict[str, Any]:
     """Trains to the last step, saves and appends a row; with other processes, if torchrun started this one with some.
 
     Args:
@@ -64,7 +57,6 @@ def train(run: Run, out: Path, console: Console, resume: bool = False, rows: Pat
         resume: go on from the last checkpoint in `out`; else there must be no run in it.
         rows: folder of the row; unless given the results with a GPU, `out` without.
         way: of several processes, see `parallel`; a run may go on with another number of them, and in the other way.
-        around: a step's number to what is entered for as long as it takes, such as a profiler's.
 
     Returns:
         The row. Its loss is the mean of the last tenth of the steps, its times those of the steps but the first.
@@ -78,17 +70,16 @@ def train(run: Run, out: Path, console: Console, resume: bool = False, rows: Pat
     with joined(way) as team:
         if run.batch % team.size:
             raise ValueError(f"--batch: got {run.batch}, expected a multiple of {team.size}, so that each process has its part")
-        return _trained(run, out, console if team.rank == 0 else Console(quiet=True), resume, rows, team, around)
+        return _trained(run, out, console if team.rank == 0 else Console(quiet=True), resume, rows, team)
 
 
-def _trained(run: Run, out: Path, console: Console, resume: bool, rows: Path | None, team: Team,
-             around: Callable[[int], AbstractContextManager]) -> dict[str, Any]:
+def _trained(run: Run, out: Path, console: Console, resume: bool, rows: Path | None, team: Team) -> dict[str, Any]:
     workload, saves, first = get_workload(run.workload), out / "checkpoints", team.rank == 0
     last = _checked(run, out, resume)
-    dataset = workload.dataset(run.data, run.sizes, run.seqlen, run.seed)
+    dataset = workload.dataset(run)
     with _explained(run, team.device):
-        model, optimizer, parameters = _made(run, workload, team)
-        done = 0 if last is None else checkpoints.restore(last, _named(model), optimizer)
+        model, optimizer, parameters = made(run, workload, team)
+        done = 0 if last is None else checkpoints.restore(last, named(model), optimizer)
         if run.compile:
             model.compile()
     where = f"{team.device}" if team.size == 1 else f"{team.size} x {team.device.type} by {team.way}"
@@ -96,25 +87,24 @@ def _trained(run: Run, out: Path, console: Console, resume: bool, rows: Path | N
     if dataset.floor is not None:
         console.print(f"no model gets below a loss of {dataset.floor:.3f} on these data")
 
-    batches, times = _batches(run, workload, dataset, done, team), []
+    batches, times = batches_of(run, workload, dataset, done, team), []
     with TrainLog(out, run.steps, workload.unit, done, console, writes=first) as log, _interruption() as interrupted:
         for step in range(done + 1, run.steps + 1):
             began = time.perf_counter()
-            with around(step):
-                with _explained(run, team.device):
-                    values = _step(run, step, workload, model, optimizer, batches, team)
-                _check_finite(values, step, saves)
-                with scope(OPTIMIZER):
-                    optimizer.step()
-                    optimizer.zero_grad()
+            with _explained(run, team.device):
+                values = gradient(run, step, workload, model, optimizer, batches, team)
+            _check_finite(values, step, saves)
+            optimizer.step()
+            optimizer.zero_grad()
             times.append(time.perf_counter() - began)
             if step == 1 and first:
                 out.mkdir(parents=True, exist_ok=True)
                 (out / "run.json").write_text(json.dumps(asdict(run), indent=2) + "\n")
             log.step(step, {**values, f"{workload.unit}_per_s": run.units / times[-1], "peak_mib": _peak_mib(team)})
             number = int(team.most(interrupted() or 0))
-            if step % run.save_every == 0 or step == run.steps or number:
-                checkpoints.save(saves, step, asdict(run), _named(model), optimizer)
+            is_due = run.save_every and (step % run.save_every == 0 or step == run.steps)
+            if is_due or number:
+                checkpoints.save(saves, step, asdict(run), named(model), optimizer)
             if number and step < run.steps:
                 raise Interrupted(signal.Signals(number), step)
     row = _row(run, workload.unit, log.losses, times[1:] or times, dataset.floor, parameters, team)
@@ -123,20 +113,6 @@ def _trained(run: Run, out: Path, console: Console, resume: bool, rows: Path | N
     loss, speed = f"{row['first_loss']:.3f} to {row['loss']:.3f}", f"{row['units_per_s']:,.0f} {workload.unit}/s"
     console.print(f"loss {loss}, {speed}; all of it is in {out}", markup=False)
     return row
-
-
-def learning_rate(run: Run, step: int) -> float:
-    """Of a step, counted from 1: up evenly along `run.warmup` steps, then down to a tenth along half a cosine."""
-    if step <= run.warmup:
-        return run.lr * step / run.warmup
-    progress = (step - run.warmup) / (run.steps - run.warmup)
-    return run.lr * (0.1 + 0.9 * (1 + math.cos(math.pi * progress)) / 2)
-
-
-def decaying(model: nn.Module) -> set[str]:
-    """Names of the parameters that decay: matrices, filters and embeddings; not norms, biases and Mamba's A, D and dt."""
-    return {name for name, parameter in model.named_parameters()
-            if parameter.dim() >= 2 and not getattr(parameter, "_no_weight_decay", False)}
 
 
 def _checked(run: Run, out: Path, resume: bool) -> Path | None:
@@ -156,71 +132,6 @@ def _checked(run: Run, out: Path, resume: bool) -> Path | None:
     if state["step"] >= run.steps:
         raise ValueError(f"--resume: the run in {out} has taken all its {run.steps} steps")
     return last
-
-
-def _made(run: Run, workload: Workload, team: Team) -> tuple[nn.Module, torch.optim.Optimizer, int]:
-    """The model as it is to be called, its optimizer, and how many parameters it has."""
-    torch.manual_seed(run.seed)
-    with team.device:
-        model = workload.build(run.sizes, run.variant, run.checkpoint_activations)
-    decay, parameters = decaying(model), sum(parameter.numel() for parameter in model.parameters())
-    model = team.spread(model)
-    groups = {True: [], False: []}
-    for name, parameter in _named(model).named_parameters():
-        groups[name in decay].append(parameter)
-    groups = [{"params": groups[True], "weight_decay": run.weight_decay}, {"params": groups[False], "weight_decay": 0.0}]
-    if run.optimizer == "lamb":
-        return model, _lamb()(groups, run.lr, betas=_BETAS), parameters
-    return model, torch.optim.AdamW(groups, run.lr, _BETAS, fused=team.device.type == "cuda"), parameters
-
-
-def _named(model: nn.Module) -> nn.Module:
-    """The model by whose names weights are saved, of what `Team.spread` gives."""
-    return model.module if isinstance(model, DistributedDataParallel) else model
-
-
-def _lamb() -> type[torch.optim.Optimizer]:
-    try:
-        from timm.optim import Lamb
-    except (ImportError, RuntimeError) as error:  # the second from a torchvision that was built for another torch
-        raise ImportError(f"timm, which has the optimizer, cannot be imported ({first_line(error)}): pip install timm "
-                          "torchvision, or --optimizer adamw", name="timm") from error
-    return Lamb
-
-
-def _batches(run: Run, workload: Workload, dataset: Dataset, done: int, team: Team) -> Iterator[dict[str, Tensor]]:
-    """This process's parts of micro-batches on its device, from the first of the step after `done`."""
-    of_step, on_gpu = run.batch * run.accumulate, team.device.type == "cuda"
-    parts = [team.part(range(n, n + run.batch)) for n in range(done * of_step, run.steps * of_step, run.batch)]
-    loader = DataLoader(dataset, batch_sampler=parts, pin_memory=on_gpu, num_workers=_WORKERS if on_gpu else 0,
-                        collate_fn=workload.collate, generator=torch.Generator())  # not the one that steps draw from
-    try:
-        for batch in loader:
-            yield {name: t.to(team.device, non_blocking=True) for name, t in batch.items()}
-    except ValueError as error:  # a worker's is a traceback
-        raise ValueError(last_line(error).removeprefix("ValueError: ")) from error
-
-
-def _step(run: Run, step: int, workload: Workload, model: nn.Module, optimizer: torch.optim.Optimizer,
-          batches: Iterator[dict[str, Tensor]], team: Team) -> dict[str, float]:
-    """Leaves the gradient, clipped; the optimizer has yet to use it."""
-    torch.manual_seed(int(np.random.SeedSequence([run.seed, step, team.rank]).generate_state(1, np.uint64)[0]))
-    rate = learning_rate(run, step)
-    for group in optimizer.param_groups:
-        group["lr"] = rate
-    total = torch.zeros((), device=team.device)
-    for n in range(run.accumulate):
-        batch = next(batches)
-        with team.averaging(model, now=n == run.accumulate - 1):
-            with scope(FORWARD), torch.autocast(team.device.type, torch.bfloat16, enabled=run.dtype == "bf16"):
-                loss = workload.loss(model, batch)
-            weight = workload.terms(batch) / team.total(workload.terms(batch)) if workload.terms else 1 / team.size
-            part = loss * weight / run.accumulate  # parts add up to the loss; averages of gradients are of `size` times that
-            with scope(BACKWARD):
-                (part * team.size).backward()
-        total += part.detach()
-    norm = whole(nn.utils.clip_grad_norm_(model.parameters(), run.clip or math.inf))
-    return {"loss": team.total(total).item(), "lr": rate, "grad_norm": norm.item()}
 
 
 def _check_finite(values: dict[str, float], step: int, saves: Path) -> None:

@@ -2,57 +2,55 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
-from rich.console import Console
 from torch.profiler import ProfilerActivity, profile
 
 from ssd import Options
 from ssd.registry import is_peer
 
 from .. import counters, record
+from ..parallel import Team
 from ..runs import Run
-from ..train import train
+from ..steps import batches_of, gradient, made
+from ..workloads import get_workload
 from . import trace
 from .operators import classify
-from .scopes import STEP, scope
+from .scopes import OPTIMIZER, STEP, scope
 
 SKIPPED = 5  # steps before those that are profiled: kernels are compiled and chosen, memory is taken
 PROFILED = 3
 CALIBRATION = 8192  # rows and columns of a product whose FLOPs the counters must find
 
 
-class _Done(Exception):
-    """Ends a run after the last step that matters, before it would be saved."""
-
-
 def breakdown(run: Run, out: Path, keep: Path | None = None) -> list[dict]:
-    """Trains SKIPPED + PROFILED steps and appends the rows of the latter.
+    """Takes SKIPPED + PROFILED steps of training, and appends the rows of the latter.
 
     Args:
-        run: of at least so many steps; further ones are not taken.
         keep: where the trace is written as well, for Perfetto and `trace.read`.
 
     Returns:
         Rows: `us` and `launches` a step, and `share` of the step, of each phase and class; the shares add up to 1.
 
     Raises:
-        As `train` does; ValueError: the profiler saw no kernels.
+        As training does; ValueError: the profiler saw no kernels.
     """
+    step = _steps(run)
+    for _ in range(SKIPPED):
+        step()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        for _ in range(PROFILED):
+            step()
     with TemporaryDirectory() as folder:
         path = keep or Path(folder) / "trace.json"
-        profiler = profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA])
-        try:
-            train(run, Path(folder) / "run", Console(quiet=True), rows=Path(folder), around=_profiling(profiler))
-        except _Done:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            profiler.export_chrome_trace(str(path))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        profiler.export_chrome_trace(str(path))
         found = trace.read(path)
     environment = record.environment()
     rows = [{**_identity(run), **values, **environment} for values in _values(found)]
@@ -79,22 +77,12 @@ def count(run: Run, out: Path) -> list[dict]:
 
 def profiled_step(run: Run) -> None:
     """The step after SKIPPED, between the profiler's start and stop: what `count` runs under ncu."""
-
-    @contextmanager
-    def around(step: int) -> Iterator[None]:
-        if step <= SKIPPED:
-            yield
-            return
-        _wait()
-        torch.cuda.profiler.start()
-        with scope(STEP):
-            yield
-            _wait()
-        torch.cuda.profiler.stop()
-        raise _Done
-
-    with TemporaryDirectory() as folder, suppress(_Done):
-        train(run, Path(folder) / "run", Console(quiet=True), rows=Path(folder), around=around)
+    step = _steps(run)
+    for _ in range(SKIPPED):
+        step()
+    torch.cuda.profiler.start()
+    step()
+    torch.cuda.profiler.stop()
 
 
 def calibrate() -> float:
@@ -121,30 +109,23 @@ def profiled_product() -> None:
     torch.cuda.profiler.stop()
 
 
-def _profiling(profiler: profile):
-    """What `train` enters around each step."""
+def _steps(run: Run) -> Callable[[], None]:
+    """What takes the run's next step, and waits for it, so that a step's kernels end in it."""
+    workload = get_workload(run.workload)
+    team = Team(0, 1, torch.device("cuda" if torch.cuda.is_available() else "cpu"), "ddp")
+    model, optimizer, _ = made(run, workload, team)
+    batches, numbers = batches_of(run, workload, workload.dataset(run), 0, team), itertools.count(1)
 
-    @contextmanager
-    def around(step: int) -> Iterator[None]:
-        if step <= SKIPPED:
-            yield
-            return
-        if step == SKIPPED + 1:
-            _wait()
-            profiler.start()
+    def step() -> None:
         with scope(STEP):
-            yield
-            _wait()  # so that a step's kernels end in it
-        if step == SKIPPED + PROFILED:
-            profiler.stop()
-            raise _Done
+            gradient(run, next(numbers), workload, model, optimizer, batches, team)
+            with scope(OPTIMIZER):
+                optimizer.step()
+                optimizer.zero_grad()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
 
-    return around
-
-
-def _wait() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    return step
 
 
 def _values(found: trace.Trace) -> Iterator[dict]:

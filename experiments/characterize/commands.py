@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -15,14 +16,16 @@ from rich.console import Console
 from ssd import variant_names
 
 from .. import record
-from ..reasons import refuse
+from ..reasons import first_line, refuse
 from ..runs import DTYPES, Run, run_of
-from ..train import Stopped
-from ..workloads import get_workload, workload_names
+from ..sweep import parsed
+from ..workloads import workload_names
 from . import compare as comparing
 
 _REPORT = Path("build", "report")  # git ignores it: rows are what is kept
-_PRESETS = {"mamba2": "1.3b", "hybrid": "1b", "mambavision": "T", "graphmamba": "peptides-func"}
+_WORKLOADS = ("mamba2:1.3b,hybrid:1b,mambavision:T/mamba1,mambavision:T/ssd,"
+              "graphmamba:peptides-func/mamba1,graphmamba:peptides-func/ssd")
+_STEPS = 100  # of the runs' schedules; fewer are taken
 _OutOption = Annotated[Path, typer.Option(file_okay=False, help="Folder of the rows: <out>/<gpu>/<bench>.jsonl.")]
 
 
@@ -76,19 +79,22 @@ def report(
 
 
 def characterize(
-    workload: Annotated[str, typer.Option(help=f"Of {', '.join(workload_names())}.")] = ",".join(workload_names()),
+    workload: Annotated[str, typer.Option(help=f"NAME[:PRESET][/MIXER], of {', '.join(workload_names())}.")] = _WORKLOADS,
     variant: Annotated[str, typer.Option(help="Of the SSD, where a workload mixes with it.")] = "baseline,fused,persistent",
-    preset: Annotated[str | None, typer.Option(help="Sizes of the models; of each workload its own unless given.")] = None,
     dtype: Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}; bf16 by autocast.")] = "bf16",
     traces: Annotated[Path | None, typer.Option(file_okay=False, help="Folder to keep traces in, for Perfetto.")] = None,
     counters: Annotated[bool, typer.Option(help="Also count each kernel's bytes and FLOPs with ncu: minutes a run.")] = False,
     out: _OutOption = record.RESULTS,
 ) -> None:
     """Profile training steps and append what they spend their time on; and check ncu's FLOP counter where ncu is installed."""
-    for option, given, known in (("--workload", workload, workload_names()), ("--variant", variant, variant_names())):
-        for name in given.split(","):
-            if name not in known:
-                refuse(f"{option}: got {name!r}, expected any of {', '.join(known)}")
+    variants = variant.split(",")
+    for name in variants:
+        if name not in (known := ("auto", *variant_names())):
+            refuse(f"--variant: got {name!r}, expected any of {', '.join(known)}")
+    try:
+        runs = list(_runs(workload, variants, dtype))
+    except ValueError as reason:
+        refuse(str(reason))
     if not torch.cuda.is_available():
         refuse("characterize: needs a CUDA GPU, found none; make report shows the rows that there are")
     from . import collect  # trains, so it needs what training does
@@ -100,13 +106,13 @@ def characterize(
         except (OSError, ValueError) as reason:
             complete = False
             console.print(f"calibration: {reason}", style="yellow", markup=False)
-    for run in _runs(workload.split(","), variant.split(","), preset, dtype, collect.SKIPPED + collect.PROFILED):
+    for run in runs:
         name = "-".join((run.workload, run.preset, run.mixer, run.variant))
         try:
             rows = collect.breakdown(run, out, traces and traces / f"{name}.json")
-        except (ImportError, OSError, Stopped, ValueError) as reason:  # one that does not fit must not cost the others
+        except Exception as reason:  # one that cannot run must not cost the measurements of the others
             complete = False
-            console.print(f"{name}: {reason}", style="yellow", markup=False)
+            console.print(f"{name}: {first_line(reason)}", style="yellow", markup=False)
             continue
         shares = Counter()
         for row in rows:
@@ -133,16 +139,12 @@ def profiled_step(workload: str, preset: str, mixer: str, variant: str, dtype: s
     """One training step between the profiler's start and stop: what `characterize --counters` runs under ncu."""
     from . import collect
 
-    steps = collect.SKIPPED + 1
-    collect.profiled_step(run_of(workload, preset, variant=variant, mixer=mixer, dtype=dtype, steps=steps))
+    collect.profiled_step(run_of(workload, preset, variant=variant, mixer=mixer, dtype=dtype, steps=_STEPS))
 
 
-def _runs(workloads: list[str], variants: list[str], preset: str | None, dtype: str, steps: int) -> Iterator[Run]:
-    """What is profiled: every workload with each of its mixers, one that is no SSD once."""
-    for name in workloads:
-        for mixer in get_workload(name).mixers:
-            for variant in variants if mixer == "ssd" else ("auto",):
-                try:
-                    yield run_of(name, preset or _PRESETS[name], variant=variant, mixer=mixer, dtype=dtype, steps=steps)
-                except ValueError as reason:
-                    refuse(str(reason))
+def _runs(workloads: str, variants: list[str], dtype: str) -> Iterator[Run]:
+    """What is profiled: each workload with each variant, or once where its mixer is no SSD."""
+    for name, preset, mixer in map(parsed, workloads.split(",")):
+        run = run_of(name, preset, mixer=mixer, dtype=dtype, steps=_STEPS)
+        for variant in variants if run.mixer == "ssd" else ("auto",):
+            yield replace(run, variant=variant)

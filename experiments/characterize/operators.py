@@ -13,11 +13,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
-from .names import our_kernels
+from ..kernel_names import names
 from .scopes import PREFIX
 
 CLASSES = ("gemm", "ssm", "conv1d", "conv", "attention", "norm", "elementwise", "reduce", "embedding", "loss", "optimizer",
            "memcpy", "other")
+
+
+_FOLDERS = ("ssd/kernels", "ssd/block/kernels", "fused/kernels", "persistent/kernels")
+_AROUND = {"conv1d": "conv1d", "gated_norm": "norm"}  # by how a name begins; all others compute the SSM
 
 
 @dataclass(frozen=True)
@@ -42,13 +46,19 @@ class Rule:
         return self._compiled.search(name) is not None
 
 
-_OURS = tuple(Rule(kind, rf"^({'|'.join(name for name, its in our_kernels().items() if its == kind)})$",
-                   tuple(name for name, its in our_kernels().items() if its == kind))
-              for kind in sorted(set(our_kernels().values())))
+def _ours(kind: str) -> Rule:
+    """For this repository's kernels of a class, whose names are read from the source tree."""
+    found = sorted(name for name in names(_FOLDERS) if _kind_of_ours(name) == kind)
+    return Rule(kind, rf"^({'|'.join(found)})$", tuple(found))
+
+
+def _kind_of_ours(name: str) -> str:
+    return next((kind for start, kind in _AROUND.items() if name.startswith(start)), "ssm")
+
 
 KERNEL_RULES = (
     Rule("memcpy", r"^Mem(cpy|set) ", ("Memcpy DtoD (Device -> Device)", "Memcpy HtoD (Pinned -> Device)", "Memset (Device)")),
-    *_OURS,
+    *map(_ours, ("ssm", "conv1d", "norm")),
     # mamba_ssm's Triton and CUDA kernels, and fla's for simple_gla
     Rule("ssm", r"bmm_chunk|chunk_(cumsum|state|scan)|state_passing|ddAcs|selective_(scan|state)|chunk_(fwd|bwd)_kernel_|"
                 r"chunk_local_cumsum",
@@ -141,8 +151,8 @@ def classify(name: str, ops: Iterable[str] = (), scopes: Iterable[str] = (), rul
         scopes: names of the scopes around it.
         rules: those for the kernel's name.
     """
-    for names, applied in (((name,), rules), (tuple(ops), OP_RULES), (tuple(scopes), SCOPE_RULES)):
+    for said, applied in (((name,), rules), (tuple(ops), OP_RULES), (tuple(scopes), SCOPE_RULES)):
         for rule in applied:
-            if any(rule.matches(one) for one in names):
+            if any(rule.matches(one) for one in said):
                 return rule.kind
     return "other"

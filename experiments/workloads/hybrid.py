@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-from .language_model import ATTENTION, MAMBA, MLP_LAYER, LanguageModel, LanguageSizes, labelled, next_token_loss
+from .language_model import ATTENTION, MAMBA, MLP_LAYER, LanguageModel, LanguageSizes, labelled, next_token_loss, scans
 from .registry import Preset, Workload
-from .text import rows
+from .text import of_run
 
 ATTENTION_SHARE, MLP_SHARE = Fraction(4, 56), Fraction(28, 56)
 
@@ -64,7 +64,8 @@ WORKLOAD = Workload(
         "8b": _preset(4096, 56, vocab_size=256000, lr=1e-4),
     },
     build=LanguageModel,
-    dataset=rows,
+    dataset=of_run,
     loss=next_token_loss,
     terms=labelled,
+    scans=scans,
 )

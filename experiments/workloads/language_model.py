@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from ssd.cost import Problem
 from ssd.modules import Mamba2
 
 from .layers import MLP, Attention, document_mask
@@ -120,6 +121,13 @@ def next_token_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """Mean cross-entropy of the next token in nats, over the tokens that have one; batch: as `text.Rows` has it."""
     logits = model(batch["input_ids"], batch["seq_idx"])
     return F.cross_entropy(logits.flatten(0, 1).float(), batch["labels"].flatten(), ignore_index=IGNORED)
+
+
+def scans(sizes: LanguageSizes, batch: int, seqlen: int) -> list[Problem]:
+    """Of each Mamba-2 layer."""
+    nheads = 2 * sizes.d_model // sizes.headdim
+    one = Problem(batch, seqlen, nheads, sizes.headdim, sizes.d_state, sizes.ngroups, sizes.chunk_size)
+    return [one] * sizes.pattern.count(MAMBA)
 
 
 def labelled(batch: dict[str, Tensor]) -> Tensor:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from .language_model import MAMBA, LanguageModel, LanguageSizes, labelled, next_token_loss
+from .language_model import MAMBA, LanguageModel, LanguageSizes, labelled, next_token_loss, scans
 from .registry import Preset, Workload
-from .text import rows
+from .text import of_run
 
 
 def _published(d_model: int, layers: int, lr: float) -> Preset:
@@ -32,7 +32,8 @@ WORKLOAD = Workload(
         "8b": _wide(56, vocab_size=256000),
     },
     build=LanguageModel,
-    dataset=rows,
+    dataset=of_run,
     loss=next_token_loss,
     terms=labelled,
+    scans=scans,
 )

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .augmentation import mixed
-from .images import SMOOTHING, images
+from .images import SMOOTHING, of_run
 from .registry import Preset, Workload
 from .vision_model import VisionModel, VisionSizes
 
@@ -40,7 +40,7 @@ WORKLOAD = Workload(
         "L": _published(VisionSizes(196, 64, (3, 3, 10, 5), heads=(16, 32), drop_path=0.3, layer_scale=1e-5, headdim=56)),
     },
     build=VisionModel,
-    dataset=images,
+    dataset=of_run,
     loss=class_loss,
     unit="images",
     mixers=("mamba1", "ssd"),

@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-_MODULES = {name: f"{__package__}.{name}" for name in ("mamba2", "hybrid", "mambavision")}
+from ssd.cost import Problem
+
+if TYPE_CHECKING:
+    from ..runs import Run
+
+_MODULES = {name: f"{__package__}.{name}" for name in ("mamba2", "hybrid", "mambavision", "graphmamba")}
 
 
 @dataclass(frozen=True)
@@ -40,10 +45,11 @@ class Workload:
     Attributes:
         presets: by name; "tiny" trains on a CPU.
         build: (sizes, variant, checkpoint_activations) to a model with fp32 weights, on the current default device.
-        dataset: (data, sizes, seqlen, seed) to samples by number, without end: the n-th is the same whoever asks, and when.
+        dataset: a run to samples by number, without end: the n-th is the same whoever asks, and when.
             Its `floor` is a loss, in nats, that no model gets below; None where nobody knows.
         loss: (model, batch) to the mean loss in nats.
         terms: a batch to how many terms that mean has, by which means of parts are weighted; unless given, they weigh the same.
+        scans: (sizes, batch, seqlen) to the sizes of the SSD calls that a forward makes; unless given nobody knows.
         collate: samples to a batch, tensors by name; unless given as torch's DataLoader does it.
         unit: what speed is counted in: the tokens of samples, or samples by another name.
         mixers: what may mix tokens in place of the SSD, the first unless a run says otherwise; where there are several, `sizes`
@@ -53,9 +59,10 @@ class Workload:
     name: str
     presets: Mapping[str, Preset]
     build: Callable[[Any, str, bool], nn.Module]
-    dataset: Callable[[str, Any, int | None, int], Dataset]
+    dataset: Callable[[Run], Dataset]
     loss: Callable[[nn.Module, dict[str, Tensor]], Tensor]
     terms: Callable[[dict[str, Tensor]], Tensor] | None = None
+    scans: Callable[[Any, int, int | None], list[Problem]] | None = None
     collate: Callable[[list[Any]], dict[str, Tensor]] | None = None
     unit: str = "tokens"
     mixers: tuple[str, ...] = ("ssd",)

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from . import hub_text, text_files
 from .language_model import IGNORED, LanguageSizes
 from .synthetic_text import SyntheticText
 
-_BYTES = 256
+if TYPE_CHECKING:
+    from ..runs import Run
+
+_EXPECTED = f"synthetic, a .txt file or a folder of such, a file of {', '.join(hub_text.READERS)}, or the name of a data set"
 
 
 class Rows(Dataset):
@@ -25,7 +31,7 @@ class Rows(Dataset):
         floor: as `registry.Workload.dataset` has it.
     """
 
-    def __init__(self, source: SyntheticText | LocalText, floor: float | None = None):
+    def __init__(self, source: SyntheticText | Windows, floor: float | None = None):
         self.source, self.floor = source, floor
 
     def __getitem__(self, number: int) -> dict[str, Tensor]:
@@ -35,27 +41,20 @@ class Rows(Dataset):
                 "seq_idx": torch.from_numpy((documents[:-1] - documents[0]).astype(np.int32))}
 
 
-class LocalText:
-    """UTF-8 files as bytes, a document each; rows are windows on all of them, in an order drawn anew for each epoch.
+class Windows:
+    """Rows that are windows on one long text, in an order drawn anew for each epoch.
 
     Args:
-        path: a .txt file, or a folder with some in it or in its folders.
-        length: tokens of a row.
+        tokens: (tokens,).
+        ends: where each document ends in them, (documents,).
+        length: tokens of a row, of which one is the first of the next.
         seed: of the order.
-
-    Raises:
-        FileNotFoundError, ValueError: naming the file or folder, and what is wrong with it.
     """
 
-    def __init__(self, path: Path, length: int, seed: int):
-        self.length, self.seed = length, seed
+    def __init__(self, tokens: np.ndarray, ends: np.ndarray, length: int, seed: int):
+        self.tokens, self.ends, self.length, self.seed = tokens, ends, length, seed
         self._epoch, self._order = -1, np.empty(0, np.int64)
-        contents = [_content(file) for file in _files(path)]
-        self.tokens = np.concatenate(contents)
-        self.ends = np.cumsum([len(content) for content in contents])
-        self.rows = (len(self.tokens) - 1) // (length - 1)  # one token of a row is the first of the next
-        if not self.rows:
-            raise ValueError(f"--data: {path} has {len(self.tokens)} bytes, expected at least {length}, a row of --seqlen + 1")
+        self.rows = (len(tokens) - 1) // (length - 1)
 
     def row(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         """Tokens and their documents, each (length,) int64."""
@@ -67,42 +66,45 @@ class LocalText:
         return self.tokens[places].astype(np.int64), self.ends.searchsorted(places, side="right")
 
 
-def rows(data: str, sizes: LanguageSizes, seqlen: int, seed: int) -> Rows:
-    """What --data names: "synthetic", or a path as in `LocalText`.
+def rows(data: str, sizes: LanguageSizes, seqlen: int, seed: int, tokenizer: str = "bytes") -> Rows:
+    """What --data names: "synthetic"; a .txt file or a folder of such, a document each; or what `hub_text.read` takes.
 
     Raises:
-        FileNotFoundError, ValueError: naming what came and what is accepted.
+        FileNotFoundError, ValueError, ImportError: naming what came and what is accepted.
     """
     if data == "synthetic":
+        if tokenizer != "bytes":
+            raise ValueError(f"--tokenizer: got {tokenizer!r} with --data synthetic, expected none: it is made of tokens")
         source = SyntheticText(sizes.vocab_size, seqlen + 1, seed)
         return Rows(source, source.floor())
-    if sizes.vocab_size < _BYTES:
-        raise ValueError(f"--data: got {data!r} for {sizes.vocab_size} tokens, expected synthetic: text has {_BYTES}")
-    return Rows(LocalText(Path(data), seqlen + 1, seed))
+    encode, known = hub_text.encoder(tokenizer)
+    if sizes.vocab_size < known:
+        raise ValueError(f"--data: got {data!r} for {sizes.vocab_size} tokens, expected synthetic, or a larger preset: the "
+                         f"tokenizer {tokenizer} has {known}")
+    tokens, ends = _text(data, encode, tokenizer)
+    if len(tokens) <= seqlen:
+        raise ValueError(f"--data: {data} has {len(tokens)} tokens, expected at least {seqlen + 1}, a row of --seqlen + 1")
+    return Rows(Windows(tokens, ends, seqlen + 1, seed))
 
 
-def _files(path: Path) -> list[Path]:
-    if path.is_file():
-        if path.suffix != ".txt":
-            raise ValueError(f"--data: got {path}, expected a file whose name ends in .txt, a folder of such, or synthetic")
-        return [path]
-    if not path.is_dir():
-        raise FileNotFoundError(f"--data: got {str(path)!r}, where nothing is, expected synthetic, a .txt file or a folder of "
-                                ".txt files; a data set known by name has to be written to such files first")
-    files = sorted(path.rglob("*.txt"))
-    if not files:
-        raise FileNotFoundError(f"--data: got {path}, which has no .txt file in it, expected at least one")
-    return files
+def of_run(run: Run) -> Rows:
+    return rows(run.data, run.sizes, run.seqlen, run.seed, run.tokenizer)
 
 
-def _content(file: Path) -> np.ndarray:
-    """(bytes,) uint8."""
-    content = file.read_bytes()
-    if not content:
-        raise ValueError(f"--data: {file} is empty, expected text; remove the file or fill it")
-    try:
-        content.decode()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"--data: {file} is not UTF-8 text, byte {error.start} is {content[error.start]:#04x}; convert it or "
-                         "remove it") from None
-    return np.frombuffer(content, np.uint8)
+def _text(data: str, encode: Callable[[list[str]], list[list[int]]], tokenizer: str) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens, and where each document ends in them."""
+    path = Path(data)
+    if not path.exists():
+        if path.suffix or len(path.parts) > 2:  # no data set's name
+            raise FileNotFoundError(f"--data: got {data!r}, where nothing is, expected {_EXPECTED}")
+        return hub_text.read(data, encode, tokenizer)
+    if path.is_file() and path.suffix in hub_text.READERS:
+        return hub_text.read(data, encode, tokenizer)
+    if path.is_file() and path.suffix != ".txt":
+        raise ValueError(f"--data: got {data}, expected {_EXPECTED}")
+    content, ends = text_files.read(path)
+    if tokenizer == "bytes":
+        return content, ends
+    documents = [bytes(part).decode() for part in np.split(content, ends[:-1])]
+    lists = [np.array(tokens, np.int32) for tokens in encode(documents)]
+    return np.concatenate(lists), np.cumsum([len(tokens) for tokens in lists])

@@ -54,7 +54,8 @@ class Mamba1(nn.Module):
 
     def __init__(self, channels: int, dt_rank: int, variant: str, d_state: int = 8):
         super().__init__()
-        self.scan = scan_of(variant)
+        scan_of(variant)  # refuses it before there is a model
+        self.variant = variant
         self.parts = [dt_rank, d_state, d_state]
         self.x_proj = nn.Linear(channels, sum(self.parts), bias=False)
         self.dt_proj = nn.Linear(dt_rank, channels)
@@ -69,7 +70,8 @@ class Mamba1(nn.Module):
         """(batch, seqlen, channels) to the same shape."""
         dt, B, C = self.x_proj(x).split(self.parts, -1)
         dt = F.linear(dt, self.dt_proj.weight)  # whose bias the scan adds, in fp32
-        return self.scan(x.mT, dt.mT, -self.A_log.float().exp(), B.mT, C.mT, self.D, delta_bias=self.dt_proj.bias).mT
+        scan, A = scan_of(self.variant), -self.A_log.float().exp()
+        return scan(x.mT, dt.mT, A, B.mT, C.mT, self.D, delta_bias=self.dt_proj.bias).mT
 
 
 class SSD(nn.Module):

@@ -6,17 +6,19 @@ import torch
 from experiments.workloads import Preset, get_workload
 from ssd.block import arguments
 
-from .small import sizes, vision_sizes
+from .small import graph_sizes, sizes, vision_sizes
 
 
 @pytest.fixture
 def small(monkeypatch):
-    """A preset `small` of the workloads, in torch alone on a CPU: interpreted kernels take minutes."""
+    """A preset `small` of every workload, in torch alone on a CPU: interpreted kernels take minutes."""
     monkeypatch.setattr(arguments, "INTERPRETED", False)
     for name, pattern in (("mamba2", "MM"), ("hybrid", "M-*M")):
         presets = get_workload(name).presets
         monkeypatch.setitem(presets, "small", Preset(sizes(pattern), batch=4, seqlen=64, lr=1e-2))
     monkeypatch.setitem(get_workload("mambavision").presets, "small", Preset(vision_sizes(), batch=16, lr=5e-3))
+    small_graphs = Preset(graph_sizes(), batch=4, lr=1e-2, weight_decay=0.01)
+    monkeypatch.setitem(get_workload("graphmamba").presets, "small", small_graphs)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # on cores shared with other tests, more wait for one another
     yield

@@ -1,13 +1,21 @@
 """Workloads small enough that a test trains them."""
 
+from dataclasses import replace
+from importlib.util import find_spec
+
+import pytest
 import torch
 
 from experiments.runs import Run, run_of
+from experiments.workloads.graph_model import GraphSizes
+from experiments.workloads.graphs import PEPTIDES_FUNC
 from experiments.workloads.language_model import LanguageSizes
 from experiments.workloads.vision_model import VisionSizes
 
 # the torch form's cumulative sums on a GPU are not the same bits twice
 VARIANT = "baseline" if torch.cuda.is_available() else "torch"
+
+needs_graphs = pytest.mark.skipif(find_spec("torch_geometric") is None, reason="torch_geometric is not installed")
 
 
 def sizes(pattern: str, **other) -> LanguageSizes:
@@ -20,5 +28,11 @@ def vision_sizes(**other) -> VisionSizes:
                           "windows": (2, 1), "classes": 10, "headdim": 8, "augment": False} | other)
 
 
+def graph_sizes(**other) -> GraphSizes:
+    data = replace(PEPTIDES_FUNC, nodes=(60, 80))
+    return GraphSizes(**{"data": data, "d_model": 16, "layers": 2, "headdim": 8, "chunk_size": 16, "walks": 2,
+                         "hops": 2} | other)
+
+
 def small_run(workload: str = "mamba2", **settings) -> Run:
-    return run_of(workload, "small", **{"variant": VARIANT, "steps": 6} | settings)
+    return run_of(workload, "small", **{"variant": VARIANT, "mixer": "ssd", "steps": 6} | settings)

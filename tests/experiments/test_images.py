@@ -40,11 +40,11 @@ def assert_same(sample, other):
 @pytest.mark.parametrize("made_up", [True, False])
 def test_a_sample_is_the_same_whoever_asks(tmp_path, made_up):
     data = "synthetic" if made_up else str(folder(tmp_path))
-    first, second = images(data, SIZES, None, 0), images(data, SIZES, None, 0)
+    first, second = images(data, SIZES, 0), images(data, SIZES, 0)
     second[17], second[3]
     assert_same(first[5], second[5])
     assert not torch.equal(first[5]["image"], first[6]["image"])
-    assert not torch.equal(first[5]["image"], images(data, SIZES, None, 1)[5]["image"])
+    assert not torch.equal(first[5]["image"], images(data, SIZES, 1)[5]["image"])
     sample = first[0]
     assert sample["image"].shape == (3, 32, 32) and sample["image"].dtype == torch.uint8
     assert sample["label"].shape == () and sample["label"].dtype == torch.int64
@@ -80,13 +80,13 @@ def test_classes_are_even():
         source = SyntheticImages(classes, 8, 0)
         counts = np.bincount([source.image(n)[1] for n in range(40 * classes)], minlength=classes)
         assert len(counts) == classes and counts.min() > 15 and counts.max() < 70
-    assert images("synthetic", vision_sizes(classes=1000), None, 0).source.classes == 100
+    assert images("synthetic", vision_sizes(classes=1000), 0).source.classes == 100
 
 
 def test_folders_are_read_whole_once_an_epoch(tmp_path):
     (folder(tmp_path / "train") / ".hidden").mkdir()
     (tmp_path / "train" / "ant" / "notes.txt").write_text("no image")
-    data = images(str(tmp_path), SIZES, None, 0)
+    data = images(str(tmp_path), SIZES, 0)
     assert data.source.files == sorted(data.source.files) and len(data.source.files) == 9
     order = []
     for number in range(18):
@@ -94,11 +94,11 @@ def test_folders_are_read_whole_once_an_epoch(tmp_path):
         assert sample["image"].float().mean((1, 2)).argmax() == sample["label"], "classes are in the order of names"
         order.append(int(data.source._order[number % 9]))
     assert sorted(order[:9]) == sorted(order[9:]) == list(range(9)) and order[:9] != order[9:]
-    assert_same(images(str(tmp_path / "train"), SIZES, None, 0)[11], data[11])
+    assert_same(images(str(tmp_path / "train"), SIZES, 0)[11], data[11])
 
 
 def test_parts_are_taken_and_half_of_them_flipped(tmp_path):
-    data = images(str(folder(tmp_path, count=1, size=(300, 300))), SIZES, None, 0)
+    data = images(str(folder(tmp_path, count=1, size=(300, 300))), SIZES, 0)
     rises, plain = [], 0
     for number in range(300):
         across = data[number]["image"].float().sum(0).mean(0)
@@ -112,7 +112,7 @@ def test_the_floor_is_what_a_perfect_model_loses():
     right = torch.full((1, 10), 0.01)
     right[0, 3] = 0.91
     loss = F.cross_entropy(right.log(), torch.tensor([3]), label_smoothing=0.1)
-    assert images("synthetic", SIZES, None, 0).floor == pytest.approx(loss.item())
+    assert images("synthetic", SIZES, 0).floor == pytest.approx(loss.item())
 
 
 @pytest.mark.parametrize("name, content, said", [
@@ -130,27 +130,27 @@ def test_bad_files_are_named(tmp_path, name, content, said):
         content = (tmp_path / "bee" / name).read_bytes()[:900]
     (tmp_path / "bee" / name).write_bytes(content)
     with pytest.raises(ValueError, match=f"^--data: .*{said}"):
-        images(str(tmp_path), SIZES, None, 0)[0]
+        images(str(tmp_path), SIZES, 0)[0]
 
 
 def test_grey_and_transparent_images_are_read(tmp_path):
     (tmp_path / "bee").mkdir()
     Image.new("L", (5, 300), 200).save(tmp_path / "bee" / "grey.png")
     Image.new("RGBA", (300, 1), (200, 200, 200, 0)).save(tmp_path / "bee" / "clear.png")
-    data = images(str(tmp_path), SIZES, None, 0)
+    data = images(str(tmp_path), SIZES, 0)
     assert all((data[n]["image"] == 200).all() for n in range(20))
 
 
 def test_missing_data_are_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"--data: got 'imagenet', where nothing is, expected synthetic, or a folder"):
-        images("imagenet", SIZES, None, 0)
+        images("imagenet", SIZES, 0)
     (tmp_path / "file.jpg").write_bytes(b"")
     with pytest.raises(FileNotFoundError, match=r"--data: got '.*file\.jpg', which is no folder"):
-        images(str(tmp_path / "file.jpg"), SIZES, None, 0)
+        images(str(tmp_path / "file.jpg"), SIZES, 0)
     with pytest.raises(ValueError, match=rf"--data: {tmp_path} has no folder in it, expected one for each class"):
-        images(str(tmp_path), SIZES, None, 0)
+        images(str(tmp_path), SIZES, 0)
     with pytest.raises(ValueError, match=rf"--data: {tmp_path} has 3 folders, expected at most 2, the classes of the preset"):
-        images(str(folder(tmp_path)), vision_sizes(classes=2), None, 0)
+        images(str(folder(tmp_path)), vision_sizes(classes=2), 0)
 
 
 @pytest.mark.parametrize("missing, augment, said", [
@@ -161,8 +161,8 @@ def test_missing_packages_are_named(tmp_path, monkeypatch, missing, augment, sai
     path = str(folder(tmp_path))
     monkeypatch.setitem(sys.modules, missing, None)
     with pytest.raises(ImportError, match=said):
-        images(path, vision_sizes(augment=augment), None, 0)
-    assert "augmented" not in images("synthetic", vision_sizes(augment=augment), None, 0)[0]
+        images(path, vision_sizes(augment=augment), 0)
+    assert "augmented" not in images("synthetic", vision_sizes(augment=augment), 0)[0]
 
 
 def test_an_odd_batch_cannot_be_mixed():
@@ -178,13 +178,13 @@ def timm():
 
 def test_rand_augment_is_drawn_by_number(timm, tmp_path):
     path = str(folder(tmp_path))
-    data, plain = (images(path, vision_sizes(augment=augment), None, 0) for augment in (True, False))
+    data, plain = (images(path, vision_sizes(augment=augment), 0) for augment in (True, False))
     states = random.getstate(), np.random.get_state()[1].tolist()
     samples = [data[n] for n in range(20)]
     assert (random.getstate(), np.random.get_state()[1].tolist()) == states
     random.seed(1)
     np.random.seed(1)
-    assert_same(images(path, vision_sizes(augment=True), None, 0)[7], samples[7])
+    assert_same(images(path, vision_sizes(augment=True), 0)[7], samples[7])
     assert sum(not torch.equal(sample["image"], plain[n]["image"]) for n, sample in enumerate(samples)) > 10
     assert "augmented" in samples[0] and "augmented" not in plain[0]
 
@@ -209,7 +209,7 @@ def test_mixing_is_drawn_by_torch(timm):
 
 def test_the_loss_of_augmented_images(timm, tmp_path):
     sizes = vision_sizes(augment=True)
-    data = images(str(folder(tmp_path)), sizes, None, 0)
+    data = images(str(folder(tmp_path)), sizes, 0)
     batch = torch.utils.data.default_collate([data[n] for n in range(8)])
     loss = class_loss(VisionModel(sizes, "torch"), batch)
     loss.backward()

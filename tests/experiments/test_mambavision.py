@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from experiments.train import decaying
+from experiments.steps import decaying
 from experiments.workloads import get_workload
 from experiments.workloads.mamba1 import scan_of
 from experiments.workloads.mambavision import class_loss

@@ -1,3 +1,5 @@
+import re
+
 import pytest
 
 from experiments import figure, readme
@@ -16,7 +18,9 @@ ROWS = [
 @pytest.fixture
 def page(tmp_path):
     path = tmp_path / "README.md"
-    path.write_text(f"before\n{readme._BEGIN}\nstale\n{readme._END}\nafter\n")
+    parts = (f"<!-- {section}: written by `make readme` -->\nstale {section}\n<!-- end of {section} -->\n"
+             for section in ("results", "workloads"))
+    path.write_text(f"before\n{''.join(parts)}after\n")
     (tmp_path / "docs").mkdir()
     return path
 
@@ -34,7 +38,8 @@ def test_check_finds_what_is_stale_and_changes_nothing(page):
 def test_update_writes_losses_too(page):
     assert not update(page, ROWS)
     text = page.read_text()
-    assert text.startswith("before\n") and text.endswith("after\n") and "stale" not in text
+    assert text.startswith("before\n") and text.endswith("after\n") and "stale results" not in text
+    assert "stale workloads" in text
     assert "| 8b-b4 | backward | baseline | 128 | 4400 | 4390 |" in text and "| 0.91 / 0.91 |" in text
     assert "![" in text and "(docs/results.svg)" in text
     assert update(page, ROWS, check=True)
@@ -44,7 +49,7 @@ def test_a_new_row_makes_both_stale(page):
     update(page, ROWS)
     newer = [*ROWS, ssd_row("torch", p50_us=9999.0)]
     assert not update(page, newer, check=True)
-    assert figure.drawn_from(page.parent / "docs" / "results.svg") != figure.fingerprint(newer)
+    assert figure.drawn_from(page.parent / "docs" / "results.svg") != figure.fingerprint(figure.points(newer))
 
 
 def test_no_rows(page):
@@ -67,3 +72,30 @@ def test_figure_points():
 
 def test_the_readme_shows_the_committed_rows():
     assert readme.update(readme.committed(), check=True), "run `make readme`"
+
+
+def test_workloads(page):
+    """Variants as they come: an option that is switched off is another table's."""
+    steps = [step_row("mamba_ssm", 200.0, 50.0), step_row("fused", 160.0, 12.0, speedup=1.25),
+             step_row("fused", 170.0, 20.0, options={"exp2": False})]
+    drawn = page.parent / "docs" / "workloads.svg"
+
+    def update_steps(rows, check=False):
+        return readme.update_workloads(rows, page, drawn, check)
+
+    assert not update_steps(steps, check=True) and not drawn.exists()
+    assert not update_steps(steps) and update_steps(steps, check=True)
+    text = page.read_text()
+    assert "stale results" in text and "stale workloads" not in text
+    assert re.search(r"\| mamba2 +\| 1\.3b +\| ssd +\| fused +\| +160\.0 \|.* 7\.5 \|.* 1\.25 \|", text) and "170" not in text
+    assert "mamba2 1.3b (ssd)" in drawn.read_text()
+    assert not update_steps([*steps, step_row("persistent", 150.0, 10.0)], check=True)
+    update_steps([])
+    assert "No rows yet: no GPU has run the sweep" in page.read_text()
+
+
+def step_row(variant: str, step_ms: float, ssd_ms: float, options: dict | None = None, speedup: float | None = None) -> dict:
+    return {"gpu": "NVIDIA H200", "workload": "mamba2", "preset": "1.3b", "mixer": "ssd", "variant": variant,
+            "options": None if variant == "mamba_ssm" else options or {}, "p50_us": 1e3 * step_ms, "ssm_us": 1e3 * ssd_ms,
+            "share": ssd_ms / step_ms, "units_per_s": 1e5, "unit": "tokens", "effective_gbps": 1000.0, "peak_mib": 5e4,
+            "loss": 5.0, "speedup": speedup}

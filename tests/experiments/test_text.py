@@ -91,8 +91,8 @@ def test_local_text_is_read_whole_once_an_epoch(tmp_path):
 @pytest.mark.parametrize("name, content, said", [
     ("empty.txt", b"", "empty.txt is empty"),
     ("broken.txt", b"abc\xff\xfe" * 100, "broken.txt is not UTF-8 text, byte 3 is 0xff"),
-    ("short.txt", b"abc", "short.txt has 3 bytes, expected at least 33"),
-    ("table.parquet", b"PAR1", "table.parquet, expected a file whose name ends in .txt"),
+    ("short.txt", b"abc", "short.txt has 3 tokens, expected at least 33"),
+    ("page.html", b"<p>", r"page.html, expected synthetic, a \.txt file or a folder of such, a file of \.jsonl"),
 ])
 def test_bad_files_are_named(tmp_path, name, content, said):
     (tmp_path / name).write_bytes(content)
@@ -101,12 +101,12 @@ def test_bad_files_are_named(tmp_path, name, content, said):
 
 
 def test_missing_data_are_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"--data: got 'bookcorpus', where nothing is, expected synthetic, a \.txt"):
-        rows("bookcorpus", SIZES, 32, 0)
+    with pytest.raises(FileNotFoundError, match=r"--data: got 'books.txt', where nothing is, expected synthetic, a \.txt"):
+        rows("books.txt", SIZES, 32, 0)
     with pytest.raises(FileNotFoundError, match=rf"--data: got {tmp_path}, which has no \.txt file in it"):
         rows(str(tmp_path), SIZES, 32, 0)
 
 
 def test_text_needs_a_model_of_bytes(tmp_path):
-    with pytest.raises(ValueError, match="for 100 tokens, expected synthetic: text has 256"):
+    with pytest.raises(ValueError, match=r"for 100 tokens, expected synthetic, .*: the tokenizer bytes has 256"):
         rows(str(tmp_path), sizes("MM", vocab_size=100), 32, 0)

@@ -17,18 +17,20 @@ from rich.console import Console
 from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 
-from experiments import checkpoints, record
+from experiments import checkpoints, record, steps
 from experiments import train as training
-from experiments.train import Interrupted, Stopped, learning_rate, train
+from experiments.steps import learning_rate
+from experiments.train import Interrupted, Stopped, train
 from experiments.workloads import get_workload
 
-from .small import small_run
+from .small import needs_graphs, small_run
 from .test_command_line import run as command
 
 pytestmark = pytest.mark.usefixtures("small")
 QUIET = Console(quiet=True)
 # torch's attention on a GPU does not repeat its gradients' bits
 REPEATING = ["mamba2"] if torch.cuda.is_available() else ["mamba2", "hybrid", "mambavision"]
+REPEATING += [pytest.param("graphmamba", marks=needs_graphs)]
 
 
 def losses(out: Path) -> list[float]:
@@ -50,14 +52,14 @@ def assert_same(out: Path, other: Path):
 
 def before_step(monkeypatch, number: int, act: Callable[[], None]):
     """Something happens at the beginning of a step."""
-    original = training._step
+    original = training.gradient
 
     def step(run, n, *rest):
         if n == number:
             act()
         return original(run, n, *rest)
 
-    monkeypatch.setattr(training, "_step", step)
+    monkeypatch.setattr(training, "gradient", step)
 
 
 def started(*arguments: object, **variables: object) -> subprocess.Popen[str]:
@@ -104,7 +106,7 @@ def test_images_are_told_apart_by_a_nat_more(tmp_path, mixer):
 def test_what_a_process_that_reads_data_says_is_one_line(tmp_path, monkeypatch):
     (tmp_path / "data" / "cat").mkdir(parents=True)
     (tmp_path / "data" / "cat" / "1.jpg").write_bytes(b"")
-    monkeypatch.setattr(training, "DataLoader", lambda *given, **named: DataLoader(*given, **named | {"num_workers": 1}))
+    monkeypatch.setattr(steps, "DataLoader", lambda *given, **named: DataLoader(*given, **named | {"num_workers": 1}))
     with pytest.raises(ValueError, match=r"^--data: .*cat/1\.jpg cannot be read as an image \(it is empty\); replace it.*$"):
         train(small_run("mambavision", mixer="ssd", data=str(tmp_path / "data")), tmp_path / "run", QUIET)
     assert not (tmp_path / "run").exists()
@@ -187,7 +189,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, monkeypatch):
 
 
 def test_what_does_not_fit_the_memory_is_said_in_terms_of_the_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(training, "_step", lambda *_: out_of_memory())
+    monkeypatch.setattr(training, "gradient", lambda *_: out_of_memory())
     with pytest.raises(Stopped, match=r"--batch: 4 rows of 64 tokens of mamba2 small do not fit .*; expected fewer"):
         train(small_run(), tmp_path / "run", QUIET)
     assert not (tmp_path / "run").exists()
@@ -230,11 +232,13 @@ def test_the_command_line(tmp_path):
     (("--steps", "0"), "--steps: got 0, expected at least 1"),
     (("--batch", "0"), "--batch: got 0, expected at least 1"),
     (("--seqlen", "1"), "--seqlen: got 1, expected at least 2"),
-    (("--save-every", "0"), "--save-every: got 0, expected at least 1"),
+    (("--save-every", "-1"), "--save-every: got -1, expected at least 0"),
     (("--weight-decay", "-1"), "--weight-decay: got -1.0, expected at least 0"),
     (("--lr", "nan"), "--lr: got nan, expected more than 0"),
     (("--steps", "3", "--warmup", "4"), "--warmup: got 4, expected at most --steps, 3"),
-    (("--data", "bookcorpus"), "--data: got 'bookcorpus', where nothing is, expected synthetic, a .txt file or a folder"),
+    (("--data", "books.txt"), "--data: got 'books.txt', where nothing is, expected synthetic, a .txt file or a folder"),
+    (("--tokenizer", "gpt2"), "--tokenizer: got 'gpt2' with --data synthetic, expected none"),
+    (("--workload", "mambavision", "--tokenizer", "gpt2"), "--tokenizer: got 'gpt2', expected none: mambavision reads no text"),
     (("--resume",), "--resume: got --out"),
 ])
 def test_bad_settings_are_refused(tmp_path, given, said):

@@ -1,0 +1,131 @@
+"""What mixes the tokens of sequences that stand one after another in one row: Mamba-1, or Mamba-2's SSD."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ssd.block import causal_conv1d_fn
+from ssd.modules import Mamba2
+
+from .mamba1 import scan_of
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Where tokens are whose sequences stand one after another, without padding.
+
+    Attributes:
+        number, place: (tokens,) int64, the sequence of each token, which rises, and the token's place in it.
+        lengths: (sequences,) int64.
+        longest: of the lengths.
+    """
+
+    number: Tensor
+    place: Tensor
+    lengths: Tensor
+    longest: int
+
+    @classmethod
+    def of(cls, number: Tensor, ends: Tensor) -> Sequences:
+        """number: as above; ends: (sequences + 1,), 0 and the places in the row at which sequences end."""
+        place = torch.arange(len(number), device=number.device) - ends[number]
+        lengths = ends.diff()
+        return cls(number, place, lengths, int(lengths.max()))
+
+    @classmethod
+    def alike(cls, count: int, length: int, device: torch.device) -> Sequences:
+        """That many sequences of one length."""
+        tokens = torch.arange(count * length, device=device)
+        return cls(tokens // length, tokens % length, torch.full((count,), length, device=device), length)
+
+    def backwards(self) -> Tensor:
+        """(tokens,), where the token is that takes each one's place when every sequence is turned round."""
+        return torch.arange(len(self.number), device=self.number.device) + self.lengths[self.number] - 1 - 2 * self.place
+
+    def dense(self, row: Tensor) -> Tensor:
+        """(tokens, channels) as (sequences, longest, channels), zeros after what is shorter."""
+        padded = row.new_zeros(len(self.lengths) * self.longest, row.shape[1])
+        return padded.index_copy(0, self._slots(), row).view(-1, self.longest, row.shape[1])
+
+    def packed(self, dense: Tensor) -> Tensor:
+        """What `dense` was made of."""
+        return dense.flatten(0, 1).index_select(0, self._slots())
+
+    def _slots(self) -> Tensor:
+        return self.number * self.longest + self.place
+
+
+class Mamba1(nn.Module):
+    """A Mamba-1 block (arXiv:2312.00752, section 3.4) that is as wide inside as outside.
+
+    Sequences are padded at their ends, which nothing before them sees. At the start -A is 1 to d_state in every channel, and
+    steps are drawn between 0.001 and 0.1, as that paper's code has it.
+
+    Args:
+        d_model: channels in and out.
+        d_state: states of a channel.
+        variant: of the scan, see `mamba1.scan_of`.
+        d_conv: width of the causal convolution.
+    """
+
+    def __init__(self, d_model: int, d_state: int, variant: str, d_conv: int = 4):
+        super().__init__()
+        rank = -(-d_model // 16)
+        scan_of(variant)  # refuses it before there is a model
+        self.splits, self.variant = (rank, d_state, d_state), variant
+        self.in_proj = nn.Linear(d_model, 2 * d_model, bias=False)
+        self.conv1d = nn.Conv1d(d_model, d_model, d_conv, groups=d_model)  # its parameters; the kernels of `ssd.block` convolve
+        self.x_proj = nn.Linear(d_model, sum(self.splits), bias=False)
+        self.dt_proj = nn.Linear(rank, d_model)
+        self.out_proj = nn.Linear(d_model, d_model, bias=False)
+        steps = torch.empty(d_model).uniform_(math.log(0.001), math.log(0.1)).exp()
+        with torch.no_grad():
+            nn.init.uniform_(self.dt_proj.weight, -(rank**-0.5), rank**-0.5)
+            self.dt_proj.bias.copy_(steps + torch.log(-torch.expm1(-steps)))  # softplus of it gives the step
+        self.A_log = nn.Parameter(torch.arange(1.0, d_state + 1).log().repeat(d_model, 1))
+        self.D = nn.Parameter(torch.ones(d_model))
+        for parameter in (self.A_log, self.D, self.dt_proj.bias):
+            parameter._no_weight_decay = True
+
+    def forward(self, row: Tensor, sequences: Sequences) -> Tensor:
+        """row: (tokens, d_model), to the same."""
+        x, z = sequences.dense(self.in_proj(row)).mT.chunk(2, 1)  # [sequences, d_model, longest]
+        x = causal_conv1d_fn(x, self.conv1d.weight.squeeze(1), self.conv1d.bias, activation="silu")
+        shape = (x.shape[0], x.shape[2])
+
+        def by_sequence(t: Tensor) -> Tensor:
+            """[features, sequences * longest] as (sequences, features, longest), in place: the scan likes tokens contiguous."""
+            return t.unflatten(1, shape).transpose(0, 1)
+
+        dt, B, C = (self.x_proj.weight @ x.transpose(0, 1).flatten(1)).split(self.splits)
+        delta = self.dt_proj.weight @ dt
+        y = scan_of(self.variant)(x.contiguous(), by_sequence(delta), -self.A_log.exp(), by_sequence(B), by_sequence(C), self.D,
+                                  z.contiguous(), self.dt_proj.bias)
+        return self.out_proj(sequences.packed(y.mT))
+
+
+class PackedMamba2(Mamba2):
+    """A Mamba-2 block as wide inside as outside, on all sequences in one row, without padding: seq_idx keeps them apart."""
+
+    def forward(self, row: Tensor, sequences: Sequences) -> Tensor:
+        """row: (tokens, d_model), to the same."""
+        return super().forward(row[None], seq_idx=sequences.number.int()[None])[0]
+
+
+class Bidirectional(nn.Module):
+    """The sum of one mixer along each sequence and of another against it."""
+
+    def __init__(self, make: Callable[[], nn.Module]):
+        super().__init__()
+        self.along, self.against = make(), make()
+
+    def forward(self, row: Tensor, sequences: Sequences) -> Tensor:
+        """row: (tokens, d_model), to the same."""
+        backwards = sequences.backwards()
+        turned = self.against(row.index_select(0, backwards), sequences)
+        return self.along(row, sequences) + turned.index_select(0, backwards)

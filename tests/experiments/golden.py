@@ -1,0 +1,36 @@
+"""Losses of the tiny presets, as they were: python -m tests.experiments.golden writes them anew, on a CPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from rich.console import Console
+
+from experiments.runs import run_of
+from experiments.train import train
+from experiments.workloads import get_workload, workload_names
+
+GOLDEN = Path(__file__).with_suffix(".json")
+STEPS = 30
+CASES = [(name, mixer) for name in workload_names() for mixer in get_workload(name).mixers]
+
+
+def trained(workload: str, mixer: str, variant: str = "torch", steps: int = STEPS) -> list[float]:
+    """Losses of every step."""
+    run = run_of(workload, mixer=mixer, variant=variant, steps=steps, save_every=0)
+    with TemporaryDirectory() as folder:
+        out = Path(folder)
+        train(run, out, Console(quiet=True), rows=out)
+        return [json.loads(line)["loss"] for line in (out / "log.jsonl").read_text().splitlines()]
+
+
+def main() -> None:
+    found = {f"{workload} {mixer}": trained(workload, mixer) for workload, mixer in CASES}
+    lines = (f'  "{name}": {json.dumps([round(loss, 5) for loss in losses])}' for name, losses in found.items())
+    GOLDEN.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+if __name__ == "__main__":
+    main()

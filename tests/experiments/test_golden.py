@@ -1,0 +1,48 @@
+"""The tiny presets train: losses fall by what is said here, and are those of before; with kernels, those without."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from experiments.workloads import get_workload
+from ssd.block import arguments
+
+from .golden import CASES, GOLDEN, STEPS, trained
+from .small import needs_graphs
+
+GOLDEN_LOSSES = json.loads(GOLDEN.read_text())
+FALLS = {"mamba2": 1.8, "hybrid": 1.8, "mambavision": 1.2, "graphmamba": 0.3}  # nats in 30 steps
+over_cases = pytest.mark.parametrize("workload, mixer", [
+    pytest.param(*case, marks=needs_graphs if case[0] == "graphmamba" else ()) for case in CASES])
+
+
+@pytest.fixture(autouse=True)
+def _in_torch(monkeypatch):
+    monkeypatch.setattr(arguments, "INTERPRETED", False)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU draws other weights")
+@over_cases
+def test_losses_are_those_of_before(workload, mixer):
+    losses = trained(workload, mixer)
+    assert losses[:3] == pytest.approx(GOLDEN_LOSSES[f"{workload} {mixer}"][:3], rel=1e-4)
+    # from there on rounding grows, which another processor does in its own way
+    assert losses == pytest.approx(GOLDEN_LOSSES[f"{workload} {mixer}"], rel=3e-2)
+    assert losses[0] - losses[-1] > FALLS[workload]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("variant", ["baseline", "fused", "persistent"])
+@pytest.mark.parametrize("workload", ["mamba2", "hybrid", "mambavision", pytest.param("graphmamba", marks=needs_graphs)])
+def test_every_variant_learns_the_same(workload, variant):
+    losses, expected = (trained(workload, "ssd", name, steps=20) for name in (variant, "torch"))
+    assert losses[:3] == pytest.approx(expected[:3], rel=1e-3)
+    assert losses == pytest.approx(expected, rel=3e-2)
+
+
+def test_every_workload_has_its_golden_losses():
+    assert GOLDEN_LOSSES.keys() == {f"{workload} {mixer}" for workload, mixer in CASES}
+    assert all(len(losses) == STEPS and all(map(math.isfinite, losses)) for losses in GOLDEN_LOSSES.values())
+    assert all("tiny" in get_workload(workload).presets for workload in FALLS)

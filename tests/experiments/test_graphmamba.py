@@ -1,0 +1,240 @@
+"""The model of graphs: sizes, graphs that see nothing of each other, numbers of nodes that mean nothing, losses; training."""
+
+import math
+import statistics
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from experiments.steps import decaying
+from experiments.train import train
+from experiments.workloads import Preset, get_workload
+from experiments.workloads.graph_layers import degree_orders
+from experiments.workloads.graph_mixers import Sequences
+from experiments.workloads.graph_model import GraphModel, graph_loss
+from experiments.workloads.graphs import MALNET_TINY, MNIST, PEPTIDES_FUNC, VOC_SP, GraphData
+
+from .small import VARIANT, graph_sizes, needs_graphs, small_run
+from .test_command_line import run as command
+from .test_train import QUIET, losses
+
+pytestmark = pytest.mark.usefixtures("small")
+PARAMETERS = {
+    "tiny": (36122, 35238), "tiny-walks": (56026, 53374), "peptides-func": (494810, 485502),
+    "peptides-func-walks": (699482, 676212), "mnist": (116826, 113736), "voc-sp": (497429, 488121),
+    "malnet-tiny": (280783, 274253),
+}
+KINDS = [("mamba1", "nodes"), ("ssd", "nodes"), ("mamba1", "walks"), ("ssd", "walks")]
+NODES = (7, 1, 12, 4)
+
+
+def batch_of(nodes=NODES, data: GraphData = PEPTIDES_FUNC, edges: int = 3) -> dict[str, torch.Tensor]:
+    """Graphs of so many nodes, with that many random edges for each node but those that are alone."""
+    number = torch.arange(len(nodes)).repeat_interleave(torch.tensor(nodes))
+    ptr = torch.tensor([0, *nodes]).cumsum(0)
+    edge_index = torch.cat([torch.randint(low, high, (2, edges * (high - low) * (high - low > 1)))
+                            for low, high in ptr.unfold(0, 2, 1).tolist()], 1)
+
+    def columns(features, rows):
+        if isinstance(features, tuple):
+            return torch.stack([torch.randint(count, (rows,)) for count in features], 1)
+        return torch.randn(rows, features)
+
+    y = {"labels": torch.randint(2, (len(nodes), data.outputs)).float(), "graphs": torch.randint(data.outputs, (len(nodes),)),
+         "nodes": torch.randint(data.outputs, (len(number),))}[data.task]
+    return {"x": columns(data.node_features, len(number)), "random_walk_pe": torch.rand(len(number), data.pe_steps),
+            "edge_index": edge_index, "edge_attr": columns(data.edge_features, edge_index.shape[1]), "y": y, "batch": number,
+            "ptr": ptr}
+
+
+def doubled(batch):
+    return {name: t.double() if t.is_floating_point() else t for name, t in batch.items()}
+
+
+def trained(mixer: str, tokens: str, batch) -> GraphModel:
+    """In fp64 and eval mode, with norms that have seen a batch."""
+    torch.manual_seed(0)
+    model = GraphModel(graph_sizes(mixer=mixer, tokens=tokens), "torch").double()
+    with torch.no_grad():
+        model(batch)
+    return model.eval()
+
+
+def drawn(batch) -> dict[str, torch.Tensor]:
+    """The random numbers of `GraphModel.forward` in eval mode; walks go to any node of the graph."""
+    number, ptr = batch["batch"], batch["ptr"]
+    low, high = ptr[number, None], ptr[number + 1, None]
+    walks = torch.arange(len(number))[:, None].expand(-1, 2)
+    return {"noise": torch.rand(2, 5, len(number)),
+            "walks": torch.stack([walks, *(low + torch.rand(2, len(number), 2) * (high - low)).long()])}
+
+
+@pytest.mark.parametrize("preset", get_workload("graphmamba").presets)
+def test_parameter_counts(preset):
+    found = get_workload("graphmamba")
+    counts = []
+    for mixer in found.mixers:
+        with torch.device("meta"):
+            model = found.build(replace(found.presets[preset].sizes, mixer=mixer), "auto", False)
+        counts.append(sum(parameter.numel() for parameter in model.parameters()))
+    assert tuple(counts) == PARAMETERS[preset]
+
+
+@pytest.mark.parametrize("pooling", ["mean", "max"])
+@pytest.mark.parametrize("tokens", ["nodes", "walks"])
+def test_the_model_is_its_parts(pooling, tokens):
+    torch.manual_seed(0)
+    batch = batch_of()
+    random = drawn(batch)
+    model = GraphModel(graph_sizes(mixer="ssd", tokens=tokens, pooling=pooling), "torch").eval()
+    h, e = model.of_nodes(batch["x"]) + model.of_positions(batch["random_walk_pe"]), model.of_edges(batch["edge_attr"])
+    if tokens == "walks":
+        h = model.of_walks(h, random["walks"])
+    for layer, noise in zip(model.layers, random["noise"], strict=True):
+        orders = degree_orders(batch["edge_index"], batch["batch"], noise)
+        h, e = layer(h, e, batch["edge_index"], Sequences.of(batch["batch"], batch["ptr"]), orders)
+    pooled = torch.stack([nodes.mean(0) if pooling == "mean" else nodes.amax(0) for nodes in h.split(NODES)])
+    torch.testing.assert_close(model(batch, **random), model.head(pooled))
+
+
+@pytest.mark.parametrize("mixer, tokens", KINDS)
+def test_a_graph_among_many_is_as_alone(mixer, tokens):
+    batch = doubled(batch_of())
+    model, random = trained(mixer, tokens, batch), drawn(batch)
+    together = model(batch, **random)
+    for graph, (low, high) in enumerate(batch["ptr"].unfold(0, 2, 1).tolist()):
+        nodes = slice(low, high)
+        edges = (batch["edge_index"][0] >= low) & (batch["edge_index"][0] < high)
+        alone = {"x": batch["x"][nodes], "random_walk_pe": batch["random_walk_pe"][nodes],
+                 "edge_index": batch["edge_index"][:, edges] - low, "edge_attr": batch["edge_attr"][edges],
+                 "batch": torch.zeros(high - low, dtype=torch.int64), "ptr": torch.tensor([0, high - low])}
+        found = model(alone, random["noise"][..., nodes], random["walks"][:, nodes] - low)
+        torch.testing.assert_close(found[0], together[graph], rtol=1e-9, atol=1e-9)
+        assert (together[graph] != together[graph - 1]).all()
+
+
+@pytest.mark.parametrize("mixer, tokens", KINDS)
+def test_the_numbers_of_nodes_mean_nothing(mixer, tokens):
+    batch = doubled(batch_of())
+    model, random = trained(mixer, tokens, batch), drawn(batch)
+    order = torch.cat([low + torch.randperm(high - low) for low, high in batch["ptr"].unfold(0, 2, 1).tolist()])
+    new = order.argsort()
+    edges = torch.randperm(batch["edge_index"].shape[1])
+    other = {**batch, "x": batch["x"][order], "random_walk_pe": batch["random_walk_pe"][order],
+             "edge_index": new[batch["edge_index"][:, edges]], "edge_attr": batch["edge_attr"][edges]}
+    moved = model(other, random["noise"][..., order], new[random["walks"][:, order]])
+    torch.testing.assert_close(moved, model(batch, **random), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("mixer, tokens", KINDS)
+@pytest.mark.parametrize("nodes, edges", [(NODES, 0), ((1, 1), 1), ((3, 1), 1)])
+def test_graphs_of_one_node_and_without_edges(mixer, tokens, nodes, edges):
+    batch = batch_of(nodes, edges=edges)
+    assert edges or batch["edge_index"].shape == (2, 0)
+    model = GraphModel(graph_sizes(mixer=mixer, tokens=tokens), "torch")
+    graph_loss(model, batch).backward()
+    model.eval()
+    assert model(batch).isfinite().all()
+    for name, t in (*model.named_parameters(), *model.named_buffers()):
+        assert t.isfinite().all() and (t.grad is None or t.grad.isfinite().all()), name
+
+
+def test_one_permutation_in_training_and_five_in_eval():
+    batch = batch_of()
+    model = GraphModel(graph_sizes(), "torch")
+    calls = []
+    model.layers[0].mixer.register_forward_hook(lambda *_: calls.append(1))
+    for mode, expected in ((True, 1), (False, 5)):
+        model.train(mode)
+        calls.clear()
+        model(batch)
+        assert len(calls) == expected
+    torch.manual_seed(1)
+    noise = torch.rand(2, 5, sum(NODES))
+    torch.manual_seed(1)
+    assert torch.equal(model(batch), model(batch, noise)), "the noise is torch's generator's"
+
+
+@pytest.mark.parametrize("data, pooling", [(MNIST, "mean"), (MALNET_TINY, "max"), (VOC_SP, "mean")])
+def test_losses_of_classes(data, pooling):
+    torch.manual_seed(0)
+    batch = batch_of(data=data)
+    model = GraphModel(graph_sizes(data=data, pooling=pooling, head_layers=3, mixer="ssd"), "torch")
+    noise = torch.rand(2, 1, sum(NODES))
+    model.forward = lambda given, forward=model.forward: forward(given, noise)
+    logits, y = model(batch), batch["y"]
+    assert logits.shape == (len(y), data.outputs)
+    each = F.cross_entropy(logits, y, reduction="none")
+    weights = torch.ones(len(y))
+    if data.task == "nodes":
+        weights = torch.tensor([(y != own).float().mean() for own in y])
+    torch.testing.assert_close(graph_loss(model, batch), (weights * each).sum() / weights.sum())
+
+
+def test_a_class_that_is_alone_in_its_batch_has_a_loss():
+    batch = batch_of(data=VOC_SP)
+    batch["y"].zero_()
+    assert graph_loss(GraphModel(graph_sizes(data=VOC_SP, mixer="ssd"), "torch"), batch).isfinite()
+
+
+@pytest.mark.parametrize("mixer, tokens", KINDS)
+def test_computing_again_changes_nothing(mixer, tokens):
+    batch, results = batch_of(), []
+    for again in (False, True):
+        torch.manual_seed(0)
+        model = GraphModel(graph_sizes(mixer=mixer, tokens=tokens), "torch", checkpoint_activations=again)
+        graph_loss(model, batch).backward()
+        results.append([*(p.grad for p in model.parameters() if p.grad is not None), *model.buffers()])
+        assert {norm.momentum for norm in model.modules() if isinstance(norm, torch.nn.BatchNorm1d)} == {0.1}
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("mixer, tokens", KINDS)
+@pytest.mark.parametrize("data", [PEPTIDES_FUNC, MNIST])
+def test_layers_pass_on_what_weights_are_under_autocast(data, mixer, tokens):
+    batch, seen = batch_of(data=data), []
+    model = GraphModel(graph_sizes(data=data, mixer=mixer, tokens=tokens), "torch")
+    for layer in model.layers:
+        layer.register_forward_hook(lambda _, given, results: seen.extend(t.dtype for t in (*given[:2], *results)))
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = graph_loss(model, batch)
+    loss.backward()
+    assert seen == [torch.float32] * 8 and loss.dtype == torch.float32
+
+
+@pytest.mark.parametrize("mixer", ["mamba1", "ssd"])
+def test_what_does_not_decay(mixer):
+    model = GraphModel(graph_sizes(mixer=mixer), "torch")
+    place = "layers.0.mixer."
+    names = {name.removeprefix(place) for name, _ in model.named_parameters() if name.startswith(place)}
+    assert {name for name in names if place + name not in decaying(model)} == {
+        "mamba1": {"A_log", "D", "dt_proj.bias", "conv1d.bias"}, "ssd": {"A_log", "D", "dt_bias", "conv1d.bias", "norm.weight"},
+    }[mixer]
+
+
+@needs_graphs
+@pytest.mark.parametrize("mixer, tokens", [("mamba1", "nodes"), ("ssd", "nodes"), ("ssd", "walks")])
+def test_the_loss_falls_below_chance(tmp_path, monkeypatch, mixer, tokens):
+    """On drawn digits, each as frequent as any other."""
+    preset = Preset(graph_sizes(data=replace(MNIST, nodes=(40, 50)), tokens=tokens), batch=8, lr=2e-2, weight_decay=0.01)
+    monkeypatch.setitem(get_workload("graphmamba").presets, "small", preset)
+    variant = "auto" if mixer == "mamba1" else VARIANT
+    run = small_run("graphmamba", mixer=mixer, variant=variant, steps=40)
+    row = train(run, tmp_path / "run", QUIET, rows=tmp_path / "rows")
+    assert statistics.mean(losses(tmp_path / "run")[-10:]) < math.log(10) - 0.25
+    assert row["unit"] == "graphs" and row["floor"] is None and row["seqlen"] is None
+
+
+@pytest.mark.parametrize("given, said", [
+    (("--variant", "fused"), "--variant: got 'fused', expected auto, torch, mamba_ssm with --mixer mamba1, which has no SSD"),
+    (("--mixer", "attention"), "--mixer: got 'attention', expected one of mamba1, ssd"),
+    (("--seqlen", "64"), "--seqlen: got 64, expected none: graphs of graphmamba are as large as they are"),
+    (("--data", "nowhere"), "--data: got 'nowhere', where no folder is, expected synthetic, or the root of torch_geometric's"),
+])
+@needs_graphs
+def test_bad_settings_are_refused(tmp_path, given, said):
+    result = command("train", "--workload", "graphmamba", *given, "--out", tmp_path / "run")
+    assert result.exit_code == 2 and result.stderr.startswith(f"error: {said}") and result.stderr.count("\n") == 1
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,98 @@
+"""Text through datasets and tokenizers: every document once, in the tokens asked for, and what is refused."""
+
+import json
+import sys
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from experiments.workloads import hub_text
+from experiments.workloads.text import rows
+
+from .small import sizes
+
+datasets = pytest.importorskip("datasets")
+TEXTS = ["to be or not to be", "", "that is the question", None, "to sleep"]
+WORDS = {word: n for n, word in enumerate(["?", *sorted({*" ".join(filter(None, TEXTS)).split()})])}
+SIZES = sizes("MM", vocab_size=256)
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+@pytest.fixture
+def tokenizer(tmp_path) -> str:
+    made = Tokenizer(models.WordLevel(WORDS, unk_token="?"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    made.save(str(tmp_path / "tokenizer.json"))
+    return str(tmp_path)
+
+
+@pytest.fixture(params=["jsonl", "parquet", "csv"])
+def file(request, tmp_path) -> str:
+    path = tmp_path / f"text.{request.param}"
+    if request.param == "jsonl":
+        path.write_text("".join(json.dumps({"text": text, "id": n}) + "\n" for n, text in enumerate(TEXTS)))
+    else:
+        table = datasets.Dataset.from_dict({"text": TEXTS})
+        table.to_parquet(path) if request.param == "parquet" else table.to_csv(path)
+    return str(path)
+
+
+def test_rows_of_a_file_are_documents(file, tokenizer):
+    encode, known = hub_text.encoder(tokenizer)
+    assert known == len(WORDS)
+    tokens, ends = hub_text.read(file, encode, tokenizer)
+    lists = [[WORDS[word] for word in (text or "").split()] for text in TEXTS]
+    assert [part.tolist() for part in np.split(tokens, ends[:-1])] == lists and tokens.dtype == np.int32
+
+
+def test_another_tokenizer_is_not_served_from_the_cache(file, tokenizer):
+    for name in (tokenizer, "bytes", tokenizer):
+        data = rows(file, SIZES, 4, 0, name)
+        expected = sum(len((text or "").split()) if name == tokenizer else len((text or "").encode()) for text in TEXTS)
+        assert len(data.source.tokens) == expected
+
+
+def test_txt_files_with_a_tokenizer(tmp_path, tokenizer):
+    for name, text in (("a.txt", TEXTS[0]), ("b.txt", TEXTS[2])):
+        (tmp_path / name).write_text(text)
+    source = rows(str(tmp_path), SIZES, 4, 0, tokenizer).source
+    assert source.tokens.tolist() == [WORDS[word] for word in f"{TEXTS[0]} {TEXTS[2]}".split()]
+    assert source.ends.tolist() == [6, 10]
+
+
+def test_a_data_set_by_name(monkeypatch):
+    asked = []
+    monkeypatch.setattr(datasets, "load_dataset", lambda *given, **named: asked.append((given, named)) or
+                        datasets.Dataset.from_dict({"text": TEXTS}))
+    assert len(rows("wikitext:wikitext-2-v1", SIZES, 4, 0).source.tokens) == 18 + 20 + 8
+    assert asked == [(("wikitext", "wikitext-2-v1"), {"split": "train"})]
+
+
+def test_what_is_refused(tmp_path, tokenizer, monkeypatch):
+    def unknown(*_, **__):
+        raise ConnectionError("no network\nat all")
+
+    (tmp_path / "broken.parquet").write_bytes(b"PAR1")
+    (tmp_path / "other.jsonl").write_text('{"body": "x"}\n')
+    (tmp_path / "empty.jsonl").write_text('{"text": ""}\n')
+    for name, said in (("broken.parquet", "but datasets cannot read it"), ("empty.jsonl", "has no text in its column 'text'"),
+                       ("other.jsonl", "has the columns body, expected 'text'")):
+        with pytest.raises(ValueError, match=f"--data: .*{name}.* {said}") as error:
+            rows(str(tmp_path / name), SIZES, 4, 0)
+        assert "\n" not in str(error.value)
+    with pytest.raises(ValueError, match=f"for 8 tokens, expected synthetic, .*: the tokenizer .* has {len(WORDS)}"):
+        rows(str(tmp_path / "other.jsonl"), sizes("MM", vocab_size=8), 4, 0, tokenizer)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"--tokenizer: .* cannot be loaded .*expected bytes, a tokenizer\.json"):
+        rows(str(tmp_path / "other.jsonl"), SIZES, 4, 0, tokenizer)
+    monkeypatch.setattr(datasets, "load_dataset", unknown)
+    with pytest.raises(ValueError, match=r"--data: got books, but it is no path, and datasets knows no such .*\(no network\)"):
+        rows("books", SIZES, 4, 0)
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ImportError, match=r"datasets is not installed, which reads text that is no \.txt file: pip install"):
+        rows("books", SIZES, 4, 0)

@@ -1,0 +1,151 @@
+"""Variants inside workloads: two rows each, what has them is not run again, and what fails costs nothing else."""
+
+import csv
+import io
+import os
+import signal
+from dataclasses import replace
+
+import pytest
+import torch
+from rich.console import Console
+
+from experiments import record, sweep, table
+from experiments import train as training
+from experiments.kernel_names import is_of_operator
+from experiments.step_time import Candidate, put_inside
+from experiments.workloads import get_workload
+from ssd import Options
+
+from .small import small_run
+from .test_command_line import run as command
+
+pytestmark = pytest.mark.usefixtures("small")
+QUIET = Console(quiet=True)
+
+
+@pytest.fixture
+def plan(tmp_path) -> sweep.Plan:
+    run = small_run(steps=3, save_every=0)
+    return sweep.Plan((run,), ("torch", "auto"), repeats=2, warmup=1, folder=tmp_path / "runs", out=tmp_path / "rows")
+
+
+def test_two_variants_give_a_table(plan):
+    assert sweep.run(plan, QUIET) == []
+    rows = sweep.committed(plan.out)
+    assert [(row["variant"], row["workload"], row["preset"], row["mixer"]) for row in rows] == [
+        ("torch", "mamba2", "small", "ssd"), ("auto", "mamba2", "small", "ssd")]
+    assert rows[0]["loss"] == pytest.approx(rows[1]["loss"], rel=1e-3) and all(row["p50_us"] > 0 for row in rows)
+    text = table.render(rows, "markdown", table.STEPS)
+    assert text.count("\n") == 4 and "tokens" in text
+    assert "\\toprule" in table.render(rows, "latex", table.STEPS)
+    (first, _) = csv.DictReader(io.StringIO(table.render(rows, "csv", table.STEPS)))
+    assert float(first["p50_us"]) == rows[0]["p50_us"]
+
+
+def test_what_has_its_row_is_not_run_again(plan, monkeypatch):
+    sweep.run(replace(plan, variants=("torch",)), QUIET)
+    trained = []
+    monkeypatch.setattr(sweep, "train", lambda run, *_: trained.append(run.variant))
+    assert sweep.run(plan, QUIET) == [] and trained == ["auto"]
+    steps = [row["variant"] for row in record.read(plan.out, bench="step")]
+    assert steps == ["torch", "torch", "auto"], "times of two sittings do not compare"
+    sweep.run(replace(plan, variants=("torch",), again=True), QUIET)
+    assert trained == ["auto", "torch"] and len(record.read(plan.out, bench="step")) == 4
+
+
+def test_what_fails_is_reported_and_the_rest_goes_on(plan):
+    failed = sweep.run(replace(plan, variants=("mamba_ssm", "torch") if not torch.cuda.is_available() else ("torch",)), QUIET)
+    assert [row["variant"] for row in record.read(plan.out, bench="train")] == ["torch"]
+    if not torch.cuda.is_available():
+        (line,) = failed
+        assert line.startswith("mamba2 small ssd mamba_ssm: ")
+
+
+def test_a_step_that_fails_costs_only_itself(plan, monkeypatch):
+    original = get_workload("mamba2")
+
+    def loss(model, batch):
+        if model.layers[0].mixer.variant == "auto":
+            raise RuntimeError("it does not fit\nat all")
+        return original.loss(model, batch)
+
+    broken = replace(original, loss=loss)
+    monkeypatch.setattr("experiments.step_time.get_workload", lambda name: broken)
+    monkeypatch.setattr(training, "get_workload", lambda name: broken)
+    failed = sweep.run(plan, QUIET)
+    assert failed == ["mamba2 small ssd auto: it does not fit"] * 2
+    assert [row["variant"] for row in record.read(plan.out, bench="step")] == ["torch"]
+
+
+def test_a_sweep_that_was_ended_goes_on(plan, monkeypatch):
+    plan, original = replace(plan, variants=("torch",)), training.gradient
+
+    def ended(run, step, *rest):
+        if step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original(run, step, *rest)
+
+    with monkeypatch.context() as patch, pytest.raises(training.Interrupted):
+        patch.setattr(training, "gradient", ended)
+        sweep.run(plan, QUIET)
+    taken = []
+    monkeypatch.setattr(training, "gradient", lambda run, step, *rest: taken.append(step) or original(run, step, *rest))
+    assert sweep.run(plan, QUIET) == [] and taken == [3]
+
+
+def test_a_killed_training_begins_anew(plan, monkeypatch):
+    plan = replace(plan, variants=("torch",))
+    (left,) = (plan.folder / "sweep-mamba2-small-ssd-torch-0",)
+    left.mkdir(parents=True)
+    (left / "log.jsonl").write_text('{"step": 1, "loss": 5.0}\n')
+    assert sweep.run(plan, QUIET) == []
+    assert len((left / "log.jsonl").read_text().splitlines()) == 3
+
+
+def test_each_option(plan):
+    names = [candidate.options for candidate in sweep._candidates("fused", True)]
+    assert names[0] == Options() and len(names) == len(set(names)) > 3
+    assert sweep._candidates("torch", True) == [Candidate("torch")] and len(sweep._candidates("fused", False)) == 1
+
+
+def test_a_variant_is_put_into_every_mixer():
+    model = get_workload("hybrid").build(get_workload("hybrid").presets["small"].sizes, "torch", False)
+    put_inside(model, Candidate("fused", Options(exp2=False)))
+    mixers = [layer.mixer for layer in model.layers if hasattr(layer.mixer, "variant")]
+    assert [(m.variant, m.options) for m in mixers] == [("fused", Options(exp2=False))] * 2
+    with pytest.raises(ValueError, match="the model has no mixer with a variant"):
+        put_inside(torch.nn.Linear(1, 1), Candidate("fused"))
+
+
+@pytest.mark.parametrize("name, is_its", [
+    ("hopper_scan_kernel", True), ("two_level_scan_kernel", True), ("sum_parts_kernel", True),
+    ("_chunk_scan_chunk_state_bwd_dx_kernel", True), ("_bmm_chunk_fwd_kernel", True),
+    ("void selective_scan_fwd_kernel<Selective_Scan_fwd_kernel_traits<32, 4>>(SSMParamsBase)", True),
+    ("conv1d_fwd_kernel", False), ("_layer_norm_fwd_1pass_kernel", False), ("nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NTN", False),
+])
+def test_whose_kernel_it_is(name, is_its):
+    assert is_of_operator(name) == is_its
+
+
+@pytest.mark.parametrize("text, parts", [
+    ("mamba2", ("mamba2", "tiny", None)),
+    ("hybrid:1b", ("hybrid", "1b", None)),
+    ("mambavision:T/ssd", ("mambavision", "T", "ssd")),
+])
+def test_names_of_workloads(text, parts):
+    assert sweep.parsed(text) == parts
+
+
+def test_the_command_line(tmp_path):
+    given = ("sweep", "--workload", "mamba2:small", "--steps", "2", "--dtype", "fp32", "--repeats", "2", "--warmup", "1",
+             "--folder", tmp_path / "runs", "--out", tmp_path / "rows")
+    result = command(*given, "--variant", "torch,auto")
+    assert result.exit_code == 0, result.stderr
+    assert "median times of a training step" in result.stdout
+    shown = command("table", "--bench", "step", "--out", tmp_path / "rows")
+    assert shown.exit_code == 0 and shown.stdout.count("small") == 2
+    unknown = command(*given, "--variant", "warp9")
+    assert unknown.exit_code == 2 and "--variant" in unknown.stderr
+    unknown = command("sweep", "--workload", "rnn", "--out", tmp_path / "rows")
+    assert unknown.exit_code == 2 and unknown.stderr.startswith("error: --workload: got 'rnn'")
