@@ -16,7 +16,7 @@ from rich.table import Table
 
 from .. import record, table
 
-# Of 103 pairs of rows of mamba_ssm, whose code is the same, at successive commits on an H200, 4 differ by more in a graph.
+# Of 108 pairs of rows of mamba_ssm, whose code is the same, at successive commits on an H200, 4 differ by more in a graph.
 NOISE = 0.05
 _HOST_BOUND = 1.1
 _SETTINGS = ("gpu", "bench", "part", "workload", "preset", "variant", "mode", "shape", "dtype", "chunk_size", "gpus", "way")
