@@ -1,4 +1,6 @@
-"""The command line: python -m experiments bench, ablate, block, train, sweep, table, readme, tune, choose or sanitize."""
+"""The command line: python -m experiments bench, ablate, block, train, sweep, characterize, report, compare, table, readme,
+tune, choose or sanitize.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterable
 from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import torch
 import typer
@@ -29,7 +31,9 @@ from . import record, sanitize, table
 from . import sweep as sweeps
 from .bench import CHUNK_SIZES, Candidate, Plan
 from .bench import run as run_bench
+from .characterize import commands as characterisation
 from .parallel import WAYS
+from .reasons import refuse as _refuse
 from .runs import DTYPES as TRAIN_DTYPES
 from .runs import OPTIMIZERS, run_of
 from .shapes import DTYPES, MODES, SHAPES, Shape, find_shapes
@@ -373,10 +377,10 @@ def _chunk_sizes(text: str) -> tuple[int, ...]:
     return tuple(map(int, _each("--chunk-size", text, [str(2**n) for n in range(4, 9)], "auto")))
 
 
-def _refuse(message: str) -> NoReturn:
-    typer.echo(f"error: {message}", err=True)
-    raise typer.Exit(2)
-
+for command in (characterisation.compare, characterisation.report, characterisation.characterize):
+    app.command()(command)
+for command in (characterisation.profiled_product, characterisation.profiled_step):
+    app.command(hidden=True)(command)
 
 if __name__ == "__main__":
     app()

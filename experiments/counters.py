@@ -30,6 +30,7 @@ from .bench import Candidate, Setting
 from .shapes import SHAPES
 
 _TIME, _READ, _WRITE = "gpu__time_duration.sum", "dram__bytes_read.sum", "dram__bytes_write.sum"
+TENSOR_FLOPS = "sm__ops_path_tensor_src_bf16_dst_fp32.sum"  # of bf16 operands alone
 # {key of a row: metric}
 _WARM = {
     "dram_pct": "dram__bytes.sum.pct_of_peak_sustained_elapsed",
@@ -43,10 +44,21 @@ _COLD = {
     "tensor_pct": "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed",
     "issue_pct": "sm__inst_issued.avg.pct_of_peak_sustained_active",
     "shared_pct": "l1tex__data_pipe_lsu_wavefronts_mem_shared.avg.pct_of_peak_sustained_elapsed",
+    "l1_hit_pct": "l1tex__t_sector_hit_rate.pct",
+    "waves": "launch__waves_per_multiprocessor",
+    "tensor_insts": "sm__inst_executed_pipe_tensor.sum",
+    "tensor_flops": TENSOR_FLOPS,
+    "fadds": "smsp__sass_thread_inst_executed_op_fadd_pred_on.sum",
+    "fmuls": "smsp__sass_thread_inst_executed_op_fmul_pred_on.sum",
+    "ffmas": "smsp__sass_thread_inst_executed_op_ffma_pred_on.sum",
+    "exps": "smsp__thread_inst_executed_pipe_xu_pred_on.sum",  # all that the special function units do
+    **{f"stall_{reason}": f"smsp__average_warps_issue_stalled_{reason}_per_issue_active.ratio"
+       for reason in ("long_scoreboard", "barrier", "wait", "math_pipe_throttle", "gmma", "no_instruction")},
 }
+_COUNTED = ("tensor_insts", "tensor_flops", "fadds", "fmuls", "ffmas", "exps")
 _REQUIRED = (_TIME, _READ, _WRITE, _WARM["dram_pct"])
-_SUMMED = ("launches", "ncu_us", "dram_bytes", "blocks")
-_WEIGHTED = ("dram_pct", "occupancy_pct", "block_cycles", *_COLD)
+_SUMMED = ("launches", "ncu_us", "dram_bytes", "blocks", *_COUNTED)
+_WEIGHTED = ("dram_pct", "occupancy_pct", "block_cycles", *(key for key in _COLD if key not in _COUNTED))
 
 
 def run(rows: list[dict], out: Path, console: Console) -> None:
@@ -57,12 +69,12 @@ def run(rows: list[dict], out: Path, console: Console) -> None:
         return
     for row in rows:
         try:
-            launches = _profile(row)
+            launches = profile(_call_of(row))
         except (OSError, ValueError) as reason:
             text = f"--counters: {row['variant']} {row['shape']} {row['mode']}: ncu gave none: {reason}"
             console.print(text, style="yellow", markup=False)
             continue
-        kernels = _by_kernel(launches)
+        kernels = by_kernel(launches)
         identity = {key: row[key] for key in record.IDENTITY if key != "bench"}
         environment = record.environment()  # one time for all kernels: by it `committed` knows those of one run
         for kernel in kernels:
@@ -137,9 +149,13 @@ def _number(cell: str) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _profile(row: dict) -> list[dict]:
-    """Both runs' values of each launch, in order of launch, as a row has them."""
-    warm, cold = _ncu(row, (_TIME, _READ, _WRITE, *_WARM.values()), "none"), _ncu(row, _COLD.values(), "all")
+def profile(arguments: list[str]) -> list[dict]:
+    """Both runs' values of each launch that the command line with these arguments makes, in order, as a row has them.
+
+    Raises:
+        ValueError, OSError: as `ncu`; or the two runs differ, or a metric is missing that there must be.
+    """
+    warm, cold = ncu(arguments, (_TIME, _READ, _WRITE, *_WARM.values()), "none"), ncu(arguments, _COLD.values(), "all")
     if [launch["kernel"] for launch in warm] != [launch["kernel"] for launch in cold]:
         raise ValueError("two runs launched different kernels")
     return [_launch(a | b) for a, b in zip(warm, cold, strict=True)]
@@ -156,15 +172,25 @@ def _launch(metrics: dict) -> dict:
     }
 
 
-def _ncu(row: dict, metrics: Iterable[str], cache_control: str) -> list[dict]:
+def _call_of(row: dict) -> list[str]:
+    """What makes the call that the row measured, as arguments of the command line."""
     options = (f"--option={name}={str(value).lower()}" for name, value in (row["options"] or {}).items())
+    return ["profiled", *(str(row[key]) for key in ("variant", "shape", "mode", "dtype", "chunk_size")), *options]
+
+
+def ncu(arguments: list[str], metrics: Iterable[str], cache_control: str) -> list[dict]:
+    """The metrics of each launch between the profiler's start and stop while this command line runs with the arguments.
+
+    Raises:
+        ValueError: ncu failed, or saw no kernel; the message has the end of what it said.
+        OSError: it could not be started.
+    """
     with TemporaryDirectory() as folder:
         log = Path(folder) / "ncu.csv"
         command = [
             "ncu", "--csv", "--page", "raw", "--print-units", "base", "--clock-control", "none", "--kernel-name-base",
             "function", "--profile-from-start", "off", "--cache-control", cache_control, "--metrics", ",".join(metrics),
-            "--log-file", str(log), sys.executable, "-m", "experiments", "profiled",
-            *(str(row[key]) for key in ("variant", "shape", "mode", "dtype", "chunk_size")), *options,
+            "--log-file", str(log), sys.executable, "-m", "experiments", *arguments,
         ]
         ran = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"LC_ALL": "C"})
         text = log.read_text() if log.exists() else ""
@@ -175,7 +201,7 @@ def _ncu(row: dict, metrics: Iterable[str], cache_control: str) -> list[dict]:
     return parse(text)
 
 
-def _by_kernel(launches: list[dict]) -> list[dict]:
+def by_kernel(launches: list[dict]) -> list[dict]:
     """One row per kernel."""
     groups: dict[str, list[dict]] = {}
     for launch in launches:

@@ -28,22 +28,30 @@ _COMPARED = ("against", "against_p50_us", "against_graph_p50_us", "speedup", "gr
 _TRAINING = ("workload", "preset", "loss")
 KEYS = (*IDENTITY, *_MEASURED, *_COMPARED, *_TRAINING, *ENVIRONMENT)
 
+_COUNTED = ("kernel", "dram_bytes", "dram_pct", "l2_hit_pct", "occupancy_pct", "registers", "ncu_us", "block_cycles",
+            "blocks", "tensor_pct", "issue_pct", "shared_pct", "l1_hit_pct", "waves", "tensor_insts", "tensor_flops",
+            "fadds", "fmuls", "ffmas", "exps", "stall_long_scoreboard", "stall_barrier", "stall_wait",
+            "stall_math_pipe_throttle", "stall_gmma", "stall_no_instruction")
+
 # What a bench adds. err_seqlen: tokens that the error was taken over; note: why a value is missing; saved_mib: what a forward
 # keeps for the backward beside its inputs and output; step and changed: as `ablate.Step` has them; shard: which part of the
 # tests ran, if not all; found: errors and warnings of a tool; kernels: those that it named; part: of `block.PARTS`; apart: how
 # far our result is from upstream's; run: every setting of `runs.Run`; floor: a loss that no model gets below; unit: what
 # units_per_s counts, tokens, say; gpus and way: how many trained together, see `parallel`; ssm_us: of the kernels
-# of SSD or selective scan in a step; sitting: when rows began that were taken side by side.
+# of SSD or selective scan in a step; sitting: when rows began that were taken side by side; tensor_flops, tensor_insts, fadds,
+# fmuls, ffmas, exps and stall_*: see `counters`; phase (a scope), operator (a class, or idle), us and share (of a step): see
+# `characterize.collect`.
 EXTRA_KEYS = {
     "ssd": ("err_seqlen", "note", "saved_mib"),
     "ablate": ("step", "changed", "err_seqlen", "note", "saved_mib"),
-    "counters": ("kernel", "dram_bytes", "dram_pct", "l2_hit_pct", "occupancy_pct", "registers", "ncu_us", "block_cycles",
-                 "blocks", "tensor_pct", "issue_pct", "shared_pct"),
+    "counters": _COUNTED,
     "tests": ("passed", "failed", "skipped", "seconds", "shard"),
     "block": ("part", "apart", "note"),
     "step": ("run", "unit", "units_per_s", "ssm_us", "sitting", "note"),
     "train": ("run", "first_loss", "floor", "unit", "units_per_s", "parameters", "gpus", "way"),
     "sanitize": ("tool", "found", "kernels"),
+    "characterize": ("mixer", "phase", "operator", "us", "share", "steps"),
+    "step_counters": (*_COUNTED, "mixer", "operator"),
 }
 
 

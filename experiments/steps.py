@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
+from .characterize.scopes import BACKWARD, FORWARD, scope
 from .parallel import Team, whole
 from .reasons import first_line, last_line
 from .runs import Run
@@ -86,11 +87,12 @@ def gradient(run: Run, step: int, workload: Workload, model: nn.Module, optimize
     for n in range(run.accumulate):
         batch = next(batches)
         with team.averaging(model, now=n == run.accumulate - 1):
-            with torch.autocast(team.device.type, torch.bfloat16, enabled=run.dtype == "bf16"):
+            with scope(FORWARD), torch.autocast(team.device.type, torch.bfloat16, enabled=run.dtype == "bf16"):
                 loss = workload.loss(model, batch)
             weight = workload.terms(batch) / team.total(workload.terms(batch)).clamp(min=1) if workload.terms else 1 / team.size
             part = loss * weight / run.accumulate  # parts add up to the loss; averages of gradients are of `size` times that
-            (part * team.size).backward()
+            with scope(BACKWARD):
+                (part * team.size).backward()
         total += part.detach()
     norm = whole(nn.utils.clip_grad_norm_(model.parameters(), run.clip or math.inf))
     return {"loss": team.total(total).item(), "lr": rate, "grad_norm": norm.item()}

@@ -19,7 +19,7 @@ def _number(digits: int, scale: float = 1, missing: str = "") -> Callable:
     return lambda value: missing if value is None else f"{scale * value:.{digits}f}"
 
 
-def _microseconds(value: float | None) -> str:
+def microseconds(value: float | None) -> str:
     return "" if value is None else f"{value:.0f}" if value >= 100 else f"{value:.1f}"
 
 
@@ -42,8 +42,8 @@ COLUMNS = {
     "mode": ("mode", _text),
     "variant": ("variant", _text),
     "chunk": ("chunk_size", _text),
-    "us": ("p50_us", _microseconds),
-    "graph us": ("graph_p50_us", _microseconds),
+    "us": ("p50_us", microseconds),
+    "graph us": ("graph_p50_us", microseconds),
     "GB/s": ("effective_gbps", _number(0)),
     "of copy %": ("sol", _number(1, 100)),
     "TFLOP/s": ("tflops", _number(0)),
@@ -63,8 +63,8 @@ ABLATION = {
     "variant": ("variant", _text),
     "step": ("step", _text),
     "option": ("changed", _text),
-    "us": ("p50_us", _microseconds),
-    "graph us": ("graph_p50_us", _microseconds),
+    "us": ("p50_us", microseconds),
+    "graph us": ("graph_p50_us", microseconds),
     "relative": ("relative", _number(2)),
     "error": ("err_rms", _scientific),
 }

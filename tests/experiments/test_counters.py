@@ -19,13 +19,15 @@ from .rows import ENVIRONMENT, ssd_row, write
 
 WARM = (counters._TIME, counters._READ, counters._WRITE, *counters._WARM.values())
 NAMES = ("ID", "Kernel Name", *WARM, *counters._COLD.values())
+# L1 hits and waves; instructions and FLOPs of the tensor cores; additions, multiplications, both in one, exponentials; stalls
+REST = (5.0, 1.5, 1_000, 2_000_000, 30, 20, 10, 40, 3.0, 0.5, 0.4, 0.3, 0.2, 0.1)
 # time, read, written; dram %, occupancy %, registers, block cycles, blocks; L2 hits, tensor, issue and shared %
 LAUNCHES = (
-    (0, "_chunk_state", 10_000, 20_000_000, 4_000_000, 50.0, 25.0, 128, 4_000, 512, 60.0, 30.0, 40.0, 50.0),
-    (1, "_chunk_state", 30_000, 60_000_000, 40_800_000, 70.0, 25.0, 96, 8_000, "1,536", 40.0, 10.0, 40.0, 50.0),
-    (2, "_bmm_chunk", 10_000, 4_000_000, 800_000, 10.0, 12.0, 96, 2_000, 64, 80.0, 60.0, 20.0, 10.0),
+    (0, "_chunk_state", 10_000, 20_000_000, 4_000_000, 50.0, 25.0, 128, 4_000, 512, 60.0, 30.0, 40.0, 50.0, *REST),
+    (1, "_chunk_state", 30_000, 60_000_000, 40_800_000, 70.0, 25.0, 96, 8_000, "1,536", 40.0, 10.0, 40.0, 50.0, *REST),
+    (2, "_bmm_chunk", 10_000, 4_000_000, 800_000, 10.0, 12.0, 96, 2_000, 64, 80.0, 60.0, 20.0, 10.0, *REST),
 )
-BLOCKS = ("block_cycles", "blocks", "tensor_pct", "issue_pct", "shared_pct")
+BLOCKS = ("block_cycles", "blocks", "tensor_pct", "issue_pct", "shared_pct", "l1_hit_pct", "tensor_flops", "ffmas")
 
 
 def raw(*launches, names=NAMES) -> str:
@@ -70,8 +72,8 @@ def test_a_metric_that_ncu_does_not_know(key, cell):
     metric = (counters._WARM | counters._COLD)[key]
     place = NAMES.index(metric)
     unknown = [(*launch[:place], cell, *launch[place + 1 :]) for launch in LAUNCHES]
-    kernels = counters._by_kernel(read(without(metric, *LAUNCHES) if cell is None else raw(*unknown)))
-    known = counters._by_kernel(read(raw(*LAUNCHES)))
+    kernels = counters.by_kernel(read(without(metric, *LAUNCHES) if cell is None else raw(*unknown)))
+    known = counters.by_kernel(read(raw(*LAUNCHES)))
     assert kernels == [{name: value for name, value in kernel.items() if name != key} for kernel in known]
 
 
@@ -81,19 +83,21 @@ def test_what_there_must_be():
 
 
 def test_kernels_are_weighted_with_time():
-    state, bmm = counters._by_kernel(read(raw(*LAUNCHES)))
+    state, bmm = counters.by_kernel(read(raw(*LAUNCHES)))
     assert (state["launches"], bmm["launches"]) == (2, 1)
     assert (state["ncu_us"], state["dram_bytes"], state["blocks"], state["registers"]) == (40, 124_800_000, 2048, 128)
     assert state["dram_pct"] == pytest.approx(65.0)
     assert state["l2_hit_pct"] == pytest.approx(45.0)
     assert state["block_cycles"] == pytest.approx(7000)
     assert state["tensor_pct"] == pytest.approx(15.0)
+    assert (state["tensor_flops"], state["ffmas"], state["exps"]) == (4_000_000, 20, 80), "counts add up"
+    assert state["stall_long_scoreboard"] == pytest.approx(3.0)
 
 
 def test_report_shows_all_three_averages():
     launches = read(raw(*LAUNCHES))
     console = Console(width=200, record=True, file=io.StringIO())
-    console.print(counters._report(ssd_row(p50_us=40.0), launches, counters._by_kernel(launches)))
+    console.print(counters._report(ssd_row(p50_us=40.0), launches, counters.by_kernel(launches)))
     text = " ".join(console.export_text().split())
     # 70 % of the peak is 100.8 MB in 30 us: the peak is 4.8 TB/s, of which 129.6 MB in 40 us are 67.5 %.
     for average in (
@@ -135,7 +139,7 @@ def test_rows(ncu, tmp_path):
 
 def test_caches_of_each_run(ncu):
     """One pass cannot hold the pipes beside the bytes, and warm bytes can come from one pass alone."""
-    counters._profile(ssd_row())
+    counters.profile(counters._call_of(ssd_row()))
     given = [{name: command[command.index(name) + 1] for name in ("--cache-control", "--metrics")} for command in ncu.commands]
     assert given == [{"--cache-control": "none", "--metrics": ",".join(WARM)},
                      {"--cache-control": "all", "--metrics": ",".join(counters._COLD.values())}]
@@ -147,7 +151,7 @@ def test_what_ncu_runs_is_what_the_row_measured(ncu, monkeypatch):
     options = Options(tf32=True, exp2=False)
     rows = (ssd_row("fused", mode="bwd", chunk_size=64, options=vars(options)), ssd_row("mamba_ssm"))
     for row in rows:
-        counters._profile(row)
+        counters.profile(counters._call_of(row))
     for command in ncu.commands:
         result = CliRunner().invoke(app, command[command.index("experiments") + 1 :])
         assert result.exit_code == 0, result.output
@@ -177,7 +181,7 @@ def test_profiled(mode, monkeypatch):
 def test_bytes_of_several_passes_are_told_of(ncu):
     ncu.said = '==PROF== Profiling "_chunk_state" - 0: 0%....50%....100% - 2 passes\n' + raw(*LAUNCHES)
     with pytest.warns(UserWarning, match="ncu took 2 passes, expected 1") as warned:
-        counters._profile(ssd_row())
+        counters.profile(counters._call_of(ssd_row()))
     assert len(warned) == 1, "hit rates may take several"
 
 
@@ -192,7 +196,7 @@ def test_a_failure_of_ncu_does_not_stop_the_rest(ncu, tmp_path):
 
 
 def test_calls_side_by_side(tmp_path):
-    blocks = {"block_cycles": 4000.0, "blocks": 512.0, "tensor_pct": 30.0, "issue_pct": 40.0, "shared_pct": 50.0}
+    blocks = dict.fromkeys(BLOCKS, 30.0) | {"block_cycles": 4000.0, "blocks": 512.0}
     write(
         tmp_path,
         kernel_row("fused", mode="bwd"),

@@ -101,3 +101,16 @@ def test_modes():
     assert cost.ideal(B1, "fwd") == cost.ideal(B1, "fwd_train") == cost.ideal_forward(B1)
     with pytest.raises(ValueError, match="mode: got 'sideways'"):
         cost.ideal(B1, "sideways")
+
+
+def test_vector_flops_by_hand():
+    """Of one head at headdim 2, dstate 4, one chunk of 16 tokens in one tile."""
+    p = cost.Problem(batch=1, seqlen=16, nheads=1, headdim=2, dstate=4, ngroups=1, chunk_size=16)
+    stages = cost.forward_stages(p) | cost.backward_stages(p)
+    pairs = 16 * 16
+    assert stages["bmm_chunk"].vector == 0
+    assert stages["state_passing"].vector == 2 * 8
+    assert stages["chunk_scan"].vector == 3 * pairs + 3 * 32
+    assert stages["ddA_cumsum"].vector == 6 * pairs
+    assert stages["bmm_bwd"].vector == 2 * 64
+    assert (cost.Cost(vector=1.0) + cost.Cost(vector=2.0)).vector == 3.0

@@ -1,0 +1,146 @@
+"""What training steps do on a GPU, as rows: times by class of operator and phase, and counters by kernel (Figures 1 and 2)."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from ssd import Options
+from ssd.registry import is_peer
+
+from .. import counters, record
+from ..parallel import Team
+from ..runs import Run
+from ..steps import batches_of, gradient, made
+from ..workloads import get_workload
+from . import trace
+from .operators import classify
+from .scopes import OPTIMIZER, STEP, scope
+
+SKIPPED = 5  # steps before those that are profiled: kernels are compiled and chosen, memory is taken
+PROFILED = 3
+CALIBRATION = 8192  # rows and columns of a product whose FLOPs the counters must find
+
+
+def breakdown(run: Run, out: Path, keep: Path | None = None) -> list[dict]:
+    """Takes SKIPPED + PROFILED steps of training, and appends the rows of the latter.
+
+    Args:
+        keep: where the trace is written as well, for Perfetto and `trace.read`.
+
+    Returns:
+        Rows: `us` and `launches` a step, and `share` of the step, of each phase and class; the shares add up to 1.
+
+    Raises:
+        As training does; ValueError: the profiler saw no kernels.
+    """
+    step = _steps(run)
+    for _ in range(SKIPPED):
+        step()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        for _ in range(PROFILED):
+            step()
+    with TemporaryDirectory() as folder:
+        path = keep or Path(folder) / "trace.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        profiler.export_chrome_trace(str(path))
+        found = trace.read(path)
+    environment = record.environment()
+    rows = [{**_identity(run), **values, **environment} for values in _values(found)]
+    for row in rows:
+        record.append(row, out)
+    return rows
+
+
+def count(run: Run, out: Path) -> list[dict]:
+    """Counters of one training step, a row for each kernel; `operator` is its class as far as its name tells.
+
+    Raises:
+        ValueError, OSError: ncu failed, or gave no bytes or times.
+    """
+    torch.cuda.empty_cache()  # for the child
+    launches = counters.profile(["profiled-step", run.workload, run.preset, run.mixer, run.variant, run.dtype])
+    environment = record.environment()
+    rows = [{**_identity(run), "bench": "step_counters", **kernel, "operator": classify(kernel["kernel"]), **environment}
+            for kernel in counters.by_kernel(launches)]
+    for row in rows:
+        record.append(row, out)
+    return rows
+
+
+def profiled_step(run: Run) -> None:
+    """The step after SKIPPED, between the profiler's start and stop: what `count` runs under ncu."""
+    step = _steps(run)
+    for _ in range(SKIPPED):
+        step()
+    torch.cuda.profiler.start()
+    step()
+    torch.cuda.profiler.stop()
+
+
+def calibrate() -> float:
+    """FLOPs that the counters find in a bf16 product of CALIBRATION cubed, over the 2 n^3 that it has: 1 to within 1 %.
+
+    Raises:
+        ValueError, OSError: ncu failed; or it does not know the metric.
+    """
+    metric = counters.TENSOR_FLOPS
+    found = [launch.get(metric) for launch in counters.ncu(["profiled-product"], [metric], "none")]
+    if None in found:
+        raise ValueError(f"ncu has no {metric} here")
+    return sum(found) / (2 * CALIBRATION**3)
+
+
+def profiled_product() -> None:
+    """The product, between the profiler's start and stop: what `calibrate` runs under ncu."""
+    a, b = (torch.randn(CALIBRATION, CALIBRATION, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    a @ b
+    torch.cuda.synchronize()
+    torch.cuda.profiler.start()
+    a @ b
+    torch.cuda.synchronize()
+    torch.cuda.profiler.stop()
+
+
+def _steps(run: Run) -> Callable[[], None]:
+    """What takes the run's next step, and waits for it, so that a step's kernels end in it."""
+    workload = get_workload(run.workload)
+    team = Team(0, 1, torch.device("cuda" if torch.cuda.is_available() else "cpu"), "ddp")
+    model, optimizer, _ = made(run, workload, team)
+    batches, numbers = batches_of(run, workload, workload.dataset(run), 0, team), itertools.count(1)
+
+    def step() -> None:
+        with scope(STEP):
+            gradient(run, next(numbers), workload, model, optimizer, batches, team)
+            with scope(OPTIMIZER):
+                optimizer.step()
+                optimizer.zero_grad()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+
+    return step
+
+
+def _values(found: trace.Trace) -> Iterator[dict]:
+    times, launches = Counter(), Counter()
+    for kernel in found.kernels:
+        times[kernel.phase, kernel.kind] += kernel.us
+        launches[kernel.phase, kernel.kind] += 1
+    times["", "idle"] = found.idle_us
+    total = sum(times.values())
+    for (phase, kind), us in sorted(times.items()):
+        yield {"phase": phase, "operator": kind, "us": us / PROFILED, "share": us / total,
+               "launches": launches[phase, kind] / PROFILED, "steps": PROFILED}
+
+
+def _identity(run: Run) -> dict:
+    return {"bench": "characterize", "workload": run.workload, "preset": run.preset, "mixer": run.mixer, "variant": run.variant,
+            "options": None if is_peer(run.variant) else asdict(Options()), "batch": run.batch, "seqlen": run.seqlen,
+            "dtype": run.dtype}

@@ -1,0 +1,150 @@
+"""The commands of the characterisation, which `__main__` adds to the command line."""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+
+from ssd import variant_names
+
+from .. import record
+from ..reasons import first_line, refuse
+from ..runs import DTYPES, Run, run_of
+from ..sweep import parsed
+from ..workloads import workload_names
+from . import compare as comparing
+
+_REPORT = Path("build", "report")  # git ignores it: rows are what is kept
+_WORKLOADS = ("mamba2:1.3b,hybrid:1b,mambavision:T/mamba1,mambavision:T/ssd,"
+              "graphmamba:peptides-func/mamba1,graphmamba:peptides-func/ssd")
+_STEPS = 100  # of the runs' schedules; fewer are taken
+_OutOption = Annotated[Path, typer.Option(file_okay=False, help="Folder of the rows: <out>/<gpu>/<bench>.jsonl.")]
+
+
+def compare(
+    old: Annotated[str, typer.Argument(help="A folder of rows, or a commit that rows of --out were measured at.")],
+    new: Annotated[str, typer.Argument(help="Likewise.")],
+    noise: Annotated[float, typer.Option(min=0, help="What two runs of the same code differ by.")] = comparing.NOISE,
+    kind: Annotated[str, typer.Option("--format", help="terminal or markdown.")] = "terminal",
+    fail: Annotated[bool, typer.Option("--fail", help="Exit 1 if anything is slower.")] = False,
+    out: _OutOption = record.RESULTS,
+) -> None:
+    """Times of two result sets side by side; what is slower by more than noise is marked.
+
+    The time in a CUDA graph counts where both have one. Noise: the larger of --noise and half the widths of p20..p80.
+    """
+    if kind not in ("terminal", "markdown"):
+        refuse(f"--format: got {kind!r}, expected terminal or markdown")
+    sets = []
+    for name, given in (("OLD", old), ("NEW", new)):
+        try:
+            sets.append(comparing.rows_of(given, out))
+        except (FileNotFoundError, ValueError) as reason:
+            refuse(f"{name}: {reason}")
+    try:
+        found = comparing.compare(*sets, noise)
+    except ValueError as reason:
+        refuse(f"compare: {reason}")
+    if kind == "markdown":
+        typer.echo(comparing.markdown(found), nl=False)
+    else:
+        console = Console()
+        console.width = max(160, console.width)  # narrower, numbers would fold
+        console.print(comparing.terminal(found))
+    raise typer.Exit(1 if fail and found.count("slower") else 0)
+
+
+def report(
+    folder: Annotated[Path, typer.Option(file_okay=False, help="Where index.html and report.md go.")] = _REPORT,
+    out: _OutOption = record.RESULTS,
+) -> None:
+    """Write the characterisation from committed rows, as one page that loads nothing and as Markdown; needs no GPU."""
+    if not out.is_dir():
+        refuse(f"--out: got {out}, expected a folder that exists")
+    from .report.build import write  # draws, so it needs matplotlib
+
+    try:
+        paths = write(folder, out)
+    except ValueError as reason:
+        refuse(f"--out: {reason}")
+    typer.echo(f"{paths[0]} and {len(paths) - 1} files beside it written")
+
+
+def characterize(
+    workload: Annotated[str, typer.Option(help=f"NAME[:PRESET][/MIXER], of {', '.join(workload_names())}.")] = _WORKLOADS,
+    variant: Annotated[str, typer.Option(help="Of the SSD, where a workload mixes with it.")] = "baseline,fused,persistent",
+    dtype: Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}; bf16 by autocast.")] = "bf16",
+    traces: Annotated[Path | None, typer.Option(file_okay=False, help="Folder to keep traces in, for Perfetto.")] = None,
+    counters: Annotated[bool, typer.Option(help="Also count each kernel's bytes and FLOPs with ncu: minutes a run.")] = False,
+    out: _OutOption = record.RESULTS,
+) -> None:
+    """Profile training steps and append what they spend their time on; and check ncu's FLOP counter where ncu is installed."""
+    variants = variant.split(",")
+    for name in variants:
+        if name not in (known := ("auto", *variant_names())):
+            refuse(f"--variant: got {name!r}, expected any of {', '.join(known)}")
+    try:
+        runs = list(_runs(workload, variants, dtype))
+    except ValueError as reason:
+        refuse(str(reason))
+    if not torch.cuda.is_available():
+        refuse("characterize: needs a CUDA GPU, found none; make report shows the rows that there are")
+    from . import collect  # trains, so it needs what training does
+
+    console, complete = Console(), True
+    if shutil.which("ncu"):
+        try:
+            console.print(f"a product's FLOPs by ncu, over those it has: {collect.calibrate():.4f}")
+        except (OSError, ValueError) as reason:
+            complete = False
+            console.print(f"calibration: {reason}", style="yellow", markup=False)
+    for run in runs:
+        name = "-".join((run.workload, run.preset, run.mixer, run.variant))
+        try:
+            rows = collect.breakdown(run, out, traces and traces / f"{name}.json")
+        except Exception as reason:  # one that cannot run must not cost the measurements of the others
+            complete = False
+            console.print(f"{name}: {first_line(reason)}", style="yellow", markup=False)
+            continue
+        shares = Counter()
+        for row in rows:
+            shares[row["operator"]] += row["share"]
+        parts = ", ".join(f"{kind} {100 * share:.1f} %" for kind, share in shares.most_common())
+        console.print(f"{name}: {parts}", markup=False)
+        if counters:
+            try:
+                collect.count(run, out)
+            except (OSError, ValueError) as reason:
+                complete = False
+                console.print(f"{name}: ncu gave none: {reason}", style="yellow", markup=False)
+    raise typer.Exit(0 if complete else 1)
+
+
+def profiled_product() -> None:
+    """A product of known FLOPs between the profiler's start and stop: what `characterize` runs under ncu."""
+    from .collect import profiled_product
+
+    profiled_product()
+
+
+def profiled_step(workload: str, preset: str, mixer: str, variant: str, dtype: str) -> None:
+    """One training step between the profiler's start and stop: what `characterize --counters` runs under ncu."""
+    from . import collect
+
+    collect.profiled_step(run_of(workload, preset, variant=variant, mixer=mixer, dtype=dtype, steps=_STEPS))
+
+
+def _runs(workloads: str, variants: list[str], dtype: str) -> Iterator[Run]:
+    """What is profiled: each workload with each variant, or once where its mixer is no SSD."""
+    for name, preset, mixer in map(parsed, workloads.split(",")):
+        run = run_of(name, preset, mixer=mixer, dtype=dtype, steps=_STEPS)
+        for variant in variants if run.mixer == "ssd" else ("auto",):
+            yield replace(run, variant=variant)

@@ -1,0 +1,163 @@
+"""Two result sets side by side: what was measured in both, the ratio of its times, and whether that is more than noise.
+
+The time of a row is that in a CUDA graph where both rows have one: an eager call of a small shape is the host's time, and
+hosts differ by up to 3.4 times for code that did not change. Noise is the larger of two: what two runs differ by anyway,
+and half the width of p20..p80 over the median, added up over both rows. Those percentiles are of eager calls; where a row's
+eager median is more than a tenth above its time in a graph, they are the host's and are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.table import Table
+
+from .. import record, table
+
+# Of 108 pairs of rows of mamba_ssm, whose code is the same, at successive commits on an H200, 4 differ by more in a graph.
+NOISE = 0.05
+_HOST_BOUND = 1.1
+_SETTINGS = ("gpu", "bench", "part", "workload", "preset", "variant", "mode", "shape", "dtype", "chunk_size", "gpus", "way")
+_SHORT_SHA = 7
+_HEADER = ("bench", "what", "variant", "chunk", "options", "old us", "new us", "of", "new / old", "band", "verdict")
+_NAMES = ("bench", "what", "variant", "options", "verdict")  # columns that are no numbers
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One measurement in both sets.
+
+    Attributes:
+        old, new: microseconds.
+        in_graph: whether these are times in a CUDA graph.
+        band: how far from 1 the ratio may be by noise alone.
+    """
+
+    row: dict
+    old: float
+    new: float
+    in_graph: bool
+    band: float
+
+    @property
+    def ratio(self) -> float:
+        """New over old: above 1 is slower."""
+        return self.new / self.old
+
+    @property
+    def verdict(self) -> str:
+        """`slower`, `faster` or `same`; the band is symmetric in ratios, so that swapping old and new swaps the first two."""
+        if self.ratio > 1 + self.band:
+            return "slower"
+        return "faster" if self.ratio < 1 / (1 + self.band) else "same"
+
+    @property
+    def place(self) -> dict:
+        """What was measured, as cells of a table."""
+        row = self.row
+        return {
+            "bench": row["bench"],
+            "what": " ".join(str(row[key]) for key in ("part", "workload", "preset", "shape", "mode") if row.get(key)),
+            "variant": row.get("variant") or "",
+            "chunk": str(row.get("chunk_size") or ""),
+            "options": record.changed_options(record.options(row)),
+        }
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Pairs, the slowest first, and how many measurements only one of the sets has."""
+
+    pairs: list[Pair]
+    only_old: int
+    only_new: int
+
+    def count(self, verdict: str) -> int:
+        return sum(pair.verdict == verdict for pair in self.pairs)
+
+    def summary(self) -> str:
+        return (f"{len(self.pairs)} measured in both: {self.count('slower')} slower, {self.count('faster')} faster, "
+                f"{self.count('same')} the same; {self.only_old} only in the old set, {self.only_new} only in the new")
+
+
+def rows_of(name: str, out: Path = record.RESULTS) -> list[dict]:
+    """Rows of a result set: a folder of them, or those under `out` that were measured at a commit.
+
+    Raises:
+        FileNotFoundError: neither such a folder nor a commit that has rows.
+        ValueError: a line in the folder that is no row, or the start of several commits.
+    """
+    if Path(name).is_dir():
+        if not (rows := record.read(Path(name))):
+            raise FileNotFoundError(f"got {name}, expected a folder with rows in <gpu>/<bench>.jsonl")
+        return rows
+    rows = record.read(out)
+    known = {row["git_sha"] for row in rows if row["git_sha"]}
+    found = {sha for sha in known if sha.startswith(name.lower())}
+    if len(found) > 1:
+        raise ValueError(f"got {name}, which {len(found)} commits start with, expected more of one's digits")
+    if not found:
+        commits = ", ".join(sorted(sha[:_SHORT_SHA] for sha in known)) or "none"
+        raise FileNotFoundError(f"got {name}, expected a folder, or a commit that rows in {out} were measured at: {commits}")
+    return [row for row in rows if row["git_sha"] in found]
+
+
+def compare(old: Iterable[dict], new: Iterable[dict], noise: float = NOISE) -> Comparison:
+    """Pairs rows by what they measured, the latest of each set. Rows without a time, such as counters, are left out.
+
+    Raises:
+        ValueError: nothing was measured in both.
+    """
+    before, after = _latest(old), _latest(new)
+    common = [key for key in after if key in before]
+    if not common:
+        raise ValueError(f"no measurement is in both: {len(before)} are in the old set, {len(after)} in the new")
+    pairs = sorted((_pair(before[key], after[key], noise) for key in common), key=lambda pair: -pair.ratio)
+    return Comparison(pairs, len(before) - len(common), len(after) - len(common))
+
+
+def terminal(comparison: Comparison) -> Table:
+    """For rich; regressions in red."""
+    result = Table(title="times of both, the slowest first", caption=comparison.summary())
+    for header in _HEADER:
+        result.add_column(header, justify="left" if header in _NAMES else "right", no_wrap=header in _NAMES)
+    for pair in comparison.pairs:
+        style = {"slower": "red", "faster": "green", "same": None}[pair.verdict]
+        result.add_row(*_cells(pair), style=style)
+    return result
+
+
+def markdown(comparison: Comparison) -> str:
+    """As a table and a sentence; regressions in bold."""
+    lines = [_HEADER, ["---" if header in _NAMES else "---:" for header in _HEADER]]
+    for pair in comparison.pairs:
+        *cells, verdict = _cells(pair)
+        lines.append([*cells, f"**{verdict}**" if verdict == "slower" else verdict])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + f"\n\n{comparison.summary()}.\n"
+
+
+def _latest(rows: Iterable[dict]) -> dict[tuple, dict]:
+    timed = [row for row in rows if row.get("p50_us")]
+    return {_measurement(row): row for row in sorted(timed, key=lambda row: row["time"])}
+
+
+def _measurement(row: dict) -> tuple:
+    """What the row measures. A training run's length is left out: its times are those of a step."""
+    run = {name: value for name, value in (row.get("run") or {}).items() if name not in ("steps", "save_every", "warmup")}
+    return (*(row.get(key) for key in (*_SETTINGS, *record.SIZES)), str(record.options(row)), str(sorted(run.items())))
+
+
+def _pair(old: dict, new: dict, noise: float) -> Pair:
+    in_graph = all(row.get("graph_p50_us") for row in (old, new))
+    key = "graph_p50_us" if in_graph else "p50_us"
+    spread = sum((row["p80_us"] - row["p20_us"]) / 2 / row["p50_us"] for row in (old, new)
+                 if not (in_graph and row["p50_us"] > _HOST_BOUND * row["graph_p50_us"]))
+    return Pair(new, old[key], new[key], in_graph, max(noise, spread))
+
+
+def _cells(pair: Pair) -> list[str]:
+    times = [table.microseconds(us) for us in (pair.old, pair.new)]
+    return [*pair.place.values(), *times, "graph" if pair.in_graph else "eager", f"{pair.ratio:.3f}",
+            f"±{100 * pair.band:.0f} %", pair.verdict]

@@ -1,0 +1,142 @@
+"""What kernels would take on other GPUs: a time made of five terms, fitted to one GPU's rows and carried over.
+
+    t = c0 launches + c1 bytes / B + c2 tensor / T + c3 vector / V + c4 exps / E
+
+B, T, V and E are the data sheet's rates of the GPU, and c >= 0 are how far from them the kernels are: c0 in microseconds, the
+others 1 where a rate is reached and nothing overlaps. They minimise the sum of squared relative errors. A term that overlaps
+another perfectly gets a small c, one that stands for more than it counts a large one (vector: latency and addresses too).
+
+On the GPU that was measured the model is tested by leaving out what it then predicts: every row of one kernel, or of one shape.
+On any other GPU the c are assumed to be the same and nothing is tested, so those times are extrapolated; they are the measured
+time times the model's ratio of the two GPUs, which cancels what the model misses of a kernel on both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import combinations
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+
+from ssd import cost
+
+from .. import record, table
+from . import classes
+from .definitions import of_one_gpu, problem_of
+from .gpus import GPU, find
+
+TERMS = ("launch", "bytes", "tensor", "vector", "exponentials")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Something that was timed, and what it does."""
+
+    what: str
+    shape: str
+    mode: str
+    chunk_size: int
+    us: float
+    launches: int
+    work: cost.Cost
+
+    def terms_us(self, gpu: GPU) -> tuple[float, ...]:
+        """The terms at the data sheet's rates, in microseconds; the first is a number of launches."""
+        return (self.launches, self.work.bytes / gpu.hbm_gbps.value / 1e3, self.work.flops / gpu.bf16_tflops.value / 1e6,
+                self.work.vector / gpu.fp32_tflops.value / 1e6, self.work.exps / gpu.exps_per_s * 1e6)
+
+
+@dataclass(frozen=True)
+class Model:
+    """Coefficients of the terms, as fitted on a GPU."""
+
+    coefficients: tuple[float, ...]
+    gpu: GPU
+
+    def us(self, sample: Sample, gpu: GPU | None = None) -> float:
+        """The model's time on a GPU, its own unless given."""
+        return sum(c * term for c, term in zip(self.coefficients, sample.terms_us(gpu or self.gpu), strict=True))
+
+    def projected_us(self, sample: Sample, gpu: GPU) -> float:
+        """The sample's measured time, carried over to another GPU."""
+        return sample.us * self.us(sample, gpu) / self.us(sample)
+
+    def parts_us(self, sample: Sample) -> dict[str, float]:
+        """What each term contributes."""
+        return {name: c * term for name, c, term in zip(TERMS, self.coefficients, sample.terms_us(self.gpu), strict=True)}
+
+
+@dataclass(frozen=True)
+class Left:
+    """A sample that was left out of the fit that predicted it."""
+
+    sample: Sample
+    predicted_us: float
+
+    @property
+    def error(self) -> float:
+        """Relative: 0.1 is a tenth too long."""
+        return self.predicted_us / self.sample.us - 1
+
+
+def fit(samples: list[Sample], gpu: GPU) -> Model:
+    """The coefficients that are nearest to the samples' times on their GPU.
+
+    Non-negative least squares over every subset of the terms: there are 31.
+
+    Raises:
+        ValueError: fewer samples than terms.
+    """
+    if len(samples) < len(TERMS):
+        raise ValueError(f"got {len(samples)} samples, expected at least {len(TERMS)}, one for each term")
+    matrix = np.array([sample.terms_us(gpu) for sample in samples]) / np.array([[sample.us] for sample in samples])
+    best, found = np.inf, np.zeros(len(TERMS))
+    for count in range(1, len(TERMS) + 1):
+        for chosen in map(list, combinations(range(len(TERMS)), count)):
+            values = np.linalg.lstsq(matrix[:, chosen], np.ones(len(samples)), rcond=None)[0]
+            error = float(np.square(matrix[:, chosen] @ values - 1).sum())
+            if (values >= 0).all() and error < best:
+                best, found = error, np.zeros(len(TERMS))
+                found[chosen] = values
+    return Model(tuple(found.tolist()), gpu)
+
+
+def left_out(samples: list[Sample], gpu: GPU, key: Callable[[Sample], str]) -> list[Left]:
+    """Every sample, predicted by a fit to those of other keys alone."""
+    result = []
+    for group in dict.fromkeys(map(key, samples)):
+        model = fit([sample for sample in samples if key(sample) != group], gpu)
+        result += [Left(sample, model.us(sample)) for sample in samples if key(sample) == group]
+    return result
+
+
+def summary(left: list[Left]) -> tuple[float, float]:
+    """The median and the largest error, without sign."""
+    errors = [abs(one.error) for one in left]
+    return median(errors), max(errors)
+
+
+def kernel_samples(out: Path = record.RESULTS) -> tuple[list[Sample], GPU | None]:
+    """The baseline's kernels, all that were ever counted on a GPU: times and bytes by ncu, the rest by the cost model. And the
+    GPU; None without rows, or if it is not in the table.
+    """
+    rows = of_one_gpu([row for row in record.read(out, bench="counters", variant="baseline") if classes.model(row)])
+    samples = [Sample(classes.stage(row), row["shape"], row["mode"], row["chunk_size"], row["ncu_us"], row["launches"],
+                      replace(classes.model(row), bytes=row["dram_bytes"])) for row in rows]
+    return samples, find(rows[0]["gpu"]) if rows else None
+
+
+def call_samples(out: Path = record.RESULTS) -> tuple[list[Sample], GPU | None]:
+    """Whole forwards and backwards of the baseline in CUDA graphs, at every shape and chunk size; all by the cost model. And
+    their GPU, likewise.
+    """
+    rows = record.latest(table.last_commit(record.read(out, bench="ssd", variant="baseline")), table.subject)
+    rows = of_one_gpu([row for row in rows if row["mode"] in ("fwd", "bwd") and row["graph_p50_us"] and row["launches"]
+                       and record.has_default_options(row)])
+    stages = {"fwd": cost.forward_stages, "bwd": cost.backward_stages}
+    samples = [Sample(row["variant"], row["shape"], row["mode"], row["chunk_size"], row["graph_p50_us"], row["launches"],
+                      cost.total(stages[row["mode"]](problem_of(row)))) for row in rows]
+    return samples, find(rows[0]["gpu"]) if rows else None

@@ -1,0 +1,101 @@
+"""Charts by matplotlib as SVG text that takes its colours from the page, so that they follow light and dark."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable
+
+# What matplotlib draws with, the page's name for it, and what that is on a light and on a dark page.
+THEME = {
+    "#010101": ("--ink", "#1c2126", "#e4e7ea"),
+    "#020202": ("--muted", "#626b73", "#9aa4ad"),
+    "#030303": ("--grid", "#e3e6e9", "#343b42"),
+    "#040401": ("--s1", "#0b6e99", "#4fb0db"),
+    "#040402": ("--s2", "#b5372b", "#ee7f72"),
+    "#040403": ("--s3", "#3a7d44", "#72bf7d"),
+    "#040404": ("--s4", "#7b4fa3", "#b993dd"),
+    "#040405": ("--s5", "#a8800f", "#dcb94a"),
+    "#040406": ("--s6", "#7d7d7d", "#a9a9a9"),
+}
+INK, MUTED, GRID, *SERIES = THEME
+_COLOURS = {"baseline": SERIES[0], "fused": SERIES[1], "persistent": SERIES[2], "mamba_ssm": SERIES[5]}
+_WIDTH = 4.9  # inches: at this width text of 8 points is readable on a phone
+_LEGEND = 72  # characters that a line of the legend holds, with six for each mark
+
+
+def colour(variant: str) -> str:
+    """The same for a variant in every chart."""
+    return _COLOURS.get(variant, SERIES[3])
+
+
+def chart(draw: Callable, height: float = 3.0, **axes) -> str:
+    """The SVG of one pair of axes; `draw` is given them, `axes` are set on them afterwards. height: inches."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    import matplotlib.pyplot as plt
+
+    style = {"svg.hashsalt": "ssd", "svg.fonttype": "none", "font.size": 8, "text.color": INK, "axes.labelcolor": INK,
+             "axes.edgecolor": MUTED, "xtick.color": MUTED, "ytick.color": MUTED, "xtick.labelcolor": INK,
+             "ytick.labelcolor": INK, "grid.color": GRID, "axes.spines.top": False, "axes.spines.right": False,
+             "axes.axisbelow": True, "legend.frameon": False, "legend.fontsize": 8}
+    with plt.rc_context(style):
+        figure, ax = plt.subplots(figsize=(_WIDTH, height), layout="constrained")
+        draw(ax)
+        ax.set(**axes)
+        ax.minorticks_off()  # a logarithmic axis would write over itself
+        handles, labels = ax.get_legend_handles_labels()
+        if handles:
+            columns = _LEGEND // (max(map(len, labels)) + 6)
+            figure.legend(handles, labels, loc="outside lower center", ncols=max(1, min(len(labels), columns)))
+        text = io.StringIO()
+        figure.savefig(text, format="svg", transparent=True,
+                       metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+        plt.close(figure)
+    return _inline(text.getvalue())
+
+
+def bars(ax, labels: list[str], series: dict[str, list[float | None]]) -> None:
+    """Horizontal bars, a group for each label, the first on top, with their values beside them; None leaves a gap."""
+    thick = 0.8 / len(series)
+    for n, ((name, values), shade) in enumerate(zip(series.items(), SERIES, strict=False)):
+        at = [y + 0.4 - thick * (n + 0.5) for y in reversed(range(len(labels)))]
+        known = [(y, value) for y, value in zip(at, values, strict=True) if value is not None]
+        ax.barh([y for y, _ in known], [value for _, value in known], thick * 0.9, color=shade,
+                label=name if len(series) > 1 else None)
+        for y, value in known:
+            ax.annotate(f"{value:,.0f}", (value, y), (3, 0), textcoords="offset points", va="center", fontsize=7)
+    ax.set_yticks(range(len(labels)), labels[::-1])
+    ax.grid(axis="x")
+    ax.margins(x=0.12)
+    ax.tick_params(left=False)
+
+
+def stacked(ax, labels: list[str], series: dict[str, list[float]], colours: dict[str, str]) -> None:
+    """Horizontal bars of parts that add up, the first label on top."""
+    left = [0.0] * len(labels)
+    for name, values in series.items():
+        ax.barh(range(len(labels))[::-1], values, 0.7, left=left, color=colours[name], label=name)
+        left = [a + b for a, b in zip(left, values, strict=True)]
+    ax.set_yticks(range(len(labels)), labels[::-1])
+    ax.tick_params(left=False)
+
+
+def standalone(svg: str) -> str:
+    """As a file of its own, which knows no page: on a white one."""
+    for _, (name, light, _) in THEME.items():
+        svg = svg.replace(f"var({name})", light)
+    return svg.replace("<svg ", '<svg style="background: #ffffff" ', 1)
+
+
+def _inline(svg: str) -> str:
+    """Without what is only for files, and as wide as its place."""
+    svg = svg[svg.index("<svg"):]
+    svg = re.sub(r'(<svg [^>]*?)width="[\d.]+pt" height="[\d.]+pt"|(<svg [^>]*?)height="[\d.]+pt"([^>]*?)width="[\d.]+pt"',
+                 lambda found: found[1] or found[2] + found[3], svg, count=1)
+    svg = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", svg, flags=re.S)
+    svg = re.sub(r"\s*\n\s*", "\n", svg)
+    for drawn, (name, _, _) in THEME.items():
+        svg = svg.replace(drawn, f"var({name})")
+    return svg

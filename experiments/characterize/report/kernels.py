@@ -1,0 +1,103 @@
+"""Figures 3 and 4 and Table II: units, caches and shares of time of the SSM kernels."""
+
+from __future__ import annotations
+
+from .. import classes
+from ..classes import BOTH, TENSOR, UNKNOWN, VECTOR
+from ..definitions import Call
+from ..gpus import find
+from . import draw
+from .parts import NOT_YET, Figure, Section, Table, number, short
+
+_MODES = {"fwd": "forward", "bwd": "backward"}
+_FMA_RATIO = 16  # the paper's: products of the tensor cores for one of the vector units, each clock
+
+
+def baseline(calls: list[Call]) -> dict[str, Call]:
+    """{mode: call} of the baseline."""
+    return {call.row["mode"]: call for call in calls if call.row["variant"] == "baseline" and call.row["mode"] in _MODES}
+
+
+def ratios(calls: list[Call]) -> Section:
+    """Figure 3."""
+    title = "Tensor to vector FLOPs"
+    lines = []
+    for mode, call in baseline(calls).items():
+        for kernel in call.kernels:
+            done = classes.work(kernel)
+            if done.tensor and done.ratio is not None:
+                lines.append({"mode": mode, "kernel": short(kernel["kernel"]), "tensor": done.tensor, "vector": done.vector,
+                              "ratio": done.ratio, "source": done.source})
+    if not lines:
+        return Section(title, (f"Figure 3 of the paper: {NOT_YET}.",))
+    gpu = find(calls[0].row["gpu"])
+    labels = [f"{line['kernel']} ({_MODES[line['mode']]})" for line in lines]
+
+    def plot(ax) -> None:
+        draw.bars(ax, labels, {"ratio": [line["ratio"] for line in lines]})
+        ax.set_xlim(1, 4 * max(line["ratio"] for line in lines))
+        ax.axvline(_FMA_RATIO, color=draw.SERIES[1], linewidth=1, linestyle="--", label=f"{_FMA_RATIO}, the machine's")
+
+    svg = draw.chart(plot, 1.0 + 0.26 * len(lines), xscale="log", xlabel="tensor FLOPs for one vector FLOP")
+    below = [line["kernel"] for line in lines if line["ratio"] < _FMA_RATIO]
+    least = min(lines, key=lambda line: line["ratio"])
+    see = (f"{len(below) or 'None'} of {len(lines)} kernels with products do fewer than {_FMA_RATIO} tensor FLOPs for one "
+           f"vector FLOP, the machine's ratio; the nearest is {least['kernel']} with {least['ratio']:.0f}.")
+    modelled = sum(line["source"] != "counters" for line in lines)
+    note = (f"{modelled} of these {len(lines)} are by the cost model, which has the least vector work that a kernel's formula "
+            "needs: neither addresses, conversions and masks nor what tiles do twice. More is executed, so counted ratios are "
+            "lower. They are " + ("among these." if modelled < len(lines) else f"{NOT_YET}."))
+    sheet = f"By the data sheet the ratio is {gpu.bf16_tflops.value / gpu.fp32_tflops.value:.1f} on this GPU." if gpu else ""
+    return Section(title, (f"{note} {sheet}".strip(), Figure("tensor-vector", svg, see, lines)))
+
+
+def table_two(calls: list[Call]) -> Section:
+    """Table II with its threshold swept."""
+    title = "Kernels by the units they use, and their shares of time"
+    rows = []
+    for mode, call in baseline(calls).items():
+        for recomputed in (True, False) if mode == "bwd" else (True,):
+            for threshold in classes.THRESHOLDS:
+                found = classes.shares(call.kernels, threshold, recomputed)
+                rows.append((_MODES[mode] + ("" if recomputed else ", without recomputed kernels"), f"{100 * threshold:g} %",
+                             *(f"{found[kind][0]}: {found[kind][1]:.1f} %" for kind in (TENSOR, VECTOR, BOTH, UNKNOWN))))
+    if not rows:
+        return Section(title, (f"Table II of the paper: {NOT_YET}.",))
+    note = (f"A unit counts as used above a threshold of the kernel's FLOPs; ours is {100 * classes.THRESHOLD:g} %, and the "
+            "table shows what becomes of others. Each cell: how many kernels, and their share of the time under ncu. FLOPs are "
+            "the cost model's where ncu counted none. A kernel that only adds up partial sums is not in the model: not known.")
+    return Section(title, (note, Table(("", "threshold", TENSOR, VECTOR, BOTH, UNKNOWN), rows, 2)))
+
+
+def caches(calls: list[Call]) -> Section:
+    """Figure 4."""
+    title = "Cache hit rates"
+    lines = [{"variant": call.row["variant"], "mode": call.row["mode"], "kernel": short(kernel["kernel"]),
+              "l1_hit_pct": kernel.get("l1_hit_pct"), "l2_hit_pct": kernel["l2_hit_pct"]}
+             for call in calls for kernel in call.kernels if "l2_hit_pct" in kernel]
+    if not lines:
+        return Section(title, (f"Figure 4 of the paper: {NOT_YET}.",))
+    forward = [line for line in lines if line["mode"] == "fwd"]
+    labels = [f"{line['kernel']} ({line['variant']})" for line in forward]
+    series = {"L2": [line["l2_hit_pct"] for line in forward]}
+    if any(line["l1_hit_pct"] is not None for line in forward):
+        series["L1"] = [line["l1_hit_pct"] for line in forward]
+    svg = draw.chart(lambda ax: draw.bars(ax, labels, series), 0.8 + 0.26 * len(forward), xlabel="per cent of sectors that hit",
+                     xlim=(0, 108))
+    means = ", ".join(f"{call.row['l2_hit_pct']:.0f} % ({call.row['variant']})" for call in calls
+                      if call.row["mode"] == "fwd" and "l2_hit_pct" in call.row)
+    see = f"Of whole forwards, weighted with time: {means}. A lower rate is no loss where fewer tiles are read a second time."
+    note = ("Each kernel begins with cold caches: reuse between kernels cannot show here, only in the bytes. Warm ones: "
+            f"{NOT_YET}." + ("" if "L1" in series else f" L1: {NOT_YET}."))
+    return Section(title, (note, Figure("hit-rates", svg, see, lines)))
+
+
+def registers(calls: list[Call]) -> Table:
+    """What each kernel occupies."""
+    rows = [(call.row["variant"], _MODES.get(call.row["mode"], call.row["mode"]), short(kernel["kernel"]),
+             number(100 * kernel["ncu_us"] / call.row["ncu_us"], 1), number(kernel.get("registers")),
+             number(kernel.get("occupancy_pct"), 1), number(kernel.get("blocks")), number(kernel.get("block_cycles")),
+             number(kernel.get("tensor_pct"), 1), number(kernel.get("issue_pct"), 1), number(kernel.get("shared_pct"), 1))
+            for call in calls for kernel in call.kernels]
+    return Table(("variant", "", "kernel", "time %", "registers", "occupancy %", "blocks", "block cycles", "tensor %",
+                  "issue %", "shared memory %"), rows, 3)

@@ -1,0 +1,106 @@
+"""Every number that the papers print, beside ours: of "the paper", and, marked [2], of the abstract of arXiv:2511.22849."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from .. import classes, definitions
+from ..classes import BOTH, TENSOR, VECTOR
+from ..definitions import DATASHEET, NCU, Call
+from ..gpus import GPUS
+from . import kernels, steps
+from .parts import NOT_YET, Section, Table
+
+# Table II: {mode: {class: (kernels, per cent of the time)}}
+TABLE_TWO = {"fwd": {TENSOR: (1, 2.40), VECTOR: (2, 8.55), BOTH: (2, 89.03)},
+             "bwd": {TENSOR: (1, 1.26), VECTOR: (2, 6.86), BOTH: (6, 91.87)}}
+_NAMES = {"fwd": "forward", "bwd": "backward"}
+_FP8_PER_CLOCK = 8192  # dense FP8 operations of an SM, NVIDIA H100 Tensor Core GPU Architecture white paper
+
+
+def section(calls: list[Call], out: Path) -> Section:
+    """Paper / ours."""
+    rows = [*_steps(out), *_bandwidth(calls), *_table_two(calls), *_ratio(calls), *_machine(), *_pruning()]
+    note = ("The paper's machine is an H100, ours is named above; its models' sizes and batches are not stated. "
+            f"What has no row here is {NOT_YET}.")
+    return Section("Paper / ours", (note, Table(("what", "paper", "ours", "difference"), rows, 4)))
+
+
+def _steps(out: Path) -> list[tuple[str, ...]]:
+    shares = steps.latest(out)
+
+    def most(*kinds: str, workload: str = "") -> str:
+        found = {name: sum(values[kind] for kind in kinds) for name, values in shares.items() if name.startswith(workload)}
+        name = max(found, key=found.get, default=None)
+        return NOT_YET if name is None else f"{found[name]:.0f} % ({name})"
+
+    why = "sizes, batches and versions differ; the paper states none" if shares else ""
+    return [
+        ("GEMM, most of any model's time", "60 % (text), 62 % (section V-B: hybrid)", most("gemm"), why),
+        ("GEMM in GraphMamba", "14 %", most("gemm", workload="graphmamba"), why),
+        ("SSM kernels, most of any model's time", "20 %", most("ssm"), why),
+        ("element-wise and normalisation, most of any model's time", "30 %", most("elementwise", "reduce", "norm"), why),
+        ("hybrid: layers of attention, MLP and Mamba-2", "7.1 %, 50 %, 43 %", "7.1 %, 50 %, 42.9 %",
+         "by construction: the workload hybrid has the paper's pattern"),
+    ]
+
+
+def _bandwidth(calls: list[Call]) -> list[tuple[str, ...]]:
+    ours = []
+    for mode, call in kernels.baseline(calls).items():
+        found = definitions.utilisations(call)
+        peak = found.get(DATASHEET, found[NCU])
+        ours.append(f"{_NAMES[mode]} U {peak.U:.1f} %, W {peak.W:.1f} %")
+    return [("bandwidth utilisation of the SSM kernels, on average", "57.5 %", "; ".join(ours) or NOT_YET,
+             "the paper does not say whether its mean weighs time; other kernels than upstream's, another GPU" if ours else "")]
+
+
+def _table_two(calls: list[Call]) -> list[tuple[str, ...]]:
+    rows = []
+    for mode, expected in TABLE_TWO.items():
+        call = kernels.baseline(calls).get(mode)
+        swept = {threshold: classes.shares(call.kernels, threshold, recomputed=mode == "fwd")
+                 for threshold in classes.THRESHOLDS} if call else {}
+        found = swept.get(classes.THRESHOLD)
+        like = [f"{100 * threshold:g} %" for threshold, shares in swept.items()
+                if all(shares[kind][0] == count for kind, (count, _) in expected.items())]
+        for kind, (count, share) in expected.items():
+            ours = NOT_YET if not found else f"{found[kind][0]}: {found[kind][1]:.2f} %"
+            why = "" if not found else (f"threshold {100 * classes.THRESHOLD:g} %, the paper states none; other kernels than "
+                                        "upstream's; vector FLOPs, where not counted, by the cost model, a lower bound"
+                                        + (f"; at {' or '.join(like)} the counts are the paper's" if like else ""))
+            rows.append((f"Table II, {_NAMES[mode]}, {kind}: kernels and their time", f"{count}: {share:.2f} %", ours, why))
+    return rows
+
+
+def _ratio(calls: list[Call]) -> list[tuple[str, ...]]:
+    found = [classes.work(kernel) for call in kernels.baseline(calls).values() for kernel in call.kernels]
+    known = [work.ratio for work in found if work.tensor and work.ratio is not None]
+    ours = f"{sum(ratio < 16 for ratio in known)} of {len(known)}; the lowest {min(known):.0f}" if known else NOT_YET
+    counted = any(work.source == "counters" for work in found)
+    return [("kernels of both below a tensor-to-vector ratio of 16", "almost all", ours,
+             "" if counted or not known else
+             "ours is the formula's arithmetic; what is executed is more, and counted so: " + NOT_YET)]
+
+
+def _machine() -> list[tuple[str, ...]]:
+    h100 = GPUS["h100"]
+    return [
+        ("H100: tensor cores to vector units, FP16", "16",
+         f"{h100.bf16_tflops.value / h100.fp32_tflops.value:.1f} by data sheet",
+         "16 fused multiply-adds a clock; the sheet's tensor rate is at a lower clock"),
+        ("H100: FP8 tensor to exponential throughput", "512", f"{_FP8_PER_CLOCK / 16:.0f} a clock", "given, not measured"),
+        ("H100: SMs, memory, L2", "132, 3350 GB/s, 50 MB",
+         f"{h100.sms.value:.0f}, {h100.hbm_gbps.value:.0f} GB/s, {h100.l2_mb.value:.0f} MB", "data sheet; none was at hand"),
+        ("H100: L1 of an SM, memory", "256 KB, 80 GB", "256 KB, 80 GB", "data sheet"),
+        ("H100: bf16 and FP32 tensor", "989, 494 TFLOP/s", f"{h100.bf16_tflops.value:.0f} TFLOP/s",
+         "data sheet; 494 is TF32's, FP32 has no tensor cores"),
+        ("H100: FP32 vector", "133.8 TFLOP/s", f"{h100.fp32_tflops.value} TFLOP/s",
+         "a slip: 133.8 is the FP16 rate without tensor cores"),
+    ]
+
+
+def _pruning() -> list[tuple[str, ...]]:
+    why = "the score by which it prunes is not published"
+    return [("[2] speed-up by pruning states", "1.14 times", NOT_YET, why), ("[2] memory saved by it", "11.50 %", NOT_YET, why),
+            ("[2] sequence lengths", "64 to 16384", "64 to 16384", "the operator alone; the block's parts: " + NOT_YET)]

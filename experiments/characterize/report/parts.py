@@ -1,0 +1,65 @@
+"""What a report is made of, before it is HTML or Markdown."""
+
+from __future__ import annotations
+
+import csv
+import io
+from dataclasses import dataclass
+
+NOT_YET = "not measured yet"
+
+
+@dataclass(frozen=True)
+class Table:
+    """Cells as text. The columns of `names` are no numbers: these are aligned to the left."""
+
+    header: tuple[str, ...]
+    rows: list[tuple[str, ...]]
+    names: int = 1
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A chart.
+
+    Attributes:
+        name: of its files, name.svg and name.csv.
+        svg: with the colours of `draw.THEME`.
+        see: a sentence, what to see in it.
+        data: its numbers, a dict for each line of the CSV.
+    """
+
+    name: str
+    svg: str
+    see: str
+    data: list[dict]
+
+    @property
+    def csv(self) -> str:
+        text = io.StringIO()
+        writer = csv.DictWriter(text, list(self.data[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(self.data)
+        return text.getvalue()
+
+
+@dataclass(frozen=True)
+class Section:
+    """Paragraphs, figures and tables below a title, in the order in which they are given."""
+
+    title: str
+    parts: tuple[str | Figure | Table, ...]
+
+    @property
+    def figures(self) -> list[Figure]:
+        return [part for part in self.parts if isinstance(part, Figure)]
+
+
+def number(value: float | None, digits: int = 0) -> str:
+    """A cell; a dash for None."""
+    return "-" if value is None else f"{value:,.{digits}f}"
+
+
+def short(kernel: str) -> str:
+    """A kernel's name without the template, arguments and suffix."""
+    return kernel.removeprefix("void ").partition("<")[0].removesuffix("_kernel")

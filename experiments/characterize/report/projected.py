@@ -1,0 +1,79 @@
+"""What kernels would take on other GPUs, and how far the model that says so is off where it can be tested."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from .. import projection
+from ..gpus import EXPS_PER_CLOCK, GPUS
+from . import draw
+from .parts import NOT_YET, Figure, Section, Table, number
+
+_GPUS = ("a100", "h100", "h200", "b200")
+_MODES = {"fwd": "forward", "bwd": "backward"}
+
+
+def section(out: Path) -> Section:
+    """Fit, test, and times of the baseline's kernels."""
+    title = "What if: other GPUs"
+    kernels, gpu = projection.kernel_samples(out)
+    calls, calls_gpu = projection.call_samples(out)
+    enough = 2 * len(projection.TERMS)
+    if gpu is None or calls_gpu is not gpu or min(len(kernels), len(calls)) < enough:
+        return Section(title, (f"The model needs {enough} kernels and {enough} calls counted and timed on one GPU: {NOT_YET}.",
+                               _sheet()))
+    tests = {"a kernel left out": projection.left_out(kernels, gpu, lambda one: one.what),
+             "a shape left out": projection.left_out(calls, gpu, lambda one: one.shape)}
+    data = [{"test": test, "what": left.sample.what, "shape": left.sample.shape, "mode": left.sample.mode,
+             "chunk_size": left.sample.chunk_size, "measured_us": left.sample.us, "predicted_us": round(left.predicted_us, 2),
+             "error": round(left.error, 4)} for test, found in tests.items() for left in found]
+
+    def plot(ax) -> None:
+        ax.plot([5, 1e4], [5, 1e4], color=draw.MUTED, linewidth=1)
+        for test, marker, shade in zip(tests, "os", draw.SERIES, strict=False):
+            ax.plot([left.sample.us for left in tests[test]], [left.predicted_us for left in tests[test]], marker, color=shade,
+                    markersize=4, label=test, alpha=0.8)
+        ax.grid(which="major")
+
+    svg = draw.chart(plot, 3.6, xscale="log", yscale="log", xlabel=f"µs measured on {gpu.name}", ylabel="µs predicted")
+    errors = {test: projection.summary(found) for test, found in tests.items()}
+    worst = max(tests["a kernel left out"], key=lambda left: abs(left.error))
+    said = "; ".join(f"with {test} {100 * middle:.0f} % in the median and {100 * most:.0f} % at most"
+                     for test, (middle, most) in errors.items())
+    see = (f"Errors where the model had not seen what it predicts: {said}. The worst is {worst.sample.what}, "
+           f"{worst.predicted_us:.0f} for {worst.sample.us:.0f} µs: what binds it is none of the five terms.")
+    model = projection.fit(kernels, gpu)
+    terms = Table(("fitted to", "launch, µs", *projection.TERMS[1:]), [
+        (name, *(number(value, 2) for value in projection.fit(samples, gpu).coefficients))
+        for name, samples in ((f"{len(kernels)} kernels", kernels), (f"{len(calls)} calls", calls))])
+    return Section(title, (
+        "A time is the sum of launches, bytes, tensor FLOPs, vector FLOPs and exponentials, each at the data sheet's rate "
+        "times a coefficient that rows of one GPU fix. In the table of these, 1 is a term that costs what the data sheet says.",
+        terms, Figure("projection-test", svg, see, data),
+        f"Microseconds of the baseline's kernels on 8b-b4. {gpu.name} is measured; **the others are extrapolated**: nothing "
+        "says that the coefficients hold there, and a kernel's error above is the least to expect.",
+        _times(kernels, model), _sheet()))
+
+
+def _times(kernels: list[projection.Sample], model: projection.Model) -> Table:
+    rows = []
+    latest = {(one.mode, one.what, one.chunk_size): one for one in kernels}
+    for one in latest.values():
+        parts = model.parts_us(one)
+        rows.append((one.what, _MODES.get(one.mode, one.mode), str(one.chunk_size), max(parts, key=parts.get),
+                     *(number(one.us if GPUS[key] is model.gpu else model.projected_us(one, GPUS[key]), 1) for key in _GPUS)))
+    names = (f"{GPUS[key].name}, {'measured' if GPUS[key] is model.gpu else 'extrapolated'}" for key in _GPUS)
+    return Table(("kernel", "", "chunk", "largest term", *names), rows, 2)
+
+
+def _sheet() -> Table:
+    """The GPU table with a source for each number."""
+    rows = []
+    for gpu in GPUS.values():
+        cells = (("SMs", gpu.sms, ""), ("memory", gpu.hbm_gbps, " GB/s"), ("dense bf16", gpu.bf16_tflops, " TFLOP/s"),
+                 ("FP32", gpu.fp32_tflops, " TFLOP/s"), ("L2", gpu.l2_mb, " MB"), ("FP32 lanes an SM", gpu.fp32_lanes, ""))
+        for what, cell, unit in cells:
+            rows.append((gpu.name, what, f"{cell.value:g}{unit}", cell.confidence, cell.source))
+        rows.append((gpu.name, "exponentials", f"{gpu.exps_per_s / 1e12:.2f} T/s", "derived",
+                     f"{EXPS_PER_CLOCK} a clock and SM, at the clock that the FP32 rate implies"))
+    return Table(("GPU", "", "value", "confidence", "source"), rows, 2)

@@ -1,0 +1,105 @@
+"""Figure 2: FLOPs for a byte and a second, of kernels and calls, against what the GPU can do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ssd import cost
+
+from ... import record
+from .. import classes
+from ..definitions import Call, gbps
+from ..gpus import find
+from . import draw
+from .parts import NOT_YET, Figure, Section, Table, number, short
+
+_MODES = {"fwd": "forward", "bwd": "backward"}
+
+
+def points(calls: list[Call]) -> list[dict]:
+    """A line for each kernel of the baseline and for each whole call.
+
+    FLOPs of kernels are the counters' or the cost model's; those of calls the ideal operator's, which every variant computes.
+    Bytes are the counters'; by_model is the intensity with the cost model's bytes.
+    """
+    lines = []
+    for call in calls:
+        name = {"variant": call.row["variant"], "mode": call.row["mode"]}
+        if call.row["variant"] == "baseline":
+            for kernel in call.kernels:
+                done, model = classes.work(kernel), classes.model(kernel)
+                flops = done.tensor + done.vector
+                if model and flops:
+                    lines.append({**name, "kernel": short(kernel["kernel"]), "flops": flops, "bytes": kernel["dram_bytes"],
+                                  "us": kernel["ncu_us"], "intensity": flops / kernel["dram_bytes"],
+                                  "by_model": flops / model.bytes, "tflops": flops / kernel["ncu_us"] / 1e6})
+        if call.wall_us:
+            ideal = call.ideal
+            lines.append({**name, "kernel": "all", "flops": ideal.flops, "bytes": call.dram_bytes, "us": call.wall_us,
+                          "intensity": ideal.flops / call.dram_bytes, "by_model": ideal.flops / ideal.bytes,
+                          "tflops": ideal.flops / call.wall_us / 1e6})
+    return lines
+
+
+def models(out: Path) -> Table | None:
+    """What a training step of each model does, by counters: the left half; None without rows."""
+    runs: dict[str, list[dict]] = {}
+    for row in record.read(out, bench="step_counters"):
+        runs.setdefault(" ".join((row["workload"], row["preset"], row["mixer"], row["variant"])), []).append(row)
+    lines = []
+    for name, rows in runs.items():
+        last = [row for row in rows if row["time"] == rows[-1]["time"]]
+        n_bytes, us = sum(row["dram_bytes"] for row in last), sum(row["ncu_us"] for row in last)
+        done = [classes.counted(row) for row in last]
+        flops = None if None in done else sum(work.tensor + work.vector for work in done)
+        lines.append((name, number(flops and flops / n_bytes, 1), number(flops and flops / us / 1e6, 1),
+                      number(gbps(n_bytes, us))))
+    return Table(("run", "FLOPs a byte", "TFLOP/s", "GB/s"), lines) if lines else None
+
+
+def section(calls: list[Call], out: Path) -> Section:
+    """Figure 2; its left half as a table."""
+    title = "Arithmetic intensity and roofline"
+    gpu = find(calls[0].row["gpu"]) if calls else None
+    left = models(out) or f"Of whole models, the left half of the paper's figure: {NOT_YET}."
+    scan = f"Of Mamba-1's selective scan alone: {NOT_YET}."
+    lines = points(calls)
+    if gpu is None or not lines:
+        return Section(title, (f"Of the SSM kernels: {NOT_YET}.", left, scan))
+    copy = next((call.timed["copy_gbps"] for call in calls if call.timed), None)
+    bounds = {"data sheet": (gpu.hbm_gbps.value, gpu.bf16_tflops.value)}
+    if copy:
+        bounds["measured"] = (copy, cost.H200.flops / 1e12)
+    chosen = [line for line in lines if line["mode"] == "fwd"]
+    heights = sorted(line["tflops"] for line in chosen if line["kernel"] != "all")
+    rightmost = max((line["intensity"] for line in chosen if line["kernel"] != "all"), default=None)
+
+    def plot(ax) -> None:
+        for n, (name, (memory, tensor)) in enumerate(bounds.items()):
+            ridge = tensor * 1e3 / memory
+            ax.plot([0.02, ridge, 2e3], [0.02 * memory / 1e3, tensor, tensor], color=draw.MUTED, linestyle=("-", "--")[n],
+                    linewidth=1, label=name)
+        for line in chosen:
+            whole = line["kernel"] == "all"
+            ax.plot(line["intensity"], line["tflops"], "D" if whole else "o", color=draw.colour(line["variant"]),
+                    markersize=7 if whole else 5)
+            # to the lower right; kernels but the rightmost to the left, above and below in turn, since some lie close together
+            right = whole or line["intensity"] == rightmost
+            at, align = ((5, -9), "left") if right else ((-5, 4 if heights.index(line["tflops"]) % 2 else -9), "right")
+            ax.annotate(line["variant"] if whole else line["kernel"], (line["intensity"], line["tflops"]), at, ha=align,
+                        textcoords="offset points", fontsize=7)
+        ax.grid(which="major")
+
+    svg = draw.chart(plot, 3.6, xscale="log", yscale="log", xlabel="FLOPs a byte of DRAM traffic", ylabel="TFLOP/s",
+                     xlim=(0.02, 1e3), ylim=(0.3, 2e3))
+    ridge = gpu.bf16_tflops.value * 1e3 / gpu.hbm_gbps.value
+    below = sum(line["intensity"] < ridge for line in chosen)
+    see = (f"{below} of {len(chosen)} points of the forward lie left of the ridge at {ridge:.0f} FLOPs a byte, where memory is "
+           "the bound; fewer bytes for the same result move a whole call (diamonds) to the right and up.")
+    note = ("FLOPs of a kernel are the cost model's, products and vector operations, as far as ncu did not count them; those "
+            "of a whole call are the ideal operator's. The measured roof is the copy of the same run and an 8192-cubed matmul.")
+    cells = [(_MODES.get(line["mode"], line["mode"]), line["variant"], line["kernel"], number(line["intensity"], 1),
+              number(line["by_model"], 1), number(line["tflops"], 1), number(gbps(line["bytes"], line["us"])))
+             for line in lines]
+    table = Table(("", "variant", "kernel", "FLOPs a byte, counters", "FLOPs a byte, cost model", "TFLOP/s", "GB/s"), cells, 3)
+    return Section(title, (note, Figure("roofline", svg, see, chosen), table, left, scan))

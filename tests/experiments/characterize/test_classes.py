@@ -1,0 +1,42 @@
+"""Classes of kernels, from counters and from the cost model, and their shares of time."""
+
+import pytest
+
+from experiments.characterize import classes
+from experiments.characterize.classes import BOTH, TENSOR, UNKNOWN, VECTOR, Work
+
+from .counted import kernel_row
+
+COUNTED = {"tensor_flops": 990.0, "fadds": 2.0, "fmuls": 2.0, "ffmas": 3.0}  # 10 of 1000 on the vector units
+
+
+@pytest.mark.parametrize("tensor, vector, threshold, expected", [
+    (990, 10, 0.01, TENSOR), (990, 10, 0.009, BOTH), (10, 990, 0.01, VECTOR), (10, 990, 0.009, BOTH), (5, 5, 0.1, BOTH),
+    (5, 0, 0.0, TENSOR), (0, 5, 0.0, VECTOR), (0, 0, 0.0, UNKNOWN)])
+def test_class(tensor, vector, threshold, expected):
+    assert Work(tensor, vector, "counters").uses(threshold) == expected
+
+
+def test_counters_come_before_the_cost_model():
+    counted, modelled = classes.work(kernel_row(**COUNTED)), classes.work(kernel_row())
+    assert (counted.tensor, counted.vector, counted.ratio, counted.source) == (990.0, 10.0, 99.0, "counters")
+    # per token and head: 2 P (N + pairs) over 3 (pairs + P), at 128 pairs: nothing skipped in a tile of 128
+    assert modelled.ratio == pytest.approx(2 * 64 * (128 + 128) / (3 * (128 + 64))) and modelled.source == "cost model"
+    assert classes.work(kernel_row("hopper_scan_kernel")).source is None
+
+
+def test_shares_of_a_forward():
+    times = {"chunk_cumsum": 5.0, "chunk_state": 20.0, "state_passing": 15.0, "bmm_chunk": 10.0, "chunk_scan": 50.0}
+    kernels = [kernel_row(f"{name}_kernel", ncu_us=us) for name, us in times.items()]
+    assert classes.shares(kernels, 0.003) == {TENSOR: (1, 10.0), VECTOR: (2, 20.0), BOTH: (2, 70.0), UNKNOWN: (0, 0.0)}
+    assert classes.shares(kernels, 0.01)[TENSOR] == (2, 30.0), "chunk_state's x times weights is 0.4 % of its FLOPs"
+    assert classes.shares(kernels, recomputed=False)[BOTH] == (1, 100.0)
+    assert classes.shares([])[BOTH] == (0, 0.0)
+
+
+def test_the_baselines_nine_backward_kernels_are_the_papers_at_some_threshold():
+    names = ("chunk_scan_dstates", "state_passing_bwd", "chunk_scan_chunk_state_dx", "chunk_state_dB", "chunk_scan_dC",
+             "chunk_scan_dCB", "bmm_bwd", "ddA_cumsum", "chunk_cumsum_bwd")
+    kernels = [kernel_row(f"{name}_kernel", mode="bwd", chunk_size=256) for name in names]
+    counts = {name: count for name, (count, _) in classes.shares(kernels, 0.003).items()}
+    assert counts == {TENSOR: 1, VECTOR: 2, BOTH: 6, UNKNOWN: 0}

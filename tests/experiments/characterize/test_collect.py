@@ -1,0 +1,100 @@
+"""The collection without a GPU: a real run under the real profiler, whose trace then gives way to one that has kernels."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from experiments import counters, record
+from experiments.__main__ import app
+from experiments.characterize import collect, commands, trace
+from experiments.workloads import workload_names
+
+from ..small import small_run
+
+SYNTHETIC = trace.read(Path(__file__).parent / "traces" / "synthetic_step.json")
+without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
+
+
+@without_gpu
+@pytest.mark.filterwarnings("ignore:CUDA is not available")
+def test_rows_of_a_run(small, tmp_path, monkeypatch):
+    seen = []
+
+    def read(path):
+        events = json.loads(path.read_text())["traceEvents"]
+        seen.extend(event["name"] for event in events if event.get("cat") == "user_annotation")
+        return SYNTHETIC
+
+    monkeypatch.setattr(trace, "read", read)
+    run = small_run(steps=20)
+    rows = collect.breakdown(run, tmp_path / "rows", tmp_path / "kept" / "trace.json")
+    counts = {name: seen.count(f"ssd:{name}") for name in ("step", "forward", "backward", "optimizer")}
+    assert counts == dict.fromkeys(counts, collect.PROFILED)
+    assert record.read(tmp_path / "rows", bench="characterize") == rows and (tmp_path / "kept" / "trace.json").exists()
+    assert sum(row["share"] for row in rows) == pytest.approx(1)
+    forward = next(row for row in rows if (row["phase"], row["operator"]) == ("forward", "ssm"))
+    assert (forward["us"], forward["launches"], forward["workload"], forward["mixer"]) == (
+        150 / collect.PROFILED, 2 / collect.PROFILED, "mamba2", "ssd")
+    assert next(row["us"] for row in rows if row["operator"] == "idle") == pytest.approx(116 / collect.PROFILED)
+
+
+@pytest.mark.parametrize("flops, expected", [([2 * 8192**3], 1.0), ([8192**3, 0.5 * 8192**3], 0.75)])
+def test_calibration(monkeypatch, flops, expected):
+    launches = [{"kernel": "nvjet", counters.TENSOR_FLOPS: value} for value in flops]
+    asked = []
+    monkeypatch.setattr(counters, "ncu", lambda *arguments: asked.append(arguments) or launches)
+    assert collect.calibrate() == expected
+    assert asked == [(["profiled-product"], [counters.TENSOR_FLOPS], "none")]
+    assert "profiled-product" in [command.name or command.callback.__name__.replace("_", "-") for command in
+                                  app.registered_commands]
+
+
+def test_calibration_without_the_metric(monkeypatch):
+    monkeypatch.setattr(counters, "ncu", lambda *_: [{"kernel": "nvjet"}])
+    with pytest.raises(ValueError, match="ncu has no sm__ops_path_tensor"):
+        collect.calibrate()
+
+
+def test_runs():
+    found = [(run.preset, run.mixer, run.variant) for run in commands._runs("mamba2:1.3b,mambavision:T,mambavision:T/ssd",
+                                                                         ["fused", "baseline"], "bf16")]
+    assert found == [("1.3b", "ssd", "fused"), ("1.3b", "ssd", "baseline"), ("T", "mamba1", "auto"), ("T", "ssd", "fused"),
+                     ("T", "ssd", "baseline")]
+    assert {run.workload for run in commands._runs(commands._WORKLOADS, ["fused"], "bf16")} == {*workload_names()}
+
+
+@without_gpu
+@pytest.mark.parametrize("arguments, said", [
+    ((), "error: characterize: needs a CUDA GPU, found none; make report shows the rows that there are\n"),
+    (("--workload", "gpt"), "error: --workload: got 'gpt', expected one of mamba2"),
+    (("--variant", "warp9"), "error: --variant: got 'warp9', expected any of auto, baseline")])
+def test_refused(arguments, said):
+    result = CliRunner().invoke(app, ["characterize", *arguments])
+    assert result.exit_code == 2 and result.stderr.startswith(said)
+
+
+def test_counters_of_a_step(tmp_path, monkeypatch):
+    launch = {"launches": 1, "ncu_us": 10.0, "dram_bytes": 1e6, "dram_pct": 20.0}
+    asked = []
+    monkeypatch.setattr(counters, "profile", lambda arguments: asked.append(arguments) or [
+        launch | {"kernel": "nvjet_a"}, launch | {"kernel": "bmm_chunk_kernel"}, launch | {"kernel": "nvjet_a"}])
+    run = next(commands._runs("mamba2:tiny", ["fused"], "bf16"))
+    rows = collect.count(run, tmp_path)
+    assert asked == [["profiled-step", "mamba2", "tiny", "ssd", "fused", "bf16"]]
+    assert [(row["kernel"], row["operator"], row["launches"], row["ncu_us"]) for row in rows] == [
+        ("nvjet_a", "gemm", 2, 20.0), ("bmm_chunk_kernel", "ssm", 1, 10.0)]
+    assert record.read(tmp_path, bench="step_counters") == rows
+
+
+@without_gpu
+def test_the_step_that_ncu_sees(small, monkeypatch):
+    seen = []
+    for name in ("start", "stop"):
+        monkeypatch.setattr(torch.cuda.profiler, name, lambda name=name: seen.append(name))
+    gradient = collect.gradient
+    monkeypatch.setattr(collect, "gradient", lambda run, n, *rest: seen.append(n) or gradient(run, n, *rest))
+    collect.profiled_step(small_run(steps=10))
+    assert seen == [1, 2, 3, 4, 5, "start", 6, "stop"]

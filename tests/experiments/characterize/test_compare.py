@@ -1,0 +1,111 @@
+"""Pairs, the band of noise at its edges, and what the command prints, refuses and returns."""
+
+import pytest
+from typer.testing import CliRunner
+
+from experiments import record
+from experiments.__main__ import app
+from experiments.characterize.compare import compare, markdown, rows_of
+
+from ..rows import ssd_row, write
+
+OLD, NEW = "1" * 40, "2" * 40
+
+
+def timed(graph_us, p50_us=1000.0, half_width=1.0, **other):
+    return ssd_row(graph_p50_us=graph_us, p50_us=p50_us, p20_us=p50_us - half_width, p80_us=p50_us + half_width, **other)
+
+
+@pytest.mark.parametrize("old, new, expected", [(1000, 1049, "same"), (1000, 1051, "slower"), (1051, 1000, "faster"),
+                                                (1049, 1000, "same")])
+def test_verdict(old, new, expected):
+    (pair,) = compare([timed(old)], [timed(new)], noise=0.05).pairs
+    assert (pair.verdict, pair.in_graph, pair.ratio) == (expected, True, new / old)
+
+
+def test_wide_percentiles_widen_the_band():
+    (pair,) = compare([timed(None, half_width=40.0)], [timed(None, 1080.0, half_width=54.0)], noise=0.05).pairs
+    assert pair.band == pytest.approx(0.04 + 0.05) and not pair.in_graph
+    assert pair.verdict == "same", "8 % slower, with medians known to 9 %"
+
+
+def test_percentiles_of_a_host_say_nothing_about_a_graph():
+    """Eager calls of 1000 us whose kernels take 500: their scatter is the host's."""
+    (pair,) = compare([timed(500.0, half_width=300.0)], [timed(530.0, half_width=300.0)], noise=0.05).pairs
+    assert (pair.band, pair.verdict) == (0.05, "slower")
+
+
+def test_a_graph_is_not_compared_with_an_eager_time():
+    (pair,) = compare([timed(500.0)], [timed(None)]).pairs
+    assert (pair.old, pair.new, pair.in_graph) == (1000.0, 1000.0, False)
+
+
+def test_pairs_by_what_was_measured():
+    old = [timed(100.0), timed(100.0, mode="bwd"), timed(100.0, chunk_size=64), ssd_row("fused", graph_p50_us=80.0)]
+    new = [timed(90.0, time="2026-01-01T00:00:00+00:00"), timed(130.0, time="2026-01-02T00:00:00+00:00"),
+           timed(100.0, mode="bwd"), ssd_row("persistent")]
+    found = compare(old, new)
+    assert [(pair.row["mode"], pair.new) for pair in found.pairs] == [("fwd", 130.0), ("bwd", 100.0)], "the latest, worst first"
+    assert (found.only_old, found.only_new) == (2, 1)
+
+
+def test_training_runs_pair_by_their_settings_and_not_their_length():
+    def train(p50_us, **run):
+        row = {key: value for key, value in timed(None, p50_us).items() if key not in record.SIZES and key != "shape"}
+        return row | {"bench": "train", "workload": "mamba2", "preset": "tiny", "run": {"steps": 10, "lr": 1e-3} | run}
+
+    assert len(compare([train(100.0)], [train(100.0, steps=20), train(100.0, lr=1e-2)]).pairs) == 1
+
+
+def test_nothing_in_common():
+    with pytest.raises(ValueError, match="no measurement is in both: 1 are in the old set, 2 in the new"):
+        compare([timed(1.0)], [timed(1.0, mode="bwd"), timed(1.0, variant="fused")])
+
+
+def test_markdown():
+    lines = markdown(compare([timed(100.0), timed(100.0, mode="bwd")], [timed(150.0), timed(50.0, mode="bwd")])).splitlines()
+    assert lines[2] == "| ssd | 8b-b4 fwd | baseline | 128 |  | 100 | 150 | graph | 1.500 | ±5 % | **slower** |"
+    assert lines[3].endswith("| 0.500 | ±5 % | faster |")
+    assert lines[-1].startswith("2 measured in both: 1 slower, 1 faster, 0 the same; 0 only")
+
+
+@pytest.fixture
+def results(tmp_path):
+    write(tmp_path, timed(100.0, git_sha=OLD), timed(150.0, git_sha=NEW))
+    return tmp_path
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, ["compare", *map(str, arguments)])
+
+
+@pytest.mark.parametrize("arguments, status", [(("1111", "2222"), 0), (("1111", "2222", "--fail"), 1),
+                                               (("2222", "1111", "--fail"), 0)])
+def test_commits_on_the_command_line(results, arguments, status):
+    result = run(*arguments, "--out", results)
+    assert result.exit_code == status and ("slower" if arguments[0] == "1111" else "faster") in result.stdout
+
+
+def test_folders_on_the_command_line(tmp_path):
+    for name, us in (("a", 100.0), ("b", 101.0)):
+        write(tmp_path / name, timed(us))
+    result = run(tmp_path / "a", tmp_path / "b", "--fail", "--format", "markdown")
+    assert result.exit_code == 0 and "| 1.010 |" in result.stdout
+
+
+@pytest.mark.parametrize("arguments, said", [
+    (("9999", "2222"),
+     "error: OLD: got 9999, expected a folder, or a commit that rows in {} were measured at: 1111111, 2222222\n"),
+    (("1111", "{}/empty"), "error: NEW: got {}/empty, expected a folder with rows in <gpu>/<bench>.jsonl\n"),
+    (("1111", "2222", "--format", "pdf"), "error: --format: got 'pdf', expected terminal or markdown\n"),
+])
+def test_refused(results, arguments, said):
+    (results / "empty").mkdir()
+    result = run(*(argument.format(results) for argument in arguments), "--out", results)
+    assert (result.exit_code, result.stderr) == (2, said.format(results))
+
+
+def test_the_start_of_several_commits_is_refused(tmp_path):
+    write(tmp_path, timed(1.0, git_sha="1a" * 20), timed(1.0, git_sha="1b" * 20))
+    with pytest.raises(ValueError, match="got 1, which 2 commits start with"):
+        rows_of("1", tmp_path)

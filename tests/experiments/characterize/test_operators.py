@@ -1,0 +1,60 @@
+"""Rules: each on its own examples, in an order that matters, and complete for the kernels of this repository."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from experiments.characterize.operators import CLASSES, KERNEL_RULES, OP_RULES, SCOPE_RULES, classify
+
+ROOT = Path(__file__).parents[3]
+
+
+def wrong(rules) -> list[str]:
+    """Examples of the rules for kernels that these rules put into another class."""
+    return [example for rule in KERNEL_RULES for example in rule.examples if classify(example, rules=rules) != rule.kind]
+
+
+def test_every_rule_finds_its_examples():
+    assert wrong(KERNEL_RULES) == []
+    assert [e for rule in OP_RULES for e in rule.examples if classify("?", ops=[e]) != rule.kind] == []
+    assert [e for rule in SCOPE_RULES for e in rule.examples if classify("?", scopes=[e]) != rule.kind] == []
+    assert {rule.kind for rule in (*KERNEL_RULES, *OP_RULES, *SCOPE_RULES)} == {*CLASSES} - {"other"}
+
+
+@pytest.mark.parametrize("first, second, caught", [
+    ("attention", "conv", "native_sdpa"), ("conv", "gemm", "implicit_gemm"), ("gemm", "reduce", "splitKreduce")])
+def test_the_order_matters(first, second, caught):
+    """A mutation: two rules swapped, and an example tells."""
+    rules = list(KERNEL_RULES)
+    a, b = (next(n for n, rule in enumerate(rules) if rule.kind == kind) for kind in (first, second))
+    rules[a], rules[b] = rules[b], rules[a]
+    assert a < b and any(caught in name for name in wrong(rules))
+
+
+def test_ssm_and_convolution_come_before_gemm():
+    kinds = [rule.kind for rule in KERNEL_RULES]
+    gemm = kinds.index("gemm")
+    assert not {"ssm", "conv1d", "conv", "attention"} & set(kinds[gemm:])
+
+
+def test_kernels_of_the_source_tree():
+    """Every `def ..._kernel` below any folder of kernels has its rule."""
+    found = {name for folder in ("ssd", "fused", "persistent") for path in (ROOT / folder).glob("**/kernels/*.py")
+             for name in re.findall(r"^def (\w+_kernel)\(", path.read_text(), re.M)}
+    assert found == {name for rule in KERNEL_RULES[1:4] for name in rule.examples}
+    kinds = {name: classify(name) for name in found}
+    expected = {"bmm_chunk_kernel": "ssm", "conv1d_bwd_kernel": "conv1d", "gated_norm_kernel": "norm",
+                "selective_scan_grads_kernel": "ssm", "two_level_scan_kernel": "ssm"}
+    assert {name: kinds[name] for name in expected} == expected
+
+
+def test_name_before_operator_before_scope():
+    assert classify("nvjet_tst_64x8", ["aten::copy_"], ["ssd:loss"]) == "gemm"
+    assert classify("new_kernel", ["aten::copy_"], ["ssd:loss"]) == "elementwise"
+    assert classify("new_kernel", ["some::op"], ["ssd:loss"]) == "loss"
+    assert classify("new_kernel", ["some::op"], ["ssd:forward"]) == "other"
+
+
+def test_an_operator_inside_another():
+    assert classify("vectorized_gather_kernel", ["aten::index_select", "aten::embedding"]) == "embedding"

@@ -1,0 +1,179 @@
+"""The report: well-formed, self-contained, honest about what there are no rows of, and whole in a browser."""
+
+import csv
+import re
+import shutil
+import subprocess
+from html import escape
+from html.parser import HTMLParser
+from xml.etree import ElementTree
+
+import pytest
+from typer.testing import CliRunner
+
+from experiments.__main__ import app
+from experiments.characterize.report import build, draw, page, roofline
+from experiments.characterize.report.parts import NOT_YET, Figure, Section, Table
+
+from ..rows import ENVIRONMENT, ssd_row, write
+from .counted import kernel_row
+
+BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+LINKS = ("href", "src", "xlink:href", "action", "poster", "srcset", "data")
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory):
+    """From the committed rows."""
+    folder = tmp_path_factory.mktemp("report")
+    build.write(folder)
+    return folder
+
+
+class Reader(HTMLParser):
+    """Open and closed tags, links and ids."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.open, self.wrong, self.links, self.ids = [], [], [], []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        self.handle_startendtag(tag, attrs)
+        if tag not in ("meta", "link"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.links += [value for name, value in attrs if name in LINKS]
+        self.ids += [value for name, value in attrs if name == "id"]
+
+    def handle_endtag(self, tag):
+        if not self.open or self.open.pop() != tag:
+            self.wrong.append(tag)
+
+
+def test_page_is_well_formed_and_loads_nothing(report):
+    text = (report / "index.html").read_text()
+    read = Reader(text)
+    assert not read.open and not read.wrong
+    assert len(read.ids) == len(set(read.ids))
+    assert {link[0] for link in read.links if not link.startswith("data:")} == {"#"}, "no external reference"
+    assert {link[1:] for link in read.links if link.startswith("#")} <= {*read.ids}
+    assert not re.search(r"url\((?!#)|@import|<script|https?://(?!www\.w3\.org)", text)
+
+
+def test_every_figure_has_its_data_and_a_sentence(report):
+    markdown = (report / "report.md").read_text()
+    images = sorted(path.stem for path in report.glob("*.svg"))
+    assert images == sorted(path.stem for path in report.glob("*.csv")) and len(images) >= 6
+    for name in images:
+        (see,) = re.findall(rf"!\[([^]]*)\]\({name}\.svg\)", markdown)
+        assert see.endswith(".") and len(see) > 40
+        assert len(list(csv.DictReader((report / f"{name}.csv").open()))) >= 2
+        svg = (report / f"{name}.svg").read_text()
+        assert "var(--" not in svg and ElementTree.fromstring(svg).findall(".//{*}text"), "text as text, in colours of its own"
+
+
+def test_every_number_of_the_paper_has_its_row(report):
+    markdown = (report / "report.md").read_text()
+    table = markdown[markdown.index("| what | paper | ours"):markdown.index("## What a training step")]
+    for number in ("60 %", "62 %", "14 %", "20 %", "30 %", "57.5 %", "2.40 %", "8.55 %", "89.03 %", "1.26 %", "6.86 %",
+                   "91.87 %", "16", "512", "133.8", "989", "494", "3350", "132", "50 MB", "256 KB", "80 GB", "7.1 %", "43 %",
+                   "1.14", "11.50 %", "16384"):
+        assert number in table, number
+
+
+def test_without_rows_every_section_says_so(tmp_path):
+    found = build.sections(tmp_path)
+    assert not [figure for section in found for figure in section.figures]
+    for section in found:
+        texts = [part for part in section.parts if isinstance(part, str)]
+        texts += [cell for part in section.parts if isinstance(part, Table) for row in part.rows for cell in row]
+        assert any(NOT_YET in text for text in texts), section.title
+    assert Reader(page.html(found, ["nothing"])).wrong == []
+
+
+def test_steps_of_workloads(tmp_path):
+    def row(operator, share, **other):
+        return {"bench": "characterize", "workload": "mamba2", "preset": "1.3b", "mixer": "ssd", "variant": "fused", "steps": 3,
+                "phase": "forward", "operator": operator, "us": 1000 * share, "share": share, **ENVIRONMENT} | other
+
+    write(tmp_path, row("gemm", 0.9, time="2025-01-01T00:00:00+00:00"), row("gemm", 0.4), row("gemm", 0.15, phase="backward"),
+          row("ssm", 0.25), row("other", 0.01), row("idle", 0.19))
+    figure = next(section for section in build.sections(tmp_path) if section.figures).figures[0]
+    assert figure.name == "operators" and figure.data == [
+        {"run": "mamba2 1.3b ssd fused", "gemm": 55.0, "ssm": 25.0, "other": 1.0, "idle": 19.0}], "the last run's"
+    assert "at most 55 % of a step" in figure.see and "1.0 % at most" in figure.see
+    assert "55 % (mamba2 1.3b ssd fused)" in page.markdown(build.sections(tmp_path), [])
+
+
+def test_models_by_counters(tmp_path):
+    """Two kernels of 100 tensor FLOPs, 10 additions and 20 fused multiply-adds each, at 300 bytes: 300 FLOPs, 600 bytes."""
+    row = {"bench": "step_counters", "workload": "mamba2", "preset": "1.3b", "mixer": "ssd", "variant": "fused",
+           "dram_bytes": 300.0, "ncu_us": 1.0, "tensor_flops": 100.0, "fadds": 10.0, "fmuls": 0.0, "ffmas": 20.0, **ENVIRONMENT}
+    write(tmp_path, row | {"kernel": "a"}, row | {"kernel": "b"})
+    table = roofline.models(tmp_path)
+    assert table.rows == [("mamba2 1.3b ssd fused", "0.5", "0.0", "0")]
+    write(tmp_path, {key: value for key, value in row.items() if key != "ffmas"} | {"kernel": "c"})
+    assert roofline.models(tmp_path).rows == [("mamba2 1.3b ssd fused", "-", "-", "0")], "FLOPs of one are not known"
+
+
+def test_claims_follow_the_counters(tmp_path):
+    units = {"block_cycles": 1000.0, "blocks": 10.0, "tensor_pct": 1.0, "issue_pct": 40.0, "shared_pct": 1.0}
+    slow = units | {"dram_bytes": 1e6, "dram_pct": 1.0}
+    write(tmp_path, kernel_row(**units), kernel_row("scan_kernel", "fused", **units | {"dram_bytes": 49e6}),
+          kernel_row("scan_kernel", "persistent", **slow | {"issue_pct": 90.0}))
+    text = page.markdown(build.sections(tmp_path), [])
+    assert "round trip through L2: refuted.**" in text and "moves 49 MB through DRAM where the baseline moves 48" in text
+    assert "refuted by W, refuted by U.**" in text and "vector compute binds: confirmed.**" in text
+
+
+def test_marks_and_characters_of_text():
+    section = Section("a < b", ("**bold** `x<y>` & more", Table(("k",), [("<td>",)])))
+    text = page.html([section], [])
+    for written in ("<h2>a &lt; b</h2>", "<strong>bold</strong> <code>x&lt;y&gt;</code> &amp; more", "&lt;td&gt;"):
+        assert written in text
+
+
+def test_figures_do_not_share_ids():
+    svg = draw.chart(lambda ax: ax.plot([1, 2], [1, 2], "o-"), 2.0)
+    figures = tuple(Figure(name, svg, "See.", [{"a": 1}]) for name in ("one", "two"))
+    read = Reader(page.html([Section("s", figures)], []))
+    assert len(read.ids) == len(set(read.ids)) and {link[1:] for link in read.links if link.startswith("#")} <= {*read.ids}
+
+
+def test_command(tmp_path):
+    write(tmp_path / "rows", ssd_row())
+    result = CliRunner().invoke(app, ["report", "--out", str(tmp_path / "rows"), "--folder", str(tmp_path / "to")])
+    assert result.exit_code == 0 and (tmp_path / "to" / "index.html").exists() and "index.html and 1 files" in result.stdout
+    result = CliRunner().invoke(app, ["report", "--out", str(tmp_path / "none")])
+    assert (result.exit_code, result.stderr) == (2, f"error: --out: got {tmp_path / 'none'}, expected a folder that exists\n")
+
+
+PROBE = """<script>addEventListener("load", () => {
+  const out = [], past = (box, edge) => box.right > edge.right + 1 || box.left < edge.left - 1;
+  const page = {left: 0, right: document.documentElement.clientWidth};
+  for (const one of document.querySelectorAll("body *")) {
+    const box = one.getBoundingClientRect(), figure = one.closest("svg");
+    const frame = one.parentElement.closest(".scroll"), scrolls = frame && getComputedStyle(frame).overflowX === "auto";
+    if (!scrolls && !one.closest("svg *") && past(box, page)) out.push(one.tagName);
+    if (one.tagName === "text" && past(box, figure.getBoundingClientRect())) out.push(one.textContent);
+  }
+  parent.document.title = "found " + page.right + ": " + out.join("; ");
+});</script></body>"""
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium here")
+@pytest.mark.parametrize("width", (360, 1280))
+def test_nothing_is_cut_off_in_a_browser(report, tmp_path, width):
+    """The page measures itself in a frame, windows being no narrower than 500: what passes its edges, or a figure's."""
+    content = escape((report / "index.html").read_text().replace("</body>", PROBE))
+    outer = tmp_path / "outer.html"
+    outer.write_text(f'<!DOCTYPE html><title></title><iframe width="{width}" style="border: 0" srcdoc="{content}">')
+    ran = subprocess.run(
+        [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--window-size=1400,1000",
+         "--enable-logging=stderr", f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", outer.as_uri()],
+        capture_output=True, text=True, timeout=60)
+    assert f"<title>found {width}: </title>" in ran.stdout, re.findall("<title>.*?</title>", ran.stdout)
+    assert "CONSOLE" not in ran.stderr

@@ -1,0 +1,105 @@
+"""Traces: every one in `traces/`, the synthetic one exactly, one of torch's own on a CPU, and what is no trace.
+
+traces/synthetic_step.json was written by hand in the format of torch.profiler, with kernels' names from knowledge. Any trace
+that was recorded on a GPU and trimmed to a step belongs beside it, as .json or .json.gz.
+"""
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from experiments.characterize import operators, scopes, trace
+from experiments.characterize.operators import CLASSES, KERNEL_RULES
+
+TRACES = sorted((Path(__file__).parent / "traces").glob("*.json*"))
+SYNTHETIC = Path(__file__).parent / "traces" / "synthetic_step.json"
+
+
+@pytest.mark.parametrize("path", TRACES, ids=lambda path: path.name)
+def test_any_trace(path):
+    found = trace.read(path)
+    shares = found.shares()
+    assert sum(shares.values()) == pytest.approx(1) and shares.get("other", 0.0) < 0.02
+    assert shares.keys() <= {*CLASSES, "idle"} and min(shares.values()) >= 0
+    assert {"forward", "backward", "optimizer"} <= found.by_scope().keys()
+
+
+def test_synthetic_step():
+    found = trace.read(SYNTHETIC)
+    assert found.by_class() == {
+        "memcpy": 10, "embedding": 20, "gemm": 600, "norm": 30, "conv1d": 40, "ssm": 330, "conv": 60, "attention": 50,
+        "elementwise": 45, "loss": 15, "reduce": 15, "optimizer": 78, "other": 5, "idle": pytest.approx(116)}
+    assert found.total_us == pytest.approx(1414), "the step's, not the warm-up's before it"
+    assert found.by_scope() == {"": 15, "forward": 575, "loss": 15, "backward": 615, "optimizer": 78}
+    assert found.by_class("backward") == {"gemm": 400, "ssm": 180, "elementwise": 20, "reduce": 15}
+    assert found.by_kernel()[0] == ("nvjet_tst_256x128_64x4_1x2_h_bz_coopA_NTN", "gemm", 1, 400)
+
+
+def test_swapped_rules_change_the_synthetic_step(monkeypatch):
+    expected = trace.read(SYNTHETIC).by_class()
+    kinds = [rule.kind for rule in KERNEL_RULES]
+    rules = list(KERNEL_RULES)
+    a, b = kinds.index("conv"), kinds.index("gemm")
+    rules[a], rules[b] = rules[b], rules[a]
+    monkeypatch.setattr(operators.classify, "__defaults__", ((), (), tuple(rules)))
+    assert trace.read(SYNTHETIC).by_class() != expected
+
+
+def test_a_backward_on_another_thread_is_found_by_time():
+    kernels = {kernel.name: kernel for kernel in trace.read(SYNTHETIC).kernels}
+    backward = kernels["hopper_group_kernel"]
+    assert backward.scopes == ("ssd:backward", "ssd:step") and backward.ops[-1].startswith("autograd::engine")
+    forward = kernels["bmm_chunk_kernel"]
+    assert (forward.ops, forward.phase) == (("ssd::chunk_scan_fwd",), "forward")
+
+
+def test_overlap_is_no_idle_time():
+    kernels = tuple(trace.Kernel("bmm_chunk_kernel", start, us) for start, us in ((0, 10), (2, 3), (8, 4), (20, 5)))
+    found = trace.Trace(kernels, total_us=30)
+    assert found.idle_us == 30 - 12 - 5
+    assert found.shares() == {"ssm": pytest.approx(22 / 35), "idle": pytest.approx(13 / 35)}
+
+
+def test_scopes_as_torch_writes_them(tmp_path):
+    """What a trace of torch has of our scopes and operators is what the reader looks for; kernels are added by hand."""
+    with profile(activities=[ProfilerActivity.CPU]) as recorded, scopes.scope(scopes.STEP), scopes.scope(scopes.FORWARD):
+        torch.ones(4) + 1
+    path = tmp_path / "trace.json"
+    recorded.export_chrome_trace(str(path))
+    content = json.loads(path.read_text())
+    added = next(event for event in content["traceEvents"] if event["name"] == "aten::add")
+    launch = {"cat": "cuda_runtime", "name": "cudaLaunchKernel", "args": {"correlation": 7}, "dur": 0.001}
+    kernel = {"cat": "kernel", "name": "new_kernel", "args": {"correlation": 7}, "dur": 0.5, "tid": 7, "pid": 0}
+    content["traceEvents"] += [added | launch, added | kernel]
+    with gzip.open(tmp_path / "trace.json.gz", "wt") as file:
+        json.dump(content, file)
+    (found,) = trace.read(tmp_path / "trace.json.gz").kernels
+    assert (found.ops, found.scopes, found.kind, found.phase) == (
+        ("aten::add",), ("ssd:forward", "ssd:step"), "elementwise", "forward")
+
+
+@pytest.mark.parametrize("text, said", [("", "not a trace"), ("[]", "not a trace"), ("{}", "not a trace"),
+                                        ('{"traceEvents": []}', "no kernels in it")])
+def test_what_is_no_trace(tmp_path, text, said):
+    path = tmp_path / "a.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=f"a.json: {said}"):
+        trace.read(path)
+
+
+def test_a_scope_is_an_nvtx_range_too(monkeypatch):
+    seen = []
+
+    class NVTX:
+        start_range = staticmethod(lambda name, domain: seen.append((name, domain)) or "mark")
+        end_range = staticmethod(seen.append)
+
+    for package in (NVTX, None):
+        monkeypatch.setattr(scopes, "nvtx", package)
+        with pytest.raises(KeyError), scopes.scope("forward"):
+            raise KeyError
+    assert seen == [("forward", "ssd"), "mark"], "closed though its body failed"
