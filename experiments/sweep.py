@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from rich.console import Console
@@ -22,6 +23,8 @@ from ssd import Options
 from ssd.registry import get_variant, is_peer
 
 from . import ablate, checkpoints, record
+from .characterize.definitions import of_peak
+from .characterize.gpus import find
 from .reasons import first_line
 from .runs import Run
 from .step_time import Candidate, measure
@@ -93,13 +96,17 @@ def run(plan: Plan, console: Console) -> list[str]:
 
 
 def committed(out: Path = record.RESULTS) -> list[dict]:
-    """The last row of each step, with the loss of the last training with the same settings, and `share` and `speedup`.
+    """The last row of each step, with the loss of the last training with the same settings, and `share`, `speedup`, `U`, `W`
+    and `G`.
 
-    share: of the state-space model in the step. speedup: over upstream's step of the same sitting.
+    share: of the state-space model in the step. speedup: over upstream's step of the same sitting. U, W, G: of the memory's
+    data-sheet rate by the state-space model's kernels, see `characterize.definitions`, where `make characterize` counted them;
+    their time for G is that of the step's row.
     """
     losses = {_trained(row): row["loss"] for row in record.read(out, bench="train") if row["gpus"] == 1}
     rows = record.latest((row for row in record.read(out, bench="step") if row["p50_us"] is not None),
                          lambda row: (_trained(row), str(row["options"])))
+    counted = _counted(record.read(out, bench="step_counters"))
     theirs = {(row["gpu"], row["sitting"]): row["p50_us"] for row in rows if row["variant"] == "mamba_ssm"}
     found = []
     for row in rows:
@@ -108,8 +115,34 @@ def committed(out: Path = record.RESULTS) -> list[dict]:
             "mixer": row["run"]["mixer"], "loss": losses.get(_trained(row)) if record.has_default_options(row) else None,
             "share": row["ssm_us"] / row["p50_us"] if row["ssm_us"] is not None else None,
             "speedup": rival / row["p50_us"] if rival and row["variant"] != "mamba_ssm" else None,
+            **_utilisation(row, counted.get(_counters_key(row), [])),
         })
     return found
+
+
+def _counted(rows: list[dict]) -> dict[tuple, list[dict]]:
+    """The state-space model's kernels of each step that was counted, as it was counted last."""
+    last = {_counters_key(row): row["time"] for row in rows}
+    found: dict[tuple, list[dict]] = {}
+    for row in rows:
+        if row["operator"] == "ssm" and row["time"] == last[_counters_key(row)]:
+            found.setdefault(_counters_key(row), []).append(row)
+    return found
+
+
+def _counters_key(row: dict) -> tuple:
+    mixer = row["mixer"] if "mixer" in row else row["run"]["mixer"]
+    settings = (row[key] for key in ("gpu", "workload", "preset", "variant", "batch", "seqlen", "dtype"))
+    return mixer, str(record.options(row)), *settings
+
+
+def _utilisation(row: dict, kernels: list[dict]) -> dict[str, float | None]:
+    gpu = find(row["gpu"])
+    if not kernels or gpu is None:
+        return dict.fromkeys("UWG")
+    peak, (nbytes, us) = gpu.hbm_gbps.value, ([kernel[key] for kernel in kernels] for key in ("dram_bytes", "ncu_us"))
+    return {"U": mean(of_peak(*one, peak) for one in zip(nbytes, us, strict=True)), "W": of_peak(sum(nbytes), sum(us), peak),
+            "G": of_peak(sum(nbytes), row["ssm_us"], peak) if row["ssm_us"] else None}
 
 
 class _Done:

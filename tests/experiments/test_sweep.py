@@ -124,6 +124,23 @@ def test_times_of_two_sittings_do_not_compare(plan):
     assert [row["loss"] for row in sweep.committed(plan.out)] == [loss, None, None], "of as many steps"
 
 
+def test_utilisation_is_that_of_the_kernels_counted_last(plan):
+    """Of an H200's 4800 GB/s: 48 MB in 20 us are half, 24 MB in 20 us a quarter; both in 60 us of the step a quarter, too."""
+    sweep.run(replace(plan, variants=("torch",)), QUIET)
+    (row,) = record.read(plan.out, bench="step")
+    row |= {"gpu": "NVIDIA H200", "ssm_us": 60.0}
+    record.append(row, plan.out)
+    settings = ("workload", "preset", "variant", "options", "batch", "seqlen", "dtype")
+    shared = {key: row[key] for key in (*settings, *record.ENVIRONMENT)}
+    for operator, nbytes, time in (("ssm", 1e6, "2026-01-01"), ("ssm", 48e6, row["time"]), ("gemm", 96e6, row["time"]),
+                                   ("ssm", 24e6, row["time"])):
+        record.append({**shared, "bench": "step_counters", "mixer": "ssd", "operator": operator, "kernel": "k", "ncu_us": 20.0,
+                       "dram_bytes": nbytes, "dram_pct": 1.0, "time": time}, plan.out)
+    *_, found = sweep.committed(plan.out)
+    assert [found[name] for name in "UWG"] == pytest.approx([37.5, 37.5, 25.0])
+    assert sweep.committed(plan.out)[0]["gpu"] or sweep.committed(plan.out)[0]["U"] is None
+
+
 def test_each_option(plan):
     names = [candidate.options for candidate in sweep._candidates("fused", True)]
     assert names[0] == Options() and len(names) == len(set(names)) > 3
