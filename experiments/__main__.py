@@ -184,7 +184,7 @@ def train(
 
 @app.command()
 def sweep(
-    workload: Annotated[str, typer.Option(help=f"NAME[:PRESET][/MIXER], of {', '.join(workload_names())}.")] = "mamba2",
+    workload: Annotated[str, typer.Option(help=sweeps.NAMES)] = "mamba2",
     variant: Annotated[str, typer.Option(help=f"To put inside, of auto, {', '.join(variant_names())}.")] = ",".join(
         ("mamba_ssm", *CANDIDATES)),
     steps: Annotated[int, typer.Option(help="Of each training that the losses are taken from.")] = 200,

@@ -50,8 +50,8 @@ EXTRA_KEYS = {
     "step": ("run", "unit", "units_per_s", "ssm_us", "sitting", "note"),
     "train": ("run", "first_loss", "floor", "unit", "units_per_s", "parameters", "gpus", "way"),
     "sanitize": ("tool", "found", "kernels"),
-    "characterize": ("mixer", "phase", "operator", "us", "share", "steps"),
-    "step_counters": (*_COUNTED, "mixer", "operator"),
+    "characterize": ("mixer", "run", "phase", "operator", "us", "share", "steps"),
+    "step_counters": (*_COUNTED, "mixer", "operator", "run"),
 }
 
 

@@ -29,6 +29,9 @@ from .reasons import first_line
 from .runs import Run
 from .step_time import Candidate, measure
 from .train import Interrupted, train
+from .workloads import workload_names
+
+NAMES = f"NAME, NAME:PRESET or NAME:PRESET/MIXER, of {', '.join(workload_names())}."  # what `parsed` takes
 
 
 @dataclass(frozen=True)
@@ -131,9 +134,9 @@ def _counted(rows: list[dict]) -> dict[tuple, list[dict]]:
 
 
 def _counters_key(row: dict) -> tuple:
-    mixer = row["mixer"] if "mixer" in row else row["run"]["mixer"]
-    settings = (row[key] for key in ("gpu", "workload", "preset", "variant", "batch", "seqlen", "dtype"))
-    return mixer, str(record.options(row)), *settings
+    settings = ("workload", "preset", "mixer", "variant", "batch", "seqlen", "dtype", "documents", "accumulate",
+                "checkpoint_activations", "compile")
+    return row["gpu"], str(record.options(row)), *(row["run"][name] for name in settings)
 
 
 def _utilisation(row: dict, kernels: list[dict]) -> dict[str, float | None]:

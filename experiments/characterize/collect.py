@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -66,7 +67,7 @@ def count(run: Run, out: Path) -> list[dict]:
         ValueError, OSError: ncu failed, or gave no bytes or times.
     """
     torch.cuda.empty_cache()  # for the child
-    launches = counters.profile(["profiled-step", run.workload, run.preset, run.mixer, run.variant, run.dtype])
+    launches = counters.profile(["profiled-step", json.dumps(asdict(run))])
     environment = record.environment()
     rows = [{**_identity(run), "bench": "step_counters", **kernel, "operator": classify(kernel["kernel"]), **environment}
             for kernel in counters.by_kernel(launches)]
@@ -143,4 +144,4 @@ def _values(found: trace.Trace) -> Iterator[dict]:
 def _identity(run: Run) -> dict:
     return {"bench": "characterize", "workload": run.workload, "preset": run.preset, "mixer": run.mixer, "variant": run.variant,
             "options": None if is_peer(run.variant) else asdict(Options()), "batch": run.batch, "seqlen": run.seqlen,
-            "dtype": run.dtype}
+            "dtype": run.dtype, "run": asdict(run)}

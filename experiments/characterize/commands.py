@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections import Counter
 from collections.abc import Iterator
@@ -18,8 +19,8 @@ from ssd import variant_names
 from .. import record
 from ..reasons import first_line, refuse
 from ..runs import DTYPES, Run, run_of
-from ..sweep import parsed
-from ..workloads import workload_names
+from ..sweep import NAMES, parsed
+from ..workloads import get_workload
 from . import compare as comparing
 
 _REPORT = Path("build", "report")  # git ignores it: rows are what is kept
@@ -79,9 +80,10 @@ def report(
 
 
 def characterize(
-    workload: Annotated[str, typer.Option(help=f"NAME[:PRESET][/MIXER], of {', '.join(workload_names())}.")] = _WORKLOADS,
+    workload: Annotated[str, typer.Option(help=NAMES)] = _WORKLOADS,
     variant: Annotated[str, typer.Option(help="Of the SSD, where a workload mixes with it.")] = "baseline,fused,persistent",
     dtype: Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}; bf16 by autocast.")] = "bf16",
+    documents: Annotated[bool, typer.Option(help="As of train; the kernels for Hopper need rows without.")] = True,
     traces: Annotated[Path | None, typer.Option(file_okay=False, help="Folder to keep traces in, for Perfetto.")] = None,
     counters: Annotated[bool, typer.Option(help="Also count each kernel's bytes and FLOPs with ncu: minutes a run.")] = False,
     out: _OutOption = record.RESULTS,
@@ -92,7 +94,7 @@ def characterize(
         if name not in (known := ("auto", *variant_names())):
             refuse(f"--variant: got {name!r}, expected any of {', '.join(known)}")
     try:
-        runs = list(_runs(workload, variants, dtype))
+        runs = list(_runs(workload, variants, dtype, documents))
     except ValueError as reason:
         refuse(str(reason))
     if not torch.cuda.is_available():
@@ -135,16 +137,17 @@ def profiled_product() -> None:
     profiled_product()
 
 
-def profiled_step(workload: str, preset: str, mixer: str, variant: str, dtype: str) -> None:
+def profiled_step(run: str) -> None:
     """One training step between the profiler's start and stop: what `characterize --counters` runs under ncu."""
     from . import collect
 
-    collect.profiled_step(run_of(workload, preset, variant=variant, mixer=mixer, dtype=dtype, steps=_STEPS))
+    collect.profiled_step(Run(**json.loads(run)))
 
 
-def _runs(workloads: str, variants: list[str], dtype: str) -> Iterator[Run]:
+def _runs(workloads: str, variants: list[str], dtype: str, documents: bool) -> Iterator[Run]:
     """What is profiled: each workload with each variant, or once where its mixer is no SSD."""
     for name, preset, mixer in map(parsed, workloads.split(",")):
-        run = run_of(name, preset, mixer=mixer, dtype=dtype, steps=_STEPS)
+        text = {"documents": documents} if get_workload(name).unit == "tokens" else {}
+        run = run_of(name, preset, mixer=mixer, dtype=dtype, steps=_STEPS, **text)
         for variant in variants if run.mixer == "ssd" else ("auto",):
             yield replace(run, variant=variant)

@@ -18,6 +18,13 @@ def run(*arguments):
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
+@pytest.mark.parametrize("command", [command.name or command.callback.__name__ for command in app.registered_commands])
+def test_help(command):
+    """What help says is no markup by accident."""
+    result = run(command.replace("_", "-"), "--help")
+    assert result.exit_code == 0 and "Usage" in result.stdout
+
+
 @pytest.mark.parametrize(
     "option, value, expected",
     [

@@ -134,8 +134,8 @@ def test_utilisation_is_that_of_the_kernels_counted_last(plan):
     shared = {key: row[key] for key in (*settings, *record.ENVIRONMENT)}
     for operator, nbytes, time in (("ssm", 1e6, "2026-01-01"), ("ssm", 48e6, row["time"]), ("gemm", 96e6, row["time"]),
                                    ("ssm", 24e6, row["time"])):
-        record.append({**shared, "bench": "step_counters", "mixer": "ssd", "operator": operator, "kernel": "k", "ncu_us": 20.0,
-                       "dram_bytes": nbytes, "dram_pct": 1.0, "time": time}, plan.out)
+        record.append({**shared, "bench": "step_counters", "mixer": "ssd", "run": row["run"], "operator": operator,
+                       "kernel": "k", "ncu_us": 20.0, "dram_bytes": nbytes, "dram_pct": 1.0, "time": time}, plan.out)
     *_, found = sweep.committed(plan.out)
     assert [found[name] for name in "UWG"] == pytest.approx([37.5, 37.5, 25.0])
     assert sweep.committed(plan.out)[0]["gpu"] or sweep.committed(plan.out)[0]["U"] is None

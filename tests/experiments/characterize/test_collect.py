@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 from experiments import counters, record
 from experiments.__main__ import app
 from experiments.characterize import collect, commands, trace
+from experiments.runs import Run
 from experiments.workloads import workload_names
 
 from ..small import small_run
@@ -60,10 +61,10 @@ def test_calibration_without_the_metric(monkeypatch):
 
 def test_runs():
     found = [(run.preset, run.mixer, run.variant) for run in commands._runs("mamba2:1.3b,mambavision:T,mambavision:T/ssd",
-                                                                         ["fused", "baseline"], "bf16")]
+                                                                         ["fused", "baseline"], "bf16", True)]
     assert found == [("1.3b", "ssd", "fused"), ("1.3b", "ssd", "baseline"), ("T", "mamba1", "auto"), ("T", "ssd", "fused"),
                      ("T", "ssd", "baseline")]
-    assert {run.workload for run in commands._runs(commands._WORKLOADS, ["fused"], "bf16")} == {*workload_names()}
+    assert {run.workload for run in commands._runs(commands._WORKLOADS, ["fused"], "bf16", False)} == {*workload_names()}
 
 
 @without_gpu
@@ -81,9 +82,9 @@ def test_counters_of_a_step(tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr(counters, "profile", lambda arguments: asked.append(arguments) or [
         launch | {"kernel": "nvjet_a"}, launch | {"kernel": "bmm_chunk_kernel"}, launch | {"kernel": "nvjet_a"}])
-    run = next(commands._runs("mamba2:tiny", ["fused"], "bf16"))
+    run = next(commands._runs("mamba2:tiny", ["fused"], "bf16", False))
     rows = collect.count(run, tmp_path)
-    assert asked == [["profiled-step", "mamba2", "tiny", "ssd", "fused", "bf16"]]
+    assert [(command, Run(**json.loads(given))) for command, given in asked] == [("profiled-step", run)]
     assert [(row["kernel"], row["operator"], row["launches"], row["ncu_us"]) for row in rows] == [
         ("nvjet_a", "gemm", 2, 20.0), ("bmm_chunk_kernel", "ssm", 1, 10.0)]
     assert record.read(tmp_path, bench="step_counters") == rows
