@@ -56,6 +56,7 @@ _COLD = {
        for reason in ("long_scoreboard", "barrier", "wait", "math_pipe_throttle", "gmma", "no_instruction")},
 }
 _COUNTED = ("tensor_insts", "tensor_flops", "fadds", "fmuls", "ffmas", "exps")
+_LONGEST_S = 1800  # each kernel of a call is run many times over
 _REQUIRED = (_TIME, _READ, _WRITE, _WARM["dram_pct"])
 _SUMMED = ("launches", "ncu_us", "dram_bytes", "blocks", *_COUNTED)
 _WEIGHTED = ("dram_pct", "occupancy_pct", "block_cycles", *(key for key in _COLD if key not in _COUNTED))
@@ -192,7 +193,10 @@ def ncu(arguments: list[str], metrics: Iterable[str], cache_control: str) -> lis
             "function", "--profile-from-start", "off", "--cache-control", cache_control, "--metrics", ",".join(metrics),
             "--log-file", str(log), sys.executable, "-m", "experiments", *arguments,
         ]
-        ran = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"LC_ALL": "C"})
+        try:
+            ran = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"LC_ALL": "C"}, timeout=_LONGEST_S)
+        except subprocess.TimeoutExpired as error:
+            raise ValueError(f"ncu did not end in {_LONGEST_S} s; expected a smaller shape or preset") from error
         text = log.read_text() if log.exists() else ""
     if ran.returncode:
         raise ValueError(f"exit status {ran.returncode}: {(text + ran.stderr).strip()[-400:]}")

@@ -39,7 +39,7 @@ _COUNTED = ("kernel", "dram_bytes", "dram_pct", "l2_hit_pct", "occupancy_pct", "
 # far our result is from upstream's; run: every setting of `runs.Run`; floor: a loss that no model gets below; unit: what
 # units_per_s counts, tokens, say; gpus and way: how many trained together, see `parallel`; ssm_us: of the kernels
 # of SSD or selective scan in a step; sitting: when rows began that were taken side by side; tensor_flops, tensor_insts, fadds,
-# fmuls, ffmas, exps and stall_*: see `counters`; phase (a scope), operator (a class, or idle), us and share (of a step): see
+# fmuls, ffmas, exps and stall_*: see `counters`; phase (a scope), operator (a class, or idle), us and share: see
 # `characterize.collect`.
 EXTRA_KEYS = {
     "ssd": ("err_seqlen", "note", "saved_mib"),

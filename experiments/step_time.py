@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import cycle, islice
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ from .runs import Run
 from .steps import batches_of, gradient, made
 from .workloads import Workload, get_workload
 
-_BATCHES = 4  # that steps take in turn, so that none waits for data
+_BATCHES = 4  # of steps, whose data are drawn before, so that none waits for them
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class Candidate:
 def measure(base: Run, candidates: list[Candidate], repeats: int, warmup: int, console: Console) -> dict[Candidate, dict]:
     """The measured keys of a row for each candidate; of one that cannot run only `note`, which says why.
 
-    All take their steps with the same weights, which go on changing. One step of each per round, so that a change of clocks
-    meets all alike, from the batch on the device to the optimizer's last write.
+    All take their steps with the same weights, which go on changing. One step of each per round, on the same data, so that a
+    change of clocks meets all alike; from the batch on the device to the optimizer's last write.
     """
     workload = get_workload(base.workload)
     team = Team(0, 1, torch.device("cuda" if torch.cuda.is_available() else "cpu"), "ddp")
@@ -47,11 +47,13 @@ def measure(base: Run, candidates: list[Candidate], repeats: int, warmup: int, c
     model, optimizer, notes = _made_with_any(base, candidates, workload, team)
     if model is None:
         return notes
-    batches = cycle(list(islice(batches_of(base, workload, dataset, 0, team), _BATCHES)))
+    drawn = batches_of(replace(base, steps=_BATCHES, warmup=0), workload, dataset, 0, team)
+    held = [list(islice(drawn, base.accumulate)) for _ in range(_BATCHES)]
 
-    def step(candidate: Candidate) -> float:
-        """Seconds."""
+    def step(candidate: Candidate, number: int = 0) -> float:
+        """Seconds, on data that the number says."""
         put_inside(model, candidate)
+        batches = iter(held[number % _BATCHES])
         began = time.perf_counter()
         gradient(base, 1, workload, model, optimizer, batches, team)
         optimizer.step()
@@ -68,18 +70,18 @@ def measure(base: Run, candidates: list[Candidate], repeats: int, warmup: int, c
             optimizer.zero_grad()
 
     def prepared(candidate: Candidate) -> dict:
-        for _ in range(warmup):
-            step(candidate)
+        for number in range(warmup):
+            step(candidate, number)
         return {"peak_mib": _peak_mib(partial(step, candidate)), "ssm_us": _ssm_us(partial(step, candidate))}
 
     facts = {candidate: tried(candidate, partial(prepared, candidate)) for candidate in candidates if candidate not in notes}
     times = {candidate: [] for candidate in candidates}
     with Progress(console=console) as progress:
         task = progress.add_task(f"{base.workload} {base.preset}", total=repeats)
-        for _ in range(repeats):
+        for number in range(repeats):
             for candidate in candidates:
                 if candidate not in notes:
-                    times[candidate].append(tried(candidate, partial(step, candidate)))
+                    times[candidate].append(tried(candidate, partial(step, candidate, number)))
             progress.advance(task)
 
     problems = workload.scans(base.sizes, base.batch, base.seqlen) if workload.scans else []

@@ -25,6 +25,7 @@ from ssd.registry import get_variant, is_peer
 from . import ablate, checkpoints, record
 from .characterize.definitions import of_peak
 from .characterize.gpus import find
+from .kernel_names import is_of_operator
 from .reasons import first_line
 from .runs import Run
 from .step_time import Candidate, measure
@@ -99,12 +100,12 @@ def run(plan: Plan, console: Console) -> list[str]:
 
 
 def committed(out: Path = record.RESULTS) -> list[dict]:
-    """The last row of each step, with the loss of the last training with the same settings, and `share`, `speedup`, `U`, `W`
-    and `G`.
+    """The last row of each step, with the loss of the last training with the same settings, and `share`, `speedup`, `U` and
+    `W`.
 
-    share: of the state-space model in the step. speedup: over upstream's step of the same sitting. U, W, G: of the memory's
-    data-sheet rate by the state-space model's kernels, see `characterize.definitions`, where `make characterize` counted them;
-    their time for G is that of the step's row.
+    share: of the state-space model in the step. speedup: over upstream's step of the same sitting. U, W: of the memory's
+    data-sheet rate by the state-space model's kernels, see `characterize.definitions`, where `make characterize` counted them.
+    There is no G: what lies between these kernels in a step is others' work.
     """
     losses = {_trained(row): row["loss"] for row in record.read(out, bench="train") if row["gpus"] == 1}
     rows = record.latest((row for row in record.read(out, bench="step") if row["p50_us"] is not None),
@@ -118,7 +119,7 @@ def committed(out: Path = record.RESULTS) -> list[dict]:
             "mixer": row["run"]["mixer"], "loss": losses.get(_trained(row)) if record.has_default_options(row) else None,
             "share": row["ssm_us"] / row["p50_us"] if row["ssm_us"] is not None else None,
             "speedup": rival / row["p50_us"] if rival and row["variant"] != "mamba_ssm" else None,
-            **_utilisation(row, counted.get(_counters_key(row), [])),
+            **_utilisation(row["gpu"], counted.get(_counters_key(row), [])),
         })
     return found
 
@@ -128,7 +129,7 @@ def _counted(rows: list[dict]) -> dict[tuple, list[dict]]:
     last = {_counters_key(row): row["time"] for row in rows}
     found: dict[tuple, list[dict]] = {}
     for row in rows:
-        if row["operator"] == "ssm" and row["time"] == last[_counters_key(row)]:
+        if is_of_operator(row["kernel"]) and row["time"] == last[_counters_key(row)]:
             found.setdefault(_counters_key(row), []).append(row)
     return found
 
@@ -139,13 +140,13 @@ def _counters_key(row: dict) -> tuple:
     return row["gpu"], str(record.options(row)), *(row["run"][name] for name in settings)
 
 
-def _utilisation(row: dict, kernels: list[dict]) -> dict[str, float | None]:
-    gpu = find(row["gpu"])
+def _utilisation(name: str | None, kernels: list[dict]) -> dict[str, float | None]:
+    """name: of the GPU."""
+    gpu = find(name)
     if not kernels or gpu is None:
-        return dict.fromkeys("UWG")
+        return dict.fromkeys("UW")
     peak, (nbytes, us) = gpu.hbm_gbps.value, ([kernel[key] for kernel in kernels] for key in ("dram_bytes", "ncu_us"))
-    return {"U": mean(of_peak(*one, peak) for one in zip(nbytes, us, strict=True)), "W": of_peak(sum(nbytes), sum(us), peak),
-            "G": of_peak(sum(nbytes), row["ssm_us"], peak) if row["ssm_us"] else None}
+    return {"U": mean(of_peak(*one, peak) for one in zip(nbytes, us, strict=True)), "W": of_peak(sum(nbytes), sum(us), peak)}
 
 
 class _Done:

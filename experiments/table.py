@@ -72,7 +72,7 @@ ABLATION = {
 _NOT_OF_BLOCKS = ("chunk", "TFLOP/s", "saved MiB", "error", "options")
 BLOCK = {"part": ("part", _text), **{header: COLUMNS[header] for header in COLUMNS if header not in _NOT_OF_BLOCKS},
          "apart": ("apart", _scientific)}
-# of the bench `step`; share: of the state-space model in the step; U, W, G: of DRAM, see `sweep.committed`; loss: of a training
+# of the bench `step`; share: of the state-space model in the step; U, W: of DRAM, see `sweep.committed`; loss: of a training
 # of its own
 STEPS = {
     "workload": ("workload", _text),
@@ -91,7 +91,6 @@ STEPS = {
     "SSM GB/s": ("effective_gbps", _number(0)),
     "U %": ("U", _number(1)),
     "W %": ("W", _number(1)),
-    "G %": ("G", _number(1)),
     "MiB": COLUMNS["MiB"],
     "loss": ("loss", _number(3)),
     "speed-up": COLUMNS["speed-up"],

@@ -125,14 +125,17 @@ def forward_stages(p: Problem) -> dict[str, Cost]:
     }
 
 
-def backward_stages(p: Problem) -> dict[str, Cost]:
-    """The baseline's backward launches, in order: four forward stages again, then the gradients. bmm_bwd is two.
+def backward_stages(p: Problem, keeps_states: bool = False) -> dict[str, Cost]:
+    """The baseline's backward launches, in order: forward stages again, then the gradients. bmm_bwd is two.
+
+    Four stages are computed again, or two where the forward kept its states.
 
     dstates and dCB have x's element size; the first sums of dB and dC, dprev_states and CB take 4 bytes.
     """
     X, K, D, S, M, N, Q = p.X, p.K, p.D, p.S, p.M, p.dstate, p.chunk_size
     e, s, pairs = p.itemsize, p.state_itemsize or p.itemsize, p.pairs(_STAGE_TILE)
-    recomputed = {name: cost for name, cost in forward_stages(p).items() if name != "chunk_scan"}
+    left_out = ("chunk_scan", "chunk_state", "state_passing") if keeps_states else ("chunk_scan",)
+    recomputed = {name: cost for name, cost in forward_stages(p).items() if name not in left_out}
     gate = {"chunk_scan_dz": Cost(5 * e * X, exps=X, vector=8 * X)} if p.gated else {}
     return {
         **recomputed,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -37,7 +39,8 @@ def breakdown(run: Run, out: Path, keep: Path | None = None) -> list[dict]:
         keep: where the trace is written as well, for Perfetto and `trace.read`.
 
     Returns:
-        Rows: `us` and `launches` a step, and `share` of the step, of each phase and class; the shares add up to 1.
+        Rows: `us` and `launches` a step, and `share`, of each phase and class; the shares add up to 1, which is the time of all
+        kernels, however many ran at once, and the time of none.
 
     Raises:
         As training does; ValueError: the profiler saw no kernels.
@@ -66,6 +69,7 @@ def count(run: Run, out: Path) -> list[dict]:
     Raises:
         ValueError, OSError: ncu failed, or gave no bytes or times.
     """
+    gc.collect()
     torch.cuda.empty_cache()  # for the child
     launches = counters.profile(["profiled-step", json.dumps(asdict(run))])
     environment = record.environment()
@@ -115,7 +119,9 @@ def _steps(run: Run) -> Callable[[], None]:
     workload = get_workload(run.workload)
     team = Team(0, 1, torch.device("cuda" if torch.cuda.is_available() else "cpu"), "ddp")
     model, optimizer, _ = made(run, workload, team)
-    batches, numbers = batches_of(run, workload, workload.dataset(run), 0, team), itertools.count(1)
+    drawn = batches_of(run, workload, workload.dataset(run), 0, team)
+    # before, so that no step waits for data
+    batches, numbers = iter(list(islice(drawn, (SKIPPED + PROFILED) * run.accumulate))), itertools.count(1)
 
     def step() -> None:
         with scope(STEP):

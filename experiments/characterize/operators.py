@@ -129,12 +129,14 @@ OP_RULES = (
          ("aten::native_layer_norm", "NativeBatchNormBackward0", "aten::_fused_rms_norm")),
     Rule("optimizer", r"aten::_(fused|foreach)_", ("aten::_fused_adamw_", "aten::_foreach_norm")),
     Rule("reduce", r"aten::(sum|mean|var|std|max|min|amax|amin|argmax|argmin|any|all|norm|linalg_vector_norm|cumsum|cumprod|"
-                   r"sort|topk|unique\w*|bincount|histc|prod)$", ("aten::sum", "aten::cumsum", "aten::linalg_vector_norm")),
+                   r"sort|topk|unique\w*|bincount|histc|prod|_?segment_reduce(_backward)?)$",
+         ("aten::sum", "aten::cumsum", "aten::linalg_vector_norm", "aten::_segment_reduce_backward")),
     Rule("elementwise", r"aten::(add|sub|mul|div|neg|pow|sqrt|rsqrt|exp|log|sigmoid|silu|gelu|relu|softplus|tanh|clamp|where|"
-                        r"fill|zero|copy|cat|stack|index\w*|gather|scatter\w*|roll|flip|arange|dropout|bernoulli|uniform|"
+                        r"fill|zero|copy|cat|stack|_?index\w*|gather|scatter\w*|roll|flip|arange|dropout|bernoulli|uniform|"
                         r"normal|lerp|masked_fill|threshold|native_dropout|eq|ne|lt|le|gt|ge|bitwise_\w+|"
                         r"logical_\w+)(_backward)?_?$",
-         ("aten::add_", "aten::copy_", "aten::silu_backward", "aten::index_select", "aten::masked_fill_")),
+         ("aten::add_", "aten::copy_", "aten::silu_backward", "aten::index_select", "aten::_index_put_impl_",
+          "aten::masked_fill_")),
 )
 
 SCOPE_RULES = (

@@ -10,7 +10,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from experiments import record, sweep, table
+from experiments import record, step_time, sweep, table
 from experiments import train as training
 from experiments.kernel_names import is_of_operator
 from experiments.step_time import Candidate, put_inside
@@ -125,20 +125,38 @@ def test_times_of_two_sittings_do_not_compare(plan):
 
 
 def test_utilisation_is_that_of_the_kernels_counted_last(plan):
-    """Of an H200's 4800 GB/s: 48 MB in 20 us are half, 24 MB in 20 us a quarter; both in 60 us of the step a quarter, too."""
+    """Of an H200's 4800 GB/s: 48 MB in 20 us are half, 8 MB in 10 us a sixth."""
     sweep.run(replace(plan, variants=("torch",)), QUIET)
     (row,) = record.read(plan.out, bench="step")
     row |= {"gpu": "NVIDIA H200", "ssm_us": 60.0}
     record.append(row, plan.out)
     settings = ("workload", "preset", "variant", "options", "batch", "seqlen", "dtype")
     shared = {key: row[key] for key in (*settings, *record.ENVIRONMENT)}
-    for operator, nbytes, time in (("ssm", 1e6, "2026-01-01"), ("ssm", 48e6, row["time"]), ("gemm", 96e6, row["time"]),
-                                   ("ssm", 24e6, row["time"])):
-        record.append({**shared, "bench": "step_counters", "mixer": "ssd", "run": row["run"], "operator": operator,
-                       "kernel": "k", "ncu_us": 20.0, "dram_bytes": nbytes, "dram_pct": 1.0, "time": time}, plan.out)
-    *_, found = sweep.committed(plan.out)
-    assert [found[name] for name in "UWG"] == pytest.approx([37.5, 37.5, 25.0])
-    assert sweep.committed(plan.out)[0]["gpu"] or sweep.committed(plan.out)[0]["U"] is None
+    record.append(row | {"run": row["run"] | {"documents": False}}, plan.out)
+    of_ssm, now = "chunk_scan_kernel", row["time"]
+    for kernel, nbytes, us, time in ((of_ssm, 1e6, 20.0, "2026-01-01"), (of_ssm, 48e6, 20.0, now), ("nvjet_a", 96e6, 20.0, now),
+                                     ("_chunk_state_fwd_kernel", 8e6, 10.0, now)):
+        record.append({**shared, "bench": "step_counters", "mixer": "ssd", "run": row["run"], "operator": "ssm",
+                       "kernel": kernel, "ncu_us": us, "dram_bytes": nbytes, "dram_pct": 1.0, "time": time}, plan.out)
+    *_, found, other = sweep.committed(plan.out)
+    assert (found["U"], found["W"]) == pytest.approx((100 / 3, 100 * 56 / 144))
+    assert other["U"] is other["W"] is None, "steps without documents are others"
+
+
+def test_variants_take_the_same_data(plan, monkeypatch):
+    """Round by round, the second on other data than the first."""
+    seen, original = {}, step_time.gradient
+
+    def gradient(run, step, workload, model, optimizer, batches, team):
+        batches = list(batches)
+        seen.setdefault(model.layers[0].mixer.variant, []).append([batch["input_ids"].sum().item() for batch in batches])
+        return original(run, step, workload, model, optimizer, iter(batches), team)
+
+    monkeypatch.setattr(step_time, "gradient", gradient)
+    run = small_run(steps=1, accumulate=2)
+    step_time.measure(run, [Candidate("torch"), Candidate("auto")], 6, 1, QUIET)
+    assert seen["torch"] == seen["auto"] and len({str(sums) for sums in seen["torch"][-6:]}) == 4
+    assert {len(sums) for sums in seen["torch"]} == {2}
 
 
 def test_each_option(plan):

@@ -114,3 +114,8 @@ def test_vector_flops_by_hand():
     assert stages["ddA_cumsum"].vector == 6 * pairs
     assert stages["bmm_bwd"].vector == 2 * 64
     assert (cost.Cost(vector=1.0) + cost.Cost(vector=2.0)).vector == 3.0
+
+
+def test_states_that_were_kept_are_not_computed_again():
+    whole, kept = cost.backward_stages(B4), cost.backward_stages(B4, keeps_states=True)
+    assert whole.keys() - kept.keys() == {"chunk_state", "state_passing"} and kept.keys() < whole.keys()

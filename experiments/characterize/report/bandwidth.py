@@ -65,13 +65,16 @@ def claims(calls: list[Call]) -> list[str]:
     use = {name: last.row[key] for name, key in _UNITS.items() if key in last.row}
     counted = [definitions.vector_flops(kernel) for kernel in last.kernels]
     arithmetic = None if None in counted else sum(counted)
-    lives = last.row["block_cycles"] / base.row["block_cycles"]
+    lived = [call.row.get("block_cycles") for call in (base, last)]
+    lives = f"{lived[1] / lived[0]:.0f} times as long" if all(lived) else f"how much longer: {NOT_YET}"
+    hits = [call.row.get("l2_hit_pct") for call in (base, fused)]
+    through_l2 = NOT_YET if None in hits else f"from {hits[0]:.0f} to {hits[1]:.0f} %"
     return [
         f"**Fusion saves the round trip through L2: {_verdict(fused.dram_bytes < base.dram_bytes)}.** `fused` moves "
-        f"{fused.dram_bytes / 1e6:,.0f} MB through DRAM where the baseline moves {base.dram_bytes / 1e6:,.0f}; L2 hits go from "
-        f"{base.row['l2_hit_pct']:.0f} to {fused.row['l2_hit_pct']:.0f} %.",
+        f"{fused.dram_bytes / 1e6:,.0f} MB through DRAM where the baseline moves {base.dram_bytes / 1e6:,.0f}; L2 hits: "
+        f"{through_l2}.",
         f"**Persistent blocks raise the utilisation: {_verdict(after.W > before.W)} by W, "
-        f"{_verdict(after.U > before.U)} by U.** A block lives {lives:.0f} times as long; W goes from {before.W:.1f} to "
+        f"{_verdict(after.U > before.U)} by U.** A block lives {lives}; W goes from {before.W:.1f} to "
         f"{after.W:.1f} %, U from {before.U:.1f} to {after.U:.1f} %, and {last.dram_bytes / 1e6:,.0f} MB are moved in all.",
         f"**After that, vector compute binds: {'' if use.get('issue slots', 0) > _BUSY else 'not '}confirmed.** Of the "
         f"persistent forward's units none but what is above {_BUSY} % would bind alone: "

@@ -60,6 +60,13 @@ def number(value: float | None, digits: int = 0) -> str:
     return "-" if value is None else f"{value:,.{digits}f}"
 
 
+def run_name(row: dict) -> str:
+    """What a row of a training step is about, for a label."""
+    run = row["run"]
+    apart = "" if run["documents"] else ", documents joined"
+    return f"{row['workload']} {row['preset']} {row['mixer']} {row['variant']}, {row['dtype']}, batch {row['batch']}{apart}"
+
+
 def short(kernel: str) -> str:
     """A kernel's name without the template, arguments and suffix."""
     return kernel.removeprefix("void ").partition("<")[0].removesuffix("_kernel")

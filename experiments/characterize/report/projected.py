@@ -11,6 +11,7 @@ from .parts import NOT_YET, Figure, Section, Table, number
 
 _GPUS = ("a100", "h100", "h200", "b200")
 _MODES = {"fwd": "forward", "bwd": "backward"}
+_SHAPE = "8b-b4"  # whose kernels were counted
 
 
 def section(out: Path) -> Section:
@@ -41,7 +42,9 @@ def section(out: Path) -> Section:
     said = "; ".join(f"with {test} {100 * middle:.0f} % in the median and {100 * most:.0f} % at most"
                      for test, (middle, most) in errors.items())
     see = (f"Errors where the model had not seen what it predicts: {said}. The worst is {worst.sample.what}, "
-           f"{worst.predicted_us:.0f} for {worst.sample.us:.0f} µs: what binds it is none of the five terms.")
+           f"{worst.predicted_us:.0f} for {worst.sample.us:.0f} µs: " + (
+               "what binds it is none of the five terms." if worst.predicted_us < worst.sample.us else
+               "terms that other kernels need so large are too large for it."))
     model = projection.fit(kernels, gpu)
     terms = Table(("fitted to", "launch, µs", *projection.TERMS[1:]), [
         (name, *(number(value, 2) for value in projection.fit(samples, gpu).coefficients))
@@ -50,14 +53,14 @@ def section(out: Path) -> Section:
         "A time is the sum of launches, bytes, tensor FLOPs, vector FLOPs and exponentials, each at the data sheet's rate "
         "times a coefficient that rows of one GPU fix. In the table of these, 1 is a term that costs what the data sheet says.",
         terms, Figure("projection-test", svg, see, data),
-        f"Microseconds of the baseline's kernels on 8b-b4. {gpu.name} is measured; **the others are extrapolated**: nothing "
+        f"Microseconds of the baseline's kernels on {_SHAPE}. {gpu.name} is measured; **the others are extrapolated**: nothing "
         "says that the coefficients hold there, and a kernel's error above is the least to expect.",
         _times(kernels, model), _sheet()))
 
 
 def _times(kernels: list[projection.Sample], model: projection.Model) -> Table:
     rows = []
-    latest = {(one.mode, one.what, one.chunk_size): one for one in kernels}
+    latest = {(one.mode, one.what, one.chunk_size): one for one in kernels if one.shape == _SHAPE}
     for one in latest.values():
         parts = model.parts_us(one)
         rows.append((one.what, _MODES.get(one.mode, one.mode), str(one.chunk_size), max(parts, key=parts.get),

@@ -8,10 +8,10 @@ from ssd import cost
 
 from ... import record
 from .. import classes
-from ..definitions import Call, gbps
+from ..definitions import Call, gbps, of_one_gpu
 from ..gpus import find
 from . import draw
-from .parts import NOT_YET, Figure, Section, Table, number, short
+from .parts import NOT_YET, Figure, Section, Table, number, run_name, short
 
 _MODES = {"fwd": "forward", "bwd": "backward"}
 
@@ -44,8 +44,8 @@ def points(calls: list[Call]) -> list[dict]:
 def models(out: Path) -> Table | None:
     """What a training step of each model does, by counters: the left half; None without rows."""
     runs: dict[str, list[dict]] = {}
-    for row in record.read(out, bench="step_counters"):
-        runs.setdefault(" ".join((row["workload"], row["preset"], row["mixer"], row["variant"])), []).append(row)
+    for row in of_one_gpu(record.read(out, bench="step_counters")):
+        runs.setdefault(run_name(row), []).append(row)
     lines = []
     for name, rows in runs.items():
         last = [row for row in rows if row["time"] == rows[-1]["time"]]

@@ -6,8 +6,9 @@ from pathlib import Path
 
 from ... import record
 from .. import operators
+from ..definitions import of_one_gpu
 from . import draw
-from .parts import NOT_YET, Figure, Section, Table, number
+from .parts import NOT_YET, Figure, Section, Table, number, run_name
 
 # Side by side in a bar; what is small shares a colour.
 _SHADES = {"gemm": 0, "ssm": 1, "conv": 2, "conv1d": 2, "attention": 3, "norm": 4, "elementwise": 4, "reduce": 4}
@@ -15,10 +16,10 @@ _ORDER = (*operators.CLASSES, "idle")
 
 
 def latest(out: Path) -> dict[str, dict[str, float]]:
-    """{workload, preset, mixer and variant: {class: per cent of the step}}, as it was measured last; `idle` is one of them."""
+    """{`run_name`: {class: per cent of kernels' time and idle time}}, as it was measured last on the GPU of most rows."""
     runs: dict[str, list[dict]] = {}
-    for row in record.read(out, bench="characterize"):
-        runs.setdefault(" ".join((row["workload"], row["preset"], row["mixer"], row["variant"])), []).append(row)
+    for row in of_one_gpu(record.read(out, bench="characterize")):
+        runs.setdefault(run_name(row), []).append(row)
     shares = {}
     for name, rows in runs.items():
         last = [row for row in rows if row["time"] == rows[-1]["time"]]

@@ -94,29 +94,35 @@ def test_without_rows_every_section_says_so(tmp_path):
     assert Reader(page.html(found, ["nothing"])).wrong == []
 
 
+STEP = {"workload": "mamba2", "preset": "1.3b", "mixer": "ssd", "variant": "fused", "dtype": "bf16", "batch": 4,
+        "run": {"documents": False}, **ENVIRONMENT}
+NAME = "mamba2 1.3b ssd fused, bf16, batch 4, documents joined"
+
+
 def test_steps_of_workloads(tmp_path):
     def row(operator, share, **other):
-        return {"bench": "characterize", "workload": "mamba2", "preset": "1.3b", "mixer": "ssd", "variant": "fused", "steps": 3,
-                "phase": "forward", "operator": operator, "us": 1000 * share, "share": share, **ENVIRONMENT} | other
+        return {**STEP, "bench": "characterize", "steps": 3, "phase": "forward", "operator": operator, "us": 1000 * share,
+                "share": share} | other
 
-    write(tmp_path, row("gemm", 0.9, time="2025-01-01T00:00:00+00:00"), row("gemm", 0.4), row("gemm", 0.15, phase="backward"),
+    write(tmp_path, row("gemm", 0.9, time="2025-01-01T00:00:00+00:00"), row("gemm", 1.0, gpu="NVIDIA H100"),
+          row("gemm", 0.4), row("gemm", 0.15, phase="backward"),
           row("ssm", 0.25), row("other", 0.01), row("idle", 0.19))
     figure = next(section for section in build.sections(tmp_path) if section.figures).figures[0]
     assert figure.name == "operators" and figure.data == [
-        {"run": "mamba2 1.3b ssd fused", "gemm": 55.0, "ssm": 25.0, "other": 1.0, "idle": 19.0}], "the last run's"
+        {"run": NAME, "gemm": 55.0, "ssm": 25.0, "other": 1.0, "idle": 19.0}], "the last run's"
     assert "at most 55 % of a step" in figure.see and "1.0 % at most" in figure.see
-    assert "55 % (mamba2 1.3b ssd fused)" in page.markdown(build.sections(tmp_path), [])
+    assert f"55 % ({NAME})" in page.markdown(build.sections(tmp_path), [])
 
 
 def test_models_by_counters(tmp_path):
     """Two kernels of 100 tensor FLOPs, 10 additions and 20 fused multiply-adds each, at 300 bytes: 300 FLOPs, 600 bytes."""
-    row = {"bench": "step_counters", "workload": "mamba2", "preset": "1.3b", "mixer": "ssd", "variant": "fused",
-           "dram_bytes": 300.0, "ncu_us": 1.0, "tensor_flops": 100.0, "fadds": 10.0, "fmuls": 0.0, "ffmas": 20.0, **ENVIRONMENT}
+    row = {**STEP, "bench": "step_counters", "dram_bytes": 300.0, "ncu_us": 1.0, "tensor_flops": 100.0, "fadds": 10.0,
+           "fmuls": 0.0, "ffmas": 20.0}
     write(tmp_path, row | {"kernel": "a"}, row | {"kernel": "b"})
     table = roofline.models(tmp_path)
-    assert table.rows == [("mamba2 1.3b ssd fused", "0.5", "0.0", "0")]
+    assert table.rows == [(NAME, "0.5", "0.0", "0")]
     write(tmp_path, {key: value for key, value in row.items() if key != "ffmas"} | {"kernel": "c"})
-    assert roofline.models(tmp_path).rows == [("mamba2 1.3b ssd fused", "-", "-", "0")], "FLOPs of one are not known"
+    assert roofline.models(tmp_path).rows == [(NAME, "-", "-", "0")], "FLOPs of one are not known"
 
 
 def test_claims_follow_the_counters(tmp_path):
@@ -127,6 +133,14 @@ def test_claims_follow_the_counters(tmp_path):
     text = page.markdown(build.sections(tmp_path), [])
     assert "round trip through L2: refuted.**" in text and "moves 49 MB through DRAM where the baseline moves 48" in text
     assert "refuted by W, refuted by U.**" in text and "vector compute binds: confirmed.**" in text
+
+
+def test_claims_without_what_an_ncu_did_not_know(tmp_path):
+    rows = [kernel_row(variant=name) for name in ("baseline", "fused", "persistent")]
+    write(tmp_path, *({key: value for key, value in row.items() if key not in ("l2_hit_pct", "block_cycles")} for row in rows))
+    text = page.markdown(build.sections(tmp_path), [])
+    assert "L2 hits: not measured yet." in text
+    assert "A block lives how much longer: not measured yet; W" in text
 
 
 def test_marks_and_characters_of_text():
