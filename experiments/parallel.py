@@ -108,6 +108,11 @@ class _Copy(DistributedDataParallel):
             return getattr(self.module, name)
 
 
+def alone(way: str = "ddp") -> Team:
+    """This process, on the GPU if there is one."""
+    return Team(0, 1, torch.device("cuda" if torch.cuda.is_available() else "cpu"), way)
+
+
 @contextmanager
 def joined(way: str = "ddp") -> Iterator[Team]:
     """The team that torchrun started this process for, or this process alone.
@@ -117,10 +122,10 @@ def joined(way: str = "ddp") -> Iterator[Team]:
     """
     if way not in WAYS:
         raise ValueError(f"--parallel: got {way!r}, expected one of {', '.join(WAYS)}")
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if "LOCAL_RANK" not in os.environ:
-        yield Team(0, 1, torch.device("cuda" if gpus else "cpu"), way)
+        yield alone(way)
         return
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     number = int(os.environ["LOCAL_RANK"])
     if gpus and number >= gpus:
         raise ValueError(f"torchrun: got a process {number} on this machine, expected at most one for each of its {gpus} GPUs")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from ssd import variant_names
+from ssd import Options, variant_names
+from ssd.registry import is_peer
 
 from .workloads import get_workload
 
@@ -87,6 +88,12 @@ class Run:
             raise ValueError(f"--lr: got {self.lr}, expected more than 0")
         if self.warmup > self.steps:
             raise ValueError(f"--warmup: got {self.warmup}, expected at most --steps, {self.steps}")
+
+    def identity(self, options: Options | None = None) -> dict[str, Any]:
+        """The keys of a row that say what was trained; options: the default ones unless given. A peer has none."""
+        options = None if is_peer(self.variant) else asdict(options or Options())
+        return {"variant": self.variant, "options": options, "batch": self.batch, "seqlen": self.seqlen, "dtype": self.dtype,
+                "workload": self.workload, "preset": self.preset, "run": asdict(self)}
 
     @property
     def sizes(self) -> Any:

@@ -18,7 +18,7 @@ from torch import nn
 from ssd import Options, cost
 
 from .kernel_names import is_of_operator
-from .parallel import Team
+from .parallel import Team, alone
 from .reasons import first_line
 from .runs import Run
 from .steps import batches_of, gradient, made
@@ -42,7 +42,7 @@ def measure(base: Run, candidates: list[Candidate], repeats: int, warmup: int, c
     change of clocks meets all alike; from the batch on the device to the optimizer's last write.
     """
     workload = get_workload(base.workload)
-    team = Team(0, 1, torch.device("cuda" if torch.cuda.is_available() else "cpu"), "ddp")
+    team = alone()
     dataset = workload.dataset(base)
     model, optimizer, notes = _made_with_any(base, candidates, workload, team)
     if model is None:

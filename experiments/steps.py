@@ -77,7 +77,7 @@ def _outlast_signals(_: int) -> None:
 
 
 def gradient(run: Run, step: int, workload: Workload, model: nn.Module, optimizer: torch.optim.Optimizer,
-          batches: Iterator[dict[str, Tensor]], team: Team) -> dict[str, float]:
+             batches: Iterator[dict[str, Tensor]], team: Team) -> dict[str, float]:
     """Leaves the gradient, clipped; the optimizer has yet to use it."""
     torch.manual_seed(int(np.random.SeedSequence([run.seed, step, team.rank]).generate_state(1, np.uint64)[0]))
     rate = learning_rate(run, step)
@@ -89,13 +89,20 @@ def gradient(run: Run, step: int, workload: Workload, model: nn.Module, optimize
         with team.averaging(model, now=n == run.accumulate - 1):
             with scope(FORWARD), torch.autocast(team.device.type, torch.bfloat16, enabled=run.dtype == "bf16"):
                 loss = workload.loss(model, batch)
-            weight = workload.terms(batch) / team.total(workload.terms(batch)).clamp(min=1) if workload.terms else 1 / team.size
-            part = loss * weight / run.accumulate  # parts add up to the loss; averages of gradients are of `size` times that
+            part = loss * _weight(workload, batch, team) / run.accumulate
             with scope(BACKWARD):
-                (part * team.size).backward()
+                (part * team.size).backward()  # parts add up to the loss; averages of gradients are of `size` times that
         total += part.detach()
     norm = whole(nn.utils.clip_grad_norm_(model.parameters(), run.clip or math.inf))
     return {"loss": team.total(total).item(), "lr": rate, "grad_norm": norm.item()}
+
+
+def _weight(workload: Workload, batch: dict[str, Tensor], team: Team) -> Tensor | float:
+    """Of this process's part in the mean over a micro-batch."""
+    if workload.terms is None:
+        return 1 / team.size
+    terms = workload.terms(batch)
+    return terms / team.total(terms).clamp(min=1)
 
 
 def learning_rate(run: Run, step: int) -> float:

@@ -173,13 +173,12 @@ def _time_steps(plan: Plan, base: Run, candidates: list[Candidate], done: _Done,
     All or none: times of two sittings do not compare.
     """
     runs = {candidate: replace(base, variant=candidate.variant) for candidate in candidates}
-    if all(done.has("step", run, options=_options(candidate)) for candidate, run in runs.items()):
+    if all(done.has("step", run, options=run.identity(candidate.options)["options"]) for candidate, run in runs.items()):
         return
     sitting = datetime.now(timezone.utc).isoformat(timespec="seconds")
     for candidate, values in measure(base, candidates, plan.repeats, plan.warmup, console).items():
-        row = {"bench": "step", "variant": candidate.variant, "options": _options(candidate), "batch": base.batch,
-               "seqlen": base.seqlen, "dtype": base.dtype, "workload": base.workload, "preset": base.preset, "p50_us": None,
-               **values, "sitting": sitting, "run": asdict(runs[candidate]), **record.environment()}
+        row = {"bench": "step", **runs[candidate].identity(candidate.options), "p50_us": None, **values, "sitting": sitting,
+               **record.environment()}
         record.append(row, plan.out)
         if "note" in values:
             yield candidate, values["note"]
@@ -196,7 +195,3 @@ def _candidates(variant: str, each_option: bool) -> list[Candidate]:
         return [every]
     without = [step for step in ablate.steps(get_variant(variant).options) if step.step == "without"]
     return list(dict.fromkeys([every, *(Candidate(variant, step.options) for step in without)]))
-
-
-def _options(candidate: Candidate) -> dict | None:
-    return None if is_peer(candidate.variant) else asdict(candidate.options)

@@ -22,9 +22,7 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from ssd import Options
 from ssd.modules.checkpoint import safetensors_package
-from ssd.registry import is_peer
 
 from . import checkpoints, record
 from .parallel import Team, joined
@@ -202,11 +200,9 @@ def _row(run: Run, unit: str, losses: list[float], times: list[float], floor: fl
          peak_mib: float, team: Team) -> dict[str, Any]:
     p20, p50, p80 = (np.quantile(times, (0.2, 0.5, 0.8)) * 1e6).tolist()
     return {
-        "bench": "train", "variant": run.variant, "options": None if is_peer(run.variant) else asdict(Options()),
-        "batch": run.batch, "seqlen": run.seqlen, "dtype": run.dtype, "workload": run.workload, "preset": run.preset,
+        "bench": "train", **run.identity(),
         "loss": statistics.mean(losses[-max(len(losses) // 10, 1):]), "first_loss": losses[0], "floor": floor,
         "p20_us": p20, "p50_us": p50, "p80_us": p80, "unit": unit, "units_per_s": run.units / p50 * 1e6,
-        "peak_mib": peak_mib,
-        "parameters": parameters, "gpus": team.size, "way": team.way if team.size > 1 else None, "run": asdict(run),
+        "peak_mib": peak_mib, "parameters": parameters, "gpus": team.size, "way": team.way if team.size > 1 else None,
         **record.environment(),
     }

@@ -15,11 +15,8 @@ from tempfile import TemporaryDirectory
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from ssd import Options
-from ssd.registry import is_peer
-
 from .. import counters, record
-from ..parallel import Team
+from ..parallel import alone
 from ..runs import Run
 from ..steps import batches_of, gradient, made
 from ..workloads import get_workload
@@ -117,7 +114,7 @@ def profiled_product() -> None:
 def _steps(run: Run) -> Callable[[], None]:
     """What takes the run's next step, and waits for it, so that a step's kernels end in it."""
     workload = get_workload(run.workload)
-    team = Team(0, 1, torch.device("cuda" if torch.cuda.is_available() else "cpu"), "ddp")
+    team = alone()
     model, optimizer, _ = made(run, workload, team)
     drawn = batches_of(run, workload, workload.dataset(run), 0, team)
     # before, so that no step waits for data
@@ -148,6 +145,4 @@ def _values(found: trace.Trace) -> Iterator[dict]:
 
 
 def _identity(run: Run) -> dict:
-    return {"bench": "characterize", "workload": run.workload, "preset": run.preset, "mixer": run.mixer, "variant": run.variant,
-            "options": None if is_peer(run.variant) else asdict(Options()), "batch": run.batch, "seqlen": run.seqlen,
-            "dtype": run.dtype, "run": asdict(run)}
+    return {"bench": "characterize", "mixer": run.mixer, **run.identity()}

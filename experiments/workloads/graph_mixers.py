@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from ssd.block import causal_conv1d_fn
 from ssd.modules import Mamba2
 
-from .mamba1 import scan_of
+from .mamba1 import scan_of, step_bias
 
 
 @dataclass(frozen=True)
@@ -83,10 +82,10 @@ class Mamba1(nn.Module):
         self.x_proj = nn.Linear(d_model, sum(self.splits), bias=False)
         self.dt_proj = nn.Linear(rank, d_model)
         self.out_proj = nn.Linear(d_model, d_model, bias=False)
-        steps = torch.empty(d_model).uniform_(math.log(0.001), math.log(0.1)).exp()
+        bias = step_bias(d_model)
         with torch.no_grad():
             nn.init.uniform_(self.dt_proj.weight, -(rank**-0.5), rank**-0.5)
-            self.dt_proj.bias.copy_(steps + torch.log(-torch.expm1(-steps)))  # softplus of it gives the step
+            self.dt_proj.bias.copy_(bias)
         self.A_log = nn.Parameter(torch.arange(1.0, d_state + 1).log().repeat(d_model, 1))
         self.D = nn.Parameter(torch.ones(d_model))
         for parameter in (self.A_log, self.D, self.dt_proj.bias):

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from ..reasons import first_line
+from .epochs import Epochs
 from .synthetic_chains import HOPS, SyntheticChains
 from .synthetic_superpixels import SyntheticSuperpixels
 
@@ -109,15 +110,11 @@ class LocalGraphs(Dataset):
     floor = None
 
     def __init__(self, root: Path, data: GraphData, seed: int):
-        self.seed = seed
-        self._epoch, self._order = -1, np.empty(0, np.int64)
         self.graphs = _read(root, data)
+        self._epochs = Epochs(len(self.graphs), seed)
 
     def __getitem__(self, number: int) -> Data:
-        epoch, place = divmod(number, len(self.graphs))
-        if epoch != self._epoch:
-            self._epoch, self._order = epoch, np.random.default_rng([self.seed, epoch]).permutation(len(self.graphs))
-        return self.graphs[int(self._order[place])]
+        return self.graphs[self._epochs.place(number)]
 
 
 class Columns:

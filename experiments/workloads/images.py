@@ -15,6 +15,7 @@ from torch.utils.data import Dataset
 
 from ..reasons import first_line
 from . import augmentation
+from .epochs import Epochs
 from .synthetic_images import LARGEST, SyntheticImages
 from .vision_model import VisionSizes
 
@@ -74,7 +75,6 @@ class ImageFolder:
         folders, self._pillow = _class_folders(path, classes), _pillow()
         self._augment = augmentation.rand_augment(size) if augment else None
         self.size, self.seed = size, seed
-        self._epoch, self._order = -1, np.empty(0, np.int64)
         self.files, self.labels = [], []
         for label, folder in enumerate(folders):
             names = sorted(name for name in os.listdir(folder) if name.lower().endswith(_SUFFIXES))
@@ -82,15 +82,13 @@ class ImageFolder:
                 raise ValueError(f"--data: {folder} has no {', '.join(_SUFFIXES)} file in it, expected an image of its class")
             self.files += [os.path.join(folder, name) for name in names]
             self.labels += [label] * len(names)
+        self._epochs = Epochs(len(self.files), seed)
 
     def image(self, number: int) -> tuple[np.ndarray, int]:
         """Raises:
             ValueError: a file cannot be read; it is named.
         """
-        epoch, place = divmod(number, len(self.files))
-        if epoch != self._epoch:
-            self._epoch, self._order = epoch, np.random.default_rng([self.seed, epoch]).permutation(len(self.files))
-        index = int(self._order[place])
+        index = self._epochs.place(number)
         image = self._read(self.files[index])
         random = np.random.default_rng([self.seed, number, 1])
         image = image.resize((self.size, self.size), self._pillow.Resampling.BICUBIC, _part(random, *image.size))

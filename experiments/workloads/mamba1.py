@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from ssd.block import selective_scan_fn
 from ssd.block.selective_scan import torch_form
 
 _NAMES = ("auto", "torch", "mamba_ssm")
+_STEPS = (0.001, 0.1)  # at the start
 
 
 def scan_of(variant: str) -> Callable[..., Tensor]:
@@ -33,6 +36,12 @@ def scan_of(variant: str) -> Callable[..., Tensor]:
 
         return partial(theirs, delta_softplus=True)
     return partial(selective_scan_fn, delta_softplus=True)
+
+
+def step_bias(count: int) -> Tensor:
+    """(count,), of which softplus makes steps, uniform in their logarithm between two: as arXiv:2312.00752 draws them."""
+    steps = torch.empty(count).uniform_(*map(math.log, _STEPS)).exp()
+    return steps + torch.log(-torch.expm1(-steps))
 
 
 def _torch(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None, z: Tensor | None = None,

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from . import hub_text, text_files
+from .epochs import Epochs
 from .language_model import IGNORED, LanguageSizes
 from .synthetic_text import SyntheticText
 
@@ -54,16 +55,13 @@ class Windows:
     """
 
     def __init__(self, tokens: np.ndarray, ends: np.ndarray, length: int, seed: int):
-        self.tokens, self.ends, self.length, self.seed = tokens, ends, length, seed
-        self._epoch, self._order = -1, np.empty(0, np.int64)
+        self.tokens, self.ends, self.length = tokens, ends, length
         self.rows = (len(tokens) - 1) // (length - 1)
+        self._epochs = Epochs(self.rows, seed)
 
     def row(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         """Tokens and their documents, each (length,) int64."""
-        epoch, place = divmod(number, self.rows)
-        if epoch != self._epoch:
-            self._epoch, self._order = epoch, np.random.default_rng([self.seed, epoch]).permutation(self.rows)
-        first = int(self._order[place]) * (self.length - 1)
+        first = self._epochs.place(number) * (self.length - 1)
         places = np.arange(first, first + self.length)
         return self.tokens[places].astype(np.int64), self.ends.searchsorted(places, side="right")
 

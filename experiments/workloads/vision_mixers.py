@@ -7,17 +7,14 @@ for each channel and state, so a model with it is another model, and results say
 
 from __future__ import annotations
 
-import math
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ssd import Options, ssd_chunk_scan
 
-from .mamba1 import scan_of
+from .mamba1 import scan_of, step_bias
 
-_STEPS = (0.001, 0.1)  # the step at the start, uniform in its logarithm between the two, as arXiv:2312.00752 draws it
 _SSD_RATES = (1, 16)  # -A at the start, uniform between the two, as arXiv:2405.21060 draws it
 
 
@@ -60,7 +57,7 @@ class Mamba1(nn.Module):
         self.x_proj = nn.Linear(channels, sum(self.parts), bias=False)
         self.dt_proj = nn.Linear(dt_rank, channels)
         nn.init.uniform_(self.dt_proj.weight, -(dt_rank**-0.5), dt_rank**-0.5)
-        self.dt_proj.bias = nn.Parameter(_dt_bias(channels))
+        self.dt_proj.bias = nn.Parameter(step_bias(channels))
         self.A_log = nn.Parameter(torch.arange(1.0, d_state + 1).log().repeat(channels, 1))
         self.D = nn.Parameter(torch.ones(channels))
         for parameter in (self.A_log, self.D):
@@ -96,7 +93,7 @@ class SSD(nn.Module):
         self.headdim, self.chunk_size, self.variant, self.options = headdim, chunk_size, variant, Options()
         self.parts = [heads, d_state, d_state]
         self.x_proj = nn.Linear(channels, sum(self.parts), bias=False)
-        self.dt_bias = nn.Parameter(_dt_bias(heads))
+        self.dt_bias = nn.Parameter(step_bias(heads))
         self.A_log = nn.Parameter(torch.empty(heads).uniform_(*_SSD_RATES).log())
         self.D = nn.Parameter(torch.ones(heads))
         for parameter in (self.dt_bias, self.A_log, self.D):
@@ -110,9 +107,3 @@ class SSD(nn.Module):
                            self.chunk_size, D=self.D, dt_bias=self.dt_bias, dt_softplus=True, variant=self.variant,
                            options=self.options)
         return y.flatten(2)
-
-
-def _dt_bias(count: int) -> Tensor:
-    """(count,), of which softplus makes steps."""
-    steps = torch.empty(count).uniform_(*map(math.log, _STEPS)).exp()
-    return steps + torch.log(-torch.expm1(-steps))

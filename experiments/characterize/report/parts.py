@@ -6,6 +6,8 @@ import csv
 import io
 from dataclasses import dataclass
 
+from ..definitions import of_one_gpu
+
 NOT_YET = "not measured yet"
 
 
@@ -65,6 +67,14 @@ def run_name(row: dict) -> str:
     run = row["run"]
     apart = "" if run["documents"] else ", documents joined"
     return f"{row['workload']} {row['preset']} {row['mixer']} {row['variant']}, {row['dtype']}, batch {row['batch']}{apart}"
+
+
+def last_runs(rows: list[dict]) -> dict[str, list[dict]]:
+    """{`run_name`: its rows}, as it was measured last on the GPU of most rows."""
+    runs: dict[str, list[dict]] = {}
+    for row in of_one_gpu(rows):
+        runs.setdefault(run_name(row), []).append(row)
+    return {name: [row for row in found if row["time"] == found[-1]["time"]] for name, found in runs.items()}
 
 
 def short(kernel: str) -> str:

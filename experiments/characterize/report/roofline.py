@@ -8,10 +8,10 @@ from ssd import cost
 
 from ... import record
 from .. import classes
-from ..definitions import Call, gbps, of_one_gpu
+from ..definitions import Call, gbps
 from ..gpus import find
 from . import draw
-from .parts import NOT_YET, Figure, Section, Table, number, run_name, short
+from .parts import NOT_YET, Figure, Section, Table, last_runs, number, short
 
 _MODES = {"fwd": "forward", "bwd": "backward"}
 
@@ -43,14 +43,10 @@ def points(calls: list[Call]) -> list[dict]:
 
 def models(out: Path) -> Table | None:
     """What a training step of each model does, by counters: the left half; None without rows."""
-    runs: dict[str, list[dict]] = {}
-    for row in of_one_gpu(record.read(out, bench="step_counters")):
-        runs.setdefault(run_name(row), []).append(row)
     lines = []
-    for name, rows in runs.items():
-        last = [row for row in rows if row["time"] == rows[-1]["time"]]
-        n_bytes, us = sum(row["dram_bytes"] for row in last), sum(row["ncu_us"] for row in last)
-        done = [classes.counted(row) for row in last]
+    for name, rows in last_runs(record.read(out, bench="step_counters")).items():
+        n_bytes, us = sum(row["dram_bytes"] for row in rows), sum(row["ncu_us"] for row in rows)
+        done = [classes.counted(row) for row in rows]
         flops = None if None in done else sum(work.tensor + work.vector for work in done)
         lines.append((name, number(flops and flops / n_bytes, 1), number(flops and flops / us / 1e6, 1),
                       number(gbps(n_bytes, us))))

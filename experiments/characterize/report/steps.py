@@ -6,9 +6,8 @@ from pathlib import Path
 
 from ... import record
 from .. import operators
-from ..definitions import of_one_gpu
 from . import draw
-from .parts import NOT_YET, Figure, Section, Table, number, run_name
+from .parts import NOT_YET, Figure, Section, Table, last_runs, number
 
 # Side by side in a bar; what is small shares a colour.
 _SHADES = {"gemm": 0, "ssm": 1, "conv": 2, "conv1d": 2, "attention": 3, "norm": 4, "elementwise": 4, "reduce": 4}
@@ -16,15 +15,9 @@ _ORDER = (*operators.CLASSES, "idle")
 
 
 def latest(out: Path) -> dict[str, dict[str, float]]:
-    """{`run_name`: {class: per cent of kernels' time and idle time}}, as it was measured last on the GPU of most rows."""
-    runs: dict[str, list[dict]] = {}
-    for row in of_one_gpu(record.read(out, bench="characterize")):
-        runs.setdefault(run_name(row), []).append(row)
-    shares = {}
-    for name, rows in runs.items():
-        last = [row for row in rows if row["time"] == rows[-1]["time"]]
-        shares[name] = {kind: 100 * sum(row["share"] for row in last if row["operator"] == kind) for kind in _ORDER}
-    return shares
+    """{`run_name`: {class: per cent of kernels' time and idle time}}, of `last_runs`."""
+    return {name: {kind: 100 * sum(row["share"] for row in rows if row["operator"] == kind) for kind in _ORDER}
+            for name, rows in last_runs(record.read(out, bench="characterize")).items()}
 
 
 def section(out: Path) -> Section:
