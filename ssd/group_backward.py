@@ -1,18 +1,20 @@
 """The backward that `fused` and `persistent` share, in sub-chunks. On Hopper, where the inputs allow, hopper_backward; else
 chunk_cumsum, walk_states (from the states that the forward kept, if it did), walk_dstates, the two group loops and
-chunk_cumsum_bwd; with a gate chunk_scan_dz as well.
+chunk_cumsum_bwd; with a gate chunk_scan_dz as well. Of long sequences whose states were not kept, either in two halves.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from . import backward as baseline
 from . import hopper_backward
-from .kernels.arguments import fitted
+from .halves import by_halves, worth_halving
+from .kernels.arguments import LONGEST_TILE, fitted
 from .kernels.chunk_cumsum import chunk_cumsum
 from .kernels.chunk_cumsum_bwd import chunk_cumsum_bwd
 from .kernels.chunk_scan_dz import chunk_scan_dz
@@ -21,7 +23,7 @@ from .kernels.group_dC import group_dC
 from .kernels.walk_dstates import walk_dstates
 from .kernels.walk_states import chunk_states, chunk_states_between
 from .tuning import pick
-from .types import SSDGrads, SSDSaved
+from .types import Options, SSDGrads, SSDInputs, SSDSaved
 
 _KERNELS = ("walk_dstates", "group_dC", "group_dB_dx")
 
@@ -30,9 +32,19 @@ def backward(saved: SSDSaved, dout: Tensor, dfinal_states: Tensor | None, into: 
     """Gradients of every input that is present; dout has the shape and dtype of x, any strides."""
     if not saved.options.fuse_backward:
         return baseline.backward(saved, dout, dfinal_states, into)
+    run, last_state = _by_groups, _last_state
     if hopper_backward.can_run(saved.inputs, saved.options):
-        return hopper_backward.backward(saved, dout, dfinal_states, into)
-    return _by_groups(saved, dout, dfinal_states, into)
+        run, last_state = hopper_backward.backward, hopper_backward.last_state
+    if worth_halving(saved):
+        return by_halves(run, partial(last_state, options=saved.options), saved, dout, dfinal_states, into)
+    return run(saved, dout, dfinal_states, into)
+
+
+def _last_state(i: SSDInputs, options: Options) -> Tensor:
+    """The state after the last token, (batch, nheads, headdim, dstate) fp32; of those before it, few are in memory."""
+    spans = replace(i, chunk_size=LONGEST_TILE)
+    with torch.cuda.device_of(i.x):
+        return chunk_states(spans, *chunk_cumsum(spans), options)[1]
 
 
 def _by_groups(saved: SSDSaved, dout: Tensor, dfinal_states: Tensor | None, into: SSDGrads) -> SSDGrads:

@@ -24,6 +24,7 @@ from .types import Options, SSDGrads, SSDInputs, SSDSaved
 
 # What a tile costs beside its heads, in the time of one of them; and what more if its sums are one of several parts.
 _TILE, _PART = 1.5, 3.5
+_RARELY = 8  # sub-chunks between the states that are written where only the last is wanted
 
 
 def can_run(i: SSDInputs, options: Options) -> bool:
@@ -70,6 +71,21 @@ def backward(saved: SSDSaved, dout: Tensor, dfinal_states: Tensor | None, into: 
     if dinitial_states is not None:
         dinitial_states = _left(dinitial_states, into.dinitial_states)
     return SSDGrads(_left(dx, into.dx), ddt, dA, _left(dB, into.dB), _left(dC, into.dC), dD, dz, ddt_bias, dinitial_states)
+
+
+def last_state(i: SSDInputs, options: Options) -> Tensor:
+    """The state after the last token, (batch, nheads, headdim, dstate) fp32; of those before it, few are in memory."""
+    from .kernels.hopper_states import all_states
+
+    with torch.cuda.device_of(i.x):
+        dt, dA_cumsum = chunk_cumsum(replace(i, chunk_size=BLOCK_M))
+        tokens, sizes = tuple(describe(describable(t)) for t in (i.x, i.B)), (i.nheads, i.headdim, i.dstate)
+        kept = dt.new_empty(i.batch, cdiv(dt.shape[2], _RARELY), *sizes, dtype=i.x.dtype)
+        last = dt.new_empty(i.batch, *sizes)
+        runs, *entering = runs_of(i, i.batch, tokens, dt, dA_cumsum, i.batch, options)
+        start = None if i.initial_states is None else i.initial_states.float().contiguous()
+        all_states(i, tokens, describe_states(kept), dt, dA_cumsum, runs, start, *entering, last, i.batch, _RARELY * BLOCK_M)
+    return last
 
 
 def _states(saved: SSDSaved, tokens: tuple, dt: Tensor, dA_cumsum: Tensor,

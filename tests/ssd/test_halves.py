@@ -1,0 +1,71 @@
+"""The backward in two halves: right, to the gradients' own places, and only where it is worth it."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ssd import halves
+from ssd.registry import get_variant
+from ssd.types import Options, SSDGrads, SSDSaved
+from tests.errors import assert_all_accurate, cotangents, results, truths
+from tests.inputs import Case, Shape, random_inputs
+
+pytestmark = pytest.mark.usefixtures("poison")
+GPU = torch.cuda.is_available()
+HALF = torch.bfloat16 if GPU else torch.float16
+RECOMPUTED = Options(save_states=False)
+CASES = {"plain": Case(), "usual": Case(D="h", dt_bias=True, dt_softplus=True),
+         "everything": Case(D="hp", dt_bias=True, dt_softplus=True, initial_states=True, z=True, packed=True)}
+SHAPES = [Shape(1, 130, 2, 20, 1, 24, 32), Shape(2, 140, 1, 16, 1, 16, 64)]
+if GPU:
+    SHAPES = [Shape(2, 4096, 8, 64, 2, 128, 256), Shape(1, 1000, 8, 64, 1, 64, 128), *SHAPES]
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """No states are too few to be halved; how often is counted."""
+    monkeypatch.setattr(halves, "_LARGE", 0)
+    calls = []
+    by_halves = halves.by_halves
+    monkeypatch.setattr("ssd.group_backward.by_halves", lambda *args: calls.append(args) or by_halves(*args))
+    return calls
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", (HALF, torch.float32), ids=str)
+@pytest.mark.parametrize("name", ("fused", "persistent"))
+def test_right(name, dtype, shape, case, device, small):
+    if not GPU and (name == "persistent") == (dtype == HALF):
+        pytest.skip("the same kernels: every other one will do")
+    inputs = random_inputs(shape, CASES[case], dtype, device)
+    ways = cotangents(inputs)
+    assert_all_accurate(results(get_variant(name), inputs, *ways, RECOMPUTED), truths(inputs, *ways), inputs, *ways)
+    assert small
+
+
+def test_into_places(device, small):
+    """Slices of one packed gradient get the bits that fresh memory gets."""
+    inputs = random_inputs(Shape(1, 130, 2, 16, 1, 16, 32), CASES["everything"], HALF, device)
+    ways, variant = cotangents(inputs), get_variant("fused")
+    alone = results(variant, inputs, *ways, RECOMPUTED)
+    packed = torch.full((*inputs.x.shape[:2], 3 * inputs.nheads * inputs.headdim), float("nan"), dtype=HALF, device=device)
+    dx, dz = (t.unflatten(2, inputs.x.shape[2:]) for t in packed.chunk(3, 2)[1:])
+    saved = variant.forward(inputs, RECOMPUTED, True)[2]
+    grads = variant.backward(saved, *ways, SSDGrads(dx=dx, dz=dz))
+    assert grads.dx is dx and grads.dz is dz and len(small) == 2
+    assert torch.equal(dx, alone["dx"]) and torch.equal(dz, alone["dz"])
+
+
+@pytest.mark.parametrize("worth, change", [
+    (True, {}), (False, {"kept": True}), (False, {"documents": "seq_idx"}), (False, {"seqlen": 127}),
+    (False, {"large": 1 << 40}),
+])
+def test_where_it_is_worth_it(worth, change, monkeypatch):
+    monkeypatch.setattr(halves, "_LARGE", change.get("large", 0))
+    inputs = random_inputs(Shape(1, change.get("seqlen", 128), 2, 16, 1, 16, 32), Case(documents=change.get("documents")))
+    saved = SSDSaved(inputs, RECOMPUTED)
+    if "kept" in change:
+        saved = replace(saved, prev_states=torch.empty(1, 4, 2, 16, 16))
+    assert halves.worth_halving(saved) == worth
