@@ -182,10 +182,10 @@ class _GatedNorm(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dout, _drstd):
-        tensors = (dout, *ctx.saved_tensors)
+        tensors = (dout, *ctx.saved_tensors)  # which a checkpoint gives once
         backward = _backward if are_plain(tensors) else torch.ops.ssd.rms_norm_gated_bwd
         dx, dweight, dbias, dz = backward(*tensors, *ctx.settings)
-        _, _, bias, z = ctx.saved_tensors[:4]  # an empty x has empty gradients, and they are there
+        bias, z = tensors[3:5]  # an empty x has empty gradients, and they are there
         return dx, dweight, None if bias is None else dbias, None if z is None else dz, None, None, None
 
 

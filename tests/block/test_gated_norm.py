@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
 
 from ssd import tuning
 from ssd.block.gated_norm import RMSNormGated, _as_rows, rms_norm_gated, torch_form
@@ -262,6 +263,18 @@ def test_compile(dynamic, device):
         eager, dout = run(rms_norm_gated, tensors, 12, "after")
         traced, _ = run(compiled, tensors, 12, "after", dout=dout)
         assert_close(traced, eager)
+
+
+@pytest.mark.parametrize("use_reentrant", (False, True))
+def test_checkpoint(use_reentrant, device):
+    tensors = inputs((5,), 24, "before", True, torch.float32, device)
+
+    def recomputed(x, *others, **settings):
+        return checkpoint(lambda x: rms_norm_gated(x, *others, **settings), x, use_reentrant=use_reentrant)
+
+    plain, dout = run(rms_norm_gated, tensors, 12, "before")
+    got, _ = run(recomputed, tensors, 12, "before", dout=dout)
+    assert all(torch.equal(got[name], plain[name]) for name in plain)
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, HALF), ids=str)

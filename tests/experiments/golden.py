@@ -17,9 +17,9 @@ STEPS = 30
 CASES = [(name, mixer) for name in workload_names() for mixer in get_workload(name).mixers]
 
 
-def trained(workload: str, mixer: str, variant: str = "torch", steps: int = STEPS) -> list[float]:
-    """Losses of every step."""
-    run = run_of(workload, mixer=mixer, variant=variant, steps=steps, save_every=0)
+def trained(workload: str, mixer: str, variant: str = "torch", steps: int = STEPS, **settings) -> list[float]:
+    """Losses of every step; settings: of the run."""
+    run = run_of(workload, mixer=mixer, variant=variant, steps=steps, save_every=0, **settings)
     with TemporaryDirectory() as folder:
         out = Path(folder)
         train(run, out, Console(quiet=True), rows=out)

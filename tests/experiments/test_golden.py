@@ -37,9 +37,9 @@ def test_losses_are_those_of_before(workload, mixer):
 @pytest.mark.parametrize("variant", ["baseline", "fused", "persistent"])
 @pytest.mark.parametrize("workload", ["mamba2", "hybrid", "mambavision", pytest.param("graphmamba", marks=needs_graphs)])
 def test_every_variant_learns_the_same(workload, variant):
-    losses, expected = (trained(workload, "ssd", name, steps=20) for name in (variant, "torch"))
-    assert losses[:3] == pytest.approx(expected[:3], rel=1e-3)
-    assert losses == pytest.approx(expected, rel=3e-2)
+    """At a rate at which rounding does not grow: at the preset's, 1e-5 of a weight comes to 20 % of a loss in 20 steps."""
+    losses, expected = (trained(workload, "ssd", name, steps=20, lr=3e-4) for name in (variant, "torch"))
+    assert losses == pytest.approx(expected, rel=1e-3)
 
 
 def test_every_workload_has_its_golden_losses():
