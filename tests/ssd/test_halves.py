@@ -15,9 +15,9 @@ pytestmark = pytest.mark.usefixtures("poison")
 GPU = torch.cuda.is_available()
 HALF = torch.bfloat16 if GPU else torch.float16
 RECOMPUTED = Options(save_states=False)
-CASES = {"plain": Case(), "usual": Case(D="h", dt_bias=True, dt_softplus=True),
-         "everything": Case(D="hp", dt_bias=True, dt_softplus=True, initial_states=True, z=True, packed=True)}
-SHAPES = [Shape(1, 130, 2, 20, 1, 24, 32), Shape(2, 140, 1, 16, 1, 16, 64)]
+EVERYTHING = Case(D="hp", dt_bias=True, dt_softplus=True, initial_states=True, z=True, packed=True)
+CASES = {"plain": Case(), "usual": Case(D="h", dt_bias=True, dt_softplus=True), "everything": EVERYTHING}
+SHAPES = [Shape(1, 130, 2, 20, 1, 24, 32), Shape(3, 70, 1, 16, 1, 16, 64)]
 if GPU:
     SHAPES = [Shape(2, 4096, 8, 64, 2, 128, 256), Shape(1, 1000, 8, 64, 1, 64, 128), *SHAPES]
 
@@ -45,9 +45,18 @@ def test_right(name, dtype, shape, case, device, small):
     assert small
 
 
-def test_into_places(device, small):
+def test_documents(device, small):
+    """Of several rows, of which each has its own."""
+    inputs = random_inputs(Shape(2, 70, 1, 16, 1, 16, 64), replace(EVERYTHING, documents="seq_idx"), torch.float32, device)
+    ways = cotangents(inputs)
+    assert_all_accurate(results(get_variant("fused"), inputs, *ways, RECOMPUTED), truths(inputs, *ways), inputs, *ways)
+    assert small
+
+
+@pytest.mark.parametrize("batch, seqlen", [(1, 130), (2, 65)])
+def test_into_places(batch, seqlen, device, small):
     """Slices of one packed gradient get the bits that fresh memory gets."""
-    inputs = random_inputs(Shape(1, 130, 2, 16, 1, 16, 32), CASES["everything"], HALF, device)
+    inputs = random_inputs(Shape(batch, seqlen, 2, 16, 1, 16, 32), EVERYTHING, HALF, device)
     ways, variant = cotangents(inputs), get_variant("fused")
     alone = results(variant, inputs, *ways, RECOMPUTED)
     packed = torch.full((*inputs.x.shape[:2], 3 * inputs.nheads * inputs.headdim), float("nan"), dtype=HALF, device=device)
@@ -59,12 +68,13 @@ def test_into_places(device, small):
 
 
 @pytest.mark.parametrize("worth, change", [
-    (True, {}), (False, {"kept": True}), (False, {"documents": "seq_idx"}), (False, {"seqlen": 127}),
-    (False, {"large": 1 << 40}),
+    (True, {}), (False, {"kept": True}), (False, {"documents": "seq_idx"}), (True, {"documents": "seq_idx", "batch": 2}),
+    (False, {"seqlen": 127}), (True, {"seqlen": 127, "batch": 2}), (False, {"large": 1 << 40}),
 ])
 def test_where_it_is_worth_it(worth, change, monkeypatch):
     monkeypatch.setattr(halves, "_LARGE", change.get("large", 0))
-    inputs = random_inputs(Shape(1, change.get("seqlen", 128), 2, 16, 1, 16, 32), Case(documents=change.get("documents")))
+    shape = Shape(change.get("batch", 1), change.get("seqlen", 128), 2, 16, 1, 16, 32)
+    inputs = random_inputs(shape, Case(documents=change.get("documents")))
     saved = SSDSaved(inputs, RECOMPUTED)
     if "kept" in change:
         saved = replace(saved, prev_states=torch.empty(1, 4, 2, 16, 16))
