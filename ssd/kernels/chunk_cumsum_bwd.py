@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..device import sigmoid, unpack_program
-from ..tuning import next_power_of_2, pick
+from ..tuning import pick
 from ..types import SSDInputs
 from .arguments import cdiv, contiguous, output
 from .chunk_cumsum import step
@@ -24,7 +24,7 @@ from .sum_parts import sum_parts
 def chunk_cumsum_bwd_kernel(dt, dt_strides, A, dt_bias, u_v_x, r_tiles, q, s_tiles, row, col_tiles, dy_x, ddt, ddt_strides,
                             dA, ddt_bias, dD, seqlen, nchunks, tile_stride, dt_min, dt_max, NHEADS: tl.constexpr,
                             CHUNK: tl.constexpr, SOFTPLUS: tl.constexpr, R_TILES: tl.constexpr, S_TILES: tl.constexpr,
-                            COL_TILES: tl.constexpr, S_WIDTH: tl.constexpr, BLOCK_H: tl.constexpr):
+                            COL_TILES: tl.constexpr, BLOCK_H: tl.constexpr):
     tile, _, c, b = unpack_program((NHEADS + BLOCK_H - 1) // BLOCK_H, 1, nchunks)
     offs_h, offs_q = tile * BLOCK_H + tl.arange(0, BLOCK_H), tl.arange(0, CHUNK)
     in_h = offs_h < NHEADS
@@ -42,9 +42,10 @@ def chunk_cumsum_bwd_kernel(dt, dt_strides, A, dt_bias, u_v_x, r_tiles, q, s_til
         written = offs_q < (n + 1) * (CHUNK // COL_TILES)
         from_here_on -= tl.load(col_tiles + n * tile_stride + at, mask=inside & written[None, :], other=0.0)
     q_j = tl.load(q + at, mask=inside, other=0.0)
-    offs_s = tl.arange(0, S_WIDTH)[None, :]
-    s = tl.load(s_tiles + chunk * S_TILES + offs_s, mask=in_h[:, None] & (offs_s < S_TILES), other=0.0)
-    da = tl.cumsum(from_here_on, axis=1, reverse=True) + (tl.cumsum(q_j, axis=1) - q_j) + tl.sum(s, 1)[:, None]
+    s = tl.zeros([BLOCK_H], tl.float32)
+    for n in tl.static_range(S_TILES):
+        s += tl.load(s_tiles + ((b * NHEADS + offs_h.to(tl.int64)) * nchunks + c) * S_TILES + n, mask=in_h, other=0.0)
+    da = tl.cumsum(from_here_on, axis=1, reverse=True) + (tl.cumsum(q_j, axis=1) - q_j) + s[:, None]
 
     grad = tl.load(u_v_x + at, mask=inside, other=0.0) + da * rate
     if SOFTPLUS:
@@ -67,12 +68,11 @@ def chunk_cumsum_bwd(i: SSDInputs, u_v_x: Tensor, r_tiles: Tensor, q: Tensor, s_
     wanted = (True, i.dt_bias is not None, dy_x is not None)
     parts = torch.empty(sum(wanted), i.batch * i.nchunks, i.nheads, device=i.x.device, dtype=torch.float32)
     config = pick("chunk_cumsum_bwd", i)
-    s_width = next_power_of_2(s_tiles.shape[-1])
     launch(
         chunk_cumsum_bwd_kernel, cdiv(i.nheads, config["BLOCK_H"]) * i.nchunks * i.batch,
         i.dt, i.dt.stride(), i.A.contiguous(), contiguous(i.dt_bias), u_v_x, r_tiles, q, s_tiles, row, col_tiles, dy_x,
         ddt, ddt.stride(), *_where(wanted, parts), i.seqlen, i.nchunks, row.numel(), *i.dt_limit, i.nheads, i.chunk_size,
-        i.dt_softplus, r_tiles.shape[0], s_tiles.shape[-1], col_tiles.shape[0], s_width, **config.launch)
+        i.dt_softplus, r_tiles.shape[0], s_tiles.shape[-1], col_tiles.shape[0], **config.launch)
     return ddt, *_where(wanted, sum_parts(parts, parts.new_empty(sum(wanted), i.nheads)))
 
 
