@@ -200,6 +200,7 @@ def sweep(
     folder: Annotated[Path, typer.Option(file_okay=False, help="Of the training runs' folders.")] = Path("runs"),
     out: OutOption = record.RESULTS,
     again: Annotated[bool, typer.Option("--again", help="Run what has its row, too.")] = False,
+    trains: Annotated[bool, typer.Option("--train/--no-train", help="Also train with each, for its loss.")] = True,
 ) -> None:
     """Put variant after variant inside workloads: step times, side by side, and losses.
 
@@ -210,7 +211,7 @@ def sweep(
         runs = [run_of(name, preset, mixer=mixer, data=data, documents=documents, steps=steps, batch=batch, optimizer=optimizer,
                        dtype=dtype, seed=seed, save_every=0)
                 for name, preset, mixer in map(sweeps.parsed, workload.split(","))]
-        plan = sweeps.Plan(tuple(runs), tuple(variants), each_option, repeats, warmup, folder, out, again)
+        plan = sweeps.Plan(tuple(runs), tuple(variants), each_option, repeats, warmup, folder, out, again, trains)
         failed = sweeps.run(plan, console)
     except ValueError as reason:
         _refuse(str(reason))

@@ -7,6 +7,7 @@ run's seed and the step's number.
 from __future__ import annotations
 
 import math
+import os
 import signal
 from collections.abc import Iterator
 
@@ -23,7 +24,7 @@ from .runs import Run
 from .workloads import Workload
 
 _BETAS = (0.9, 0.95)
-_WORKERS = 2  # processes that make batches while a GPU computes
+_WORKERS = 4  # processes that make batches while a GPU computes, as far as there are cores
 
 
 def made(run: Run, workload: Workload, team: Team) -> tuple[nn.Module, torch.optim.Optimizer, int]:
@@ -60,7 +61,7 @@ def batches_of(run: Run, workload: Workload, dataset: Dataset, done: int, team: 
     """This process's parts of micro-batches on its device, from the first of the step after `done`."""
     of_step, on_gpu = run.batch * run.accumulate, team.device.type == "cuda"
     parts = [team.part(range(n, n + run.batch)) for n in range(done * of_step, run.steps * of_step, run.batch)]
-    loader = DataLoader(dataset, batch_sampler=parts, pin_memory=on_gpu, num_workers=_WORKERS if on_gpu else 0,
+    loader = DataLoader(dataset, batch_sampler=parts, pin_memory=on_gpu, num_workers=_workers(team) if on_gpu else 0,
                         collate_fn=workload.collate, worker_init_fn=_outlast_signals,
                         generator=torch.Generator())  # not the one that steps draw from
     try:
@@ -68,6 +69,10 @@ def batches_of(run: Run, workload: Workload, dataset: Dataset, done: int, team: 
             yield {name: t.to(team.device, non_blocking=True) for name, t in batch.items()}
     except ValueError as error:  # a worker's is a traceback
         raise ValueError(last_line(error).removeprefix("ValueError: ")) from error
+
+
+def _workers(team: Team) -> int:
+    return min(_WORKERS, max((os.cpu_count() or 2) // (2 * team.size), 1))
 
 
 def _outlast_signals(_: int) -> None:

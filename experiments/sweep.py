@@ -47,6 +47,7 @@ class Plan:
         folder: of the training runs' own folders.
         out: of the rows.
         again: run what has its row, too.
+        trains: also train with each variant; else only steps are timed.
     """
 
     runs: tuple[Run, ...]
@@ -57,6 +58,7 @@ class Plan:
     folder: Path = Path("runs")
     out: Path = record.RESULTS
     again: bool = False
+    trains: bool = True
 
 
 def parsed(text: str) -> tuple[str, str, str | None]:
@@ -81,7 +83,7 @@ def run(plan: Plan, console: Console) -> list[str]:
                 failed.append(f"{where} {candidate.variant}: {note}")
         except Exception as reason:  # must not cost the measurements of the others
             failed.append(f"{where}: {first_line(reason)}")
-        for name in plan.variants:
+        for name in plan.variants if plan.trains else ():
             one = replace(base, variant=name)
             if done.has("train", one):
                 console.print(f"{where} {name}: trained before", style="dim")

@@ -54,6 +54,12 @@ def test_what_has_its_row_is_not_run_again(plan, monkeypatch):
     assert trained == ["auto", "torch"] and len(record.read(plan.out, bench="step")) == 4
 
 
+def test_steps_alone(plan, monkeypatch):
+    monkeypatch.setattr(sweep, "train", None)
+    assert sweep.run(replace(plan, trains=False), QUIET) == []
+    assert [row["loss"] for row in sweep.committed(plan.out)] == [None, None]
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU may have what is missing here")
 def test_what_fails_is_reported_and_the_rest_goes_on(plan):
     run = small_run("mambavision", mixer="mamba1", steps=2, save_every=0)
