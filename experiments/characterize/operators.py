@@ -26,17 +26,11 @@ _AROUND = {"conv1d": "conv1d", "gated_norm": "norm"}  # by how a name begins; al
 
 @dataclass(frozen=True)
 class Rule:
-    """A class, and a regular expression that is searched for in a name.
-
-    Attributes:
-        examples: names that the pattern is for, some of them shortened at `...`.
-        seen: whether the rule has matched in a trace that was recorded on a GPU; else its examples are from knowledge alone.
-    """
+    """A class, a regular expression that is searched for in a name, and names that it is for, some shortened at `...`."""
 
     kind: str
     pattern: str
     examples: tuple[str, ...]
-    seen: bool = False
 
     @cached_property
     def _compiled(self) -> re.Pattern:
@@ -75,11 +69,12 @@ KERNEL_RULES = (
           "void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<...>(pytorch_flash::Flash_bwd_params)",
           "fmha_cutlassF_bf16_aligned_64x64_rf_sm80(PyTorchMemEffAttention::AttentionKernel<...>::Params)",
           "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x128_4x1x1_kernel0_0")),
-    Rule("conv", r"implicit_gemm|implicit_convolve|(fprop|dgrad|wgrad)_|_(fprop|dgrad|wgrad)|winograd|conv_depthwise|"
-                 r"nchwToNhwc|nhwcToNchw",
+    Rule("conv", r"implicit_gemm|ImplicitGemmConv|implicit_convolve|(fprop|dgrad|wgrad)_|_(fprop|dgrad|wgrad)|winograd|"
+                 r"conv_depthwise|nchwToNhwc|nhwcToNchw",
          ("sm80_xmma_fprop_implicit_gemm_bf16bf16_bf16f32_f32_nhwckrsc_nhwc_tilesize128x128x64_stage3_warpsize2x2x1_g1_...",
           "sm90_xmma_wgrad_implicit_gemm_indexed_bf16bf16_bf16f32_f32_nhwckrsc_nhwc_tilesize128x128x64_...",
           "void cutlass__5x_cudnn::Kernel<cutlass_tensorop_bf16_s16816fprop_optimized_bf16_128x128_64x3_nhwc_align8>(...)",
+          "_ZN17cutlass__5x_cudnn6KernelINS_4conv6kernel23ImplicitGemmConvolutionINS1_11threadblock22...",
           "void at::native::(anonymous namespace)::conv_depthwise2d_forward_kernel<3, 1, c10::BFloat16, int>(...)",
           "void cudnn::ops::nchwToNhwcKernel<__nv_bfloat16, __nv_bfloat16, float, false, true, ...>(...)")),
     Rule("gemm", r"gemm|nvjet|gemv|splitKreduce|cutlass_\d+_tensorop",

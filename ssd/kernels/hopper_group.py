@@ -1,7 +1,7 @@
 """hopper_group, equations (18), (19), (21), (22), (24), (30) to (32): a group's gradients of a sub-chunk, in Gluon, for Hopper.
 
 A block takes tiles, a sub-chunk of 64 tokens of one group each, or of a split of its heads, and meets their heads in order.
-Sums over heads stay in registers. A role for each warpgroup, the last two one warp each; rows are tokens i or j:
+Sums over heads stay in registers. A role for each warpgroup, the last two of two and one warps; rows are tokens i or j:
 
     dC [i]:  K_ij = (dy_i . x_j) exp(A_i - A_j) dt_j,  dCB += K,  dC += (dy exp(A_i)) H,  r + row
     dx [j]:  u + v = (B C^T exp(A_i - A_j)) dy + exp(A_last - A_j) B G^T,  dx,  (u + v) . x,  q,  col,  dy . x
@@ -285,12 +285,15 @@ def dB_role(bars, rings, lines, dA_cumsum, dB, s, ntiles, batch, seqlen, sizes, 
 
 @gluon.jit
 def lines_role(bars, lines, dA_cumsum, dt, ntiles, sizes, BLOCK_M: gl.constexpr, SPLITS: gl.constexpr):
-    """One warp that fetches what each head's decay and steps are, as vectors: A_j, A_j less log dt_j, dt_j, in binary logs."""
+    """Fetches what each head's decay and steps are, as vectors: A_j, A_j less log dt_j, dt_j, in binary logs.
+
+    Two warps, a token a thread: racecheck takes the barrier of one for none (docs/kernel-log.md).
+    """
     ready, used = bars
     nsub, _, _ = sizes
     A_columns, A_rows, steps = lines
     LINES: gl.constexpr = ready.shape[0]
-    m = gl.arange(0, BLOCK_M, gl.BlockedLayout([BLOCK_M // 32], [32], [1], [0]))
+    m = gl.arange(0, BLOCK_M, gl.BlockedLayout([1], [32], [BLOCK_M // 32], [0]))
     step = 0
     for t in range(gl.program_id(0), ntiles, gl.num_programs(0)):
         _, _, _, _, _, count, row = load_tile(t, sizes, SPLITS)
@@ -374,7 +377,7 @@ def hopper_group_kernel(x_desc, dy_desc, B_desc, C_desc, H_desc, G_desc, dx_desc
         (lines_role, ((ready, used), (A_columns, A_rows, steps), dA_cumsum, dt, ntiles, sizes, BLOCK_M, SPLITS)),
         (fetch_role, (x_desc, dy_desc, B_desc, C_desc, H_desc, G_desc, (full, empty), (Xs, dYs, Hs, Gs), ntiles, sizes,
                       SPLITS)),
-    ], [4, 4, 1, 1], [168, 128, 24, 24])
+    ], [4, 4, 2, 1], [168, 128, 24, 24])
 
 
 def hopper_group(i: SSDInputs, x_desc, dy_desc, B_desc, C_desc, H_desc, G_desc, dx_desc, dt, dA_cumsum, dB, dC, blocks: int):

@@ -1,7 +1,7 @@
 """Traces: every one in `traces/`, the synthetic one exactly, one of torch's own on a CPU, and what is no trace.
 
-traces/synthetic_step.json was written by hand in the format of torch.profiler, with kernels' names from knowledge. Any trace
-that was recorded on a GPU and trimmed to a step belongs beside it, as .json or .json.gz.
+traces/synthetic_step.json was written by hand in the format of torch.profiler. The others were recorded on an H200 and trimmed
+to a step, of which they have the first launch of each kernel in each phase.
 """
 
 import gzip
@@ -26,6 +26,18 @@ def test_any_trace(path):
     assert sum(shares.values()) == pytest.approx(1) and shares.get("other", 0.0) < 0.02
     assert shares.keys() <= {*CLASSES, "idle"} and min(shares.values()) >= 0
     assert {"forward", "backward", "optimizer"} <= found.by_scope().keys()
+
+
+def test_recorded_steps():
+    """Every kernel has its class, and these have matched nothing: they are from knowledge alone."""
+    lists = {"name": operators.KERNEL_RULES, "op": operators.OP_RULES, "scope": operators.SCOPE_RULES}
+    unseen = {(said, rule.kind, rule.pattern) for said, rules in lists.items() for rule in rules}
+    for kernel in (kernel for path in TRACES if path != SYNTHETIC for kernel in trace.read(path).kernels):
+        names = {"name": (kernel.name,), "op": kernel.ops, "scope": kernel.scopes}
+        first = next((said, rule) for said, rules in lists.items() for rule in rules if any(map(rule.matches, names[said])))
+        unseen.discard((first[0], first[1].kind, first[1].pattern))
+    assert {(said, kind) for said, kind, _ in unseen if said != "scope"} == {
+        ("name", "conv1d"), ("op", "gemm"), ("op", "norm"), ("op", "reduce"), ("op", "elementwise")}
 
 
 def test_synthetic_step():
