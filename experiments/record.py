@@ -40,7 +40,7 @@ _COUNTED = ("kernel", "dram_bytes", "dram_pct", "l2_hit_pct", "occupancy_pct", "
 # units_per_s counts, tokens, say; gpus and way: how many trained together, see `parallel`; ssm_us: of the kernels
 # of SSD or selective scan in a step; sitting: when rows began that were taken side by side; tensor_flops, tensor_insts, fadds,
 # fmuls, ffmas, exps and stall_*: see `counters`; phase (a scope), operator (a class, or idle), us and share: see
-# `characterize.collect`.
+# `characterize.collect`; flops_found: by counters, over those of a product of n cubed.
 EXTRA_KEYS = {
     "ssd": ("err_seqlen", "note", "saved_mib"),
     "ablate": ("step", "changed", "err_seqlen", "note", "saved_mib"),
@@ -52,6 +52,7 @@ EXTRA_KEYS = {
     "sanitize": ("tool", "found", "kernels"),
     "characterize": ("mixer", "run", "phase", "operator", "us", "share", "steps"),
     "step_counters": (*_COUNTED, "mixer", "operator", "run"),
+    "calibration": ("n", "flops_found"),
 }
 
 

@@ -104,7 +104,7 @@ def characterize(
     console, complete = Console(), True
     if shutil.which("ncu"):
         try:
-            console.print(f"a product's FLOPs by ncu, over those it has: {collect.calibrate():.4f}")
+            console.print(f"a product's FLOPs by ncu, over those it has: {collect.calibrate(out):.4f}")
         except (OSError, ValueError) as reason:
             complete = False
             console.print(f"calibration: {reason}", style="yellow", markup=False)

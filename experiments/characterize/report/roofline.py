@@ -94,6 +94,8 @@ def section(calls: list[Call], out: Path) -> Section:
            "the bound; fewer bytes for the same result move a whole call (diamonds) to the right and up.")
     note = ("FLOPs of a kernel are the cost model's, products and vector operations, as far as ncu did not count them; those "
             "of a whole call are the ideal operator's. The measured roof is the copy of the same run and an 8192-cubed matmul.")
+    if found := record.read(out, bench="calibration"):
+        note += f" Of a product of {found[-1]['n']} cubed, ncu finds {100 * found[-1]['flops_found']:.1f} % of its FLOPs."
     cells = [(_MODES.get(line["mode"], line["mode"]), line["variant"], line["kernel"], number(line["intensity"], 1),
               number(line["by_model"], 1), number(line["tflops"], 1), number(gbps(line["bytes"], line["us"])))
              for line in lines]

@@ -43,20 +43,22 @@ def test_rows_of_a_run(small, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("flops, expected", [([2 * 8192**3], 1.0), ([8192**3, 0.5 * 8192**3], 0.75)])
-def test_calibration(monkeypatch, flops, expected):
+def test_calibration(monkeypatch, tmp_path, flops, expected):
     launches = [{"kernel": "nvjet", counters.TENSOR_FLOPS: value} for value in flops]
     asked = []
     monkeypatch.setattr(counters, "ncu", lambda *arguments: asked.append(arguments) or launches)
-    assert collect.calibrate() == expected
+    assert collect.calibrate(tmp_path) == expected
+    assert record.read(tmp_path, bench="calibration")[0]["flops_found"] == expected
     assert asked == [(["profiled-product"], [counters.TENSOR_FLOPS], "none")]
     assert "profiled-product" in [command.name or command.callback.__name__.replace("_", "-") for command in
                                   app.registered_commands]
 
 
-def test_calibration_without_the_metric(monkeypatch):
+def test_calibration_without_the_metric(monkeypatch, tmp_path):
     monkeypatch.setattr(counters, "ncu", lambda *_: [{"kernel": "nvjet"}])
     with pytest.raises(ValueError, match="ncu has no sm__ops_path_tensor"):
-        collect.calibrate()
+        collect.calibrate(tmp_path)
+    assert not record.read(tmp_path)
 
 
 def test_runs():
