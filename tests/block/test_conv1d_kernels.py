@@ -13,6 +13,7 @@ import torch
 
 from ssd import tuning
 from ssd.block.conv1d import causal_conv1d_fn
+from ssd.block.kernels import conv1d
 from ssd.block.kernels.conv1d import in_units, pieces
 from ssd.block.kernels.conv1d_bwd import _WARPS, conv1d_bwd
 from ssd.block.kernels.conv1d_fwd import conv1d_fwd
@@ -26,16 +27,16 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.parametrize("case", (Case(dim=3), replace(EVERYTHING, dim=3, documents=(255, 45))), ids=str)
 def test_longest_pieces(case, device, monkeypatch):
     """As on a GPU that has enough to do. The second document begins with the last token of a piece."""
-    monkeypatch.setattr(tuning, "current_device", lambda index: tuning.Device("busy", 0, sms=0))
-    assert pieces(torch.empty(1, 262, 3), 1) == (256, 2)
+    monkeypatch.setattr(conv1d, "_SHORTEST", 256)
+    assert pieces(torch.empty(1, 262, 3, device=device), 1) == (256, 2)
     assert_right(inputs(replace(case, batch=1, seqlen=262), device))
 
 
 def test_how_long_a_piece_is(monkeypatch):
-    """The longest with which there are enough programs, or the shortest."""
+    """Programs fill whole rounds of what runs side by side, here 40; few longer pieces, or more that leave less of it idle."""
     monkeypatch.setattr(tuning, "current_device", lambda index: tuning.Device("some", 0, sms=10))
-    for (batch, seqlen, dim), expected in {(1, 1000, 128): (32, 32), (2, 1024, 640): (256, 4), (2, 1024, 512): (128, 8),
-                                           (1, 1, 1): (32, 1), (40, 300, 1): (256, 2)}.items():
+    for (batch, seqlen, dim), expected in {(1, 1000, 128): (32, 32), (2, 1024, 640): (256, 4), (2, 1024, 512): (208, 5),
+                                           (1, 1, 1): (32, 1), (40, 300, 1): (300, 1), (50, 1024, 1): (256, 4)}.items():
         assert pieces(torch.empty(batch, seqlen, dim, device="meta"), 4) == expected
 
 

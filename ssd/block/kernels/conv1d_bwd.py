@@ -14,6 +14,7 @@ from ...kernels.arguments import cdiv, strides
 from ...kernels.launch import launch
 from .conv1d import (
     BLOCK,
+    STAGES,
     STEP,
     convolve,
     in_units,
@@ -27,7 +28,7 @@ from .conv1d import (
     visible,
 )
 
-_WARPS = 12  # programs for each SM, what runs side by side: each more costs a part of dweight in memory
+_WARPS = 16  # programs that run side by side on an SM, by their registers
 
 
 @triton.jit
@@ -82,7 +83,8 @@ def store_position_grads(dpre, documents, position, first, end, weights, dfinal_
 @triton.jit
 def conv1d_bwd_kernel(x, x_strides, dout, dout_strides, weight, weight_strides, bias, seq_idx, initial_states, initial_strides,
                       dfinal_states, dfinal_strides, dx, dinitial_states, parts, seqlen, npieces, tokens, UNIT: tl.constexpr,
-                      DIM: tl.constexpr, WIDTH: tl.constexpr, SILU: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr):
+                      DIM: tl.constexpr, WIDTH: tl.constexpr, SILU: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
+                      STAGES: tl.constexpr):
     b, piece, first, end, channels, in_dim = locate(npieces, tokens, seqlen, DIM, BLOCK)
     x_stride, dout_stride = tl.cast(x_strides[1], tl.int64) * UNIT, tl.cast(dout_strides[1], tl.int64) * UNIT
     x += b * x_strides[0] * UNIT
@@ -101,37 +103,25 @@ def conv1d_bwd_kernel(x, x_strides, dout, dout_strides, weight, weight_strides, 
         late += (tl.zeros([BLOCK], tl.float32),)
     for _ in tl.static_range(WIDTH + 1):
         sums += (tl.zeros([BLOCK], tl.float32),)
-    x_next, dout_next = x + first * x_stride, dout + b * dout_strides[0] * UNIT + first * dout_stride
+    dout += b * dout_strides[0] * UNIT
     dx_row = dx + (b * seqlen + first - (WIDTH - 1)) * DIM
-    # tokens after the piece as well: they see its last width - 1
-    x_ahead = load_rows(x_next, x_stride, first, seqlen, channels, in_dim, STEP)
-    dout_ahead = load_rows(dout_next, dout_stride, first, seqlen, channels, in_dim, STEP)
-    # unrolled, or a tenth of the instructions would move what is kept and what is ahead from register to register
-    for token in tl.range(first, end, STEP, loop_unroll_factor=2):
-        rows, dout_rows = past, dout_ahead
+    # one step more than the piece has: its last width - 1 tokens are seen by those after it
+    for token in tl.range(first, end + STEP, STEP, num_stages=STAGES):
+        x_rows = load_rows(x + token * x_stride, x_stride, token, seqlen, channels, in_dim, STEP)
+        dout_rows = load_rows(dout + token * dout_stride, dout_stride, token, seqlen, channels, in_dim, STEP)
+        rows = past
         for r in tl.static_range(STEP):
-            rows += (x_ahead[r].to(tl.float32),)
-        x_next += STEP * x_stride
-        dout_next += STEP * dout_stride
-        x_ahead = load_rows(x_next, x_stride, token + STEP, seqlen, channels, in_dim, STEP)
-        dout_ahead = load_rows(dout_next, dout_stride, token + STEP, seqlen, channels, in_dim, STEP)
+            rows += (x_rows[r].to(tl.float32),)
         documents = load_documents(seq_idx, token - (WIDTH - 1), seqlen, WIDTH - 1 + STEP)
         dpre = pre_grads(rows, documents, dout_rows, weights, offset, WIDTH, SILU, STEP)
-        sums = add_filter_grads(sums, rows, documents, dpre, WIDTH, STEP)
+        if token < end:
+            sums = add_filter_grads(sums, rows, documents, dpre, WIDTH, STEP)
         dpre = late + dpre
         store_position_grads(dpre, documents, token - (WIDTH - 1), first, end, weights, dfinal_states, dfinal_strides, dx_row,
                              dinitial_states, seqlen, channels, in_dim, DIM, WIDTH, STEP)
         dx_row += STEP * DIM
         past, late = rows[STEP:], dpre[STEP:]
 
-    after = first + (end - first + STEP - 1) // STEP * STEP
-    rows = past
-    for r in tl.static_range(STEP):
-        rows += (x_ahead[r].to(tl.float32),)
-    documents = load_documents(seq_idx, after - (WIDTH - 1), seqlen, WIDTH - 1 + STEP)
-    dpre = late + pre_grads(rows, documents, dout_ahead, weights, offset, WIDTH, SILU, STEP)
-    store_position_grads(dpre, documents, after - (WIDTH - 1), first, end, weights, dfinal_states, dfinal_strides, dx_row,
-                         dinitial_states, seqlen, channels, in_dim, DIM, WIDTH, STEP)
     for i in tl.static_range(WIDTH + 1):
         at = (tl.cast(piece, tl.int64) * (WIDTH + 1) + i) * DIM + channels
         tl.store(parts + at, sums[i], mask=in_dim)
@@ -152,5 +142,5 @@ def conv1d_bwd(x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor |
         conv1d_bwd_kernel, batch * npieces * cdiv(dim, BLOCK),
         x, x_strides, dout, dout_strides, weight, weight.stride(), bias, seq_idx, initial_states, strides(initial_states),
         dfinal_states, strides(dfinal_states), dx, dinitial_states, parts, seqlen, npieces, tokens, unit, dim, width, silu,
-        BLOCK=BLOCK, STEP=STEP, num_warps=1)
+        BLOCK=BLOCK, STEP=STEP, STAGES=STAGES, num_warps=1)
     return dx, parts.sum(0), dinitial_states
