@@ -158,10 +158,9 @@ def _forward_fake(x, weight, bias, seq_idx, initial_states, silu, return_final_s
 def _backward(x, weight, bias, seq_idx, initial_states, silu, dout, dfinal_states) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dout = torch.zeros_like(x) if dout is None else dout
     with torch.cuda.device_of(x):
-        dx, sums, dinitial_states = conv1d_bwd(_channels_last(x), weight, contiguous(bias), contiguous(seq_idx), initial_states,
-                                               silu, _channels_last(dout), dfinal_states)
-        dweight = sums[1:].mT.to(weight.dtype, memory_format=torch.contiguous_format, copy=True)
-        dbias = None if bias is None else sums[0].to(bias.dtype)
+        dx, dweight, dbias, dinitial_states = conv1d_bwd(
+            _channels_last(x), weight, contiguous(bias), contiguous(seq_idx), initial_states, silu, _channels_last(dout),
+            dfinal_states)
     return dx.mT, dweight, or_empty(dbias, x), x.new_empty(0) if dinitial_states is None else dinitial_states.mT
 
 

@@ -2,7 +2,8 @@
 
 Reads what conv1d_fwd reads; dout (batch, seqlen, dim), contiguous channels; dfinal_states (batch, dim, width - 1), any strides.
 Writes dx (batch, seqlen, dim) in the dtype of x and dinitial_states (batch, width - 1, dim) in that of initial_states,
-both contiguous; and of each piece its part of dbias and dweight, (pieces, 1 + width, dim) fp32.
+both contiguous; and of each piece its part of dbias and dweight, (pieces, 1 + width, dim) fp32. conv1d_filter_grads adds these
+up in fixed order: dweight (dim, width), contiguous, in the dtype of weight, and dbias (dim,) in that of bias.
 """
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from ...kernels.arguments import cdiv, strides
 from ...kernels.launch import launch
+from ...kernels.sum_parts import add_parts, tile
 from .conv1d import (
     BLOCK,
     STAGES,
@@ -127,9 +129,21 @@ def conv1d_bwd_kernel(x, x_strides, dout, dout_strides, weight, weight_strides, 
         tl.store(parts + at, sums[i], mask=in_dim)
 
 
+@triton.jit
+def conv1d_filter_grads_kernel(parts, dweight, dbias, npieces, DIM: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+                               COLUMNS: tl.constexpr):
+    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    total = add_parts(parts, columns, npieces, (WIDTH + 1) * DIM, ROWS, COLUMNS)
+    row, channel = columns // DIM, columns % DIM
+    at = channel * WIDTH + row - 1
+    tl.store(dweight + at, total.to(dweight.dtype.element_ty), mask=(row >= 1) & (row <= WIDTH))
+    if dbias is not None:
+        tl.store(dbias + channel, total.to(dbias.dtype.element_ty), mask=row == 0)
+
+
 def conv1d_bwd(x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor | None, initial_states: Tensor | None,
-               silu: bool, dout: Tensor, dfinal_states: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Returns dx, dbias above dweight as (1 + width, dim) fp32, and dinitial_states, None without initial_states."""
+               silu: bool, dout: Tensor, dfinal_states: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Returns dx, dweight, dbias (None without bias) and dinitial_states (None without initial_states)."""
     (batch, seqlen, dim), width = x.shape, weight.shape[1]
     dx = torch.empty(batch, seqlen, dim, device=x.device, dtype=x.dtype)
     dinitial_states = None
@@ -143,4 +157,10 @@ def conv1d_bwd(x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor |
         x, x_strides, dout, dout_strides, weight, weight.stride(), bias, seq_idx, initial_states, strides(initial_states),
         dfinal_states, strides(dfinal_states), dx, dinitial_states, parts, seqlen, npieces, tokens, unit, dim, width, silu,
         BLOCK=BLOCK, STEP=STEP, STAGES=STAGES, num_warps=1)
-    return dx, parts.sum(0), dinitial_states
+    dweight = torch.empty(dim, width, device=x.device, dtype=weight.dtype)
+    dbias = None if bias is None else torch.empty(dim, device=x.device, dtype=bias.dtype)
+    rows, columns = tile(batch * npieces, (width + 1) * dim)
+    launch(
+        conv1d_filter_grads_kernel, cdiv((width + 1) * dim, columns),
+        parts, dweight, dbias, batch * npieces, dim, width, ROWS=rows, COLUMNS=columns)
+    return dx, dweight, dbias, dinitial_states
