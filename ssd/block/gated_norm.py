@@ -152,8 +152,8 @@ def _backward(dout, x, weight, bias, z, rstd, group_size, norm_before_gate) -> t
         dx, dweight, dbias, dz = gated_norm_bwd(
             _as_rows(dout), _as_rows(x), weight.contiguous(), contiguous(bias), _as_rows(z), rstd,
             group_size, norm_before_gate)
-    dbias, dz = None if bias is None else dbias.to(bias.dtype), None if z is None else dz.view(x.shape)
-    return dx.view(x.shape), dweight.to(weight.dtype), or_empty(dbias, x), or_empty(dz, x)
+    dz = None if z is None else dz.view(x.shape)
+    return dx.view(x.shape), dweight, or_empty(dbias, x), or_empty(dz, x)
 
 
 @torch.library.register_fake("ssd::rms_norm_gated_bwd")

@@ -37,7 +37,7 @@ def sum_parts_kernel(parts, sums, K, N, ROWS: tl.constexpr, COLUMNS: tl.constexp
 def sum_parts(parts: Tensor, sums: Tensor) -> Tensor:
     """parts (batch, K, ...) into sums (batch, ...), both contiguous; returns sums."""
     batch, K = parts.shape[:2]
-    N = parts[0, 0].numel()
+    N = sums[0].numel()
     rows, columns = tile(K, N)
     launch(sum_parts_kernel, batch * cdiv(N, columns), parts, sums, K, N, ROWS=rows, COLUMNS=columns)
     return sums
@@ -45,7 +45,7 @@ def sum_parts(parts: Tensor, sums: Tensor) -> Tensor:
 
 def tile(K: int, N: int) -> tuple[int, int]:
     """Rows and columns that a program adds up at a time."""
-    rows = min(next_power_of_2(K), _ROWS)
+    rows = min(next_power_of_2(max(1, K)), _ROWS)
     return rows, min(max(_ELEMENTS // rows, _COLUMNS), next_power_of_2(N))
 
 
