@@ -22,7 +22,7 @@ from ...kernels.arguments import cdiv
 
 BLOCK = 128  # channels: 4 a thread. With 8, the backward's sums and rows would take the registers of all but 8 warps of an SM
 STEP = 4  # tokens; at least width - 1, so that the rows kept for the next step are all of this one
-STAGES = 4  # steps in flight or at hand. The last to be asked for leaves when a step is done: two are under way throughout
+STAGES = 4  # the step at hand and three ahead: the third is asked for when the first is done, so two are always under way
 _SHORTEST = 32  # tokens of a piece; at the end of each, width - 1 rows are loaded twice
 _START = 12  # tokens that a program would walk in the time in which its filter and its first rows come
 _ROUNDS = 8  # of programs, at most
