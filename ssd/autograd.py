@@ -9,7 +9,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from .ops import are_plain, or_empty, or_none, register
+from .ops import all_present, are_plain, or_empty, or_none, register
 from .registry import heeded, resolve, states_every
 from .tape import replayed
 from .types import Options, SSDGrads, SSDInputs, SSDSaved
@@ -76,11 +76,6 @@ def _forward(*args):
     inputs, name, options = _unpack(args)
     out, final_states, saved = resolve(name, inputs, "fwd").forward(inputs, heeded(name, options), save)
     return out, final_states, saved.varlen_states, saved.y, saved.prev_states
-
-
-def _all_present(out, *others):
-    """Results as an op returns them."""
-    return out, *(or_empty(t, out) for t in others)
 
 
 @torch.library.register_fake("ssd::chunk_scan")
@@ -173,5 +168,4 @@ class _ChunkScan(torch.autograd.Function):
         return (*grads, *[None] * (_N_INPUTS + 1 - _N_TENSORS))
 
 
-register("chunk_scan", lambda *args: _all_present(*_forward(*args)), lambda *args: _all_present(*_ChunkScan.apply(*args)),
-         _backward_op)
+register("chunk_scan", all_present(_forward), all_present(_ChunkScan.apply), _backward_op)

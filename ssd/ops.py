@@ -43,6 +43,16 @@ def or_empty(t: Tensor | None, like: Tensor) -> Tensor:
     return like.new_empty(0) if t is None else t
 
 
+def all_present(call: Callable) -> Callable:
+    """`call`, whose first result is a tensor, with its results as an op returns them."""
+
+    def op(*args):
+        out, *others = call(*args)
+        return out, *(or_empty(t, out) for t in others)
+
+    return op
+
+
 def or_none(t: Tensor | None) -> Tensor | None:
     """An op's output as what it stands for."""
     return t if t is not None and t.numel() else None

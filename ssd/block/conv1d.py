@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from ..kernels.arguments import contiguous
-from ..ops import are_plain, or_empty, or_none, register, wants_gradient
+from ..ops import all_present, are_plain, or_none, register, wants_gradient
+from ..tape import replayed
 from .arguments import check_tensor, takes_kernels
 from .kernels.conv1d_bwd import conv1d_bwd
 from .kernels.conv1d_fwd import conv1d_fwd
@@ -18,11 +19,13 @@ from .kernels.conv1d_fwd import conv1d_fwd
 _WIDTHS = (2, 3, 4)
 _N_TENSORS = 5
 
-_INPUTS = "Tensor x, Tensor weight, Tensor? bias, Tensor? seq_idx, Tensor? initial_states, bool silu"
-torch.library.define("ssd::causal_conv1d", f"({_INPUTS}, bool return_final_states) -> (Tensor out, Tensor final_states)")
+_INPUTS = "Tensor x, Tensor weight, Tensor? bias, Tensor? seq_idx, Tensor? initial_states"
+torch.library.define(
+    "ssd::causal_conv1d", f"({_INPUTS}, bool silu, bool return_final_states) -> (Tensor out, Tensor final_states)")
 torch.library.define(
     "ssd::causal_conv1d_bwd",
-    f"({_INPUTS}, Tensor? dout, Tensor? dfinal_states) -> (Tensor dx, Tensor dweight, Tensor dbias, Tensor dinitial_states)",
+    f"({_INPUTS}, Tensor? dout, Tensor? dfinal_states, bool silu) -> "
+    "(Tensor dx, Tensor dweight, Tensor dbias, Tensor dinitial_states)",
 )
 
 
@@ -72,8 +75,10 @@ def causal_conv1d_fn(
         out, final_states = torch_form(*tensors, *settings)
     elif not are_plain(tensors):
         out, final_states = torch.ops.ssd.causal_conv1d(*tensors, *settings)
+    elif wants_gradient(tensors):
+        out, final_states = _CausalConv1d.apply(*tensors, *settings)
     else:
-        out, final_states = (_CausalConv1d.apply if wants_gradient(tensors) else _forward)(*tensors, *settings)
+        out, final_states = replayed(_forward, tensors, settings)
     if not return_final_states:
         return out
     return out, final_states if final_states_out is None else final_states_out.copy_(final_states)
@@ -141,11 +146,11 @@ def _channels_last(t: Tensor) -> Tensor:
     return t if t.stride(2) == 1 else t.contiguous()
 
 
-def _forward(x, weight, bias, seq_idx, initial_states, silu, return_final_states) -> tuple[Tensor, Tensor]:
+def _forward(x, weight, bias, seq_idx, initial_states, silu, return_final_states) -> tuple[Tensor, Tensor | None]:
     with torch.cuda.device_of(x):
         out, final_states = conv1d_fwd(_channels_last(x), weight, contiguous(bias), contiguous(seq_idx), initial_states, silu,
                                        return_final_states)
-    return out.mT, x.new_empty(0) if final_states is None else final_states.mT
+    return out.mT, None if final_states is None else final_states.mT
 
 
 @torch.library.register_fake("ssd::causal_conv1d")
@@ -155,18 +160,17 @@ def _forward_fake(x, weight, bias, seq_idx, initial_states, silu, return_final_s
     return x.new_empty(batch, seqlen, dim).mT, final_states
 
 
-def _backward(x, weight, bias, seq_idx, initial_states, silu, dout, dfinal_states) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _backward(x, weight, bias, seq_idx, initial_states, dout, dfinal_states, silu) -> tuple[Tensor | None, ...]:
     dout = torch.zeros_like(x) if dout is None else dout
     with torch.cuda.device_of(x):
-        dx, sums, dinitial_states = conv1d_bwd(_channels_last(x), weight, contiguous(bias), contiguous(seq_idx), initial_states,
-                                               silu, _channels_last(dout), dfinal_states)
-        dweight = sums[1:].mT.to(weight.dtype, memory_format=torch.contiguous_format, copy=True)
-        dbias = None if bias is None else sums[0].to(bias.dtype)
-    return dx.mT, dweight, or_empty(dbias, x), x.new_empty(0) if dinitial_states is None else dinitial_states.mT
+        dx, dweight, dbias, dinitial_states = conv1d_bwd(
+            _channels_last(x), weight, contiguous(bias), contiguous(seq_idx), initial_states, silu, _channels_last(dout),
+            dfinal_states)
+    return dx.mT, dweight, dbias, None if dinitial_states is None else dinitial_states.mT
 
 
 @torch.library.register_fake("ssd::causal_conv1d_bwd")
-def _backward_fake(x, weight, bias, seq_idx, initial_states, silu, dout, dfinal_states):
+def _backward_fake(x, weight, bias, seq_idx, initial_states, dout, dfinal_states, silu):
     def channels_last(t: Tensor | None) -> Tensor:
         return x.new_empty(0) if t is None else t.new_empty(t.mT.shape).mT
 
@@ -180,14 +184,14 @@ class _CausalConv1d(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *args):
         if are_plain(args[:_N_TENSORS]):
-            out, final_states = _forward(*args)
+            out, final_states = replayed(_forward, args[:_N_TENSORS], args[_N_TENSORS:])
         else:
             with torch._C._AutoDispatchBelowAutograd():
                 out, final_states = torch.ops.ssd.causal_conv1d(*args)
         ctx.save_for_backward(*args[:_N_TENSORS])
         ctx.silu, return_final_states = args[_N_TENSORS:]
         ctx.set_materialize_grads(False)
-        if not return_final_states:
+        if final_states is not None and not return_final_states:
             ctx.mark_non_differentiable(final_states)
         return out, final_states
 
@@ -196,10 +200,12 @@ class _CausalConv1d(torch.autograd.Function):
     def backward(ctx, dout, dfinal_states):
         if dout is None and dfinal_states is None:
             return (None,) * (_N_TENSORS + 2)
-        tensors = ctx.saved_tensors
-        backward = _backward if are_plain((*tensors, dout, dfinal_states)) else torch.ops.ssd.causal_conv1d_bwd
-        dx, dweight, dbias, dinitial_states = backward(*tensors, ctx.silu, dout, dfinal_states)
+        tensors = (*ctx.saved_tensors, dout, dfinal_states)
+        if are_plain(tensors):
+            dx, dweight, dbias, dinitial_states = replayed(_backward, tensors, (ctx.silu,))
+        else:
+            dx, dweight, dbias, dinitial_states = torch.ops.ssd.causal_conv1d_bwd(*tensors, ctx.silu)
         return dx, dweight, or_none(dbias), None, or_none(dinitial_states), None, None
 
 
-register("causal_conv1d", _forward, _CausalConv1d.apply, _backward)
+register("causal_conv1d", all_present(_forward), all_present(_CausalConv1d.apply), all_present(_backward))

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..kernels.arguments import contiguous
-from ..ops import are_plain, or_empty, register, wants_gradient
+from ..ops import all_present, are_plain, register, wants_gradient
+from ..tape import replayed
 from .arguments import check_tensor, takes_kernels
 from .kernels.gated_norm import WIDEST_GROUP, gated_norm, gated_norm_bwd
 
@@ -66,7 +67,9 @@ def rms_norm_gated(
         raise ValueError(f"group_size: got {group_size} channels, expected at most {WIDEST_GROUP}, as many as a kernel takes")
     if not are_plain(tensors):
         return torch.ops.ssd.rms_norm_gated(*tensors, *settings)[0]
-    return (_GatedNorm.apply if wants_gradient(tensors) else _forward)(*tensors, *settings)[0]
+    if wants_gradient(tensors):
+        return _GatedNorm.apply(*tensors, *settings)[0]
+    return replayed(_forward, tensors, settings)[0]
 
 
 class RMSNormGated(nn.Module):
@@ -147,13 +150,12 @@ def _forward_fake(x, weight, bias, z, eps, group_size, norm_before_gate):
     return x.new_empty(x.shape), x.new_empty((x.numel() // width, width // group_size), dtype=torch.float32)
 
 
-def _backward(dout, x, weight, bias, z, rstd, group_size, norm_before_gate) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _backward(dout, x, weight, bias, z, rstd, group_size, norm_before_gate) -> tuple[Tensor | None, ...]:
     with torch.cuda.device_of(x):
         dx, dweight, dbias, dz = gated_norm_bwd(
             _as_rows(dout), _as_rows(x), weight.contiguous(), contiguous(bias), _as_rows(z), rstd,
             group_size, norm_before_gate)
-    dbias, dz = None if bias is None else dbias.to(bias.dtype), None if z is None else dz.view(x.shape)
-    return dx.view(x.shape), dweight.to(weight.dtype), or_empty(dbias, x), or_empty(dz, x)
+    return dx.view(x.shape), dweight, dbias, None if z is None else dz.view(x.shape)
 
 
 @torch.library.register_fake("ssd::rms_norm_gated_bwd")
@@ -170,7 +172,7 @@ class _GatedNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *args):
         if are_plain(args[:4]):
-            out, rstd = _forward(*args)
+            out, rstd = replayed(_forward, args[:4], args[4:])
         else:
             with torch._C._AutoDispatchBelowAutograd():
                 out, rstd = torch.ops.ssd.rms_norm_gated(*args)
@@ -183,10 +185,12 @@ class _GatedNorm(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, dout, _drstd):
         tensors = (dout, *ctx.saved_tensors)  # which a checkpoint gives once
-        backward = _backward if are_plain(tensors) else torch.ops.ssd.rms_norm_gated_bwd
-        dx, dweight, dbias, dz = backward(*tensors, *ctx.settings)
+        if are_plain(tensors):
+            dx, dweight, dbias, dz = replayed(_backward, tensors, ctx.settings)
+        else:
+            dx, dweight, dbias, dz = torch.ops.ssd.rms_norm_gated_bwd(*tensors, *ctx.settings)
         bias, z = tensors[3:5]  # an empty x has empty gradients, and they are there
         return dx, dweight, None if bias is None else dbias, None if z is None else dz, None, None, None
 
 
-register("rms_norm_gated", _forward, _GatedNorm.apply, _backward)
+register("rms_norm_gated", _forward, _GatedNorm.apply, all_present(_backward))

@@ -15,27 +15,38 @@ _ROWS, _COLUMNS, _ELEMENTS = 256, 16, 1024  # at most, at least, and of a tile u
 
 
 @triton.jit
-def sum_parts_kernel(parts, sums, K, N, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    tiles = tl.cdiv(N, COLUMNS)
-    batch = tl.program_id(0) // tiles
-    rows, columns = tl.arange(0, ROWS), tl.program_id(0) % tiles * COLUMNS + tl.arange(0, COLUMNS)
-    inside = columns < N
-    parts += tl.cast(batch, tl.int64) * K * N
+def add_parts(parts, columns, K, N, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The sums over K of these columns, of parts (K, N)."""
+    rows = tl.arange(0, ROWS)
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for k in range(0, K, ROWS):
         at = (tl.cast(k, tl.int64) + rows)[:, None] * N + columns[None, :]
-        total += tl.load(parts + at, mask=(k + rows < K)[:, None] & inside[None, :], other=0.0)
-    tl.store(sums + tl.cast(batch, tl.int64) * N + columns, tl.sum(total, 0).to(sums.dtype.element_ty), mask=inside)
+        total += tl.load(parts + at, mask=(k + rows < K)[:, None] & (columns < N)[None, :], other=0.0)
+    return tl.sum(total, 0)
+
+
+@triton.jit
+def sum_parts_kernel(parts, sums, K, N, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    tiles = tl.cdiv(N, COLUMNS)
+    batch = tl.cast(tl.program_id(0) // tiles, tl.int64)
+    columns = tl.program_id(0) % tiles * COLUMNS + tl.arange(0, COLUMNS)
+    total = add_parts(parts + batch * K * N, columns, K, N, ROWS, COLUMNS)
+    tl.store(sums + batch * N + columns, total.to(sums.dtype.element_ty), mask=columns < N)
 
 
 def sum_parts(parts: Tensor, sums: Tensor) -> Tensor:
     """parts (batch, K, ...) into sums (batch, ...), both contiguous; returns sums."""
     batch, K = parts.shape[:2]
-    N = parts[0, 0].numel()
-    rows = min(next_power_of_2(K), _ROWS)
-    columns = min(max(_ELEMENTS // rows, _COLUMNS), next_power_of_2(N))
+    N = sums[0].numel()
+    rows, columns = tile(K, N)
     launch(sum_parts_kernel, batch * cdiv(N, columns), parts, sums, K, N, ROWS=rows, COLUMNS=columns)
     return sums
+
+
+def tile(K: int, N: int) -> tuple[int, int]:
+    """Rows and columns that a program adds up at a time."""
+    rows = min(next_power_of_2(max(1, K)), _ROWS)
+    return rows, min(max(_ELEMENTS // rows, _COLUMNS), next_power_of_2(N))
 
 
 def sum_first(parts: Tensor, sums: Tensor) -> Tensor:

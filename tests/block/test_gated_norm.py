@@ -17,7 +17,7 @@ HALF = torch.bfloat16 if GPU else torch.float16
 NAMES = ("x", "weight", "bias", "z")
 EPS = 0.02  # enough of a mean square of 1 to be missed
 SETTINGS = [(gate, bias) for gate in ("none", "after", "before") for bias in (False, True)]
-SIZES = [((2, 5), 40, 20), ((7,), 24, None), ((3, 1, 2), 9, 3), ((33,), 16, 8)]
+SIZES = [((2, 5), 40, 20), ((7,), 24, None), ((3, 1, 2), 9, 3), ((33,), 16, 8), ((3,), 1536, 768)]
 if GPU:
     SIZES += [((2, 1000), 8192, 1024), ((300,), 5120, None), ((1025,), 1536, 96), ((70,), 12000, None), ((3,), 32768, None)]
 

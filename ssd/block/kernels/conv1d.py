@@ -2,8 +2,8 @@
 
 A program of one warp takes BLOCK channels of a piece of one sequence and walks its tokens in order, STEP at a time. The
 width - 1 rows that a token shares with those before it stay in registers, so every element is loaded once, and the rows of the
-next step are on their way while this one is computed. A row is a vector [BLOCK] of channels; rows, weights and documents come
-in tuples.
+next STAGES - 1 steps are on their way to shared memory while this one is computed: in registers there is room for one, too few
+bytes under way to keep the memory busy. A row is a vector [BLOCK] of channels; rows, weights and documents come in tuples.
 
 x and dout are (batch, seqlen, dim) with contiguous channels. Their strides of batch and token come in units of UNIT elements:
 Triton knows of a stride only whether 16 divides it, and wide loads need less. Positions count tokens from 0; the initial
@@ -22,7 +22,10 @@ from ...kernels.arguments import cdiv
 
 BLOCK = 128  # channels: 4 a thread. With 8, the backward's sums and rows would take the registers of all but 8 warps of an SM
 STEP = 4  # tokens; at least width - 1, so that the rows kept for the next step are all of this one
-_PIECES = (256, 128, 64, 32)  # tokens of a program; at the end of each, width - 1 rows are loaded twice
+STAGES = 4  # the step at hand and three ahead: the third is asked for when the first is done, so two are always under way
+_SHORTEST = 32  # tokens of a piece; at the end of each, width - 1 rows are loaded twice
+_START = 12  # tokens that a program would walk in the time in which its filter and its first rows come
+_ROUNDS = 8  # of programs, at most
 _ALIGNMENT = 16  # elements
 
 
@@ -122,11 +125,16 @@ def in_units(*tensors: Tensor) -> tuple[int, list[tuple[int, ...]]]:
 
 
 def pieces(x: Tensor, warps: int) -> tuple[int, int]:
-    """Tokens of a piece and pieces of a sequence: the longest with which every SM has at least `warps` programs, if any.
+    """Tokens of a piece, a multiple of STEP, and pieces of a sequence, so that the last program is done soonest.
 
-    x: (batch, seqlen, dim).
+    x: (batch, seqlen, dim). warps: programs that run side by side on an SM.
     """
     batch, seqlen, dim = x.shape
-    wanted = warps * tuning.current_device(x.device.index).sms
-    tokens = next((n for n in _PIECES if batch * cdiv(seqlen, n) * cdiv(dim, BLOCK) >= wanted), _PIECES[-1])
+    columns, side_by_side = batch * cdiv(dim, BLOCK), warps * tuning.current_device(x.device.index).sms
+
+    def time(tokens: int) -> int:
+        return cdiv(columns * cdiv(seqlen, tokens), side_by_side) * (tokens + _START)
+
+    filling = (max(1, rounds * side_by_side // columns) for rounds in range(1, _ROUNDS + 1))  # pieces that fill whole rounds
+    tokens = min((max(_SHORTEST, cdiv(cdiv(seqlen, n), STEP) * STEP) for n in filling), key=time)
     return tokens, cdiv(seqlen, tokens)

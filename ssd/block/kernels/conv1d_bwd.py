@@ -2,7 +2,8 @@
 
 Reads what conv1d_fwd reads; dout (batch, seqlen, dim), contiguous channels; dfinal_states (batch, dim, width - 1), any strides.
 Writes dx (batch, seqlen, dim) in the dtype of x and dinitial_states (batch, width - 1, dim) in that of initial_states,
-both contiguous; and of each piece its part of dbias and dweight, (pieces, 1 + width, dim) fp32.
+both contiguous; and of each piece its part of dbias and dweight, (pieces, 1 + width, dim) fp32. conv1d_filter_grads adds these
+up in fixed order: dweight (dim, width), contiguous, in the dtype of weight, and dbias (dim,) in that of bias.
 """
 
 import torch
@@ -12,8 +13,10 @@ from torch import Tensor
 
 from ...kernels.arguments import cdiv, strides
 from ...kernels.launch import launch
+from ...kernels.sum_parts import add_parts, tile
 from .conv1d import (
     BLOCK,
+    STAGES,
     STEP,
     convolve,
     in_units,
@@ -27,7 +30,7 @@ from .conv1d import (
     visible,
 )
 
-_WARPS = 12  # programs for each SM, what runs side by side: each more costs a part of dweight in memory
+_WARPS = 16  # programs that run side by side on an SM, by their registers
 
 
 @triton.jit
@@ -82,7 +85,8 @@ def store_position_grads(dpre, documents, position, first, end, weights, dfinal_
 @triton.jit
 def conv1d_bwd_kernel(x, x_strides, dout, dout_strides, weight, weight_strides, bias, seq_idx, initial_states, initial_strides,
                       dfinal_states, dfinal_strides, dx, dinitial_states, parts, seqlen, npieces, tokens, UNIT: tl.constexpr,
-                      DIM: tl.constexpr, WIDTH: tl.constexpr, SILU: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr):
+                      DIM: tl.constexpr, WIDTH: tl.constexpr, SILU: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
+                      STAGES: tl.constexpr):
     b, piece, first, end, channels, in_dim = locate(npieces, tokens, seqlen, DIM, BLOCK)
     x_stride, dout_stride = tl.cast(x_strides[1], tl.int64) * UNIT, tl.cast(dout_strides[1], tl.int64) * UNIT
     x += b * x_strides[0] * UNIT
@@ -101,45 +105,45 @@ def conv1d_bwd_kernel(x, x_strides, dout, dout_strides, weight, weight_strides, 
         late += (tl.zeros([BLOCK], tl.float32),)
     for _ in tl.static_range(WIDTH + 1):
         sums += (tl.zeros([BLOCK], tl.float32),)
-    x_next, dout_next = x + first * x_stride, dout + b * dout_strides[0] * UNIT + first * dout_stride
+    dout += b * dout_strides[0] * UNIT
     dx_row = dx + (b * seqlen + first - (WIDTH - 1)) * DIM
-    # tokens after the piece as well: they see its last width - 1
-    x_ahead = load_rows(x_next, x_stride, first, seqlen, channels, in_dim, STEP)
-    dout_ahead = load_rows(dout_next, dout_stride, first, seqlen, channels, in_dim, STEP)
-    # unrolled, or a tenth of the instructions would move what is kept and what is ahead from register to register
-    for token in tl.range(first, end, STEP, loop_unroll_factor=2):
-        rows, dout_rows = past, dout_ahead
+    # one step more than the piece has: its last width - 1 tokens are seen by those after it
+    for token in tl.range(first, end + STEP, STEP, num_stages=STAGES):
+        x_rows = load_rows(x + token * x_stride, x_stride, token, seqlen, channels, in_dim, STEP)
+        dout_rows = load_rows(dout + token * dout_stride, dout_stride, token, seqlen, channels, in_dim, STEP)
+        rows = past
         for r in tl.static_range(STEP):
-            rows += (x_ahead[r].to(tl.float32),)
-        x_next += STEP * x_stride
-        dout_next += STEP * dout_stride
-        x_ahead = load_rows(x_next, x_stride, token + STEP, seqlen, channels, in_dim, STEP)
-        dout_ahead = load_rows(dout_next, dout_stride, token + STEP, seqlen, channels, in_dim, STEP)
+            rows += (x_rows[r].to(tl.float32),)
         documents = load_documents(seq_idx, token - (WIDTH - 1), seqlen, WIDTH - 1 + STEP)
         dpre = pre_grads(rows, documents, dout_rows, weights, offset, WIDTH, SILU, STEP)
-        sums = add_filter_grads(sums, rows, documents, dpre, WIDTH, STEP)
+        if token < end:
+            sums = add_filter_grads(sums, rows, documents, dpre, WIDTH, STEP)
         dpre = late + dpre
         store_position_grads(dpre, documents, token - (WIDTH - 1), first, end, weights, dfinal_states, dfinal_strides, dx_row,
                              dinitial_states, seqlen, channels, in_dim, DIM, WIDTH, STEP)
         dx_row += STEP * DIM
         past, late = rows[STEP:], dpre[STEP:]
 
-    after = first + (end - first + STEP - 1) // STEP * STEP
-    rows = past
-    for r in tl.static_range(STEP):
-        rows += (x_ahead[r].to(tl.float32),)
-    documents = load_documents(seq_idx, after - (WIDTH - 1), seqlen, WIDTH - 1 + STEP)
-    dpre = late + pre_grads(rows, documents, dout_ahead, weights, offset, WIDTH, SILU, STEP)
-    store_position_grads(dpre, documents, after - (WIDTH - 1), first, end, weights, dfinal_states, dfinal_strides, dx_row,
-                         dinitial_states, seqlen, channels, in_dim, DIM, WIDTH, STEP)
     for i in tl.static_range(WIDTH + 1):
         at = (tl.cast(piece, tl.int64) * (WIDTH + 1) + i) * DIM + channels
         tl.store(parts + at, sums[i], mask=in_dim)
 
 
+@triton.jit
+def conv1d_filter_grads_kernel(parts, dweight, dbias, npieces, DIM: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+                               COLUMNS: tl.constexpr):
+    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    total = add_parts(parts, columns, npieces, (WIDTH + 1) * DIM, ROWS, COLUMNS)
+    row, channel = columns // DIM, columns % DIM
+    at = channel * WIDTH + row - 1
+    tl.store(dweight + at, total.to(dweight.dtype.element_ty), mask=(row >= 1) & (row <= WIDTH))
+    if dbias is not None:
+        tl.store(dbias + channel, total.to(dbias.dtype.element_ty), mask=row == 0)
+
+
 def conv1d_bwd(x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor | None, initial_states: Tensor | None,
-               silu: bool, dout: Tensor, dfinal_states: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Returns dx, dbias above dweight as (1 + width, dim) fp32, and dinitial_states, None without initial_states."""
+               silu: bool, dout: Tensor, dfinal_states: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Returns dx, dweight, dbias (None without bias) and dinitial_states (None without initial_states)."""
     (batch, seqlen, dim), width = x.shape, weight.shape[1]
     dx = torch.empty(batch, seqlen, dim, device=x.device, dtype=x.dtype)
     dinitial_states = None
@@ -152,5 +156,11 @@ def conv1d_bwd(x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor |
         conv1d_bwd_kernel, batch * npieces * cdiv(dim, BLOCK),
         x, x_strides, dout, dout_strides, weight, weight.stride(), bias, seq_idx, initial_states, strides(initial_states),
         dfinal_states, strides(dfinal_states), dx, dinitial_states, parts, seqlen, npieces, tokens, unit, dim, width, silu,
-        BLOCK=BLOCK, STEP=STEP, num_warps=1)
-    return dx, parts.sum(0), dinitial_states
+        BLOCK=BLOCK, STEP=STEP, STAGES=STAGES, num_warps=1)
+    dweight = torch.empty(dim, width, device=x.device, dtype=weight.dtype)
+    dbias = None if bias is None else torch.empty(dim, device=x.device, dtype=bias.dtype)
+    rows, columns = tile(batch * npieces, (width + 1) * dim)
+    launch(
+        conv1d_filter_grads_kernel, cdiv((width + 1) * dim, columns),
+        parts, dweight, dbias, batch * npieces, dim, width, ROWS=rows, COLUMNS=columns)
+    return dx, dweight, dbias, dinitial_states

@@ -14,6 +14,7 @@ from ...kernels.arguments import cdiv, strides
 from ...kernels.launch import launch
 from .conv1d import (
     BLOCK,
+    STAGES,
     STEP,
     convolve,
     in_units,
@@ -27,13 +28,13 @@ from .conv1d import (
     visible,
 )
 
-_WARPS = 64  # programs for each SM, more than twice what runs side by side
+_WARPS = 32  # programs that run side by side on an SM, as many as an SM takes
 
 
 @triton.jit
 def conv1d_fwd_kernel(x, x_strides, weight, weight_strides, bias, seq_idx, initial_states, initial_strides, out, final_states,
                       seqlen, npieces, tokens, UNIT: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, SILU: tl.constexpr,
-                      BLOCK: tl.constexpr, STEP: tl.constexpr):
+                      BLOCK: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr):
     b, _, first, end, channels, in_dim = locate(npieces, tokens, seqlen, DIM, BLOCK)
     stride = tl.cast(x_strides[1], tl.int64) * UNIT
     x += b * x_strides[0] * UNIT
@@ -44,15 +45,12 @@ def conv1d_fwd_kernel(x, x_strides, weight, weight_strides, bias, seq_idx, initi
     weights, offset = load_filter(weight, weight_strides, bias, channels, in_dim, WIDTH)
 
     past = load_positions(x, stride, initial_states, initial_strides, first - (WIDTH - 1), channels, in_dim, WIDTH)
-    x_next, out_row = x + first * stride, out + (b * seqlen + first) * DIM
-    ahead = load_rows(x_next, stride, first, end, channels, in_dim, STEP)
-    # unrolled, or a tenth of the instructions would move what is kept and what is ahead from register to register
-    for token in tl.range(first, end, STEP, loop_unroll_factor=2):
+    out_row = out + (b * seqlen + first) * DIM
+    for token in tl.range(first, end, STEP, num_stages=STAGES):
+        x_rows = load_rows(x + token * stride, stride, token, end, channels, in_dim, STEP)
         rows = past
         for r in tl.static_range(STEP):
-            rows += (ahead[r].to(tl.float32),)
-        x_next += STEP * stride
-        ahead = load_rows(x_next, stride, token + STEP, end, channels, in_dim, STEP)
+            rows += (x_rows[r].to(tl.float32),)
         documents = load_documents(seq_idx, token - (WIDTH - 1), seqlen, WIDTH - 1 + STEP)
         for r in tl.static_range(STEP):
             y = convolve(visible(rows, documents, r, r + WIDTH - 1, WIDTH), weights, offset, WIDTH)
@@ -83,5 +81,5 @@ def conv1d_fwd(x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor |
     launch(
         conv1d_fwd_kernel, batch * npieces * cdiv(dim, BLOCK),
         x, x_strides, weight, weight.stride(), bias, seq_idx, initial_states, strides(initial_states), out, final_states,
-        seqlen, npieces, tokens, unit, dim, width, silu, BLOCK=BLOCK, STEP=STEP, num_warps=1)
+        seqlen, npieces, tokens, unit, dim, width, silu, BLOCK=BLOCK, STEP=STEP, STAGES=STAGES, num_warps=1)
     return out, final_states

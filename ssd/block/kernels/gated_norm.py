@@ -2,10 +2,12 @@
 
 Reads x, z (rows, width), any row stride, contiguous channels, and dout like them; weight, bias (width,), contiguous; each fp16,
 bf16 or fp32. Writes out (rows, width) in the dtype of x and rstd (rows, ngroups) fp32; dx and dz in the dtypes of x and z,
-dweight and dbias in fp32, from partial sums of programs whose number the device alone decides. All arithmetic is fp32.
+dweight and dbias in those of weight and bias, from partial sums of programs whose number the device alone decides. All
+arithmetic is fp32.
 
 A tile is some rows of one group. It stays in registers between the sum over its channels and their scaling, so every element
-is read once.
+is read once. Sizes of tiles are powers of two; a group of 3, 5 or 7 times such a size is as many of them in the forward, which
+leaves no thread idle: 5120 channels in one tile of 8192 had too few bytes under way.
 """
 
 from math import gcd
@@ -18,11 +20,13 @@ from torch import Tensor
 from ... import tuning
 from ...kernels.arguments import cdiv
 from ...kernels.launch import launch
+from ...kernels.sum_parts import sum_first
 from .conv1d import sigmoid
 
 WIDEST_GROUP = 32768  # channels: 32 for each thread of the largest block
 _PER_WARP = 512  # elements of a tile: 16 for each thread
 _FORWARD_TILE = 2048  # elements, where a row of the group has no more
+_MOST_PIECES, _SHORTEST_PIECE = 7, 256  # of a group in the forward; channels of one
 _WARPS, _REGISTERS = 16, 65536  # of the backward's programs that run side by side on one SM, and of the SM
 _STAGES = 3  # two tiles of the backward on their way beside the one at hand, where shared memory holds them
 _ALIGNMENT = 16  # the divisor of a stride that Triton finds by itself
@@ -51,22 +55,39 @@ def load_channels(t, group, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N:
 
 @triton.jit
 def gated_norm_kernel(x, x_stride, z, z_stride, weight, bias, out, rstd, rows, eps, UNIT: tl.constexpr, NGROUPS: tl.constexpr,
-                      WIDTH: tl.constexpr, NORM_BEFORE_GATE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    group = tl.program_id(0) % NGROUPS
-    offs_m, channels, inside = locate(tl.program_id(0) // NGROUPS, group, rows, WIDTH, BLOCK_M, BLOCK_N)
-    v = load_rows(x, x_stride, offs_m, channels, inside, UNIT)
-    if z is not None:
-        gate = load_rows(z, z_stride, offs_m, channels, inside, UNIT)
-        gate *= sigmoid(gate)
-        if not NORM_BEFORE_GATE:
-            v *= gate
-    scale = tl.math.rsqrt(tl.sum(v * v, 1, keep_dims=True) / WIDTH + eps)
-    y = v * scale * load_channels(weight, group, WIDTH, BLOCK_M, BLOCK_N)
-    if bias is not None:
-        y += load_channels(bias, group, WIDTH, BLOCK_M, BLOCK_N)
-    if z is not None and NORM_BEFORE_GATE:
-        y *= gate
-    tl.store(out + offs_m * (NGROUPS * WIDTH) + channels, y.to(out.dtype.element_ty), mask=inside)
+                      WIDTH: tl.constexpr, NORM_BEFORE_GATE: tl.constexpr, PIECES: tl.constexpr, BLOCK_M: tl.constexpr,
+                      BLOCK_N: tl.constexpr):
+    tile, group = tl.program_id(0) // NGROUPS, tl.program_id(0) % NGROUPS
+    PIECE: tl.constexpr = WIDTH // PIECES
+    vs, zs = (), ()
+    for i in tl.static_range(PIECES):
+        offs_m, channels, inside = locate(tile, group * PIECES + i, rows, PIECE, BLOCK_M, BLOCK_N)
+        vs += (load_rows(x, x_stride, offs_m, channels, inside, UNIT),)
+        if z is not None:
+            zs += (load_rows(z, z_stride, offs_m, channels, inside, UNIT),)
+    normed, gates = (), ()
+    squares = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for i in tl.static_range(PIECES):
+        v = vs[i]
+        if z is not None:
+            gate = zs[i] * sigmoid(zs[i])
+            if not NORM_BEFORE_GATE:
+                v *= gate
+            gates += (gate,)
+        squares += v * v
+        normed += (v,)
+    scale = tl.math.rsqrt(tl.sum(squares, 1, keep_dims=True) / WIDTH + eps)
+    ys = ()  # all of them before the first store, which no load of the weight may pass
+    for i in tl.static_range(PIECES):
+        y = normed[i] * scale * load_channels(weight, group * PIECES + i, PIECE, BLOCK_M, BLOCK_N)
+        if bias is not None:
+            y += load_channels(bias, group * PIECES + i, PIECE, BLOCK_M, BLOCK_N)
+        if z is not None and NORM_BEFORE_GATE:
+            y *= gates[i]
+        ys += (y,)
+    for i in tl.static_range(PIECES):
+        offs_m, channels, inside = locate(tile, group * PIECES + i, rows, PIECE, BLOCK_M, BLOCK_N)
+        tl.store(out + offs_m * (NGROUPS * WIDTH) + channels, ys[i].to(out.dtype.element_ty), mask=inside)
     tl.store(rstd + offs_m * NGROUPS + group, scale, mask=offs_m < rows)
 
 
@@ -77,11 +98,13 @@ def gated_norm(x: Tensor, weight: Tensor, bias: Tensor | None, z: Tensor | None,
     ngroups = width // group_size
     out = torch.empty(rows, width, device=x.device, dtype=x.dtype)
     rstd = torch.empty(rows, ngroups, device=x.device, dtype=torch.float32)
-    tile = _tile(rows, group_size, _FORWARD_TILE)
+    pieces = _pieces(group_size)
+    tile = _tile(rows, group_size // pieces, _FORWARD_TILE // pieces, _PER_WARP if pieces == 1 else _PER_WARP // 2)
     unit, x_stride, z_stride = _strides(x, z)
     launch(
         gated_norm_kernel, cdiv(rows, tile["BLOCK_M"]) * ngroups,
-        x, x_stride, z, z_stride, weight, bias, out, rstd, rows, eps, unit, ngroups, group_size, norm_before_gate, **tile)
+        x, x_stride, z, z_stride, weight, bias, out, rstd, rows, eps, unit, ngroups, group_size, norm_before_gate, pieces,
+        **tile)
     return out, rstd
 
 
@@ -153,14 +176,24 @@ def gated_norm_bwd(dout: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None,
         gated_norm_bwd_kernel, slots * ngroups,
         dout, dout_stride, x, x_stride, z, z_stride, weight, bias, rstd, dx, dz, parts[0], None if bias is None else parts[1],
         rows, slots, unit, ngroups, group_size, norm_before_gate, stages, **tile, maxnreg=registers)
-    return dx, parts[0].sum(0), None if bias is None else parts[1].sum(0), dz
+
+    def added(part: int, parameter: Tensor | None) -> Tensor | None:
+        return None if parameter is None else sum_first(parts[part], torch.empty_like(parameter))
+
+    return dx, added(0, weight), added(1, bias), dz
 
 
-def _tile(rows: int, group_size: int, elements: int) -> dict[str, int]:
-    """Sizes and warps of a tile of `elements`, or of one row of a group; no more rows than there are."""
-    channels = tuning.next_power_of_2(group_size)
+def _pieces(group_size: int) -> int:
+    """Into how many tiles of whole powers of two a group falls; 1 if these would be too many or too short."""
+    pieces = group_size // (group_size & -group_size)
+    return pieces if pieces <= _MOST_PIECES and group_size // pieces >= _SHORTEST_PIECE else 1
+
+
+def _tile(rows: int, channels: int, elements: int, per_warp: int = _PER_WARP) -> dict[str, int]:
+    """Sizes and warps of a tile of `elements`, or of one row of so many channels; no more rows than there are."""
+    channels = tuning.next_power_of_2(channels)
     block_m = min(max(1, elements // channels), tuning.next_power_of_2(max(1, rows)))
-    return {"BLOCK_M": block_m, "BLOCK_N": channels, "num_warps": min(32, max(1, block_m * channels // _PER_WARP))}
+    return {"BLOCK_M": block_m, "BLOCK_N": channels, "num_warps": min(32, max(1, block_m * channels // per_warp))}
 
 
 def _strides(*tensors: Tensor | None) -> tuple[int | None, ...]:
