@@ -14,6 +14,8 @@ README = ROOT / "README.md"
 FIGURE = ROOT / "docs" / "results.svg"
 STEPS_FIGURE = ROOT / "docs" / "workloads.svg"
 _MODES = {"fwd": "forward", "bwd": "backward"}
+_BLOCK_HEADERS = ("part", "shape", "mode", "us", "graph us", "of copy %", "against", "speed-up", "graph speed-up")
+_BLOCK = {header: table.BLOCK[header] for header in _BLOCK_HEADERS}
 _STEPS = {header: column for header, column in table.STEPS.items() if header != "options"}
 
 
@@ -41,6 +43,14 @@ def workloads(rows: list[dict], figure_path: str) -> str:
     return "\n".join(parts)
 
 
+def blocks(rows: list[dict]) -> str:
+    """Markdown of the latest rows of each part of a block, ours beside upstream's: losses beside wins."""
+    parts = []
+    for gpu, group in groupby(rows, lambda row: row["gpu"]):
+        parts.append(f"{gpu}:\n\n{table.render(list(group), 'markdown', _BLOCK)}")
+    return "\n".join(parts) or "No rows yet: no GPU has run `make block` for this table.\n"
+
+
 def update(rows: list[dict], readme: Path = README, figure_path: Path = FIGURE, check: bool = False) -> bool:
     """Whether README and figure already showed these rows of the bench; unless `check`, afterwards they do.
 
@@ -48,30 +58,44 @@ def update(rows: list[dict], readme: Path = README, figure_path: Path = FIGURE, 
         ValueError: the README lacks the markers.
     """
     rows = [row for row in rows if row["mode"] in _MODES]
-    return _put("results", results, figure.draw, figure.points(rows), rows, readme, figure_path, check)
+    current = _put("results", results(rows, _linked(figure_path, readme)), readme, check)
+    return _draw(figure.draw, figure.points(rows), rows, figure_path, check) and current
+
+
+def update_blocks(rows: list[dict], readme: Path = README, check: bool = False) -> bool:
+    """As `update`, with rows of the block's parts, of which those are shown that have a rival; there is no figure."""
+    return _put("blocks", blocks([row for row in rows if row["gpu"] and row.get("against")]), readme, check)
 
 
 def update_workloads(rows: list[dict], readme: Path = README, figure_path: Path = STEPS_FIGURE, check: bool = False) -> bool:
     """As `update`, with rows of the sweep."""
     rows = sorted((row for row in rows if row["gpu"] and record.has_default_options(row)), key=lambda row: row["gpu"])
-    return _put("workloads", workloads, step_figure.draw, step_figure.points(rows), rows, readme, figure_path, check)
+    current = _put("workloads", workloads(rows, _linked(figure_path, readme)), readme, check)
+    return _draw(step_figure.draw, step_figure.points(rows), rows, figure_path, check) and current
 
 
-def _put(section: str, written: Callable, draw: Callable, shown: dict, rows: list[dict], readme: Path, figure_path: Path,
-         check: bool) -> bool:
-    """Between the section's markers."""
+def _linked(path: Path, readme: Path) -> str:
+    return path.relative_to(readme.parent).as_posix()
+
+
+def _put(section: str, written: str, readme: Path, check: bool) -> bool:
+    """Between the section's markers; whether it was there."""
     begin, end = f"<!-- {section}: written by `make readme` -->", f"<!-- end of {section} -->"
     text = readme.read_text()
     if text.count(begin) != 1 or text.count(end) != 1:
         raise ValueError(f"{readme.name}: expected the lines {begin!r} and {end!r} once each")
-    region = f"{begin}\n\n{written(rows, figure_path.relative_to(readme.parent).as_posix())}\n{end}"
-    updated = re.sub(f"{re.escape(begin)}.*{re.escape(end)}", lambda _: region, text, flags=re.S)
-    current_figure = not rows or figure.drawn_from(figure_path) == figure.fingerprint(shown)
+    updated = re.sub(f"{re.escape(begin)}.*{re.escape(end)}", lambda _: f"{begin}\n\n{written}\n{end}", text, flags=re.S)
     if not check:
         readme.write_text(updated)
-        if not current_figure:
-            draw(rows, figure_path)
-    return updated == text and current_figure
+    return updated == text
+
+
+def _draw(draw: Callable, shown: dict, rows: list[dict], path: Path, check: bool) -> bool:
+    """Whether the figure was drawn from this."""
+    current = not rows or figure.drawn_from(path) == figure.fingerprint(shown)
+    if not check and not current:
+        draw(rows, path)
+    return current
 
 
 def committed(out: Path = record.RESULTS) -> list[dict]:

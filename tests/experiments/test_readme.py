@@ -2,7 +2,7 @@ import re
 
 import pytest
 
-from experiments import figure, readme
+from experiments import block, figure, readme, sweep
 
 from .rows import compared, ssd_row
 
@@ -19,7 +19,7 @@ ROWS = [
 def page(tmp_path):
     path = tmp_path / "README.md"
     parts = (f"<!-- {section}: written by `make readme` -->\nstale {section}\n<!-- end of {section} -->\n"
-             for section in ("results", "workloads"))
+             for section in ("results", "blocks", "workloads"))
     path.write_text(f"before\n{''.join(parts)}after\n")
     (tmp_path / "docs").mkdir()
     return path
@@ -72,6 +72,7 @@ def test_figure_points():
 
 def test_the_readme_shows_the_committed_rows():
     assert readme.update(readme.committed(), check=True), "run `make readme`"
+    assert readme.update_blocks(block.committed(), check=True) and readme.update_workloads(sweep.committed(), check=True)
 
 
 def test_workloads(page):
@@ -93,6 +94,18 @@ def test_workloads(page):
     assert not update_steps([*steps, step_row("persistent", 150.0, 10.0)], check=True)
     update_steps([])
     assert "No rows yet: no GPU has run the sweep" in page.read_text()
+
+
+def test_blocks(page):
+    """Ours, with what it is compared to."""
+    ours = ssd_row("ssd", mode="bwd", p50_us=334.0, **compared(1.48)) | {"part": "conv1d"}
+    assert not readme.update_blocks([ours, ours | {"variant": "causal_conv1d", "against": None}], page, check=True)
+    assert not readme.update_blocks([ours], page) and readme.update_blocks([ours], page, check=True)
+    text = page.read_text()
+    assert re.search(r"\| conv1d \| 8b-b4 +\| bwd +\| +334 \|.* 14\.2 \| mamba_ssm +\| +1\.48 \| +1\.48 \|", text)
+    assert "stale blocks" not in text and "stale results" in text
+    readme.update_blocks([], page)
+    assert "No rows yet: no GPU has run `make block`" in page.read_text()
 
 
 def step_row(variant: str, step_ms: float, ssd_ms: float, options: dict | None = None, speedup: float | None = None) -> dict:
