@@ -15,6 +15,9 @@ from .arguments import check_dtype, check_interpretable, check_tensor, takes_ker
 from .kernels.selective_scan import LARGEST_STATE, chunk_of
 from .kernels.selective_scan_bwd import selective_scan_bwd
 from .kernels.selective_scan_fwd import selective_scan_fwd
+from .kernels.selective_scan_walk import spacing, takes_walk
+from .kernels.selective_scan_walk_bwd import selective_scan_walk_bwd
+from .kernels.selective_scan_walk_fwd import selective_scan_walk_fwd
 
 _N_TENSORS = 8
 
@@ -139,15 +142,16 @@ def _check(u, delta, A, B, C, D, z, delta_bias) -> None:
 
 
 def _forward(u, delta, A, B, C, D, z, delta_bias, delta_softplus, save) -> tuple[Tensor, Tensor, Tensor]:
+    run = selective_scan_walk_fwd if takes_walk(u, B) else selective_scan_fwd
     with torch.cuda.device_of(u):
-        out, last_state, states = selective_scan_fwd(u, delta, A, B, C, D, z, delta_bias, delta_softplus, save)
+        out, last_state, states = run(u, delta, A, B, C, D, z, delta_bias, delta_softplus, save)
     return out, last_state, or_empty(states, u)
 
 
 @torch.library.register_fake("ssd::selective_scan")
 def _forward_fake(u, delta, A, B, C, D, z, delta_bias, delta_softplus, save):
     (batch, dim, seqlen), dstate = u.shape, A.shape[1]
-    nchunks = -(-seqlen // chunk_of(seqlen, dstate))
+    nchunks = -(-seqlen // (spacing(dstate) if takes_walk(u, B) else chunk_of(seqlen, dstate)))
     states = u.new_empty(batch, nchunks, dim, dstate, dtype=torch.float32) if save else u.new_empty(0)
     return u.new_empty(u.shape), u.new_empty(batch, dim, dstate, dtype=torch.float32), states
 
@@ -155,9 +159,9 @@ def _forward_fake(u, delta, A, B, C, D, z, delta_bias, delta_softplus, save):
 def _backward(u, delta, A, B, C, D, z, delta_bias, delta_softplus, states, dout, dlast_state) -> tuple[Tensor, ...]:
     dout = torch.zeros_like(u) if dout is None else dout
     tensors = (u, delta, A, B, C, D, z, delta_bias)
+    run = selective_scan_walk_bwd if takes_walk(u, B) else selective_scan_bwd
     with torch.cuda.device_of(u):
-        du, ddelta, dA, dB, dC, dD, dz, ddelta_bias = selective_scan_bwd(*tensors, delta_softplus, states, dout, dlast_state)
-    grads = (du, ddelta, dA, dB, dC, dD, dz, ddelta_bias)
+        grads = run(*tensors, delta_softplus, states, dout, dlast_state)
     return tuple(or_empty(g if g is None else g.to(t.dtype), u) for g, t in zip(grads, tensors, strict=True))
 
 

@@ -10,6 +10,7 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 from ssd.block.kernels import selective_scan as kernels
+from ssd.block.kernels import selective_scan_walk as walk
 from ssd.block.selective_scan import selective_scan_fn, torch_form
 from ssd.block.state_update import selective_state_update
 from tests.errors import Error, error, rounding
@@ -57,13 +58,18 @@ CASES = [
 ]
 if GPU:
     CASES += [Case(8, 5120, 2048, 16, 0), Case(64, 160, 196, 8, 0), Case(64, 640, 49, 8, 0), Case(2, 256, 20_000, 16, 4),
-              Case(3, 1000, 1000, 64, 5), Case(1, 64, 300, 256, 1)]
+              Case(3, 1000, 1000, 64, 5), Case(1, 64, 300, 256, 1), Case(128, 96, 151, 16, 0), Case(3, 40, 100, 16, 1),
+              Case(2, 66, 64, 8, 2), Case(2, 70, 33, 2, 1, options=()), Case(70, 500, 40, 16, 2, options=("z",))]
 HALVES = [replace(case, dtype=HALF) for n, case in enumerate(CASES) if GPU or n in (0, 2)]
 
 
-@pytest.fixture(autouse=True)
-def _short_chunks(monkeypatch):
-    """Several to a sequence in the interpreter too, which is slow."""
+@pytest.fixture(autouse=True, params=("scan", "walk") if GPU else ("scan",))
+def _either_kernels(request, monkeypatch):
+    """Every test with the scans over pairs and with the walk, whatever the sizes; and several chunks to a sequence in the
+    interpreter too, which is slow.
+    """
+    for name in ("_FEWEST_CHANNELS", "_FEWEST_OF_GROUP"):
+        monkeypatch.setattr(walk, name, 1 if request.param == "walk" else 1 << 62)
     if not GPU:
         monkeypatch.setattr(kernels, "_LANES", 2)
 

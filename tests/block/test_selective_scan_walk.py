@@ -1,0 +1,69 @@
+"""The walk's kernels without a GPU: their source run as Python, a program at a time, against the scan's definition in fp64.
+
+On a GPU test_selective_scan runs the kernels themselves; a GPU's layouts, barriers and rounding are checked there alone.
+"""
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+from triton import knobs
+
+from ssd.block import selective_scan
+from ssd.block.kernels.selective_scan_walk import in_units, takes_walk
+from tests.block import gluon_on_cpu
+from tests.block.test_selective_scan import GPU, Case, assert_right, inputs
+
+pytestmark = pytest.mark.skipif(GPU, reason="the kernels themselves run here")
+WALK = "ssd.block.kernels.selective_scan_walk"
+CASES = [
+    Case(seqlen=40, dstate=4),
+    Case(options=(), softplus=False, dim=66, ngroups=1),  # several programs, the last with channels to spare
+    Case(options=("z",), ngroups=0, dim=5, dstate=16),
+    Case(options=("D",), dstate=1, ngroups=3, seqlen=33),
+    Case(batch=1, dim=1, seqlen=1, ngroups=1),
+    Case(seqlen=17, decay=200.0),
+    Case(seqlen=17, decay=16.0, even=True, softplus=False),
+    Case(dim=34, seqlen=64, dstate=8, ngroups=1, dtype=torch.float16),  # all tiles are whole
+]
+
+
+@pytest.fixture
+def walk(monkeypatch):
+    shared, forward, backward = gluon_on_cpu.imported(WALK, f"{WALK}_fwd", f"{WALK}_bwd")
+    monkeypatch.setattr(selective_scan, "selective_scan_walk_fwd", forward.selective_scan_walk_fwd)
+    monkeypatch.setattr(selective_scan, "selective_scan_walk_bwd", backward.selective_scan_walk_bwd)
+    monkeypatch.setattr(selective_scan, "takes_walk", lambda u, B: True)
+    return shared, forward, backward
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_option(case, walk, device):
+    assert_right(inputs(case, device))
+
+
+def test_large_warps(walk, device, monkeypatch):
+    """What many channels take."""
+    monkeypatch.setattr(walk[0], "_MANY_CHANNELS", 1)
+    assert walk[0].channels_and_rows(2, 40) == (32, 2)
+    assert_right(inputs(Case(dim=80, seqlen=35, dstate=16), device))
+
+
+@pytest.mark.parametrize("batch, dim, ngroups, dstate, walks", (
+    (8, 4096, 1, 16, True), (128, 32, 2, 1, True), (128, 31, 1, 16, False), (8, 4096, 1, 17, False), (8, 4096, 512, 16, False)))
+def test_who_walks(batch, dim, ngroups, dstate, walks, monkeypatch):
+    """Few states, many channels and no tiny groups, on a GPU; the interpreter never."""
+    with FakeTensorMode():
+        u, B = (torch.empty(*size, 1, device="cuda") for size in ((batch, dim), (batch, ngroups, dstate)))
+    assert not takes_walk(u, B)
+    monkeypatch.setattr(knobs.runtime, "interpret", False)
+    assert takes_walk(u, B) is walks
+    assert not takes_walk(torch.empty(u.shape), torch.empty(B.shape))
+
+
+def test_units():
+    """What divides all rows; tokens that are not neighbours are copied."""
+    u, z = torch.empty(2, 24, 196).chunk(2, 1)
+    unit, ((same, u_units), (none, _), (copied, copied_units)) = in_units(u, None, z.mT.contiguous().mT)
+    assert unit == 4 and same is u and none is None
+    assert u_units == (24 * 49, 49) and copied_units == (12 * 49, 49) and copied.is_contiguous()
+    assert in_units(torch.empty(2, 3, 151))[0] == 1
