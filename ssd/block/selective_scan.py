@@ -15,7 +15,7 @@ from .arguments import check_dtype, check_interpretable, check_tensor, takes_ker
 from .kernels.selective_scan import LARGEST_STATE, chunk_of
 from .kernels.selective_scan_bwd import selective_scan_bwd
 from .kernels.selective_scan_fwd import selective_scan_fwd
-from .kernels.selective_scan_walk import spacing, takes_walk
+from .kernels.selective_scan_walk import TOKENS, takes_walk
 from .kernels.selective_scan_walk_bwd import selective_scan_walk_bwd
 from .kernels.selective_scan_walk_fwd import selective_scan_walk_fwd
 
@@ -151,7 +151,7 @@ def _forward(u, delta, A, B, C, D, z, delta_bias, delta_softplus, save) -> tuple
 @torch.library.register_fake("ssd::selective_scan")
 def _forward_fake(u, delta, A, B, C, D, z, delta_bias, delta_softplus, save):
     (batch, dim, seqlen), dstate = u.shape, A.shape[1]
-    nchunks = -(-seqlen // (spacing(dstate) if takes_walk(u, B) else chunk_of(seqlen, dstate)))
+    nchunks = -(-seqlen // (TOKENS if takes_walk(u, B) else chunk_of(seqlen, dstate)))
     states = u.new_empty(batch, nchunks, dim, dstate, dtype=torch.float32) if save else u.new_empty(0)
     return u.new_empty(u.shape), u.new_empty(batch, dim, dstate, dtype=torch.float32), states
 

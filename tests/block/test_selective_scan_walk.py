@@ -42,9 +42,9 @@ def test_every_option(case, walk, device):
 
 
 def test_large_warps(walk, device, monkeypatch):
-    """What many channels take."""
-    monkeypatch.setattr(walk[0], "_MANY_CHANNELS", 1)
-    assert walk[0].channels_and_rows(2, 40) == (32, 2)
+    """What large inputs take."""
+    assert walk[0].channels_and_rows(128, 320, 49, 8) == (16, 1) and walk[0].channels_and_rows(8, 4096, 2048, 16) == (32, 2)
+    monkeypatch.setattr(walk[0], "_LARGE", 1)
     assert_right(inputs(Case(dim=80, seqlen=35, dstate=16), device))
 
 

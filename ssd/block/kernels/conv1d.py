@@ -124,10 +124,10 @@ def in_units(*tensors: Tensor) -> tuple[int, list[tuple[int, ...]]]:
     return unit, [tuple(stride // unit for stride in pair) for pair in strides]
 
 
-def pieces(x: Tensor, warps: int) -> tuple[int, int]:
+def pieces(x: Tensor, warps: int, longest: int | None = None) -> tuple[int, int]:
     """Tokens of a piece, a multiple of STEP, and pieces of a sequence, so that the last program is done soonest.
 
-    x: (batch, seqlen, dim). warps: programs that run side by side on an SM.
+    x: (batch, seqlen, dim). warps: programs that run side by side on an SM. longest: tokens of a piece at most.
     """
     batch, seqlen, dim = x.shape
     columns, side_by_side = batch * cdiv(dim, BLOCK), warps * tuning.current_device(x.device.index).sms
@@ -137,4 +137,5 @@ def pieces(x: Tensor, warps: int) -> tuple[int, int]:
 
     filling = (max(1, rounds * side_by_side // columns) for rounds in range(1, _ROUNDS + 1))  # pieces that fill whole rounds
     tokens = min((max(_SHORTEST, cdiv(cdiv(seqlen, n), STEP) * STEP) for n in filling), key=time)
+    tokens = min(tokens, longest or tokens)
     return tokens, cdiv(seqlen, tokens)

@@ -29,6 +29,7 @@ from .conv1d import (
 )
 
 _WARPS = 32  # programs that run side by side on an SM, as many as an SM takes
+_LONGEST = 128  # tokens of a piece: longer ones fill rounds better and are slower
 
 
 @triton.jit
@@ -77,7 +78,7 @@ def conv1d_fwd(x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor |
     out = torch.empty(batch, seqlen, dim, device=x.device, dtype=x.dtype)
     final_states = torch.empty(batch, width - 1, dim, device=x.device, dtype=x.dtype) if return_final_states else None
     unit, (x_strides,) = in_units(x)
-    tokens, npieces = pieces(x, _WARPS)
+    tokens, npieces = pieces(x, _WARPS, _LONGEST)
     launch(
         conv1d_fwd_kernel, batch * npieces * cdiv(dim, BLOCK),
         x, x_strides, weight, weight.stride(), bias, seq_idx, initial_states, strides(initial_states), out, final_states,

@@ -21,8 +21,9 @@ from ...tuning import next_power_of_2
 LOG2E = gl.constexpr(1.4426950408889634)
 FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 ROWS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+TOKENS = 16  # of a tile, and from one state that a forward keeps to the next
 _LARGEST_STATE, _FEWEST_CHANNELS, _FEWEST_OF_GROUP = 16, 4096, 12
-_MANY_CHANNELS = 32768
+_LARGE = 1 << 27  # bytes of partial sums
 
 
 def takes_walk(u: Tensor, B: Tensor) -> bool:
@@ -37,16 +38,12 @@ def takes_walk(u: Tensor, B: Tensor) -> bool:
             and batch * dim >= _FEWEST_CHANNELS and dim // ngroups >= _FEWEST_OF_GROUP)
 
 
-def spacing(dstate: int) -> int:
-    """Tokens from one state that the forward keeps to the next: a tile of the backward."""
-    return 16 if dstate > 8 else 32
-
-
-def channels_and_rows(batch: int, dim: int) -> tuple[int, int]:
-    """CHANNELS of a program and R of a thread: where there are few channels, more and smaller warps, which hide each other's
-    waiting, for some instructions more.
+def channels_and_rows(batch: int, dim: int, seqlen: int, dstate: int) -> tuple[int, int]:
+    """CHANNELS of a program and R of a thread: small warps, which hide each other's waiting, unless the partial sums of dB and
+    dC, 8 bytes for each program's tokens and states, would be large.
     """
-    return (32, 2) if batch * dim >= _MANY_CHANNELS else (16, 1)
+    small = 16
+    return (small, 1) if batch * dim * seqlen * dstate * 8 // small < _LARGE else (2 * small, 2)
 
 
 def columns(dstate: int) -> int:

@@ -21,6 +21,7 @@ from ...kernels.sum_several import sum_several
 from .selective_scan_walk import (
     FLAT,
     LOG2E,
+    TOKENS,
     append,
     channels_and_rows,
     columns,
@@ -37,7 +38,6 @@ from .selective_scan_walk import (
     prepend,
     row_pointers,
     sigmoid,
-    spacing,
     stack,
     step_of,
     store_tile,
@@ -239,7 +239,7 @@ def selective_scan_walk_bwd(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: T
                             dlast_state: Tensor | None) -> tuple[Tensor | None, ...]:
     """Returns du, ddelta, dA, dB, dC, dD, dz, ddelta_bias: None for what was absent."""
     (batch, dim, seqlen), (ngroups, dstate) = u.shape, B.shape[1:3]
-    channels, rows = channels_and_rows(batch, dim)
+    channels, rows = channels_and_rows(batch, dim, seqlen, dstate)
 
     def parts(*shape: int) -> Tensor:
         return torch.empty(*shape, device=u.device, dtype=torch.float32)
@@ -255,7 +255,7 @@ def selective_scan_walk_bwd(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: T
         selective_scan_walk_bwd_kernel, programs * ngroups * batch,
         u, u_units, delta, delta_units, A, A.stride(), B, B_units, C, C_units, D, strides(D), z, z_units, delta_bias,
         strides(delta_bias), dout, dout_units, states, dlast_state, strides(dlast_state), du, ddelta, dz, dA_parts, dB_parts,
-        dC_parts, dD_parts, bias_parts, seqlen, batch, dim, ngroups, dstate, unit, softplus, spacing(dstate),
+        dC_parts, dD_parts, bias_parts, seqlen, batch, dim, ngroups, dstate, unit, softplus, TOKENS,
         CHANNELS=channels, R=rows, N=columns(dstate), num_warps=1)
     dA, dD, ddelta_bias = (None if t is None else torch.empty(t.shape, device=u.device, dtype=t.dtype)
                            for t in (A, D, delta_bias))

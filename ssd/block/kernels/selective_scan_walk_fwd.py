@@ -1,7 +1,7 @@
 """selective_scan_walk_fwd, docs/block.md, equations (S1) to (S4), token by token.
 
 Reads what `selective_scan_walk` names. Writes out (batch, dim, seqlen), contiguous, in the dtype of u; last_state (batch, dim,
-dstate) fp32; and states (batch, nchunks, dim, dstate) fp32, the state before every SPACING tokens, unless they are None.
+dstate) fp32; and states (batch, nchunks, dim, dstate) fp32, the state before every TOKENS tokens, unless they are None.
 """
 
 import torch
@@ -13,6 +13,7 @@ from ...kernels.arguments import cdiv, strides
 from ...kernels.launch import launch
 from .selective_scan_walk import (
     FLAT,
+    TOKENS,
     append,
     channels_and_rows,
     columns,
@@ -28,7 +29,6 @@ from .selective_scan_walk import (
     of_states,
     row_pointers,
     sigmoid,
-    spacing,
     stack,
     step_of,
     store_tile,
@@ -37,15 +37,13 @@ from .selective_scan_walk import (
     tokens_last,
 )
 
-_TOKENS = 16
-
 
 @gluon.jit
 def selective_scan_walk_fwd_kernel(u, u_strides, delta, delta_strides, A, A_strides, B, B_strides, C, C_strides, D, D_strides,
                                    z, z_strides, delta_bias, bias_strides, out, last_state, states, seqlen,
                                    DIM: gl.constexpr, NGROUPS: gl.constexpr, DSTATE: gl.constexpr, UNIT: gl.constexpr,
-                                   SOFTPLUS: gl.constexpr, SPACING: gl.constexpr, CHANNELS: gl.constexpr, R: gl.constexpr,
-                                   N: gl.constexpr, TOKENS: gl.constexpr):
+                                   SOFTPLUS: gl.constexpr, TOKENS: gl.constexpr, CHANNELS: gl.constexpr, R: gl.constexpr,
+                                   N: gl.constexpr):
     TURN: gl.constexpr = 4
     STATES: gl.constexpr = lanes_and_states(CHANNELS, R, N)
     TILE: gl.constexpr = tile_layout(CHANNELS, TOKENS)
@@ -89,10 +87,9 @@ def selective_scan_walk_fwd_kernel(u, u_strides, delta, delta_strides, A, A_stri
     skip = load_of_channels(D, D_strides, d, in_d)
     state = gl.zeros([CHANNELS, N], gl.float32, STATES)
     for first in range(0, seqlen, TOKENS):
-        if states is not None:  # noqa: SIM102
-            if first % SPACING == 0:
-                chunk = b * ((seqlen + SPACING - 1) // SPACING) + first // SPACING
-                gl.store(states + chunk * (DIM * DSTATE) + at, state, mask=exists)
+        if states is not None:
+            chunk = b * ((seqlen + TOKENS - 1) // TOKENS) + first // TOKENS
+            gl.store(states + chunk * (DIM * DSTATE) + at, state, mask=exists)
         u_t = u_next.to(gl.float32)
         step = step_of(delta_next.to(gl.float32) + bias, first, tokens, seqlen, SOFTPLUS)
         tokens_last(steps, TOKENS, CHANNELS).store(step)
@@ -130,15 +127,14 @@ def selective_scan_walk_fwd(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: T
                             save: bool) -> tuple[Tensor, Tensor, Tensor | None]:
     """Returns out, last_state and, if `save`, states."""
     (batch, dim, seqlen), (ngroups, dstate) = u.shape, B.shape[1:3]
-    channels, rows = channels_and_rows(batch, dim)
+    channels, rows = channels_and_rows(batch, dim, seqlen, dstate)
     out = torch.empty(u.shape, device=u.device, dtype=u.dtype)
     last_state = torch.empty(batch, dim, dstate, device=u.device, dtype=torch.float32)
-    every = spacing(dstate)
-    states = torch.empty(batch, cdiv(seqlen, every), dim, dstate, device=u.device, dtype=torch.float32) if save else None
+    states = torch.empty(batch, cdiv(seqlen, TOKENS), dim, dstate, device=u.device, dtype=torch.float32) if save else None
     unit, ((u, u_units), (delta, delta_units), (B, B_units), (C, C_units), (z, z_units)) = in_units(u, delta, B, C, z)
     launch(
         selective_scan_walk_fwd_kernel, cdiv(dim // ngroups, channels) * ngroups * batch,
         u, u_units, delta, delta_units, A, A.stride(), B, B_units, C, C_units, D, strides(D), z, z_units, delta_bias,
-        strides(delta_bias), out, last_state, states, seqlen, dim, ngroups, dstate, unit, softplus, every,
-        CHANNELS=channels, R=rows, N=columns(dstate), TOKENS=_TOKENS, num_warps=1)
+        strides(delta_bias), out, last_state, states, seqlen, dim, ngroups, dstate, unit, softplus, TOKENS,
+        CHANNELS=channels, R=rows, N=columns(dstate), num_warps=1)
     return out, last_state, states
