@@ -161,7 +161,7 @@ def assert_right(given: dict) -> None:
 
 @pytest.mark.parametrize("case", CASES + HALVES, ids=str)
 def test_every_option(case, device, request):
-    if case.batch * case.dim * case.seqlen * case.dstate > 1 << 28:  # the definition keeps every state
+    if case.batch * case.dim * case.seqlen * case.dstate > 1 << 26:  # the definition keeps every state, twice
         request.getfixturevalue("much_memory")
     assert_right(inputs(case, device))
 
@@ -308,9 +308,10 @@ def test_opcheck(case, device):
 
 
 @pytest.mark.parametrize("dynamic", (None, True))
-def test_compile(dynamic, device):
+def test_compile(dynamic, device, monkeypatch):
     """Forward and backward, for many lengths, of which few need a graph of their own."""
     torch._dynamo.reset()
+    monkeypatch.setattr(torch._inductor.config, "force_disable_caches", True)  # they do not know that other kernels are forced
     counter = CompileCounterWithBackend("inductor" if GPU else "aot_eager")
     compiled = torch.compile(selective_scan_fn, fullgraph=True, backend=counter, dynamic=dynamic)
     for seqlen in (5, 20):

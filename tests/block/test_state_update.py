@@ -20,7 +20,7 @@ OPTIONS = [(), ("D",), ("z",), ("dt_bias",), ("dt_softplus",), (*OPTIONAL, "dt_s
 TIED = ("A", "A's rows", "dt", "dt_bias")
 SIZES = [(3, 4, 2, 10, 20), (3, 1, 1, 150, 16)]  # batch, nheads, ngroups, dim, dstate
 if GPU:
-    SIZES += [(64, 128, 8, 64, 128), (5, 1, 1, 5120, 16), (3, 24, 1, 64, 256), (2, 3, 3, 56, 100)]
+    SIZES += [(16, 128, 8, 64, 128), (5, 1, 1, 5120, 16), (3, 24, 1, 64, 256), (2, 3, 3, 56, 100)]
 
 
 def definition(state, x, dt, A, B, C, D, z, dt_bias, dt_softplus, state_batch_indices):

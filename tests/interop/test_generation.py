@@ -27,12 +27,12 @@ def generated(how: AbstractContextManager, model: torch.nn.Module, ids: torch.Te
 
 
 def prompt() -> torch.Tensor:
-    return torch.randint(3, VOCAB, (2, PROMPT), device="cuda")
+    return torch.randint(3, VOCAB, (1, PROMPT), device="cuda")
 
 
 def assert_same(got: torch.Tensor, expected: torch.Tensor):
-    assert got.shape == expected.shape == (2, PROMPT + NEW)
-    assert len(expected[:, PROMPT:].unique()) > NEW // 4  # a loop of a few tokens would show little
+    assert got.shape == expected.shape == (1, PROMPT + NEW)
+    assert len(expected[:, PROMPT:].unique()) > NEW // 8  # a loop of a few tokens would show little
     assert torch.equal(got, expected)
 
 
