@@ -304,14 +304,14 @@ def test_opcheck(case, device):
     leaves = [None if t is None else t.detach().contiguous().requires_grad_() for t in tensors]
     torch.library.opcheck(torch.ops.ssd.selective_scan.default, (*leaves, True, True))
     out, last_state, states = torch.ops.ssd.selective_scan(*tensors, True, True)
-    torch.library.opcheck(torch.ops.ssd.selective_scan_bwd.default, (*tensors, True, states, out, last_state))
+    torch.library.opcheck(torch.ops.ssd.selective_scan_bwd.default, (*tensors, states, out, last_state, True))
 
 
 @pytest.mark.parametrize("dynamic", (None, True))
-def test_compile(dynamic, device, monkeypatch):
+def test_compile(dynamic, device, monkeypatch, tmp_path):
     """Forward and backward, for many lengths, of which few need a graph of their own."""
     torch._dynamo.reset()
-    monkeypatch.setattr(torch._inductor.config, "force_disable_caches", True)  # they do not know that other kernels are forced
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # what is kept does not know which kernels are forced
     counter = CompileCounterWithBackend("inductor" if GPU else "aot_eager")
     compiled = torch.compile(selective_scan_fn, fullgraph=True, backend=counter, dynamic=dynamic)
     for seqlen in (5, 20):

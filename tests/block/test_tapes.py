@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from ssd import tape
-from ssd.block import causal_conv1d_fn, rms_norm_gated
-from ssd.block.kernels import conv1d_bwd, conv1d_fwd, gated_norm
+from ssd.block import causal_conv1d_fn, rms_norm_gated, selective_scan_fn
+from ssd.block.kernels import conv1d_bwd, conv1d_fwd, gated_norm, selective_scan_walk_bwd, selective_scan_walk_fwd
 from ssd.kernels import launch as launching
-from ssd.kernels import sum_parts
+from ssd.kernels import sum_parts, sum_several
 
 
 def convolution(projection, bias):
@@ -18,6 +18,13 @@ def convolution(projection, bias):
 def norm(projection, bias):
     weight, z = torch.randn(64, device=projection.device, requires_grad=True), projection[..., 8:72].detach().requires_grad_()
     return lambda x: rms_norm_gated(x, weight, bias, z), torch.randn_like(z), (weight, bias, z)
+
+
+def scan(projection, bias):
+    leaves = delta, A, B, C = [torch.randn(*size, device=projection.device, requires_grad=True)
+                               for size in ((2, 64, 40), (64, 4), (2, 4, 40), (2, 4, 40))]
+    return (lambda x: selective_scan_fn(x.mT.contiguous(), delta, -A.exp(), B, C, delta_bias=bias, delta_softplus=True),
+            projection[..., 8:72], (*leaves, bias))
 
 
 def results(part, device, with_bias):
@@ -32,9 +39,10 @@ def results(part, device, with_bias):
 
 
 @pytest.mark.parametrize("with_bias", (True, False))
-@pytest.mark.parametrize("part", (convolution, norm))
-def test_recorded(part, with_bias, monkeypatch):
-    """A forward and a backward, each one tape; with stand-ins for Triton and the GPU."""
+@pytest.mark.parametrize("part, tapes", ((convolution, 2), (norm, 2), (scan, 3)))
+def test_recorded(part, tapes, with_bias, monkeypatch):
+    """A forward and a backward, each one tape, and the scan's forward that keeps no states; with stand-ins for Triton and the GPU.
+    """
 
     class Compiled:
         function = packed_metadata = None
@@ -46,21 +54,25 @@ def test_recorded(part, with_bias, monkeypatch):
         if launching._recorded.launches is not None:
             launching._recorded.launches.append((Compiled(), programs, args))
 
-    for module in (conv1d_fwd, conv1d_bwd, gated_norm, sum_parts):
+    walks = selective_scan_walk_fwd, selective_scan_walk_bwd, sum_several
+    for module in (conv1d_fwd, conv1d_bwd, gated_norm, sum_parts, *walks):
         monkeypatch.setattr(module, "launch", launch)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr(tape, "current_stream", lambda: 7)
     monkeypatch.setattr(tape, "empty_strided", torch._C._dynamo.guards._empty_strided_cpu)
     monkeypatch.setattr(tape, "_tapes", {})
+    monkeypatch.setattr("ssd.block.selective_scan.takes_walk", lambda u, B: True)
     for _ in range(3):
         results(part, "cpu", with_bias)
-    assert [type(t) for t in tape._tapes.values()] == [tape.Tape] * 2
+    assert [type(t) for t in tape._tapes.values()] == [tape.Tape] * tapes
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("with_bias", (True, False))
-@pytest.mark.parametrize("part", (convolution, norm))
-def test_same_bits(part, with_bias):
+@pytest.mark.parametrize("part", (convolution, norm, scan))
+def test_same_bits(part, with_bias, monkeypatch):
+    monkeypatch.setattr("ssd.block.selective_scan.takes_walk", lambda u, B: True)
+
     def run(k: int) -> tuple[torch.Tensor, ...]:
         torch.manual_seed(k)
         return results(part, "cuda", with_bias)
