@@ -41,8 +41,7 @@ def results(part, device, with_bias):
 @pytest.mark.parametrize("with_bias", (True, False))
 @pytest.mark.parametrize("part, tapes", ((convolution, 2), (norm, 2), (scan, 3)))
 def test_recorded(part, tapes, with_bias, monkeypatch):
-    """A forward and a backward, each one tape, and the scan's forward that keeps no states; with stand-ins for Triton and the GPU.
-    """
+    """A forward and a backward, each one tape; the scan's forward is another without gradients. With stand-ins for the GPU."""
 
     class Compiled:
         function = packed_metadata = None
