@@ -124,7 +124,7 @@ def test_autocast(xz_dtype, device):
 
 
 def test_bits_do_not_depend_on_the_layout(device):
-    ours = tensors(drawn())
+    ours = {name: t.to(device) for name, t in tensors(drawn()).items()}
     xz = ours["xz"].mT.contiguous().mT
     assert torch.equal(mamba_inner_fn(**ours, out_proj_bias=None), mamba_inner_fn(**ours | {"xz": xz}, out_proj_bias=None))
 
