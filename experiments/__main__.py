@@ -190,7 +190,7 @@ def sweep(
     steps: Annotated[int, typer.Option(help="Of each training that the losses are taken from.")] = 200,
     dtype: Annotated[str, typer.Option(help=f"One of {', '.join(TRAIN_DTYPES)}; bf16 by autocast.")] = "bf16",
     data: Annotated[str, typer.Option(help="As of train.")] = "synthetic",
-    documents: Annotated[bool, typer.Option(help="As of train; the kernels for Hopper need rows without.")] = True,
+    documents: Annotated[bool, typer.Option(help="As of train.")] = True,
     batch: Annotated[int | None, typer.Option(help="Samples of a micro-batch; each preset's unless given.")] = None,
     optimizer: Annotated[str | None, typer.Option(help=f"{' or '.join(OPTIMIZERS)}; each preset's unless given.")] = None,
     seed: Annotated[int, typer.Option(help="Of weights and data.")] = 0,

@@ -27,8 +27,7 @@ class Run:
         mixer: one of the workload's, see `workloads.Workload`.
         data: "synthetic", or where the workload's data are.
         tokenizer: of text; "bytes", or as in `workloads.hub_text.load_tokenizer`.
-        documents: documents that share a row see nothing of each other; else it is taken for one, as most pretraining does, and
-            as the kernels for Hopper need it.
+        documents: documents that share a row see nothing of each other; else it is taken for one, as most pretraining does.
         steps: of the optimizer.
         batch, seqlen: samples of a micro-batch, of which each GPU has its part; tokens of a sample, None where samples are as
             long as they are.

@@ -46,8 +46,8 @@ def cannot_run(i: SSDInputs, options: Options, by_chunk: bool) -> str | None:
         return f"got headdim = {i.headdim}, dstate = {i.dstate}, takes headdim {HOPPER_HEADDIM} and dstate of {HOPPER_DSTATES}"
     if i.nheads // i.ngroups % 2:
         return f"got {i.nheads // i.ngroups} heads a group, takes even numbers"
-    if i.z is not None or i.seq_idx is not None or (i.D is not None and i.D.dim() == 2):
-        return "z, seq_idx, cu_seqlens and D of two dimensions are not in it"
+    if i.z is not None or i.cu_seqlens is not None or (i.D is not None and i.D.dim() == 2):
+        return "z, cu_seqlens and D of two dimensions are not in it"
     if by_chunk and i.chunk_size % BLOCK_M:
         return f"chunk_size: got {i.chunk_size}, keeps states every {BLOCK_M} tokens or a multiple"
     if i.states_dtype.itemsize > 4:
@@ -118,7 +118,7 @@ class _Call:
     def of(cls, i: SSDInputs) -> _Call:
         out = torch.empty(i.x.shape, device=i.x.device, dtype=i.x.dtype)
         initial_states = None if i.initial_states is None else i.initial_states.float().contiguous()
-        steps = chunk_cumsum(replace(i, chunk_size=BLOCK_M))
+        steps = chunk_cumsum(replace(i, chunk_size=BLOCK_M), apart=True)
         return cls(i, out, (*(describe(describable(t)) for t in (i.x, i.B, i.C)), describe(out)), steps, initial_states)
 
     @property

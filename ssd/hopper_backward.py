@@ -53,7 +53,7 @@ def backward(saved: SSDSaved, dout: Tensor, dfinal_states: Tensor | None, into: 
         dout = fitted(dout)
         dz, dy = (None, dout) if i.z is None else chunk_scan_dz(i, dout, saved.y, into.dz)
         spans = replace(i, chunk_size=BLOCK_M)
-        dt, dA_cumsum = chunk_cumsum(spans)
+        dt, dA_cumsum = chunk_cumsum(spans, apart=True)
         x, B, dy, C = (describe(describable(t)) for t in (i.x, i.B, dy, i.C))
         H, G, dinitial_states = _states(saved, (x, B, dy, C), dt, dA_cumsum, dfinal_states)
 
@@ -78,7 +78,7 @@ def last_state(i: SSDInputs, options: Options) -> Tensor:
     from .kernels.hopper_states import all_states
 
     with torch.cuda.device_of(i.x):
-        dt, dA_cumsum = chunk_cumsum(replace(i, chunk_size=BLOCK_M))
+        dt, dA_cumsum = chunk_cumsum(replace(i, chunk_size=BLOCK_M), apart=True)
         tokens, sizes = tuple(describe(describable(t)) for t in (i.x, i.B)), (i.nheads, i.headdim, i.dstate)
         kept = dt.new_empty(i.batch, cdiv(dt.shape[2], _RARELY), *sizes, dtype=i.x.dtype)
         last = dt.new_empty(i.batch, *sizes)

@@ -83,7 +83,7 @@ def characterize(
     workload: Annotated[str, typer.Option(help=NAMES)] = _WORKLOADS,
     variant: Annotated[str, typer.Option(help="Of the SSD, where a workload mixes with it.")] = "baseline,fused,persistent",
     dtype: Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}; bf16 by autocast.")] = "bf16",
-    documents: Annotated[bool, typer.Option(help="As of train; the kernels for Hopper need rows without.")] = True,
+    documents: Annotated[bool, typer.Option(help="As of train.")] = True,
     traces: Annotated[Path | None, typer.Option(file_okay=False, help="Folder to keep traces in, for Perfetto.")] = None,
     counters: Annotated[bool, typer.Option(help="Also count each kernel's bytes and FLOPs with ncu: minutes a run.")] = False,
     out: _OutOption = record.RESULTS,

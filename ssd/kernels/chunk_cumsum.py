@@ -1,7 +1,8 @@
 """chunk_cumsum, equations (1), (2), (6): the step dt and the cumulative decay dA_cumsum.
 
-Reads dt (batch, seqlen, nheads), any dtype and strides. Writes dt and dA_cumsum, both (batch, nheads, nchunks,
-chunk_size), fp32, contiguous; tokens past seqlen get dt = 0 and so keep the last cumulative sum.
+Reads dt (batch, seqlen, nheads), any dtype and strides; and seq_idx (batch, seqlen), where documents are to be kept apart by
+decay alone. Writes dt and dA_cumsum, both (batch, nheads, nchunks, chunk_size), fp32, contiguous; tokens past seqlen get
+dt = 0 and so keep the last cumulative sum.
 """
 
 import torch
@@ -13,6 +14,10 @@ from ..tuning import pick
 from ..types import SSDInputs
 from .arguments import cdiv, contiguous
 from .launch import launch
+
+# What dA_cumsum falls by at the first token of a document: 2^-184.7, and so 0 for every decay and step times decay that begins
+# before it, while the differences inside a document lose 2^-16 of a binary log at most for each document of a chunk.
+_BOUNDARY = tl.constexpr(-128.0)
 
 
 @triton.jit
@@ -31,25 +36,32 @@ def step(dt, dt_strides, dt_bias, b, c, offs_h, seqlen, dt_min, dt_max, NHEADS: 
 
 
 @triton.jit
-def chunk_cumsum_kernel(dt, dt_strides, A, dt_bias, dt_out, dA_cumsum, seqlen, nchunks, dt_min, dt_max,
+def chunk_cumsum_kernel(dt, dt_strides, A, dt_bias, seq_idx, dt_out, dA_cumsum, seqlen, nchunks, dt_min, dt_max,
                         NHEADS: tl.constexpr, CHUNK: tl.constexpr, SOFTPLUS: tl.constexpr, BLOCK_H: tl.constexpr):
     tile, _, c, b = unpack_program((NHEADS + BLOCK_H - 1) // BLOCK_H, 1, nchunks)
     offs_h = tile * BLOCK_H + tl.arange(0, BLOCK_H)
     _, _, clamped, _ = step(dt, dt_strides, dt_bias, b, c, offs_h, seqlen, dt_min, dt_max, NHEADS, CHUNK, SOFTPLUS)
     in_h = offs_h < NHEADS
     rate = tl.load(A + offs_h, mask=in_h, other=0.0).to(tl.float32)
+    dA = clamped * rate[:, None]
+    if seq_idx is not None:
+        token = c * CHUNK + tl.arange(0, CHUNK)
+        seq_idx += b * seqlen + token
+        before = tl.load(seq_idx - 1, mask=(token > 0) & (token < seqlen), other=0)  # what initial_states reach is document 0
+        here = tl.load(seq_idx, mask=token < seqlen, other=0)
+        dA += tl.where((here != before) & (token < seqlen), _BOUNDARY, 0.0)[None, :]
     offs = ((b * NHEADS + offs_h[:, None]) * nchunks + c) * CHUNK + tl.arange(0, CHUNK)[None, :]
     tl.store(dt_out + offs, clamped, mask=in_h[:, None])
-    tl.store(dA_cumsum + offs, tl.cumsum(clamped * rate[:, None], axis=1), mask=in_h[:, None])
+    tl.store(dA_cumsum + offs, tl.cumsum(dA, axis=1), mask=in_h[:, None])
 
 
-def chunk_cumsum(i: SSDInputs) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns dt and dA_cumsum."""
+def chunk_cumsum(i: SSDInputs, apart: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns dt and dA_cumsum; apart: in which documents are, for kernels that do not read seq_idx."""
     dt = torch.empty(i.batch, i.nheads, i.nchunks, i.chunk_size, device=i.x.device, dtype=torch.float32)
     dA_cumsum = torch.empty_like(dt)
     config = pick("chunk_cumsum", i)
     launch(
         chunk_cumsum_kernel, cdiv(i.nheads, config["BLOCK_H"]) * i.nchunks * i.batch,
-        i.dt, i.dt.stride(), i.A.contiguous(), contiguous(i.dt_bias), dt, dA_cumsum, i.seqlen, i.nchunks, *i.dt_limit, i.nheads,
-        i.chunk_size, i.dt_softplus, **config.launch)
+        i.dt, i.dt.stride(), i.A.contiguous(), contiguous(i.dt_bias), i.seq_idx if apart else None, dt, dA_cumsum, i.seqlen,
+        i.nchunks, *i.dt_limit, i.nheads, i.chunk_size, i.dt_softplus, **config.launch)
     return dt, dA_cumsum

@@ -1,11 +1,13 @@
 """The Gluon kernels: as right as the plain ones wherever they run, and refused with a reason where they do not."""
 
+import math
 from dataclasses import replace
 
 import pytest
 import torch
 
 from ssd import hopper, hopper_backward, ssd_chunk_scan
+from ssd.kernels.chunk_cumsum import chunk_cumsum
 from ssd.registry import get_variant
 from ssd.types import Options, SSDGrads
 from tests.errors import assert_all_accurate, assert_forward_right, assert_right, cotangents, results, truths
@@ -28,11 +30,13 @@ CASES = {
     "D": Case(D="h", dt_bias=True, dt_softplus=True, initial_states=True),
     "packed": Case(D="h", packed=True, dt_limit=(0.02, 0.08)),
     "strong_decay": Case(strong_decay=True, D="h", initial_states=True, state_dtype=torch.float32),
+    "documents": Case(D="h", dt_bias=True, dt_softplus=True, initial_states=True, documents="seq_idx"),
 }
 GRADIENTS = {
     "plain": Case(),
     "start": Case(D="h", dt_bias=True, dt_softplus=True, initial_states=True),
     "everything": Case(D="h", dt_bias=True, dt_softplus=True, initial_states=True, z=True, packed=True, dt_limit=(0.02, 0.08)),
+    "documents": CASES["documents"],
     "strong_decay": replace(CASES["strong_decay"], dt_dtype=torch.float32),  # ddt goes beyond what fp16 holds
 }
 WAYS = {"fused": ("fused", Options()), "stationary": ("persistent", Options()),
@@ -86,7 +90,7 @@ def test_gradients(options, shape, case, dtype):
     assert hopper_backward.can_run(inputs, options)
     kept = variant.forward(inputs, options, True)[2].prev_states
     # read if there is one for each sub-chunk in the dtype of x: the plain forward, which takes a gate, keeps one a chunk
-    one_each = case in ("plain", "start") or (case == "everything" and inputs.chunk_size == hopper.BLOCK_M)
+    one_each = case in ("plain", "start", "documents") or (case == "everything" and inputs.chunk_size == hopper.BLOCK_M)
     assert (kept is not None) == (options.save_states and one_each)
     ways = cotangents(inputs)
     assert_all_accurate(results(variant, inputs, *ways, options), truths(inputs, *ways), inputs, *ways)
@@ -109,6 +113,18 @@ def test_steps_of_zero():
     dt = inputs.dt.clone()
     dt[:, ::3] = -1
     assert_right(get_variant("persistent"), replace(inputs, dt=dt))
+
+
+def test_documents_fall_apart(device):
+    """In dA_cumsum, by so much that nothing is left, and not where initial_states reach."""
+    seq_idx = torch.tensor([[0] * 30 + [1] * 40 + [2], [1] * 71], dtype=torch.int32, device=device)
+    i = replace(random_inputs(Shape(2, 71, 3, 16, 1, 16, 64), Case(dt_softplus=True), torch.float32, device), seq_idx=seq_idx)
+    (dt, plain), (same, apart) = chunk_cumsum(i), chunk_cumsum(i, apart=True)
+    begun = torch.zeros(2, 2, 64, device=device)
+    begun[0, 0, 30:], begun[0, 1, 6:], begun[1, 0] = 1, 1, 1
+    assert torch.equal(dt, same)
+    torch.testing.assert_close(apart, plain - 128 * begun[:, None], rtol=0, atol=1e-4)
+    assert torch.exp2((apart[0, :, 0, 30] - apart[0, :, 0, 29]) / math.log(2) + 32).eq(0).all()
 
 
 @needs_hopper
@@ -194,7 +210,7 @@ def test_splits():
 @pytest.mark.parametrize(("case", "shape", "options", "named"), [
     (Case(z=True), SHAPE, Options(), "z"),
     (Case(D="hp"), SHAPE, Options(), "D"),
-    (Case(documents="seq_idx"), SHAPE, Options(), "seq_idx"),
+    (Case(documents="varlen"), replace(SHAPE, batch=1), Options(), "cu_seqlens"),
     (Case(), replace(SHAPE, headdim=32), Options(), "headdim"),
     (Case(), replace(SHAPE, dstate=100), Options(), "dstate"),
     (Case(), replace(SHAPE, nheads=6), Options(), "heads"),
