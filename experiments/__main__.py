@@ -268,6 +268,7 @@ def readme(
     """Write the README's results and figures from committed rows."""
     current = readme_file.update(_rows(lambda: readme_file.committed(out), out), check=check)
     current &= readme_file.update_blocks(_rows(lambda: surroundings.committed(out), out), check=check)
+    current &= readme_file.update_ablation(_rows(lambda: ablation.committed(out), out), check=check)
     current &= readme_file.update_workloads(_rows(lambda: sweeps.committed(out), out), check=check)
     typer.echo("README is up to date" if current else "README is out of date" if check else "README written")
     raise typer.Exit(1 if check and not current else 0)
