@@ -50,7 +50,7 @@ OutOption = Annotated[Path, typer.Option(file_okay=False, help="Folder of the ro
 def bench(
     variant: Annotated[str, typer.Option(help=f"Variants to measure, of {', '.join(variant_names())}.")] = "baseline",
     against: Annotated[str, typer.Option(help="The variant to compare with, or none.")] = "mamba_ssm",
-    shape: Annotated[str, typer.Option(help=f"Shapes, of named, sweep, {', '.join(SHAPES)}.")] = "named",
+    shape: Annotated[str, typer.Option(help=f"Shapes, of named, workloads, sweep, {', '.join(SHAPES)}.")] = "named",
     mode: Annotated[str, typer.Option(help=f"Modes, of {', '.join(MODES)}.")] = "fwd,bwd,fwd_bwd",
     dtype: Annotated[str, typer.Option(help=f"Dtype of x, dt, B and C: {', '.join(DTYPES)}.")] = "bf16",
     chunk_size: Annotated[str, typer.Option(help="Ours, of 16 to 256; auto measures 64, 128 and 256.")] = "auto",
@@ -87,7 +87,7 @@ def bench(
 @app.command()
 def ablate(
     variant: Annotated[str, typer.Option(help="Variants to take apart, of those with options.")] = "fused,persistent",
-    shape: Annotated[str, typer.Option(help=f"Shapes, of named, sweep, {', '.join(SHAPES)}.")] = "8b-b1,8b-b4",
+    shape: Annotated[str, typer.Option(help=f"Shapes, of named, workloads, sweep, {', '.join(SHAPES)}.")] = "8b-b1,8b-b4",
     mode: Annotated[str, typer.Option(help=f"Modes, of {', '.join(MODES)}.")] = "fwd",
     dtype: Annotated[str, typer.Option(help=f"Dtype of x, dt, B and C: {', '.join(DTYPES)}.")] = "bf16",
     chunk_size: Annotated[int, typer.Option(help="One of 16 to 256.")] = 128,
@@ -268,6 +268,7 @@ def readme(
     """Write the README's results and figures from committed rows."""
     current = readme_file.update(_rows(lambda: readme_file.committed(out), out), check=check)
     current &= readme_file.update_blocks(_rows(lambda: surroundings.committed(out), out), check=check)
+    current &= readme_file.update_ablation(_rows(lambda: ablation.committed(out), out), check=check)
     current &= readme_file.update_workloads(_rows(lambda: sweeps.committed(out), out), check=check)
     typer.echo("README is up to date" if current else "README is out of date" if check else "README written")
     raise typer.Exit(1 if check and not current else 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 
 from . import figure, record, step_figure, table
@@ -13,7 +14,9 @@ ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 FIGURE = ROOT / "docs" / "results.svg"
 STEPS_FIGURE = ROOT / "docs" / "workloads.svg"
+ABLATION = ROOT / "docs" / "ablation.md"
 _MODES = {"fwd": "forward", "bwd": "backward"}
+_ABLATED = itemgetter("gpu", "shape", "mode", "variant")
 _BLOCK_HEADERS = ("part", "shape", "mode", "us", "graph us", "of copy %", "against", "speed-up", "graph speed-up")
 _BLOCK = {header: table.BLOCK[header] for header in _BLOCK_HEADERS}
 _STEPS = {header: column for header, column in table.STEPS.items() if header != "options"}
@@ -51,6 +54,21 @@ def blocks(rows: list[dict]) -> str:
     return "\n".join(parts) or "No rows yet: no GPU has run `make block` for this table.\n"
 
 
+def ablation(rows: list[dict]) -> str:
+    """Markdown of the latest rows of the ablation, a table for each shape, mode and variant."""
+    parts = []
+    for (gpu, shape, mode, variant), group in groupby(rows, _ABLATED):
+        cells = {(row["step"], row["changed"]): f"{row['graph_p50_us'] or row['p50_us']:.0f} | {row['relative']:.2f}"
+                 for row in group if row["relative"] is not None}
+        lines = [f"{gpu}, {shape}, {_MODES[mode]}, `{variant}`:\n",
+                 "| option | without, µs | relative | up to, µs | relative |", "|---|---:|---:|---:|---:|",
+                 f"| none | | | {cells.get(('none', None), ' | ')} |"]
+        options = [option for step, option in cells if step == "without"]
+        lines += [f"| {option} | {cells['without', option]} | {cells.get(('added', option), ' | ')} |" for option in options]
+        parts.append("\n".join([*lines, f"| all | {cells.get(('all', None), ' | ')} | | |"]) + "\n")
+    return "\n".join(parts) or "No rows yet: no GPU has run `make ablate` for this table.\n"
+
+
 def update(rows: list[dict], readme: Path = README, figure_path: Path = FIGURE, check: bool = False) -> bool:
     """Whether README and figure already showed these rows of the bench; unless `check`, afterwards they do.
 
@@ -65,6 +83,12 @@ def update(rows: list[dict], readme: Path = README, figure_path: Path = FIGURE, 
 def update_blocks(rows: list[dict], readme: Path = README, check: bool = False) -> bool:
     """As `update`, with rows of the block's parts, of which those are shown that have a rival; there is no figure."""
     return _put("blocks", blocks([row for row in rows if row["gpu"] and row.get("against")]), readme, check)
+
+
+def update_ablation(rows: list[dict], page: Path = ABLATION, check: bool = False) -> bool:
+    """As `update_blocks`, with rows of the ablation."""
+    rows = sorted((row for row in rows if row["gpu"] and row["mode"] in _MODES), key=_ABLATED)
+    return _put("ablation", ablation(rows), page, check)
 
 
 def update_workloads(rows: list[dict], readme: Path = README, figure_path: Path = STEPS_FIGURE, check: bool = False) -> bool:

@@ -48,17 +48,24 @@ NAMED = (
     replace(_2_7B, name="2.7b-64k", batch=1, seqlen=65536),
     replace(_2_7B, name="130m-b8", batch=8, seqlen=2048, nheads=24),
 )
+# What `mambavision` T and `graphmamba` peptides-func ask of the operator: many short rows, and one of 128 graphs.
+_VISION = Shape("vision-196", batch=128, seqlen=196, nheads=5, headdim=32, dstate=16, ngroups=1)
+WORKLOADS = (
+    _VISION,
+    replace(_VISION, name="vision-49", seqlen=49, nheads=10),
+    replace(_VISION, name="graphs", batch=1, seqlen=128 * 151, nheads=6),
+)
 SWEEP = tuple(replace(_2_7B, name=f"sweep-{2**n}", batch=1, seqlen=2**n) for n in range(6, 15))
 
 # Small enough for Triton's interpreter; ragged, with two heads to a group and more than one chunk.
 SMALL = Shape("small", batch=1, seqlen=100, nheads=4, headdim=16, dstate=16, ngroups=2)
 
-_GROUPS = {"named": NAMED, "sweep": SWEEP}
-SHAPES = {shape.name: shape for shape in (*NAMED, *SWEEP)}
+_GROUPS = {"named": NAMED, "workloads": WORKLOADS, "sweep": SWEEP}
+SHAPES = {shape.name: shape for shape in (*NAMED, *WORKLOADS, *SWEEP)}
 
 
 def find_shapes(names: str) -> list[Shape]:
-    """Shapes of a comma-separated list of names; `named` and `sweep` stand for all of theirs.
+    """Shapes of a comma-separated list of names; `named`, `workloads` and `sweep` stand for all of theirs.
 
     Raises:
         ValueError: an unknown name; the message lists the known ones.

@@ -29,7 +29,7 @@ def test_help(command):
     "option, value, expected",
     [
         ("--variant", "warp9", "error: --variant: got 'warp9', expected any of baseline, fused, persistent, torch"),
-        ("--shape", "8b-b4,9b", "error: --shape: got '9b', expected one of named, sweep, 8b-b1"),
+        ("--shape", "8b-b4,9b", "error: --shape: got '9b', expected one of named, workloads, sweep, 8b-b1"),
         ("--mode", "sideways", "error: --mode: got 'sideways', expected any of fwd, fwd_train, bwd, fwd_bwd"),
         ("--dtype", "fp8", "error: --dtype: got 'fp8', expected one of bf16, fp16, fp32"),
         ("--against", "nobody", "error: --against: got 'nobody', expected one of baseline"),

@@ -2,7 +2,7 @@ import re
 
 import pytest
 
-from experiments import block, figure, readme, sweep
+from experiments import ablate, block, figure, readme, sweep
 
 from .rows import compared, ssd_row
 
@@ -72,6 +72,7 @@ def test_figure_points():
 
 def test_the_readme_shows_the_committed_rows():
     assert readme.update(readme.committed(), check=True), "run `make readme`"
+    assert readme.update_ablation(ablate.committed(), check=True)
     assert readme.update_blocks(block.committed(), check=True) and readme.update_workloads(sweep.committed(), check=True)
 
 
@@ -106,6 +107,20 @@ def test_blocks(page):
     assert "stale blocks" not in text and "stale results" in text
     readme.update_blocks([], page)
     assert "No rows yet: no GPU has run `make block`" in page.read_text()
+
+
+def test_ablation(tmp_path):
+    page = tmp_path / "ablation.md"
+    page.write_text("<!-- ablation: written by `make readme` -->\n<!-- end of ablation -->\n")
+    times = {("all", None): 250.0, ("without", "exp2"): 300.0, ("none", None): 900.0, ("added", "exp2"): 800.0}
+    rows = [ssd_row("fused", graph_p50_us=us) | {"bench": "ablate", "step": step, "changed": changed, "relative": us / 250}
+            for (step, changed), us in times.items()]
+    assert not readme.update_ablation(rows, page) and readme.update_ablation(rows, page, check=True)
+    assert "8b-b4, forward, `fused`:\n\n| option |" in page.read_text()
+    for line in ("| none | | | 900 | 3.60 |", "| exp2 | 300 | 1.20 | 800 | 3.20 |", "| all | 250 | 1.00 | | |"):
+        assert line in page.read_text()
+    readme.update_ablation([], page)
+    assert "No rows yet" in page.read_text()
 
 
 def step_row(variant: str, step_ms: float, ssd_ms: float, options: dict | None = None, speedup: float | None = None) -> dict:

@@ -16,7 +16,7 @@ def test_named_sizes():
 def test_find_shapes():
     assert find_shapes("named,8b-b1") == list(NAMED)
     assert [shape.name for shape in find_shapes("sweep-64,2.7b-b4")] == ["sweep-64", "2.7b-b4"]
-    with pytest.raises(ValueError, match=r"shape: got '9b', expected one of named, sweep, 8b-b1.*sweep-16384"):
+    with pytest.raises(ValueError, match=r"shape: got '9b', expected one of named, workloads, sweep, 8b-b1.*sweep-16384"):
         find_shapes("8b-b1,9b")
 
 

@@ -243,6 +243,28 @@ def gradients(module: torch.nn.Module, loss: torch.Tensor) -> dict[str, torch.Te
     return dict(zip(names, torch.autograd.grad(loss, parameters), strict=True))
 
 
+@pytest.mark.gpu
+def test_mamba2_with_the_patch_and_without():
+    """Loss and gradients in bf16: of one function of ours, and of upstream's own scan and norm around torch's convolution."""
+    for package in ("mamba_ssm", "transformers"):
+        if find_spec(package) is None:
+            pytest.skip(f"{package} is not installed, which `import mamba_ssm` needs")
+    u = torch.randn(2, 1000, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+
+    def step() -> dict[str, torch.Tensor]:
+        loss = block(u).float().square().mean()
+        return {"loss": loss.detach(), "u": torch.autograd.grad(loss, u, retain_graph=True)[0], **gradients(block, loss)}
+
+    with ssd.patch_mamba_ssm():
+        from mamba_ssm import Mamba2
+
+        block = Mamba2(512, d_state=128, headdim=64, device="cuda", dtype=torch.bfloat16)
+        ours = step()
+    block.use_mem_eff_path = False  # that one needs causal_conv1d
+    for name, expected in step().items():
+        assert (ours[name] - expected).norm() <= 2e-2 * expected.norm(), name
+
+
 def test_mamba_of_the_installed_mamba_ssm(real, device, monkeypatch):
     from mamba_ssm import Mamba
 
