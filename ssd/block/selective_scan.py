@@ -151,8 +151,10 @@ def _forward(u, delta, A, B, C, D, z, delta_bias, delta_softplus, save) -> tuple
 @torch.library.register_fake("ssd::selective_scan")
 def _forward_fake(u, delta, A, B, C, D, z, delta_bias, delta_softplus, save):
     (batch, dim, seqlen), dstate = u.shape, A.shape[1]
-    nchunks = -(-seqlen // (TOKENS if takes_walk(u, B) else chunk_of(seqlen, dstate)))
-    states = u.new_empty(batch, nchunks, dim, dstate, dtype=torch.float32) if save else u.new_empty(0)
+    states = u.new_empty(0)
+    if save:  # or a graph would be for one kind of kernel without need
+        nchunks = -(-seqlen // (TOKENS if takes_walk(u, B) else chunk_of(seqlen, dstate)))
+        states = u.new_empty(batch, nchunks, dim, dstate, dtype=torch.float32)
     return u.new_empty(u.shape), u.new_empty(batch, dim, dstate, dtype=torch.float32), states
 
 
