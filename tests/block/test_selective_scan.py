@@ -307,11 +307,11 @@ def test_opcheck(case, device):
     torch.library.opcheck(torch.ops.ssd.selective_scan_bwd.default, (*tensors, True, states, out, last_state))
 
 
+@torch._inductor.config.patch(force_disable_caches=True)  # caches do not know that other kernels are forced
 @pytest.mark.parametrize("dynamic", (None, True))
-def test_compile(dynamic, device, monkeypatch):
+def test_compile(dynamic, device):
     """Forward and backward, for many lengths, of which few need a graph of their own."""
     torch._dynamo.reset()
-    monkeypatch.setattr(torch._inductor.config, "force_disable_caches", True)  # they do not know that other kernels are forced
     counter = CompileCounterWithBackend("inductor" if GPU else "aot_eager")
     compiled = torch.compile(selective_scan_fn, fullgraph=True, backend=counter, dynamic=dynamic)
     for seqlen in (5, 20):
