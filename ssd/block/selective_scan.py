@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..ops import are_plain, or_empty, or_none, register, wants_gradient
+from ..ops import all_present, are_plain, or_none, register, wants_gradient
+from ..tape import replayed
 from .arguments import check_dtype, check_interpretable, check_tensor, takes_kernels
 from .kernels.selective_scan import LARGEST_STATE, chunk_of
 from .kernels.selective_scan_bwd import selective_scan_bwd
@@ -21,11 +22,14 @@ from .kernels.selective_scan_walk_fwd import selective_scan_walk_fwd
 
 _N_TENSORS = 8
 
-_INPUTS = ("Tensor u, Tensor delta, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? z, Tensor? delta_bias, "
-           "bool delta_softplus")
-torch.library.define("ssd::selective_scan", f"({_INPUTS}, bool save) -> (Tensor out, Tensor last_state, Tensor states)")
-torch.library.define("ssd::selective_scan_bwd", f"({_INPUTS}, Tensor states, Tensor? dout, Tensor? dlast_state) -> "
-                                                f"({', '.join(['Tensor'] * _N_TENSORS)})")
+_INPUTS = "Tensor u, Tensor delta, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? z, Tensor? delta_bias"
+torch.library.define(
+    "ssd::selective_scan", f"({_INPUTS}, bool delta_softplus, bool save) -> (Tensor out, Tensor last_state, Tensor states)")
+torch.library.define(
+    "ssd::selective_scan_bwd",
+    f"({_INPUTS}, Tensor states, Tensor? dout, Tensor? dlast_state, bool delta_softplus) -> "
+    f"({', '.join(['Tensor'] * _N_TENSORS)})",
+)
 
 
 def selective_scan_fn(
@@ -75,10 +79,12 @@ def selective_scan_fn(
             raise TypeError(f"{name}: got {flag!r}, expected True or False")
     if not takes_kernels(u):
         out, last_state = torch_form(*tensors, delta_softplus)
+    elif not are_plain(tensors):
+        out, last_state, _ = torch.ops.ssd.selective_scan(*tensors, delta_softplus, wants_gradient(tensors))
+    elif wants_gradient(tensors):
+        out, last_state, _ = _SelectiveScan.apply(*tensors, delta_softplus, True)
     else:
-        save = wants_gradient(tensors)
-        run = _SelectiveScan.apply if save else _forward
-        out, last_state, _ = (run if are_plain(tensors) else torch.ops.ssd.selective_scan)(*tensors, delta_softplus, save)
+        out, last_state, _ = replayed(_forward, tensors, (delta_softplus, False))
     return (out, last_state) if return_last_state else out
 
 
@@ -141,11 +147,10 @@ def _check(u, delta, A, B, C, D, z, delta_bias) -> None:
             check_tensor(name, t, tuple(shape), u, beside="u")
 
 
-def _forward(u, delta, A, B, C, D, z, delta_bias, delta_softplus, save) -> tuple[Tensor, Tensor, Tensor]:
+def _forward(u, delta, A, B, C, D, z, delta_bias, delta_softplus, save) -> tuple[Tensor, Tensor, Tensor | None]:
     run = selective_scan_walk_fwd if takes_walk(u, B) else selective_scan_fwd
     with torch.cuda.device_of(u):
-        out, last_state, states = run(u, delta, A, B, C, D, z, delta_bias, delta_softplus, save)
-    return out, last_state, or_empty(states, u)
+        return run(u, delta, A, B, C, D, z, delta_bias, delta_softplus, save)
 
 
 @torch.library.register_fake("ssd::selective_scan")
@@ -158,17 +163,17 @@ def _forward_fake(u, delta, A, B, C, D, z, delta_bias, delta_softplus, save):
     return u.new_empty(u.shape), u.new_empty(batch, dim, dstate, dtype=torch.float32), states
 
 
-def _backward(u, delta, A, B, C, D, z, delta_bias, delta_softplus, states, dout, dlast_state) -> tuple[Tensor, ...]:
+def _backward(u, delta, A, B, C, D, z, delta_bias, states, dout, dlast_state, delta_softplus) -> tuple[Tensor | None, ...]:
     dout = torch.zeros_like(u) if dout is None else dout
     tensors = (u, delta, A, B, C, D, z, delta_bias)
     run = selective_scan_walk_bwd if takes_walk(u, B) else selective_scan_bwd
     with torch.cuda.device_of(u):
         grads = run(*tensors, delta_softplus, states, dout, dlast_state)
-    return tuple(or_empty(g if g is None else g.to(t.dtype), u) for g, t in zip(grads, tensors, strict=True))
+    return tuple(g if g is None else g.to(t.dtype) for g, t in zip(grads, tensors, strict=True))
 
 
 @torch.library.register_fake("ssd::selective_scan_bwd")
-def _backward_fake(u, delta, A, B, C, D, z, delta_bias, delta_softplus, states, dout, dlast_state):
+def _backward_fake(u, delta, A, B, C, D, z, delta_bias, states, dout, dlast_state, delta_softplus):
     return tuple(u.new_empty(0) if t is None else t.new_empty(t.shape) for t in (u, delta, A, B, C, D, z, delta_bias))
 
 
@@ -178,14 +183,15 @@ class _SelectiveScan(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *args):
         if are_plain(args[:_N_TENSORS]):
-            outputs = _forward(*args)
+            outputs = replayed(_forward, args[:_N_TENSORS], args[_N_TENSORS:])
         else:
             with torch._C._AutoDispatchBelowAutograd():
                 outputs = torch.ops.ssd.selective_scan(*args)
         ctx.save_for_backward(*args[:_N_TENSORS], outputs[2])
         ctx.delta_softplus = args[_N_TENSORS]
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(outputs[2])
+        if outputs[2] is not None:
+            ctx.mark_non_differentiable(outputs[2])
         return outputs
 
     @staticmethod
@@ -193,10 +199,12 @@ class _SelectiveScan(torch.autograd.Function):
     def backward(ctx, dout, dlast_state, _):
         if dout is None and dlast_state is None:
             return (None,) * (_N_TENSORS + 2)
-        *tensors, states = ctx.saved_tensors
-        backward = _backward if are_plain((*tensors, dout, dlast_state)) else torch.ops.ssd.selective_scan_bwd
-        grads = backward(*tensors, ctx.delta_softplus, states, dout, dlast_state)
+        tensors = (*ctx.saved_tensors, dout, dlast_state)
+        if are_plain(tensors):
+            grads = replayed(_backward, tensors, (ctx.delta_softplus,))
+        else:
+            grads = torch.ops.ssd.selective_scan_bwd(*tensors, ctx.delta_softplus)
         return *map(or_none, grads), None, None
 
 
-register("selective_scan", _forward, _SelectiveScan.apply, _backward)
+register("selective_scan", all_present(_forward), all_present(_SelectiveScan.apply), all_present(_backward))

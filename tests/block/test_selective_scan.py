@@ -9,6 +9,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
+from ssd import tape
 from ssd.block.kernels import selective_scan as kernels
 from ssd.block.kernels import selective_scan_walk as walk
 from ssd.block.selective_scan import selective_scan_fn, torch_form
@@ -72,6 +73,9 @@ def _either_kernels(request, monkeypatch):
         monkeypatch.setattr(walk, name, 1 if request.param == "walk" else 1 << 62)
     if not GPU:
         monkeypatch.setattr(kernels, "_LANES", 2)
+    tape.clear()  # which is of what was launched before
+    yield
+    tape.clear()
 
 
 def inputs(case: Case, device: str) -> dict:
@@ -304,7 +308,7 @@ def test_opcheck(case, device):
     leaves = [None if t is None else t.detach().contiguous().requires_grad_() for t in tensors]
     torch.library.opcheck(torch.ops.ssd.selective_scan.default, (*leaves, True, True))
     out, last_state, states = torch.ops.ssd.selective_scan(*tensors, True, True)
-    torch.library.opcheck(torch.ops.ssd.selective_scan_bwd.default, (*tensors, True, states, out, last_state))
+    torch.library.opcheck(torch.ops.ssd.selective_scan_bwd.default, (*tensors, states, out, last_state, True))
 
 
 @torch._inductor.config.patch(force_disable_caches=True)  # caches do not know that other kernels are forced

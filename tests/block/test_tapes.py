@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from ssd import tape
-from ssd.block import causal_conv1d_fn, rms_norm_gated
-from ssd.block.kernels import conv1d_bwd, conv1d_fwd, gated_norm
+from ssd.block import causal_conv1d_fn, rms_norm_gated, selective_scan_fn
+from ssd.block.kernels import conv1d_bwd, conv1d_fwd, gated_norm, selective_scan_walk_bwd, selective_scan_walk_fwd
 from ssd.kernels import launch as launching
-from ssd.kernels import sum_parts
+from ssd.kernels import sum_parts, sum_several
 
 
 def convolution(projection, bias):
@@ -18,6 +18,18 @@ def convolution(projection, bias):
 def norm(projection, bias):
     weight, z = torch.randn(64, device=projection.device, requires_grad=True), projection[..., 8:72].detach().requires_grad_()
     return lambda x: rms_norm_gated(x, weight, bias, z), torch.randn_like(z), (weight, bias, z)
+
+
+def scan(projection, bias):
+    """By the walk; B and C are slices, too."""
+    delta, A = projection[..., 8:72].detach().requires_grad_(), -torch.rand(40, 4, device=projection.device, requires_grad=True)
+    BC, D = torch.randn(2, 8, 64, device=projection.device, requires_grad=True), None if bias is None else bias[:40]
+    return lambda x: selective_scan_fn(x, delta, A, *BC.chunk(2, 1), D), torch.randn_like(delta), (delta, A, BC, bias)
+
+
+@pytest.fixture(autouse=True)
+def _walks(monkeypatch):
+    monkeypatch.setattr("ssd.block.selective_scan.takes_walk", lambda u, B: True)
 
 
 def results(part, device, with_bias):
@@ -32,7 +44,7 @@ def results(part, device, with_bias):
 
 
 @pytest.mark.parametrize("with_bias", (True, False))
-@pytest.mark.parametrize("part", (convolution, norm))
+@pytest.mark.parametrize("part", (convolution, norm, scan))
 def test_recorded(part, with_bias, monkeypatch):
     """A forward and a backward, each one tape; with stand-ins for Triton and the GPU."""
 
@@ -46,7 +58,8 @@ def test_recorded(part, with_bias, monkeypatch):
         if launching._recorded.launches is not None:
             launching._recorded.launches.append((Compiled(), programs, args))
 
-    for module in (conv1d_fwd, conv1d_bwd, gated_norm, sum_parts):
+    for module in (conv1d_fwd, conv1d_bwd, gated_norm, selective_scan_walk_fwd, selective_scan_walk_bwd, sum_parts,
+                   sum_several):
         monkeypatch.setattr(module, "launch", launch)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr(tape, "current_stream", lambda: 7)
@@ -54,12 +67,13 @@ def test_recorded(part, with_bias, monkeypatch):
     monkeypatch.setattr(tape, "_tapes", {})
     for _ in range(3):
         results(part, "cpu", with_bias)
-    assert [type(t) for t in tape._tapes.values()] == [tape.Tape] * 2
+    tapes = 3 if part is scan else 2  # whose forward keeps states only for a backward
+    assert [type(t) for t in tape._tapes.values()] == [tape.Tape] * tapes
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("with_bias", (True, False))
-@pytest.mark.parametrize("part", (convolution, norm))
+@pytest.mark.parametrize("part", (convolution, norm, scan))
 def test_same_bits(part, with_bias):
     def run(k: int) -> tuple[torch.Tensor, ...]:
         torch.manual_seed(k)
