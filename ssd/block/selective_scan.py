@@ -199,11 +199,13 @@ class _SelectiveScan(torch.autograd.Function):
     def backward(ctx, dout, dlast_state, _):
         if dout is None and dlast_state is None:
             return (None,) * (_N_TENSORS + 2)
-        tensors = (*ctx.saved_tensors, dout, dlast_state)
-        if are_plain(tensors):
-            grads = replayed(_backward, tensors, (ctx.delta_softplus,))
+        saved = ctx.saved_tensors
+        if are_plain((*saved, dout, dlast_state)):
+            if dout is not None and dout.stride(-1) != 1:
+                dout = dout.contiguous()  # as a projection's gradient; here, since no call that copies is recorded
+            grads = replayed(_backward, (*saved, dout, dlast_state), (ctx.delta_softplus,))
         else:
-            grads = torch.ops.ssd.selective_scan_bwd(*tensors, ctx.delta_softplus)
+            grads = torch.ops.ssd.selective_scan_bwd(*saved, dout, dlast_state, ctx.delta_softplus)
         return *map(or_none, grads), None, None
 
 
