@@ -1,6 +1,6 @@
 """The backward that `fused` and `persistent` share, in sub-chunks. On Hopper, where the inputs allow, hopper_backward; else
 chunk_cumsum, walk_states (from the states that the forward kept, if it did), walk_dstates, the two group loops and
-chunk_cumsum_bwd; with a gate chunk_scan_dz as well. Of long sequences whose states were not kept, either in two halves.
+chunk_cumsum_bwd; with a gate chunk_scan_dz as well. Of large inputs whose states were not kept, either in two halves.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from .kernels.arguments import contiguous, output
 from .types import SUB_CHUNK, SSDGrads, SSDInputs, SSDSaved
 
 _LARGE = 1 << 28  # bytes of states: beyond, memory runs out sooner than a launch counts
-_OF_TOKENS = ("x", "dt", "B", "C", "z")
+_OF_TOKENS = ("x", "dt", "B", "C", "z", "seq_idx")
 _SUMMED = ("dA", "dD", "ddt_bias")
 _ALL = slice(None)
 
@@ -67,5 +67,5 @@ def by_halves(backward: Backward, last_state: Callable[[SSDInputs], Tensor], sav
 
 def _part(i: SSDInputs, rows: slice, tokens: slice) -> SSDInputs:
     """Those rows' tokens; initial_states are still of all rows."""
-    cut = {name: None if getattr(i, name) is None else getattr(i, name)[rows, tokens] for name in (*_OF_TOKENS, "seq_idx")}
+    cut = {name: None if getattr(i, name) is None else getattr(i, name)[rows, tokens] for name in _OF_TOKENS}
     return replace(i, **cut)

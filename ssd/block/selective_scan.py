@@ -26,8 +26,10 @@ _INPUTS = "Tensor u, Tensor delta, Tensor A, Tensor B, Tensor C, Tensor? D, Tens
 torch.library.define(
     "ssd::selective_scan", f"({_INPUTS}, bool delta_softplus, bool save) -> (Tensor out, Tensor last_state, Tensor states)")
 torch.library.define(
-    "ssd::selective_scan_bwd", f"({_INPUTS}, Tensor states, Tensor? dout, Tensor? dlast_state, bool delta_softplus) -> "
-                               f"({', '.join(['Tensor'] * _N_TENSORS)})")
+    "ssd::selective_scan_bwd",
+    f"({_INPUTS}, Tensor states, Tensor? dout, Tensor? dlast_state, bool delta_softplus) -> "
+    f"({', '.join(['Tensor'] * _N_TENSORS)})",
+)
 
 
 def selective_scan_fn(
@@ -77,14 +79,12 @@ def selective_scan_fn(
             raise TypeError(f"{name}: got {flag!r}, expected True or False")
     if not takes_kernels(u):
         out, last_state = torch_form(*tensors, delta_softplus)
+    elif not are_plain(tensors):
+        out, last_state, _ = torch.ops.ssd.selective_scan(*tensors, delta_softplus, wants_gradient(tensors))
+    elif wants_gradient(tensors):
+        out, last_state, _ = _SelectiveScan.apply(*tensors, delta_softplus, True)
     else:
-        settings = delta_softplus, wants_gradient(tensors)
-        if not are_plain(tensors):
-            out, last_state, _ = torch.ops.ssd.selective_scan(*tensors, *settings)
-        elif settings[1]:
-            out, last_state, _ = _SelectiveScan.apply(*tensors, *settings)
-        else:
-            out, last_state, _ = replayed(_forward, tensors, settings)
+        out, last_state, _ = replayed(_forward, tensors, (delta_softplus, False))
     return (out, last_state) if return_last_state else out
 
 
@@ -156,8 +156,10 @@ def _forward(u, delta, A, B, C, D, z, delta_bias, delta_softplus, save) -> tuple
 @torch.library.register_fake("ssd::selective_scan")
 def _forward_fake(u, delta, A, B, C, D, z, delta_bias, delta_softplus, save):
     (batch, dim, seqlen), dstate = u.shape, A.shape[1]
-    nchunks = -(-seqlen // (TOKENS if takes_walk(u, B) else chunk_of(seqlen, dstate)))
-    states = u.new_empty(batch, nchunks, dim, dstate, dtype=torch.float32) if save else u.new_empty(0)
+    states = u.new_empty(0)
+    if save:  # or a graph would be for one kind of kernel without need
+        nchunks = -(-seqlen // (TOKENS if takes_walk(u, B) else chunk_of(seqlen, dstate)))
+        states = u.new_empty(batch, nchunks, dim, dstate, dtype=torch.float32)
     return u.new_empty(u.shape), u.new_empty(batch, dim, dstate, dtype=torch.float32), states
 
 
@@ -167,7 +169,7 @@ def _backward(u, delta, A, B, C, D, z, delta_bias, states, dout, dlast_state, de
     run = selective_scan_walk_bwd if takes_walk(u, B) else selective_scan_bwd
     with torch.cuda.device_of(u):
         grads = run(*tensors, delta_softplus, states, dout, dlast_state)
-    return tuple([g if g is None else g.to(t.dtype) for g, t in zip(grads, tensors, strict=True)])
+    return tuple(g if g is None else g.to(t.dtype) for g, t in zip(grads, tensors, strict=True))
 
 
 @torch.library.register_fake("ssd::selective_scan_bwd")
@@ -197,12 +199,14 @@ class _SelectiveScan(torch.autograd.Function):
     def backward(ctx, dout, dlast_state, _):
         if dout is None and dlast_state is None:
             return (None,) * (_N_TENSORS + 2)
-        tensors = (*ctx.saved_tensors, dout, dlast_state)
-        if are_plain(tensors):
-            grads = replayed(_backward, tensors, (ctx.delta_softplus,))
+        saved = ctx.saved_tensors
+        if are_plain((*saved, dout, dlast_state)):
+            if dout is not None and dout.stride(-1) != 1:
+                dout = dout.contiguous()  # as a projection's gradient; here, since no call that copies is recorded
+            grads = replayed(_backward, (*saved, dout, dlast_state), (ctx.delta_softplus,))
         else:
-            grads = map(or_none, torch.ops.ssd.selective_scan_bwd(*tensors, ctx.delta_softplus))
-        return *grads, None, None
+            grads = torch.ops.ssd.selective_scan_bwd(*saved, dout, dlast_state, ctx.delta_softplus)
+        return *map(or_none, grads), None, None
 
 
 register("selective_scan", all_present(_forward), all_present(_SelectiveScan.apply), all_present(_backward))

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .arguments import cdiv
 from .launch import launch
+from .sum_parts import add_parts
 
 _MOST = 5
 _ROWS, _COLUMNS, _WARPS = 16, 64, 4
@@ -20,13 +21,9 @@ def sum_columns(parts, sums, K, N, tile, ROWS: tl.constexpr, COLUMNS: tl.constex
     if parts is not None:
         tiles = tl.cdiv(N, COLUMNS)
         if (tile >= 0) & (tile < tiles):
-            rows, columns = tl.arange(0, ROWS), tl.cast(tile, tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
-            inside = columns < N
-            total = tl.zeros((ROWS, COLUMNS), tl.float32)
-            for k in range(0, K, ROWS):
-                at = (tl.cast(k, tl.int64) + rows)[:, None] * N + columns[None, :]
-                total += tl.load(parts + at, mask=(k + rows < K)[:, None] & inside[None, :], other=0.0)
-            tl.store(sums + columns, tl.sum(total, 0).to(sums.dtype.element_ty), mask=inside)
+            columns = tl.cast(tile, tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+            total = add_parts(parts, columns, K, N, ROWS, COLUMNS)
+            tl.store(sums + columns, total.to(sums.dtype.element_ty), mask=columns < N)
         tile -= tiles
     return tile
 

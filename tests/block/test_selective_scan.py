@@ -9,6 +9,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
+from ssd import tape
 from ssd.block.kernels import selective_scan as kernels
 from ssd.block.kernels import selective_scan_walk as walk
 from ssd.block.selective_scan import selective_scan_fn, torch_form
@@ -72,6 +73,9 @@ def _either_kernels(request, monkeypatch):
         monkeypatch.setattr(walk, name, 1 if request.param == "walk" else 1 << 62)
     if not GPU:
         monkeypatch.setattr(kernels, "_LANES", 2)
+    tape.clear()  # which is of what was launched before
+    yield
+    tape.clear()
 
 
 def inputs(case: Case, device: str) -> dict:
@@ -307,11 +311,11 @@ def test_opcheck(case, device):
     torch.library.opcheck(torch.ops.ssd.selective_scan_bwd.default, (*tensors, states, out, last_state, True))
 
 
+@torch._inductor.config.patch(force_disable_caches=True)  # caches do not know that other kernels are forced
 @pytest.mark.parametrize("dynamic", (None, True))
-def test_compile(dynamic, device, monkeypatch, tmp_path):
+def test_compile(dynamic, device):
     """Forward and backward, for many lengths, of which few need a graph of their own."""
     torch._dynamo.reset()
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # what is kept does not know which kernels are forced
     counter = CompileCounterWithBackend("inductor" if GPU else "aot_eager")
     compiled = torch.compile(selective_scan_fn, fullgraph=True, backend=counter, dynamic=dynamic)
     for seqlen in (5, 20):

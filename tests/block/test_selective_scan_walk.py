@@ -6,6 +6,7 @@ On a GPU test_selective_scan runs the kernels themselves; a GPU's layouts, barri
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from triton import knobs
 
 from ssd.block import selective_scan
@@ -58,6 +59,20 @@ def test_who_walks(batch, dim, ngroups, dstate, walks, monkeypatch):
     monkeypatch.setattr(knobs.runtime, "interpret", False)
     assert takes_walk(u, B) is walks
     assert not takes_walk(torch.empty(u.shape), torch.empty(B.shape))
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    assert not takes_walk(u, B)
+
+
+def test_a_graph_without_gradients_is_for_every_batch(monkeypatch):
+    """It has no states, which alone differ between walk and scans."""
+    monkeypatch.setattr(knobs.runtime, "interpret", False)
+    shapes = ShapeEnv()
+    with FakeTensorMode(shape_env=shapes):
+        batch = shapes.create_unbacked_symint()
+        torch._check(batch >= 0)
+        u, A, B = (torch.empty(size, device="cuda") for size in ((batch, 2048, 64), (2048, 16), (batch, 1, 16, 64)))
+        out, last_state, states = selective_scan._forward_fake(u, u, A, B, B, None, None, None, True, False)
+    assert out.shape == u.shape and last_state.shape == (batch, 2048, 16) and states.shape == (0,)
 
 
 def test_units():

@@ -217,3 +217,13 @@ def test_the_command_line(tmp_path):
     assert unknown.exit_code == 2 and "--variant" in unknown.stderr
     unknown = command("sweep", "--workload", "rnn", "--out", tmp_path / "rows")
     assert unknown.exit_code == 2 and unknown.stderr.startswith("error: --workload: got 'rnn'")
+
+
+def test_the_committed_losses_agree():
+    """Whichever variant trained, as docs/workloads.md says."""
+    losses: dict[tuple, list[float]] = {}
+    for row in record.read(bench="train"):
+        run = {name: str(value) for name, value in row["run"].items() if name != "variant"}
+        losses.setdefault((row["workload"], row["preset"], *run.values()), []).append(row["loss"])
+    for (workload, preset, *_), found in losses.items():
+        assert max(found) / min(found) < (1.04 if (workload, preset) == ("mamba2", "1.3b") else 1.01), (workload, preset, found)

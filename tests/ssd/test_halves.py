@@ -55,16 +55,20 @@ def test_documents(device, small):
 
 @pytest.mark.parametrize("batch, seqlen", [(1, 130), (2, 65)])
 def test_into_places(batch, seqlen, device, small):
-    """Slices of one packed gradient get the bits that fresh memory gets."""
+    """Slices of packed gradients get the bits that fresh memory gets."""
     inputs = random_inputs(Shape(batch, seqlen, 2, 16, 1, 16, 32), EVERYTHING, HALF, device)
     ways, variant = cotangents(inputs), get_variant("fused")
     alone = results(variant, inputs, *ways, RECOMPUTED)
-    packed = torch.full((*inputs.x.shape[:2], 3 * inputs.nheads * inputs.headdim), float("nan"), dtype=HALF, device=device)
-    dx, dz = (t.unflatten(2, inputs.x.shape[2:]) for t in packed.chunk(3, 2)[1:])
+
+    def slice_like(t: torch.Tensor) -> torch.Tensor:
+        return t.new_full((*t.shape[:-1], 3, t.shape[-1]), float("nan"))[..., 1, :]
+
+    places = {name: slice_like(alone[name]) for name in ("dx", "ddt", "dB", "dC", "dz", "dinitial_states")}
     saved = variant.forward(inputs, RECOMPUTED, True)[2]
-    grads = variant.backward(saved, *ways, SSDGrads(dx=dx, dz=dz))
-    assert grads.dx is dx and grads.dz is dz and len(small) == 2
-    assert torch.equal(dx, alone["dx"]) and torch.equal(dz, alone["dz"])
+    grads = variant.backward(saved, *ways, SSDGrads(**places))
+    assert len(small) == 2
+    for name, place in places.items():
+        assert getattr(grads, name) is place and torch.equal(place, alone[name]), name
 
 
 @pytest.mark.parametrize("worth, change", [

@@ -11,6 +11,7 @@ strides, given in units of UNIT elements, see `in_units`. A (dim, dstate), D and
 
 import math
 
+import torch
 from torch import Tensor
 from triton import knobs
 from triton.experimental import gluon
@@ -29,12 +30,12 @@ _LARGE = 1 << 27  # bytes of partial sums
 def takes_walk(u: Tensor, B: Tensor) -> bool:
     """Whether the walk is faster than the scans over pairs: with states that fit a thread's registers, groups that fill most of
     a warp, and so many channels that there is a warp of them for every other scheduler of a large GPU: a walk of few takes as
-    long as one of these. The interpreter knows no Gluon.
+    long as one of these. The interpreter knows no Gluon, and an AMD GPU no PTX.
 
-    A function of sizes alone, whatever the GPU, since it decides which states a forward keeps.
+    A function of sizes alone, whatever the NVIDIA GPU, since it decides which states a forward keeps.
     """
     (batch, dim, _), (ngroups, dstate) = u.shape, B.shape[1:3]
-    return (not knobs.runtime.interpret and u.is_cuda and dstate <= _LARGEST_STATE
+    return (not knobs.runtime.interpret and u.is_cuda and torch.version.hip is None and dstate <= _LARGEST_STATE
             and batch * dim >= _FEWEST_CHANNELS and dim // ngroups >= _FEWEST_OF_GROUP)
 
 
