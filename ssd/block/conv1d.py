@@ -51,7 +51,7 @@ def causal_conv1d_fn(
         weight: (dim, width), width 2 to 4; weight[:, -1] multiplies the token itself. Any floating dtype, here and below.
         bias: (dim,).
         seq_idx: (batch, seqlen) int32 or int64, the document of each token. A token sees the tokens of its own document alone,
-            and a negative number marks padding, whose output is 0 and which has no gradient.
+            and a negative number marks padding, whose output is 0 and which, where it is finite, has no gradient.
         initial_states: (batch, dim, width - 1), what came before the first token, the oldest first; zeros unless given. With
             seq_idx they belong to the document of the row's first token, whatever its number.
         return_final_states: also return what initial_states must be to go on after the last token. Not with seq_idx, as
