@@ -29,9 +29,8 @@ def results(rows: list[dict], figure_path: str) -> str:
     parts = [f"![Time of each variant, of upstream and the floor, per shape]({figure_path})\n"]
     for gpu, group in groupby(rows, lambda row: row["gpu"]):
         group = list(group)
-        versions = sorted({f"torch {row['torch']}, Triton {row['triton']}" for row in group})
         copy = sorted(row["copy_gbps"] for row in group)[len(group) // 2]
-        parts.append(f"{gpu}, {'; '.join(versions)}, device copy {copy:.0f} GB/s:\n")
+        parts.append(f"{gpu}, {_versions(group)}, device copy {copy:.0f} GB/s:\n")
         parts.append(_markdown(group))
     return "\n".join(parts)
 
@@ -42,7 +41,8 @@ def workloads(rows: list[dict], figure_path: str) -> str:
         return "No rows yet: no GPU has run the sweep for this table.\n"
     parts = [f"![A training step of each workload with each variant, and the state-space model's part]({figure_path})\n"]
     for gpu, group in groupby(rows, lambda row: row["gpu"]):
-        parts.append(f"{gpu}:\n\n{table.render(list(group), 'markdown', _STEPS)}")
+        group = list(group)
+        parts.append(f"{gpu}, {_versions(group)}:\n\n{table.render(group, 'markdown', _STEPS)}")
     return "\n".join(parts)
 
 
@@ -50,7 +50,8 @@ def blocks(rows: list[dict]) -> str:
     """Markdown of the latest rows of each part of a block, ours beside upstream's: losses beside wins."""
     parts = []
     for gpu, group in groupby(rows, lambda row: row["gpu"]):
-        parts.append(f"{gpu}:\n\n{table.render(list(group), 'markdown', _BLOCK)}")
+        group = list(group)
+        parts.append(f"{gpu}, {_versions(group)}:\n\n{table.render(group, 'markdown', _BLOCK)}")
     return "\n".join(parts) or "No rows yet: no GPU has run `make block` for this table.\n"
 
 
@@ -96,6 +97,10 @@ def update_workloads(rows: list[dict], readme: Path = README, figure_path: Path 
     rows = sorted((row for row in rows if row["gpu"] and record.has_default_options(row)), key=lambda row: row["gpu"])
     current = _put("workloads", workloads(rows, _linked(figure_path, readme)), readme, check)
     return _draw(step_figure.draw, step_figure.points(rows), rows, figure_path, check) and current
+
+
+def _versions(rows: list[dict]) -> str:
+    return "; ".join(sorted({f"torch {row['torch']}, Triton {row['triton']}" for row in rows}))
 
 
 def _linked(path: Path, readme: Path) -> str:
