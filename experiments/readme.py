@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -27,11 +27,9 @@ def results(rows: list[dict], figure_path: str) -> str:
     if not rows:
         return "No rows yet: no GPU has run the bench for this table.\n"
     parts = [f"![Time of each variant, of upstream and the floor, per shape]({figure_path})\n"]
-    for gpu, group in groupby(rows, lambda row: row["gpu"]):
-        group = list(group)
-        versions = sorted({f"torch {row['torch']}, Triton {row['triton']}" for row in group})
+    for where, group in _by_gpu(rows):
         copy = sorted(row["copy_gbps"] for row in group)[len(group) // 2]
-        parts.append(f"{gpu}, {'; '.join(versions)}, device copy {copy:.0f} GB/s:\n")
+        parts.append(f"{where}, device copy {copy:.0f} GB/s:\n")
         parts.append(_markdown(group))
     return "\n".join(parts)
 
@@ -41,17 +39,12 @@ def workloads(rows: list[dict], figure_path: str) -> str:
     if not rows:
         return "No rows yet: no GPU has run the sweep for this table.\n"
     parts = [f"![A training step of each workload with each variant, and the state-space model's part]({figure_path})\n"]
-    for gpu, group in groupby(rows, lambda row: row["gpu"]):
-        parts.append(f"{gpu}:\n\n{table.render(list(group), 'markdown', _STEPS)}")
-    return "\n".join(parts)
+    return "\n".join(parts + _tables(rows, _STEPS))
 
 
 def blocks(rows: list[dict]) -> str:
     """Markdown of the latest rows of each part of a block, ours beside upstream's: losses beside wins."""
-    parts = []
-    for gpu, group in groupby(rows, lambda row: row["gpu"]):
-        parts.append(f"{gpu}:\n\n{table.render(list(group), 'markdown', _BLOCK)}")
-    return "\n".join(parts) or "No rows yet: no GPU has run `make block` for this table.\n"
+    return "\n".join(_tables(rows, _BLOCK)) or "No rows yet: no GPU has run `make block` for this table.\n"
 
 
 def ablation(rows: list[dict]) -> str:
@@ -96,6 +89,19 @@ def update_workloads(rows: list[dict], readme: Path = README, figure_path: Path 
     rows = sorted((row for row in rows if row["gpu"] and record.has_default_options(row)), key=lambda row: row["gpu"])
     current = _put("workloads", workloads(rows, _linked(figure_path, readme)), readme, check)
     return _draw(step_figure.draw, step_figure.points(rows), rows, figure_path, check) and current
+
+
+def _tables(rows: list[dict], columns: dict) -> list[str]:
+    """Markdown of each GPU's rows."""
+    return [f"{where}:\n\n{table.render(group, 'markdown', columns)}" for where, group in _by_gpu(rows)]
+
+
+def _by_gpu(rows: list[dict]) -> Iterator[tuple[str, list[dict]]]:
+    """Each GPU with the versions that its rows were measured with, and these rows."""
+    for gpu, group in groupby(rows, lambda row: row["gpu"]):
+        group = list(group)
+        versions = sorted({f"torch {row['torch']}, Triton {row['triton']}" for row in group})
+        yield f"{gpu}, {'; '.join(versions)}", group
 
 
 def _linked(path: Path, readme: Path) -> str:

@@ -24,7 +24,7 @@ from .runs import Run
 from .workloads import Workload
 
 _BETAS = (0.9, 0.95)
-_WORKERS = 4  # processes that make batches while a GPU computes, as far as there are cores
+_WORKERS = 4  # processes that make batches while a GPU computes, or as many as half of its share of the cores
 
 
 def made(run: Run, workload: Workload, team: Team) -> tuple[nn.Module, torch.optim.Optimizer, int]:

@@ -9,7 +9,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from .ops import all_present, are_plain, or_empty, or_none, register
+from .ops import all_present, are_plain, below_autograd, launched, or_empty, or_none, register
 from .registry import heeded, resolve, states_every
 from .tape import replayed
 from .types import Options, SSDGrads, SSDInputs, SSDSaved
@@ -142,11 +142,7 @@ class _ChunkScan(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *args):
         tensors, settings = args[:_N_ARGS], args[_N_ARGS:]
-        if are_plain(tensors):
-            outputs = replayed(_forward, tensors, settings)
-        else:
-            with torch._C._AutoDispatchBelowAutograd():
-                outputs = torch.ops.ssd.chunk_scan(*args)
+        outputs = launched(_forward, below_autograd(torch.ops.ssd.chunk_scan), tensors, settings)
         ctx.save_for_backward(*tensors, *outputs[3:])
         ctx.settings = settings[:-1]
         ctx.set_materialize_grads(False)

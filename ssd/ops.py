@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from .tape import replayed
+
 _PLAIN = (Tensor, torch.nn.Parameter)
 _libraries: list[torch.library.Library] = []  # registrations live as long as the library that made them
 
@@ -31,6 +33,21 @@ def are_plain(tensors: tuple[Tensor | None, ...]) -> bool:
         and forward_ad._current_level < 0
         and all([t is None or (type(t) in _PLAIN and not t.is_neg()) for t in tensors])
     )
+
+
+def launched(call: Callable, op: Callable, tensors: tuple[Tensor | None, ...], settings: tuple):
+    """call(*tensors, *settings), from its tape if it has one; where an op is needed, op(*tensors, *settings)."""
+    return replayed(call, tensors, settings) if are_plain(tensors) else op(*tensors, *settings)
+
+
+def below_autograd(op: Callable) -> Callable:
+    """The op as the forward of its autograd function calls it."""
+
+    def called(*args):
+        with torch._C._AutoDispatchBelowAutograd():
+            return op(*args)
+
+    return called
 
 
 def wants_gradient(tensors: tuple[Tensor | None, ...]) -> bool:

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.arguments import contiguous
-from ..ops import all_present, are_plain, or_none, register, wants_gradient
-from ..tape import replayed
+from ..ops import all_present, are_plain, below_autograd, launched, or_none, register, wants_gradient
 from .arguments import check_tensor, takes_kernels
 from .kernels.conv1d_bwd import conv1d_bwd
 from .kernels.conv1d_fwd import conv1d_fwd
@@ -51,7 +50,7 @@ def causal_conv1d_fn(
         weight: (dim, width), width 2 to 4; weight[:, -1] multiplies the token itself. Any floating dtype, here and below.
         bias: (dim,).
         seq_idx: (batch, seqlen) int32 or int64, the document of each token. A token sees the tokens of its own document alone,
-            and a negative number marks padding, whose output is 0 and which has no gradient.
+            and a negative number marks padding, whose output is 0 and which, where it is finite, has no gradient.
         initial_states: (batch, dim, width - 1), what came before the first token, the oldest first; zeros unless given. With
             seq_idx they belong to the document of the row's first token, whatever its number.
         return_final_states: also return what initial_states must be to go on after the last token. Not with seq_idx, as
@@ -73,12 +72,10 @@ def causal_conv1d_fn(
     settings = (activation is not None, return_final_states)
     if not takes_kernels(x):
         out, final_states = torch_form(*tensors, *settings)
-    elif not are_plain(tensors):
-        out, final_states = torch.ops.ssd.causal_conv1d(*tensors, *settings)
-    elif wants_gradient(tensors):
+    elif wants_gradient(tensors) and are_plain(tensors):
         out, final_states = _CausalConv1d.apply(*tensors, *settings)
     else:
-        out, final_states = replayed(_forward, tensors, settings)
+        out, final_states = launched(_forward, torch.ops.ssd.causal_conv1d, tensors, settings)
     if not return_final_states:
         return out
     return out, final_states if final_states_out is None else final_states_out.copy_(final_states)
@@ -183,13 +180,10 @@ class _CausalConv1d(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, *args):
-        if are_plain(args[:_N_TENSORS]):
-            out, final_states = replayed(_forward, args[:_N_TENSORS], args[_N_TENSORS:])
-        else:
-            with torch._C._AutoDispatchBelowAutograd():
-                out, final_states = torch.ops.ssd.causal_conv1d(*args)
-        ctx.save_for_backward(*args[:_N_TENSORS])
-        ctx.silu, return_final_states = args[_N_TENSORS:]
+        tensors, settings = args[:_N_TENSORS], args[_N_TENSORS:]
+        out, final_states = launched(_forward, below_autograd(torch.ops.ssd.causal_conv1d), tensors, settings)
+        ctx.save_for_backward(*tensors)
+        ctx.silu, return_final_states = settings
         ctx.set_materialize_grads(False)
         if final_states is not None and not return_final_states:
             ctx.mark_non_differentiable(final_states)
@@ -200,11 +194,8 @@ class _CausalConv1d(torch.autograd.Function):
     def backward(ctx, dout, dfinal_states):
         if dout is None and dfinal_states is None:
             return (None,) * (_N_TENSORS + 2)
-        tensors = (*ctx.saved_tensors, dout, dfinal_states)
-        if are_plain(tensors):
-            dx, dweight, dbias, dinitial_states = replayed(_backward, tensors, (ctx.silu,))
-        else:
-            dx, dweight, dbias, dinitial_states = torch.ops.ssd.causal_conv1d_bwd(*tensors, ctx.silu)
+        dx, dweight, dbias, dinitial_states = launched(
+            _backward, torch.ops.ssd.causal_conv1d_bwd, (*ctx.saved_tensors, dout, dfinal_states), (ctx.silu,))
         return dx, dweight, or_none(dbias), None, or_none(dinitial_states), None, None
 
 

@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..kernels.arguments import contiguous
-from ..ops import all_present, are_plain, register, wants_gradient
-from ..tape import replayed
+from ..ops import all_present, are_plain, below_autograd, launched, register, wants_gradient
 from .arguments import check_tensor, takes_kernels
 from .kernels.gated_norm import WIDEST_GROUP, gated_norm, gated_norm_bwd
 
@@ -65,11 +64,9 @@ def rms_norm_gated(
         return torch_form(*tensors, *settings)
     if group_size > WIDEST_GROUP:
         raise ValueError(f"group_size: got {group_size} channels, expected at most {WIDEST_GROUP}, as many as a kernel takes")
-    if not are_plain(tensors):
-        return torch.ops.ssd.rms_norm_gated(*tensors, *settings)[0]
-    if wants_gradient(tensors):
+    if wants_gradient(tensors) and are_plain(tensors):
         return _GatedNorm.apply(*tensors, *settings)[0]
-    return replayed(_forward, tensors, settings)[0]
+    return launched(_forward, torch.ops.ssd.rms_norm_gated, tensors, settings)[0]
 
 
 class RMSNormGated(nn.Module):
@@ -171,11 +168,7 @@ class _GatedNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, *args):
-        if are_plain(args[:4]):
-            out, rstd = replayed(_forward, args[:4], args[4:])
-        else:
-            with torch._C._AutoDispatchBelowAutograd():
-                out, rstd = torch.ops.ssd.rms_norm_gated(*args)
+        out, rstd = launched(_forward, below_autograd(torch.ops.ssd.rms_norm_gated), args[:4], args[4:])
         ctx.save_for_backward(*args[:4], rstd)
         ctx.settings = args[5:]
         ctx.mark_non_differentiable(rstd)
@@ -185,10 +178,7 @@ class _GatedNorm(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, dout, _drstd):
         tensors = (dout, *ctx.saved_tensors)  # which a checkpoint gives once
-        if are_plain(tensors):
-            dx, dweight, dbias, dz = replayed(_backward, tensors, ctx.settings)
-        else:
-            dx, dweight, dbias, dz = torch.ops.ssd.rms_norm_gated_bwd(*tensors, *ctx.settings)
+        dx, dweight, dbias, dz = launched(_backward, torch.ops.ssd.rms_norm_gated_bwd, tensors, ctx.settings)
         bias, z = tensors[3:5]  # an empty x has empty gradients, and they are there
         return dx, dweight, None if bias is None else dbias, None if z is None else dz, None, None, None
 

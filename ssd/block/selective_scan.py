@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..ops import all_present, are_plain, or_none, register, wants_gradient
+from ..ops import all_present, are_plain, below_autograd, launched, or_none, register, wants_gradient
 from ..tape import replayed
 from .arguments import check_dtype, check_interpretable, check_tensor, takes_kernels
 from .kernels.selective_scan import LARGEST_STATE, chunk_of
@@ -79,12 +79,12 @@ def selective_scan_fn(
             raise TypeError(f"{name}: got {flag!r}, expected True or False")
     if not takes_kernels(u):
         out, last_state = torch_form(*tensors, delta_softplus)
-    elif not are_plain(tensors):
-        out, last_state, _ = torch.ops.ssd.selective_scan(*tensors, delta_softplus, wants_gradient(tensors))
-    elif wants_gradient(tensors):
-        out, last_state, _ = _SelectiveScan.apply(*tensors, delta_softplus, True)
     else:
-        out, last_state, _ = replayed(_forward, tensors, (delta_softplus, False))
+        settings = delta_softplus, wants_gradient(tensors)
+        if settings[1] and are_plain(tensors):
+            out, last_state, _ = _SelectiveScan.apply(*tensors, *settings)
+        else:
+            out, last_state, _ = launched(_forward, torch.ops.ssd.selective_scan, tensors, settings)
     return (out, last_state) if return_last_state else out
 
 
@@ -182,13 +182,10 @@ class _SelectiveScan(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, *args):
-        if are_plain(args[:_N_TENSORS]):
-            outputs = replayed(_forward, args[:_N_TENSORS], args[_N_TENSORS:])
-        else:
-            with torch._C._AutoDispatchBelowAutograd():
-                outputs = torch.ops.ssd.selective_scan(*args)
-        ctx.save_for_backward(*args[:_N_TENSORS], outputs[2])
-        ctx.delta_softplus = args[_N_TENSORS]
+        tensors, settings = args[:_N_TENSORS], args[_N_TENSORS:]
+        outputs = launched(_forward, below_autograd(torch.ops.ssd.selective_scan), tensors, settings)
+        ctx.save_for_backward(*tensors, outputs[2])
+        ctx.delta_softplus = settings[0]
         ctx.set_materialize_grads(False)
         if outputs[2] is not None:
             ctx.mark_non_differentiable(outputs[2])

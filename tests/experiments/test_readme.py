@@ -4,7 +4,7 @@ import pytest
 
 from experiments import ablate, block, figure, readme, sweep
 
-from .rows import compared, ssd_row
+from .rows import ENVIRONMENT, compared, ssd_row
 
 ROWS = [
     ssd_row(mode="fwd", p50_us=1100.0, **compared(1.05)),
@@ -124,7 +124,7 @@ def test_ablation(tmp_path):
 
 
 def step_row(variant: str, step_ms: float, ssd_ms: float, options: dict | None = None, speedup: float | None = None) -> dict:
-    return {"gpu": "NVIDIA H200", "workload": "mamba2", "preset": "1.3b", "mixer": "ssd", "batch": 4,
+    return {**ENVIRONMENT, "workload": "mamba2", "preset": "1.3b", "mixer": "ssd", "batch": 4,
             "seqlen": 4096, "dtype": "bf16", "variant": variant,
             "options": None if variant == "mamba_ssm" else options or {}, "p50_us": 1e3 * step_ms, "ssm_us": 1e3 * ssd_ms,
             "share": ssd_ms / step_ms, "units_per_s": 1e5, "unit": "tokens", "effective_gbps": 1000.0, "peak_mib": 5e4,

@@ -1,12 +1,12 @@
 """Models of 130m generate the same 256 tokens with and without the patches, in fp32, greedily, on a GPU."""
 
 from contextlib import AbstractContextManager, nullcontext
-from importlib.util import find_spec
 
 import pytest
 import torch
 
 import ssd
+from tests.interop.installed import require_mamba_ssm
 
 pytestmark = pytest.mark.gpu
 NEW, PROMPT, VOCAB = 256, 300, 50288
@@ -50,9 +50,7 @@ def test_transformers(variant):
 
 def test_mamba_ssm():
     """Without the patch its SSD and its one-token updates are its own, its convolution torch's if no other is installed."""
-    for package in ("mamba_ssm", "transformers"):
-        if find_spec(package) is None:
-            pytest.skip(f"{package} is not installed, which `import mamba_ssm` needs")
+    require_mamba_ssm()
     with ssd.patch_mamba_ssm():  # its modules need not have been built with CUDA
         from mamba_ssm import MambaLMHeadModel
         from mamba_ssm.models.config_mamba import MambaConfig

@@ -15,6 +15,7 @@ from torch.testing import assert_close
 import ssd
 from ssd.interop import patch_mamba_ssm as patch
 from ssd.modules import Mamba2LM, Mamba2LMConfig
+from tests.interop.installed import require_mamba_ssm
 
 ROOTS = ("mamba_ssm", "megatron", "fla", "vision", "causal_conv1d", "selective_scan_cuda")
 FUNCTIONS = "from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined, mamba_split_conv1d_scan_combined\n"
@@ -193,9 +194,7 @@ def test_other_versions_are_refused(files):
 @pytest.fixture
 def real():
     """The patch on mamba_ssm as installed."""
-    for package in ("mamba_ssm", "transformers"):
-        if find_spec(package) is None:
-            pytest.skip(f"{package} is not installed, which `import mamba_ssm` needs")
+    require_mamba_ssm()
     with ssd.patch_mamba_ssm() as patched:
         yield patched
 
@@ -246,9 +245,7 @@ def gradients(module: torch.nn.Module, loss: torch.Tensor) -> dict[str, torch.Te
 @pytest.mark.gpu
 def test_mamba2_with_the_patch_and_without():
     """Loss and gradients in bf16: of one function of ours, and of upstream's own scan and norm around torch's convolution."""
-    for package in ("mamba_ssm", "transformers"):
-        if find_spec(package) is None:
-            pytest.skip(f"{package} is not installed, which `import mamba_ssm` needs")
+    require_mamba_ssm()
     u = torch.randn(2, 1000, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
 
     def step() -> dict[str, torch.Tensor]:

@@ -153,6 +153,25 @@ def row_pointers(t, strides, b, rows, tokens, UNIT: gl.constexpr):
 
 
 @gluon.jit
+def state_pointers(t, strides, b, g, n, tokens, UNIT: gl.constexpr):
+    """Pointers [dstate, tokens] at `tokens` of states n of B or C, of batch row b and group g."""
+    return row_pointers(t + g * strides[1] * UNIT, (strides[0], strides[2]), b, n, tokens, UNIT)
+
+
+@gluon.jit
+def locate_states(g, first_channel, EACH: gl.constexpr, DSTATE: gl.constexpr, CHANNELS: gl.constexpr, N: gl.constexpr,
+                  STATES: gl.constexpr):
+    """Where a program's states are: channels d [channels], whether they are of group g, states n [dstate]; offsets [channels,
+    dstate] in the (dim, dstate) of a batch row, and which of these exist.
+    """
+    k = first_channel + gl.arange(0, CHANNELS, gl.SliceLayout(1, STATES))
+    d, in_d = g.to(gl.int32) * EACH + k, k < EACH
+    n = gl.arange(0, N, gl.SliceLayout(0, STATES))
+    at = gl.expand_dims(d * DSTATE, 1) + gl.expand_dims(n, 0)
+    return d, in_d, n, at, gl.expand_dims(in_d, 1) & gl.expand_dims(n < DSTATE, 0)
+
+
+@gluon.jit
 def contiguous(rows, tokens, seqlen, UNIT: gl.constexpr):
     """Offsets [rows, tokens] in a contiguous tensor (rows, seqlen)."""
     return gl.expand_dims(rows * (seqlen // UNIT) * UNIT, 1) + gl.expand_dims(tokens, 0)

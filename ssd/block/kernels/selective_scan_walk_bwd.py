@@ -33,12 +33,14 @@ from .selective_scan_walk import (
     load_rates,
     load_tile,
     locate,
+    locate_states,
     of_channels,
     of_states,
     prepend,
     row_pointers,
     sigmoid,
     stack,
+    state_pointers,
     step_of,
     store_tile,
     store_turn,
@@ -115,8 +117,8 @@ def selective_scan_walk_bwd_kernel(u, u_strides, delta, delta_strides, A, A_stri
     u = row_pointers(u, u_strides, b, d, tokens, UNIT)
     delta = row_pointers(delta, delta_strides, b, d, tokens, UNIT)
     dout = row_pointers(dout, dout_strides, b, d, tokens, UNIT)
-    B = row_pointers(B + g * B_strides[1] * UNIT, (B_strides[0], B_strides[2]), b, n, shared_tokens, UNIT)
-    C = row_pointers(C + g * C_strides[1] * UNIT, (C_strides[0], C_strides[2]), b, n, shared_tokens, UNIT)
+    B = state_pointers(B, B_strides, b, g, n, shared_tokens, UNIT)
+    C = state_pointers(C, C_strides, b, g, n, shared_tokens, UNIT)
     of_row = contiguous(b * DIM + d, tokens, seqlen, UNIT)
     part = (first_channel // CHANNELS * batch + b) * NGROUPS + g
     of_part = contiguous(part * DSTATE + n, shared_tokens, seqlen, UNIT)
@@ -125,11 +127,7 @@ def selective_scan_walk_bwd_kernel(u, u_strides, delta, delta_strides, A, A_stri
     bias = load_of_channels(delta_bias, bias_strides, d, in_d)
     skip = load_of_channels(D, D_strides, d, in_d)
 
-    k_states = first_channel + gl.arange(0, CHANNELS, gl.SliceLayout(1, STATES))
-    d_states, in_states = g.to(gl.int32) * EACH + k_states, k_states < EACH
-    n_states = gl.arange(0, N, gl.SliceLayout(0, STATES))
-    at = gl.expand_dims(d_states * DSTATE, 1) + gl.expand_dims(n_states, 0)
-    exists = gl.expand_dims(in_states, 1) & gl.expand_dims(n_states < DSTATE, 0)
+    d_states, in_states, n_states, at, exists = locate_states(g, first_channel, EACH, DSTATE, CHANNELS, N, STATES)
     rate = load_rates(A, A_strides, d_states, in_states, DSTATE, N, STATES)
     dstate = gl.zeros([CHANNELS, N], gl.float32, STATES)
     if dlast_state is not None:

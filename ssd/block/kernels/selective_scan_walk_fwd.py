@@ -25,11 +25,13 @@ from .selective_scan_walk import (
     load_rates,
     load_tile,
     locate,
+    locate_states,
     of_channels,
     of_states,
     row_pointers,
     sigmoid,
     stack,
+    state_pointers,
     step_of,
     store_tile,
     store_turn,
@@ -58,17 +60,13 @@ def selective_scan_walk_fwd_kernel(u, u_strides, delta, delta_strides, A, A_stri
     shared_tokens = gl.arange(0, TOKENS, gl.SliceLayout(0, SHARED_TILE))
     u = row_pointers(u, u_strides, b, d, tokens, UNIT)
     delta = row_pointers(delta, delta_strides, b, d, tokens, UNIT)
-    B = row_pointers(B + g * B_strides[1] * UNIT, (B_strides[0], B_strides[2]), b, n, shared_tokens, UNIT)
-    C = row_pointers(C + g * C_strides[1] * UNIT, (C_strides[0], C_strides[2]), b, n, shared_tokens, UNIT)
+    B = state_pointers(B, B_strides, b, g, n, shared_tokens, UNIT)
+    C = state_pointers(C, C_strides, b, g, n, shared_tokens, UNIT)
     if z is not None:
         z = row_pointers(z, z_strides, b, d, tokens, UNIT)
     of_row = contiguous(b * DIM + d, tokens, seqlen, UNIT)
 
-    k_states = first_channel + gl.arange(0, CHANNELS, gl.SliceLayout(1, STATES))
-    d_states, in_states = g.to(gl.int32) * EACH + k_states, k_states < EACH
-    n_states = gl.arange(0, N, gl.SliceLayout(0, STATES))
-    at = gl.expand_dims(d_states * DSTATE, 1) + gl.expand_dims(n_states, 0)
-    exists = gl.expand_dims(in_states, 1) & gl.expand_dims(n_states < DSTATE, 0)
+    d_states, in_states, _, at, exists = locate_states(g, first_channel, EACH, DSTATE, CHANNELS, N, STATES)
     rate = load_rates(A, A_strides, d_states, in_states, DSTATE, N, STATES)
 
     steps = gl.allocate_shared_memory(gl.float32, [TOKENS, CHANNELS], FLAT)
