@@ -41,6 +41,8 @@ from .train import Interrupted, Stopped
 from .train import train as run_train
 from .workloads import workload_names
 
+SANITIZED = (*CANDIDATES, sanitize.CONTROL)
+
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
 
 OutOption = Annotated[Path, typer.Option(file_okay=False, help="Folder of the rows: <out>/<gpu>/<bench>.jsonl.")]
@@ -303,13 +305,15 @@ def choose(out: OutOption = record.RESULTS) -> None:
 
 @app.command("sanitize")
 def sanitize_kernels(
-    variant: Annotated[str, typer.Option(help=f"Variants to check, of {', '.join(CANDIDATES)}.")] = ",".join(CANDIDATES),
+    variant: Annotated[str, typer.Option(help=f"Variants to check, of {', '.join(SANITIZED)}.")] = ",".join(SANITIZED),
     tool: Annotated[str, typer.Option(help=f"Tools of compute-sanitizer, of {', '.join(sanitize.TOOLS)}.")] = ",".join(
         sanitize.TOOLS),
     out: OutOption = record.RESULTS,
 ) -> None:
-    """Run every kernel of the variants under compute-sanitizer, and append a row for each tool; exit 1 if it finds anything."""
-    variants, tools = _each("--variant", variant, CANDIDATES), _each("--tool", tool, sanitize.TOOLS)
+    """Run every kernel of the variants under compute-sanitizer, and append a row for each tool; exit 1 if it finds anything but
+    Triton's own start of the roles, which the control shows alone.
+    """
+    variants, tools = _each("--variant", variant, SANITIZED), _each("--tool", tool, sanitize.TOOLS)
     if not torch.cuda.is_available():
         _refuse("sanitize: needs a CUDA GPU, found none")
     try:

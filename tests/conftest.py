@@ -15,6 +15,11 @@ import pytest
 import torch
 from filelock import FileLock
 
+if "PYTEST_XDIST_WORKER" in os.environ:
+    from tests.gpus import own_first
+
+    own_first(os.environ["PYTEST_XDIST_WORKER"])
+
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
     from tests.interpreter import quicken
@@ -138,8 +143,9 @@ def _memory():
 
 @pytest.fixture
 def much_memory():
-    """For a test that takes a large part of a GPU's memory: one worker at a time has one."""
-    with FileLock(Path(tempfile.gettempdir()) / "ssd-tests-much-memory.lock"):
+    """For a test that takes a large part of a GPU's memory: one worker of each GPU at a time has one."""
+    gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0]
+    with FileLock(Path(tempfile.gettempdir()) / f"ssd-tests-much-memory{gpu}.lock"):
         yield
         torch.cuda.empty_cache()
 

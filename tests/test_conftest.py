@@ -12,6 +12,7 @@ import torch
 from experiments import record
 from tests import conftest
 from tests.experiments.rows import ENVIRONMENT
+from tests.gpus import rotated
 from tests.inputs import OURS
 
 pytest_plugins = "pytester"
@@ -157,3 +158,10 @@ def test_row_of_a_run(run, arguments, expected, tmp_path, monkeypatch):
     assert len(rows) == (expected is not None)
     for row in rows:
         assert {key: row[key] for key in ("shard", "passed") if key in row} == expected
+
+
+def test_workers_share_out_the_gpus():
+    """Each has one of its own in front, and sees all of them."""
+    assert [rotated(["4", "5", "7"], worker) for worker in ("gw0", "gw1", "gw5")] == [
+        ["4", "5", "7"], ["5", "7", "4"], ["7", "4", "5"]]
+    assert rotated(["0"], "gw11") == ["0"]

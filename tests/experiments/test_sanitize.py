@@ -1,9 +1,12 @@
 """compute-sanitizer's summaries as text, since it needs a GPU itself: a script of that name stands in for it."""
 
+import inspect
+
 import pytest
 from rich.console import Console
 
-from experiments import record, sanitize
+from experiments import record, roles_alone, sanitize
+from ssd.kernels import hopper_scan
 
 CLEAN = {
     "memcheck": "========= ERROR SUMMARY: 0 errors",
@@ -36,10 +39,37 @@ def says(tmp_path, monkeypatch):
 @pytest.mark.parametrize("tool", sanitize.TOOLS)
 def test_summaries(tool, says):
     says(CLEAN)
-    assert sanitize.check("fused", tool)[:2] == (0, "")
+    assert sanitize.check("fused", tool)[:3] == (0, 0, "")
     says(DIRTY, status=1)
-    found, kernels, said = sanitize.check("fused", tool)
-    assert found == {"memcheck": 3, "racecheck": 2}[tool] and kernels == "chunk_scan_kernel" and "SUMMARY" in said
+    found, of_roles, kernels, said = sanitize.check("fused", tool)
+    assert (found, of_roles) == ({"memcheck": 3, "racecheck": 2}[tool], 0)
+    assert kernels == "chunk_scan_kernel" and "SUMMARY" in said
+
+
+def _race(kernel: str, module, *source: str) -> str:
+    """racecheck's report of accesses at the lines of a module where these pieces of source are."""
+    lines = inspect.getsource(module).splitlines()
+    file = inspect.getfile(module).rpartition("/")[2]
+    at = [f"access at {kernel}+0x{n}f0 in {file}:{next(i for i, line in enumerate(lines, 1) if piece in line)}"
+          for n, piece in enumerate(source)]
+    others = "".join(f"\n=========     and Write {access} [7 hazards]" for access in at[1:])
+    return f"========= Error: Race reported between Read {at[0]}{others}\n"
+
+
+def test_the_start_of_roles_is_counted_apart(says, tmp_path):
+    """Triton's own code, for the lines of `def` and `warp_specialize`; nothing that any other line has part in."""
+    scan = "hopper_scan_kernel", hopper_scan
+    started = _race(*scan, "def hopper_scan_kernel(", "def hopper_scan_kernel(", "gl.warp_specialize([")
+    ours = _race(*scan, "def hopper_scan_kernel(", "gl.warp_specialize([", "from_start = gl.allocate")
+    theirs = "========= Error: Race reported between Read access at hopper_scan_kernel+0x10 in standard.py:7\n"
+    control = _race("roles_alone_kernel", roles_alone, "def roles_alone_kernel(", "gl.warp_specialize([")
+    summary = "========= RACECHECK SUMMARY: {0} hazards displayed ({0} errors, 0 warnings)"
+    console = Console(record=True, width=120)
+    says({"racecheck": started + control + summary.format(2)})
+    assert sanitize.run(["control"], ["racecheck"], tmp_path / "rows", console)
+    says({"racecheck": started + ours + theirs + summary.format(3)})
+    assert not sanitize.run(["fused"], ["racecheck"], tmp_path / "rows", console)
+    assert [(row["found"], row["of_roles"]) for row in record.read(tmp_path / "rows", bench="sanitize")] == [(2, 2), (3, 1)]
 
 
 def test_no_summary_is_no_pass(says):
