@@ -113,10 +113,10 @@ def committed(out: Path = record.RESULTS) -> list[dict]:
     rows = record.latest((row for row in record.read(out, bench="step") if row["p50_us"] is not None),
                          lambda row: (_trained(row), str(row["options"])))
     counted = _counted(record.read(out, bench="step_counters"))
-    theirs = {(row["gpu"], row["sitting"]): row["p50_us"] for row in rows if row["variant"] == "mamba_ssm"}
+    theirs = {_together(row): row["p50_us"] for row in rows if row["variant"] == "mamba_ssm"}
     found = []
     for row in rows:
-        rival = theirs.get((row["gpu"], row["sitting"]))
+        rival = theirs.get(_together(row))
         found.append(row | {
             "mixer": row["run"]["mixer"], "loss": losses.get(_trained(row)) if record.has_default_options(row) else None,
             "share": row["ssm_us"] / row["p50_us"] if row["ssm_us"] is not None else None,
@@ -166,6 +166,11 @@ class _Done:
 def _trained(row: dict) -> tuple:
     """What a row is about: the GPU and every setting, but how often it is saved."""
     return row["gpu"], *sorted((name, str(value)) for name, value in row["run"].items() if name != "save_every")
+
+
+def _together(row: dict) -> tuple:
+    """What rows of steps share that were timed side by side. Two sweeps on two GPUs of a machine may begin in one second."""
+    return row["gpu"], row["sitting"], *sorted((name, str(value)) for name, value in row["run"].items() if name != "variant")
 
 
 def _time_steps(plan: Plan, base: Run, candidates: list[Candidate], done: _Done,

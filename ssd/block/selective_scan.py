@@ -72,14 +72,15 @@ def selective_scan_fn(
     """
     return_last_state = False if return_last_state is None else return_last_state
     B, C = (_with_groups(name, t) for name, t in (("B", B), ("C", C)))
-    tensors = (u, delta, A, B, C, D, z, delta_bias)
-    _check(*tensors)
+    _check(u, delta, A, B, C, D, z, delta_bias)
     for name, flag in (("delta_softplus", delta_softplus), ("return_last_state", return_last_state)):
         if not isinstance(flag, bool):
             raise TypeError(f"{name}: got {flag!r}, expected True or False")
     if not takes_kernels(u):
-        out, last_state = torch_form(*tensors, delta_softplus)
+        out, last_state = torch_form(u, delta, A, B, C, D, z, delta_bias, delta_softplus)
     else:
+        u, delta, B, C, z = (t if t is None or t.stride(-1) == 1 else t.contiguous() for t in (u, delta, B, C, z))
+        tensors = (u, delta, A, B, C, D, z, delta_bias)  # copied here, once for both ways, and no call that copies is recorded
         settings = delta_softplus, wants_gradient(tensors)
         if settings[1] and are_plain(tensors):
             out, last_state, _ = _SelectiveScan.apply(*tensors, *settings)
@@ -99,9 +100,10 @@ def torch_form(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Ten
         step = step + delta_bias.to(compute)[:, None]
     if delta_softplus:
         step = F.softplus(step)
+    enters = step * inputs  # once: autograd would keep a whole product for every token
     state, outs = inputs.new_zeros(*u.shape[:2], A.shape[1]), []
     for t in range(u.shape[2]):
-        state = (step[..., t, None] * rate).exp() * state + (step * inputs)[..., t, None] * B[..., t]
+        state = (step[..., t, None] * rate).exp() * state + enters[..., t, None] * B[..., t]
         outs.append((state * C[..., t]).sum(-1))
     y = torch.stack(outs, -1)
     if D is not None:

@@ -53,7 +53,10 @@ def chunk_cumsum_bwd_kernel(dt, dt_strides, A, dt_bias, u_v_x, r_tiles, q, s_til
     grad = tl.where(inside & (unclamped >= dt_min) & (unclamped <= dt_max), grad, 0.0)
     at = (c * CHUNK + offs_q[None, :]) * ddt_strides[1] + offs_h.to(tl.int64)[:, None] * ddt_strides[2]
     tl.store(ddt + b * ddt_strides[0] + at, grad.to(ddt.dtype.element_ty), mask=inside)
-    tl.store(dA + (b * nchunks + c) * NHEADS + offs_h, tl.sum(da * clamped, 1), mask=in_h)
+    # Chosen, though 0 elsewhere as it is: else a lane with one token fuses its product with its neighbour's in one fma, which
+    # rounds only the neighbour's, and the lanes that all store this sum would not agree on its last bit.
+    of_dA = tl.where(inside, da * clamped, 0.0)
+    tl.store(dA + (b * nchunks + c) * NHEADS + offs_h, tl.sum(of_dA, 1), mask=in_h)
     if ddt_bias is not None:
         tl.store(ddt_bias + (b * nchunks + c) * NHEADS + offs_h, tl.sum(grad, 1), mask=in_h)
     if dD is not None:

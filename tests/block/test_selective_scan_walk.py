@@ -42,15 +42,24 @@ def test_every_option(case, walk, device):
     assert_right(inputs(case, device))
 
 
-def test_large_warps(walk, device, monkeypatch):
-    """What large inputs take."""
-    assert walk[0].channels_and_rows(128, 320, 49, 8) == (16, 1) and walk[0].channels_and_rows(8, 4096, 2048, 16) == (32, 2)
-    monkeypatch.setattr(walk[0], "_LARGE", 1)
+@pytest.mark.parametrize("sizes, channels", (
+    ((16, 128, 1400, 16), 4), ((16, 128, 3000, 16), 8), ((16, 128, 1400, 4), 8), ((16, 256, 500, 16), 8),
+    ((128, 320, 49, 8), 16), ((8, 4096, 2048, 16), 32)), ids=str)
+def test_channels_of_a_warp(sizes, channels, walk):
+    """Few where there are few or many states; many where the sums over channels would be large."""
+    assert walk[0].channels_and_rows(*sizes) == (channels, 2 if channels == 32 else 1)
+
+
+@pytest.mark.parametrize("channels", (8, 16, 32))
+def test_larger_warps(channels, walk, device, monkeypatch):
+    """What more channels or longer sequences take."""
+    for module in walk:
+        monkeypatch.setattr(module, "channels_and_rows", lambda *sizes: (channels, 2 if channels == 32 else 1))
     assert_right(inputs(Case(dim=80, seqlen=35, dstate=16), device))
 
 
 @pytest.mark.parametrize("batch, dim, ngroups, dstate, walks", (
-    (8, 4096, 1, 16, True), (128, 32, 2, 1, True), (128, 31, 1, 16, False), (8, 4096, 1, 17, False), (8, 4096, 512, 16, False)))
+    (8, 4096, 1, 16, True), (32, 32, 2, 1, True), (32, 31, 1, 16, False), (8, 4096, 1, 17, False), (8, 4096, 512, 16, False)))
 def test_who_walks(batch, dim, ngroups, dstate, walks, monkeypatch):
     """Few states, many channels and no tiny groups, on a GPU; the interpreter never."""
     with FakeTensorMode():

@@ -21,11 +21,12 @@ def norm(projection, bias):
 
 
 def scan(projection, bias):
-    """By the walk, in front of a projection, whose gradient has its tokens apart; B and C are slices, too."""
-    delta, A = projection[..., 8:72].detach().requires_grad_(), -torch.rand(40, 4, device=projection.device, requires_grad=True)
-    BC, D = torch.randn(2, 8, 64, device=projection.device, requires_grad=True), None if bias is None else bias[:40]
+    """By the walk, between projections: delta, B, C and the gradient of its result have their tokens apart."""
+    delta = projection[..., 8:72].mT.contiguous().requires_grad_()
+    A = -torch.rand(40, 4, device=projection.device, requires_grad=True)
+    BC, D = torch.randn(2, 64, 8, device=projection.device, requires_grad=True), None if bias is None else bias[:40]
     weight = torch.randn(40, 8, device=projection.device)
-    return (lambda x: selective_scan_fn(x, delta, A, *BC.chunk(2, 1), D).mT @ weight, torch.randn_like(delta),
+    return (lambda x: selective_scan_fn(x, delta.mT, A, *BC.mT.chunk(2, 1), D).mT @ weight, projection[..., 8:72],
             (delta, A, BC, bias))
 
 

@@ -5,7 +5,7 @@ import inspect
 import pytest
 from rich.console import Console
 
-from experiments import record, roles_alone, sanitize
+from experiments import hand_over, record, sanitize
 from ssd.kernels import hopper_scan
 
 CLEAN = {
@@ -62,7 +62,7 @@ def test_the_start_of_roles_is_counted_apart(says, tmp_path):
     started = _race(*scan, "def hopper_scan_kernel(", "def hopper_scan_kernel(", "gl.warp_specialize([")
     ours = _race(*scan, "def hopper_scan_kernel(", "gl.warp_specialize([", "from_start = gl.allocate")
     theirs = "========= Error: Race reported between Read access at hopper_scan_kernel+0x10 in standard.py:7\n"
-    control = _race("roles_alone_kernel", roles_alone, "def roles_alone_kernel(", "gl.warp_specialize([")
+    control = _race("hand_over_kernel", hand_over, "def hand_over_kernel(", "gl.warp_specialize([")
     summary = "========= RACECHECK SUMMARY: {0} hazards displayed ({0} errors, 0 warnings)"
     console = Console(record=True, width=120)
     says({"racecheck": started + control + summary.format(2)})

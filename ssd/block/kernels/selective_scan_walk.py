@@ -23,14 +23,15 @@ LOG2E = gl.constexpr(1.4426950408889634)
 FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 ROWS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 TOKENS = 16  # of a tile, and from one state that a forward keeps to the next
-_LARGEST_STATE, _FEWEST_CHANNELS, _FEWEST_OF_GROUP = 16, 4096, 12
+_LARGEST_STATE, _FEWEST_CHANNELS, _FEWEST_OF_GROUP = 16, 1024, 12
+_PROGRAMS = 1024  # two warps for each scheduler of a large GPU
 _LARGE = 1 << 27  # bytes of partial sums
 
 
 def takes_walk(u: Tensor, B: Tensor) -> bool:
     """Whether the walk is faster than the scans over pairs: with states that fit a thread's registers, groups that fill most of
-    a warp, and so many channels that there is a warp of them for every other scheduler of a large GPU: a walk of few takes as
-    long as one of these. The interpreter knows no Gluon, and an AMD GPU no PTX.
+    a warp, and so many channels that there is a small warp of them for every other scheduler of a large GPU: a walk of few
+    takes as long as one of these. The interpreter knows no Gluon, and an AMD GPU no PTX.
 
     A function of sizes alone, whatever the NVIDIA GPU, since it decides which states a forward keeps.
     """
@@ -40,11 +41,15 @@ def takes_walk(u: Tensor, B: Tensor) -> bool:
 
 
 def channels_and_rows(batch: int, dim: int, seqlen: int, dstate: int) -> tuple[int, int]:
-    """CHANNELS of a program and R of a thread: small warps, which hide each other's waiting, unless the partial sums of dB and
-    dC, 8 bytes for each program's tokens and states, would be large.
+    """CHANNELS of a program and R of a thread: small warps, where there are few, since a token takes a warp less time the fewer
+    channels it has; and large ones where the partial sums of dB and dC, 8 bytes for each program's tokens and states, would be.
     """
-    small = 16
-    return (small, 1) if batch * dim * seqlen * dstate * 8 // small < _LARGE else (2 * small, 2)
+    channels = max(4, 32 // columns(dstate))  # or some lanes would have no states
+    while channels < 16 and batch * dim // channels >= _PROGRAMS:
+        channels *= 2
+    while channels < 32 and batch * dim * seqlen * dstate * 8 // channels >= _LARGE:
+        channels *= 2
+    return channels, 2 if channels == 32 else 1
 
 
 def columns(dstate: int) -> int:
