@@ -6,7 +6,8 @@
 #   make ablate WORKLOAD=mamba2:1.3b,hybrid:1b   step times and losses with each variant inside
 #   make block PART=conv1d,block SHAPE=8b-b4   what surrounds the operator, beside upstream's where that is installed
 #   make train WORKLOAD=hybrid VARIANT=fused PRESET=1b STEPS=1000 ARGS='--dtype bf16'
-#   make characterize WORKLOAD=mamba2:1.3b VARIANT=fused   what training steps spend their time on; then the report
+#   make characterize WORKLOAD=mamba2:1.3b VARIANT=fused   what training steps spend their time on; scaling; the report
+#   make scaling ARGS='--seqlen 64,1024'   the components of a Mamba-1 and a Mamba-2 block over the sequence length
 #   make train GPUS=2 PARALLEL=fsdp PRESET=1.3b   two processes by torchrun
 #   make test ARGS='tests/ssd -k cost'
 #   make test ARGS='--numprocesses=14 --shard=2/3'   the second of three parts of the tests, on 14 cores
@@ -26,10 +27,10 @@ endif
 EXPERIMENTS := $(PY) -m experiments
 
 .DEFAULT_GOAL := help
-.PHONY: help setup peers bench ablate block train table readme characterize report tune choose sanitize test coverage lint
+.PHONY: help setup peers bench ablate block train table readme characterize scaling report tune choose sanitize test coverage lint
 
 help:
-	@echo "targets: setup bench ablate block train table readme characterize report tune choose sanitize test coverage lint; see the top of the Makefile for their variables"
+	@echo "targets: setup bench ablate block train table readme characterize scaling report tune choose sanitize test coverage lint; see the top of the Makefile for their variables"
 
 setup: $(READY)
 
@@ -81,7 +82,11 @@ choose: $(READY)
 characterize: $(READY)
 	$(EXPERIMENTS) characterize $(if $(WORKLOAD),--workload $(WORKLOAD)) \
 	  $(if $(filter-out file,$(origin VARIANT)),--variant $(VARIANT)) $(ARGS)
+	$(EXPERIMENTS) scaling
 	$(EXPERIMENTS) report
+
+scaling: $(READY)
+	$(EXPERIMENTS) scaling $(ARGS)
 
 report: $(READY)
 	$(EXPERIMENTS) report $(ARGS)

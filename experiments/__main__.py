@@ -1,5 +1,5 @@
-"""The command line: python -m experiments bench, ablate, block, train, sweep, characterize, report, compare, table, readme,
-tune, choose or sanitize.
+"""The command line: python -m experiments bench, ablate, block, train, sweep, characterize, scaling, report, compare, table,
+readme, tune, choose or sanitize.
 """
 
 from __future__ import annotations
@@ -384,7 +384,8 @@ def _chunk_sizes(text: str) -> tuple[int, ...]:
     return tuple(map(int, _each("--chunk-size", text, [str(2**n) for n in range(4, 9)], "auto")))
 
 
-for command in (characterisation.compare, characterisation.report, characterisation.characterize):
+for command in (characterisation.compare, characterisation.report, characterisation.characterize,
+                characterisation.scaling):
     app.command()(command)
 for command in (characterisation.profiled_product, characterisation.profiled_step):
     app.command(hidden=True)(command)

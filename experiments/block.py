@@ -44,13 +44,14 @@ class Work:
 
     Attributes:
         ours: what runs it here; differentiable in `leaves`, if there are any.
-        theirs: upstream's name, and what gives its function, or raises an ImportError where it is not installed.
+        theirs: upstream's name, and what gives its function, or raises an ImportError where it is not installed; if there is
+            to be one.
         leaves: what gradients are taken of.
         nbytes: bytes read and written once, by mode; of none, parts are not held against a copy.
     """
 
     ours: Callable[[], Tensor]
-    theirs: tuple[str, Callable[[], Callable[[], Tensor]]]
+    theirs: tuple[str, Callable[[], Callable[[], Tensor]]] | None
     leaves: tuple[Tensor, ...]
     nbytes: dict[str, int]
 
@@ -101,7 +102,7 @@ def _measured(part: str, shape: Shape, plan: Plan, ceiling_gbps: float, console:
     sides = {OURS: work.ours, **_upstream(work, f"{part} {shape.name}", console)}
     apart = _apart(work, sides)
     for mode in plan.modes if work.leaves else ("fwd",):
-        for side, values in _timed(work, sides, mode, plan).items():
+        for side, values in timed(work, sides, mode, plan).items():
             yield {"mode": mode, "variant": side, **values, **_against_copy(work, mode, values, ceiling_gbps),
                    "apart": apart if side == OURS else None}
 
@@ -143,7 +144,8 @@ def _apart(work: Work, sides: dict[str, Callable[[], Tensor]]) -> float | None:
     return max(float((a.double() - b.double()).norm() / b.double().norm()) for a, b in zip(*found, strict=True))
 
 
-def _timed(work: Work, sides: dict[str, Callable[[], Tensor]], mode: str, plan: Plan) -> dict[str, dict]:
+def timed(work: Work, sides: dict[str, Callable[[], Tensor]], mode: str, plan: Plan) -> dict[str, dict]:
+    """What is measured of each side, taken in turns; of ours, also against the other."""
     calls = {name: _call(work, side, mode) for name, side in sides.items()}
     for call in calls.values():
         call()  # compiles and tunes
@@ -185,10 +187,11 @@ def _passes(forward: int, backward: int, *tensors: Tensor) -> dict[str, int]:
 def _projection(shape: Shape, dtype: torch.dtype) -> tuple[Tensor, int, int]:
     """What a Mamba-2 block's input projection gives, [z | x B C | dt] (batch, seqlen, ...), and the widths of z and x B C."""
     inner, conv = shape.nheads * shape.headdim, shape.nheads * shape.headdim + 2 * shape.ngroups * shape.dstate
-    return torch.randn(shape.batch, shape.seqlen, inner + conv + shape.nheads, device=_device(), dtype=dtype), inner, conv
+    return torch.randn(shape.batch, shape.seqlen, inner + conv + shape.nheads, device=device(), dtype=dtype), inner, conv
 
 
-def _device() -> str:
+def device() -> str:
+    """Where tensors are made."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -226,10 +229,10 @@ def state_update(shape: Shape, dtype: torch.dtype) -> Work:
     h, p, n, g = shape.nheads, shape.headdim, shape.dstate, shape.ngroups
 
     def normal(*size: int, dtype: torch.dtype = dtype) -> Tensor:
-        return torch.randn(*size, device=_device(), dtype=dtype)
+        return torch.randn(*size, device=device(), dtype=dtype)
 
     state = normal(_DECODED, h, p, n, dtype=torch.float32)  # which a call changes, so that each side has its own
-    A, D, dt_bias = -normal(h, dtype=torch.float32).exp(), torch.ones(h, device=_device()), normal(h, dtype=torch.float32)
+    A, D, dt_bias = -normal(h, dtype=torch.float32).exp(), torch.ones(h, device=device()), normal(h, dtype=torch.float32)
     given = (normal(_DECODED, h, p), normal(_DECODED, h)[..., None].expand(-1, -1, p), A[:, None, None].expand(-1, p, n),
              normal(_DECODED, g, n), normal(_DECODED, g, n), D[:, None].expand(-1, p))
     how = {"dt_bias": dt_bias[:, None].expand(-1, p), "dt_softplus": True}
@@ -248,7 +251,7 @@ def selective_scan(shape: Shape, dtype: torch.dtype) -> Work:
     batch, seqlen, dim, _, dstate, _ = shape.sizes.values()
 
     def normal(*size: int, dtype: torch.dtype = dtype) -> Tensor:
-        return torch.randn(*size, device=_device(), dtype=dtype).requires_grad_()
+        return torch.randn(*size, device=device(), dtype=dtype).requires_grad_()
 
     u, delta, B, C = normal(batch, dim, seqlen), normal(batch, dim, seqlen), *(normal(batch, dstate, seqlen) for _ in range(2))
     A = (-torch.arange(1.0, dstate + 1, device=u.device).repeat(dim, 1)).requires_grad_()
@@ -271,14 +274,14 @@ def block(shape: Shape, dtype: torch.dtype) -> Work:
     """A whole Mamba-2 block with upstream's weights; its gradients are those of input and parameters."""
     sizes = {"d_model": shape.nheads * shape.headdim // 2, "d_state": shape.dstate, "headdim": shape.headdim,
              "ngroups": shape.ngroups}
-    ours = Mamba2(**sizes, device=_device(), dtype=dtype)
-    x = torch.randn(shape.batch, shape.seqlen, sizes["d_model"], device=_device(), dtype=dtype, requires_grad=True)
+    ours = Mamba2(**sizes, device=device(), dtype=dtype)
+    x = torch.randn(shape.batch, shape.seqlen, sizes["d_model"], device=device(), dtype=dtype, requires_grad=True)
 
     def theirs():
         import causal_conv1d  # noqa: F401 - without which upstream's block does not run whole
 
         module = _mamba_ssm("modules.mamba2")
-        made = module.Mamba2(**sizes, device=_device(), dtype=dtype)
+        made = module.Mamba2(**sizes, device=device(), dtype=dtype)
         made.load_state_dict(ours.state_dict())
         # gradients are asked for by tensor: both sides compute on the same ones
         for name, parameter in ours.named_parameters():

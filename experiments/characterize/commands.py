@@ -16,12 +16,13 @@ from rich.console import Console
 
 from ssd import variant_names
 
-from .. import record
+from .. import record, shapes
 from ..reasons import first_line, refuse
 from ..runs import DTYPES, Run, run_of
 from ..sweep import NAMES, parsed
 from ..workloads import get_workload
 from . import compare as comparing
+from . import components
 
 _REPORT = Path("build", "report")  # git ignores it: rows are what is kept
 _WORKLOADS = ("mamba2:1.3b,hybrid:1b,mambavision:T/mamba1,mambavision:T/ssd,"
@@ -128,6 +129,28 @@ def characterize(
                 complete = False
                 console.print(f"{name}: ncu gave none: {reason}", style="yellow", markup=False)
     raise typer.Exit(0 if complete else 1)
+
+
+def scaling(
+    seqlen: Annotated[str, typer.Option(help="Tokens, comma-separated.")] = ",".join(map(str, components.SEQLENS)),
+    dtype: Annotated[str, typer.Option(help=f"Dtype of activations: {', '.join(shapes.DTYPES)}.")] = "bf16",
+    repeats: Annotated[int, typer.Option(min=2, help="Timed calls of each.")] = 20,
+    warmup: Annotated[int, typer.Option(min=1, help="Calls of each before they are timed.")] = 5,
+    out: _OutOption = record.RESULTS,
+) -> None:
+    """Measure time and memory of a Mamba-1 and a Mamba-2 block's components over the sequence length."""
+    try:
+        seqlens = tuple(int(text) for text in seqlen.split(","))
+    except ValueError:
+        seqlens = ()
+    if not seqlens or min(seqlens) < 1:
+        refuse(f"--seqlen: got {seqlen!r}, expected positive numbers, as in 64,1024")
+    if dtype not in shapes.DTYPES:
+        refuse(f"--dtype: got {dtype!r}, expected any of {', '.join(shapes.DTYPES)}")
+    if not torch.cuda.is_available():
+        refuse("scaling: needs a CUDA GPU, found none; make report shows the rows that there are")
+    rows = components.run(components.Plan(seqlens, dtype, repeats, warmup, out), Console())
+    typer.echo(f"{len(rows)} rows under {out}; make report shows them")
 
 
 def profiled_product() -> None:

@@ -341,6 +341,13 @@ def test_checkpoint(device):
 
 
 @pytest.mark.gpu
+def test_large_warps(device, monkeypatch):
+    """What large inputs take."""
+    monkeypatch.setattr(walk, "_LARGE", 1)
+    assert_right(inputs(Case(4, 300, 70, 16, 1), device))
+
+
+@pytest.mark.gpu
 def test_offsets_beyond_int32(device, much_memory):
     """2^31 elements of u and of its gradient: the last channels of the last row, judged by themselves.
 
@@ -348,8 +355,8 @@ def test_offsets_beyond_int32(device, much_memory):
     """
     given = inputs(Case(2, 2048, 600_000, 4, 0, dtype=torch.bfloat16), device)
     got, ways = run(selective_scan_fn, given)
-    last = slice(2048 - 128, 2048)
-    assert walk.channels_and_rows(1, 128, 600_000, 4) == walk.channels_and_rows(2, 2048, 600_000, 4)
+    last = slice(2048 - 256, 2048)
+    assert walk.channels_and_rows(1, 256, 600_000, 4) == walk.channels_and_rows(2, 2048, 600_000, 4)
     part = {name: given[name][1:, last] for name in ("u", "delta", "z")}
     part |= {name: given[name][last] for name in ("A", "D", "delta_bias")} | {name: given[name][1:] for name in ("B", "C")}
     alone, _ = run(selective_scan_fn, given | part, (ways[0][1:, last], ways[1][1:, last]))

@@ -43,7 +43,7 @@ def test_every_option(case, walk, device):
 
 
 @pytest.mark.parametrize("sizes, channels", (
-    ((16, 128, 1400, 16), 4), ((16, 128, 3000, 16), 8), ((16, 128, 1400, 4), 8), ((16, 256, 500, 16), 8),
+    ((16, 128, 1400, 16), 4), ((16, 128, 5000, 16), 8), ((16, 128, 1400, 4), 8), ((16, 256, 500, 16), 8),
     ((128, 320, 49, 8), 16), ((8, 4096, 2048, 16), 32)), ids=str)
 def test_channels_of_a_warp(sizes, channels, walk):
     """Few where there are few or many states; many where the sums over channels would be large."""
@@ -59,7 +59,7 @@ def test_larger_warps(channels, walk, device, monkeypatch):
 
 
 @pytest.mark.parametrize("batch, dim, ngroups, dstate, walks", (
-    (8, 4096, 1, 16, True), (32, 32, 2, 1, True), (32, 31, 1, 16, False), (8, 4096, 1, 17, False), (8, 4096, 512, 16, False)))
+    (8, 4096, 1, 16, True), (16, 32, 2, 1, True), (16, 31, 1, 16, False), (8, 4096, 1, 17, False), (8, 4096, 512, 16, False)))
 def test_who_walks(batch, dim, ngroups, dstate, walks, monkeypatch):
     """Few states, many channels and no tiny groups, on a GPU; the interpreter never."""
     with FakeTensorMode():

@@ -23,15 +23,15 @@ LOG2E = gl.constexpr(1.4426950408889634)
 FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 ROWS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 TOKENS = 16  # of a tile, and from one state that a forward keeps to the next
-_LARGEST_STATE, _FEWEST_CHANNELS, _FEWEST_OF_GROUP = 16, 1024, 12
+_LARGEST_STATE, _FEWEST_CHANNELS, _FEWEST_OF_GROUP = 16, 512, 12
 _PROGRAMS = 1024  # two warps for each scheduler of a large GPU
-_LARGE = 1 << 27  # bytes of partial sums
+_LARGE = 1 << 28  # bytes of partial sums
 
 
 def takes_walk(u: Tensor, B: Tensor) -> bool:
     """Whether the walk is faster than the scans over pairs: with states that fit a thread's registers, groups that fill most of
-    a warp, and so many channels that there is a small warp of them for every other scheduler of a large GPU: a walk of few
-    takes as long as one of these. The interpreter knows no Gluon, and an AMD GPU no PTX.
+    a warp, and so many channels that there is a small warp of them for every SM of a large GPU: a walk of few takes as long as
+    one of these. The interpreter knows no Gluon, and an AMD GPU no PTX.
 
     A function of sizes alone, whatever the NVIDIA GPU, since it decides which states a forward keeps.
     """

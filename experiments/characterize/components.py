@@ -1,0 +1,110 @@
+"""Time and memory of the components of a Mamba-1 and a Mamba-2 block over the sequence length, as in arXiv:2511.22849.
+
+The blocks are those of mamba-1.4b and mamba2-1.3b. A component is set up alone, on tensors laid out as the block has them:
+inference is its forward, training its forward and backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import product
+from operator import itemgetter
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from rich.progress import Progress
+
+from ssd import ssd_chunk_scan
+
+from .. import block, record, timing
+from ..shapes import DTYPES, Shape, make_inputs
+
+SEQLENS = tuple(2**n for n in range(6, 15))
+MODES = {"fwd": "inference", "fwd_bwd": "training"}
+CHUNK_SIZE = 256
+_D_MODEL, _INNER, _HEADDIM, _DSTATE, _DT_RANK = 2048, 4096, 64, {"mamba1": 16, "mamba2": 128}, 128
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to measure; `block.Plan` has the rest."""
+
+    seqlens: tuple[int, ...] = SEQLENS
+    dtype: str = "bf16"
+    repeats: int = 20
+    warmup: int = 5
+    out: Path = record.RESULTS
+
+
+def run(plan: Plan, console: Console) -> list[dict]:
+    """Measures every component and returns the rows, each appended to its file as soon as it is known."""
+    rows, settings = [], list(product(plan.seqlens, COMPONENTS))
+    how = block.Plan((), (), (), plan.dtype, plan.repeats, plan.warmup)
+    with timing.side_stream(), Progress(console=console) as progress:
+        task = progress.add_task("", total=len(settings))
+        for seqlen, (name, component) in settings:
+            shape = _shape(name, seqlen)
+            progress.update(task, description=f"{name} {component} {seqlen}")
+            work = COMPONENTS[name, component](shape, DTYPES[plan.dtype])
+            for mode in MODES:
+                (values,) = block.timed(work, {block.OURS: work.ours}, mode, how).values()
+                row = {"bench": "scaling", "part": component, "shape": name, **shape.sizes, "dtype": plan.dtype, "mode": mode}
+                row |= values | record.environment()
+                record.append(row, plan.out)
+                rows.append(row)
+            progress.advance(task)
+    return rows
+
+
+def committed(out: Path = record.RESULTS) -> list[dict]:
+    """The last row of each component, length and mode, the shortest first."""
+    rows = record.latest(record.read(out, bench="scaling"), itemgetter("gpu", "shape", "part", "seqlen", "mode", "dtype"))
+    return sorted(rows, key=itemgetter("seqlen"))
+
+
+def _shape(name: str, seqlen: int) -> Shape:
+    headdim = _HEADDIM if name == "mamba2" else 1
+    return Shape(name, 1, seqlen, _INNER // headdim, headdim, _DSTATE[name], 1)
+
+
+def _linear(inputs: int, outputs: Callable[[Shape], int] | int) -> Callable[[Shape, torch.dtype], block.Work]:
+    """A projection of every token."""
+
+    def made(shape: Shape, dtype: torch.dtype) -> block.Work:
+        def normal(*size: int) -> torch.Tensor:
+            return torch.randn(*size, device=block.device(), dtype=dtype).requires_grad_()
+
+        x = normal(shape.batch, shape.seqlen, inputs)
+        weight = normal(outputs if isinstance(outputs, int) else outputs(shape), inputs)
+        return block.Work(lambda: F.linear(x, weight), None, (x, weight), {})
+
+    return made
+
+
+def _conv1d_of_x(shape: Shape, dtype: torch.dtype) -> block.Work:
+    """Mamba-1 convolves x alone, B and C are made of it afterwards."""
+    return block.conv1d(Shape(shape.name, shape.batch, shape.seqlen, shape.nheads, shape.headdim, 0, 1), dtype)
+
+
+def _ssd(shape: Shape, dtype: torch.dtype) -> block.Work:
+    inputs = make_inputs(shape, dtype, block.device(), requires_grad=True)
+    leaves = tuple(t for t in inputs.values() if isinstance(t, torch.Tensor))
+    return block.Work(lambda: ssd_chunk_scan(**inputs, chunk_size=CHUNK_SIZE), None, leaves, {})
+
+
+COMPONENTS: dict[tuple[str, str], Callable[[Shape, torch.dtype], block.Work]] = {
+    ("mamba1", "in_proj"): _linear(_D_MODEL, 2 * _INNER),
+    ("mamba1", "conv1d"): _conv1d_of_x,
+    ("mamba1", "x_proj"): _linear(_INNER, _DT_RANK + 2 * _DSTATE["mamba1"]),
+    ("mamba1", "dt_proj"): _linear(_DT_RANK, _INNER),
+    ("mamba1", "ssm"): block.selective_scan,
+    ("mamba1", "out_proj"): _linear(_INNER, _D_MODEL),
+    ("mamba2", "in_proj"): _linear(_D_MODEL, lambda shape: 2 * _INNER + 2 * shape.dstate + shape.nheads),
+    ("mamba2", "conv1d"): block.conv1d,
+    ("mamba2", "ssm"): _ssd,
+    ("mamba2", "norm"): block.gated_norm,
+    ("mamba2", "out_proj"): _linear(_INNER, _D_MODEL),
+}
