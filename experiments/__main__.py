@@ -123,6 +123,7 @@ def block(
     dtype: Annotated[str, typer.Option(help=f"Dtype of activations: {', '.join(DTYPES)}.")] = "bf16",
     repeats: Annotated[int, typer.Option(min=2, help="Timed calls of each side, interleaved.")] = 50,
     warmup: Annotated[int, typer.Option(min=1, help="Calls of each side before they are timed.")] = 10,
+    counters: Annotated[bool, typer.Option(help="Also read DRAM traffic, blocks and pipes per kernel with ncu.")] = False,
     out: OutOption = record.RESULTS,
 ) -> None:
     """Measure what surrounds the operator in a block, and whole blocks, beside upstream's where that is installed."""
@@ -134,6 +135,8 @@ def block(
     plan = surroundings.Plan(tuple(parts), shapes, tuple(modes), dtype, repeats, warmup, out)
     rows = surroundings.run(plan, console)
     console.print(table.terminal(rows, f"median times on {torch.cuda.get_device_name()}, {dtype}", table.BLOCK))
+    if counters:
+        surroundings.count(rows, out, console)
     raise typer.Exit(0 if {row["part"] for row in rows} == set(parts) else 1)
 
 
@@ -335,6 +338,12 @@ def profiled(
 ) -> None:
     """One call between the profiler's start and stop: what `bench --counters` runs under ncu."""
     ncu.profiled(Candidate(variant, chunk_size, _options(option or [])), shape, mode, dtype)
+
+
+@app.command(hidden=True)
+def profiled_part(part: str, shape: str, mode: str, dtype: str, variant: str) -> None:
+    """One call of a part between the profiler's start and stop: what `block --counters` runs under ncu."""
+    surroundings.profiled(part, shape, mode, dtype, variant)
 
 
 def _rows(read: Callable[[], list[dict]], out: Path) -> list[dict]:

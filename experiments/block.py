@@ -5,6 +5,7 @@ A part is set up at a shape as `Work`: the same tensors for every side, and the 
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -21,9 +22,9 @@ from torch import Tensor
 from ssd.block import causal_conv1d_fn, rms_norm_gated, selective_scan_fn, selective_state_update
 from ssd.modules import Mamba2
 
-from . import record, timing
+from . import counters, record, timing
 from .reasons import first_line
-from .shapes import DTYPES, Shape
+from .shapes import DTYPES, SHAPES, Shape
 
 OURS = "ssd"
 MODES = ("fwd", "bwd", "fwd_bwd")
@@ -89,6 +90,39 @@ def run(plan: Plan, console: Console) -> list[dict]:
                 console.print(f"{where} is left out: {reason}", style="yellow", markup=False)
             progress.advance(task)
     return rows
+
+
+def count(rows: list[dict], out: Path, console: Console) -> None:
+    """Counters of ncu for what each row measured, appended as rows of the bench `block_counters`, one for each kernel."""
+    torch.cuda.empty_cache()  # for the child
+    if shutil.which("ncu") is None:
+        console.print("--counters: ncu is not installed here, so no counters were read", style="yellow")
+        return
+    for row in rows:
+        call = [row[key] for key in ("part", "shape", "mode", "dtype", "variant")]
+        try:
+            kernels = counters.by_kernel(counters.profile(["profiled-part", *call]))
+        except (OSError, ValueError) as reason:
+            console.print(f"--counters: {' '.join(call)}: ncu gave none: {reason}", style="yellow", markup=False)
+            continue
+        identity = {key: row[key] for key in (*record.IDENTITY, "part") if key in row}
+        environment = record.environment()  # one time for all kernels: by it those of one run are known
+        for kernel in kernels:
+            record.append({**identity, "bench": "block_counters", **kernel, **environment}, out)
+
+
+def profiled(part: str, shape: str, mode: str, dtype: str, variant: str) -> None:
+    """One call of a side, warmed up, between the profiler's start and stop: what runs under ncu."""
+    work = PARTS[part]({shape.name: shape for shape in (*SHAPES.values(), *SCANS)}[shape], DTYPES[dtype])
+    with timing.side_stream():
+        call = _call(work, work.ours if variant == OURS else work.theirs[1](), mode)
+        for _ in range(3):
+            call()
+        torch.cuda.synchronize()
+        torch.cuda.profiler.start()
+        call()
+        torch.cuda.synchronize()
+        torch.cuda.profiler.stop()
 
 
 def committed(out: Path = record.RESULTS) -> list[dict]:

@@ -47,6 +47,7 @@ EXTRA_KEYS = {
     "counters": _COUNTED,
     "tests": ("passed", "failed", "skipped", "seconds", "shard"),
     "block": ("part", "apart", "note"),
+    "block_counters": (*_COUNTED, "part"),
     "scaling": ("part", "note"),
     "step": ("run", "unit", "units_per_s", "ssm_us", "sitting", "note"),
     "train": ("run", "first_loss", "floor", "unit", "units_per_s", "parameters", "gpus", "way"),

@@ -96,6 +96,42 @@ def test_a_part_that_fails_costs_no_other(tmp_path, monkeypatch):
     assert {r["part"] for r in rows} == {"gated_norm"} and "conv1d tiny is left out: no room" in said
 
 
+def test_counters(tmp_path, monkeypatch):
+    """A row for each kernel of each call; a call that ncu fails at is told, and costs no other."""
+    rows, _ = run(tmp_path, ("gated_norm",), ("fwd", "bwd"))
+    kernel = {"kernel": "gated_norm_kernel", "launches": 1, "ncu_us": 2.0, "dram_bytes": 8e3, "dram_pct": 50.0}
+
+    def profile(arguments):
+        if "bwd" in arguments:
+            raise ValueError("no permission")
+        return [kernel, kernel | {"kernel": "other_kernel"}]
+
+    monkeypatch.setattr(block.shutil, "which", lambda name: "/bin/ncu")
+    monkeypatch.setattr(block.counters, "profile", profile)
+    console = Console(width=200, record=True, file=io.StringIO())
+    block.count(rows, tmp_path, console)
+    counted = record.read(tmp_path, bench="block_counters")
+    assert [(row["part"], row["mode"], row["variant"], row["kernel"]) for row in counted] == [
+        ("gated_norm", "fwd", "ssd", "gated_norm_kernel"), ("gated_norm", "fwd", "ssd", "other_kernel")]
+    assert "gated_norm tiny bwd fp32 ssd: ncu gave none: no permission" in console.export_text()
+
+
+def test_what_runs_under_ncu(monkeypatch):
+    """One call between start and stop, after warming up."""
+    said = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda.profiler, "start", lambda: said.append("start"))
+    monkeypatch.setattr(torch.cuda.profiler, "stop", lambda: said.append("stop"))
+
+    def part(shape, dtype):
+        x = torch.ones(3, requires_grad=True)
+        return block.Work(lambda: said.append("call") or 2 * x, None, (x,), {})
+
+    monkeypatch.setitem(block.PARTS, "selective_scan", part)
+    block.profiled("selective_scan", "scan", "fwd_bwd", "fp32", "ssd")
+    assert said == ["call"] * 4 + ["start", "call", "stop"]
+
+
 def test_without_a_graph(tmp_path, monkeypatch):
     def capture(call):
         raise RuntimeError("it waits for the GPU")

@@ -8,7 +8,7 @@ from ssd import cost
 
 from ... import record
 from .. import classes
-from ..definitions import Call, gbps
+from ..definitions import Call, gbps, of_one_gpu
 from ..gpus import find
 from . import draw
 from .parts import NOT_YET, Figure, Section, Table, last_runs, number, short
@@ -53,12 +53,30 @@ def models(out: Path) -> Table | None:
     return Table(("run", "FLOPs a byte", "TFLOP/s", "GB/s"), lines) if lines else None
 
 
+def scans(out: Path) -> Table | None:
+    """What Mamba-1's selective scan does, by counters, ours and upstream's; None without rows."""
+    rows = of_one_gpu([row for row in record.read(out, bench="block_counters") if row["part"] == "selective_scan"])
+    calls: dict[tuple, list[dict]] = {}
+    for row in rows:
+        calls.setdefault((row["shape"], row["mode"], row["variant"]), []).append(row)
+    lines = []
+    for (shape, mode, variant), found in sorted(calls.items()):
+        kernels = [row for row in found if row["time"] == found[-1]["time"]]
+        n_bytes, us = sum(row["dram_bytes"] for row in kernels), sum(row["ncu_us"] for row in kernels)
+        done = [classes.counted(row) for row in kernels]
+        flops = None if None in done else sum(work.tensor + work.vector for work in done)
+        lines.append((shape, _MODES.get(mode, mode), variant, number(flops and flops / n_bytes, 1),
+                      number(flops and flops / us / 1e6, 1), number(gbps(n_bytes, us))))
+    header = ("Mamba-1's selective scan", "", "variant", "FLOPs a byte", "TFLOP/s", "GB/s")
+    return Table(header, lines, 3) if lines else None
+
+
 def section(calls: list[Call], out: Path) -> Section:
     """Figure 2; its left half as a table."""
     title = "Arithmetic intensity and roofline"
     gpu = find(calls[0].row["gpu"]) if calls else None
     left = models(out) or f"Of whole models, the left half of the paper's figure: {NOT_YET}."
-    scan = f"Of Mamba-1's selective scan alone: {NOT_YET}."
+    scan = scans(out) or f"Of Mamba-1's selective scan alone: {NOT_YET}; `make block PART=selective_scan ARGS=--counters`."
     lines = points(calls)
     if gpu is None or not lines:
         return Section(title, (f"Of the SSM kernels: {NOT_YET}.", left, scan))

@@ -15,51 +15,55 @@ from experiments.characterize import components
 from experiments.characterize.report import scaling
 from experiments.characterize.report.parts import Figure
 
-SIZES = {"_D_MODEL": 16, "_INNER": 32, "_HEADDIM": 16}
+SIZES = {"_INNER": 32, "_HEADDIM": 16, "_DSTATE": {"mamba1": 4, "mamba2": 16}, "CHUNK_SIZE": 16}
 
 
-@pytest.fixture
-def rows(monkeypatch, tmp_path):
-    """Every component at 8 and 16 tokens, by a made-up clock: a call takes a microsecond for each token and input."""
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    """Every component at 4 and 8 tokens, by a made-up clock of 2 us a call: the folder, and the rows."""
     small = {name: part for name, part in components.COMPONENTS.items() if "proj" not in name[1]}
     for block, (part, inputs, outputs) in product(("mamba1", "mamba2"), (("in_proj", 16, 64), ("out_proj", 32, 16))):
         small[block, part] = components._linear(inputs, outputs)
     small |= {("mamba1", "x_proj"): components._linear(32, 9), ("mamba1", "dt_proj"): components._linear(9, 32)}
-    monkeypatch.setattr(components, "COMPONENTS", small)
-    for name, value in SIZES.items():
-        monkeypatch.setattr(components, name, value)
+    environment = dict.fromkeys(record.ENVIRONMENT) | {"time": "2026", "gpu": "NVIDIA H200"}
 
     def interleaved(calls, repeats, warmup):
         for call in calls.values():
             call()
         return {name: (1.0, 2.0, 3.0) for name in calls}
 
-    for name, fake in {"side_stream": contextlib.nullcontext, "interleaved": interleaved, "capture": lambda call: call,
-                       "count_launches": lambda call: 5, "peak_mib": lambda call: 1.5}.items():
-        monkeypatch.setattr(timing, name, fake)
-    environment = dict.fromkeys(record.ENVIRONMENT) | {"time": "2026", "gpu": "NVIDIA H200"}
-    monkeypatch.setattr(record, "environment", lambda: environment)
-    return components.run(components.Plan((8, 16), "fp32", out=tmp_path), Console(file=io.StringIO()))
+    clock = {"side_stream": contextlib.nullcontext, "interleaved": interleaved, "capture": lambda call: call,
+             "count_launches": lambda call: 5, "peak_mib": lambda call: 1.5}
+    folder = tmp_path_factory.mktemp("rows")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(components, "COMPONENTS", small)
+        for name, value in SIZES.items():
+            patch.setattr(components, name, value)
+        for name, fake in clock.items():
+            patch.setattr(timing, name, fake)
+        patch.setattr(record, "environment", lambda: environment)
+        yield folder, components.run(components.Plan((4, 8), "fp32", out=folder), Console(file=io.StringIO()))
 
 
-def test_rows(rows, tmp_path):
+def test_rows(measured):
+    folder, rows = measured
     assert len(rows) == 2 * 2 * 11
     assert {(row["shape"], row["part"]) for row in rows} == set(components.COMPONENTS)
-    assert {(row["seqlen"], row["mode"]) for row in rows} == set(product((8, 16), ("fwd", "fwd_bwd")))
-    assert components.committed(tmp_path) == rows
+    assert {(row["seqlen"], row["mode"]) for row in rows} == set(product((4, 8), ("fwd", "fwd_bwd")))
+    assert components.committed(folder) == rows
 
 
-def test_report(rows, tmp_path):
+def test_report(measured):
     """Four projections of Mamba-1 are one line, of 8 us, beside 2 us each of the convolution and the scan."""
-    note, *figures = scaling.section(tmp_path).parts[1:]
+    note, *figures = scaling.section(measured[0]).parts[1:]
     assert "has no norm" in note and all(isinstance(figure, Figure) for figure in figures)
     assert [figure.name for figure in figures] == ["scaling-training", "scaling-inference", "scaling-components-memory"]
-    lines = {(line["block"], line["component"]): line for line in figures[0].data if line["seqlen"] == 16}
+    lines = {(line["block"], line["component"]): line for line in figures[0].data if line["seqlen"] == 8}
     assert lines["Mamba-1", "projections"]["us"] == 8 and lines["Mamba-2", "projections"]["peak_mib"] == 3
     assert ("Mamba-1", "norm") not in lines and len(lines) == 7
     assert figures[0].see == (
-        "Training: the SSM has 17 % at 8 tokens and 17 % at 16 tokens of Mamba-1's components, "
-        "the SSM has 20 % at 8 tokens and 20 % at 16 tokens of Mamba-2's components.")
+        "Training: the SSM has 17 % at 4 tokens and 17 % at 8 tokens of Mamba-1's components, "
+        "the SSM has 20 % at 4 tokens and 20 % at 8 tokens of Mamba-2's components.")
 
 
 def test_sizes_of_the_blocks():

@@ -125,6 +125,15 @@ def test_models_by_counters(tmp_path):
     assert roofline.models(tmp_path).rows == [(NAME, "-", "-", "0")], "FLOPs of one are not known"
 
 
+def test_scans_by_counters(tmp_path):
+    """100 additions at 50 bytes in two kernels; an older count of the same call is left out."""
+    row = {**ENVIRONMENT, "bench": "block_counters", "part": "selective_scan", "shape": "mamba-1.4b", "mode": "fwd",
+           "variant": "ssd", "kernel": "a", "dram_bytes": 25.0, "ncu_us": 1.0, "tensor_flops": 0.0, "fadds": 50.0,
+           "fmuls": 0.0, "ffmas": 0.0}
+    write(tmp_path, row | {"time": "2000", "dram_bytes": 1e9}, row, row | {"kernel": "b"}, row | {"part": "conv1d"})
+    assert roofline.scans(tmp_path).rows == [("mamba-1.4b", "forward", "ssd", "2.0", "0.0", "0")]
+
+
 def test_claims_follow_the_counters(tmp_path):
     units = {"block_cycles": 1000.0, "blocks": 10.0, "tensor_pct": 1.0, "issue_pct": 40.0, "shared_pct": 1.0}
     slow = units | {"dram_bytes": 1e6, "dram_pct": 1.0}
