@@ -42,7 +42,7 @@ def measured(tmp_path_factory):
         for name, fake in clock.items():
             patch.setattr(timing, name, fake)
         patch.setattr(record, "environment", lambda: environment)
-        yield folder, components.run(components.Plan((4, 8), "fp32", out=folder), Console(file=io.StringIO()))
+        return folder, components.run(components.Plan((4, 8), "fp32", out=folder), Console(file=io.StringIO()))
 
 
 def test_rows(measured):
