@@ -24,17 +24,17 @@ def _give(source, buffer, ready, taken, steps, SIZE: gl.constexpr, LAYOUT: gl.co
 def _take(target, buffer, ready, taken, steps, SIZE: gl.constexpr, LAYOUT: gl.constexpr):
     for k in range(steps):
         mbarrier.wait(ready, k & 1)
-        v = buffer.load(LAYOUT)
+        gl.store(target + k * SIZE + gl.arange(0, SIZE, LAYOUT), buffer.load(LAYOUT))
         block_barrier()
         mbarrier.arrive(taken, count=1)
-        gl.store(target + k * SIZE + gl.arange(0, SIZE, LAYOUT), v)
 
 
 @gluon.jit
 def hand_over_kernel(source, target, steps, SIZE: gl.constexpr):
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     buffer = gl.allocate_shared_memory(gl.float32, [SIZE], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    ready, taken = barriers(1, 1).index(0), barriers(1, 1).index(0)
+    bars = barriers(2, 1)
+    ready, taken = bars.index(0), bars.index(1)
     gl.warp_specialize([
         (_take, (target, buffer, ready, taken, steps, SIZE, LAYOUT)),
         (_give, (source, buffer, ready, taken, steps, SIZE, LAYOUT)),

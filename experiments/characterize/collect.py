@@ -25,8 +25,8 @@ from .operators import classify
 from .product import product
 from .scopes import OPTIMIZER, STEP, scope
 
-SKIPPED = 5  # steps before those that are profiled: kernels are compiled and chosen, memory is taken
-PROFILED = 3
+PROFILED = 3  # steps, each on a batch of its own
+SKIPPED = 2 * PROFILED  # steps before, on the same batches: kernels are compiled and chosen for their lengths, memory is taken
 CALIBRATION = 8192  # rows and columns of a product whose FLOPs the counters must find
 
 
@@ -122,7 +122,7 @@ def _steps(run: Run) -> Callable[[], None]:
     model, optimizer, _ = made(run, workload, team)
     drawn = batches_of(run, workload, workload.dataset(run), 0, team)
     # before, so that no step waits for data
-    batches, numbers = iter(list(islice(drawn, (SKIPPED + PROFILED) * run.accumulate))), itertools.count(1)
+    batches, numbers = itertools.cycle(list(islice(drawn, PROFILED * run.accumulate))), itertools.count(1)
 
     def step() -> None:
         with scope(STEP):

@@ -94,10 +94,18 @@ def test_counters_of_a_step(tmp_path, monkeypatch):
 
 @without_gpu
 def test_the_step_that_ncu_sees(small, monkeypatch):
-    seen = []
+    seen, used = [], []
     for name in ("start", "stop"):
         monkeypatch.setattr(torch.cuda.profiler, name, lambda name=name: seen.append(name))
     gradient = collect.gradient
-    monkeypatch.setattr(collect, "gradient", lambda run, n, *rest: seen.append(n) or gradient(run, n, *rest))
+
+    def watched(run, n, workload, model, optimizer, batches, team):
+        seen.append(n)
+        batch = next(batches)
+        used.append(id(batch))
+        return gradient(run, n, workload, model, optimizer, iter([batch]), team)
+
+    monkeypatch.setattr(collect, "gradient", watched)
     collect.profiled_step(small_run(steps=10))
-    assert seen == [1, 2, 3, 4, 5, "start", 6, "stop"]
+    assert seen == [1, 2, 3, 4, 5, 6, "start", 7, "stop"]
+    assert used[6] == used[3] == used[0] and len(set(used)) == 3, "for whose lengths kernels were compiled before"
