@@ -15,6 +15,7 @@ README = ROOT / "README.md"
 FIGURE = ROOT / "docs" / "results.svg"
 STEPS_FIGURE = ROOT / "docs" / "workloads.svg"
 ABLATION = ROOT / "docs" / "ablation.md"
+WORKLOADS = ROOT / "docs" / "workloads.md"
 _MODES = {"fwd": "forward", "bwd": "backward"}
 _ABLATED = itemgetter("gpu", "shape", "mode", "variant")
 _BLOCK_HEADERS = ("part", "shape", "mode", "us", "graph us", "of copy %", "against", "speed-up", "graph speed-up")
@@ -62,6 +63,23 @@ def ablation(rows: list[dict]) -> str:
     return "\n".join(parts) or "No rows yet: no GPU has run `make ablate` for this table.\n"
 
 
+def several_gpus(rows: list[dict]) -> str:
+    """Markdown of the latest training of each kind on several GPUs beside the same on one: its steps, its loss."""
+    trained = {(row["gpu"], str(row["run"]), row["gpus"], row["way"]): row for row in rows if row["gpu"]}
+    pairs = [(row, trained[gpu, run, 1, None]) for (gpu, run, gpus, _), row in trained.items()
+             if gpus > 1 and (gpu, run, 1, None) in trained]
+    if not pairs:
+        return "No rows yet: no GPUs have run `make train GPUS=2` for this table.\n"
+    lines = ["| workload | preset | variant | batch | GPUs | way | step, ms | on one | faster | efficiency | loss | on one |",
+             "|---|---|---|---:|---|---|---:|---:|---:|---:|---:|---:|"]
+    for row, one in pairs:
+        faster = one["p50_us"] / row["p50_us"]
+        run = " | ".join(str(row["run"][name]) for name in ("workload", "preset", "variant", "batch"))
+        times = f"{row['p50_us'] / 1e3:.1f} | {one['p50_us'] / 1e3:.1f} | {faster:.2f} | {100 * faster / row['gpus']:.0f} %"
+        lines.append(f"| {run} | {row['gpus']} {row['gpu']} | {row['way']} | {times} | {row['loss']:.3f} | {one['loss']:.3f} |")
+    return "\n".join(lines) + "\n"
+
+
 def update(rows: list[dict], readme: Path = README, figure_path: Path = FIGURE, check: bool = False) -> bool:
     """Whether README and figure already showed these rows of the bench; unless `check`, afterwards they do.
 
@@ -82,6 +100,11 @@ def update_ablation(rows: list[dict], page: Path = ABLATION, check: bool = False
     """As `update_blocks`, with rows of the ablation."""
     rows = sorted((row for row in rows if row["gpu"] and row["mode"] in _MODES), key=_ABLATED)
     return _put("ablation", ablation(rows), page, check)
+
+
+def update_gpus(rows: list[dict], page: Path = WORKLOADS, check: bool = False) -> bool:
+    """As `update_blocks`, with rows of trainings."""
+    return _put("gpus", several_gpus(rows), page, check)
 
 
 def update_workloads(rows: list[dict], readme: Path = README, figure_path: Path = STEPS_FIGURE, check: bool = False) -> bool:

@@ -24,7 +24,7 @@ from ..workloads import get_workload
 from . import compare as comparing
 from . import components
 
-_REPORT = Path("build", "report")  # git ignores it: rows are what is kept
+_REPORT = Path("docs", "characterisation")
 _WORKLOADS = ("mamba2:1.3b,hybrid:1b,mambavision:T/mamba1,mambavision:T/ssd,"
               "graphmamba:peptides-func/mamba1,graphmamba:peptides-func/ssd")
 _STEPS = 100  # of the runs' schedules; fewer are taken

@@ -6,17 +6,21 @@ import shutil
 import subprocess
 from html import escape
 from html.parser import HTMLParser
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 from typer.testing import CliRunner
 
+from experiments import record
 from experiments.__main__ import app
 from experiments.characterize.report import build, draw, page, roofline
 from experiments.characterize.report.parts import NOT_YET, Figure, Section, Table
 
 from ..rows import ENVIRONMENT, ssd_row, write
 from .counted import kernel_row
+
+COMMITTED = Path(__file__).parents[3] / "docs" / "characterisation"
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 LINKS = ("href", "src", "xlink:href", "action", "poster", "srcset", "data")
@@ -164,6 +168,16 @@ def test_figures_do_not_share_ids():
     figures = tuple(Figure(name, svg, "See.", [{"a": 1}]) for name in ("one", "two"))
     read = Reader(page.html([Section("s", figures)], []))
     assert len(read.ids) == len(set(read.ids)) and {link[1:] for link in read.links if link.startswith("#")} <= {*read.ids}
+
+
+def test_the_committed_report_is_of_the_committed_rows(tmp_path):
+    """`make report` writes it. Charts are compared by their data: another matplotlib draws otherwise."""
+    build.write(tmp_path, record.RESULTS)
+    of_text = [path for path in sorted(tmp_path.iterdir()) if path.suffix in (".md", ".csv")]
+    assert len(of_text) > 1
+    for path in of_text:
+        assert path.read_text() == (COMMITTED / path.name).read_text(), f"{path.name}: run `make report`"
+    assert {path.name for path in tmp_path.iterdir()} == {path.name for path in COMMITTED.iterdir()}
 
 
 def test_command(tmp_path):
