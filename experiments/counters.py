@@ -1,9 +1,9 @@
 """What every kernel of a call does to DRAM, its blocks and its pipes, by Nsight Compute (`ncu`).
 
 ncu runs this command line's hidden command `profiled`, which makes one call between cudaProfilerStart and Stop. It is
-run twice, since each metric set needs caches of its own: bytes and blocks in one pass over warm caches, as kernels leave
-them to one another; hit rates and pipes over several passes, each from cold caches. Times under ncu weigh the kernels; they
-are never reported as speed. A metric that this ncu or GPU does not know is left out of the rows.
+run three times, since each metric set needs caches of its own: bytes and blocks in one pass over warm caches, as kernels leave
+them to one another; hit rates and pipes over several passes, each from cold caches; hit rates again over warm ones. Times under
+ncu weigh the kernels; they are never reported as speed. A metric that this ncu or GPU does not know is left out of the rows.
 """
 
 from __future__ import annotations
@@ -55,11 +55,12 @@ _COLD = {
     **{f"stall_{reason}": f"smsp__average_warps_issue_stalled_{reason}_per_issue_active.ratio"
        for reason in ("long_scoreboard", "barrier", "wait", "math_pipe_throttle", "gmma", "no_instruction")},
 }
+_HITS = {"l2_warm_hit_pct": _COLD["l2_hit_pct"], "l1_warm_hit_pct": _COLD["l1_hit_pct"]}
 _COUNTED = ("tensor_insts", "tensor_flops", "fadds", "fmuls", "ffmas", "exps")
 _LONGEST_S = 1800  # each kernel of a call is run many times over
 _REQUIRED = (_TIME, _READ, _WRITE, _WARM["dram_pct"])
 _SUMMED = ("launches", "ncu_us", "dram_bytes", "blocks", *_COUNTED)
-_WEIGHTED = ("dram_pct", "occupancy_pct", "block_cycles", *(key for key in _COLD if key not in _COUNTED))
+_WEIGHTED = ("dram_pct", "occupancy_pct", "block_cycles", *(key for key in _COLD if key not in _COUNTED), *_HITS)
 
 
 def run(rows: list[dict], out: Path, console: Console) -> None:
@@ -150,16 +151,24 @@ def _number(cell: str) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def profile(arguments: list[str]) -> list[dict]:
-    """Both runs' values of each launch that the command line with these arguments makes, in order, as a row has them.
+def profile(arguments: list[str], brief: bool = False) -> list[dict]:
+    """The runs' values of each launch that the command line with these arguments makes, in order, as a row has them.
+
+    Args:
+        brief: times, bytes, blocks and FLOPs alone, for calls of so many kernels that all metrics would take an hour.
 
     Raises:
-        ValueError, OSError: as `ncu`; or the two runs differ, or a metric is missing that there must be.
+        ValueError, OSError: as `ncu`; or two runs differ, or a metric is missing that there must be.
     """
-    warm, cold = ncu(arguments, (_TIME, _READ, _WRITE, *_WARM.values()), "none"), ncu(arguments, _COLD.values(), "all")
-    if [launch["kernel"] for launch in warm] != [launch["kernel"] for launch in cold]:
+    runs = [ncu(arguments, (_TIME, _READ, _WRITE, *_WARM.values()), "none", single_pass=True)]
+    if brief:  # whose counts do not depend on caches
+        runs.append(ncu(arguments, [_COLD[key] for key in _COUNTED], "none"))
+    else:
+        runs += [ncu(arguments, _COLD.values(), "all"), ncu(arguments, _HITS.values(), "none", single_pass=True)]
+    if len({tuple(launch["kernel"] for launch in launches) for launches in runs}) > 1:
         raise ValueError("two runs launched different kernels")
-    return [_launch(a | b) for a, b in zip(warm, cold, strict=True)]
+    return [_launch(warm | rest) | {key: hits[0][metric] for key, metric in _HITS.items() if hits and metric in hits[0]}
+            for warm, rest, *hits in zip(*runs, strict=True)]
 
 
 def _launch(metrics: dict) -> dict:
@@ -179,8 +188,10 @@ def _call_of(row: dict) -> list[str]:
     return ["profiled", *(str(row[key]) for key in ("variant", "shape", "mode", "dtype", "chunk_size")), *options]
 
 
-def ncu(arguments: list[str], metrics: Iterable[str], cache_control: str) -> list[dict]:
+def ncu(arguments: list[str], metrics: Iterable[str], cache_control: str, single_pass: bool = False) -> list[dict]:
     """The metrics of each launch between the profiler's start and stop while this command line runs with the arguments.
+
+    single_pass: warn where ncu needs more, since each leaves the caches warm for the next.
 
     Raises:
         ValueError: ncu failed, or saw no kernel; the message has the end of what it said.
@@ -200,8 +211,8 @@ def ncu(arguments: list[str], metrics: Iterable[str], cache_control: str) -> lis
         text = log.read_text() if log.exists() else ""
     if ran.returncode:
         raise ValueError(f"exit status {ran.returncode}: {(text + ran.stderr).strip()[-400:]}")
-    if cache_control == "none" and (passes := re.search(r"100% - (\d+) passes", text)):
-        warnings.warn(f"ncu took {passes[1]} passes, expected 1: its replays warmed the caches for the bytes", stacklevel=2)
+    if single_pass and (passes := re.search(r"100% - (\d+) passes", text)):
+        warnings.warn(f"ncu took {passes[1]} passes, expected 1: its replays warmed the caches", stacklevel=2)
     return parse(text)
 
 

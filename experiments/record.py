@@ -28,10 +28,10 @@ _COMPARED = ("against", "against_p50_us", "against_graph_p50_us", "speedup", "gr
 _TRAINING = ("workload", "preset", "loss")
 KEYS = (*IDENTITY, *_MEASURED, *_COMPARED, *_TRAINING, *ENVIRONMENT)
 
-_COUNTED = ("kernel", "dram_bytes", "dram_pct", "l2_hit_pct", "occupancy_pct", "registers", "ncu_us", "block_cycles",
-            "blocks", "tensor_pct", "issue_pct", "shared_pct", "l1_hit_pct", "waves", "tensor_insts", "tensor_flops",
-            "fadds", "fmuls", "ffmas", "exps", "stall_long_scoreboard", "stall_barrier", "stall_wait",
-            "stall_math_pipe_throttle", "stall_gmma", "stall_no_instruction")
+_COUNTED = ("kernel", "dram_bytes", "dram_pct", "l2_hit_pct", "l2_warm_hit_pct", "l1_warm_hit_pct", "occupancy_pct",
+            "registers", "ncu_us", "block_cycles", "blocks", "tensor_pct", "issue_pct", "shared_pct", "l1_hit_pct", "waves",
+            "tensor_insts", "tensor_flops", "fadds", "fmuls", "ffmas", "exps", "stall_long_scoreboard", "stall_barrier",
+            "stall_wait", "stall_math_pipe_throttle", "stall_gmma", "stall_no_instruction")
 
 # What a bench adds. err_seqlen: tokens that the error was taken over; note: why a value is missing; saved_mib: what a forward
 # keeps for the backward beside its inputs and output; step and changed: as `ablate.Step` has them; shard: which part of the

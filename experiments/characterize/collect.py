@@ -69,7 +69,7 @@ def count(run: Run, out: Path) -> list[dict]:
     """
     gc.collect()
     torch.cuda.empty_cache()  # for the child
-    launches = counters.profile(["profiled-step", json.dumps(asdict(run))])
+    launches = counters.profile(["profiled-step", json.dumps(asdict(run))], brief=True)
     environment = record.environment()
     rows = [{**_identity(run), "bench": "step_counters", **kernel, "operator": classify(kernel["kernel"]), **environment}
             for kernel in counters.by_kernel(launches)]

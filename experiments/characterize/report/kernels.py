@@ -73,22 +73,24 @@ def caches(calls: list[Call]) -> Section:
     """Figure 4."""
     title = "Cache hit rates"
     lines = [{"variant": call.row["variant"], "mode": call.row["mode"], "kernel": short(kernel["kernel"]),
-              "l1_hit_pct": kernel.get("l1_hit_pct"), "l2_hit_pct": kernel["l2_hit_pct"]}
+              "l1_hit_pct": kernel.get("l1_hit_pct"), "l2_hit_pct": kernel["l2_hit_pct"],
+              "l1_warm_hit_pct": kernel.get("l1_warm_hit_pct"), "l2_warm_hit_pct": kernel.get("l2_warm_hit_pct")}
              for call in calls for kernel in call.kernels if "l2_hit_pct" in kernel]
     if not lines:
         return Section(title, (f"Figure 4 of the paper: {NOT_YET}.",))
     forward = [line for line in lines if line["mode"] == "fwd"]
     labels = [f"{line['kernel']} ({line['variant']})" for line in forward]
-    series = {"L2": [line["l2_hit_pct"] for line in forward]}
-    if any(line["l1_hit_pct"] is not None for line in forward):
-        series["L1"] = [line["l1_hit_pct"] for line in forward]
+    series = {name: [line[key] for line in forward] for name, key in
+              (("L2", "l2_hit_pct"), ("L2, warm", "l2_warm_hit_pct"), ("L1", "l1_hit_pct"), ("L1, warm", "l1_warm_hit_pct"))}
+    series = {name: values for name, values in series.items() if any(value is not None for value in values)}
     svg = draw.chart(lambda ax: draw.bars(ax, labels, series), 0.8 + 0.26 * len(forward), xlabel="per cent of sectors that hit",
                      xlim=(0, 108))
     means = ", ".join(f"{call.row['l2_hit_pct']:.0f} % ({call.row['variant']})" for call in calls
                       if call.row["mode"] == "fwd" and "l2_hit_pct" in call.row)
     see = f"Of whole forwards, weighted with time: {means}. A lower rate is no loss where fewer tiles are read a second time."
-    note = ("Each kernel begins with cold caches: reuse between kernels cannot show here, only in the bytes. Warm ones: "
-            f"{NOT_YET}." + ("" if "L1" in series else f" L1: {NOT_YET}."))
+    note = "Caches are cold where a kernel begins, and reuse between kernels cannot show, or warm, as the last kernel left them."
+    missing = [name for name in ("L2, warm", "L1", "L1, warm") if name not in series]
+    note += f" {'; '.join(missing)}: {NOT_YET}." if missing else ""
     return Section(title, (note, Figure("hit-rates", svg, see, lines)))
 
 

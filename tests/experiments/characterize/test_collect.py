@@ -82,11 +82,11 @@ def test_refused(arguments, said):
 def test_counters_of_a_step(tmp_path, monkeypatch):
     launch = {"launches": 1, "ncu_us": 10.0, "dram_bytes": 1e6, "dram_pct": 20.0}
     asked = []
-    monkeypatch.setattr(counters, "profile", lambda arguments: asked.append(arguments) or [
+    monkeypatch.setattr(counters, "profile", lambda arguments, brief: asked.append((arguments, brief)) or [
         launch | {"kernel": "nvjet_a"}, launch | {"kernel": "bmm_chunk_kernel"}, launch | {"kernel": "nvjet_a"}])
     run = next(commands._runs("mamba2:tiny", ["fused"], "bf16", False))
     rows = collect.count(run, tmp_path)
-    assert [(command, Run(**json.loads(given))) for command, given in asked] == [("profiled-step", run)]
+    assert [(command, Run(**json.loads(given))) for (command, given), brief in asked if brief] == [("profiled-step", run)]
     assert [(row["kernel"], row["operator"], row["launches"], row["ncu_us"]) for row in rows] == [
         ("nvjet_a", "gemm", 2, 20.0), ("bmm_chunk_kernel", "ssm", 1, 10.0)]
     assert record.read(tmp_path, bench="step_counters") == rows
