@@ -88,7 +88,7 @@ def caches(calls: list[Call]) -> Section:
     means = ", ".join(f"{call.row['l2_hit_pct']:.0f} % ({call.row['variant']})" for call in calls
                       if call.row["mode"] == "fwd" and "l2_hit_pct" in call.row)
     see = f"Of whole forwards, weighted with time: {means}. A lower rate is no loss where fewer tiles are read a second time."
-    note = "Caches are cold where a kernel begins, and reuse between kernels cannot show, or warm, as the last kernel left them."
+    note = "Caches are cold where a kernel begins, and reuse between kernels cannot show; or warm, as the last one left them."
     missing = [name for name in ("L2, warm", "L1", "L1, warm") if name not in series]
     note += f" {'; '.join(missing)}: {NOT_YET}." if missing else ""
     return Section(title, (note, Figure("hit-rates", svg, see, lines)))
