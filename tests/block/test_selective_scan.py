@@ -343,7 +343,8 @@ def test_checkpoint(device):
 @pytest.mark.gpu
 def test_large_warps(device, monkeypatch):
     """What large inputs take."""
-    monkeypatch.setattr(walk, "_LARGE", 1)
+    for name in ("_LARGE", "_PROGRAMS"):
+        monkeypatch.setattr(walk, name, 1)
     assert_right(inputs(Case(4, 300, 70, 16, 1), device))
 
 
@@ -351,7 +352,7 @@ def test_large_warps(device, monkeypatch):
 def test_offsets_beyond_int32(device, much_memory):
     """2^31 elements of u and of its gradient: the last channels of the last row, judged by themselves.
 
-    As many of them as still take the walk's large warps: small ones sum in another order.
+    As many of them as the walk still takes by the same warps: others sum in another order.
     """
     given = inputs(Case(2, 2048, 600_000, 4, 0, dtype=torch.bfloat16), device)
     got, ways = run(selective_scan_fn, given)

@@ -41,13 +41,15 @@ def takes_walk(u: Tensor, B: Tensor) -> bool:
 
 
 def channels_and_rows(batch: int, dim: int, seqlen: int, dstate: int) -> tuple[int, int]:
-    """CHANNELS of a program and R of a thread: small warps, where there are few, since a token takes a warp less time the fewer
-    channels it has; and large ones where the partial sums of dB and dC, 8 bytes for each program's tokens and states, would be.
+    """CHANNELS of a program and R of a thread: small warps where channels are few, since a token takes a warp less time the fewer
+    it has. Larger ones where the partial sums of dB and dC, 8 bytes for each program's tokens and states, would be large; but
+    the largest only where there are enough of them: fewer take twice the time (docs/kernel-log.md).
     """
     channels = max(4, 32 // columns(dstate))  # or some lanes would have no states
     while channels < 16 and batch * dim // channels >= _PROGRAMS:
         channels *= 2
-    while channels < 32 and batch * dim * seqlen * dstate * 8 // channels >= _LARGE:
+    most = 32 if batch * dim // 32 >= _PROGRAMS else 16
+    while channels < most and batch * dim * seqlen * dstate * 8 // channels >= _LARGE:
         channels *= 2
     return channels, 2 if channels == 32 else 1
 
