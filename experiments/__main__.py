@@ -41,8 +41,6 @@ from .train import Interrupted, Stopped
 from .train import train as run_train
 from .workloads import workload_names
 
-SANITIZED = (*CANDIDATES, sanitize.CONTROL)
-
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
 
 OutOption = Annotated[Path, typer.Option(file_okay=False, help="Folder of the rows: <out>/<gpu>/<bench>.jsonl.")]
@@ -309,15 +307,17 @@ def choose(out: OutOption = record.RESULTS) -> None:
 
 @app.command("sanitize")
 def sanitize_kernels(
-    variant: Annotated[str, typer.Option(help=f"Variants to check, of {', '.join(SANITIZED)}.")] = ",".join(SANITIZED),
+    variant: Annotated[str, typer.Option(
+        help=f"Of {', '.join(sanitize.VARIANTS)}; all, but control on Hopper alone.")] = "",
     tool: Annotated[str, typer.Option(help=f"Tools of compute-sanitizer, of {', '.join(sanitize.TOOLS)}.")] = ",".join(
         sanitize.TOOLS),
     out: OutOption = record.RESULTS,
 ) -> None:
     """Run every kernel of the variants under compute-sanitizer, and append a row for each tool; exit 1 if it finds anything but
-    Triton's own start of the roles, which the control shows alone.
+    Triton's own start of the roles, which the control is there to show alone.
     """
-    variants, tools = _each("--variant", variant, SANITIZED), _each("--tool", tool, sanitize.TOOLS)
+    variants = _each("--variant", variant, sanitize.VARIANTS) if variant else sanitize.variants_here()
+    tools = _each("--tool", tool, sanitize.TOOLS)
     if not torch.cuda.is_available():
         _refuse("sanitize: needs a CUDA GPU, found none")
     try:
@@ -328,23 +328,11 @@ def sanitize_kernels(
 
 
 @app.command(hidden=True)
-def sanitized(variant: str) -> None:
-    """Every kernel of a variant, once: what `sanitize` runs under compute-sanitizer."""
-    sanitize.sanitized(variant)
-
-
-@app.command(hidden=True)
 def profiled(
     variant: str, shape: str, mode: str, dtype: str, chunk_size: int, option: Annotated[list[str] | None, typer.Option()] = None
 ) -> None:
     """One call between the profiler's start and stop: what `bench --counters` runs under ncu."""
     ncu.profiled(Candidate(variant, chunk_size, _options(option or [])), shape, mode, dtype)
-
-
-@app.command(hidden=True)
-def profiled_part(part: str, shape: str, mode: str, dtype: str, variant: str) -> None:
-    """One call of a part between the profiler's start and stop: what `block --counters` runs under ncu."""
-    surroundings.profiled(part, shape, mode, dtype, variant)
 
 
 def _rows(read: Callable[[], list[dict]], out: Path) -> list[dict]:
@@ -397,8 +385,9 @@ def _chunk_sizes(text: str) -> tuple[int, ...]:
 for command in (characterisation.compare, characterisation.report, characterisation.characterize,
                 characterisation.scaling):
     app.command()(command)
-for command in (characterisation.profiled_product, characterisation.profiled_step):
+for command in (characterisation.profiled_product, characterisation.profiled_step, sanitize.sanitized):
     app.command(hidden=True)(command)
+app.command("profiled-part", hidden=True)(surroundings.profiled)
 
 if __name__ == "__main__":
     app()

@@ -40,7 +40,8 @@ def workloads(rows: list[dict], figure_path: str) -> str:
     if not rows:
         return "No rows yet: no GPU has run the sweep for this table.\n"
     parts = [f"![A training step of each workload with each variant, and the state-space model's part]({figure_path})\n"]
-    return "\n".join(parts + _tables(rows, _STEPS))
+    columns = {header: column for header, column in _STEPS.items() if any(row.get(column[0]) is not None for row in rows)}
+    return "\n".join(parts + _tables(rows, columns))
 
 
 def blocks(rows: list[dict]) -> str:
@@ -65,9 +66,10 @@ def ablation(rows: list[dict]) -> str:
 
 def several_gpus(rows: list[dict]) -> str:
     """Markdown of the latest training of each kind on several GPUs beside the same on one: its steps, its loss."""
-    trained = {(row["gpu"], str(row["run"]), row["gpus"], row["way"]): row for row in rows if row["gpu"]}
-    pairs = [(row, trained[gpu, run, 1, None]) for (gpu, run, gpus, _), row in trained.items()
-             if gpus > 1 and (gpu, run, 1, None) in trained]
+    rows = [row for row in rows if row["gpu"]]
+    trained = {(_alike(row), row["gpus"], row["way"]): row for row in rows}
+    pairs = [(row, trained[alike, 1, None]) for (alike, gpus, _), row in trained.items()
+             if gpus > 1 and (alike, 1, None) in trained]
     if not pairs:
         return "No rows yet: no GPUs have run `make train GPUS=2` for this table.\n"
     lines = ["| workload | preset | variant | batch | GPUs | way | step, ms | on one | faster | efficiency | loss | on one |",
@@ -78,6 +80,12 @@ def several_gpus(rows: list[dict]) -> str:
         times = f"{row['p50_us'] / 1e3:.1f} | {one['p50_us'] / 1e3:.1f} | {faster:.2f} | {100 * faster / row['gpus']:.0f} %"
         lines.append(f"| {run} | {row['gpus']} {row['gpu']} | {row['way']} | {times} | {row['loss']:.3f} | {one['loss']:.3f} |")
     return "\n".join(lines) + "\n"
+
+
+def _alike(row: dict) -> tuple:
+    """What trainings share that compare: every setting but how often they are saved, the machine and the code."""
+    return *(row[name] for name in ("gpu", "git_sha", "torch", "triton")), *sorted(
+        (name, str(value)) for name, value in row["run"].items() if name != "save_every")
 
 
 def update(rows: list[dict], readme: Path = README, figure_path: Path = FIGURE, check: bool = False) -> bool:
@@ -153,7 +161,7 @@ def _draw(draw: Callable, shown: dict, rows: list[dict], path: Path, check: bool
 
 def committed(out: Path = record.RESULTS) -> list[dict]:
     """The rows that the README shows: named shapes in bf16, each variant as it comes, at its faster chunk size."""
-    return [row for row in table.committed(out, dtype="bf16")
+    return [row for row in table.committed(out, compared=True, dtype="bf16")
             if not row["shape"].startswith("sweep-") and record.has_default_options(row)]
 
 

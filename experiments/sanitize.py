@@ -7,7 +7,7 @@ allocation.
 racecheck reports the start of the roles in any kernel that Triton specialises by warps, since it does not follow the barrier
 between the warps that write what the roles are to do and those that read it. Both are code that Triton makes for two lines, the
 kernel's `def` and its `warp_specialize`, where we can neither read nor write: such reports are counted apart. The variant
-`control`, a kernel of two roles that does next to nothing, shows them alone.
+`control`, a kernel of two roles that does next to nothing, is there to show them alone; it needs a Hopper GPU.
 """
 
 from __future__ import annotations
@@ -27,12 +27,14 @@ from rich.table import Table
 
 import ssd
 from ssd import Options, ssd_chunk_scan
+from ssd.choice import CANDIDATES
 
 from . import record
 from .hand_over import hand_over
 from .shapes import SMALL, Shape, make_inputs
 
 CONTROL = "control"
+VARIANTS = (*CANDIDATES, CONTROL)
 TOOLS = ("memcheck", "racecheck")
 _EXECUTABLE = "compute-sanitizer"
 _CHUNK_SIZE = 64
@@ -50,6 +52,11 @@ _KERNEL = re.compile(r"\w+_kernel\b")
 _REPORT = re.compile(r"^=+ Error: Race reported.*(?:\n=+ +and .*)*", re.MULTILINE)
 _ACCESS = re.compile(r"access at (\w+)\+0x[0-9a-f]+ in (\S+):(\d+)")
 _TOLD = re.compile(r"^=+.*(?:Error|Warning|Invalid|SUMMARY|_kernel).*", re.MULTILINE)  # without the backtraces on the host
+
+
+def variants_here() -> list[str]:
+    """What this GPU can run: the control needs Hopper's barriers."""
+    return [name for name in VARIANTS if name != CONTROL or torch.cuda.get_device_capability()[0] == 9]
 
 
 def run(variants: list[str], tools: list[str], out: Path, console: Console) -> bool:
@@ -92,21 +99,23 @@ def check(variant: str, tool: str) -> tuple[int, int, str, str]:
 
 
 def _is_start_of_roles(report: str) -> bool:
-    """Whether every access of racecheck's report is at a kernel's `def` or at its `warp_specialize`."""
-    return all(
-        _line(file, int(line)).strip().startswith((f"def {kernel}(", "gl.warp_specialize("))
-        for kernel, file, line in _ACCESS.findall(report)
-    )
+    """Whether every access of racecheck's report is known to be at a kernel's `def` or at its `warp_specialize`."""
+    found = _ACCESS.findall(report)
+    theirs = (_line(file, int(number)).strip().startswith((f"def {kernel}(", "gl.warp_specialize("))
+              for kernel, file, number in found)
+    return 1 < len(found) == report.count("access at ") and all(theirs)
 
 
 def _line(file: str, number: int) -> str:
-    """The line of one of our files, of which racecheck names no folder; nothing if it is not ours."""
-    found = [path for folder in (Path(ssd.__file__).parent, Path(__file__).parent) for path in folder.rglob(file)]
-    return found[0].read_text().splitlines()[number - 1] if len(found) == 1 else ""
+    """The line of one of our files, whose folder racecheck may leave out; nothing if it is none of ours."""
+    folders = Path(ssd.__file__).parent, Path(__file__).parent
+    found = [path for folder in folders for path in folder.rglob(Path(file).name)]
+    lines = found[0].read_text().splitlines() if len(found) == 1 else []
+    return lines[number - 1] if number <= len(lines) else ""
 
 
 def sanitized(variant: str) -> None:
-    """Forward and backward of every case; of the control, its kernel."""
+    """Every kernel of a variant, once: what `sanitize` runs under compute-sanitizer."""
     if variant == CONTROL:
         source = torch.randn(8, 128, device="cuda")
         assert torch.equal(hand_over(source), source)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
@@ -103,15 +104,15 @@ def run(plan: Plan, console: Console) -> list[str]:
 
 def committed(out: Path = record.RESULTS) -> list[dict]:
     """The last row of each step, with the loss of the last training with the same settings, and `share`, `speedup`, `U` and
-    `W`.
+    `W`; of a step that was timed beside others the last such row.
 
     share: of the state-space model in the step. speedup: over upstream's step of the same sitting. U, W: of the memory's
     data-sheet rate by the state-space model's kernels, see `characterize.definitions`, where `make characterize` counted them.
     There is no G: what lies between these kernels in a step is others' work.
     """
     losses = {_trained(row): row["loss"] for row in record.read(out, bench="train") if row["gpus"] == 1}
-    rows = record.latest((row for row in record.read(out, bench="step") if row["p50_us"] is not None),
-                         lambda row: (_trained(row), str(row["options"])))
+    rows = [row for row in record.read(out, bench="step") if row["p50_us"] is not None]
+    rows = record.latest(_beside_others(rows), _measured)
     counted = _counted(record.read(out, bench="step_counters"))
     theirs = {_together(row): row["p50_us"] for row in rows if row["variant"] == "mamba_ssm"}
     found = []
@@ -124,6 +125,17 @@ def committed(out: Path = record.RESULTS) -> list[dict]:
             **_utilisation(row["gpu"], counted.get(_counters_key(row), [])),
         })
     return found
+
+
+def _measured(row: dict) -> tuple:
+    return _trained(row), str(row["options"])
+
+
+def _beside_others(rows: list[dict]) -> list[dict]:
+    """Without those that were timed alone, of what was also timed beside others."""
+    together = Counter(map(_together, rows))
+    beside = {_measured(row) for row in rows if together[_together(row)] > 1}
+    return [row for row in rows if together[_together(row)] > 1 or _measured(row) not in beside]
 
 
 def _counted(rows: list[dict]) -> dict[tuple, list[dict]]:

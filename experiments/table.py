@@ -154,9 +154,13 @@ def last_commit(rows: list[dict]) -> list[dict]:
     return [row for row in rows if row["git_sha"] == measured[subject(row)[:-1]]]
 
 
-def committed(out=record.RESULTS, all_chunks: bool = False, **where) -> list[dict]:
-    """The bench's latest rows."""
-    rows = record.latest(last_commit(record.read(out, bench="ssd", **where)), subject)
+def committed(out=record.RESULTS, all_chunks: bool = False, compared: bool = False, **where) -> list[dict]:
+    """The bench's latest rows; compared: those taken beside a rival, where there are any."""
+    rows = record.read(out, bench="ssd", **where)
+    if compared:
+        beside = {subject(row)[:-1] for row in rows if row.get("against")}
+        rows = [row for row in rows if row.get("against") or subject(row)[:-1] not in beside]
+    rows = record.latest(last_commit(rows), subject)
     return in_order(rows if all_chunks else best_chunk(rows))
 
 

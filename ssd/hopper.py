@@ -47,7 +47,7 @@ def cannot_run(i: SSDInputs, options: Options, by_chunk: bool) -> str | None:
     if i.nheads // i.ngroups % 2:
         return f"got {i.nheads // i.ngroups} heads a group, takes even numbers"
     if i.z is not None or i.cu_seqlens is not None or (i.D is not None and i.D.dim() == 2):
-        return "z, cu_seqlens and D of two dimensions are not in it"
+        return "z, varlen states of cu_seqlens and D of two dimensions are not in it"
     if by_chunk and i.chunk_size % BLOCK_M:
         return f"chunk_size: got {i.chunk_size}, keeps states every {BLOCK_M} tokens or a multiple"
     if i.states_dtype.itemsize > 4:

@@ -6,7 +6,7 @@ inference is its forward, training its forward and backward.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import product
 from operator import itemgetter
@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from ssd import ssd_chunk_scan
+from ssd.block import causal_conv1d_fn
 
 from .. import block, record, timing
 from ..shapes import DTYPES, Shape, make_inputs
@@ -48,13 +49,13 @@ def run(plan: Plan, console: Console) -> list[dict]:
         for seqlen, (name, component) in settings:
             shape = _shape(name, seqlen)
             progress.update(task, description=f"{name} {component} {seqlen}")
-            work = COMPONENTS[name, component](shape, DTYPES[plan.dtype])
-            for mode in MODES:
-                (values,) = block.timed(work, {block.OURS: work.ours}, mode, how).values()
-                row = {"bench": "scaling", "part": component, "shape": name, **shape.sizes, "dtype": plan.dtype, "mode": mode}
-                row |= values | record.environment()
-                record.append(row, plan.out)
-                rows.append(row)
+            row = {"bench": "scaling", "part": component, "shape": name, **shape.sizes, "dtype": plan.dtype}
+            try:
+                for mode, values in _measured(COMPONENTS[name, component](shape, DTYPES[plan.dtype]), how):
+                    rows.append(row | {"mode": mode} | values | record.environment())
+                    record.append(rows[-1], plan.out)
+            except Exception as reason:  # one that cannot run must not cost the measurements of the others
+                console.print(f"{name} {component} {seqlen} is left out: {reason}", style="yellow", markup=False)
             progress.advance(task)
     return rows
 
@@ -63,6 +64,12 @@ def committed(out: Path = record.RESULTS) -> list[dict]:
     """The last row of each component, length and mode, the shortest first."""
     rows = record.latest(record.read(out, bench="scaling"), itemgetter("gpu", "shape", "part", "seqlen", "mode", "dtype"))
     return sorted(rows, key=itemgetter("seqlen"))
+
+
+def _measured(work: block.Work, how: block.Plan) -> Iterator[tuple[str, dict]]:
+    for mode in MODES:
+        (values,) = block.timed(work, {block.OURS: work.ours}, mode, how).values()
+        yield mode, values
 
 
 def _shape(name: str, seqlen: int) -> Shape:
@@ -85,8 +92,13 @@ def _linear(inputs: int, outputs: Callable[[Shape], int] | int) -> Callable[[Sha
 
 
 def _conv1d_of_x(shape: Shape, dtype: torch.dtype) -> block.Work:
-    """Mamba-1 convolves x alone, B and C are made of it afterwards."""
-    return block.conv1d(Shape(shape.name, shape.batch, shape.seqlen, shape.nheads, shape.headdim, 0, 1), dtype)
+    """Mamba-1 convolves x alone, a half of its projection, whose tokens lie side by side; B and C are made of it afterwards."""
+    def normal(*size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.randn(*size, device=block.device(), dtype=dtype)
+
+    x = normal(shape.batch, 2 * _INNER, shape.seqlen, dtype=dtype)[:, :_INNER].detach().requires_grad_()
+    weight, bias = normal(_INNER, 4).requires_grad_(), normal(_INNER).requires_grad_()
+    return block.Work(lambda: causal_conv1d_fn(x, weight, bias, activation="silu"), None, (x, weight, bias), {})
 
 
 def _ssd(shape: Shape, dtype: torch.dtype) -> block.Work:

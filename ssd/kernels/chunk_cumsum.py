@@ -16,7 +16,8 @@ from .arguments import cdiv, contiguous
 from .launch import launch
 
 # What dA_cumsum falls by at the first token of a document: 2^-184.7, and so 0 for every decay and step times decay that begins
-# before it, while the differences inside a document lose 2^-16 of a binary log at most for each document of a chunk.
+# before it. Differences inside a document lose 2^-16 of a binary log in RMS, and four times that at most, for each document
+# that began in the same 64 tokens (docs/ssd.md).
 _BOUNDARY = tl.constexpr(-128.0)
 
 

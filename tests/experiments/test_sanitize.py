@@ -61,15 +61,18 @@ def test_the_start_of_roles_is_counted_apart(says, tmp_path):
     scan = "hopper_scan_kernel", hopper_scan
     started = _race(*scan, "def hopper_scan_kernel(", "def hopper_scan_kernel(", "gl.warp_specialize([")
     ours = _race(*scan, "def hopper_scan_kernel(", "gl.warp_specialize([", "from_start = gl.allocate")
-    theirs = "========= Error: Race reported between Read access at hopper_scan_kernel+0x10 in standard.py:7\n"
+    at = "access at hopper_scan_kernel+0x10"
+    first, then = "========= Error: Race reported between Read ", "=========     and Write "
+    theirs = f"{first}{at} in standard.py:7\n{then}{at} in /a/b.py:9\n{first}{at}\n{then}{at} [2 hazards]\n"
+    theirs += _race(*scan, "def hopper_scan_kernel(") + then + "access at void reduce<int>()+0x200 [1 hazards]\n"
     control = _race("hand_over_kernel", hand_over, "def hand_over_kernel(", "gl.warp_specialize([")
     summary = "========= RACECHECK SUMMARY: {0} hazards displayed ({0} errors, 0 warnings)"
     console = Console(record=True, width=120)
     says({"racecheck": started + control + summary.format(2)})
     assert sanitize.run(["control"], ["racecheck"], tmp_path / "rows", console)
-    says({"racecheck": started + ours + theirs + summary.format(3)})
+    says({"racecheck": started + ours + theirs + summary.format(5)})
     assert not sanitize.run(["fused"], ["racecheck"], tmp_path / "rows", console)
-    assert [(row["found"], row["of_roles"]) for row in record.read(tmp_path / "rows", bench="sanitize")] == [(2, 2), (3, 1)]
+    assert [(row["found"], row["of_roles"]) for row in record.read(tmp_path / "rows", bench="sanitize")] == [(2, 2), (5, 1)]
 
 
 def test_no_summary_is_no_pass(says):

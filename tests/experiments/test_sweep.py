@@ -126,10 +126,23 @@ def test_times_of_two_sittings_do_not_compare(plan):
     assert [row["speedup"] for row in sweep.committed(plan.out)] == [2.0, None]
     record.append(rival | {"run": rival["run"] | {"preset": "1.3b"}, "p50_us": 1.0}, plan.out)
     assert sweep.committed(plan.out)[0]["speedup"] == 2.0, "another's, begun in the same second"
-    record.append(rival | {"sitting": "2001-01-01T00:00:00+00:00"}, plan.out)
-    assert [row["speedup"] for row in sweep.committed(plan.out)] == [None] * 3
+    later = {"sitting": "2001-01-01T00:00:00+00:00"}
+    record.append(rival | later, plan.out)
+    record.append(row | later | {"variant": "baseline", "run": row["run"] | {"variant": "baseline"}}, plan.out)
+    assert [row["speedup"] for row in sweep.committed(plan.out)] == [None, None, None, 2.0]
     record.append(row | {"run": row["run"] | {"steps": 7}}, plan.out)
-    assert [row["loss"] for row in sweep.committed(plan.out)] == [loss, None, None, None], "of as many steps"
+    assert [row["loss"] for row in sweep.committed(plan.out)] == [loss, None, None, None, None], "of as many steps"
+
+
+def test_a_step_timed_alone_does_not_replace_one_beside_others(plan):
+    sweep.run(replace(plan, variants=("torch",)), QUIET)
+    (row,) = record.read(plan.out, bench="step")
+    rival = row | {"variant": "mamba_ssm", "options": None, "p50_us": 2 * row["p50_us"],
+                   "run": row["run"] | {"variant": "mamba_ssm"}}
+    record.append(rival, plan.out)
+    record.append(rival | {"p50_us": 1.0, "sitting": "2999-01-01T00:00:00+00:00"}, plan.out)
+    assert [line["p50_us"] for line in sweep.committed(plan.out)] == [row["p50_us"], rival["p50_us"]]
+    assert sweep.committed(plan.out)[0]["speedup"] == 2.0
 
 
 def test_utilisation_is_that_of_the_kernels_counted_last(plan):

@@ -29,6 +29,14 @@ def test_the_kernels_decide_and_not_their_launches(tmp_path):
     assert [r["chunk_size"] for r in table.committed(tmp_path)] == [128]
 
 
+def test_rows_beside_a_rival(tmp_path):
+    """A later one without does not take the place of a comparison; what has none is shown as it is."""
+    write(tmp_path, ssd_row("fused", p50_us=800.0, **compared()), ssd_row("fused"), ssd_row("mamba_ssm"), ssd_row("persistent"))
+    found = {row["variant"]: row["p50_us"] for row in table.committed(tmp_path, compared=True)}
+    assert found == {"fused": 800.0, "mamba_ssm": 1000.0, "persistent": 1000.0}
+    assert {row["variant"]: row["p50_us"] for row in table.committed(tmp_path)}["fused"] == 1000.0
+
+
 def test_commits_are_not_mixed(tmp_path):
     """A chunk size that was measured at an earlier commit only is out of the running, and a faster one of it too."""
     old = {"git_sha": "1" * 40, "graph_p50_us": 100.0}

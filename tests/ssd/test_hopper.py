@@ -128,6 +128,15 @@ def test_documents_fall_apart(device):
 
 
 @needs_hopper
+@pytest.mark.parametrize("variant", ("fused", "persistent"))
+def test_documents_of_four_tokens(variant):
+    """16 in each piece of 64 tokens: what their beginnings take from the decays' precision stays within the bounds."""
+    inputs = random_inputs(SHAPE, CASES["documents"], torch.bfloat16, "cuda")
+    seq_idx = (torch.arange(SHAPE.seqlen, device="cuda", dtype=torch.int32) // 4).expand(SHAPE.batch, -1).contiguous()
+    assert_right(get_variant(variant), replace(inputs, seq_idx=seq_idx))
+
+
+@needs_hopper
 @pytest.mark.parametrize("mode", (None, "reduce-overhead"))
 @pytest.mark.parametrize("variant", ("fused", "persistent"))
 def test_compiled(variant, mode):

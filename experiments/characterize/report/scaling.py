@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import product
 from pathlib import Path
 
@@ -62,12 +63,13 @@ def _operator(out: Path) -> tuple[str | Figure, ...]:
 
 def _components(out: Path) -> tuple[str | Figure, ...]:
     rows = of_one_gpu(components.committed(out))
-    if not rows:
+    dtype = Counter(row["dtype"] for row in rows).most_common(1)[0][0] if rows else None
+    data = _summed([row for row in rows if row["dtype"] == dtype])
+    if not data:
         return (f"Of the components of a Mamba-1 and a Mamba-2 block: {NOT_YET}; `make scaling` on a GPU writes the rows.",)
-    data = _summed(rows)
-    note = ("The components of a block of mamba-1.4b and of mamba2-1.3b, each alone, batch 1, in "
-            f"{', '.join(sorted({row['dtype'] for row in rows}))}: inference is the forward, training forward and backward. "
-            "Mamba-1 gates inside its scan, and has no norm.")
+    note = (f"The components of a block of mamba-1.4b and of mamba2-1.3b, each alone, batch 1, in {dtype}: inference is the "
+            "forward, training forward and backward; in a CUDA graph, or eagerly what cannot be captured. Mamba-1 gates inside "
+            "its scan, and has no norm. A component is left out until all of its parts are measured.")
     return (note, _time(data, "training"), _time(data, "inference"), _memory(data))
 
 
@@ -97,14 +99,14 @@ def _plot(ax, data: list[dict], key: str) -> None:
 
 def _time(data: list[dict], phase: str) -> Figure:
     data = [line for line in data if line["phase"] == phase]
-    svg = draw.chart(lambda ax: _plot(ax, data, "us"), 3.6, ylabel="µs in a CUDA graph", **_AXES)
+    svg = draw.chart(lambda ax: _plot(ax, data, "us"), 3.6, ylabel="µs", **_AXES)
     return Figure(f"scaling-{phase}", svg, f"{phase.capitalize()}: {_shares(data, 'us')}.", data)
 
 
 def _memory(data: list[dict]) -> Figure:
     data = [line for line in data if line["phase"] == "training"]
     svg = draw.chart(lambda ax: _plot(ax, data, "peak_mib"), 3.6, ylabel="MiB at most", **_AXES)
-    see = f"Memory beyond the inputs, in training: {_shares(data, 'peak_mib')}."
+    see = f"Memory beyond the inputs, in training, the most that each component holds: {_shares(data, 'peak_mib')}."
     return Figure("scaling-components-memory", svg, see, data)
 
 

@@ -18,6 +18,16 @@ from experiments.characterize.report.parts import Figure
 SIZES = {"_INNER": 32, "_HEADDIM": 16, "_DSTATE": {"mamba1": 4, "mamba2": 16}, "CHUNK_SIZE": 16}
 
 
+def _interleaved(calls, repeats, warmup):
+    for call in calls.values():
+        call()
+    return {name: (1.0, 2.0, 3.0) for name in calls}
+
+
+CLOCK = {"side_stream": contextlib.nullcontext, "interleaved": _interleaved, "capture": lambda call: call,
+         "count_launches": lambda call: 5, "peak_mib": lambda call: 1.5}
+
+
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
     """Every component at 4 and 8 tokens, by a made-up clock of 2 us a call: the folder, and the rows."""
@@ -27,19 +37,12 @@ def measured(tmp_path_factory):
     small |= {("mamba1", "x_proj"): components._linear(32, 9), ("mamba1", "dt_proj"): components._linear(9, 32)}
     environment = dict.fromkeys(record.ENVIRONMENT) | {"time": "2026", "gpu": "NVIDIA H200"}
 
-    def interleaved(calls, repeats, warmup):
-        for call in calls.values():
-            call()
-        return {name: (1.0, 2.0, 3.0) for name in calls}
-
-    clock = {"side_stream": contextlib.nullcontext, "interleaved": interleaved, "capture": lambda call: call,
-             "count_launches": lambda call: 5, "peak_mib": lambda call: 1.5}
     folder = tmp_path_factory.mktemp("rows")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(components, "COMPONENTS", small)
         for name, value in SIZES.items():
             patch.setattr(components, name, value)
-        for name, fake in clock.items():
+        for name, fake in CLOCK.items():
             patch.setattr(timing, name, fake)
         patch.setattr(record, "environment", lambda: environment)
         return folder, components.run(components.Plan((4, 8), "fp32", out=folder), Console(file=io.StringIO()))
@@ -64,6 +67,32 @@ def test_report(measured):
     assert figures[0].see == (
         "Training: the SSM has 17 % at 4 tokens and 17 % at 8 tokens of Mamba-1's components, "
         "the SSM has 20 % at 4 tokens and 20 % at 8 tokens of Mamba-2's components.")
+
+
+def test_one_dtype_is_shown(measured, tmp_path):
+    """That of most rows: times of two do not add up."""
+    folder, rows = measured
+    for row in [*rows, *(row | {"dtype": "fp16"} for row in rows[:-1])]:
+        record.append(row, tmp_path)
+    assert scaling.section(tmp_path).parts[2].data == scaling.section(folder).parts[2].data
+
+
+def test_one_that_fails_costs_no_other(measured, tmp_path, monkeypatch):
+    def broken(shape, dtype):
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(components, "COMPONENTS", {("mamba1", "ssm"): broken, ("mamba1", "out_proj"): components._linear(8, 4)})
+    for name, fake in CLOCK.items():
+        monkeypatch.setattr(timing, name, fake)
+    console = Console(width=200, record=True, file=io.StringIO())
+    rows = components.run(components.Plan((4,), "fp32", out=tmp_path), console)
+    assert {row["part"] for row in rows} == {"out_proj"} and "mamba1 ssm 4 is left out: no room" in console.export_text()
+
+
+def test_convolution_of_mamba1():
+    """x has its tokens side by side, as Mamba-1's projection leaves them."""
+    x, _, _ = components._conv1d_of_x(components._shape("mamba1", 3), torch.bfloat16).leaves
+    assert x.shape == (1, 4096, 3) and x.stride() == (8192 * 3, 3, 1)
 
 
 def test_sizes_of_the_blocks():
