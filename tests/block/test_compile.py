@@ -42,7 +42,7 @@ SCANS = {  # name: case, chips
     "large state": (test_selective_scan.Case(1, 10, 300, 256, 2), (90, 120)),
 }
 WALKS = {  # name: case, chips
-    "mamba": (test_selective_scan.Case(1, 32768, 512, 16, 1, dtype=torch.bfloat16), (80, 90)),
+    "mamba": (test_selective_scan.Case(1, 32768, 1024, 16, 1, dtype=torch.bfloat16), (80, 90)),
     "graphs": (test_selective_scan.Case(128, 96, 151, 16, 1, dtype=torch.bfloat16), (90,)),
     "vision": (test_selective_scan.Case(128, 160, 196, 8, 1, ("D", "delta_bias"), dtype=torch.bfloat16), (90,)),
     "odd": (test_selective_scan.Case(410, 40, 67, 5, 2), (120,)),

@@ -43,7 +43,8 @@ def test_every_option(case, walk, device):
 
 
 @pytest.mark.parametrize("sizes, channels", (
-    ((16, 128, 1400, 16), 4), ((16, 128, 5000, 16), 8), ((16, 128, 1400, 8), 8), ((16, 128, 1400, 4), 16), ((16, 256, 500, 16), 8),
+    ((16, 128, 1400, 16), 4), ((16, 128, 5000, 16), 8), ((16, 128, 1400, 8), 8), ((16, 128, 1400, 4), 16),
+    ((16, 256, 500, 16), 8),
     ((128, 320, 49, 8), 16), ((8, 4096, 2048, 16), 32), ((1, 4096, 16384, 16), 16)), ids=str)
 def test_channels_of_a_warp(sizes, channels, walk):
     """Few where there are few; many where the sums over channels would be large, and warps enough are left."""
