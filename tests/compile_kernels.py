@@ -190,6 +190,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--configs", type=int, default=0, help="each kernel in so many of the configs that a tuner may try, "
                         "spread over all")
     parser.add_argument("--initial-states", action="store_true")
+    parser.add_argument("--documents", action="store_true", help="packed by seq_idx")
     parser.add_argument("--state-dtype", choices=DTYPES, help="of the states between chunks")
     parser.add_argument("--off", type=lambda names: dict.fromkeys(names.split(","), False), default={},
                         help="fields of ssd.Options to switch off, separated by commas")
@@ -201,7 +202,8 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
 def asked_for(a: argparse.Namespace) -> list[Compiled]:
     shape = Shape(1, a.seqlen, a.nheads, a.headdim, a.ngroups, a.dstate, a.chunk_size)
     case = replace(EVERYTHING, documents="varlen") if a.every_option else USUAL
-    case = replace(case, initial_states=case.initial_states or a.initial_states, state_dtype=DTYPES.get(a.state_dtype))
+    case = replace(case, initial_states=case.initial_states or a.initial_states, state_dtype=DTYPES.get(a.state_dtype),
+                   documents="seq_idx" if a.documents else case.documents)
     inputs = random_inputs(shape, case, DTYPES[a.dtype])
     return compile_all(get_variant(a.variant), inputs, a.arch, Options(**a.off), a.configs)
 

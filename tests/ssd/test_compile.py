@@ -64,6 +64,15 @@ def test_every_kernel_with_every_option(way, arch):
     assert_fits(compiled(*way, "--arch", str(arch), "--every-option"), arch, spills=64, by_walks=1152)
 
 
+def test_documents_on_hopper():
+    """Which the Gluon kernels keep apart by decay: chunk_cumsum reads where they begin, and nothing else does."""
+    rows = {row["kernel"]: row for row in compiled("persistent", "--arch", "90", "--documents")}
+    plain = {row["kernel"]: row for row in compiled("persistent", "--arch", "90")}
+    assert rows.keys() == plain.keys() and "hopper_scan_kernel" in rows
+    assert [name for name in rows if rows[name] != plain[name]] == ["chunk_cumsum_kernel"]
+    assert_fits(list(rows.values()), 90, spills=64, by_walks=1152)
+
+
 @over_ways
 def test_one_token_of_one_head(way):
     """Triton takes sizes of 1 for constants, which have no methods."""
