@@ -38,7 +38,7 @@ def ratios(calls: list[Call]) -> Section:
         ax.set_xlim(1, 4 * max(line["ratio"] for line in lines))
         ax.axvline(_FMA_RATIO, color=draw.SERIES[1], linewidth=1, linestyle="--", label=f"{_FMA_RATIO}, the machine's")
 
-    svg = draw.chart(plot, 1.0 + 0.26 * len(lines), xscale="log", xlabel="tensor FLOPs for one vector FLOP")
+    svg = draw.chart(plot, 1.0 + 0.26 * len(lines), xscale="log", xlabel="tensor over vector FLOPs")
     below = [line["kernel"] for line in lines if line["ratio"] < _FMA_RATIO]
     least = min(lines, key=lambda line: line["ratio"])
     see = (f"{len(below) or 'None'} of {len(lines)} kernels with products do fewer than {_FMA_RATIO} tensor FLOPs for one "

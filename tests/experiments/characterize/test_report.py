@@ -14,7 +14,8 @@ from typer.testing import CliRunner
 
 from experiments import record
 from experiments.__main__ import app
-from experiments.characterize.report import build, draw, page, roofline
+from experiments.characterize import operators
+from experiments.characterize.report import build, draw, page, roofline, steps
 from experiments.characterize.report.parts import NOT_YET, Figure, Section, Table
 
 from ..rows import ENVIRONMENT, ssd_row, write
@@ -114,8 +115,31 @@ def test_steps_of_workloads(tmp_path):
     figure = next(section for section in build.sections(tmp_path) if section.figures).figures[0]
     assert figure.name == "operators" and figure.data == [
         {"run": NAME, "gemm": 55.0, "ssm": 25.0, "other": 1.0, "idle": 19.0}], "the last run's"
-    assert "at most 55 % of a step" in figure.see and "1.0 % at most" in figure.see
-    assert f"55 % ({NAME})" in page.markdown(build.sections(tmp_path), [])
+    assert [*figure.data[0]] == ["run", "idle", "gemm", "ssm", "other"]
+    assert "at most 55 % of a step" in figure.see and "at most 1.0 % is of no known class" in figure.see
+    text = page.markdown(build.sections(tmp_path), [])
+    assert f"55 % ({NAME})" in text and "In all of these runs the GPU is idle for at most 19 % of a step." in text
+    bars = [one.text for one in ElementTree.fromstring(draw.standalone(figure.svg)).iter("{http://www.w3.org/2000/svg}text")]
+    assert bars[-4:] == ["GEMM", "SSM", "other kernels", "idle"] and figure.svg.count("<pattern") == 1, "one is hatched"
+    assert sorted(kind for of_bar in steps.BARS.values() for kind in of_bar) == sorted((*operators.CLASSES, "idle"))
+
+
+def test_steps_in_order_and_what_waits_for_the_host(tmp_path):
+    runs = [("mamba2", "1.3b", "ssd", "auto", 0.02), ("mamba2", "1.3b", "ssd", "persistent", 0.03),
+            ("mambavision", "T", "mamba1", "auto", 0.5), ("mamba2", "1.3b", "ssd", "baseline", 0.04),
+            ("hybrid", "2b", "ssd", "fused", 0.05), ("mambavision", "T", "ssd", "fused", 0.7),
+            ("mamba2", "1.3b", "ssd", "mamba_ssm", 0.01)]
+    write(tmp_path, *(STEP | {"bench": "characterize", "workload": workload, "preset": preset, "mixer": mixer,
+                              "variant": variant, "operator": operator, "share": share, "phase": "", "us": 1.0, "steps": 3}
+                      for workload, preset, mixer, variant, idle in runs
+                      for operator, share in (("gemm", 1 - idle), ("idle", idle))))
+    _, said, table = steps.section(tmp_path).parts
+    assert [row[0].partition(",")[0] for row in table.rows] == [
+        "hybrid 2b ssd fused", "mamba2 1.3b ssd mamba_ssm", "mamba2 1.3b ssd baseline", "mamba2 1.3b ssd persistent",
+        "mamba2 1.3b ssd auto", "mambavision T mamba1 auto", "mambavision T ssd fused"]
+    assert table.header == ("run", "idle", "gemm") and table.rows[0][1:] == ("5.0", "95.0")
+    assert said.startswith("The GPU is idle for 50 to 70 % of a step of mambavision: there the host binds")
+    assert said.endswith("In other workloads the GPU is idle for at most 5 % of a step.")
 
 
 def test_models_by_counters(tmp_path):
@@ -157,9 +181,10 @@ def test_claims_without_what_an_ncu_did_not_know(tmp_path):
 
 
 def test_marks_and_characters_of_text():
-    section = Section("a < b", ("**bold** `x<y>` & more", Table(("k",), [("<td>",)])))
+    section = Section("a < b", ("**bold** `x<y>` & more, [2] [a & b](https://c.d/e)", Table(("k",), [("<td>",)])))
     text = page.html([section], [])
-    for written in ("<h2>a &lt; b</h2>", "<strong>bold</strong> <code>x&lt;y&gt;</code> &amp; more", "&lt;td&gt;"):
+    for written in ("<h2>a &lt; b</h2>", "<strong>bold</strong> <code>x&lt;y&gt;</code> &amp; more", "&lt;td&gt;",
+                    '[2] <a href="https://c.d/e">a &amp; b</a>'):
         assert written in text
 
 
