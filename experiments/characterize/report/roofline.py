@@ -77,7 +77,7 @@ def _label(ax, lines: list[dict]) -> None:
     """Names of points in two columns, the left half's and the right half's, by height and never closer than a line of text."""
     by_intensity = sorted(lines, key=lambda line: line["intensity"])
     middle = len(lines) // 2
-    for half, at, align in ((by_intensity[:middle], 1.5 * _LEFT, "left"), (by_intensity[middle:], 0.8 * _RIGHT, "right")):
+    for half, at, align in ((by_intensity[:middle], 1.15 * _LEFT, "left"), (by_intensity[middle:], 0.8 * _RIGHT, "right")):
         height = _LOW
         for line in sorted(half, key=lambda line: line["tflops"]):
             height = max(height * _APART, line["tflops"])

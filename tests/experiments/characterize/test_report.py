@@ -4,19 +4,23 @@ import csv
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from html import escape
 from html.parser import HTMLParser
 from pathlib import Path
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from experiments import record
 from experiments.__main__ import app
-from experiments.characterize import operators
-from experiments.characterize.report import build, draw, page, roofline, steps
+from experiments.characterize import definitions, operators, projection
+from experiments.characterize.gpus import GPUS
+from experiments.characterize.report import build, draw, page, paper, projected, roofline, steps
 from experiments.characterize.report.parts import NOT_YET, Figure, Section, Table
+from ssd import cost
 
 from ..rows import ENVIRONMENT, ssd_row, write
 from .counted import kernel_row
@@ -63,9 +67,11 @@ def test_page_is_well_formed_and_loads_nothing(report):
     read = Reader(text)
     assert not read.open and not read.wrong
     assert len(read.ids) == len(set(read.ids))
-    assert {link[0] for link in read.links if not link.startswith("data:")} == {"#"}, "no external reference"
+    papers = {"https://arxiv.org/abs/2508.17679", "https://arxiv.org/abs/2511.22849"}
+    assert {link for link in read.links if link[:5] != "data:" and link[0] != "#"} == papers, "no external reference but these"
+    assert all(text.count(f'"{paper}"') == text.count(f'<a href="{paper}"') == 2 for paper in papers), "which load nothing"
     assert {link[1:] for link in read.links if link.startswith("#")} <= {*read.ids}
-    assert not re.search(r"url\((?!#)|@import|<script|https?://(?!www\.w3\.org)", text)
+    assert not re.search(r"url\((?!#)|@import|<script|https?://(?!www\.w3\.org|arxiv\.org/abs/)", text)
 
 
 def test_every_figure_has_its_data_and_a_sentence(report):
@@ -170,6 +176,57 @@ def test_claims_follow_the_counters(tmp_path):
     text = page.markdown(build.sections(tmp_path), [])
     assert "round trip through L2: refuted.**" in text and "moves 49 MB through DRAM where the baseline moves 48" in text
     assert "refuted by W, refuted by U.**" in text and "vector compute binds: confirmed.**" in text
+    assert "by ncu: issue slots 90 %, DRAM 1 %, tensor cores 1 %, shared memory 1 %. Above 80 %, near" in text
+    assert "near the limit: issue slots; vector instructions go through issue slots." in text
+
+
+def test_vector_compute_does_not_bind_where_nothing_is_busy(tmp_path):
+    """66.9e6 fused multiply-adds in 20 us are a tenth of the H200's 66.9 TFLOP/s."""
+    units = {"tensor_pct": 1.0, "issue_pct": 40.0, "shared_pct": 1.0, "fadds": 0.0, "fmuls": 0.0, "ffmas": 66.9e6,
+             "tensor_flops": 0.0}
+    names = ("baseline", "fused", "persistent")
+    write(tmp_path, *(kernel_row("scan_kernel", name, **units) for name in names))
+    text = page.markdown(build.sections(tmp_path), [])
+    assert "vector compute binds: not confirmed.** " in text and "No unit is near its limit" in text
+    assert "0.1 G vector FLOPs are 10.0 % of what" in text
+    assert "W goes from 50.0 to 50.0 % of the data sheet's peak" in text
+    write(tmp_path, kernel_row("scan_kernel", "persistent", **units | {"dram_pct": 90.0}, time="2100"))
+    text = page.markdown(build.sections(tmp_path), [])
+    assert "binds: not confirmed.** " in text and "Above 80 %, near the limit: DRAM. " in text
+
+
+def test_where_the_ratios_flops_are_from(tmp_path):
+    """900 over 60 lies between 14.8, the data sheet's, and 16; the other has no FLOPs but the cost model's."""
+    counted = {"tensor_flops": 900.0, "fadds": 60.0, "fmuls": 0.0, "ffmas": 0.0}
+    write(tmp_path, kernel_row(**counted))
+    text = page.markdown(build.sections(tmp_path), [])
+    assert "All of these FLOPs were counted by ncu." in text and "kernels are the cost model's" not in text
+    assert "data sheet the ratio is 14.8, since" in text and "1 kernel lies between the two." in text
+    assert "1 of 1; the lowest 15 |" in text
+    write(tmp_path, kernel_row("chunk_state_kernel", time="2100"), kernel_row(**counted, time="2100"))
+    text = page.markdown(build.sections(tmp_path), [])
+    assert "The FLOPs of 1 of these 2 kernels are the cost model's, the others' were counted by ncu." in text
+
+
+def test_bandwidth_and_lengths_beside_the_papers(tmp_path):
+    def cells(what):
+        table = paper.section(definitions.calls(tmp_path), tmp_path).parts[-1]
+        return next(row[2:] for row in table.rows if row[0].startswith(what))
+
+    assert cells("[2] sequence") == (NOT_YET, f"the operator; the components of blocks: {NOT_YET}")
+    component = {**ENVIRONMENT, "bench": "scaling", "part": "ssm", "shape": "mamba2", "mode": "fwd", "dtype": "bf16"}
+    write(tmp_path, kernel_row(), component | {"seqlen": 128}, component | {"seqlen": 64})
+    assert cells("[2] sequence")[1].startswith("the operator, and the components of blocks, 64 to 128: section")
+    assert cells("bandwidth")[0] == "the baseline's, of the data sheet's peak: forward U 50.0 %, W 50.0 %"
+
+
+def test_coefficients_of_terms_alike_are_not_to_be_read():
+    rng = np.random.default_rng(0)
+    apart = [projection.Sample("k", "s", "fwd", 128, 10.0, launches, cost.Cost(*(1e6 * rng.lognormal(size=4))))
+             for launches in range(40)]
+    alike = [replace(one, work=replace(one.work, vector=4 * one.work.exps)) for one in apart]
+    assert projected.alike(alike, GPUS["h200"]) == ["vector", "exponentials"]
+    assert projected.alike(apart, GPUS["h200"]) == []
 
 
 def test_claims_without_what_an_ncu_did_not_know(tmp_path):
@@ -177,7 +234,8 @@ def test_claims_without_what_an_ncu_did_not_know(tmp_path):
     write(tmp_path, *({key: value for key, value in row.items() if key not in ("l2_hit_pct", "block_cycles")} for row in rows))
     text = page.markdown(build.sections(tmp_path), [])
     assert "L2 hits: not measured yet." in text
-    assert "A block lives how much longer: not measured yet; W" in text
+    assert "A block lives how much longer: not measured yet. From" in text
+    assert "vector compute binds: not measured yet.**" in text
 
 
 def test_marks_and_characters_of_text():
