@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from .. import definitions
-from ..definitions import COPY, DATASHEET, NCU, Call
+from ..definitions import COPY, DATASHEET, NCU, Call, Utilisation, vector_flops
+from ..gpus import find
 from . import draw, kernels
 from .parts import NOT_YET, Figure, Section, Table, number
 
 PAPER_PERCENT = 57.5
 _BUSY = 80  # per cent; no unit is kept busier by a kernel that also waits for others
-_UNITS = {"DRAM": "dram_pct", "tensor cores": "tensor_pct", "issue slots": "issue_pct", "shared memory": "shared_pct"}
+_ISSUE = "issue slots"
+_UNITS = {"DRAM": "dram_pct", "tensor cores": "tensor_pct", _ISSUE: "issue_pct", "shared memory": "shared_pct"}
 
 
 def section(calls: list[Call]) -> Section:
@@ -19,8 +21,9 @@ def section(calls: list[Call]) -> Section:
         return Section(title, (f"Utilisation, block lifetime and occupancy: {NOT_YET}.",))
     lines = []
     for call in calls:
-        for peak, found in definitions.utilisations(call).items():
-            lines.append({"variant": call.row["variant"], "mode": call.row["mode"], "peak": peak, **found._asdict()})
+        for name, found in definitions.utilisations(call).items():
+            lines.append({"variant": call.row["variant"], "mode": call.row["mode"], "peak": name, **found._asdict()})
+    peak, _ = main_peak(calls[0])
     shown = [line for line in lines if line["peak"] == DATASHEET] or [line for line in lines if line["peak"] == NCU]
     labels = [f"{line['variant']}, {line['mode']}" for line in shown]
 
@@ -28,17 +31,24 @@ def section(calls: list[Call]) -> Section:
         draw.bars(ax, labels, {name: [line[name] for line in shown] for name in "UWG"})
         ax.axvline(PAPER_PERCENT, color=draw.MUTED, linewidth=1, linestyle="--", label=f"{PAPER_PERCENT} %, the paper's")
 
-    svg = draw.chart(plot, 1.0 + 0.5 * len(shown), xlabel=f"per cent of the peak: {shown[0]['peak']}", xlim=(0, 80))
+    svg = draw.chart(plot, 1.0 + 0.5 * len(shown), xlabel=f"per cent of {peak}", xlim=(0, 80))
     apart = max(shown, key=lambda line: abs(line["U"] - line["W"]))
     points = abs(apart["U"] - apart["W"])
-    see = (f"U and W of one call are up to {points:.0f} points apart ({apart['variant']}, {apart['mode']}), so it matters "
-           f"which the paper's {PAPER_PERCENT} % is. Nor is more always better: see the bytes below.")
+    see = (f"Of {peak}, U and W of one call are up to {points:.0f} points apart ({apart['variant']}, "
+           f"{apart['mode']}), so it matters which the paper's {PAPER_PERCENT} % is. Nor is more always better: see the bytes "
+           "below.")
     note = ("U: mean over kernels; W: weighted with time; G: DRAM bytes over the peak times the call's own time, launches and "
             "gaps included. " + _other_commits(calls))
     cells = [(line["variant"], line["mode"], line["peak"], *(number(line[name], 1) for name in "UWG")) for line in lines]
     return Section(title, (note.strip(), Figure("utilisation", svg, see, lines),
                            Table(("variant", "mode", "peak", "U %", "W %", "G %"), cells, 3), _work(calls),
                            *claims(calls), kernels.registers(calls)))
+
+
+def main_peak(call: Call) -> tuple[str, Utilisation]:
+    """The peak that numbers without a table are of, and what is used of it: the data sheet's, ncu's where that is not known."""
+    found = definitions.utilisations(call)
+    return ("the data sheet's peak", found[DATASHEET]) if DATASHEET in found else ("ncu's peak", found[NCU])
 
 
 def _work(calls: list[Call]) -> Table:
@@ -61,10 +71,7 @@ def claims(calls: list[Call]) -> list[str]:
     if not {"baseline", "fused", "persistent"} <= by_name.keys():
         return [f"The paper's claims on fusion and persistent blocks: {NOT_YET}."]
     base, fused, last = (by_name[name] for name in ("baseline", "fused", "persistent"))
-    before, after = (definitions.utilisations(call)[NCU] for call in (base, last))
-    use = {name: last.row[key] for name, key in _UNITS.items() if key in last.row}
-    counted = [definitions.vector_flops(kernel) for kernel in last.kernels]
-    arithmetic = None if None in counted else sum(counted)
+    (peak, before), (_, after) = map(main_peak, (base, last))
     lived = [call.row.get("block_cycles") for call in (base, last)]
     lives = f"{lived[1] / lived[0]:.0f} times as long" if all(lived) else f"how much longer: {NOT_YET}"
     hits = [call.row.get("l2_hit_pct") for call in (base, fused)]
@@ -74,13 +81,37 @@ def claims(calls: list[Call]) -> list[str]:
         f"{fused.dram_bytes / 1e6:,.0f} MB through DRAM where the baseline moves {base.dram_bytes / 1e6:,.0f}; L2 hits: "
         f"{through_l2}.",
         f"**Persistent blocks raise the utilisation: {_verdict(after.W > before.W)} by W, "
-        f"{_verdict(after.U > before.U)} by U.** A block lives {lives}; W goes from {before.W:.1f} to "
-        f"{after.W:.1f} %, U from {before.U:.1f} to {after.U:.1f} %, and {last.dram_bytes / 1e6:,.0f} MB are moved in all.",
-        f"**After that, vector compute binds: {'' if use.get('issue slots', 0) > _BUSY else 'not '}confirmed.** Of the "
-        f"persistent forward's units none but what is above {_BUSY} % would bind alone: "
-        + ", ".join(f"{name} {value:.0f} %" for name, value in use.items()) + ". How much of the issue slots is arithmetic: "
-        + (f"{NOT_YET}." if arithmetic is None else f"{arithmetic / 1e9:.1f} G vector FLOPs."),
+        f"{_verdict(after.U > before.U)} by U.** A block lives {lives}. From the baseline's to `persistent`'s forward W goes "
+        f"from {before.W:.1f} to {after.W:.1f} % of {peak}, U from {before.U:.1f} to {after.U:.1f} % of it, and the bytes from "
+        f"{base.dram_bytes / 1e6:,.0f} to {last.dram_bytes / 1e6:,.0f} MB.",
+        _vector(last),
     ]
+
+
+def _vector(call: Call) -> str:
+    """Whether the vector units bind: every vector instruction takes an issue slot."""
+    use = {name: call.row[key] for name, key in _UNITS.items() if key in call.row}
+    claim = "**After that, vector compute binds"
+    if _ISSUE not in use:
+        return f"{claim}: {NOT_YET}.**"
+    busy = ", ".join(f"{name} {use[name]:.0f} %" for name in sorted(use, key=use.get, reverse=True))
+    bound = [name for name, value in use.items() if value > _BUSY]
+    holds = _ISSUE in bound
+    why = (f"Above {_BUSY} %, near the limit: {', '.join(bound)}" if bound else
+           f"No unit is near its limit, for which we take {_BUSY} %, so none binds alone")
+    return (f"{claim}: {'' if holds else 'not '}confirmed.** How busy the units of `persistent`'s forward are, by ncu: {busy}. "
+            f"{why}{'; vector instructions go through issue slots' if holds else ''}. {_share(call)}")
+
+
+def _share(call: Call) -> str:
+    """Vector FLOPs over what the data sheet's rate allows in the kernels' time under ncu."""
+    counted = [vector_flops(kernel) for kernel in call.kernels]
+    gpu = find(call.row["gpu"])
+    if None in counted or gpu is None:
+        return f"Vector FLOPs as a share of the FP32 peak: {NOT_YET}."
+    tflops = sum(counted) / sum(kernel["ncu_us"] for kernel in call.kernels) / 1e6
+    return (f"Its {sum(counted) / 1e9:.1f} G vector FLOPs are {100 * tflops / gpu.fp32_tflops.value:.1f} % of what the data "
+            "sheet's FP32 rate allows in the kernels' time.")
 
 
 def _verdict(holds: bool) -> str:

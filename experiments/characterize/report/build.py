@@ -46,5 +46,6 @@ def _introduction(out: Path) -> list[str]:
     return [f"Written by `make report` from {len(rows)} rows of `experiments/results`, measured on "
             f"{', '.join(gpus) or 'no GPU'} at the commits {', '.join(commits) or 'none'}. No number here is typed by hand "
             "but those of papers and data sheets, and a matmul's rate from `ssd/cost.py`.",
+            paper.CITED,
             f"Counters are of the shape {_SHAPE} in {_DTYPE}, on the GPU with the most of them. A time under ncu weighs "
             "kernels against one another; times of calls are those in a CUDA graph, without a profiler."]

@@ -20,8 +20,8 @@ THEME = {
 }
 INK, MUTED, GRID, *SERIES = THEME
 _COLOURS = {"baseline": SERIES[0], "fused": SERIES[1], "persistent": SERIES[2], "mamba_ssm": SERIES[5]}
-_WIDTH = 4.9  # inches: at this width text of 8 points is readable on a phone
-_LEGEND = 72  # characters that a line of the legend holds, with six for each mark
+_WIDTH = 4.1  # inches: text of 8 points is then 9 pixels on a phone
+_LEGEND = 62  # characters that a line of the legend holds, with six for each mark
 
 
 def colour(variant: str) -> str:
@@ -65,20 +65,23 @@ def bars(ax, labels: list[str], series: dict[str, list[float | None]]) -> None:
         ax.barh([y for y, _ in known], [value for _, value in known], thick * 0.9, color=shade,
                 label=name if len(series) > 1 else None)
         for y, value in known:
-            ax.annotate(f"{value:,.0f}", (value, y), (3, 0), textcoords="offset points", va="center", fontsize=7)
+            ax.annotate(f"{value:,.0f}", (value, y), (3, 0), textcoords="offset points", va="center")
     ax.set_yticks(range(len(labels)), labels[::-1])
     ax.grid(axis="x")
     ax.margins(x=0.12)
     ax.tick_params(left=False)
 
 
-def stacked(ax, labels: list[str], series: dict[str, list[float]], colours: dict[str, str]) -> None:
-    """Horizontal bars of parts that add up, the first label on top."""
-    left = [0.0] * len(labels)
+def stacked(ax, labels: list[str], series: dict[str, list[float]], pale: str) -> None:
+    """Horizontal bars of parts that add up, the first label on top. pale: the part that is drawn as none, hatched."""
+    left, shades = [0.0] * len(labels), iter(SERIES)
     for name, values in series.items():
-        ax.barh(range(len(labels))[::-1], values, 0.7, left=left, color=colours[name], label=name)
+        look = {"facecolor": GRID, "hatch": "////", "edgecolor": MUTED, "linewidth": 0} if name == pale else {
+            "color": next(shades)}
+        ax.barh(range(len(labels))[::-1], values, 0.7, left=left, label=name, **look)
         left = [a + b for a, b in zip(left, values, strict=True)]
     ax.set_yticks(range(len(labels)), labels[::-1])
+    ax.set_ylim(-0.6, len(labels) - 0.4)
     ax.tick_params(left=False)
 
 

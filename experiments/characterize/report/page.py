@@ -29,17 +29,23 @@ h2 {{ font-size: 1.25rem; margin-top: 2.5rem; border-top: 1px solid var(--grid);
 p, li {{ max-width: 44rem; }}
 a {{ color: var(--link); }}
 nav ol {{ padding-left: 1.4rem; columns: 18rem; }}
-figure {{ margin: 1.2rem 0; max-width: 40rem; }}
+figure {{ margin: 1.2rem 0; max-width: 36rem; }}
 figure svg {{ display: block; width: 100%; height: auto; }}
 figcaption {{ font-size: .9rem; color: var(--muted); }}
-.scroll {{ overflow-x: auto; margin: 1rem 0; }}
+/* shadows at the edges beyond which there is more; what moves with the table covers them at its ends */
+.scroll {{ overflow-x: auto; margin: 1rem 0; scrollbar-width: thin;
+          background: linear-gradient(to right, var(--page) 40%, transparent) left / 3rem 100% no-repeat local,
+                      linear-gradient(to left, var(--page) 40%, transparent) right / 3rem 100% no-repeat local,
+                      linear-gradient(to right, var(--muted), transparent) left / .75rem 100% no-repeat scroll,
+                      linear-gradient(to left, var(--muted), transparent) right / .75rem 100% no-repeat scroll; }}
 table {{ border-collapse: collapse; font-size: .88rem; font-variant-numeric: tabular-nums; }}
 th, td {{ padding: .25rem .6rem; text-align: right; vertical-align: top; border-bottom: 1px solid var(--grid);
          overflow-wrap: normal; min-width: 3rem; }}
-th {{ background: var(--soft); }}
+thead th {{ vertical-align: bottom; border-bottom: 2px solid var(--muted); }}
+th:first-child, td:first-child {{ position: sticky; left: 0; background: var(--page); }}
 .name, .long {{ text-align: left; }}
 td.name, td.number {{ white-space: nowrap; }}
-td.long {{ min-width: 15rem; }}
+td.long {{ min-width: min(15rem, 36vw); }}
 code {{ background: var(--soft); padding: 0 .2em; }}
 """
 
@@ -96,8 +102,9 @@ def _row(tag: str, cells: tuple[str, ...], names: int) -> str:
 
 
 def _text(text: str) -> str:
-    """Markdown's `code` and **bold**, the only marks that paragraphs use."""
-    return re.sub(r"\*\*([^*]+)\*\*", r"<strong>\1</strong>", re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text)))
+    """Markdown's `code`, **bold** and [links](https://...), the only marks that paragraphs use."""
+    text = re.sub(r"\[([^\]]+)\]\((https://[^)]+)\)", r'<a href="\2">\1</a>', escape(text))
+    return re.sub(r"\*\*([^*]+)\*\*", r"<strong>\1</strong>", re.sub(r"`([^`]+)`", r"<code>\1</code>", text))
 
 
 def _own_ids(svg: str, name: str) -> str:

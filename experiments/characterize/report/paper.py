@@ -1,15 +1,21 @@
-"""Every number that the papers print, beside ours: of "the paper", and, marked [2], of the abstract of arXiv:2511.22849."""
+"""Every number that the papers print, beside ours: of "the paper", and, marked [2], of another's abstract; see `CITED`."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from .. import classes, definitions
+from ... import table
+from .. import classes, components
 from ..classes import BOTH, TENSOR, VECTOR
-from ..definitions import DATASHEET, NCU, Call
+from ..definitions import Call
 from ..gpus import GPUS
-from . import kernels, steps
+from . import bandwidth, kernels, steps
 from .parts import NOT_YET, Section, Table
+
+CITED = ("**The paper** is T. Baruah, K. Shivdikar, S. Prescott and D. Kaeli, [Characterizing the Behavior of Training "
+         "Mamba-based State Space Models on GPUs](https://arxiv.org/abs/2508.17679), arXiv:2508.17679, 2025. **[2]** is A. Al "
+         "Asif, M. Kashaniyan, S. Yu, J. P. Muñoz and A. Jannesari, [PerfMamba: Performance Analysis and Pruning of Selective "
+         "State Space Models](https://arxiv.org/abs/2511.22849), arXiv:2511.22849, 2025, of which the abstract alone is used.")
 
 # Table II: {mode: {class: (kernels, per cent of the time)}}
 TABLE_TWO = {"fwd": {TENSOR: (1, 2.40), VECTOR: (2, 8.55), BOTH: (2, 89.03)},
@@ -20,10 +26,10 @@ _FP8_PER_CLOCK = 8192  # dense FP8 operations of an SM, NVIDIA H100 Tensor Core 
 
 def section(calls: list[Call], out: Path) -> Section:
     """Paper / ours."""
-    rows = [*_steps(out), *_bandwidth(calls), *_table_two(calls), *_ratio(calls), *_machine(), *_pruning()]
+    rows = [*_steps(out), *_bandwidth(calls), *_table_two(calls), *_ratio(calls), *_machine(), *_pruning(out)]
     note = ("The paper's machine is an H100, ours is named above; its models' sizes and batches are not stated. "
             f"What has no row here is {NOT_YET}.")
-    return Section("Paper / ours", (note, Table(("what", "paper", "ours", "difference"), rows, 4)))
+    return Section("Paper / ours", (CITED, note, Table(("what", "paper", "ours", "difference"), rows, 4)))
 
 
 def _steps(out: Path) -> list[tuple[str, ...]]:
@@ -48,11 +54,12 @@ def _steps(out: Path) -> list[tuple[str, ...]]:
 def _bandwidth(calls: list[Call]) -> list[tuple[str, ...]]:
     ours = []
     for mode, call in kernels.baseline(calls).items():
-        found = definitions.utilisations(call)
-        peak = found.get(DATASHEET, found[NCU])
-        ours.append(f"{_NAMES[mode]} U {peak.U:.1f} %, W {peak.W:.1f} %")
-    return [("bandwidth utilisation of the SSM kernels, on average", "57.5 %", "; ".join(ours) or NOT_YET,
-             "the paper does not say whether its mean weighs time; other kernels than upstream's, another GPU" if ours else "")]
+        peak, found = bandwidth.main_peak(call)
+        ours.append(f"{_NAMES[mode]} U {found.U:.1f} %, W {found.W:.1f} %")
+    return [("bandwidth utilisation of the SSM kernels, on average", "57.5 %",
+             f"the baseline's, of {peak}: {'; '.join(ours)}" if ours else NOT_YET,
+             "the paper does not say whether its mean weighs time (W) or not (U); other kernels than upstream's, another GPU"
+             if ours else "")]
 
 
 def _table_two(calls: list[Call]) -> list[tuple[str, ...]]:
@@ -76,9 +83,10 @@ def _table_two(calls: list[Call]) -> list[tuple[str, ...]]:
 def _ratio(calls: list[Call]) -> list[tuple[str, ...]]:
     found = [classes.work(kernel) for call in kernels.baseline(calls).values() for kernel in call.kernels]
     known = [work.ratio for work in found if work.tensor and work.ratio is not None]
-    ours = f"{sum(ratio < 16 for ratio in known)} of {len(known)}; the lowest {min(known):.0f}" if known else NOT_YET
+    below = sum(ratio < kernels.FMA_RATIO for ratio in known)
+    ours = f"{below} of {len(known)}; the lowest {min(known):.0f}" if known else NOT_YET
     counted = any(work.source == "counters" for work in found)
-    return [("kernels of both below a tensor-to-vector ratio of 16", "almost all", ours,
+    return [(f"kernels of both below a tensor-to-vector ratio of {kernels.FMA_RATIO}", "almost all", ours,
              "" if counted or not known else
              "ours is the formula's arithmetic; what is executed is more, and counted so: " + NOT_YET)]
 
@@ -88,7 +96,7 @@ def _machine() -> list[tuple[str, ...]]:
     return [
         ("H100: tensor cores to vector units, FP16", "16",
          f"{h100.bf16_tflops.value / h100.fp32_tflops.value:.1f} by data sheet",
-         "16 fused multiply-adds a clock; the sheet's tensor rate is at a lower clock"),
+         "16 fused multiply-adds a clock for one, and our line; the sheet's tensor rate is at a lower clock"),
         ("H100: FP8 tensor to exponential throughput", "512", f"{_FP8_PER_CLOCK / 16:.0f} a clock", "given, not measured"),
         ("H100: SMs, memory, L2", "132, 3350 GB/s, 50 MB",
          f"{h100.sms.value:.0f}, {h100.hbm_gbps.value:.0f} GB/s, {h100.l2_mb.value:.0f} MB", "data sheet; none was at hand"),
@@ -100,7 +108,15 @@ def _machine() -> list[tuple[str, ...]]:
     ]
 
 
-def _pruning() -> list[tuple[str, ...]]:
-    why = "the score by which it prunes is not published"
+def _pruning(out: Path) -> list[tuple[str, ...]]:
+    why = "the score by which it prunes is not in the abstract"
+    measured = {row["seqlen"] for row in components.committed(out)}
+    blocks = (f"the operator, and the components of blocks, {_range(measured)}: section \"Scaling with the sequence length\""
+              if measured else f"the operator; the components of blocks: {NOT_YET}")
+    operator = {row["seqlen"] for row in table.committed(out) if row["shape"].startswith("sweep-")}
     return [("[2] speed-up by pruning states", "1.14 times", NOT_YET, why), ("[2] memory saved by it", "11.50 %", NOT_YET, why),
-            ("[2] sequence lengths", "64 to 16384", "64 to 16384", "the operator, and the components of blocks; see there")]
+            ("[2] sequence lengths", "64 to 16384", _range(operator) or NOT_YET, blocks)]
+
+
+def _range(lengths: set[int]) -> str:
+    return f"{min(lengths)} to {max(lengths)}" if lengths else ""

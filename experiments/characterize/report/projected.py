@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
+
 from .. import projection
-from ..gpus import EXPS_PER_CLOCK, GPUS
+from ..gpus import EXPS_PER_CLOCK, GPU, GPUS
 from . import draw
 from .parts import NOT_YET, Figure, Section, Table, number
 
 _GPUS = ("a100", "h100", "h200", "b200")
 _MODES = {"fwd": "forward", "bwd": "backward"}
 _SHAPE = "8b-b4"  # whose kernels were counted
+_ITS_OWN = 0.1  # of a term's sum of squares; with less that the other terms cannot make up, its coefficient is arbitrary
 
 
 def section(out: Path) -> Section:
@@ -46,16 +49,39 @@ def section(out: Path) -> Section:
                "what binds it is none of the five terms." if worst.predicted_us < worst.sample.us else
                "terms that other kernels need so large are too large for it."))
     model = projection.fit(kernels, gpu)
+    fitted = {f"{len(kernels)} kernels": kernels, f"{len(calls)} calls": calls}
     terms = Table(("fitted to", "launch, µs", *projection.TERMS[1:]), [
-        (name, *(number(value, 2) for value in projection.fit(samples, gpu).coefficients))
-        for name, samples in ((f"{len(kernels)} kernels", kernels), (f"{len(calls)} calls", calls))])
+        (name, *(number(value, 2) for value in projection.fit(samples, gpu).coefficients)) for name, samples in fitted.items()])
     return Section(title, (
         "A time is the sum of launches, bytes, tensor FLOPs, vector FLOPs and exponentials, each at the data sheet's rate "
         "times a coefficient that rows of one GPU fix. In the table of these, 1 is a term that costs what the data sheet says.",
-        terms, Figure("projection-test", svg, see, data),
+        terms, *_not_told_apart(fitted, gpu), Figure("projection-test", svg, see, data),
         f"Microseconds of the baseline's kernels on {_SHAPE}. {gpu.name} is measured; **the others are extrapolated**: nothing "
         "says that the coefficients hold there, and a kernel's error above is the least to expect.",
         _times(kernels, model), _sheet()))
+
+
+def alike(samples: list[projection.Sample], gpu: GPU) -> list[str]:
+    """Terms that a combination of the others nearly equals in every sample: rows do not fix their coefficients."""
+    matrix = np.array([sample.terms_us(gpu) for sample in samples]) / np.array([[sample.us] for sample in samples])
+    found = []
+    for n, name in enumerate(projection.TERMS):
+        term, others = matrix[:, n], np.delete(matrix, n, axis=1)
+        left = term - others @ np.linalg.lstsq(others, term, rcond=None)[0]
+        if left @ left < _ITS_OWN * (term @ term):
+            found.append(name)
+    return found
+
+
+def _not_told_apart(fitted: dict[str, list[projection.Sample]], gpu: GPU) -> list[str]:
+    """A paragraph, where there is something to say."""
+    said = [f"the {name} do not tell {', '.join(terms[:-1])} and {terms[-1]} apart" for name, samples in fitted.items()
+            if len(terms := alike(samples, gpu)) > 1]
+    if not said:
+        return []
+    text = "; ".join(said)
+    return [f"{text[0].upper()}{text[1:]}: each of these terms is nearly a combination of the others. What they add up to is "
+            "fitted; **their coefficients are not to be read one by one**, neither a 0 nor a large one."]
 
 
 def _times(kernels: list[projection.Sample], model: projection.Model) -> Table:

@@ -14,6 +14,8 @@ from . import draw
 from .parts import NOT_YET, Figure, Section, Table, last_runs, number, short
 
 _MODES = {"fwd": "forward", "bwd": "backward"}
+_APART = 1.6  # heights of two labels, the higher over the lower: a line of text
+_LEFT, _RIGHT, _LOW, _HIGH = 0.01, 1e4, 0.3, 2e3  # of the axes
 
 
 def points(calls: list[Call]) -> list[dict]:
@@ -71,6 +73,19 @@ def scans(out: Path) -> Table | None:
     return Table(header, lines, 3) if lines else None
 
 
+def _label(ax, lines: list[dict]) -> None:
+    """Names of points in two columns, the left half's and the right half's, by height and never closer than a line of text."""
+    by_intensity = sorted(lines, key=lambda line: line["intensity"])
+    middle = len(lines) // 2
+    for half, at, align in ((by_intensity[:middle], 1.15 * _LEFT, "left"), (by_intensity[middle:], 0.8 * _RIGHT, "right")):
+        height = _LOW
+        for line in sorted(half, key=lambda line: line["tflops"]):
+            height = max(height * _APART, line["tflops"])
+            ax.annotate(line["variant"] if line["kernel"] == "all" else line["kernel"], (line["intensity"], line["tflops"]),
+                        (at, height), ha=align, va="center",
+                        arrowprops={"arrowstyle": "-", "color": draw.MUTED, "linewidth": 0.5, "shrinkB": 3})
+
+
 def section(calls: list[Call], out: Path) -> Section:
     """Figure 2; its left half as a table."""
     title = "Arithmetic intensity and roofline"
@@ -85,27 +100,21 @@ def section(calls: list[Call], out: Path) -> Section:
     if copy:
         bounds["measured"] = (copy, cost.H200.flops / 1e12)
     chosen = [line for line in lines if line["mode"] == "fwd"]
-    heights = sorted(line["tflops"] for line in chosen if line["kernel"] != "all")
-    rightmost = max((line["intensity"] for line in chosen if line["kernel"] != "all"), default=None)
 
     def plot(ax) -> None:
         for n, (name, (memory, tensor)) in enumerate(bounds.items()):
             ridge = tensor * 1e3 / memory
-            ax.plot([0.02, ridge, 2e3], [0.02 * memory / 1e3, tensor, tensor], color=draw.MUTED, linestyle=("-", "--")[n],
+            ax.plot([_LEFT, ridge, _RIGHT], [_LEFT * memory / 1e3, tensor, tensor], color=draw.MUTED, linestyle=("-", "--")[n],
                     linewidth=1, label=name)
         for line in chosen:
             whole = line["kernel"] == "all"
             ax.plot(line["intensity"], line["tflops"], "D" if whole else "o", color=draw.colour(line["variant"]),
                     markersize=7 if whole else 5)
-            # to the lower right; kernels but the rightmost to the left, above and below in turn, since some lie close together
-            right = whole or line["intensity"] == rightmost
-            at, align = ((5, -9), "left") if right else ((-5, 4 if heights.index(line["tflops"]) % 2 else -9), "right")
-            ax.annotate(line["variant"] if whole else line["kernel"], (line["intensity"], line["tflops"]), at, ha=align,
-                        textcoords="offset points", fontsize=7)
+        _label(ax, chosen)
         ax.grid(which="major")
 
     svg = draw.chart(plot, 3.6, xscale="log", yscale="log", xlabel="FLOPs a byte of DRAM traffic", ylabel="TFLOP/s",
-                     xlim=(0.02, 1e3), ylim=(0.3, 2e3))
+                     xlim=(_LEFT, _RIGHT), ylim=(_LOW, _HIGH))
     ridge = gpu.bf16_tflops.value * 1e3 / gpu.hbm_gbps.value
     below = sum(line["intensity"] < ridge for line in chosen)
     see = (f"{below} of {len(chosen)} points of the forward lie left of the ridge at {ridge:.0f} FLOPs a byte, where memory is "

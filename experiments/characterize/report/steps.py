@@ -9,15 +9,20 @@ from .. import operators
 from . import draw
 from .parts import NOT_YET, Figure, Section, Table, last_runs, number
 
-# Side by side in a bar; what is small shares a colour.
-_SHADES = {"gemm": 0, "ssm": 1, "conv": 2, "conv1d": 2, "attention": 3, "norm": 4, "elementwise": 4, "reduce": 4}
-_ORDER = (*operators.CLASSES, "idle")
+# What a bar is made of: few enough that each has a colour of its own.
+BARS = {"GEMM": ("gemm",), "SSM": ("ssm",), "convolution": ("conv1d", "conv"), "attention": ("attention",),
+         "norm, elementwise, reduce": ("norm", "elementwise", "reduce"),
+         "other kernels": ("embedding", "loss", "optimizer", "memcpy", "other"), "idle": ("idle",)}
+_ORDER = ("idle", *operators.CLASSES)
+_VARIANTS = ("mamba_ssm", "baseline", "fused", "persistent")  # others after them
+_WAITS = 25  # per cent of a step that is idle, from which on a workload is said to wait for its host
 
 
 def latest(out: Path) -> dict[str, dict[str, float]]:
-    """{`run_name`: {class: per cent of kernels' time and idle time}}, of `last_runs`."""
+    """{`run_name`: {class: per cent of kernels' time and idle time}}, of `last_runs`, workload by workload."""
+    runs = last_runs(record.read(out, bench="characterize"))
     return {name: {kind: 100 * sum(row["share"] for row in rows if row["operator"] == kind) for kind in _ORDER}
-            for name, rows in last_runs(record.read(out, bench="characterize")).items()}
+            for name, rows in sorted(runs.items(), key=lambda run: (_place(run[1][0]), run[0]))}
 
 
 def section(out: Path) -> Section:
@@ -29,13 +34,46 @@ def section(out: Path) -> Section:
                                "`make characterize` on a GPU writes the rows.",))
     kinds = [kind for kind in _ORDER if any(values[kind] >= 0.05 for values in shares.values())]
     data = [{"run": name, **{kind: round(values[kind], 3) for kind in kinds}} for name, values in shares.items()]
-    colours = {kind: draw.SERIES[_SHADES.get(kind, 5)] for kind in kinds}
-    series = {kind: [values[kind] for values in shares.values()] for kind in kinds}
-    svg = draw.chart(lambda ax: draw.stacked(ax, list(shares), series, colours), 1.2 + 0.4 * len(shares),
+    series = {bar: [sum(values[kind] for kind in of_bar) for values in shares.values()] for bar, of_bar in BARS.items()}
+    series = {bar: values for bar, values in series.items() if max(values) >= 0.05}
+    svg = draw.chart(lambda ax: draw.stacked(ax, _labels(list(shares)), series, pale="idle"), 1.0 + 0.28 * len(shares),
                      xlabel="per cent of the step", xlim=(0, 100))
     most = max(shares, key=lambda name: shares[name]["gemm"])
     see = (f"Matrix products take at most {shares[most]['gemm']:.0f} % of a step ({most}), SSM kernels at most "
-           f"{max(values['ssm'] for values in shares.values()):.0f} %, and no rule knows "
-           f"{max(values['other'] for values in shares.values()):.1f} % at most.")
+           f"{max(values['ssm'] for values in shares.values()):.0f} %; at most "
+           f"{max(values['other'] for values in shares.values()):.1f} % is of no known class.")
     table = Table(("run", *kinds), [(name, *(number(values[kind], 1) for kind in kinds)) for name, values in shares.items()])
-    return Section(title, (Figure("operators", svg, see, data), table))
+    return Section(title, (Figure("operators", svg, see, data), _idle(shares), table))
+
+
+def _place(row: dict) -> tuple:
+    """Where a row's run comes in the order."""
+    variant = row["variant"]
+    return (row["workload"], row["preset"], row["mixer"],
+            _VARIANTS.index(variant) if variant in _VARIANTS else len(_VARIANTS))
+
+
+def _labels(names: list[str]) -> list[str]:
+    """Without type and batch, where that is enough."""
+    short = [name.partition(",")[0] for name in names]
+    return short if len({*short}) == len(names) else names
+
+
+def _idle(shares: dict[str, dict[str, float]]) -> str:
+    """Which workloads keep the GPU waiting, and for how much of a step."""
+    by_workload: dict[str, list[float]] = {}
+    for name, values in shares.items():
+        by_workload.setdefault(name.partition(" ")[0], []).append(values["idle"])
+    waits = {workload: found for workload, found in by_workload.items() if max(found) > _WAITS}
+    others = [value for workload, found in by_workload.items() if workload not in waits for value in found]
+    rest = f"the GPU is idle for at most {max(others):.0f} % of a step" if others else ""
+    if not waits:
+        return f"In all of these runs {rest}."
+    said = " and ".join(f"{_span(found)} % of a step of {workload}" for workload, found in waits.items())
+    return (f"The GPU is idle for {said}: there the host binds, which launches kernels more slowly than they run. Shares are "
+            f"of the whole step, so all kernels' are small there.{f' In other workloads {rest}.' if rest else ''}")
+
+
+def _span(values: list[float]) -> str:
+    ends = dict.fromkeys((f"{min(values):.0f}", f"{max(values):.0f}"))
+    return " to ".join(ends)

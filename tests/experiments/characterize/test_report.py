@@ -4,18 +4,23 @@ import csv
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from html import escape
 from html.parser import HTMLParser
 from pathlib import Path
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from experiments import record
 from experiments.__main__ import app
-from experiments.characterize.report import build, draw, page, roofline
+from experiments.characterize import definitions, operators, projection
+from experiments.characterize.gpus import GPUS
+from experiments.characterize.report import build, draw, page, paper, projected, roofline, steps
 from experiments.characterize.report.parts import NOT_YET, Figure, Section, Table
+from ssd import cost
 
 from ..rows import ENVIRONMENT, ssd_row, write
 from .counted import kernel_row
@@ -62,9 +67,11 @@ def test_page_is_well_formed_and_loads_nothing(report):
     read = Reader(text)
     assert not read.open and not read.wrong
     assert len(read.ids) == len(set(read.ids))
-    assert {link[0] for link in read.links if not link.startswith("data:")} == {"#"}, "no external reference"
+    papers = {"https://arxiv.org/abs/2508.17679", "https://arxiv.org/abs/2511.22849"}
+    assert {link for link in read.links if link[:5] != "data:" and link[0] != "#"} == papers, "no external reference but these"
+    assert all(text.count(f'"{paper}"') == text.count(f'<a href="{paper}"') == 2 for paper in papers), "which load nothing"
     assert {link[1:] for link in read.links if link.startswith("#")} <= {*read.ids}
-    assert not re.search(r"url\((?!#)|@import|<script|https?://(?!www\.w3\.org)", text)
+    assert not re.search(r"url\((?!#)|@import|<script|https?://(?!www\.w3\.org|arxiv\.org/abs/)", text)
 
 
 def test_every_figure_has_its_data_and_a_sentence(report):
@@ -114,8 +121,31 @@ def test_steps_of_workloads(tmp_path):
     figure = next(section for section in build.sections(tmp_path) if section.figures).figures[0]
     assert figure.name == "operators" and figure.data == [
         {"run": NAME, "gemm": 55.0, "ssm": 25.0, "other": 1.0, "idle": 19.0}], "the last run's"
-    assert "at most 55 % of a step" in figure.see and "1.0 % at most" in figure.see
-    assert f"55 % ({NAME})" in page.markdown(build.sections(tmp_path), [])
+    assert [*figure.data[0]] == ["run", "idle", "gemm", "ssm", "other"]
+    assert "at most 55 % of a step" in figure.see and "at most 1.0 % is of no known class" in figure.see
+    text = page.markdown(build.sections(tmp_path), [])
+    assert f"55 % ({NAME})" in text and "In all of these runs the GPU is idle for at most 19 % of a step." in text
+    bars = [one.text for one in ElementTree.fromstring(draw.standalone(figure.svg)).iter("{http://www.w3.org/2000/svg}text")]
+    assert bars[-4:] == ["GEMM", "SSM", "other kernels", "idle"] and figure.svg.count("<pattern") == 1, "one is hatched"
+    assert sorted(kind for of_bar in steps.BARS.values() for kind in of_bar) == sorted((*operators.CLASSES, "idle"))
+
+
+def test_steps_in_order_and_what_waits_for_the_host(tmp_path):
+    runs = [("mamba2", "1.3b", "ssd", "auto", 0.02), ("mamba2", "1.3b", "ssd", "persistent", 0.03),
+            ("mambavision", "T", "mamba1", "auto", 0.5), ("mamba2", "1.3b", "ssd", "baseline", 0.04),
+            ("hybrid", "2b", "ssd", "fused", 0.05), ("mambavision", "T", "ssd", "fused", 0.7),
+            ("mamba2", "1.3b", "ssd", "mamba_ssm", 0.01)]
+    write(tmp_path, *(STEP | {"bench": "characterize", "workload": workload, "preset": preset, "mixer": mixer,
+                              "variant": variant, "operator": operator, "share": share, "phase": "", "us": 1.0, "steps": 3}
+                      for workload, preset, mixer, variant, idle in runs
+                      for operator, share in (("gemm", 1 - idle), ("idle", idle))))
+    _, said, table = steps.section(tmp_path).parts
+    assert [row[0].partition(",")[0] for row in table.rows] == [
+        "hybrid 2b ssd fused", "mamba2 1.3b ssd mamba_ssm", "mamba2 1.3b ssd baseline", "mamba2 1.3b ssd persistent",
+        "mamba2 1.3b ssd auto", "mambavision T mamba1 auto", "mambavision T ssd fused"]
+    assert table.header == ("run", "idle", "gemm") and table.rows[0][1:] == ("5.0", "95.0")
+    assert said.startswith("The GPU is idle for 50 to 70 % of a step of mambavision: there the host binds")
+    assert said.endswith("In other workloads the GPU is idle for at most 5 % of a step.")
 
 
 def test_models_by_counters(tmp_path):
@@ -146,6 +176,57 @@ def test_claims_follow_the_counters(tmp_path):
     text = page.markdown(build.sections(tmp_path), [])
     assert "round trip through L2: refuted.**" in text and "moves 49 MB through DRAM where the baseline moves 48" in text
     assert "refuted by W, refuted by U.**" in text and "vector compute binds: confirmed.**" in text
+    assert "by ncu: issue slots 90 %, DRAM 1 %, tensor cores 1 %, shared memory 1 %. Above 80 %, near" in text
+    assert "near the limit: issue slots; vector instructions go through issue slots." in text
+
+
+def test_vector_compute_does_not_bind_where_nothing_is_busy(tmp_path):
+    """66.9e6 fused multiply-adds in 20 us are a tenth of the H200's 66.9 TFLOP/s."""
+    units = {"tensor_pct": 1.0, "issue_pct": 40.0, "shared_pct": 1.0, "fadds": 0.0, "fmuls": 0.0, "ffmas": 66.9e6,
+             "tensor_flops": 0.0}
+    names = ("baseline", "fused", "persistent")
+    write(tmp_path, *(kernel_row("scan_kernel", name, **units) for name in names))
+    text = page.markdown(build.sections(tmp_path), [])
+    assert "vector compute binds: not confirmed.** " in text and "No unit is near its limit" in text
+    assert "0.1 G vector FLOPs are 10.0 % of what" in text
+    assert "W goes from 50.0 to 50.0 % of the data sheet's peak" in text
+    write(tmp_path, kernel_row("scan_kernel", "persistent", **units | {"dram_pct": 90.0}, time="2100"))
+    text = page.markdown(build.sections(tmp_path), [])
+    assert "binds: not confirmed.** " in text and "Above 80 %, near the limit: DRAM. " in text
+
+
+def test_where_the_ratios_flops_are_from(tmp_path):
+    """900 over 60 lies between 14.8, the data sheet's, and 16; the other has no FLOPs but the cost model's."""
+    counted = {"tensor_flops": 900.0, "fadds": 60.0, "fmuls": 0.0, "ffmas": 0.0}
+    write(tmp_path, kernel_row(**counted))
+    text = page.markdown(build.sections(tmp_path), [])
+    assert "All of these FLOPs were counted by ncu." in text and "kernels are the cost model's" not in text
+    assert "data sheet the ratio is 14.8, since" in text and "1 kernel lies between the two." in text
+    assert "1 of 1; the lowest 15 |" in text
+    write(tmp_path, kernel_row("chunk_state_kernel", time="2100"), kernel_row(**counted, time="2100"))
+    text = page.markdown(build.sections(tmp_path), [])
+    assert "The FLOPs of 1 of these 2 kernels are the cost model's, the others' were counted by ncu." in text
+
+
+def test_bandwidth_and_lengths_beside_the_papers(tmp_path):
+    def cells(what):
+        table = paper.section(definitions.calls(tmp_path), tmp_path).parts[-1]
+        return next(row[2:] for row in table.rows if row[0].startswith(what))
+
+    assert cells("[2] sequence") == (NOT_YET, f"the operator; the components of blocks: {NOT_YET}")
+    component = {**ENVIRONMENT, "bench": "scaling", "part": "ssm", "shape": "mamba2", "mode": "fwd", "dtype": "bf16"}
+    write(tmp_path, kernel_row(), component | {"seqlen": 128}, component | {"seqlen": 64})
+    assert cells("[2] sequence")[1].startswith("the operator, and the components of blocks, 64 to 128: section")
+    assert cells("bandwidth")[0] == "the baseline's, of the data sheet's peak: forward U 50.0 %, W 50.0 %"
+
+
+def test_coefficients_of_terms_alike_are_not_to_be_read():
+    rng = np.random.default_rng(0)
+    apart = [projection.Sample("k", "s", "fwd", 128, 10.0, launches, cost.Cost(*(1e6 * rng.lognormal(size=4))))
+             for launches in range(40)]
+    alike = [replace(one, work=replace(one.work, vector=4 * one.work.exps)) for one in apart]
+    assert projected.alike(alike, GPUS["h200"]) == ["vector", "exponentials"]
+    assert projected.alike(apart, GPUS["h200"]) == []
 
 
 def test_claims_without_what_an_ncu_did_not_know(tmp_path):
@@ -153,13 +234,15 @@ def test_claims_without_what_an_ncu_did_not_know(tmp_path):
     write(tmp_path, *({key: value for key, value in row.items() if key not in ("l2_hit_pct", "block_cycles")} for row in rows))
     text = page.markdown(build.sections(tmp_path), [])
     assert "L2 hits: not measured yet." in text
-    assert "A block lives how much longer: not measured yet; W" in text
+    assert "A block lives how much longer: not measured yet. From" in text
+    assert "vector compute binds: not measured yet.**" in text
 
 
 def test_marks_and_characters_of_text():
-    section = Section("a < b", ("**bold** `x<y>` & more", Table(("k",), [("<td>",)])))
+    section = Section("a < b", ("**bold** `x<y>` & more, [2] [a & b](https://c.d/e)", Table(("k",), [("<td>",)])))
     text = page.html([section], [])
-    for written in ("<h2>a &lt; b</h2>", "<strong>bold</strong> <code>x&lt;y&gt;</code> &amp; more", "&lt;td&gt;"):
+    for written in ("<h2>a &lt; b</h2>", "<strong>bold</strong> <code>x&lt;y&gt;</code> &amp; more", "&lt;td&gt;",
+                    '[2] <a href="https://c.d/e">a &amp; b</a>'):
         assert written in text
 
 
