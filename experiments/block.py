@@ -30,11 +30,14 @@ OURS = "ssd"
 MODES = ("fwd", "bwd", "fwd_bwd")
 _WIDTH = 4  # of the convolution
 _DECODED = 64  # sequences of the one-token update, whatever the batch
-# Mamba-1's sizes, channels as heads of one: MambaVision-T's at 224 pixels, a GraphMamba's, and mamba-1.4b's.
+# Mamba-1's sizes, channels as heads of one: MambaVision-T's at 224 pixels, two GraphMambas' (MalNet-Tiny's graphs have 1410
+# nodes on average), mamba-1.4b's, and its at batch 1.
 SCANS = (
     Shape("mambavision-t-196", batch=128, seqlen=196, nheads=160, headdim=1, dstate=8, ngroups=1),
     Shape("mambavision-t-49", batch=128, seqlen=49, nheads=320, headdim=1, dstate=8, ngroups=1),
     Shape("graphmamba-peptides", batch=128, seqlen=151, nheads=96, headdim=1, dstate=16, ngroups=1),
+    Shape("graphmamba-malnet", batch=16, seqlen=1410, nheads=128, headdim=1, dstate=16, ngroups=1),
+    Shape("mamba-1.4b-b1", batch=1, seqlen=8192, nheads=4096, headdim=1, dstate=16, ngroups=1),
     Shape("mamba-1.4b", batch=8, seqlen=2048, nheads=4096, headdim=1, dstate=16, ngroups=1),
 )
 
