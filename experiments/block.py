@@ -31,7 +31,7 @@ MODES = ("fwd", "bwd", "fwd_bwd")
 _WIDTH = 4  # of the convolution
 _DECODED = 64  # sequences of the one-token update, whatever the batch
 # Mamba-1's sizes, channels as heads of one: MambaVision-T's at 224 pixels, two GraphMambas' (MalNet-Tiny's graphs have 1410
-# nodes on average), mamba-1.4b's, and its at batch 1.
+# nodes on average), and mamba-1.4b's at two batch sizes.
 SCANS = (
     Shape("mambavision-t-196", batch=128, seqlen=196, nheads=160, headdim=1, dstate=8, ngroups=1),
     Shape("mambavision-t-49", batch=128, seqlen=49, nheads=320, headdim=1, dstate=8, ngroups=1),
