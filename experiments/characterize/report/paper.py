@@ -29,7 +29,7 @@ def section(calls: list[Call], out: Path) -> Section:
     rows = [*_steps(out), *_bandwidth(calls), *_table_two(calls), *_ratio(calls), *_machine(), *_pruning(out)]
     note = ("The paper's machine is an H100, ours is named above; its models' sizes and batches are not stated. "
             f"What has no row here is {NOT_YET}.")
-    return Section("Paper / ours", (CITED, note, Table(("what", "paper", "ours", "difference"), rows, 4)))
+    return Section("Paper / ours", (note, Table(("what", "paper", "ours", "difference"), rows, 4)))
 
 
 def _steps(out: Path) -> list[tuple[str, ...]]:
