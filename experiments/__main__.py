@@ -316,12 +316,11 @@ def sanitize_kernels(
     """Run every kernel of the variants under compute-sanitizer, and append a row for each tool; exit 1 if it finds anything but
     Triton's own start of the roles, which the control is there to show alone.
     """
-    variants = _each("--variant", variant, sanitize.VARIANTS) if variant else sanitize.variants_here()
-    tools = _each("--tool", tool, sanitize.TOOLS)
+    variants, tools = _each("--variant", variant, sanitize.VARIANTS) if variant else [], _each("--tool", tool, sanitize.TOOLS)
     if not torch.cuda.is_available():
         _refuse("sanitize: needs a CUDA GPU, found none")
     try:
-        clean = sanitize.run(variants, tools, out, _console())
+        clean = sanitize.run(variants or sanitize.variants_here(), tools, out, _console())
     except (FileNotFoundError, ValueError) as reason:
         _refuse(f"sanitize: {reason}")
     raise typer.Exit(0 if clean else 1)

@@ -61,6 +61,16 @@ def test_tune_needs_a_gpu():
 
 
 @without_gpu
+@pytest.mark.parametrize("arguments, said", (
+    ((), "sanitize: needs a CUDA GPU, found none"), (("--variant", "control"), "sanitize: needs a CUDA GPU, found none"),
+    (("--variant", "fla"), "--variant: got 'fla', expected any of persistent, fused, baseline, control"),
+    (("--tool", "synccheck"), "--tool: got 'synccheck', expected any of memcheck, racecheck")))
+def test_sanitize_needs_a_gpu(arguments, said):
+    result = run("sanitize", *arguments)
+    assert (result.exit_code, result.stderr) == (2, f"error: {said}\n")
+
+
+@without_gpu
 def test_bench_without_gpu(tmp_path):
     write(tmp_path, ssd_row("torch", "8b-b1", p50_us=4321.0), ssd_row("torch", "8b-b4", p50_us=9876.0))
     result = run("bench", "--variant", "torch", "--shape", "8b-b1,sweep-64", "--out", tmp_path)
