@@ -5,7 +5,6 @@ A part is set up at a shape as `Work`: the same tensors for every side, and the 
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -28,7 +27,8 @@ from .shapes import DTYPES, SHAPES, Shape
 
 OURS = "ssd"
 MODES = ("fwd", "bwd", "fwd_bwd")
-_WIDTH = 4  # of the convolution
+WIDTH = 4  # of the convolution
+_CALL = ("part", "shape", "mode", "dtype", "variant")  # what `profiled` takes
 _DECODED = 64  # sequences of the one-token update, whatever the batch
 # Mamba-1's sizes, channels as heads of one: MambaVision-T's at 224 pixels, two GraphMambas' (MalNet-Tiny's graphs have 1410
 # nodes on average), and mamba-1.4b's at two batch sizes.
@@ -97,35 +97,16 @@ def run(plan: Plan, console: Console) -> list[dict]:
 
 def count(rows: list[dict], out: Path, console: Console) -> None:
     """Counters of ncu for what each row measured, appended as rows of the bench `block_counters`, one for each kernel."""
-    torch.cuda.empty_cache()  # for the child
-    if shutil.which("ncu") is None:
-        console.print("--counters: ncu is not installed here, so no counters were read", style="yellow")
-        return
-    for row in rows:
-        call = [row[key] for key in ("part", "shape", "mode", "dtype", "variant")]
-        try:
-            kernels = counters.by_kernel(counters.profile(["profiled-part", *call]))
-        except (OSError, ValueError) as reason:
-            console.print(f"--counters: {' '.join(call)}: ncu gave none: {reason}", style="yellow", markup=False)
-            continue
-        identity = {key: row[key] for key in (*record.IDENTITY, "part") if key in row}
-        environment = record.environment()  # one time for all kernels: by it those of one run are known
-        for kernel in kernels:
-            record.append({**identity, "bench": "block_counters", **kernel, **environment}, out)
+    for _ in counters.counted(rows, "block_counters", lambda row: ["profiled-part", *(row[key] for key in _CALL)], _CALL, out,
+                              console):
+        pass  # `make report` shows them
 
 
 def profiled(part: str, shape: str, mode: str, dtype: str, variant: str) -> None:
-    """One call of a side, warmed up, between the profiler's start and stop: what runs under ncu."""
+    """One call of a side: what `block --counters` runs under ncu."""
     work = PARTS[part]({shape.name: shape for shape in (*SHAPES.values(), *SCANS)}[shape], DTYPES[dtype])
     with timing.side_stream():
-        call = _call(work, work.ours if variant == OURS else work.theirs[1](), mode)
-        for _ in range(3):
-            call()
-        torch.cuda.synchronize()
-        torch.cuda.profiler.start()
-        call()
-        torch.cuda.synchronize()
-        torch.cuda.profiler.stop()
+        counters.watched(_call(work, work.ours if variant == OURS else work.theirs[1](), mode))
 
 
 def committed(out: Path = record.RESULTS) -> list[dict]:
@@ -139,7 +120,7 @@ def _measured(part: str, shape: Shape, plan: Plan, ceiling_gbps: float, console:
     sides = {OURS: work.ours, **_upstream(work, f"{part} {shape.name}", console)}
     apart = _apart(work, sides)
     for mode in plan.modes if work.leaves else ("fwd",):
-        for side, values in timed(work, sides, mode, plan).items():
+        for side, values in timed(work, sides, mode, plan.repeats, plan.warmup).items():
             yield {"mode": mode, "variant": side, **values, **_against_copy(work, mode, values, ceiling_gbps),
                    "apart": apart if side == OURS else None}
 
@@ -181,16 +162,16 @@ def _apart(work: Work, sides: dict[str, Callable[[], Tensor]]) -> float | None:
     return max(float((a.double() - b.double()).norm() / b.double().norm()) for a, b in zip(*found, strict=True))
 
 
-def timed(work: Work, sides: dict[str, Callable[[], Tensor]], mode: str, plan: Plan) -> dict[str, dict]:
+def timed(work: Work, sides: dict[str, Callable[[], Tensor]], mode: str, repeats: int, warmup: int) -> dict[str, dict]:
     """What is measured of each side, taken in turns; of ours, also against the other."""
     calls = {name: _call(work, side, mode) for name, side in sides.items()}
     for call in calls.values():
         call()  # compiles and tunes
     facts = {name: {"launches": timing.count_launches(call), "peak_mib": round(timing.peak_mib(call), 1)}
              for name, call in calls.items()}
-    eager = timing.interleaved(calls, plan.repeats, plan.warmup)
+    eager = timing.interleaved(calls, repeats, warmup)
     graphs, failed = timing.captured(calls)
-    replayed = timing.interleaved(graphs, plan.repeats, plan.warmup)
+    replayed = timing.interleaved(graphs, repeats, warmup)
     measured = {
         name: {
             **dict(zip(("p20_us", "p50_us", "p80_us"), eager[name], strict=True)),
@@ -236,7 +217,7 @@ def conv1d(shape: Shape, dtype: torch.dtype) -> Work:
     """x B C in place in the projection; dx in memory of its own."""
     projection, inner, conv = _projection(shape, dtype)
     x = projection[..., inner : inner + conv].mT.detach().requires_grad_()
-    weight, bias = (torch.randn(*size, device=x.device, requires_grad=True) for size in ((conv, _WIDTH), (conv,)))
+    weight, bias = (torch.randn(*size, device=x.device, requires_grad=True) for size in ((conv, WIDTH), (conv,)))
 
     def theirs():
         from causal_conv1d import causal_conv1d_fn as function

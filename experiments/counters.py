@@ -16,7 +16,7 @@ import shutil
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from statistics import mean
 from tempfile import TemporaryDirectory
@@ -65,36 +65,51 @@ _WEIGHTED = ("dram_pct", "occupancy_pct", "block_cycles", *(key for key in _COLD
 
 def run(rows: list[dict], out: Path, console: Console) -> None:
     """Counters for what each of the bench's rows measured, appended as rows of the bench `counters`."""
+    for row, launches, kernels in counted(rows, "counters", _call_of, ("variant", "shape", "mode"), out, console):
+        console.print(_report(row, launches, kernels))
+
+
+def counted(rows: list[dict], bench: str, call_of: Callable[[dict], list[str]], named: tuple[str, ...], out: Path,
+            console: Console) -> Iterator[tuple[dict, list[dict], list[dict]]]:
+    """Appends what ncu counts of what each row measured as rows of `bench`, one for each kernel; yields the row, the launches
+    and the kernels. Why ncu gave none, if it did not, is printed.
+
+    call_of: what makes the row's call, as arguments of the command line; named: the keys that say in a message which it is.
+    """
     torch.cuda.empty_cache()  # for the child
     if shutil.which("ncu") is None:
         console.print("--counters: ncu is not installed here, so no counters were read", style="yellow")
         return
     for row in rows:
         try:
-            launches = profile(_call_of(row))
+            launches = profile(call_of(row))
         except (OSError, ValueError) as reason:
-            text = f"--counters: {row['variant']} {row['shape']} {row['mode']}: ncu gave none: {reason}"
+            text = f"--counters: {' '.join(row[key] for key in named)}: ncu gave none: {reason}"
             console.print(text, style="yellow", markup=False)
             continue
         kernels = by_kernel(launches)
-        identity = {key: row[key] for key in record.IDENTITY if key != "bench"}
-        environment = record.environment()  # one time for all kernels: by it `committed` knows those of one run
+        identity = {key: row[key] for key in (*record.IDENTITY, "part") if key in row}
+        environment = record.environment()  # one time for all kernels: by it those of one run are known
         for kernel in kernels:
-            record.append({"bench": "counters", **identity, **kernel, **environment}, out)
-        console.print(_report(row, launches, kernels))
+            record.append({**identity, "bench": bench, **kernel, **environment}, out)
+        yield row, launches, kernels
+
+
+def watched(call: Callable[[], object], warmup: int = 3) -> None:
+    """The call, warmed up, once between the profiler's start and stop: what runs under ncu."""
+    for _ in range(warmup):
+        call()
+    torch.cuda.synchronize()
+    torch.cuda.profiler.start()
+    call()
+    torch.cuda.synchronize()
+    torch.cuda.profiler.stop()
 
 
 def profiled(candidate: Candidate, shape: str, mode: str, dtype: str) -> None:
-    """One call, warmed up, between the profiler's start and stop: what runs under ncu."""
+    """One call: what `bench --counters` runs under ncu."""
     with timing.side_stream():
-        call = Setting(SHAPES[shape], dtype).call(candidate, mode)
-        for _ in range(3):
-            call()
-        torch.cuda.synchronize()
-        torch.cuda.profiler.start()
-        call()
-        torch.cuda.synchronize()
-        torch.cuda.profiler.stop()
+        watched(Setting(SHAPES[shape], dtype).call(candidate, mode))
 
 
 def committed(out: Path = record.RESULTS, by_kernel: bool = False) -> list[dict]:

@@ -80,12 +80,7 @@ def count(run: Run, out: Path) -> list[dict]:
 
 def profiled_step(run: Run) -> None:
     """The step after SKIPPED, between the profiler's start and stop: what `count` runs under ncu."""
-    step = _steps(run)
-    for _ in range(SKIPPED):
-        step()
-    torch.cuda.profiler.start()
-    step()
-    torch.cuda.profiler.stop()
+    counters.watched(_steps(run), SKIPPED)
 
 
 def calibrate(out: Path) -> float:
@@ -107,12 +102,7 @@ def calibrate(out: Path) -> float:
 def profiled_product() -> None:
     """The product, between the profiler's start and stop: what `calibrate` runs under ncu."""
     a, b = (torch.randn(CALIBRATION, CALIBRATION, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    product(a, b)
-    torch.cuda.synchronize()
-    torch.cuda.profiler.start()
-    product(a, b)
-    torch.cuda.synchronize()
-    torch.cuda.profiler.stop()
+    counters.watched(lambda: product(a, b), 1)
 
 
 def _steps(run: Run) -> Callable[[], None]:

@@ -31,7 +31,7 @@ _D_MODEL, _INNER, _HEADDIM, _DSTATE, _DT_RANK = 2048, 4096, 64, {"mamba1": 16, "
 
 @dataclass(frozen=True)
 class Plan:
-    """What to measure; `block.Plan` has the rest."""
+    """What to measure."""
 
     seqlens: tuple[int, ...] = SEQLENS
     dtype: str = "bf16"
@@ -43,7 +43,6 @@ class Plan:
 def run(plan: Plan, console: Console) -> list[dict]:
     """Measures every component and returns the rows, each appended to its file as soon as it is known."""
     rows, settings = [], list(product(plan.seqlens, COMPONENTS))
-    how = block.Plan((), (), (), plan.dtype, plan.repeats, plan.warmup)
     with timing.side_stream(), Progress(console=console) as progress:
         task = progress.add_task("", total=len(settings))
         for seqlen, (name, component) in settings:
@@ -51,7 +50,7 @@ def run(plan: Plan, console: Console) -> list[dict]:
             progress.update(task, description=f"{name} {component} {seqlen}")
             row = {"bench": "scaling", "part": component, "shape": name, **shape.sizes, "dtype": plan.dtype}
             try:
-                for mode, values in _measured(COMPONENTS[name, component](shape, DTYPES[plan.dtype]), how):
+                for mode, values in _measured(COMPONENTS[name, component](shape, DTYPES[plan.dtype]), plan):
                     rows.append(row | {"mode": mode} | values | record.environment())
                     record.append(rows[-1], plan.out)
             except Exception as reason:  # one that cannot run must not cost the measurements of the others
@@ -66,9 +65,9 @@ def committed(out: Path = record.RESULTS) -> list[dict]:
     return sorted(rows, key=itemgetter("seqlen"))
 
 
-def _measured(work: block.Work, how: block.Plan) -> Iterator[tuple[str, dict]]:
+def _measured(work: block.Work, plan: Plan) -> Iterator[tuple[str, dict]]:
     for mode in MODES:
-        (values,) = block.timed(work, {block.OURS: work.ours}, mode, how).values()
+        (values,) = block.timed(work, {block.OURS: work.ours}, mode, plan.repeats, plan.warmup).values()
         yield mode, values
 
 
@@ -97,7 +96,7 @@ def _conv1d_of_x(shape: Shape, dtype: torch.dtype) -> block.Work:
         return torch.randn(*size, device=block.device(), dtype=dtype)
 
     x = normal(shape.batch, 2 * _INNER, shape.seqlen, dtype=dtype)[:, :_INNER].detach().requires_grad_()
-    weight, bias = normal(_INNER, 4).requires_grad_(), normal(_INNER).requires_grad_()
+    weight, bias = normal(_INNER, block.WIDTH).requires_grad_(), normal(_INNER).requires_grad_()
     return block.Work(lambda: causal_conv1d_fn(x, weight, bias, activation="silu"), None, (x, weight, bias), {})
 
 

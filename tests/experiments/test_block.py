@@ -106,7 +106,7 @@ def test_counters(tmp_path, monkeypatch):
             raise ValueError("no permission")
         return [kernel, kernel | {"kernel": "other_kernel"}]
 
-    monkeypatch.setattr(block.shutil, "which", lambda name: "/bin/ncu")
+    monkeypatch.setattr(block.counters.shutil, "which", lambda name: "/bin/ncu")
     monkeypatch.setattr(block.counters, "profile", profile)
     console = Console(width=200, record=True, file=io.StringIO())
     block.count(rows, tmp_path, console)

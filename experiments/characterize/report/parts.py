@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 from ..definitions import of_one_gpu
@@ -69,11 +70,11 @@ def run_name(row: dict) -> str:
     return f"{row['workload']} {row['preset']} {row['mixer']} {row['variant']}, {row['dtype']}, batch {row['batch']}{apart}"
 
 
-def last_runs(rows: list[dict]) -> dict[str, list[dict]]:
-    """{`run_name`: its rows}, as it was measured last on the GPU of most rows."""
-    runs: dict[str, list[dict]] = {}
+def last_runs(rows: list[dict], named: Callable[[dict], Hashable] = run_name) -> dict[Hashable, list[dict]]:
+    """{what rows are about: its rows}, as it was measured last on the GPU of most rows."""
+    runs: dict[Hashable, list[dict]] = {}
     for row in of_one_gpu(rows):
-        runs.setdefault(run_name(row), []).append(row)
+        runs.setdefault(named(row), []).append(row)
     return {name: [row for row in found if row["time"] == found[-1]["time"]] for name, found in runs.items()}
 
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from operator import itemgetter
 from pathlib import Path
 
 from ssd import cost
 
 from ... import record
 from .. import classes
-from ..definitions import Call, gbps, of_one_gpu
+from ..definitions import Call, gbps
 from ..gpus import find
 from . import draw
 from .parts import NOT_YET, Figure, Section, Table, last_runs, number, short
 
 _MODES = {"fwd": "forward", "bwd": "backward"}
+_RATES = ("FLOPs a byte", "TFLOP/s", "GB/s")
 _APART = 1.6  # heights of two labels, the higher over the lower: a line of text
 _LEFT, _RIGHT, _LOW, _HIGH = 0.01, 1e4, 0.3, 2e3  # of the axes
 
@@ -45,32 +47,25 @@ def points(calls: list[Call]) -> list[dict]:
 
 def models(out: Path) -> Table | None:
     """What a training step of each model does, by counters: the left half; None without rows."""
-    lines = []
-    for name, rows in last_runs(record.read(out, bench="step_counters")).items():
-        n_bytes, us = sum(row["dram_bytes"] for row in rows), sum(row["ncu_us"] for row in rows)
-        done = [classes.counted(row) for row in rows]
-        flops = None if None in done else sum(work.tensor + work.vector for work in done)
-        lines.append((name, number(flops and flops / n_bytes, 1), number(flops and flops / us / 1e6, 1),
-                      number(gbps(n_bytes, us))))
-    return Table(("run", "FLOPs a byte", "TFLOP/s", "GB/s"), lines) if lines else None
+    lines = [(name, *_rates(rows)) for name, rows in last_runs(record.read(out, bench="step_counters")).items()]
+    return Table(("run", *_RATES), lines) if lines else None
 
 
 def scans(out: Path) -> Table | None:
     """What Mamba-1's selective scan does, by counters, ours and upstream's; None without rows."""
-    rows = of_one_gpu([row for row in record.read(out, bench="block_counters") if row["part"] == "selective_scan"])
-    calls: dict[tuple, list[dict]] = {}
-    for row in rows:
-        calls.setdefault((row["shape"], row["mode"], row["variant"]), []).append(row)
-    lines = []
-    for (shape, mode, variant), found in sorted(calls.items()):
-        kernels = [row for row in found if row["time"] == found[-1]["time"]]
-        n_bytes, us = sum(row["dram_bytes"] for row in kernels), sum(row["ncu_us"] for row in kernels)
-        done = [classes.counted(row) for row in kernels]
-        flops = None if None in done else sum(work.tensor + work.vector for work in done)
-        lines.append((shape, _MODES.get(mode, mode), variant, number(flops and flops / n_bytes, 1),
-                      number(flops and flops / us / 1e6, 1), number(gbps(n_bytes, us))))
-    header = ("Mamba-1's selective scan", "", "variant", "FLOPs a byte", "TFLOP/s", "GB/s")
-    return Table(header, lines, 3) if lines else None
+    rows = record.read(out, bench="block_counters", part="selective_scan")
+    calls = last_runs(rows, itemgetter("shape", "mode", "variant"))
+    lines = [(shape, _MODES.get(mode, mode), variant, *_rates(kernels))
+             for (shape, mode, variant), kernels in sorted(calls.items())]
+    return Table(("Mamba-1's selective scan", "", "variant", *_RATES), lines, 3) if lines else None
+
+
+def _rates(kernels: list[dict]) -> tuple[str, ...]:
+    """Of kernels that ran one after another, the cells of _RATES; FLOPs where all of theirs were counted."""
+    n_bytes, us = sum(kernel["dram_bytes"] for kernel in kernels), sum(kernel["ncu_us"] for kernel in kernels)
+    done = [classes.counted(kernel) for kernel in kernels]
+    flops = None if None in done else sum(work.tensor + work.vector for work in done)
+    return number(flops and flops / n_bytes, 1), number(flops and flops / us / 1e6, 1), number(gbps(n_bytes, us))
 
 
 def _label(ax, lines: list[dict]) -> None:
