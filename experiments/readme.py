@@ -84,8 +84,7 @@ def several_gpus(rows: list[dict]) -> str:
 
 def _alike(row: dict) -> tuple:
     """What trainings share that compare: every setting but how often they are saved, the machine and the code."""
-    return *(row[name] for name in ("gpu", "git_sha", "torch", "triton")), *sorted(
-        (name, str(value)) for name, value in row["run"].items() if name != "save_every")
+    return *(row[name] for name in ("gpu", "git_sha", "torch", "triton")), record.settings(row, "save_every")
 
 
 def update(rows: list[dict], readme: Path = README, figure_path: Path = FIGURE, check: bool = False) -> bool:

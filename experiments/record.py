@@ -126,6 +126,11 @@ def changed_options(options: dict | None) -> str:
     return ", ".join(f"{name}={value}" for name, value in (options or {}).items() if value != default[name])
 
 
+def settings(row: dict, but: str) -> tuple:
+    """A run's settings but for one, to be told apart by."""
+    return tuple(sorted((name, str(value)) for name, value in row["run"].items() if name != but))
+
+
 def latest(rows: Iterable[dict], key: Callable[[dict], object]) -> list[dict]:
     """The last of the rows that share a key, in the order in which the keys first came."""
     return list({key(row): row for row in rows}.values())

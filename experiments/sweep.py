@@ -177,12 +177,12 @@ class _Done:
 
 def _trained(row: dict) -> tuple:
     """What a row is about: the GPU and every setting, but how often it is saved."""
-    return row["gpu"], *sorted((name, str(value)) for name, value in row["run"].items() if name != "save_every")
+    return row["gpu"], record.settings(row, "save_every")
 
 
 def _together(row: dict) -> tuple:
     """What rows of steps share that were timed side by side. Two sweeps on two GPUs of a machine may begin in one second."""
-    return row["gpu"], row["sitting"], *sorted((name, str(value)) for name, value in row["run"].items() if name != "variant")
+    return row["gpu"], row["sitting"], record.settings(row, "variant")
 
 
 def _time_steps(plan: Plan, base: Run, candidates: list[Candidate], done: _Done,
