@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..ops import all_present, are_plain, below_autograd, launched, or_none, register, wants_gradient
-from ..tape import replayed
 from .arguments import check_dtype, check_interpretable, check_tensor, takes_kernels
 from .kernels.selective_scan import LARGEST_STATE, chunk_of
 from .kernels.selective_scan_bwd import selective_scan_bwd
@@ -198,13 +197,10 @@ class _SelectiveScan(torch.autograd.Function):
     def backward(ctx, dout, dlast_state, _):
         if dout is None and dlast_state is None:
             return (None,) * (_N_TENSORS + 2)
-        saved = ctx.saved_tensors
-        if are_plain((*saved, dout, dlast_state)):
-            if dout is not None and dout.stride(-1) != 1:
-                dout = dout.contiguous()  # as a projection's gradient; here, since no call that copies is recorded
-            grads = replayed(_backward, (*saved, dout, dlast_state), (ctx.delta_softplus,))
-        else:
-            grads = torch.ops.ssd.selective_scan_bwd(*saved, dout, dlast_state, ctx.delta_softplus)
+        if dout is not None and dout.stride(-1) != 1:
+            dout = dout.contiguous()  # as a projection's gradient; here, since no call that copies is recorded
+        tensors = (*ctx.saved_tensors, dout, dlast_state)
+        grads = launched(_backward, torch.ops.ssd.selective_scan_bwd, tensors, (ctx.delta_softplus,))
         return *map(or_none, grads), None, None
 
 
