@@ -170,20 +170,21 @@ def profile(arguments: list[str], brief: bool = False) -> list[dict]:
     """The runs' values of each launch that the command line with these arguments makes, in order, as a row has them.
 
     Args:
-        brief: times, bytes, blocks and FLOPs alone, for calls of so many kernels that all metrics would take an hour.
+        brief: times, bytes and FLOPs alone, for a call of hundreds of kernels amid gigabytes, which ncu would copy for each: it
+            runs the whole command again for each pass instead, so that caches are warm in all.
 
     Raises:
         ValueError, OSError: as `ncu`; or two runs differ, or a metric is missing that there must be.
     """
-    runs = [ncu(arguments, (_TIME, _READ, _WRITE, *_WARM.values()), "none", single_pass=True)]
-    if brief:  # whose counts do not depend on caches
-        runs.append(ncu(arguments, [_COLD[key] for key in _COUNTED], "none"))
-    else:
-        runs += [ncu(arguments, _COLD.values(), "all"), ncu(arguments, _HITS.values(), "none", single_pass=True)]
+    if brief:
+        metrics = (*_REQUIRED, *(_COLD[key] for key in _COUNTED))
+        return [_launch(launch) for launch in ncu(arguments, metrics, "none", replay="application")]
+    runs = [ncu(arguments, (_TIME, _READ, _WRITE, *_WARM.values()), "none", single_pass=True),
+            ncu(arguments, _COLD.values(), "all"), ncu(arguments, _HITS.values(), "none", single_pass=True)]
     if len({tuple(launch["kernel"] for launch in launches) for launches in runs}) > 1:
         raise ValueError("two runs launched different kernels")
-    return [_launch(warm | rest) | {key: hits[0][metric] for key, metric in _HITS.items() if hits and metric in hits[0]}
-            for warm, rest, *hits in zip(*runs, strict=True)]
+    return [_launch(warm | rest) | {key: hits[metric] for key, metric in _HITS.items() if metric in hits}
+            for warm, rest, hits in zip(*runs, strict=True)]
 
 
 def _launch(metrics: dict) -> dict:
@@ -203,10 +204,12 @@ def _call_of(row: dict) -> list[str]:
     return ["profiled", *(str(row[key]) for key in ("variant", "shape", "mode", "dtype", "chunk_size")), *options]
 
 
-def ncu(arguments: list[str], metrics: Iterable[str], cache_control: str, single_pass: bool = False) -> list[dict]:
+def ncu(arguments: list[str], metrics: Iterable[str], cache_control: str, single_pass: bool = False,
+        replay: str = "kernel") -> list[dict]:
     """The metrics of each launch between the profiler's start and stop while this command line runs with the arguments.
 
     single_pass: warn where ncu needs more, since each leaves the caches warm for the next.
+    replay: what ncu runs again for another pass, a kernel or the application.
 
     Raises:
         ValueError: ncu failed, or saw no kernel; the message has the end of what it said.
@@ -216,8 +219,8 @@ def ncu(arguments: list[str], metrics: Iterable[str], cache_control: str, single
         log = Path(folder) / "ncu.csv"
         command = [
             "ncu", "--csv", "--page", "raw", "--print-units", "base", "--clock-control", "none", "--kernel-name-base",
-            "function", "--profile-from-start", "off", "--cache-control", cache_control, "--metrics", ",".join(metrics),
-            "--log-file", str(log), sys.executable, "-m", "experiments", *arguments,
+            "function", "--profile-from-start", "off", "--cache-control", cache_control, "--replay-mode", replay, "--metrics",
+            ",".join(metrics), "--log-file", str(log), sys.executable, "-m", "experiments", *arguments,
         ]
         try:
             ran = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"LC_ALL": "C"}, timeout=_LONGEST_S)

@@ -13,7 +13,7 @@ import signal
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -68,10 +68,14 @@ def train(run: Run, out: Path, console: Console, resume: bool = False, rows: Pat
     with joined(way) as team:
         if run.batch % team.size:
             raise ValueError(f"--batch: got {run.batch}, expected a multiple of {team.size}, so that each process has its part")
-        return _trained(run, out, console if team.rank == 0 else Console(quiet=True), resume, rows, team)
+        end = _trained(run, out, console if team.rank == 0 else Console(quiet=True), resume, rows, team)
+    if isinstance(end, Interrupted):  # not within, which the processes then would not leave together
+        raise end
+    return end
 
 
-def _trained(run: Run, out: Path, console: Console, resume: bool, rows: Path | None, team: Team) -> dict[str, Any]:
+def _trained(run: Run, out: Path, console: Console, resume: bool, rows: Path | None,
+             team: Team) -> dict[str, Any] | Interrupted:
     workload, saves, first = get_workload(run.workload), out / "checkpoints", team.rank == 0
     last = _checked(run, out, resume)
     with team.in_turn():
@@ -88,8 +92,10 @@ def _trained(run: Run, out: Path, console: Console, resume: bool, rows: Path | N
 
     if team.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(team.device)
-    batches, times = batches_of(run, workload, dataset, done, team), []
-    with TrainLog(out, run.steps, workload.unit, done, console, writes=first) as log, _interruption(team) as interrupted:
+    times = []
+    # closed here, whatever happens: the processes that make batches outlast signals, and this one would wait for them at its end
+    with (closing(batches_of(run, workload, dataset, done, team)) as batches,
+          TrainLog(out, run.steps, workload.unit, done, console, writes=first) as log, _interruption(team) as interrupted):
         for step in range(done + 1, run.steps + 1):
             began = time.perf_counter()
             with _explained(run, team.device):
@@ -112,7 +118,7 @@ def _trained(run: Run, out: Path, console: Console, resume: bool, rows: Path | N
                 with _explained(run, team.device):
                     checkpoints.save(saves, step, asdict(run), named(model), optimizer)
             if number and step < run.steps:
-                raise Interrupted(signal.Signals(number), step)
+                return Interrupted(signal.Signals(number), step)
     row = _row(run, workload.unit, log.losses, times[1:] or times, dataset.floor, parameters, peak_mib, team)
     if first:
         record.append(row, rows or (record.RESULTS if team.device.type == "cuda" else out))

@@ -138,20 +138,22 @@ def test_rows(ncu, tmp_path):
 
 
 def test_caches_of_each_run(ncu):
-    """One pass cannot hold the pipes beside the bytes, and warm bytes and hits can come from one pass alone."""
-    def given() -> list[tuple[str, str]]:
-        asked = ("--cache-control", "--metrics")
+    """One pass cannot hold the pipes beside the bytes, and warm bytes and hits can come from one pass alone, of a kernel or of
+    the whole application."""
+    def given() -> list[tuple[str, ...]]:
+        asked = ("--cache-control", "--replay-mode", "--metrics")
         found = [tuple(command[command.index(name) + 1] for name in asked) for command in ncu.commands]
         ncu.commands.clear()
         return found
 
     (first, *_) = counters.profile(counters._call_of(ssd_row()))
     hits = "lts__t_sector_hit_rate.pct,l1tex__t_sector_hit_rate.pct"
-    assert given() == [("none", ",".join(WARM)), ("all", ",".join(counters._COLD.values())), ("none", hits)]
+    cold = ",".join(counters._COLD.values())
+    assert given() == [("none", "kernel", ",".join(WARM)), ("all", "kernel", cold), ("none", "kernel", hits)]
     assert (first["l2_warm_hit_pct"], first["l1_warm_hit_pct"]) == (60.0, 5.0)
     (first, *_) = counters.profile(["profiled-step"], brief=True)
-    bytes_, flops = given()
-    assert bytes_ == ("none", ",".join(WARM)) and flops[0] == "none" and flops[1].count(",") == 5
+    ((*how, metrics),) = given()
+    assert how == ["none", "application"] and metrics.count(",") == 9
     assert "l2_warm_hit_pct" not in first and first["tensor_flops"] == 2_000_000
 
 

@@ -9,6 +9,7 @@ import signal
 import socket
 import time
 from pathlib import Path
+from subprocess import Popen, TimeoutExpired
 
 import pytest
 import torch
@@ -34,8 +35,8 @@ def two() -> list[dict[str, object]]:
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    return [{"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
-            for rank in range(2)]
+    return [{"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "localhost", "MASTER_PORT": port,
+             "PYTHONFAULTHANDLER": 1} for rank in range(2)]
 
 
 def logged(out: Path, value: str) -> list[float]:
@@ -43,12 +44,22 @@ def logged(out: Path, value: str) -> list[float]:
     return [json.loads(line)[value] for line in (out / "log.jsonl").read_text().splitlines()]
 
 
+def said_by(ranks: list[Popen[str]], seconds: float) -> list[tuple[str, str]]:
+    """What they said until they ended; where one does not end, all are, and the test fails with what they were at."""
+    try:
+        return [process.communicate(timeout=seconds) for process in ranks]
+    except TimeoutExpired:
+        for process in ranks:
+            process.send_signal(signal.SIGABRT)
+        stacks = [process.communicate()[1] for process in ranks]
+        pytest.fail(f"no end after {seconds} s\n" + "\n".join(stacks))
+
+
 def trained_by_two(out: Path, way: str, *more: str) -> None:
     ranks = [started(*LINE, "--out", out, "--rows", out / "rows", "--parallel", way, *more, **environment)
              for environment in two()]
-    for process in ranks:
-        said, errors = process.communicate(timeout=300)
-        assert process.returncode == 0, errors
+    _, (said, _) = spoken = said_by(ranks, 300)
+    assert [process.returncode for process in ranks] == [0, 0], spoken
     assert said == "", "the second process speaks, too"
 
 
@@ -107,7 +118,7 @@ def test_a_signal_to_all_processes_saves(tmp_path):
     for _ in range(2):
         for process in ranks:
             process.terminate()
-    said = [process.communicate(timeout=120) for process in ranks]
+    said = said_by(ranks, 120)
     assert [process.returncode for process in ranks] == [128 + signal.SIGTERM] * 2, said
     step = checkpoints.read_state(checkpoints.latest(tmp_path / "checkpoints"))["step"]
     assert f"SIGTERM after step {step}" in said[0][0] and said[1][0] == "" and len(logged(tmp_path, "loss")) == step
