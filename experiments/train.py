@@ -93,7 +93,7 @@ def _trained(run: Run, out: Path, console: Console, resume: bool, rows: Path | N
     if team.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(team.device)
     times = []
-    # closed here, whatever happens: the processes that make batches outlast signals, and this one would wait for them at its end
+    # closed here, whatever happens: the processes that make batches outlast signals, and this one would wait for them at exit
     with (closing(batches_of(run, workload, dataset, done, team)) as batches,
           TrainLog(out, run.steps, workload.unit, done, console, writes=first) as log, _interruption(team) as interrupted):
         for step in range(done + 1, run.steps + 1):
