@@ -106,12 +106,12 @@ def _trained(run: Run, out: Path, console: Console, resume: bool, rows: Path | N
             if team.device.type == "cuda":
                 torch.cuda.synchronize(team.device)
             times.append(time.perf_counter() - began)
+            number = int(team.most(interrupted() or 0))
             peak_mib = _peak_mib(team)
             if step == 1 and first:
                 out.mkdir(parents=True, exist_ok=True)
                 (out / "run.json").write_text(json.dumps(asdict(run), indent=2) + "\n")
             log.step(step, {**values, f"{workload.unit}_per_s": run.units / times[-1], "peak_mib": peak_mib})
-            number = int(team.most(interrupted() or 0))
             is_due = run.save_every and (step % run.save_every == 0 or step == run.steps)
             if is_due or number:
                 log.flush()
@@ -175,22 +175,33 @@ def _explained(run: Run, device: torch.device) -> Iterator[None]:
 def _interruption(team: Team) -> Iterator[Callable[[], signal.Signals | None]]:
     """What came of SIGTERM and SIGINT, which within end nothing. A second one acts as ever, unless there are other processes:
     those get what is sent to all and what torchrun passes on.
+
+    To be asked after every step: LLVM, which Triton compiles with, puts handlers of its own in place with the first kernel.
+    They pass the first signal on, but a second that comes at once ends the process.
     """
-    came, before = [], {}
+    came, before = [], {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
 
     def note(number: int, _frame: object) -> None:
         came.append(signal.Signals(number))
         if team.size == 1:
             restore()
 
+    def listen() -> None:
+        for number in before:
+            signal.signal(number, note)
+
     def restore() -> None:
         for number, handler in before.items():
             signal.signal(number, handler)
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        before[number] = signal.signal(number, note)
+    def asked() -> signal.Signals | None:
+        if not came:
+            listen()
+        return came[0] if came else None
+
+    listen()
     try:
-        yield lambda: came[0] if came else None
+        yield asked
     finally:
         restore()
 

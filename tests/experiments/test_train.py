@@ -164,6 +164,14 @@ def test_signals_act_as_before_when_a_run_has_ended(tmp_path):
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
 
 
+def test_signals_are_noted_again_after_a_step_that_took_their_handlers(tmp_path, monkeypatch):
+    """As LLVM's take their place when it compiles its first kernel."""
+    with monkeypatch.context() as patch, pytest.raises(Interrupted, match="after step 3"):
+        before_step(patch, 2, lambda: signal.signal(signal.SIGTERM, signal.SIG_IGN))
+        before_step(patch, 3, terminate)
+        train(small_run(save_every=0), tmp_path, QUIET)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="starts a process that compiles; what the signal does is tested above")
 def test_sigterm_ends_the_command_after_a_save(tmp_path):
     """The preset `tiny`, by the command line, in a process of its own."""
