@@ -56,7 +56,8 @@ _COLD = {
        for reason in ("long_scoreboard", "barrier", "wait", "math_pipe_throttle", "gmma", "no_instruction")},
 }
 _HITS = {"l2_warm_hit_pct": _COLD["l2_hit_pct"], "l1_warm_hit_pct": _COLD["l1_hit_pct"]}
-_COUNTED = ("tensor_insts", "tensor_flops", "fadds", "fmuls", "ffmas", "exps")
+_FLOPS = ("tensor_flops", "fadds", "fmuls", "ffmas")
+_COUNTED = ("tensor_insts", *_FLOPS, "exps")
 _LONGEST_S = 1800  # each kernel of a call is run many times over
 _REQUIRED = (_TIME, _READ, _WRITE, _WARM["dram_pct"])
 _SUMMED = ("launches", "ncu_us", "dram_bytes", "blocks", *_COUNTED)
@@ -177,7 +178,7 @@ def profile(arguments: list[str], brief: bool = False) -> list[dict]:
         ValueError, OSError: as `ncu`; or two runs differ, or a metric is missing that there must be.
     """
     if brief:
-        metrics = (*_REQUIRED, *(_COLD[key] for key in _COUNTED))
+        metrics = (*_REQUIRED, *(_COLD[key] for key in _FLOPS))
         return [_launch(launch) for launch in ncu(arguments, metrics, "none", replay="application")]
     runs = [ncu(arguments, (_TIME, _READ, _WRITE, *_WARM.values()), "none", single_pass=True),
             ncu(arguments, _COLD.values(), "all"), ncu(arguments, _HITS.values(), "none", single_pass=True)]
