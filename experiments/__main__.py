@@ -204,6 +204,7 @@ def sweep(
     out: OutOption = record.RESULTS,
     again: Annotated[bool, typer.Option("--again", help="Run what has its row, too.")] = False,
     trains: Annotated[bool, typer.Option("--train/--no-train", help="Also train with each, for its loss.")] = True,
+    counters: Annotated[bool, typer.Option(help="Also count bytes of a step's kernels with ncu: minutes a variant.")] = False,
 ) -> None:
     """Put variant after variant inside workloads: step times, side by side, and losses.
 
@@ -214,7 +215,7 @@ def sweep(
         runs = [run_of(name, preset, mixer=mixer, data=data, documents=documents, steps=steps, batch=batch, optimizer=optimizer,
                        dtype=dtype, seed=seed, save_every=0)
                 for name, preset, mixer in map(sweeps.parsed, workload.split(","))]
-        plan = sweeps.Plan(tuple(runs), tuple(variants), each_option, repeats, warmup, folder, out, again, trains)
+        plan = sweeps.Plan(tuple(runs), tuple(variants), each_option, repeats, warmup, folder, out, again, trains, counters)
         failed = sweeps.run(plan, console)
     except ValueError as reason:
         _refuse(str(reason))

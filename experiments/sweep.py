@@ -24,6 +24,7 @@ from ssd import Options
 from ssd.registry import get_variant, is_peer
 
 from . import ablate, checkpoints, record
+from .characterize.collect import count
 from .characterize.definitions import of_peak
 from .characterize.gpus import find
 from .kernel_names import is_of_operator
@@ -49,6 +50,7 @@ class Plan:
         out: of the rows.
         again: run what has its row, too.
         trains: also train with each variant; else only steps are timed.
+        counts: also count what a step's kernels do, with ncu: minutes for each variant.
     """
 
     runs: tuple[Run, ...]
@@ -60,6 +62,7 @@ class Plan:
     out: Path = record.RESULTS
     again: bool = False
     trains: bool = True
+    counts: bool = False
 
 
 def parsed(text: str) -> tuple[str, str, str | None]:
@@ -84,6 +87,15 @@ def run(plan: Plan, console: Console) -> list[str]:
                 failed.append(f"{where} {candidate.variant}: {note}")
         except Exception as reason:  # must not cost the measurements of the others
             failed.append(f"{where}: {first_line(reason)}")
+        for name in plan.variants if plan.counts else ():
+            one = replace(base, variant=name)
+            if done.has("step_counters", one):
+                console.print(f"{where} {name}: counted before", style="dim")
+                continue
+            try:
+                count(one, plan.out)
+            except (OSError, ValueError) as reason:
+                failed.append(f"{where} {name}: ncu gave none: {first_line(reason)}")
         for name in plan.variants if plan.trains else ():
             one = replace(base, variant=name)
             if done.has("train", one):
@@ -107,8 +119,8 @@ def committed(out: Path = record.RESULTS) -> list[dict]:
     `W`; of a step that was timed beside others the last such row.
 
     share: of the state-space model in the step. speedup: over upstream's step of the same sitting. U, W: of the memory's
-    data-sheet rate by the state-space model's kernels, see `characterize.definitions`, where `make characterize` counted them.
-    There is no G: what lies between these kernels in a step is others' work.
+    data-sheet rate by the state-space model's kernels, see `characterize.definitions`, where --counters, of a sweep or of
+    `characterize`, counted them. There is no G: what lies between these kernels in a step is others' work.
     """
     losses = {_trained(row): row["loss"] for row in record.read(out, bench="train") if row["gpus"] == 1}
     rows = [row for row in record.read(out, bench="step") if row["p50_us"] is not None]

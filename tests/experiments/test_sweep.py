@@ -2,6 +2,7 @@
 
 import csv
 import io
+import json
 import os
 import signal
 from dataclasses import replace
@@ -10,8 +11,9 @@ import pytest
 import torch
 from rich.console import Console
 
-from experiments import record, step_time, sweep, table
+from experiments import counters, record, step_time, sweep, table
 from experiments import train as training
+from experiments.characterize.gpus import find
 from experiments.kernel_names import is_of_operator
 from experiments.step_time import Candidate, put_inside
 from experiments.workloads import get_workload
@@ -52,6 +54,26 @@ def test_what_has_its_row_is_not_run_again(plan, monkeypatch):
     assert steps == ["torch", "torch", "auto"], "times of two sittings do not compare"
     sweep.run(replace(plan, variants=("torch",), again=True), QUIET)
     assert trained == ["auto", "torch"] and len(record.read(plan.out, bench="step")) == 4
+
+
+def test_steps_are_counted_once(plan, monkeypatch):
+    """U and W of a step's row are from what ncu counted of the same step; one that it fails at costs no other."""
+    launch = {"kernel": "chunk_scan_kernel", "launches": 1, "ncu_us": 10.0, "dram_bytes": 24e6, "dram_pct": 50.0}
+    asked = []
+
+    def profile(arguments, brief):
+        asked.append(json.loads(arguments[1])["variant"])
+        if asked == ["torch"]:
+            raise ValueError("no permission")
+        return [launch, launch | {"kernel": "bmm_chunk_kernel", "ncu_us": 30.0}]
+
+    monkeypatch.setattr(counters, "profile", profile)
+    monkeypatch.setattr(sweep, "find", lambda _: find("NVIDIA H200"))
+    plan = replace(plan, trains=False, counts=True)
+    (failed,) = sweep.run(plan, QUIET)
+    assert failed == "mamba2 small ssd torch: ncu gave none: no permission" and asked == ["torch", "auto"]
+    assert [(row["U"], row["W"]) for row in sweep.committed(plan.out)] == [(None, None), pytest.approx((33.3, 25.0), rel=1e-2)]
+    assert sweep.run(plan, QUIET) == [] and asked == ["torch", "auto", "torch"]
 
 
 def test_steps_alone(plan, monkeypatch):
