@@ -104,11 +104,13 @@ def caches(calls: list[Call]) -> Section:
     series = {name: [line[key] for line in forward] for name, key in
               (("L2", "l2_hit_pct"), ("L2, warm", "l2_warm_hit_pct"), ("L1", "l1_hit_pct"), ("L1, warm", "l1_warm_hit_pct"))}
     series = {name: values for name, values in series.items() if any(value is not None for value in values)}
-    svg = draw.chart(lambda ax: draw.bars(ax, labels, series), 0.8 + 0.26 * len(forward), xlabel="per cent of sectors that hit",
-                     xlim=(0, 108))
+    svg = draw.chart(lambda ax: draw.bars(ax, labels, series), 0.8 + 0.13 * len(series) * len(forward),
+                     xlabel="per cent of sectors that hit", xlim=(0, 108))
     means = ", ".join(f"{call.row['l2_hit_pct']:.0f} % ({call.row['variant']})" for call in calls
                       if call.row["mode"] == "fwd" and "l2_hit_pct" in call.row)
     see = f"Of whole forwards, weighted with time: {means}. A lower rate is no loss where fewer tiles are read a second time."
+    if gained := [line["l2_warm_hit_pct"] - line["l2_hit_pct"] for line in forward if line["l2_warm_hit_pct"] is not None]:
+        see += f" Warm, L2 hits at most {max(gained):.0f} points more often."
     note = "Caches are cold where a kernel begins, and reuse between kernels cannot show; or warm, as the last one left them."
     missing = [name for name in ("L2, warm", "L1", "L1, warm") if name not in series]
     note += f" {'; '.join(missing)}: {NOT_YET}." if missing else ""
