@@ -2,7 +2,8 @@
 
 compute-sanitizer runs this command line's hidden command `sanitized`: forward and backward once for every case, small, since
 a checked kernel is a hundred times slower. Without torch's cache of memory, so that what is outside a tensor is outside an
-allocation.
+allocation. It says which kernels it launched; where all variants are run, and `block`, what surrounds the operator, there must
+be no kernel that was never launched.
 
 racecheck reports the start of the roles in any kernel that Triton specialises by warps, since it does not follow the barrier
 between the warps that write what the roles are to do and those that read it. Both are code that Triton makes for two lines, the
@@ -24,39 +25,62 @@ import torch
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
+from triton import knobs
 
 import ssd
 from ssd import Options, ssd_chunk_scan
+from ssd.block import causal_conv1d_update
 from ssd.choice import CANDIDATES
 
 from . import record
+from .block import PARTS, WIDTH
 from .hand_over import hand_over
+from .kernel_names import ours
 from .shapes import SMALL, Shape, make_inputs
 
-CONTROL = "control"
-VARIANTS = (*CANDIDATES, CONTROL)
+BLOCK, CONTROL = "block", "control"
+VARIANTS = (*CANDIDATES, BLOCK, CONTROL)
 TOOLS = ("memcheck", "racecheck")
 _EXECUTABLE = "compute-sanitizer"
 _CHUNK_SIZE = 64
 # The first for the plain kernels, ragged in every axis; the second for those for Hopper, long enough to be cut in pieces.
 _PLAIN, _TILED = replace(SMALL, headdim=20, dstate=24), Shape("tiled", 1, 600, nheads=8, headdim=64, dstate=128, ngroups=2)
-_CASES = (
-    (_PLAIN, torch.float32, True, Options()),
-    (_PLAIN, torch.bfloat16, True, Options(save_states=False)),
-    (_TILED, torch.bfloat16, False, Options()),
-    (_TILED, torch.float16, False, Options(save_states=False)),
+_APART = Options(two_level=False, stationary=False, fuse_states=False, fuse_bmm=False, fuse_backward=False)
+_CASES = (  # with what is given besides a layer's inputs, of `_more`
+    (_PLAIN, torch.float32, ("z", "initial_states", "seq_idx"), Options()),
+    (_PLAIN, torch.bfloat16, ("z", "initial_states", "seq_idx"), Options(save_states=False)),
+    (_PLAIN, torch.bfloat16, ("z", "initial_states", "seq_idx"), _APART),
+    (replace(_PLAIN, batch=1), torch.bfloat16, ("cu_seqlens",), Options()),
+    (_TILED, torch.bfloat16, (), Options()),
+    (_TILED, torch.float16, (), Options(save_states=False)),
+    (_TILED, torch.bfloat16, ("initial_states", "seq_idx"), Options()),
+    (_TILED, torch.bfloat16, ("initial_states", "seq_idx"), Options(stationary=False)),
 )
+# of `block.PARTS`; a scan of few channels and one of many
+_PARTS = (("conv1d", _PLAIN), ("gated_norm", _PLAIN), ("state_update", _PLAIN),
+          ("selective_scan", Shape("pairs", 2, 70, nheads=20, headdim=1, dstate=16, ngroups=1)),
+          ("selective_scan", Shape("walk", 2, 70, nheads=260, headdim=1, dstate=8, ngroups=1)))
 _SUMMARY = re.compile(r"ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: \d+ hazards? displayed "
                       r"\((\d+) errors?, (\d+) warnings?\)")
 _KERNEL = re.compile(r"\w+_kernel\b")
 _REPORT = re.compile(r"^=+ Error: Race reported.*(?:\n=+ +and .*)*", re.MULTILINE)
 _ACCESS = re.compile(r"access at (\w+)\+0x[0-9a-f]+ in (\S+):(\d+)")
+_LAUNCHED = re.compile(r"^launched (.+)$", re.MULTILINE)
 _TOLD = re.compile(r"^=+.*(?:Error|Warning|Invalid|SUMMARY|_kernel).*", re.MULTILINE)  # without the backtraces on the host
 
 
 def variants_here() -> list[str]:
     """What this GPU can run: the control needs Hopper's barriers."""
-    return [name for name in VARIANTS if name != CONTROL or torch.cuda.get_device_capability()[0] == 9]
+    return [name for name in VARIANTS if name != CONTROL or _is_hopper()]
+
+
+def _is_hopper() -> bool:
+    return torch.cuda.get_device_capability()[0] == 9
+
+
+def _launched_here() -> set[str]:
+    """The kernels that the variants and `block` must have launched on this GPU."""
+    return {name for name in ours() if _is_hopper() or not name.startswith("hopper_")}
 
 
 def run(variants: list[str], tools: list[str], out: Path, console: Console) -> bool:
@@ -67,22 +91,26 @@ def run(variants: list[str], tools: list[str], out: Path, console: Console) -> b
     """
     if shutil.which(_EXECUTABLE) is None:
         raise FileNotFoundError(f"{_EXECUTABLE} is not on the PATH; it comes with the CUDA toolkit")
-    table = Table("variant", "tool", "found", "of Triton's start of roles")
-    clean = True
+    table = Table("variant", "tool", "kernels", "found", "of Triton's start of roles")
+    clean, never = True, _launched_here() if {*CANDIDATES, BLOCK} <= set(variants) else set()
     for variant, tool in track([(v, t) for v in variants for t in tools], "sanitizing", console=console):
-        found, of_roles, kernels, said = check(variant, tool)
-        clean = clean and found == of_roles
-        row = {"bench": "sanitize", "variant": variant, "tool": tool, "found": found, "of_roles": of_roles, "kernels": kernels}
+        found, of_roles, kernels, launched, said = check(variant, tool)
+        clean, never = clean and found == of_roles, never.difference(launched)
+        row = {"bench": "sanitize", "variant": variant, "tool": tool, "found": found, "of_roles": of_roles, "kernels": kernels,
+               "launched": launched}
         record.append(row | record.environment(), out)
-        table.add_row(variant, tool, "nothing" if found == 0 else f"{found} errors and warnings: {kernels}", str(of_roles))
+        table.add_row(variant, tool, str(len(launched)), "nothing" if found == 0 else f"{found} errors and warnings: {kernels}",
+                      str(of_roles))
         if found > of_roles:
             console.print(said, markup=False)
     console.print(table)
-    return clean
+    if never:
+        console.print(f"never launched: {', '.join(sorted(never))}", style="yellow")
+    return clean and not never
 
 
-def check(variant: str, tool: str) -> tuple[int, int, str, str]:
-    """What the tool counted, how much of it is the start of roles, the kernels that it named, and what it said.
+def check(variant: str, tool: str) -> tuple[int, int, str, list[str], str]:
+    """What the tool counted, how much of it is the start of roles, the kernels that it named, those that ran, and what it said.
 
     Raises:
         ValueError: it ended without a summary.
@@ -95,7 +123,9 @@ def check(variant: str, tool: str) -> tuple[int, int, str, str]:
     if not found or (done.returncode and not sum(found)):
         raise ValueError(f"{tool} of {variant} ended with exit status {done.returncode} and no summary: {said[-400:]}")
     of_roles = sum(_is_start_of_roles(report) for report in _REPORT.findall(said))
-    return sum(found), of_roles, ", ".join(sorted(set(_KERNEL.findall(said)))), "\n".join(_TOLD.findall(said))
+    launched = [name for names in _LAUNCHED.findall(said) for name in names.split()]
+    named = set(_KERNEL.findall(_LAUNCHED.sub("", said)))
+    return sum(found), of_roles, ", ".join(sorted(named)), launched, "\n".join(_TOLD.findall(said))
 
 
 def _is_start_of_roles(report: str) -> bool:
@@ -116,25 +146,46 @@ def _line(file: str, number: int) -> str:
 
 def sanitized(variant: str) -> None:
     """Every kernel of a variant, once: what `sanitize` runs under compute-sanitizer."""
+    launched = set()
+    knobs.runtime.launch_enter_hook.add(lambda metadata: launched.add(metadata.get()["name"]))
     if variant == CONTROL:
         source = torch.randn(8, 128, device="cuda")
         assert torch.equal(hand_over(source), source)
-        return
-    for shape, dtype, every_option, options in _CASES:
-        inputs = make_inputs(shape, dtype, "cuda", requires_grad=True)
-        if every_option:
-            inputs |= _more(shape, dtype)
-        out, final_states = ssd_chunk_scan(**inputs, chunk_size=_CHUNK_SIZE, variant=variant, options=options,
-                                           return_final_states=True)
-        (out.float().sum() + final_states.sum()).backward()
+    elif variant == BLOCK:
+        _run_block()
+    else:
+        for case in _CASES:
+            _run(variant, *case)
     torch.cuda.synchronize()
+    print("launched", *sorted(launched))
 
 
-def _more(shape: Shape, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """The options that models use seldom: a gate, documents, a state to start from."""
+def _run(variant: str, shape: Shape, dtype: torch.dtype, more: tuple[str, ...], options: Options) -> None:
+    """Forward and backward."""
+    inputs = make_inputs(shape, dtype, "cuda", requires_grad=True) | _more(shape, dtype, more)
+    results = ssd_chunk_scan(**inputs, chunk_size=_CHUNK_SIZE, variant=variant, options=options, return_final_states=True,
+                             return_varlen_states="cu_seqlens" in more)
+    sum(result.float().sum() for result in results).backward()
+
+
+def _run_block() -> None:
+    """What surrounds the operator, forward and backward."""
+    for part, shape in _PARTS:
+        work = PARTS[part](shape, torch.bfloat16)
+        out = work.ours()
+        if work.leaves:
+            out.float().sum().backward()
+    x, state, weight = (torch.randn(*size, device="cuda") for size in ((2, 70), (2, 70, WIDTH - 1), (70, WIDTH)))
+    causal_conv1d_update(x, state, weight, activation="silu")
+
+
+def _more(shape: Shape, dtype: torch.dtype, names: tuple[str, ...]) -> dict[str, torch.Tensor]:
+    """Of the options that models use seldom those named: a gate, a state to start from, documents, and states at their ends."""
     b, l, h, p, n, _ = shape.sizes.values()
-    return {
-        "z": torch.randn(b, l, h, p, device="cuda", dtype=dtype, requires_grad=True),
-        "initial_states": torch.randn(b, h, p, n, device="cuda", requires_grad=True),
-        "seq_idx": (torch.arange(l, device="cuda") // 37).to(torch.int32).expand(b, l).contiguous(),
+    made = {
+        "z": lambda: torch.randn(b, l, h, p, device="cuda", dtype=dtype, requires_grad=True),
+        "initial_states": lambda: torch.randn(b, h, p, n, device="cuda", requires_grad=True),
+        "seq_idx": lambda: (torch.arange(l, device="cuda") // 37).to(torch.int32).expand(b, l).contiguous(),
+        "cu_seqlens": lambda: torch.tensor([0, 5, l // 2, l], device="cuda", dtype=torch.int32),
     }
+    return {name: made[name]() for name in names}

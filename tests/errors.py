@@ -19,6 +19,7 @@ zero; so the one rounding is at least that of x, which every summand has, and in
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ from ssd.registry import Variant, get_variant
 from ssd.stages import Precision
 from ssd.types import Options, SSDGrads, SSDInputs, SSDSaved
 
-from .inputs import generator
+from .inputs import generator, split
 
 _CAP = 1e-2
 _FP32_ROUNDINGS = 16
@@ -95,6 +96,25 @@ def truths(inputs: SSDInputs, dout: Tensor, dfinal_states: Tensor | None) -> dic
     ends = None if inputs.cu_seqlens is None else reference.varlen_states(inputs, Precision(torch.float64))
     grads = reference.ssd_fp64_grads(inputs, dout, dfinal_states)
     return _present({"out": out, "final_states": final_states, "varlen_states": ends, **vars(grads)})
+
+
+def truths_apart(inputs: SSDInputs, ends: list[int], dout: Tensor, dfinal_states: Tensor) -> dict[str, Tensor]:
+    """The same of a row whose documents lie between these tokens, 0 and seqlen among them. Each is run by itself, so that the
+    truth knows no documents.
+    """
+    apart = []
+    for start, end in pairwise(ends):
+        dfinal = dfinal_states if end == inputs.seqlen else torch.zeros_like(dfinal_states)
+        apart.append(truths(split(inputs, start, end), dout[:, start:end], dfinal))
+    truth = {}
+    for result in apart[0]:
+        parts = [part[result] for part in apart]
+        by_token = parts[0].dim() > 2 and result != "final_states"
+        truth[result] = torch.cat(parts, 1) if by_token else sum(parts)
+    truth["final_states"] = apart[-1]["final_states"]
+    if inputs.cu_seqlens is not None:
+        truth["varlen_states"] = torch.cat([part["final_states"] for part in apart])
+    return truth
 
 
 def cotangents(inputs: SSDInputs) -> tuple[Tensor, Tensor]:

@@ -63,7 +63,7 @@ def test_tune_needs_a_gpu():
 @without_gpu
 @pytest.mark.parametrize("arguments, said", (
     ((), "sanitize: needs a CUDA GPU, found none"), (("--variant", "control"), "sanitize: needs a CUDA GPU, found none"),
-    (("--variant", "fla"), "--variant: got 'fla', expected any of persistent, fused, baseline, control"),
+    (("--variant", "fla"), "--variant: got 'fla', expected any of persistent, fused, baseline, block, control"),
     (("--tool", "synccheck"), "--tool: got 'synccheck', expected any of memcheck, racecheck")))
 def test_sanitize_needs_a_gpu(arguments, said):
     result = run("sanitize", *arguments)

@@ -41,7 +41,8 @@ def test_summaries(tool, says):
     says(CLEAN)
     assert sanitize.check("fused", tool)[:3] == (0, 0, "")
     says(DIRTY, status=1)
-    found, of_roles, kernels, said = sanitize.check("fused", tool)
+    found, of_roles, kernels, launched, said = sanitize.check("fused", tool)
+    assert launched == []
     assert (found, of_roles) == ({"memcheck": 3, "racecheck": 2}[tool], 0)
     assert kernels == "chunk_scan_kernel" and "SUMMARY" in said
 
@@ -100,6 +101,28 @@ def test_rows_and_table(says, tmp_path):
         ("fused", "memcheck", 0), ("fused", "racecheck", 2)]
     assert "2 errors and warnings" in console.export_text()
     assert (tmp_path / "calls").read_text().count("-m experiments sanitized fused") == 4
+
+
+def test_a_kernel_that_never_ran_is_no_pass(says, tmp_path, monkeypatch):
+    """Where all that launches kernels is run."""
+    monkeypatch.setattr(sanitize, "_is_hopper", lambda: True)
+
+    def launching(names: set[str]) -> dict[str, str]:
+        return {"memcheck": f"launched {' '.join(sorted(names))}\n{CLEAN['memcheck']}"}
+
+    every = [*sanitize.CANDIDATES, sanitize.BLOCK]
+    console = Console(record=True, width=120)
+    says(launching(sanitize.ours()))
+    assert sanitize.run(every, ["memcheck"], tmp_path / "rows", console)
+    says(launching(sanitize.ours() - {"bmm_chunk_kernel"}))
+    assert sanitize.run(["baseline"], ["memcheck"], tmp_path / "rows", console), "of one variant nothing is missing"
+    assert not sanitize.run(every, ["memcheck"], tmp_path / "rows", console)
+    assert "never launched: bmm_chunk_kernel" in console.export_text()
+    monkeypatch.setattr(sanitize, "_is_hopper", lambda: False)
+    says(launching({name for name in sanitize.ours() if "hopper" not in name}))
+    assert sanitize.run(every, ["memcheck"], tmp_path / "rows", console), "which no other GPU can run"
+    rows = record.read(tmp_path / "rows", bench="sanitize")
+    assert set(rows[0]["launched"]) == sanitize.ours() and rows[0]["kernels"] == ""
 
 
 def test_without_the_tool(monkeypatch, tmp_path):

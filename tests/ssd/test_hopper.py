@@ -9,8 +9,16 @@ import torch
 from ssd import hopper, hopper_backward, ssd_chunk_scan
 from ssd.kernels.chunk_cumsum import chunk_cumsum
 from ssd.registry import get_variant
-from ssd.types import Options, SSDGrads
-from tests.errors import assert_all_accurate, assert_forward_right, assert_right, cotangents, results, truths
+from ssd.types import Options, SSDGrads, SSDInputs
+from tests.errors import (
+    assert_all_accurate,
+    assert_forward_right,
+    assert_right,
+    cotangents,
+    results,
+    truths,
+    truths_apart,
+)
 from tests.inputs import Case, Shape, random_inputs
 
 GPU = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
@@ -125,6 +133,39 @@ def test_documents_fall_apart(device):
     assert torch.equal(dt, same)
     torch.testing.assert_close(apart, plain - 128 * begun[:, None], rtol=0, atol=1e-4)
     assert torch.exp2((apart[0, :, 0, 30] - apart[0, :, 0, 29]) / math.log(2) + 32).eq(0).all()
+
+
+def one_row_of_documents() -> tuple[SSDInputs, list[int]]:
+    """Inputs that the kernels for Hopper take, and between which tokens documents lie."""
+    inputs = random_inputs(replace(SHAPE, batch=1), replace(CASES["documents"], initial_states=False), torch.bfloat16, "cuda")
+    assert hopper.cannot_run(inputs, Options(), by_chunk=True) is None and hopper_backward.can_run(inputs, Options())
+    begins = (inputs.seq_idx[0].diff() != 0).nonzero().flatten() + 1
+    assert len(begins) > 2
+    return inputs, [0, *begins.tolist(), inputs.seqlen]
+
+
+@needs_hopper
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("way", WAYS)
+def test_documents_of_a_row_are_as_if_run_apart(way):
+    variant, options = WAYS[way]
+    inputs, ends = one_row_of_documents()
+    ways = cotangents(inputs)
+    got = results(get_variant(variant), inputs, *ways, options)
+    assert_all_accurate(got, truths_apart(inputs, ends, *ways), inputs, *ways)
+
+
+@needs_hopper
+@pytest.mark.parametrize("way", WAYS)
+def test_no_gradient_crosses_documents(way):
+    """Only the outputs of the last document have a gradient: what came before it gets none at all, to the bit."""
+    variant, options = WAYS[way]
+    inputs, (*_, start, _) = one_row_of_documents()
+    dout, dfinal_states = cotangents(inputs)
+    dout[:, :start] = 0
+    got = results(get_variant(variant), inputs, dout, dfinal_states, options)
+    for grad in ("dx", "dB", "dC"):
+        assert not got[grad][:, :start].any() and got[grad][:, start:].any()
 
 
 @needs_hopper

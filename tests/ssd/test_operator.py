@@ -1,7 +1,7 @@
 """Every variant of ours against fp64, forward and backward: small sizes in the interpreter, real ones on a GPU."""
 
 from dataclasses import fields, replace
-from itertools import pairwise, zip_longest
+from itertools import product, zip_longest
 
 import pytest
 import torch
@@ -9,8 +9,8 @@ import torch
 from ssd import tuning
 from ssd.registry import get_variant
 from ssd.types import Options, SSDGrads
-from tests.errors import assert_all_accurate, assert_right, cotangents, results, truths
-from tests.inputs import EVERYTHING, OURS, Case, Shape, every_option_pairwise, random_inputs, split
+from tests.errors import assert_all_accurate, assert_right, cotangents, results, truths, truths_apart
+from tests.inputs import EVERYTHING, OURS, Case, Shape, every_option_pairwise, random_inputs
 
 pytestmark = pytest.mark.usefixtures("poison")
 GPU = torch.cuda.is_available()
@@ -83,6 +83,20 @@ def test_options(name, number, device):
         assert_right(get_variant(name), random_inputs(shape, case, dtype, device))
 
 
+@pytest.mark.gpu
+@over_variants
+@pytest.mark.parametrize("documents", (None, "seq_idx", "varlen"))
+@pytest.mark.parametrize("D", (None, "h", "hp"))
+def test_every_combination_of_options(name, D, documents, device):
+    """Not only pairs, as above, at sizes that the kernels for Hopper take."""
+    shape = Shape(1 if documents == "varlen" else 2, 150, 4, 64, 2, 128, 64)
+    names = ("z", "dt_bias", "dt_softplus", "initial_states")
+    for *flags, dt_limit in product(*[(False, True)] * len(names), ((0.0, float("inf")), (0.02, 0.06))):
+        case = Case(D=D, documents=documents, dt_limit=dt_limit, **dict(zip(names, flags, strict=True)))
+        for dtype in (torch.bfloat16, torch.float32):
+            assert_right(get_variant(name), random_inputs(shape, case, dtype, device))
+
+
 @over_variants
 @pytest.mark.parametrize("gradient", ("dout", "dfinal_states"))
 def test_one_gradient_alone(name, gradient, device):
@@ -109,17 +123,7 @@ def test_documents_of_a_row_are_as_if_run_apart(name, device):
     case = Case(D="h", z=True, dt_softplus=True, dt_bias=True, documents="varlen")
     inputs = random_inputs(shape, case, DTYPES[-1], device)
     dout, dfinal_states = cotangents(inputs)
-    apart = []
-    for start, end in pairwise(inputs.cu_seqlens.tolist()):
-        dfinal = dfinal_states if end == shape.seqlen else torch.zeros_like(dfinal_states)
-        apart.append(truths(split(inputs, start, end), dout[:, start:end], dfinal))
-    truth = {}
-    for result in apart[0]:
-        parts = [part[result] for part in apart]
-        by_token = parts[0].dim() > 2 and result != "final_states"
-        truth[result] = torch.cat(parts, 1) if by_token else sum(parts)
-    truth["final_states"] = apart[-1]["final_states"]
-    truth["varlen_states"] = torch.cat([part["final_states"] for part in apart])
+    truth = truths_apart(inputs, inputs.cu_seqlens.tolist(), dout, dfinal_states)
     got = results(get_variant(name), inputs, dout, dfinal_states)
     assert_all_accurate(got, truth, inputs, dout, dfinal_states)
 
