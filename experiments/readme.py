@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+import textwrap
+from collections.abc import Callable, Collection, Iterator
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -16,11 +17,38 @@ FIGURE = ROOT / "docs" / "results.svg"
 STEPS_FIGURE = ROOT / "docs" / "workloads.svg"
 ABLATION = ROOT / "docs" / "ablation.md"
 WORKLOADS = ROOT / "docs" / "workloads.md"
-_MODES = {"fwd": "forward", "bwd": "backward"}
+_DIRECTIONS = {"fwd": "forward", "bwd": "backward"}
+_MODES = _DIRECTIONS | {"fwd_bwd": "forward and backward"}
+# options that change nothing of what a mode times
+_UNREAD = {"fwd": {"save_states", "fuse_backward"},
+           "bwd": {"fuse_states", "low_precision_CB", "causal_blocks", "fuse_bmm", "two_level", "stationary"}}
 _ABLATED = itemgetter("gpu", "shape", "mode", "variant")
+_WIDTH = 128  # of a line of prose
+_COMPARED = itemgetter("gpu", "against")
 _BLOCK_HEADERS = ("part", "shape", "mode", "us", "graph us", "of copy %", "against", "speed-up", "graph speed-up")
 _BLOCK = {header: table.BLOCK[header] for header in _BLOCK_HEADERS}
 _STEPS = {header: column for header, column in table.STEPS.items() if header != "options"}
+
+
+def claim(rows: list[dict]) -> str:
+    """For each GPU and rival a sentence: speed-ups of the fastest variant, the least and the most over shapes, in GPU time."""
+    compared = [row for row in rows if row.get("graph_speedup")]
+    sentences = []
+    for (gpu, against), group in groupby(sorted(compared, key=_COMPARED), _COMPARED):
+        best: dict[str, dict[str, float]] = {mode: {} for mode in _MODES}
+        for row in group:
+            shapes = best[row["mode"]]
+            shapes[row["shape"]] = max(row["graph_speedup"], shapes.get(row["shape"], 0))
+        ranges = [_range(_MODES[mode], shapes.values()) for mode, shapes in best.items() if shapes]
+        sentence = (f"Speed-ups over {against} on one {gpu}, in bf16 and GPU time (in a CUDA graph), of the fastest variant at "
+                    f"each shape: {_listed(ranges)}.")
+        sentences.append(textwrap.fill(sentence, _WIDTH) + "\n")
+    return "\n".join(sentences) or "No GPU has run the bench beside a rival yet.\n"
+
+
+def _range(mode: str, speedups: Collection[float]) -> str:
+    count = len(speedups)
+    return f"{min(speedups):.2f} to {max(speedups):.2f} {mode} ({count} shape{'s' * (count > 1)})"
 
 
 def results(rows: list[dict], figure_path: str) -> str:
@@ -30,8 +58,12 @@ def results(rows: list[dict], figure_path: str) -> str:
     parts = [f"![Time of each variant, of upstream and the floor, per shape]({figure_path})\n"]
     for where, group in _by_gpu(rows):
         copy = sorted(row["copy_gbps"] for row in group)[len(group) // 2]
-        parts.append(f"{where}, device copy {copy:.0f} GB/s:\n")
-        parts.append(_markdown(group))
+        commits = dict.fromkeys(str(row["git_sha"])[:7] for row in sorted(group, key=itemgetter("time")))
+        parts.append(f"{where}, device copy {copy:.0f} GB/s, rows of {_listed([*commits])}:\n")
+        parts.append(_markdown([row for row in group if row["mode"] in _DIRECTIONS]))
+        if whole := [row for row in group if row["mode"] not in _DIRECTIONS]:
+            parts.append("Forward and backward in one call, in a CUDA graph, µs, with the speed-up:\n")
+            parts.append(_by_shape(whole))
     return "\n".join(parts)
 
 
@@ -55,11 +87,12 @@ def ablation(rows: list[dict]) -> str:
     for (gpu, shape, mode, variant), group in groupby(rows, _ABLATED):
         cells = {(row["step"], row["changed"]): f"{row['graph_p50_us'] or row['p50_us']:.0f} | {row['relative']:.2f}"
                  for row in group if row["relative"] is not None}
-        lines = [f"{gpu}, {shape}, {_MODES[mode]}, `{variant}`:\n",
+        lines = [f"{gpu}, {shape}, {_DIRECTIONS[mode]}, `{variant}`:\n",
                  "| option | without, µs | relative | up to, µs | relative |", "|---|---:|---:|---:|---:|",
                  f"| none | | | {cells.get(('none', None), ' | ')} |"]
         options = [option for step, option in cells if step == "without"]
-        lines += [f"| {option} | {cells['without', option]} | {cells.get(('added', option), ' | ')} |" for option in options]
+        without = {option: "not used | " if option in _UNREAD[mode] else cells["without", option] for option in options}
+        lines += [f"| {option} | {cell} | {cells.get(('added', option), ' | ')} |" for option, cell in without.items()]
         parts.append("\n".join([*lines, f"| all | {cells.get(('all', None), ' | ')} | | |"]) + "\n")
     return "\n".join(parts) or "No rows yet: no GPU has run `make ablate` for this table.\n"
 
@@ -94,7 +127,8 @@ def update(rows: list[dict], readme: Path = README, figure_path: Path = FIGURE, 
         ValueError: the README lacks the markers.
     """
     rows = [row for row in rows if row["mode"] in _MODES]
-    current = _put("results", results(rows, _linked(figure_path, readme)), readme, check)
+    current = _put("claim", claim(rows), readme, check)
+    current &= _put("results", results(rows, _linked(figure_path, readme)), readme, check)
     return _draw(figure.draw, figure.points(rows), rows, figure_path, check) and current
 
 
@@ -105,7 +139,7 @@ def update_blocks(rows: list[dict], readme: Path = README, check: bool = False) 
 
 def update_ablation(rows: list[dict], page: Path = ABLATION, check: bool = False) -> bool:
     """As `update_blocks`, with rows of the ablation."""
-    rows = sorted((row for row in rows if row["gpu"] and row["mode"] in _MODES), key=_ABLATED)
+    rows = sorted((row for row in rows if row["gpu"] and row["mode"] in _DIRECTIONS), key=_ABLATED)
     return _put("ablation", ablation(rows), page, check)
 
 
@@ -132,6 +166,12 @@ def _by_gpu(rows: list[dict]) -> Iterator[tuple[str, list[dict]]]:
         group = list(group)
         versions = sorted({f"torch {row['torch']}, Triton {row['triton']}" for row in group})
         yield f"{gpu}, {'; '.join(versions)}", group
+
+
+def _listed(texts: list[str]) -> str:
+    """a; a and b; a, b and c."""
+    *others, last = texts
+    return f"{', '.join(others)} and {last}" if others else last
 
 
 def _linked(path: Path, readme: Path) -> str:
@@ -176,7 +216,20 @@ def _markdown(rows: list[dict]) -> str:
         floor = row["ideal_bytes"] / row["copy_gbps"] / 1e3
         share = f"{100 * floor / (row['graph_p50_us'] or row['p50_us']):.0f} %"
         error = "" if row["err_rms"] is None else f"{row['err_rms']:.1e}"
-        cells = (row["shape"], _MODES[row["mode"]], row["variant"], row["chunk_size"], f"{row['p50_us']:.0f}", graph,
+        cells = (row["shape"], _DIRECTIONS[row["mode"]], row["variant"], row["chunk_size"], f"{row['p50_us']:.0f}", graph,
                  share, error, row.get("against") or "", speedups)
         lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(lines) + "\n"
+
+
+def _by_shape(rows: list[dict]) -> str:
+    """A line for each shape, a column for each variant."""
+    variants = [*dict.fromkeys(row["variant"] for row in rows)]
+    lines = [f"| shape | {' | '.join(variants)} |", f"|---|{'---:|' * len(variants)}"]
+    for shape, group in groupby(rows, itemgetter("shape")):
+        cells = {}
+        for row in group:
+            speedup = f" ({row['graph_speedup']:.2f})" if row.get("graph_speedup") else ""
+            cells[row["variant"]] = f"{row['graph_p50_us'] or row['p50_us']:.0f}{speedup}"
+        lines.append(f"| {shape} | {' | '.join(cells.get(variant, '') for variant in variants)} |")
     return "\n".join(lines) + "\n"

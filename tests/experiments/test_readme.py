@@ -19,7 +19,7 @@ ROWS = [
 def page(tmp_path):
     path = tmp_path / "README.md"
     parts = (f"<!-- {section}: written by `make readme` -->\nstale {section}\n<!-- end of {section} -->\n"
-             for section in ("results", "blocks", "workloads"))
+             for section in ("claim", "results", "blocks", "workloads"))
     path.write_text(f"before\n{''.join(parts)}after\n")
     (tmp_path / "docs").mkdir()
     return path
@@ -43,6 +43,32 @@ def test_update_writes_losses_too(page):
     assert "| 8b-b4 | backward | baseline | 128 | 4400 | 4390 |" in text and "| 0.91 / 0.91 |" in text
     assert "![" in text and "(docs/results.svg)" in text
     assert update(page, ROWS, check=True)
+
+
+def test_claim(page):
+    """Of each shape the fastest variant counts, by its time in a graph; a rival's own rows and rows without one do not."""
+    rows = [*ROWS, ssd_row("fused", **compared(2.5)), ssd_row("persistent", shape="8b-b1", **compared(3.25) | {"speedup": 9.0}),
+            ssd_row("fused", mode="fwd_bwd", **compared(1.75)), ssd_row("fused", shape="8b-b8")]
+    update(page, rows)
+    text = " ".join(page.read_text().split())
+    assert "over mamba_ssm on one NVIDIA H200" in text and "stale claim" not in text
+    assert "2.50 to 3.25 forward (2 shapes), 0.91 to 0.91 backward (1 shape) and 1.75 to 1.75 forward and backward" in text
+    update(page, [ssd_row()])
+    assert "No GPU has run the bench beside a rival yet" in page.read_text()
+
+
+def test_forward_and_backward_have_a_table(page):
+    whole = [ssd_row(mode="fwd_bwd", p50_us=5500.0, **compared(0.95)), ssd_row("mamba_ssm", mode="fwd_bwd", p50_us=5200.0),
+             ssd_row("fused", shape="8b-b8", mode="fwd_bwd", p50_us=900.0)]
+    update(page, [*ROWS, *whole])
+    for line in ("| shape | baseline | mamba_ssm | fused |", "| 8b-b4 | 5490 (0.95) | 5190 |  |", "| 8b-b8 |  |  | 890 |"):
+        assert line in page.read_text()
+
+
+def test_the_commits_of_the_rows_are_named(page):
+    later = ROWS[0] | {"git_sha": "1" * 40, "time": "2026-01-02T00:00:00+00:00"}
+    update(page, [later, *ROWS[1:]])
+    assert "device copy 4270 GB/s, rows of 0000000 and 1111111:" in page.read_text()
 
 
 def test_a_new_row_makes_both_stale(page):
@@ -120,6 +146,11 @@ def test_ablation(tmp_path):
     assert "8b-b4, forward, `fused`:\n\n| option |" in page.read_text()
     for line in ("| none | | | 900 | 3.60 |", "| exp2 | 300 | 1.20 | 800 | 3.20 |", "| all | 250 | 1.00 | | |"):
         assert line in page.read_text()
+    rows = [row | {"changed": "save_states"} if row["changed"] else row for row in rows]
+    readme.update_ablation(rows, page)
+    assert "| save_states | not used |  | 800 | 3.20 |" in page.read_text()
+    readme.update_ablation([row | {"mode": "bwd"} for row in rows], page)
+    assert "| save_states | 300 | 1.20 | 800 | 3.20 |" in page.read_text()
     readme.update_ablation([], page)
     assert "No rows yet" in page.read_text()
 
