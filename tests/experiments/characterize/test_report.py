@@ -18,7 +18,7 @@ from experiments import record
 from experiments.__main__ import app
 from experiments.characterize import definitions, operators, projection
 from experiments.characterize.gpus import GPUS
-from experiments.characterize.report import build, draw, page, paper, projected, roofline, steps
+from experiments.characterize.report import build, draw, page, paper, projected, roofline, scaling, steps
 from experiments.characterize.report.parts import NOT_YET, Figure, Section, Table
 from ssd import cost
 
@@ -218,6 +218,21 @@ def test_bandwidth_and_lengths_beside_the_papers(tmp_path):
     write(tmp_path, kernel_row(), component | {"seqlen": 128}, component | {"seqlen": 64})
     assert cells("[2] sequence")[1].startswith("the operator, and the components of blocks, 64 to 128: section")
     assert cells("bandwidth")[0] == "the baseline's, of the data sheet's peak: forward U 50.0 %, W 50.0 %"
+
+
+def test_growth_is_of_one_variant_and_mode(tmp_path):
+    """16 times the tokens: the forward's memory is 3 times as much, the backward's 5 times; fused lacks the short sequence."""
+    def row(mode, seqlen, peak_mib, variant="baseline", us=10.0):
+        return ssd_row(variant, mode=mode) | {"shape": f"sweep-{seqlen}", "seqlen": seqlen, "peak_mib": peak_mib,
+                                               "graph_p50_us": us}
+
+    write(tmp_path, row("fwd", 64, 1.0), row("bwd", 64, 8.0), row("fwd", 1024, 3.0), row("bwd", 1024, 40.0, us=40.0),
+          row("fwd", 1024, 900.0, "fused"))
+    time, memory = scaling.section(tmp_path).figures
+    assert time.see.startswith("For 16 times the tokens the time grows less: baseline forward 1 times, baseline backward 4 "
+                               "times. ")
+    assert memory.see == ("For 16 times the tokens, memory beyond the inputs grows: baseline forward 3 times, baseline "
+                          "backward 5 times.")
 
 
 def test_coefficients_of_terms_alike_are_not_to_be_read():
