@@ -15,7 +15,7 @@ BARS = {"GEMM": ("gemm",), "SSM": ("ssm",), "convolution": ("conv1d", "conv"), "
          "other kernels": ("embedding", "loss", "optimizer", "memcpy", "other"), "idle": ("idle",)}
 _ORDER = ("idle", *operators.CLASSES)
 _VARIANTS = ("mamba_ssm", "baseline", "fused", "persistent")  # others after them
-_WAITS = 25  # per cent of a step that is idle, from which on a workload is said to wait for its host
+WAITS = 25  # per cent of a step that is idle, from which on a workload is said to wait for its host
 
 
 def latest(out: Path) -> dict[str, dict[str, float]]:
@@ -64,7 +64,7 @@ def _idle(shares: dict[str, dict[str, float]]) -> str:
     by_workload: dict[str, list[float]] = {}
     for name, values in shares.items():
         by_workload.setdefault(name.partition(" ")[0], []).append(values["idle"])
-    waits = {workload: found for workload, found in by_workload.items() if max(found) > _WAITS}
+    waits = {workload: found for workload, found in by_workload.items() if max(found) > WAITS}
     others = [value for workload, found in by_workload.items() if workload not in waits for value in found]
     rest = f"the GPU is idle for at most {max(others):.0f} % of a step" if others else ""
     if not waits:
