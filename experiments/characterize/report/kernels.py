@@ -10,6 +10,7 @@ from . import draw
 from .parts import NOT_YET, Figure, Section, Table, number, short
 
 _MODES = {"fwd": "forward", "bwd": "backward"}
+_HIT_RATES = {"L2": "l2_hit_pct", "L2, warm": "l2_warm_hit_pct", "L1": "l1_hit_pct", "L1, warm": "l1_warm_hit_pct"}
 FMA_RATIO = 16  # the paper's: fused multiply-adds of an H100's tensor cores for one of its vector units, each clock
 
 
@@ -93,28 +94,41 @@ def table_two(calls: list[Call]) -> Section:
 def caches(calls: list[Call]) -> Section:
     """Figure 4."""
     title = "Cache hit rates"
-    lines = [{"variant": call.row["variant"], "mode": call.row["mode"], "kernel": short(kernel["kernel"]),
-              "l1_hit_pct": kernel.get("l1_hit_pct"), "l2_hit_pct": kernel["l2_hit_pct"],
-              "l1_warm_hit_pct": kernel.get("l1_warm_hit_pct"), "l2_warm_hit_pct": kernel.get("l2_warm_hit_pct")}
-             for call in calls for kernel in call.kernels if "l2_hit_pct" in kernel]
+    lines, odd = _hit_rates(calls)
     if not lines:
         return Section(title, (f"Figure 4 of the paper: {NOT_YET}.",))
     forward = [line for line in lines if line["mode"] == "fwd"]
     labels = [f"{line['kernel']} ({line['variant']})" for line in forward]
-    series = {name: [line[key] for line in forward] for name, key in
-              (("L2", "l2_hit_pct"), ("L2, warm", "l2_warm_hit_pct"), ("L1", "l1_hit_pct"), ("L1, warm", "l1_warm_hit_pct"))}
+    series = {name: [line[key] for line in forward] for name, key in _HIT_RATES.items()}
     series = {name: values for name, values in series.items() if any(value is not None for value in values)}
     svg = draw.chart(lambda ax: draw.bars(ax, labels, series), 0.8 + 0.13 * len(series) * len(forward),
                      xlabel="per cent of sectors that hit", xlim=(0, 108))
     means = ", ".join(f"{call.row['l2_hit_pct']:.0f} % ({call.row['variant']})" for call in calls
                       if call.row["mode"] == "fwd" and "l2_hit_pct" in call.row)
     see = f"Of whole forwards, weighted with time: {means}. A lower rate is no loss where fewer tiles are read a second time."
-    if gained := [line["l2_warm_hit_pct"] - line["l2_hit_pct"] for line in forward if line["l2_warm_hit_pct"] is not None]:
+    if gained := [line["l2_warm_hit_pct"] - line["l2_hit_pct"] for line in forward
+                  if None not in (line["l2_hit_pct"], line["l2_warm_hit_pct"])]:
         see += f" Warm, L2 hits at most {max(gained):.0f} points more often."
     note = "Caches are cold where a kernel begins, and reuse between kernels cannot show; or warm, as the last one left them."
-    missing = [name for name in ("L2, warm", "L1", "L1, warm") if name not in series]
+    missing = [name for name in _HIT_RATES if name not in series]
     note += f" {'; '.join(missing)}: {NOT_YET}." if missing else ""
+    note += f" Left out, since ncu gives more than 100 %: {'; '.join(odd)}." if odd else ""
     return Section(title, (note, Figure("hit-rates", svg, see, lines)))
+
+
+def _hit_rates(calls: list[Call]) -> tuple[list[dict], list[str]]:
+    """A line for each kernel; and the names of rates above 100 %, which are None in it."""
+    lines, odd = [], []
+    for call in calls:
+        of_call = {"variant": call.row["variant"], "mode": call.row["mode"]}
+        for kernel in (kernel for kernel in call.kernels if "l2_hit_pct" in kernel):
+            line = of_call | {"kernel": short(kernel["kernel"]), **{key: kernel.get(key) for key in _HIT_RATES.values()}}
+            lines.append(line)
+            for what, key in _HIT_RATES.items():
+                if line[key] is not None and line[key] > 100:
+                    odd.append(f"{what} of {line['kernel']} ({line['variant']}, {_MODES.get(line['mode'], line['mode'])})")
+                    line[key] = None
+    return lines, odd
 
 
 def registers(calls: list[Call]) -> Table:

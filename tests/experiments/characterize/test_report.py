@@ -18,7 +18,7 @@ from experiments import record
 from experiments.__main__ import app
 from experiments.characterize import definitions, operators, projection
 from experiments.characterize.gpus import GPUS
-from experiments.characterize.report import build, draw, page, paper, projected, roofline, scaling, steps
+from experiments.characterize.report import build, draw, kernels, page, paper, projected, roofline, scaling, steps
 from experiments.characterize.report.parts import NOT_YET, Figure, Section, Table
 from ssd import cost
 
@@ -249,6 +249,17 @@ def test_bandwidth_and_lengths_beside_the_papers(tmp_path):
     write(tmp_path, kernel_row(), component | {"seqlen": 128}, component | {"seqlen": 64})
     assert cells("[2] sequence")[1].startswith("the operator, and the components of blocks, 64 to 128: section")
     assert cells("bandwidth")[0] == "the baseline's, of the data sheet's peak: forward U 50.0 %, W 50.0 %"
+
+
+def test_more_than_every_hit_is_no_rate(tmp_path):
+    write(tmp_path, kernel_row(l2_warm_hit_pct=70.0), kernel_row("sum_parts_kernel", l2_warm_hit_pct=167.1),
+          kernel_row("odd_kernel", l2_hit_pct=100.1, l2_warm_hit_pct=100.0))
+    note, figure = kernels.caches(definitions.calls(tmp_path)).parts
+    rates = [(line["l2_hit_pct"], line["l2_warm_hit_pct"]) for line in figure.data]
+    assert rates == [(60.0, 70.0), (60.0, None), (None, 100.0)]
+    assert note.endswith("Left out, since ncu gives more than 100 %: L2, warm of sum_parts (baseline, forward); L2 of odd "
+                         "(baseline, forward).")
+    assert "Warm, L2 hits at most 10 points more often." in figure.see
 
 
 def test_growth_is_of_one_variant_and_mode(tmp_path):
