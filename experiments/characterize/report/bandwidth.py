@@ -42,7 +42,7 @@ def section(calls: list[Call]) -> Section:
     cells = [(line["variant"], line["mode"], line["peak"], *(number(line[name], 1) for name in "UWG")) for line in lines]
     return Section(title, (note.strip(), Figure("utilisation", svg, see, lines),
                            Table(("variant", "mode", "peak", "U %", "W %", "G %"), cells, 3), _work(calls),
-                           *claims(calls), kernels.registers(calls)))
+                           *claims(calls), *kernels.registers(calls)))
 
 
 def main_peak(call: Call) -> tuple[str, Utilisation]:

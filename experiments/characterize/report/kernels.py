@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from .. import classes
 from ..classes import BOTH, TENSOR, UNKNOWN, VECTOR
 from ..definitions import Call
@@ -11,6 +13,9 @@ from .parts import NOT_YET, Figure, Section, Table, number, short
 
 _MODES = {"fwd": "forward", "bwd": "backward"}
 _HIT_RATES = {"L2": "l2_hit_pct", "L2, warm": "l2_warm_hit_pct", "L1": "l1_hit_pct", "L1, warm": "l1_warm_hit_pct"}
+_STALLS = {"stall_long_scoreboard": "global memory (long scoreboard)", "stall_barrier": "other warps (barrier)",
+           "stall_wait": "a fixed latency (wait)", "stall_math_pipe_throttle": "a busy unit (math pipe throttle)",
+           "stall_gmma": "tensor cores (gmma)", "stall_no_instruction": "instructions (no instruction)"}
 FMA_RATIO = 16  # the paper's: fused multiply-adds of an H100's tensor cores for one of its vector units, each clock
 
 
@@ -131,12 +136,28 @@ def _hit_rates(calls: list[Call]) -> tuple[list[dict], list[str]]:
     return lines, odd
 
 
-def registers(calls: list[Call]) -> Table:
-    """What each kernel occupies."""
-    rows = [(call.row["variant"], _MODES.get(call.row["mode"], call.row["mode"]), short(kernel["kernel"]),
-             number(100 * kernel["ncu_us"] / call.row["ncu_us"], 1), number(kernel.get("registers")),
+def registers(calls: list[Call]) -> tuple[str, Table]:
+    """What each kernel occupies, and what its warps wait for."""
+    kernels = [(call, kernel, _stall(kernel)) for call in calls for kernel in call.kernels]
+    rows = [(call.row["variant"], _MODES.get(call.row["mode"], call.row["mode"]), short(kernel["kernel"]), reason or "-",
+             number(warps, 1), number(100 * kernel["ncu_us"] / call.row["ncu_us"], 1), number(kernel.get("registers")),
              number(kernel.get("occupancy_pct"), 1), number(kernel.get("blocks")), number(kernel.get("block_cycles")),
              number(kernel.get("tensor_pct"), 1), number(kernel.get("issue_pct"), 1), number(kernel.get("shared_pct"), 1))
-            for call in calls for kernel in call.kernels]
-    return Table(("variant", "", "kernel", "time %", "registers", "occupancy %", "blocks", "block cycles", "tensor %",
-                  "issue %", "shared memory %"), rows, 3)
+            for call, kernel, (reason, warps) in kernels]
+    table = Table(("variant", "", "kernel", "waits most for", "warps waiting", "time %", "registers", "occupancy %", "blocks",
+                   "block cycles", "tensor %", "issue %", "shared memory %"), rows, 4)
+    reasons = Counter(reason for _, _, (reason, _) in kernels if reason)
+    if not reasons:
+        return f"What warps wait for: {NOT_YET}.", table
+    [(most, count)] = reasons.most_common(1)
+    said = (f"Warps waiting: how many of a scheduler's warps, on average, wait for what is named whenever it issues an "
+            f"instruction. That is the largest of the {len(_STALLS)} reasons that were counted; ncu knows more. {count} of "
+            f"{reasons.total()} kernels wait most for {most}.")
+    return said, table
+
+
+def _stall(kernel: dict) -> tuple[str | None, float | None]:
+    """The reason for which most warps wait, and how many for each instruction that is issued."""
+    counted = {name: kernel[key] for key, name in _STALLS.items() if key in kernel}
+    reason = max(counted, key=counted.get, default=None)
+    return reason, counted.get(reason)

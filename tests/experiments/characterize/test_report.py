@@ -262,6 +262,19 @@ def test_more_than_every_hit_is_no_rate(tmp_path):
     assert "Warm, L2 hits at most 10 points more often." in figure.see
 
 
+def test_what_warps_wait_for(tmp_path):
+    write(tmp_path, kernel_row())
+    said, table = kernels.registers(definitions.calls(tmp_path))
+    assert said == f"What warps wait for: {NOT_YET}." and table.rows[0][3:5] == ("-", "-")
+    write(tmp_path, kernel_row("odd_kernel", time="2100", stall_barrier=2.0, stall_long_scoreboard=2.52, stall_wait=0.3),
+          kernel_row("scan_kernel", time="2100", stall_barrier=0.1, stall_wait=0.9),
+          kernel_row("scan_kernel", "fused", time="2100", stall_wait=0.9))
+    said, table = kernels.registers(definitions.calls(tmp_path))
+    assert {row[2:5] for row in table.rows} == {("odd", "global memory (long scoreboard)", "2.5"),
+                                                ("scan", "a fixed latency (wait)", "0.9")}
+    assert said.endswith("2 of 3 kernels wait most for a fixed latency (wait).")
+
+
 def test_growth_is_of_one_variant_and_mode(tmp_path):
     """16 times the tokens: the forward's memory is 3 times as much, the backward's 5 times; fused lacks the short sequence."""
     def row(mode, seqlen, peak_mib, variant="baseline", us=10.0):
