@@ -139,13 +139,24 @@ def test_steps_in_order_and_what_waits_for_the_host(tmp_path):
                               "variant": variant, "operator": operator, "share": share, "phase": "", "us": 1.0, "steps": 3}
                       for workload, preset, mixer, variant, idle in runs
                       for operator, share in (("gemm", 1 - idle), ("idle", idle))))
-    _, said, table = steps.section(tmp_path).parts
+    _, said, table, *_ = steps.section(tmp_path).parts
     assert [row[0].partition(",")[0] for row in table.rows] == [
         "hybrid 2b ssd fused", "mamba2 1.3b ssd mamba_ssm", "mamba2 1.3b ssd baseline", "mamba2 1.3b ssd persistent",
         "mamba2 1.3b ssd auto", "mambavision T mamba1 auto", "mambavision T ssd fused"]
     assert table.header == ("run", "idle", "gemm") and table.rows[0][1:] == ("5.0", "95.0")
     assert said.startswith("The GPU is idle for 50 to 70 % of a step of mambavision: there the host binds")
     assert said.endswith("In other workloads the GPU is idle for at most 5 % of a step.")
+
+
+def test_steps_by_phase(tmp_path):
+    """SSM has 8 of the forward's 20 per cent and 12 of the backward's 48; 2 are between phases."""
+    shares = {("forward", "ssm"): 0.08, ("forward", "gemm"): 0.12, ("backward", "ssm"): 0.12, ("backward", "gemm"): 0.36,
+              ("optimizer", "optimizer"): 0.05, ("", "optimizer"): 0.02, ("", "idle"): 0.25}
+    write(tmp_path, *(STEP | {"bench": "characterize", "phase": phase, "operator": kind, "share": share, "us": 1.0, "steps": 3}
+                      for (phase, kind), share in shares.items()))
+    table = steps.section(tmp_path).parts[-1]
+    assert table.header == ("run", "forward", "backward", "optimizer", "idle", "rest", "SSM of forward", "SSM of backward")
+    assert table.rows == [(NAME, "20.0", "48.0", "5.0", "25.0", "2.0", "40.0", "25.0")]
 
 
 def test_models_by_counters(tmp_path):
