@@ -110,7 +110,8 @@ def caches(calls: list[Call]) -> Section:
                      xlabel="per cent of sectors that hit", xlim=(0, 108))
     means = ", ".join(f"{call.row['l2_hit_pct']:.0f} % ({call.row['variant']})" for call in calls
                       if call.row["mode"] == "fwd" and "l2_hit_pct" in call.row)
-    see = f"Of whole forwards, weighted with time: {means}. A lower rate is no loss where fewer tiles are read a second time."
+    see = (f"L2, cold, of whole forwards, weighted with time: {means}. A lower rate is no loss where fewer tiles are read a "
+           "second time.")
     if gained := [line["l2_warm_hit_pct"] - line["l2_hit_pct"] for line in forward
                   if None not in (line["l2_hit_pct"], line["l2_warm_hit_pct"])]:
         see += f" Warm, L2 hits at most {max(gained):.0f} points more often."

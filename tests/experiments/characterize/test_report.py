@@ -185,7 +185,8 @@ def test_claims_follow_the_counters(tmp_path):
     write(tmp_path, kernel_row(**units), kernel_row("scan_kernel", "fused", **units | {"dram_bytes": 49e6}),
           kernel_row("scan_kernel", "persistent", **slow | {"issue_pct": 90.0}))
     text = page.markdown(build.sections(tmp_path), [])
-    assert "round trip through L2: refuted.**" in text and "moves 49 MB through DRAM where the baseline moves 48" in text
+    assert "round trip through L2: refuted as far as DRAM shows it.** DRAM traffic of the forward goes from 48 MB" in text
+    assert "(baseline) to 49 MB (`fused`). What goes through L2 itself was not counted; its hit rate, cold: from 60 to" in text
     assert "refuted by W, refuted by U.**" in text and "vector compute binds: confirmed.**" in text
     assert "by ncu: issue slots 90 %, DRAM 1 %, tensor cores 1 %, shared memory 1 %. Above 80 %, near" in text
     assert "near the limit: issue slots; vector instructions go through issue slots." in text
@@ -314,7 +315,7 @@ def test_claims_without_what_an_ncu_did_not_know(tmp_path):
     rows = [kernel_row(variant=name) for name in ("baseline", "fused", "persistent")]
     write(tmp_path, *({key: value for key, value in row.items() if key not in ("l2_hit_pct", "block_cycles")} for row in rows))
     text = page.markdown(build.sections(tmp_path), [])
-    assert "L2 hits: not measured yet." in text
+    assert "its hit rate, cold: not measured yet." in text
     assert "A block lives how much longer: not measured yet. From" in text
     assert "vector compute binds: not measured yet.**" in text
 
