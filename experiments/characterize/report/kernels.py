@@ -11,6 +11,7 @@ from ..gpus import GPU, find
 from . import draw
 from .parts import NOT_YET, Figure, Section, Table, number, short
 
+BASELINE = "baseline"
 _MODES = {"fwd": "forward", "bwd": "backward"}
 _HIT_RATES = {"L2": "l2_hit_pct", "L2, warm": "l2_warm_hit_pct", "L1": "l1_hit_pct", "L1, warm": "l1_warm_hit_pct"}
 _STALLS = {"stall_long_scoreboard": "global memory (long scoreboard)", "stall_barrier": "other warps (barrier)",
@@ -21,23 +22,18 @@ FMA_RATIO = 16  # the paper's: fused multiply-adds of an H100's tensor cores for
 
 def baseline(calls: list[Call]) -> dict[str, Call]:
     """{mode: call} of the baseline."""
-    return {call.row["mode"]: call for call in calls if call.row["variant"] == "baseline" and call.row["mode"] in _MODES}
+    return {call.row["mode"]: call for call in calls if call.row["variant"] == BASELINE and call.row["mode"] in _MODES}
 
 
 def ratios(calls: list[Call]) -> Section:
     """Figure 3."""
     title = "Tensor to vector FLOPs"
-    lines = []
-    for mode, call in baseline(calls).items():
-        for kernel in call.kernels:
-            done = classes.work(kernel)
-            if done.tensor and done.ratio is not None:
-                lines.append({"mode": mode, "kernel": short(kernel["kernel"]), "tensor": done.tensor, "vector": done.vector,
-                              "ratio": done.ratio, "source": done.source})
+    lines = [line for call in sorted(calls, key=lambda call: call.row["variant"] != BASELINE) for line in _ratios(call)]
     if not lines:
         return Section(title, (f"Figure 3 of the paper: {NOT_YET}.",))
     gpu = find(calls[0].row["gpu"])
-    labels = [f"{line['kernel']} ({_MODES[line['mode']]})" for line in lines]
+    labels = [f"{line['kernel']} ({_MODES[line['mode']]}{'' if line['variant'] == BASELINE else ', ' + line['variant']})"
+              for line in lines]
 
     def plot(ax) -> None:
         draw.bars(ax, labels, {"ratio": [line["ratio"] for line in lines]})
@@ -45,11 +41,28 @@ def ratios(calls: list[Call]) -> Section:
         ax.axvline(FMA_RATIO, color=draw.SERIES[1], linewidth=1, linestyle="--", label=f"{FMA_RATIO}, the paper's line")
 
     svg = draw.chart(plot, 1.0 + 0.26 * len(lines), xscale="log", xlabel="tensor over vector FLOPs")
-    below = [line["kernel"] for line in lines if line["ratio"] < FMA_RATIO]
-    least = min(lines, key=lambda line: line["ratio"])
-    see = (f"{len(below) or 'None'} of {len(lines)} kernels with products do fewer than {FMA_RATIO} tensor FLOPs for one "
-           f"vector FLOP; the lowest is {least['kernel']} with {least['ratio']:.0f}.")
-    return Section(title, (f"{_line(lines, gpu)} {_sources(lines)}", Figure("tensor-vector", svg, see, lines)))
+    groups = {name: [line for line in lines if (line["variant"] == BASELINE) == own]
+              for name, own in (("The baseline", True), ("Other variants", False))}
+    see = "Tensor FLOPs for one vector FLOP. " + " ".join(_least(name, found) for name, found in groups.items() if found)
+    note = "Bars without a variant's name are of the baseline, whose kernels are a stage each, as the paper's are."
+    return Section(title, (f"{_line(lines, gpu)} {_sources(lines)} {note}", Figure("tensor-vector", svg, see, lines)))
+
+
+def _ratios(call: Call) -> list[dict]:
+    """A line for each kernel with products and a ratio; the cost model knows the baseline's alone."""
+    lines = []
+    for kernel in call.kernels if call.row["mode"] in _MODES else ():
+        done = classes.work(kernel) if call.row["variant"] == BASELINE else classes.counted(kernel)
+        if done and done.tensor and done.ratio is not None:
+            lines.append({"variant": call.row["variant"], "mode": call.row["mode"], "kernel": short(kernel["kernel"]),
+                          "tensor": done.tensor, "vector": done.vector, "ratio": done.ratio, "source": done.source})
+    return lines
+
+
+def _least(name: str, lines: list[dict]) -> str:
+    below, least = sum(line["ratio"] < FMA_RATIO for line in lines), min(lines, key=lambda line: line["ratio"])
+    return (f"{name}: {below or 'none'} of {len(lines)} kernels that do both {'are' if below > 1 else 'is'} below {FMA_RATIO}; "
+            f"the lowest is {least['kernel']} with {least['ratio']:.0f}.")
 
 
 def _line(lines: list[dict], gpu: GPU | None) -> str:
@@ -90,9 +103,10 @@ def table_two(calls: list[Call]) -> Section:
                              *(f"{found[kind][0]}: {found[kind][1]:.1f} %" for kind in (TENSOR, VECTOR, BOTH, UNKNOWN))))
     if not rows:
         return Section(title, (f"Table II of the paper: {NOT_YET}.",))
-    note = (f"A unit counts as used above a threshold of the kernel's FLOPs; ours is {100 * classes.THRESHOLD:g} %, and the "
-            "table shows what becomes of others. Each cell: how many kernels, and their share of the time under ncu. FLOPs are "
-            "the cost model's where ncu counted none. A kernel that only adds up partial sums is not in the model: not known.")
+    note = (f"All kernels here are the baseline's. A unit counts as used above a threshold of the kernel's FLOPs; ours is "
+            f"{100 * classes.THRESHOLD:g} %, and the table shows what becomes of others. Each cell: how many kernels, and "
+            "their share of the time under ncu. FLOPs are the cost model's where ncu counted none. A kernel that only adds up "
+            "partial sums is not in the model: not known.")
     return Section(title, (note, Table(("", "threshold", TENSOR, VECTOR, BOTH, UNKNOWN), rows, 2)))
 
 

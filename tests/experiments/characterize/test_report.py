@@ -252,6 +252,19 @@ def test_shares_of_busy_time_beside_the_papers(tmp_path):
     assert "busy" not in ours and why.startswith("sizes, batches and versions differ")
 
 
+def test_ratios_of_every_variant(tmp_path):
+    """100 over 10 is below 16; a kernel of another variant that was not counted has none, whatever the cost model says."""
+    counted = {"fadds": 10.0, "fmuls": 0.0, "ffmas": 0.0}
+    write(tmp_path, kernel_row("hopper_scan_kernel", "fused", **counted, tensor_flops=900.0),
+          kernel_row("chunk_state_kernel", "fused"), kernel_row(**counted, tensor_flops=100.0))
+    figure = kernels.ratios(definitions.calls(tmp_path)).figures[0]
+    assert [(line["variant"], line["ratio"]) for line in figure.data] == [("baseline", 10.0), ("fused", 90.0)]
+    assert "chunk_scan (forward)<" in figure.svg and "hopper_scan (forward, fused)<" in figure.svg
+    assert figure.see == ("Tensor FLOPs for one vector FLOP. The baseline: 1 of 1 kernels that do both is below 16; the lowest "
+                          "is chunk_scan with 10. Other variants: none of 1 kernels that do both is below 16; the lowest is "
+                          "hopper_scan with 90.")
+
+
 def test_bandwidth_and_lengths_beside_the_papers(tmp_path):
     def cells(what):
         return beside_the_papers(what, tmp_path)
