@@ -103,7 +103,7 @@ def table_two(calls: list[Call]) -> Section:
                              *(f"{found[kind][0]}: {found[kind][1]:.1f} %" for kind in (TENSOR, VECTOR, BOTH, UNKNOWN))))
     if not rows:
         return Section(title, (f"Table II of the paper: {NOT_YET}.",))
-    note = (f"All kernels here are the baseline's. A unit counts as used above a threshold of the kernel's FLOPs; ours is "
+    note = ("All kernels here are the baseline's. A unit counts as used above a threshold of the kernel's FLOPs; ours is "
             f"{100 * classes.THRESHOLD:g} %, and the table shows what becomes of others. Each cell: how many kernels, and "
             "their share of the time under ncu. FLOPs are the cost model's where ncu counted none. A kernel that only adds up "
             "partial sums is not in the model: not known.")
@@ -165,7 +165,7 @@ def registers(calls: list[Call]) -> tuple[str, Table]:
     if not reasons:
         return f"What warps wait for: {NOT_YET}.", table
     [(most, count)] = reasons.most_common(1)
-    said = (f"Warps waiting: how many of a scheduler's warps, on average, wait for what is named whenever it issues an "
+    said = ("Warps waiting: how many of a scheduler's warps, on average, wait for what is named whenever it issues an "
             f"instruction. That is the largest of the {len(_STALLS)} reasons that were counted; ncu knows more. {count} of "
             f"{reasons.total()} kernels wait most for {most}.")
     return said, table
