@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 import numpy as np
 
@@ -114,10 +115,19 @@ def left_out(samples: list[Sample], gpu: GPU, key: Callable[[Sample], str]) -> l
     return result
 
 
-def summary(left: list[Left]) -> tuple[float, float]:
-    """The median and the largest error, without sign."""
+class Errors(NamedTuple):
+    """Relative, without sign. weighted: the sum of the errors in microseconds over that of the measured times."""
+
+    median: float
+    largest: float
+    weighted: float
+
+
+def summary(left: list[Left]) -> Errors:
+    """Of rows alike, and weighted with time, as long kernels count in a step."""
     errors = [abs(one.error) for one in left]
-    return median(errors), max(errors)
+    apart = sum(abs(one.predicted_us - one.sample.us) for one in left)
+    return Errors(median(errors), max(errors), apart / sum(one.sample.us for one in left))
 
 
 def kernel_samples(out: Path = record.RESULTS) -> tuple[list[Sample], GPU | None]:

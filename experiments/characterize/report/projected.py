@@ -40,16 +40,17 @@ def section(out: Path) -> Section:
         ax.grid(which="major")
 
     svg = draw.chart(plot, 3.6, xscale="log", yscale="log", xlabel=f"µs measured on {gpu.name}", ylabel="µs predicted")
-    errors = {test: projection.summary(found) for test, found in tests.items()}
     worst = max(tests["a kernel left out"], key=lambda left: abs(left.error))
-    said = "; ".join(f"with {test} {100 * middle:.0f} % in the median and {100 * most:.0f} % at most"
-                     for test, (middle, most) in errors.items())
-    see = (f"Errors where the model had not seen what it predicts: {said}. The worst is {worst.sample.what}, "
-           f"{worst.predicted_us:.0f} for {worst.sample.us:.0f} µs: " + (
+    of_kernels = f"{len(kernels)} rows of {len({one.what for one in kernels})} kernels"
+    of_calls = f"{len(calls)} calls of {len({one.shape for one in calls})} shapes"
+    said = " ".join(f"With {test}, {of}: {_errors(found)}." for (test, found), of in zip(
+        tests.items(), (of_kernels, of_calls), strict=True))
+    see = (f"Errors where the model had not seen what it predicts. {said} Weighted, long kernels count for more. The worst is "
+           f"{worst.sample.what}, {worst.predicted_us:.0f} for {worst.sample.us:.0f} µs: " + (
                "what binds it is none of the five terms." if worst.predicted_us < worst.sample.us else
                "terms that other kernels need so large are too large for it."))
     model = projection.fit(kernels, gpu)
-    fitted = {f"{len(kernels)} kernels": kernels, f"{len(calls)} calls": calls}
+    fitted = {of_kernels: kernels, of_calls: calls}
     terms = Table(("fitted to", "launch, µs", *projection.TERMS[1:]), [
         (name, *(number(value, 2) for value in projection.fit(samples, gpu).coefficients)) for name, samples in fitted.items()])
     return Section(title, (
@@ -59,6 +60,12 @@ def section(out: Path) -> Section:
         f"Microseconds of the baseline's kernels on {_SHAPE}. {gpu.name} is measured; **the others are extrapolated**: nothing "
         "says that the coefficients hold there, and a kernel's error above is the least to expect.",
         _times(kernels, model), _sheet()))
+
+
+def _errors(found: list[projection.Left]) -> str:
+    errors = projection.summary(found)
+    return (f"{100 * errors.median:.0f} % in the median, {100 * errors.largest:.0f} % at most, "
+            f"{100 * errors.weighted:.0f} % weighted with time")
 
 
 def alike(samples: list[projection.Sample], gpu: GPU) -> list[str]:

@@ -48,18 +48,22 @@ def _operator(out: Path) -> tuple[str | Figure, ...]:
 
     time = draw.chart(lambda ax: plot(ax, "us"), 3.4, ylabel="µs in a CUDA graph", **_AXES)
     memory = draw.chart(lambda ax: plot(ax, "peak_mib"), 3.4, ylabel="MiB at most", **_AXES)
-    parts, ends = [], (data[0]["seqlen"], data[-1]["seqlen"])
-    for variant, mode in groups:
-        first, last = of(variant, mode)[0], of(variant, mode)[-1]
-        if (first["seqlen"], last["seqlen"]) == ends:  # others are not measured at every length
-            parts.append(f"{variant} {_MODES[mode]} {number(last['us'] / first['us'], 0)} times")
-    times = ends[1] / ends[0]
-    see_time = (f"For {times:,.0f} times the tokens the time grows less: {', '.join(parts)}. Short sequences leave most of the "
-                "GPU idle, and a launch has its price; from there on each line is straight.")
-    grown = data[-1]["peak_mib"] / data[0]["peak_mib"]
-    see_memory = f"Memory beyond the inputs grows with the tokens: {grown:,.0f} times for {data[-1]['variant']}'s backward."
+    times = data[-1]["seqlen"] / data[0]["seqlen"]
+    see_time = (f"For {times:,.0f} times the tokens the time grows less: {_growth(data, 'us')}. Short sequences leave most of "
+                "the GPU idle, and a launch has its price; from there on each line is straight.")
+    see_memory = f"For {times:,.0f} times the tokens, memory beyond the inputs grows: {_growth(data, 'peak_mib')}."
     note = "mamba2-2.7b's sizes at batch 1, bf16, each variant at the chunk size that is fastest at that length."
     return note, Figure("scaling-time", time, see_time, data), Figure("scaling-memory", memory, see_memory, data)
+
+
+def _growth(data: list[dict], key: str) -> str:
+    """Of each variant and mode, the longest sequence over the shortest; of those alone that are measured at both."""
+    ends, parts = (data[0]["seqlen"], data[-1]["seqlen"]), []
+    for variant, mode in dict.fromkeys((line["variant"], line["mode"]) for line in data):
+        values = {line["seqlen"]: line[key] for line in data if (line["variant"], line["mode"]) == (variant, mode)}
+        if ends[0] in values and ends[1] in values:
+            parts.append(f"{variant} {_MODES[mode]} {number(values[ends[1]] / values[ends[0]])} times")
+    return ", ".join(parts) or NOT_YET
 
 
 def _components(out: Path) -> tuple[str | Figure, ...]:

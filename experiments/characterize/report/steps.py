@@ -6,6 +6,7 @@ from pathlib import Path
 
 from ... import record
 from .. import operators
+from ..scopes import BACKWARD, FORWARD, OPTIMIZER
 from . import draw
 from .parts import NOT_YET, Figure, Section, Table, last_runs, number
 
@@ -15,14 +16,13 @@ BARS = {"GEMM": ("gemm",), "SSM": ("ssm",), "convolution": ("conv1d", "conv"), "
          "other kernels": ("embedding", "loss", "optimizer", "memcpy", "other"), "idle": ("idle",)}
 _ORDER = ("idle", *operators.CLASSES)
 _VARIANTS = ("mamba_ssm", "baseline", "fused", "persistent")  # others after them
-_WAITS = 25  # per cent of a step that is idle, from which on a workload is said to wait for its host
+_PHASES = (FORWARD, BACKWARD, OPTIMIZER)
+WAITS = 25  # per cent of a step that is idle, from which on a workload is said to wait for its host
 
 
 def latest(out: Path) -> dict[str, dict[str, float]]:
     """{`run_name`: {class: per cent of kernels' time and idle time}}, of `last_runs`, workload by workload."""
-    runs = last_runs(record.read(out, bench="characterize"))
-    return {name: {kind: 100 * sum(row["share"] for row in rows if row["operator"] == kind) for kind in _ORDER}
-            for name, rows in sorted(runs.items(), key=lambda run: (_place(run[1][0]), run[0]))}
+    return {name: {kind: _percent(rows, operator=kind) for kind in _ORDER} for name, rows in _runs(out).items()}
 
 
 def section(out: Path) -> Section:
@@ -43,7 +43,32 @@ def section(out: Path) -> Section:
            f"{max(values['ssm'] for values in shares.values()):.0f} %; at most "
            f"{max(values['other'] for values in shares.values()):.1f} % is of no known class.")
     table = Table(("run", *kinds), [(name, *(number(values[kind], 1) for kind in kinds)) for name, values in shares.items()])
-    return Section(title, (Figure("operators", svg, see, data), _idle(shares), table))
+    return Section(title, (Figure("operators", svg, see, data), _idle(shares), table, *_phases(out)))
+
+
+def _runs(out: Path) -> dict[str, list[dict]]:
+    runs = last_runs(record.read(out, bench="characterize"))
+    return dict(sorted(runs.items(), key=lambda run: (_place(run[1][0]), run[0])))
+
+
+def _percent(rows: list[dict], **keys: str) -> float:
+    """What the rows that have these values take of the step."""
+    return 100 * sum(row["share"] for row in rows if all(row[key] == value for key, value in keys.items()))
+
+
+def _phases(out: Path) -> tuple[str, Table]:
+    """A step by its phases, and what SSM kernels take of the two that have any."""
+    rows = []
+    for name, run in _runs(out).items():
+        kernels = [row for row in run if row["operator"] != "idle"]
+        whole = {phase: _percent(kernels, phase=phase) for phase in _PHASES}
+        rest = _percent([row for row in kernels if row["phase"] not in _PHASES])
+        ssm = [f"{100 * _percent(kernels, phase=phase, operator='ssm') / whole[phase]:.1f}" if whole[phase] else "-"
+               for phase in (FORWARD, BACKWARD)]
+        rows.append((name, *(f"{value:.1f}" for value in (*whole.values(), _percent(run, operator="idle"), rest)), *ssm))
+    return ("The same steps by phase, in per cent of the step; the rest is kernels between phases, as those that clip the "
+            "gradient. Last, what SSM kernels take of the kernels' time in the forward and in the backward, in per cent.",
+            Table(("run", *_PHASES, "idle", "rest", "SSM of forward", "SSM of backward"), rows))
 
 
 def _place(row: dict) -> tuple:
@@ -64,7 +89,7 @@ def _idle(shares: dict[str, dict[str, float]]) -> str:
     by_workload: dict[str, list[float]] = {}
     for name, values in shares.items():
         by_workload.setdefault(name.partition(" ")[0], []).append(values["idle"])
-    waits = {workload: found for workload, found in by_workload.items() if max(found) > _WAITS}
+    waits = {workload: found for workload, found in by_workload.items() if max(found) > WAITS}
     others = [value for workload, found in by_workload.items() if workload not in waits for value in found]
     rest = f"the GPU is idle for at most {max(others):.0f} % of a step" if others else ""
     if not waits:

@@ -52,7 +52,13 @@ def test_what_is_left_out_is_not_known_to_the_fit():
     *others, last = samples()
     left = projection.left_out([*others, replace(last, what="odd", us=10 * last.us)], H200, lambda one: one.what)
     assert left[-1].error == pytest.approx(-0.9, abs=1e-6), "predicted by the others, as if it were one of them"
-    assert projection.summary(projection.left_out(samples(), H200, lambda one: one.shape))[1] < 1e-6
+    assert projection.summary(projection.left_out(samples(), H200, lambda one: one.shape)).largest < 1e-6
+
+
+def test_errors_weighted_with_time():
+    """Of 10 us 2, of 20 us 2, of 970 us 496: 500 of 1000."""
+    left = [projection.Left(sample(us=us), predicted) for us, predicted in ((10.0, 12.0), (20.0, 18.0), (970.0, 1466.0))]
+    assert projection.summary(left) == pytest.approx((0.2, 496 / 970, 0.5))
 
 
 def test_projection_is_exact_for_what_the_model_knows():
