@@ -23,6 +23,7 @@ from .shapes import DTYPES, Shape, make_inputs
 CHUNK_SIZES = (64, 128, 256)
 _PEER_CHUNK_SIZES = {"mamba_ssm": (128, 256), "fla": (64,)}  # those that each was written for
 _TRUTH_TOKENS = 16384
+AUTO = "auto"  # what the operator runs when nobody names a variant, choice and all
 
 
 @dataclass(frozen=True)
@@ -167,7 +168,7 @@ def measure(setting: Setting, mode: str, candidates: list[Candidate], repeats: i
         candidate: {
             **dict(zip(("p20_us", "p50_us", "p80_us"), eager[candidate], strict=True)),
             "graph_p50_us": replayed.get(candidate, (None,) * 3)[1],
-            **facts[candidate], "note": notes.get(candidate, get_variant(candidate.variant).adapts),
+            **facts[candidate], "note": notes.get(candidate, _adapts(candidate.variant)),
         }
         for candidate in calls
     }
@@ -196,9 +197,14 @@ def _derived(row: dict, problem: cost.Problem, ceiling_gbps: float) -> dict:
     return row
 
 
+def _adapts(variant: str) -> str | None:
+    """What a peer's time includes besides its kernels."""
+    return None if variant == AUTO else get_variant(variant).adapts
+
+
 def _installed(variant: str, console: Console) -> bool:
     try:
-        get_variant(variant)
+        _adapts(variant)
     except ImportError as reason:
         console.print(f"{variant} is left out: {reason}", style="yellow", markup=False)
         return False

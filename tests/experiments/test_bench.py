@@ -79,6 +79,15 @@ def test_rows(tmp_path, clock, rival):
     assert rows[2]["note"] == "a coat" and rows[0]["note"] is None
 
 
+def test_auto_has_rows_of_its_own(tmp_path, clock, monkeypatch):
+    """With the choice, which is torch's form here."""
+    monkeypatch.setitem(SECONDS_OF, ("auto", 64), 3.0)
+    plan = bench.Plan(("auto",), None, (SMALL,), ("fwd", "fwd_bwd"), "fp32", (64,), out=tmp_path)
+    rows = bench.run(plan, Console(quiet=True))
+    assert [(row["variant"], row["mode"], row["note"]) for row in rows] == [("auto", "fwd", None), ("auto", "fwd_bwd", None)]
+    assert all(row["err_rms"] < 1e-5 and record.has_default_options(row) for row in rows)
+
+
 def test_what_follows_from_a_time(tmp_path, clock, rival):
     (_, row, peer, _), _ = run(tmp_path)
     ideal = cost.ideal_forward(SMALL.problem(64, torch.float32))

@@ -28,7 +28,7 @@ def test_help(command):
 @pytest.mark.parametrize(
     "option, value, expected",
     [
-        ("--variant", "warp9", "error: --variant: got 'warp9', expected any of baseline, fused, persistent, torch"),
+        ("--variant", "warp9", "error: --variant: got 'warp9', expected any of auto, baseline, fused, persistent, torch"),
         ("--shape", "8b-b4,9b", "error: --shape: got '9b', expected one of named, workloads, sweep, 8b-b1"),
         ("--mode", "sideways", "error: --mode: got 'sideways', expected any of fwd, fwd_train, bwd, fwd_bwd"),
         ("--dtype", "fp8", "error: --dtype: got 'fp8', expected one of bf16, fp16, fp32"),
@@ -51,6 +51,13 @@ def test_table_of_rows(tmp_path):
     assert result.exit_code == 0
     assert len(result.stdout.splitlines()) == 3 and "baseline" not in result.stdout
     assert run("table", "--out", tmp_path, "--format", "xml").exit_code == 2
+
+
+@without_gpu
+def test_auto_has_nothing_to_choose_from():
+    result = run("bench", "--variant", "auto")
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: --variant: got 'auto', which is torch's form without a GPU, expected any of baseline")
 
 
 @without_gpu
