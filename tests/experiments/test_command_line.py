@@ -57,7 +57,7 @@ def test_table_of_rows(tmp_path):
 def test_auto_has_nothing_to_choose_from():
     result = run("bench", "--variant", "auto")
     assert result.exit_code == 2
-    assert result.stderr.startswith("error: --variant: got 'auto', which is torch's form without a GPU, expected any of baseline")
+    assert result.stderr.startswith("error: --variant: got 'auto', which is torch's form without a GPU, expected any of base")
 
 
 @without_gpu
