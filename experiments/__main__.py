@@ -29,7 +29,7 @@ from . import counters as ncu
 from . import readme as readme_file
 from . import record, sanitize, table
 from . import sweep as sweeps
-from .bench import AUTO, CHUNK_SIZES, Candidate, Plan
+from .bench import CHUNK_SIZES, Candidate, Plan
 from .bench import run as run_bench
 from .characterize import commands as characterisation
 from .parallel import WAYS
@@ -48,7 +48,7 @@ OutOption = Annotated[Path, typer.Option(file_okay=False, help="Folder of the ro
 
 @app.command()
 def bench(
-    variant: Annotated[str, typer.Option(help=f"Variants to measure, of {AUTO}, {', '.join(variant_names())}.")] = "baseline",
+    variant: Annotated[str, typer.Option(help=f"Variants to measure, of auto, {', '.join(variant_names())}.")] = "baseline",
     against: Annotated[str, typer.Option(help="The variant to compare with, or none.")] = "mamba_ssm",
     shape: Annotated[str, typer.Option(help=f"Shapes, of named, workloads, sweep, {', '.join(SHAPES)}.")] = "named",
     mode: Annotated[str, typer.Option(help=f"Modes, of {', '.join(MODES)}.")] = "fwd,bwd,fwd_bwd",
@@ -64,15 +64,15 @@ def bench(
 
     Without a GPU: check the kernels against fp64 in Triton's interpreter, and print costs and the rows that there are.
     """
-    variants = _each("--variant", variant, (AUTO, *variant_names()))
+    variants = _each("--variant", variant, ("auto", *variant_names()))
     modes = _each("--mode", mode, MODES)
     (dtype,) = _each("--dtype", dtype, DTYPES, single=True)
     (rival,) = _each("--against", against, (*variant_names(), "none"), single=True)
     shapes, sizes, options = _shapes(shape), _chunk_sizes(chunk_size), _options(option or [])
     console = _console()
     if not torch.cuda.is_available():
-        if AUTO in variants:
-            _refuse(f"--variant: got {AUTO!r}, which is torch's form without a GPU, expected any of "
+        if "auto" in variants:
+            _refuse("--variant: got 'auto', which is torch's form without a GPU, expected any of "
                     f"{', '.join(variant_names())}")
         from .interpret import run as run_interpreted
 
@@ -245,7 +245,7 @@ def render_table(
 ) -> None:
     """Print the latest row of each variant, shape and mode."""
     (kind,) = _each("--format", kind, table.FORMATS, single=True)
-    variants = _each("--variant", variant, (AUTO, *variant_names())) if variant else None
+    variants = _each("--variant", variant, ("auto", *variant_names())) if variant else None
     modes = _each("--mode", mode, MODES) if mode else None
     shapes = [s.name for s in _shapes(shape)] if shape else None
     (bench,) = _each("--bench", bench, ("ssd", "ablate", "block", "step", "counters"), single=True)

@@ -23,7 +23,6 @@ from .shapes import DTYPES, Shape, make_inputs
 CHUNK_SIZES = (64, 128, 256)
 _PEER_CHUNK_SIZES = {"mamba_ssm": (128, 256), "fla": (64,)}  # those that each was written for
 _TRUTH_TOKENS = 16384
-AUTO = "auto"  # what the operator runs when nobody names a variant, choice and all
 
 
 @dataclass(frozen=True)
@@ -198,8 +197,8 @@ def _derived(row: dict, problem: cost.Problem, ceiling_gbps: float) -> dict:
 
 
 def _adapts(variant: str) -> str | None:
-    """What a peer's time includes besides its kernels."""
-    return None if variant == AUTO else get_variant(variant).adapts
+    """What a peer's time includes besides its kernels; "auto" is timed with its choice."""
+    return None if variant == "auto" else get_variant(variant).adapts
 
 
 def _installed(variant: str, console: Console) -> bool:
