@@ -22,13 +22,14 @@ WAITS = 25  # per cent of a step that is idle, from which on a workload is said 
 
 def latest(out: Path) -> dict[str, dict[str, float]]:
     """{`run_name`: {class: per cent of kernels' time and idle time}}, of `last_runs`, workload by workload."""
-    return {name: {kind: _percent(rows, operator=kind) for kind in _ORDER} for name, rows in _runs(out).items()}
+    return _shares(_runs(out))
 
 
 def section(out: Path) -> Section:
     """Figure 1 and its table."""
     title = "What a training step spends its time on"
-    shares = latest(out)
+    runs = _runs(out)
+    shares = _shares(runs)
     if not shares:
         return Section(title, (f"Figure 1 of the paper, GEMM, SSM, convolution and the rest as shares of a step: {NOT_YET}. "
                                "`make characterize` on a GPU writes the rows.",))
@@ -43,7 +44,7 @@ def section(out: Path) -> Section:
            f"{max(values['ssm'] for values in shares.values()):.0f} %; at most "
            f"{max(values['other'] for values in shares.values()):.1f} % is of no known class.")
     table = Table(("run", *kinds), [(name, *(number(values[kind], 1) for kind in kinds)) for name, values in shares.items()])
-    return Section(title, (Figure("operators", svg, see, data), _idle(shares), table, *_phases(out)))
+    return Section(title, (Figure("operators", svg, see, data), _idle(shares), table, *_phases(runs)))
 
 
 def _runs(out: Path) -> dict[str, list[dict]]:
@@ -51,21 +52,25 @@ def _runs(out: Path) -> dict[str, list[dict]]:
     return dict(sorted(runs.items(), key=lambda run: (_place(run[1][0]), run[0])))
 
 
+def _shares(runs: dict[str, list[dict]]) -> dict[str, dict[str, float]]:
+    return {name: {kind: _percent(rows, operator=kind) for kind in _ORDER} for name, rows in runs.items()}
+
+
 def _percent(rows: list[dict], **keys: str) -> float:
     """What the rows that have these values take of the step."""
     return 100 * sum(row["share"] for row in rows if all(row[key] == value for key, value in keys.items()))
 
 
-def _phases(out: Path) -> tuple[str, Table]:
+def _phases(runs: dict[str, list[dict]]) -> tuple[str, Table]:
     """A step by its phases, and what SSM kernels take of the two that have any."""
     rows = []
-    for name, run in _runs(out).items():
+    for name, run in runs.items():
         kernels = [row for row in run if row["operator"] != "idle"]
         whole = {phase: _percent(kernels, phase=phase) for phase in _PHASES}
         rest = _percent([row for row in kernels if row["phase"] not in _PHASES])
-        ssm = [f"{100 * _percent(kernels, phase=phase, operator='ssm') / whole[phase]:.1f}" if whole[phase] else "-"
+        ssm = [100 * _percent(kernels, phase=phase, operator="ssm") / whole[phase] if whole[phase] else None
                for phase in (FORWARD, BACKWARD)]
-        rows.append((name, *(f"{value:.1f}" for value in (*whole.values(), _percent(run, operator="idle"), rest)), *ssm))
+        rows.append((name, *(number(value, 1) for value in (*whole.values(), _percent(run, operator="idle"), rest, *ssm))))
     return ("The same steps by phase, in per cent of the step; the rest is kernels between phases, as those that clip the "
             "gradient. Last, what SSM kernels take of the kernels' time in the forward and in the backward, in per cent.",
             Table(("run", *_PHASES, "idle", "rest", "SSM of forward", "SSM of backward"), rows))
