@@ -274,6 +274,7 @@ def readme(
 ) -> None:
     """Write the README's results and figures from committed rows."""
     current = readme_file.update(_rows(lambda: readme_file.committed(out), out), check=check)
+    current &= readme_file.update_memory(_rows(lambda: table.committed(out, all_chunks=True), out), check=check)
     current &= readme_file.update_blocks(_rows(lambda: surroundings.committed(out), out), check=check)
     current &= readme_file.update_ablation(_rows(lambda: ablation.committed(out), out), check=check)
     current &= readme_file.update_workloads(_rows(lambda: sweeps.committed(out), out), check=check)

@@ -25,6 +25,7 @@ _UNREAD = {"fwd": {"save_states", "fuse_backward"},
 _ABLATED = itemgetter("gpu", "shape", "mode", "variant")
 _WIDTH = 128  # of a line of prose
 _COMPARED = itemgetter("gpu", "against")
+_MEMORY = "8b-b4"  # the shape whose memory is shown
 _BLOCK_HEADERS = ("part", "shape", "mode", "us", "graph us", "of copy %", "against", "speed-up", "graph speed-up")
 _BLOCK = {header: table.BLOCK[header] for header in _BLOCK_HEADERS}
 _STEPS = {header: column for header, column in table.STEPS.items() if header != "options"}
@@ -74,6 +75,29 @@ def workloads(rows: list[dict], figure_path: str) -> str:
     parts = [f"![A training step of each workload with each variant, and the state-space model's part]({figure_path})\n"]
     columns = {header: column for header, column in _STEPS.items() if any(row.get(column[0]) is not None for row in rows)}
     return "\n".join(parts + _tables(rows, columns))
+
+
+def memory(rows: list[dict]) -> str:
+    """Markdown of what forward and backward hold at most, and what the forward keeps, a line for each way that was timed."""
+    kept = {_way(row): row["saved_mib"] for row in rows if row.get("saved_mib") is not None}
+    parts = []
+    for where, group in _by_gpu([row for row in rows if row["mode"] == "fwd_bwd"]):
+        lines = [f"{group[0]['shape']}, {where}:\n", "| variant | chunk | kept, MiB | at most, MiB | in a CUDA graph, µs |",
+                 "|---|---:|---:|---:|---:|"]
+        for row in group:
+            changed = record.changed_options(record.options(row))
+            saved = kept.get(_way(row))
+            cells = (f"{row['variant']}{', ' if changed else ''}{changed}", row["chunk_size"],
+                     "" if saved is None else f"{saved:.0f}", f"{row['peak_mib']:.0f}",
+                     f"{row['graph_p50_us'] or row['p50_us']:.0f}")
+            lines.append(f"| {' | '.join(map(str, cells))} |")
+        parts.append("\n".join(lines) + "\n")
+    return "\n".join(parts) or "No rows yet: no GPU has run forward and backward of this shape.\n"
+
+
+def _way(row: dict) -> tuple:
+    """What the rows of two modes share that ran the same."""
+    return *(row[key] for key in ("gpu", "variant", "chunk_size")), record.changed_options(record.options(row))
 
 
 def blocks(rows: list[dict]) -> str:
@@ -132,8 +156,13 @@ def update(rows: list[dict], readme: Path = README, figure_path: Path = FIGURE, 
     return _draw(figure.draw, figure.points(rows), rows, figure_path, check) and current
 
 
+def update_memory(rows: list[dict], readme: Path = README, check: bool = False) -> bool:
+    """As `update`, with rows of every option and chunk size; there is no figure."""
+    return _put("memory", memory([row for row in rows if row["shape"] == _MEMORY and row["dtype"] == "bf16"]), readme, check)
+
+
 def update_blocks(rows: list[dict], readme: Path = README, check: bool = False) -> bool:
-    """As `update`, with rows of the block's parts, of which those are shown that have a rival; there is no figure."""
+    """As `update_memory`, with rows of the block's parts, of which those are shown that have a rival."""
     return _put("blocks", blocks([row for row in rows if row["gpu"] and row.get("against")]), readme, check)
 
 

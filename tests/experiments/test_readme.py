@@ -2,7 +2,7 @@ import re
 
 import pytest
 
-from experiments import ablate, block, figure, readme, record, sweep
+from experiments import ablate, block, figure, readme, record, sweep, table
 
 from .rows import ENVIRONMENT, compared, ssd_row
 
@@ -19,7 +19,7 @@ ROWS = [
 def page(tmp_path):
     path = tmp_path / "README.md"
     parts = (f"<!-- {section}: written by `make readme` -->\nstale {section}\n<!-- end of {section} -->\n"
-             for section in ("claim", "results", "blocks", "workloads"))
+             for section in ("claim", "results", "memory", "blocks", "workloads"))
     path.write_text(f"before\n{''.join(parts)}after\n")
     (tmp_path / "docs").mkdir()
     return path
@@ -99,6 +99,7 @@ def test_figure_points():
 def test_the_readme_shows_the_committed_rows():
     assert readme.update(readme.committed(), check=True), "run `make readme`"
     assert readme.update_ablation(ablate.committed(), check=True)
+    assert readme.update_memory(table.committed(all_chunks=True), check=True)
     assert readme.update_blocks(block.committed(), check=True) and readme.update_workloads(sweep.committed(), check=True)
     assert readme.update_gpus(record.read(bench="train"), check=True)
 
@@ -122,6 +123,19 @@ def test_workloads(page):
     assert not update_steps([*steps, step_row("persistent", 150.0, 10.0)], check=True)
     update_steps([])
     assert "No rows yet: no GPU has run the sweep" in page.read_text()
+
+
+def test_memory(page):
+    """Of one shape; what a forward keeps is from the row of the same variant, chunk size and options."""
+    whole = ssd_row("fused", mode="fwd_bwd", p50_us=1400.0) | {"peak_mib": 1660.5}
+    kept = ssd_row("fused", mode="fwd_train") | {"saved_mib": 512.0}
+    without = whole | {"options": {"save_states": False}, "peak_mib": 1152.3}
+    assert not readme.update_memory([whole, kept, without, whole | {"shape": "8b-b1", "peak_mib": 77.0}], page)
+    text = page.read_text()
+    assert "| fused | 128 | 512 | 1660 | 1390 |\n| fused, save_states=False | 128 |  | 1152 | 1390 |\n" in text
+    assert "77" not in text and "stale memory" not in text and "stale blocks" in text
+    readme.update_memory([], page)
+    assert "No rows yet: no GPU has run forward and backward of this shape" in page.read_text()
 
 
 def test_blocks(page):
