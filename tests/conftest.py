@@ -3,6 +3,7 @@
 import argparse
 import os
 import re
+import shlex
 import tempfile
 import time
 from collections.abc import Iterable
@@ -57,6 +58,7 @@ def dealt(groups: Iterable[str], number: int, count: int) -> set[str]:
 
 def pytest_addoption(parser):
     parser.addoption("--shard", metavar="K/N", type=shard_of, help="run the K-th of N parts of the tests, of about equal time")
+    parser.addoption("--row", action="store_true", help="on a GPU, leave a row also where paths or -k choose some of the tests")
 
 
 def pytest_configure(config):
@@ -170,17 +172,25 @@ def poison(monkeypatch):
 def pytest_terminal_summary(terminalreporter, config):
     """On a GPU, a run of all the tests, or of a shard of them, leaves a row of its outcome beside the measurements.
 
-    Workers of xdist do not.
+    With --row, a run of some as well; `only` says which they were chosen by. Workers of xdist leave none.
     """
-    part = any(getattr(config.option, name, None) for name in ("keyword", "markexpr", "lf", "collectonly"))
-    whole = [Path(path).resolve() for path in config.args] == [Path(__file__).parent] and not part
-    if not torch.cuda.is_available() or hasattr(config, "workerinput") or not whole:
+    chosen = _chosen(config)
+    unasked = (chosen and not config.option.row) or any(getattr(config.option, name, None) for name in ("lf", "collectonly"))
+    if not torch.cuda.is_available() or hasattr(config, "workerinput") or unasked:
         return
     from experiments import record
 
+    only = {"only": chosen} if chosen else {}
     shard = {"shard": "{}/{}".format(*config.option.shard)} if config.option.shard else {}
     counts = {outcome: len(terminalreporter.stats.get(outcome, ())) for outcome in _OUTCOMES}
     counts["failed"] += len(terminalreporter.stats.get("error", ()))
     seconds = round(time.monotonic() - _started, 1)
-    path = record.append({"bench": "tests", **shard, **counts, "seconds": seconds, **record.environment()})
+    path = record.append({"bench": "tests", **only, **shard, **counts, "seconds": seconds, **record.environment()})
     terminalreporter.write_line(f"row added to {path}")
+
+
+def _chosen(config: pytest.Config) -> str:
+    """What some of the tests were chosen by, as one would type it; nothing if all of them run."""
+    whole = [Path(path).resolve() for path in config.args] == [Path(__file__).parent]
+    options = ((flag, getattr(config.option, name, None)) for flag, name in (("-k", "keyword"), ("-m", "markexpr")))
+    return shlex.join([*([] if whole else config.args), *(word for option in options if option[1] for word in option)])

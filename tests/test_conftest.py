@@ -148,6 +148,9 @@ def test_a_run_that_dies_has_told_its_failures(run, pytester, monkeypatch):
         (("--shard=2/3",), {"shard": "2/3", "passed": 6}),
         (("test_it.py",), None),
         (("-k", "baseline"), None),
+        (("--row",), {"passed": 18}),
+        (("--row", "test_it.py", "-k", "baseline or size[1]"), {"only": "test_it.py -k 'baseline or size[1]'", "passed": 8}),
+        (("--row", "--collect-only", "test_it.py"), None),
     ],
 )
 def test_row_of_a_run(run, arguments, expected, tmp_path, monkeypatch):
@@ -157,7 +160,7 @@ def test_row_of_a_run(run, arguments, expected, tmp_path, monkeypatch):
     rows = record.read(tmp_path)
     assert len(rows) == (expected is not None)
     for row in rows:
-        assert {key: row[key] for key in ("shard", "passed") if key in row} == expected
+        assert {key: row[key] for key in ("only", "shard", "passed") if key in row} == expected
 
 
 def test_workers_share_out_the_gpus():
