@@ -13,6 +13,16 @@ def decay(exponent):
 
 
 @triton.jit
+def product(a, b):
+    """a * b, to be summed over lanes that then hold the sum alike.
+
+    A bare product is contracted with the sum's first addition, fma(a, b, what another lane has), in which each of two lanes
+    rounds the other's product alone: they would disagree in the last bit, and it would be left to chance which one is stored.
+    """
+    return a * b + 0.0
+
+
+@triton.jit
 def sigmoid(v):
     return 1.0 / (1.0 + tl.exp(-v))
 

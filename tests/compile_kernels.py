@@ -41,7 +41,7 @@ from ssd.types import Options, SSDGrads, SSDInputs
 from tests.inputs import EVERYTHING, Case, Shape, random_inputs
 from tests.late_loads import late_loads
 from tests.lost_operands import lost_operands
-from tests.machine_code import ptx_loops
+from tests.machine_code import lanes_apart, ptx_loops
 
 # Name of the chip's config file, and the shared memory that one block may ask for.
 CHIPS = {
@@ -68,6 +68,7 @@ class Compiled:
     # wgmma: where ptxas runs them one by one, as many as these
     mma: int
     dots: int  # matrix products in Triton's own terms
+    apart: int  # additions after which two lanes hold different sums, see lanes_apart
     unfenced: int  # loops that fill tiles for wgmma by cp.async without a fence between the two proxies
     late: list[str] | None  # loads that an mbarrier does not wait for, see late_loads, if the machine code was read
     lost: list[str] | None  # products whose operand is overwritten, see lost_operands, likewise; not of Gluon kernels
@@ -155,7 +156,7 @@ def _measure(kernel, disassemble: bool) -> Compiled:
         lost = lost_operands(sass) if "ttir" in kernel.asm else []
     return Compiled(kernel.name, " ".join(config), registers, spills, kernel.metadata.shared,
                     ptx.count("wgmma.mma_async"), groups, ptx.count("mma.sync") + ptx.count("tcgen05.mma"),
-                    kernel.asm.get("ttir", "").count("tt.dot "), _unfenced(ptx), late, lost)
+                    kernel.asm.get("ttir", "").count("tt.dot "), lanes_apart(ptx), _unfenced(ptx), late, lost)
 
 
 def _unfenced(ptx: str) -> int:

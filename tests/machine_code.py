@@ -33,3 +33,9 @@ def ptx_loops(ptx: str) -> tuple[list[str], list[tuple[int, int]]]:
 def width(opcode: str) -> int:
     """Registers that a load of this opcode fills."""
     return _WIDTH.get(opcode.split(".")[-1], 1)
+
+
+def lanes_apart(ptx: str) -> int:
+    """Additions in which two lanes that exchange what they have come to different sums, see `ssd.device.product`."""
+    exchanged = set(re.findall(r"shfl\.sync\.bfly\.b32\s+(%\w+)[,|]", ptx))
+    return sum(addend in exchanged for addend in re.findall(r"fma\.rn(?:\.ftz)?\.f32\s+%\w+, %\w+, %\w+, (%\w+);", ptx))

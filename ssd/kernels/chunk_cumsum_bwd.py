@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..device import sigmoid, unpack_program
+from ..device import product, sigmoid, unpack_program
 from ..tuning import pick
 from ..types import SSDInputs
 from .arguments import cdiv, contiguous, output
@@ -53,10 +53,7 @@ def chunk_cumsum_bwd_kernel(dt, dt_strides, A, dt_bias, u_v_x, r_tiles, q, s_til
     grad = tl.where(inside & (unclamped >= dt_min) & (unclamped <= dt_max), grad, 0.0)
     at = (c * CHUNK + offs_q[None, :]) * ddt_strides[1] + offs_h.to(tl.int64)[:, None] * ddt_strides[2]
     tl.store(ddt + b * ddt_strides[0] + at, grad.to(ddt.dtype.element_ty), mask=inside)
-    # Chosen, though 0 elsewhere as it is: else a lane with one token fuses its product with its neighbour's in one fma, which
-    # rounds only the neighbour's, and the lanes that all store this sum would not agree on its last bit.
-    of_dA = tl.where(inside, da * clamped, 0.0)
-    tl.store(dA + (b * nchunks + c) * NHEADS + offs_h, tl.sum(of_dA, 1), mask=in_h)
+    tl.store(dA + (b * nchunks + c) * NHEADS + offs_h, tl.sum(product(da, clamped), 1), mask=in_h)
     if ddt_bias is not None:
         tl.store(ddt_bias + (b * nchunks + c) * NHEADS + offs_h, tl.sum(grad, 1), mask=in_h)
     if dD is not None:

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..device import causal, chunk_offset, decay, document_at_end, unpack_program
+from ..device import causal, chunk_offset, decay, document_at_end, product, unpack_program
 from ..tuning import pick
 from ..types import Options, SSDInputs
 from .arguments import output, per_channel_strides
@@ -87,7 +87,7 @@ def chunk_scan_chunk_state_dx_kernel(
             skip = tl.load(D + h * D_strides[0] + offs_p.to(tl.int64) * D_strides[1], mask=in_p, other=0.0).to(tl.float32)
             dy_j = tl.load(dy + offs_j[:, None] * dy_strides[1] + offs_p[None, :] * dy_strides[3], mask=in_jp, other=0.0)
             acc += skip[None, :] * dy_j.to(tl.float32)
-            dD_p = tl.sum(dy_j.to(tl.float32) * x_j, 0)
+            dD_p = tl.sum(product(dy_j.to(tl.float32), x_j), 0)
             if D_PER_CHANNEL:
                 tl.store(dD_tiles + row * HEADDIM + offs_p, dD_p, mask=in_p)
             dD_sum += tl.sum(dD_p, 0)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..device import split_heads, unpack_program
+from ..device import product, split_heads, unpack_program
 from ..tuning import pick
 from ..types import Options, SSDInputs
 from .arguments import output, strides
@@ -25,7 +25,7 @@ from .walk import decay, decays, load_skip, load_tokens, visible
 @triton.jit
 def skip_grads(dD_tiles, dy_j, x_j, offs_p, HEADDIM: tl.constexpr, PER_CHANNEL: tl.constexpr):
     """(19): sum_j dy_j x_j of a block of headdim, stored where D has channels; returns its sum over them."""
-    by_channel = tl.sum(dy_j * x_j, 0)
+    by_channel = tl.sum(product(dy_j, x_j), 0)
     if PER_CHANNEL:
         tl.store(dD_tiles + offs_p, by_channel, mask=offs_p < HEADDIM)
     return tl.sum(by_channel, 0)

@@ -53,6 +53,7 @@ def assert_fits(rows: list[dict], arch: int, spills: int, by_walks: int) -> None
     for row in rows:
         assert row["shared"] <= SHARED[arch], f"{row}: a block on sm_{arch} has {SHARED[arch]} bytes of shared memory"
         most = by_walks if row["kernel"] in (*WALKS, *GROUP_LOOPS) else spills
+        assert not row["apart"], f"{row}: which of several lanes' sums is stored is left to chance"
         assert not row["unfenced"], f"{row}: products may read what the tiles held before"
         assert not row["lost"], f"{row}: the next turn of its loop reads what this one has overwritten"
         assert row["registers"] <= 255 and row["spills"] <= most, f"{row}: at most {most} bytes may be spilled"

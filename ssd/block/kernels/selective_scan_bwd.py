@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ... import tuning
-from ...device import LOG2E, sigmoid, softplus
+from ...device import LOG2E, product, sigmoid, softplus
 from ...kernels.arguments import cdiv, output, strides
 from ...kernels.launch import launch
 from ...kernels.sum_parts import sum_first
@@ -75,7 +75,7 @@ def selective_scan_dstates_kernel(delta, delta_strides, A, A_strides, C, C_strid
             rate = finite(tl.load(A + row * A_strides[1]).to(tl.float32)) * LOG2E
             C_t = load_tokens(C + row * C_strides[2] * UNIT, first, offs_t, seqlen, UNIT)
             after = tl.sum(tl.where(offs_n == n, dstate, 0.0), 1)[:, None]
-            within = tl.sum(tl.math.exp2(since * rate) * (C_t * dy), 1)[:, None]
+            within = tl.sum(product(tl.math.exp2(since * rate), C_t * dy), 1)[:, None]
             dstate = tl.where(offs_n == n, tl.math.exp2(whole * rate) * after + within, dstate)
     tl.store(dstates + at, dstate, mask=in_state)
 
@@ -151,7 +151,7 @@ def selective_scan_grads_kernel(u, u_strides, delta, delta_strides, A, A_strides
         tl.store(ddelta + at, dstep.to(ddelta.dtype.element_ty), mask=in_t)
         tl.store(dA + row * DSTATE + offs_n, tl.sum(ddecay * step[None, :], 1), mask=in_n)
         if dD is not None:
-            tl.store(dD + row, tl.sum(dy * u_t, 0))
+            tl.store(dD + row, tl.sum(product(dy, u_t), 0))
         if ddelta_bias is not None:
             tl.store(ddelta_bias + row, tl.sum(tl.where(in_t, dstep, 0.0), 0))
 

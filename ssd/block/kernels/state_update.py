@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...device import LOG2E, sigmoid, softplus, unpack_program
+from ...device import LOG2E, product, sigmoid, softplus, unpack_program
 from ...kernels.arguments import cdiv, strides
 from ...kernels.launch import launch
 from ...tuning import next_power_of_2
@@ -66,7 +66,7 @@ def state_update_kernel(state, state_strides, x, x_strides, dt, dt_strides, A, A
     new = tl.load(at, mask=in_tile, other=0.0).to(tl.float32) * kept + (step * x_p)[:, None] * B_n[None, :]
     tl.store(at, new.to(state.dtype.element_ty), mask=in_tile)
 
-    y = tl.sum(new * C_n[None, :], 1)
+    y = tl.sum(product(new, C_n[None, :]), 1)
     if D is not None:
         y += load_vector(D + h * D_strides[0], D_strides[1], offs_p, in_p) * x_p
     if z is not None:
