@@ -184,7 +184,8 @@ def profile(arguments: list[str], brief: bool = False) -> list[dict]:
             ncu(arguments, _COLD.values(), "all"), ncu(arguments, _HITS.values(), "none", single_pass=True)]
     if len({tuple(launch["kernel"] for launch in launches) for launches in runs}) > 1:
         raise ValueError("two runs launched different kernels")
-    return [_launch(warm | rest) | {key: hits[metric] for key, metric in _HITS.items() if metric in hits}
+    # ncu's output has some metrics unasked, times among them: what a row's bytes took is those of their own run
+    return [_launch(rest | warm) | {key: hits[metric] for key, metric in _HITS.items() if metric in hits}
             for warm, rest, hits in zip(*runs, strict=True)]
 
 

@@ -1,9 +1,15 @@
-"""ncu's output as text, since ncu itself needs a GPU; what is made of it; and the table of rows."""
+"""ncu's output, by hand and as it was on a GPU; what is made of it; and the table of rows.
+
+ncu/*.csv is what `counters.profile(["profiled", "persistent", "130m-b8", "bwd", "bf16", "256"])` had from ncu on an H200, in
+its three runs and, `brief`, in one; trimmed to the metrics that were asked for and a few beside them, without process numbers.
+"""
 
 import contextlib
 import io
+from pathlib import Path
 from types import SimpleNamespace
 
+import pandas
 import pytest
 import torch
 from rich.console import Console
@@ -17,6 +23,7 @@ from ssd import Options
 
 from .rows import ENVIRONMENT, ssd_row, write
 
+RECORDED = Path(__file__).parent / "ncu"
 WARM = (counters._TIME, counters._READ, counters._WRITE, *counters._WARM.values())
 NAMES = ("ID", "Kernel Name", *WARM, *counters._COLD.values())
 # L1 hits and waves; instructions and FLOPs of the tensor cores; additions, multiplications, both in one, exponentials; stalls
@@ -155,6 +162,37 @@ def test_caches_of_each_run(ncu):
     ((*how, metrics),) = given()
     assert how == ["none", "application"] and metrics.count(",") == 7
     assert "l2_warm_hit_pct" not in first and first["tensor_flops"] == 2_000_000
+
+
+def test_recorded(ncu, monkeypatch):
+    """Every number is the cell that another reader of CSV finds; products are as many as the shape has."""
+    runs = {}
+    for name in ("warm", "cold", "hits", "brief"):
+        text = (RECORDED / f"{name}.csv").read_text()
+        runs[name] = text, pandas.read_csv(io.StringIO(text[text.index('"ID"'):]), skiprows=[1]).to_dict("records")
+    said = iter(runs.values())
+    write = counters.subprocess.run
+
+    def run(command, **how):
+        ncu.said = next(said)[0]
+        return write(command, **how)
+
+    monkeypatch.setattr(counters.subprocess, "run", run)
+    launches, brief = counters.profile(["a call"]), counters.profile(["a step"], brief=True)
+    kernels = [f"{name}_kernel" for name in ("chunk_cumsum", "hopper_states", "hopper_group", "chunk_cumsum_bwd", "sum_parts")]
+    assert [launch["kernel"] for launch in launches] == [launch["kernel"] for launch in brief] == kernels
+    for launch, warm, cold, hits in zip(launches, *(runs[name][1] for name in ("warm", "cold", "hits")), strict=True):
+        assert launch["ncu_us"] == warm["gpu__time_duration.sum"] / 1000
+        assert launch["dram_bytes"] == warm["dram__bytes_read.sum"] + warm["dram__bytes_write.sum"]
+        for metrics, cells in ((counters._WARM, warm), (counters._COLD, cold), (counters._HITS, hits)):
+            assert {key: launch[key] for key in metrics} == {key: cells[metric] for key, metric in metrics.items()}
+        assert launch["blocks"] == warm["launch__grid_size"]
+    for launch, one_run in zip(launches, brief, strict=True):
+        assert one_run["tensor_flops"] == launch["tensor_flops"] and one_run["fadds"] == launch["fadds"]
+        assert "l2_hit_pct" not in one_run
+    shape = SHAPES["130m-b8"]
+    walk = 2 * shape.batch * shape.seqlen * shape.nheads * shape.headdim * shape.dstate  # every token's x B^T
+    assert launches[1]["tensor_flops"] == walk and launches[0]["tensor_flops"] == 0
 
 
 def test_what_ncu_runs_is_what_the_row_measured(ncu, monkeypatch):
