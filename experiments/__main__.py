@@ -278,7 +278,9 @@ def readme(
     current &= readme_file.update_blocks(_rows(lambda: surroundings.committed(out), out), check=check)
     current &= readme_file.update_ablation(_rows(lambda: ablation.committed(out), out), check=check)
     current &= readme_file.update_workloads(_rows(lambda: sweeps.committed(out), out), check=check)
-    current &= readme_file.update_gpus(_rows(lambda: record.read(out, bench="train"), out), check=check)
+    trained = _rows(lambda: record.read(out, bench="train"), out)
+    current &= readme_file.update_gpus(trained, check=check)
+    current &= readme_file.update_seeds(trained, check=check)
     typer.echo("README is up to date" if current else "README is out of date" if check else "README written")
     raise typer.Exit(1 if check and not current else 0)
 

@@ -7,9 +7,8 @@ import json
 import re
 from pathlib import Path
 
-from .shapes import NAMED
+from .shapes import DIRECTIONS, NAMED
 
-_PANELS = {"fwd": "forward", "bwd": "backward"}
 _MARKERS = {"mamba_ssm": ("o", "#999999"), "fla": ("s", "#c9a227")}
 _OURS = ("#0b6e99", "#b5372b", "#3a7d44", "#7b4fa3")
 
@@ -20,7 +19,7 @@ def points(rows: list[dict]) -> dict[str, dict[str, dict[str, float]]]:
     Times are those in a CUDA graph where one could be captured, so that launch overhead does not hide the kernels.
     """
     order = [shape.name for shape in NAMED]
-    result = {mode: {name: {} for name in order} for mode in _PANELS}
+    result = {mode: {name: {} for name in order} for mode in DIRECTIONS}
     for row in rows:
         if row["mode"] in result and row["shape"] in order:
             here = result[row["mode"]][row["shape"]]
@@ -55,7 +54,7 @@ def draw(rows: list[dict], path: Path) -> None:
             for name, (marker, colour) in styles.items():
                 if name in times:
                     ax.plot(times[name], y, marker, color=colour, label=name, zorder=3)
-        ax.set(title=_PANELS[mode], xscale="log", xlabel="µs", yticks=range(len(shapes)), yticklabels=[*shapes][::-1])
+        ax.set(title=DIRECTIONS[mode], xscale="log", xlabel="µs", yticks=range(len(shapes)), yticklabels=[*shapes][::-1])
         ax.grid(axis="x", which="both", color="#f0f0f0")
         ax.set_axisbelow(True)
         ax.spines[["top", "right", "left"]].set_visible(False)

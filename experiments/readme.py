@@ -10,6 +10,7 @@ from operator import itemgetter
 from pathlib import Path
 
 from . import figure, record, step_figure, table
+from .shapes import DIRECTIONS
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -17,8 +18,7 @@ FIGURE = ROOT / "docs" / "results.svg"
 STEPS_FIGURE = ROOT / "docs" / "workloads.svg"
 ABLATION = ROOT / "docs" / "ablation.md"
 WORKLOADS = ROOT / "docs" / "workloads.md"
-_DIRECTIONS = {"fwd": "forward", "bwd": "backward"}
-_MODES = _DIRECTIONS | {"fwd_bwd": "forward and backward"}
+_MODES = DIRECTIONS | {"fwd_bwd": "forward and backward"}
 # options that change nothing of what a mode times
 _UNREAD = {"fwd": {"save_states", "fuse_backward"},
            "bwd": {"fuse_states", "low_precision_CB", "causal_blocks", "fuse_bmm", "two_level", "stationary"}}
@@ -61,8 +61,8 @@ def results(rows: list[dict], figure_path: str) -> str:
         copy = sorted(row["copy_gbps"] for row in group)[len(group) // 2]
         commits = dict.fromkeys(str(row["git_sha"])[:7] for row in sorted(group, key=itemgetter("time")))
         parts.append(f"{where}, device copy {copy:.0f} GB/s, rows of {_listed([*commits])}:\n")
-        parts.append(_markdown([row for row in group if row["mode"] in _DIRECTIONS]))
-        if whole := [row for row in group if row["mode"] not in _DIRECTIONS]:
+        parts.append(_markdown([row for row in group if row["mode"] in DIRECTIONS]))
+        if whole := [row for row in group if row["mode"] not in DIRECTIONS]:
             parts.append("Forward and backward in one call, in a CUDA graph, µs, with the speed-up:\n")
             parts.append(_by_shape(whole))
     return "\n".join(parts)
@@ -111,7 +111,7 @@ def ablation(rows: list[dict]) -> str:
     for (gpu, shape, mode, variant), group in groupby(rows, _ABLATED):
         cells = {(row["step"], row["changed"]): f"{row['graph_p50_us'] or row['p50_us']:.0f} | {row['relative']:.2f}"
                  for row in group if row["relative"] is not None}
-        lines = [f"{gpu}, {shape}, {_DIRECTIONS[mode]}, `{variant}`:\n",
+        lines = [f"{gpu}, {shape}, {DIRECTIONS[mode]}, `{variant}`:\n",
                  "| option | without, µs | relative | up to, µs | relative |", "|---|---:|---:|---:|---:|",
                  f"| none | | | {cells.get(('none', None), ' | ')} |"]
         options = [option for step, option in cells if step == "without"]
@@ -137,6 +137,27 @@ def several_gpus(rows: list[dict]) -> str:
         times = f"{row['p50_us'] / 1e3:.1f} | {one['p50_us'] / 1e3:.1f} | {faster:.2f} | {100 * faster / row['gpus']:.0f} %"
         lines.append(f"| {run} | {row['gpus']} {row['gpu']} | {row['way']} | {times} | {row['loss']:.3f} | {one['loss']:.3f} |")
     return "\n".join(lines) + "\n"
+
+
+def several_seeds(rows: list[dict]) -> str:
+    """Markdown of the latest losses of trainings on one GPU that differ in seed and variant alone, where there are several; of
+    any commit, since no time is compared.
+    """
+    found: dict[tuple, dict[int, dict[str, dict]]] = {}
+    for row in rows:
+        if row["gpu"] and row["gpus"] == 1:
+            kind = row["gpu"], record.settings(row, "save_every", "seed", "variant")
+            found.setdefault(kind, {}).setdefault(row["run"]["seed"], {})[row["variant"]] = row
+    lines = ["| workload | preset | mixer | steps | seed | losses | apart |", "|---|---|---|---:|---:|---|---:|"]
+    for seeds in found.values():
+        compared = {seed: of for seed, of in sorted(seeds.items()) if len(of) > 1}
+        for seed, of in compared.items() if len(compared) > 1 else ():
+            losses = {variant: row["loss"] for variant, row in sorted(of.items())}
+            run = " | ".join(str(next(iter(of.values()))["run"][name]) for name in ("workload", "preset", "mixer", "steps"))
+            apart = 100 * (max(losses.values()) / min(losses.values()) - 1)
+            listed = ", ".join(f"{variant} {loss:.3f}" for variant, loss in losses.items())
+            lines.append(f"| {run} | {seed} | {listed} | {apart:.2f} % |")
+    return "\n".join(lines) + "\n" if len(lines) > 2 else "No rows yet: no GPU has trained one model from several seeds.\n"
 
 
 def _alike(row: dict) -> tuple:
@@ -168,13 +189,18 @@ def update_blocks(rows: list[dict], readme: Path = README, check: bool = False) 
 
 def update_ablation(rows: list[dict], page: Path = ABLATION, check: bool = False) -> bool:
     """As `update_blocks`, with rows of the ablation."""
-    rows = sorted((row for row in rows if row["gpu"] and row["mode"] in _DIRECTIONS), key=_ABLATED)
+    rows = sorted((row for row in rows if row["gpu"] and row["mode"] in DIRECTIONS), key=_ABLATED)
     return _put("ablation", ablation(rows), page, check)
 
 
 def update_gpus(rows: list[dict], page: Path = WORKLOADS, check: bool = False) -> bool:
     """As `update_blocks`, with rows of trainings."""
     return _put("gpus", several_gpus(rows), page, check)
+
+
+def update_seeds(rows: list[dict], page: Path = WORKLOADS, check: bool = False) -> bool:
+    """As `update_gpus`."""
+    return _put("seeds", several_seeds(rows), page, check)
 
 
 def update_workloads(rows: list[dict], readme: Path = README, figure_path: Path = STEPS_FIGURE, check: bool = False) -> bool:
@@ -245,7 +271,7 @@ def _markdown(rows: list[dict]) -> str:
         floor = row["ideal_bytes"] / row["copy_gbps"] / 1e3
         share = f"{100 * floor / (row['graph_p50_us'] or row['p50_us']):.0f} %"
         error = "" if row["err_rms"] is None else f"{row['err_rms']:.1e}"
-        cells = (row["shape"], _DIRECTIONS[row["mode"]], row["variant"], row["chunk_size"], f"{row['p50_us']:.0f}", graph,
+        cells = (row["shape"], DIRECTIONS[row["mode"]], row["variant"], row["chunk_size"], f"{row['p50_us']:.0f}", graph,
                  share, error, row.get("against") or "", speedups)
         lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines) + "\n"

@@ -127,9 +127,9 @@ def changed_options(options: dict | None) -> str:
     return ", ".join(f"{name}={value}" for name, value in (options or {}).items() if value != default[name])
 
 
-def settings(row: dict, but: str) -> tuple:
-    """A run's settings but for one, to be told apart by."""
-    return tuple(sorted((name, str(value)) for name, value in row["run"].items() if name != but))
+def settings(row: dict, *but: str) -> tuple:
+    """A run's settings but for these, to be told apart by."""
+    return tuple(sorted((name, str(value)) for name, value in row["run"].items() if name not in but))
 
 
 def latest(rows: Iterable[dict], key: Callable[[dict], object]) -> list[dict]:

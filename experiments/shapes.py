@@ -11,6 +11,7 @@ from torch import Tensor
 from ssd.cost import Problem
 
 MODES = ("fwd", "fwd_train", "bwd", "fwd_bwd")  # fwd_train: a forward that a backward will follow
+DIRECTIONS = {"fwd": "forward", "bwd": "backward"}  # as they are written out
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 

@@ -191,6 +191,9 @@ def pytest_terminal_summary(terminalreporter, config):
 
 def _chosen(config: pytest.Config) -> str:
     """What some of the tests were chosen by, as one would type it; nothing if all of them run."""
-    whole = [Path(path).resolve() for path in config.args] == [Path(__file__).parent]
-    options = ((flag, getattr(config.option, name, None)) for flag, name in (("-k", "keyword"), ("-m", "markexpr")))
-    return shlex.join([*([] if whole else config.args), *(word for option in options if option[1] for word in option)])
+    given = {"-k": [config.option.keyword], "-m": [config.option.markexpr], "--deselect": config.option.deselect or [],
+             "--ignore": config.option.ignore or []}
+    paths = [os.path.relpath(path, config.rootpath) for path in config.args]
+    whole = paths == [os.path.relpath(Path(__file__).parent, config.rootpath)]
+    options = (word for flag, values in given.items() for value in values if value for word in (flag, value))
+    return shlex.join([*([] if whole else paths), *options])

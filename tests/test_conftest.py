@@ -151,6 +151,9 @@ def test_a_run_that_dies_has_told_its_failures(run, pytester, monkeypatch):
         (("--row",), {"passed": 18}),
         (("--row", "test_it.py", "-k", "baseline or size[1]"), {"only": "test_it.py -k 'baseline or size[1]'", "passed": 8}),
         (("--row", "--collect-only", "test_it.py"), None),
+        (("--deselect", "test_it.py::test_it[size[0]-baseline]"), None),
+        (("--row", "--deselect", "test_it.py::test_it[size[0]-fused]"),
+         {"only": "--deselect 'test_it.py::test_it[size[0]-fused]'", "passed": 17}),
     ],
 )
 def test_row_of_a_run(run, arguments, expected, tmp_path, monkeypatch):

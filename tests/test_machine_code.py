@@ -8,11 +8,11 @@ EXCHANGED = "shfl.sync.bfly.b32 	%r9, %r8, 16, 31, -1;"
 
 
 @pytest.mark.parametrize(("lines", "apart"), [
-    (("mul.rn.f32 %r8, %r1, %r2;", EXCHANGED, "add.rn.f32 %r10, %r8, %r9;"), 0),
-    (("mul.rn.f32 %r8, %r1, %r2;", EXCHANGED, "fma.rn.f32 	%r10, %r1, %r2, %r9;"), 1),
-    (("mul.rn.f32 %r8, %r1, %r2;", EXCHANGED, "fma.rn.ftz.f32 %r10, %r1, %r2, %r9;"), 1),
-    (("fma.rn.f32 %r8, %r1, %r2, 0f00000000;", EXCHANGED, "add.rn.f32 %r10, %r8, %r9;"), 0),
-    (("mul.rn.f32 %r8, %r1, %r2;", EXCHANGED, "fma.rn.f32 %r10, %r9, %r2, %r1;"), 0),
+    (("mul.f32 %r8, %r1, %r2;", EXCHANGED, "add.f32 %r10, %r8, %r9;"), 0),
+    (("mul.f32 %r8, %r1, %r2;", EXCHANGED, "fma.rn.f32 	%r10, %r1, %r2, %r9;"), 1),
+    (("mul.f32 %r8, %r1, %r2;", EXCHANGED, "fma.rn.ftz.f32 %r10, %r1, %r2, %r9;"), 1),
+    (("fma.rn.f32 %r8, %r1, %r2, 0f00000000;", EXCHANGED, "add.f32 %r10, %r8, %r9;"), 0),
+    (("mul.f32 %r8, %r1, %r2;", EXCHANGED, "fma.rn.f32 %r10, %r9, %r2, %r1;"), 0),
     (("shfl.sync.up.b32 %r9|%p1, %r8, 1, 0, -1;", "fma.rn.f32 %r10, %r1, %r2, %r9;"), 0),
 ], ids=("added", "contracted", "flushed", "rounded first", "multiplied", "a scan"))
 def test_lanes_apart(lines, apart):

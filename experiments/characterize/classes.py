@@ -42,8 +42,8 @@ class Work:
 
 
 def stage(kernel: dict) -> str:
-    """The stage of the cost model that a kernel of the baseline computes, by its name."""
-    return kernel["kernel"].removesuffix("_kernel")
+    """The stage of the cost model that a kernel computes, by its name: the baseline's, and some of upstream's."""
+    return kernel["kernel"].removesuffix("_kernel").removesuffix("_fwd").removeprefix("_")
 
 
 def counted(kernel: dict) -> Work | None:
@@ -61,7 +61,7 @@ def work(kernel: dict) -> Work:
 
 
 def model(kernel: dict) -> cost.Cost | None:
-    """The cost model's account of a row's kernel; None if it is no stage of the baseline."""
+    """The cost model's account of a row's kernel; None if it is none of its stages."""
     problem = problem_of(kernel)
     return (cost.forward_stages(problem) | cost.backward_stages(problem)).get(stage(kernel))
 

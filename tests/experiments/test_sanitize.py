@@ -1,6 +1,8 @@
 """compute-sanitizer's summaries as text, since it needs a GPU itself: a script of that name stands in for it."""
 
 import inspect
+from itertools import product
+from operator import itemgetter
 
 import pytest
 from rich.console import Console
@@ -129,3 +131,13 @@ def test_without_the_tool(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(FileNotFoundError, match="compute-sanitizer"):
         sanitize.run(["baseline"], ["memcheck"], tmp_path, Console())
+
+
+def test_the_committed_rows_are_clean():
+    """The last of each: both tools on all variants, every kernel launched, nothing found but the start of roles."""
+    rows = record.latest(record.read(bench="sanitize"), itemgetter("variant", "tool"))
+    assert {(row["variant"], row["tool"]) for row in rows} == set(product(sanitize.VARIANTS, sanitize.TOOLS))
+    assert set().union(*(row["launched"] for row in rows)) >= sanitize.ours()
+    assert all(row["found"] == row["of_roles"] for row in rows)
+    control = next(row for row in rows if row["variant"] == sanitize.CONTROL and row["tool"] == "racecheck")
+    assert control["found"] == 1 and not any(row["found"] for row in rows if row["tool"] == "memcheck")

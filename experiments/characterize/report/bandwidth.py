@@ -9,6 +9,7 @@ from . import draw, kernels
 from .parts import NOT_YET, Figure, Section, Table, number
 
 PAPER_PERCENT = 57.5
+_COARSE, _ROUNDING = 5, 0.01  # ncu's per cent have two digits behind the point: what is less says little
 _BUSY = 80  # per cent; no unit is kept busier by a kernel that also waits for others
 _ISSUE = "issue slots"
 _UNITS = {"DRAM": "dram_pct", "tensor cores": "tensor_pct", _ISSUE: "issue_pct", "shared memory": "shared_pct"}
@@ -38,7 +39,7 @@ def section(calls: list[Call]) -> Section:
            f"{apart['mode']}), so it matters which the paper's {PAPER_PERCENT} % is. Nor is more always better: see the bytes "
            "below.")
     note = ("U: mean over kernels; W: weighted with time; G: DRAM bytes over the peak times the call's own time, launches and "
-            "gaps included. " + _other_commits(calls))
+            "gaps included. " + _other_commits(calls) + _other_runs(calls))
     cells = [(line["variant"], line["mode"], line["peak"], *(number(line[name], 1) for name in "UWG")) for line in lines]
     return Section(title, (note.strip(), Figure("utilisation", svg, see, lines),
                            Table(("variant", "mode", "peak", "U %", "W %", "G %"), cells, 3), _work(calls),
@@ -122,3 +123,18 @@ def _other_commits(calls: list[Call]) -> str:
     late = [f"{call.row['variant']} {call.row['mode']}" for call in calls if call.timed and not call.same_commit]
     without = "" if all(COPY in call.peaks for call in calls) else "Where no row has a call's time, G and the copy are missing."
     return (f"Times of {', '.join(late)} are of another commit than the counters. " if late else "") + without
+
+
+def _other_runs(calls: list[Call]) -> str:
+    """Rows had ncu's times of its run over cold caches at first, beside bytes and per cent of that over warm ones.
+
+    What 100 % is, by bytes, time and per cent, is then not the same for all kernels of a call.
+    """
+    apart = []
+    for call in calls:
+        peaks = [100 * definitions.gbps(kernel["dram_bytes"], kernel["ncu_us"]) / kernel["dram_pct"] for kernel in call.kernels
+                 if kernel["dram_pct"] > _COARSE]
+        if peaks and max(peaks) > (1 + _ROUNDING) * min(peaks):
+            apart.append(f"{call.row['variant']} {call.row['mode']}")
+    return (f"Of {', '.join(apart)} ncu's times are not those of the run that read the bytes (rows before 37147ca): U and W "
+            "are off by as much as the data sheet's and ncu's differ." if apart else "")

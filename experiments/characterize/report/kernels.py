@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from ...shapes import DIRECTIONS
 from .. import classes
 from ..classes import BOTH, TENSOR, UNKNOWN, VECTOR
 from ..definitions import Call
@@ -12,7 +13,6 @@ from . import draw
 from .parts import NOT_YET, Figure, Section, Table, number, short
 
 BASELINE = "baseline"
-_MODES = {"fwd": "forward", "bwd": "backward"}
 _HIT_RATES = {"L2": "l2_hit_pct", "L2, warm": "l2_warm_hit_pct", "L1": "l1_hit_pct", "L1, warm": "l1_warm_hit_pct"}
 _STALLS = {"stall_long_scoreboard": "global memory (long scoreboard)", "stall_barrier": "other warps (barrier)",
            "stall_wait": "a fixed latency (wait)", "stall_math_pipe_throttle": "a busy unit (math pipe throttle)",
@@ -22,7 +22,7 @@ FMA_RATIO = 16  # the paper's: fused multiply-adds of an H100's tensor cores for
 
 def baseline(calls: list[Call]) -> dict[str, Call]:
     """{mode: call} of the baseline."""
-    return {call.row["mode"]: call for call in calls if call.row["variant"] == BASELINE and call.row["mode"] in _MODES}
+    return {call.row["mode"]: call for call in calls if call.row["variant"] == BASELINE and call.row["mode"] in DIRECTIONS}
 
 
 def ratios(calls: list[Call]) -> Section:
@@ -32,15 +32,15 @@ def ratios(calls: list[Call]) -> Section:
     if not lines:
         return Section(title, (f"Figure 3 of the paper: {NOT_YET}.",))
     gpu = find(calls[0].row["gpu"])
-    labels = [f"{line['kernel']} ({_MODES[line['mode']]}{'' if line['variant'] == BASELINE else ', ' + line['variant']})"
-              for line in lines]
+    labels = [f"{line['kernel']} ({DIRECTIONS[line['mode']]})" if line["variant"] == BASELINE else
+              f"{line['kernel']}\n({DIRECTIONS[line['mode']]}, {line['variant']})" for line in lines]  # or bars had no room
 
     def plot(ax) -> None:
         draw.bars(ax, labels, {"ratio": [line["ratio"] for line in lines]})
         ax.set_xlim(1, 4 * max(line["ratio"] for line in lines))
         ax.axvline(FMA_RATIO, color=draw.SERIES[1], linewidth=1, linestyle="--", label=f"{FMA_RATIO}, the paper's line")
 
-    svg = draw.chart(plot, 1.0 + 0.26 * len(lines), xscale="log", xlabel="tensor over vector FLOPs")
+    svg = draw.chart(plot, 1.0 + 0.3 * len(lines), xscale="log", xlabel="tensor over vector FLOPs")
     groups = {name: [line for line in lines if (line["variant"] == BASELINE) == own]
               for name, own in (("The baseline", True), ("Other variants", False))}
     see = "Tensor FLOPs for one vector FLOP. " + " ".join(_least(name, found) for name, found in groups.items() if found)
@@ -51,7 +51,7 @@ def ratios(calls: list[Call]) -> Section:
 def _ratios(call: Call) -> list[dict]:
     """A line for each kernel with products and a ratio; the cost model knows the baseline's alone."""
     lines = []
-    for kernel in call.kernels if call.row["mode"] in _MODES else ():
+    for kernel in call.kernels if call.row["mode"] in DIRECTIONS else ():
         done = classes.work(kernel) if call.row["variant"] == BASELINE else classes.counted(kernel)
         if done and done.tensor and done.ratio is not None:
             lines.append({"variant": call.row["variant"], "mode": call.row["mode"], "kernel": short(kernel["kernel"]),
@@ -99,7 +99,8 @@ def table_two(calls: list[Call]) -> Section:
         for recomputed in (True, False) if mode == "bwd" else (True,):
             for threshold in classes.THRESHOLDS:
                 found = classes.shares(call.kernels, threshold, recomputed)
-                rows.append((_MODES[mode] + ("" if recomputed else ", without recomputed kernels"), f"{100 * threshold:g} %",
+                what = DIRECTIONS[mode] + ("" if recomputed else ", without recomputed kernels")
+                rows.append((what, f"{100 * threshold:g} %",
                              *(f"{found[kind][0]}: {found[kind][1]:.1f} %" for kind in (TENSOR, VECTOR, BOTH, UNKNOWN))))
     if not rows:
         return Section(title, (f"Table II of the paper: {NOT_YET}.",))
@@ -146,7 +147,7 @@ def _hit_rates(calls: list[Call]) -> tuple[list[dict], list[str]]:
             lines.append(line)
             for what, key in _HIT_RATES.items():
                 if line[key] is not None and line[key] > 100:
-                    odd.append(f"{what} of {line['kernel']} ({line['variant']}, {_MODES.get(line['mode'], line['mode'])})")
+                    odd.append(f"{what} of {line['kernel']} ({line['variant']}, {DIRECTIONS.get(line['mode'], line['mode'])})")
                     line[key] = None
     return lines, odd
 
@@ -154,7 +155,7 @@ def _hit_rates(calls: list[Call]) -> tuple[list[dict], list[str]]:
 def registers(calls: list[Call]) -> tuple[str, Table]:
     """What each kernel occupies, and what its warps wait for."""
     kernels = [(call, kernel, _stall(kernel)) for call in calls for kernel in call.kernels]
-    rows = [(call.row["variant"], _MODES.get(call.row["mode"], call.row["mode"]), short(kernel["kernel"]), reason or "-",
+    rows = [(call.row["variant"], DIRECTIONS.get(call.row["mode"], call.row["mode"]), short(kernel["kernel"]), reason or "-",
              number(warps, 1), number(100 * kernel["ncu_us"] / call.row["ncu_us"], 1), number(kernel.get("registers")),
              number(kernel.get("occupancy_pct"), 1), number(kernel.get("blocks")), number(kernel.get("block_cycles")),
              number(kernel.get("tensor_pct"), 1), number(kernel.get("issue_pct"), 1), number(kernel.get("shared_pct"), 1))

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
+from statistics import mean
 
 from ... import table
-from .. import classes, components
+from ...kernel_names import is_of_operator
+from ...shapes import DIRECTIONS
+from .. import classes, components, definitions
 from ..classes import BOTH, TENSOR, VECTOR
 from ..definitions import Call
 from ..gpus import GPUS
@@ -21,13 +25,15 @@ CITED = ("**The paper** is T. Baruah, K. Shivdikar, S. Prescott and D. Kaeli, [C
 # Table II: {mode: {class: (kernels, per cent of the time)}}
 TABLE_TWO = {"fwd": {TENSOR: (1, 2.40), VECTOR: (2, 8.55), BOTH: (2, 89.03)},
              "bwd": {TENSOR: (1, 1.26), VECTOR: (2, 6.86), BOTH: (6, 91.87)}}
-_NAMES = {"fwd": "forward", "bwd": "backward"}
+_UPSTREAM, _H100 = "mamba_ssm", GPUS["h100"]
 _FP8_PER_CLOCK = 8192  # dense FP8 operations of an SM, NVIDIA H100 Tensor Core GPU Architecture white paper
 
 
 def section(calls: list[Call], out: Path) -> Section:
     """Paper / ours."""
-    rows = [*_steps(out), *_bandwidth(calls), *_table_two(calls), *_ratio(calls), *_machine(), *_pruning(out)]
+    whose, found = _counted(calls)
+    rows = [*_steps(out), *_bandwidth(whose, found), *_table_two(whose, found), *_ratio(whose, found), *_machine(),
+            *_pruning(out)]
     note = ("The paper's machine is an H100, ours is named above; its models' sizes and batches are not stated. "
             f"What has no row here is {NOT_YET}.")
     return Section("Paper / ours", (note, Table(("what", "paper", "ours", "difference"), rows, 4)))
@@ -60,43 +66,69 @@ def _steps(out: Path) -> list[tuple[str, ...]]:
     ]
 
 
-def _bandwidth(calls: list[Call]) -> list[tuple[str, ...]]:
-    ours = []
-    for mode, call in kernels.baseline(calls).items():
-        peak, found = bandwidth.main_peak(call)
-        ours.append(f"{_NAMES[mode]} U {found.U:.1f} %, W {found.W:.1f} %")
-    return [("bandwidth utilisation of the SSM kernels, on average", "57.5 %",
-             f"the baseline's, of {peak}: {'; '.join(ours)}" if ours else NOT_YET,
-             "the paper does not say whether its mean weighs time (W) or not (U); other kernels than upstream's, another GPU"
-             if ours else "")]
+def _counted(calls: list[Call]) -> tuple[str, dict[str, Call]]:
+    """Whose kernels stand beside the paper's, and {mode: call}: upstream's, which the paper's models run, without what it
+    leaves to torch; the baseline's where upstream's were not counted in both modes.
+    """
+    theirs = {call.row["mode"]: replace(call, kernels=tuple(k for k in call.kernels if is_of_operator(k["kernel"])))
+              for call in calls if call.row["variant"] == _UPSTREAM}
+    if theirs.keys() >= DIRECTIONS.keys():
+        return _UPSTREAM, {mode: theirs[mode] for mode in DIRECTIONS}
+    return "the baseline", kernels.baseline(calls)
 
 
-def _table_two(calls: list[Call]) -> list[tuple[str, ...]]:
+def _others(whose: str) -> str:
+    """Why numbers may differ, by whose kernels were counted."""
+    if whose == _UPSTREAM:
+        return "without what upstream leaves to torch; the paper does not state upstream's version"
+    return "other kernels than upstream's"
+
+
+def _bandwidth(whose: str, found: dict[str, Call]) -> list[tuple[str, ...]]:
+    what = "bandwidth utilisation of the SSM kernels, on average"
+    if not found:
+        return [(what, "57.5 %", NOT_YET, "")]
+    ours, there = [], []
+    for mode, call in found.items():
+        peak, of_peak = bandwidth.main_peak(call)
+        ours.append(f"{DIRECTIONS[mode]} U {of_peak.U:.1f} %, W {of_peak.W:.1f} %")
+        used = (definitions.of_peak(kernel["dram_bytes"], kernel["ncu_us"], _H100.hbm_gbps.value) for kernel in call.kernels)
+        there.append(f"{mean(min(100, one) for one in used):.0f} %")
+    why = (f"the paper does not say whether its mean weighs time (W) or not (U); {_others(whose)}; another GPU: at as many "
+           f"bytes a second, but no kernel beyond an H100's peak, U would be {' and '.join(there)} of that")
+    return [(what, "57.5 %", f"{whose}, of {peak}: {'; '.join(ours)}", why)]
+
+
+def _table_two(whose: str, calls: dict[str, Call]) -> list[tuple[str, ...]]:
     rows = []
     for mode, expected in TABLE_TWO.items():
-        call = kernels.baseline(calls).get(mode)
+        call = calls.get(mode)
         swept = {threshold: classes.shares(call.kernels, threshold, recomputed=mode == "fwd")
                  for threshold in classes.THRESHOLDS} if call else {}
         found = swept.get(classes.THRESHOLD)
         like = [f"{100 * threshold:g} %" for threshold, shares in swept.items()
                 if all(shares[kind][0] == count for kind, (count, _) in expected.items())]
         for kind, (count, share) in expected.items():
-            ours = NOT_YET if not found else f"{found[kind][0]}: {found[kind][1]:.2f} %"
-            why = "" if not found else (f"threshold {100 * classes.THRESHOLD:g} %, the paper states none; other kernels than "
-                                        "upstream's; vector FLOPs, where not counted, by the cost model, a lower bound"
-                                        + (f"; at {' or '.join(like)} the counts are the paper's" if like else ""))
-            rows.append((f"Table II, {_NAMES[mode]}, {kind}: kernels and their time", f"{count}: {share:.2f} %", ours, why))
+            ours = NOT_YET if not found else f"{found[kind][0]}: {found[kind][1]:.2f} % ({whose})"
+            modelled = call and any(classes.work(kernel).source != "counters" for kernel in call.kernels)
+            why = "" if not found else f"threshold {100 * classes.THRESHOLD:g} %, the paper states none; {_others(whose)}"
+            if modelled:
+                why += "; of kernels that ncu did not count, vector FLOPs by the cost model, a lower bound"
+            if like:
+                why += f"; at {' or '.join(like)} the counts are the paper's"
+            rows.append((f"Table II, {DIRECTIONS[mode]}, {kind}: kernels and their time", f"{count}: {share:.2f} %", ours, why))
     return rows
 
 
-def _ratio(calls: list[Call]) -> list[tuple[str, ...]]:
-    done = [(classes.work(kernel), kernel) for call in kernels.baseline(calls).values() for kernel in call.kernels]
+def _ratio(whose: str, calls: dict[str, Call]) -> list[tuple[str, ...]]:
+    done = [(classes.work(kernel), kernel) for call in calls.values() for kernel in call.kernels]
     mixed = [(work, kernel) for work, kernel in done if work.tensor and work.ratio is not None]
     what = f"kernels of both below a tensor-to-vector ratio of {kernels.FMA_RATIO}"
     theirs = 'almost all ("almost entirely dominated by vector compute")'
     if not mixed:
         return [(what, theirs, NOT_YET, "")]
-    ours = f"{_below(work.ratio for work, _ in mixed)} of {len(mixed)}; the lowest {min(work.ratio for work, _ in mixed):.0f}"
+    ratios = [work.ratio for work, _ in mixed]
+    ours = f"{whose}: {_below(ratios)} of {len(ratios)}; the lowest {min(ratios):.0f}"
     if not any(work.source == "counters" for work, _ in mixed):
         return [(what, theirs, ours, "ours is the formula's arithmetic; what is executed is more, and counted so: " + NOT_YET)]
     why = ("the cause is not known: the paper does not say what it counts as vector FLOPs. Ours are the FP32 additions and "
@@ -105,7 +137,7 @@ def _ratio(calls: list[Call]) -> list[tuple[str, ...]]:
         more = _below(work.tensor / (work.vector + kernel["exps"]) for work, kernel in mixed)
         why += (f"With what the special function units did added, exponentials among it, {more} of {len(mixed)} would be "
                 "below; the rest was not counted. ")
-    return [(what, theirs, ours, why + "Other kernels than upstream's, too")]
+    return [(what, theirs, ours, f"{why}Also, {_others(whose)}")]
 
 
 def _below(ratios: Iterable[float]) -> int:

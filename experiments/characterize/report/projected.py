@@ -6,13 +6,13 @@ from pathlib import Path
 
 import numpy as np
 
+from ...shapes import DIRECTIONS
 from .. import projection
 from ..gpus import EXPS_PER_CLOCK, GPU, GPUS
 from . import draw
 from .parts import NOT_YET, Figure, Section, Table, number
 
 _GPUS = ("a100", "h100", "h200", "b200")
-_MODES = {"fwd": "forward", "bwd": "backward"}
 _SHAPE = "8b-b4"  # whose kernels were counted
 _ITS_OWN = 0.1  # of a term's sum of squares; with less that the other terms cannot make up, its coefficient is arbitrary
 
@@ -96,7 +96,7 @@ def _times(kernels: list[projection.Sample], model: projection.Model) -> Table:
     latest = {(one.mode, one.what, one.chunk_size): one for one in kernels if one.shape == _SHAPE}
     for one in latest.values():
         parts = model.parts_us(one)
-        rows.append((one.what, _MODES.get(one.mode, one.mode), str(one.chunk_size), max(parts, key=parts.get),
+        rows.append((one.what, DIRECTIONS.get(one.mode, one.mode), str(one.chunk_size), max(parts, key=parts.get),
                      *(number(one.us if GPUS[key] is model.gpu else model.projected_us(one, GPUS[key]), 1) for key in _GPUS)))
     names = (f"{GPUS[key].name}, {'measured' if GPUS[key] is model.gpu else 'extrapolated'}" for key in _GPUS)
     return Table(("kernel", "", "chunk", "largest term", *names), rows, 2)

@@ -8,13 +8,13 @@ from pathlib import Path
 from ssd import cost
 
 from ... import record
+from ...shapes import DIRECTIONS
 from .. import classes
 from ..definitions import Call, gbps
 from ..gpus import find
 from . import draw
 from .parts import NOT_YET, Figure, Section, Table, last_runs, number, short
 
-_MODES = {"fwd": "forward", "bwd": "backward"}
 _RATES = ("FLOPs a byte", "TFLOP/s", "GB/s")
 _APART = 1.6  # heights of two labels, the higher over the lower: a line of text
 _LEFT, _RIGHT, _LOW, _HIGH = 0.01, 1e4, 0.3, 2e3  # of the axes
@@ -55,7 +55,7 @@ def scans(out: Path) -> Table | None:
     """What Mamba-1's selective scan does, by counters, ours and upstream's; None without rows."""
     rows = record.read(out, bench="block_counters", part="selective_scan")
     calls = last_runs(rows, itemgetter("shape", "mode", "variant"))
-    lines = [(shape, _MODES.get(mode, mode), variant, *_rates(kernels))
+    lines = [(shape, DIRECTIONS.get(mode, mode), variant, *_rates(kernels))
              for (shape, mode, variant), kernels in sorted(calls.items())]
     return Table(("Mamba-1's selective scan", "", "variant", *_RATES), lines, 3) if lines else None
 
@@ -86,10 +86,13 @@ def section(calls: list[Call], out: Path) -> Section:
     title = "Arithmetic intensity and roofline"
     gpu = find(calls[0].row["gpu"]) if calls else None
     left = models(out) or f"Of whole models, the left half of the paper's figure: {NOT_YET}."
-    scan = scans(out) or f"Of Mamba-1's selective scan alone: {NOT_YET}; `make block PART=selective_scan ARGS=--counters`."
+    scan = [f"Of Mamba-1's selective scan alone: {NOT_YET}; `make block PART=selective_scan ARGS=--counters`."]
+    if counted := scans(out):
+        scan = ["Mamba-1's selective scan, with the bytes of DRAM over warm caches: a small call finds its inputs in L2, and "
+                "so has many FLOPs for each byte.", counted]
     lines = points(calls)
     if gpu is None or not lines:
-        return Section(title, (f"Of the SSM kernels: {NOT_YET}.", left, scan))
+        return Section(title, (f"Of the SSM kernels: {NOT_YET}.", left, *scan))
     copy = next((call.timed["copy_gbps"] for call in calls if call.timed), None)
     bounds = {"data sheet": (gpu.hbm_gbps.value, gpu.bf16_tflops.value)}
     if copy:
@@ -118,8 +121,8 @@ def section(calls: list[Call], out: Path) -> Section:
             "of a whole call are the ideal operator's. The measured roof is the copy of the same run and an 8192-cubed matmul.")
     if found := record.read(out, bench="calibration"):
         note += f" Of a product of {found[-1]['n']} cubed, ncu finds {100 * found[-1]['flops_found']:.1f} % of its FLOPs."
-    cells = [(_MODES.get(line["mode"], line["mode"]), line["variant"], line["kernel"], number(line["intensity"], 1),
+    cells = [(DIRECTIONS.get(line["mode"], line["mode"]), line["variant"], line["kernel"], number(line["intensity"], 1),
               number(line["by_model"], 1), number(line["tflops"], 1), number(gbps(line["bytes"], line["us"])))
              for line in lines]
     table = Table(("", "variant", "kernel", "FLOPs a byte, counters", "FLOPs a byte, cost model", "TFLOP/s", "GB/s"), cells, 3)
-    return Section(title, (note, Figure("roofline", svg, see, chosen), table, left, scan))
+    return Section(title, (note, Figure("roofline", svg, see, chosen), table, left, *scan))

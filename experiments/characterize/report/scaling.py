@@ -7,13 +7,13 @@ from itertools import product
 from pathlib import Path
 
 from ... import table
+from ...shapes import DIRECTIONS
 from .. import components
 from ..definitions import of_one_gpu
 from . import draw
 from .parts import NOT_YET, Figure, Section, number
 
 _SWEEP = "sweep-"
-_MODES = {"fwd": "forward", "bwd": "backward"}
 _BLOCKS = {"mamba1": "Mamba-1", "mamba2": "Mamba-2"}
 # what components are summed to
 _KINDS = {"projections": ("in_proj", "x_proj", "dt_proj", "out_proj"), "convolution": ("conv1d",), "SSM": ("ssm",),
@@ -27,7 +27,7 @@ def section(out: Path) -> Section:
 
 
 def _operator(out: Path) -> tuple[str | Figure, ...]:
-    rows = sorted((row for row in table.committed(out) if row["shape"].startswith(_SWEEP) and row["mode"] in _MODES),
+    rows = sorted((row for row in table.committed(out) if row["shape"].startswith(_SWEEP) and row["mode"] in DIRECTIONS),
                   key=lambda row: row["seqlen"])
     if not rows:
         return (f"Of the SSD operator: {NOT_YET}.",)
@@ -43,7 +43,7 @@ def _operator(out: Path) -> tuple[str | Figure, ...]:
         for variant, mode in groups:
             lines = of(variant, mode)
             ax.plot([line["seqlen"] for line in lines], [line[key] for line in lines], "o-" if mode == "fwd" else "s--",
-                    color=draw.colour(variant), markersize=3, linewidth=1, label=f"{variant}, {_MODES[mode]}")
+                    color=draw.colour(variant), markersize=3, linewidth=1, label=f"{variant}, {DIRECTIONS[mode]}")
         ax.grid(which="major")
 
     time = draw.chart(lambda ax: plot(ax, "us"), 3.4, ylabel="µs in a CUDA graph", **_AXES)
@@ -62,7 +62,7 @@ def _growth(data: list[dict], key: str) -> str:
     for variant, mode in dict.fromkeys((line["variant"], line["mode"]) for line in data):
         values = {line["seqlen"]: line[key] for line in data if (line["variant"], line["mode"]) == (variant, mode)}
         if ends[0] in values and ends[1] in values:
-            parts.append(f"{variant} {_MODES[mode]} {number(values[ends[1]] / values[ends[0]])} times")
+            parts.append(f"{variant} {DIRECTIONS[mode]} {number(values[ends[1]] / values[ends[0]])} times")
     return ", ".join(parts) or NOT_YET
 
 

@@ -4,6 +4,9 @@ from experiments import record
 
 from ..rows import ENVIRONMENT, ssd_row
 
+STEP = {"workload": "mamba2", "preset": "1.3b", "mixer": "ssd", "variant": "fused", "dtype": "bf16", "batch": 4,
+        "run": {"documents": False}, **ENVIRONMENT}
+
 
 def kernel_row(kernel="chunk_scan_kernel", variant="baseline", mode="fwd", **other) -> dict:
     """One kernel of a call: 48 MB in 20 us, half of the H200's 4.8 TB/s."""

@@ -1,0 +1,75 @@
+"""What stands beside the papers' numbers: whose kernels, and why ours differ."""
+
+from pathlib import Path
+
+from experiments.characterize import definitions
+from experiments.characterize.report import paper
+from experiments.characterize.report.parts import NOT_YET
+
+from ..rows import ENVIRONMENT, write
+from .counted import STEP, kernel_row
+
+
+def beside_the_papers(what: str, out: Path) -> tuple[str, str]:
+    """Our number and the difference, from the row that begins so."""
+    table = paper.section(definitions.calls(out), out).parts[-1]
+    return next(row[2:] for row in table.rows if row[0].startswith(what))
+
+
+def test_why_ratios_are_not_the_papers(tmp_path):
+    """1700 over 100 is 17; with 10 exponentials it is below 16."""
+    counted = {"tensor_flops": 1700.0, "fadds": 100.0, "fmuls": 0.0, "ffmas": 0.0}
+    write(tmp_path, kernel_row(**counted))
+    ours, why = beside_the_papers("kernels of both", tmp_path)
+    assert ours == "the baseline: 0 of 1; the lowest 17"
+    assert why.startswith("the cause is not known") and "special function" not in why
+    write(tmp_path, kernel_row(**counted, exps=10.0, time="2100"))
+    assert "exponentials among it, 1 of 1 would be below" in beside_the_papers("kernels of both", tmp_path)[1]
+    write(tmp_path, kernel_row(time="2200"))
+    assert "formula's arithmetic" in beside_the_papers("kernels of both", tmp_path)[1]
+
+
+def test_shares_of_busy_time_beside_the_papers(tmp_path):
+    """5 % of a step of which a half is idle are 10 % of the rest; where little is idle that goes unsaid."""
+    def step(time, **shares):
+        write(tmp_path, *(STEP | {"bench": "characterize", "workload": "graphmamba", "phase": "", "us": 1.0, "steps": 3,
+                                  "time": time, "operator": kind, "share": share} for kind, share in shares.items()))
+        return beside_the_papers("GEMM in GraphMamba", tmp_path)
+
+    ours, why = step("2000", gemm=0.05, ssm=0.45, idle=0.5)
+    assert ours.startswith("5 % (graphmamba ") and ours.endswith("; 10 % of the time in which the GPU is busy")
+    assert why.startswith("our GPU is idle for 50 % of that step, ")
+    ours, why = step("2100", gemm=0.8, idle=0.2)
+    assert "busy" not in ours and why.startswith("sizes, batches and versions differ")
+
+
+def test_bandwidth_and_lengths_beside_the_papers(tmp_path):
+    def cells(what):
+        return beside_the_papers(what, tmp_path)
+
+    assert cells("[2] sequence") == (NOT_YET, f"the operator; the components of blocks: {NOT_YET}")
+    component = {**ENVIRONMENT, "bench": "scaling", "part": "ssm", "shape": "mamba2", "mode": "fwd", "dtype": "bf16"}
+    write(tmp_path, kernel_row(), component | {"seqlen": 128}, component | {"seqlen": 64})
+    assert cells("[2] sequence")[1].startswith("the operator, and the components of blocks, 64 to 128: section")
+    ours, why = cells("bandwidth")
+    assert ours == "the baseline, of the data sheet's peak: forward U 50.0 %, W 50.0 %"
+    assert "other kernels than upstream's" in why
+
+
+def test_upstreams_kernels_beside_the_papers(tmp_path):
+    """Where they were counted in both modes, without what upstream leaves to torch; 50 % of 4800 GB/s are 72 % of an H100's."""
+    counted = {"tensor_flops": 1600.0, "fadds": 100.0, "fmuls": 0.0, "ffmas": 0.0}
+    torchs = kernel_row("void at::reduce_kernel", "mamba_ssm", "bwd", dram_bytes=1.0, **counted)
+    write(tmp_path, kernel_row(), kernel_row("_chunk_scan_fwd_kernel", "mamba_ssm", **counted))
+    assert beside_the_papers("bandwidth", tmp_path)[0].startswith("the baseline, ")
+    write(tmp_path, torchs, kernel_row("_chunk_state_fwd_kernel", "mamba_ssm", "bwd", **counted),
+          kernel_row("_bmm_chunk_bwd_kernel", "mamba_ssm", "bwd", **counted | {"fadds": 0.0}))
+    ours, why = beside_the_papers("bandwidth", tmp_path)
+    assert ours == "mamba_ssm, of the data sheet's peak: forward U 50.0 %, W 50.0 %; backward U 50.0 %, W 50.0 %"
+    assert why.endswith("no kernel beyond an H100's peak, U would be 72 % and 72 % of that")
+    write(tmp_path, kernel_row("_chunk_scan_fwd_kernel", "mamba_ssm", dram_bytes=96e6, time="2100", **counted))
+    assert "U would be 100 % and 72 % of that" in beside_the_papers("bandwidth", tmp_path)[1]
+    ours, why = beside_the_papers("Table II, backward, tensor only", tmp_path)
+    assert ours == "1: 100.00 % (mamba_ssm)", "of the backward's own: chunk_state is the forward's, again"
+    assert "cost model" not in why
+    assert beside_the_papers("kernels of both", tmp_path)[0] == "mamba_ssm: 0 of 2; the lowest 16"
