@@ -80,10 +80,10 @@ choose: $(READY)
 	$(EXPERIMENTS) choose $(ARGS)
 
 characterize: $(READY)
+	@# one workload that cannot run costs neither what comes after nor the exit status
 	$(EXPERIMENTS) characterize $(if $(WORKLOAD),--workload $(WORKLOAD)) \
-	  $(if $(filter-out file,$(origin VARIANT)),--variant $(VARIANT)) $(ARGS)
-	$(EXPERIMENTS) scaling
-	$(EXPERIMENTS) report
+	  $(if $(filter-out file,$(origin VARIANT)),--variant $(VARIANT)) $(ARGS); \
+	complete=$$?; $(EXPERIMENTS) scaling && $(EXPERIMENTS) report && exit $$complete
 
 scaling: $(READY)
 	$(EXPERIMENTS) scaling $(ARGS)

@@ -43,6 +43,7 @@ from .workloads import workload_names
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
 
+_SCANS = {shape.name: shape for shape in surroundings.SCANS}
 OutOption = Annotated[Path, typer.Option(file_okay=False, help="Folder of the rows: <out>/<gpu>/<bench>.jsonl.")]
 
 
@@ -120,6 +121,7 @@ def ablate(
 def block(
     part: Annotated[str, typer.Option(help=f"Parts, of {', '.join(surroundings.PARTS)}.")] = ",".join(surroundings.PARTS),
     shape: Annotated[str, typer.Option(help="Shapes, as of bench; the selective scan has its own.")] = "8b-b4,2.7b-b4,130m-b8",
+    scan: Annotated[str, typer.Option(help=f"Shapes of the selective scan, of {', '.join(_SCANS)}.")] = ",".join(_SCANS),
     mode: Annotated[str, typer.Option(help=f"Modes, of {', '.join(surroundings.MODES)}.")] = "fwd,bwd,fwd_bwd",
     dtype: Annotated[str, typer.Option(help=f"Dtype of activations: {', '.join(DTYPES)}.")] = "bf16",
     repeats: Annotated[int, typer.Option(min=2, help="Timed calls of each side, interleaved.")] = 50,
@@ -131,9 +133,10 @@ def block(
     parts, modes = _each("--part", part, surroundings.PARTS), _each("--mode", mode, surroundings.MODES)
     (dtype,) = _each("--dtype", dtype, DTYPES, single=True)
     shapes, console = tuple(_shapes(shape)), _console()
+    scans = tuple(_SCANS[name] for name in _each("--scan", scan, _SCANS))
     if not torch.cuda.is_available():
         _refuse("block: needs a CUDA GPU, found none; make test ARGS=tests/block checks these kernels in the interpreter")
-    plan = surroundings.Plan(tuple(parts), shapes, tuple(modes), dtype, repeats, warmup, out)
+    plan = surroundings.Plan(tuple(parts), shapes, tuple(modes), dtype, scans, repeats, warmup, out)
     rows = surroundings.run(plan, console)
     console.print(table.terminal(rows, f"median times on {torch.cuda.get_device_name()}, {dtype}", table.BLOCK))
     if counters:
@@ -278,9 +281,7 @@ def readme(
     current &= readme_file.update_blocks(_rows(lambda: surroundings.committed(out), out), check=check)
     current &= readme_file.update_ablation(_rows(lambda: ablation.committed(out), out), check=check)
     current &= readme_file.update_workloads(_rows(lambda: sweeps.committed(out), out), check=check)
-    trained = _rows(lambda: record.read(out, bench="train"), out)
-    current &= readme_file.update_gpus(trained, check=check)
-    current &= readme_file.update_seeds(trained, check=check)
+    current &= readme_file.update_trainings(_rows(lambda: record.read(out, bench="train"), out), check=check)
     typer.echo("README is up to date" if current else "README is out of date" if check else "README written")
     raise typer.Exit(1 if check and not current else 0)
 

@@ -62,12 +62,13 @@ class Work:
 
 @dataclass(frozen=True)
 class Plan:
-    """What to measure."""
+    """What to measure. scans: the shapes of the selective scan, to which `shapes` mean nothing."""
 
     parts: tuple[str, ...]
     shapes: tuple[Shape, ...]
     modes: tuple[str, ...]
     dtype: str = "bf16"
+    scans: tuple[Shape, ...] = SCANS
     repeats: int = 50
     warmup: int = 10
     out: Path = record.RESULTS
@@ -127,7 +128,7 @@ def _measured(part: str, shape: Shape, plan: Plan, ceiling_gbps: float, console:
 
 def _settings(plan: Plan) -> Iterator[tuple[str, Shape]]:
     for part in plan.parts:
-        for shape in SCANS if part == "selective_scan" else plan.shapes:
+        for shape in plan.scans if part == "selective_scan" else plan.shapes:
             yield part, shape
 
 

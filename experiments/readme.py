@@ -193,14 +193,10 @@ def update_ablation(rows: list[dict], page: Path = ABLATION, check: bool = False
     return _put("ablation", ablation(rows), page, check)
 
 
-def update_gpus(rows: list[dict], page: Path = WORKLOADS, check: bool = False) -> bool:
-    """As `update_blocks`, with rows of trainings."""
-    return _put("gpus", several_gpus(rows), page, check)
-
-
-def update_seeds(rows: list[dict], page: Path = WORKLOADS, check: bool = False) -> bool:
-    """As `update_gpus`."""
-    return _put("seeds", several_seeds(rows), page, check)
+def update_trainings(rows: list[dict], page: Path = WORKLOADS, check: bool = False) -> bool:
+    """As `update_blocks`, with rows of trainings, on several GPUs and from several seeds."""
+    current = _put("gpus", several_gpus(rows), page, check)
+    return _put("seeds", several_seeds(rows), page, check) and current
 
 
 def update_workloads(rows: list[dict], readme: Path = README, figure_path: Path = STEPS_FIGURE, check: bool = False) -> bool:

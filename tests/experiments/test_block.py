@@ -40,7 +40,7 @@ def clock(monkeypatch):
 
 def run(tmp_path, parts, modes=block.MODES) -> tuple[list[dict], str]:
     console = Console(width=200, record=True, file=io.StringIO())
-    return block.run(block.Plan(parts, (TINY,), modes, "fp32", out=tmp_path), console), console.export_text()
+    return block.run(block.Plan(parts, (TINY,), modes, "fp32", (SCAN,), out=tmp_path), console), console.export_text()
 
 
 @pytest.fixture
@@ -146,6 +146,7 @@ def test_without_a_graph(tmp_path, monkeypatch):
     (("--part", "conv2d"), "--part: got 'conv2d', expected any of conv1d"),
     (("--mode", "fwd_train"), "--mode: got 'fwd_train'"),
     (("--shape", "9b"), "shape: got '9b'"),
+    (("--scan", "8b-b4"), "--scan: got '8b-b4', expected any of mambavision-t-196"),
     ((), "block: needs a CUDA GPU, found none"),
 ])
 def test_command_line(arguments, message):

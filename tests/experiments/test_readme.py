@@ -101,8 +101,7 @@ def test_the_readme_shows_the_committed_rows():
     assert readme.update_ablation(ablate.committed(), check=True)
     assert readme.update_memory(table.committed(all_chunks=True), check=True)
     assert readme.update_blocks(block.committed(), check=True) and readme.update_workloads(sweep.committed(), check=True)
-    assert readme.update_gpus(record.read(bench="train"), check=True)
-    assert readme.update_seeds(record.read(bench="train"), check=True)
+    assert readme.update_trainings(record.read(bench="train"), check=True)
 
 
 def test_workloads(page):
@@ -170,38 +169,41 @@ def test_ablation(tmp_path):
     assert "No rows yet" in page.read_text()
 
 
+TRAININGS = "".join(f"<!-- {name}: written by `make readme` -->\n<!-- end of {name} -->\n" for name in ("gpus", "seeds"))
+
+
 def test_several_gpus(tmp_path):
     """Two in 60 ms of what one does in 100: 1.67 times, 83 %. What has not run on one GPU has nothing to be held against."""
     page = tmp_path / "workloads.md"
-    page.write_text("<!-- gpus: written by `make readme` -->\n<!-- end of gpus -->\n")
-    run = {"workload": "mamba2", "preset": "370m", "variant": "fused", "batch": 8}
-    one = {**ENVIRONMENT, "run": run, "gpus": 1, "way": None, "p50_us": 1e5, "loss": 6.0}
+    page.write_text(TRAININGS)
+    run = {"workload": "mamba2", "preset": "370m", "variant": "fused", "batch": 8, "seed": 0}
+    one = {**ENVIRONMENT, "run": run, "variant": "fused", "gpus": 1, "way": None, "p50_us": 1e5, "loss": 6.0}
     two = one | {"gpus": 2, "way": "ddp", "p50_us": 6e4, "loss": 6.01}
     other = two | {"run": run | {"preset": "1.3b"}}
-    assert not readme.update_gpus([one | {"p50_us": 9e9}, one, two, other], page)
+    assert not readme.update_trainings([one | {"p50_us": 9e9}, one, two, other], page)
     (line,) = [line for line in page.read_text().splitlines() if "ddp" in line]
     assert line == "| mamba2 | 370m | fused | 8 | 2 NVIDIA H200 | ddp | 60.0 | 100.0 | 1.67 | 83 % | 6.010 | 6.000 |"
-    readme.update_gpus([other], page)
+    readme.update_trainings([other], page)
     assert "No rows yet: no GPUs have run" in page.read_text()
 
 
 def test_several_seeds(tmp_path):
     """The last losses of each seed that two variants trained from; one seed alone says nothing of seeds."""
     page = tmp_path / "workloads.md"
-    page.write_text("<!-- seeds: written by `make readme` -->\n<!-- end of seeds -->\n")
+    page.write_text(TRAININGS)
 
     def trained(seed: int, variant: str, loss: float, preset: str = "T") -> dict:
         run = {"workload": "mambavision", "preset": preset, "mixer": "mamba1", "steps": 200, "seed": seed, "variant": variant}
-        return {**ENVIRONMENT, "run": run, "variant": variant, "gpus": 1, "loss": loss}
+        return {**ENVIRONMENT, "run": run, "variant": variant, "gpus": 1, "way": None, "loss": loss}
 
     rows = [trained(0, "auto", 9.0), trained(0, "mamba_ssm", 3.3), trained(0, "auto", 3.333), trained(1, "auto", 3.6),
             trained(1, "mamba_ssm", 3.6), trained(2, "auto", 3.5), trained(0, "auto", 3.0, "B"),
             trained(0, "mamba_ssm", 3.0, "B")]
-    readme.update_seeds(rows, page)
+    readme.update_trainings(rows, page)
     assert [line for line in page.read_text().splitlines() if "mambavision" in line] == [
         "| mambavision | T | mamba1 | 200 | 0 | auto 3.333, mamba_ssm 3.300 | 1.00 % |",
         "| mambavision | T | mamba1 | 200 | 1 | auto 3.600, mamba_ssm 3.600 | 0.00 % |"]
-    readme.update_seeds(rows[:3], page)
+    readme.update_trainings(rows[:3], page)
     assert "No rows yet: no GPU has trained" in page.read_text()
 
 
