@@ -98,7 +98,7 @@ test: $(READY)
 	$(PY) -m pytest $$($(PY) -c 'import xdist' 2>/dev/null && echo --numprocesses=2) $(ARGS)
 
 coverage: $(READY)
-	$(PY) -m pytest $$($(PY) -c 'import xdist' 2>/dev/null && echo -n 2) --cov=ssd --cov-fail-under=90 $(ARGS)
+	$(PY) -m pytest $$($(PY) -c 'import xdist' 2>/dev/null && echo --numprocesses=2) --cov=ssd --cov-fail-under=90 $(ARGS)
 
 lint: $(READY)
 	$(PY) -m ruff check .

@@ -115,12 +115,12 @@ def run(plan: Plan, console: Console) -> list[str]:
 
 
 def committed(out: Path = record.RESULTS) -> list[dict]:
-    """The last row of each step, with the loss of the last training with the same settings, and `share`, `speedup`, `U` and
-    `W`; of a step that was timed beside others the last such row.
+    """The last row of each step, with the loss of the last training with the same settings, and `share`, `speedup`, `U`, `W`
+    and `G`; of a step that was timed beside others the last such row.
 
-    share: of the state-space model in the step. speedup: over upstream's step of the same sitting. U, W: of the memory's
+    share: of the state-space model in the step. speedup: over upstream's step of the same sitting. U, W, G: of the memory's
     data-sheet rate by the state-space model's kernels, see `characterize.definitions`, where --counters, of a sweep or of
-    `characterize`, counted them. There is no G: what lies between these kernels in a step is others' work.
+    `characterize`, counted them. The time of G is theirs in the timed step: what lies between them there is others' work.
     """
     losses = {_trained(row): row["loss"] for row in record.read(out, bench="train") if row["gpus"] == 1}
     rows = [row for row in record.read(out, bench="step") if row["p50_us"] is not None]
@@ -134,7 +134,7 @@ def committed(out: Path = record.RESULTS) -> list[dict]:
             "mixer": row["run"]["mixer"], "loss": losses.get(_trained(row)) if record.has_default_options(row) else None,
             "share": row["ssm_us"] / row["p50_us"] if row["ssm_us"] is not None else None,
             "speedup": rival / row["p50_us"] if rival and row["variant"] != "mamba_ssm" else None,
-            **_utilisation(row["gpu"], counted.get(_counters_key(row), [])),
+            **_utilisation(row, counted.get(_counters_key(row), [])),
         })
     return found
 
@@ -166,13 +166,13 @@ def _counters_key(row: dict) -> tuple:
     return row["gpu"], str(record.options(row)), *(row["run"][name] for name in settings)
 
 
-def _utilisation(name: str | None, kernels: list[dict]) -> dict[str, float | None]:
-    """name: of the GPU."""
-    gpu = find(name)
+def _utilisation(row: dict, kernels: list[dict]) -> dict[str, float | None]:
+    gpu = find(row["gpu"])
     if not kernels or gpu is None:
-        return dict.fromkeys("UW")
+        return dict.fromkeys("UWG")
     peak, (nbytes, us) = gpu.hbm_gbps.value, ([kernel[key] for kernel in kernels] for key in ("dram_bytes", "ncu_us"))
-    return {"U": mean(of_peak(*one, peak) for one in zip(nbytes, us, strict=True)), "W": of_peak(sum(nbytes), sum(us), peak)}
+    return {"U": mean(of_peak(*one, peak) for one in zip(nbytes, us, strict=True)), "W": of_peak(sum(nbytes), sum(us), peak),
+            "G": of_peak(sum(nbytes), row["ssm_us"], peak) if row["ssm_us"] else None}
 
 
 class _Done:

@@ -91,6 +91,7 @@ STEPS = {
     "SSM GB/s": ("effective_gbps", _number(0)),
     "U %": ("U", _number(1)),
     "W %": ("W", _number(1)),
+    "G %": ("G", _number(1)),
     "MiB": COLUMNS["MiB"],
     "loss": ("loss", _number(3)),
     "speed-up": COLUMNS["speed-up"],

@@ -17,7 +17,7 @@ from .definitions import problem_of, vector_flops
 
 TENSOR, VECTOR, BOTH, UNKNOWN = "tensor only", "vector only", "tensor + vector", "not known"
 THRESHOLD = 0.01
-THRESHOLDS = (0.0, 0.001, 0.003, 0.01, 0.03, 0.1)
+THRESHOLDS = (0.0, 0.001, 0.003, 0.005, 0.01, 0.03, 0.1)
 RECOMPUTED = ("chunk_cumsum", "chunk_state", "state_passing", "bmm_chunk")  # of the forward, again in the backward
 
 

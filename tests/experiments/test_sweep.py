@@ -57,7 +57,7 @@ def test_what_has_its_row_is_not_run_again(plan, monkeypatch):
 
 
 def test_steps_are_counted_once(plan, monkeypatch):
-    """U and W of a step's row are from what ncu counted of the same step; one that it fails at costs no other."""
+    """U, W and G of a step's row are from what ncu counted of the same step; one that it fails at costs no other."""
     launch = {"kernel": "chunk_scan_kernel", "launches": 1, "ncu_us": 10.0, "dram_bytes": 24e6, "dram_pct": 50.0}
     asked = []
 
@@ -168,7 +168,7 @@ def test_a_step_timed_alone_does_not_replace_one_beside_others(plan):
 
 
 def test_utilisation_is_that_of_the_kernels_counted_last(plan):
-    """Of an H200's 4800 GB/s: 48 MB in 20 us are half, 8 MB in 10 us a sixth."""
+    """Of an H200's 4800 GB/s: 48 MB in 20 us are half, 8 MB in 10 us a sixth; both in the step's 60 us are 19.4 %."""
     sweep.run(replace(plan, variants=("torch",)), QUIET)
     (row,) = record.read(plan.out, bench="step")
     row |= {"gpu": "NVIDIA H200", "ssm_us": 60.0}
@@ -182,8 +182,8 @@ def test_utilisation_is_that_of_the_kernels_counted_last(plan):
         record.append({**shared, "bench": "step_counters", "mixer": "ssd", "run": row["run"], "operator": "ssm",
                        "kernel": kernel, "ncu_us": us, "dram_bytes": nbytes, "dram_pct": 1.0, "time": time}, plan.out)
     *_, found, other = sweep.committed(plan.out)
-    assert (found["U"], found["W"]) == pytest.approx((100 / 3, 100 * 56 / 144))
-    assert other["U"] is other["W"] is None, "steps without documents are others"
+    assert (found["U"], found["W"], found["G"]) == pytest.approx((100 / 3, 100 * 56 / 144, 100 * 56 / 288))
+    assert other["U"] is other["W"] is other["G"] is None, "steps without documents are others"
 
 
 def test_variants_take_the_same_data(plan, monkeypatch):

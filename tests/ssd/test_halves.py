@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ssd import halves
+from ssd import halves, ssd_chunk_scan
 from ssd.registry import get_variant
 from ssd.types import Options, SSDGrads, SSDSaved
 from tests.errors import assert_all_accurate, cotangents, results, truths
@@ -43,6 +43,19 @@ def test_right(name, dtype, shape, case, device, small):
     ways = cotangents(inputs)
     assert_all_accurate(results(get_variant(name), inputs, *ways, RECOMPUTED), truths(inputs, *ways), inputs, *ways)
     assert small
+
+
+@pytest.mark.parametrize("name", ("baseline", "fused", "persistent"))
+@pytest.mark.parametrize("gate", (False, True))
+def test_what_is_kept_to_compute_states_again(name, gate, device):
+    """What came, and y where a gate needs it: no more than upstream, which keeps dt and dA_cumsum besides."""
+    i = random_inputs(SHAPES[0], replace(CASES["usual"], z=gate, initial_states=True), HALF, device)
+    given = {name: getattr(i, name) for name in ("x", "dt", "A", "B", "C", "D", "z", "dt_bias", "initial_states")}
+    given = {name: t.requires_grad_() for name, t in given.items() if t is not None}
+    out = ssd_chunk_scan(**given, chunk_size=i.chunk_size, dt_softplus=True, variant=name, options=RECOMPUTED)
+    came = {t.untyped_storage().data_ptr() for t in given.values()}
+    kept = [t for t in out.grad_fn.saved_tensors if t is not None and t.untyped_storage().data_ptr() not in came]
+    assert [t.shape for t in kept] == [out.shape] * gate
 
 
 def test_documents(device, small):

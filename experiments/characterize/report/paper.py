@@ -15,7 +15,7 @@ from ..classes import BOTH, TENSOR, VECTOR
 from ..definitions import Call
 from ..gpus import GPUS
 from . import bandwidth, kernels, steps
-from .parts import NOT_YET, Section, Table
+from .parts import NOT_YET, Section, Table, short
 
 CITED = ("**The paper** is T. Baruah, K. Shivdikar, S. Prescott and D. Kaeli, [Characterizing the Behavior of Training "
          "Mamba-based State Space Models on GPUs](https://arxiv.org/abs/2508.17679), arXiv:2508.17679, 2025. **[2]** is A. Al "
@@ -116,8 +116,18 @@ def _table_two(whose: str, calls: dict[str, Call]) -> list[tuple[str, ...]]:
                 why += "; of kernels that ncu did not count, vector FLOPs by the cost model, a lower bound"
             if like:
                 why += f"; at {' or '.join(like)} the counts are the paper's"
+            elif found and found[kind][0] != count:
+                why += f"; here {', '.join(_of_class(call, kind, recomputed=mode == 'fwd')) or 'none'}"
             rows.append((f"Table II, {DIRECTIONS[mode]}, {kind}: kernels and their time", f"{count}: {share:.2f} %", ours, why))
     return rows
+
+
+def _of_class(call: Call, kind: str, recomputed: bool) -> list[str]:
+    """Names of a call's kernels of one class, each with its tensor over its vector FLOPs where it has both."""
+    kept = [kernel for kernel in call.kernels if recomputed or classes.stage(kernel) not in classes.RECOMPUTED]
+    done = {short(kernel["kernel"]): classes.work(kernel) for kernel in kept}
+    return [name if not (work.tensor and work.ratio) else f"{name} ({work.ratio:.0f} : 1)" for name, work in done.items()
+            if work.uses(classes.THRESHOLD) == kind]
 
 
 def _ratio(whose: str, calls: dict[str, Call]) -> list[tuple[str, ...]]:

@@ -44,7 +44,7 @@ def section(out: Path) -> Section:
            f"{max(values['ssm'] for values in shares.values()):.0f} %; at most "
            f"{max(values['other'] for values in shares.values()):.1f} % is of no known class.")
     table = Table(("run", *kinds), [(name, *(number(values[kind], 1) for kind in kinds)) for name, values in shares.items()])
-    return Section(title, (Figure("operators", svg, see, data), _idle(shares), table, *_phases(runs)))
+    return Section(title, (Figure("operators", svg, see, data), _idle(shares) + _without_upstream(runs), table, *_phases(runs)))
 
 
 def _runs(out: Path) -> dict[str, list[dict]]:
@@ -102,6 +102,16 @@ def _idle(shares: dict[str, dict[str, float]]) -> str:
     said = " and ".join(f"{_span(found)} % of a step of {workload}" for workload, found in waits.items())
     return (f"The GPU is idle for {said}: there the host binds, which launches kernels more slowly than they run. Shares are "
             f"of the whole step, so all kernels' are small there.{f' In other workloads {rest}.' if rest else ''}")
+
+
+def _without_upstream(runs: dict[str, list[dict]]) -> str:
+    """What of workloads mamba_ssm was not profiled inside, said if it was inside others."""
+    variants: dict[str, set[str]] = {}
+    for rows in runs.values():
+        variants.setdefault(rows[0]["workload"], set()).update(row["variant"] for row in rows)
+    without = [workload for workload, found in variants.items() if "mamba_ssm" not in found]
+    said = f" With mamba_ssm inside, steps of {' and '.join(without)} were not profiled."
+    return said if 0 < len(without) < len(variants) else ""
 
 
 def _span(values: list[float]) -> str:
