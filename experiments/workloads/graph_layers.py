@@ -96,9 +96,10 @@ def in_order(mixer: nn.Module, h: Tensor, graphs: Sequences, order: Tensor) -> T
 @contextmanager
 def statistics_kept(module: nn.Module) -> Iterator[None]:
     """Batch norms within do not count what they see: a layer that is computed again has counted it."""
-    norms = {each: (each.momentum, each.num_batches_tracked) for each in module.modules() if isinstance(each, nn.BatchNorm1d)}
-    for norm in norms:
-        norm.momentum, norm.num_batches_tracked = 0.0, None
+    norms = {each: (each.momentum, each.num_batches_tracked) for each in module.modules()
+             if isinstance(each, nn.modules.batchnorm._BatchNorm)}  # SyncBatchNorm is no BatchNorm1d, and asks for a number
+    for norm, (_, number) in norms.items():
+        norm.momentum, norm.num_batches_tracked = 0.0, number.clone()
     try:
         yield
     finally:

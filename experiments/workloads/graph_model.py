@@ -70,6 +70,8 @@ class GraphModel(nn.Module):
         self.of_walks = WalkEncoder(d_model, make) if sizes.tokens == WALKS else None
         self.layers = nn.ModuleList(GraphMambaLayer(d_model, Bidirectional(make) if sizes.tokens == WALKS else make())
                                     for _ in range(sizes.layers))
+        # the last one's edges go nowhere, as published: a gradient of theirs is what DistributedDataParallel would wait for
+        self.layers[-1].messages.norm_edges.requires_grad_(False)
         hidden = [layer for _ in range(sizes.head_layers - 1) for layer in (nn.Linear(d_model, d_model), nn.ReLU())]
         self.head = nn.Sequential(*hidden, nn.Linear(d_model, data.outputs))
 
@@ -96,7 +98,7 @@ class GraphModel(nn.Module):
         if noise is None:
             noise = torch.rand(len(self.layers), 1 if self.training else _PERMUTATIONS, nodes, device=h.device)
         for layer, orders in zip(self.layers, degree_orders(edge_index, number, noise), strict=True):
-            h, e = self._computed(layer, h, e, edge_index, graphs, orders)  # the last one's edges go nowhere, as published
+            h, e = self._computed(layer, h, e, edge_index, graphs, orders)
         if self.sizes.data.task != "nodes":
             h = torch.segment_reduce(h, self.sizes.pooling, lengths=graphs.lengths, unsafe=True)  # of lengths that add up
         return self.head(h)

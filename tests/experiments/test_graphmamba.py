@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from experiments.steps import decaying
 from experiments.train import train
 from experiments.workloads import Preset, get_workload
-from experiments.workloads.graph_layers import degree_orders
+from experiments.workloads.graph_layers import degree_orders, statistics_kept
 from experiments.workloads.graph_mixers import Sequences
 from experiments.workloads.graph_model import GraphModel, graph_loss
 from experiments.workloads.graphs import MALNET_TINY, MNIST, PEPTIDES_FUNC, VOC_SP, GraphData
@@ -189,6 +189,29 @@ def test_computing_again_changes_nothing(mixer, tokens):
         results.append([*(p.grad for p in model.parameters() if p.grad is not None), *model.buffers()])
         assert {norm.momentum for norm in model.modules() if isinstance(norm, torch.nn.BatchNorm1d)} == {0.1}
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("kind", [torch.nn.BatchNorm1d, torch.nn.SyncBatchNorm])
+def test_what_is_computed_again_is_not_counted(kind):
+    """Several GPUs have SyncBatchNorm, which is no BatchNorm1d."""
+    norm = kind(2)
+    norm(torch.randn(8, 2))
+    before, momentum = [t.clone() for t in norm.buffers()], norm.momentum
+    with statistics_kept(torch.nn.Sequential(norm)):
+        assert norm.momentum == 0
+        norm(torch.randn(8, 2))
+    assert norm.momentum == momentum and all(torch.equal(*pair) for pair in zip(before, norm.buffers(), strict=True))
+
+
+@pytest.mark.parametrize("mixer, tokens", KINDS)
+@pytest.mark.parametrize("data", [PEPTIDES_FUNC, MNIST, VOC_SP, MALNET_TINY])
+def test_every_weight_that_is_trained_has_a_gradient(data, mixer, tokens):
+    """DistributedDataParallel waits for it."""
+    model = GraphModel(graph_sizes(data=data, mixer=mixer, tokens=tokens), "torch")
+    graph_loss(model, batch_of(data=data)).backward()
+    without = {name for name, parameter in model.named_parameters() if parameter.grad is None}
+    assert without == {f"layers.1.messages.norm_edges.{name}" for name in ("weight", "bias")}
+    assert not any(model.get_parameter(name).requires_grad for name in without)
 
 
 @pytest.mark.parametrize("mixer, tokens", KINDS)

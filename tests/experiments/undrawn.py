@@ -1,0 +1,59 @@
+"""Trains a workload without what its model draws by itself, for which every process draws other numbers.
+
+`python -m tests.experiments.undrawn WORKLOAD OUT` is one of several processes, and trains in one way after the other.
+"""
+
+import sys
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from experiments import train as training
+from experiments.parallel import WAYS, joined
+from experiments.runs import Run, run_of
+from experiments.workloads import get_workload, graph_model
+from ssd.block import arguments
+
+from .small import VARIANT
+
+degree_orders = graph_model.degree_orders
+
+
+def runs_of(workload: str) -> dict[str, Run]:
+    """Of the preset `tiny`, by name: with the first mixer, and with the last while layers are computed again."""
+    known = get_workload(workload)
+    short = {} if known.presets["tiny"].seqlen is None else {"seqlen": 32}
+    runs = {}
+    for again, mixer in ((False, known.mixers[0]), (True, known.mixers[-1])):
+        runs[f"{mixer}-again" if again else mixer] = run_of(
+            workload, variant=VARIANT if mixer == "ssd" else "auto", mixer=mixer, batch=4, accumulate=2, steps=3,
+            checkpoint_activations=again, **short)
+    return runs
+
+
+def train_undrawn(workload: str, out: Path, *ways: str) -> None:
+    """All runs in each way, into the folders `out`/way/run."""
+    with pytest.MonkeyPatch.context() as patch, joined() as team:
+        patch.setattr(arguments, "INTERPRETED", False)
+        patch.setattr(training, "joined", lambda way: nullcontext(replace(team, way=way)))
+        patch.setattr(graph_model, "degree_orders", orders_by_place)
+        presets = get_workload("mambavision").presets
+        patch.setitem(presets, "tiny", replace(presets["tiny"], sizes=replace(presets["tiny"].sizes, drop_path=0.0)))
+        for way in ways:
+            for name, run in runs_of(workload).items():
+                training.train(run, out / way / name, Console(quiet=True), rows=out / way / name / "rows", way=way)
+
+
+def orders_by_place(edge_index: Tensor, number: Tensor, noise: Tensor) -> Tensor:
+    """`degree_orders` where nodes of one degree stay in order."""
+    places = torch.arange(len(number), device=number.device) / len(number)
+    return degree_orders(edge_index, number, places.expand_as(noise))
+
+
+if __name__ == "__main__":
+    train_undrawn(sys.argv[1], Path(sys.argv[2]), *WAYS)
