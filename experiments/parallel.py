@@ -7,6 +7,7 @@ each has a part of every tensor, and they gather a layer when it is its turn.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 WAYS = ("ddp", "fsdp")
+_SUMMED_BYTES, _SUMS = 256 * 2**20, 5
 _PATIENCE = timedelta(hours=1)  # with the first process, which writes checkpoints
 
 
@@ -94,6 +96,20 @@ class Team:
         found = torch.tensor(value, dtype=torch.float64, device=self.device)
         dist.all_reduce(found, dist.ReduceOp.MAX)
         return found.item()
+
+    def link_gbps(self) -> float | None:
+        """What each GPU sends while all of them sum a tensor (NCCL's bus bandwidth); None alone, or without GPUs."""
+        if self.size == 1 or self.device.type != "cuda":
+            return None
+        t = torch.zeros(_SUMMED_BYTES // 4, device=self.device)
+        dist.all_reduce(t)
+        torch.cuda.synchronize(self.device)
+        began = time.perf_counter()
+        for _ in range(_SUMS):
+            dist.all_reduce(t)
+        torch.cuda.synchronize(self.device)
+        sent = _SUMS * _SUMMED_BYTES * 2 * (self.size - 1) / self.size  # once to add up, once to hand out
+        return sent / (time.perf_counter() - began) / 1e9
 
 
 class _Copy(DistributedDataParallel):

@@ -129,13 +129,15 @@ def several_gpus(rows: list[dict]) -> str:
              if gpus > 1 and (alike, 1, None) in trained]
     if not pairs:
         return "No rows yet: no GPUs have run `make train GPUS=2` for this table.\n"
-    lines = ["| workload | preset | variant | batch | GPUs | way | step, ms | on one | faster | efficiency | loss | on one |",
-             "|---|---|---|---:|---|---|---:|---:|---:|---:|---:|---:|"]
+    lines = ["| workload | preset | variant | batch | GPUs | way | link, GB/s | step, ms | on one | faster | efficiency | loss "
+             "| on one |", "|---|---|---|---:|---|---|---:|---:|---:|---:|---:|---:|---:|"]
     for row, one in pairs:
         faster = one["p50_us"] / row["p50_us"]
         run = " | ".join(str(row["run"][name]) for name in ("workload", "preset", "variant", "batch"))
         times = f"{row['p50_us'] / 1e3:.1f} | {one['p50_us'] / 1e3:.1f} | {faster:.2f} | {100 * faster / row['gpus']:.0f} %"
-        lines.append(f"| {run} | {row['gpus']} {row['gpu']} | {row['way']} | {times} | {row['loss']:.3f} | {one['loss']:.3f} |")
+        link = f"{row['link_gbps']:.0f}" if row.get("link_gbps") else ""
+        how = f"{row['gpus']} {row['gpu']} | {row['way']} | {link}"
+        lines.append(f"| {run} | {how} | {times} | {row['loss']:.3f} | {one['loss']:.3f} |")
     return "\n".join(lines) + "\n"
 
 

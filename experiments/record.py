@@ -35,23 +35,24 @@ _COUNTED = ("kernel", "dram_bytes", "dram_pct", "l2_hit_pct", "l2_warm_hit_pct",
 
 # What a bench adds. err_seqlen: tokens that the error was taken over; note: why a value is missing; saved_mib: what a forward
 # keeps for the backward beside its inputs and output; step and changed: as `ablate.Step` has them; shard: which part of the
-# tests ran, if not all; only: what they were chosen by, if they were; found: errors and warnings of a tool; of_roles: as many
-# of them as are Triton's own; kernels: those that it named; launched: those that ran; part: of `block.PARTS`; apart: how far
-# our result is from upstream's; run: every setting of `runs.Run`; floor: a loss that no model gets below; unit: what
-# units_per_s counts, tokens, say; gpus and way: how many trained together, see `parallel`; ssm_us: of the kernels of SSD or
-# selective scan in a step; sitting: when rows began that were taken side by side; tensor_flops, tensor_insts, fadds, fmuls,
-# ffmas, exps and stall_*: see `counters`; phase (a scope), operator (a class, or idle), us and share: see
-# `characterize.collect`; flops_found: by counters, over those of a product of n cubed.
+# tests ran, if not all; only: what they were chosen by, if they were; reasons: how many were skipped for each; found: errors
+# and warnings of a tool; of_roles: as many of them as are Triton's own; kernels: those that it named; launched: those that
+# ran; part: of `block.PARTS`; apart: how far our result is from upstream's; run: every setting of `runs.Run`; floor: a loss
+# that no model gets below; unit: what units_per_s counts, tokens, say; gpus and way: how many trained together, see
+# `parallel`; link_gbps: see `parallel.Team`; ssm_us: of the kernels of SSD or selective scan in a step; sitting: when rows
+# began that were taken side by side; tensor_flops, tensor_insts, fadds, fmuls, ffmas, exps and stall_*: see `counters`; phase
+# (a scope), operator (a class, or idle), us and share: see `characterize.collect`; flops_found: by counters, over those of a
+# product of n cubed.
 EXTRA_KEYS = {
     "ssd": ("err_seqlen", "note", "saved_mib"),
     "ablate": ("step", "changed", "err_seqlen", "note", "saved_mib"),
     "counters": _COUNTED,
-    "tests": ("passed", "failed", "skipped", "seconds", "shard", "only"),
+    "tests": ("passed", "failed", "skipped", "reasons", "seconds", "shard", "only"),
     "block": ("part", "apart", "note"),
     "block_counters": (*_COUNTED, "part"),
     "scaling": ("part", "note"),
     "step": ("run", "unit", "units_per_s", "ssm_us", "sitting", "note"),
-    "train": ("run", "first_loss", "floor", "unit", "units_per_s", "parameters", "gpus", "way"),
+    "train": ("run", "first_loss", "floor", "unit", "units_per_s", "parameters", "gpus", "way", "link_gbps"),
     "sanitize": ("tool", "found", "of_roles", "kernels", "launched"),
     "characterize": ("mixer", "run", "phase", "operator", "us", "share", "steps"),
     "step_counters": (*_COUNTED, "mixer", "operator", "run"),

@@ -221,5 +221,5 @@ def _row(run: Run, unit: str, losses: list[float], times: list[float], floor: fl
         "loss": statistics.mean(losses[-max(len(losses) // 10, 1):]), "first_loss": losses[0], "floor": floor,
         "p20_us": p20, "p50_us": p50, "p80_us": p80, "unit": unit, "units_per_s": run.units / p50 * 1e6,
         "peak_mib": peak_mib, "parameters": parameters, "gpus": team.size, "way": team.way if team.size > 1 else None,
-        **record.environment(),
+        "link_gbps": team.link_gbps(), **record.environment(),
     }

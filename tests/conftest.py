@@ -6,6 +6,7 @@ import re
 import shlex
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -185,7 +186,9 @@ def pytest_terminal_summary(terminalreporter, config):
     counts = {outcome: len(terminalreporter.stats.get(outcome, ())) for outcome in _OUTCOMES}
     counts["failed"] += len(terminalreporter.stats.get("error", ()))
     seconds = round(time.monotonic() - _started, 1)
-    path = record.append({"bench": "tests", **only, **shard, **counts, "seconds": seconds, **record.environment()})
+    reasons = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in terminalreporter.stats.get("skipped", ()))
+    path = record.append({"bench": "tests", **only, **shard, **counts, "reasons": dict(reasons.most_common()),
+                          "seconds": seconds, **record.environment()})
     terminalreporter.write_line(f"row added to {path}")
 
 

@@ -38,6 +38,20 @@ def test_fails(name):
 def test_passes():
     pass
 """
+SKIPPING = """
+import pytest
+
+@pytest.mark.skipif(True, reason="needs a moon")
+@pytest.mark.parametrize("number", range(2))
+def test_at_night(number):
+    pass
+
+def test_within():
+    pytest.skip("no reason")
+
+def test_passes():
+    pass
+"""
 
 
 @pytest.fixture
@@ -164,6 +178,15 @@ def test_row_of_a_run(run, arguments, expected, tmp_path, monkeypatch):
     assert len(rows) == (expected is not None)
     for row in rows:
         assert {key: row[key] for key in ("only", "shard", "passed") if key in row} == expected
+
+
+@pytest.mark.parametrize("arguments", [(), pytest.param(("--numprocesses=1",), marks=needs_xdist)])
+def test_row_says_why_tests_were_skipped(run, arguments, tmp_path, monkeypatch):
+    monkeypatch.setattr(record, "append", partial(record.append, out=tmp_path))
+    monkeypatch.setattr(record, "environment", lambda: ENVIRONMENT)
+    run(SKIPPING, *arguments)
+    (row,) = record.read(tmp_path)
+    assert (row["passed"], row["skipped"]) == (1, 3) and row["reasons"] == {"needs a moon": 2, "no reason": 1}
 
 
 def test_workers_share_out_the_gpus():

@@ -178,11 +178,11 @@ def test_several_gpus(tmp_path):
     page.write_text(TRAININGS)
     run = {"workload": "mamba2", "preset": "370m", "variant": "fused", "batch": 8, "seed": 0}
     one = {**ENVIRONMENT, "run": run, "variant": "fused", "gpus": 1, "way": None, "p50_us": 1e5, "loss": 6.0}
-    two = one | {"gpus": 2, "way": "ddp", "p50_us": 6e4, "loss": 6.01}
+    two = one | {"gpus": 2, "way": "ddp", "link_gbps": 300.0, "p50_us": 6e4, "loss": 6.01}
     other = two | {"run": run | {"preset": "1.3b"}}
     assert not readme.update_trainings([one | {"p50_us": 9e9}, one, two, other], page)
     (line,) = [line for line in page.read_text().splitlines() if "ddp" in line]
-    assert line == "| mamba2 | 370m | fused | 8 | 2 NVIDIA H200 | ddp | 60.0 | 100.0 | 1.67 | 83 % | 6.010 | 6.000 |"
+    assert line == "| mamba2 | 370m | fused | 8 | 2 NVIDIA H200 | ddp | 300 | 60.0 | 100.0 | 1.67 | 83 % | 6.010 | 6.000 |"
     readme.update_trainings([other], page)
     assert "No rows yet: no GPUs have run" in page.read_text()
 

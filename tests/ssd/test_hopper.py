@@ -32,6 +32,7 @@ SHAPES = {
     "pairs of heads": Shape(2, 4090, 16, 64, 8, 128, 128),
     "whole rounds and cut": Shape(3, 776, 192, 64, 1, 128, 256),
     "dstate 64": replace(SHAPE, dstate=64, chunk_size=64),
+    "long": Shape(1, 65_536, 4, 64, 1, 128, 256),
 }
 CASES = {
     "plain": Case(),
@@ -89,8 +90,7 @@ def test_same_bits_twice_and_saved_or_not(way):
 @pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize("case", GRADIENTS)
 @pytest.mark.parametrize(("shape", "dtype"), [
-    *((shape, torch.bfloat16) for shape in ("ragged", "one token", "cut", "whole rounds", "pairs of heads", "dstate 64")),
-    ("ragged", torch.float16)], ids=str)
+    *((shape, torch.bfloat16) for shape in SHAPES if shape != "whole rounds and cut"), ("ragged", torch.float16)], ids=str)
 @pytest.mark.parametrize("options", (Options(), Options(save_states=False)), ids=("saved", "recomputed"))
 def test_gradients(options, shape, case, dtype):
     """"pairs of heads": more tiles than three rounds of blocks, of fewer heads than there are stages."""
