@@ -210,7 +210,7 @@ def sweep(
     out: OutOption = record.RESULTS,
     again: Annotated[bool, typer.Option("--again", help="Run what has its row, too.")] = False,
     trains: Annotated[bool, typer.Option("--train/--no-train", help="Also train with each, for its loss.")] = True,
-    counters: Annotated[bool, typer.Option(help="Also count bytes of a step's kernels with ncu: minutes a variant.")] = False,
+    counters: Annotated[bool, typer.Option(help="Also count bytes of a step's SSM kernels with ncu.")] = False,
 ) -> None:
     """Put variant after variant inside workloads: step times, side by side, and losses.
 

@@ -191,6 +191,11 @@ def profile(arguments: list[str], brief: bool = False) -> list[dict]:
             for warm, rest, hits in zip(*runs, strict=True)]
 
 
+def traffic(arguments: list[str], only: str) -> list[dict]:
+    """As `profile`, times and bytes alone, of the kernels whose names a regular expression is in: one pass, so one run."""
+    return [_launch(launch) for launch in ncu(arguments, _REQUIRED, "none", single_pass=True, only=only)]
+
+
 def _launch(metrics: dict) -> dict:
     """One launch as a row has it."""
     if missing := [metric for metric in _REQUIRED if metric not in metrics]:
@@ -209,23 +214,25 @@ def _call_of(row: dict) -> list[str]:
 
 
 def ncu(arguments: list[str], metrics: Iterable[str], cache_control: str, single_pass: bool = False,
-        replay: str = "kernel") -> list[dict]:
+        replay: str = "kernel", only: str | None = None) -> list[dict]:
     """The metrics of each launch between the profiler's start and stop while this command line runs with the arguments.
 
     single_pass: warn where ncu needs more, since each leaves the caches warm for the next.
     replay: what ncu runs again for another pass, a kernel or the application.
+    only: a regular expression; kernels without it in their names run as if there were no ncu.
 
     Raises:
         ValueError: ncu failed, or saw no kernel; the message has the end of what it said.
         OSError: it could not be started.
     """
-    matched = ["--app-replay-match", "name"] if replay == "application" else []
+    chosen = ["--app-replay-match", "name"] if replay == "application" else []
+    chosen += ["--kernel-name", f"regex:{only}"] if only else []
     with TemporaryDirectory() as folder:
         log = Path(folder) / "ncu.csv"
         command = [
             "ncu", "--csv", "--page", "raw", "--print-units", "base", "--clock-control", "none", "--kernel-name-base",
             "function", "--profile-from-start", "off", "--cache-control", cache_control, "--replay-mode", replay,
-            *matched, "--metrics", ",".join(metrics), "--log-file", str(log), sys.executable, "-m", "experiments", *arguments,
+            *chosen, "--metrics", ",".join(metrics), "--log-file", str(log), sys.executable, "-m", "experiments", *arguments,
         ]
         try:
             ran = subprocess.run(command, capture_output=True, text=True, env=os.environ | _ENVIRONMENT, timeout=_LONGEST_S)

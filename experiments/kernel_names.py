@@ -9,12 +9,20 @@ from pathlib import Path
 _ROOT = Path(__file__).parent.parent
 _OF_OPERATOR = ("ssd/kernels", "fused/kernels", "persistent/kernels")
 _OF_BLOCK = ("ssd/block/kernels",)
-_UPSTREAM = re.compile(r"_(bmm_chunk|chunk_cumsum|chunk_state|chunk_scan|state_passing)\w*_kernel")
+_UPSTREAM = r"_(bmm_chunk|chunk_cumsum|chunk_state|chunk_scan|state_passing)\w*_kernel"
+
+
+@cache
+def of_operator() -> str:
+    """A regular expression that is found in the names of the SSD's kernels and those of Mamba-1's selective scan, ours and
+    mamba_ssm's.
+    """
+    return rf"^({'|'.join(sorted(names(_OF_OPERATOR)))}|{_UPSTREAM})$|selective_scan"
 
 
 def is_of_operator(name: str) -> bool:
-    """Whether it is one of the SSD's or of Mamba-1's selective scan, ours or mamba_ssm's."""
-    return name in names(_OF_OPERATOR) or _UPSTREAM.fullmatch(name) is not None or "selective_scan" in name
+    """Whether it is one of those."""
+    return re.search(of_operator(), name) is not None
 
 
 def ours() -> frozenset[str]:

@@ -56,6 +56,7 @@ EXTRA_KEYS = {
     "sanitize": ("tool", "found", "of_roles", "kernels", "launched"),
     "characterize": ("mixer", "run", "phase", "operator", "us", "share", "steps"),
     "step_counters": (*_COUNTED, "mixer", "operator", "run"),
+    "ssm_counters": (*_COUNTED, "mixer", "operator", "run"),
     "calibration": ("n", "flops_found"),
 }
 

@@ -50,7 +50,7 @@ class Plan:
         out: of the rows.
         again: run what has its row, too.
         trains: also train with each variant; else only steps are timed.
-        counts: also count what a step's kernels do, with ncu: minutes for each variant.
+        counts: also count bytes of the state-space model's kernels in a step, with ncu: a start of the model for each variant.
     """
 
     runs: tuple[Run, ...]
@@ -89,11 +89,11 @@ def run(plan: Plan, console: Console) -> list[str]:
             failed.append(f"{where}: {first_line(reason)}")
         for name in plan.variants if plan.counts else ():
             one = replace(base, variant=name)
-            if done.has("step_counters", one):
+            if done.has("ssm_counters", one) or done.has("step_counters", one):
                 console.print(f"{where} {name}: counted before", style="dim")
                 continue
             try:
-                count(one, plan.out)
+                count(one, plan.out, whole=False)
             except (OSError, ValueError) as reason:
                 failed.append(f"{where} {name}: ncu gave none: {first_line(reason)}")
         for name in plan.variants if plan.trains else ():
@@ -125,7 +125,7 @@ def committed(out: Path = record.RESULTS) -> list[dict]:
     losses = {_trained(row): row["loss"] for row in record.read(out, bench="train") if row["gpus"] == 1}
     rows = [row for row in record.read(out, bench="step") if row["p50_us"] is not None]
     rows = record.latest(_beside_others(rows), _measured)
-    counted = _counted(record.read(out, bench="step_counters"))
+    counted = _counted(record.read(out, bench="step_counters") + record.read(out, bench="ssm_counters"))
     theirs = {_together(row): row["p50_us"] for row in rows if row["variant"] == "mamba_ssm"}
     found = []
     for row in rows:
@@ -152,7 +152,9 @@ def _beside_others(rows: list[dict]) -> list[dict]:
 
 def _counted(rows: list[dict]) -> dict[tuple, list[dict]]:
     """The state-space model's kernels of each step that was counted, as it was counted last."""
-    last = {_counters_key(row): row["time"] for row in rows}
+    last: dict[tuple, str] = {}
+    for row in rows:
+        last[_counters_key(row)] = max(row["time"], last.get(_counters_key(row), ""))
     found: dict[tuple, list[dict]] = {}
     for row in rows:
         if is_of_operator(row["kernel"]) and row["time"] == last[_counters_key(row)]:

@@ -11,6 +11,7 @@ would start. It needs a process of its own, without TRITON_INTERPRET.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import re
@@ -70,6 +71,7 @@ class Compiled:
     dots: int  # matrix products in Triton's own terms
     apart: int  # additions after which two lanes hold different sums, see lanes_apart
     unfenced: int  # loops that fill tiles for wgmma by cp.async without a fence between the two proxies
+    ptx: str  # a digest, by which two can be told apart
     late: list[str] | None  # loads that an mbarrier does not wait for, see late_loads, if the machine code was read
     lost: list[str] | None  # products whose operand is overwritten, see lost_operands, likewise; not of Gluon kernels
 
@@ -156,7 +158,8 @@ def _measure(kernel, disassemble: bool) -> Compiled:
         lost = lost_operands(sass) if "ttir" in kernel.asm else []
     return Compiled(kernel.name, " ".join(config), registers, spills, kernel.metadata.shared,
                     ptx.count("wgmma.mma_async"), groups, ptx.count("mma.sync") + ptx.count("tcgen05.mma"),
-                    kernel.asm.get("ttir", "").count("tt.dot "), lanes_apart(ptx), _unfenced(ptx), late, lost)
+                    kernel.asm.get("ttir", "").count("tt.dot "), lanes_apart(ptx), _unfenced(ptx),
+                    hashlib.sha256(ptx.encode()).hexdigest()[:16], late, lost)
 
 
 def _unfenced(ptx: str) -> int:

@@ -16,6 +16,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from .. import counters, record
+from ..kernel_names import of_operator
 from ..parallel import alone
 from ..runs import Run
 from ..steps import batches_of, gradient, made
@@ -61,17 +62,22 @@ def breakdown(run: Run, out: Path, keep: Path | None = None) -> list[dict]:
     return rows
 
 
-def count(run: Run, out: Path) -> list[dict]:
+def count(run: Run, out: Path, whole: bool = True) -> list[dict]:
     """Counters of one training step, a row for each kernel; `operator` is its class as far as its name tells.
+
+    Args:
+        whole: of the bench `step_counters`: all kernels, with their FLOPs, minutes; else of `ssm_counters`: the state-space
+            model's alone, without.
 
     Raises:
         ValueError, OSError: ncu failed, or gave no bytes or times.
     """
     gc.collect()
     torch.cuda.empty_cache()  # for the child
-    launches = counters.profile(["profiled-step", json.dumps(asdict(run))], brief=True)
-    environment = record.environment()
-    rows = [{**_identity(run), "bench": "step_counters", **kernel, "operator": classify(kernel["kernel"]), **environment}
+    arguments = ["profiled-step", json.dumps(asdict(run))]
+    launches = counters.profile(arguments, brief=True) if whole else counters.traffic(arguments, of_operator())
+    bench, environment = "step_counters" if whole else "ssm_counters", record.environment()
+    rows = [{**_identity(run), "bench": bench, **kernel, "operator": classify(kernel["kernel"]), **environment}
             for kernel in counters.by_kernel(launches)]
     for row in rows:
         record.append(row, out)

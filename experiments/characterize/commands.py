@@ -168,9 +168,10 @@ def profiled_step(run: str) -> None:
 
 
 def _runs(workloads: str, variants: list[str], dtype: str, documents: bool) -> Iterator[Run]:
-    """What is profiled: each workload with each variant, or once where its mixer is no SSD."""
+    """What is profiled: each workload with each variant; where its mixer is no SSD, with upstream's kernels or with ours."""
+    of_scan = list(dict.fromkeys(name if name == "mamba_ssm" else "auto" for name in variants))
     for name, preset, mixer in map(parsed, workloads.split(",")):
         text = {"documents": documents} if get_workload(name).unit == "tokens" else {}
         run = run_of(name, preset, mixer=mixer, dtype=dtype, steps=_STEPS, **text)
-        for variant in variants if run.mixer == "ssd" else ("auto",):
+        for variant in variants if run.mixer == "ssd" else of_scan:
             yield replace(run, variant=variant)

@@ -164,6 +164,14 @@ def test_caches_of_each_run(ncu):
     assert "l2_warm_hit_pct" not in first and first["tensor_flops"] == 2_000_000
 
 
+def test_traffic_of_some_kernels(ncu):
+    launches = counters.traffic(["profiled-step"], "chunk_state")
+    (command,) = ncu.commands
+    assert command[command.index("--kernel-name") + 1] == "regex:chunk_state" and "--app-replay-match" not in command
+    assert command[command.index("--metrics") + 1].count(",") == 3, "one pass"
+    assert [launch["ncu_us"] for launch in launches] == [launch["ncu_us"] for launch in read(raw(*LAUNCHES))]
+
+
 def test_recorded(ncu, monkeypatch):
     """Every number is the cell that another reader of CSV finds; products are as many as the shape has."""
     runs = {}

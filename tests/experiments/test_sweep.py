@@ -61,13 +61,13 @@ def test_steps_are_counted_once(plan, monkeypatch):
     launch = {"kernel": "chunk_scan_kernel", "launches": 1, "ncu_us": 10.0, "dram_bytes": 24e6, "dram_pct": 50.0}
     asked = []
 
-    def profile(arguments, brief):
+    def traffic(arguments, only):
         asked.append(json.loads(arguments[1])["variant"])
         if asked == ["torch"]:
             raise ValueError("no permission")
         return [launch, launch | {"kernel": "bmm_chunk_kernel", "ncu_us": 30.0}]
 
-    monkeypatch.setattr(counters, "profile", profile)
+    monkeypatch.setattr(counters, "traffic", traffic)
     monkeypatch.setattr(sweep, "find", lambda _: find("NVIDIA H200"))
     plan = replace(plan, trains=False, counts=True)
     (failed,) = sweep.run(plan, QUIET)
@@ -184,6 +184,10 @@ def test_utilisation_is_that_of_the_kernels_counted_last(plan):
     *_, found, other = sweep.committed(plan.out)
     assert (found["U"], found["W"], found["G"]) == pytest.approx((100 / 3, 100 * 56 / 144, 100 * 56 / 288))
     assert other["U"] is other["W"] is other["G"] is None, "steps without documents are others"
+    record.append({**shared, "bench": "ssm_counters", "mixer": "ssd", "run": row["run"], "operator": "ssm", "kernel": of_ssm,
+                   "ncu_us": 10.0, "dram_bytes": 24e6, "dram_pct": 1.0, "time": "2999-01-01"}, plan.out)
+    *_, found, _ = sweep.committed(plan.out)
+    assert (found["U"], found["W"]) == pytest.approx((50, 50)), "whichever bench counted last"
 
 
 def test_variants_take_the_same_data(plan, monkeypatch):

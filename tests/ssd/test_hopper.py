@@ -26,7 +26,7 @@ needs_hopper = pytest.mark.skipif(not GPU, reason="needs a GPU of compute capabi
 SHAPE = Shape(2, 700, 8, 64, 2, 128, 128)
 SHAPES = {
     "ragged": SHAPE,
-    "one token": replace(SHAPE, seqlen=1),
+    "one token": replace(SHAPE, batch=64, seqlen=1),  # enough of them that their errors' largest is no matter of chance
     "cut": replace(SHAPE, batch=1, seqlen=4096 + 63, ngroups=1),
     "whole rounds": Shape(3, 520, 192, 64, 1, 128, 256),
     "pairs of heads": Shape(2, 4090, 16, 64, 8, 128, 128),

@@ -1,6 +1,7 @@
 """The collection without a GPU: a real run under the real profiler, whose trace then gives way to one that has kernels."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,8 @@ def test_runs():
                                                                          ["fused", "baseline"], "bf16", True)]
     assert found == [("1.3b", "ssd", "fused"), ("1.3b", "ssd", "baseline"), ("T", "mamba1", "auto"), ("T", "ssd", "fused"),
                      ("T", "ssd", "baseline")]
+    assert [run.variant for run in commands._runs("mambavision:T", ["fused", "mamba_ssm", "auto"], "bf16", True)] == [
+        "auto", "mamba_ssm"]
     assert {run.workload for run in commands._runs(commands._WORKLOADS, ["fused"], "bf16", False)} == {*workload_names()}
 
 
@@ -90,6 +93,10 @@ def test_counters_of_a_step(tmp_path, monkeypatch):
     assert [(row["kernel"], row["operator"], row["launches"], row["ncu_us"]) for row in rows] == [
         ("nvjet_a", "gemm", 2, 20.0), ("bmm_chunk_kernel", "ssm", 1, 10.0)]
     assert record.read(tmp_path, bench="step_counters") == rows
+    monkeypatch.setattr(counters, "traffic", lambda arguments, only: [launch | {"kernel": "bmm_chunk_kernel"}] * (
+        re.search(only, "bmm_chunk_kernel") is not None and re.search(only, "nvjet_a") is None))
+    (row,) = collect.count(run, tmp_path, whole=False)
+    assert row["operator"] == "ssm" and record.read(tmp_path, bench="ssm_counters") == [row]
 
 
 @without_gpu
