@@ -170,14 +170,17 @@ def poison(monkeypatch):
         monkeypatch.setattr(owner, name, poisoned(getattr(owner, name)))
 
 
-def pytest_terminal_summary(terminalreporter, config):
+def pytest_terminal_summary(terminalreporter, exitstatus, config):
     """On a GPU, a run of all the tests, or of a shard of them, leaves a row of its outcome beside the measurements.
 
-    With --row, a run of some as well; `only` says which they were chosen by. Workers of xdist leave none.
+    With --row, a run of some as well; `only` says which they were chosen by. Workers of xdist leave none, nor does a run that
+    was broken off.
     """
     chosen = _chosen(config)
-    unasked = (chosen and not config.option.row) or any(getattr(config.option, name, None) for name in ("lf", "collectonly"))
-    if not torch.cuda.is_available() or hasattr(config, "workerinput") or unasked:
+    partial = any(getattr(config.option, name, None) for name in ("lf", "collectonly", "maxfail"))
+    partial |= exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
+    unasked = chosen and not config.option.row
+    if not torch.cuda.is_available() or hasattr(config, "workerinput") or partial or unasked:
         return
     from experiments import record
 

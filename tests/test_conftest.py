@@ -165,6 +165,7 @@ def test_a_run_that_dies_has_told_its_failures(run, pytester, monkeypatch):
         (("--row",), {"passed": 18}),
         (("--row", "test_it.py", "-k", "baseline or size[1]"), {"only": "test_it.py -k 'baseline or size[1]'", "passed": 8}),
         (("--row", "--collect-only", "test_it.py"), None),
+        (("--row", "-x"), None),
         (("--deselect", "test_it.py::test_it[size[0]-baseline]"), None),
         (("--row", "--deselect", "test_it.py::test_it[size[0]-fused]"),
          {"only": "--deselect 'test_it.py::test_it[size[0]-fused]'", "passed": 17}),
@@ -187,6 +188,14 @@ def test_row_says_why_tests_were_skipped(run, arguments, tmp_path, monkeypatch):
     run(SKIPPING, *arguments)
     (row,) = record.read(tmp_path)
     assert (row["passed"], row["skipped"]) == (1, 3) and row["reasons"] == {"needs a moon": 2, "no reason": 1}
+
+
+def test_a_run_that_is_broken_off_leaves_no_row(run, pytester, tmp_path, monkeypatch):
+    monkeypatch.setattr(record, "append", partial(record.append, out=tmp_path))
+    monkeypatch.setattr(record, "environment", lambda: ENVIRONMENT)
+    run("def test_passes(): pass\ndef test_stops(): raise KeyboardInterrupt\n",
+        way=partial(pytester.runpytest_inprocess, no_reraise_ctrlc=True))
+    assert not record.read(tmp_path)
 
 
 def test_workers_share_out_the_gpus():
