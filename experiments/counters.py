@@ -17,6 +17,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from statistics import mean
 from tempfile import TemporaryDirectory
@@ -25,7 +26,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from . import record, table, timing
+from ssd.registry import is_peer
+
+from . import record, table, timing, tuned
 from .bench import Candidate, Setting
 from .shapes import SHAPES
 
@@ -58,8 +61,6 @@ _COLD = {
 _HITS = {"l2_warm_hit_pct": _COLD["l2_hit_pct"], "l1_warm_hit_pct": _COLD["l1_hit_pct"]}
 _FLOPS = ("tensor_flops", "fadds", "fmuls", "ffmas")
 _COUNTED = ("tensor_insts", *_FLOPS, "exps")
-# Upstream's kernels are tuned once, not in each run of the command, which may choose otherwise (hence also matched by name).
-_ENVIRONMENT = {"LC_ALL": "C", "TRITON_CACHE_AUTOTUNING": "1"}
 _LONGEST_S = 1800  # each kernel of a call is run many times over
 _REQUIRED = (_TIME, _READ, _WRITE, _WARM["dram_pct"])
 _SUMMED = ("launches", "ncu_us", "dram_bytes", "blocks", *_COUNTED)
@@ -85,7 +86,7 @@ def counted(rows: list[dict], bench: str, call_of: Callable[[dict], list[str]], 
         return
     for row in rows:
         try:
-            launches = profile(call_of(row))
+            launches = profile(call_of(row), tunes=is_peer(row["variant"]))
         except (OSError, ValueError) as reason:
             text = f"--counters: {' '.join(row[key] for key in named)}: ncu gave none: {reason}"
             console.print(text, style="yellow", markup=False)
@@ -100,8 +101,10 @@ def counted(rows: list[dict], bench: str, call_of: Callable[[dict], list[str]], 
 
 def watched(call: Callable[[], object], warmup: int = 3) -> None:
     """The call, warmed up, once between the profiler's start and stop: what runs under ncu."""
+    tuned.take()
     for _ in range(warmup):
         call()
+    tuned.keep()
     torch.cuda.synchronize()
     torch.cuda.profiler.start()
     call()
@@ -169,21 +172,23 @@ def _number(cell: str) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def profile(arguments: list[str], brief: bool = False) -> list[dict]:
+def profile(arguments: list[str], brief: bool = False, tunes: bool = False) -> list[dict]:
     """The runs' values of each launch that the command line with these arguments makes, in order, as a row has them.
 
     Args:
         brief: times, bytes and FLOPs alone, for a call of hundreds of kernels amid gigabytes, which ncu would copy for each: it
             runs the whole command again for each pass instead, so that caches are warm in all.
+        tunes: some of the kernels tune themselves, which they then do without ncu.
 
     Raises:
-        ValueError, OSError: as `ncu`; or two runs differ, or a metric is missing that there must be.
+        ValueError, OSError: as `ncu` and `tuned.before`; or two runs differ, or a metric is missing that there must be.
     """
-    if brief:
-        metrics = (*_REQUIRED, *(_COLD[key] for key in _FLOPS))
-        return [_launch(launch) for launch in ncu(arguments, metrics, "none", replay="application")]
-    runs = [ncu(arguments, (_TIME, _READ, _WRITE, *_WARM.values()), "none", single_pass=True),
-            ncu(arguments, _COLD.values(), "all"), ncu(arguments, _HITS.values(), "none", single_pass=True)]
+    with tuned.before(arguments, _LONGEST_S) if tunes else nullcontext():
+        if brief:
+            metrics = (*_REQUIRED, *(_COLD[key] for key in _FLOPS))
+            return [_launch(launch) for launch in ncu(arguments, metrics, "none", replay="application")]
+        runs = [ncu(arguments, (_TIME, _READ, _WRITE, *_WARM.values()), "none", single_pass=True),
+                ncu(arguments, _COLD.values(), "all"), ncu(arguments, _HITS.values(), "none", single_pass=True)]
     if len({tuple(launch["kernel"] for launch in launches) for launches in runs}) > 1:
         raise ValueError("two runs launched different kernels")
     # ncu's output has some metrics unasked, times among them: what a row's bytes took is those of their own run
@@ -191,9 +196,10 @@ def profile(arguments: list[str], brief: bool = False) -> list[dict]:
             for warm, rest, hits in zip(*runs, strict=True)]
 
 
-def traffic(arguments: list[str], only: str) -> list[dict]:
+def traffic(arguments: list[str], only: str, tunes: bool = False) -> list[dict]:
     """As `profile`, times and bytes alone, of the kernels whose names a regular expression is in: one pass, so one run."""
-    return [_launch(launch) for launch in ncu(arguments, _REQUIRED, "none", single_pass=True, only=only)]
+    with tuned.before(arguments, _LONGEST_S) if tunes else nullcontext():
+        return [_launch(launch) for launch in ncu(arguments, _REQUIRED, "none", single_pass=True, only=only)]
 
 
 def _launch(metrics: dict) -> dict:
@@ -225,8 +231,7 @@ def ncu(arguments: list[str], metrics: Iterable[str], cache_control: str, single
         ValueError: ncu failed, or saw no kernel; the message has the end of what it said.
         OSError: it could not be started.
     """
-    chosen = ["--app-replay-match", "name"] if replay == "application" else []
-    chosen += ["--kernel-name", f"regex:{only}"] if only else []
+    chosen = ["--kernel-name", f"regex:{only}"] if only else []
     with TemporaryDirectory() as folder:
         log = Path(folder) / "ncu.csv"
         command = [
@@ -235,7 +240,7 @@ def ncu(arguments: list[str], metrics: Iterable[str], cache_control: str, single
             *chosen, "--metrics", ",".join(metrics), "--log-file", str(log), sys.executable, "-m", "experiments", *arguments,
         ]
         try:
-            ran = subprocess.run(command, capture_output=True, text=True, env=os.environ | _ENVIRONMENT, timeout=_LONGEST_S)
+            ran = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"LC_ALL": "C"}, timeout=_LONGEST_S)
         except subprocess.TimeoutExpired as error:
             raise ValueError(f"ncu did not end in {_LONGEST_S} s; expected a smaller shape or preset") from error
         text = log.read_text() if log.exists() else ""

@@ -15,6 +15,8 @@ from tempfile import TemporaryDirectory
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from ssd.registry import is_peer
+
 from .. import counters, record
 from ..kernel_names import of_operator
 from ..parallel import alone
@@ -75,7 +77,9 @@ def count(run: Run, out: Path, whole: bool = True) -> list[dict]:
     gc.collect()
     torch.cuda.empty_cache()  # for the child
     arguments = ["profiled-step", json.dumps(asdict(run))]
-    launches = counters.profile(arguments, brief=True) if whole else counters.traffic(arguments, of_operator())
+    tunes = is_peer(run.variant)
+    launches = (counters.profile(arguments, brief=True, tunes=tunes) if whole else
+                counters.traffic(arguments, of_operator(), tunes))
     bench, environment = "step_counters" if whole else "ssm_counters", record.environment()
     rows = [{**_identity(run), "bench": bench, **kernel, "operator": classify(kernel["kernel"]), **environment}
             for kernel in counters.by_kernel(launches)]

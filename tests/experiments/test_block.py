@@ -101,7 +101,7 @@ def test_counters(tmp_path, monkeypatch):
     rows = [row for row in run(tmp_path, ("gated_norm",), ("fwd", "bwd"))[0] if row["variant"] == "ssd"]
     kernel = {"kernel": "gated_norm_kernel", "launches": 1, "ncu_us": 2.0, "dram_bytes": 8e3, "dram_pct": 50.0}
 
-    def profile(arguments):
+    def profile(arguments, tunes):
         if "bwd" in arguments:
             raise ValueError("no permission")
         return [kernel, kernel | {"kernel": "other_kernel"}]

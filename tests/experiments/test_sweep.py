@@ -61,7 +61,7 @@ def test_steps_are_counted_once(plan, monkeypatch):
     launch = {"kernel": "chunk_scan_kernel", "launches": 1, "ncu_us": 10.0, "dram_bytes": 24e6, "dram_pct": 50.0}
     asked = []
 
-    def traffic(arguments, only):
+    def traffic(arguments, only, tunes):
         asked.append(json.loads(arguments[1])["variant"])
         if asked == ["torch"]:
             raise ValueError("no permission")

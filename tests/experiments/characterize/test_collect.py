@@ -85,7 +85,7 @@ def test_refused(arguments, said):
 def test_counters_of_a_step(tmp_path, monkeypatch):
     launch = {"launches": 1, "ncu_us": 10.0, "dram_bytes": 1e6, "dram_pct": 20.0}
     asked = []
-    monkeypatch.setattr(counters, "profile", lambda arguments, brief: asked.append((arguments, brief)) or [
+    monkeypatch.setattr(counters, "profile", lambda arguments, brief, tunes: asked.append((arguments, brief and not tunes)) or [
         launch | {"kernel": "nvjet_a"}, launch | {"kernel": "bmm_chunk_kernel"}, launch | {"kernel": "nvjet_a"}])
     run = next(commands._runs("mamba2:tiny", ["fused"], "bf16", False))
     rows = collect.count(run, tmp_path)
@@ -93,7 +93,7 @@ def test_counters_of_a_step(tmp_path, monkeypatch):
     assert [(row["kernel"], row["operator"], row["launches"], row["ncu_us"]) for row in rows] == [
         ("nvjet_a", "gemm", 2, 20.0), ("bmm_chunk_kernel", "ssm", 1, 10.0)]
     assert record.read(tmp_path, bench="step_counters") == rows
-    monkeypatch.setattr(counters, "traffic", lambda arguments, only: [launch | {"kernel": "bmm_chunk_kernel"}] * (
+    monkeypatch.setattr(counters, "traffic", lambda arguments, only, tunes: [launch | {"kernel": "bmm_chunk_kernel"}] * (
         re.search(only, "bmm_chunk_kernel") is not None and re.search(only, "nvjet_a") is None))
     (row,) = collect.count(run, tmp_path, whole=False)
     assert row["operator"] == "ssm" and record.read(tmp_path, bench="ssm_counters") == [row]
