@@ -121,6 +121,34 @@ def ablation(rows: list[dict]) -> str:
     return "\n".join(parts) or "No rows yet: no GPU has run `make ablate` for this table.\n"
 
 
+def gains(rows: list[dict]) -> str:
+    """Markdown of what the fastest variant gains over upstream in each workload, in the step and in its SSM kernels, of steps
+    that were timed side by side: losses beside wins.
+    """
+    lines = ["| workload | preset | mixer | batch | upstream's step, ms | SSM in it | variant | step, ms | SSM in it | step "
+             "faster | SSM faster | SSM in the gain |", "|---|---|---|---:|---:|---:|---|---:|---:|---:|---:|---:|"]
+    together: dict[tuple, list[dict]] = {}
+    for row in rows:
+        together.setdefault((row["gpu"], row["sitting"], record.settings(row, "variant")), []).append(row)
+    for group in together.values():
+        theirs = [row for row in group if row["variant"] == "mamba_ssm"]
+        ours = [row for row in group if row["variant"] != "mamba_ssm" and row["speedup"] and row["ssm_us"]]
+        if not (theirs and theirs[0]["ssm_us"] and ours):
+            continue
+        one, best = theirs[0], min(ours, key=itemgetter("p50_us"))
+        run = " | ".join(str(one["run"][name]) for name in ("workload", "preset", "mixer", "batch"))
+        step, ssm = one["p50_us"] - best["p50_us"], one["ssm_us"] - best["ssm_us"]
+        part = f"{100 * ssm / step:.0f} %" if step > 0 and ssm > 0 else ""
+        faster = f"{best['speedup']:.2f}", f"{one['ssm_us'] / best['ssm_us']:.2f}"
+        lines.append(f"| {' | '.join((run, *_shown(one), best['variant'], *_shown(best), *faster, part))} |")
+    return "\n".join(lines) + "\n" if len(lines) > 2 else "No rows yet: no GPU has run the sweep beside upstream.\n"
+
+
+def _shown(row: dict) -> tuple[str, str]:
+    """A step's milliseconds, and the SSM kernels' share of them."""
+    return f"{row['p50_us'] / 1e3:.1f}", f"{100 * row['share']:.1f} %"
+
+
 def several_gpus(rows: list[dict]) -> str:
     """Markdown of the latest training of each kind on several GPUs beside the same on one: its steps, its loss."""
     rows = [row for row in rows if row["gpu"]]
@@ -201,10 +229,12 @@ def update_trainings(rows: list[dict], page: Path = WORKLOADS, check: bool = Fal
     return _put("seeds", several_seeds(rows), page, check) and current
 
 
-def update_workloads(rows: list[dict], readme: Path = README, figure_path: Path = STEPS_FIGURE, check: bool = False) -> bool:
-    """As `update`, with rows of the sweep."""
+def update_workloads(rows: list[dict], readme: Path = README, figure_path: Path = STEPS_FIGURE, page: Path = WORKLOADS,
+                     check: bool = False) -> bool:
+    """As `update`, with rows of the sweep, which the page has gains of."""
     rows = sorted((row for row in rows if row["gpu"] and record.has_default_options(row)), key=lambda row: row["gpu"])
     current = _put("workloads", workloads(rows, _linked(figure_path, readme)), readme, check)
+    current &= _put("gains", gains(rows), page, check)
     return _draw(step_figure.draw, step_figure.points(rows), rows, figure_path, check) and current
 
 

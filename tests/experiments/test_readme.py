@@ -19,7 +19,7 @@ ROWS = [
 def page(tmp_path):
     path = tmp_path / "README.md"
     parts = (f"<!-- {section}: written by `make readme` -->\nstale {section}\n<!-- end of {section} -->\n"
-             for section in ("claim", "results", "memory", "blocks", "workloads"))
+             for section in ("claim", "results", "memory", "blocks", "workloads", "gains"))
     path.write_text(f"before\n{''.join(parts)}after\n")
     (tmp_path / "docs").mkdir()
     return path
@@ -111,7 +111,7 @@ def test_workloads(page):
     drawn = page.parent / "docs" / "workloads.svg"
 
     def update_steps(rows, check=False):
-        return readme.update_workloads(rows, page, drawn, check)
+        return readme.update_workloads(rows, page, drawn, page, check)
 
     assert not update_steps(steps, check=True) and not drawn.exists()
     assert not update_steps(steps) and update_steps(steps, check=True)
@@ -123,6 +123,17 @@ def test_workloads(page):
     assert not update_steps([*steps, step_row("persistent", 150.0, 10.0)], check=True)
     update_steps([])
     assert "No rows yet: no GPU has run the sweep" in page.read_text()
+
+
+def test_gains():
+    """Of 200 ms, 50 of them SSM, 40 are gained, 38 of these by SSM kernels; what was timed alone, or loses, gains nothing."""
+    theirs = step_row("mamba_ssm", 200.0, 50.0)
+    (*_, line) = readme.gains([theirs, step_row("baseline", 190.0, 40.0, speedup=1.05),
+                               step_row("fused", 160.0, 12.0, speedup=1.25)]).splitlines()
+    assert line == "| mamba2 | 1.3b | ssd | 4 | 200.0 | 25.0 % | fused | 160.0 | 7.5 % | 1.25 | 4.17 | 95 % |"
+    (*_, line) = readme.gains([theirs, step_row("fused", 250.0, 60.0, speedup=0.8)]).splitlines()
+    assert line.endswith("| fused | 250.0 | 24.0 % | 0.80 | 0.83 |  |")
+    assert readme.gains([theirs, step_row("fused", 160.0, 12.0)]).startswith("No rows yet")
 
 
 def test_memory(page):
@@ -208,8 +219,8 @@ def test_several_seeds(tmp_path):
 
 
 def step_row(variant: str, step_ms: float, ssd_ms: float, options: dict | None = None, speedup: float | None = None) -> dict:
-    return {**ENVIRONMENT, "workload": "mamba2", "preset": "1.3b", "mixer": "ssd", "batch": 4,
-            "seqlen": 4096, "dtype": "bf16", "variant": variant,
-            "options": None if variant == "mamba_ssm" else options or {}, "p50_us": 1e3 * step_ms, "ssm_us": 1e3 * ssd_ms,
-            "share": ssd_ms / step_ms, "units_per_s": 1e5, "unit": "tokens", "effective_gbps": 1000.0, "peak_mib": 5e4,
-            "loss": 5.0, "speedup": speedup}
+    run = {"workload": "mamba2", "preset": "1.3b", "mixer": "ssd", "batch": 4}
+    return {**ENVIRONMENT, **run, "run": run | {"variant": variant}, "sitting": "2026-11-20T12:00:00+00:00", "variant": variant,
+            "seqlen": 4096, "dtype": "bf16", "options": None if variant == "mamba_ssm" else options or {},
+            "p50_us": 1e3 * step_ms, "ssm_us": 1e3 * ssd_ms, "share": ssd_ms / step_ms, "units_per_s": 1e5, "unit": "tokens",
+            "effective_gbps": 1000.0, "peak_mib": 5e4, "loss": 5.0, "speedup": speedup}
