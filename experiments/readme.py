@@ -25,7 +25,8 @@ _UNREAD = {"fwd": {"save_states", "fuse_backward"},
 _ABLATED = itemgetter("gpu", "shape", "mode", "variant")
 _WIDTH = 128  # of a line of prose
 _COMPARED = itemgetter("gpu", "against")
-_MEMORY = "8b-b4"  # the shape whose memory is shown
+_SHAPE = itemgetter("shape")
+_MEMORY = ("8b-b1", "8b-b4")  # the shapes whose memory is shown
 _BLOCK_HEADERS = ("part", "shape", "mode", "us", "graph us", "of copy %", "against", "speed-up", "graph speed-up")
 _BLOCK = {header: table.BLOCK[header] for header in _BLOCK_HEADERS}
 _STEPS = {header: column for header, column in table.STEPS.items() if header != "options"}
@@ -80,9 +81,10 @@ def workloads(rows: list[dict], figure_path: str) -> str:
 def memory(rows: list[dict]) -> str:
     """Markdown of what forward and backward hold at most, and what the forward keeps, a line for each way that was timed."""
     kept = {_way(row): row["saved_mib"] for row in rows if row.get("saved_mib") is not None}
+    whole = sorted((row for row in rows if row["mode"] == "fwd_bwd"), key=_SHAPE)
     parts = []
-    for where, group in _by_gpu([row for row in rows if row["mode"] == "fwd_bwd"]):
-        lines = [f"{group[0]['shape']}, {where}:\n", "| variant | chunk | kept, MiB | at most, MiB | in a CUDA graph, µs |",
+    for shape, where, group in ((shape, *part) for shape, of in groupby(whole, _SHAPE) for part in _by_gpu(list(of))):
+        lines = [f"{shape}, {where}:\n", "| variant | chunk | kept, MiB | at most, MiB | in a CUDA graph, µs |",
                  "|---|---:|---:|---:|---:|"]
         for row in group:
             changed = record.changed_options(record.options(row))
@@ -92,12 +94,12 @@ def memory(rows: list[dict]) -> str:
                      f"{row['graph_p50_us'] or row['p50_us']:.0f}")
             lines.append(f"| {' | '.join(map(str, cells))} |")
         parts.append("\n".join(lines) + "\n")
-    return "\n".join(parts) or "No rows yet: no GPU has run forward and backward of this shape.\n"
+    return "\n".join(parts) or "No rows yet: no GPU has run forward and backward of these shapes.\n"
 
 
 def _way(row: dict) -> tuple:
     """What the rows of two modes share that ran the same."""
-    return *(row[key] for key in ("gpu", "variant", "chunk_size")), record.changed_options(record.options(row))
+    return *(row[key] for key in ("gpu", "shape", "variant", "chunk_size")), record.changed_options(record.options(row))
 
 
 def blocks(rows: list[dict]) -> str:
@@ -209,7 +211,7 @@ def update(rows: list[dict], readme: Path = README, figure_path: Path = FIGURE, 
 
 def update_memory(rows: list[dict], readme: Path = README, check: bool = False) -> bool:
     """As `update`, with rows of every option and chunk size; there is no figure."""
-    return _put("memory", memory([row for row in rows if row["shape"] == _MEMORY and row["dtype"] == "bf16"]), readme, check)
+    return _put("memory", memory([row for row in rows if row["shape"] in _MEMORY and row["dtype"] == "bf16"]), readme, check)
 
 
 def update_blocks(rows: list[dict], readme: Path = README, check: bool = False) -> bool:

@@ -25,11 +25,9 @@ Backward = Callable[[SSDSaved, Tensor, Tensor | None, SSDGrads], SSDGrads]
 
 
 def worth_halving(saved: SSDSaved) -> bool:
-    """Whether the states that a backward computes again are large, and can be had in halves: a row of documents cannot, whose
-    numbers say what initial_states reach.
-    """
+    """Whether the states that a backward computes again are large, and can be had in halves."""
     i = saved.inputs
-    if saved.prev_states is not None or (i.batch == 1 and (i.seq_idx is not None or i.seqlen < 2 * SUB_CHUNK)):
+    if saved.prev_states is not None or (i.batch == 1 and i.seqlen < 2 * SUB_CHUNK):
         return False
     return i.batch * -(-i.seqlen // SUB_CHUNK) * i.nheads * i.headdim * i.dstate * i.x.element_size() >= _LARGE
 
@@ -66,6 +64,10 @@ def by_halves(backward: Backward, last_state: Callable[[SSDInputs], Tensor], sav
 
 
 def _part(i: SSDInputs, rows: slice, tokens: slice) -> SSDInputs:
-    """Those rows' tokens; initial_states are still of all rows."""
+    """Those rows' tokens; initial_states are still of all rows. They reach document 0, which in a part that begins later is the
+    document of the token before.
+    """
     cut = {name: None if getattr(i, name) is None else getattr(i, name)[rows, tokens] for name in _OF_TOKENS}
-    return replace(i, **cut)
+    if i.seq_idx is not None and tokens.start:
+        cut["seq_idx"] = cut["seq_idx"] - i.seq_idx[rows, tokens.start - 1 : tokens.start]
+    return replace(i, **cut, cu_seqlens=None)

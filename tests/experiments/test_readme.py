@@ -137,16 +137,18 @@ def test_gains():
 
 
 def test_memory(page):
-    """Of one shape; what a forward keeps is from the row of the same variant, chunk size and options."""
+    """Of two shapes; what a forward keeps is from the row of the same shape, variant, chunk size and options."""
     whole = ssd_row("fused", mode="fwd_bwd", p50_us=1400.0) | {"peak_mib": 1660.5}
     kept = ssd_row("fused", mode="fwd_train") | {"saved_mib": 512.0}
     without = whole | {"options": {"save_states": False}, "peak_mib": 1152.3}
-    assert not readme.update_memory([whole, kept, without, whole | {"shape": "8b-b1", "peak_mib": 77.0}], page)
+    others = whole | {"shape": "8b-b1", "peak_mib": 99.0}, whole | {"shape": "2.7b-b4", "peak_mib": 77.0}
+    assert not readme.update_memory([whole, kept, without, *others], page)
     text = page.read_text()
     assert "| fused | 128 | 512 | 1660 | 1390 |\n| fused, save_states=False | 128 |  | 1152 | 1390 |\n" in text
+    assert "| fused | 128 |  | 99 | 1390 |" in text.partition("8b-b4")[0]
     assert "77" not in text and "stale memory" not in text and "stale blocks" in text
     readme.update_memory([], page)
-    assert "No rows yet: no GPU has run forward and backward of this shape" in page.read_text()
+    assert "No rows yet: no GPU has run forward and backward of these shapes" in page.read_text()
 
 
 def test_blocks(page):

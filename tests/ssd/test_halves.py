@@ -58,9 +58,30 @@ def test_what_is_kept_to_compute_states_again(name, gate, device):
     assert [t.shape for t in kept] == [out.shape] * gate
 
 
-def test_documents(device, small):
-    """Of several rows, of which each has its own."""
+def test_documents_of_several_rows(device, small):
     inputs = random_inputs(Shape(2, 70, 1, 16, 1, 16, 64), replace(EVERYTHING, documents="seq_idx"), torch.float32, device)
+    ways = cotangents(inputs)
+    assert_all_accurate(results(get_variant("fused"), inputs, *ways, RECOMPUTED), truths(inputs, *ways), inputs, *ways)
+    assert small
+
+
+@pytest.mark.parametrize("begins", [(30, 90), (64,), (63, 64, 65), (), (0, 100)], ids=str)
+def test_documents_of_one_row(begins, device, small):
+    """The second half begins at token 64, within a document or with one; initial_states reach document 0 alone, if at all."""
+    shape, case = Shape(1, 130, 2, 64, 1, 64, 64) if GPU else Shape(1, 130, 2, 16, 1, 16, 32), replace(EVERYTHING, D="h")
+    inputs = random_inputs(shape, replace(case, documents="seq_idx"), HALF if GPU else torch.float32, device)
+    token = torch.arange(130, device=device)
+    documents = torch.stack([token * 0, *(token >= begin for begin in begins)]).sum(0)
+    inputs = replace(inputs, seq_idx=documents[None].to(torch.int32))
+    ways = cotangents(inputs)
+    for name in ("fused", "persistent"):
+        assert_all_accurate(results(get_variant(name), inputs, *ways, RECOMPUTED), truths(inputs, *ways), inputs, *ways)
+    assert len(small) == 2
+
+
+def test_documents_and_the_states_at_their_ends(device, small):
+    """What only the forward computes."""
+    inputs = random_inputs(Shape(1, 130, 2, 16, 1, 16, 32), replace(EVERYTHING, documents="varlen"), torch.float32, device)
     ways = cotangents(inputs)
     assert_all_accurate(results(get_variant("fused"), inputs, *ways, RECOMPUTED), truths(inputs, *ways), inputs, *ways)
     assert small
@@ -85,7 +106,7 @@ def test_into_places(batch, seqlen, device, small):
 
 
 @pytest.mark.parametrize("worth, change", [
-    (True, {}), (False, {"kept": True}), (False, {"documents": "seq_idx"}), (True, {"documents": "seq_idx", "batch": 2}),
+    (True, {}), (False, {"kept": True}), (True, {"documents": "seq_idx"}), (True, {"documents": "seq_idx", "batch": 2}),
     (False, {"seqlen": 127}), (True, {"seqlen": 127, "batch": 2}), (False, {"large": 1 << 40}),
 ])
 def test_where_it_is_worth_it(worth, change, monkeypatch):
