@@ -21,7 +21,7 @@ from torch import Tensor
 from ssd.block import causal_conv1d_fn, rms_norm_gated, selective_scan_fn, selective_state_update
 from ssd.modules import Mamba2
 
-from . import counters, record, timing
+from . import counters, record, timing, tuned
 from .reasons import first_line
 from .shapes import DTYPES, SHAPES, Shape
 
@@ -106,7 +106,7 @@ def count(rows: list[dict], out: Path, console: Console) -> None:
 def profiled(part: str, shape: str, mode: str, dtype: str, variant: str) -> None:
     """One call of a side: what `block --counters` runs under ncu."""
     work = PARTS[part]({shape.name: shape for shape in (*SHAPES.values(), *SCANS)}[shape], DTYPES[dtype])
-    with timing.side_stream():
+    with tuned.handed_over(), timing.side_stream():
         counters.watched(_call(work, work.ours if variant == OURS else work.theirs[1](), mode))
 
 

@@ -2,8 +2,10 @@
 
 ncu runs this command line's hidden command `profiled`, which makes one call between cudaProfilerStart and Stop. It is
 run three times, since each metric set needs caches of its own: bytes and blocks in one pass over warm caches, as kernels leave
-them to one another; hit rates and pipes over several passes, each from cold caches; hit rates again over warm ones. Times under
-ncu weigh the kernels; they are never reported as speed. A metric that this ncu or GPU does not know is left out of the rows.
+them to one another; hit rates and pipes over several passes, each from cold caches; hit rates again over warm ones. Steps of
+training have fewer metrics, in one of these runs (`profile`, `traffic`), and kernels that tune themselves are tuned in a run
+before, without ncu. Times under ncu weigh the kernels; they are never reported as speed. A metric that this ncu or GPU does not
+know is left out of the rows.
 """
 
 from __future__ import annotations
@@ -101,10 +103,8 @@ def counted(rows: list[dict], bench: str, call_of: Callable[[dict], list[str]], 
 
 def watched(call: Callable[[], object], warmup: int = 3) -> None:
     """The call, warmed up, once between the profiler's start and stop: what runs under ncu."""
-    tuned.take()
     for _ in range(warmup):
         call()
-    tuned.keep()
     torch.cuda.synchronize()
     torch.cuda.profiler.start()
     call()
@@ -114,7 +114,7 @@ def watched(call: Callable[[], object], warmup: int = 3) -> None:
 
 def profiled(candidate: Candidate, shape: str, mode: str, dtype: str) -> None:
     """One call: what `bench --counters` runs under ncu."""
-    with timing.side_stream():
+    with tuned.handed_over(), timing.side_stream():
         watched(Setting(SHAPES[shape], dtype).call(candidate, mode))
 
 

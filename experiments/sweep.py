@@ -27,7 +27,7 @@ from . import ablate, checkpoints, record
 from .characterize.collect import count
 from .characterize.definitions import of_peak
 from .characterize.gpus import find
-from .kernel_names import is_of_operator
+from .kernel_names import UNKNOWN, is_of_operator
 from .reasons import first_line
 from .runs import Run
 from .step_time import Candidate, measure
@@ -92,6 +92,9 @@ def run(plan: Plan, console: Console) -> list[str]:
             if done.has("ssm_counters", one) or done.has("step_counters", one):
                 console.print(f"{where} {name}: counted before", style="dim")
                 continue
+            if name in UNKNOWN:
+                console.print(f"{where} {name}: not counted, none of its kernels is known by name", style="yellow")
+                continue
             try:
                 count(one, plan.out, whole=False)
             except (OSError, ValueError) as reason:
@@ -120,7 +123,8 @@ def committed(out: Path = record.RESULTS) -> list[dict]:
 
     share: of the state-space model in the step. speedup: over upstream's step of the same sitting. U, W, G: of the memory's
     data-sheet rate by the state-space model's kernels, see `characterize.definitions`, where --counters, of a sweep or of
-    `characterize`, counted them. The time of G is theirs in the timed step: what lies between them there is others' work.
+    `characterize`, counted them, at whichever commit. The time of G is theirs in the timed step: what lies between them there
+    is others' work.
     """
     losses = {_trained(row): row["loss"] for row in record.read(out, bench="train") if row["gpus"] == 1}
     rows = [row for row in record.read(out, bench="step") if row["p50_us"] is not None]

@@ -1,7 +1,7 @@
-"""To which configs kernels that tune themselves, as upstream's do, were tuned: kept by one process for another.
+"""To which configs kernels that tune themselves, as upstream's do, were tuned: handed from one process to the next.
 
 A launch takes longer under ncu than a small kernel does, so that what is tuned there is left to chance. So a call is made once
-without ncu, and keeps its configs; under ncu it takes those.
+without ncu, and leaves its configs; under ncu it takes those, and tunes nothing.
 """
 
 from __future__ import annotations
@@ -12,57 +12,95 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from triton.runtime import Autotuner
 
-KEPT = "SSD_KERNELS_TUNED"  # in the environment: the file
+_FILE = "SSD_KERNELS_TUNED"  # in the environment
 
 
 @contextmanager
 def before(arguments: list[str], seconds: float) -> Iterator[None]:
-    """Runs this command line with the arguments, which has to call `take` and `keep`; within, whatever else is run with the
-    same arguments has the same configs.
+    """Runs this command line with the arguments, which makes its calls within `handed_over`; within, whatever else is run with
+    the same arguments has the same configs.
 
     Raises:
-        ValueError: it failed, with the end of what it said, or did not end in so many seconds.
+        ValueError: it failed, with the end of what it said, or did not end in so many seconds, or left no configs.
     """
     with TemporaryDirectory() as folder:
-        os.environ[KEPT] = str(Path(folder) / "configs.json")
+        path = Path(folder) / "configs.json"
+        os.environ[_FILE] = str(path)
         try:
             command = [sys.executable, "-m", "experiments", *arguments]
             ran = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
-            if ran.returncode:
+            if ran.returncode or not path.exists():
                 raise ValueError(f"without ncu: exit status {ran.returncode}: {ran.stderr.strip()[-400:]}")
             yield
         except subprocess.TimeoutExpired as error:
             raise ValueError(f"without ncu: did not end in {seconds} s; expected a smaller shape or preset") from error
         finally:
-            del os.environ[KEPT]
+            del os.environ[_FILE]
 
 
-def take() -> None:
-    """Kernels are tuned as they were in the process before, if there was one."""
-    path = Path(os.environ.get(KEPT, ""))
-    for name, configs in json.loads(path.read_text()).items() if path.is_file() else ():
-        module, _, kernel = name.rpartition(".")
-        tuner = getattr(import_module(module), kernel)
-        tuner.cache |= {tuple(key): tuner.configs[number] for key, number in configs}
+@contextmanager
+def handed_over() -> Iterator[None]:
+    """Within, kernels are tuned as they were in the process that `before` ran; in that process itself they tune themselves, and
+    what they chose is left for the others. Anywhere else nothing changes.
+
+    Kernels are met as they are launched: whoever imports upstream's need not leave its modules where they can be found.
+    """
+    if not (path := os.environ.get(_FILE)):
+        yield
+    elif Path(path).exists():
+        with _patched(run=_run_as(json.loads(Path(path).read_text())), _bench=_refused):
+            yield
+    else:
+        met: dict[int, Autotuner] = {}
+        with _patched(run=_run_noting(met)):
+            yield
+        found: dict[str, list] = {}
+        for tuner in met.values():  # of one kernel there may be several
+            found.setdefault(_name(tuner), []).extend((key, tuner.configs.index(one)) for key, one in tuner.cache.items())
+        Path(path).write_text(json.dumps(found))
 
 
-def keep() -> None:
-    """What kernels have been tuned to, for the processes after this one, if there are any."""
-    path = Path(os.environ.get(KEPT, ""))
-    if path.name and not path.exists():
-        path.write_text(json.dumps({name: [(key, tuner.configs.index(config)) for key, config in tuner.cache.items()]
-                                    for name, tuner in _tuners().items() if tuner.cache}))
+def _run_as(table: dict[str, list]):
+    run = Autotuner.run
+
+    def run_as(tuner: Autotuner, *args, **kwargs):
+        if not tuner.cache:
+            tuner.cache |= {tuple(key): tuner.configs[number] for key, number in table.get(_name(tuner), ())}
+        return run(tuner, *args, **kwargs)
+
+    return run_as
 
 
-def _tuners() -> dict[str, Autotuner]:
-    """By module and name, of all modules that are loaded; where several have one, by the last of them."""
-    modules = [(name, vars(module)) for name, module in list(sys.modules.items()) if getattr(module, "__dict__", None)]
-    found = {id(tuner): (f"{module}.{name}", tuner) for module, names in modules
-             for name, tuner in list(names.items()) if issubclass(type(tuner), Autotuner)}  # unlike isinstance, asks it nothing
-    return dict(found.values())
+def _run_noting(met: dict[int, Autotuner]):
+    run = Autotuner.run
+
+    def run_noting(tuner: Autotuner, *args, **kwargs):
+        met[id(tuner)] = tuner
+        return run(tuner, *args, **kwargs)
+
+    return run_noting
+
+
+def _refused(tuner: Autotuner, *_, **__):
+    raise RuntimeError(f"{_name(tuner)} was not tuned to this call before: the two runs differ")
+
+
+def _name(tuner: Autotuner) -> str:
+    return f"{tuner.base_fn.__module__}.{tuner.base_fn.__name__}"
+
+
+@contextmanager
+def _patched(**methods) -> Iterator[None]:
+    before = {name: getattr(Autotuner, name) for name in methods}
+    for name, method in methods.items():
+        setattr(Autotuner, name, method)
+    try:
+        yield
+    finally:
+        for name, method in before.items():
+            setattr(Autotuner, name, method)

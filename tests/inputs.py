@@ -40,7 +40,7 @@ class Case:
         documents: "seq_idx" packs several in every row, cut at random places inside chunks, at a chunk's edge, and
             after one token; "varlen" gives cu_seqlens as well, for the state at the end of each, and wants batch 1.
         packed: z, x, B, C and dt are slices of one projection, as Mamba-2 has them, hence strided and of one dtype.
-        strong_decay: A = -16 and dt about 0.1, from 0.01 to 0.2: |A| dt sums to more than 100 over 64 tokens, and leaps within.
+        strong_decay: A = -16 and dt about 0.1, from 0.01 to 0.2: |A| dt sums to about 107 over 64 tokens, and leaps within.
         dt_dtype, BC_dtype: other dtypes than that of x.
     """
 

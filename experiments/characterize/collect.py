@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from ssd.registry import is_peer
 
-from .. import counters, record
+from .. import counters, record, tuned
 from ..kernel_names import of_operator
 from ..parallel import alone
 from ..runs import Run
@@ -90,7 +90,8 @@ def count(run: Run, out: Path, whole: bool = True) -> list[dict]:
 
 def profiled_step(run: Run) -> None:
     """The step after SKIPPED, between the profiler's start and stop: what `count` runs under ncu."""
-    counters.watched(_steps(run), SKIPPED)
+    with tuned.handed_over():
+        counters.watched(_steps(run), SKIPPED)
 
 
 def calibrate(out: Path) -> float:

@@ -25,6 +25,7 @@ from . import compare as comparing
 from . import components
 
 _REPORT = Path("docs", "characterisation")
+_VARIANTS = "baseline,fused,persistent"
 _WORKLOADS = ("mamba2:1.3b,hybrid:1b,mambavision:T/mamba1,mambavision:T/ssd,"
               "graphmamba:peptides-func/mamba1,graphmamba:peptides-func/ssd")
 _STEPS = 100  # of the runs' schedules; fewer are taken
@@ -82,7 +83,7 @@ def report(
 
 def characterize(
     workload: Annotated[str, typer.Option(help=NAMES)] = _WORKLOADS,
-    variant: Annotated[str, typer.Option(help="Of the SSD, where a workload mixes with it.")] = "baseline,fused,persistent",
+    variant: Annotated[str, typer.Option(help="Of the SSD; scans run auto, and mamba_ssm if given.")] = _VARIANTS,
     dtype: Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}; bf16 by autocast.")] = "bf16",
     documents: Annotated[bool, typer.Option(help="As of train.")] = True,
     traces: Annotated[Path | None, typer.Option(file_okay=False, help="Folder to keep traces in, for Perfetto.")] = None,

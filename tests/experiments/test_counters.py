@@ -6,6 +6,7 @@ its three runs and, `brief`, in one; trimmed to the metrics that were asked for 
 
 import contextlib
 import io
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -124,6 +125,7 @@ def ncu(monkeypatch):
     def run(command, **_):
         fake.commands.append(command)
         if command[0] != "ncu":
+            Path(os.environ[counters.tuned._FILE]).write_text("{}")
             return SimpleNamespace(returncode=0)
         with open(command[command.index("--log-file") + 1], "w") as log:
             log.write(fake.said)
@@ -173,6 +175,10 @@ def test_traffic_of_some_kernels(ncu):
     assert command[command.index("--kernel-name") + 1] == "regex:chunk_state"
     assert command[command.index("--metrics") + 1].count(",") == 3, "one pass"
     assert [launch["ncu_us"] for launch in launches] == [launch["ncu_us"] for launch in read(raw(*LAUNCHES))]
+    counters.traffic(["profiled-step"], "chunk_state", tunes=True)
+    assert [command[0] == "ncu" for command in ncu.commands] == [True, False, True]
+    counters.profile(["profiled-step"], brief=True, tunes=True)
+    assert [command[0] == "ncu" for command in ncu.commands[3:]] == [False, True]
 
 
 def test_recorded(ncu, monkeypatch):

@@ -57,23 +57,33 @@ def test_what_has_its_row_is_not_run_again(plan, monkeypatch):
 
 
 def test_steps_are_counted_once(plan, monkeypatch):
-    """U, W and G of a step's row are from what ncu counted of the same step; one that it fails at costs no other."""
+    """U, W and G of a step's row are from what ncu counted of the same step; one that it fails at costs no other, and is
+    counted when it can be.
+    """
     launch = {"kernel": "chunk_scan_kernel", "launches": 1, "ncu_us": 10.0, "dram_bytes": 24e6, "dram_pct": 50.0}
     asked = []
 
     def traffic(arguments, only, tunes):
-        asked.append(json.loads(arguments[1])["variant"])
-        if asked == ["torch"]:
+        asked.append(json.loads(arguments[1])["batch"])
+        if asked == [4]:
             raise ValueError("no permission")
         return [launch, launch | {"kernel": "bmm_chunk_kernel", "ncu_us": 30.0}]
 
     monkeypatch.setattr(counters, "traffic", traffic)
     monkeypatch.setattr(sweep, "find", lambda _: find("NVIDIA H200"))
-    plan = replace(plan, trains=False, counts=True)
+    plan = replace(plan, runs=tuple(small_run(steps=3, save_every=0, batch=batch) for batch in (4, 2)), variants=("auto",),
+                   trains=False, counts=True)
     (failed,) = sweep.run(plan, QUIET)
-    assert failed == "mamba2 small ssd torch: ncu gave none: no permission" and asked == ["torch", "auto"]
+    assert failed == "mamba2 small ssd auto: ncu gave none: no permission" and asked == [4, 2]
     assert [(row["U"], row["W"]) for row in sweep.committed(plan.out)] == [(None, None), pytest.approx((33.3, 25.0), rel=1e-2)]
-    assert sweep.run(plan, QUIET) == [] and asked == ["torch", "auto", "torch"]
+    assert sweep.run(plan, QUIET) == [] and asked == [4, 2, 4]
+
+
+def test_kernels_without_names_are_not_counted(plan, monkeypatch):
+    monkeypatch.setattr(counters, "traffic", None)
+    console = Console(record=True, width=200, file=io.StringIO())
+    assert sweep.run(replace(plan, variants=("torch",), trains=False, counts=True), console) == []
+    assert "mamba2 small ssd torch: not counted, none of its kernels is known by name" in console.export_text()
 
 
 def test_steps_alone(plan, monkeypatch):

@@ -1,29 +1,41 @@
 """What kernels were tuned to goes from one process to the next."""
 
-import json
-import sys
-from types import ModuleType, SimpleNamespace
+from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
+import torch
 import triton
+import triton.language as tl
+from triton.runtime import Autotuner
 
 from experiments import tuned
 
-CONFIGS = [triton.Config({"BLOCK": size}) for size in (16, 32, 64)]
+
+def tuned_kernel(out, n, BLOCK: tl.constexpr):
+    tl.store(out, BLOCK)
 
 
-@pytest.fixture
-def kernel(monkeypatch):
-    """One that tunes itself, in a module of its own and in another that imports it."""
-    def tuned_kernel(n, BLOCK: triton.language.constexpr):
-        pass
+def tuner(fastest: int, seen: list[int] | None = None) -> Autotuner:
+    """The kernel, of which that size is the fastest; which are tried is noted."""
+    def bench(call: Callable[[], None], quantiles: object) -> list[float]:
+        call()
+        size = int(OUT)
+        if seen is not None:
+            seen.append(size)
+        return [float(size != fastest)] * 3
 
-    tuner = triton.autotune(CONFIGS, key=["n"])(triton.jit(tuned_kernel))
-    for name in ("its_module", "another_module"):
-        module = ModuleType(name)
-        module.tuned_kernel = tuner
-        monkeypatch.setitem(sys.modules, name, module)
-    return tuner
+    configs = [triton.Config({"BLOCK": size}) for size in (16, 32, 64)]
+    return triton.autotune(configs, key=["n"], do_bench=bench)(triton.jit(tuned_kernel))
+
+
+OUT = torch.zeros(1, device="cuda" if torch.cuda.is_available() else "cpu")
+
+
+def launched(kernel: Autotuner, n: int = 1) -> int:
+    """The size that it runs with."""
+    kernel[1,](OUT, n)
+    return int(OUT)
 
 
 @pytest.fixture
@@ -40,29 +52,30 @@ def ran(monkeypatch):
     return fake
 
 
-def test_configs_of_one_process_are_those_of_the_next(kernel, ran):
+def test_configs_of_one_process_are_those_of_the_next(ran):
     def first():
-        tuned.take()
-        kernel.cache |= {(4096, "torch.bfloat16"): CONFIGS[2], (1, None): CONFIGS[0]}
-        tuned.keep()
-        kernel.cache.clear()
+        with tuned.handed_over():
+            assert launched(tuner(32)) == 32 and launched(tuner(64), n=2) == 64
 
     ran.does = first
+    run, bench = Autotuner.run, Autotuner._bench
     with tuned.before(["profiled", "a call"], 10):
         assert ran.commands == [["-m", "experiments", "profiled", "a call"]]
         for _ in range(2):  # ncu runs a command more than once
-            tuned.take()
-            assert kernel.cache == {(4096, "torch.bfloat16"): CONFIGS[2], (1, None): CONFIGS[0]}
-            kernel.cache.clear()
-            kernel.cache[8,] = CONFIGS[1]
-            tuned.keep()
-            kernel.cache.clear()
-    tuned.take()
-    tuned.keep()
-    assert not kernel.cache and tuned.KEPT not in tuned.os.environ
+            with tuned.handed_over():
+                seen: list[int] = []
+                kernel = tuner(16, seen)
+                assert (launched(kernel), launched(kernel, n=2), seen) == (32, 64, [])
+                with pytest.raises(RuntimeError, match="tuned_kernel was not tuned to this call before"):
+                    launched(kernel, n=3)
+    assert (Autotuner.run, Autotuner._bench) == (run, bench) and tuned._FILE not in tuned.os.environ
+    with tuned.handed_over():
+        assert launched(tuner(16)) == 16
 
 
 def test_what_failed(ran):
+    with pytest.raises(ValueError, match="without ncu: exit status 0: out of memory"), tuned.before(["a call"], 10):
+        pass  # it left nothing
     ran.status = 1
     with pytest.raises(ValueError, match="without ncu: exit status 1: out of memory"), tuned.before(["a call"], 10):
         pass
@@ -73,10 +86,4 @@ def test_what_failed(ran):
     ran.does = never
     with pytest.raises(ValueError, match="without ncu: did not end in 10 s"), tuned.before(["a call"], 10):
         pass
-    assert tuned.KEPT not in tuned.os.environ
-
-
-def test_only_what_was_tuned_is_kept(kernel, ran, tmp_path, monkeypatch):
-    monkeypatch.setenv(tuned.KEPT, str(tmp_path / "configs.json"))
-    tuned.keep()
-    assert json.loads((tmp_path / "configs.json").read_text()) == {}
+    assert tuned._FILE not in tuned.os.environ

@@ -85,18 +85,30 @@ def test_refused(arguments, said):
 def test_counters_of_a_step(tmp_path, monkeypatch):
     launch = {"launches": 1, "ncu_us": 10.0, "dram_bytes": 1e6, "dram_pct": 20.0}
     asked = []
-    monkeypatch.setattr(counters, "profile", lambda arguments, brief, tunes: asked.append((arguments, brief and not tunes)) or [
-        launch | {"kernel": "nvjet_a"}, launch | {"kernel": "bmm_chunk_kernel"}, launch | {"kernel": "nvjet_a"}])
-    run = next(commands._runs("mamba2:tiny", ["fused"], "bf16", False))
-    rows = collect.count(run, tmp_path)
-    assert [(command, Run(**json.loads(given))) for (command, given), brief in asked if brief] == [("profiled-step", run)]
+
+    def profile(arguments, brief, tunes):
+        asked.append((arguments, brief, tunes))
+        return [launch | {"kernel": name} for name in ("nvjet_a", "bmm_chunk_kernel", "nvjet_a")]
+
+    def traffic(arguments, only, tunes):
+        asked.append((arguments, False, tunes))
+        assert re.search(only, "bmm_chunk_kernel") and not re.search(only, "nvjet_a")
+        return [launch | {"kernel": "bmm_chunk_kernel"}]
+
+    monkeypatch.setattr(counters, "profile", profile)
+    monkeypatch.setattr(counters, "traffic", traffic)
+    ours, theirs = commands._runs("mamba2:tiny", ["fused", "mamba_ssm"], "bf16", False)
+    rows = collect.count(ours, tmp_path)
     assert [(row["kernel"], row["operator"], row["launches"], row["ncu_us"]) for row in rows] == [
         ("nvjet_a", "gemm", 2, 20.0), ("bmm_chunk_kernel", "ssm", 1, 10.0)]
     assert record.read(tmp_path, bench="step_counters") == rows
-    monkeypatch.setattr(counters, "traffic", lambda arguments, only, tunes: [launch | {"kernel": "bmm_chunk_kernel"}] * (
-        re.search(only, "bmm_chunk_kernel") is not None and re.search(only, "nvjet_a") is None))
-    (row,) = collect.count(run, tmp_path, whole=False)
+    (row,) = collect.count(ours, tmp_path, whole=False)
     assert row["operator"] == "ssm" and record.read(tmp_path, bench="ssm_counters") == [row]
+    for whole in (True, False):
+        collect.count(theirs, tmp_path, whole)
+    assert [(command, Run(**json.loads(given)), brief, tunes) for (command, given), brief, tunes in asked] == [
+        ("profiled-step", ours, True, False), ("profiled-step", ours, False, False),
+        ("profiled-step", theirs, True, True), ("profiled-step", theirs, False, True)]
 
 
 @without_gpu
