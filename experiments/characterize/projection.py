@@ -25,8 +25,9 @@ import numpy as np
 from ssd import cost
 
 from .. import record, table
+from ..kernel_names import is_of_operator
 from . import classes
-from .definitions import of_one_gpu, problem_of
+from .definitions import of_one_gpu, problem_of, vector_flops
 from .gpus import GPU, find
 
 TERMS = ("launch", "bytes", "tensor", "vector", "exponentials")
@@ -44,6 +45,7 @@ class Sample:
     us: float
     launches: int
     work: cost.Cost
+    variant: str = "baseline"
 
     def terms_us(self, gpu: GPU) -> tuple[float, ...]:
         """The terms at the data sheet's rates, in microseconds; the first is a number of launches."""
@@ -137,6 +139,19 @@ def kernel_samples(out: Path = record.RESULTS) -> tuple[list[Sample], GPU | None
     rows = of_one_gpu([row for row in record.read(out, bench="counters", variant="baseline") if classes.model(row)])
     samples = [Sample(classes.stage(row), row["shape"], row["mode"], row["chunk_size"], row["ncu_us"], row["launches"],
                       replace(classes.model(row), bytes=row["dram_bytes"])) for row in rows]
+    return samples, find(rows[0]["gpu"]) if rows else None
+
+
+def counted_samples(out: Path = record.RESULTS) -> tuple[list[Sample], GPU | None]:
+    """The operator's kernels of every variant, upstream's among them, as ncu counted them last: all terms are its. And their
+    GPU, likewise.
+    """
+    rows = of_one_gpu([row for row in record.read(out, bench="counters")
+                       if is_of_operator(row["kernel"]) and classes.counted(row) and "exps" in row])
+    rows = record.latest(rows, lambda row: (*table.subject(row), row["kernel"]))
+    samples = [Sample(classes.stage(row), row["shape"], row["mode"], row["chunk_size"], row["ncu_us"], row["launches"],
+                      cost.Cost(row["dram_bytes"], row["tensor_flops"], row["exps"], vector_flops(row)), row["variant"])
+               for row in rows]
     return samples, find(rows[0]["gpu"]) if rows else None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -13,28 +14,30 @@ from . import draw
 from .parts import NOT_YET, Figure, Section, Table, number
 
 _GPUS = ("a100", "h100", "h200", "b200")
+_HOPPER = ("h100", "h200")  # where the kernels of fused and persistent run that were counted
+_ON_HOPPER = ("fused", "persistent")
 _SHAPE = "8b-b4"  # whose kernels were counted
 _ITS_OWN = 0.1  # of a term's sum of squares; with less that the other terms cannot make up, its coefficient is arbitrary
 
 
 def section(out: Path) -> Section:
-    """Fit, test, and times of the baseline's kernels."""
+    """Fits, tests, and times of the baseline's kernels, and of those of fused and persistent on Hopper."""
     title = "What if: other GPUs"
     kernels, gpu = projection.kernel_samples(out)
     calls, calls_gpu = projection.call_samples(out)
+    counted, counted_gpu = projection.counted_samples(out)
     enough = 2 * len(projection.TERMS)
-    if gpu is None or calls_gpu is not gpu or min(len(kernels), len(calls)) < enough:
+    if gpu is None or calls_gpu is not gpu or counted_gpu is not gpu or min(map(len, (kernels, calls, counted))) < enough:
         return Section(title, (f"The model needs {enough} kernels and {enough} calls counted and timed on one GPU: {NOT_YET}.",
                                _sheet()))
     tests = {"a kernel left out": projection.left_out(kernels, gpu, lambda one: one.what),
-             "a shape left out": projection.left_out(calls, gpu, lambda one: one.shape)}
-    data = [{"test": test, "what": left.sample.what, "shape": left.sample.shape, "mode": left.sample.mode,
-             "chunk_size": left.sample.chunk_size, "measured_us": left.sample.us, "predicted_us": round(left.predicted_us, 2),
-             "error": round(left.error, 4)} for test, found in tests.items() for left in found]
+             "a shape left out": projection.left_out(calls, gpu, lambda one: one.shape),
+             "a kernel left out, by counters": projection.left_out(counted, gpu, lambda one: one.what)}
+    data = [{"test": test, **_facts(left)} for test, found in tests.items() for left in found]
 
     def plot(ax) -> None:
         ax.plot([5, 1e4], [5, 1e4], color=draw.MUTED, linewidth=1)
-        for test, marker, shade in zip(tests, "os", draw.SERIES, strict=False):
+        for test, marker, shade in zip(tests, "os^", draw.SERIES, strict=False):
             ax.plot([left.sample.us for left in tests[test]], [left.predicted_us for left in tests[test]], marker, color=shade,
                     markersize=4, label=test, alpha=0.8)
         ax.grid(which="major")
@@ -43,14 +46,16 @@ def section(out: Path) -> Section:
     worst = max(tests["a kernel left out"], key=lambda left: abs(left.error))
     of_kernels = f"{len(kernels)} rows of {len({one.what for one in kernels})} kernels"
     of_calls = f"{len(calls)} calls of {len({one.shape for one in calls})} shapes"
+    of_counted = f"{len(counted)} rows of {len({one.what for one in counted})} kernels of any variant"
     said = " ".join(f"With {test}, {of}: {_errors(found)}." for (test, found), of in zip(
-        tests.items(), (of_kernels, of_calls), strict=True))
+        tests.items(), (of_kernels, of_calls, of_counted), strict=True))
     see = (f"Errors where the model had not seen what it predicts. {said} Weighted, long kernels count for more. The worst is "
            f"{worst.sample.what}, {worst.predicted_us:.0f} for {worst.sample.us:.0f} µs: " + (
                "what binds it is none of the five terms." if worst.predicted_us < worst.sample.us else
                "terms that other kernels need so large are too large for it."))
     model = projection.fit(kernels, gpu)
-    fitted = {of_kernels: kernels, of_calls: calls}
+    fitted = {of_kernels: kernels, of_calls: calls, of_counted: counted}
+    on_hopper = [one for one in counted if one.variant in _ON_HOPPER]
     terms = Table(("fitted to", "launch, µs", *projection.TERMS[1:]), [
         (name, *(number(value, 2) for value in projection.fit(samples, gpu).coefficients)) for name, samples in fitted.items()])
     return Section(title, (
@@ -59,7 +64,16 @@ def section(out: Path) -> Section:
         terms, *_not_told_apart(fitted, gpu), Figure("projection-test", svg, see, data),
         f"Microseconds of the baseline's kernels on {_SHAPE}. {gpu.name} is measured; **the others are extrapolated**: nothing "
         "says that the coefficients hold there, and a kernel's error above is the least to expect.",
-        _times(kernels, model), _sheet()))
+        _times(kernels, model),
+        f"Of {' and '.join(_ON_HOPPER)} on {_SHAPE}, all terms by counters. Their kernels are for Hopper; elsewhere plain ones "
+        "run, which were not counted. A call is the sum of its kernels.",
+        _times_of_calls(on_hopper, projection.fit(counted, gpu)), _sheet()))
+
+
+def _facts(left: projection.Left) -> dict:
+    one = left.sample
+    return {"variant": one.variant, "what": one.what, "shape": one.shape, "mode": one.mode, "chunk_size": one.chunk_size,
+            "measured_us": one.us, "predicted_us": round(left.predicted_us, 2), "error": round(left.error, 4)}
 
 
 def _errors(found: list[projection.Left]) -> str:
@@ -92,14 +106,39 @@ def _not_told_apart(fitted: dict[str, list[projection.Sample]], gpu: GPU) -> lis
 
 
 def _times(kernels: list[projection.Sample], model: projection.Model) -> Table:
-    rows = []
     latest = {(one.mode, one.what, one.chunk_size): one for one in kernels if one.shape == _SHAPE}
-    for one in latest.values():
-        parts = model.parts_us(one)
-        rows.append((one.what, DIRECTIONS.get(one.mode, one.mode), str(one.chunk_size), max(parts, key=parts.get),
-                     *(number(one.us if GPUS[key] is model.gpu else model.projected_us(one, GPUS[key]), 1) for key in _GPUS)))
-    names = (f"{GPUS[key].name}, {'measured' if GPUS[key] is model.gpu else 'extrapolated'}" for key in _GPUS)
-    return Table(("kernel", "", "chunk", "largest term", *names), rows, 2)
+    rows = [(one.what, DIRECTIONS.get(one.mode, one.mode), str(one.chunk_size), _largest(model, [one]),
+             *(number(_us(model, [one], key), 1) for key in _GPUS)) for one in latest.values()]
+    return Table(("kernel", "", "chunk", "largest term", *_named(model, _GPUS)), rows, 2)
+
+
+def _times_of_calls(kernels: list[projection.Sample], model: projection.Model) -> Table:
+    """Each kernel, and their sum, of calls of one shape."""
+    calls: dict[tuple[str, str], list[projection.Sample]] = {}
+    for one in kernels:
+        if one.shape == _SHAPE:
+            calls.setdefault((one.variant, one.mode), []).append(one)
+    rows = [(variant, DIRECTIONS.get(mode, mode), name, _largest(model, part),
+             *(number(_us(model, part, key), 1) for key in _HOPPER))
+            for (variant, mode), of in calls.items() for name, part in (*((one.what, [one]) for one in of), ("all", of))]
+    return Table(("variant", "", "kernel", "largest term", *_named(model, _HOPPER)), rows, 4)
+
+
+def _us(model: projection.Model, kernels: list[projection.Sample], key: str) -> float:
+    """Measured, or carried over."""
+    return sum(one.us if GPUS[key] is model.gpu else model.projected_us(one, GPUS[key]) for one in kernels)
+
+
+def _largest(model: projection.Model, kernels: list[projection.Sample]) -> str:
+    """The term that the model has most of their time from."""
+    parts = Counter()
+    for one in kernels:
+        parts.update(model.parts_us(one))
+    return max(parts, key=parts.get)
+
+
+def _named(model: projection.Model, keys: tuple[str, ...]) -> list[str]:
+    return [f"{GPUS[key].name}, {'measured' if GPUS[key] is model.gpu else 'extrapolated'}" for key in keys]
 
 
 def _sheet() -> Table:

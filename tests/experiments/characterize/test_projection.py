@@ -7,6 +7,7 @@ import pytest
 from experiments.characterize import projection
 from experiments.characterize.gpus import GPUS
 from experiments.characterize.projection import Model, Sample
+from experiments.characterize.report import projected
 from ssd import cost
 
 from ..rows import ssd_row, write
@@ -89,3 +90,25 @@ def test_rows_of_two_gpus_are_not_mixed(tmp_path):
     write(tmp_path, ssd_row(), ssd_row(gpu="NVIDIA H100"), ssd_row(mode="bwd", gpu="NVIDIA H100"))
     calls, gpu = projection.call_samples(tmp_path)
     assert len(calls) == 2 and gpu is GPUS["h100"]
+
+
+def test_samples_by_counters(tmp_path):
+    """The last row of each kernel of the operator that ncu counted whole; a fused multiply-add is two FLOPs."""
+    counted = {"tensor_flops": 4e9, "fadds": 1e6, "fmuls": 2e6, "ffmas": 3e6, "exps": 5e5}
+    write(tmp_path, kernel_row("hopper_scan_kernel", "persistent", **counted, ncu_us=99.0),
+          kernel_row("hopper_scan_kernel", "persistent", **counted), kernel_row("chunk_state_kernel"),
+          kernel_row("_chunk_scan_fwd_kernel", "mamba_ssm", **counted), kernel_row("nvjet_a", "mamba_ssm", **counted))
+    samples, gpu = projection.counted_samples(tmp_path)
+    assert [(one.variant, one.what, one.us) for one in samples] == [
+        ("persistent", "hopper_scan", 20.0), ("mamba_ssm", "chunk_scan", 20.0)]
+    assert {one.work for one in samples} == {cost.Cost(bytes=48e6, flops=4e9, exps=5e5, vector=9e6)} and gpu is H200
+
+
+def test_times_of_calls():
+    """48 MB take 10 us of an H200's 4.8 TB/s and 14.3 of an H100's 3.35: 20 us of the one are 28.7 of the other."""
+    kernels = [Sample(what, "8b-b4", "fwd", 256, 20.0, 1, cost.Cost(bytes=48e6), "persistent") for what in ("a", "b")]
+    table = projected._times_of_calls([*kernels, replace(kernels[0], shape="8b-b1")], Model((0.0, 2.0, 0.0, 0.0, 0.0), H200))
+    assert table.header[-2:] == ("H100 SXM, extrapolated", "H200, measured")
+    assert [row[2:] for row in table.rows] == [
+        ("a", "bytes", "28.7", "20.0"), ("b", "bytes", "28.7", "20.0"), ("all", "bytes", "57.3", "40.0")]
+    assert {row[:2] for row in table.rows} == {("persistent", "forward")}
