@@ -22,7 +22,7 @@ def of_operator() -> str:
 
 
 def is_of_operator(name: str) -> bool:
-    """Whether it is one of those; of `sum_parts_kernel`, which gated norm and convolution launch, too, all are counted."""
+    """Whether it is one of those; of `sum_parts_kernel`, which gated norm launches, too, all are counted."""
     return re.search(of_operator(), name) is not None
 
 

@@ -9,6 +9,8 @@ from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
 
+from ssd.registry import is_peer
+
 from . import figure, record, step_figure, table
 from .shapes import DIRECTIONS
 
@@ -134,10 +136,12 @@ def gains(rows: list[dict]) -> str:
         together.setdefault((row["gpu"], row["sitting"], record.settings(row, "variant")), []).append(row)
     for group in together.values():
         theirs = [row for row in group if row["variant"] == "mamba_ssm"]
-        ours = [row for row in group if row["variant"] != "mamba_ssm" and row["speedup"] and row["ssm_us"]]
-        if not (theirs and theirs[0]["ssm_us"] and ours):
+        ours = [row for row in group if row["speedup"] and not is_peer(row["variant"])]
+        if not (theirs and ours):
             continue
         one, best = theirs[0], min(ours, key=itemgetter("p50_us"))
+        if not (one["ssm_us"] and best["ssm_us"]):
+            continue
         run = " | ".join(str(one["run"][name]) for name in ("workload", "preset", "mixer", "batch"))
         step, ssm = one["p50_us"] - best["p50_us"], one["ssm_us"] - best["ssm_us"]
         part = f"{100 * ssm / step:.0f} %" if step > 0 and ssm > 0 else ""

@@ -27,7 +27,7 @@ from . import ablate, checkpoints, record
 from .characterize.collect import count
 from .characterize.definitions import of_peak
 from .characterize.gpus import find
-from .kernel_names import UNKNOWN, is_of_operator
+from .kernel_names import UNKNOWN, is_of_operator, ours
 from .reasons import first_line
 from .runs import Run
 from .step_time import Candidate, measure
@@ -161,7 +161,8 @@ def _counted(rows: list[dict]) -> dict[tuple, list[dict]]:
         last[_counters_key(row)] = max(row["time"], last.get(_counters_key(row), ""))
     found: dict[tuple, list[dict]] = {}
     for row in rows:
-        if is_of_operator(row["kernel"]) and row["time"] == last[_counters_key(row)]:
+        theirs = is_of_operator(row["kernel"]) and not (is_peer(row["variant"]) and row["kernel"] in ours())
+        if theirs and row["time"] == last[_counters_key(row)]:
             found.setdefault(_counters_key(row), []).append(row)
     return found
 

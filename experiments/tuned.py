@@ -34,8 +34,10 @@ def before(arguments: list[str], seconds: float) -> Iterator[None]:
         try:
             command = [sys.executable, "-m", "experiments", *arguments]
             ran = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
-            if ran.returncode or not path.exists():
+            if ran.returncode:
                 raise ValueError(f"without ncu: exit status {ran.returncode}: {ran.stderr.strip()[-400:]}")
+            if not path.exists():
+                raise ValueError("without ncu: it left no configs")
             yield
         except subprocess.TimeoutExpired as error:
             raise ValueError(f"without ncu: did not end in {seconds} s; expected a smaller shape or preset") from error
@@ -69,8 +71,8 @@ def _run_as(table: dict[str, list]):
     run = Autotuner.run
 
     def run_as(tuner: Autotuner, *args, **kwargs):
-        if not tuner.cache:
-            tuner.cache |= {tuple(key): tuner.configs[number] for key, number in table.get(_name(tuner), ())}
+        for key, number in table.get(_name(tuner), ()):
+            tuner.cache.setdefault(tuple(key), tuner.configs[number])
         return run(tuner, *args, **kwargs)
 
     return run_as

@@ -24,7 +24,7 @@ import numpy as np
 
 from ssd import cost
 
-from .. import record, table
+from .. import counters, record, table
 from ..kernel_names import is_of_operator
 from . import classes
 from .definitions import of_one_gpu, problem_of, vector_flops
@@ -143,12 +143,12 @@ def kernel_samples(out: Path = record.RESULTS) -> tuple[list[Sample], GPU | None
 
 
 def counted_samples(out: Path = record.RESULTS) -> tuple[list[Sample], GPU | None]:
-    """The operator's kernels of every variant, upstream's among them, as ncu counted them last: all terms are its. And their
-    GPU, likewise.
+    """The operator's kernels of every variant, upstream's among them, of calls in bf16 with every option, as ncu counted them
+    last: all terms are its. And their GPU, likewise.
     """
-    rows = of_one_gpu([row for row in record.read(out, bench="counters")
-                       if is_of_operator(row["kernel"]) and classes.counted(row) and "exps" in row])
-    rows = record.latest(rows, lambda row: (*table.subject(row), row["kernel"]))
+    rows = of_one_gpu([row for row in counters.committed(out, by_kernel=True)
+                       if row["dtype"] == "bf16" and record.has_default_options(row)
+                       and is_of_operator(row["kernel"]) and classes.counted(row) and "exps" in row])
     samples = [Sample(classes.stage(row), row["shape"], row["mode"], row["chunk_size"], row["ncu_us"], row["launches"],
                       cost.Cost(row["dram_bytes"], row["tensor_flops"], row["exps"], vector_flops(row)), row["variant"])
                for row in rows]

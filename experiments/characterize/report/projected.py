@@ -114,14 +114,14 @@ def _times(kernels: list[projection.Sample], model: projection.Model) -> Table:
 
 def _times_of_calls(kernels: list[projection.Sample], model: projection.Model) -> Table:
     """Each kernel, and their sum, of calls of one shape."""
-    calls: dict[tuple[str, str], list[projection.Sample]] = {}
+    calls: dict[tuple[str, str, int], list[projection.Sample]] = {}
     for one in kernels:
         if one.shape == _SHAPE:
-            calls.setdefault((one.variant, one.mode), []).append(one)
-    rows = [(variant, DIRECTIONS.get(mode, mode), name, _largest(model, part),
+            calls.setdefault((one.variant, one.mode, one.chunk_size), []).append(one)
+    rows = [(variant, DIRECTIONS.get(mode, mode), str(chunk), name, _largest(model, part),
              *(number(_us(model, part, key), 1) for key in _HOPPER))
-            for (variant, mode), of in calls.items() for name, part in (*((one.what, [one]) for one in of), ("all", of))]
-    return Table(("variant", "", "kernel", "largest term", *_named(model, _HOPPER)), rows, 4)
+            for (variant, mode, chunk), of in calls.items() for name, part in (*((one.what, [one]) for one in of), ("all", of))]
+    return Table(("variant", "", "chunk", "kernel", "largest term", *_named(model, _HOPPER)), rows, 5)
 
 
 def _us(model: projection.Model, kernels: list[projection.Sample], key: str) -> float:

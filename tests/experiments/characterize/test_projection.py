@@ -95,7 +95,7 @@ def test_rows_of_two_gpus_are_not_mixed(tmp_path):
 def test_samples_by_counters(tmp_path):
     """The last row of each kernel of the operator that ncu counted whole; a fused multiply-add is two FLOPs."""
     counted = {"tensor_flops": 4e9, "fadds": 1e6, "fmuls": 2e6, "ffmas": 3e6, "exps": 5e5}
-    write(tmp_path, kernel_row("hopper_scan_kernel", "persistent", **counted, ncu_us=99.0),
+    write(tmp_path, kernel_row("hopper_scan_kernel", "persistent", **counted, ncu_us=99.0, time="2026-01-01"),
           kernel_row("hopper_scan_kernel", "persistent", **counted), kernel_row("chunk_state_kernel"),
           kernel_row("_chunk_scan_fwd_kernel", "mamba_ssm", **counted), kernel_row("nvjet_a", "mamba_ssm", **counted))
     samples, gpu = projection.counted_samples(tmp_path)
@@ -109,6 +109,6 @@ def test_times_of_calls():
     kernels = [Sample(what, "8b-b4", "fwd", 256, 20.0, 1, cost.Cost(bytes=48e6), "persistent") for what in ("a", "b")]
     table = projected._times_of_calls([*kernels, replace(kernels[0], shape="8b-b1")], Model((0.0, 2.0, 0.0, 0.0, 0.0), H200))
     assert table.header[-2:] == ("H100 SXM, extrapolated", "H200, measured")
-    assert [row[2:] for row in table.rows] == [
+    assert [row[3:] for row in table.rows] == [
         ("a", "bytes", "28.7", "20.0"), ("b", "bytes", "28.7", "20.0"), ("all", "bytes", "57.3", "40.0")]
-    assert {row[:2] for row in table.rows} == {("persistent", "forward")}
+    assert {row[:3] for row in table.rows} == {("persistent", "forward", "256")}
