@@ -14,6 +14,7 @@ from ssd.kernels.chunk_cumsum import chunk_cumsum
 from ssd.kernels.chunk_state import chunk_state, varlen_states
 from ssd.kernels.state_passing import state_passing
 from ssd.kernels.walk_states import chunk_states
+from ssd.states import worth_walking
 from ssd.tuning import pick
 from ssd.types import SUB_CHUNK, Options, SSDInputs, SSDSaved
 
@@ -47,10 +48,11 @@ def _plain(i: SSDInputs, options: Options, save: bool, keep: bool) -> tuple[Tens
     # what the scan's products span: sub-chunks, or whole chunks
     spans = replace(i, chunk_size=pick("two_level_scan", i)["BLOCK_M"]) if options.two_level else i
     with torch.cuda.device_of(i.x):
+        walks = options.fuse_states and worth_walking(i, "walk_states")
         steps = by_chunk = chunk_cumsum(spans)
-        if spans.chunk_size < i.chunk_size and (i.cu_seqlens is not None or not options.fuse_states):
+        if spans.chunk_size < i.chunk_size and (i.cu_seqlens is not None or not walks):
             by_chunk = chunk_cumsum(i)
-        if options.fuse_states:
+        if walks:
             prev_states, final_states = chunk_states(i, *steps, options)
         else:
             prev_states, final_states = state_passing(i, chunk_state(i, *by_chunk, options), by_chunk[1])

@@ -1,6 +1,7 @@
 """The backward that `fused` and `persistent` share, in sub-chunks. On Hopper, where the inputs allow, hopper_backward; else
 chunk_cumsum, walk_states (from the states that the forward kept, if it did), walk_dstates, the two group loops and
-chunk_cumsum_bwd; with a gate chunk_scan_dz as well. Of large inputs whose states were not kept, either in two halves.
+chunk_cumsum_bwd; with a gate chunk_scan_dz as well. For few heads of a long sequence the baseline's kernels stand in for the
+walks. Of large inputs whose states were not kept, either in two halves.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from .kernels.chunk_cumsum_bwd import chunk_cumsum_bwd
 from .kernels.chunk_scan_dz import chunk_scan_dz
 from .kernels.group_dB_dx import group_dB_dx
 from .kernels.group_dC import group_dC
-from .kernels.walk_dstates import walk_dstates
 from .kernels.walk_states import chunk_states, chunk_states_between
+from .states import dstates, states
 from .tuning import pick
 from .types import Options, SSDGrads, SSDInputs, SSDSaved
 
@@ -56,14 +57,13 @@ def _by_groups(saved: SSDSaved, dout: Tensor, dfinal_states: Tensor | None, into
         dt, dA_cumsum = chunk_cumsum(spans)
         prev_states = saved.prev_states
         if prev_states is None:
-            prev_states, _ = chunk_states(spans, dt, dA_cumsum, options)
+            prev_states, _ = states(spans, dt, dA_cumsum, options)
         elif spans.chunk_size < saved.states_every:
             prev_states = chunk_states_between(spans, dt, dA_cumsum, prev_states, saved.states_every, options)
         dz, dy = (None, dout) if i.z is None else chunk_scan_dz(i, dout, saved.y, into.dz)
-        dstates, dinitial_states, s_tiles = walk_dstates(i, dy, dA_cumsum, prev_states, dfinal_states, options,
-                                                         into.dinitial_states)
+        G, dinitial_states, s_tiles = dstates(i, dy, dA_cumsum, prev_states, dfinal_states, options, into.dinitial_states)
         dC, dCB, net = group_dC(i, dt, dA_cumsum, dy, prev_states, options, into.dC)
-        dx, dB, dD, u_v_x, q = group_dB_dx(i, dt, dA_cumsum, dy, dstates, dCB, options, into.dx, into.dB)
+        dx, dB, dD, u_v_x, q = group_dB_dx(i, dt, dA_cumsum, dy, G, dCB, options, into.dx, into.dB)
         no_parts = net.new_empty(0, *net.shape)  # of r and col, which are in net
         ddt, dA, ddt_bias, _ = chunk_cumsum_bwd(spans, u_v_x, no_parts, q, s_tiles, net, no_parts, into.ddt)
     return SSDGrads(dx, ddt, dA, dB, dC, dD, dz, ddt_bias, dinitial_states)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .kernels.arguments import cdiv
 from .kernels.chunk_cumsum import chunk_cumsum
-from .runs import RUN_FIELDS, Run, deal, span_length, span_runs
+from .runs import EVERY_STATE, FEW_STATES, RUN_FIELDS, SCAN, Run, Walk, deal, span_length, span_runs
 from .tuning import current_device
 from .types import HOPPER_DSTATES, HOPPER_HEADDIM, SUB_CHUNK, Options, SSDInputs, SSDSaved
 
@@ -79,7 +79,7 @@ def stationary(inputs: SSDInputs, options: Options, keep: bool) -> tuple[Tensor,
         prev_states = None
         if keep:
             prev_states = call.new_states((call.nsub,), inputs.states_dtype)
-        runs, *entering = call.entering(options)
+        runs, *entering = call.entering(options, SCAN)
         hopper_scan(inputs, *call.descriptors, *call.steps, runs, call.initial_states, *entering, final_states,
                     None if prev_states is None else describe_states(prev_states))
     return call.out, final_states, SSDSaved(inputs, options, None, None, prev_states)
@@ -96,7 +96,7 @@ def two_level(inputs: SSDInputs, options: Options, keep: bool, blocks: int | Non
         each = span_length(i.batch * pairs, call.nsub, current_device(i.x.device.index).sms)
         every = BLOCK_M if keep else each * BLOCK_M  # tokens between the states that are written; each span starts from one
         final_states, prev_states = call.new_states(()), call.new_states((cdiv(i.seqlen, every),), i.states_dtype)
-        runs, *entering = call.entering(options)
+        runs, *entering = call.entering(options, EVERY_STATE if keep else FEW_STATES)
         all_states(i, call.descriptors[:2], describe_states(prev_states), *call.steps, runs, call.initial_states, *entering,
                    final_states, i.batch, every)
         runs = _span_runs(i.batch, pairs, call.nsub, each, blocks, i.x.device)
@@ -129,21 +129,21 @@ class _Call:
         i = self.inputs
         return torch.empty(i.batch, *between, i.nheads, i.headdim, i.dstate, device=i.x.device, dtype=dtype)
 
-    def entering(self, options: Options) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def entering(self, options: Options, walk: Walk) -> tuple[Tensor, Tensor | None, Tensor | None]:
         i = self.inputs
-        return runs_of(i, i.batch, self.descriptors[:2], *self.steps, i.batch, options)
+        return runs_of(i, i.batch, self.descriptors[:2], *self.steps, i.batch, options, walk)
 
 
 def runs_of(i: SSDInputs, rows: int, descriptors: tuple, dt: Tensor, dA_cumsum: Tensor, forwards: int,
-            options: Options) -> tuple[Tensor, Tensor | None, Tensor | None]:
+            options: Options, walk: Walk) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Runs of whole sequences, or cut ones; and ends and factors of the pieces that enter those that begin inside one.
 
     rows: sequences of a pair of heads, of which those from `forwards` on are walked backwards; descriptors: as hopper_states
-    takes them.
+    takes them; walk: what the runs will do.
     """
     from .kernels.hopper_states import piece_states
 
-    runs, piece_runs, npieces = _dealt(rows, i.nheads // 2, dt.shape[2], options.segments, i.x.device)
+    runs, piece_runs, npieces = _dealt(rows, i.nheads // 2, dt.shape[2], walk, options.segments, i.x.device)
     if not npieces:
         return runs, None, None
     return runs, *piece_states(i, descriptors, dt, dA_cumsum, npieces, piece_runs, forwards)
@@ -206,9 +206,10 @@ def _layout(channels: int, dtype: torch.dtype):
 
 # Tables are kept for good: a CUDA graph replays with their addresses.
 @cache
-def _dealt(batch: int, pairs: int, nsub: int, cut: bool, device: torch.device) -> tuple[Tensor, Tensor | None, int]:
+def _dealt(batch: int, pairs: int, nsub: int, walk: Walk, cut: bool,
+           device: torch.device) -> tuple[Tensor, Tensor | None, int]:
     """Runs of sequences and of their pieces, (blocks, nruns, 6) int32 on the device, and the number of pieces."""
-    runs = deal(batch, pairs, nsub, current_device(device.index).sms, cut)
+    runs = deal(batch, pairs, nsub, current_device(device.index).sms, walk, cut)
     return _table(runs.sequences, device), _table(runs.pieces, device) if runs.npieces else None, runs.npieces
 
 

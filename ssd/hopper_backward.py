@@ -19,6 +19,7 @@ from .kernels.chunk_cumsum import chunk_cumsum
 from .kernels.chunk_cumsum_bwd import chunk_cumsum_bwd
 from .kernels.chunk_scan_dz import chunk_scan_dz
 from .kernels.group import parts_of, summed
+from .runs import EVERY_STATE, FEW_STATES
 from .tuning import current_device
 from .types import Options, SSDGrads, SSDInputs, SSDSaved
 
@@ -82,7 +83,7 @@ def last_state(i: SSDInputs, options: Options) -> Tensor:
         tokens, sizes = tuple(describe(describable(t)) for t in (i.x, i.B)), (i.nheads, i.headdim, i.dstate)
         kept = dt.new_empty(i.batch, cdiv(dt.shape[2], _RARELY), *sizes, dtype=i.x.dtype)
         last = dt.new_empty(i.batch, *sizes)
-        runs, *entering = runs_of(i, i.batch, tokens, dt, dA_cumsum, i.batch, options)
+        runs, *entering = runs_of(i, i.batch, tokens, dt, dA_cumsum, i.batch, options, FEW_STATES)
         start = None if i.initial_states is None else i.initial_states.float().contiguous()
         all_states(i, tokens, describe_states(kept), dt, dA_cumsum, runs, start, *entering, last, i.batch, _RARELY * BLOCK_M)
     return last
@@ -103,7 +104,7 @@ def _states(saved: SSDSaved, tokens: tuple, dt: Tensor, dA_cumsum: Tensor,
     starts = _starts(i, given)
     finals = None if i.initial_states is None else dt.new_empty(rows, *i.initial_states.shape[1:])
     states = torch.empty(rows, nsub, i.nheads, i.headdim, i.dstate, device=dt.device, dtype=i.x.dtype)
-    runs, *entering = runs_of(i, rows, tokens, dt, dA_cumsum, forwards, saved.options)
+    runs, *entering = runs_of(i, rows, tokens, dt, dA_cumsum, forwards, saved.options, EVERY_STATE)
     all_states(i, tokens, describe_states(states), dt, dA_cumsum, runs, starts, *entering, finals, forwards, BLOCK_M)
     return kept if reads else states[:forwards], states[forwards:], None if finals is None else finals[forwards:]
 

@@ -21,8 +21,8 @@ class Options:
         exp2: exponentials as exp2 of exponents that were scaled by log2(e) as vectors. Off, exp of each element.
         fuse_bmm: C B^T is computed in the tile that uses it. Off, bmm_chunk writes it to memory once per group.
         low_precision_CB: without fuse_bmm, C B^T is kept in the dtype of x. Off, in fp32.
-        fuse_states: (fused) one kernel walks the chunks with the running state in registers. Off, chunk_state and
-            state_passing, through fp32 states in memory.
+        fuse_states: (fused) one kernel walks the chunks with the running state in registers. Off, and in plain Triton for few
+            heads of a long sequence, chunk_state and state_passing, through fp32 states in memory.
         two_level: (fused) a block walks a whole chunk, on Hopper up to 512 tokens, in sub-chunks of 64 with the state in
             registers. Off, one block of rows per program, which meets every block of columns before it in its chunk.
         causal_blocks: (fused, without two_level) tiles above the diagonal are skipped. Off, they are computed and masked.

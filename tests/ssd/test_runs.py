@@ -2,16 +2,18 @@
 
 import pytest
 
-from ssd.runs import deal, span_length, span_runs
+from ssd.runs import EVERY_STATE, FEW_STATES, SCAN, deal, span_length, span_runs
 
 SIZES = [(1, 64, 64, 132), (4, 64, 64, 132), (4, 40, 64, 132), (1, 40, 1024, 132), (8, 12, 32, 132), (3, 2, 16, 132),
-         (1, 1, 1, 7), (2, 3, 5, 4), (5, 1, 100, 2)]
+         (1, 16, 64, 132), (1, 32, 64, 132), (1, 48, 64, 132), (1, 1, 1, 7), (2, 3, 5, 4), (5, 1, 100, 2)]
+WALKS = pytest.mark.parametrize("walk", (SCAN, EVERY_STATE, FEW_STATES), ids=("scan", "every_state", "few_states"))
 
 
+@WALKS
 @pytest.mark.parametrize("cut", (True, False))
 @pytest.mark.parametrize(("batch", "pairs", "nsub", "blocks"), SIZES)
-def test_every_sub_chunk_once(batch, pairs, nsub, blocks, cut):
-    runs = deal(batch, pairs, nsub, blocks, cut)
+def test_every_sub_chunk_once(batch, pairs, nsub, blocks, walk, cut):
+    runs = deal(batch, pairs, nsub, blocks, walk, cut)
     assert len(runs.sequences) <= blocks and len(runs.pieces) <= blocks
     walked = sorted((b, pair, c) for of in runs.sequences for b, pair, first, last, _, _ in of for c in range(first, last))
     assert walked == [(b, pair, c) for b in range(batch) for pair in range(pairs) for c in range(nsub)]
@@ -19,9 +21,10 @@ def test_every_sub_chunk_once(batch, pairs, nsub, blocks, cut):
         assert runs.npieces == 0 and not runs.pieces
 
 
+@WALKS
 @pytest.mark.parametrize(("batch", "pairs", "nsub", "blocks"), SIZES)
-def test_pieces_lead_up_to_their_run(batch, pairs, nsub, blocks):
-    runs = deal(batch, pairs, nsub, blocks)
+def test_pieces_lead_up_to_their_run(batch, pairs, nsub, blocks, walk):
+    runs = deal(batch, pairs, nsub, blocks, walk)
     pieces = sorted((piece, (b, pair), (first, last)) for of in runs.pieces for b, pair, first, last, piece, _ in of)
     assert [piece for piece, _, _ in pieces] == list(range(runs.npieces))
     for of in runs.sequences:
@@ -32,15 +35,28 @@ def test_pieces_lead_up_to_their_run(batch, pairs, nsub, blocks):
 
 
 def test_cuts_where_it_pays():
-    assert deal(3, 96, 13, 132).npieces > 0  # two rounds, and 24 sequences of which a third round would not be worth it
-    assert deal(1, 64, 64, 132).npieces > 0  # 64 blocks would leave 68 SMs idle
-    assert deal(4, 64, 64, 132).npieces == 0  # two rounds, the second nearly full
-    longest = max(sum(last - first for _, _, first, last, _, _ in of) for of in deal(4, 40, 64, 132).sequences)
+    assert deal(3, 96, 32, 132, SCAN).npieces > 0  # two rounds, and 24 sequences of which a third round would not be worth it
+    assert deal(1, 64, 64, 132, SCAN).npieces > 0  # 64 blocks would leave 68 SMs idle
+    assert deal(4, 64, 64, 132, SCAN).npieces == 0  # two rounds, the second nearly full
+    longest = max(sum(last - first for _, _, first, last, _, _ in of) for of in deal(4, 40, 64, 132, SCAN).sequences)
     assert longest == 64 + 64 // 4  # the 28 left over in 4 parts on 112 blocks
 
 
+def test_walks_that_fill_the_memory_are_left_whole():
+    for pairs in (48, 64, 80):
+        assert deal(1, pairs, 64, 132, EVERY_STATE).npieces == 0
+    assert deal(1, 16, 64, 132, EVERY_STATE).npieces > 0  # 16 blocks do not
+    assert deal(1, 64, 64, 132, FEW_STATES).npieces > 0
+
+
+def test_pieces_are_parts_where_these_are_few():
+    """Each piece is read by every run after it, so a few more sub-chunks in one cost less than two of them."""
+    runs = deal(1, 16, 64, 132, SCAN)
+    assert runs.npieces == 16 * 7 and {last - first for ((_, _, first, last, _, _),) in runs.pieces} == {8}
+
+
 def test_cut_in_the_same_places():
-    (first,), (second,) = deal(1, 40, 1024, 132).sequences[40:42]
+    (first,), (second,) = deal(1, 40, 1024, 132, SCAN).sequences[40:42]
     assert first[:4] == (0, 0, 342, 684) and second[:4] == (0, 1, 342, 684)
 
 
