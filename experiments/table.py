@@ -9,7 +9,7 @@ import pandas as pd
 from rich.table import Table
 
 from . import record
-from .shapes import MODES
+from .shapes import MODES, SHAPES
 
 FORMATS = ("markdown", "csv", "latex")
 _RIGHT = "right"
@@ -166,8 +166,8 @@ def committed(out=record.RESULTS, all_chunks: bool = False, compared: bool = Fal
 
 
 def in_order(rows: list[dict]) -> list[dict]:
-    """By GPU, shape, mode and variant: shapes and variants as they first come, modes from fwd to fwd_bwd."""
-    order = {"shape": {}, "mode": {mode: n for n, mode in enumerate(MODES)}, "variant": {}}
+    """By GPU, shape, mode and variant: shapes as they are listed, variants as they first come, modes from fwd to fwd_bwd."""
+    order = {"shape": {name: n for n, name in enumerate(SHAPES)}, "mode": {mode: n for n, mode in enumerate(MODES)}, "variant": {}}
     for row in rows:
         for key, seen in order.items():
             seen.setdefault(row[key], len(seen))

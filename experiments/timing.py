@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import contextmanager
+from random import Random
 
 import torch
 from torch.autograd import DeviceType
@@ -32,19 +33,21 @@ def interleaved(calls: dict, repeats: int, warmup: int) -> dict:
     """{name: call} -> {name: (p20, p50, p80) in microseconds} between events around each call, L2 flushed before it.
 
     One call of each per round, so that a change of clocks meets all alike. The queue is never drained between calls:
-    where the GPU is the slower side, launch overhead is hidden, as in training.
+    where the GPU is the slower side, launch overhead is hidden, as in training. Rounds go in orders of their own, or one call
+    would always come behind a long one, which hides the most.
     """
     flush = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device="cuda")
     for call in calls.values():
         for _ in range(warmup):
             call()
     events = {name: [] for name in calls}
+    orders = Random(0)
     for _ in range(repeats):
-        for name, call in calls.items():
+        for name in orders.sample([*calls], len(calls)):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             flush.zero_()
             start.record()
-            call()
+            calls[name]()
             end.record()
             events[name].append((start, end))
     torch.cuda.synchronize()

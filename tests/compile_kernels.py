@@ -43,6 +43,7 @@ from tests.inputs import EVERYTHING, Case, Shape, random_inputs
 from tests.late_loads import late_loads
 from tests.lost_operands import lost_operands
 from tests.machine_code import lanes_apart, ptx_loops
+from tests.unset_registers import unset_registers
 
 # Name of the chip's config file, and the shared memory that one block may ask for.
 CHIPS = {
@@ -74,6 +75,7 @@ class Compiled:
     ptx: str  # a digest, by which two can be told apart
     late: list[str] | None  # loads that an mbarrier does not wait for, see late_loads, if the machine code was read
     lost: list[str] | None  # products whose operand is overwritten, see lost_operands, likewise; not of Gluon kernels
+    unset: list[str] | None  # instructions that read what nothing has written, see unset_registers, likewise
 
 
 class _Driver:
@@ -150,16 +152,17 @@ def _measure(kernel, disassemble: bool) -> Compiled:
     config += [f"warps={kernel.metadata.num_warps}", f"stages={kernel.metadata.num_stages}"]
     registers, spills = _resources(kernel.kernel)
     ptx = kernel.asm["ptx"]
-    groups = late = lost = None
+    groups = late = lost = unset = None
     if disassemble and "wgmma.mma_async" in ptx:
         sass = _run(knobs.nvidia.nvdisasm.path, "-c", kernel.kernel)
         # the last instruction of a group names the barrier that counts it
         groups, late = len(re.findall(r"HGMMA.*gsb", sass)), late_loads(sass)
         lost = lost_operands(sass) if "ttir" in kernel.asm else []
+        unset = unset_registers(sass)
     return Compiled(kernel.name, " ".join(config), registers, spills, kernel.metadata.shared,
                     ptx.count("wgmma.mma_async"), groups, ptx.count("mma.sync") + ptx.count("tcgen05.mma"),
                     kernel.asm.get("ttir", "").count("tt.dot "), lanes_apart(ptx), _unfenced(ptx),
-                    hashlib.sha256(ptx.encode()).hexdigest()[:16], late, lost)
+                    hashlib.sha256(ptx.encode()).hexdigest()[:16], late, lost, unset)
 
 
 def _unfenced(ptx: str) -> int:
@@ -187,7 +190,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--variant", default="baseline")
     parser.add_argument("--arch", type=int, choices=CHIPS, default=90)
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
-    for name, default in (("seqlen", 512), ("nheads", 8), ("headdim", 64), ("ngroups", 1), ("dstate", 128),
+    for name, default in (("seqlen", 512), ("nheads", 64), ("headdim", 64), ("ngroups", 1), ("dstate", 128),
                           ("chunk-size", 256)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--every-option", action="store_true", help="z, seq_idx, initial states, varlen states ...")

@@ -1,5 +1,7 @@
 """What is particular to the backward in group loops: how the heads of a group are shared out, and documents."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -21,6 +23,15 @@ def test_splits_of_a_group(splits, dtype, device, monkeypatch):
     monkeypatch.setattr(group_dC, "head_splits", lambda inputs, programs: splits)
     shape = Shape(2, 150, 6, 64, 2, 128, 128) if GPU else Shape(1, 70, 6, 20, 2, 24, 64)
     assert_right(get_variant("fused"), random_inputs(shape, EVERYTHING, dtype, device))
+
+
+@pytest.mark.parametrize("headdim", (16, 32, 64) if GPU else (16,))
+@pytest.mark.parametrize("dstate", (16, 32, 64) if GPU else (16,))
+@pytest.mark.parametrize("D", ("h", "hp"))
+def test_narrow_tiles(headdim, dstate, D, device):
+    """Which have layouts of their own in a product; at 16 and 16, D and heads to loop over, ptxas lost an address."""
+    case = replace(EVERYTHING, D=D)
+    assert_right(get_variant("fused"), random_inputs(Shape(2, 70, 2, headdim, 1, dstate, 64), case, HALF, device))
 
 
 @pytest.mark.parametrize("splits", (1, 2))

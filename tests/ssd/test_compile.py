@@ -56,6 +56,7 @@ def assert_fits(rows: list[dict], arch: int, spills: int, by_walks: int) -> None
         assert not row["apart"], f"{row}: which of several lanes' sums is stored is left to chance"
         assert not row["unfenced"], f"{row}: products may read what the tiles held before"
         assert not row["lost"], f"{row}: the next turn of its loop reads what this one has overwritten"
+        assert not row["unset"], f"{row}: an address of a product is made of what nothing has written"
         assert row["registers"] <= 255 and row["spills"] <= most, f"{row}: at most {most} bytes may be spilled"
 
 
@@ -79,6 +80,14 @@ def test_one_token_of_one_head(way):
     """Triton takes sizes of 1 for constants, which have no methods."""
     small = ("--headdim", "16", "--dstate", "16", "--chunk-size", "16")
     assert compiled(*way, *small, "--arch", "90", "--seqlen", "1", "--nheads", "1", "--every-option")
+
+
+@pytest.mark.parametrize("headdim", (16, 32))
+@pytest.mark.parametrize("dstate", (16, 64))
+def test_narrow_tiles(headdim, dstate):
+    """Two heads to a group, and D: what ptxas took for an address at 16 channels and 16 states came with these."""
+    sizes = ("--headdim", str(headdim), "--dstate", str(dstate), "--nheads", "2", "--chunk-size", "64", "--seqlen", "4096")
+    assert_fits(compiled("fused", "--off", "gluon", *sizes, "--arch", "90", "--every-option"), 90, spills=64, by_walks=1152)
 
 
 @over_variants

@@ -27,6 +27,8 @@ if GPU:
 @pytest.mark.parametrize("dtype", (HALF, torch.float32), ids=str)
 @pytest.mark.parametrize("name", ("fused", "persistent"))
 def test_right_without_walks(name, dtype, shape, case, save, device, monkeypatch):
+    if case == "varlen" and shape.batch > 1:
+        pytest.skip("documents of one row")
     if not GPU and (name == "persistent") == (dtype == HALF):
         pytest.skip("the same kernels: every other one will do")
     for where in ("ssd.states.worth_walking", "fused.forward.worth_walking"):
