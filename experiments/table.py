@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import pandas as pd
@@ -167,11 +167,15 @@ def committed(out=record.RESULTS, all_chunks: bool = False, compared: bool = Fal
 
 def in_order(rows: list[dict]) -> list[dict]:
     """By GPU, shape, mode and variant: shapes as they are listed, variants as they first come, modes from fwd to fwd_bwd."""
-    order = {"shape": {name: n for n, name in enumerate(SHAPES)}, "mode": {mode: n for n, mode in enumerate(MODES)}, "variant": {}}
+    order = {"shape": _numbered(SHAPES), "mode": _numbered(MODES), "variant": {}}
     for row in rows:
         for key, seen in order.items():
             seen.setdefault(row[key], len(seen))
     return sorted(rows, key=lambda row: (row["gpu"], *(seen[row[key]] for key, seen in order.items())))
+
+
+def _numbered(names: Iterable[str]) -> dict[str, int]:
+    return {name: n for n, name in enumerate(names)}
 
 
 def terminal(rows: list[dict], title: str, columns: dict = COLUMNS) -> Table:
