@@ -1,4 +1,6 @@
-"""The fused forward, in plain Triton three launches: chunk_cumsum, walk_states, two_level_scan. `Options` take it apart."""
+"""The fused forward, in plain Triton three launches: chunk_cumsum, walk_states, two_level_scan; where heads are few and the
+sequence long, chunk_state and state_passing in place of the second. `Options` take it apart.
+"""
 
 from __future__ import annotations
 
