@@ -38,8 +38,7 @@ def chunk_scan(i: SSDInputs, variant: str, options: Options, save: bool) -> tupl
 
     save: whether a backward may follow, so that what it needs must be kept.
     """
-    tensors = (i.x, i.dt, i.A, i.B, i.C, i.D, i.z, i.dt_bias, i.initial_states, i.seq_idx, i.cu_seqlens)
-    settings = (i.chunk_size, i.dt_softplus, *i.dt_limit, i.state_dtype, variant)
+    tensors, settings = i.tensors, (*i.settings, variant)
     if not are_plain(tensors):
         return torch.ops.ssd.chunk_scan(*tensors, *settings, _encode(options), save)[:3]
     if save:
@@ -64,11 +63,8 @@ def _decode(text: str) -> Options:
 
 
 def _unpack(args: tuple) -> tuple[SSDInputs, str, Options]:
-    (x, dt, A, B, C, D, z, dt_bias, initial_states, seq_idx, cu_seqlens, chunk_size, dt_softplus, dt_min, dt_max, state_dtype,
-     variant, options) = args
-    inputs = SSDInputs(x, dt, A, B, C, chunk_size, D, z, dt_bias, initial_states, seq_idx, cu_seqlens, dt_softplus,
-                       (dt_min, dt_max), state_dtype)
-    return inputs, variant, _decode(options)
+    *settings, variant, options = args[_N_ARGS:]
+    return SSDInputs.of(args[:_N_ARGS], settings), variant, _decode(options)
 
 
 def _forward(*args):

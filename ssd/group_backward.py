@@ -7,7 +7,6 @@ walks. Of large inputs whose states were not kept, either in two halves.
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -37,7 +36,7 @@ def backward(saved: SSDSaved, dout: Tensor, dfinal_states: Tensor | None, into: 
     if hopper_backward.can_run(saved.inputs, saved.options):
         run, last_state = hopper_backward.backward, hopper_backward.last_state
     if worth_halving(saved):
-        return by_halves(run, partial(last_state, options=saved.options), saved, dout, dfinal_states, into)
+        return by_halves(run, last_state, saved, dout, dfinal_states, into)
     return run(saved, dout, dfinal_states, into)
 
 

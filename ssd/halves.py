@@ -14,14 +14,18 @@ import torch
 from torch import Tensor
 
 from .kernels.arguments import contiguous, output
-from .types import SUB_CHUNK, SSDGrads, SSDInputs, SSDSaved
+from .tape import replayed
+from .types import SUB_CHUNK, Options, SSDGrads, SSDInputs, SSDSaved
 
 _LARGE = 1 << 28  # bytes of states: beyond, memory runs out sooner than a launch counts
 _OF_TOKENS = ("x", "dt", "B", "C", "z", "seq_idx")
 _SUMMED = ("dA", "dD", "ddt_bias")
+_OTHERS = (*_SUMMED, "dinitial_states")
+_PLACES = ("dx", "ddt", "dB", "dC", "dz", "dinitial_states")
 _ALL = slice(None)
 
 Backward = Callable[[SSDSaved, Tensor, Tensor | None, SSDGrads], SSDGrads]
+LastState = Callable[[SSDInputs, Options], Tensor]
 
 
 def worth_halving(saved: SSDSaved) -> bool:
@@ -32,25 +36,26 @@ def worth_halving(saved: SSDSaved) -> bool:
     return i.batch * -(-i.seqlen // SUB_CHUNK) * i.nheads * i.headdim * i.dstate * i.x.element_size() >= _LARGE
 
 
-def by_halves(backward: Backward, last_state: Callable[[SSDInputs], Tensor], saved: SSDSaved, dout: Tensor,
-              dfinal_states: Tensor | None, into: SSDGrads) -> SSDGrads:
+def by_halves(backward: Backward, last_state: LastState, saved: SSDSaved, dout: Tensor, dfinal_states: Tensor | None,
+              into: SSDGrads) -> SSDGrads:
     """As backward(saved, dout, dfinal_states, into).
 
-    last_state: of inputs, the state after their last token, (batch, nheads, headdim, dstate) fp32.
+    last_state: of inputs and options, the state after their last token, (batch, nheads, headdim, dstate) fp32.
     """
-    i = saved.inputs
-    given = {"dx": i.x, "ddt": i.dt, "dB": i.B, "dC": i.C} | ({} if i.z is None else {"dz": i.z})
-    whole = {name: output(t, getattr(into, name)) for name, t in given.items()}
+    i, options = saved.inputs, saved.options
+    given = {"dx": i.x, "ddt": i.dt, "dB": i.B, "dC": i.C, "dz": i.z}
+    whole = {name: t if t is None else output(t, getattr(into, name)) for name, t in given.items()}
 
     def half(rows: slice, tokens: slice, start: Tensor | None, dinto: Tensor | None, dfinal: Tensor | None) -> SSDGrads:
         part = replace(_part(i, rows, tokens), initial_states=start)
-        kept = replace(saved, inputs=part, y=contiguous(None if saved.y is None else saved.y[rows, tokens]))
-        places = SSDGrads(**{name: t[rows, tokens] for name, t in whole.items()}, dinitial_states=dinto)
-        return backward(kept, dout[rows, tokens], dfinal, places)
+        places = SSDGrads(**{name: t if t is None else t[rows, tokens] for name, t in whole.items()}, dinitial_states=dinto)
+        y = contiguous(None if saved.y is None else saved.y[rows, tokens])
+        return _half(backward, options, part, y, dout[rows, tokens], dfinal, places)
 
     if i.batch == 1:
         middle = -(-i.seqlen // (2 * SUB_CHUNK)) * SUB_CHUNK
-        state = last_state(_part(i, _ALL, slice(middle)))
+        front = _part(i, _ALL, slice(middle))
+        (state,) = replayed(_state, front.tensors, (*front.settings, last_state, options))
         second = half(_ALL, slice(middle, None), state, None, dfinal_states)
         first = half(_ALL, slice(middle), i.initial_states, into.dinitial_states, second.dinitial_states)
         dinitial_states = first.dinitial_states
@@ -61,6 +66,30 @@ def by_halves(backward: Backward, last_state: Callable[[SSDInputs], Tensor], sav
                          for rows in (slice(i.batch // 2), slice(i.batch // 2, None)))
     sums = {name: None if getattr(first, name) is None else getattr(first, name) + getattr(second, name) for name in _SUMMED}
     return SSDGrads(**whole, **sums, dinitial_states=dinitial_states)
+
+
+def _half(backward: Backward, options: Options, i: SSDInputs, y: Tensor | None, dout: Tensor, dfinal_states: Tensor | None,
+          into: SSDGrads) -> SSDGrads:
+    """The gradients of one half, from a tape of its own: on one for both, what the first frees would not become the second's.
+
+    into: all but the sums, and dinitial_states perhaps.
+    """
+    places = [getattr(into, name) for name in _PLACES]
+    others = replayed(_others, (*i.tensors, y, dout, dfinal_states, *places), (*i.settings, backward, options))
+    return replace(into, **{name: t for name, t in zip(_OTHERS, others, strict=True) if t is not None})
+
+
+def _others(*args) -> tuple[Tensor | None, ...]:
+    """The gradients that were given no place."""
+    tensors, (y, dout, dfinal_states), places, (*settings, backward, options) = args[:11], args[11:14], args[14:20], args[20:]
+    into = SSDGrads(**dict(zip(_PLACES, places, strict=True)))
+    grads = backward(SSDSaved(SSDInputs.of(tensors, settings), options, y), dout, dfinal_states, into)
+    return tuple([getattr(grads, name) if getattr(into, name) is None else None for name in _OTHERS])
+
+
+def _state(*args) -> tuple[Tensor]:
+    tensors, (*settings, last_state, options) = args[:11], args[11:]
+    return (last_state(SSDInputs.of(tensors, settings), options),)
 
 
 def _part(i: SSDInputs, rows: slice, tokens: slice) -> SSDInputs:

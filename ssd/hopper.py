@@ -17,7 +17,7 @@ import torch
 import triton
 from torch import Tensor
 
-from .kernels.arguments import cdiv
+from .kernels.arguments import cdiv, contiguous
 from .kernels.chunk_cumsum import chunk_cumsum
 from .runs import EVERY_STATE, FEW_STATES, RUN_FIELDS, SCAN, Run, Walk, deal, span_length, span_runs
 from .tuning import current_device
@@ -97,8 +97,8 @@ def two_level(inputs: SSDInputs, options: Options, keep: bool, blocks: int | Non
         every = BLOCK_M if keep else each * BLOCK_M  # tokens between the states that are written; each span starts from one
         final_states, prev_states = call.new_states(()), call.new_states((cdiv(i.seqlen, every),), i.states_dtype)
         runs, *entering = call.entering(options, EVERY_STATE if keep else FEW_STATES)
-        all_states(i, call.descriptors[:2], describe_states(prev_states), *call.steps, runs, call.initial_states, *entering,
-                   final_states, i.batch, every)
+        all_states(i, call.descriptors[:2], describe_states(prev_states), *call.steps, runs, (call.initial_states, None),
+                   *entering, final_states, i.batch, every)
         runs = _span_runs(i.batch, pairs, call.nsub, each, blocks, i.x.device)
         hopper_scan(i, *call.descriptors, *call.steps, runs, starts=prev_states, every=every)
     return call.out, final_states, SSDSaved(inputs, options, None, None, prev_states if keep else None)
@@ -117,7 +117,7 @@ class _Call:
     @classmethod
     def of(cls, i: SSDInputs) -> _Call:
         out = torch.empty(i.x.shape, device=i.x.device, dtype=i.x.dtype)
-        initial_states = None if i.initial_states is None else i.initial_states.float().contiguous()
+        initial_states = contiguous(i.initial_states)
         steps = chunk_cumsum(replace(i, chunk_size=BLOCK_M), apart=True)
         return cls(i, out, (*(describe(describable(t)) for t in (i.x, i.B, i.C)), describe(out)), steps, initial_states)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from . import hopper
 from .hopper import BLOCK_M, describable, describe, describe_states, is_describable, runs_of
-from .kernels.arguments import cdiv, fitted, output
+from .kernels.arguments import cdiv, contiguous, fitted, output
 from .kernels.chunk_cumsum import chunk_cumsum
 from .kernels.chunk_cumsum_bwd import chunk_cumsum_bwd
 from .kernels.chunk_scan_dz import chunk_scan_dz
@@ -56,11 +56,11 @@ def backward(saved: SSDSaved, dout: Tensor, dfinal_states: Tensor | None, into: 
         spans = replace(i, chunk_size=BLOCK_M)
         dt, dA_cumsum = chunk_cumsum(spans, apart=True)
         x, B, dy, C = (describe(describable(t)) for t in (i.x, i.B, dy, i.C))
-        H, G, dinitial_states = _states(saved, (x, B, dy, C), dt, dA_cumsum, dfinal_states)
+        H, G, dinitial_states = _states(saved, (x, B, dy, C), dt, dA_cumsum, dfinal_states, into.dinitial_states)
 
         sms = current_device(i.x.device.index).sms
         splits = _splits(i.batch * spans.nchunks * i.ngroups, i.nheads // i.ngroups, sms)
-        dB_parts, dC_parts = (parts_of(t, None, splits) for t in (i.B, i.C))
+        dB_parts, dC_parts = parts_of(i.B, _place(into.dB), splits), parts_of(i.C, _place(into.dC), splits)
         dx = output(i.x, into.dx if into.dx is not None and is_describable(into.dx) else None)
         sums, s = hopper_group(i, x, dy, B, C, describe_states(H), describe_states(G), describe(dx), dt, dA_cumsum,
                                dB_parts, dC_parts, sms)
@@ -84,13 +84,13 @@ def last_state(i: SSDInputs, options: Options) -> Tensor:
         kept = dt.new_empty(i.batch, cdiv(dt.shape[2], _RARELY), *sizes, dtype=i.x.dtype)
         last = dt.new_empty(i.batch, *sizes)
         runs, *entering = runs_of(i, i.batch, tokens, dt, dA_cumsum, i.batch, options, FEW_STATES)
-        start = None if i.initial_states is None else i.initial_states.float().contiguous()
-        all_states(i, tokens, describe_states(kept), dt, dA_cumsum, runs, start, *entering, last, i.batch, _RARELY * BLOCK_M)
+        starts = contiguous(i.initial_states), None
+        all_states(i, tokens, describe_states(kept), dt, dA_cumsum, runs, starts, *entering, last, i.batch, _RARELY * BLOCK_M)
     return last
 
 
-def _states(saved: SSDSaved, tokens: tuple, dt: Tensor, dA_cumsum: Tensor,
-            dfinal_states: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+def _states(saved: SSDSaved, tokens: tuple, dt: Tensor, dA_cumsum: Tensor, dfinal_states: Tensor | None,
+            into: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """The state before each sub-chunk and the gradient of that after it, (batch, nsub, nheads, headdim, dstate), and
     dinitial_states (None without initial_states). tokens: descriptors of x, B, dy, C.
     """
@@ -100,13 +100,14 @@ def _states(saved: SSDSaved, tokens: tuple, dt: Tensor, dA_cumsum: Tensor,
     reads = kept is not None and _reads(i, saved.states_every)
     forwards = 0 if reads else i.batch  # rows of walks; those after them are of gradients
     rows = forwards + i.batch
-    given = (dfinal_states,) if reads else (i.initial_states, dfinal_states)
-    starts = _starts(i, given)
-    finals = None if i.initial_states is None else dt.new_empty(rows, *i.initial_states.shape[1:])
+    starts = None if reads else contiguous(i.initial_states), contiguous(dfinal_states)
+    dinitial_states = None
+    if i.initial_states is not None:
+        dinitial_states = output(i.initial_states, _place(into), torch.float32)
     states = torch.empty(rows, nsub, i.nheads, i.headdim, i.dstate, device=dt.device, dtype=i.x.dtype)
     runs, *entering = runs_of(i, rows, tokens, dt, dA_cumsum, forwards, saved.options, EVERY_STATE)
-    all_states(i, tokens, describe_states(states), dt, dA_cumsum, runs, starts, *entering, finals, forwards, BLOCK_M)
-    return kept if reads else states[:forwards], states[forwards:], None if finals is None else finals[forwards:]
+    all_states(i, tokens, describe_states(states), dt, dA_cumsum, runs, starts, *entering, dinitial_states, forwards, BLOCK_M)
+    return kept if reads else states[:forwards], states[forwards:], dinitial_states
 
 
 def _reads(i: SSDInputs, every: int) -> bool:
@@ -114,15 +115,9 @@ def _reads(i: SSDInputs, every: int) -> bool:
     return every == BLOCK_M and i.states_dtype == i.x.dtype
 
 
-def _starts(i: SSDInputs, given: tuple[Tensor | None, ...]) -> Tensor | None:
-    """Where walks begin, (rows, nheads, headdim, dstate) fp32, those not given at zero; None if none is."""
-    if all(t is None for t in given):
-        return None
-    starts = torch.zeros(len(given), i.batch, i.nheads, i.headdim, i.dstate, device=i.x.device, dtype=torch.float32)
-    for start, states in zip(starts, given, strict=True):
-        if states is not None:
-            start.copy_(states)
-    return starts.flatten(0, 1)
+def _place(into: Tensor | None) -> Tensor | None:
+    """Where kernels that write contiguous gradients leave one: where it was asked to be, if they can."""
+    return into if into is not None and into.is_contiguous() else None
 
 
 def _left(gradient: Tensor, into: Tensor | None) -> Tensor:

@@ -6,7 +6,8 @@ that works it out takes longer than the kernels of a small problem: 390 us of a 
 a tensor that came in, in memory that was allocated, or elsewhere, as tables do that live as long as the process. A later call
 allocates the same, launches the same with the addresses of its own tensors, and gives the same bits.
 
-Where a call does anything else to tensors than allocate, look at and launch, none of its form is recorded.
+Where a call does anything else to tensors than allocate, look at and launch, none of its form is recorded. So it is where
+there are calls in it that have tapes of their own.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from .kernels.launch import current_stream, launch_compiled, recording
 from .tuning import is_forced
@@ -45,6 +46,8 @@ def replayed(call: Callable[..., Results], tensors: tuple[Tensor | None, ...], s
     """
     if not tensors[0].is_cuda or is_forced():
         return call(*tensors, *settings)
+    if isinstance(around := _get_current_dispatch_mode(), _Watch):
+        around.give_up()
     addresses, forms = [], []
     for t in tensors:
         if t is None:
@@ -160,8 +163,13 @@ class _Watch(TorchDispatchMode):
             looked = results if isinstance(results, (tuple, list)) else (results,)
             self.only &= not func._schema.is_mutable and all(isinstance(t, Tensor) and _memory(t) in seen for t in looked)
         if not self.only:
-            self.allocated.clear()
+            self.give_up()
         return results
+
+    def give_up(self) -> None:
+        """What was watched cannot be recorded."""
+        self.only = False
+        self.allocated.clear()
 
 
 def _memory(t: Tensor) -> int:

@@ -86,6 +86,25 @@ class SSDInputs:
     dt_limit: tuple[float, float] = (0.0, float("inf"))
     state_dtype: torch.dtype | None = None  # of the states between chunks; None: C's
 
+    @classmethod
+    def of(cls, tensors: tuple[Tensor | None, ...], settings: tuple) -> SSDInputs:
+        """What `tensors` and `settings` were taken from."""
+        x, dt, A, B, C, D, z, dt_bias, initial_states, seq_idx, cu_seqlens = tensors
+        chunk_size, dt_softplus, dt_min, dt_max, state_dtype = settings
+        return cls(x, dt, A, B, C, chunk_size, D, z, dt_bias, initial_states, seq_idx, cu_seqlens, dt_softplus,
+                   (dt_min, dt_max), state_dtype)
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """Those that are differentiable first."""
+        return (self.x, self.dt, self.A, self.B, self.C, self.D, self.z, self.dt_bias, self.initial_states, self.seq_idx,
+                self.cu_seqlens)
+
+    @property
+    def settings(self) -> tuple:
+        """All but the tensors; plain values, hashable."""
+        return self.chunk_size, self.dt_softplus, *self.dt_limit, self.state_dtype
+
     @property
     def batch(self) -> int:
         return self.x.shape[0]

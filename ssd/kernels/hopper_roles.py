@@ -62,13 +62,18 @@ def row_layout(dstate):
 
 
 @gluon.jit
-def entering_state(initial_states, ends, factors, bh, piece, npieces, offsets, U: gl.constexpr, STATE: gl.constexpr,
-                   HEADDIM: gl.constexpr, DSTATE: gl.constexpr):
-    """(28): the state before a run, [P, N] fp32, from the initial one and the pieces before it in their order."""
-    if initial_states is None:
+def given_state(states, bh, offsets, STATE: gl.constexpr, HEADDIM: gl.constexpr, DSTATE: gl.constexpr):
+    """That of one row and head, [P, N] fp32; zero where none are given."""
+    if states is None:
         state = gl.zeros([HEADDIM, DSTATE], gl.float32, STATE)
     else:
-        state = gl.load(initial_states + bh * HEADDIM * DSTATE + offsets)
+        state = gl.load(states + bh * HEADDIM * DSTATE + offsets).to(gl.float32)
+    return state
+
+
+@gluon.jit
+def entering_state(state, ends, factors, piece, npieces, offsets, U: gl.constexpr, HEADDIM: gl.constexpr, DSTATE: gl.constexpr):
+    """(28): the state before a run, [P, N] fp32, from the one given and the pieces before it in their order."""
     if ends is not None:
         for i in range(2 * piece + U, 2 * (piece + npieces) + U, 2):
             state = state * gl.load(factors + i) + gl.load(ends + i.to(gl.int64) * HEADDIM * DSTATE + offsets)

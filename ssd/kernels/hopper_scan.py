@@ -11,9 +11,9 @@ registers and only B, C and L pass through shared memory:
 
 Reads x (batch, seqlen, nheads, 64), B, C (batch, seqlen, ngroups, dstate), bf16 or fp16, channels and heads contiguous,
 through TMA descriptors that fill rows past seqlen with 0; dt, dA_cumsum (batch, nheads, nsub, 64) fp32, dA_cumsum restarting
-every sub-chunk; D (nheads,); initial_states (batch, nheads, 64, dstate) fp32; ends, factors as hopper_states writes them.
-Writes out as x, final_states as initial_states, and the state before every sub-chunk, (batch, nsub, nheads, 64, dstate); or
-starts each run from one of `starts`, such states of every EVERY sub-chunks.
+every sub-chunk; D (nheads,); initial_states (batch, nheads, 64, dstate); ends, factors as hopper_states writes them.
+Writes out as x, final_states (batch, nheads, 64, dstate) fp32, and the state before every sub-chunk, (batch, nsub, nheads, 64,
+dstate); or starts each run from one of `starts`, such states of every EVERY sub-chunks.
 """
 
 import torch
@@ -35,6 +35,7 @@ from .hopper_roles import (
     block_barrier,
     decay,
     entering_state,
+    given_state,
     load_run,
     load_steps,
     log2,
@@ -169,7 +170,8 @@ def head(out_desc, states_desc, bars, rings, lines, dA_cumsum, D, initial_states
         if starts is not None:
             state = kept_state(starts, b, h, first, nsub, nheads, EVERY, STATE, HEADDIM, DSTATE)
         else:
-            state = entering_state(initial_states, ends, factors, bh, piece, npieces, offsets, U, STATE, HEADDIM, DSTATE)
+            state = given_state(initial_states, bh, offsets, STATE, HEADDIM, DSTATE)
+            state = entering_state(state, ends, factors, piece, npieces, offsets, U, HEADDIM, DSTATE)
         A_last = dA_cumsum + bh * nsub * BLOCK_M + BLOCK_M - 1
         end = gl.load(A_last + first * BLOCK_M)
         if D is not None:

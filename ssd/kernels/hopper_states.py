@@ -6,9 +6,9 @@ places of x, B and dt_j exp(A_last - A_j): what is walked is then the gradient o
 
     pieces:  a run starts from a zero state and writes ends (npieces, 2, 64, dstate) fp32, the state at its end, and factors
              (npieces, 2) fp32, the decay over it, in row `piece`: (28) joins them.
-    states:  a run starts as one of hopper_scan does and writes states (rows, nchunks, nheads, 64, dstate), that before the
-             first of every EVERY sub-chunks (1 where rows are walked backwards), and final_states (rows, nheads, 64, dstate)
-             fp32, unless it is None.
+    states:  a run starts as one of hopper_scan does, backwards from dfinal_states, and writes states (rows, nchunks, nheads,
+             64, dstate), that before the first of every EVERY sub-chunks (1 where rows are walked backwards), and, unless it
+             is None, final_states (batch, nheads, 64, dstate) fp32: dinitial_states where rows are walked backwards.
 """
 
 import torch
@@ -29,6 +29,7 @@ from .hopper_roles import (
     block_barrier,
     decay,
     entering_state,
+    given_state,
     load_run,
     load_steps,
     state_offsets,
@@ -59,9 +60,9 @@ def row_of(b, forwards, BACKWARDS: gl.constexpr):
 
 
 @gluon.jit
-def walk(full, empty, Xs, Bs, Ss, weights, states_desc, dA_cumsum, dt, initial_states, ends, factors, final_states, runs, nruns,
-         forwards, nsub, nheads, U: gl.constexpr, EVERY: gl.constexpr, BACKWARDS: gl.constexpr, BLOCK_M: gl.constexpr,
-         HEADDIM: gl.constexpr, DSTATE: gl.constexpr):
+def walk(full, empty, Xs, Bs, Ss, weights, states_desc, dA_cumsum, dt, initial_states, dfinal_states, ends, factors,
+         final_states, runs, nruns, forwards, nsub, nheads, U: gl.constexpr, EVERY: gl.constexpr, BACKWARDS: gl.constexpr,
+         BLOCK_M: gl.constexpr, HEADDIM: gl.constexpr, DSTATE: gl.constexpr):
     """One warpgroup for each head: S <- exp(A_last) S + (x dt_j exp(A_last - A_j))^T B."""
     STAGES: gl.constexpr = full.shape[0]
     SIZE: gl.constexpr = HEADDIM * DSTATE
@@ -75,12 +76,16 @@ def walk(full, empty, Xs, Bs, Ss, weights, states_desc, dA_cumsum, dt, initial_s
     for k in range(gl.program_id(0) * nruns, gl.program_id(0) * nruns + nruns):
         b, pair, first, last, piece, npieces = load_run(runs, k)
         h = pair * 2 + U
-        bh = (b * nheads + h).to(gl.int64)
-        row = (row_of(b, forwards, BACKWARDS) * nheads + h).to(gl.int64) * nsub * BLOCK_M
+        bh = (row_of(b, forwards, BACKWARDS) * nheads + h).to(gl.int64)
+        row = bh * nsub * BLOCK_M
         if states_desc is None:
             state = gl.zeros([HEADDIM, DSTATE], gl.float32, STATE)
         else:
-            state = entering_state(initial_states, ends, factors, bh, piece, npieces, offsets, U, STATE, HEADDIM, DSTATE)
+            if BACKWARDS and b >= forwards:
+                state = given_state(dfinal_states, bh, offsets, STATE, HEADDIM, DSTATE)
+            else:
+                state = given_state(initial_states, bh, offsets, STATE, HEADDIM, DSTATE)
+            state = entering_state(state, ends, factors, piece, npieces, offsets, U, HEADDIM, DSTATE)
         total = 0.0
         a, dt_c, end = load_steps(dA_cumsum, dt, row + place(first, b, nsub, forwards, BACKWARDS) * BLOCK_M, m, BLOCK_M)
         for c in range(first, last):
@@ -121,7 +126,7 @@ def walk(full, empty, Xs, Bs, Ss, weights, states_desc, dA_cumsum, dt, initial_s
                 gl.store(ends + (piece * 2 + U).to(gl.int64) * SIZE + offsets, state)
                 gl.store(factors + piece * 2 + U, decay(total * LOG2E))
         elif final_states is not None:  # noqa: SIM102
-            if last == nsub:
+            if last == nsub and (not BACKWARDS or b >= forwards):
                 gl.store(final_states + bh * SIZE + offsets, state)
     tma.store_wait(0)
 
@@ -159,8 +164,8 @@ def copy(x_desc, B_desc, b, token, p, n, bar, Xs, Bs, stage):
 
 
 @gluon.jit(do_not_specialize=SIZES)
-def hopper_states_kernel(x_desc, B_desc, dy_desc, C_desc, states_desc, dA_cumsum, dt, initial_states, ends, factors,
-                         final_states, runs, nruns, forwards, nsub, nheads, heads_per_group, EVERY: gl.constexpr,
+def hopper_states_kernel(x_desc, B_desc, dy_desc, C_desc, states_desc, dA_cumsum, dt, initial_states, dfinal_states,
+                         ends, factors, final_states, runs, nruns, forwards, nsub, nheads, heads_per_group, EVERY: gl.constexpr,
                          STAGES: gl.constexpr):
     BACKWARDS: gl.constexpr = dy_desc is not None
     gl.static_assert(EVERY == 1 or not BACKWARDS, "walks backwards keep the state of each sub-chunk")
@@ -179,10 +184,10 @@ def hopper_states_kernel(x_desc, B_desc, dy_desc, C_desc, states_desc, dA_cumsum
     full, empty = barriers(STAGES, 1), barriers(STAGES, 2)
     fence_async_shared()
     gl.warp_specialize([
-        (walk, (full, empty, Xs, Bs, Ss, weights, states_desc, dA_cumsum, dt, initial_states, ends, factors, final_states, runs,
-                nruns, forwards, nsub, nheads, 0, EVERY, BACKWARDS, BLOCK_M, HEADDIM, DSTATE)),
-        (walk, (full, empty, Xs, Bs, Ss, weights, states_desc, dA_cumsum, dt, initial_states, ends, factors, final_states, runs,
-                nruns, forwards, nsub, nheads, 1, EVERY, BACKWARDS, BLOCK_M, HEADDIM, DSTATE)),
+        (walk, (full, empty, Xs, Bs, Ss, weights, states_desc, dA_cumsum, dt, initial_states, dfinal_states, ends, factors,
+                final_states, runs, nruns, forwards, nsub, nheads, 0, EVERY, BACKWARDS, BLOCK_M, HEADDIM, DSTATE)),
+        (walk, (full, empty, Xs, Bs, Ss, weights, states_desc, dA_cumsum, dt, initial_states, dfinal_states, ends, factors,
+                final_states, runs, nruns, forwards, nsub, nheads, 1, EVERY, BACKWARDS, BLOCK_M, HEADDIM, DSTATE)),
         (fetch, (x_desc, B_desc, dy_desc, C_desc, full, empty, Xs, Bs, runs, nruns, forwards, nsub, heads_per_group,
                  BACKWARDS)),
     ], [4, 1], [152, 24])
@@ -196,22 +201,23 @@ def piece_states(i: SSDInputs, descriptors, dt, dA_cumsum, npieces: int, runs,
     """
     ends = torch.empty(npieces, 2, i.headdim, i.dstate, device=i.x.device, dtype=torch.float32)
     factors = torch.empty(npieces, 2, device=i.x.device, dtype=torch.float32)
-    _launch(i, descriptors, None, dt, dA_cumsum, runs, None, ends, factors, None, forwards, dt.shape[3])
+    _launch(i, descriptors, None, dt, dA_cumsum, runs, (None, None), ends, factors, None, forwards, dt.shape[3])
     return ends, factors
 
 
-def all_states(i: SSDInputs, descriptors, states_desc, dt, dA_cumsum, runs, initial_states, ends, factors, final_states,
-               forwards: int, every: int) -> None:
+def all_states(i: SSDInputs, descriptors, states_desc, dt, dA_cumsum, runs, starts, ends, factors, final_states, forwards: int,
+               every: int) -> None:
     """Fills what states_desc describes, states every `every` tokens, and final_states unless None.
 
-    descriptors, runs: as above. ends and factors: of the pieces that enter the runs, if any do.
+    descriptors, runs: as above. starts: initial_states and dfinal_states, contiguous, each or None for zeros. ends and factors:
+    of the pieces that enter the runs, if any do.
     """
-    _launch(i, descriptors, states_desc, dt, dA_cumsum, runs, initial_states, ends, factors, final_states, forwards, every)
+    _launch(i, descriptors, states_desc, dt, dA_cumsum, runs, starts, ends, factors, final_states, forwards, every)
 
 
-def _launch(i: SSDInputs, descriptors, states_desc, dt, dA_cumsum, runs, initial_states, ends, factors, final_states,
-            forwards: int, every: int) -> None:
+def _launch(i: SSDInputs, descriptors, states_desc, dt, dA_cumsum, runs, starts, ends, factors, final_states, forwards: int,
+            every: int) -> None:
     descriptors = (*descriptors, None, None)[:4]
-    launch(hopper_states_kernel, runs.shape[0], *descriptors, states_desc, dA_cumsum, dt, initial_states, ends, factors,
-           final_states, runs, runs.shape[1], forwards, dt.shape[2], i.nheads, i.nheads // i.ngroups,
+    launch(hopper_states_kernel, runs.shape[0], *descriptors, states_desc, dA_cumsum, dt, *starts, ends, factors, final_states,
+           runs, runs.shape[1], forwards, dt.shape[2], i.nheads, i.nheads // i.ngroups,
            EVERY=every // dt.shape[3], STAGES=STAGES, num_warps=4, maxnreg=_REGISTERS)

@@ -71,14 +71,14 @@ def current_stream() -> int:
 
 def recording(call: Callable, *args) -> tuple[object, list[tuple] | None]:
     """What call(*args) returns, and what it launched in this thread: compiled kernel, programs, all arguments in order; None if
-    one of the launches cannot be repeated as it was.
+    one of the launches cannot be repeated as it was. A recording inside another leaves nothing in it.
     """
-    _recorded.launches = []
+    around, _recorded.launches = _recorded.launches, []
     try:
         result = call(*args)
         launches = _recorded.launches
     finally:
-        _recorded.launches = None
+        _recorded.launches = around
     return result, None if None in launches else launches
 
 

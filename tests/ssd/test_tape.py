@@ -201,6 +201,28 @@ def test_a_launch_that_keeps_no_kernel(monkeypatch):
     Call(lambda x, factor: (scaled(x, factor),)).check(lambda x: (3 * x,), 5, tensor())
 
 
+def test_calls_inside_have_tapes_of_their_own():
+    """The one around them is called each time, and holds nothing of theirs."""
+    inner = Call(lambda x, factor: (scaled(x, factor),))
+
+    def body(x, factor):
+        first, second = (tape.replayed(inner, (t,), (factor,))[0] for t in (x, x + 0))
+        return scaled(first, 2.0), second
+
+    Call(body).check(lambda x: (6 * x, 3 * x), 5, tensor())
+    assert inner.count == 2
+
+
+@pytest.mark.parametrize("known", (False, True))
+def test_a_call_inside_is_enough(known):
+    """Whether or not it has a tape already, which launches behind the recorder's back."""
+    inner = Call(lambda x, factor: (scaled(x, factor),))
+    for _ in range(3 * known):
+        tape.replayed(inner, (tensor(),), (3.0,))
+    Call(lambda x, factor: (scaled(*tape.replayed(inner, (x,), (factor,)), factor=2.0),)).check(lambda x: (6 * x,), 5, tensor())
+    assert inner.count == 2
+
+
 def test_large_problems_are_called(monkeypatch):
     monkeypatch.setattr(tape, "_MOST_BYTES", 4 * N - 1)
     Call(lambda x, factor: (scaled(x, factor),)).check(lambda x: (3 * x,), 5, tensor())
@@ -230,8 +252,10 @@ CASES = {"plain": Case(), "D": Case(D="h", dt_bias=True, dt_softplus=True), "sta
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("shape", [Shape(2, 700, 8, 64, 2, 128, 128), Shape(1, 300, 4, 40, 1, 20, 64)], ids=("usual", "odd"))
-@pytest.mark.parametrize("variant", ("baseline", "fused", "persistent"))
-def test_same_bits(variant, shape, case):
+@pytest.mark.parametrize("variant", ("baseline", "fused", "persistent", "auto"))
+def test_same_bits(variant, shape, case, monkeypatch):
+    monkeypatch.setattr("ssd.halves._LARGE", 0)  # of "auto", which keeps no states
+
     def run(k: int) -> list[torch.Tensor]:
         torch.manual_seed(k)
         i = random_inputs(shape, CASES[case], torch.bfloat16, "cuda")
@@ -267,3 +291,17 @@ def test_recorded():
         with torch.no_grad():
             ssd_chunk_scan(x, i.dt, i.A, i.B, i.C, 128, D=i.D, dt_bias=i.dt_bias, dt_softplus=True, variant="persistent")
     assert [type(t) for t in tape._tapes.values()] == [tape.Tape] * 3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch, tapes", [(3, 2), (1, 3)])
+def test_halves_are_recorded(batch, tapes, monkeypatch):
+    """Each by itself, and of one row the state between them."""
+    monkeypatch.setattr("ssd.halves._LARGE", 0)
+    i = random_inputs(Shape(batch, 700, 8, 64, 2, 128, 128), CASES["D"], torch.bfloat16, "cuda")
+    x = i.x.requires_grad_()
+    out = ssd_chunk_scan(x, i.dt, i.A, i.B, i.C, 128, D=i.D, dt_bias=i.dt_bias, dt_softplus=True)
+    tape.clear()
+    for _ in range(4):
+        torch.autograd.grad(out, x, torch.randn_like(out), retain_graph=True)
+    assert [type(t) for t in tape._tapes.values()].count(tape.Tape) == tapes
