@@ -122,7 +122,9 @@ def _place(into: Tensor | None) -> Tensor | None:
 
 def _left(gradient: Tensor, into: Tensor | None) -> Tensor:
     """The gradient where it was asked to be."""
-    return gradient if into is None or into is gradient else into.copy_(gradient)
+    if into is None:
+        return gradient
+    return into if into.data_ptr() == gradient.data_ptr() else into.copy_(gradient)
 
 
 @cache
