@@ -30,7 +30,8 @@ def backward(saved: SSDSaved, dout: Tensor, dfinal_states: Tensor | None, into: 
     i, options = saved.inputs, saved.options
     dout = fitted(dout)
     with torch.cuda.device_of(i.x):
-        dt, dA_cumsum = chunk_cumsum(i)
+        arrivals = i.A.new_empty(i.nheads, dtype=torch.int32)
+        dt, dA_cumsum = chunk_cumsum(i, arrivals=arrivals)
         if saved.prev_states is None:
             prev_states, _ = state_passing(i, chunk_state(i, dt, dA_cumsum, options), dA_cumsum)
         else:
@@ -47,5 +48,5 @@ def backward(saved: SSDSaved, dout: Tensor, dfinal_states: Tensor | None, into: 
         dB = bmm_bwd_dB(i, dCB, dB_states, options, into.dB)
         dC = bmm_bwd_dC(i, dCB, dC_states, options, into.dC)
         row, col_tiles = ddA_cumsum(i, dt, dA_cumsum, dy, CB, options)
-        ddt, dA, ddt_bias, _ = chunk_cumsum_bwd(i, u_v_x, r_tiles, q, s_tiles, row, col_tiles, into.ddt)
+        ddt, dA, ddt_bias, _ = chunk_cumsum_bwd(i, u_v_x, r_tiles, q, s_tiles, row, col_tiles, arrivals, into.ddt)
     return SSDGrads(dx, ddt, dA, dB, dC, dD, dz, ddt_bias, dinitial_states)

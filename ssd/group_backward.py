@@ -53,7 +53,8 @@ def _by_groups(saved: SSDSaved, dout: Tensor, dfinal_states: Tensor | None, into
     spans = replace(i, chunk_size=min(pick(kernel, i)["BLOCK_M"] for kernel in _KERNELS))
     dout = fitted(dout)
     with torch.cuda.device_of(i.x):
-        dt, dA_cumsum = chunk_cumsum(spans)
+        arrivals = i.A.new_empty(i.nheads, dtype=torch.int32)
+        dt, dA_cumsum = chunk_cumsum(spans, arrivals=arrivals)
         prev_states = saved.prev_states
         if prev_states is None:
             prev_states, _ = states(spans, dt, dA_cumsum, options)
@@ -64,5 +65,5 @@ def _by_groups(saved: SSDSaved, dout: Tensor, dfinal_states: Tensor | None, into
         dC, dCB, net = group_dC(i, dt, dA_cumsum, dy, prev_states, options, into.dC)
         dx, dB, dD, u_v_x, q = group_dB_dx(i, dt, dA_cumsum, dy, G, dCB, options, into.dx, into.dB)
         no_parts = net.new_empty(0, *net.shape)  # of r and col, which are in net
-        ddt, dA, ddt_bias, _ = chunk_cumsum_bwd(spans, u_v_x, no_parts, q, s_tiles, net, no_parts, into.ddt)
+        ddt, dA, ddt_bias, _ = chunk_cumsum_bwd(spans, u_v_x, no_parts, q, s_tiles, net, no_parts, arrivals, into.ddt)
     return SSDGrads(dx, ddt, dA, dB, dC, dD, dz, ddt_bias, dinitial_states)

@@ -54,7 +54,8 @@ def backward(saved: SSDSaved, dout: Tensor, dfinal_states: Tensor | None, into: 
         dout = fitted(dout)
         dz, dy = (None, dout) if i.z is None else chunk_scan_dz(i, dout, saved.y, into.dz)
         spans = replace(i, chunk_size=BLOCK_M)
-        dt, dA_cumsum = chunk_cumsum(spans, apart=True)
+        arrivals = i.A.new_empty(i.nheads, dtype=torch.int32)
+        dt, dA_cumsum = chunk_cumsum(spans, apart=True, arrivals=arrivals)
         x, B, dy, C = (describe(describable(t)) for t in (i.x, i.B, dy, i.C))
         H, G, dinitial_states = _states(saved, (x, B, dy, C), dt, dA_cumsum, dfinal_states, into.dinitial_states)
 
@@ -66,8 +67,8 @@ def backward(saved: SSDSaved, dout: Tensor, dfinal_states: Tensor | None, into: 
                                dB_parts, dC_parts, sms)
         u_v_x, q, row, col, dy_x = sums
         no_parts = sums.new_empty(0, *dt.shape)  # of r, which is in row
-        ddt, dA, ddt_bias, dD = chunk_cumsum_bwd(spans, u_v_x, no_parts, q, s[..., None], row, col[None], into.ddt,
-                                                 None if i.D is None else dy_x)
+        ddt, dA, ddt_bias, dD = chunk_cumsum_bwd(spans, u_v_x, no_parts, q, s[..., None], row, col[None], arrivals,
+                                                 into.ddt, None if i.D is None else dy_x)
         dB, dC = summed(dB_parts, i.B, into.dB), summed(dC_parts, i.C, into.dC)
     if dinitial_states is not None:
         dinitial_states = _left(dinitial_states, into.dinitial_states)

@@ -2,7 +2,7 @@
 
 Reads dt (batch, seqlen, nheads), any dtype and strides; and seq_idx (batch, seqlen), where documents are to be kept apart by
 decay alone. Writes dt and dA_cumsum, both (batch, nheads, nchunks, chunk_size), fp32, contiguous; tokens past seqlen get
-dt = 0 and so keep the last cumulative sum.
+dt = 0 and so keep the last cumulative sum. Sets arrivals (nheads,) int32, which a later kernel counts in, to 0.
 """
 
 import torch
@@ -37,7 +37,7 @@ def step(dt, dt_strides, dt_bias, b, c, offs_h, seqlen, dt_min, dt_max, NHEADS: 
 
 
 @triton.jit
-def chunk_cumsum_kernel(dt, dt_strides, A, dt_bias, seq_idx, dt_out, dA_cumsum, seqlen, nchunks, dt_min, dt_max,
+def chunk_cumsum_kernel(dt, dt_strides, A, dt_bias, seq_idx, dt_out, dA_cumsum, arrivals, seqlen, nchunks, dt_min, dt_max,
                         NHEADS: tl.constexpr, CHUNK: tl.constexpr, SOFTPLUS: tl.constexpr, BLOCK_H: tl.constexpr):
     tile, _, c, b = unpack_program((NHEADS + BLOCK_H - 1) // BLOCK_H, 1, nchunks)
     offs_h = tile * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -54,15 +54,17 @@ def chunk_cumsum_kernel(dt, dt_strides, A, dt_bias, seq_idx, dt_out, dA_cumsum, 
     offs = ((b * NHEADS + offs_h[:, None]) * nchunks + c) * CHUNK + tl.arange(0, CHUNK)[None, :]
     tl.store(dt_out + offs, clamped, mask=in_h[:, None])
     tl.store(dA_cumsum + offs, tl.cumsum(dA, axis=1), mask=in_h[:, None])
+    if arrivals is not None:
+        tl.store(arrivals + offs_h, 0, mask=in_h & (c == 0) & (b == 0))
 
 
-def chunk_cumsum(i: SSDInputs, apart: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+def chunk_cumsum(i: SSDInputs, apart: bool = False, arrivals: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns dt and dA_cumsum; apart: in which documents are, for kernels that do not read seq_idx."""
     dt = torch.empty(i.batch, i.nheads, i.nchunks, i.chunk_size, device=i.x.device, dtype=torch.float32)
     dA_cumsum = torch.empty_like(dt)
     config = pick("chunk_cumsum", i)
     launch(
         chunk_cumsum_kernel, cdiv(i.nheads, config["BLOCK_H"]) * i.nchunks * i.batch,
-        i.dt, i.dt.stride(), i.A.contiguous(), contiguous(i.dt_bias), i.seq_idx if apart else None, dt, dA_cumsum, i.seqlen,
-        i.nchunks, *i.dt_limit, i.nheads, i.chunk_size, i.dt_softplus, **config.launch)
+        i.dt, i.dt.stride(), i.A.contiguous(), contiguous(i.dt_bias), i.seq_idx if apart else None, dt, dA_cumsum, arrivals,
+        i.seqlen, i.nchunks, *i.dt_limit, i.nheads, i.chunk_size, i.dt_softplus, **config.launch)
     return dt, dA_cumsum

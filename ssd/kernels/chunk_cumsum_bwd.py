@@ -2,8 +2,8 @@
 
 Reads dt_raw (batch, seqlen, nheads), any strides; (u + v) . x, q and row (batch, nheads, nchunks, chunk_size); r and
 col, the same with partial sums in front; s (batch, nheads, nchunks, ntiles); all fp32; and dy . x as q, if dD is to be its sum.
-Writes ddt (batch, seqlen, nheads), any strides, and dA, dD and ddt_bias as partial sums over chunks, (batch * nchunks,
-nheads) fp32.
+Writes ddt (batch, seqlen, nheads), any strides, and dA, ddt_bias and dD, (nheads,) fp32. Each program leaves its chunk's part
+of these sums; the last to arrive of those of the same heads adds the parts up, in the same order whichever it is.
 """
 
 import torch
@@ -12,20 +12,36 @@ import triton.language as tl
 from torch import Tensor
 
 from ..device import product, sigmoid, unpack_program
-from ..tuning import pick
+from ..tuning import next_power_of_2, pick
 from ..types import SSDInputs
 from .arguments import cdiv, contiguous, output
 from .chunk_cumsum import step
 from .launch import launch
-from .sum_parts import sum_parts
+
+_ELEMENTS = 1024  # of the parts of each sum, which the last program adds up at a time
+
+
+@triton.jit
+def add_chunks(parts, sums, nparts, offs_h, NHEADS: tl.constexpr, NSUMS: tl.constexpr, NSUMS_PADDED: tl.constexpr,
+               ROWS: tl.constexpr, BLOCK_H: tl.constexpr):
+    """The sums over chunks of these heads, of parts (NSUMS, nparts, NHEADS)"""
+    n, k, h = tl.arange(0, NSUMS_PADDED)[:, None, None], tl.arange(0, ROWS)[None, :, None], offs_h[None, None, :]
+    total = tl.zeros((NSUMS_PADDED, ROWS, BLOCK_H), tl.float32)
+    for first in range(0, nparts, ROWS):
+        at = (n * nparts + first + k) * NHEADS + h
+        total += tl.load(parts + at, mask=(n < NSUMS) & (first + k < nparts) & (h < NHEADS), other=0.0)
+    n = tl.arange(0, NSUMS_PADDED)[:, None]
+    tl.store(sums + n * NHEADS + offs_h[None, :], tl.sum(total, 1), mask=(n < NSUMS) & (offs_h < NHEADS)[None, :])
 
 
 @triton.jit
 def chunk_cumsum_bwd_kernel(dt, dt_strides, A, dt_bias, u_v_x, r_tiles, q, s_tiles, row, col_tiles, dy_x, ddt, ddt_strides,
-                            dA, ddt_bias, dD, seqlen, nchunks, tile_stride, dt_min, dt_max, NHEADS: tl.constexpr,
+                            parts, sums, arrivals, seqlen, nchunks, tile_stride, dt_min, dt_max, NHEADS: tl.constexpr,
                             CHUNK: tl.constexpr, SOFTPLUS: tl.constexpr, R_TILES: tl.constexpr, S_TILES: tl.constexpr,
-                            COL_TILES: tl.constexpr, BLOCK_H: tl.constexpr):
-    tile, _, c, b = unpack_program((NHEADS + BLOCK_H - 1) // BLOCK_H, 1, nchunks)
+                            COL_TILES: tl.constexpr, NSUMS: tl.constexpr, NSUMS_PADDED: tl.constexpr, ROWS: tl.constexpr,
+                            BLOCK_H: tl.constexpr):
+    TILES: tl.constexpr = (NHEADS + BLOCK_H - 1) // BLOCK_H
+    tile, _, c, b = unpack_program(TILES, 1, nchunks)
     offs_h, offs_q = tile * BLOCK_H + tl.arange(0, BLOCK_H), tl.arange(0, CHUNK)
     in_h = offs_h < NHEADS
     raw, unclamped, clamped, inside = step(dt, dt_strides, dt_bias, b, c, offs_h, seqlen, dt_min, dt_max, NHEADS, CHUNK,
@@ -53,30 +69,37 @@ def chunk_cumsum_bwd_kernel(dt, dt_strides, A, dt_bias, u_v_x, r_tiles, q, s_til
     grad = tl.where(inside & (unclamped >= dt_min) & (unclamped <= dt_max), grad, 0.0)
     at = (c * CHUNK + offs_q[None, :]) * ddt_strides[1] + offs_h.to(tl.int64)[:, None] * ddt_strides[2]
     tl.store(ddt + b * ddt_strides[0] + at, grad.to(ddt.dtype.element_ty), mask=inside)
-    tl.store(dA + (b * nchunks + c) * NHEADS + offs_h, tl.sum(product(da, clamped), 1), mask=in_h)
-    if ddt_bias is not None:
-        tl.store(ddt_bias + (b * nchunks + c) * NHEADS + offs_h, tl.sum(grad, 1), mask=in_h)
-    if dD is not None:
+
+    nparts = tl.num_programs(0) // TILES
+    part = parts + (b * nchunks + c) * NHEADS + offs_h
+    tl.store(part, tl.sum(product(da, clamped), 1), mask=in_h)
+    if dt_bias is not None:
+        part += nparts * NHEADS
+        tl.store(part, tl.sum(grad, 1), mask=in_h)
+    if dy_x is not None:
+        part += nparts * NHEADS
         at = chunk * CHUNK + offs_q[None, :]
-        tl.store(dD + (b * nchunks + c) * NHEADS + offs_h, tl.sum(tl.load(dy_x + at, mask=inside, other=0.0), 1), mask=in_h)
+        tl.store(part, tl.sum(tl.load(dy_x + at, mask=inside, other=0.0), 1), mask=in_h)
+
+    tl.debug_barrier()  # all of the block has stored before one of its threads says so
+    if tl.atomic_add(arrivals + tile, 1, sem="acq_rel") == nparts - 1:
+        add_chunks(parts, sums, nparts, offs_h, NHEADS, NSUMS, NSUMS_PADDED, ROWS, BLOCK_H)
+        tl.store(arrivals + tile, 0)  # whoever launches it again, to time it say, finds it as it was
 
 
 def chunk_cumsum_bwd(i: SSDInputs, u_v_x: Tensor, r_tiles: Tensor, q: Tensor, s_tiles: Tensor, row: Tensor, col_tiles: Tensor,
-                     into: Tensor | None, dy_x: Tensor | None = None) -> tuple[Tensor | None, ...]:
-    """Returns ddt, dA, ddt_bias (None without dt_bias) and dD (None without dy_x)."""
+                     arrivals: Tensor, into: Tensor | None, dy_x: Tensor | None = None) -> tuple[Tensor | None, ...]:
+    """Returns ddt, dA, ddt_bias (None without dt_bias) and dD (None without dy_x). arrivals: as chunk_cumsum leaves them."""
     ddt = output(i.dt, into)
     wanted = (True, i.dt_bias is not None, dy_x is not None)
     parts = torch.empty(sum(wanted), i.batch * i.nchunks, i.nheads, device=i.x.device, dtype=torch.float32)
+    sums = parts.new_empty(sum(wanted), i.nheads)
     config = pick("chunk_cumsum_bwd", i)
     launch(
         chunk_cumsum_bwd_kernel, cdiv(i.nheads, config["BLOCK_H"]) * i.nchunks * i.batch,
         i.dt, i.dt.stride(), i.A.contiguous(), contiguous(i.dt_bias), u_v_x, r_tiles, q, s_tiles, row, col_tiles, dy_x,
-        ddt, ddt.stride(), *_where(wanted, parts), i.seqlen, i.nchunks, row.numel(), *i.dt_limit, i.nheads, i.chunk_size,
-        i.dt_softplus, r_tiles.shape[0], s_tiles.shape[-1], col_tiles.shape[0], **config.launch)
-    return ddt, *_where(wanted, sum_parts(parts, parts.new_empty(sum(wanted), i.nheads)))
-
-
-def _where(wanted: tuple[bool, ...], tensors: Tensor) -> list[Tensor | None]:
-    """The tensors one after another where one is wanted, else None."""
-    each = iter(tensors)
-    return [next(each) if want else None for want in wanted]
+        ddt, ddt.stride(), parts, sums, arrivals, i.seqlen, i.nchunks, row.numel(), *i.dt_limit, i.nheads, i.chunk_size,
+        i.dt_softplus, r_tiles.shape[0], s_tiles.shape[-1], col_tiles.shape[0], sum(wanted), next_power_of_2(sum(wanted)),
+        _ELEMENTS // config["BLOCK_H"], **config.launch)
+    each = iter(sums)
+    return ddt, *[next(each) if want else None for want in wanted]
