@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import contextmanager
-from random import Random
 
 import torch
 from torch.autograd import DeviceType
@@ -17,6 +16,7 @@ Call = Callable[[], object]
 
 _FLUSH_BYTES = 256 * 2**20  # several times any L2
 _COPY_BYTES = 2 * 2**30
+_IN_A_ROW = 4  # the queue is as full after three calls as it gets in a loop of them, or empty for good
 
 
 @contextmanager
@@ -32,38 +32,27 @@ def side_stream():
 def interleaved(calls: dict, repeats: int, warmup: int) -> dict:
     """{name: call} -> {name: (p20, p50, p80) in microseconds} between events around each call, L2 flushed before it.
 
-    One call of each per round, so that a change of clocks meets all alike. The queue is never drained between calls:
-    where the GPU is the slower side, launch overhead is hidden, as in training, and hidden the more, the longer the call before
-    it: so each comes behind every other equally often.
+    Calls are timed in turn, so that a change of clocks meets all alike, and each behind itself: made a few times from an idle
+    GPU, of which the last is timed. So launches are hidden as far as they would be in a loop of this call, whatever the others
+    are: where the GPU is the slower side, as in training, wholly.
     """
     flush = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device="cuda")
     for call in calls.values():
         for _ in range(warmup):
             call()
     events = {name: [] for name in calls}
-    names = [*calls]
-    for order in orders(len(names), repeats):
-        for name in (names[k] for k in order):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            flush.zero_()
-            start.record()
-            calls[name]()
-            end.record()
+    for _ in range(repeats):
+        for name, call in calls.items():
+            torch.cuda.synchronize()
+            for _ in range(_IN_A_ROW):
+                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                flush.zero_()
+                start.record()
+                call()
+                end.record()
             events[name].append((start, end))
     torch.cuda.synchronize()
     return {name: _percentiles([1e3 * a.elapsed_time(b) for a, b in pairs]) for name, pairs in events.items()}
-
-
-def orders(n: int, rounds: int) -> list[list[int]]:
-    """Orders of n calls, one for each round: of every n rounds (2 n if n is odd) each call has every place as often as any, and
-    comes behind every other as often (Williams, Aust. J. Sci. Res. A 2, 1949). Which of these orders comes when is random.
-    """
-    first = [k // 2 if k % 2 == 0 else n - 1 - k // 2 for k in range(n)]  # its steps, modulo n, are all different
-    square = [[(place + shift) % n for place in first] for shift in range(n)]
-    if n % 2:
-        square += [order[::-1] for order in square]
-    chance = Random(0)
-    return [order for _ in range(-(-rounds // len(square))) for order in chance.sample(square, len(square))][:rounds]
 
 
 def capture(call: Call) -> Call:

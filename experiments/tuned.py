@@ -31,16 +31,17 @@ def before(arguments: list[str], seconds: float) -> Iterator[None]:
     with TemporaryDirectory() as folder:
         path = Path(folder) / "configs.json"
         os.environ[_FILE] = str(path)
+        command = [sys.executable, "-m", "experiments", *arguments]
         try:
-            command = [sys.executable, "-m", "experiments", *arguments]
-            ran = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
+            try:
+                ran = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
+            except subprocess.TimeoutExpired as error:
+                raise ValueError(f"without ncu: did not end in {seconds} s; expected a smaller shape or preset") from error
             if ran.returncode:
                 raise ValueError(f"without ncu: exit status {ran.returncode}: {ran.stderr.strip()[-400:]}")
             if not path.exists():
                 raise ValueError("without ncu: it left no configs")
             yield
-        except subprocess.TimeoutExpired as error:
-            raise ValueError(f"without ncu: did not end in {seconds} s; expected a smaller shape or preset") from error
         finally:
             del os.environ[_FILE]
 

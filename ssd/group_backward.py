@@ -20,7 +20,7 @@ from .kernels.chunk_cumsum_bwd import chunk_cumsum_bwd
 from .kernels.chunk_scan_dz import chunk_scan_dz
 from .kernels.group_dB_dx import group_dB_dx
 from .kernels.group_dC import group_dC
-from .kernels.walk_states import chunk_states, chunk_states_between
+from .kernels.walk_states import chunk_states_between
 from .states import dstates, states
 from .tuning import pick
 from .types import Options, SSDGrads, SSDInputs, SSDSaved
@@ -44,7 +44,7 @@ def _last_state(i: SSDInputs, options: Options) -> Tensor:
     """The state after the last token, (batch, nheads, headdim, dstate) fp32; of those before it, few are in memory."""
     spans = replace(i, chunk_size=LONGEST_TILE)
     with torch.cuda.device_of(i.x):
-        return chunk_states(spans, *chunk_cumsum(spans), options)[1]
+        return states(spans, *chunk_cumsum(spans), options)[1]
 
 
 def _by_groups(saved: SSDSaved, dout: Tensor, dfinal_states: Tensor | None, into: SSDGrads) -> SSDGrads:

@@ -1,6 +1,6 @@
 """Whether plain kernels walk: a program for each tile of a head's state takes the sequence in sub-chunks, and only the states
 that are asked for go to memory. Where heads are few and sequences long, chunks on their own and a recurrence over them take
-less time, though they write every chunk's part in fp32 and read it again.
+less time, though they write every chunk's part in fp32 and read it again. (Persistent blocks that take chunks in turn walk.)
 """
 
 from __future__ import annotations
@@ -16,24 +16,29 @@ from .kernels.state_passing import state_passing
 from .kernels.state_passing_bwd import state_passing_bwd
 from .kernels.walk_dstates import walk_dstates
 from .kernels.walk_states import chunk_states
-from .tuning import device_of, pick
+from .tuning import device_of, is_forced, pick
 from .types import SUB_CHUNK, Options, SSDInputs
 
-# Microseconds on an H200, of walks and chunks of 5 to 512 heads and 196 to 19,328 tokens (docs/kernel-log.md).
+# Microseconds on an H200, of walks and chunks of 5 to 512 heads and 196 to 19,328 tokens in 16 bits (docs/kernel-log.md).
 _STEP = {"walk_states": 0.8, "walk_dstates": 1.9}  # a sub-chunk of a walk
 _PROGRAMS_PER_SM = 8
 _LAUNCH = 8  # what is one launch more, and its beginning and end
 _RECURRENCE = 0.15  # a chunk of the recurrence
 _BYTES = 10  # for each element of the states: written and read in fp32, written in 16 bits
 _BYTES_PER_US = 3.3e6
+_LARGE = 1 << 28  # bytes in fp32: beyond, memory runs out sooner than a launch counts
 
 
 def worth_walking(i: SSDInputs, kernel: str) -> bool:
-    """Whether `kernel`, walk_states or walk_dstates, is expected to take less time than chunks of i.chunk_size on their own."""
+    """Whether `kernel`, walk_states or walk_dstates, is expected to take less time than chunks of i.chunk_size on their own, or
+    those too much memory. While configs are tried out it is always launched, so that they have a time.
+    """
+    elements = i.batch * i.nheads * i.nchunks * i.headdim * i.dstate
+    if is_forced() or elements * 4 >= _LARGE:
+        return True
     config = pick(kernel, i)
     programs = i.batch * i.nheads * cdiv(i.headdim, config["BLOCK_P"]) * cdiv(i.dstate, config["BLOCK_N"])
     walk = cdiv(programs, _PROGRAMS_PER_SM * device_of(i).sms) * cdiv(i.seqlen, SUB_CHUNK) * _STEP[kernel]
-    elements = i.batch * i.nheads * i.nchunks * i.headdim * i.dstate
     return walk <= _LAUNCH + i.nchunks * _RECURRENCE + elements * _BYTES / _BYTES_PER_US
 
 
