@@ -2,7 +2,8 @@
 
 ptxas 12.8 moves the addition that makes a wgmma's descriptor from an address ahead of the address, once its result is wanted in
 two places (docs/kernel-log.md, "A descriptor of nothing"): the products then read whatever lies where an unset register points.
-So, in the order of the text, every uniform register must be written before it is read.
+So, in the order of the text, every uniform register must be written before it is read. That sees an instruction which is moved
+to where its register has held nothing yet, as in that kernel, and not one moved to where it still holds something else.
 """
 
 from __future__ import annotations

@@ -60,6 +60,16 @@ def assert_fits(rows: list[dict], arch: int, spills: int, by_walks: int) -> None
         assert row["registers"] <= 255 and row["spills"] <= most, f"{row}: at most {most} bytes may be spilled"
 
 
+@pytest.mark.parametrize("arch", SHARED)
+def test_states_of_few_heads(arch):
+    """By chunks of a kernel's own sub-chunks, where walks are not worth it."""
+    rows = compiled("fused", "--off", "gluon", "--arch", str(arch), "--nheads", "2", "--seqlen", "16384")
+    assert_fits(rows, arch, spills=64, by_walks=1152)
+    kernels = {row["kernel"] for row in rows}
+    assert {"chunk_state_kernel", "state_passing_kernel", "state_passing_bwd_kernel"} <= kernels
+    assert "walk_dstates_kernel" not in kernels
+
+
 @over_ways
 @pytest.mark.parametrize("arch", SHARED)
 def test_every_kernel_with_every_option(way, arch):
