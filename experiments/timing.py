@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import contextmanager
+from itertools import pairwise
+from time import perf_counter
 
 import torch
 from torch.autograd import DeviceType
@@ -34,9 +36,10 @@ def interleaved(calls: dict, repeats: int, warmup: int) -> dict:
 
     Calls are timed in turn, so that a change of clocks meets all alike, and each behind itself: made a few times from an idle
     GPU, of which the last is timed. So launches are hidden as far as they would be in a loop of this call, whatever the others
-    are: where the GPU is the slower side, as in training, wholly.
+    are: where the GPU is the slower side, as in training, wholly. While the GPU flushes, the host waits for as long, or else it
+    would be that much ahead.
     """
-    flush = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+    flush, flush_us = _flush()
     for call in calls.values():
         for _ in range(warmup):
             call()
@@ -46,13 +49,27 @@ def interleaved(calls: dict, repeats: int, warmup: int) -> dict:
             torch.cuda.synchronize()
             for _ in range(_IN_A_ROW):
                 start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                flushed = perf_counter() + flush_us / 1e6
                 flush.zero_()
+                while perf_counter() < flushed:
+                    pass
                 start.record()
                 call()
                 end.record()
             events[name].append((start, end))
     torch.cuda.synchronize()
     return {name: _percentiles([1e3 * a.elapsed_time(b) for a, b in pairs]) for name, pairs in events.items()}
+
+
+def _flush() -> tuple[torch.Tensor, float]:
+    """What to write to, to flush L2, and the microseconds it takes the GPU."""
+    flush = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(10)]
+    for event in events:  # queued up, but for the first of them
+        flush.zero_()
+        event.record()
+    torch.cuda.synchronize()
+    return flush, _percentiles([1e3 * a.elapsed_time(b) for a, b in pairwise(events)])[1]
 
 
 def capture(call: Call) -> Call:

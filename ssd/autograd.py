@@ -12,14 +12,14 @@ from torch import Tensor
 from .ops import all_present, are_plain, below_autograd, launched, or_empty, or_none, register
 from .registry import heeded, resolve, states_every
 from .tape import replayed
-from .types import Options, SSDGrads, SSDInputs, SSDSaved
+from .types import INPUT_TENSORS, Options, SSDGrads, SSDInputs, SSDSaved
 
 _INPUTS = (
     "Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? z, Tensor? dt_bias, Tensor? initial_states, "
     "Tensor? seq_idx, Tensor? cu_seqlens, int chunk_size, bool dt_softplus, float dt_min, float dt_max, "
     "ScalarType? state_dtype, str variant, str options"
 )
-_N_TENSORS, _N_ARGS, _N_INPUTS = 9, 11, 18  # differentiable tensors come first, then the others, then settings
+_N_TENSORS, _N_ARGS, _N_INPUTS = 9, INPUT_TENSORS, 18  # differentiable tensors come first, then the others, then settings
 _N_SAVED = _N_ARGS + 4  # tensors that a backward takes
 
 torch.library.define(

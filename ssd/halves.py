@@ -9,15 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import islice
 
 import torch
 from torch import Tensor
 
 from .kernels.arguments import contiguous, output
 from .tape import replayed
-from .types import SUB_CHUNK, Options, SSDGrads, SSDInputs, SSDSaved
+from .types import INPUT_TENSORS, SUB_CHUNK, Options, SSDGrads, SSDInputs, SSDSaved
 
-_LARGE = 1 << 28  # bytes of states: beyond, memory runs out sooner than a launch counts
+_MOST_BYTES = 1 << 28  # of states as x is: beyond, memory runs out sooner than a launch counts
 _OF_TOKENS = ("x", "dt", "B", "C", "z", "seq_idx")
 _SUMMED = ("dA", "dD", "ddt_bias")
 _OTHERS = (*_SUMMED, "dinitial_states")
@@ -33,7 +34,7 @@ def worth_halving(saved: SSDSaved) -> bool:
     i = saved.inputs
     if saved.prev_states is not None or (i.batch == 1 and i.seqlen < 2 * SUB_CHUNK):
         return False
-    return i.batch * -(-i.seqlen // SUB_CHUNK) * i.nheads * i.headdim * i.dstate * i.x.element_size() >= _LARGE
+    return i.batch * -(-i.seqlen // SUB_CHUNK) * i.nheads * i.headdim * i.dstate * i.x.element_size() >= _MOST_BYTES
 
 
 def by_halves(backward: Backward, last_state: LastState, saved: SSDSaved, dout: Tensor, dfinal_states: Tensor | None,
@@ -81,14 +82,16 @@ def _half(backward: Backward, options: Options, i: SSDInputs, y: Tensor | None, 
 
 def _others(*args) -> tuple[Tensor | None, ...]:
     """The gradients that were given no place."""
-    tensors, (y, dout, dfinal_states), places, (*settings, backward, options) = args[:11], args[11:14], args[14:20], args[20:]
+    args = iter(args)
+    tensors, (y, dout, dfinal_states), places = (tuple(islice(args, n)) for n in (INPUT_TENSORS, 3, len(_PLACES)))
+    *settings, backward, options = args
     into = SSDGrads(**dict(zip(_PLACES, places, strict=True)))
     grads = backward(SSDSaved(SSDInputs.of(tensors, settings), options, y), dout, dfinal_states, into)
     return tuple([getattr(grads, name) if getattr(into, name) is None else None for name in _OTHERS])
 
 
 def _state(*args) -> tuple[Tensor]:
-    tensors, (*settings, last_state, options) = args[:11], args[11:]
+    tensors, (*settings, last_state, options) = args[:INPUT_TENSORS], args[INPUT_TENSORS:]
     return (last_state(SSDInputs.of(tensors, settings), options),)
 
 

@@ -1,7 +1,8 @@
 """The backward on Hopper, which `fused` and `persistent` take where the inputs allow:
 
     chunk_cumsum, hopper_states backwards for the gradients of the states and, where the forward kept none, forwards for the
-    states (two launches where sequences are cut), hopper_group, chunk_cumsum_bwd; with a gate chunk_scan_dz before them.
+    states (two launches where sequences are cut), hopper_group, chunk_cumsum_bwd; with a gate chunk_scan_dz before them, and
+    where a group's heads are shared out to several blocks sum_parts of dB and of dC after them.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def backward(saved: SSDSaved, dout: Tensor, dfinal_states: Tensor | None, into: 
 
         sms = current_device(i.x.device.index).sms
         splits = _splits(i.batch * spans.nchunks * i.ngroups, i.nheads // i.ngroups, sms)
-        dB_parts, dC_parts = parts_of(i.B, _place(into.dB), splits), parts_of(i.C, _place(into.dC), splits)
+        dB_parts, dC_parts = parts_of(i.B, _writable(into.dB), splits), parts_of(i.C, _writable(into.dC), splits)
         dx = output(i.x, into.dx if into.dx is not None and is_describable(into.dx) else None)
         sums, s = hopper_group(i, x, dy, B, C, describe_states(H), describe_states(G), describe(dx), dt, dA_cumsum,
                                dB_parts, dC_parts, sms)
@@ -71,8 +72,8 @@ def backward(saved: SSDSaved, dout: Tensor, dfinal_states: Tensor | None, into: 
                                                  into.ddt, None if i.D is None else dy_x)
         dB, dC = summed(dB_parts, i.B, into.dB), summed(dC_parts, i.C, into.dC)
     if dinitial_states is not None:
-        dinitial_states = _left(dinitial_states, into.dinitial_states)
-    return SSDGrads(_left(dx, into.dx), ddt, dA, _left(dB, into.dB), _left(dC, into.dC), dD, dz, ddt_bias, dinitial_states)
+        dinitial_states = _put(dinitial_states, into.dinitial_states)
+    return SSDGrads(_put(dx, into.dx), ddt, dA, _put(dB, into.dB), _put(dC, into.dC), dD, dz, ddt_bias, dinitial_states)
 
 
 def last_state(i: SSDInputs, options: Options) -> Tensor:
@@ -104,7 +105,7 @@ def _states(saved: SSDSaved, tokens: tuple, dt: Tensor, dA_cumsum: Tensor, dfina
     starts = None if reads else contiguous(i.initial_states), contiguous(dfinal_states)
     dinitial_states = None
     if i.initial_states is not None:
-        dinitial_states = output(i.initial_states, _place(into), torch.float32)
+        dinitial_states = output(i.initial_states, _writable(into), torch.float32)
     states = torch.empty(rows, nsub, i.nheads, i.headdim, i.dstate, device=dt.device, dtype=i.x.dtype)
     runs, *entering = runs_of(i, rows, tokens, dt, dA_cumsum, forwards, saved.options, EVERY_STATE)
     all_states(i, tokens, describe_states(states), dt, dA_cumsum, runs, starts, *entering, dinitial_states, forwards, BLOCK_M)
@@ -116,13 +117,13 @@ def _reads(i: SSDInputs, every: int) -> bool:
     return every == BLOCK_M and i.states_dtype == i.x.dtype
 
 
-def _place(into: Tensor | None) -> Tensor | None:
-    """Where kernels that write contiguous gradients leave one: where it was asked to be, if they can."""
+def _writable(into: Tensor | None) -> Tensor | None:
+    """The place that was asked for, if the kernels, which write contiguous gradients, can write there."""
     return into if into is not None and into.is_contiguous() else None
 
 
-def _left(gradient: Tensor, into: Tensor | None) -> Tensor:
-    """The gradient where it was asked to be."""
+def _put(gradient: Tensor, into: Tensor | None) -> Tensor:
+    """The gradient in the place that was asked for: copied there, if the kernels could not write there."""
     if into is None:
         return gradient
     return into if into.data_ptr() == gradient.data_ptr() else into.copy_(gradient)

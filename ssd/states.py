@@ -26,15 +26,15 @@ _LAUNCH = 8  # what is one launch more, and its beginning and end
 _RECURRENCE = 0.15  # a chunk of the recurrence
 _BYTES = 10  # for each element of the states: written and read in fp32, written in 16 bits
 _BYTES_PER_US = 3.3e6
-_LARGE = 1 << 28  # bytes in fp32: beyond, memory runs out sooner than a launch counts
+_MOST_BYTES = 1 << 28  # of what chunks write in fp32: beyond, memory runs out sooner than a launch counts
 
 
 def worth_walking(i: SSDInputs, kernel: str) -> bool:
     """Whether `kernel`, walk_states or walk_dstates, is expected to take less time than chunks of i.chunk_size on their own, or
-    those too much memory. While configs are tried out it is always launched, so that they have a time.
+    those too much memory. While configs of `kernel` are tried out it is always launched, so that they have a time.
     """
     elements = i.batch * i.nheads * i.nchunks * i.headdim * i.dstate
-    if is_forced() or elements * 4 >= _LARGE:
+    if is_forced(kernel) or elements * 4 >= _MOST_BYTES:
         return True
     config = pick(kernel, i)
     programs = i.batch * i.nheads * cdiv(i.headdim, config["BLOCK_P"]) * cdiv(i.dstate, config["BLOCK_N"])

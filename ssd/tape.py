@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
-from .kernels.launch import current_stream, launch_compiled, recording
+from .kernels.launch import current_stream, forget, launch_compiled, recording
 from .tuning import is_forced
 
 # as Inductor's code allocates, on the current device, in half the time of torch's function of that name
@@ -154,22 +154,25 @@ class _Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         results = func(*args, **(kwargs or {}))
-        if func.overloadpacket.__name__ in _ALLOCATING:
-            self.allocated.append(results)
-            self.nbytes += results.untyped_storage().nbytes()
-            self.only &= self.nbytes <= _MOST_BYTES
-        else:
-            seen = {_memory(t) for t in args if isinstance(t, Tensor)}
-            looked = results if isinstance(results, (tuple, list)) else (results,)
-            self.only &= not func._schema.is_mutable and all(isinstance(t, Tensor) and _memory(t) in seen for t in looked)
-        if not self.only:
+        if self.only and not self._keep(func, args, results):
             self.give_up()
         return results
 
+    def _keep(self, func, args: tuple, results) -> bool:
+        """Notes what was allocated; whether the call can still be recorded."""
+        if func.overloadpacket.__name__ in _ALLOCATING:
+            self.allocated.append(results)
+            self.nbytes += results.untyped_storage().nbytes()
+            return self.nbytes <= _MOST_BYTES
+        seen = {_memory(t) for t in args if isinstance(t, Tensor)}
+        looked = results if isinstance(results, (tuple, list)) else (results,)
+        return not func._schema.is_mutable and all(isinstance(t, Tensor) and _memory(t) in seen for t in looked)
+
     def give_up(self) -> None:
-        """What was watched cannot be recorded."""
+        """What was watched cannot be recorded, and is held no longer. To be called while it is the innermost."""
         self.only = False
         self.allocated.clear()
+        forget()
 
 
 def _memory(t: Tensor) -> int:

@@ -292,9 +292,9 @@ def _pick(kernel, dtype, headdim, dstate, chunk_size, index) -> Config:
     return _fit(kernel, measured, dtype.itemsize, headdim, dstate, chunk_size, device)
 
 
-def is_forced() -> bool:
-    """Whether some kernel's config is not the one that its sizes have."""
-    return bool(_forced)
+def is_forced(kernel: str | None = None) -> bool:
+    """Whether the config of the kernel, or of some kernel, is not the one that its sizes have."""
+    return bool(_forced) if kernel is None else kernel in _forced
 
 
 @contextmanager

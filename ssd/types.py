@@ -59,6 +59,7 @@ class Options:
 
 
 SUB_CHUNK = 64  # tokens that walks and the kernels for Hopper take at a time
+INPUT_TENSORS = 11  # in `SSDInputs.tensors`
 HOPPER_HEADDIM, HOPPER_DSTATES = 64, (64, 128)  # that those kernels have tiles for
 
 

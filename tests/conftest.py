@@ -155,12 +155,12 @@ def much_memory():
 
 @pytest.fixture
 def poison(monkeypatch):
-    """Fresh memory holds NaN wherever a dtype has one, so that a result left unwritten shows."""
+    """Fresh memory holds NaN, or 77 where a dtype has none, so that a result left unwritten shows."""
 
     def poisoned(allocate):
         def allocate_poisoned(*args, **kwargs):
             t = allocate(*args, **kwargs)
-            return t.detach().fill_(float("nan")).requires_grad_(t.requires_grad) if t.is_floating_point() else t
+            return t.detach().fill_(float("nan") if t.is_floating_point() else 77).requires_grad_(t.requires_grad)
 
         return allocate_poisoned
 

@@ -3,7 +3,8 @@
 Reads dt_raw (batch, seqlen, nheads), any strides; (u + v) . x, q and row (batch, nheads, nchunks, chunk_size); r and
 col, the same with partial sums in front; s (batch, nheads, nchunks, ntiles); all fp32; and dy . x as q, if dD is to be its sum.
 Writes ddt (batch, seqlen, nheads), any strides, and dA, ddt_bias and dD, (nheads,) fp32. Each program leaves its chunk's part
-of these sums; the last to arrive of those of the same heads adds the parts up, in the same order whichever it is.
+of these sums; the last to arrive of those of the same heads adds the parts up, in the same order whichever it is. They count in
+arrivals (nheads,) int32: 0 on entry, and again on exit, of a tile of heads at its number. Without it no sum is ever written.
 """
 
 import torch
@@ -70,7 +71,7 @@ def chunk_cumsum_bwd_kernel(dt, dt_strides, A, dt_bias, u_v_x, r_tiles, q, s_til
     at = (c * CHUNK + offs_q[None, :]) * ddt_strides[1] + offs_h.to(tl.int64)[:, None] * ddt_strides[2]
     tl.store(ddt + b * ddt_strides[0] + at, grad.to(ddt.dtype.element_ty), mask=inside)
 
-    nparts = tl.num_programs(0) // TILES
+    nparts = tl.cast(tl.num_programs(0) // TILES, tl.int64)
     part = parts + (b * nchunks + c) * NHEADS + offs_h
     tl.store(part, tl.sum(product(da, clamped), 1), mask=in_h)
     if dt_bias is not None:

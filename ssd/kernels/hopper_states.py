@@ -44,7 +44,7 @@ _REGISTERS = 160
 
 
 @gluon.jit
-def place(c, b, nsub, forwards, BACKWARDS: gl.constexpr):
+def sub_chunk(c, b, nsub, forwards, BACKWARDS: gl.constexpr):
     """The sub-chunk at step c of a walk of row b."""
     if BACKWARDS:
         c = gl.where(b >= forwards, nsub - 1 - c, c)
@@ -87,7 +87,7 @@ def walk(full, empty, Xs, Bs, Ss, weights, states_desc, dA_cumsum, dt, initial_s
                 state = given_state(initial_states, bh, offsets, STATE, HEADDIM, DSTATE)
             state = entering_state(state, ends, factors, piece, npieces, offsets, U, HEADDIM, DSTATE)
         total = 0.0
-        a, dt_c, end = load_steps(dA_cumsum, dt, row + place(first, b, nsub, forwards, BACKWARDS) * BLOCK_M, m, BLOCK_M)
+        a, dt_c, end = load_steps(dA_cumsum, dt, row + sub_chunk(first, b, nsub, forwards, BACKWARDS) * BLOCK_M, m, BLOCK_M)
         for c in range(first, last):
             stage, line = step % STAGES, 2 * U + step % 2
             w = dt_c * decay((end - a) * LOG2E)
@@ -96,11 +96,11 @@ def walk(full, empty, Xs, Bs, Ss, weights, states_desc, dA_cumsum, dt, initial_s
             weights.index(line).store(w)
             total += end
             factor = decay(end * LOG2E)
-            ahead = place(gl.minimum(c + 1, last - 1), b, nsub, forwards, BACKWARDS)
+            ahead = sub_chunk(gl.minimum(c + 1, last - 1), b, nsub, forwards, BACKWARDS)
             a, dt_c, end = load_steps(dA_cumsum, dt, row + ahead * BLOCK_M, m, BLOCK_M)
             if states_desc is not None:
                 KEPT: gl.constexpr = Ss.shape[0] // 2
-                at = place(c, b, nsub, forwards, BACKWARDS)
+                at = sub_chunk(c, b, nsub, forwards, BACKWARDS)
                 if at % EVERY == 0:
                     slot = U * KEPT + kept % KEPT
                     tma.store_wait(KEPT - 1)
@@ -146,7 +146,7 @@ def fetch(x_desc, B_desc, dy_desc, C_desc, full, empty, Xs, Bs, runs, nruns, for
         for c in range(first, last):
             stage = step % STAGES
             mbarrier.wait(empty.index(stage), (step // STAGES) & 1 ^ 1)
-            bar, token = full.index(stage), place(c, b, nsub, forwards, BACKWARDS) * BLOCK_M
+            bar, token = full.index(stage), sub_chunk(c, b, nsub, forwards, BACKWARDS) * BLOCK_M
             mbarrier.expect(bar, BLOCK_M * 2 * (2 * HEADDIM + DSTATE))
             if BACKWARDS and b >= forwards:
                 copy(dy_desc, C_desc, b - forwards, token, p, n, bar, Xs, Bs, stage)

@@ -71,7 +71,7 @@ def current_stream() -> int:
 
 def recording(call: Callable, *args) -> tuple[object, list[tuple] | None]:
     """What call(*args) returns, and what it launched in this thread: compiled kernel, programs, all arguments in order; None if
-    one of the launches cannot be repeated as it was. A recording inside another leaves nothing in it.
+    one of the launches cannot be repeated as it was, or `forget` was called. A recording inside another leaves nothing in it.
     """
     around, _recorded.launches = _recorded.launches, []
     try:
@@ -79,7 +79,12 @@ def recording(call: Callable, *args) -> tuple[object, list[tuple] | None]:
         launches = _recorded.launches
     finally:
         _recorded.launches = around
-    return result, None if None in launches else launches
+    return result, None if launches is None or None in launches else launches
+
+
+def forget() -> None:
+    """Ends this thread's recording with nothing, and lets go of the tensors that it has held."""
+    _recorded.launches = None
 
 
 def _part(arg):

@@ -25,7 +25,7 @@ if GPU:
 @pytest.fixture
 def small(monkeypatch):
     """No states are too few to be halved; how often is counted."""
-    monkeypatch.setattr(halves, "_LARGE", 0)
+    monkeypatch.setattr(halves, "_MOST_BYTES", 0)
     calls = []
     by_halves = halves.by_halves
     monkeypatch.setattr("ssd.group_backward.by_halves", lambda *args: calls.append(args) or by_halves(*args))
@@ -110,7 +110,7 @@ def test_into_places(batch, seqlen, device, small):
     (False, {"seqlen": 127}), (True, {"seqlen": 127, "batch": 2}), (False, {"large": 1 << 40}),
 ])
 def test_where_it_is_worth_it(worth, change, monkeypatch):
-    monkeypatch.setattr(halves, "_LARGE", change.get("large", 0))
+    monkeypatch.setattr(halves, "_MOST_BYTES", change.get("large", 0))
     shape = Shape(change.get("batch", 1), change.get("seqlen", 128), 2, 16, 1, 16, 32)
     inputs = random_inputs(shape, Case(documents=change.get("documents")))
     saved = SSDSaved(inputs, RECOMPUTED)

@@ -115,6 +115,20 @@ def test_one_gradient_alone(gradient, variant):
 
 
 @needs_hopper
+@pytest.mark.parametrize("options", [Options(), Options(save_states=False)], ids=["kept", "again"])
+@pytest.mark.parametrize("like", [lambda t: t.bfloat16(), lambda t: t.half(), lambda t: t.mT.contiguous().mT,
+                                  lambda t: t[:, :1].expand_as(t)], ids=["bf16", "fp16", "transposed", "expanded"])
+def test_states_of_any_form(like, options):
+    """Kernels read them as they were given, contiguous ones."""
+    inputs, variant = random_inputs(SHAPE, GRADIENTS["start"], torch.bfloat16, "cuda"), get_variant("persistent")
+    inputs = replace(inputs, initial_states=like(inputs.initial_states))
+    dout, dfinal_states = cotangents(inputs)
+    ways = dout, like(dfinal_states)
+    assert hopper_backward.can_run(inputs, options)
+    assert_all_accurate(results(variant, inputs, *ways, options), truths(inputs, *ways), inputs, *ways)
+
+
+@needs_hopper
 def test_steps_of_zero():
     """Their logarithm, in which masks are made, is -inf."""
     inputs = random_inputs(SHAPE, Case(D="h"), torch.bfloat16, "cuda")

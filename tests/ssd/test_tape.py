@@ -1,6 +1,7 @@
 """Repeated launches: the same bits as the call itself gives, and no call repeated that did anything else."""
 
 import ctypes
+import weakref
 from types import SimpleNamespace
 
 import numpy as np
@@ -188,12 +189,27 @@ def test_forced_configs_are_not_recorded(monkeypatch):
     Call(lambda x, factor: (scaled(x, factor),)).check(lambda x: (3 * x,), 5, tensor())
 
 
-def test_nothing_is_held_beyond_the_limit(monkeypatch):
-    monkeypatch.setattr(tape, "_MOST_BYTES", 100)
-    with tape._Watch() as watch:
-        for _ in range(5):
-            torch.empty(6)
-    assert not watch.only and not watch.allocated
+@pytest.mark.parametrize("around", [False, True])
+def test_what_cannot_be_recorded_is_not_held(around, monkeypatch):
+    """Neither what is allocated nor what is launched, in a call too large, or around two that are."""
+    monkeypatch.setattr(tape, "_MOST_BYTES", 1)
+    alive = []
+
+    def chain(x, factor):
+        refs = []
+        for _ in range(6):
+            x = scaled(x, factor)
+            refs.append(weakref.ref(x))
+        alive.append(sum(ref() is not None for ref in refs))
+        return (x,)
+
+    def twice(x, factor):
+        for t in (x, x + 0):
+            (y,) = tape.replayed(chain, (t,), (factor,))
+        return (scaled(y, 1.0),)
+
+    Call(twice if around else chain).check(lambda x: (3.0**6 * x,), 5, tensor())
+    assert set(alive) == {1}
 
 
 def test_a_launch_that_keeps_no_kernel(monkeypatch):
@@ -254,7 +270,7 @@ CASES = {"plain": Case(), "D": Case(D="h", dt_bias=True, dt_softplus=True), "sta
 @pytest.mark.parametrize("shape", [Shape(2, 700, 8, 64, 2, 128, 128), Shape(1, 300, 4, 40, 1, 20, 64)], ids=("usual", "odd"))
 @pytest.mark.parametrize("variant", ("baseline", "fused", "persistent", "auto"))
 def test_same_bits(variant, shape, case, monkeypatch):
-    monkeypatch.setattr("ssd.halves._LARGE", 0)  # of "auto", which keeps no states
+    monkeypatch.setattr("ssd.halves._MOST_BYTES", 0)  # of "auto", which keeps no states
 
     def run(k: int) -> list[torch.Tensor]:
         torch.manual_seed(k)
@@ -297,7 +313,7 @@ def test_recorded():
 @pytest.mark.parametrize("batch, tapes", [(3, 2), (1, 3)])
 def test_halves_are_recorded(batch, tapes, monkeypatch):
     """Each by itself, and of one row the state between them."""
-    monkeypatch.setattr("ssd.halves._LARGE", 0)
+    monkeypatch.setattr("ssd.halves._MOST_BYTES", 0)
     i = random_inputs(Shape(batch, 700, 8, 64, 2, 128, 128), CASES["D"], torch.bfloat16, "cuda")
     x = i.x.requires_grad_()
     out = ssd_chunk_scan(x, i.dt, i.A, i.B, i.C, 128, D=i.D, dt_bias=i.dt_bias, dt_softplus=True)

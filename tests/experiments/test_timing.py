@@ -1,0 +1,59 @@
+"""What `interleaved` says of calls, on a host and a GPU that are counted."""
+
+import pytest
+import torch
+
+from experiments import timing
+
+FLUSH, ENQUEUE = 70.0, 5.0  # microseconds of the GPU, and of the host
+
+
+class Machine:
+    """A host that enqueues work, and a GPU that takes it in order. Also the tensor that is flushed with."""
+
+    def __init__(self):
+        self.host = self.gpu = 0.0
+
+    def work(self, host_us: float, gpu_us: float) -> None:
+        """Enqueued by the end of its time on the host."""
+        self.host += host_us
+        self.gpu = max(self.gpu, self.host) + gpu_us
+
+    def zero_(self) -> None:
+        self.work(ENQUEUE, FLUSH)
+
+    def clock(self) -> float:
+        self.host += 0.5
+        return self.host / 1e6
+
+    def synchronize(self) -> None:
+        self.host = max(self.host, self.gpu)
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    m = Machine()
+
+    class Event:
+        def __init__(self, enable_timing):
+            pass
+
+        def record(self):
+            self.at = max(m.gpu, m.host)
+
+        def elapsed_time(self, end):
+            return (end.at - self.at) / 1e3
+
+    monkeypatch.setattr(timing, "perf_counter", m.clock)
+    monkeypatch.setattr(timing, "_flush", lambda: (m, FLUSH))
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", m.synchronize)
+    return m
+
+
+@pytest.mark.parametrize("host, gpu", [(300, 180), (300, 260), (300, 290), (100, 400), (20, 30), (5, 1000)])
+def test_a_loop_of_the_call(host, gpu, machine):
+    """The slower of the two, whatever is timed beside it: a flush hides no launches."""
+    calls = {"this": lambda: machine.work(host, gpu), "long": lambda: machine.work(10, 5000)}
+    low, middle, high = timing.interleaved(calls, repeats=5, warmup=1)["this"]
+    assert low == pytest.approx(high, abs=2) and middle == pytest.approx(max(host, gpu), abs=2)
