@@ -12,7 +12,7 @@ from rich.table import Table
 
 from ssd import Options, get_variant, hopper
 
-from . import interpret, record
+from . import interpret, record, table
 from .bench import Candidate, measure, row_of, settings
 from .shapes import Shape
 
@@ -99,23 +99,24 @@ def check(variants: tuple[str, ...], console: Console) -> bool:
 
 def committed(out: Path = record.RESULTS, **where) -> list[dict]:
     """The latest rows, with `relative`."""
-    rows = record.read(out, bench="ablate", **where)
+    rows = table.last_commit(record.read(out, bench="ablate", **where))
     return relative(record.latest(rows, lambda row: (*_setting(row), row["step"], row["changed"])))
 
 
 def relative(rows: list[dict]) -> list[dict]:
     """The rows with `relative`: their time over that with every option on, in CUDA graphs where both have one.
 
-    A row without an option that the Gluon kernels cannot be without is one of the plain kernels: over all their options.
+    A row without an option that the Gluon kernels cannot be without is one of the plain kernels: over all their options, and
+    `plain` says so.
     """
     whole = {_setting(row): row for row in rows if row["step"] == "all"}
     plain = {_setting(row): row for row in rows if (row["step"], row["changed"]) == ("without", "gluon")}
 
-    def base(row: dict) -> dict | None:
-        of_plain = row["step"] == "without" and row["changed"] not in hopper.OPTIONS
-        return (of_plain and plain.get(_setting(row))) or whole.get(_setting(row))
+    def compared(row: dict) -> dict:
+        base = plain.get(_setting(row)) if row["step"] == "without" and row["changed"] not in hopper.OPTIONS else None
+        return row | {"relative": _relative(row, base or whole.get(_setting(row))), "plain": base is not None}
 
-    return [row | {"relative": _relative(row, base(row))} for row in rows]
+    return [compared(row) for row in rows]
 
 
 def _every_step(variants: tuple[str, ...]) -> Iterator[tuple[str, Step]]:

@@ -21,7 +21,7 @@ from .reasons import first_line
 from .shapes import DTYPES, Shape, make_inputs
 
 CHUNK_SIZES = (64, 128, 256)
-_PEER_CHUNK_SIZES = {"mamba_ssm": (128, 256), "fla": (64,)}  # those that each was written for
+_PEER_CHUNK_SIZES = {"mamba_ssm": CHUNK_SIZES, "fla": (64,)}  # fla was written for that one
 _TRUTH_TOKENS = 16384
 
 

@@ -7,7 +7,7 @@ import json
 import re
 from pathlib import Path
 
-from .shapes import DIRECTIONS, NAMED
+from .shapes import DIRECTIONS, NAMED, WORKLOADS
 
 _MARKERS = {"mamba_ssm": ("o", "#999999"), "fla": ("s", "#c9a227")}
 _OURS = ("#0b6e99", "#b5372b", "#3a7d44", "#7b4fa3")
@@ -18,7 +18,7 @@ def points(rows: list[dict]) -> dict[str, dict[str, dict[str, float]]]:
 
     Times are those in a CUDA graph where one could be captured, so that launch overhead does not hide the kernels.
     """
-    order = [shape.name for shape in NAMED]
+    order = [shape.name for shape in (*NAMED, *WORKLOADS)]
     result = {mode: {name: {} for name in order} for mode in DIRECTIONS}
     for row in rows:
         if row["mode"] in result and row["shape"] in order:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -12,7 +12,7 @@ from pathlib import Path
 from ssd.registry import is_peer
 
 from . import figure, record, step_figure, table
-from .shapes import DIRECTIONS
+from .shapes import DIRECTIONS, SHAPES, Shape
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -35,24 +35,25 @@ _STEPS = {header: column for header, column in table.STEPS.items() if header != 
 
 
 def claim(rows: list[dict]) -> str:
-    """For each GPU and rival a sentence: speed-ups of the fastest variant, the least and the most over shapes, in GPU time."""
+    """For each GPU and rival: speed-ups of the fastest variant and of "auto", from the least to the most over shapes."""
     compared = [row for row in rows if row.get("graph_speedup")]
     sentences = []
     for (gpu, against), group in groupby(sorted(compared, key=_COMPARED), _COMPARED):
-        best: dict[str, dict[str, float]] = {mode: {} for mode in _MODES}
-        for row in group:
-            shapes = best[row["mode"]]
-            shapes[row["shape"]] = max(row["graph_speedup"], shapes.get(row["shape"], 0))
-        ranges = [_range(_MODES[mode], shapes.values()) for mode, shapes in best.items() if shapes]
+        group = list(group)
         sentence = (f"Speed-ups over {against} on one {gpu}, in bf16 and GPU time (in a CUDA graph), of the fastest variant at "
-                    f"each shape: {_listed(ranges)}.")
+                    f"each of {len({row['shape'] for row in group})} shapes: {_ranges(group)}.")
+        if by_default := [row for row in group if row["variant"] == "auto"]:
+            sentence += f" By default, where the forward keeps no states for the backward: {_ranges(by_default)}."
         sentences.append(textwrap.fill(sentence, _WIDTH) + "\n")
     return "\n".join(sentences) or "No GPU has run the bench beside a rival yet.\n"
 
 
-def _range(mode: str, speedups: Collection[float]) -> str:
-    count = len(speedups)
-    return f"{min(speedups):.2f} to {max(speedups):.2f} {mode} ({count} shape{'s' * (count > 1)})"
+def _ranges(rows: list[dict]) -> str:
+    best: dict[str, dict[str, float]] = {mode: {} for mode in _MODES}
+    for row in rows:
+        shapes = best[row["mode"]]
+        shapes[row["shape"]] = max(row["graph_speedup"], shapes.get(row["shape"], 0))
+    return _listed([f"{min(of.values()):.2f} to {max(of.values()):.2f} {_MODES[mode]}" for mode, of in best.items() if of])
 
 
 def results(rows: list[dict], figure_path: str) -> str:
@@ -63,12 +64,27 @@ def results(rows: list[dict], figure_path: str) -> str:
     for where, group in _by_gpu(rows):
         copy = sorted(row["copy_gbps"] for row in group)[len(group) // 2]
         commits = dict.fromkeys(str(row["git_sha"])[:7] for row in sorted(group, key=itemgetter("time")))
-        parts.append(f"{where}, device copy {copy:.0f} GB/s, rows of {_listed([*commits])}:\n")
-        parts.append(_markdown([row for row in group if row["mode"] in DIRECTIONS]))
-        if whole := [row for row in group if row["mode"] not in DIRECTIONS]:
-            parts.append("Forward and backward in one call, in a CUDA graph, µs, with the speed-up:\n")
-            parts.append(_by_shape(whole))
+        parts.append(f"{where}, device copy {copy:.0f} GB/s, rows of {_listed([*commits])}. In a CUDA graph, µs, with the "
+                     "speed-up over upstream:\n")
+        for mode, name in _MODES.items():
+            if of := [row for row in group if row["mode"] == mode]:
+                parts += [f"**{name.capitalize()}**\n", _by_shape(of)]
+        parts.append(_folded("Eager times, chunk sizes, the share of the floor, and errors", _markdown(group)))
+    shapes = [SHAPES[name] for name in dict.fromkeys(row["shape"] for row in rows)]
+    parts.append(_folded("The shapes", _sizes(shapes)))
     return "\n".join(parts)
+
+
+def _folded(summary: str, text: str) -> str:
+    """What a reader opens to see."""
+    return f"<details>\n<summary>{summary}</summary>\n\n{text}\n</details>\n"
+
+
+def _sizes(shapes: list[Shape]) -> str:
+    names = [*shapes[0].sizes]
+    lines = [f"| shape | {' | '.join(names)} |", f"|---|{'---:|' * len(names)}"]
+    lines += [f"| {shape.name} | {' | '.join(map(str, shape.sizes.values()))} |" for shape in shapes]
+    return "\n".join(lines) + "\n"
 
 
 def workloads(rows: list[dict], figure_path: str) -> str:
@@ -77,7 +93,8 @@ def workloads(rows: list[dict], figure_path: str) -> str:
         return "No rows yet: no GPU has run the sweep for this table.\n"
     parts = [f"![A training step of each workload with each variant, and the state-space model's part]({figure_path})\n"]
     columns = {header: column for header, column in _STEPS.items() if any(row.get(column[0]) is not None for row in rows)}
-    return "\n".join(parts + _tables(rows, columns))
+    return "\n".join([*parts, _folded("Every step: times, the SSM kernels' part, bandwidth, memory, loss",
+                                       "\n".join(_tables(rows, columns)))])
 
 
 def memory(rows: list[dict]) -> str:
@@ -106,7 +123,9 @@ def _way(row: dict) -> tuple:
 
 def blocks(rows: list[dict]) -> str:
     """Markdown of the latest rows of each part of a block, ours beside upstream's: losses beside wins."""
-    return "\n".join(_tables(rows, _BLOCK)) or "No rows yet: no GPU has run `make block` for this table.\n"
+    if not rows:
+        return "No rows yet: no GPU has run `make block` for this table.\n"
+    return _folded("Every part, shape and direction", "\n".join(_tables(rows, _BLOCK)))
 
 
 def ablation(rows: list[dict]) -> str:
@@ -114,7 +133,7 @@ def ablation(rows: list[dict]) -> str:
     parts = []
     for (gpu, shape, mode, variant), group in groupby(rows, _ABLATED):
         cells = {(row["step"], row["changed"]): f"{row['graph_p50_us'] or row['p50_us']:.0f} | {row['relative']:.2f}"
-                 for row in group if row["relative"] is not None}
+                 f"{' †' if row.get('plain') else ''}" for row in group if row["relative"] is not None}
         lines = [f"{gpu}, {shape}, {DIRECTIONS[mode]}, `{variant}`:\n",
                  "| option | without, µs | relative | up to, µs | relative |", "|---|---:|---:|---:|---:|",
                  f"| none | | | {cells.get(('none', None), ' | ')} |"]
@@ -289,8 +308,9 @@ def _draw(draw: Callable, shown: dict, rows: list[dict], path: Path, check: bool
 
 def committed(out: Path = record.RESULTS) -> list[dict]:
     """The rows that the README shows: named shapes in bf16, each variant as it comes, at its faster chunk size."""
-    return [row for row in table.committed(out, compared=True, dtype="bf16")
+    rows = [row for row in table.committed(out, compared=True, dtype="bf16")
             if not row["shape"].startswith("sweep-") and record.has_default_options(row)]
+    return table.against_the_least(rows, [row for row in rows if is_peer(row["variant"])])
 
 
 def _markdown(rows: list[dict]) -> str:
@@ -305,7 +325,7 @@ def _markdown(rows: list[dict]) -> str:
         floor = row["ideal_bytes"] / row["copy_gbps"] / 1e3
         share = f"{100 * floor / (row['graph_p50_us'] or row['p50_us']):.0f} %"
         error = "" if row["err_rms"] is None else f"{row['err_rms']:.1e}"
-        cells = (row["shape"], DIRECTIONS[row["mode"]], row["variant"], row["chunk_size"], f"{row['p50_us']:.0f}", graph,
+        cells = (row["shape"], _MODES[row["mode"]], row["variant"], row["chunk_size"], f"{row['p50_us']:.0f}", graph,
                  share, error, row.get("against") or "", speedups)
         lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines) + "\n"

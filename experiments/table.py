@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from functools import partial
 
@@ -61,6 +62,7 @@ ABLATION = {
     "shape": ("shape", _text),
     "mode": ("mode", _text),
     "variant": ("variant", _text),
+    "chunk": ("chunk_size", _text),
     "step": ("step", _text),
     "option": ("changed", _text),
     "us": ("p50_us", microseconds),
@@ -115,6 +117,7 @@ _KERNEL = {"kernel": ("kernel", _kernel)}
 COUNTERS = _CALL | _TRAFFIC | {"U %": ("mean_dram_pct", _counter(1)), "W %": ("dram_pct", _counter(1))} | _WORK
 COUNTERS_BY_KERNEL = _CALL | _KERNEL | {"time %": ("time_pct", _counter(1))} | COUNTERS
 KERNELS = _KERNEL | _TRAFFIC | {"DRAM %": ("dram_pct", _counter(1))} | _WORK
+_COMPARED = ("gpu", "shape", "mode", "dtype")  # what rows that compare share
 _LEFT_ALIGNED = ("shape", "mode", "variant", "options", "against", "step", "option", "kernel", "part", "workload",
                  "preset", "mixer", "dtype", "unit")
 
@@ -163,6 +166,25 @@ def committed(out=record.RESULTS, all_chunks: bool = False, compared: bool = Fal
         rows = [row for row in rows if row.get("against") or subject(row)[:-1] not in beside]
     rows = record.latest(last_commit(rows), subject)
     return in_order(rows if all_chunks else best_chunk(rows))
+
+
+def against_the_least(rows: list[dict], rivals: list[dict]) -> list[dict]:
+    """The rows, compared in GPU time with their rival's least: of their own run, or of its last rows where those say less.
+    Eager times are the host's as well, and compare within a run alone.
+    """
+    least: dict[tuple, float] = {}
+    for row in rivals:
+        if row["graph_p50_us"]:
+            of = *(row[key] for key in _COMPARED), row["variant"]
+            least[of] = min(row["graph_p50_us"], least.get(of, math.inf))
+
+    def compared(row: dict) -> dict:
+        us = least.get((*(row[key] for key in _COMPARED), row.get("against")), math.inf)
+        if not row.get("graph_speedup") or us >= row["against_graph_p50_us"]:
+            return row
+        return row | {"against_graph_p50_us": us, "graph_speedup": us / row["graph_p50_us"]}
+
+    return [compared(row) for row in rows]
 
 
 def in_order(rows: list[dict]) -> list[dict]:

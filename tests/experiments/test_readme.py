@@ -52,7 +52,10 @@ def test_claim(page):
     update(page, rows)
     text = " ".join(page.read_text().split())
     assert "over mamba_ssm on one NVIDIA H200" in text and "stale claim" not in text
-    assert "2.50 to 3.25 forward (2 shapes), 0.91 to 0.91 backward (1 shape) and 1.75 to 1.75 forward and backward" in text
+    assert "each of 2 shapes: 2.50 to 3.25 forward, 0.91 to 0.91 backward and 1.75 to 1.75 forward and backward." in text
+    assert "By default" not in text
+    update(page, [*rows, ssd_row("auto", **compared(1.5))])
+    assert "for the backward: 1.50 to 1.50 forward." in " ".join(page.read_text().split())
     update(page, [ssd_row()])
     assert "No GPU has run the bench beside a rival yet" in page.read_text()
 
@@ -68,7 +71,7 @@ def test_forward_and_backward_have_a_table(page):
 def test_the_commits_of_the_rows_are_named(page):
     later = ROWS[0] | {"git_sha": "1" * 40, "time": "2026-01-02T00:00:00+00:00"}
     update(page, [later, *ROWS[1:]])
-    assert "device copy 4270 GB/s, rows of 0000000 and 1111111:" in page.read_text()
+    assert "device copy 4270 GB/s, rows of 0000000 and 1111111. In" in page.read_text()
 
 
 def test_a_new_row_makes_both_stale(page):

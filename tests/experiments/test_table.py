@@ -1,6 +1,7 @@
 import csv
 import io
 
+import pytest
 from rich.console import Console
 
 from experiments import table
@@ -74,3 +75,13 @@ def test_terminal():
     console = Console(width=200, record=True, file=io.StringIO())
     console.print(table.terminal([ssd_row(graph_p50_us=None)], "title"))
     assert "baseline" in console.export_text()
+
+
+def test_the_least_of_a_rival_counts():
+    """Where its last rows say less than the run that a row is of: in GPU time, and of the same shape and direction."""
+    rows = [ssd_row(p50_us=110.0, **compared(2.0)), ssd_row(p50_us=110.0, mode="bwd", **compared(2.0)), ssd_row("fused")]
+    rivals = [ssd_row("mamba_ssm", p50_us=us, chunk_size=size) for us, size in ((160.0, 64), (1000.0, 128))]
+    better, same, alone = table.against_the_least(rows, rivals)
+    assert better["graph_speedup"] == pytest.approx(1.5) and better["speedup"] == 2.0
+    assert (same, alone) == tuple(rows[1:])
+    assert table.against_the_least(rows, []) == rows
