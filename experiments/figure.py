@@ -51,9 +51,10 @@ def draw(rows: list[dict], path: Path) -> None:
         for y, times in enumerate(reversed(shapes.values())):
             ax.hlines(y, min(times.values()), max(times.values()), color="#dddddd", zorder=1)
             ax.plot(times["floor"], y, "|", color="black", markersize=11, markeredgewidth=2, label="floor", zorder=2)
-            for name, (marker, colour) in styles.items():
-                if name in times:
-                    ax.plot(times[name], y, marker, color=colour, label=name, zorder=3)
+            for n, (name, (marker, colour)) in enumerate(styles.items()):
+                if name in times:  # beside, not upon, others that take as long
+                    above = 0.11 * ((len(styles) - 1) / 2 - n)
+                    ax.plot(times[name], y + above, marker, color=colour, markersize=5, label=name, zorder=3)
         ax.set(title=DIRECTIONS[mode], xscale="log", xlabel="µs", yticks=range(len(shapes)), yticklabels=[*shapes][::-1])
         ax.grid(axis="x", which="both", color="#f0f0f0")
         ax.set_axisbelow(True)
