@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from .autograd import chunk_scan
-from .ops import wants_gradient
+from .ops import are_plain, wants_gradient
 from .registry import get_variant, is_peer, variant_names
 from .types import Options, SSDInputs
 
 LARGEST_CHUNK, SMALLEST_CHUNK = 256, 16
 _FP32_LARGEST = torch.finfo(torch.float32).max
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_DEVICES = ("cpu", "cuda")  # that "auto" and the kernels know
 _OPTIONAL = ("D", "z", "dt_bias", "initial_states")
 _DEFAULT = Options()
 
@@ -76,8 +77,8 @@ def ssd_chunk_scan(
     Raises:
         TypeError, ValueError: naming the argument, what came and what is accepted, before anything is launched.
     """
-    _check_tensors(x, dt, A, B, C, D, z, dt_bias, initial_states)
-    _check_settings(chunk_size, dt_softplus, dt_limit, state_dtype, variant, options)
+    _check_tensors(x, dt, A, B, C, D, z, dt_bias, initial_states, variant)
+    check_settings(chunk_size, dt_softplus, dt_limit, state_dtype, variant, options)
     # a bound that fp32 cannot hold bounds nothing
     dt_limit = (float(dt_limit[0]), float(dt_limit[1]) if dt_limit[1] <= _FP32_LARGEST else math.inf)
     if seq_idx is not None or cu_seqlens is not None or return_varlen_states:
@@ -122,7 +123,7 @@ def _count_documents(seq_idx: Tensor) -> Tensor:
     return starts.cumsum(1, dtype=torch.int32)
 
 
-def _check_tensors(x, dt, A, B, C, D, z, dt_bias, initial_states) -> None:
+def _check_tensors(x, dt, A, B, C, D, z, dt_bias, initial_states, variant) -> None:
     """One pass that compares; what it finds wrong goes to `_refuse`, so that a good call pays for no message."""
     for name, t, shape in (("x", x, "(batch, seqlen, nheads, headdim)"), ("B", B, "(batch, seqlen, ngroups, dstate)")):
         if not isinstance(t, Tensor) or t.dtype not in _DTYPES or t.dim() != 4:
@@ -134,6 +135,8 @@ def _check_tensors(x, dt, A, B, C, D, z, dt_bias, initial_states) -> None:
         raise ValueError(f"x, B: got shapes {tuple(x_shape)}, {tuple(B_shape)}, expected every size to be at least 1")
     if nheads % ngroups:
         raise ValueError(f"B: got ngroups = {ngroups}, expected a divisor of nheads = {nheads}")
+    if device.type not in _DEVICES and variant != "torch" and are_plain((x,)):  # what is only traced may be on any
+        raise ValueError(f"x: got a tensor on {device}, expected one on {' or '.join(_DEVICES)}")
     per_head, group_shape = (nheads,), (batch, seqlen, ngroups, dstate)
     for name, t, shape in (
         ("dt", dt, (batch, seqlen, nheads)),
@@ -160,12 +163,13 @@ def _refuse(name: str, t: object, shape: str | tuple[int, ...], x: Tensor) -> No
     if t.dim() != (4 if isinstance(shape, str) else len(shape)):
         raise ValueError(f"{name}: got {t.dim()} dimensions, shape {tuple(t.shape)}, expected {shape}")
     if tuple(t.shape) != shape:
+        axes = "(batch, seqlen, nheads) = " if name == "dt" else ""  # first to differ if heads come second in x
         also = f" or {(x.shape[2], x.shape[3])}" if name == "D" else ""
-        raise ValueError(f"{name}: got shape {tuple(t.shape)}, expected {shape}{also} to go with x {tuple(x.shape)}")
+        raise ValueError(f"{name}: got shape {tuple(t.shape)}, expected {axes}{shape}{also} to go with x {tuple(x.shape)}")
     raise ValueError(f"{name}: got a tensor on {t.device}, expected {x.device}, the device of x")
 
 
-def _check_settings(chunk_size, dt_softplus, dt_limit, state_dtype, variant, options) -> None:
+def check_settings(chunk_size, dt_softplus, dt_limit, state_dtype, variant, options) -> None:
     if not isinstance(dt_softplus, bool):
         raise TypeError(f"dt_softplus: got {dt_softplus!r}, expected True or False")
     if isinstance(chunk_size, bool) or not isinstance(chunk_size, int):

@@ -36,6 +36,9 @@ class Options:
         fuse_backward: the backward in sub-chunks of 64 tokens, one kernel for each of states, their gradients, dC with
             dCB, and dB with dx. Off, the baseline's.
         gluon: warp-specialised Gluon kernels on Hopper, where the inputs allow. Off, plain Triton everywhere.
+
+    Raises:
+        TypeError: a field that is no bool, by name.
     """
 
     tf32: bool = False
@@ -51,6 +54,11 @@ class Options:
     save_states: bool = True
     fuse_backward: bool = True
     gluon: bool = True
+
+    def __post_init__(self):
+        for name, value in vars(self).items():
+            if not isinstance(value, bool):
+                raise TypeError(f"{name}: got {value!r}, expected True or False")
 
     @property
     def precision(self) -> str:

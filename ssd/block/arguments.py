@@ -28,6 +28,11 @@ def check_tensor(name: str, t: object, shape: tuple[int, ...], x: Tensor, dtypes
     check_interpretable(name, t)
 
 
+def check_size(name: str, size: object) -> None:
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise (ValueError if type(size) is int else TypeError)(f"{name}: got {size!r}, expected an int of at least 1")
+
+
 def check_dtype(name: str, t: Tensor, dtypes: tuple[torch.dtype, ...] = DTYPES) -> None:
     if t.dtype not in dtypes:
         raise TypeError(f"{name}: got dtype {t.dtype}, expected one of {', '.join(map(str, dtypes))}")

@@ -15,7 +15,7 @@ from .arguments import check_tensor, takes_kernels
 from .kernels.conv1d_bwd import conv1d_bwd
 from .kernels.conv1d_fwd import conv1d_fwd
 
-_WIDTHS = (2, 3, 4)
+WIDTHS = (2, 3, 4)
 _N_TENSORS = 5
 
 _INPUTS = "Tensor x, Tensor weight, Tensor? bias, Tensor? seq_idx, Tensor? initial_states"
@@ -112,8 +112,8 @@ def check_filter(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str
         raise ValueError(f"x: got shape {tuple(x.shape)}, expected {layout}, no size 0")
     check_tensor("x", x, tuple(x.shape), x)
     dim = x.shape[1]
-    width = weight.shape[1] if isinstance(weight, Tensor) and weight.dim() == 2 else _WIDTHS[-1]
-    if width not in _WIDTHS:
+    width = weight.shape[1] if isinstance(weight, Tensor) and weight.dim() == 2 else WIDTHS[-1]
+    if width not in WIDTHS:
         raise ValueError(f"weight: got a width of {width}, shape {tuple(weight.shape)}, expected 2, 3 or 4")
     check_tensor("weight", weight, (dim, width), x)
     if bias is not None:

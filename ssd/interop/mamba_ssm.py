@@ -14,11 +14,8 @@ from torch import Tensor
 
 from ..registry import Variant
 from ..types import SSDInputs
+from .patching import INSTALL_MAMBA_SSM
 
-_INSTALL = (
-    "install it without its CUDA extensions, which these kernels do not use: "
-    "MAMBA_SKIP_CUDA_BUILD=TRUE MAMBA_FORCE_BUILD=TRUE pip install --no-deps --no-build-isolation mamba-ssm==2.3.2.post1"
-)
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -49,7 +46,7 @@ try:
     with without_its_init():
         from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
 except ImportError as error:
-    raise ImportError(f"mamba_ssm cannot be imported ({error}); {_INSTALL}", name="mamba_ssm") from error
+    raise ImportError(f"mamba_ssm cannot be imported ({error}); {INSTALL_MAMBA_SSM}", name="mamba_ssm") from error
 
 _HAS_STATE_DTYPE = "state_dtype" in inspect.signature(mamba_chunk_scan_combined).parameters
 

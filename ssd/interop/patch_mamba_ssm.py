@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from types import ModuleType
 
 from .functions import functions
-from .patching import Library, Patch, check_version, put
+from .patching import INSTALL_MAMBA_SSM, Library, Patch, check_version, put
 
 FIRST, LAST = (2, 2), (2, 3)
 _HOLDERS = ("mamba_ssm", "causal_conv1d", "megatron", "fla")
@@ -52,7 +52,7 @@ def patch_mamba_ssm(variant: str = "auto") -> Patch:
 
 
 def _install(undo: ExitStack) -> None:
-    check_version("mamba_ssm", FIRST, LAST)
+    check_version("mamba_ssm", FIRST, LAST, INSTALL_MAMBA_SSM)
     if _CUDA not in sys.modules and find_spec(_CUDA) is None:
         put(undo, sys.modules, _CUDA, _absent_extension())
         if "mamba_ssm" not in sys.modules:

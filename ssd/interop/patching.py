@@ -10,6 +10,10 @@ from importlib import metadata
 
 from ..registry import get_variant
 
+INSTALL_MAMBA_SSM = (
+    "install it without its CUDA extensions, which these kernels do not use: "
+    "MAMBA_SKIP_CUDA_BUILD=TRUE MAMBA_FORCE_BUILD=TRUE pip install --no-deps --no-build-isolation mamba-ssm==2.3.2.post1"
+)
 _ABSENT = object()
 _libraries: list[Library] = []
 
@@ -102,8 +106,8 @@ def put(undo: ExitStack, where: dict, name: str, value: object) -> None:
     undo.callback(put_back)
 
 
-def check_version(package: str, first: tuple[int, int], last: tuple[int, int]) -> tuple[int, int]:
-    """Major and minor version of an installed package, from first to last inclusive.
+def check_version(package: str, first: tuple[int, int], last: tuple[int, int], install: str) -> tuple[int, int]:
+    """Major and minor version of an installed package, from first to last inclusive; `install` says how it is installed.
 
     Raises:
         ImportError: the package is not installed, or its version is another one.
@@ -113,7 +117,7 @@ def check_version(package: str, first: tuple[int, int], last: tuple[int, int]) -
     try:
         version = loaded or metadata.version(package)
     except metadata.PackageNotFoundError:
-        raise ImportError(f"{package} is not installed; accepted versions: {accepted}", name=package) from None
+        raise ImportError(f"{package} is not installed; accepted versions: {accepted}; {install}", name=package) from None
     numbers = re.match(r"(\d+)\.(\d+)", version)
     found = tuple(map(int, numbers.groups())) if numbers else None
     if found is None or not first <= found <= last:

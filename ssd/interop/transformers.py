@@ -49,7 +49,7 @@ def patch_transformers(variant: str = "auto") -> Patch:
 
 
 def _install(undo: ExitStack) -> None:
-    version = check_version("transformers", FIRST, LAST)
+    version = check_version("transformers", FIRST, LAST, "pip install transformers")
 
     def place(module: ModuleType) -> None:
         _place(undo, module, version)

@@ -24,7 +24,8 @@ def read_config(folder: Path) -> dict[str, Any]:
         ValueError: it is not a JSON object.
     """
     if not folder.is_dir():
-        raise FileNotFoundError(f"folder: got {folder}, expected a folder that exists")
+        raise FileNotFoundError(f"folder: got {folder}, expected a folder that exists; a model of the Hugging Face Hub is "
+                                "downloaded first: hf download OWNER/NAME --local-dir FOLDER")
     if not (folder / _CONFIG).is_file():
         raise FileNotFoundError(f"folder: got {folder}, expected a {_CONFIG} in it")
     return _read_json(folder / _CONFIG)

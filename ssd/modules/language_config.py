@@ -7,6 +7,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from inspect import signature
 from typing import Any
 
+from ..block.arguments import check_size
 from .mamba2 import Mamba2
 
 _SIZES = ("d_model", "n_layer", "vocab_size", "pad_vocab_size_multiple")
@@ -53,9 +54,7 @@ class Mamba2LMConfig:
 
     def __post_init__(self):
         for name in _SIZES:
-            size = getattr(self, name)
-            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-                raise (ValueError if type(size) is int else TypeError)(f"{name}: got {size!r}, expected an int of at least 1")
+            check_size(name, getattr(self, name))
         for names, kind in ((_SWITCHES, bool), (_DICTS, dict)):
             for name in names:
                 if not isinstance(getattr(self, name), kind):

@@ -12,6 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..api import check_settings
+from ..block.arguments import check_size
+from ..block.conv1d import WIDTHS
 from ..block.conv1d_update import causal_conv1d_update
 from ..block.gated_norm import RMSNormGated
 from ..block.split import split_conv1d_scan
@@ -59,7 +62,7 @@ class Mamba2(nn.Module):
         variant, options: see `ssd.ssd_chunk_scan`.
 
     Raises:
-        ValueError: sizes that do not divide, with what was given.
+        TypeError, ValueError: naming the argument, what came and what is accepted.
     """
 
     def __init__(self, d_model: int, d_state: int = 128, d_conv: int = 4, conv_init: float | None = None, expand: int = 2,
@@ -70,9 +73,16 @@ class Mamba2(nn.Module):
                  dtype=None, variant: str = "auto", options: Options | None = None):
         super().__init__()
         made = {"device": device, "dtype": dtype}
+        check_settings(chunk_size, True, dt_limit, None, variant, options)
+        for name, size in {"d_model": d_model, "d_state": d_state, "expand": expand, "headdim": headdim,
+                           "ngroups": ngroups}.items():
+            check_size(name, size)
+        if d_conv not in WIDTHS:
+            raise ValueError(f"d_conv: got {d_conv!r}, expected one of {WIDTHS}")
         d_inner = expand * d_model
         d_ssm = d_inner if d_ssm is None else d_ssm
-        if d_ssm % headdim or not 0 < d_ssm <= d_inner:
+        check_size("d_ssm", d_ssm)
+        if d_ssm % headdim or d_ssm > d_inner:
             raise ValueError(f"d_ssm: got {d_ssm}, expected a multiple of headdim = {headdim}, "
                              f"at most expand * d_model = {d_inner}")
         nheads = d_ssm // headdim
@@ -110,6 +120,7 @@ class Mamba2(nn.Module):
         Returns:
             (batch, seqlen, d_model).
         """
+        self._check(u, ("batch", "seqlen"), cache)
         if cache is not None and seq_idx is not None:
             raise ValueError("seq_idx: got a tensor with a cache, expected one of the two: a cache goes on with one document")
         before = {} if cache is None else {"initial_states": cache.ssm_state, "return_final_states": True,
@@ -129,6 +140,7 @@ class Mamba2(nn.Module):
 
     def step(self, u: Tensor, cache: Mamba2Cache) -> Tensor:
         """The next token of each sequence, (batch, d_model) to the same shape; for inference."""
+        self._check(u, ("batch",), cache)
         d_mlp, group = self.d_inner - self.d_ssm, self.ngroups * self.d_state
         z0, x0, z, xBC, dt = self.in_proj(u).split([d_mlp, d_mlp, self.d_ssm, self.d_ssm + 2 * group, self.nheads], -1)
         xBC = causal_conv1d_update(xBC, cache.conv_state, self._filter(), self.conv1d.bias, activation="silu")
@@ -154,6 +166,16 @@ class Mamba2(nn.Module):
         weight = self.conv1d.weight
         conv_state = weight.new_zeros(batch, weight.shape[0], self.d_conv - 1, dtype=dtype or weight.dtype)
         return Mamba2Cache(conv_state, weight.new_zeros(batch, self.nheads, self.headdim, self.d_state, dtype=torch.float32))
+
+    def _check(self, u: Tensor, axes: tuple[str, ...], cache: Mamba2Cache | None) -> None:
+        """axes: of u, before that of its channels."""
+        if not isinstance(u, Tensor):
+            raise TypeError(f"u: got {type(u).__name__}, expected a tensor ({', '.join(axes)}, d_model = {self.d_model})")
+        if u.dim() != len(axes) + 1 or u.shape[-1] != self.d_model or 0 in u.shape:
+            raise ValueError(f"u: got shape {tuple(u.shape)}, expected ({', '.join(axes)}, d_model = {self.d_model}), "
+                             "each at least 1")
+        if cache is not None and cache.ssm_state.shape[0] != u.shape[0]:
+            raise ValueError(f"cache: got one of batch {cache.ssm_state.shape[0]}, expected batch {u.shape[0]}, that of u")
 
     def _filter(self) -> Tensor:
         return self.conv1d.weight.squeeze(1)

@@ -14,6 +14,7 @@ from torch.testing import assert_close
 
 import ssd
 from ssd.interop import patch_mamba_ssm as patch
+from ssd.interop import patching
 from ssd.modules import Mamba2LM, Mamba2LMConfig
 from tests.interop.installed import require_mamba_ssm
 
@@ -189,6 +190,15 @@ def test_other_versions_are_refused(files):
     with pytest.raises(ImportError, match=r"mamba_ssm: got version 1\.2\.2.*expected 2\.2 to 2\.3"):
         ssd.patch_mamba_ssm()
     assert "mamba_ssm" not in sys.modules and ssd.patched() == {}
+
+
+def test_a_missing_package(files, monkeypatch):
+    def missing(package):
+        raise patching.metadata.PackageNotFoundError
+
+    monkeypatch.setattr(patching.metadata, "version", missing)
+    with pytest.raises(ImportError, match=r"mamba_ssm is not installed; accepted versions: 2\.2 to 2\.3; .* pip install .*"):
+        ssd.patch_mamba_ssm()
 
 
 @pytest.fixture

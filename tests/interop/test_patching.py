@@ -94,14 +94,14 @@ def test_unknown_variants(library, names):
 def test_versions(monkeypatch, version):
     monkeypatch.setattr(patching.metadata, "version", lambda package: version)
     with pytest.raises(ImportError, match=rf"zebra: got version {version}.*expected 2\.2 to 2\.3"):
-        check_version("zebra", (2, 2), (2, 3))
+        check_version("zebra", (2, 2), (2, 3), "buy one")
     monkeypatch.setattr(patching.metadata, "version", lambda package: "2.3.2.post1")
-    assert check_version("zebra", (2, 2), (2, 3)) == (2, 3)
+    assert check_version("zebra", (2, 2), (2, 3), "buy one") == (2, 3)
 
 
 def test_a_library_that_is_missing():
-    with pytest.raises(ImportError, match=r"zebra is not installed; accepted versions: 2\.2 to 2\.3"):
-        check_version("zebra", (2, 2), (2, 3))
+    with pytest.raises(ImportError, match=r"zebra is not installed; accepted versions: 2\.2 to 2\.3; buy one"):
+        check_version("zebra", (2, 2), (2, 3), "buy one")
 
 
 def test_other_attributes_of_ssd():

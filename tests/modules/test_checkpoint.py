@@ -137,7 +137,8 @@ def test_safetensors_go_first(tmp_path):
 
 
 def test_what_is_not_there(tmp_path):
-    for name, message in (("none", "expected a folder that exists"), ("", r"expected a config\.json in it")):
+    for name, message in (("none", "expected a folder that exists; .* hf download OWNER/NAME --local-dir FOLDER"),
+                          ("", r"expected a config\.json in it")):
         with pytest.raises(FileNotFoundError, match=f"folder: got .*, {message}"):
             Mamba2LM.from_pretrained(tmp_path / name)
     with pytest.raises(FileNotFoundError, match=r"weights in it: model\.safetensors, .*index\.json or pytorch_model\.bin"):

@@ -186,6 +186,10 @@ def test_other_bad_arguments():
         model(ids, seq_idx=torch.zeros_like(ids), cache=model.new_cache(2))
     with pytest.raises(ValueError, match=r"input_ids: got shape \(2, 23\), expected \(batch,\)"):
         model.step(ids, model.new_cache(2))
+    with pytest.raises(ValueError, match="cache: got one of batch 1, expected batch 2"):
+        model.step(ids[:, 0], model.new_cache(1))
+    with pytest.raises(ValueError, match="chunk_size: got 100, expected a power of two"):
+        made(ssm_cfg=LAYER | {"chunk_size": 100})
 
 
 @pytest.mark.usefixtures("quick")

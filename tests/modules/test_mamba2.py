@@ -1,5 +1,7 @@
 """The block against itself: whole, in pieces, token by token, and packed; and what its parameters are called."""
 
+import re
+
 import pytest
 import torch
 from torch.testing import assert_close
@@ -97,15 +99,53 @@ def test_half_precision(device):
         assert block.step(u[:, 0].to(half), cache).dtype == half
 
 
-@pytest.mark.parametrize(("settings", "message"), [
-    ({"headdim": 12}, "d_ssm: got 64, expected a multiple of headdim = 12"),
-    ({"d_ssm": 128}, "d_ssm: got 128, .* at most expand \\* d_model = 64"),
-    ({"ngroups": 3}, "ngroups: got 3, expected a divisor of d_ssm / headdim = 8"),
-    ({"A_init_range": (0, 1)}, "A_init_range: got \\(0, 1\\), expected 0 < min"),
+@pytest.mark.parametrize(("settings", "error", "message"), [
+    ({"headdim": 12}, ValueError, "d_ssm: got 64, expected a multiple of headdim = 12"),
+    ({"d_ssm": 128}, ValueError, "d_ssm: got 128, .* at most expand \\* d_model = 64"),
+    ({"ngroups": 3}, ValueError, "ngroups: got 3, expected a divisor of d_ssm / headdim = 8"),
+    ({"A_init_range": (0, 1)}, ValueError, "A_init_range: got \\(0, 1\\), expected 0 < min"),
+    *[({name: 0}, ValueError, f"^{name}: got 0, expected an int of at least 1")
+      for name in ("d_model", "d_state", "expand", "headdim", "d_ssm", "ngroups")],
+    ({"d_model": "256"}, TypeError, "d_model: got '256', expected an int"),
+    ({"d_ssm": 64.0}, TypeError, "d_ssm: got 64.0, expected an int"),
+    ({"d_conv": 7}, ValueError, r"d_conv: got 7, expected one of \(2, 3, 4\)"),
+    ({"chunk_size": 100}, ValueError, "chunk_size: got 100, expected a power of two"),
+    ({"dt_limit": 3}, TypeError, "dt_limit: got 3, expected two numbers"),
+    ({"variant": "fuse"}, ValueError, "variant: got 'fuse', expected one of"),
+    ({"options": {}}, TypeError, "options: got dict, expected ssd.Options"),
 ])
-def test_bad_sizes(settings, message):
-    with pytest.raises(ValueError, match=message):
+def test_bad_settings(settings, error, message):
+    with pytest.raises(error, match=message):
         Mamba2(**(SIZES | settings))
+
+
+@pytest.mark.parametrize("shape", [(10, 32), (2, 10, 31), (2, 0, 32), (2, 1, 10, 32)], ids=str)
+def test_bad_tokens(shape, device):
+    expected = r"expected \(batch, seqlen, d_model = 32\), each at least 1"
+    with pytest.raises(ValueError, match=rf"u: got shape {re.escape(str(shape))}, {expected}"):
+        made(device)(torch.zeros(shape, device=device))
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 32), (2, 31), (32,)], ids=str)
+def test_bad_tokens_of_a_step(shape, device):
+    block = made(device)
+    with pytest.raises(ValueError, match=rf"u: got shape {re.escape(str(shape))}, expected \(batch, d_model = 32\)"):
+        block.step(torch.zeros(shape, device=device), block.new_cache(1))
+
+
+def test_tokens_that_are_no_tensor():
+    block = made("cpu")
+    with pytest.raises(TypeError, match=r"u: got list, expected a tensor \(batch, seqlen, d_model = 32\)"):
+        block([[[0.0] * 32]])
+    with pytest.raises(TypeError, match=r"u: got list, expected a tensor \(batch, d_model = 32\)"):
+        block.step([[0.0] * 32], block.new_cache(1))
+
+
+def test_a_cache_of_another_batch(device):
+    block, u = made(device), tokens(device)
+    for call in (lambda: block(u, cache=block.new_cache(1)), lambda: block.step(u[:, 0], block.new_cache(1))):
+        with pytest.raises(ValueError, match="cache: got one of batch 1, expected batch 2, that of u"):
+            call()
 
 
 def test_documents_with_a_cache(device):

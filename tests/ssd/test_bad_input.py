@@ -39,6 +39,7 @@ def test_good_arguments_are_launched(call):
         ("x", torch.zeros(2, 20, 4, 0), "(2, 20, 4, 0)", "at least 1"),
         ("dt", torch.zeros(2, 20, 5), "(2, 20, 5)", "(2, 20, 4)"),
         ("dt", torch.zeros(2, 20, 4, 8), "4 dimensions", "(2, 20, 4)"),
+        ("dt", torch.zeros(2, 4, 20), "(2, 4, 20)", "(batch, seqlen, nheads) = (2, 20, 4)"),
         ("A", torch.zeros(5), "(5,)", "(4,)"),
         ("A", torch.zeros(4, 8, 16), "3 dimensions", "(4,)"),
         ("B", torch.zeros(2, 20, 16), "3 dimensions", "(batch, seqlen, ngroups, dstate)"),
@@ -135,6 +136,34 @@ def test_other_device(call, device, argument):
     with pytest.raises(ValueError) as refused:
         call(**{argument: getattr(inputs, argument).to("meta")})
     assert_names(refused.value, argument, "a tensor on meta", str(inputs.x.device))
+
+
+def elsewhere() -> dict:
+    """Good arguments on the meta device, which stands for those without kernels."""
+    good = arguments(random_inputs(SHAPE))
+    return {name: value.to("meta") if isinstance(value, torch.Tensor) else value for name, value in good.items()}
+
+
+def test_devices_without_kernels(call):
+    """The form in torch takes any."""
+    for variant in ("auto", "fused"):
+        with pytest.raises(ValueError) as refused:
+            ssd.ssd_chunk_scan(**elsewhere(), variant=variant)
+        assert_names(refused.value, "x", "a tensor on meta", "cpu or cuda")
+    with pytest.raises(pytest.fail.Exception, match="launched"):
+        ssd.ssd_chunk_scan(**elsewhere(), variant="torch")
+
+
+def test_what_is_only_traced_may_be_on_any_device():
+    inputs = elsewhere()
+    assert torch.compile(ssd.ssd_chunk_scan, backend="aot_eager", fullgraph=True)(**inputs).shape == inputs["x"].shape
+
+
+@pytest.mark.parametrize("value", ["no", 1, None])
+def test_options_are_bools(value):
+    with pytest.raises(TypeError) as refused:
+        Options(gluon=value)
+    assert_names(refused.value, "gluon", repr(value), "True or False")
 
 
 def test_unknown_variant_lists_the_known_ones():
