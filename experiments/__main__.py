@@ -1,6 +1,4 @@
-"""The command line: python -m experiments bench, ablate, block, train, sweep, characterize, scaling, report, compare, table,
-readme, tune, choose or sanitize.
-"""
+"""The command line: python -m experiments COMMAND; --help lists the commands, and COMMAND --help what each takes."""
 
 from __future__ import annotations
 
@@ -32,6 +30,7 @@ from . import sweep as sweeps
 from .bench import CHUNK_SIZES, Candidate, Plan
 from .bench import run as run_bench
 from .characterize import commands as characterisation
+from .fuzz.commands import fuzz
 from .parallel import WAYS
 from .reasons import refuse as _refuse
 from .runs import DTYPES as TRAIN_DTYPES
@@ -390,7 +389,7 @@ def _chunk_sizes(text: str) -> tuple[int, ...]:
 
 
 for command in (characterisation.compare, characterisation.report, characterisation.characterize,
-                characterisation.scaling):
+                characterisation.scaling, fuzz):
     app.command()(command)
 for command in (characterisation.profiled_product, characterisation.profiled_step, sanitize.sanitized):
     app.command(hidden=True)(command)

@@ -1,0 +1,193 @@
+"""A whole run: batches to workers, failures made small, a table, and a row."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from .. import record
+from .parts import DRAWS, from_json, to_json
+from .pool import COMMAND, Batch, Pool
+from .shrink import shrink
+from .trial import Outcome
+
+_EVERY = 20.0  # seconds between lines of progress
+SHRUNK, _SHRUNK_SECONDS = 5, 60.0  # failures that are made small, and how long each may take
+_LONGEST_TABLE = 12  # failures in it
+_WIDEST = 400  # characters of a configuration in it
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run is of.
+
+    Attributes:
+        seconds: after which no more is counted; configs: as many are enough. Whichever comes first.
+        family: configurations that share their kernels.
+        timeout: seconds that one configuration may take.
+        shrinks: failures that are made small.
+    """
+
+    part: str
+    variants: tuple[str, ...]
+    seed: int
+    seconds: float
+    configs: int
+    workers: int
+    family: int
+    timeout: float
+    shrinks: int
+    out: Path
+    command: tuple[str, ...] = COMMAND
+
+
+@dataclass
+class Tally:
+    """What a run has found so far."""
+
+    statuses: Counter = field(default_factory=Counter)
+    variants: Counter = field(default_factory=Counter)
+    modes: Counter = field(default_factory=Counter)
+    reasons: Counter = field(default_factory=Counter)
+    failures: list[tuple[str, Outcome]] = field(default_factory=list)
+    closest: tuple[float, str] = (0.0, "")
+    replays: int = 0
+    slowest: tuple[float, str] = (0.0, "")
+
+    def add(self, line: str, outcome: Outcome) -> None:
+        self.statuses[outcome.status] += 1
+        if outcome.status in ("refused", "skipped"):
+            self.reasons[f"{outcome.status}: {outcome.why[:100]}"] += 1
+            return
+        config = from_json(line)
+        self.variants[config.variant] += 1
+        self.modes[config.mode] += 1
+        self.replays += outcome.replays
+        self.slowest = max(self.slowest, (outcome.seconds, line))
+        if outcome.failed:
+            self.failures.append((line, outcome))
+        else:
+            self.closest = max(self.closest, (outcome.ratio, outcome.why))
+
+    @property
+    def configs(self) -> int:
+        """Those that ran: others count for nothing."""
+        return self.statuses["passed"] + self.statuses["failed"]
+
+
+def run(plan: Plan, console: Console) -> Tally:
+    """Draws, runs and judges until the time is up or configurations are enough; prints what failed and a table last.
+
+    On a GPU a row is added to <out>/<gpu>/fuzz.jsonl.
+    """
+    started, tally = time.monotonic(), Tally()
+
+    def over() -> bool:
+        return time.monotonic() - started >= plan.seconds or tally.configs >= plan.configs
+
+    def draws() -> Iterator[Batch]:
+        index, device, draw = 0, "cuda" if torch.cuda.is_available() else "cpu", DRAWS[plan.part]
+        while True:
+            yield [to_json(c) for c in draw(plan.seed, index, list(plan.variants), device, plan.family)]
+            index += 1
+
+    with Pool(plan.workers, plan.timeout, plan.command) as pool:
+        _follow(pool, draws(), tally, over, started, console)
+        seconds = round(time.monotonic() - started, 1)
+        ended = "seconds" if tally.configs < plan.configs else "configs"
+        shrunk = _shrunk(pool, tally.failures, plan.shrinks, console)
+    failed = [{"config": json.loads(line), "why": why} for line, why in shrunk]
+    console.print(_table(plan, tally, seconds, ended, pool.replaced))
+    _list(shrunk, console)
+    if torch.cuda.is_available():
+        row = {"bench": "fuzz", "part": plan.part, "configs": tally.configs, "failures": len(tally.failures),
+               "seconds": seconds, "seed": plan.seed, "variants": dict(tally.variants), "modes": dict(tally.modes),
+               "failed": failed, "closest": round(tally.closest[0], 3), **record.environment()}
+        console.print(f"row added to {record.append(row, plan.out)}", markup=False, soft_wrap=True)
+    return tally
+
+
+def again(lines: list[str], plan: Plan, console: Console) -> bool:
+    """Runs given configurations, makes those small that fail, and says whether none did."""
+    tally = Tally()
+    with Pool(min(plan.workers, len(lines)), plan.timeout, plan.command) as pool:
+        for line, outcome in pool.run([line] for line in lines):
+            tally.add(line, outcome)
+            console.print(f"{outcome.status} in {outcome.seconds:.1f} s, {outcome.ratio:.2f} of a bound: {line}", markup=False,
+                          soft_wrap=True)
+            console.print(outcome.why, markup=False, soft_wrap=True)
+        if tally.failures:
+            _list(_shrunk(pool, tally.failures, plan.shrinks, console), console)
+    return not tally.failures
+
+
+def _follow(pool: Pool, batches: Iterator[Batch], tally: Tally, over: Callable[[], bool], started: float,
+            console: Console) -> None:
+    """Adds up what comes, says each failure when it comes, and how far it is now and then."""
+    said = started
+    for line, outcome in pool.run(batches, over):
+        tally.add(line, outcome)
+        if outcome.failed:
+            console.print(f"FAILED {line}\n  {outcome.why}", style="red", markup=False, soft_wrap=True)
+        if time.monotonic() - said >= _EVERY:
+            said = time.monotonic()
+            console.print(f"{said - started:.0f} s: {tally.configs} configurations, {len(tally.failures)} failed", markup=False)
+
+
+def _shrunk(pool: Pool, failures: list[tuple[str, Outcome]], most: int, console: Console) -> list[tuple[str, str]]:
+    """The failing configurations and why, the first few made small."""
+    found = []
+    for n, (line, outcome) in enumerate(failures):
+        if n < most:
+            line, outcome = _smallest(pool, line, outcome)
+            console.print(f"shrunk to {line}", markup=False, soft_wrap=True)
+        found.append((line, outcome.why.splitlines()[0] if outcome.why else ""))
+    return found
+
+
+def _smallest(pool: Pool, line: str, outcome: Outcome) -> tuple[str, Outcome]:
+    """A small configuration that fails as well, and how, tried out in a worker, which may die of it."""
+    last, ends = [outcome], time.monotonic() + _SHRUNK_SECONDS
+
+    def fails(config: object) -> bool:
+        for _, outcome in pool.run(iter([[to_json(config)]])):
+            if outcome.failed:
+                last[0] = outcome
+            return outcome.failed
+        return False
+
+    small = shrink(from_json(line), fails, lambda: time.monotonic() > ends)
+    return to_json(small), last[0]
+
+
+def _table(plan: Plan, tally: Tally, seconds: float, ended: str, replaced: int) -> Table:
+    table = Table("fuzz", plan.part, show_lines=False)
+
+    def counts(counter: Counter) -> str:
+        return ", ".join(f"{name} {count}" for name, count in counter.most_common(8)) or "none"
+
+    for name, value in (
+        ("configurations", f"{tally.configs} in {seconds:.0f} s, seed {plan.seed}; ended by --{ended}"),
+        ("failed", str(len(tally.failures))), ("variants", counts(tally.variants)), ("modes", counts(tally.modes)),
+        ("launches replayed in", str(tally.replays)), ("not counted", counts(tally.reasons)),
+        ("workers replaced", str(replaced)),
+        ("nearest to its bound", f"{tally.closest[0]:.2f} of it: {tally.closest[1][:150]}"),
+        ("slowest", f"{tally.slowest[0]:.1f} s: {tally.slowest[1][:150]}"),
+    ):
+        table.add_row(name, value)
+    return table
+
+
+def _list(failed: list[tuple[str, str]], console: Console) -> None:
+    for line, why in failed[:_LONGEST_TABLE]:
+        console.print(f"{why[:_WIDEST]}\n  {line}", style="red", markup=False, soft_wrap=True)
+    if len(failed) > _LONGEST_TABLE:
+        console.print(f"and {len(failed) - _LONGEST_TABLE} more, above", style="red")

@@ -1,0 +1,75 @@
+"""The command `fuzz`, which `__main__` adds to the command line."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+
+from ssd.registry import is_peer, variant_names
+
+from .. import record
+from ..reasons import refuse
+from . import campaign
+from .parts import DRAWS, from_json, to_json
+
+_VARIANTS = ("auto", *(name for name in variant_names() if not is_peer(name)))
+_WORKERS_ON_GPU, _TIMEOUT = 14, 240.0
+
+
+def fuzz(
+    seconds: Annotated[float, typer.Option(min=1, help="How long to draw; or until --configs, whichever comes first.")] = 60,
+    configs: Annotated[int, typer.Option(min=1, help="As many configurations are enough.")] = 100_000,
+    seed: Annotated[int, typer.Option(min=0, help="Of what is drawn: the same seed draws the same.")] = 0,
+    variant: Annotated[str, typer.Option(
+        help=f"Variants, a share each, of {', '.join(_VARIANTS)}.")] = "auto,baseline,fused,persistent",
+    part: Annotated[str, typer.Option(help=f"One of {', '.join(DRAWS)}.")] = "operator",
+    workers: Annotated[int | None, typer.Option(min=1, help="Processes; 14 with a GPU, 1 without.")] = None,
+    family: Annotated[int, typer.Option(min=1, help="Configurations drawn for each set of kernels.")] = 6,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds after which a configuration counts as hung.")] = _TIMEOUT,
+    shrink: Annotated[bool, typer.Option("--shrink/--no-shrink", help="Make the first five failures small.")] = True,
+    config: Annotated[str | None, typer.Option(
+        help="Run this configuration, as a run printed it, and nothing else; @FILE or - for stdin, one a line.")] = None,
+    out: Annotated[Path, typer.Option(file_okay=False, help="Folder of the rows: <out>/<gpu>/<bench>.jsonl.")] = record.RESULTS,
+) -> None:
+    """Draw configurations at random and judge every output and gradient against fp64; exit 1 if any fails.
+
+    Each failure is one line of JSON that --config runs again. Without a GPU the kernels are interpreted, at small sizes.
+    """
+    variants = tuple(dict.fromkeys(variant.split(",")))
+    for name in variants:
+        if name not in _VARIANTS:
+            refuse(f"--variant: got {name!r}, expected any of {', '.join(_VARIANTS)}")
+    if part not in DRAWS:
+        refuse(f"--part: got {part!r}, expected one of {', '.join(DRAWS)}")
+    workers = workers or (_WORKERS_ON_GPU if torch.cuda.is_available() else 1)
+    plan = campaign.Plan(part, variants, seed, seconds, configs, workers, family, timeout,
+                         campaign.SHRUNK if shrink else 0, out)
+    console = Console(width=max(140, Console().width))
+    if config is None:
+        raise typer.Exit(1 if campaign.run(plan, console).failures else 0)
+    try:
+        lines = [to_json(from_json(line)) for line in _lines(config)]
+    except (OSError, ValueError) as reason:
+        refuse(f"--config: {reason}")
+    raise typer.Exit(0 if campaign.again(lines, replace(plan, workers=min(workers, len(lines))), console) else 1)
+
+
+def _lines(text: str) -> list[str]:
+    """The configurations that --config names; at least one.
+
+    Raises:
+        ValueError, OSError: there is none, or no such file.
+    """
+    if text == "-":
+        text = sys.stdin.read()
+    elif text.startswith("@"):
+        text = Path(text[1:]).read_text()
+    if not (lines := [line for line in text.splitlines() if line.strip()]):
+        raise ValueError("got no line, expected a configuration as a JSON object")
+    return lines

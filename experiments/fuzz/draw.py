@@ -1,0 +1,132 @@
+"""Configurations of the operator drawn at random, in families that share their kernels.
+
+Most of a run goes into compiling, once for each set of sizes, dtypes and options. So these are drawn once for a family; its
+members differ in what costs little: batch, seqlen, layouts, documents, values, gradients and the way of calling.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+from ssd.registry import get_variant
+
+from . import modes
+from .layouts import LAYOUTS
+from .limits import Limits, some_mode, some_of, some_size
+from .operator import CUTS, DIFFERENTIABLE, DOCUMENTS, Config
+
+_HOPPER = 0.25  # of families, of sizes that the kernels for Hopper take
+_LIMITS = ((0.0, 0.05), (0.02, 0.06), (0.01, float("inf")), (0.05, 0.05))
+_OPTION_VARIANTS = ("fused", "persistent")  # whose options "auto" is given
+
+
+def draw(seed: int, index: int, variants: list[str], device: str, size: int) -> list[Config]:
+    """The family of that number in the run of that seed; variants take turns."""
+    variant, rng = variants[index % len(variants)], Random(f"operator {seed} {index}")
+    limits = Limits.of(variant, device)
+    if limits.long and index == seed % len(variants):
+        return [_long(rng, variant, limits)]
+    shared = _shared(rng, variant, limits)
+    own_layouts = _layouts(rng, shared)
+    return [_member(rng, shared, own_layouts, limits) for _ in range(size)]
+
+
+def _shared(rng: Random, variant: str, limits: Limits) -> Config:
+    """What the kernels are compiled for."""
+    favoured = (16, 32, 64, 128, 256)
+    dtype = rng.choices(limits.dtypes, [{"bf16": 45, "fp16": 25, "fp32": 30}[name] for name in limits.dtypes])[0]
+    heads_per_group = some_size(rng, min(16, limits.nheads), (1, 8))
+    documents = rng.choice((None, None, None, *DOCUMENTS))
+    c = Config(
+        variant=variant,
+        ngroups=some_size(rng, max(1, min(8, limits.nheads // heads_per_group))), heads_per_group=heads_per_group,
+        headdim=some_size(rng, limits.channels, favoured), dstate=some_size(rng, limits.channels, favoured),
+        chunk_size=rng.choice([size for size in (16, 32, 64, 128, 256) if size <= limits.chunk_size]), dtype=dtype,
+        dtypes=_dtypes(rng, limits), D=rng.choice((None, "h", "h", "hp")), z=rng.random() < 0.4, dt_bias=rng.random() < 0.6,
+        dt_softplus=rng.random() < 0.6, dt_limit=rng.choice(_LIMITS) if rng.random() < 0.25 else None,
+        initial_states=rng.random() < 0.4, final_states=rng.random() < 0.5,
+        state_dtype=rng.choice((None, None, None, *limits.dtypes)), documents=documents, int64=rng.random() < 0.3,
+        options=_options(rng, variant, dtype))
+    return _for_hopper(rng, c) if limits.channels >= 128 and rng.random() < _HOPPER else c
+
+
+def _for_hopper(rng: Random, c: Config) -> Config:
+    """Such that nothing keeps it from the kernels for Hopper."""
+    options = {name: value for name, value in c.options.items() if name not in ("exp2", "fuse_bmm", "gluon", "tf32")}
+    heads = 2 * rng.randint(1, 8)
+    return replace(
+        c, headdim=64, dstate=rng.choice((64, 128)), ngroups=rng.choice((1, 1, 2, 3)) if heads <= 8 else 1,
+        heads_per_group=heads, chunk_size=rng.choice((64, 128, 256)), dtype=rng.choice(("bf16", "bf16", "fp16")),
+        dtypes={name: dtype for name, dtype in c.dtypes.items() if name not in ("B", "C", "z")}, D=rng.choice((None, "h")),
+        z=False, documents=rng.choice((None, None, "seq_idx", "cu_seqlens")), options=options)
+
+
+def _dtypes(rng: Random, limits: Limits) -> dict[str, str]:
+    """Dtypes of inputs that are not as they mostly come."""
+    every = (*limits.dtypes, *limits.dtypes, "fp64")
+    if rng.random() < 0.65:
+        return {}
+    return {name: rng.choice(every[:-1] if name in ("B", "C") else every)
+            for name in DIFFERENTIABLE[1:] if rng.random() < 0.35}
+
+
+def _options(rng: Random, variant: str, dtype: str) -> dict[str, bool]:
+    """One to three switches in half of draws, of those that the variant heeds."""
+    of = _OPTION_VARIANTS if variant == "auto" else (variant,)
+    names = list(dict.fromkeys(name for one in of for name in get_variant(one).options))
+    chosen = dict.fromkeys(rng.sample(names, min(len(names), rng.randint(1, 3))), False) if rng.random() < 0.5 else {}
+    if dtype == "fp32" and variant != "torch" and rng.random() < 0.2:
+        chosen["tf32"] = True
+    return chosen
+
+
+def _layouts(rng: Random, c: Config) -> dict[str, str]:
+    if rng.random() < 0.35:
+        return {"x": "packed"}
+    if rng.random() < 0.35:
+        return {}
+    names = (*DIFFERENTIABLE, "seq_idx")
+    return {name: rng.choice(LAYOUTS[1:]) for name in names if rng.random() < 0.4}
+
+
+def _member(rng: Random, shared: Config, own_layouts: dict[str, str], limits: Limits) -> Config:
+    """One of a family: most have its layouts, whose strides and alignments kernels are compiled for."""
+    batch, seqlen = _tokens(rng, shared, limits)
+    mode = some_mode(rng, limits)
+    present = tuple(name for name in DIFFERENTIABLE
+                    if name not in ("D", "z", "dt_bias", "initial_states") or getattr(shared, name))
+    layouts = dict(own_layouts if rng.random() < 0.7 else _layouts(rng, shared))
+    for name in ("dout", "dfinal_states"):
+        if rng.random() < 0.25:
+            layouts[name] = rng.choice((*LAYOUTS[1:], *(("scalar",) if mode != "capture" else ())))
+    wanted = () if mode in modes.WITHOUT_GRADIENT or (mode == "plain" and rng.random() < 0.1) else some_of(rng, present)
+    ways = ("out", "final_states") if shared.final_states else ("out",)
+    cuts = rng.choice(CUTS) if shared.documents else "random"
+    if cuts == "tokens":  # the truth runs each document alone
+        batch, seqlen = min(batch, 2), min(seqlen, 12 if shared.documents in ("varlen", "both") else 100)
+    return replace(
+        shared, seed=rng.randrange(2**24), batch=1 if shared.documents not in (None, "seq_idx") else batch, seqlen=seqlen,
+        layouts=layouts, cuts=cuts, ndocs=rng.randint(1, 8) if shared.documents else 1,
+        ids=rng.choice(("rising", "repeating", "offset")) if shared.documents == "seq_idx" else "rising",
+        decay=rng.choices(("spread", "strong", "none"), (80, 15, 5))[0], wanted=wanted, mode=mode,
+        ways=ways if rng.random() < 0.7 else (rng.choice(ways),), calls=limits.calls)
+
+
+def _tokens(rng: Random, c: Config, limits: Limits) -> tuple[int, int]:
+    """batch and seqlen that the limits allow: half of the lengths lie at the edge of a chunk or next to it."""
+    seqlen = some_size(rng, limits.seqlen)
+    if rng.random() < 0.5 and seqlen > c.chunk_size:
+        seqlen = max(1, min(limits.seqlen, seqlen // c.chunk_size * c.chunk_size + rng.choice((-1, 0, 0, 1))))
+    batch = rng.choice((1, 1, 2, rng.randint(1, limits.batch)))
+    token = c.nheads * (c.chunk_size + c.headdim + c.dstate + c.headdim * c.dstate / min(c.chunk_size, 64))
+    seqlen = max(1, min(seqlen, int(limits.elements / token)))
+    return max(1, min(batch, int(limits.elements / token / seqlen))), seqlen
+
+
+def _long(rng: Random, variant: str, limits: Limits) -> Config:
+    """One sequence beyond what any test but those of offsets has."""
+    return Config(
+        variant=variant, seed=rng.randrange(2**24), seqlen=limits.long + 21, heads_per_group=2, headdim=64, dstate=128,
+        chunk_size=256, dtype="bf16", D="h", dt_bias=True, dt_softplus=True, final_states=True, layouts={"x": "packed"},
+        wanted=DIFFERENTIABLE[:6], ways=("out", "final_states"), calls=limits.calls)

@@ -1,0 +1,270 @@
+"""`ssd_chunk_scan` as a configuration: its sizes and options by plain values, and the call, truth and mirror of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
+from itertools import accumulate, pairwise
+from random import Random
+
+import torch
+from torch import Tensor
+
+from ssd import Options, reference, ssd_chunk_scan, stages
+from ssd.registry import get_variant
+from ssd.stages import Precision
+from ssd.types import SSDInputs
+
+from .layouts import lay_out, pack
+from .problem import DTYPES, Problem, Refused, Tensors
+
+_TOKENS = ("x", "dt", "B", "C", "z")
+DIFFERENTIABLE = ("x", "dt", "A", "B", "C", "D", "z", "dt_bias", "initial_states")
+DOCUMENTS = ("seq_idx", "cu_seqlens", "varlen", "both")
+CUTS = ("random", "borders", "tokens")
+_AXES = {"out": "blhp", "final_states": "bhpn", "varlen_states": "bhpn", "dx": "blhp", "ddt": "blh", "dA": "h", "dB": "blhn",
+         "dC": "blhn", "dz": "blhp", "ddt_bias": "h", "dinitial_states": "bhpn"}
+_TRUTH_CHUNK, _SHORT = 64, 24  # up to so many tokens the truth is the recurrence
+_OTHER = {16: 64, 32: 64, 64: 128, 128: 64, 256: 64}  # chunk sizes of the second mirror; sub-chunks of kernels are 64 tokens
+_TF32_EPS = 2.0**-10
+_FP64 = Precision(torch.float64)
+
+
+@dataclass(frozen=True)
+class Config:
+    """One call of the operator. A value equal to its default is the simplest, which shrinking tries.
+
+    Attributes:
+        dtype: of x; the others' where `dtypes` says no other.
+        layouts: of an input, or of the gradient of an output ("dout", "dfinal_states"), by its name. "packed" as the layout
+            of x packs z, x, B, C and dt, as far as they have one dtype, into one projection.
+        documents: None, "seq_idx", "cu_seqlens", "varlen" (these, and the states at their ends) or "both" of the first and
+            the third.
+        cuts: where documents end: at random places, at the edges of chunks, or after every token.
+        ids: how seq_idx counts documents: "rising" from 0, "repeating" 0 and 1, or "offset", which begins at 5.
+        decay: "spread" over heads, "strong" or "none".
+        options: fields of `ssd.Options` that are not as they come.
+        wanted: inputs whose gradients are taken.
+        ways: outputs that receive a gradient.
+        calls: of which two sets of inputs take turns.
+    """
+
+    variant: str = "torch"
+    seed: int = 0
+    batch: int = 1
+    seqlen: int = 1
+    ngroups: int = 1
+    heads_per_group: int = 1
+    headdim: int = 1
+    dstate: int = 1
+    chunk_size: int = 16
+    dtype: str = "fp32"
+    dtypes: dict[str, str] = field(default_factory=dict)
+    layouts: dict[str, str] = field(default_factory=dict)
+    D: str | None = None
+    z: bool = False
+    dt_bias: bool = False
+    dt_softplus: bool = False
+    dt_limit: tuple[float, float] | None = None
+    initial_states: bool = False
+    final_states: bool = False
+    state_dtype: str | None = None
+    documents: str | None = None
+    ndocs: int = 1
+    cuts: str = "random"
+    ids: str = "rising"
+    int64: bool = False
+    decay: str = "spread"
+    options: dict[str, bool] = field(default_factory=dict)
+    wanted: tuple[str, ...] = ()
+    ways: tuple[str, ...] = ("out",)
+    mode: str = "plain"
+    calls: int = 1
+
+    @property
+    def nheads(self) -> int:
+        return self.ngroups * self.heads_per_group
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        default = self.dtype if name in _TOKENS else "fp32"
+        return DTYPES[self.dtypes.get(name, default)]
+
+
+def problem(c: Config, turn: int, device: str) -> Problem:
+    """The call on the inputs of that turn.
+
+    Raises:
+        Refused: the variant cannot run it.
+    """
+    tensors = _tensors(c, turn, device)
+    wanted = tuple(name for name in c.wanted if tensors[name] is not None)
+    for name in wanted:
+        tensors[name].requires_grad_()
+    inputs = _inputs(c, tensors)
+    if c.variant != "auto" and (reason := get_variant(c.variant).supports(inputs)):
+        raise Refused(reason)
+    tf32 = c.options.get("tf32", False) and c.dtype == "fp32"
+    eps = _TF32_EPS if tf32 else torch.finfo(DTYPES[c.dtype]).eps
+    ways = {"out": DTYPES[c.dtype]} | ({"final_states": torch.float32} if c.final_states else {})
+    return Problem(
+        tensors, wanted, {name: dtype for name, dtype in ways.items() if name in c.ways} if wanted else {},
+        run=partial(_run, c), truth=partial(_truth, c),
+        mirrors=tuple(partial(_mirror, replace(c, chunk_size=size), tf32) for size in (c.chunk_size, _OTHER[c.chunk_size])),
+        axes=_AXES | {"dD": "hp" if c.D == "hp" else "h"}, eps=eps, coarsest=max(eps, torch.finfo(inputs.states_dtype).eps),
+        summed=("dA", "dD", "ddt_bias"), tokens=c.batch * c.seqlen, exponent=_largest_exponent(inputs),
+        exact=c.variant != "torch" or device == "cpu",
+        layouts={"out": c.layouts.get("dout", "contiguous"), "final_states": c.layouts.get("dfinal_states", "contiguous")},
+        seed=c.seed)
+
+
+def _run(c: Config, tensors: Tensors) -> dict[str, Tensor]:
+    varlen = c.documents in ("varlen", "both")
+    results = ssd_chunk_scan(
+        **tensors, chunk_size=c.chunk_size, dt_softplus=c.dt_softplus, **{} if c.dt_limit is None else {"dt_limit": c.dt_limit},
+        return_final_states=c.final_states, return_varlen_states=varlen,
+        state_dtype=None if c.state_dtype is None else DTYPES[c.state_dtype], variant=c.variant,
+        options=Options(**c.options) if c.options else None)
+    names = ("out", *(("final_states",) if c.final_states else ()), *(("varlen_states",) if varlen else ()))
+    return dict(zip(names, results if isinstance(results, tuple) else (results,), strict=True))
+
+
+def _truth(c: Config, tensors: Tensors) -> dict[str, Tensor]:
+    """By autograd, through the recurrence where that is short, and else through the chunked form; each document's end state
+    by running it alone.
+    """
+    inputs = replace(_inputs(c, tensors), chunk_size=_TRUTH_CHUNK, state_dtype=None)
+    by = reference.recurrence if c.seqlen <= _SHORT else reference.ssd_fp64
+    out, final_states = by(replace(inputs, cu_seqlens=None))
+    results = {"out": out} | ({"final_states": final_states} if c.final_states else {})
+    if inputs.cu_seqlens is not None:
+        with torch.no_grad():
+            results["varlen_states"] = torch.stack([_end_state(inputs, start, end) for start, end in _bounds(inputs)])
+    return results
+
+
+def _end_state(i: SSDInputs, start: int, end: int) -> Tensor:
+    """Of the document of these tokens, (nheads, headdim, dstate)."""
+    if start == end:
+        return i.x.new_zeros(i.nheads, i.headdim, i.dstate)
+    cut = {name: getattr(i, name)[:, start:end] for name in ("x", "dt", "B", "C")}
+    reached = start == 0 and int(i.seq_idx[0, 0]) == 0
+    alone = replace(i, chunk_size=_TRUTH_CHUNK if end - start > _SHORT else 16, **cut, z=None, D=None, seq_idx=None, cu_seqlens=None,
+                    initial_states=i.initial_states if reached else None)
+    return reference.ssd_fp64(alone)[1][0]
+
+
+def _bounds(i: SSDInputs) -> list[tuple[int, int]]:
+    ends = i.cu_seqlens.tolist()
+    return list(pairwise(ends))
+
+
+class _TF32(Precision):
+    """Operands of products cut off after 10 bits of mantissa, as tensor cores read fp32."""
+
+    def round(self, t: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        if dtype is not None:
+            return t.to(dtype).to(self.compute)
+        return (t.contiguous().view(torch.int32) & -(1 << 13)).view(torch.float32)
+
+
+@torch.no_grad()
+def _mirror(c: Config, tf32: bool, tensors: Tensors, wanted: tuple[str, ...], ways: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Variant torch, step by step: its rounding points, and TF32's where that is asked for."""
+    i = _inputs(c, tensors)
+    precision = _TF32(torch.float32, torch.float32) if tf32 else Precision(torch.float32, i.x.dtype)
+    out, final_states, y = reference.chunked(i, precision)
+    results = {"out": out.to(i.x.dtype)} | ({"final_states": final_states} if c.final_states else {})
+    if i.cu_seqlens is not None:
+        results["varlen_states"] = reference.varlen_states(i, precision)
+    if not wanted:
+        return results
+    dout = ways.get("out", torch.zeros_like(i.x))
+    y = None if y is None else y.to(i.x.dtype)
+    grads = reference.chunked_grads(i, dout, ways.get("final_states"), y, precision)
+    return results | {f"d{name}": getattr(grads, f"d{name}").to(tensors[name].dtype) for name in wanted}
+
+
+def _inputs(c: Config, tensors: Tensors) -> SSDInputs:
+    """As the variants get them, from documents that are numbered here, not by the code under test."""
+    given = {f.name: tensors[f.name] for f in fields(SSDInputs) if tensors.get(f.name) is not None}
+    ids, ends = tensors["seq_idx"], tensors["cu_seqlens"]
+    if ids is None and ends is not None:
+        lengths = ends.diff().to(torch.int64)
+        ids = torch.arange(len(lengths), device=ends.device).repeat_interleave(lengths)[None]
+    if ids is not None:
+        given["seq_idx"] = torch.stack([torch.unique_consecutive(row, return_inverse=True)[1] + int(row[0] != 0)
+                                        for row in ids]).to(torch.int32)
+    given["cu_seqlens"] = ends.to(torch.int32) if c.documents in ("varlen", "both") else None
+    state_dtype = DTYPES.get(c.state_dtype)
+    if state_dtype is None and not c.options.get("low_precision_states", True):
+        state_dtype = torch.float32
+    return SSDInputs(**given, chunk_size=c.chunk_size, dt_softplus=c.dt_softplus, dt_limit=c.dt_limit or (0.0, float("inf")),
+                     state_dtype=state_dtype)
+
+
+def _largest_exponent(inputs: SSDInputs) -> float:
+    i = reference.as_dtype(inputs, torch.float64)
+    with torch.no_grad():
+        dA_cumsum = stages.chunk_cumsum(i.dt, i.A, i.chunk_size, i.dt_bias, i.dt_softplus, i.dt_limit)[1]
+        return float(dA_cumsum.abs().amax())
+
+
+def _tensors(c: Config, turn: int, device: str) -> Tensors:
+    """Arguments of the operator by name."""
+    rng = torch.Generator(device).manual_seed(2 * c.seed + turn)
+    h, p, g, n = c.nheads, c.headdim, c.ngroups, c.dstate
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(size, generator=rng, device=device)
+
+    def uniform(low: float, high: float, *size: int) -> Tensor:
+        return torch.rand(size, generator=rng, device=device) * (high - low) + low
+
+    mean = 0.1 if c.decay == "strong" else 0.04
+    step = mean * uniform(0.1, 2.0, c.batch, c.seqlen, h)
+    made = {
+        "z": normal(c.batch, c.seqlen, h, p) if c.z else None,
+        "x": normal(c.batch, c.seqlen, h, p),
+        "B": normal(c.batch, c.seqlen, g, n),
+        "C": normal(c.batch, c.seqlen, g, n),
+        "dt": step.expm1().log() if c.dt_softplus else step,
+        "A": {"spread": -uniform(-3.0, 1.5, h).exp(), "strong": torch.full((h,), -16.0, device=device),
+              "none": torch.zeros(h, device=device)}[c.decay],
+        "D": None if c.D is None else normal(h, p) if c.D == "hp" else normal(h),
+        "dt_bias": uniform(-0.5, 0.5, h) * (1.0 if c.dt_softplus else mean) if c.dt_bias else None,
+        "initial_states": normal(c.batch, h, p, n) if c.initial_states else None,
+    }
+    made = {name: None if t is None else t.to(c.dtype_of(name)) for name, t in made.items()}
+    packed = {}
+    if c.layouts.get("x") == "packed":
+        packed = pack({name: made[name] for name in ("z", "x", "B", "C", "dt")
+                       if made[name] is not None and made[name].dtype == made["x"].dtype})
+    made = {name: t if t is None or name in packed else lay_out(t, c.layouts.get(name, "contiguous"))
+            for name, t in made.items()} | packed
+    made = {name: None if t is None else t.detach() for name, t in made.items()}
+    return made | _document_tensors(c, turn, device)
+
+
+def _document_tensors(c: Config, turn: int, device: str) -> Tensors:
+    """seq_idx and cu_seqlens, as far as they are asked for."""
+    made: Tensors = {"seq_idx": None, "cu_seqlens": None}
+    if c.documents is None:
+        return made
+    rows = [_ends(c, Random(f"{c.seed} {turn} {row}")) for row in range(c.batch)]
+    dtype = torch.int64 if c.int64 else torch.int32
+    if c.documents in ("seq_idx", "both"):
+        numbers = torch.stack([torch.arange(len(ends)).repeat_interleave(torch.tensor(ends).diff(prepend=torch.tensor([0])))
+                               for ends in rows])
+        ids = {"rising": numbers, "repeating": numbers % 2, "offset": 5 + 3 * numbers}[c.ids]
+        made["seq_idx"] = lay_out(ids.to(device, dtype), c.layouts.get("seq_idx", "contiguous"))
+    if c.documents != "seq_idx":
+        made["cu_seqlens"] = torch.tensor([0, *rows[0]], device=device, dtype=dtype)
+    return made
+
+
+def _ends(c: Config, rng: Random) -> list[int]:
+    """Rising, c.ndocs of them, the last seqlen; two alike leave a document empty. One a token if cuts are "tokens"."""
+    if c.cuts == "tokens":
+        return list(accumulate([1] * c.seqlen))
+    every = c.chunk_size if c.cuts == "borders" else 1
+    return [*sorted(min(c.seqlen, every * rng.randint(0, c.seqlen // every)) for _ in range(c.ndocs - 1)), c.seqlen]

@@ -1,0 +1,44 @@
+"""Fresh memory that holds NaN, so that an output, or a partial sum, that a kernel leaves unwritten shows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ssd import tape
+
+_INTEGERS = 77
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """Within it, what torch and launch replays allocate empty is NaN; integers are 77.
+
+    The filling is hidden from dispatch modes: recording a call's launches gives up where it sees anything but allocations.
+    """
+    owners = ((torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (Tensor, "new_empty"), (tape, "empty_strided"))
+    before = [getattr(owner, name) for owner, name in owners]
+    with torch.device("meta"):
+        torch.empty(0)  # torch notes once what makes tensors; the functions below must not be what it notes
+    try:
+        for (owner, name), allocate in zip(owners, before, strict=True):
+            setattr(owner, name, _poisoning(allocate))
+        yield
+    finally:
+        for (owner, name), allocate in zip(owners, before, strict=True):
+            setattr(owner, name, allocate)
+
+
+def _poisoning(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def allocate_poisoned(*args, **kwargs):
+        t = allocate(*args, **kwargs)
+        if type(t) is Tensor:
+            with torch.no_grad(), _disable_current_modes():
+                t.detach().fill_(float("nan") if t.is_floating_point() else 0xFF if t.dtype == torch.uint8 else _INTEGERS)
+        return t
+
+    return allocate_poisoned
