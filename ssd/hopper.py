@@ -20,6 +20,7 @@ from torch import Tensor
 from .kernels.arguments import cdiv, contiguous
 from .kernels.chunk_cumsum import chunk_cumsum
 from .runs import EVERY_STATE, FEW_STATES, RUN_FIELDS, SCAN, Run, Walk, deal, span_length, span_runs
+from .runtime.toolchain import descriptor_fields, like_descriptor
 from .tuning import current_device
 from .types import HOPPER_DSTATES, HOPPER_HEADDIM, SUB_CHUNK, Options, SSDInputs, SSDSaved
 
@@ -181,14 +182,12 @@ def describe(t: Tensor):
     if fields is None:
         batch, seqlen, heads, channels = t.shape
         shape, strides = [batch, seqlen, heads * channels], [t.stride(0), t.stride(1), 1]
-        fields = vars(TensorDescriptor(t, shape, strides, [1, BLOCK_M, channels], _layout(channels, t.dtype))).copy()
-        del fields["base"]  # or the tensor would live as long as this
+        # without the tensor, or it would live as long as this
+        fields = descriptor_fields(TensorDescriptor(t, shape, strides, [1, BLOCK_M, channels], _layout(channels, t.dtype)))
         if len(_described) >= _MOST_DESCRIBED:
             _described.clear()
         _described[key] = fields
-    descriptor = object.__new__(TensorDescriptor)
-    vars(descriptor).update(fields, base=t)
-    return descriptor
+    return like_descriptor(TensorDescriptor, fields, t)
 
 
 def describe_states(states: Tensor):

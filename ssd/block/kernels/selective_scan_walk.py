@@ -17,6 +17,7 @@ from triton import knobs
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from ...runtime.gluon_names import reinterpret
 from ...tuning import next_power_of_2
 
 LOG2E = gl.constexpr(1.4426950408889634)
@@ -201,7 +202,7 @@ def store_tile(t, offsets, first, in_rows, tokens, seqlen, value, UNIT: gl.const
 @gluon.jit
 def tokens_last(buffer, TOKENS: gl.constexpr, WIDTH: gl.constexpr):
     """A buffer [TOKENS, WIDTH], that a walk indexes by its token, as one tile [WIDTH, TOKENS]."""
-    return buffer._reinterpret(buffer.dtype, [TOKENS, WIDTH], ROWS).permute((1, 0))
+    return reinterpret(buffer, [TOKENS, WIDTH], ROWS).permute((1, 0))
 
 
 @gluon.jit
@@ -236,5 +237,5 @@ def stack(values):
 def store_turn(buffer, turn, value):
     """What a turn has, [WIDTH, 2, 2], into its four rows of a buffer [tokens, WIDTH]."""
     TURNS: gl.constexpr = buffer.shape[0] // 4
-    rows = buffer._reinterpret(buffer.dtype, [TURNS, 4, buffer.shape[1]], ROWS).index(turn)
+    rows = reinterpret(buffer, [TURNS, 4, buffer.shape[1]], ROWS).index(turn)
     rows.permute((1, 0)).store(gl.reshape(value, [buffer.shape[1], 4]))
