@@ -20,6 +20,11 @@ TRITON = release(triton.__version__)
 # Given to every compilation, since its default is about to change (Triton 3.10): products and sums become one instruction.
 COMPILE_OPTIONS = {"enable_fp_fusion": True}
 
+if knobs.runtime.interpret:
+    from .interpreter import mend
+
+    mend()
+
 
 def launch_compiled(compiled: CompiledKernel, programs: int, stream: int, args: tuple | list) -> None:
     """Launches a compiled kernel: args are all of its parameters in order, tensors as such or as addresses."""
