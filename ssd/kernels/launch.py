@@ -39,8 +39,8 @@ def launch(kernel, programs: int, *args, **config) -> None:
         compiled, last, _ = found
         launch_compiled(compiled, programs, current_stream(), (*args, *last))
     else:
-        with fenced():
-            compiled = kernel[(programs,)](*args, **COMPILE_OPTIONS, **config)
+        with fenced() as options:
+            compiled = kernel[(programs,)](*args, **COMPILE_OPTIONS, **options, **config)
         # the interpreter returns no kernel, and what was compiled for a GPU that is not there cannot be launched
         if isinstance(compiled, CompiledKernel) and all(a.is_cuda for a in args if isinstance(a, Tensor)):
             if len(_found) >= _MOST:

@@ -1,7 +1,7 @@
 """Two defects of Triton's interpreter, mended.
 
-Before 3.7 it makes Python's int of an array of one element, which NumPy 2.4 refuses. And up to 3.9 it keeps what a comparison of
-two numbers gives in their dtype, not as a boolean: a mask made of one and of a comparison of tensors, `inside & (end ==
+Before 3.7 it makes Python's int of an array of one element, which NumPy 2.4 refuses. And up to 3.9 it keeps what a comparison
+of two numbers gives in their dtype, not as a boolean: a mask made of one and of a comparison of tensors, `inside & (end ==
 seqlen)`, then holds int32 to NumPy, which the loads and stores of 3.9 refuse ("mask has unsupported dtype").
 """
 

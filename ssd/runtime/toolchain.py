@@ -6,6 +6,7 @@ Every use of a name that Triton does not promise to keep is here, so that a new 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import triton
 from torch import Tensor
@@ -13,7 +14,7 @@ from triton import knobs
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
 
-from .versions import release
+from .versions import TESTED, release, tested
 
 TRITON = release(triton.__version__)
 
@@ -24,6 +25,21 @@ if knobs.runtime.interpret:
     from .interpreter import mend
 
     mend()
+
+
+@cache
+def gluon_missing() -> str | None:
+    """Why kernels in Gluon, which Triton may change as it likes, do not run with this Triton; None if they do."""
+    newest = TESTED["triton"][1]
+    if newest < TRITON:
+        return f"Gluon kernels are tested with Triton {tested('triton')}, got {triton.__version__}"
+    try:
+        from .gluon_names import check
+
+        check()
+    except ImportError as error:
+        return f"Triton {triton.__version__} lacks some of Gluon: {error}"
+    return None
 
 
 def launch_compiled(compiled: CompiledKernel, programs: int, stream: int, args: tuple | list) -> None:
