@@ -6,7 +6,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from ssd.kernels.hopper_roles import barriers, block_barrier
+from ssd.kernels.hopper_roles import barriers
+from ssd.runtime.gluon_names import block_barrier
 
 _SIZE = 128
 

@@ -2,6 +2,9 @@
 
 from importlib import import_module
 
+from . import runtime  # noqa: F401  before anything imports what an older torch or Triton lacks
+
+# isort: split
 from .api import ssd_chunk_scan
 from .interop.patching import patched
 from .registry import get_variant, variant_names

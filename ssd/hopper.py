@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 
 import torch
-import triton
 from torch import Tensor
 
 from .kernels.arguments import cdiv, contiguous
 from .kernels.chunk_cumsum import chunk_cumsum
 from .runs import EVERY_STATE, FEW_STATES, RUN_FIELDS, SCAN, Run, Walk, deal, span_length, span_runs
+from .runtime.toolchain import descriptor_fields, gluon_missing, like_descriptor
 from .tuning import current_device
 from .types import HOPPER_DSTATES, HOPPER_HEADDIM, SUB_CHUNK, Options, SSDInputs, SSDSaved
 
@@ -39,7 +39,9 @@ def cannot_run(i: SSDInputs, options: Options, by_chunk: bool) -> str | None:
     if not options.gluon:
         return "options.gluon is off"
     if not _is_hopper(i.x.device):
-        return f"needs a GPU of compute capability 9 and Triton 3.6, got {i.x.device}"
+        return f"needs a GPU of compute capability 9, got {i.x.device}"
+    if reason := gluon_missing():
+        return reason
     if i.x.dtype not in (torch.bfloat16, torch.float16) or not i.x.dtype == i.B.dtype == i.C.dtype:
         return f"x, B, C: got dtypes {i.x.dtype}, {i.B.dtype}, {i.C.dtype}, takes bf16 or fp16, all alike"
     if i.headdim != HOPPER_HEADDIM or i.dstate not in HOPPER_DSTATES:
@@ -58,7 +60,9 @@ def cannot_run(i: SSDInputs, options: Options, by_chunk: bool) -> str | None:
 
 
 def can_run(reason: str | None, variant: str) -> bool:
-    """Whether there is no reason why not, of `cannot_run`; one is said to the logger, once."""
+    """Whether there is no reason why not, of `cannot_run`; one is said to the logger, once: if it is the toolchain's, which no
+    other inputs would help, as a warning.
+    """
     if reason:
         _say_plain(variant, reason)
     return reason is None
@@ -66,7 +70,8 @@ def can_run(reason: str | None, variant: str) -> bool:
 
 @lru_cache(maxsize=64)
 def _say_plain(variant: str, reason: str) -> None:
-    logging.getLogger("ssd").info("variant %r runs its plain Triton kernels, not those for Hopper: %s", variant, reason)
+    level = logging.WARNING if reason == gluon_missing() else logging.INFO
+    logging.getLogger("ssd").log(level, "variant %r runs its plain Triton kernels, not those for Hopper: %s", variant, reason)
 
 
 def stationary(inputs: SSDInputs, options: Options, keep: bool) -> tuple[Tensor, Tensor, SSDSaved]:
@@ -151,9 +156,7 @@ def runs_of(i: SSDInputs, rows: int, descriptors: tuple, dt: Tensor, dA_cumsum: 
 
 @cache
 def _is_hopper(device: torch.device) -> bool:
-    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
-    return (device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9
-            and version >= (3, 6))
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def describable(t: Tensor) -> Tensor:
@@ -181,14 +184,12 @@ def describe(t: Tensor):
     if fields is None:
         batch, seqlen, heads, channels = t.shape
         shape, strides = [batch, seqlen, heads * channels], [t.stride(0), t.stride(1), 1]
-        fields = vars(TensorDescriptor(t, shape, strides, [1, BLOCK_M, channels], _layout(channels, t.dtype))).copy()
-        del fields["base"]  # or the tensor would live as long as this
+        # without the tensor, or it would live as long as this
+        fields = descriptor_fields(TensorDescriptor(t, shape, strides, [1, BLOCK_M, channels], _layout(channels, t.dtype)))
         if len(_described) >= _MOST_DESCRIBED:
             _described.clear()
         _described[key] = fields
-    descriptor = object.__new__(TensorDescriptor)
-    vars(descriptor).update(fields, base=t)
-    return descriptor
+    return like_descriptor(TensorDescriptor, fields, t)
 
 
 def describe_states(states: Tensor):

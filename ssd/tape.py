@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
-from .kernels.launch import current_stream, forget, launch_compiled, recording
+from .kernels.launch import forget, recording
+from .runtime.toolchain import DescriptorAt, current_stream, descriptor_fields, launch_compiled
 from .tuning import is_forced
 
 # as Inductor's code allocates, on the current device, in half the time of torch's function of that name
@@ -116,20 +117,6 @@ class Tape:
                       for r in self.results])
 
 
-class _Descriptor:
-    """A TMA descriptor as Triton's launcher reads one, of memory at an address."""
-
-    def __init__(self, address: int, fields: dict):
-        self.__dict__.update(fields, address=address)
-
-    @property
-    def base(self) -> _Descriptor:
-        return self
-
-    def data_ptr(self) -> int:
-        return self.address
-
-
 class _Descriptors(dict):
     """The descriptors of an argument by its address, which most often is one of a few: torch gives freed memory out again."""
 
@@ -137,10 +124,10 @@ class _Descriptors(dict):
         super().__init__()
         self.fields = fields  # but for the tensor
 
-    def __missing__(self, address: int) -> _Descriptor:
+    def __missing__(self, address: int) -> DescriptorAt:
         if len(self) >= _MOST_ADDRESSES:
             self.clear()
-        made = self[address] = _Descriptor(address, self.fields)
+        made = self[address] = DescriptorAt(address, self.fields)
         return made
 
 
@@ -227,7 +214,7 @@ def _tape(tensors: tuple[Tensor | None, ...], results: Results, launches: list[t
         for at, arg in enumerate(args):
             descriptors = None
             if hasattr(arg, "block_shape"):
-                descriptors = _Descriptors({name: value for name, value in vars(arg).items() if name != "base"})
+                descriptors = _Descriptors(descriptor_fields(arg))
                 arg = arg.base
             if not isinstance(arg, Tensor):
                 continue

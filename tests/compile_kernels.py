@@ -201,6 +201,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--state-dtype", choices=DTYPES, help="of the states between chunks")
     parser.add_argument("--off", type=lambda names: dict.fromkeys(names.split(","), False), default={},
                         help="fields of ssd.Options to switch off, separated by commas")
+    parser.add_argument("--triton", metavar="V", help="fail unless this is the version of Triton")
     parser.add_argument("--serve", action="store_true", help="for each line of input, a JSON list of arguments, answer with a "
                         "line, a JSON list of what would be printed, or a string that says what failed")
     return parser.parse_args(given)
@@ -227,6 +228,8 @@ def serve() -> None:
 def main() -> None:
     use_installed_tools()
     a = arguments()
+    if a.triton and triton.__version__ != a.triton:
+        raise SystemExit(f"got Triton {triton.__version__}, asked for {a.triton}")
     if a.serve:
         serve()
         return

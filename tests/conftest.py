@@ -28,6 +28,7 @@ if not torch.cuda.is_available():
 
     quicken()
 
+from tests import tritons
 from tests.inputs import OURS
 
 _OUTCOMES = ("passed", "failed", "skipped")
@@ -60,6 +61,8 @@ def dealt(groups: Iterable[str], number: int, count: int) -> set[str]:
 def pytest_addoption(parser):
     parser.addoption("--shard", metavar="K/N", type=shard_of, help="run the K-th of N parts of the tests, of about equal time")
     parser.addoption("--row", action="store_true", help="on a GPU, leave a row also where paths or -k choose some of the tests")
+    parser.addoption("--triton", metavar="V,V", type=tritons.versions, default=(),
+                     help="run the tests of compilation with these versions of Triton as well, or with all")
 
 
 def pytest_configure(config):

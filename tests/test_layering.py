@@ -16,7 +16,7 @@ MAY_IMPORT = {
     "tests": set(PACKAGES),
 }
 # Inside ssd each layer imports its own and earlier ones; what is not listed is on top.
-LAYERS = ({"types"}, {"device", "tuning", "runs"}, {"kernels"}, {"forward", "backward"}, {"variant"})
+LAYERS = ({"types"}, {"device", "runtime", "tuning", "runs"}, {"kernels"}, {"forward", "backward"}, {"variant"})
 SOURCES = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
 
 

@@ -6,18 +6,25 @@ and for B and C that vary with the token.
 
 from __future__ import annotations
 
+import logging
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..ops import all_present, are_plain, below_autograd, launched, or_none, register, wants_gradient
+from ..runtime.toolchain import gluon_missing
 from .arguments import check_dtype, check_interpretable, check_tensor, takes_kernels
 from .kernels.selective_scan import LARGEST_STATE, chunk_of
 from .kernels.selective_scan_bwd import selective_scan_bwd
+from .kernels.selective_scan_choice import TOKENS, takes_walk
 from .kernels.selective_scan_fwd import selective_scan_fwd
-from .kernels.selective_scan_walk import TOKENS, takes_walk
-from .kernels.selective_scan_walk_bwd import selective_scan_walk_bwd
-from .kernels.selective_scan_walk_fwd import selective_scan_walk_fwd
+
+if missing := gluon_missing():
+    logging.getLogger("ssd").warning("selective_scan runs its scans over pairs, never its walk: %s", missing)
+else:
+    from .kernels.selective_scan_walk_bwd import selective_scan_walk_bwd
+    from .kernels.selective_scan_walk_fwd import selective_scan_walk_fwd
 
 _N_TENSORS = 8
 

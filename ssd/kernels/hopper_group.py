@@ -26,14 +26,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
+from ..runtime.gluon_names import async_load, async_store, block_barrier, store_wait
 from ..types import SSDInputs
 from .arguments import contiguous
-from .hopper_roles import LOG2E, at_most, barriers, block_barrier, decay, log2, tile
+from .hopper_roles import LOG2E, at_most, barriers, decay, log2, tile
 from .launch import launch
 
 # One kernel for all sizes: what divides them, or that one is 1, is of no use to it. Offsets into sums are int32: x of as many
@@ -218,18 +218,18 @@ def dx_role(dx_desc, bars, rings, lines, D, sums, ntiles, sizes, SPLITS: gl.cons
             gl.store(state_sums + at + j, dt_j * v_x)
             gl.store(pair_sums + at + j, dt_j * u_x)
             gl.store(skip_sums + at + j, dy_x)
-            tma.store_wait(0)
+            store_wait(0)
             block_barrier()
             tile(dXs, 0, BLOCK_M, HEADDIM).store(dx.to(DTYPE))
             fence_async_shared()
             block_barrier()  # all that was loaded from the stage went into what is stored by now
             mbarrier.arrive(empty.index(slot), count=1)
             mbarrier.arrive(used.index(line), count=1)
-            tma.async_copy_shared_to_global(dx_desc, [b, c * BLOCK_M, (head + k) * HEADDIM], dXs.index(0))
+            async_store(dx_desc, [b, c * BLOCK_M, (head + k) * HEADDIM], dXs.index(0))
             step += 1
         block_barrier()
         mbarrier.arrive(empty.index(kept), count=1)
-    tma.store_wait(0)
+    store_wait(0)
 
 
 @gluon.jit
@@ -329,17 +329,17 @@ def fetch_role(x_desc, dy_desc, B_desc, C_desc, H_desc, G_desc, bars, rings, nti
         slot = kept
         bar = full.index(kept)
         mbarrier.expect(bar, 2 * BLOCK_M * DSTATE * 2)
-        tma.async_copy_global_to_shared(B_desc, [b, c * BLOCK_M, group * DSTATE], bar, Hs.index(kept))
-        tma.async_copy_global_to_shared(C_desc, [b, c * BLOCK_M, group * DSTATE], bar, Gs.index(kept))
+        async_load(B_desc, [b, c * BLOCK_M, group * DSTATE], bar, Hs.index(kept))
+        async_load(C_desc, [b, c * BLOCK_M, group * DSTATE], bar, Gs.index(kept))
         for k in range(head, head + count):
             slot, phases = next_slot(slot, kept, phases, empty, 1)
             bar = full.index(slot)
             mbarrier.expect(bar, 2 * HEADDIM * (BLOCK_M + DSTATE) * 2)
-            tma.async_copy_global_to_shared(x_desc, [b, c * BLOCK_M, k * HEADDIM], bar, Xs.index(slot))
-            tma.async_copy_global_to_shared(dy_desc, [b, c * BLOCK_M, k * HEADDIM], bar, dYs.index(slot))
+            async_load(x_desc, [b, c * BLOCK_M, k * HEADDIM], bar, Xs.index(slot))
+            async_load(dy_desc, [b, c * BLOCK_M, k * HEADDIM], bar, dYs.index(slot))
             state = ((b * nsub + c) * nheads + k) * HEADDIM
-            tma.async_copy_global_to_shared(H_desc, [0, state, 0], bar, Hs.index(slot))
-            tma.async_copy_global_to_shared(G_desc, [0, state, 0], bar, Gs.index(slot))
+            async_load(H_desc, [0, state, 0], bar, Hs.index(slot))
+            async_load(G_desc, [0, state, 0], bar, Gs.index(slot))
 
 
 @gluon.jit(do_not_specialize=SIZES)

@@ -9,10 +9,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from ..runtime.gluon_names import reinterpret
+
 LOG2E = gl.constexpr(1.4426950408889634)
 RUN = gl.constexpr(6)
-
-block_barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # of one partition's warps; renamed in Triton 3.7
 
 
 @gluon.jit
@@ -84,7 +84,7 @@ def entering_state(state, ends, factors, piece, npieces, offsets, U: gl.constexp
 def tile(buffers, index, ROWS: gl.constexpr, WIDTH: gl.constexpr):
     """Tile `index` of a ring of TMA buffers [1, ROWS, WIDTH], as [ROWS, WIDTH]."""
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, WIDTH], buffers.dtype)
-    return buffers.index(index)._reinterpret(buffers.dtype, [ROWS, WIDTH], LAYOUT)
+    return reinterpret(buffers.index(index), [ROWS, WIDTH], LAYOUT)
 
 
 @gluon.jit

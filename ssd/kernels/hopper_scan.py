@@ -22,17 +22,16 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
+from ..runtime.gluon_names import async_load, async_store, block_barrier, store_wait
 from ..types import SUB_CHUNK, SSDInputs
 from .arguments import contiguous
 from .hopper_roles import (
     LOG2E,
     barriers,
-    block_barrier,
     decay,
     entering_state,
     given_state,
@@ -84,10 +83,10 @@ def fetch(x_desc, B_desc, C_desc, full, empty, Xs, Bs, Cs, runs, nruns, heads_pe
             mbarrier.wait(empty.index(stage), (step // STAGES) & 1 ^ 1)
             bar = full.index(stage)
             mbarrier.expect(bar, BYTES)
-            tma.async_copy_global_to_shared(B_desc, [b, c * BLOCK_M, g * DSTATE], bar, Bs.index(stage))
-            tma.async_copy_global_to_shared(C_desc, [b, c * BLOCK_M, g * DSTATE], bar, Cs.index(stage))
+            async_load(B_desc, [b, c * BLOCK_M, g * DSTATE], bar, Bs.index(stage))
+            async_load(C_desc, [b, c * BLOCK_M, g * DSTATE], bar, Cs.index(stage))
             for u in gl.static_range(2):
-                tma.async_copy_global_to_shared(x_desc, [b, c * BLOCK_M, (h + u) * HEADDIM], bar, Xs.index(2 * stage + u))
+                async_load(x_desc, [b, c * BLOCK_M, (h + u) * HEADDIM], bar, Xs.index(2 * stage + u))
             step += 1
 
 
@@ -183,7 +182,7 @@ def head(out_desc, states_desc, bars, rings, lines, dA_cumsum, D, initial_states
                 tile(Ss, U, HEADDIM, DSTATE).store(state.to(states_desc.dtype))
                 fence_async_shared()
                 block_barrier()
-                tma.async_copy_shared_to_global(states_desc, [0, ((b * nsub + c) * nheads + h) * HEADDIM, 0], Ss.index(U))
+                async_store(states_desc, [0, ((b * nsub + c) * nheads + h) * HEADDIM, 0], Ss.index(U))
             mbarrier.wait(full.index(stage), (step // STAGES) & 1)
             B, C = tile(Bs, stage, BLOCK_M, DSTATE), tile(Cs, stage, BLOCK_M, DSTATE)
             x_t = tile(Xs, 2 * stage + U, BLOCK_M, HEADDIM).permute((1, 0))
@@ -203,7 +202,7 @@ def head(out_desc, states_desc, bars, rings, lines, dA_cumsum, D, initial_states
             state, y = warpgroup_mma_wait(0, deps=(state, y))
             if D is not None:
                 y += D_h * x_t.load(PI).to(gl.float32)  # read again: x as fp32 does not fit beside the accumulators
-            tma.store_wait(0)
+            store_wait(0)
             block_barrier()
             mbarrier.arrive(taken.index(slot), count=1)
             tile(Ys, U, BLOCK_M, HEADDIM).permute((1, 0)).store(y.to(DTYPE))
@@ -211,11 +210,11 @@ def head(out_desc, states_desc, bars, rings, lines, dA_cumsum, D, initial_states
             block_barrier()
             # not before y is there: a load from x that is only on its way would find the next tile (docs/kernel-log.md)
             mbarrier.arrive(empty.index(stage), count=1)
-            tma.async_copy_shared_to_global(out_desc, [b, c * BLOCK_M, h * HEADDIM], Ys.index(U))
+            async_store(out_desc, [b, c * BLOCK_M, h * HEADDIM], Ys.index(U))
             step += 1
         if final_states is not None and last == nsub:
             gl.store(final_states + bh * SIZE + offsets, state)
-    tma.store_wait(0)
+    store_wait(0)
 
 
 @gluon.jit(do_not_specialize=SIZES)

@@ -17,16 +17,15 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
+from ..runtime.gluon_names import async_load, async_store, block_barrier, store_wait
 from ..types import SSDInputs
 from .hopper_roles import (
     LOG2E,
     barriers,
-    block_barrier,
     decay,
     entering_state,
     given_state,
@@ -103,13 +102,13 @@ def walk(full, empty, Xs, Bs, Ss, weights, states_desc, dA_cumsum, dt, initial_s
                 at = sub_chunk(c, b, nsub, forwards, BACKWARDS)
                 if at % EVERY == 0:
                     slot = U * KEPT + kept % KEPT
-                    tma.store_wait(KEPT - 1)
+                    store_wait(KEPT - 1)
                     block_barrier()
                     tile(Ss, slot, HEADDIM, DSTATE).store(state.to(states_desc.dtype))
                     fence_async_shared()
                     block_barrier()
                     chunk = b * ((nsub + EVERY - 1) // EVERY) + at // EVERY
-                    tma.async_copy_shared_to_global(states_desc, [0, (chunk * nheads + h) * HEADDIM, 0], Ss.index(slot))
+                    async_store(states_desc, [0, (chunk * nheads + h) * HEADDIM, 0], Ss.index(slot))
                     kept += 1
             block_barrier()
             w = gl.expand_dims(weights.index(line).load(gl.SliceLayout(0, OPERAND)), 0)
@@ -128,7 +127,7 @@ def walk(full, empty, Xs, Bs, Ss, weights, states_desc, dA_cumsum, dt, initial_s
         elif final_states is not None:  # noqa: SIM102
             if last == nsub and (not BACKWARDS or b >= forwards):
                 gl.store(final_states + bh * SIZE + offsets, state)
-    tma.store_wait(0)
+    store_wait(0)
 
 
 @gluon.jit
@@ -158,9 +157,9 @@ def fetch(x_desc, B_desc, dy_desc, C_desc, full, empty, Xs, Bs, runs, nruns, for
 @gluon.jit
 def copy(x_desc, B_desc, b, token, p, n, bar, Xs, Bs, stage):
     """B and x of two heads of one sub-chunk, from their columns n and p on."""
-    tma.async_copy_global_to_shared(B_desc, [b, token, n], bar, Bs.index(stage))
+    async_load(B_desc, [b, token, n], bar, Bs.index(stage))
     for u in gl.static_range(2):
-        tma.async_copy_global_to_shared(x_desc, [b, token, p + u * x_desc.block_shape[2]], bar, Xs.index(2 * stage + u))
+        async_load(x_desc, [b, token, p + u * x_desc.block_shape[2]], bar, Xs.index(2 * stage + u))
 
 
 @gluon.jit(do_not_specialize=SIZES)

@@ -11,10 +11,9 @@ import threading
 from collections.abc import Callable
 
 from torch import Tensor
-from triton import knobs
 from triton.compiler import CompiledKernel
-from triton.runtime import driver
 
+from ..runtime.toolchain import COMPILE_OPTIONS, current_stream, launch_compiled
 from .proxy_fence import fenced
 
 _MOST = 4096  # entries; callers whose sizes never repeat must not fill the memory
@@ -40,8 +39,8 @@ def launch(kernel, programs: int, *args, **config) -> None:
         compiled, last, _ = found
         launch_compiled(compiled, programs, current_stream(), (*args, *last))
     else:
-        with fenced():
-            compiled = kernel[(programs,)](*args, **config)
+        with fenced() as options:
+            compiled = kernel[(programs,)](*args, **COMPILE_OPTIONS, **options, **config)
         # the interpreter returns no kernel, and what was compiled for a GPU that is not there cannot be launched
         if isinstance(compiled, CompiledKernel) and all(a.is_cuda for a in args if isinstance(a, Tensor)):
             if len(_found) >= _MOST:
@@ -50,23 +49,6 @@ def launch(kernel, programs: int, *args, **config) -> None:
             found = _found[key] = compiled, last, kernel  # with the kernel, whose id another may not get
     if _recorded.launches is not None:
         _recorded.launches.append((compiled, programs, (*args, *last)) if found else None)
-
-
-def launch_compiled(compiled: CompiledKernel, programs: int, stream: int, args: tuple | list) -> None:
-    """Launches a compiled kernel: args are all of its parameters in order, tensors as such or as addresses."""
-    enter, leave = _calling(knobs.runtime.launch_enter_hook), _calling(knobs.runtime.launch_exit_hook)
-    metadata = enter and compiled.launch_metadata((programs, 1, 1), stream, *args)
-    compiled.run(programs, 1, 1, stream, compiled.function, compiled.packed_metadata, metadata, enter, leave, *args)
-
-
-def _calling(hook: Callable | None) -> Callable | None:
-    """A hook that calls somebody; Triton would call an empty chain of them for nothing, at every launch."""
-    return hook if getattr(hook, "calls", True) else None
-
-
-def current_stream() -> int:
-    """The current stream of the current device, as launches take it."""
-    return driver.active.get_current_stream(driver.active.get_current_device())
 
 
 def recording(call: Callable, *args) -> tuple[object, list[tuple] | None]:

@@ -2,8 +2,11 @@
 
 wgmma reads shared memory through the async proxy, cp.async and ordinary stores write it through the generic one, so a
 fence.proxy.async must stand between them. Triton 3.6 has it before a loop, not inside one where the tiles of the next turn are
-written; 3.7 has it there. Without it a product may read what its tile held before: in group_dB_dx half of dx was wrong at some
-sizes (docs/kernel-log.md).
+written; 3.7 has it there. Without it a product may read what its tile held before. No test has failed for the want of it
+(docs/kernel-log.md, "A fence left out").
+
+Triton 3.6 keeps what it compiled, in memory and on disk, under keys that know the options of a compilation and nothing of the
+hook. So the fence is an option too: one that changes nothing else, a list of dtypes that are out of favour, has it as an entry.
 """
 
 from __future__ import annotations
@@ -11,21 +14,24 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 
-import triton
+import torch
 from triton import knobs
+
+from ..runtime.toolchain import TRITON
 
 _WGMMA = "wgmma.fence.sync.aligned;"  # before the first product of a group
 _FENCE = "fence.proxy.async.shared::cta;"
+_LEFT_OUT = TRITON < (3, 7) and torch.version.hip is None and not knobs.runtime.interpret
+_OPTIONS = {"deprecated_fp8_dot_operand_dtypes": ("fp8e4b15", _FENCE)}  # Hopper's own entry, and the fence
 _lock = threading.Lock()
 
 
 @contextmanager
-def fenced() -> Iterator[None]:
-    """What is compiled inside has the fence before each group of products."""
-    if not _is_left_out():
-        yield
+def fenced() -> Iterator[dict]:
+    """What is compiled inside, with the options that this gives, has the fence before each group of products."""
+    if not _LEFT_OUT:
+        yield {}
         return
     with _lock:  # Triton's hook is one for all threads
         others = knobs.runtime.add_stages_inspection_hook
@@ -37,14 +43,9 @@ def fenced() -> Iterator[None]:
 
         knobs.runtime.add_stages_inspection_hook = add
         try:
-            yield
+            yield _OPTIONS
         finally:
             knobs.runtime.add_stages_inspection_hook = others
-
-
-@cache
-def _is_left_out() -> bool:
-    return tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7) and hasattr(knobs.runtime, "add_stages_inspection_hook")
 
 
 def _add(backend, stages: dict, options, language, capability) -> None:

@@ -10,12 +10,15 @@ import importlib
 import sys
 import types
 from dataclasses import dataclass
-from unittest.mock import patch
+from unittest.mock import MagicMock, patch
 
 import torch
 import triton.experimental
 from torch import Tensor
 
+import ssd.runtime
+
+_NAMES = "ssd.runtime.gluon_names"
 _PROGRAM = [0]
 _ASSEMBLY = {
     "ex2.approx.ftz.f32": torch.exp2,
@@ -54,7 +57,7 @@ class Buffer:
     def permute(self, order) -> Buffer:
         return Buffer(self.t.permute(order))
 
-    def _reinterpret(self, dtype, shape, layout) -> Buffer:
+    def reinterpret(self, dtype, shape, layout) -> Buffer:
         assert dtype == self.dtype
         return Buffer(self.t.view(shape))
 
@@ -83,7 +86,7 @@ def _store(pointers: Pointer, value: Tensor, mask=None) -> None:
 
 def _language() -> types.ModuleType:
     gl = types.ModuleType("triton.experimental.gluon.language")
-    gl.constexpr = lambda v: v
+    gl.constexpr, gl.shared_memory_descriptor, gl.barrier = lambda v: v, Buffer, lambda: None
     gl.float32, gl.int32, gl.int64 = torch.float32, torch.int32, torch.int64
     gl.SwizzledSharedLayout = gl.SliceLayout = gl.BlockedLayout = gl.DistributedLinearLayout = lambda *args, **kwargs: None
     gl.program_id = lambda axis: torch.tensor(_PROGRAM[0])
@@ -124,12 +127,15 @@ def imported(*names: str) -> list[types.ModuleType]:
     """Modules that launch Gluon kernels, loaded anew, which run them here. In the order in which they import each other."""
     gluon, gl = types.ModuleType("triton.experimental.gluon"), _language()
     gluon.jit, gluon.constexpr_function, gluon.language = _Kernel, lambda f: f, gl
-    stand_ins = {"triton.experimental.gluon": gluon, "triton.experimental.gluon.language": gl}
+    hopper = types.ModuleType("triton.experimental.gluon.language.nvidia.hopper")
+    hopper.tma = MagicMock()  # none of these kernels calls it
+    stand_ins = {module.__name__: module for module in (gluon, gl, hopper)}
     package = importlib.import_module(names[0].rpartition(".")[0])
-    with patch.dict(sys.modules, stand_ins), patch.object(triton.experimental, "gluon", gluon), patch.dict(vars(package)):
-        for name in names:
+    with (patch.dict(sys.modules, stand_ins), patch.object(triton.experimental, "gluon", gluon), patch.dict(vars(package)),
+          patch.dict(vars(ssd.runtime))):
+        for name in (_NAMES, *names):
             sys.modules.pop(name, None)
-        found = [importlib.import_module(name) for name in names]
+        found = [importlib.import_module(name) for name in (_NAMES, *names)][1:]
     for module in found:
         if hasattr(module, "launch"):
             sums = module.launch

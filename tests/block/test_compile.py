@@ -12,8 +12,8 @@ from triton import knobs
 from ssd.block.kernels.gated_norm import gated_norm, gated_norm_bwd
 from ssd.block.kernels.selective_scan import chunk_of
 from ssd.block.kernels.selective_scan_bwd import selective_scan_bwd
+from ssd.block.kernels.selective_scan_choice import TOKENS
 from ssd.block.kernels.selective_scan_fwd import selective_scan_fwd
-from ssd.block.kernels.selective_scan_walk import TOKENS
 from ssd.block.kernels.selective_scan_walk_bwd import selective_scan_walk_bwd
 from ssd.block.kernels.selective_scan_walk_fwd import selective_scan_walk_fwd
 from ssd.block.kernels.state_update import state_update

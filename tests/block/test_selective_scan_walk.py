@@ -10,7 +10,8 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from triton import knobs
 
 from ssd.block import selective_scan
-from ssd.block.kernels.selective_scan_walk import in_units, takes_walk
+from ssd.block.kernels.selective_scan_choice import takes_walk
+from ssd.block.kernels.selective_scan_walk import in_units
 from tests.block import gluon_on_cpu
 from tests.block.test_selective_scan import GPU, Case, assert_right, inputs
 

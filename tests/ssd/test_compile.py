@@ -1,8 +1,11 @@
-"""Every kernel compiles for GPUs that are not here, fits their shared memory and their registers."""
+"""Every kernel compiles for GPUs that are not here, fits their shared memory and their registers.
+
+With the locked Triton all of this file; with the oldest and the newest each kernel for each architecture as it is by default,
+or all of it as well where --triton says so.
+"""
 
 import atexit
 import json
-import os
 import subprocess
 import sys
 from functools import cache
@@ -11,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from ssd import tuning
+from tests import tritons
 from tests.inputs import OURS
 
 TOOL = Path(__file__).parents[1] / "compile_kernels.py"
@@ -29,24 +33,45 @@ over_variants = pytest.mark.parametrize("variant", OURS)
 over_ways = pytest.mark.parametrize("way", WAYS, ids="".join)
 
 
+_with: list[str | None] = [None]  # the Triton that `compiled` compiles with
+
+
+@pytest.fixture(autouse=True)
+def triton(request) -> str | None:
+    """The version that the test compiles with, None for the locked one."""
+    _with[0] = request.param
+    if reason := request.param and tritons.missing(request.param):
+        pytest.skip(reason)
+    return request.param
+
+
+def pytest_generate_tests(metafunc):
+    every = (None, *metafunc.config.option.triton)
+    pinned = metafunc.function is test_every_kernel_with_other_tritons
+    metafunc.parametrize("triton", tritons.PINNED if pinned else every, indirect=True, ids=lambda v: v or "locked")
+
+
 @cache
-def compiler() -> subprocess.Popen[str]:
+def compiler(version: str | None) -> subprocess.Popen[str]:
     """A process that compiles, for this one may interpret kernels; one for all tests, since it takes seconds to start."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    process = subprocess.Popen([sys.executable, str(TOOL), "--serve"], env=environment, text=True, stdin=subprocess.PIPE,
-                               stdout=subprocess.PIPE)
+    process = subprocess.Popen([sys.executable, str(TOOL), "--serve", *(["--triton", version] if version else [])],
+                               env=tritons.environment(version), text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     atexit.register(process.kill)
     return process
 
 
 @cache
-def compiled(variant: str, *options: str) -> list[dict]:
-    process = compiler()
-    process.stdin.write(json.dumps(["--variant", variant, *options]) + "\n")
+def _compiled(version: str | None, *arguments: str) -> list[dict]:
+    process = compiler(version)
+    process.stdin.write(json.dumps(arguments) + "\n")
     process.stdin.flush()
     answer = json.loads(process.stdout.readline())
     assert isinstance(answer, list), answer
     return answer
+
+
+def compiled(variant: str, *options: str) -> list[dict]:
+    return _compiled(_with[0], "--variant", variant, *options)
 
 
 def assert_fits(rows: list[dict], arch: int, spills: int, by_walks: int) -> None:

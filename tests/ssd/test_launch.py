@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from triton import knobs
 
 from ssd.kernels import launch as module
 from ssd.kernels.launch import launch
@@ -90,8 +91,8 @@ def test_anything_else_is_left_to_triton(kernel, other):
 def test_profilers_are_called(kernel, monkeypatch):
     """Triton's hooks, a chain of functions or one function."""
     chain = SimpleNamespace(calls=[print])
-    monkeypatch.setattr(module.knobs.runtime, "launch_enter_hook", chain)
-    monkeypatch.setattr(module.knobs.runtime, "launch_exit_hook", print)
+    monkeypatch.setattr(knobs.runtime, "launch_enter_hook", chain)
+    monkeypatch.setattr(knobs.runtime, "launch_exit_hook", print)
     x = tensor()
     for _ in range(2):
         launch(kernel, 5, x, 3, (1, 2), STAGES=2, BLOCK=64)

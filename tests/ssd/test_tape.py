@@ -37,7 +37,7 @@ class Kernel:
     compiled = Compiled()
 
     def __getitem__(self, grid):
-        def run(source, target, factor):
+        def run(source, target, factor, **options):
             self.compiled.run(*grid, 1, 1, None, None, None, None, None, None, source, target, factor)
             return self.compiled
 

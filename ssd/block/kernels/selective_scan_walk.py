@@ -11,33 +11,18 @@ strides, given in units of UNIT elements, see `in_units`. A (dim, dstate), D and
 
 import math
 
-import torch
 from torch import Tensor
-from triton import knobs
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from ...runtime.gluon_names import reinterpret
 from ...tuning import next_power_of_2
 
 LOG2E = gl.constexpr(1.4426950408889634)
 FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 ROWS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-TOKENS = 16  # of a tile, and from one state that a forward keeps to the next
-_LARGEST_STATE, _FEWEST_CHANNELS, _FEWEST_OF_GROUP = 16, 512, 12
 _PROGRAMS = 1024  # two warps for each scheduler of a large GPU
 _LARGE = 1 << 28  # bytes of partial sums
-
-
-def takes_walk(u: Tensor, B: Tensor) -> bool:
-    """Whether the walk is faster than the scans over pairs: with states that fit a thread's registers, groups that fill most of
-    a warp, and so many channels that there is a small warp of them for every SM of a large GPU: a walk of few takes as long as
-    one of these. The interpreter knows no Gluon, and an AMD GPU no PTX.
-
-    A function of sizes alone, whatever the NVIDIA GPU, since it decides which states a forward keeps.
-    """
-    (batch, dim, _), (ngroups, dstate) = u.shape, B.shape[1:3]
-    return (not knobs.runtime.interpret and u.is_cuda and torch.version.hip is None and dstate <= _LARGEST_STATE
-            and batch * dim >= _FEWEST_CHANNELS and dim // ngroups >= _FEWEST_OF_GROUP)
 
 
 def channels_and_rows(batch: int, dim: int, seqlen: int, dstate: int) -> tuple[int, int]:
@@ -201,7 +186,7 @@ def store_tile(t, offsets, first, in_rows, tokens, seqlen, value, UNIT: gl.const
 @gluon.jit
 def tokens_last(buffer, TOKENS: gl.constexpr, WIDTH: gl.constexpr):
     """A buffer [TOKENS, WIDTH], that a walk indexes by its token, as one tile [WIDTH, TOKENS]."""
-    return buffer._reinterpret(buffer.dtype, [TOKENS, WIDTH], ROWS).permute((1, 0))
+    return reinterpret(buffer, [TOKENS, WIDTH], ROWS).permute((1, 0))
 
 
 @gluon.jit
@@ -236,5 +221,5 @@ def stack(values):
 def store_turn(buffer, turn, value):
     """What a turn has, [WIDTH, 2, 2], into its four rows of a buffer [tokens, WIDTH]."""
     TURNS: gl.constexpr = buffer.shape[0] // 4
-    rows = buffer._reinterpret(buffer.dtype, [TURNS, 4, buffer.shape[1]], ROWS).index(turn)
+    rows = reinterpret(buffer, [TURNS, 4, buffer.shape[1]], ROWS).index(turn)
     rows.permute((1, 0)).store(gl.reshape(value, [buffer.shape[1], 4]))

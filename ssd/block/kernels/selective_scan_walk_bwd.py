@@ -18,10 +18,10 @@ from triton.experimental.gluon import language as gl
 from ...kernels.arguments import cdiv, output, strides
 from ...kernels.launch import launch
 from ...kernels.sum_several import sum_several
+from .selective_scan_choice import TOKENS
 from .selective_scan_walk import (
     FLAT,
     LOG2E,
-    TOKENS,
     append,
     channels_and_rows,
     columns,

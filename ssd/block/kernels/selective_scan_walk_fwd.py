@@ -11,9 +11,9 @@ from triton.experimental.gluon import language as gl
 
 from ...kernels.arguments import cdiv, strides
 from ...kernels.launch import launch
+from .selective_scan_choice import TOKENS
 from .selective_scan_walk import (
     FLAT,
-    TOKENS,
     append,
     channels_and_rows,
     columns,

@@ -1,0 +1,85 @@
+"""What of Triton is private or differs between its versions, but for the language of kernels (gluon_names).
+
+Every use of a name that Triton does not promise to keep is here, so that a new version is tried, and mended, in one place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import triton
+from torch import Tensor
+from triton import knobs
+from triton.compiler import CompiledKernel
+from triton.runtime import driver
+
+from .versions import TESTED, release, tested
+
+TRITON = release(triton.__version__)
+
+# Given to every compilation, since its default is about to change (Triton 3.10): products and sums become one instruction.
+COMPILE_OPTIONS = {"enable_fp_fusion": True}
+
+if knobs.runtime.interpret:
+    from .interpreter import mend
+
+    mend()
+
+
+@cache
+def gluon_missing() -> str | None:
+    """Why kernels in Gluon, which Triton may change as it likes, do not run with this Triton; None if they do."""
+    newest = TESTED["triton"][1]
+    if newest < TRITON:
+        return f"Gluon kernels are tested with Triton {tested('triton')}, got {triton.__version__}"
+    try:
+        from .gluon_names import check
+
+        check()
+    except ImportError as error:
+        return f"Triton {triton.__version__} lacks some of Gluon: {error}"
+    return None
+
+
+def launch_compiled(compiled: CompiledKernel, programs: int, stream: int, args: tuple | list) -> None:
+    """Launches a compiled kernel: args are all of its parameters in order, tensors as such or as addresses."""
+    enter, leave = _calling(knobs.runtime.launch_enter_hook), _calling(knobs.runtime.launch_exit_hook)
+    metadata = enter and compiled.launch_metadata((programs, 1, 1), stream, *args)
+    compiled.run(programs, 1, 1, stream, compiled.function, compiled.packed_metadata, metadata, enter, leave, *args)
+
+
+def _calling(hook: Callable | None) -> Callable | None:
+    """A hook that calls somebody; Triton would call an empty chain of them for nothing, at every launch."""
+    return hook if getattr(hook, "calls", True) else None
+
+
+def current_stream() -> int:
+    """The current stream of the current device, as launches take it."""
+    return driver.active.get_current_stream(driver.active.get_current_device())
+
+
+def descriptor_fields(descriptor) -> dict:
+    """The fields of a TMA descriptor but for its tensor."""
+    return {name: value for name, value in vars(descriptor).items() if name != "base"}
+
+
+def like_descriptor(cls: type, fields: dict, t: Tensor):
+    """A TMA descriptor of class `cls` of the tensor t with fields that were checked before, as building one checks them."""
+    descriptor = object.__new__(cls)
+    vars(descriptor).update(fields, base=t)
+    return descriptor
+
+
+class DescriptorAt:
+    """A TMA descriptor as Triton's launcher reads one, of memory at an address."""
+
+    def __init__(self, address: int, fields: dict):
+        self.__dict__.update(fields, address=address)
+
+    @property
+    def base(self) -> DescriptorAt:
+        return self
+
+    def data_ptr(self) -> int:
+        return self.address
