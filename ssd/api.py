@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .autograd import chunk_scan
+from .documents import number_documents
 from .ops import are_plain, wants_gradient
 from .registry import get_variant, is_peer, variant_names
 from .types import Options, SSDInputs
@@ -83,7 +84,8 @@ def ssd_chunk_scan(
     dt_limit = (float(dt_limit[0]), float(dt_limit[1]) if dt_limit[1] <= _FP32_LARGEST else math.inf)
     if seq_idx is not None or cu_seqlens is not None or return_varlen_states:
         _check_documents(x, seq_idx, cu_seqlens, return_varlen_states)
-        seq_idx, cu_seqlens = _canonical_documents(x, seq_idx, cu_seqlens, return_varlen_states)
+        seq_idx = number_documents(seq_idx, cu_seqlens, x.shape[1])
+        cu_seqlens = cu_seqlens.to(torch.int32).contiguous() if return_varlen_states else None
     options = options or _DEFAULT
     if state_dtype is None and not options.low_precision_states:
         state_dtype = torch.float32
@@ -105,22 +107,6 @@ def ssd_chunk_scan(
     if return_varlen_states:
         results += (varlen_states,)
     return results if len(results) > 1 else out
-
-
-def _canonical_documents(x, seq_idx, cu_seqlens, return_varlen_states) -> tuple[Tensor, Tensor | None]:
-    """seq_idx as `SSDInputs` has it, and cu_seqlens where the states at their ends were asked for."""
-    if seq_idx is not None:
-        seq_idx = _count_documents(seq_idx)
-    else:
-        tokens = torch.arange(x.shape[1], device=x.device, dtype=cu_seqlens.dtype)
-        seq_idx = torch.searchsorted(cu_seqlens[1:].contiguous(), tokens, right=True, out_int32=True)[None]
-    return seq_idx, cu_seqlens.to(torch.int32).contiguous() if return_varlen_states else None
-
-
-def _count_documents(seq_idx: Tensor) -> Tensor:
-    """Document numbers that never repeat: equal exactly within a run of equal ids, and 0 only in a leading run of id 0."""
-    starts = torch.cat([seq_idx[:, :1] != 0, seq_idx[:, 1:] != seq_idx[:, :-1]], 1)
-    return starts.cumsum(1, dtype=torch.int32)
 
 
 def _check_tensors(x, dt, A, B, C, D, z, dt_bias, initial_states, variant) -> None:

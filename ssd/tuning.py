@@ -238,8 +238,6 @@ def _axis_limits(kernel: str, headdim: int, dstate: int, chunk_size: int) -> dic
         limits |= {"BLOCK_K": dstate, "BLOCK_N": chunk_size}
     if kernel == "chunk_scan_dCB":
         limits["BLOCK_N"] = chunk_size
-    if kernel == "group_dB_dx":
-        headdim = max(headdim, 32)  # ptxas 12.8 takes an unset register for an address at 16 (docs/kernel-log.md)
     if kernel in _LOOPS:
         limits["BLOCK_P"] = min(headdim, _STATE_ELEMENTS // next_power_of_2(dstate))
     return limits

@@ -24,6 +24,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from unittest.mock import patch
 
 if __name__ == "__main__":
     os.environ.pop("TRITON_INTERPRET", None)
@@ -37,13 +38,14 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from ssd import hopper, tuning
+from ssd.kernels import launch
 from ssd.registry import Variant, get_variant
 from ssd.types import Options, SSDGrads, SSDInputs
 from tests.inputs import EVERYTHING, Case, Shape, random_inputs
 from tests.late_loads import late_loads
-from tests.lost_operands import lost_operands
-from tests.machine_code import lanes_apart, ptx_loops
-from tests.unset_registers import unset_registers
+from ssd.runtime.lost_operands import lost_operands
+from ssd.runtime.machine_code import lanes_apart, ptx_loops
+from ssd.runtime.unset_registers import unset_registers
 
 # Name of the chip's config file, and the shared memory that one block may ask for.
 CHIPS = {
@@ -101,7 +103,8 @@ def compiling(arch: int) -> Iterator[dict[str, object]]:
 
     def compile_only(self, *args, grid, warmup, **kwargs):
         kernel = launch(self, *args, grid=grid, warmup=True, **kwargs)
-        compiled[kernel.hash] = kernel
+        if not warmup:  # a trial, of what may not be launched
+            compiled[kernel.hash] = kernel
         return kernel
 
     driver.set_active(_Driver(arch))
@@ -198,6 +201,8 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
                         "spread over all")
     parser.add_argument("--initial-states", action="store_true")
     parser.add_argument("--documents", action="store_true", help="packed by seq_idx")
+    parser.add_argument("--C-dtype", choices=DTYPES, help="of C, where it is not that of x")
+    parser.add_argument("--distrust", action="store_true", help="as if a fault were found in each kernel with wgmma")
     parser.add_argument("--state-dtype", choices=DTYPES, help="of the states between chunks")
     parser.add_argument("--off", type=lambda names: dict.fromkeys(names.split(","), False), default={},
                         help="fields of ssd.Options to switch off, separated by commas")
@@ -213,7 +218,11 @@ def asked_for(a: argparse.Namespace) -> list[Compiled]:
     case = replace(case, initial_states=case.initial_states or a.initial_states, state_dtype=DTYPES.get(a.state_dtype),
                    documents="seq_idx" if a.documents else case.documents)
     inputs = random_inputs(shape, case, DTYPES[a.dtype])
-    return compile_all(get_variant(a.variant), inputs, a.arch, Options(**a.off), a.configs)
+    if a.C_dtype:
+        inputs = replace(inputs, C=inputs.C.to(DTYPES[a.C_dtype]))
+    trusted = (lambda kernel: "wgmma" in kernel.asm["ptx"] and "distrusted" or None) if a.distrust else launch.fault
+    with patch.object(launch, "fault", trusted):
+        return compile_all(get_variant(a.variant), inputs, a.arch, Options(**a.off), a.configs)
 
 
 def serve() -> None:

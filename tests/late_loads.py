@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 
-from tests.machine_code import NO_RESULT, read, width
+from ssd.runtime.machine_code import NO_RESULT, read, width
 
 _REGISTER = re.compile(r"(?<![A-Z])R(\d+)")
 

@@ -69,7 +69,7 @@ def head_grads(dB_j, B_j, pairs, to_end, dt_j, x, x_strides, dy, dy_strides, D, 
     return dB_j, u_v_x, v_x
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["nblocks"])  # where it is 1, `nothing` above would be known
 def group_dB_dx_kernel(x, x_strides, dy, dy_strides, B, B_strides, C, C_strides, D, D_strides, dt, dA_cumsum, seq_idx, dstates,
                        dCB, dx, dx_strides, dB, dB_strides, part_stride, u_v_x, q, dD_tiles, seqlen, nblocks,
                        NHEADS: tl.constexpr, NGROUPS: tl.constexpr, HEADDIM: tl.constexpr, DSTATE: tl.constexpr,

@@ -12,8 +12,10 @@ from collections.abc import Callable
 
 from torch import Tensor
 from triton.compiler import CompiledKernel
+from triton.runtime.jit import JITFunction
 
 from ..runtime.toolchain import COMPILE_OPTIONS, current_stream, launch_compiled
+from ..runtime.trust import fault, without_warpgroups
 from .proxy_fence import fenced
 
 _MOST = 4096  # entries; callers whose sizes never repeat must not fill the memory
@@ -39,8 +41,7 @@ def launch(kernel, programs: int, *args, **config) -> None:
         compiled, last, _ = found
         launch_compiled(compiled, programs, current_stream(), (*args, *last))
     else:
-        with fenced() as options:
-            compiled = kernel[(programs,)](*args, **COMPILE_OPTIONS, **options, **config)
+        compiled = _compile_and_launch(kernel, programs, args, config)
         # the interpreter returns no kernel, and what was compiled for a GPU that is not there cannot be launched
         if isinstance(compiled, CompiledKernel) and all(a.is_cuda for a in args if isinstance(a, Tensor)):
             if len(_found) >= _MOST:
@@ -49,6 +50,17 @@ def launch(kernel, programs: int, *args, **config) -> None:
             found = _found[key] = compiled, last, kernel  # with the kernel, whose id another may not get
     if _recorded.launches is not None:
         _recorded.launches.append((compiled, programs, (*args, *last)) if found else None)
+
+
+def _compile_and_launch(kernel, programs: int, args: tuple, config: dict):
+    """The launch by Triton, of a kernel that can be trusted; returns it, None in the interpreter."""
+    with fenced() as fence:
+        options = {**COMPILE_OPTIONS, **fence, **config}
+        why = fault(kernel.warmup(*args, grid=(programs,), **options)) if isinstance(kernel, JITFunction) else None
+    if why is None:
+        return kernel[(programs,)](*args, **options)
+    with without_warpgroups(kernel.__name__, why) as switch:
+        return kernel[(programs,)](*args, **options | switch)
 
 
 def recording(call: Callable, *args) -> tuple[object, list[tuple] | None]:

@@ -6,7 +6,7 @@ written; 3.7 has it there. Without it a product may read what its tile held befo
 (docs/kernel-log.md, "A fence left out").
 
 Triton 3.6 keeps what it compiled, in memory and on disk, under keys that know the options of a compilation and nothing of the
-hook. So the fence is an option too: one that changes nothing else, a list of dtypes that are out of favour, has it as an entry.
+hook. So what has the fence is marked.
 """
 
 from __future__ import annotations
@@ -18,12 +18,11 @@ from contextlib import contextmanager
 import torch
 from triton import knobs
 
-from ..runtime.toolchain import TRITON
+from ..runtime.toolchain import TRITON, mark
 
 _WGMMA = "wgmma.fence.sync.aligned;"  # before the first product of a group
 _FENCE = "fence.proxy.async.shared::cta;"
 _LEFT_OUT = TRITON < (3, 7) and torch.version.hip is None and not knobs.runtime.interpret
-_OPTIONS = {"deprecated_fp8_dot_operand_dtypes": ("fp8e4b15", _FENCE)}  # Hopper's own entry, and the fence
 _lock = threading.Lock()
 
 
@@ -43,7 +42,7 @@ def fenced() -> Iterator[dict]:
 
         knobs.runtime.add_stages_inspection_hook = add
         try:
-            yield _OPTIONS
+            yield mark(_FENCE)
         finally:
             knobs.runtime.add_stages_inspection_hook = others
 

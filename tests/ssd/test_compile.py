@@ -125,6 +125,25 @@ def test_narrow_tiles(headdim, dstate):
     assert_fits(compiled("fused", "--off", "gluon", *sizes, "--arch", "90", "--every-option"), 90, spills=64, by_walks=1152)
 
 
+@pytest.mark.parametrize("options", [
+    ("--headdim", "48", "--dstate", "32", "--nheads", "3", "--ngroups", "3", "--seqlen", "257", "--C-dtype", "fp16"),
+    ("--headdim", "8", "--dstate", "1", "--nheads", "5", "--chunk-size", "64", "--seqlen", "256", "--dtype", "fp16"),
+    ("--headdim", "256", "--dstate", "64", "--nheads", "6", "--chunk-size", "128", "--seqlen", "64", "--every-option"),
+], ids=["one head a group", "one state", "wide heads"])
+def test_what_ptxas_gets_wrong_is_not_launched(options):
+    """Sizes at which ptxas 12.8, or any up to 13.0, was found to make products of the wrong operands."""
+    assert_fits(compiled("fused", "--off", "gluon", "--arch", "90", *options), 90, spills=64, by_walks=1152)
+
+
+@over_ways
+def test_without_wgmma(way):
+    """What a kernel in which a fault is found is compiled to: it fits as well, and has its products all the same."""
+    rows = compiled(*way, "--arch", "90", "--distrust")
+    assert_fits(rows, 90, spills=1024, by_walks=4096)
+    assert not any(row["wgmma"] for row in rows)
+    assert all(row["mma"] for row in rows if row["dots"])
+
+
 @over_variants
 @pytest.mark.parametrize(
     "arch, sizes, spills, by_walks", [(90, (64, 128), 0, 256), (120, (256, 256), 1024, 7168)], ids=["sm_90", "sm_120-largest"]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 
-from tests.machine_code import NO_RESULT, read, width
+from .machine_code import NO_RESULT, read, width
 
 _PRODUCT, _RESULT = re.compile(r"HGMMA\S*\s+R\d+, R(\d+), gdesc"), re.compile(r"(\S+)\s+(?:P\d+, )?R(\d+)\b")
 _OPERAND = 4  # registers of a left operand

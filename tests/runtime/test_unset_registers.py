@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.unset_registers import unset_registers
+from ssd.runtime.unset_registers import unset_registers
 
 DESCRIPTOR = ("ULDC.64 UR8, c[0x0][0x248]", "ULDC.64 UR10, c[0x0][0x250]")
 PRODUCT = "HGMMA.64x32x16.F32.BF16 R40, gdesc[UR8], RZ, !UPT, gsb0"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.lost_operands import lost_operands
+from ssd.runtime.lost_operands import lost_operands
 
 PRODUCT = "HGMMA.64x32x16.F32 R24, R88, gdesc[UR8].tnspB, R24, gsb0"
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.machine_code import lanes_apart
+from ssd.runtime.machine_code import lanes_apart
 
 EXCHANGED = "shfl.sync.bfly.b32 	%r9, %r8, 16, 31, -1;"
 

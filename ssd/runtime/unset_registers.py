@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 
-from tests.machine_code import read
+from .machine_code import read
 
 _REGISTER = re.compile(r"\bUR(\d+)\b")
 _RESULT = re.compile(r"(?:U(?!TMA)\w+|R2UR|S2UR|CS2UR|REDUX|VOTEU)\S*\s+(?:UP\d+,\s*)?UR(\d+)\b")

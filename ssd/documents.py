@@ -1,0 +1,42 @@
+"""The documents that are packed in a row, numbered: seq_idx as `SSDInputs` has it, from what a caller gives.
+
+An op of its own, which torch.compile does not look into. What inductor makes of torch.searchsorted on a GPU (torch 2.11) had a
+document of one token start at 1, where initial states do not reach.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .ops import are_plain
+
+torch.library.define("ssd::number_documents", "(Tensor? seq_idx, Tensor? cu_seqlens, int seqlen) -> Tensor")
+
+
+def number_documents(seq_idx: Tensor | None, cu_seqlens: Tensor | None, seqlen: int) -> Tensor:
+    """(batch, seqlen) int32, contiguous: numbers that never repeat, equal exactly within a document.
+
+    Args:
+        seq_idx: (batch, seqlen) integers. A document begins wherever the value changes; only a leading run of 0 is numbered 0.
+        cu_seqlens: (ndocs + 1,) integers, for batch 1; read where seq_idx is None. Empty documents have a number, too.
+    """
+    number = _number if are_plain((seq_idx, cu_seqlens)) else torch.ops.ssd.number_documents
+    return number(seq_idx, cu_seqlens, seqlen)
+
+
+def _number(seq_idx: Tensor | None, cu_seqlens: Tensor | None, seqlen: int) -> Tensor:
+    if seq_idx is not None:
+        starts = torch.cat([seq_idx[:, :1] != 0, seq_idx[:, 1:] != seq_idx[:, :-1]], 1)
+        return starts.cumsum(1, dtype=torch.int32)
+    tokens = torch.arange(seqlen, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
+    return torch.searchsorted(cu_seqlens[1:].contiguous(), tokens, right=True, out_int32=True)[None]
+
+
+@torch.library.register_fake("ssd::number_documents")
+def _number_fake(seq_idx, cu_seqlens, seqlen):
+    like = seq_idx if seq_idx is not None else cu_seqlens
+    return like.new_empty((like.shape[0] if seq_idx is not None else 1, seqlen), dtype=torch.int32)
+
+
+torch.library.impl("ssd::number_documents", "default", _number)

@@ -1,0 +1,100 @@
+"""Kernels of matrix products are launched only after their machine code was searched for what ptxas is known to do wrong.
+
+On Hopper, Triton multiplies by wgmma, whose operands ptxas names by descriptors in uniform registers, or reads from registers
+while the instructions after it run. Two of its faults have made gradients wrong, at sizes that no list of tests would have had:
+
+    fault               what happens                                                 ptxas
+    an unset register   the address of a product is made of what nothing has written      12.8          (Triton 3.6, 3.7)
+    a lost operand      a loop overwrites what its next turn multiplies by                12.8 to 13.0  (Triton 3.6 to 3.9)
+
+Both are plain to see in machine code, by `unset_registers` and `lost_operands`. A kernel in which one is found, at whatever
+size and by whatever ptxas, is compiled without wgmma instead, and the logger "ssd" says so: mma.sync takes its operands from
+registers alone and has neither fault. So does a kernel that cannot be searched, for want of nvdisasm.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+import subprocess
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+
+from triton import knobs
+from triton.compiler import CompiledKernel
+from triton.runtime.cache import get_cache_manager
+
+from .lost_operands import lost_operands
+from .toolchain import mark
+from .unset_registers import unset_registers
+
+_SWITCH = "DISABLE_MMA_V3"  # of Triton, which has it in its keys on disk, but not in memory
+_SEARCHES = ("machine_code.py", "unset_registers.py", "lost_operands.py")
+_log = logging.getLogger("ssd")
+_lock = threading.Lock()
+
+
+def fault(compiled: CompiledKernel) -> str | None:
+    """What is wrong with the machine code of a kernel in plain Triton, or why that is not known; None if nothing is."""
+    if "ttir" not in compiled.asm or "wgmma.mma_async" not in compiled.asm["ptx"]:
+        return None
+    if (nvdisasm := _nvdisasm()) is None:
+        return "nvdisasm, which comes with Triton and with the CUDA toolkit, is not there, so nobody knows what ptxas made of it"
+    return _find(compiled.kernel, nvdisasm)
+
+
+@contextmanager
+def without_warpgroups(kernel: str, why: str) -> Iterator[dict]:
+    """What is compiled inside, with the options that this gives, multiplies by mma.sync; a warning says which kernel and why."""
+    _log.warning("%s is compiled without wgmma, which takes more time: %s", kernel, why)
+    with _lock:  # the environment is one for all threads
+        before = os.environ.get(_SWITCH)
+        os.environ[_SWITCH] = "1"
+        try:
+            yield mark("without wgmma")
+        finally:
+            os.environ.pop(_SWITCH) if before is None else os.environ.update({_SWITCH: before})
+
+
+def disassemble(cubin: bytes, nvdisasm: str) -> str:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return subprocess.run([nvdisasm, "-c", file.name], capture_output=True, text=True, check=True).stdout
+
+
+def _find(cubin: bytes, nvdisasm: str) -> str | None:
+    """The first fault in a kernel's machine code; found once, and kept beside what Triton keeps on disk."""
+    kept = get_cache_manager(hashlib.sha256(_version() + cubin).hexdigest())
+    if path := kept.get_file("fault.json"):
+        return json.loads(Path(path).read_text())
+    sass = disassemble(cubin, nvdisasm)
+    unset, lost = unset_registers(sass), lost_operands(sass)
+    found = None
+    if unset:
+        found = f"ptxas makes the address of a product of what nothing has written ({unset[0]})"
+    elif lost:
+        found = f"ptxas overwrites what the next turn of a loop multiplies by ({lost[0]})"
+    kept.put(json.dumps(found), "fault.json", binary=False)
+    return found
+
+
+@cache
+def _version() -> bytes:
+    """Of the searches: what was found by others does not count."""
+    return b"".join((Path(__file__).parent / name).read_bytes() for name in _SEARCHES)
+
+
+@cache
+def _nvdisasm() -> str | None:
+    try:
+        return knobs.nvidia.nvdisasm.path
+    except RuntimeError:
+        return shutil.which("nvdisasm")
