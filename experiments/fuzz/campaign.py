@@ -154,18 +154,19 @@ def _shrunk(pool: Pool, failures: list[tuple[str, Outcome]], most: int, console:
 
 
 def _smallest(pool: Pool, line: str, outcome: Outcome) -> tuple[str, Outcome]:
-    """A small configuration that fails as well, and how, tried out in a worker, which may die of it."""
-    last, ends = [outcome], time.monotonic() + _SHRUNK_SECONDS
+    """A small configuration that fails as well, and how, tried out in workers, which may die of it."""
+    outcomes, ends = {line: outcome}, time.monotonic() + _SHRUNK_SECONDS
 
-    def fails(config: object) -> bool:
-        for _, outcome in pool.run(iter([[to_json(config)]])):
-            if outcome.failed:
-                last[0] = outcome
-            return outcome.failed
-        return False
+    def over() -> bool:
+        return time.monotonic() > ends
 
-    small = shrink(from_json(line), fails, lambda: time.monotonic() > ends)
-    return to_json(small), last[0]
+    def failing(configs: list) -> list[bool]:
+        lines = [to_json(c) for c in configs]
+        outcomes.update(pool.run(([line] for line in lines if line not in outcomes), over))
+        return [line in outcomes and outcomes[line].failed for line in lines]
+
+    small = to_json(shrink(from_json(line), failing, over))
+    return small, outcomes[small]
 
 
 def _table(plan: Plan, tally: Tally, seconds: float, ended: str, replaced: int) -> Table:

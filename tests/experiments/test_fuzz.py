@@ -1,0 +1,150 @@
+"""The fuzz: what it draws, that it raises no false alarms, that planted faults are found, named and made small."""
+
+import json
+import sys
+from dataclasses import asdict, fields, replace
+
+import pytest
+import torch
+from rich.console import Console
+
+from experiments import record
+from experiments.fuzz import campaign, draw, judge, trial
+from experiments.fuzz.layouts import LAYOUTS, lay_out, pack
+from experiments.fuzz.operator import DIFFERENTIABLE, Config
+from experiments.fuzz.parts import DRAWS, from_json, to_json
+from experiments.fuzz.pool import Pool
+from experiments.fuzz.shrink import shrink
+from ssd import Options, torch_variant
+from ssd.registry import get_variant
+from tests.experiments.faults import FAULTS
+
+EVERYTHING = Config(
+    seed=3, batch=2, seqlen=150, ngroups=2, heads_per_group=2, headdim=12, dstate=9, chunk_size=32, D="h", z=True, dt_bias=True,
+    dt_softplus=True, initial_states=True, final_states=True, documents="seq_idx", ndocs=3, wanted=DIFFERENTIABLE,
+    ways=("out", "final_states"), calls=5)
+IN_PROCESSES = ("ends its process", "hangs")
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """On cores shared with other tests more wait for one another."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def faulty(name: str) -> tuple[str, ...]:
+    """The command of a worker with that fault."""
+    return (sys.executable, "-m", "tests.experiments.faults", name)
+
+
+def drawn(seed: int, families: int, device: str = "cuda", part: str = "operator", variants=("fused", "persistent")) -> list:
+    return [c for index in range(families) for c in DRAWS[part](seed, index, list(variants), device, 6)]
+
+
+def test_a_seed_draws_the_same():
+    assert drawn(1, 5) == drawn(1, 5)
+    assert drawn(1, 5) != drawn(2, 5)
+
+
+def test_configurations_are_lines_of_json():
+    for config in drawn(4, 20):
+        line = to_json(config)
+        assert "\n" not in line and from_json(line) == config
+        json.dumps(asdict(config), allow_nan=False)
+
+
+@pytest.mark.parametrize("line, said", [("{", "JSON"), ("[]", "part"), ('{"part": "x"}', "operator"),
+                                        ('{"part": "operator", "heads": 3}', "got heads, expected fields of .*headdim")])
+def test_what_is_no_configuration_is_refused(line, said):
+    with pytest.raises(ValueError, match=said):
+        from_json(line)
+
+
+def test_the_same_configuration_has_the_same_inputs():
+    from experiments.fuzz import operator
+
+    first, second = (operator.problem(EVERYTHING, 1, "cpu").tensors for _ in range(2))
+    other = operator.problem(EVERYTHING, 0, "cpu").tensors
+    for name, t in first.items():
+        assert t is None or (torch.equal(t, second[name]) and t.stride() == second[name].stride())
+    assert not torch.equal(first["x"], other["x"]) and not torch.equal(first["seq_idx"], other["seq_idx"])
+
+
+def test_draws_reach_everything():
+    """Sizes, options, ways of calling and layouts, within a few minutes' worth of draws."""
+    configs = drawn(0, 400, variants=("auto", "baseline", "fused", "persistent"))
+    assert {c.variant for c in configs} == {"auto", "baseline", "fused", "persistent"}
+    assert {c.mode for c in configs} == {"plain", "capture", "streams", "no_grad", "inference", "checkpoint", "compile"}
+    assert {name for c in configs for name in c.options} >= {"tf32", *get_variant("fused").options,
+                                                             *get_variant("persistent").options}
+    assert {f.name for f in fields(Options)} == {name for c in configs for name in c.options} | {"tf32"}
+    assert {layout for c in configs for layout in c.layouts.values()} == {*LAYOUTS[1:], "packed", "scalar"}
+    assert {c.documents for c in configs} == {None, "seq_idx", "cu_seqlens", "varlen", "both"}
+    assert {c.dtype for c in configs} == {"bf16", "fp16", "fp32"}
+    for name in ("headdim", "dstate"):
+        sizes = {getattr(c, name) for c in configs}
+        assert min(sizes) == 1 and max(sizes) == 256 and len(sizes) > 60
+    assert max(c.seqlen for c in configs if c.seqlen < 200_000) > 4500
+    assert sum(c.seqlen > 200_000 for c in configs) == 1
+    hopper = [c for c in configs if c.headdim == 64 and c.dstate in (64, 128) and not c.z and c.heads_per_group % 2 == 0]
+    assert 0.15 < len(hopper) / len(configs) < 0.4
+    assert all(c.batch == 1 for c in configs if c.documents in ("cu_seqlens", "varlen", "both"))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("shape", [(3,), (2, 5), (2, 3, 4), (2, 3, 4, 5)], ids=str)
+def test_layouts_keep_values(layout, shape):
+    t = torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape)
+    assert torch.equal(lay_out(t, layout), t)
+
+
+def test_packed_tensors_are_slices_of_one():
+    made = pack({"x": torch.randn(2, 3, 4, 5), "dt": torch.randn(2, 3, 4)})
+    assert made["x"].shape == (2, 3, 4, 5) and made["dt"].shape == (2, 3, 4)
+    assert made["x"].stride(1) == made["dt"].stride(1) == 24
+    assert made["x"].untyped_storage().data_ptr() == made["dt"].untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_false_alarms(seed):
+    """The torch form is not wrong, nor is it where it cuts sequences into other chunks than its mirrors, in any dtype."""
+    for config in drawn(seed, 3, "cpu", variants=("torch",)):
+        if config.mode != "compile":
+            outcome = trial.run(config, "cpu")
+            assert outcome.status == "passed", (to_json(config), outcome.why)
+
+
+def test_no_false_alarms_of_other_chunks(monkeypatch):
+    variant, sizes = torch_variant.VARIANT, {16: 32, 32: 128, 64: 256, 128: 256, 256: 128}
+
+    def forward(inputs, options, save):
+        out, final_states, saved = variant.forward(replace(inputs, chunk_size=sizes[inputs.chunk_size]), options, save)
+        return out, final_states, replace(saved, inputs=inputs)
+
+    def backward(saved, *args):
+        i = saved.inputs
+        return variant.backward(replace(saved, inputs=replace(i, chunk_size=sizes[i.chunk_size])), *args)
+
+    monkeypatch.setattr(torch_variant, "VARIANT", replace(variant, forward=forward, backward=backward))
+    ratios = []
+    for config in drawn(11, 4, "cpu", variants=("torch",)):
+        if config.mode != "compile":
+            outcome = trial.run(config, "cpu")
+            assert outcome.status == "passed", (to_json(config), outcome.why)
+            ratios.append(outcome.ratio)
+    assert max(ratios) > 0.1
+
+
+@pytest.mark.parametrize("dtype", ("fp32", "fp16", "bf16"))
+@pytest.mark.parametrize("fault", [name for name in FAULTS if name not in IN_PROCESSES])
+def test_faults_are_found(fault, dtype, monkeypatch):
+    config = replace(EVERYTHING, dtype=dtype)
+    assert trial.run(config, "cpu").status == "passed"
+    monkeypatch.setattr(torch_variant, "VARIANT", FAULTS[fault])
+    outcome = trial.run(config, "cpu")
+    assert outcome.failed
+    result = next((word for word in fault.split() if word.startswith(("d", "out", "final"))), "")
+    assert outcome.why.splitlines()[0].startswith(result)
