@@ -104,15 +104,20 @@ def run(plan: Plan, console: Console) -> Tally:
         seconds = round(time.monotonic() - started, 1)
         ended = "seconds" if tally.configs < plan.configs else "configs"
         shrunk = _shrunk(pool, tally.failures, plan.shrinks, console)
-    failed = [{"config": json.loads(line), "why": why} for line, why in shrunk]
     console.print(_table(plan, tally, seconds, ended, pool.replaced))
     _list(shrunk, console)
     if torch.cuda.is_available():
-        row = {"bench": "fuzz", "part": plan.part, "configs": tally.configs, "failures": len(tally.failures),
-               "seconds": seconds, "seed": plan.seed, "variants": dict(tally.variants), "modes": dict(tally.modes),
-               "failed": failed, "closest": round(tally.closest[0], 3), **record.environment()}
-        console.print(f"row added to {record.append(row, plan.out)}", markup=False, soft_wrap=True)
+        path = record.append(row(plan, tally, seconds, shrunk), plan.out)
+        console.print(f"row added to {path}", markup=False, soft_wrap=True)
     return tally
+
+
+def row(plan: Plan, tally: Tally, seconds: float, failed: list[tuple[str, str]]) -> dict:
+    """What is recorded of a run. failed: configurations, and why."""
+    return {"bench": "fuzz", "part": plan.part, "configs": tally.configs, "failures": len(tally.failures), "seconds": seconds,
+            "seed": plan.seed, "variants": dict(tally.variants), "modes": dict(tally.modes),
+            "failed": [{"config": json.loads(line), "why": why} for line, why in failed],
+            "closest": round(tally.closest[0], 3), **record.environment()}
 
 
 def again(lines: list[str], plan: Plan, console: Console) -> bool:

@@ -20,7 +20,7 @@ from .trial import Outcome
 
 COMMAND = (sys.executable, "-m", "experiments.fuzz.worker")
 _STDERR_LINES = 6
-_STARTING = 120.0  # seconds more for what a process does first: importing torch, starting CUDA
+_STARTING = 120.0  # seconds that a process may take to import torch and start CUDA
 
 Batch = list[str]  # configurations as JSON
 Found = tuple[str, Outcome]
@@ -33,7 +33,7 @@ class _Worker:
     batch: Batch = field(default_factory=list)
     current: int | None = None  # which of the batch runs
     deadline: float = float("inf")
-    fresh: bool = True
+    ready: bool = False
     buffered: bytes = b""
 
     @property
@@ -101,7 +101,7 @@ class Pool:
             self._workers[number] = self._start(number)
         worker = self._workers[number]
         worker.batch, worker.current = batch, None
-        worker.deadline = time.monotonic() + self._timeout + (_STARTING if worker.fresh else 0)
+        worker.deadline = time.monotonic() + (self._timeout if worker.ready else _STARTING)
         try:
             worker.process.stdin.write(json.dumps({"configs": batch}).encode() + b"\n")
             worker.process.stdin.flush()
@@ -119,21 +119,22 @@ class Pool:
         *lines, worker.buffered = (worker.buffered + came).split(b"\n")
         for line in lines:
             message = json.loads(line)
-            worker.deadline = time.monotonic() + self._timeout + (_STARTING if worker.fresh else 0)
+            worker.deadline = time.monotonic() + self._timeout
             if "begin" in message:
                 worker.current = message["begin"]
-                continue
-            yield worker.batch[message["end"]], Outcome(**message["outcome"])
-            worker.current, worker.fresh = None, False
-            if message["end"] == len(worker.batch) - 1:
-                worker.batch, worker.deadline = [], float("inf")
+            elif "end" in message:
+                yield worker.batch[message["end"]], Outcome(**message["outcome"])
+                worker.current = None
+                if message["end"] == len(worker.batch) - 1:
+                    worker.batch, worker.deadline = [], float("inf")
+            worker.ready = True
 
     def _lose(self, number: int, reason: str | None) -> Iterator[Found]:
         """Replaces a worker, and says what it was at if it had begun any."""
         worker = self._workers[number]
         self._end(number)
         running = worker.batch[worker.current] if worker.batch and worker.current is not None else None
-        if worker.fresh and running is None and reason is None:
+        if not worker.ready and reason is None:
             raise RuntimeError(f"a worker ended before it ran anything: {_tail(worker.said)}")
         reason = reason or f"died: {_ending(worker.process.returncode)}"
         self.replaced += 1

@@ -148,3 +148,78 @@ def test_faults_are_found(fault, dtype, monkeypatch):
     assert outcome.failed
     result = next((word for word in fault.split() if word.startswith(("d", "out", "final"))), "")
     assert outcome.why.splitlines()[0].startswith(result)
+
+
+def found(fault: str, lines: list[str], timeout: float = 60) -> dict[str, trial.Outcome]:
+    with Pool(1, timeout, faulty(fault)) as pool:
+        return dict(pool.run([line] for line in lines))
+
+
+def test_what_ends_its_process_is_named():
+    """And the batch after it is run, by another process."""
+    lines = [to_json(EVERYTHING), to_json(replace(EVERYTHING, variant="auto", seed=4))]
+    outcomes = found("ends its process", lines)
+    assert list(outcomes) == lines
+    assert all(outcome.failed and "died: signal SIGSEGV" in outcome.why for outcome in outcomes.values())
+
+
+def test_what_hangs_is_named():
+    line = to_json(EVERYTHING)
+    (outcome,) = found("hangs", [line], timeout=1).values()
+    assert outcome.failed and outcome.why.startswith("hung: no result after 1 s")
+
+
+@pytest.fixture
+def plan(tmp_path):
+    return campaign.Plan("operator", ("torch",), 0, 100, 8, 1, 4, 60, 1, tmp_path, faulty("dA scaled"))
+
+
+def test_a_whole_run(plan, tmp_path, monkeypatch):
+    """Counts, the failures made small, and a row where there is a GPU, which is played here."""
+    console = Console(record=True, width=200)
+    tally = campaign.run(plan, console)
+    assert tally.configs >= 8 and tally.failures and tally.variants == {"torch": tally.configs}
+    said = console.export_text()
+    assert "ended by --configs" in said and "dA: rms error" in said
+    shrunk = next(line for line in said.splitlines() if line.startswith("shrunk to ")).removeprefix("shrunk to ")
+    small = from_json(shrunk)
+    assert small.wanted == ("A",) and small.mode == "plain" and small.calls == 1 and not small.layouts
+    assert not list(tmp_path.glob("*/*.jsonl")), "no row without a GPU"
+    row = campaign.row(plan, tally, 1.0, [(shrunk, "dA")]) | {"gpu": "NVIDIA H200"}
+    record.append(row, tmp_path)
+    (read,) = record.read(tmp_path, bench="fuzz")
+    assert read["failures"] == len(tally.failures) and read["failed"] == [{"config": json.loads(shrunk), "why": "dA"}]
+    assert read["variants"] == {"torch": tally.configs} and sum(read["modes"].values()) == tally.configs
+
+
+def test_shrinking_finds_the_cause():
+    """Each by itself and together; the chunk size stays a power of two."""
+    start = replace(EVERYTHING, headdim=77, chunk_size=128, options={"exp2": False, "gluon": False}, mode="capture")
+
+    def fails(c: Config) -> bool:
+        return c.headdim > 9 and c.headdim % 2 == 1 and c.z and "exp2" in c.options
+
+    small = shrink(start, lambda configs: [fails(c) for c in configs])
+    assert small == Config(seed=3, headdim=11, z=True, options={"exp2": False})
+    small = shrink(start, lambda configs: [c.chunk_size >= 64 and len(c.wanted) > 1 for c in configs])
+    assert small.chunk_size == 64 and len(small.wanted) == 2 and small.headdim == 1
+
+
+def test_shrinking_ends_in_time():
+    assert shrink(EVERYTHING, lambda configs: [True] * len(configs), lambda: True) == EVERYTHING
+
+
+def test_one_wrong_head_of_many_is_told_by_number():
+    truth = torch.randn(1, 64, 40, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    rounded = truth.to(torch.bfloat16)
+    wrong = rounded.clone()
+    wrong[:, :, 7] *= 1.05
+    problem = trial.PARTS["operator"].problem(EVERYTHING, 0, "cpu")
+    problem = replace(problem, eps=2**-7, coarsest=2**-7)
+
+    def failed(value):
+        checks = judge.compare("out", value, truth, [rounded], problem)
+        return [check.what for check in checks if not check.passed]
+
+    assert not failed(rounded)
+    assert any(what.startswith("out, head (0, 7)") for what in failed(wrong))
