@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from .. import record
-from .parts import DRAWS, from_json, to_json
+from .parts import DRAWS, from_json, label, to_json
 from .pool import COMMAND, Batch, Pool
 from .shrink import shrink
 from .trial import Outcome
@@ -68,7 +68,7 @@ class Tally:
             self.reasons[f"{outcome.status}: {outcome.why[:100]}"] += 1
             return
         config = from_json(line)
-        self.variants[config.variant] += 1
+        self.variants[label(config)] += 1
         self.modes[config.mode] += 1
         self.replays += outcome.replays
         self.slowest = max(self.slowest, (outcome.seconds, line))

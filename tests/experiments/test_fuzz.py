@@ -9,7 +9,7 @@ import torch
 from rich.console import Console
 
 from experiments import record
-from experiments.fuzz import campaign, draw, judge, trial
+from experiments.fuzz import campaign, judge, trial
 from experiments.fuzz.layouts import LAYOUTS, lay_out, pack
 from experiments.fuzz.operator import DIFFERENTIABLE, Config
 from experiments.fuzz.parts import DRAWS, from_json, to_json
