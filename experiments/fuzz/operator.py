@@ -109,7 +109,7 @@ def problem(c: Config, turn: int, device: str) -> Problem:
     ways = {"out": DTYPES[c.dtype]} | ({"final_states": torch.float32} if c.final_states else {})
     return Problem(
         tensors, wanted, {name: dtype for name, dtype in ways.items() if name in c.ways} if wanted else {},
-        run=partial(_run, c), truth=partial(_truth, c),
+        run=partial(_run, c, Options(**c.options)), truth=partial(_truth, c),
         mirrors=tuple(partial(_mirror, replace(c, chunk_size=size), tf32) for size in (c.chunk_size, _OTHER[c.chunk_size])),
         axes=_AXES | {"dD": "hp" if c.D == "hp" else "h"}, eps=eps, coarsest=max(eps, torch.finfo(inputs.states_dtype).eps),
         summed=("dA", "dD", "ddt_bias"), tokens=c.batch * c.seqlen, exponent=_largest_exponent(inputs),
@@ -118,13 +118,12 @@ def problem(c: Config, turn: int, device: str) -> Problem:
         seed=c.seed)
 
 
-def _run(c: Config, tensors: Tensors) -> dict[str, Tensor]:
+def _run(c: Config, options: Options, tensors: Tensors) -> dict[str, Tensor]:
     varlen = c.documents in ("varlen", "both")
     results = ssd_chunk_scan(
         **tensors, chunk_size=c.chunk_size, dt_softplus=c.dt_softplus, dt_limit=_limit(c),
         return_final_states=c.final_states, return_varlen_states=varlen,
-        state_dtype=None if c.state_dtype is None else DTYPES[c.state_dtype], variant=c.variant,
-        options=Options(**c.options) if c.options else None)
+        state_dtype=None if c.state_dtype is None else DTYPES[c.state_dtype], variant=c.variant, options=options)
     names = ("out", *(("final_states",) if c.final_states else ()), *(("varlen_states",) if varlen else ()))
     return dict(zip(names, results if isinstance(results, tuple) else (results,), strict=True))
 

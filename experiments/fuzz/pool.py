@@ -55,6 +55,11 @@ class Pool:
         self._workers = [_Worker() for _ in range(count)]
         self.replaced = 0  # workers that died or hung
 
+    @property
+    def width(self) -> int:
+        """How many configurations run at once."""
+        return len(self._workers)
+
     def __enter__(self) -> Pool:
         return self
 

@@ -4,26 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
+from itertools import islice
 
 _KEPT = ("variant", "seed")
-_FIRST = ("mode", "calls", "options", "documents", "layouts", "dtypes", "state_dtype")  # without these most is explained
+# what takes no other kernels, and so little time; then the rest as it comes
+_FIRST = ("mode", "calls", "batch", "seqlen", "wanted", "ways", "layouts", "decay", "cuts", "ndocs", "decoded")
 
 
-def shrink(config: object, failing: Callable[[list], list[bool]], until: Callable[[], bool] = lambda: False) -> object:
-    """The smallest configuration found by making one field after another simpler, as long as something still fails.
+def shrink(config: object, failing: Callable[[list], list[bool]], until: Callable[[], bool] = lambda: False,
+           width: int = 16) -> object:
+    """The smallest configuration found by making fields simpler as long as it still fails.
 
-    failing: which of several configurations fail; they are tried at once, since each may take kernels of its own. until: True
-    when time is up.
+    failing: which of at most `width` configurations fail; they are tried at once, since each may take kernels of its own.
+    until: True when time is up.
     """
-    while not until():
-        candidates = list(_simpler(config))
-        failed = [c for c, fails in zip(candidates, failing([c for _, c in candidates]), strict=True) if fails]
-        if not failed:
-            break
-        together = config
-        for name, candidate in reversed(failed):  # of one field, the first is the simplest
-            together = replace(together, **{name: getattr(candidate, name)})
-        config = together if len(failed) > 1 and failing([together])[0] else failed[0][1]
+    candidates = _simpler(config)
+    while not until() and (wave := list(islice(candidates, width))):
+        failed = [c for c, fails in zip(wave, failing([c for _, c in wave]), strict=True) if fails]
+        if failed:
+            together = config
+            for name, candidate in reversed(failed):  # of one field, the first is the simplest
+                together = replace(together, **{name: getattr(candidate, name)})
+            config = together if len(failed) > 1 and failing([together])[0] else failed[0][1]
+            candidates = _simpler(config)
     return config
 
 
