@@ -9,6 +9,7 @@
 #   make characterize WORKLOAD=mamba2:1.3b VARIANT=fused   what training steps spend their time on; scaling; the report
 #   make scaling ARGS='--seqlen 64,1024'   the components of a Mamba-1 and a Mamba-2 block over the sequence length
 #   make train GPUS=2 PARALLEL=fsdp PRESET=1.3b   two processes by torchrun
+#   make fuzz SECONDS=500 SEED=7 VARIANT=fused,persistent   configurations drawn at random, judged against fp64
 #   make test ARGS='tests/ssd -k cost'
 #   make test ARGS='--numprocesses=14 --shard=2/3'   the second of three parts of the tests, on 14 cores
 
@@ -27,10 +28,10 @@ endif
 EXPERIMENTS := $(PY) -m experiments
 
 .DEFAULT_GOAL := help
-.PHONY: help setup peers bench ablate block train table readme characterize scaling report tune choose sanitize test coverage lint
+.PHONY: help setup peers bench ablate block train table readme characterize scaling report tune choose sanitize fuzz test coverage lint
 
 help:
-	@echo "targets: setup bench ablate block train table readme characterize scaling report tune choose sanitize test coverage lint; see the top of the Makefile for their variables"
+	@echo "targets: setup bench ablate block train table readme characterize scaling report tune choose sanitize fuzz test coverage lint; see the top of the Makefile for their variables"
 
 setup: $(READY)
 
@@ -93,6 +94,10 @@ report: $(READY)
 
 sanitize: $(READY)
 	$(EXPERIMENTS) sanitize $(ARGS)
+
+fuzz: $(READY)
+	$(EXPERIMENTS) fuzz $(if $(SECONDS),--seconds $(SECONDS)) $(if $(SEED),--seed $(SEED)) \
+	  $(if $(filter-out file,$(origin VARIANT)),--variant $(VARIANT)) $(if $(PART),--part $(PART)) $(ARGS)
 
 test: $(READY)
 	$(PY) -m pytest $$($(PY) -c 'import xdist' 2>/dev/null && echo --numprocesses=2) $(ARGS)

@@ -14,13 +14,13 @@ from rich.console import Console
 from rich.table import Table
 
 from .. import record
-from .parts import DRAWS, from_json, to_json
+from .parts import DRAWS, from_json, label, to_json
 from .pool import COMMAND, Batch, Pool
 from .shrink import shrink
 from .trial import Outcome
 
 _EVERY = 20.0  # seconds between lines of progress
-SHRUNK, _SHRUNK_SECONDS = 5, 60.0  # failures that are made small, and how long each may take
+_SHRUNK = 5  # failures that are made small
 _LONGEST_TABLE = 12  # failures in it
 _WIDEST = 400  # characters of a configuration in it
 
@@ -33,7 +33,7 @@ class Plan:
         seconds: after which no more is counted; configs: as many are enough. Whichever comes first.
         family: configurations that share their kernels.
         timeout: seconds that one configuration may take.
-        shrinks: failures that are made small.
+        shrinking: seconds for making failures small.
     """
 
     part: str
@@ -44,7 +44,7 @@ class Plan:
     workers: int
     family: int
     timeout: float
-    shrinks: int
+    shrinking: float
     out: Path
     command: tuple[str, ...] = COMMAND
 
@@ -68,7 +68,7 @@ class Tally:
             self.reasons[f"{outcome.status}: {outcome.why[:100]}"] += 1
             return
         config = from_json(line)
-        self.variants[config.variant] += 1
+        self.variants[label(config)] += 1
         self.modes[config.mode] += 1
         self.replays += outcome.replays
         self.slowest = max(self.slowest, (outcome.seconds, line))
@@ -103,16 +103,21 @@ def run(plan: Plan, console: Console) -> Tally:
         _follow(pool, draws(), tally, over, started, console)
         seconds = round(time.monotonic() - started, 1)
         ended = "seconds" if tally.configs < plan.configs else "configs"
-        shrunk = _shrunk(pool, tally.failures, plan.shrinks, console)
-    failed = [{"config": json.loads(line), "why": why} for line, why in shrunk]
+        shrunk = _shrunk(pool, tally.failures, plan.shrinking, console)
     console.print(_table(plan, tally, seconds, ended, pool.replaced))
     _list(shrunk, console)
     if torch.cuda.is_available():
-        row = {"bench": "fuzz", "part": plan.part, "configs": tally.configs, "failures": len(tally.failures),
-               "seconds": seconds, "seed": plan.seed, "variants": dict(tally.variants), "modes": dict(tally.modes),
-               "failed": failed, "closest": round(tally.closest[0], 3), **record.environment()}
-        console.print(f"row added to {record.append(row, plan.out)}", markup=False, soft_wrap=True)
+        path = record.append(row(plan, tally, seconds, shrunk), plan.out)
+        console.print(f"row added to {path}", markup=False, soft_wrap=True)
     return tally
+
+
+def row(plan: Plan, tally: Tally, seconds: float, failed: list[tuple[str, str]]) -> dict:
+    """What is recorded of a run. failed: configurations, and why."""
+    return {"bench": "fuzz", "part": plan.part, "configs": tally.configs, "failures": len(tally.failures), "seconds": seconds,
+            "seed": plan.seed, "variants": dict(tally.variants), "modes": dict(tally.modes),
+            "failed": [{"config": json.loads(line), "why": why} for line, why in failed],
+            "closest": round(tally.closest[0], 3), **record.environment()}
 
 
 def again(lines: list[str], plan: Plan, console: Console) -> bool:
@@ -125,7 +130,7 @@ def again(lines: list[str], plan: Plan, console: Console) -> bool:
                           soft_wrap=True)
             console.print(outcome.why, markup=False, soft_wrap=True)
         if tally.failures:
-            _list(_shrunk(pool, tally.failures, plan.shrinks, console), console)
+            _list(_shrunk(pool, tally.failures, plan.shrinking, console), console)
     return not tally.failures
 
 
@@ -142,30 +147,31 @@ def _follow(pool: Pool, batches: Iterator[Batch], tally: Tally, over: Callable[[
             console.print(f"{said - started:.0f} s: {tally.configs} configurations, {len(tally.failures)} failed", markup=False)
 
 
-def _shrunk(pool: Pool, failures: list[tuple[str, Outcome]], most: int, console: Console) -> list[tuple[str, str]]:
-    """The failing configurations and why, the first few made small."""
-    found = []
+def _shrunk(pool: Pool, failures: list[tuple[str, Outcome]], seconds: float, console: Console) -> list[tuple[str, str]]:
+    """The failing configurations and why, the first few made small: each may take half of the time that is left."""
+    found, end = [], time.monotonic() + seconds
     for n, (line, outcome) in enumerate(failures):
-        if n < most:
-            line, outcome = _smallest(pool, line, outcome)
+        if n < _SHRUNK and (left := end - time.monotonic()) > 0:
+            line, outcome = _smallest(pool, line, outcome, left / 2)
             console.print(f"shrunk to {line}", markup=False, soft_wrap=True)
         found.append((line, outcome.why.splitlines()[0] if outcome.why else ""))
     return found
 
 
-def _smallest(pool: Pool, line: str, outcome: Outcome) -> tuple[str, Outcome]:
-    """A small configuration that fails as well, and how, tried out in a worker, which may die of it."""
-    last, ends = [outcome], time.monotonic() + _SHRUNK_SECONDS
+def _smallest(pool: Pool, line: str, outcome: Outcome, seconds: float) -> tuple[str, Outcome]:
+    """A small configuration that fails as well, and how, tried out in workers, which may die of it."""
+    outcomes, end = {line: outcome}, time.monotonic() + seconds
 
-    def fails(config: object) -> bool:
-        for _, outcome in pool.run(iter([[to_json(config)]])):
-            if outcome.failed:
-                last[0] = outcome
-            return outcome.failed
-        return False
+    def over() -> bool:
+        return time.monotonic() > end
 
-    small = shrink(from_json(line), fails, lambda: time.monotonic() > ends)
-    return to_json(small), last[0]
+    def failing(configs: list) -> list[bool]:
+        lines = [to_json(c) for c in configs]
+        outcomes.update(pool.run(([line] for line in lines if line not in outcomes), over))
+        return [line in outcomes and outcomes[line].failed for line in lines]
+
+    small = to_json(shrink(from_json(line), failing, over, pool.width))
+    return small, outcomes[small]
 
 
 def _table(plan: Plan, tally: Tally, seconds: float, ended: str, replaced: int) -> Table:

@@ -32,7 +32,7 @@ def fuzz(
     workers: Annotated[int | None, typer.Option(min=1, help="Processes; 14 with a GPU, 1 without.")] = None,
     family: Annotated[int, typer.Option(min=1, help="Configurations drawn for each set of kernels.")] = 6,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds after which a configuration counts as hung.")] = _TIMEOUT,
-    shrink: Annotated[bool, typer.Option("--shrink/--no-shrink", help="Make the first five failures small.")] = True,
+    shrink: Annotated[float, typer.Option(min=0, help="Seconds for making the first failures small, after the rest.")] = 90,
     config: Annotated[str | None, typer.Option(
         help="Run this configuration, as a run printed it, and nothing else; @FILE or - for stdin, one a line.")] = None,
     out: Annotated[Path, typer.Option(file_okay=False, help="Folder of the rows: <out>/<gpu>/<bench>.jsonl.")] = record.RESULTS,
@@ -48,8 +48,7 @@ def fuzz(
     if part not in DRAWS:
         refuse(f"--part: got {part!r}, expected one of {', '.join(DRAWS)}")
     workers = workers or (_WORKERS_ON_GPU if torch.cuda.is_available() else 1)
-    plan = campaign.Plan(part, variants, seed, seconds, configs, workers, family, timeout,
-                         campaign.SHRUNK if shrink else 0, out)
+    plan = campaign.Plan(part, variants, seed, seconds, configs, workers, family, timeout, shrink, out)
     console = Console(width=max(140, Console().width))
     if config is None:
         raise typer.Exit(1 if campaign.run(plan, console).failures else 0)

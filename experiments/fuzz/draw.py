@@ -17,7 +17,7 @@ from .limits import Limits, some_mode, some_of, some_size
 from .operator import CUTS, DIFFERENTIABLE, DOCUMENTS, Config
 
 _HOPPER = 0.25  # of families, of sizes that the kernels for Hopper take
-_LIMITS = ((0.0, 0.05), (0.02, 0.06), (0.01, float("inf")), (0.05, 0.05))
+_LIMITS = ((0.0, 0.05), (0.02, 0.06), (0.01, None), (0.05, 0.05))
 _OPTION_VARIANTS = ("fused", "persistent")  # whose options "auto" is given
 
 

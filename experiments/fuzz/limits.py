@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from random import Random
 
+from ssd.block import arguments
+
 from . import modes
 
 
@@ -33,10 +35,18 @@ class Limits:
         """Of a variant on a device; kernels on a CPU are interpreted, which takes a thousand times as long."""
         if device == "cuda":
             return Limits()
-        on_cpu = replace(Limits(), elements=400_000, long=0, modes=modes.ON_CPU, nheads=12, seqlen=600)
         if variant in ("torch", "auto"):
-            return on_cpu
-        return replace(on_cpu, dtypes=("fp32", "fp16"), channels=20, nheads=3, seqlen=40, batch=2, chunk_size=32, calls=2,
+            return _ON_CPU
+        return _INTERPRETED
+
+    @staticmethod
+    def of_block(device: str) -> Limits:
+        """Of what surrounds the operator, which knows no variants."""
+        return Limits() if device == "cuda" else _INTERPRETED if arguments.INTERPRETED else _ON_CPU
+
+
+_ON_CPU = replace(Limits(), elements=400_000, long=0, modes=modes.ON_CPU, nheads=12, seqlen=600)
+_INTERPRETED = replace(_ON_CPU, dtypes=("fp32", "fp16"), channels=20, nheads=3, seqlen=40, batch=2, chunk_size=32, calls=2,
                        modes=("plain", "no_grad", "checkpoint"))
 
 

@@ -41,6 +41,7 @@ class Config:
         documents: None, "seq_idx", "cu_seqlens", "varlen" (these, and the states at their ends) or "both" of the first and
             the third.
         cuts: where documents end: at random places, at the edges of chunks, or after every token.
+        dt_limit: without an upper end that is None.
         ids: how seq_idx counts documents: "rising" from 0, "repeating" 0 and 1, or "offset", which begins at 5.
         decay: "spread" over heads, "strong" or "none".
         options: fields of `ssd.Options` that are not as they come.
@@ -65,7 +66,7 @@ class Config:
     z: bool = False
     dt_bias: bool = False
     dt_softplus: bool = False
-    dt_limit: tuple[float, float] | None = None
+    dt_limit: tuple[float, float | None] | None = None
     initial_states: bool = False
     final_states: bool = False
     state_dtype: str | None = None
@@ -108,7 +109,7 @@ def problem(c: Config, turn: int, device: str) -> Problem:
     ways = {"out": DTYPES[c.dtype]} | ({"final_states": torch.float32} if c.final_states else {})
     return Problem(
         tensors, wanted, {name: dtype for name, dtype in ways.items() if name in c.ways} if wanted else {},
-        run=partial(_run, c), truth=partial(_truth, c),
+        run=partial(_run, c, Options(**c.options)), truth=partial(_truth, c),
         mirrors=tuple(partial(_mirror, replace(c, chunk_size=size), tf32) for size in (c.chunk_size, _OTHER[c.chunk_size])),
         axes=_AXES | {"dD": "hp" if c.D == "hp" else "h"}, eps=eps, coarsest=max(eps, torch.finfo(inputs.states_dtype).eps),
         summed=("dA", "dD", "ddt_bias"), tokens=c.batch * c.seqlen, exponent=_largest_exponent(inputs),
@@ -117,13 +118,12 @@ def problem(c: Config, turn: int, device: str) -> Problem:
         seed=c.seed)
 
 
-def _run(c: Config, tensors: Tensors) -> dict[str, Tensor]:
+def _run(c: Config, options: Options, tensors: Tensors) -> dict[str, Tensor]:
     varlen = c.documents in ("varlen", "both")
     results = ssd_chunk_scan(
-        **tensors, chunk_size=c.chunk_size, dt_softplus=c.dt_softplus, **{} if c.dt_limit is None else {"dt_limit": c.dt_limit},
+        **tensors, chunk_size=c.chunk_size, dt_softplus=c.dt_softplus, dt_limit=_limit(c),
         return_final_states=c.final_states, return_varlen_states=varlen,
-        state_dtype=None if c.state_dtype is None else DTYPES[c.state_dtype], variant=c.variant,
-        options=Options(**c.options) if c.options else None)
+        state_dtype=None if c.state_dtype is None else DTYPES[c.state_dtype], variant=c.variant, options=options)
     names = ("out", *(("final_states",) if c.final_states else ()), *(("varlen_states",) if varlen else ()))
     return dict(zip(names, results if isinstance(results, tuple) else (results,), strict=True))
 
@@ -148,8 +148,8 @@ def _end_state(i: SSDInputs, start: int, end: int) -> Tensor:
         return i.x.new_zeros(i.nheads, i.headdim, i.dstate)
     cut = {name: getattr(i, name)[:, start:end] for name in ("x", "dt", "B", "C")}
     reached = start == 0 and int(i.seq_idx[0, 0]) == 0
-    alone = replace(i, chunk_size=_TRUTH_CHUNK if end - start > _SHORT else 16, **cut, z=None, D=None, seq_idx=None, cu_seqlens=None,
-                    initial_states=i.initial_states if reached else None)
+    alone = replace(i, **cut, chunk_size=_TRUTH_CHUNK if end - start > _SHORT else 16, z=None, D=None, seq_idx=None,
+                    cu_seqlens=None, initial_states=i.initial_states if reached else None)
     return reference.ssd_fp64(alone)[1][0]
 
 
@@ -198,8 +198,13 @@ def _inputs(c: Config, tensors: Tensors) -> SSDInputs:
     state_dtype = DTYPES.get(c.state_dtype)
     if state_dtype is None and not c.options.get("low_precision_states", True):
         state_dtype = torch.float32
-    return SSDInputs(**given, chunk_size=c.chunk_size, dt_softplus=c.dt_softplus, dt_limit=c.dt_limit or (0.0, float("inf")),
+    return SSDInputs(**given, chunk_size=c.chunk_size, dt_softplus=c.dt_softplus, dt_limit=_limit(c),
                      state_dtype=state_dtype)
+
+
+def _limit(c: Config) -> tuple[float, float]:
+    low, high = c.dt_limit or (0.0, None)
+    return low, float("inf") if high is None else high
 
 
 def _largest_exponent(inputs: SSDInputs) -> float:

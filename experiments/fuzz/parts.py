@@ -8,14 +8,22 @@ from dataclasses import asdict, fields
 from types import ModuleType
 
 from . import draw, operator
+from .block import BLOCK_PARTS
+from .block import draw as draw_block
 
-PARTS: dict[str, ModuleType] = {"operator": operator}
-DRAWS: dict[str, Callable] = {"operator": draw.draw}  # by what --part may say
+PARTS: dict[str, ModuleType | type] = {"operator": operator, **BLOCK_PARTS}
+DRAWS: dict[str, Callable] = {"operator": draw.draw, "block": draw_block}  # by what --part may say
 
 
 def part_of(config: object) -> str:
     """The name of the part that a configuration is of."""
     return next(name for name, part in PARTS.items() if isinstance(config, part.Config))
+
+
+def label(config: object) -> str:
+    """What a configuration is counted by: the variant of the operator, or what of the block it is."""
+    name, variant = part_of(config), getattr(config, "variant", None)
+    return variant if name == "operator" else name if variant is None else f"{name} {variant}"
 
 
 def to_json(config: object) -> str:

@@ -20,7 +20,7 @@ from .trial import Outcome
 
 COMMAND = (sys.executable, "-m", "experiments.fuzz.worker")
 _STDERR_LINES = 6
-_STARTING = 120.0  # seconds more for what a process does first: importing torch, starting CUDA
+_STARTING = 120.0  # seconds that a process may take to import torch and start CUDA
 
 Batch = list[str]  # configurations as JSON
 Found = tuple[str, Outcome]
@@ -28,12 +28,12 @@ Found = tuple[str, Outcome]
 
 @dataclass
 class _Worker:
-    process: subprocess.Popen
-    said: IO  # its stderr
+    process: subprocess.Popen | None = None  # none before the first batch
+    said: IO | None = None  # its stderr
     batch: Batch = field(default_factory=list)
     current: int | None = None  # which of the batch runs
     deadline: float = float("inf")
-    fresh: bool = True
+    ready: bool = False
     buffered: bytes = b""
 
     @property
@@ -52,10 +52,13 @@ class Pool:
     def __init__(self, count: int, timeout: float, command: tuple[str, ...] = COMMAND):
         self._timeout, self._command = timeout, command
         self._selector = selectors.DefaultSelector()
-        self._workers: list[_Worker] = []
+        self._workers = [_Worker() for _ in range(count)]
         self.replaced = 0  # workers that died or hung
-        for number in range(count):
-            self._workers.append(self._start(number))
+
+    @property
+    def width(self) -> int:
+        """How many configurations run at once."""
+        return len(self._workers)
 
     def __enter__(self) -> Pool:
         return self
@@ -64,17 +67,15 @@ class Pool:
         self.close()
 
     def run(self, batches: Iterator[Batch], until: Callable[[], bool] = lambda: False) -> Iterator[Found]:
-        """Configurations and what became of them, as they end. `until`: no more batches are begun once it is true, and what
-        runs then is broken off.
-        """
+        """Configurations and what became of them, as they end. `until`: once it is true, what runs is broken off."""
         more = True
         while not until():
-            for worker in self._workers:
+            for number, worker in enumerate(self._workers):
                 if worker.idle and more:
                     batch = next(batches, None)
                     more = batch is not None
                     if more:
-                        self._give(worker, batch)
+                        self._give(number, batch)
             if all(worker.idle for worker in self._workers):
                 return
             for key, _ in self._selector.select(timeout=0.2):
@@ -82,12 +83,14 @@ class Pool:
             for number, worker in enumerate(self._workers):
                 if time.monotonic() > worker.deadline:
                     yield from self._lose(number, f"hung: no result after {self._timeout:g} s")
+        for number, worker in enumerate(self._workers):
+            if not worker.idle:
+                self._end(number)
 
     def close(self) -> None:
         """Ends the workers."""
-        for worker in self._workers:
-            self._end(worker)
-        self._workers.clear()
+        for number in range(len(self._workers)):
+            self._end(number)
         self._selector.close()
 
     def _start(self, number: int) -> _Worker:
@@ -98,9 +101,12 @@ class Pool:
         self._selector.register(process.stdout, selectors.EVENT_READ, number)
         return _Worker(process, said)
 
-    def _give(self, worker: _Worker, batch: Batch) -> None:
+    def _give(self, number: int, batch: Batch) -> None:
+        if self._workers[number].process is None:
+            self._workers[number] = self._start(number)
+        worker = self._workers[number]
         worker.batch, worker.current = batch, None
-        worker.deadline = time.monotonic() + self._timeout + (_STARTING if worker.fresh else 0)
+        worker.deadline = time.monotonic() + (self._timeout if worker.ready else _STARTING)
         try:
             worker.process.stdin.write(json.dumps({"configs": batch}).encode() + b"\n")
             worker.process.stdin.flush()
@@ -118,30 +124,34 @@ class Pool:
         *lines, worker.buffered = (worker.buffered + came).split(b"\n")
         for line in lines:
             message = json.loads(line)
-            worker.deadline = time.monotonic() + self._timeout + (_STARTING if worker.fresh else 0)
+            worker.deadline = time.monotonic() + self._timeout
             if "begin" in message:
                 worker.current = message["begin"]
-                continue
-            yield worker.batch[message["end"]], Outcome(**message["outcome"])
-            worker.current, worker.fresh = None, False
-            if message["end"] == len(worker.batch) - 1:
-                worker.batch, worker.deadline = [], float("inf")
+            elif "end" in message:
+                yield worker.batch[message["end"]], Outcome(**message["outcome"])
+                worker.current = None
+                if message["end"] == len(worker.batch) - 1:
+                    worker.batch, worker.deadline = [], float("inf")
+            worker.ready = True
 
     def _lose(self, number: int, reason: str | None) -> Iterator[Found]:
         """Replaces a worker, and says what it was at if it had begun any."""
         worker = self._workers[number]
-        self._selector.unregister(worker.process.stdout)
-        self._end(worker)
+        self._end(number)
         running = worker.batch[worker.current] if worker.batch and worker.current is not None else None
-        if worker.fresh and running is None and reason is None:
+        if not worker.ready and reason is None:
             raise RuntimeError(f"a worker ended before it ran anything: {_tail(worker.said)}")
         reason = reason or f"died: {_ending(worker.process.returncode)}"
         self.replaced += 1
-        self._workers[number] = self._start(number)
         if running is not None:
             yield running, Outcome("failed", f"{reason}\n{_tail(worker.said)}".strip(), lost=True)
 
-    def _end(self, worker: _Worker) -> None:
+    def _end(self, number: int) -> None:
+        """Ends the worker; another is started when there is a batch for it."""
+        worker, self._workers[number] = self._workers[number], _Worker()
+        if worker.process is None:
+            return
+        self._selector.unregister(worker.process.stdout)
         if worker.process.poll() is None:
             os.killpg(worker.process.pid, signal.SIGKILL)  # compilers that it started, too
         worker.process.wait()

@@ -1,7 +1,7 @@
 """The process that runs configurations: lines of JSON in, a line before each configuration and a line after it out.
 
-In: {"configs": [...]}, each a configuration as JSON. Out: {"begin": n} and {"end": n, "outcome": {...}}. What else is
-printed goes to stderr.
+In: {"configs": [...]}, each a configuration as JSON. Out: {"ready": true} once, then {"begin": n} and
+{"end": n, "outcome": {...}}. What else is printed goes to stderr.
 """
 
 from __future__ import annotations
@@ -26,6 +26,10 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False  # a block's projections, of which the
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False  # mirror, on the CPU, adds up in fp32
+    torch.zeros(1, device=device)
+    print(json.dumps({"ready": True}), file=out, flush=True)
     for line in sys.stdin:
         serve(json.loads(line)["configs"], device, out)
 

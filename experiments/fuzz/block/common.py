@@ -1,0 +1,113 @@
+"""What the configurations of a block's functions share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from random import Random
+
+import torch
+from torch import Tensor
+
+from ssd.block import arguments
+
+from .. import modes
+from ..layouts import LAYOUTS, lay_out
+from ..limits import Limits, some_mode, some_of
+from ..problem import DTYPES, Tensors, gradients
+
+Call = Callable[[Tensors], dict[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class Common:
+    """Fields that mean in each configuration what they mean in `operator.Config`. dtype: of the activations."""
+
+    seed: int = 0
+    dtype: str = "fp32"
+    dtypes: dict[str, str] = field(default_factory=dict)
+    layouts: dict[str, str] = field(default_factory=dict)
+    wanted: tuple[str, ...] = ()
+    ways: tuple[str, ...] = ("out",)
+    mode: str = "plain"
+    calls: int = 1
+
+    @property
+    def eps(self) -> float:
+        return torch.finfo(DTYPES[self.dtype]).eps
+
+
+class Values:
+    """Random values of a configuration's inputs in one turn."""
+
+    def __init__(self, c: Common, turn: int, device: str):
+        self._config, self._device = c, device
+        self._rng = torch.Generator(device).manual_seed(2 * c.seed + turn)
+        self.random = Random(f"{c.seed} {turn}")
+
+    def normal(self, *size: int) -> Tensor:
+        return torch.randn(size, generator=self._rng, device=self._device)
+
+    def uniform(self, low: float, high: float, *size: int) -> Tensor:
+        return torch.rand(size, generator=self._rng, device=self._device) * (high - low) + low
+
+    def finished(self, made: Tensors, parameters: tuple[str, ...]) -> Tensors:
+        """The values in the dtypes and layouts that the configuration asks for; parameters are fp32 where it asks for none."""
+        c, result = self._config, {}
+        for name, t in made.items():
+            if t is not None and t.is_floating_point():
+                t = t.to(DTYPES[c.dtypes.get(name, "fp32" if name in parameters else c.dtype)])
+            t = t if t is None else lay_out(t, c.layouts.get(name, "contiguous")).detach()
+            result[name] = t.requires_grad_() if name in c.wanted and t is not None else t
+        return result
+
+
+def wanted_of(c: Common, tensors: Tensors) -> tuple[str, ...]:
+    return tuple(name for name in c.wanted if tensors[name] is not None)
+
+
+def by_autograd(call: Call) -> Callable[[Tensors, tuple[str, ...], dict[str, Tensor]], dict[str, Tensor]]:
+    """A mirror: what `call`, in torch, gives by autograd."""
+
+    def mirror(tensors: Tensors, wanted: tuple[str, ...], ways: dict[str, Tensor]) -> dict[str, Tensor]:
+        leaves = {name: None if t is None else t.detach().requires_grad_(name in wanted) for name, t in tensors.items()}
+        with torch.set_grad_enabled(bool(wanted)):
+            outputs = call(leaves)
+        grads = gradients(outputs, leaves, wanted, ways)
+        return {name: t.detach() for name, t in outputs.items()} | grads
+
+    return mirror
+
+
+@contextmanager
+def torch_forms() -> Iterator[None]:
+    """Within it, tensors on the CPU are computed in torch even where Triton interprets kernels."""
+    before, arguments.INTERPRETED = arguments.INTERPRETED, False
+    try:
+        yield
+    finally:
+        arguments.INTERPRETED = before
+
+
+def some_dtypes(rng: Random, limits: Limits, names: tuple[str, ...]) -> dict[str, str]:
+    """Dtypes of inputs that have one of their own, in a third of draws."""
+    if rng.random() < 0.65:
+        return {}
+    return {name: rng.choice(limits.dtypes) for name in names if rng.random() < 0.4}
+
+
+def some_layouts(rng: Random, names: tuple[str, ...]) -> dict[str, str]:
+    if rng.random() < 0.4:
+        return {}
+    return {name: rng.choice(LAYOUTS[1:]) for name in names if rng.random() < 0.5}
+
+
+def called(rng: Random, limits: Limits, differentiable: tuple[str, ...], ways: tuple[str, ...] = ("out",)) -> dict:
+    """The fields that say how a call is made, with gradients of some of these inputs; none: for inference."""
+    mode = some_mode(rng, limits)
+    if not differentiable and mode == "checkpoint":
+        mode = "no_grad"
+    wanted = () if mode in modes.WITHOUT_GRADIENT or not differentiable else some_of(rng, differentiable)
+    return {"seed": rng.randrange(2**24), "mode": mode, "wanted": wanted, "calls": limits.calls,
+            "ways": ways if rng.random() < 0.7 else (rng.choice(ways),)}

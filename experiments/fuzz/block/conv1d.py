@@ -1,0 +1,116 @@
+"""`causal_conv1d_fn` as a configuration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from random import Random
+
+import torch
+from torch import Tensor
+
+from ssd.block import causal_conv1d_fn
+from ssd.block.conv1d import torch_form
+
+from ..limits import Limits, some_size
+from ..problem import DTYPES, Problem, Tensors
+from .common import Common, Values, by_autograd, called, some_dtypes, some_layouts, wanted_of
+
+DIFFERENTIABLE = ("x", "weight", "bias", "initial_states")
+_PARAMETERS = ("weight", "bias")
+_AXES = {"out": "bhl", "final_states": "bhw", "dx": "bhl", "dweight": "hw", "dbias": "h", "dinitial_states": "bhw"}
+
+
+@dataclass(frozen=True)
+class Config(Common):
+    """documents: as many in every row, of random lengths, some of them padding; 0: no seq_idx. With it there are no final
+    states.
+    """
+
+    batch: int = 1
+    dim: int = 1
+    seqlen: int = 1
+    width: int = 2
+    bias: bool = False
+    silu: bool = False
+    documents: int = 0
+    initial_states: bool = False
+    final_states: bool = False
+
+
+def shared(rng: Random, limits: Limits) -> Config:
+    """What the kernels are compiled for."""
+    documents = rng.random() < 0.4
+    return Config(
+        dtype=rng.choice(limits.dtypes), dtypes=some_dtypes(rng, limits, DIFFERENTIABLE[1:]),
+        layouts={"x": "channels"} if rng.random() < 0.6 else some_layouts(rng, (*DIFFERENTIABLE, "dout", "seq_idx")),
+        dim=some_size(rng, 8 * limits.channels, (64, 1024, 1792)), width=rng.randint(2, 4), bias=rng.random() < 0.6,
+        silu=rng.random() < 0.6, documents=rng.randint(1, 6) if documents else 0, initial_states=rng.random() < 0.4,
+        final_states=not documents and rng.random() < 0.5)
+
+
+def member(rng: Random, c: Config, limits: Limits) -> Config:
+    seqlen = some_size(rng, limits.seqlen, (1, 2, 3, 64))
+    seqlen = max(1, min(seqlen, limits.elements // (4 * c.dim)))
+    batch = max(1, min(rng.randint(1, limits.batch), limits.elements // (4 * c.dim * seqlen)))
+    names = tuple(name for name in DIFFERENTIABLE if name in ("x", "weight") or getattr(c, name))
+    how = called(rng, limits, names, ("out", "final_states") if c.final_states else ("out",))
+    return replace(c, batch=batch, seqlen=seqlen, **how)
+
+
+def problem(c: Config, turn: int, device: str) -> Problem:
+    values = Values(c, turn, device)
+    tensors = values.finished({
+        "x": values.normal(c.batch, c.dim, c.seqlen), "weight": values.normal(c.dim, c.width),
+        "bias": values.normal(c.dim) if c.bias else None, "seq_idx": _numbers(c, values.random, device),
+        "initial_states": values.normal(c.batch, c.dim, c.width - 1) if c.initial_states else None}, _PARAMETERS)
+    wanted = wanted_of(c, tensors)
+    ways = {name: DTYPES[c.dtype] for name in c.ways if name == "out" or c.final_states} if wanted else {}
+    return Problem(
+        tensors, wanted, ways, run=partial(_run, c), truth=partial(_truth, c), mirrors=(by_autograd(partial(_mirror, c)),),
+        axes=_AXES, eps=c.eps, coarsest=c.eps, summed=("dweight", "dbias"), tokens=c.batch * c.seqlen,
+        layouts={"out": c.layouts.get("dout", "contiguous")}, seed=c.seed)
+
+
+def _numbers(c: Config, rng: Random, device: str) -> Tensor | None:
+    """(batch, seqlen): documents in no order of their numbers, and of negative ones, which mark padding."""
+    if not c.documents:
+        return None
+    rows = []
+    for _ in range(c.batch):
+        ends = sorted(rng.randint(0, c.seqlen) for _ in range(c.documents - 1))
+        lengths = torch.tensor([*ends, c.seqlen]).diff(prepend=torch.tensor([0]))
+        numbers = torch.tensor(rng.sample(range(100), c.documents)) * torch.tensor(rng.choices((1, 1, 1, -1), k=c.documents))
+        rows.append(numbers.repeat_interleave(lengths))
+    return torch.stack(rows).to(device, torch.int32)
+
+
+def _results(c: Config, found: Tensor | tuple) -> dict[str, Tensor]:
+    return {"out": found[0], "final_states": found[1]} if c.final_states else {"out": found}
+
+
+def _run(c: Config, tensors: Tensors) -> dict[str, Tensor]:
+    return _results(c, causal_conv1d_fn(**tensors, return_final_states=c.final_states, activation="silu" if c.silu else None))
+
+
+def _mirror(c: Config, t: Tensors) -> dict[str, Tensor]:
+    out, final_states = torch_form(t["x"], t["weight"], t["bias"], t["seq_idx"], t["initial_states"], c.silu, c.final_states)
+    return _results(c, (out, final_states) if c.final_states else out)
+
+
+def _truth(c: Config, t: Tensors) -> dict[str, Tensor]:
+    """(C1) to (C3), tap by tap: where it lies, and whether its document is the token's."""
+    x, weight, number = t["x"], t["weight"], t["seq_idx"]
+    before = x.new_zeros(c.batch, c.dim, c.width - 1) if t["initial_states"] is None else t["initial_states"]
+    if number is None:
+        number = torch.zeros(c.batch, c.seqlen, dtype=torch.int32, device=x.device)
+    positions, tokens = torch.cat([before, x], 2), torch.arange(c.seqlen, device=x.device)
+    out = torch.zeros_like(x) if t["bias"] is None else t["bias"][:, None].expand(x.shape)
+    for back in range(c.width):
+        seen = number[:, (tokens - back).clamp(min=0)] == number
+        tap = positions[:, :, c.width - 1 - back : c.width - 1 - back + c.seqlen]
+        out = out + weight[:, c.width - 1 - back, None] * torch.where(seen[:, None], tap, 0.0)
+    if c.silu:
+        out = out * out.sigmoid()
+    out = torch.where((number >= 0)[:, None], out, 0.0)
+    return _results(c, (out, positions[:, :, c.seqlen :]) if c.final_states else out)

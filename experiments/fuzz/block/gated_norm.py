@@ -1,0 +1,82 @@
+"""`rms_norm_gated` as a configuration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from random import Random
+
+import torch
+from torch import Tensor
+
+from ssd.block import rms_norm_gated
+from ssd.block.gated_norm import torch_form
+
+from ..limits import Limits, some_size
+from ..problem import DTYPES, Problem, Tensors
+from .common import Common, Values, by_autograd, called, some_dtypes, some_layouts, wanted_of
+
+DIFFERENTIABLE = ("x", "weight", "bias", "z")
+_AXES = {"out": "blc", "dx": "blc", "dz": "blc", "dweight": "h", "dbias": "h"}
+
+
+@dataclass(frozen=True)
+class Config(Common):
+    """before: the norm is before the gate."""
+
+    batch: int = 1
+    seqlen: int = 1
+    groups: int = 1
+    group_size: int = 1
+    bias: bool = False
+    z: bool = False
+    before: bool = True
+    eps_added: float = 1e-5
+
+
+def shared(rng: Random, limits: Limits) -> Config:
+    """What the kernels are compiled for."""
+    return Config(
+        dtype=rng.choice(limits.dtypes), dtypes=some_dtypes(rng, limits, DIFFERENTIABLE[1:]),
+        layouts=some_layouts(rng, (*DIFFERENTIABLE, "dout")), groups=some_size(rng, 8),
+        group_size=some_size(rng, 8 * limits.channels, (64, 256, 1024)), bias=rng.random() < 0.4, z=rng.random() < 0.7,
+        before=rng.random() < 0.5, eps_added=rng.choice((1e-6, 1e-5, 0.02)))
+
+
+def member(rng: Random, c: Config, limits: Limits) -> Config:
+    width = c.groups * c.group_size
+    seqlen = max(1, min(some_size(rng, limits.seqlen), limits.elements // (2 * width)))
+    batch = max(1, min(rng.randint(1, limits.batch), limits.elements // (2 * width * seqlen)))
+    names = tuple(name for name in DIFFERENTIABLE if name in ("x", "weight") or getattr(c, name))
+    return replace(c, batch=batch, seqlen=seqlen, **called(rng, limits, names))
+
+
+def problem(c: Config, turn: int, device: str) -> Problem:
+    values, width = Values(c, turn, device), c.groups * c.group_size
+    tensors = values.finished({
+        "x": values.normal(c.batch, c.seqlen, width), "weight": values.normal(width),
+        "bias": values.normal(width) if c.bias else None,
+        "z": values.normal(c.batch, c.seqlen, width) if c.z else None}, ("weight", "bias"))
+    wanted = wanted_of(c, tensors)
+    return Problem(
+        tensors, wanted, {"out": DTYPES[c.dtype]} if wanted else {}, run=partial(_run, c), truth=partial(_truth, c),
+        mirrors=(by_autograd(partial(_mirror, c)),), axes=_AXES, eps=c.eps, coarsest=c.eps, summed=("dweight", "dbias"),
+        tokens=c.batch * c.seqlen, layouts={"out": c.layouts.get("dout", "contiguous")}, seed=c.seed)
+
+
+def _run(c: Config, tensors: Tensors) -> dict[str, Tensor]:
+    return {"out": rms_norm_gated(**tensors, eps=c.eps_added, group_size=c.group_size, norm_before_gate=c.before)}
+
+
+def _mirror(c: Config, t: Tensors) -> dict[str, Tensor]:
+    return {"out": torch_form(t["x"], t["weight"], t["bias"], t["z"], c.eps_added, c.group_size, c.before)}
+
+
+def _truth(c: Config, t: Tensors) -> dict[str, Tensor]:
+    """(N1) to (N4), a group at a time."""
+    x, z = t["x"], t["z"]
+    gate = torch.ones_like(x) if z is None else z / (1 + torch.exp(-z))
+    normed = [v / (v.pow(2).sum(-1, keepdim=True) / c.group_size + c.eps_added).sqrt()
+              for v in (x if c.before else x * gate).split(c.group_size, -1)]
+    y = torch.cat(normed, -1) * t["weight"] + (0.0 if t["bias"] is None else t["bias"])
+    return {"out": y * gate if c.before else y}

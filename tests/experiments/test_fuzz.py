@@ -1,0 +1,278 @@
+"""The fuzz: what it draws, that it raises no false alarms, that planted faults are found, named and made small."""
+
+import json
+import sys
+from dataclasses import asdict, fields, replace
+
+import pytest
+import torch
+from rich.console import Console
+
+from experiments import record
+from experiments.fuzz import campaign, judge, operator, trial
+from experiments.fuzz.block import BLOCK_PARTS
+from experiments.fuzz.block.conv1d import Config as ConvConfig
+from experiments.fuzz.block.gated_norm import Config as NormConfig
+from experiments.fuzz.block.selective_scan import Config as ScanConfig
+from experiments.fuzz.block.updates import StateConfig
+from experiments.fuzz.layouts import LAYOUTS, lay_out, pack
+from experiments.fuzz.operator import DIFFERENTIABLE, Config
+from experiments.fuzz.parts import DRAWS, from_json, part_of, to_json
+from experiments.fuzz.pool import Pool
+from experiments.fuzz.shrink import shrink
+from ssd import Options, torch_variant
+from ssd.block import arguments, conv1d, gated_norm, selective_scan, state_update
+from ssd.registry import get_variant
+from tests.experiments.faults import FAULTS
+
+EVERYTHING = Config(
+    seed=3, batch=2, seqlen=150, ngroups=2, heads_per_group=2, headdim=12, dstate=9, chunk_size=32, D="h", z=True, dt_bias=True,
+    dt_softplus=True, initial_states=True, final_states=True, documents="seq_idx", ndocs=3, wanted=DIFFERENTIABLE,
+    ways=("out", "final_states"), calls=5)
+IN_PROCESSES = ("ends its process", "hangs")
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """On cores shared with other tests more wait for one another."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def faulty(name: str) -> tuple[str, ...]:
+    """The command of a worker with that fault."""
+    return (sys.executable, "-m", "tests.experiments.faults", name)
+
+
+def drawn(seed: int, families: int, device: str = "cuda", part: str = "operator", variants=("fused", "persistent")) -> list:
+    return [c for index in range(families) for c in DRAWS[part](seed, index, list(variants), device, 6)]
+
+
+def test_a_seed_draws_the_same():
+    assert drawn(1, 5) == drawn(1, 5)
+    assert drawn(1, 5) != drawn(2, 5)
+
+
+def test_configurations_are_lines_of_json():
+    for config in drawn(4, 20):
+        line = to_json(config)
+        assert "\n" not in line and from_json(line) == config
+        json.dumps(asdict(config), allow_nan=False)
+
+
+@pytest.mark.parametrize("line, said", [("{", "JSON"), ("[]", "part"), ('{"part": "x"}', "operator"),
+                                        ('{"part": "operator", "heads": 3}', "got heads, expected fields of .*headdim")])
+def test_what_is_no_configuration_is_refused(line, said):
+    with pytest.raises(ValueError, match=said):
+        from_json(line)
+
+
+def test_the_same_configuration_has_the_same_inputs():
+    first, second = (operator.problem(EVERYTHING, 1, "cpu").tensors for _ in range(2))
+    other = operator.problem(EVERYTHING, 0, "cpu").tensors
+    for name, t in first.items():
+        assert t is None or (torch.equal(t, second[name]) and t.stride() == second[name].stride())
+    assert not torch.equal(first["x"], other["x"]) and not torch.equal(first["seq_idx"], other["seq_idx"])
+
+
+def test_draws_reach_everything():
+    """Sizes, options, ways of calling and layouts, within a few minutes' worth of draws."""
+    configs = drawn(0, 400, variants=("auto", "baseline", "fused", "persistent"))
+    assert {c.variant for c in configs} == {"auto", "baseline", "fused", "persistent"}
+    assert {c.mode for c in configs} == {"plain", "capture", "streams", "no_grad", "inference", "checkpoint", "compile"}
+    assert {name for c in configs for name in c.options} >= {"tf32", *get_variant("fused").options,
+                                                             *get_variant("persistent").options}
+    assert {f.name for f in fields(Options)} == {name for c in configs for name in c.options} | {"tf32"}
+    assert {layout for c in configs for layout in c.layouts.values()} == {*LAYOUTS[1:], "packed", "scalar"}
+    assert {c.documents for c in configs} == {None, "seq_idx", "cu_seqlens", "varlen", "both"}
+    assert {c.dtype for c in configs} == {"bf16", "fp16", "fp32"}
+    for name in ("headdim", "dstate"):
+        sizes = {getattr(c, name) for c in configs}
+        assert min(sizes) == 1 and max(sizes) == 256 and len(sizes) > 60
+    assert max(c.seqlen for c in configs if c.seqlen < 200_000) > 4500
+    assert sum(c.seqlen > 200_000 for c in configs) == 1
+    hopper = [c for c in configs if c.headdim == 64 and c.dstate in (64, 128) and not c.z and c.heads_per_group % 2 == 0]
+    assert 0.15 < len(hopper) / len(configs) < 0.4
+    assert all(c.batch == 1 for c in configs if c.documents in ("cu_seqlens", "varlen", "both"))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("shape", [(3,), (2, 5), (2, 3, 4), (2, 3, 4, 5)], ids=str)
+def test_layouts_keep_values(layout, shape):
+    t = torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape)
+    assert torch.equal(lay_out(t, layout), t)
+
+
+def test_packed_tensors_are_slices_of_one():
+    made = pack({"x": torch.randn(2, 3, 4, 5), "dt": torch.randn(2, 3, 4)})
+    assert made["x"].shape == (2, 3, 4, 5) and made["dt"].shape == (2, 3, 4)
+    assert made["x"].stride(1) == made["dt"].stride(1) == 24
+    assert made["x"].untyped_storage().data_ptr() == made["dt"].untyped_storage().data_ptr()
+
+
+def ratios(configs: list) -> list[float]:
+    """Of errors to their bounds, where none fails; torch.compile takes too long here."""
+    outcomes = [(to_json(c), trial.run(c, "cpu")) for c in configs if c.mode != "compile"]
+    assert not [(line, outcome.why) for line, outcome in outcomes if outcome.status != "passed"]
+    return [outcome.ratio for _, outcome in outcomes]
+
+
+def small(configs: list) -> list:
+    return [replace(c, seqlen=min(c.seqlen, 130), calls=3) for c in configs]
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_no_false_alarms(seed):
+    """Of what is right in every dtype, with any options."""
+    ratios(small(drawn(seed, 2, "cpu", variants=("torch",))))
+
+
+def test_no_false_alarms_of_other_chunks(monkeypatch):
+    """Of the torch form where it cuts sequences into other chunks than its mirrors, and so rounds elsewhere."""
+    variant, sizes = torch_variant.VARIANT, {16: 32, 32: 128, 64: 256, 128: 256, 256: 128}
+
+    def forward(inputs, options, save):
+        out, final_states, saved = variant.forward(replace(inputs, chunk_size=sizes[inputs.chunk_size]), options, save)
+        return out, final_states, replace(saved, inputs=inputs)
+
+    def backward(saved, *args):
+        i = saved.inputs
+        return variant.backward(replace(saved, inputs=replace(i, chunk_size=sizes[i.chunk_size])), *args)
+
+    monkeypatch.setattr(torch_variant, "VARIANT", replace(variant, forward=forward, backward=backward))
+    assert max(ratios(small(drawn(11, 3, "cpu", variants=("torch",))))) > 0.1
+
+
+@pytest.fixture
+def in_torch(monkeypatch):
+    """What surrounds the operator, not interpreted, which would take minutes."""
+    monkeypatch.setattr(arguments, "INTERPRETED", False)
+
+
+@pytest.mark.parametrize("index", range(len(BLOCK_PARTS)), ids=BLOCK_PARTS)
+def test_no_false_alarms_of_the_block(index, in_torch):
+    configs = DRAWS["block"](5, index, ["torch"], "cpu", 5)
+    assert all(from_json(to_json(c)) == c for c in configs) and DRAWS["block"](5, index, ["torch"], "cpu", 5) == configs
+    assert {part_of(c) for c in configs} == {list(BLOCK_PARTS)[index]}
+    ratios([replace(c, calls=3) for c in configs])
+
+
+BLOCK_FAULTS = {
+    "out": (conv1d, lambda results: (results[0] * 1.02, results[1]), ConvConfig(batch=2, dim=70, seqlen=40)),
+    "dx": (gated_norm, lambda out: out + 0.02 * (out - out.detach()),
+           NormConfig(seqlen=30, group_size=20, z=True, wanted=("x", "weight", "z"))),
+    "last_state": (selective_scan, lambda results: (results[0], results[1].flip(1)),
+                   ScanConfig(seqlen=12, channels=4, dstate=3, last_state=True)),
+    "state": (state_update, None, StateConfig(batch=3, dim=20, dstate=8)),
+}
+
+
+@pytest.mark.parametrize("result", BLOCK_FAULTS)
+def test_faults_of_the_block_are_found(result, in_torch, monkeypatch):
+    """Planted in what is called, not in the mirror, which has the function by another name."""
+    module, change, config = BLOCK_FAULTS[result]
+    config, right = replace(config, calls=5), module.torch_form
+    assert trial.run(config, "cpu").status == "passed"
+
+    def wrong(*args):
+        if change is not None:
+            return change(right(*args))
+        state, *others = args
+        return right(state.clone(), *others)  # the state does not move on
+
+    monkeypatch.setattr(module, "torch_form", wrong)
+    outcome = trial.run(config, "cpu")
+    assert outcome.failed and outcome.why.startswith(result)
+
+
+@pytest.mark.parametrize("dtype", ("fp32", "fp16", "bf16"))
+def test_what_is_right_passes(dtype):
+    assert trial.run(replace(EVERYTHING, dtype=dtype), "cpu").status == "passed"
+
+
+@pytest.mark.parametrize("dtype", ("fp32", "bf16"))
+@pytest.mark.parametrize("fault", [name for name in FAULTS if name not in IN_PROCESSES])
+def test_faults_are_found(fault, dtype, monkeypatch):
+    config = replace(EVERYTHING, dtype=dtype)
+    monkeypatch.setattr(torch_variant, "VARIANT", FAULTS[fault])
+    outcome = trial.run(config, "cpu")
+    assert outcome.failed
+    result = next((word for word in fault.split() if word.startswith(("d", "out", "final"))), "")
+    assert outcome.why.splitlines()[0].startswith(result)
+
+
+def found(fault: str, lines: list[str], timeout: float = 60) -> dict[str, trial.Outcome]:
+    with Pool(1, timeout, faulty(fault)) as pool:
+        return dict(pool.run([line] for line in lines))
+
+
+def test_what_ends_its_process_is_named():
+    """And the batch after it is run, by another process."""
+    lines = [to_json(EVERYTHING), to_json(replace(EVERYTHING, variant="auto", seed=4))]
+    outcomes = found("ends its process", lines)
+    assert list(outcomes) == lines
+    assert all(outcome.failed and "died: signal SIGSEGV" in outcome.why for outcome in outcomes.values())
+
+
+def test_what_hangs_is_named():
+    line = to_json(EVERYTHING)
+    (outcome,) = found("hangs", [line], timeout=1).values()
+    assert outcome.failed and outcome.why.startswith("hung: no result after 1 s")
+
+
+@pytest.fixture
+def plan(tmp_path):
+    return campaign.Plan("operator", ("torch",), 0, 100, 8, 1, 4, 60, 15, tmp_path, faulty("dA scaled"))
+
+
+def test_a_whole_run(plan, tmp_path, monkeypatch):
+    """Counts, the failures made small, and a row where there is a GPU, which is played here."""
+    console = Console(record=True, width=200)
+    tally = campaign.run(plan, console)
+    assert tally.configs >= 8 and tally.failures and tally.variants == {"torch": tally.configs}
+    said = console.export_text()
+    assert "ended by --configs" in said and "dA: rms error" in said
+    shrunk = next(line for line in said.splitlines() if line.startswith("shrunk to ")).removeprefix("shrunk to ")
+    small = from_json(shrunk)
+    assert small.wanted == ("A",) and small.mode == "plain" and small.calls == 1 and not small.layouts
+    assert not list(tmp_path.glob("*/*.jsonl")), "no row without a GPU"
+    row = campaign.row(plan, tally, 1.0, [(shrunk, "dA")]) | {"gpu": "NVIDIA H200"}
+    record.append(row, tmp_path)
+    (read,) = record.read(tmp_path, bench="fuzz")
+    assert read["failures"] == len(tally.failures) and read["failed"] == [{"config": json.loads(shrunk), "why": "dA"}]
+    assert read["variants"] == {"torch": tally.configs} and sum(read["modes"].values()) == tally.configs
+
+
+def test_shrinking_finds_the_cause():
+    """Each by itself and together; the chunk size stays a power of two."""
+    start = replace(EVERYTHING, headdim=77, chunk_size=128, options={"exp2": False, "gluon": False}, mode="capture")
+
+    def fails(c: Config) -> bool:
+        return c.headdim > 9 and c.headdim % 2 == 1 and c.z and "exp2" in c.options
+
+    small = shrink(start, lambda configs: [fails(c) for c in configs])
+    assert small == Config(seed=3, headdim=11, z=True, options={"exp2": False})
+    small = shrink(start, lambda configs: [c.chunk_size >= 64 and len(c.wanted) > 1 for c in configs])
+    assert small.chunk_size == 64 and len(small.wanted) == 2 and small.headdim == 1
+
+
+def test_shrinking_ends_in_time():
+    assert shrink(EVERYTHING, lambda configs: [True] * len(configs), lambda: True) == EVERYTHING
+
+
+def test_one_wrong_head_of_many_is_told_by_number():
+    truth = torch.randn(1, 64, 40, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    rounded = truth.to(torch.bfloat16)
+    wrong = rounded.clone()
+    wrong[:, :, 7] *= 1.05
+    problem = trial.PARTS["operator"].problem(EVERYTHING, 0, "cpu")
+    problem = replace(problem, eps=2**-7, coarsest=2**-7)
+
+    def failed(value):
+        checks = judge.compare("out", value, truth, [rounded], problem)
+        return [check.what for check in checks if not check.passed]
+
+    assert not failed(rounded)
+    assert any(what.startswith("out, head (0, 7)") for what in failed(wrong))
