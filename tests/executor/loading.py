@@ -77,7 +77,8 @@ def _load(names: tuple[str, ...], edits: Edits) -> dict[str, ModuleType]:
     assert edits.keys() <= set(names), "only named modules can be edited"
     for name in names:
         importlib.import_module(name)
-    stale = [name for name, module in sys.modules.items() if name.partition(".")[0] == "ssd" and _uses_gluon(module)]
+    packages = {"ssd", *(name.partition(".")[0] for name in names)}
+    stale = [name for name, module in sys.modules.items() if name.partition(".")[0] in packages and _uses_gluon(module)]
     standing_in = stand_ins()
     with ExitStack() as stack:
         stack.enter_context(patch.dict(sys.modules, standing_in))

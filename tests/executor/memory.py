@@ -56,20 +56,23 @@ class Access:
         known = role.clock.get(self.actor, 0)
         if self.kind == "store" and later.kind in ("product", "copy out"):
             return self.visible is not None and self.visible <= known
-        if self.actor is role and self.elements and later.elements:  # one thread's own accesses stay in order
-            if self.elements == later.elements or (self.kind == "load" and self.ordered is not None):
+        if self.actor is role and self.elements and later.elements:  # a thread's own accesses stay in order
+            same_thread = self.elements == later.elements
+            if same_thread or (self.kind == "load" and self.ordered is not None):
                 return True
         return self.over is not None and self.over <= known
 
-    def why(self) -> str:
-        """What it lacks to be over, as a reader of a fault needs it."""
+    def why(self, later: Access) -> str:
+        """What it lacks to be over for `later`, as a reader of a fault needs it."""
         if self.kind == "copy in":
-            return "which nobody has told this role has landed"
-        if self.kind == "store" and not self.fenced:
-            return "no fence_async_shared or no barrier of its warps followed it, or this role was not told"
-        if not self.finished and self.kind != "store":
+            return "of whose landing this role has not been told"
+        if self.over is None and not self.finished:
             return "which may still be on its way"
-        return "no barrier of its warps followed it, or this role was not told"
+        if self.over is None:
+            return "which no barrier of its warps has followed"
+        if self.kind == "store" and later.kind in ("product", "copy out") and self.visible is None:
+            return "between which and the barrier of its warps no fence_async_shared was"
+        return "of whose end this role has not been told: nobody was at an mbarrier after it, or after the barrier of its warps"
 
 
 class Allocation:
@@ -89,7 +92,7 @@ class Allocation:
         before = [a for a in self.accesses if a.start < access.stop and access.start < a.stop]
         for a in before:
             if (a.writes or access.writes) and not a.is_over_for(role, access):
-                raise Fault(f"{access} comes before the end of {a}, {a.why()}")
+                raise Fault(f"{access} comes before the end of {a}, {a.why(access)}")
         if access.writes:
             self.accesses = [a for a in self.accesses if a.start < access.start or access.stop < a.stop]
         elif not any(a.writes and a.start <= access.start and access.stop <= a.stop for a in before):
@@ -137,7 +140,8 @@ class Buffer:
         self.touch(role, "store", value.layout)
         self.view.copy_(tensor)
 
-    def touch(self, role: Role, kind: str, layout: object = None, actor: object = None, over: int | None = None) -> Access | None:
+    def touch(self, role: Role, kind: str, layout: object = None, actor: object = None,
+              over: int | None = None) -> Access | None:
         """Notes an access that the role issues. Outside of roles there is none: there the compiler's barriers keep order."""
         if not role.is_partition:
             return None
@@ -145,7 +149,8 @@ class Buffer:
         extent = sum((n - 1) * stride for n, stride in zip(self.view.shape, self.view.stride(), strict=True)) + 1
         assert extent == self.view.numel(), "views with gaps are not modelled"
         elements = layout and (layout, self.view.shape, self.view.stride())
-        access = Access(kind, role.line(), self.name, start, start + extent, actor or role, elements, kind == "store", over=over)
+        access = Access(kind, role.line(), self.name, start, start + extent, actor or role, elements, over=over)
+        access.finished = kind == "store"
         self.allocation.touch(role, access)
         if over is None:
             role.open.append(access)
