@@ -1,13 +1,13 @@
 """Gluon kernels without a GPU: their Python source, on CPU tensors, under schedules that chance draws.
 
-`Executor` loads modules anew with a stand-in for Gluon's language (`language`). Kernels without roles are plain Python then; the
-roles of `gl.warp_specialize` are threads of which one runs at a time (`schedule`). A seed gives a schedule.
+`Executor` loads modules anew with a stand-in for Gluon's language (`language`). Kernels without roles are plain Python then;
+the roles of `gl.warp_specialize` are threads of which one runs at a time (`schedule`). A seed gives a schedule.
 
 Modelled, and a `Fault` where a kernel relies on more:
 
 - mbarriers (`barriers`): counts, bytes, phases; a wait passes when the phase of that parity has completed.
-- The TMA (`copies`): a copy in lands at any time, and a phase counts its bytes; rows out of bounds are 0. A copy out reads shared
-  memory at any time until `store_wait`; rows out of bounds are not written.
+- The TMA (`copies`): a copy in lands at any time, and a phase counts its bytes; rows out of bounds are 0. A copy out reads
+  shared memory at any time until `store_wait`; rows out of bounds are not written.
 - wgmma (`products`): in order, at any time until the wait that covers it; accumulators are not usable before. Operands are
   rounded to their dtype, sums are fp32.
 - Shared memory (`memory`): NaN until written. Whoever touches it must come after those before: by a barrier of its warps, or
@@ -22,10 +22,11 @@ Modelled, and a `Fault` where a kernel relies on more:
 Assumed: a role that has waited for its products may give back what they read without a barrier of its warps, as CUTLASS does.
 Outside of roles the compiler's own barriers keep ordinary accesses in order.
 
-Not modelled: layouts, but to tell whether a thread finds its own elements, so neither swizzles nor what would need shared memory;
-views with gaps or of another dtype; registers, bank conflicts, anything that takes time; races in global memory, also
-between blocks, which run one after the other; int32 overflow; the rounding of approximate instructions; clusters and
-multicast. Machine code has faults of its own, for which `tests/late_loads.py` and others look.
+Not modelled: layouts, but to tell whether a thread finds its own elements; so swizzles and conversions that Triton refuses go
+unnoticed. Shared memory that is written before the roles begin, has gaps or another dtype. Registers, bank conflicts, anything
+that takes time. Races in global memory, also between blocks, which run one after the other. Overflow of int32, the rounding of
+approximate instructions, clusters, multicast. And machine code has faults of its own, for which `tests/late_loads.py` and
+others look.
 """
 
 from .loading import Executor

@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia import hopper as real_hopper
 from . import copies, products
 from .barriers import Barrier, BarrierArray
 from .memory import Allocation, Buffer, fence, meet
-from .schedule import Role, block
+from .schedule import block
 from .values import TORCH, TRITON, Int, Value, apply, count
 
 NAMES = ("triton.experimental.gluon", "triton.experimental.gluon.language", "triton.experimental.gluon.language.nvidia",
@@ -163,7 +163,7 @@ def _meet() -> None:
 
 
 def _warp_specialize(parts: list[tuple[Jit, tuple]], warps: list[int], registers: list[int] | None = None) -> None:
-    assert len(parts) - 1 == len(warps) == len(registers or warps), "a number of warps and registers for each role but the first"
+    assert len(parts) - 1 == len(warps) == len(registers or warps), "warps and registers of each role but the first"
     _name(sys._getframe(1).f_locals)
     block().specialize([(jit.function, args) for jit, args in parts])
 
@@ -197,13 +197,13 @@ def _language() -> types.ModuleType:
     gl.convert_layout = lambda value, layout: Value(value.tensor, layout, value.loads)
     gl.inline_asm_elementwise = lambda asm, constraints, args, *rest: apply(_ASSEMBLY[asm.split()[0]], *args)
     gl.load, gl.store = _load, _store
-    gl.allocate_shared_memory, gl.warp_specialize = _allocate, _warp_specialize
+    gl.allocate_shared_memory, gl.warp_specialize, gl.shared_memory_descriptor = _allocate, _warp_specialize, Buffer
     gl.barrier = gl.thread_barrier = _meet
     return gl
 
 
 def _hopper() -> types.ModuleType:
-    hopper, mbarrier, tma = types.ModuleType(NAMES[3]), types.SimpleNamespace(), types.SimpleNamespace()
+    hopper, mbarrier, tma = (types.ModuleType(f"{NAMES[3]}{end}") for end in ("", ".mbarrier", ".tma"))
     mbarrier.MBarrierLayout = real_hopper.mbarrier.MBarrierLayout
     mbarrier.init, mbarrier.arrive, mbarrier.expect = _init, _arrive, _expect
     mbarrier.wait = lambda barrier, phase: barrier.wait(phase)

@@ -97,8 +97,8 @@ def _load(names: tuple[str, ...], edits: Edits) -> dict[str, ModuleType]:
 
 def _uses_gluon(module: ModuleType) -> bool:
     """Whether something of it is Gluon's: a module or a function."""
-    return any(thing.startswith(NAMES[0]) for value in vars(module).values()
-               for thing in (getattr(value, "__name__", None), getattr(type(value), "__module__", None)) if isinstance(thing, str))
+    names = ((getattr(value, "__name__", None), type(value).__module__) for value in vars(module).values())
+    return any(isinstance(name, str) and name.startswith(NAMES[0]) for pair in names for name in pair)
 
 
 def _import(name: str, edits: list[tuple[str, str]]) -> None:

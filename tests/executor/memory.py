@@ -1,7 +1,7 @@
 """Shared memory, and whether what touches it comes after what touched it before.
 
-An access is over for others from a tick of its role's clock, or a phase of an mbarrier, on. Who comes next must know that tick or
-phase: because its own warps met since, or through an mbarrier on which the other arrived afterwards. So most faults show in
+An access is over for others from a tick of its role's clock, or a phase of an mbarrier, on. Who comes next must know that tick
+or phase: because its own warps met since, or through an mbarrier on which the other arrived afterwards. So most faults show in
 every schedule, whichever of the two happens to come first.
 """
 

@@ -46,6 +46,10 @@ FULL_MASKS = """\
             mbarrier.wait(full.index(stage), (step // STAGES) & 1)
             B, C = tile(Bs, stage, BLOCK_M, DSTATE), tile(Cs, stage, BLOCK_M, DSTATE)
             BC"""
+LAST_COPY = """\
+store_wait(0)
+            block_barrier()
+"""
 PAIRS = """\
         dCBs.store(dCB)
         fence_async_shared()
@@ -55,22 +59,27 @@ PLANTS = {
         "scan", GIVEN_BACK, "", r"copy in of Xs\[\d\].*load of Xs\[\d\] by role . \(head\).*D_h",
         (TAKEN, TAKEN + GIVEN_BACK)),
     "scan: no wait for B and C": plant(
-        "scan", FULL_MASKS, FULL_MASKS.partition("\n")[2], r"product of .s\[0\] by role 2 \(masks\).*copy in of .s\[0\]|nothing has"),
+        "scan", FULL_MASKS, FULL_MASKS.partition("\n")[2],
+        r"product of .s\[0\] by role 2 \(masks\).*(copy in of .s\[0\]|nothing has)"),
     "scan: no wait for a free mask": plant(
-        "scan", "mbarrier.wait(taken.index(u * SLOTS + slot), (step // SLOTS) & 1 ^ 1)", "pass", r"store of .* by role 2 \(masks\)"),
+        "scan", "mbarrier.wait(taken.index(u * SLOTS + slot), (step // SLOTS) & 1 ^ 1)", "pass",
+        r"store of .* by role 2 \(masks\)|load of to_end.*store of to_end"),
     "scan: a mask's wrong phase": plant(
-        "scan", "mbarrier.wait(ready.index(slot), (step // SLOTS) & 1)", "mbarrier.wait(ready.index(slot), (step // SLOTS) & 1 ^ 1)",
+        "scan", "ready.index(slot), (step // SLOTS) & 1)", "ready.index(slot), (step // SLOTS) & 1 ^ 1)",
         r"deadlock|load of to_end\[.\] by role . \(head\)"),
     "scan: no fence behind a mask": plant(
         "scan", READY, READY.partition("\n")[2], r"product of Ls\[.\].*no fence_async_shared"),
     "scan: no barrier before a mask is handed over": plant(
-        "scan", READY, READY.replace("                block_barrier()\n", ""), r"(A_columns|A_rows|Ls)\[.\].*store.*masks|masks.*no barrier"),
+        "scan", READY, READY.replace("                block_barrier()\n", ""),
+        r"(A_columns|A_rows|Ls)\[.\].*store.*masks|masks.*no barrier"),
     "scan: no barrier between warps' parts of a vector": plant(
-        "scan", "            block_barrier()\n            BC = ", "            BC = ", r"load of A_columns\[0\].*store of A_columns\[0\]"),
+        "scan", "            block_barrier()\n            BC = ", "            BC = ",
+        r"load of A_columns\[0\].*store of A_columns\[0\]"),
     "scan: no wait for y on its way out": plant(
-        "scan", "            tma.store_wait(0)\n", "", r"store of Ys\[.\].*copy out of Ys\[.\].*on its way"),
+        "scan", LAST_COPY, LAST_COPY.replace("0", "1"), r"store of Ys\[.\].*copy out of Ys\[.\].*on its way"),
     "scan: too few bytes expected": plant(
-        "scan", "(2 * HEADDIM + 2 * DSTATE)", "(2 * HEADDIM + DSTATE)", r"full\[.\]: phase . is complete with . copies|nothing has written|told|lacks 0"),
+        "scan", "(2 * HEADDIM + 2 * DSTATE)", "(2 * HEADDIM + DSTATE)",
+        r"full\[.\]: phase . is complete with . copies|nothing has written|told|lacks 0"),
     "scan: too many bytes expected": plant(
         "scan", "(2 * HEADDIM + 2 * DSTATE)", "(2 * HEADDIM + 3 * DSTATE)", r"deadlock(.|\n)*\d bytes"),
     "scan: an arrival too few": plant(
@@ -80,19 +89,20 @@ PLANTS = {
     "states: a ring that is too small": plant(
         "states", "U * KEPT + kept % KEPT", "U * KEPT", r"store of Ss\[.\].*copy out of Ss\[.\]"),
     "states: a wait for one copy too few": plant(
-        "states", "tma.store_wait(KEPT - 1)", "tma.store_wait(KEPT)", r"store of Ss\[.\].*copy out of Ss\[.\].*on its way"),
+        "states", "store_wait(KEPT - 1)", "store_wait(KEPT)", r"store of Ss\[.\].*copy out of Ss\[.\].*on its way"),
     "states: no barrier behind the wait for a copy": plant(
-        "states", "tma.store_wait(KEPT - 1)\n                    block_barrier()\n", "tma.store_wait(KEPT - 1)\n",
+        "states", "store_wait(KEPT - 1)\n                    block_barrier()\n", "store_wait(KEPT - 1)\n",
         r"store of Ss\[.\].*copy out of Ss\[.\]"),
     "states: no barrier before a stage is given back": plant(
         "states", "            block_barrier()\n            mbarrier.arrive(empty", "            mbarrier.arrive(empty",
         r"copy in of Xs\[.\].*load of Xs\[.\].*barrier of its warps"),
     "states: no wait for a free stage": plant(
-        "states", "mbarrier.wait(empty.index(stage), (step // STAGES) & 1 ^ 1)", "pass", r"copy in of .s\[.\] by role 2 \(fetch\)|arrivals at full"),
+        "states", "mbarrier.wait(empty.index(stage), (step // STAGES) & 1 ^ 1)", "pass",
+        r"copy in of .s\[.\] by role 2 \(fetch\)|arrivals at full"),
     "states: a free stage's wrong phase": plant(
         "states", "(step // STAGES) & 1 ^ 1", "(step // STAGES) & 1", r"deadlock(.|\n)*fetch.*empty\[0\]"),
     "states: no last wait": plant(
-        "states", "    tma.store_wait(0)\n", "", r"ended without a wait for the copy out"),
+        "states", "store_wait(0)", "store_wait(1)", r"ended without a wait for the copy out"),
     "group: a stage given back before dy has been used": plant(
         "group", SUMS, "", r"(copy in of dYs|store of A_).*load of .* by role 0 \(dC_role\)",
         ("            step += 1\n        dCB = ", SUMS + "            step += 1\n        dCB = ")),
@@ -100,19 +110,20 @@ PLANTS = {
         "group", "        mbarrier.wait(pairs_full, turn & 1)\n", "", r"product of dCBs by role 2 \(dB_role\)"),
     # with more heads the ring's slots come round, which only happens after dB has read the pairs
     "group: pairs over those not read yet, of one head": replace(plant(
-        "group", "        mbarrier.wait(pairs_empty, turn & 1 ^ 1)\n", "", r"store of dCBs by role 0 \(dC_role\).*product of dCBs"),
+        "group", "        mbarrier.wait(pairs_empty, turn & 1 ^ 1)\n", "", r"store of dCBs by role 0.*product of dCBs"),
         splits=4),
     "group: no fence behind the pairs": plant("group", PAIRS, PAIRS.partition("\n")[0] + "\n", r"product of dCBs.*no fence"),
     "group: phases that are not flipped": plant(
         "group", "return slot, phases ^ (1 << slot)", "return slot, phases", r"."),
     "group: too few slots": plant("group", "SLOTS, LINES = 4, 3", "SLOTS, LINES = 1, 3", r"deadlock|copy in"),
     "group: vectors given back by two of three": plant(
-        "group", "barriers(LINES, 3)", "barriers(LINES, 2)", r"store of (A_columns|A_rows|steps)\[.\].*lines_role|arrivals at used|deadlock"),
+        "group", "barriers(LINES, 3)", "barriers(LINES, 2)",
+        r"store of (A_columns|A_rows|steps)\[.\].*lines_role|arrivals at used|deadlock"),
     "group: no barrier behind vectors": plant(
         "group", "            block_barrier()\n            mbarrier.arrive(ready", "            mbarrier.arrive(ready",
         r"load of (A_columns|A_rows|steps)\[.\].*lines_role"),
     "group: no wait for dx on its way out": plant(
-        "group", "            tma.store_wait(0)\n", "", r"store of dXs.*copy out of dXs"),
+        "group", LAST_COPY, LAST_COPY.replace("0", "1"), r"store of dXs.*copy out of dXs"),
     "group: an accumulator used before the wait": plant(
         "group", "            v = warpgroup_mma_wait(0, deps=(v,))\n", "", r"uses an accumulator"),
     "group: a wait that covers too little": plant(
