@@ -44,7 +44,7 @@ def copy_in(descriptor: Descriptor, at: list[int], barrier: Barrier, buffer: Buf
     role = block().pause()
     descriptor.check(at, buffer)
     if not barrier.fenced:
-        raise Fault(f"{role.line()}: no fence_async_shared after the init of {barrier.name}")
+        raise Fault(f"{role.line()}: no fence_async_shared followed the init of {barrier.name}")
     access = buffer.touch(role, "copy in", actor=barrier, over=barrier.phase + 1)
     buffer.view.fill_(float("nan"))
     barrier.copies += 1

@@ -151,11 +151,12 @@ def _expect(barrier: Barrier, bytes: int) -> None:
 
 
 def _fence() -> None:
-    """Shows the async proxy what the role has stored; and the mbarriers that were made before the roles began."""
+    """Shows the async proxy what the role has stored; before the roles begin, the mbarriers that were made."""
     role = block().pause()
     fence(role)
-    for barrier in block().barriers:
-        barrier.fenced = True
+    if not role.is_partition:
+        for barrier in block().barriers:
+            barrier.fenced = True
 
 
 def _meet() -> None:

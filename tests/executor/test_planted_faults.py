@@ -87,6 +87,9 @@ PLANTS = {
         "scan", "barriers(STAGES, 3)", "barriers(STAGES, 4)", r"deadlock(.|\n)*fetch.*lacks 1 of 4 arrivals"),
     "scan: an arrival too many": plant(
         "scan", "barriers(STAGES, 3)", "barriers(STAGES, 2)", r"copy in of .s\[.\] by role 3 \(fetch\)|arrivals at empty"),
+    "scan: no fence behind the mbarriers": plant(
+        "scan", "    fence_async_shared()\n    bars, rings", "    bars, rings",
+        r"no fence_async_shared followed the init of full\[0\]"),
     "states: a ring that is too small": plant(
         "states", "U * KEPT + kept % KEPT", "U * KEPT", r"store of Ss\[.\].*copy out of Ss\[.\]"),
     "states: a wait for one copy too few": plant(
