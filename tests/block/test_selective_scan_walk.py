@@ -12,8 +12,8 @@ from triton import knobs
 from ssd.block import selective_scan
 from ssd.block.kernels.selective_scan_choice import takes_walk
 from ssd.block.kernels.selective_scan_walk import in_units
-from tests.block import gluon_on_cpu
 from tests.block.test_selective_scan import GPU, Case, assert_right, inputs
+from tests.executor import Executor
 
 pytestmark = pytest.mark.skipif(GPU, reason="the kernels themselves run here")
 WALK = "ssd.block.kernels.selective_scan_walk"
@@ -31,7 +31,9 @@ CASES = [
 
 @pytest.fixture
 def walk(monkeypatch):
-    shared, forward, backward = gluon_on_cpu.imported(WALK, f"{WALK}_fwd", f"{WALK}_bwd")
+    names = WALK, f"{WALK}_fwd", f"{WALK}_bwd"
+    modules = Executor(*names).modules
+    shared, forward, backward = (modules[name] for name in names)
     monkeypatch.setattr(selective_scan, "selective_scan_walk_fwd", forward.selective_scan_walk_fwd)
     monkeypatch.setattr(selective_scan, "selective_scan_walk_bwd", backward.selective_scan_walk_bwd)
     monkeypatch.setattr(selective_scan, "takes_walk", lambda u, B: True)

@@ -1,0 +1,229 @@
+"""Modules that stand in for Gluon's language, and the global memory that kernels see.
+
+What says where elements lie (layouts) is Gluon's own and means nothing here. Names that differ between versions of Triton are
+there in all of their forms.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as real
+from triton.experimental.gluon.language.nvidia import hopper as real_hopper
+
+from . import copies, products
+from .barriers import Barrier, BarrierArray
+from .memory import Allocation, Buffer, fence, meet
+from .schedule import block
+from .values import TORCH, TRITON, Int, Value, apply, count
+
+NAMES = ("triton.experimental.gluon", "triton.experimental.gluon.language", "triton.experimental.gluon.language.nvidia",
+         "triton.experimental.gluon.language.nvidia.hopper")
+_LAYOUTS = ("SliceLayout", "BlockedLayout", "DistributedLinearLayout", "SwizzledSharedLayout", "NVMMASharedLayout",
+            "NVMMADistributedLayout", "DotOperandLayout")
+
+
+def _bits_of_both(a: Tensor, b: Tensor) -> Tensor:
+    return (a.view(torch.int16) & b.view(torch.int16)).view(a.dtype)
+
+
+_ASSEMBLY = {
+    "and.b32": _bits_of_both,
+    "ex2.approx.ftz.f32": torch.exp2,
+    "lg2.approx.f32": torch.log2,
+    "rcp.approx.ftz.f32": torch.reciprocal,
+    "max.NaN.f32": lambda v, least: v.clamp(min=least),
+    "min.NaN.f32": lambda v, most: v.clamp(max=most),
+}
+
+
+class Jit:
+    """A function in Gluon: the same function in Python."""
+
+    def __init__(self, function: Callable):
+        self.function = function
+
+    def __call__(self, *args, **kwargs):
+        return self.function(*args, **kwargs)
+
+
+class Pointer:
+    """Elements of a tensor's memory, at offsets."""
+
+    def __init__(self, t: Tensor, offsets: Value | Int):
+        self.t, self.offsets = t, offsets
+        self.dtype = types.SimpleNamespace(element_ty=TRITON[t.dtype])
+
+    def __add__(self, offsets: Value | Int) -> Pointer:
+        return Pointer(self.t, self.offsets + offsets)
+
+    def __sub__(self, offsets: Value | Int) -> Pointer:
+        return Pointer(self.t, self.offsets - offsets)
+
+    def elements(self) -> tuple[Tensor, Tensor]:
+        """All of the memory, and the offsets in it."""
+        memory = self.t.as_strided((self.t.untyped_storage().nbytes() // self.t.itemsize,), (1,), 0)
+        at = self.offsets.used() if isinstance(self.offsets, Value) else torch.tensor(int(self.offsets))
+        return memory, at
+
+
+def _load(pointers: Pointer, mask: Value | None = None, other: float = 0) -> Value | Int:
+    memory, at = pointers.elements()
+    layout = getattr(pointers.offsets, "layout", None)
+    if mask is None:
+        assert int(at.min()) >= 0, "an address before the tensor's memory"
+        value = memory[at]
+    else:
+        kept = mask.used().expand(at.shape)
+        value = torch.full(at.shape, other, dtype=memory.dtype)
+        value[kept] = memory[at[kept]]
+    return Int(value) if value.dim() == 0 and not value.is_floating_point() else Value(value, layout)
+
+
+def _store(pointers: Pointer, value: Value, mask: Value | None = None) -> None:
+    memory, at = pointers.elements()
+    new = value.used()
+    assert new.dtype == memory.dtype, f"{new.dtype} stored into {memory.dtype}"
+    new = new.expand(at.shape)
+    kept = torch.ones(at.shape, dtype=torch.bool) if mask is None else mask.used().expand(at.shape)
+    assert bool((at[kept] >= 0).all()), "an address before the tensor's memory"
+    memory[at[kept]] = new[kept]
+
+
+def _where(condition: Value | Int, yes: Value | Int, no: Value | Int) -> Value | Int:
+    if isinstance(condition, int):
+        return yes if condition else no
+    return apply(torch.where, condition, yes, no)
+
+
+def _expand_dims(value: Value, axis: int) -> Value:
+    layout = value.layout.parent if isinstance(value.layout, real.SliceLayout) else None
+    return Value(value.tensor.unsqueeze(axis), layout, value.loads)
+
+
+def _sum(value: Value, axis: int) -> Value:
+    return Value(value.tensor.sum(axis), value.layout and real.SliceLayout(axis, value.layout), value.loads)
+
+
+def _reshape(value: Value, shape: list[int]) -> Value:
+    return Value(value.tensor.reshape(tuple(shape)), None, value.loads)
+
+
+def _join(a: Value, b: Value) -> Value:
+    return _reshape(apply(lambda a, b: torch.stack((a, b), -1), a, b), [*a.shape, 2])
+
+
+def _minimum(a: Value | Int, b: Value | Int) -> Value | Int:
+    return Int(min(a, b)) if isinstance(a, int) and isinstance(b, int) else apply(torch.minimum, a, b)
+
+
+def _split(value: Value) -> tuple[Value, Value]:
+    return tuple(Value(value.tensor[..., n], None, value.loads) for n in range(2))
+
+
+def _static_assert(condition: bool, message: str = "") -> None:
+    assert condition, message
+
+
+def _allocate(dtype: real.dtype, shape: list[int], layout: object) -> Buffer | BarrierArray:
+    if isinstance(layout, real_hopper.mbarrier.MBarrierLayout):
+        return BarrierArray(shape[0])
+    allocation = Allocation(dtype, shape)
+    return Buffer(allocation, allocation.elements)
+
+
+def _init(barrier: Barrier, count: int) -> None:
+    barrier.init(count)
+    block().barriers.append(barrier)
+
+
+def _arrive(barrier: Barrier, *, count: int = 1) -> None:
+    barrier.arrive(block().pause(), count)
+
+
+def _expect(barrier: Barrier, bytes: int) -> None:
+    barrier.expect(block().pause(), bytes)
+
+
+def _fence() -> None:
+    """Shows the async proxy what the role has stored; before the roles begin, the mbarriers that were made."""
+    role = block().pause()
+    fence(role)
+    if not role.is_partition:
+        for barrier in block().barriers:
+            barrier.fenced = True
+
+
+def _meet() -> None:
+    meet(block().pause())
+
+
+def _warp_specialize(parts: list[tuple[Jit, tuple]], warps: list[int], registers: list[int] | None = None) -> None:
+    assert len(parts) - 1 == len(warps) == len(registers or warps), "warps and registers of each role but the first"
+    _name(sys._getframe(1).f_locals)
+    block().specialize([(jit.function, args) for jit, args in parts])
+
+
+def _name(local: dict[str, object]) -> None:
+    """Calls shared memory and mbarriers as the kernel does, for what is said of faults."""
+    for name, thing in local.items():
+        if isinstance(thing, Buffer):
+            thing.allocation.name = name
+        elif isinstance(thing, Barrier):
+            thing.name = name
+        elif isinstance(thing, BarrierArray):
+            for n, barrier in enumerate(thing.barriers):
+                barrier.name = f"{name}[{n}]"
+
+
+def _language() -> types.ModuleType:
+    gl = types.ModuleType(NAMES[1])
+    gl.constexpr = lambda value: Int(value) if type(value) is int else value
+    for dtype in TRITON.values():
+        setattr(gl, str(dtype).replace("fp", "float").replace("bf16", "bfloat16"), dtype)
+    for name in _LAYOUTS:
+        setattr(gl, name, getattr(real, name))
+    gl.program_id, gl.num_programs = lambda axis: Int(block().number), lambda axis: Int(block().programs)
+    gl.static_range, gl.static_assert = count, _static_assert
+    gl.arange = lambda start, stop, layout: Value(torch.arange(start, stop), layout)
+    gl.zeros = lambda shape, dtype, layout: Value(torch.zeros(tuple(shape), dtype=TORCH[dtype]), layout)
+    gl.where, gl.minimum = _where, _minimum
+    gl.expand_dims, gl.sum, gl.reshape, gl.join, gl.split = _expand_dims, _sum, _reshape, _join, _split
+    gl.abs, gl.exp2 = (lambda value: apply(torch.abs, value)), (lambda value: apply(torch.exp2, value))
+    gl.convert_layout = lambda value, layout: Value(value.tensor, layout, value.loads)
+    gl.inline_asm_elementwise = lambda asm, constraints, args, *rest: apply(_ASSEMBLY[asm.split()[0]], *args)
+    gl.load, gl.store = _load, _store
+    gl.allocate_shared_memory, gl.warp_specialize, gl.shared_memory_descriptor = _allocate, _warp_specialize, Buffer
+    gl.barrier = gl.thread_barrier = _meet
+    return gl
+
+
+def _hopper() -> types.ModuleType:
+    hopper, mbarrier, tma = (types.ModuleType(f"{NAMES[3]}{end}") for end in ("", ".mbarrier", ".tma"))
+    mbarrier.MBarrierLayout = real_hopper.mbarrier.MBarrierLayout
+    mbarrier.init, mbarrier.arrive, mbarrier.expect = _init, _arrive, _expect
+    mbarrier.wait = lambda barrier, phase: barrier.wait(phase)
+    tma.async_copy_global_to_shared = tma.async_load = copies.copy_in
+    tma.async_copy_shared_to_global = tma.async_store = copies.copy_out
+    tma.store_wait = copies.wait_for_copies_out
+    hopper.mbarrier, hopper.tma, hopper.fence_async_shared = mbarrier, tma, _fence
+    hopper.warpgroup_mma, hopper.warpgroup_mma_wait = products.multiply, products.wait_for_products
+    return hopper
+
+
+def stand_ins() -> dict[str, types.ModuleType]:
+    """By the names under which they are imported."""
+    def jit(function: Callable | None = None, **options) -> Jit | Callable:
+        return jit if function is None else Jit(function)
+
+    modules = dict(zip(NAMES, (types.ModuleType(NAMES[0]), _language(), types.ModuleType(NAMES[2]), _hopper()), strict=True))
+    gluon = modules[NAMES[0]]
+    gluon.jit, gluon.constexpr_function = jit, lambda function: function
+    for outer, inner in pairwise(NAMES):
+        setattr(modules[outer], inner.rpartition(".")[2], modules[inner])
+    return modules

@@ -1,0 +1,115 @@
+"""Modules of Gluon kernels, loaded anew with the stand-in for the language, so that what they launch runs here."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import linecache
+import sys
+from contextlib import ExitStack
+from types import ModuleType
+from unittest.mock import patch
+
+import torch
+import triton.experimental
+from torch import Tensor
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from .copies import Descriptor
+from .language import NAMES, Jit, Pointer, stand_ins
+from .schedule import Block
+from .values import Int, count
+
+_OPTIONS = ("num_warps", "maxnreg")
+Edits = dict[str, list[tuple[str, str]]]
+
+
+class Executor:
+    """Modules whose Gluon kernels run on CPU tensors, one block after the other.
+
+    Attributes:
+        modules: by name. `installed` puts them where others import them from.
+        seed: of the schedules of the launches to come.
+        launched: the names of the kernels that ran, in order.
+    """
+
+    def __init__(self, *names: str, edits: Edits | None = None):
+        """names: of modules that launch kernels. edits: texts to be replaced in the source of some of these, by name; each
+        must be there, once.
+        """
+        self.modules, self.seed, self.launched = _load(names, edits or {}), 0, []
+        for module in self.modules.values():
+            if hasattr(module, "launch"):
+                module.launch = self._launcher(module.launch)
+
+    def installed(self):
+        """Context in which imports find these modules."""
+        return patch.dict(sys.modules, self.modules)
+
+    def _launcher(self, launch):
+        return lambda kernel, *args, **config: (self._launch if isinstance(kernel, Jit) else launch)(kernel, *args, **config)
+
+    def _launch(self, kernel: Jit, programs: int, *args, **config) -> None:
+        given = [_of_kernel(arg) for arg in args]
+        config = {name: _of_kernel(value) for name, value in config.items() if name not in _OPTIONS}
+        self.launched.append(kernel.function.__name__)
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # the tiles are small
+        try:
+            for number in range(programs):
+                Block(number, programs, kernel.function, (self.seed, len(self.launched), number)).run(*given, **config)
+        finally:
+            torch.set_num_threads(threads)
+
+
+def _of_kernel(arg):
+    """An argument of a launch as the kernel sees it."""
+    if isinstance(arg, Tensor):
+        return Pointer(arg, Int(arg.storage_offset()))
+    if isinstance(arg, TensorDescriptor):
+        return Descriptor(arg)
+    if isinstance(arg, tuple):
+        return tuple(map(_of_kernel, arg))
+    return Int(arg) if type(arg) is int else arg
+
+
+def _load(names: tuple[str, ...], edits: Edits) -> dict[str, ModuleType]:
+    assert edits.keys() <= set(names), "only named modules can be edited"
+    for name in names:
+        importlib.import_module(name)
+    packages = {"ssd", *(name.partition(".")[0] for name in names)}
+    stale = [name for name, module in sys.modules.items() if name.partition(".")[0] in packages and _uses_gluon(module)]
+    standing_in = stand_ins()
+    with ExitStack() as stack:
+        stack.enter_context(patch.dict(sys.modules, standing_in))
+        stack.enter_context(patch.object(triton.experimental, "gluon", standing_in[NAMES[0]]))
+        for package in {name.rpartition(".")[0] for name in stale}:
+            stack.enter_context(patch.dict(vars(sys.modules[package])))
+        for name in stale:
+            del sys.modules[name]
+        for name in names:
+            _import(name, edits.get(name, []))
+        fresh = {name: sys.modules[name] for name in stale if name in sys.modules}
+    for module in fresh.values():
+        module.range = count
+    return fresh
+
+
+def _uses_gluon(module: ModuleType) -> bool:
+    """Whether something of it is Gluon's: a module or a function."""
+    names = ((getattr(value, "__name__", None), type(value).__module__) for value in vars(module).values())
+    return any(isinstance(name, str) and name.startswith(NAMES[0]) for pair in names for name in pair)
+
+
+def _import(name: str, edits: list[tuple[str, str]]) -> None:
+    if not edits:
+        importlib.import_module(name)
+        return
+    spec = importlib.util.find_spec(name)
+    source, file = spec.loader.get_source(name), f"{spec.origin}, edited"
+    for old, new in edits:
+        assert source.count(old) == 1, f"{name} has {source.count(old)} times: {old}"
+        source = source.replace(old, new)
+    linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    exec(compile(source, file, "exec"), vars(module))

@@ -1,0 +1,174 @@
+"""Shared memory, and whether what touches it comes after what touched it before.
+
+An access is over for others from a tick of its role's clock, or a phase of an mbarrier, on. Who comes next must know that tick
+or phase: because its own warps met since, or through an mbarrier on which the other arrived afterwards. So most faults show in
+every schedule, whichever of the two happens to come first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as real
+
+from .schedule import Fault, Line, Role, block
+from .values import TORCH, Int, Value
+
+
+@dataclass(eq=False)
+class Access:
+    """Of elements `start` to `stop` of an allocation.
+
+    Attributes:
+        kind: "load" or "store", ordinary ones; "product" or "copy out", asynchronous reads; "copy in".
+        actor: whose clock tells when it is over: the role, or of a copy in the mbarrier that it completes on.
+        finished: of a load, what it brought has been used; of a copy out, the role has waited for it.
+        fenced: of a store, a fence between the proxies has followed it.
+        elements: of an ordinary one, which of its thread's elements are which of the memory's.
+        ordered: tick from which the role's own ordinary accesses come after it: its warps have met.
+        over: tick from which anything may come after it. visible: from which products and copies out see a store.
+    """
+
+    kind: str
+    line: Line
+    name: str
+    start: int
+    stop: int
+    actor: object
+    elements: tuple | None = None
+    finished: bool = False
+    fenced: bool = False
+    ordered: int | None = None
+    over: int | None = None
+    visible: int | None = None
+
+    def __str__(self) -> str:
+        return f"the {self.kind} of {self.name} by {self.line}"
+
+    @property
+    def writes(self) -> bool:
+        return self.kind in ("store", "copy in")
+
+    def is_over_for(self, role: Role, later: Access) -> bool:
+        """Whether `later` may touch what this one did, for all that the role, which issues it, knows."""
+        known = role.clock.get(self.actor, 0)
+        if self.kind == "store" and later.kind in ("product", "copy out"):
+            return self.visible is not None and self.visible <= known
+        if self.actor is role and self.elements and later.elements:  # a thread's own accesses stay in order
+            same_thread = self.elements == later.elements
+            if same_thread or (self.kind == "load" and self.ordered is not None):
+                return True
+        return self.over is not None and self.over <= known
+
+    def why(self, later: Access) -> str:
+        """What it lacks to be over for `later`, as a reader of a fault needs it."""
+        if self.kind == "copy in":
+            return "of whose landing this role has not been told"
+        if self.over is None and not self.finished:
+            return "which may still be on its way"
+        if self.over is None:
+            return "which no barrier of its warps has followed"
+        if self.kind == "store" and later.kind in ("product", "copy out") and self.visible is None:
+            return "between which and the barrier of its warps no fence_async_shared was"
+        return "of whose end this role has not been told: nobody was at an mbarrier after it, or after the barrier of its warps"
+
+
+class Allocation:
+    """Elements, and the accesses to them that later ones must come after."""
+
+    def __init__(self, dtype: real.dtype, shape: list[int]):
+        self.name, self.dtype = "shared memory", dtype
+        self.elements = torch.full(shape, float("nan"), dtype=TORCH[dtype])
+        self.accesses: list[Access] = []
+
+    def touch(self, role: Role, access: Access) -> None:
+        """Adds the access, which the role issues now.
+
+        Raises:
+            Fault: one before it is not over, or it reads what nothing has written.
+        """
+        before = [a for a in self.accesses if a.start < access.stop and access.start < a.stop]
+        for a in before:
+            if (a.writes or access.writes) and not a.is_over_for(role, access):
+                raise Fault(f"{access} comes before the end of {a}, {a.why(access)}")
+        if access.writes:
+            self.accesses = [a for a in self.accesses if a.start < access.start or access.stop < a.stop]
+        elif not any(a.writes and a.start <= access.start and access.stop <= a.stop for a in before):
+            raise Fault(f"{access} reads what nothing has written")
+        self.accesses.append(access)
+
+
+class Buffer:
+    """A view of an allocation."""
+
+    def __init__(self, allocation: Allocation, view: Tensor, name: str = ""):
+        self.allocation, self.view, self._name = allocation, view, name
+        self.dtype, self.shape = allocation.dtype, tuple(map(Int, view.shape))
+
+    @property
+    def name(self) -> str:
+        return self.allocation.name + self._name
+
+    def index(self, n: int) -> Buffer:
+        if not 0 <= n < self.view.shape[0]:
+            raise Fault(f"{block().running.line()}: {self.name}[{int(n)}] of {self.view.shape[0]}")
+        return Buffer(self.allocation, self.view[int(n)], f"{self._name}[{int(n)}]")
+
+    def slice(self, start: int, length: int, dim: int = 0) -> Buffer:
+        return Buffer(self.allocation, self.view.narrow(dim, start, length), f"{self._name}[{int(start)}:{start + length}]")
+
+    def permute(self, order: tuple[int, ...]) -> Buffer:
+        return Buffer(self.allocation, self.view.permute(order), self._name)
+
+    def reinterpret(self, dtype: real.dtype, shape: list[int], layout: object) -> Buffer:
+        assert dtype == self.dtype, "memory of another dtype is not modelled"
+        return Buffer(self.allocation, self.view.view(shape), self._name)
+
+    _reinterpret = reinterpret
+
+    def load(self, layout: object) -> Value:
+        role = block().pause()
+        access = self.touch(role, "load", layout)
+        return Value(self.view.clone(), layout, () if access is None else (access,))
+
+    def store(self, value: Value) -> None:
+        role = block().pause()
+        tensor = value.used()
+        assert tensor.shape == self.view.shape and value.dtype == self.dtype, f"{value.dtype} {tensor.shape} into {self.name}"
+        self.touch(role, "store", value.layout)
+        self.view.copy_(tensor)
+
+    def touch(self, role: Role, kind: str, layout: object = None, actor: object = None,
+              over: int | None = None) -> Access | None:
+        """Notes an access that the role issues. Outside of roles there is none: there the compiler's barriers keep order."""
+        if not role.is_partition:
+            return None
+        start = self.view.storage_offset()
+        extent = sum((n - 1) * stride for n, stride in zip(self.view.shape, self.view.stride(), strict=True)) + 1
+        assert extent == self.view.numel(), "views with gaps are not modelled"
+        elements = layout and (layout, self.view.shape, self.view.stride())
+        access = Access(kind, role.line(), self.name, start, start + extent, actor or role, elements, over=over)
+        access.finished = kind == "store"
+        self.allocation.touch(role, access)
+        if over is None:
+            role.open.append(access)
+        return access
+
+
+def meet(role: Role) -> None:
+    """A barrier of the role's warps: what each of them did comes before what any of them does."""
+    tick = role.clock[role] = role.tick + 1
+    for access in role.open:
+        if access.kind in ("load", "store") and access.ordered is None:
+            access.ordered = tick
+        if access.finished:
+            access.over, access.visible = tick, tick if access.fenced else None
+    role.open = [access for access in role.open if access.over is None]
+
+
+def fence(role: Role) -> None:
+    """Between the proxies: products and copies out see what was stored before it, once the warps have met."""
+    for access in role.open:
+        access.fenced |= access.kind == "store"

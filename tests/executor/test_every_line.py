@@ -1,0 +1,84 @@
+"""Each wait, arrival, fence, barrier and copy in of the Hopper kernels is needed: without it the executor finds a fault.
+
+So it sees them all; and one that it would not miss is either superfluous or beyond it.
+"""
+
+import ast
+import functools
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+
+from ssd.registry import get_variant
+from ssd.types import Options
+from tests.errors import results
+from tests.executor import Executor, Fault
+from tests.inputs import Case, Shape, random_inputs
+from tests.ssd.hopper_on_cpu import KERNELS, hopper_on_cpu
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs the other kernels")
+CALLS = {"wait", "arrive", "expect", "fence_async_shared", "block_barrier", "store_wait", "warpgroup_mma_wait",
+         "async_copy_global_to_shared", "async_load"}
+# Barriers of the warps that only stand between a wait for products and an arrival: the executor takes the wait for one of all
+# four warps. By what follows them.
+NOT_MISSED = ("mbarrier.arrive(empty.index(kept), count=1)", "mbarrier.arrive(pairs_empty, count=1)")
+SHAPE = Shape(1, 5 * 64 - 7, 4, 64, 1, 64, 64)
+# Some lines are needed where others do not happen to do their work: in more stages, for one head alone, in cut sequences.
+WAYS = {"recomputed": (Options(save_states=False), {}), "saved": (Options(), {}),
+        "a head in each part": (Options(save_states=False), {"splits": 4}),
+        "cut": (Options(), {"blocks": 5, "cut": (2, 2)})}
+
+
+@functools.cache
+def source(kernel: str) -> str:
+    return Path(importlib.util.find_spec(kernel).origin).read_text()
+
+
+def statements(kernel: str) -> list[tuple[int, int]]:
+    """First and last line, from 0, of the simple statements that call one of CALLS in a kernel or a part of one."""
+    functions = [node for node in ast.parse(source(kernel)).body if isinstance(node, ast.FunctionDef) and node.decorator_list]
+    simple = [node for function in functions for node in ast.walk(function) if isinstance(node, ast.Expr | ast.Assign)]
+    return sorted((node.lineno - 1, node.end_lineno) for node in simple if _called(node) & CALLS)
+
+
+def _called(statement: ast.stmt) -> set[str]:
+    functions = [node.func for node in ast.walk(statement) if isinstance(node, ast.Call)]
+    return {getattr(function, "attr", getattr(function, "id", "")) for function in functions}
+
+
+LINES = [pytest.param(kernel, *lines, id=f"{kernel.rpartition('.')[2]}:{lines[0] + 1}")
+         for kernel in KERNELS for lines in statements(kernel)]
+
+
+@pytest.mark.parametrize(("kernel", "first", "last"), LINES)
+def test_needed(kernel, first, last):
+    lines = source(kernel).splitlines(keepends=True)
+    indent = lines[first][: -len(lines[first].lstrip())]
+    without = "".join([*lines[:first], f"{indent}pass\n", *lines[last:]])
+    executor = Executor(*KERNELS, edits={kernel: [(source(kernel), without)]})
+    missed = any(_is_faulty(executor, way) for way in WAYS)
+    is_listed = "block_barrier()" in lines[first] and lines[last].strip() in NOT_MISSED
+    assert missed != is_listed, "".join(lines[first:last])
+
+
+def _is_faulty(executor: Executor, way: str) -> bool:
+    options, dealing = WAYS[way]
+    inputs = random_inputs(SHAPE, Case(D="h", dt_dtype=torch.float32), torch.bfloat16)
+    ways = torch.randn_like(inputs.x), torch.randn(1, 4, 64, 64)
+    try:
+        with hopper_on_cpu(executor, **({"blocks": 1} | dealing)):
+            results(get_variant("persistent"), inputs, *ways, options)
+    except Fault:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_with_all_of_them_there_is_no_fault(way):
+    assert not _is_faulty(Executor(*KERNELS), way)
+
+
+def test_many_are_found():
+    assert len(LINES) > 70

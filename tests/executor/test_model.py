@@ -1,0 +1,334 @@
+"""What the executor takes for right and for wrong, in kernels of a few lines."""
+
+import re
+
+import pytest
+import torch
+from triton.experimental.gluon import language as real
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from tests.executor import Executor, Fault
+from tests.executor.copies import Descriptor
+from tests.executor.language import NAMES, Jit, Pointer, stand_ins
+from tests.executor.schedule import Block
+from tests.executor.values import Int
+
+_MODULES = stand_ins()
+gl, hopper = _MODULES[NAMES[1]], _MODULES[NAMES[3]]
+mbarrier, tma, fence_async_shared = hopper.mbarrier, hopper.tma, hopper.fence_async_shared
+SEEDS = range(12)
+LINE = real.SwizzledSharedLayout(1, 1, 1, [0])
+SQUARE = real.NVMMASharedLayout.get_default_for([64, 64], real.float16)
+TILE = real.NVMMASharedLayout.get_default_for([1, 64, 64], real.float16)
+WIDE, NARROW = (real.BlockedLayout([n], [32], [4], [0]) for n in (1, 2))
+MMA = real.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+
+
+def play(*roles, seed: int = 0) -> None:
+    """Runs a kernel of these roles, each with the same shared memory: a vector, two tiles of fp16 and three mbarriers."""
+
+    def kernel():
+        vector = gl.allocate_shared_memory(gl.float32, [64], LINE)
+        tiles = gl.allocate_shared_memory(gl.float16, [2, 1, 64, 64], TILE)
+        bars = gl.allocate_shared_memory(gl.int64, [3, 1], mbarrier.MBarrierLayout())
+        for n in range(3):
+            mbarrier.init(bars.index(n), count=1)
+        fence_async_shared()
+        gl.warp_specialize([(Jit(role), (vector, tiles, bars)) for role in roles], [4] * (len(roles) - 1))
+
+    Block(0, 1, kernel, seed).run()
+
+
+def described(t: torch.Tensor) -> Descriptor:
+    return Descriptor(TensorDescriptor(t, list(t.shape), list(t.stride()), [1, 64, 64], TILE))
+
+
+def square(tiles, n: int):
+    return tiles.index(n).reinterpret(gl.float16, [64, 64], SQUARE)
+
+
+def ones():
+    return gl.zeros([64], gl.float32, WIDE) + 1.0
+
+
+def idle(vector, tiles, bars):
+    pass
+
+
+def assert_faulty(*roles, says: str) -> None:
+    """In every schedule."""
+    for seed in SEEDS:
+        with pytest.raises(Fault) as found:
+            play(*roles, seed=seed)
+        assert re.search(says, str(found.value)), found.value
+
+
+def assert_fine(*roles) -> None:
+    for seed in SEEDS:
+        play(*roles, seed=seed)
+
+
+@pytest.mark.parametrize("rows", (64, 70))
+def test_rows_out_of_bounds(rows):
+    """Are zeros on the way in, and not written on the way out."""
+    x, out = torch.randn(1, rows, 64).half(), torch.full((2, 128, 64), 7.0).half()
+    source, sink = described(x), described(out[:, :rows])
+
+    def fetch(vector, tiles, bars):
+        for n in range(2):
+            mbarrier.expect(bars.index(n), 64 * 64 * 2)
+            tma.async_copy_global_to_shared(source, [0, n * 64, 0], bars.index(n), tiles.index(n))
+
+    def put(vector, tiles, bars):
+        for n in range(2):
+            mbarrier.wait(bars.index(n), 0)
+            tma.async_copy_shared_to_global(sink, [0, n * 64, 0], tiles.index(n))
+            seen.append(tiles.index(n).load(None).used())
+        tma.store_wait(0)
+
+    for seed in SEEDS:
+        out.fill_(7.0)
+        seen = []
+        play(fetch, put, seed=seed)
+        assert torch.equal(out[0, :rows], x[0]) and out[0, rows:].eq(7).all() and out[1].eq(7).all()
+        assert torch.equal(torch.cat(seen, 1)[0, :rows], x[0]) and not torch.cat(seen, 1)[0, rows:].any()
+
+
+def test_a_fresh_barrier_has_the_other_parity():
+    def one(vector, tiles, bars):
+        mbarrier.wait(bars.index(0), 1)
+
+    def zero(vector, tiles, bars):
+        mbarrier.wait(bars.index(0), 0)
+
+    assert_fine(one)
+    assert_faulty(zero, idle, says=r"deadlock:\n  role 0 \(zero\) at test_model.py:\d+ `mbarrier.wait.*`: waits for a phase of "
+                                   r"parity 0 of bars\[0\] \(phase 0 lacks 1 of 1 arrivals and 0 bytes\)$")
+
+
+def test_all_who_wait_are_named():
+    def first(vector, tiles, bars):
+        mbarrier.wait(bars.index(0), 0)
+        mbarrier.arrive(bars.index(1), count=1)
+
+    def second(vector, tiles, bars):
+        mbarrier.wait(bars.index(1), 0)
+        mbarrier.arrive(bars.index(0), count=1)
+
+    assert_faulty(first, second, says=r"(?s)role 0 \(first\).*bars\[0\].*role 1 \(second\).*bars\[1\]")
+
+
+def test_a_wait_tells_of_the_first_phase_that_it_may_have_seen():
+    """The third has the same parity, and the store comes between."""
+
+    def writer(vector, tiles, bars):
+        mbarrier.arrive(bars.index(0), count=1)
+        mbarrier.arrive(bars.index(0), count=1)
+        vector.store(ones())
+        gl.barrier()
+        mbarrier.arrive(bars.index(0), count=1)
+        mbarrier.arrive(bars.index(1), count=1)
+
+    def reader(vector, tiles, bars):
+        mbarrier.wait(bars.index(1), 0)  # the barrier is three phases on
+        vector.load(WIDE)
+
+    def hasty(vector, tiles, bars):
+        mbarrier.wait(bars.index(0), 0)
+        vector.load(WIDE)
+
+    assert_fine(writer, reader)
+    assert_faulty(writer, hasty, says=r"nothing has written|of whose end this role has not been told|no barrier")
+
+
+def test_vectors_pass_from_role_to_role():
+    def writer(vector, tiles, bars):
+        vector.store(ones())
+        gl.barrier()
+        mbarrier.arrive(bars.index(0), count=1)
+
+    def apart(vector, tiles, bars):
+        vector.store(ones())
+        mbarrier.arrive(bars.index(0), count=1)
+
+    def reader(vector, tiles, bars):
+        mbarrier.wait(bars.index(0), 0)
+        assert vector.load(NARROW).used().eq(1).all()
+
+    def rash(vector, tiles, bars):
+        vector.load(NARROW)
+
+    assert_fine(writer, reader)
+    assert_faulty(apart, reader, says="load of vector.*no barrier of its warps")
+    assert_faulty(writer, rash, says="nothing has written|told|no barrier")
+
+
+def test_own_elements_need_no_barrier():
+    def same(vector, tiles, bars):
+        vector.store(ones())
+        assert vector.load(WIDE).used().eq(1).all()
+        vector.store(ones())
+
+    def other(vector, tiles, bars):
+        vector.store(ones())
+        vector.load(NARROW)
+
+    def over(vector, tiles, bars):
+        vector.store(ones())
+        gl.barrier()
+        vector.load(NARROW)
+        vector.store(ones())
+
+    def apart(vector, tiles, bars):
+        vector.store(ones())
+        gl.barrier()
+        vector.load(NARROW)
+        gl.barrier()
+        vector.store(ones())
+
+    assert_fine(same)
+    assert_fine(apart)
+    assert_faulty(other, says="load of vector.*store of vector.*no barrier")
+    assert_faulty(over, says="store of vector.*load of vector.*still be on its way")
+
+
+def test_a_load_is_on_its_way_until_it_is_used():
+    source, kept = described(torch.randn(1, 64, 64).half()), torch.empty(64, 64)
+
+    def fetch(vector, tiles, bars):
+        for n in range(2):
+            mbarrier.wait(bars.index(1), n & 1 ^ 1)
+            mbarrier.expect(bars.index(0), 64 * 64 * 2)
+            tma.async_load(source, [0, 0, 0], bars.index(0), tiles.index(0))
+        mbarrier.wait(bars.index(0), 1)
+
+    def early(vector, tiles, bars):
+        read(tiles, bars, before=lambda value: None, after=store)
+
+    def late(vector, tiles, bars):
+        read(tiles, bars, before=store, after=lambda value: None)
+
+    def read(tiles, bars, before, after):
+        mbarrier.wait(bars.index(0), 0)
+        value = gl.exp2(square(tiles, 0).load(MMA).to(gl.float32) * 2.0)
+        before(value)
+        gl.barrier()
+        mbarrier.arrive(bars.index(1), count=1)
+        after(value)
+
+    def store(value):
+        at = gl.expand_dims(gl.arange(0, 64, None), 1) * 64 + gl.expand_dims(gl.arange(0, 64, None), 0)
+        gl.store(Pointer(kept, Int(0)) + at, value)
+
+    assert_fine(late, fetch)
+    assert_faulty(early, fetch, says=r"copy in of tiles\[0\] by role 1.*load of tiles\[0\] by role 0 \(early\)")
+
+
+def test_products_run_in_order_and_add_to_each_other():
+    def multiply(tiles, fenced=True, meets=True):
+        eye = gl.expand_dims(gl.arange(0, 64, None), 0) == gl.expand_dims(gl.arange(0, 64, None), 1)
+        square(tiles, 0).store(eye.to(gl.float16))
+        if fenced:
+            fence_async_shared()
+        if meets:
+            gl.barrier()
+        one = gl.where(eye, 1.0, 1.0)
+        first = hopper.warpgroup_mma(one.to(gl.float16), square(tiles, 0), gl.zeros([64, 64], gl.float32, MMA), use_acc=False,
+                                     is_async=True)
+        second = hopper.warpgroup_mma(square(tiles, 0), square(tiles, 0).permute((1, 0)), first, is_async=True)
+        third = hopper.warpgroup_mma(square(tiles, 0), square(tiles, 0), one, is_async=True)
+        second = hopper.warpgroup_mma_wait(1, deps=(second,))
+        assert torch.equal(second.used(), torch.ones(64, 64) + torch.eye(64))
+        return third
+
+    def right(vector, tiles, bars):
+        third = hopper.warpgroup_mma_wait(0, deps=(multiply(tiles),))
+        assert torch.equal(third.used(), torch.ones(64, 64) + torch.eye(64))
+        square(tiles, 0).store(third.to(gl.float16))
+
+    def unfenced(vector, tiles, bars):
+        multiply(tiles, fenced=False)
+
+    def apart(vector, tiles, bars):
+        multiply(tiles, meets=False)
+
+    def hasty(vector, tiles, bars):
+        multiply(tiles) * 2.0
+
+    def forgetful(vector, tiles, bars):
+        multiply(tiles)
+
+    def overwriting(vector, tiles, bars):
+        third = multiply(tiles)
+        square(tiles, 0).store(gl.zeros([64, 64], gl.float16, MMA))
+        hopper.warpgroup_mma_wait(0, deps=(third,))
+
+    assert_fine(right)
+    assert_faulty(unfenced, says="product of tiles.*no fence_async_shared")
+    assert_faulty(apart, says="product of tiles.*no barrier")
+    assert_faulty(hasty, says="role 0 .hasty. at .*uses an accumulator before")
+    assert_faulty(forgetful, says="ended without a wait for the product of tiles")
+    assert_faulty(overwriting, says="store of tiles.*product of tiles.*on its way")
+
+
+@pytest.mark.parametrize("bytes, says", ((64 * 64, "complete with 1 copies|nothing|told"), (64 * 64 * 3, "deadlock")))
+def test_bytes_that_are_not_copied(bytes, says):
+    source = described(torch.randn(1, 64, 64).half())
+
+    def fetch(vector, tiles, bars):
+        mbarrier.expect(bars.index(0), bytes * 2)
+        for n in range(2):
+            tma.async_load(source, [0, 0, 0], bars.index(0), tiles.index(n))
+
+    def reader(vector, tiles, bars):
+        mbarrier.wait(bars.index(0), 0)
+        square(tiles, 1).load(MMA)
+
+    assert_faulty(fetch, reader, says=says)
+
+
+def test_places_that_are_not_there():
+    def behind(vector, tiles, bars):
+        tiles.index(2)
+
+    def before(vector, tiles, bars):
+        bars.index(-1)
+
+    assert_faulty(behind, says=r"role 0 \(behind\) at .*tiles\[2\] of 2")
+    assert_faulty(before, says=r"role 0 \(before\) at .*mbarrier -1 of 3")
+
+
+def test_arrivals_that_nobody_counts():
+    def twice(vector, tiles, bars):
+        mbarrier.arrive(bars.index(0), count=2)
+
+    assert_faulty(twice, says=r"2 arrivals at bars\[0\], whose phase 0 lacks 1")
+
+
+def test_schedules_differ_by_seed_alone():
+    def order(seed: int) -> str:
+        steps = []
+
+        def role(name: str):
+            def act(vector, tiles, bars):
+                for _ in range(3):
+                    steps.append(name)
+                    mbarrier.wait(bars.index(0), 1)
+            return act
+
+        play(role("a"), role("b"), seed=seed)
+        return "".join(steps)
+
+    orders = [order(seed) for seed in SEEDS]
+    assert len(set(orders)) > 3 and orders == [order(seed) for seed in SEEDS]
+
+
+def test_integers_round_as_in_Triton():
+    assert Int(7) // 2 % 2 == 1 and type(1 << Int(2)) is Int and (Int(3) == 3).to(gl.int32) == 1
+    with pytest.raises(AssertionError, match="towards zero"):
+        Int(-7) // 2
+
+
+def test_an_edit_must_fit():
+    with pytest.raises(AssertionError, match="has 0 times: nonsense"):
+        Executor("ssd.kernels.hopper_scan", edits={"ssd.kernels.hopper_scan": [("nonsense", "")]})
