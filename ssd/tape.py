@@ -194,6 +194,14 @@ def _memory(t: Tensor) -> int:
     return t.untyped_storage()._cdata
 
 
+def _extent(t: Tensor) -> int:
+    """Bytes of memory from its beginning to the end of the last element of t, 0 if t has none; -1 if t begins later."""
+    if t.storage_offset():
+        return -1
+    last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
+    return (last + 1) * t.itemsize if t.numel() else 0
+
+
 def _record(call: Callable[..., Results], tensors: tuple[Tensor | None, ...], settings: tuple) -> tuple[Results, Tape | None]:
     """The results of the call, and its tape if there can be one."""
     with _Watch() as watch:
@@ -213,8 +221,8 @@ def _tape(tensors: tuple[Tensor | None, ...], results: Results, launches: list[t
             views.setdefault(_memory(t), []).append(t)
     kept = []
     for memory, of in views.items():
-        if len(of) == 1 and of[0].is_contiguous() and of[0].nbytes == inside[memory].untyped_storage().nbytes():
-            kept.append((tuple(of[0].shape), of[0].stride(), of[0].dtype))
+        if len(of) == 1 and _extent(of[0]) == inside[memory].untyped_storage().nbytes():
+            kept.append((tuple(of[0].shape), of[0].stride(), of[0].dtype))  # no view, which autograd would let nobody change
         elif all(t.dtype == of[0].dtype for t in of):
             kept.append(((inside[memory].untyped_storage().nbytes() // of[0].itemsize,), (1,), of[0].dtype))
         else:
