@@ -9,7 +9,6 @@ Launches of the Gluon kernels in order:
 from __future__ import annotations
 
 import logging
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 
@@ -18,8 +17,13 @@ from torch import Tensor
 
 from .kernels.arguments import cdiv, contiguous
 from .kernels.chunk_cumsum import chunk_cumsum
+<<<<<<< HEAD
 from .runs import EVERY_STATE, FEW_STATES, RUN_FIELDS, SCAN, Run, Walk, deal, span_length, span_runs
 from .runtime.toolchain import descriptor_fields, gluon_missing, like_descriptor
+=======
+from .runs import EVERY_STATE, FEW_STATES, SCAN, Walk, deal, span_length, span_runs
+from .tables import get_runs
+>>>>>>> f64e8a8
 from .tuning import current_device
 from .types import HOPPER_DSTATES, HOPPER_HEADDIM, SUB_CHUNK, Options, SSDInputs, SSDSaved
 
@@ -104,7 +108,7 @@ def two_level(inputs: SSDInputs, options: Options, keep: bool, blocks: int | Non
         runs, *entering = call.entering(options, EVERY_STATE if keep else FEW_STATES)
         all_states(i, call.descriptors[:2], describe_states(prev_states), *call.steps, runs, (call.initial_states, None),
                    *entering, final_states, i.batch, every)
-        runs = _span_runs(i.batch, pairs, call.nsub, each, blocks, i.x.device)
+        runs = get_runs(span_runs, (i.batch, pairs, call.nsub, each, blocks), i.x.device).sequences
         hopper_scan(i, *call.descriptors, *call.steps, runs, starts=prev_states, every=every)
     return call.out, final_states, SSDSaved(inputs, options, None, None, prev_states if keep else None)
 
@@ -148,7 +152,8 @@ def runs_of(i: SSDInputs, rows: int, descriptors: tuple, dt: Tensor, dA_cumsum: 
     """
     from .kernels.hopper_states import piece_states
 
-    runs, piece_runs, npieces = _dealt(rows, i.nheads // 2, dt.shape[2], walk, options.segments, i.x.device)
+    settings = rows, i.nheads // 2, dt.shape[2], current_device(i.x.device.index).sms, walk, options.segments
+    runs, piece_runs, npieces = get_runs(deal, settings, i.x.device)
     if not npieces:
         return runs, None, None
     return runs, *piece_states(i, descriptors, dt, dA_cumsum, npieces, piece_runs, forwards)
@@ -203,33 +208,3 @@ def _layout(channels: int, dtype: torch.dtype):
 
     element = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}[dtype]
     return gl.NVMMASharedLayout.get_default_for([1, BLOCK_M, channels], element)
-
-
-# Tables are kept for good: a CUDA graph replays with their addresses.
-@cache
-def _dealt(batch: int, pairs: int, nsub: int, walk: Walk, cut: bool,
-           device: torch.device) -> tuple[Tensor, Tensor | None, int]:
-    """Runs of sequences and of their pieces, (blocks, nruns, 6) int32 on the device, and the number of pieces."""
-    runs = deal(batch, pairs, nsub, current_device(device.index).sms, walk, cut)
-    return _table(runs.sequences, device), _table(runs.pieces, device) if runs.npieces else None, runs.npieces
-
-
-@cache
-def _span_runs(batch: int, pairs: int, nsub: int, every: int, blocks: int | None, device: torch.device) -> Tensor:
-    return _table(span_runs(batch, pairs, nsub, every, blocks), device)
-
-
-def _table(blocks: tuple[tuple[Run, ...], ...], device: torch.device) -> Tensor:
-    """(blocks, nruns, 6) int32 on the device.
-
-    Raises:
-        RuntimeError: a CUDA graph is being captured, whose memory is not for tables that outlive it.
-    """
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError("the first call of these sizes came inside a CUDA-graph capture; call once before it, to warm up")
-    longest = max(map(len, blocks))
-    empty = (0,) * RUN_FIELDS
-    rows = [[*runs, *[empty] * (longest - len(runs))] for runs in blocks]
-    # Another thread: what this one allocates may go to a graph's pool, as while torch.compile warms up for a graph.
-    with ThreadPoolExecutor(1) as elsewhere:
-        return elsewhere.submit(torch.tensor, rows, dtype=torch.int32, device=device).result()

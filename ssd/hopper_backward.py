@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -129,7 +129,7 @@ def _put(gradient: Tensor, into: Tensor | None) -> Tensor:
     return into if into.data_ptr() == gradient.data_ptr() else into.copy_(gradient)
 
 
-@cache
+@lru_cache(maxsize=1024)
 def _splits(tiles: int, heads: int, blocks: int) -> int:
     """Into how many parts the heads of a group are cut so that the last block is done soonest. No part is empty."""
 

@@ -15,6 +15,10 @@ Times are microseconds, fitted to walks of 16 to 224 heads on an H200, which the
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
 
 LAUNCH = 7  # the pass before the parts
 PIECE_STEP = 0.9  # a sub-chunk in it
@@ -26,8 +30,7 @@ SPAN_START = 3  # time in which a block of the two-level scan finds its state an
 SPANS = (8, 4, 2)  # sub-chunks that a block of the two-level scan may walk; with more it would be the stationary scan
 RUN_FIELDS = 6
 
-Span = tuple[int, int, int]  # sequence, first sub-chunk, last sub-chunk (exclusive)
-Run = tuple[int, int, int, int, int, int]  # batch row, pair, first, last, first piece, number of pieces
+Run = tuple[int, int, int, int, int, int]
 
 
 @dataclass(frozen=True)
@@ -52,36 +55,53 @@ EVERY_STATE = Walk(0.93, 0.0128)  # of states or their gradients, each written
 FEW_STATES = Walk(1.0, 0.0)  # of states, of which few are written
 
 
-@dataclass(frozen=True)
-class Runs:
-    """Runs of each block. A run of the pieces leaves the piece that it names as its first."""
+class Runs(NamedTuple):
+    """Tables (blocks, nruns, 6) int32 of the runs of each block.
 
-    sequences: tuple[tuple[Run, ...], ...]
-    pieces: tuple[tuple[Run, ...], ...] = ()
-    npieces: int = 0
+    A run is a row: batch row, pair, first sub-chunk, last (exclusive), first piece, number of pieces. Blocks with fewer runs
+    end in empty ones, all zeros. A run of the pieces leaves the piece that it names as its first.
+    """
+
+    sequences: Tensor
+    pieces: Tensor | None
+    npieces: int
 
 
-def deal(batch: int, pairs: int, nsub: int, blocks: int, walk: Walk, cut: bool = True) -> Runs:
-    """Deals batch * pairs sequences of nsub sub-chunks to at most `blocks` blocks that run side by side."""
-    count = batch * pairs
-    whole = count // blocks * blocks
-    rest = range(whole, count)
+def deal(batch: int, pairs: int, nsub: int, blocks: int, walk: Walk, cut: bool, device: torch.device) -> Runs:
+    """Deals batch * pairs sequences of nsub sub-chunks to at most `blocks` blocks that run side by side.
+
+    cut: whether sequences may be cut; device: where the tables are. There may be many whole sequences, so torch lists those;
+    parts and pieces are a few for each block, so Python does: it is sooner done than torch's threads have met.
+    """
+    whole = batch * pairs // blocks * blocks
+    rest = range(whole, batch * pairs)
     each, share = _cut(len(rest), nsub, blocks, walk) if cut and rest else (nsub, nsub)
-    parts = [(sequence, first, min(first + each, nsub)) for first in range(0, nsub, each) for sequence in rest]
-    pieces = _shares(sorted(part for part in parts if part[2] < nsub), share)
-    starts = [(sequence, first) for share in pieces for sequence, first, _ in share]
+    before = range(0, nsub, each)[-1]  # sub-chunks of a sequence that pieces walk
+    # Laid end to end, what the pieces walk is cut where a part begins and where a share does.
+    end = len(rest) * before
+    bounds = sorted({*range(0, end, each), *range(0, end, share)})
+    number = {bound: piece for piece, bound in enumerate([*bounds, end])}
 
-    def run(span: Span) -> Run:
-        sequence, first, last = span
-        entering = [k for k, (owner, begin) in enumerate(starts) if owner == sequence and begin < first] if first else []
-        return (*divmod(sequence, pairs), first, last, entering[0] if entering else 0, len(entering))
+    def part(sequence: int, first: int) -> Run:
+        start = (sequence - whole) * before
+        entering = (number[start], number[start + first] - number[start]) if first else (0, 0)
+        return *divmod(sequence, pairs), first, min(first + each, nsub), *entering
 
-    spans = [[(sequence, 0, nsub) for sequence in range(block, whole, blocks)] + parts[block::blocks]
-             for block in range(blocks)]
-    number = iter(range(len(starts)))
-    left = [tuple((*divmod(sequence, pairs), first, last, next(number), 0) for sequence, first, last in share)
-            for share in pieces]
-    return Runs(tuple(tuple(map(run, of)) for of in spans if of), tuple(left), len(starts))
+    parts = [part(sequence, first) for first in range(0, nsub, each) for sequence in rest]
+    sequence = torch.arange(whole, dtype=torch.int32, device=device)
+    runs = sequence.new_zeros(whole + len(parts), RUN_FIELDS)
+    runs[:whole, 0], runs[:whole, 1], runs[:whole, 3] = sequence // pairs, sequence % pairs, nsub
+    if parts:
+        runs[whole:] = _table(parts, device)
+    if not bounds:
+        return Runs(_in_turn(runs, blocks), None, 0)
+    shares: list[list[Run]] = [[] for _ in range(0, end, share)]
+    for piece, (bound, after) in enumerate(zip(bounds, [*bounds[1:], end], strict=True)):
+        first = bound % before
+        shares[bound // share].append((*divmod(whole + bound // before, pairs), first, first + after - bound, piece, 0))
+    longest = max(map(len, shares))
+    filled = [run for of in shares for run in (*of, *[(0,) * RUN_FIELDS] * (longest - len(of)))]
+    return Runs(_in_turn(runs, blocks), _table(filled, device).view(-1, longest, RUN_FIELDS), len(bounds))
 
 
 def span_length(sequences: int, nsub: int, blocks: int) -> int:
@@ -93,15 +113,19 @@ def span_length(sequences: int, nsub: int, blocks: int) -> int:
     return min(SPANS, key=time)
 
 
-def span_runs(batch: int, pairs: int, nsub: int, every: int, blocks: int | None) -> tuple[tuple[Run, ...], ...]:
+def span_runs(batch: int, pairs: int, nsub: int, every: int, blocks: int | None, device: torch.device) -> Runs:
     """Runs of `every` sub-chunks: one for each block, or in turn to `blocks` of them.
 
     Pairs run fastest, so that blocks side by side find the B and C of their group in L2.
     """
-    runs = [(b, pair, first, min(first + every, nsub), 0, 0)
-            for b in range(batch) for first in range(0, nsub, every) for pair in range(pairs)]
-    blocks = min(blocks or len(runs), len(runs))
-    return tuple(tuple(runs[block::blocks]) for block in range(blocks))
+    starts = torch.arange(0, nsub, every, dtype=torch.int32, device=device)
+    runs = starts.new_zeros(batch, len(starts), pairs, RUN_FIELDS)
+    runs[..., 0] = torch.arange(batch, device=device)[:, None, None]
+    runs[..., 1] = torch.arange(pairs, device=device)
+    runs[..., 2] = starts[:, None]
+    runs[..., 3] = (starts + every).clamp(max=nsub)[:, None]
+    runs = runs.view(-1, RUN_FIELDS)
+    return Runs(_in_turn(runs, blocks or len(runs)), None, 0)
 
 
 def _cut(sequences: int, nsub: int, blocks: int, walk: Walk) -> tuple[int, int]:
@@ -122,7 +146,7 @@ def _cut(sequences: int, nsub: int, blocks: int, walk: Walk) -> tuple[int, int]:
         return scan + JOIN * joins + LAUNCH + START * (1 + straddling) + PIECE_STEP * share
 
     most = min(ROUNDS * blocks // sequences, nsub // SHORTEST)
-    parts = (-(-nsub // parts) for parts in range(2, most + 1))
+    parts = dict.fromkeys(-(-nsub // parts) for parts in range(2, most + 1))
     cuts = [(each, share) for each in parts for share in _share_lengths(sequences, nsub, each, blocks)]
     return min([(nsub, nsub), *cuts], key=time)
 
@@ -136,16 +160,15 @@ def _share_lengths(sequences: int, nsub: int, each: int, blocks: int) -> tuple[i
     return tuple(max(SHORTEST, share) for share in shares)
 
 
-def _shares(spans: list[Span], each: int) -> list[list[Span]]:
-    """The spans laid end to end and cut into shares of `each` sub-chunks."""
-    shares: list[list[Span]] = [[]]
-    room = each
-    for sequence, first, last in spans:
-        while first < last:
-            if not room:
-                shares.append([])
-                room = each
-            taken = min(room, last - first)
-            shares[-1].append((sequence, first, first + taken))
-            first, room = first + taken, room - taken
-    return shares if spans else []
+def _table(runs: list[Run], device: torch.device) -> Tensor:
+    """(n, 6) int32, copied without a wait for what the device does."""
+    return torch.tensor(runs, dtype=torch.int32, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+
+
+def _in_turn(runs: Tensor, blocks: int) -> Tensor:
+    """The table in which so many blocks take turns, at most one for each run. runs: (n, 6) int32."""
+    blocks = min(blocks, len(runs))
+    nruns = -(-len(runs) // blocks)
+    if nruns * blocks > len(runs):
+        runs = torch.cat((runs, runs.new_zeros(nruns * blocks - len(runs), RUN_FIELDS)))
+    return runs.view(nruns, blocks, RUN_FIELDS).transpose(0, 1).contiguous()

@@ -3,8 +3,9 @@
 What a forward or backward launches depends on the form of its arguments alone: shapes, strides, dtypes, settings. The Python
 that works it out takes longer than the kernels of a small problem: 390 us of a backward whose kernels take 180
 (docs/kernel-log.md). So the second call of a form is recorded: each launch with its arguments, and where each of them lies: in
-a tensor that came in, in memory that was allocated, or elsewhere, as tables do that live as long as the process. A later call
-allocates the same, launches the same with the addresses of its own tensors, and gives the same bits.
+a tensor that came in, in memory that was allocated, or elsewhere, as tables of runs do, which the tape holds. A later call
+allocates the same, launches the same with the addresses of its own tensors, and gives the same bits. A tape belongs to one
+stream, as the tables do that it reads (`tables.py`).
 
 Where a call does anything else to tensors than allocate, look at and launch, none of its form is recorded. So it is where
 there are calls in it that have tapes of their own.
@@ -22,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from .kernels.launch import forget, recording
 from .runtime.toolchain import DescriptorAt, current_stream, descriptor_fields, launch_compiled
+from .tables import hold
 from .tuning import is_forced
 
 # as Inductor's code allocates, on the current device, in half the time of torch's function of that name
@@ -30,6 +32,7 @@ empty_strided = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None) or
 _MOST = 1024  # forms; callers whose sizes never repeat must not fill the memory
 _MOST_ADDRESSES = 8  # of an argument, whose descriptors are kept
 _MOST_BYTES = 1 << 30  # allocated by a call: beyond, the kernels take longer than any Python
+_MOST_TABLE_BYTES = 64 << 20  # of the tables that all tapes hold
 _ALIGNMENT = 512  # bytes, of what torch allocates
 _TOLD_APART = 16  # bytes, up to which launches tell alignments apart
 _ONCE, _NEVER = "seen once", "cannot be recorded"
@@ -60,13 +63,17 @@ def replayed(call: Callable[..., Results], tensors: tuple[Tensor | None, ...], s
             same = addresses.index(address) if address in addresses else None
             forms.append((t.shape, t.stride(), t.dtype, t.get_device(), address % _TOLD_APART, same))
             addresses.append(address)
-    key = call, settings, *forms
+    stream = current_stream(tensors[0].get_device())
+    key = call, settings, stream, *forms
     tape = _tapes.get(key)
     if isinstance(tape, Tape):
-        return tape.play(tensors[0], addresses)
+        return tape.play(tensors[0], addresses, stream)
     if tape is _ONCE:
         results, tape = _record(call, tensors, settings)
         _tapes[key] = tape or _NEVER
+        if tape and tape.tables and _table_bytes() > _MOST_TABLE_BYTES:
+            _tapes.clear()
+            _tapes[key] = tape
         return results
     if tape is None:
         if len(_tapes) >= _MOST:
@@ -78,6 +85,12 @@ def replayed(call: Callable[..., Results], tensors: tuple[Tensor | None, ...], s
 def clear() -> None:
     """Forgets every tape."""
     _tapes.clear()
+
+
+def _table_bytes() -> int:
+    """Of the tables that all tapes hold, which may share some."""
+    tables = {id(table): table for tape in list(_tapes.values()) if isinstance(tape, Tape) for table in tape.tables}
+    return sum(table.nbytes for table in tables.values())
 
 
 class _Place(NamedTuple):
@@ -98,15 +111,17 @@ class Tape:
     nbytes: int  # of it
     launches: tuple[tuple, ...]  # compiled kernel, programs, arguments, places
     results: tuple[tuple | None, ...]  # which of those kept, and the view of it: shape, strides, offset, if it is not the whole
+    tables: tuple[Tensor, ...]  # among the arguments, that lie elsewhere
 
-    def play(self, like: Tensor, addresses: list[int]) -> Results:
-        """The results of the call on tensors at these addresses, on the device of `like`."""
+    def play(self, like: Tensor, addresses: list[int], stream: int) -> Results:
+        """The results of the call on tensors at these addresses, on the device of `like`, in the stream it was recorded in."""
         with torch.cuda.device_of(like):
+            if self.tables and torch.cuda.is_current_stream_capturing():
+                hold(self.tables)
             kept = [empty_strided(shape, strides, dtype) for shape, strides, dtype in self.kept]
             scratch = empty_strided((self.nbytes,), (1,), torch.uint8)
             start = scratch.data_ptr()
             bases = [*addresses, *[t.data_ptr() for t in kept], *[start + offset for offset in self.scratch]]
-            stream = current_stream()
             for compiled, programs, args, places in self.launches:
                 args = list(args)
                 for at, base, offset, descriptors in places:
@@ -166,6 +181,14 @@ def _memory(t: Tensor) -> int:
     return t.untyped_storage()._cdata
 
 
+def _extent(t: Tensor) -> int:
+    """Bytes of memory from its beginning to the end of the last element of t, 0 if t has none; -1 if t begins later."""
+    if t.storage_offset():
+        return -1
+    last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
+    return (last + 1) * t.itemsize if t.numel() else 0
+
+
 def _record(call: Callable[..., Results], tensors: tuple[Tensor | None, ...], settings: tuple) -> tuple[Results, Tape | None]:
     """The results of the call, and its tape if there can be one."""
     with _Watch() as watch:
@@ -185,8 +208,8 @@ def _tape(tensors: tuple[Tensor | None, ...], results: Results, launches: list[t
             views.setdefault(_memory(t), []).append(t)
     kept = []
     for memory, of in views.items():
-        if len(of) == 1 and of[0].is_contiguous() and of[0].nbytes == inside[memory].untyped_storage().nbytes():
-            kept.append((tuple(of[0].shape), of[0].stride(), of[0].dtype))
+        if len(of) == 1 and _extent(of[0]) == inside[memory].untyped_storage().nbytes():
+            kept.append((tuple(of[0].shape), of[0].stride(), of[0].dtype))  # no view, which autograd would let nobody change
         elif all(t.dtype == of[0].dtype for t in of):
             kept.append(((inside[memory].untyped_storage().nbytes() // of[0].itemsize,), (1,), of[0].dtype))
         else:
@@ -208,7 +231,7 @@ def _tape(tensors: tuple[Tensor | None, ...], results: Results, launches: list[t
     for t in tensors:
         if t is not None:
             entered.setdefault(_memory(t), set()).add(t.data_ptr())
-    steps = []
+    steps, tables = [], {}
     for compiled, programs, args in launches:
         places = []
         for at, arg in enumerate(args):
@@ -227,8 +250,11 @@ def _tape(tensors: tuple[Tensor | None, ...], results: Results, launches: list[t
                 if address not in addresses or (len(entered[memory]) > 1 and not any(arg is t for t in tensors)):
                     return None
                 places.append(_Place(at, addresses[address], 0, descriptors))
+            else:
+                tables[id(arg)] = arg
         steps.append((compiled, programs, _without(args, places), tuple(places)))
-    return Tape(tuple(kept), tuple(scratch), nbytes, tuple(steps), tuple(None if t is None else view(t) for t in results))
+    return Tape(tuple(kept), tuple(scratch), nbytes, tuple(steps), tuple(None if t is None else view(t) for t in results),
+                tuple(tables.values()))
 
 
 def _without(args: tuple, places: list[_Place]) -> tuple:

@@ -29,7 +29,12 @@ def _forward(inputs: SSDInputs, options: Options, save: bool) -> tuple[Tensor, T
         varlen_states = None if inputs.cu_seqlens is None else reference.varlen_states(inputs, precision)
     y = y.to(dtype).contiguous() if save and y is not None else None
     saved = SSDSaved(inputs, options, y, varlen_states)
-    return out.to(dtype).contiguous(), final_states.contiguous(), saved
+    return _whole(out.to(dtype)), _whole(final_states), saved
+
+
+def _whole(t: Tensor) -> Tensor:
+    """t, contiguous and no view, which autograd would not let a caller change in place."""
+    return t.clone(memory_format=torch.contiguous_format) if t._is_view() else t.contiguous()
 
 
 def _backward(saved: SSDSaved, dout: Tensor, dfinal_states: Tensor | None, into: SSDGrads) -> SSDGrads:

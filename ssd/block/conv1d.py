@@ -145,9 +145,8 @@ def _channels_last(t: Tensor) -> Tensor:
 
 def _forward(x, weight, bias, seq_idx, initial_states, silu, return_final_states) -> tuple[Tensor, Tensor | None]:
     with torch.cuda.device_of(x):
-        out, final_states = conv1d_fwd(_channels_last(x), weight, contiguous(bias), contiguous(seq_idx), initial_states, silu,
-                                       return_final_states)
-    return out.mT, None if final_states is None else final_states.mT
+        return conv1d_fwd(_channels_last(x), weight, contiguous(bias), contiguous(seq_idx), initial_states, silu,
+                          return_final_states)
 
 
 @torch.library.register_fake("ssd::causal_conv1d")

@@ -136,9 +136,8 @@ def _as_rows(t: Tensor | None) -> Tensor | None:
 
 def _forward(x, weight, bias, z, eps, group_size, norm_before_gate) -> tuple[Tensor, Tensor]:
     with torch.cuda.device_of(x):
-        out, rstd = gated_norm(_as_rows(x), weight.contiguous(), contiguous(bias), _as_rows(z), eps,
-                               group_size, norm_before_gate)
-    return out.view(x.shape), rstd
+        return gated_norm(_as_rows(x), weight.contiguous(), contiguous(bias), _as_rows(z), eps,
+                          group_size, norm_before_gate, x.shape)
 
 
 @torch.library.register_fake("ssd::rms_norm_gated")

@@ -116,7 +116,7 @@ def torch_form(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Ten
         y = y + D.to(compute)[:, None] * inputs
     if z is not None:
         y = y * F.silu(z.to(compute))
-    return y.to(u.dtype), state
+    return y.to(u.dtype), state.clone()  # which a caller may change, and not what the backward reads
 
 
 def _with_groups(name: str, t: Tensor) -> Tensor:

@@ -62,7 +62,7 @@ REGISTERS = 65536  # of an SM
 def compile_norm(width, group_size, dtype, gate, bias):
     x, weight, bias, z = test_gated_norm.inputs((300,), width, gate, bias, dtype, "cpu")
     z = test_gated_norm.strided(z, "packed+8")
-    out, rstd = gated_norm(x, weight, bias, z, 1e-5, group_size, gate != "after")
+    out, rstd = gated_norm(x, weight, bias, z, 1e-5, group_size, gate != "after", x.shape)
     gated_norm_bwd(out, x, weight, bias, z, rstd, group_size, gate != "after")
 
 

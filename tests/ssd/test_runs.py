@@ -1,11 +1,40 @@
 """How sub-chunks are dealt to blocks: each walked once, and every run entered by exactly what lies before it."""
 
+import random
+from typing import NamedTuple
+
 import pytest
+import torch
 
-from ssd.runs import EVERY_STATE, FEW_STATES, SCAN, deal, span_length, span_runs
+from ssd import runs as dealt
+from ssd.runs import EVERY_STATE, FEW_STATES, SCAN, span_length
 
+CPU = torch.device("cpu")
 SIZES = [(1, 64, 64, 132), (4, 64, 64, 132), (4, 40, 64, 132), (1, 40, 1024, 132), (8, 12, 32, 132), (3, 2, 16, 132),
          (1, 16, 64, 132), (1, 32, 64, 132), (1, 48, 64, 132), (1, 1, 1, 7), (2, 3, 5, 4), (5, 1, 100, 2)]
+
+
+class Listed(NamedTuple):
+    """Runs as a list for each block, without the empty ones that fill up the tables."""
+
+    sequences: list[list[tuple[int, ...]]]
+    pieces: list[list[tuple[int, ...]]]
+    npieces: int
+
+
+def listed(table: torch.Tensor | None) -> list[list[tuple[int, ...]]]:
+    return [] if table is None else [[tuple(run) for run in block if run[2] < run[3]] for block in table.tolist()]
+
+
+def deal(batch, pairs, nsub, blocks, walk, cut=True) -> Listed:
+    runs = dealt.deal(batch, pairs, nsub, blocks, walk, cut, CPU)
+    return Listed(listed(runs.sequences), listed(runs.pieces), runs.npieces)
+
+
+def span_runs(*settings) -> list[list[tuple[int, ...]]]:
+    return listed(dealt.span_runs(*settings, CPU).sequences)
+
+
 WALKS = pytest.mark.parametrize("walk", (SCAN, EVERY_STATE, FEW_STATES), ids=("scan", "every_state", "few_states"))
 
 
@@ -72,3 +101,60 @@ def test_spans_are_as_long_as_fill_the_gpu():
     assert span_length(64, 32, 132) == 8  # two rounds instead of four
     assert span_length(12, 32, 132) == 4  # one round, 96 blocks; longer ones would leave two thirds of the SMs idle
     assert span_length(2, 4, 132) == 2
+
+
+def tabled(blocks: list[list[tuple[int, ...]]]) -> torch.Tensor:
+    """Lists of runs as a table, the shorter ones filled up with empty runs."""
+    longest = max(map(len, blocks))
+    return torch.tensor([[*runs, *[(0,) * 6] * (longest - len(runs))] for runs in blocks], dtype=torch.int32)
+
+
+def deal_slowly(batch, pairs, nsub, blocks, walk, cut) -> Listed:
+    """One sub-chunk of the pieces after the other."""
+    whole = batch * pairs // blocks * blocks
+    rest = range(whole, batch * pairs)
+    each, share = dealt._cut(len(rest), nsub, blocks, walk) if cut and rest else (nsub, nsub)
+    parts = [(sequence, first) for first in range(0, nsub, each) for sequence in rest]
+    walked = [(sequence, c) for sequence in rest for c in range(range(0, nsub, each)[-1])]  # all but the last part
+    starts = [k for k, (_, c) in enumerate(walked) if c % each == 0 or k % share == 0]
+    pieces = [[] for _ in range(-(-len(walked) // share))]
+    for piece, (start, end) in enumerate(zip(starts, [*starts, len(walked)][1:], strict=True)):
+        sequence, first = walked[start]
+        pieces[start // share].append((*divmod(sequence, pairs), first, first + end - start, piece, 0))
+
+    def run(sequence, first, last):
+        before = [n for n, k in enumerate(starts) if walked[k][0] == sequence and walked[k][1] < first]
+        return *divmod(sequence, pairs), first, last, min(before, default=0), len(before)
+
+    runs = [run(sequence, 0, nsub) for sequence in range(whole)]
+    runs += [run(sequence, first, min(first + each, nsub)) for sequence, first in parts]
+    return Listed([runs[block::blocks] for block in range(min(blocks, len(runs)))], pieces, len(starts))
+
+
+def test_tables_of_random_sizes():
+    """To the entry what one run after the other comes to."""
+    draw, cuts = random.Random(0), 0
+    for _ in range(400):
+        settings = (draw.choice((1, 1, 2, 3, 8, 40)), draw.choice((1, 2, 3, 12, 40)), draw.choice((1, 2, 5, 16, 64, 100, 333)),
+                    draw.choice((1, 4, 7, 66, 132, 200)), draw.choice((SCAN, EVERY_STATE, FEW_STATES)), draw.random() < 0.9)
+        wanted, got = deal_slowly(*settings), dealt.deal(*settings, CPU)
+        assert got.sequences.is_contiguous() and got.sequences.dtype == torch.int32
+        assert torch.equal(got.sequences, tabled(wanted.sequences)) and got.npieces == wanted.npieces
+        assert (got.pieces is None) == (not wanted.npieces)
+        if wanted.npieces:
+            cuts += 1
+            assert got.pieces.is_contiguous() and torch.equal(got.pieces, tabled(wanted.pieces))
+    assert cuts > 50
+
+
+def test_tables_of_spans_of_random_sizes():
+    draw = random.Random(0)
+    for _ in range(200):
+        batch, pairs, nsub, every = (draw.randint(1, most) for most in (9, 20, 70, 8))
+        blocks = draw.choice((None, 1, 5, 132, 10_000))
+        runs = [(b, pair, first, min(first + every, nsub), 0, 0)
+                for b in range(batch) for first in range(0, nsub, every) for pair in range(pairs)]
+        side_by_side = min(blocks or len(runs), len(runs))
+        wanted = tabled([runs[block::side_by_side] for block in range(side_by_side)])
+        got = dealt.span_runs(batch, pairs, nsub, every, blocks, CPU).sequences
+        assert got.is_contiguous() and got.dtype == torch.int32 and torch.equal(got, wanted)

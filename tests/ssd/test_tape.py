@@ -2,13 +2,14 @@
 
 import ctypes
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from ssd import ssd_chunk_scan, tape, tuning
+from ssd import ssd_chunk_scan, tables, tape, tuning
 from ssd.kernels import launch as module
 from ssd.kernels.launch import launch
 from tests.inputs import Case, Shape, random_inputs
@@ -46,6 +47,7 @@ class Kernel:
 
 KERNEL = Kernel()
 TABLE = torch.full((N,), 10.0)
+STREAM = {"current": 7}
 
 
 @pytest.fixture(autouse=True)
@@ -57,8 +59,9 @@ def stand_in(request, monkeypatch):
     monkeypatch.setattr(module, "_found", {})
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     for where in (module, tape):
-        monkeypatch.setattr(where, "current_stream", lambda: 7)
+        monkeypatch.setattr(where, "current_stream", lambda device=None: STREAM["current"])
     monkeypatch.setattr(tape, "empty_strided", torch._C._dynamo.guards._empty_strided_cpu)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
 
 class Call:
@@ -132,6 +135,62 @@ def test_another_form_is_another_tape(other):
 
 def test_tables_that_are_kept():
     Call(lambda x, factor: (scaled(TABLE, factor),)).check(lambda x: (TABLE * 3,), 2, tensor())
+
+
+def test_tables_are_held_by_their_tape():
+    """Also when those who made them have let go."""
+    table = torch.full((N,), 10.0)
+    ref = weakref.ref(table)
+    made = [table]
+    call = Call(lambda x, factor: (scaled(made[0], factor),))
+    for _ in range(2):
+        tape.replayed(call, (tensor(),), (3.0,))
+    del table, made[0]
+    assert ref() is not None and torch.equal(tape.replayed(call, (tensor(),), (3.0,))[0], torch.full((N,), 30.0))
+    tape.clear()
+    assert ref() is None
+
+
+def test_tables_that_a_graph_reads_are_held_for_good(monkeypatch):
+    monkeypatch.setattr(tables, "_held", {})
+    call = Call(lambda x, factor: (scaled(TABLE, factor),))
+    for _ in range(3):
+        tape.replayed(call, (tensor(),), (3.0,))
+    assert not tables._held
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    tape.replayed(call, (tensor(),), (3.0,))
+    tape.clear()
+    assert call.count == 2 and [t is TABLE for t in tables._held.values()] == [True]
+
+
+def test_tables_of_all_tapes_are_bounded(monkeypatch):
+    """Those of the newest tape stay, whatever their size; a table that tapes share counts once."""
+    monkeypatch.setattr(tape, "_MOST_TABLE_BYTES", 3 * TABLE.nbytes)
+    refs = []
+
+    def call(x, own, number):
+        with ThreadPoolExecutor(1) as elsewhere:  # as `tables` makes them, which no recording sees
+            table = elsewhere.submit(torch.full, (N,), number).result() if own else TABLE
+        refs.append(weakref.ref(table))
+        return (scaled(table, number),)
+
+    for own, least, most in ((False, 8, 8), (True, 1, 3)):
+        tape.clear()
+        refs.clear()
+        for number in range(8):
+            for _ in range(2):
+                tape.replayed(call, (tensor(),), (own, float(number)))
+        assert sum(ref() is not None for ref in refs[1::2]) in range(least, most + 1) and own == (len(tape._tapes) < 8)
+
+
+def test_a_tape_belongs_to_a_stream(monkeypatch):
+    """The tables that it reads were allocated there."""
+    call = Call(lambda x, factor: (scaled(x, factor),))
+    for stream, count in ((7, 2), (8, 4), (7, 4)):
+        monkeypatch.setitem(STREAM, "current", stream)
+        for _ in range(3):
+            tape.replayed(call, (tensor(),), (3.0,))
+        assert call.count == count
 
 
 def test_descriptors():

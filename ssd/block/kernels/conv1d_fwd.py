@@ -73,10 +73,14 @@ def conv1d_fwd_kernel(x, x_strides, weight, weight_strides, bias, seq_idx, initi
 
 def conv1d_fwd(x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor | None, initial_states: Tensor | None,
                silu: bool, return_final_states: bool) -> tuple[Tensor, Tensor | None]:
-    """Returns out and final_states, None unless asked for."""
+    """Returns out (batch, dim, seqlen) and final_states (batch, dim, width - 1), None unless asked for: channels contiguous."""
     (batch, seqlen, dim), width = x.shape, weight.shape[1]
-    out = torch.empty(batch, seqlen, dim, device=x.device, dtype=x.dtype)
-    final_states = torch.empty(batch, width - 1, dim, device=x.device, dtype=x.dtype) if return_final_states else None
+
+    def channels_last(tokens: int) -> Tensor:
+        """No view of another tensor, which autograd would not let a caller change in place."""
+        return torch.empty_strided((batch, dim, tokens), (tokens * dim, 1, dim), device=x.device, dtype=x.dtype)
+
+    out, final_states = channels_last(seqlen), channels_last(width - 1) if return_final_states else None
     unit, (x_strides,) = in_units(x)
     tokens, npieces = pieces(x, _WARPS, _LONGEST)
     launch(

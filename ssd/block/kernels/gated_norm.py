@@ -92,11 +92,11 @@ def gated_norm_kernel(x, x_stride, z, z_stride, weight, bias, out, rstd, rows, e
 
 
 def gated_norm(x: Tensor, weight: Tensor, bias: Tensor | None, z: Tensor | None, eps: float, group_size: int,
-               norm_before_gate: bool) -> tuple[Tensor, Tensor]:
-    """Returns out and rstd."""
+               norm_before_gate: bool, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Returns out and rstd. shape: of out, which is no view: autograd would not let a caller change one in place."""
     rows, width = x.shape
     ngroups = width // group_size
-    out = torch.empty(rows, width, device=x.device, dtype=x.dtype)
+    out = torch.empty(shape, device=x.device, dtype=x.dtype)
     rstd = torch.empty(rows, ngroups, device=x.device, dtype=torch.float32)
     pieces = _pieces(group_size)
     tile = _tile(rows, group_size // pieces, _FORWARD_TILE // pieces, _PER_WARP if pieces == 1 else _PER_WARP // 2)

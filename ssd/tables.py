@@ -1,0 +1,116 @@
+"""Tables of runs in a device's memory: made at the first call of a size, and kept while they are of use.
+
+Of each device, the tables used last are kept, up to a number of entries and of bytes. None is freed while a kernel may read it:
+
+    eager calls:  a table is used in one stream alone, the one in which it was allocated and copied to. Each stream has its own,
+                  so torch gives the memory out again only behind the kernels that read it.
+    tapes:        a tape holds its tables and, in the same way, belongs to one stream.
+    CUDA graphs:  a replay reads the addresses of its capture. What a capture uses is held for good.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor
+
+from .kernels.launch import current_stream
+from .runs import Runs
+
+# of a device; a table of tensors that fill 141 GB has at most 26 MB
+_MOST_ENTRIES = 512
+_MOST_BYTES = 32 << 20
+
+_held: dict[int, Tensor] = {}  # by id
+_lock = threading.Lock()
+
+
+class _Kept:
+    """Runs of one device, by what made them, its settings and the stream; what was used last comes last."""
+
+    def __init__(self):
+        self.entries: OrderedDict[tuple, Runs] = OrderedDict()
+        self.nbytes = 0
+
+    def add(self, key: tuple, runs: Runs) -> None:
+        """Lets go of those used longest ago, until the others are within the bounds."""
+        self.entries[key] = runs
+        self.nbytes += _nbytes(runs)
+        while len(self.entries) > 1 and (len(self.entries) > _MOST_ENTRIES or self.nbytes > _MOST_BYTES):
+            _, oldest = self.entries.popitem(last=False)
+            self.nbytes -= _nbytes(oldest)
+
+
+_kept: dict[torch.device, _Kept] = {}
+
+
+def get_runs(make: Callable[..., Runs], settings: tuple, device: torch.device) -> Runs:
+    """make(*settings, device), for launches on the device's current stream. A GPU must be the current one.
+
+    make: a module's function whose result depends on nothing but the settings, which are hashable.
+
+    Raises:
+        RuntimeError: a CUDA graph is being captured, and no call before it made this table.
+    """
+    with _lock:
+        kept = _kept.setdefault(device, _Kept())
+        if _is_capturing(device):
+            return _hold_runs(kept, make, settings)
+        key = make, settings, _stream(device)
+        runs = kept.entries.get(key)
+        if runs is None:
+            runs = _make(make, settings, device)
+            kept.add(key, runs)
+        else:
+            kept.entries.move_to_end(key)
+        return runs
+
+
+def hold(tables: tuple[Tensor, ...]) -> None:
+    """Holds tables for good: a CUDA graph that is being captured will read them whenever it is replayed."""
+    _held.update((id(table), table) for table in tables)
+
+
+def _stream(device: torch.device) -> int:
+    return current_stream(device.index) if device.type == "cuda" else 0
+
+
+def _is_capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _tables(runs: Runs) -> tuple[Tensor, ...]:
+    return tuple(table for table in (runs.sequences, runs.pieces) if table is not None)
+
+
+def _nbytes(runs: Runs) -> int:
+    return sum(table.nbytes for table in _tables(runs))
+
+
+def _hold_runs(kept: _Kept, make: Callable[..., Runs], settings: tuple) -> Runs:
+    """Runs of any stream, held for good: a graph is captured in another than the one it was warmed up in, once that is done."""
+    for (made_by, of, _), runs in kept.entries.items():
+        if (made_by, of) == (make, settings):
+            hold(_tables(runs))
+            return runs
+    raise RuntimeError("the first call of these sizes came inside a CUDA-graph capture; call once before it, to warm up")
+
+
+def _make(make: Callable[..., Runs], settings: tuple, device: torch.device) -> Runs:
+    """In this stream, but another thread: what this one allocates may go to a graph's pool, as while torch.compile warms up
+    for a graph, and what it computes may be traced or recorded.
+    """
+    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+    def run() -> Runs:
+        with nullcontext() if stream is None else torch.cuda.stream(stream):
+            return make(*settings, device)
+
+    with ThreadPoolExecutor(1) as elsewhere:
+        return elsewhere.submit(run).result()
+
