@@ -17,13 +17,9 @@ from torch import Tensor
 
 from .kernels.arguments import cdiv, contiguous
 from .kernels.chunk_cumsum import chunk_cumsum
-<<<<<<< HEAD
-from .runs import EVERY_STATE, FEW_STATES, RUN_FIELDS, SCAN, Run, Walk, deal, span_length, span_runs
-from .runtime.toolchain import descriptor_fields, gluon_missing, like_descriptor
-=======
 from .runs import EVERY_STATE, FEW_STATES, SCAN, Walk, deal, span_length, span_runs
+from .runtime.toolchain import descriptor_fields, gluon_missing, like_descriptor
 from .tables import get_runs
->>>>>>> f64e8a8
 from .tuning import current_device
 from .types import HOPPER_DSTATES, HOPPER_HEADDIM, SUB_CHUNK, Options, SSDInputs, SSDSaved
 

@@ -19,8 +19,8 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-from .kernels.launch import current_stream
 from .runs import Runs
+from .runtime.toolchain import current_stream
 
 # of a device; a table of tensors that fill 141 GB has at most 26 MB
 _MOST_ENTRIES = 512

@@ -52,7 +52,6 @@ def launch(kernel, programs: int, *args, **config) -> None:
         _recorded.launches.append((compiled, programs, (*args, *last)) if found else None)
 
 
-<<<<<<< HEAD
 def _compile_and_launch(kernel, programs: int, args: tuple, config: dict):
     """The launch by Triton, of a kernel that can be trusted; returns it, None in the interpreter."""
     with fenced() as fence:
@@ -62,23 +61,6 @@ def _compile_and_launch(kernel, programs: int, args: tuple, config: dict):
         return kernel[(programs,)](*args, **options)
     with without_warpgroups(kernel.__name__, why) as switch:
         return kernel[(programs,)](*args, **options | switch)
-=======
-def launch_compiled(compiled: CompiledKernel, programs: int, stream: int, args: tuple | list) -> None:
-    """Launches a compiled kernel: args are all of its parameters in order, tensors as such or as addresses."""
-    enter, leave = _calling(knobs.runtime.launch_enter_hook), _calling(knobs.runtime.launch_exit_hook)
-    metadata = enter and compiled.launch_metadata((programs, 1, 1), stream, *args)
-    compiled.run(programs, 1, 1, stream, compiled.function, compiled.packed_metadata, metadata, enter, leave, *args)
-
-
-def _calling(hook: Callable | None) -> Callable | None:
-    """A hook that calls somebody; Triton would call an empty chain of them for nothing, at every launch."""
-    return hook if getattr(hook, "calls", True) else None
-
-
-def current_stream(device: int | None = None) -> int:
-    """The current stream of a device, by default the current one, as launches take it."""
-    return driver.active.get_current_stream(driver.active.get_current_device() if device is None else device)
->>>>>>> f64e8a8
 
 
 def recording(call: Callable, *args) -> tuple[object, list[tuple] | None]:

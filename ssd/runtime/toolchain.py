@@ -62,9 +62,9 @@ def _calling(hook: Callable | None) -> Callable | None:
     return hook if getattr(hook, "calls", True) else None
 
 
-def current_stream() -> int:
-    """The current stream of the current device, as launches take it."""
-    return driver.active.get_current_stream(driver.active.get_current_device())
+def current_stream(device: int | None = None) -> int:
+    """The current stream of a device, by default the current one, as launches take it."""
+    return driver.active.get_current_stream(driver.active.get_current_device() if device is None else device)
 
 
 def descriptor_fields(descriptor) -> dict:
