@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest.mock import patch
 
-from ssd import hopper, hopper_backward, runs
+from ssd import hopper, hopper_backward, runs, tables
 from ssd.tuning import Device
 from tests.executor import Executor
 
@@ -25,16 +25,13 @@ def hopper_on_cpu(executor: Executor, blocks: int = 4, cut: tuple[int, int] | No
         return patch.object(owner, name, lambda *args: value)
 
     device = Device("test", 232448, blocks)
-    caches = hopper._dealt, hopper._span_runs, hopper_backward._splits
-    for cache in caches:
-        cache.cache_clear()
+    splits_of = hopper_backward._splits
+    splits_of.cache_clear()
     try:
-        with (executor.installed(), chosen(hopper, "_is_hopper", True), chosen(hopper, "current_device", device),
+        with (executor.installed(), patch.dict(tables._kept, clear=True), chosen(hopper, "_is_hopper", True), chosen(hopper, "current_device", device),
               chosen(hopper_backward, "current_device", device),
               chosen(runs, "_cut", cut) if cut else patch.object(runs, "_cut", runs._cut),
-              chosen(hopper_backward, "_splits", splits) if splits else patch.object(hopper_backward, "_splits",
-                                                                                     hopper_backward._splits)):
+              chosen(hopper_backward, "_splits", splits) if splits else patch.object(hopper_backward, "_splits", splits_of)):
             yield
     finally:
-        for cache in caches:
-            cache.cache_clear()
+        splits_of.cache_clear()
