@@ -55,6 +55,7 @@ CHIPS = {
     120: tuning.Device("rtx_5090", 99 * 1024, major=12),
 }
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+_measurements: dict[tuple[str, bool], Compiled] = {}
 USUAL = Case(D="h", dt_bias=True, dt_softplus=True)  # what models use most, and what is timed
 
 
@@ -62,6 +63,7 @@ USUAL = Case(D="h", dt_bias=True, dt_softplus=True)  # what models use most, and
 class Compiled:
     """One kernel as compiled: bytes of shared memory per block, registers and spilled bytes per thread."""
 
+    triton: str
     kernel: str
     config: str
     registers: int
@@ -145,7 +147,15 @@ def compile_all(variant: Variant, inputs: SSDInputs, arch: int, options: Options
             for config in space[:: -(-len(space) // configs)]:
                 with tuning.forced(kernel, config):
                     forward_backward(variant, inputs, options)
-    return sorted((_measure(kernel, not configs) for kernel in compiled.values()), key=lambda c: (c.kernel, c.config))
+    return sorted((_measured(kernel, not configs) for kernel in compiled.values()), key=lambda c: (c.kernel, c.config))
+
+
+def _measured(kernel, disassemble: bool) -> Compiled:
+    """_measure, once for each kernel, of which most are compiled again and again."""
+    key = kernel.hash, disassemble
+    if key not in _measurements:
+        _measurements[key] = _measure(kernel, disassemble)
+    return _measurements[key]
 
 
 def _measure(kernel, disassemble: bool) -> Compiled:
@@ -162,7 +172,7 @@ def _measure(kernel, disassemble: bool) -> Compiled:
         groups, late = len(re.findall(r"HGMMA.*gsb", sass)), late_loads(sass)
         lost = lost_operands(sass) if "ttir" in kernel.asm else []
         unset = unset_registers(sass)
-    return Compiled(kernel.name, " ".join(config), registers, spills, kernel.metadata.shared,
+    return Compiled(triton.__version__, kernel.name, " ".join(config), registers, spills, kernel.metadata.shared,
                     ptx.count("wgmma.mma_async"), groups, ptx.count("mma.sync") + ptx.count("tcgen05.mma"),
                     kernel.asm.get("ttir", "").count("tt.dot "), lanes_apart(ptx), _unfenced(ptx),
                     hashlib.sha256(ptx.encode()).hexdigest()[:16], late, lost, unset)

@@ -47,7 +47,7 @@ def install(version: str) -> bool:
     if missing(version):
         partial = folder(version).with_suffix(".partial")  # what is broken off must not be taken for whole
         shutil.rmtree(partial, ignore_errors=True)
-        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", "--only-binary=:all:"]
+        pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "install", "--no-deps"]
         if subprocess.run([*pip, "--target", str(partial), f"triton=={version}"]).returncode:
             return False
         partial.rename(folder(version))

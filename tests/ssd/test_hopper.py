@@ -290,14 +290,12 @@ def test_reasons(case, shape, options, named, monkeypatch):
     assert named in hopper.cannot_run(inputs, options, by_chunk=True)
 
 
-@pytest.mark.parametrize(("capability", "version", "hip", "yes"), [
-    ((9, 0), "3.6.0", None, True), ((9, 0), "3.7.1", None, True), ((9, 0), "3.5.1", None, False),
-    ((8, 0), "3.6.0", None, False), ((10, 0), "3.6.0", None, False), ((9, 4), "3.6.0", "6.4", False),
+@pytest.mark.parametrize(("capability", "hip", "yes"), [
+    ((9, 0), None, True), ((8, 0), None, False), ((10, 0), None, False), ((9, 4), "6.4", False),
 ])
-def test_where_they_run(capability, version, hip, yes, monkeypatch):
+def test_where_they_run(capability, hip, yes, monkeypatch):
     """9.4 is how an AMD GPU calls itself."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
-    monkeypatch.setattr(hopper.triton, "__version__", version)
     monkeypatch.setattr(torch.version, "hip", hip)
     assert hopper._is_hopper.__wrapped__(torch.device("cuda", 0)) is yes
 

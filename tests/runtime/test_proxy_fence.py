@@ -1,0 +1,49 @@
+"""The fence that Triton 3.6 leaves out is there, whatever was compiled before."""
+
+import subprocess
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+
+from ssd.kernels import launch
+from ssd.kernels.bmm_chunk import bmm_chunk
+from ssd.types import Options
+from tests import tritons
+from tests.inputs import Case, Shape, random_inputs
+
+ROOT = Path(__file__).parents[2]
+OLDEST = tritons.PINNED[0]
+
+
+def main() -> None:
+    """Prints how many fences the same kernel has without the hook and, compiled behind it, with it."""
+    from tests.compile_kernels import compiling, use_installed_tools
+
+    use_installed_tools()
+    inputs = random_inputs(Shape(1, 256, 2, dstate=128, chunk_size=256), Case(), torch.bfloat16)
+    fenced = launch.fenced
+    for context in (lambda: nullcontext({}), fenced):
+        launch.fenced = context
+        with compiling(90) as found:
+            bmm_chunk(inputs, Options())
+        (kernel,) = found.values()
+        ptx = kernel.asm["ptx"]
+        print(ptx.count("fence.proxy.async"), ptx.count("wgmma.fence"))
+
+
+def test_kernels_compiled_without_it_are_not_taken(tmp_path):
+    """By a process that knew nothing of it, into the same folder of compiled kernels, or earlier in this process."""
+    if reason := tritons.missing(OLDEST):
+        pytest.skip(reason)
+    environment = {**tritons.environment(OLDEST), "TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-m", __name__], env=environment, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (without, groups), (with_hook, _) = ([int(count) for count in line.split()] for line in done.stdout.splitlines())
+    assert with_hook == without + groups > 0
+
+
+if __name__ == "__main__":
+    main()
