@@ -19,8 +19,9 @@ Modelled, and a `Fault` where a kernel relies on more:
 - The proxies: products and copies out see a store only after fence_async_shared and a barrier of the warps, in this order.
 - Deadlocks: who waits for what, and in which line.
 
-Assumed: a role that has waited for its products may give back what they read without a barrier of its warps, as CUTLASS does.
-Outside of roles the compiler's own barriers keep ordinary accesses in order.
+Assumed: outside of roles the compiler's own barriers keep ordinary accesses in order. In them it adds some as well, which
+nothing here relies on. Stricter than hardware may be: a wait for products counts for the warp that waits, as PTX has it, so
+that their operands are free only after a barrier of the warps; CUTLASS gives them back without one.
 
 Not modelled: layouts, but to tell whether a thread finds its own elements; so swizzles and conversions that Triton refuses go
 unnoticed. Shared memory that is written before the roles begin, has gaps or another dtype. Registers, bank conflicts, anything

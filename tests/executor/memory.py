@@ -24,7 +24,7 @@ class Access:
     Attributes:
         kind: "load" or "store", ordinary ones; "product" or "copy out", asynchronous reads; "copy in".
         actor: whose clock tells when it is over: the role, or of a copy in the mbarrier that it completes on.
-        finished: of a load, what it brought has been used; of a copy out, the role has waited for it.
+        finished: of a load, what it brought has been used; of a product or a copy out, the role has waited for it.
         fenced: of a store, a fence between the proxies has followed it.
         elements: of an ordinary one, which of its thread's elements are which of the memory's.
         ordered: tick from which the role's own ordinary accesses come after it: its warps have met.

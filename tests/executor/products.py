@@ -38,8 +38,6 @@ def multiply(a: Value | Buffer, b: Buffer, acc: Value, use_acc: bool = True, is_
     """acc + a b, or a b: [M, K] @ [K, N], operands of 16 bits and sums in fp32."""
     role = block().pause()
     assert a.dtype == b.dtype and TORCH[a.dtype].itemsize == 2, f"operands of {a.dtype} and {b.dtype}"
-    # A product reads shared memory that its role may overwrite once it has waited: no barrier of the warps is needed, as
-    # CUTLASS's pipelines need none before they give a stage back.
     product = Product([operand.touch(role, "product") for operand in (a, b) if isinstance(operand, Buffer)])
     in_registers = a.used() if isinstance(a, Value) else None
     before = acc.product if isinstance(acc, Accumulator) else acc.used()
@@ -58,16 +56,17 @@ def multiply(a: Value | Buffer, b: Buffer, acc: Value, use_acc: bool = True, is_
 
 
 def wait_for_products(most: int = 0, deps: tuple[Value, ...] = ()) -> Value | tuple[Value, ...]:
-    """Until at most so many of the role's products are in flight; returns deps, the accumulators among them to be used."""
+    """Until at most so many of the role's products are in flight; returns deps, the accumulators among them to be used.
+
+    Each warp waits for its own part of a product: what all of them read is over once they have met.
+    """
     role = block().pause()
     number = max(0, len(role.products) - most)
     done, role.products = role.products[:number], role.products[number:]
-    tick = role.clock[role] = role.tick + 1
     for product in done:
         product.work.run()
         for access in product.accesses:
-            access.finished, access.over = True, tick
-    role.open = [access for access in role.open if access.over is None]
+            access.finished = True
 
     def of(dep: Value) -> Value:
         if not isinstance(dep, Accumulator):

@@ -239,11 +239,17 @@ def test_products_run_in_order_and_add_to_each_other():
         third = hopper.warpgroup_mma(square(tiles, 0), square(tiles, 0), one, is_async=True)
         second = hopper.warpgroup_mma_wait(1, deps=(second,))
         assert torch.equal(second.used(), torch.ones(64, 64) + torch.eye(64))
+        gl.barrier()
         return third
 
     def right(vector, tiles, bars):
         third = hopper.warpgroup_mma_wait(0, deps=(multiply(tiles),))
         assert torch.equal(third.used(), torch.ones(64, 64) + torch.eye(64))
+        gl.barrier()
+        square(tiles, 0).store(third.to(gl.float16))
+
+    def eager(vector, tiles, bars):
+        third = hopper.warpgroup_mma_wait(0, deps=(multiply(tiles),))
         square(tiles, 0).store(third.to(gl.float16))
 
     def unfenced(vector, tiles, bars):
@@ -268,6 +274,7 @@ def test_products_run_in_order_and_add_to_each_other():
     assert_faulty(apart, says="product of tiles.*no barrier")
     assert_faulty(hasty, says="role 0 .hasty. at .*uses an accumulator before")
     assert_faulty(forgetful, says="ended without a wait for the product of tiles")
+    assert_faulty(eager, says="store of tiles.*product of tiles.*no barrier of its warps")
     assert_faulty(overwriting, says="store of tiles.*product of tiles.*on its way")
 
 

@@ -1,4 +1,7 @@
-"""Faults planted into the Hopper kernels' sources: the executor finds each, and says where it is."""
+"""Faults planted into the Hopper kernels' sources: the executor finds each in every schedule, and says where it is.
+
+`test_every_line` leaves out what stands in one line; these are also moved, miscounted or of the wrong phase.
+"""
 
 import re
 from dataclasses import dataclass, replace
@@ -62,9 +65,6 @@ PLANTS = {
     "scan: no wait for B and C": plant(
         "scan", FULL_MASKS, FULL_MASKS.partition("\n")[2],
         r"product of .s\[0\] by role 2 \(masks\).*(copy in of .s\[0\]|nothing has)"),
-    "scan: no wait for a free mask": plant(
-        "scan", "mbarrier.wait(taken.index(u * SLOTS + slot), (step // SLOTS) & 1 ^ 1)", "pass",
-        r"store of .* by role 2 \(masks\)|load of to_end.*store of to_end"),
     "scan: a mask's wrong phase": plant(
         "scan", "ready.index(slot), (step // SLOTS) & 1)", "ready.index(slot), (step // SLOTS) & 1 ^ 1)",
         r"deadlock|load of to_end\[.\] by role . \(head\)"),
@@ -94,40 +94,25 @@ PLANTS = {
         "states", "U * KEPT + kept % KEPT", "U * KEPT", r"store of Ss\[.\].*copy out of Ss\[.\]"),
     "states: a wait for one copy too few": plant(
         "states", "store_wait(KEPT - 1)", "store_wait(KEPT)", r"store of Ss\[.\].*copy out of Ss\[.\].*on its way"),
-    "states: no barrier behind the wait for a copy": plant(
-        "states", "store_wait(KEPT - 1)\n                    block_barrier()\n", "store_wait(KEPT - 1)\n",
-        r"store of Ss\[.\].*copy out of Ss\[.\]"),
     "states: no barrier before a stage is given back": plant(
         "states", "            block_barrier()\n            mbarrier.arrive(empty", "            mbarrier.arrive(empty",
-        r"copy in of Xs\[.\].*load of Xs\[.\].*barrier of its warps"),
-    "states: no wait for a free stage": plant(
-        "states", "mbarrier.wait(empty.index(stage), (step // STAGES) & 1 ^ 1)", "pass",
-        r"copy in of .s\[.\] by role 2 \(fetch\)|arrivals at full"),
+        r"copy in of (Xs\[.\].*load of Xs|Bs\[.\].*product of Bs)\[.\].*barrier of its warps"),
     "states: a free stage's wrong phase": plant(
         "states", "(step // STAGES) & 1 ^ 1", "(step // STAGES) & 1", r"deadlock(.|\n)*fetch.*empty\[0\]"),
-    "states: no last wait": plant(
-        "states", "store_wait(0)", "store_wait(1)", r"ended without a wait for the copy out"),
     "group: a stage given back before dy has been used": plant(
         "group", SUMS, "", r"(copy in of dYs|store of A_).*load of .* by role 0 \(dC_role\)",
         ("            step += 1\n        dCB = ", SUMS + "            step += 1\n        dCB = ")),
-    "group: no wait for the pairs": plant(
-        "group", "        mbarrier.wait(pairs_full, turn & 1)\n", "", r"product of dCBs by role 2 \(dB_role\)"),
     # with more heads the ring's slots come round, which only happens after dB has read the pairs
     "group: pairs over those not read yet, of one head": replace(plant(
         "group", "        mbarrier.wait(pairs_empty, turn & 1 ^ 1)\n", "", r"store of dCBs by role 0.*product of dCBs"),
         splits=4),
     "group: no fence behind the pairs": plant("group", PAIRS, PAIRS.partition("\n")[0] + "\n", r"product of dCBs.*no fence"),
     "group: phases that are not flipped": plant(
-        "group", "return slot, phases ^ (1 << slot)", "return slot, phases", r"."),
+        "group", "return slot, phases ^ (1 << slot)", "return slot, phases", r"nothing has written|told|lacks 0|deadlock"),
     "group: too few slots": plant("group", "SLOTS, LINES = 4, 3", "SLOTS, LINES = 1, 3", r"deadlock|copy in"),
     "group: vectors given back by two of three": plant(
         "group", "barriers(LINES, 3)", "barriers(LINES, 2)",
         r"store of (A_columns|A_rows|steps)\[.\].*lines_role|arrivals at used|deadlock"),
-    "group: no barrier behind vectors": plant(
-        "group", "            block_barrier()\n            mbarrier.arrive(ready", "            mbarrier.arrive(ready",
-        r"load of (A_columns|A_rows|steps)\[.\].*lines_role"),
-    "group: no wait for dx on its way out": plant(
-        "group", LAST_COPY, LAST_COPY.replace("0", "1"), r"store of dXs.*copy out of dXs"),
     "group: an accumulator used before the wait": plant(
         "group", "            v = warpgroup_mma_wait(0, deps=(v,))\n", "", r"uses an accumulator"),
     "group: a wait that covers too little": plant(
