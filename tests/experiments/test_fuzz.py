@@ -156,6 +156,8 @@ def test_no_false_alarms_of_the_block(index, in_torch):
     configs = DRAWS["block"](5, index, ["torch"], "cpu", 5)
     assert all(from_json(to_json(c)) == c for c in configs) and DRAWS["block"](5, index, ["torch"], "cpu", 5) == configs
     assert {part_of(c) for c in configs} == {list(BLOCK_PARTS)[index]}
+    first, second = (BLOCK_PARTS[part_of(configs[0])].problem(configs[0], 0, "cpu").tensors for _ in range(2))
+    assert all(t is None or torch.equal(t, second[name]) for name, t in first.items())
     ratios([replace(c, calls=3) for c in configs])
 
 
