@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ssd.block import causal_conv1d_update, selective_state_update
-from ssd.block import conv1d_update as conv_module
-from ssd.block import state_update as state_module
+from ssd.block.conv1d_update import torch_form as conv_form
+from ssd.block.state_update import torch_form as state_form
 
 from ..limits import Limits, some_size
 from ..problem import Problem, Tensors
@@ -143,7 +143,7 @@ def _conv(c: ConvConfig, tensors: Tensors) -> dict[str, Tensor]:
 def _conv_form(c: ConvConfig, t: Tensors) -> dict[str, Tensor]:
     state, x = t["conv_state"].clone(), t["x"] if c.tokens else t["x"].unsqueeze(2)
     out = torch.empty_like(x)
-    conv_module.torch_form(x, state, t["weight"], t["bias"], c.silu, *(None if t[name] is None else t[name].long() for name in (
+    conv_form(x, state, t["weight"], t["bias"], c.silu, *(None if t[name] is None else t[name].long() for name in (
         "cache_seqlens", "conv_state_indices")), out)
     return {"out": out if c.tokens else out.squeeze(2), "conv_state": state}
 
@@ -164,5 +164,5 @@ def _state(c: StateConfig, tensors: Tensors) -> dict[str, Tensor]:
 def _state_form(c: StateConfig, tensors: Tensors) -> dict[str, Tensor]:
     t = _expanded(c, tensors)
     order = ("state", "x", "dt", "A", "B", "C", "D", "z", "dt_bias")
-    out = state_module.torch_form(*(t[name] for name in order), c.dt_softplus, t["state_batch_indices"])
+    out = state_form(*(t[name] for name in order), c.dt_softplus, t["state_batch_indices"])
     return {"out": out, "state": t["state"]}
