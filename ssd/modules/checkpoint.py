@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,6 +16,7 @@ from ..files import replacing
 
 _CONFIG = "config.json"
 _WHOLE, _INDEX, _PICKLE = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"
+_NOT_IN_NAMES = frozenset("/\\\0")  # of files; Windows' separator as well, wherever the file was written
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -36,8 +37,8 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
 
     Raises:
         FileNotFoundError: none of them is there, or a shard is missing.
-        ValueError: a file is not what its name says; shards do not agree with their index; a pickle holds more than tensors,
-            in which case nothing of it was run.
+        ValueError: naming the file: it is cut, empty or damaged, or not what its name says; shards do not agree with their
+            index; a pickle holds more than tensors by name, in which case nothing of it was run.
         ImportError: the package safetensors is needed and missing.
     """
     for name, read in ((_WHOLE, _read_safetensors), (_INDEX, _read_shards), (_PICKLE, _read_pickle)):
@@ -62,8 +63,8 @@ def write(folder: Path, config: Mapping[str, Any], weights: Mapping[str, Tensor]
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        values = json.loads(path.read_text())
-    except ValueError as error:
+        values = json.loads(path.read_text("utf-8"))
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not JSON: {error}") from error
     if not isinstance(values, dict):
         raise ValueError(f"{path}: got {type(values).__name__}, expected an object with names")
@@ -71,21 +72,22 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _read_safetensors(path: Path) -> dict[str, Tensor]:
-    package = safetensors_package()
-    try:
-        return package.torch.load_file(path)
-    except package.SafetensorError as error:
-        raise ValueError(f"{path}: not safetensors: {error}") from error
+    return _read(path, safetensors_package().torch.load_file, "not safetensors", "the whole file as safetensors wrote it")
 
 
 def _read_shards(index: Path) -> dict[str, Tensor]:
     shard_of = _read_json(index).get("weight_map")
-    if not isinstance(shard_of, dict) or not all(isinstance(shard, str) for shard in shard_of.values()):
+    if not isinstance(shard_of, dict) or not shard_of or not all(isinstance(shard, str) for shard in shard_of.values()):
         raise ValueError(f"{index}: got no weight_map, expected one, of the weights' names to their files' names")
-    weights, found = {}, set()
-    for shard in sorted(set(shard_of.values())):
-        if Path(shard).name != shard:
+    shards = sorted(set(shard_of.values()))
+    for shard in shards:
+        if shard in ("", ".", "..") or not _NOT_IN_NAMES.isdisjoint(shard):
             raise ValueError(f"{index}: got the file {shard!r}, expected names of files beside it")
+    for shard in shards:
+        if not index.with_name(shard).is_file():
+            raise FileNotFoundError(f"{index}: got the file {shard!r}, expected it beside it, where there is none")
+    weights, found = {}, set()
+    for shard in shards:
         part = _read_safetensors(index.with_name(shard))
         weights |= part
         found |= {(name, shard) for name in part}
@@ -95,13 +97,38 @@ def _read_shards(index: Path) -> dict[str, Tensor]:
 
 
 def _read_pickle(path: Path) -> dict[str, Tensor]:
+    def load(path: Path) -> Any:
+        return torch.load(path, map_location="cpu", weights_only=True)
+
     try:
-        weights = torch.load(path, map_location="cpu", weights_only=True)
+        weights = _read(path, load, "torch cannot read it", "a state dict, the whole file as torch.save wrote it")
     except pickle.UnpicklingError as error:
         raise ValueError(f"{path}: refused, for it holds more than tensors, or is damaged; expected a state dict") from error
     if not isinstance(weights, dict) or not all(isinstance(t, Tensor) for t in weights.values()):
         raise ValueError(f"{path}: got {type(weights).__name__} of more than tensors, expected a state dict")
+    for name, t in weights.items():
+        if not isinstance(name, str):
+            raise ValueError(f"{path}: got a tensor under {name!r}, expected names")
+        if t.layout != torch.strided or t.device.type != "cpu":
+            raise ValueError(f"{path}: {name}: got a {t.layout} tensor on {t.device}, expected a dense one with its numbers")
     return weights
+
+
+def _read(path: Path, load: Callable[[Path], Any], failure: str, expected: str) -> Any:
+    """load(path), which says in many ways that a file is damaged: wherever its parser stumbles, by whatever that raises.
+
+    failure, expected: for the message.
+    """
+    if not path.stat().st_size:
+        raise ValueError(f"{path}: got an empty file, expected {expected}")
+    try:
+        return load(path)
+    except (OSError, MemoryError, ImportError, pickle.UnpicklingError):  # of the machine, and of what the caller refuses
+        raise
+    except Exception as error:
+        reason = (str(error).splitlines() or [""])[0]
+        raise ValueError(f"{path}: {failure}: {type(error).__name__}: {reason}; it is cut or damaged, or of another format; "
+                         f"expected {expected}") from error
 
 
 def safetensors_package() -> ModuleType:

@@ -109,7 +109,7 @@ def test_a_pickle_of_tensors(tmp_path):
     assert_has(Mamba2LM.from_pretrained(tmp_path), expected)
 
 
-class _Malicious:
+class Malicious:
     def __init__(self, path):
         self.path = path
 
@@ -119,7 +119,7 @@ class _Malicious:
 
 def test_a_pickle_of_more_is_not_run(tmp_path):
     victim = tmp_path / "victim"
-    torch.save(weights() | {HEAD: _Malicious(victim)}, folder(tmp_path) / PICKLE)
+    torch.save(weights() | {HEAD: Malicious(victim)}, folder(tmp_path) / PICKLE)
     with pytest.raises(ValueError, match=r"pytorch_model\.bin: refused, for it holds more than tensors"):
         Mamba2LM.from_pretrained(tmp_path)
     assert not victim.exists()

@@ -3,6 +3,7 @@
 import ctypes
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from types import SimpleNamespace
 
 import numpy as np
@@ -108,6 +109,26 @@ def test_a_result_is_no_view():
     """It could not be changed in place, were it that of an autograd function."""
     call = Call(lambda x, factor: (scaled(x, factor),))
     assert not any(tape.replayed(call, (tensor(),), (3.0,))[0]._is_view() for _ in range(4))
+
+
+@pytest.mark.parametrize(("shape", "strides"), [((2, 3), (1, 2)), ((2, 1, 3), (3, 1, 1)), ((3, 1), (2, 7)), ((0, 3), (3, 1))],
+                         ids=("transposed", "channels last", "gaps", "empty"))
+def test_a_result_of_any_layout_is_no_view(shape, strides):
+    def body(x, factor):
+        out = torch.empty_strided(shape, strides)
+        launch(KERNEL, 1, x, x.new_empty(N) if not out.numel() else out, factor=factor)
+        return (out,)
+
+    call = Call(body)
+    for _ in range(4):
+        (out,) = tape.replayed(call, (tensor(),), (3.0,))
+        assert not out._is_view() and out.shape == shape and out.stride() == strides
+        assert [*out.flatten()] == [3.0 * at for at in _places(shape, strides)]
+    assert call.count == 2
+
+
+def _places(shape: tuple[int, ...], strides: tuple[int, ...]) -> list[int]:
+    return [sum(n * stride for n, stride in zip(index, strides, strict=True)) for index in product(*map(range, shape))]
 
 
 def test_one_tensor_twice_is_another_form():
