@@ -13,6 +13,8 @@ and the mirror's error spread evenly over the tensor, all added up:
 
 where e, m and t are the result's error, the mirror's and the truth, n counts elements, and s is of the slice. In a result of
 few elements luck can leave the mirror without an error, so one rounding of the operands over sqrt(n) comes on top everywhere.
+In the maximum and in slices, one rounding is at least that of the operands: where a document is a token, a result of any dtype
+is a product of two of them.
 """
 
 from __future__ import annotations
@@ -81,19 +83,20 @@ def compare(name: str, value: Tensor, truth: Tensor, mirrors: list[Tensor], prob
     truth = torch.where(held, truth, 0.0)
     one, count = _rounding(name, value, problem), value.numel()
     axes, lucky = problem.axes[name], problem.coarsest * count**-0.5
-    rms = one.rms + problem.exponent * _FP32 / 4
+    operand = _Rounding.of(problem.eps)
+    rms, of_slices = (v + problem.exponent * _FP32 / 4 for v in (one.rms, max(one.rms, operand.rms)))
     e, t = (_by_slice(v.square(), axes) for v in (off, truth))
     m = [_by_slice(v.square(), axes) for v in allowed]
     m = {kind: torch.stack([each[kind] for each in m]).amax(0) for kind in e}
     e_all, m_all, t_all = (float(v["whole"].sqrt()) for v in (e, m, t))
     largest = float(off.abs().amax()), max(float(v.abs().amax()) for v in allowed), float(truth.abs().amax())
     cap = _CAP if count >= _FEW else None
-    highest = one.max + problem.exponent * _FP32 / 2
+    highest = max(one.max, operand.max) + problem.exponent * _FP32 / 2
     checks = [_whole(name, "rms", e_all, m_all, t_all, rms + lucky, cap),
               _whole(name, "max", *largest, highest + lucky, spread=_SPREAD * m_all * count**-0.5)]
     share = _SHARE_OF_SUMS if name in problem.summed else _SHARE
     for kind in e.keys() - {"whole"}:
-        bound = _MIRRORS * m[kind].sqrt() + _ROUNDINGS * rms * t[kind].sqrt()
+        bound = _MIRRORS * m[kind].sqrt() + _ROUNDINGS * of_slices * t[kind].sqrt()
         bound = bound + share * e[kind].numel() ** -0.5 * (m_all + (rms + lucky) * max(t_all, _NOTHING))
         ratios = e[kind].sqrt() / bound.clamp(min=_NOTHING)
         where = tuple(int(n) for n in torch.unravel_index(ratios.argmax(), ratios.shape))
