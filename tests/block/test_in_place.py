@@ -116,6 +116,7 @@ FUNCTIONS = {
     "block": block,
 }
 _KERNELS_ALONE = [f"scan, {variant}" for variant in OURS]
+_NOT_REPLAYED = ("scan, torch", "selective scan", "inner", "convolution")  # what is no launch is between theirs
 # of an output and a leaf of its shape
 CHANGES = {
     "mul_": lambda out, leaf: out.mul_(2),
@@ -167,7 +168,7 @@ def test_every_way(function, way, device):
         pytest.skip("takes no fp64")
     dtype = torch.float64 if way == "torch form" else torch.float32
     with Watching() if way == "op" else nullcontext():
-        check(function, "add", device, dtype)
+        check(function, "add", "cpu" if way == "torch form" else device, dtype)
 
 
 @pytest.mark.gpu
@@ -178,4 +179,4 @@ def test_replayed(function, device):
     for seed in range(5):
         for change in CHANGES:
             check(function, change, device, torch.bfloat16, seed)
-    assert any(isinstance(t, tape.Tape) for t in tape._tapes.values())
+    assert any(isinstance(t, tape.Tape) for t in tape._tapes.values()) == (function not in _NOT_REPLAYED)
