@@ -28,8 +28,8 @@ def draw(seed: int, index: int, variants: list[str], device: str, size: int) -> 
     if limits.long and index == seed % len(variants):
         return [_long(rng, variant, limits)]
     shared = _shared(rng, variant, limits)
-    own_layouts = _layouts(rng, shared)
-    return [_member(rng, shared, own_layouts, limits) for _ in range(size)]
+    own_layouts, even = _layouts(rng, shared), rng.random() < 0.5
+    return [_member(rng, shared, own_layouts, even, limits) for _ in range(size)]
 
 
 def _shared(rng: Random, variant: str, limits: Limits) -> Config:
@@ -90,15 +90,17 @@ def _layouts(rng: Random, c: Config) -> dict[str, str]:
     return {name: rng.choice(LAYOUTS[1:]) for name in names if rng.random() < 0.4}
 
 
-def _member(rng: Random, shared: Config, own_layouts: dict[str, str], limits: Limits) -> Config:
-    """One of a family: most have its layouts, whose strides and alignments kernels are compiled for."""
-    batch, seqlen = _tokens(rng, shared, limits)
+def _member(rng: Random, shared: Config, own_layouts: dict[str, str], even: bool, limits: Limits) -> Config:
+    """One of a family: most have its layouts, whose strides and alignments kernels are compiled for, and lengths that are all
+    multiples of 16 or all not, for the same reason.
+    """
+    batch, seqlen = _tokens(rng, shared, limits, even if rng.random() < 0.7 else None)
     mode = some_mode(rng, limits)
     present = tuple(name for name in DIFFERENTIABLE
                     if name not in ("D", "z", "dt_bias", "initial_states") or getattr(shared, name))
     layouts = dict(own_layouts if rng.random() < 0.7 else _layouts(rng, shared))
     for name in ("dout", "dfinal_states"):
-        if rng.random() < 0.25:
+        if rng.random() < 0.2:
             layouts[name] = rng.choice((*LAYOUTS[1:], *(("scalar",) if mode != "capture" else ())))
     wanted = () if mode in modes.WITHOUT_GRADIENT or (mode == "plain" and rng.random() < 0.1) else some_of(rng, present)
     ways = ("out", "final_states") if shared.final_states else ("out",)
@@ -113,11 +115,18 @@ def _member(rng: Random, shared: Config, own_layouts: dict[str, str], limits: Li
         ways=ways if rng.random() < 0.7 else (rng.choice(ways),), calls=limits.calls)
 
 
-def _tokens(rng: Random, c: Config, limits: Limits) -> tuple[int, int]:
-    """batch and seqlen that the limits allow: half of the lengths lie at the edge of a chunk or next to it."""
+def _tokens(rng: Random, c: Config, limits: Limits, even: bool | None) -> tuple[int, int]:
+    """batch and seqlen that the limits allow: half of the lengths lie at the edge of a chunk or next to it. even: whether they
+    are multiples of 16; None: either, and shorter than a chunk as well.
+    """
     seqlen = some_size(rng, limits.seqlen)
+    if even is not None and seqlen <= c.chunk_size:
+        seqlen += c.chunk_size
     if rng.random() < 0.5 and seqlen > c.chunk_size:
-        seqlen = max(1, min(limits.seqlen, seqlen // c.chunk_size * c.chunk_size + rng.choice((-1, 0, 0, 1))))
+        steps = {None: (-1, 0, 0, 1), True: (0,), False: (-1, 1)}[even]
+        seqlen = max(1, min(limits.seqlen, seqlen // c.chunk_size * c.chunk_size + rng.choice(steps)))
+    elif even is not None:
+        seqlen = seqlen // 16 * 16 + (0 if even else rng.randint(1, 15))
     batch = rng.choice((1, 1, 2, rng.randint(1, limits.batch)))
     token = c.nheads * (c.chunk_size + c.headdim + c.dstate + c.headdim * c.dstate / min(c.chunk_size, 64))
     seqlen = max(1, min(seqlen, int(limits.elements / token)))

@@ -7,8 +7,10 @@ from dataclasses import asdict, fields, replace
 import pytest
 import torch
 from rich.console import Console
+from typer.testing import CliRunner
 
 from experiments import record
+from experiments.__main__ import app
 from experiments.fuzz import campaign, judge, operator, trial
 from experiments.fuzz.block import BLOCK_PARTS
 from experiments.fuzz.block.conv1d import Config as ConvConfig
@@ -120,13 +122,12 @@ def ratios(configs: list) -> list[float]:
 
 
 def small(configs: list) -> list:
-    return [replace(c, seqlen=min(c.seqlen, 130), calls=3) for c in configs]
+    return [replace(c, seqlen=min(c.seqlen, 100), calls=2) for c in configs if c.cuts != "tokens" or c.documents == "seq_idx"]
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_no_false_alarms(seed):
+def test_no_false_alarms():
     """Of what is right in every dtype, with any options."""
-    ratios(small(drawn(seed, 2, "cpu", variants=("torch",))))
+    ratios(small(drawn(1, 3, "cpu", variants=("torch",))))
 
 
 def test_no_false_alarms_of_other_chunks(monkeypatch):
@@ -224,27 +225,25 @@ def test_what_hangs_is_named():
     assert outcome.failed and outcome.why.startswith("hung: no result after 1 s")
 
 
-@pytest.fixture
-def plan(tmp_path):
-    return campaign.Plan("operator", ("torch",), 0, 100, 8, 1, 4, 60, 15, tmp_path, faulty("dA scaled"))
-
-
-def test_a_whole_run(plan, tmp_path, monkeypatch):
-    """Counts, the failures made small, and a row where there is a GPU, which is played here."""
+def test_a_whole_run(tmp_path, monkeypatch):
+    """Counts, the failures made small, and a row as a GPU's would be."""
+    made = replace(EVERYTHING, seqlen=20, mode="checkpoint", layouts={"x": "packed"})
+    monkeypatch.setitem(DRAWS, "operator", lambda seed, index, variants, device, size: [
+        replace(made, seed=index * size + n, wanted=("x", "A") if n else ("x",)) for n in range(size)])
+    plan = campaign.Plan("operator", ("torch",), 0, 100, 6, 1, 3, 60, 60, tmp_path, faulty("dA scaled"))
     console = Console(record=True, width=200)
     tally = campaign.run(plan, console)
-    assert tally.configs >= 8 and tally.failures and tally.variants == {"torch": tally.configs}
+    assert tally.configs == 6 and len(tally.failures) == 4
     said = console.export_text()
     assert "ended by --configs" in said and "dA: rms error" in said
     shrunk = next(line for line in said.splitlines() if line.startswith("shrunk to ")).removeprefix("shrunk to ")
     small = from_json(shrunk)
     assert small.wanted == ("A",) and small.mode == "plain" and small.calls == 1 and not small.layouts
-    assert not list(tmp_path.glob("*/*.jsonl")), "no row without a GPU"
-    row = campaign.row(plan, tally, 1.0, [(shrunk, "dA")]) | {"gpu": "NVIDIA H200"}
-    record.append(row, tmp_path)
-    (read,) = record.read(tmp_path, bench="fuzz")
+    assert len(record.read(tmp_path)) == torch.cuda.is_available()
+    record.append(campaign.row(plan, tally, 1.0, [(shrunk, "dA")]), tmp_path / "again")
+    (read,) = record.read(tmp_path / "again", bench="fuzz")
     assert read["failures"] == len(tally.failures) and read["failed"] == [{"config": json.loads(shrunk), "why": "dA"}]
-    assert read["variants"] == {"torch": tally.configs} and sum(read["modes"].values()) == tally.configs
+    assert read["variants"] == {"torch": 6} and read["modes"] == {"checkpoint": 6} and read["configs"] == 6
 
 
 def test_shrinking_finds_the_cause():
@@ -278,3 +277,25 @@ def test_one_wrong_head_of_many_is_told_by_number():
 
     assert not failed(rounded)
     assert any(what.startswith("out, head (0, 7)") for what in failed(wrong))
+
+
+@pytest.mark.parametrize("given, said", [
+    (("--variant", "fused,fastest"), "--variant: got 'fastest', expected any of auto, "),
+    (("--part", "model"), "--part: got 'model', expected one of operator, block"),
+    (("--config", '{"part": "operator", "heads": 2}'), "--config: got heads, expected fields of "),
+    (("--config", "-"), "--config: got '[1]', expected a JSON object with a part of operator, conv1d"),
+    (("--config", "@nowhere.jsonl"), "nowhere.jsonl"),
+    (("--config", ""), "--config: got no line, expected a configuration"),
+], ids=str)
+def test_what_the_command_line_refuses(given, said):
+    result = CliRunner().invoke(app, ["fuzz", *given], input="[1]\n")
+    assert result.exit_code == 2 and said in result.output
+
+
+def test_a_configuration_again(tmp_path):
+    """From a file, as a run printed it; what is drawn otherwise is not looked at."""
+    lines = tmp_path / "failed.jsonl"
+    lines.write_text("\n".join(to_json(c) for c in (EVERYTHING, replace(EVERYTHING, mode="no such"))))
+    result = CliRunner().invoke(app, ["fuzz", "--config", f"@{lines}", "--shrink", "0"])
+    assert result.exit_code == 1
+    assert "passed in" in result.output and "ValueError: mode: got 'no such', expected one of plain" in result.output

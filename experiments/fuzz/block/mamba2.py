@@ -51,7 +51,8 @@ def shared(rng: Random, limits: Limits) -> Config:
     small = limits.channels < 64
     return Config(
         dtype=rng.choice(limits.dtypes), dtypes=some_dtypes(rng, limits, _OFTEN_FP32),
-        nheads=ngroups * rng.randint(1, 2 if small else 4), ngroups=ngroups, mlp_heads=rng.choice((0, 0, 1)), headdim=8 if small else rng.choice((8, 16, 24, 64, 64, 64)),
+        nheads=ngroups * rng.randint(1, 2 if small else 4), ngroups=ngroups,
+        mlp_heads=rng.choice((0, 0, 1)), headdim=8 if small else rng.choice((8, 16, 24, 64, 64, 64)),
         dstate=8 if small else rng.choice((8, 16, 40, 64, 128)), chunk_size=rng.choice((16, 64, 128, 256)),
         d_conv=rng.randint(2, 4), D_has_hdim=rng.random() < 0.3, rmsnorm=rng.random() < 0.7,
         norm_before_gate=rng.random() < 0.5, dt_limit=rng.random() < 0.3, bias=rng.random() < 0.4,
