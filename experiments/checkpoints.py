@@ -1,10 +1,12 @@
 """Checkpoints of a training run: folders that are whole or not there, of which the last two are kept.
 
-One holds the weights and the optimizer's state as safetensors, which run nothing when they are read, and state.json.
+One holds the weights and the optimizer's state as safetensors, which run nothing when they are read, state.json, and a checksum
+of each of them in SHA256SUMS, as `sha256sum -c` takes it. Nothing is written that is not finite.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -23,7 +25,22 @@ from .parallel import cut_like, whole
 from .reasons import first_line
 
 _MODEL, _OPTIMIZER, _STATE = "model.safetensors", "optimizer.safetensors", "state.json"
+_SUMS = "SHA256SUMS"
+_FILES = (_MODEL, _OPTIMIZER, _STATE)
 _KEPT = 2
+_PART = 1 << 20  # bytes of a file that are in memory at a time
+
+
+class NotFinite(ValueError):
+    """Of weights or the optimizer's state, which so were not written; the message names them."""
+
+
+class Damaged(ValueError):
+    """A checkpoint that cannot be read; `what` names the file and the reason, the message says what to do as well."""
+
+    def __init__(self, path: Path, reason: Exception):
+        self.what = f"{path}: cannot be read ({first_line(reason)})"
+        super().__init__(f"{self.what}; remove the folder {path.parent} to go on from the checkpoint before it")
 
 
 def save(folder: Path, step: int, run: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> Path:
@@ -32,10 +49,13 @@ def save(folder: Path, step: int, run: Mapping[str, Any], model: nn.Module, opti
     Of several processes all call it, for each may hold a part, and the first writes.
 
     Raises:
-        OSError: what the file system says; earlier checkpoints are as they were.
+        NotFinite: a weight or a number of the optimizer's is not; earlier checkpoints are as they were.
+        OSError: what the file system says; likewise.
     """
     final = folder / f"step-{step:08d}"
-    weights, moments = (_gathered(tensors) for tensors in (_model_tensors(model), _optimizer_tensors(model, optimizer)))
+    (weights, odd), (moments, more) = map(_gathered, (_model_tensors(model), _optimizer_tensors(model, optimizer)))
+    if odd or more:
+        raise NotFinite(listed({*odd} or {*more}))  # the optimizer's are so as well, where a weight is
     if _is_first():
         _write(final, step, run, weights, moments, optimizer)
     if dist.is_initialized():
@@ -54,15 +74,17 @@ def _write(final: Path, step: int, run: Mapping[str, Any], weights: dict[str, Te
         part.mkdir()
         package.torch.save_file(weights, part / _MODEL)
         package.torch.save_file(moments, part / _OPTIMIZER)
-        state = {"step": step, "run": dict(run), "groups": _group_numbers(optimizer)}
+        state = {"step": step, "run": dict(run), "groups": _group_numbers(optimizer), "checksums": True}
         (part / _STATE).write_text(json.dumps(state, indent=2) + "\n")
+        (part / _SUMS).write_text("".join(f"{_checksum(part / name)}  {name}\n" for name in _FILES))
         for path in (*part.iterdir(), part):
             flush(path)
+        shutil.rmtree(final, ignore_errors=True)  # one that was damaged, so that its steps were taken again
         os.rename(part, final)
     finally:
         shutil.rmtree(part, ignore_errors=True)
     flush(folder)
-    for old in _whole(folder)[:-_KEPT]:
+    for old in [path for path in _whole(folder) if path <= final][:-_KEPT]:  # a later one is damaged
         shutil.rmtree(old)
 
 
@@ -71,18 +93,51 @@ def latest(folder: Path) -> Path | None:
     return max(_whole(folder), default=None)
 
 
+def latest_good(folder: Path) -> tuple[Path | None, list[Damaged]]:
+    """The checkpoint of the last step whose checkpoint is as it was written, and what is wrong with those after it."""
+    damaged = []
+    for checkpoint in reversed(_whole(folder)):
+        try:
+            verify(checkpoint)
+        except Damaged as reason:
+            damaged.append(reason)
+        else:
+            return checkpoint, damaged
+    return None, damaged
+
+
+def verify(checkpoint: Path) -> None:
+    """Raises:
+        Damaged: a file is missing or not as its checksum has it; in a checkpoint of a time without checksums, one cannot be
+            read or holds numbers that are not finite.
+    """
+    state, path = read_state(checkpoint), checkpoint / _SUMS
+    try:
+        if not (state.get("checksums") or path.exists()):
+            for path in (checkpoint / _MODEL, checkpoint / _OPTIMIZER):
+                if odd := _not_finite(safetensors_package().torch.load_file(path)):
+                    raise ValueError(f"not finite: {listed({*odd})}")
+            return
+        sums = path.read_text()
+        for path in map(checkpoint.joinpath, _FILES):
+            if f"{_checksum(path)}  {path.name}\n" not in sums:
+                raise ValueError(f"its checksum is not the one in {_SUMS}")
+    except (OSError, ValueError, safetensors_package().SafetensorError) as reason:
+        raise Damaged(path, reason) from reason
+
+
 def read_state(checkpoint: Path) -> dict[str, Any]:
     """Raises:
-        ValueError: state.json is missing or damaged; the message says what to do.
+        Damaged: state.json is missing or damaged; the message says what to do.
     """
     path = checkpoint / _STATE
     try:
         state = json.loads(path.read_text())
-    except (OSError, ValueError) as reason:
-        raise _damaged(path, reason) from reason
+    except (OSError, ValueError, RecursionError) as reason:
+        raise Damaged(path, reason) from reason
     kinds = {"step": int, "run": dict, "groups": list}
     if not isinstance(state, dict) or not all(isinstance(state.get(key), kind) for key, kind in kinds.items()):
-        raise _damaged(path, ValueError(f"it lacks one of {', '.join(kinds)}"))
+        raise Damaged(path, ValueError(f"it lacks one of {', '.join(kinds)}"))
     return state
 
 
@@ -90,7 +145,8 @@ def restore(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer
     """Loads what `save` wrote into a model and an optimizer made alike; returns its step.
 
     Raises:
-        ValueError: a file is missing, damaged or another model's; the message says what to do.
+        Damaged: a file is missing, cannot be read or is another model's; the message says what to do. Numbers that changed in
+            it are found by `verify`.
     """
     package = safetensors_package()
     failures = (OSError, RuntimeError, KeyError, ValueError, package.SafetensorError)
@@ -110,7 +166,7 @@ def restore(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer
     except torch.OutOfMemoryError:  # a RuntimeError, but no fault of the file's
         raise
     except failures as reason:
-        raise _damaged(checkpoint / _OPTIMIZER, reason) from reason
+        raise Damaged(checkpoint / _OPTIMIZER, reason) from reason
     try:
         weights, own = package.torch.load_file(checkpoint / _MODEL), _model_tensors(model)
         if differing := weights.keys() ^ own.keys():
@@ -119,7 +175,7 @@ def restore(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer
     except torch.OutOfMemoryError:
         raise
     except failures as reason:
-        raise _damaged(checkpoint / _MODEL, reason) from reason
+        raise Damaged(checkpoint / _MODEL, reason) from reason
     return saved["step"]
 
 
@@ -127,14 +183,29 @@ def _is_first() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
-def _gathered(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Whole, in the first process's main memory, and in no other's; one at a time is on a GPU."""
-    found = {}
+def _gathered(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
+    """Whole, in the first process's main memory, and in no other's; one at a time is on a GPU. In every process the names of
+    those with numbers that are not finite.
+    """
+    found, odd = {}, []
     for name, t in tensors.items():
         t = whole(t)
+        odd += _not_finite({name: t})
         if _is_first():
             found[name] = t.contiguous().cpu()
-    return found
+    return found, odd
+
+
+def _not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
+    return [name for name, t in tensors.items() if not t.isfinite().all()]
+
+
+def _checksum(path: Path) -> str:
+    found = hashlib.sha256()
+    with path.open("rb") as file:
+        while part := file.read(_PART):
+            found.update(part)
+    return found.hexdigest()
 
 
 def _model_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -164,7 +235,3 @@ def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
 def _whole(folder: Path) -> list[Path]:
     return sorted(folder.glob("step-*"))
 
-
-def _damaged(path: Path, reason: Exception) -> ValueError:
-    return ValueError(f"{path}: cannot be read ({first_line(reason)}); remove the folder {path.parent} to go on from the "
-                      "checkpoint before it")

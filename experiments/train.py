@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 from rich.console import Console
+from torch import nn
 
 from ssd.modules.checkpoint import safetensors_package
 
@@ -62,7 +63,7 @@ def train(run: Run, out: Path, console: Console, resume: bool = False, rows: Pat
     Raises:
         FileExistsError, FileNotFoundError, ValueError, OSError: settings, data and files, by name; nothing was overwritten.
         ImportError: the package safetensors is missing.
-        Stopped: the loss is not finite, or memory does not suffice; checkpoints are as they were.
+        Stopped: the loss or a weight is not finite, or memory does not suffice; checkpoints are as they were.
         Interrupted: by SIGTERM or SIGINT. It finished the step and saved.
     """
     with joined(way) as team:
@@ -77,7 +78,7 @@ def train(run: Run, out: Path, console: Console, resume: bool = False, rows: Pat
 def _trained(run: Run, out: Path, console: Console, resume: bool, rows: Path | None,
              team: Team) -> dict[str, Any] | Interrupted:
     workload, saves, first = get_workload(run.workload), out / "checkpoints", team.rank == 0
-    last = _checked(run, out, resume)
+    last = _checked(run, out, resume, console)
     with team.in_turn():
         dataset = workload.dataset(run)
     with _explained(run, team.device):
@@ -116,7 +117,7 @@ def _trained(run: Run, out: Path, console: Console, resume: bool, rows: Path | N
             if is_due or number:
                 log.flush()
                 with _explained(run, team.device):
-                    checkpoints.save(saves, step, asdict(run), named(model), optimizer)
+                    _save(saves, step, run, model, optimizer)
             if number and step < run.steps:
                 return Interrupted(signal.Signals(number), step)
     row = _row(run, workload.unit, log.losses, times[1:] or times, dataset.floor, parameters, peak_mib, team)
@@ -127,14 +128,17 @@ def _trained(run: Run, out: Path, console: Console, resume: bool, rows: Path | N
     return row
 
 
-def _checked(run: Run, out: Path, resume: bool) -> Path | None:
-    """The checkpoint to go on from; refused where the folder is not what the run needs."""
+def _checked(run: Run, out: Path, resume: bool, console: Console) -> Path | None:
+    """The checkpoint to go on from, the last that is not damaged; refused where the folder is not what the run needs."""
     safetensors_package()
-    last = checkpoints.latest(out / "checkpoints")
     if not resume:
-        if last or (out / "log.jsonl").exists():
+        if checkpoints.latest(out / "checkpoints") or (out / "log.jsonl").exists():
             raise FileExistsError(f"--out: got {out}, which has a run in it, expected another folder, or --resume to go on")
         return None
+    last, damaged = checkpoints.latest_good(out / "checkpoints")
+    if last is None and damaged:
+        raise ValueError(f"--resume: got --out {out}, expected a checkpoint in it that can be read; "
+                         + "; ".join(reason.what for reason in damaged))
     if last is None:
         raise FileNotFoundError(f"--resume: got --out {out}, expected a folder with a checkpoint in {out / 'checkpoints'}")
     state = checkpoints.read_state(last)
@@ -143,15 +147,29 @@ def _checked(run: Run, out: Path, resume: bool) -> Path | None:
             raise ValueError(f"{option(field)}: got {now!r}, expected {then!r}, with which the run in {out} began")
     if state["step"] >= run.steps:
         raise ValueError(f"--resume: the run in {out} has taken all its {run.steps} steps")
+    for reason in damaged:
+        console.print(f"{reason.what}: the run goes on from {last}, and takes the steps after {state['step']} again",
+                      markup=False, style="yellow", soft_wrap=True)
     return last
 
 
 def _check_finite(values: dict[str, float], step: int, saves: Path) -> None:
     for name, said in (("loss", "loss"), ("grad_norm", "gradient's norm")):
         if not math.isfinite(values[name]):
-            last = checkpoints.latest(saves)
-            raise Stopped(f"step {step}: the {said} is {values[name]}; try a lower --lr, a longer --warmup or --dtype fp32. "
-                          + (f"The last good checkpoint is {last}" if last else "There was no checkpoint yet"))
+            raise _diverged(step, f"the {said} is {values[name]}", saves)
+
+
+def _save(saves: Path, step: int, run: Run, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    try:
+        checkpoints.save(saves, step, asdict(run), named(model), optimizer)
+    except checkpoints.NotFinite as reason:
+        raise _diverged(step, f"after it these are not finite, so that they were not saved: {reason}", saves) from reason
+
+
+def _diverged(step: int, said: str, saves: Path) -> Stopped:
+    last, _ = checkpoints.latest_good(saves)
+    return Stopped(f"step {step}: {said}; try a lower --lr, a longer --warmup or --dtype fp32. "
+                   + (f"The last good checkpoint is {last}" if last else "There is no good checkpoint yet"))
 
 
 @contextmanager
@@ -159,6 +177,8 @@ def _explained(run: Run, device: torch.device) -> Iterator[None]:
     """Says in terms of the run what torch says in its own: that memory does not suffice, or that it cannot compile."""
     try:
         yield
+    except Stopped:
+        raise
     except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is the first
         if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator" in str(error):
             name = torch.cuda.get_device_name() if device.type == "cuda" else "this machine"

@@ -93,8 +93,7 @@ def compile_all():
         for arch in chips:
             with compiling(arch) as found:
                 out, final_states = conv1d_fwd(x.mT, weight, bias, seq_idx, initial_states, True, case.final_states)
-                dfinal_states = None if final_states is None else final_states.mT
-                conv1d_bwd(x.mT, weight, bias, seq_idx, initial_states, True, out, dfinal_states)
+                conv1d_bwd(x.mT, weight, bias, seq_idx, initial_states, True, out.mT, final_states)
                 conv1d_update(x, conv_state, weight, bias, True, numbers, numbers, torch.empty_like(x))
             for kernel in found.values():
                 registers, spills = _resources(kernel.kernel)

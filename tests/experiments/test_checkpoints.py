@@ -1,10 +1,14 @@
 """Checkpoints: whole or not there, the last two kept, and refused by file where they are damaged."""
 
+import json
 import os
+import random
 import shutil
+import subprocess
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from experiments import checkpoints
@@ -92,3 +96,95 @@ def test_a_damaged_checkpoint_is_refused_by_file(tmp_path, file, damage):
     with pytest.raises(ValueError, match=rf"{file}: cannot be read \(.+\); remove .*step-00000001 to go on") as error:
         checkpoints.restore(path.parent, *made(1))
     assert "\n" not in str(error.value)
+
+
+FILES = ["model.safetensors", "optimizer.safetensors", "state.json", "SHA256SUMS"]
+
+
+def of_old(checkpoint):
+    """As it was before there were checksums."""
+    (checkpoint / "SHA256SUMS").unlink()
+    state = json.loads((checkpoint / "state.json").read_text())
+    del state["checksums"]
+    (checkpoint / "state.json").write_text(json.dumps(state))
+    return checkpoint
+
+
+@pytest.mark.skipif(shutil.which("sha256sum") is None, reason="sha256sum is not installed")
+def test_checksums_are_those_of_sha256sum(tmp_path):
+    last = saved(tmp_path, 1)
+    assert subprocess.run(["sha256sum", "--check", "--strict", "SHA256SUMS"], cwd=last, capture_output=True).returncode == 0
+    assert sorted(path.name for path in last.iterdir()) == sorted(FILES)
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_any_bit_that_changed_is_found(tmp_path, file):
+    path, draw = saved(tmp_path, 1) / file, random.Random(0)
+    checkpoints.verify(path.parent)
+    content = path.read_bytes()
+    for damage in range(40):
+        changed = bytearray(content)
+        changed[draw.randrange(len(changed))] ^= 1 << draw.randrange(8)
+        path.write_bytes(changed if damage % 4 else content[: draw.randrange(len(content))])
+        with pytest.raises(checkpoints.Damaged, match=r"step-00000001/[\w.]+: cannot be read \(.+\); remove") as error:
+            checkpoints.verify(path.parent)
+        assert file in str(error.value) or file == "SHA256SUMS"
+    path.unlink()
+    with pytest.raises(checkpoints.Damaged, match=f"{file}: cannot be read"):
+        checkpoints.verify(path.parent)
+    path.write_bytes(content)
+    checkpoints.verify(path.parent)
+
+
+def test_the_latest_good_one(tmp_path):
+    assert checkpoints.latest_good(tmp_path / "nowhere") == (None, [])
+    last = saved(tmp_path, 1, 2)
+    assert checkpoints.latest_good(tmp_path) == (last, [])
+    (last / "model.safetensors").write_bytes(b"")
+    found, damaged = checkpoints.latest_good(tmp_path)
+    assert found == tmp_path / "step-00000001"
+    assert [reason.what for reason in damaged] == [
+        f"{last / 'model.safetensors'}: cannot be read (its checksum is not the one in SHA256SUMS)"]
+    (found / "state.json").unlink()
+    found, damaged = checkpoints.latest_good(tmp_path)
+    assert found is None and len(damaged) == 2
+
+
+def test_a_damaged_one_makes_room_for_its_steps_when_they_are_taken_again(tmp_path):
+    last = saved(tmp_path, 2, 4)
+    (last / "model.safetensors").write_bytes(b"")
+    assert saved(tmp_path, 3) == tmp_path / "step-00000003"
+    assert checkpoints.latest_good(tmp_path)[0] == tmp_path / "step-00000003" and (tmp_path / "step-00000002").exists()
+    assert saved(tmp_path, 4) == last and checkpoints.latest_good(tmp_path) == (last, [])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000003", "step-00000004"]
+
+
+@pytest.mark.parametrize("bad", (float("nan"), float("inf"), -float("inf")))
+@pytest.mark.parametrize("what", ("0.weight", "1.running_var", "0.bias/exp_avg"))
+def test_what_is_not_finite_is_not_written(tmp_path, what, bad):
+    before = saved(tmp_path, 1)
+    model, optimizer = made()
+    name, _, quantity = what.partition("/")
+    t = optimizer.state[dict(model.named_parameters())[name]][quantity] if quantity else model.state_dict()[name]
+    t.view(-1)[0] = bad
+    with pytest.raises(checkpoints.NotFinite, match=f"^{what}$"):
+        checkpoints.save(tmp_path, 2, {}, model, optimizer)
+    assert [path.name for path in tmp_path.iterdir()] == [before.name] and checkpoints.latest_good(tmp_path) == (before, [])
+
+
+def test_checkpoints_without_checksums(tmp_path):
+    """Of a time before them: they are read, and refused only where they have what is not finite."""
+    last = of_old(saved(tmp_path, 3))
+    checkpoints.verify(last)
+    assert checkpoints.restore(last, *made(1)) == 3
+    for file in FILES[:2]:
+        content = (last / file).read_bytes()
+        tensors = load_file(last / file)
+        name = next(name for name, t in tensors.items() if t.is_floating_point() and t.dim())
+        save_file(tensors | {name: tensors[name] / 0}, last / file)
+        with pytest.raises(checkpoints.Damaged, match=rf"{file}: cannot be read \(not finite: {name}\)"):
+            checkpoints.verify(last)
+        (last / file).write_bytes(content[:-1])
+        with pytest.raises(checkpoints.Damaged, match=rf"{file}: cannot be read \("):
+            checkpoints.verify(last)
+        (last / file).write_bytes(content)

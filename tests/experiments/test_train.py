@@ -1,5 +1,6 @@
 """Training: the loss falls, a run that was interrupted ends as one that was not, and what stops a run costs nothing."""
 
+import io
 import json
 import math
 import multiprocessing
@@ -233,6 +234,62 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, monkeypatch):
     with pytest.raises(Stopped, match=r"step 4: the loss is nan; try a lower --lr.* last good checkpoint is .*step-00000002"):
         train(run, tmp_path, QUIET)
     assert all(t.isfinite().all() for t in saved_tensors(tmp_path).values()) and len(losses(tmp_path)) == 3
+
+
+def test_a_loss_that_is_not_finite_is_said_also_of_a_compiled_model(tmp_path, monkeypatch):
+    """Not as what torch.compile says."""
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self: None)
+    monkeypatch.setattr(training, "gradient", lambda *_: {"loss": math.nan, "lr": 0.1, "grad_norm": 1.0})
+    with pytest.raises(Stopped, match=r"^step 1: the loss is nan; .* There is no good checkpoint yet$"):
+        train(small_run(compile=True), tmp_path, QUIET)
+
+
+def test_weights_that_are_not_finite_stop_the_run(tmp_path, monkeypatch):
+    """The loss before the step that made them so was finite; they are not saved."""
+    original, calls = torch.optim.AdamW.step, []
+
+    def step(self, *given):
+        original(self, *given)
+        calls.append(self)
+        if len(calls) == 4:
+            self.param_groups[0]["params"][0].data[0] = math.nan
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", step)
+    with pytest.raises(Stopped, match=r"step 4: after it these are not finite, so that they were not saved: \S+; try a lower "
+                                      r"--lr.* last good checkpoint is .*step-00000002"):
+        train(small_run(save_every=2), tmp_path, QUIET)
+    assert all(t.isfinite().all() for t in saved_tensors(tmp_path).values())
+    assert checkpoints.latest_good(tmp_path / "checkpoints")[0].name == "step-00000002"
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "optimizer.safetensors", "state.json", "SHA256SUMS"])
+def test_a_damaged_checkpoint_is_said_and_the_one_before_it_used(tmp_path, monkeypatch, file):
+    """The run then ends as one that was not interrupted; with none that is whole it does not go on."""
+    run, said = small_run(steps=6, save_every=2), io.StringIO()
+    train(run, tmp_path / "whole", QUIET, rows=tmp_path / "rows")
+    with monkeypatch.context() as patch, pytest.raises(Interrupted, match="after step 5"):
+        before_step(patch, 5, terminate)
+        train(run, tmp_path / "parts", QUIET)
+    last = checkpoints.latest(tmp_path / "parts" / "checkpoints")
+    content = bytearray((last / file).read_bytes())
+    content[-len(content) // 3] ^= 1
+    (last / file).write_bytes(content)
+    train(run, tmp_path / "parts", Console(file=said), resume=True, rows=tmp_path / "rows")
+    first = said.getvalue().splitlines()[0]
+    assert first.startswith(f"{last}{os.sep}") and "cannot be read (" in first
+    assert first.endswith(f": the run goes on from {last.with_name('step-00000004')}, and takes the steps after 4 again")
+    assert_same(tmp_path / "whole", tmp_path / "parts")
+
+
+def test_without_a_good_checkpoint_a_run_does_not_go_on(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch, pytest.raises(Interrupted):
+        before_step(patch, 5, terminate)
+        train(small_run(save_every=2), tmp_path, QUIET)
+    for checkpoint in (tmp_path / "checkpoints").iterdir():
+        (checkpoint / "model.safetensors").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"--resume: got --out .*, expected a checkpoint in it that can be read; "
+                                         r".*step-00000005.*; .*step-00000004.*model\.safetensors: cannot be read"):
+        train(small_run(save_every=2), tmp_path, QUIET, resume=True)
 
 
 @pytest.mark.parametrize("place", [(training, "gradient"), (torch.optim.AdamW, "step"), (training, "made")], ids=str)
