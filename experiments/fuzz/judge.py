@@ -12,7 +12,7 @@ and the mirror's error spread evenly over the tensor, all added up:
     |e_s| <= 3 |m_s| + 4 one |t_s| + share sqrt(n_s / n) (|m| + one |t|),
 
 where e, m and t are the result's error, the mirror's and the truth, n counts elements, and s is of the slice. In a result of
-few elements luck can leave the mirror without an error, so one rounding of the operands over sqrt(n) comes on top everywhere.
+few elements luck can leave the mirror without an error, so two roundings of the operands over sqrt(n) come on top everywhere.
 A gradient that is zero because two terms cancel may be a few fp32 roundings of these (`slacks`).
 """
 
@@ -35,6 +35,7 @@ _HELD = 0.98  # of the largest number of a dtype
 _FEW = 64  # elements, of which one may be far off by luck
 _SPREAD = 3  # RMS errors of the mirror that the largest error may have more, since the mirror's is one draw
 _NOTHING = 1e-30  # a truth below this is zero to every dtype here
+_LUCK = 2  # roundings over sqrt(n)
 _CANCELLED, _SMALL = 16, 0.1  # fp32 roundings; an argument's least RMS value that they are relative to
 _MIRRORS, _ROUNDINGS = 3, 4
 _SHARE, _SHARE_OF_SUMS = 1.5, 6.0  # of the error spread evenly; sums over tokens have few elements, and luck plays a part
@@ -96,7 +97,7 @@ def compare(name: str, value: Tensor, truth: Tensor, mirrors: list[Tensor], prob
     off, *allowed = (torch.where(held, t.double() - truth, 0.0) for t in (value, *mirrors))
     truth = torch.where(held, truth, 0.0)
     one, count = _rounding(name, value, problem), value.numel()
-    axes, lucky = problem.axes[name], problem.coarsest * count**-0.5
+    axes, lucky = problem.axes[name], _LUCK * problem.coarsest * count**-0.5
     rms = one.rms + problem.exponent * _FP32 / 4
     e, t = (_by_slice(v.square(), axes) for v in (off, truth))
     m = [_by_slice(v.square(), axes) for v in allowed]
