@@ -21,7 +21,7 @@ from .trial import Outcome
 
 _EVERY = 20.0  # seconds between lines of progress
 _SHRUNK = 5  # failures that are made small
-_LONGEST_TABLE = 12  # failures in it
+_LONGEST_TABLE = 7  # failures in it
 _WIDEST = 400  # characters of a configuration in it
 
 

@@ -82,6 +82,7 @@ def _results(config: object, device: str) -> tuple[list[judge.Check], list[str]]
     results = modes.run(problems, list(cotangents), config.mode, config.calls)
     if device == "cuda":
         torch.cuda.synchronize()
+    slacks = [judge.slacks(p, truth, c) for p, truth, c in zip(problems, truths, cotangents, strict=True)]
     first, checks, differing = {}, [], []
     for call, (turn, got) in enumerate(results):
         if got.keys() != truths[turn].keys():
@@ -92,7 +93,7 @@ def _results(config: object, device: str) -> tuple[list[judge.Check], list[str]]
         elif turn not in first or not problems[turn].exact:
             for name, value in got.items():
                 others = [mirror[name] for mirror in mirrors[turn]]
-                checks += judge.compare(name, value, truths[turn][name], others, problems[turn])
+                checks += judge.compare(name, value, truths[turn][name], others, problems[turn], slacks[turn].get(name, 0.0))
         first.setdefault(turn, (call, got))
     return checks, differing
 
