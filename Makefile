@@ -11,6 +11,7 @@
 #   make train GPUS=2 PARALLEL=fsdp PRESET=1.3b   two processes by torchrun
 #   make test ARGS='tests/ssd -k cost'
 #   make test ARGS='--numprocesses=14 --shard=2/3'   the second of three parts of the tests, on 14 cores
+#   make test TRITON=all    the tests of compilation with every version of Triton; TRITON=3.8.0,3.9.0 with some
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -19,15 +20,17 @@ VARIANT ?= baseline
 ifeq ($(VENV),)
 PY := $(PYTHON)
 READY :=
+TRITONS :=
 else
 PY := $(VENV)/bin/python
 READY := $(VENV)/.installed
+TRITONS := tritons
 endif
 
 EXPERIMENTS := $(PY) -m experiments
 
 .DEFAULT_GOAL := help
-.PHONY: help setup peers bench ablate block train table readme characterize scaling report tune choose sanitize test coverage lint
+.PHONY: help setup peers tritons bench ablate block train table readme characterize scaling report tune choose sanitize test coverage lint
 
 help:
 	@echo "targets: setup bench ablate block train table readme characterize scaling report tune choose sanitize test coverage lint; see the top of the Makefile for their variables"
@@ -49,6 +52,10 @@ ifneq ($(VENV),)
 	  || echo "mamba-ssm could not be installed: the bench runs without it"; \
 	fi
 endif
+
+# Versions of Triton that kernels are compiled with as well (tests/tritons.py); what cannot be had is skipped by its tests.
+tritons: $(READY)
+	@$(PY) -m tests.tritons $(TRITON)
 
 bench: peers
 	$(EXPERIMENTS) bench --variant $(VARIANT) $(if $(AGAINST),--against $(AGAINST)) $(if $(SHAPE),--shape $(SHAPE)) \
@@ -94,8 +101,8 @@ report: $(READY)
 sanitize: $(READY)
 	$(EXPERIMENTS) sanitize $(ARGS)
 
-test: $(READY)
-	$(PY) -m pytest $$($(PY) -c 'import xdist' 2>/dev/null && echo --numprocesses=2) $(ARGS)
+test: $(READY) $(TRITONS)
+	$(PY) -m pytest $$($(PY) -c 'import xdist' 2>/dev/null && echo --numprocesses=2) $(if $(TRITON),--triton $(TRITON)) $(ARGS)
 
 coverage: $(READY)
 	$(PY) -m pytest $$($(PY) -c 'import xdist' 2>/dev/null && echo --numprocesses=2) --cov=ssd --cov-fail-under=90 $(ARGS)

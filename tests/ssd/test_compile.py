@@ -44,18 +44,8 @@ _with: list[str | None] = [None]  # the Triton that `compiled` compiles with
 
 
 @pytest.fixture(autouse=True)
-def triton(request) -> str | None:
-    """The version that the test compiles with, None for the locked one."""
-    _with[0] = request.param
-    if reason := request.param and tritons.missing(request.param):
-        pytest.skip(reason)
-    return request.param
-
-
-def pytest_generate_tests(metafunc):
-    every = (None, *metafunc.config.option.triton)
-    pinned = metafunc.function is test_every_kernel_with_other_tritons
-    metafunc.parametrize("triton", tritons.PINNED if pinned else every, indirect=True, ids=lambda v: v or "locked")
+def _compile_with(triton):
+    _with[0] = triton
 
 
 @cache
@@ -93,6 +83,7 @@ def assert_fits(rows: list[dict], arch: int, spills: int, by_walks: int) -> None
         assert row["registers"] <= 255 and row["spills"] <= most, f"{row}: at most {most} bytes may be spilled"
 
 
+@pytest.mark.other_tritons
 @pytest.mark.parametrize("arch", SHARED)
 def test_every_kernel_with_other_tritons(triton, arch):
     """The oldest and the newest that the package takes, whatever --triton says: kernels as models use them most, or baseline's
