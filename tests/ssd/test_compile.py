@@ -27,7 +27,7 @@ WALKS = ("two_level_scan_kernel", "persistent_scan_kernel", "stationary_scan_ker
 GROUP_LOOPS = ("group_dC_kernel", "group_dB_dx_kernel")
 # Bytes that a newer Triton spills of a kernel where the locked one spills fewer: its ptxas is CUDA 13's, and is given
 # --regAllocOptLevel=2, without which hopper_group spills 56 in place of 216.
-SPILLED = {"3.9": {"hopper_group_kernel": 216, "bmm_bwd_kernel": 64, "group_dC_kernel": 464}}
+SPILLED = {"3.9": {"hopper_group_kernel": 216, "hopper_scan_kernel": 80, "bmm_bwd_kernel": 64, "group_dC_kernel": 464}}
 # Variants, and the optimisations without which other kernels of theirs run. What runs with Gluon has tests of its own.
 PLAIN = [(name, "--off", "gluon") for name in OURS]
 WAYS = [*PLAIN, ("fused", "--off", "gluon,two_level"), ("persistent", "--off", "gluon,stationary")]
