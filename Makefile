@@ -12,6 +12,7 @@
 #   make fuzz SECONDS=500 SEED=7 VARIANT=fused,persistent   configurations drawn at random, judged against fp64
 #   make test ARGS='tests/ssd -k cost'
 #   make test ARGS='--numprocesses=14 --shard=2/3'   the second of three parts of the tests, on 14 cores
+#   make test TRITON=all    the tests of compilation with every version of Triton; TRITON=3.8.0,3.9.0 with some
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -20,15 +21,17 @@ VARIANT ?= baseline
 ifeq ($(VENV),)
 PY := $(PYTHON)
 READY :=
+TRITONS :=
 else
 PY := $(VENV)/bin/python
 READY := $(VENV)/.installed
+TRITONS := tritons
 endif
 
 EXPERIMENTS := $(PY) -m experiments
 
 .DEFAULT_GOAL := help
-.PHONY: help setup peers bench ablate block train table readme characterize scaling report tune choose sanitize fuzz test coverage lint
+.PHONY: help setup peers tritons bench ablate block train table readme characterize scaling report tune choose sanitize fuzz test coverage lint
 
 help:
 	@echo "targets: setup bench ablate block train table readme characterize scaling report tune choose sanitize fuzz test coverage lint; see the top of the Makefile for their variables"
@@ -50,6 +53,10 @@ ifneq ($(VENV),)
 	  || echo "mamba-ssm could not be installed: the bench runs without it"; \
 	fi
 endif
+
+# Versions of Triton that kernels are compiled with as well (tests/tritons.py); what cannot be had is skipped by its tests.
+tritons: $(READY)
+	@$(PY) -m tests.tritons $(TRITON)
 
 bench: peers
 	$(EXPERIMENTS) bench --variant $(VARIANT) $(if $(AGAINST),--against $(AGAINST)) $(if $(SHAPE),--shape $(SHAPE)) \
@@ -99,8 +106,8 @@ fuzz: $(READY)
 	$(EXPERIMENTS) fuzz $(if $(SECONDS),--seconds $(SECONDS)) $(if $(SEED),--seed $(SEED)) \
 	  $(if $(filter-out file,$(origin VARIANT)),--variant $(VARIANT)) $(if $(PART),--part $(PART)) $(ARGS)
 
-test: $(READY)
-	$(PY) -m pytest $$($(PY) -c 'import xdist' 2>/dev/null && echo --numprocesses=2) $(ARGS)
+test: $(READY) $(TRITONS)
+	$(PY) -m pytest $$($(PY) -c 'import xdist' 2>/dev/null && echo --numprocesses=2) $(if $(TRITON),--triton $(TRITON)) $(ARGS)
 
 coverage: $(READY)
 	$(PY) -m pytest $$($(PY) -c 'import xdist' 2>/dev/null && echo --numprocesses=2) --cov=ssd --cov-fail-under=90 $(ARGS)

@@ -67,8 +67,16 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "gpu(count=1): needs that many CUDA devices")
+    config.addinivalue_line("markers", "other_tritons: compiles with the oldest and the newest Triton, not the locked one")
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(_Failures(config))
+
+
+def pytest_generate_tests(metafunc):
+    if "triton" in metafunc.fixturenames:
+        marked = metafunc.definition.get_closest_marker("other_tritons")
+        versions = tritons.PINNED if marked else (None, *metafunc.config.option.triton)
+        metafunc.parametrize("triton", versions, indirect=True, ids=lambda version: version or "locked")
 
 
 def pytest_collection_modifyitems(config, items):
@@ -124,6 +132,14 @@ class _Failures:
 @pytest.fixture(scope="session")
 def device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture
+def triton(request) -> str | None:
+    """The version of Triton that a test compiles with, in a process of its own; None for the locked one."""
+    if reason := request.param and tritons.missing(request.param):
+        pytest.skip(reason)
+    return request.param
 
 
 @pytest.fixture(autouse=True)

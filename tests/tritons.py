@@ -1,9 +1,9 @@
 """Versions of Triton beside the locked one, which `make test` compiles every kernel with as well.
 
-    python -m tests.tritons 3.8.0 3.9.0
+    python -m tests.tritons 3.8.0,3.9.0
 
-installs versions, without any PINNED, each into a folder `triton-<version>` of the environment, or of $TRITONS. A process whose
-PYTHONPATH begins with one has that Triton in place of the locked one.
+installs PINNED and the versions named, or all, each into a folder `triton-<version>` of the environment, or of $TRITONS. A
+process whose PYTHONPATH begins with one has that Triton in place of the locked one.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ def install(version: str) -> bool:
 
 
 if __name__ == "__main__":
-    absent = [version for version in sys.argv[1:] or PINNED if not install(version)]
+    wanted = {*PINNED, *(version for text in sys.argv[1:] for version in versions(text))}
+    absent = [version for version in sorted(wanted) if not install(version)]
     if absent:
         print(f"Triton {', '.join(absent)} could not be installed: tests that compile with it are skipped")

@@ -1,14 +1,18 @@
 """Kernels around the operator compile for GPUs that are not here and fit them; most load 16 bytes at a time."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
+import triton
 from triton import knobs
 
+from ssd.block.kernels.conv1d_bwd import conv1d_bwd
+from ssd.block.kernels.conv1d_fwd import conv1d_fwd
+from ssd.block.kernels.conv1d_update import conv1d_update
 from ssd.block.kernels.gated_norm import gated_norm, gated_norm_bwd
 from ssd.block.kernels.selective_scan import chunk_of
 from ssd.block.kernels.selective_scan_bwd import selective_scan_bwd
@@ -17,6 +21,7 @@ from ssd.block.kernels.selective_scan_fwd import selective_scan_fwd
 from ssd.block.kernels.selective_scan_walk_bwd import selective_scan_walk_bwd
 from ssd.block.kernels.selective_scan_walk_fwd import selective_scan_walk_fwd
 from ssd.block.kernels.state_update import state_update
+from tests import tritons
 from tests.block import test_gated_norm, test_selective_scan, test_state_update
 from ssd.runtime.machine_code import lanes_apart, ptx_loops, read
 
@@ -55,6 +60,9 @@ LOOPS = {  # of walks, instructions for a token, channel and state: in the forwa
     "mamba": (6.0, 22.0), "graphs": (6.5, 25.0), "vision": (7.5, 27.0), "odd": (7.5, 28.5),
     "few": (11.5, 41.0), "fewer than many": (8.0, 29.0), "few states": (77.0, 37.0),
 }
+CONVS = {"mamba": (torch.bfloat16, (80, 90)), "fp32": (torch.float32, (90,))}  # name: dtype, chips
+# A case of each of these, for all chips, where another Triton than the locked one compiles.
+FEW = (NORMS, "three pieces"), (UPDATES, "Mamba-2"), (SCANS, "vision"), (WALKS, "vision"), (CONVS, "mamba")
 SHARED = {80: 166_912, 90: 232_448, 100: 232_448, 120: 101_376}  # bytes of shared memory that one block may ask for
 REGISTERS = 65536  # of an SM
 
@@ -88,21 +96,31 @@ def compile_walk(case):
     selective_scan_walk_bwd(*tensors, case.softplus, states, torch.empty_like(given["u"]), states[:, 0])
 
 
-def main():
+def compile_conv(dtype):
+    x, state, bias = torch.empty(4, 300, 640, dtype=dtype), torch.empty(4, 3, 640, dtype=dtype), torch.empty(640)
+    weight, documents = torch.empty(640, 4), torch.zeros(4, 300, dtype=torch.int32)
+    conv1d_fwd(x, weight, bias, documents, state, True, True)
+    conv1d_bwd(x, weight, bias, documents, state, True, torch.empty_like(x), state)
+    conv1d_update(x[:, :1].mT, state.mT, weight, bias, True, None, None, torch.empty(4, 640, 1, dtype=dtype))
+
+
+def main(few: bool):
     from tests.compile_kernels import _resources, compiling, use_installed_tools
 
     use_installed_tools()
     rows = []
-    for compile_one, cases in ((compile_norm, NORMS), (compile_update, UPDATES), (compile_scan, SCANS), (compile_walk, WALKS)):
+    for compile_one, cases in ((compile_norm, NORMS), (compile_update, UPDATES), (compile_scan, SCANS), (compile_walk, WALKS),
+                               (compile_conv, CONVS)):
         for name, (*case, chips) in cases.items():
-            for arch in chips:
+            for arch in () if few and (cases, name) not in FEW else SHARED if few else chips:
                 with compiling(arch) as found:
                     compile_one(*case)
                 for kernel in found.values():
                     registers, spills = _resources(kernel.kernel)
                     counted = {what: kernel.asm["ptx"].count(what) for what in
                                ("ld.global.", "ld.global.v4", "st.global.v4", "cp.async.cg", "ex2.approx")}
-                    rows.append({"arch": arch, "case": name, "kernel": kernel.name, "warps": kernel.metadata.num_warps,
+                    rows.append({"triton": triton.__version__, "arch": arch, "case": name, "kernel": kernel.name,
+                                 "warps": kernel.metadata.num_warps,
                                  "registers": registers, "spills": spills, "shared": kernel.metadata.shared,
                                  "barriers": _innermost_barriers(kernel.asm["ptx"]), "loops": _loops(kernel),
                                  "apart": lanes_apart(kernel.asm["ptx"]), **counted})
@@ -132,21 +150,35 @@ def _loops(kernel) -> list[float]:
     return [(last - first + 1) * 32 / (4 * sizes["CHANNELS"] * sizes["N"]) for first, last in sorted(_innermost(loops))]
 
 
-def compiled():
+def compiled(version, *few):
     """What `main` prints, from a process of its own: this one may interpret kernels."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-m", __name__], env=environment, cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-m", __name__, *few], env=tritons.environment(version), cwd=ROOT,
+                          capture_output=True, text=True)
     assert done.returncode == 0 and "error:" not in done.stderr, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_kernels_fit_and_load_wide():
-    """Nothing is spilled, and what runs side by side finds its registers and shared memory."""
-    found = compiled()
-    for row in found:
-        assert row["spills"] <= (64 if row["case"] == "mamba" and "walk_bwd" in row["kernel"] else 0), row  # outside its loops
+def assert_fits(rows, spills=0):
+    """Nothing is spilled, or so many bytes, but by a walk outside its loops."""
+    for row in rows:
+        assert row["spills"] <= (64 if row["case"] == "mamba" and "walk_bwd" in row["kernel"] else spills), row
         assert row["shared"] <= SHARED[row["arch"]], row
         assert not row["apart"], f"{row}: which of several lanes' sums is stored is left to chance"
+
+
+@pytest.mark.other_tritons
+def test_kernels_fit_with_other_tritons(triton):
+    found = compiled(triton, "few")
+    assert_fits(found, spills=8)  # sum_parts's, by the Blackwell ptxas of Triton 3.6
+    assert {row["triton"] for row in found} == {triton}
+    kernels = [{row["kernel"] for row in found if row["arch"] == arch} for arch in SHARED]
+    assert all(one == kernels[0] for one in kernels) and len(kernels[0]) >= 12
+
+
+def test_kernels_fit_and_load_wide(triton):
+    """And what runs side by side finds its registers and shared memory."""
+    found = compiled(triton)
+    assert_fits(found)
     rows = {kernel: [row for row in found if row["kernel"] == f"{kernel}_kernel"]
             for kernel in ("gated_norm", "gated_norm_bwd", "state_update")}
     assert list(map(len, rows.values())) == [10, 10, 7]
@@ -188,4 +220,4 @@ def test_kernels_fit_and_load_wide():
 
 
 if __name__ == "__main__":
-    main()
+    main(few=len(sys.argv) > 1)

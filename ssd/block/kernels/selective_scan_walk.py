@@ -221,5 +221,6 @@ def stack(values):
 def store_turn(buffer, turn, value):
     """What a turn has, [WIDTH, 2, 2], into its four rows of a buffer [tokens, WIDTH]."""
     TURNS: gl.constexpr = buffer.shape[0] // 4
-    rows = reinterpret(buffer, [TURNS, 4, buffer.shape[1]], ROWS).index(turn)
-    rows.permute((1, 0)).store(gl.reshape(value, [buffer.shape[1], 4]))
+    WIDTH: gl.constexpr = buffer.shape[1]
+    rows = reinterpret(buffer, [TURNS, 4, WIDTH], ROWS).index(turn)
+    rows.permute((1, 0)).store(gl.reshape(value, [WIDTH, 4]))
