@@ -40,12 +40,12 @@ from triton.runtime.jit import JITFunction
 from ssd import hopper, tuning
 from ssd.kernels import launch
 from ssd.registry import Variant, get_variant
-from ssd.types import Options, SSDGrads, SSDInputs
-from tests.inputs import EVERYTHING, Case, Shape, random_inputs
-from tests.late_loads import late_loads
 from ssd.runtime.lost_operands import lost_operands
 from ssd.runtime.machine_code import lanes_apart, ptx_loops
 from ssd.runtime.unset_registers import unset_registers
+from ssd.types import Options, SSDGrads, SSDInputs
+from tests.inputs import EVERYTHING, Case, Shape, random_inputs
+from tests.late_loads import late_loads
 
 # Name of the chip's config file, and the shared memory that one block may ask for.
 CHIPS = {
@@ -230,7 +230,7 @@ def asked_for(a: argparse.Namespace) -> list[Compiled]:
     inputs = random_inputs(shape, case, DTYPES[a.dtype])
     if a.C_dtype:
         inputs = replace(inputs, C=inputs.C.to(DTYPES[a.C_dtype]))
-    trusted = (lambda kernel: "wgmma" in kernel.asm["ptx"] and "distrusted" or None) if a.distrust else launch.fault
+    trusted = (lambda kernel: ("wgmma" in kernel.asm["ptx"] and "distrusted") or None) if a.distrust else launch.fault
     with patch.object(launch, "fault", trusted):
         return compile_all(get_variant(a.variant), inputs, a.arch, Options(**a.off), a.configs)
 

@@ -46,13 +46,13 @@ def fault(compiled: CompiledKernel) -> str | None:
     if "ttir" not in compiled.asm or "wgmma.mma_async" not in compiled.asm["ptx"]:
         return None
     if (nvdisasm := _nvdisasm()) is None:
-        return "nvdisasm, which comes with Triton and with the CUDA toolkit, is not there, so nobody knows what ptxas made of it"
+        return "nvdisasm, which comes with Triton and with the CUDA toolkit, is not there to show what ptxas made of it"
     return _find(compiled.kernel, nvdisasm)
 
 
 @contextmanager
 def without_warpgroups(kernel: str, why: str) -> Iterator[dict]:
-    """What is compiled inside, with the options that this gives, multiplies by mma.sync; a warning says which kernel and why."""
+    """What is compiled inside, with the options that this gives, multiplies by mma.sync; a warning names the kernel and why."""
     _log.warning("%s is compiled without wgmma, which takes more time: %s", kernel, why)
     with _lock:  # the environment is one for all threads
         before = os.environ.get(_SWITCH)

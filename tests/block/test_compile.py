@@ -21,9 +21,9 @@ from ssd.block.kernels.selective_scan_fwd import selective_scan_fwd
 from ssd.block.kernels.selective_scan_walk_bwd import selective_scan_walk_bwd
 from ssd.block.kernels.selective_scan_walk_fwd import selective_scan_walk_fwd
 from ssd.block.kernels.state_update import state_update
+from ssd.runtime.machine_code import lanes_apart, ptx_loops, read
 from tests import tritons
 from tests.block import test_gated_norm, test_selective_scan, test_state_update
-from ssd.runtime.machine_code import lanes_apart, ptx_loops, read
 
 ROOT = Path(__file__).parents[2]
 NORMS = {  # name: width, group_size, dtype, gate, bias, chips. z is a slice of rows longer by a multiple of 8 alone

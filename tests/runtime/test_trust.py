@@ -17,8 +17,7 @@ CLEAN = "/*0000*/ UMOV UR4, URZ ;"
 UNSET = "/*0000*/ UIADD3 UR14, UP0, UR14, 0x1, URZ ;"
 LOST = "\n".join([".L_x_1:", "/*0000*/ HGMMA.64x32x16.F32 R24, R88, gdesc[UR8].tnspB, R24, gsb0 ;", "/*0010*/ MOV R88, R1 ;",
                   "/*0020*/ @P0 BRA `(.L_x_1) ;"])
-PRODUCT = "\n".join(f"/*{n:04x}*/ {text} ;" for n, text in enumerate(("UMOV UR8, URZ", "UMOV UR9, URZ", "UMOV UR10, URZ",
-                                                                    "UMOV UR11, URZ")))
+SET = "\n".join(f"/*{n:04x}*/ UMOV UR{n}, URZ ;" for n in (8, 9, 10, 11))
 
 
 class Compiled:
@@ -39,7 +38,7 @@ def search(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("sass, why", [
-    (CLEAN, None), (UNSET, "of what nothing has written (UIADD3 UR14"), (f"{PRODUCT}\n{LOST}", "overwrites what the next turn")])
+    (CLEAN, None), (UNSET, "of what nothing has written (UIADD3 UR14"), (f"{SET}\n{LOST}", "overwrites what the next turn")])
 def test_faults_are_found_once(sass, why, search):
     found, ran = search(sass)
     assert (found is None) if why is None else why in found

@@ -28,7 +28,8 @@ def hopper_on_cpu(executor: Executor, blocks: int = 4, cut: tuple[int, int] | No
     splits_of = hopper_backward._splits
     splits_of.cache_clear()
     try:
-        with (executor.installed(), patch.dict(tables._kept, clear=True), chosen(hopper, "_is_hopper", True), chosen(hopper, "current_device", device),
+        with (executor.installed(), patch.dict(tables._kept, clear=True), chosen(hopper, "_is_hopper", True),
+              chosen(hopper, "current_device", device),
               chosen(hopper_backward, "current_device", device),
               chosen(runs, "_cut", cut) if cut else patch.object(runs, "_cut", runs._cut),
               chosen(hopper_backward, "_splits", splits) if splits else patch.object(hopper_backward, "_splits", splits_of)):
