@@ -17,7 +17,7 @@ from .parts import PARTS, part_of
 from .problem import Problem, Refused, gradients
 
 _SETS = 2  # of inputs, which take turns
-_REASON_LINES = 12
+_REASON_LINES, _REASON_FRAMES, _REASON_CHARACTERS = 12, 4, 300
 
 
 @dataclass(frozen=True)
@@ -64,14 +64,20 @@ def run(config: object, device: str) -> Outcome:
         torch.cuda.empty_cache()
         return outcome("skipped", str(reason).splitlines()[0])
     except Exception as reason:  # whatever a call raises on inputs that it should take is a finding
-        said = "".join(traceback.format_exception(reason)).splitlines()[-_REASON_LINES:]
-        first = f"{type(reason).__name__}: {reason}".splitlines()[0]
-        return outcome("failed", "\n".join([first, *said]), lost=_is_lost(reason))
+        where = traceback.format_exception(reason, chain=False)[-_REASON_FRAMES:]
+        return outcome("failed", "\n".join([*_causes(reason), *"".join(where).splitlines()]), lost=_is_lost(reason))
     failed = differing + [check.what for check in sorted(checks, reverse=True) if not check.passed]
     worst = max(checks, default=judge.Check(0.0, ""))
     recorded = any(isinstance(found, tape.Tape) for found in tape._tapes.values())
     return outcome("failed" if failed else "passed", "\n".join(failed[:_REASON_LINES]) if failed else worst.what,
                    ratio=worst.ratio, replays=recorded)
+
+
+def _causes(reason: BaseException) -> list[str]:
+    """A line of the exception and one of each behind it: a compiler's says in the last what is wrong."""
+    lines = [f"{type(reason).__name__}: {' '.join(str(reason).split())[-_REASON_CHARACTERS:]}"]
+    behind = reason.__cause__ or reason.__context__
+    return lines if behind is None else lines + _causes(behind)
 
 
 def _results(config: object, device: str) -> tuple[list[judge.Check], list[str]]:
