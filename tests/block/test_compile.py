@@ -104,7 +104,8 @@ def compile_conv(dtype):
     conv1d_update(x[:, :1].mT, state.mT, weight, bias, True, None, None, torch.empty(4, 640, 1, dtype=dtype))
 
 
-def main(few: bool):
+def main(few: list[int]):
+    """few: chips to compile FEW for; none: everything for its own."""
     from tests.compile_kernels import _resources, compiling, use_installed_tools
 
     use_installed_tools()
@@ -112,7 +113,7 @@ def main(few: bool):
     for compile_one, cases in ((compile_norm, NORMS), (compile_update, UPDATES), (compile_scan, SCANS), (compile_walk, WALKS),
                                (compile_conv, CONVS)):
         for name, (*case, chips) in cases.items():
-            for arch in () if few and (cases, name) not in FEW else SHARED if few else chips:
+            for arch in () if few and (cases, name) not in FEW else few or chips:
                 with compiling(arch) as found:
                     compile_one(*case)
                 for kernel in found.values():
@@ -150,9 +151,9 @@ def _loops(kernel) -> list[float]:
     return [(last - first + 1) * 32 / (4 * sizes["CHANNELS"] * sizes["N"]) for first, last in sorted(_innermost(loops))]
 
 
-def compiled(version, *few):
+def compiled(version, few=()):
     """What `main` prints, from a process of its own: this one may interpret kernels."""
-    done = subprocess.run([sys.executable, "-m", __name__, *few], env=tritons.environment(version), cwd=ROOT,
+    done = subprocess.run([sys.executable, "-m", __name__, *map(str, few)], env=tritons.environment(version), cwd=ROOT,
                           capture_output=True, text=True)
     assert done.returncode == 0 and "error:" not in done.stderr, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
@@ -167,11 +168,12 @@ def assert_fits(rows, spills=0):
 
 
 @pytest.mark.other_tritons
-def test_kernels_fit_with_other_tritons(triton):
-    found = compiled(triton, "few")
+def test_kernels_fit_with_other_tritons(triton, pytestconfig):
+    chips = tritons.chips(triton, tuple(SHARED), pytestconfig.option.triton)
+    found = compiled(triton, chips)
     assert_fits(found, spills=8)  # sum_parts's, by the Blackwell ptxas of Triton 3.6
     assert {row["triton"] for row in found} == {triton}
-    kernels = [{row["kernel"] for row in found if row["arch"] == arch} for arch in SHARED]
+    kernels = [{row["kernel"] for row in found if row["arch"] == arch} for arch in chips]
     assert all(one == kernels[0] for one in kernels) and len(kernels[0]) >= 12
 
 
@@ -220,4 +222,4 @@ def test_kernels_fit_and_load_wide(triton):
 
 
 if __name__ == "__main__":
-    main(few=len(sys.argv) > 1)
+    main(few=[int(chip) for chip in sys.argv[1:]])

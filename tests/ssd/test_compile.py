@@ -27,7 +27,8 @@ WALKS = ("two_level_scan_kernel", "persistent_scan_kernel", "stationary_scan_ker
 GROUP_LOOPS = ("group_dC_kernel", "group_dB_dx_kernel")
 # Bytes that a newer Triton spills of a kernel where the locked one spills fewer: its ptxas is CUDA 13's, and is given
 # --regAllocOptLevel=2, without which hopper_group spills 56 in place of 216.
-SPILLED = {"3.9": {"hopper_group_kernel": 216, "hopper_scan_kernel": 80, "bmm_bwd_kernel": 64, "group_dC_kernel": 464}}
+SPILLED = {"3.9": {"hopper_group_kernel": 216, "hopper_scan_kernel": 88, "bmm_bwd_kernel": 72, "group_dB_dx_kernel": 80,
+                   "group_dC_kernel": 464}}
 # Variants, and the optimisations without which other kernels of theirs run. What runs with Gluon has tests of its own.
 PLAIN = [(name, "--off", "gluon") for name in OURS]
 WAYS = [*PLAIN, ("fused", "--off", "gluon,two_level"), ("persistent", "--off", "gluon,stationary")]
@@ -71,11 +72,15 @@ def compiled(variant: str, *options: str) -> list[dict]:
     return _compiled(_with[0], "--variant", variant, *options)
 
 
+def spilled(row: dict) -> int:
+    return SPILLED.get(row["triton"].rpartition(".")[0], {}).get(row["kernel"], 0)
+
+
 def assert_fits(rows: list[dict], arch: int, spills: int, by_walks: int) -> None:
     for row in rows:
         assert row["shared"] <= SHARED[arch], f"{row}: a block on sm_{arch} has {SHARED[arch]} bytes of shared memory"
         most = by_walks if row["kernel"] in (*WALKS, *GROUP_LOOPS) else spills
-        most = max(most, SPILLED.get(row["triton"].rpartition(".")[0], {}).get(row["kernel"], 0))
+        most = max(most, spilled(row))
         assert not row["apart"], f"{row}: which of several lanes' sums is stored is left to chance"
         assert not row["unfenced"], f"{row}: products may read what the tiles held before"
         assert not row["lost"], f"{row}: the next turn of its loop reads what this one has overwritten"
@@ -85,10 +90,12 @@ def assert_fits(rows: list[dict], arch: int, spills: int, by_walks: int) -> None
 
 @pytest.mark.other_tritons
 @pytest.mark.parametrize("arch", SHARED)
-def test_every_kernel_with_other_tritons(triton, arch):
+def test_every_kernel_with_other_tritons(triton, arch, pytestconfig):
     """The oldest and the newest that the package takes, whatever --triton says: kernels as models use them most, or baseline's
     with every option.
     """
+    if arch not in tritons.chips(triton, tuple(SHARED), pytestconfig.option.triton):
+        pytest.skip(f"sm_{arch} with --triton {triton}")
     ways = [(*WAYS[0], "--every-option"), *WAYS[1:], *(GLUON if arch == 90 else ())]
     rows = [row for way in ways for row in compiled(*way, "--arch", str(arch))]
     assert {row["triton"] for row in rows} == {triton}
@@ -202,7 +209,7 @@ def test_backward_in_group_loops():
     rows = {row["kernel"]: row for row in compiled("fused", "--off", "gluon", "--arch", "90", *many)}
     found = {kernel: rows[kernel] for kernel in ("walk_dstates_kernel", *GROUP_LOOPS)}
     assert [row["wgmma"] for row in found.values()] == [8, 20, 48]
-    assert not any(row["spills"] > 32 or row["mma"] or row["unfenced"] for row in found.values())
+    assert not any(row["spills"] > max(32, spilled(row)) or row["mma"] or row["unfenced"] for row in found.values())
 
 
 @pytest.mark.parametrize("sizes", [("128", "64"), ("256", "256")], ids="x".join)
