@@ -5,7 +5,7 @@ while the instructions after it run. Two of its faults have made gradients wrong
 
     fault               what happens                                                 ptxas
     an unset register   the address of a product is made of what nothing has written      12.8          (Triton 3.6, 3.7)
-    a lost operand      a loop overwrites what its next turn multiplies by                12.8 to 13.0  (Triton 3.6 to 3.9)
+    a lost operand      a loop overwrites what its next turn multiplies by                12.8 to 13.0  (Triton 3.6 to 3.8)
 
 Both are plain to see in machine code, by `unset_registers` and `lost_operands`. A kernel in which one is found, at whatever
 size and by whatever ptxas, is compiled without wgmma instead, and the logger "ssd" says so: mma.sync takes its operands from
