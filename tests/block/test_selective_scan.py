@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ssd import tape
 from ssd.block.kernels import selective_scan as kernels
+from ssd.block.kernels import selective_scan_choice as choice
 from ssd.block.kernels import selective_scan_walk as walk
 from ssd.block.selective_scan import selective_scan_fn, torch_form
 from ssd.block.state_update import selective_state_update
@@ -71,7 +72,7 @@ def _either_kernels(request, monkeypatch):
     interpreter too, which is slow.
     """
     for name in ("_FEWEST_CHANNELS", "_FEWEST_OF_GROUP"):
-        monkeypatch.setattr(walk, name, 1 if request.param == "walk" else 1 << 62)
+        monkeypatch.setattr(choice, name, 1 if request.param == "walk" else 1 << 62)
     if not GPU:
         monkeypatch.setattr(kernels, "_LANES", 2)
     tape.clear()  # which is of what was launched before
