@@ -115,7 +115,7 @@ def run(plan: Plan, console: Console) -> Tally:
 def row(plan: Plan, tally: Tally, seconds: float, failed: list[tuple[str, str]]) -> dict:
     """What is recorded of a run. failed: configurations, and why."""
     return {"bench": "fuzz", "part": plan.part, "configs": tally.configs, "failures": len(tally.failures), "seconds": seconds,
-            "seed": plan.seed, "variants": dict(tally.variants), "modes": dict(tally.modes),
+            "seed": plan.seed, "family": plan.family, "variants": dict(tally.variants), "modes": dict(tally.modes),
             "failed": [{"config": json.loads(line), "why": why} for line, why in failed],
             "closest": round(tally.closest[0], 3), **record.environment()}
 

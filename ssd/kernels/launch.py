@@ -19,6 +19,7 @@ from ..runtime.trust import fault, without_warpgroups
 from .proxy_fence import fenced
 
 _MOST = 4096  # entries; callers whose sizes never repeat must not fill the memory
+_compiling = threading.RLock()  # one thread at a time: how Triton compiles is said by what all threads share
 _found: dict[tuple, tuple[CompiledKernel, tuple, object]] = {}
 
 
@@ -54,13 +55,14 @@ def launch(kernel, programs: int, *args, **config) -> None:
 
 def _compile_and_launch(kernel, programs: int, args: tuple, config: dict):
     """The launch by Triton, of a kernel that can be trusted; returns it, None in the interpreter."""
-    with fenced() as fence:
-        options = {**COMPILE_OPTIONS, **fence, **config}
-        why = fault(kernel.warmup(*args, grid=(programs,), **options)) if isinstance(kernel, JITFunction) else None
-    if why is None:
-        return kernel[(programs,)](*args, **options)
-    with without_warpgroups(kernel.__name__, why) as switch:
-        return kernel[(programs,)](*args, **options | switch)
+    with _compiling:
+        with fenced() as fence:
+            options = {**COMPILE_OPTIONS, **fence, **config}
+            why = fault(kernel.warmup(*args, grid=(programs,), **options)) if isinstance(kernel, JITFunction) else None
+        if why is None:
+            return kernel[(programs,)](*args, **options)
+        with without_warpgroups(kernel.__name__, why) as switch:
+            return kernel[(programs,)](*args, **options | switch)
 
 
 def recording(call: Callable, *args) -> tuple[object, list[tuple] | None]:

@@ -11,7 +11,6 @@ hook. So what has the fence is marked.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -23,28 +22,28 @@ from ..runtime.toolchain import TRITON, mark
 _WGMMA = "wgmma.fence.sync.aligned;"  # before the first product of a group
 _FENCE = "fence.proxy.async.shared::cta;"
 _LEFT_OUT = TRITON < (3, 7) and torch.version.hip is None and not knobs.runtime.interpret
-_lock = threading.Lock()
 
 
 @contextmanager
 def fenced() -> Iterator[dict]:
-    """What is compiled inside, with the options that this gives, has the fence before each group of products."""
+    """What is compiled inside, with the options that this gives, has the fence before each group of products. Of one thread at
+    a time: Triton's hook is one for all.
+    """
     if not _LEFT_OUT:
         yield {}
         return
-    with _lock:  # Triton's hook is one for all threads
-        others = knobs.runtime.add_stages_inspection_hook
+    others = knobs.runtime.add_stages_inspection_hook
 
-        def add(*args) -> None:
-            if others is not None:
-                others(*args)
-            _add(*args)
+    def add(*args) -> None:
+        if others is not None:
+            others(*args)
+        _add(*args)
 
-        knobs.runtime.add_stages_inspection_hook = add
-        try:
-            yield mark(_FENCE)
-        finally:
-            knobs.runtime.add_stages_inspection_hook = others
+    knobs.runtime.add_stages_inspection_hook = add
+    try:
+        yield mark(_FENCE)
+    finally:
+        knobs.runtime.add_stages_inspection_hook = others
 
 
 def _add(backend, stages: dict, options, language, capability) -> None:

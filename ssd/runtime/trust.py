@@ -21,7 +21,6 @@ import os
 import shutil
 import subprocess
 import tempfile
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -38,7 +37,6 @@ from .unset_registers import unset_registers
 _SWITCH = "DISABLE_MMA_V3"  # of Triton, which has it in its keys on disk, but not in memory
 _SEARCHES = ("machine_code.py", "unset_registers.py", "lost_operands.py")
 _log = logging.getLogger("ssd")
-_lock = threading.Lock()
 
 
 def fault(compiled: CompiledKernel) -> str | None:
@@ -52,15 +50,16 @@ def fault(compiled: CompiledKernel) -> str | None:
 
 @contextmanager
 def without_warpgroups(kernel: str, why: str) -> Iterator[dict]:
-    """What is compiled inside, with the options that this gives, multiplies by mma.sync; a warning names the kernel and why."""
+    """What is compiled inside, with the options that this gives, multiplies by mma.sync; a warning names the kernel and why. Of
+    one thread at a time: the environment is one for all.
+    """
     _log.warning("%s is compiled without wgmma, which takes more time: %s", kernel, why)
-    with _lock:  # the environment is one for all threads
-        before = os.environ.get(_SWITCH)
-        os.environ[_SWITCH] = "1"
-        try:
-            yield mark("without wgmma")
-        finally:
-            os.environ.pop(_SWITCH) if before is None else os.environ.update({_SWITCH: before})
+    before = os.environ.get(_SWITCH)
+    os.environ[_SWITCH] = "1"
+    try:
+        yield mark("without wgmma")
+    finally:
+        os.environ.pop(_SWITCH) if before is None else os.environ.update({_SWITCH: before})
 
 
 def disassemble(cubin: bytes, nvdisasm: str) -> str:
