@@ -10,7 +10,8 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from ssd import Options, get_variant, hopper
+from fused import hopper
+from ssd import Options, get_variant
 
 from . import interpret, record, table
 from .bench import Candidate, measure, row_of, settings

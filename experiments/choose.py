@@ -7,7 +7,7 @@ from collections import defaultdict
 from pathlib import Path
 
 from ssd.choice import CANDIDATES, TABLES, Measured
-from ssd.tuning import device_slug
+from ssd.runtime.tuning import device_slug
 
 from . import record
 from .shapes import DTYPES

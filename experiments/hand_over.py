@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from ssd.kernels.hopper_roles import barriers
+from fused.kernels.hopper.roles import barriers
 from ssd.runtime.gluon_names import block_barrier
 
 _SIZE = 128

@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 
 _ROOT = Path(__file__).parent.parent
-_OF_OPERATOR = ("ssd/kernels", "fused/kernels", "persistent/kernels")
+_OF_OPERATOR = ("ssd/kernels", "ssd/baseline/kernels", "fused/kernels", "fused/kernels/hopper", "persistent/kernels")
 _OF_BLOCK = ("ssd/block/kernels",)
 UNKNOWN = ("torch", "fla")  # variants whose kernels no name tells from others'
 _UPSTREAM = r"_(bmm_chunk|chunk_cumsum|chunk_state|chunk_scan|state_passing)\w*_kernel"

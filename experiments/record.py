@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from ssd.tuning import device_slug
+from ssd.runtime.tuning import device_slug
 from ssd.types import Options
 
 RESULTS = Path(__file__).parent / "results"

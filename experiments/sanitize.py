@@ -27,6 +27,8 @@ from rich.progress import track
 from rich.table import Table
 from triton import knobs
 
+import fused
+import persistent
 import ssd
 from ssd import Options, ssd_chunk_scan
 from ssd.block import causal_conv1d_update
@@ -138,8 +140,9 @@ def _is_start_of_roles(report: str) -> bool:
 
 def _line(file: str, number: int) -> str:
     """The line of one of our files, whose folder racecheck may leave out; nothing if it is none of ours."""
-    folders = Path(ssd.__file__).parent, Path(__file__).parent
-    found = [path for folder in folders for path in folder.rglob(Path(file).name)]
+    folders = (Path(package.__file__).parent for package in (ssd, fused, persistent))
+    found = [path for folder in (*folders, Path(__file__).parent) for path in folder.rglob(Path(file).name)]
+    found = [path for path in found if path.as_posix().endswith(file)] or found
     lines = found[0].read_text().splitlines() if len(found) == 1 else []
     return lines[number - 1] if number <= len(lines) else ""
 

@@ -17,9 +17,9 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from ssd import tuning
 from ssd.files import replacing
 from ssd.registry import get_variant
+from ssd.runtime import tuning
 from ssd.types import Options, SSDGrads, SSDInputs
 
 from .shapes import DTYPES, Shape, make_inputs

@@ -9,19 +9,19 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ssd import hopper
-from ssd.hopper_backward import worth_keeping
-from ssd.kernels.bmm_chunk import bmm_chunk
+from ssd.baseline.kernels.bmm_chunk import bmm_chunk
+from ssd.baseline.kernels.chunk_state import chunk_state, varlen_states
+from ssd.baseline.kernels.state_passing import state_passing
 from ssd.kernels.chunk_cumsum import chunk_cumsum
-from ssd.kernels.chunk_state import chunk_state, varlen_states
-from ssd.kernels.state_passing import state_passing
-from ssd.kernels.walk_states import chunk_states
-from ssd.states import worth_walking
-from ssd.tuning import pick
+from ssd.runtime.tuning import pick
 from ssd.types import SUB_CHUNK, Options, SSDInputs, SSDSaved
 
+from . import hopper
+from .hopper_backward import worth_keeping
 from .kernels.block_scan import block_scan
 from .kernels.two_level_scan import two_level_scan
+from .kernels.walk_states import chunk_states
+from .states import worth_walking
 
 
 def forward(i: SSDInputs, options: Options, save: bool) -> tuple[Tensor, Tensor, SSDSaved]:

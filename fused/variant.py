@@ -1,9 +1,9 @@
 """Variant `fused`: the forward with merged stages; the backward in group loops."""
 
-from ssd.group_backward import backward
+from ssd.baseline.variant import VARIANT as BASELINE
 from ssd.registry import Variant
-from ssd.variant import VARIANT as BASELINE
 
+from .backward import backward
 from .forward import forward, states_every
 
 VARIANT = Variant("fused", supports=BASELINE.supports, forward=forward, backward=backward,

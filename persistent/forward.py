@@ -7,14 +7,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ssd import hopper
-from ssd.hopper_backward import worth_keeping
+from fused import hopper
+from fused.hopper_backward import worth_keeping
+from fused.kernels.walk_states import chunk_states, run_states
+from ssd.baseline.kernels.bmm_chunk import bmm_chunk
+from ssd.baseline.kernels.chunk_state import varlen_states
 from ssd.kernels.arguments import cdiv
-from ssd.kernels.bmm_chunk import bmm_chunk
 from ssd.kernels.chunk_cumsum import chunk_cumsum
-from ssd.kernels.chunk_state import varlen_states
-from ssd.kernels.walk_states import chunk_states, run_states
-from ssd.tuning import device_of, pick
+from ssd.runtime.tuning import device_of, pick
 from ssd.types import SUB_CHUNK, Options, SSDInputs, SSDSaved
 
 from .kernels.persistent_scan import persistent_scan

@@ -1,8 +1,8 @@
 """Variant `persistent`: the forward in long-lived thread blocks; the backward as in `fused`."""
 
-from ssd.group_backward import backward
+from fused.backward import backward
+from ssd.baseline.variant import VARIANT as BASELINE
 from ssd.registry import Variant
-from ssd.variant import VARIANT as BASELINE
 
 from .forward import forward, states_every
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from .autograd import chunk_scan
 from .documents import number_documents
-from .ops import are_plain, wants_gradient
 from .registry import get_variant, is_peer, variant_names
+from .runtime.custom_ops import are_plain, wants_gradient
 from .types import Options, SSDInputs
 
 LARGEST_CHUNK, SMALLEST_CHUNK = 256, 16

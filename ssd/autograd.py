@@ -9,9 +9,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from .ops import all_present, are_plain, below_autograd, launched, or_empty, or_none, register
 from .registry import heeded, resolve, states_every
-from .tape import replayed
+from .runtime.custom_ops import all_present, are_plain, below_autograd, launched, or_empty, or_none, register
+from .runtime.replay import replayed
 from .types import INPUT_TENSORS, Options, SSDGrads, SSDInputs, SSDSaved
 
 _INPUTS = (

@@ -13,7 +13,7 @@ from functools import lru_cache
 
 import torch
 
-from . import tuning
+from .runtime import tuning
 from .runtime.toolchain import gluon_missing
 from .types import HOPPER_DSTATES, HOPPER_HEADDIM, SSDInputs
 

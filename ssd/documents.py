@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .ops import are_plain
+from .runtime.custom_ops import are_plain
 
 torch.library.define("ssd::number_documents", "(Tensor? seq_idx, Tensor? cu_seqlens, int seqlen) -> Tensor")
 

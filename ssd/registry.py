@@ -13,7 +13,7 @@ from . import choice
 from .types import Options, SSDInputs
 
 _MODULES = {
-    "baseline": "ssd.variant",
+    "baseline": "ssd.baseline.variant",
     "fused": "fused.variant",
     "persistent": "persistent.variant",
     "torch": "ssd.torch_variant",

@@ -37,9 +37,9 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from ssd import hopper, tuning
-from ssd.kernels import launch
+from fused import hopper
 from ssd.registry import Variant, get_variant
+from ssd.runtime import launch, tuning
 from ssd.runtime.lost_operands import lost_operands
 from ssd.runtime.machine_code import lanes_apart, ptx_loops
 from ssd.runtime.unset_registers import unset_registers

@@ -150,7 +150,7 @@ def _seed():
 @pytest.fixture(autouse=True)
 def _no_tapes():
     """What a test patches must not be missed because another recorded the call without it."""
-    from ssd import tape
+    from ssd.runtime import replay as tape
 
     tape.clear()
 

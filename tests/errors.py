@@ -28,8 +28,7 @@ from ssd import reference, stages
 from ssd.registry import Variant, get_variant
 from ssd.stages import Precision
 from ssd.types import Options, SSDGrads, SSDInputs, SSDSaved
-
-from .inputs import generator, split
+from tests.inputs import generator, split
 
 _CAP = 1e-2
 _FP32_ROUNDINGS = 16

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ssd.tuning import device_slug
+from ssd.runtime.tuning import device_slug
 
 EXPS_PER_CLOCK = 16  # of one SM: CUDA C++ Programming Guide, "Throughput of Native Arithmetic Instructions"
 

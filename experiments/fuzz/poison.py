@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ssd import tape
+from ssd.runtime import replay as tape
 
 _INTEGERS = 77
 

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-from ssd import tape
+from ssd.runtime import replay as tape
 
 from . import judge, modes
 from .layouts import lay_out

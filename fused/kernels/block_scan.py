@@ -10,12 +10,13 @@ import torch
 import triton
 import triton.language as tl
 
-from ssd.device import causal, document_before, sigmoid, unpack_program
 from ssd.kernels.arguments import cdiv, strides
-from ssd.kernels.launch import launch
-from ssd.kernels.walk import decay, exponent, load_skip, load_tokens, state_tile
-from ssd.tuning import pick
+from ssd.kernels.device import causal, document_before, sigmoid, unpack_program
+from ssd.runtime.launch import launch
+from ssd.runtime.tuning import pick
 from ssd.types import Options, SSDInputs
+
+from .walk import decay, exponent, load_skip, load_tokens, state_tile
 
 
 @triton.jit

@@ -9,12 +9,13 @@ import torch
 import triton
 import triton.language as tl
 
-from ssd.device import unpack_program
 from ssd.kernels.arguments import cdiv, strides
-from ssd.kernels.launch import launch
-from ssd.kernels.scan_chunk import scan_chunk
-from ssd.tuning import pick
+from ssd.kernels.device import unpack_program
+from ssd.runtime.launch import launch
+from ssd.runtime.tuning import pick
 from ssd.types import Options, SSDInputs
+
+from .scan_chunk import scan_chunk
 
 
 @triton.jit

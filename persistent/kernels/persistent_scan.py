@@ -8,11 +8,11 @@ import torch
 import triton
 import triton.language as tl
 
-from ssd.device import unpack
+from fused.kernels.scan_chunk import scan_chunk
 from ssd.kernels.arguments import cdiv, strides
-from ssd.kernels.launch import launch
-from ssd.kernels.scan_chunk import scan_chunk
-from ssd.tuning import device_of, pick
+from ssd.kernels.device import unpack
+from ssd.runtime.launch import launch
+from ssd.runtime.tuning import device_of, pick
 from ssd.types import Options, SSDInputs
 
 from ..schedule import resident_blocks

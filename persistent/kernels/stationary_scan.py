@@ -11,11 +11,11 @@ import torch
 import triton
 import triton.language as tl
 
-from ssd.device import unpack_program
+from fused.kernels.walk import load_initial, state_tile, walk
 from ssd.kernels.arguments import cdiv, strides
-from ssd.kernels.launch import launch
-from ssd.kernels.walk import load_initial, state_tile, walk
-from ssd.tuning import pick
+from ssd.kernels.device import unpack_program
+from ssd.runtime.launch import launch
+from ssd.runtime.tuning import pick
 from ssd.types import Options, SSDInputs
 
 from ..schedule import Schedule

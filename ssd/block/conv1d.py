@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.arguments import contiguous
-from ..ops import all_present, are_plain, below_autograd, launched, or_none, register, wants_gradient
+from ..runtime.custom_ops import all_present, are_plain, below_autograd, launched, or_none, register, wants_gradient
 from .arguments import check_tensor, takes_kernels
 from .kernels.conv1d_bwd import conv1d_bwd
 from .kernels.conv1d_fwd import conv1d_fwd

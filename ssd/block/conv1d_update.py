@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.arguments import contiguous
-from ..ops import are_plain, register_inference, wants_gradient
+from ..runtime.custom_ops import are_plain, register_inference, wants_gradient
 from .arguments import check_rows, check_tensor, takes_kernels
 from .conv1d import check_filter
 from .conv1d import torch_form as convolve

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..kernels.arguments import contiguous
-from ..ops import all_present, are_plain, below_autograd, launched, register, wants_gradient
+from ..runtime.custom_ops import all_present, are_plain, below_autograd, launched, register, wants_gradient
 from .arguments import check_tensor, takes_kernels
 from .kernels.gated_norm import WIDEST_GROUP, gated_norm, gated_norm_bwd
 

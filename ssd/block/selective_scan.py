@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..ops import all_present, are_plain, below_autograd, launched, or_none, register, wants_gradient
+from ..runtime.custom_ops import all_present, are_plain, below_autograd, launched, or_none, register, wants_gradient
 from ..runtime.toolchain import gluon_missing
 from .arguments import check_dtype, check_interpretable, check_tensor, takes_kernels
 from .kernels.selective_scan import LARGEST_STATE, chunk_of

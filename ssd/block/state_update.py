@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels.arguments import contiguous
-from ..ops import are_plain, register_inference, wants_gradient
+from ..runtime.custom_ops import are_plain, register_inference, wants_gradient
 from .arguments import check_dtype, check_interpretable, check_rows, takes_kernels
 from .kernels.state_update import state_update
 

@@ -15,7 +15,7 @@ from ..block.mamba_inner import mamba_inner_fn
 from ..block.selective_scan import selective_scan_fn
 from ..block.split import split_conv1d_scan
 from ..block.state_update import selective_state_update
-from ..tuning import next_power_of_2
+from ..runtime.tuning import next_power_of_2
 
 
 def functions(variant: Callable[[], str]) -> dict[str, Callable]:

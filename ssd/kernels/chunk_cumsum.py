@@ -9,11 +9,11 @@ import torch
 import triton
 import triton.language as tl
 
-from ..device import softplus, unpack_program
-from ..tuning import pick
+from ..runtime.launch import launch
+from ..runtime.tuning import pick
 from ..types import SSDInputs
 from .arguments import cdiv, contiguous
-from .launch import launch
+from .device import softplus, unpack_program
 
 # What dA_cumsum falls by at the first token of a document: 2^-184.7, and so 0 for every decay and step times decay that begins
 # before it. Differences inside a document lose 2^-16 of a binary log in RMS, and four times that at most, for each document

@@ -12,12 +12,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..device import product, sigmoid, unpack_program
-from ..tuning import next_power_of_2, pick
+from ..runtime.launch import launch
+from ..runtime.tuning import next_power_of_2, pick
 from ..types import SSDInputs
 from .arguments import cdiv, contiguous, output
 from .chunk_cumsum import step
-from .launch import launch
+from .device import product, sigmoid, unpack_program
 
 _ELEMENTS = 1024  # of the parts of each sum, which the last program adds up at a time
 

@@ -7,9 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..tuning import next_power_of_2
+from ..runtime.launch import launch
+from ..runtime.tuning import next_power_of_2
 from .arguments import cdiv
-from .launch import launch
 
 _ROWS, _COLUMNS, _ELEMENTS = 256, 16, 1024  # at most, at least, and of a tile unless its columns are the fewest
 

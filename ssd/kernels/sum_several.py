@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..runtime.launch import launch
 from .arguments import cdiv
-from .launch import launch
 from .sum_parts import add_parts
 
 _MOST = 5

@@ -36,6 +36,6 @@ def width(opcode: str) -> int:
 
 
 def lanes_apart(ptx: str) -> int:
-    """Additions in which two lanes that exchange what they have come to different sums, see `ssd.device.product`."""
+    """Additions in which two lanes that exchange what they have come to different sums, see `ssd.kernels.device.product`."""
     exchanged = set(re.findall(r"shfl\.sync\.bfly\.b32\s+(%\w+)[,|]", ptx))
     return sum(addend in exchanged for addend in re.findall(r"fma\.rn(?:\.ftz)?\.f32\s+%\w+, %\w+, %\w+, (%\w+);", ptx))

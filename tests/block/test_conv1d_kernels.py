@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from ssd import tuning
 from ssd.block.conv1d import causal_conv1d_fn
 from ssd.block.kernels import conv1d
 from ssd.block.kernels.conv1d import in_units, pieces
@@ -20,6 +19,7 @@ from ssd.block.kernels.conv1d_bwd import conv1d_bwd
 from ssd.block.kernels.conv1d_fwd import _WARPS as FORWARD_WARPS
 from ssd.block.kernels.conv1d_fwd import conv1d_fwd
 from ssd.block.kernels.conv1d_update import conv1d_update
+from ssd.runtime import tuning
 from tests.block.test_conv1d import CONTINUED, EVERYTHING, Case, assert_right, inputs
 
 pytestmark = pytest.mark.usefixtures("poison")

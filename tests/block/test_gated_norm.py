@@ -5,9 +5,9 @@ import torch
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
-from ssd import tuning
 from ssd.block.gated_norm import RMSNormGated, _as_rows, rms_norm_gated, torch_form
 from ssd.block.kernels import gated_norm as kernels
+from ssd.runtime import tuning
 from tests.errors import Error, error, rounding
 from tests.inputs import generator
 

@@ -9,12 +9,12 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
-from ssd import tape
 from ssd.block.kernels import selective_scan as kernels
 from ssd.block.kernels import selective_scan_choice as choice
 from ssd.block.kernels import selective_scan_walk as walk
 from ssd.block.selective_scan import selective_scan_fn, torch_form
 from ssd.block.state_update import selective_state_update
+from ssd.runtime import replay as tape
 from tests.errors import Error, error, rounding
 from tests.inputs import generator
 

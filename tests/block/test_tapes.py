@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from ssd import tape
 from ssd.block import causal_conv1d_fn, rms_norm_gated, selective_scan_fn
 from ssd.block.kernels import conv1d_bwd, conv1d_fwd, gated_norm, selective_scan_walk_bwd, selective_scan_walk_fwd
-from ssd.kernels import launch as launching
 from ssd.kernels import sum_parts, sum_several
+from ssd.runtime import launch as launching
+from ssd.runtime import replay as tape
 
 
 def convolution(projection, bias):

@@ -30,7 +30,7 @@ approximate instructions, clusters, multicast. And machine code has faults of it
 others look.
 """
 
-from .loading import Executor
-from .schedule import Fault
+from tests.executor.loading import Executor
+from tests.executor.schedule import Fault
 
 __all__ = ["Executor", "Fault"]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from .schedule import Fault, Role, block
-from .values import Int
+from tests.executor.schedule import Fault, Role, block
+from tests.executor.values import Int
 
 
 class Barrier:

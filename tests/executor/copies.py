@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from .barriers import Barrier
-from .memory import Access, Buffer
-from .schedule import Fault, Work, block
-from .values import TRITON, Int
+from tests.executor.barriers import Barrier
+from tests.executor.memory import Access, Buffer
+from tests.executor.schedule import Fault, Work, block
+from tests.executor.values import TRITON, Int
 
 
 class Descriptor:

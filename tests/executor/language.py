@@ -16,11 +16,11 @@ from torch import Tensor
 from triton.experimental.gluon import language as real
 from triton.experimental.gluon.language.nvidia import hopper as real_hopper
 
-from . import copies, products
-from .barriers import Barrier, BarrierArray
-from .memory import Allocation, Buffer, fence, meet
-from .schedule import block
-from .values import TORCH, TRITON, Int, Value, apply, count
+from tests.executor import copies, products
+from tests.executor.barriers import Barrier, BarrierArray
+from tests.executor.memory import Allocation, Buffer, fence, meet
+from tests.executor.schedule import block
+from tests.executor.values import TORCH, TRITON, Int, Value, apply, count
 
 NAMES = ("triton.experimental.gluon", "triton.experimental.gluon.language", "triton.experimental.gluon.language.nvidia",
          "triton.experimental.gluon.language.nvidia.hopper")

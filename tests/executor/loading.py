@@ -15,10 +15,10 @@ import triton.experimental
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from .copies import Descriptor
-from .language import NAMES, Jit, Pointer, stand_ins
-from .schedule import Block
-from .values import Int, count
+from tests.executor.copies import Descriptor
+from tests.executor.language import NAMES, Jit, Pointer, stand_ins
+from tests.executor.schedule import Block
+from tests.executor.values import Int, count
 
 _OPTIONS = ("num_warps", "maxnreg")
 Edits = dict[str, list[tuple[str, str]]]

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from triton.experimental.gluon import language as real
 
-from .schedule import Fault, Line, Role, block
-from .values import TORCH, Int, Value
+from tests.executor.schedule import Fault, Line, Role, block
+from tests.executor.values import TORCH, Int, Value
 
 
 @dataclass(eq=False)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .memory import Access, Buffer
-from .schedule import Fault, Work, block
-from .values import TORCH, Value
+from tests.executor.memory import Access, Buffer
+from tests.executor.schedule import Fault, Work, block
+from tests.executor.values import TORCH, Value
 
 
 class Product:

@@ -15,8 +15,8 @@ from ssd.registry import get_variant
 from ssd.types import Options
 from tests.errors import results
 from tests.executor import Executor, Fault
+from tests.fused.hopper_on_cpu import KERNELS, hopper_on_cpu
 from tests.inputs import Case, Shape, random_inputs
-from tests.ssd.hopper_on_cpu import KERNELS, hopper_on_cpu
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs the other kernels")
 CALLS = {"wait", "arrive", "expect", "fence_async_shared", "block_barrier", "store_wait", "warpgroup_mma_wait",

@@ -338,4 +338,4 @@ def test_integers_round_as_in_Triton():
 
 def test_an_edit_must_fit():
     with pytest.raises(AssertionError, match="has 0 times: nonsense"):
-        Executor("ssd.kernels.hopper_scan", edits={"ssd.kernels.hopper_scan": [("nonsense", "")]})
+        Executor("fused.kernels.hopper.scan", edits={"fused.kernels.hopper.scan": [("nonsense", "")]})

@@ -11,7 +11,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as real
 
 if TYPE_CHECKING:
-    from .memory import Access
+    from tests.executor.memory import Access
 
 TORCH = {real.float32: torch.float32, real.bfloat16: torch.bfloat16, real.float16: torch.float16, real.int16: torch.int16,
          real.int32: torch.int32, real.int64: torch.int64, real.int1: torch.bool}

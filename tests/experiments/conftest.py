@@ -5,8 +5,7 @@ import torch
 
 from experiments.workloads import Preset, get_workload
 from ssd.block import arguments
-
-from .small import graph_sizes, sizes, vision_sizes
+from tests.experiments.small import graph_sizes, sizes, vision_sizes
 
 
 @pytest.fixture

@@ -10,9 +10,8 @@ from experiments.accuracy import Error
 from experiments.shapes import SMALL
 from ssd import Options
 from ssd.registry import get_variant
-
-from .rows import ssd_row, write
-from .test_bench import clock  # noqa: F401  a fixture
+from tests.experiments.rows import ssd_row, write
+from tests.experiments.test_bench import clock  # noqa: F401  a fixture
 
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here, so the ablation would measure")
 NAMES = ("exp2", "gluon", "tf32")

@@ -8,8 +8,7 @@ from experiments import choose
 from experiments.__main__ import app
 from ssd import choice
 from ssd.types import Options
-
-from .rows import ssd_row, write
+from tests.experiments.rows import ssd_row, write
 
 KEY = "fwd/2B/64/128/512/4096/128"
 

@@ -8,8 +8,7 @@ from experiments import interpret
 from experiments.__main__ import app
 from experiments.accuracy import Error
 from ssd import Options
-
-from .rows import compared, ssd_row, write
+from tests.experiments.rows import compared, ssd_row, write
 
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here, so the bench would measure")
 

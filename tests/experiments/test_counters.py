@@ -21,8 +21,7 @@ from experiments.__main__ import app
 from experiments.bench import Candidate
 from experiments.shapes import SHAPES, SMALL, make_inputs
 from ssd import Options
-
-from .rows import ENVIRONMENT, ssd_row, write
+from tests.experiments.rows import ENVIRONMENT, ssd_row, write
 
 RECORDED = Path(__file__).parent / "ncu"
 WARM = (counters._TIME, counters._READ, counters._WRITE, *counters._WARM.values())

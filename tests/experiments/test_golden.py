@@ -8,9 +8,8 @@ import torch
 
 from experiments.workloads import get_workload
 from ssd.block import arguments
-
-from .golden import CASES, GOLDEN, STEPS, trained
-from .small import needs_graphs
+from tests.experiments.golden import CASES, GOLDEN, STEPS, trained
+from tests.experiments.small import needs_graphs
 
 GOLDEN_LOSSES = json.loads(GOLDEN.read_text())
 FALLS = {"mamba2": 1.8, "hybrid": 1.8, "mambavision": 1.2, "graphmamba": 0.3}  # nats in 30 steps

@@ -15,10 +15,9 @@ from experiments.workloads.graph_layers import degree_orders, statistics_kept
 from experiments.workloads.graph_mixers import Sequences
 from experiments.workloads.graph_model import GraphModel, graph_loss
 from experiments.workloads.graphs import MALNET_TINY, MNIST, PEPTIDES_FUNC, VOC_SP, GraphData
-
-from .small import VARIANT, graph_sizes, needs_graphs, small_run
-from .test_command_line import run as command
-from .test_train import QUIET, losses
+from tests.experiments.small import VARIANT, graph_sizes, needs_graphs, small_run
+from tests.experiments.test_command_line import run as command
+from tests.experiments.test_train import QUIET, losses
 
 pytestmark = pytest.mark.usefixtures("small")
 PARAMETERS = {

@@ -15,8 +15,7 @@ from experiments.workloads.graph_model import GraphSizes
 from experiments.workloads.graphs import MALNET_TINY, MNIST, PEPTIDES_FUNC, VOC_SP, GraphData, collate, graphs
 from experiments.workloads.synthetic_chains import HOPS, SyntheticChains
 from experiments.workloads.synthetic_superpixels import SyntheticSuperpixels
-
-from .small import needs_graphs
+from tests.experiments.small import needs_graphs
 
 DATA = {data.name: data for data in (PEPTIDES_FUNC, MNIST, VOC_SP, MALNET_TINY)}
 

@@ -9,8 +9,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from experiments.workloads import hub_text
 from experiments.workloads.text import rows
-
-from .small import sizes
+from tests.experiments.small import sizes
 
 datasets = pytest.importorskip("datasets")
 TEXTS = ["to be or not to be", "", "that is the question", None, "to sleep"]

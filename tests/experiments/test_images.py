@@ -15,8 +15,7 @@ from experiments.workloads.images import images
 from experiments.workloads.mambavision import class_loss
 from experiments.workloads.synthetic_images import LARGEST, SyntheticImages
 from experiments.workloads.vision_model import VisionModel
-
-from .small import vision_sizes
+from tests.experiments.small import vision_sizes
 
 SIZES = vision_sizes()
 COLOURS = {"ant": (250, 10, 10), "bee": (10, 250, 10), "cat": (10, 10, 250)}

@@ -14,8 +14,7 @@ from experiments.workloads.mambavision import class_loss
 from experiments.workloads.vision_mixers import SSD, Mamba1
 from experiments.workloads.vision_model import DropPath, VisionModel, image_of, windows_of
 from ssd import ssd_chunk_scan
-
-from .small import vision_sizes
+from tests.experiments.small import vision_sizes
 
 MIXERS = ("mamba1", "ssd")
 

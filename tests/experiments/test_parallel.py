@@ -22,10 +22,9 @@ from experiments.parallel import WAYS, Team, joined
 from experiments.runs import run_of
 from experiments.train import train
 from ssd.block import arguments
-
-from .small import VARIANT, needs_graphs
-from .test_train import started, started_module
-from .undrawn import runs_of, train_undrawn
+from tests.experiments.small import VARIANT, needs_graphs
+from tests.experiments.test_train import started, started_module
+from tests.experiments.undrawn import runs_of, train_undrawn
 
 needs_two = pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.device_count() == 1, reason="needs no GPU, or two")
 SETTINGS = {"workload": "hybrid", "variant": VARIANT, "batch": 4, "seqlen": 32, "accumulate": 2, "steps": 4, "save_every": 2}

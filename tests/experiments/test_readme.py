@@ -3,8 +3,7 @@ import re
 import pytest
 
 from experiments import ablate, block, figure, readme, record, sweep, table
-
-from .rows import ENVIRONMENT, compared, ssd_row
+from tests.experiments.rows import ENVIRONMENT, compared, ssd_row
 
 ROWS = [
     ssd_row(mode="fwd", p50_us=1100.0, **compared(1.05)),

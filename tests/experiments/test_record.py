@@ -4,8 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from experiments import record
-
-from .rows import ENVIRONMENT, ssd_row, write
+from tests.experiments.rows import ENVIRONMENT, ssd_row, write
 
 SPECIFIED = """
 bench variant options mode shape batch seqlen nheads headdim dstate ngroups dtype chunk_size

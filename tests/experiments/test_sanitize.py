@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from experiments import hand_over, record, sanitize
-from ssd.kernels import hopper_scan
+from fused.kernels.hopper import scan as hopper_scan
 
 CLEAN = {
     "memcheck": "========= ERROR SUMMARY: 0 errors",

@@ -18,9 +18,8 @@ from experiments.kernel_names import is_of_operator
 from experiments.step_time import Candidate, put_inside
 from experiments.workloads import get_workload
 from ssd import Options
-
-from .small import small_run
-from .test_command_line import run as command
+from tests.experiments.small import small_run
+from tests.experiments.test_command_line import run as command
 
 pytestmark = pytest.mark.usefixtures("small")
 QUIET = Console(quiet=True)

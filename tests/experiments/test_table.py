@@ -5,8 +5,7 @@ import pytest
 from rich.console import Console
 
 from experiments import table
-
-from .rows import compared, ssd_row, write
+from tests.experiments.rows import compared, ssd_row, write
 
 
 def test_best_chunk_of_the_latest_rows(tmp_path):

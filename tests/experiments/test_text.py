@@ -6,8 +6,7 @@ import torch
 
 from experiments.workloads.synthetic_text import SyntheticText
 from experiments.workloads.text import rows
-
-from .small import sizes
+from tests.experiments.small import sizes
 
 SIZES = sizes("MM", vocab_size=512)
 

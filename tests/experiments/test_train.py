@@ -24,9 +24,8 @@ from experiments import train as training
 from experiments.steps import learning_rate
 from experiments.train import Interrupted, Stopped, train
 from experiments.workloads import get_workload
-
-from .small import needs_graphs, small_run
-from .test_command_line import run as command
+from tests.experiments.small import needs_graphs, small_run
+from tests.experiments.test_command_line import run as command
 
 pytestmark = pytest.mark.usefixtures("small")
 QUIET = Console(quiet=True)

@@ -3,7 +3,7 @@
 import torch
 
 from experiments import tune
-from ssd import tuning
+from ssd.runtime import tuning
 from tests.inputs import Case, Shape, random_inputs
 
 

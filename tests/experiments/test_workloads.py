@@ -10,8 +10,7 @@ from experiments.workloads import get_workload, workload_names
 from experiments.workloads.hybrid import allocate
 from experiments.workloads.language_model import LanguageModel
 from ssd.modules import Mamba2LM, Mamba2LMConfig
-
-from .small import sizes
+from tests.experiments.small import sizes
 
 MILLIONS = {
     "mamba2": {"tiny": 1, "130m": 129, "370m": 368, "780m": 780, "1.3b": 1344, "2.7b": 2703, "8b-width": 1289, "8b": 8237},

@@ -18,8 +18,7 @@ from experiments.parallel import WAYS, joined
 from experiments.runs import Run, run_of
 from experiments.workloads import get_workload, graph_model
 from ssd.block import arguments
-
-from .small import VARIANT
+from tests.experiments.small import VARIANT
 
 degree_orders = graph_model.degree_orders
 

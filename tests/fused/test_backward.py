@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ssd.kernels import group_dC
+from fused.kernels import group_dC
 from ssd.registry import get_variant
 from ssd.types import Options, SSDGrads
 from tests.errors import assert_right, cotangents, results

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from persistent.schedule import segmented
-from ssd import tuning
 from ssd.registry import get_variant
+from ssd.runtime import tuning
 from ssd.types import Options
 from tests.errors import assert_forward_right
 from tests.fused.test_options import CASES, HALF, SHAPE

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ssd.kernels import launch
-from ssd.kernels.bmm_chunk import bmm_chunk
+from ssd.baseline.kernels.bmm_chunk import bmm_chunk
+from ssd.runtime import launch
 from ssd.types import Options
 from tests import tritons
 from tests.inputs import Case, Shape, random_inputs

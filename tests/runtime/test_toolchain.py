@@ -11,9 +11,10 @@ import triton.language as tl
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-from ssd import choice, hopper, tuning
+from fused import hopper
+from ssd import choice
 from ssd.registry import get_variant
-from ssd.runtime import gluon_names, toolchain
+from ssd.runtime import gluon_names, toolchain, tuning
 from ssd.types import Options
 from tests.inputs import Case, Shape, random_inputs
 

@@ -5,9 +5,8 @@ import logging
 import pytest
 import torch
 
-from ssd.kernels import launch
 from ssd.registry import get_variant
-from ssd.runtime import trust
+from ssd.runtime import launch, trust
 from ssd.types import Options
 from tests.errors import assert_all_accurate, cotangents, results, truths
 from tests.inputs import OURS, PLAIN, Case, Shape, random_inputs

@@ -12,8 +12,9 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import ssd
-from ssd import autograd, choice, ops, reference, registry
+from ssd import autograd, choice, reference, registry
 from ssd.registry import get_variant
+from ssd.runtime import custom_ops as ops
 from tests.errors import assert_accurate, assert_all_accurate, truths
 from tests.inputs import (
     DIFFERENTIABLE,

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import ssd
-from ssd import api, tuning
+from ssd import api
 from ssd.registry import get_variant, variant_names
+from ssd.runtime import tuning
 from ssd.types import Options
 from tests.inputs import EVERYTHING, OURS, Shape, arguments, random_inputs
 

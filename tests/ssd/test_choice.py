@@ -6,9 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ssd import choice, registry, tuning
+from ssd import choice, registry
 from ssd.choice import CANDIDATES, Measured
 from ssd.registry import Variant, get_variant
+from ssd.runtime import tuning
 from ssd.types import Options, SSDGrads
 from tests.errors import cotangents
 from tests.inputs import EVERYTHING, OURS, Shape, random_inputs

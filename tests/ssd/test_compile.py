@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from ssd import tuning
+from ssd.runtime import tuning
 from tests import tritons
 from tests.inputs import OURS
 

@@ -5,7 +5,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ssd.device import decay, sigmoid, softplus
+from ssd.kernels.device import decay, sigmoid, softplus
 
 
 @triton.jit

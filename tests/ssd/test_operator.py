@@ -6,8 +6,8 @@ from itertools import product, zip_longest
 import pytest
 import torch
 
-from ssd import tuning
 from ssd.registry import get_variant
+from ssd.runtime import tuning
 from ssd.types import Options, SSDGrads
 from tests.errors import assert_all_accurate, assert_right, cotangents, results, truths, truths_apart
 from tests.inputs import EVERYTHING, OURS, Case, Shape, every_option_pairwise, random_inputs

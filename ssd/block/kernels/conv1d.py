@@ -16,9 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ... import tuning
-from ...device import LOG2E
 from ...kernels.arguments import cdiv
+from ...kernels.device import LOG2E
+from ...runtime import tuning
 
 BLOCK = 128  # channels: 4 a thread. With 8, the backward's sums and rows would take the registers of all but 8 warps of an SM
 STEP = 4  # tokens; at least width - 1, so that the rows kept for the next step are all of this one

@@ -12,8 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ...kernels.arguments import cdiv, strides
-from ...kernels.launch import launch
 from ...kernels.sum_parts import add_parts, tile
+from ...runtime.launch import launch
 from .conv1d import (
     BLOCK,
     STAGES,

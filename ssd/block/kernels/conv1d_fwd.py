@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...kernels.arguments import cdiv, strides
-from ...kernels.launch import launch
+from ...runtime.launch import launch
 from .conv1d import (
     BLOCK,
     STAGES,

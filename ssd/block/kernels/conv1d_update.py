@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...kernels.arguments import cdiv
-from ...kernels.launch import launch
+from ...runtime.launch import launch
 from .conv1d import BLOCK, convolve, load_filter, sigmoid
 
 

@@ -17,10 +17,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ... import tuning
 from ...kernels.arguments import cdiv
-from ...kernels.launch import launch
 from ...kernels.sum_parts import sum_first
+from ...runtime import tuning
+from ...runtime.launch import launch
 from .conv1d import sigmoid
 
 WIDEST_GROUP = 32768  # channels: 32 for each thread of the largest block

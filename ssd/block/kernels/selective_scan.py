@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...device import sigmoid, softplus
 from ...kernels.arguments import cdiv
-from ...tuning import next_power_of_2
+from ...kernels.device import sigmoid, softplus
+from ...runtime.tuning import next_power_of_2
 
 _TILE = 4096  # elements [dstate, CHUNK]: 16 a thread of 8 warps
 _LANES, _SHORTEST = 32, 16

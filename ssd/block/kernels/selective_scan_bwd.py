@@ -13,12 +13,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ... import tuning
-from ...device import LOG2E, product, sigmoid, softplus
 from ...kernels.arguments import cdiv, output, strides
-from ...kernels.launch import launch
+from ...kernels.device import LOG2E, product, sigmoid, softplus
 from ...kernels.sum_parts import sum_first
-from ...tuning import next_power_of_2
+from ...runtime import tuning
+from ...runtime.launch import launch
+from ...runtime.tuning import next_power_of_2
 from .selective_scan import (
     CHANNELS,
     chunk_of,

@@ -16,7 +16,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ...runtime.gluon_names import reinterpret
-from ...tuning import next_power_of_2
+from ...runtime.tuning import next_power_of_2
 
 LOG2E = gl.constexpr(1.4426950408889634)
 FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))

@@ -16,8 +16,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ...kernels.arguments import cdiv, output, strides
-from ...kernels.launch import launch
 from ...kernels.sum_several import sum_several
+from ...runtime.launch import launch
 from .selective_scan_choice import TOKENS
 from .selective_scan_walk import (
     FLAT,

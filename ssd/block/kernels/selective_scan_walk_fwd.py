@@ -10,7 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ...kernels.arguments import cdiv, strides
-from ...kernels.launch import launch
+from ...runtime.launch import launch
 from .selective_scan_choice import TOKENS
 from .selective_scan_walk import (
     FLAT,

@@ -10,10 +10,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...device import LOG2E, product, sigmoid, softplus, unpack_program
 from ...kernels.arguments import cdiv, strides
-from ...kernels.launch import launch
-from ...tuning import next_power_of_2
+from ...kernels.device import LOG2E, product, sigmoid, softplus, unpack_program
+from ...runtime.launch import launch
+from ...runtime.tuning import next_power_of_2
 
 _TILE = 2048  # elements of the state
 _PER_WARP = 512

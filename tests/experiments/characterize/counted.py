@@ -1,8 +1,7 @@
 """Rows of counters and of times that belong together, for tests."""
 
 from experiments import record
-
-from ..rows import ENVIRONMENT, ssd_row
+from tests.experiments.rows import ENVIRONMENT, ssd_row
 
 STEP = {"workload": "mamba2", "preset": "1.3b", "mixer": "ssd", "variant": "fused", "dtype": "bf16", "batch": 4,
         "run": {"documents": False}, **ENVIRONMENT}

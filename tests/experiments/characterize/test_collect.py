@@ -13,8 +13,7 @@ from experiments.__main__ import app
 from experiments.characterize import collect, commands, trace
 from experiments.runs import Run
 from experiments.workloads import workload_names
-
-from ..small import small_run
+from tests.experiments.small import small_run
 
 SYNTHETIC = trace.read(Path(__file__).parent / "traces" / "synthetic_step.json")
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")

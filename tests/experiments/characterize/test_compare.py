@@ -6,8 +6,7 @@ from typer.testing import CliRunner
 from experiments import record
 from experiments.__main__ import app
 from experiments.characterize.compare import compare, markdown, rows_of
-
-from ..rows import ssd_row, write
+from tests.experiments.rows import ssd_row, write
 
 OLD, NEW = "1" * 40, "2" * 40
 

@@ -5,9 +5,8 @@ from pathlib import Path
 from experiments.characterize import definitions
 from experiments.characterize.report import paper
 from experiments.characterize.report.parts import NOT_YET
-
-from ..rows import ENVIRONMENT, write
-from .counted import STEP, kernel_row
+from tests.experiments.characterize.counted import STEP, kernel_row
+from tests.experiments.rows import ENVIRONMENT, write
 
 
 def beside_the_papers(what: str, out: Path) -> tuple[str, str]:

@@ -9,9 +9,8 @@ from experiments.characterize.gpus import GPUS
 from experiments.characterize.projection import Model, Sample
 from experiments.characterize.report import projected
 from ssd import cost
-
-from ..rows import ssd_row, write
-from .counted import kernel_row
+from tests.experiments.characterize.counted import kernel_row
+from tests.experiments.rows import ssd_row, write
 
 H200, B200 = GPUS["h200"], GPUS["b200"]
 TRUE = Model((5.0, 1.25, 0.5, 2.0, 0.0), H200)

@@ -21,9 +21,8 @@ from experiments.characterize.gpus import GPUS
 from experiments.characterize.report import bandwidth, build, draw, kernels, page, projected, roofline, scaling, steps
 from experiments.characterize.report.parts import NOT_YET, Figure, Section, Table
 from ssd import cost
-
-from ..rows import ENVIRONMENT, ssd_row, write
-from .counted import STEP, kernel_row
+from tests.experiments.characterize.counted import STEP, kernel_row
+from tests.experiments.rows import ENVIRONMENT, ssd_row, write
 
 COMMITTED = Path(__file__).parents[3] / "docs" / "characterisation"
 

@@ -1,0 +1,70 @@
+"""The backward that `fused` and `persistent` share, in sub-chunks. On Hopper, where the inputs allow, hopper_backward; else
+chunk_cumsum, walk_states (from the states that the forward kept, if it did), walk_dstates, the two group loops and
+chunk_cumsum_bwd; with a gate chunk_scan_dz as well. For few heads of a long sequence the baseline's kernels stand in for the
+walks. Of large inputs whose states were not kept, either in two halves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ssd.baseline import backward as baseline
+from ssd.baseline.kernels.chunk_scan_dz import chunk_scan_dz
+from ssd.kernels.arguments import LONGEST_TILE, fitted
+from ssd.kernels.chunk_cumsum import chunk_cumsum
+from ssd.kernels.chunk_cumsum_bwd import chunk_cumsum_bwd
+from ssd.runtime.tuning import pick
+from ssd.types import Options, SSDGrads, SSDInputs, SSDSaved
+
+from . import hopper_backward
+from .kernels.group_dB_dx import group_dB_dx
+from .kernels.group_dC import group_dC
+from .kernels.walk_states import chunk_states_between
+from .split_backward import by_halves, worth_halving
+from .states import dstates, states
+
+_KERNELS = ("walk_dstates", "group_dC", "group_dB_dx")
+
+
+def backward(saved: SSDSaved, dout: Tensor, dfinal_states: Tensor | None, into: SSDGrads) -> SSDGrads:
+    """Gradients of every input that is present; dout has the shape and dtype of x, any strides."""
+    if not saved.options.fuse_backward:
+        return baseline.backward(saved, dout, dfinal_states, into)
+    run, last_state = _by_groups, _last_state
+    if hopper_backward.can_run(saved.inputs, saved.options):
+        run, last_state = hopper_backward.backward, hopper_backward.last_state
+    if worth_halving(saved):
+        return by_halves(run, last_state, saved, dout, dfinal_states, into)
+    return run(saved, dout, dfinal_states, into)
+
+
+def _last_state(i: SSDInputs, options: Options) -> Tensor:
+    """The state after the last token, (batch, nheads, headdim, dstate) fp32; of those before it, few are in memory."""
+    spans = replace(i, chunk_size=LONGEST_TILE)
+    with torch.cuda.device_of(i.x):
+        return states(spans, *chunk_cumsum(spans), options)[1]
+
+
+def _by_groups(saved: SSDSaved, dout: Tensor, dfinal_states: Tensor | None, into: SSDGrads) -> SSDGrads:
+    i, options = saved.inputs, saved.options
+    # as long as the tiles of every kernel here allow
+    spans = replace(i, chunk_size=min(pick(kernel, i)["BLOCK_M"] for kernel in _KERNELS))
+    dout = fitted(dout)
+    with torch.cuda.device_of(i.x):
+        arrivals = i.A.new_empty(i.nheads, dtype=torch.int32)
+        dt, dA_cumsum = chunk_cumsum(spans, arrivals=arrivals)
+        prev_states = saved.prev_states
+        if prev_states is None:
+            prev_states, _ = states(spans, dt, dA_cumsum, options)
+        elif spans.chunk_size < saved.states_every:
+            prev_states = chunk_states_between(spans, dt, dA_cumsum, prev_states, saved.states_every, options)
+        dz, dy = (None, dout) if i.z is None else chunk_scan_dz(i, dout, saved.y, into.dz)
+        G, dinitial_states, s_tiles = dstates(i, dy, dA_cumsum, prev_states, dfinal_states, options, into.dinitial_states)
+        dC, dCB, net = group_dC(i, dt, dA_cumsum, dy, prev_states, options, into.dC)
+        dx, dB, dD, u_v_x, q = group_dB_dx(i, dt, dA_cumsum, dy, G, dCB, options, into.dx, into.dB)
+        no_parts = net.new_empty(0, *net.shape)  # of r and col, which are in net
+        ddt, dA, ddt_bias, _ = chunk_cumsum_bwd(spans, u_v_x, no_parts, q, s_tiles, net, no_parts, arrivals, into.ddt)
+    return SSDGrads(dx, ddt, dA, dB, dC, dD, dz, ddt_bias, dinitial_states)

@@ -1,0 +1,207 @@
+"""The forward on Hopper, which `fused` and `persistent` take where the inputs allow, and what `hopper_backward` shares with it.
+Launches of the Gluon kernels in order:
+
+    stationary: chunk_cumsum, hopper_states of the pieces where sequences are cut, hopper_scan of whole sequences.
+    two_level:  chunk_cumsum, hopper_states of the pieces where sequences are cut, hopper_states of whole sequences, and
+                hopper_scan of spans of up to 512 tokens, whatever chunk_size is.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
+
+import torch
+from torch import Tensor
+
+from ssd.kernels.arguments import cdiv, contiguous
+from ssd.kernels.chunk_cumsum import chunk_cumsum
+from ssd.runtime.tables import get_tables
+from ssd.runtime.toolchain import descriptor_fields, gluon_missing, like_descriptor
+from ssd.runtime.tuning import current_device
+from ssd.types import HOPPER_DSTATES, HOPPER_HEADDIM, SUB_CHUNK, Options, SSDInputs, SSDSaved
+
+from .schedule import EVERY_STATE, FEW_STATES, SCAN, Walk, deal, span_length, span_runs
+
+BLOCK_M = SUB_CHUNK
+_ALIGNMENT = 16  # bytes, of what a TMA descriptor describes
+_MOST_DESCRIBED = 1024  # callers whose sizes never repeat must not fill the memory
+_described: dict[tuple, dict] = {}
+# that these kernels can be without
+OPTIONS = ("low_precision_states", "stationary", "segments", "save_states", "gluon", "fuse_backward")
+
+
+def cannot_run(i: SSDInputs, options: Options, by_chunk: bool) -> str | None:
+    """Why the plain kernels must run these inputs; None if these can. All bounds are those of the kernels' tiles.
+
+    by_chunk: states are read or written at the edges of chunks.
+    """
+    if not options.gluon:
+        return "options.gluon is off"
+    if not _is_hopper(i.x.device):
+        return f"needs a GPU of compute capability 9, got {i.x.device}"
+    if reason := gluon_missing():
+        return reason
+    if i.x.dtype not in (torch.bfloat16, torch.float16) or not i.x.dtype == i.B.dtype == i.C.dtype:
+        return f"x, B, C: got dtypes {i.x.dtype}, {i.B.dtype}, {i.C.dtype}, takes bf16 or fp16, all alike"
+    if i.headdim != HOPPER_HEADDIM or i.dstate not in HOPPER_DSTATES:
+        return f"got headdim = {i.headdim}, dstate = {i.dstate}, takes headdim {HOPPER_HEADDIM} and dstate of {HOPPER_DSTATES}"
+    if i.nheads // i.ngroups % 2:
+        return f"got {i.nheads // i.ngroups} heads a group, takes even numbers"
+    if i.z is not None or i.cu_seqlens is not None or (i.D is not None and i.D.dim() == 2):
+        return "z, varlen states of cu_seqlens and D of two dimensions are not in it"
+    if by_chunk and i.chunk_size % BLOCK_M:
+        return f"chunk_size: got {i.chunk_size}, keeps states every {BLOCK_M} tokens or a multiple"
+    if i.states_dtype.itemsize > 4:
+        return f"state_dtype: got {i.states_dtype}, keeps states in fp32, bf16 or fp16"
+    if not (options.exp2 and options.fuse_bmm):
+        return "options.exp2 and fuse_bmm cannot be off in it"
+    return None
+
+
+def can_run(reason: str | None, variant: str) -> bool:
+    """Whether there is no reason why not, of `cannot_run`; one is said to the logger, once: if it is the toolchain's, which no
+    other inputs would help, as a warning.
+    """
+    if reason:
+        _say_plain(variant, reason)
+    return reason is None
+
+
+@lru_cache(maxsize=64)
+def _say_plain(variant: str, reason: str) -> None:
+    level = logging.WARNING if reason == gluon_missing() else logging.INFO
+    logging.getLogger("ssd").log(level, "variant %r runs its plain Triton kernels, not those for Hopper: %s", variant, reason)
+
+
+def stationary(inputs: SSDInputs, options: Options, keep: bool) -> tuple[Tensor, Tensor, SSDSaved]:
+    """As `Variant.forward`, keeping states or not: a block walks two heads through a sequence, or what `deal` cuts of it."""
+    from .kernels.hopper.scan import hopper_scan
+
+    with torch.cuda.device_of(inputs.x):
+        call = _Call.of(inputs)
+        final_states = call.new_states(())
+        prev_states = None
+        if keep:
+            prev_states = call.new_states((call.nsub,), inputs.states_dtype)
+        runs, *entering = call.entering(options, SCAN)
+        hopper_scan(inputs, *call.descriptors, *call.steps, runs, call.initial_states, *entering, final_states,
+                    None if prev_states is None else describe_states(prev_states))
+    return call.out, final_states, SSDSaved(inputs, options, None, None, prev_states)
+
+
+def two_level(inputs: SSDInputs, options: Options, keep: bool, blocks: int | None = None) -> tuple[Tensor, Tensor, SSDSaved]:
+    """As `Variant.forward`, keeping states or not: a block walks two heads through a span; `blocks`: so many take turns."""
+    from .kernels.hopper.scan import hopper_scan
+    from .kernels.hopper.states import all_states
+
+    i, pairs = inputs, inputs.nheads // 2
+    with torch.cuda.device_of(i.x):
+        call = _Call.of(i)
+        each = span_length(i.batch * pairs, call.nsub, current_device(i.x.device.index).sms)
+        every = BLOCK_M if keep else each * BLOCK_M  # tokens between the states that are written; each span starts from one
+        final_states, prev_states = call.new_states(()), call.new_states((cdiv(i.seqlen, every),), i.states_dtype)
+        runs, *entering = call.entering(options, EVERY_STATE if keep else FEW_STATES)
+        all_states(i, call.descriptors[:2], describe_states(prev_states), *call.steps, runs, (call.initial_states, None),
+                   *entering, final_states, i.batch, every)
+        runs = get_tables(span_runs, (i.batch, pairs, call.nsub, each, blocks), i.x.device).sequences
+        hopper_scan(i, *call.descriptors, *call.steps, runs, starts=prev_states, every=every)
+    return call.out, final_states, SSDSaved(inputs, options, None, None, prev_states if keep else None)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What the launches of one call share."""
+
+    inputs: SSDInputs
+    out: Tensor
+    descriptors: tuple  # of x, B, C, out
+    steps: tuple[Tensor, Tensor]  # dt, dA_cumsum (batch, nheads, nsub, 64)
+    initial_states: Tensor | None
+
+    @classmethod
+    def of(cls, i: SSDInputs) -> _Call:
+        out = torch.empty(i.x.shape, device=i.x.device, dtype=i.x.dtype)
+        initial_states = contiguous(i.initial_states)
+        steps = chunk_cumsum(replace(i, chunk_size=BLOCK_M), apart=True)
+        return cls(i, out, (*(describe(describable(t)) for t in (i.x, i.B, i.C)), describe(out)), steps, initial_states)
+
+    @property
+    def nsub(self) -> int:
+        return self.steps[0].shape[2]
+
+    def new_states(self, between: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
+        i = self.inputs
+        return torch.empty(i.batch, *between, i.nheads, i.headdim, i.dstate, device=i.x.device, dtype=dtype)
+
+    def entering(self, options: Options, walk: Walk) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        i = self.inputs
+        return runs_of(i, i.batch, self.descriptors[:2], *self.steps, i.batch, options, walk)
+
+
+def runs_of(i: SSDInputs, rows: int, descriptors: tuple, dt: Tensor, dA_cumsum: Tensor, forwards: int,
+            options: Options, walk: Walk) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Runs of whole sequences, or cut ones; and ends and factors of the pieces that enter those that begin inside one.
+
+    rows: sequences of a pair of heads, of which those from `forwards` on are walked backwards; descriptors: as hopper_states
+    takes them; walk: what the runs will do.
+    """
+    from .kernels.hopper.states import piece_states
+
+    settings = rows, i.nheads // 2, dt.shape[2], current_device(i.x.device.index).sms, walk, options.segments
+    runs, piece_runs, npieces = get_tables(deal, settings, i.x.device)
+    if not npieces:
+        return runs, None, None
+    return runs, *piece_states(i, descriptors, dt, dA_cumsum, npieces, piece_runs, forwards)
+
+
+@cache
+def _is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9
+
+
+def describable(t: Tensor) -> Tensor:
+    """t, or a copy where TMA cannot take its strides."""
+    return t if is_describable(t) else t.clone(memory_format=torch.contiguous_format)
+
+
+def is_describable(t: Tensor) -> bool:
+    """Whether heads and channels are contiguous, and rows apart and on 16 bytes."""
+    (batch, seqlen, heads, channels), strides = t.shape, t.stride()
+    aligned = not any(stride * t.element_size() % _ALIGNMENT for stride in strides[:2]) and t.data_ptr() % _ALIGNMENT == 0
+    apart = (batch == 1 or strides[0] > 0) and (seqlen == 1 or strides[1] >= heads * channels)
+    return aligned and apart and strides[2:] == (channels, 1)
+
+
+def describe(t: Tensor):
+    """TMA descriptor of a tensor (batch, seqlen, heads, channels) in tiles of one head's rows of a sub-chunk.
+
+    The class checks its fields anew for every tensor, which takes as long as a launch; here once for all that are alike.
+    """
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    key = t.shape, t.stride(), t.dtype
+    fields = _described.get(key)
+    if fields is None:
+        batch, seqlen, heads, channels = t.shape
+        shape, strides = [batch, seqlen, heads * channels], [t.stride(0), t.stride(1), 1]
+        # without the tensor, or it would live as long as this
+        fields = descriptor_fields(TensorDescriptor(t, shape, strides, [1, BLOCK_M, channels], _layout(channels, t.dtype)))
+        if len(_described) >= _MOST_DESCRIBED:
+            _described.clear()
+        _described[key] = fields
+    return like_descriptor(TensorDescriptor, fields, t)
+
+
+def describe_states(states: Tensor):
+    """TMA descriptor of contiguous states (..., headdim, dstate) in tiles of one state."""
+    return describe(states.view(1, -1, 1, states.shape[-1]))
+
+
+@cache
+def _layout(channels: int, dtype: torch.dtype):
+    from triton.experimental.gluon import language as gl
+
+    element = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}[dtype]
+    return gl.NVMMASharedLayout.get_default_for([1, BLOCK_M, channels], element)

@@ -1,0 +1,142 @@
+"""The backward on Hopper, which `fused` and `persistent` take where the inputs allow:
+
+    chunk_cumsum, hopper_states backwards for the gradients of the states and, where the forward kept none, forwards for the
+    states (two launches where sequences are cut), hopper_group, chunk_cumsum_bwd; with a gate chunk_scan_dz before them, and
+    where a group's heads are shared out to several blocks sum_parts of dB and of dC after them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from ssd.baseline.kernels.chunk_scan_dz import chunk_scan_dz
+from ssd.kernels.arguments import cdiv, contiguous, fitted, output
+from ssd.kernels.chunk_cumsum import chunk_cumsum
+from ssd.kernels.chunk_cumsum_bwd import chunk_cumsum_bwd
+from ssd.runtime.tuning import current_device
+from ssd.types import Options, SSDGrads, SSDInputs, SSDSaved
+
+from . import hopper
+from .hopper import BLOCK_M, describable, describe, describe_states, is_describable, runs_of
+from .kernels.group import parts_of, summed
+from .schedule import EVERY_STATE, FEW_STATES
+
+# What a tile costs beside its heads, in the time of one of them; and what more if its sums are one of several parts.
+_TILE, _PART = 1.5, 3.5
+_RARELY = 8  # sub-chunks between the states that are written where only the last is wanted
+
+
+def can_run(i: SSDInputs, options: Options) -> bool:
+    """Whether these kernels take the inputs; that they do not is said to the logger, once for each reason."""
+    return hopper.can_run(_cannot_run(i, options), "fused and persistent (backward)")
+
+
+def worth_keeping(i: SSDInputs, options: Options, every: int) -> int | None:
+    """As `Variant.states_every`, of a forward that can keep a state every so many tokens: None if the backward here would run
+    and not read them. The other backwards read what there is.
+    """
+    unread = options.fuse_backward and not _reads(i, every) and _cannot_run(i, options) is None
+    return None if unread else every
+
+
+def _cannot_run(i: SSDInputs, options: Options) -> str | None:
+    return hopper.cannot_run(i if i.z is None else replace(i, z=None), options, by_chunk=False)
+
+
+def backward(saved: SSDSaved, dout: Tensor, dfinal_states: Tensor | None, into: SSDGrads) -> SSDGrads:
+    """As `Variant.backward`."""
+    from .kernels.hopper.group import hopper_group
+
+    i = saved.inputs
+    with torch.cuda.device_of(i.x):
+        dout = fitted(dout)
+        dz, dy = (None, dout) if i.z is None else chunk_scan_dz(i, dout, saved.y, into.dz)
+        spans = replace(i, chunk_size=BLOCK_M)
+        arrivals = i.A.new_empty(i.nheads, dtype=torch.int32)
+        dt, dA_cumsum = chunk_cumsum(spans, apart=True, arrivals=arrivals)
+        x, B, dy, C = (describe(describable(t)) for t in (i.x, i.B, dy, i.C))
+        H, G, dinitial_states = _states(saved, (x, B, dy, C), dt, dA_cumsum, dfinal_states, into.dinitial_states)
+
+        sms = current_device(i.x.device.index).sms
+        splits = _splits(i.batch * spans.nchunks * i.ngroups, i.nheads // i.ngroups, sms)
+        dB_parts, dC_parts = parts_of(i.B, _writable(into.dB), splits), parts_of(i.C, _writable(into.dC), splits)
+        dx = output(i.x, into.dx if into.dx is not None and is_describable(into.dx) else None)
+        sums, s = hopper_group(i, x, dy, B, C, describe_states(H), describe_states(G), describe(dx), dt, dA_cumsum,
+                               dB_parts, dC_parts, sms)
+        u_v_x, q, row, col, dy_x = sums
+        no_parts = sums.new_empty(0, *dt.shape)  # of r, which is in row
+        ddt, dA, ddt_bias, dD = chunk_cumsum_bwd(spans, u_v_x, no_parts, q, s[..., None], row, col[None], arrivals,
+                                                 into.ddt, None if i.D is None else dy_x)
+        dB, dC = summed(dB_parts, i.B, into.dB), summed(dC_parts, i.C, into.dC)
+    if dinitial_states is not None:
+        dinitial_states = _put(dinitial_states, into.dinitial_states)
+    return SSDGrads(_put(dx, into.dx), ddt, dA, _put(dB, into.dB), _put(dC, into.dC), dD, dz, ddt_bias, dinitial_states)
+
+
+def last_state(i: SSDInputs, options: Options) -> Tensor:
+    """The state after the last token, (batch, nheads, headdim, dstate) fp32; of those before it, few are in memory."""
+    from .kernels.hopper.states import all_states
+
+    with torch.cuda.device_of(i.x):
+        dt, dA_cumsum = chunk_cumsum(replace(i, chunk_size=BLOCK_M), apart=True)
+        tokens, sizes = tuple(describe(describable(t)) for t in (i.x, i.B)), (i.nheads, i.headdim, i.dstate)
+        kept = dt.new_empty(i.batch, cdiv(dt.shape[2], _RARELY), *sizes, dtype=i.x.dtype)
+        last = dt.new_empty(i.batch, *sizes)
+        runs, *entering = runs_of(i, i.batch, tokens, dt, dA_cumsum, i.batch, options, FEW_STATES)
+        starts = contiguous(i.initial_states), None
+        all_states(i, tokens, describe_states(kept), dt, dA_cumsum, runs, starts, *entering, last, i.batch, _RARELY * BLOCK_M)
+    return last
+
+
+def _states(saved: SSDSaved, tokens: tuple, dt: Tensor, dA_cumsum: Tensor, dfinal_states: Tensor | None,
+            into: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The state before each sub-chunk and the gradient of that after it, (batch, nsub, nheads, headdim, dstate), and
+    dinitial_states (None without initial_states). tokens: descriptors of x, B, dy, C.
+    """
+    from .kernels.hopper.states import all_states
+
+    i, nsub, kept = saved.inputs, dt.shape[2], saved.prev_states
+    reads = kept is not None and _reads(i, saved.states_every)
+    forwards = 0 if reads else i.batch  # rows of walks; those after them are of gradients
+    rows = forwards + i.batch
+    starts = None if reads else contiguous(i.initial_states), contiguous(dfinal_states)
+    dinitial_states = None
+    if i.initial_states is not None:
+        dinitial_states = output(i.initial_states, _writable(into), torch.float32)
+    states = torch.empty(rows, nsub, i.nheads, i.headdim, i.dstate, device=dt.device, dtype=i.x.dtype)
+    runs, *entering = runs_of(i, rows, tokens, dt, dA_cumsum, forwards, saved.options, EVERY_STATE)
+    all_states(i, tokens, describe_states(states), dt, dA_cumsum, runs, starts, *entering, dinitial_states, forwards, BLOCK_M)
+    return kept if reads else states[:forwards], states[forwards:], dinitial_states
+
+
+def _reads(i: SSDInputs, every: int) -> bool:
+    """Whether states that a forward kept every so many tokens are of use: one for each sub-chunk, in the dtype of x."""
+    return every == BLOCK_M and i.states_dtype == i.x.dtype
+
+
+def _writable(into: Tensor | None) -> Tensor | None:
+    """The place that was asked for, if the kernels, which write contiguous gradients, can write there."""
+    return into if into is not None and into.is_contiguous() else None
+
+
+def _put(gradient: Tensor, into: Tensor | None) -> Tensor:
+    """The gradient in the place that was asked for: copied there, if the kernels could not write there."""
+    if into is None:
+        return gradient
+    return into if into.data_ptr() == gradient.data_ptr() else into.copy_(gradient)
+
+
+@lru_cache(maxsize=1024)
+def _splits(tiles: int, heads: int, blocks: int) -> int:
+    """Into how many parts the heads of a group are cut so that the last block is done soonest. No part is empty."""
+
+    def time(splits: int) -> float:
+        each = heads if splits == 1 else cdiv(heads, splits) + _PART
+        return cdiv(tiles * splits, blocks) * (each + _TILE)
+
+    best = min(range(1, min(heads, 16) + 1), key=time)
+    return cdiv(heads, cdiv(heads, best))

@@ -1,0 +1,1 @@
+"""Kernels for Hopper, in Gluon, with a role for each warpgroup."""

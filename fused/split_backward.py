@@ -1,0 +1,105 @@
+"""The backward of long inputs in two halves, where their states, computed again, would take more memory than all else.
+
+They are of the batch. A single sequence is cut in the middle: its second half is a sequence of its own from the state there,
+and leaves that state's gradient, and from this the first half is one, for one walk more through it. Either way the states of
+one half are in memory at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import islice
+
+import torch
+from torch import Tensor
+
+from ssd.kernels.arguments import contiguous, output
+from ssd.runtime.replay import replayed
+from ssd.types import INPUT_TENSORS, SUB_CHUNK, Options, SSDGrads, SSDInputs, SSDSaved
+
+_MOST_BYTES = 1 << 28  # of states as x is: beyond, memory runs out sooner than a launch counts
+_OF_TOKENS = ("x", "dt", "B", "C", "z", "seq_idx")
+_SUMMED = ("dA", "dD", "ddt_bias")
+_OTHERS = (*_SUMMED, "dinitial_states")
+_PLACES = ("dx", "ddt", "dB", "dC", "dz", "dinitial_states")
+_ALL = slice(None)
+
+Backward = Callable[[SSDSaved, Tensor, Tensor | None, SSDGrads], SSDGrads]
+LastState = Callable[[SSDInputs, Options], Tensor]
+
+
+def worth_halving(saved: SSDSaved) -> bool:
+    """Whether the states that a backward computes again are large, and can be had in halves."""
+    i = saved.inputs
+    if saved.prev_states is not None or (i.batch == 1 and i.seqlen < 2 * SUB_CHUNK):
+        return False
+    return i.batch * -(-i.seqlen // SUB_CHUNK) * i.nheads * i.headdim * i.dstate * i.x.element_size() >= _MOST_BYTES
+
+
+def by_halves(backward: Backward, last_state: LastState, saved: SSDSaved, dout: Tensor, dfinal_states: Tensor | None,
+              into: SSDGrads) -> SSDGrads:
+    """As backward(saved, dout, dfinal_states, into).
+
+    last_state: of inputs and options, the state after their last token, (batch, nheads, headdim, dstate) fp32.
+    """
+    i, options = saved.inputs, saved.options
+    given = {"dx": i.x, "ddt": i.dt, "dB": i.B, "dC": i.C, "dz": i.z}
+    whole = {name: t if t is None else output(t, getattr(into, name)) for name, t in given.items()}
+
+    def half(rows: slice, tokens: slice, start: Tensor | None, dinto: Tensor | None, dfinal: Tensor | None) -> SSDGrads:
+        part = replace(_part(i, rows, tokens), initial_states=start)
+        places = SSDGrads(**{name: t if t is None else t[rows, tokens] for name, t in whole.items()}, dinitial_states=dinto)
+        y = contiguous(None if saved.y is None else saved.y[rows, tokens])
+        return _half(backward, options, part, y, dout[rows, tokens], dfinal, places)
+
+    if i.batch == 1:
+        middle = -(-i.seqlen // (2 * SUB_CHUNK)) * SUB_CHUNK
+        front = _part(i, _ALL, slice(middle))
+        (state,) = replayed(_state, front.tensors, (*front.settings, last_state, options))
+        second = half(_ALL, slice(middle, None), state, None, dfinal_states)
+        first = half(_ALL, slice(middle), i.initial_states, into.dinitial_states, second.dinitial_states)
+        dinitial_states = first.dinitial_states
+    else:
+        starts = i.initial_states
+        dinitial_states = None if starts is None else output(starts, into.dinitial_states, torch.float32)
+        first, second = (half(rows, _ALL, *(None if t is None else t[rows] for t in (starts, dinitial_states, dfinal_states)))
+                         for rows in (slice(i.batch // 2), slice(i.batch // 2, None)))
+    sums = {name: None if getattr(first, name) is None else getattr(first, name) + getattr(second, name) for name in _SUMMED}
+    return SSDGrads(**whole, **sums, dinitial_states=dinitial_states)
+
+
+def _half(backward: Backward, options: Options, i: SSDInputs, y: Tensor | None, dout: Tensor, dfinal_states: Tensor | None,
+          into: SSDGrads) -> SSDGrads:
+    """The gradients of one half, from a tape of its own: on one for both, what the first frees would not become the second's.
+
+    into: all but the sums, and dinitial_states perhaps.
+    """
+    places = [getattr(into, name) for name in _PLACES]
+    others = replayed(_others, (*i.tensors, y, dout, dfinal_states, *places), (*i.settings, backward, options))
+    return replace(into, **{name: t for name, t in zip(_OTHERS, others, strict=True) if t is not None})
+
+
+def _others(*args) -> tuple[Tensor | None, ...]:
+    """The gradients that were given no place."""
+    args = iter(args)
+    tensors, (y, dout, dfinal_states), places = (tuple(islice(args, n)) for n in (INPUT_TENSORS, 3, len(_PLACES)))
+    *settings, backward, options = args
+    into = SSDGrads(**dict(zip(_PLACES, places, strict=True)))
+    grads = backward(SSDSaved(SSDInputs.of(tensors, settings), options, y), dout, dfinal_states, into)
+    return tuple([getattr(grads, name) if getattr(into, name) is None else None for name in _OTHERS])
+
+
+def _state(*args) -> tuple[Tensor]:
+    tensors, (*settings, last_state, options) = args[:INPUT_TENSORS], args[INPUT_TENSORS:]
+    return (last_state(SSDInputs.of(tensors, settings), options),)
+
+
+def _part(i: SSDInputs, rows: slice, tokens: slice) -> SSDInputs:
+    """Those rows' tokens; initial_states are still of all rows. They reach document 0, which in a part that begins later is the
+    document of the token before.
+    """
+    cut = {name: None if getattr(i, name) is None else getattr(i, name)[rows, tokens] for name in _OF_TOKENS}
+    if i.seq_idx is not None and tokens.start:
+        cut["seq_idx"] = cut["seq_idx"] - i.seq_idx[rows, tokens.start - 1 : tokens.start]
+    return replace(i, **cut, cu_seqlens=None)

@@ -1,0 +1,263 @@
+"""Repeats the launches of a call without the Python around them, where the same call was made before on other tensors.
+
+What a forward or backward launches depends on the form of its arguments alone: shapes, strides, dtypes, settings. The Python
+that works it out takes longer than the kernels of a small problem: 390 us of a backward whose kernels take 180
+(docs/kernel-log.md). So the second call of a form is recorded: each launch with its arguments, and where each of them lies: in
+a tensor that came in, in memory that was allocated, or elsewhere, as tables of runs do, which the tape holds. A later call
+allocates the same, launches the same with the addresses of its own tensors, and gives the same bits. A tape belongs to one
+stream, as the tables do that it reads (`tables.py`).
+
+Where a call does anything else to tensors than allocate, look at and launch, none of its form is recorded. So it is where
+there are calls in it that have tapes of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+
+from .launch import forget, recording
+from .tables import hold
+from .toolchain import DescriptorAt, current_stream, descriptor_fields, launch_compiled
+from .tuning import is_forced
+
+# as Inductor's code allocates, on the current device, in half the time of torch's function of that name
+empty_strided = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None) or (
+    lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device="cuda"))
+_MOST = 1024  # forms; callers whose sizes never repeat must not fill the memory
+_MOST_ADDRESSES = 8  # of an argument, whose descriptors are kept
+_MOST_BYTES = 1 << 30  # allocated by a call: beyond, the kernels take longer than any Python
+_MOST_TABLE_BYTES = 64 << 20  # of the tables that all tapes hold
+_ALIGNMENT = 512  # bytes, of what torch allocates
+_TOLD_APART = 16  # bytes, up to which launches tell alignments apart
+_ONCE, _NEVER = "seen once", "cannot be recorded"
+_ALLOCATING = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
+_tapes: dict[tuple, Tape | str] = {}
+
+Results = tuple["Tensor | None", ...]
+
+
+def replayed(call: Callable[..., Results], tensors: tuple[Tensor | None, ...], settings: tuple) -> Results:
+    """call(*tensors, *settings), from its tape if there is one.
+
+    call: allocates its results and launches on the device of the first tensor; settings: hashable, at one place always of one
+    type.
+    """
+    if not tensors[0].is_cuda or is_forced():
+        return call(*tensors, *settings)
+    if isinstance(around := _get_current_dispatch_mode(), _Watch):
+        around.give_up()
+    addresses, forms = [], []
+    for t in tensors:
+        if t is None:
+            addresses.append(0)
+            forms.append(None)
+        else:
+            address = t.data_ptr()
+            # which of two tensors at one address a launch meant cannot be told, so a form says which are
+            same = addresses.index(address) if address in addresses else None
+            forms.append((t.shape, t.stride(), t.dtype, t.get_device(), address % _TOLD_APART, same))
+            addresses.append(address)
+    stream = current_stream(tensors[0].get_device())
+    key = call, settings, stream, *forms
+    tape = _tapes.get(key)
+    if isinstance(tape, Tape):
+        return tape.play(tensors[0], addresses, stream)
+    if tape is _ONCE:
+        results, tape = _record(call, tensors, settings)
+        _tapes[key] = tape or _NEVER
+        if tape and tape.tables and _table_bytes() > _MOST_TABLE_BYTES:
+            _tapes.clear()
+            _tapes[key] = tape
+        return results
+    if tape is None:
+        if len(_tapes) >= _MOST:
+            _tapes.clear()
+        _tapes[key] = _ONCE  # what a first call compiles and keeps for good is none of its launches' own
+    return call(*tensors, *settings)
+
+
+def clear() -> None:
+    """Forgets every tape."""
+    _tapes.clear()
+
+
+def _table_bytes() -> int:
+    """Of the tables that all tapes hold, which may share some."""
+    tables = {id(table): table for tape in list(_tapes.values()) if isinstance(tape, Tape) for table in tape.tables}
+    return sum(table.nbytes for table in tables.values())
+
+
+class _Place(NamedTuple):
+    """An argument of a launch: `offset` bytes into tensor `base` of those that came in, then those allocated."""
+
+    at: int
+    base: int
+    offset: int
+    descriptors: _Descriptors | None  # of a TMA descriptor
+
+
+@dataclass(frozen=True)
+class Tape:
+    """What a call allocates, launches and returns."""
+
+    kept: tuple[tuple, ...]  # shape, strides, dtype of what results lie in
+    scratch: tuple[int, ...]  # offsets in bytes of the rest, in one piece of memory
+    nbytes: int  # of it
+    launches: tuple[tuple, ...]  # compiled kernel, programs, arguments, places
+    results: tuple[tuple | None, ...]  # which of those kept, and the view of it: shape, strides, offset, if it is not the whole
+    tables: tuple[Tensor, ...]  # among the arguments, that lie elsewhere
+
+    def play(self, like: Tensor, addresses: list[int], stream: int) -> Results:
+        """The results of the call on tensors at these addresses, on the device of `like`, in the stream it was recorded in."""
+        with torch.cuda.device_of(like):
+            if self.tables and torch.cuda.is_current_stream_capturing():
+                hold(self.tables)
+            kept = [empty_strided(shape, strides, dtype) for shape, strides, dtype in self.kept]
+            scratch = empty_strided((self.nbytes,), (1,), torch.uint8)
+            start = scratch.data_ptr()
+            bases = [*addresses, *[t.data_ptr() for t in kept], *[start + offset for offset in self.scratch]]
+            for compiled, programs, args, places in self.launches:
+                args = list(args)
+                for at, base, offset, descriptors in places:
+                    address = bases[base] + offset
+                    args[at] = address if descriptors is None else descriptors[address]
+                launch_compiled(compiled, programs, stream, args)
+        return tuple([None if r is None else kept[r[0]] if r[1] is None else kept[r[0]].as_strided(*r[1])
+                      for r in self.results])
+
+
+class _Descriptors(dict):
+    """The descriptors of an argument by its address, which most often is one of a few: torch gives freed memory out again."""
+
+    def __init__(self, fields: dict):
+        super().__init__()
+        self.fields = fields  # but for the tensor
+
+    def __missing__(self, address: int) -> DescriptorAt:
+        if len(self) >= _MOST_ADDRESSES:
+            self.clear()
+        made = self[address] = DescriptorAt(address, self.fields)
+        return made
+
+
+class _Watch(TorchDispatchMode):
+    """What is allocated, and whether tensors are only allocated and looked at, and not too much of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.allocated: list[Tensor] = []  # held, so that no memory is given twice, as long as it matters
+        self.nbytes, self.only = 0, True
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        results = func(*args, **(kwargs or {}))
+        if self.only and not self._keep(func, args, results):
+            self.give_up()
+        return results
+
+    def _keep(self, func, args: tuple, results) -> bool:
+        """Notes what was allocated; whether the call can still be recorded."""
+        if func.overloadpacket.__name__ in _ALLOCATING:
+            self.allocated.append(results)
+            self.nbytes += results.untyped_storage().nbytes()
+            return self.nbytes <= _MOST_BYTES
+        seen = {_memory(t) for t in args if isinstance(t, Tensor)}
+        looked = results if isinstance(results, (tuple, list)) else (results,)
+        return not func._schema.is_mutable and all(isinstance(t, Tensor) and _memory(t) in seen for t in looked)
+
+    def give_up(self) -> None:
+        """What was watched cannot be recorded, and is held no longer. To be called while it is the innermost."""
+        self.only = False
+        self.allocated.clear()
+        forget()
+
+
+def _memory(t: Tensor) -> int:
+    return t.untyped_storage()._cdata
+
+
+def _extent(t: Tensor) -> int:
+    """Bytes of memory from its beginning to the end of the last element of t, 0 if t has none; -1 if t begins later."""
+    if t.storage_offset():
+        return -1
+    last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
+    return (last + 1) * t.itemsize if t.numel() else 0
+
+
+def _record(call: Callable[..., Results], tensors: tuple[Tensor | None, ...], settings: tuple) -> tuple[Results, Tape | None]:
+    """The results of the call, and its tape if there can be one."""
+    with _Watch() as watch:
+        results, launches = recording(call, *tensors, *settings)
+    if not watch.only or launches is None:
+        return results, None
+    return results, _tape(tensors, results, launches, watch.allocated)
+
+
+def _tape(tensors: tuple[Tensor | None, ...], results: Results, launches: list[tuple], allocated: list[Tensor]) -> Tape | None:
+    inside = {_memory(t): t for t in allocated}
+    views: dict[int, list[Tensor]] = {}
+    for t in results:
+        if t is not None:
+            if _memory(t) not in inside:  # an argument, or part of one
+                return None
+            views.setdefault(_memory(t), []).append(t)
+    kept = []
+    for memory, of in views.items():
+        if len(of) == 1 and _extent(of[0]) == inside[memory].untyped_storage().nbytes():
+            kept.append((tuple(of[0].shape), of[0].stride(), of[0].dtype))  # no view, which autograd would let nobody change
+        elif all(t.dtype == of[0].dtype for t in of):
+            kept.append(((inside[memory].untyped_storage().nbytes() // of[0].itemsize,), (1,), of[0].dtype))
+        else:
+            return None
+    numbers = {memory: len(tensors) + n for n, memory in enumerate((*views, *(m for m in inside if m not in views)))}
+    scratch, nbytes = [], 0
+    for memory, t in inside.items():
+        if memory not in views:
+            scratch.append(nbytes)
+            nbytes += -(-t.untyped_storage().nbytes() // _ALIGNMENT) * _ALIGNMENT
+
+    def view(t: Tensor) -> tuple:
+        number = numbers[_memory(t)] - len(tensors)
+        whole = kept[number] == (t.shape, t.stride(), t.dtype)
+        return number, None if whole else (t.shape, t.stride(), t.storage_offset())
+
+    addresses = {t.data_ptr(): n for n, t in reversed([*enumerate(tensors)]) if t is not None}
+    entered: dict[int, set[int]] = {}  # at which addresses arguments begin, by the memory that they are in
+    for t in tensors:
+        if t is not None:
+            entered.setdefault(_memory(t), set()).add(t.data_ptr())
+    steps, tables = [], {}
+    for compiled, programs, args in launches:
+        places = []
+        for at, arg in enumerate(args):
+            descriptors = None
+            if hasattr(arg, "block_shape"):
+                descriptors = _Descriptors(descriptor_fields(arg))
+                arg = arg.base
+            if not isinstance(arg, Tensor):
+                continue
+            memory, address = _memory(arg), arg.data_ptr()
+            if memory in numbers:
+                offset = address - arg.untyped_storage().data_ptr() if arg.numel() else 0
+                places.append(_Place(at, numbers[memory], offset, descriptors))
+            elif memory in entered:
+                # of one of several slices of the same memory, a part may begin where another slice does
+                if address not in addresses or (len(entered[memory]) > 1 and not any(arg is t for t in tensors)):
+                    return None
+                places.append(_Place(at, addresses[address], 0, descriptors))
+            else:
+                tables[id(arg)] = arg
+        steps.append((compiled, programs, _without(args, places), tuple(places)))
+    return Tape(tuple(kept), tuple(scratch), nbytes, tuple(steps), tuple(None if t is None else view(t) for t in results),
+                tuple(tables.values()))
+
+
+def _without(args: tuple, places: list[_Place]) -> tuple:
+    """The arguments but for those that change, of which a tape must hold no memory."""
+    changing = {place.at for place in places}
+    return tuple(None if at in changing else arg for at, arg in enumerate(args))

@@ -1,0 +1,229 @@
+"""The Hopper path without a GPU, by the same bounds as on one (test_hopper): its kernels run in `tests.executor`.
+
+Each case runs under several schedules, whose results must be the same bits.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+from fused import hopper_backward
+from fused import split_backward as halves
+from ssd.reference import ssd_fp64
+from ssd.registry import get_variant
+from ssd.types import Options, SSDGrads
+from tests.errors import assert_all_accurate, cotangents, error, results, truths, truths_apart
+from tests.executor import Executor
+from tests.fused.hopper_on_cpu import KERNELS, hopper_on_cpu
+from tests.inputs import Case, Shape, random_inputs, split
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels themselves run here")
+SEEDS = range(3)
+RAGGED = Shape(2, 150, 4, 64, 2, 64, 128)
+LONG = Shape(1, 9 * 64 + 22, 4, 64, 1, 64, 64)
+WIDE = Shape(1, 5 * 64 - 1, 2, 64, 1, 128, 128)
+USUAL = Options()
+PLAIN = Case(dt_dtype=torch.float32)  # the interpreter, which runs the other kernels, rounds to bf16 in its own way
+START = Case(D="h", dt_bias=True, dt_softplus=True, initial_states=True, dt_dtype=torch.float32)
+SCAN, STATES, GROUP = "hopper_scan_kernel", "hopper_states_kernel", "hopper_group_kernel"
+
+
+@dataclass(frozen=True)
+class Way:
+    """What runs: the inputs, the variant and its options, and how `hopper_on_cpu` deals the work.
+
+    runs: the kernels for Hopper that a forward and a backward launch, in order.
+    """
+
+    shape: Shape
+    case: Case
+    runs: tuple[str, ...]
+    dtype: torch.dtype = torch.bfloat16
+    variant: str = "persistent"
+    options: Options = USUAL
+    blocks: int = 2
+    cut: tuple[int, int] | None = None
+    splits: int | None = None
+
+
+AGAIN = Options(save_states=False)
+SAVED, CUT = (SCAN, STATES, GROUP), (STATES, SCAN, STATES, STATES, GROUP)
+TWO_LEVEL = STATES, SCAN, STATES, GROUP
+WAYS = {
+    "ragged": Way(RAGGED, PLAIN, SAVED),
+    "ragged, recomputed": Way(RAGGED, START, SAVED, torch.float16, options=AGAIN),
+    "one token": Way(replace(RAGGED, batch=8, seqlen=1), START, SAVED, blocks=3),
+    "several rounds": Way(replace(RAGGED, batch=3), START, SAVED, options=AGAIN),
+    "cut": Way(LONG, START, CUT, blocks=5, cut=(3, 2)),
+    "cut, recomputed": Way(LONG, START, CUT, torch.float16, options=AGAIN, blocks=8, cut=(4, 4)),
+    "whole and cut": Way(replace(RAGGED, batch=3, nheads=2, ngroups=1), START, CUT, cut=(2, 1)),
+    "wide": Way(WIDE, START, SAVED),
+    "wide, recomputed": Way(WIDE, PLAIN, CUT, torch.float16, options=AGAIN, blocks=4, cut=(2, 2)),
+    "documents": Way(RAGGED, replace(START, documents="seq_idx"), SAVED),
+    "strong decay": Way(RAGGED, replace(START, strong_decay=True), SAVED),
+    "packed": Way(RAGGED, Case(D="h", packed=True, dt_limit=(0.02, 0.08)), SAVED, torch.float16),
+    "packed, gate": Way(RAGGED, Case(D="h", dt_bias=True, dt_softplus=True, initial_states=True, z=True, packed=True,
+                                     dt_limit=(0.02, 0.08)), (STATES, GROUP), torch.float16),
+    "spans": Way(LONG, START, TWO_LEVEL, variant="fused"),
+    "spans, recomputed": Way(LONG, START, TWO_LEVEL, torch.float16, variant="fused", options=AGAIN),
+    "spans in turn": Way(LONG, PLAIN, TWO_LEVEL, options=Options(stationary=False)),
+    "states in fp32": Way(RAGGED, replace(START, state_dtype=torch.float32), TWO_LEVEL, variant="fused"),
+    "cut for spans": Way(LONG, START, (STATES, *TWO_LEVEL[:2], *CUT[2:]), variant="fused", options=AGAIN, blocks=5, cut=(3, 2)),
+    "heads in parts": Way(replace(RAGGED, batch=1, nheads=6, ngroups=1), START, SAVED, torch.float16, splits=2),
+    "a head in each part": Way(replace(RAGGED, batch=1, ngroups=1), START, SAVED, torch.float16, splits=4),
+}
+
+
+@pytest.fixture(scope="module")
+def executor() -> Executor:
+    return Executor(*KERNELS)
+
+
+def under_schedules(executor: Executor, way: Way, run: Callable[[], dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Results by name of run(), the same under every seed; it launches what the way says."""
+    first = None
+    for executor.seed in SEEDS:
+        executor.launched.clear()
+        with hopper_on_cpu(executor, way.blocks, way.cut, way.splits):
+            got = run()
+        assert tuple(executor.launched) == way.runs
+        first = first or got
+        assert all(torch.equal(t, first[name]) for name, t in got.items())
+    return first
+
+
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("name", WAYS)
+def test_right(name, executor):
+    way = WAYS[name]
+    inputs, variant = random_inputs(way.shape, way.case, way.dtype), get_variant(way.variant)
+    ways = cotangents(inputs)
+    got = under_schedules(executor, way, lambda: results(variant, inputs, *ways, way.options))
+    assert_all_accurate(got, truths(inputs, *ways), inputs, *ways)
+
+
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("gradient", ("dout", "dfinal_states"))
+def test_one_gradient_alone(gradient, executor):
+    way = WAYS["ragged"]
+    inputs, variant = random_inputs(way.shape, START, way.dtype), get_variant(way.variant)
+    dout, dfinal_states = cotangents(inputs)
+    ways = (dout, None) if gradient == "dout" else (torch.zeros_like(dout), dfinal_states)
+    got = under_schedules(executor, way, lambda: results(variant, inputs, *ways))
+    assert_all_accurate(got, truths(inputs, *ways), inputs, *ways)
+
+
+@pytest.mark.parametrize("like", [lambda t: t.bfloat16(), lambda t: t.half(), lambda t: t.mT.contiguous().mT,
+                                  lambda t: t[:, :1].expand_as(t)], ids=["bf16", "fp16", "transposed", "expanded"])
+def test_states_of_any_form(like, executor):
+    """The kernels read them as they were given, contiguous ones."""
+    way = replace(WAYS["ragged"], shape=replace(RAGGED, batch=1, seqlen=70), options=AGAIN)
+    inputs, variant = random_inputs(way.shape, START, way.dtype), get_variant(way.variant)
+    inputs = replace(inputs, initial_states=like(inputs.initial_states))
+    dout, dfinal_states = cotangents(inputs)
+    ways = dout, like(dfinal_states)
+    got = under_schedules(executor, way, lambda: results(variant, inputs, *ways, way.options))
+    assert_all_accurate(got, truths(inputs, *ways), inputs, *ways)
+
+
+def test_steps_of_zero(executor):
+    """Their logarithm, in which masks are made, is -inf."""
+    way = WAYS["ragged"]
+    inputs, variant = random_inputs(way.shape, replace(PLAIN, D="h"), way.dtype), get_variant(way.variant)
+    inputs.dt[:, ::3] = -1
+    ways = cotangents(inputs)
+    got = under_schedules(executor, way, lambda: results(variant, inputs, *ways))
+    assert_all_accurate(got, truths(inputs, *ways), inputs, *ways)
+
+
+def test_last_state(executor):
+    """As a split backward asks for it: few states are written on the way there."""
+    inputs = random_inputs(replace(LONG, seqlen=LONG.seqlen + 64), START, torch.bfloat16)
+
+    def run() -> dict[str, torch.Tensor]:
+        return {"last": hopper_backward.last_state(inputs, Options())}
+
+    got = under_schedules(executor, Way(LONG, START, (STATES, STATES), blocks=5, cut=(3, 2)), run)["last"]
+    truth = truths(inputs, *cotangents(inputs))["final_states"]
+    assert error(got, truth).rms < 1e-2
+
+
+def test_states_in_fp32_for_other_backwards(executor):
+    """The scan writes them, one for each sub-chunk: those in which what came before it ends."""
+    way = replace(WAYS["ragged"], case=replace(PLAIN, state_dtype=torch.float32), runs=(SCAN,))
+    inputs, variant = random_inputs(way.shape, way.case, way.dtype), get_variant(way.variant)
+
+    def run() -> dict[str, torch.Tensor]:
+        return {"states": variant.forward(inputs, Options(fuse_backward=False), True)[2].prev_states}
+
+    states = under_schedules(executor, way, run)["states"]
+    assert states.shape[1] == 3 and states.dtype == torch.float32 and not states[:, 0].any()
+    for n in (1, 2):
+        assert error(states[:, n], ssd_fp64(split(inputs, 0, 64 * n))[1]).rms < 1e-2
+
+
+def test_same_bits_saved_or_not(executor):
+    way = replace(WAYS["whole and cut"], runs=(STATES, SCAN))
+    inputs, variant = random_inputs(way.shape, START, way.dtype), get_variant(way.variant)
+
+    def run(save: bool) -> dict[str, torch.Tensor]:
+        out, final_states, _ = variant.forward(inputs, Options(), save)
+        return {"out": out, "final_states": final_states}
+
+    saved, unsaved = (under_schedules(executor, way, lambda save=save: run(save)) for save in (True, False))
+    assert all(torch.equal(saved[name], unsaved[name]) for name in saved)
+
+
+@pytest.mark.parametrize("step", (1, 2))
+def test_gradients_where_they_are_asked_to_be(step, executor):
+    """In contiguous places, which the kernels write, and in others."""
+    way = replace(WAYS["ragged, recomputed"], runs=(STATES, GROUP))
+    inputs, variant = random_inputs(way.shape, START, way.dtype), get_variant(way.variant)
+    ways = cotangents(inputs)
+    with hopper_on_cpu(executor, way.blocks):
+        expected = results(variant, inputs, *ways, AGAIN)
+        saved = variant.forward(inputs, AGAIN, True)[2]
+    names = "dx", "dB", "dC", "dinitial_states"
+
+    def run() -> dict[str, torch.Tensor]:
+        places = {name: torch.zeros(*expected[name].shape[:-1], step * expected[name].shape[-1], dtype=expected[name].dtype)
+                  for name in names}
+        into = {name: t[..., ::step] for name, t in places.items()}
+        grads = variant.backward(saved, *ways, SSDGrads(**into))
+        assert all(getattr(grads, name) is t for name, t in into.items())
+        assert all(not t[..., 1::2].any() for t in places.values()) or step == 1
+        return into
+
+    got = under_schedules(executor, way, run)
+    assert all(torch.equal(t, expected[name]) for name, t in got.items())
+
+
+def test_documents_of_a_row_are_as_if_run_apart(executor):
+    """And no gradient crosses from one to another, to the bit."""
+    way = replace(WAYS["documents"], shape=replace(RAGGED, batch=1))
+    inputs = random_inputs(way.shape, replace(way.case, initial_states=False), way.dtype)
+    variant, (dout, dfinal_states) = get_variant(way.variant), cotangents(inputs)
+    begins = (inputs.seq_idx[0].diff() != 0).nonzero().flatten() + 1
+    ends = [0, *begins.tolist(), inputs.seqlen]
+    assert len(ends) > 3
+    got = under_schedules(executor, way, lambda: results(variant, inputs, dout, dfinal_states))
+    assert_all_accurate(got, truths_apart(inputs, ends, dout, dfinal_states), inputs, dout, dfinal_states)
+    last = dout.clone()
+    last[:, : ends[-2]] = 0
+    got = under_schedules(executor, way, lambda: results(variant, inputs, last, dfinal_states))
+    for name in ("dx", "dB", "dC"):
+        assert not got[name][:, : ends[-2]].any() and got[name][:, ends[-2] :].any()
+
+
+@pytest.mark.parametrize("batch", (1, 2))
+def test_backward_in_halves(batch, executor, monkeypatch):
+    """Of the batch, or of a sequence, from the state in its middle."""
+    monkeypatch.setattr(halves, "_MOST_BYTES", 0)
+    parts = (STATES,) * (2 - batch) + (STATES, GROUP) * 2
+    way = replace(WAYS["ragged, recomputed"], shape=replace(RAGGED, batch=batch, seqlen=190), runs=(SCAN, *parts))
+    inputs, variant = random_inputs(way.shape, START, way.dtype), get_variant(way.variant)
+    ways = cotangents(inputs)
+    got = under_schedules(executor, way, lambda: results(variant, inputs, *ways, AGAIN))
+    assert_all_accurate(got, truths(inputs, *ways), inputs, *ways)

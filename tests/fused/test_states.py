@@ -1,0 +1,62 @@
+"""States of the plain kernels without walks: right in every option, and taken where heads are few and sequences long."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fused import states
+from ssd.registry import get_variant
+from ssd.types import Options
+from tests.errors import assert_all_accurate, cotangents, results, truths
+from tests.inputs import EVERYTHING, Case, Shape, random_inputs
+
+pytestmark = pytest.mark.usefixtures("poison")
+GPU = torch.cuda.is_available()
+HALF = torch.bfloat16 if GPU else torch.float16
+CASES = {"plain": Case(), "everything": EVERYTHING, "varlen": replace(EVERYTHING, documents="varlen"),
+         "strong_decay": Case(strong_decay=True, initial_states=True)}
+SHAPES = [Shape(1, 150, 2, 20, 1, 24, 32), Shape(2, 70, 2, 16, 1, 16, 64)]
+if GPU:
+    SHAPES = [Shape(1, 19328, 6, 32, 1, 16, 64), Shape(2, 4096, 4, 64, 2, 128, 256), *SHAPES]
+
+
+@pytest.mark.parametrize("save", (True, False), ids=("states kept", "computed again"))
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", (HALF, torch.float32), ids=str)
+@pytest.mark.parametrize("name", ("fused", "persistent"))
+def test_right_without_walks(name, dtype, shape, case, save, device, monkeypatch):
+    if case == "varlen" and shape.batch > 1:
+        pytest.skip("documents of one row")
+    if not GPU and (name == "persistent") == (dtype == HALF):
+        pytest.skip("the same kernels: every other one will do")
+    for where in ("fused.states.worth_walking", "fused.forward.worth_walking"):
+        monkeypatch.setattr(where, lambda i, kernel: False)
+    monkeypatch.setattr(states, "walk_dstates", _no_walk)
+    monkeypatch.setattr("fused.forward.chunk_states", _no_walk)
+    inputs = random_inputs(shape, CASES[case], dtype, device)
+    ways = cotangents(inputs)
+    options = Options(gluon=False, save_states=save)
+    assert_all_accurate(results(get_variant(name), inputs, *ways, options), truths(inputs, *ways), inputs, *ways)
+
+
+@pytest.mark.parametrize(("shape", "chunks", "forward", "backward"), [
+    (Shape(1, 19328, 6, 32, 1, 16, 64), 64, False, False),  # peptides-func's 128 graphs: 272 us, 57 in chunks; 375, 116
+    (Shape(128, 196, 5, 32, 1, 16, 64), 64, True, True),  # an image's stripes: 13, 17; 14, 17
+    (Shape(1, 4096, 48, 64, 1, 128, 64), 64, True, False),  # 50, 82; 128, 88
+    (Shape(1, 4096, 24, 64, 1, 128, 256), 256, False, False),  # 43, 20; 121, 53
+    (Shape(1, 512, 24, 64, 1, 128, 256), 256, True, False),  # 11, 12; 20, 14
+    (Shape(4, 4096, 128, 64, 1, 128, 256), 256, True, True),  # 209, 293; 490, 853
+    (Shape(1, 65536, 24, 64, 1, 128, 256), 256, False, True),  # not measured: 0.8 GB of gradients in chunks
+], ids=str)
+def test_walks_where_it_pays(shape, chunks, forward, backward):
+    """As measured on an H200, as long as memory allows."""
+    i = random_inputs(replace(shape, batch=1, seqlen=1), Case(), HALF, "cpu")
+    i = replace(i, x=i.x.expand(shape.batch, shape.seqlen, -1, -1), chunk_size=chunks)
+    assert states.worth_walking(i, "walk_states") is forward
+    assert states.worth_walking(replace(i, chunk_size=64), "walk_dstates") is backward  # in sub-chunks, whatever chunks are
+
+
+def _no_walk(*_):
+    raise AssertionError("a walk")

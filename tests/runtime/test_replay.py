@@ -1,0 +1,341 @@
+"""Repeated launches: the same bits as the call itself gives, and no call repeated that did anything else."""
+
+import ctypes
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from ssd.runtime import launch as module
+from ssd.runtime import replay as tape
+from ssd.runtime import tables, tuning
+from ssd.runtime.launch import launch
+
+N = 6
+
+
+def memory(arg) -> np.ndarray:
+    """N floats at an argument: a tensor, a descriptor of one, or an address."""
+    arg = getattr(arg, "base", arg) if not isinstance(arg, torch.Tensor) else arg
+    address = arg if isinstance(arg, int) else arg.data_ptr()
+    return np.ctypeslib.as_array(ctypes.cast(address, ctypes.POINTER(ctypes.c_float)), (N,))
+
+
+class Compiled:
+    """A kernel: target = source * factor."""
+
+    function = packed_metadata = None
+
+    def run(self, x, y, z, stream, function, packed_metadata, metadata, enter, leave, source, target, factor):
+        memory(target)[:] = memory(source) * factor
+
+
+class Kernel:
+    arg_names = ("source", "target", "factor")
+    compiled = Compiled()
+
+    def __getitem__(self, grid):
+        def run(source, target, factor, **options):
+            self.compiled.run(*grid, 1, 1, None, None, None, None, None, None, source, target, factor)
+            return self.compiled
+
+        return run
+
+
+KERNEL = Kernel()
+TABLE = torch.full((N,), 10.0)
+STREAM = {"current": 7}
+
+
+@pytest.fixture(autouse=True)
+def stand_in(request, monkeypatch):
+    """For Triton and the GPU."""
+    if "gpu" in request.keywords:
+        return
+    monkeypatch.setattr(module, "CompiledKernel", Compiled)
+    monkeypatch.setattr(module, "_found", {})
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    for where in (module, tape):
+        monkeypatch.setattr(where, "current_stream", lambda device=None: STREAM["current"])
+    monkeypatch.setattr(tape, "empty_strided", torch._C._dynamo.guards._empty_strided_cpu)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+
+
+class Call:
+    """Calls that are counted."""
+
+    def __init__(self, body):
+        self.body, self.count = body, 0
+
+    def __call__(self, *args):
+        self.count += 1
+        return self.body(*args)
+
+    def check(self, expected, times: int, *given) -> None:
+        """Five calls on tensors of their own give what is expected; so many of them are made."""
+        for k in range(5):
+            tensors = tuple(None if t is None else t + k for t in given)
+            got = tape.replayed(self, tensors, (3.0,))
+            for g, e in zip(got, expected(*tensors), strict=True):
+                assert (g is None and e is None) or torch.equal(g, e), k
+        assert self.count == times
+
+
+def tensor(n=N):
+    return torch.arange(n, dtype=torch.float32)
+
+
+def scaled(x, factor):
+    target = torch.empty(N)
+    launch(KERNEL, 1, x, target, factor=factor)
+    return target
+
+
+def test_results_and_what_is_between():
+    def body(x, y, factor):
+        parts = torch.empty(2, N)
+        launch(KERNEL, 1, scaled(x, factor), parts[0], factor=1.0)
+        launch(KERNEL, 1, scaled(y, 2.0), parts[1], factor=1.0)
+        return parts[1], None, scaled(x, factor), parts[0], torch.empty(0)
+
+    Call(body).check(lambda x, y: (2 * y, None, 3 * x, 3 * x, torch.empty(0)), 2, tensor(), tensor() + 50)
+
+
+def test_a_result_is_no_view():
+    """It could not be changed in place, were it that of an autograd function."""
+    call = Call(lambda x, factor: (scaled(x, factor),))
+    assert not any(tape.replayed(call, (tensor(),), (3.0,))[0]._is_view() for _ in range(4))
+
+
+@pytest.mark.parametrize(("shape", "strides"), [((2, 3), (1, 2)), ((2, 1, 3), (3, 1, 1)), ((3, 1), (2, 7)), ((0, 3), (3, 1))],
+                         ids=("transposed", "channels last", "gaps", "empty"))
+def test_a_result_of_any_layout_is_no_view(shape, strides):
+    def body(x, factor):
+        out = torch.empty_strided(shape, strides)
+        launch(KERNEL, 1, x, x.new_empty(N) if not out.numel() else out, factor=factor)
+        return (out,)
+
+    call = Call(body)
+    for _ in range(4):
+        (out,) = tape.replayed(call, (tensor(),), (3.0,))
+        assert not out._is_view() and out.shape == shape and out.stride() == strides
+        assert [*out.flatten()] == [3.0 * at for at in _places(shape, strides)]
+    assert call.count == 2
+
+
+def _places(shape: tuple[int, ...], strides: tuple[int, ...]) -> list[int]:
+    return [sum(n * stride for n, stride in zip(index, strides, strict=True)) for index in product(*map(range, shape))]
+
+
+def test_one_tensor_twice_is_another_form():
+    call = Call(lambda x, y, factor: (scaled(y, factor),))
+    x = tensor()
+    for _ in range(4):
+        assert torch.equal(tape.replayed(call, (x, x), (3.0,))[0], 3 * x)
+    for _ in range(4):
+        y = tensor() + 9
+        assert torch.equal(tape.replayed(call, (x, y), (3.0,))[0], 3 * y)
+    assert call.count == 4
+
+
+@pytest.mark.parametrize("other", [tensor(8)[:N], torch.zeros(2, N), torch.zeros(N, dtype=torch.float64), tensor(N + 1)[1:]],
+                         ids=("the same", "shape", "dtype", "alignment"))
+def test_another_form_is_another_tape(other):
+    call = Call(lambda x, factor: (scaled(x, factor),))
+    for _ in range(4):
+        tape.replayed(call, (tensor(),), (3.0,))
+    tape.replayed(call, (other,), (3.0,))
+    assert call.count == (2 if other.shape == (N,) and other.data_ptr() % 16 == 0 and other.dtype == torch.float32 else 3)
+    tape.replayed(call, (tensor(),), (4.0,))
+    assert call.count == (3 if other.data_ptr() % 16 == 0 and other.dtype == torch.float32 and other.dim() == 1 else 4)
+
+
+def test_tables_that_are_kept():
+    Call(lambda x, factor: (scaled(TABLE, factor),)).check(lambda x: (TABLE * 3,), 2, tensor())
+
+
+def test_tables_are_held_by_their_tape():
+    """Also when those who made them have let go."""
+    table = torch.full((N,), 10.0)
+    ref = weakref.ref(table)
+    made = [table]
+    call = Call(lambda x, factor: (scaled(made[0], factor),))
+    for _ in range(2):
+        tape.replayed(call, (tensor(),), (3.0,))
+    del table, made[0]
+    assert ref() is not None and torch.equal(tape.replayed(call, (tensor(),), (3.0,))[0], torch.full((N,), 30.0))
+    tape.clear()
+    assert ref() is None
+
+
+def test_tables_that_a_graph_reads_are_held_for_good(monkeypatch):
+    monkeypatch.setattr(tables, "_held", {})
+    call = Call(lambda x, factor: (scaled(TABLE, factor),))
+    for _ in range(3):
+        tape.replayed(call, (tensor(),), (3.0,))
+    assert not tables._held
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    tape.replayed(call, (tensor(),), (3.0,))
+    tape.clear()
+    assert call.count == 2 and [t is TABLE for t in tables._held.values()] == [True]
+
+
+def test_tables_of_all_tapes_are_bounded(monkeypatch):
+    """Those of the newest tape stay, whatever their size; a table that tapes share counts once."""
+    monkeypatch.setattr(tape, "_MOST_TABLE_BYTES", 3 * TABLE.nbytes)
+    refs = []
+
+    def call(x, own, number):
+        with ThreadPoolExecutor(1) as elsewhere:  # as `tables` makes them, which no recording sees
+            table = elsewhere.submit(torch.full, (N,), number).result() if own else TABLE
+        refs.append(weakref.ref(table))
+        return (scaled(table, number),)
+
+    for own, least, most in ((False, 8, 8), (True, 1, 3)):
+        tape.clear()
+        refs.clear()
+        for number in range(8):
+            for _ in range(2):
+                tape.replayed(call, (tensor(),), (own, float(number)))
+        assert sum(ref() is not None for ref in refs[1::2]) in range(least, most + 1) and own == (len(tape._tapes) < 8)
+
+
+def test_a_tape_belongs_to_a_stream(monkeypatch):
+    """The tables that it reads were allocated there."""
+    call = Call(lambda x, factor: (scaled(x, factor),))
+    for stream, count in ((7, 2), (8, 4), (7, 4)):
+        monkeypatch.setitem(STREAM, "current", stream)
+        for _ in range(3):
+            tape.replayed(call, (tensor(),), (3.0,))
+        assert call.count == count
+
+
+def test_descriptors():
+    def body(x, factor):
+        target = torch.empty_like(x)
+        launch(KERNEL, 1, SimpleNamespace(base=x, block_shape=[N], shape=[N]), SimpleNamespace(base=target, block_shape=[N]),
+               factor=factor)
+        return (target,)
+
+    Call(body).check(lambda x: (3 * x,), 2, tensor())
+
+
+def test_descriptors_that_are_kept_are_bounded(monkeypatch):
+    monkeypatch.setattr(tape, "_MOST_ADDRESSES", 3)
+    made = tape._Descriptors({"shape": [N]})
+    assert made[16] is made[16] and made[16].base.data_ptr() == 16 and made[16].shape == [N]
+    for address in range(8):
+        assert made[address].base.data_ptr() == address
+    assert len(made) <= 3
+
+
+@pytest.mark.parametrize("body", [
+    lambda x, factor: (scaled(x + 1, factor),),
+    lambda x, factor: (scaled(x, factor).add_(factor),),
+    lambda x, factor: (scaled(x, factor), x),
+    lambda x, factor: (scaled(torch.zeros(N), factor),),
+    lambda x, factor: (scaled(x[4:10], factor),),
+], ids=("arithmetic", "in place", "an argument comes back", "memory that is filled", "part of an argument"))
+def test_what_cannot_be_repeated_is_called(body):
+    Call(body).check(lambda x: tuple(t.clone() for t in body(x, 3.0)), 5, tensor(12))
+
+
+def test_a_part_that_begins_where_another_argument_does():
+    """Of one projection; in the next call they are apart."""
+    call = Call(lambda x, y, factor: (scaled(x[8:14], factor), scaled(y, factor)))
+    for whole in (tensor(20), tensor(20), None, None):
+        x = tensor(20) + 30 if whole is None else whole
+        y = tensor() if whole is None else whole[8:14]
+        got = tape.replayed(call, (x, y), (3.0,))
+        assert torch.equal(got[0], 3 * x[8:14]) and torch.equal(got[1], 3 * y)
+    assert call.count == 4
+
+
+def test_slices_of_one_projection():
+    call = Call(lambda x, y, factor: (scaled(x, factor), scaled(y, factor)))
+    for k in range(5):
+        whole = tensor(20) + k
+        x, y = whole[:N], whole[8 : 8 + N]
+        assert all(torch.equal(g, 3 * t) for g, t in zip(tape.replayed(call, (x, y), (3.0,)), (x, y), strict=True))
+    assert call.count == 2
+
+
+def test_forced_configs_are_not_recorded(monkeypatch):
+    monkeypatch.setitem(tuning._forced, "kernel", None)
+    Call(lambda x, factor: (scaled(x, factor),)).check(lambda x: (3 * x,), 5, tensor())
+
+
+@pytest.mark.parametrize("around", [False, True])
+def test_what_cannot_be_recorded_is_not_held(around, monkeypatch):
+    """Neither what is allocated nor what is launched, in a call too large, or around two that are."""
+    monkeypatch.setattr(tape, "_MOST_BYTES", 1)
+    alive = []
+
+    def chain(x, factor):
+        refs = []
+        for _ in range(6):
+            x = scaled(x, factor)
+            refs.append(weakref.ref(x))
+        alive.append(sum(ref() is not None for ref in refs))
+        return (x,)
+
+    def twice(x, factor):
+        for t in (x, x + 0):
+            (y,) = tape.replayed(chain, (t,), (factor,))
+        return (scaled(y, 1.0),)
+
+    Call(twice if around else chain).check(lambda x: (3.0**6 * x,), 5, tensor())
+    assert set(alive) == {1}
+
+
+def test_a_launch_that_keeps_no_kernel(monkeypatch):
+    monkeypatch.setattr(module, "CompiledKernel", int)
+    Call(lambda x, factor: (scaled(x, factor),)).check(lambda x: (3 * x,), 5, tensor())
+
+
+def test_calls_inside_have_tapes_of_their_own():
+    """The one around them is called each time, and holds nothing of theirs."""
+    inner = Call(lambda x, factor: (scaled(x, factor),))
+
+    def body(x, factor):
+        first, second = (tape.replayed(inner, (t,), (factor,))[0] for t in (x, x + 0))
+        return scaled(first, 2.0), second
+
+    Call(body).check(lambda x: (6 * x, 3 * x), 5, tensor())
+    assert inner.count == 2
+
+
+@pytest.mark.parametrize("known", (False, True))
+def test_a_call_inside_is_enough(known):
+    """Whether or not it has a tape already, which launches behind the recorder's back."""
+    inner = Call(lambda x, factor: (scaled(x, factor),))
+    for _ in range(3 * known):
+        tape.replayed(inner, (tensor(),), (3.0,))
+    Call(lambda x, factor: (scaled(*tape.replayed(inner, (x,), (factor,)), factor=2.0),)).check(lambda x: (6 * x,), 5, tensor())
+    assert inner.count == 2
+
+
+def test_large_problems_are_called(monkeypatch):
+    monkeypatch.setattr(tape, "_MOST_BYTES", 4 * N - 1)
+    Call(lambda x, factor: (scaled(x, factor),)).check(lambda x: (3 * x,), 5, tensor())
+
+
+def test_what_is_kept_is_bounded(monkeypatch):
+    monkeypatch.setattr(tape, "_MOST", 3)
+    for k in range(8):
+        tape.replayed(lambda x, factor: (scaled(x, factor),), (tensor(),), (float(k),))
+    assert len(tape._tapes) <= 3
+
+
+def test_an_error_leaves_nothing_behind():
+    def body(x, factor):
+        raise ValueError
+
+    for _ in range(4):
+        with pytest.raises(ValueError):
+            tape.replayed(body, (tensor(),), (3.0,))
+    assert module._recorded.launches is None
