@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 
 _ROOT = Path(__file__).parent.parent
-_OF_OPERATOR = ("ssd/kernels", "ssd/baseline/kernels", "fused/kernels", "fused/kernels/hopper", "persistent/kernels")
+_OF_OPERATOR = ("ssd/kernels", "ssd/baseline/kernels", "fused/kernels", "persistent/kernels")
 _OF_BLOCK = ("ssd/block/kernels",)
 UNKNOWN = ("torch", "fla")  # variants whose kernels no name tells from others'
 _UPSTREAM = r"_(bmm_chunk|chunk_cumsum|chunk_state|chunk_scan|state_passing)\w*_kernel"
@@ -34,5 +34,5 @@ def ours() -> frozenset[str]:
 @cache
 def names(folders: tuple[str, ...]) -> frozenset[str]:
     """Of the kernels that are written in these folders of the repository."""
-    files = (file for folder in folders for file in (_ROOT / folder).glob("*.py"))
+    files = (file for folder in folders for file in (_ROOT / folder).rglob("*.py"))
     return frozenset(name for file in files for name in re.findall(r"^def (\w+_kernel)\(", file.read_text(), re.M))

@@ -13,14 +13,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
-from ..kernel_names import names
+from ..kernel_names import ours
 from .scopes import PREFIX
 
 CLASSES = ("gemm", "ssm", "conv1d", "conv", "attention", "norm", "elementwise", "reduce", "embedding", "loss", "optimizer",
            "memcpy", "other")
 
-
-_FOLDERS = ("ssd/kernels", "ssd/block/kernels", "fused/kernels", "persistent/kernels")
 _AROUND = {"conv1d": "conv1d", "gated_norm": "norm"}  # by how a name begins; all others compute the SSM
 
 
@@ -42,7 +40,7 @@ class Rule:
 
 def _ours(kind: str) -> Rule:
     """For this repository's kernels of a class, whose names are read from the source tree."""
-    found = sorted(name for name in names(_FOLDERS) if _kind_of_ours(name) == kind)
+    found = sorted(name for name in ours() if _kind_of_ours(name) == kind)
     return Rule(kind, rf"^({'|'.join(found)})$", tuple(found))
 
 

@@ -33,7 +33,7 @@ class Plant:
 
 
 def plant(kernel: str, old: str, new: str, says: str, *more: tuple[str, str]) -> Plant:
-    return Plant(f"ssd.kernels.hopper_{kernel}", ((old, new), *more), says)
+    return Plant(f"fused.kernels.hopper.{kernel}", ((old, new), *more), says)
 
 
 GIVEN_BACK = """\

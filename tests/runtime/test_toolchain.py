@@ -98,7 +98,8 @@ def test_names_that_kernels_use_are_checked():
     """Those that a kernel looks for when it is compiled."""
     checked = {"gluon": gluon_names._GLUON, "gl": gluon_names._LANGUAGE, "mbarrier": gluon_names._MBARRIER}
     used = {owner: set() for owner in checked}
-    sources = [path.read_text() for path in (ROOT / "ssd").rglob("*.py") if path.name != "gluon_names.py"]
+    files = (path for package in ("ssd", "fused", "persistent") for path in (ROOT / package).rglob("*.py"))
+    sources = [path.read_text() for path in files if path.name != "gluon_names.py"]
     sources = [source for source in sources if "gluon.jit" in source]
     for source in sources:
         for node in ast.walk(ast.parse(source)):

@@ -40,7 +40,7 @@ def test_ssm_and_convolution_come_before_gemm():
 
 def test_kernels_of_the_source_tree():
     """Every `def ..._kernel` below any folder of kernels has its rule."""
-    found = {name for folder in ("ssd", "fused", "persistent") for path in (ROOT / folder).glob("**/kernels/*.py")
+    found = {name for folder in ("ssd", "fused", "persistent") for path in (ROOT / folder).glob("**/kernels/**/*.py")
              for name in re.findall(r"^def (\w+_kernel)\(", path.read_text(), re.M)}
     assert found == {name for rule in KERNEL_RULES[1:4] for name in rule.examples}
     kinds = {name: classify(name) for name in found}
