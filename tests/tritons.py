@@ -17,14 +17,6 @@ from pathlib import Path
 PINNED = ("3.6.0", "3.9.0")  # the oldest and the newest that pyproject.toml takes
 ALL = ("3.6.0", "3.8.0", "3.9.0")  # of those between, the last of each minor version, but for the locked one
 
-# Chips that a test compiles for with the oldest where --triton does not name it: CI has ten minutes on two cores.
-FEW_CHIPS = (80, 90)
-
-
-def chips(version: str, every: tuple[int, ...], named: tuple[str, ...]) -> tuple[int, ...]:
-    """Of the chips, those to compile for with this version, where --triton names `named`."""
-    return tuple(chip for chip in every if version != PINNED[0] or version in named or chip in FEW_CHIPS)
-
 
 def folder(version: str) -> Path:
     return Path(os.environ.get("TRITONS") or sys.prefix) / f"triton-{version}"
