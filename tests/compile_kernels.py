@@ -226,10 +226,8 @@ def asked_for(a: argparse.Namespace) -> list[Compiled]:
     shape = Shape(1, a.seqlen, a.nheads, a.headdim, a.ngroups, a.dstate, a.chunk_size)
     case = replace(EVERYTHING, documents="varlen") if a.every_option else USUAL
     case = replace(case, initial_states=case.initial_states or a.initial_states, state_dtype=DTYPES.get(a.state_dtype),
-                   documents="seq_idx" if a.documents else case.documents)
+                   C_dtype=DTYPES.get(a.C_dtype), documents="seq_idx" if a.documents else case.documents)
     inputs = random_inputs(shape, case, DTYPES[a.dtype])
-    if a.C_dtype:
-        inputs = replace(inputs, C=inputs.C.to(DTYPES[a.C_dtype]))
     trusted = (lambda kernel: ("wgmma" in kernel.asm["ptx"] and "distrusted") or None) if a.distrust else launch.fault
     with patch.object(launch, "fault", trusted):
         return compile_all(get_variant(a.variant), inputs, a.arch, Options(**a.off), a.configs)

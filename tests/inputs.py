@@ -41,7 +41,7 @@ class Case:
             after one token; "varlen" gives cu_seqlens as well, for the state at the end of each, and wants batch 1.
         packed: z, x, B, C and dt are slices of one projection, as Mamba-2 has them, hence strided and of one dtype.
         strong_decay: A = -16 and dt about 0.1, from 0.01 to 0.2: |A| dt sums to about 107 over 64 tokens, and leaps within.
-        dt_dtype, BC_dtype: other dtypes than that of x.
+        dt_dtype, BC_dtype, C_dtype: other dtypes than that of x; the last goes before the second.
     """
 
     D: str | None = None
@@ -56,6 +56,7 @@ class Case:
     strong_decay: bool = False
     dt_dtype: torch.dtype | None = None
     BC_dtype: torch.dtype | None = None
+    C_dtype: torch.dtype | None = None
 
     def __str__(self) -> str:
         shown = [f"{f.name}={getattr(self, f.name)}" for f in fields(self) if getattr(self, f.name) != f.default]
@@ -121,7 +122,7 @@ def random_inputs(shape: Shape, case: Case = PLAIN, dtype: torch.dtype = torch.f
         slices = normal(*tokens, sum(widths), dtype=dtype).split(widths, -1)
         made = {name: t.unflatten(-1, size) for (name, size), t in zip(sizes.items(), slices, strict=True)}
     else:
-        dtypes = {"B": case.BC_dtype or dtype, "C": case.BC_dtype or dtype, "dt": case.dt_dtype or dtype}
+        dtypes = {"B": case.BC_dtype or dtype, "C": case.C_dtype or case.BC_dtype or dtype, "dt": case.dt_dtype or dtype}
         made = {name: normal(*tokens, *size, dtype=dtypes.get(name, dtype)) for name, size in sizes.items()}
 
     mean = 0.1 if case.strong_decay else 0.04

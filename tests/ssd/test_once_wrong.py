@@ -14,10 +14,15 @@ from tests.inputs import OURS, Case, Shape, random_inputs
 GPU = torch.cuda.is_available()
 LIMITED = Case(dt_bias=True, dt_softplus=True, dt_limit=(0.0, 0.1), initial_states=True)
 PACKED = Case(D="h", dt_bias=True, dt_softplus=True, initial_states=True, documents="seq_idx", packed=True)
+KEPT_STATES = Case(D="hp", z=True, initial_states=True, state_dtype=torch.bfloat16)
 PLAIN_BACKWARD = Options(gluon=False, save_states=False)
 FOUND = {
     "wide heads": (Shape(1, 64, 6, 256, 1, 64, 128), PACKED, torch.bfloat16, Options()),
     "a head a group": (Shape(1, 257, 3, 48, 3, 32, 256), LIMITED, torch.bfloat16, Options()),
+    "C in another dtype": (Shape(1, 257, 3, 48, 3, 32, 256), replace(LIMITED, C_dtype=torch.float16), torch.bfloat16,
+                           Options()),
+    "C B^T from memory": (Shape(1, 256, 72, 12, 6, 42, 256), KEPT_STATES, torch.float16,
+                          Options(low_precision_states=False, gluon=False, fuse_bmm=False)),
     "one head": (Shape(1, 257, 1, 48, 1, 32, 256), LIMITED, torch.bfloat16, Options()),
     **{f"a state a channel, {nheads} heads": (Shape(1, seqlen, nheads, 8, 1, 1, 64), Case(packed=True, D=D, dt_softplus=True),
                                               torch.float16, PLAIN_BACKWARD)

@@ -40,7 +40,7 @@ def write(folder: Path, out: Path = record.RESULTS) -> list[Path]:
 
 
 def _introduction(out: Path) -> list[str]:
-    rows = [row for row in record.read(out) if row["bench"] != "tests"]  # to which the tests add, and of which nothing is said
+    rows = [row for row in record.read(out) if row["bench"] not in ("tests", "fuzz")]  # which say nothing of times
     gpus = sorted({row["gpu"] for row in rows if row["gpu"]})
     commits = sorted({row["git_sha"][:7] for row in rows if row["git_sha"]})
     return [f"Written by `make report` from {len(rows)} rows of `experiments/results`, measured on "
