@@ -13,12 +13,15 @@ from tests.inputs import OURS, Case, Shape, random_inputs
 
 GPU = torch.cuda.is_available()
 LIMITED = Case(dt_bias=True, dt_softplus=True, dt_limit=(0.0, 0.1), initial_states=True)
+OTHER_STATES = replace(LIMITED, state_dtype=torch.float32)
 PACKED = Case(D="h", dt_bias=True, dt_softplus=True, initial_states=True, documents="seq_idx", packed=True)
 KEPT_STATES = Case(D="hp", z=True, initial_states=True, state_dtype=torch.bfloat16)
 PLAIN_BACKWARD = Options(gluon=False, save_states=False)
 FOUND = {
     "wide heads": (Shape(1, 64, 6, 256, 1, 64, 128), PACKED, torch.bfloat16, Options()),
     "a head a group": (Shape(1, 257, 3, 48, 3, 32, 256), LIMITED, torch.bfloat16, Options()),
+    "states in fp32": (Shape(1, 257, 3, 48, 3, 32, 256), OTHER_STATES, torch.bfloat16, Options()),
+    "one head, states in fp32": (Shape(1, 257, 1, 48, 1, 32, 256), OTHER_STATES, torch.bfloat16, Options()),
     "C in another dtype": (Shape(1, 257, 3, 48, 3, 32, 256), replace(LIMITED, C_dtype=torch.float16), torch.bfloat16,
                            Options()),
     "C B^T from memory": (Shape(1, 256, 72, 12, 6, 42, 256), KEPT_STATES, torch.float16,
