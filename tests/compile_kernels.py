@@ -16,9 +16,7 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
-import tempfile
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -41,7 +39,7 @@ from fused import hopper
 from ssd.registry import Variant, get_variant
 from ssd.runtime import launch, tuning
 from ssd.runtime.lost_operands import lost_operands
-from ssd.runtime.machine_code import lanes_apart, ptx_loops
+from ssd.runtime.machine_code import inspect, lanes_apart, ptx_loops
 from ssd.runtime.unset_registers import unset_registers
 from ssd.types import Options, SSDGrads, SSDInputs
 from tests.inputs import EVERYTHING, Case, Shape, random_inputs
@@ -167,7 +165,7 @@ def _measure(kernel, disassemble: bool) -> Compiled:
     ptx = kernel.asm["ptx"]
     groups = late = lost = unset = None
     if disassemble and "wgmma.mma_async" in ptx:
-        sass = _run(knobs.nvidia.nvdisasm.path, "-c", kernel.kernel)
+        sass = inspect(knobs.nvidia.nvdisasm.path, "-c", kernel.kernel)
         # the last instruction of a group names the barrier that counts it
         groups, late = len(re.findall(r"HGMMA.*gsb", sass)), late_loads(sass)
         lost = lost_operands(sass) if "ttir" in kernel.asm else []
@@ -186,16 +184,9 @@ def _unfenced(ptx: str) -> int:
 
 def _resources(cubin: bytes) -> tuple[int, int]:
     """Registers and bytes of stack per thread. Triton's kernels have no arrays: what is on the stack was spilled."""
-    said = _run(knobs.nvidia.cuobjdump.path, "--dump-resource-usage", cubin)
+    said = inspect(knobs.nvidia.cuobjdump.path, "--dump-resource-usage", cubin)
     registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", said).groups()
     return int(registers), int(stack)
-
-
-def _run(tool: str, option: str, cubin: bytes) -> str:
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        return subprocess.run([tool, option, file.name], capture_output=True, text=True, check=True).stdout
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import tempfile
 
 _LABEL, _INSTRUCTION = re.compile(r"^\s*\.(L_x_\d+):"), re.compile(r"/\*[0-9a-f]{4,}\*/\s+(.*?);")
 _BRANCH = re.compile(r"BRA.*\(\.(L_x_\d+)\)")
@@ -20,6 +22,14 @@ def read(sass: str) -> tuple[list[str], set[tuple[int, int]]]:
             instructions.append(re.sub(r"^@!?U?P\d+ +", "", instruction[1].strip()))
     branches = ((n, _BRANCH.search(text)) for n, text in enumerate(instructions))
     return instructions, {(labels[b[1]], n) for n, b in branches if b and labels.get(b[1], n) < n}
+
+
+def inspect(tool: str, option: str, cubin: bytes) -> str:
+    """What nvdisasm or cuobjdump, by its path, prints of a compiled kernel."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return subprocess.run([tool, option, file.name], capture_output=True, text=True, check=True).stdout
 
 
 def ptx_loops(ptx: str) -> tuple[list[str], list[tuple[int, int]]]:

@@ -19,8 +19,6 @@ import json
 import logging
 import os
 import shutil
-import subprocess
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -31,6 +29,7 @@ from triton.compiler import CompiledKernel
 from triton.runtime.cache import get_cache_manager
 
 from .lost_operands import lost_operands
+from .machine_code import inspect
 from .toolchain import mark
 from .unset_registers import unset_registers
 
@@ -62,19 +61,12 @@ def without_warpgroups(kernel: str, why: str) -> Iterator[dict]:
         os.environ.pop(_SWITCH) if before is None else os.environ.update({_SWITCH: before})
 
 
-def disassemble(cubin: bytes, nvdisasm: str) -> str:
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        return subprocess.run([nvdisasm, "-c", file.name], capture_output=True, text=True, check=True).stdout
-
-
 def _find(cubin: bytes, nvdisasm: str) -> str | None:
     """The first fault in a kernel's machine code; found once, and kept beside what Triton keeps on disk."""
     kept = get_cache_manager(hashlib.sha256(_version() + cubin).hexdigest())
     if path := kept.get_file("fault.json"):
         return json.loads(Path(path).read_text())
-    sass = disassemble(cubin, nvdisasm)
+    sass = inspect(nvdisasm, "-c", cubin)
     unset, lost = unset_registers(sass), lost_operands(sass)
     found = None
     if unset:

@@ -21,7 +21,7 @@ from ssd.block.kernels.selective_scan_fwd import selective_scan_fwd
 from ssd.block.kernels.selective_scan_walk_bwd import selective_scan_walk_bwd
 from ssd.block.kernels.selective_scan_walk_fwd import selective_scan_walk_fwd
 from ssd.block.kernels.state_update import state_update
-from ssd.runtime.machine_code import lanes_apart, ptx_loops, read
+from ssd.runtime.machine_code import inspect, lanes_apart, ptx_loops, read
 from tests import tritons
 from tests.block import test_gated_norm, test_selective_scan, test_state_update
 
@@ -141,13 +141,11 @@ def _innermost_barriers(ptx: str) -> int:
 
 def _loops(kernel) -> list[float]:
     """Of a walk, instructions of its innermost loops for a token, channel and state; one pass is a turn of four tokens."""
-    from tests.compile_kernels import _run
-
     names = kernel.src.fn.arg_names
     sizes = {names[path[0]]: value for path, value in kernel.src.constants.items()}
     if "R" not in sizes:
         return []
-    _, loops = read(_run(knobs.nvidia.nvdisasm.path, "-c", kernel.kernel))
+    _, loops = read(inspect(knobs.nvidia.nvdisasm.path, "-c", kernel.kernel))
     return [(last - first + 1) * 32 / (4 * sizes["CHANNELS"] * sizes["N"]) for first, last in sorted(_innermost(loops))]
 
 

@@ -32,7 +32,7 @@ def search(monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(trust, "_nvdisasm", lambda: "nvdisasm")
     ran = []
-    monkeypatch.setattr(trust, "disassemble", lambda cubin, _: ran.append(cubin) or cubin.decode())
+    monkeypatch.setattr(trust, "inspect", lambda tool, option, cubin: ran.append(cubin) or cubin.decode())
     return lambda sass, **as_compiled: (trust.fault(Compiled(cubin=sass.encode(), **as_compiled)), len(ran))
 
 
