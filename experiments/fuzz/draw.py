@@ -17,6 +17,7 @@ from .limits import Limits, some_mode, some_of, some_size
 from .operator import CUTS, DIFFERENTIABLE, DOCUMENTS, Config
 
 _HOPPER = 0.25  # of families, of sizes that the kernels for Hopper take
+_SECOND = 0.25  # of members, with the family's second layouts and lengths of any kind
 _LIMITS = ((0.0, 0.05), (0.02, 0.06), (0.01, None), (0.05, 0.05))
 _OPTION_VARIANTS = ("fused", "persistent")  # whose options "auto" is given
 
@@ -28,8 +29,8 @@ def draw(seed: int, index: int, variants: list[str], device: str, size: int) -> 
     if limits.long and index == seed % len(variants):
         return [_long(rng, variant, limits)]
     shared = _shared(rng, variant, limits)
-    own_layouts, even = _layouts(rng, shared), rng.random() < 0.5
-    return [_member(rng, shared, own_layouts, even, limits) for _ in range(size)]
+    compiled_for = (_layouts(rng, shared), rng.random() < 0.5), (_layouts(rng, shared), None)
+    return [_member(rng, shared, *compiled_for[rng.random() < _SECOND], limits) for _ in range(size)]
 
 
 def _shared(rng: Random, variant: str, limits: Limits) -> Config:
@@ -90,15 +91,15 @@ def _layouts(rng: Random, c: Config) -> dict[str, str]:
     return {name: rng.choice(LAYOUTS[1:]) for name in names if rng.random() < 0.4}
 
 
-def _member(rng: Random, shared: Config, own_layouts: dict[str, str], even: bool, limits: Limits) -> Config:
-    """One of a family: most have its layouts, whose strides and alignments kernels are compiled for, and lengths that are all
-    multiples of 16 or all not, for the same reason.
+def _member(rng: Random, shared: Config, layouts: dict[str, str], even: bool | None, limits: Limits) -> Config:
+    """One of a family. Kernels are compiled for strides, alignments and lengths that are multiples of 16 or not, so a family
+    has two sets of layouts, and most of its lengths are all such multiples or all not.
     """
-    batch, seqlen = _tokens(rng, shared, limits, even if rng.random() < 0.7 else None)
+    batch, seqlen = _tokens(rng, shared, limits, even)
     mode = some_mode(rng, limits)
     present = tuple(name for name in DIFFERENTIABLE
                     if name not in ("D", "z", "dt_bias", "initial_states") or getattr(shared, name))
-    layouts = dict(own_layouts if rng.random() < 0.7 else _layouts(rng, shared))
+    layouts = dict(layouts)
     for name in ("dout", "dfinal_states"):
         if rng.random() < 0.2:
             layouts[name] = rng.choice((*LAYOUTS[1:], *(("scalar",) if mode != "capture" else ())))
