@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -44,15 +43,12 @@ class Team:
     def spread(self, model: nn.Module) -> nn.Module:
         """What to call in place of a model that every process has made alike; its parameters stay where they are named.
 
-        Batch norms take the statistics of the whole micro-batch.
+        On GPUs batch norms take the statistics of the whole micro-batch.
         """
         if self.size == 1:
             return model
-        if self.device.type == "cuda":
+        if self.device.type == "cuda":  # torch has none on CPUs, where each process takes the statistics of its own part
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-        else:  # where torch refuses those
-            for norm in [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]:
-                norm.forward = partial(_normed, norm)
         if self.way == "ddp":
             return _Copy(model, [self.device] if self.device.type == "cuda" else None)
         for layers in reversed([module for module in model.modules() if isinstance(module, nn.ModuleList)]):
@@ -87,7 +83,10 @@ class Team:
 
     def total(self, value: Tensor) -> Tensor:
         """The sum of every process's."""
-        return _total(value) if self.size > 1 else value
+        if self.size > 1:
+            value = value.clone()
+            dist.all_reduce(value)
+        return value
 
     def most(self, value: float) -> float:
         """The largest of every process's."""
@@ -120,41 +119,6 @@ class _Copy(DistributedDataParallel):
             return super().__getattr__(name)
         except AttributeError:
             return getattr(self.module, name)
-
-
-def _total(value: Tensor) -> Tensor:
-    value = value.clone()
-    dist.all_reduce(value)
-    return value
-
-
-class _Total(torch.autograd.Function):
-    """The sum of every process's, through which gradients go back to each of them."""
-
-    @staticmethod
-    def forward(_, value: Tensor) -> Tensor:
-        return _total(value)
-
-    @staticmethod
-    def backward(_, gradient: Tensor) -> Tensor:
-        return _total(gradient)
-
-
-def _normed(norm: nn.modules.batchnorm._BatchNorm, x: Tensor) -> Tensor:
-    """What SyncBatchNorm makes of (samples, channels, ...) on GPUs: in training the statistics are those of all processes."""
-    if not norm.training:
-        return type(norm).forward(norm, x)
-    dims, by_channel, wide = [0, *range(2, x.dim())], [-1] + [1] * (x.dim() - 2), x.float()
-    count = _total(wide.new_tensor(x.numel() // x.shape[1]))  # of graphs' nodes each process has its own number
-    mean = _Total.apply(wide.sum(dims)) / count
-    centred = wide - mean.view(by_channel)
-    variance = _Total.apply(centred.square().sum(dims)) / count
-    with torch.no_grad():
-        norm.num_batches_tracked.add_(1)
-        norm.running_mean.lerp_(mean, norm.momentum)
-        norm.running_var.lerp_(variance * count / (count - 1), norm.momentum)
-    scale = norm.weight * (variance + norm.eps).rsqrt()
-    return (centred * scale.view(by_channel) + norm.bias.view(by_channel)).to(x.dtype)
 
 
 def alone(way: str = "ddp") -> Team:
