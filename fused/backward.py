@@ -23,8 +23,8 @@ from . import hopper_backward
 from .kernels.group_dB_dx import group_dB_dx
 from .kernels.group_dC import group_dC
 from .kernels.walk_states import chunk_states_between
+from .plain_states import compute_dstates, compute_states
 from .split_backward import by_halves, worth_halving
-from .states import dstates, states
 
 _KERNELS = ("walk_dstates", "group_dC", "group_dB_dx")
 
@@ -45,7 +45,7 @@ def _last_state(i: SSDInputs, options: Options) -> Tensor:
     """The state after the last token, (batch, nheads, headdim, dstate) fp32; of those before it, few are in memory."""
     spans = replace(i, chunk_size=LONGEST_TILE)
     with torch.cuda.device_of(i.x):
-        return states(spans, *chunk_cumsum(spans), options)[1]
+        return compute_states(spans, *chunk_cumsum(spans), options)[1]
 
 
 def _by_groups(saved: SSDSaved, dout: Tensor, dfinal_states: Tensor | None, into: SSDGrads) -> SSDGrads:
@@ -58,11 +58,12 @@ def _by_groups(saved: SSDSaved, dout: Tensor, dfinal_states: Tensor | None, into
         dt, dA_cumsum = chunk_cumsum(spans, arrivals=arrivals)
         prev_states = saved.prev_states
         if prev_states is None:
-            prev_states, _ = states(spans, dt, dA_cumsum, options)
+            prev_states, _ = compute_states(spans, dt, dA_cumsum, options)
         elif spans.chunk_size < saved.states_every:
             prev_states = chunk_states_between(spans, dt, dA_cumsum, prev_states, saved.states_every, options)
         dz, dy = (None, dout) if i.z is None else chunk_scan_dz(i, dout, saved.y, into.dz)
-        G, dinitial_states, s_tiles = dstates(i, dy, dA_cumsum, prev_states, dfinal_states, options, into.dinitial_states)
+        G, dinitial_states, s_tiles = compute_dstates(i, dy, dA_cumsum, prev_states, dfinal_states, options,
+                                                      into.dinitial_states)
         dC, dCB, net = group_dC(i, dt, dA_cumsum, dy, prev_states, options, into.dC)
         dx, dB, dD, u_v_x, q = group_dB_dx(i, dt, dA_cumsum, dy, G, dCB, options, into.dx, into.dB)
         no_parts = net.new_empty(0, *net.shape)  # of r and col, which are in net

@@ -21,7 +21,7 @@ from .hopper_backward import worth_keeping
 from .kernels.block_scan import block_scan
 from .kernels.two_level_scan import two_level_scan
 from .kernels.walk_states import chunk_states
-from .states import worth_walking
+from .plain_states import should_walk
 
 
 def forward(i: SSDInputs, options: Options, save: bool) -> tuple[Tensor, Tensor, SSDSaved]:
@@ -50,7 +50,7 @@ def _plain(i: SSDInputs, options: Options, save: bool, keep: bool) -> tuple[Tens
     # what the scan's products span: sub-chunks, or whole chunks
     spans = replace(i, chunk_size=pick("two_level_scan", i)["BLOCK_M"]) if options.two_level else i
     with torch.cuda.device_of(i.x):
-        walks = options.fuse_states and worth_walking(i, "walk_states")
+        walks = options.fuse_states and should_walk(i, "walk_states")
         steps = by_chunk = chunk_cumsum(spans)
         if spans.chunk_size < i.chunk_size and (i.cu_seqlens is not None or not walks):
             by_chunk = chunk_cumsum(i)

@@ -22,7 +22,7 @@ from ssd.runtime.toolchain import descriptor_fields, gluon_missing, like_descrip
 from ssd.runtime.tuning import current_device
 from ssd.types import HOPPER_DSTATES, HOPPER_HEADDIM, SUB_CHUNK, Options, SSDInputs, SSDSaved
 
-from .schedule import EVERY_STATE, FEW_STATES, SCAN, Walk, deal, span_length, span_runs
+from .schedule import choose_two_level_segment, deal, deal_two_level
 
 BLOCK_M = SUB_CHUNK
 _ALIGNMENT = 16  # bytes, of what a TMA descriptor describes
@@ -85,7 +85,7 @@ def stationary(inputs: SSDInputs, options: Options, keep: bool) -> tuple[Tensor,
         prev_states = None
         if keep:
             prev_states = call.new_states((call.nsub,), inputs.states_dtype)
-        runs, *entering = call.entering(options, SCAN)
+        runs, *entering = call.entering(options, "scan_step")
         hopper_scan(inputs, *call.descriptors, *call.steps, runs, call.initial_states, *entering, final_states,
                     None if prev_states is None else describe_states(prev_states))
     return call.out, final_states, SSDSaved(inputs, options, None, None, prev_states)
@@ -99,13 +99,14 @@ def two_level(inputs: SSDInputs, options: Options, keep: bool, blocks: int | Non
     i, pairs = inputs, inputs.nheads // 2
     with torch.cuda.device_of(i.x):
         call = _Call.of(i)
-        each = span_length(i.batch * pairs, call.nsub, current_device(i.x.device.index).sms)
+        device = current_device(i.x.device.index)
+        each = choose_two_level_segment(i.batch * pairs, call.nsub, device.sms, device.name)
         every = BLOCK_M if keep else each * BLOCK_M  # tokens between the states that are written; each span starts from one
         final_states, prev_states = call.new_states(()), call.new_states((cdiv(i.seqlen, every),), i.states_dtype)
-        runs, *entering = call.entering(options, EVERY_STATE if keep else FEW_STATES)
+        runs, *entering = call.entering(options, "every_state_step" if keep else "few_states_step")
         all_states(i, call.descriptors[:2], describe_states(prev_states), *call.steps, runs, (call.initial_states, None),
                    *entering, final_states, i.batch, every)
-        runs = get_tables(span_runs, (i.batch, pairs, call.nsub, each, blocks), i.x.device).sequences
+        runs = get_tables(deal_two_level, (i.batch, pairs, call.nsub, each, blocks), i.x.device).sequences
         hopper_scan(i, *call.descriptors, *call.steps, runs, starts=prev_states, every=every)
     return call.out, final_states, SSDSaved(inputs, options, None, None, prev_states if keep else None)
 
@@ -135,21 +136,22 @@ class _Call:
         i = self.inputs
         return torch.empty(i.batch, *between, i.nheads, i.headdim, i.dstate, device=i.x.device, dtype=dtype)
 
-    def entering(self, options: Options, walk: Walk) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def entering(self, options: Options, step: str) -> tuple[Tensor, Tensor | None, Tensor | None]:
         i = self.inputs
-        return runs_of(i, i.batch, self.descriptors[:2], *self.steps, i.batch, options, walk)
+        return runs_of(i, i.batch, self.descriptors[:2], *self.steps, i.batch, options, step)
 
 
 def runs_of(i: SSDInputs, rows: int, descriptors: tuple, dt: Tensor, dA_cumsum: Tensor, forwards: int,
-            options: Options, walk: Walk) -> tuple[Tensor, Tensor | None, Tensor | None]:
+            options: Options, step: str) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Runs of whole sequences, or cut ones; and ends and factors of the pieces that enter those that begin inside one.
 
     rows: sequences of a pair of heads, of which those from `forwards` on are walked backwards; descriptors: as hopper_states
-    takes them; walk: what the runs will do.
+    takes them; step: the name of the `Step` in the time model that says what the runs will do.
     """
     from .kernels.hopper.states import piece_states
 
-    settings = rows, i.nheads // 2, dt.shape[2], current_device(i.x.device.index).sms, walk, options.segments
+    device = current_device(i.x.device.index)
+    settings = rows, i.nheads // 2, dt.shape[2], device.sms, device.name, step, options.segments
     runs, piece_runs, npieces = get_tables(deal, settings, i.x.device)
     if not npieces:
         return runs, None, None

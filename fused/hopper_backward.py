@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -23,10 +22,8 @@ from ssd.types import Options, SSDGrads, SSDInputs, SSDSaved
 from . import hopper
 from .hopper import BLOCK_M, describable, describe, describe_states, is_describable, runs_of
 from .kernels.group import parts_of, summed
-from .schedule import EVERY_STATE, FEW_STATES
+from .schedule import choose_splits
 
-# What a tile costs beside its heads, in the time of one of them; and what more if its sums are one of several parts.
-_TILE, _PART = 1.5, 3.5
 _RARELY = 8  # sub-chunks between the states that are written where only the last is wanted
 
 
@@ -61,12 +58,12 @@ def backward(saved: SSDSaved, dout: Tensor, dfinal_states: Tensor | None, into: 
         x, B, dy, C = (describe(describable(t)) for t in (i.x, i.B, dy, i.C))
         H, G, dinitial_states = _states(saved, (x, B, dy, C), dt, dA_cumsum, dfinal_states, into.dinitial_states)
 
-        sms = current_device(i.x.device.index).sms
-        splits = _splits(i.batch * spans.nchunks * i.ngroups, i.nheads // i.ngroups, sms)
+        device = current_device(i.x.device.index)
+        splits = choose_splits(i.batch * spans.nchunks * i.ngroups, i.nheads // i.ngroups, device.sms, device.name)
         dB_parts, dC_parts = parts_of(i.B, _writable(into.dB), splits), parts_of(i.C, _writable(into.dC), splits)
         dx = output(i.x, into.dx if into.dx is not None and is_describable(into.dx) else None)
         sums, s = hopper_group(i, x, dy, B, C, describe_states(H), describe_states(G), describe(dx), dt, dA_cumsum,
-                               dB_parts, dC_parts, sms)
+                               dB_parts, dC_parts, device.sms)
         u_v_x, q, row, col, dy_x = sums
         no_parts = sums.new_empty(0, *dt.shape)  # of r, which is in row
         ddt, dA, ddt_bias, dD = chunk_cumsum_bwd(spans, u_v_x, no_parts, q, s[..., None], row, col[None], arrivals,
@@ -86,7 +83,7 @@ def last_state(i: SSDInputs, options: Options) -> Tensor:
         tokens, sizes = tuple(describe(describable(t)) for t in (i.x, i.B)), (i.nheads, i.headdim, i.dstate)
         kept = dt.new_empty(i.batch, cdiv(dt.shape[2], _RARELY), *sizes, dtype=i.x.dtype)
         last = dt.new_empty(i.batch, *sizes)
-        runs, *entering = runs_of(i, i.batch, tokens, dt, dA_cumsum, i.batch, options, FEW_STATES)
+        runs, *entering = runs_of(i, i.batch, tokens, dt, dA_cumsum, i.batch, options, "few_states_step")
         starts = contiguous(i.initial_states), None
         all_states(i, tokens, describe_states(kept), dt, dA_cumsum, runs, starts, *entering, last, i.batch, _RARELY * BLOCK_M)
     return last
@@ -108,7 +105,7 @@ def _states(saved: SSDSaved, tokens: tuple, dt: Tensor, dA_cumsum: Tensor, dfina
     if i.initial_states is not None:
         dinitial_states = output(i.initial_states, _writable(into), torch.float32)
     states = torch.empty(rows, nsub, i.nheads, i.headdim, i.dstate, device=dt.device, dtype=i.x.dtype)
-    runs, *entering = runs_of(i, rows, tokens, dt, dA_cumsum, forwards, saved.options, EVERY_STATE)
+    runs, *entering = runs_of(i, rows, tokens, dt, dA_cumsum, forwards, saved.options, "every_state_step")
     all_states(i, tokens, describe_states(states), dt, dA_cumsum, runs, starts, *entering, dinitial_states, forwards, BLOCK_M)
     return kept if reads else states[:forwards], states[forwards:], dinitial_states
 
@@ -128,15 +125,3 @@ def _put(gradient: Tensor, into: Tensor | None) -> Tensor:
     if into is None:
         return gradient
     return into if into.data_ptr() == gradient.data_ptr() else into.copy_(gradient)
-
-
-@lru_cache(maxsize=1024)
-def _splits(tiles: int, heads: int, blocks: int) -> int:
-    """Into how many parts the heads of a group are cut so that the last block is done soonest. No part is empty."""
-
-    def time(splits: int) -> float:
-        each = heads if splits == 1 else cdiv(heads, splits) + _PART
-        return cdiv(tiles * splits, blocks) * (each + _TILE)
-
-    best = min(range(1, min(heads, 16) + 1), key=time)
-    return cdiv(heads, cdiv(heads, best))

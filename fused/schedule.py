@@ -1,65 +1,50 @@
-"""Which sub-chunks each block of the Hopper kernels walks.
+"""How sequences are cut and dealt to blocks: for the kernels on Hopper as tables of runs, for the plain ones by length.
 
-Sequences (one pair of heads of one batch row each) go to the blocks whole, as many rounds as there are. What is left of them
-fills no round: each is cut into the same parts, so that a run may begin inside a sequence. All are cut in the same places and
-the first parts go first: blocks then walk side by side through neighbouring heads, whose rows share pages of memory. In equal
-shares laid end to end they do not, and took a third longer for each sub-chunk (docs/kernel-log.md).
+A sequence is one pair of heads of one batch row on Hopper. Sequences go to the blocks whole, in as many rounds as there are.
+The rest fills no round, so each sequence of it is cut into the same segments. All are cut in the same places and the first
+segments go first: blocks then walk side by side through neighbouring heads, whose rows share pages of memory. In equal shares
+laid end to end they do not, and took a third longer for each sub-chunk (docs/kernel-log.md).
 
-The state that enters a part comes from a pass over those before it, dealt out in equal shares: its pieces. Where that pass
-would cost more than it saves, nothing is cut. Walks differ in that: one that writes every state uses up the memory's bandwidth
-with 70 blocks, and more of them only wait for each other.
+The state that enters a segment comes from the state pass, a launch that walks the sub-chunks before it. The pass is dealt out
+in equal shares; a piece is what one share has of one segment. Nothing is cut where the pass would cost more than it saves. A
+walk that writes every state, for one, uses up the memory's bandwidth with 70 blocks, and more blocks only wait for each other.
 
-Times are microseconds, fitted to walks of 16 to 224 heads on an H200, which they meet within 10 % (docs/kernel-log.md).
+`time_model` says how long each cut takes; here the one that takes least is chosen.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-LAUNCH = 7  # the pass before the parts
-PIECE_STEP = 0.9  # a sub-chunk in it
-START = 3.5  # of a run: its first tiles
-JOIN = 1.5  # to read the end of a piece, which a run does for each one before it
-SHORTEST = 4  # sub-chunks that a part or a share has at least
-ROUNDS = 3  # of parts, at most
-SPAN_START = 3  # time in which a block of the two-level scan finds its state and its first tiles, in sub-chunks
-SPANS = (8, 4, 2)  # sub-chunks that a block of the two-level scan may walk; with more it would be the stationary scan
+from ssd.kernels.arguments import cdiv
+
+from .time_model import Step, TimeModel, get_time_model
+
+SHORTEST = 4  # sub-chunks that a segment or a share has at least
+ROUNDS = 3  # of segments, at most
+TWO_LEVEL_SEGMENTS = (8, 4, 2)  # sub-chunks that a block of the two-level scan may walk; with more it would be stationary
+MOST_SPLITS = 16  # of a group's heads
 RUN_FIELDS = 6
 
+WARPS_PER_SM = 8  # that run at once: blocks of the plain walks take every register that a thread may have
+_WORTH = 0.9  # of the time of whole sequences: a plain cut that saves less is not worth a launch
+_MOST_SEGMENTS = 16
+_MOST_PIECES = 4  # of a plain segment; the next one starts by reading them all
+
 Run = tuple[int, int, int, int, int, int]
-
-
-@dataclass(frozen=True)
-class Walk:
-    """What a sub-chunk of a walk takes.
-
-    Attributes:
-        alone: its latency, where few blocks walk.
-        shared: its part of the memory's time, for each block that walks.
-    """
-
-    alone: float
-    shared: float
-
-    def step(self, blocks: int) -> float:
-        """Of each of so many blocks side by side."""
-        return (self.alone**4 + (self.shared * blocks) ** 4) ** 0.25
-
-
-SCAN = Walk(2.0, 0.02)  # of the outputs
-EVERY_STATE = Walk(0.93, 0.0128)  # of states or their gradients, each written
-FEW_STATES = Walk(1.0, 0.0)  # of states, of which few are written
 
 
 class Runs(NamedTuple):
     """Tables (blocks, nruns, 6) int32 of the runs of each block.
 
-    A run is a row: batch row, pair, first sub-chunk, last (exclusive), first piece, number of pieces. Blocks with fewer runs
-    end in empty ones, all zeros. A run of the pieces leaves the piece that it names as its first.
+    A run is a row of six fields: batch row, pair, first sub-chunk, last sub-chunk (exclusive), first piece, number of pieces.
+    In `sequences`, a run starts from its pieces joined, if it has any. In `pieces`, field 4 is the index of the piece that the
+    run writes, and field 5 is 0. Blocks with fewer runs end in empty ones, all zeros.
     """
 
     sequences: Tensor
@@ -67,108 +52,158 @@ class Runs(NamedTuple):
     npieces: int
 
 
-def deal(batch: int, pairs: int, nsub: int, blocks: int, walk: Walk, cut: bool, device: torch.device) -> Runs:
+def deal(batch: int, pairs: int, nsub: int, blocks: int, gpu: str, step: str, cut: bool, device: torch.device) -> Runs:
     """Deals batch * pairs sequences of nsub sub-chunks to at most `blocks` blocks that run side by side.
 
-    cut: whether sequences may be cut; device: where the tables are. There may be many whole sequences, so torch lists those;
-    parts and pieces are a few for each block, so Python does: it is sooner done than torch's threads have met.
+    gpu: whose time model it is; step: the name of a `Step` in it, for what the walk does; cut: whether sequences may be cut;
+    device: where the tables are. Torch lists the whole sequences, of which there may be many. Python lists segments and pieces:
+    they are few, and Python is done before torch's threads have met.
     """
     whole = batch * pairs // blocks * blocks
     rest = range(whole, batch * pairs)
-    each, share = _cut(len(rest), nsub, blocks, walk) if cut and rest else (nsub, nsub)
+    each, share = _choose_cut(get_time_model(gpu), step, len(rest), nsub, blocks) if cut and rest else (nsub, nsub)
     before = range(0, nsub, each)[-1]  # sub-chunks of a sequence that pieces walk
-    # Laid end to end, what the pieces walk is cut where a part begins and where a share does.
+    # Laid end to end, what the pieces walk is cut where a segment begins and where a share does.
     end = len(rest) * before
     bounds = sorted({*range(0, end, each), *range(0, end, share)})
     number = {bound: piece for piece, bound in enumerate([*bounds, end])}
 
-    def part(sequence: int, first: int) -> Run:
+    def make_run(sequence: int, first: int) -> Run:
         start = (sequence - whole) * before
         entering = (number[start], number[start + first] - number[start]) if first else (0, 0)
         return *divmod(sequence, pairs), first, min(first + each, nsub), *entering
 
-    parts = [part(sequence, first) for first in range(0, nsub, each) for sequence in rest]
+    segments = [make_run(sequence, first) for first in range(0, nsub, each) for sequence in rest]
     sequence = torch.arange(whole, dtype=torch.int32, device=device)
-    runs = sequence.new_zeros(whole + len(parts), RUN_FIELDS)
+    runs = sequence.new_zeros(whole + len(segments), RUN_FIELDS)
     runs[:whole, 0], runs[:whole, 1], runs[:whole, 3] = sequence // pairs, sequence % pairs, nsub
-    if parts:
-        runs[whole:] = _table(parts, device)
+    if segments:
+        runs[whole:] = _to_table(segments, device)
     if not bounds:
-        return Runs(_in_turn(runs, blocks), None, 0)
+        return Runs(_take_turns(runs, blocks), None, 0)
     shares: list[list[Run]] = [[] for _ in range(0, end, share)]
     for piece, (bound, after) in enumerate(zip(bounds, [*bounds[1:], end], strict=True)):
         first = bound % before
         shares[bound // share].append((*divmod(whole + bound // before, pairs), first, first + after - bound, piece, 0))
     longest = max(map(len, shares))
     filled = [run for of in shares for run in (*of, *[(0,) * RUN_FIELDS] * (longest - len(of)))]
-    return Runs(_in_turn(runs, blocks), _table(filled, device).view(-1, longest, RUN_FIELDS), len(bounds))
+    return Runs(_take_turns(runs, blocks), _to_table(filled, device).view(-1, longest, RUN_FIELDS), len(bounds))
 
 
-def span_length(sequences: int, nsub: int, blocks: int) -> int:
+def choose_two_level_segment(sequences: int, nsub: int, blocks: int, gpu: str) -> int:
     """Sub-chunks of each run of a two-level scan, so that the last of `blocks` blocks side by side is done soonest."""
-
-    def time(each: int) -> int:
-        return -(-sequences * -(-nsub // each) // blocks) * (each + SPAN_START)
-
-    return min(SPANS, key=time)
+    model = get_time_model(gpu)
+    return min(TWO_LEVEL_SEGMENTS, key=lambda segment: model.time_two_level(sequences, nsub, blocks, segment))
 
 
-def span_runs(batch: int, pairs: int, nsub: int, every: int, blocks: int | None, device: torch.device) -> Runs:
-    """Runs of `every` sub-chunks: one for each block, or in turn to `blocks` of them.
+def deal_two_level(batch: int, pairs: int, nsub: int, segment: int, blocks: int | None, device: torch.device) -> Runs:
+    """Deals segments of so many sub-chunks: one to each block, or in turn to `blocks` of them.
 
     Pairs run fastest, so that blocks side by side find the B and C of their group in L2.
     """
-    starts = torch.arange(0, nsub, every, dtype=torch.int32, device=device)
+    starts = torch.arange(0, nsub, segment, dtype=torch.int32, device=device)
     runs = starts.new_zeros(batch, len(starts), pairs, RUN_FIELDS)
     runs[..., 0] = torch.arange(batch, device=device)[:, None, None]
     runs[..., 1] = torch.arange(pairs, device=device)
     runs[..., 2] = starts[:, None]
-    runs[..., 3] = (starts + every).clamp(max=nsub)[:, None]
+    runs[..., 3] = (starts + segment).clamp(max=nsub)[:, None]
     runs = runs.view(-1, RUN_FIELDS)
-    return Runs(_in_turn(runs, blocks or len(runs)), None, 0)
+    return Runs(_take_turns(runs, blocks or len(runs)), None, 0)
 
 
-def _cut(sequences: int, nsub: int, blocks: int, walk: Walk) -> tuple[int, int]:
-    """Sub-chunks of a part of each sequence, nsub to leave them whole, and of a share of the pass before, so that the last
-    block is done soonest.
+@lru_cache(maxsize=1024)
+def choose_splits(tiles: int, heads: int, blocks: int, gpu: str) -> int:
+    """Into how many splits the heads of a group are cut so that the last block is done soonest. No split is empty."""
+    model = get_time_model(gpu)
+    best = min(range(1, min(heads, MOST_SPLITS) + 1), key=lambda splits: model.time_group(tiles, heads, blocks, splits))
+    return cdiv(heads, cdiv(heads, best))
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How stationary_scan cuts each sequence. All segments but the last are first walked without their outputs, in pieces.
+
+    Attributes:
+        nsegments: segments of a sequence, none empty; all but the last are `segment` tokens long.
+        pieces: pieces of a segment. Each block of the state pass walks one: it does less than a block of the scan.
+        piece: tokens of a piece.
     """
 
-    def time(cut: tuple[int, int]) -> float:
-        each, share = cut
-        before = -(-nsub // each) - 1  # parts that others follow
-        runs = sequences * (before + 1)
-        rounds = -(-runs // blocks)
-        scan = rounds * (START + each * walk.step(min(runs, blocks)))
-        if not before:
-            return scan
-        straddling = each % share > 0  # shares then end inside a part
-        joins = (-(-before * each // share) + straddling) * (rounds + 1) / 2
-        return scan + JOIN * joins + LAUNCH + START * (1 + straddling) + PIECE_STEP * share
+    nsegments: int
+    pieces: int
+    piece: int
 
+    @property
+    def segment(self) -> int:
+        return self.pieces * self.piece
+
+    @property
+    def npieces(self) -> int:
+        """Pieces of a sequence whose end states must be known: those of all segments but the last."""
+        return (self.nsegments - 1) * self.pieces
+
+
+def count_resident_blocks(sms: int, num_warps: int) -> int:
+    """How many blocks of the plain walks run side by side."""
+    return sms * max(1, WARPS_PER_SM // num_warps)
+
+
+def keep_whole(seqlen: int) -> Schedule:
+    """Sequences in one segment."""
+    return Schedule(1, 1, seqlen)
+
+
+def cut_evenly(seqlen: int, block: int, programs: int, resident: int, gpu: str) -> Schedule:
+    """The cut that is expected to take the least time.
+
+    Args:
+        block: tokens of a sub-chunk; a piece is a whole number of them.
+        programs: blocks that one segment of every sequence takes.
+        resident: how many blocks run side by side.
+        gpu: whose time model it is.
+    """
+    model, nblocks = get_time_model(gpu), cdiv(seqlen, block)
+
+    def time(nsegments: int) -> float:
+        return model.time_plain_cut(nsegments, programs, resident)
+
+    wanted = min(range(1, min(nblocks, _MOST_SEGMENTS) + 1), key=time)
+    if time(wanted) > _WORTH * time(1):
+        return keep_whole(seqlen)
+    pieces = max(1, min(_MOST_PIECES, 2 * resident // (programs * (wanted - 1)), nblocks // wanted))
+    length = cdiv(nblocks, wanted * pieces)
+    return Schedule(cdiv(nblocks, pieces * length), pieces, length * block)
+
+
+def _choose_cut(model: TimeModel, step: str, sequences: int, nsub: int, blocks: int) -> tuple[int, int]:
+    """Sub-chunks of a segment of each sequence, nsub to leave them whole, and of a share of the state pass, so that the last
+    block is done soonest.
+    """
+    taken: Step = getattr(model, step)
     most = min(ROUNDS * blocks // sequences, nsub // SHORTEST)
-    parts = dict.fromkeys(-(-nsub // parts) for parts in range(2, most + 1))
-    cuts = [(each, share) for each in parts for share in _share_lengths(sequences, nsub, each, blocks)]
-    return min([(nsub, nsub), *cuts], key=time)
+    segments = dict.fromkeys(cdiv(nsub, nsegments) for nsegments in range(2, most + 1))
+    cuts = [(segment, share) for segment in segments for share in _list_shares(sequences, nsub, segment, blocks)]
+    return min([(nsub, nsub), *cuts], key=lambda cut: model.time_cut(taken, sequences, nsub, blocks, *cut))
 
 
-def _share_lengths(sequences: int, nsub: int, each: int, blocks: int) -> tuple[int, ...]:
-    """Sub-chunks of equal shares of all parts but the last: with every block at work, and where each part is cut evenly."""
-    before = sequences * (-(-nsub // each) - 1)
-    shares = [-(-before * each // blocks)]
+def _list_shares(sequences: int, nsub: int, segment: int, blocks: int) -> tuple[int, ...]:
+    """Sub-chunks of equal shares of all segments but the last: with every block at work, and where each is cut evenly."""
+    before = sequences * (cdiv(nsub, segment) - 1)
+    shares = [cdiv(before * segment, blocks)]
     if before <= blocks:
-        shares.append(-(-each // (blocks // before)))
+        shares.append(cdiv(segment, blocks // before))
     return tuple(max(SHORTEST, share) for share in shares)
 
 
-def _table(runs: list[Run], device: torch.device) -> Tensor:
+def _to_table(runs: list[Run], device: torch.device) -> Tensor:
     """(n, 6) int32, copied without a wait for what the device does."""
     return torch.tensor(runs, dtype=torch.int32, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
-def _in_turn(runs: Tensor, blocks: int) -> Tensor:
+def _take_turns(runs: Tensor, blocks: int) -> Tensor:
     """The table in which so many blocks take turns, at most one for each run. runs: (n, 6) int32."""
     blocks = min(blocks, len(runs))
-    nruns = -(-len(runs) // blocks)
+    nruns = cdiv(len(runs), blocks)
     if nruns * blocks > len(runs):
         runs = torch.cat((runs, runs.new_zeros(nruns * blocks - len(runs), RUN_FIELDS)))
     return runs.view(nruns, blocks, RUN_FIELDS).transpose(0, 1).contiguous()

@@ -10,6 +10,7 @@ from torch import Tensor
 from fused import hopper
 from fused.hopper_backward import worth_keeping
 from fused.kernels.walk_states import chunk_states, run_states
+from fused.schedule import Schedule, count_resident_blocks, cut_evenly, keep_whole
 from ssd.baseline.kernels.bmm_chunk import bmm_chunk
 from ssd.baseline.kernels.chunk_state import varlen_states
 from ssd.kernels.arguments import cdiv
@@ -19,7 +20,6 @@ from ssd.types import SUB_CHUNK, Options, SSDInputs, SSDSaved
 
 from .kernels.persistent_scan import persistent_scan
 from .kernels.stationary_scan import stationary_scan
-from .schedule import Schedule, resident_blocks, segmented, whole
 
 
 def forward(inputs: SSDInputs, options: Options, save: bool) -> tuple[Tensor, Tensor, SSDSaved]:
@@ -51,7 +51,7 @@ def _plain(i: SSDInputs, options: Options, save: bool, keep: bool) -> tuple[Tens
 
 def _stationary(i: SSDInputs, options: Options, save: bool, keep: bool) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
     steps, CB = _sub_chunks(i, "stationary_scan", options)
-    cut, ends = _schedule(i, options), (None, None)
+    cut, ends = _make_schedule(i, options), (None, None)
     if cut.nsegments > 1:
         ends = run_states(i, *steps, cut.piece, cut.npieces, options)
     return stationary_scan(i, CB, *steps, *ends, cut, options, save, keep or i.cu_seqlens is not None)
@@ -73,9 +73,10 @@ def _sub_chunks(i: SSDInputs, kernel: str, options: Options) -> tuple[tuple[Tens
     return chunk_cumsum(blocks), CB
 
 
-def _schedule(i: SSDInputs, options: Options) -> Schedule:
+def _make_schedule(i: SSDInputs, options: Options) -> Schedule:
     if not options.segments:
-        return whole(i.seqlen)
-    config = pick("stationary_scan", i)
+        return keep_whole(i.seqlen)
+    config, device = pick("stationary_scan", i), device_of(i)
     programs = cdiv(i.headdim, config["BLOCK_P"]) * i.nheads * i.batch
-    return segmented(i.seqlen, config["BLOCK_M"], programs, resident_blocks(device_of(i).sms, config.num_warps))
+    resident = count_resident_blocks(device.sms, config.num_warps)
+    return cut_evenly(i.seqlen, config["BLOCK_M"], programs, resident, device.name)

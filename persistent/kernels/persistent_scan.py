@@ -9,13 +9,12 @@ import triton
 import triton.language as tl
 
 from fused.kernels.scan_chunk import scan_chunk
+from fused.schedule import count_resident_blocks
 from ssd.kernels.arguments import cdiv, strides
 from ssd.kernels.device import unpack
 from ssd.runtime.launch import launch
 from ssd.runtime.tuning import device_of, pick
 from ssd.types import Options, SSDInputs
-
-from ..schedule import resident_blocks
 
 
 @triton.jit
@@ -41,7 +40,7 @@ def persistent_scan(i: SSDInputs, CB, dt, dA_cumsum, prev_states, options: Optio
     config = pick("persistent_scan", i)
     ntiles = cdiv(i.headdim, config["BLOCK_P"]) * i.nheads * i.nchunks * i.batch
     launch(
-        persistent_scan_kernel, min(ntiles, resident_blocks(device_of(i).sms, config.num_warps)),
+        persistent_scan_kernel, min(ntiles, count_resident_blocks(device_of(i).sms, config.num_warps)),
         i.x, i.x.stride(), i.z, strides(i.z), i.B, i.B.stride(), i.C, i.C.stride(), CB, i.D, strides(i.D), dt,
         dA_cumsum, i.seq_idx, prev_states, out, y, i.seqlen, i.nchunks, ntiles, i.nheads, i.ngroups, i.headdim, i.dstate,
         i.chunk_size, options.exp2, options.precision, **config.launch)

@@ -12,13 +12,12 @@ import triton
 import triton.language as tl
 
 from fused.kernels.walk import load_initial, state_tile, walk
+from fused.schedule import Schedule
 from ssd.kernels.arguments import cdiv, strides
 from ssd.kernels.device import unpack_program
 from ssd.runtime.launch import launch
 from ssd.runtime.tuning import pick
 from ssd.types import Options, SSDInputs
-
-from ..schedule import Schedule
 
 
 @triton.jit

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from unittest.mock import patch
 
-from fused import hopper, hopper_backward
-from fused import schedule as runs
+from fused import hopper, hopper_backward, schedule
 from ssd.runtime import tables
 from ssd.runtime.tuning import Device
 from tests.executor import Executor
@@ -20,21 +19,21 @@ def hopper_on_cpu(executor: Executor, blocks: int = 4, cut: tuple[int, int] | No
                   splits: int | None = None) -> Iterator[None]:
     """Variants take the Hopper path.
 
-    blocks: that run side by side. cut: sub-chunks of a part of each sequence and of a share of the pass before, as
-    `runs._cut` chooses them where it is None. splits: parts of a group's heads in the backward, likewise.
+    blocks: that run side by side. cut: sub-chunks of a segment of each sequence and of a share of the state pass;
+    None: as `schedule` chooses them. splits: of a group's heads in the backward, likewise.
     """
     def chosen(owner: object, name: str, value: object):
         return patch.object(owner, name, lambda *args: value)
 
     device = Device("test", 232448, blocks)
-    splits_of = hopper_backward._splits
-    splits_of.cache_clear()
+    choose_splits = schedule.choose_splits
+    choose_splits.cache_clear()
     try:
         with (executor.installed(), patch.dict(tables._kept, clear=True), chosen(hopper, "_is_hopper", True),
               chosen(hopper, "current_device", device),
               chosen(hopper_backward, "current_device", device),
-              chosen(runs, "_cut", cut) if cut else patch.object(runs, "_cut", runs._cut),
-              chosen(hopper_backward, "_splits", splits) if splits else patch.object(hopper_backward, "_splits", splits_of)):
+              chosen(schedule, "_choose_cut", cut) if cut else nullcontext(),
+              chosen(hopper_backward, "choose_splits", splits) if splits else nullcontext()):
             yield
     finally:
-        splits_of.cache_clear()
+        choose_splits.cache_clear()

@@ -1,15 +1,19 @@
-"""How sub-chunks are dealt to blocks: each walked once, and every run entered by exactly what lies before it."""
+"""Sub-chunks are dealt to blocks once each, every run is entered by exactly what lies before it, and the cut pays."""
 
 import random
+from itertools import product
 from typing import NamedTuple
 
 import pytest
 import torch
 
-from fused import schedule as dealt
-from fused.schedule import EVERY_STATE, FEW_STATES, SCAN, span_length
+from fused import schedule
+from fused.schedule import choose_two_level_segment, count_resident_blocks, cut_evenly, deal_two_level, keep_whole
+from fused.time_model import get_time_model
 
-CPU = torch.device("cpu")
+RESIDENT = count_resident_blocks(132, 4)
+CPU, GPU = torch.device("cpu"), "h200"
+SCAN, EVERY_STATE, FEW_STATES = "scan_step", "every_state_step", "few_states_step"
 SIZES = [(1, 64, 64, 132), (4, 64, 64, 132), (4, 40, 64, 132), (1, 40, 1024, 132), (8, 12, 32, 132), (3, 2, 16, 132),
          (1, 16, 64, 132), (1, 32, 64, 132), (1, 48, 64, 132), (1, 1, 1, 7), (2, 3, 5, 4), (5, 1, 100, 2)]
 
@@ -27,12 +31,12 @@ def listed(table: torch.Tensor | None) -> list[list[tuple[int, ...]]]:
 
 
 def deal(batch, pairs, nsub, blocks, walk, cut=True) -> Listed:
-    runs = dealt.deal(batch, pairs, nsub, blocks, walk, cut, CPU)
+    runs = schedule.deal(batch, pairs, nsub, blocks, GPU, walk, cut, CPU)
     return Listed(listed(runs.sequences), listed(runs.pieces), runs.npieces)
 
 
-def span_runs(*settings) -> list[list[tuple[int, ...]]]:
-    return listed(dealt.span_runs(*settings, CPU).sequences)
+def two_level_runs(*settings) -> list[list[tuple[int, ...]]]:
+    return listed(deal_two_level(*settings, CPU).sequences)
 
 
 WALKS = pytest.mark.parametrize("walk", (SCAN, EVERY_STATE, FEW_STATES), ids=("scan", "every_state", "few_states"))
@@ -91,16 +95,16 @@ def test_cut_in_the_same_places():
 
 @pytest.mark.parametrize("blocks", (None, 1, 5, 1000))
 def test_spans_in_turn(blocks):
-    dealt = span_runs(2, 3, 10, 4, blocks)
+    dealt = two_level_runs(2, 3, 10, 4, blocks)
     assert len(dealt) == min(blocks or 18, 18)
     spans = sorted(run[:4] for of in dealt for run in of)
     assert spans == [(b, pair, first, min(first + 4, 10)) for b in range(2) for pair in range(3) for first in (0, 4, 8)]
 
 
 def test_spans_are_as_long_as_fill_the_gpu():
-    assert span_length(64, 32, 132) == 8  # two rounds instead of four
-    assert span_length(12, 32, 132) == 4  # one round, 96 blocks; longer ones would leave two thirds of the SMs idle
-    assert span_length(2, 4, 132) == 2
+    assert choose_two_level_segment(64, 32, 132, GPU) == 8  # two rounds instead of four
+    assert choose_two_level_segment(12, 32, 132, GPU) == 4  # one round of 96 blocks; 8 would leave 84 SMs idle
+    assert choose_two_level_segment(2, 4, 132, GPU) == 2
 
 
 def tabled(blocks: list[list[tuple[int, ...]]]) -> torch.Tensor:
@@ -113,7 +117,7 @@ def deal_slowly(batch, pairs, nsub, blocks, walk, cut) -> Listed:
     """One sub-chunk of the pieces after the other."""
     whole = batch * pairs // blocks * blocks
     rest = range(whole, batch * pairs)
-    each, share = dealt._cut(len(rest), nsub, blocks, walk) if cut and rest else (nsub, nsub)
+    each, share = schedule._choose_cut(get_time_model(GPU), walk, len(rest), nsub, blocks) if cut and rest else (nsub, nsub)
     parts = [(sequence, first) for first in range(0, nsub, each) for sequence in rest]
     walked = [(sequence, c) for sequence in rest for c in range(range(0, nsub, each)[-1])]  # all but the last part
     starts = [k for k, (_, c) in enumerate(walked) if c % each == 0 or k % share == 0]
@@ -137,7 +141,7 @@ def test_tables_of_random_sizes():
     for _ in range(400):
         settings = (draw.choice((1, 1, 2, 3, 8, 40)), draw.choice((1, 2, 3, 12, 40)), draw.choice((1, 2, 5, 16, 64, 100, 333)),
                     draw.choice((1, 4, 7, 66, 132, 200)), draw.choice((SCAN, EVERY_STATE, FEW_STATES)), draw.random() < 0.9)
-        wanted, got = deal_slowly(*settings), dealt.deal(*settings, CPU)
+        wanted, got = deal_slowly(*settings), schedule.deal(*settings[:4], GPU, *settings[4:], CPU)
         assert got.sequences.is_contiguous() and got.sequences.dtype == torch.int32
         assert torch.equal(got.sequences, tabled(wanted.sequences)) and got.npieces == wanted.npieces
         assert (got.pieces is None) == (not wanted.npieces)
@@ -156,5 +160,32 @@ def test_tables_of_spans_of_random_sizes():
                 for b in range(batch) for first in range(0, nsub, every) for pair in range(pairs)]
         side_by_side = min(blocks or len(runs), len(runs))
         wanted = tabled([runs[block::side_by_side] for block in range(side_by_side)])
-        got = dealt.span_runs(batch, pairs, nsub, every, blocks, CPU).sequences
+        got = deal_two_level(batch, pairs, nsub, every, blocks, CPU).sequences
         assert got.is_contiguous() and got.dtype == torch.int32 and torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize("seqlen, programs", product((1, 64, 65, 333, 4096, 65536), (1, 3, 80, 128, 320, 1000)))
+def test_every_token_has_one_segment(seqlen, programs):
+    s = cut_evenly(seqlen, 64, programs, RESIDENT, GPU)
+    assert (s.nsegments - 1) * s.segment < seqlen <= s.nsegments * s.segment
+    assert s.npieces * s.piece == (s.nsegments - 1) * s.segment
+    assert s.nsegments == 1 or s.piece % 64 == 0
+
+
+def test_a_full_gpu_takes_sequences_whole():
+    assert cut_evenly(4096, 64, 2 * RESIDENT, RESIDENT, GPU) == cut_evenly(4096, 64, 512, RESIDENT, GPU) == keep_whole(4096)
+    assert keep_whole(4096).segment == 4096 and keep_whole(4096).npieces == 0
+
+
+def test_one_block_of_tokens_is_never_cut():
+    assert cut_evenly(64, 64, 1, RESIDENT, GPU) == keep_whole(64)
+
+
+@pytest.mark.parametrize("seqlen, programs, nsegments", [(4096, 128, 2), (65536, 80, 3), (4096, 320, 4), (2048, 192, 1)])
+def test_segments_of_models(seqlen, programs, nsegments):
+    """8b-b1; 2.7b-64k; 2.7b-b4, whose second round would be a fifth full; 130m-b8."""
+    assert cut_evenly(seqlen, 64, programs, RESIDENT, GPU).nsegments == nsegments
+
+
+def test_wide_blocks_have_an_sm_each():
+    assert count_resident_blocks(132, 8) == 132 and count_resident_blocks(132, 4) == 264

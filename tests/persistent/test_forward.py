@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from persistent.schedule import segmented
+from fused.schedule import cut_evenly
 from ssd.registry import get_variant
 from ssd.runtime import tuning
 from ssd.types import Options
@@ -29,7 +29,7 @@ OFF = (
 def cut(inputs):
     """How the forward cuts these inputs, whose headdim is one block."""
     config, device = tuning.pick("stationary_scan", inputs), tuning.device_of(inputs)
-    return segmented(inputs.seqlen, config["BLOCK_M"], inputs.batch * inputs.nheads, 2 * device.sms)
+    return cut_evenly(inputs.seqlen, config["BLOCK_M"], inputs.batch * inputs.nheads, 2 * device.sms, device.name)
 
 
 def cut_into_documents(inputs, length: int):

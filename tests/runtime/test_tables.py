@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fused.schedule import SCAN, Runs, deal, span_runs
+from fused.schedule import Runs, deal, deal_two_level
 from ssd.runtime import tables
 from ssd.runtime.tables import get_tables
 
 CPU = torch.device("cpu")
 BYTES = 4 * 6  # of a run
+SCAN = "h200", "scan_step"
 
 
 class Maker:
@@ -58,8 +59,8 @@ def test_made_once(make):
 
 
 def test_as_they_are_dealt():
-    for make, settings in ((deal, (3, 96, 32, 132, SCAN, True)), (deal, (1, 2, 2, 132, SCAN, False)),
-                           (span_runs, (2, 3, 10, 4, 5))):
+    for make, settings in ((deal, (3, 96, 32, 132, *SCAN, True)), (deal, (1, 2, 2, 132, *SCAN, False)),
+                           (deal_two_level, (2, 3, 10, 4, 5))):
         got, wanted = get_tables(make, settings, CPU), make(*settings, CPU)
         assert torch.equal(got.sequences, wanted.sequences) and got.npieces == wanted.npieces
         assert (got.pieces is None and wanted.pieces is None) or torch.equal(got.pieces, wanted.pieces)
@@ -156,7 +157,7 @@ def test_making_them_is_not_seen():
             raise AssertionError(func)
 
     with Watch():
-        get_tables(deal, (3, 96, 32, 132, SCAN, True), CPU)
+        get_tables(deal, (3, 96, 32, 132, *SCAN, True), CPU)
 
 
 @pytest.mark.gpu
@@ -168,7 +169,7 @@ def test_on_a_gpu(monkeypatch):
     for stream in (torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()):
         with torch.cuda.stream(stream):
             for nsub in range(100, 120):
-                for make, settings in ((deal, (3, 96, nsub, 132, SCAN, True)), (span_runs, (3, 96, nsub, 2, None))):
+                for make, settings in ((deal, (3, 96, nsub, 132, *SCAN, True)), (deal_two_level, (3, 96, nsub, 2, None))):
                     got, wanted = get_tables(make, settings, device), make(*settings, CPU)
                     assert torch.equal(got.sequences.clone().cpu(), wanted.sequences)
                     assert wanted.pieces is None or torch.equal(got.pieces.clone().cpu(), wanted.pieces)
@@ -181,12 +182,12 @@ def test_a_captured_graph_outlives_its_tables(monkeypatch):
     monkeypatch.setattr(tables, "_MOST_ENTRIES", 1)
     device = torch.device("cuda", torch.cuda.current_device())
     settings = 2, 40, 10, 4, None
-    wanted = get_tables(span_runs, settings, device).sequences.clone()
+    wanted = get_tables(deal_two_level, settings, device).sequences.clone()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        copy = get_tables(span_runs, settings, device).sequences * 1
+        copy = get_tables(deal_two_level, settings, device).sequences * 1
     for nsub in range(11, 40):
-        get_tables(span_runs, (2, 40, nsub, 4, None), device)
+        get_tables(deal_two_level, (2, 40, nsub, 4, None), device)
         torch.full_like(wanted, -1)  # in memory that was freed
     graph.replay()
     assert torch.equal(copy, wanted)
