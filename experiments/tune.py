@@ -18,7 +18,7 @@ from rich.progress import track
 from rich.table import Table
 
 from ssd.files import replacing
-from ssd.registry import get_variant
+from ssd.registry import config_spaces, get_variant
 from ssd.runtime import tuning
 from ssd.types import Options, SSDGrads, SSDInputs
 
@@ -57,7 +57,7 @@ def _measure(shape, dtype, chunk_size, sizes, device, repeats, console) -> dict[
     inputs = SSDInputs(**make_inputs(shape, DTYPES[dtype], "cuda"), chunk_size=chunk_size)
     inputs = SSDInputs(**{**vars(inputs), "z": torch.randn_like(inputs.x)})  # so that chunk_scan_dz runs too
     dout = torch.randn_like(inputs.x)
-    spaces = {kernel: tuning.space(kernel, *sizes, device) for kernel in tuning.KERNELS}
+    spaces = {kernel: space.configs(*sizes, device) for kernel, space in config_spaces().items()}
     times: dict[str, dict[tuning.Config, float]] = defaultdict(dict)
     for turn in track(range(max(map(len, spaces.values()))), f"{shape.name}, chunk {chunk_size}", console=console):
         trial = {kernel: space[turn] for kernel, space in spaces.items() if turn < len(space)}
@@ -73,7 +73,7 @@ def _measure(shape, dtype, chunk_size, sizes, device, repeats, console) -> dict[
 
 
 def launch_all(inputs: SSDInputs, dout: torch.Tensor) -> None:
-    """One launch at least of every kernel in `tuning.KERNELS`, while configs are forced."""
+    """One launch at least of every kernel in `config_spaces()`, while configs are forced."""
     for name, options in _CALLS:
         variant = get_variant(name)
         saved = variant.forward(inputs, options, True)[2]

@@ -10,6 +10,7 @@ from functools import lru_cache
 from importlib import import_module
 
 from . import choice
+from .runtime.tuning import SPACES, ConfigSpace
 from .types import Options, SSDInputs
 
 _MODULES = {
@@ -70,6 +71,13 @@ def get_variant(name: str) -> Variant:
         raise ValueError(f"variant: got {name!r}, expected one of {', '.join(map(repr, (*_MODULES, 'auto')))}")
     module = _MODULES[name]
     return (sys.modules.get(module) or import_module(module)).VARIANT
+
+
+def config_spaces() -> dict[str, ConfigSpace]:
+    """The config space of every kernel of our variants, by the kernel's name."""
+    for name in choice.CANDIDATES:
+        get_variant(name)
+    return SPACES
 
 
 def states_every(name: str, inputs: SSDInputs, options: Options) -> int | None:

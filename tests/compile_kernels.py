@@ -36,7 +36,7 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from fused import hopper
-from ssd.registry import Variant, get_variant
+from ssd.registry import Variant, config_spaces, get_variant
 from ssd.runtime import launch, tuning
 from ssd.runtime.lost_operands import lost_operands
 from ssd.runtime.machine_code import inspect, lanes_apart, ptx_loops
@@ -140,9 +140,9 @@ def compile_all(variant: Variant, inputs: SSDInputs, arch: int, options: Options
     sizes = (inputs.x.dtype, inputs.headdim, inputs.dstate, inputs.chunk_size, CHIPS[arch])
     with compiling(arch) as compiled:
         forward_backward(variant, inputs, options)
-        for kernel in tuning.KERNELS if configs else ():
-            space = tuning.space(kernel, *sizes)
-            for config in space[:: -(-len(space) // configs)]:
+        for kernel, space in config_spaces().items() if configs else ():
+            tried = space.configs(*sizes)
+            for config in tried[:: -(-len(tried) // configs)]:
                 with tuning.forced(kernel, config):
                     forward_backward(variant, inputs, options)
     return sorted((_measured(kernel, not configs) for kernel in compiled.values()), key=lambda c: (c.kernel, c.config))

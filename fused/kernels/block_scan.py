@@ -13,10 +13,19 @@ import triton.language as tl
 from ssd.kernels.arguments import cdiv, strides
 from ssd.kernels.device import causal, document_before, sigmoid, unpack_program
 from ssd.runtime.launch import launch
-from ssd.runtime.tuning import pick
+from ssd.runtime.tuning import ConfigSpace
 from ssd.types import Options, SSDInputs
 
 from .walk import decay, exponent, load_skip, load_tokens, state_tile
+
+CONFIGS = ConfigSpace(
+    "block_scan",
+    axes={"BLOCK_M": "chunk_size", "BLOCK_P": "headdim", "BLOCK_K": "chunk_size", "BLOCK_N": "dstate"},
+    entries=((64, 64, 64, 256, 4, 2), (64, 64, 64, 256, 4, 3), (128, 64, 64, 256, 8, 2), (64, 64, 32, 256, 4, 3)),
+    staged=(("BLOCK_K", "BLOCK_N"), ("BLOCK_K", "BLOCK_P")),
+    unstaged=(("BLOCK_M", "BLOCK_N"), ("BLOCK_N", "BLOCK_P")),
+    whole_dstate=True,
+)
 
 
 @triton.jit
@@ -90,7 +99,7 @@ def block_scan(i: SSDInputs, CB, dt, dA_cumsum, prev_states, options: Options,
     """Returns out and, with z and where a backward may follow (`save`), y."""
     out = torch.empty(i.x.shape, device=i.x.device, dtype=i.x.dtype)
     y = torch.empty_like(out) if save and i.z is not None else None
-    config = pick("block_scan", i)
+    config = CONFIGS.pick(i)
     tiles = i.chunk_size // config["BLOCK_M"] * cdiv(i.headdim, config["BLOCK_P"])
     launch(
         block_scan_kernel, tiles * i.nheads * i.nchunks * i.batch,

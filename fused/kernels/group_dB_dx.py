@@ -16,11 +16,20 @@ from ssd.kernels.arguments import output, strides
 from ssd.kernels.device import product, split_heads, unpack_program
 from ssd.kernels.sum_parts import sum_first
 from ssd.runtime.launch import launch
-from ssd.runtime.tuning import pick
+from ssd.runtime.tuning import ConfigSpace
 from ssd.types import Options, SSDInputs
 
 from .group import load_states, parts_of, store_tokens, summed
 from .walk import decay, decays, load_skip, load_tokens, visible
+
+CONFIGS = ConfigSpace(
+    "group_dB_dx",
+    axes={"BLOCK_M": "chunk_size", "BLOCK_P": "headdim", "BLOCK_N": "dstate"},
+    entries=((64, 64, 256, 8, 2), (64, 64, 256, 8, 3), (64, 32, 256, 8, 2)),
+    staged=(("BLOCK_P", "BLOCK_N"), ("BLOCK_M", "BLOCK_P"), ("BLOCK_M", "BLOCK_P")),
+    unstaged=(("BLOCK_M", "BLOCK_N"), ("BLOCK_M", "BLOCK_N"), ("BLOCK_M", "BLOCK_P"), ("BLOCK_M", "BLOCK_M")),
+    whole_dstate=True, state_in_registers=True,
+)
 
 
 @triton.jit
@@ -131,5 +140,5 @@ def group_dB_dx(i: SSDInputs, dt: Tensor, dA_cumsum: Tensor, dy: Tensor, dstates
         i.x, i.x.stride(), dy, dy.stride(), i.B, i.B.stride(), i.C, i.C.stride(), i.D, strides(i.D), dt, dA_cumsum, i.seq_idx,
         dstates, dCB, dx, dx.stride(), parts, parts.stride()[1:], parts.stride(0), u_v_x, q, dD_tiles, i.seqlen, nblocks,
         i.nheads, i.ngroups, i.headdim, i.dstate, splits, options.exp2, options.precision,
-        **(pick("group_dB_dx", i).launch | {"BLOCK_M": span}))
+        **(CONFIGS.pick(i).launch | {"BLOCK_M": span}))
     return dx, summed(parts, i.B, into_dB), None if dD_tiles is None else sum_first(dD_tiles, output(dD_tiles[0])), u_v_x, q

@@ -14,11 +14,20 @@ from torch import Tensor
 
 from ssd.kernels.device import split_heads, unpack_program
 from ssd.runtime.launch import launch
-from ssd.runtime.tuning import head_splits, pick
+from ssd.runtime.tuning import ConfigSpace, head_splits
 from ssd.types import Options, SSDInputs
 
 from .group import load_states, parts_of, store_tokens, summed
 from .walk import decay, decays, load_tokens, visible
+
+CONFIGS = ConfigSpace(
+    "group_dC",
+    axes={"BLOCK_M": "chunk_size", "BLOCK_P": "headdim", "BLOCK_N": "dstate"},
+    entries=((64, 64, 256, 8, 3), (64, 64, 256, 8, 2), (64, 64, 256, 4, 2), (64, 32, 256, 8, 3)),
+    staged=(("BLOCK_P", "BLOCK_N"), ("BLOCK_M", "BLOCK_P"), ("BLOCK_M", "BLOCK_P")),
+    unstaged=(("BLOCK_M", "BLOCK_N"), ("BLOCK_M", "BLOCK_N"), ("BLOCK_M", "BLOCK_P"), ("BLOCK_M", "BLOCK_M")),
+    whole_dstate=True, state_in_registers=True,
+)
 
 
 @triton.jit
@@ -100,5 +109,5 @@ def group_dC(i: SSDInputs, dt: Tensor, dA_cumsum: Tensor, dy: Tensor, prev_state
         group_dC_kernel, programs * splits,
         i.x, i.x.stride(), dy, dy.stride(), i.B, i.B.stride(), i.C, i.C.stride(), dt, dA_cumsum, i.seq_idx, prev_states,
         parts, parts.stride()[1:], parts.stride(0), dCB, net, i.seqlen, nblocks, i.nheads, i.ngroups, i.headdim, i.dstate,
-        splits, options.exp2, options.precision, **(pick("group_dC", i).launch | {"BLOCK_M": span}))
+        splits, options.exp2, options.precision, **(CONFIGS.pick(i).launch | {"BLOCK_M": span}))
     return summed(parts, i.C, into), dCB, net

@@ -12,10 +12,19 @@ import triton.language as tl
 from ssd.kernels.arguments import cdiv, strides
 from ssd.kernels.device import unpack_program
 from ssd.runtime.launch import launch
-from ssd.runtime.tuning import pick
+from ssd.runtime.tuning import ConfigSpace
 from ssd.types import Options, SSDInputs
 
 from .scan_chunk import scan_chunk
+
+CONFIGS = ConfigSpace(
+    "two_level_scan",
+    axes={"BLOCK_M": "chunk_size", "BLOCK_P": "headdim", "BLOCK_N": "dstate"},
+    entries=((64, 64, 256, 4, 2), (64, 64, 256, 4, 3), (64, 64, 256, 8, 2), (64, 32, 256, 4, 2)),
+    staged=(("BLOCK_M", "BLOCK_N"), ("BLOCK_M", "BLOCK_N"), ("BLOCK_M", "BLOCK_P")),
+    unstaged=(("BLOCK_N", "BLOCK_P"), ("BLOCK_M", "BLOCK_M"), ("BLOCK_M", "BLOCK_P")),
+    whole_dstate=True, state_in_registers=True,
+)
 
 
 @triton.jit
@@ -37,7 +46,7 @@ def two_level_scan(i: SSDInputs, CB, dt, dA_cumsum, prev_states, options: Option
     """
     out = torch.empty(i.x.shape, device=i.x.device, dtype=i.x.dtype)
     y = torch.empty_like(out) if save and i.z is not None else None
-    config = pick("two_level_scan", i)
+    config = CONFIGS.pick(i)
     launch(
         two_level_scan_kernel, cdiv(i.headdim, config["BLOCK_P"]) * i.nheads * i.nchunks * i.batch,
         i.x, i.x.stride(), i.z, strides(i.z), i.B, i.B.stride(), i.C, i.C.stride(), CB, i.D, strides(i.D), dt,

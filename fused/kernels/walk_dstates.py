@@ -17,10 +17,18 @@ from torch import Tensor
 from ssd.kernels.arguments import cdiv, output, strides
 from ssd.kernels.device import unpack_program
 from ssd.runtime.launch import launch
-from ssd.runtime.tuning import pick
+from ssd.runtime.tuning import ConfigSpace
 from ssd.types import Options, SSDInputs
 
 from .walk import add_to_state, decays, load_initial, load_tokens, state_tile
+
+CONFIGS = ConfigSpace(
+    "walk_dstates",
+    axes={"BLOCK_M": "chunk_size", "BLOCK_P": "headdim", "BLOCK_N": "dstate"},
+    entries=((64, 32, 128, 4, 3), (64, 64, 128, 4, 3), (64, 64, 64, 4, 3), (64, 32, 128, 4, 2)),
+    staged=(("BLOCK_M", "BLOCK_P"), ("BLOCK_M", "BLOCK_N"), ("BLOCK_P", "BLOCK_N")),
+    unstaged=(("BLOCK_M", "BLOCK_P"),),
+)
 
 
 @triton.jit
@@ -69,7 +77,7 @@ def walk_dstates(i: SSDInputs, dy: Tensor, dA_cumsum: Tensor, prev_states: Tenso
                  options: Options, into: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
     """Returns dstates, dinitial_states (None without initial_states) and the partial sums of s."""
     nblocks, span = dA_cumsum.shape[2:]
-    config = pick("walk_dstates", i).launch | {"BLOCK_M": span}
+    config = CONFIGS.pick(i).launch | {"BLOCK_M": span}
     ntiles = cdiv(i.headdim, config["BLOCK_P"]) * cdiv(i.dstate, config["BLOCK_N"])
     dstates = torch.empty_like(prev_states, dtype=i.x.dtype)
     dinitial_states = None if i.initial_states is None else output(i.initial_states, into, torch.float32)

@@ -15,10 +15,19 @@ import triton.language as tl
 from ssd.kernels.arguments import cdiv, strides
 from ssd.kernels.device import unpack_program
 from ssd.runtime.launch import launch
-from ssd.runtime.tuning import pick
+from ssd.runtime.tuning import ConfigSpace
 from ssd.types import Options, SSDInputs
 
 from .walk import load_initial, state_tile, store_prev_state, walk_state
+
+CONFIGS = ConfigSpace(
+    "walk_states",
+    axes={"BLOCK_P": "headdim", "BLOCK_N": "dstate", "BLOCK_K": "chunk_size"},
+    entries=((32, 128, 64, 4, 3), (64, 128, 64, 4, 3), (64, 64, 64, 4, 3), (32, 128, 64, 4, 4), (32, 64, 64, 4, 4),
+             (32, 128, 64, 4, 2), (64, 128, 32, 4, 4)),
+    staged=(("BLOCK_K", "BLOCK_P"), ("BLOCK_K", "BLOCK_N")),
+    unstaged=(("BLOCK_K", "BLOCK_P"),),
+)
 
 
 @triton.jit
@@ -78,7 +87,7 @@ def run_states(i: SSDInputs, dt, dA_cumsum, run: int, nruns: int, options: Optio
 
 def _launch(i: SSDInputs, dt, dA_cumsum, starts, prev_states, ends, factors, run: int, nruns: int, options: Options):
     cumsum = dA_cumsum.shape[-1]
-    config = pick("walk_states", i)
+    config = CONFIGS.pick(i)
     tiles = cdiv(i.headdim, config["BLOCK_P"]) * cdiv(i.dstate, config["BLOCK_N"])
     launch(
         walk_states_kernel, tiles * i.nheads * nruns * i.batch,

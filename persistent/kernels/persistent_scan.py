@@ -13,8 +13,17 @@ from fused.schedule import count_resident_blocks
 from ssd.kernels.arguments import cdiv, strides
 from ssd.kernels.device import unpack
 from ssd.runtime.launch import launch
-from ssd.runtime.tuning import device_of, pick
+from ssd.runtime.tuning import ConfigSpace, device_of
 from ssd.types import Options, SSDInputs
+
+CONFIGS = ConfigSpace(
+    "persistent_scan",
+    axes={"BLOCK_M": "chunk_size", "BLOCK_P": "headdim", "BLOCK_N": "dstate"},
+    entries=((64, 64, 256, 4, 2), (64, 64, 256, 4, 3), (64, 64, 256, 8, 2), (64, 32, 256, 4, 2)),
+    staged=(("BLOCK_M", "BLOCK_N"), ("BLOCK_M", "BLOCK_N"), ("BLOCK_M", "BLOCK_P")),
+    unstaged=(("BLOCK_N", "BLOCK_P"), ("BLOCK_M", "BLOCK_M"), ("BLOCK_M", "BLOCK_P")),
+    whole_dstate=True, state_in_registers=True,
+)
 
 
 @triton.jit
@@ -37,7 +46,7 @@ def persistent_scan(i: SSDInputs, CB, dt, dA_cumsum, prev_states, options: Optio
     """
     out = torch.empty(i.x.shape, device=i.x.device, dtype=i.x.dtype)
     y = torch.empty_like(out) if save and i.z is not None else None
-    config = pick("persistent_scan", i)
+    config = CONFIGS.pick(i)
     ntiles = cdiv(i.headdim, config["BLOCK_P"]) * i.nheads * i.nchunks * i.batch
     launch(
         persistent_scan_kernel, min(ntiles, count_resident_blocks(device_of(i).sms, config.num_warps)),

@@ -16,8 +16,17 @@ from fused.schedule import Schedule
 from ssd.kernels.arguments import cdiv, strides
 from ssd.kernels.device import unpack_program
 from ssd.runtime.launch import launch
-from ssd.runtime.tuning import pick
+from ssd.runtime.tuning import ConfigSpace
 from ssd.types import Options, SSDInputs
+
+CONFIGS = ConfigSpace(
+    "stationary_scan",
+    axes={"BLOCK_M": "chunk_size", "BLOCK_P": "headdim", "BLOCK_N": "dstate"},
+    entries=((64, 64, 256, 4, 2), (64, 64, 256, 4, 3), (64, 64, 256, 8, 2), (64, 32, 256, 4, 2)),
+    staged=(("BLOCK_M", "BLOCK_N"), ("BLOCK_M", "BLOCK_N"), ("BLOCK_M", "BLOCK_P")),
+    unstaged=(("BLOCK_N", "BLOCK_P"), ("BLOCK_M", "BLOCK_M"), ("BLOCK_M", "BLOCK_P")),
+    whole_dstate=True, state_in_registers=True,
+)
 
 
 @triton.jit
@@ -62,7 +71,7 @@ def stationary_scan(i: SSDInputs, CB, dt, dA_cumsum, ends, factors, schedule: Sc
     prev_states = None
     if keep:
         prev_states = final_states.new_empty(i.batch, i.nchunks, *final_states.shape[1:], dtype=i.states_dtype)
-    config = pick("stationary_scan", i)
+    config = CONFIGS.pick(i)
     launch(
         stationary_scan_kernel, cdiv(i.headdim, config["BLOCK_P"]) * i.nheads * schedule.nsegments * i.batch,
         i.x, i.x.stride(), i.z, strides(i.z), i.B, i.B.stride(), i.C, i.C.stride(), CB, i.D, strides(i.D), dt,

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from ..runtime.launch import launch
-from ..runtime.tuning import pick
+from ..runtime.tuning import ConfigSpace
 from ..types import SSDInputs
 from .arguments import cdiv, contiguous
 from .device import softplus, unpack_program
@@ -19,6 +19,12 @@ from .device import softplus, unpack_program
 # before it. Differences inside a document lose 2^-16 of a binary log in RMS, and four times that at most, for each document
 # that began in the same 64 tokens (docs/ssd.md).
 _BOUNDARY = tl.constexpr(-128.0)
+
+CONFIGS = ConfigSpace(
+    "chunk_cumsum",
+    axes={"BLOCK_H": None},
+    entries=((16, 4, 1), (8, 4, 1), (32, 4, 1), (16, 8, 1)),
+)
 
 
 @triton.jit
@@ -62,7 +68,7 @@ def chunk_cumsum(i: SSDInputs, apart: bool = False, arrivals: torch.Tensor | Non
     """Returns dt and dA_cumsum; apart: in which documents are, for kernels that do not read seq_idx."""
     dt = torch.empty(i.batch, i.nheads, i.nchunks, i.chunk_size, device=i.x.device, dtype=torch.float32)
     dA_cumsum = torch.empty_like(dt)
-    config = pick("chunk_cumsum", i)
+    config = CONFIGS.pick(i)
     launch(
         chunk_cumsum_kernel, cdiv(i.nheads, config["BLOCK_H"]) * i.nchunks * i.batch,
         i.dt, i.dt.stride(), i.A.contiguous(), contiguous(i.dt_bias), i.seq_idx if apart else None, dt, dA_cumsum, arrivals,

@@ -13,13 +13,19 @@ import triton.language as tl
 from torch import Tensor
 
 from ..runtime.launch import launch
-from ..runtime.tuning import next_power_of_2, pick
+from ..runtime.tuning import ConfigSpace, next_power_of_2
 from ..types import SSDInputs
 from .arguments import cdiv, contiguous, output
 from .chunk_cumsum import step
 from .device import product, sigmoid, unpack_program
 
 _ELEMENTS = 1024  # of the parts of each sum, which the last program adds up at a time
+
+CONFIGS = ConfigSpace(
+    "chunk_cumsum_bwd",
+    axes={"BLOCK_H": None},
+    entries=((8, 4, 1), (4, 4, 1), (16, 4, 1), (8, 8, 1)),
+)
 
 
 @triton.jit
@@ -95,7 +101,7 @@ def chunk_cumsum_bwd(i: SSDInputs, u_v_x: Tensor, r_tiles: Tensor, q: Tensor, s_
     wanted = (True, i.dt_bias is not None, dy_x is not None)
     parts = torch.empty(sum(wanted), i.batch * i.nchunks, i.nheads, device=i.x.device, dtype=torch.float32)
     sums = parts.new_empty(sum(wanted), i.nheads)
-    config = pick("chunk_cumsum_bwd", i)
+    config = CONFIGS.pick(i)
     launch(
         chunk_cumsum_bwd_kernel, cdiv(i.nheads, config["BLOCK_H"]) * i.nchunks * i.batch,
         i.dt, i.dt.stride(), i.A.contiguous(), contiguous(i.dt_bias), u_v_x, r_tiles, q, s_tiles, row, col_tiles, dy_x,

@@ -7,7 +7,7 @@ import torch
 
 import ssd
 from ssd import api
-from ssd.registry import get_variant, variant_names
+from ssd.registry import config_spaces, get_variant, variant_names
 from ssd.runtime import tuning
 from ssd.types import Options
 from tests.inputs import EVERYTHING, OURS, Shape, arguments, random_inputs
@@ -199,11 +199,11 @@ def test_tiles_beyond_int32_are_refused(variant, argument, strides, device):
     assert f"{argument}: got strides {strides}" in get_variant(variant).supports(replace(inputs, **{argument: far}))
 
 
-@pytest.mark.parametrize("kernel", sorted(tuning._TILES))
+@pytest.mark.parametrize("kernel", sorted(kernel for kernel, space in config_spaces().items() if space.staged))
 def test_kernel_that_does_not_fit_names_limit_and_size(kernel):
     tiny = tuning.Device("tiny", 1024)
     with pytest.raises(ValueError, match=rf"{kernel}: .* \d+ bytes .*tiny may have 1024"):
-        tuning.space(kernel, torch.float32, 64, 128, 256, tiny)
+        config_spaces()[kernel].configs(torch.float32, 64, 128, 256, tiny)
 
 
 @pytest.mark.parametrize("bounds", [[1, 20], [0, 19], [0, 12, 7, 20], [0, 21]], ids=str)

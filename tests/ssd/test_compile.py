@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from ssd.runtime import tuning
+from ssd.registry import config_spaces
 from tests import tritons
 from tests.inputs import OURS
 
@@ -100,7 +100,7 @@ def test_every_kernel_with_other_tritons(triton, arch):
     assert {row["triton"] for row in rows} == {triton}
     assert_fits(rows, arch, spills=64, by_walks=1152)
     kernels = {row["kernel"] for row in rows}
-    assert kernels >= {f"{kernel}_kernel" for kernel in tuning.KERNELS}
+    assert kernels >= {f"{kernel}_kernel" for kernel in config_spaces()}
     for row in rows if arch == 90 else ():
         assert bool(row["wgmma"]) == bool(row["dots"] or row["kernel"] in HOPPER) and not row["mma"], row
         assert row["kernel"] not in HOPPER or row["groups"] <= MOST_GROUPS, row
@@ -188,7 +188,7 @@ def test_configs_on_hopper(way):
 
 def test_no_kernel_is_left_out():
     rows = [row for way in WAYS for row in compiled(*way, "--arch", "90", "--every-option")]
-    assert {row["kernel"] for row in rows} >= {f"{kernel}_kernel" for kernel in tuning.KERNELS}
+    assert {row["kernel"] for row in rows} >= {f"{kernel}_kernel" for kernel in config_spaces()}
     assert len({row["kernel"] for row in rows if row["dots"]}) >= 15
 
 

@@ -6,7 +6,7 @@ from itertools import product, zip_longest
 import pytest
 import torch
 
-from ssd.registry import get_variant
+from ssd.registry import config_spaces, get_variant
 from ssd.runtime import tuning
 from ssd.types import Options, SSDGrads
 from tests.errors import assert_all_accurate, assert_right, cotangents, results, truths, truths_apart
@@ -132,7 +132,7 @@ def spaces(inputs):
     """What a tuner may try for each kernel."""
     chip = tuning.current_device(inputs.x.device.index if inputs.x.is_cuda else None)
     sizes = (inputs.x.dtype, inputs.headdim, inputs.dstate, inputs.chunk_size, chip)
-    return {kernel: tuning.space(kernel, *sizes) for kernel in tuning.KERNELS}
+    return {kernel: space.configs(*sizes) for kernel, space in config_spaces().items()}
 
 
 @over_variants
@@ -148,13 +148,13 @@ def test_every_config(name, documents, dtype, device, monkeypatch):
     rows = list(zip_longest(*spaces(inputs).values()))
     for row in rows if GPU else rows[2 * DTYPES.index(dtype) + (documents is None) :: 4]:
         together = [config or default for config, default in zip(row, rows[0], strict=True)]
-        monkeypatch.setattr(tuning, "_forced", dict(zip(tuning.KERNELS, together, strict=True)))
+        monkeypatch.setattr(tuning, "_forced", dict(zip(config_spaces(), together, strict=True)))
         assert_right(get_variant(name), inputs)
 
 
 @pytest.mark.gpu
 @over_variants
-@pytest.mark.parametrize("kernel", tuning.KERNELS)
+@pytest.mark.parametrize("kernel", config_spaces())
 def test_every_config_alone(name, kernel, device):
     """Each config beside the defaults of the other kernels."""
     inputs = random_inputs(Shape(1, 700, 4, 64, 1, 128, 256), EVERYTHING, torch.bfloat16, device)

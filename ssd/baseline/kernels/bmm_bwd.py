@@ -12,8 +12,15 @@ from torch import Tensor
 from ...kernels.arguments import cdiv, output
 from ...kernels.device import chunk_offset, unpack_program
 from ...runtime.launch import launch
-from ...runtime.tuning import pick
+from ...runtime.tuning import ConfigSpace
 from ...types import Options, SSDInputs
+
+CONFIGS = ConfigSpace(
+    "bmm_bwd",
+    axes={"BLOCK_M": "chunk_size", "BLOCK_N": "dstate", "BLOCK_K": "chunk_size"},
+    entries=((64, 128, 64, 4, 3), (64, 64, 64, 4, 3), (128, 64, 64, 4, 3), (64, 128, 32, 4, 3)),
+    staged=(("BLOCK_M", "BLOCK_K"), ("BLOCK_K", "BLOCK_N")),
+)
 
 
 @triton.jit
@@ -59,7 +66,7 @@ def bmm_bwd_kernel(dCB, other, other_strides, parts, grad, grad_strides, seqlen,
 
 def _launch(i: SSDInputs, dCB: Tensor, other: Tensor, parts: Tensor, grad: Tensor, transposed: bool,
             options: Options) -> Tensor:
-    config = pick("bmm_bwd", i)
+    config = CONFIGS.pick(i)
     tiles = i.chunk_size // config["BLOCK_M"] * cdiv(i.dstate, config["BLOCK_N"])
     launch(
         bmm_bwd_kernel, tiles * i.ngroups * i.nchunks * i.batch,

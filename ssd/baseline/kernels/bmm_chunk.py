@@ -11,8 +11,15 @@ import triton.language as tl
 from ...kernels.arguments import triton_dtype
 from ...kernels.device import chunk_offset, unpack_program
 from ...runtime.launch import launch
-from ...runtime.tuning import pick
+from ...runtime.tuning import ConfigSpace
 from ...types import Options, SSDInputs
+
+CONFIGS = ConfigSpace(
+    "bmm_chunk",
+    axes={"BLOCK_M": "chunk_size", "BLOCK_N": "chunk_size", "BLOCK_K": "dstate"},
+    entries=((64, 64, 64, 4, 3), (128, 64, 64, 4, 3), (128, 128, 64, 8, 3), (64, 64, 128, 4, 2), (64, 128, 64, 4, 3)),
+    staged=(("BLOCK_M", "BLOCK_K"), ("BLOCK_K", "BLOCK_N")),
+)
 
 
 @triton.jit
@@ -43,7 +50,7 @@ def bmm_chunk_kernel(B, B_strides, C, C_strides, CB, seqlen, nchunks, NGROUPS: t
 def bmm_chunk(i: SSDInputs, options: Options, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Returns CB."""
     CB = torch.empty(i.batch, i.nchunks, i.ngroups, i.chunk_size, i.chunk_size, device=i.x.device, dtype=dtype)
-    config = pick("bmm_chunk", i)
+    config = CONFIGS.pick(i)
     tiles = i.chunk_size // config["BLOCK_M"] * (i.chunk_size // config["BLOCK_N"])
     launch(
         bmm_chunk_kernel, tiles * i.ngroups * i.nchunks * i.batch,

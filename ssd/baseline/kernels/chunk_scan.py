@@ -13,9 +13,17 @@ import triton.language as tl
 from ...kernels.arguments import cdiv, per_channel_strides, strides
 from ...kernels.device import causal, chunk_offset, decay, document_before, sigmoid, unpack_program
 from ...runtime.launch import launch
-from ...runtime.tuning import pick
+from ...runtime.tuning import ConfigSpace
 from ...types import Options, SSDInputs
 from .chunk_state import weights_from_start
+
+CONFIGS = ConfigSpace(
+    "chunk_scan",
+    axes={"BLOCK_M": "chunk_size", "BLOCK_P": "headdim", "BLOCK_K": "chunk_size", "BLOCK_N": "dstate"},
+    entries=((64, 64, 64, 64, 4, 3), (128, 64, 64, 64, 4, 3), (64, 64, 32, 128, 4, 3), (128, 64, 32, 64, 4, 3),
+             (128, 64, 64, 64, 8, 3), (64, 64, 64, 128, 4, 2), (64, 64, 64, 64, 4, 2), (128, 64, 32, 64, 8, 3)),
+    staged=(("BLOCK_M", "BLOCK_K"), ("BLOCK_M", "BLOCK_K"), ("BLOCK_K", "BLOCK_P"), ("BLOCK_N", "BLOCK_P")),
+)
 
 
 @triton.jit
@@ -86,7 +94,7 @@ def chunk_scan(i: SSDInputs, CB, dt, dA_cumsum, prev_states, options: Options,
     """Returns out and, with z and where a backward may follow (`save`), y."""
     out = torch.empty(i.x.shape, device=i.x.device, dtype=i.x.dtype)
     y = torch.empty_like(out) if save and i.z is not None else None
-    config = pick("chunk_scan", i)
+    config = CONFIGS.pick(i)
     tiles = i.chunk_size // config["BLOCK_M"] * cdiv(i.headdim, config["BLOCK_P"])
     launch(
         chunk_scan_kernel, tiles * i.nheads * i.nchunks * i.batch,

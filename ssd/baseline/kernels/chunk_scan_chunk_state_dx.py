@@ -16,9 +16,17 @@ from ...kernels.arguments import output, per_channel_strides
 from ...kernels.device import causal, chunk_offset, decay, document_at_end, product, unpack_program
 from ...kernels.sum_parts import sum_first
 from ...runtime.launch import launch
-from ...runtime.tuning import pick
+from ...runtime.tuning import ConfigSpace
 from ...types import Options, SSDInputs
 from .chunk_state import weights_to_end
+
+CONFIGS = ConfigSpace(
+    "chunk_scan_chunk_state_dx",
+    axes={"BLOCK_M": "chunk_size", "BLOCK_P": "headdim", "BLOCK_K": "chunk_size", "BLOCK_N": "dstate"},
+    entries=((64, 64, 64, 64, 4, 3), (128, 64, 64, 64, 8, 3), (64, 64, 32, 64, 4, 3), (128, 64, 32, 64, 4, 3),
+             (64, 64, 64, 128, 4, 2), (64, 64, 64, 64, 4, 2), (128, 64, 32, 64, 8, 3), (64, 64, 32, 128, 4, 2)),
+    staged=(("BLOCK_M", "BLOCK_K"), ("BLOCK_M", "BLOCK_K"), ("BLOCK_K", "BLOCK_P"), ("BLOCK_N", "BLOCK_P")),
+)
 
 
 @triton.jit
@@ -103,7 +111,7 @@ def chunk_scan_chunk_state_dx(i: SSDInputs, CB: Tensor, dt: Tensor, dA_cumsum: T
                               options: Options, into: Tensor | None):
     """Returns dx, (u + v) . x, q, and dD (None without D), summed."""
     dx, ddt, q, dD_tiles = output(i.x, into), torch.empty_like(dt), torch.empty_like(dt), None
-    config = pick("chunk_scan_chunk_state_dx", i)
+    config = CONFIGS.pick(i)
     ntiles = i.chunk_size // config["BLOCK_M"]
     per_channel = i.D is not None and i.D.dim() == 2
     if i.D is not None:

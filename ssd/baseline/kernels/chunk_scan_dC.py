@@ -14,9 +14,17 @@ from torch import Tensor
 from ...kernels.arguments import cdiv
 from ...kernels.device import chunk_offset, document_before, split_heads, unpack_program
 from ...runtime.launch import launch
-from ...runtime.tuning import head_splits, pick
+from ...runtime.tuning import ConfigSpace, head_splits
 from ...types import Options, SSDInputs
 from .chunk_state import weights_from_start
+
+CONFIGS = ConfigSpace(
+    "chunk_scan_dC",
+    axes={"BLOCK_M": "chunk_size", "BLOCK_N": "dstate", "BLOCK_P": "headdim"},
+    entries=((64, 128, 64, 4, 3), (64, 64, 64, 4, 3), (128, 64, 64, 4, 3), (128, 128, 64, 8, 3), (64, 128, 64, 8, 3),
+             (64, 128, 64, 4, 4), (64, 128, 64, 4, 2), (128, 128, 64, 8, 2)),
+    staged=(("BLOCK_M", "BLOCK_P"), ("BLOCK_P", "BLOCK_N")),
+)
 
 
 @triton.jit
@@ -69,7 +77,7 @@ def chunk_scan_dC_kernel(dy, dy_strides, C, C_strides, dA_cumsum, seq_idx, prev_
 
 def chunk_scan_dC(i: SSDInputs, dy: Tensor, dA_cumsum: Tensor, prev_states: Tensor, options: Options) -> tuple[Tensor, Tensor]:
     """Returns the part of dC that comes through the states, as partial sums over splits of the heads, and those of r."""
-    config = pick("chunk_scan_dC", i)
+    config = CONFIGS.pick(i)
     ntiles = cdiv(i.dstate, config["BLOCK_N"])
     r_tiles = torch.empty(ntiles, *dA_cumsum.shape, device=i.x.device, dtype=torch.float32)
     programs = i.chunk_size // config["BLOCK_M"] * ntiles * i.ngroups * i.nchunks * i.batch

@@ -15,8 +15,16 @@ from ...kernels.arguments import output
 from ...kernels.device import causal, chunk_offset, decay, split_heads, unpack_program
 from ...kernels.sum_parts import sum_first
 from ...runtime.launch import launch
-from ...runtime.tuning import head_splits, pick
+from ...runtime.tuning import ConfigSpace, head_splits
 from ...types import Options, SSDInputs
+
+CONFIGS = ConfigSpace(
+    "chunk_scan_dCB",
+    axes={"BLOCK_M": "chunk_size", "BLOCK_N": "chunk_size", "BLOCK_P": "headdim"},
+    entries=((64, 64, 64, 4, 3), (128, 64, 64, 4, 3), (128, 64, 64, 8, 3), (128, 128, 64, 8, 3), (64, 64, 64, 4, 4),
+             (64, 128, 64, 4, 3), (64, 64, 64, 4, 2)),
+    staged=(("BLOCK_M", "BLOCK_P"), ("BLOCK_P", "BLOCK_N")),
+)
 
 
 @triton.jit
@@ -74,7 +82,7 @@ def chunk_scan_dCB_kernel(x, x_strides, dy, dy_strides, dt, dA_cumsum, seq_idx, 
 
 def chunk_scan_dCB(i: SSDInputs, dt: Tensor, dA_cumsum: Tensor, dy: Tensor, options: Options) -> Tensor:
     """Returns dCB, in the dtype of x: it is an operand of bmm_bwd."""
-    config = pick("chunk_scan_dCB", i)
+    config = CONFIGS.pick(i)
     tiles = i.chunk_size // config["BLOCK_M"] * (i.chunk_size // config["BLOCK_N"])
     programs = tiles * i.ngroups * i.nchunks * i.batch
     splits = head_splits(i, programs)

@@ -12,9 +12,17 @@ from torch import Tensor
 from ...kernels.arguments import cdiv
 from ...kernels.device import chunk_offset, document_before, unpack_program
 from ...runtime.launch import launch
-from ...runtime.tuning import pick
+from ...runtime.tuning import ConfigSpace
 from ...types import Options, SSDInputs
 from .chunk_state import weighted_outer
+
+CONFIGS = ConfigSpace(
+    "chunk_scan_dstates",
+    axes={"BLOCK_P": "headdim", "BLOCK_N": "dstate", "BLOCK_K": "chunk_size"},
+    entries=((64, 128, 64, 4, 3), (64, 128, 32, 4, 3), (64, 64, 64, 4, 3), (64, 128, 64, 8, 3), (64, 128, 32, 4, 4),
+             (64, 128, 64, 4, 2), (64, 128, 128, 4, 2)),
+    staged=(("BLOCK_P", "BLOCK_K"), ("BLOCK_K", "BLOCK_N")),
+)
 
 
 @triton.jit
@@ -44,7 +52,7 @@ def chunk_scan_dstates_kernel(dy, dy_strides, C, C_strides, dA_cumsum, seq_idx, 
 def chunk_scan_dstates(i: SSDInputs, dy: Tensor, dA_cumsum: Tensor, options: Options) -> Tensor:
     """Returns dprev_states, fp32."""
     dprev_states = torch.empty(i.batch, i.nchunks, i.nheads, i.headdim, i.dstate, device=i.x.device, dtype=torch.float32)
-    config = pick("chunk_scan_dstates", i)
+    config = CONFIGS.pick(i)
     tiles = cdiv(i.headdim, config["BLOCK_P"]) * cdiv(i.dstate, config["BLOCK_N"])
     launch(
         chunk_scan_dstates_kernel, tiles * i.nheads * i.nchunks * i.batch,

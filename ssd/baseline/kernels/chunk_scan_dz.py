@@ -12,8 +12,14 @@ from torch import Tensor
 from ...kernels.arguments import cdiv, output
 from ...kernels.device import sigmoid, unpack_program
 from ...runtime.launch import launch
-from ...runtime.tuning import next_power_of_2, pick
+from ...runtime.tuning import ConfigSpace, next_power_of_2
 from ...types import SSDInputs
+
+CONFIGS = ConfigSpace(
+    "chunk_scan_dz",
+    axes={"BLOCK": None},
+    entries=((2048, 4, 1), (4096, 4, 1), (1024, 4, 1)),
+)
 
 
 @triton.jit
@@ -40,7 +46,7 @@ def chunk_scan_dz_kernel(dout, dout_strides, y, z, z_strides, dz, dz_strides, dy
 def chunk_scan_dz(i: SSDInputs, dout: Tensor, y: Tensor, into: Tensor | None) -> tuple[Tensor, Tensor]:
     """Returns dz and dy."""
     dz, dy = output(i.z, into), torch.empty_like(y)
-    config = pick("chunk_scan_dz", i)
+    config = CONFIGS.pick(i)
     block_p = next_power_of_2(i.headdim)
     block_m = max(1, config["BLOCK"] // block_p)
     launch(

@@ -11,8 +11,16 @@ import triton.language as tl
 from ...kernels.arguments import cdiv
 from ...kernels.device import chunk_offset, decay, document_at_end, document_before, unpack_program
 from ...runtime.launch import launch
-from ...runtime.tuning import pick
+from ...runtime.tuning import ConfigSpace
 from ...types import Options, SSDInputs
+
+CONFIGS = ConfigSpace(
+    "chunk_state",
+    axes={"BLOCK_P": "headdim", "BLOCK_N": "dstate", "BLOCK_K": "chunk_size"},
+    entries=((64, 128, 64, 4, 3), (64, 128, 32, 4, 3), (64, 64, 64, 4, 3), (64, 128, 64, 8, 3), (64, 128, 32, 4, 4),
+             (64, 128, 64, 4, 2), (64, 128, 128, 4, 2), (64, 64, 32, 4, 4)),
+    staged=(("BLOCK_P", "BLOCK_K"), ("BLOCK_K", "BLOCK_N")),
+)
 
 
 @triton.jit
@@ -126,7 +134,7 @@ def varlen_states_kernel(x, x_strides, B, B_strides, dt, dA_cumsum, seq_idx, cu_
 def chunk_state(i: SSDInputs, dt, dA_cumsum, options: Options) -> torch.Tensor:
     """Returns states, fp32."""
     states = torch.empty(i.batch, i.nchunks, i.nheads, i.headdim, i.dstate, device=i.x.device, dtype=torch.float32)
-    config = pick("chunk_state", i)
+    config = CONFIGS.pick(i)
     tiles = cdiv(i.headdim, config["BLOCK_P"]) * cdiv(i.dstate, config["BLOCK_N"])
     launch(
         chunk_state_kernel, tiles * i.nheads * i.nchunks * i.batch,
@@ -139,7 +147,7 @@ def varlen_states(i: SSDInputs, dt, dA_cumsum, prev_states, options: Options) ->
     """Returns the state at the end of each document of i.cu_seqlens, (ndocs, nheads, headdim, dstate) fp32."""
     ndocs = i.cu_seqlens.shape[0] - 1
     states = torch.empty(ndocs, i.nheads, i.headdim, i.dstate, device=i.x.device, dtype=torch.float32)
-    config = pick("chunk_state", i)
+    config = CONFIGS.pick(i)
     tiles = cdiv(i.headdim, config["BLOCK_P"]) * cdiv(i.dstate, config["BLOCK_N"])
     launch(
         varlen_states_kernel, tiles * i.nheads * ndocs,

@@ -13,9 +13,17 @@ from torch import Tensor
 from ...kernels.arguments import cdiv
 from ...kernels.device import chunk_offset, document_at_end, split_heads, unpack_program
 from ...runtime.launch import launch
-from ...runtime.tuning import head_splits, pick
+from ...runtime.tuning import ConfigSpace, head_splits
 from ...types import Options, SSDInputs
 from .chunk_state import weights_to_end
+
+CONFIGS = ConfigSpace(
+    "chunk_state_dB",
+    axes={"BLOCK_M": "chunk_size", "BLOCK_N": "dstate", "BLOCK_P": "headdim"},
+    entries=((64, 128, 64, 4, 3), (64, 64, 64, 4, 3), (128, 64, 64, 4, 3), (128, 128, 64, 8, 3), (64, 128, 64, 8, 3),
+             (64, 128, 64, 4, 4), (64, 128, 64, 4, 2), (128, 128, 64, 8, 2)),
+    staged=(("BLOCK_M", "BLOCK_P"), ("BLOCK_P", "BLOCK_N")),
+)
 
 
 @triton.jit
@@ -64,7 +72,7 @@ def chunk_state_dB_kernel(x, x_strides, dt, dA_cumsum, seq_idx, dstates, dB_part
 
 def chunk_state_dB(i: SSDInputs, dt: Tensor, dA_cumsum: Tensor, dstates: Tensor, options: Options) -> Tensor:
     """Returns the part of dB that comes through the states, as partial sums over splits of the heads."""
-    config = pick("chunk_state_dB", i)
+    config = CONFIGS.pick(i)
     tiles = i.chunk_size // config["BLOCK_M"] * cdiv(i.dstate, config["BLOCK_N"])
     programs = tiles * i.ngroups * i.nchunks * i.batch
     splits = head_splits(i, programs)

@@ -13,9 +13,17 @@ from torch import Tensor
 
 from ...kernels.device import causal, chunk_offset, unpack_program
 from ...runtime.launch import launch
-from ...runtime.tuning import pick
+from ...runtime.tuning import ConfigSpace
 from ...types import Options, SSDInputs
 from .chunk_scan_dCB import pair_grads
+
+CONFIGS = ConfigSpace(
+    "ddA_cumsum",
+    axes={"BLOCK_M": "chunk_size", "BLOCK_K": "chunk_size", "BLOCK_P": "headdim"},
+    entries=((64, 64, 64, 4, 3), (128, 64, 64, 4, 3), (128, 128, 64, 8, 3), (64, 64, 64, 4, 2), (128, 64, 64, 8, 3),
+             (128, 64, 64, 8, 2)),
+    staged=(("BLOCK_M", "BLOCK_P"), ("BLOCK_P", "BLOCK_K"), ("BLOCK_M", "BLOCK_K"), ("BLOCK_M", "BLOCK_K")),
+)
 
 
 @triton.jit
@@ -50,7 +58,7 @@ def ddA_cumsum_kernel(x, x_strides, dy, dy_strides, dt, dA_cumsum, CB, seq_idx, 
 
 def ddA_cumsum(i: SSDInputs, dt: Tensor, dA_cumsum: Tensor, dy: Tensor, CB: Tensor, options: Options) -> tuple[Tensor, Tensor]:
     """Returns row and the partial sums of col."""
-    config = pick("ddA_cumsum", i)
+    config = CONFIGS.pick(i)
     ntiles = i.chunk_size // config["BLOCK_M"]
     row = torch.empty_like(dA_cumsum)
     col_tiles = torch.empty(ntiles, *dA_cumsum.shape, device=row.device, dtype=torch.float32)

@@ -12,8 +12,14 @@ import triton.language as tl
 from ...kernels.arguments import cdiv
 from ...kernels.device import decay, document_at_end, document_before, unpack_program
 from ...runtime.launch import launch
-from ...runtime.tuning import pick
+from ...runtime.tuning import ConfigSpace
 from ...types import SSDInputs
+
+CONFIGS = ConfigSpace(
+    "state_passing",
+    axes={"BLOCK": None},
+    entries=((1024, 4, 3), (512, 4, 3), (512, 4, 5), (1024, 4, 1), (256, 2, 4), (2048, 8, 3), (1024, 4, 5), (128, 1, 8)),
+)
 
 
 @triton.jit
@@ -54,7 +60,7 @@ def state_passing(i: SSDInputs, states, dA_cumsum) -> tuple[torch.Tensor, torch.
     """Returns prev_states, in i.states_dtype, and final_states, fp32."""
     prev_states = torch.empty_like(states, dtype=i.states_dtype)
     final_states = torch.empty(i.batch, *states.shape[2:], device=states.device, dtype=torch.float32)
-    config = pick("state_passing", i)
+    config = CONFIGS.pick(i)
     initial_strides = None if i.initial_states is None else i.initial_states.stride()
     launch(
         state_passing_kernel, cdiv(i.headdim * i.dstate, config["BLOCK"]) * i.nheads * i.batch,

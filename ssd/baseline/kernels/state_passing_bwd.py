@@ -14,9 +14,15 @@ from torch import Tensor
 from ...kernels.arguments import cdiv, output, strides
 from ...kernels.device import unpack_program
 from ...runtime.launch import launch
-from ...runtime.tuning import pick
+from ...runtime.tuning import ConfigSpace
 from ...types import SSDInputs
 from .state_passing import carried_decay
+
+CONFIGS = ConfigSpace(
+    "state_passing_bwd",
+    axes={"BLOCK": None},
+    entries=((1024, 4, 3), (512, 4, 3), (512, 4, 5), (1024, 4, 1), (256, 2, 4), (2048, 8, 3), (1024, 4, 5), (128, 1, 8)),
+)
 
 
 @triton.jit
@@ -55,7 +61,7 @@ def state_passing_bwd_kernel(dprev_states, prev_states, dA_cumsum, dfinal_states
 def state_passing_bwd(i: SSDInputs, dprev_states: Tensor, prev_states: Tensor, dA_cumsum: Tensor,
                       dfinal_states: Tensor | None, into: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
     """Returns dstates, dinitial_states (None without initial_states) and the partial sums of s."""
-    config = pick("state_passing_bwd", i)
+    config = CONFIGS.pick(i)
     ntiles = cdiv(i.headdim * i.dstate, config["BLOCK"])
     dstates = torch.empty_like(dprev_states, dtype=i.x.dtype)
     dinitial_states = None if i.initial_states is None else output(i.initial_states, into, torch.float32)
