@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterable
 from dataclasses import fields
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -274,13 +274,8 @@ def readme(
     check: Annotated[bool, typer.Option(help="Change nothing; exit 1 if the README or a figure is out of date.")] = False,
     out: OutOption = record.RESULTS,
 ) -> None:
-    """Write the README's results and figures from committed rows."""
-    current = readme_file.update(_rows(lambda: readme_file.committed(out), out), check=check)
-    current &= readme_file.update_memory(_rows(lambda: table.committed(out, all_chunks=True), out), check=check)
-    current &= readme_file.update_blocks(_rows(lambda: surroundings.committed(out), out), check=check)
-    current &= readme_file.update_ablation(_rows(lambda: ablation.committed(out), out), check=check)
-    current &= readme_file.update_workloads(_rows(lambda: sweeps.committed(out), out), check=check)
-    current &= readme_file.update_trainings(_rows(lambda: record.read(out, bench="train"), out), check=check)
+    """Write the tables and figures of README and docs from committed rows."""
+    current = _rows(lambda: readme_file.write_all(out, check=check), out)
     typer.echo("README is up to date" if current else "README is out of date" if check else "README written")
     raise typer.Exit(1 if check and not current else 0)
 
@@ -341,7 +336,7 @@ def profiled(
     ncu.profiled(Candidate(variant, chunk_size, _options(option or [])), shape, mode, dtype)
 
 
-def _rows(read: Callable[[], list[dict]], out: Path) -> list[dict]:
+def _rows(read: Callable[[], Any], out: Path) -> Any:
     """What `read` finds in the folder `out`; refused where there is no such folder, or a line in it is no row."""
     if not out.is_dir():
         _refuse(f"--out: got {out}, expected a folder that exists")

@@ -1,4 +1,4 @@
-"""The README's figure: time of each variant beside upstream's and the hardware floor, from rows."""
+"""The figure of all shapes, time of each variant beside mamba_ssm's and the bandwidth bound; and what all figures share."""
 
 from __future__ import annotations
 
@@ -9,12 +9,17 @@ from pathlib import Path
 
 from .shapes import DIRECTIONS, NAMED, WORKLOADS
 
-_MARKERS = {"mamba_ssm": ("o", "#999999"), "fla": ("s", "#c9a227")}
-_OURS = ("#0b6e99", "#b5372b", "#3a7d44", "#7b4fa3")
+# One colour for a variant in every figure; `characterize.report.draw` has the same.
+COLOURS = {"mamba_ssm": "#7d7d7d", "fla": "#a8800f", "baseline": "#0b6e99", "fused": "#b5372b", "persistent": "#3a7d44",
+           "auto": "#7b4fa3", "torch": "#8a6d5b"}
+WIDTH = 6  # inches: scaled to a phone's 360 pixels, text of 11 points is 9 pixels high
+_MARKERS = {"mamba_ssm": "o", "fla": "s"}
+_OURS = "D"
+_BOUND = "bandwidth bound"
 
 
 def points(rows: list[dict]) -> dict[str, dict[str, dict[str, float]]]:
-    """{mode: {shape: {variant: microseconds}}}, and `floor`: the ideal bytes at the run's copy rate.
+    """{mode: {shape: {variant: microseconds}}}, and of the bandwidth bound: the ideal bytes at the run's copy rate.
 
     Times are those in a CUDA graph where one could be captured, so that launch overhead does not hide the kernels.
     """
@@ -24,7 +29,7 @@ def points(rows: list[dict]) -> dict[str, dict[str, dict[str, float]]]:
         if row["mode"] in result and row["shape"] in order:
             here = result[row["mode"]][row["shape"]]
             here[row["variant"]] = row["graph_p50_us"] or row["p50_us"]
-            here["floor"] = row["ideal_bytes"] / row["copy_gbps"] / 1e3
+            here[_BOUND] = row["ideal_bytes"] / row["copy_gbps"] / 1e3
     return {mode: {name: times for name, times in shapes.items() if times} for mode, shapes in result.items()}
 
 
@@ -40,28 +45,31 @@ def drawn_from(path: Path) -> str | None:
 
 
 def draw(rows: list[dict], path: Path) -> None:
-    """Writes the SVG: one panel per direction, a line per shape, time on a logarithmic axis."""
+    """Write the SVG: a panel for each direction, a line for each shape, both on one logarithmic axis."""
     plt = pyplot()
     panels = points(rows)
-    height = 1.1 + 0.38 * max(map(len, panels.values()))
-    figure, axes = plt.subplots(1, len(panels), figsize=(9, height), layout="constrained")
-    ours = dict(zip(sorted(_variants(panels) - _MARKERS.keys()), _OURS, strict=False))
-    styles = {name: ("D", colour) for name, colour in ours.items()} | _MARKERS
+    heights = [1 + len(shapes) for shapes in panels.values()]
+    figure, axes = plt.subplots(len(panels), 1, figsize=(WIDTH, 1 + 0.4 * sum(heights)), layout="constrained", sharex=True,
+                                height_ratios=heights)
+    present = {name for shapes in panels.values() for times in shapes.values() for name in times}
+    styles = [(name, colour) for name, colour in COLOURS.items() if name in present]
     for ax, (mode, shapes) in zip(axes, panels.items(), strict=True):
         for y, times in enumerate(reversed(shapes.values())):
             ax.hlines(y, min(times.values()), max(times.values()), color="#dddddd", zorder=1)
-            ax.plot(times["floor"], y, "|", color="black", markersize=11, markeredgewidth=2, label="floor", zorder=2)
-            for n, (name, (marker, colour)) in enumerate(styles.items()):
+            ax.plot(times[_BOUND], y, "|", color="black", markersize=13, markeredgewidth=2, label=_BOUND, zorder=2)
+            for n, (name, colour) in enumerate(styles):
                 if name in times:  # beside, not upon, others that take as long
-                    above = 0.11 * ((len(styles) - 1) / 2 - n)
-                    ax.plot(times[name], y + above, marker, color=colour, markersize=5, label=name, zorder=3)
-        ax.set(title=DIRECTIONS[mode], xscale="log", xlabel="µs", yticks=range(len(shapes)), yticklabels=[*shapes][::-1])
+                    above = 0.13 * ((len(styles) - 1) / 2 - n)
+                    ax.plot(times[name], y + above, _MARKERS.get(name, _OURS), color=colour, markersize=6, label=name, zorder=3)
+        ax.set(xscale="log", yticks=range(len(shapes)), yticklabels=[*shapes][::-1])
+        ax.set_title(DIRECTIONS[mode], loc="left")
         ax.grid(axis="x", which="both", color="#f0f0f0")
         ax.set_axisbelow(True)
         ax.spines[["top", "right", "left"]].set_visible(False)
-        ax.tick_params(left=False)
+        ax.tick_params(left=False, labelbottom=True)
+    axes[-1].set_xlabel("µs")
     handles = {label: handle for ax in axes for handle, label in zip(*ax.get_legend_handles_labels(), strict=True)}
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=len(handles), frameon=False)
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=3, frameon=False)
     save(figure, path, panels)
 
 
@@ -70,17 +78,13 @@ def pyplot():
     import matplotlib
 
     matplotlib.use("svg")
-    matplotlib.rcParams |= {"svg.hashsalt": "ssd", "svg.fonttype": "none", "font.size": 9}
+    matplotlib.rcParams |= {"svg.hashsalt": "ssd", "svg.fonttype": "none", "font.size": 11}
     import matplotlib.pyplot as plt
 
     return plt
 
 
 def save(figure, path: Path, shown: dict) -> None:
-    """As SVG, with the fingerprint of what it shows."""
+    """As SVG on white, which a dark page shows as well, with the fingerprint of what it shows."""
     figure.savefig(path, metadata={"Date": None, "Description": f"rows {fingerprint(shown)}"})
     pyplot().close(figure)
-
-
-def _variants(panels: dict) -> set[str]:
-    return {name for shapes in panels.values() for times in shapes.values() for name in times} - {"floor"}

@@ -1,344 +1,198 @@
-"""The README's results, written between markers from committed rows, and its figures."""
+"""What README.md and docs show of committed rows: written between markers; figures are files in docs."""
 
 from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
 
 from ssd.registry import is_peer
 
-from . import figure, record, step_figure, table
-from .shapes import DIRECTIONS, SHAPES, Shape
+from . import ablate, block, figure, record, result_tables, speedup_figure, step_figure, sweep, table
+from .result_tables import MODES, join_words
+from .shapes import DIRECTIONS
+from .speedup_figure import HEADLINE
 
 ROOT = Path(__file__).parent.parent
-README = ROOT / "README.md"
-FIGURE = ROOT / "docs" / "results.svg"
-STEPS_FIGURE = ROOT / "docs" / "workloads.svg"
-ABLATION = ROOT / "docs" / "ablation.md"
-WORKLOADS = ROOT / "docs" / "workloads.md"
-_MODES = DIRECTIONS | {"fwd_bwd": "forward and backward"}
-# options that change nothing of what a mode times
-_UNREAD = {"fwd": {"save_states", "fuse_backward"},
-           "bwd": {"fuse_states", "low_precision_CB", "causal_blocks", "fuse_bmm", "two_level", "stationary"}}
-_ABLATED = itemgetter("gpu", "shape", "mode", "variant")
+README = "README.md"
+RESULTS = "docs/results.md"
+SPEEDUPS_FIGURE = "docs/speedups.svg"
+FIGURE = "docs/results.svg"
+STEPS_FIGURE = "docs/workloads.svg"
+ABLATION = "docs/ablation.md"
+WORKLOADS = "docs/workloads.md"
 _WIDTH = 128  # of a line of prose
 _COMPARED = itemgetter("gpu", "against")
-_SHAPE = itemgetter("shape")
+_GPU = itemgetter("gpu")
+_FASTEST, _DEFAULT = "persistent", "auto"
 _MEMORY = ("8b-b1", "8b-b4")  # the shapes whose memory is shown
-_BLOCK_HEADERS = ("part", "shape", "mode", "us", "graph us", "of copy %", "against", "speed-up", "graph speed-up")
-_BLOCK = {header: table.BLOCK[header] for header in _BLOCK_HEADERS}
-_STEPS = {header: column for header, column in table.STEPS.items() if header != "options"}
+_COSTS = "8b-b4"  # the shape at which the README says what the default costs
 
 
-def claim(rows: list[dict]) -> str:
-    """For each GPU and rival: speed-ups of the fastest variant and of "auto", from the least to the most over shapes."""
+def tabulate_speedups(rows: list[dict], steps: list[dict]) -> str:
+    """For each GPU: a sentence, and a line for each layer of `HEADLINE` with the speed-ups of `persistent`.
+
+    steps: rows of the sweep, for the training step of the model that has this layer.
+    """
     compared = [row for row in rows if row.get("graph_speedup")]
-    sentences = []
+    parts = []
     for (gpu, against), group in groupby(sorted(compared, key=_COMPARED), _COMPARED):
         group = list(group)
-        sentence = (f"Speed-ups over {against} on one {gpu}, in bf16 and GPU time (in a CUDA graph), of the fastest variant at "
-                    f"each of {len({row['shape'] for row in group})} shapes: {_ranges(group)}.")
-        if by_default := [row for row in group if row["variant"] == "auto"]:
-            sentence += f" By default, where the forward keeps no states for the backward: {_ranges(by_default)}."
-        sentences.append(textwrap.fill(sentence, _WIDTH) + "\n")
-    return "\n".join(sentences) or "No GPU has run the bench beside a rival yet.\n"
+        found = {(row["shape"], row["mode"]): row for row in group if row["variant"] == _FASTEST}
+        sentence = (f"Speed-ups over {against} on one {gpu}, in bf16 and GPU time, from the least to the most of "
+                    f"{len({row['shape'] for row in group})} shapes. The fastest variant: {_ranges(group)}.")
+        if by_default := [row for row in group if row["variant"] == _DEFAULT]:
+            sentence += f" The default, `auto`, which keeps no states: {_ranges(by_default)}."
+        lines = [f"| `persistent`, a layer of | {' | '.join(MODES.values())} | training step |",
+                 f"|---|{'---|' * (len(MODES) + 1)}"]
+        for shape, (model, tokens, workload) in HEADLINE.items():
+            cells = [_compare(found.get((shape, mode))) for mode in MODES]
+            if any(cells):
+                lines.append(f"| {model}, {tokens} | {' | '.join(cells)} | {_compare_step(gpu, workload, steps)} |")
+        parts += [textwrap.fill(sentence, _WIDTH) + "\n", "\n".join(lines) + "\n" if len(lines) > 2 else ""]
+    return "\n".join(filter(None, parts)) or "No GPU has run the bench beside mamba_ssm yet.\n"
 
 
 def _ranges(rows: list[dict]) -> str:
-    best: dict[str, dict[str, float]] = {mode: {} for mode in _MODES}
+    best: dict[str, dict[str, float]] = {mode: {} for mode in MODES}
     for row in rows:
         shapes = best[row["mode"]]
         shapes[row["shape"]] = max(row["graph_speedup"], shapes.get(row["shape"], 0))
-    return _listed([f"{min(of.values()):.2f} to {max(of.values()):.2f} {_MODES[mode]}" for mode, of in best.items() if of])
+    return join_words([f"{min(of.values()):.1f}x to {max(of.values()):.1f}x {MODES[mode]}" for mode, of in best.items() if of])
 
 
-def results(rows: list[dict], figure_path: str) -> str:
-    """Markdown of the latest rows, the faster chunk size of each variant: losses beside wins."""
-    if not rows:
-        return "No rows yet: no GPU has run the bench for this table.\n"
-    parts = [f"![Time of each variant, of upstream and the floor, per shape]({figure_path})\n"]
-    for where, group in _by_gpu(rows):
-        copy = sorted(row["copy_gbps"] for row in group)[len(group) // 2]
-        commits = dict.fromkeys(str(row["git_sha"])[:7] for row in sorted(group, key=itemgetter("time")))
-        parts.append(f"{where}, device copy {copy:.0f} GB/s, rows of {_listed([*commits])}. In a CUDA graph, µs, with the "
-                     "speed-up over upstream:\n")
-        for mode, name in _MODES.items():
-            if of := [row for row in group if row["mode"] == mode]:
-                parts += [f"**{name.capitalize()}**\n", _by_shape(of)]
-        parts.append(_folded("Eager times, chunk sizes, the share of the floor, and errors", _markdown(group)))
-    shapes = [SHAPES[name] for name in dict.fromkeys(row["shape"] for row in rows)]
-    parts.append(_folded("The shapes", _sizes(shapes)))
-    return "\n".join(parts)
+def _compare(row: dict | None) -> str:
+    """The speed-up and our time; empty without a row."""
+    if row is None:
+        return ""
+    return f"**{row['graph_speedup']:.1f}x** {row['graph_p50_us']:.0f} µs"
 
 
-def _folded(summary: str, text: str) -> str:
-    """What a reader opens to see."""
-    return f"<details>\n<summary>{summary}</summary>\n\n{text}\n</details>\n"
+def _compare_step(gpu: str, workload: tuple[str, str] | None, steps: list[dict]) -> str:
+    """The same for the training step of a model, with `persistent` inside, timed beside the rival; a dash without a row."""
+    found = [row for row in steps if row["gpu"] == gpu and (row["workload"], row["preset"]) == workload
+             and row["variant"] == _FASTEST and row["mixer"] == "ssd" and row["speedup"]]
+    if not found:
+        return "-"
+    row = max(found, key=itemgetter("batch"))
+    return f"**{row['speedup']:.1f}x** {row['p50_us'] / 1e3:.0f} ms"
 
 
-def _sizes(shapes: list[Shape]) -> str:
-    names = [*shapes[0].sizes]
-    lines = [f"| shape | {' | '.join(names)} |", f"|---|{'---:|' * len(names)}"]
-    lines += [f"| {shape.name} | {' | '.join(map(str, shape.sizes.values()))} |" for shape in shapes]
-    return "\n".join(lines) + "\n"
-
-
-def workloads(rows: list[dict], figure_path: str) -> str:
-    """Markdown of the latest steps of each workload, variants as they come: losses beside wins."""
-    if not rows:
-        return "No rows yet: no GPU has run the sweep for this table.\n"
-    parts = [f"![A training step of each workload with each variant, and the state-space model's part]({figure_path})\n"]
-    columns = {header: column for header, column in _STEPS.items() if any(row.get(column[0]) is not None for row in rows)}
-    return "\n".join([*parts, _folded("Every step: times, the SSM kernels' part, bandwidth, memory, loss",
-                                       "\n".join(_tables(rows, columns)))])
-
-
-def memory(rows: list[dict]) -> str:
-    """Markdown of what forward and backward hold at most, and what the forward keeps, a line for each way that was timed."""
-    kept = {_way(row): row["saved_mib"] for row in rows if row.get("saved_mib") is not None}
-    whole = sorted((row for row in rows if row["mode"] == "fwd_bwd"), key=_SHAPE)
+def tabulate_costs(rows: list[dict]) -> str:
+    """What the default and the fastest setting take at one shape: time, what is kept between layers, and the peak."""
+    kept = {_describe_call(row): row["saved_mib"] for row in rows if row.get("saved_mib") is not None}
+    backward = {_describe_call(row): row["graph_p50_us"] for row in rows if row["mode"] == "bwd"}
+    shown = [row for row in rows if (row["shape"], row["dtype"], row["mode"]) == (_COSTS, "bf16", "fwd_bwd")
+             and row["graph_p50_us"] and (row["variant"] in (_DEFAULT, _FASTEST) or is_peer(row["variant"]))]
+    best: dict[tuple, dict] = {}
+    for row in sorted(shown, key=itemgetter("graph_p50_us")):
+        best.setdefault((row["gpu"], row["variant"], str(record.options(row))), row)
     parts = []
-    for shape, where, group in ((shape, *part) for shape, of in groupby(whole, _SHAPE) for part in _by_gpu(list(of))):
-        lines = [f"{shape}, {where}:\n", "| variant | chunk | kept, MiB | at most, MiB | in a CUDA graph, µs |",
+    for gpu, group in groupby(sorted(best.values(), key=lambda row: (row["gpu"], -row["graph_p50_us"])), _GPU):
+        lines = [f"Shape `{_COSTS}` on one {gpu}:\n",
+                 "| `variant=` | forward and backward, µs | backward, µs | kept between them, MiB | peak, MiB |",
                  "|---|---:|---:|---:|---:|"]
         for row in group:
             changed = record.changed_options(record.options(row))
-            saved = kept.get(_way(row))
-            cells = (f"{row['variant']}{', ' if changed else ''}{changed}", row["chunk_size"],
-                     "" if saved is None else f"{saved:.0f}", f"{row['peak_mib']:.0f}",
-                     f"{row['graph_p50_us'] or row['p50_us']:.0f}")
-            lines.append(f"| {' | '.join(map(str, cells))} |")
+            call = _describe_call(row)
+            cells = (f"`{row['variant']}`{f' with `{changed}`' if changed else ''}", f"{row['graph_p50_us']:.0f}",
+                     *("" if value is None else f"{value:.0f}" for value in (backward.get(call), kept.get(call))),
+                     f"{row['peak_mib']:.0f}")
+            lines.append(f"| {' | '.join(cells)} |")
         parts.append("\n".join(lines) + "\n")
-    return "\n".join(parts) or "No rows yet: no GPU has run forward and backward of these shapes.\n"
+    return "\n".join(parts) or f"No rows yet: no GPU has run forward and backward of {_COSTS}.\n"
 
 
-def _way(row: dict) -> tuple:
-    """What the rows of two modes share that ran the same."""
+def _describe_call(row: dict) -> tuple:
+    """What the rows of several modes share that ran the same."""
     return *(row[key] for key in ("gpu", "shape", "variant", "chunk_size")), record.changed_options(record.options(row))
 
 
-def blocks(rows: list[dict]) -> str:
-    """Markdown of the latest rows of each part of a block, ours beside upstream's: losses beside wins."""
-    if not rows:
-        return "No rows yet: no GPU has run `make block` for this table.\n"
-    return _folded("Every part, shape and direction", "\n".join(_tables(rows, _BLOCK)))
-
-
-def ablation(rows: list[dict]) -> str:
-    """Markdown of the latest rows of the ablation, a table for each shape, mode and variant."""
-    parts = []
-    for (gpu, shape, mode, variant), group in groupby(rows, _ABLATED):
-        cells = {(row["step"], row["changed"]): f"{row['graph_p50_us'] or row['p50_us']:.0f} | {row['relative']:.2f}"
-                 f"{' †' if row.get('plain') else ''}" for row in group if row["relative"] is not None}
-        lines = [f"{gpu}, {shape}, {DIRECTIONS[mode]}, `{variant}`:\n",
-                 "| option | without, µs | relative | up to, µs | relative |", "|---|---:|---:|---:|---:|",
-                 f"| none | | | {cells.get(('none', None), ' | ')} |"]
-        options = [option for step, option in cells if step == "without"]
-        without = {option: "not used | " if option in _UNREAD[mode] else cells["without", option] for option in options}
-        lines += [f"| {option} | {cell} | {cells.get(('added', option), ' | ')} |" for option, cell in without.items()]
-        parts.append("\n".join([*lines, f"| all | {cells.get(('all', None), ' | ')} | | |"]) + "\n")
-    return "\n".join(parts) or "No rows yet: no GPU has run `make ablate` for this table.\n"
-
-
-def gains(rows: list[dict]) -> str:
-    """Markdown of what the fastest variant gains over upstream in each workload, in the step and in its SSM kernels, of steps
-    that were timed side by side: losses beside wins.
-    """
-    lines = ["| workload | preset | mixer | batch | upstream's step, ms | SSM in it | variant | step, ms | SSM in it | step "
-             "faster | SSM faster | SSM in the gain |", "|---|---|---|---:|---:|---:|---|---:|---:|---:|---:|---:|"]
-    together: dict[tuple, list[dict]] = {}
-    for row in rows:
-        together.setdefault((row["gpu"], row["sitting"], record.settings(row, "variant")), []).append(row)
-    for group in together.values():
-        theirs = [row for row in group if row["variant"] == "mamba_ssm"]
-        ours = [row for row in group if row["speedup"] and not is_peer(row["variant"])]
-        if not (theirs and ours):
-            continue
-        one, best = theirs[0], min(ours, key=itemgetter("p50_us"))
-        if not (one["ssm_us"] and best["ssm_us"]):
-            continue
-        run = " | ".join(str(one["run"][name]) for name in ("workload", "preset", "mixer", "batch"))
-        step, ssm = one["p50_us"] - best["p50_us"], one["ssm_us"] - best["ssm_us"]
-        part = f"{100 * ssm / step:.0f} %" if step > 0 and ssm > 0 else ""
-        faster = f"{best['speedup']:.2f}", f"{one['ssm_us'] / best['ssm_us']:.2f}"
-        lines.append(f"| {' | '.join((run, *_shown(one), best['variant'], *_shown(best), *faster, part))} |")
-    return "\n".join(lines) + "\n" if len(lines) > 2 else "No rows yet: no GPU has run the sweep beside upstream.\n"
-
-
-def _shown(row: dict) -> tuple[str, str]:
-    """A step's milliseconds, and the SSM kernels' share of them."""
-    return f"{row['p50_us'] / 1e3:.1f}", f"{100 * row['share']:.1f} %"
-
-
-def several_gpus(rows: list[dict]) -> str:
-    """Markdown of the latest training of each kind on several GPUs beside the same on one: its steps, its loss."""
-    rows = [row for row in rows if row["gpu"]]
-    trained = {(_alike(row), row["gpus"], row["way"]): row for row in rows}
-    pairs = [(row, trained[alike, 1, None]) for (alike, gpus, _), row in trained.items()
-             if gpus > 1 and (alike, 1, None) in trained]
-    if not pairs:
-        return "No rows yet: no GPUs have run `make train GPUS=2` for this table.\n"
-    lines = ["| workload | preset | variant | batch | GPUs | way | link, GB/s | step, ms | on one | faster | efficiency | loss "
-             "| on one |", "|---|---|---|---:|---|---|---:|---:|---:|---:|---:|---:|---:|"]
-    for row, one in pairs:
-        faster = one["p50_us"] / row["p50_us"]
-        run = " | ".join(str(row["run"][name]) for name in ("workload", "preset", "variant", "batch"))
-        times = f"{row['p50_us'] / 1e3:.1f} | {one['p50_us'] / 1e3:.1f} | {faster:.2f} | {100 * faster / row['gpus']:.0f} %"
-        link = f"{row['link_gbps']:.0f}" if row.get("link_gbps") else ""
-        how = f"{row['gpus']} {row['gpu']} | {row['way']} | {link}"
-        lines.append(f"| {run} | {how} | {times} | {row['loss']:.3f} | {one['loss']:.3f} |")
-    return "\n".join(lines) + "\n"
-
-
-def several_seeds(rows: list[dict]) -> str:
-    """Markdown of the latest losses of trainings on one GPU that differ in seed and variant alone, where there are several; of
-    any commit, since no time is compared.
-    """
-    found: dict[tuple, dict[int, dict[str, dict]]] = {}
-    for row in rows:
-        if row["gpu"] and row["gpus"] == 1:
-            kind = row["gpu"], record.settings(row, "save_every", "seed", "variant")
-            found.setdefault(kind, {}).setdefault(row["run"]["seed"], {})[row["variant"]] = row
-    lines = ["| workload | preset | mixer | steps | seed | losses | apart |", "|---|---|---|---:|---:|---|---:|"]
-    for seeds in found.values():
-        compared = {seed: of for seed, of in sorted(seeds.items()) if len(of) > 1}
-        for seed, of in compared.items() if len(compared) > 1 else ():
-            losses = {variant: row["loss"] for variant, row in sorted(of.items())}
-            run = " | ".join(str(next(iter(of.values()))["run"][name]) for name in ("workload", "preset", "mixer", "steps"))
-            apart = 100 * (max(losses.values()) / min(losses.values()) - 1)
-            listed = ", ".join(f"{variant} {loss:.3f}" for variant, loss in losses.items())
-            lines.append(f"| {run} | {seed} | {listed} | {apart:.2f} % |")
-    return "\n".join(lines) + "\n" if len(lines) > 2 else "No rows yet: no GPU has trained one model from several seeds.\n"
-
-
-def _alike(row: dict) -> tuple:
-    """What trainings share that compare: every setting but how often they are saved, the machine and the code."""
-    return *(row[name] for name in ("gpu", "git_sha", "torch", "triton")), record.settings(row, "save_every")
-
-
-def update(rows: list[dict], readme: Path = README, figure_path: Path = FIGURE, check: bool = False) -> bool:
-    """Whether README and figure already showed these rows of the bench; unless `check`, afterwards they do.
+def write_all(out: Path = record.RESULTS, root: Path = ROOT, check: bool = False) -> bool:
+    """Write every table and figure from the rows under `out`; True if nothing had to change. check: change nothing.
 
     Raises:
-        ValueError: the README lacks the markers.
+        ValueError: a line that is no row, or a page without its markers.
     """
-    rows = [row for row in rows if row["mode"] in _MODES]
-    current = _put("claim", claim(rows), readme, check)
-    current &= _put("results", results(rows, _linked(figure_path, readme)), readme, check)
-    return _draw(figure.draw, figure.points(rows), rows, figure_path, check) and current
+    every_chunk, steps = table.committed(out, all_chunks=True), sweep.committed(out)
+    current = write_bench(committed(out), steps, root, check)
+    current &= write_memory(every_chunk, root, check)
+    current &= write_blocks(block.committed(out), root, check)
+    current &= write_ablation(ablate.committed(out), root, check)
+    current &= write_steps(steps, root, check)
+    return write_trainings(record.read(out, bench="train"), root, check) and current
 
 
-def update_memory(rows: list[dict], readme: Path = README, check: bool = False) -> bool:
-    """As `update`, with rows of every option and chunk size; there is no figure."""
-    return _put("memory", memory([row for row in rows if row["shape"] in _MEMORY and row["dtype"] == "bf16"]), readme, check)
+def write_bench(rows: list[dict], steps: list[dict], root: Path = ROOT, check: bool = False) -> bool:
+    """As `write_all`, of rows of the bench."""
+    rows = [row for row in rows if row["mode"] in MODES]
+    picture = f"![Speed-ups over mamba_ssm, a pair of bars for each model's layer]({SPEEDUPS_FIGURE})\n\n"
+    current = _put("speedups", picture + tabulate_speedups(rows, steps), root / README, check)
+    current &= _put("results", result_tables.tabulate_results(rows, Path(FIGURE).name), root / RESULTS, check)
+    current &= _draw(speedup_figure.draw, speedup_figure.points(rows), rows, root / SPEEDUPS_FIGURE, check)
+    return _draw(figure.draw, figure.points(rows), rows, root / FIGURE, check) and current
 
 
-def update_blocks(rows: list[dict], readme: Path = README, check: bool = False) -> bool:
-    """As `update_memory`, with rows of the block's parts, of which those are shown that have a rival."""
-    return _put("blocks", blocks([row for row in rows if row["gpu"] and row.get("against")]), readme, check)
+def write_memory(rows: list[dict], root: Path = ROOT, check: bool = False) -> bool:
+    """As `write_all`, of rows of the bench at every option and chunk size."""
+    rows = [row for row in rows if row["dtype"] == "bf16"]
+    current = _put("costs", tabulate_costs(rows), root / README, check)
+    shown = [row for row in rows if row["shape"] in _MEMORY]
+    return _put("memory", result_tables.tabulate_memory(shown), root / RESULTS, check) and current
 
 
-def update_ablation(rows: list[dict], page: Path = ABLATION, check: bool = False) -> bool:
-    """As `update_blocks`, with rows of the ablation."""
-    rows = sorted((row for row in rows if row["gpu"] and row["mode"] in DIRECTIONS), key=_ABLATED)
-    return _put("ablation", ablation(rows), page, check)
+def write_blocks(rows: list[dict], root: Path = ROOT, check: bool = False) -> bool:
+    """As `write_all`, of rows of the parts of a block that have a rival."""
+    shown = [row for row in rows if row["gpu"] and row.get("against")]
+    return _put("blocks", result_tables.tabulate_blocks(shown), root / RESULTS, check)
 
 
-def update_trainings(rows: list[dict], page: Path = WORKLOADS, check: bool = False) -> bool:
-    """As `update_blocks`, with rows of trainings, on several GPUs and from several seeds."""
-    current = _put("gpus", several_gpus(rows), page, check)
-    return _put("seeds", several_seeds(rows), page, check) and current
+def write_ablation(rows: list[dict], root: Path = ROOT, check: bool = False) -> bool:
+    """As `write_all`, of rows of the ablation."""
+    shown = [row for row in rows if row["gpu"] and row["mode"] in DIRECTIONS]
+    shown.sort(key=itemgetter("gpu", "shape", "mode", "variant"))
+    return _put("ablation", result_tables.tabulate_ablation(shown), root / ABLATION, check)
 
 
-def update_workloads(rows: list[dict], readme: Path = README, figure_path: Path = STEPS_FIGURE, page: Path = WORKLOADS,
-                     check: bool = False) -> bool:
-    """As `update`, with rows of the sweep, which the page has gains of."""
-    rows = sorted((row for row in rows if row["gpu"] and record.has_default_options(row)), key=lambda row: row["gpu"])
-    current = _put("workloads", workloads(rows, _linked(figure_path, readme)), readme, check)
-    current &= _put("gains", gains(rows), page, check)
-    return _draw(step_figure.draw, step_figure.points(rows), rows, figure_path, check) and current
+def write_trainings(rows: list[dict], root: Path = ROOT, check: bool = False) -> bool:
+    """As `write_all`, of rows of trainings, on several GPUs and from several seeds."""
+    current = _put("gpus", result_tables.tabulate_several_gpus(rows), root / WORKLOADS, check)
+    return _put("seeds", result_tables.tabulate_several_seeds(rows), root / WORKLOADS, check) and current
 
 
-def _tables(rows: list[dict], columns: dict) -> list[str]:
-    """Markdown of each GPU's rows."""
-    return [f"{where}:\n\n{table.render(group, 'markdown', columns)}" for where, group in _by_gpu(rows)]
-
-
-def _by_gpu(rows: list[dict]) -> Iterator[tuple[str, list[dict]]]:
-    """Each GPU with the versions that its rows were measured with, and these rows."""
-    for gpu, group in groupby(rows, lambda row: row["gpu"]):
-        group = list(group)
-        versions = sorted({f"torch {row['torch']}, Triton {row['triton']}" for row in group})
-        yield f"{gpu}, {'; '.join(versions)}", group
-
-
-def _listed(texts: list[str]) -> str:
-    """a; a and b; a, b and c."""
-    *others, last = texts
-    return f"{', '.join(others)} and {last}" if others else last
-
-
-def _linked(path: Path, readme: Path) -> str:
-    return path.relative_to(readme.parent).as_posix()
-
-
-def _put(section: str, written: str, readme: Path, check: bool) -> bool:
-    """Between the section's markers; whether it was there."""
-    begin, end = f"<!-- {section}: written by `make readme` -->", f"<!-- end of {section} -->"
-    text = readme.read_text()
-    if text.count(begin) != 1 or text.count(end) != 1:
-        raise ValueError(f"{readme.name}: expected the lines {begin!r} and {end!r} once each")
-    updated = re.sub(f"{re.escape(begin)}.*{re.escape(end)}", lambda _: f"{begin}\n\n{written}\n{end}", text, flags=re.S)
-    if not check:
-        readme.write_text(updated)
-    return updated == text
-
-
-def _draw(draw: Callable, shown: dict, rows: list[dict], path: Path, check: bool) -> bool:
-    """Whether the figure was drawn from this."""
-    current = not rows or figure.drawn_from(path) == figure.fingerprint(shown)
-    if not check and not current:
-        draw(rows, path)
-    return current
+def write_steps(rows: list[dict], root: Path = ROOT, check: bool = False) -> bool:
+    """As `write_all`, of rows of the sweep."""
+    rows = sorted((row for row in rows if row["gpu"] and record.has_default_options(row)), key=_GPU)
+    current = _put("workloads", result_tables.tabulate_steps(rows, Path(STEPS_FIGURE).name), root / RESULTS, check)
+    current &= _put("gains", result_tables.tabulate_gains(rows), root / WORKLOADS, check)
+    return _draw(step_figure.draw, step_figure.points(rows), rows, root / STEPS_FIGURE, check) and current
 
 
 def committed(out: Path = record.RESULTS) -> list[dict]:
-    """The rows that the README shows: named shapes in bf16, each variant as it comes, at its faster chunk size."""
+    """Rows of the bench that are shown: named shapes in bf16, each variant as it comes, at its faster chunk size."""
     rows = [row for row in table.committed(out, compared=True, dtype="bf16")
             if not row["shape"].startswith("sweep-") and record.has_default_options(row)]
     return table.against_the_least(rows, [row for row in rows if is_peer(row["variant"])])
 
 
-def _markdown(rows: list[dict]) -> str:
-    lines = [
-        "| shape | | variant | chunk | µs | in a CUDA graph, µs | share of floor | error | against | speed-up |",
-        "|---|---|---|---:|---:|---:|---:|---:|---|---:|",
-    ]
-    for row in rows:
-        graph = "" if row["graph_p50_us"] is None else f"{row['graph_p50_us']:.0f}"
-        speedups = "" if not row.get("against") else " / ".join(
-            f"{row[key]:.2f}" for key in ("speedup", "graph_speedup") if row[key])
-        floor = row["ideal_bytes"] / row["copy_gbps"] / 1e3
-        share = f"{100 * floor / (row['graph_p50_us'] or row['p50_us']):.0f} %"
-        error = "" if row["err_rms"] is None else f"{row['err_rms']:.1e}"
-        cells = (row["shape"], _MODES[row["mode"]], row["variant"], row["chunk_size"], f"{row['p50_us']:.0f}", graph,
-                 share, error, row.get("against") or "", speedups)
-        lines.append(f"| {' | '.join(map(str, cells))} |")
-    return "\n".join(lines) + "\n"
+def _put(section: str, written: str, page: Path, check: bool) -> bool:
+    """Write between the section's markers; True if it was there already."""
+    begin, end = f"<!-- {section}: written by `make readme` -->", f"<!-- end of {section} -->"
+    text = page.read_text()
+    if text.count(begin) != 1 or text.count(end) != 1:
+        raise ValueError(f"{page.name}: expected the lines {begin!r} and {end!r} once each")
+    updated = re.sub(f"{re.escape(begin)}.*{re.escape(end)}", lambda _: f"{begin}\n\n{written}\n{end}", text, flags=re.S)
+    if not check:
+        page.write_text(updated)
+    return updated == text
 
 
-def _by_shape(rows: list[dict]) -> str:
-    """A line for each shape, a column for each variant."""
-    variants = [*dict.fromkeys(row["variant"] for row in rows)]
-    lines = [f"| shape | {' | '.join(variants)} |", f"|---|{'---:|' * len(variants)}"]
-    for shape, group in groupby(rows, itemgetter("shape")):
-        cells = {}
-        for row in group:
-            speedup = f" ({row['graph_speedup']:.2f})" if row.get("graph_speedup") else ""
-            cells[row["variant"]] = f"{row['graph_p50_us'] or row['p50_us']:.0f}{speedup}"
-        lines.append(f"| {shape} | {' | '.join(cells.get(variant, '') for variant in variants)} |")
-    return "\n".join(lines) + "\n"
+def _draw(draw: Callable, shown: dict, rows: list[dict], path: Path, check: bool) -> bool:
+    """Draw the figure unless it shows this; True if it did."""
+    current = not rows or figure.drawn_from(path) == figure.fingerprint(shown)
+    if not check and not current:
+        draw(rows, path)
+    return current

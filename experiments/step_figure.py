@@ -1,4 +1,4 @@
-"""The README's figure of workloads, from rows: a training step with each variant inside, and the state-space model's part."""
+"""The figure of workloads, from rows: a training step with each variant inside, and the state-space model's part."""
 
 from __future__ import annotations
 
@@ -6,37 +6,38 @@ from pathlib import Path
 
 from . import figure, record
 
-_SSM, _REST = "#b5372b", "#c9d3d9"
+_PALE = 0.35  # of what is not the state-space model's
 
 
-def points(rows: list[dict]) -> dict[str, dict[str, tuple[float, float | None]]]:
-    """{workload, how and where: {variant as it comes: milliseconds of a step, and of the state-space model in it}}"""
-    found: dict[str, dict[str, tuple[float, float | None]]] = {}
+def points(rows: list[dict]) -> dict[str, dict[str, tuple[float, float | None, float | None]]]:
+    """{what is trained, how: {variant as it comes: milliseconds of a step, of the SSM in it, speed-up over mamba_ssm}}"""
+    found: dict[str, dict[str, tuple[float, float | None, float | None]]] = {}
     for row in rows:
         if record.has_default_options(row):
             what = f"{row['workload']} {row['preset']} ({row['mixer']}), batch {row['batch']}, {row['dtype']}, {row['gpu']}"
-            variants = found.setdefault(what, {})
-            variants[row["variant"]] = row["p50_us"] / 1e3, None if row["ssm_us"] is None else row["ssm_us"] / 1e3
+            ssm = None if row["ssm_us"] is None else row["ssm_us"] / 1e3
+            found.setdefault(what, {})[row["variant"]] = row["p50_us"] / 1e3, ssm, row.get("speedup")
     return found
 
 
 def draw(rows: list[dict], path: Path) -> None:
-    """Writes the SVG: a panel per workload, a bar per variant, whose dark part is the state-space model's."""
+    """Write the SVG: a panel for each workload, a bar for each variant, dark where it is the state-space model."""
     plt = figure.pyplot()
     panels = points(rows)
-    heights = [len(variants) + 1 for variants in panels.values()]
-    drawn, axes = plt.subplots(len(panels), 1, figsize=(9, 0.6 + 0.3 * sum(heights)), layout="constrained", squeeze=False,
-                               height_ratios=heights)
+    heights = [len(variants) + 1.3 for variants in panels.values()]
+    drawn, axes = plt.subplots(len(panels), 1, figsize=(figure.WIDTH, 0.8 + 0.3 * sum(heights)), layout="constrained",
+                               squeeze=False, height_ratios=heights)
     for ax, (title, variants) in zip(axes[:, 0], panels.items(), strict=True):
-        for y, (name, (step, ssm)) in enumerate(reversed(variants.items())):
-            ax.barh(y, step, color=_REST, label="step")
-            ax.barh(y, ssm or 0, color=_SSM, label="of it the state-space model")
-            ax.text(step, y, f" {step:.0f}", va="center", gid=name)
-        ax.set_title(title, loc="left")
-        ax.set(yticks=range(len(variants)), yticklabels=[*variants][::-1])
-        ax.spines[["top", "right", "left"]].set_visible(False)
+        for y, (name, (step, ssm, speedup)) in enumerate(reversed(variants.items())):
+            colour = figure.COLOURS[name]
+            ax.barh(y, step, color=colour, alpha=_PALE)
+            ax.barh(y, ssm or 0, color=colour)
+            faster = f", {speedup:.2f}x" if speedup else ""
+            ax.text(step, y, f" {step:.0f} ms{faster}", va="center", gid=name)
+        ax.set_title(title, loc="left", fontsize="medium", x=-0.16)
+        ax.margins(x=0.32)
+        ax.set(yticks=range(len(variants)), yticklabels=[*variants][::-1], xticks=[])
+        ax.spines[["top", "right", "bottom", "left"]].set_visible(False)
         ax.tick_params(left=False)
-    axes[-1, 0].set_xlabel("ms")
-    handles = dict(zip(*reversed(axes[0, 0].get_legend_handles_labels()), strict=True))
-    drawn.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=2, frameon=False)
-    figure.save(drawn, path, points(rows))
+    drawn.supxlabel("a training step; dark: the state-space model's kernels", fontsize="medium")
+    figure.save(drawn, path, panels)

@@ -19,7 +19,7 @@ THEME = {
     "#040406": ("--s6", "#7d7d7d", "#a9a9a9"),
 }
 INK, MUTED, GRID, *SERIES = THEME
-_COLOURS = {"baseline": SERIES[0], "fused": SERIES[1], "persistent": SERIES[2], "mamba_ssm": SERIES[5]}
+_COLOURS = {"baseline": SERIES[0], "fused": SERIES[1], "persistent": SERIES[2], "auto": SERIES[3], "mamba_ssm": SERIES[5]}
 _WIDTH = 4.1  # inches: text of 8 points is then 9 pixels on a phone
 _LEGEND = 62  # characters that a line of the legend holds, with six for each mark
 

@@ -1,0 +1,54 @@
+"""The README's figure: how many times as fast as mamba_ssm a layer of each model is, from rows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from . import figure
+
+# {shape: (a layer of what, tokens, the workload that trains the model)}
+HEADLINE = {
+    "8b-b4": ("Mamba-2 8B", "4 x 4096", ("mamba2", "8b-width")),
+    "2.7b-b4": ("Mamba-2 2.7B", "4 x 4096", None),
+    "2.7b-64k": ("Mamba-2 2.7B", "1 x 65536", None),
+    "130m-b8": ("Mamba-2 130M", "8 x 2048", None),
+    "vision-196": ("MambaVision-T", "128 x 196", ("mambavision", "T")),
+    "graphs": ("GraphMamba", "128 graphs", ("graphmamba", "peptides-func")),
+}
+_SHOWN = {"fwd": "forward", "bwd": "backward"}
+_FASTEST, _DEFAULT = "persistent", "auto"
+
+
+def points(rows: list[dict]) -> dict[str, dict[str, dict[str, float]]]:
+    """{mode: {layer: {variant: speed-up over mamba_ssm in GPU time}}}; of one GPU, the last by name."""
+    compared = [row for row in rows if row.get("graph_speedup") and row["shape"] in HEADLINE]
+    gpu = max((row["gpu"] for row in compared), default=None)
+    found = {(row["mode"], row["shape"], row["variant"]): row["graph_speedup"] for row in compared if row["gpu"] == gpu}
+    return {mode: {f"{model}\n{tokens}": {variant: found[mode, shape, variant] for variant in (_FASTEST, _DEFAULT)
+                                          if (mode, shape, variant) in found}
+                   for shape, (model, tokens, _) in HEADLINE.items()} for mode in _SHOWN}
+
+
+def draw(rows: list[dict], path: Path) -> None:
+    """Write the SVG: for each layer a bar forward and a paler one backward, and a mark where `auto` is."""
+    plt = figure.pyplot()
+    shown = points(rows)
+    labels = list(shown["fwd"])
+    drawn, ax = plt.subplots(figsize=(figure.WIDTH, 0.9 + 0.62 * len(labels)), layout="constrained")
+    for n, (mode, layers) in enumerate(shown.items()):
+        for y, times in enumerate(reversed(layers.values())):
+            at = y + (0.2, -0.2)[n]
+            if fastest := times.get(_FASTEST):
+                ax.barh(at, fastest, 0.38, color=figure.COLOURS[_FASTEST], alpha=(1, 0.5)[n],
+                        label=f"{_FASTEST}, {_SHOWN[mode]}")
+                ax.annotate(f"{fastest:.1f}x", (max(times.values()), at), (8, 0), textcoords="offset points", va="center")
+            if default := times.get(_DEFAULT):
+                ax.plot(default, at, "D", color=figure.COLOURS[_DEFAULT], markersize=5, label=f"{_DEFAULT}, the default")
+    ax.axvline(1, color=figure.COLOURS["mamba_ssm"], linewidth=2, label="mamba_ssm")
+    ax.set(yticks=range(len(labels)), yticklabels=labels[::-1], xlabel="times as fast as mamba_ssm", xlim=(0, None))
+    ax.margins(x=0.12)
+    ax.spines[["top", "right", "left"]].set_visible(False)
+    ax.tick_params(left=False)
+    handles = dict(zip(*reversed(ax.get_legend_handles_labels()), strict=True))
+    drawn.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=2, frameon=False)
+    figure.save(drawn, path, shown)
