@@ -3,7 +3,7 @@
 A sequence is one pair of heads of one batch row on Hopper. Sequences go to the blocks whole, in as many rounds as there are.
 The rest fills no round, so each sequence of it is cut into the same segments. All are cut in the same places and the first
 segments go first: blocks then walk side by side through neighbouring heads, whose rows share pages of memory. In equal shares
-laid end to end they do not, and took a third longer for each sub-chunk (docs/kernel-log.md).
+laid end to end they do not, and took a third longer for each sub-chunk (docs/log/schedule.md).
 
 The state that enters a segment comes from the state pass, a launch that walks the sub-chunks before it. The pass is dealt out
 in equal shares; a piece is what one share has of one segment. Nothing is cut where the pass would cost more than it saves. A

@@ -1,7 +1,7 @@
 """Finds, in machine code, products whose left operand lies in registers that a loop overwrites and never restores.
 
 ptxas 12.8 takes such registers for free after a wgmma although the next turn of the loop reads them again, where nothing in
-the loop had written them (docs/kernel-log.md, "Half of dx"). So in every loop, of the registers of a product's left operand
+the loop had written them (docs/log/compilers.md, "Half of dx"). So in every loop, of the registers of a product's left operand
 either none is written, or all are before the product. What a turn leaves for the next looks the same: Gluon kernels, whose
 states go round in such registers, are not for this.
 """

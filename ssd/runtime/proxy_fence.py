@@ -3,7 +3,7 @@
 wgmma reads shared memory through the async proxy, cp.async and ordinary stores write it through the generic one, so a
 fence.proxy.async must stand between them. Triton 3.6 has it before a loop, not inside one where the tiles of the next turn are
 written; 3.7 has it there. Without it a product may read what its tile held before. No test has failed for the want of it
-(docs/kernel-log.md, "A fence left out").
+(docs/log/compilers.md, "A fence left out").
 
 Triton 3.6 keeps what it compiled, in memory and on disk, under keys that know the options of a compilation and nothing of the
 hook. So what has the fence is marked.

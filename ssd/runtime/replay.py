@@ -2,8 +2,8 @@
 
 What a forward or backward launches depends on the form of its arguments alone: shapes, strides, dtypes, settings. The Python
 that works it out takes longer than the kernels of a small problem: 390 us of a backward whose kernels take 180
-(docs/kernel-log.md). So the second call of a form is recorded: each launch with its arguments, and where each of them lies: in
-a tensor that came in, in memory that was allocated, or elsewhere, as tables of runs do, which the tape holds. A later call
+(docs/log/launches.md). So the second call of a form is recorded: each launch with its arguments, and where each of them lies:
+in a tensor that came in, in memory that was allocated, or elsewhere, as tables of runs do, which the tape holds. A later call
 allocates the same, launches the same with the addresses of its own tensors, and gives the same bits. A tape belongs to one
 stream, as the tables do that it reads (`tables.py`).
 

@@ -1,7 +1,7 @@
 """Finds, in machine code, uniform registers that are read before anything has written them.
 
 ptxas 12.8 moves the addition that makes a wgmma's descriptor from an address ahead of the address, once its result is wanted in
-two places (docs/kernel-log.md, "A descriptor of nothing"): the products then read whatever lies where an unset register points.
+two places (docs/log/compilers.md, "A descriptor of nothing"): the products then read whatever an unset register points to.
 So, in the order of the text, every uniform register must be written before it is read. That sees an instruction which is moved
 to where its register has held nothing yet, as in that kernel, and not one moved to where it still holds something else.
 """

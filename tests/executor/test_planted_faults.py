@@ -37,7 +37,7 @@ def plant(kernel: str, old: str, new: str, says: str, *more: tuple[str, str]) ->
 
 
 GIVEN_BACK = """\
-            # not before y is there: a load from x that is only on its way would find the next tile (docs/kernel-log.md)
+            # not before y is there: a load from x that is only on its way would find the next tile (docs/log/hopper-scan.md)
             mbarrier.arrive(empty.index(stage), count=1)
 """
 TAKEN = "            mbarrier.arrive(taken.index(slot), count=1)\n"

@@ -42,7 +42,7 @@ from .roles import LOG2E, at_most, barriers, decay, log2, tile
 SIZES = ("ntiles", "batch", "seqlen", "nsub", "ngroups", "heads_per_group")
 SLOTS, LINES = 4, 3
 # A thread at launch; the roles then share them out: 192 dC, 168 dx, 128 dB, 24 the rest. With fewer for dB, ptxas runs every
-# wgmma of the kernel by itself (docs/kernel-log.md).
+# wgmma of the kernel by itself (docs/log/hopper-group.md).
 _REGISTERS = 128
 
 
@@ -140,7 +140,8 @@ def dC_role(bars, rings, lines, dC, output_sums, ntiles, batch, seqlen, sizes, S
             outputs += r * decay(A_i)
             at = (row + k * nsub) * BLOCK_M
             gl.store(output_sums + at + i, outputs)
-            # not before what was loaded from the stage has been used: a barrier does not wait for loads (docs/kernel-log.md)
+            # not before what was loaded from the stage has been used: a barrier does not wait for loads
+            # (docs/log/hopper-group.md)
             block_barrier()
             mbarrier.arrive(empty.index(slot), count=1)
             mbarrier.arrive(used.index(line), count=1)
@@ -288,7 +289,7 @@ def dB_role(bars, rings, lines, dA_cumsum, dB, s, ntiles, batch, seqlen, sizes, 
 def lines_role(bars, lines, dA_cumsum, dt, ntiles, sizes, BLOCK_M: gl.constexpr, SPLITS: gl.constexpr):
     """Fetches what each head's decay and steps are, as vectors: A_j, A_j less log dt_j, dt_j, in binary logs.
 
-    Two warps, a token a thread: racecheck takes the barrier of one for none (docs/kernel-log.md).
+    Two warps, a token a thread: racecheck takes the barrier of one for none (docs/log/sanitizer.md).
     """
     ready, used = bars
     nsub, _, _ = sizes

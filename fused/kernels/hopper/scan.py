@@ -209,7 +209,7 @@ def head(out_desc, states_desc, bars, rings, lines, dA_cumsum, D, initial_states
             tile(Ys, U, BLOCK_M, HEADDIM).permute((1, 0)).store(y.to(DTYPE))
             fence_async_shared()
             block_barrier()
-            # not before y is there: a load from x that is only on its way would find the next tile (docs/kernel-log.md)
+            # not before y is there: a load from x that is only on its way would find the next tile (docs/log/hopper-scan.md)
             mbarrier.arrive(empty.index(stage), count=1)
             async_store(out_desc, [b, c * BLOCK_M, h * HEADDIM], Ys.index(U))
             step += 1

@@ -28,7 +28,7 @@ _LARGE = 1 << 28  # bytes of partial sums
 def channels_and_rows(batch: int, dim: int, seqlen: int, dstate: int) -> tuple[int, int]:
     """CHANNELS of a program and R of a thread: small warps where channels are few, since a token takes a warp less time the
     fewer it has. Larger ones where the partial sums of dB and dC, 8 bytes for each program's tokens and states, would be large;
-    but the largest only where there are enough of them: fewer take twice the time (docs/kernel-log.md).
+    but the largest only where there are enough of them: fewer take twice the time (docs/log/selective-scan.md).
     """
     channels = 64 // columns(dstate)  # a thread has two states: of one Triton's compiler complains
     while channels < 16 and batch * dim // channels >= _PROGRAMS:
