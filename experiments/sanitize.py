@@ -33,6 +33,7 @@ import ssd
 from ssd import Options, ssd_chunk_scan
 from ssd.block import causal_conv1d_update
 from ssd.choice import CANDIDATES
+from ssd.runtime.devices import is_hopper
 
 from . import record
 from .block import PARTS, WIDTH
@@ -41,6 +42,7 @@ from .kernel_names import ours
 from .shapes import SMALL, Shape, make_inputs
 
 BLOCK, CONTROL = "block", "control"
+_GPU = torch.device("cuda")  # the current one
 VARIANTS = (*CANDIDATES, BLOCK, CONTROL)
 TOOLS = ("memcheck", "racecheck")
 _EXECUTABLE = "compute-sanitizer"
@@ -73,16 +75,12 @@ _TOLD = re.compile(r"^=+.*(?:Error|Warning|Invalid|SUMMARY|_kernel).*", re.MULTI
 
 def variants_here() -> list[str]:
     """What this GPU can run: the control needs Hopper's barriers."""
-    return [name for name in VARIANTS if name != CONTROL or _is_hopper()]
-
-
-def _is_hopper() -> bool:
-    return torch.cuda.get_device_capability()[0] == 9
+    return [name for name in VARIANTS if name != CONTROL or is_hopper(_GPU)]
 
 
 def _launched_here() -> set[str]:
     """The kernels that the variants and `block` must have launched on this GPU."""
-    return {name for name in ours() if _is_hopper() or not name.startswith("hopper_")}
+    return {name for name in ours() if is_hopper(_GPU) or not name.startswith("hopper_")}
 
 
 def run(variants: list[str], tools: list[str], out: Path, console: Console) -> bool:

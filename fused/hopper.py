@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ssd.kernels.arguments import cdiv, contiguous
 from ssd.kernels.chunk_cumsum import chunk_cumsum
+from ssd.runtime.devices import is_hopper
 from ssd.runtime.tables import get_tables
 from ssd.runtime.toolchain import descriptor_fields, gluon_missing, like_descriptor
 from ssd.runtime.tuning import current_device
@@ -39,7 +40,7 @@ def cannot_run(i: SSDInputs, options: Options, by_chunk: bool) -> str | None:
     """
     if not options.gluon:
         return "options.gluon is off"
-    if not _is_hopper(i.x.device):
+    if not is_hopper(i.x.device):
         return f"needs a GPU of compute capability 9, got {i.x.device}"
     if reason := gluon_missing():
         return reason
@@ -156,11 +157,6 @@ def runs_of(i: SSDInputs, rows: int, descriptors: tuple, dt: Tensor, dA_cumsum: 
     if not npieces:
         return runs, None, None
     return runs, *piece_states(i, descriptors, dt, dA_cumsum, npieces, piece_runs, forwards)
-
-
-@cache
-def _is_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def describable(t: Tensor) -> Tensor:

@@ -14,12 +14,12 @@ from functools import lru_cache
 import torch
 
 from .runtime import tuning
+from .runtime.devices import is_hopper
 from .runtime.toolchain import gluon_missing
 from .types import HOPPER_DSTATES, HOPPER_HEADDIM, SSDInputs
 
 CANDIDATES = ("persistent", "fused", "baseline")  # on a GPU; in the order of the rule for Hopper
 TABLES = tuning.CONFIGS / "variants"
-_HOPPER = 9  # compute capability
 
 
 @dataclass(frozen=True)
@@ -67,20 +67,16 @@ def ranking(inputs: SSDInputs, mode: str) -> tuple[tuple[str, ...], str]:
 @lru_cache(maxsize=1024)
 def _ranking(index: int, *sizes) -> tuple[tuple[str, ...], str]:
     order, why = _order(index, Measured(*sizes))
-    if _is_hopper(index) and Measured(*sizes).has_hopper_kernels() and (missing := gluon_missing()):
+    if is_hopper(torch.device("cuda", index)) and Measured(*sizes).has_hopper_kernels() and (missing := gluon_missing()):
         why = f"{why}; in plain Triton kernels, not those for Hopper: {missing}"
     return order, why
-
-
-def _is_hopper(index: int) -> bool:
-    return torch.cuda.get_device_capability(index)[0] == _HOPPER
 
 
 def _order(index: int, call: Measured) -> tuple[tuple[str, ...], str]:
     name = tuning.current_device(index).name
     measured = {m: order for m, order in _table(name).items() if m.comparable(call)}
     if not measured:
-        hopper = _is_hopper(index)
+        hopper = is_hopper(torch.device("cuda", index))
         if call.mode == "bwd" and not (hopper and call.has_hopper_kernels()):
             return CANDIDATES[::-1], f"no backward of such sizes was measured on {name}; the baseline's is the one used longest"
         order = CANDIDATES if hopper else CANDIDATES[1:]

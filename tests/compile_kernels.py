@@ -99,7 +99,7 @@ class _Driver:
 @contextmanager
 def compiling(arch: int) -> Iterator[dict[str, object]]:
     """Launches compile for `arch` and do not run; yields what was compiled, by its hash."""
-    compiled, launch, current_device, is_hopper = {}, JITFunction.run, tuning.current_device, hopper._is_hopper
+    compiled, launch, current_device, is_hopper = {}, JITFunction.run, tuning.current_device, hopper.is_hopper
 
     def compile_only(self, *args, grid, warmup, **kwargs):
         kernel = launch(self, *args, grid=grid, warmup=True, **kwargs)
@@ -110,12 +110,12 @@ def compiling(arch: int) -> Iterator[dict[str, object]]:
     driver.set_active(_Driver(arch))
     JITFunction.run = compile_only
     tuning.current_device = hopper.current_device = lambda index: CHIPS[arch]
-    hopper._is_hopper = lambda device: arch == 90
+    hopper.is_hopper = lambda device: arch == 90
     tuning._pick.cache_clear()
     try:
         yield compiled
     finally:
-        JITFunction.run, hopper._is_hopper = launch, is_hopper
+        JITFunction.run, hopper.is_hopper = launch, is_hopper
         tuning.current_device = hopper.current_device = current_device
         tuning._pick.cache_clear()
 

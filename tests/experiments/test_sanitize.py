@@ -107,7 +107,7 @@ def test_rows_and_table(says, tmp_path):
 
 def test_a_kernel_that_never_ran_is_no_pass(says, tmp_path, monkeypatch):
     """Where all that launches kernels is run."""
-    monkeypatch.setattr(sanitize, "_is_hopper", lambda: True)
+    monkeypatch.setattr(sanitize, "is_hopper", lambda device: True)
 
     def launching(names: set[str]) -> dict[str, str]:
         return {"memcheck": f"launched {' '.join(sorted(names))}\n{CLEAN['memcheck']}"}
@@ -120,7 +120,7 @@ def test_a_kernel_that_never_ran_is_no_pass(says, tmp_path, monkeypatch):
     assert sanitize.run(["baseline"], ["memcheck"], tmp_path / "rows", console), "of one variant nothing is missing"
     assert not sanitize.run(every, ["memcheck"], tmp_path / "rows", console)
     assert "never launched: bmm_chunk_kernel" in console.export_text()
-    monkeypatch.setattr(sanitize, "_is_hopper", lambda: False)
+    monkeypatch.setattr(sanitize, "is_hopper", lambda device: False)
     says(launching({name for name in sanitize.ours() if "hopper" not in name}))
     assert sanitize.run(every, ["memcheck"], tmp_path / "rows", console), "which no other GPU can run"
     rows = record.read(tmp_path / "rows", bench="sanitize")

@@ -29,7 +29,7 @@ def hopper_on_cpu(executor: Executor, blocks: int = 4, cut: tuple[int, int] | No
     choose_splits = schedule.choose_splits
     choose_splits.cache_clear()
     try:
-        with (executor.installed(), patch.dict(tables._kept, clear=True), chosen(hopper, "_is_hopper", True),
+        with (executor.installed(), patch.dict(tables._kept, clear=True), chosen(hopper, "is_hopper", True),
               chosen(hopper, "current_device", device),
               chosen(hopper_backward, "current_device", device),
               chosen(schedule, "_choose_cut", cut) if cut else nullcontext(),

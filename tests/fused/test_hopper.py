@@ -11,11 +11,12 @@ from fused.schedule import choose_splits
 from ssd import ssd_chunk_scan
 from ssd.kernels.chunk_cumsum import chunk_cumsum
 from ssd.registry import get_variant
+from ssd.runtime.devices import is_hopper
 from ssd.types import Options, SSDGrads, SSDInputs
 from tests.errors import assert_all_accurate, assert_forward_right, assert_right, cotangents, results, truths, truths_apart
 from tests.inputs import Case, Shape, random_inputs
 
-GPU = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+GPU = torch.cuda.is_available() and is_hopper(torch.device("cuda", 0))
 needs_hopper = pytest.mark.skipif(not GPU, reason="needs a GPU of compute capability 9")
 SHAPE = Shape(2, 700, 8, 64, 2, 128, 128)
 SHAPES = {
@@ -279,7 +280,7 @@ def test_splits():
     (Case(state_dtype=torch.float64), SHAPE, Options(), "state_dtype"),
 ])
 def test_reasons(case, shape, options, named, monkeypatch):
-    monkeypatch.setattr(hopper, "_is_hopper", lambda device: True)
+    monkeypatch.setattr(hopper, "is_hopper", lambda device: True)
     inputs = random_inputs(replace(shape, seqlen=100), case, torch.float16, "cpu")
     assert named in hopper.cannot_run(inputs, options, by_chunk=True)
 
@@ -291,7 +292,7 @@ def test_where_they_run(capability, hip, yes, monkeypatch):
     """9.4 is how an AMD GPU calls itself."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     monkeypatch.setattr(torch.version, "hip", hip)
-    assert hopper._is_hopper.__wrapped__(torch.device("cuda", 0)) is yes
+    assert is_hopper.__wrapped__(torch.device("cuda", 0)) is yes
 
 
 def test_elsewhere_the_plain_kernels_run(caplog):

@@ -30,7 +30,7 @@ def on(monkeypatch, tmp_path):
 
     def order(*sizes, device="h200", capability=(9, 0)):
         monkeypatch.setattr(tuning, "current_device", lambda index: tuning.Device(device, 232_448))
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
+        monkeypatch.setattr(choice, "is_hopper", lambda device: capability[0] == 9)
         choice._ranking.cache_clear(), choice._table.cache_clear()
         return choice._ranking(0, *sizes)
 
