@@ -10,7 +10,7 @@ from .parts import NOT_YET, Figure, Section, Table, number
 
 PAPER_PERCENT = 57.5
 _COARSE, _ROUNDING = 5, 0.01  # ncu's per cent have two digits behind the point: what is less says little
-_BUSY = 80  # per cent; no unit is kept busier by a kernel that also waits for others
+BUSY = 80  # per cent; no unit is kept busier by a kernel that also waits for others
 _ISSUE = "issue slots"
 _UNITS = {"DRAM": "dram_pct", "tensor cores": "tensor_pct", _ISSUE: "issue_pct", "shared memory": "shared_pct"}
 
@@ -89,17 +89,22 @@ def claims(calls: list[Call]) -> list[str]:
     ]
 
 
+def units_in_use(call: Call) -> dict[str, float]:
+    """How busy each unit is that ncu counted, in per cent."""
+    return {name: call.row[key] for name, key in _UNITS.items() if key in call.row}
+
+
 def _vector(call: Call) -> str:
     """Whether the vector units bind: every vector instruction takes an issue slot."""
-    use = {name: call.row[key] for name, key in _UNITS.items() if key in call.row}
+    use = units_in_use(call)
     claim = "**After that, vector compute binds"
     if _ISSUE not in use:
         return f"{claim}: {NOT_YET}.**"
     busy = ", ".join(f"{name} {use[name]:.0f} %" for name in sorted(use, key=use.get, reverse=True))
-    bound = [name for name, value in use.items() if value > _BUSY]
+    bound = [name for name, value in use.items() if value > BUSY]
     holds = _ISSUE in bound
-    why = (f"Above {_BUSY} %, near the limit: {', '.join(bound)}" if bound else
-           f"No unit is near its limit, for which we take {_BUSY} %, so none binds alone")
+    why = (f"Above {BUSY} %, near the limit: {', '.join(bound)}" if bound else
+           f"No unit is near its limit, for which we take {BUSY} %, so none binds alone")
     return (f"{claim}: {'' if holds else 'not '}confirmed.** How busy the units of `persistent`'s forward are, by ncu: {busy}. "
             f"{why}{'; vector instructions go through issue slots' if holds else ''}. {_share(call)}")
 

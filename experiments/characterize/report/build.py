@@ -6,8 +6,8 @@ from pathlib import Path
 
 from ... import record
 from .. import definitions
-from . import bandwidth, draw, kernels, page, paper, projected, roofline, scaling, steps
-from .parts import Section
+from . import bandwidth, draw, findings, kernels, page, paper, projected, roofline, scaling, steps
+from .parts import NOT_YET, Section
 
 _SHAPE, _DTYPE = "8b-b4", "bf16"  # what counters are shown of: the paper's sizes, at a batch that fills a GPU
 
@@ -18,9 +18,9 @@ def sections(out: Path = record.RESULTS) -> list[Section]:
              and record.has_default_options(call.row)]
     gpus = [row["gpu"] for row in definitions.of_one_gpu([call.row for call in calls])]
     calls = [call for call in calls if call.row["gpu"] in gpus]
-    return [paper.section(calls, out), steps.section(out), roofline.section(calls, out), kernels.ratios(calls),
-            kernels.table_two(calls), kernels.caches(calls), bandwidth.section(calls), scaling.section(out),
-            projected.section(out)]
+    return [findings.section(calls, out), paper.section(calls, out), steps.section(out), roofline.section(calls, out),
+            kernels.ratios(calls), kernels.table_two(calls), kernels.caches(calls), bandwidth.section(calls),
+            scaling.section(out), projected.section(out), _sources(out)]
 
 
 def write(folder: Path, out: Path = record.RESULTS) -> list[Path]:
@@ -29,7 +29,7 @@ def write(folder: Path, out: Path = record.RESULTS) -> list[Path]:
     Raises:
         ValueError: a line that is no row.
     """
-    found, lines = sections(out), _introduction(out)
+    found, lines = sections(out), [paper.CITED]
     folder.mkdir(parents=True, exist_ok=True)
     texts = {"index.html": page.html(found, lines), "report.md": page.markdown(found, lines)}
     for figure in (figure for section in found for figure in section.figures):
@@ -39,13 +39,13 @@ def write(folder: Path, out: Path = record.RESULTS) -> list[Path]:
     return [folder / name for name in texts]
 
 
-def _introduction(out: Path) -> list[str]:
+def _sources(out: Path) -> Section:
     rows = [row for row in record.read(out) if row["bench"] not in ("tests", "fuzz")]  # which say nothing of times
     gpus = sorted({row["gpu"] for row in rows if row["gpu"]})
     commits = sorted({row["git_sha"][:7] for row in rows if row["git_sha"]})
-    return [f"Written by `make report` from {len(rows)} rows of `experiments/results`, measured on "
-            f"{', '.join(gpus) or 'no GPU'} at the commits {', '.join(commits) or 'none'}. No number here is typed by hand "
-            "but those of papers and data sheets, and a matmul's rate from `ssd/cost.py`.",
-            paper.CITED,
-            f"Counters are of the shape {_SHAPE} in {_DTYPE}, on the GPU with the most of them. A time under ncu weighs "
-            "kernels against one another; times of calls are those in a CUDA graph, without a profiler."]
+    measured = f"measured on {', '.join(gpus)} at the commits {', '.join(commits)}" if gpus else NOT_YET
+    return Section("Where the numbers are from", (
+        f"`make report` writes this from {len(rows)} rows of `experiments/results`, {measured}. No number here is typed by "
+        "hand but those of papers and data sheets, and a matmul's rate from `ssd/cost.py`.",
+        f"Counters are of the shape {_SHAPE} in {_DTYPE}, on the GPU with the most of them. A time under ncu weighs kernels "
+        "against one another; times of calls are those in a CUDA graph, without a profiler."))

@@ -72,17 +72,35 @@ def bars(ax, labels: list[str], series: dict[str, list[float | None]]) -> None:
     ax.tick_params(left=False)
 
 
-def stacked(ax, labels: list[str], series: dict[str, list[float]], pale: str) -> None:
-    """Horizontal bars of parts that add up, the first label on top. pale: the part that is drawn as none, hatched."""
+def stacked(ax, labels: list[tuple[str, str]], series: dict[str, list[float]], pale: str) -> None:
+    """Horizontal bars of parts that add up, the first on top.
+
+    labels: (title, name) of each; a title stands above the first bar that has it, so that bars have the width.
+    pale: the part that is drawn as none, hatched.
+    """
+    at = [-line for line in place_lines(labels)]
     left, shades = [0.0] * len(labels), iter(SERIES)
     for name, values in series.items():
         look = {"facecolor": GRID, "hatch": "////", "edgecolor": MUTED, "linewidth": 0} if name == pale else {
             "color": next(shades)}
-        ax.barh(range(len(labels))[::-1], values, 0.7, left=left, label=name, **look)
+        ax.barh(at, values, 0.7, left=left, label=name, **look)
         left = [a + b for a, b in zip(left, values, strict=True)]
-    ax.set_yticks(range(len(labels)), labels[::-1])
-    ax.set_ylim(-0.6, len(labels) - 0.4)
+    first = {title: y for y, (title, _) in [*zip(at, labels, strict=True)][::-1]}
+    for title, y in first.items():
+        ax.annotate(title, (0, y + 0.5), (-52, 0), textcoords="offset points", va="bottom")
+    ax.spines["left"].set_visible(False)
+    ax.set_yticks(at, [name for _, name in labels])
+    ax.set_ylim(min(at) - 0.6, 0.4)
     ax.tick_params(left=False)
+
+
+def place_lines(labels: list[tuple[str, str]]) -> list[int]:
+    """The line of each bar from above, where a new title takes one: 1, 2, 4 of two with one title and one with another."""
+    lines, line, above = [], -1, None
+    for title, _ in labels:
+        line, above = line + 1 + (title != above), title
+        lines.append(line)
+    return lines
 
 
 def standalone(svg: str) -> str:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean
+from string import ascii_lowercase
 
 from ... import table
 from ...kernel_names import is_of_operator
@@ -31,12 +33,31 @@ _FP8_PER_CLOCK = 8192  # dense FP8 operations of an SM, NVIDIA H100 Tensor Core 
 
 def section(calls: list[Call], out: Path) -> Section:
     """Paper / ours."""
-    whose, found = _counted(calls)
-    rows = [*_steps(out), *_bandwidth(whose, found), *_table_two(whose, found), *_ratio(whose, found), *_machine(),
-            *_pruning(out)]
-    note = ("The paper's machine is an H100, ours is named above; its models' sizes and batches are not stated. "
+    rows, notes = share_reasons(compare(calls, out))
+    note = ("The paper's machine is an H100, ours is named below; its models' sizes and batches are not stated. "
             f"What has no row here is {NOT_YET}.")
-    return Section("Paper / ours", (note, Table(("what", "paper", "ours", "difference"), rows, 4)))
+    return Section("Paper / ours", (note, Table(("what", "paper", "ours", "difference"), rows, 4), *notes))
+
+
+def compare(calls: list[Call], out: Path) -> list[tuple[str, ...]]:
+    """(what, the paper's number, ours, the reasons why they differ, separated by semicolons) of each."""
+    whose, found = _counted(calls)
+    return [*_steps(out), *_bandwidth(whose, found), *_table_two(whose, found), *_ratio(whose, found), *_machine(),
+            *_pruning(out)]
+
+
+def share_reasons(rows: list[tuple[str, ...]]) -> tuple[list[tuple[str, ...]], list[str]]:
+    """The rows with a letter for each reason that several have, and a paragraph that explains the letters, if there are any."""
+    counted = Counter(reason for row in rows for reason in row[-1].split("; ") if reason)
+    letters = dict(zip((reason for reason, count in counted.items() if count > 1), ascii_lowercase, strict=False))
+
+    def shorten(reasons: str) -> str:
+        own = "; ".join(reason for reason in reasons.split("; ") if reason not in letters)
+        shared = ", ".join(letters[reason] for reason in reasons.split("; ") if reason in letters)
+        return f"{own} ({shared})".strip() if shared else own
+
+    explained = " ".join(f"**({letter})** {reason}." for reason, letter in letters.items())
+    return [(*row[:-1], shorten(row[-1])) for row in rows], [explained] if letters else []
 
 
 def _steps(out: Path) -> list[tuple[str, ...]]:

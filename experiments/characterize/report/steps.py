@@ -8,7 +8,7 @@ from ... import record
 from .. import operators
 from ..scopes import BACKWARD, FORWARD, OPTIMIZER
 from . import draw
-from .parts import NOT_YET, Figure, Section, Table, last_runs, number
+from .parts import NOT_YET, Figure, Section, Table, last_runs, number, run_name
 
 # What a bar is made of: few enough that each has a colour of its own.
 BARS = {"GEMM": ("gemm",), "SSM": ("ssm",), "convolution": ("conv1d", "conv"), "attention": ("attention",),
@@ -37,7 +37,8 @@ def section(out: Path) -> Section:
     data = [{"run": name, **{kind: round(values[kind], 3) for kind in kinds}} for name, values in shares.items()]
     series = {bar: [sum(values[kind] for kind in of_bar) for values in shares.values()] for bar, of_bar in BARS.items()}
     series = {bar: values for bar, values in series.items() if max(values) >= 0.05}
-    svg = draw.chart(lambda ax: draw.stacked(ax, _labels(list(shares)), series, pale="idle"), 1.0 + 0.28 * len(shares),
+    labels = [_label(rows[0]) for rows in runs.values()]
+    svg = draw.chart(lambda ax: draw.stacked(ax, labels, series, pale="idle"), 1.0 + 0.17 * (draw.place_lines(labels)[-1] + 2),
                      xlabel="per cent of the step", xlim=(0, 100))
     most = max(shares, key=lambda name: shares[name]["gemm"])
     see = (f"Matrix products take at most {shares[most]['gemm']:.0f} % of a step ({most}), SSM kernels at most "
@@ -83,10 +84,10 @@ def _place(row: dict) -> tuple:
             _VARIANTS.index(variant) if variant in _VARIANTS else len(_VARIANTS))
 
 
-def _labels(names: list[str]) -> list[str]:
-    """Without type and batch, where that is enough."""
-    short = [name.partition(",")[0] for name in names]
-    return short if len({*short}) == len(names) else names
+def _label(row: dict) -> tuple[str, str]:
+    """A bar's title, which the variants of a workload share, and its name."""
+    title, _, how = run_name(row).partition(f" {row['variant']}, ")
+    return f"{title}, {how}", row["variant"]
 
 
 def _idle(shares: dict[str, dict[str, float]]) -> str:

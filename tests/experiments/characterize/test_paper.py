@@ -11,8 +11,13 @@ from tests.experiments.rows import ENVIRONMENT, write
 
 def beside_the_papers(what: str, out: Path) -> tuple[str, str]:
     """Our number and the difference, from the row that begins so."""
-    table = paper.section(definitions.calls(out), out).parts[-1]
-    return next(row[2:] for row in table.rows if row[0].startswith(what))
+    return next(row[2:] for row in paper.compare(definitions.calls(out), out) if row[0].startswith(what))
+
+
+def test_reasons_that_repeat_are_said_once():
+    rows, notes = paper.share_reasons([("x", "1", "2", "one; both"), ("y", "1", "2", "both"), ("z", "1", "2", "")])
+    assert [row[-1] for row in rows] == ["one (a)", "(a)", ""] and notes == ["**(a)** both."]
+    assert paper.share_reasons([("x", "1", "2", "one")]) == ([("x", "1", "2", "one")], [])
 
 
 def test_why_ratios_are_not_the_papers(tmp_path):

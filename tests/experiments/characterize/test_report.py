@@ -104,6 +104,29 @@ def test_without_rows_every_section_says_so(tmp_path):
     assert Reader(page.html(found, ["nothing"])).wrong == []
 
 
+def test_findings_are_sentences_with_a_number(report):
+    text = (report / "report.md").read_text()
+    opening = text[text.index("## "):text.index("## Paper / ours")]
+    found = re.findall(r"^\*\*\d\.\*\* .*", opening, re.M)
+    assert opening.startswith("## Five findings") and len(found) == 5
+    assert all(re.search(r"\d", line[6:]) and NOT_YET not in line for line in found)
+
+
+def test_findings_follow_the_counters(tmp_path):
+    """Half of the baseline's bytes in lives that are three times as long."""
+    units = {"block_cycles": 1000.0, "blocks": 10.0, "tensor_pct": 1.0, "issue_pct": 40.0, "shared_pct": 1.0}
+    write(tmp_path, kernel_row(**units), kernel_row("scan_kernel", "fused", **units),
+          kernel_row("scan_kernel", "persistent", **units | {"dram_bytes": 24e6, "block_cycles": 3000.0, "issue_pct": 90.0}))
+    found = build.sections(tmp_path)[0].parts
+    assert NOT_YET in found[0] and "moves 2.0 times fewer bytes than the baseline's (48 MB; `fused` 48 MB" in found[1]
+    assert "live 3 times as long as the baseline's and do not raise the bandwidth: from 50 to 25 %" in found[2]
+    assert "is issue slots, at 90 %. That unit is near its limit." in found[3] and NOT_YET in found[4]
+
+
+def test_titles_of_bars_take_lines():
+    assert draw.place_lines([("a", "x"), ("a", "y"), ("b", "x")]) == [1, 2, 4]
+
+
 NAME = "mamba2 1.3b ssd fused, bf16, batch 4, documents joined"
 
 
