@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from fused.kernels.hopper.roles import barriers
+from fused.kernels.hopper.ring import make_barriers
 from ssd.runtime.gluon_names import block_barrier
 
 _SIZE = 128
@@ -34,7 +34,7 @@ def _take(target, buffer, ready, taken, steps, SIZE: gl.constexpr, LAYOUT: gl.co
 def hand_over_kernel(source, target, steps, SIZE: gl.constexpr):
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     buffer = gl.allocate_shared_memory(gl.float32, [SIZE], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    bars = barriers(2, 1)
+    bars = make_barriers(2, 1)
     ready, taken = bars.index(0), bars.index(1)
     gl.warp_specialize([
         (_take, (target, buffer, ready, taken, steps, SIZE, LAYOUT)),

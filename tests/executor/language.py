@@ -179,6 +179,8 @@ def _name(local: dict[str, object]) -> None:
         elif isinstance(thing, BarrierArray):
             for n, barrier in enumerate(thing.barriers):
                 barrier.name = f"{name}[{n}]"
+        elif hasattr(thing, "_fields"):  # of a tuple the mbarriers: its buffers have names already
+            _name({f"{name}.{field}": part for field, part in thing._asdict().items() if not isinstance(part, Buffer)})
 
 
 def _language() -> types.ModuleType:
@@ -199,6 +201,7 @@ def _language() -> types.ModuleType:
     gl.inline_asm_elementwise = lambda asm, constraints, args, *rest: apply(_ASSEMBLY[asm.split()[0]], *args)
     gl.load, gl.store = _load, _store
     gl.allocate_shared_memory, gl.warp_specialize, gl.shared_memory_descriptor = _allocate, _warp_specialize, Buffer
+    gl.tensor = Value
     gl.barrier = gl.thread_barrier = _meet
     return gl
 

@@ -20,9 +20,9 @@ from tests.inputs import Case, Shape, random_inputs
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs the other kernels")
 CALLS = {"wait", "arrive", "expect", "fence_async_shared", "block_barrier", "store_wait", "warpgroup_mma_wait",
-         "async_copy_global_to_shared", "async_load"}
+         "async_copy_global_to_shared", "async_load", "wait_full", "wait_empty", "mark_full", "mark_empty"}
 # A barrier of the warps after a loop that ends with one. It runs at least once.
-NOT_MISSED = ("step += 1", "block_barrier()", "mbarrier.arrive(empty.index(kept), count=1)")
+NOT_MISSED = ("step += 1", "block_barrier()", "mark_empty(rings.tiles, kept)")
 SHAPE = Shape(1, 5 * 64 - 7, 4, 64, 1, 64, 64)
 # Some lines are needed where others do not happen to do their work: in more stages, for one head alone, in cut sequences.
 WAYS = {"recomputed": (Options(save_states=False), {}), "saved": (Options(), {}),

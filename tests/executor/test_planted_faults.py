@@ -38,41 +38,41 @@ def plant(kernel: str, old: str, new: str, says: str, *more: tuple[str, str]) ->
 
 GIVEN_BACK = """\
             # not before y is there: a load from x that is only on its way would find the next tile (docs/log/hopper-scan.md)
-            mbarrier.arrive(empty.index(stage), count=1)
+            mark_empty(rings.tiles, slot)
 """
-TAKEN = "            mbarrier.arrive(taken.index(slot), count=1)\n"
-SUMS = "            gl.store(output_sums + at + i, outputs)\n"
+TAKEN = "            mark_empty(rings.masks, mask)\n"
+SUMS = "            gl.store(sums.output + at + i, outputs)\n"
 READY = """\
                 fence_async_shared()
                 block_barrier()
-                mbarrier.arrive(ready"""
+                mark_full(rings.masks"""
 FULL_MASKS = """\
-            mbarrier.wait(full.index(stage), (step // STAGES) & 1)
-            B, C = tile(Bs, stage, BLOCK_M, DSTATE), tile(Cs, stage, BLOCK_M, DSTATE)
+            wait_full(rings.tiles, step)
+            B, C = get_tile(tiles.B, slot, BLOCK_M, DSTATE), get_tile(tiles.C, slot, BLOCK_M, DSTATE)
             BC"""
 LAST_COPY = """\
 store_wait(0)
             block_barrier()
 """
 PAIRS = """\
-        dCBs.store(dCB)
+        tiles.dCB.store(dCB)
         fence_async_shared()
 """
 PLANTS = {
     "scan: a stage given back before x has been used": plant(
-        "scan", GIVEN_BACK, "", r"copy in of Xs\[\d\].*load of Xs\[\d\] by role . \(head\).*D_h",
+        "scan", GIVEN_BACK, "", r"copy in of Xs\[\d\].*load of Xs\[\d\] by role . \(scan_head\).*D_h",
         (TAKEN, TAKEN + GIVEN_BACK)),
     "scan: no wait for B and C": plant(
         "scan", FULL_MASKS, FULL_MASKS.partition("\n")[2],
-        r"product of .s\[0\] by role 2 \(masks\).*(copy in of .s\[0\]|nothing has)"),
+        r"product of .s\[0\] by role 2 \(make_masks\).*(copy in of .s\[0\]|nothing has)"),
     "scan: a mask's wrong phase": plant(
-        "scan", "ready.index(slot), (step // SLOTS) & 1)", "ready.index(slot), (step // SLOTS) & 1 ^ 1)",
-        r"deadlock|load of to_end\[.\] by role . \(head\)"),
+        "scan", "wait_full(rings.masks, step, U, 2)", "wait_full(rings.masks, step + 2, U, 2)",
+        r"deadlock|load of to_end\[.\] by role . \(scan_head\)"),
     "scan: no fence behind a mask": plant(
         "scan", READY, READY.partition("\n")[2], r"product of Ls\[.\].*no fence_async_shared"),
     "scan: no barrier before a mask is handed over": plant(
         "scan", READY, READY.replace("                block_barrier()\n", ""),
-        r"(A_columns|A_rows|Ls)\[.\].*store.*masks|masks.*no barrier"),
+        r"(A_columns|A_rows|Ls)\[.\].*store.*make_masks|make_masks.*no barrier"),
     "scan: no barrier between warps' parts of a vector": plant(
         "scan", "            block_barrier()\n            BC = ", "            BC = ",
         r"load of A_columns\[0\].*store of A_columns\[0\]"),
@@ -84,35 +84,36 @@ PLANTS = {
     "scan: too many bytes expected": plant(
         "scan", "(2 * HEADDIM + 2 * DSTATE)", "(2 * HEADDIM + 3 * DSTATE)", r"deadlock(.|\n)*\d bytes"),
     "scan: an arrival too few": plant(
-        "scan", "barriers(STAGES, 3)", "barriers(STAGES, 4)", r"deadlock(.|\n)*fetch.*lacks 1 of 4 arrivals"),
+        "scan", "make_ring(STAGES, 3)", "make_ring(STAGES, 4)", r"deadlock(.|\n)*fetch_tiles.*lacks 1 of 4 arrivals"),
     "scan: an arrival too many": plant(
-        "scan", "barriers(STAGES, 3)", "barriers(STAGES, 2)", r"copy in of .s\[.\] by role 3 \(fetch\)|arrivals at empty"),
+        "scan", "make_ring(STAGES, 3)", "make_ring(STAGES, 2)",
+        r"copy in of .s\[.\] by role 3 \(fetch_tiles\)|arrivals at tiles.empty"),
     "scan: no fence behind the mbarriers": plant(
-        "scan", "    fence_async_shared()\n    bars, rings", "    bars, rings",
-        r"no fence_async_shared followed the init of full\[0\]"),
+        "scan", "    fence_async_shared()\n    tiles, vectors", "    tiles, vectors",
+        r"no fence_async_shared followed the init of rings\.tiles\.full\[0\]"),
     "states: a ring that is too small": plant(
         "states", "U * KEPT + kept % KEPT", "U * KEPT", r"store of Ss\[.\].*copy out of Ss\[.\]"),
     "states: a wait for one copy too few": plant(
         "states", "store_wait(KEPT - 1)", "store_wait(KEPT)", r"store of Ss\[.\].*copy out of Ss\[.\].*on its way"),
     "states: no barrier before a stage is given back": plant(
-        "states", "            block_barrier()\n            mbarrier.arrive(empty", "            mbarrier.arrive(empty",
+        "states", "            block_barrier()\n            mark_empty(", "            mark_empty(",
         r"copy in of (Xs\[.\].*load of Xs|Bs\[.\].*product of Bs)\[.\].*barrier of its warps"),
     "states: a free stage's wrong phase": plant(
-        "states", "(step // STAGES) & 1 ^ 1", "(step // STAGES) & 1", r"deadlock(.|\n)*fetch.*empty\[0\]"),
+        "states", "wait_empty(ring, step)", "wait_empty(ring, step + 3)", r"deadlock(.|\n)*fetch_tiles.*ring.empty\[0\]"),
     "group: a stage given back before dy has been used": plant(
-        "group", SUMS, "", r"(copy in of dYs|store of A_).*load of .* by role 0 \(dC_role\)",
+        "group", SUMS, "", r"(copy in of dYs|store of A_).*load of .* by role 0 \(compute_dC\)",
         ("            step += 1\n        dCB = ", SUMS + "            step += 1\n        dCB = ")),
     # with more heads the ring's slots come round, which only happens after dB has read the pairs
     "group: pairs over those not read yet, of one head": replace(plant(
-        "group", "        mbarrier.wait(pairs_empty, turn & 1 ^ 1)\n", "", r"store of dCBs by role 0.*product of dCBs"),
+        "group", "        wait_empty(rings.pairs, turn)\n", "", r"store of dCBs by role 0.*product of dCBs"),
         splits=4),
     "group: no fence behind the pairs": plant("group", PAIRS, PAIRS.partition("\n")[0] + "\n", r"product of dCBs.*no fence"),
     "group: phases that are not flipped": plant(
-        "group", "return slot, phases ^ (1 << slot)", "return slot, phases", r"nothing has written|told|lacks 0|deadlock"),
+        "ring", "return slot, phases ^ (1 << slot)", "return slot, phases", r"nothing has written|told|lacks 0|deadlock"),
     "group: too few slots": plant("group", "SLOTS, LINES = 4, 3", "SLOTS, LINES = 1, 3", r"deadlock|copy in"),
     "group: vectors given back by two of three": plant(
-        "group", "barriers(LINES, 3)", "barriers(LINES, 2)",
-        r"store of (A_columns|A_rows|steps)\[.\].*lines_role|arrivals at used|deadlock"),
+        "group", "make_ring(LINES, 3)", "make_ring(LINES, 2)",
+        r"store of (A_columns|A_rows|steps)\[.\].*fetch_vectors|arrivals at vectors.empty|deadlock"),
     "group: an accumulator used before the wait": plant(
         "group", "            v = warpgroup_mma_wait(0, deps=(v,))\n", "", r"uses an accumulator"),
     "group: a wait that covers too little": plant(

@@ -11,7 +11,7 @@ from ssd.runtime import tables
 from ssd.runtime.tuning import Device
 from tests.executor import Executor
 
-KERNELS = tuple(f"fused.kernels.hopper.{name}" for name in ("scan", "states", "group"))
+KERNELS = tuple(f"fused.kernels.hopper.{name}" for name in ("ring", "scan", "states", "group"))
 
 
 @contextmanager

@@ -1,8 +1,14 @@
-"""hopper_states, equations (27) and (29): states or gradients of states without anything else, in Gluon, for Hopper.
+"""hopper_states: the paper's chunk_state and state_passing in one kernel, forwards and backwards, in Gluon, for Hopper.
 
-One block walks runs of sub-chunks of two heads (hopper_roles says what a run is) and reads x, B, dt and dA_cumsum as
-hopper_scan does. Rows from `forwards` on are walked from the last sub-chunk to the first, with dy, C and exp(A_i) in the
-places of x, B and dt_j exp(A_last - A_j): what is walked is then the gradient of the state.
+Equations (27) and (29) of docs/ssd.md: states, or gradients of states, without anything else. One block walks runs of
+sub-chunks of two heads (`roles` says what a run is) and reads x, B, dt and dA_cumsum as hopper_scan does. Rows from `forwards`
+on are walked from the last sub-chunk to the first, with dy, C and exp(A_i) in the places of x, B and dt_j exp(A_last - A_j):
+then the gradient of the state is what is computed. Roles:
+
+    walk_head (1 warpgroup a head): S <- exp(A_last) S + (x dt_j exp(A_last - A_j))^T B
+    fetch_tiles (1 warp):           B and x of both heads by TMA
+
+The kernel does one of two things:
 
     pieces:  a run starts from a zero state and writes ends (npieces, 2, 64, dstate) fp32, the state at its end, and factors
              (npieces, 2) fp32, the decay over it, in row `piece`: (28) joins them.
@@ -10,6 +16,8 @@ places of x, B and dt_j exp(A_last - A_j): what is walked is then the gradient o
              64, dstate), that before the first of every EVERY sub-chunks (1 where rows are walked backwards), and, unless it
              is None, final_states (batch, nheads, 64, dstate) fp32: dinitial_states where rows are walked backwards.
 """
+
+from typing import NamedTuple
 
 import torch
 from triton.experimental import gluon
@@ -25,132 +33,167 @@ from ssd.runtime.gluon_names import async_load, async_store, block_barrier, stor
 from ssd.runtime.launch import launch
 from ssd.types import SSDInputs
 
-from .roles import LOG2E, barriers, decay, entering_state, given_state, load_run, load_steps, state_offsets, tile
+from .ring import make_ring, mark_empty, slot_of, wait_empty, wait_full
+from .roles import LOG2E, add_pieces, decay, get_tile, load_given_state, load_run, load_steps, state_offsets
 
-# One kernel for all sizes: what divides them, or that one is 1, is of no use to it.
+# One kernel for all sizes: that a size is 1 or divisible by 16 would not make it faster.
 SIZES = ("nruns", "forwards", "nsub", "nheads", "heads_per_group")
 STAGES = 3
-_REGISTERS = 160
+_REGISTERS = 160  # of a thread at launch; the roles then share them out: 152 walk_head, 24 fetch_tiles
+
+
+class Tiles(NamedTuple):
+    """Shared memory: x and B by slot of the ring; states of each head on their way out; the weights of each head's tokens."""
+
+    x: gl.shared_memory_descriptor  # [2 STAGES, 1, 64, headdim]: both heads of a slot in a row
+    B: gl.shared_memory_descriptor  # [STAGES, 1, 64, dstate]
+    states: gl.shared_memory_descriptor  # [2 or 4, 1, headdim, dstate], or None
+    weights: gl.shared_memory_descriptor  # [4, 64] fp32: of two steps in turn
+
+
+class Work(NamedTuple):
+    """The runs of all blocks, nruns of them for each, and sizes. Rows from `forwards` on are walked backwards."""
+
+    runs: gl.tensor
+    nruns: gl.tensor
+    forwards: gl.tensor
+    nsub: gl.tensor
+    nheads: gl.tensor
+
+
+class Start(NamedTuple):
+    """What a run's first state is made of: a given state, of runs forwards or backwards, and pieces. Each may be None."""
+
+    initial_states: gl.tensor
+    dfinal_states: gl.tensor
+    ends: gl.tensor
+    factors: gl.tensor
 
 
 @gluon.jit
-def sub_chunk(c, b, nsub, forwards, BACKWARDS: gl.constexpr):
+def get_sub_chunk(c, b, work, BACKWARDS: gl.constexpr):
     """The sub-chunk at step c of a walk of row b."""
     if BACKWARDS:
-        c = gl.where(b >= forwards, nsub - 1 - c, c)
+        c = gl.where(b >= work.forwards, work.nsub - 1 - c, c)
     return c
 
 
 @gluon.jit
-def row_of(b, forwards, BACKWARDS: gl.constexpr):
+def get_batch_row(b, work, BACKWARDS: gl.constexpr):
     """The batch row that row b walks."""
     if BACKWARDS:
-        b = gl.where(b >= forwards, b - forwards, b)
+        b = gl.where(b >= work.forwards, b - work.forwards, b)
     return b
 
 
 @gluon.jit
-def walk(full, empty, Xs, Bs, Ss, weights, states_desc, dA_cumsum, dt, initial_states, dfinal_states, ends, factors,
-         final_states, runs, nruns, forwards, nsub, nheads, U: gl.constexpr, EVERY: gl.constexpr, BACKWARDS: gl.constexpr,
-         BLOCK_M: gl.constexpr, HEADDIM: gl.constexpr, DSTATE: gl.constexpr):
-    """One warpgroup for each head: S <- exp(A_last) S + (x dt_j exp(A_last - A_j))^T B."""
-    STAGES: gl.constexpr = full.shape[0]
+def load_start(start, run, bh, offsets, work, U: gl.constexpr, BACKWARDS: gl.constexpr, STATE: gl.constexpr,
+               HEADDIM: gl.constexpr, DSTATE: gl.constexpr):
+    """The state before a run, or the gradient of that after it, [P, N] fp32."""
+    if BACKWARDS and run.b >= work.forwards:
+        state = load_given_state(start.dfinal_states, bh, offsets, STATE, HEADDIM, DSTATE)
+    else:
+        state = load_given_state(start.initial_states, bh, offsets, STATE, HEADDIM, DSTATE)
+    return add_pieces(state, start.ends, start.factors, run, offsets, U, HEADDIM, DSTATE)
+
+
+@gluon.jit
+def walk_head(ring, tiles, states_desc, dA_cumsum, dt, start, final_states, work, U: gl.constexpr, EVERY: gl.constexpr,
+              BACKWARDS: gl.constexpr, BLOCK_M: gl.constexpr, HEADDIM: gl.constexpr, DSTATE: gl.constexpr):
+    """The consumer warpgroup of head 2 pair + U: S <- exp(A_last) S + (x dt_j exp(A_last - A_j))^T B."""
     SIZE: gl.constexpr = HEADDIM * DSTATE
-    DTYPE: gl.constexpr = Xs.dtype
+    DTYPE: gl.constexpr = tiles.x.dtype
     STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DSTATE, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, STATE, 2)
     m = gl.arange(0, BLOCK_M, gl.BlockedLayout([1], [32], [4], [0]))
     offsets = state_offsets(STATE, HEADDIM, DSTATE)
     step = 0
     kept = 0
-    for k in range(gl.program_id(0) * nruns, gl.program_id(0) * nruns + nruns):
-        b, pair, first, last, piece, npieces = load_run(runs, k)
-        h = pair * 2 + U
-        bh = (row_of(b, forwards, BACKWARDS) * nheads + h).to(gl.int64)
-        row = bh * nsub * BLOCK_M
+    for k in range(gl.program_id(0) * work.nruns, gl.program_id(0) * work.nruns + work.nruns):
+        run = load_run(work.runs, k)
+        b, first, last = run.b, run.first, run.last
+        h = run.pair * 2 + U
+        bh = (get_batch_row(b, work, BACKWARDS) * work.nheads + h).to(gl.int64)
+        row = bh * work.nsub * BLOCK_M
         if states_desc is None:
             state = gl.zeros([HEADDIM, DSTATE], gl.float32, STATE)
         else:
-            if BACKWARDS and b >= forwards:
-                state = given_state(dfinal_states, bh, offsets, STATE, HEADDIM, DSTATE)
-            else:
-                state = given_state(initial_states, bh, offsets, STATE, HEADDIM, DSTATE)
-            state = entering_state(state, ends, factors, piece, npieces, offsets, U, HEADDIM, DSTATE)
+            state = load_start(start, run, bh, offsets, work, U, BACKWARDS, STATE, HEADDIM, DSTATE)
         total = 0.0
-        a, dt_c, end = load_steps(dA_cumsum, dt, row + sub_chunk(first, b, nsub, forwards, BACKWARDS) * BLOCK_M, m, BLOCK_M)
+        a, dt_c, end = load_steps(dA_cumsum, dt, row + get_sub_chunk(first, b, work, BACKWARDS) * BLOCK_M, m, BLOCK_M)
         for c in range(first, last):
-            stage, line = step % STAGES, 2 * U + step % 2
+            slot, line = slot_of(ring, step), 2 * U + step % 2
             w = dt_c * decay((end - a) * LOG2E)
             if BACKWARDS:
-                w = gl.where(b >= forwards, decay(a * LOG2E), w)
-            weights.index(line).store(w)
+                w = gl.where(b >= work.forwards, decay(a * LOG2E), w)
+            tiles.weights.index(line).store(w)
             total += end
             factor = decay(end * LOG2E)
-            ahead = sub_chunk(gl.minimum(c + 1, last - 1), b, nsub, forwards, BACKWARDS)
+            ahead = get_sub_chunk(gl.minimum(c + 1, last - 1), b, work, BACKWARDS)
             a, dt_c, end = load_steps(dA_cumsum, dt, row + ahead * BLOCK_M, m, BLOCK_M)
             if states_desc is not None:
-                KEPT: gl.constexpr = Ss.shape[0] // 2
-                at = sub_chunk(c, b, nsub, forwards, BACKWARDS)
+                KEPT: gl.constexpr = tiles.states.shape[0] // 2
+                at = get_sub_chunk(c, b, work, BACKWARDS)
                 if at % EVERY == 0:
-                    slot = U * KEPT + kept % KEPT
+                    out = U * KEPT + kept % KEPT
                     store_wait(KEPT - 1)
                     block_barrier()
-                    tile(Ss, slot, HEADDIM, DSTATE).store(state.to(states_desc.dtype))
+                    get_tile(tiles.states, out, HEADDIM, DSTATE).store(state.to(states_desc.dtype))
                     fence_async_shared()
                     block_barrier()
-                    chunk = b * ((nsub + EVERY - 1) // EVERY) + at // EVERY
-                    async_store(states_desc, [0, (chunk * nheads + h) * HEADDIM, 0], Ss.index(slot))
+                    chunk = b * ((work.nsub + EVERY - 1) // EVERY) + at // EVERY
+                    async_store(states_desc, [0, (chunk * work.nheads + h) * HEADDIM, 0], tiles.states.index(out))
                     kept += 1
             block_barrier()
-            w = gl.expand_dims(weights.index(line).load(gl.SliceLayout(0, OPERAND)), 0)
-            mbarrier.wait(full.index(stage), (step // STAGES) & 1)
-            x = tile(Xs, 2 * stage + U, BLOCK_M, HEADDIM).permute((1, 0)).load(OPERAND)
+            w = gl.expand_dims(tiles.weights.index(line).load(gl.SliceLayout(0, OPERAND)), 0)
+            wait_full(ring, step)
+            x = get_tile(tiles.x, 2 * slot + U, BLOCK_M, HEADDIM).permute((1, 0)).load(OPERAND)
             x_end = (x.to(gl.float32) * w).to(DTYPE)
-            state = warpgroup_mma(x_end, tile(Bs, stage, BLOCK_M, DSTATE), state * factor, is_async=True)
+            B = get_tile(tiles.B, slot, BLOCK_M, DSTATE)
+            state = warpgroup_mma(x_end, B, state * factor, is_async=True)  # [P, M] @ [M, N]
             state = warpgroup_mma_wait(0, deps=(state,))
             block_barrier()
-            mbarrier.arrive(empty.index(stage), count=1)
+            mark_empty(ring, slot)
             step += 1
         if states_desc is None:
             if first < last:
-                gl.store(ends + (piece * 2 + U).to(gl.int64) * SIZE + offsets, state)
-                gl.store(factors + piece * 2 + U, decay(total * LOG2E))
+                gl.store(start.ends + (run.piece * 2 + U).to(gl.int64) * SIZE + offsets, state)
+                gl.store(start.factors + run.piece * 2 + U, decay(total * LOG2E))
         elif final_states is not None:  # noqa: SIM102
-            if last == nsub and (not BACKWARDS or b >= forwards):
+            if last == work.nsub and (not BACKWARDS or b >= work.forwards):
                 gl.store(final_states + bh * SIZE + offsets, state)
     store_wait(0)
 
 
 @gluon.jit
-def fetch(x_desc, B_desc, dy_desc, C_desc, full, empty, Xs, Bs, runs, nruns, forwards, nsub, heads_per_group,
-          BACKWARDS: gl.constexpr):
-    """The producer: B and x of both heads of each sub-chunk into the next free stage; of walks backwards C and dy."""
-    STAGES: gl.constexpr = full.shape[0]
+def fetch_tiles(x_desc, B_desc, dy_desc, C_desc, ring, tiles, work, heads_per_group, BACKWARDS: gl.constexpr):
+    """The producer: B and x of both heads of each sub-chunk into the next free slot; of walks backwards C and dy."""
     BLOCK_M: gl.constexpr = x_desc.block_shape[1]
     HEADDIM: gl.constexpr = x_desc.block_shape[2]
     DSTATE: gl.constexpr = B_desc.block_shape[2]
     step = 0
-    for k in range(gl.program_id(0) * nruns, gl.program_id(0) * nruns + nruns):
-        b, pair, first, last, _, _ = load_run(runs, k)
-        p, n = pair * 2 * HEADDIM, pair * 2 // heads_per_group * DSTATE
-        for c in range(first, last):
-            stage = step % STAGES
-            mbarrier.wait(empty.index(stage), (step // STAGES) & 1 ^ 1)
-            bar, token = full.index(stage), sub_chunk(c, b, nsub, forwards, BACKWARDS) * BLOCK_M
+    for k in range(gl.program_id(0) * work.nruns, gl.program_id(0) * work.nruns + work.nruns):
+        run = load_run(work.runs, k)
+        b = run.b
+        p, n = run.pair * 2 * HEADDIM, run.pair * 2 // heads_per_group * DSTATE
+        for c in range(run.first, run.last):
+            slot = slot_of(ring, step)
+            wait_empty(ring, step)
+            bar, token = ring.full.index(slot), get_sub_chunk(c, b, work, BACKWARDS) * BLOCK_M
             mbarrier.expect(bar, BLOCK_M * 2 * (2 * HEADDIM + DSTATE))
-            if BACKWARDS and b >= forwards:
-                copy(dy_desc, C_desc, b - forwards, token, p, n, bar, Xs, Bs, stage)
+            if BACKWARDS and b >= work.forwards:
+                fetch_tile(dy_desc, C_desc, b - work.forwards, token, p, n, bar, tiles, slot)
             else:
-                copy(x_desc, B_desc, b, token, p, n, bar, Xs, Bs, stage)
+                fetch_tile(x_desc, B_desc, b, token, p, n, bar, tiles, slot)
             step += 1
 
 
 @gluon.jit
-def copy(x_desc, B_desc, b, token, p, n, bar, Xs, Bs, stage):
-    """B and x of two heads of one sub-chunk, from their columns n and p on."""
-    async_load(B_desc, [b, token, n], bar, Bs.index(stage))
+def fetch_tile(x_desc, B_desc, b, token, p, n, bar, tiles, slot):
+    """Into one slot: B and x of two heads of one sub-chunk, from their columns n and p on."""
+    async_load(B_desc, [b, token, n], bar, tiles.B.index(slot))
     for u in gl.static_range(2):
-        async_load(x_desc, [b, token, p + u * x_desc.block_shape[2]], bar, Xs.index(2 * stage + u))
+        async_load(x_desc, [b, token, p + u * x_desc.block_shape[2]], bar, tiles.x.index(2 * slot + u))
 
 
 @gluon.jit(do_not_specialize=SIZES)
@@ -171,15 +214,16 @@ def hopper_states_kernel(x_desc, B_desc, dy_desc, C_desc, states_desc, dA_cumsum
         KEPT: gl.constexpr = 2 if states_desc.dtype.primitive_bitwidth == 16 else 1
         Ss = gl.allocate_shared_memory(states_desc.dtype, [2 * KEPT, 1, HEADDIM, DSTATE], states_desc.layout)
     weights = gl.allocate_shared_memory(gl.float32, [4, BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    full, empty = barriers(STAGES, 1), barriers(STAGES, 2)
+    ring = make_ring(STAGES, 2)
     fence_async_shared()
+    tiles, work = Tiles(Xs, Bs, Ss, weights), Work(runs, nruns, forwards, nsub, nheads)
+    start = Start(initial_states, dfinal_states, ends, factors)
     gl.warp_specialize([
-        (walk, (full, empty, Xs, Bs, Ss, weights, states_desc, dA_cumsum, dt, initial_states, dfinal_states, ends, factors,
-                final_states, runs, nruns, forwards, nsub, nheads, 0, EVERY, BACKWARDS, BLOCK_M, HEADDIM, DSTATE)),
-        (walk, (full, empty, Xs, Bs, Ss, weights, states_desc, dA_cumsum, dt, initial_states, dfinal_states, ends, factors,
-                final_states, runs, nruns, forwards, nsub, nheads, 1, EVERY, BACKWARDS, BLOCK_M, HEADDIM, DSTATE)),
-        (fetch, (x_desc, B_desc, dy_desc, C_desc, full, empty, Xs, Bs, runs, nruns, forwards, nsub, heads_per_group,
-                 BACKWARDS)),
+        (walk_head, (ring, tiles, states_desc, dA_cumsum, dt, start, final_states, work, 0, EVERY, BACKWARDS, BLOCK_M, HEADDIM,
+                     DSTATE)),
+        (walk_head, (ring, tiles, states_desc, dA_cumsum, dt, start, final_states, work, 1, EVERY, BACKWARDS, BLOCK_M, HEADDIM,
+                     DSTATE)),
+        (fetch_tiles, (x_desc, B_desc, dy_desc, C_desc, ring, tiles, work, heads_per_group, BACKWARDS)),
     ], [4, 1], [152, 24])
 
 

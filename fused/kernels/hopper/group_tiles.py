@@ -1,0 +1,58 @@
+"""How the backward's group loop on Hopper numbers its tiles: which part of dB and dC each is, and which heads it sums over."""
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+
+class Sizes(NamedTuple):
+    """Of the call. A split is a part of a group's heads whose dB and dC are summed apart from the others'."""
+
+    ntiles: gl.tensor
+    batch: gl.tensor
+    seqlen: gl.tensor
+    nsub: gl.tensor
+    ngroups: gl.tensor
+    heads_per_group: gl.tensor
+
+
+class Tile(NamedTuple):
+    """A tile: batch row, sub-chunk, group and split; its first head and number of heads, at least one; and where that head's
+    sub-chunk is in (batch, nheads, nsub).
+    """
+
+    b: gl.tensor
+    c: gl.tensor
+    group: gl.tensor
+    split: gl.tensor
+    head: gl.tensor
+    count: gl.tensor
+    row: gl.tensor
+
+
+@gluon.jit
+def find_tile(t, sizes, SPLITS: gl.constexpr):
+    """Tile number t. Groups of a sub-chunk are neighbours."""
+    slot, row = t % (sizes.ngroups * SPLITS), t // (sizes.ngroups * SPLITS)
+    b, c, group, split = row // sizes.nsub, row % sizes.nsub, slot // SPLITS, slot % SPLITS
+    each = (sizes.heads_per_group + SPLITS - 1) // SPLITS
+    head = group * sizes.heads_per_group + split * each
+    at = (b * sizes.ngroups * sizes.heads_per_group + head) * sizes.nsub + c
+    return Tile(b, c, group, split, head, gl.minimum(each, sizes.heads_per_group - split * each), at)
+
+
+@gluon.jit
+def store_rows(to, tile, values, sizes, LAYOUT: gl.constexpr):
+    """`values` [M, N] of a tile into a contiguous (splits, batch, seqlen, ngroups, dstate).
+
+    Stored from the layout that they are in: once a tile, and another layout would take shared memory.
+    """
+    BLOCK_M: gl.constexpr = values.shape[0]
+    DSTATE: gl.constexpr = values.shape[1]
+    row = tile.split * sizes.batch + tile.b
+    m = tile.c * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(1, LAYOUT))
+    n = gl.arange(0, DSTATE, gl.SliceLayout(0, LAYOUT))
+    token = gl.expand_dims((row.to(gl.int64) * sizes.seqlen + m) * sizes.ngroups + tile.group, 1)
+    at = to + token * DSTATE + gl.expand_dims(n, 0)
+    gl.store(at, values.to(to.dtype.element_ty), mask=gl.expand_dims(m < sizes.seqlen, 1))
