@@ -90,9 +90,3 @@ def test_command_without_gpu(monkeypatch, tmp_path):
     assert not list(tmp_path.iterdir()), "a run without a GPU writes no rows"
     monkeypatch.setattr(interpret, "worst", lambda variant, options: {"fp32": Error(float("nan"), 0.0)})
     assert CliRunner().invoke(app, command).exit_code == 1
-
-
-def test_a_variant_without_options_is_refused():
-    result = CliRunner().invoke(app, ["ablate", "--variant", "torch"])
-    assert result.exit_code == 2
-    assert result.stderr == "error: --variant: got 'torch', expected a variant with options to take apart\n"

@@ -6,10 +6,8 @@ import io
 import pytest
 import torch
 from rich.console import Console
-from typer.testing import CliRunner
 
 from experiments import block, record, table, timing
-from experiments.__main__ import app
 from experiments.shapes import Shape
 
 TINY, SCAN = Shape("tiny", 1, 8, 2, 8, 4, 1), Shape("scan", 1, 8, 2, 1, 2, 1)
@@ -114,43 +112,3 @@ def test_counters(tmp_path, monkeypatch):
     assert [(row["part"], row["mode"], row["variant"], row["kernel"]) for row in counted] == [
         ("gated_norm", "fwd", "ssd", "gated_norm_kernel"), ("gated_norm", "fwd", "ssd", "other_kernel")]
     assert "gated_norm tiny bwd fp32 ssd: ncu gave none: no permission" in console.export_text()
-
-
-def test_what_runs_under_ncu(monkeypatch):
-    """One call between start and stop, after warming up."""
-    said = []
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(torch.cuda.profiler, "start", lambda: said.append("start"))
-    monkeypatch.setattr(torch.cuda.profiler, "stop", lambda: said.append("stop"))
-
-    def part(shape, dtype):
-        x = torch.ones(3, requires_grad=True)
-        return block.Work(lambda: said.append("call") or 2 * x, None, (x,), {})
-
-    monkeypatch.setitem(block.PARTS, "selective_scan", part)
-    block.profiled("selective_scan", "scan", "fwd_bwd", "fp32", "ssd")
-    assert said == ["call"] * 4 + ["start", "call", "stop"]
-
-
-def test_without_a_graph(tmp_path, monkeypatch):
-    def capture(call):
-        raise RuntimeError("it waits for the GPU")
-
-    monkeypatch.setattr(timing, "capture", capture)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    rows, _ = run(tmp_path, ("conv1d",), ("fwd",))
-    assert rows[0]["graph_p50_us"] is None and rows[0]["p50_us"] == 10 and "sol" not in rows[0]
-
-
-@pytest.mark.parametrize("arguments, message", [
-    (("--part", "conv2d"), "--part: got 'conv2d', expected any of conv1d"),
-    (("--mode", "fwd_train"), "--mode: got 'fwd_train'"),
-    (("--shape", "9b"), "shape: got '9b'"),
-    (("--scan", "8b-b4"), "--scan: got '8b-b4', expected any of mambavision-t-196"),
-    ((), "block: needs a CUDA GPU, found none"),
-])
-def test_command_line(arguments, message):
-    if not arguments and torch.cuda.is_available():
-        pytest.skip("a GPU is here, so it would measure")
-    result = CliRunner().invoke(app, ["block", *arguments])
-    assert result.exit_code == 2 and message in result.output

@@ -24,24 +24,58 @@ def test_help(command):
     assert result.exit_code == 0 and "Usage" in result.stdout
 
 
-@pytest.mark.parametrize(
-    "option, value, expected",
-    [
-        ("--variant", "warp9", "error: --variant: got 'warp9', expected any of auto, baseline, fused, persistent, torch"),
-        ("--shape", "8b-b4,9b", "error: --shape: got '9b', expected one of named, workloads, sweep, 8b-b1"),
-        ("--mode", "sideways", "error: --mode: got 'sideways', expected any of fwd, fwd_train, bwd, fwd_bwd"),
-        ("--dtype", "fp8", "error: --dtype: got 'fp8', expected one of bf16, fp16, fp32"),
-        ("--against", "nobody", "error: --against: got 'nobody', expected one of baseline"),
-        ("--option", "exp2=off", "error: --option: got 'exp2=off', expected NAME=true or NAME=false with a name of tf32"),
-        ("--option", "exp3=true", "error: --option: got 'exp3=true', expected NAME=true or NAME=false"),
-        ("--chunk-size", "100", "error: --chunk-size: got '100', expected any of 16, 32, 64, 128, 256, auto"),
-    ],
-)
-def test_bad_option(option, value, expected):
-    result = run("bench", option, value)
-    assert result.exit_code == 2
-    assert result.stderr.startswith(expected) and result.stderr.count("\n") == 1
-    assert result.stdout == ""
+REFUSED = [
+    ("bench --variant warp9", "--variant: got 'warp9', expected any of auto, baseline, fused, persistent, torch"),
+    ("bench --shape 8b-b4,9b", "--shape: got '9b', expected one of named, workloads, sweep, 8b-b1"),
+    ("bench --mode sideways", "--mode: got 'sideways', expected any of fwd, fwd_train, bwd, fwd_bwd"),
+    ("bench --dtype fp8", "--dtype: got 'fp8', expected one of bf16, fp16, fp32"),
+    ("bench --against nobody", "--against: got 'nobody', expected one of baseline"),
+    ("bench --option exp2=off", "--option: got 'exp2=off', expected NAME=true or NAME=false with a name of tf32"),
+    ("bench --chunk-size 100", "--chunk-size: got '100', expected any of 16, 32, 64, 128, 256, auto"),
+    ("ablate --variant torch", "--variant: got 'torch', expected a variant with options"),
+    ("block --part conv2d", "--part: got 'conv2d', expected any of conv1d"),
+    ("block --scan 8b-b4", "--scan: got '8b-b4', expected any of mambavision-t-196"),
+    ("characterize --workload gpt", "--workload: got 'gpt', expected one of mamba2"),
+    ("compare 9999 8888", "OLD: got 9999, expected a folder, or a commit"),
+    ("compare 9999 8888 --format pdf", "--format: got 'pdf', expected terminal or markdown"),
+    ("fuzz --part model", "--part: got 'model', expected one of operator, block"),
+    ("fuzz --config {}", "--config: got '{}', expected a JSON object with a part of operator, conv1d"),
+    ("sanitize --variant fla", "--variant: got 'fla', expected any of persistent, fused, baseline, block, control"),
+    ("sanitize --tool synccheck", "--tool: got 'synccheck', expected any of memcheck, racecheck"),
+    ("scaling --seqlen 64,x", "--seqlen: got '64,x'"),
+    ("sweep --workload rnn", "--workload: got 'rnn'"),
+    ("table --kernels", "--kernels: got --bench ssd, expected --bench counters"),
+    ("train --workload rnn", "--workload: got 'rnn', expected one of mamba2, hybrid"),
+    ("train --preset 9b", "--preset: got '9b', expected one of tiny, 130m"),
+    ("train --workload mambavision --variant fused", "--variant: got 'fused', expected auto, torch, mamba_ssm with --mixer"),
+    ("train --workload mambavision --seqlen 64", "--seqlen: got 64, expected none: images of mambavision are"),
+    ("train --workload mambavision --tokenizer gpt2", "--tokenizer: got 'gpt2', expected none: mambavision reads no text"),
+    ("train --workload mambavision --no-documents", "--documents: got False, expected none"),
+    ("train --mixer mamba1", "--mixer: got 'mamba1', expected one of ssd"),
+    ("train --optimizer sgd", "--optimizer: got 'sgd', expected one of adamw, lamb"),
+    ("train --steps 0", "--steps: got 0, expected at least 1"),
+    ("train --lr nan", "--lr: got nan, expected more than 0"),
+    ("train --steps 3 --warmup 4", "--warmup: got 4, expected at most --steps, 3"),
+    ("train --data books.txt", "--data: got 'books.txt', where nothing is, expected synthetic, a .txt file or a folder"),
+    ("train --parallel pipeline", "--parallel: got 'pipeline', expected one of ddp, fsdp"),
+    ("train --resume", "--resume: got --out"),
+]
+
+
+@pytest.mark.parametrize(("line", "said"), REFUSED, ids=[line for line, _ in REFUSED])
+def test_a_bad_option_is_refused_by_name_and_nothing_is_written(line, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = run(*line.split(), *(["--out", tmp_path / "run"] if line.startswith("train") else []))
+    assert result.exit_code == 2 and result.stdout == ""
+    assert result.stderr.startswith(f"error: {said}") and result.stderr.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+@without_gpu
+@pytest.mark.parametrize("command", ("block", "characterize", "sanitize", "tune"))
+def test_what_needs_a_gpu_says_so(command):
+    result = run(command)
+    assert result.exit_code == 2 and result.stderr.startswith(f"error: {command}: needs a CUDA GPU, found none")
 
 
 def test_table_of_rows(tmp_path):
@@ -57,23 +91,6 @@ def test_auto_has_nothing_to_choose_from():
     result = run("bench", "--variant", "auto")
     assert result.exit_code == 2
     assert result.stderr.startswith("error: --variant: got 'auto', which is torch's form without a GPU, expected any of base")
-
-
-@without_gpu
-def test_tune_needs_a_gpu():
-    result = run("tune")
-    assert result.exit_code == 2
-    assert result.stderr == "error: tune: needs a CUDA GPU, found none\n"
-
-
-@without_gpu
-@pytest.mark.parametrize("arguments, said", (
-    ((), "sanitize: needs a CUDA GPU, found none"), (("--variant", "control"), "sanitize: needs a CUDA GPU, found none"),
-    (("--variant", "fla"), "--variant: got 'fla', expected any of persistent, fused, baseline, block, control"),
-    (("--tool", "synccheck"), "--tool: got 'synccheck', expected any of memcheck, racecheck")))
-def test_sanitize_needs_a_gpu(arguments, said):
-    result = run("sanitize", *arguments)
-    assert (result.exit_code, result.stderr) == (2, f"error: {said}\n")
 
 
 @without_gpu

@@ -61,13 +61,6 @@ def kernel_row(variant="baseline", kernel="_chunk_state", **other) -> dict:
     } | other
 
 
-def test_parse():
-    launches = counters.parse(raw(*LAUNCHES))
-    assert [launch["kernel"] for launch in launches] == ["_chunk_state", "_chunk_state", "_bmm_chunk"]
-    assert launches[1][counters._READ] == 60_000_000
-    assert launches[1][counters._WARM["blocks"]] == 1536
-
-
 def test_parse_of_nothing():
     with pytest.raises(ValueError, match="no kernels"):
         counters.parse("==ERROR== no counters for you\n")
@@ -99,21 +92,6 @@ def test_kernels_are_weighted_with_time():
     assert state["tensor_pct"] == pytest.approx(15.0)
     assert (state["tensor_flops"], state["ffmas"], state["exps"]) == (4_000_000, 20, 80), "counts add up"
     assert state["stall_long_scoreboard"] == pytest.approx(3.0)
-
-
-def test_report_shows_all_three_averages():
-    launches = read(raw(*LAUNCHES))
-    console = Console(width=200, record=True, file=io.StringIO())
-    console.print(counters._report(ssd_row(p50_us=40.0), launches, counters.by_kernel(launches)))
-    text = " ".join(console.export_text().split())
-    # 70 % of the peak is 100.8 MB in 30 us: the peak is 4.8 TB/s, of which 129.6 MB in 40 us are 67.5 %.
-    for average in (
-        "43.3 % mean over launches",
-        "54.0 % weighted with time",
-        "67.5 % of the peak",
-        "0.2 times the ideal",
-    ):
-        assert average in text
 
 
 @pytest.fixture
@@ -296,24 +274,3 @@ def test_kernels_of_an_earlier_run_are_not_counted(tmp_path, change):
     write(tmp_path, kernel_row(**old), kernel_row(kernel="_gone", **old), kernel_row(dram_bytes=5e6))
     (call,) = counters.committed(tmp_path)
     assert (call["launches"], call["dram_bytes"]) == (1, 5e6)
-
-
-def test_table(tmp_path):
-    sum_of_parts = "void at::reduce_kernel<128, 4, at::Sum<float>>(T3)"
-    write(tmp_path, kernel_row(), kernel_row("fused", block_cycles=4321.0, blocks=77.0), kernel_row("fused", sum_of_parts))
-    arguments = ["table", "--bench", "counters", "--out", str(tmp_path), "--shape", "8b-b4", "--mode", "fwd"]
-    header, _, baseline, fused = CliRunner().invoke(app, arguments).stdout.splitlines()
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in (header, baseline, fused)]
-    shown = dict(zip(cells[0], cells[1], strict=True))
-    assert {header: shown[header] for header in ("variant", "launches", "DRAM MB", "U %", "W %", "registers")} == {
-        "variant": "baseline", "launches": "1", "DRAM MB": "2.0", "U %": "50.0", "W %": "50.0", "registers": "128"}
-    assert shown["block cycles"] == shown["blocks"] == shown["tensor %"] == "-"
-
-    lines = CliRunner().invoke(app, [*arguments, "--variant", "fused", "--kernels"]).stdout.splitlines()
-    assert len(lines) == 5 and " at::reduce_kernel " in lines[4] and " 4321 " in lines[3] and " 77 " in lines[3]
-
-
-def test_kernels_of_another_bench_are_refused(tmp_path):
-    result = CliRunner().invoke(app, ["table", "--kernels", "--out", str(tmp_path)])
-    assert result.exit_code == 2
-    assert result.stderr == "error: --kernels: got --bench ssd, expected --bench counters\n"

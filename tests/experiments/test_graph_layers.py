@@ -76,21 +76,6 @@ def test_orders_are_by_graph_then_degree_and_are_undone():
     assert not torch.equal(orders[1, 0], orders[1, 1])
 
 
-def test_rows_are_padded_and_packed():
-    graphs = sequences()
-    row = torch.randn(sum(LENGTHS), 3)
-    dense = graphs.dense(row)
-    assert dense.shape == (4, 40, 3) and torch.equal(graphs.packed(dense), row)
-    for alone, part in zip(dense, row.split(LENGTHS), strict=True):
-        assert torch.equal(alone[: len(part)], part) and not alone[len(part):].any()
-    backwards = torch.cat([part.flip(0) for part in row.split(LENGTHS)])
-    assert torch.equal(row[graphs.backwards()], backwards)
-    alike, same = Sequences.alike(3, 4, torch.device("cpu")), sequences((4, 4, 4))
-    assert alike.longest == same.longest
-    for name in ("number", "place", "lengths"):
-        assert torch.equal(getattr(alike, name), getattr(same, name))
-
-
 def test_mamba1_is_the_inner_function_on_each_sequence():
     torch.manual_seed(0)
     block = mixer("mamba1")

@@ -2,8 +2,6 @@
 
 import pickle
 import sys
-from dataclasses import replace
-from itertools import combinations
 from pathlib import Path
 
 import networkx as nx
@@ -44,38 +42,6 @@ def test_labels_are_pairs_that_are_far_apart():
         assert all(graph.degree(at) == 2 + (t != 20) for at, t in zip(centres[1:-1], types[1:-1], strict=True))
         on += [span > HOPS for span in spans]
     assert 0.15 < np.mean(on) < 0.35
-
-
-def test_chains_are_as_large_as_said():
-    source = SyntheticChains(10, (60, 300), 0)
-    sizes = []
-    for number in range(200):
-        drawn = source.graph(number)
-        (low, high), bonds = source.nodes, {tuple(edge) for edge in drawn["edge_index"].T.tolist()}
-        assert low <= len(drawn["x"]) <= high and len(bonds) == drawn["edge_index"].shape[1]
-        assert {(b, a) for a, b in bonds} == bonds
-        for name, counts in (("x", PEPTIDES_FUNC.node_features), ("edge_attr", PEPTIDES_FUNC.edge_features)):
-            assert (drawn[name] >= 0).all() and (drawn[name] < counts).all()
-        assert (drawn["x"][:, 2] == np.bincount(drawn["edge_index"][0])).all()
-        sizes.append((len(drawn["x"]), len(bonds)))
-    nodes, edges = np.mean(sizes, 0)
-    assert 165 < nodes < 195 and edges / nodes == pytest.approx(307 / 151, abs=0.05)
-
-
-def test_side_chains_differ_and_rings_close():
-    """By their shapes alone, which is all that those of MalNet have."""
-    source, shapes = SyntheticChains(10, (60, 300), 0), {}
-    for number in range(20):
-        graph, centres, drawn = chain(source, number)
-        aromatic = set(np.flatnonzero(drawn["x"][:, 7]))
-        assert aromatic == {node for ring in nx.cycle_basis(graph) for node in ring}
-        for residue, (centre, size) in enumerate(zip(centres, source.sizes[source.types(number)], strict=True)):
-            atoms = graph.subgraph(range(centre - 1, centre - 1 + size)).copy()
-            nx.set_node_attributes(atoms, {node: node - centre for node in range(centre - 1, centre + 3)}, "backbone")
-            shapes.setdefault(source.types(number)[residue], atoms)
-    assert len(shapes) == 21
-    for one, other in combinations(shapes.values(), 2):
-        assert not nx.is_isomorphic(one, other, node_match=lambda a, b: a.get("backbone") == b.get("backbone"))
 
 
 def test_classes_of_chains_are_balanced():
@@ -226,19 +192,6 @@ def test_missing_data_are_named(tmp_path):
 
 
 @needs_graphs
-def test_what_cannot_be_downloaded_is_said(tmp_path, monkeypatch):
-    from torch_geometric.datasets import LRGBDataset
-
-    def offline(self):
-        raise OSError("<urlopen error no route>")
-
-    monkeypatch.setattr(LRGBDataset, "download", offline)
-    for _ in range(2):  # the folder that the first try leaves is as good as none
-        with pytest.raises(ValueError, match=r"makes no Peptides-func of .*: OSError, <urlopen error no route>; its folder"):
-            dataset(PEPTIDES_FUNC, tmp_path)
-
-
-@needs_graphs
 @pytest.mark.parametrize("content", [b"", b"not a pickle", pickle.dumps([1, 2], 2)])
 def test_damaged_files_are_named(tmp_path, content):
     (raw(tmp_path, PEPTIDES_FUNC) / "train.pt").write_bytes(content)
@@ -259,15 +212,6 @@ def test_contents_of_another_kind_are_named(tmp_path, column, said):
         graph[column] = {0: graph[0] * 500, 1: graph[1].float(), 3: torch.eye(11)[:1]}[column]
     torch.save([tuple(graph) for graph in of_graph], folder / "train.pt")
     with pytest.raises(ValueError, match=said):
-        dataset(PEPTIDES_FUNC, tmp_path)
-
-
-@needs_graphs
-@pytest.mark.filterwarnings("ignore:The `pre_transform` argument")
-def test_what_was_processed_otherwise_is_named(tmp_path):
-    raw(tmp_path, PEPTIDES_FUNC)
-    dataset(replace(PEPTIDES_FUNC, pe_steps=3), tmp_path)
-    with pytest.raises(ValueError, match=r"has random_walk_pe of \(12, 3\) .* expected 8 columns of numbers; if its folder "):
         dataset(PEPTIDES_FUNC, tmp_path)
 
 

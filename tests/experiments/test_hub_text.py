@@ -49,13 +49,6 @@ def test_rows_of_a_file_are_documents(file, tokenizer):
     assert [part.tolist() for part in np.split(tokens, ends[:-1])] == lists and tokens.dtype == np.int32
 
 
-def test_another_tokenizer_is_not_served_from_the_cache(file, tokenizer):
-    for name in (tokenizer, "bytes", tokenizer):
-        data = rows(file, SIZES, 4, 0, name)
-        expected = sum(len((text or "").split()) if name == tokenizer else len((text or "").encode()) for text in TEXTS)
-        assert len(data.source.tokens) == expected
-
-
 def test_a_tokenizer_that_changed_is_another(file, tokenizer):
     before = rows(file, SIZES, 4, 0, tokenizer).source.tokens
     changed = Tokenizer(models.WordLevel({word: n + 1 for word, n in WORDS.items()}, unk_token="?"))

@@ -74,14 +74,6 @@ def test_made_up_images_show_their_class():
     assert min(disc, square) > cross > triangle
 
 
-def test_classes_are_even():
-    for classes in (10, LARGEST):
-        source = SyntheticImages(classes, 8, 0)
-        counts = np.bincount([source.image(n)[1] for n in range(40 * classes)], minlength=classes)
-        assert len(counts) == classes and counts.min() > 15 and counts.max() < 70
-    assert images("synthetic", vision_sizes(classes=1000), 0).source.classes == 100
-
-
 def test_folders_are_read_whole_once_an_epoch(tmp_path):
     (folder(tmp_path / "train") / ".hidden").mkdir()
     (tmp_path / "train" / "ant" / "notes.txt").write_text("no image")
@@ -186,11 +178,6 @@ def test_rand_augment_is_drawn_by_number(timm, tmp_path):
     assert_same(images(path, vision_sizes(augment=True), 0)[7], samples[7])
     assert sum(not torch.equal(sample["image"], plain[n]["image"]) for n, sample in enumerate(samples)) > 10
     assert "augmented" in samples[0] and "augmented" not in plain[0]
-
-
-def test_rand_augment_takes_every_draw(timm):
-    augment, image = augmentation.rand_augment(8), Image.new("RGB", (8, 8), (200, 90, 30))
-    assert {augment(image, seed).size for seed in range(4000)} == {(8, 8)}
 
 
 def test_mixing_is_drawn_by_torch(timm):

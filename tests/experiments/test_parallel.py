@@ -10,15 +10,14 @@ import socket
 import time
 from pathlib import Path
 from subprocess import Popen, TimeoutExpired
-from types import SimpleNamespace
 
 import pytest
 import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
-from experiments import checkpoints, parallel, record
-from experiments.parallel import WAYS, Team, joined
+from experiments import checkpoints, record
+from experiments.parallel import WAYS
 from experiments.runs import run_of
 from experiments.train import train
 from ssd.block import arguments
@@ -153,27 +152,3 @@ def test_a_signal_to_all_processes_saves(tmp_path):
     assert [rank.returncode for rank in ranks] == [128 + signal.SIGTERM] * 2, said
     step = checkpoints.read_state(checkpoints.latest(tmp_path / "checkpoints"))["step"]
     assert f"SIGTERM after step {step}" in said[0][0] and said[1][0] == "" and len(logged(tmp_path, "loss")) == step
-
-
-def test_parts_of_a_batch():
-    parts = [Team(rank, 3, torch.device("cpu"), "ddp").part(range(12, 24)) for rank in range(3)]
-    assert parts == [range(12, 16), range(16, 20), range(20, 24)]
-
-
-def test_the_rate_of_a_link(monkeypatch):
-    """Of four GPUs each sends one and a half times the bytes of a sum: 5 sums of 256 MiB in 2 s are 1.007 GB/s. What ran before
-    the clock did is not counted.
-    """
-    sums, clock = [], iter((10.0, 12.0))
-    monkeypatch.setattr(parallel.torch, "zeros", lambda numbers, device: SimpleNamespace(nbytes=4 * numbers))
-    monkeypatch.setattr(parallel.torch.cuda, "synchronize", lambda device: None)
-    monkeypatch.setattr(parallel.dist, "all_reduce", lambda t: sums.append(t.nbytes))
-    monkeypatch.setattr(parallel, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
-    assert Team(0, 4, torch.device("cuda"), "ddp").link_gbps() == pytest.approx(1.0066, rel=1e-4)
-    assert sums == [2**28] * 6
-    assert Team(0, 1, torch.device("cuda"), "ddp").link_gbps() is Team(1, 2, torch.device("cpu"), "ddp").link_gbps() is None
-
-
-def test_an_unknown_way():
-    with pytest.raises(ValueError, match="--parallel: got 'pipeline', expected one of ddp, fsdp"), joined("pipeline"):
-        pass

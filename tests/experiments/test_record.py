@@ -6,18 +6,6 @@ import pytest
 from experiments import record
 from tests.experiments.rows import ENVIRONMENT, ssd_row, write
 
-SPECIFIED = """
-bench variant options mode shape batch seqlen nheads headdim dstate ngroups dtype chunk_size
-p20_us p50_us p80_us graph_p50_us launches peak_mib ideal_bytes effective_gbps copy_gbps sol tflops err_rms err_max
-against against_p50_us against_graph_p50_us speedup graph_speedup workload preset loss
-git_sha dirty gpu driver torch triton sm_mhz time
-"""
-
-
-def test_keys():
-    assert list(record.KEYS) == SPECIFIED.split()
-    assert tuple(record.environment()) == record.ENVIRONMENT
-
 
 def test_append_and_read(tmp_path):
     row = ssd_row()

@@ -14,7 +14,6 @@ from rich.console import Console
 from experiments import counters, record, step_time, sweep, table
 from experiments import train as training
 from experiments.characterize.gpus import find
-from experiments.kernel_names import is_of_operator
 from experiments.step_time import Candidate, put_inside
 from experiments.workloads import get_workload
 from ssd import Options
@@ -78,19 +77,6 @@ def test_steps_are_counted_once(plan, monkeypatch):
     assert sweep.run(plan, QUIET) == [] and asked == [4, 2, 4]
 
 
-def test_kernels_without_names_are_not_counted(plan, monkeypatch):
-    monkeypatch.setattr(counters, "traffic", None)
-    console = Console(record=True, width=200, file=io.StringIO())
-    assert sweep.run(replace(plan, variants=("torch",), trains=False, counts=True), console) == []
-    assert "mamba2 small ssd torch: not counted, none of its kernels is known by name" in console.export_text()
-
-
-def test_steps_alone(plan, monkeypatch):
-    monkeypatch.setattr(sweep, "train", None)
-    assert sweep.run(replace(plan, trains=False), QUIET) == []
-    assert [row["loss"] for row in sweep.committed(plan.out)] == [None, None]
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU may have what is missing here")
 def test_what_fails_is_reported_and_the_rest_goes_on(plan):
     run = small_run("mambavision", mixer="mamba1", steps=2, save_every=0)
@@ -138,15 +124,6 @@ def test_a_sweep_that_was_ended_goes_on(plan, monkeypatch):
     assert sweep.run(plan, QUIET) == [] and taken == [3]
 
 
-def test_a_killed_training_begins_anew(plan, monkeypatch):
-    plan = replace(plan, variants=("torch",))
-    left = plan.folder / sweep._folder(replace(plan.runs[0], variant="torch"))
-    left.mkdir(parents=True)
-    (left / "log.jsonl").write_text('{"step": 1, "loss": 5.0}\n')
-    assert sweep.run(plan, QUIET) == []
-    assert len((left / "log.jsonl").read_text().splitlines()) == 3
-
-
 def test_times_of_two_sittings_do_not_compare(plan):
     sweep.run(replace(plan, variants=("torch",)), QUIET)
     (row,) = record.read(plan.out, bench="step")
@@ -163,17 +140,6 @@ def test_times_of_two_sittings_do_not_compare(plan):
     assert [row["speedup"] for row in sweep.committed(plan.out)] == [None, None, None, 2.0]
     record.append(row | {"run": row["run"] | {"steps": 7}}, plan.out)
     assert [row["loss"] for row in sweep.committed(plan.out)] == [loss, None, None, None, None], "of as many steps"
-
-
-def test_a_step_timed_alone_does_not_replace_one_beside_others(plan):
-    sweep.run(replace(plan, variants=("torch",)), QUIET)
-    (row,) = record.read(plan.out, bench="step")
-    rival = row | {"variant": "mamba_ssm", "options": None, "p50_us": 2 * row["p50_us"],
-                   "run": row["run"] | {"variant": "mamba_ssm"}}
-    record.append(rival, plan.out)
-    record.append(rival | {"p50_us": 1.0, "sitting": "2999-01-01T00:00:00+00:00"}, plan.out)
-    assert [line["p50_us"] for line in sweep.committed(plan.out)] == [row["p50_us"], rival["p50_us"]]
-    assert sweep.committed(plan.out)[0]["speedup"] == 2.0
 
 
 def test_utilisation_is_that_of_the_kernels_counted_last(plan):
@@ -236,25 +202,6 @@ def test_a_variant_is_put_into_every_mixer():
         put_inside(torch.nn.Linear(1, 1), Candidate("fused"))
 
 
-@pytest.mark.parametrize("name, is_its", [
-    ("hopper_scan_kernel", True), ("two_level_scan_kernel", True), ("sum_parts_kernel", True),
-    ("_chunk_scan_chunk_state_bwd_dx_kernel", True), ("_bmm_chunk_fwd_kernel", True),
-    ("void selective_scan_fwd_kernel<Selective_Scan_fwd_kernel_traits<32, 4>>(SSMParamsBase)", True),
-    ("conv1d_fwd_kernel", False), ("_layer_norm_fwd_1pass_kernel", False), ("nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NTN", False),
-])
-def test_whose_kernel_it_is(name, is_its):
-    assert is_of_operator(name) == is_its
-
-
-@pytest.mark.parametrize("text, parts", [
-    ("mamba2", ("mamba2", "tiny", None)),
-    ("hybrid:1b", ("hybrid", "1b", None)),
-    ("mambavision:T/ssd", ("mambavision", "T", "ssd")),
-])
-def test_names_of_workloads(text, parts):
-    assert sweep.parsed(text) == parts
-
-
 def test_the_command_line(tmp_path):
     given = ("sweep", "--workload", "mamba2:small", "--steps", "2", "--dtype", "fp32", "--repeats", "2", "--warmup", "1",
              "--folder", tmp_path / "runs", "--out", tmp_path / "rows")
@@ -282,14 +229,3 @@ def test_the_committed_losses_agree():
     for (workload, preset, *run), found in losses.items():
         (mixer,) = {"ssd", "mamba1"} & set(run)
         assert max(found) / min(found) < bands.get((workload, preset, mixer), 1.01), (workload, preset, found)
-
-
-def test_the_committed_losses_on_several_gpus():
-    """Of what draws numbers in each process by itself, too; its band was set before any such row was."""
-    rows = record.read(bench="train")
-    alone = {(row["git_sha"], *record.settings(row, "save_every")): row["loss"] for row in rows if row["gpus"] == 1}
-    several = [row for row in rows if row["gpus"] > 1]
-    assert several
-    for row in several:
-        expected = alone[(row["git_sha"], *record.settings(row, "save_every"))]
-        assert row["loss"] == pytest.approx(expected, rel=0.05), row

@@ -2,7 +2,6 @@ import csv
 import io
 
 import pytest
-from rich.console import Console
 
 from experiments import table
 from tests.experiments.rows import compared, ssd_row, write
@@ -59,21 +58,6 @@ def test_csv_keeps_every_key():
     (parsed,) = csv.DictReader(io.StringIO(table.render([row], "csv")))
     assert parsed.keys() == row.keys()
     assert float(parsed["p50_us"]) == 1000.0
-
-
-def test_latex():
-    text = table.render([ssd_row(**compared())], "latex")
-    assert text.startswith(r"\begin{tabular}") and "8b-b4 & fwd & baseline" in text
-
-
-def test_latex_escapes():
-    assert r"mamba\_ssm" in table.render([ssd_row("mamba_ssm")], "latex")
-
-
-def test_terminal():
-    console = Console(width=200, record=True, file=io.StringIO())
-    console.print(table.terminal([ssd_row(graph_p50_us=None)], "title"))
-    assert "baseline" in console.export_text()
 
 
 def test_the_least_of_a_rival_counts():

@@ -53,23 +53,6 @@ def test_tokens_are_zipfs():
     assert slope == pytest.approx(-1.1, abs=0.15)
 
 
-def test_documents_are_as_long_as_said():
-    source = SyntheticText(512, 60000, 0)
-    lengths = np.concatenate([np.bincount(source.row(n)[1])[:-1] for n in range(10)])
-    assert np.median(lengths) == pytest.approx(600, rel=0.15)
-
-
-def test_half_follows_the_table_and_some_is_copied():
-    source = SyntheticText(512, 4096, 0)
-    drawn = [source._drawn(n) for n in range(20)]
-    assert 0.15 < np.mean([copied.mean() for *_, copied in drawn]) < 0.3
-    follows = []
-    for tokens, documents, topics, copied in drawn:
-        new = ~copied[1:] & ~copied[:-1] & (documents[1:] == documents[:-1])
-        follows.append((source.successors[topics[1:], tokens[:-1]] == tokens[1:, None]).any(-1)[new])
-    assert 0.45 < np.concatenate(follows).mean() < 0.65
-
-
 def test_the_floor_is_below_what_frequencies_alone_reach():
     source = SyntheticText(512, 257, 0)
     of_frequencies = -(source.zipf * np.log(source.zipf)).sum()

@@ -71,19 +71,3 @@ def test_configs_of_one_process_are_those_of_the_next(ran):
     assert (Autotuner.run, Autotuner._bench) == (run, bench) and tuned._FILE not in tuned.os.environ
     with tuned.handed_over():
         assert launched(tuner(16)) == 16
-
-
-def test_what_failed(ran):
-    with pytest.raises(ValueError, match="without ncu: it left no configs"), tuned.before(["a call"], 10):
-        pass  # it left nothing
-    ran.status = 1
-    with pytest.raises(ValueError, match="without ncu: exit status 1: out of memory"), tuned.before(["a call"], 10):
-        pass
-
-    def never():
-        raise tuned.subprocess.TimeoutExpired("a call", 10)
-
-    ran.does = never
-    with pytest.raises(ValueError, match="without ncu: did not end in 10 s"), tuned.before(["a call"], 10):
-        pass
-    assert tuned._FILE not in tuned.os.environ

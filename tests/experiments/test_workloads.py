@@ -1,6 +1,7 @@
 """The language models: sizes as published, patterns, documents that see nothing of each other, what decays."""
 
 from fractions import Fraction
+from itertools import product
 
 import pytest
 import torch
@@ -16,8 +17,8 @@ MILLIONS = {
     "mamba2": {"tiny": 1, "130m": 129, "370m": 368, "780m": 780, "1.3b": 1344, "2.7b": 2703, "8b-width": 1289, "8b": 8237},
     "hybrid": {"tiny": 2, "1b": 1055, "2b": 2051, "8b": 8655},
     "mambavision": {"tiny": 1, "T": 32, "T2": 35, "S": 50, "B": 98, "L": 228},
-    # counted exactly in test_graphmamba.py
-    "graphmamba": dict.fromkeys(get_workload("graphmamba").presets, 0) | {"peptides-func-walks": 1},
+    "graphmamba": {"tiny": 0.036, "tiny-walks": 0.056, "peptides-func": 0.495, "peptides-func-walks": 0.699, "mnist": 0.117,
+                   "voc-sp": 0.497, "malnet-tiny": 0.281},
 }
 
 
@@ -26,7 +27,8 @@ def test_parameter_counts(workload, preset):
     found = get_workload(workload)
     with torch.device("meta"):
         model = found.build(found.presets[preset].sizes, "auto", False)
-    assert round(sum(parameter.numel() for parameter in model.parameters()) / 1e6) == MILLIONS[workload][preset]
+    expected = MILLIONS[workload][preset]
+    assert round(sum(parameter.numel() for parameter in model.parameters()) / 1e6, 3 if expected < 1 else 0) == expected
 
 
 @pytest.mark.parametrize("pattern", [
@@ -38,9 +40,9 @@ def test_allocation_of_published_patterns(pattern):
     assert allocate(len(pattern)) == pattern
 
 
-@pytest.mark.parametrize("layers", range(1, 90))
-def test_allocation_keeps_the_shares(layers):
-    for attention, mlp in ((0, 0), (1, 0), (0, 1), (Fraction(1, 14), Fraction(1, 2)), (Fraction(1, 4), Fraction(1, 3))):
+def test_allocation_keeps_the_shares():
+    shares = ((0, 0), (1, 0), (0, 1), (Fraction(1, 14), Fraction(1, 2)), (Fraction(1, 4), Fraction(1, 3)))
+    for layers, (attention, mlp) in product(range(1, 90), shares):
         pattern = allocate(layers, attention, mlp)
         expected = (round(layers * attention), round(layers * mlp))
         assert (len(pattern), pattern.count("*"), pattern.count("-")) == (layers, *expected)
@@ -96,14 +98,6 @@ def test_computing_again_changes_no_gradient(small):
         model(ids, seq_idx).square().mean().backward()
         gradients.append([parameter.grad for parameter in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
-
-
-def test_weights_at_the_start():
-    torch.manual_seed(0)
-    model = LanguageModel(sizes("M-*M" * 4, d_model=64))
-    for name, weight in model.named_parameters():
-        if name.endswith("proj.weight") or name.startswith(("embedding", "lm_head")):
-            assert weight.std().item() == pytest.approx(0.02 / (4 if "out_proj" in name else 1), rel=0.1), name
 
 
 def test_what_decays():

@@ -31,11 +31,3 @@ def test_shares_of_a_forward():
     assert classes.shares(kernels, 0.01)[TENSOR] == (2, 30.0), "chunk_state's x times weights is 0.4 % of its FLOPs"
     assert classes.shares(kernels, recomputed=False)[BOTH] == (1, 100.0)
     assert classes.shares([])[BOTH] == (0, 0.0)
-
-
-def test_the_baselines_nine_backward_kernels_are_the_papers_at_some_threshold():
-    names = ("chunk_scan_dstates", "state_passing_bwd", "chunk_scan_chunk_state_dx", "chunk_state_dB", "chunk_scan_dC",
-             "chunk_scan_dCB", "bmm_bwd", "ddA_cumsum", "chunk_cumsum_bwd")
-    kernels = [kernel_row(f"{name}_kernel", mode="bwd", chunk_size=256) for name in names]
-    counts = {name: count for name, (count, _) in classes.shares(kernels, 0.003).items()}
-    assert counts == {TENSOR: 1, VECTOR: 2, BOTH: 6, UNKNOWN: 0}

@@ -5,7 +5,7 @@ from typer.testing import CliRunner
 
 from experiments import record
 from experiments.__main__ import app
-from experiments.characterize.compare import compare, markdown, rows_of
+from experiments.characterize.compare import compare, rows_of
 from tests.experiments.rows import ssd_row, write
 
 OLD, NEW = "1" * 40, "2" * 40
@@ -34,11 +34,6 @@ def test_percentiles_of_a_host_say_nothing_about_a_graph():
     assert (pair.band, pair.verdict) == (0.05, "slower")
 
 
-def test_a_graph_is_not_compared_with_an_eager_time():
-    (pair,) = compare([timed(500.0)], [timed(None)]).pairs
-    assert (pair.old, pair.new, pair.in_graph) == (1000.0, 1000.0, False)
-
-
 def test_pairs_by_what_was_measured():
     old = [timed(100.0), timed(100.0, mode="bwd"), timed(100.0, chunk_size=64), ssd_row("fused", graph_p50_us=80.0)]
     new = [timed(90.0, time="2026-01-01T00:00:00+00:00"), timed(130.0, time="2026-01-02T00:00:00+00:00"),
@@ -61,13 +56,6 @@ def test_nothing_in_common():
         compare([timed(1.0)], [timed(1.0, mode="bwd"), timed(1.0, variant="fused")])
 
 
-def test_markdown():
-    lines = markdown(compare([timed(100.0), timed(100.0, mode="bwd")], [timed(150.0), timed(50.0, mode="bwd")])).splitlines()
-    assert lines[2] == "| ssd | 8b-b4 fwd | baseline | 128 |  | 100 | 150 | graph | 1.500 | ±5 % | **slower** |"
-    assert lines[3].endswith("| 0.500 | ±5 % | faster |")
-    assert lines[-1].startswith("2 measured in both: 1 slower, 1 faster, 0 the same; 0 only")
-
-
 @pytest.fixture
 def results(tmp_path):
     write(tmp_path, timed(100.0, git_sha=OLD), timed(150.0, git_sha=NEW))
@@ -83,25 +71,6 @@ def run(*arguments):
 def test_commits_on_the_command_line(results, arguments, status):
     result = run(*arguments, "--out", results)
     assert result.exit_code == status and ("slower" if arguments[0] == "1111" else "faster") in result.stdout
-
-
-def test_folders_on_the_command_line(tmp_path):
-    for name, us in (("a", 100.0), ("b", 101.0)):
-        write(tmp_path / name, timed(us))
-    result = run(tmp_path / "a", tmp_path / "b", "--fail", "--format", "markdown")
-    assert result.exit_code == 0 and "| 1.010 |" in result.stdout
-
-
-@pytest.mark.parametrize("arguments, said", [
-    (("9999", "2222"),
-     "error: OLD: got 9999, expected a folder, or a commit that rows in {} were measured at: 1111111, 2222222\n"),
-    (("1111", "{}/empty"), "error: NEW: got {}/empty, expected a folder with rows in <gpu>/<bench>.jsonl\n"),
-    (("1111", "2222", "--format", "pdf"), "error: --format: got 'pdf', expected terminal or markdown\n"),
-])
-def test_refused(results, arguments, said):
-    (results / "empty").mkdir()
-    result = run(*(argument.format(results) for argument in arguments), "--out", results)
-    assert (result.exit_code, result.stderr) == (2, said.format(results))
 
 
 def test_the_start_of_several_commits_is_refused(tmp_path):

@@ -7,10 +7,8 @@ from itertools import product
 import pytest
 import torch
 from rich.console import Console
-from typer.testing import CliRunner
 
 from experiments import record, timing
-from experiments.__main__ import app
 from experiments.characterize import components
 from experiments.characterize.report import scaling
 from experiments.characterize.report.parts import Figure
@@ -69,14 +67,6 @@ def test_report(measured):
         "the SSM has 20 % at 4 tokens and 20 % at 8 tokens of Mamba-2's components.")
 
 
-def test_one_dtype_is_shown(measured, tmp_path):
-    """That of most rows: times of two do not add up."""
-    folder, rows = measured
-    for row in [*rows, *(row | {"dtype": "fp16"} for row in rows[:-1])]:
-        record.append(row, tmp_path)
-    assert scaling.section(tmp_path).parts[2].data == scaling.section(folder).parts[2].data
-
-
 def test_one_that_fails_costs_no_other(measured, tmp_path, monkeypatch):
     def broken(shape, dtype):
         raise torch.OutOfMemoryError("no room")
@@ -87,27 +77,3 @@ def test_one_that_fails_costs_no_other(measured, tmp_path, monkeypatch):
     console = Console(width=200, record=True, file=io.StringIO())
     rows = components.run(components.Plan((4,), "fp32", out=tmp_path), console)
     assert {row["part"] for row in rows} == {"out_proj"} and "mamba1 ssm 4 is left out: no room" in console.export_text()
-
-
-def test_convolution_of_mamba1():
-    """x has its tokens side by side, as Mamba-1's projection leaves them."""
-    x, _, _ = components._conv1d_of_x(components._shape("mamba1", 3), torch.bfloat16).leaves
-    assert x.shape == (1, 4096, 3) and x.stride() == (8192 * 3, 3, 1)
-
-
-def test_sizes_of_the_blocks():
-    """mamba-1.4b's and mamba2-1.3b's."""
-    assert components._shape("mamba1", 64).sizes == {"batch": 1, "seqlen": 64, "nheads": 4096, "headdim": 1, "dstate": 16,
-                                                     "ngroups": 1}
-    assert components._shape("mamba2", 64).sizes == {"batch": 1, "seqlen": 64, "nheads": 64, "headdim": 64, "dstate": 128,
-                                                     "ngroups": 1}
-    work = components.COMPONENTS["mamba2", "in_proj"](components._shape("mamba2", 2), torch.float32)
-    assert work.leaves[1].shape == (8512, 2048)
-
-
-@pytest.mark.parametrize("arguments, message", (
-    (["--seqlen", "64,x"], "error: --seqlen: got '64,x'"), (["--seqlen", "0"], "error: --seqlen: got '0'"),
-    (["--dtype", "int8"], "error: --dtype: got 'int8'")))
-def test_bad_input(arguments, message):
-    done = CliRunner().invoke(app, ["scaling", *arguments])
-    assert done.exit_code == 2 and done.stderr.startswith(message)

@@ -32,12 +32,6 @@ def test_the_order_matters(first, second, caught):
     assert a < b and any(caught in name for name in wrong(rules))
 
 
-def test_ssm_and_convolution_come_before_gemm():
-    kinds = [rule.kind for rule in KERNEL_RULES]
-    gemm = kinds.index("gemm")
-    assert not {"ssm", "conv1d", "conv", "attention"} & set(kinds[gemm:])
-
-
 def test_kernels_of_the_source_tree():
     """Every `def ..._kernel` below any folder of kernels has its rule."""
     found = {name for folder in ("ssd", "fused", "persistent") for path in (ROOT / folder).glob("**/kernels/**/*.py")

@@ -4,9 +4,8 @@ from pathlib import Path
 
 from experiments.characterize import definitions
 from experiments.characterize.report import paper
-from experiments.characterize.report.parts import NOT_YET
 from tests.experiments.characterize.counted import STEP, kernel_row
-from tests.experiments.rows import ENVIRONMENT, write
+from tests.experiments.rows import write
 
 
 def beside_the_papers(what: str, out: Path) -> tuple[str, str]:
@@ -18,19 +17,6 @@ def test_reasons_that_repeat_are_said_once():
     rows, notes = paper.share_reasons([("x", "1", "2", "one; both"), ("y", "1", "2", "both"), ("z", "1", "2", "")])
     assert [row[-1] for row in rows] == ["one (a)", "(a)", ""] and notes == ["**(a)** both."]
     assert paper.share_reasons([("x", "1", "2", "one")]) == ([("x", "1", "2", "one")], [])
-
-
-def test_why_ratios_are_not_the_papers(tmp_path):
-    """1700 over 100 is 17; with 10 exponentials it is below 16."""
-    counted = {"tensor_flops": 1700.0, "fadds": 100.0, "fmuls": 0.0, "ffmas": 0.0}
-    write(tmp_path, kernel_row(**counted))
-    ours, why = beside_the_papers("kernels of both", tmp_path)
-    assert ours == "the baseline: 0 of 1; the lowest 17"
-    assert why.startswith("the cause is not known") and "special function" not in why
-    write(tmp_path, kernel_row(**counted, exps=10.0, time="2100"))
-    assert "exponentials among it, 1 of 1 would be below" in beside_the_papers("kernels of both", tmp_path)[1]
-    write(tmp_path, kernel_row(time="2200"))
-    assert "formula's arithmetic" in beside_the_papers("kernels of both", tmp_path)[1]
 
 
 def test_shares_of_busy_time_beside_the_papers(tmp_path):
@@ -45,19 +31,6 @@ def test_shares_of_busy_time_beside_the_papers(tmp_path):
     assert why.startswith("our GPU is idle for 50 % of that step, ")
     ours, why = step("2100", gemm=0.8, idle=0.2)
     assert "busy" not in ours and why.startswith("sizes, batches and versions differ")
-
-
-def test_bandwidth_and_lengths_beside_the_papers(tmp_path):
-    def cells(what):
-        return beside_the_papers(what, tmp_path)
-
-    assert cells("[2] sequence") == (NOT_YET, f"the operator; the components of blocks: {NOT_YET}")
-    component = {**ENVIRONMENT, "bench": "scaling", "part": "ssm", "shape": "mamba2", "mode": "fwd", "dtype": "bf16"}
-    write(tmp_path, kernel_row(), component | {"seqlen": 128}, component | {"seqlen": 64})
-    assert cells("[2] sequence")[1].startswith("the operator, and the components of blocks, 64 to 128: section")
-    ours, why = cells("bandwidth")
-    assert ours == "the baseline, of the data sheet's peak: forward U 50.0 %, W 50.0 %"
-    assert "other kernels than upstream's" in why
 
 
 def test_upstreams_kernels_beside_the_papers(tmp_path):

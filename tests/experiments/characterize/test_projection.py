@@ -7,7 +7,6 @@ import pytest
 from experiments.characterize import projection
 from experiments.characterize.gpus import GPUS
 from experiments.characterize.projection import Model, Sample
-from experiments.characterize.report import projected
 from ssd import cost
 from tests.experiments.characterize.counted import kernel_row
 from tests.experiments.rows import ssd_row, write
@@ -55,12 +54,6 @@ def test_what_is_left_out_is_not_known_to_the_fit():
     assert projection.summary(projection.left_out(samples(), H200, lambda one: one.shape)).largest < 1e-6
 
 
-def test_errors_weighted_with_time():
-    """Of 10 us 2, of 20 us 2, of 970 us 496: 500 of 1000."""
-    left = [projection.Left(sample(us=us), predicted) for us, predicted in ((10.0, 12.0), (20.0, 18.0), (970.0, 1466.0))]
-    assert projection.summary(left) == pytest.approx((0.2, 496 / 970, 0.5))
-
-
 def test_projection_is_exact_for_what_the_model_knows():
     one = samples()[0]
     assert TRUE.projected_us(one, H200) == pytest.approx(one.us)
@@ -101,13 +94,3 @@ def test_samples_by_counters(tmp_path):
     assert [(one.variant, one.what, one.us) for one in samples] == [
         ("persistent", "hopper_scan", 20.0), ("mamba_ssm", "chunk_scan", 20.0)]
     assert {one.work for one in samples} == {cost.Cost(bytes=48e6, flops=4e9, exps=5e5, vector=9e6)} and gpu is H200
-
-
-def test_times_of_calls():
-    """48 MB take 10 us of an H200's 4.8 TB/s and 14.3 of an H100's 3.35: 20 us of the one are 28.7 of the other."""
-    kernels = [Sample(what, "8b-b4", "fwd", 256, 20.0, 1, cost.Cost(bytes=48e6), "persistent") for what in ("a", "b")]
-    table = projected._times_of_calls([*kernels, replace(kernels[0], shape="8b-b1")], Model((0.0, 2.0, 0.0, 0.0, 0.0), H200))
-    assert table.header[-2:] == ("H100 SXM, extrapolated", "H200, measured")
-    assert [row[3:] for row in table.rows] == [
-        ("a", "bytes", "28.7", "20.0"), ("b", "bytes", "28.7", "20.0"), ("all", "bytes", "57.3", "40.0")]
-    assert {row[:3] for row in table.rows} == {("persistent", "forward", "256")}
