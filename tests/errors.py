@@ -14,6 +14,11 @@ so where decay is strong, fp32 results may be off by one rounding of the largest
 
 dA, dD and ddt_bias are a few sums over all tokens. The mirror's error there is a single draw, which luck can leave near
 zero; so the one rounding is at least that of x, which every summand has, and in fp32 sqrt(tokens) times as much.
+
+One wrong head hides among many right ones, so every head and group h is also judged by itself, by the rule of the fuzz
+(experiments/fuzz/judge.py), with |.| the Euclidean norm of the result's error e, the mirror's m and the truth t:
+
+    |e_h| <= 3 |m_h| + 4 one |t_h| + 1.5 / sqrt(heads) (|m| + one |t|).
 """
 
 from __future__ import annotations
@@ -33,6 +38,8 @@ from tests.inputs import generator, split
 _CAP = 1e-2
 _FP32_ROUNDINGS = 16
 _SUMS = ("dA", "dD", "ddt_bias")
+_HEADS = {"final_states": 1, "varlen_states": 1, "dinitial_states": 1} | dict.fromkeys(
+    ("out", "dx", "dz", "ddt", "dB", "dC"), 2)  # the axis of heads or groups
 _NOTHING = 1e-30  # a truth below this is zero to every dtype here, as decay makes it, and an error counts as absolute
 
 
@@ -79,6 +86,26 @@ def assert_accurate(name: str, value: Tensor, truth: Tensor, mirror: Tensor, inp
         off, bound = getattr(got, kind), 2 * getattr(allowed, kind) + getattr(one, kind) + decay / share
         assert off <= bound, f"{name}: {kind} error {off:.3g}, bound {bound:.3g}, mirror {allowed}"
     assert got.rms <= _CAP, f"{name}: RMS error {got.rms:.3g}, bound {_CAP}"
+    if name in _HEADS:
+        operand = rounding(inputs.x.dtype).rms * (1 + 8 * value.numel() ** -0.5)  # of few elements luck decides
+        _assert_each_head_accurate(name, value, truth, mirror, max(one.rms, operand) + decay / 4)
+
+
+def _assert_each_head_accurate(name: str, value: Tensor, truth: Tensor, mirror: Tensor, one: float) -> None:
+    off, allowed, size = (torch.linalg.vector_norm(t.movedim(_HEADS[name], 0).flatten(1), dim=1)
+                          for t in (value.double() - truth, mirror.double() - truth, truth.double()))
+    spread = 1.5 * len(off) ** -0.5 * (allowed.norm() + one * size.norm())
+    bound = (3 * allowed + 4 * one * size + spread).clamp(min=_NOTHING)
+    h = int((off / bound).argmax())
+    assert off[h] <= bound[h], f"{name}, head {h}: error {off[h]:.3g}, bound {bound[h]:.3g}, truth {size[h]:.3g}"
+
+
+def assert_near(name: str, value: Tensor, truth: Tensor, mirror: Tensor, tokens: int = 1) -> None:
+    """The rule for a result that no decay enters, which also has the mirror's dtype. tokens: see `rounding`."""
+    assert value.shape == truth.shape and value.dtype == mirror.dtype and value.isfinite().all(), name
+    off, allowed, one = error(value, truth), error(mirror, truth), rounding(value.dtype, tokens)
+    bound = Error(min(2 * allowed.rms + one.rms, _CAP), 2 * allowed.max + one.max)
+    assert off.rms <= bound.rms and off.max <= bound.max, f"{name}: {off}, {bound=}"
 
 
 def results(variant: Variant, inputs: SSDInputs, dout: Tensor, dfinal_states: Tensor | None,

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 from torch.testing import assert_close
-from torch.utils.checkpoint import checkpoint
 
 from ssd.block import conv1d as module
 from ssd.block.conv1d import causal_conv1d_fn, torch_form
-from tests.errors import Error, error, rounding
+from tests.block import calls
 from tests.inputs import generator
+from tests.refused import assert_refused, name_of
 
 pytestmark = pytest.mark.usefixtures("poison")
 GPU = torch.cuda.is_available()
@@ -116,35 +116,13 @@ def mirror(x, weight, bias=None, seq_idx=None, initial_states=None, return_final
     return results if return_final_states else results[0]
 
 
-def run(function, given: dict, ways: tuple[Tensor, ...] | None = None) -> tuple[dict[str, Tensor], tuple[Tensor, ...]]:
-    """Outputs and gradients by name, and the cotangents: noise, and what a loss that pulls to zero would send."""
-    leaves = {name: given[name].detach().requires_grad_() for name in LEAVES if given[name] is not None}
-    outs = function(**given | leaves)
-    outs = outs if isinstance(outs, tuple) else (outs,)
-    if ways is None:
-        rng = generator(str(outs[0].device), "ways")
-        ways = tuple((torch.randn(t.shape, generator=rng, device=t.device) + t.detach()).to(t.dtype) for t in outs)
-    torch.autograd.backward(outs, [way.to(t.dtype) for way, t in zip(ways, outs, strict=True)])
-    got = dict(zip(("out", "final_states"), (t.detach() for t in outs), strict=False))
-    return got | {f"d{name}": leaf.grad for name, leaf in leaves.items()}, ways
+def run(function, given: dict, ways: tuple[Tensor, ...] | None = None):
+    return calls.run(function, given, LEAVES, ("out", "final_states"), ways)
 
 
 def assert_right(given: dict) -> None:
-    """tests/errors.py's rule, with `torch_form` for the mirror: error <= 2 error(mirror) + one rounding, RMS <= 1e-2.
-
-    dweight and dbias are sums over tokens in another order than the mirror's, so their rounding counts as one over that many.
-    """
-    got, ways = run(causal_conv1d_fn, given)
-    expected, _ = run(mirror, given, ways)
-    truth, _ = run(definition, given | {name: given[name].double() for name in LEAVES if given[name] is not None}, ways)
-    assert got.keys() == expected.keys() == truth.keys()
-    tokens = given["x"].shape[0] * given["x"].shape[2]
-    for name, value in got.items():
-        assert value.shape == truth[name].shape and value.dtype == expected[name].dtype and value.isfinite().all(), name
-        off, allowed = error(value, truth[name]), error(expected[name], truth[name])
-        one = rounding(value.dtype, tokens if name in ("dweight", "dbias") else 1)
-        bound = Error(min(2 * allowed.rms + one.rms, 1e-2), 2 * allowed.max + one.max)
-        assert off.rms <= bound.rms and off.max <= bound.max, f"{name}: {off}, {bound=}"
+    calls.assert_right(causal_conv1d_fn, mirror, definition, given, LEAVES, ("out", "final_states"), ("dweight", "dbias"),
+                       given["x"].shape[0] * given["x"].shape[2])
 
 
 @pytest.mark.parametrize("case", CASES + HALVES, ids=str)
@@ -258,34 +236,6 @@ def test_torch_form(case):
     assert torch.autograd.gradcheck(call, leaves) and torch.autograd.gradgradcheck(call, leaves)
 
 
-def test_only_where_a_gradient_is_wanted(device):
-    given = inputs(replace(CONTINUED, seqlen=5), device)
-    assert causal_conv1d_fn(**given)[0].grad_fn is None
-    given["weight"].requires_grad_()
-    with torch.no_grad():
-        assert causal_conv1d_fn(**given)[0].grad_fn is None
-    out, _ = causal_conv1d_fn(**given)
-    (dweight,) = torch.autograd.grad(out.square().sum(), given["weight"], create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        dweight.sum().backward()
-
-
-def test_the_same_bits_in_every_run(device):
-    given = inputs(replace(CONTINUED, dim=2048 if GPU else 20, seqlen=3000 if GPU else 40, dtype=HALF), device)
-    first, ways = run(causal_conv1d_fn, given)
-    again, _ = run(causal_conv1d_fn, given, ways)
-    assert all(torch.equal(first[name], again[name]) for name in first)
-
-
-@pytest.mark.parametrize("name", LEAVES)
-def test_nan_is_not_hidden(name, device):
-    given = inputs(replace(CONTINUED, seqlen=5, final_states=False), device)
-    given[name] = given[name].contiguous()
-    given[name].view(-1)[0] = float("nan")
-    out = causal_conv1d_fn(**given)
-    assert out[0, 0].isnan().any() and not out[:, 1:].isnan().any()
-
-
 @pytest.mark.parametrize("case", (EVERYTHING, CONTINUED), ids=str)
 def test_opcheck(case, device):
     given = inputs(replace(case, seqlen=5), device)
@@ -298,88 +248,27 @@ def test_opcheck(case, device):
     torch.library.opcheck(torch.ops.ssd.causal_conv1d_bwd.default, (*tensors, torch.randn_like(given["x"]), dfinal, True))
 
 
-@pytest.mark.parametrize("dynamic", (None, True))
-def test_compile(dynamic, device):
-    """One graph, forward and backward, for a second length as well."""
-    torch._dynamo.reset()
-    compiled = torch.compile(causal_conv1d_fn, fullgraph=True, backend="inductor" if GPU else "aot_eager", dynamic=dynamic)
-    for seqlen in (5, 8):
-        given = inputs(replace(CONTINUED, seqlen=seqlen), device)
-        eager, ways = run(causal_conv1d_fn, given)
-        traced, _ = run(compiled, given, ways)
-        assert_close(traced, eager)
-
-
-@pytest.mark.parametrize("use_reentrant", (False, True))
-def test_checkpoint(use_reentrant, device):
-    given = inputs(replace(EVERYTHING, seqlen=5), device)
-
-    def recomputed(x, **others):
-        return checkpoint(lambda x: causal_conv1d_fn(x, **others), x, use_reentrant=use_reentrant)
-
-    plain, ways = run(causal_conv1d_fn, given)
-    got, _ = run(recomputed, given, ways)
-    assert all(torch.equal(got[name], plain[name]) for name in plain)
-
-
-@pytest.mark.parametrize("dtype", (torch.float32, HALF), ids=str)
-def test_autocast(dtype, device):
-    """Changes nothing: what a projection hands over in half precision stays it, fp32 parameters stay fp32."""
-    given = inputs(replace(CONTINUED, seqlen=5, dtype=dtype), device)
-    plain, ways = run(causal_conv1d_fn, given)
-    with torch.autocast(device, HALF):
-        got, _ = run(causal_conv1d_fn, given, ways)
-        same, _ = run(mirror, given, ways)
-    assert all(torch.equal(got[name], plain[name]) for name in plain) and got["out"].dtype == dtype
-    assert_close(same, plain, rtol=1e-3, atol=1e-3 if dtype == HALF else 1e-5)
-
-
-GOOD = inputs(replace(EVERYTHING, seqlen=6), "cpu")
-
-
-@pytest.mark.parametrize(
-    "argument, bad, kind, came, accepted",
-    [
-        ("x", [1.0], TypeError, "list", "a tensor (batch, dim, seqlen)"),
-        ("x", torch.zeros(20, 6), ValueError, "(20, 6)", "(batch, dim, seqlen)"),
-        ("x", torch.zeros(2, 20, 0), ValueError, "(2, 20, 0)", "no size 0"),
-        ("x", torch.zeros(2, 20, 6, dtype=torch.int32), TypeError, "torch.int32", "torch.float32"),
-        ("weight", None, TypeError, "NoneType", "a tensor of shape (20, 4)"),
-        ("weight", torch.zeros(20, 5), ValueError, "a width of 5", "2, 3 or 4"),
-        ("weight", torch.zeros(20, 1, 4), ValueError, "(20, 1, 4)", "(20, 4)"),
-        ("weight", torch.zeros(21, 4), ValueError, "(21, 4)", "(20, 4) to go with x (2, 20, 6)"),
-        ("weight", torch.zeros(20, 4, dtype=torch.int64), TypeError, "torch.int64", "torch.float32"),
-        ("bias", torch.zeros(1, 20), ValueError, "(1, 20)", "(20,)"),
-        ("bias", 1.0, TypeError, "float", "a tensor of shape (20,)"),
-        ("bias", torch.zeros(20, device="meta"), ValueError, "meta", "the device of x"),
-        ("seq_idx", torch.zeros(2, 7, dtype=torch.int32), ValueError, "(2, 7)", "(2, 6)"),
-        ("seq_idx", torch.zeros(2, 6), TypeError, "torch.float32", "torch.int32, torch.int64"),
-        ("initial_states", torch.zeros(2, 20, 4), ValueError, "(2, 20, 4)", "(2, 20, 3)"),
-        ("return_final_states", 1, TypeError, "1", "True or False"),
-        ("return_final_states", True, ValueError, "True with seq_idx", "False"),
-        ("final_states_out", torch.zeros(2, 3, 20), ValueError, "(2, 3, 20)", "(2, 20, 3)"),
-        ("activation", "gelu", ValueError, "'gelu'", "'silu'"),
-        ("activation", True, ValueError, "True", "None, 'silu' or 'swish'"),
-    ],
-    ids=lambda v: str(tuple(v.shape)) if isinstance(v, torch.Tensor) else getattr(v, "__name__", str(v)),
-)
-def test_bad_arguments(argument, bad, kind, came, accepted, device):
-    good = {name: t.to(device) if isinstance(t, torch.Tensor) else t for name, t in GOOD.items()}
+@pytest.mark.parametrize(("argument", "bad", "kind", "came", "accepted"), [
+    ("x", [1.0], TypeError, "list", "a tensor (batch, dim, seqlen)"),
+    ("x", torch.zeros(20, 6), ValueError, "(20, 6)", "(batch, dim, seqlen)"),
+    ("x", torch.zeros(2, 20, 0), ValueError, "(2, 20, 0)", "no size 0"),
+    ("x", torch.zeros(2, 20, 6, dtype=torch.int32), TypeError, "torch.int32", "torch.float32"),
+    ("weight", torch.zeros(20, 5), ValueError, "a width of 5", "2, 3 or 4"),
+    ("weight", torch.zeros(20, 1, 4), ValueError, "(20, 1, 4)", "(20, 4)"),
+    ("weight", torch.zeros(21, 4), ValueError, "(21, 4)", "(20, 4)"),
+    ("bias", 1.0, TypeError, "float", "(20,)"),
+    ("bias", torch.zeros(20, device="meta"), ValueError, "meta", "the device of x"),
+    ("seq_idx", torch.zeros(2, 7, dtype=torch.int32), ValueError, "(2, 7)", "(2, 6)"),
+    ("seq_idx", torch.zeros(2, 6), TypeError, "torch.float32", "torch.int32, torch.int64"),
+    ("initial_states", torch.zeros(2, 20, 4), ValueError, "(2, 20, 4)", "(2, 20, 3)"),
+    ("return_final_states", 1, TypeError, "1", "True or False"),
+    ("return_final_states", True, ValueError, "True with seq_idx", "False"),
+    ("final_states_out", torch.zeros(2, 3, 20), ValueError, "(2, 3, 20)", "(2, 20, 3)"),
+    ("activation", "gelu", ValueError, "'gelu'", "'silu'"),
+], ids=name_of)
+def test_bad_arguments_are_refused_by_name(argument, bad, kind, came, accepted, device):
+    good = inputs(replace(EVERYTHING, seqlen=6), device)
     if argument == "final_states_out":
         good |= {"return_final_states": True, "seq_idx": None}
     bad = bad.to(device) if isinstance(bad, torch.Tensor) and not bad.is_meta else bad
     assert_refused(causal_conv1d_fn, good | {argument: bad}, argument, kind, came, accepted)
-
-
-@pytest.mark.skipif(GPU, reason="nothing is interpreted here")
-@pytest.mark.parametrize("name", LEAVES)
-def test_bf16_is_refused_by_the_interpreter(name):
-    given = GOOD | {name: GOOD[name].bfloat16()}
-    assert_refused(causal_conv1d_fn, given, name, TypeError, "torch.bfloat16", "TRITON_INTERPRET=1")
-
-
-def assert_refused(function, given, argument, kind, came, accepted):
-    with pytest.raises(kind) as refused:
-        function(**given)
-    text = str(refused.value)
-    assert text.startswith(f"{argument}: got ") and came in text.split("expected")[0] and accepted in text.split("expected")[1]

@@ -3,13 +3,13 @@
 import pytest
 import torch
 from torch.testing import assert_close
-from torch.utils.checkpoint import checkpoint
 
 from ssd.block.gated_norm import RMSNormGated, _as_rows, rms_norm_gated, torch_form
 from ssd.block.kernels import gated_norm as kernels
 from ssd.runtime import tuning
-from tests.errors import Error, error, rounding
+from tests.block import calls
 from tests.inputs import generator
+from tests.refused import assert_refused, name_of
 
 pytestmark = pytest.mark.usefixtures("poison")
 GPU = torch.cuda.is_available()
@@ -46,34 +46,21 @@ def inputs(lead, width, gate, bias, dtype, device, parameter_dtype=torch.float32
             normal(*lead, width, dtype=dtype) if gate != "none" else None)
 
 
-def run(function, tensors, group_size, gate, eps=EPS, dout=None):
-    """out and the gradients, by name; the cotangent is noise, and what a loss that pulls to zero would send."""
-    leaves = [None if t is None else t.detach().requires_grad_() for t in tensors]
-    out = function(*leaves, eps, group_size or tensors[0].shape[-1], gate != "after")
-    if dout is None:
-        dout = torch.randn(out.shape, generator=generator(str(out.device), "dout"), device=out.device) + out.detach().float()
-    out.backward(dout.to(out.dtype))
-    grads = {f"d{name}": t.grad for name, t in zip(NAMES, leaves, strict=True) if t is not None}
-    return {"out": out.detach()} | grads, dout
+def named(tensors, group_size, gate, eps=EPS) -> dict:
+    """Arguments of `rms_norm_gated` by name."""
+    return {**dict(zip(NAMES, tensors, strict=True)), "eps": eps, "group_size": group_size or tensors[0].shape[-1],
+            "norm_before_gate": gate != "after"}
+
+
+def run(function, tensors, group_size, gate, dout=None):
+    """out and the gradients, by name, and the cotangent."""
+    got, (dout,) = calls.run(function, named(tensors, group_size, gate), NAMES, ways=None if dout is None else (dout,))
+    return got, dout
 
 
 def assert_right(tensors, group_size, gate):
-    """tests/errors.py's rule, with torch_form for the mirror: error <= 2 error(mirror) + one rounding, RMS <= 1e-2.
-
-    dweight and dbias are sums over rows in another order than the mirror's, so their rounding counts as one over that many.
-    """
-    got, dout = run(rms_norm_gated, tensors, group_size, gate)
-    dout = dout.to(got["out"].dtype)
-    mirror, _ = run(torch_form, tensors, group_size, gate, dout=dout)
-    truth, _ = run(definition, [None if t is None else t.double() for t in tensors], group_size, gate, dout=dout)
-    assert got.keys() == mirror.keys() == truth.keys()
-    rows = tensors[0].shape[:-1].numel()
-    for name, value in got.items():
-        assert value.shape == truth[name].shape and value.dtype == mirror[name].dtype, name
-        off, allowed = error(value, truth[name]), error(mirror[name], truth[name])
-        one = rounding(value.dtype, rows if name in ("dweight", "dbias") else 1)
-        bound = Error(min(2 * allowed.rms + one.rms, 1e-2), 2 * allowed.max + one.max)
-        assert off.rms <= bound.rms and off.max <= bound.max, f"{name}: {off}, {bound=}"
+    calls.assert_right(rms_norm_gated, torch_form, definition, named(tensors, group_size, gate), NAMES, ("out",),
+                       ("dweight", "dbias"), tensors[0].shape[:-1].numel())
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, HALF), ids=str)
@@ -169,18 +156,6 @@ def test_torch_form(gate):
     assert torch.autograd.gradcheck(call, leaves) and torch.autograd.gradgradcheck(call, leaves)
 
 
-def test_without_an_interpreter(monkeypatch):
-    """CPU tensors, bf16 among them, take the torch form: by itself, and traced."""
-    monkeypatch.setattr("ssd.block.arguments.INTERPRETED", False)
-    monkeypatch.setattr(kernels, "launch", lambda *args, **config: pytest.fail("a kernel was launched"))
-    tensors = inputs((2, 3), 24, "before", True, torch.bfloat16, "cpu")
-    expected, dout = run(torch_form, tensors, 8, "before")
-    torch._dynamo.reset()
-    for function in (rms_norm_gated, torch.compile(rms_norm_gated, fullgraph=True, backend="aot_eager")):
-        got, _ = run(function, tensors, 8, "before", dout=dout)
-        assert all(torch.equal(got[name], expected[name]) for name in expected)
-
-
 def test_module(device):
     """Parameters, defaults and values of mamba_ssm's RMSNorm."""
     norm = RMSNormGated(24, group_size=8, norm_before_gate=False, device=device, dtype=HALF)
@@ -192,13 +167,6 @@ def test_module(device):
     assert torch.equal(norm(x, z), rms_norm_gated(x, norm.weight, None, z, 1e-5, 8, False))
     assert torch.equal(norm(x), rms_norm_gated(x, norm.weight, eps=1e-5, group_size=8))
     assert RMSNormGated(24).norm_before_gate and RMSNormGated(24).group_size is None
-
-
-def test_the_same_bits_in_every_run(device):
-    tensors = inputs((10_000 if GPU else 60,), 160, "before", True, HALF, device)
-    first, dout = run(rms_norm_gated, tensors, 32, "before")
-    again, _ = run(rms_norm_gated, tensors, 32, "before", dout=dout)
-    assert all(torch.equal(first[name], again[name]) for name in first)
 
 
 def far_apart(t):
@@ -222,27 +190,6 @@ def test_no_rows(device):
     assert got["out"].shape == got["dz"].shape == (0, 3, 16) and not got["dweight"].any() and not got["dbias"].any()
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_nan_is_not_hidden(name, device):
-    tensors = dict(zip(NAMES, inputs((4,), 16, "before", True, torch.float32, device), strict=True))
-    tensors[name].view(-1)[-1] = float("nan")
-    out = rms_norm_gated(**tensors, group_size=8)
-    assert out.isnan().any() and not out[:, :8].isnan().any()
-
-
-def test_only_where_a_gradient_is_wanted(device):
-    x, weight, _, z = inputs((4,), 16, "before", False, torch.float32, device)
-    assert rms_norm_gated(x, weight, z=z).grad_fn is None
-    weight.requires_grad_()
-    with torch.no_grad():
-        assert rms_norm_gated(x, weight, z=z).grad_fn is None
-    out = rms_norm_gated(x, weight, z=z)
-    (dweight,) = torch.autograd.grad(out.square().sum(), weight, create_graph=True)
-    assert dweight.shape == weight.shape
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        dweight.sum().backward()
-
-
 @pytest.mark.parametrize("gate, bias", SETTINGS)
 def test_opcheck(gate, bias, device):
     tensors = inputs((2, 3), 16, gate, bias, torch.float32, device)
@@ -253,91 +200,32 @@ def test_opcheck(gate, bias, device):
     torch.library.opcheck(torch.ops.ssd.rms_norm_gated_bwd.default, (tensors[0], *tensors, rstd, 8, True))
 
 
-@pytest.mark.parametrize("dynamic", (None, True))
-def test_compile(dynamic, device):
-    """One graph, forward and backward, for a second length as well."""
-    torch._dynamo.reset()
-    compiled = torch.compile(rms_norm_gated, fullgraph=True, backend="inductor" if GPU else "aot_eager", dynamic=dynamic)
-    for rows in (5, 8):
-        tensors = inputs((2, rows), 24, "after", True, torch.float32, device)
-        eager, dout = run(rms_norm_gated, tensors, 12, "after")
-        traced, _ = run(compiled, tensors, 12, "after", dout=dout)
-        assert_close(traced, eager)
-
-
-@pytest.mark.parametrize("use_reentrant", (False, True))
-def test_checkpoint(use_reentrant, device):
-    tensors = inputs((5,), 24, "before", True, torch.float32, device)
-
-    def recomputed(x, *others, **settings):
-        return checkpoint(lambda x: rms_norm_gated(x, *others, **settings), x, use_reentrant=use_reentrant)
-
-    plain, dout = run(rms_norm_gated, tensors, 12, "before")
-    got, _ = run(recomputed, tensors, 12, "before", dout=dout)
-    assert all(torch.equal(got[name], plain[name]) for name in plain)
-
-
-@pytest.mark.parametrize("dtype", (torch.float32, HALF), ids=str)
-def test_autocast(dtype, device):
-    """Changes nothing: what a projection hands over in half precision stays it, fp32 stays fp32."""
-    tensors = inputs((5,), 24, "before", False, dtype, device)
-    plain, dout = run(rms_norm_gated, tensors, 12, "before")
-    with torch.autocast(device, HALF):
-        got, _ = run(rms_norm_gated, tensors, 12, "before", dout=dout)
-        assert_close(torch_form(*tensors, EPS, 12, True), plain["out"])
-    assert all(torch.equal(got[name], plain[name]) for name in plain) and got["out"].dtype == dtype
-
-
-GOOD = dict(zip(NAMES, inputs((2, 3), 24, "before", True, torch.float32, "cpu"), strict=True))
-
-
-@pytest.mark.parametrize(
-    "argument, bad, kind, came, accepted",
-    [
-        ("x", [1.0], TypeError, "list", "a tensor"),
-        ("x", torch.tensor(1.0), ValueError, "shape ()", "(..., width)"),
-        ("x", torch.zeros(2, 0), ValueError, "shape (2, 0)", "width >= 1"),
-        ("x", torch.zeros(2, 3, 24, dtype=torch.int32), TypeError, "torch.int32", "torch.float32"),
-        ("weight", None, TypeError, "NoneType", "a tensor of shape (24,)"),
-        ("weight", torch.zeros(23), ValueError, "(23,)", "(24,) to go with x (2, 3, 24)"),
-        ("weight", torch.zeros(24, dtype=torch.int64), TypeError, "torch.int64", "torch.float32"),
-        ("bias", torch.zeros(1, 24), ValueError, "(1, 24)", "(24,)"),
-        ("z", torch.zeros(3, 24), ValueError, "(3, 24)", "(2, 3, 24)"),
-        ("z", 1.0, TypeError, "float", "a tensor of shape (2, 3, 24)"),
-        ("z", torch.zeros(2, 3, 24, device="meta"), ValueError, "meta", "the device of x"),
-        ("eps", None, TypeError, "None", "a number"),
-        ("eps", True, TypeError, "True", "a number"),
-        ("group_size", 5, ValueError, "5", "a divisor of the width, 24"),
-        ("group_size", 0, ValueError, "0", "a divisor of the width, 24"),
-        ("group_size", 48, ValueError, "48", "a divisor of the width, 24"),
-        ("group_size", 8.0, TypeError, "8.0", "an int"),
-        ("norm_before_gate", 1, TypeError, "1", "True or False"),
-    ],
-    ids=lambda v: str(tuple(v.shape)) if isinstance(v, torch.Tensor) else getattr(v, "__name__", str(v)),
-)
-def test_bad_arguments(argument, bad, kind, came, accepted, device):
-    good = {name: t.to(device) for name, t in GOOD.items()}
-    assert_refused(good | {argument: bad.to(device) if isinstance(bad, torch.Tensor) and not bad.is_meta else bad},
-                   argument, kind, came, accepted)
+@pytest.mark.parametrize(("argument", "bad", "kind", "came", "accepted"), [
+    ("x", [1.0], TypeError, "list", "a tensor"),
+    ("x", torch.tensor(1.0), ValueError, "shape ()", "(..., width)"),
+    ("x", torch.zeros(2, 0), ValueError, "shape (2, 0)", "width >= 1"),
+    ("x", torch.zeros(2, 3, 24, dtype=torch.int32), TypeError, "torch.int32", "torch.float32"),
+    ("weight", None, TypeError, "NoneType", "(24,)"),
+    ("weight", torch.zeros(23), ValueError, "(23,)", "(24,)"),
+    ("bias", torch.zeros(1, 24), ValueError, "(1, 24)", "(24,)"),
+    ("z", torch.zeros(3, 24), ValueError, "(3, 24)", "(2, 3, 24)"),
+    ("z", torch.zeros(2, 3, 24, device="meta"), ValueError, "meta", "the device of x"),
+    ("eps", True, TypeError, "True", "a number"),
+    ("group_size", 5, ValueError, "5", "a divisor of the width, 24"),
+    ("group_size", 0, ValueError, "0", "a divisor of the width, 24"),
+    ("group_size", 8.0, TypeError, "8.0", "an int"),
+    ("norm_before_gate", 1, TypeError, "1", "True or False"),
+], ids=name_of)
+def test_bad_arguments_are_refused_by_name(argument, bad, kind, came, accepted, device):
+    good = dict(zip(NAMES, inputs((2, 3), 24, "before", True, torch.float32, device), strict=True))
+    bad = bad.to(device) if isinstance(bad, torch.Tensor) and not bad.is_meta else bad
+    assert_refused(rms_norm_gated, good | {argument: bad}, argument, kind, came, accepted)
 
 
 def test_too_wide_for_a_kernel(device):
     given = {"x": torch.zeros(1, 40000, device=device), "weight": torch.zeros(40000, device=device)}
-    assert_refused(given, "group_size", ValueError, "40000", "at most 32768")
+    assert_refused(rms_norm_gated, given, "group_size", ValueError, "40000", "at most 32768")
     assert not rms_norm_gated(**given, group_size=20000).any()
-
-
-@pytest.mark.skipif(GPU, reason="nothing is interpreted here")
-@pytest.mark.parametrize("name", NAMES)
-def test_bf16_is_refused_by_the_interpreter(name):
-    assert_refused(GOOD | {name: GOOD[name].bfloat16()}, name, TypeError, "torch.bfloat16", "TRITON_INTERPRET=1")
-
-
-def assert_refused(given, argument, kind, came, accepted):
-    with pytest.raises(kind) as refused:
-        rms_norm_gated(**given)
-    text = str(refused.value)
-    assert text.startswith(f"{argument}: got ") and came in text.split("expected")[0] and accepted in text.split("expected")[1]
 
 
 @pytest.mark.gpu
