@@ -101,7 +101,8 @@ def elsewhere() -> dict:
 def test_devices_without_kernels(call):
     """The form in torch takes any."""
     for variant in ("auto", "fused"):
-        assert_refused(ssd.ssd_chunk_scan, elsewhere() | {"variant": variant}, "x", ValueError, "a tensor on meta", "cpu or cuda")
+        given = elsewhere() | {"variant": variant}
+        assert_refused(ssd.ssd_chunk_scan, given, "x", ValueError, "a tensor on meta", "cpu or cuda")
     with pytest.raises(pytest.fail.Exception, match="launched"):
         ssd.ssd_chunk_scan(**elsewhere(), variant="torch")
 
