@@ -50,9 +50,23 @@ class Variant:
     adapts: str | None = None
 
 
+_ADDED: dict[str, Variant] = {}  # by `add_variant`
+
+
 def variant_names() -> tuple[str, ...]:
     """Every name that `get_variant` knows, whether or not its packages are installed."""
-    return tuple(_MODULES)
+    return (*_MODULES, *_ADDED)
+
+
+def add_variant(variant: Variant) -> None:
+    """Make a variant of your own known by its name, in this process. The same name twice replaces it.
+
+    Raises:
+        ValueError: the name is that of a variant here.
+    """
+    if variant.name in (*_MODULES, "auto"):
+        raise ValueError(f"variant.name: got {variant.name!r}, expected none of {', '.join(map(repr, (*_MODULES, 'auto')))}")
+    _ADDED[variant.name] = variant
 
 
 def is_peer(name: str) -> bool:
@@ -67,8 +81,10 @@ def get_variant(name: str) -> Variant:
         ValueError: no such name; the message lists the known ones.
         ImportError: a peer's package is missing; the message names it.
     """
+    if name in _ADDED:
+        return _ADDED[name]
     if name not in _MODULES:
-        raise ValueError(f"variant: got {name!r}, expected one of {', '.join(map(repr, (*_MODULES, 'auto')))}")
+        raise ValueError(f"variant: got {name!r}, expected one of {', '.join(map(repr, (*variant_names(), 'auto')))}")
     module = _MODULES[name]
     return (sys.modules.get(module) or import_module(module)).VARIANT
 

@@ -1,0 +1,24 @@
+"""Prefill a prompt and decode token by token; both give the tokens that a whole forward gives."""
+
+import torch
+
+from ssd.modules import Mamba2LM, Mamba2LMConfig
+
+device = "cuda" if torch.cuda.is_available() else "cpu"
+torch.manual_seed(0)
+config = Mamba2LMConfig(d_model=64, n_layer=2, vocab_size=100,
+                        ssm_cfg={"layer": "Mamba2", "headdim": 32, "d_state": 32, "chunk_size": 32})
+model = Mamba2LM(config, device=device).eval()  # Mamba2LM.from_pretrained("mamba2-130m") reads a folder of weights
+prompt = torch.randint(100, (1, 50), device=device)
+
+with torch.no_grad():
+    cache = model.new_cache(batch=1)
+    logits = model(prompt, cache=cache)[:, -1]  # prefill: one call, which leaves the state in the cache
+    generated = []
+    for _ in range(10):  # decode: one token a call, at a cost that does not grow with the context
+        token = logits[:, :100].argmax(-1)
+        generated.append(token.item())
+        logits = model.step(token, cache)
+
+print("by hand:          ", generated)
+print("model.generate(): ", model.generate(prompt, max_new_tokens=10)[0, 50:].tolist())

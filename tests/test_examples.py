@@ -1,0 +1,57 @@
+"""Each program in examples runs as it is, and prints what it promises."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ssd import get_variant
+from ssd.registry import Variant, add_variant
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+def run(name: str) -> str:
+    environment = os.environ | {"PYTHONPATH": str(EXAMPLES.parent)}
+    environment.pop("TRITON_INTERPRET", None)  # a user has not set it
+    command = [sys.executable, str(EXAMPLES / name)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_every_example_is_tested_and_listed():
+    names = {path.name for path in EXAMPLES.glob("*.py")}
+    assert names == {"train.py", "patch_transformers.py", "generate.py", "custom_variant.py"}
+    assert {*re.findall(r"\]\((\w+\.py)\)", (EXAMPLES / "README.md").read_text())} == names
+
+
+def test_a_model_learns_to_count():
+    losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", run("train.py"))]
+    assert len(losses) == 4 and losses[0] > 3 and losses[-1] < 0.3
+
+
+def test_a_patched_model_gives_the_same():
+    pytest.importorskip("transformers")
+    said = run("patch_transformers.py")
+    assert "patched: {'transformers': 'auto'}" in said
+    assert float(said.rpartition(": ")[2]) < 1e-3
+
+
+def test_tokens_by_hand_are_those_of_generate():
+    by_hand, by_generate = re.findall(r"\[.*\]", run("generate.py"))
+    assert by_hand == by_generate and by_hand.count(",") == 9
+
+
+def test_a_variant_of_ones_own_agrees():
+    differences = re.findall(r"largest difference (\S+)", run("custom_variant.py"))
+    assert len(differences) == 2 and all(float(one) < 1e-4 for one in differences)
+
+
+@pytest.mark.parametrize("name", ("auto", "baseline"))
+def test_a_name_that_is_taken_is_refused(name):
+    with pytest.raises(ValueError, match=f"got '{name}', expected none of"):
+        add_variant(Variant(name, supports=get_variant("torch").supports))
