@@ -33,6 +33,7 @@ from .characterize import commands as characterisation
 from .fuzz.commands import fuzz
 from .parallel import WAYS
 from .reasons import refuse as _refuse
+from .regress import regress
 from .runs import DTYPES as TRAIN_DTYPES
 from .runs import OPTIMIZERS, run_of
 from .shapes import DTYPES, MODES, SHAPES, Shape, find_shapes
@@ -384,7 +385,7 @@ def _chunk_sizes(text: str) -> tuple[int, ...]:
 
 
 for command in (characterisation.compare, characterisation.report, characterisation.characterize,
-                characterisation.scaling, fuzz):
+                characterisation.scaling, fuzz, regress):
     app.command()(command)
 for command in (characterisation.profiled_product, characterisation.profiled_step, sanitize.sanitized):
     app.command(hidden=True)(command)

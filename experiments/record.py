@@ -42,7 +42,8 @@ _COUNTED = ("kernel", "dram_bytes", "dram_pct", "l2_hit_pct", "l2_warm_hit_pct",
 # `parallel`; link_gbps: see `parallel.Team`; ssm_us: of the kernels of SSD or selective scan in a step; sitting: when rows
 # began that were taken side by side; tensor_flops, tensor_insts, fadds, fmuls, ffmas, exps and stall_*: see `counters`; phase
 # (a scope), operator (a class, or idle), us and share: see `characterize.collect`; flops_found: by counters, over those of a
-# product of n cubed; configs, failures, seed, family, variants, modes, failed, closest: see `fuzz.campaign`.
+# product of n cubed; configs, failures, seed, family, variants, modes, failed, closest: see `fuzz.campaign`; host_us: until a
+# call returns; base: a commit, whose times base_* are, medians of that many rounds.
 EXTRA_KEYS = {
     "ssd": ("err_seqlen", "note", "saved_mib"),
     "ablate": ("step", "changed", "err_seqlen", "note", "saved_mib"),
@@ -58,6 +59,7 @@ EXTRA_KEYS = {
     "step_counters": (*_COUNTED, "mixer", "operator", "run"),
     "ssm_counters": (*_COUNTED, "mixer", "operator", "run"),
     "calibration": ("n", "flops_found"),
+    "regress": ("host_us", "base", "base_p50_us", "base_graph_p50_us", "base_host_us", "rounds"),
     "fuzz": ("part", "configs", "failures", "seconds", "seed", "family", "variants", "modes", "failed", "closest"),
 }
 
