@@ -1,11 +1,45 @@
-"""How launchers describe tensors and dtypes to kernels."""
+"""How launchers describe tensors, sizes and dtypes to kernels."""
+
+from typing import NamedTuple
 
 import torch
 import triton.language as tl
 from torch import Tensor
 
+from ..types import SSDInputs
+
 LONGEST_TILE = 256  # tokens of a chunk, or channels
 _DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
+
+
+class Sizes(NamedTuple):
+    """The sizes that a kernel is compiled for, as one constexpr argument."""
+
+    nheads: int
+    ngroups: int
+    headdim: int
+    dstate: int
+    chunk: int
+
+
+class Strides(NamedTuple):
+    """The strides of a kernel's arguments that may have any, as one argument; None for those that are absent.
+
+    Each tensor has four axes (batch, seqlen, heads or groups, channels), but for D, which has one or two. A tensor
+    without a field here is contiguous, or the kernel has an argument for its strides alone.
+    """
+
+    x: tuple[int, ...] | None = None
+    z: tuple[int, ...] | None = None
+    B: tuple[int, ...] | None = None
+    C: tuple[int, ...] | None = None
+    D: tuple[int, ...] | None = None
+    dy: tuple[int, ...] | None = None
+    dx: tuple[int, ...] | None = None
+
+
+def get_sizes(i: SSDInputs) -> Sizes:
+    return Sizes(i.nheads, i.ngroups, i.headdim, i.dstate, i.chunk_size)
 
 
 def triton_dtype(dtype: torch.dtype) -> tl.dtype:
@@ -41,13 +75,12 @@ def fitted(t: Tensor) -> Tensor:
     return t if fits_tiles(t) else t.contiguous()
 
 
-def per_channel_strides(D: Tensor | None) -> tuple[int, int] | None:
-    """Strides of D as (nheads, headdim), where D (nheads,) repeats along headdim."""
-    if D is None:
-        return None
-    return D.stride() if D.dim() == 2 else (D.stride(0), 0)
-
-
 def output(like: Tensor, into: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
     """Where a gradient goes: `into`, or a new contiguous tensor with the shape of `like`."""
     return torch.empty(like.shape, device=like.device, dtype=dtype or like.dtype) if into is None else into
+
+
+def allocate_outputs(i: SSDInputs, save: bool) -> tuple[Tensor, Tensor | None]:
+    """out, shaped as x; and y, the output before the gate, where there is a gate and a backward may follow (`save`)."""
+    out = torch.empty(i.x.shape, device=i.x.device, dtype=i.x.dtype)
+    return out, torch.empty_like(out) if save and i.z is not None else None

@@ -1,15 +1,15 @@
 """bmm_chunk, equation (9): CB_ij = C_i . B_j inside each chunk, once per group.
 
 Reads B, C (batch, seqlen, ngroups, dstate), any strides. Writes CB (batch, nchunks, ngroups, chunk_size, chunk_size)
-fp32, or in a dtype asked for; tiles that lie wholly above the diagonal are left unwritten: nothing reads them.
+fp32, or in a dtype asked for. Tiles that lie wholly above the diagonal are left unwritten: nothing reads them.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from ...kernels.arguments import triton_dtype
-from ...kernels.device import chunk_offset, unpack_program
+from ...kernels.arguments import Strides, get_sizes, triton_dtype
+from ...kernels.device import CB_offset, chunk_offset, load_tokens, load_tokens_t, unpack_program
 from ...runtime.launch import launch
 from ...runtime.tuning import ConfigSpace
 from ...types import Options, SSDInputs
@@ -23,28 +23,25 @@ CONFIGS = ConfigSpace(
 
 
 @triton.jit
-def bmm_chunk_kernel(B, B_strides, C, C_strides, CB, seqlen, nchunks, NGROUPS: tl.constexpr, DSTATE: tl.constexpr,
-                     CHUNK: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
-                     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    NTILES_N: tl.constexpr = CHUNK // BLOCK_N
-    tile, g, c, b = unpack_program(CHUNK // BLOCK_M * NTILES_N, NGROUPS, nchunks)
+def bmm_chunk_kernel(B, C, CB, strides, seqlen, nchunks, SIZES: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+                     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    NTILES_N: tl.constexpr = SIZES.chunk // BLOCK_N
+    tile, g, c, b = unpack_program(SIZES.chunk // BLOCK_M * NTILES_N, SIZES.ngroups, nchunks)
     first_i, first_j = tile // NTILES_N * BLOCK_M, tile % NTILES_N * BLOCK_N
-    rows = seqlen - c * CHUNK
+    token = c * SIZES.chunk
+    rows = seqlen - token
     if first_j >= first_i + BLOCK_M or first_i >= rows:
         return
     offs_i, offs_j = first_i + tl.arange(0, BLOCK_M), first_j + tl.arange(0, BLOCK_N)
-    C += chunk_offset(C_strides, b, c * CHUNK, g)
-    B += chunk_offset(B_strides, b, c * CHUNK, g)
+    C += chunk_offset(strides.C, b, token, g)
+    B += chunk_offset(strides.B, b, token, g)
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for start in range(0, DSTATE, BLOCK_K):
+    for start in range(0, SIZES.dstate, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
-        C_i = tl.load(C + offs_i[:, None] * C_strides[1] + k[None, :] * C_strides[3],
-                      mask=(offs_i < rows)[:, None] & (k < DSTATE)[None, :], other=0.0)
-        B_t = tl.load(B + offs_j[None, :] * B_strides[1] + k[:, None] * B_strides[3],
-                      mask=(offs_j < rows)[None, :] & (k < DSTATE)[:, None], other=0.0)
+        C_i = load_tokens(C, strides.C, offs_i, k, rows, SIZES.dstate)  # [BLOCK_M, BLOCK_K]
+        B_t = load_tokens_t(B, strides.B, offs_j, k, rows, SIZES.dstate)  # [BLOCK_K, BLOCK_N]
         acc = tl.dot(C_i.to(DTYPE), B_t.to(DTYPE), acc, input_precision=PRECISION)
-    CB += ((b * nchunks + c) * NGROUPS + g) * CHUNK * CHUNK
-    tl.store(CB + offs_i[:, None] * CHUNK + offs_j[None, :], acc)
+    tl.store(CB + CB_offset(b, c, g, nchunks, SIZES) + offs_i[:, None] * SIZES.chunk + offs_j[None, :], acc)
 
 
 def bmm_chunk(i: SSDInputs, options: Options, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -54,6 +51,6 @@ def bmm_chunk(i: SSDInputs, options: Options, dtype: torch.dtype = torch.float32
     tiles = i.chunk_size // config["BLOCK_M"] * (i.chunk_size // config["BLOCK_N"])
     launch(
         bmm_chunk_kernel, tiles * i.ngroups * i.nchunks * i.batch,
-        i.B, i.B.stride(), i.C, i.C.stride(), CB, i.seqlen, i.nchunks, i.ngroups, i.dstate, i.chunk_size,
-        triton_dtype(i.x.dtype), options.precision, **config.launch)
+        i.B, i.C, CB, Strides(B=i.B.stride(), C=i.C.stride()), i.seqlen, i.nchunks, get_sizes(i), triton_dtype(i.x.dtype),
+        options.precision, **config.launch)
     return CB

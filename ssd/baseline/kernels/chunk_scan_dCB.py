@@ -1,8 +1,10 @@
 """chunk_scan_dCB, equation (15): the gradient of CB, summed over the heads of a group.
 
+    dCB_ij = sum_heads K_ij,  K_ij = m(j, i) exp(A_i - A_j) dt_j (dy_i . x_j) for j <= i
+
 Reads x, dy (batch, seqlen, nheads, headdim), any strides; dt, dA_cumsum (batch, nheads, nchunks, chunk_size) fp32.
 Writes dCB as partial sums over splits of a group's heads, (nsplits, batch, nchunks, ngroups, chunk_size, chunk_size),
-fp32, or the dtype of x if there is one split: then it is an operand as it is; tiles that lie wholly above the
+fp32, or the dtype of x if there is one split: then it is an operand as it is. Tiles that lie wholly above the
 diagonal are left unwritten.
 """
 
@@ -11,8 +13,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...kernels.arguments import output
-from ...kernels.device import causal, chunk_offset, decay, split_heads, unpack_program
+from ...kernels.arguments import Strides, get_sizes, output
+from ...kernels.device import (
+    CB_offset,
+    causal,
+    chunk_offset,
+    decay,
+    load_tokens,
+    load_tokens_t,
+    split_heads,
+    step_offset,
+    unpack_program,
+)
 from ...kernels.sum_parts import sum_first
 from ...runtime.launch import launch
 from ...runtime.tuning import ConfigSpace, head_splits
@@ -28,56 +40,50 @@ CONFIGS = ConfigSpace(
 
 
 @triton.jit
-def pair_grads(x, x_strides, dy, dy_strides, dt, dA_cumsum, offs_i, offs_j, rows, HEADDIM: tl.constexpr, BLOCK_P: tl.constexpr,
+def pair_grads(x, dy, strides, dt, dA_cumsum, offs_i, offs_j, rows, HEADDIM: tl.constexpr, BLOCK_P: tl.constexpr,
                PRECISION: tl.constexpr):
-    """(dy_i . x_j) exp(A_i - A_j) dt_j of one head, a tile [i, j] fp32, unmasked; pointers at the chunk's first token."""
-    in_i, in_j = offs_i < rows, offs_j < rows
+    """K_ij of one head, a tile [i, j] fp32, unmasked; pointers at the chunk's first token."""
     acc = tl.zeros([offs_i.shape[0], offs_j.shape[0]], tl.float32)
     for start in range(0, HEADDIM, BLOCK_P):
         p = start + tl.arange(0, BLOCK_P)
-        in_p = p < HEADDIM
-        dy_i = tl.load(dy + offs_i[:, None] * dy_strides[1] + p[None, :] * dy_strides[3], mask=in_i[:, None] & in_p[None, :],
-                       other=0.0)
-        x_t = tl.load(x + offs_j[None, :] * x_strides[1] + p[:, None] * x_strides[3], mask=in_j[None, :] & in_p[:, None],
-                      other=0.0)
+        dy_i = load_tokens(dy, strides.dy, offs_i, p, rows, HEADDIM)  # [i, BLOCK_P]
+        x_t = load_tokens_t(x, strides.x, offs_j, p, rows, HEADDIM)  # [BLOCK_P, j]
         acc = tl.dot(dy_i, x_t, acc, input_precision=PRECISION)
     acc *= decay(tl.load(dA_cumsum + offs_i)[:, None] - tl.load(dA_cumsum + offs_j)[None, :])
     return acc * tl.load(dt + offs_j)[None, :]
 
 
 @triton.jit
-def chunk_scan_dCB_kernel(x, x_strides, dy, dy_strides, dt, dA_cumsum, seq_idx, dCB_parts, seqlen, nchunks, part_stride,
-                          NHEADS: tl.constexpr, NGROUPS: tl.constexpr, HEADDIM: tl.constexpr, CHUNK: tl.constexpr,
+def chunk_scan_dCB_kernel(x, dy, dt, dA_cumsum, seq_idx, dCB_parts, strides, seqlen, nchunks, part_stride, SIZES: tl.constexpr,
                           SPLITS: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
                           BLOCK_P: tl.constexpr):
-    NTILES_N: tl.constexpr = CHUNK // BLOCK_N
-    HEADS: tl.constexpr = NHEADS // NGROUPS
-    tile, slot, c, b = unpack_program(CHUNK // BLOCK_M * NTILES_N, NGROUPS * SPLITS, nchunks)
+    NTILES_N: tl.constexpr = SIZES.chunk // BLOCK_N
+    HEADS: tl.constexpr = SIZES.nheads // SIZES.ngroups
+    tile, slot, c, b = unpack_program(SIZES.chunk // BLOCK_M * NTILES_N, SIZES.ngroups * SPLITS, nchunks)
     g, split, head, count = split_heads(slot, HEADS, SPLITS)
     head += g * HEADS
     first_i, first_j = tile // NTILES_N * BLOCK_M, tile % NTILES_N * BLOCK_N
-    token = c * CHUNK
-    rows = tl.minimum(CHUNK, seqlen - token).to(tl.int32)
+    token = c * SIZES.chunk
+    rows = tl.minimum(SIZES.chunk, seqlen - token).to(tl.int32)
     if first_j >= first_i + BLOCK_M or first_i >= rows:
         return
     offs_i, offs_j = first_i + tl.arange(0, BLOCK_M), first_j + tl.arange(0, BLOCK_N)
-    x += chunk_offset(x_strides, b, token, head)
-    dy += chunk_offset(dy_strides, b, token, head)
-    per_head = ((b * NHEADS + head) * nchunks + c) * CHUNK
-    dt += per_head
-    dA_cumsum += per_head
+    x += chunk_offset(strides.x, b, token, head)
+    dy += chunk_offset(strides.dy, b, token, head)
+    dt += step_offset(b, head, c, nchunks, SIZES)
+    dA_cumsum += step_offset(b, head, c, nchunks, SIZES)
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for _ in range(count):
-        acc += pair_grads(x, x_strides, dy, dy_strides, dt, dA_cumsum, offs_i, offs_j, rows, HEADDIM, BLOCK_P, PRECISION)
-        x += x_strides[2]
-        dy += dy_strides[2]
-        dt += nchunks * CHUNK
-        dA_cumsum += nchunks * CHUNK
+        acc += pair_grads(x, dy, strides, dt, dA_cumsum, offs_i, offs_j, rows, SIZES.headdim, BLOCK_P, PRECISION)
+        x += strides.x[2]
+        dy += strides.dy[2]
+        dt += nchunks * SIZES.chunk
+        dA_cumsum += nchunks * SIZES.chunk
     if seq_idx is not None:
         seq_idx += b * seqlen + token
     acc = tl.where(causal(offs_i, offs_j, seq_idx, rows, False), acc, 0.0)
-    dCB_parts += split * part_stride + ((b * nchunks + c) * NGROUPS + g) * CHUNK * CHUNK
-    tl.store(dCB_parts + offs_i[:, None] * CHUNK + offs_j[None, :], acc.to(dCB_parts.dtype.element_ty))
+    dCB_parts += split * part_stride + CB_offset(b, c, g, nchunks, SIZES)
+    tl.store(dCB_parts + offs_i[:, None] * SIZES.chunk + offs_j[None, :], acc.to(dCB_parts.dtype.element_ty))
 
 
 def chunk_scan_dCB(i: SSDInputs, dt: Tensor, dA_cumsum: Tensor, dy: Tensor, options: Options) -> Tensor:
@@ -91,6 +97,6 @@ def chunk_scan_dCB(i: SSDInputs, dt: Tensor, dA_cumsum: Tensor, dy: Tensor, opti
     dCB_parts = torch.empty(shape, device=i.x.device, dtype=dtype)
     launch(
         chunk_scan_dCB_kernel, programs * splits,
-        i.x, i.x.stride(), dy, dy.stride(), dt, dA_cumsum, i.seq_idx, dCB_parts, i.seqlen, i.nchunks, dCB_parts.stride(0),
-        i.nheads, i.ngroups, i.headdim, i.chunk_size, splits, options.precision, **config.launch)
+        i.x, dy, dt, dA_cumsum, i.seq_idx, dCB_parts, Strides(x=i.x.stride(), dy=dy.stride()), i.seqlen, i.nchunks,
+        dCB_parts.stride(0), get_sizes(i), splits, options.precision, **config.launch)
     return dCB_parts[0] if splits == 1 else sum_first(dCB_parts, output(dCB_parts[0], dtype=i.x.dtype))

@@ -1,7 +1,9 @@
 """chunk_scan_dstates, equation (13): what a chunk's outputs add to the gradient of the state before it.
 
+    dH = sum_i m(prev, i) exp(A_i) dy_i^T C_i
+
 Reads dy (batch, seqlen, nheads, headdim), C (batch, seqlen, ngroups, dstate), any strides, and dA_cumsum (batch,
-nheads, nchunks, chunk_size) fp32. Writes dprev_states (batch, nchunks, nheads, headdim, dstate) fp32.
+nheads, nchunks, chunk_size) fp32. Writes dprev_states, dH, (batch, nchunks, nheads, headdim, dstate) fp32.
 """
 
 import torch
@@ -9,12 +11,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...kernels.arguments import cdiv
-from ...kernels.device import chunk_offset, document_before, unpack_program
+from ...kernels.arguments import Strides, get_sizes
+from ...kernels.device import chunk_offset, document_before, state_offset, step_offset
 from ...runtime.launch import launch
 from ...runtime.tuning import ConfigSpace
 from ...types import Options, SSDInputs
-from .chunk_state import weighted_outer
+from .chunk_state import count_state_tiles, store_state, unpack_state_tile, weighted_outer
 
 CONFIGS = ConfigSpace(
     "chunk_scan_dstates",
@@ -26,36 +28,27 @@ CONFIGS = ConfigSpace(
 
 
 @triton.jit
-def chunk_scan_dstates_kernel(dy, dy_strides, C, C_strides, dA_cumsum, seq_idx, dprev_states, seqlen, nchunks,
-                              NHEADS: tl.constexpr, NGROUPS: tl.constexpr, HEADDIM: tl.constexpr, DSTATE: tl.constexpr,
-                              CHUNK: tl.constexpr, PRECISION: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
-                              BLOCK_K: tl.constexpr):
-    NTILES_N: tl.constexpr = (DSTATE + BLOCK_N - 1) // BLOCK_N
-    tile, h, c, b = unpack_program((HEADDIM + BLOCK_P - 1) // BLOCK_P * NTILES_N, NHEADS, nchunks)
-    offs_p = tile // NTILES_N * BLOCK_P + tl.arange(0, BLOCK_P)
-    offs_n = tile % NTILES_N * BLOCK_N + tl.arange(0, BLOCK_N)
-    token = c * CHUNK
+def chunk_scan_dstates_kernel(dy, C, dA_cumsum, seq_idx, dprev_states, strides, seqlen, nchunks, SIZES: tl.constexpr,
+                              PRECISION: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    offs_p, offs_n, h, c, b = unpack_state_tile(nchunks, SIZES, BLOCK_P, BLOCK_N)
+    token = c * SIZES.chunk
     document = 0
     if seq_idx is not None:
-        document = document_before(seq_idx, b, c, seqlen, CHUNK)
+        document = document_before(seq_idx + b * seqlen, token)
         seq_idx += b * seqlen + token
-    acc = weighted_outer(dy + chunk_offset(dy_strides, b, token, h), dy_strides,
-                         C + chunk_offset(C_strides, b, token, h // (NHEADS // NGROUPS)), C_strides,
-                         None, dA_cumsum + ((b * NHEADS + h) * nchunks + c) * CHUNK, seq_idx, document,
-                         tl.minimum(CHUNK, seqlen - token).to(tl.int32), offs_p, offs_n, False, HEADDIM, DSTATE, BLOCK_K,
-                         PRECISION)
-    dprev_states += ((b * nchunks + c) * NHEADS + h) * HEADDIM * DSTATE
-    tl.store(dprev_states + offs_p[:, None] * DSTATE + offs_n[None, :], acc,
-             mask=(offs_p < HEADDIM)[:, None] & (offs_n < DSTATE)[None, :])
+    acc = weighted_outer(dy + chunk_offset(strides.dy, b, token, h), strides.dy,
+                         C + chunk_offset(strides.C, b, token, h // (SIZES.nheads // SIZES.ngroups)), strides.C,
+                         None, dA_cumsum + step_offset(b, h, c, nchunks, SIZES), seq_idx, document,
+                         tl.minimum(SIZES.chunk, seqlen - token).to(tl.int32), offs_p, offs_n, False, SIZES, BLOCK_K, PRECISION)
+    store_state(dprev_states + state_offset(b, c, h, nchunks, SIZES), offs_p, offs_n, acc, SIZES)
 
 
 def chunk_scan_dstates(i: SSDInputs, dy: Tensor, dA_cumsum: Tensor, options: Options) -> Tensor:
     """Returns dprev_states, fp32."""
     dprev_states = torch.empty(i.batch, i.nchunks, i.nheads, i.headdim, i.dstate, device=i.x.device, dtype=torch.float32)
     config = CONFIGS.pick(i)
-    tiles = cdiv(i.headdim, config["BLOCK_P"]) * cdiv(i.dstate, config["BLOCK_N"])
     launch(
-        chunk_scan_dstates_kernel, tiles * i.nheads * i.nchunks * i.batch,
-        dy, dy.stride(), i.C, i.C.stride(), dA_cumsum, i.seq_idx, dprev_states, i.seqlen, i.nchunks, i.nheads, i.ngroups,
-        i.headdim, i.dstate, i.chunk_size, options.precision, **config.launch)
+        chunk_scan_dstates_kernel, count_state_tiles(i, config) * i.nheads * i.nchunks * i.batch,
+        dy, i.C, dA_cumsum, i.seq_idx, dprev_states, Strides(C=i.C.stride(), dy=dy.stride()), i.seqlen, i.nchunks, get_sizes(i),
+        options.precision, **config.launch)
     return dprev_states

@@ -1,5 +1,7 @@
 """chunk_scan_dz, equation (12): the gradients of the gate, dz, and of the output before it, dy.
 
+    dz = dout * y * silu'(z),  dy = dout * silu(z)
+
 Reads dout, z (batch, seqlen, nheads, headdim), any strides, and y, contiguous. Writes dz, any strides, and dy,
 contiguous, in the dtype of y.
 """
@@ -23,7 +25,7 @@ CONFIGS = ConfigSpace(
 
 
 @triton.jit
-def chunk_scan_dz_kernel(dout, dout_strides, y, z, z_strides, dz, dz_strides, dy, seqlen, NHEADS: tl.constexpr,
+def chunk_scan_dz_kernel(dout, y, z, dz, dy, dout_strides, z_strides, dz_strides, seqlen, NHEADS: tl.constexpr,
                          HEADDIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_P: tl.constexpr):
     tile, h, _, b = unpack_program(tl.cdiv(seqlen, BLOCK_M), NHEADS, 1)
     token = tile.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
@@ -51,6 +53,6 @@ def chunk_scan_dz(i: SSDInputs, dout: Tensor, y: Tensor, into: Tensor | None) ->
     block_m = max(1, config["BLOCK"] // block_p)
     launch(
         chunk_scan_dz_kernel, cdiv(i.seqlen, block_m) * i.nheads * i.batch,
-        dout, dout.stride(), y, i.z, i.z.stride(), dz, dz.stride(), dy, i.seqlen, i.nheads, i.headdim, block_m, block_p,
+        dout, y, i.z, dz, dy, dout.stride(), i.z.stride(), dz.stride(), i.seqlen, i.nheads, i.headdim, block_m, block_p,
         num_warps=config.num_warps)
     return dz, dy

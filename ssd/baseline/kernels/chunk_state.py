@@ -1,17 +1,32 @@
 """chunk_state, equation (7): what a chunk alone adds to the state; and (11), the state at the end of a packed document.
 
+    S = sum_j m(j, last) exp(A_last - A_j) dt_j x_j^T B_j
+
 Reads x (batch, seqlen, nheads, headdim), B (batch, seqlen, ngroups, dstate), any strides; dt, dA_cumsum (batch,
-nheads, nchunks, chunk_size) fp32. Writes states (batch, nchunks, nheads, headdim, dstate) fp32.
+nheads, nchunks, chunk_size) fp32. Writes states, S, (batch, nchunks, nheads, headdim, dstate) fp32.
 """
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from ...kernels.arguments import cdiv
-from ...kernels.device import chunk_offset, decay, document_at_end, document_before, unpack_program
+from ...kernels.arguments import Strides, cdiv, get_sizes
+from ...kernels.device import (
+    chunk_offset,
+    decay,
+    decays_from_start,
+    decays_to_end,
+    document_before,
+    load_state,
+    load_tokens,
+    load_tokens_t,
+    state_offset,
+    step_offset,
+    unpack_program,
+)
 from ...runtime.launch import launch
-from ...runtime.tuning import ConfigSpace
+from ...runtime.tuning import Config, ConfigSpace
 from ...types import Options, SSDInputs
 
 CONFIGS = ConfigSpace(
@@ -24,133 +39,110 @@ CONFIGS = ConfigSpace(
 
 
 @triton.jit
-def weights_to_end(k, dt, dA_cumsum, seq_idx, end, document):
-    """m(k, end) exp(A_end - A_k), times dt_k unless dt is None, for tokens k of a chunk, 0 past the end.
-
-    dt, dA_cumsum and seq_idx point at the chunk's first token; document is that of token `end`.
-    """
-    in_k = k <= end
-    w = decay(tl.load(dA_cumsum + end) - tl.load(dA_cumsum + k, mask=in_k, other=0.0))
-    if dt is None:
-        w = tl.where(in_k, w, 0.0)
-    else:
-        w *= tl.load(dt + k, mask=in_k, other=0.0)
-    if seq_idx is not None:
-        w = tl.where(tl.load(seq_idx + k, mask=in_k, other=-1) == document, w, 0.0)
-    return w
+def unpack_state_tile(third, SIZES: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr):
+    """offs_p, offs_n, head, chunk or document, batch of this program; `third`: how many chunks or documents there are."""
+    NTILES_N: tl.constexpr = (SIZES.dstate + BLOCK_N - 1) // BLOCK_N
+    tile, h, c, b = unpack_program((SIZES.headdim + BLOCK_P - 1) // BLOCK_P * NTILES_N, SIZES.nheads, third)
+    offs_p = tile // NTILES_N * BLOCK_P + tl.arange(0, BLOCK_P)
+    return offs_p, tile % NTILES_N * BLOCK_N + tl.arange(0, BLOCK_N), h, c, b
 
 
 @triton.jit
-def weights_from_start(k, dA_cumsum, seq_idx, rows, document):
-    """m(prev, k) exp(A_k); `document` is that of the token before the chunk."""
-    in_k = k < rows
-    w = decay(tl.load(dA_cumsum + k, mask=in_k, other=0.0))
-    if seq_idx is not None:
-        w = tl.where(tl.load(seq_idx + k, mask=in_k, other=-1) == document, w, 0.0)
-    return w
+def store_state(states, offs_p, offs_n, values, SIZES: tl.constexpr):
+    """`values` [P, N] to a contiguous state (headdim, dstate)."""
+    tl.store(states + offs_p[:, None] * SIZES.dstate + offs_n[None, :], values,
+             mask=(offs_p < SIZES.headdim)[:, None] & (offs_n < SIZES.dstate)[None, :])
 
 
 @triton.jit
 def weighted_outer(u, u_strides, v, v_strides, dt, dA_cumsum, seq_idx, document, rows, offs_p, offs_n, TO_END: tl.constexpr,
-                   HEADDIM: tl.constexpr, DSTATE: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr):
+                   SIZES: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr):
     """sum_k w_k u_k^T v_k over the first `rows` tokens of a chunk, [BLOCK_P, BLOCK_N] fp32.
 
-    u, v, dt, dA_cumsum and seq_idx point at the chunk's first token (of their head or group). w is `weights_to_end` with the
-    last of the rows as the end, or `weights_from_start`.
+    u (of a head), v (of its group), dt, dA_cumsum and seq_idx point at the chunk's first token. w is `decays_to_end` with the
+    last of the rows as the end, or `decays_from_start`.
     """
     DTYPE: tl.constexpr = u.dtype.element_ty
     acc = tl.zeros([offs_p.shape[0], offs_n.shape[0]], tl.float32)
     for start in range(0, rows, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
-        in_k = k < rows
-        u_t = tl.load(u + offs_p[:, None] * u_strides[3] + k[None, :] * u_strides[1],
-                      mask=(offs_p < HEADDIM)[:, None] & in_k[None, :], other=0.0)
-        v_k = tl.load(v + k[:, None] * v_strides[1] + offs_n[None, :] * v_strides[3],
-                      mask=in_k[:, None] & (offs_n < DSTATE)[None, :], other=0.0)
+        u_t = load_tokens_t(u, u_strides, k, offs_p, rows, SIZES.headdim)  # [BLOCK_P, BLOCK_K]
+        v_k = load_tokens(v, v_strides, k, offs_n, rows, SIZES.dstate)  # [BLOCK_K, BLOCK_N]
         if TO_END:
-            w = weights_to_end(k, dt, dA_cumsum, seq_idx, rows - 1, document)
+            w = decays_to_end(k, dt, dA_cumsum, seq_idx, rows - 1, document)
         else:
-            w = weights_from_start(k, dA_cumsum, seq_idx, rows, document)
+            w = decays_from_start(k, dA_cumsum, seq_idx, rows, document)
         acc = tl.dot((u_t.to(tl.float32) * w[None, :]).to(DTYPE), v_k.to(DTYPE), acc, input_precision=PRECISION)
     return acc
 
 
 @triton.jit
-def chunk_state_kernel(x, x_strides, B, B_strides, dt, dA_cumsum, seq_idx, states, seqlen, nchunks, NHEADS: tl.constexpr,
-                       NGROUPS: tl.constexpr, HEADDIM: tl.constexpr, DSTATE: tl.constexpr, CHUNK: tl.constexpr,
+def chunk_state_kernel(x, B, dt, dA_cumsum, seq_idx, states, strides, seqlen, nchunks, SIZES: tl.constexpr,
                        PRECISION: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    NTILES_N: tl.constexpr = (DSTATE + BLOCK_N - 1) // BLOCK_N
-    tile, h, c, b = unpack_program((HEADDIM + BLOCK_P - 1) // BLOCK_P * NTILES_N, NHEADS, nchunks)
-    offs_p = tile // NTILES_N * BLOCK_P + tl.arange(0, BLOCK_P)
-    offs_n = tile % NTILES_N * BLOCK_N + tl.arange(0, BLOCK_N)
-    token = c * CHUNK
-    per_head = ((b * NHEADS + h) * nchunks + c) * CHUNK
+    offs_p, offs_n, h, c, b = unpack_state_tile(nchunks, SIZES, BLOCK_P, BLOCK_N)
+    token = c * SIZES.chunk
+    rows = tl.minimum(SIZES.chunk, seqlen - token).to(tl.int32)
+    steps = step_offset(b, h, c, nchunks, SIZES)
     document = 0
     if seq_idx is not None:
-        document = document_at_end(seq_idx, b, c, seqlen, CHUNK)
         seq_idx += b * seqlen + token
-    acc = weighted_outer(x + chunk_offset(x_strides, b, token, h), x_strides,
-                         B + chunk_offset(B_strides, b, token, h // (NHEADS // NGROUPS)), B_strides,
-                         dt + per_head, dA_cumsum + per_head, seq_idx, document,
-                         tl.minimum(CHUNK, seqlen - token).to(tl.int32), offs_p, offs_n, True, HEADDIM, DSTATE, BLOCK_K,
+        document = tl.load(seq_idx + rows - 1)
+    acc = weighted_outer(x + chunk_offset(strides.x, b, token, h), strides.x,
+                         B + chunk_offset(strides.B, b, token, h // (SIZES.nheads // SIZES.ngroups)), strides.B,
+                         dt + steps, dA_cumsum + steps, seq_idx, document, rows, offs_p, offs_n, True, SIZES, BLOCK_K,
                          PRECISION)
-    states += ((b * nchunks + c) * NHEADS + h) * HEADDIM * DSTATE
-    tl.store(states + offs_p[:, None] * DSTATE + offs_n[None, :], acc,
-             mask=(offs_p < HEADDIM)[:, None] & (offs_n < DSTATE)[None, :])
+    store_state(states + state_offset(b, c, h, nchunks, SIZES), offs_p, offs_n, acc, SIZES)
 
 
 @triton.jit
-def varlen_states_kernel(x, x_strides, B, B_strides, dt, dA_cumsum, seq_idx, cu_seqlens, prev_states, states, seqlen,
-                         nchunks, NHEADS: tl.constexpr, NGROUPS: tl.constexpr, HEADDIM: tl.constexpr, DSTATE: tl.constexpr,
-                         CHUNK: tl.constexpr, PRECISION: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
+def varlen_states_kernel(x, B, dt, dA_cumsum, seq_idx, cu_seqlens, prev_states, states, strides, seqlen, nchunks,
+                         SIZES: tl.constexpr, PRECISION: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
                          BLOCK_K: tl.constexpr):
-    NTILES_N: tl.constexpr = (DSTATE + BLOCK_N - 1) // BLOCK_N
-    tile, h, doc, _ = unpack_program((HEADDIM + BLOCK_P - 1) // BLOCK_P * NTILES_N, NHEADS, tl.num_programs(0))
-    offs_p = tile // NTILES_N * BLOCK_P + tl.arange(0, BLOCK_P)
-    offs_n = tile % NTILES_N * BLOCK_N + tl.arange(0, BLOCK_N)
-    in_pn = (offs_p < HEADDIM)[:, None] & (offs_n < DSTATE)[None, :]
-    states += (doc * NHEADS + h) * HEADDIM * DSTATE + offs_p[:, None] * DSTATE + offs_n[None, :]
+    offs_p, offs_n, h, doc, _ = unpack_state_tile(tl.num_programs(0), SIZES, BLOCK_P, BLOCK_N)
+    states += state_offset(0, doc, h, 0, SIZES)
     # values from the user that nobody has checked: kept inside the row
     start, end = tl.maximum(tl.load(cu_seqlens + doc), 0), tl.minimum(tl.load(cu_seqlens + doc + 1), seqlen)
     if start >= end:
-        tl.store(states, tl.zeros([BLOCK_P, BLOCK_N], tl.float32), mask=in_pn)
+        store_state(states, offs_p, offs_n, tl.zeros([BLOCK_P, BLOCK_N], tl.float32), SIZES)
         return
-    c = ((end - 1) // CHUNK).to(tl.int64)
-    token = c * CHUNK
-    per_head = (h * nchunks + c) * CHUNK
+    c = ((end - 1) // SIZES.chunk).to(tl.int64)
+    token = c * SIZES.chunk
+    steps = step_offset(0, h, c, nchunks, SIZES)
     rows = (end - token).to(tl.int32)
     document = tl.load(seq_idx + end - 1)
-    acc = weighted_outer(x + token * x_strides[1] + h * x_strides[2], x_strides,
-                         B + token * B_strides[1] + h // (NHEADS // NGROUPS) * B_strides[2], B_strides,
-                         dt + per_head, dA_cumsum + per_head, seq_idx + token, document, rows, offs_p, offs_n, True,
-                         HEADDIM, DSTATE, BLOCK_K, PRECISION)
-    if document == document_before(seq_idx, 0, c, 0, CHUNK):
-        before = tl.load(prev_states + (c * NHEADS + h) * HEADDIM * DSTATE + offs_p[:, None] * DSTATE + offs_n[None, :],
-                         mask=in_pn, other=0.0)
-        acc += before.to(tl.float32) * decay(tl.load(dA_cumsum + per_head + rows - 1))
-    tl.store(states, acc, mask=in_pn)
+    acc = weighted_outer(x + token * strides.x[1] + h * strides.x[2], strides.x,
+                         B + token * strides.B[1] + h // (SIZES.nheads // SIZES.ngroups) * strides.B[2], strides.B,
+                         dt + steps, dA_cumsum + steps, seq_idx + token, document, rows, offs_p, offs_n, True, SIZES, BLOCK_K,
+                         PRECISION)
+    if document == document_before(seq_idx, token):
+        before = load_state(prev_states + state_offset(0, c, h, nchunks, SIZES), offs_p, offs_n, SIZES)
+        acc += before.to(tl.float32) * decay(tl.load(dA_cumsum + steps + rows - 1))
+    store_state(states, offs_p, offs_n, acc, SIZES)
 
 
-def chunk_state(i: SSDInputs, dt, dA_cumsum, options: Options) -> torch.Tensor:
+def count_state_tiles(i: SSDInputs, config: Config) -> int:
+    """Tiles of one state."""
+    return cdiv(i.headdim, config["BLOCK_P"]) * cdiv(i.dstate, config["BLOCK_N"])
+
+
+def chunk_state(i: SSDInputs, dt: Tensor, dA_cumsum: Tensor, options: Options) -> Tensor:
     """Returns states, fp32."""
     states = torch.empty(i.batch, i.nchunks, i.nheads, i.headdim, i.dstate, device=i.x.device, dtype=torch.float32)
     config = CONFIGS.pick(i)
-    tiles = cdiv(i.headdim, config["BLOCK_P"]) * cdiv(i.dstate, config["BLOCK_N"])
     launch(
-        chunk_state_kernel, tiles * i.nheads * i.nchunks * i.batch,
-        i.x, i.x.stride(), i.B, i.B.stride(), dt, dA_cumsum, i.seq_idx, states, i.seqlen, i.nchunks, i.nheads, i.ngroups,
-        i.headdim, i.dstate, i.chunk_size, options.precision, **config.launch)
+        chunk_state_kernel, count_state_tiles(i, config) * i.nheads * i.nchunks * i.batch,
+        i.x, i.B, dt, dA_cumsum, i.seq_idx, states, Strides(x=i.x.stride(), B=i.B.stride()), i.seqlen, i.nchunks, get_sizes(i),
+        options.precision, **config.launch)
     return states
 
 
-def varlen_states(i: SSDInputs, dt, dA_cumsum, prev_states, options: Options) -> torch.Tensor:
+def varlen_states(i: SSDInputs, dt: Tensor, dA_cumsum: Tensor, prev_states: Tensor, options: Options) -> Tensor:
     """Returns the state at the end of each document of i.cu_seqlens, (ndocs, nheads, headdim, dstate) fp32."""
     ndocs = i.cu_seqlens.shape[0] - 1
     states = torch.empty(ndocs, i.nheads, i.headdim, i.dstate, device=i.x.device, dtype=torch.float32)
     config = CONFIGS.pick(i)
-    tiles = cdiv(i.headdim, config["BLOCK_P"]) * cdiv(i.dstate, config["BLOCK_N"])
     launch(
-        varlen_states_kernel, tiles * i.nheads * ndocs,
-        i.x, i.x.stride(), i.B, i.B.stride(), dt, dA_cumsum, i.seq_idx, i.cu_seqlens, prev_states, states, i.seqlen,
-        i.nchunks, i.nheads, i.ngroups, i.headdim, i.dstate, i.chunk_size, options.precision, **config.launch)
+        varlen_states_kernel, count_state_tiles(i, config) * i.nheads * ndocs,
+        i.x, i.B, dt, dA_cumsum, i.seq_idx, i.cu_seqlens, prev_states, states, Strides(x=i.x.stride(), B=i.B.stride()),
+        i.seqlen, i.nchunks, get_sizes(i), options.precision, **config.launch)
     return states

@@ -1,7 +1,9 @@
 """chunk_state_dB, first sum of equation (17): what the states add to dB, summed over the heads of a group.
 
+    dB_j += sum_heads m(j, last) exp(A_last - A_j) dt_j x_j dS
+
 Reads x (batch, seqlen, nheads, headdim), any strides; dt, dA_cumsum (batch, nheads, nchunks, chunk_size) fp32;
-dstates (batch, nchunks, nheads, headdim, dstate). Writes dB as partial sums over splits of a group's heads, (nsplits,
+dstates, dS, (batch, nchunks, nheads, headdim, dstate). Writes dB as partial sums over splits of a group's heads, (nsplits,
 batch, seqlen, ngroups, dstate) fp32, for bmm_bwd to complete.
 """
 
@@ -10,12 +12,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...kernels.arguments import cdiv
-from ...kernels.device import chunk_offset, document_at_end, split_heads, unpack_program
+from ...kernels.arguments import cdiv, get_sizes
+from ...kernels.device import (
+    chunk_offset,
+    decays_to_end,
+    load_state,
+    load_tokens,
+    split_heads,
+    state_offset,
+    step_offset,
+    unpack_program,
+)
 from ...runtime.launch import launch
 from ...runtime.tuning import ConfigSpace, head_splits
 from ...types import Options, SSDInputs
-from .chunk_state import weights_to_end
 
 CONFIGS = ConfigSpace(
     "chunk_state_dB",
@@ -27,47 +37,44 @@ CONFIGS = ConfigSpace(
 
 
 @triton.jit
-def chunk_state_dB_kernel(x, x_strides, dt, dA_cumsum, seq_idx, dstates, dB_parts, seqlen, nchunks, part_stride,
-                          NHEADS: tl.constexpr, NGROUPS: tl.constexpr, HEADDIM: tl.constexpr, DSTATE: tl.constexpr,
-                          CHUNK: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
+def chunk_state_dB_kernel(x, dt, dA_cumsum, seq_idx, dstates, dB_parts, x_strides, seqlen, nchunks, part_stride,
+                          SIZES: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
                           BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr):
     DTYPE: tl.constexpr = x.dtype.element_ty
-    NTILES_N: tl.constexpr = (DSTATE + BLOCK_N - 1) // BLOCK_N
-    HEADS: tl.constexpr = NHEADS // NGROUPS
-    tile, slot, c, b = unpack_program(CHUNK // BLOCK_M * NTILES_N, NGROUPS * SPLITS, nchunks)
+    NTILES_N: tl.constexpr = (SIZES.dstate + BLOCK_N - 1) // BLOCK_N
+    HEADS: tl.constexpr = SIZES.nheads // SIZES.ngroups
+    tile, slot, c, b = unpack_program(SIZES.chunk // BLOCK_M * NTILES_N, SIZES.ngroups * SPLITS, nchunks)
     g, split, head, count = split_heads(slot, HEADS, SPLITS)
     head += g * HEADS
-    token, first = c * CHUNK, tile // NTILES_N * BLOCK_M
-    rows = tl.minimum(CHUNK, seqlen - token).to(tl.int32)
+    token, first = c * SIZES.chunk, tile // NTILES_N * BLOCK_M
+    rows = tl.minimum(SIZES.chunk, seqlen - token).to(tl.int32)
     if first >= rows:
         return
     offs_j, n = first + tl.arange(0, BLOCK_M), tile % NTILES_N * BLOCK_N + tl.arange(0, BLOCK_N)
-    in_j, in_n = offs_j < rows, n < DSTATE
     document = 0
     if seq_idx is not None:
-        document = document_at_end(seq_idx, b, c, seqlen, CHUNK)
         seq_idx += b * seqlen + token
+        document = tl.load(seq_idx + rows - 1)
     x += chunk_offset(x_strides, b, token, head)
-    per_head = ((b * NHEADS + head) * nchunks + c) * CHUNK
-    dt += per_head
-    dA_cumsum += per_head
-    dstates += ((b * nchunks + c) * NHEADS + head) * HEADDIM * DSTATE
+    dt += step_offset(b, head, c, nchunks, SIZES)
+    dA_cumsum += step_offset(b, head, c, nchunks, SIZES)
+    dstates += state_offset(b, c, head, nchunks, SIZES)
 
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for _ in range(count):
-        w = weights_to_end(offs_j, dt, dA_cumsum, seq_idx, rows - 1, document)[:, None]
-        for start in range(0, HEADDIM, BLOCK_P):
+        w = decays_to_end(offs_j, dt, dA_cumsum, seq_idx, rows - 1, document)[:, None]
+        for start in range(0, SIZES.headdim, BLOCK_P):
             p = start + tl.arange(0, BLOCK_P)
-            x_j = tl.load(x + offs_j[:, None] * x_strides[1] + p[None, :] * x_strides[3],
-                          mask=in_j[:, None] & (p < HEADDIM)[None, :], other=0.0)
-            dS = tl.load(dstates + p[:, None] * DSTATE + n[None, :], mask=(p < HEADDIM)[:, None] & in_n[None, :], other=0.0)
+            x_j = load_tokens(x, x_strides, offs_j, p, rows, SIZES.headdim)  # [BLOCK_M, BLOCK_P]
+            dS = load_state(dstates, p, n, SIZES)  # [BLOCK_P, BLOCK_N]
             acc = tl.dot((x_j.to(tl.float32) * w).to(DTYPE), dS.to(DTYPE), acc, input_precision=PRECISION)
         x += x_strides[2]
-        dt += nchunks * CHUNK
-        dA_cumsum += nchunks * CHUNK
-        dstates += HEADDIM * DSTATE
-    dB_parts += split * part_stride + ((b * seqlen + token) * NGROUPS + g) * DSTATE
-    tl.store(dB_parts + offs_j[:, None] * (NGROUPS * DSTATE) + n[None, :], acc, mask=in_j[:, None] & in_n[None, :])
+        dt += nchunks * SIZES.chunk
+        dA_cumsum += nchunks * SIZES.chunk
+        dstates += SIZES.headdim * SIZES.dstate
+    dB_parts += split * part_stride + ((b * seqlen + token) * SIZES.ngroups + g) * SIZES.dstate
+    tl.store(dB_parts + offs_j[:, None] * (SIZES.ngroups * SIZES.dstate) + n[None, :], acc,
+             mask=(offs_j < rows)[:, None] & (n < SIZES.dstate)[None, :])
 
 
 def chunk_state_dB(i: SSDInputs, dt: Tensor, dA_cumsum: Tensor, dstates: Tensor, options: Options) -> Tensor:
@@ -79,6 +86,6 @@ def chunk_state_dB(i: SSDInputs, dt: Tensor, dA_cumsum: Tensor, dstates: Tensor,
     dB_parts = torch.empty(splits, *i.B.shape, device=i.x.device, dtype=torch.float32)
     launch(
         chunk_state_dB_kernel, programs * splits,
-        i.x, i.x.stride(), dt, dA_cumsum, i.seq_idx, dstates, dB_parts, i.seqlen, i.nchunks, dB_parts.stride(0), i.nheads,
-        i.ngroups, i.headdim, i.dstate, i.chunk_size, splits, options.precision, **config.launch)
+        i.x, dt, dA_cumsum, i.seq_idx, dstates, dB_parts, i.x.stride(), i.seqlen, i.nchunks, dB_parts.stride(0), get_sizes(i),
+        splits, options.precision, **config.launch)
     return dB_parts

@@ -1,4 +1,6 @@
-"""ddA_cumsum, equation (23): the row and column sums of K * CB below the diagonal, per head.
+"""ddA_cumsum, equation (23): the row and column sums of K_ij CB_ij below the diagonal, per head; K as in (15).
+
+    row_i = sum_{j<i} K_ij CB_ij,  col_j = sum_{i>j} K_ij CB_ij
 
 Reads x, dy (batch, seqlen, nheads, headdim), any strides; dt, dA_cumsum (batch, nheads, nchunks, chunk_size) fp32; CB
 (batch, nchunks, ngroups, chunk_size, chunk_size) fp32. Writes row (batch, nheads, nchunks, chunk_size) fp32, and col
@@ -11,7 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...kernels.device import causal, chunk_offset, unpack_program
+from ...kernels.arguments import Strides, get_sizes
+from ...kernels.device import CB_offset, causal, chunk_offset, step_offset, unpack_program
 from ...runtime.launch import launch
 from ...runtime.tuning import ConfigSpace
 from ...types import Options, SSDInputs
@@ -27,28 +30,28 @@ CONFIGS = ConfigSpace(
 
 
 @triton.jit
-def ddA_cumsum_kernel(x, x_strides, dy, dy_strides, dt, dA_cumsum, CB, seq_idx, row, col_tiles, seqlen, nchunks, col_stride,
-                      NHEADS: tl.constexpr, NGROUPS: tl.constexpr, HEADDIM: tl.constexpr, CHUNK: tl.constexpr,
-                      PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_P: tl.constexpr):
-    tile, h, c, b = unpack_program(CHUNK // BLOCK_M, NHEADS, nchunks)
-    token, first = c * CHUNK, tile * BLOCK_M
-    rows = tl.minimum(CHUNK, seqlen - token).to(tl.int32)
+def ddA_cumsum_kernel(x, dy, dt, dA_cumsum, CB, seq_idx, row, col_tiles, strides, seqlen, nchunks, col_stride,
+                      SIZES: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+                      BLOCK_P: tl.constexpr):
+    tile, h, c, b = unpack_program(SIZES.chunk // BLOCK_M, SIZES.nheads, nchunks)
+    token, first = c * SIZES.chunk, tile * BLOCK_M
+    rows = tl.minimum(SIZES.chunk, seqlen - token).to(tl.int32)
     offs_i = first + tl.arange(0, BLOCK_M)
-    x += chunk_offset(x_strides, b, token, h)
-    dy += chunk_offset(dy_strides, b, token, h)
-    per_head = ((b * NHEADS + h) * nchunks + c) * CHUNK
-    dt += per_head
-    dA_cumsum += per_head
-    row += per_head
-    col_tiles += tile.to(tl.int64) * col_stride + per_head
-    CB += ((b * nchunks + c) * NGROUPS + h // (NHEADS // NGROUPS)) * CHUNK * CHUNK
+    x += chunk_offset(strides.x, b, token, h)
+    dy += chunk_offset(strides.dy, b, token, h)
+    steps = step_offset(b, h, c, nchunks, SIZES)
+    dt += steps
+    dA_cumsum += steps
+    row += steps
+    col_tiles += tile.to(tl.int64) * col_stride + steps
+    CB += CB_offset(b, c, h // (SIZES.nheads // SIZES.ngroups), nchunks, SIZES)
     if seq_idx is not None:
         seq_idx += b * seqlen + token
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     for start in range(0, first + BLOCK_M, BLOCK_K):
         offs_j = start + tl.arange(0, BLOCK_K)
-        grads = pair_grads(x, x_strides, dy, dy_strides, dt, dA_cumsum, offs_i, offs_j, rows, HEADDIM, BLOCK_P, PRECISION)
-        grads *= tl.load(CB + offs_i[:, None] * CHUNK + offs_j[None, :])
+        grads = pair_grads(x, dy, strides, dt, dA_cumsum, offs_i, offs_j, rows, SIZES.headdim, BLOCK_P, PRECISION)
+        grads *= tl.load(CB + offs_i[:, None] * SIZES.chunk + offs_j[None, :])
         below = causal(offs_i, offs_j, seq_idx, rows, False) & (offs_i[:, None] != offs_j[None, :])
         grads = tl.where(below, grads, 0.0)
         row_sum += tl.sum(grads, 1)
@@ -64,6 +67,6 @@ def ddA_cumsum(i: SSDInputs, dt: Tensor, dA_cumsum: Tensor, dy: Tensor, CB: Tens
     col_tiles = torch.empty(ntiles, *dA_cumsum.shape, device=row.device, dtype=torch.float32)
     launch(
         ddA_cumsum_kernel, ntiles * i.nheads * i.nchunks * i.batch,
-        i.x, i.x.stride(), dy, dy.stride(), dt, dA_cumsum, CB, i.seq_idx, row, col_tiles, i.seqlen, i.nchunks,
-        col_tiles.stride(0), i.nheads, i.ngroups, i.headdim, i.chunk_size, options.precision, **config.launch)
+        i.x, dy, dt, dA_cumsum, CB, i.seq_idx, row, col_tiles, Strides(x=i.x.stride(), dy=dy.stride()), i.seqlen, i.nchunks,
+        col_tiles.stride(0), get_sizes(i), options.precision, **config.launch)
     return row, col_tiles
