@@ -24,6 +24,7 @@ FIGURE = "docs/results.svg"
 STEPS_FIGURE = "docs/workloads.svg"
 ABLATION = "docs/ablation.md"
 WORKLOADS = "docs/workloads.md"
+LIBRARIES = "docs/drop-in.md"
 _WIDTH = 128  # of a line of prose
 _COMPARED = itemgetter("gpu", "against")
 _GPU = itemgetter("gpu")
@@ -121,6 +122,7 @@ def write_all(out: Path = record.RESULTS, root: Path = ROOT, check: bool = False
     current = write_bench(committed(out), steps, root, check)
     current &= write_memory(every_chunk, root, check)
     current &= write_blocks(block.committed(out), root, check)
+    current &= write_libraries(committed(out), block.committed(out), root, check)
     current &= write_ablation(ablate.committed(out), root, check)
     current &= write_steps(steps, root, check)
     return write_trainings(record.read(out, bench="train"), root, check) and current
@@ -148,6 +150,11 @@ def write_blocks(rows: list[dict], root: Path = ROOT, check: bool = False) -> bo
     """As `write_all`, of rows of the parts of a block that have a rival."""
     shown = [row for row in rows if row["gpu"] and row.get("against")]
     return _put("blocks", result_tables.tabulate_blocks(shown), root / RESULTS, check)
+
+
+def write_libraries(rows: list[dict], parts: list[dict], root: Path = ROOT, check: bool = False) -> bool:
+    """As `write_all`, of rows of the bench and of the parts of a block."""
+    return _put("libraries", result_tables.tabulate_libraries(rows, parts), root / LIBRARIES, check)
 
 
 def write_ablation(rows: list[dict], root: Path = ROOT, check: bool = False) -> bool:

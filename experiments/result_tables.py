@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from itertools import groupby
 from operator import itemgetter
 
+from ssd.interop import patch_mamba_ssm as mamba_ssm_patch
+from ssd.interop import transformers as transformers_patch
 from ssd.registry import is_peer
 
 from . import record, table
@@ -19,6 +21,10 @@ _ABLATED = itemgetter("gpu", "shape", "mode", "variant")
 _SHAPE = itemgetter("shape")
 _BLOCK_HEADERS = ("part", "shape", "mode", "us", "graph us", "of copy %", "against", "speed-up", "graph speed-up")
 _BLOCK = {header: table.BLOCK[header] for header in _BLOCK_HEADERS}
+# {part of a block: (what a reader calls it, the mode whose speed-up is told)}
+_LIBRARY_PARTS = {"conv1d": ("convolution", "fwd_bwd"), "gated_norm": ("gated norm", "fwd_bwd"),
+                  "state_update": ("decoding of a token", "fwd"), "block": ("a whole `Mamba2`", "fwd_bwd"),
+                  "selective_scan": ("Mamba-1's scan", "fwd_bwd")}
 _STEPS = {header: column for header, column in table.STEPS.items() if header != "options"}
 
 
@@ -87,6 +93,35 @@ def tabulate_blocks(rows: list[dict]) -> str:
     if not rows:
         return "No rows yet: no GPU has run `make block` for this table.\n"
     return "\n".join(_render_by_gpu(rows, _BLOCK))
+
+
+def tabulate_libraries(rows: list[dict], parts: list[dict]) -> str:
+    """Markdown of the libraries that can be patched, and of what is faster there, from the least to the most over the rows."""
+    def collect(found: list[dict], mode: str, **where: str) -> str:
+        where["mode"] = mode
+        return _write_range([row["graph_speedup"] for row in found if row["gpu"] and row.get("graph_speedup")
+                             and all(row[key] == value for key, value in where.items())])
+
+    gains = {"SSD": collect(rows, "fwd_bwd", variant="auto")}
+    gains |= {name: collect(parts, mode, part=part) for part, (name, mode) in _LIBRARY_PARTS.items()}
+    mamba2 = [f"{name} {gain}" for name, gain in gains.items() if gain]
+    mamba1 = [text for text in mamba2 if text.startswith("Mamba-1")]
+    mamba2 = [text for text in mamba2 if text not in mamba1]
+    versions = [f"{'.'.join(map(str, module.FIRST))} to {'.'.join(map(str, module.LAST))}"
+                for module in (transformers_patch, mamba_ssm_patch)]
+    whole, alone = "; ".join(mamba2) or "no rows yet", "; ".join(mamba2[:1]) or "no rows yet"
+    lines = ["| library | versions | one line | what is faster |", "|---|---|---|---|",
+             f"| transformers | {versions[0]} | `ssd.patch_transformers()` | {whole} |",
+             f"| mamba_ssm | {versions[1]} | `ssd.patch_mamba_ssm()` | {'; '.join((whole, *mamba1))} |",
+             f"| Megatron-LM | any beside such a mamba_ssm | `ssd.patch_mamba_ssm()` | {alone}; the rest as above |",
+             f"| flash-linear-attention | any beside such a mamba_ssm | `ssd.patch_mamba_ssm()` | {alone} |"]
+    return "\n".join(lines) + "\n"
+
+
+def _write_range(values: list[float]) -> str:
+    """1.3x to 2.4x; empty without values."""
+    ends = dict.fromkeys(f"{value:.1f}x" for value in (min(values), max(values))) if values else ()
+    return " to ".join(ends)
 
 
 def tabulate_ablation(rows: list[dict]) -> str:

@@ -19,7 +19,8 @@ ROWS = [
 def root(tmp_path):
     """A tree of the pages that are written, with nothing but markers."""
     pages = {"README.md": ("speedups", "costs"), "docs/results.md": ("results", "memory", "blocks", "workloads"),
-             "docs/workloads.md": ("gains", "seeds", "gpus"), "docs/ablation.md": ("ablation",)}
+             "docs/workloads.md": ("gains", "seeds", "gpus"), "docs/ablation.md": ("ablation",),
+             "docs/drop-in.md": ("libraries",)}
     (tmp_path / "docs").mkdir()
     for page, sections in pages.items():
         parts = (f"<!-- {section}: written by `make readme` -->\nstale {section}\n<!-- end of {section} -->\n"
@@ -202,6 +203,19 @@ def test_blocks(root):
     assert "stale blocks" not in text and "stale results" in text
     readme.write_blocks([], root)
     assert "No rows yet: no GPU has run `make block`" in read(root)
+
+
+def test_libraries(root):
+    """Ranges over shapes of the default's SSD and of each part; eager speed-ups, other variants and modes do not count."""
+    rows = [ssd_row("auto", mode="fwd_bwd", **compared(speedup) | {"speedup": 9.0}) for speedup in (3.0, 2.0)]
+    rows += [ssd_row("persistent", mode="fwd_bwd", **compared(8.0)), ssd_row("auto", **compared(7.0))]
+    parts = [ssd_row("ssd", mode="fwd_bwd", **compared(1.5)) | {"part": part} for part in ("conv1d", "selective_scan")]
+    assert not readme.write_libraries(rows, parts, root)
+    lines = lines_of(root, "docs/drop-in.md", "| `ssd.patch")
+    assert lines[0] == "| transformers | 5.0 to 5.23 | `ssd.patch_transformers()` | SSD 2.0x to 3.0x; convolution 1.5x |"
+    assert lines[1].endswith("| SSD 2.0x to 3.0x; convolution 1.5x; Mamba-1's scan 1.5x |") and len(lines) == 4
+    readme.write_libraries([], [], root)
+    assert "no rows yet" in read(root, "docs/drop-in.md")
 
 
 def test_ablation(root):
