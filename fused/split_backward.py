@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ssd.kernels.arguments import contiguous, output
-from ssd.runtime.replay import replayed
+from ssd.runtime.replay import replay
 from ssd.types import INPUT_TENSORS, SUB_CHUNK, Options, SSDGrads, SSDInputs, SSDSaved
 
 _MOST_BYTES = 1 << 28  # of states as x is: beyond, memory runs out sooner than a launch counts
@@ -56,7 +56,7 @@ def by_halves(backward: Backward, last_state: LastState, saved: SSDSaved, dout: 
     if i.batch == 1:
         middle = -(-i.seqlen // (2 * SUB_CHUNK)) * SUB_CHUNK
         front = _part(i, _ALL, slice(middle))
-        (state,) = replayed(_state, front.tensors, (*front.settings, last_state, options))
+        (state,) = replay(_state, front.tensors, (*front.settings, last_state, options))
         second = half(_ALL, slice(middle, None), state, None, dfinal_states)
         first = half(_ALL, slice(middle), i.initial_states, into.dinitial_states, second.dinitial_states)
         dinitial_states = first.dinitial_states
@@ -76,7 +76,7 @@ def _half(backward: Backward, options: Options, i: SSDInputs, y: Tensor | None, 
     into: all but the sums, and dinitial_states perhaps.
     """
     places = [getattr(into, name) for name in _PLACES]
-    others = replayed(_others, (*i.tensors, y, dout, dfinal_states, *places), (*i.settings, backward, options))
+    others = replay(_others, (*i.tensors, y, dout, dfinal_states, *places), (*i.settings, backward, options))
     return replace(into, **{name: t for name, t in zip(_OTHERS, others, strict=True) if t is not None})
 
 

@@ -9,9 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .runtime.custom_ops import are_plain
-
-torch.library.define("ssd::number_documents", "(Tensor? seq_idx, Tensor? cu_seqlens, int seqlen) -> Tensor")
+from .runtime.custom_ops import are_plain, define_op
 
 
 def number_documents(seq_idx: Tensor | None, cu_seqlens: Tensor | None, seqlen: int) -> Tensor:
@@ -21,7 +19,7 @@ def number_documents(seq_idx: Tensor | None, cu_seqlens: Tensor | None, seqlen: 
         seq_idx: (batch, seqlen) integers. A document begins wherever the value changes; only a leading run of 0 is numbered 0.
         cu_seqlens: (ndocs + 1,) integers, for batch 1; read where seq_idx is None. Empty documents have a number, too.
     """
-    number = _number if are_plain((seq_idx, cu_seqlens)) else torch.ops.ssd.number_documents
+    number = _number if are_plain((seq_idx, cu_seqlens)) else _OP
     return number(seq_idx, cu_seqlens, seqlen)
 
 
@@ -33,10 +31,9 @@ def _number(seq_idx: Tensor | None, cu_seqlens: Tensor | None, seqlen: int) -> T
     return torch.searchsorted(cu_seqlens[1:].contiguous(), tokens, right=True, out_int32=True)[None]
 
 
-@torch.library.register_fake("ssd::number_documents")
 def _number_fake(seq_idx, cu_seqlens, seqlen):
     like = seq_idx if seq_idx is not None else cu_seqlens
     return like.new_empty((like.shape[0] if seq_idx is not None else 1, seqlen), dtype=torch.int32)
 
 
-torch.library.impl("ssd::number_documents", "default", _number)
+_OP = define_op("number_documents", "(Tensor? seq_idx, Tensor? cu_seqlens, int seqlen) -> Tensor", _number, _number_fake)

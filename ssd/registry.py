@@ -96,16 +96,16 @@ def config_spaces() -> dict[str, ConfigSpace]:
     return SPACES
 
 
-def states_every(name: str, inputs: SSDInputs, options: Options) -> int | None:
+def find_states_interval(name: str, inputs: SSDInputs, options: Options) -> int | None:
     """Tokens between the states that a forward of the variant of that name keeps; None if it keeps none."""
-    if not heeded(name, options).save_states:
+    if not adapt_options(name, options).save_states:
         return None
     every = get_variant(name).states_every
     return every and every(inputs, options)
 
 
 @lru_cache
-def heeded(name: str, options: Options) -> Options:
+def adapt_options(name: str, options: Options) -> Options:
     """The options as the variant of that name heeds them: "auto" keeps no states, so that it never runs out of memory where
     kernels that keep none would not.
     """

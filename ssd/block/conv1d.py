@@ -10,22 +10,12 @@ import torch
 from torch import Tensor
 
 from ..kernels.arguments import contiguous
-from ..runtime.custom_ops import all_present, are_plain, below_autograd, launched, or_none, register, wants_gradient
+from ..runtime.custom_ops import DifferentiableOp
 from .arguments import check_tensor, takes_kernels
 from .kernels.conv1d_bwd import conv1d_bwd
 from .kernels.conv1d_fwd import conv1d_fwd
 
 WIDTHS = (2, 3, 4)
-_N_TENSORS = 5
-
-_INPUTS = "Tensor x, Tensor weight, Tensor? bias, Tensor? seq_idx, Tensor? initial_states"
-torch.library.define(
-    "ssd::causal_conv1d", f"({_INPUTS}, bool silu, bool return_final_states) -> (Tensor out, Tensor final_states)")
-torch.library.define(
-    "ssd::causal_conv1d_bwd",
-    f"({_INPUTS}, Tensor? dout, Tensor? dfinal_states, bool silu) -> "
-    "(Tensor dx, Tensor dweight, Tensor dbias, Tensor dinitial_states)",
-)
 
 
 def causal_conv1d_fn(
@@ -72,10 +62,8 @@ def causal_conv1d_fn(
     settings = (activation is not None, return_final_states)
     if not takes_kernels(x):
         out, final_states = torch_form(*tensors, *settings)
-    elif wants_gradient(tensors) and are_plain(tensors):
-        out, final_states = _CausalConv1d.apply(*tensors, *settings)
     else:
-        out, final_states = launched(_forward, torch.ops.ssd.causal_conv1d, tensors, settings)
+        out, final_states = _CAUSAL_CONV1D(tensors, settings)
     if not return_final_states:
         return out
     return out, final_states if final_states_out is None else final_states_out.copy_(final_states)
@@ -149,53 +137,27 @@ def _forward(x, weight, bias, seq_idx, initial_states, silu, return_final_states
                           return_final_states)
 
 
-@torch.library.register_fake("ssd::causal_conv1d")
 def _forward_fake(x, weight, bias, seq_idx, initial_states, silu, return_final_states):
     (batch, dim, seqlen), width = x.shape, weight.shape[1]
     final_states = x.new_empty(batch, width - 1, dim).mT if return_final_states else x.new_empty(0)
     return x.new_empty(batch, seqlen, dim).mT, final_states
 
 
-def _backward(x, weight, bias, seq_idx, initial_states, dout, dfinal_states, silu) -> tuple[Tensor | None, ...]:
+def _backward(x, weight, bias, seq_idx, initial_states, dout, dfinal_states, silu, _) -> tuple[Tensor | None, ...]:
     dout = torch.zeros_like(x) if dout is None else dout
     with torch.cuda.device_of(x):
         dx, dweight, dbias, dinitial_states = conv1d_bwd(
             _channels_last(x), weight, contiguous(bias), contiguous(seq_idx), initial_states, silu, _channels_last(dout),
             dfinal_states)
-    return dx.mT, dweight, dbias, None if dinitial_states is None else dinitial_states.mT
+    return dx.mT, dweight, dbias, None, None if dinitial_states is None else dinitial_states.mT
 
 
-@torch.library.register_fake("ssd::causal_conv1d_bwd")
-def _backward_fake(x, weight, bias, seq_idx, initial_states, dout, dfinal_states, silu):
-    def channels_last(t: Tensor | None) -> Tensor:
-        return x.new_empty(0) if t is None else t.new_empty(t.mT.shape).mT
-
-    return (channels_last(x), weight.new_empty(weight.shape), x.new_empty(0) if bias is None else bias.new_empty(bias.shape),
-            channels_last(initial_states))
+def _backward_fake(x, weight, bias, seq_idx, initial_states) -> tuple[Tensor | None, ...]:
+    dx, dinitial_states = (None if t is None else t.new_empty(t.mT.shape).mT for t in (x, initial_states))
+    return dx, weight.new_empty(weight.shape), None if bias is None else bias.new_empty(bias.shape), None, dinitial_states
 
 
-class _CausalConv1d(torch.autograd.Function):
-    """Joins the two ops."""
-
-    @staticmethod
-    def forward(ctx, *args):
-        tensors, settings = args[:_N_TENSORS], args[_N_TENSORS:]
-        out, final_states = launched(_forward, below_autograd(torch.ops.ssd.causal_conv1d), tensors, settings)
-        ctx.save_for_backward(*tensors)
-        ctx.silu, return_final_states = settings
-        ctx.set_materialize_grads(False)
-        if final_states is not None and not return_final_states:
-            ctx.mark_non_differentiable(final_states)
-        return out, final_states
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable  # the second derivative is not there: better an error than a gradient short
-    def backward(ctx, dout, dfinal_states):
-        if dout is None and dfinal_states is None:
-            return (None,) * (_N_TENSORS + 2)
-        dx, dweight, dbias, dinitial_states = launched(
-            _backward, torch.ops.ssd.causal_conv1d_bwd, (*ctx.saved_tensors, dout, dfinal_states), (ctx.silu,))
-        return dx, dweight, or_none(dbias), None, or_none(dinitial_states), None, None
-
-
-register("causal_conv1d", all_present(_forward), all_present(_CausalConv1d.apply), all_present(_backward))
+_CAUSAL_CONV1D = DifferentiableOp(
+    "causal_conv1d", "Tensor x, Tensor weight, Tensor? bias, Tensor? seq_idx, Tensor? initial_states",
+    "bool silu, bool return_final_states", outputs=("out", "final_states"), forward=_forward, fake=_forward_fake,
+    backward=_backward, fake_backward=_backward_fake)

@@ -9,17 +9,11 @@ import torch
 from torch import Tensor
 
 from ..kernels.arguments import contiguous
-from ..runtime.custom_ops import are_plain, register_inference, wants_gradient
+from ..runtime.custom_ops import are_plain, define_inference_op, wants_gradient
 from .arguments import check_rows, check_tensor, takes_kernels
 from .conv1d import check_filter
 from .conv1d import torch_form as convolve
 from .kernels.conv1d_update import conv1d_update
-
-torch.library.define(
-    "ssd::causal_conv1d_update",
-    "(Tensor x, Tensor(a!) conv_state, Tensor weight, Tensor? bias, bool silu, Tensor? cache_seqlens, "
-    "Tensor? conv_state_indices) -> Tensor",
-)
 
 
 def causal_conv1d_update(
@@ -60,7 +54,7 @@ def causal_conv1d_update(
     tensors = (x.unsqueeze(2) if one_token else x, conv_state, weight, bias)
     metadata = (cache_seqlens, conv_state_indices)
     plain = not wants_gradient(tensors) and are_plain((*tensors, *metadata))
-    out = (_update if plain else torch.ops.ssd.causal_conv1d_update)(*tensors, activation is not None, *metadata)
+    out = (_update if plain else _OP)(*tensors, activation is not None, *metadata)
     return out.squeeze(2) if one_token else out
 
 
@@ -105,9 +99,12 @@ def _update(x, conv_state, weight, bias, silu, cache_seqlens, conv_state_indices
     return out
 
 
-@torch.library.register_fake("ssd::causal_conv1d_update")
 def _update_fake(x, *_):
     return torch.empty_like(x)
 
 
-register_inference("causal_conv1d_update", _update, "causal_conv1d_fn")
+_OP = define_inference_op(
+    "causal_conv1d_update",
+    "(Tensor x, Tensor(a!) conv_state, Tensor weight, Tensor? bias, bool silu, Tensor? cache_seqlens, "
+    "Tensor? conv_state_indices) -> Tensor",
+    _update, _update_fake, instead="causal_conv1d_fn")

@@ -10,20 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..kernels.arguments import contiguous
-from ..runtime.custom_ops import all_present, are_plain, below_autograd, launched, register, wants_gradient
+from ..runtime.custom_ops import DifferentiableOp
 from .arguments import check_tensor, takes_kernels
 from .kernels.gated_norm import WIDEST_GROUP, gated_norm, gated_norm_bwd
-
-torch.library.define(
-    "ssd::rms_norm_gated",
-    "(Tensor x, Tensor weight, Tensor? bias, Tensor? z, float eps, int group_size, bool norm_before_gate) "
-    "-> (Tensor out, Tensor rstd)",
-)
-torch.library.define(
-    "ssd::rms_norm_gated_bwd",
-    "(Tensor dout, Tensor x, Tensor weight, Tensor? bias, Tensor? z, Tensor rstd, int group_size, bool norm_before_gate) "
-    "-> (Tensor dx, Tensor dweight, Tensor dbias, Tensor dz)",
-)
 
 
 def rms_norm_gated(
@@ -64,9 +53,7 @@ def rms_norm_gated(
         return torch_form(*tensors, *settings)
     if group_size > WIDEST_GROUP:
         raise ValueError(f"group_size: got {group_size} channels, expected at most {WIDEST_GROUP}, as many as a kernel takes")
-    if wants_gradient(tensors) and are_plain(tensors):
-        return _GatedNorm.apply(*tensors, *settings)[0]
-    return launched(_forward, torch.ops.ssd.rms_norm_gated, tensors, settings)[0]
+    return _RMS_NORM_GATED(tensors, settings)[0]
 
 
 class RMSNormGated(nn.Module):
@@ -140,13 +127,12 @@ def _forward(x, weight, bias, z, eps, group_size, norm_before_gate) -> tuple[Ten
                           group_size, norm_before_gate, x.shape)
 
 
-@torch.library.register_fake("ssd::rms_norm_gated")
 def _forward_fake(x, weight, bias, z, eps, group_size, norm_before_gate):
     width = x.shape[-1]
     return x.new_empty(x.shape), x.new_empty((x.numel() // width, width // group_size), dtype=torch.float32)
 
 
-def _backward(dout, x, weight, bias, z, rstd, group_size, norm_before_gate) -> tuple[Tensor | None, ...]:
+def _backward(x, weight, bias, z, rstd, dout, eps, group_size, norm_before_gate) -> tuple[Tensor | None, ...]:
     with torch.cuda.device_of(x):
         dx, dweight, dbias, dz = gated_norm_bwd(
             _as_rows(dout), _as_rows(x), weight.contiguous(), contiguous(bias), _as_rows(z), rstd,
@@ -154,32 +140,6 @@ def _backward(dout, x, weight, bias, z, rstd, group_size, norm_before_gate) -> t
     return dx.view(x.shape), dweight, dbias, None if z is None else dz.view(x.shape)
 
 
-@torch.library.register_fake("ssd::rms_norm_gated_bwd")
-def _backward_fake(dout, x, weight, bias, z, rstd, group_size, norm_before_gate):
-    def like(t: Tensor | None) -> Tensor:
-        return x.new_empty(0) if t is None else t.new_empty(t.shape)
-
-    return like(x), like(weight), like(bias), like(z)
-
-
-class _GatedNorm(torch.autograd.Function):
-    """Joins the two ops."""
-
-    @staticmethod
-    def forward(ctx, *args):
-        out, rstd = launched(_forward, below_autograd(torch.ops.ssd.rms_norm_gated), args[:4], args[4:])
-        ctx.save_for_backward(*args[:4], rstd)
-        ctx.settings = args[5:]
-        ctx.mark_non_differentiable(rstd)
-        return out, rstd
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, dout, _drstd):
-        tensors = (dout, *ctx.saved_tensors)  # which a checkpoint gives once
-        dx, dweight, dbias, dz = launched(_backward, torch.ops.ssd.rms_norm_gated_bwd, tensors, ctx.settings)
-        bias, z = tensors[3:5]  # an empty x has empty gradients, and they are there
-        return dx, dweight, None if bias is None else dbias, None if z is None else dz, None, None, None
-
-
-register("rms_norm_gated", _forward, _GatedNorm.apply, all_present(_backward))
+_RMS_NORM_GATED = DifferentiableOp(
+    "rms_norm_gated", "Tensor x, Tensor weight, Tensor? bias, Tensor? z", "float eps, int group_size, bool norm_before_gate",
+    outputs=("out",), kept=("rstd",), forward=_forward, fake=_forward_fake, backward=_backward)

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..runtime.custom_ops import all_present, are_plain, below_autograd, launched, or_none, register, wants_gradient
+from ..runtime.custom_ops import DifferentiableOp, wants_gradient
 from ..runtime.toolchain import gluon_missing
 from .arguments import check_dtype, check_interpretable, check_tensor, takes_kernels
 from .kernels.selective_scan import LARGEST_STATE, chunk_of
@@ -25,17 +25,6 @@ if missing := gluon_missing():
 else:
     from .kernels.selective_scan_walk_bwd import selective_scan_walk_bwd
     from .kernels.selective_scan_walk_fwd import selective_scan_walk_fwd
-
-_N_TENSORS = 8
-
-_INPUTS = "Tensor u, Tensor delta, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? z, Tensor? delta_bias"
-torch.library.define(
-    "ssd::selective_scan", f"({_INPUTS}, bool delta_softplus, bool save) -> (Tensor out, Tensor last_state, Tensor states)")
-torch.library.define(
-    "ssd::selective_scan_bwd",
-    f"({_INPUTS}, Tensor states, Tensor? dout, Tensor? dlast_state, bool delta_softplus) -> "
-    f"({', '.join(['Tensor'] * _N_TENSORS)})",
-)
 
 
 def selective_scan_fn(
@@ -87,11 +76,8 @@ def selective_scan_fn(
     else:
         u, delta, B, C, z = (t if t is None or t.stride(-1) == 1 else t.contiguous() for t in (u, delta, B, C, z))
         tensors = (u, delta, A, B, C, D, z, delta_bias)  # copied here, once for both ways, and no call that copies is recorded
-        settings = delta_softplus, wants_gradient(tensors)
-        if settings[1] and are_plain(tensors):
-            out, last_state, _ = _SelectiveScan.apply(*tensors, *settings)
-        else:
-            out, last_state, _ = launched(_forward, torch.ops.ssd.selective_scan, tensors, settings)
+        save = wants_gradient(tensors)
+        out, last_state, _ = _SELECTIVE_SCAN(tensors, (delta_softplus, save), save)
     return (out, last_state) if return_last_state else out
 
 
@@ -161,7 +147,6 @@ def _forward(u, delta, A, B, C, D, z, delta_bias, delta_softplus, save) -> tuple
         return run(u, delta, A, B, C, D, z, delta_bias, delta_softplus, save)
 
 
-@torch.library.register_fake("ssd::selective_scan")
 def _forward_fake(u, delta, A, B, C, D, z, delta_bias, delta_softplus, save):
     (batch, dim, seqlen), dstate = u.shape, A.shape[1]
     states = u.new_empty(0)
@@ -171,7 +156,8 @@ def _forward_fake(u, delta, A, B, C, D, z, delta_bias, delta_softplus, save):
     return u.new_empty(u.shape), u.new_empty(batch, dim, dstate, dtype=torch.float32), states
 
 
-def _backward(u, delta, A, B, C, D, z, delta_bias, states, dout, dlast_state, delta_softplus) -> tuple[Tensor | None, ...]:
+def _backward(u, delta, A, B, C, D, z, delta_bias, states, dout, dlast_state, delta_softplus,
+              _) -> tuple[Tensor | None, ...]:
     dout = torch.zeros_like(u) if dout is None else dout
     tensors = (u, delta, A, B, C, D, z, delta_bias)
     run = selective_scan_walk_bwd if takes_walk(u, B) else selective_scan_bwd
@@ -180,35 +166,12 @@ def _backward(u, delta, A, B, C, D, z, delta_bias, states, dout, dlast_state, de
     return tuple(g if g is None else g.to(t.dtype) for g, t in zip(grads, tensors, strict=True))
 
 
-@torch.library.register_fake("ssd::selective_scan_bwd")
-def _backward_fake(u, delta, A, B, C, D, z, delta_bias, states, dout, dlast_state, delta_softplus):
-    return tuple(u.new_empty(0) if t is None else t.new_empty(t.shape) for t in (u, delta, A, B, C, D, z, delta_bias))
+def _with_contiguous_tokens(dout: Tensor) -> Tensor:
+    """A projection's gradient has none. Copied before the backward, since no call that copies is recorded."""
+    return dout if dout.stride(-1) == 1 else dout.contiguous()
 
 
-class _SelectiveScan(torch.autograd.Function):
-    """Joins the two ops."""
-
-    @staticmethod
-    def forward(ctx, *args):
-        tensors, settings = args[:_N_TENSORS], args[_N_TENSORS:]
-        outputs = launched(_forward, below_autograd(torch.ops.ssd.selective_scan), tensors, settings)
-        ctx.save_for_backward(*tensors, outputs[2])
-        ctx.delta_softplus = settings[0]
-        ctx.set_materialize_grads(False)
-        if outputs[2] is not None:
-            ctx.mark_non_differentiable(outputs[2])
-        return outputs
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable  # the second derivative is not there: better an error than a gradient short
-    def backward(ctx, dout, dlast_state, _):
-        if dout is None and dlast_state is None:
-            return (None,) * (_N_TENSORS + 2)
-        if dout is not None and dout.stride(-1) != 1:
-            dout = dout.contiguous()  # as a projection's gradient; here, since no call that copies is recorded
-        tensors = (*ctx.saved_tensors, dout, dlast_state)
-        grads = launched(_backward, torch.ops.ssd.selective_scan_bwd, tensors, (ctx.delta_softplus,))
-        return *map(or_none, grads), None, None
-
-
-register("selective_scan", all_present(_forward), all_present(_SelectiveScan.apply), all_present(_backward))
+_SELECTIVE_SCAN = DifferentiableOp(
+    "selective_scan", "Tensor u, Tensor delta, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? z, Tensor? delta_bias",
+    "bool delta_softplus, bool save", outputs=("out", "last_state"), kept=("states",), forward=_forward, fake=_forward_fake,
+    backward=_backward, arrange=_with_contiguous_tokens)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels.arguments import contiguous
-from ..runtime.custom_ops import are_plain, register_inference, wants_gradient
+from ..runtime.custom_ops import are_plain, define_inference_op, wants_gradient
 from .arguments import check_dtype, check_interpretable, check_rows, takes_kernels
 from .kernels.state_update import state_update
 
@@ -26,12 +26,6 @@ _AXES = {
     "dt_bias": ("nheads", "dim"),
 }
 _OPTIONAL = ("D", "z", "dt_bias")
-
-torch.library.define(
-    "ssd::selective_state_update",
-    "(Tensor(a!) state, Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? z, Tensor? dt_bias, "
-    "bool dt_softplus, Tensor? state_batch_indices) -> Tensor",
-)
 
 
 def selective_state_update(
@@ -81,7 +75,7 @@ def selective_state_update(
     if not isinstance(dt_softplus, bool):
         raise TypeError(f"dt_softplus: got {dt_softplus!r}, expected True or False")
     plain = not wants_gradient(tensors) and are_plain((*tensors, state_batch_indices))
-    out = (_update if plain else torch.ops.ssd.selective_state_update)(*tensors, dt_softplus, state_batch_indices)
+    out = (_update if plain else _OP)(*tensors, dt_softplus, state_batch_indices)
     return out if state.dim() == 4 else out.squeeze(1)
 
 
@@ -165,9 +159,12 @@ def _update(state, x, dt, A, B, C, D, z, dt_bias, dt_softplus, state_batch_indic
     return out
 
 
-@torch.library.register_fake("ssd::selective_state_update")
 def _update_fake(state, x, *_):
     return x.new_empty(x.shape)
 
 
-register_inference("selective_state_update", _update, "ssd.ssd_chunk_scan")
+_OP = define_inference_op(
+    "selective_state_update",
+    "(Tensor(a!) state, Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? z, Tensor? dt_bias, "
+    "bool dt_softplus, Tensor? state_batch_indices) -> Tensor",
+    _update, _update_fake, instead="ssd.ssd_chunk_scan")

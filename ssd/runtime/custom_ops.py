@@ -1,7 +1,8 @@
-"""What the custom ops share: when one is needed, how absent tensors pass through it, and how it is registered.
+"""Custom ops: how torch.compile and autograd see a function that launches kernels.
 
-An op is opaque to torch.compile, so what runs inside launches what it likes. Its outputs are fixed in number: an absent one is
-an empty tensor.
+An op is opaque to torch.compile, so what runs inside launches what it likes. It costs two trips through torch's dispatcher, so
+it is called only where somebody must see one call instead of the launches (`are_plain`). Elsewhere the launches are made
+directly, or repeated from a recording (`replay`).
 """
 
 from __future__ import annotations
@@ -12,18 +13,16 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from .replay import replayed
+from .replay import replay
+
+Tensors = tuple[Tensor | None, ...]
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 _libraries: list[torch.library.Library] = []  # registrations live as long as the library that made them
 
 
-def are_plain(tensors: tuple[Tensor | None, ...]) -> bool:
-    """Whether nobody but autograd watches what becomes of the tensors, so that an op around the launches has no use.
-
-    An op costs two trips through torch's dispatcher. It is needed where torch.compile, a transform, a mode or a subclass must
-    see one opaque call, not the launches.
-    """
+def are_plain(tensors: Tensors) -> bool:
+    """True when no tracer, mode, transform or tensor subclass is active; autograd may be."""
     return (
         not torch.compiler.is_compiling()
         and not torch._C._len_torch_dispatch_stack()
@@ -35,72 +34,148 @@ def are_plain(tensors: tuple[Tensor | None, ...]) -> bool:
     )
 
 
-def launched(call: Callable, op: Callable, tensors: tuple[Tensor | None, ...], settings: tuple):
-    """call(*tensors, *settings), from its tape if it has one; where an op is needed, op(*tensors, *settings)."""
-    return replayed(call, tensors, settings) if are_plain(tensors) else op(*tensors, *settings)
-
-
-def below_autograd(op: Callable) -> Callable:
-    """The op as the forward of its autograd function calls it."""
-
-    def called(*args):
-        with torch._C._AutoDispatchBelowAutograd():
-            return op(*args)
-
-    return called
-
-
-def wants_gradient(tensors: tuple[Tensor | None, ...]) -> bool:
-    """Whether a backward may follow what is computed from these."""
+def wants_gradient(tensors: Tensors) -> bool:
+    """True when a backward may follow what is computed from these."""
     return torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in tensors])
 
 
-def or_empty(t: Tensor | None, like: Tensor) -> Tensor:
-    """The tensor as an op's output."""
-    return like.new_empty(0) if t is None else t
+def define_op(name: str, schema: str, run: Callable, fake: Callable) -> Callable:
+    """The op ssd::<name>, which runs `run` and is traced by `fake`. It has no gradient."""
+    torch.library.define(f"ssd::{name}", schema)
+    torch.library.impl(f"ssd::{name}", "default", run)
+    torch.library.register_fake(f"ssd::{name}", fake)
+    return getattr(torch.ops.ssd, name)
 
 
-def all_present(call: Callable) -> Callable:
-    """`call`, whose first result is a tensor, with its results as an op returns them."""
-
-    def op(*args):
-        out, *others = call(*args)
-        return out, *(or_empty(t, out) for t in others)
-
-    return op
-
-
-def or_none(t: Tensor | None) -> Tensor | None:
-    """An op's output as what it stands for."""
-    return t if t is not None and t.numel() else None
-
-
-def register(op: str, run: Callable, differentiable: Callable, run_backward: Callable | None = None) -> None:
-    """Gives the op ssd::<op> its implementation, and what autograd runs instead, which joins it to its backward.
-
-    run_backward: the implementation of ssd::<op>_bwd, if that is an op as well.
-    """
-    torch.library.impl(f"ssd::{op}", "default", run)
-    if run_backward is not None:
-        torch.library.impl(f"ssd::{op}_bwd", "default", run_backward)
-    _libraries.append(torch.library.Library("ssd", "FRAGMENT"))
-    _libraries[-1].impl(op, lambda *args: differentiable(*args), "Autograd")
-
-
-def register_inference(op: str, run: Callable, instead: str) -> None:
-    """Gives the op ssd::<op> its implementation, and no gradient: better an error when one is asked for than one too short.
+def define_inference_op(name: str, schema: str, run: Callable, fake: Callable, instead: str) -> Callable:
+    """As `define_op`, of an op whose backward raises RuntimeError: better than a gradient that is incomplete.
 
     instead: what to train through.
     """
+    op = define_op(name, schema, run, fake)
 
     class Inference(torch.autograd.Function):
         @staticmethod
         def forward(ctx, *args):
             with torch._C._AutoDispatchBelowAutograd():
-                return getattr(torch.ops.ssd, op)(*args)
+                return op(*args)
 
         @staticmethod
         def backward(ctx, dout):
-            raise RuntimeError(f"{op} has no gradient: call it under torch.no_grad(), or train through {instead}")
+            raise RuntimeError(f"{name} has no gradient: call it under torch.no_grad(), or train through {instead}")
 
-    register(op, run, Inference.apply)
+    _register_autograd(name, Inference.apply)
+    return op
+
+
+class DifferentiableOp:
+    """A function of tensors and settings with a gradient: the ops ssd::<name> and ssd::<name>_bwd, joined for autograd.
+
+    An op's outputs are fixed in number: an absent one is None where launches are made directly, and empty from the op.
+
+    Args:
+        name: of the op.
+        tensors, settings: the arguments as a schema lists them, "Tensor x, Tensor? bias" and "bool silu".
+        outputs: names of the outputs that have a gradient. The first is never absent.
+        extra: names of outputs without one.
+        kept: names of outputs for the backward alone.
+        forward: (*tensors, *settings) -> (*outputs, *extra, *kept).
+        fake: the same, of tensors without memory; absent outputs are empty.
+        backward: (*tensors, *kept, *gradients of outputs, *settings) -> a gradient or None for each of the tensors.
+        fake_backward: (*tensors) -> what the op of the backward returns; by default, tensors of their shapes and dtypes.
+        arrange: changes a gradient of the first output, outside of what is recorded, before the backward takes it.
+        replays: (settings) -> whether launches may be recorded and repeated; by default, always.
+    """
+
+    def __init__(self, name: str, tensors: str, settings: str, outputs: tuple[str, ...], forward: Callable, fake: Callable,
+                 backward: Callable, extra: tuple[str, ...] = (), kept: tuple[str, ...] = (),
+                 fake_backward: Callable | None = None, arrange: Callable[[Tensor], Tensor] | None = None,
+                 replays: Callable[[tuple], bool] | None = None):
+        self.forward, self.backward, self.arrange, self.replays = forward, backward, arrange, replays
+        self.ntensors, self.noutputs, self.nkept = tensors.count("Tensor"), len(outputs), len(kept)
+        leaving = ", ".join(f"Tensor {out}" for out in (*outputs, *extra, *kept))
+        entering = ", ".join(f"Tensor? {t}" for t in (*kept, *(f"d{out}" for out in outputs)))
+        self.op = define_op(name, f"({tensors}, {settings}) -> ({leaving})", lambda *args: _fill(forward(*args)), fake)
+        self.op_backward = define_op(
+            f"{name}_bwd", f"({tensors}, {entering}, {settings}) -> ({', '.join(['Tensor'] * self.ntensors)})",
+            lambda *args: _separate(_fill(backward(*args), like=args[0])),
+            lambda *args: _fill((fake_backward or _make_like)(*args[: self.ntensors]), like=args[0]))
+        self.function = _join(name, self)
+        _register_autograd(name, lambda *args: _fill(self.function.apply(*args)))
+
+    def __call__(self, tensors: Tensors, settings: tuple, save: bool | None = None) -> Tensors:
+        """Returns every output. settings: hashable. save: whether a backward may follow, if that is known."""
+        if not are_plain(tensors):
+            return self.op(*tensors, *settings)
+        if wants_gradient(tensors) if save is None else save:
+            return self.function.apply(*tensors, *settings)
+        return self.launch(self.forward, tensors, settings, settings)
+
+    def launch(self, call: Callable, tensors: Tensors, arguments: tuple, settings: tuple) -> Tensors:
+        """call(*tensors, *arguments), from a recording if there is one and settings allow it."""
+        if self.replays is None or self.replays(settings):
+            return replay(call, tensors, arguments)
+        return call(*tensors, *arguments)
+
+
+def _join(name: str, op: DifferentiableOp) -> type[torch.autograd.Function]:
+    """The function that joins the two ops. torch.library.register_autograd would take 120 us more of a call (torch 2.13)."""
+    ntensors = op.ntensors
+
+    def forward(ctx, *args):
+        tensors, settings = args[:ntensors], args[ntensors:]
+        if are_plain(tensors):
+            outputs = op.launch(op.forward, tensors, settings, settings)
+        else:
+            with torch._C._AutoDispatchBelowAutograd():
+                outputs = op.op(*args)
+        ctx.save_for_backward(*tensors, *outputs[len(outputs) - op.nkept :])
+        ctx.settings = settings
+        ctx.set_materialize_grads(False)
+        absent = [t for t in outputs[1 : op.noutputs] if t is not None and not t.numel()]
+        ctx.mark_non_differentiable(*absent, *[t for t in outputs[op.noutputs :] if t is not None])
+        return outputs
+
+    @torch.autograd.function.once_differentiable  # there is no second derivative: better an error than one that is incomplete
+    def backward(ctx, *grads):
+        settings = ctx.settings
+        if all([g is None for g in grads[: op.noutputs]]):
+            return (None,) * (ntensors + len(settings))
+        first, *others = grads[: op.noutputs]
+        if op.arrange is not None and first is not None:
+            first = op.arrange(first)
+        entering = (*ctx.saved_tensors, first, *others)
+        if are_plain(entering):
+            grads = op.launch(op.backward, entering, settings, settings)
+        else:
+            grads = op.op_backward(*entering, *settings)
+        grads = [None if t is None or not t.is_floating_point() else g if g.dtype == t.dtype else g.to(t.dtype)
+                 for t, g in zip(entering[:ntensors], grads, strict=True)]
+        return (*grads, *[None] * len(settings))
+
+    return type(name, (torch.autograd.Function,), {"forward": staticmethod(forward), "backward": staticmethod(backward)})
+
+
+def _register_autograd(name: str, differentiable: Callable) -> None:
+    _libraries.append(torch.library.Library("ssd", "FRAGMENT"))
+    _libraries[-1].impl(name, lambda *args: differentiable(*args), "Autograd")
+
+
+def _fill(results: Tensors, like: Tensor | None = None) -> tuple[Tensor, ...]:
+    """Results as an op returns them: an empty tensor in the place of an absent one."""
+    like = results[0] if like is None else like
+    return tuple([like.new_empty(0) if t is None else t for t in results])
+
+
+def _separate(results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The results, each in memory of its own, as those of an op must be."""
+    separate, taken = [], set()
+    for t in results:
+        memory = t.untyped_storage().data_ptr()
+        separate.append(t.clone() if memory in taken and t.numel() else t)
+        taken.add(memory)
+    return tuple(separate)
+
+
+def _make_like(*tensors: Tensor | None) -> Tensors:
+    return tuple([None if t is None or not t.is_floating_point() else t.new_empty(t.shape) for t in tensors])

@@ -42,7 +42,7 @@ _tapes: dict[tuple, Tape | str] = {}
 Results = tuple["Tensor | None", ...]
 
 
-def replayed(call: Callable[..., Results], tensors: tuple[Tensor | None, ...], settings: tuple) -> Results:
+def replay(call: Callable[..., Results], tensors: tuple[Tensor | None, ...], settings: tuple) -> Results:
     """call(*tensors, *settings), from its tape if there is one.
 
     call: allocates its results and launches on the device of the first tensor; settings: hashable, at one place always of one

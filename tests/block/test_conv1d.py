@@ -245,7 +245,7 @@ def test_opcheck(case, device):
     leaves = [None if t is None else leaves.pop(0) for t in tensors]
     torch.library.opcheck(torch.ops.ssd.causal_conv1d.default, (*leaves, *settings))
     dfinal = torch.randn(2, 20, 3, device=device) if case.final_states else None
-    torch.library.opcheck(torch.ops.ssd.causal_conv1d_bwd.default, (*tensors, torch.randn_like(given["x"]), dfinal, True))
+    torch.library.opcheck(torch.ops.ssd.causal_conv1d_bwd.default, (*tensors, torch.randn_like(given["x"]), dfinal, *settings))
 
 
 @pytest.mark.parametrize(("argument", "bad", "kind", "came", "accepted"), [

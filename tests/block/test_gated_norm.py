@@ -197,7 +197,7 @@ def test_opcheck(gate, bias, device):
     torch.library.opcheck(torch.ops.ssd.rms_norm_gated.default, (*leaves, EPS, 8, True))
     tensors = [None if t is None else t.detach() for t in leaves]
     rstd = torch.ops.ssd.rms_norm_gated(*tensors, EPS, 8, True)[1]
-    torch.library.opcheck(torch.ops.ssd.rms_norm_gated_bwd.default, (tensors[0], *tensors, rstd, 8, True))
+    torch.library.opcheck(torch.ops.ssd.rms_norm_gated_bwd.default, (*tensors, rstd, tensors[0], EPS, 8, True))
 
 
 @pytest.mark.parametrize(("argument", "bad", "kind", "came", "accepted"), [

@@ -280,7 +280,7 @@ def test_opcheck(case, device):
     leaves = [None if t is None else t.detach().contiguous().requires_grad_() for t in tensors]
     torch.library.opcheck(torch.ops.ssd.selective_scan.default, (*leaves, True, True))
     out, last_state, states = torch.ops.ssd.selective_scan(*tensors, True, True)
-    torch.library.opcheck(torch.ops.ssd.selective_scan_bwd.default, (*tensors, states, out, last_state, True))
+    torch.library.opcheck(torch.ops.ssd.selective_scan_bwd.default, (*tensors, states, out, last_state, True, True))
 
 
 @torch._inductor.config.patch(force_disable_caches=True)  # caches do not know that other kernels are forced

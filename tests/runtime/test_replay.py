@@ -79,7 +79,7 @@ class Call:
         """Five calls on tensors of their own give what is expected; so many of them are made."""
         for k in range(5):
             tensors = tuple(None if t is None else t + k for t in given)
-            got = tape.replayed(self, tensors, (3.0,))
+            got = tape.replay(self, tensors, (3.0,))
             for g, e in zip(got, expected(*tensors), strict=True):
                 assert (g is None and e is None) or torch.equal(g, e), k
         assert self.count == times
@@ -108,7 +108,7 @@ def test_results_and_what_is_between():
 def test_a_result_is_no_view():
     """It could not be changed in place, were it that of an autograd function."""
     call = Call(lambda x, factor: (scaled(x, factor),))
-    assert not any(tape.replayed(call, (tensor(),), (3.0,))[0]._is_view() for _ in range(4))
+    assert not any(tape.replay(call, (tensor(),), (3.0,))[0]._is_view() for _ in range(4))
 
 
 @pytest.mark.parametrize(("shape", "strides"), [((2, 3), (1, 2)), ((2, 1, 3), (3, 1, 1)), ((3, 1), (2, 7)), ((0, 3), (3, 1))],
@@ -121,7 +121,7 @@ def test_a_result_of_any_layout_is_no_view(shape, strides):
 
     call = Call(body)
     for _ in range(4):
-        (out,) = tape.replayed(call, (tensor(),), (3.0,))
+        (out,) = tape.replay(call, (tensor(),), (3.0,))
         assert not out._is_view() and out.shape == shape and out.stride() == strides
         assert [*out.flatten()] == [3.0 * at for at in _places(shape, strides)]
     assert call.count == 2
@@ -135,10 +135,10 @@ def test_one_tensor_twice_is_another_form():
     call = Call(lambda x, y, factor: (scaled(y, factor),))
     x = tensor()
     for _ in range(4):
-        assert torch.equal(tape.replayed(call, (x, x), (3.0,))[0], 3 * x)
+        assert torch.equal(tape.replay(call, (x, x), (3.0,))[0], 3 * x)
     for _ in range(4):
         y = tensor() + 9
-        assert torch.equal(tape.replayed(call, (x, y), (3.0,))[0], 3 * y)
+        assert torch.equal(tape.replay(call, (x, y), (3.0,))[0], 3 * y)
     assert call.count == 4
 
 
@@ -147,10 +147,10 @@ def test_one_tensor_twice_is_another_form():
 def test_another_form_is_another_tape(other):
     call = Call(lambda x, factor: (scaled(x, factor),))
     for _ in range(4):
-        tape.replayed(call, (tensor(),), (3.0,))
-    tape.replayed(call, (other,), (3.0,))
+        tape.replay(call, (tensor(),), (3.0,))
+    tape.replay(call, (other,), (3.0,))
     assert call.count == (2 if other.shape == (N,) and other.data_ptr() % 16 == 0 and other.dtype == torch.float32 else 3)
-    tape.replayed(call, (tensor(),), (4.0,))
+    tape.replay(call, (tensor(),), (4.0,))
     assert call.count == (3 if other.data_ptr() % 16 == 0 and other.dtype == torch.float32 and other.dim() == 1 else 4)
 
 
@@ -165,9 +165,9 @@ def test_tables_are_held_by_their_tape():
     made = [table]
     call = Call(lambda x, factor: (scaled(made[0], factor),))
     for _ in range(2):
-        tape.replayed(call, (tensor(),), (3.0,))
+        tape.replay(call, (tensor(),), (3.0,))
     del table, made[0]
-    assert ref() is not None and torch.equal(tape.replayed(call, (tensor(),), (3.0,))[0], torch.full((N,), 30.0))
+    assert ref() is not None and torch.equal(tape.replay(call, (tensor(),), (3.0,))[0], torch.full((N,), 30.0))
     tape.clear()
     assert ref() is None
 
@@ -176,10 +176,10 @@ def test_tables_that_a_graph_reads_are_held_for_good(monkeypatch):
     monkeypatch.setattr(tables, "_held", {})
     call = Call(lambda x, factor: (scaled(TABLE, factor),))
     for _ in range(3):
-        tape.replayed(call, (tensor(),), (3.0,))
+        tape.replay(call, (tensor(),), (3.0,))
     assert not tables._held
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    tape.replayed(call, (tensor(),), (3.0,))
+    tape.replay(call, (tensor(),), (3.0,))
     tape.clear()
     assert call.count == 2 and [t is TABLE for t in tables._held.values()] == [True]
 
@@ -200,7 +200,7 @@ def test_tables_of_all_tapes_are_bounded(monkeypatch):
         refs.clear()
         for number in range(8):
             for _ in range(2):
-                tape.replayed(call, (tensor(),), (own, float(number)))
+                tape.replay(call, (tensor(),), (own, float(number)))
         assert sum(ref() is not None for ref in refs[1::2]) in range(least, most + 1) and own == (len(tape._tapes) < 8)
 
 
@@ -210,7 +210,7 @@ def test_a_tape_belongs_to_a_stream(monkeypatch):
     for stream, count in ((7, 2), (8, 4), (7, 4)):
         monkeypatch.setitem(STREAM, "current", stream)
         for _ in range(3):
-            tape.replayed(call, (tensor(),), (3.0,))
+            tape.replay(call, (tensor(),), (3.0,))
         assert call.count == count
 
 
@@ -250,7 +250,7 @@ def test_a_part_that_begins_where_another_argument_does():
     for whole in (tensor(20), tensor(20), None, None):
         x = tensor(20) + 30 if whole is None else whole
         y = tensor() if whole is None else whole[8:14]
-        got = tape.replayed(call, (x, y), (3.0,))
+        got = tape.replay(call, (x, y), (3.0,))
         assert torch.equal(got[0], 3 * x[8:14]) and torch.equal(got[1], 3 * y)
     assert call.count == 4
 
@@ -260,7 +260,7 @@ def test_slices_of_one_projection():
     for k in range(5):
         whole = tensor(20) + k
         x, y = whole[:N], whole[8 : 8 + N]
-        assert all(torch.equal(g, 3 * t) for g, t in zip(tape.replayed(call, (x, y), (3.0,)), (x, y), strict=True))
+        assert all(torch.equal(g, 3 * t) for g, t in zip(tape.replay(call, (x, y), (3.0,)), (x, y), strict=True))
     assert call.count == 2
 
 
@@ -285,7 +285,7 @@ def test_what_cannot_be_recorded_is_not_held(around, monkeypatch):
 
     def twice(x, factor):
         for t in (x, x + 0):
-            (y,) = tape.replayed(chain, (t,), (factor,))
+            (y,) = tape.replay(chain, (t,), (factor,))
         return (scaled(y, 1.0),)
 
     Call(twice if around else chain).check(lambda x: (3.0**6 * x,), 5, tensor())
@@ -302,7 +302,7 @@ def test_calls_inside_have_tapes_of_their_own():
     inner = Call(lambda x, factor: (scaled(x, factor),))
 
     def body(x, factor):
-        first, second = (tape.replayed(inner, (t,), (factor,))[0] for t in (x, x + 0))
+        first, second = (tape.replay(inner, (t,), (factor,))[0] for t in (x, x + 0))
         return scaled(first, 2.0), second
 
     Call(body).check(lambda x: (6 * x, 3 * x), 5, tensor())
@@ -314,8 +314,8 @@ def test_a_call_inside_is_enough(known):
     """Whether or not it has a tape already, which launches behind the recorder's back."""
     inner = Call(lambda x, factor: (scaled(x, factor),))
     for _ in range(3 * known):
-        tape.replayed(inner, (tensor(),), (3.0,))
-    Call(lambda x, factor: (scaled(*tape.replayed(inner, (x,), (factor,)), factor=2.0),)).check(lambda x: (6 * x,), 5, tensor())
+        tape.replay(inner, (tensor(),), (3.0,))
+    Call(lambda x, factor: (scaled(*tape.replay(inner, (x,), (factor,)), factor=2.0),)).check(lambda x: (6 * x,), 5, tensor())
     assert inner.count == 2
 
 
@@ -327,7 +327,7 @@ def test_large_problems_are_called(monkeypatch):
 def test_what_is_kept_is_bounded(monkeypatch):
     monkeypatch.setattr(tape, "_MOST", 3)
     for k in range(8):
-        tape.replayed(lambda x, factor: (scaled(x, factor),), (tensor(),), (float(k),))
+        tape.replay(lambda x, factor: (scaled(x, factor),), (tensor(),), (float(k),))
     assert len(tape._tapes) <= 3
 
 
@@ -337,5 +337,5 @@ def test_an_error_leaves_nothing_behind():
 
     for _ in range(4):
         with pytest.raises(ValueError):
-            tape.replayed(body, (tensor(),), (3.0,))
+            tape.replay(body, (tensor(),), (3.0,))
     assert module._recorded.launches is None

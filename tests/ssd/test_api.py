@@ -258,7 +258,7 @@ def test_opcheck(variant, case, device):
     ways = (torch.randn_like(inputs.x), None)
     saved = get_variant(variant).forward(inputs, ssd.Options(), True)[2]
     torch.library.opcheck(torch.ops.ssd.chunk_scan_bwd.default,
-                          (*op_arguments(inputs, variant, True)[:-1], saved.y, saved.prev_states, *ways))
+                          (*inputs.tensors, saved.y, saved.prev_states, *ways, *op_arguments(inputs, variant, True)[11:]))
 
 
 @pytest.mark.parametrize("variant", TRACED)
