@@ -31,10 +31,10 @@ endif
 EXPERIMENTS := $(PY) -m experiments
 
 .DEFAULT_GOAL := help
-.PHONY: help setup peers tritons bench ablate block train table readme characterize scaling report tune choose sanitize fuzz test coverage lint
+.PHONY: help setup peers tritons bench ablate block train table readme characterize scaling report tune choose sanitize fuzz test coverage lint dist
 
 help:
-	@echo "targets: setup bench ablate block train table readme characterize scaling report tune choose sanitize fuzz test coverage lint; see the top of the Makefile for their variables"
+	@echo "targets: setup bench ablate block train table readme characterize scaling report tune choose sanitize fuzz test coverage lint dist; see the top of the Makefile for their variables"
 
 setup: $(READY)
 
@@ -114,3 +114,7 @@ coverage: $(READY)
 
 lint: $(READY)
 	$(PY) -m ruff check .
+
+dist: $(READY)
+	$(PY) -m build --no-isolation --outdir dist
+	$(PY) -m twine check --strict dist/*

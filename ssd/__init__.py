@@ -10,6 +10,7 @@ from .interop.patching import patched
 from .registry import get_variant, variant_names
 from .types import Options
 
+__version__ = "0.1.0"
 __all__ = ["Options", "get_variant", "patch_mamba_ssm", "patch_transformers", "patched", "ssd_chunk_scan", "variant_names"]
 
 _LAZY = {"patch_mamba_ssm": "ssd.interop.patch_mamba_ssm", "patch_transformers": "ssd.interop.transformers"}

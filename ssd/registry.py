@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
 
 from . import choice
 from .runtime.tuning import SPACES, ConfigSpace
@@ -79,14 +81,29 @@ def get_variant(name: str) -> Variant:
 
     Raises:
         ValueError: no such name; the message lists the known ones.
-        ImportError: a peer's package is missing; the message names it.
+        ImportError: a peer's package is missing, or a module of the user's hides a package of ours; the message names it.
     """
     if name in _ADDED:
         return _ADDED[name]
     if name not in _MODULES:
         raise ValueError(f"variant: got {name!r}, expected one of {', '.join(map(repr, (*variant_names(), 'auto')))}")
     module = _MODULES[name]
-    return (sys.modules.get(module) or import_module(module)).VARIANT
+    try:
+        return (sys.modules.get(module) or import_module(module)).VARIANT
+    except ModuleNotFoundError as reason:
+        for package in {module.partition(".")[0] for module in _MODULES.values()}:
+            if hidden_by := _find_other(package):
+                raise ImportError(f"variant {name!r} needs this project's package {package!r}, but `import {package}` finds "
+                                  f"{hidden_by}: rename that, or run elsewhere") from reason
+        raise
+
+
+def _find_other(package: str) -> str | None:
+    """The file that a package's name stands for where that is not the package beside this one."""
+    found = sys.modules.get(package)
+    spec = found.__spec__ if found else find_spec(package)
+    origin = getattr(found, "__file__", None) or (spec and spec.origin)
+    return origin if origin and Path(origin).parents[1] != Path(__file__).parents[1] else None
 
 
 def config_spaces() -> dict[str, ConfigSpace]:

@@ -1,0 +1,95 @@
+"""The package that users install: what is in it, and that it works where their own modules have our names."""
+
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("build", reason="build is not installed")
+pytest.importorskip("twine", reason="twine is not installed")
+
+ROOT = Path(__file__).parents[1]
+_NOT_NEEDED = ("einops", "matplotlib", "pandas", "rich", "typer")
+
+
+def run(*command: str | Path, **how) -> subprocess.CompletedProcess:
+    return subprocess.run([str(word) for word in command], capture_output=True, text=True, **how)
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    """Built from a copy of what git tracks, or of everything where there is no git."""
+    source, out = (tmp_path_factory.mktemp(name) for name in ("source", "dist"))
+    listed = run("git", "-C", ROOT, "ls-files").stdout.split() or [str(p.relative_to(ROOT)) for p in ROOT.rglob("*.py")]
+    for name in listed:
+        if not name.startswith(("tests/", "docs/", "experiments/results/")) and (ROOT / name).is_file():
+            (source / name).parent.mkdir(parents=True, exist_ok=True)
+            (source / name).write_bytes((ROOT / name).read_bytes())
+    built = run(sys.executable, "-m", "build", "--no-isolation", "--outdir", out, source)
+    assert built.returncode == 0, built.stdout[-2000:] + built.stderr[-2000:]
+    checked = run(sys.executable, "-m", "twine", "check", "--strict", *sorted(out.iterdir()))
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+    (found,) = out.glob("*.whl")
+    return found
+
+
+@pytest.fixture(scope="module")
+def installed(wheel, tmp_path_factory) -> Path:
+    """The Python of an environment that holds the wheel, torch and Triton, and a folder beside it with modules of our names."""
+    folder = tmp_path_factory.mktemp("environment")
+    venv.create(folder / "venv", with_pip=False, symlinks=True)
+    python = folder / "venv" / "bin" / "python"
+    asked = run(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", wheel)
+    assert asked.returncode == 0, asked.stderr
+    (site,) = (folder / "venv").glob("lib/python*/site-packages")
+    (site / "torch.pth").write_text(sysconfig.get_paths()["purelib"])  # whose own .pth files are not read from there
+    return python
+
+
+@pytest.fixture
+def project(tmp_path) -> Path:
+    """A user's folder, with modules of their own that have our names."""
+    (tmp_path / "fused.py").write_text("mine = True\n")
+    (tmp_path / "experiments").mkdir()
+    (tmp_path / "experiments" / "__init__.py").write_text("mine = True\n")
+    return tmp_path
+
+
+def start(python: Path, program: str, folder: Path) -> subprocess.CompletedProcess:
+    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "TRITON_INTERPRET")}
+    return run(python, "-c", program, cwd=folder, env=environment)
+
+
+def test_the_wheel_holds_the_library_and_nothing_else(wheel):
+    names = zipfile.ZipFile(wheel).namelist()
+    top = {name.partition("/")[0] for name in names}
+    assert {name for name in top if not name.endswith(".dist-info")} == {"ssd", "fused", "persistent"}
+    assert "ssd/py.typed" in names and any(name.startswith("ssd/configs/") for name in names)
+
+
+def test_the_first_example_runs_beside_modules_of_our_names(installed, project):
+    example = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)[1]
+    program = example + f"""
+import sys, ssd, fused, experiments
+assert "site-packages" in ssd.__file__ and ssd.__version__ and fused.mine and experiments.mine
+assert not [name for name in {_NOT_NEEDED} if name in sys.modules]
+"""
+    done = start(installed, program, project)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("variant", ["fused", "persistent"])
+def test_a_module_that_hides_a_package_is_named(installed, project, variant):
+    done = start(installed, f"import ssd; ssd.get_variant({variant!r})", project)
+    assert "ImportError" in done.stderr and str(project / "fused.py") in done.stderr
+
+
+def test_a_variant_is_found_where_nothing_hides_it(installed, tmp_path):
+    done = start(installed, "import ssd; ssd.get_variant('persistent')", tmp_path)
+    assert done.returncode == 0, done.stderr
