@@ -1,6 +1,6 @@
-# Every target first builds $(VENV) from requirements.lock when it is missing or older than what it is built from.
+# `make` lists the targets. Each first builds $(VENV) from requirements.lock when it is missing or older than its sources.
 #
-#   make test PYTHON=python3 VENV=    uses an interpreter that is already equipped; installs nothing, needs no network
+#   make test PYTHON=python3 VENV=    use an interpreter that has every package; install nothing, need no network
 #   make bench VARIANT=baseline AGAINST=mamba_ssm SHAPE=8b-b4,2.7b-b4 MODE=fwd,bwd ARGS='--repeats 100'
 #   make ablate SHAPE=8b-b1,8b-b4 MODE=fwd   every option of fused and persistent; VARIANT=fused for one
 #   make ablate WORKLOAD=mamba2:1.3b,hybrid:1b   step times and losses with each variant inside
@@ -28,21 +28,26 @@ READY := $(VENV)/.installed
 TRITONS := tritons
 endif
 
-EXPERIMENTS := $(PY) -m experiments
+RUN := @$(PY) -m experiments
+with = $(if $($(1)),--$(2) $($(1)))
+given = $(if $(filter-out file,$(origin VARIANT)),--variant $(VARIANT))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup peers tritons bench ablate block train table readme characterize scaling report tune choose sanitize fuzz test coverage lint dist
+.PHONY: help setup peers tritons bench ablate block train table readme characterize scaling report tune choose sanitize fuzz \
+  test coverage lint dist
 
-help:
-	@echo "targets: setup bench ablate block train table readme characterize scaling report tune choose sanitize fuzz test coverage lint dist; see the top of the Makefile for their variables"
+help:  ## List the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "%-13s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@echo "Variables and examples are at the top of the Makefile; ARGS=--help shows every option of a command."
 
-setup: $(READY)
+setup: $(READY)  ## Build the virtual environment; every other target does so when it is missing
 
 $(VENV)/.installed: requirements.lock pyproject.toml setup.cfg
-	$(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --disable-pip-version-check -r requirements.lock
-	$(PY) -m pip install --disable-pip-version-check --no-deps --no-build-isolation --editable .
-	touch $@
+	@echo "installing the packages of requirements.lock in $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(PY) -m pip install --quiet --disable-pip-version-check -r requirements.lock
+	@$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	@touch $@
 
 # mamba_ssm only matters where it can run. Its Triton kernels need no CUDA build, so that build is skipped.
 peers: $(READY)
@@ -58,63 +63,57 @@ endif
 tritons: $(READY)
 	@$(PY) -m tests.tritons $(TRITON)
 
-bench: peers
-	$(EXPERIMENTS) bench --variant $(VARIANT) $(if $(AGAINST),--against $(AGAINST)) $(if $(SHAPE),--shape $(SHAPE)) \
-	  $(if $(MODE),--mode $(MODE)) $(ARGS)
+bench: peers  ## Measure variants side by side; without a GPU check them and show costs
+	$(RUN) bench --variant $(VARIANT) $(call with,AGAINST,against) $(call with,SHAPE,shape) $(call with,MODE,mode) $(ARGS)
 
-ablate: peers
-	$(EXPERIMENTS) $(if $(WORKLOAD),sweep --workload $(WORKLOAD),ablate) \
-	  $(if $(filter-out file,$(origin VARIANT)),--variant $(VARIANT)) \
-	  $(if $(SHAPE),--shape $(SHAPE)) $(if $(MODE),--mode $(MODE)) $(ARGS)
+ablate: peers  ## Measure what each option of a variant is worth; WORKLOAD= for variants inside training steps
+	$(RUN) $(if $(WORKLOAD),sweep --workload $(WORKLOAD),ablate) $(given) $(call with,SHAPE,shape) $(call with,MODE,mode) $(ARGS)
 
-block: peers
-	$(EXPERIMENTS) block $(if $(PART),--part $(PART)) $(if $(SHAPE),--shape $(SHAPE)) $(if $(MODE),--mode $(MODE)) $(ARGS)
+block: peers  ## Measure what surrounds the operator, and whole blocks, beside upstream's
+	$(RUN) block $(call with,PART,part) $(call with,SHAPE,shape) $(call with,MODE,mode) $(ARGS)
 
-train: $(READY)
-	$(if $(GPUS),$(PY) -m torch.distributed.run --standalone --nproc-per-node $(GPUS) -m experiments,$(EXPERIMENTS)) train \
-	  $(if $(PARALLEL),--parallel $(PARALLEL)) $(if $(WORKLOAD),--workload $(WORKLOAD)) $(if $(PRESET),--preset $(PRESET)) \
-	  $(if $(filter-out file,$(origin VARIANT)),--variant $(VARIANT)) $(if $(STEPS),--steps $(STEPS)) $(ARGS)
+train: $(READY)  ## Train a workload; GPUS=2 for two processes
+	@$(if $(GPUS),$(PY) -m torch.distributed.run --standalone --nproc-per-node $(GPUS) -m experiments,$(PY) -m experiments) train \
+	  $(call with,PARALLEL,parallel) $(call with,WORKLOAD,workload) $(call with,PRESET,preset) $(given) $(call with,STEPS,steps) $(ARGS)
 
-table: $(READY)
-	@$(EXPERIMENTS) table $(ARGS)
+table: $(READY)  ## Print the latest rows with every column, in Markdown, CSV or LaTeX
+	$(RUN) table $(ARGS)
 
-readme: $(READY)
-	$(EXPERIMENTS) readme $(ARGS)
+readme: $(READY)  ## Write the tables and figures of README and docs from committed rows
+	$(RUN) readme $(ARGS)
 
-tune: $(READY)
-	$(EXPERIMENTS) tune $(ARGS)
-
-choose: $(READY)
-	$(EXPERIMENTS) choose $(ARGS)
-
-characterize: $(READY)
+characterize: $(READY)  ## Profile training steps, measure scaling, write the report
 	@# one workload that cannot run costs neither what comes after nor the exit status
-	$(EXPERIMENTS) characterize $(if $(WORKLOAD),--workload $(WORKLOAD)) \
-	  $(if $(filter-out file,$(origin VARIANT)),--variant $(VARIANT)) $(ARGS); \
-	complete=$$?; $(EXPERIMENTS) scaling && $(EXPERIMENTS) report && exit $$complete
+	$(RUN) characterize $(call with,WORKLOAD,workload) $(given) $(ARGS); complete=$$?; \
+	$(PY) -m experiments scaling && $(PY) -m experiments report && exit $$complete
 
-scaling: $(READY)
-	$(EXPERIMENTS) scaling $(ARGS)
+scaling: $(READY)  ## Measure the components of a Mamba block over the sequence length
+	$(RUN) scaling $(ARGS)
 
-report: $(READY)
-	$(EXPERIMENTS) report $(ARGS)
+report: $(READY)  ## Write docs/characterisation from committed rows; needs no GPU
+	$(RUN) report $(ARGS)
 
-sanitize: $(READY)
-	$(EXPERIMENTS) sanitize $(ARGS)
+tune: $(READY)  ## Freeze the fastest config of each kernel on this GPU
+	$(RUN) tune $(ARGS)
 
-fuzz: $(READY)
-	$(EXPERIMENTS) fuzz $(if $(SECONDS),--seconds $(SECONDS)) $(if $(SEED),--seed $(SEED)) \
-	  $(if $(filter-out file,$(origin VARIANT)),--variant $(VARIANT)) $(if $(PART),--part $(PART)) $(ARGS)
+choose: $(READY)  ## Write what variant "auto" chooses by, from committed rows
+	$(RUN) choose $(ARGS)
 
-test: $(READY) $(TRITONS)
-	$(PY) -m pytest $$($(PY) -c 'import xdist' 2>/dev/null && echo --numprocesses=2) $(if $(TRITON),--triton $(TRITON)) $(ARGS)
+sanitize: $(READY)  ## Run every kernel under compute-sanitizer
+	$(RUN) sanitize $(ARGS)
 
-coverage: $(READY)
-	$(PY) -m pytest $$($(PY) -c 'import xdist' 2>/dev/null && echo --numprocesses=2) --cov=ssd --cov-fail-under=90 $(ARGS)
+fuzz: $(READY)  ## Judge configurations drawn at random against fp64
+	$(RUN) fuzz $(call with,SECONDS,seconds) $(call with,SEED,seed) $(given) $(call with,PART,part) $(ARGS)
 
-lint: $(READY)
-	$(PY) -m ruff check .
+test: $(READY) $(TRITONS)  ## Run the tests; the kernels are interpreted where there is no GPU
+	@$(PY) -m pytest $$($(PY) -c 'import xdist' 2>/dev/null && echo --numprocesses=2) $(call with,TRITON,triton) $(ARGS)
 
-dist: $(READY)
-	$(PY) -m build --no-isolation --outdir dist
-	$(PY) -m twine check --strict dist/*
+coverage: $(READY)  ## Run the tests and demand that they cover 90 % of ssd
+	@$(PY) -m pytest $$($(PY) -c 'import xdist' 2>/dev/null && echo --numprocesses=2) --cov=ssd --cov-fail-under=90 $(ARGS)
+
+lint: $(READY)  ## Check the style with ruff
+	@$(PY) -m ruff check .
+
+dist: $(READY)  ## Build the wheel and the source archive in dist/ and check them
+	@$(PY) -m build --no-isolation --outdir dist
+	@$(PY) -m twine check --strict dist/*

@@ -1,88 +1,90 @@
-"""The command line: python -m experiments COMMAND; --help lists the commands, and COMMAND --help what each takes."""
+"""The command line: python -m experiments COMMAND; --help lists the commands, and COMMAND --help what each takes.
+
+A command imports what it runs when it runs: torch and pandas take seconds that --help and a mistyped name need not wait.
+"""
 
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Callable, Iterable
-from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-import torch
 import typer
-from rich.console import Console
 
-if not torch.cuda.is_available() and sys.argv[1:2] != ["train"]:  # whose steps would take minutes in the interpreter
-    os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is imported, as most of the imports below may do
-
-from ssd import Options, variant_names
-from ssd.choice import CANDIDATES
-from ssd.registry import get_variant, is_peer
-
-from . import ablate as ablation
-from . import block as surroundings
-from . import choose as choices
-from . import counters as ncu
-from . import readme as readme_file
-from . import record, sanitize, table
-from . import sweep as sweeps
-from .bench import CHUNK_SIZES, Candidate, Plan
-from .bench import run as run_bench
+from . import training_run
+from .arguments import (
+    VARIANT_LIST,
+    VARIANTS,
+    CountersOption,
+    DtypeOption,
+    ModeOption,
+    OutOption,
+    RepeatsOption,
+    ShapeOption,
+    WarmupOption,
+    WideOption,
+    check_name,
+    has_gpu,
+    parse_options,
+    read_rows,
+    require_gpu,
+    require_writable,
+    split_chunk_sizes,
+    split_names,
+    split_shapes,
+)
 from .characterize import commands as characterisation
 from .fuzz.commands import fuzz
-from .parallel import WAYS
-from .reasons import refuse as _refuse
+from .record import RESULTS
 from .regress import regress
-from .runs import DTYPES as TRAIN_DTYPES
-from .runs import OPTIMIZERS, run_of
-from .shapes import DTYPES, MODES, SHAPES, Shape, find_shapes
-from .train import Interrupted, Stopped
-from .train import train as run_train
+from .shapes import BLOCK_PARTS, DIRECTIONS, ITEMSIZES, MODES, SCANS
+from .terminal import make_console, refuse
+from .training_run import DEFAULTS, OPTIMIZERS, WAYS, WORKLOAD_HELP, make_run, parse_workload
 from .workloads import workload_names
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
+app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__.splitlines()[0])
 
-_SCANS = {shape.name: shape for shape in surroundings.SCANS}
-OutOption = Annotated[Path, typer.Option(file_okay=False, help="Folder of the rows: <out>/<gpu>/<bench>.jsonl.")]
+_SCANS = {shape.name: shape for shape in SCANS}
+_BLOCK_MODES = (*DIRECTIONS, "fwd_bwd")
+_TABLES = ("ssd", "ablate", "block", "step", "counters")
+_TOOLS = ("memcheck", "racecheck")
+_FORMATS = ("markdown", "csv", "latex")
+_DtypeHelp = f"One of {', '.join(training_run.DTYPES)}; bf16 by autocast."
+_ChunkSizeOption = Annotated[str, typer.Option(help="Ours, of 16 to 256; auto stands for 64, 128 and 256.")]
+_OptionOption = Annotated[list[str] | None, typer.Option(help="NAME=true or NAME=false, of ssd.Options; repeatable.")]
 
 
 @app.command()
 def bench(
-    variant: Annotated[str, typer.Option(help=f"Variants to measure, of auto, {', '.join(variant_names())}.")] = "baseline",
+    variant: Annotated[str, typer.Option(help=f"Variants to measure, of {VARIANT_LIST}.")] = "baseline",
     against: Annotated[str, typer.Option(help="The variant to compare with, or none.")] = "mamba_ssm",
-    shape: Annotated[str, typer.Option(help=f"Shapes, of named, workloads, sweep, {', '.join(SHAPES)}.")] = "named",
-    mode: Annotated[str, typer.Option(help=f"Modes, of {', '.join(MODES)}.")] = "fwd,bwd,fwd_bwd",
-    dtype: Annotated[str, typer.Option(help=f"Dtype of x, dt, B and C: {', '.join(DTYPES)}.")] = "bf16",
-    chunk_size: Annotated[str, typer.Option(help="Ours, of 16 to 256; auto measures 64, 128 and 256.")] = "auto",
-    repeats: Annotated[int, typer.Option(min=2, help="Timed calls of each variant, interleaved.")] = 50,
-    warmup: Annotated[int, typer.Option(min=1, help="Calls of each variant before they are timed.")] = 10,
-    option: Annotated[list[str] | None, typer.Option(help="NAME=true or NAME=false, of ssd.Options; repeatable.")] = None,
-    counters: Annotated[bool, typer.Option(help="Also read DRAM traffic, blocks and pipes per kernel with ncu.")] = False,
-    out: OutOption = record.RESULTS,
+    shape: ShapeOption = "named", mode: ModeOption = "fwd,bwd,fwd_bwd", dtype: DtypeOption = "bf16",
+    chunk_size: _ChunkSizeOption = "auto", repeats: RepeatsOption = 50, warmup: WarmupOption = 10,
+    option: _OptionOption = None, counters: CountersOption = False, wide: WideOption = False, out: OutOption = RESULTS,
 ) -> None:
     """Measure variants side by side and append a row for each; lists are separated by commas.
 
-    Without a GPU: check the kernels against fp64 in Triton's interpreter, and print costs and the rows that there are.
+    Without a GPU: check the kernels against fp64 in Triton's interpreter, and print costs beside the rows that there are.
     """
-    variants = _each("--variant", variant, ("auto", *variant_names()))
-    modes = _each("--mode", mode, MODES)
-    (dtype,) = _each("--dtype", dtype, DTYPES, single=True)
-    (rival,) = _each("--against", against, (*variant_names(), "none"), single=True)
-    shapes, sizes, options = _shapes(shape), _chunk_sizes(chunk_size), _options(option or [])
-    console = _console()
-    if not torch.cuda.is_available():
+    variants, modes = split_names("--variant", variant, VARIANTS), split_names("--mode", mode, MODES)
+    check_name("--dtype", dtype, ITEMSIZES), check_name("--against", against, (*VARIANTS[1:], "none"))
+    shapes, sizes, console = split_shapes(shape), split_chunk_sizes(chunk_size), make_console()
+    require_writable(out)
+    if not has_gpu():
         if "auto" in variants:
-            _refuse("--variant: got 'auto', which is torch's form without a GPU, expected any of "
-                    f"{', '.join(variant_names())}")
-        from .interpret import run as run_interpreted
+            refuse(f"--variant: got 'auto', which is torch's form without a GPU, expected any of {', '.join(VARIANTS[1:])}")
+        from . import interpret
 
-        raise typer.Exit(0 if run_interpreted(variants, shapes, dtype, max(sizes), options, out, console) else 1)
+        passed = interpret.run(variants, shapes, modes, dtype, max(sizes), parse_options(option), out, console, wide)
+        raise typer.Exit(0 if passed else 1)
 
-    plan = Plan(tuple(variants), None if rival == "none" else rival, tuple(shapes), tuple(modes), dtype, sizes, options,
-                repeats, warmup, out)
-    rows = run_bench(plan, console)
-    console.print(table.terminal(rows, f"median times on {torch.cuda.get_device_name()}, {dtype}"))
+    from . import bench, table
+    from . import counters as ncu
+
+    plan = bench.Plan(tuple(variants), None if against == "none" else against, tuple(shapes), tuple(modes), dtype, sizes,
+                      parse_options(option), repeats, warmup, out)
+    rows = bench.run(plan, console)
+    table.show(console, rows, "medians", wide=wide)
     if counters:
         ncu.run([row for row in table.best_chunk(rows) if row["variant"] in variants], out, console)
     raise typer.Exit(0 if {row["variant"] for row in rows} >= set(variants) else 1)
@@ -91,56 +93,55 @@ def bench(
 @app.command()
 def ablate(
     variant: Annotated[str, typer.Option(help="Variants to take apart, of those with options.")] = "fused,persistent",
-    shape: Annotated[str, typer.Option(help=f"Shapes, of named, workloads, sweep, {', '.join(SHAPES)}.")] = "8b-b1,8b-b4",
-    mode: Annotated[str, typer.Option(help=f"Modes, of {', '.join(MODES)}.")] = "fwd",
-    dtype: Annotated[str, typer.Option(help=f"Dtype of x, dt, B and C: {', '.join(DTYPES)}.")] = "bf16",
-    chunk_size: Annotated[int, typer.Option(help="One of 16 to 256.")] = 128,
-    repeats: Annotated[int, typer.Option(min=2, help="Timed calls of each set of options, interleaved.")] = 50,
-    warmup: Annotated[int, typer.Option(min=1, help="Calls of each before they are timed.")] = 10,
-    out: OutOption = record.RESULTS,
+    shape: ShapeOption = "8b-b1,8b-b4", mode: ModeOption = "fwd", dtype: DtypeOption = "bf16",
+    chunk_size: Annotated[int, typer.Option(help="One of 16 to 256.")] = 128, repeats: RepeatsOption = 50,
+    warmup: WarmupOption = 10, wide: WideOption = False, out: OutOption = RESULTS,
 ) -> None:
-    """Measure what each option of a variant is worth: without it alone, and as all are added to none, one after another.
+    """Measure what each option of a variant is worth: turned off alone, and turned on after all those before it.
 
     Without a GPU: check every set of options against fp64 in Triton's interpreter.
     """
-    ours = [name for name in variant_names() if not is_peer(name)]
-    variants, modes = tuple(_each("--variant", variant, ours)), tuple(_each("--mode", mode, MODES))
-    (dtype,) = _each("--dtype", dtype, DTYPES, single=True)
-    (size,) = _chunk_sizes(str(chunk_size))
+    variants, modes = split_names("--variant", variant, VARIANTS[1:]), tuple(split_names("--mode", mode, MODES))
+    check_name("--dtype", dtype, ITEMSIZES)
+    (size,), shapes, console = split_chunk_sizes(str(chunk_size)), tuple(split_shapes(shape)), make_console()
+    require_writable(out)
+    on_gpu = has_gpu()
+    from ssd.registry import get_variant, is_peer
+
+    from . import ablate, table
+
     for name in variants:
-        if not get_variant(name).options:
-            _refuse(f"--variant: got {name!r}, expected a variant with options to take apart")
-    shapes, console = tuple(_shapes(shape)), _console()
-    if not torch.cuda.is_available():
-        raise typer.Exit(0 if ablation.check(variants, console) else 1)
-    rows = ablation.run(ablation.Plan(variants, shapes, modes, dtype, size, repeats, warmup, out), console)
-    console.print(table.terminal(ablation.relative(rows), "relative: to every option on", table.ABLATION))
+        if is_peer(name) or not get_variant(name).options:
+            refuse(f"--variant: got {name!r}, expected a variant with options to take apart")
+    if not on_gpu:
+        raise typer.Exit(0 if ablate.check(tuple(variants), console) else 1)
+    rows = ablate.run(ablate.Plan(tuple(variants), shapes, modes, dtype, size, repeats, warmup, out), console)
+    table.show(console, ablate.relative(rows), "time relative to that with every option", table.ABLATION, wide)
 
 
 @app.command()
 def block(
-    part: Annotated[str, typer.Option(help=f"Parts, of {', '.join(surroundings.PARTS)}.")] = ",".join(surroundings.PARTS),
-    shape: Annotated[str, typer.Option(help="Shapes, as of bench; the selective scan has its own.")] = "8b-b4,2.7b-b4,130m-b8",
+    part: Annotated[str, typer.Option(help=f"Parts, of {', '.join(BLOCK_PARTS)}.")] = ",".join(BLOCK_PARTS),
+    shape: ShapeOption = "8b-b4,2.7b-b4,130m-b8",
     scan: Annotated[str, typer.Option(help=f"Shapes of the selective scan, of {', '.join(_SCANS)}.")] = ",".join(_SCANS),
-    mode: Annotated[str, typer.Option(help=f"Modes, of {', '.join(surroundings.MODES)}.")] = "fwd,bwd,fwd_bwd",
-    dtype: Annotated[str, typer.Option(help=f"Dtype of activations: {', '.join(DTYPES)}.")] = "bf16",
-    repeats: Annotated[int, typer.Option(min=2, help="Timed calls of each side, interleaved.")] = 50,
-    warmup: Annotated[int, typer.Option(min=1, help="Calls of each side before they are timed.")] = 10,
-    counters: Annotated[bool, typer.Option(help="Also read DRAM traffic, blocks and pipes per kernel with ncu.")] = False,
-    out: OutOption = record.RESULTS,
+    mode: Annotated[str, typer.Option(help=f"Modes, of {', '.join(_BLOCK_MODES)}.")] = ",".join(_BLOCK_MODES),
+    dtype: DtypeOption = "bf16", repeats: RepeatsOption = 50, warmup: WarmupOption = 10, counters: CountersOption = False,
+    wide: WideOption = False, out: OutOption = RESULTS,
 ) -> None:
     """Measure what surrounds the operator in a block, and whole blocks, beside upstream's where that is installed."""
-    parts, modes = _each("--part", part, surroundings.PARTS), _each("--mode", mode, surroundings.MODES)
-    (dtype,) = _each("--dtype", dtype, DTYPES, single=True)
-    shapes, console = tuple(_shapes(shape)), _console()
-    scans = tuple(_SCANS[name] for name in _each("--scan", scan, _SCANS))
-    if not torch.cuda.is_available():
-        _refuse("block: needs a CUDA GPU, found none; make test ARGS=tests/block checks these kernels in the interpreter")
-    plan = surroundings.Plan(tuple(parts), shapes, tuple(modes), dtype, scans, repeats, warmup, out)
-    rows = surroundings.run(plan, console)
-    console.print(table.terminal(rows, f"median times on {torch.cuda.get_device_name()}, {dtype}", table.BLOCK))
+    parts, modes = split_names("--part", part, BLOCK_PARTS), split_names("--mode", mode, _BLOCK_MODES)
+    check_name("--dtype", dtype, ITEMSIZES)
+    shapes, console = tuple(split_shapes(shape)), make_console()
+    scans = tuple(_SCANS[name] for name in split_names("--scan", scan, _SCANS))
+    require_writable(out)
+    require_gpu("block", "make test ARGS=tests/block checks these kernels in the interpreter")
+    from . import block, table
+
+    plan = block.Plan(tuple(parts), shapes, tuple(modes), dtype, scans, repeats, warmup, out)
+    rows = block.run(plan, console)
+    table.show(console, rows, "medians", table.BLOCK, wide)
     if counters:
-        surroundings.count(rows, out, console)
+        block.count(rows, out, console)
     raise typer.Exit(0 if {row["part"] for row in rows} == set(parts) else 1)
 
 
@@ -148,25 +149,26 @@ def block(
 def train(
     workload: Annotated[str, typer.Option(help=f"One of {', '.join(workload_names())}.")] = "mamba2",
     preset: Annotated[str, typer.Option(help="Sizes of the model: tiny, for a CPU too, or a published size.")] = "tiny",
-    variant: Annotated[str, typer.Option(help=f"Of the SSD: auto, {', '.join(variant_names())}.")] = "auto",
+    variant: Annotated[str, typer.Option(help=f"Of the SSD: {VARIANT_LIST}.")] = DEFAULTS["variant"],
     mixer: Annotated[str | None, typer.Option(help="What mixes tokens, where a workload has several; its first.")] = None,
-    data: Annotated[str, typer.Option(help="synthetic, or a path or name, see docs/workloads.md.")] = "synthetic",
-    tokenizer: Annotated[str, typer.Option(help="Of text: bytes, a tokenizer.json or its folder, a model's name.")] = "bytes",
-    documents: Annotated[bool, typer.Option(help="Documents that share a row of text see nothing of each other.")] = True,
-    steps: Annotated[int, typer.Option(help="Of the optimizer.")] = 100,
+    data: Annotated[str, typer.Option(help="synthetic, or a path or name, see docs/workloads.md.")] = DEFAULTS["data"],
+    tokenizer: Annotated[str, typer.Option(
+        help="Of text: bytes, a tokenizer.json or its folder, a model's name.")] = DEFAULTS["tokenizer"],
+    documents: Annotated[bool, typer.Option(help="Keep documents that share a row of text apart.")] = DEFAULTS["documents"],
+    steps: Annotated[int, typer.Option(help="Steps of the optimizer.")] = 100,
     batch: Annotated[int | None, typer.Option(help="Samples of a micro-batch; the preset's unless given.")] = None,
     seqlen: Annotated[int | None, typer.Option(help="Tokens of a sample; the preset's unless given.")] = None,
-    accumulate: Annotated[int, typer.Option(help="Micro-batches of a step.")] = 1,
+    accumulate: Annotated[int, typer.Option(help="Micro-batches of a step.")] = DEFAULTS["accumulate"],
     lr: Annotated[float | None, typer.Option(help="The highest learning rate; the preset's unless given.")] = None,
     warmup: Annotated[int | None, typer.Option(help="Steps up to it; a tenth unless given.")] = None,
-    clip: Annotated[float, typer.Option(help="The gradient's largest norm; 0 for none.")] = 1.0,
+    clip: Annotated[float, typer.Option(help="The gradient's largest norm; 0 for none.")] = DEFAULTS["clip"],
     optimizer: Annotated[str | None, typer.Option(help=f"{' or '.join(OPTIMIZERS)}; the preset's unless given.")] = None,
     weight_decay: Annotated[float | None, typer.Option(help="On matrices and filters; the preset's unless given.")] = None,
-    dtype: Annotated[str, typer.Option(help=f"One of {', '.join(TRAIN_DTYPES)}; bf16 by autocast.")] = "fp32",
+    dtype: Annotated[str, typer.Option(help=_DtypeHelp)] = DEFAULTS["dtype"],
     checkpoint_activations: Annotated[bool, typer.Option("--checkpoint-activations", help="Keep less, compute more.")] = False,
     compile: Annotated[bool, typer.Option("--compile", help="Run the model through torch.compile.")] = False,
-    seed: Annotated[int, typer.Option(help="Of weights and data.")] = 0,
-    save_every: Annotated[int, typer.Option(help="Steps between checkpoints; the last two are kept.")] = 1000,
+    seed: Annotated[int, typer.Option(help="Of weights and data.")] = DEFAULTS["seed"],
+    save_every: Annotated[int, typer.Option(help="Steps between checkpoints; the last two are kept.")] = DEFAULTS["save_every"],
     out: Annotated[Path | None, typer.Option(
         file_okay=False, help="Folder of the run; runs/<workload>-<preset>-<mixer>-<variant>-<seed> unless given.")] = None,
     rows: Annotated[Path | None, typer.Option(
@@ -175,16 +177,19 @@ def train(
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint in the folder.")] = False,
 ) -> None:
     """Train a workload: log.jsonl and checkpoints in the run's folder, and a row at the end."""
-    console = _console()
+    given = {name: value for name, value in locals().items() if name not in ("out", "rows", "parallel", "resume")}
+    console = make_console()
     try:
-        run = run_of(workload, preset, variant=variant, mixer=mixer, data=data, tokenizer=tokenizer, documents=documents,
-                     steps=steps, batch=batch, seqlen=seqlen, accumulate=accumulate, lr=lr, warmup=warmup, clip=clip,
-                     optimizer=optimizer, weight_decay=weight_decay, dtype=dtype,
-                     checkpoint_activations=checkpoint_activations, compile=compile, seed=seed, save_every=save_every)
-        out = out or Path("runs", f"{workload}-{preset}-{run.mixer}-{variant}-{seed}")
-        run_train(run, out, console, resume, rows, parallel)
+        check_name("--variant", variant, VARIANTS), check_name("--parallel", parallel, WAYS)
+        run = make_run(**given)
+        out = require_writable(out or Path("runs", f"{workload}-{preset}-{run.mixer}-{variant}-{seed}"))
+        from .train import Interrupted, Stopped, train
+    except (ImportError, ValueError) as reason:
+        refuse(str(reason))
+    try:
+        train(run, out, console, resume, rows and require_writable(rows), parallel)
     except (ImportError, OSError, Stopped, ValueError) as reason:
-        _refuse(str(reason))
+        refuse(str(reason))
     except Interrupted as reason:
         if os.environ.get("RANK", "0") == "0":
             console.print(str(reason), style="yellow")
@@ -193,43 +198,48 @@ def train(
 
 @app.command()
 def sweep(
-    workload: Annotated[str, typer.Option(help=sweeps.NAMES)] = "mamba2",
-    variant: Annotated[str, typer.Option(help=f"To put inside, of auto, {', '.join(variant_names())}.")] = ",".join(
-        ("mamba_ssm", *CANDIDATES)),
-    steps: Annotated[int, typer.Option(help="Of each training that the losses are taken from.")] = 200,
-    dtype: Annotated[str, typer.Option(help=f"One of {', '.join(TRAIN_DTYPES)}; bf16 by autocast.")] = "bf16",
+    workload: Annotated[str, typer.Option(help=WORKLOAD_HELP)] = "mamba2",
+    variant: Annotated[str, typer.Option(help=f"To put inside, of {VARIANT_LIST}.")] = "mamba_ssm,persistent,fused,baseline",
+    steps: Annotated[int, typer.Option(help="Steps of each training that the losses are taken from.")] = 200,
+    dtype: Annotated[str, typer.Option(help=_DtypeHelp)] = "bf16",
     data: Annotated[str, typer.Option(help="As of train.")] = "synthetic",
     documents: Annotated[bool, typer.Option(help="As of train.")] = True,
     batch: Annotated[int | None, typer.Option(help="Samples of a micro-batch; each preset's unless given.")] = None,
     optimizer: Annotated[str | None, typer.Option(help=f"{' or '.join(OPTIMIZERS)}; each preset's unless given.")] = None,
     seed: Annotated[int, typer.Option(help="Of weights and data.")] = 0,
-    repeats: Annotated[int, typer.Option(min=2, help="Timed steps of each variant, interleaved.")] = 20,
-    warmup: Annotated[int, typer.Option(min=1, help="Steps of each before they are timed.")] = 3,
+    repeats: RepeatsOption = 20, warmup: WarmupOption = 3,
     each_option: Annotated[bool, typer.Option("--each-option", help="Also time each variant without each option.")] = False,
     folder: Annotated[Path, typer.Option(file_okay=False, help="Of the training runs' folders.")] = Path("runs"),
-    out: OutOption = record.RESULTS,
-    again: Annotated[bool, typer.Option("--again", help="Run what has its row, too.")] = False,
+    again: Annotated[bool, typer.Option("--again", help="Also run what has its row.")] = False,
     trains: Annotated[bool, typer.Option("--train/--no-train", help="Also train with each, for its loss.")] = True,
     counters: Annotated[bool, typer.Option(help="Also count bytes of a step's SSM kernels with ncu.")] = False,
+    wide: WideOption = False, out: OutOption = RESULTS,
 ) -> None:
     """Put variant after variant inside workloads: step times, side by side, and losses.
 
-    What has its row is not run again. Without a GPU the variants auto and torch can run.
+    What has its row is not run again.
     """
-    variants, console = _each("--variant", variant, ("auto", *variant_names())), _console()
+    variants, console = split_names("--variant", variant, VARIANTS), make_console()
     try:
-        runs = [run_of(name, preset, mixer=mixer, data=data, documents=documents, steps=steps, batch=batch, optimizer=optimizer,
-                       dtype=dtype, seed=seed, save_every=0)
-                for name, preset, mixer in map(sweeps.parsed, workload.split(","))]
-        plan = sweeps.Plan(tuple(runs), tuple(variants), each_option, repeats, warmup, folder, out, again, trains, counters)
-        failed = sweeps.run(plan, console)
+        runs = [make_run(name, preset, mixer=mixer, data=data, documents=documents, steps=steps, batch=batch,
+                         optimizer=optimizer, dtype=dtype, seed=seed, save_every=0)
+                for name, preset, mixer in map(parse_workload, workload.split(","))]
     except ValueError as reason:
-        _refuse(str(reason))
-    except Interrupted as reason:
+        refuse(str(reason))
+    require_writable(out)
+    require_gpu("sweep", "make train trains on a CPU, too")
+    from . import sweep, table
+
+    try:
+        plan = sweep.Plan(tuple(runs), tuple(variants), each_option, repeats, warmup, folder, out, again, trains, counters)
+        failed = sweep.run(plan, console)
+    except ValueError as reason:
+        refuse(str(reason))
+    except sweep.Interrupted as reason:
         console.print(f"{reason.number.name}: what was in progress is saved; the same command goes on", style="yellow")
         raise typer.Exit(128 + reason.number) from None
-    found = [row for row in sweeps.committed(out) if row["workload"] in {run.workload for run in runs}]
-    console.print(table.terminal(found, "median times of a training step", table.STEPS))
+    found = [row for row in sweep.committed(out) if row["workload"] in {run.workload for run in runs}]
+    table.show(console, found, "medians of a training step", table.STEPS, wide)
     for line in failed:
         console.print(f"left out: {line}", style="yellow", markup=False)
     raise typer.Exit(1 if failed else 0)
@@ -238,45 +248,46 @@ def sweep(
 @app.command("table")
 def render_table(
     bench: Annotated[str, typer.Option(help="Rows of ssd, which compares variants, ablate, block, step, or counters.")] = "ssd",
-    kind: Annotated[str, typer.Option("--format", help=f"One of {', '.join(table.FORMATS)}.")] = "markdown",
+    kind: Annotated[str, typer.Option("--format", help=f"One of {', '.join(_FORMATS)}.")] = "markdown",
     variant: Annotated[str, typer.Option(help="Only these variants.")] = "",
     shape: Annotated[str, typer.Option(help="Only these shapes.")] = "",
     mode: Annotated[str, typer.Option(help="Only these modes.")] = "",
     all_chunks: Annotated[bool, typer.Option(help="Every chunk size instead of the fastest.")] = False,
     kernels: Annotated[bool, typer.Option("--kernels", help="Of counters: a line for each kernel too.")] = False,
-    out: OutOption = record.RESULTS,
+    out: OutOption = RESULTS,
 ) -> None:
-    """Print the latest row of each variant, shape and mode."""
-    (kind,) = _each("--format", kind, table.FORMATS, single=True)
-    variants = _each("--variant", variant, ("auto", *variant_names())) if variant else None
-    modes = _each("--mode", mode, MODES) if mode else None
-    shapes = [s.name for s in _shapes(shape)] if shape else None
-    (bench,) = _each("--bench", bench, ("ssd", "ablate", "block", "step", "counters"), single=True)
+    """Print the latest row of each variant, shape and mode, with every column."""
+    check_name("--format", kind, _FORMATS), check_name("--bench", bench, _TABLES)
+    wanted = {"variant": split_names("--variant", variant, VARIANTS) if variant else None,
+              "mode": split_names("--mode", mode, MODES) if mode else None,
+              "shape": [s.name for s in split_shapes(shape)] if shape else None}
     if kernels and bench != "counters":
-        _refuse(f"--kernels: got --bench {bench}, expected --bench counters")
+        refuse(f"--kernels: got --bench {bench}, expected --bench counters")
+    has_gpu()
+    from . import ablate, block, counters, sweep, table
+
     read, columns = {
         "ssd": (lambda: table.committed(out, all_chunks), table.COLUMNS),
-        "ablate": (lambda: ablation.committed(out), table.ABLATION),
-        "block": (lambda: surroundings.committed(out), table.BLOCK),
-        "step": (lambda: sweeps.committed(out), table.STEPS),
-        "counters": (lambda: ncu.committed(out, kernels), table.COUNTERS_BY_KERNEL if kernels else table.COUNTERS),
+        "ablate": (lambda: ablate.committed(out), table.ABLATION),
+        "block": (lambda: block.committed(out), table.BLOCK),
+        "step": (lambda: sweep.committed(out), table.STEPS),
+        "counters": (lambda: counters.committed(out, kernels), table.COUNTERS_BY_KERNEL if kernels else table.COUNTERS),
     }[bench]
-    rows = [
-        row
-        for row in _rows(read, out)
-        if all(wanted is None or row.get(key) in wanted
-               for key, wanted in (("variant", variants), ("shape", shapes), ("mode", modes)))
-    ]
+    rows = [row for row in read_rows(read, out)
+            if all(names is None or row.get(key) in names for key, names in wanted.items())]
     typer.echo(table.render(rows, kind, columns), nl=False)
 
 
 @app.command()
 def readme(
-    check: Annotated[bool, typer.Option(help="Change nothing; exit 1 if the README or a figure is out of date.")] = False,
-    out: OutOption = record.RESULTS,
+    check: Annotated[bool, typer.Option(help="Change nothing; exit 1 if a page or a figure is out of date.")] = False,
+    out: OutOption = RESULTS,
 ) -> None:
     """Write the tables and figures of README and docs from committed rows."""
-    current = _rows(lambda: readme_file.write_all(out, check=check), out)
+    has_gpu()
+    from . import readme, record
+
+    current = read_rows(lambda: readme.write_all(record.read_gpus(out), check=check), out)
     typer.echo("README is up to date" if current else "README is out of date" if check else "README written")
     raise typer.Exit(1 if check and not current else 0)
 
@@ -284,112 +295,88 @@ def readme(
 @app.command()
 def tune(
     shape: Annotated[str, typer.Option(help="Shapes to tune for; a later one replaces what they share.")] = "8b-b4",
-    dtype: Annotated[str, typer.Option(help=f"Dtype of x, dt, B and C: {', '.join(DTYPES)}.")] = "bf16",
-    chunk_size: Annotated[str, typer.Option(help="Of 16 to 256; auto tunes for 64, 128 and 256.")] = "auto",
+    dtype: DtypeOption = "bf16", chunk_size: _ChunkSizeOption = "auto",
     repeats: Annotated[int, typer.Option(min=1, help="Timed calls of each config.")] = 10,
 ) -> None:
     """Time every config of every baseline kernel on this GPU and freeze the fastest in ssd/configs/<gpu>.json."""
-    (dtype,) = _each("--dtype", dtype, DTYPES, single=True)
-    shapes, sizes = _shapes(shape), _chunk_sizes(chunk_size)
-    if not torch.cuda.is_available():
-        _refuse("tune: needs a CUDA GPU, found none")
-    from .tune import run as run_tune
+    check_name("--dtype", dtype, ITEMSIZES)
+    shapes, sizes = split_shapes(shape), split_chunk_sizes(chunk_size)
+    require_gpu("tune")
+    from . import tune
 
-    run_tune(shapes, dtype, sizes, repeats, Console())
+    tune.run(shapes, dtype, sizes, repeats, make_console())
 
 
 @app.command()
-def choose(out: OutOption = record.RESULTS) -> None:
+def choose(out: OutOption = RESULTS) -> None:
     """Write what variant "auto" chooses by, ssd/configs/variants/<gpu>.json, from committed rows."""
-    found = choices.tables(_rows(lambda: record.read(out, bench="ssd"), out))
-    for path in choices.write(found):
+    from . import choose, record
+
+    found = choose.tables(read_rows(lambda: record.read(record.read_gpus(out), bench="ssd"), out))
+    for path in choose.write(found):
         typer.echo(f"{path} written: {len(found[path.stem])} measured calls")
     for gpu in sorted(gpu for gpu, calls in found.items() if not calls):
-        typer.echo(f"{gpu}: nothing to choose by: no call that two of {', '.join(CANDIDATES)} were measured in")
+        typer.echo(f"{gpu}: nothing to choose by: no call that two of {', '.join(choose.CANDIDATES)} were measured in")
 
 
-@app.command("sanitize")
-def sanitize_kernels(
-    variant: Annotated[str, typer.Option(
-        help=f"Of {', '.join(sanitize.VARIANTS)}; all, but control on Hopper alone.")] = "",
-    tool: Annotated[str, typer.Option(help=f"Tools of compute-sanitizer, of {', '.join(sanitize.TOOLS)}.")] = ",".join(
-        sanitize.TOOLS),
-    out: OutOption = record.RESULTS,
+@app.command()
+def sanitize(
+    variant: Annotated[str, typer.Option(help="Of persistent, fused, baseline, block and control; all, but control on Hopper "
+                                              "alone.")] = "",
+    tool: Annotated[str, typer.Option(help=f"Tools of compute-sanitizer, of {', '.join(_TOOLS)}.")] = ",".join(_TOOLS),
+    out: OutOption = RESULTS,
 ) -> None:
-    """Run every kernel of the variants under compute-sanitizer, and append a row for each tool; exit 1 if it finds anything but
-    Triton's own start of the roles, which the control is there to show alone.
+    """Run every kernel of the variants under compute-sanitizer, and append a row for each tool.
+
+    Exits with 1 if a tool finds anything but what Triton's own start of warp-specialised roles causes.
     """
-    variants, tools = _each("--variant", variant, sanitize.VARIANTS) if variant else [], _each("--tool", tool, sanitize.TOOLS)
-    if not torch.cuda.is_available():
-        _refuse("sanitize: needs a CUDA GPU, found none")
+    tools = split_names("--tool", tool, _TOOLS)
+    on_gpu = has_gpu()
+    from . import sanitize
+
+    variants = split_names("--variant", variant, sanitize.VARIANTS) if variant else []
+    if not on_gpu:
+        refuse("sanitize: needs a CUDA GPU, found none")
     try:
-        clean = sanitize.run(variants or sanitize.variants_here(), tools, out, _console())
+        clean = sanitize.run(variants or sanitize.variants_here(), tools, require_writable(out), make_console())
     except (FileNotFoundError, ValueError) as reason:
-        _refuse(f"sanitize: {reason}")
+        refuse(f"sanitize: {reason}")
     raise typer.Exit(0 if clean else 1)
 
 
 @app.command(hidden=True)
-def profiled(
-    variant: str, shape: str, mode: str, dtype: str, chunk_size: int, option: Annotated[list[str] | None, typer.Option()] = None
-) -> None:
+def profiled(variant: str, shape: str, mode: str, dtype: str, chunk_size: int, option: _OptionOption = None) -> None:
     """One call between the profiler's start and stop: what `bench --counters` runs under ncu."""
-    ncu.profiled(Candidate(variant, chunk_size, _options(option or [])), shape, mode, dtype)
+    has_gpu()
+    from . import counters
+    from .bench import Candidate
+
+    counters.profiled(Candidate(variant, chunk_size, parse_options(option)), shape, mode, dtype)
 
 
-def _rows(read: Callable[[], Any], out: Path) -> Any:
-    """What `read` finds in the folder `out`; refused where there is no such folder, or a line in it is no row."""
-    if not out.is_dir():
-        _refuse(f"--out: got {out}, expected a folder that exists")
-    try:
-        return read()
-    except ValueError as reason:
-        _refuse(f"--out: {reason}")
+@app.command("profiled-part", hidden=True)
+def profiled_part(part: str, shape: str, mode: str, dtype: str, variant: str) -> None:
+    """One call of a part of a block: what `block --counters` runs under ncu."""
+    has_gpu()
+    from . import block
+
+    block.profiled(part, shape, mode, dtype, variant)
 
 
-def _each(option: str, text: str, known: Iterable[str], *also: str, single: bool = False) -> list[str]:
-    """The items of a comma-separated list, or the one item; refused if not known. `also`: accepted by the caller."""
-    known = list(known)
-    items = [text] if single else list(dict.fromkeys(text.split(",")))
-    for item in items:
-        if item not in known:
-            _refuse(f"{option}: got {item!r}, expected {'one of' if single else 'any of'} {', '.join((*known, *also))}")
-    return items
+@app.command(hidden=True)
+def sanitized(variant: str) -> None:
+    """Every kernel of a variant once: what `sanitize` runs under compute-sanitizer."""
+    has_gpu()
+    from . import sanitize
 
-
-def _shapes(names: str) -> list[Shape]:
-    try:
-        return find_shapes(names)
-    except ValueError as reason:
-        _refuse(f"--{reason}")
-
-
-def _options(items: list[str]) -> Options:
-    names, changed = [f.name for f in fields(Options)], {}
-    for item in items:
-        name, _, value = item.partition("=")
-        if name not in names or value not in ("true", "false"):
-            _refuse(f"--option: got {item!r}, expected NAME=true or NAME=false with a name of {', '.join(names)}")
-        changed[name] = value == "true"
-    return Options(**changed)
-
-
-def _console() -> Console:
-    return Console(width=max(140, Console().width))  # narrower, a table of results loses its numbers
-
-
-def _chunk_sizes(text: str) -> tuple[int, ...]:
-    if text == "auto":
-        return CHUNK_SIZES
-    return tuple(map(int, _each("--chunk-size", text, [str(2**n) for n in range(4, 9)], "auto")))
+    sanitize.sanitized(variant)
 
 
 for command in (characterisation.compare, characterisation.report, characterisation.characterize,
                 characterisation.scaling, fuzz, regress):
     app.command()(command)
-for command in (characterisation.profiled_product, characterisation.profiled_step, sanitize.sanitized):
+for command in (characterisation.profiled_product, characterisation.profiled_step):
     app.command(hidden=True)(command)
-app.command("profiled-part", hidden=True)(surroundings.profiled)
 
 if __name__ == "__main__":
     app()

@@ -7,8 +7,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import track
-from rich.table import Table
 
 from fused import hopper
 from ssd import Options, get_variant
@@ -16,6 +14,7 @@ from ssd import Options, get_variant
 from . import interpret, record, table
 from .bench import Candidate, measure, row_of, settings
 from .shapes import Shape
+from .terminal import track
 
 
 @dataclass(frozen=True)
@@ -85,17 +84,14 @@ def run(plan: Plan, console: Console) -> list[dict]:
 
 
 def check(variants: tuple[str, ...], console: Console) -> bool:
-    """Where there is no GPU: whether every set of options agrees with fp64 in Triton's interpreter. Times nothing."""
+    """Whether every set of options agrees with fp64 in Triton's interpreter, where there is no GPU. Nothing is timed."""
     console.print("No CUDA GPU: nothing is timed; each set of options runs in Triton's interpreter.", style="bold")
-    report = Table("variant", "step", "option", "worst error, fp32", "fp16", title="error against fp64 (rms / max, relative)")
-    passed = True
-    for name, step in track(list(_every_step(variants)), "interpreting", console=console):
-        worst = interpret.worst(name, step.options)
-        passed &= all(map(interpret.within, worst, worst.values()))
-        report.add_row(name, step.step, step.changed, *(interpret.written(dtype, error) for dtype, error in worst.items()))
-    console.print(report)
-    console.print("Nothing was timed in this run.", style="bold")
-    return passed
+    rows = []
+    for name, step in track(_every_step(variants), console, lambda one: f"{one[0]}: {one[1].step} {one[1].changed or ''}"):
+        rows += [row | {"step": step.step, "option": step.changed} for row in interpret.judge(name, step.options)]
+    columns = table.columns("variant", "step", "option", *list(interpret.ERRORS)[1:])
+    console.print(table.terminal(rows, "errors against fp64, relative", columns))
+    return all(row["agrees"] for row in rows)
 
 
 def committed(out: Path = record.RESULTS, **where) -> list[dict]:

@@ -10,17 +10,16 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.progress import Progress
 
 from ssd import Options, cost, get_variant, ssd_chunk_scan
 from ssd.registry import is_peer
 
 from . import record, timing
 from .accuracy import LEAVES, Error, Part, Truth
-from .reasons import first_line
-from .shapes import DTYPES, Shape, make_inputs
+from .inputs import DTYPES, make_inputs
+from .shapes import CHUNK_SIZES, Shape
+from .terminal import first_line, track
 
-CHUNK_SIZES = (64, 128, 256)
 _PEER_CHUNK_SIZES = {"mamba_ssm": CHUNK_SIZES, "fla": (64,)}  # fla was written for that one
 _TRUTH_TOKENS = 16384
 
@@ -83,23 +82,21 @@ def run(plan: Plan, console: Console) -> list[dict]:
 def settings(
     shapes: tuple[Shape, ...], modes: tuple[str, ...], dtype: str, console: Console
 ) -> Iterator[tuple[Setting, str, float]]:
-    """Every shape in every mode, and the run's copy rate in GB/s, with a progress bar; the caller measures on a side stream."""
-    with timing.side_stream(), Progress(console=console) as progress:
-        ceiling = timing.copy_gbps()
-        task = progress.add_task("", total=len(shapes) * len(modes))
-        for shape in shapes:
-            setting = Setting(shape, dtype)
-            for mode in modes:
-                progress.update(task, description=f"{shape.name} {mode}")
-                yield setting, mode, ceiling
-                progress.advance(task)
+    """Every shape in every mode, and the copy rate in GB/s. The caller's code runs on a side stream, and progress is shown."""
+    with timing.side_stream():
+        ceiling, setting = timing.copy_gbps(), None
+        every = [(shape, mode) for shape in shapes for mode in modes]
+        for shape, mode in track(every, console, lambda one: f"{one[0].name} {one[1]}"):
+            if setting is None or setting.shape != shape:
+                setting = Setting(shape, dtype)
+            yield setting, mode, ceiling
 
 
 def row_of(bench: str, setting: Setting, mode: str, candidate: Candidate, values: dict, ceiling_gbps: float) -> dict:
     """A whole row: what ran, what was measured, what follows from it, and where."""
     row = {"bench": bench, "mode": mode, "shape": setting.shape.name, **setting.shape.sizes, "dtype": setting.dtype_name,
            **candidate.identity(), **values}
-    return _derived(row, setting.shape.problem(candidate.chunk_size, setting.dtype), ceiling_gbps) | record.environment()
+    return _derived(row, setting.shape.problem(candidate.chunk_size, setting.dtype_name), ceiling_gbps) | record.environment()
 
 
 class Setting:
@@ -148,29 +145,18 @@ def measure(setting: Setting, mode: str, candidates: list[Candidate], repeats: i
             call = setting.call(candidate, mode)
             call()  # compiles and tunes
             error = setting.error(candidate, mode)
-            facts[candidate] = {
-                "launches": timing.count_launches(call), "peak_mib": round(timing.peak_mib(call), 1),
-                "err_rms": _finite(error.rms), "err_max": _finite(error.max), "err_seqlen": setting.truth.part.tokens,
-            }
+            facts[candidate] = {"err_rms": _finite(error.rms), "err_max": _finite(error.max),
+                                "err_seqlen": setting.truth.part.tokens}
             if mode == "fwd_train":
                 facts[candidate]["saved_mib"] = round(timing.saved_mib(call), 1)
+            notes[candidate] = None if math.isfinite(error.rms) else "the result is not finite"
             calls[candidate] = call
-            if not math.isfinite(error.rms):
-                notes[candidate] = "the result is not finite"
-        except Exception as reason:  # one that cannot run must not cost the measurements of the others
-            _say_skipped(console, candidate, f"{setting.shape.name} {mode}", reason)
-    eager = timing.interleaved(calls, repeats, warmup)
-    graphs, failed = timing.captured(calls)
-    notes |= {candidate: f"no CUDA graph: {first_line(reason)}" for candidate, reason in failed.items()}
-    replayed = timing.interleaved(graphs, repeats, warmup)
-    return {
-        candidate: {
-            **dict(zip(("p20_us", "p50_us", "p80_us"), eager[candidate], strict=True)),
-            "graph_p50_us": replayed.get(candidate, (None,) * 3)[1],
-            **facts[candidate], "note": notes.get(candidate, _adapts(candidate.variant)),
-        }
-        for candidate in calls
-    }
+        except Exception as reason:  # the other candidates are measured all the same
+            console.print(f"{setting.shape.name} {mode}: {candidate} is left out: {first_line(reason)}", style="yellow",
+                          markup=False)
+    return {candidate: values | facts[candidate] |
+            {"note": values["note"] or notes[candidate] or _adapts(candidate.variant)}
+            for candidate, values in timing.measure(calls, repeats, warmup).items()}
 
 
 def _rival(against: str | None, measured: dict[Candidate, dict]) -> dict:
@@ -208,11 +194,6 @@ def _installed(variant: str, console: Console) -> bool:
         console.print(f"{variant} is left out: {reason}", style="yellow", markup=False)
         return False
     return True
-
-
-def _say_skipped(console: Console, candidate: Candidate, where: str, reason: Exception) -> None:
-    text = f"{where}: {candidate} is left out: {first_line(reason)}"
-    console.print(text, style="yellow", markup=False)
 
 
 def _finite(value: float) -> float | None:

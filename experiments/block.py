@@ -15,31 +15,21 @@ from types import ModuleType
 
 import torch
 from rich.console import Console
-from rich.progress import Progress
 from torch import Tensor
 
 from ssd.block import causal_conv1d_fn, rms_norm_gated, selective_scan_fn, selective_state_update
 from ssd.modules import Mamba2
 
 from . import counters, record, timing, tuned
-from .reasons import first_line
-from .shapes import DTYPES, SHAPES, Shape
+from .inputs import DTYPES
+from .shapes import BLOCK_PARTS, SCANS, SHAPES, Shape
+from .terminal import track
 
 OURS = "ssd"
 MODES = ("fwd", "bwd", "fwd_bwd")
 WIDTH = 4  # of the convolution
 _CALL = ("part", "shape", "mode", "dtype", "variant")  # what `profiled` takes
 _DECODED = 64  # sequences of the one-token update, whatever the batch
-# Mamba-1's sizes, channels as heads of one: MambaVision-T's at 224 pixels, two GraphMambas' (MalNet-Tiny's graphs have 1410
-# nodes on average), and mamba-1.4b's at two batch sizes.
-SCANS = (
-    Shape("mambavision-t-196", batch=128, seqlen=196, nheads=160, headdim=1, dstate=8, ngroups=1),
-    Shape("mambavision-t-49", batch=128, seqlen=49, nheads=320, headdim=1, dstate=8, ngroups=1),
-    Shape("graphmamba-peptides", batch=128, seqlen=151, nheads=96, headdim=1, dstate=16, ngroups=1),
-    Shape("graphmamba-malnet", batch=16, seqlen=1410, nheads=128, headdim=1, dstate=16, ngroups=1),
-    Shape("mamba-1.4b-b1", batch=1, seqlen=8192, nheads=4096, headdim=1, dstate=16, ngroups=1),
-    Shape("mamba-1.4b", batch=8, seqlen=2048, nheads=4096, headdim=1, dstate=16, ngroups=1),
-)
 
 
 @dataclass(frozen=True)
@@ -77,22 +67,16 @@ class Plan:
 def run(plan: Plan, console: Console) -> list[dict]:
     """Measures the plan and returns its rows, each appended to its file as soon as it is known."""
     rows = []
-    with timing.side_stream(), Progress(console=console) as progress:
+    with timing.side_stream():
         ceiling = timing.copy_gbps()
-        settings = list(_settings(plan))
-        task = progress.add_task("", total=len(settings))
-        for part, shape in settings:
-            where = f"{part} {shape.name}"
-            progress.update(task, description=where)
+        for part, shape in track(_settings(plan), console, lambda one: f"{one[0]} {one[1].name}"):
             try:
                 for values in _measured(part, shape, plan, ceiling, console):
                     row = {"bench": "block", "part": part, "shape": shape.name, **shape.sizes, "dtype": plan.dtype, **values}
-                    row |= record.environment()
-                    record.append(row, plan.out)
-                    rows.append(row)
-            except Exception as reason:  # one that cannot run must not cost the measurements of the others
-                console.print(f"{where} is left out: {reason}", style="yellow", markup=False)
-            progress.advance(task)
+                    rows.append(row | record.environment())
+                    record.append(rows[-1], plan.out)
+            except Exception as reason:  # the other parts are measured all the same
+                console.print(f"{part} {shape.name} is left out: {reason}", style="yellow", markup=False)
     return rows
 
 
@@ -121,7 +105,7 @@ def _measured(part: str, shape: Shape, plan: Plan, ceiling_gbps: float, console:
     sides = {OURS: work.ours, **_upstream(work, f"{part} {shape.name}", console)}
     apart = _apart(work, sides)
     for mode in plan.modes if work.leaves else ("fwd",):
-        for side, values in timed(work, sides, mode, plan.repeats, plan.warmup).items():
+        for side, values in measure(work, sides, mode, plan.repeats, plan.warmup).items():
             yield {"mode": mode, "variant": side, **values, **_against_copy(work, mode, values, ceiling_gbps),
                    "apart": apart if side == OURS else None}
 
@@ -163,29 +147,16 @@ def _apart(work: Work, sides: dict[str, Callable[[], Tensor]]) -> float | None:
     return max(float((a.double() - b.double()).norm() / b.double().norm()) for a, b in zip(*found, strict=True))
 
 
-def timed(work: Work, sides: dict[str, Callable[[], Tensor]], mode: str, repeats: int, warmup: int) -> dict[str, dict]:
-    """What is measured of each side, taken in turns; of ours, also against the other."""
+def measure(work: Work, sides: dict[str, Callable[[], Tensor]], mode: str, repeats: int, warmup: int) -> dict[str, dict]:
+    """The measured keys of a row for each side, timed side by side; ours is also compared with the other."""
     calls = {name: _call(work, side, mode) for name, side in sides.items()}
     for call in calls.values():
         call()  # compiles and tunes
-    facts = {name: {"launches": timing.count_launches(call), "peak_mib": round(timing.peak_mib(call), 1)}
-             for name, call in calls.items()}
-    eager = timing.interleaved(calls, repeats, warmup)
-    graphs, failed = timing.captured(calls)
-    replayed = timing.interleaved(graphs, repeats, warmup)
-    measured = {
-        name: {
-            **dict(zip(("p20_us", "p50_us", "p80_us"), eager[name], strict=True)),
-            "graph_p50_us": replayed.get(name, (None,) * 3)[1],
-            **facts[name], "note": f"no CUDA graph: {first_line(failed[name])}" if name in failed else None,
-        }
-        for name in calls
-    }
+    measured = timing.measure(calls, repeats, warmup)
     for rival, theirs in measured.items():
         if rival != OURS:
-            ours = measured[OURS]
-            times = (side[key] for side in (ours, theirs) for key in ("p50_us", "graph_p50_us"))
-            ours |= {"against": rival, **timing.speedups(*times)}
+            times = (side[key] for side in (measured[OURS], theirs) for key in ("p50_us", "graph_p50_us"))
+            measured[OURS] |= {"against": rival, **timing.speedups(*times)}
     return measured
 
 
@@ -319,6 +290,5 @@ def _mamba_ssm(module: str) -> ModuleType:
         return import_module(f"mamba_ssm.{module}")
 
 
-PARTS: dict[str, Callable[[Shape, torch.dtype], Work]] = {
-    "conv1d": conv1d, "gated_norm": gated_norm, "state_update": state_update, "selective_scan": selective_scan, "block": block,
-}
+PARTS: dict[str, Callable[[Shape, torch.dtype], Work]] = dict(zip(
+    BLOCK_PARTS, (conv1d, gated_norm, state_update, selective_scan, block), strict=True))

@@ -22,7 +22,7 @@ from ssd.files import flush
 from ssd.modules.checkpoint import listed, safetensors_package
 
 from .parallel import cut_like, whole
-from .reasons import first_line
+from .terminal import first_line
 
 _MODEL, _OPTIMIZER, _STATE = "model.safetensors", "optimizer.safetensors", "state.json"
 _SUMS = "SHA256SUMS"

@@ -10,7 +10,7 @@ from ssd.choice import CANDIDATES, TABLES, Measured
 from ssd.runtime.tuning import device_slug
 
 from . import record
-from .shapes import DTYPES
+from .shapes import ITEMSIZES
 
 _MODES = ("fwd", "bwd")
 
@@ -47,5 +47,5 @@ def write(found: dict[str, dict[str, list[str]]], folder: Path = TABLES) -> list
 
 
 def _measured(row: dict) -> Measured:
-    return Measured(row["mode"], DTYPES[row["dtype"]].itemsize, row["headdim"], row["dstate"], row["batch"] * row["nheads"],
+    return Measured(row["mode"], ITEMSIZES[row["dtype"]], row["headdim"], row["dstate"], row["batch"] * row["nheads"],
                     row["seqlen"], row["chunk_size"])

@@ -1,4 +1,4 @@
-"""The bench where there is no GPU: kernels checked in Triton's interpreter, costs computed, committed rows shown."""
+"""The bench without a GPU: check kernels in Triton's interpreter, and show costs beside the last rows of GPUs."""
 
 from __future__ import annotations
 
@@ -7,104 +7,117 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.table import Table
 
 from ssd import Options, cost, get_variant, ssd_chunk_scan
 from ssd.types import SSDInputs
 
-from . import table
+from . import counters, record, table
 from .accuracy import LEAVES, Error, Part, Truth
-from .shapes import DTYPES, SMALL, Shape, make_inputs
+from .inputs import DTYPES, make_inputs
+from .shapes import MODES, SMALL, Shape
 
 _CHUNK_SIZE = 32
-# Largest error accepted, rms and maximum alike. bf16 is left out: the interpreter's arithmetic in it is wrong.
+# The largest error accepted, rms and maximum alike. bf16 is left out: the interpreter computes it wrongly.
 _LIMITS = {"fp32": 1e-4, "fp16": 1e-2}
+_BOUNDS = ("memory", "tensor", "exp")  # what `cost.Ceilings.floors_us` gives a time for
+ERRORS = table.columns("variant", "dtype", "worst in", "rms error", "max error", "limit", "verdict")
+_COSTS = {
+    "shape": ("shape", str), "mode": ("mode", str), "ideal MB": ("ideal_bytes", table.number(0, 1e-6)),
+    "DRAM MB": ("dram_bytes", table.number(0, 1e-6)), "floor us": ("floor_us", table.microseconds), "bound by": ("bound", str),
+    "chunk": ("chunk_size", table.text), "GPU us": ("graph_p50_us", table.microseconds),
+    "of floor %": ("of_floor", table.number(0, 100)),
+}
+_STAGES = table.columns("stage", "MB", "GFLOP", "exp M", "memory us", "tensor us", "exp us")
 
 
-def run(variants: list[str], shapes: list[Shape], dtype: str, chunk_size: int, options: Options, out: Path,
-        console: Console) -> bool:
-    """Whether every variant that runs here agrees with fp64 under these options."""
-    console.print("No CUDA GPU: nothing is timed; kernels run in Triton's interpreter at a small shape.", style="bold")
-    passed = [_check(name, options, console) for name in variants]
-    for shape in shapes:
-        console.print(_costs(shape, dtype, chunk_size))
-    asked = {shape.name for shape in shapes}
+def run(variants: list[str], shapes: list[Shape], modes: list[str], dtype: str, chunk_size: int, options: Options, out: Path,
+        console: Console, wide: bool = False) -> bool:
+    """Prints the errors and the costs of the variants. Returns whether all that can run here agree with fp64."""
+    sizes = ", ".join(f"{name} {size}" for name, size in SMALL.sizes.items())
+    console.print("No CUDA GPU: nothing is timed. Triton's interpreter runs the kernels at a small shape:", style="bold")
+    console.print(f"{sizes}, chunk_size {_CHUNK_SIZE}", style="bold")
+    passed = [_check(name, modes, options, console) for name in variants]
+    rows = record.read(record.read_gpus(out), dtype=dtype) if out.is_dir() else []
     for name in variants:
-        rows = [row for row in table.committed(out, variant=name) if row["shape"] in asked]
-        title = f"{name}: rows measured on GPUs"
-        console.print(table.terminal(rows, title) if rows else f"{name}: no GPU rows for these shapes yet")
-    console.print("Nothing was timed in this run.", style="bold")
+        _show_costs(name, shapes, modes, dtype, chunk_size, rows, console)
+        if wide and name == "baseline":
+            for shape in shapes:
+                console.print(_stages(shape, dtype, chunk_size))
     return all(passed)
 
 
-def check(variant: str, dtype: str, options: Options) -> dict[str, Error]:
-    """Errors of the output and of every gradient at the small shape."""
+def check(variant: str, dtype: str, options: Options, modes: tuple[str, ...] | list[str] = MODES) -> dict[str, Error]:
+    """Errors of what the modes compute at the small shape: the output, every gradient, or both."""
     inputs = make_inputs(SMALL, DTYPES[dtype], "cpu", requires_grad=True)
     dout = torch.randn(inputs["x"].shape, generator=torch.Generator().manual_seed(1)).to(DTYPES[dtype])
     truth = Truth(inputs, dout, Part(SMALL.batch, SMALL.seqlen, SMALL.nheads, SMALL.ngroups))
     scan = partial(ssd_chunk_scan, **inputs, chunk_size=_CHUNK_SIZE, variant=variant, options=options)
-    gradients = truth.grad_errors(scan, [inputs[name] for name in LEAVES])
-    return {"out": truth.out_error(scan), **{f"d{name}": error for name, error in gradients.items()}}
+    errors = {"out": truth.out_error(scan)} if {*modes} - {"bwd"} else {}
+    if {"bwd", "fwd_bwd"} & {*modes}:
+        gradients = truth.grad_errors(scan, [inputs[name] for name in LEAVES])
+        errors |= {f"d{name}": error for name, error in gradients.items()}
+    return errors
 
 
-def worst(variant: str, options: Options) -> dict[str, Error]:
-    """{dtype: the worst error of the output and the gradients}."""
-    return {dtype: Error.worst(list(check(variant, dtype, options).values())) for dtype in _LIMITS}
+def judge(variant: str, options: Options, modes: tuple[str, ...] | list[str] = MODES) -> list[dict]:
+    """A row of `ERRORS` for each dtype: the worst error, and whether it is within the limit; NaN is not."""
+    rows = []
+    for dtype, limit in _LIMITS.items():
+        errors = check(variant, dtype, options, modes)
+        worst = Error.worst(list(errors.values()))
+        name = next((name for name, error in errors.items() if not max(error.rms, error.max) < max(worst.rms, worst.max)), "")
+        agrees = worst.rms <= limit and worst.max <= limit
+        rows.append({"variant": variant, "dtype": dtype, "worst in": name, "rms error": f"{worst.rms:.1e}",
+                     "max error": f"{worst.max:.1e}", "limit": f"{limit:.0e}", "agrees": agrees,
+                     "verdict": "agrees" if agrees else "DOES NOT AGREE"})
+    return rows
 
 
-def within(dtype: str, error: Error) -> bool:
-    """Whether an error is accepted; NaN is not."""
-    return error.rms <= _LIMITS[dtype] and error.max <= _LIMITS[dtype]
-
-
-def written(dtype: str, error: Error) -> str:
-    """rms / max, in red where it is not accepted."""
-    text = f"{error.rms:.1e} / {error.max:.1e}"
-    return text if within(dtype, error) else f"[red]{text}[/]"
-
-
-def _check(variant: str, options: Options, console: Console) -> bool:
+def _check(variant: str, modes: list[str], options: Options, console: Console) -> bool:
     """Prints the errors; False if one is too large. A variant that cannot run here is said to be left out."""
-    inputs = make_inputs(SMALL, torch.float32, "cpu")
     try:
-        reason = get_variant(variant).supports(SSDInputs(**inputs, chunk_size=_CHUNK_SIZE))
+        reason = get_variant(variant).supports(SSDInputs(**make_inputs(SMALL, torch.float32, "cpu"), chunk_size=_CHUNK_SIZE))
     except ImportError as missing:
         reason = str(missing)
     if reason:
         console.print(f"{variant} is not checked here: {reason}", style="yellow", markup=False)
         return True
-    errors = {dtype: check(variant, dtype, options) for dtype in _LIMITS}
-    sizes = ", ".join(f"{name} {size}" for name, size in SMALL.sizes.items())
-    report = Table(title=f"{variant}: error against fp64 (rms / max, relative) at {sizes}, chunk_size {_CHUNK_SIZE}")
-    report.add_column("")
-    for dtype, limit in _LIMITS.items():
-        report.add_column(f"{dtype}, at most {limit:.0e}", justify="right")
-    for name in errors["fp32"]:
-        report.add_row(name, *(written(dtype, errors[dtype][name]) for dtype in _LIMITS))
-    console.print(report)
-    passed = all(within(dtype, error) for dtype in _LIMITS for error in errors[dtype].values())
-    console.print(f"{variant}: {'agrees' if passed else 'DOES NOT AGREE'} with fp64", style="green" if passed else "red")
-    return passed
+    rows = judge(variant, options, modes)
+    console.print(table.terminal(rows, "errors against fp64, relative", ERRORS))
+    return all(row["agrees"] for row in rows)
 
 
-def _costs(shape: Shape, dtype: str, chunk_size: int) -> Table:
+def _show_costs(variant: str, shapes: list[Shape], modes: list[str], dtype: str, chunk_size: int, rows: list[dict],
+                console: Console) -> None:
+    """A line for each shape and mode: what the ideal operator must move, its floor on an H200, what the variant took."""
+    timed = {(row["shape"], row["mode"]): row for row in table.committed(rows, variant=variant)}
+    counted = {(call["shape"], call["mode"]): call["dram_bytes"] for call in counters.committed(rows)
+               if call["variant"] == variant and record.has_default_options(call)}
+    lines = []
+    for shape in shapes:
+        for mode in modes:
+            ideal = cost.ideal(shape.problem(chunk_size, dtype), mode)
+            floor, bound = max(zip(cost.H200.floors_us(ideal), _BOUNDS, strict=True))
+            row = timed.get((shape.name, mode), {})
+            us = row.get("graph_p50_us") or row.get("p50_us")
+            lines.append({"shape": shape.name, "mode": mode, "ideal_bytes": ideal.bytes, "floor_us": floor, "bound": bound,
+                          "dram_bytes": counted.get((shape.name, mode)), "chunk_size": row.get("chunk_size"),
+                          "graph_p50_us": us, "of_floor": us and floor / us, "git_sha": row.get("git_sha"),
+                          "time": row.get("time", "")})
+    gpus = sorted({row["gpu"] for row in timed.values()}) or ["no GPU yet"]
+    table.show(console, [line | {"gpu": f"measured on {', '.join(gpus)}", "dtype": dtype} for line in lines],
+               f"{variant}: costs, floors on an H200", _COSTS)
+
+
+def _stages(shape: Shape, dtype: str, chunk_size: int):
     """The cost model of one shape: the baseline's stages and the ideal operator, with floors on an H200."""
-    p = shape.problem(chunk_size, DTYPES[dtype])
-    result = Table(title=f"{shape.name}, {dtype}, chunk_size {chunk_size}: cost of the baseline's stages; floors on an H200")
-    result.add_column("", no_wrap=True)
-    for header in ("MB", "GFLOP", "exp M", "memory us", "tensor us", "exp us"):
-        result.add_column(header, justify="right")
-    directions = (
-        ("forward", cost.forward_stages(p), cost.ideal_forward(p)),
-        ("backward", cost.backward_stages(p), cost.ideal_backward(p)),
-    )
-    for direction, stages, ideal in directions:
-        for name, c in stages.items():
-            result.add_row(name, *_cost_cells(c))
-        result.add_row(f"{direction}, all stages", *_cost_cells(cost.total(stages)), style="bold")
-        result.add_row(f"{direction}, ideal", *_cost_cells(ideal), style="bold", end_section=True)
-    return result
-
-
-def _cost_cells(c: cost.Cost) -> list[str]:
-    return [f"{value:.1f}" for value in (c.bytes / 1e6, c.flops / 1e9, c.exps / 1e6, *cost.H200.floors_us(c))]
+    p = shape.problem(chunk_size, dtype)
+    lines = []
+    for direction, stages, ideal in (("forward", cost.forward_stages(p), cost.ideal_forward(p)),
+                                     ("backward", cost.backward_stages(p), cost.ideal_backward(p))):
+        named = {**stages, f"{direction}, all stages": cost.total(stages), f"{direction}, ideal": ideal}
+        for name, c in named.items():
+            values = (c.bytes / 1e6, c.flops / 1e9, c.exps / 1e6, *cost.H200.floors_us(c))
+            lines.append(dict(zip(_STAGES, (name, *(f"{value:.1f}" for value in values)), strict=True)))
+    return table.terminal(lines, f"{shape.name}, {dtype}, chunk_size {chunk_size}: the baseline's stages, floors on an H200",
+                          _STAGES)

@@ -20,7 +20,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-WAYS = ("ddp", "fsdp")
+from .training_run import WAYS
+
 _SUMMED_BYTES, _SUMS = 256 * 2**20, 5
 _PATIENCE = timedelta(hours=1)  # with the first process, which writes checkpoints
 

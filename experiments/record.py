@@ -6,16 +6,12 @@ import json
 import os
 import subprocess
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import datetime, timezone
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-
-import torch
-
-from ssd.runtime.tuning import device_slug
-from ssd.types import Options
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -37,8 +33,8 @@ _COUNTED = ("kernel", "dram_bytes", "dram_pct", "l2_hit_pct", "l2_warm_hit_pct",
 # keeps for the backward beside its inputs and output; step and changed: as `ablate.Step` has them; shard: which part of the
 # tests ran, if not all; only: what they were chosen by, if they were; reasons: how many were skipped for each; found: errors
 # and warnings of a tool; of_roles: as many of them as are Triton's own; kernels: those that it named; launched: those that
-# ran; part: of `block.PARTS`; apart: how far our result is from upstream's; run: every setting of `runs.Run`; floor: a loss
-# that no model gets below; unit: what units_per_s counts, tokens, say; gpus and way: how many trained together, see
+# ran; part: of `block.PARTS`; apart: how far our result is from upstream's; run: every setting of `training_run.Run`; floor: a
+# loss that no model gets below; unit: what units_per_s counts, tokens, say; gpus and way: how many trained together, see
 # `parallel`; link_gbps: see `parallel.Team`; ssm_us: of the kernels of SSD or selective scan in a step; sitting: when rows
 # began that were taken side by side; tensor_flops, tensor_insts, fadds, fmuls, ffmas, exps and stall_*: see `counters`; phase
 # (a scope), operator (a class, or idle), us and share: see `characterize.collect`; flops_found: by counters, over those of a
@@ -66,6 +62,8 @@ EXTRA_KEYS = {
 
 def environment() -> dict:
     """The keys of ENVIRONMENT, as they are now. Without a GPU, gpu, driver and sm_mhz are None."""
+    import torch
+
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     driver, sm_mhz = _nvidia_smi() if gpu else (None, None)
     sha, dirty = _git_state()
@@ -81,6 +79,8 @@ def append(row: dict, out: Path = RESULTS) -> Path:
     Raises:
         ValueError: an unknown key, or one missing that every row has.
     """
+    from ssd.runtime.tuning import device_slug
+
     allowed = {*KEYS, *EXTRA_KEYS.get(row.get("bench"), ())}
     unknown, missing = sorted(row.keys() - allowed), sorted({"bench", *ENVIRONMENT} - row.keys())
     if unknown or missing:
@@ -96,12 +96,22 @@ def append(row: dict, out: Path = RESULTS) -> Path:
     return path
 
 
-def read(out: Path = RESULTS, **where) -> list[dict]:
-    """Every row under `out` whose keys have the given values, oldest first.
+def read(source: Path | list[dict] = RESULTS, **where) -> list[dict]:
+    """Every row of a folder, or of a list, whose keys have the given values, oldest first.
 
     Raises:
         ValueError: a line that is no row; the message names the file and the line.
     """
+    rows = source if isinstance(source, list) else _load(source)
+    return [row for row in rows if all(row.get(key) == value for key, value in where.items())]
+
+
+def read_gpus(out: Path = RESULTS) -> list[dict]:
+    """The rows of a folder that were measured on a GPU: what documents are written from. Raises as `read`."""
+    return [row for row in _load(out) if row.get("gpu")]
+
+
+def _load(out: Path) -> list[dict]:
     rows = []
     for path in sorted(out.glob("*/*.jsonl")):
         for number, line in enumerate(path.read_text().splitlines(), 1):
@@ -112,24 +122,30 @@ def read(out: Path = RESULTS, **where) -> list[dict]:
             if not isinstance(row, dict) or not isinstance(row.get("time"), str):
                 raise ValueError(f"{path}:{number}: got {line[:60]!r}, expected a JSON object with a time")
             rows.append(row)
-    rows.sort(key=lambda row: row["time"])
-    return [row for row in rows if all(row.get(key) == value for key, value in where.items())]
+    return sorted(rows, key=lambda row: row["time"])
 
 
 def options(row: dict) -> dict | None:
     """The row's options; one that did not exist yet when it was measured has its default. None: a peer, which has none."""
-    return None if row.get("options") is None else asdict(Options()) | row["options"]
+    return None if row.get("options") is None else _default_options() | row["options"]
 
 
 def has_default_options(row: dict) -> bool:
     """Whether the row is about a variant as it comes, or a peer."""
-    return options(row) in (None, asdict(Options()))
+    return options(row) in (None, _default_options())
 
 
 def changed_options(options: dict | None) -> str:
     """What differs from the default, `exp2=False, gluon=False`; empty if nothing does."""
-    default = asdict(Options())
+    default = _default_options()
     return ", ".join(f"{name}={value}" for name, value in (options or {}).items() if value != default[name])
+
+
+@cache
+def _default_options() -> dict:
+    from ssd import Options
+
+    return asdict(Options())
 
 
 def settings(row: dict, *but: str) -> tuple:
@@ -144,6 +160,8 @@ def latest(rows: Iterable[dict], key: Callable[[dict], object]) -> list[dict]:
 
 def _nvidia_smi() -> tuple[str | None, int | None]:
     """Driver version, and the multiprocessors' clock in MHz at this moment."""
+    import torch
+
     uuid = f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
     command = ["nvidia-smi", "-i", uuid, "--query-gpu=driver_version,clocks.sm", "--format=csv,noheader,nounits"]
     try:
@@ -172,7 +190,6 @@ def _git_state() -> tuple[str | None, bool | None]:
 
 def _triton() -> str | None:
     """Its version without importing it: whether it interprets is decided at import."""
-    try:
+    with suppress(PackageNotFoundError):
         return version("triton")
-    except PackageNotFoundError:
-        return None
+    return None

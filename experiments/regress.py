@@ -17,15 +17,15 @@ from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import Progress
 
 from . import record
-from .reasons import refuse
+from .arguments import VARIANTS, DtypeOption, OutOption, check_name, require_gpu, require_writable, split_names, split_shapes
+from .shapes import DIRECTIONS, ITEMSIZES
+from .terminal import make_console, refuse, track
 
 _HERE = Path(__file__).parent
 _TIMES = ("p50_us", "graph_p50_us", "host_us")
-_MODES = ("fwd", "bwd", "fwd_bwd")
+_MODES = (*DIRECTIONS, "fwd_bwd")
 
 
 class _Tree:
@@ -54,31 +54,22 @@ def regress(
     variant: Annotated[str, typer.Option(help="Variants to time, a comma between.")] = "persistent",
     shape: Annotated[str, typer.Option(help="Shapes, as of bench.")] = "8b-b4,2.7b-b4,130m-b8",
     mode: Annotated[str, typer.Option(help=f"Modes, of {', '.join(_MODES)}.")] = "fwd,bwd",
-    dtype: Annotated[str, typer.Option(help="Dtype of x, dt, B and C: bf16, fp16 or fp32.")] = "bf16",
+    dtype: DtypeOption = "bf16",
     chunk_size: Annotated[int, typer.Option(help="One of 16 to 256.")] = 128,
     rounds: Annotated[int, typer.Option(min=2, help="Times that each tree is asked.")] = 5,
     repeats: Annotated[int, typer.Option(min=2, help="Timed calls in each round.")] = 20,
-    out: Annotated[Path, typer.Option(file_okay=False, help="Folder of the rows: <out>/<gpu>/<bench>.jsonl.")] = record.RESULTS,
+    out: OutOption = record.RESULTS,
 ) -> None:
     """Time the operator of this tree and of another in turn: eager, in a CUDA graph, and on the host; a row for each call."""
-    import torch
-
-    from .shapes import DTYPES, find_shapes
-
-    for option, items, known in (("--mode", mode.split(","), _MODES), ("--dtype", [dtype], DTYPES)):
-        if unknown := [item for item in items if item not in known]:
-            refuse(f"{option}: got {unknown[0]!r}, expected any of {', '.join(known)}")
-    try:
-        shapes = find_shapes(shape)
-    except ValueError as reason:
-        refuse(f"--{reason}")
-    if not torch.cuda.is_available():
-        refuse("regress: needs a CUDA GPU, found none")
-    console, settings = Console(), [(s, m, v) for s in shapes for m in mode.split(",") for v in variant.split(",")]
-    with _tree_of(base) as (folder, name), Progress(console=console) as progress:
-        trees, task = [_Tree(folder), _Tree(_HERE.parent)], progress.add_task("", total=len(settings))
-        for s, m, v in settings:
-            progress.update(task, description=f"{s.name} {m} {v}")
+    variants, modes = split_names("--variant", variant, VARIANTS), split_names("--mode", mode, _MODES)
+    check_name("--dtype", dtype, ITEMSIZES)
+    shapes, console = split_shapes(shape), make_console()
+    require_writable(out)
+    require_gpu("regress")
+    settings = [(s, m, v) for s in shapes for m in modes for v in variants]
+    with _tree_of(base) as (folder, name):
+        trees = [_Tree(folder), _Tree(_HERE.parent)]
+        for s, m, v in track(settings, console, lambda one: f"{one[0].name} {one[1]} {one[2]}"):
             times = _time(trees, rounds, shape=s.name, mode=m, variant=v, dtype=dtype, chunk_size=chunk_size, repeats=repeats)
             row = {"bench": "regress", "variant": v, "mode": m, "shape": s.name, **s.sizes, "dtype": dtype,
                    "chunk_size": chunk_size, **dict(zip(_TIMES, times[1], strict=True)), "base": name,
@@ -87,7 +78,6 @@ def regress(
             said = ", ".join(f"{key} {new:.1f} for {old:.1f} ({new / old:.3f})"
                              for key, old, new in zip(("eager", "graph", "host"), *times, strict=True))
             console.print(f"{s.name} {m} {v}: {said} us", highlight=False)
-            progress.advance(task)
 
 
 def _time(trees: list[_Tree], rounds: int, **call) -> list[list[float]]:

@@ -23,7 +23,6 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 from triton import knobs
 
@@ -38,8 +37,10 @@ from ssd.runtime.devices import is_hopper
 from . import record
 from .block import PARTS, WIDTH
 from .hand_over import hand_over
+from .inputs import make_inputs
 from .kernel_names import ours
-from .shapes import SMALL, Shape, make_inputs
+from .shapes import SMALL, Shape
+from .terminal import track
 
 BLOCK, CONTROL = "block", "control"
 _GPU = torch.device("cuda")  # the current one
@@ -93,7 +94,7 @@ def run(variants: list[str], tools: list[str], out: Path, console: Console) -> b
         raise FileNotFoundError(f"{_EXECUTABLE} is not on the PATH; it comes with the CUDA toolkit")
     table = Table("variant", "tool", "kernels", "found", "of Triton's start of roles")
     clean, never = True, _launched_here() if {*CANDIDATES, BLOCK} <= set(variants) else set()
-    for variant, tool in track([(v, t) for v in variants for t in tools], "sanitizing", console=console):
+    for variant, tool in track([(v, t) for v in variants for t in tools], console, " ".join):
         found, of_roles, kernels, launched, said = check(variant, tool)
         clean, never = clean and found == of_roles, never.difference(launched)
         row = {"bench": "sanitize", "variant": variant, "tool": tool, "found": found, "of_roles": of_roles, "kernels": kernels,

@@ -1,18 +1,19 @@
-"""The named problem sizes, what is run at them, and inputs such as a Mamba-2 layer feeds to the operator."""
+"""The named problem sizes and what is run at them. Imports no torch, so that the command line can list and refuse names."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+from .names import suggest
 
-from ssd.cost import Problem
+if TYPE_CHECKING:
+    from ssd.cost import Problem
 
 MODES = ("fwd", "fwd_train", "bwd", "fwd_bwd")  # fwd_train: a forward that a backward will follow
-DIRECTIONS = {"fwd": "forward", "bwd": "backward"}  # as they are written out
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+DIRECTIONS = {"fwd": "forward", "bwd": "backward"}  # as documents write them
+ITEMSIZES = {"bf16": 2, "fp16": 2, "fp32": 4}  # bytes of an element of a dtype
+CHUNK_SIZES = (64, 128, 256)  # measured unless one is asked for
 
 
 @dataclass(frozen=True)
@@ -31,9 +32,11 @@ class Shape:
     def sizes(self) -> dict[str, int]:
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "name"}
 
-    def problem(self, chunk_size: int, dtype: torch.dtype) -> Problem:
-        """The same sizes for the cost model."""
-        return Problem(**self.sizes, chunk_size=chunk_size, itemsize=dtype.itemsize)
+    def problem(self, chunk_size: int, dtype: str) -> Problem:
+        """The same sizes for the cost model; dtype: one of `ITEMSIZES`."""
+        from ssd.cost import Problem
+
+        return Problem(**self.sizes, chunk_size=chunk_size, itemsize=ITEMSIZES[dtype])
 
 
 _8B = Shape("8b-b1", batch=1, seqlen=4096, nheads=128, headdim=64, dstate=128, ngroups=8)
@@ -49,14 +52,27 @@ NAMED = (
     replace(_2_7B, name="2.7b-64k", batch=1, seqlen=65536),
     replace(_2_7B, name="130m-b8", batch=8, seqlen=2048, nheads=24),
 )
-# What `mambavision` T and `graphmamba` peptides-func ask of the operator: many short rows, and one of 128 graphs.
+# The calls of `mambavision` T (many short rows) and `graphmamba` peptides-func (128 graphs in one row).
 _VISION = Shape("vision-196", batch=128, seqlen=196, nheads=5, headdim=32, dstate=16, ngroups=1)
 WORKLOADS = (
     _VISION,
     replace(_VISION, name="vision-49", seqlen=49, nheads=10),
     replace(_VISION, name="graphs", batch=1, seqlen=128 * 151, nheads=6),
 )
-SWEEP = tuple(replace(_2_7B, name=f"sweep-{2**n}", batch=1, seqlen=2**n) for n in range(6, 15))
+SEQLENS = tuple(2**n for n in range(6, 15))
+SWEEP = tuple(replace(_2_7B, name=f"sweep-{seqlen}", batch=1, seqlen=seqlen) for seqlen in SEQLENS)
+
+# Parts of a block that `block` measures. The selective scan has shapes of its own, with channels as heads of one:
+# MambaVision-T at 224 pixels, two GraphMambas (MalNet-Tiny's graphs have 1410 nodes on average), mamba-1.4b at two batches.
+BLOCK_PARTS = ("conv1d", "gated_norm", "state_update", "selective_scan", "block")
+SCANS = (
+    Shape("mambavision-t-196", batch=128, seqlen=196, nheads=160, headdim=1, dstate=8, ngroups=1),
+    Shape("mambavision-t-49", batch=128, seqlen=49, nheads=320, headdim=1, dstate=8, ngroups=1),
+    Shape("graphmamba-peptides", batch=128, seqlen=151, nheads=96, headdim=1, dstate=16, ngroups=1),
+    Shape("graphmamba-malnet", batch=16, seqlen=1410, nheads=128, headdim=1, dstate=16, ngroups=1),
+    Shape("mamba-1.4b-b1", batch=1, seqlen=8192, nheads=4096, headdim=1, dstate=16, ngroups=1),
+    Shape("mamba-1.4b", batch=8, seqlen=2048, nheads=4096, headdim=1, dstate=16, ngroups=1),
+)
 
 # Small enough for Triton's interpreter; ragged, with two heads to a group and more than one chunk.
 SMALL = Shape("small", batch=1, seqlen=100, nheads=4, headdim=16, dstate=16, ngroups=2)
@@ -78,35 +94,6 @@ def find_shapes(names: str) -> list[Shape]:
         elif name in SHAPES:
             found[name] = SHAPES[name]
         else:
-            raise ValueError(f"shape: got {name!r}, expected one of {', '.join((*_GROUPS, *SHAPES))}")
+            known = (*_GROUPS, *SHAPES)
+            raise ValueError(f"shape: got {name!r}, expected one of {', '.join(known)}{suggest(name, known)}")
     return list(found.values())
-
-
-def make_inputs(
-    shape: Shape, dtype: torch.dtype, device: str, seed: int = 0, requires_grad: bool = False
-) -> dict[str, Tensor | bool]:
-    """Keyword arguments of `ssd_chunk_scan` but its chunk size, distributed as at a Mamba-2 layer's initialisation.
-
-    x, B, C ~ N(0, 1) and dt ~ N(0, 1/4), contiguous and of `dtype`; in fp32 A ~ -U(1, 16), D = 1 and dt_bias such that
-    the step softplus(dt_bias) is log-uniform in [0.001, 0.1].
-    """
-    rng = torch.Generator(device).manual_seed(seed)
-    b, l, h, p, n, g = shape.sizes.values()
-
-    def normal(*size: int) -> Tensor:
-        return torch.randn(size, generator=rng, device=device)
-
-    def uniform(low: float, high: float) -> Tensor:
-        return low + (high - low) * torch.rand(h, generator=rng, device=device)
-
-    step = uniform(math.log(0.001), math.log(0.1)).exp()
-    tensors = {
-        "x": normal(b, l, h, p).to(dtype),
-        "dt": (0.5 * normal(b, l, h)).to(dtype),
-        "A": -uniform(1, 16),
-        "B": normal(b, l, g, n).to(dtype),
-        "C": normal(b, l, g, n).to(dtype),
-        "D": torch.ones(h, device=device),
-        "dt_bias": step + torch.log(-torch.expm1(-step)),  # the inverse of softplus
-    }
-    return {name: t.requires_grad_(requires_grad) for name, t in tensors.items()} | {"dt_softplus": True}

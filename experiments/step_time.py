@@ -12,16 +12,15 @@ from typing import Any
 import numpy as np
 import torch
 from rich.console import Console
-from rich.progress import Progress
 from torch import nn
 
 from ssd import Options, cost
 
 from .kernel_names import is_of_operator
 from .parallel import Team, alone
-from .reasons import first_line
-from .runs import Run
 from .steps import batches_of, gradient, made
+from .terminal import first_line, track
+from .training_run import Run
 from .workloads import Workload, get_workload
 
 _BATCHES = 4  # of steps, whose data are drawn before, so that none waits for them
@@ -76,13 +75,10 @@ def measure(base: Run, candidates: list[Candidate], repeats: int, warmup: int, c
 
     facts = {candidate: tried(candidate, partial(prepared, candidate)) for candidate in candidates if candidate not in notes}
     times = {candidate: [] for candidate in candidates}
-    with Progress(console=console) as progress:
-        task = progress.add_task(f"{base.workload} {base.preset}", total=repeats)
-        for number in range(repeats):
-            for candidate in candidates:
-                if candidate not in notes:
-                    times[candidate].append(tried(candidate, partial(step, candidate, number)))
-            progress.advance(task)
+    for number in track(range(repeats), console, lambda number: f"{base.workload} {base.preset}, step {number + 1}"):
+        for candidate in candidates:
+            if candidate not in notes:
+                times[candidate].append(tried(candidate, partial(step, candidate, number)))
 
     problems = workload.scans(base.sizes, base.batch, base.seqlen) if workload.scans else []
     problems = [replace(problem, itemsize=2 if base.dtype == "bf16" else 4) for problem in problems]

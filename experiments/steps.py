@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from .characterize.scopes import BACKWARD, FORWARD, scope
 from .parallel import Team, whole
-from .reasons import first_line, last_line
-from .runs import Run
+from .terminal import first_line, last_line
+from .training_run import Run
 from .workloads import Workload
 
 _BETAS = (0.9, 0.95)

@@ -28,13 +28,10 @@ from .characterize.collect import count
 from .characterize.definitions import of_peak
 from .characterize.gpus import find
 from .kernel_names import UNKNOWN, is_of_operator, ours
-from .reasons import first_line
-from .runs import Run
 from .step_time import Candidate, measure
+from .terminal import first_line
 from .train import Interrupted, train
-from .workloads import workload_names
-
-NAMES = f"NAME, NAME:PRESET or NAME:PRESET/MIXER, of {', '.join(workload_names())}."  # what `parsed` takes
+from .training_run import Run
 
 
 @dataclass(frozen=True)
@@ -63,13 +60,6 @@ class Plan:
     again: bool = False
     trains: bool = True
     counts: bool = False
-
-
-def parsed(text: str) -> tuple[str, str, str | None]:
-    """NAME[:PRESET][/MIXER] to the three; the preset is tiny unless given."""
-    text, _, mixer = text.strip().partition("/")
-    name, _, preset = text.partition(":")
-    return name, preset or "tiny", mixer or None
 
 
 def run(plan: Plan, console: Console) -> list[str]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from pathlib import Path
 
-import pandas as pd
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
 from rich.table import Table
 
 from . import record
@@ -16,7 +18,7 @@ FORMATS = ("markdown", "csv", "latex")
 _RIGHT = "right"
 
 
-def _number(digits: int, scale: float = 1, missing: str = "") -> Callable:
+def number(digits: int, scale: float = 1, missing: str = "") -> Callable:
     return lambda value: missing if value is None else f"{scale * value:.{digits}f}"
 
 
@@ -24,11 +26,16 @@ def microseconds(value: float | None) -> str:
     return "" if value is None else f"{value:.0f}" if value >= 100 else f"{value:.1f}"
 
 
-def _text(value) -> str:
+def text(value) -> str:
     return "" if value is None else str(value)
 
 
-def _kernel(name: str) -> str:
+def columns(*headers: str) -> dict:
+    """Columns whose cells are texts under the header's own name."""
+    return {header: (header, text) for header in headers}
+
+
+def _shorten_kernel(name: str) -> str:
     """Without the return type and the arguments of a C++ template."""
     return name.removeprefix("void ").partition("<")[0]
 
@@ -39,68 +46,68 @@ def _scientific(value: float | None) -> str:
 
 # header: (key of the row, how to write its value)
 COLUMNS = {
-    "shape": ("shape", _text),
-    "mode": ("mode", _text),
-    "variant": ("variant", _text),
-    "chunk": ("chunk_size", _text),
+    "shape": ("shape", text),
+    "mode": ("mode", text),
+    "variant": ("variant", text),
+    "chunk": ("chunk_size", text),
     "us": ("p50_us", microseconds),
     "graph us": ("graph_p50_us", microseconds),
-    "GB/s": ("effective_gbps", _number(0)),
-    "of copy %": ("sol", _number(1, 100)),
-    "TFLOP/s": ("tflops", _number(0)),
-    "launches": ("launches", _text),
-    "MiB": ("peak_mib", _number(0)),
-    "saved MiB": ("saved_mib", _number(0)),
+    "GB/s": ("effective_gbps", number(0)),
+    "of copy %": ("sol", number(1, 100)),
+    "TFLOP/s": ("tflops", number(0)),
+    "launches": ("launches", text),
+    "MiB": ("peak_mib", number(0)),
+    "saved MiB": ("saved_mib", number(0)),
     "error": ("err_rms", _scientific),
     "options": ("options", record.changed_options),
-    "against": ("against", _text),
-    "speed-up": ("speedup", _number(2)),
-    "graph speed-up": ("graph_speedup", _number(2)),
+    "against": ("against", text),
+    "speed-up": ("speedup", number(2)),
+    "graph speed-up": ("graph_speedup", number(2)),
 }
 # of the bench `ablate`; relative: to the time with every option on
 ABLATION = {
-    "shape": ("shape", _text),
-    "mode": ("mode", _text),
-    "variant": ("variant", _text),
-    "chunk": ("chunk_size", _text),
-    "step": ("step", _text),
-    "option": ("changed", _text),
+    "shape": ("shape", text),
+    "mode": ("mode", text),
+    "variant": ("variant", text),
+    "chunk": ("chunk_size", text),
+    "step": ("step", text),
+    "option": ("changed", text),
     "us": ("p50_us", microseconds),
     "graph us": ("graph_p50_us", microseconds),
-    "relative": ("relative", _number(2)),
+    "relative": ("relative", number(2)),
     "error": ("err_rms", _scientific),
 }
 # of the bench `block`; apart: how far ours is from upstream's
 _NOT_OF_BLOCKS = ("chunk", "TFLOP/s", "saved MiB", "error", "options")
-BLOCK = {"part": ("part", _text), **{header: COLUMNS[header] for header in COLUMNS if header not in _NOT_OF_BLOCKS},
+BLOCK = {"part": ("part", text), **{header: COLUMNS[header] for header in COLUMNS if header not in _NOT_OF_BLOCKS},
          "apart": ("apart", _scientific)}
 # of the bench `step`; share: of the state-space model in the step; U, W: of DRAM, see `sweep.committed`; loss: of a training
 # of its own
 STEPS = {
-    "workload": ("workload", _text),
-    "preset": ("preset", _text),
-    "mixer": ("mixer", _text),
-    "batch": ("batch", _text),
-    "tokens": ("seqlen", _text),
-    "dtype": ("dtype", _text),
-    "variant": ("variant", _text),
+    "workload": ("workload", text),
+    "preset": ("preset", text),
+    "mixer": ("mixer", text),
+    "batch": ("batch", text),
+    "tokens": ("seqlen", text),
+    "dtype": ("dtype", text),
+    "variant": ("variant", text),
     "options": COLUMNS["options"],
-    "step ms": ("p50_us", _number(1, 1e-3)),
-    "a second": ("units_per_s", _number(0)),
-    "unit": ("unit", _text),
-    "SSM ms": ("ssm_us", _number(1, 1e-3)),
-    "SSM %": ("share", _number(1, 100)),
-    "SSM GB/s": ("effective_gbps", _number(0)),
-    "U %": ("U", _number(1)),
-    "W %": ("W", _number(1)),
-    "G %": ("G", _number(1)),
+    "step ms": ("p50_us", number(1, 1e-3)),
+    "a second": ("units_per_s", number(0)),
+    "unit": ("unit", text),
+    "SSM ms": ("ssm_us", number(1, 1e-3)),
+    "SSM %": ("share", number(1, 100)),
+    "SSM GB/s": ("effective_gbps", number(0)),
+    "U %": ("U", number(1)),
+    "W %": ("W", number(1)),
+    "G %": ("G", number(1)),
     "MiB": COLUMNS["MiB"],
-    "loss": ("loss", _number(3)),
+    "loss": ("loss", number(3)),
     "speed-up": COLUMNS["speed-up"],
 }
 # of the bench `counters`, which rows measured before a counter was read lack; DRAM utilisation: U is the mean over kernels,
 # W the mean weighted with time
-_counter = partial(_number, missing="-")
+_counter = partial(number, missing="-")
 _CALL = {header: COLUMNS[header] for header in ("shape", "mode", "variant", "chunk", "options")}
 _TRAFFIC = {"launches": ("launches", _counter(0)), "DRAM MB": ("dram_bytes", _counter(1, 1e-6))}
 _WORK = {
@@ -113,13 +120,32 @@ _WORK = {
     "shared %": ("shared_pct", _counter(1)),
     "L2 hit %": ("l2_hit_pct", _counter(1)),
 }
-_KERNEL = {"kernel": ("kernel", _kernel)}
+_KERNEL = {"kernel": ("kernel", _shorten_kernel)}
 COUNTERS = _CALL | _TRAFFIC | {"U %": ("mean_dram_pct", _counter(1)), "W %": ("dram_pct", _counter(1))} | _WORK
 COUNTERS_BY_KERNEL = _CALL | _KERNEL | {"time %": ("time_pct", _counter(1))} | COUNTERS
 KERNELS = _KERNEL | _TRAFFIC | {"DRAM %": ("dram_pct", _counter(1))} | _WORK
+# What fits a terminal of 100 columns, by the table; the others are in `--wide`, in `table` and in the rows' files.
+_SHARED = {"GPU us": ("graph_p50_us", microseconds), "eager us": ("p50_us", microseconds), "copy %": COLUMNS["of copy %"],
+           "relative": ABLATION["relative"], "speed-up": ("graph_speedup", number(2))}
+
+
+def _choose(columns: dict, *headers: str) -> dict:
+    return {header: _SHARED[header] if header in _SHARED else columns[header] for header in headers}
+
+
+NARROW = {
+    "COLUMNS": _choose(COLUMNS, "shape", "mode", "variant", "chunk", "GPU us", "eager us", "copy %", "MiB", "error",
+                       "speed-up"),
+    "ABLATION": _choose(ABLATION, "shape", "mode", "variant", "step", "option", "GPU us", "relative", "error"),
+    "BLOCK": _choose(BLOCK, "part", "shape", "mode", "variant", "GPU us", "eager us", "copy %", "speed-up"),
+    "STEPS": {header: STEPS[header] for header in (
+        "workload", "preset", "mixer", "batch", "variant", "options", "step ms", "SSM ms", "MiB", "loss", "speed-up")},
+    "COUNTERS": _choose(COUNTERS, "shape", "mode", "variant", "launches", "DRAM MB", "U %", "W %", "occupancy %", "tensor %"),
+    "KERNELS": _choose(KERNELS, "kernel", "DRAM MB", "DRAM %", "blocks", "registers", "occupancy %", "tensor %"),
+}
 _COMPARED = ("gpu", "shape", "mode", "dtype")  # what rows that compare share
-_LEFT_ALIGNED = ("shape", "mode", "variant", "options", "against", "step", "option", "kernel", "part", "workload",
-                 "preset", "mixer", "dtype", "unit")
+_LEFT_ALIGNED = ("stage", "worst in", "bound by", "tool", "shape", "mode", "variant", "options", "against", "step", "option",
+                 "kernel", "part", "workload", "preset", "mixer", "dtype", "unit", "bench", "what", "verdict")
 
 
 def subject(row: dict) -> tuple:
@@ -158,7 +184,7 @@ def last_commit(rows: list[dict]) -> list[dict]:
     return [row for row in rows if row["git_sha"] == measured[subject(row)[:-1]]]
 
 
-def committed(out=record.RESULTS, all_chunks: bool = False, compared: bool = False, **where) -> list[dict]:
+def committed(out: Path | list[dict] = record.RESULTS, all_chunks: bool = False, compared: bool = False, **where) -> list[dict]:
     """The bench's latest rows; compared: those taken beside a rival, where there are any."""
     rows = record.read(out, bench="ssd", **where)
     if compared:
@@ -200,27 +226,63 @@ def _numbered(names: Iterable[str]) -> dict[str, int]:
     return {name: n for n, name in enumerate(names)}
 
 
-def terminal(rows: list[dict], title: str, columns: dict = COLUMNS) -> Table:
-    """For rich."""
-    table = Table(title=title)
-    for header in columns:
-        names = header in _LEFT_ALIGNED  # stay whole in a narrow terminal; numbers fold
-        table.add_column(header, justify="left" if names else _RIGHT, overflow="fold", no_wrap=names)
+def show(console: Console, rows: list[dict], title: str, columns: dict = COLUMNS, wide: bool = False) -> None:
+    """Prints a table of at most 100 columns for each GPU and dtype of the rows, with both and the commits in its title.
+
+    Args:
+        columns: one of the tables above. Its most important columns are shown, but none that is empty in every row.
+        wide: show every column, on a console as wide as they need.
+    """
+    groups: dict[tuple, list[dict]] = {}
     for row in rows:
-        table.add_row(*_cells(row, columns), style="dim" if columns is COLUMNS and not row.get("against") else None)
+        groups.setdefault((row.get("gpu") or "no GPU", row.get("dtype")), []).append(row)
+    for (gpu, dtype), group in groups.items():
+        rivals = dict.fromkeys(row["against"] for row in group if row.get("against"))
+        over = f"speed-up over {', '.join(rivals)}" if rivals else ""
+        table = terminal(group, ", ".join(filter(None, (title, gpu, dtype, _commits(group), over))), columns, wide)
+        console.width = max(console.width, Console(width=1000).measure(table).maximum)  # rather wide than cut
+        console.print(table)
+
+
+def terminal(rows: list[dict], title: str, columns: dict = COLUMNS, wide: bool = False) -> Table:
+    """For rich; no cell is cut. As in `show`."""
+    chosen = columns if wide else _narrow(columns)
+    cells = {header: [write(row.get(key)) for row in rows] for header, (key, write) in chosen.items()}
+    table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, title_justify="left")
+    for header in (header for header, values in cells.items() if wide or any(values) or not rows):
+        table.add_column(header, justify="left" if header in _LEFT_ALIGNED else _RIGHT, no_wrap=header != "options")
+    shown = [cells[column.header] for column in table.columns]
+    for row, values in zip(rows, zip(*shown, strict=True), strict=False):
+        table.add_row(*values, style="dim" if columns is COLUMNS and not row.get("against") else None)
     return table
+
+
+def _narrow(columns: dict) -> dict:
+    return next((narrow for name, narrow in NARROW.items() if globals()[name] is columns), columns)
+
+
+def _commits(rows: list[dict]) -> str:
+    """`commit 0123456`; of several the first and the last, by time."""
+    found = list(dict.fromkeys(row["git_sha"][:7] for row in sorted(rows, key=lambda row: row["time"]) if row.get("git_sha")))
+    if len(found) < 2:
+        return f"commit {found[0]}" if found else ""
+    return f"commits {found[0]} to {found[-1]}"
 
 
 def render(rows: list[dict], kind: str, columns: dict = COLUMNS) -> str:
     """As text of one of FORMATS. CSV has every key as it was recorded, the others the columns given."""
+    import pandas as pd  # half a second that --help need not wait
+
     if kind == "csv":
         return pd.DataFrame(rows).to_csv(index=False)
-    frame = pd.DataFrame([_cells(row, columns) for row in rows], columns=list(columns))
+    cells = [[write(row.get(key)) for key, write in columns.values()] for row in rows]
     if kind == "latex":
+        frame = pd.DataFrame(cells, columns=list(columns))
         return frame.style.hide(axis="index").format(escape="latex").format_index(escape="latex", axis=1).to_latex(hrules=True)
-    align = ["left" if header in _LEFT_ALIGNED else _RIGHT for header in columns]
-    return frame.to_markdown(index=False, disable_numparse=True, colalign=align) + "\n"
+    return markdown(list(columns), cells, [header for header in columns if header in _LEFT_ALIGNED])
 
 
-def _cells(row: dict, columns: dict) -> list[str]:
-    return [write(row.get(key)) for key, write in columns.values()]
+def markdown(header: Sequence[str], rows: Iterable[Sequence[object]], names: Iterable[str] = ()) -> str:
+    """A table in Markdown; the columns of `names` are aligned to the left, the others, numbers, to the right."""
+    rules = ["---" if name in {*names} else "---:" for name in header]
+    return "".join(f"| {' | '.join(map(str, row))} |\n" for row in (header, rules, *rows))

@@ -1,7 +1,7 @@
 """The process behind `regress` that times the operator of the tree in whose folder it is started.
 
 In: a line of JSON that says what to call, or {} to time it once more. Out: {} when the call is ready, or its median times in
-microseconds. `timing` and `shapes` are those beside this file; `ssd` is the tree's.
+microseconds. `timing`, `shapes` and `inputs` are those beside this file; `ssd` is the tree's.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import json
 import os
 import sys
 from functools import partial
-from importlib.util import module_from_spec, spec_from_file_location
+from importlib import import_module
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -26,27 +26,30 @@ _LEAVES = ("x", "dt", "A", "B", "C", "D", "dt_bias")
 def main() -> None:
     out = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what is printed otherwise
-    timing, shapes = _load("timing"), _load("shapes")
+    beside = ModuleType("beside")
+    beside.__path__ = [str(Path(__file__).parent)]
+    sys.modules["beside"] = beside
+    timing, shapes, inputs = (import_module(f"beside.{name}") for name in ("timing", "shapes", "inputs"))
     with timing.side_stream():
         for line in sys.stdin:
             question = json.loads(line)
             if question:
                 repeats = question.pop("repeats")
-                call = _call_of(shapes, **question)
+                call = _call_of(shapes, inputs, **question)
                 for _ in range(3):  # compiles, records, replays
                     call()
                 calls = {"p50_us": call, "graph_p50_us": timing.capture(call)}
                 print("{}", file=out)
             else:
-                times = {key: timing.interleaved({key: each}, repeats, warmup=3)[key][1] for key, each in calls.items()}
+                times = {key: timing.interleave({key: each}, repeats, warmup=3)[key][1] for key, each in calls.items()}
                 print(json.dumps(times | {"host_us": _host_us(call, repeats)}), file=out)
 
 
-def _call_of(shapes: ModuleType, shape: str, mode: str, variant: str, dtype: str, chunk_size: int):
-    (sizes,), torch_dtype = shapes.find_shapes(shape), shapes.DTYPES[dtype]
-    inputs = shapes.make_inputs(sizes, torch_dtype, "cuda", requires_grad=True)
-    leaves, dout = [inputs[name] for name in _LEAVES], torch.randn_like(inputs["x"])
-    scan = partial(ssd_chunk_scan, **inputs, chunk_size=chunk_size, variant=variant)
+def _call_of(shapes: ModuleType, inputs: ModuleType, shape: str, mode: str, variant: str, dtype: str, chunk_size: int):
+    (sizes,) = shapes.find_shapes(shape)
+    given = inputs.make_inputs(sizes, inputs.DTYPES[dtype], "cuda", requires_grad=True)
+    leaves, dout = [given[name] for name in _LEAVES], torch.randn_like(given["x"])
+    scan = partial(ssd_chunk_scan, **given, chunk_size=chunk_size, variant=variant)
     match mode:
         case "fwd":
             return torch.no_grad()(scan)
@@ -65,14 +68,6 @@ def _host_us(call, repeats: int) -> float:
         call()
         found.append(1e6 * (perf_counter() - start))
     return median(found)
-
-
-def _load(name: str) -> ModuleType:
-    spec = spec_from_file_location(f"timed_{name}", Path(__file__).with_name(f"{name}.py"))
-    module = module_from_spec(spec)
-    sys.modules[spec.name] = module  # where dataclasses look
-    spec.loader.exec_module(module)
-    return module
 
 
 if __name__ == "__main__":

@@ -14,6 +14,8 @@ from time import perf_counter
 import torch
 from torch.autograd import DeviceType
 
+from .terminal import first_line
+
 Call = Callable[[], object]
 
 _FLUSH_BYTES = 256 * 2**20  # several times any L2
@@ -31,7 +33,7 @@ def side_stream():
     torch.cuda.synchronize()
 
 
-def interleaved(calls: dict, repeats: int, warmup: int) -> dict:
+def interleave(calls: dict, repeats: int, warmup: int) -> dict:
     """{name: call} -> {name: (p20, p50, p80) in microseconds} between events around each call, L2 flushed before it.
 
     Calls are timed in turn, so that a change of clocks meets all alike, and each behind itself: made a few times from an idle
@@ -80,16 +82,27 @@ def capture(call: Call) -> Call:
     return graph.replay
 
 
-def captured(calls: dict) -> tuple[dict, dict[object, Exception]]:
-    """{name: call} -> the calls as CUDA graphs, and why the others cannot be: they wait for the GPU, say."""
-    graphs, failed = {}, {}
+def measure(calls: dict, repeats: int, warmup: int) -> dict:
+    """{name: call} -> {name: the keys of a row that every bench measures}. Calls are timed side by side, and have run before.
+
+    p20_us, p50_us and p80_us are of eager calls, graph_p50_us of the call in a CUDA graph: None where it cannot be captured,
+    and `note` says why.
+    """
+    facts = {name: {"launches": count_launches(call), "peak_mib": round(peak_mib(call), 1)} for name, call in calls.items()}
+    eager = interleave(calls, repeats, warmup)
+    graphs, notes = {}, {}
     for name, call in calls.items():
         try:
             graphs[name] = capture(call)
         except Exception as reason:
-            failed[name] = reason
+            notes[name] = f"no CUDA graph: {first_line(reason)}"
             torch.cuda.synchronize()
-    return graphs, failed
+    replayed = interleave(graphs, repeats, warmup)
+    return {
+        name: {**dict(zip(("p20_us", "p50_us", "p80_us"), eager[name], strict=True)),
+               "graph_p50_us": replayed.get(name, (None,) * 3)[1], **facts[name], "note": notes.get(name)}
+        for name in calls
+    }
 
 
 def speedups(p50_us: float, graph_p50_us: float | None, rival_us: float, rival_graph_us: float | None) -> dict:
@@ -133,7 +146,7 @@ def copy_gbps(repeats: int = 20) -> float:
     size = min(_COPY_BYTES, torch.cuda.mem_get_info()[0] // 8)
     source = torch.randint(256, (size,), dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
-    _, p50_us, _ = interleaved({"copy": lambda: target.copy_(source)}, repeats, warmup=3)["copy"]
+    _, p50_us, _ = interleave({"copy": lambda: target.copy_(source)}, repeats, warmup=3)["copy"]
     return 2 * size / p50_us / 1e3
 
 

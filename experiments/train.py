@@ -27,10 +27,10 @@ from ssd.modules.checkpoint import safetensors_package
 
 from . import checkpoints, record
 from .parallel import Team, joined
-from .reasons import first_line
-from .runs import Run, option
 from .steps import batches_of, gradient, made, named
+from .terminal import first_line
 from .train_log import TrainLog
+from .training_run import Run, option
 from .workloads import get_workload
 
 

@@ -14,7 +14,6 @@ from statistics import median
 
 import torch
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
 from ssd.files import replacing
@@ -22,7 +21,9 @@ from ssd.registry import config_spaces, get_variant
 from ssd.runtime import tuning
 from ssd.types import Options, SSDGrads, SSDInputs
 
-from .shapes import DTYPES, Shape, make_inputs
+from .inputs import DTYPES, make_inputs
+from .shapes import Shape
+from .terminal import track
 
 # What together launches every kernel, forward and backward.
 _CALLS = (
@@ -59,7 +60,8 @@ def _measure(shape, dtype, chunk_size, sizes, device, repeats, console) -> dict[
     dout = torch.randn_like(inputs.x)
     spaces = {kernel: space.configs(*sizes, device) for kernel, space in config_spaces().items()}
     times: dict[str, dict[tuning.Config, float]] = defaultdict(dict)
-    for turn in track(range(max(map(len, spaces.values()))), f"{shape.name}, chunk {chunk_size}", console=console):
+    turns = range(max(map(len, spaces.values())))
+    for turn in track(turns, console, lambda turn: f"{shape.name}, chunk {chunk_size}: config {turn + 1}"):
         trial = {kernel: space[turn] for kernel, space in spaces.items() if turn < len(space)}
         with ExitStack() as stack:
             for kernel, config in trial.items():

@@ -20,8 +20,8 @@ from ssd.registry import is_peer
 from .. import counters, record, tuned
 from ..kernel_names import of_operator
 from ..parallel import alone
-from ..runs import Run
 from ..steps import batches_of, gradient, made
+from ..training_run import Run
 from ..workloads import get_workload
 from . import trace
 from .operators import classify

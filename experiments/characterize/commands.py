@@ -1,4 +1,4 @@
-"""The commands of the characterisation, which `__main__` adds to the command line."""
+"""The commands of the characterisation, which `__main__` adds to the command line; each imports what it runs."""
 
 from __future__ import annotations
 
@@ -10,100 +10,99 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
-from rich.console import Console
 
-from ssd import variant_names
-
-from .. import record, shapes
-from ..reasons import first_line, refuse
-from ..runs import DTYPES, Run, run_of
-from ..sweep import NAMES, parsed
+from ..arguments import (
+    VARIANTS,
+    DtypeOption,
+    OutOption,
+    RepeatsOption,
+    WarmupOption,
+    check_name,
+    has_gpu,
+    read_rows,
+    require_gpu,
+    require_writable,
+    split_names,
+)
+from ..record import RESULTS
+from ..shapes import ITEMSIZES, SEQLENS
+from ..terminal import first_line, make_console, refuse
+from ..training_run import DTYPES, WORKLOAD_HELP, Run, make_run, parse_workload
 from ..workloads import get_workload
-from . import compare as comparing
-from . import components
 
+NOISE = 0.05  # of 108 pairs of rows of mamba_ssm, whose code is one, at successive commits on an H200, 4 differ by more
 _REPORT = Path("docs", "characterisation")
 _VARIANTS = "baseline,fused,persistent"
 _WORKLOADS = ("mamba2:1.3b,hybrid:1b,mambavision:T/mamba1,mambavision:T/ssd,"
               "graphmamba:peptides-func/mamba1,graphmamba:peptides-func/ssd")
 _STEPS = 100  # of the runs' schedules; fewer are taken
-_OutOption = Annotated[Path, typer.Option(file_okay=False, help="Folder of the rows: <out>/<gpu>/<bench>.jsonl.")]
 
 
 def compare(
     old: Annotated[str, typer.Argument(help="A folder of rows, or a commit that rows of --out were measured at.")],
     new: Annotated[str, typer.Argument(help="Likewise.")],
-    noise: Annotated[float, typer.Option(min=0, help="What two runs of the same code differ by.")] = comparing.NOISE,
+    noise: Annotated[float, typer.Option(min=0, help="What two runs of the same code differ by.")] = NOISE,
     kind: Annotated[str, typer.Option("--format", help="terminal or markdown.")] = "terminal",
     fail: Annotated[bool, typer.Option("--fail", help="Exit 1 if anything is slower.")] = False,
-    out: _OutOption = record.RESULTS,
+    out: OutOption = RESULTS,
 ) -> None:
     """Times of two result sets side by side; what is slower by more than noise is marked.
 
     The time in a CUDA graph counts where both have one. Noise: the larger of --noise and half the widths of p20..p80.
     """
-    if kind not in ("terminal", "markdown"):
-        refuse(f"--format: got {kind!r}, expected terminal or markdown")
+    check_name("--format", kind, ("terminal", "markdown"))
+    from . import compare
+
     sets = []
     for name, given in (("OLD", old), ("NEW", new)):
         try:
-            sets.append(comparing.rows_of(given, out))
+            sets.append(compare.rows_of(given, out))
         except (FileNotFoundError, ValueError) as reason:
             refuse(f"{name}: {reason}")
     try:
-        found = comparing.compare(*sets, noise)
+        found = compare.compare(*sets, noise)
     except ValueError as reason:
         refuse(f"compare: {reason}")
     if kind == "markdown":
-        typer.echo(comparing.markdown(found), nl=False)
+        typer.echo(compare.markdown(found), nl=False)
     else:
-        console = Console()
-        console.width = max(160, console.width)  # narrower, numbers would fold
-        console.print(comparing.terminal(found))
+        make_console().print(compare.terminal(found))
     raise typer.Exit(1 if fail and found.count("slower") else 0)
 
 
 def report(
     folder: Annotated[Path, typer.Option(file_okay=False, help="Where index.html and report.md go.")] = _REPORT,
-    out: _OutOption = record.RESULTS,
+    out: OutOption = RESULTS,
 ) -> None:
     """Write the characterisation from committed rows, as one page that loads nothing and as Markdown; needs no GPU."""
-    if not out.is_dir():
-        refuse(f"--out: got {out}, expected a folder that exists")
-    from .report.build import write  # draws, so it needs matplotlib
+    has_gpu()
+    from .report.build import write
 
-    try:
-        paths = write(folder, out)
-    except ValueError as reason:
-        refuse(f"--out: {reason}")
+    paths = read_rows(lambda: write(folder, out), out)
     typer.echo(f"{paths[0]} and {len(paths) - 1} files beside it written")
 
 
 def characterize(
-    workload: Annotated[str, typer.Option(help=NAMES)] = _WORKLOADS,
-    variant: Annotated[str, typer.Option(help="Of the SSD; scans run auto, and mamba_ssm if given.")] = _VARIANTS,
+    workload: Annotated[str, typer.Option(help=WORKLOAD_HELP)] = _WORKLOADS,
+    variant: Annotated[str, typer.Option(help="Of the SSD; Mamba-1's scans run auto, and mamba_ssm if given.")] = _VARIANTS,
     dtype: Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}; bf16 by autocast.")] = "bf16",
     documents: Annotated[bool, typer.Option(help="As of train.")] = True,
     traces: Annotated[Path | None, typer.Option(file_okay=False, help="Folder to keep traces in, for Perfetto.")] = None,
     counters: Annotated[bool, typer.Option(help="Also count each kernel's bytes and FLOPs with ncu: minutes a run.")] = False,
-    out: _OutOption = record.RESULTS,
+    out: OutOption = RESULTS,
 ) -> None:
     """Profile training steps and append what they spend their time on; and check ncu's FLOP counter where ncu is installed."""
-    variants = variant.split(",")
-    for name in variants:
-        if name not in (known := ("auto", *variant_names())):
-            refuse(f"--variant: got {name!r}, expected any of {', '.join(known)}")
+    variants = split_names("--variant", variant, VARIANTS)
     try:
         runs = list(_runs(workload, variants, dtype, documents))
     except ValueError as reason:
         refuse(str(reason))
-    if not torch.cuda.is_available():
-        refuse("characterize: needs a CUDA GPU, found none; make report shows the rows that there are")
-    from . import collect  # trains, so it needs what training does
+    require_writable(out)
+    require_gpu("characterize", "make report shows the rows that there are")
+    from . import collect
 
-    console, complete = Console(), True
+    console, complete = make_console(), True
     if shutil.which("ncu"):
         try:
             console.print(f"a product's FLOPs by ncu, over those it has: {collect.calibrate(out):.4f}")
@@ -114,7 +113,7 @@ def characterize(
         name = "-".join((run.workload, run.preset, run.mixer, run.variant))
         try:
             rows = collect.breakdown(run, out, traces and traces / f"{name}.json")
-        except Exception as reason:  # one that cannot run must not cost the measurements of the others
+        except Exception as reason:  # the others are measured all the same
             complete = False
             console.print(f"{name}: {first_line(reason)}", style="yellow", markup=False)
             continue
@@ -133,11 +132,8 @@ def characterize(
 
 
 def scaling(
-    seqlen: Annotated[str, typer.Option(help="Tokens, comma-separated.")] = ",".join(map(str, components.SEQLENS)),
-    dtype: Annotated[str, typer.Option(help=f"Dtype of activations: {', '.join(shapes.DTYPES)}.")] = "bf16",
-    repeats: Annotated[int, typer.Option(min=2, help="Timed calls of each.")] = 20,
-    warmup: Annotated[int, typer.Option(min=1, help="Calls of each before they are timed.")] = 5,
-    out: _OutOption = record.RESULTS,
+    seqlen: Annotated[str, typer.Option(help="Tokens, comma-separated.")] = ",".join(map(str, SEQLENS)),
+    dtype: DtypeOption = "bf16", repeats: RepeatsOption = 20, warmup: WarmupOption = 5, out: OutOption = RESULTS,
 ) -> None:
     """Measure time and memory of a Mamba-1 and a Mamba-2 block's components over the sequence length."""
     try:
@@ -146,19 +142,20 @@ def scaling(
         seqlens = ()
     if not seqlens or min(seqlens) < 1:
         refuse(f"--seqlen: got {seqlen!r}, expected positive numbers, as in 64,1024")
-    if dtype not in shapes.DTYPES:
-        refuse(f"--dtype: got {dtype!r}, expected any of {', '.join(shapes.DTYPES)}")
-    if not torch.cuda.is_available():
-        refuse("scaling: needs a CUDA GPU, found none; make report shows the rows that there are")
-    rows = components.run(components.Plan(seqlens, dtype, repeats, warmup, out), Console())
+    check_name("--dtype", dtype, ITEMSIZES)
+    require_writable(out)
+    require_gpu("scaling", "make report shows the rows that there are")
+    from . import components
+
+    rows = components.run(components.Plan(seqlens, dtype, repeats, warmup, out), make_console())
     typer.echo(f"{len(rows)} rows under {out}; make report shows them")
 
 
 def profiled_product() -> None:
     """A product of known FLOPs between the profiler's start and stop: what `characterize` runs under ncu."""
-    from .collect import profiled_product
+    from . import collect
 
-    profiled_product()
+    collect.profiled_product()
 
 
 def profiled_step(run: str) -> None:
@@ -171,8 +168,8 @@ def profiled_step(run: str) -> None:
 def _runs(workloads: str, variants: list[str], dtype: str, documents: bool) -> Iterator[Run]:
     """What is profiled: each workload with each variant; where its mixer is no SSD, with upstream's kernels or with ours."""
     of_scan = list(dict.fromkeys(name if name == "mamba_ssm" else "auto" for name in variants))
-    for name, preset, mixer in map(parsed, workloads.split(",")):
+    for name, preset, mixer in map(parse_workload, workloads.split(",")):
         text = {"documents": documents} if get_workload(name).unit == "tokens" else {}
-        run = run_of(name, preset, mixer=mixer, dtype=dtype, steps=_STEPS, **text)
+        run = make_run(name, preset, mixer=mixer, dtype=dtype, steps=_STEPS, **text)
         for variant in variants if run.mixer == "ssd" else of_scan:
             yield replace(run, variant=variant)

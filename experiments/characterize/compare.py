@@ -15,9 +15,8 @@ from pathlib import Path
 from rich.table import Table
 
 from .. import record, table
+from .commands import NOISE
 
-# Of 108 pairs of rows of mamba_ssm, whose code is the same, at successive commits on an H200, 4 differ by more in a graph.
-NOISE = 0.05
 _HOST_BOUND = 1.1
 _SETTINGS = ("gpu", "bench", "part", "workload", "preset", "variant", "mode", "shape", "dtype", "chunk_size", "gpus", "way")
 _SHORT_SHA = 7
@@ -119,23 +118,20 @@ def compare(old: Iterable[dict], new: Iterable[dict], noise: float = NOISE) -> C
 
 
 def terminal(comparison: Comparison) -> Table:
-    """For rich; regressions in red."""
-    result = Table(title="times of both, the slowest first", caption=comparison.summary())
-    for header in _HEADER:
-        result.add_column(header, justify="left" if header in _NAMES else "right", no_wrap=header in _NAMES)
-    for pair in comparison.pairs:
-        style = {"slower": "red", "faster": "green", "same": None}[pair.verdict]
-        result.add_row(*_cells(pair), style=style)
+    """For rich; what is slower is red, what is faster green."""
+    columns = table.columns(*_HEADER)
+    result = table.terminal([dict(zip(_HEADER, _cells(pair), strict=True)) for pair in comparison.pairs],
+                            "times of both, the slowest first", columns)
+    result.caption = comparison.summary()
+    for row, pair in zip(result.rows, comparison.pairs, strict=True):
+        row.style = {"slower": "red", "faster": "green", "same": None}[pair.verdict]
     return result
 
 
 def markdown(comparison: Comparison) -> str:
-    """As a table and a sentence; regressions in bold."""
-    lines = [_HEADER, ["---" if header in _NAMES else "---:" for header in _HEADER]]
-    for pair in comparison.pairs:
-        *cells, verdict = _cells(pair)
-        lines.append([*cells, f"**{verdict}**" if verdict == "slower" else verdict])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + f"\n\n{comparison.summary()}.\n"
+    """As a table and a sentence; what is slower is bold."""
+    rows = [[f"**{cell}**" if cell == "slower" else cell for cell in _cells(pair)] for pair in comparison.pairs]
+    return table.markdown(_HEADER, rows, _NAMES) + f"\n{comparison.summary()}.\n"
 
 
 def _latest(rows: Iterable[dict]) -> dict[tuple, dict]:

@@ -6,7 +6,7 @@ inference is its forward, training its forward and backward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
 from operator import itemgetter
@@ -15,15 +15,15 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from rich.console import Console
-from rich.progress import Progress
 
 from ssd import ssd_chunk_scan
 from ssd.block import causal_conv1d_fn
 
 from .. import block, record, timing
-from ..shapes import DTYPES, Shape, make_inputs
+from ..inputs import DTYPES, make_inputs
+from ..shapes import SEQLENS, Shape
+from ..terminal import track
 
-SEQLENS = tuple(2**n for n in range(6, 15))
 MODES = {"fwd": "inference", "fwd_bwd": "training"}
 CHUNK_SIZE = 256
 _D_MODEL, _INNER, _HEADDIM, _DSTATE, _DT_RANK = 2048, 4096, 64, {"mamba1": 16, "mamba2": 128}, 128
@@ -42,20 +42,19 @@ class Plan:
 
 def run(plan: Plan, console: Console) -> list[dict]:
     """Measures every component and returns the rows, each appended to its file as soon as it is known."""
-    rows, settings = [], list(product(plan.seqlens, COMPONENTS))
-    with timing.side_stream(), Progress(console=console) as progress:
-        task = progress.add_task("", total=len(settings))
-        for seqlen, (name, component) in settings:
+    rows, settings = [], [(seqlen, *which) for seqlen, which in product(plan.seqlens, COMPONENTS)]
+    with timing.side_stream():
+        for seqlen, name, component in track(settings, console, lambda one: f"{one[1]} {one[2]} {one[0]}"):
             shape = _shape(name, seqlen)
-            progress.update(task, description=f"{name} {component} {seqlen}")
             row = {"bench": "scaling", "part": component, "shape": name, **shape.sizes, "dtype": plan.dtype}
             try:
-                for mode, values in _measured(COMPONENTS[name, component](shape, DTYPES[plan.dtype]), plan):
+                work = COMPONENTS[name, component](shape, DTYPES[plan.dtype])
+                for mode in MODES:
+                    (values,) = block.measure(work, {block.OURS: work.ours}, mode, plan.repeats, plan.warmup).values()
                     rows.append(row | {"mode": mode} | values | record.environment())
                     record.append(rows[-1], plan.out)
-            except Exception as reason:  # one that cannot run must not cost the measurements of the others
+            except Exception as reason:  # the other components are measured all the same
                 console.print(f"{name} {component} {seqlen} is left out: {reason}", style="yellow", markup=False)
-            progress.advance(task)
     return rows
 
 
@@ -63,12 +62,6 @@ def committed(out: Path = record.RESULTS) -> list[dict]:
     """The last row of each component, length and mode, the shortest first."""
     rows = record.latest(record.read(out, bench="scaling"), itemgetter("gpu", "shape", "part", "seqlen", "mode", "dtype"))
     return sorted(rows, key=itemgetter("seqlen"))
-
-
-def _measured(work: block.Work, plan: Plan) -> Iterator[tuple[str, dict]]:
-    for mode in MODES:
-        (values,) = block.timed(work, {block.OURS: work.ours}, mode, plan.repeats, plan.warmup).values()
-        yield mode, values
 
 
 def _shape(name: str, seqlen: int) -> Shape:

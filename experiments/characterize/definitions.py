@@ -31,7 +31,7 @@ from typing import NamedTuple
 from ssd import cost
 
 from .. import counters, record
-from ..shapes import DTYPES, Shape
+from ..shapes import Shape
 from .gpus import find
 
 NCU, DATASHEET, COPY = "ncu", "data sheet", "copy"
@@ -85,7 +85,7 @@ class Utilisation(NamedTuple):
 def problem_of(row: dict) -> cost.Problem:
     """The sizes of a row's call, for the cost model."""
     shape = Shape(row["shape"], **{key: row[key] for key in record.SIZES})
-    return shape.problem(row["chunk_size"], DTYPES[row["dtype"]])
+    return shape.problem(row["chunk_size"], row["dtype"])
 
 
 def calls(out: Path = record.RESULTS) -> list[Call]:

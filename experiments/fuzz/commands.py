@@ -7,18 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
-from rich.console import Console
 
-from ssd.registry import is_peer, variant_names
+from ..arguments import VARIANTS, OutOption, check_name, has_gpu, require_writable, split_names
+from ..record import RESULTS
+from ..terminal import make_console, refuse
 
-from .. import record
-from ..reasons import refuse
-from . import campaign
-from .parts import DRAWS, from_json, to_json
-
-_VARIANTS = ("auto", *(name for name in variant_names() if not is_peer(name)))
+_PARTS = ("operator", "block")
+_PEERS = ("mamba_ssm", "fla")  # which the fuzz does not judge
+_VARIANTS = tuple(name for name in VARIANTS if name not in _PEERS)
 _WORKERS_ON_GPU, _TIMEOUT = 14, 240.0
 
 
@@ -28,28 +25,28 @@ def fuzz(
     seed: Annotated[int, typer.Option(min=0, help="Of what is drawn: the same seed draws the same.")] = 0,
     variant: Annotated[str, typer.Option(
         help=f"Variants, a share each, of {', '.join(_VARIANTS)}.")] = "auto,baseline,fused,persistent",
-    part: Annotated[str, typer.Option(help=f"One of {', '.join(DRAWS)}.")] = "operator",
+    part: Annotated[str, typer.Option(help=f"One of {', '.join(_PARTS)}.")] = "operator",
     workers: Annotated[int | None, typer.Option(min=1, help="Processes; 14 with a GPU, 1 without.")] = None,
     family: Annotated[int, typer.Option(min=1, help="Configurations drawn for each set of kernels.")] = 6,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds after which a configuration counts as hung.")] = _TIMEOUT,
     shrink: Annotated[float, typer.Option(min=0, help="Seconds for making the first failures small, after the rest.")] = 90,
     config: Annotated[str | None, typer.Option(
         help="Run this configuration, as a run printed it, and nothing else; @FILE or - for stdin, one a line.")] = None,
-    out: Annotated[Path, typer.Option(file_okay=False, help="Folder of the rows: <out>/<gpu>/<bench>.jsonl.")] = record.RESULTS,
+    out: OutOption = RESULTS,
 ) -> None:
     """Draw configurations at random and judge every output and gradient against fp64; exit 1 if any fails.
 
     Each failure is one line of JSON that --config runs again. Without a GPU the kernels are interpreted, at small sizes.
     """
-    variants = tuple(dict.fromkeys(variant.split(",")))
-    for name in variants:
-        if name not in _VARIANTS:
-            refuse(f"--variant: got {name!r}, expected any of {', '.join(_VARIANTS)}")
-    if part not in DRAWS:
-        refuse(f"--part: got {part!r}, expected one of {', '.join(DRAWS)}")
-    workers = workers or (_WORKERS_ON_GPU if torch.cuda.is_available() else 1)
+    variants = tuple(split_names("--variant", variant, _VARIANTS))
+    check_name("--part", part, _PARTS)
+    require_writable(out)
+    workers = workers or (_WORKERS_ON_GPU if has_gpu() else 1)
+    from . import campaign
+    from .parts import from_json, to_json
+
     plan = campaign.Plan(part, variants, seed, seconds, configs, workers, family, timeout, shrink, out)
-    console = Console(width=max(140, Console().width))
+    console = make_console()
     if config is None:
         raise typer.Exit(1 if campaign.run(plan, console).failures else 0)
     try:

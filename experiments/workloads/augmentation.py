@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..reasons import first_line
+from ..terminal import first_line
 from .vision_model import MEAN
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from ..reasons import first_line
+from ..terminal import first_line
 from .epochs import Epochs
 from .synthetic_chains import HOPS, SyntheticChains
 from .synthetic_superpixels import SyntheticSuperpixels
@@ -21,7 +21,7 @@ from .synthetic_superpixels import SyntheticSuperpixels
 if TYPE_CHECKING:
     from torch_geometric.data import Data
 
-    from ..runs import Run
+    from ..training_run import Run
     from .graph_model import GraphSizes
 
 _NEIGHBOURS = {"MNIST": 8, "PascalVOC-SP": 6}  # of a superpixel; the data sets have 8.0 and 5.7 edges to a node

@@ -10,7 +10,7 @@ from types import ModuleType
 
 import numpy as np
 
-from ..reasons import first_line
+from ..terminal import first_line
 
 READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 _COLUMN = "text"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from ..reasons import first_line
+from ..terminal import first_line
 from . import augmentation
 from .epochs import Epochs
 from .synthetic_images import LARGEST, SyntheticImages
@@ -22,7 +22,7 @@ from .vision_model import VisionSizes
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-    from ..runs import Run
+    from ..training_run import Run
 
 SMOOTHING = 0.1  # of labels, as the published training has it
 _SUFFIXES = (".jpg", ".jpeg", ".png")

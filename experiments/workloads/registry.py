@@ -7,13 +7,15 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
-from torch.utils.data import Dataset
-
-from ssd.cost import Problem
+from ..names import suggest
 
 if TYPE_CHECKING:
-    from ..runs import Run
+    from torch import Tensor, nn
+    from torch.utils.data import Dataset
+
+    from ssd.cost import Problem
+
+    from ..training_run import Run
 
 _MODULES = {name: f"{__package__}.{name}" for name in ("mamba2", "hybrid", "mambavision", "graphmamba")}
 
@@ -27,7 +29,7 @@ class Preset:
         batch: samples of a micro-batch.
         lr: the highest learning rate.
         seqlen: tokens of a sample; None where samples are as long as they are.
-        optimizer, weight_decay: see `runs.Run`.
+        optimizer, weight_decay: see `training_run.Run`.
     """
 
     sizes: Any
@@ -79,5 +81,6 @@ def get_workload(name: str) -> Workload:
         ValueError: no such name; the message lists the known ones.
     """
     if name not in _MODULES:
-        raise ValueError(f"--workload: got {name!r}, expected one of {', '.join(_MODULES)}")
+        raise ValueError(f"--workload: got {name!r}, expected one of {', '.join(_MODULES)}"
+                         f"{suggest(name, list(_MODULES))}")
     return import_module(_MODULES[name]).WORKLOAD

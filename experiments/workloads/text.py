@@ -16,7 +16,7 @@ from .language_model import IGNORED, LanguageSizes
 from .synthetic_text import SyntheticText
 
 if TYPE_CHECKING:
-    from ..runs import Run
+    from ..training_run import Run
 
 _EXPECTED = f"synthetic, a .txt file or a folder of such, a file of {', '.join(hub_text.READERS)}, or the name of a data set"
 

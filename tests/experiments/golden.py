@@ -8,8 +8,8 @@ from tempfile import TemporaryDirectory
 
 from rich.console import Console
 
-from experiments.runs import run_of
 from experiments.train import train
+from experiments.training_run import make_run
 from experiments.workloads import get_workload, workload_names
 
 GOLDEN = Path(__file__).with_suffix(".json")
@@ -19,7 +19,7 @@ CASES = [(name, mixer) for name in workload_names() for mixer in get_workload(na
 
 def trained(workload: str, mixer: str, variant: str = "torch", steps: int = STEPS, **settings) -> list[float]:
     """Losses of every step; settings: of the run."""
-    run = run_of(workload, mixer=mixer, variant=variant, steps=steps, save_every=0, **settings)
+    run = make_run(workload, mixer=mixer, variant=variant, steps=steps, save_every=0, **settings)
     with TemporaryDirectory() as folder:
         out = Path(folder)
         train(run, out, Console(quiet=True), rows=out)

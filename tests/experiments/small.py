@@ -6,7 +6,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from experiments.runs import Run, run_of
+from experiments.training_run import Run, make_run
 from experiments.workloads.graph_model import GraphSizes
 from experiments.workloads.graphs import PEPTIDES_FUNC
 from experiments.workloads.language_model import LanguageSizes
@@ -35,4 +35,4 @@ def graph_sizes(**other) -> GraphSizes:
 
 
 def small_run(workload: str = "mamba2", **settings) -> Run:
-    return run_of(workload, "small", **{"variant": VARIANT, "mixer": "ssd", "steps": 6} | settings)
+    return make_run(workload, "small", **{"variant": VARIANT, "mixer": "ssd", "steps": 6} | settings)

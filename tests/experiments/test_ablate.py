@@ -85,8 +85,8 @@ def test_command_without_gpu(monkeypatch, tmp_path):
     command = ["ablate", "--variant", "baseline", "--out", str(tmp_path)]
     result = CliRunner().invoke(app, command)
     assert result.exit_code == 0, result.output
-    for text in ("Nothing was timed", "without", get_variant("baseline").options[0]):
+    for text in ("nothing is timed", "1 of 2: baseline: all", "without", get_variant("baseline").options[0]):
         assert text in result.stdout
     assert not list(tmp_path.iterdir()), "a run without a GPU writes no rows"
-    monkeypatch.setattr(interpret, "worst", lambda variant, options: {"fp32": Error(float("nan"), 0.0)})
+    monkeypatch.setattr(interpret, "check", lambda variant, dtype, options, modes: {"out": Error(float("nan"), 0.0)})
     assert CliRunner().invoke(app, command).exit_code == 1

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from experiments.accuracy import LEAVES, Error, Part, Truth
-from experiments.shapes import Shape, make_inputs
+from experiments.inputs import make_inputs
+from experiments.shapes import Shape
 from ssd import ssd_chunk_scan
 
 SHAPE = Shape("test", batch=2, seqlen=70, nheads=6, headdim=8, dstate=16, ngroups=3)

@@ -10,7 +10,8 @@ import torch
 from rich.console import Console
 
 from experiments import bench, record, timing
-from experiments.shapes import MODES, SMALL, make_inputs
+from experiments.inputs import make_inputs
+from experiments.shapes import MODES, SMALL
 from ssd import Options, cost
 from ssd.registry import Variant
 
@@ -21,7 +22,7 @@ SECONDS_OF = {("torch", 32): 2e-3, ("torch", 64): 1e-3, ("rival", 128): 4e-3, ("
 def clock(monkeypatch):
     """Timing without a GPU: every call runs once; times come from SECONDS_OF, a tenth less in a graph."""
 
-    def interleaved(calls, repeats, warmup):
+    def interleave(calls, repeats, warmup):
         graphs = all(hasattr(call, "captured") for call in calls.values())
         for call in calls.values():
             call()
@@ -36,7 +37,7 @@ def clock(monkeypatch):
         return replay
 
     for name, fake in {
-        "side_stream": contextlib.nullcontext, "copy_gbps": lambda: 4000.0, "interleaved": interleaved, "capture": capture,
+        "side_stream": contextlib.nullcontext, "copy_gbps": lambda: 4000.0, "interleave": interleave, "capture": capture,
         "count_launches": lambda call: 5, "peak_mib": lambda call: 1.5, "saved_mib": lambda call: 0.5,
     }.items():
         monkeypatch.setattr(timing, name, fake)
@@ -90,7 +91,7 @@ def test_auto_has_rows_of_its_own(tmp_path, clock, monkeypatch):
 
 def test_what_follows_from_a_time(tmp_path, clock, rival):
     (_, row, peer, _), _ = run(tmp_path)
-    ideal = cost.ideal_forward(SMALL.problem(64, torch.float32))
+    ideal = cost.ideal_forward(SMALL.problem(64, "fp32"))
     assert row["p50_us"] == 1000 and row["graph_p50_us"] == 900
     assert row["ideal_bytes"] == ideal.bytes
     assert row["effective_gbps"] == pytest.approx(ideal.bytes / 1e-3 / 1e9)

@@ -16,7 +16,7 @@ TINY, SCAN = Shape("tiny", 1, 8, 2, 8, 4, 1), Shape("scan", 1, 8, 2, 1, 2, 1)
 @pytest.fixture(autouse=True)
 def clock(monkeypatch):
     """Ours takes 10 us, upstream 25; a graph 5 less. Every call is made."""
-    def interleaved(calls, repeats, warmup):
+    def interleave(calls, repeats, warmup):
         less = 5 if all(hasattr(call, "captured") for call in calls.values()) else 0
         for call in calls.values():
             call()
@@ -29,7 +29,7 @@ def clock(monkeypatch):
         replay.captured = True
         return replay
 
-    for name, fake in {"side_stream": contextlib.nullcontext, "copy_gbps": lambda: 4000.0, "interleaved": interleaved,
+    for name, fake in {"side_stream": contextlib.nullcontext, "copy_gbps": lambda: 4000.0, "interleave": interleave,
                        "capture": capture, "count_launches": lambda call: 5, "peak_mib": lambda call: 1.5}.items():
         monkeypatch.setattr(timing, name, fake)
     monkeypatch.setattr(block, "SCANS", (SCAN,))

@@ -18,8 +18,8 @@ from safetensors.torch import load_file
 
 from experiments import checkpoints, record
 from experiments.parallel import WAYS
-from experiments.runs import run_of
 from experiments.train import train
+from experiments.training_run import make_run
 from ssd.block import arguments
 from tests.experiments.small import VARIANT, needs_graphs
 from tests.experiments.test_train import started, started_module
@@ -75,7 +75,7 @@ def by_one(tmp_path_factory) -> Path:
 def train_alone(out: Path, resume: bool = False) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(arguments, "INTERPRETED", False)
-        train(run_of(**SETTINGS), out, Console(quiet=True), resume, out / "rows")
+        train(make_run(**SETTINGS), out, Console(quiet=True), resume, out / "rows")
 
 
 def assert_same_steps(out: Path, by_one: Path) -> None:

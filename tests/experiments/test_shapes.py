@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from experiments.shapes import NAMED, SHAPES, SWEEP, find_shapes, make_inputs
+from experiments.inputs import make_inputs
+from experiments.shapes import NAMED, SHAPES, SWEEP, find_shapes
 from ssd import ssd_chunk_scan
 
 

@@ -2,6 +2,7 @@ import csv
 import io
 
 import pytest
+from rich.console import Console
 
 from experiments import table
 from tests.experiments.rows import compared, ssd_row, write
@@ -46,7 +47,7 @@ def test_commits_are_not_mixed(tmp_path):
 def test_markdown():
     text = table.render([ssd_row(**compared()), ssd_row("mamba_ssm", p50_us=1250.0)], "markdown")
     header, rule, ours, peer = text.splitlines()
-    assert "graph speed-up" in header and set(rule) <= set("|:-")
+    assert "graph speed-up" in header and set(rule) <= set("| :-") and len(rule.split("|")) == len(header.split("|"))
     cells = [cell.strip() for cell in ours.strip("|").split("|")]
     assert cells[:6] == ["8b-b4", "fwd", "baseline", "128", "1000", "990"]
     assert cells[-3:] == ["mamba_ssm", "1.25", "1.25"]
@@ -58,6 +59,30 @@ def test_csv_keeps_every_key():
     (parsed,) = csv.DictReader(io.StringIO(table.render([row], "csv")))
     assert parsed.keys() == row.keys()
     assert float(parsed["p50_us"]) == 1000.0
+
+
+@pytest.mark.parametrize("name", ("COLUMNS", "ABLATION", "BLOCK", "STEPS", "COUNTERS", "KERNELS"))
+def test_a_table_fits_100_columns_and_cuts_nothing(name):
+    """Of long names and numbers. The title has the GPU and the commit, empty columns are left out, `wide` has every column."""
+    columns = getattr(table, name)
+    long = {
+        "shape": "graphmamba-peptides" if name == "BLOCK" else "sweep-16384", "mode": "fwd_train", "variant": "persistent",
+        "part": "selective_scan", "workload": "mambavision", "preset": "malnet-tiny", "mixer": "mamba1", "step": "without",
+        "mean_dram_pct": 57.25, "changed": "low_precision_CB", "kernel": "selective_scan_walk_bwd_kernel", "dram_pct": 100.0,
+        "ssm_us": 1234.5e3}
+    row = ssd_row(p50_us=116431.0, **compared(), seqlen=1048576, relative=0.5, unit="tokens", dram_bytes=123456e6,
+                  occupancy_pct=99.9, tensor_pct=99.9, registers=255, blocks=100000, loss=10.123) | long
+    console = Console(width=100, record=True, file=io.StringIO())
+    table.show(console, [row], "medians", columns)
+    text = console.export_text(clear=False)
+    assert max(map(len, text.splitlines())) <= 100 and "…" not in text
+    assert "NVIDIA H200, bf16, commit 0000000" in text
+    for header, (key, to_text) in table.NARROW[name].items():
+        shown = to_text(row.get(key))
+        assert (header in text) == bool(shown) and shown in text, header
+    table.show(console, [row], "medians", columns, wide=True)
+    text = console.export_text()
+    assert all(header in text for header in columns)
 
 
 def test_the_least_of_a_rival_counts():

@@ -1,4 +1,4 @@
-"""What `interleaved` says of calls, on a host and a GPU that are counted."""
+"""What `interleave` says of calls, on a host and a GPU that are counted."""
 
 import pytest
 import torch
@@ -55,5 +55,5 @@ def machine(monkeypatch):
 def test_a_loop_of_the_call(host, gpu, machine):
     """The slower of the two, whatever is timed beside it: a flush hides no launches."""
     calls = {"this": lambda: machine.work(host, gpu), "long": lambda: machine.work(10, 5000)}
-    low, middle, high = timing.interleaved(calls, repeats=5, warmup=1)["this"]
+    low, middle, high = timing.interleave(calls, repeats=5, warmup=1)["this"]
     assert low == pytest.approx(high, abs=2) and middle == pytest.approx(max(host, gpu), abs=2)

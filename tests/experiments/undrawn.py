@@ -15,7 +15,7 @@ from torch import Tensor
 
 from experiments import train as training
 from experiments.parallel import WAYS, joined
-from experiments.runs import Run, run_of
+from experiments.training_run import Run, make_run
 from experiments.workloads import get_workload, graph_model
 from ssd.block import arguments
 from tests.experiments.small import VARIANT
@@ -29,7 +29,7 @@ def runs_of(workload: str) -> dict[str, Run]:
     short = {} if known.presets["tiny"].seqlen is None else {"seqlen": 32}
     runs = {}
     for again, mixer in ((False, known.mixers[0]), (True, known.mixers[-1])):
-        runs[f"{mixer}-again" if again else mixer] = run_of(
+        runs[f"{mixer}-again" if again else mixer] = make_run(
             workload, variant=VARIANT if mixer == "ssd" else "auto", mixer=mixer, batch=4, accumulate=2, steps=3,
             checkpoint_activations=again, **short)
     return runs

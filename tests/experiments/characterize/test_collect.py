@@ -10,7 +10,7 @@ import torch
 from experiments import counters, record
 from experiments.__main__ import app
 from experiments.characterize import collect, commands, trace
-from experiments.runs import Run
+from experiments.training_run import Run
 from experiments.workloads import workload_names
 from tests.experiments.small import small_run
 

@@ -22,7 +22,7 @@ def _interleaved(calls, repeats, warmup):
     return {name: (1.0, 2.0, 3.0) for name in calls}
 
 
-CLOCK = {"side_stream": contextlib.nullcontext, "interleaved": _interleaved, "capture": lambda call: call,
+CLOCK = {"side_stream": contextlib.nullcontext, "interleave": _interleaved, "capture": lambda call: call,
          "count_launches": lambda call: 5, "peak_mib": lambda call: 1.5}
 
 

@@ -1,0 +1,112 @@
+"""What commands share in reading their options: lists of names, shapes, folders of rows. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from .names import suggest, variant_names
+from .shapes import CHUNK_SIZES, ITEMSIZES, MODES, SHAPES, Shape, find_shapes
+from .terminal import refuse
+
+if TYPE_CHECKING:
+    from ssd import Options
+
+VARIANTS = ("auto", *variant_names())
+VARIANT_LIST = ", ".join(VARIANTS)
+ShapeOption = Annotated[str, typer.Option(help=f"Shapes, of named, workloads, sweep, {', '.join(SHAPES)}.")]
+ModeOption = Annotated[str, typer.Option(help=f"Modes, of {', '.join(MODES)}.")]
+DtypeOption = Annotated[str, typer.Option(help=f"Dtype of activations: {', '.join(ITEMSIZES)}.")]
+RepeatsOption = Annotated[int, typer.Option(min=2, help="Timed calls of each candidate; candidates take turns.")]
+WarmupOption = Annotated[int, typer.Option(min=1, help="Calls of each candidate before timing.")]
+OutOption = Annotated[Path, typer.Option(file_okay=False, help="Folder of the rows: <out>/<gpu>/<bench>.jsonl.")]
+WideOption = Annotated[bool, typer.Option("--wide", help="Show every column, beyond 100 characters.")]
+CountersOption = Annotated[bool, typer.Option(help="Also read DRAM traffic, blocks and pipes of each kernel with ncu.")]
+
+
+def has_gpu() -> bool:
+    """Whether torch sees a GPU. Without one, Triton, which must not be imported before, will interpret kernels."""
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ["TRITON_INTERPRET"] = "1"
+    return torch.cuda.is_available()
+
+
+def require_gpu(command: str, instead: str = "") -> None:
+    """Refuses the command where there is no GPU. instead: what can be run in its place."""
+    if not has_gpu():
+        refuse(f"{command}: needs a CUDA GPU, found none{instead and '; '}{instead}")
+
+
+def require_writable(out: Path) -> Path:
+    """Refuses a folder of rows that cannot be made or written to, before anything is measured for it."""
+    nearest = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
+    if not (nearest.is_dir() and os.access(nearest, os.W_OK)):
+        refuse(f"--out: got {out}, expected a folder that can be written: {nearest} cannot")
+    return out
+
+
+def split_names(option: str, text: str, known: Iterable[str], *also: str) -> list[str]:
+    """The items of a comma-separated list, each once; refused if one is not known. also: names that the caller accepts."""
+    known = list(known)
+    items = list(dict.fromkeys(text.split(",")))
+    for item in items:
+        if item not in known:
+            refuse(f"{option}: got {item!r}, expected any of {', '.join((*known, *also))}{suggest(item, known)}")
+    return items
+
+
+def check_name(option: str, name: str, known: Iterable[str]) -> str:
+    """The name, refused if it is not known."""
+    known = list(known)
+    if name not in known:
+        refuse(f"{option}: got {name!r}, expected one of {', '.join(known)}{suggest(name, known)}")
+    return name
+
+
+def split_shapes(names: str) -> list[Shape]:
+    """As `find_shapes`; an unknown name is refused."""
+    try:
+        return find_shapes(names)
+    except ValueError as reason:
+        refuse(f"--{reason}")
+
+
+def split_chunk_sizes(text: str) -> tuple[int, ...]:
+    """Chunk sizes of a list; `auto` stands for CHUNK_SIZES."""
+    if text == "auto":
+        return CHUNK_SIZES
+    return tuple(map(int, split_names("--chunk-size", text, [str(2**n) for n in range(4, 9)], "auto")))
+
+
+def parse_options(items: list[str] | None) -> Options:
+    """`ssd.Options` with the fields of NAME=true and NAME=false set."""
+    from dataclasses import fields
+
+    from ssd import Options
+
+    names, changed = [f.name for f in fields(Options)], {}
+    for item in items or ():
+        name, _, value = item.partition("=")
+        if name not in names or value not in ("true", "false"):
+            refuse(f"--option: got {item!r}, expected NAME=true or NAME=false with a name of {', '.join(names)}"
+                   f"{suggest(name, names) if name not in names else ''}")
+        changed[name] = value == "true"
+    return Options(**changed)
+
+
+def read_rows(read: Callable[[], list[dict]], out: Path) -> list[dict]:
+    """What `read` gives; refused where `out` is no folder, or a line in it is no row."""
+    if not out.is_dir():
+        refuse(f"--out: got {out}, expected a folder that exists")
+    try:
+        return read()
+    except ValueError as reason:
+        refuse(f"--out: {reason}")
+
+

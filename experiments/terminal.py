@@ -1,0 +1,50 @@
+"""What commands say on the terminal: progress, tables of at most 100 columns, refusals of one line."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import NoReturn, TypeVar
+
+import typer
+from rich.console import Console
+from rich.progress import Progress
+
+WIDTH = 100  # columns that every table fits
+_EVERY = 10.0  # seconds between lines of progress where there is no terminal
+Item = TypeVar("Item")
+
+
+def make_console() -> Console:
+    """A console at least WIDTH columns wide, so that no table is cut where output is piped or the window is narrow."""
+    return Console(width=max(WIDTH, Console().width))
+
+
+def track(items: Iterable[Item], console: Console, describe: Callable[[Item], str] = str) -> Iterator[Item]:
+    """The items, with a progress bar; where there is no terminal, with a line before the first and every 10 seconds."""
+    items, said = list(items), 0.0
+    with Progress(console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task("", total=len(items))
+        for number, item in enumerate(items):
+            progress.update(task, completed=number, description=describe(item))
+            if not console.is_terminal and (not said or time.monotonic() - said > _EVERY):
+                said = time.monotonic()
+                console.print(f"{number + 1} of {len(items)}: {describe(item)}", markup=False)
+            yield item
+        progress.update(task, completed=len(items))
+
+
+def first_line(reason: BaseException) -> str:
+    """The first line of its message, or the name of its type if it has no message."""
+    return (str(reason).splitlines() or [type(reason).__name__])[0]
+
+
+def last_line(reason: BaseException) -> str:
+    """The last line of its message: where an error of another process says what happened."""
+    return (str(reason).splitlines() or [type(reason).__name__])[-1]
+
+
+def refuse(message: str) -> NoReturn:
+    """Ends the command with exit status 2 and one line: the option, what it got and what is accepted."""
+    typer.echo(f"error: {message}", err=True)
+    raise typer.Exit(2)

@@ -1,0 +1,150 @@
+"""The settings of a training run, all of them: two runs with the same settings are the same run. Imports no torch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from .names import suggest, variant_names
+from .workloads import get_workload, workload_names
+
+if TYPE_CHECKING:
+    from ssd import Options
+
+DTYPES = ("fp32", "bf16")
+OPTIMIZERS = ("adamw", "lamb")
+WAYS = ("ddp", "fsdp")  # of several processes, see `parallel`
+WORKLOAD_HELP = f"NAME, NAME:PRESET or NAME:PRESET/MIXER, of {', '.join(workload_names())}."  # what `parse_workload` takes
+_AT_LEAST = {"steps": 1, "batch": 1, "seqlen": 2, "accumulate": 1, "warmup": 0, "save_every": 0, "clip": 0, "weight_decay": 0,
+             "seed": 0}
+_OF_PRESET = ("batch", "seqlen", "lr", "optimizer", "weight_decay")  # the preset's unless given
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is trained, and how. `make_run` makes one of a preset; `dataclasses.replace` derives another.
+
+    Attributes:
+        workload, preset: see `experiments.workloads`.
+        variant: of the SSD, see `ssd.ssd_chunk_scan`.
+        mixer: one of the workload's, see `workloads.Workload`.
+        data: "synthetic", or the place of the workload's data.
+        tokenizer: of text; "bytes", or as in `workloads.hub_text.load_tokenizer`.
+        documents: keep documents that share a row apart. Off, a row is one document, as in most pretraining.
+        steps: steps of the optimizer.
+        batch: samples of a micro-batch, split evenly over the GPUs.
+        seqlen: tokens of a sample; None for workloads whose samples have sizes of their own.
+        accumulate: micro-batches of a step, whose gradients are averaged.
+        lr, warmup: the highest learning rate, and the steps until it is reached; see `training_step.learning_rate`.
+        clip: the largest norm of the gradient; 0 for no clipping.
+        optimizer: "adamw", or "lamb" (timm's).
+        weight_decay: of matrices and filters alone.
+        dtype: "fp32", or "bf16" for autocast; weights are fp32.
+        checkpoint_activations: compute layers again in the backward instead of keeping their activations.
+        compile: use torch.compile.
+        seed: of weights and data.
+        save_every: steps between checkpoints; the last step is saved, too. 0: save only when a signal ends the run.
+
+    Raises:
+        ValueError: naming the option, what came and what is accepted.
+    """
+
+    workload: str
+    preset: str
+    variant: str
+    mixer: str
+    data: str
+    tokenizer: str
+    documents: bool
+    steps: int
+    batch: int
+    seqlen: int | None
+    accumulate: int
+    lr: float
+    warmup: int
+    clip: float
+    optimizer: str
+    weight_decay: float
+    dtype: str
+    checkpoint_activations: bool
+    compile: bool
+    seed: int
+    save_every: int
+
+    def __post_init__(self):
+        workload = get_workload(self.workload)
+        for name, known in (("preset", workload.presets), ("variant", ("auto", *variant_names())), ("mixer", workload.mixers),
+                            ("optimizer", OPTIMIZERS), ("dtype", DTYPES)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{option(name)}: got {getattr(self, name)!r}, expected one of {', '.join(known)}"
+                                 f"{suggest(getattr(self, name), list(known))}")
+        if self.seqlen is not None and workload.presets[self.preset].seqlen is None:
+            raise ValueError(f"--seqlen: got {self.seqlen}, expected none: {workload.unit} of {self.workload} are as large as "
+                             "they are")
+        for name, usual in (("tokenizer", "bytes"), ("documents", True)):
+            if getattr(self, name) != usual and workload.unit != "tokens":
+                raise ValueError(f"{option(name)}: got {getattr(self, name)!r}, expected none: {self.workload} reads no text")
+        for name, least in _AT_LEAST.items():
+            if getattr(self, name) is not None and not least <= getattr(self, name) < math.inf:
+                raise ValueError(f"{option(name)}: got {getattr(self, name)}, expected at least {least}")
+        if not 0 < self.lr < math.inf:
+            raise ValueError(f"--lr: got {self.lr}, expected more than 0")
+        if self.warmup > self.steps:
+            raise ValueError(f"--warmup: got {self.warmup}, expected at most --steps, {self.steps}")
+
+    def identity(self, options: Options | None = None) -> dict[str, Any]:
+        """The keys of a row that say what was trained. options: the defaults unless given; a peer has none."""
+        from ssd import Options
+        from ssd.registry import is_peer
+
+        options = None if is_peer(self.variant) else asdict(options or Options())
+        return {"variant": self.variant, "options": options, "batch": self.batch, "seqlen": self.seqlen, "dtype": self.dtype,
+                "workload": self.workload, "preset": self.preset, "run": asdict(self)}
+
+    @property
+    def sizes(self) -> Any:
+        """The sizes of the model, with its mixer."""
+        workload = get_workload(self.workload)
+        sizes = workload.presets[self.preset].sizes
+        return replace(sizes, mixer=self.mixer) if len(workload.mixers) > 1 else sizes
+
+    @property
+    def units(self) -> int:
+        """Tokens, images or graphs of a step."""
+        return self.batch * self.accumulate * (self.seqlen or 1)
+
+
+def make_run(workload: str, preset: str = "tiny", *, mixer: str | None = None, steps: int = 100, warmup: int | None = None,
+             **given: Any) -> Run:
+    """A run with the settings of a preset and those given.
+
+    A setting that is missing or None is the preset's; warmup a tenth of the steps; the mixer the workload's first. The others
+    have the defaults of `DEFAULTS`.
+    """
+    known = get_workload(workload)
+    if preset not in known.presets:
+        raise ValueError(f"--preset: got {preset!r}, expected one of {', '.join(known.presets)}"
+                         f"{suggest(preset, list(known.presets))}")
+    of_preset = {name: getattr(known.presets[preset], name) for name in _OF_PRESET}
+    settings = DEFAULTS | of_preset | {name: value for name, value in given.items() if value is not None}
+    return Run(workload=workload, preset=preset, mixer=known.mixers[0] if mixer is None else mixer, steps=steps,
+               warmup=steps // 10 if warmup is None else warmup, **settings)
+
+
+DEFAULTS: dict[str, Any] = {
+    "variant": "auto", "data": "synthetic", "tokenizer": "bytes", "documents": True, "accumulate": 1, "clip": 1.0,
+    "dtype": "fp32", "checkpoint_activations": False, "compile": False, "seed": 0, "save_every": 1000,
+}
+
+
+def parse_workload(text: str) -> tuple[str, str, str | None]:
+    """NAME[:PRESET][/MIXER] as name, preset (tiny unless given) and mixer."""
+    text, _, mixer = text.strip().partition("/")
+    name, _, preset = text.partition(":")
+    return name, preset or "tiny", mixer or None
+
+
+def option(field: str) -> str:
+    """The command line's name of a setting."""
+    return f"--{field.replace('_', '-')}"
