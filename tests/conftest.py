@@ -1,13 +1,12 @@
 """Tests run on a GPU if there is one, else in Triton's interpreter, which must be chosen before Triton is imported."""
 
-import argparse
 import os
 import re
 import shlex
 import tempfile
 import time
+import zlib
 from collections import Counter
-from collections.abc import Iterable
 from pathlib import Path
 
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -37,29 +36,13 @@ _KEPT_BYTES = 1 << 30
 _started = time.monotonic()
 
 
-def shard_of(text: str) -> tuple[int, int]:
-    """What --shard is given, "2/3", as numbers, (2, 3)."""
-    found = re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", text)
-    if not found or int(found[1]) > int(found[2]):
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected K/N, the K-th of N parts, with 1 <= K <= N")
-    return int(found[1]), int(found[2])
-
-
 def group(nodeid: str) -> str:
     """What tests share that differ in nothing but the variant: the nodeid without it."""
     return re.sub(rf"(?<=[\[-])({'|'.join(OURS)})(?=[\]-])", "", nodeid)
 
 
-def dealt(groups: Iterable[str], number: int, count: int) -> set[str]:
-    """The groups of one of `count` parts, dealt out in turn, so that each part has its share of every slow test.
-
-    Each round starts one part later: parameters come in turn as well, and one part would get all that have the slow dtype.
-    """
-    return {group for n, group in enumerate(dict.fromkeys(groups)) if (n + n // count) % count == number - 1}
-
-
 def pytest_addoption(parser):
-    parser.addoption("--shard", metavar="K/N", type=shard_of, help="run the K-th of N parts of the tests, of about equal time")
+    parser.addoption("--shard", metavar="K/N", help="run the K-th of N parts of the tests, each group of variants in one")
     parser.addoption("--row", action="store_true", help="on a GPU, leave a row also where paths or -k choose some of the tests")
     parser.addoption("--triton", metavar="V,V", type=tritons.versions, default=(),
                      help="run the tests of compilation with these versions of Triton as well, or with all")
@@ -87,9 +70,10 @@ def pytest_collection_modifyitems(config, items):
             if wanted > found:
                 item.add_marker(pytest.mark.skip(reason=f"needs {wanted} CUDA device(s), found {found}"))
     if config.option.shard:
-        kept = dealt((group(item.nodeid) for item in items), *config.option.shard)
-        config.hook.pytest_deselected(items=[item for item in items if group(item.nodeid) not in kept])
-        items[:] = [item for item in items if group(item.nodeid) in kept]
+        number, count = map(int, config.option.shard.split("/"))
+        dealt = [zlib.crc32(group(item.nodeid).encode()) % count == number - 1 for item in items]
+        config.hook.pytest_deselected(items=[item for item, kept in zip(items, dealt, strict=True) if not kept])
+        items[:] = [item for item, kept in zip(items, dealt, strict=True) if kept]
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -204,7 +188,7 @@ def pytest_terminal_summary(terminalreporter, exitstatus, config):
     from experiments import record
 
     only = {"only": chosen} if chosen else {}
-    shard = {"shard": "{}/{}".format(*config.option.shard)} if config.option.shard else {}
+    shard = {"shard": config.option.shard} if config.option.shard else {}
     counts = {outcome: len(terminalreporter.stats.get(outcome, ())) for outcome in _OUTCOMES}
     counts["failed"] += len(terminalreporter.stats.get("error", ()))
     seconds = round(time.monotonic() - _started, 1)
