@@ -43,7 +43,7 @@ from ssd.runtime.machine_code import inspect, lanes_apart, ptx_loops
 from ssd.runtime.unset_registers import unset_registers
 from ssd.types import Options, SSDGrads, SSDInputs
 from tests.inputs import EVERYTHING, Case, Shape, random_inputs
-from tests.late_loads import late_loads
+from tools.late_loads import late_loads
 
 # Name of the chip's config file, and the shared memory that one block may ask for.
 CHIPS = {

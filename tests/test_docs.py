@@ -10,7 +10,7 @@ README = ROOT / "README.md"
 PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md"))]
 SOURCES = [path for folder in ("ssd", "fused", "persistent", "experiments", "tests", "examples")
            for path in sorted(ROOT.glob(f"{folder}/**/*.py")) if path.name not in ("test_docs.py", "test_readme.py")]
-_FOLDERS = "ssd|fused|persistent|experiments|tests|docs|examples"
+_FOLDERS = "ssd|fused|persistent|experiments|tests|tools|docs|examples"
 _HISTORY = "\n## History\n"  # of a page of the log: names there are those of their time
 
 

@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("ssd", "fused", "persistent", "experiments", "tests")
+PACKAGES = ("ssd", "fused", "persistent", "experiments", "tools", "tests")
 MAY_IMPORT = {
     "ssd": {"ssd"},
     "fused": {"ssd", "fused"},
     "persistent": {"ssd", "fused", "persistent"},
     "experiments": {"ssd", "fused", "persistent", "experiments"},
+    "tools": {"ssd", "tools"},
     "tests": set(PACKAGES),
 }
 # Inside ssd each layer imports its own and earlier ones; what is not listed is on top.

@@ -66,28 +66,11 @@ def test_signatures_of_the_installed_mamba_ssm(monkeypatch):
         assert UPSTREAM[name].startswith(plain_signature(found[name]).removesuffix(")"))
 
 
-@pytest.mark.parametrize("final, varlen", [(False, False), (False, True), (True, False), (True, True)])
-def test_what_is_returned(final, varlen):
-    inputs = random_inputs(Shape(), Case(documents="varlen"))
-    got = OURS["mamba_chunk_scan_combined"](
-        **arguments(inputs) | {"return_final_states": final, "return_varlen_states": varlen})
-    sizes = [inputs.x.shape, (1, 2, 16, 16), (inputs.cu_seqlens.numel() - 1, 2, 16, 16)]
-    expected = [size for size, wanted in zip(sizes, (True, final, varlen), strict=True) if wanted]
-    assert isinstance(got, tuple) == (final or varlen)
-    assert [t.shape for t in (got if isinstance(got, tuple) else (got,))] == expected
-
-
 @pytest.mark.parametrize("chunk_size", [1, 8, 24, 48, 512])
 def test_any_chunk_size(chunk_size):
     inputs = random_inputs(Shape(), EVERYTHING)
     got = OURS["mamba_chunk_scan_combined"](**arguments(inputs) | {"chunk_size": chunk_size})
     torch.testing.assert_close(got, ssd_chunk_scan(**arguments(inputs)), rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("chunk_size, error", [(0, ValueError), (-8, ValueError), (16.0, TypeError)])
-def test_no_chunk_size(chunk_size, error):
-    with pytest.raises(error, match=f"chunk_size: got {chunk_size}"):
-        OURS["mamba_chunk_scan_combined"](**arguments(random_inputs(Shape())) | {"chunk_size": chunk_size})
 
 
 def test_odd_strides_and_limits_as_a_list():
@@ -96,13 +79,3 @@ def test_odd_strides_and_limits_as_a_list():
     x = torch.empty_strided(inputs.x.shape, (2432, 1, 152, 19)).copy_(inputs.x)
     got = OURS["mamba_chunk_scan_combined"](**arguments(inputs) | {"x": x, "dt_limit": [0.01, 0.05]})
     assert torch.equal(got, ssd_chunk_scan(**arguments(inputs) | {"dt_limit": (0.01, 0.05)}))
-
-
-def test_the_variant_is_asked_for_at_each_call(monkeypatch):
-    variants = iter(["torch", "baseline"])
-    asked = []
-    monkeypatch.setattr("ssd.interop.functions.ssd_chunk_scan", lambda *args, variant, **kwargs: asked.append(variant))
-    scan = functions(lambda: next(variants))["mamba_chunk_scan_combined"]
-    for _ in range(2):
-        scan(*[None] * 5, 16)
-    assert asked == ["torch", "baseline"]

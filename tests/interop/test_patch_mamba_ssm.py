@@ -14,7 +14,6 @@ from torch.testing import assert_close
 
 import ssd
 from ssd.interop import patch_mamba_ssm as patch
-from ssd.interop import patching
 from ssd.modules import Mamba2LM, Mamba2LMConfig
 from tests.interop.installed import require_mamba_ssm
 
@@ -192,15 +191,6 @@ def test_other_versions_are_refused(files):
     assert "mamba_ssm" not in sys.modules and ssd.patched() == {}
 
 
-def test_a_missing_package(files, monkeypatch):
-    def missing(package):
-        raise patching.metadata.PackageNotFoundError
-
-    monkeypatch.setattr(patching.metadata, "version", missing)
-    with pytest.raises(ImportError, match=r"mamba_ssm is not installed; accepted versions: 2\.2 to 2\.3; .* pip install .*"):
-        ssd.patch_mamba_ssm()
-
-
 @pytest.fixture
 def real():
     """The patch on mamba_ssm as installed."""
@@ -218,17 +208,6 @@ def test_mamba2_of_the_installed_mamba_ssm(real, device):
     whole = block(u)
     block.use_mem_eff_path = False
     assert_close(block(u), whole, rtol=1e-4, atol=1e-5)
-
-
-def test_language_model_of_the_installed_mamba_ssm(real, device):
-    from mamba_ssm import MambaLMHeadModel
-    from mamba_ssm.models.config_mamba import MambaConfig
-
-    layer = {"layer": "Mamba2", "d_state": 16, "headdim": 8, "chunk_size": 16}
-    config = MambaConfig(d_model=32, n_layer=2, vocab_size=64, ssm_cfg=layer, rms_norm=False, fused_add_norm=False)
-    model = MambaLMHeadModel(config, device=device)
-    model(torch.randint(64, (2, 19), device=device)).logits.square().mean().backward()
-    assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in model.parameters())
 
 
 @contextmanager
@@ -306,24 +285,6 @@ def test_steps_of_the_installed_mamba(real, device):
     assert_close(torch.cat(outs, 1), block(u), rtol=1e-4, atol=1e-6)
 
 
-def test_language_model_of_mamba_1(real, device, monkeypatch):
-    from mamba_ssm import MambaLMHeadModel
-    from mamba_ssm.models.config_mamba import MambaConfig
-
-    config = MambaConfig(d_model=4, n_layer=2, vocab_size=16, ssm_cfg={"d_state": 4}, rms_norm=False, fused_add_norm=False)
-    model = MambaLMHeadModel(config, device=device)
-    ids = torch.randint(16, (1, 10), device=device)
-
-    def loss():
-        return F.cross_entropy(model(ids).logits[0, :-1], ids[0, 1:])
-
-    ours = loss()
-    with definitions(monkeypatch):
-        expected = loss()
-    assert_close(ours, expected, rtol=1e-5, atol=1e-6)
-    assert_close(gradients(model, ours), gradients(model, expected), rtol=1e-4, atol=1e-5)
-
-
 def test_generation_of_the_installed_mamba_ssm(real, device, monkeypatch):
     """Its own loop gives the tokens of our model with its weights; its norms, and its clock, which nobody reads, need a GPU."""
     from mamba_ssm import MambaLMHeadModel
@@ -346,14 +307,3 @@ def test_generation_of_the_installed_mamba_ssm(real, device, monkeypatch):
     with torch.no_grad():
         ours(ids[:, :7], cache=cache)
     assert torch.equal(ours.generate(ids[:, 7:], 6, cache=cache), expected[:, 7:])
-
-
-def test_folders_that_the_installed_mamba_ssm_writes(real, device, tmp_path):
-    from mamba_ssm import MambaLMHeadModel
-    from mamba_ssm.models.config_mamba import MambaConfig
-
-    layer = {"layer": "Mamba2", "d_state": 16, "headdim": 8}
-    theirs = MambaLMHeadModel(MambaConfig(d_model=32, n_layer=2, vocab_size=61, ssm_cfg=layer, rms_norm=False), device=device)
-    theirs.save_pretrained(tmp_path)
-    ours, expected = Mamba2LM.from_pretrained(tmp_path, device=device).state_dict(), theirs.state_dict()
-    assert ours.keys() == expected.keys() and all(torch.equal(ours[name], t) for name, t in expected.items())

@@ -115,15 +115,6 @@ def test_outputs_states_and_gradients(case, device):
         assert (a - b).norm() <= BOUND * b.norm(), name
 
 
-def test_a_slice_of_a_wider_projection():
-    """zxbcdt of any strides."""
-    arguments = drawn()
-    wide = F.pad(arguments["zxbcdt"], (3, 5))
-    expected = split_conv1d_scan(**arguments)
-    torch.testing.assert_close(split_conv1d_scan(**arguments | {"zxbcdt": wide[..., 3:-5]}), expected)
-    torch.testing.assert_close(split_conv1d_scan(**arguments | {"zxbcdt": arguments["zxbcdt"].mT.contiguous().mT}), expected)
-
-
 def test_the_projection_under_autocast(device):
     arguments = leaves(drawn(), torch.float32, device)
     with torch.autocast(device, torch.bfloat16):

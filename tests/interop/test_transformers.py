@@ -1,7 +1,6 @@
 """patch_transformers: models compute the same with and without it, and it comes and goes as it says."""
 
 import importlib
-import inspect
 import os
 import subprocess
 import sys
@@ -152,19 +151,6 @@ def test_packed_documents(family, train):
 
 
 @at_import
-def test_step_limits_as_a_list():
-    """A configuration that went through JSON has a list."""
-    model, ids = tiny("mamba2", time_step_limit=[0.3, 0.6]), tokens(2, 19)
-    model.config.time_step_limit = [0.3, 0.6]
-    for block in model.backbone.layers:
-        block.mixer.time_step_limit = [0.3, 0.6]
-    for train in (False, True):
-        expected = step(model, ids, train)
-        with ssd.patch_transformers():
-            assert_same(step(model, ids, train), expected)
-
-
-@at_import
 @pytest.mark.parametrize("norm", [False, True], ids=["no norm", "norm"])
 def test_falcon_h1_without_a_norm_has_no_epsilon(norm):
     model, ids = tiny("falcon_h1", mamba_rms_norm=norm, mamba_norm_before_gate=False), tokens(2, 19)
@@ -182,23 +168,6 @@ def test_keywords_for_others_are_dropped():
         expected = step(model, ids, train, **more)
         with ssd.patch_transformers():
             assert_same(step(model, ids, train, **more), expected)
-
-
-@at_import
-def test_functions_show_upstreams_signature():
-    with ssd.patch_transformers():
-        parameters = inspect.signature(modelling("bamba").mamba2_chunk_scan).parameters
-    assert list(parameters)[:6] == ["x", "dt", "A", "B", "C", "chunk_size"] and "seq_idx" in parameters
-    assert not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
-
-
-@at_import
-def test_a_variant_is_taken(device):
-    """Our kernels, interpreted where there is no GPU."""
-    model, ids = tiny("mamba2", num_hidden_layers=1).to(device), tokens(1, 9).to(device)
-    expected = step(model, ids, False)
-    with ssd.patch_transformers("baseline"):
-        assert_same(step(model, ids, False), expected)
 
 
 @at_import
@@ -263,12 +232,6 @@ def test_no_half_patch(monkeypatch):
     with pytest.raises(RuntimeError, match="modeling_zamba2 has no mamba2_selective_state_update"):
         ssd.patch_transformers()
     assert [dict(vars(modelling(family))) for family in FAMILIES] == before and ssd.patched() == {}
-
-
-def test_unknown_variants_are_refused():
-    with pytest.raises(ValueError, match="variant: got 'fast'"):
-        ssd.patch_transformers("fast")
-    assert ssd.patched() == {}
 
 
 def test_files_before_5_15():

@@ -3,7 +3,6 @@
 import json
 import os
 import sys
-from dataclasses import asdict
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ pytest.importorskip("safetensors", reason="safetensors is not installed")
 
 from safetensors.torch import load_file, save_file
 
-from ssd.modules import Mamba2LM, Mamba2LMConfig, checkpoint
+from ssd.modules import Mamba2LM
 from tests.modules.test_language_model import made, over_settings
 
 EMBEDDING, HEAD, NORM = "backbone.embedding.weight", "lm_head.weight", "backbone.norm_f.weight"
@@ -177,30 +176,6 @@ def test_other_weights_than_the_models(change, message, tmp_path):
         Mamba2LM.from_pretrained(folder(tmp_path, change(weights())))
 
 
-def test_other_configs(tmp_path):
-    """Their fields are refused one by one in test_language_config.py."""
-    with pytest.raises(ValueError, match="config: got model_type, expected some of d_model"):
-        Mamba2LM.from_pretrained(folder(tmp_path, weights(), model_type="mamba2"))
-    with pytest.raises(ValueError, match="d_ssm: got 32, expected a multiple of headdim = 12"):
-        Mamba2LM.from_pretrained(folder(tmp_path, ssm_cfg={"layer": "Mamba2", "headdim": 12}))
-    with pytest.raises(ValueError, match=rf"{HEAD}"):
-        Mamba2LM.from_pretrained(folder(tmp_path, without(HEAD)(weights()), tie_embeddings=False))
-    for text, message in (("{", "not JSON: "), ("[]", "got list, expected an object with names"), ("\xff", "not JSON: ")):
-        (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
-        with pytest.raises(ValueError, match=rf"config\.json: {message}"):
-            Mamba2LM.from_pretrained(tmp_path)
-
-
-def test_damaged_files(tmp_path):
-    (folder(tmp_path) / WHOLE).write_bytes(b"neither")
-    with pytest.raises(ValueError, match=r"model\.safetensors: not safetensors: "):
-        Mamba2LM.from_pretrained(tmp_path)
-    (tmp_path / WHOLE).unlink()
-    (tmp_path / PICKLE).write_bytes(b"neither")
-    with pytest.raises(ValueError, match=r"pytorch_model\.bin: refused, .* or is damaged"):
-        Mamba2LM.from_pretrained(tmp_path)
-
-
 def test_shards_that_do_not_agree_with_their_index(tmp_path):
     expected = weights()
     shard_of = shards(folder(tmp_path), expected)
@@ -246,12 +221,3 @@ def test_a_model_can_be_written_over_its_own_files(tmp_path):
         parameter.data.mul_(2)
     model.save_pretrained(tmp_path)
     assert_has(Mamba2LM.from_pretrained(tmp_path), model.state_dict())
-
-
-def test_names_in_messages():
-    assert checkpoint.listed({"b", "a"}) == "a, b" and checkpoint.listed(set("edcbaf")) == "a, b, c, d and 2 more"
-
-
-def test_written_configs_are_upstreams_fields(tmp_path):
-    checkpoint.write(tmp_path, asdict(Mamba2LMConfig.from_dict(PUBLISHED)), {})
-    assert json.loads((tmp_path / "config.json").read_text()) == PUBLISHED

@@ -55,11 +55,3 @@ def test_every_argument_of_upstreams_block():
 def test_what_is_refused(change, error, message):
     with pytest.raises(error, match=message):
         Mamba2LMConfig.from_dict(PUBLISHED | change)
-
-
-def test_what_is_missing():
-    with pytest.raises(ValueError, match="config: got no n_layer, vocab_size, expected all of d_model, n_layer, vocab_size"):
-        Mamba2LMConfig.from_dict({"d_model": 8})
-    with pytest.raises(ValueError, match="got 'Mamba1'"):  # as upstream understands a config without ssm_cfg
-        Mamba2LMConfig.from_dict({name: PUBLISHED[name] for name in ("d_model", "n_layer", "vocab_size")})
-    assert Mamba2LMConfig(8, 1, 8).ssm_cfg == {"layer": "Mamba2"}

@@ -126,29 +126,8 @@ def test_bad_tokens(shape, device):
         made(device)(torch.zeros(shape, device=device))
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 32), (2, 31), (32,)], ids=str)
-def test_bad_tokens_of_a_step(shape, device):
-    block = made(device)
-    with pytest.raises(ValueError, match=rf"u: got shape {re.escape(str(shape))}, expected \(batch, d_model = 32\)"):
-        block.step(torch.zeros(shape, device=device), block.new_cache(1))
-
-
-def test_tokens_that_are_no_tensor():
-    block = made("cpu")
-    with pytest.raises(TypeError, match=r"u: got list, expected a tensor \(batch, seqlen, d_model = 32\)"):
-        block([[[0.0] * 32]])
-    with pytest.raises(TypeError, match=r"u: got list, expected a tensor \(batch, d_model = 32\)"):
-        block.step([[0.0] * 32], block.new_cache(1))
-
-
 def test_a_cache_of_another_batch(device):
     block, u = made(device), tokens(device)
     for call in (lambda: block(u, cache=block.new_cache(1)), lambda: block.step(u[:, 0], block.new_cache(1))):
         with pytest.raises(ValueError, match="cache: got one of batch 1, expected batch 2, that of u"):
             call()
-
-
-def test_documents_with_a_cache(device):
-    block = made(device)
-    with pytest.raises(ValueError, match="seq_idx: got a tensor with a cache"):
-        block(tokens(device), seq_idx=torch.zeros(2, 23, dtype=torch.int32, device=device), cache=block.new_cache(2))

@@ -105,14 +105,9 @@ def test_results_and_what_is_between():
     Call(body).check(lambda x, y: (2 * y, None, 3 * x, 3 * x, torch.empty(0)), 2, tensor(), tensor() + 50)
 
 
-def test_a_result_is_no_view():
-    """It could not be changed in place, were it that of an autograd function."""
-    call = Call(lambda x, factor: (scaled(x, factor),))
-    assert not any(tape.replay(call, (tensor(),), (3.0,))[0]._is_view() for _ in range(4))
-
-
-@pytest.mark.parametrize(("shape", "strides"), [((2, 3), (1, 2)), ((2, 1, 3), (3, 1, 1)), ((3, 1), (2, 7)), ((0, 3), (3, 1))],
-                         ids=("transposed", "channels last", "gaps", "empty"))
+@pytest.mark.parametrize(("shape", "strides"), [
+    ((N,), (1,)), ((2, 3), (1, 2)), ((2, 1, 3), (3, 1, 1)), ((3, 1), (2, 7)), ((0, 3), (3, 1))],
+    ids=("plain", "transposed", "channels last", "gaps", "empty"))
 def test_a_result_of_any_layout_is_no_view(shape, strides):
     def body(x, factor):
         out = torch.empty_strided(shape, strides)
@@ -142,20 +137,18 @@ def test_one_tensor_twice_is_another_form():
     assert call.count == 4
 
 
-@pytest.mark.parametrize("other", [tensor(8)[:N], torch.zeros(2, N), torch.zeros(N, dtype=torch.float64), tensor(N + 1)[1:]],
-                         ids=("the same", "shape", "dtype", "alignment"))
-def test_another_form_is_another_tape(other):
+@pytest.mark.parametrize(("other", "is_other"), [
+    (tensor(8)[:N], False), (torch.zeros(2, N), True), (torch.zeros(2 * N)[::2], True),
+    (torch.zeros(N, dtype=torch.float64), True), (tensor(N + 1)[1:], True),
+], ids=("the same", "shape", "strides", "dtype", "alignment"))
+def test_another_form_or_setting_is_another_tape(other, is_other):
     call = Call(lambda x, factor: (scaled(x, factor),))
     for _ in range(4):
         tape.replay(call, (tensor(),), (3.0,))
     tape.replay(call, (other,), (3.0,))
-    assert call.count == (2 if other.shape == (N,) and other.data_ptr() % 16 == 0 and other.dtype == torch.float32 else 3)
+    assert call.count == 2 + is_other
     tape.replay(call, (tensor(),), (4.0,))
-    assert call.count == (3 if other.data_ptr() % 16 == 0 and other.dtype == torch.float32 and other.dim() == 1 else 4)
-
-
-def test_tables_that_are_kept():
-    Call(lambda x, factor: (scaled(TABLE, factor),)).check(lambda x: (TABLE * 3,), 2, tensor())
+    assert call.count == 3 + is_other
 
 
 def test_tables_are_held_by_their_tape():
@@ -292,11 +285,6 @@ def test_what_cannot_be_recorded_is_not_held(around, monkeypatch):
     assert set(alive) == {1}
 
 
-def test_a_launch_that_keeps_no_kernel(monkeypatch):
-    monkeypatch.setattr(module, "CompiledKernel", int)
-    Call(lambda x, factor: (scaled(x, factor),)).check(lambda x: (3 * x,), 5, tensor())
-
-
 def test_calls_inside_have_tapes_of_their_own():
     """The one around them is called each time, and holds nothing of theirs."""
     inner = Call(lambda x, factor: (scaled(x, factor),))
@@ -317,11 +305,6 @@ def test_a_call_inside_is_enough(known):
         tape.replay(inner, (tensor(),), (3.0,))
     Call(lambda x, factor: (scaled(*tape.replay(inner, (x,), (factor,)), factor=2.0),)).check(lambda x: (6 * x,), 5, tensor())
     assert inner.count == 2
-
-
-def test_large_problems_are_called(monkeypatch):
-    monkeypatch.setattr(tape, "_MOST_BYTES", 4 * N - 1)
-    Call(lambda x, factor: (scaled(x, factor),)).check(lambda x: (3 * x,), 5, tensor())
 
 
 def test_what_is_kept_is_bounded(monkeypatch):

@@ -58,23 +58,6 @@ def test_made_once(make):
     assert (get_tables(make, (4,), CPU).sequences == 4).all() and make.made == [3, 4]
 
 
-def test_as_they_are_dealt():
-    for make, settings in ((deal, (3, 96, 32, 132, *SCAN, True)), (deal, (1, 2, 2, 132, *SCAN, False)),
-                           (deal_two_level, (2, 3, 10, 4, 5))):
-        got, wanted = get_tables(make, settings, CPU), make(*settings, CPU)
-        assert torch.equal(got.sequences, wanted.sequences) and got.npieces == wanted.npieces
-        assert (got.pieces is None and wanted.pieces is None) or torch.equal(got.pieces, wanted.pieces)
-
-
-def test_entries_are_bounded(make, monkeypatch):
-    """Those used last are kept."""
-    monkeypatch.setattr(tables, "_MOST_ENTRIES", 3)
-    for nruns in (1, 2, 3, 1, 4, 5):
-        get_tables(make, (nruns,), CPU)
-    assert make.still() == {1, 4, 5}
-    assert tables._kept[CPU].nbytes == (1 + 4 + 5) * BYTES
-
-
 def test_bytes_are_bounded(make, monkeypatch):
     """But one table, however large, is kept until another comes."""
     monkeypatch.setattr(tables, "_MOST_BYTES", 10 * BYTES)

@@ -12,9 +12,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from fused import hopper
-from ssd import choice
 from ssd.registry import get_variant
-from ssd.runtime import gluon_names, toolchain, tuning
+from ssd.runtime import gluon_names, toolchain
 from ssd.types import Options
 from tests.inputs import Case, Shape, random_inputs
 
@@ -81,17 +80,6 @@ def test_plain_kernels_run(name, lacking, on_hopper, device, caplog):
     assert name in said and "plain Triton kernels" in said and "warp_specialize" in said
     for result, expected in zip(results[:2], plain[:2], strict=True):
         assert torch.equal(result, expected)
-
-
-def test_auto_says_so(lacking, monkeypatch):
-    monkeypatch.setattr(choice, "is_hopper", lambda device: True)
-    monkeypatch.setattr(tuning, "current_device", lambda index: tuning.Device("other", 232_448))
-    lacking(gl, "warp_specialize")
-    choice._ranking.cache_clear()
-    for dtype_bytes, told in ((2, True), (4, False)):
-        _, why = choice._ranking(0, "fwd", dtype_bytes, 64, 128, 512, 4096, 128)
-        assert ("warp_specialize" in why) is told, "kernels for Hopper take half precision alone"
-    choice._ranking.cache_clear()
 
 
 def test_names_that_kernels_use_are_checked():

@@ -54,10 +54,3 @@ def test_bounds_are_those_of_the_package():
         low, high = (release(bound) for bound in re.findall(r"[>=<]+(\d+\.\d+)", given))
         assert low == oldest and high == (newest[0], newest[1] + 1)
     assert tuple(map(release, tritons.PINNED)) == TESTED["triton"] and {*tritons.PINNED} <= {*tritons.ALL}
-
-
-def test_every_minor_version_is_among_them():
-    locked = re.search(r"^triton==(.*)$", (ROOT / "requirements.lock").read_text(), re.M)[1]
-    minors = {release(version) for version in (*tritons.ALL, locked)}
-    (major, first), (_, last) = TESTED["triton"]
-    assert minors == {(major, minor) for minor in range(first, last + 1)}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.late_loads import late_loads
+from tools.late_loads import late_loads
 
 LOOP = ("HGMMA.64x64x16.F32.BF16 R24, gdesc[UR4], R24", "LDSM.16.M88.4 R8, [R2+0x100]", "FADD R12, R10, R11",
         "BAR.SYNC.DEFER_BLOCKING 0x2, 0x80", "SYNCS.ARRIVE.TRANS64.A1T0 RZ, [UR4], RZ", "IADD3 R3, R3, 0x1, RZ")
