@@ -23,19 +23,21 @@ class Sizes(NamedTuple):
 
 
 class Strides(NamedTuple):
-    """The strides of a kernel's arguments that may have any, as one argument; None for those that are absent.
+    """The strides of a kernel's arguments that may have any, as one argument; () for those that are absent.
+
+    (Not None: with Triton 3.6 what follows a None in a tuple is lost in nested loops.)
 
     Each tensor has four axes (batch, seqlen, heads or groups, channels), but for D, which has one or two. A tensor
     without a field here is contiguous, or the kernel has an argument for its strides alone.
     """
 
-    x: tuple[int, ...] | None = None
-    z: tuple[int, ...] | None = None
-    B: tuple[int, ...] | None = None
-    C: tuple[int, ...] | None = None
-    D: tuple[int, ...] | None = None
-    dy: tuple[int, ...] | None = None
-    dx: tuple[int, ...] | None = None
+    x: tuple[int, ...] = ()
+    z: tuple[int, ...] = ()
+    B: tuple[int, ...] = ()
+    C: tuple[int, ...] = ()
+    D: tuple[int, ...] = ()
+    dy: tuple[int, ...] = ()
+    dx: tuple[int, ...] = ()
 
 
 def get_sizes(i: SSDInputs) -> Sizes:
@@ -51,8 +53,8 @@ def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def strides(t: Tensor | None) -> tuple[int, ...] | None:
-    return None if t is None else t.stride()
+def strides(t: Tensor | None) -> tuple[int, ...]:
+    return () if t is None else t.stride()
 
 
 def contiguous(t: Tensor | None) -> Tensor | None:
