@@ -129,7 +129,8 @@ class Block:
                    for role, part in zip(self.roles, parts, strict=True)]
         for thread in threads:
             thread.start()
-        self._next().baton.release()
+        with torch.no_grad():
+            self._next().baton.release()
         for thread in threads:
             thread.join()
         if self.failure is not None:
@@ -159,13 +160,13 @@ class Block:
         role.baton.acquire()
         try:
             self._check()
-            with torch.no_grad():
+            with torch.no_grad():  # a thread's own setting
                 role.function(*args)
-            if role.stores or role.products:
-                raise Fault(f"{role.name} ended without a wait for {(role.stores or role.products)[0].access}")
-            role.finished = True
-            if not all(other.finished for other in self.roles):
-                self._next().baton.release()
+                if role.stores or role.products:
+                    raise Fault(f"{role.name} ended without a wait for {(role.stores or role.products)[0].access}")
+                role.finished = True
+                if not all(other.finished for other in self.roles):
+                    self._next().baton.release()
         except _Stopped:
             pass
         except BaseException as failure:
