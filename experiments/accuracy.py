@@ -17,8 +17,13 @@ from torch import Tensor
 from ssd.reference import ssd_fp64, ssd_fp64_grads
 from ssd.types import SSDInputs
 
-LEAVES = ("x", "dt", "A", "B", "C", "D", "dt_bias")
+_LEAVES = ("x", "dt", "A", "B", "C", "D", "dt_bias", "z")
 _TRUTH_CHUNK = 64  # fp64 holds whole chunk squares; small chunks keep them small
+
+
+def leaves_of(inputs: dict) -> dict[str, Tensor]:
+    """The tensors among a call's arguments whose gradients are taken, by name."""
+    return {name: inputs[name] for name in _LEAVES if name in inputs}
 
 
 @dataclass(frozen=True)
@@ -54,7 +59,7 @@ class Part:
 
     def cut(self, name: str, t: Tensor) -> Tensor:
         """The part of an input, or of its gradient, of that name."""
-        if name in ("x", "dt"):
+        if name in ("x", "dt", "z"):
             return t[-self.batch :, : self.tokens, -self.nheads :]
         if name in ("B", "C"):
             return t[-self.batch :, : self.tokens, -self.ngroups :]
@@ -70,7 +75,8 @@ class Truth:
 
     def __init__(self, inputs: dict, dout: Tensor, part: Part):
         self.part = part
-        tensors = {name: part.cut(name, inputs[name].detach()) for name in LEAVES}
+        tensors = {name: part.cut(name, t.detach()) for name, t in leaves_of(inputs).items()}
+        self._leaves = tuple(tensors)
         self._inputs = SSDInputs(**inputs | tensors, chunk_size=_TRUTH_CHUNK)
         self.dout = torch.zeros_like(dout)
         part.cut("x", self.dout).copy_(part.cut("x", dout))
@@ -84,7 +90,7 @@ class Truth:
     def _grads(self) -> dict[str, Tensor]:
         with torch.no_grad():
             grads = ssd_fp64_grads(self._inputs, self.part.cut("x", self.dout))
-        return {name: getattr(grads, f"d{name}") for name in LEAVES}
+        return {name: getattr(grads, f"d{name}") for name in self._leaves}
 
     def out_error(self, scan: Callable[[], Tensor]) -> Error:
         """Of the output of a call on the full inputs."""
@@ -92,6 +98,6 @@ class Truth:
             return Error.of(self.part.cut("x", scan()), self._out)
 
     def grad_errors(self, scan: Callable[[], Tensor], leaves: list[Tensor]) -> dict[str, Error]:
-        """Of every gradient of a call on the full inputs; `leaves` in the order of LEAVES."""
-        grads = dict(zip(LEAVES, torch.autograd.grad(scan(), leaves, self.dout), strict=True))
-        return {name: Error.of(self.part.cut(name, grads[name]), self._grads[name]) for name in LEAVES}
+        """Of every gradient of a call on the full inputs; `leaves` as `leaves_of` orders them."""
+        grads = dict(zip(self._leaves, torch.autograd.grad(scan(), leaves, self.dout), strict=True))
+        return {name: Error.of(self.part.cut(name, grads[name]), self._grads[name]) for name in self._leaves}

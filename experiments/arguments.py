@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from .names import suggest, variant_names
-from .shapes import CHUNK_SIZES, ITEMSIZES, MODES, SHAPES, Shape, find_shapes
+from .shapes import CHUNK_SIZES, ITEMSIZES, MODES, Shape, find_shapes
 from .terminal import refuse
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 VARIANTS = ("auto", *variant_names())
 VARIANT_LIST = ", ".join(VARIANTS)
-ShapeOption = Annotated[str, typer.Option(help=f"Shapes, of named, workloads, sweep, {', '.join(SHAPES)}.")]
+ShapeOption = Annotated[str, typer.Option(help="Shapes, of named, workloads, sweep, models, or single ones of theirs.")]
 ModeOption = Annotated[str, typer.Option(help=f"Modes, of {', '.join(MODES)}.")]
 DtypeOption = Annotated[str, typer.Option(help=f"Dtype of activations: {', '.join(ITEMSIZES)}.")]
 RepeatsOption = Annotated[int, typer.Option(min=2, help="Timed calls of each candidate; candidates take turns.")]

@@ -15,7 +15,7 @@ from ssd import Options, cost, get_variant, ssd_chunk_scan
 from ssd.registry import is_peer
 
 from . import record, timing
-from .accuracy import LEAVES, Error, Part, Truth
+from .accuracy import Error, Part, Truth, leaves_of
 from .inputs import DTYPES, make_inputs
 from .shapes import CHUNK_SIZES, Shape
 from .terminal import first_line, track
@@ -105,7 +105,7 @@ class Setting:
     def __init__(self, shape: Shape, dtype: str):
         self.shape, self.dtype_name, self.dtype = shape, dtype, DTYPES[dtype]
         self.inputs = make_inputs(shape, self.dtype, "cuda", requires_grad=True)
-        self.leaves = [self.inputs[name] for name in LEAVES]
+        self.leaves = list(leaves_of(self.inputs).values())
         self.dout = torch.randn_like(self.inputs["x"])
         part = Part(1, min(shape.seqlen, _TRUTH_TOKENS), shape.nheads // shape.ngroups, 1)
         self.truth = Truth(self.inputs, self.dout, part)

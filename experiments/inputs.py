@@ -17,8 +17,8 @@ def make_inputs(
 ) -> dict[str, Tensor | bool]:
     """Keyword arguments of `ssd_chunk_scan` but its chunk size, distributed as at a Mamba-2 layer's initialisation.
 
-    x, B, C ~ N(0, 1) and dt ~ N(0, 1/4), contiguous and of `dtype`; in fp32 A ~ -U(1, 16), D = 1 and dt_bias such that
-    the step softplus(dt_bias) is log-uniform in [0.001, 0.1].
+    x, B, C (and z, if gated) ~ N(0, 1) and dt ~ N(0, 1/4), contiguous and of `dtype`; in fp32 A ~ -U(1, 16), D = 1 and dt_bias
+    such that the step softplus(dt_bias) is log-uniform in [0.001, 0.1].
     """
     rng = torch.Generator(device).manual_seed(seed)
     b, l, h, p, n, g = shape.sizes.values()
@@ -39,4 +39,6 @@ def make_inputs(
         "D": torch.ones(h, device=device),
         "dt_bias": step + torch.log(-torch.expm1(-step)),  # the inverse of softplus
     }
+    if shape.gated:
+        tensors["z"] = normal(b, l, h, p).to(dtype)
     return {name: t.requires_grad_(requires_grad) for name, t in tensors.items()} | {"dt_softplus": True}

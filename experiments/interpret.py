@@ -12,7 +12,7 @@ from ssd import Options, cost, get_variant, ssd_chunk_scan
 from ssd.types import SSDInputs
 
 from . import counters, record, table
-from .accuracy import LEAVES, Error, Part, Truth
+from .accuracy import Error, Part, Truth, leaves_of
 from .inputs import DTYPES, make_inputs
 from .shapes import MODES, SMALL, Shape
 
@@ -54,7 +54,7 @@ def check(variant: str, dtype: str, options: Options, modes: tuple[str, ...] | l
     scan = partial(ssd_chunk_scan, **inputs, chunk_size=_CHUNK_SIZE, variant=variant, options=options)
     errors = {"out": truth.out_error(scan)} if {*modes} - {"bwd"} else {}
     if {"bwd", "fwd_bwd"} & {*modes}:
-        gradients = truth.grad_errors(scan, [inputs[name] for name in LEAVES])
+        gradients = truth.grad_errors(scan, list(leaves_of(inputs).values()))
         errors |= {f"d{name}": error for name, error in gradients.items()}
     return errors
 

@@ -18,7 +18,7 @@ CHUNK_SIZES = (64, 128, 256)  # measured unless one is asked for
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of one call, without the chunk size, which each variant may choose."""
+    """Sizes of one call, without the chunk size, which each variant may choose. gated: whether the scan is given z."""
 
     name: str
     batch: int
@@ -27,16 +27,17 @@ class Shape:
     headdim: int
     dstate: int
     ngroups: int
+    gated: bool = False
 
     @property
     def sizes(self) -> dict[str, int]:
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "name"}
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("name", "gated")}
 
     def problem(self, chunk_size: int, dtype: str) -> Problem:
         """The same sizes for the cost model; dtype: one of `ITEMSIZES`."""
         from ssd.cost import Problem
 
-        return Problem(**self.sizes, chunk_size=chunk_size, itemsize=ITEMSIZES[dtype])
+        return Problem(**self.sizes, chunk_size=chunk_size, itemsize=ITEMSIZES[dtype], gated=self.gated)
 
 
 _8B = Shape("8b-b1", batch=1, seqlen=4096, nheads=128, headdim=64, dstate=128, ngroups=8)
@@ -74,15 +75,32 @@ SCANS = (
     Shape("mamba-1.4b", batch=8, seqlen=2048, nheads=4096, headdim=1, dstate=16, ngroups=1),
 )
 
+# Layers of published models, from their configs: nheads, headdim, dstate, ngroups. Codestral Mamba 7B is as Nemotron-H 8B,
+# Nemotron Nano 12B v2 as the 9B, Granite 4 H small as Bamba 9B. The last three are of no published model: heads that are odd in
+# number, a group for each head, and a gate inside the scan.
+_LAYERS = {
+    "mamba2-130m": (24, 64, 128, 1), "mamba2-370m": (32, 64, 128, 1), "mamba2-780m": (48, 64, 128, 1),
+    "mamba2-1.3b": (64, 64, 128, 1), "mamba2-2.7b": (80, 64, 128, 1),
+    "nemotron-h-4b": (112, 64, 128, 8), "nemotron-h-8b": (128, 64, 128, 8), "nemotron-h-56b": (256, 64, 256, 8),
+    "nemotron-nano-9b-v2": (128, 80, 128, 8), "nemotron-3-nano-4b": (96, 80, 128, 8), "nemotron-3-nano-30b": (64, 64, 128, 8),
+    "bamba-9b": (128, 64, 128, 1), "granite-4-h-tiny": (48, 64, 128, 1),
+    "falcon-h1-tiny-90m": (24, 32, 64, 1), "falcon-h1-0.5b": (24, 64, 128, 1), "falcon-h1-1.5b": (48, 64, 256, 1),
+    "falcon-h1-3b": (32, 128, 256, 1), "falcon-h1-7b": (24, 128, 256, 1), "falcon-h1-34b": (32, 128, 256, 2),
+    "zamba2-2.7b": (80, 64, 64, 1), "zamba2-7b": (112, 64, 64, 2),
+    "odd-heads": (25, 64, 128, 1), "group-per-head": (32, 64, 128, 32), "gated": (128, 64, 128, 8),
+}
+_SHORT = tuple(Shape(name, 2, 4096, *layer, gated=name == "gated") for name, layer in _LAYERS.items())
+MODELS = (*_SHORT, *(replace(shape, name=f"{shape.name}-32k", batch=1, seqlen=32768) for shape in _SHORT))
+
 # Small enough for Triton's interpreter; ragged, with two heads to a group and more than one chunk.
 SMALL = Shape("small", batch=1, seqlen=100, nheads=4, headdim=16, dstate=16, ngroups=2)
 
-_GROUPS = {"named": NAMED, "workloads": WORKLOADS, "sweep": SWEEP}
-SHAPES = {shape.name: shape for shape in (*NAMED, *WORKLOADS, *SWEEP)}
+_GROUPS = {"named": NAMED, "workloads": WORKLOADS, "sweep": SWEEP, "models": MODELS}
+SHAPES = {shape.name: shape for group in _GROUPS.values() for shape in group}
 
 
 def find_shapes(names: str) -> list[Shape]:
-    """Shapes of a comma-separated list of names; `named`, `workloads` and `sweep` stand for all of theirs.
+    """Shapes of a comma-separated list of names; `named`, `workloads`, `sweep` and `models` stand for all of theirs.
 
     Raises:
         ValueError: an unknown name; the message lists the known ones.

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from experiments.inputs import make_inputs
-from experiments.shapes import NAMED, SHAPES, SWEEP, find_shapes
+from experiments.shapes import MODELS, NAMED, SHAPES, SWEEP, find_shapes
 from ssd import ssd_chunk_scan
 
 
@@ -17,8 +17,15 @@ def test_named_sizes():
 def test_find_shapes():
     assert find_shapes("named,8b-b1") == list(NAMED)
     assert [shape.name for shape in find_shapes("sweep-64,2.7b-b4")] == ["sweep-64", "2.7b-b4"]
-    with pytest.raises(ValueError, match=r"shape: got '9b', expected one of named, workloads, sweep, 8b-b1.*sweep-16384"):
+    with pytest.raises(ValueError, match=r"shape: got '9b', expected one of named, workloads, sweep, models, 8b-b1.*-16384"):
         find_shapes("8b-b1,9b")
+
+
+def test_models_have_a_short_and_a_long_call_each():
+    assert len(MODELS) == 2 * 24 and find_shapes("models") == list(MODELS)
+    assert list(SHAPES["falcon-h1-7b"].sizes.values()) == [2, 4096, 24, 128, 256, 1]
+    assert list(SHAPES["nemotron-nano-9b-v2-32k"].sizes.values()) == [1, 32768, 128, 80, 128, 8]
+    assert [shape.name for shape in MODELS if shape.gated] == ["gated", "gated-32k"]
 
 
 def test_inputs_are_what_a_layer_starts_with():
