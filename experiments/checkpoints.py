@@ -1,7 +1,8 @@
-"""Checkpoints of a training run: folders that are whole or not there, of which the last two are kept.
+"""Checkpoints of a training run: folders that are whole or absent, of which the last two are kept.
 
-One holds the weights and the optimizer's state as safetensors, which run nothing when they are read, state.json, and a checksum
-of each of them in SHA256SUMS, as `sha256sum -c` takes it. Nothing is written that is not finite.
+`torch.distributed.checkpoint` writes weights and the optimizer's state, each process its own shards, as safetensors: reading
+them runs no code, and another number of processes can read them. Beside them are state.json, and a checksum of every file in
+SHA256SUMS, as `sha256sum -c` reads it. Tensors that are not finite are not written.
 """
 
 from __future__ import annotations
@@ -9,94 +10,94 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.tensor import DTensor
 
 from ssd.files import flush
 from ssd.modules.checkpoint import listed, safetensors_package
 
-from .parallel import cut_like, whole
 from .terminal import first_line
 
-_MODEL, _OPTIMIZER, _STATE = "model.safetensors", "optimizer.safetensors", "state.json"
-_SUMS = "SHA256SUMS"
-_FILES = (_MODEL, _OPTIMIZER, _STATE)
+_STATE, _SUMS = "state.json", "SHA256SUMS"
 _KEPT = 2
-_PART = 1 << 20  # bytes of a file that are in memory at a time
+_BLOCK = 1 << 20  # bytes of a file that are in memory at a time
 
 
 class NotFinite(ValueError):
-    """Of weights or the optimizer's state, which so were not written; the message names them."""
+    """Weights or the optimizer's state are not finite and so were not written; the message names the tensors."""
 
 
 class Damaged(ValueError):
-    """A checkpoint that cannot be read; `what` names the file and the reason, the message says what to do as well."""
+    """A checkpoint that cannot be read. `what` names the file and the reason; the message also says what to do."""
 
-    def __init__(self, path: Path, reason: Exception):
+    def __init__(self, path: Path, reason: BaseException):
         self.what = f"{path}: cannot be read ({first_line(reason)})"
         super().__init__(f"{self.what}; remove the folder {path.parent} to go on from the checkpoint before it")
 
 
 def save(folder: Path, step: int, run: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> Path:
-    """Writes <folder>/step-<step>; before it is whole it has another name. Then older ones go, all but the last two.
+    """Writes <folder>/step-<step>, under another name until it is whole, then removes all but the last two checkpoints.
 
-    Of several processes all call it, for each may hold a part, and the first writes.
+    Every process of a training calls it. The first one makes the folder and gives it its name.
 
     Raises:
-        NotFinite: a weight or a number of the optimizer's is not; earlier checkpoints are as they were.
-        OSError: what the file system says; likewise.
+        NotFinite: a weight or a number of the optimizer is not finite; earlier checkpoints are as they were.
+        OSError: from the file system; earlier checkpoints are as they were.
     """
-    final = folder / f"step-{step:08d}"
-    (weights, odd), (moments, more) = map(_gathered, (_model_tensors(model), _optimizer_tensors(model, optimizer)))
-    if odd or more:
-        raise NotFinite(listed({*odd} or {*more}))  # the optimizer's are so as well, where a weight is
+    final, part = folder / f"step-{step:08d}", folder / f".step-{step:08d}"
+    weights, moments = _model_tensors(model), _optimizer_tensors(model, optimizer)
+    if odd := _find_odd(weights) or _find_odd(moments):  # moments are odd as well where a weight is
+        raise NotFinite(listed({*odd}))
+    safetensors_package()
     if _is_first():
-        _write(final, step, run, weights, moments, optimizer)
-    if dist.is_initialized():
-        dist.barrier()  # who has nothing to write must not end before it is written: torchrun would end them all
+        for left in folder.glob(".step-*"):  # by a process that was killed
+            shutil.rmtree(left)
+        part.mkdir(parents=True)
+    _wait()
+    try:
+        with _plain_errors():
+            dcp.save(weights | moments, storage_writer=dcp.HuggingFaceStorageWriter(str(part), save_distributed=True),
+                     no_dist=not dist.is_initialized())
+        if _is_first():
+            state = {"step": step, "run": dict(run), "groups": _group_numbers(optimizer)}
+            (part / _STATE).write_text(json.dumps(state, indent=2) + "\n")
+            (part / _SUMS).write_text("".join(f"{_checksum(path)}  {path.name}\n" for path in sorted(part.iterdir())))
+            for path in (*part.iterdir(), part):
+                flush(path)
+            shutil.rmtree(final, ignore_errors=True)  # a damaged one, whose steps were taken again
+            os.rename(part, final)
+    finally:
+        if _is_first():
+            shutil.rmtree(part, ignore_errors=True)
+    if _is_first():
+        flush(folder)
+        for old in [path for path in _all(folder) if path <= final][:-_KEPT]:  # a later one is damaged
+            shutil.rmtree(old)
+    _wait()  # a process that ends earlier would make torchrun end the first one
     return final
 
 
-def _write(final: Path, step: int, run: Mapping[str, Any], weights: dict[str, Tensor], moments: dict[str, Tensor],
-           optimizer: torch.optim.Optimizer) -> None:
-    package, folder = safetensors_package(), final.parent
-    part = folder / f".{final.name}.{os.getpid()}"
-    folder.mkdir(parents=True, exist_ok=True)
-    for left in folder.glob(".step-*"):  # by a process that was killed
-        shutil.rmtree(left)
-    try:
-        part.mkdir()
-        package.torch.save_file(weights, part / _MODEL)
-        package.torch.save_file(moments, part / _OPTIMIZER)
-        state = {"step": step, "run": dict(run), "groups": _group_numbers(optimizer), "checksums": True}
-        (part / _STATE).write_text(json.dumps(state, indent=2) + "\n")
-        (part / _SUMS).write_text("".join(f"{_checksum(part / name)}  {name}\n" for name in _FILES))
-        for path in (*part.iterdir(), part):
-            flush(path)
-        shutil.rmtree(final, ignore_errors=True)  # one that was damaged, so that its steps were taken again
-        os.rename(part, final)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
-    flush(folder)
-    for old in [path for path in _whole(folder) if path <= final][:-_KEPT]:  # a later one is damaged
-        shutil.rmtree(old)
-
-
 def latest(folder: Path) -> Path | None:
-    """The checkpoint of the last step, if there is any."""
-    return max(_whole(folder), default=None)
+    """The checkpoint of the last step; None where there is none."""
+    return max(_all(folder), default=None)
 
 
 def latest_good(folder: Path) -> tuple[Path | None, list[Damaged]]:
-    """The checkpoint of the last step whose checkpoint is as it was written, and what is wrong with those after it."""
+    """The last checkpoint that `verify` accepts, and what is wrong with those after it."""
     damaged = []
-    for checkpoint in reversed(_whole(folder)):
+    for checkpoint in reversed(_all(folder)):
         try:
             verify(checkpoint)
         except Damaged as reason:
@@ -108,26 +109,26 @@ def latest_good(folder: Path) -> tuple[Path | None, list[Damaged]]:
 
 def verify(checkpoint: Path) -> None:
     """Raises:
-        Damaged: a file is missing or not as its checksum has it; in a checkpoint of a time without checksums, one cannot be
-            read or holds numbers that are not finite.
+        Damaged: a file is missing, or its checksum is not the one in SHA256SUMS.
     """
-    state, path = read_state(checkpoint), checkpoint / _SUMS
+    path = checkpoint / _SUMS
     try:
-        if not (state.get("checksums") or path.exists()):
-            for path in (checkpoint / _MODEL, checkpoint / _OPTIMIZER):
-                if odd := _not_finite(safetensors_package().torch.load_file(path)):
-                    raise ValueError(f"not finite: {listed({*odd})}")
-            return
-        sums = path.read_text()
-        for path in map(checkpoint.joinpath, _FILES):
-            if f"{_checksum(path)}  {path.name}\n" not in sums:
+        *lines, end = path.read_text().split("\n")
+        found = [re.fullmatch(r"([0-9a-f]{64})  ([\w.-]+)", line) for line in lines]
+        if end or None in found or len(found) < 2 or found[-1][2] != _STATE:
+            raise ValueError("a line is cut or missing")
+        sums = {match[2]: match[1] for match in found}
+        for path in [checkpoint / name for name in sums]:
+            if _checksum(path) != sums[path.name]:
                 raise ValueError(f"its checksum is not the one in {_SUMS}")
-    except (OSError, ValueError, safetensors_package().SafetensorError) as reason:
+    except (OSError, ValueError) as reason:
         raise Damaged(path, reason) from reason
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    """Raises:
+    """state.json: step, run (the settings) and groups (numbers of the optimizer's parameter groups).
+
+    Raises:
         Damaged: state.json is missing or damaged; the message says what to do.
     """
     path = checkpoint / _STATE
@@ -141,75 +142,99 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     return state
 
 
-def restore(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Loads what `save` wrote into a model and an optimizer made alike; returns its step.
+def read_tensors(checkpoint: Path, like: Callable[[str, torch.Size, torch.dtype], Tensor] | None = None) -> dict[str, Tensor]:
+    """Weights by name and moments by "name/quantity", whole and on the CPU unless `like` makes the tensors to read into.
 
     Raises:
-        Damaged: a file is missing, cannot be read or is another model's; the message says what to do. Numbers that changed in
-            it are found by `verify`.
+        Damaged: a file is missing or cannot be read.
     """
-    package = safetensors_package()
-    failures = (OSError, RuntimeError, KeyError, ValueError, package.SafetensorError)
-    saved = read_state(checkpoint)
+    make = like or (lambda _, size, dtype: torch.empty(size, dtype=dtype))
+    try:
+        with _plain_errors():
+            reader = dcp.HuggingFaceStorageReader(str(checkpoint))
+            saved = reader.read_metadata().state_dict_metadata
+            if not saved:
+                raise FileNotFoundError("no file of tensors in it")
+            tensors = {name: make(name, t.size, t.properties.dtype) for name, t in saved.items()}
+            dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(str(checkpoint)), no_dist=not dist.is_initialized())
+        return tensors
+    except (torch.OutOfMemoryError, Damaged):  # the first is a RuntimeError, but no fault of the file
+        raise
+    except (OSError, RuntimeError, KeyError, ValueError, AssertionError, safetensors_package().SafetensorError) as reason:
+        verify(checkpoint)  # names the file
+        raise Damaged(checkpoint / _SUMS, reason) from reason
+
+
+def restore(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Loads what `save` wrote into a model and an optimizer of the same kind; returns its step.
+
+    Raises:
+        Damaged: a file is missing, cannot be read or is another model's. Only `verify` finds numbers that changed.
+    """
+    state, own = read_state(checkpoint), _model_tensors(model)
     parameters = dict(model.named_parameters())
+
+    def like(name: str, size: torch.Size, dtype: torch.dtype) -> Tensor:
+        """Moments have their parameter's sharding; steps are single numbers."""
+        target = own[name] if name in own else parameters.get(name.rpartition("/")[0])
+        if target is None or (size and target.shape != size):
+            raise KeyError(f"another model's: got {name} of shape {tuple(size)}")
+        return torch.zeros_like(target, dtype=dtype) if size else torch.zeros(size, dtype=dtype)
+
+    tensors = read_tensors(checkpoint, like)
+    if missing := own.keys() - tensors.keys():
+        raise Damaged(checkpoint / _SUMS, KeyError(f"another model's: it lacks {listed(missing)}"))
     number = {name: n for n, name in enumerate(_names(model, optimizer))}
+    moments: dict[int, dict[str, Tensor]] = {n: {} for n in range(len(number))}
+    for key in tensors.keys() - own.keys():
+        name, _, quantity = key.rpartition("/")
+        moments[number[name]][quantity] = tensors[key]
+    groups = [group | numbers for group, numbers in zip(optimizer.state_dict()["param_groups"], state["groups"], strict=True)]
+    optimizer.load_state_dict({"state": moments, "param_groups": groups})
+    model.load_state_dict({name: tensors[name] for name in own}, strict=False)
+    return state["step"]
+
+
+@contextmanager
+def _plain_errors() -> Iterator[None]:
+    """Raises what went wrong in a process itself, where torch raises a BaseException that holds it."""
     try:
-        state = {n: {} for n in range(len(parameters))}
-        for key, t in package.torch.load_file(checkpoint / _OPTIMIZER).items():
-            name, _, quantity = key.rpartition("/")
-            if t.dim() and t.shape != parameters[name].shape:
-                raise ValueError(f"{key}: got shape {tuple(t.shape)}, expected {tuple(parameters[name].shape)}")
-            state[number[name]][quantity] = cut_like(t, parameters[name]) if t.dim() else t
-        groups = [group | numbers
-                  for group, numbers in zip(optimizer.state_dict()["param_groups"], saved["groups"], strict=True)]
-        optimizer.load_state_dict({"state": state, "param_groups": groups})
-    except torch.OutOfMemoryError:  # a RuntimeError, but no fault of the file's
-        raise
-    except failures as reason:
-        raise Damaged(checkpoint / _OPTIMIZER, reason) from reason
-    try:
-        weights, own = package.torch.load_file(checkpoint / _MODEL), _model_tensors(model)
-        if differing := weights.keys() ^ own.keys():
-            raise KeyError(f"another model's: it differs in {listed(differing)}")
-        model.load_state_dict({name: cut_like(t, own[name]) for name, t in weights.items()}, strict=False)
-    except torch.OutOfMemoryError:
-        raise
-    except failures as reason:
-        raise Damaged(checkpoint / _MODEL, reason) from reason
-    return saved["step"]
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
+            yield
+    except CheckpointException as reason:
+        raise next(iter(reason.failures.values()))[0] from reason
 
 
 def _is_first() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
-def _gathered(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
-    """Whole, in the first process's main memory, and in no other's; one at a time is on a GPU. In every process the names of
-    those with numbers that are not finite.
-    """
-    found, odd = {}, []
-    for name, t in tensors.items():
-        t = whole(t)
-        odd += _not_finite({name: t})
-        if _is_first():
-            found[name] = t.contiguous().cpu()
-    return found, odd
+def _wait() -> None:
+    if dist.is_initialized():
+        dist.barrier()
 
 
-def _not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
-    return [name for name, t in tensors.items() if not t.isfinite().all()]
+def _find_odd(tensors: Mapping[str, Tensor]) -> list[str]:
+    """The names of tensors that are not finite in any process; all processes have to ask."""
+    own = [name for name, t in tensors.items() if not (t.to_local() if isinstance(t, DTensor) else t).isfinite().all()]
+    if not dist.is_initialized():
+        return own
+    every: list[list[str]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(every, own)
+    return [name for names in every for name in names]
 
 
 def _checksum(path: Path) -> str:
     found = hashlib.sha256()
     with path.open("rb") as file:
-        while part := file.read(_PART):
-            found.update(part)
+        while block := file.read(_BLOCK):
+            found.update(block)
     return found.hexdigest()
 
 
 def _model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Its state by name, of names for one tensor the first."""
+    """The model's state by name; a tensor with several names has its first."""
     names = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
     return {name: t for name, t in model.state_dict().items() if name in names}
 
@@ -221,7 +246,7 @@ def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> di
 
 
 def _group_numbers(optimizer: torch.optim.Optimizer) -> list[dict[str, float]]:
-    """What is a number in each group; timm's LAMB has its step there, in a tensor."""
+    """The numbers of each parameter group; timm's LAMB keeps its step there, in a tensor."""
     return [{name: value.item() if isinstance(value, Tensor) else value
              for name, value in group.items() if isinstance(value, (int, float, Tensor))} for group in optimizer.param_groups]
 
@@ -232,6 +257,5 @@ def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
     return [name_of[parameter] for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _whole(folder: Path) -> list[Path]:
+def _all(folder: Path) -> list[Path]:
     return sorted(folder.glob("step-*"))
-

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from .training_run import WAYS
@@ -155,8 +155,3 @@ def whole(t: Tensor) -> Tensor:
     """A tensor that the processes hold in parts; all of them have to ask for it."""
     return t.full_tensor() if isinstance(t, DTensor) else t
 
-
-def cut_like(t: Tensor, like: Tensor) -> Tensor:
-    """A whole tensor as `like` is: cut as that is, if it is, and on its device."""
-    t = t.to(like.device)
-    return distribute_tensor(t, like.device_mesh, like.placements, src_data_rank=None) if isinstance(like, DTensor) else t

@@ -76,7 +76,7 @@ def test_a_killed_save_is_not_taken_for_a_checkpoint(tmp_path):
     assert checkpoints.latest(tmp_path) == last
 
 
-FILES = ["model.safetensors", "optimizer.safetensors", "state.json", "SHA256SUMS"]
+FILES = ["shard-00001-model-00001-of-00001.safetensors", "state.json", "SHA256SUMS"]
 
 
 @pytest.mark.skipif(shutil.which("sha256sum") is None, reason="sha256sum is not installed")
@@ -95,7 +95,7 @@ def test_any_bit_that_changed_is_found(tmp_path, file):
         changed = bytearray(content)
         changed[draw.randrange(len(changed))] ^= 1 << draw.randrange(8)
         path.write_bytes(changed if damage % 4 else content[: draw.randrange(len(content))])
-        with pytest.raises(checkpoints.Damaged, match=r"step-00000001/[\w.]+: cannot be read \(.+\); remove") as error:
+        with pytest.raises(checkpoints.Damaged, match=r"step-00000001/[\w.-]+: cannot be read \(.+\); remove") as error:
             checkpoints.verify(path.parent)
         assert file in str(error.value) or file == "SHA256SUMS"
     path.unlink()
@@ -109,11 +109,11 @@ def test_the_latest_good_one(tmp_path):
     assert checkpoints.latest_good(tmp_path / "nowhere") == (None, [])
     last = saved(tmp_path, 1, 2)
     assert checkpoints.latest_good(tmp_path) == (last, [])
-    (last / "model.safetensors").write_bytes(b"")
+    (last / FILES[0]).write_bytes(b"")
     found, damaged = checkpoints.latest_good(tmp_path)
     assert found == tmp_path / "step-00000001"
     assert [reason.what for reason in damaged] == [
-        f"{last / 'model.safetensors'}: cannot be read (its checksum is not the one in SHA256SUMS)"]
+        f"{last / FILES[0]}: cannot be read (its checksum is not the one in SHA256SUMS)"]
     (found / "state.json").unlink()
     found, damaged = checkpoints.latest_good(tmp_path)
     assert found is None and len(damaged) == 2
@@ -121,7 +121,7 @@ def test_the_latest_good_one(tmp_path):
 
 def test_a_damaged_one_makes_room_for_its_steps_when_they_are_taken_again(tmp_path):
     last = saved(tmp_path, 2, 4)
-    (last / "model.safetensors").write_bytes(b"")
+    (last / FILES[0]).write_bytes(b"")
     assert saved(tmp_path, 3) == tmp_path / "step-00000003"
     assert checkpoints.latest_good(tmp_path)[0] == tmp_path / "step-00000003" and (tmp_path / "step-00000002").exists()
     assert saved(tmp_path, 4) == last and checkpoints.latest_good(tmp_path) == (last, [])

@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
-from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 
 from experiments import checkpoints, record, steps
@@ -34,6 +33,9 @@ REPEATING = ["mamba2"] if torch.cuda.is_available() else ["mamba2", "hybrid", "m
 REPEATING += [pytest.param("graphmamba", marks=needs_graphs)]
 
 
+TENSORS = "shard-00001-model-00001-of-00001.safetensors"
+
+
 def losses(out: Path) -> list[float]:
     entries = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
     assert [entry["step"] for entry in entries] == list(range(1, len(entries) + 1))
@@ -42,7 +44,7 @@ def losses(out: Path) -> list[float]:
 
 def saved_tensors(out: Path) -> dict[str, torch.Tensor]:
     last = checkpoints.latest(out / "checkpoints")
-    return {**load_file(last / "model.safetensors"), **load_file(last / "optimizer.safetensors")}
+    return checkpoints.read_tensors(last)
 
 
 def assert_same(out: Path, other: Path):
@@ -237,7 +239,7 @@ def test_weights_that_are_not_finite_stop_the_run(tmp_path, monkeypatch):
     assert checkpoints.latest_good(tmp_path / "checkpoints")[0].name == "step-00000002"
 
 
-@pytest.mark.parametrize("file", ["model.safetensors", "optimizer.safetensors", "state.json", "SHA256SUMS"])
+@pytest.mark.parametrize("file", [TENSORS, "state.json", "SHA256SUMS"])
 def test_a_damaged_checkpoint_is_said_and_the_one_before_it_used(tmp_path, monkeypatch, file):
     """The run then ends as one that was not interrupted; with none that is whole it does not go on."""
     run, said = small_run(steps=6, save_every=2), io.StringIO()
@@ -261,9 +263,9 @@ def test_without_a_good_checkpoint_a_run_does_not_go_on(tmp_path, monkeypatch):
         before_step(patch, 5, terminate)
         train(small_run(save_every=2), tmp_path, QUIET)
     for checkpoint in (tmp_path / "checkpoints").iterdir():
-        (checkpoint / "model.safetensors").write_bytes(b"")
+        (checkpoint / TENSORS).write_bytes(b"")
     with pytest.raises(ValueError, match=r"--resume: got --out .*, expected a checkpoint in it that can be read; "
-                                         r".*step-00000005.*; .*step-00000004.*model\.safetensors: cannot be read"):
+                                         r".*step-00000005.*; .*step-00000004.*shard-.*\.safetensors: cannot be read"):
         train(small_run(save_every=2), tmp_path, QUIET, resume=True)
 
 
