@@ -316,7 +316,7 @@ def choose(out: OutOption = RESULTS) -> None:
     for path in choose.write(found):
         typer.echo(f"{path} written: {len(found[path.stem])} measured calls")
     for gpu in sorted(gpu for gpu, calls in found.items() if not calls):
-        typer.echo(f"{gpu}: nothing to choose by: no call that two of {', '.join(choose.CANDIDATES)} were measured in")
+        typer.echo(f"{gpu}: nothing to choose by: no call that two of {', '.join(choose.list_candidates())} were measured in")
 
 
 @app.command()

@@ -6,7 +6,8 @@ import json
 from collections import defaultdict
 from pathlib import Path
 
-from ssd.choice import CANDIDATES, TABLES, Measured
+from ssd.auto_variant import TABLES, Measured
+from ssd.registry import list_candidates
 from ssd.runtime.tuning import device_slug
 
 from . import record
@@ -16,14 +17,14 @@ _MODES = ("fwd", "bwd")
 
 
 def tables(rows: list[dict]) -> dict[str, dict[str, list[str]]]:
-    """{gpu: {key of ssd.choice.Measured: variants, the fastest first}}.
+    """{gpu: {key of ssd.auto_variant.Measured: variants, the fastest first}}.
 
     Only the last commit's rows with every option at its default count, and only where two variants or more were measured:
     by their times in a CUDA graph, since which kernels are faster does not depend on the host that launches them.
     """
     times: dict[str, dict[Measured, dict[str, float]]] = defaultdict(lambda: defaultdict(dict))
     wanted = [row for row in rows
-              if row["mode"] in _MODES and row["variant"] in CANDIDATES and record.has_default_options(row)]
+              if row["mode"] in _MODES and row["variant"] in list_candidates() and record.has_default_options(row)]
     last = {(row["gpu"], _measured(row)): row["git_sha"] for row in wanted}  # rows come oldest first
     for row in wanted:
         if row["git_sha"] == last[row["gpu"], _measured(row)]:

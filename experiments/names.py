@@ -9,11 +9,11 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
-_TABLE = "_MODULES"  # of ssd/registry.py, whose keys are the names
+_TABLE = "VARIANTS"  # of ssd/variants.py, whose keys are the names
 
 
 def variant_names() -> tuple[str, ...]:
-    """What `ssd.variant_names()` gives, read from the registry's source unless the registry was imported before."""
+    """What `ssd.variant_names()` gives, read from the table's source unless the registry was imported before."""
     if registry := sys.modules.get("ssd.registry"):
         return registry.variant_names()
     return _read_names()
@@ -21,7 +21,7 @@ def variant_names() -> tuple[str, ...]:
 
 @cache
 def _read_names() -> tuple[str, ...]:
-    source = Path(find_spec("ssd").origin).with_name("registry.py").read_text()
+    source = Path(find_spec("ssd").origin).with_name("variants.py").read_text()
     for node in ast.parse(source).body:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict) and ast.unparse(node.targets[0]) == _TABLE:
             return tuple(map(ast.literal_eval, node.value.keys))

@@ -31,7 +31,7 @@ import persistent
 import ssd
 from ssd import Options, ssd_chunk_scan
 from ssd.block import causal_conv1d_update
-from ssd.choice import CANDIDATES
+from ssd.registry import list_candidates
 from ssd.runtime.devices import is_hopper
 
 from . import record
@@ -44,7 +44,7 @@ from .terminal import track
 
 BLOCK, CONTROL = "block", "control"
 _GPU = torch.device("cuda")  # the current one
-VARIANTS = (*CANDIDATES, BLOCK, CONTROL)
+VARIANTS = (*list_candidates(), BLOCK, CONTROL)
 TOOLS = ("memcheck", "racecheck")
 _EXECUTABLE = "compute-sanitizer"
 _CHUNK_SIZE = 64
@@ -93,7 +93,7 @@ def run(variants: list[str], tools: list[str], out: Path, console: Console) -> b
     if shutil.which(_EXECUTABLE) is None:
         raise FileNotFoundError(f"{_EXECUTABLE} is not on the PATH; it comes with the CUDA toolkit")
     table = Table("variant", "tool", "kernels", "found", "of Triton's start of roles")
-    clean, never = True, _launched_here() if {*CANDIDATES, BLOCK} <= set(variants) else set()
+    clean, never = True, _launched_here() if {*list_candidates(), BLOCK} <= set(variants) else set()
     for variant, tool in track([(v, t) for v in variants for t in tools], console, " ".join):
         found, of_roles, kernels, launched, said = check(variant, tool)
         clean, never = clean and found == of_roles, never.difference(launched)

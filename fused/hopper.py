@@ -21,11 +21,12 @@ from ssd.runtime.devices import is_hopper
 from ssd.runtime.tables import get_tables
 from ssd.runtime.toolchain import descriptor_fields, gluon_missing, like_descriptor
 from ssd.runtime.tuning import current_device
-from ssd.types import HOPPER_DSTATES, HOPPER_HEADDIM, SUB_CHUNK, Options, SSDInputs, SSDSaved
+from ssd.types import SUB_CHUNK, Options, SSDInputs, SSDSaved
 
 from .schedule import choose_two_level_segment, deal, deal_two_level
 
 BLOCK_M = SUB_CHUNK
+HEADDIM, DSTATES = 64, (64, 128)  # that the kernels have tiles for
 _ALIGNMENT = 16  # bytes, of what a TMA descriptor describes
 _MOST_DESCRIBED = 1024  # callers whose sizes never repeat must not fill the memory
 _described: dict[tuple, dict] = {}
@@ -46,8 +47,8 @@ def cannot_run(i: SSDInputs, options: Options, by_chunk: bool) -> str | None:
         return reason
     if i.x.dtype not in (torch.bfloat16, torch.float16) or not i.x.dtype == i.B.dtype == i.C.dtype:
         return f"x, B, C: got dtypes {i.x.dtype}, {i.B.dtype}, {i.C.dtype}, takes bf16 or fp16, all alike"
-    if i.headdim != HOPPER_HEADDIM or i.dstate not in HOPPER_DSTATES:
-        return f"got headdim = {i.headdim}, dstate = {i.dstate}, takes headdim {HOPPER_HEADDIM} and dstate of {HOPPER_DSTATES}"
+    if not has_tiles(i.x.dtype.itemsize, i.headdim, i.dstate):
+        return f"got headdim = {i.headdim}, dstate = {i.dstate}, takes headdim {HEADDIM} and dstate of {DSTATES}"
     if i.nheads // i.ngroups % 2:
         return f"got {i.nheads // i.ngroups} heads a group, takes even numbers"
     if i.z is not None or i.cu_seqlens is not None or (i.D is not None and i.D.dim() == 2):
@@ -59,6 +60,11 @@ def cannot_run(i: SSDInputs, options: Options, by_chunk: bool) -> str | None:
     if not (options.exp2 and options.fuse_bmm):
         return "options.exp2 and fuse_bmm cannot be off in it"
     return None
+
+
+def has_tiles(itemsize: int, headdim: int, dstate: int) -> bool:
+    """True for the sizes of inputs that these kernels have tiles for, which is not to say that they take all such inputs."""
+    return itemsize == 2 and headdim == HEADDIM and dstate in DSTATES
 
 
 def can_run(reason: str | None, variant: str) -> bool:

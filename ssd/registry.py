@@ -6,24 +6,15 @@ import logging
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
-from . import choice
+from . import auto_variant
 from .runtime.tuning import SPACES, ConfigSpace
 from .types import Options, SSDInputs
-
-_MODULES = {
-    "baseline": "ssd.baseline.variant",
-    "fused": "fused.variant",
-    "persistent": "persistent.variant",
-    "torch": "ssd.torch_variant",
-    "mamba_ssm": "ssd.interop.mamba_ssm",
-    "fla": "ssd.interop.fla",
-}
-_PEERS = ("mamba_ssm", "fla")
+from .variants import VARIANTS
 
 
 @dataclass(frozen=True)
@@ -36,9 +27,11 @@ class Variant:
         forward: (SSDInputs, Options, save: bool) -> (out, final_states, SSDSaved); save: a backward may follow.
         backward: (SSDSaved, dout, dfinal_states, into: SSDGrads) -> SSDGrads.
         apply: (SSDInputs) -> (out, final_states), differentiable by itself.
-        options: names of the fields of `Options` that this variant heeds, in the order in which an ablation adds them.
+        options: names of the fields of `Options` that this variant knows, in the order in which an ablation adds them.
         states_every: (SSDInputs, Options) -> tokens between the states that a forward with save and `Options.save_states`
             leaves in `SSDSaved.prev_states`: chunk_size or 64; None: it leaves none.
+        rank: (auto_variant.Measured, hopper: bool) -> the place that is expected of this variant among those that "auto" may
+            choose, on a GPU that nobody has measured: more is faster, the baseline's is 0; None: not to be tried there.
         adapts: what `apply` does around the peer's own kernels, and so is in its times; None: nothing.
     """
 
@@ -49,6 +42,7 @@ class Variant:
     apply: Callable | None = None
     options: tuple[str, ...] = ()
     states_every: Callable | None = None
+    rank: Callable = lambda call, hopper: 0
     adapts: str | None = None
 
 
@@ -57,7 +51,7 @@ _ADDED: dict[str, Variant] = {}  # by `add_variant`
 
 def variant_names() -> tuple[str, ...]:
     """Every name that `get_variant` knows, whether or not its packages are installed."""
-    return (*_MODULES, *_ADDED)
+    return (*VARIANTS, *_ADDED)
 
 
 def add_variant(variant: Variant) -> None:
@@ -66,14 +60,14 @@ def add_variant(variant: Variant) -> None:
     Raises:
         ValueError: the name is that of a variant here.
     """
-    if variant.name in (*_MODULES, "auto"):
-        raise ValueError(f"variant.name: got {variant.name!r}, expected none of {', '.join(map(repr, (*_MODULES, 'auto')))}")
+    if variant.name in (*VARIANTS, "auto"):
+        raise ValueError(f"variant.name: got {variant.name!r}, expected none of {', '.join(map(repr, (*VARIANTS, 'auto')))}")
     _ADDED[variant.name] = variant
 
 
 def is_peer(name: str) -> bool:
     """Whether the name is another project's implementation, differentiable by itself."""
-    return name in _PEERS
+    return _ADDED[name].apply is not None if name in _ADDED else name in VARIANTS and VARIANTS[name].peer
 
 
 def get_variant(name: str) -> Variant:
@@ -85,13 +79,13 @@ def get_variant(name: str) -> Variant:
     """
     if name in _ADDED:
         return _ADDED[name]
-    if name not in _MODULES:
+    if name not in VARIANTS:
         raise ValueError(f"variant: got {name!r}, expected one of {', '.join(map(repr, (*variant_names(), 'auto')))}")
-    module = _MODULES[name]
+    module = VARIANTS[name].module
     try:
         return (sys.modules.get(module) or import_module(module)).VARIANT
     except ModuleNotFoundError as reason:
-        for package in {module.partition(".")[0] for module in _MODULES.values()}:
+        for package in {entry.module.partition(".")[0] for entry in VARIANTS.values()}:
             if hidden_by := _find_other(package):
                 raise ImportError(f"variant {name!r} needs this project's package {package!r}, but `import {package}` finds "
                                   f"{hidden_by}: rename that, or run elsewhere") from reason
@@ -106,9 +100,15 @@ def _find_other(package: str) -> str | None:
     return origin if origin and Path(origin).parents[1] != Path(__file__).parents[1] else None
 
 
+@cache
+def list_candidates() -> tuple[str, ...]:
+    """The names that "auto" chooses from on a GPU, in the order in which it tries them where it knows no better."""
+    return tuple(name for name, entry in reversed(VARIANTS.items()) if entry.auto)
+
+
 def config_spaces() -> dict[str, ConfigSpace]:
     """The config space of every kernel of our variants, by the kernel's name."""
-    for name in choice.CANDIDATES:
+    for name in list_candidates():
         get_variant(name)
     return SPACES
 
@@ -123,8 +123,8 @@ def find_states_interval(name: str, inputs: SSDInputs, options: Options) -> int 
 
 @lru_cache
 def adapt_options(name: str, options: Options) -> Options:
-    """The options as the variant of that name heeds them: "auto" keeps no states, so that it never runs out of memory where
-    kernels that keep none would not.
+    """The options that the variant of that name gets. "auto" keeps no states, so that it never runs out of memory where kernels
+    that keep none would not.
     """
     return replace(options, save_states=False) if name == "auto" else options
 
@@ -146,7 +146,7 @@ def resolve(name: str, inputs: SSDInputs, mode: str) -> Variant:
 
 
 def _choose(inputs: SSDInputs, mode: str) -> Variant:
-    names, why = choice.ranking(inputs, mode)
+    names, why = auto_variant.rank_variants(inputs, mode, list_candidates(), get_variant)
     refused = ()
     for name in names:
         variant = get_variant(name)

@@ -7,68 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .options import Options
 
-@dataclass(frozen=True)
-class Options:
-    """Switches of the kernels: one field per optimisation, so that each can be turned off by itself and ablated.
-
-    The baseline knows `tf32`, `low_precision_states` and `save_states`. The others are about (fused), (persistent) or, with
-    neither said, both.
-
-    Attributes:
-        tf32: multiply fp32 operands with 10-bit mantissas (TF32). Off, three TF32 products recover fp32 accuracy.
-            No effect on fp16 and bf16 inputs.
-        exp2: exponentials as exp2 of exponents that were scaled by log2(e) as vectors. Off, exp of each element.
-        fuse_bmm: C B^T is computed in the tile that uses it. Off, bmm_chunk writes it to memory once per group.
-        low_precision_CB: without fuse_bmm, C B^T is kept in the dtype of x. Off, in fp32.
-        fuse_states: (fused) one kernel walks the chunks with the running state in registers. Off, and in plain Triton for few
-            heads of a long sequence, chunk_state and state_passing, through fp32 states in memory.
-        two_level: (fused) a block walks a whole chunk, on Hopper up to 512 tokens, in sub-chunks of 64 with the state in
-            registers. Off, one block of rows per program, which meets every block of columns before it in its chunk.
-        causal_blocks: (fused, without two_level) tiles above the diagonal are skipped. Off, they are computed and masked.
-        low_precision_states: states between chunks are kept in C's dtype where `state_dtype` does not say. Off, in fp32.
-        stationary: (persistent) a block walks a whole sequence of one head and the state never leaves its registers. Off,
-            blocks as many as run side by side take the chunks of the two-level scan in turn.
-        segments: (persistent, stationary; the backward on Hopper) sequences are cut where batch and heads alone do not fill the
-            GPU. Off, never.
-        save_states: states are kept for the backward: as large as x with one every 128 tokens at dstate 128; the kernels for
-            Hopper keep one every 64. Off, and always with variant "auto", the backward computes them again.
-        fuse_backward: the backward in sub-chunks of 64 tokens, one kernel for each of states, their gradients, dC with
-            dCB, and dB with dx. Off, the baseline's.
-        gluon: warp-specialised Gluon kernels on Hopper, where the inputs allow. Off, plain Triton everywhere.
-
-    Raises:
-        TypeError: a field that is no bool, by name.
-    """
-
-    tf32: bool = False
-    exp2: bool = True
-    fuse_bmm: bool = True
-    low_precision_CB: bool = True
-    fuse_states: bool = True
-    two_level: bool = True
-    causal_blocks: bool = True
-    low_precision_states: bool = True
-    stationary: bool = True
-    segments: bool = True
-    save_states: bool = True
-    fuse_backward: bool = True
-    gluon: bool = True
-
-    def __post_init__(self):
-        for name, value in vars(self).items():
-            if not isinstance(value, bool):
-                raise TypeError(f"{name}: got {value!r}, expected True or False")
-
-    @property
-    def precision(self) -> str:
-        """`input_precision` of tl.dot for fp32 operands."""
-        return "tf32" if self.tf32 else "tf32x3"
-
-
-SUB_CHUNK = 64  # tokens that walks and the kernels for Hopper take at a time
+SUB_CHUNK = 64  # tokens that a walk takes at a time
 INPUT_TENSORS = 11  # in `SSDInputs.tensors`
-HOPPER_HEADDIM, HOPPER_DSTATES = 64, (64, 128)  # that those kernels have tiles for
 
 
 @dataclass(frozen=True)

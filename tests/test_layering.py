@@ -17,7 +17,7 @@ MAY_IMPORT = {
     "tests": set(PACKAGES),
 }
 # Inside ssd each layer imports its own and earlier ones; what is not listed is on top.
-LAYERS = ({"types"}, {"runtime"}, {"kernels"}, {"baseline"})
+LAYERS = ({"types", "options", "variants"}, {"runtime"}, {"kernels"}, {"baseline"})
 SOURCES = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
 
 
@@ -62,6 +62,16 @@ def test_packages_import_downwards():
     wrong = {(name(path), module) for path in SOURCES for module in imports(path)
              if module.split(".")[0] in PACKAGES and module.split(".")[0] not in MAY_IMPORT[name(path).split(".")[0]]}
     assert not wrong
+
+
+def test_ssd_does_not_name_what_is_built_on_it():
+    """But for the table of variants: neither the variants nor their kernels, in code, docstrings or comments."""
+    above = ("fused", "persistent")
+    kernels = {path.stem for package in above for path in (ROOT / package / "kernels").glob("*.py") if "_" in path.stem}
+    names = re.compile(rf"\b({'|'.join(sorted({*above, *kernels} - {'__init__'}))})\b")
+    found = {f"{path.relative_to(ROOT)}: {match[0]}" for path in SOURCES if name(path).startswith("ssd.")
+             for match in names.finditer(path.read_text()) if name(path) != "ssd.variants"}
+    assert not found
 
 
 def test_layers_of_ssd():

@@ -6,7 +6,7 @@ from typer.testing import CliRunner
 
 from experiments import choose
 from experiments.__main__ import app
-from ssd import choice
+from ssd import auto_variant
 from ssd.types import Options
 from tests.experiments.rows import ssd_row, write
 
@@ -40,7 +40,7 @@ def test_command(tmp_path, monkeypatch):
     assert result.exit_code == 0, result.output
     assert "h200.json written: 1 measured calls" in result.stdout.replace("\n", "") and "l4: nothing" in result.stdout
     assert json.loads((tables / "h200.json").read_text()) == {KEY: ["fused", "baseline"]}
-    monkeypatch.setattr(choice, "TABLES", tables)
-    choice._table.cache_clear()
-    assert choice._table("h200") == {choice.Measured.of_key(KEY): ("fused", "baseline")}
-    choice._table.cache_clear()
+    monkeypatch.setattr(auto_variant, "TABLES", tables)
+    auto_variant._table.cache_clear()
+    assert auto_variant._table("h200") == {auto_variant.Measured.of_key(KEY): ("fused", "baseline")}
+    auto_variant._table.cache_clear()

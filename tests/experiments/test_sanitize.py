@@ -112,7 +112,7 @@ def test_a_kernel_that_never_ran_is_no_pass(says, tmp_path, monkeypatch):
     def launching(names: set[str]) -> dict[str, str]:
         return {"memcheck": f"launched {' '.join(sorted(names))}\n{CLEAN['memcheck']}"}
 
-    every = [*sanitize.CANDIDATES, sanitize.BLOCK]
+    every = [*sanitize.list_candidates(), sanitize.BLOCK]
     console = Console(record=True, width=120)
     says(launching(sanitize.ours()))
     assert sanitize.run(every, ["memcheck"], tmp_path / "rows", console)

@@ -12,9 +12,10 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import ssd
-from ssd import autograd, choice, reference, registry
+from ssd import autograd, reference, registry
 from ssd.registry import get_variant
 from ssd.runtime import custom_ops as ops
+from ssd.variants import VARIANTS
 from tests.errors import assert_accurate, assert_all_accurate, truths
 from tests.inputs import (
     DIFFERENTIABLE,
@@ -185,7 +186,7 @@ def test_options_reach_the_kernels(variant, device, monkeypatch):
         seen.append(options)
         return get_variant("torch").forward(inputs, options, save)
 
-    monkeypatch.setattr(registry.import_module(registry._MODULES[variant]), "VARIANT",
+    monkeypatch.setattr(registry.import_module(VARIANTS[variant].module), "VARIANT",
                         replace(get_variant(variant), forward=forward))
     options = ssd.Options(tf32=True)
     run(random_inputs(SHAPE, Case(), torch.float32, device), variant=variant, options=options)
@@ -210,7 +211,7 @@ def test_auto_runs_what_it_says(device, caplog):
     with caplog.at_level(logging.INFO, "ssd"):
         out = run(inputs, variant="auto")
     (said,) = [record.args[0] for record in caplog.records if record.module == "registry"]
-    assert said in choice.CANDIDATES and torch.equal(out, run(inputs, variant=said))
+    assert said in registry.list_candidates() and torch.equal(out, run(inputs, variant=said))
 
 
 def test_watchers_see_one_op(device):
@@ -311,7 +312,7 @@ def test_nothing_is_kept_without_a_gradient(variant, device, monkeypatch):
         return results
 
     inputs = random_inputs(SHAPE, EVERYTHING, torch.float32, device)
-    monkeypatch.setattr(registry.import_module(registry._MODULES[variant]), "VARIANT", replace(named, forward=forward))
+    monkeypatch.setattr(registry.import_module(VARIANTS[variant].module), "VARIANT", replace(named, forward=forward))
     assert run(leaves(inputs), variant=variant).requires_grad
     run(leaves(inputs), variant=variant, options=ssd.Options(save_states=False))
     run(inputs, variant=variant)

@@ -6,14 +6,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ssd import choice, registry
-from ssd.choice import CANDIDATES, Measured
-from ssd.registry import Variant, get_variant
+from ssd import auto_variant, registry
+from ssd.auto_variant import Measured
+from ssd.registry import Variant, get_variant, list_candidates
 from ssd.runtime import tuning
 from ssd.types import Options, SSDGrads
 from tests.errors import cotangents
 from tests.inputs import EVERYTHING, OURS, Shape, random_inputs
 
+CANDIDATES = ("persistent", "fused", "baseline")
 TABLE = {
     "fwd/2B/64/128/512/4096/128": ["persistent", "fused", "baseline"],
     "fwd/2B/64/128/24/512/128": ["fused", "baseline"],
@@ -24,18 +25,18 @@ TABLE = {
 
 @pytest.fixture
 def on(monkeypatch, tmp_path):
-    """ranking() on a GPU of that compute capability, with TABLE measured on an h200."""
+    """The order on a GPU of that compute capability, with TABLE measured on an h200."""
     (tmp_path / "h200.json").write_text(json.dumps(TABLE))
-    monkeypatch.setattr(choice, "TABLES", tmp_path)
+    monkeypatch.setattr(auto_variant, "TABLES", tmp_path)
 
     def order(*sizes, device="h200", capability=(9, 0)):
         monkeypatch.setattr(tuning, "current_device", lambda index: tuning.Device(device, 232_448))
-        monkeypatch.setattr(choice, "is_hopper", lambda device: capability[0] == 9)
-        choice._ranking.cache_clear(), choice._table.cache_clear()
-        return choice._ranking(0, *sizes)
+        monkeypatch.setattr(auto_variant, "is_hopper", lambda device: capability[0] == 9)
+        auto_variant._rank.cache_clear(), auto_variant._table.cache_clear()
+        return auto_variant._rank(CANDIDATES, get_variant, 0, *sizes)
 
     yield order
-    choice._ranking.cache_clear(), choice._table.cache_clear()
+    auto_variant._rank.cache_clear(), auto_variant._table.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -56,7 +57,7 @@ def test_nearest_measured_call(on, sizes, expected):
 @pytest.mark.parametrize("sizes", [("fwd", 4, 64, 128), ("fwd", 2, 32, 128), ("fwd", 2, 64, 64)], ids=str)
 def test_other_sizes_are_not_compared(on, sizes):
     order, why = on(*sizes, 512, 4096, 128)
-    assert order == CANDIDATES and "no such sizes" in why
+    assert order == CANDIDATES and "no forward of such sizes" in why
 
 
 def test_a_backward_that_nobody_measured(on):
@@ -65,20 +66,24 @@ def test_a_backward_that_nobody_measured(on):
         order, why = on("bwd", *sizes, 512, 4096, 128, device="other", capability=capability)
         assert order == CANDIDATES[::-1] and "no backward" in why
     order, why = on("bwd", 2, 64, 128, 512, 4096, 128, device="h100")
-    assert order == CANDIDATES and "no such sizes were measured on h100" in why
+    assert order == CANDIDATES and "no backward of such sizes was measured on h100" in why
+
+
+def test_candidates():
+    assert list_candidates() == CANDIDATES
 
 
 def test_rule_without_rows(on):
     sizes = ("fwd", 2, 64, 128, 512, 4096, 128)
     assert on(*sizes, device="h100")[0] == ("persistent", "fused", "baseline")
     order, why = on(*sizes, device="a100", capability=(8, 0))
-    assert order == ("fused", "baseline") and "a100" in why and "other than Hopper" in why
+    assert order == ("fused", "baseline") and "a100; fused is expected" in why
 
 
 def test_the_next_runs_where_the_first_cannot(monkeypatch, caplog):
     made = {"persistent": Variant("persistent", lambda inputs: "too odd"), "fused": Variant("fused", lambda inputs: None)}
     monkeypatch.setattr(registry, "get_variant", made.get)
-    monkeypatch.setattr(choice, "ranking", lambda inputs, mode: (("persistent", "fused"), "a test says so"))
+    monkeypatch.setattr(auto_variant, "rank_variants", lambda *_: (("persistent", "fused"), "a test says so"))
     registry._say.cache_clear()
     with caplog.at_level("INFO", "ssd"):
         assert registry.resolve("auto", None, "bwd") is made["fused"]
@@ -93,7 +98,7 @@ def test_keys_of_tables():
     assert Measured.of_key(measured.key()) == measured and measured.key() in TABLE
 
 
-@pytest.mark.parametrize("path", sorted(choice.TABLES.glob("*.json")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted(auto_variant.TABLES.glob("*.json")), ids=lambda path: path.stem)
 def test_tables_that_are_shipped(path):
     for key, order in json.loads(path.read_text()).items():
         assert Measured.of_key(key).key() == key and len(order) > 1 and {*order} <= {*CANDIDATES}
