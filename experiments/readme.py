@@ -34,27 +34,34 @@ _COSTS = "8b-b4"  # the shape at which the README says what the default costs
 
 
 def tabulate_speedups(rows: list[dict], steps: list[dict]) -> str:
-    """For each GPU: a sentence, and a line for each layer of `HEADLINE` with the speed-ups of `persistent`.
+    """A sentence for each GPU; and of one, the last by name, a line for each layer of `HEADLINE`, with `persistent`'s speed-ups.
 
     steps: rows of the sweep, for the training step of the model that has this layer.
     """
     compared = [row for row in rows if row.get("graph_speedup")]
-    parts = []
+    sentences, lines = [], []
     for (gpu, against), group in groupby(sorted(compared, key=_COMPARED), _COMPARED):
         group = list(group)
-        found = {(row["shape"], row["mode"]): row for row in group if row["variant"] == _FASTEST}
         sentence = (f"Speed-ups over {against} on one {gpu}, in bf16 and GPU time, from the least to the most of "
                     f"{len({row['shape'] for row in group})} shapes. The fastest variant: {_ranges(group)}.")
         if by_default := [row for row in group if row["variant"] == _DEFAULT]:
             sentence += f" The default, `auto`, which keeps no states: {_ranges(by_default)}."
-        lines = [f"| `persistent`, a layer of | {' | '.join(MODES.values())} | training step |",
-                 f"|---|{'---|' * (len(MODES) + 1)}"]
-        for shape, (model, tokens, workload) in HEADLINE.items():
-            cells = [_compare(found.get((shape, mode))) for mode in MODES]
-            if any(cells):
-                lines.append(f"| {model}, {tokens} | {' | '.join(cells)} | {_compare_step(gpu, workload, steps)} |")
-        parts += [textwrap.fill(sentence, _WIDTH) + "\n", "\n".join(lines) + "\n" if len(lines) > 2 else ""]
-    return "\n".join(filter(None, parts)) or "No GPU has run the bench beside mamba_ssm yet.\n"
+        sentences.append(textwrap.fill(sentence, _WIDTH) + "\n")
+        lines = _list_layers(gpu, group, steps) or lines
+    table_of = [f"| `{_FASTEST}`, a layer of | {' | '.join(MODES.values())} | training step |",
+                f"|---|{'---|' * (len(MODES) + 1)}", *lines]
+    parts = [*sentences, "\n".join(table_of) + "\n"] if lines else sentences
+    return "\n".join(parts) or "No GPU has run the bench beside mamba_ssm yet.\n"
+
+
+def _list_layers(gpu: str, rows: list[dict], steps: list[dict]) -> list[str]:
+    found = {(row["shape"], row["mode"]): row for row in rows if row["variant"] == _FASTEST}
+    lines = []
+    for shape, (model, tokens, workload) in HEADLINE.items():
+        cells = [_compare(found.get((shape, mode))) for mode in MODES]
+        if any(cells):
+            lines.append(f"| {model}, {tokens} | {' | '.join(cells)} | {_compare_step(gpu, workload, steps)} |")
+    return lines
 
 
 def _ranges(rows: list[dict]) -> str:

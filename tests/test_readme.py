@@ -12,8 +12,25 @@ README = Path(__file__).parents[1] / "README.md"
 EXAMPLES = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.M | re.S)
 
 
+INPUTS = """
+import torch
+x, (B, C) = torch.randn(1, 64, 2, 16), torch.randn(2, 1, 64, 1, 16)
+dt, A = torch.rand(1, 64, 2), -torch.rand(2)
+"""
+
+
 def test_there_are_examples():
     assert len(EXAMPLES) == 2
+
+
+def test_the_first_screen_decides():
+    """The two commands, the figure, the table of six rows, installation, use, the patch, the GPU and the variant."""
+    first = README.read_text().partition("\n## ")[0]
+    parts = ("make bench VARIANT=persistent", "make test", "docs/speedups.svg", "pip install", "ssd_chunk_scan(", "patch_", "Hopper",
+             '"auto"', '"persistent"')
+    assert [part for part in parts if part not in first] == []
+    lines = first.splitlines()
+    assert sum(line.startswith("| ") for line in lines) == 1 + 6 and len(lines) <= 46
 
 
 @pytest.mark.parametrize("number", range(len(EXAMPLES)))
@@ -21,6 +38,7 @@ def test_python_example_runs(number):
     if "patch_transformers" in EXAMPLES[number]:
         pytest.importorskip("transformers")
     environment = os.environ | {"PYTHONPATH": str(README.parent)}
-    command = [sys.executable, "-c", EXAMPLES[number]]
+    given = "" if "import torch\n" in EXAMPLES[number] else INPUTS
+    command = [sys.executable, "-c", given + EXAMPLES[number]]
     done = subprocess.run(command, cwd=README.parent, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
