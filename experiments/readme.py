@@ -34,7 +34,7 @@ _COSTS = "8b-b4"  # the shape at which the README says what the default costs
 
 
 def tabulate_speedups(rows: list[dict], steps: list[dict]) -> str:
-    """A sentence for each GPU; and of one, the last by name, a line for each layer of `HEADLINE`, with `persistent`'s speed-ups.
+    """A sentence for each GPU; of one, the last by name, also a line for each layer of `HEADLINE`, with `persistent`'s gain.
 
     steps: rows of the sweep, for the training step of the model that has this layer.
     """
