@@ -36,7 +36,7 @@ def backward(saved: SSDSaved, dout: Tensor, dfinal_states: Tensor | None, into: 
     run, last_state = _by_groups, _last_state
     if hopper_backward.can_run(saved.inputs, saved.options):
         run, last_state = hopper_backward.backward, hopper_backward.last_state
-    if worth_halving(saved):
+    if saved.options.split_backward and worth_halving(saved):
         return by_halves(run, last_state, saved, dout, dfinal_states, into)
     return run(saved, dout, dfinal_states, into)
 

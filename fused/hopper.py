@@ -31,7 +31,8 @@ _ALIGNMENT = 16  # bytes, of what a TMA descriptor describes
 _MOST_DESCRIBED = 1024  # callers whose sizes never repeat must not fill the memory
 _described: dict[tuple, dict] = {}
 # that these kernels can be without
-OPTIONS = ("low_precision_states", "stationary", "segments", "save_states", "gluon", "fuse_backward")
+OPTIONS = ("low_precision_states", "stationary", "segments", "save_states", "gluon", "fuse_backward", "split_backward",
+           "replay")
 
 
 def cannot_run(i: SSDInputs, options: Options, by_chunk: bool) -> str | None:

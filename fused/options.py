@@ -11,6 +11,8 @@ OPTIONS = {
     "causal_blocks": "Without two_level, skip tiles above the diagonal. Off, compute and mask them.",
     "fuse_backward": "Run the backward in sub-chunks of 64 tokens, with one kernel for each of states, their gradients, dC "
                      "with dCB, and dB with dx. Off, run the baseline's.",
+    "split_backward": "Run the backward of large inputs whose states were not kept in two halves, so that the states of "
+                      "one half are in memory at a time. Off, run it at once.",
     "gluon": "Run warp-specialised Gluon kernels on Hopper, where the inputs allow. They keep a state every 64 tokens. Off, "
              "run plain Triton everywhere.",
 }

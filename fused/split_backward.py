@@ -56,7 +56,7 @@ def by_halves(backward: Backward, last_state: LastState, saved: SSDSaved, dout: 
     if i.batch == 1:
         middle = -(-i.seqlen // (2 * SUB_CHUNK)) * SUB_CHUNK
         front = _part(i, _ALL, slice(middle))
-        (state,) = replay(_state, front.tensors, (*front.settings, last_state, options))
+        (state,) = _launch(options, _state, front.tensors, (*front.settings, last_state, options))
         second = half(_ALL, slice(middle, None), state, None, dfinal_states)
         first = half(_ALL, slice(middle), i.initial_states, into.dinitial_states, second.dinitial_states)
         dinitial_states = first.dinitial_states
@@ -71,13 +71,17 @@ def by_halves(backward: Backward, last_state: LastState, saved: SSDSaved, dout: 
 
 def _half(backward: Backward, options: Options, i: SSDInputs, y: Tensor | None, dout: Tensor, dfinal_states: Tensor | None,
           into: SSDGrads) -> SSDGrads:
-    """The gradients of one half, from a tape of its own: on one for both, what the first frees would not become the second's.
+    """The gradients of one half, recorded by itself: recorded together, the second could not take the first's memory.
 
     into: all but the sums, and dinitial_states perhaps.
     """
     places = [getattr(into, name) for name in _PLACES]
-    others = replay(_others, (*i.tensors, y, dout, dfinal_states, *places), (*i.settings, backward, options))
+    others = _launch(options, _others, (*i.tensors, y, dout, dfinal_states, *places), (*i.settings, backward, options))
     return replace(into, **{name: t for name, t in zip(_OTHERS, others, strict=True) if t is not None})
+
+
+def _launch(options: Options, call: Callable, tensors: tuple, settings: tuple) -> tuple:
+    return replay(call, tensors, settings) if options.replay else call(*tensors, *settings)
 
 
 def _others(*args) -> tuple[Tensor | None, ...]:

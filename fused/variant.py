@@ -23,4 +23,5 @@ def has_hopper_backward(call: Measured, on_hopper: bool) -> bool:
 
 VARIANT = Variant("fused", supports=BASELINE.supports, forward=forward, backward=backward,
                   options=("exp2", "low_precision_states", "fuse_states", "low_precision_CB", "causal_blocks", "fuse_bmm",
-                           "two_level", "gluon", "save_states", "fuse_backward"), states_every=states_every, rank=_rank)
+                           "two_level", "gluon", "save_states", "fuse_backward", "split_backward", "replay"),
+                  states_every=states_every, rank=_rank)

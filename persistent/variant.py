@@ -20,4 +20,4 @@ def _rank(call: Measured, on_hopper: bool) -> int | None:
 
 VARIANT = Variant("persistent", supports=BASELINE.supports, forward=forward, backward=backward,
                   options=("exp2", "low_precision_states", "low_precision_CB", "fuse_bmm", "stationary", "segments", "gluon",
-                           "save_states", "fuse_backward"), states_every=states_every, rank=_rank)
+                           "save_states", "fuse_backward", "split_backward", "replay"), states_every=states_every, rank=_rank)

@@ -38,6 +38,10 @@ def _decode(text: str) -> Options:
     return Options(**{name: literal_eval(value) for name, value in (item.split("=") for item in text.split(","))})
 
 
+def _replays(settings: tuple) -> bool:
+    return _decode(settings[-2]).replay
+
+
 def _unpack(tensors: tuple, settings: tuple) -> tuple[SSDInputs, str, Options, bool]:
     *settings, variant, options, save = settings
     return SSDInputs.of(tensors, settings), variant, _decode(options), save
@@ -95,4 +99,4 @@ _CHUNK_SCAN = DifferentiableOp(
     "int chunk_size, bool dt_softplus, float dt_min, float dt_max, ScalarType? state_dtype, str variant, str options, "
     "bool save",
     outputs=("out", "final_states"), extra=("varlen_states",), kept=("y", "prev_states"),
-    forward=_forward, fake=_forward_fake, backward=_backward, fake_backward=_backward_fake)
+    forward=_forward, fake=_forward_fake, backward=_backward, fake_backward=_backward_fake, replays=_replays)

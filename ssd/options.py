@@ -14,6 +14,8 @@ SHARED = {
     "low_precision_states": "Keep states between chunks in C's dtype where `state_dtype` does not say. Off, in fp32.",
     "save_states": "Keep states for the backward: as large as x with one every 128 tokens at dstate 128. Off, and always with "
                    'variant "auto", the backward computes them again.',
+    "replay": "Repeat the recorded launches of an earlier call of the same form. Off, launch everything from Python. The "
+              "environment variable SSD_REPLAY=0 turns replay off in the whole process.",
 }
 _BESIDE_SSD = Path(__file__).parents[1]
 _OFF = ("tf32",)  # unless asked for; every other option is on

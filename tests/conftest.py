@@ -134,9 +134,9 @@ def _seed():
 @pytest.fixture(autouse=True)
 def _no_tapes():
     """What a test patches must not be missed because another recorded the call without it."""
-    from ssd.runtime import replay as tape
+    from ssd.runtime import replay
 
-    tape.clear()
+    replay.clear()
 
 
 @pytest.fixture(autouse=True)

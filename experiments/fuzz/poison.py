@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ssd.runtime import replay as tape
+from ssd.runtime import replay
 
 _INTEGERS = 77
 
@@ -20,7 +20,8 @@ def poisoned() -> Iterator[None]:
 
     The filling is hidden from dispatch modes: recording a call's launches gives up where it sees anything but allocations.
     """
-    owners = ((torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (Tensor, "new_empty"), (tape, "empty_strided"))
+    owners = ((torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (Tensor, "new_empty"),
+              (replay, "empty_strided"))
     before = [getattr(owner, name) for owner, name in owners]
     with torch.device("meta"):
         torch.empty(0)  # torch notes once what makes tensors; the functions below must not be what it notes

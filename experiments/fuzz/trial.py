@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-from ssd.runtime import replay as tape
+from ssd.runtime import replay
 
 from . import judge, modes
 from .layouts import lay_out
@@ -55,7 +55,7 @@ def run(config: object, device: str) -> Outcome:
     def outcome(status: str, why: str = "", **more) -> Outcome:
         return Outcome(status, why, seconds=round(time.monotonic() - started, 2), **more)
 
-    tape.clear()
+    replay.clear()
     try:
         checks, differing = _results(config, device)
     except Refused as reason:
@@ -68,7 +68,7 @@ def run(config: object, device: str) -> Outcome:
         return outcome("failed", "\n".join([*_causes(reason), *"".join(where).splitlines()]), lost=_is_lost(reason))
     failed = differing + [check.what for check in sorted(checks, reverse=True) if not check.passed]
     worst = max(checks, default=judge.Check(0.0, ""))
-    recorded = any(isinstance(found, tape.Tape) for found in tape._tapes.values())
+    recorded = any(isinstance(found, replay.Recording) for found in replay._recordings.values())
     return outcome("failed" if failed else "passed", "\n".join(failed[:_REASON_LINES]) if failed else worst.what,
                    ratio=worst.ratio, replays=recorded)
 

@@ -65,7 +65,7 @@ def _compile_and_launch(kernel, programs: int, args: tuple, config: dict):
             return kernel[(programs,)](*args, **options | switch)
 
 
-def recording(call: Callable, *args) -> tuple[object, list[tuple] | None]:
+def record_launches(call: Callable, *args) -> tuple[object, list[tuple] | None]:
     """What call(*args) returns, and what it launched in this thread: compiled kernel, programs, all arguments in order; None if
     one of the launches cannot be repeated as it was, or `forget` was called. A recording inside another leaves nothing in it.
     """

@@ -1,18 +1,21 @@
-"""Repeats the launches of a call without the Python around them, where the same call was made before on other tensors.
+"""Launch replay: repeats the launches of a call without the Python around them, when a call of the same form was made before.
 
 What a forward or backward launches depends on the form of its arguments alone: shapes, strides, dtypes, settings. The Python
 that works it out takes longer than the kernels of a small problem: 390 us of a backward whose kernels take 180
-(docs/log/launches.md). So the second call of a form is recorded: each launch with its arguments, and where each of them lies:
-in a tensor that came in, in memory that was allocated, or elsewhere, as tables of runs do, which the tape holds. A later call
-allocates the same, launches the same with the addresses of its own tensors, and gives the same bits. A tape belongs to one
-stream, as the tables do that it reads (`tables.py`).
+(docs/log/launches.md). So the second call of a form is recorded: each launch with its arguments, and where each of them lies.
+That is in a tensor that came in, in memory that was allocated, or elsewhere, as tables of runs do, which the recording holds.
+A later call allocates results and scratch memory (`scratch.py`), launches the same with the addresses of its own tensors, and
+gives the same bits. A recording belongs to one stream, as the tables do that it reads (`tables.py`).
 
-Where a call does anything else to tensors than allocate, look at and launch, none of its form is recorded. So it is where
-there are calls in it that have tapes of their own.
+A call that does anything else to tensors than allocate, look at and launch is not recorded, nor is any of its form. Neither is
+a call that has recorded calls in it.
+
+`Options.replay` turns replay off for a call, the environment variable SSD_REPLAY=0 for a process.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -21,7 +24,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
-from .launch import forget, recording
+from .launch import forget, record_launches
+from .scratch import SCRATCH, Buffer, Place, check_apart, place_buffers
 from .tables import hold
 from .toolchain import DescriptorAt, current_stream, descriptor_fields, launch_compiled
 from .tuning import is_forced
@@ -32,23 +36,23 @@ empty_strided = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None) or
 _MOST = 1024  # forms; callers whose sizes never repeat must not fill the memory
 _MOST_ADDRESSES = 8  # of an argument, whose descriptors are kept
 _MOST_BYTES = 1 << 30  # allocated by a call: beyond, the kernels take longer than any Python
-_MOST_TABLE_BYTES = 64 << 20  # of the tables that all tapes hold
-_ALIGNMENT = 512  # bytes, of what torch allocates
+_MOST_TABLE_BYTES = 64 << 20  # of the tables that all recordings hold
 _TOLD_APART = 16  # bytes, up to which launches tell alignments apart
 _ONCE, _NEVER = "seen once", "cannot be recorded"
 _ALLOCATING = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
-_tapes: dict[tuple, Tape | str] = {}
+_ENABLED = os.environ.get("SSD_REPLAY") != "0"
+_recordings: dict[tuple, Recording | str] = {}
 
 Results = tuple["Tensor | None", ...]
 
 
 def replay(call: Callable[..., Results], tensors: tuple[Tensor | None, ...], settings: tuple) -> Results:
-    """call(*tensors, *settings), from its tape if there is one.
+    """call(*tensors, *settings), from its recording if there is one.
 
     call: allocates its results and launches on the device of the first tensor; settings: hashable, at one place always of one
     type.
     """
-    if not tensors[0].is_cuda or is_forced():
+    if not _ENABLED or not tensors[0].is_cuda or is_forced():
         return call(*tensors, *settings)
     if isinstance(around := _get_current_dispatch_mode(), _Watch):
         around.give_up()
@@ -65,36 +69,37 @@ def replay(call: Callable[..., Results], tensors: tuple[Tensor | None, ...], set
             addresses.append(address)
     stream = current_stream(tensors[0].get_device())
     key = call, settings, stream, *forms
-    tape = _tapes.get(key)
-    if isinstance(tape, Tape):
-        return tape.play(tensors[0], addresses, stream)
-    if tape is _ONCE:
-        results, tape = _record(call, tensors, settings)
-        _tapes[key] = tape or _NEVER
-        if tape and tape.tables and _table_bytes() > _MOST_TABLE_BYTES:
-            _tapes.clear()
-            _tapes[key] = tape
+    found = _recordings.get(key)
+    if isinstance(found, Recording):
+        return found.play(tensors[0], addresses, stream)
+    if found is _ONCE:
+        results, found = _record(call, tensors, settings)
+        _recordings[key] = found or _NEVER
+        if found and found.tables and _table_bytes() > _MOST_TABLE_BYTES:
+            _recordings.clear()
+            _recordings[key] = found
         return results
-    if tape is None:
-        if len(_tapes) >= _MOST:
-            _tapes.clear()
-        _tapes[key] = _ONCE  # what a first call compiles and keeps for good is none of its launches' own
+    if found is None:
+        if len(_recordings) >= _MOST:
+            _recordings.clear()
+        _recordings[key] = _ONCE  # what a first call compiles and keeps for good is none of its launches' own
     return call(*tensors, *settings)
 
 
 def clear() -> None:
-    """Forgets every tape."""
-    _tapes.clear()
+    """Forgets every recording."""
+    _recordings.clear()
 
 
 def _table_bytes() -> int:
-    """Of the tables that all tapes hold, which may share some."""
-    tables = {id(table): table for tape in list(_tapes.values()) if isinstance(tape, Tape) for table in tape.tables}
+    """Bytes of the tables that all recordings hold, which may share some."""
+    found = [recording for recording in list(_recordings.values()) if isinstance(recording, Recording)]
+    tables = {id(table): table for recording in found for table in recording.tables}
     return sum(table.nbytes for table in tables.values())
 
 
 class _Place(NamedTuple):
-    """An argument of a launch: `offset` bytes into tensor `base` of those that came in, then those allocated."""
+    """An argument of a launch: `offset` bytes into memory number `base`, of what came in, what is kept, and scratch memory."""
 
     at: int
     base: int
@@ -103,15 +108,21 @@ class _Place(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Tape:
+class Recording:
     """What a call allocates, launches and returns."""
 
     kept: tuple[tuple, ...]  # shape, strides, dtype of what results lie in
-    scratch: tuple[int, ...]  # offsets in bytes of the rest, in one piece of memory
-    nbytes: int  # of it
+    nbytes: int  # of the scratch memory
     launches: tuple[tuple, ...]  # compiled kernel, programs, arguments, places
     results: tuple[tuple | None, ...]  # which of those kept, and the view of it: shape, strides, offset, if it is not the whole
     tables: tuple[Tensor, ...]  # among the arguments, that lie elsewhere
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that a call holds at once: results and scratch memory."""
+        elements = (1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) if 0 not in shape else 0
+                    for shape, strides, _ in self.kept)
+        return self.nbytes + sum(n * dtype.itemsize for n, (_, _, dtype) in zip(elements, self.kept, strict=True))
 
     def play(self, like: Tensor, addresses: list[int], stream: int) -> Results:
         """The results of the call on tensors at these addresses, on the device of `like`, in the stream it was recorded in."""
@@ -120,8 +131,7 @@ class Tape:
                 hold(self.tables)
             kept = [empty_strided(shape, strides, dtype) for shape, strides, dtype in self.kept]
             scratch = empty_strided((self.nbytes,), (1,), torch.uint8)
-            start = scratch.data_ptr()
-            bases = [*addresses, *[t.data_ptr() for t in kept], *[start + offset for offset in self.scratch]]
+            bases = [*addresses, *[t.data_ptr() for t in kept], scratch.data_ptr()]
             for compiled, programs, args, places in self.launches:
                 args = list(args)
                 for at, base, offset, descriptors in places:
@@ -189,16 +199,18 @@ def _extent(t: Tensor) -> int:
     return (last + 1) * t.itemsize if t.numel() else 0
 
 
-def _record(call: Callable[..., Results], tensors: tuple[Tensor | None, ...], settings: tuple) -> tuple[Results, Tape | None]:
-    """The results of the call, and its tape if there can be one."""
+def _record(call: Callable[..., Results], tensors: tuple[Tensor | None, ...],
+            settings: tuple) -> tuple[Results, Recording | None]:
+    """The results of the call, and its recording if there can be one."""
     with _Watch() as watch:
-        results, launches = recording(call, *tensors, *settings)
+        results, launches = record_launches(call, *tensors, *settings)
     if not watch.only or launches is None:
         return results, None
-    return results, _tape(tensors, results, launches, watch.allocated)
+    return results, _make_recording(tensors, results, launches, watch.allocated)
 
 
-def _tape(tensors: tuple[Tensor | None, ...], results: Results, launches: list[tuple], allocated: list[Tensor]) -> Tape | None:
+def _make_recording(tensors: tuple[Tensor | None, ...], results: Results, launches: list[tuple],
+                    allocated: list[Tensor]) -> Recording | None:
     inside = {_memory(t): t for t in allocated}
     views: dict[int, list[Tensor]] = {}
     for t in results:
@@ -214,15 +226,13 @@ def _tape(tensors: tuple[Tensor | None, ...], results: Results, launches: list[t
             kept.append(((inside[memory].untyped_storage().nbytes() // of[0].itemsize,), (1,), of[0].dtype))
         else:
             return None
-    numbers = {memory: len(tensors) + n for n, memory in enumerate((*views, *(m for m in inside if m not in views)))}
-    scratch, nbytes = [], 0
-    for memory, t in inside.items():
-        if memory not in views:
-            scratch.append(nbytes)
-            nbytes += -(-t.untyped_storage().nbytes() // _ALIGNMENT) * _ALIGNMENT
+    bases = {memory: (len(tensors) + n, 0) for n, memory in enumerate(views)}  # number and offset of what was allocated
+    buffers, nbytes = _place_scratch({m: t.untyped_storage().nbytes() for m, t in inside.items()}, [*views], launches)
+    for memory, (room, offset) in buffers.items():
+        bases[memory] = len(tensors) + (len(views) if room == SCRATCH else room), offset
 
     def view(t: Tensor) -> tuple:
-        number = numbers[_memory(t)] - len(tensors)
+        number = bases[_memory(t)][0] - len(tensors)
         whole = kept[number] == (t.shape, t.stride(), t.dtype)
         return number, None if whole else (t.shape, t.stride(), t.storage_offset())
 
@@ -242,9 +252,10 @@ def _tape(tensors: tuple[Tensor | None, ...], results: Results, launches: list[t
             if not isinstance(arg, Tensor):
                 continue
             memory, address = _memory(arg), arg.data_ptr()
-            if memory in numbers:
+            if memory in bases:
+                base, start = bases[memory]
                 offset = address - arg.untyped_storage().data_ptr() if arg.numel() else 0
-                places.append(_Place(at, numbers[memory], offset, descriptors))
+                places.append(_Place(at, base, start + offset, descriptors))
             elif memory in entered:
                 # of one of several slices of the same memory, a part may begin where another slice does
                 if address not in addresses or (len(entered[memory]) > 1 and not any(arg is t for t in tensors)):
@@ -253,11 +264,35 @@ def _tape(tensors: tuple[Tensor | None, ...], results: Results, launches: list[t
             else:
                 tables[id(arg)] = arg
         steps.append((compiled, programs, _without(args, places), tuple(places)))
-    return Tape(tuple(kept), tuple(scratch), nbytes, tuple(steps), tuple(None if t is None else view(t) for t in results),
-                tuple(tables.values()))
+    return Recording(tuple(kept), nbytes, tuple(steps), tuple(None if t is None else view(t) for t in results),
+                     tuple(tables.values()))
+
+
+def _place_scratch(allocated: dict[int, int], kept: list[int], launches: list[tuple]) -> tuple[dict[int, Place], int]:
+    """Where each memory that was allocated and is not kept lies, if a launch uses it; and the bytes of the scratch memory.
+
+    allocated: bytes of each memory; kept: the memory of results.
+    """
+    used: dict[int, list[int]] = {}
+    for number, (_, _, args) in enumerate(launches):
+        for arg in args:
+            arg = getattr(arg, "base", arg) if hasattr(arg, "block_shape") else arg
+            if isinstance(arg, Tensor) and _memory(arg) in allocated:
+                used.setdefault(_memory(arg), []).append(number)
+    never = [0, len(launches)]  # what is kept and in no launch: its memory is not to be used
+
+    def describe(memory: int) -> Buffer:
+        numbers = used.get(memory, never)
+        return Buffer(allocated[memory], min(numbers), max(numbers))
+
+    memories = [memory for memory in used if memory not in kept]
+    buffers, results = [describe(memory) for memory in memories], [describe(memory) for memory in kept]
+    places, nbytes = place_buffers(buffers, results)
+    check_apart(buffers, places, results)
+    return dict(zip(memories, places, strict=True)), nbytes
 
 
 def _without(args: tuple, places: list[_Place]) -> tuple:
-    """The arguments but for those that change, of which a tape must hold no memory."""
+    """The arguments but for those that change, of which a recording must hold no memory."""
     changing = {place.at for place in places}
     return tuple(None if at in changing else arg for at, arg in enumerate(args))

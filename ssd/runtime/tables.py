@@ -4,7 +4,7 @@ Of each device, the tables used last are kept, up to a number of entries and of 
 
     eager calls:  a table is used in one stream alone, the one in which it was allocated and copied to. Each stream has its own,
                   so torch gives the memory out again only behind the kernels that read it.
-    tapes:        a tape holds its tables and, in the same way, belongs to one stream.
+    recordings:   a recording of launches (`replay.py`) holds its tables and, in the same way, belongs to one stream.
     CUDA graphs:  a replay reads the addresses of its capture. What a capture uses is held for good.
 """
 

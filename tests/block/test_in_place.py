@@ -14,7 +14,7 @@ from ssd import ssd_chunk_scan
 from ssd.block import RMSNormGated, causal_conv1d_fn, mamba_inner_fn, rms_norm_gated, selective_scan_fn
 from ssd.block.split import split_conv1d_scan
 from ssd.modules import Mamba2
-from ssd.runtime import replay as tape
+from ssd.runtime import replay
 from tests.inputs import OURS, generator
 
 BATCH, SEQLEN, HEADS, HEADDIM, DSTATE = 2, 9, 2, 16, 16
@@ -176,8 +176,8 @@ def test_every_way(function, way, device):
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_replayed(function, device):
     """Launches are repeated from the third call on; what they write into is new in each."""
-    tape.clear()
+    replay.clear()
     for seed in range(5):
         for change in CHANGES:
             check(function, change, device, torch.bfloat16, seed)
-    assert any(isinstance(t, tape.Tape) for t in tape._tapes.values()) == (function not in _NOT_REPLAYED)
+    assert any(isinstance(t, replay.Recording) for t in replay._recordings.values()) == (function not in _NOT_REPLAYED)

@@ -13,7 +13,7 @@ from ssd.block.kernels import selective_scan_choice as choice
 from ssd.block.kernels import selective_scan_walk as walk
 from ssd.block.selective_scan import selective_scan_fn, torch_form
 from ssd.block.state_update import selective_state_update
-from ssd.runtime import replay as tape
+from ssd.runtime import replay
 from tests.block import calls
 from tests.inputs import generator
 
@@ -74,9 +74,9 @@ def _either_kernels(request, monkeypatch):
         monkeypatch.setattr(choice, name, 1 if request.param == "walk" else 1 << 62)
     if not GPU:
         monkeypatch.setattr(kernels, "_LANES", 2)
-    tape.clear()  # which is of what was launched before
+    replay.clear()  # which is of what was launched before
     yield
-    tape.clear()
+    replay.clear()
 
 
 def inputs(case: Case, device: str) -> dict:

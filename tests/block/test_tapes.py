@@ -1,4 +1,4 @@
-"""The block's functions repeat their launches: their calls can be recorded, and give the same bits from a tape."""
+"""The block's functions repeat their launches: their calls can be recorded, and give the same bits from a replay."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from ssd.block import causal_conv1d_fn, rms_norm_gated, selective_scan_fn
 from ssd.block.kernels import conv1d_bwd, conv1d_fwd, gated_norm, selective_scan_walk_bwd, selective_scan_walk_fwd
 from ssd.kernels import sum_parts, sum_several
 from ssd.runtime import launch as launching
-from ssd.runtime import replay as tape
+from ssd.runtime import replay
 
 
 def convolution(projection, bias):
@@ -65,13 +65,13 @@ def test_recorded(part, with_bias, monkeypatch):
                    sum_several):
         monkeypatch.setattr(module, "launch", launch)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    monkeypatch.setattr(tape, "current_stream", lambda device: 7)
-    monkeypatch.setattr(tape, "empty_strided", torch._C._dynamo.guards._empty_strided_cpu)
-    monkeypatch.setattr(tape, "_tapes", {})
+    monkeypatch.setattr(replay, "current_stream", lambda device: 7)
+    monkeypatch.setattr(replay, "empty_strided", torch._C._dynamo.guards._empty_strided_cpu)
+    monkeypatch.setattr(replay, "_recordings", {})
     for _ in range(3):
         results(part, "cpu", with_bias)
     tapes = 3 if part is scan else 2  # whose forward keeps states only for a backward
-    assert [type(t) for t in tape._tapes.values()] == [tape.Tape] * tapes
+    assert [type(t) for t in replay._recordings.values()] == [replay.Recording] * tapes
 
 
 @pytest.mark.gpu
@@ -82,9 +82,9 @@ def test_same_bits(part, with_bias):
         torch.manual_seed(k)
         return results(part, "cuda", with_bias)
 
-    tape.clear()
+    replay.clear()
     repeated = [run(k) for k in range(4)]
     for k in range(4):
-        tape.clear()
+        replay.clear()
         for a, b in zip(repeated[k], run(k), strict=True):
             assert torch.equal(a, b)

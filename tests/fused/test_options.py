@@ -49,6 +49,8 @@ def test_gradients_with_it_off(off, case, device):
 
 
 def test_every_option_is_tried():
-    """`low_precision_states` is a matter of `state_dtype`, which the public function sees to."""
+    """Elsewhere: `low_precision_states` is a matter of `state_dtype`, which the public function sees to; split_backward and
+    replay have tests of their own.
+    """
     tried = {name for off in (*OFF, *OFF_BACKWARD) for name in off}
-    assert tried | {"low_precision_states"} == set(get_variant("fused").options)
+    assert tried | {"low_precision_states", "split_backward", "replay"} == set(get_variant("fused").options)

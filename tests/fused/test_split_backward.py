@@ -59,6 +59,15 @@ def test_what_is_kept_to_compute_states_again(name, gate, device):
     assert [t.shape for t in kept] == [out.shape] * gate
 
 
+@pytest.mark.parametrize("name", ("fused", "persistent"))
+def test_switched_off(name, device, small):
+    inputs = random_inputs(SHAPES[-1], CASES["usual"], HALF, device)
+    ways = cotangents(inputs)
+    options = replace(RECOMPUTED, split_backward=False)
+    assert_all_accurate(results(get_variant(name), inputs, *ways, options), truths(inputs, *ways), inputs, *ways)
+    assert not small
+
+
 def test_documents_of_several_rows(device, small):
     inputs = random_inputs(Shape(2, 70, 1, 16, 1, 16, 64), replace(EVERYTHING, documents="seq_idx"), torch.float32, device)
     ways = cotangents(inputs)

@@ -48,7 +48,8 @@ def test_switched_off(off, case, device):
 
 def test_every_option_is_tried():
     """`low_precision_states` is a matter of `state_dtype`, which the public function sees to; the backward is that of fused."""
-    assert {name for off in OFF for name in off} | {"low_precision_states", "fuse_backward"} == set(PERSISTENT.options)
+    elsewhere = {"low_precision_states", "fuse_backward", "split_backward", "replay"}
+    assert {name for off in OFF for name in off} | elsewhere == set(PERSISTENT.options)
 
 
 @pytest.mark.parametrize("documents", (None, "piece", "segment"))

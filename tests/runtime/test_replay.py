@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from ssd.runtime import launch as module
-from ssd.runtime import replay as tape
-from ssd.runtime import tables, tuning
+from ssd.runtime import replay, tables, tuning
 from ssd.runtime.launch import launch
 
 N = 6
@@ -59,9 +58,9 @@ def stand_in(request, monkeypatch):
     monkeypatch.setattr(module, "CompiledKernel", Compiled)
     monkeypatch.setattr(module, "_found", {})
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    for where in (module, tape):
+    for where in (module, replay):
         monkeypatch.setattr(where, "current_stream", lambda device=None: STREAM["current"])
-    monkeypatch.setattr(tape, "empty_strided", torch._C._dynamo.guards._empty_strided_cpu)
+    monkeypatch.setattr(replay, "empty_strided", torch._C._dynamo.guards._empty_strided_cpu)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
 
@@ -79,7 +78,7 @@ class Call:
         """Five calls on tensors of their own give what is expected; so many of them are made."""
         for k in range(5):
             tensors = tuple(None if t is None else t + k for t in given)
-            got = tape.replay(self, tensors, (3.0,))
+            got = replay.replay(self, tensors, (3.0,))
             for g, e in zip(got, expected(*tensors), strict=True):
                 assert (g is None and e is None) or torch.equal(g, e), k
         assert self.count == times
@@ -116,7 +115,7 @@ def test_a_result_of_any_layout_is_no_view(shape, strides):
 
     call = Call(body)
     for _ in range(4):
-        (out,) = tape.replay(call, (tensor(),), (3.0,))
+        (out,) = replay.replay(call, (tensor(),), (3.0,))
         assert not out._is_view() and out.shape == shape and out.stride() == strides
         assert [*out.flatten()] == [3.0 * at for at in _places(shape, strides)]
     assert call.count == 2
@@ -130,10 +129,10 @@ def test_one_tensor_twice_is_another_form():
     call = Call(lambda x, y, factor: (scaled(y, factor),))
     x = tensor()
     for _ in range(4):
-        assert torch.equal(tape.replay(call, (x, x), (3.0,))[0], 3 * x)
+        assert torch.equal(replay.replay(call, (x, x), (3.0,))[0], 3 * x)
     for _ in range(4):
         y = tensor() + 9
-        assert torch.equal(tape.replay(call, (x, y), (3.0,))[0], 3 * y)
+        assert torch.equal(replay.replay(call, (x, y), (3.0,))[0], 3 * y)
     assert call.count == 4
 
 
@@ -144,10 +143,10 @@ def test_one_tensor_twice_is_another_form():
 def test_another_form_or_setting_is_another_tape(other, is_other):
     call = Call(lambda x, factor: (scaled(x, factor),))
     for _ in range(4):
-        tape.replay(call, (tensor(),), (3.0,))
-    tape.replay(call, (other,), (3.0,))
+        replay.replay(call, (tensor(),), (3.0,))
+    replay.replay(call, (other,), (3.0,))
     assert call.count == 2 + is_other
-    tape.replay(call, (tensor(),), (4.0,))
+    replay.replay(call, (tensor(),), (4.0,))
     assert call.count == 3 + is_other
 
 
@@ -158,10 +157,10 @@ def test_tables_are_held_by_their_tape():
     made = [table]
     call = Call(lambda x, factor: (scaled(made[0], factor),))
     for _ in range(2):
-        tape.replay(call, (tensor(),), (3.0,))
+        replay.replay(call, (tensor(),), (3.0,))
     del table, made[0]
-    assert ref() is not None and torch.equal(tape.replay(call, (tensor(),), (3.0,))[0], torch.full((N,), 30.0))
-    tape.clear()
+    assert ref() is not None and torch.equal(replay.replay(call, (tensor(),), (3.0,))[0], torch.full((N,), 30.0))
+    replay.clear()
     assert ref() is None
 
 
@@ -169,17 +168,17 @@ def test_tables_that_a_graph_reads_are_held_for_good(monkeypatch):
     monkeypatch.setattr(tables, "_held", {})
     call = Call(lambda x, factor: (scaled(TABLE, factor),))
     for _ in range(3):
-        tape.replay(call, (tensor(),), (3.0,))
+        replay.replay(call, (tensor(),), (3.0,))
     assert not tables._held
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    tape.replay(call, (tensor(),), (3.0,))
-    tape.clear()
+    replay.replay(call, (tensor(),), (3.0,))
+    replay.clear()
     assert call.count == 2 and [t is TABLE for t in tables._held.values()] == [True]
 
 
 def test_tables_of_all_tapes_are_bounded(monkeypatch):
     """Those of the newest tape stay, whatever their size; a table that tapes share counts once."""
-    monkeypatch.setattr(tape, "_MOST_TABLE_BYTES", 3 * TABLE.nbytes)
+    monkeypatch.setattr(replay, "_MOST_TABLE_BYTES", 3 * TABLE.nbytes)
     refs = []
 
     def call(x, own, number):
@@ -189,12 +188,12 @@ def test_tables_of_all_tapes_are_bounded(monkeypatch):
         return (scaled(table, number),)
 
     for own, least, most in ((False, 8, 8), (True, 1, 3)):
-        tape.clear()
+        replay.clear()
         refs.clear()
         for number in range(8):
             for _ in range(2):
-                tape.replay(call, (tensor(),), (own, float(number)))
-        assert sum(ref() is not None for ref in refs[1::2]) in range(least, most + 1) and own == (len(tape._tapes) < 8)
+                replay.replay(call, (tensor(),), (own, float(number)))
+        assert sum(ref() is not None for ref in refs[1::2]) in range(least, most + 1) and own == (len(replay._recordings) < 8)
 
 
 def test_a_tape_belongs_to_a_stream(monkeypatch):
@@ -203,7 +202,7 @@ def test_a_tape_belongs_to_a_stream(monkeypatch):
     for stream, count in ((7, 2), (8, 4), (7, 4)):
         monkeypatch.setitem(STREAM, "current", stream)
         for _ in range(3):
-            tape.replay(call, (tensor(),), (3.0,))
+            replay.replay(call, (tensor(),), (3.0,))
         assert call.count == count
 
 
@@ -218,8 +217,8 @@ def test_descriptors():
 
 
 def test_descriptors_that_are_kept_are_bounded(monkeypatch):
-    monkeypatch.setattr(tape, "_MOST_ADDRESSES", 3)
-    made = tape._Descriptors({"shape": [N]})
+    monkeypatch.setattr(replay, "_MOST_ADDRESSES", 3)
+    made = replay._Descriptors({"shape": [N]})
     assert made[16] is made[16] and made[16].base.data_ptr() == 16 and made[16].shape == [N]
     for address in range(8):
         assert made[address].base.data_ptr() == address
@@ -243,7 +242,7 @@ def test_a_part_that_begins_where_another_argument_does():
     for whole in (tensor(20), tensor(20), None, None):
         x = tensor(20) + 30 if whole is None else whole
         y = tensor() if whole is None else whole[8:14]
-        got = tape.replay(call, (x, y), (3.0,))
+        got = replay.replay(call, (x, y), (3.0,))
         assert torch.equal(got[0], 3 * x[8:14]) and torch.equal(got[1], 3 * y)
     assert call.count == 4
 
@@ -253,7 +252,7 @@ def test_slices_of_one_projection():
     for k in range(5):
         whole = tensor(20) + k
         x, y = whole[:N], whole[8 : 8 + N]
-        assert all(torch.equal(g, 3 * t) for g, t in zip(tape.replay(call, (x, y), (3.0,)), (x, y), strict=True))
+        assert all(torch.equal(g, 3 * t) for g, t in zip(replay.replay(call, (x, y), (3.0,)), (x, y), strict=True))
     assert call.count == 2
 
 
@@ -265,7 +264,7 @@ def test_forced_configs_are_not_recorded(monkeypatch):
 @pytest.mark.parametrize("around", [False, True])
 def test_what_cannot_be_recorded_is_not_held(around, monkeypatch):
     """Neither what is allocated nor what is launched, in a call too large, or around two that are."""
-    monkeypatch.setattr(tape, "_MOST_BYTES", 1)
+    monkeypatch.setattr(replay, "_MOST_BYTES", 1)
     alive = []
 
     def chain(x, factor):
@@ -278,7 +277,7 @@ def test_what_cannot_be_recorded_is_not_held(around, monkeypatch):
 
     def twice(x, factor):
         for t in (x, x + 0):
-            (y,) = tape.replay(chain, (t,), (factor,))
+            (y,) = replay.replay(chain, (t,), (factor,))
         return (scaled(y, 1.0),)
 
     Call(twice if around else chain).check(lambda x: (3.0**6 * x,), 5, tensor())
@@ -290,7 +289,7 @@ def test_calls_inside_have_tapes_of_their_own():
     inner = Call(lambda x, factor: (scaled(x, factor),))
 
     def body(x, factor):
-        first, second = (tape.replay(inner, (t,), (factor,))[0] for t in (x, x + 0))
+        first, second = (replay.replay(inner, (t,), (factor,))[0] for t in (x, x + 0))
         return scaled(first, 2.0), second
 
     Call(body).check(lambda x: (6 * x, 3 * x), 5, tensor())
@@ -302,16 +301,16 @@ def test_a_call_inside_is_enough(known):
     """Whether or not it has a tape already, which launches behind the recorder's back."""
     inner = Call(lambda x, factor: (scaled(x, factor),))
     for _ in range(3 * known):
-        tape.replay(inner, (tensor(),), (3.0,))
-    Call(lambda x, factor: (scaled(*tape.replay(inner, (x,), (factor,)), factor=2.0),)).check(lambda x: (6 * x,), 5, tensor())
+        replay.replay(inner, (tensor(),), (3.0,))
+    Call(lambda x, factor: (scaled(*replay.replay(inner, (x,), (factor,)), factor=2.0),)).check(lambda x: (6 * x,), 5, tensor())
     assert inner.count == 2
 
 
 def test_what_is_kept_is_bounded(monkeypatch):
-    monkeypatch.setattr(tape, "_MOST", 3)
+    monkeypatch.setattr(replay, "_MOST", 3)
     for k in range(8):
-        tape.replay(lambda x, factor: (scaled(x, factor),), (tensor(),), (float(k),))
-    assert len(tape._tapes) <= 3
+        replay.replay(lambda x, factor: (scaled(x, factor),), (tensor(),), (float(k),))
+    assert len(replay._recordings) <= 3
 
 
 def test_an_error_leaves_nothing_behind():
@@ -320,5 +319,5 @@ def test_an_error_leaves_nothing_behind():
 
     for _ in range(4):
         with pytest.raises(ValueError):
-            tape.replay(body, (tensor(),), (3.0,))
+            replay.replay(body, (tensor(),), (3.0,))
     assert module._recorded.launches is None

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ssd import ssd_chunk_scan
-from ssd.runtime import replay as tape
+from ssd.runtime import replay
 from tests.inputs import Case, Shape, random_inputs
 
 pytestmark = pytest.mark.gpu
@@ -34,11 +34,11 @@ def test_same_bits(variant, shape, case, monkeypatch):
         return [out.detach(), final_states.detach(), *grads, again]
 
     first = [run(k) for k in range(4)]
-    tape.clear()
+    replay.clear()
     for k in range(4):
         for a, b in zip(first[k], run(k), strict=True):
             assert torch.equal(a, b)
-        tape.clear()
+        replay.clear()
 
 
 def test_recorded():
@@ -51,7 +51,7 @@ def test_recorded():
         out.detach().mul_(2)
         with torch.no_grad():
             ssd_chunk_scan(x, i.dt, i.A, i.B, i.C, 128, D=i.D, dt_bias=i.dt_bias, dt_softplus=True, variant="persistent")
-    assert [type(t) for t in tape._tapes.values()] == [tape.Tape] * 3
+    assert [type(t) for t in replay._recordings.values()] == [replay.Recording] * 3
 
 
 @pytest.mark.parametrize("batch, tapes", [(3, 2), (1, 3)])
@@ -61,7 +61,7 @@ def test_halves_are_recorded(batch, tapes, monkeypatch):
     i = random_inputs(Shape(batch, 700, 8, 64, 2, 128, 128), CASES["D"], torch.bfloat16, "cuda")
     x = i.x.requires_grad_()
     out = ssd_chunk_scan(x, i.dt, i.A, i.B, i.C, 128, D=i.D, dt_bias=i.dt_bias, dt_softplus=True)
-    tape.clear()
+    replay.clear()
     for _ in range(4):
         torch.autograd.grad(out, x, torch.randn_like(out), retain_graph=True)
-    assert [type(t) for t in tape._tapes.values()].count(tape.Tape) == tapes
+    assert [type(t) for t in replay._recordings.values()].count(replay.Recording) == tapes
