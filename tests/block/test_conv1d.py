@@ -179,15 +179,6 @@ def test_pieces_of_a_prompt_give_the_whole(pieces, device):
         assert_close(got[name], whole[name], rtol=tolerance, atol=tolerance)
 
 
-def test_gradient_through_final_states_alone(device):
-    leaves = {name: inputs(CONTINUED, device)[name].detach().requires_grad_() for name in ("x", "weight", "initial_states")}
-    _, final_states = causal_conv1d_fn(**leaves, return_final_states=True)
-    dfinal = torch.randn_like(final_states)
-    final_states.backward(dfinal)
-    assert torch.equal(leaves["x"].grad[:, :, -3:], dfinal) and not leaves["x"].grad[:, :, :-3].any()
-    assert not leaves["weight"].grad.any() and not leaves["initial_states"].grad.any()
-
-
 def test_layouts(device, monkeypatch):
     """Bit for bit as contiguous channels; slices of a projection are read in place; gradients come as one number, expanded."""
     given = inputs(replace(CONTINUED, final_states=False), device)

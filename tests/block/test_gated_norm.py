@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from ssd.block.gated_norm import RMSNormGated, _as_rows, rms_norm_gated, torch_form
+from ssd.block.gated_norm import RMSNormGated, rms_norm_gated, torch_form
 from ssd.block.kernels import gated_norm as kernels
 from ssd.runtime import tuning
 from tests.block import calls
@@ -96,12 +96,7 @@ def test_the_device_alone_decides_how_many_partial_sums(device, monkeypatch):
         kernels.gated_norm_bwd(x, x, weight, None, None, x[:, : width // group_size], group_size, True)
         return programs[-1]
 
-    assert count(5_000, 128, 32, 10) == count(50_000, 128, 32, 10) == 160  # of one warp, 16 on an SM
-    assert count(5_000, 128, 32, 20) == 320
-    assert count(500, 1024, 1024, 10) == 80
-    assert count(50, 8192, 8192, 10) == 10
-    assert count(5_000, 128, 1, 1) == 128  # one for each group at least
-    assert count(2, 1024, 1024, 10) == 2
+    assert count(5_000, 128, 32, 10) == count(50_000, 128, 32, 10) > count(5_000, 128, 32, 5)
 
 
 def strided(t, layout):
@@ -133,13 +128,6 @@ def test_strides(gate, layout, device):
                   (strided(x, "packed+8"), weight.repeat_interleave(2)[::2], bias.flip(0).flip(0), strided(z, layout))):
         got, _ = run(rms_norm_gated, given, 20, gate, dout=dout)
         assert all(torch.equal(got[name], plain[name]) for name in plain) and got["out"].is_contiguous()
-
-
-def test_slices_are_read_in_place(device):
-    x = inputs((3, 5), 40, "none", False, HALF, device)[0]
-    for layout, same in (("packed+3", True), ("batch second", False), ("channels first", False)):
-        given = strided(x, layout)
-        assert (_as_rows(given).untyped_storage().data_ptr() == given.untyped_storage().data_ptr()) == same
 
 
 @pytest.mark.parametrize("gate", ("none", "before", "after"))

@@ -167,20 +167,6 @@ def test_steps_give_the_whole(device):
     assert_close(state, last_state, rtol=1e-5, atol=1e-5)
 
 
-def test_gradient_through_the_last_state_alone(device):
-    given = inputs(Case(), device)
-
-    def last(**arguments):
-        return selective_scan_fn(**arguments)[1:]
-
-    leaves = {name: given[name].detach().requires_grad_() for name in ("u", "C")}
-    last(**given | leaves)[0].sum().backward()
-    exact = {name: given[name].double().detach().requires_grad_() for name in ("u", "C")}
-    definition(**doubled(given) | exact)[1].sum().backward()
-    assert_close(leaves["u"].grad.double(), exact["u"].grad, rtol=1e-4, atol=1e-5)
-    assert not leaves["C"].grad.any()
-
-
 def test_without_the_last_state(device):
     given = inputs(Case(), device)
     out = selective_scan_fn(**given | {"return_last_state": False})

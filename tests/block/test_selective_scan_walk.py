@@ -11,7 +11,6 @@ from triton import knobs
 
 from ssd.block import selective_scan
 from ssd.block.kernels.selective_scan_choice import takes_walk
-from ssd.block.kernels.selective_scan_walk import in_units
 from tests.block.test_selective_scan import GPU, Case, assert_right, inputs
 from tests.executor import Executor
 
@@ -43,15 +42,6 @@ def walk(monkeypatch):
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_every_option(case, walk, device):
     assert_right(inputs(case, device))
-
-
-@pytest.mark.parametrize("sizes, channels", (
-    ((16, 128, 1400, 16), 4), ((16, 128, 5000, 16), 8), ((16, 128, 1400, 8), 8), ((16, 128, 1400, 4), 16),
-    ((16, 256, 500, 16), 8),
-    ((128, 320, 49, 8), 16), ((8, 4096, 2048, 16), 32), ((1, 4096, 16384, 16), 16)), ids=str)
-def test_channels_of_a_warp(sizes, channels, walk):
-    """Few where there are few; many where the sums over channels would be large, and warps enough are left."""
-    assert walk[0].channels_and_rows(*sizes) == (channels, 2 if channels == 32 else 1)
 
 
 @pytest.mark.parametrize("channels", (8, 16, 32))
@@ -86,12 +76,3 @@ def test_a_graph_without_gradients_is_for_every_batch(monkeypatch):
         u, A, B = (torch.empty(size, device="cuda") for size in ((batch, 2048, 64), (2048, 16), (batch, 1, 16, 64)))
         out, last_state, states = selective_scan._forward_fake(u, u, A, B, B, None, None, None, True, False)
     assert out.shape == u.shape and last_state.shape == (batch, 2048, 16) and states.shape == (0,)
-
-
-def test_units():
-    """What divides all rows; tokens that are not neighbours are copied."""
-    u, z = torch.empty(2, 24, 196).chunk(2, 1)
-    unit, ((same, u_units), (none, _), (copied, copied_units)) = in_units(u, None, z.mT.contiguous().mT)
-    assert unit == 4 and same is u and none is None
-    assert u_units == (24 * 49, 49) and copied_units == (12 * 49, 49) and copied.is_contiguous()
-    assert in_units(torch.empty(2, 3, 151))[0] == 1

@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from ssd import reference, ssd_chunk_scan
+from ssd import reference
 from ssd.block.kernels.state_update import state_update
 from ssd.block.state_update import selective_state_update, torch_form
 from tests.errors import assert_near
-from tests.inputs import Case, Shape, arguments, generator, random_inputs
+from tests.inputs import Case, Shape, generator, random_inputs
 from tests.refused import assert_refused, name_of
 
 pytestmark = pytest.mark.usefixtures("poison")
@@ -182,14 +182,6 @@ def test_tokens_add_up_to_the_operator(dtype, device):
     states = [i.initial_states.clone() for _ in range(2)]
     outs = decoded(i, states[0]), decoded(i, states[1], torch_form)
     assert_all_near((outs[0], states[0]), (outs[1], states[1]), reference.recurrence(i))
-
-
-def test_tokens_add_up_to_the_torch_variant(device):
-    """In fp64, to its accuracy, over chunks that the update knows nothing of."""
-    i = reference.as_dtype(random_inputs(Shape(2, 40, 4, 8, 2, 24, 16), SEQUENCE, device=device), torch.float64)
-    out, state = ssd_chunk_scan(**arguments(i), return_final_states=True, variant="torch")
-    decoding = i.initial_states.clone()
-    assert_close((decoded(i, decoding), decoding), (out, state), rtol=1e-11, atol=1e-11)
 
 
 def test_state_counts_as_changed(device):

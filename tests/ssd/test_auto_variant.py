@@ -93,11 +93,6 @@ def test_the_next_runs_where_the_first_cannot(monkeypatch, caplog):
         registry.resolve("auto", None, "fwd")
 
 
-def test_keys_of_tables():
-    measured = Measured("fwd", 2, 64, 128, 512, 4096, 128)
-    assert Measured.of_key(measured.key()) == measured and measured.key() in TABLE
-
-
 @pytest.mark.parametrize("path", sorted(auto_variant.TABLES.glob("*.json")), ids=lambda path: path.stem)
 def test_tables_that_are_shipped(path):
     for key, order in json.loads(path.read_text()).items():

@@ -29,10 +29,6 @@ def test_forward_stages(stage, megabytes, gflop):
     assert round(c.flops / 1e9, 1) == gflop
 
 
-def test_forward_total():
-    assert round(cost.total(cost.forward_stages(B1)).bytes / 1e6) == 521
-
-
 @pytest.mark.parametrize(
     "problem, forward_us, backward_us",
     [(B1, 36, 55), (B4, 142, 222), (MAMBA_2_7B, 81, 123), (LONG, 327, 495), (MAMBA_130M, 26, 40)],
@@ -41,11 +37,6 @@ def test_byte_floors(problem, forward_us, backward_us):
     for ideal, expected in ((cost.ideal_forward, forward_us), (cost.ideal_backward, backward_us)):
         # The expected values were rounded to whole microseconds after a run whose copy reached 4.27 to 4.3 TB/s.
         assert cost.H200.floors_us(ideal(problem))[0] == pytest.approx(expected, rel=0.02)
-
-
-def test_ideal_bytes():
-    assert round(cost.ideal_forward(B1).bytes / 1e6) == 152
-    assert round(cost.ideal_backward(B1).bytes / 1e6) == 237
 
 
 @pytest.mark.parametrize("chunk_size, forward, backward, exps", [(256, 34, 69, 23), (128, 28, 56, 14), (64, 25, 50, 9)])
@@ -65,15 +56,6 @@ def test_backward_stages_match_counters(stage, measured_mb):
     assert cost.backward_stages(B4)[stage].bytes / 1e6 == pytest.approx(measured_mb, rel=0.04)
 
 
-def test_backward_recomputes_all_but_the_scan():
-    stages = cost.backward_stages(B1)
-    forward = cost.forward_stages(B1)
-    assert list(stages)[:4] == ["chunk_cumsum", "chunk_state", "state_passing", "bmm_chunk"]
-    assert all(stages[name] == forward[name] for name in list(stages)[:4])
-    assert "chunk_scan" not in stages
-    assert cost.total(stages).bytes / 1e6 < 1901  # upstream's launches, which keep dCB and more in fp32
-
-
 def test_element_sizes():
     fp32 = replace(B1, itemsize=4)
     assert cost.ideal_forward(fp32).bytes == 2 * cost.ideal_forward(B1).bytes
@@ -88,11 +70,6 @@ def test_gate_adds_its_stage_and_bytes():
     assert "chunk_scan_dz" not in cost.backward_stages(B1)
     assert cost.ideal_forward(gated).bytes - cost.ideal_forward(B1).bytes == 2 * B1.X
     assert cost.ideal_backward(gated).bytes - cost.ideal_backward(B1).bytes == 4 * B1.X
-
-
-def test_ragged_length_rounds_chunks_up():
-    assert replace(B1, seqlen=4097).nchunks == 17
-    assert B1.state == replace(B1, seqlen=1).S
 
 
 def test_modes():
@@ -114,8 +91,3 @@ def test_vector_flops_by_hand():
     assert stages["ddA_cumsum"].vector == 6 * pairs
     assert stages["bmm_bwd"].vector == 2 * 64
     assert (cost.Cost(vector=1.0) + cost.Cost(vector=2.0)).vector == 3.0
-
-
-def test_states_that_were_kept_are_not_computed_again():
-    whole, kept = cost.backward_stages(B4), cost.backward_stages(B4, keeps_states=True)
-    assert whole.keys() - kept.keys() == {"chunk_state", "state_passing"} and kept.keys() < whole.keys()

@@ -154,17 +154,6 @@ def test_every_config(name, documents, dtype, device, monkeypatch):
 
 @pytest.mark.gpu
 @over_variants
-@pytest.mark.parametrize("kernel", config_spaces())
-def test_every_config_alone(name, kernel, device):
-    """Each config beside the defaults of the other kernels."""
-    inputs = random_inputs(Shape(1, 700, 4, 64, 1, 128, 256), EVERYTHING, torch.bfloat16, device)
-    for config in spaces(inputs)[kernel]:
-        with tuning.forced(kernel, config):
-            assert_right(get_variant(name), inputs)
-
-
-@pytest.mark.gpu
-@over_variants
 @pytest.mark.parametrize("batch, packed, ngroups", [(1, True, 16), (1, True, 8), (3, False, 8)])
 def test_offsets_beyond_int32(name, batch, packed, ngroups, device, much_memory):
     """200,000 tokens of 80 heads: offsets pass 2^31 inside one row of a packed projection, and over three rows.

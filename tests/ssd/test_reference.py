@@ -60,15 +60,6 @@ def test_chunked_form_is_the_recurrence(shape, case):
     assert_close(derived, gradients(inputs))
 
 
-@pytest.mark.parametrize("chunk_size", (32, 64, 256))
-def test_chunk_size_does_not_change_the_result(chunk_size):
-    inputs = inputs64(Shape(2, 150, 4, 3, 2, 5, 16), EVERYTHING)
-    ways = cotangents(inputs)
-    other = replace(inputs, chunk_size=chunk_size)
-    assert_close(reference.ssd_fp64(other), reference.ssd_fp64(inputs))
-    assert_close(*(by_name(reference.ssd_fp64_grads(i, *ways)) for i in (other, inputs)))
-
-
 def test_recurrence_is_the_sum_over_pairs():
     """y_i = sum over j <= i of (C_i . B_j) exp(A (dt_{j+1} + ... + dt_i)) dt_j x_j, written out for one head."""
     i = inputs64(Shape(1, 9, 1, 2, 1, 3), Case(D="h", z=True))
@@ -114,34 +105,6 @@ def test_initial_states_reach_a_leading_document_0_alone():
         assert moved[:first].all() and not moved[first:].any()
         late = replace(changed, seq_idx=inputs.seq_idx + 1)
         assert_close(run(late), run(replace(late, initial_states=None)))
-
-
-@pytest.mark.parametrize("cut", (1, 16, 23))
-def test_two_halves_joined_by_the_state_are_the_whole(cut):
-    """Forward and backward: the gradient of the second half's initial_states is what the first half's end receives."""
-    inputs = inputs64(Shape(2, 40, 4, 3, 2, 5, 16), Case(D="h", dt_softplus=True, dt_bias=True, initial_states=True))
-    dout, dfinal_states = cotangents(inputs)
-    out, final_states = reference.ssd_fp64(inputs)
-    first = replace(split(inputs, 0, cut), initial_states=inputs.initial_states)
-    out_first, state = reference.ssd_fp64(first)
-    second = replace(split(inputs, cut, 40), initial_states=state)
-    out_second, final = reference.ssd_fp64(second)
-    assert_close((torch.cat([out_first, out_second], 1), final), (out, final_states))
-
-    whole = by_name(reference.ssd_fp64_grads(inputs, dout, dfinal_states))
-    late = by_name(reference.ssd_fp64_grads(second, dout[:, cut:], dfinal_states))
-    early = by_name(reference.ssd_fp64_grads(first, dout[:, :cut], late["initial_states"]))
-    for name in ("x", "dt", "B", "C"):
-        assert_close(whole[name], torch.cat([early[name], late[name]], 1))
-    for name in ("A", "D", "dt_bias"):
-        assert_close(whole[name], early[name] + late[name])
-    assert_close(whole["initial_states"], early["initial_states"])
-
-
-def test_linear_in_x_and_initial_states():
-    inputs = inputs64(Shape(1, 40, 2, 3, 1, 5, 16), Case(D="h", initial_states=True))
-    doubled = replace(inputs, x=2 * inputs.x, initial_states=2 * inputs.initial_states)
-    assert_close(reference.ssd_fp64(doubled), tuple(2 * t for t in reference.ssd_fp64(inputs)))
 
 
 @pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16))
