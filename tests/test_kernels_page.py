@@ -10,6 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from experiments import kernel_names, record
 from ssd import Options, ssd_chunk_scan
 from ssd.runtime import launch as launching
 from tests.executor import Executor
@@ -117,6 +118,15 @@ def test_every_kernel_of_the_operator_is_named():
     kernels = {name for folder in folders for path in (ROOT / folder).rglob("*.py")
                for name in re.findall(r"^def (\w+)_kernel\(", path.read_text(), re.M)}
     assert kernels == FILES.keys()
+
+
+def test_kernels_of_committed_rows_are_known():
+    """By their present name, or by an old one that the page translates."""
+    old = {name for row in read_table("Rows and the [log]", "| old | new") for name in find_names(row[0])}
+    rows = [row["kernel"] for row in record.read() if isinstance(row.get("kernel"), str)]
+    ours = {name.removesuffix("_kernel") for name in rows if re.fullmatch(r"[a-z]\w*_kernel", name)}
+    known = {name.removesuffix("_kernel") for name in kernel_names.ours()} | old
+    assert {"hopper_scan", "chunk_scan"} <= ours <= known
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are interpreted without a GPU")
