@@ -298,13 +298,15 @@ def tune(
     dtype: DtypeOption = "bf16", chunk_size: _ChunkSizeOption = "auto",
     repeats: Annotated[int, typer.Option(min=1, help="Timed calls of each config.")] = 10,
 ) -> None:
-    """Time every config of every baseline kernel on this GPU and freeze the fastest in ssd/configs/<gpu>.json."""
+    """Freeze each kernel's fastest config on this GPU in ssd/configs/<gpu>.json, and refit fused/configs/<gpu>.json."""
     check_name("--dtype", dtype, ITEMSIZES)
     shapes, sizes = split_shapes(shape), split_chunk_sizes(chunk_size)
     require_gpu("tune")
-    from . import tune
+    from . import fit_times, tune
 
-    tune.run(shapes, dtype, sizes, repeats, make_console())
+    console = make_console()
+    tune.run(shapes, dtype, sizes, repeats, console)
+    fit_times.run(console)
 
 
 @app.command()

@@ -68,7 +68,7 @@ def _measure(shape, dtype, chunk_size, sizes, device, repeats, console) -> dict[
                 stack.enter_context(tuning.forced(kernel, config))
 
             launch_all(inputs, dout)
-            spent = _kernel_times(partial(launch_all, inputs, dout), repeats)
+            spent = measure_kernels(partial(launch_all, inputs, dout), repeats)
         for kernel, config in trial.items():
             times[kernel][config] = spent[f"{kernel}_kernel"]
     return times
@@ -82,7 +82,7 @@ def launch_all(inputs: SSDInputs, dout: torch.Tensor) -> None:
         variant.backward(saved, dout, None, SSDGrads())
 
 
-def _kernel_times(call, repeats: int) -> dict[str, float]:
+def measure_kernels(call, repeats: int) -> dict[str, float]:
     """{kernel: median microseconds of its launches}, by the profiler."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         for _ in range(repeats):
