@@ -9,9 +9,12 @@ from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
 
+import torch
+from triton import knobs
+
 from ssd.registry import is_peer
 
-from . import ablate, block, figure, record, result_tables, speedup_figure, step_figure, sweep, table
+from . import ablate, block, figure, record, result_tables, speedup_figure, step_figure, sweep, table, terminal_page
 from .result_tables import MODES, join_words
 from .shapes import DIRECTIONS
 from .speedup_figure import HEADLINE
@@ -25,6 +28,7 @@ STEPS_FIGURE = "docs/workloads.svg"
 ABLATION = "docs/ablation.md"
 WORKLOADS = "docs/workloads.md"
 LIBRARIES = "docs/drop-in.md"
+TERMINAL = "docs/terminal.md"
 _WIDTH = 128  # of a line of prose
 _COMPARED = itemgetter("gpu", "against")
 _GPU = itemgetter("gpu")
@@ -128,6 +132,7 @@ def write_all(out: Path = record.RESULTS, root: Path = ROOT, check: bool = False
     every_chunk, steps = table.committed(out, all_chunks=True), sweep.committed(out)
     current = write_bench(committed(out), steps, root, check)
     current &= write_memory(every_chunk, root, check)
+    current &= write_terminal(committed(out), root, check)
     current &= write_blocks(block.committed(out), root, check)
     current &= write_libraries(committed(out), block.committed(out), root, check)
     current &= write_ablation(ablate.committed(out), root, check)
@@ -151,6 +156,17 @@ def write_memory(rows: list[dict], root: Path = ROOT, check: bool = False) -> bo
     current = _put("costs", tabulate_costs(rows), root / README, check)
     shown = [row for row in rows if row["shape"] in _MEMORY]
     return _put("memory", result_tables.tabulate_memory(shown), root / RESULTS, check) and current
+
+
+def write_terminal(rows: list[dict], root: Path = ROOT, check: bool = False) -> bool:
+    """As `write_all`, of rows of the bench; what is printed without a GPU is left as it is where there is one."""
+    current = _put("terminal-gpu", terminal_page.print_recorded_run(rows), root / TERMINAL, check)
+    if torch.cuda.is_available() or not knobs.runtime.interpret:
+        return current
+    printed = terminal_page.print_without_gpu()
+    if terminal_page.mask_errors(printed) in terminal_page.mask_errors((root / TERMINAL).read_text()):
+        return current
+    return _put("terminal-cpu", printed, root / TERMINAL, check) and current
 
 
 def write_blocks(rows: list[dict], root: Path = ROOT, check: bool = False) -> bool:

@@ -2,7 +2,7 @@ import re
 
 import pytest
 
-from experiments import figure, readme, result_tables, speedup_figure
+from experiments import figure, readme, result_tables, speedup_figure, terminal_page
 from experiments.characterize.report import draw
 from tests.experiments.rows import ENVIRONMENT, compared, ssd_row
 
@@ -20,7 +20,7 @@ def root(tmp_path):
     """A tree of the pages that are written, with nothing but markers."""
     pages = {"README.md": ("speedups", "costs"), "docs/results.md": ("results", "memory", "blocks", "workloads"),
              "docs/workloads.md": ("gains", "seeds", "gpus"), "docs/ablation.md": ("ablation",),
-             "docs/drop-in.md": ("libraries",)}
+             "docs/drop-in.md": ("libraries",), "docs/terminal.md": ("terminal-cpu", "terminal-gpu")}
     (tmp_path / "docs").mkdir()
     for page, sections in pages.items():
         parts = (f"<!-- {section}: written by `make readme` -->\nstale {section}\n<!-- end of {section} -->\n"
@@ -206,6 +206,23 @@ def test_blocks(root):
     assert "stale blocks" not in text and "stale results" in text
     readme.write_blocks([], root)
     assert "No rows yet: no GPU has run `make block`" in read(root)
+
+
+def test_terminal(root, monkeypatch):
+    """As printed; errors may differ in their digits from machine to machine, and no more than that."""
+    said = "persistent  fp32   dA          9.2e-07    8.9e-07  1e-04  {verdict}"
+    monkeypatch.setattr(terminal_page, "print_without_gpu", lambda: said.format(verdict="agrees"))
+    assert not readme.write_terminal([ssd_row("persistent", **compared(2.0)), ssd_row("fused")], root)
+    text = read(root, "docs/terminal.md")
+    assert " 8b-b4  fwd   persistent    128     990" in text and "fused" not in text and "NVIDIA H200, bf16" in text
+    assert max(map(len, text.splitlines())) <= 100
+    monkeypatch.setattr(readme.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(readme.knobs.runtime, "interpret", True)
+    readme.write_terminal([], root)
+    rounded, changed = said.replace("dA ", "dB ").replace("9.2e-07", "3.1e-06"), said.replace("1e-04", "1e-03")
+    for other, same in ((rounded, True), (changed, False)):
+        monkeypatch.setattr(terminal_page, "print_without_gpu", lambda other=other: other.format(verdict="agrees"))
+        assert readme.write_terminal([], root, check=True) is same
 
 
 def test_libraries(root):

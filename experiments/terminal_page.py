@@ -1,0 +1,47 @@
+"""What `make bench VARIANT=persistent` prints, as text in docs/terminal.md: without a GPU, and of a recorded run on one."""
+
+from __future__ import annotations
+
+import re
+from io import StringIO
+
+from rich.console import Console
+
+from ssd import Options
+
+from . import interpret, record, table
+from .result_tables import MODES
+from .shapes import NAMED
+
+VARIANT, AGAINST = "persistent", "mamba_ssm"
+_CHUNK_SIZE, _WIDTH = 256, 100
+_ERRORS = re.compile(r"(fp\d\d +)\w+( +)\S+( +)\S+")  # of a judged dtype: where it is worst, and the two errors
+
+
+def print_without_gpu() -> str:
+    """Checks the kernels in Triton's interpreter, which takes seconds; costs are from committed rows."""
+    console = _make_console()
+    interpret.run([VARIANT], list(NAMED), list(MODES), "bf16", _CHUNK_SIZE, Options(), record.RESULTS, console)
+    return _read(console)
+
+
+def print_recorded_run(rows: list[dict]) -> str:
+    """The last rows of the named shapes, as the bench shows them when it ends."""
+    console, names = _make_console(), {shape.name for shape in NAMED}
+    table.show(console, [row for row in rows if row["shape"] in names and row["variant"] in (VARIANT, AGAINST)
+                         and row["mode"] in MODES and record.has_default_options(row)], "medians")
+    return _read(console)
+
+
+def mask_errors(text: str) -> str:
+    """Without what another CPU or torch may round otherwise."""
+    return _ERRORS.sub(r"\1...\2...\3...", text)
+
+
+def _make_console() -> Console:
+    return Console(file=StringIO(), width=_WIDTH, force_terminal=False)
+
+
+def _read(console: Console) -> str:
+    lines = [line.rstrip() for line in console.file.getvalue().splitlines()]
+    return "```text\n" + "\n".join(lines).strip() + "\n```\n"
