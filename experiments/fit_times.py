@@ -169,7 +169,7 @@ def _fit_group(sms: int) -> dict[str, float]:
 
 
 def _fit_plain(device: tuning.Device) -> dict[str, float]:
-    walks, chunks, passes = {"walk_states": [], "walk_dstates": []}, [], []
+    walks, chunks, passes = {"chunk_state_passing": [], "dstates_passing": []}, [], []
     variant = get_variant("fused")
     for batch, seqlen, nheads in ((1, 4096, 24), (1, 16384, 24), (4, 4096, 64), (1, 8192, 128)):
         inputs = _inputs(batch, seqlen, nheads, chunk_size=64)
@@ -177,8 +177,8 @@ def _fit_plain(device: tuning.Device) -> dict[str, float]:
         with patch("fused.forward.should_walk", lambda *_: True), patch("fused.plain_states.should_walk", lambda *_: True):
             saved = variant.forward(inputs, options, True)[2]
             for kernel, call in (
-                    ("walk_states", _forward("fused", inputs, gluon=False)),
-                    ("walk_dstates", _backward(saved, dout))):
+                    ("chunk_state_passing", _forward("fused", inputs, gluon=False)),
+                    ("dstates_passing", _backward(saved, dout))):
                 config = tuning.pick(kernel, inputs)
                 programs = batch * nheads * cdiv(64, config["BLOCK_P"]) * cdiv(128, config["BLOCK_N"])
                 waves = cdiv(programs, 8 * device.sms)
@@ -189,9 +189,10 @@ def _fit_plain(device: tuning.Device) -> dict[str, float]:
         chunks.append(({"chunks_launch": 1.0, "chunks_step": inputs.nchunks, "us_per_byte": 10 * elements}, us))
         with patch("persistent.forward.cut_evenly", lambda seqlen, *_: schedule.Schedule(2, 1, seqlen // 2)):
             cut = _forward("persistent", inputs, gluon=False)
-            passes.append(_time(cut, "walk_states") / _time(cut, "stationary_scan"))
+            passes.append(_time(cut, "chunk_state_passing") / _time(cut, "stationary_scan"))
     found = solve(chunks)
     return _rounded({
-        "walk_states_step": solve(walks["walk_states"])["step"], "walk_dstates_step": solve(walks["walk_dstates"])["step"],
+        "walk_states_step": solve(walks["chunk_state_passing"])["step"],
+        "walk_dstates_step": solve(walks["dstates_passing"])["step"],
         "chunks_launch": found["chunks_launch"], "chunks_step": found["chunks_step"],
         "chunks_bytes_per_us": 1 / max(found["us_per_byte"], 1e-12), "plain_state_pass": sorted(passes)[len(passes) // 2]})

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from . import record
+from .kernel_names import present_name
 from .shapes import MODES, SHAPES
 
 FORMATS = ("markdown", "csv", "latex")
@@ -36,8 +37,8 @@ def columns(*headers: str) -> dict:
 
 
 def _shorten_kernel(name: str) -> str:
-    """Without the return type and the arguments of a C++ template."""
-    return name.removeprefix("void ").partition("<")[0]
+    """As it is called now, without the return type and the arguments of a C++ template."""
+    return present_name(name).removeprefix("void ").partition("<")[0]
 
 
 def _scientific(value: float | None) -> str:

@@ -31,7 +31,6 @@ _CALLS = (
     ("fused", Options(gluon=False)),
     ("fused", Options(gluon=False, two_level=False)),
     ("persistent", Options(gluon=False)),
-    ("persistent", Options(gluon=False, stationary=False)),
 )
 
 

@@ -1,5 +1,5 @@
 """The backward that `fused` and `persistent` share, in sub-chunks. On Hopper, where the inputs allow, hopper_backward; else
-chunk_cumsum, walk_states (from the states that the forward kept, if it did), walk_dstates, the two group loops and
+chunk_cumsum, chunk_state_passing (from the states that the forward kept, if it did), dstates_passing, dC_dCB, dB_dx and
 chunk_cumsum_bwd; with a gate chunk_scan_dz as well. For few heads of a long sequence the baseline's kernels stand in for the
 walks. Of large inputs whose states were not kept, either in two halves.
 """
@@ -20,13 +20,13 @@ from ssd.runtime.tuning import pick
 from ssd.types import Options, SSDGrads, SSDInputs, SSDSaved
 
 from . import hopper_backward
-from .kernels.group_dB_dx import group_dB_dx
-from .kernels.group_dC import group_dC
-from .kernels.walk_states import chunk_states_between
+from .kernels.chunk_state_passing import refine_states
+from .kernels.dB_dx import dB_dx
+from .kernels.dC_dCB import dC_dCB
 from .plain_states import compute_dstates, compute_states
 from .split_backward import by_halves, worth_halving
 
-_KERNELS = ("walk_dstates", "group_dC", "group_dB_dx")
+_KERNELS = ("dstates_passing", "dC_dCB", "dB_dx")
 
 
 def backward(saved: SSDSaved, dout: Tensor, dfinal_states: Tensor | None, into: SSDGrads) -> SSDGrads:
@@ -60,12 +60,12 @@ def _by_groups(saved: SSDSaved, dout: Tensor, dfinal_states: Tensor | None, into
         if prev_states is None:
             prev_states, _ = compute_states(spans, dt, dA_cumsum, options)
         elif spans.chunk_size < saved.states_every:
-            prev_states = chunk_states_between(spans, dt, dA_cumsum, prev_states, saved.states_every, options)
+            prev_states = refine_states(spans, dt, dA_cumsum, prev_states, saved.states_every, options)
         dz, dy = (None, dout) if i.z is None else chunk_scan_dz(i, dout, saved.y, into.dz)
         G, dinitial_states, s_tiles = compute_dstates(i, dy, dA_cumsum, prev_states, dfinal_states, options,
                                                       into.dinitial_states)
-        dC, dCB, net = group_dC(i, dt, dA_cumsum, dy, prev_states, options, into.dC)
-        dx, dB, dD, u_v_x, q = group_dB_dx(i, dt, dA_cumsum, dy, G, dCB, options, into.dx, into.dB)
+        dC, dCB, net = dC_dCB(i, dt, dA_cumsum, dy, prev_states, options, into.dC)
+        dx, dB, dD, u_v_x, q = dB_dx(i, dt, dA_cumsum, dy, G, dCB, options, into.dx, into.dB)
         no_parts = net.new_empty(0, *net.shape)  # of r and col, which are in net
         ddt, dA, ddt_bias, _ = chunk_cumsum_bwd(spans, u_v_x, no_parts, q, s_tiles, net, no_parts, arrivals, into.ddt)
     return SSDGrads(dx, ddt, dA, dB, dC, dD, dz, ddt_bias, dinitial_states)

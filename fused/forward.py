@@ -1,5 +1,6 @@
-"""The fused forward, in plain Triton three launches: chunk_cumsum, walk_states, two_level_scan; where heads are few and the
-sequence long, chunk_state and state_passing in place of the second. `Options` take it apart.
+"""The fused forward, in plain Triton three launches: chunk_cumsum, chunk_state_passing, bmm_chunk_scan.
+
+Where heads are few and the sequence long, chunk_state and state_passing run in place of the second. `Options` take it apart.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from ssd.types import SUB_CHUNK, Options, SSDInputs, SSDSaved
 
 from . import hopper
 from .hopper_backward import worth_keeping
-from .kernels.block_scan import block_scan
-from .kernels.two_level_scan import two_level_scan
-from .kernels.walk_states import chunk_states
+from .kernels.bmm_chunk_scan import bmm_chunk_scan
+from .kernels.bmm_chunk_scan_rows import bmm_chunk_scan_rows
+from .kernels.chunk_state_passing import chunk_state_passing
 from .plain_states import should_walk
 
 
@@ -48,20 +49,20 @@ def _cannot_run_hopper(i: SSDInputs, options: Options) -> str | None:
 def _plain(i: SSDInputs, options: Options, save: bool, keep: bool) -> tuple[Tensor, Tensor, SSDSaved]:
     """In plain Triton, on any GPU."""
     # what the scan's products span: sub-chunks, or whole chunks
-    spans = replace(i, chunk_size=pick("two_level_scan", i)["BLOCK_M"]) if options.two_level else i
+    spans = replace(i, chunk_size=pick("bmm_chunk_scan", i)["BLOCK_M"]) if options.two_level else i
     with torch.cuda.device_of(i.x):
-        walks = options.fuse_states and should_walk(i, "walk_states")
+        walks = options.fuse_states and should_walk(i, "chunk_state_passing")
         steps = by_chunk = chunk_cumsum(spans)
         if spans.chunk_size < i.chunk_size and (i.cu_seqlens is not None or not walks):
             by_chunk = chunk_cumsum(i)
         if walks:
-            prev_states, final_states = chunk_states(i, *steps, options)
+            prev_states, final_states = chunk_state_passing(i, *steps, options)
         else:
             prev_states, final_states = state_passing(i, chunk_state(i, *by_chunk, options), by_chunk[1])
         CB = None
         if not options.fuse_bmm:
             CB = bmm_chunk(spans, options, i.x.dtype if options.low_precision_CB else torch.float32)
-        scan = two_level_scan if options.two_level else block_scan
+        scan = bmm_chunk_scan if options.two_level else bmm_chunk_scan_rows
         out, y = scan(i, CB, *steps, prev_states, options, save)
         ends = None if i.cu_seqlens is None else varlen_states(i, *by_chunk, prev_states, options)
     return out, final_states, SSDSaved(i, options, y, ends, prev_states if keep else None)

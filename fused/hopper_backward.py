@@ -21,7 +21,7 @@ from ssd.types import Options, SSDGrads, SSDInputs, SSDSaved
 
 from . import hopper
 from .hopper import BLOCK_M, describable, describe, describe_states, is_describable, runs_of
-from .kernels.group import parts_of, summed
+from .kernels.head_sums import add_splits, allocate_splits
 from .schedule import choose_splits
 
 _RARELY = 8  # sub-chunks between the states that are written where only the last is wanted
@@ -60,7 +60,7 @@ def backward(saved: SSDSaved, dout: Tensor, dfinal_states: Tensor | None, into: 
 
         device = current_device(i.x.device.index)
         splits = choose_splits(i.batch * spans.nchunks * i.ngroups, i.nheads // i.ngroups, device.sms, device.name)
-        dB_parts, dC_parts = parts_of(i.B, _writable(into.dB), splits), parts_of(i.C, _writable(into.dC), splits)
+        dB_parts, dC_parts = allocate_splits(i.B, _writable(into.dB), splits), allocate_splits(i.C, _writable(into.dC), splits)
         dx = output(i.x, into.dx if into.dx is not None and is_describable(into.dx) else None)
         sums, s = hopper_group(i, x, dy, B, C, describe_states(H), describe_states(G), describe(dx), dt, dA_cumsum,
                                dB_parts, dC_parts, device.sms)
@@ -68,7 +68,7 @@ def backward(saved: SSDSaved, dout: Tensor, dfinal_states: Tensor | None, into: 
         no_parts = sums.new_empty(0, *dt.shape)  # of r, which is in row
         ddt, dA, ddt_bias, dD = chunk_cumsum_bwd(spans, u_v_x, no_parts, q, s[..., None], row, col[None], arrivals,
                                                  into.ddt, None if i.D is None else dy_x)
-        dB, dC = summed(dB_parts, i.B, into.dB), summed(dC_parts, i.C, into.dC)
+        dB, dC = add_splits(dB_parts, i.B, into.dB), add_splits(dC_parts, i.C, into.dC)
     if dinitial_states is not None:
         dinitial_states = _put(dinitial_states, into.dinitial_states)
     return SSDGrads(_put(dx, into.dx), ddt, dA, _put(dB, into.dB), _put(dC, into.dC), dD, dz, ddt_bias, dinitial_states)

@@ -51,8 +51,8 @@ class TimeModel:
         two_level_start: a block of the two-level scan finds its state and first tiles. In its sub-chunks.
         group_tile: a tile of the group backward beside its heads. In the time of one head.
         group_partial_sum: what a tile takes more where its sums are one of several parts. In the time of one head.
-        walk_states_step: a sub-chunk of walk_states.
-        walk_dstates_step: a sub-chunk of walk_dstates.
+        walk_states_step: a sub-chunk of chunk_state_passing.
+        walk_dstates_step: a sub-chunk of dstates_passing.
         chunks_launch: one launch more, its beginning and its end, where chunks take the place of a walk.
         chunks_step: a chunk of the recurrence between chunks.
         chunks_bytes_per_us: memory bandwidth for the states of chunks.
@@ -120,7 +120,7 @@ class TimeModel:
         return cdiv(tiles * splits, blocks) * (each + self.group_tile)
 
     def time_plain_walk(self, step: float, programs: int, resident: int, nsub: int) -> float:
-        """walk_states or walk_dstates, whose step is given: every program walks nsub sub-chunks."""
+        """chunk_state_passing or dstates_passing, whose step is given: every program walks nsub sub-chunks."""
         return cdiv(programs, resident) * nsub * step
 
     def time_chunks(self, nchunks: int, elements: int) -> float:

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from fused import hopper
 from fused.hopper_backward import worth_keeping
-from fused.kernels.walk_states import chunk_states, run_states
+from fused.kernels.bmm_chunk_scan import bmm_chunk_scan
+from fused.kernels.chunk_state_passing import chunk_state_passing, segment_states
 from fused.schedule import Schedule, count_resident_blocks, cut_evenly, keep_whole
 from ssd.baseline.kernels.bmm_chunk import bmm_chunk
 from ssd.baseline.kernels.chunk_state import varlen_states
@@ -18,7 +19,6 @@ from ssd.kernels.chunk_cumsum import chunk_cumsum
 from ssd.runtime.tuning import device_of, pick
 from ssd.types import SUB_CHUNK, Options, SSDInputs, SSDSaved
 
-from .kernels.persistent_scan import persistent_scan
 from .kernels.stationary_scan import stationary_scan
 
 
@@ -53,14 +53,16 @@ def _stationary(i: SSDInputs, options: Options, save: bool, keep: bool) -> tuple
     steps, CB = _sub_chunks(i, "stationary_scan", options)
     cut, ends = _make_schedule(i, options), (None, None)
     if cut.nsegments > 1:
-        ends = run_states(i, *steps, cut.piece, cut.npieces, options)
+        ends = segment_states(i, *steps, cut.piece, cut.npieces, options)
     return stationary_scan(i, CB, *steps, *ends, cut, options, save, keep or i.cu_seqlens is not None)
 
 
 def _chunk_by_chunk(i: SSDInputs, options: Options, save: bool, keep: bool) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-    steps, CB = _sub_chunks(i, "persistent_scan", options)
-    prev_states, final_states = chunk_states(i, *steps, options)
-    out, y = persistent_scan(i, CB, *steps, prev_states, options, save)
+    steps, CB = _sub_chunks(i, "bmm_chunk_scan", options)
+    prev_states, final_states = chunk_state_passing(i, *steps, options)
+    config, device = pick("bmm_chunk_scan", i), device_of(i)
+    programs = count_resident_blocks(device.sms, config.num_warps)
+    out, y = bmm_chunk_scan(i, CB, *steps, prev_states, options, save, programs)
     return out, y, final_states, prev_states
 
 

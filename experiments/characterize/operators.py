@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
-from ..kernel_names import ours
+from ..kernel_names import ours, present_name
 from .scopes import PREFIX
 
 CLASSES = ("gemm", "ssm", "conv1d", "conv", "attention", "norm", "elementwise", "reduce", "embedding", "loss", "optimizer",
@@ -146,7 +146,7 @@ def classify(name: str, ops: Iterable[str] = (), scopes: Iterable[str] = (), rul
         scopes: names of the scopes around it.
         rules: those for the kernel's name.
     """
-    for said, applied in (((name,), rules), (tuple(ops), OP_RULES), (tuple(scopes), SCOPE_RULES)):
+    for said, applied in (((present_name(name),), rules), (tuple(ops), OP_RULES), (tuple(scopes), SCOPE_RULES)):
         for rule in applied:
             if any(rule.matches(one) for one in said):
                 return rule.kind

@@ -1,1 +1,1 @@
-"""The fused scans: of a chunk's sub-chunks, and of a chunk's blocks."""
+"""Kernels that merge stages, named after the stages or after what they compute; `hopper` has those for Hopper, in Gluon."""

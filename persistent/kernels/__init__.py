@@ -1,1 +1,1 @@
-"""The scans of long-lived blocks."""
+"""Kernels whose programs live as long as their SM."""

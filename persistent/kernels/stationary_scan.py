@@ -1,20 +1,30 @@
-"""stationary_scan, equations (26) to (28) and (5): a block walks a whole segment of a sequence, its state never in memory.
+"""stationary_scan, equations (26) to (28) and (5): chunk_state, state_passing, bmm_chunk and chunk_scan in one.
 
-Reads what `walk` names; initial_states (batch, nheads, headdim, dstate), any strides; and, where sequences are cut, `ends` and
-`factors` of the pieces of all segments but the last, as walk_states writes them: the block of segment s first combines, in
-their order, the pieces before it. Writes out (batch, seqlen, nheads, headdim) in the dtype of x; with z, y, the output before
-the gate; final_states (batch, nheads, headdim, dstate) fp32; and, unless None, prev_states (batch, nchunks, nheads, headdim,
-dstate), the state before each chunk.
+A program takes a whole segment of a sequence block by block; its state is never in memory. `fused.kernels.segment` has the
+formulas.
+
+Reads x, z (batch, seqlen, nheads, headdim), B, C (batch, seqlen, ngroups, dstate), any strides; CB (batch, blocks, ngroups,
+BLOCK_M, BLOCK_M) or None; D (nheads,) or (nheads, headdim); dt, dA_cumsum (batch, nheads, blocks, BLOCK_M) fp32;
+initial_states (batch, nheads, headdim, dstate), any strides; and, where sequences are cut, `ends` (batch, pieces, nheads,
+headdim, dstate) and `factors` (batch, pieces, nheads), both fp32, of the pieces of all segments but the last, as
+chunk_state_passing writes them: the program of segment s first combines, in their order, the pieces before it.
+
+Writes out (batch, seqlen, nheads, headdim) in the dtype of x; with z, y, the output before the gate; final_states (batch,
+nheads, headdim, dstate) fp32; and, unless None, prev_states (batch, nchunks, nheads, headdim, dstate), the state before each
+chunk.
 """
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from fused.kernels.walk import load_initial, state_tile, walk
+from fused.kernels.segment import Tokens, load_initial, scan_segment
 from fused.schedule import Schedule
-from ssd.kernels.arguments import cdiv, strides
-from ssd.kernels.device import unpack_program
+from ssd.kernels.arguments import Strides, allocate_outputs, cdiv, get_sizes, strides
+from ssd.kernels.device import state_tile_t, unpack_program
 from ssd.runtime.launch import launch
 from ssd.runtime.tuning import ConfigSpace
 from ssd.types import Options, SSDInputs
@@ -29,6 +39,14 @@ CONFIGS = ConfigSpace(
 )
 
 
+class Cut(NamedTuple):
+    """How sequences are cut: segments of a sequence, tokens of a segment, pieces of a segment."""
+
+    nsegments: int
+    segment: int
+    pieces: int
+
+
 @triton.jit
 def state_before(s, pieces, ends, factors, b, h, state, at, inside, nsegments, NHEADS: tl.constexpr, SIZE: tl.constexpr):
     """(28): the state that enters segment s, from the one that enters the sequence; [N, P] fp32."""
@@ -39,34 +57,34 @@ def state_before(s, pieces, ends, factors, b, h, state, at, inside, nsegments, N
 
 
 @triton.jit
-def stationary_scan_kernel(x, x_strides, z, z_strides, B, B_strides, C, C_strides, CB, D, D_strides, dt, dA_cumsum, seq_idx,
-                           initial_states, initial_strides, ends, factors, prev_states, out, y, final_states, seqlen, nchunks,
-                           nsegments, segment, pieces, NHEADS: tl.constexpr, NGROUPS: tl.constexpr, HEADDIM: tl.constexpr,
-                           DSTATE: tl.constexpr, CHUNK: tl.constexpr, EXP2: tl.constexpr, PRECISION: tl.constexpr,
-                           BLOCK_M: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr):
-    tile, h, s, b = unpack_program((HEADDIM + BLOCK_P - 1) // BLOCK_P, NHEADS, nsegments)
+def stationary_scan_kernel(x, z, B, C, CB, D, dt, dA_cumsum, seq_idx, initial_states, ends, factors, prev_states, out, y,
+                           final_states, strides, initial_strides, seqlen, nchunks, cut, SIZES: tl.constexpr,
+                           EXP2: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_P: tl.constexpr,
+                           BLOCK_N: tl.constexpr):
+    tile, h, s, b = unpack_program((SIZES.headdim + BLOCK_P - 1) // BLOCK_P, SIZES.nheads, cut.nsegments)
     offs_n, offs_p = tl.arange(0, BLOCK_N), tile * BLOCK_P + tl.arange(0, BLOCK_P)
-    at, inside = state_tile(offs_n, offs_p, HEADDIM, DSTATE)
-    state = load_initial(initial_states, initial_strides, b, h, offs_n, offs_p, HEADDIM, DSTATE)
+    at, inside = state_tile_t(offs_p, offs_n, SIZES)
+    state = load_initial(initial_states, initial_strides, b, h, offs_n, offs_p, SIZES)
     if ends is not None:
-        state = state_before(s, pieces, ends, factors, b, h, state, at, inside, nsegments, NHEADS, HEADDIM * DSTATE)
-    first = s.to(tl.int32) * segment
-    end = tl.minimum(first + segment, seqlen)
-    state = walk(state, first, end, b, h, offs_n, offs_p, x, x_strides, z, z_strides, B, B_strides, C, C_strides, CB, D,
-                 D_strides, dt, dA_cumsum, seq_idx, prev_states, out, y, seqlen, nchunks, NHEADS, NGROUPS, HEADDIM, DSTATE,
-                 CHUNK, EXP2, PRECISION, BLOCK_M)
-    tl.store(final_states + (b * NHEADS + h) * HEADDIM * DSTATE + at, state, mask=inside & (end == seqlen))
+        state = state_before(s, cut.pieces, ends, factors, b, h, state, at, inside, cut.nsegments, SIZES.nheads,
+                             SIZES.headdim * SIZES.dstate)
+    first = s.to(tl.int32) * cut.segment
+    end = tl.minimum(first + cut.segment, seqlen)
+    tokens = Tokens(x, z, B, C, D, CB, dt, dA_cumsum, seq_idx)
+    state = scan_segment(state, first, end, b, h, offs_n, offs_p, tokens, prev_states, out, y, strides, seqlen, nchunks,
+                         SIZES, EXP2, PRECISION, BLOCK_M)
+    tl.store(final_states + (b * SIZES.nheads + h) * SIZES.headdim * SIZES.dstate + at, state, mask=inside & (end == seqlen))
 
 
-def stationary_scan(i: SSDInputs, CB, dt, dA_cumsum, ends, factors, schedule: Schedule, options: Options, save: bool,
-                    keep: bool) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor | None]:
+def stationary_scan(i: SSDInputs, CB: Tensor | None, dt: Tensor, dA_cumsum: Tensor, ends: Tensor | None, factors: Tensor | None,
+                    schedule: Schedule, options: Options, save: bool,
+                    keep: bool) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
     """Returns out, y, final_states and prev_states, in i.states_dtype.
 
     y is None without z or unless a backward may follow (`save`), prev_states is None unless they are wanted (`keep`). ends and
     factors are None where the schedule has one segment.
     """
-    out = torch.empty(i.x.shape, device=i.x.device, dtype=i.x.dtype)
-    y = torch.empty_like(out) if save and i.z is not None else None
+    out, y = allocate_outputs(i, save)
     final_states = torch.empty(i.batch, i.nheads, i.headdim, i.dstate, device=i.x.device, dtype=torch.float32)
     prev_states = None
     if keep:
@@ -74,8 +92,8 @@ def stationary_scan(i: SSDInputs, CB, dt, dA_cumsum, ends, factors, schedule: Sc
     config = CONFIGS.pick(i)
     launch(
         stationary_scan_kernel, cdiv(i.headdim, config["BLOCK_P"]) * i.nheads * schedule.nsegments * i.batch,
-        i.x, i.x.stride(), i.z, strides(i.z), i.B, i.B.stride(), i.C, i.C.stride(), CB, i.D, strides(i.D), dt,
-        dA_cumsum, i.seq_idx, i.initial_states, strides(i.initial_states), ends, factors, prev_states, out, y, final_states,
-        i.seqlen, i.nchunks, schedule.nsegments, schedule.segment, schedule.pieces, i.nheads, i.ngroups, i.headdim, i.dstate,
-        i.chunk_size, options.exp2, options.precision, **config.launch)
+        i.x, i.z, i.B, i.C, CB, i.D, dt, dA_cumsum, i.seq_idx, i.initial_states, ends, factors, prev_states, out, y,
+        final_states, Strides(x=i.x.stride(), z=strides(i.z), B=i.B.stride(), C=i.C.stride(), D=strides(i.D)),
+        strides(i.initial_states), i.seqlen, i.nchunks, Cut(schedule.nsegments, schedule.segment, schedule.pieces),
+        get_sizes(i), options.exp2, options.precision, **config.launch)
     return out, y, final_states, prev_states

@@ -103,28 +103,29 @@ def split_heads(slot, HEADS: tl.constexpr, SPLITS: tl.constexpr):
 def load_tokens(t, strides, offs_m, offs_c, rows, WIDTH: tl.constexpr):
     """Tokens offs_m < rows and channels offs_c < WIDTH of one head or group: [M, C], 0 outside. t points at token 0 of it."""
     inside = (offs_m < rows)[:, None] & (offs_c < WIDTH)[None, :]
-    return tl.load(t + offs_m[:, None] * strides[1] + offs_c[None, :] * strides[3], mask=inside, other=0.0)
+    return tl.load(t + (offs_m[:, None] * strides[1] + offs_c[None, :] * strides[3]), mask=inside, other=0.0)
 
 
 @triton.jit
 def load_tokens_t(t, strides, offs_m, offs_c, rows, WIDTH: tl.constexpr):
     """The same, transposed: [C, M]."""
     inside = (offs_m < rows)[None, :] & (offs_c < WIDTH)[:, None]
-    return tl.load(t + offs_m[None, :] * strides[1] + offs_c[:, None] * strides[3], mask=inside, other=0.0)
+    return tl.load(t + (offs_m[None, :] * strides[1] + offs_c[:, None] * strides[3]), mask=inside, other=0.0)
 
 
 @triton.jit
 def store_tokens(t, strides, offs_m, offs_c, rows, values, WIDTH: tl.constexpr):
     """`values` [M, C] to where `load_tokens` would read them, in the dtype of t."""
     inside = (offs_m < rows)[:, None] & (offs_c < WIDTH)[None, :]
-    tl.store(t + offs_m[:, None] * strides[1] + offs_c[None, :] * strides[3], values.to(t.dtype.element_ty), mask=inside)
+    at = offs_m[:, None] * strides[1] + offs_c[None, :] * strides[3]
+    tl.store(t + at, values.to(t.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def load_state(states, offs_p, offs_n, SIZES: tl.constexpr):
     """A tile [P, N] of a contiguous state (headdim, dstate), 0 outside."""
     inside = (offs_p < SIZES.headdim)[:, None] & (offs_n < SIZES.dstate)[None, :]
-    return tl.load(states + offs_p[:, None] * SIZES.dstate + offs_n[None, :], mask=inside, other=0.0)
+    return tl.load(states + (offs_p[:, None] * SIZES.dstate + offs_n[None, :]), mask=inside, other=0.0)
 
 
 @triton.jit

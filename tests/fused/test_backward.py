@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fused.kernels import group_dC
+from fused.kernels import dC_dCB
 from ssd.registry import get_variant
 from ssd.types import Options, SSDGrads
 from tests.errors import assert_right, cotangents, results
@@ -20,7 +20,7 @@ HALF = torch.bfloat16 if GPU else torch.float16
 @pytest.mark.parametrize("dtype", (HALF, torch.float32), ids=str)
 def test_splits_of_a_group(splits, dtype, device, monkeypatch):
     """Three heads in a group: all in one split; two and one; one in each of three, and none in the last."""
-    monkeypatch.setattr(group_dC, "head_splits", lambda inputs, programs: splits)
+    monkeypatch.setattr(dC_dCB, "head_splits", lambda inputs, programs: splits)
     shape = Shape(2, 150, 6, 64, 2, 128, 128) if GPU else Shape(1, 70, 6, 20, 2, 24, 64)
     assert_right(get_variant("fused"), random_inputs(shape, EVERYTHING, dtype, device))
 
@@ -37,7 +37,7 @@ def test_narrow_tiles(headdim, dstate, D, device):
 @pytest.mark.parametrize("splits", (1, 2))
 def test_gradients_in_place_of_parts(splits, device, monkeypatch):
     """A strided dB and dC are the same bits whether or not they are the sums of parts."""
-    monkeypatch.setattr(group_dC, "head_splits", lambda inputs, programs: splits)
+    monkeypatch.setattr(dC_dCB, "head_splits", lambda inputs, programs: splits)
     inputs = random_inputs(Shape(1, 40, 2), EVERYTHING, HALF, device)
     ways, variant = cotangents(inputs), get_variant("fused")
     alone = results(variant, inputs, *ways)

@@ -33,8 +33,8 @@ def test_right_without_walks(name, dtype, shape, case, save, device, monkeypatch
         pytest.skip("the same kernels: every other one will do")
     for where in ("fused.plain_states.should_walk", "fused.forward.should_walk"):
         monkeypatch.setattr(where, lambda i, kernel: False)
-    monkeypatch.setattr(plain_states, "walk_dstates", _no_walk)
-    monkeypatch.setattr("fused.forward.chunk_states", _no_walk)
+    monkeypatch.setattr(plain_states, "dstates_passing", _no_walk)
+    monkeypatch.setattr("fused.forward.chunk_state_passing", _no_walk)
     inputs = random_inputs(shape, CASES[case], dtype, device)
     ways = cotangents(inputs)
     options = Options(gluon=False, save_states=save)
@@ -54,8 +54,9 @@ def test_walks_where_it_pays(shape, chunks, forward, backward):
     """As measured on an H200, as long as memory allows."""
     i = random_inputs(replace(shape, batch=1, seqlen=1), Case(), HALF, "cpu")
     i = replace(i, x=i.x.expand(shape.batch, shape.seqlen, -1, -1), chunk_size=chunks)
-    assert plain_states.should_walk(i, "walk_states") is forward
-    assert plain_states.should_walk(replace(i, chunk_size=64), "walk_dstates") is backward  # in sub-chunks, whatever chunks are
+    assert plain_states.should_walk(i, "chunk_state_passing") is forward
+    # in blocks of 64, whatever chunks are
+    assert plain_states.should_walk(replace(i, chunk_size=64), "dstates_passing") is backward
 
 
 def _no_walk(*_):

@@ -1,4 +1,4 @@
-"""The check of machine code, on machine code of ours: of group_dB_dx at 16 channels and 16 states, as it was."""
+"""The check of machine code, on machine code of ours: of dB_dx at 16 channels and 16 states, as it was."""
 
 import pytest
 

@@ -22,14 +22,14 @@ SHARED = {80: 166_912, 90: 232_448, 100: 232_448, 120: 101_376}  # bytes that on
 
 # Kernels that hold the state in registers beside the operands of five products: what they spill are addresses and masks that
 # their loop only reads, and, in fp32 with a large dstate, operands.
-WALKS = ("two_level_scan_kernel", "persistent_scan_kernel", "stationary_scan_kernel")
+WALKS = ("bmm_chunk_scan_kernel", "stationary_scan_kernel")
 # Those that hold sums over the heads of a group there, in the same way.
-GROUP_LOOPS = ("group_dC_kernel", "group_dB_dx_kernel")
+GROUP_LOOPS = ("dC_dCB_kernel", "dB_dx_kernel")
 # Bytes that a newer Triton spills of a kernel where the locked one spills fewer. 3.9's ptxas is CUDA 13's, and is given
 # --regAllocOptLevel=2, without which hopper_group spills 56 in place of 216.
-SPILLED = {"3.8": {"group_dC_kernel": 344, "chunk_scan_dC_kernel": 8},
-           "3.9": {"hopper_group_kernel": 216, "hopper_scan_kernel": 88, "bmm_bwd_kernel": 72, "group_dB_dx_kernel": 80,
-                   "group_dC_kernel": 464}}
+SPILLED = {"3.8": {"dC_dCB_kernel": 344, "chunk_scan_dC_kernel": 8},
+           "3.9": {"hopper_group_kernel": 216, "hopper_scan_kernel": 88, "bmm_bwd_kernel": 72, "dB_dx_kernel": 80,
+                   "dC_dCB_kernel": 464}}
 # Variants, and the optimisations without which other kernels of theirs run. What runs with Gluon has tests of its own.
 PLAIN = [(name, "--off", "gluon") for name in OURS]
 WAYS = [*PLAIN, ("fused", "--off", "gluon,two_level"), ("persistent", "--off", "gluon,stationary")]
@@ -115,7 +115,7 @@ def test_states_of_few_heads(arch):
     assert_fits(rows, arch, spills=64, by_walks=1152)
     kernels = {row["kernel"] for row in rows}
     assert {"chunk_state_kernel", "state_passing_kernel", "state_passing_bwd_kernel"} <= kernels
-    assert "walk_dstates_kernel" not in kernels
+    assert "dstates_passing_kernel" not in kernels
 
 
 @over_ways
@@ -196,7 +196,7 @@ def test_backward_in_group_loops():
     """On Hopper in bf16, at the sizes that models have: next to nothing is spilled, and no product is without warpgroups."""
     many = ("--seqlen", "4096", "--nheads", "128", "--ngroups", "8")  # heads, so that there is a loop over them
     rows = {row["kernel"]: row for row in compiled("fused", "--off", "gluon", "--arch", "90", *many)}
-    for row in (rows[kernel] for kernel in ("walk_dstates_kernel", *GROUP_LOOPS)):
+    for row in (rows[kernel] for kernel in ("dstates_passing_kernel", *GROUP_LOOPS)):
         assert row["wgmma"] and not row["mma"] and not row["unfenced"] and row["spills"] <= max(32, spilled(row)), row
 
 
@@ -204,7 +204,7 @@ def test_backward_in_group_loops():
 def test_products_keep_their_operands(sizes):
     """Heads too wide for one tile: a loop over their channels reads the same weights each turn."""
     options = ("--off", "gluon", "--arch", "90", "--headdim", sizes[0], "--dstate", sizes[1], "--ngroups", "8")
-    (row,) = [row for row in compiled("fused", *options) if row["kernel"] == "group_dB_dx_kernel"]
+    (row,) = [row for row in compiled("fused", *options) if row["kernel"] == "dB_dx_kernel"]
     assert row["lost"] == [] and row["wgmma"]
 
 

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 from experiments.characterize.operators import CLASSES, KERNEL_RULES, OP_RULES, SCOPE_RULES, classify
+from experiments.kernel_names import RENAMED, is_of_operator, ours
+from experiments.table import _shorten_kernel
 
 ROOT = Path(__file__).parents[3]
 
@@ -39,8 +41,16 @@ def test_kernels_of_the_source_tree():
     assert found == {name for rule in KERNEL_RULES[1:4] for name in rule.examples}
     kinds = {name: classify(name) for name in found}
     expected = {"bmm_chunk_kernel": "ssm", "conv1d_bwd_kernel": "conv1d", "gated_norm_kernel": "norm",
-                "selective_scan_grads_kernel": "ssm", "two_level_scan_kernel": "ssm"}
+                "selective_scan_grads_kernel": "ssm", "bmm_chunk_scan_kernel": "ssm"}
     assert {name: kinds[name] for name in expected} == expected
+
+
+@pytest.mark.parametrize("old, new", RENAMED.items())
+def test_kernels_of_rows_under_old_names(old, new):
+    """An old name is of no kernel any more, counts as the new one, and is shown as it."""
+    assert new in ours() and old not in ours()
+    assert is_of_operator(old) and classify(old) == classify(new) == "ssm"
+    assert _shorten_kernel(old) == new
 
 
 def test_name_before_operator_before_scope():
