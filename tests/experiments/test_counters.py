@@ -128,26 +128,6 @@ def test_rows(ncu, tmp_path):
     assert [command[0] == "ncu" for command in ncu.commands] == 3 * [True] + [False] + 3 * [True], "upstream is tuned before"
 
 
-def test_caches_of_each_run(ncu):
-    """One pass cannot hold the pipes beside the bytes, and warm bytes and hits can come from one pass alone, of a kernel or of
-    the whole application."""
-    def given() -> list[tuple[str, ...]]:
-        asked = ("--cache-control", "--replay-mode", "--metrics")
-        found = [tuple(command[command.index(name) + 1] for name in asked) for command in ncu.commands]
-        ncu.commands.clear()
-        return found
-
-    (first, *_) = counters.profile(counters._call_of(ssd_row()))
-    hits = "lts__t_sector_hit_rate.pct,l1tex__t_sector_hit_rate.pct"
-    cold = ",".join(counters._COLD.values())
-    assert given() == [("none", "kernel", ",".join(WARM)), ("all", "kernel", cold), ("none", "kernel", hits)]
-    assert (first["l2_warm_hit_pct"], first["l1_warm_hit_pct"]) == (60.0, 5.0)
-    (first, *_) = counters.profile(["profiled-step"], brief=True)
-    ((*how, metrics),) = given()
-    assert how == ["none", "application"] and metrics.count(",") == 7
-    assert "l2_warm_hit_pct" not in first and first["tensor_flops"] == 2_000_000
-
-
 def test_traffic_of_some_kernels(ncu):
     launches = counters.traffic(["profiled-step"], "chunk_state")
     (command,) = ncu.commands
@@ -224,13 +204,6 @@ def test_profiled(mode, monkeypatch):
                     "bwd": [options, *["grad"] * 3, "start", "grad", "stop"]}[mode]
 
 
-def test_bytes_of_several_passes_are_told_of(ncu):
-    ncu.said = '==PROF== Profiling "_chunk_state" - 0: 0%....50%....100% - 2 passes\n' + raw(*LAUNCHES)
-    with pytest.warns(UserWarning, match="ncu took 2 passes, expected 1") as warned:
-        counters.profile(counters._call_of(ssd_row()))
-    assert len(warned) == 2, "those from cold caches may take several"
-
-
 def test_a_failure_of_ncu_does_not_stop_the_rest(ncu, tmp_path):
     ncu.said, ncu.status = "==ERROR== ERR_NVGPUCTRPERM\n", 9
     console = Console(width=200, record=True, file=io.StringIO())
@@ -259,14 +232,6 @@ def test_calls_side_by_side(tmp_path):
     assert baseline["dram_pct"] == pytest.approx(20.0)
     assert not baseline.keys() & set(BLOCKS)
     assert (fused["blocks"], fused["tensor_pct"]) == (1024, 30.0) and fused["block_cycles"] == pytest.approx(7000)
-
-
-def test_kernels_below_their_call(tmp_path):
-    write(tmp_path, kernel_row(), kernel_row("fused"), kernel_row(kernel="_chunk_scan", ncu_us=30.0, dram_pct=10.0))
-    found = counters.committed(tmp_path, by_kernel=True)
-    assert [(line["variant"], line["kernel"], line["time_pct"], line["mean_dram_pct"]) for line in found] == [
-        ("baseline", "all", 100.0, 30.0), ("baseline", "_chunk_state", 25.0, 50.0), ("baseline", "_chunk_scan", 75.0, 10.0),
-        ("fused", "all", 100.0, 50.0), ("fused", "_chunk_state", 100.0, 50.0)]
 
 
 @pytest.mark.parametrize("change", [{}, {"git_sha": "1" * 40}, {"git_sha": "1" * 40, "chunk_size": 64}])

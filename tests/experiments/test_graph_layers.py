@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from experiments.workloads.graph_layers import GatedGCN, GraphMambaLayer, degree_orders, in_order
+from experiments.workloads.graph_layers import GatedGCN, degree_orders, in_order
 from experiments.workloads.graph_mixers import Bidirectional, Mamba1, PackedMamba2, Sequences
-from experiments.workloads.graph_walks import WalkEncoder, random_walks, walk_tokens
+from experiments.workloads.graph_walks import random_walks
 from ssd.block import mamba_inner_fn
 from ssd.modules import Mamba2
 
@@ -42,20 +42,6 @@ def test_messages_are_those_of_a_loop():
     after_h, after_e = layer(h, e, edge_index)
     torch.testing.assert_close(after_h, h + layer.norm_nodes(torch.stack(expected)).relu(), **EXACT)
     torch.testing.assert_close(after_e, e + layer.norm_edges(torch.stack(raw)).relu(), **EXACT)
-
-
-def test_a_layer_is_the_sum_of_its_branches():
-    torch.manual_seed(0)
-    layer, graphs = GraphMambaLayer(16, mixer("ssd")).double(), sequences()
-    nodes = sum(LENGTHS)
-    h, e, edge_index = torch.randn(nodes, 16).double(), torch.randn(40, 16).double(), torch.randint(nodes, (2, 40))
-    orders = degree_orders(edge_index, graphs.number, torch.rand(3, nodes))
-    mixed = sum(layer.mixer(h[order], graphs)[order.argsort()] for order in orders) / 3
-    local, edges = layer.messages(h, e, edge_index)
-    both = layer.norm_messages(local) + layer.norm_mixer(h + mixed)
-    after_h, after_e = layer(h, e, edge_index, graphs, orders)
-    torch.testing.assert_close(after_h, layer.norm_out(both + layer.ffn(both)), **EXACT)
-    torch.testing.assert_close(after_e, edges, **EXACT)
 
 
 def test_orders_are_by_graph_then_degree_and_are_undone():
@@ -116,23 +102,3 @@ def test_walks_follow_edges_evenly():
     assert torch.bincount(walks[1, 0]).tolist()[1:] == pytest.approx([1000] * 3, rel=0.1)
     empty = random_walks(torch.empty(2, 0, dtype=torch.int64), 2, walks=1, hops=2)
     assert empty.squeeze(-1).tolist() == [[0, 1]] * 3
-
-
-def test_tokens_are_means_along_walks():
-    h = torch.randn(5, 3).double()
-    walks = torch.randint(5, (4, 5, 2))
-    walks[0] = torch.arange(5)[:, None]
-    tokens = walk_tokens(h, walks)
-    assert tokens.shape == (5, 4, 3) and torch.equal(tokens[:, -1], h)
-    for node in range(5):
-        for length in range(4):
-            visited = walks[: length + 1, node].flatten()
-            torch.testing.assert_close(tokens[node, 3 - length], h[visited].mean(0), **EXACT)
-
-
-def test_a_state_is_that_of_the_last_token():
-    torch.manual_seed(0)
-    encoder = WalkEncoder(16, lambda: mixer("ssd")).double()
-    h, walks = torch.randn(5, 16).double(), torch.randint(5, (3, 5, 2))
-    states = [encoder.mixer(tokens, sequences((3,)))[-1] for tokens in walk_tokens(h, walks)]
-    torch.testing.assert_close(encoder(h, walks), encoder.norm(h + torch.stack(states)), **EXACT)

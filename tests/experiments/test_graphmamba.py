@@ -122,22 +122,6 @@ def test_graphs_of_one_node_and_without_edges(mixer, tokens, nodes, edges):
         assert t.isfinite().all() and (t.grad is None or t.grad.isfinite().all()), name
 
 
-def test_one_permutation_in_training_and_five_in_eval():
-    batch = batch_of()
-    model = GraphModel(graph_sizes(), "torch")
-    calls = []
-    model.layers[0].mixer.register_forward_hook(lambda *_: calls.append(1))
-    for mode, expected in ((True, 1), (False, 5)):
-        model.train(mode)
-        calls.clear()
-        model(batch)
-        assert len(calls) == expected
-    torch.manual_seed(1)
-    noise = torch.rand(2, 5, sum(NODES))
-    torch.manual_seed(1)
-    assert torch.equal(model(batch), model(batch, noise)), "the noise is torch's generator's"
-
-
 @pytest.mark.parametrize("data, pooling", [(MNIST, "mean"), (MALNET_TINY, "max"), (VOC_SP, "mean")])
 def test_losses_of_classes(data, pooling):
     torch.manual_seed(0)
@@ -154,12 +138,6 @@ def test_losses_of_classes(data, pooling):
     torch.testing.assert_close(graph_loss(model, batch), (weights * each).sum() / weights.sum())
 
 
-def test_a_class_that_is_alone_in_its_batch_has_a_loss():
-    batch = batch_of(data=VOC_SP)
-    batch["y"].zero_()
-    assert graph_loss(GraphModel(graph_sizes(data=VOC_SP, mixer="ssd"), "torch"), batch).isfinite()
-
-
 @pytest.mark.parametrize("mixer, tokens", KINDS)
 def test_computing_again_changes_nothing(mixer, tokens):
     batch, results = batch_of(), []
@@ -170,17 +148,6 @@ def test_computing_again_changes_nothing(mixer, tokens):
         results.append([*(p.grad for p in model.parameters() if p.grad is not None), *model.buffers()])
         assert {norm.momentum for norm in model.modules() if isinstance(norm, torch.nn.BatchNorm1d)} == {0.1}
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-
-
-@pytest.mark.parametrize("mixer, tokens", KINDS)
-@pytest.mark.parametrize("data", [PEPTIDES_FUNC, MNIST, VOC_SP, MALNET_TINY])
-def test_every_weight_that_is_trained_has_a_gradient(data, mixer, tokens):
-    """DistributedDataParallel waits for it."""
-    model = GraphModel(graph_sizes(data=data, mixer=mixer, tokens=tokens), "torch")
-    graph_loss(model, batch_of(data=data)).backward()
-    without = {name for name, parameter in model.named_parameters() if parameter.grad is None}
-    assert without == {f"layers.1.messages.norm_edges.{name}" for name in ("weight", "bias")}
-    assert not any(model.get_parameter(name).requires_grad for name in without)
 
 
 @needs_graphs

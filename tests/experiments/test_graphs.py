@@ -199,22 +199,6 @@ def test_damaged_files_are_named(tmp_path, content):
         dataset(PEPTIDES_FUNC, tmp_path)
 
 
-@needs_graphs
-@pytest.mark.parametrize("column, said", [
-    (0, r"has x of \(12, 9\) torch.int64, 0 to 500, expected columns of categories, \(119, 5,"),
-    (1, r"has edge_attr of \(16, 3\) torch.float32, .*, expected columns of categories, \(5, 6, 2\)"),
-    (3, r"has y of \(4, 11\) torch.float32, 0.0 to 1.0, expected \(4, 10\), whole numbers below 2"),
-])
-def test_contents_of_another_kind_are_named(tmp_path, column, said):
-    folder = raw(tmp_path, PEPTIDES_FUNC)
-    of_graph = [list(graph) for graph in torch.load(folder / "train.pt")]
-    for graph in of_graph:
-        graph[column] = {0: graph[0] * 500, 1: graph[1].float(), 3: torch.eye(11)[:1]}[column]
-    torch.save([tuple(graph) for graph in of_graph], folder / "train.pt")
-    with pytest.raises(ValueError, match=said):
-        dataset(PEPTIDES_FUNC, tmp_path)
-
-
 @pytest.mark.parametrize("use", [lambda: dataset(PEPTIDES_FUNC), lambda: collate([])])
 def test_without_torch_geometric(monkeypatch, use):
     for module in ("data", "transforms"):

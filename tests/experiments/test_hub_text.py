@@ -61,14 +61,6 @@ def test_a_tokenizer_that_changed_is_another(file, tokenizer):
         rows(file, sizes("MM", vocab_size=len(WORDS)), 4, 0, tokenizer)
 
 
-def test_txt_files_with_a_tokenizer(tmp_path, tokenizer):
-    for name, text in (("a.txt", TEXTS[0]), ("b.txt", TEXTS[2])):
-        (tmp_path / name).write_text(text)
-    source = rows(str(tmp_path), SIZES, 4, 0, tokenizer).source
-    assert source.tokens.tolist() == [WORDS[word] for word in f"{TEXTS[0]} {TEXTS[2]}".split()]
-    assert source.ends.tolist() == [6, 10]
-
-
 def test_a_data_set_by_name(monkeypatch):
     asked = []
     monkeypatch.setattr(datasets, "load_dataset", lambda *given, **named: asked.append((given, named)) or

@@ -10,11 +10,8 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
-from experiments.workloads import augmentation
 from experiments.workloads.images import images
-from experiments.workloads.mambavision import class_loss
 from experiments.workloads.synthetic_images import LARGEST, SyntheticImages
-from experiments.workloads.vision_model import VisionModel
 from tests.experiments.small import vision_sizes
 
 SIZES = vision_sizes()
@@ -88,17 +85,6 @@ def test_folders_are_read_whole_once_an_epoch(tmp_path):
     assert_same(images(str(tmp_path / "train"), SIZES, 0)[11], data[11])
 
 
-def test_parts_are_taken_and_half_of_them_flipped(tmp_path):
-    data = images(str(folder(tmp_path, count=1, size=(300, 300))), SIZES, 0)
-    rises, plain = [], 0
-    for number in range(300):
-        across = data[number]["image"].float().sum(0).mean(0)
-        change = (across[-1] - across[0]).item()
-        plain += abs(change) < 20  # the part is of one half
-        rises += [change > 0] if abs(change) >= 20 else []
-    assert 0.35 < np.mean(rises) < 0.65 and 5 < plain < 60
-
-
 def test_the_floor_is_what_a_perfect_model_loses():
     right = torch.full((1, 10), 0.01)
     right[0, 3] = 0.91
@@ -156,11 +142,6 @@ def test_missing_packages_are_named(tmp_path, monkeypatch, missing, augment, sai
     assert "augmented" not in images("synthetic", vision_sizes(augment=augment), 0)[0]
 
 
-def test_an_odd_batch_cannot_be_mixed():
-    with pytest.raises(ValueError, match="--batch: got 3, expected an even number"):
-        augmentation.mixed(torch.zeros(3, 3, 8, 8), torch.zeros(3, dtype=torch.int64), 10)
-
-
 @pytest.fixture
 def timm():
     """With what it needs; a torchvision built for another torch raises RuntimeError."""
@@ -178,25 +159,3 @@ def test_rand_augment_is_drawn_by_number(timm, tmp_path):
     assert_same(images(path, vision_sizes(augment=True), 0)[7], samples[7])
     assert sum(not torch.equal(sample["image"], plain[n]["image"]) for n, sample in enumerate(samples)) > 10
     assert "augmented" in samples[0] and "augmented" not in plain[0]
-
-
-def test_mixing_is_drawn_by_torch(timm):
-    given, labels = torch.randn(8, 3, 16, 16), torch.arange(8)
-    results = []
-    for seed in (0, 0, 1):
-        torch.manual_seed(seed)
-        results.append([augmentation.mixed(given.clone(), labels, 10) for _ in range(2)])
-    (one, shares), (other, _) = results[0]
-    assert torch.equal(one, results[1][0][0]) and torch.equal(other, results[1][1][0])
-    assert not torch.equal(one, other) and not torch.equal(one, results[2][0][0])
-    torch.testing.assert_close(shares.sum(1), torch.ones(8))
-    assert ((shares > 0).sum(1) <= 2).all() and torch.equal(shares[:, :8], shares[:, :8].flip(0, 1))
-
-
-def test_the_loss_of_augmented_images(timm, tmp_path):
-    sizes = vision_sizes(augment=True)
-    data = images(str(folder(tmp_path)), sizes, 0)
-    batch = torch.utils.data.default_collate([data[n] for n in range(8)])
-    loss = class_loss(VisionModel(sizes, "torch"), batch)
-    loss.backward()
-    assert loss.item() == pytest.approx(math.log(10), abs=0.2)

@@ -182,12 +182,6 @@ def test_variants_take_the_same_data(plan, monkeypatch):
     assert {len(sums) for sums in seen["torch"]} == {2}
 
 
-def test_each_option(plan):
-    names = [candidate.options for candidate in sweep._candidates("fused", True)]
-    assert names[0] == Options() and len(names) == len(set(names)) > 3
-    assert sweep._candidates("torch", True) == [Candidate("torch")] and len(sweep._candidates("fused", False)) == 1
-
-
 def test_a_variant_is_put_into_every_mixer():
     model = get_workload("hybrid").build(get_workload("hybrid").presets["small"].sizes, "torch", False)
     put_inside(model, Candidate("fused", Options(exp2=False)))

@@ -46,13 +46,6 @@ def test_a_row_taken_for_one_document():
     assert torch.equal(together["labels"][:-1], together["input_ids"][1:]) and (apart["labels"] == -100).any()
 
 
-def test_tokens_are_zipfs():
-    source = SyntheticText(512, 4096, 0)
-    counts = np.bincount(np.concatenate([source.row(n)[0] for n in range(40)]), minlength=512)
-    slope = np.polyfit(np.log(np.arange(1, 101)), np.log(counts[:100]), 1)[0]
-    assert slope == pytest.approx(-1.1, abs=0.15)
-
-
 def test_the_floor_is_below_what_frequencies_alone_reach():
     source = SyntheticText(512, 257, 0)
     of_frequencies = -(source.zipf * np.log(source.zipf)).sum()

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from fused import hopper, hopper_backward
-from fused.schedule import choose_splits
 from ssd import ssd_chunk_scan
 from ssd.kernels.chunk_cumsum import chunk_cumsum
 from ssd.registry import get_variant
@@ -255,15 +254,6 @@ def test_heads_of_a_group_in_parts(splits, monkeypatch):
     monkeypatch.setattr(hopper_backward, "choose_splits", lambda tiles, heads, blocks, gpu: splits)
     inputs = random_inputs(replace(SHAPE, nheads=16), CASES["D"], torch.bfloat16, "cuda")
     assert_right(get_variant("persistent"), inputs)
-
-
-def test_splits():
-    """Several where tiles leave blocks idle, one where they do not; none is empty."""
-    assert choose_splits(2048, 16, 132, "h200") == 1
-    assert choose_splits(64, 80, 132, "h200") == 2
-    for tiles, heads in ((1, 80), (3, 10), (40, 24), (10, 16)):
-        splits = choose_splits(tiles, heads, 132, "h200")
-        assert 1 < splits <= heads and (splits - 1) * -(-heads // splits) < heads
 
 
 @pytest.mark.parametrize(("case", "shape", "options", "named"), [

@@ -199,39 +199,6 @@ def test_modelling_files_imported_later(monkeypatch):
     assert new.mamba2_chunk_scan.__wrapped__.__qualname__ == "mamba2_chunk_scan"
 
 
-@at_import
-def test_twice_as_plain_calls():
-    """The newest decides, in whatever order they are undone, and the last to go restores."""
-    original = modelling("zamba2").mamba2_chunk_scan
-    first, second = ssd.patch_transformers("torch"), ssd.patch_transformers("baseline")
-    placed = modelling("zamba2").mamba2_chunk_scan
-    assert ssd.patched() == {"transformers": "baseline"}
-    first.undo()
-    first.undo()
-    assert ssd.patched() == {"transformers": "baseline"} and modelling("zamba2").mamba2_chunk_scan is placed
-    second.undo()
-    assert ssd.patched() == {} and modelling("zamba2").mamba2_chunk_scan is original
-
-
-@pytest.mark.parametrize("version", ["4.57.6", "5.24.0.dev0", "6.0.0"])
-def test_other_versions_are_refused(monkeypatch, version):
-    before = dict(vars(modelling("bamba")))
-    monkeypatch.setattr(sys.modules["transformers"], "__version__", version)
-    with pytest.raises(ImportError, match=rf"transformers: got version {version}.*expected 5\.0 to 5\.23"):
-        ssd.patch_transformers()
-    assert vars(modelling("bamba")) == before and ssd.patched() == {}
-
-
-@at_import
-def test_no_half_patch(monkeypatch):
-    """A file that has not what its version should have: nothing is changed anywhere."""
-    monkeypatch.delattr(modelling("zamba2"), "mamba2_selective_state_update")
-    before = [dict(vars(modelling(family))) for family in FAMILIES]
-    with pytest.raises(RuntimeError, match="modeling_zamba2 has no mamba2_selective_state_update"):
-        ssd.patch_transformers()
-    assert [dict(vars(modelling(family))) for family in FAMILIES] == before and ssd.patched() == {}
-
-
 def test_files_before_5_15():
     """There a mixer's `__init__` looks kernels up and makes globals of them, which a mixer that is left needs."""
     file, undo = ModuleType("modeling_old"), ExitStack()

@@ -128,13 +128,6 @@ def test_a_pickle_of_more_is_not_run(tmp_path):
             Mamba2LM.from_pretrained(tmp_path)
 
 
-def test_safetensors_go_first(tmp_path):
-    expected = weights()
-    torch.save({}, folder(tmp_path, expected) / PICKLE)
-    (tmp_path / INDEX).write_text("{}")
-    assert_has(Mamba2LM.from_pretrained(tmp_path), expected)
-
-
 def test_what_is_not_there(tmp_path):
     for name, message in (("none", "expected a folder that exists; .* hf download OWNER/NAME --local-dir FOLDER"),
                           ("", r"expected a config\.json in it")):
@@ -211,13 +204,3 @@ def test_a_write_that_fails_leaves_what_was(tmp_path, monkeypatch):
         model.save_pretrained(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {WHOLE, "config.json"}
     assert torch.equal(Mamba2LM.from_pretrained(tmp_path).state_dict()[NORM], before)
-
-
-def test_a_model_can_be_written_over_its_own_files(tmp_path):
-    """Which its weights may still be mapped from."""
-    made().save_pretrained(tmp_path)
-    model = Mamba2LM.from_pretrained(tmp_path)
-    for parameter in model.parameters():
-        parameter.data.mul_(2)
-    model.save_pretrained(tmp_path)
-    assert_has(Mamba2LM.from_pretrained(tmp_path), model.state_dict())

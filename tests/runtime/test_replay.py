@@ -216,15 +216,6 @@ def test_descriptors():
     Call(body).check(lambda x: (3 * x,), 2, tensor())
 
 
-def test_descriptors_that_are_kept_are_bounded(monkeypatch):
-    monkeypatch.setattr(replay, "_MOST_ADDRESSES", 3)
-    made = replay._Descriptors({"shape": [N]})
-    assert made[16] is made[16] and made[16].base.data_ptr() == 16 and made[16].shape == [N]
-    for address in range(8):
-        assert made[address].base.data_ptr() == address
-    assert len(made) <= 3
-
-
 @pytest.mark.parametrize("body", [
     lambda x, factor: (scaled(x + 1, factor),),
     lambda x, factor: (scaled(x, factor).add_(factor),),

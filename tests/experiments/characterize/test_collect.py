@@ -53,13 +53,6 @@ def test_calibration(monkeypatch, tmp_path, flops, expected):
                                   app.registered_commands]
 
 
-def test_calibration_without_the_metric(monkeypatch, tmp_path):
-    monkeypatch.setattr(counters, "ncu", lambda *_: [{"kernel": "nvjet"}])
-    with pytest.raises(ValueError, match="ncu has no sm__ops_path_tensor"):
-        collect.calibrate(tmp_path)
-    assert not record.read(tmp_path)
-
-
 def test_runs():
     found = [(run.preset, run.mixer, run.variant) for run in commands._runs("mamba2:1.3b,mambavision:T,mambavision:T/ssd",
                                                                          ["fused", "baseline"], "bf16", True)]
@@ -97,23 +90,3 @@ def test_counters_of_a_step(tmp_path, monkeypatch):
     assert [(command, Run(**json.loads(given)), brief, tunes) for (command, given), brief, tunes in asked] == [
         ("profiled-step", ours, True, False), ("profiled-step", ours, False, False),
         ("profiled-step", theirs, True, True), ("profiled-step", theirs, False, True)]
-
-
-@without_gpu
-def test_the_step_that_ncu_sees(small, monkeypatch):
-    seen, used = [], []
-    for name in ("start", "stop"):
-        monkeypatch.setattr(torch.cuda.profiler, name, lambda name=name: seen.append(name))
-    gradient = collect.gradient
-
-    def watched(run, n, workload, model, optimizer, batches, team):
-        seen.append(n)
-        batch = next(batches)
-        used.append(id(batch))
-        return gradient(run, n, workload, model, optimizer, iter([batch]), team)
-
-    monkeypatch.setattr(collect, "gradient", watched)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    collect.profiled_step(small_run(steps=10))
-    assert seen == [1, 2, 3, 4, 5, 6, "start", 7, "stop"]
-    assert used[6] == used[3] == used[0] and len(set(used)) == 3, "for whose lengths kernels were compiled before"

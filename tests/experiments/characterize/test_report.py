@@ -12,10 +12,10 @@ from typer.testing import CliRunner
 from experiments import record
 from experiments.__main__ import app
 from experiments.characterize import operators
-from experiments.characterize.report import build, draw, page, roofline, scaling, steps
+from experiments.characterize.report import build, draw, page, steps
 from experiments.characterize.report.parts import NOT_YET, Section, Table
 from tests.experiments.characterize.counted import STEP, kernel_row
-from tests.experiments.rows import ENVIRONMENT, ssd_row, write
+from tests.experiments.rows import ssd_row, write
 
 COMMITTED = Path(__file__).parents[3] / "docs" / "characterisation"
 LINKS = ("href", "src", "xlink:href", "action", "poster", "srcset", "data")
@@ -150,54 +150,6 @@ def test_steps_by_phase(tmp_path):
     table = steps.section(tmp_path).parts[-1]
     assert table.header == ("run", "forward", "backward", "optimizer", "idle", "rest", "SSM of forward", "SSM of backward")
     assert table.rows == [(NAME, "20.0", "48.0", "5.0", "25.0", "2.0", "40.0", "25.0")]
-
-
-def test_models_by_counters(tmp_path):
-    """Two kernels of 100 tensor FLOPs, 10 additions and 20 fused multiply-adds each, at 300 bytes: 300 FLOPs, 600 bytes."""
-    row = {**STEP, "bench": "step_counters", "dram_bytes": 300.0, "ncu_us": 1.0, "tensor_flops": 100.0, "fadds": 10.0,
-           "fmuls": 0.0, "ffmas": 20.0}
-    write(tmp_path, row | {"kernel": "a"}, row | {"kernel": "b"})
-    table = roofline.models(tmp_path)
-    assert table.rows == [(NAME, "0.5", "0.0", "0")]
-    write(tmp_path, {key: value for key, value in row.items() if key != "ffmas"} | {"kernel": "c"})
-    assert roofline.models(tmp_path).rows == [(NAME, "-", "-", "0")], "FLOPs of one are not known"
-
-
-def test_scans_by_counters(tmp_path):
-    """100 additions at 50 bytes in two kernels; an older count of the same call is left out."""
-    row = {**ENVIRONMENT, "bench": "block_counters", "part": "selective_scan", "shape": "mamba-1.4b", "mode": "fwd",
-           "variant": "ssd", "kernel": "a", "dram_bytes": 25.0, "ncu_us": 1.0, "tensor_flops": 0.0, "fadds": 50.0,
-           "fmuls": 0.0, "ffmas": 0.0}
-    write(tmp_path, row | {"time": "2000", "dram_bytes": 1e9}, row, row | {"kernel": "b"}, row | {"part": "conv1d"})
-    assert roofline.scans(tmp_path).rows == [("mamba-1.4b", "forward", "ssd", "2.0", "0.0", "0")]
-
-
-def test_claims_follow_the_counters(tmp_path):
-    units = {"block_cycles": 1000.0, "blocks": 10.0, "tensor_pct": 1.0, "issue_pct": 40.0, "shared_pct": 1.0}
-    slow = units | {"dram_bytes": 1e6, "dram_pct": 1.0}
-    write(tmp_path, kernel_row(**units), kernel_row("scan_kernel", "fused", **units | {"dram_bytes": 49e6}),
-          kernel_row("scan_kernel", "persistent", **slow | {"issue_pct": 90.0}))
-    text = page.markdown(build.sections(tmp_path), [])
-    assert "round trip through L2: refuted as far as DRAM shows it.** DRAM traffic of the forward goes from 48 MB" in text
-    assert "(baseline) to 49 MB (`fused`). What goes through L2 itself was not counted; its hit rate, cold: from 60 to" in text
-    assert "refuted by W, refuted by U.**" in text and "vector compute binds: confirmed.**" in text
-    assert "by ncu: issue slots 90 %, DRAM 1 %, tensor cores 1 %, shared memory 1 %. Above 80 %, near" in text
-    assert "near the limit: issue slots; vector instructions go through issue slots." in text
-
-
-def test_growth_is_of_one_variant_and_mode(tmp_path):
-    """16 times the tokens: the forward's memory is 3 times as much, the backward's 5 times; fused lacks the short sequence."""
-    def row(mode, seqlen, peak_mib, variant="baseline", us=10.0):
-        return ssd_row(variant, mode=mode) | {"shape": f"sweep-{seqlen}", "seqlen": seqlen, "peak_mib": peak_mib,
-                                               "graph_p50_us": us}
-
-    write(tmp_path, row("fwd", 64, 1.0), row("bwd", 64, 8.0), row("fwd", 1024, 3.0), row("bwd", 1024, 40.0, us=40.0),
-          row("fwd", 1024, 900.0, "fused"))
-    time, memory = scaling.section(tmp_path).figures
-    assert time.see.startswith("For 16 times the tokens the time grows less: baseline forward 1 times, baseline backward 4 "
-                               "times. ")
-    assert memory.see == ("For 16 times the tokens, memory beyond the inputs grows: baseline forward 3 times, baseline "
-                          "backward 5 times.")
 
 
 def test_marks_and_characters_of_text():
