@@ -59,9 +59,9 @@ ifneq ($(VENV),)
 	fi
 endif
 
-# Versions of Triton that kernels are compiled with as well (tests/tritons.py); what cannot be had is skipped by its tests.
+# Versions of Triton that kernels are compiled with as well (tools/tritons.py); what cannot be had is skipped by its tests.
 tritons: $(READY)
-	@$(PY) -m tests.tritons $(TRITON)
+	@$(PY) -m tools.tritons $(TRITON)
 
 bench: peers  ## Measure variants side by side; without a GPU check them and show costs
 	$(RUN) bench --variant $(VARIANT) $(call with,AGAINST,against) $(call with,SHAPE,shape) $(call with,MODE,mode) $(ARGS)

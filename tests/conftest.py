@@ -27,8 +27,8 @@ if not torch.cuda.is_available():
 
     quicken()
 
-from tests import tritons
 from tests.inputs import OURS
+from tools import tritons
 
 _OUTCOMES = ("passed", "failed", "skipped")
 _REPORTED_LINES = 12

@@ -13,7 +13,7 @@ MAY_IMPORT = {
     "fused": {"ssd", "fused"},
     "persistent": {"ssd", "fused", "persistent"},
     "experiments": {"ssd", "fused", "persistent", "experiments"},
-    "tools": {"ssd", "tools"},
+    "tools": set(PACKAGES),
     "tests": set(PACKAGES),
 }
 # Inside ssd each layer imports its own and earlier ones; what is not listed is on top.

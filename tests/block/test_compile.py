@@ -25,8 +25,8 @@ from ssd.block.kernels.selective_scan_walk_bwd import selective_scan_walk_bwd
 from ssd.block.kernels.selective_scan_walk_fwd import selective_scan_walk_fwd
 from ssd.block.kernels.state_update import state_update
 from ssd.runtime.machine_code import lanes_apart
-from tests import tritons
 from tests.block import test_conv1d, test_gated_norm, test_selective_scan, test_state_update
+from tools import tritons
 
 ROOT = Path(__file__).parents[2]
 NORMS = {  # name: width, group_size, dtype, gate, bias, chips. z is a slice of rows longer by a multiple of 8 alone
@@ -113,7 +113,7 @@ def compile_conv(case):
 
 def main(few: list[int]):
     """few: chips to compile FEW for; none: everything for its own."""
-    from tests.compile_kernels import _resources, compiling, use_installed_tools
+    from tools.compile_kernels import _resources, compiling, use_installed_tools
 
     use_installed_tools()
     rows = []

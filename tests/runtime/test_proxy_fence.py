@@ -11,8 +11,8 @@ import torch
 from ssd.baseline.kernels.bmm_chunk import bmm_chunk
 from ssd.runtime import launch
 from ssd.types import Options
-from tests import tritons
 from tests.inputs import Case, Shape, random_inputs
+from tools import tritons
 
 ROOT = Path(__file__).parents[2]
 OLDEST = tritons.PINNED[0]
@@ -20,7 +20,7 @@ OLDEST = tritons.PINNED[0]
 
 def main() -> None:
     """Prints how many fences the same kernel has without the hook and, compiled behind it, with it."""
-    from tests.compile_kernels import compiling, use_installed_tools
+    from tools.compile_kernels import compiling, use_installed_tools
 
     use_installed_tools()
     inputs = random_inputs(Shape(1, 256, 2, dstate=128, chunk_size=256), Case(), torch.bfloat16)

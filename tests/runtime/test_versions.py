@@ -10,7 +10,7 @@ import torch
 import triton
 
 from ssd.runtime.versions import TESTED, check, release
-from tests import tritons
+from tools import tritons
 
 ROOT = Path(__file__).parents[2]
 

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from ssd.registry import config_spaces
-from tests import tritons
 from tests.inputs import OURS
+from tools import tritons
 
-TOOL = Path(__file__).parents[1] / "compile_kernels.py"
+TOOL = Path(__file__).parents[2] / "tools" / "compile_kernels.py"
 SHARED = {80: 166_912, 90: 232_448, 100: 232_448, 120: 101_376}  # bytes that one block may ask for
 
 # Kernels that hold the state in registers beside the operands of five products: what they spill are addresses and masks that

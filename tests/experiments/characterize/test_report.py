@@ -9,7 +9,6 @@ from xml.etree import ElementTree
 import pytest
 from typer.testing import CliRunner
 
-from experiments import record
 from experiments.__main__ import app
 from experiments.characterize import operators
 from experiments.characterize.report import build, draw, page, steps
@@ -160,14 +159,13 @@ def test_marks_and_characters_of_text():
         assert written in text
 
 
-def test_the_committed_report_is_of_the_committed_rows(tmp_path):
+def test_the_committed_report_is_of_the_committed_rows(report):
     """`make report` writes it. Charts are compared by their data: another matplotlib draws otherwise."""
-    build.write(tmp_path, record.RESULTS)
-    of_text = [path for path in sorted(tmp_path.iterdir()) if path.suffix in (".md", ".csv")]
+    of_text = [path for path in sorted(report.iterdir()) if path.suffix in (".md", ".csv")]
     assert len(of_text) > 1
     for path in of_text:
         assert path.read_text() == (COMMITTED / path.name).read_text(), f"{path.name}: run `make report`"
-    written, committed = ({path.name for path in folder.iterdir()} for folder in (tmp_path, COMMITTED))
+    written, committed = ({path.name for path in folder.iterdir()} for folder in (report, COMMITTED))
     assert written - {"index.html"} == committed - {"index.html"}, "git ignores the page"
 
 

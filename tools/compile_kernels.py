@@ -1,6 +1,6 @@
 """Compiles every kernel that a variant's forward and backward launch, for a GPU that need not be there.
 
-    python tests/compile_kernels.py --arch 90 --dtype bf16 --headdim 64 --dstate 128 --chunk-size 256
+    python tools/compile_kernels.py --arch 90 --dtype bf16 --headdim 64 --dstate 128 --chunk-size 256
 
 prints a line per kernel and config: registers and spilled bytes per thread, shared memory, tensor-core instructions and how
 many groups the wgmma among them are waited for in.

@@ -1,6 +1,6 @@
 """Versions of Triton beside the locked one, which `make test` compiles every kernel with as well.
 
-    python -m tests.tritons 3.8.0,3.9.0
+    python -m tools.tritons 3.8.0,3.9.0
 
 installs PINNED and the versions named, or all, each into a folder `triton-<version>` of the environment, or of $TRITONS. A
 process whose PYTHONPATH begins with one has that Triton in place of the locked one.
@@ -26,7 +26,7 @@ def missing(version: str) -> str | None:
     """Why there is no such Triton; None if there is."""
     if (folder(version) / "triton").is_dir():
         return None
-    return f"Triton {version} is not installed: python -m tests.tritons {version}"
+    return f"Triton {version} is not installed: python -m tools.tritons {version}"
 
 
 def environment(version: str | None) -> dict[str, str]:
