@@ -39,7 +39,7 @@ def made(run: Run, workload: Workload, team: Team) -> tuple[nn.Module, torch.opt
         groups[name in decay].append(parameter)
     groups = [{"params": groups[True], "weight_decay": run.weight_decay}, {"params": groups[False], "weight_decay": 0.0}]
     if run.optimizer == "lamb":
-        return model, _lamb()(groups, run.lr, betas=_BETAS), parameters
+        return model, find_lamb()(groups, run.lr, betas=_BETAS), parameters
     return model, torch.optim.AdamW(groups, run.lr, _BETAS, fused=team.device.type == "cuda"), parameters
 
 
@@ -48,7 +48,12 @@ def named(model: nn.Module) -> nn.Module:
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
-def _lamb() -> type[torch.optim.Optimizer]:
+def find_lamb() -> type[torch.optim.Optimizer]:
+    """timm's LAMB.
+
+    Raises:
+        ImportError: timm cannot be imported.
+    """
     try:
         from timm.optim import Lamb
     except (ImportError, RuntimeError) as error:  # the second from a torchvision that was built for another torch

@@ -24,14 +24,19 @@ from rich.console import Console
 from torch import nn
 
 from ssd.modules.checkpoint import safetensors_package
+from ssd.registry import get_variant
+from ssd.types import SSDInputs
 
 from . import checkpoints, record
+from .inputs import make_inputs
 from .parallel import Team, joined
-from .steps import batches_of, gradient, made, named
+from .shapes import SMALL, Shape
+from .steps import batches_of, find_lamb, gradient, made, named
 from .terminal import first_line
 from .train_log import TrainLog
 from .training_run import Run, option
 from .workloads import get_workload
+from .workloads.mamba1 import scan_of
 
 
 class Stopped(RuntimeError):
@@ -78,7 +83,8 @@ def train(run: Run, out: Path, console: Console, resume: bool = False, rows: Pat
 def _trained(run: Run, out: Path, console: Console, resume: bool, rows: Path | None,
              team: Team) -> dict[str, Any] | Interrupted:
     workload, saves, first = get_workload(run.workload), out / "checkpoints", team.rank == 0
-    last = _checked(run, out, resume, console)
+    last = _check_folder(run, out, resume, console)
+    _check_variant(run, team.device)
     with team.in_turn():
         dataset = workload.dataset(run)
     with _explained(run, team.device):
@@ -128,7 +134,28 @@ def _trained(run: Run, out: Path, console: Console, resume: bool, rows: Path | N
     return row
 
 
-def _checked(run: Run, out: Path, resume: bool, console: Console) -> Path | None:
+def _check_variant(run: Run, device: torch.device) -> None:
+    """Refuses a variant or an optimizer that cannot run here, before data are read and the model is built.
+
+    Raises:
+        ImportError: a package is missing.
+        ValueError: the variant cannot run a call of such sizes, dtype and device; the message says why.
+    """
+    if run.optimizer == "lamb":
+        find_lamb()
+    if run.mixer != "ssd":
+        scan_of(run.variant)
+    elif run.variant != "auto":
+        variant, workload = get_variant(run.variant), get_workload(run.workload)
+        problem = workload.scans(run.sizes, 1, 64)[0] if workload.scans else None
+        shape = Shape("check", 1, 64, problem.nheads, problem.headdim, problem.dstate, problem.ngroups) if problem else SMALL
+        dtype = torch.bfloat16 if run.dtype == "bf16" else torch.float32
+        inputs = SSDInputs(**make_inputs(shape, dtype, str(device)), chunk_size=problem.chunk_size if problem else 64)
+        if reason := variant.supports(inputs):
+            raise ValueError(f"--variant: {run.variant!r} cannot train {run.workload} {run.preset} here: {reason}")
+
+
+def _check_folder(run: Run, out: Path, resume: bool, console: Console) -> Path | None:
     """The checkpoint to go on from, the last that is not damaged; refused where the folder is not what the run needs."""
     safetensors_package()
     if not resume:

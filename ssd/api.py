@@ -12,6 +12,7 @@ from torch import Tensor
 from .autograd import chunk_scan
 from .documents import number_documents
 from .registry import get_variant, is_peer, variant_names
+from .runtime import value_checks
 from .runtime.custom_ops import are_plain, wants_gradient
 from .types import Options, SSDInputs
 
@@ -52,7 +53,8 @@ def ssd_chunk_scan(
         x: (batch, seqlen, nheads, headdim), fp16, bf16 or fp32 (fp64 too with variant "torch"); matrix products take their
             operands in this dtype. Any strides.
         dt: (batch, seqlen, nheads), any floating dtype; the step before bias, softplus and clamp, applied in that order.
-        A: (nheads,), the decay rate per unit step; must be <= 0 (not checked: it would cost a device synchronisation).
+        A: (nheads,), the decay rate per unit step; must be <= 0 (checked with SSD_CHECK=1 alone, since
+            it takes a device synchronisation).
         B, C: (batch, seqlen, ngroups, dstate); nheads a multiple of ngroups, consecutive heads share a group.
         chunk_size: tokens per chunk, a power of two from 16 to 256. Changes speed and rounding, not the result.
         D: (nheads,) or (nheads, headdim), the skip connection.
@@ -80,6 +82,9 @@ def ssd_chunk_scan(
     """
     _check_tensors(x, dt, A, B, C, D, z, dt_bias, initial_states, variant)
     check_settings(chunk_size, dt_softplus, dt_limit, state_dtype, variant, options)
+    if value_checks.ENABLED:
+        value_checks.check_inputs({"A": A, "x": x, "dt": dt, "B": B, "C": C, "D": D, "z": z, "dt_bias": dt_bias,
+                                   "initial_states": initial_states})
     # a bound that fp32 cannot hold bounds nothing
     dt_limit = (float(dt_limit[0]), float(dt_limit[1]) if dt_limit[1] <= _FP32_LARGEST else math.inf)
     if seq_idx is not None or cu_seqlens is not None or return_varlen_states:
@@ -101,6 +106,8 @@ def ssd_chunk_scan(
     else:
         save = wants_gradient((x, dt, A, B, C, D, z, dt_bias, initial_states))
         out, final_states, varlen_states = chunk_scan(inputs, variant, options, save)
+    if value_checks.ENABLED:
+        value_checks.check_outputs((out, final_states, varlen_states))
     results = (out,)
     if return_final_states:
         results += (final_states,)

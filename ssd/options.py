@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import make_dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from runpy import run_path
 
@@ -22,6 +23,13 @@ _OFF = ("tf32",)  # unless asked for; every other option is on
 
 
 class _Switches:
+    def __new__(cls, *_, **given):
+        for name in given.keys() - cls.__dataclass_fields__.keys():
+            near = get_close_matches(name, cls.__dataclass_fields__, 1)
+            raise TypeError(f"options: got {name!r}, expected one of {', '.join(cls.__dataclass_fields__)}"
+                            + (f"; did you mean {near[0]!r}?" if near else ""))
+        return super().__new__(cls)
+
     def __post_init__(self):
         for name, value in vars(self).items():
             if not isinstance(value, bool):
@@ -49,7 +57,7 @@ Attributes:
 {attributes}
 
 Raises:
-    TypeError: a field that is no bool, by name.
+    TypeError: an unknown field, with the nearest known one, or a field that is no bool, by name.
 """
     return cls
 

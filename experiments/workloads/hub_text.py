@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -50,8 +52,7 @@ def read(data: str, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
         else:
             rows = package.load_dataset(*data.split(":", 1), split="train")
     except Exception as reason:  # of many kinds: a reader's, the file system's, the network's
-        said = "datasets cannot read it" if Path(data).exists() else "it is no path, and datasets knows no such data set"
-        raise ValueError(f"--data: got {data}, but {said} ({first_line(reason)})") from reason
+        raise ValueError(f"--data: got {data}, {_explain(data, reason)}") from reason
     if _COLUMN not in rows.column_names:
         raise ValueError(f"--data: {data} has the columns {', '.join(rows.column_names)}, expected {_COLUMN!r} among them")
     key = package.fingerprint.Hasher.hash([rows._fingerprint, tokenizer.key])
@@ -62,6 +63,26 @@ def read(data: str, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
     if not lengths.sum():
         raise ValueError(f"--data: {data} has no text in its column {_COLUMN!r}")
     return np.concatenate([chunk.flatten().to_numpy() for chunk in lists]).astype(np.int32), lengths.cumsum()
+
+
+def _explain(data: str, reason: Exception) -> str:
+    """Why datasets could not read it: a line of the file, the first error behind the others, or the network."""
+    if Path(data).suffix == ".jsonl":
+        with suppress(OSError), Path(data).open("rb") as file:
+            for number, line in enumerate(file, 1):
+                try:
+                    if line.strip() and not isinstance(json.loads(line), dict):
+                        return f"line {number} of which is no JSON object: {line[:60]!r}"
+                except ValueError as error:
+                    return f"line {number} of which is not JSON: {first_line(error)}"
+    if Path(data).exists():
+        while behind := reason.__cause__ or reason.__context__:
+            reason = behind
+        return f"which datasets cannot read: {first_line(reason)}"
+    if isinstance(reason, ConnectionError) or "offline" in str(reason).lower():
+        return (f"which is no path, and the Hugging Face Hub, which may have a data set of that name, cannot be reached "
+                f"({first_line(reason)}); expected a file, or a data set that was downloaded before")
+    return f"which is no path, and no data set that the Hugging Face Hub lets us read ({first_line(reason)})"
 
 
 def load_tokenizer(name: str) -> Tokenizer:

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from ..runtime import value_checks
 from ..types import Options
 from . import checkpoint
 from .language_config import Mamba2LMConfig
@@ -162,6 +163,9 @@ class _Backbone(nn.Module):
         return _normed(self.norm_f, residual)
 
     def _embedded(self, input_ids: Tensor) -> Tensor:
+        # reading a GPU's tokens waits for it
+        if (input_ids.device.type == "cpu" or value_checks.ENABLED) and not torch.compiler.is_compiling():
+            _check_vocabulary(input_ids, self.embedding.num_embeddings)
         embedded = self.embedding(input_ids)
         return embedded.float() if self.residual_in_fp32 else embedded
 
@@ -205,6 +209,12 @@ def _check_ids(input_ids: Tensor, shape: str) -> None:
         raise TypeError(f"input_ids: got {input_ids.dtype}, expected torch.int32 or torch.int64")
     if input_ids.dim() != (2 if "seqlen" in shape else 1) or 0 in input_ids.shape:
         raise ValueError(f"input_ids: got shape {tuple(input_ids.shape)}, expected {shape}, each at least 1")
+
+
+def _check_vocabulary(input_ids: Tensor, size: int) -> None:
+    low, high = (int(end) for end in input_ids.aminmax())
+    if low < 0 or high >= size:
+        raise ValueError(f"input_ids: got {low if low < 0 else high}, expected tokens from 0 to {size - 1}")
 
 
 def _check_tied(head: Tensor, embedding: Tensor | None) -> None:

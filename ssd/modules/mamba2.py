@@ -174,6 +174,9 @@ class Mamba2(nn.Module):
         if u.dim() != len(axes) + 1 or u.shape[-1] != self.d_model or 0 in u.shape:
             raise ValueError(f"u: got shape {tuple(u.shape)}, expected ({', '.join(axes)}, d_model = {self.d_model}), "
                              "each at least 1")
+        dtype = self.in_proj.weight.dtype if type(self.in_proj) is nn.Linear else u.dtype  # else a quantized layer, say
+        if u.dtype != dtype and not torch.is_autocast_enabled(u.device.type):
+            raise TypeError(f"u: got dtype {u.dtype}, expected {dtype}, that of the weights; or use autocast")
         if cache is not None and cache.ssm_state.shape[0] != u.shape[0]:
             raise ValueError(f"cache: got one of batch {cache.ssm_state.shape[0]}, expected batch {u.shape[0]}, that of u")
 

@@ -76,9 +76,12 @@ def test_what_is_refused(tmp_path, tokenizer, monkeypatch):
         raise ConnectionError("no network\nat all")
 
     (tmp_path / "broken.parquet").write_bytes(b"PAR1")
+    (tmp_path / "cut.jsonl").write_text('{"text": "a"}\n{"text": "b"\n')
     (tmp_path / "other.jsonl").write_text('{"body": "x"}\n')
     (tmp_path / "empty.jsonl").write_text('{"text": ""}\n')
-    for name, said in (("broken.parquet", "but datasets cannot read it"), ("empty.jsonl", "has no text in its column 'text'"),
+    for name, said in (("broken.parquet", "which datasets cannot read: .*[Pp]arquet"),
+                       ("cut.jsonl", "line 2 of which is not JSON: "),
+                       ("empty.jsonl", "has no text in its column 'text'"),
                        ("other.jsonl", "has the columns body, expected 'text'")):
         with pytest.raises(ValueError, match=f"--data: .*{name}.* {said}") as error:
             rows(str(tmp_path / name), SIZES, 4, 0)
@@ -89,7 +92,7 @@ def test_what_is_refused(tmp_path, tokenizer, monkeypatch):
     with pytest.raises(ValueError, match=r"--tokenizer: .* cannot be loaded .*expected bytes, a tokenizer\.json"):
         rows(str(tmp_path / "other.jsonl"), SIZES, 4, 0, tokenizer)
     monkeypatch.setattr(datasets, "load_dataset", unknown)
-    with pytest.raises(ValueError, match=r"--data: got books, but it is no path, and datasets knows no such .*\(no network\)"):
+    with pytest.raises(ValueError, match=r"--data: got books, which is no path, and .*Hub.* cannot be reached \(no net"):
         rows("books", SIZES, 4, 0)
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ImportError, match=r"datasets is not installed, which reads text that is no \.txt file: pip install"):

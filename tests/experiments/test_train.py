@@ -227,3 +227,16 @@ def test_the_learning_rate():
     assert rates[9:] == sorted(rates[9:], reverse=True) and rates[-1] == pytest.approx(0.1)
     assert rates[54] == pytest.approx(0.55)
     assert learning_rate(replace(run, warmup=100), 100) == 1.0
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here, so fused can train")
+@pytest.mark.parametrize("changed, said", [
+    ({"variant": "fused"}, "--variant: 'fused' cannot train mamba2 small here: its kernels need a CUDA device"),
+    ({"variant": "fla"}, "fla")])
+def test_what_cannot_train_here_says_so_before_there_is_a_model(tmp_path, monkeypatch, changed, said):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr("triton.knobs.runtime.interpret", False)
+    monkeypatch.setattr(training, "made", lambda *_: pytest.fail("a model was built"))
+    with pytest.raises((ImportError, ValueError), match=said):
+        train(small_run(**changed), tmp_path / "run", QUIET)
+    assert not (tmp_path / "run").exists()

@@ -184,3 +184,10 @@ def test_the_example_of_the_docs_runs(tmp_path, monkeypatch):
     example = re.search(r"^## A language model.*?^```python\n(.*?)^```", docs.read_text(), re.M | re.S)
     monkeypatch.chdir(tmp_path)
     exec(example.group(1), {})
+
+
+@pytest.mark.parametrize("token", (-1, 64))
+def test_a_token_beyond_the_vocabulary_is_named(token):
+    ids = torch.tensor([[3, token, 5]])
+    with pytest.raises(ValueError, match=f"input_ids: got {token}, expected tokens from 0 to 63"):
+        made()(ids)

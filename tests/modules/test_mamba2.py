@@ -131,3 +131,10 @@ def test_a_cache_of_another_batch(device):
     for call in (lambda: block(u, cache=block.new_cache(1)), lambda: block.step(u[:, 0], block.new_cache(1))):
         with pytest.raises(ValueError, match="cache: got one of batch 1, expected batch 2, that of u"):
             call()
+
+
+def test_an_input_of_another_dtype_is_named():
+    block, u = made("cpu"), tokens("cpu").double()
+    for call in (block, lambda u: block.step(u[:, 0], block.new_cache(2))):
+        with pytest.raises(TypeError, match=r"u: got dtype torch\.float64, expected torch\.float32, that of the weights"):
+            call(u)

@@ -170,3 +170,8 @@ def test_bf16_is_refused_by_the_interpreter(variant):
     """Its bf16 arithmetic is wrong by orders of magnitude."""
     reason = get_variant(variant).supports(random_inputs(SHAPE, dtype=torch.bfloat16))
     assert "interpreter" in reason and "bf16" in reason
+
+
+def test_an_unknown_option_is_refused_with_the_nearest_name():
+    with pytest.raises(TypeError, match=r"options: got 'expp2', expected one of .*; did you mean 'exp2'"):
+        Options(expp2=False)
