@@ -31,7 +31,7 @@ def forward(i: SSDInputs, options: Options, save: bool) -> tuple[Tensor, Tensor,
     """
     keep = save and options.save_states and states_every(i, options) is not None
     if hopper.can_run(_cannot_run_hopper(i, options), "fused"):
-        return hopper.two_level(i, options, keep)
+        return hopper.two_level(i, options, save, keep)
     return _plain(i, options, save, keep)
 
 

@@ -26,7 +26,12 @@ from ssd.types import SUB_CHUNK, Options, SSDInputs, SSDSaved
 from .schedule import choose_two_level_segment, deal, deal_two_level
 
 BLOCK_M = SUB_CHUNK
-HEADDIM, DSTATES = 64, (64, 128)  # that the kernels have tiles for
+HEADDIM, DSTATES = 64, (64, 128)  # of the forms that were measured on a GPU
+SLICE = 64  # channels of a head that a warpgroup takes
+MOST_HEADDIM, WIDTHS = 2 * SLICE, (64, 128)  # a block takes two slices; states that a tile may be wide
+# Forms that compile and are right without a GPU but were not measured on one: other sizes than HEADDIM and DSTATES, groups of
+# an odd number of heads, and in the forward z and D of two dimensions. True runs them.
+RUN_UNMEASURED_FORMS = False
 _ALIGNMENT = 16  # bytes, of what a TMA descriptor describes
 _MOST_DESCRIBED = 1024  # callers whose sizes never repeat must not fill the memory
 _described: dict[tuple, dict] = {}
@@ -49,11 +54,16 @@ def cannot_run(i: SSDInputs, options: Options, by_chunk: bool) -> str | None:
     if i.x.dtype not in (torch.bfloat16, torch.float16) or not i.x.dtype == i.B.dtype == i.C.dtype:
         return f"x, B, C: got dtypes {i.x.dtype}, {i.B.dtype}, {i.C.dtype}, takes bf16 or fp16, all alike"
     if not has_tiles(i.x.dtype.itemsize, i.headdim, i.dstate):
-        return f"got headdim = {i.headdim}, dstate = {i.dstate}, takes headdim {HEADDIM} and dstate of {DSTATES}"
-    if i.nheads // i.ngroups % 2:
-        return f"got {i.nheads // i.ngroups} heads a group, takes even numbers"
-    if i.z is not None or i.cu_seqlens is not None or (i.D is not None and i.D.dim() == 2):
-        return "z, varlen states of cu_seqlens and D of two dimensions are not in it"
+        return (f"got headdim = {i.headdim}, dstate = {i.dstate}, takes multiples of 8, headdim up to {MOST_HEADDIM} and dstate "
+                f"up to {WIDTHS[-1]}" if RUN_UNMEASURED_FORMS else
+                f"got headdim = {i.headdim}, dstate = {i.dstate}, takes headdim {HEADDIM} and dstate of {DSTATES}")
+    if not RUN_UNMEASURED_FORMS:
+        if i.nheads // i.ngroups % 2:
+            return f"got {i.nheads // i.ngroups} heads a group, takes even numbers"
+        if i.z is not None or (i.D is not None and i.D.dim() == 2):
+            return "z and D of two dimensions are not in it"
+    if i.cu_seqlens is not None:
+        return "varlen states of cu_seqlens are not in it"
     if by_chunk and i.chunk_size % BLOCK_M:
         return f"chunk_size: got {i.chunk_size}, keeps states every {BLOCK_M} tokens or a multiple"
     if i.states_dtype.itemsize > 4:
@@ -65,6 +75,8 @@ def cannot_run(i: SSDInputs, options: Options, by_chunk: bool) -> str | None:
 
 def has_tiles(itemsize: int, headdim: int, dstate: int) -> bool:
     """True for the sizes of inputs that these kernels have tiles for, which is not to say that they take all such inputs."""
+    if RUN_UNMEASURED_FORMS:
+        return itemsize == 2 and headdim <= MOST_HEADDIM and dstate <= WIDTHS[-1] and not headdim % 8 and not dstate % 8
     return itemsize == 2 and headdim == HEADDIM and dstate in DSTATES
 
 
@@ -83,30 +95,31 @@ def _say_plain(variant: str, reason: str) -> None:
     logging.getLogger("ssd").log(level, "variant %r runs its plain Triton kernels, not those for Hopper: %s", variant, reason)
 
 
-def stationary(inputs: SSDInputs, options: Options, keep: bool) -> tuple[Tensor, Tensor, SSDSaved]:
-    """As `Variant.forward`, keeping states or not: a block walks two heads through a sequence, or what `deal` cuts of it."""
+def stationary(inputs: SSDInputs, options: Options, save: bool, keep: bool) -> tuple[Tensor, Tensor, SSDSaved]:
+    """As `Variant.forward`, keeping states or not: a block walks two slices through a sequence, or what `deal` cuts of it."""
     from .kernels.hopper.scan import hopper_scan
 
     with torch.cuda.device_of(inputs.x):
-        call = _Call.of(inputs)
+        call = _Call.of(inputs, save)
         final_states = call.new_states(())
         prev_states = None
         if keep:
             prev_states = call.new_states((call.nsub,), inputs.states_dtype)
         runs, *entering = call.entering(options, "scan_step")
         hopper_scan(inputs, *call.descriptors, *call.steps, runs, call.initial_states, *entering, final_states,
-                    None if prev_states is None else describe_states(prev_states))
-    return call.out, final_states, SSDSaved(inputs, options, None, None, prev_states)
+                    None if prev_states is None else describe_states(prev_states), **call.gate)
+    return call.out, final_states, SSDSaved(inputs, options, call.y, None, prev_states)
 
 
-def two_level(inputs: SSDInputs, options: Options, keep: bool, blocks: int | None = None) -> tuple[Tensor, Tensor, SSDSaved]:
-    """As `Variant.forward`, keeping states or not: a block walks two heads through a span; `blocks`: so many take turns."""
+def two_level(inputs: SSDInputs, options: Options, save: bool, keep: bool,
+              blocks: int | None = None) -> tuple[Tensor, Tensor, SSDSaved]:
+    """As `Variant.forward`, keeping states or not: a block walks two slices through a segment; `blocks`: so many take turns."""
     from .kernels.hopper.scan import hopper_scan
     from .kernels.hopper.states import all_states
 
-    i, pairs = inputs, inputs.nheads // 2
+    i, pairs = inputs, count_pairs(inputs)
     with torch.cuda.device_of(i.x):
-        call = _Call.of(i)
+        call = _Call.of(i, save)
         device = current_device(i.x.device.index)
         each = choose_two_level_segment(i.batch * pairs, call.nsub, device.sms, device.name)
         every = BLOCK_M if keep else each * BLOCK_M  # tokens between the states that are written; each span starts from one
@@ -115,8 +128,13 @@ def two_level(inputs: SSDInputs, options: Options, keep: bool, blocks: int | Non
         all_states(i, call.descriptors[:2], describe_states(prev_states), *call.steps, runs, (call.initial_states, None),
                    *entering, final_states, i.batch, every)
         runs = get_tables(deal_two_level, (i.batch, pairs, call.nsub, each, blocks), i.x.device).sequences
-        hopper_scan(i, *call.descriptors, *call.steps, runs, starts=prev_states, every=every)
-    return call.out, final_states, SSDSaved(inputs, options, None, None, prev_states if keep else None)
+        hopper_scan(i, *call.descriptors, *call.steps, runs, starts=prev_states, every=every, **call.gate)
+    return call.out, final_states, SSDSaved(inputs, options, call.y, None, prev_states if keep else None)
+
+
+def count_pairs(i: SSDInputs) -> int:
+    """Of slices, which a block takes together: two heads of a group, the last of an odd number alone, or one wide head."""
+    return i.nheads if i.headdim > SLICE else i.ngroups * cdiv(i.nheads // i.ngroups, 2)
 
 
 @dataclass(frozen=True)
@@ -125,16 +143,24 @@ class _Call:
 
     inputs: SSDInputs
     out: Tensor
+    y: Tensor | None  # out without the gate, where a backward needs it
     descriptors: tuple  # of x, B, C, out
     steps: tuple[Tensor, Tensor]  # dt, dA_cumsum (batch, nheads, nsub, 64)
     initial_states: Tensor | None
 
     @classmethod
-    def of(cls, i: SSDInputs) -> _Call:
+    def of(cls, i: SSDInputs, save: bool) -> _Call:
         out = torch.empty(i.x.shape, device=i.x.device, dtype=i.x.dtype)
         initial_states = contiguous(i.initial_states)
         steps = chunk_cumsum(replace(i, chunk_size=BLOCK_M), apart=True)
-        return cls(i, out, (*(describe(describable(t)) for t in (i.x, i.B, i.C)), describe(out)), steps, initial_states)
+        y = None if i.z is None or not save else torch.empty_like(out)
+        return cls(i, out, y, (*describe_inputs(i.x, i.B, i.C), describe(out)), steps, initial_states)
+
+    @property
+    def gate(self) -> dict:
+        """Descriptors of the gate and of what it is applied to, by the names that hopper_scan gives them."""
+        z, y = self.inputs.z, self.y
+        return {"z_desc": None if z is None else describe(describable(z)), "y_desc": None if y is None else describe(y)}
 
     @property
     def nsub(self) -> int:
@@ -159,7 +185,7 @@ def runs_of(i: SSDInputs, rows: int, descriptors: tuple, dt: Tensor, dA_cumsum: 
     from .kernels.hopper.states import piece_states
 
     device = current_device(i.x.device.index)
-    settings = rows, i.nheads // 2, dt.shape[2], device.sms, device.name, step, options.segments
+    settings = rows, count_pairs(i), dt.shape[2], device.sms, device.name, step, options.segments
     runs, piece_runs, npieces = get_tables(deal, settings, i.x.device)
     if not npieces:
         return runs, None, None
@@ -179,20 +205,36 @@ def is_describable(t: Tensor) -> bool:
     return aligned and apart and strides[2:] == (channels, 1)
 
 
-def describe(t: Tensor):
-    """TMA descriptor of a tensor (batch, seqlen, heads, channels) in tiles of one head's rows of a sub-chunk.
+def describe_inputs(x: Tensor, *groups: Tensor) -> tuple:
+    """TMA descriptors of x and of B, C or both, or of copies of them."""
+    return describe(describable(x)), *(describe(describable(t), get_width(t.shape[-1])) for t in groups)
+
+
+def get_width(dstate: int) -> int:
+    """How many states a tile is wide."""
+    return next(width for width in WIDTHS if dstate <= width)
+
+
+def describe(t: Tensor, width: int = SLICE):
+    """TMA descriptor of a tensor (batch, seqlen, heads, channels) in tiles of a sub-chunk and `width` channels of one head.
+
+    It has three dimensions where tiles fill the heads, which are one after the other. Else it has four: then what lies outside
+    of a head is neither read nor written.
 
     The class checks its fields anew for every tensor, which takes as long as a launch; here once for all that are alike.
     """
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    key = t.shape, t.stride(), t.dtype
+    key = t.shape, t.stride(), t.dtype, width
     fields = _described.get(key)
     if fields is None:
         batch, seqlen, heads, channels = t.shape
-        shape, strides = [batch, seqlen, heads * channels], [t.stride(0), t.stride(1), 1]
+        if channels % width and heads > 1:
+            box = [batch, seqlen, heads, channels], [*t.stride()[:2], channels, 1], [1, BLOCK_M, 1, width]
+        else:
+            box = [batch, seqlen, heads * channels], [*t.stride()[:2], 1], [1, BLOCK_M, width]
         # without the tensor, or it would live as long as this
-        fields = descriptor_fields(TensorDescriptor(t, shape, strides, [1, BLOCK_M, channels], _layout(channels, t.dtype)))
+        fields = descriptor_fields(TensorDescriptor(t, *box, _get_layout(*box[2], dtype=t.dtype)))
         if len(_described) >= _MOST_DESCRIBED:
             _described.clear()
         _described[key] = fields
@@ -200,13 +242,14 @@ def describe(t: Tensor):
 
 
 def describe_states(states: Tensor):
-    """TMA descriptor of contiguous states (..., headdim, dstate) in tiles of one state."""
-    return describe(states.view(1, -1, 1, states.shape[-1]))
+    """TMA descriptor of contiguous states (..., headdim, dstate) in tiles of a slice of one state."""
+    headdim, dstate = states.shape[-2:]
+    return describe(states.view(-1, headdim, 1, dstate), get_width(dstate))
 
 
 @cache
-def _layout(channels: int, dtype: torch.dtype):
+def _get_layout(*box: int, dtype: torch.dtype):
     from triton.experimental.gluon import language as gl
 
     element = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}[dtype]
-    return gl.NVMMASharedLayout.get_default_for([1, BLOCK_M, channels], element)
+    return gl.NVMMASharedLayout.get_default_for(list(box), element)

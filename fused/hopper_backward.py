@@ -20,7 +20,7 @@ from ssd.runtime.tuning import current_device
 from ssd.types import Options, SSDGrads, SSDInputs, SSDSaved
 
 from . import hopper
-from .hopper import BLOCK_M, describable, describe, describe_states, is_describable, runs_of
+from .hopper import BLOCK_M, describe, describe_inputs, describe_states, is_describable, runs_of
 from .kernels.head_sums import add_splits, allocate_splits
 from .schedule import choose_splits
 
@@ -41,6 +41,8 @@ def worth_keeping(i: SSDInputs, options: Options, every: int) -> int | None:
 
 
 def _cannot_run(i: SSDInputs, options: Options) -> str | None:
+    if i.D is not None and i.D.dim() == 2:
+        return "D of two dimensions is not in it"
     return hopper.cannot_run(i if i.z is None else replace(i, z=None), options, by_chunk=False)
 
 
@@ -55,7 +57,7 @@ def backward(saved: SSDSaved, dout: Tensor, dfinal_states: Tensor | None, into: 
         spans = replace(i, chunk_size=BLOCK_M)
         arrivals = i.A.new_empty(i.nheads, dtype=torch.int32)
         dt, dA_cumsum = chunk_cumsum(spans, apart=True, arrivals=arrivals)
-        x, B, dy, C = (describe(describable(t)) for t in (i.x, i.B, dy, i.C))
+        (x, B), (dy, C) = describe_inputs(i.x, i.B), describe_inputs(dy, i.C)
         H, G, dinitial_states = _states(saved, (x, B, dy, C), dt, dA_cumsum, dfinal_states, into.dinitial_states)
 
         device = current_device(i.x.device.index)
@@ -80,7 +82,7 @@ def last_state(i: SSDInputs, options: Options) -> Tensor:
 
     with torch.cuda.device_of(i.x):
         dt, dA_cumsum = chunk_cumsum(replace(i, chunk_size=BLOCK_M), apart=True)
-        tokens, sizes = tuple(describe(describable(t)) for t in (i.x, i.B)), (i.nheads, i.headdim, i.dstate)
+        tokens, sizes = describe_inputs(i.x, i.B), (i.nheads, i.headdim, i.dstate)
         kept = dt.new_empty(i.batch, cdiv(dt.shape[2], _RARELY), *sizes, dtype=i.x.dtype)
         last = dt.new_empty(i.batch, *sizes)
         runs, *entering = runs_of(i, i.batch, tokens, dt, dA_cumsum, i.batch, options, "few_states_step")

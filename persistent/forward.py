@@ -30,8 +30,8 @@ def forward(inputs: SSDInputs, options: Options, save: bool) -> tuple[Tensor, Te
     if not hopper.can_run(hopper.cannot_run(inputs, options, by_chunk=keep or not options.stationary), "persistent"):
         return _plain(inputs, options, save, keep)
     if options.stationary:
-        return hopper.stationary(inputs, options, keep)
-    return hopper.two_level(inputs, options, keep, blocks=device_of(inputs).sms)
+        return hopper.stationary(inputs, options, save, keep)
+    return hopper.two_level(inputs, options, save, keep, blocks=device_of(inputs).sms)
 
 
 def states_every(inputs: SSDInputs, options: Options) -> int | None:

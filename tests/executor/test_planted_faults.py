@@ -48,7 +48,7 @@ READY = """\
                 mark_full(rings.masks"""
 FULL_MASKS = """\
             wait_full(rings.tiles, step)
-            B, C = get_tile(tiles.B, slot, BLOCK_M, DSTATE), get_tile(tiles.C, slot, BLOCK_M, DSTATE)
+            B, C = get_tile(tiles.B, slot, BLOCK_M, WIDTH), get_tile(tiles.C, slot, BLOCK_M, WIDTH)
             BC"""
 LAST_COPY = """\
 store_wait(0)
@@ -60,14 +60,14 @@ PAIRS = """\
 """
 PLANTS = {
     "scan: a stage given back before x has been used": plant(
-        "scan", GIVEN_BACK, "", r"copy in of Xs\[\d\].*load of Xs\[\d\] by role . \(scan_head\).*D_h",
+        "scan", GIVEN_BACK, "", r"copy in of Xs\[\d\].*load of Xs\[\d\] by role . \(scan_slice\).*D_h",
         (TAKEN, TAKEN + GIVEN_BACK)),
     "scan: no wait for B and C": plant(
         "scan", FULL_MASKS, FULL_MASKS.partition("\n")[2],
         r"product of .s\[0\] by role 2 \(make_masks\).*(copy in of .s\[0\]|nothing has)"),
     "scan: a mask's wrong phase": plant(
-        "scan", "wait_full(rings.masks, step, U, 2)", "wait_full(rings.masks, step + 2, U, 2)",
-        r"deadlock|load of to_end\[.\] by role . \(scan_head\)"),
+        "scan", "wait_full(rings.masks, step, HEAD, HEADS)", "wait_full(rings.masks, step + 2, HEAD, HEADS)",
+        r"deadlock|load of to_end\[.\] by role . \(scan_slice\)"),
     "scan: no fence behind a mask": plant(
         "scan", READY, READY.partition("\n")[2], r"product of Ls\[.\].*no fence_async_shared"),
     "scan: no barrier before a mask is handed over": plant(
@@ -79,10 +79,10 @@ PLANTS = {
     "scan: no wait for y on its way out": plant(
         "scan", LAST_COPY, LAST_COPY.replace("0", "1"), r"store of Ys\[.\].*copy out of Ys\[.\].*on its way"),
     "scan: too few bytes expected": plant(
-        "scan", "(2 * HEADDIM + 2 * DSTATE)", "(2 * HEADDIM + DSTATE)",
+        "scan", "(2 * CHANNELS + 2 * WIDTH)", "(2 * CHANNELS + WIDTH)",
         r"full\[.\]: phase . is complete with . copies|nothing has written|told|lacks 0"),
     "scan: too many bytes expected": plant(
-        "scan", "(2 * HEADDIM + 2 * DSTATE)", "(2 * HEADDIM + 3 * DSTATE)", r"deadlock(.|\n)*\d bytes"),
+        "scan", "(2 * CHANNELS + 2 * WIDTH)", "(2 * CHANNELS + 3 * WIDTH)", r"deadlock(.|\n)*\d bytes"),
     "scan: an arrival too few": plant(
         "scan", "make_ring(STAGES, 3)", "make_ring(STAGES, 4)", r"deadlock(.|\n)*fetch_tiles.*lacks 1 of 4 arrivals"),
     "scan: an arrival too many": plant(

@@ -46,6 +46,7 @@ class Way:
     blocks: int = 2
     cut: tuple[int, int] | None = None
     splits: int | None = None
+    unmeasured: bool = False
 
 
 AGAIN = Options(save_states=False)
@@ -76,6 +77,40 @@ WAYS = {
 }
 
 
+def other_form(case: Case = START, runs: tuple[str, ...] = SAVED, dtype: torch.dtype = torch.bfloat16, *, shape: Shape = RAGGED,
+               **of) -> Way:
+    """A form that was not measured on a GPU: `shape` with the sizes given."""
+    sizes = {name: of.pop(name) for name in ("batch", "seqlen", "nheads", "headdim", "ngroups", "dstate") if name in of}
+    return Way(replace(shape, **sizes), case, runs, dtype, unmeasured=True, **of)
+
+
+GATE = replace(START, z=True)
+WAYS |= {
+    "odd heads": other_form(nheads=6),
+    "odd heads, cut": other_form(START, CUT, shape=LONG, nheads=3, blocks=5, cut=(3, 2)),
+    "odd heads, spans": other_form(START, TWO_LEVEL, torch.float16, variant="fused", nheads=3, ngroups=1),
+    "a head a group": other_form(nheads=3, ngroups=3, options=AGAIN),
+    "a head a group, packed": other_form(Case(D="h", packed=True, dt_limit=(0.02, 0.08)), SAVED, torch.float16, nheads=2),
+    "headdim 80": other_form(headdim=80),
+    "headdim 80, recomputed, cut": other_form(START, CUT, torch.float16, shape=LONG, headdim=80, nheads=2, options=AGAIN,
+                                              blocks=8, cut=(4, 4)),
+    "headdim 80, spans": other_form(START, TWO_LEVEL, variant="fused", headdim=80, nheads=2),
+    "headdim 128": other_form(headdim=128, nheads=2),
+    "headdim 128, heads in splits": other_form(headdim=128, batch=1, nheads=3, ngroups=1, splits=2),
+    "headdim 112, dstate 64": other_form(headdim=112, dstate=64, nheads=2, ngroups=1, options=AGAIN),
+    "headdim 32": other_form(headdim=32, dstate=64),
+    "headdim 48, dstate 80": other_form(headdim=48, dstate=80, options=AGAIN),
+    "headdim 16, dstate 16": other_form(headdim=16, dstate=16, nheads=3, ngroups=1),
+    "headdim 24, dstate 40, states in fp32": other_form(replace(START, state_dtype=torch.float32), TWO_LEVEL, variant="fused",
+                                                        headdim=24, dstate=40, nheads=2),
+    "headdim 96, documents": other_form(replace(START, documents="seq_idx"), headdim=96, nheads=2),
+    "D by channel": other_form(replace(START, D="hp"), (SCAN,), torch.float16, headdim=80, nheads=2),
+    "gate": other_form(GATE, SAVED, torch.float16),
+    "gate, headdim 80, recomputed": other_form(GATE, SAVED, torch.float16, headdim=80, nheads=2, options=AGAIN),
+    "gate, spans": other_form(GATE, TWO_LEVEL, torch.float16, variant="fused", nheads=2),
+}
+
+
 @pytest.fixture(scope="module")
 def executor() -> Executor:
     return Executor(*KERNELS)
@@ -86,7 +121,7 @@ def under_schedules(executor: Executor, way: Way, run: Callable[[], dict[str, to
     first = None
     for executor.seed in SEEDS:
         executor.launched.clear()
-        with hopper_on_cpu(executor, way.blocks, way.cut, way.splits):
+        with hopper_on_cpu(executor, way.blocks, way.cut, way.splits, way.unmeasured):
             got = run()
         assert tuple(executor.launched) == way.runs
         first = first or got

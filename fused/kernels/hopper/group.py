@@ -39,13 +39,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ssd.kernels.arguments import contiguous
-from ssd.runtime.gluon_names import async_load, async_store, block_barrier, store_wait
+from ssd.runtime.gluon_names import async_load, async_store, block_barrier, reinterpret, store_wait
 from ssd.runtime.launch import launch
 from ssd.types import SSDInputs
 
 from .group_tiles import Sizes, find_tile, store_rows
 from .ring import Ring, make_ring, mark_empty, mark_full, next_empty, next_full, slot_of, wait_empty, wait_full
-from .roles import LOG2E, clamp_to, decay, get_tile, log2
+from .roles import LOG2E, allocate_tiles, clamp_to, decay, fetch_tile, get_tile, log2, make_form
 
 # One kernel for all sizes: that a size is 1 or divisible by 16 would not make it faster. Offsets into sums are int32: x of as
 # many rows, 2^31, would take 256 GiB.
@@ -96,15 +96,44 @@ class Sums(NamedTuple):
 
 
 @gluon.jit
-def compute_dC(rings, tiles, vectors, dC, sums, sizes, SPLITS: gl.constexpr):
+def as_box(buffer, desc):
+    """A tile [1, 64, width] as one of `desc`, which has as many elements."""
+    if len(desc.block_shape) == 4:
+        shape: gl.constexpr = [desc.block_shape[0], desc.block_shape[1], desc.block_shape[2], desc.block_shape[3]]
+        buffer = reinterpret(buffer, shape, desc.layout)
+    return buffer
+
+
+@gluon.jit
+def fetch_slice(desc, tile, k, form: gl.constexpr, bar, buffer):
+    """Into buffer [64, 64]: a tile's tokens of slice k of all heads."""
+    if len(desc.block_shape) == 3:
+        async_load(desc, [tile.b, tile.c * desc.block_shape[1], k * desc.block_shape[2]], bar, buffer)
+    else:
+        at = [tile.b, tile.c * desc.block_shape[1], k // form.SLICES, k % form.SLICES * desc.block_shape[3]]
+        async_load(desc, at, bar, buffer)
+
+
+@gluon.jit
+def write_slice(desc, tile, k, form: gl.constexpr, buffer):
+    """From buffer, as `fetch_slice`."""
+    if len(desc.block_shape) == 3:
+        async_store(desc, [tile.b, tile.c * desc.block_shape[1], k * desc.block_shape[2]], buffer)
+    else:
+        at = [tile.b, tile.c * desc.block_shape[1], k // form.SLICES, k % form.SLICES * desc.block_shape[3]]
+        async_store(desc, at, buffer)
+
+
+@gluon.jit
+def compute_dC(rings, tiles, vectors, dC, sums, sizes, form: gl.constexpr, SPLITS: gl.constexpr):
     """The consumer warpgroup with tokens i as rows: dC, dCB, and what the decay gets from outputs."""
     BLOCK_M: gl.constexpr = tiles.x.shape[2]
-    HEADDIM: gl.constexpr = tiles.x.shape[3]
-    DSTATE: gl.constexpr = tiles.H.shape[3]
+    ROWS: gl.constexpr = tiles.H.shape[2]
+    WIDTH: gl.constexpr = tiles.H.shape[3]
     DTYPE: gl.constexpr = tiles.x.dtype
     IJ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
-    IP: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEADDIM, 16])
-    IN: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DSTATE, 16])
+    IP: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    IN: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, IJ, 2)
     i, j = gl.arange(0, BLOCK_M, gl.SliceLayout(1, IJ)), gl.arange(0, BLOCK_M, gl.SliceLayout(0, IJ))
     step, slot, kept, phases = 0, -1, -1, 0
@@ -113,17 +142,18 @@ def compute_dC(rings, tiles, vectors, dC, sums, sizes, SPLITS: gl.constexpr):
         tile = find_tile(t, sizes, SPLITS)
         kept, phases = next_full(slot, kept, phases, rings.tiles)
         slot = kept
-        B, C = get_tile(tiles.H, kept, BLOCK_M, DSTATE), get_tile(tiles.G, kept, BLOCK_M, DSTATE)
+        B, C = get_tile(tiles.H, kept, BLOCK_M, WIDTH), get_tile(tiles.G, kept, BLOCK_M, WIDTH)
         CB = warpgroup_mma(C, B.permute((1, 0)), gl.zeros([BLOCK_M, BLOCK_M], gl.float32, IJ), use_acc=False, is_async=True)
         CB = warpgroup_mma_wait(0, deps=(CB,))
         tiles.CB.store(gl.where(gl.expand_dims(i, 1) > gl.expand_dims(j, 0), CB, 0.0))
         sum_dCB = gl.zeros([BLOCK_M, BLOCK_M], gl.float32, IJ)
-        sum_dC = gl.zeros([BLOCK_M, DSTATE], gl.float32, IN)
-        for k in range(tile.count):
+        sum_dC = gl.zeros([BLOCK_M, WIDTH], gl.float32, IN)
+        before = gl.zeros([BLOCK_M], gl.float32, gl.SliceLayout(1, IJ))  # of the slice before, of the same head
+        for k in range(tile.count * form.SLICES):
             line = slot_of(rings.vectors, step)
             slot, phases = next_full(slot, kept, phases, rings.tiles)
-            x, H = get_tile(tiles.x, slot, BLOCK_M, HEADDIM), get_tile(tiles.H, slot, HEADDIM, DSTATE)
-            dy_tile = get_tile(tiles.dy, slot, BLOCK_M, HEADDIM)
+            x, H = get_tile(tiles.x, slot, BLOCK_M, ROWS), get_tile(tiles.H, slot, ROWS, WIDTH)
+            dy_tile = get_tile(tiles.dy, slot, BLOCK_M, ROWS)
             dy = dy_tile.load(OPERAND)
             K = gl.zeros([BLOCK_M, BLOCK_M], gl.float32, IJ)
             K = warpgroup_mma(dy, x.permute((1, 0)), K, use_acc=False, is_async=True)
@@ -137,12 +167,15 @@ def compute_dC(rings, tiles, vectors, dC, sums, sizes, SPLITS: gl.constexpr):
             K *= gl.exp2(clamp_to(gl.expand_dims(A_i, 1) - A_j, 64.0))
             sum_dCB += K
             outputs = gl.sum(K * tiles.CB.load(IJ), 1)
-            CH = warpgroup_mma(C, H.permute((1, 0)), gl.zeros([BLOCK_M, HEADDIM], gl.float32, IP), use_acc=False, is_async=True)
+            CH = warpgroup_mma(C, H.permute((1, 0)), gl.zeros([BLOCK_M, ROWS], gl.float32, IP), use_acc=False, is_async=True)
             dy_f = dy_tile.load(IP).to(gl.float32)
             sum_dC, CH = warpgroup_mma_wait(0, deps=(sum_dC, CH))
             r = gl.convert_layout(gl.sum(dy_f * CH, 1), gl.SliceLayout(1, IJ))
             outputs += r * decay(A_i)
-            at = (tile.row + k * sizes.nsub) * BLOCK_M
+            at = (tile.row + k // form.SLICES * sizes.nsub) * BLOCK_M
+            if form.SLICES == 2:
+                outputs = outputs + before * (k % 2).to(gl.float32)
+                before = outputs
             gl.store(sums.output + at + i, outputs)
             # not before what was loaded from the stage has been used: a barrier does not wait for loads
             # (docs/log/hopper-group.md)
@@ -160,15 +193,15 @@ def compute_dC(rings, tiles, vectors, dC, sums, sizes, SPLITS: gl.constexpr):
         sum_dC = warpgroup_mma_wait(0, deps=(sum_dC,))
         block_barrier()
         mark_empty(rings.tiles, kept)
-        store_rows(dC, tile, sum_dC, sizes, IN)
+        store_rows(dC, tile, sum_dC, sizes, form, IN)
 
 
 @gluon.jit
-def compute_dx(dx_desc, rings, tiles, vectors, D, sums, sizes, SPLITS: gl.constexpr):
+def compute_dx(dx_desc, rings, tiles, vectors, D, sums, sizes, form: gl.constexpr, SPLITS: gl.constexpr):
     """The consumer warpgroup with tokens j as rows: dx and all that is summed over a token's channels."""
     BLOCK_M: gl.constexpr = tiles.x.shape[2]
-    HEADDIM: gl.constexpr = tiles.x.shape[3]
-    DSTATE: gl.constexpr = tiles.G.shape[3]
+    ROWS: gl.constexpr = tiles.H.shape[2]
+    WIDTH: gl.constexpr = tiles.G.shape[3]
     DTYPE: gl.constexpr = tiles.x.dtype
     JI: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, JI, 2)
@@ -179,23 +212,24 @@ def compute_dx(dx_desc, rings, tiles, vectors, D, sums, sizes, SPLITS: gl.conste
         tile = find_tile(t, sizes, SPLITS)
         kept, phases = next_full(slot, kept, phases, rings.tiles)
         slot = kept
-        B, C = get_tile(tiles.H, kept, BLOCK_M, DSTATE), get_tile(tiles.G, kept, BLOCK_M, DSTATE)
+        B, C = get_tile(tiles.H, kept, BLOCK_M, WIDTH), get_tile(tiles.G, kept, BLOCK_M, WIDTH)
         BC = warpgroup_mma(B, C.permute((1, 0)), gl.zeros([BLOCK_M, BLOCK_M], gl.float32, JI), use_acc=False, is_async=True)
         BC = warpgroup_mma_wait(0, deps=(BC,))
         own = gl.sum(gl.where(gl.expand_dims(i, 0) == gl.expand_dims(j, 1), BC, 0.0), 1)  # B_j . C_j
         BC = gl.where(gl.expand_dims(i, 0) > gl.expand_dims(j, 1), BC, 0.0)
-        for k in range(tile.count):
+        u_before, v_before, dy_before = own * 0.0, own * 0.0, own * 0.0  # of the slice before, of the same head
+        for k in range(tile.count * form.SLICES):
             line = slot_of(rings.vectors, step)
-            at = (tile.row + k * sizes.nsub) * BLOCK_M
+            at = (tile.row + k // form.SLICES * sizes.nsub) * BLOCK_M
             skip = own * 0.0
             if D is not None:
-                skip += gl.load(D + tile.head + k).to(gl.float32)
+                skip += gl.load(D + tile.head + k // form.SLICES).to(gl.float32)
             slot, phases = next_full(slot, kept, phases, rings.tiles)
-            x_tile, dy = get_tile(tiles.x, slot, BLOCK_M, HEADDIM), get_tile(tiles.dy, slot, BLOCK_M, HEADDIM)
-            G = get_tile(tiles.G, slot, HEADDIM, DSTATE)
+            x_tile, dy = get_tile(tiles.x, slot, BLOCK_M, ROWS), get_tile(tiles.dy, slot, BLOCK_M, ROWS)
+            G = get_tile(tiles.G, slot, ROWS, WIDTH)
             x_dy = warpgroup_mma(x_tile, dy.permute((1, 0)), gl.zeros([BLOCK_M, BLOCK_M], gl.float32, JI),
                                  use_acc=False, is_async=True)
-            v = warpgroup_mma(B, G.permute((1, 0)), gl.zeros([BLOCK_M, HEADDIM], gl.float32, JI), use_acc=False, is_async=True)
+            v = warpgroup_mma(B, G.permute((1, 0)), gl.zeros([BLOCK_M, ROWS], gl.float32, JI), use_acc=False, is_async=True)
             wait_full(rings.vectors, step)
             A_i = gl.expand_dims(vectors.A_columns.index(line).load(gl.SliceLayout(0, JI)), 0)
             A_j = vectors.A_columns.index(line).load(ROW)
@@ -214,18 +248,22 @@ def compute_dx(dx_desc, rings, tiles, vectors, D, sums, sizes, SPLITS: gl.conste
             skip += dt_j * own
             u_v = warpgroup_mma_wait(0, deps=(u_v,))
             dx = u_v * gl.expand_dims(dt_j, 1) + dy_j * gl.expand_dims(skip, 1)
+            if form.SLICES == 2:
+                second = (k % 2).to(gl.float32)
+                u_x, v_x, dy_x = u_x + u_before * second, v_x + v_before * second, dy_x + dy_before * second
+                u_before, v_before, dy_before = u_x, v_x, dy_x
             gl.store(sums.step + at + j, u_x + v_x + own * dy_x)
             gl.store(sums.state + at + j, dt_j * v_x)
             gl.store(sums.pair + at + j, dt_j * u_x)
             gl.store(sums.skip + at + j, dy_x)
             store_wait(0)
             block_barrier()
-            get_tile(tiles.dx, 0, BLOCK_M, HEADDIM).store(dx.to(DTYPE))
+            get_tile(tiles.dx, 0, BLOCK_M, ROWS).store(dx.to(DTYPE))
             fence_async_shared()
             block_barrier()  # all that was loaded from the stage went into what is stored by now
             mark_empty(rings.tiles, slot)
             mark_empty(rings.vectors, line)
-            async_store(dx_desc, [tile.b, tile.c * BLOCK_M, (tile.head + k) * HEADDIM], tiles.dx.index(0))
+            write_slice(dx_desc, tile, tile.head * form.SLICES + k, form, tiles.dx.index(0))
             step += 1
         block_barrier()
         mark_empty(rings.tiles, kept)
@@ -233,36 +271,41 @@ def compute_dx(dx_desc, rings, tiles, vectors, D, sums, sizes, SPLITS: gl.conste
 
 
 @gluon.jit
-def compute_dB(rings, tiles, vectors, dA_cumsum, dB, sums, sizes, SPLITS: gl.constexpr):
+def compute_dB(rings, tiles, vectors, dA_cumsum, dB, sums, sizes, form: gl.constexpr, SPLITS: gl.constexpr):
     """The consumer warpgroup of dB; it computes s too, because it has time left."""
     BLOCK_M: gl.constexpr = tiles.x.shape[2]
-    HEADDIM: gl.constexpr = tiles.x.shape[3]
-    DSTATE: gl.constexpr = tiles.H.shape[3]
+    ROWS: gl.constexpr = tiles.H.shape[2]
+    WIDTH: gl.constexpr = tiles.H.shape[3]
     DTYPE: gl.constexpr = tiles.x.dtype
-    JN: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DSTATE, 16])
+    JN: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, JN, 2)
     TOKEN: gl.constexpr = gl.SliceLayout(1, OPERAND)
-    PP: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEADDIM, 16])
-    p, p_ = gl.arange(0, HEADDIM, gl.SliceLayout(1, PP)), gl.arange(0, HEADDIM, gl.SliceLayout(0, PP))
+    PP: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    p, p_ = gl.arange(0, ROWS, gl.SliceLayout(1, PP)), gl.arange(0, ROWS, gl.SliceLayout(0, PP))
     step, slot, kept, phases = 0, -1, -1, 0
     for t in range(gl.program_id(0), sizes.ntiles, gl.num_programs(0)):
         turn = t // gl.num_programs(0)
         tile = find_tile(t, sizes, SPLITS)
         kept, phases = next_full(slot, kept, phases, rings.tiles)
         slot = kept
-        sum_dB = gl.zeros([BLOCK_M, DSTATE], gl.float32, JN)
-        for k in range(tile.count):
+        sum_dB = gl.zeros([BLOCK_M, WIDTH], gl.float32, JN)
+        before = 0.0  # of the slice before, of the same head
+        for k in range(tile.count * form.SLICES):
             line = slot_of(rings.vectors, step)
-            end = gl.load(dA_cumsum + (tile.row + k * sizes.nsub) * BLOCK_M + BLOCK_M - 1) * LOG2E
+            end = gl.load(dA_cumsum + (tile.row + k // form.SLICES * sizes.nsub) * BLOCK_M + BLOCK_M - 1) * LOG2E
             slot, phases = next_full(slot, kept, phases, rings.tiles)
-            H, G = get_tile(tiles.H, slot, HEADDIM, DSTATE), get_tile(tiles.G, slot, HEADDIM, DSTATE)
+            H, G = get_tile(tiles.H, slot, ROWS, WIDTH), get_tile(tiles.G, slot, ROWS, WIDTH)
             # <H, G> as the trace of H G^T: a product takes half the time that loading both and multiplying does
-            HG = warpgroup_mma(H, G.permute((1, 0)), gl.zeros([HEADDIM, HEADDIM], gl.float32, PP), use_acc=False, is_async=True)
+            HG = warpgroup_mma(H, G.permute((1, 0)), gl.zeros([ROWS, ROWS], gl.float32, PP), use_acc=False, is_async=True)
             HG = gl.where(gl.expand_dims(p, 1) == gl.expand_dims(p_, 0), warpgroup_mma_wait(0, deps=(HG,)), 0.0)
-            gl.store(sums.s + tile.row + k * sizes.nsub, gl.sum(gl.sum(HG, 1), 0) * decay(end))
+            trace = gl.sum(gl.sum(HG, 1), 0)
+            if form.SLICES == 2:
+                trace = trace + before * (k % 2).to(gl.float32)
+                before = trace
+            gl.store(sums.s + tile.row + k // form.SLICES * sizes.nsub, trace * decay(end))
             wait_full(rings.vectors, step)
             w = gl.expand_dims(decay(end - vectors.A_columns.index(line).load(TOKEN)) * vectors.dt.index(line).load(TOKEN), 1)
-            x = (get_tile(tiles.x, slot, BLOCK_M, HEADDIM).load(OPERAND).to(gl.float32) * w).to(DTYPE)
+            x = (get_tile(tiles.x, slot, BLOCK_M, ROWS).load(OPERAND).to(gl.float32) * w).to(DTYPE)
             sum_dB = warpgroup_mma(x, G, sum_dB, is_async=True)
             sum_dB = warpgroup_mma_wait(0, deps=(sum_dB,))
             block_barrier()
@@ -270,16 +313,16 @@ def compute_dB(rings, tiles, vectors, dA_cumsum, dB, sums, sizes, SPLITS: gl.con
             mark_empty(rings.vectors, line)
             step += 1
         wait_full(rings.pairs, turn)
-        sum_dB = warpgroup_mma(tiles.dCB.permute((1, 0)), get_tile(tiles.G, kept, BLOCK_M, DSTATE), sum_dB, is_async=True)
+        sum_dB = warpgroup_mma(tiles.dCB.permute((1, 0)), get_tile(tiles.G, kept, BLOCK_M, WIDTH), sum_dB, is_async=True)
         sum_dB = warpgroup_mma_wait(0, deps=(sum_dB,))
         block_barrier()
         mark_empty(rings.pairs, 0)
         mark_empty(rings.tiles, kept)
-        store_rows(dB, tile, sum_dB, sizes, JN)
+        store_rows(dB, tile, sum_dB, sizes, form, JN)
 
 
 @gluon.jit
-def fetch_vectors(ring, vectors, dA_cumsum, dt, sizes, BLOCK_M: gl.constexpr, SPLITS: gl.constexpr):
+def fetch_vectors(ring, vectors, dA_cumsum, dt, sizes, form: gl.constexpr, BLOCK_M: gl.constexpr, SPLITS: gl.constexpr):
     """The producer of vectors, of each head.
 
     Two warps, a token a thread: racecheck takes the barrier of one for none (docs/log/sanitizer.md).
@@ -290,7 +333,7 @@ def fetch_vectors(ring, vectors, dA_cumsum, dt, sizes, BLOCK_M: gl.constexpr, SP
         tile = find_tile(t, sizes, SPLITS)
         at = tile.row * BLOCK_M + m
         a, dt_k = gl.load(dA_cumsum + at), gl.load(dt + at)
-        for k in range(tile.count):
+        for k in range(tile.count * form.SLICES):
             line = slot_of(ring, step)
             wait_empty(ring, step)
             vectors.A_columns.index(line).store(a * LOG2E)
@@ -298,17 +341,17 @@ def fetch_vectors(ring, vectors, dA_cumsum, dt, sizes, BLOCK_M: gl.constexpr, SP
             vectors.dt.index(line).store(dt_k)
             block_barrier()
             mark_full(ring, line)
-            at = (tile.row + gl.minimum(k + 1, tile.count - 1) * sizes.nsub) * BLOCK_M + m
+            at = (tile.row + gl.minimum(k + 1, tile.count * form.SLICES - 1) // form.SLICES * sizes.nsub) * BLOCK_M + m
             a, dt_k = gl.load(dA_cumsum + at), gl.load(dt + at)
             step += 1
 
 
 @gluon.jit
-def fetch_tiles(x_desc, dy_desc, B_desc, C_desc, H_desc, G_desc, ring, tiles, sizes, SPLITS: gl.constexpr):
+def fetch_tiles(x_desc, dy_desc, B_desc, C_desc, H_desc, G_desc, ring, tiles, sizes, form: gl.constexpr, SPLITS: gl.constexpr):
     """The producer: B and C of each tile in the places of an H and a G, then x, dy, H and G of each of its heads."""
     BLOCK_M: gl.constexpr = tiles.x.shape[2]
-    HEADDIM: gl.constexpr = tiles.x.shape[3]
-    DSTATE: gl.constexpr = tiles.H.shape[3]
+    ROWS: gl.constexpr = tiles.H.shape[2]
+    WIDTH: gl.constexpr = tiles.H.shape[3]
     nheads = sizes.ngroups * sizes.heads_per_group
     slot, kept, phases = -1, -1, 0
     for t in range(gl.program_id(0), sizes.ntiles, gl.num_programs(0)):
@@ -316,38 +359,36 @@ def fetch_tiles(x_desc, dy_desc, B_desc, C_desc, H_desc, G_desc, ring, tiles, si
         kept, phases = next_empty(slot, kept, phases, ring)
         slot = kept
         bar = ring.full.index(kept)
-        mbarrier.expect(bar, 2 * BLOCK_M * DSTATE * 2)
-        async_load(B_desc, [tile.b, tile.c * BLOCK_M, tile.group * DSTATE], bar, tiles.H.index(kept))
-        async_load(C_desc, [tile.b, tile.c * BLOCK_M, tile.group * DSTATE], bar, tiles.G.index(kept))
-        for k in range(tile.head, tile.head + tile.count):
+        mbarrier.expect(bar, 2 * BLOCK_M * WIDTH * 2)
+        fetch_tile(B_desc, tile.b, tile.c * BLOCK_M, tile.group, 0, 1, bar, as_box(tiles.H.index(kept), B_desc))
+        fetch_tile(C_desc, tile.b, tile.c * BLOCK_M, tile.group, 0, 1, bar, as_box(tiles.G.index(kept), C_desc))
+        for k in range(tile.head * form.SLICES, (tile.head + tile.count) * form.SLICES):
             slot, phases = next_empty(slot, kept, phases, ring)
             bar = ring.full.index(slot)
-            mbarrier.expect(bar, 2 * HEADDIM * (BLOCK_M + DSTATE) * 2)
-            async_load(x_desc, [tile.b, tile.c * BLOCK_M, k * HEADDIM], bar, tiles.x.index(slot))
-            async_load(dy_desc, [tile.b, tile.c * BLOCK_M, k * HEADDIM], bar, tiles.dy.index(slot))
-            state = ((tile.b * sizes.nsub + tile.c) * nheads + k) * HEADDIM
-            async_load(H_desc, [0, state, 0], bar, tiles.H.index(slot))
-            async_load(G_desc, [0, state, 0], bar, tiles.G.index(slot))
+            mbarrier.expect(bar, 2 * ROWS * (BLOCK_M + WIDTH) * 2)
+            fetch_slice(x_desc, tile, k, form, bar, tiles.x.index(slot))
+            fetch_slice(dy_desc, tile, k, form, bar, tiles.dy.index(slot))
+            state = (tile.b * sizes.nsub + tile.c) * nheads + k // form.SLICES
+            async_load(H_desc, [state, k % form.SLICES * ROWS, 0], bar, tiles.H.index(slot))
+            async_load(G_desc, [state, k % form.SLICES * ROWS, 0], bar, tiles.G.index(slot))
 
 
 @gluon.jit(do_not_specialize=SIZES)
 def hopper_group_kernel(x_desc, dy_desc, B_desc, C_desc, H_desc, G_desc, dx_desc, dA_cumsum, dt, D, dB, dC, step_sums,
                         state_sums, output_sums, pair_sums, skip_sums, s, ntiles, batch, seqlen, nsub, ngroups, heads_per_group,
-                        SPLITS: gl.constexpr, SLOTS: gl.constexpr, LINES: gl.constexpr):
+                        HEADDIM: gl.constexpr, DSTATE: gl.constexpr, SPLITS: gl.constexpr, SLOTS: gl.constexpr,
+                        LINES: gl.constexpr):
     DTYPE: gl.constexpr = x_desc.dtype
     BLOCK_M: gl.constexpr = x_desc.block_shape[1]
-    HEADDIM: gl.constexpr = x_desc.block_shape[2]
-    DSTATE: gl.constexpr = B_desc.block_shape[2]
-    gl.static_assert(BLOCK_M == HEADDIM, "B and C take the places of an H and a G")
+    ROWS: gl.constexpr = H_desc.block_shape[1]
+    gl.static_assert(BLOCK_M == ROWS, "B and C take the places of an H and a G")
     SQUARE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, BLOCK_M], DTYPE)
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    Xs = gl.allocate_shared_memory(DTYPE, [SLOTS, 1, BLOCK_M, HEADDIM], x_desc.layout)
-    dYs = gl.allocate_shared_memory(DTYPE, [SLOTS, 1, BLOCK_M, HEADDIM], x_desc.layout)
-    Hs = gl.allocate_shared_memory(DTYPE, [SLOTS, 1, HEADDIM, DSTATE], H_desc.layout)
-    Gs = gl.allocate_shared_memory(DTYPE, [SLOTS, 1, HEADDIM, DSTATE], H_desc.layout)
+    Xs, dYs = allocate_tiles(x_desc, SLOTS), allocate_tiles(dy_desc, SLOTS)
+    Hs, Gs = allocate_tiles(H_desc, SLOTS), allocate_tiles(H_desc, SLOTS)
     CBs = gl.allocate_shared_memory(gl.float32, [BLOCK_M, BLOCK_M], gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
     dCBs = gl.allocate_shared_memory(DTYPE, [BLOCK_M, BLOCK_M], SQUARE)
-    dXs = gl.allocate_shared_memory(DTYPE, [1, 1, BLOCK_M, HEADDIM], x_desc.layout)
+    dXs = allocate_tiles(dx_desc, 1)
     A_columns = gl.allocate_shared_memory(gl.float32, [LINES, BLOCK_M], LINE)
     A_rows = gl.allocate_shared_memory(gl.float32, [LINES, BLOCK_M], LINE)
     steps = gl.allocate_shared_memory(gl.float32, [LINES, BLOCK_M], LINE)
@@ -356,12 +397,13 @@ def hopper_group_kernel(x_desc, dy_desc, B_desc, C_desc, H_desc, G_desc, dx_desc
     tiles, vectors = Tiles(Xs, dYs, Hs, Gs, dXs, CBs, dCBs), Vectors(A_columns, A_rows, steps)
     sums = Sums(step_sums, state_sums, output_sums, pair_sums, skip_sums, s)
     sizes = Sizes(ntiles, batch, seqlen, nsub, ngroups, heads_per_group)
+    FORM: gl.constexpr = make_form(HEADDIM, DSTATE, ROWS)
     gl.warp_specialize([
-        (compute_dC, (rings, tiles, vectors, dC, sums, sizes, SPLITS)),
-        (compute_dx, (dx_desc, rings, tiles, vectors, D, sums, sizes, SPLITS)),
-        (compute_dB, (rings, tiles, vectors, dA_cumsum, dB, sums, sizes, SPLITS)),
-        (fetch_vectors, (rings.vectors, vectors, dA_cumsum, dt, sizes, BLOCK_M, SPLITS)),
-        (fetch_tiles, (x_desc, dy_desc, B_desc, C_desc, H_desc, G_desc, rings.tiles, tiles, sizes, SPLITS)),
+        (compute_dC, (rings, tiles, vectors, dC, sums, sizes, FORM, SPLITS)),
+        (compute_dx, (dx_desc, rings, tiles, vectors, D, sums, sizes, FORM, SPLITS)),
+        (compute_dB, (rings, tiles, vectors, dA_cumsum, dB, sums, sizes, FORM, SPLITS)),
+        (fetch_vectors, (rings.vectors, vectors, dA_cumsum, dt, sizes, FORM, BLOCK_M, SPLITS)),
+        (fetch_tiles, (x_desc, dy_desc, B_desc, C_desc, H_desc, G_desc, rings.tiles, tiles, sizes, FORM, SPLITS)),
     ], [4, 4, 2, 1], [168, 128, 24, 24])
 
 
@@ -374,5 +416,5 @@ def hopper_group(i: SSDInputs, x_desc, dy_desc, B_desc, C_desc, H_desc, G_desc, 
     launch(
         hopper_group_kernel, min(ntiles, blocks), x_desc, dy_desc, B_desc, C_desc, H_desc, G_desc, dx_desc, dA_cumsum, dt,
         contiguous(i.D), dB, dC, *sums, s, ntiles, i.batch, i.seqlen, nsub, i.ngroups, i.nheads // i.ngroups,
-        SPLITS=splits, SLOTS=SLOTS, LINES=LINES, num_warps=4, maxnreg=_REGISTERS)
+        HEADDIM=i.headdim, DSTATE=i.dstate, SPLITS=splits, SLOTS=SLOTS, LINES=LINES, num_warps=4, maxnreg=_REGISTERS)
     return sums, s

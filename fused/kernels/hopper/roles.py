@@ -1,7 +1,12 @@
 """What the roles of the Gluon kernels for Hopper share: small device functions.
 
-A block walks runs: parts of the sequences of two neighbouring heads of one group, in sub-chunks of 64 tokens. Which runs a
-block walks stands in a table (blocks, nruns, 6) int32, padded with empty runs; `Run` names its columns.
+A warpgroup holds a slice of a state: 64 channels of one head (wgmma's least number of rows) and all of dstate. A block walks
+pairs of slices: of two neighbouring heads of one group where headdim is at most 64, else of one head. Tiles are 64 channels and
+64 or 128 states wide; the TMA fills what lies outside a head with zeros, and leaves it out where it writes. Where a group has
+an odd number of heads, both warpgroups of a block walk its last one and write the same bits to the same place.
+
+A block walks runs: parts of the sequences of pairs, in sub-chunks of 64 tokens. Which runs a block walks stands in a table
+(blocks, nruns, 6) int32, padded with empty runs; `Run` names its columns.
 """
 
 from typing import NamedTuple
@@ -9,14 +14,29 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ssd.runtime.gluon_names import reinterpret
+from ssd.runtime.gluon_names import async_load, async_store, reinterpret
 
 LOG2E = gl.constexpr(1.4426950408889634)
 RUN_FIELDS = gl.constexpr(6)
 
 
+class Form(NamedTuple):
+    """What a kernel is compiled for."""
+
+    HEADDIM: int
+    DSTATE: int
+    SLICES: int  # of a head: 1 or 2
+    ODD: bool  # whether the number of heads of a group is
+    D_ROWS: bool  # whether D has two dimensions
+
+
+@gluon.constexpr_function
+def make_form(headdim, dstate, rows, odd=False, D_rows=False):
+    return Form(headdim, dstate, (headdim + rows - 1) // rows, odd, D_rows)
+
+
 class Run(NamedTuple):
-    """Sub-chunks first to last (exclusive) of heads 2 pair and 2 pair + 1 of row b.
+    """Sub-chunks first to last (exclusive) of a pair of slices of row b.
 
     piece, npieces: the pieces of the sequence before the run whose end states enter it, npieces of them from number `piece` on;
     of a run that computes a piece, `piece` is its number.
@@ -62,11 +82,91 @@ def load_steps(dA_cumsum, dt, at, m, BLOCK_M: gl.constexpr):
 
 
 @gluon.jit
-def state_offsets(STATE: gl.constexpr, HEADDIM: gl.constexpr, DSTATE: gl.constexpr):
-    """Offsets of a state's elements [headdim, dstate] in memory."""
-    p = gl.arange(0, HEADDIM, gl.SliceLayout(1, STATE))
-    n = gl.arange(0, DSTATE, gl.SliceLayout(0, STATE))
-    return gl.expand_dims(p, 1) * DSTATE + gl.expand_dims(n, 0)
+def get_head(pair, U: gl.constexpr, heads_per_group, form: gl.constexpr):
+    """The head of slice U of a pair. Pairs of a group are neighbours; a lone last head is both heads of its pair."""
+    if form.SLICES == 2:
+        head = pair
+    elif form.ODD:
+        pairs = (heads_per_group + 1) // 2
+        head = pair // pairs * heads_per_group + gl.minimum(pair % pairs * 2 + U, heads_per_group - 1)
+    else:
+        head = pair * 2 + U
+    return head
+
+
+@gluon.jit
+def fetch_tile(desc, b, token, head, SLICE: gl.constexpr, SLICES: gl.constexpr, bar, buffer):
+    """Into buffer [64, width]: the tokens from `token` on of a slice of a head. Rows past seqlen and channels past it are 0.
+
+    desc: of (batch, seqlen, heads * channels) where slices fill a head, else of (batch, seqlen, heads, channels).
+    """
+    if len(desc.block_shape) == 3:
+        async_load(desc, [b, token, (head * SLICES + SLICE) * desc.block_shape[2]], bar, buffer)
+    else:
+        async_load(desc, [b, token, head, SLICE * desc.block_shape[3]], bar, buffer)
+
+
+@gluon.jit
+def write_tile(desc, b, token, head, SLICE: gl.constexpr, SLICES: gl.constexpr, buffer):
+    """From buffer, as `fetch_tile`."""
+    if len(desc.block_shape) == 3:
+        async_store(desc, [b, token, (head * SLICES + SLICE) * desc.block_shape[2]], buffer)
+    else:
+        async_store(desc, [b, token, head, SLICE * desc.block_shape[3]], buffer)
+
+
+@gluon.jit
+def allocate_tiles(desc, N: gl.constexpr):
+    """Shared memory for N tiles of a descriptor, [N, 1, 64, width] or [N, 1, 64, 1, width]."""
+    if len(desc.block_shape) == 3:
+        tiles = gl.allocate_shared_memory(
+            desc.dtype, [N, desc.block_shape[0], desc.block_shape[1], desc.block_shape[2]], desc.layout)
+    else:
+        tiles = gl.allocate_shared_memory(
+            desc.dtype, [N, desc.block_shape[0], desc.block_shape[1], desc.block_shape[2], desc.block_shape[3]], desc.layout)
+    return tiles
+
+
+@gluon.jit
+def state_offsets(LAYOUT: gl.constexpr, SLICE: gl.constexpr, form: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr):
+    """Offsets of a slice's elements [ROWS, WIDTH] in a state (headdim, dstate)."""
+    p = SLICE * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    n = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
+    return gl.expand_dims(p, 1) * form.DSTATE + gl.expand_dims(n, 0)
+
+
+@gluon.jit
+def state_mask(LAYOUT: gl.constexpr, SLICE: gl.constexpr, form: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr):
+    """Which of a slice's elements [ROWS, WIDTH] are in the state; None if all are."""
+    if form.HEADDIM % ROWS == 0 and form.DSTATE == WIDTH:
+        mask = None
+    else:
+        p = SLICE * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+        n = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
+        mask = gl.expand_dims(p < form.HEADDIM, 1) & gl.expand_dims(n < form.DSTATE, 0)
+    return mask
+
+
+@gluon.jit
+def load_masked(at, mask):
+    """What is there, 0 outside of the mask, which may be None."""
+    return gl.load(at) if mask is None else gl.load(at, mask=mask, other=0.0)
+
+
+@gluon.jit
+def store_masked(at, values, mask):
+    """`values` there but for what is outside of the mask, which may be None."""
+    if mask is None:
+        gl.store(at, values)
+    else:
+        gl.store(at, values, mask=mask)
+
+
+@gluon.jit
+def piece_offsets(LAYOUT: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr):
+    """Offsets of a slice's elements in what a piece leaves, [ROWS, WIDTH]."""
+    p, n = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT)), gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
+    return gl.expand_dims(p, 1) * WIDTH + gl.expand_dims(n, 0)
 
 
 @gluon.constexpr_function
@@ -77,29 +177,32 @@ def row_layout(dstate):
 
 
 @gluon.jit
-def load_given_state(states, bh, offsets, STATE: gl.constexpr, HEADDIM: gl.constexpr, DSTATE: gl.constexpr):
-    """The state [P, N] fp32 that the caller gave for row and head bh; zero if `states` is None."""
+def load_given_state(states, bh, STATE: gl.constexpr, SLICE: gl.constexpr, form: gl.constexpr, ROWS: gl.constexpr,
+                     WIDTH: gl.constexpr):
+    """A slice [P, N] fp32 of the state that the caller gave for row and head bh; zero if `states` is None."""
     if states is None:
-        state = gl.zeros([HEADDIM, DSTATE], gl.float32, STATE)
+        state = gl.zeros([ROWS, WIDTH], gl.float32, STATE)
     else:
-        state = gl.load(states + bh * HEADDIM * DSTATE + offsets).to(gl.float32)
+        at = states + bh * (form.HEADDIM * form.DSTATE) + state_offsets(STATE, SLICE, form, ROWS, WIDTH)
+        state = load_masked(at, state_mask(STATE, SLICE, form, ROWS, WIDTH)).to(gl.float32)
     return state
 
 
 @gluon.jit
-def add_pieces(state, ends, factors, run, offsets, U: gl.constexpr, HEADDIM: gl.constexpr, DSTATE: gl.constexpr):
-    """Equation (28): the state [P, N] fp32 before a run of head U of its pair, from that before the pieces that enter the run.
+def add_pieces(state, ends, factors, run, STATE: gl.constexpr, U: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr):
+    """Equation (28): slice U of a pair [P, N] fp32 before a run, from that before the pieces that enter the run.
 
-    ends (npieces, 2, headdim, dstate), factors (npieces, 2): what each piece adds, and its decay; None if there are no pieces.
+    ends (npieces, 2, ROWS, WIDTH), factors (npieces, 2): what each piece adds, and its decay; None if there are no pieces.
     """
     if ends is not None:
+        offsets = piece_offsets(STATE, ROWS, WIDTH)
         for i in range(2 * run.piece + U, 2 * (run.piece + run.npieces) + U, 2):
-            state = state * gl.load(factors + i) + gl.load(ends + i.to(gl.int64) * HEADDIM * DSTATE + offsets)
+            state = state * gl.load(factors + i) + gl.load(ends + i.to(gl.int64) * ROWS * WIDTH + offsets)
     return state
 
 
 @gluon.jit
 def get_tile(tiles, slot, ROWS: gl.constexpr, WIDTH: gl.constexpr):
-    """Tile `slot` of tiles [slots, 1, ROWS, WIDTH], which the TMA fills or reads, as [ROWS, WIDTH]."""
+    """Tile `slot` of those of `allocate_tiles`, which the TMA fills or reads, as [ROWS, WIDTH]."""
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, WIDTH], tiles.dtype)
     return reinterpret(tiles.index(slot), [ROWS, WIDTH], LAYOUT)

@@ -5,8 +5,8 @@ sub-chunks of two heads (`roles` says what a run is) and reads x, B, dt and dA_c
 on are walked from the last sub-chunk to the first, with dy, C and exp(A_i) in the places of x, B and dt_j exp(A_last - A_j):
 then the gradient of the state is what is computed. Roles:
 
-    walk_head (1 warpgroup a head): S <- exp(A_last) S + (x dt_j exp(A_last - A_j))^T B
-    fetch_tiles (1 warp):           B and x of both heads by TMA
+    walk_slice (1 warpgroup a slice): S <- exp(A_last) S + (x dt_j exp(A_last - A_j))^T B
+    fetch_tiles (1 warp):             B and x of both heads by TMA
 
 The kernel does one of two things:
 
@@ -29,17 +29,33 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ssd.runtime.gluon_names import async_load, async_store, block_barrier, store_wait
+from ssd.runtime.gluon_names import async_store, block_barrier, store_wait
 from ssd.runtime.launch import launch
 from ssd.types import SSDInputs
 
 from .ring import make_ring, mark_empty, slot_of, wait_empty, wait_full
-from .roles import LOG2E, add_pieces, decay, get_tile, load_given_state, load_run, load_steps, state_offsets
+from .roles import (
+    LOG2E,
+    add_pieces,
+    allocate_tiles,
+    decay,
+    fetch_tile,
+    get_head,
+    get_tile,
+    load_given_state,
+    load_run,
+    load_steps,
+    make_form,
+    piece_offsets,
+    state_mask,
+    state_offsets,
+    store_masked,
+)
 
 # One kernel for all sizes: that a size is 1 or divisible by 16 would not make it faster.
 SIZES = ("nruns", "forwards", "nsub", "nheads", "heads_per_group")
 STAGES = 3
-_REGISTERS = 160  # of a thread at launch; the roles then share them out: 152 walk_head, 24 fetch_tiles
+_REGISTERS = 160  # of a thread at launch; the roles then share them out: 152 walk_slice, 24 fetch_tiles
 
 
 class Tiles(NamedTuple):
@@ -59,6 +75,7 @@ class Work(NamedTuple):
     forwards: gl.tensor
     nsub: gl.tensor
     nheads: gl.tensor
+    heads_per_group: gl.tensor
 
 
 class Start(NamedTuple):
@@ -87,38 +104,37 @@ def get_batch_row(b, work, BACKWARDS: gl.constexpr):
 
 
 @gluon.jit
-def load_start(start, run, bh, offsets, work, U: gl.constexpr, BACKWARDS: gl.constexpr, STATE: gl.constexpr,
-               HEADDIM: gl.constexpr, DSTATE: gl.constexpr):
-    """The state before a run, or the gradient of that after it, [P, N] fp32."""
+def load_start(start, run, bh, work, U: gl.constexpr, SLICE: gl.constexpr, BACKWARDS: gl.constexpr, STATE: gl.constexpr,
+               form: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr):
+    """A slice [P, N] fp32 of the state before a run, or of the gradient of that after it."""
     if BACKWARDS and run.b >= work.forwards:
-        state = load_given_state(start.dfinal_states, bh, offsets, STATE, HEADDIM, DSTATE)
+        state = load_given_state(start.dfinal_states, bh, STATE, SLICE, form, ROWS, WIDTH)
     else:
-        state = load_given_state(start.initial_states, bh, offsets, STATE, HEADDIM, DSTATE)
-    return add_pieces(state, start.ends, start.factors, run, offsets, U, HEADDIM, DSTATE)
+        state = load_given_state(start.initial_states, bh, STATE, SLICE, form, ROWS, WIDTH)
+    return add_pieces(state, start.ends, start.factors, run, STATE, U, ROWS, WIDTH)
 
 
 @gluon.jit
-def walk_head(ring, tiles, states_desc, dA_cumsum, dt, start, final_states, work, U: gl.constexpr, EVERY: gl.constexpr,
-              BACKWARDS: gl.constexpr, BLOCK_M: gl.constexpr, HEADDIM: gl.constexpr, DSTATE: gl.constexpr):
-    """The consumer warpgroup of head 2 pair + U: S <- exp(A_last) S + (x dt_j exp(A_last - A_j))^T B."""
-    SIZE: gl.constexpr = HEADDIM * DSTATE
+def walk_slice(ring, tiles, states_desc, dA_cumsum, dt, start, final_states, work, form: gl.constexpr, U: gl.constexpr,
+               EVERY: gl.constexpr, BACKWARDS: gl.constexpr, BLOCK_M: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr):
+    """The consumer warpgroup of slice U of a pair: S <- exp(A_last) S + (x dt_j exp(A_last - A_j))^T B."""
+    SLICE: gl.constexpr = U if form.SLICES == 2 else 0
     DTYPE: gl.constexpr = tiles.x.dtype
-    STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DSTATE, 16])
+    STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, STATE, 2)
     m = gl.arange(0, BLOCK_M, gl.BlockedLayout([1], [32], [4], [0]))
-    offsets = state_offsets(STATE, HEADDIM, DSTATE)
     step = 0
     kept = 0
     for k in range(gl.program_id(0) * work.nruns, gl.program_id(0) * work.nruns + work.nruns):
         run = load_run(work.runs, k)
         b, first, last = run.b, run.first, run.last
-        h = run.pair * 2 + U
+        h = get_head(run.pair, U, work.heads_per_group, form)
         bh = (get_batch_row(b, work, BACKWARDS) * work.nheads + h).to(gl.int64)
         row = bh * work.nsub * BLOCK_M
         if states_desc is None:
-            state = gl.zeros([HEADDIM, DSTATE], gl.float32, STATE)
+            state = gl.zeros([ROWS, WIDTH], gl.float32, STATE)
         else:
-            state = load_start(start, run, bh, offsets, work, U, BACKWARDS, STATE, HEADDIM, DSTATE)
+            state = load_start(start, run, bh, work, U, SLICE, BACKWARDS, STATE, form, ROWS, WIDTH)
         total = 0.0
         a, dt_c, end = load_steps(dA_cumsum, dt, row + get_sub_chunk(first, b, work, BACKWARDS) * BLOCK_M, m, BLOCK_M)
         for c in range(first, last):
@@ -138,18 +154,18 @@ def walk_head(ring, tiles, states_desc, dA_cumsum, dt, start, final_states, work
                     out = U * KEPT + kept % KEPT
                     store_wait(KEPT - 1)
                     block_barrier()
-                    get_tile(tiles.states, out, HEADDIM, DSTATE).store(state.to(states_desc.dtype))
+                    get_tile(tiles.states, out, ROWS, WIDTH).store(state.to(states_desc.dtype))
                     fence_async_shared()
                     block_barrier()
                     chunk = b * ((work.nsub + EVERY - 1) // EVERY) + at // EVERY
-                    async_store(states_desc, [0, (chunk * work.nheads + h) * HEADDIM, 0], tiles.states.index(out))
+                    async_store(states_desc, [chunk * work.nheads + h, SLICE * ROWS, 0], tiles.states.index(out))
                     kept += 1
             block_barrier()
             w = gl.expand_dims(tiles.weights.index(line).load(gl.SliceLayout(0, OPERAND)), 0)
             wait_full(ring, step)
-            x = get_tile(tiles.x, 2 * slot + U, BLOCK_M, HEADDIM).permute((1, 0)).load(OPERAND)
+            x = get_tile(tiles.x, 2 * slot + U, BLOCK_M, ROWS).permute((1, 0)).load(OPERAND)
             x_end = (x.to(gl.float32) * w).to(DTYPE)
-            B = get_tile(tiles.B, slot, BLOCK_M, DSTATE)
+            B = get_tile(tiles.B, slot, BLOCK_M, WIDTH)
             state = warpgroup_mma(x_end, B, state * factor, is_async=True)  # [P, M] @ [M, N]
             state = warpgroup_mma_wait(0, deps=(state,))
             block_barrier()
@@ -157,73 +173,77 @@ def walk_head(ring, tiles, states_desc, dA_cumsum, dt, start, final_states, work
             step += 1
         if states_desc is None:
             if first < last:
-                gl.store(start.ends + (run.piece * 2 + U).to(gl.int64) * SIZE + offsets, state)
-                gl.store(start.factors + run.piece * 2 + U, decay(total * LOG2E))
+                piece = run.piece * 2 + U
+                gl.store(start.ends + piece.to(gl.int64) * (ROWS * WIDTH) + piece_offsets(STATE, ROWS, WIDTH), state)
+                gl.store(start.factors + piece, decay(total * LOG2E))
         elif final_states is not None:  # noqa: SIM102
             if last == work.nsub and (not BACKWARDS or b >= work.forwards):
-                gl.store(final_states + bh * SIZE + offsets, state)
+                at = final_states + bh * (form.HEADDIM * form.DSTATE) + state_offsets(STATE, SLICE, form, ROWS, WIDTH)
+                store_masked(at, state, state_mask(STATE, SLICE, form, ROWS, WIDTH))
     store_wait(0)
 
 
 @gluon.jit
-def fetch_tiles(x_desc, B_desc, dy_desc, C_desc, ring, tiles, work, heads_per_group, BACKWARDS: gl.constexpr):
-    """The producer: B and x of both heads of each sub-chunk into the next free slot; of walks backwards C and dy."""
+def fetch_tiles(x_desc, B_desc, dy_desc, C_desc, ring, tiles, work, form: gl.constexpr, BACKWARDS: gl.constexpr):
+    """The producer: B and x of both slices of each sub-chunk into the next free slot; of walks backwards C and dy."""
     BLOCK_M: gl.constexpr = x_desc.block_shape[1]
-    HEADDIM: gl.constexpr = x_desc.block_shape[2]
-    DSTATE: gl.constexpr = B_desc.block_shape[2]
+    ROWS: gl.constexpr = x_desc.block_shape[-1]
+    WIDTH: gl.constexpr = B_desc.block_shape[-1]
     step = 0
     for k in range(gl.program_id(0) * work.nruns, gl.program_id(0) * work.nruns + work.nruns):
         run = load_run(work.runs, k)
         b = run.b
-        p, n = run.pair * 2 * HEADDIM, run.pair * 2 // heads_per_group * DSTATE
         for c in range(run.first, run.last):
             slot = slot_of(ring, step)
             wait_empty(ring, step)
             bar, token = ring.full.index(slot), get_sub_chunk(c, b, work, BACKWARDS) * BLOCK_M
-            mbarrier.expect(bar, BLOCK_M * 2 * (2 * HEADDIM + DSTATE))
+            mbarrier.expect(bar, BLOCK_M * 2 * (2 * ROWS + WIDTH))
             if BACKWARDS and b >= work.forwards:
-                fetch_tile(dy_desc, C_desc, b - work.forwards, token, p, n, bar, tiles, slot)
+                fetch_pair(dy_desc, C_desc, b - work.forwards, token, run.pair, work, form, bar, tiles, slot)
             else:
-                fetch_tile(x_desc, B_desc, b, token, p, n, bar, tiles, slot)
+                fetch_pair(x_desc, B_desc, b, token, run.pair, work, form, bar, tiles, slot)
             step += 1
 
 
 @gluon.jit
-def fetch_tile(x_desc, B_desc, b, token, p, n, bar, tiles, slot):
-    """Into one slot: B and x of two heads of one sub-chunk, from their columns n and p on."""
-    async_load(B_desc, [b, token, n], bar, tiles.B.index(slot))
+def fetch_pair(x_desc, B_desc, b, token, pair, work, form: gl.constexpr, bar, tiles, slot):
+    """Into one slot: B and x of both slices of one sub-chunk."""
+    group = get_head(pair, 0, work.heads_per_group, form) // work.heads_per_group
+    fetch_tile(B_desc, b, token, group, 0, 1, bar, tiles.B.index(slot))
     for u in gl.static_range(2):
-        async_load(x_desc, [b, token, p + u * x_desc.block_shape[2]], bar, tiles.x.index(2 * slot + u))
+        h = get_head(pair, u, work.heads_per_group, form)
+        fetch_tile(x_desc, b, token, h, u * (form.SLICES - 1), form.SLICES, bar, tiles.x.index(2 * slot + u))
 
 
 @gluon.jit(do_not_specialize=SIZES)
 def hopper_states_kernel(x_desc, B_desc, dy_desc, C_desc, states_desc, dA_cumsum, dt, initial_states, dfinal_states,
-                         ends, factors, final_states, runs, nruns, forwards, nsub, nheads, heads_per_group, EVERY: gl.constexpr,
+                         ends, factors, final_states, runs, nruns, forwards, nsub, nheads, heads_per_group,
+                         HEADDIM: gl.constexpr, DSTATE: gl.constexpr, ODD: gl.constexpr, EVERY: gl.constexpr,
                          STAGES: gl.constexpr):
     BACKWARDS: gl.constexpr = dy_desc is not None
     gl.static_assert(EVERY == 1 or not BACKWARDS, "walks backwards keep the state of each sub-chunk")
-    DTYPE: gl.constexpr = x_desc.dtype
     BLOCK_M: gl.constexpr = x_desc.block_shape[1]
-    HEADDIM: gl.constexpr = x_desc.block_shape[2]
-    DSTATE: gl.constexpr = B_desc.block_shape[2]
-    Xs = gl.allocate_shared_memory(DTYPE, [2 * STAGES, 1, BLOCK_M, HEADDIM], x_desc.layout)
-    Bs = gl.allocate_shared_memory(DTYPE, [STAGES, 1, BLOCK_M, DSTATE], B_desc.layout)
+    ROWS: gl.constexpr = x_desc.block_shape[-1]
+    WIDTH: gl.constexpr = B_desc.block_shape[-1]
+    FORM: gl.constexpr = make_form(HEADDIM, DSTATE, ROWS, ODD)
+    Xs = allocate_tiles(x_desc, 2 * STAGES)
+    Bs = allocate_tiles(B_desc, STAGES)
     if states_desc is None:
         Ss: gl.constexpr = None
     else:
         KEPT: gl.constexpr = 2 if states_desc.dtype.primitive_bitwidth == 16 else 1
-        Ss = gl.allocate_shared_memory(states_desc.dtype, [2 * KEPT, 1, HEADDIM, DSTATE], states_desc.layout)
+        Ss = allocate_tiles(states_desc, 2 * KEPT)
     weights = gl.allocate_shared_memory(gl.float32, [4, BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     ring = make_ring(STAGES, 2)
     fence_async_shared()
-    tiles, work = Tiles(Xs, Bs, Ss, weights), Work(runs, nruns, forwards, nsub, nheads)
+    tiles, work = Tiles(Xs, Bs, Ss, weights), Work(runs, nruns, forwards, nsub, nheads, heads_per_group)
     start = Start(initial_states, dfinal_states, ends, factors)
     gl.warp_specialize([
-        (walk_head, (ring, tiles, states_desc, dA_cumsum, dt, start, final_states, work, 0, EVERY, BACKWARDS, BLOCK_M, HEADDIM,
-                     DSTATE)),
-        (walk_head, (ring, tiles, states_desc, dA_cumsum, dt, start, final_states, work, 1, EVERY, BACKWARDS, BLOCK_M, HEADDIM,
-                     DSTATE)),
-        (fetch_tiles, (x_desc, B_desc, dy_desc, C_desc, ring, tiles, work, heads_per_group, BACKWARDS)),
+        (walk_slice, (ring, tiles, states_desc, dA_cumsum, dt, start, final_states, work, FORM, 0, EVERY, BACKWARDS, BLOCK_M,
+                      ROWS, WIDTH)),
+        (walk_slice, (ring, tiles, states_desc, dA_cumsum, dt, start, final_states, work, FORM, 1, EVERY, BACKWARDS, BLOCK_M,
+                      ROWS, WIDTH)),
+        (fetch_tiles, (x_desc, B_desc, dy_desc, C_desc, ring, tiles, work, FORM, BACKWARDS)),
     ], [4, 1], [152, 24])
 
 
@@ -233,7 +253,7 @@ def piece_states(i: SSDInputs, descriptors, dt, dA_cumsum, npieces: int, runs,
 
     runs: (blocks, nruns, 6) int32.
     """
-    ends = torch.empty(npieces, 2, i.headdim, i.dstate, device=i.x.device, dtype=torch.float32)
+    ends = torch.empty(npieces, 2, *(d.block_shape[-1] for d in descriptors[:2]), device=i.x.device, dtype=torch.float32)
     factors = torch.empty(npieces, 2, device=i.x.device, dtype=torch.float32)
     _launch(i, descriptors, None, dt, dA_cumsum, runs, (None, None), ends, factors, None, forwards, dt.shape[3])
     return ends, factors
@@ -253,5 +273,5 @@ def _launch(i: SSDInputs, descriptors, states_desc, dt, dA_cumsum, runs, starts,
             every: int) -> None:
     descriptors = (*descriptors, None, None)[:4]
     launch(hopper_states_kernel, runs.shape[0], *descriptors, states_desc, dA_cumsum, dt, *starts, ends, factors, final_states,
-           runs, runs.shape[1], forwards, dt.shape[2], i.nheads, i.nheads // i.ngroups,
-           EVERY=every // dt.shape[3], STAGES=STAGES, num_warps=4, maxnreg=_REGISTERS)
+           runs, runs.shape[1], forwards, dt.shape[2], i.nheads, i.nheads // i.ngroups, HEADDIM=i.headdim, DSTATE=i.dstate,
+           ODD=i.nheads // i.ngroups % 2 == 1, EVERY=every // dt.shape[3], STAGES=STAGES, num_warps=4, maxnreg=_REGISTERS)
