@@ -54,9 +54,10 @@ def cannot_run(i: SSDInputs, options: Options, by_chunk: bool) -> str | None:
     if i.x.dtype not in (torch.bfloat16, torch.float16) or not i.x.dtype == i.B.dtype == i.C.dtype:
         return f"x, B, C: got dtypes {i.x.dtype}, {i.B.dtype}, {i.C.dtype}, takes bf16 or fp16, all alike"
     if not has_tiles(i.x.dtype.itemsize, i.headdim, i.dstate):
-        return (f"got headdim = {i.headdim}, dstate = {i.dstate}, takes multiples of 8, headdim up to {MOST_HEADDIM} and dstate "
-                f"up to {WIDTHS[-1]}" if RUN_UNMEASURED_FORMS else
-                f"got headdim = {i.headdim}, dstate = {i.dstate}, takes headdim {HEADDIM} and dstate of {DSTATES}")
+        taken = f"headdim {HEADDIM} and dstate of {DSTATES}"
+        if RUN_UNMEASURED_FORMS:
+            taken = f"multiples of 8, headdim up to {MOST_HEADDIM} and dstate up to {WIDTHS[-1]}"
+        return f"got headdim = {i.headdim}, dstate = {i.dstate}, takes {taken}"
     if not RUN_UNMEASURED_FORMS:
         if i.nheads // i.ngroups % 2:
             return f"got {i.nheads // i.ngroups} heads a group, takes even numbers"

@@ -6,6 +6,7 @@ So it sees them all; and one that it would not miss is either superfluous or bey
 import ast
 import functools
 import importlib.util
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,8 @@ SHAPE = Shape(1, 5 * 64 - 7, 4, 64, 1, 64, 64)
 # Some lines are needed where others do not happen to do their work: in more stages, for one head alone, in cut sequences.
 WAYS = {"recomputed": (Options(save_states=False), {}), "saved": (Options(), {}),
         "a head in each part": (Options(save_states=False), {"splits": 4}),
-        "cut": (Options(), {"blocks": 5, "cut": (2, 2)})}
+        "cut": (Options(), {"blocks": 5, "cut": (2, 2)}),
+        "headdim 80": (Options(), {"unmeasured": True})}
 
 
 @functools.cache
@@ -64,8 +66,9 @@ def test_needed(kernel, first, last):
 
 def _is_faulty(executor: Executor, way: str) -> bool:
     options, dealing = WAYS[way]
-    inputs = random_inputs(SHAPE, Case(D="h", dt_dtype=torch.float32), torch.bfloat16)
-    ways = torch.randn_like(inputs.x), torch.randn(1, 4, 64, 64)
+    shape = replace(SHAPE, headdim=80, nheads=2) if way == "headdim 80" else SHAPE
+    inputs = random_inputs(shape, Case(D="h", dt_dtype=torch.float32), torch.bfloat16)
+    ways = torch.randn_like(inputs.x), torch.randn(1, shape.nheads, shape.headdim, 64)
     try:
         with hopper_on_cpu(executor, **({"blocks": 1} | dealing)):
             results(get_variant("persistent"), inputs, *ways, options)

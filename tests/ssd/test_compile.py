@@ -192,6 +192,22 @@ def test_no_kernel_is_left_out():
     assert len({row["kernel"] for row in rows if row["dots"]}) >= 15
 
 
+@pytest.mark.parametrize("sizes", [
+    ("--headdim", "80"), ("--headdim", "128", "--nheads", "16"), ("--headdim", "32", "--dstate", "64", "--nheads", "24"),
+    ("--headdim", "48", "--dstate", "80", "--ngroups", "2"), ("--nheads", "25"), ("--nheads", "8", "--ngroups", "8"), ("--z",),
+    ("--headdim", "80", "--z"),
+], ids="".join)
+def test_gluon_kernels_of_other_forms(sizes):
+    """They need no more registers, and their products stay in as few groups."""
+    rows = [row for row in compiled("persistent", "--unmeasured", "--arch", "90", *sizes)]
+    rows = {row["kernel"]: row for row in rows if row["kernel"].startswith("hopper")}
+    assert rows.keys() == set(HOPPER)
+    assert_fits(list(rows.values()), 90, spills=256, by_walks=0)
+    assert rows["hopper_scan_kernel"]["spills"] <= 104 and rows["hopper_states_kernel"]["spills"] <= 32
+    for row in rows.values():
+        assert not row["late"] and row["groups"] <= MOST_GROUPS, row
+
+
 def test_backward_in_group_loops():
     """On Hopper in bf16, at the sizes that models have: next to nothing is spilled, and no product is without warpgroups."""
     many = ("--seqlen", "4096", "--nheads", "128", "--ngroups", "8")  # heads, so that there is a loop over them

@@ -39,13 +39,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ssd.kernels.arguments import contiguous
-from ssd.runtime.gluon_names import async_load, async_store, block_barrier, reinterpret, store_wait
+from ssd.runtime.gluon_names import async_load, block_barrier, store_wait
 from ssd.runtime.launch import launch
 from ssd.types import SSDInputs
 
 from .group_tiles import Sizes, find_tile, store_rows
 from .ring import Ring, make_ring, mark_empty, mark_full, next_empty, next_full, slot_of, wait_empty, wait_full
-from .roles import LOG2E, allocate_tiles, clamp_to, decay, fetch_tile, get_tile, log2, make_form
+from .roles import LOG2E, allocate_tiles, as_box, clamp_to, decay, fetch_slice, get_tile, log2, make_form, write_slice
 
 # One kernel for all sizes: that a size is 1 or divisible by 16 would not make it faster. Offsets into sums are int32: x of as
 # many rows, 2^31, would take 256 GiB.
@@ -93,35 +93,6 @@ class Sums(NamedTuple):
     pair: gl.tensor  # col
     skip: gl.tensor  # dy . x
     s: gl.tensor
-
-
-@gluon.jit
-def as_box(buffer, desc):
-    """A tile [1, 64, width] as one of `desc`, which has as many elements."""
-    if len(desc.block_shape) == 4:
-        shape: gl.constexpr = [desc.block_shape[0], desc.block_shape[1], desc.block_shape[2], desc.block_shape[3]]
-        buffer = reinterpret(buffer, shape, desc.layout)
-    return buffer
-
-
-@gluon.jit
-def fetch_slice(desc, tile, k, form: gl.constexpr, bar, buffer):
-    """Into buffer [64, 64]: a tile's tokens of slice k of all heads."""
-    if len(desc.block_shape) == 3:
-        async_load(desc, [tile.b, tile.c * desc.block_shape[1], k * desc.block_shape[2]], bar, buffer)
-    else:
-        at = [tile.b, tile.c * desc.block_shape[1], k // form.SLICES, k % form.SLICES * desc.block_shape[3]]
-        async_load(desc, at, bar, buffer)
-
-
-@gluon.jit
-def write_slice(desc, tile, k, form: gl.constexpr, buffer):
-    """From buffer, as `fetch_slice`."""
-    if len(desc.block_shape) == 3:
-        async_store(desc, [tile.b, tile.c * desc.block_shape[1], k * desc.block_shape[2]], buffer)
-    else:
-        at = [tile.b, tile.c * desc.block_shape[1], k // form.SLICES, k % form.SLICES * desc.block_shape[3]]
-        async_store(desc, at, buffer)
 
 
 @gluon.jit
@@ -263,7 +234,7 @@ def compute_dx(dx_desc, rings, tiles, vectors, D, sums, sizes, form: gl.constexp
             block_barrier()  # all that was loaded from the stage went into what is stored by now
             mark_empty(rings.tiles, slot)
             mark_empty(rings.vectors, line)
-            write_slice(dx_desc, tile, tile.head * form.SLICES + k, form, tiles.dx.index(0))
+            write_slice(dx_desc, tile.b, tile.c * BLOCK_M, tile.head * form.SLICES + k, form.SLICES, tiles.dx.index(0))
             step += 1
         block_barrier()
         mark_empty(rings.tiles, kept)
@@ -360,14 +331,14 @@ def fetch_tiles(x_desc, dy_desc, B_desc, C_desc, H_desc, G_desc, ring, tiles, si
         slot = kept
         bar = ring.full.index(kept)
         mbarrier.expect(bar, 2 * BLOCK_M * WIDTH * 2)
-        fetch_tile(B_desc, tile.b, tile.c * BLOCK_M, tile.group, 0, 1, bar, as_box(tiles.H.index(kept), B_desc))
-        fetch_tile(C_desc, tile.b, tile.c * BLOCK_M, tile.group, 0, 1, bar, as_box(tiles.G.index(kept), C_desc))
+        fetch_slice(B_desc, tile.b, tile.c * BLOCK_M, tile.group, 1, bar, as_box(tiles.H.index(kept), B_desc))
+        fetch_slice(C_desc, tile.b, tile.c * BLOCK_M, tile.group, 1, bar, as_box(tiles.G.index(kept), C_desc))
         for k in range(tile.head * form.SLICES, (tile.head + tile.count) * form.SLICES):
             slot, phases = next_empty(slot, kept, phases, ring)
             bar = ring.full.index(slot)
             mbarrier.expect(bar, 2 * ROWS * (BLOCK_M + WIDTH) * 2)
-            fetch_slice(x_desc, tile, k, form, bar, tiles.x.index(slot))
-            fetch_slice(dy_desc, tile, k, form, bar, tiles.dy.index(slot))
+            fetch_slice(x_desc, tile.b, tile.c * BLOCK_M, k, form.SLICES, bar, tiles.x.index(slot))
+            fetch_slice(dy_desc, tile.b, tile.c * BLOCK_M, k, form.SLICES, bar, tiles.dy.index(slot))
             state = (tile.b * sizes.nsub + tile.c) * nheads + k // form.SLICES
             async_load(H_desc, [state, k % form.SLICES * ROWS, 0], bar, tiles.H.index(slot))
             async_load(G_desc, [state, k % form.SLICES * ROWS, 0], bar, tiles.G.index(slot))

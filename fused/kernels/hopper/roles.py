@@ -95,24 +95,25 @@ def get_head(pair, U: gl.constexpr, heads_per_group, form: gl.constexpr):
 
 
 @gluon.jit
-def fetch_tile(desc, b, token, head, SLICE: gl.constexpr, SLICES: gl.constexpr, bar, buffer):
-    """Into buffer [64, width]: the tokens from `token` on of a slice of a head. Rows past seqlen and channels past it are 0.
+def fetch_slice(desc, b, token, k, SLICES: gl.constexpr, bar, buffer):
+    """Into buffer [64, width]: the tokens from `token` on of slice k of all heads. Rows past seqlen and channels past a head's
+    are 0.
 
-    desc: of (batch, seqlen, heads * channels) where slices fill a head, else of (batch, seqlen, heads, channels).
+    desc: of (batch, seqlen, heads * channels) where slices fill the heads, else of (batch, seqlen, heads, channels).
     """
     if len(desc.block_shape) == 3:
-        async_load(desc, [b, token, (head * SLICES + SLICE) * desc.block_shape[2]], bar, buffer)
+        async_load(desc, [b, token, k * desc.block_shape[2]], bar, buffer)
     else:
-        async_load(desc, [b, token, head, SLICE * desc.block_shape[3]], bar, buffer)
+        async_load(desc, [b, token, k // SLICES, k % SLICES * desc.block_shape[3]], bar, buffer)
 
 
 @gluon.jit
-def write_tile(desc, b, token, head, SLICE: gl.constexpr, SLICES: gl.constexpr, buffer):
-    """From buffer, as `fetch_tile`."""
+def write_slice(desc, b, token, k, SLICES: gl.constexpr, buffer):
+    """From buffer, as `fetch_slice`. What is outside is not written."""
     if len(desc.block_shape) == 3:
-        async_store(desc, [b, token, (head * SLICES + SLICE) * desc.block_shape[2]], buffer)
+        async_store(desc, [b, token, k * desc.block_shape[2]], buffer)
     else:
-        async_store(desc, [b, token, head, SLICE * desc.block_shape[3]], buffer)
+        async_store(desc, [b, token, k // SLICES, k % SLICES * desc.block_shape[3]], buffer)
 
 
 @gluon.jit
@@ -206,3 +207,12 @@ def get_tile(tiles, slot, ROWS: gl.constexpr, WIDTH: gl.constexpr):
     """Tile `slot` of those of `allocate_tiles`, which the TMA fills or reads, as [ROWS, WIDTH]."""
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, WIDTH], tiles.dtype)
     return reinterpret(tiles.index(slot), [ROWS, WIDTH], LAYOUT)
+
+
+@gluon.jit
+def as_box(buffer, desc):
+    """A tile [1, 64, width] as one of `desc`, which has as many elements."""
+    if len(desc.block_shape) == 4:
+        shape: gl.constexpr = [desc.block_shape[0], desc.block_shape[1], desc.block_shape[2], desc.block_shape[3]]
+        buffer = reinterpret(buffer, shape, desc.layout)
+    return buffer

@@ -42,7 +42,7 @@ from .roles import (
     add_pieces,
     allocate_tiles,
     decay,
-    fetch_tile,
+    fetch_slice,
     get_head,
     get_tile,
     load_given_state,
@@ -55,7 +55,7 @@ from .roles import (
     state_mask,
     state_offsets,
     store_masked,
-    write_tile,
+    write_slice,
 )
 
 # One kernel for all sizes: that a size is 1 or divisible by 16 would not make it faster.
@@ -164,14 +164,13 @@ def fetch_tiles(x_desc, B_desc, C_desc, z_desc, ring, tiles, work, form: gl.cons
             wait_empty(ring, step)
             bar = ring.full.index(slot)
             mbarrier.expect(bar, BLOCK_M * 2 * (2 * CHANNELS + 2 * WIDTH))
-            fetch_tile(B_desc, run.b, c * BLOCK_M, group, 0, 1, bar, tiles.B.index(slot))
-            fetch_tile(C_desc, run.b, c * BLOCK_M, group, 0, 1, bar, tiles.C.index(slot))
+            fetch_slice(B_desc, run.b, c * BLOCK_M, group, 1, bar, tiles.B.index(slot))
+            fetch_slice(C_desc, run.b, c * BLOCK_M, group, 1, bar, tiles.C.index(slot))
             for u in gl.static_range(2):
-                h = get_head(run.pair, u, work.heads_per_group, form)
-                part = u * (form.SLICES - 1)
-                fetch_tile(x_desc, run.b, c * BLOCK_M, h, part, form.SLICES, bar, tiles.x.index(2 * slot + u))
+                part = get_head(run.pair, u, work.heads_per_group, form) * form.SLICES + u * (form.SLICES - 1)
+                fetch_slice(x_desc, run.b, c * BLOCK_M, part, form.SLICES, bar, tiles.x.index(2 * slot + u))
                 if z_desc is not None:
-                    fetch_tile(z_desc, run.b, c * BLOCK_M, h, part, form.SLICES, bar, tiles.z.index(2 * slot + u))
+                    fetch_slice(z_desc, run.b, c * BLOCK_M, part, form.SLICES, bar, tiles.z.index(2 * slot + u))
             step += 1
 
 
@@ -308,9 +307,9 @@ def scan_slice(outputs, rings, tiles, vectors, dA_cumsum, D, start, work, form: 
             block_barrier()
             # not before y is there: a load from x that is only on its way would find the next tile (docs/log/hopper-scan.md)
             mark_empty(rings.tiles, slot)
-            write_tile(outputs.out, b, c * BLOCK_M, h, SLICE, form.SLICES, tiles.y.index(U))
+            write_slice(outputs.out, b, c * BLOCK_M, h * form.SLICES + SLICE, form.SLICES, tiles.y.index(U))
             if outputs.y is not None:
-                write_tile(outputs.y, b, c * BLOCK_M, h, SLICE, form.SLICES, tiles.y.index(2 + U))
+                write_slice(outputs.y, b, c * BLOCK_M, h * form.SLICES + SLICE, form.SLICES, tiles.y.index(2 + U))
             step += 1
         if outputs.final_states is not None and last == work.nsub:
             at = outputs.final_states + bh * (form.HEADDIM * form.DSTATE) + state_offsets(STATE, SLICE, form, ROWS, WIDTH)

@@ -39,7 +39,7 @@ from .roles import (
     add_pieces,
     allocate_tiles,
     decay,
-    fetch_tile,
+    fetch_slice,
     get_head,
     get_tile,
     load_given_state,
@@ -209,10 +209,10 @@ def fetch_tiles(x_desc, B_desc, dy_desc, C_desc, ring, tiles, work, form: gl.con
 def fetch_pair(x_desc, B_desc, b, token, pair, work, form: gl.constexpr, bar, tiles, slot):
     """Into one slot: B and x of both slices of one sub-chunk."""
     group = get_head(pair, 0, work.heads_per_group, form) // work.heads_per_group
-    fetch_tile(B_desc, b, token, group, 0, 1, bar, tiles.B.index(slot))
+    fetch_slice(B_desc, b, token, group, 1, bar, tiles.B.index(slot))
     for u in gl.static_range(2):
-        h = get_head(pair, u, work.heads_per_group, form)
-        fetch_tile(x_desc, b, token, h, u * (form.SLICES - 1), form.SLICES, bar, tiles.x.index(2 * slot + u))
+        part = get_head(pair, u, work.heads_per_group, form) * form.SLICES + u * (form.SLICES - 1)
+        fetch_slice(x_desc, b, token, part, form.SLICES, bar, tiles.x.index(2 * slot + u))
 
 
 @gluon.jit(do_not_specialize=SIZES)
