@@ -1,6 +1,5 @@
 """The bench's own logic on a CPU: variants run for real, the clock is replaced."""
 
-import contextlib
 import io
 import json
 from dataclasses import asdict
@@ -14,35 +13,16 @@ from experiments.inputs import make_inputs
 from experiments.shapes import MODES, SMALL
 from ssd import Options, cost
 from ssd.registry import Variant
+from tests.experiments.clock import install
 
 SECONDS_OF = {("torch", 32): 2e-3, ("torch", 64): 1e-3, ("rival", 128): 4e-3, ("rival", 256): 3e-3}
 
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Timing without a GPU: every call runs once; times come from SECONDS_OF, a tenth less in a graph."""
-
-    def interleave(calls, repeats, warmup):
-        graphs = all(hasattr(call, "captured") for call in calls.values())
-        for call in calls.values():
-            call()
-        times = {c: 1e6 * SECONDS_OF[c.variant, c.chunk_size] * (0.9 if graphs else 1) for c in calls}
-        return {name: (us - 1, us, us + 1) for name, us in times.items()}
-
-    def capture(call):
-        def replay():
-            return call()
-
-        replay.captured = True
-        return replay
-
-    for name, fake in {
-        "side_stream": contextlib.nullcontext, "copy_gbps": lambda: 4000.0, "interleave": interleave, "capture": capture,
-        "count_launches": lambda call: 5, "peak_mib": lambda call: 1.5, "saved_mib": lambda call: 0.5,
-    }.items():
-        monkeypatch.setattr(timing, name, fake)
+    """Times come from SECONDS_OF, a tenth less in a graph."""
+    install(monkeypatch, lambda c, in_graph: 1e6 * SECONDS_OF[c.variant, c.chunk_size] * (0.9 if in_graph else 1))
     monkeypatch.setattr(bench, "make_inputs", lambda shape, dtype, device, **other: make_inputs(shape, dtype, "cpu", **other))
-    monkeypatch.setattr(record, "environment", lambda: dict.fromkeys(record.ENVIRONMENT) | {"time": "2026"})
     monkeypatch.setitem(bench._PEER_CHUNK_SIZES, "rival", (128, 256))
 
 

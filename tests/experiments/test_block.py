@@ -1,39 +1,23 @@
 """The bench of what surrounds the operator, without a GPU: a clock that is made up, sides that are torch."""
 
-import contextlib
 import io
 
 import pytest
 import torch
 from rich.console import Console
 
-from experiments import block, record, table, timing
+from experiments import block, record, table
 from experiments.shapes import Shape
+from tests.experiments.clock import install
 
 TINY, SCAN = Shape("tiny", 1, 8, 2, 8, 4, 1), Shape("scan", 1, 8, 2, 1, 2, 1)
 
 
 @pytest.fixture(autouse=True)
 def clock(monkeypatch):
-    """Ours takes 10 us, upstream 25; a graph 5 less. Every call is made."""
-    def interleave(calls, repeats, warmup):
-        less = 5 if all(hasattr(call, "captured") for call in calls.values()) else 0
-        for call in calls.values():
-            call()
-        return {name: (us - 1, us, us + 1) for name in calls for us in [(10 if name == "ssd" else 25) - less]}
-
-    def capture(call):
-        def replay():
-            return call()
-
-        replay.captured = True
-        return replay
-
-    for name, fake in {"side_stream": contextlib.nullcontext, "copy_gbps": lambda: 4000.0, "interleave": interleave,
-                       "capture": capture, "count_launches": lambda call: 5, "peak_mib": lambda call: 1.5}.items():
-        monkeypatch.setattr(timing, name, fake)
+    """Ours takes 10 us, upstream 25; a graph 5 less."""
+    install(monkeypatch, lambda name, in_graph: (10 if name == "ssd" else 25) - 5 * in_graph)
     monkeypatch.setattr(block, "SCANS", (SCAN,))
-    monkeypatch.setattr(record, "environment", lambda: dict.fromkeys(record.ENVIRONMENT) | {"time": "2026"})
 
 
 def run(tmp_path, parts, modes=block.MODES) -> tuple[list[dict], str]:
@@ -92,23 +76,3 @@ def test_a_part_that_fails_costs_no_other(tmp_path, monkeypatch):
     monkeypatch.setitem(block.PARTS, "conv1d", broken)
     rows, said = run(tmp_path, ("conv1d", "gated_norm"), ("fwd",))
     assert {r["part"] for r in rows} == {"gated_norm"} and "conv1d tiny is left out: no room" in said
-
-
-def test_counters(tmp_path, monkeypatch):
-    """A row for each kernel of each call; a call that ncu fails at is told, and costs no other."""
-    rows = [row for row in run(tmp_path, ("gated_norm",), ("fwd", "bwd"))[0] if row["variant"] == "ssd"]
-    kernel = {"kernel": "gated_norm_kernel", "launches": 1, "ncu_us": 2.0, "dram_bytes": 8e3, "dram_pct": 50.0}
-
-    def profile(arguments, tunes):
-        if "bwd" in arguments:
-            raise ValueError("no permission")
-        return [kernel, kernel | {"kernel": "other_kernel"}]
-
-    monkeypatch.setattr(block.counters.shutil, "which", lambda name: "/bin/ncu")
-    monkeypatch.setattr(block.counters, "profile", profile)
-    console = Console(width=200, record=True, file=io.StringIO())
-    block.count(rows, tmp_path, console)
-    counted = record.read(tmp_path, bench="block_counters")
-    assert [(row["part"], row["mode"], row["variant"], row["kernel"]) for row in counted] == [
-        ("gated_norm", "fwd", "ssd", "gated_norm_kernel"), ("gated_norm", "fwd", "ssd", "other_kernel")]
-    assert "gated_norm tiny bwd fp32 ssd: ncu gave none: no permission" in console.export_text()

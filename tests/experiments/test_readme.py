@@ -2,8 +2,7 @@ import re
 
 import pytest
 
-from experiments import figure, readme, result_tables, speedup_figure, terminal_page
-from experiments.characterize.report import draw
+from experiments import figure, readme, speedup_figure, terminal_page
 from tests.experiments.rows import ENVIRONMENT, compared, ssd_row
 
 ROWS = [
@@ -77,45 +76,6 @@ def test_speedups(root):
     assert "No GPU has run the bench beside mamba_ssm yet" in read(root, "README.md")
 
 
-def test_the_training_step_is_of_the_model_with_that_layer(root):
-    layer = ssd_row("persistent", **compared(2.0))
-    other = step_row("persistent", 10.0, 5.0, speedup=9.0)
-    steps = [step_row("persistent", 60.0, 5.0, speedup=1.25) | {"preset": "8b-width"}, other]
-    write_bench(root, [layer], steps=steps)
-    (line,) = lines_of(root, "README.md", "Mamba-2 8B")
-    assert line.endswith("| **1.2x** 60 ms |")
-    write_bench(root, [layer], steps=[steps[0] | {"speedup": None}, steps[1]])
-    (line,) = lines_of(root, "README.md", "Mamba-2 8B")
-    assert line.endswith("| - |")
-
-
-def test_costs(root):
-    """The default beside the fastest: the chunk size at which each takes least, with what its forward keeps."""
-    whole = ssd_row("persistent", mode="fwd_bwd", p50_us=1235.0) | {"peak_mib": 1660.2}
-    rows = [whole, whole | {"chunk_size": 64, "graph_p50_us": 2000.0}, whole | {"variant": "fused"}, whole | {"shape": "8b-b1"},
-            ssd_row("persistent", mode="fwd_train") | {"saved_mib": 512.0}, ssd_row("persistent", mode="bwd", p50_us=873.0),
-            whole | {"variant": "auto", "graph_p50_us": 1347.0, "peak_mib": 1120.0}]
-    assert not readme.write_memory(rows, root)
-    costs = [line for line in read(root, "README.md").splitlines() if line.startswith("| `")][1:]
-    assert costs == ["| `auto` | 1347 |  |  | 1120 |", "| `persistent` | 1225 | 863 | 512 | 1660 |"]
-    readme.write_memory([], root)
-    assert "No rows yet: no GPU has run forward and backward of 8b-b4" in read(root, "README.md")
-
-
-def test_forward_and_backward_have_a_table(root):
-    whole = [ssd_row(mode="fwd_bwd", p50_us=5500.0, **compared(0.95)), ssd_row("mamba_ssm", mode="fwd_bwd", p50_us=5200.0),
-             ssd_row("fused", shape="8b-b8", mode="fwd_bwd", p50_us=900.0)]
-    write_bench(root, [*ROWS, *whole])
-    for line in ("| shape | baseline | mamba_ssm | fused |", "| 8b-b4 | 5490 (0.95) | 5190 |  |", "| 8b-b8 |  |  | 890 |"):
-        assert line in read(root)
-
-
-def test_the_commits_of_the_rows_are_named(root):
-    later = ROWS[0] | {"git_sha": "1" * 40, "time": "2026-01-02T00:00:00+00:00"}
-    write_bench(root, [later, *ROWS[1:]])
-    assert "device copy 4270 GB/s, rows of 0000000 and 1111111. In" in read(root)
-
-
 def test_a_new_row_makes_page_and_figures_stale(root):
     rows = [*ROWS, ssd_row("persistent", **compared(2.0))]
     write_bench(root, rows)
@@ -135,18 +95,6 @@ def test_markers_are_required(root):
     (root / "README.md").write_text("no markers")
     with pytest.raises(ValueError, match=r"README\.md: expected the lines"):
         write_bench(root, ROWS)
-
-
-def test_figure_points():
-    points = figure.points(ROWS)
-    assert points["fwd"]["8b-b4"] == {"baseline": 1090.0, "bandwidth bound": 608e6 / 4270 / 1e3, "mamba_ssm": 1140.0}
-    assert list(points["fwd"]) == ["8b-b1", "8b-b4"]
-
-
-def test_a_variant_has_one_colour_in_every_figure():
-    for variant in ("mamba_ssm", "baseline", "fused", "persistent", "auto"):
-        name, light, _ = draw.THEME[draw.colour(variant)]
-        assert light == figure.COLOURS[variant], (variant, name)
 
 
 def test_pages_show_the_committed_rows():
@@ -170,44 +118,6 @@ def test_workloads(root):
     assert "No rows yet: no GPU has run the sweep" in read(root)
 
 
-def test_gains():
-    """Of 200 ms, 50 of them SSM, 40 are gained, 38 of these by SSM kernels; what was timed alone, or loses, gains nothing."""
-    theirs = step_row("mamba_ssm", 200.0, 50.0)
-    (*_, line) = result_tables.tabulate_gains([theirs, step_row("baseline", 190.0, 40.0, speedup=1.05),
-                               step_row("fused", 160.0, 12.0, speedup=1.25)]).splitlines()
-    assert line == "| mamba2 | 1.3b | ssd | 4 | 200.0 | 25.0 % | fused | 160.0 | 7.5 % | 1.25 | 4.17 | 95 % |"
-    (*_, line) = result_tables.tabulate_gains([theirs, step_row("fused", 250.0, 60.0, speedup=0.8)]).splitlines()
-    assert line.endswith("| fused | 250.0 | 24.0 % | 0.80 | 0.83 |  |")
-    assert result_tables.tabulate_gains([theirs, step_row("fused", 160.0, 12.0)]).startswith("No rows yet")
-
-
-def test_memory(root):
-    """Of two shapes; what a forward keeps is from the row of the same shape, variant, chunk size and options."""
-    whole = ssd_row("fused", mode="fwd_bwd", p50_us=1400.0) | {"peak_mib": 1660.5}
-    kept = ssd_row("fused", mode="fwd_train") | {"saved_mib": 512.0}
-    without = whole | {"options": {"save_states": False}, "peak_mib": 1152.3}
-    others = whole | {"shape": "8b-b1", "peak_mib": 99.0}, whole | {"shape": "2.7b-b4", "peak_mib": 77.0}
-    assert not readme.write_memory([whole, kept, without, *others], root)
-    text = read(root)
-    assert "| fused | 128 | 512 | 1660 | 1390 |\n| fused, save_states=False | 128 |  | 1152 | 1390 |\n" in text
-    assert "| fused | 128 |  | 99 | 1390 |" in text.partition("8b-b4")[0]
-    assert "77" not in text and "stale memory" not in text and "stale blocks" in text
-    readme.write_memory([], root)
-    assert "No rows yet: no GPU has run forward and backward of these shapes" in read(root)
-
-
-def test_blocks(root):
-    """Ours, with what it is compared to."""
-    ours = ssd_row("ssd", mode="bwd", p50_us=334.0, **compared(1.48)) | {"part": "conv1d"}
-    assert not readme.write_blocks([ours, ours | {"variant": "causal_conv1d", "against": None}], root, check=True)
-    assert not readme.write_blocks([ours], root) and readme.write_blocks([ours], root, check=True)
-    text = read(root)
-    assert re.search(r"\| conv1d \| 8b-b4 +\| bwd +\| +334 \|.* 14\.2 \| mamba_ssm +\| +1\.48 \| +1\.48 \|", text)
-    assert "stale blocks" not in text and "stale results" in text
-    readme.write_blocks([], root)
-    assert "No rows yet: no GPU has run `make block`" in read(root)
-
-
 def test_terminal(root, monkeypatch):
     """As printed; errors may differ in their digits from machine to machine, and no more than that."""
     said = "persistent  fp32   dA          9.2e-07    8.9e-07  1e-04  {verdict}"
@@ -223,19 +133,6 @@ def test_terminal(root, monkeypatch):
     for other, same in ((rounded, True), (changed, False)):
         monkeypatch.setattr(terminal_page, "print_without_gpu", lambda other=other: other.format(verdict="agrees"))
         assert readme.write_terminal([], root, check=True) is same
-
-
-def test_libraries(root):
-    """Ranges over shapes of the default's SSD and of each part; eager speed-ups, other variants and modes do not count."""
-    rows = [ssd_row("auto", mode="fwd_bwd", **compared(speedup) | {"speedup": 9.0}) for speedup in (3.0, 2.0)]
-    rows += [ssd_row("persistent", mode="fwd_bwd", **compared(8.0)), ssd_row("auto", **compared(7.0))]
-    parts = [ssd_row("ssd", mode="fwd_bwd", **compared(1.5)) | {"part": part} for part in ("conv1d", "selective_scan")]
-    assert not readme.write_libraries(rows, parts, root)
-    lines = lines_of(root, "docs/drop-in.md", "| `ssd.patch")
-    assert lines[0] == "| transformers | 5.0 to 5.23 | `ssd.patch_transformers()` | SSD 2.0x to 3.0x; convolution 1.5x |"
-    assert lines[1].endswith("| SSD 2.0x to 3.0x; convolution 1.5x; Mamba-1's scan 1.5x |") and len(lines) == 4
-    readme.write_libraries([], [], root)
-    assert "no rows yet" in read(root, "docs/drop-in.md")
 
 
 def test_ablation(root):
@@ -266,24 +163,6 @@ def test_several_gpus(root):
     assert line == "| mamba2 | 370m | fused | 8 | 2 NVIDIA H200 | ddp | 300 | 60.0 | 100.0 | 1.67 | 83 % | 6.010 | 6.000 |"
     readme.write_trainings([other], root)
     assert "No rows yet: no GPUs have run" in read(root, "docs/workloads.md")
-
-
-def test_several_seeds(root):
-    """The last losses of each seed that two variants trained from; one seed alone says nothing of seeds."""
-
-    def trained(seed: int, variant: str, loss: float, preset: str = "T") -> dict:
-        run = {"workload": "mambavision", "preset": preset, "mixer": "mamba1", "steps": 200, "seed": seed, "variant": variant}
-        return {**ENVIRONMENT, "run": run, "variant": variant, "gpus": 1, "way": None, "loss": loss}
-
-    rows = [trained(0, "auto", 9.0), trained(0, "mamba_ssm", 3.3), trained(0, "auto", 3.333), trained(1, "auto", 3.6),
-            trained(1, "mamba_ssm", 3.6), trained(2, "auto", 3.5), trained(0, "auto", 3.0, "B"),
-            trained(0, "mamba_ssm", 3.0, "B")]
-    readme.write_trainings(rows, root)
-    assert lines_of(root, "docs/workloads.md", "mambavision") == [
-        "| mambavision | T | mamba1 | 200 | 0 | auto 3.333, mamba_ssm 3.300 | 1.00 % |",
-        "| mambavision | T | mamba1 | 200 | 1 | auto 3.600, mamba_ssm 3.600 | 0.00 % |"]
-    readme.write_trainings(rows[:3], root)
-    assert "No rows yet: no GPU has trained" in read(root, "docs/workloads.md")
 
 
 def step_row(variant: str, step_ms: float, ssd_ms: float, options: dict | None = None, speedup: float | None = None) -> dict:

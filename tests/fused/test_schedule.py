@@ -35,10 +35,6 @@ def deal(batch, pairs, nsub, blocks, walk, cut=True) -> Listed:
     return Listed(listed(runs.sequences), listed(runs.pieces), runs.npieces)
 
 
-def two_level_runs(*settings) -> list[list[tuple[int, ...]]]:
-    return listed(deal_two_level(*settings, CPU).sequences)
-
-
 WALKS = pytest.mark.parametrize("walk", (SCAN, EVERY_STATE, FEW_STATES), ids=("scan", "every_state", "few_states"))
 
 
@@ -73,32 +69,6 @@ def test_cuts_where_it_pays():
     assert deal(4, 64, 64, 132, SCAN).npieces == 0  # two rounds, the second nearly full
     longest = max(sum(last - first for _, _, first, last, _, _ in of) for of in deal(4, 40, 64, 132, SCAN).sequences)
     assert longest == 64 + 64 // 4  # the 28 left over in 4 parts on 112 blocks
-
-
-def test_walks_that_fill_the_memory_are_left_whole():
-    for pairs in (48, 64, 80):
-        assert deal(1, pairs, 64, 132, EVERY_STATE).npieces == 0
-    assert deal(1, 16, 64, 132, EVERY_STATE).npieces > 0  # 16 blocks do not
-    assert deal(1, 64, 64, 132, FEW_STATES).npieces > 0
-
-
-def test_pieces_are_parts_where_these_are_few():
-    """Each piece is read by every run after it, so a few more sub-chunks in one cost less than two of them."""
-    runs = deal(1, 16, 64, 132, SCAN)
-    assert runs.npieces == 16 * 7 and {last - first for ((_, _, first, last, _, _),) in runs.pieces} == {8}
-
-
-def test_cut_in_the_same_places():
-    (first,), (second,) = deal(1, 40, 1024, 132, SCAN).sequences[40:42]
-    assert first[:4] == (0, 0, 342, 684) and second[:4] == (0, 1, 342, 684)
-
-
-@pytest.mark.parametrize("blocks", (None, 1, 5, 1000))
-def test_spans_in_turn(blocks):
-    dealt = two_level_runs(2, 3, 10, 4, blocks)
-    assert len(dealt) == min(blocks or 18, 18)
-    spans = sorted(run[:4] for of in dealt for run in of)
-    assert spans == [(b, pair, first, min(first + 4, 10)) for b in range(2) for pair in range(3) for first in (0, 4, 8)]
 
 
 def test_spans_are_as_long_as_fill_the_gpu():
@@ -177,15 +147,7 @@ def test_a_full_gpu_takes_sequences_whole():
     assert keep_whole(4096).segment == 4096 and keep_whole(4096).npieces == 0
 
 
-def test_one_block_of_tokens_is_never_cut():
-    assert cut_evenly(64, 64, 1, RESIDENT, GPU) == keep_whole(64)
-
-
 @pytest.mark.parametrize("seqlen, programs, nsegments", [(4096, 128, 2), (65536, 80, 3), (4096, 320, 4), (2048, 192, 1)])
 def test_segments_of_models(seqlen, programs, nsegments):
     """8b-b1; 2.7b-64k; 2.7b-b4, whose second round would be a fifth full; 130m-b8."""
     assert cut_evenly(seqlen, 64, programs, RESIDENT, GPU).nsegments == nsegments
-
-
-def test_wide_blocks_have_an_sm_each():
-    assert count_resident_blocks(132, 8) == 132 and count_resident_blocks(132, 4) == 264

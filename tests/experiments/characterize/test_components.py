@@ -1,6 +1,5 @@
 """The components of blocks: that each runs, what rows they leave, what the report makes of them."""
 
-import contextlib
 import io
 from itertools import product
 
@@ -8,22 +7,12 @@ import pytest
 import torch
 from rich.console import Console
 
-from experiments import record, timing
 from experiments.characterize import components
 from experiments.characterize.report import scaling
 from experiments.characterize.report.parts import Figure
+from tests.experiments.clock import install
 
 SIZES = {"_INNER": 32, "_HEADDIM": 16, "_DSTATE": {"mamba1": 4, "mamba2": 16}, "CHUNK_SIZE": 16}
-
-
-def _interleaved(calls, repeats, warmup):
-    for call in calls.values():
-        call()
-    return {name: (1.0, 2.0, 3.0) for name in calls}
-
-
-CLOCK = {"side_stream": contextlib.nullcontext, "interleave": _interleaved, "capture": lambda call: call,
-         "count_launches": lambda call: 5, "peak_mib": lambda call: 1.5}
 
 
 @pytest.fixture(scope="module")
@@ -33,16 +22,13 @@ def measured(tmp_path_factory):
     for block, (part, inputs, outputs) in product(("mamba1", "mamba2"), (("in_proj", 16, 64), ("out_proj", 32, 16))):
         small[block, part] = components._linear(inputs, outputs)
     small |= {("mamba1", "x_proj"): components._linear(32, 9), ("mamba1", "dt_proj"): components._linear(9, 32)}
-    environment = dict.fromkeys(record.ENVIRONMENT) | {"time": "2026", "gpu": "NVIDIA H200"}
 
     folder = tmp_path_factory.mktemp("rows")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(components, "COMPONENTS", small)
         for name, value in SIZES.items():
             patch.setattr(components, name, value)
-        for name, fake in CLOCK.items():
-            patch.setattr(timing, name, fake)
-        patch.setattr(record, "environment", lambda: environment)
+        install(patch, lambda name, in_graph: 2.0, "NVIDIA H200")
         return folder, components.run(components.Plan((4, 8), "fp32", out=folder), Console(file=io.StringIO()))
 
 
@@ -72,8 +58,7 @@ def test_one_that_fails_costs_no_other(measured, tmp_path, monkeypatch):
         raise torch.OutOfMemoryError("no room")
 
     monkeypatch.setattr(components, "COMPONENTS", {("mamba1", "ssm"): broken, ("mamba1", "out_proj"): components._linear(8, 4)})
-    for name, fake in CLOCK.items():
-        monkeypatch.setattr(timing, name, fake)
+    install(monkeypatch, lambda name, in_graph: 2.0)
     console = Console(width=200, record=True, file=io.StringIO())
     rows = components.run(components.Plan((4,), "fp32", out=tmp_path), console)
     assert {row["part"] for row in rows} == {"out_proj"} and "mamba1 ssm 4 is left out: no room" in console.export_text()
