@@ -14,7 +14,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ssd.reference import ssd_fp64, ssd_fp64_grads
+from ssd.reference import compute_grads_in_fp64, compute_in_fp64
 from ssd.types import SSDInputs
 
 _LEAVES = ("x", "dt", "A", "B", "C", "D", "dt_bias", "z")
@@ -84,12 +84,12 @@ class Truth:
     @cached_property
     def _out(self) -> Tensor:
         with torch.no_grad():
-            return ssd_fp64(self._inputs)[0]
+            return compute_in_fp64(self._inputs)[0]
 
     @cached_property
     def _grads(self) -> dict[str, Tensor]:
         with torch.no_grad():
-            grads = ssd_fp64_grads(self._inputs, self.part.cut("x", self.dout))
+            grads = compute_grads_in_fp64(self._inputs, self.part.cut("x", self.dout))
         return {name: getattr(grads, f"d{name}") for name in self._leaves}
 
     def out_error(self, scan: Callable[[], Tensor]) -> Error:

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
 from ssd.files import flush
-from ssd.modules.checkpoint import listed, safetensors_package
+from ssd.modules.checkpoint import import_safetensors, listed
 
 from .terminal import first_line
 
@@ -60,7 +60,7 @@ def save(folder: Path, step: int, run: Mapping[str, Any], model: nn.Module, opti
     weights, moments = _model_tensors(model), _optimizer_tensors(model, optimizer)
     if odd := _find_odd(weights) or _find_odd(moments):  # moments are odd as well where a weight is
         raise NotFinite(listed({*odd}))
-    safetensors_package()
+    import_safetensors()
     if _is_first():
         for left in folder.glob(".step-*"):  # by a process that was killed
             shutil.rmtree(left)
@@ -160,7 +160,7 @@ def read_tensors(checkpoint: Path, like: Callable[[str, torch.Size, torch.dtype]
         return tensors
     except (torch.OutOfMemoryError, Damaged):  # the first is a RuntimeError, but no fault of the file
         raise
-    except (OSError, RuntimeError, KeyError, ValueError, AssertionError, safetensors_package().SafetensorError) as reason:
+    except (OSError, RuntimeError, KeyError, ValueError, AssertionError, import_safetensors().SafetensorError) as reason:
         verify(checkpoint)  # names the file
         raise Damaged(checkpoint / _SUMS, reason) from reason
 

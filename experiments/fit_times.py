@@ -16,7 +16,7 @@ from rich.console import Console
 
 from fused import schedule
 from fused.time_model import CONFIGS, Step, TimeModel, get_time_model
-from ssd.files import replacing
+from ssd.files import replace_file
 from ssd.kernels.arguments import cdiv
 from ssd.registry import get_variant
 from ssd.runtime import tuning
@@ -43,7 +43,7 @@ def run(console: Console) -> None:
     for name, value in found.items():
         console.print(f"{name}: {getattr(model, name)} -> {value}")
     CONFIGS.mkdir(exist_ok=True)
-    with replacing(CONFIGS / f"{device.name}.json") as part:
+    with replace_file(CONFIGS / f"{device.name}.json") as part:
         part.write_text(replace(model, **found).write())
 
 

@@ -19,7 +19,7 @@ from .shapes import MODES, SMALL, Shape
 _CHUNK_SIZE = 32
 # The largest error accepted, rms and maximum alike. bf16 is left out: the interpreter computes it wrongly.
 _LIMITS = {"fp32": 1e-4, "fp16": 1e-2}
-_BOUNDS = ("memory", "tensor", "exp")  # what `cost.Ceilings.floors_us` gives a time for
+_BOUNDS = ("memory", "tensor", "exp")  # what `cost.Ceilings.compute_floors_us` gives a time for
 ERRORS = table.columns("variant", "dtype", "worst in", "rms error", "max error", "limit", "verdict")
 _COSTS = {
     "shape": ("shape", str), "mode": ("mode", str), "ideal MB": ("ideal_bytes", table.number(0, 1e-6)),
@@ -97,7 +97,7 @@ def _show_costs(variant: str, shapes: list[Shape], modes: list[str], dtype: str,
     for shape in shapes:
         for mode in modes:
             ideal = cost.ideal(shape.problem(chunk_size, dtype), mode)
-            floor, bound = max(zip(cost.H200.floors_us(ideal), _BOUNDS, strict=True))
+            floor, bound = max(zip(cost.H200.compute_floors_us(ideal), _BOUNDS, strict=True))
             row = timed.get((shape.name, mode), {})
             us = row.get("graph_p50_us") or row.get("p50_us")
             lines.append({"shape": shape.name, "mode": mode, "ideal_bytes": ideal.bytes, "floor_us": floor, "bound": bound,
@@ -113,11 +113,11 @@ def _stages(shape: Shape, dtype: str, chunk_size: int):
     """The cost model of one shape: the baseline's stages and the ideal operator, with floors on an H200."""
     p = shape.problem(chunk_size, dtype)
     lines = []
-    for direction, stages, ideal in (("forward", cost.forward_stages(p), cost.ideal_forward(p)),
-                                     ("backward", cost.backward_stages(p), cost.ideal_backward(p))):
+    for direction, stages, ideal in (("forward", cost.count_forward_stages(p), cost.count_ideal_forward(p)),
+                                     ("backward", cost.count_backward_stages(p), cost.count_ideal_backward(p))):
         named = {**stages, f"{direction}, all stages": cost.total(stages), f"{direction}, ideal": ideal}
         for name, c in named.items():
-            values = (c.bytes / 1e6, c.flops / 1e9, c.exps / 1e6, *cost.H200.floors_us(c))
+            values = (c.bytes / 1e6, c.flops / 1e9, c.exps / 1e6, *cost.H200.compute_floors_us(c))
             lines.append(dict(zip(_STAGES, (name, *(f"{value:.1f}" for value in values)), strict=True)))
     return table.terminal(lines, f"{shape.name}, {dtype}, chunk_size {chunk_size}: the baseline's stages, floors on an H200",
                           _STAGES)

@@ -23,7 +23,7 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from ssd.modules.checkpoint import safetensors_package
+from ssd.modules.checkpoint import import_safetensors
 from ssd.registry import get_variant
 from ssd.types import SSDInputs
 
@@ -157,7 +157,7 @@ def _check_variant(run: Run, device: torch.device) -> None:
 
 def _check_folder(run: Run, out: Path, resume: bool, console: Console) -> Path | None:
     """The checkpoint to go on from, the last that is not damaged; refused where the folder is not what the run needs."""
-    safetensors_package()
+    import_safetensors()
     if not resume:
         if checkpoints.latest(out / "checkpoints") or (out / "log.jsonl").exists():
             raise FileExistsError(f"--out: got {out}, which has a run in it, expected another folder, or --resume to go on")

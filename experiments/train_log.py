@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from ssd.files import flush, replacing
+from ssd.files import flush, replace_file
 
 
 class TrainLog:
@@ -78,7 +78,7 @@ class TrainLog:
             raise ValueError(f"{self.path}: expected a line for each of the {done} steps of the checkpoint; a run whose log is "
                              "damaged cannot go on: start it anew with another --out")
         if self._writes:
-            with replacing(self.path) as part:
+            with replace_file(self.path) as part:
                 part.write_text("".join(line + "\n" for line in lines))
         return losses
 

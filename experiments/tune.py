@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from ssd.files import replacing
+from ssd.files import replace_file
 from ssd.registry import config_spaces, get_variant
 from ssd.runtime import tuning
 from ssd.types import Options, SSDGrads, SSDInputs
@@ -48,7 +48,7 @@ def run(shapes: list[Shape], dtype: str, chunk_sizes: tuple[int, ...], repeats: 
             console.print(_table(f"{shape.name}, chunk size {chunk_size}", times, best))
             path.parent.mkdir(exist_ok=True)
             lines = ",\n".join(f'  "{key}": {json.dumps(entry)}' for key, entry in sorted(frozen.items()))
-            with replacing(path) as part:
+            with replace_file(path) as part:
                 part.write_text(f"{{\n{lines}\n}}\n")
 
 

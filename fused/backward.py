@@ -24,7 +24,7 @@ from .kernels.chunk_state_passing import refine_states
 from .kernels.dB_dx import dB_dx
 from .kernels.dC_dCB import dC_dCB
 from .plain_states import compute_dstates, compute_states
-from .split_backward import by_halves, worth_halving
+from .split_backward import run_in_halves, should_split
 
 _KERNELS = ("dstates_passing", "dC_dCB", "dB_dx")
 
@@ -33,22 +33,22 @@ def backward(saved: SSDSaved, dout: Tensor, dfinal_states: Tensor | None, into: 
     """Gradients of every input that is present; dout has the shape and dtype of x, any strides."""
     if not saved.options.fuse_backward:
         return baseline.backward(saved, dout, dfinal_states, into)
-    run, last_state = _by_groups, _last_state
+    run, last_state = _run_group_kernels, _compute_last_state
     if hopper_backward.can_run(saved.inputs, saved.options):
         run, last_state = hopper_backward.backward, hopper_backward.last_state
-    if saved.options.split_backward and worth_halving(saved):
-        return by_halves(run, last_state, saved, dout, dfinal_states, into)
+    if saved.options.split_backward and should_split(saved):
+        return run_in_halves(run, last_state, saved, dout, dfinal_states, into)
     return run(saved, dout, dfinal_states, into)
 
 
-def _last_state(i: SSDInputs, options: Options) -> Tensor:
+def _compute_last_state(i: SSDInputs, options: Options) -> Tensor:
     """The state after the last token, (batch, nheads, headdim, dstate) fp32; of those before it, few are in memory."""
     spans = replace(i, chunk_size=LONGEST_TILE)
     with torch.cuda.device_of(i.x):
         return compute_states(spans, *chunk_cumsum(spans), options)[1]
 
 
-def _by_groups(saved: SSDSaved, dout: Tensor, dfinal_states: Tensor | None, into: SSDGrads) -> SSDGrads:
+def _run_group_kernels(saved: SSDSaved, dout: Tensor, dfinal_states: Tensor | None, into: SSDGrads) -> SSDGrads:
     i, options = saved.inputs, saved.options
     # as long as the tiles of every kernel here allow
     spans = replace(i, chunk_size=min(pick(kernel, i)["BLOCK_M"] for kernel in _KERNELS))

@@ -29,24 +29,24 @@ def forward(i: SSDInputs, options: Options, save: bool) -> tuple[Tensor, Tensor,
     """Returns out (shape and dtype of x), final_states (batch, nheads, headdim, dstate) fp32, and, if `save`, what a backward
     needs.
     """
-    keep = save and options.save_states and states_every(i, options) is not None
-    if hopper.can_run(_cannot_run_hopper(i, options), "fused"):
+    keep = save and options.save_states and choose_states_every(i, options) is not None
+    if hopper.can_run(_explain_no_hopper(i, options), "fused"):
         return hopper.two_level(i, options, save, keep)
-    return _plain(i, options, save, keep)
+    return _run_plain(i, options, save, keep)
 
 
-def states_every(i: SSDInputs, options: Options) -> int | None:
-    """As `Variant.states_every`."""
-    return worth_keeping(i, options, i.chunk_size if _cannot_run_hopper(i, options) else SUB_CHUNK)
+def choose_states_every(i: SSDInputs, options: Options) -> int | None:
+    """As `Variant.choose_states_every`."""
+    return worth_keeping(i, options, i.chunk_size if _explain_no_hopper(i, options) else SUB_CHUNK)
 
 
-def _cannot_run_hopper(i: SSDInputs, options: Options) -> str | None:
+def _explain_no_hopper(i: SSDInputs, options: Options) -> str | None:
     if not (options.two_level and options.fuse_states):
         return "options.two_level and fuse_states cannot be off in it"
     return hopper.cannot_run(i, options, by_chunk=True)
 
 
-def _plain(i: SSDInputs, options: Options, save: bool, keep: bool) -> tuple[Tensor, Tensor, SSDSaved]:
+def _run_plain(i: SSDInputs, options: Options, save: bool, keep: bool) -> tuple[Tensor, Tensor, SSDSaved]:
     """In plain Triton, on any GPU."""
     # what the scan's products span: sub-chunks, or whole chunks
     spans = replace(i, chunk_size=pick("bmm_chunk_scan", i)["BLOCK_M"]) if options.two_level else i

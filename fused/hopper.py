@@ -19,7 +19,7 @@ from ssd.kernels.arguments import cdiv, contiguous
 from ssd.kernels.chunk_cumsum import chunk_cumsum
 from ssd.runtime.devices import is_hopper
 from ssd.runtime.tables import get_tables
-from ssd.runtime.toolchain import descriptor_fields, gluon_missing, like_descriptor
+from ssd.runtime.toolchain import copy_descriptor, explain_missing_gluon, get_descriptor_fields
 from ssd.runtime.tuning import current_device
 from ssd.types import SUB_CHUNK, Options, SSDInputs, SSDSaved
 
@@ -49,7 +49,7 @@ def cannot_run(i: SSDInputs, options: Options, by_chunk: bool) -> str | None:
         return "options.gluon is off"
     if not is_hopper(i.x.device):
         return f"needs a GPU of compute capability 9, got {i.x.device}"
-    if reason := gluon_missing():
+    if reason := explain_missing_gluon():
         return reason
     if i.x.dtype not in (torch.bfloat16, torch.float16) or not i.x.dtype == i.B.dtype == i.C.dtype:
         return f"x, B, C: got dtypes {i.x.dtype}, {i.B.dtype}, {i.C.dtype}, takes bf16 or fp16, all alike"
@@ -92,7 +92,7 @@ def can_run(reason: str | None, variant: str) -> bool:
 
 @lru_cache(maxsize=64)
 def _say_plain(variant: str, reason: str) -> None:
-    level = logging.WARNING if reason == gluon_missing() else logging.INFO
+    level = logging.WARNING if reason == explain_missing_gluon() else logging.INFO
     logging.getLogger("ssd").log(level, "variant %r runs its plain Triton kernels, not those for Hopper: %s", variant, reason)
 
 
@@ -235,11 +235,11 @@ def describe(t: Tensor, width: int = SLICE):
         else:
             box = [batch, seqlen, heads * channels], [*t.stride()[:2], 1], [1, BLOCK_M, width]
         # without the tensor, or it would live as long as this
-        fields = descriptor_fields(TensorDescriptor(t, *box, _get_layout(*box[2], dtype=t.dtype)))
+        fields = get_descriptor_fields(TensorDescriptor(t, *box, _get_layout(*box[2], dtype=t.dtype)))
         if len(_described) >= _MOST_DESCRIBED:
             _described.clear()
         _described[key] = fields
-    return like_descriptor(TensorDescriptor, fields, t)
+    return copy_descriptor(TensorDescriptor, fields, t)
 
 
 def describe_states(states: Tensor):

@@ -29,7 +29,7 @@ Backward = Callable[[SSDSaved, Tensor, Tensor | None, SSDGrads], SSDGrads]
 LastState = Callable[[SSDInputs, Options], Tensor]
 
 
-def worth_halving(saved: SSDSaved) -> bool:
+def should_split(saved: SSDSaved) -> bool:
     """Whether the states that a backward computes again are large, and can be had in halves."""
     i = saved.inputs
     if saved.prev_states is not None or (i.batch == 1 and i.seqlen < 2 * SUB_CHUNK):
@@ -37,46 +37,47 @@ def worth_halving(saved: SSDSaved) -> bool:
     return i.batch * -(-i.seqlen // SUB_CHUNK) * i.nheads * i.headdim * i.dstate * i.x.element_size() >= _MOST_BYTES
 
 
-def by_halves(backward: Backward, last_state: LastState, saved: SSDSaved, dout: Tensor, dfinal_states: Tensor | None,
-              into: SSDGrads) -> SSDGrads:
+def run_in_halves(backward: Backward, last_state: LastState, saved: SSDSaved, dout: Tensor, dfinal_states: Tensor | None,
+                  into: SSDGrads) -> SSDGrads:
     """As backward(saved, dout, dfinal_states, into).
 
     last_state: of inputs and options, the state after their last token, (batch, nheads, headdim, dstate) fp32.
     """
     i, options = saved.inputs, saved.options
-    given = {"dx": i.x, "ddt": i.dt, "dB": i.B, "dC": i.C, "dz": i.z}
-    whole = {name: t if t is None else output(t, getattr(into, name)) for name, t in given.items()}
+    places = {"dx": i.x, "ddt": i.dt, "dB": i.B, "dC": i.C, "dz": i.z}
+    whole = {name: t if t is None else output(t, getattr(into, name)) for name, t in places.items()}
 
-    def half(rows: slice, tokens: slice, start: Tensor | None, dinto: Tensor | None, dfinal: Tensor | None) -> SSDGrads:
-        part = replace(_part(i, rows, tokens), initial_states=start)
+    def run_half(rows: slice, tokens: slice, start: Tensor | None, dinto: Tensor | None, dfinal: Tensor | None) -> SSDGrads:
+        part = replace(_take_part(i, rows, tokens), initial_states=start)
         places = SSDGrads(**{name: t if t is None else t[rows, tokens] for name, t in whole.items()}, dinitial_states=dinto)
         y = contiguous(None if saved.y is None else saved.y[rows, tokens])
-        return _half(backward, options, part, y, dout[rows, tokens], dfinal, places)
+        return _run_half(backward, options, part, y, dout[rows, tokens], dfinal, places)
 
     if i.batch == 1:
         middle = -(-i.seqlen // (2 * SUB_CHUNK)) * SUB_CHUNK
-        front = _part(i, _ALL, slice(middle))
-        (state,) = _launch(options, _state, front.tensors, (*front.settings, last_state, options))
-        second = half(_ALL, slice(middle, None), state, None, dfinal_states)
-        first = half(_ALL, slice(middle), i.initial_states, into.dinitial_states, second.dinitial_states)
+        front = _take_part(i, _ALL, slice(middle))
+        (state,) = _launch(options, _run_last_state, front.tensors, (*front.settings, last_state, options))
+        second = run_half(_ALL, slice(middle, None), state, None, dfinal_states)
+        first = run_half(_ALL, slice(middle), i.initial_states, into.dinitial_states, second.dinitial_states)
         dinitial_states = first.dinitial_states
     else:
         starts = i.initial_states
         dinitial_states = None if starts is None else output(starts, into.dinitial_states, torch.float32)
-        first, second = (half(rows, _ALL, *(None if t is None else t[rows] for t in (starts, dinitial_states, dfinal_states)))
+        given = starts, dinitial_states, dfinal_states
+        first, second = (run_half(rows, _ALL, *(None if t is None else t[rows] for t in given))
                          for rows in (slice(i.batch // 2), slice(i.batch // 2, None)))
     sums = {name: None if getattr(first, name) is None else getattr(first, name) + getattr(second, name) for name in _SUMMED}
     return SSDGrads(**whole, **sums, dinitial_states=dinitial_states)
 
 
-def _half(backward: Backward, options: Options, i: SSDInputs, y: Tensor | None, dout: Tensor, dfinal_states: Tensor | None,
-          into: SSDGrads) -> SSDGrads:
+def _run_half(backward: Backward, options: Options, i: SSDInputs, y: Tensor | None, dout: Tensor, dfinal_states: Tensor | None,
+              into: SSDGrads) -> SSDGrads:
     """The gradients of one half, recorded by itself: recorded together, the second could not take the first's memory.
 
     into: all but the sums, and dinitial_states perhaps.
     """
     places = [getattr(into, name) for name in _PLACES]
-    others = _launch(options, _others, (*i.tensors, y, dout, dfinal_states, *places), (*i.settings, backward, options))
+    others = _launch(options, _run_others, (*i.tensors, y, dout, dfinal_states, *places), (*i.settings, backward, options))
     return replace(into, **{name: t for name, t in zip(_OTHERS, others, strict=True) if t is not None})
 
 
@@ -84,7 +85,7 @@ def _launch(options: Options, call: Callable, tensors: tuple, settings: tuple) -
     return replay(call, tensors, settings) if options.replay else call(*tensors, *settings)
 
 
-def _others(*args) -> tuple[Tensor | None, ...]:
+def _run_others(*args) -> tuple[Tensor | None, ...]:
     """The gradients that were given no place."""
     args = iter(args)
     tensors, (y, dout, dfinal_states), places = (tuple(islice(args, n)) for n in (INPUT_TENSORS, 3, len(_PLACES)))
@@ -94,12 +95,12 @@ def _others(*args) -> tuple[Tensor | None, ...]:
     return tuple([getattr(grads, name) if getattr(into, name) is None else None for name in _OTHERS])
 
 
-def _state(*args) -> tuple[Tensor]:
+def _run_last_state(*args) -> tuple[Tensor]:
     tensors, (*settings, last_state, options) = args[:INPUT_TENSORS], args[INPUT_TENSORS:]
     return (last_state(SSDInputs.of(tensors, settings), options),)
 
 
-def _part(i: SSDInputs, rows: slice, tokens: slice) -> SSDInputs:
+def _take_part(i: SSDInputs, rows: slice, tokens: slice) -> SSDInputs:
     """Those rows' tokens; initial_states are still of all rows. They reach document 0, which in a part that begins later is the
     document of the token before.
     """

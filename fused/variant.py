@@ -8,7 +8,7 @@ from ssd.registry import Variant
 
 from . import hopper
 from .backward import backward
-from .forward import forward, states_every
+from .forward import choose_states_every, forward
 
 
 def _rank(call: Measured, on_hopper: bool) -> int:
@@ -24,4 +24,4 @@ def has_hopper_backward(call: Measured, on_hopper: bool) -> bool:
 VARIANT = Variant("fused", supports=BASELINE.supports, forward=forward, backward=backward,
                   options=("exp2", "low_precision_states", "fuse_states", "low_precision_CB", "causal_blocks", "fuse_bmm",
                            "two_level", "gluon", "save_states", "fuse_backward", "split_backward", "replay"),
-                  states_every=states_every, rank=_rank)
+                  states_every=choose_states_every, rank=_rank)

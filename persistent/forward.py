@@ -26,39 +26,40 @@ def forward(inputs: SSDInputs, options: Options, save: bool) -> tuple[Tensor, Te
     """Returns out (shape and dtype of x), final_states (batch, nheads, headdim, dstate) fp32, and, if `save`, what a backward
     needs.
     """
-    keep = save and options.save_states and states_every(inputs, options) is not None
+    keep = save and options.save_states and choose_states_every(inputs, options) is not None
     if not hopper.can_run(hopper.cannot_run(inputs, options, by_chunk=keep or not options.stationary), "persistent"):
-        return _plain(inputs, options, save, keep)
+        return _run_plain(inputs, options, save, keep)
     if options.stationary:
         return hopper.stationary(inputs, options, save, keep)
     return hopper.two_level(inputs, options, save, keep, blocks=device_of(inputs).sms)
 
 
-def states_every(inputs: SSDInputs, options: Options) -> int | None:
-    """As `Variant.states_every`."""
+def choose_states_every(inputs: SSDInputs, options: Options) -> int | None:
+    """As `Variant.choose_states_every`."""
     every = inputs.chunk_size if hopper.cannot_run(inputs, options, by_chunk=True) else SUB_CHUNK
     return worth_keeping(inputs, options, every)
 
 
-def _plain(i: SSDInputs, options: Options, save: bool, keep: bool) -> tuple[Tensor, Tensor, SSDSaved]:
+def _run_plain(i: SSDInputs, options: Options, save: bool, keep: bool) -> tuple[Tensor, Tensor, SSDSaved]:
     """In plain Triton, on any GPU."""
-    scan = _stationary if options.stationary else _chunk_by_chunk
+    scan = _run_stationary if options.stationary else _run_chunk_by_chunk
     with torch.cuda.device_of(i.x):
         out, y, final_states, prev_states = scan(i, options, save, keep)
         ends = None if i.cu_seqlens is None else varlen_states(i, *chunk_cumsum(i), prev_states, options)
     return out, final_states, SSDSaved(i, options, y, ends, prev_states if keep else None)
 
 
-def _stationary(i: SSDInputs, options: Options, save: bool, keep: bool) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
-    steps, CB = _sub_chunks(i, "stationary_scan", options)
+def _run_stationary(i: SSDInputs, options: Options, save: bool,
+                    keep: bool) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+    steps, CB = _prepare_sub_chunks(i, "stationary_scan", options)
     cut, ends = _make_schedule(i, options), (None, None)
     if cut.nsegments > 1:
         ends = segment_states(i, *steps, cut.piece, cut.npieces, options)
     return stationary_scan(i, CB, *steps, *ends, cut, options, save, keep or i.cu_seqlens is not None)
 
 
-def _chunk_by_chunk(i: SSDInputs, options: Options, save: bool, keep: bool) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-    steps, CB = _sub_chunks(i, "bmm_chunk_scan", options)
+def _run_chunk_by_chunk(i: SSDInputs, options: Options, save: bool, keep: bool) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    steps, CB = _prepare_sub_chunks(i, "bmm_chunk_scan", options)
     prev_states, final_states = chunk_state_passing(i, *steps, options)
     config, device = pick("bmm_chunk_scan", i), device_of(i)
     programs = count_resident_blocks(device.sms, config.num_warps)
@@ -66,7 +67,7 @@ def _chunk_by_chunk(i: SSDInputs, options: Options, save: bool, keep: bool) -> t
     return out, y, final_states, prev_states
 
 
-def _sub_chunks(i: SSDInputs, kernel: str, options: Options) -> tuple[tuple[Tensor, Tensor], Tensor | None]:
+def _prepare_sub_chunks(i: SSDInputs, kernel: str, options: Options) -> tuple[tuple[Tensor, Tensor], Tensor | None]:
     """(dt, dA_cumsum) by the sub-chunks of a kernel, and their CB where it is to be in memory."""
     blocks = replace(i, chunk_size=pick(kernel, i)["BLOCK_M"])
     CB = None

@@ -8,7 +8,7 @@ from ssd.auto_variant import Measured
 from ssd.baseline.variant import VARIANT as BASELINE
 from ssd.registry import Variant
 
-from .forward import forward, states_every
+from .forward import choose_states_every, forward
 
 
 def _rank(call: Measured, on_hopper: bool) -> int | None:
@@ -20,4 +20,5 @@ def _rank(call: Measured, on_hopper: bool) -> int | None:
 
 VARIANT = Variant("persistent", supports=BASELINE.supports, forward=forward, backward=backward,
                   options=("exp2", "low_precision_states", "low_precision_CB", "fuse_bmm", "stationary", "segments", "gluon",
-                           "save_states", "fuse_backward", "split_backward", "replay"), states_every=states_every, rank=_rank)
+                           "save_states", "fuse_backward", "split_backward", "replay"),
+                  states_every=choose_states_every, rank=_rank)

@@ -46,11 +46,11 @@ class Measured:
         mode, itemsize, *sizes = key.split("/")
         return Measured(mode, int(itemsize.removesuffix("B")), *map(int, sizes))
 
-    def comparable(self, other: Measured) -> bool:
+    def is_comparable(self, other: Measured) -> bool:
         """Whether the two differ in nothing but how much there is to do."""
         return astuple(self)[:4] == astuple(other)[:4]
 
-    def distance(self, other: Measured) -> float:
+    def measure_distance(self, other: Measured) -> float:
         """Doublings between the two: of sequences, of their length and of the chunk size, added up."""
         return sum(abs(math.log2(a / b)) for a, b in zip(astuple(self)[4:], astuple(other)[4:], strict=True))
 
@@ -72,9 +72,9 @@ def rank_variants(inputs: SSDInputs, mode: str, names: tuple[str, ...],
 @lru_cache(maxsize=1024)
 def _rank(names: tuple[str, ...], get_variant: Callable[[str], Variant], index: int, *sizes) -> tuple[tuple[str, ...], str]:
     call, gpu = Measured(*sizes), tuning.current_device(index).name
-    measured = {m: order for m, order in _table(gpu).items() if m.comparable(call)}
+    measured = {m: order for m, order in _table(gpu).items() if m.is_comparable(call)}
     if measured:
-        nearest = min(measured, key=call.distance)
+        nearest = min(measured, key=call.measure_distance)
         order = measured[nearest]
         return (*order, *(n for n in names if n not in order)), f"fastest of {', '.join(order)} at {nearest.key()} on {gpu}"
     hopper = is_hopper(torch.device("cuda", index))

@@ -57,7 +57,7 @@ def _forward_fake(*args):
     inputs, name, options, save = _unpack(args[:INPUT_TENSORS], args[INPUT_TENSORS:])
     x, sizes = inputs.x, (inputs.nheads, inputs.headdim, inputs.dstate)
     out = x.new_empty(x.shape)
-    accumulator = _accumulator(x)
+    accumulator = _get_accumulator(x)
     final_states = x.new_empty((inputs.batch, *sizes), dtype=accumulator)
     ndocs = () if inputs.cu_seqlens is None else (inputs.cu_seqlens.shape[0] - 1, *sizes)
     varlen_states = x.new_empty(ndocs, dtype=accumulator) if ndocs else x.new_empty(0)
@@ -79,7 +79,7 @@ def _backward(*args):
 
 
 def _backward_fake(x, dt, A, B, C, D, z, dt_bias, initial_states, *_):
-    accumulator = _accumulator(x)
+    accumulator = _get_accumulator(x)
 
     def make(t: Tensor | None, dtype: torch.dtype | None = None) -> Tensor | None:
         return None if t is None else t.new_empty(t.shape, dtype=dtype or t.dtype)
@@ -88,7 +88,7 @@ def _backward_fake(x, dt, A, B, C, D, z, dt_bias, initial_states, *_):
             make(dt_bias, accumulator), make(initial_states, accumulator), None, None)
 
 
-def _accumulator(x: Tensor) -> torch.dtype:
+def _get_accumulator(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 

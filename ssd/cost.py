@@ -39,7 +39,7 @@ class Ceilings:
     flops: float
     exps: float
 
-    def floors_us(self, cost: Cost) -> tuple[float, float, float]:
+    def compute_floors_us(self, cost: Cost) -> tuple[float, float, float]:
         """The least time in microseconds for the memory, the tensor cores and the special function units."""
         return (1e6 * cost.bytes / self.bytes, 1e6 * cost.flops / self.flops, 1e6 * cost.exps / self.exps)
 
@@ -110,7 +110,7 @@ def total(stages: dict[str, Cost]) -> Cost:
     return sum(stages.values(), Cost())
 
 
-def forward_stages(p: Problem) -> dict[str, Cost]:
+def count_forward_stages(p: Problem) -> dict[str, Cost]:
     """The baseline's five forward launches, in order. CB is counted as a full square, an upper bound."""
     X, K, D, S, M, N, Q = p.X, p.K, p.D, p.S, p.M, p.dstate, p.chunk_size
     e, s, pairs = p.itemsize, p.state_itemsize or p.itemsize, p.pairs(_STAGE_TILE)
@@ -125,7 +125,7 @@ def forward_stages(p: Problem) -> dict[str, Cost]:
     }
 
 
-def backward_stages(p: Problem, keeps_states: bool = False) -> dict[str, Cost]:
+def count_backward_stages(p: Problem, keeps_states: bool = False) -> dict[str, Cost]:
     """The baseline's backward launches, in order: forward stages again, then the gradients. bmm_bwd is two.
 
     Four stages are computed again, or two where the forward kept its states.
@@ -135,7 +135,7 @@ def backward_stages(p: Problem, keeps_states: bool = False) -> dict[str, Cost]:
     X, K, D, S, M, N, Q = p.X, p.K, p.D, p.S, p.M, p.dstate, p.chunk_size
     e, s, pairs = p.itemsize, p.state_itemsize or p.itemsize, p.pairs(_STAGE_TILE)
     left_out = ("chunk_scan", "chunk_state", "state_passing") if keeps_states else ("chunk_scan",)
-    recomputed = {name: cost for name, cost in forward_stages(p).items() if name not in left_out}
+    recomputed = {name: cost for name, cost in count_forward_stages(p).items() if name not in left_out}
     gate = {"chunk_scan_dz": Cost(5 * e * X, exps=X, vector=8 * X)} if p.gated else {}
     return {
         **recomputed,
@@ -153,14 +153,14 @@ def backward_stages(p: Problem, keeps_states: bool = False) -> dict[str, Cost]:
     }
 
 
-def ideal_forward(p: Problem) -> Cost:
+def count_ideal_forward(p: Problem) -> Cost:
     """One pass: x, dt, B, C read and y written once; products exactly causal; CB once per group."""
     X, K, D, N, Q, e = p.X, p.K, p.D, p.dstate, p.chunk_size, p.itemsize
     gate = e * X if p.gated else 0
     return Cost(2 * e * X + 2 * e * K + e * D + gate, 4 * X * N + X * Q + K * Q, D * p.pairs(_FLOOR_TILE))
 
 
-def ideal_backward(p: Problem) -> Cost:
+def count_ideal_backward(p: Problem) -> Cost:
     """One pass: x, dt, B, C, dy read and dx, ddt, dB, dC written once; states at hand, CB once more per group."""
     X, K, D, N, Q, e = p.X, p.K, p.D, p.dstate, p.chunk_size, p.itemsize
     gate = 2 * e * X if p.gated else 0
@@ -171,9 +171,9 @@ def ideal(p: Problem, mode: str) -> Cost:
     """The ideal operator in a mode: fwd, fwd_train (a forward that a backward will follow), bwd or fwd_bwd."""
     match mode:
         case "fwd" | "fwd_train":
-            return ideal_forward(p)
+            return count_ideal_forward(p)
         case "bwd":
-            return ideal_backward(p)
+            return count_ideal_backward(p)
         case "fwd_bwd":
-            return ideal_forward(p) + ideal_backward(p)
+            return count_ideal_forward(p) + count_ideal_backward(p)
     raise ValueError(f"mode: got {mode!r}, expected fwd, fwd_train, bwd or fwd_bwd")

@@ -18,7 +18,7 @@ def flush(path: Path) -> None:
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def replace_file(path: Path) -> Iterator[Path]:
     """A file to write, which takes the place of `path` if the block ends well, and is gone if not."""
     part = path.with_name(f".{path.name}.{os.getpid()}")
     try:

@@ -12,8 +12,8 @@ from dataclasses import fields, replace
 import torch
 from torch import Tensor
 
-from . import stages
-from .stages import Masks, Precision, into_chunks
+from . import reference_stages as stages
+from .reference_stages import Masks, Precision, into_chunks
 from .types import SSDGrads, SSDInputs
 
 _FP64 = Precision(torch.float64)
@@ -57,7 +57,7 @@ def chunked(inputs: SSDInputs, precision: Precision) -> tuple[Tensor, Tensor, Te
     return y * torch.nn.functional.silu(i.z), final_states, y
 
 
-def chunked_grads(inputs: SSDInputs, dout: Tensor, dfinal_states: Tensor | None, y: Tensor | None,
+def compute_chunked_grads(inputs: SSDInputs, dout: Tensor, dfinal_states: Tensor | None, y: Tensor | None,
                   precision: Precision) -> SSDGrads:
     """The backward's stages in order, the forward's recomputed. y as `chunked` returned it."""
     i, masks, operand = _prepare(inputs, precision)
@@ -112,15 +112,15 @@ def varlen_states(inputs: SSDInputs, precision: Precision) -> Tensor:
     return torch.stack(result)
 
 
-def ssd_fp64(inputs: SSDInputs) -> tuple[Tensor, Tensor]:
+def compute_in_fp64(inputs: SSDInputs) -> tuple[Tensor, Tensor]:
     """The truth: out and final_states in fp64, from the inputs as they are rounded."""
     return chunked(inputs, _FP64)[:2]
 
 
-def ssd_fp64_grads(inputs: SSDInputs, dout: Tensor, dfinal_states: Tensor | None = None) -> SSDGrads:
+def compute_grads_in_fp64(inputs: SSDInputs, dout: Tensor, dfinal_states: Tensor | None = None) -> SSDGrads:
     """The truth for every gradient, in fp64."""
     y = chunked(inputs, _FP64)[2] if inputs.z is not None else None
-    return chunked_grads(inputs, dout, dfinal_states, y, _FP64)
+    return compute_chunked_grads(inputs, dout, dfinal_states, y, _FP64)
 
 
 def as_dtype(inputs: SSDInputs, dtype: torch.dtype) -> SSDInputs:

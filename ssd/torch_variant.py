@@ -6,33 +6,33 @@ import torch
 from torch import Tensor
 
 from . import reference
+from .reference_stages import Precision
 from .registry import Variant
-from .stages import Precision
 from .types import Options, SSDGrads, SSDInputs, SSDSaved
 
 
-def _precision(inputs: SSDInputs) -> Precision:
+def _choose_precision(inputs: SSDInputs) -> Precision:
     if inputs.x.dtype == torch.float64:
         return Precision(torch.float64)
     return Precision(torch.float32, inputs.x.dtype)
 
 
-def _no_autocast(inputs: SSDInputs) -> torch.autocast:
+def _disable_autocast(inputs: SSDInputs) -> torch.autocast:
     """Autocast would round where the kernels do not."""
     return torch.autocast(inputs.x.device.type, enabled=False)
 
 
 def _forward(inputs: SSDInputs, options: Options, save: bool) -> tuple[Tensor, Tensor, SSDSaved]:
-    precision, dtype = _precision(inputs), inputs.x.dtype
-    with _no_autocast(inputs):
+    precision, dtype = _choose_precision(inputs), inputs.x.dtype
+    with _disable_autocast(inputs):
         out, final_states, y = reference.chunked(inputs, precision)
         varlen_states = None if inputs.cu_seqlens is None else reference.varlen_states(inputs, precision)
     y = y.to(dtype).contiguous() if save and y is not None else None
     saved = SSDSaved(inputs, options, y, varlen_states)
-    return _whole(out.to(dtype)), _whole(final_states), saved
+    return _make_whole(out.to(dtype)), _make_whole(final_states), saved
 
 
-def _whole(t: Tensor) -> Tensor:
+def _make_whole(t: Tensor) -> Tensor:
     """t, contiguous and no view, which autograd would not let a caller change in place."""
     return t.clone(memory_format=torch.contiguous_format) if t._is_view() else t.contiguous()
 
@@ -40,8 +40,8 @@ def _whole(t: Tensor) -> Tensor:
 def _backward(saved: SSDSaved, dout: Tensor, dfinal_states: Tensor | None, into: SSDGrads) -> SSDGrads:
     i = saved.inputs
     y = None if i.z is None else saved.y
-    with _no_autocast(i):
-        grads = reference.chunked_grads(i, dout, dfinal_states, y, _precision(i))
+    with _disable_autocast(i):
+        grads = reference.compute_chunked_grads(i, dout, dfinal_states, y, _choose_precision(i))
     placed = {}
     for name in SSDGrads.__dataclass_fields__:
         grad, place, source = getattr(grads, name), getattr(into, name), getattr(i, name[1:])

@@ -29,9 +29,10 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from ssd import reference, stages
+from ssd import reference
+from ssd import reference_stages as stages
+from ssd.reference_stages import Precision
 from ssd.registry import Variant, get_variant
-from ssd.stages import Precision
 from ssd.types import Options, SSDGrads, SSDInputs, SSDSaved
 from tests.inputs import generator, split
 
@@ -118,9 +119,9 @@ def results(variant: Variant, inputs: SSDInputs, dout: Tensor, dfinal_states: Te
 
 def truths(inputs: SSDInputs, dout: Tensor, dfinal_states: Tensor | None) -> dict[str, Tensor]:
     """The same in fp64."""
-    out, final_states = reference.ssd_fp64(inputs)
+    out, final_states = reference.compute_in_fp64(inputs)
     ends = None if inputs.cu_seqlens is None else reference.varlen_states(inputs, Precision(torch.float64))
-    grads = reference.ssd_fp64_grads(inputs, dout, dfinal_states)
+    grads = reference.compute_grads_in_fp64(inputs, dout, dfinal_states)
     return _present({"out": out, "final_states": final_states, "varlen_states": ends, **vars(grads)})
 
 
@@ -154,7 +155,7 @@ def cotangents(inputs: SSDInputs) -> tuple[Tensor, Tensor]:
         noise = torch.randn(t.shape, generator=rng, device=t.device)
         return noise + t / t.square().mean().sqrt().clamp(min=_NOTHING)
 
-    out, final_states = reference.ssd_fp64(inputs)
+    out, final_states = reference.compute_in_fp64(inputs)
     return of(out).to(inputs.x.dtype), of(final_states).float()
 
 
@@ -175,7 +176,7 @@ def assert_right(variant: Variant, inputs: SSDInputs) -> None:
 def assert_forward_right(variant: Variant, inputs: SSDInputs, options: Options) -> dict[str, Tensor]:
     """Outputs of a variant with some optimisations switched off are near enough to the truth. Returns them by name."""
     got, mirror = (_outputs(v.forward(inputs, o, False)) for v, o in ((variant, options), (get_variant("torch"), Options())))
-    out, final_states = reference.ssd_fp64(inputs)
+    out, final_states = reference.compute_in_fp64(inputs)
     ends = None if inputs.cu_seqlens is None else reference.varlen_states(inputs, Precision(torch.float64))
     truth = _outputs((out, final_states, SSDSaved(inputs, options, varlen_states=ends)))
     assert got.keys() == truth.keys() == mirror.keys()

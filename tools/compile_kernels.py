@@ -38,9 +38,9 @@ from triton.runtime.jit import JITFunction
 from fused import hopper
 from ssd.registry import Variant, config_spaces, get_variant
 from ssd.runtime import launch, tuning
-from ssd.runtime.lost_operands import lost_operands
-from ssd.runtime.machine_code import inspect, lanes_apart, ptx_loops
-from ssd.runtime.unset_registers import unset_registers
+from ssd.runtime.lost_operands import find_lost_operands
+from ssd.runtime.machine_code import inspect, lanes_apart, list_ptx_loops
+from ssd.runtime.unset_registers import find_unset_registers
 from ssd.types import Options, SSDGrads, SSDInputs
 from tests.inputs import EVERYTHING, Case, Shape, random_inputs
 from tools.late_loads import late_loads
@@ -168,8 +168,8 @@ def _measure(kernel, disassemble: bool) -> Compiled:
         sass = inspect(knobs.nvidia.nvdisasm.path, "-c", kernel.kernel)
         # the last instruction of a group names the barrier that counts it
         groups, late = len(re.findall(r"HGMMA.*gsb", sass)), late_loads(sass)
-        lost = lost_operands(sass) if "ttir" in kernel.asm else []
-        unset = unset_registers(sass)
+        lost = find_lost_operands(sass) if "ttir" in kernel.asm else []
+        unset = find_unset_registers(sass)
     return Compiled(triton.__version__, kernel.name, " ".join(config), registers, spills, kernel.metadata.shared,
                     ptx.count("wgmma.mma_async"), groups, ptx.count("mma.sync") + ptx.count("tcgen05.mma"),
                     kernel.asm.get("ttir", "").count("tt.dot "), lanes_apart(ptx), _unfenced(ptx),
@@ -177,7 +177,7 @@ def _measure(kernel, disassemble: bool) -> Compiled:
 
 
 def _unfenced(ptx: str) -> int:
-    lines, loops = ptx_loops(ptx)
+    lines, loops = list_ptx_loops(ptx)
     loops = ["\n".join(lines[first:last]) for first, last in loops]
     return sum("wgmma.mma_async" in loop and "cp.async.wait" in loop and "fence.proxy.async" not in loop for loop in loops)
 

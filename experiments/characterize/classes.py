@@ -63,7 +63,7 @@ def work(kernel: dict) -> Work:
 def model(kernel: dict) -> cost.Cost | None:
     """The cost model's account of a row's kernel; None if it is none of its stages."""
     problem = problem_of(kernel)
-    return (cost.forward_stages(problem) | cost.backward_stages(problem)).get(stage(kernel))
+    return (cost.count_forward_stages(problem) | cost.count_backward_stages(problem)).get(stage(kernel))
 
 
 def shares(kernels: Iterable[dict], threshold: float = THRESHOLD, recomputed: bool = True) -> dict[str, tuple[int, float]]:

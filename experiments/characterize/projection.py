@@ -170,5 +170,5 @@ def call_samples(out: Path = record.RESULTS) -> tuple[list[Sample], GPU | None]:
 def _stages(row: dict) -> dict[str, cost.Cost]:
     """Of a call of the baseline, whose backward does without two stages where its launches are too few for them."""
     if row["mode"] == "fwd":
-        return cost.forward_stages(problem_of(row))
-    return cost.backward_stages(problem_of(row), keeps_states=row["launches"] <= _KEPT_LAUNCHES)
+        return cost.count_forward_stages(problem_of(row))
+    return cost.count_backward_stages(problem_of(row), keeps_states=row["launches"] <= _KEPT_LAUNCHES)

@@ -10,9 +10,10 @@ from random import Random
 import torch
 from torch import Tensor
 
-from ssd import Options, reference, ssd_chunk_scan, stages
+from ssd import Options, reference, ssd_chunk_scan
+from ssd import reference_stages as stages
+from ssd.reference_stages import Precision
 from ssd.registry import get_variant
-from ssd.stages import Precision
 from ssd.types import SSDInputs
 
 from .layouts import lay_out, pack
@@ -133,7 +134,7 @@ def _truth(c: Config, tensors: Tensors) -> dict[str, Tensor]:
     by running it alone.
     """
     inputs = replace(_inputs(c, tensors), chunk_size=_TRUTH_CHUNK, state_dtype=None)
-    by = reference.recurrence if c.seqlen <= _SHORT else reference.ssd_fp64
+    by = reference.recurrence if c.seqlen <= _SHORT else reference.compute_in_fp64
     out, final_states = by(replace(inputs, cu_seqlens=None))
     results = {"out": out} | ({"final_states": final_states} if c.final_states else {})
     if inputs.cu_seqlens is not None:
@@ -150,7 +151,7 @@ def _end_state(i: SSDInputs, start: int, end: int) -> Tensor:
     reached = start == 0 and int(i.seq_idx[0, 0]) == 0
     alone = replace(i, **cut, chunk_size=_TRUTH_CHUNK if end - start > _SHORT else 16, z=None, D=None, seq_idx=None,
                     cu_seqlens=None, initial_states=i.initial_states if reached else None)
-    return reference.ssd_fp64(alone)[1][0]
+    return reference.compute_in_fp64(alone)[1][0]
 
 
 def _bounds(i: SSDInputs) -> list[tuple[int, int]]:
@@ -180,7 +181,7 @@ def _mirror(c: Config, tf32: bool, tensors: Tensors, wanted: tuple[str, ...], wa
         return results
     dout = ways.get("out", torch.zeros_like(i.x))
     y = None if y is None else y.to(i.x.dtype)
-    grads = reference.chunked_grads(i, dout, ways.get("final_states"), y, precision)
+    grads = reference.compute_chunked_grads(i, dout, ways.get("final_states"), y, precision)
     return results | {f"d{name}": getattr(grads, f"d{name}").to(tensors[name].dtype) for name in wanted}
 
 

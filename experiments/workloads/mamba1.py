@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ssd.block import selective_scan_fn
-from ssd.block.selective_scan import torch_form
+from ssd.block.selective_scan import compute_in_torch
 
 _NAMES = ("auto", "torch", "mamba_ssm")
 _STEPS = (0.001, 0.1)  # at the start
@@ -47,4 +47,4 @@ def step_bias(count: int) -> Tensor:
 def _torch(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None, z: Tensor | None = None,
            delta_bias: Tensor | None = None) -> Tensor:
     B, C = (t if t.dim() == 4 else t.unsqueeze(1) for t in (B, C))
-    return torch_form(u, delta, A, B, C, D, z, delta_bias, True)[0]
+    return compute_in_torch(u, delta, A, B, C, D, z, delta_bias, True)[0]

@@ -61,7 +61,7 @@ def causal_conv1d_fn(
     _check_states(x, weight, seq_idx, initial_states, return_final_states, final_states_out)
     settings = (activation is not None, return_final_states)
     if not takes_kernels(x):
-        out, final_states = torch_form(*tensors, *settings)
+        out, final_states = compute_in_torch(*tensors, *settings)
     else:
         out, final_states = _CAUSAL_CONV1D(tensors, settings)
     if not return_final_states:
@@ -69,8 +69,8 @@ def causal_conv1d_fn(
     return out, final_states if final_states_out is None else final_states_out.copy_(final_states)
 
 
-def torch_form(x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor | None, initial_states: Tensor | None,
-               silu: bool, return_final_states: bool = False) -> tuple[Tensor, Tensor | None]:
+def compute_in_torch(x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor | None, initial_states: Tensor | None,
+                     silu: bool, return_final_states: bool = False) -> tuple[Tensor, Tensor | None]:
     """(C1) to (C3) in torch with the kernels' rounding points, differentiable: fp32 (fp64 for fp64) up to the results."""
     compute = torch.float64 if x.dtype == torch.float64 else torch.float32
     (batch, dim, seqlen), width = x.shape, weight.shape[1]
@@ -125,7 +125,7 @@ def _check_states(x, weight, seq_idx, initial_states, return_final_states, final
         check_tensor("final_states_out", final_states_out, states, x)
 
 
-def _channels_last(t: Tensor) -> Tensor:
+def _make_channels_last(t: Tensor) -> Tensor:
     """(batch, dim, seqlen) as (batch, seqlen, dim) with contiguous channels: the same memory where it is laid out so."""
     t = t.mT
     return t if t.stride(2) == 1 else t.contiguous()
@@ -133,7 +133,7 @@ def _channels_last(t: Tensor) -> Tensor:
 
 def _forward(x, weight, bias, seq_idx, initial_states, silu, return_final_states) -> tuple[Tensor, Tensor | None]:
     with torch.cuda.device_of(x):
-        return conv1d_fwd(_channels_last(x), weight, contiguous(bias), contiguous(seq_idx), initial_states, silu,
+        return conv1d_fwd(_make_channels_last(x), weight, contiguous(bias), contiguous(seq_idx), initial_states, silu,
                           return_final_states)
 
 
@@ -147,8 +147,8 @@ def _backward(x, weight, bias, seq_idx, initial_states, dout, dfinal_states, sil
     dout = torch.zeros_like(x) if dout is None else dout
     with torch.cuda.device_of(x):
         dx, dweight, dbias, dinitial_states = conv1d_bwd(
-            _channels_last(x), weight, contiguous(bias), contiguous(seq_idx), initial_states, silu, _channels_last(dout),
-            dfinal_states)
+            _make_channels_last(x), weight, contiguous(bias), contiguous(seq_idx), initial_states, silu,
+            _make_channels_last(dout), dfinal_states)
     return dx.mT, dweight, dbias, None, None if dinitial_states is None else dinitial_states.mT
 
 

@@ -12,7 +12,7 @@ from ..kernels.arguments import contiguous
 from ..runtime.custom_ops import are_plain, define_inference_op, wants_gradient
 from .arguments import check_rows, check_tensor, takes_kernels
 from .conv1d import check_filter
-from .conv1d import torch_form as convolve
+from .conv1d import compute_in_torch as convolve
 from .kernels.conv1d_update import conv1d_update
 
 
@@ -58,13 +58,13 @@ def causal_conv1d_update(
     return out.squeeze(2) if one_token else out
 
 
-def torch_form(x: Tensor, conv_state: Tensor, weight: Tensor, bias: Tensor | None, silu: bool, cache_seqlens: Tensor | None,
-               conv_state_indices: Tensor | None, out: Tensor) -> None:
+def compute_in_torch(x: Tensor, conv_state: Tensor, weight: Tensor, bias: Tensor | None, silu: bool,
+                     cache_seqlens: Tensor | None, conv_state_indices: Tensor | None, out: Tensor) -> None:
     """(C9) to (C11) in torch with the kernel's rounding points."""
     if conv_state_indices is not None:
         live = conv_state_indices >= 0
         rows, part = conv_state[conv_state_indices[live]], torch.empty_like(x[live])
-        torch_form(x[live], rows, weight, bias, silu, None if cache_seqlens is None else cache_seqlens[live], None, part)
+        compute_in_torch(x[live], rows, weight, bias, silu, None if cache_seqlens is None else cache_seqlens[live], None, part)
         conv_state[conv_state_indices[live]] = rows
         out.zero_()[live] = part
         return
@@ -92,7 +92,7 @@ def _update(x, conv_state, weight, bias, silu, cache_seqlens, conv_state_indices
     check_rows("conv_state_indices", conv_state_indices, "conv_state", len(conv_state))
     out = torch.empty_like(x)
     with torch.no_grad(), torch.cuda.device_of(x):
-        update = conv1d_update if takes_kernels(x) else torch_form
+        update = conv1d_update if takes_kernels(x) else compute_in_torch
         update(x, conv_state, weight, contiguous(bias), silu, contiguous(cache_seqlens),
                contiguous(conv_state_indices), out)
     torch.autograd.graph.increment_version(conv_state)

@@ -50,7 +50,7 @@ def rms_norm_gated(
     group_size = _check(*tensors, eps, group_size, norm_before_gate)
     settings = (float(eps), group_size, norm_before_gate)
     if not takes_kernels(x):
-        return torch_form(*tensors, *settings)
+        return compute_in_torch(*tensors, *settings)
     if group_size > WIDEST_GROUP:
         raise ValueError(f"group_size: got {group_size} channels, expected at most {WIDEST_GROUP}, as many as a kernel takes")
     return _RMS_NORM_GATED(tensors, settings)[0]
@@ -74,8 +74,8 @@ class RMSNormGated(nn.Module):
         return rms_norm_gated(x, self.weight, self.bias, z, self.eps, self.group_size, self.norm_before_gate)
 
 
-def torch_form(x: Tensor, weight: Tensor, bias: Tensor | None, z: Tensor | None, eps: float, group_size: int,
-               norm_before_gate: bool) -> Tensor:
+def compute_in_torch(x: Tensor, weight: Tensor, bias: Tensor | None, z: Tensor | None, eps: float, group_size: int,
+                     norm_before_gate: bool) -> Tensor:
     """(N1) to (N4) in torch with the kernels' rounding points: fp32 (fp64 for fp64) up to the result."""
     compute = torch.float64 if x.dtype == torch.float64 else torch.float32
     gate = None if z is None else F.silu(z.to(compute))
@@ -113,7 +113,7 @@ def _check(x, weight, bias, z, eps, group_size, norm_before_gate) -> int:
     return group_size
 
 
-def _as_rows(t: Tensor | None) -> Tensor | None:
+def _make_rows(t: Tensor | None) -> Tensor | None:
     """(rows, width) with contiguous channels: the same memory where it can be."""
     if t is None:
         return None
@@ -123,7 +123,7 @@ def _as_rows(t: Tensor | None) -> Tensor | None:
 
 def _forward(x, weight, bias, z, eps, group_size, norm_before_gate) -> tuple[Tensor, Tensor]:
     with torch.cuda.device_of(x):
-        return gated_norm(_as_rows(x), weight.contiguous(), contiguous(bias), _as_rows(z), eps,
+        return gated_norm(_make_rows(x), weight.contiguous(), contiguous(bias), _make_rows(z), eps,
                           group_size, norm_before_gate, x.shape)
 
 
@@ -135,7 +135,7 @@ def _forward_fake(x, weight, bias, z, eps, group_size, norm_before_gate):
 def _backward(x, weight, bias, z, rstd, dout, eps, group_size, norm_before_gate) -> tuple[Tensor | None, ...]:
     with torch.cuda.device_of(x):
         dx, dweight, dbias, dz = gated_norm_bwd(
-            _as_rows(dout), _as_rows(x), weight.contiguous(), contiguous(bias), _as_rows(z), rstd,
+            _make_rows(dout), _make_rows(x), weight.contiguous(), contiguous(bias), _make_rows(z), rstd,
             group_size, norm_before_gate)
     return dx.view(x.shape), dweight, dbias, None if z is None else dz.view(x.shape)
 

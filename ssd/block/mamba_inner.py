@@ -94,31 +94,31 @@ def mamba_inner_fn(
     x, z = xz.chunk(2, 1)
     x = causal_conv1d_fn(x, conv1d_weight.squeeze(1), conv1d_bias, activation="silu")
 
-    def by_sequence(t: Tensor) -> Tensor:
+    def split_sequences(t: Tensor) -> Tensor:
         """[features, batch * seqlen] as (batch, features, seqlen), in place: tokens stay contiguous, for the scan."""
         return t.unflatten(1, (batch, seqlen)).transpose(0, 1)
 
-    def normed(t: Tensor, weight: Tensor | None) -> Tensor:
+    def normalize(t: Tensor, weight: Tensor | None) -> Tensor:
         return t if weight is None else rms_norm_gated(t.mT, weight, eps=b_c_dt_rms_eps).mT.contiguous()
 
     x_dbl = x_proj_weight @ x.transpose(0, 1).flatten(1)  # [dim, batch * seqlen], a view of what the convolution wrote
-    delta = normed(by_sequence(delta_proj_weight @ x_dbl[:rank]), dt_rms_weight)
+    delta = normalize(split_sequences(delta_proj_weight @ x_dbl[:rank]), dt_rms_weight)
     if B is None:
-        B = by_sequence(_biased(x_dbl[rank : rank + dstate], B_proj_bias))
+        B = split_sequences(_add_bias(x_dbl[rank : rank + dstate], B_proj_bias))
     if C is None:
-        C = by_sequence(_biased(x_dbl[-dstate:], C_proj_bias))
-    B, C = normed(B, b_rms_weight), normed(C, c_rms_weight)
+        C = split_sequences(_add_bias(x_dbl[-dstate:], C_proj_bias))
+    B, C = normalize(B, b_rms_weight), normalize(C, c_rms_weight)
     if 2 in (B.dim(), C.dim()):
-        B, C = (_for_each_channel(t, batch, dim, seqlen) for t in (B, C))
+        B, C = (_expand_to_channels(t, batch, dim, seqlen) for t in (B, C))
     y = selective_scan_fn(x.contiguous(), delta, A, B, C, D, z, delta_bias, delta_softplus)
     return F.linear(y.mT, out_proj_weight, out_proj_bias)
 
 
-def _biased(t: Tensor, bias: Tensor | None) -> Tensor:
+def _add_bias(t: Tensor, bias: Tensor | None) -> Tensor:
     return t if bias is None else t + bias.to(t.dtype)[:, None]
 
 
-def _for_each_channel(t: Tensor, batch: int, dim: int, seqlen: int) -> Tensor:
+def _expand_to_channels(t: Tensor, batch: int, dim: int, seqlen: int) -> Tensor:
     """B or C as (batch, dim, dstate, seqlen): dim groups of one channel, a view where there was one group or none."""
     if t.dim() == 2:
         return t[None, :, :, None].expand(batch, -1, -1, seqlen)

@@ -13,14 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..runtime.custom_ops import DifferentiableOp, wants_gradient
-from ..runtime.toolchain import gluon_missing
+from ..runtime.toolchain import explain_missing_gluon
 from .arguments import check_dtype, check_interpretable, check_tensor, takes_kernels
 from .kernels.selective_scan import LARGEST_STATE, chunk_of
 from .kernels.selective_scan_bwd import selective_scan_bwd
-from .kernels.selective_scan_choice import TOKENS, takes_walk
+from .kernels.selective_scan_dispatch import TOKENS, takes_walk
 from .kernels.selective_scan_fwd import selective_scan_fwd
 
-if missing := gluon_missing():
+if missing := explain_missing_gluon():
     logging.getLogger("ssd").warning("selective_scan runs its scans over pairs, never its walk: %s", missing)
 else:
     from .kernels.selective_scan_walk_bwd import selective_scan_walk_bwd
@@ -66,13 +66,13 @@ def selective_scan_fn(
         TypeError, ValueError: naming the argument, what came and what is accepted.
     """
     return_last_state = False if return_last_state is None else return_last_state
-    B, C = (_with_groups(name, t) for name, t in (("B", B), ("C", C)))
+    B, C = (_add_groups(name, t) for name, t in (("B", B), ("C", C)))
     _check(u, delta, A, B, C, D, z, delta_bias)
     for name, flag in (("delta_softplus", delta_softplus), ("return_last_state", return_last_state)):
         if not isinstance(flag, bool):
             raise TypeError(f"{name}: got {flag!r}, expected True or False")
     if not takes_kernels(u):
-        out, last_state = torch_form(u, delta, A, B, C, D, z, delta_bias, delta_softplus)
+        out, last_state = compute_in_torch(u, delta, A, B, C, D, z, delta_bias, delta_softplus)
     else:
         u, delta, B, C, z = (t if t is None or t.stride(-1) == 1 else t.contiguous() for t in (u, delta, B, C, z))
         tensors = (u, delta, A, B, C, D, z, delta_bias)  # copied here, once for both ways, and no call that copies is recorded
@@ -81,8 +81,8 @@ def selective_scan_fn(
     return (out, last_state) if return_last_state else out
 
 
-def torch_form(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None,
-               delta_bias: Tensor | None, delta_softplus: bool) -> tuple[Tensor, Tensor]:
+def compute_in_torch(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None,
+                     delta_bias: Tensor | None, delta_softplus: bool) -> tuple[Tensor, Tensor]:
     """(S1) to (S4) in torch, token by token, differentiable: fp32 (fp64 for fp64) up to the output. B and C have groups."""
     compute = torch.float64 if u.dtype == torch.float64 else torch.float32
     channels = u.shape[1] // B.shape[1]
@@ -105,7 +105,7 @@ def torch_form(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Ten
     return y.to(u.dtype), state.clone()  # which a caller may change, and not what the backward reads
 
 
-def _with_groups(name: str, t: Tensor) -> Tensor:
+def _add_groups(name: str, t: Tensor) -> Tensor:
     """(batch, ngroups, dstate, seqlen); the axis of groups may be missing."""
     if not isinstance(t, Tensor):
         raise TypeError(f"{name}: got {type(t).__name__}, expected a tensor (batch, ngroups, dstate, seqlen)")
@@ -166,7 +166,7 @@ def _backward(u, delta, A, B, C, D, z, delta_bias, states, dout, dlast_state, de
     return tuple(g if g is None else g.to(t.dtype) for g, t in zip(grads, tensors, strict=True))
 
 
-def _with_contiguous_tokens(dout: Tensor) -> Tensor:
+def _make_tokens_contiguous(dout: Tensor) -> Tensor:
     """A projection's gradient has none. Copied before the backward, since no call that copies is recorded."""
     return dout if dout.stride(-1) == 1 else dout.contiguous()
 
@@ -174,4 +174,4 @@ def _with_contiguous_tokens(dout: Tensor) -> Tensor:
 _SELECTIVE_SCAN = DifferentiableOp(
     "selective_scan", "Tensor u, Tensor delta, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? z, Tensor? delta_bias",
     "bool delta_softplus, bool save", outputs=("out", "last_state"), kept=("states",), forward=_forward, fake=_forward_fake,
-    backward=_backward, arrange=_with_contiguous_tokens)
+    backward=_backward, arrange=_make_tokens_contiguous)

@@ -70,7 +70,7 @@ def selective_state_update(
         TypeError, ValueError: naming the argument, what came and what is accepted, before the state is touched.
     """
     given = dict(zip(_AXES, (state, x, dt, A, B, C, D, z, dt_bias), strict=True))
-    tensors = [_with_heads(name, t) for name, t in given.items()]
+    tensors = [_add_heads(name, t) for name, t in given.items()]
     _check_sizes(given, tensors, state_batch_indices)
     if not isinstance(dt_softplus, bool):
         raise TypeError(f"dt_softplus: got {dt_softplus!r}, expected True or False")
@@ -79,13 +79,13 @@ def selective_state_update(
     return out if state.dim() == 4 else out.squeeze(1)
 
 
-def torch_form(state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None,
-               dt_bias: Tensor | None, dt_softplus: bool, state_batch_indices: Tensor | None) -> Tensor:
+def compute_in_torch(state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None,
+                     dt_bias: Tensor | None, dt_softplus: bool, state_batch_indices: Tensor | None) -> Tensor:
     """(U1) to (U4) in torch with the kernel's rounding points. Every tensor has its axis of heads or groups."""
     if state_batch_indices is not None:
         live = state_batch_indices >= 0
         rows, out = state[state_batch_indices[live]], x.new_zeros(x.shape)
-        out[live] = torch_form(rows, x[live], dt[live], A, B[live], C[live], D, None if z is None else z[live], dt_bias,
+        out[live] = compute_in_torch(rows, x[live], dt[live], A, B[live], C[live], D, None if z is None else z[live], dt_bias,
                                dt_softplus, None)
         state[state_batch_indices[live]] = rows
         return out
@@ -106,7 +106,7 @@ def torch_form(state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Te
     return y.to(x.dtype).contiguous()
 
 
-def _with_heads(name: str, t: Tensor | None) -> Tensor | None:
+def _add_heads(name: str, t: Tensor | None) -> Tensor | None:
     """The tensor with its axis of heads or groups, which may be missing."""
     if t is None and name in _OPTIONAL:
         return None
@@ -152,7 +152,7 @@ def _check_sizes(given: dict[str, Tensor | None], tensors: list[Tensor | None], 
 
 def _update(state, x, dt, A, B, C, D, z, dt_bias, dt_softplus, state_batch_indices) -> Tensor:
     check_rows("state_batch_indices", state_batch_indices, "state", len(state))
-    form = state_update if takes_kernels(x) else torch_form
+    form = state_update if takes_kernels(x) else compute_in_torch
     with torch.no_grad(), torch.cuda.device_of(x):
         out = form(state, x, dt, A, B, C, D, z, dt_bias, dt_softplus, contiguous(state_batch_indices))
     torch.autograd.graph.increment_version(state)

@@ -13,7 +13,7 @@ from ..block.conv1d import causal_conv1d_fn
 from ..block.conv1d_update import causal_conv1d_update
 from ..block.mamba_inner import mamba_inner_fn
 from ..block.selective_scan import selective_scan_fn
-from ..block.split import split_conv1d_scan
+from ..block.split_conv1d_scan import split_conv1d_scan
 from ..block.state_update import selective_state_update
 from ..runtime.tuning import next_power_of_2
 
@@ -37,7 +37,7 @@ def functions(variant: Callable[[], str]) -> dict[str, Callable]:
         dt_limit=(0.0, float("inf")), return_final_states=False, activation="silu", rmsnorm_weight=None, rmsnorm_eps=1e-6,
         outproj_weight=None, outproj_bias=None, headdim=None, ngroups=1, norm_before_gate=True, state_dtype=None,
     ):
-        """`ssd.block.split.split_conv1d_scan`, for any chunk_size: it does not change the result."""
+        """`ssd.block.split_conv1d_scan.split_conv1d_scan`, for any chunk_size: it does not change the result."""
         return split_conv1d_scan(
             zxbcdt, conv1d_weight, conv1d_bias, dt_bias, A, D, _chunk(chunk_size), initial_states=initial_states,
             seq_idx=seq_idx, dt_limit=dt_limit, return_final_states=return_final_states, activation=activation,

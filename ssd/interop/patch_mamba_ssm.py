@@ -54,7 +54,7 @@ def patch_mamba_ssm(variant: str = "auto") -> Patch:
 def _install(undo: ExitStack) -> None:
     check_version("mamba_ssm", FIRST, LAST, INSTALL_MAMBA_SSM)
     if _CUDA not in sys.modules and find_spec(_CUDA) is None:
-        put(undo, sys.modules, _CUDA, _absent_extension())
+        put(undo, sys.modules, _CUDA, _make_absent_extension())
         if "mamba_ssm" not in sys.modules:
             sys.modules.update(_aside)
             undo.callback(_put_aside)
@@ -91,21 +91,21 @@ def _import_whole(package: str) -> None:
 
 def _replace(pairs: list[tuple[Callable, Callable]]) -> None:
     """Puts the second of a pair wherever a global of the modules in question is the first."""
-    for where in _holders():
+    for where in _find_holders():
         for name, value in list(where.items()):
             for old, new in pairs:
                 if value is old:
                     where[name] = new
 
 
-def _holders() -> Iterator[dict]:
+def _find_holders() -> Iterator[dict]:
     """Globals of the loaded modules that may hold upstream's functions."""
     for name, module in list(sys.modules.items()):
         if name.split(".")[0] in _HOLDERS and isinstance(module, ModuleType):
             yield vars(module)
 
 
-def _absent_extension() -> ModuleType:
+def _make_absent_extension() -> ModuleType:
     """Stands in for Mamba-1's CUDA extension, which mamba_ssm imports at once, until one of its functions is wanted."""
     module = ModuleType(_CUDA)
     module.__spec__ = ModuleSpec(_CUDA, loader=None)

@@ -77,16 +77,16 @@ def _place(undo: ExitStack, module: ModuleType, version: tuple[int, int]) -> Non
         put(undo, found, name, function)
     put(undo, found, "is_fast_path_available", True)
     if load := found.get("lazy_load_kernel"):
-        put(undo, found, "lazy_load_kernel", _loading_ours(load))
+        put(undo, found, "lazy_load_kernel", _load_ours(load))
 
 
-def _loading_ours(load: Callable) -> Callable:
+def _load_ours(load: Callable) -> Callable:
     """`lazy_load_kernel` of 5.0 to 5.14, which a mixer asks for kernels when it is built."""
     ours = SimpleNamespace(**_FUNCTIONS)
     return lambda name, *args, **kwargs: ours if name in ("mamba-ssm", "causal-conv1d") else load(name, *args, **kwargs)
 
 
-def _taking_what_it_knows(function: Callable) -> Callable:
+def _keep_known_arguments(function: Callable) -> Callable:
     """Mixers hand on every keyword that the model was called with; `function` is called with those in its signature."""
     known = tuple(signature(function).parameters)
 
@@ -125,4 +125,4 @@ class _AfterImport(MetaPathFinder):
 
 _LIBRARY = Library("transformers", _install)
 _OURS = functions(lambda: _LIBRARY.variant)
-_FUNCTIONS = {name: _taking_what_it_knows(_OURS[name]) for name in _GLOBALS.values()}
+_FUNCTIONS = {name: _keep_known_arguments(_OURS[name]) for name in _GLOBALS.values()}

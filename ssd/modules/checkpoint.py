@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..files import replacing
+from ..files import replace_file
 
 _CONFIG = "config.json"
 _WHOLE, _INDEX, _PICKLE = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"
@@ -53,11 +53,11 @@ def write(folder: Path, config: Mapping[str, Any], weights: Mapping[str, Tensor]
     Args:
         weights: contiguous, no two in the same memory.
     """
-    save_file = safetensors_package().torch.save_file
+    save_file = import_safetensors().torch.save_file
     folder.mkdir(parents=True, exist_ok=True)
-    with replacing(folder / _WHOLE) as path:
+    with replace_file(folder / _WHOLE) as path:
         save_file(dict(weights), path, metadata={"format": "pt"})  # without which transformers does not read the file
-    with replacing(folder / _CONFIG) as path:
+    with replace_file(folder / _CONFIG) as path:
         path.write_text(json.dumps(config, indent=2) + "\n")
 
 
@@ -72,7 +72,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _read_safetensors(path: Path) -> dict[str, Tensor]:
-    return _read(path, safetensors_package().torch.load_file, "not safetensors", "the whole file as safetensors wrote it")
+    return _read(path, import_safetensors().torch.load_file, "not safetensors", "the whole file as safetensors wrote it")
 
 
 def _read_shards(index: Path) -> dict[str, Tensor]:
@@ -131,7 +131,7 @@ def _read(path: Path, load: Callable[[Path], Any], failure: str, expected: str) 
                          f"expected {expected}") from error
 
 
-def safetensors_package() -> ModuleType:
+def import_safetensors() -> ModuleType:
     """safetensors, or an ImportError that says what to install."""
     try:
         import safetensors.torch

@@ -17,7 +17,7 @@ from ..block.arguments import check_size
 from ..block.conv1d import WIDTHS
 from ..block.conv1d_update import causal_conv1d_update
 from ..block.gated_norm import RMSNormGated
-from ..block.split import split_conv1d_scan
+from ..block.split_conv1d_scan import split_conv1d_scan
 from ..block.state_update import selective_state_update
 from ..types import Options
 

@@ -19,7 +19,7 @@ def mend() -> None:
     """For the kernels that are interpreted from now on in this process."""
     builder, patch_tensor = interpreter.InterpreterBuilder, interpreter._patch_lang_tensor
     for name in [name for name in dir(builder) if name.startswith(_COMPARISONS)]:
-        setattr(builder, name, _boolean(getattr(builder, name)))
+        setattr(builder, name, _make_boolean(getattr(builder, name)))
 
     def patch_tensor_with_index(tensor, scope) -> None:
         patch_tensor(tensor, scope)
@@ -28,7 +28,7 @@ def mend() -> None:
     interpreter._patch_lang_tensor = patch_tensor_with_index
 
 
-def _boolean(compare):
+def _make_boolean(compare):
     @wraps(compare)
     def compare_to_boolean(*operands):
         return interpreter.TensorHandle(compare(*operands).data.astype(bool), tl.int1)

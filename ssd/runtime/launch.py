@@ -14,9 +14,9 @@ from torch import Tensor
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
-from .proxy_fence import fenced
-from .toolchain import COMPILE_OPTIONS, current_stream, launch_compiled
-from .trust import fault, without_warpgroups
+from .proxy_fence import add_fences
+from .toolchain import COMPILE_OPTIONS, get_current_stream, launch_compiled
+from .trust import find_fault, forbid_warpgroups
 
 _MOST = 4096  # entries; callers whose sizes never repeat must not fill the memory
 _compiling = threading.RLock()  # one thread at a time: how Triton compiles is said by what all threads share
@@ -37,10 +37,10 @@ def launch(kernel, programs: int, *args, **config) -> None:
     type, since the key takes 1, 1.0 and True for the same. config: the kernel's last parameters by name, and options such as
     num_warps.
     """
-    key = (id(kernel), *config.items(), *map(_part, args))
+    key = (id(kernel), *config.items(), *map(_describe_argument, args))
     if found := _found.get(key):
         compiled, last, _ = found
-        launch_compiled(compiled, programs, current_stream(), (*args, *last))
+        launch_compiled(compiled, programs, get_current_stream(), (*args, *last))
     else:
         compiled = _compile_and_launch(kernel, programs, args, config)
         # the interpreter returns no kernel, and what was compiled for a GPU that is not there cannot be launched
@@ -56,12 +56,12 @@ def launch(kernel, programs: int, *args, **config) -> None:
 def _compile_and_launch(kernel, programs: int, args: tuple, config: dict):
     """The launch by Triton, of a kernel that can be trusted; returns it, None in the interpreter."""
     with _compiling:
-        with fenced() as fence:
+        with add_fences() as fence:
             options = {**COMPILE_OPTIONS, **fence, **config}
-            why = fault(kernel.warmup(*args, grid=(programs,), **options)) if isinstance(kernel, JITFunction) else None
+            why = find_fault(kernel.warmup(*args, grid=(programs,), **options)) if isinstance(kernel, JITFunction) else None
         if why is None:
             return kernel[(programs,)](*args, **options)
-        with without_warpgroups(kernel.__name__, why) as switch:
+        with forbid_warpgroups(kernel.__name__, why) as switch:
             return kernel[(programs,)](*args, **options | switch)
 
 
@@ -83,7 +83,7 @@ def forget() -> None:
     _recorded.launches = None
 
 
-def _part(arg):
+def _describe_argument(arg):
     """What tells an argument from another that needs another kernel; of a descriptor not its tensor's sizes."""
     if isinstance(arg, Tensor):
         return arg.dtype, arg.get_device(), arg.data_ptr() % 16

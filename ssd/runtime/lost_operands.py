@@ -16,14 +16,14 @@ _PRODUCT, _RESULT = re.compile(r"HGMMA\S*\s+R\d+, R(\d+), gdesc"), re.compile(r"
 _OPERAND = 4  # registers of a left operand
 
 
-def lost_operands(sass: str) -> list[str]:
+def find_lost_operands(sass: str) -> list[str]:
     """The products in question, of nvdisasm's text of one kernel."""
     instructions, loops = read(sass)
-    return [lost for first, last in sorted(loops) for lost in _lost_in(instructions[first : last + 1])]
+    return [lost for first, last in sorted(loops) for lost in _find_lost(instructions[first : last + 1])]
 
 
-def _lost_in(loop: list[str]) -> list[str]:
-    written = [_written(text) for text in loop]
+def _find_lost(loop: list[str]) -> list[str]:
+    written = [_list_written(text) for text in loop]
     in_loop, before, lost = set().union(*written), set(), []
     for text, registers in zip(loop, written, strict=True):
         if product := _PRODUCT.match(text):
@@ -34,7 +34,7 @@ def _lost_in(loop: list[str]) -> list[str]:
     return lost
 
 
-def _written(text: str) -> set[int]:
+def _list_written(text: str) -> set[int]:
     """The registers that an instruction writes."""
     result = _RESULT.match(text)
     if not result or result[1].startswith(NO_RESULT):

@@ -32,7 +32,7 @@ def inspect(tool: str, option: str, cubin: bytes) -> str:
         return subprocess.run([tool, option, file.name], capture_output=True, text=True, check=True).stdout
 
 
-def ptx_loops(ptx: str) -> tuple[list[str], list[tuple[int, int]]]:
+def list_ptx_loops(ptx: str) -> tuple[list[str], list[tuple[int, int]]]:
     """The lines of PTX, and the loops: first and last line of each."""
     lines = ptx.splitlines()
     labels = {label[1]: n for n, line in enumerate(lines) if (label := re.match(r"(\$L\w+):", line))}

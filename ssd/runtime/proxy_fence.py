@@ -25,7 +25,7 @@ _LEFT_OUT = TRITON < (3, 7) and torch.version.hip is None and not knobs.runtime.
 
 
 @contextmanager
-def fenced() -> Iterator[dict]:
+def add_fences() -> Iterator[dict]:
     """What is compiled inside, with the options that this gives, has the fence before each group of products. Of one thread at
     a time: Triton's hook is one for all.
     """

@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from .launch import forget, record_launches
 from .scratch import SCRATCH, Buffer, Place, check_apart, place_buffers
 from .tables import hold
-from .toolchain import DescriptorAt, current_stream, descriptor_fields, launch_compiled
+from .toolchain import DescriptorAt, get_current_stream, get_descriptor_fields, launch_compiled
 from .tuning import is_forced
 
 # as Inductor's code allocates, on the current device, in half the time of torch's function of that name
@@ -67,7 +67,7 @@ def replay(call: Callable[..., Results], tensors: tuple[Tensor | None, ...], set
             same = addresses.index(address) if address in addresses else None
             forms.append((t.shape, t.stride(), t.dtype, t.get_device(), address % _TOLD_APART, same))
             addresses.append(address)
-    stream = current_stream(tensors[0].get_device())
+    stream = get_current_stream(tensors[0].get_device())
     key = call, settings, stream, *forms
     found = _recordings.get(key)
     if isinstance(found, Recording):
@@ -75,7 +75,7 @@ def replay(call: Callable[..., Results], tensors: tuple[Tensor | None, ...], set
     if found is _ONCE:
         results, found = _record(call, tensors, settings)
         _recordings[key] = found or _NEVER
-        if found and found.tables and _table_bytes() > _MOST_TABLE_BYTES:
+        if found and found.tables and _count_table_bytes() > _MOST_TABLE_BYTES:
             _recordings.clear()
             _recordings[key] = found
         return results
@@ -91,7 +91,7 @@ def clear() -> None:
     _recordings.clear()
 
 
-def _table_bytes() -> int:
+def _count_table_bytes() -> int:
     """Bytes of the tables that all recordings hold, which may share some."""
     found = [recording for recording in list(_recordings.values()) if isinstance(recording, Recording)]
     tables = {id(table): table for recording in found for table in recording.tables}
@@ -176,9 +176,9 @@ class _Watch(TorchDispatchMode):
             self.allocated.append(results)
             self.nbytes += results.untyped_storage().nbytes()
             return self.nbytes <= _MOST_BYTES
-        seen = {_memory(t) for t in args if isinstance(t, Tensor)}
+        seen = {_get_memory(t) for t in args if isinstance(t, Tensor)}
         looked = results if isinstance(results, (tuple, list)) else (results,)
-        return not func._schema.is_mutable and all(isinstance(t, Tensor) and _memory(t) in seen for t in looked)
+        return not func._schema.is_mutable and all(isinstance(t, Tensor) and _get_memory(t) in seen for t in looked)
 
     def give_up(self) -> None:
         """What was watched cannot be recorded, and is held no longer. To be called while it is the innermost."""
@@ -187,11 +187,11 @@ class _Watch(TorchDispatchMode):
         forget()
 
 
-def _memory(t: Tensor) -> int:
+def _get_memory(t: Tensor) -> int:
     return t.untyped_storage()._cdata
 
 
-def _extent(t: Tensor) -> int:
+def _measure_extent(t: Tensor) -> int:
     """Bytes of memory from its beginning to the end of the last element of t, 0 if t has none; -1 if t begins later."""
     if t.storage_offset():
         return -1
@@ -211,16 +211,16 @@ def _record(call: Callable[..., Results], tensors: tuple[Tensor | None, ...],
 
 def _make_recording(tensors: tuple[Tensor | None, ...], results: Results, launches: list[tuple],
                     allocated: list[Tensor]) -> Recording | None:
-    inside = {_memory(t): t for t in allocated}
+    inside = {_get_memory(t): t for t in allocated}
     views: dict[int, list[Tensor]] = {}
     for t in results:
         if t is not None:
-            if _memory(t) not in inside:  # an argument, or part of one
+            if _get_memory(t) not in inside:  # an argument, or part of one
                 return None
-            views.setdefault(_memory(t), []).append(t)
+            views.setdefault(_get_memory(t), []).append(t)
     kept = []
     for memory, of in views.items():
-        if len(of) == 1 and _extent(of[0]) == inside[memory].untyped_storage().nbytes():
+        if len(of) == 1 and _measure_extent(of[0]) == inside[memory].untyped_storage().nbytes():
             kept.append((tuple(of[0].shape), of[0].stride(), of[0].dtype))  # no view, which autograd would let nobody change
         elif all(t.dtype == of[0].dtype for t in of):
             kept.append(((inside[memory].untyped_storage().nbytes() // of[0].itemsize,), (1,), of[0].dtype))
@@ -232,7 +232,7 @@ def _make_recording(tensors: tuple[Tensor | None, ...], results: Results, launch
         bases[memory] = len(tensors) + (len(views) if room == SCRATCH else room), offset
 
     def view(t: Tensor) -> tuple:
-        number = bases[_memory(t)][0] - len(tensors)
+        number = bases[_get_memory(t)][0] - len(tensors)
         whole = kept[number] == (t.shape, t.stride(), t.dtype)
         return number, None if whole else (t.shape, t.stride(), t.storage_offset())
 
@@ -240,18 +240,18 @@ def _make_recording(tensors: tuple[Tensor | None, ...], results: Results, launch
     entered: dict[int, set[int]] = {}  # at which addresses arguments begin, by the memory that they are in
     for t in tensors:
         if t is not None:
-            entered.setdefault(_memory(t), set()).add(t.data_ptr())
+            entered.setdefault(_get_memory(t), set()).add(t.data_ptr())
     steps, tables = [], {}
     for compiled, programs, args in launches:
         places = []
         for at, arg in enumerate(args):
             descriptors = None
             if hasattr(arg, "block_shape"):
-                descriptors = _Descriptors(descriptor_fields(arg))
+                descriptors = _Descriptors(get_descriptor_fields(arg))
                 arg = arg.base
             if not isinstance(arg, Tensor):
                 continue
-            memory, address = _memory(arg), arg.data_ptr()
+            memory, address = _get_memory(arg), arg.data_ptr()
             if memory in bases:
                 base, start = bases[memory]
                 offset = address - arg.untyped_storage().data_ptr() if arg.numel() else 0
@@ -263,7 +263,7 @@ def _make_recording(tensors: tuple[Tensor | None, ...], results: Results, launch
                 places.append(_Place(at, addresses[address], 0, descriptors))
             else:
                 tables[id(arg)] = arg
-        steps.append((compiled, programs, _without(args, places), tuple(places)))
+        steps.append((compiled, programs, _drop_places(args, places), tuple(places)))
     return Recording(tuple(kept), nbytes, tuple(steps), tuple(None if t is None else view(t) for t in results),
                      tuple(tables.values()))
 
@@ -277,8 +277,8 @@ def _place_scratch(allocated: dict[int, int], kept: list[int], launches: list[tu
     for number, (_, _, args) in enumerate(launches):
         for arg in args:
             arg = getattr(arg, "base", arg) if hasattr(arg, "block_shape") else arg
-            if isinstance(arg, Tensor) and _memory(arg) in allocated:
-                used.setdefault(_memory(arg), []).append(number)
+            if isinstance(arg, Tensor) and _get_memory(arg) in allocated:
+                used.setdefault(_get_memory(arg), []).append(number)
     never = [0, len(launches)]  # what is kept and in no launch: its memory is not to be used
 
     def describe(memory: int) -> Buffer:
@@ -292,7 +292,7 @@ def _place_scratch(allocated: dict[int, int], kept: list[int], launches: list[tu
     return dict(zip(memories, places, strict=True)), nbytes
 
 
-def _without(args: tuple, places: list[_Place]) -> tuple:
+def _drop_places(args: tuple, places: list[_Place]) -> tuple:
     """The arguments but for those that change, of which a recording must hold no memory."""
     changing = {place.at for place in places}
     return tuple(None if at in changing else arg for at, arg in enumerate(args))

@@ -19,7 +19,7 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-from .toolchain import current_stream
+from .toolchain import get_current_stream
 
 # of a device; a table of tensors that fill 141 GB has at most 26 MB
 _MOST_ENTRIES = 512
@@ -41,10 +41,10 @@ class _Kept:
     def add(self, key: tuple, made: Made) -> None:
         """Lets go of those used longest ago, until the others are within the bounds."""
         self.entries[key] = made
-        self.nbytes += _nbytes(made)
+        self.nbytes += _count_bytes(made)
         while len(self.entries) > 1 and (len(self.entries) > _MOST_ENTRIES or self.nbytes > _MOST_BYTES):
             _, oldest = self.entries.popitem(last=False)
-            self.nbytes -= _nbytes(oldest)
+            self.nbytes -= _count_bytes(oldest)
 
 
 _kept: dict[torch.device, _Kept] = {}
@@ -62,7 +62,7 @@ def get_tables(make: Callable[..., Made], settings: tuple, device: torch.device)
         kept = _kept.setdefault(device, _Kept())
         if _is_capturing(device):
             return _hold_made(kept, make, settings)
-        key = make, settings, _stream(device)
+        key = make, settings, _get_stream(device)
         made = kept.entries.get(key)
         if made is None:
             made = _make(make, settings, device)
@@ -77,27 +77,27 @@ def hold(tables: tuple[Tensor, ...]) -> None:
     _held.update((id(table), table) for table in tables)
 
 
-def _stream(device: torch.device) -> int:
-    return current_stream(device.index) if device.type == "cuda" else 0
+def _get_stream(device: torch.device) -> int:
+    return get_current_stream(device.index) if device.type == "cuda" else 0
 
 
 def _is_capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def _tables(made: Made) -> tuple[Tensor, ...]:
+def _list_tables(made: Made) -> tuple[Tensor, ...]:
     return tuple(t for t in made if isinstance(t, Tensor))
 
 
-def _nbytes(made: Made) -> int:
-    return sum(table.nbytes for table in _tables(made))
+def _count_bytes(made: Made) -> int:
+    return sum(table.nbytes for table in _list_tables(made))
 
 
 def _hold_made(kept: _Kept, make: Callable[..., Made], settings: tuple) -> Made:
     """Tables of any stream, held for good: a graph may be captured in another than the one it was warmed up in."""
     for (maker, of, _), made in kept.entries.items():
         if (maker, of) == (make, settings):
-            hold(_tables(made))
+            hold(_list_tables(made))
             return made
     raise RuntimeError("the first call of these sizes came inside a CUDA-graph capture; call once before it, to warm up")
 

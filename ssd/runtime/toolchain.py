@@ -36,7 +36,7 @@ if knobs.runtime.interpret:
 
 
 @cache
-def gluon_missing() -> str | None:
+def explain_missing_gluon() -> str | None:
     """Why kernels in Gluon, which Triton may change as it likes, do not run with this Triton; None if they do."""
     newest = TESTED["triton"][1]
     if newest < TRITON:
@@ -52,27 +52,27 @@ def gluon_missing() -> str | None:
 
 def launch_compiled(compiled: CompiledKernel, programs: int, stream: int, args: tuple | list) -> None:
     """Launches a compiled kernel: args are all of its parameters in order, tensors as such or as addresses."""
-    enter, leave = _calling(knobs.runtime.launch_enter_hook), _calling(knobs.runtime.launch_exit_hook)
+    enter, leave = _skip_if_empty(knobs.runtime.launch_enter_hook), _skip_if_empty(knobs.runtime.launch_exit_hook)
     metadata = enter and compiled.launch_metadata((programs, 1, 1), stream, *args)
     compiled.run(programs, 1, 1, stream, compiled.function, compiled.packed_metadata, metadata, enter, leave, *args)
 
 
-def _calling(hook: Callable | None) -> Callable | None:
+def _skip_if_empty(hook: Callable | None) -> Callable | None:
     """A hook that calls somebody; Triton would call an empty chain of them for nothing, at every launch."""
     return hook if getattr(hook, "calls", True) else None
 
 
-def current_stream(device: int | None = None) -> int:
+def get_current_stream(device: int | None = None) -> int:
     """The current stream of a device, by default the current one, as launches take it."""
     return driver.active.get_current_stream(driver.active.get_current_device() if device is None else device)
 
 
-def descriptor_fields(descriptor) -> dict:
+def get_descriptor_fields(descriptor) -> dict:
     """The fields of a TMA descriptor but for its tensor."""
     return {name: value for name, value in vars(descriptor).items() if name != "base"}
 
 
-def like_descriptor(cls: type, fields: dict, t: Tensor):
+def copy_descriptor(cls: type, fields: dict, t: Tensor):
     """A TMA descriptor of class `cls` of the tensor t with fields that were checked before, as building one checks them."""
     descriptor = object.__new__(cls)
     vars(descriptor).update(fields, base=t)

@@ -28,27 +28,27 @@ from triton import knobs
 from triton.compiler import CompiledKernel
 from triton.runtime.cache import get_cache_manager
 
-from .lost_operands import lost_operands
+from .lost_operands import find_lost_operands
 from .machine_code import inspect
 from .toolchain import mark
-from .unset_registers import unset_registers
+from .unset_registers import find_unset_registers
 
 _SWITCH = "DISABLE_MMA_V3"  # of Triton, which has it in its keys on disk, but not in memory
 _SEARCHES = ("machine_code.py", "unset_registers.py", "lost_operands.py")
 _log = logging.getLogger("ssd")
 
 
-def fault(compiled: CompiledKernel) -> str | None:
+def find_fault(compiled: CompiledKernel) -> str | None:
     """What is wrong with the machine code of a kernel in plain Triton, or why that is not known; None if nothing is."""
     if "ttir" not in compiled.asm or "wgmma.mma_async" not in compiled.asm["ptx"]:
         return None
-    if (nvdisasm := _nvdisasm()) is None:
+    if (nvdisasm := _find_nvdisasm()) is None:
         return "nvdisasm, which comes with Triton and with the CUDA toolkit, is not there to show what ptxas made of it"
     return _find(compiled.kernel, nvdisasm)
 
 
 @contextmanager
-def without_warpgroups(kernel: str, why: str) -> Iterator[dict]:
+def forbid_warpgroups(kernel: str, why: str) -> Iterator[dict]:
     """What is compiled inside, with the options that this gives, multiplies by mma.sync; a warning names the kernel and why. Of
     one thread at a time: the environment is one for all.
     """
@@ -63,11 +63,11 @@ def without_warpgroups(kernel: str, why: str) -> Iterator[dict]:
 
 def _find(cubin: bytes, nvdisasm: str) -> str | None:
     """The first fault in a kernel's machine code; found once, and kept beside what Triton keeps on disk."""
-    kept = get_cache_manager(hashlib.sha256(_version() + cubin).hexdigest())
+    kept = get_cache_manager(hashlib.sha256(_read_searches() + cubin).hexdigest())
     if path := kept.get_file("fault.json"):
         return json.loads(Path(path).read_text())
     sass = inspect(nvdisasm, "-c", cubin)
-    unset, lost = unset_registers(sass), lost_operands(sass)
+    unset, lost = find_unset_registers(sass), find_lost_operands(sass)
     found = None
     if unset:
         found = f"ptxas makes the address of a product of what nothing has written ({unset[0]})"
@@ -78,13 +78,13 @@ def _find(cubin: bytes, nvdisasm: str) -> str | None:
 
 
 @cache
-def _version() -> bytes:
+def _read_searches() -> bytes:
     """Of the searches: what was found by others does not count."""
     return b"".join((Path(__file__).parent / name).read_bytes() for name in _SEARCHES)
 
 
 @cache
-def _nvdisasm() -> str | None:
+def _find_nvdisasm() -> str | None:
     try:
         return knobs.nvidia.nvdisasm.path
     except RuntimeError:

@@ -17,7 +17,7 @@ _RESULT = re.compile(r"(?:U(?!TMA)\w+|R2UR|S2UR|CS2UR|REDUX|VOTEU)\S*\s+(?:UP\d+
 _IN_REGISTERS = re.compile(r"HGMMA\S*\s+R\d+, R\d+, gdesc\[$")
 
 
-def unset_registers(sass: str) -> list[str]:
+def find_unset_registers(sass: str) -> list[str]:
     """The instructions in question, each with the registers; of nvdisasm's text of one kernel."""
     written, found = set(), []
     for text in read(sass)[0]:

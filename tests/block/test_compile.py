@@ -19,7 +19,7 @@ from ssd.block.kernels.conv1d_update import conv1d_update
 from ssd.block.kernels.gated_norm import gated_norm, gated_norm_bwd
 from ssd.block.kernels.selective_scan import chunk_of
 from ssd.block.kernels.selective_scan_bwd import selective_scan_bwd
-from ssd.block.kernels.selective_scan_choice import TOKENS
+from ssd.block.kernels.selective_scan_dispatch import TOKENS
 from ssd.block.kernels.selective_scan_fwd import selective_scan_fwd
 from ssd.block.kernels.selective_scan_walk_bwd import selective_scan_walk_bwd
 from ssd.block.kernels.selective_scan_walk_fwd import selective_scan_walk_fwd

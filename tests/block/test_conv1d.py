@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from ssd.block import conv1d as module
-from ssd.block.conv1d import causal_conv1d_fn, torch_form
+from ssd.block.conv1d import causal_conv1d_fn, compute_in_torch
 from tests.block import calls
 from tests.inputs import generator
 from tests.refused import assert_refused, name_of
@@ -112,7 +112,7 @@ def definition(x, weight, bias=None, seq_idx=None, initial_states=None, return_f
 
 
 def mirror(x, weight, bias=None, seq_idx=None, initial_states=None, return_final_states=False, activation=None):
-    results = torch_form(x, weight, bias, seq_idx, initial_states, activation is not None, return_final_states)
+    results = compute_in_torch(x, weight, bias, seq_idx, initial_states, activation is not None, return_final_states)
     return results if return_final_states else results[0]
 
 

@@ -5,7 +5,7 @@ import torch
 from torch.testing import assert_close
 
 from ssd.block.conv1d import causal_conv1d_fn
-from ssd.block.conv1d_update import causal_conv1d_update, torch_form
+from ssd.block.conv1d_update import causal_conv1d_update, compute_in_torch
 from tests.block.test_conv1d import GPU, HALF, definition
 from tests.errors import assert_near
 from tests.inputs import generator
@@ -58,12 +58,12 @@ def expected(x, conv_state, weight, bias, activation, cache_seqlens, conv_state_
 
 
 def assert_right(given):
-    """The state bit for bit; out by tests/errors.py's rule, with `torch_form` for the mirror."""
+    """The state bit for bit; out by tests/errors.py's rule, with `compute_in_torch` for the mirror."""
     truth, state = expected(**given)
     mirror = torch.empty_like(given["x"])
     view = mirror[..., None] if mirror.dim() == 2 else mirror
     tensors = [t.clone() for t in (given["x"].reshape(view.shape), given["conv_state"], given["weight"], given["bias"])]
-    torch_form(*tensors, given["activation"] is not None, given["cache_seqlens"], given["conv_state_indices"], view)
+    compute_in_torch(*tensors, given["activation"] is not None, given["cache_seqlens"], given["conv_state_indices"], view)
     assert torch.equal(tensors[1], state), "of the torch form"
     conv_state = given["conv_state"].clone()
     out = causal_conv1d_update(**given | {"conv_state": conv_state})

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from ssd.block.gated_norm import RMSNormGated, rms_norm_gated, torch_form
+from ssd.block.gated_norm import RMSNormGated, compute_in_torch, rms_norm_gated
 from ssd.block.kernels import gated_norm as kernels
 from ssd.runtime import tuning
 from tests.block import calls
@@ -59,7 +59,7 @@ def run(function, tensors, group_size, gate, dout=None):
 
 
 def assert_right(tensors, group_size, gate):
-    calls.assert_right(rms_norm_gated, torch_form, definition, named(tensors, group_size, gate), NAMES, ("out",),
+    calls.assert_right(rms_norm_gated, compute_in_torch, definition, named(tensors, group_size, gate), NAMES, ("out",),
                        ("dweight", "dbias"), tensors[0].shape[:-1].numel())
 
 
@@ -135,7 +135,7 @@ def test_torch_form(gate):
     """What CPU tensors and fp64 take: the definition in fp64, and its gradients against finite differences."""
     tensors = inputs((2, 3), 12, gate, True, torch.float64, "cpu", torch.float64)
     settings = (EPS, 4, gate != "after")
-    assert_close(torch_form(*tensors, *settings), definition(*tensors, *settings), rtol=1e-13, atol=1e-13)
+    assert_close(compute_in_torch(*tensors, *settings), definition(*tensors, *settings), rtol=1e-13, atol=1e-13)
     leaves = [t.requires_grad_() for t in tensors if t is not None]
 
     def call(x, weight, bias, z=None):

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ssd import ssd_chunk_scan
 from ssd.block import RMSNormGated, causal_conv1d_fn, mamba_inner_fn, rms_norm_gated, selective_scan_fn
-from ssd.block.split import split_conv1d_scan
+from ssd.block.split_conv1d_scan import split_conv1d_scan
 from ssd.modules import Mamba2
 from ssd.runtime import replay
 from tests.inputs import OURS, generator

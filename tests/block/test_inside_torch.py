@@ -140,9 +140,9 @@ def test_without_an_interpreter_cpu_tensors_take_the_torch_form(function, monkey
     for module, kernel in ((gated_norm, "gated_norm"), (state_update, "state_update")):
         monkeypatch.setattr(module, kernel, lambda *args: pytest.fail("a kernel was launched"))
     if function is gated_norm.rms_norm_gated:
-        form, given = gated_norm.torch_form, _gated_norm(3, "cpu", torch.bfloat16)
+        form, given = gated_norm.compute_in_torch, _gated_norm(3, "cpu", torch.bfloat16)
     else:
-        form, given = state_update.torch_form, test_state_update.inputs(indexed=True, dtype=torch.bfloat16)
+        form, given = state_update.compute_in_torch, test_state_update.inputs(indexed=True, dtype=torch.bfloat16)
 
     def fresh() -> dict:
         return {name: t.clone() if isinstance(t, torch.Tensor) else t for name, t in given.items()}

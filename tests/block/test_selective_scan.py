@@ -9,9 +9,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.testing import assert_close
 
 from ssd.block.kernels import selective_scan as kernels
-from ssd.block.kernels import selective_scan_choice as choice
+from ssd.block.kernels import selective_scan_dispatch as choice
 from ssd.block.kernels import selective_scan_walk as walk
-from ssd.block.selective_scan import selective_scan_fn, torch_form
+from ssd.block.selective_scan import compute_in_torch, selective_scan_fn
 from ssd.block.state_update import selective_state_update
 from ssd.runtime import replay
 from tests.block import calls
@@ -125,7 +125,7 @@ def definition(u, delta, A, B, C, D=None, z=None, delta_bias=None, delta_softplu
 
 def mirror(u, delta, A, B, C, D=None, z=None, delta_bias=None, delta_softplus=False, return_last_state=True):
     B, C = (t if t.dim() == 4 else t.unsqueeze(1) for t in (B, C))
-    return torch_form(u, delta, A, B, C, D, z, delta_bias, delta_softplus)
+    return compute_in_torch(u, delta, A, B, C, D, z, delta_bias, delta_softplus)
 
 
 def run(function, given: dict, ways: tuple[Tensor, ...] | None = None):

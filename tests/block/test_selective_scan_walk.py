@@ -10,7 +10,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from triton import knobs
 
 from ssd.block import selective_scan
-from ssd.block.kernels.selective_scan_choice import takes_walk
+from ssd.block.kernels.selective_scan_dispatch import takes_walk
 from tests.block.test_selective_scan import GPU, Case, assert_right, inputs
 from tests.executor import Executor
 

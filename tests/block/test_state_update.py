@@ -6,7 +6,7 @@ from torch.testing import assert_close
 
 from ssd import reference
 from ssd.block.kernels.state_update import state_update
-from ssd.block.state_update import selective_state_update, torch_form
+from ssd.block.state_update import compute_in_torch, selective_state_update
 from tests.errors import assert_near
 from tests.inputs import Case, Shape, generator, random_inputs
 from tests.refused import assert_refused, name_of
@@ -91,7 +91,7 @@ def assert_all_near(got, mirror, truth):
 def test_every_option(sizes, options, tied, indexed, device):
     given = inputs(sizes, options, tied, indexed, device=device)
     got = run(given)
-    assert_all_near(got, run(given, torch_form), definition(**given))
+    assert_all_near(got, run(given, compute_in_torch), definition(**given))
     if indexed:
         used = given["state_batch_indices"]
         others = [row for row in range(len(given["state"])) if row not in used.tolist()]
@@ -104,14 +104,14 @@ def test_every_option(sizes, options, tied, indexed, device):
 def test_dtypes(sizes, tied, dtype, state_dtype, device):
     """Activations and the state each in their own; A, D and dt_bias in fp32."""
     given = inputs(sizes, tied=tied, dtype=dtype, state_dtype=state_dtype, device=device)
-    assert_all_near(run(given), run(given, torch_form), definition(**given))
+    assert_all_near(run(given), run(given, compute_in_torch), definition(**given))
 
 
 @pytest.mark.parametrize("free", TIED)
 def test_tied_but_for_one(free, device):
     """What is taken once a head must be one number there in every factor."""
     given = inputs(tied=[name for name in TIED if name != free], device=device)
-    assert_all_near(run(given), run(given, torch_form), definition(**given))
+    assert_all_near(run(given), run(given, compute_in_torch), definition(**given))
 
 
 @pytest.mark.parametrize("tied", ((), TIED), ids=("", "tied"))
@@ -180,7 +180,7 @@ def test_tokens_add_up_to_the_operator(dtype, device):
     """Every output and the last state of a sequence, against the recurrence that defines the operator."""
     i = random_inputs(Shape(1, 12, 4, 8, 2, 24, 16), SEQUENCE, dtype, device)
     states = [i.initial_states.clone() for _ in range(2)]
-    outs = decoded(i, states[0]), decoded(i, states[1], torch_form)
+    outs = decoded(i, states[0]), decoded(i, states[1], compute_in_torch)
     assert_all_near((outs[0], states[0]), (outs[1], states[1]), reference.recurrence(i))
 
 
@@ -293,4 +293,4 @@ def test_cuda_graph(device):
 def test_second_device():
     """While another device is current."""
     given = inputs(SIZES[2], dtype=HALF, device="cuda:1")
-    assert_all_near(run(given), run(given, torch_form), definition(**given))
+    assert_all_near(run(given), run(given, compute_in_torch), definition(**given))

@@ -65,7 +65,7 @@ def test_recorded(part, with_bias, monkeypatch):
                    sum_several):
         monkeypatch.setattr(module, "launch", launch)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    monkeypatch.setattr(replay, "current_stream", lambda device: 7)
+    monkeypatch.setattr(replay, "get_current_stream", lambda device: 7)
     monkeypatch.setattr(replay, "empty_strided", torch._C._dynamo.guards._empty_strided_cpu)
     monkeypatch.setattr(replay, "_recordings", {})
     for _ in range(3):

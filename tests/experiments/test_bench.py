@@ -71,7 +71,7 @@ def test_auto_has_rows_of_its_own(tmp_path, clock, monkeypatch):
 
 def test_what_follows_from_a_time(tmp_path, clock, rival):
     (_, row, peer, _), _ = run(tmp_path)
-    ideal = cost.ideal_forward(SMALL.problem(64, "fp32"))
+    ideal = cost.count_ideal_forward(SMALL.problem(64, "fp32"))
     assert row["p50_us"] == 1000 and row["graph_p50_us"] == 900
     assert row["ideal_bytes"] == ideal.bytes
     assert row["effective_gbps"] == pytest.approx(ideal.bytes / 1e-3 / 1e9)

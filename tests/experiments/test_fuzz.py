@@ -146,7 +146,7 @@ BLOCK_FAULTS = {
 def test_faults_of_the_block_are_found(result, in_torch, monkeypatch):
     """Planted in what is called, not in the mirror, which has the function by another name."""
     module, change, config = BLOCK_FAULTS[result]
-    config, right = replace(config, calls=5), module.torch_form
+    config, right = replace(config, calls=5), module.compute_in_torch
     assert trial.run(config, "cpu").status == "passed"
 
     def wrong(*args):
@@ -155,7 +155,7 @@ def test_faults_of_the_block_are_found(result, in_torch, monkeypatch):
         state, *others = args
         return right(state.clone(), *others)  # the state does not move on
 
-    monkeypatch.setattr(module, "torch_form", wrong)
+    monkeypatch.setattr(module, "compute_in_torch", wrong)
     outcome = trial.run(config, "cpu")
     assert outcome.failed and outcome.why.startswith(result)
 

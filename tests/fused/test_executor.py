@@ -11,7 +11,7 @@ import torch
 
 from fused import hopper_backward
 from fused import split_backward as halves
-from ssd.reference import ssd_fp64
+from ssd.reference import compute_in_fp64
 from ssd.registry import get_variant
 from ssd.types import Options, SSDGrads
 from tests.errors import assert_all_accurate, cotangents, error, results, truths, truths_apart
@@ -196,7 +196,7 @@ def test_states_in_fp32_for_other_backwards(executor):
     states = under_schedules(executor, way, run)["states"]
     assert states.shape[1] == 3 and states.dtype == torch.float32 and not states[:, 0].any()
     for n in (1, 2):
-        assert error(states[:, n], ssd_fp64(split(inputs, 0, 64 * n))[1]).rms < 1e-2
+        assert error(states[:, n], compute_in_fp64(split(inputs, 0, 64 * n))[1]).rms < 1e-2
 
 
 def test_same_bits_saved_or_not(executor):

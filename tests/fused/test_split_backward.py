@@ -28,8 +28,8 @@ def small(monkeypatch):
     """No states are too few to be halved; how often is counted."""
     monkeypatch.setattr(halves, "_MOST_BYTES", 0)
     calls = []
-    by_halves = halves.by_halves
-    monkeypatch.setattr("fused.backward.by_halves", lambda *args: calls.append(args) or by_halves(*args))
+    run_in_halves = halves.run_in_halves
+    monkeypatch.setattr("fused.backward.run_in_halves", lambda *args: calls.append(args) or run_in_halves(*args))
     return calls
 
 
@@ -126,4 +126,4 @@ def test_where_it_is_worth_it(worth, change, monkeypatch):
     saved = SSDSaved(inputs, RECOMPUTED)
     if "kept" in change:
         saved = replace(saved, prev_states=torch.empty(1, 4, 2, 16, 16))
-    assert halves.worth_halving(saved) == worth
+    assert halves.should_split(saved) == worth

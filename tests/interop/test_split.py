@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ssd.block.split import split_conv1d_scan
+from ssd.block.split_conv1d_scan import split_conv1d_scan
 from tests.inputs import generator
 
 BATCH, SEQLEN, NHEADS, HEADDIM, NGROUPS, DSTATE, WIDTH = 2, 19, 4, 8, 2, 16, 4

@@ -215,7 +215,7 @@ def test_files_before_5_15():
 FRESH = """
 import sys, ssd
 ssd.patched()
-assert not {"transformers", "mamba_ssm", "ssd.block.split"} & sys.modules.keys()
+assert not {"transformers", "mamba_ssm", "ssd.block.split_conv1d_scan"} & sys.modules.keys()
 patch = ssd.patch_transformers()
 assert "transformers" not in sys.modules
 from tests.interop.families import step, tiny, tokens

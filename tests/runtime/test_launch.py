@@ -50,7 +50,7 @@ class Kernel:
 def kernel(monkeypatch):
     monkeypatch.setattr(module, "CompiledKernel", Compiled)
     monkeypatch.setattr(module, "_found", {})
-    monkeypatch.setattr(module, "current_stream", lambda: 7)
+    monkeypatch.setattr(module, "get_current_stream", lambda: 7)
     return Kernel()
 
 

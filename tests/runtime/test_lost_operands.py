@@ -2,7 +2,7 @@
 
 import pytest
 
-from ssd.runtime.lost_operands import lost_operands
+from ssd.runtime.lost_operands import find_lost_operands
 
 PRODUCT = "HGMMA.64x32x16.F32 R24, R88, gdesc[UR8].tnspB, R24, gsb0"
 
@@ -24,8 +24,8 @@ def sass(*instructions: str) -> str:
     ((), ("HGMMA.64x128x16.F32 R40, gdesc[UR8], RZ, !UPT",), True),
 ])
 def test_lost(before, after, lost):
-    assert bool(lost_operands(sass(*before, PRODUCT, *after))) == lost
+    assert bool(find_lost_operands(sass(*before, PRODUCT, *after))) == lost
 
 
 def test_without_a_loop():
-    assert not lost_operands("\n".join(sass(PRODUCT, "MOV R88, RZ").splitlines()[:-1]))
+    assert not find_lost_operands("\n".join(sass(PRODUCT, "MOV R88, RZ").splitlines()[:-1]))

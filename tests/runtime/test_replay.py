@@ -59,7 +59,7 @@ def stand_in(request, monkeypatch):
     monkeypatch.setattr(module, "_found", {})
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     for where in (module, replay):
-        monkeypatch.setattr(where, "current_stream", lambda device=None: STREAM["current"])
+        monkeypatch.setattr(where, "get_current_stream", lambda device=None: STREAM["current"])
     monkeypatch.setattr(replay, "empty_strided", torch._C._dynamo.guards._empty_strided_cpu)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 

@@ -72,7 +72,7 @@ def on_gpu_without_one(monkeypatch):
     monkeypatch.setattr(launching, "_compile_and_launch", lambda *args: Compiled())
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     for where in (launching, replay):
-        monkeypatch.setattr(where, "current_stream", lambda device=None: 7)
+        monkeypatch.setattr(where, "get_current_stream", lambda device=None: 7)
     monkeypatch.setattr(replay, "empty_strided", torch._C._dynamo.guards._empty_strided_cpu)
     monkeypatch.setattr("ssd.runtime.tuning._index", lambda inputs: None)
     monkeypatch.setattr(replay, "_recordings", {})

@@ -83,7 +83,7 @@ def test_each_stream_has_its_own(make, monkeypatch):
     """Or memory that is freed in one stream is given out again while a kernel of another reads it."""
     seen = []
     for stream in (1, 2, 1, 2):
-        monkeypatch.setattr(tables, "_stream", lambda device, stream=stream: stream)
+        monkeypatch.setattr(tables, "_get_stream", lambda device, stream=stream: stream)
         seen.append(get_tables(make, (3,), CPU).sequences)
     assert seen[0] is seen[2] and seen[1] is seen[3] and seen[0] is not seen[1] and make.made == [3, 3]
 
@@ -93,7 +93,7 @@ def test_what_a_graph_reads_is_held_for_good(make, capturing, monkeypatch):
     monkeypatch.setattr(tables, "_MOST_ENTRIES", 2)
     get_tables(make, (1,), CPU), get_tables(make, (2,), CPU)
     capturing(True)
-    monkeypatch.setattr(tables, "_stream", lambda device: 5)
+    monkeypatch.setattr(tables, "_get_stream", lambda device: 5)
     assert (get_tables(make, (1,), CPU).sequences == 1).all() and make.made == [1, 2]
     capturing(False)
     for nruns in range(3, 10):

@@ -25,14 +25,14 @@ INPUTS = (Shape(1, 80, 2, headdim=64, dstate=64, chunk_size=64), Case(), torch.f
 def lacking(monkeypatch):
     """Takes names from Gluon, as if Triton had been installed without them."""
     def take(owner, *names):
-        toolchain.gluon_missing.cache_clear()
+        toolchain.explain_missing_gluon.cache_clear()
         for name in names:
             monkeypatch.delattr(owner, name, raising=False)
         monkeypatch.delitem(sys.modules, "ssd.runtime.gluon_names", raising=False)
 
     yield take
     monkeypatch.undo()
-    toolchain.gluon_missing.cache_clear()
+    toolchain.explain_missing_gluon.cache_clear()
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def on_hopper(monkeypatch):
 
 
 def test_nothing_is_missing():
-    assert toolchain.gluon_missing() is None
+    assert toolchain.explain_missing_gluon() is None
 
 
 @pytest.mark.parametrize("owner, names", [
@@ -59,12 +59,12 @@ def test_what_is_missing_is_named(owner, names, lacking, on_hopper):
 def test_without_gluon(lacking, monkeypatch):
     monkeypatch.setitem(sys.modules, "triton.experimental.gluon", None)
     lacking(gl)
-    assert "lacks some of Gluon" in toolchain.gluon_missing()
+    assert "lacks some of Gluon" in toolchain.explain_missing_gluon()
 
 
 def test_an_untested_triton(lacking, monkeypatch):
     monkeypatch.setattr(toolchain, "TRITON", (3, 10))
-    assert "tested with Triton 3.6 to 3.9" in toolchain.gluon_missing()
+    assert "tested with Triton 3.6 to 3.9" in toolchain.explain_missing_gluon()
 
 
 @pytest.mark.parametrize("name", ["fused", "persistent"])

@@ -30,10 +30,10 @@ class Compiled:
 def search(monkeypatch, tmp_path):
     """fault() of a kernel whose machine code is the text given, and how often nvdisasm ran."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(trust, "_nvdisasm", lambda: "nvdisasm")
+    monkeypatch.setattr(trust, "_find_nvdisasm", lambda: "nvdisasm")
     ran = []
     monkeypatch.setattr(trust, "inspect", lambda tool, option, cubin: ran.append(cubin) or cubin.decode())
-    return lambda sass, **as_compiled: (trust.fault(Compiled(cubin=sass.encode(), **as_compiled)), len(ran))
+    return lambda sass, **as_compiled: (trust.find_fault(Compiled(cubin=sass.encode(), **as_compiled)), len(ran))
 
 
 @pytest.mark.parametrize("sass, why", [
@@ -51,13 +51,13 @@ def test_kernels_without_wgmma_and_of_gluon_are_not_searched(search):
 
 
 def test_nothing_is_trusted_without_a_disassembler(monkeypatch):
-    monkeypatch.setattr(trust, "_nvdisasm", lambda: None)
-    assert "nvdisasm" in trust.fault(Compiled())
+    monkeypatch.setattr(trust, "_find_nvdisasm", lambda: None)
+    assert "nvdisasm" in trust.find_fault(Compiled())
 
 
 def test_a_warning_names_the_kernel_and_why(caplog, monkeypatch):
     monkeypatch.delenv("DISABLE_MMA_V3", raising=False)
-    with caplog.at_level(logging.WARNING, "ssd"), trust.without_warpgroups("some_kernel", "a reason") as options:
+    with caplog.at_level(logging.WARNING, "ssd"), trust.forbid_warpgroups("some_kernel", "a reason") as options:
         assert options and trust.os.environ["DISABLE_MMA_V3"] == "1"
     assert "DISABLE_MMA_V3" not in trust.os.environ
     assert "some_kernel" in caplog.text and "a reason" in caplog.text

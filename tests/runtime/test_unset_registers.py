@@ -2,7 +2,7 @@
 
 import pytest
 
-from ssd.runtime.unset_registers import unset_registers
+from ssd.runtime.unset_registers import find_unset_registers
 
 DESCRIPTOR = ("ULDC.64 UR8, c[0x0][0x248]", "ULDC.64 UR10, c[0x0][0x250]")
 PRODUCT = "HGMMA.64x32x16.F32.BF16 R40, gdesc[UR8], RZ, !UPT, gsb0"
@@ -25,5 +25,5 @@ def sass(*instructions: str) -> str:
     (("UTMALDG.3D [UR8], [UR4]",), ["UR8, UR4"]),
 ])
 def test_unset(instructions, unset):
-    found = [line.partition(" reads ")[2] for line in unset_registers(sass(*instructions))]
+    found = [line.partition(" reads ")[2] for line in find_unset_registers(sass(*instructions))]
     assert [set(line.split(", ")) for line in found] == [set(line.split(", ")) for line in unset]

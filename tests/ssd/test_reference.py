@@ -8,8 +8,8 @@ import torch
 from torch.testing import assert_close
 
 from ssd import reference
+from ssd.reference_stages import Precision
 from ssd.registry import get_variant
-from ssd.stages import Precision
 from ssd.types import Options, SSDGrads
 from tests.inputs import (
     EVERYTHING,
@@ -37,7 +37,7 @@ def one_row(shape, case):
 
 
 def cotangents(inputs):
-    out, final_states = reference.ssd_fp64(inputs)
+    out, final_states = reference.compute_in_fp64(inputs)
     return random_like(out, "out"), random_like(final_states, "final_states")
 
 
@@ -54,8 +54,8 @@ def test_chunked_form_is_the_recurrence(shape, case):
     dout, dfinal_states = cotangents(inputs)
     out, final_states = reference.recurrence(inputs)
     with torch.no_grad():
-        assert_close(reference.ssd_fp64(inputs), (out, final_states))
-        derived = by_name(reference.ssd_fp64_grads(inputs, dout, dfinal_states))
+        assert_close(reference.compute_in_fp64(inputs), (out, final_states))
+        derived = by_name(reference.compute_grads_in_fp64(inputs, dout, dfinal_states))
     torch.autograd.backward((out, final_states), (dout, dfinal_states))
     assert_close(derived, gradients(inputs))
 
@@ -75,8 +75,8 @@ def test_documents_of_a_row_are_as_if_run_apart():
     """Outputs, states and gradients; the judge knows no documents."""
     inputs = inputs64(Shape(1, 75, 4, 3, 2, 5, 16), Case(D="hp", z=True, dt_bias=True, dt_softplus=True, documents="varlen"))
     dout, dfinal_states = cotangents(inputs)
-    out, final_states = reference.ssd_fp64(inputs)
-    grads = by_name(reference.ssd_fp64_grads(inputs, dout, dfinal_states))
+    out, final_states = reference.compute_in_fp64(inputs)
+    grads = by_name(reference.compute_grads_in_fp64(inputs, dout, dfinal_states))
     sums = dict.fromkeys(("A", "D", "dt_bias"), 0.0)
     ends = []
     for start, end in pairwise(inputs.cu_seqlens.tolist()):
@@ -86,7 +86,7 @@ def test_documents_of_a_row_are_as_if_run_apart():
         ends.append(alone_final[0])
         assert_close(out[:, tokens], alone_out)
         dfinal = dfinal_states if end == 75 else None
-        alone_grads = by_name(reference.ssd_fp64_grads(alone, dout[:, tokens], dfinal))
+        alone_grads = by_name(reference.compute_grads_in_fp64(alone, dout[:, tokens], dfinal))
         for name in ("x", "dt", "B", "C", "z"):
             assert_close(grads[name][:, tokens], alone_grads[name])
         sums = {name: total + alone_grads[name] for name, total in sums.items()}
@@ -100,7 +100,7 @@ def test_initial_states_reach_a_leading_document_0_alone():
     first = int((inputs.seq_idx == 0).sum())
     assert 0 < first < 40
     changed = replace(inputs, initial_states=inputs.initial_states + 1)
-    for run in (reference.ssd_fp64, reference.recurrence):
+    for run in (reference.compute_in_fp64, reference.recurrence):
         moved = (run(changed)[0] != run(inputs)[0]).any(-1).any(-1)[0]
         assert moved[:first].all() and not moved[first:].any()
         late = replace(changed, seq_idx=inputs.seq_idx + 1)
@@ -113,7 +113,7 @@ def test_mirror_rounds_where_the_kernels_do(dtype):
     inputs = random_inputs(Shape(1, 200, 4, 16, 1, 16, 64), PLAIN, dtype)
     out, final_states, _ = get_variant("torch").forward(inputs, Options(), True)
     eps = torch.finfo(dtype).eps
-    for value, truth in zip((out, final_states), reference.ssd_fp64(inputs), strict=True):
+    for value, truth in zip((out, final_states), reference.compute_in_fp64(inputs), strict=True):
         assert eps / 10 < (value - truth).norm() / truth.norm() < eps
 
 
@@ -124,4 +124,4 @@ def test_strong_decay_stays_finite_and_forgets():
     grads = get_variant("torch").backward(saved, torch.ones_like(out), None, SSDGrads())
     assert all(t.isfinite().all() for t in (out, final_states, *by_name(grads).values()))
     forgotten = replace(inputs, initial_states=None)
-    assert_close(reference.ssd_fp64(forgotten)[1], final_states.double(), rtol=1e-5, atol=1e-6)
+    assert_close(reference.compute_in_fp64(forgotten)[1], final_states.double(), rtol=1e-5, atol=1e-6)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ssd.block import causal_conv1d_fn
-from ssd.block.conv1d import torch_form
+from ssd.block.conv1d import compute_in_torch
 
 from ..limits import Limits, some_size
 from ..problem import DTYPES, Problem, Tensors
@@ -94,7 +94,8 @@ def _run(c: Config, tensors: Tensors) -> dict[str, Tensor]:
 
 
 def _mirror(c: Config, t: Tensors) -> dict[str, Tensor]:
-    out, final_states = torch_form(t["x"], t["weight"], t["bias"], t["seq_idx"], t["initial_states"], c.silu, c.final_states)
+    tensors = (t[name] for name in ("x", "weight", "bias", "seq_idx", "initial_states"))
+    out, final_states = compute_in_torch(*tensors, c.silu, c.final_states)
     return _results(c, (out, final_states) if c.final_states else out)
 
 

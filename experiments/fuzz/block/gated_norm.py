@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ssd.block import rms_norm_gated
-from ssd.block.gated_norm import torch_form
+from ssd.block.gated_norm import compute_in_torch
 
 from ..limits import Limits, some_size
 from ..problem import DTYPES, Problem, Tensors
@@ -69,7 +69,7 @@ def _run(c: Config, tensors: Tensors) -> dict[str, Tensor]:
 
 
 def _mirror(c: Config, t: Tensors) -> dict[str, Tensor]:
-    return {"out": torch_form(t["x"], t["weight"], t["bias"], t["z"], c.eps_added, c.group_size, c.before)}
+    return {"out": compute_in_torch(t["x"], t["weight"], t["bias"], t["z"], c.eps_added, c.group_size, c.before)}
 
 
 def _truth(c: Config, t: Tensors) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ssd.block import selective_scan_fn
-from ssd.block.selective_scan import torch_form
+from ssd.block.selective_scan import compute_in_torch
 
 from ..limits import Limits, some_size
 from ..problem import DTYPES, Problem, Tensors
@@ -98,4 +98,4 @@ def _run(c: Config, tensors: Tensors) -> dict[str, Tensor]:
 def _form(c: Config, t: Tensors) -> dict[str, Tensor]:
     """(S1) to (S4), token by token, in fp64 for fp64 inputs and else in fp32."""
     B, C = (t[name] if c.ngroups else t[name].unsqueeze(1) for name in ("B", "C"))
-    return _results(c, *torch_form(t["u"], t["delta"], t["A"], B, C, t["D"], t["z"], t["delta_bias"], c.delta_softplus))
+    return _results(c, *compute_in_torch(t["u"], t["delta"], t["A"], B, C, t["D"], t["z"], t["delta_bias"], c.delta_softplus))

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ssd.block import causal_conv1d_update, selective_state_update
-from ssd.block.conv1d_update import torch_form as conv_form
-from ssd.block.state_update import torch_form as state_form
+from ssd.block.conv1d_update import compute_in_torch as conv_form
+from ssd.block.state_update import compute_in_torch as state_form
 
 from ..limits import Limits, some_size
 from ..problem import Problem, Tensors

@@ -18,7 +18,7 @@ from triton.experimental.gluon import language as gl
 from ...kernels.arguments import cdiv, output, strides
 from ...kernels.sum_several import sum_several
 from ...runtime.launch import launch
-from .selective_scan_choice import TOKENS
+from .selective_scan_dispatch import TOKENS
 from .selective_scan_walk import (
     FLAT,
     LOG2E,

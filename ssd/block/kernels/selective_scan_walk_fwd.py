@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 
 from ...kernels.arguments import cdiv, strides
 from ...runtime.launch import launch
-from .selective_scan_choice import TOKENS
+from .selective_scan_dispatch import TOKENS
 from .selective_scan_walk import (
     FLAT,
     append,

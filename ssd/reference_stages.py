@@ -66,32 +66,32 @@ def into_chunks(t: Tensor, chunk_size: int, pad_mode: str = "zeros") -> Tensor:
     return t.unflatten(1, (-1, chunk_size))
 
 
-def _by_group(t: Tensor, ngroups: int, axis: int) -> Tensor:
+def _split_groups(t: Tensor, ngroups: int, axis: int) -> Tensor:
     """Splits the head axis into (ngroups, heads per group): head h belongs to group h // (nheads / ngroups)."""
     return t.unflatten(axis, (ngroups, -1))
 
 
-def _factor(t: Tensor) -> Tensor:
+def _reshape_factor(t: Tensor) -> Tensor:
     """(batch, nheads, nchunks, chunk_size) as a factor of (batch, nchunks, chunk_size, nheads, headdim)."""
     return t.permute(0, 2, 3, 1)[..., None]
 
 
-def _pair_decay(dA_cumsum: Tensor, masks: Masks) -> Tensor:
+def _compute_pair_decay(dA_cumsum: Tensor, masks: Masks) -> Tensor:
     """m(j, i) exp(A_i - A_j), causal: (batch, nheads, nchunks, i, j)."""
     return (dA_cumsum[..., :, None] - dA_cumsum[..., None, :]).clamp(max=0).exp() * masks.pair
 
 
-def _to_end(dA_cumsum: Tensor, masks: Masks) -> Tensor:
+def _decay_to_end(dA_cumsum: Tensor, masks: Masks) -> Tensor:
     """m(j, last) exp(A_last - A_j): (batch, nheads, nchunks, j)."""
     return (dA_cumsum[..., -1:] - dA_cumsum).clamp(max=0).exp() * masks.last
 
 
-def _from_start(dA_cumsum: Tensor, masks: Masks) -> Tensor:
+def _decay_from_start(dA_cumsum: Tensor, masks: Masks) -> Tensor:
     """m(prev, i) exp(A_i): (batch, nheads, nchunks, i)."""
     return dA_cumsum.exp() * masks.prev
 
 
-def _carried(dA_cumsum: Tensor, masks: Masks) -> Tensor:
+def _decay_through(dA_cumsum: Tensor, masks: Masks) -> Tensor:
     """m(prev, last) exp(A_last): (batch, nchunks, nheads, 1, 1)."""
     return (dA_cumsum[..., -1].exp().transpose(1, 2) * masks.carry[..., None])[..., None, None]
 
@@ -108,13 +108,13 @@ def chunk_cumsum(dt, A, chunk_size, dt_bias, dt_softplus, dt_limit) -> tuple[Ten
 
 def chunk_state(x, B, dt, dA_cumsum, masks, precision) -> Tensor:
     """(7): what a chunk alone adds to the state."""
-    weighted = precision.round(x * _factor(dt * _to_end(dA_cumsum, masks)))
-    return torch.einsum("bcjgrp,bcjgn->bcgrpn", _by_group(weighted, B.shape[3], 3), B).flatten(2, 3)
+    weighted = precision.round(x * _reshape_factor(dt * _decay_to_end(dA_cumsum, masks)))
+    return torch.einsum("bcjgrp,bcjgn->bcgrpn", _split_groups(weighted, B.shape[3], 3), B).flatten(2, 3)
 
 
 def state_passing(states, dA_cumsum, initial_states, masks) -> tuple[Tensor, Tensor]:
     """(8): the state before each chunk, and the one after the last."""
-    carried = _carried(dA_cumsum, masks)
+    carried = _decay_through(dA_cumsum, masks)
     state = torch.zeros_like(states[:, 0]) if initial_states is None else initial_states
     before = []
     for c in range(states.shape[1]):
@@ -131,11 +131,11 @@ def bmm_chunk(C, B) -> Tensor:
 def chunk_scan(CB, x, dt, dA_cumsum, C, prev_states, D, masks, precision) -> Tensor:
     """(10). D (nheads, headdim or 1) or None."""
     g = C.shape[3]
-    decay = _by_group(_pair_decay(dA_cumsum, masks) * dt[..., None, :], g, 1)
+    decay = _split_groups(_compute_pair_decay(dA_cumsum, masks) * dt[..., None, :], g, 1)
     weights = precision.round(CB.transpose(1, 2)[:, :, None] * decay)
-    y = torch.einsum("bgrcij,bcjgrp->bcigrp", weights, _by_group(x, g, 3)).flatten(3, 4)
-    carried = torch.einsum("bcign,bcgrpn->bcigrp", C, _by_group(prev_states, g, 2)).flatten(3, 4)
-    y = y + carried * _factor(_from_start(dA_cumsum, masks))
+    y = torch.einsum("bgrcij,bcjgrp->bcigrp", weights, _split_groups(x, g, 3)).flatten(3, 4)
+    carried = torch.einsum("bcign,bcgrpn->bcigrp", C, _split_groups(prev_states, g, 2)).flatten(3, 4)
+    y = y + carried * _reshape_factor(_decay_from_start(dA_cumsum, masks))
     return y if D is None else y + D * x
 
 
@@ -147,13 +147,13 @@ def chunk_scan_dz(dout, y, z) -> tuple[Tensor, Tensor]:
 
 def chunk_scan_dstates(dy, C, dA_cumsum, masks, precision) -> Tensor:
     """(13)."""
-    weighted = precision.round(dy * _factor(_from_start(dA_cumsum, masks)))
-    return torch.einsum("bcigrp,bcign->bcgrpn", _by_group(weighted, C.shape[3], 3), C).flatten(2, 3)
+    weighted = precision.round(dy * _reshape_factor(_decay_from_start(dA_cumsum, masks)))
+    return torch.einsum("bcigrp,bcign->bcgrpn", _split_groups(weighted, C.shape[3], 3), C).flatten(2, 3)
 
 
 def state_passing_bwd(dprev_states, prev_states, dA_cumsum, dfinal_states, masks) -> tuple[Tensor, Tensor, Tensor]:
     """(14), (22): dstates, dinitial_states, and s (batch, nheads, nchunks)."""
-    carried = _carried(dA_cumsum, masks)
+    carried = _decay_through(dA_cumsum, masks)
     grad = torch.zeros_like(dprev_states[:, 0]) if dfinal_states is None else dfinal_states
     after = []
     for c in reversed(range(dprev_states.shape[1])):
@@ -166,11 +166,11 @@ def state_passing_bwd(dprev_states, prev_states, dA_cumsum, dfinal_states, masks
 def chunk_scan_chunk_state_dx(CB, x, dt, dA_cumsum, B, dstates, dy, D, masks, precision):
     """(18), (19), (21): dx, (u + v) . x and q (batch, nheads, nchunks, chunk_size), dD (nheads, headdim)."""
     g = B.shape[3]
-    weights = precision.round(CB.transpose(1, 2)[:, :, None] * _by_group(_pair_decay(dA_cumsum, masks), g, 1))
-    u = torch.einsum("bgrcij,bcigrp->bcjgrp", weights, _by_group(dy, g, 3)).flatten(3, 4)
-    v = torch.einsum("bcjgn,bcgrpn->bcjgrp", B, _by_group(dstates, g, 2)).flatten(3, 4)
-    v = v * _factor(_to_end(dA_cumsum, masks))
-    dx = (u + v) * _factor(dt)
+    weights = precision.round(CB.transpose(1, 2)[:, :, None] * _split_groups(_compute_pair_decay(dA_cumsum, masks), g, 1))
+    u = torch.einsum("bgrcij,bcigrp->bcjgrp", weights, _split_groups(dy, g, 3)).flatten(3, 4)
+    v = torch.einsum("bcjgn,bcgrpn->bcjgrp", B, _split_groups(dstates, g, 2)).flatten(3, 4)
+    v = v * _reshape_factor(_decay_to_end(dA_cumsum, masks))
+    dx = (u + v) * _reshape_factor(dt)
     if D is not None:
         dx = dx + D * dy
     ddt = ((u + v) * x).sum(-1).permute(0, 3, 1, 2)
@@ -180,27 +180,27 @@ def chunk_scan_chunk_state_dx(CB, x, dt, dA_cumsum, B, dstates, dy, D, masks, pr
 
 def chunk_state_dB(x, dt, dA_cumsum, dstates, ngroups, masks, precision) -> Tensor:
     """(17), first sum."""
-    weighted = precision.round(x * _factor(dt * _to_end(dA_cumsum, masks)))
-    return torch.einsum("bcjgrp,bcgrpn->bcjgn", _by_group(weighted, ngroups, 3), _by_group(dstates, ngroups, 2))
+    weighted = precision.round(x * _reshape_factor(dt * _decay_to_end(dA_cumsum, masks)))
+    return torch.einsum("bcjgrp,bcgrpn->bcjgn", _split_groups(weighted, ngroups, 3), _split_groups(dstates, ngroups, 2))
 
 
 def chunk_scan_dC(dy, dA_cumsum, C, prev_states, masks, precision) -> tuple[Tensor, Tensor]:
     """(16), first sum, and r of (20), (batch, nheads, nchunks, chunk_size)."""
     g = C.shape[3]
-    weighted = _by_group(precision.round(dy * _factor(_from_start(dA_cumsum, masks))), g, 3)
-    per_head = torch.einsum("bcigrp,bcgrpn->bcigrn", weighted, _by_group(prev_states, g, 2))
+    weighted = _split_groups(precision.round(dy * _reshape_factor(_decay_from_start(dA_cumsum, masks))), g, 3)
+    per_head = torch.einsum("bcigrp,bcgrpn->bcigrn", weighted, _split_groups(prev_states, g, 2))
     r = (per_head * C[:, :, :, :, None]).sum(-1).flatten(3, 4).permute(0, 3, 1, 2)
     return per_head.sum(4), r
 
 
 def _pair_grads(x, dt, dA_cumsum, dy, masks) -> Tensor:
     """K of (15): (batch, nheads, nchunks, i, j)."""
-    return torch.einsum("bcihp,bcjhp->bhcij", dy, x) * _pair_decay(dA_cumsum, masks) * dt[..., None, :]
+    return torch.einsum("bcihp,bcjhp->bhcij", dy, x) * _compute_pair_decay(dA_cumsum, masks) * dt[..., None, :]
 
 
 def chunk_scan_dCB(x, dt, dA_cumsum, dy, ngroups, masks) -> Tensor:
     """(15)."""
-    return _by_group(_pair_grads(x, dt, dA_cumsum, dy, masks), ngroups, 1).sum(2).transpose(1, 2)
+    return _split_groups(_pair_grads(x, dt, dA_cumsum, dy, masks), ngroups, 1).sum(2).transpose(1, 2)
 
 
 def bmm_bwd(dCB, B, C) -> tuple[Tensor, Tensor]:
@@ -210,7 +210,7 @@ def bmm_bwd(dCB, B, C) -> tuple[Tensor, Tensor]:
 
 def ddA_cumsum(x, dt, dA_cumsum, dy, CB, masks) -> Tensor:
     """row - col of (23): (batch, nheads, nchunks, chunk_size)."""
-    pairs = _by_group(_pair_grads(x, dt, dA_cumsum, dy, masks), CB.shape[2], 1) * CB.transpose(1, 2)[:, :, None]
+    pairs = _split_groups(_pair_grads(x, dt, dA_cumsum, dy, masks), CB.shape[2], 1) * CB.transpose(1, 2)[:, :, None]
     pairs = pairs.flatten(1, 2).tril(-1)
     return pairs.sum(-1) - pairs.sum(-2)
 

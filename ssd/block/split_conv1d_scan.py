@@ -69,18 +69,18 @@ def split_conv1d_scan(
     Raises:
         TypeError, ValueError: naming the argument, what came and what is accepted.
     """
-    nheads, headdim, dstate, d_mlp = _sizes(zxbcdt, conv1d_weight, D, headdim, ngroups)
+    nheads, headdim, dstate, d_mlp = _find_sizes(zxbcdt, conv1d_weight, D, headdim, ngroups)
     if outproj_bias is not None and outproj_weight is None:
         raise ValueError("outproj_bias: got a tensor without outproj_weight, expected both or neither")
     dim, group = nheads * headdim, ngroups * dstate
     z0, x0, z, xBC, dt = zxbcdt.split([d_mlp, d_mlp, dim, dim + 2 * group, nheads], -1)
 
-    xBC, *conv_states = _as_tuple(causal_conv1d_fn(
+    xBC, *conv_states = _make_tuple(causal_conv1d_fn(
         xBC.mT, conv1d_weight, conv1d_bias, seq_idx=seq_idx, initial_states=conv_states, return_final_states=return_conv_states,
         activation=activation))
     x, B, C = xBC.mT.split([dim, group, group], -1)
     gate_in_scan = z.unflatten(-1, (nheads, headdim)) if rmsnorm_weight is None else None
-    y, *final_states = _as_tuple(ssd_chunk_scan(
+    y, *final_states = _make_tuple(ssd_chunk_scan(
         x.unflatten(-1, (nheads, headdim)), dt, A, B.unflatten(-1, (ngroups, dstate)), C.unflatten(-1, (ngroups, dstate)),
         chunk_size, D=D, z=gate_in_scan, dt_bias=dt_bias, initial_states=initial_states, seq_idx=seq_idx, dt_softplus=True,
         dt_limit=dt_limit, return_final_states=return_final_states, state_dtype=state_dtype, variant=variant,
@@ -97,7 +97,8 @@ def split_conv1d_scan(
     return (out, *final_states, *conv_states) if return_final_states or return_conv_states else out
 
 
-def _sizes(zxbcdt: Tensor, conv1d_weight: Tensor, D: Tensor, headdim: int | None, ngroups: int) -> tuple[int, int, int, int]:
+def _find_sizes(zxbcdt: Tensor, conv1d_weight: Tensor, D: Tensor, headdim: int | None,
+                ngroups: int) -> tuple[int, int, int, int]:
     """nheads, headdim, dstate and d_mlp; what `ssd_chunk_scan` and the convolution can check themselves is left to them."""
     for name, t, dims in (("zxbcdt", zxbcdt, (3,)), ("conv1d_weight", conv1d_weight, (2,)), ("D", D, (1, 2))):
         if not isinstance(t, Tensor):
@@ -121,5 +122,5 @@ def _sizes(zxbcdt: Tensor, conv1d_weight: Tensor, D: Tensor, headdim: int | None
     return nheads, headdim, dstate, d_mlp
 
 
-def _as_tuple(results: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def _make_tuple(results: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return results if isinstance(results, tuple) else (results,)

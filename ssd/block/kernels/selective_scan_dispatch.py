@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from triton import knobs
 
-from ...runtime.toolchain import gluon_missing
+from ...runtime.toolchain import explain_missing_gluon
 
 TOKENS = 16  # of a walk's tile, and from one state that its forward keeps to the next
 _LARGEST_STATE, _FEWEST_CHANNELS, _FEWEST_OF_GROUP = 16, 512, 12
@@ -18,5 +18,5 @@ def takes_walk(u: Tensor, B: Tensor) -> bool:
     A function of sizes alone, whatever the NVIDIA GPU, since it decides which states a forward keeps.
     """
     (batch, dim, _), (ngroups, dstate) = u.shape, B.shape[1:3]
-    return (not knobs.runtime.interpret and u.is_cuda and torch.version.hip is None and gluon_missing() is None
+    return (not knobs.runtime.interpret and u.is_cuda and torch.version.hip is None and explain_missing_gluon() is None
             and dstate <= _LARGEST_STATE and batch * dim >= _FEWEST_CHANNELS and dim // ngroups >= _FEWEST_OF_GROUP)
