@@ -128,18 +128,6 @@ def test_rows(ncu, tmp_path):
     assert [command[0] == "ncu" for command in ncu.commands] == 3 * [True] + [False] + 3 * [True], "upstream is tuned before"
 
 
-def test_traffic_of_some_kernels(ncu):
-    launches = counters.traffic(["profiled-step"], "chunk_state")
-    (command,) = ncu.commands
-    assert command[command.index("--kernel-name") + 1] == "regex:chunk_state"
-    assert command[command.index("--metrics") + 1].count(",") == 3, "one pass"
-    assert [launch["ncu_us"] for launch in launches] == [launch["ncu_us"] for launch in read(raw(*LAUNCHES))]
-    counters.traffic(["profiled-step"], "chunk_state", tunes=True)
-    assert [command[0] == "ncu" for command in ncu.commands] == [True, False, True]
-    counters.profile(["profiled-step"], brief=True, tunes=True)
-    assert [command[0] == "ncu" for command in ncu.commands[3:]] == [False, True]
-
-
 def test_recorded(ncu, monkeypatch):
     """Every number is the cell that another reader of CSV finds; products are as many as the shape has."""
     runs = {}

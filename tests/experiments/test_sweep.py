@@ -143,29 +143,6 @@ def test_times_of_two_sittings_do_not_compare(plan):
     assert [row["loss"] for row in sweep.committed(plan.out)] == [loss, None, None, None, None], "of as many steps"
 
 
-def test_utilisation_is_that_of_the_kernels_counted_last(plan):
-    """Of an H200's 4800 GB/s: 48 MB in 20 us are half, 8 MB in 10 us a sixth; both in the step's 60 us are 19.4 %."""
-    sweep.run(replace(plan, variants=("torch",)), QUIET)
-    (row,) = record.read(plan.out, bench="step")
-    row |= {"gpu": "NVIDIA H200", "ssm_us": 60.0}
-    record.append(row, plan.out)
-    settings = ("workload", "preset", "variant", "options", "batch", "seqlen", "dtype")
-    shared = {key: row[key] for key in (*settings, *record.ENVIRONMENT)}
-    record.append(row | {"run": row["run"] | {"documents": False}}, plan.out)
-    of_ssm, now = "chunk_scan_kernel", row["time"]
-    for kernel, nbytes, us, time in ((of_ssm, 1e6, 20.0, "2026-01-01"), (of_ssm, 48e6, 20.0, now), ("nvjet_a", 96e6, 20.0, now),
-                                     ("_chunk_state_fwd_kernel", 8e6, 10.0, now)):
-        record.append({**shared, "bench": "step_counters", "mixer": "ssd", "run": row["run"], "operator": "ssm",
-                       "kernel": kernel, "ncu_us": us, "dram_bytes": nbytes, "dram_pct": 1.0, "time": time}, plan.out)
-    *_, found, other = sweep.committed(plan.out)
-    assert (found["U"], found["W"], found["G"]) == pytest.approx((100 / 3, 100 * 56 / 144, 100 * 56 / 288))
-    assert other["U"] is other["W"] is other["G"] is None, "steps without documents are others"
-    record.append({**shared, "bench": "ssm_counters", "mixer": "ssd", "run": row["run"], "operator": "ssm", "kernel": of_ssm,
-                   "ncu_us": 10.0, "dram_bytes": 24e6, "dram_pct": 1.0, "time": "2999-01-01"}, plan.out)
-    *_, found, _ = sweep.committed(plan.out)
-    assert (found["U"], found["W"]) == pytest.approx((50, 50)), "whichever bench counted last"
-
-
 def test_variants_take_the_same_data(plan, monkeypatch):
     """Round by round, the second on other data than the first."""
     seen, original = {}, step_time.gradient

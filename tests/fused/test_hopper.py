@@ -272,19 +272,6 @@ def test_first_call_inside_a_capture_is_refused():
 
 
 @needs_hopper
-def test_any_default_dtype():
-    inputs = random_inputs(SHAPE, GRADIENTS["start"], torch.bfloat16, "cuda")
-    ways, variant = cotangents(inputs), get_variant("persistent")
-    expected = results(variant, inputs, *ways)
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        got = results(variant, inputs, *ways)
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert all(torch.equal(got[name], expected[name]) and got[name].dtype == expected[name].dtype for name in expected)
-
-
-@needs_hopper
 @pytest.mark.parametrize("options", (Options(), Options(save_states=False)), ids=("saved", "recomputed"))
 def test_gradients_are_the_same_bits(options):
     """In every run, and where they are asked to be."""

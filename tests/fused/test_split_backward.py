@@ -68,13 +68,6 @@ def test_switched_off(name, device, small):
     assert not small
 
 
-def test_documents_of_several_rows(device, small):
-    inputs = random_inputs(Shape(2, 70, 1, 16, 1, 16, 64), replace(EVERYTHING, documents="seq_idx"), torch.float32, device)
-    ways = cotangents(inputs)
-    assert_all_accurate(results(get_variant("fused"), inputs, *ways, RECOMPUTED), truths(inputs, *ways), inputs, *ways)
-    assert small
-
-
 @pytest.mark.parametrize("begins", [(30, 90), (128,), (127, 128, 129), (126,), (129,), (), (0, 128)], ids=str)
 def test_documents_of_one_row(begins, device, small):
     """The second half begins at token 128, within a document or with one; initial_states reach document 0 alone, if at all."""

@@ -1,7 +1,6 @@
 """The collection without a GPU: a real run under the real profiler, whose trace then gives way to one that has kernels."""
 
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,6 @@ import torch
 from experiments import counters, record
 from experiments.__main__ import app
 from experiments.characterize import collect, commands, trace
-from experiments.training_run import Run
 from experiments.workloads import workload_names
 from tests.experiments.small import small_run
 
@@ -61,32 +59,3 @@ def test_runs():
     assert [run.variant for run in commands._runs("mambavision:T", ["fused", "mamba_ssm", "auto"], "bf16", True)] == [
         "auto", "mamba_ssm"]
     assert {run.workload for run in commands._runs(commands._WORKLOADS, ["fused"], "bf16", False)} == {*workload_names()}
-
-
-def test_counters_of_a_step(tmp_path, monkeypatch):
-    launch = {"launches": 1, "ncu_us": 10.0, "dram_bytes": 1e6, "dram_pct": 20.0}
-    asked = []
-
-    def profile(arguments, brief, tunes):
-        asked.append((arguments, brief, tunes))
-        return [launch | {"kernel": name} for name in ("nvjet_a", "bmm_chunk_kernel", "nvjet_a")]
-
-    def traffic(arguments, only, tunes):
-        asked.append((arguments, False, tunes))
-        assert re.search(only, "bmm_chunk_kernel") and not re.search(only, "nvjet_a")
-        return [launch | {"kernel": "bmm_chunk_kernel"}]
-
-    monkeypatch.setattr(counters, "profile", profile)
-    monkeypatch.setattr(counters, "traffic", traffic)
-    ours, theirs = commands._runs("mamba2:tiny", ["fused", "mamba_ssm"], "bf16", False)
-    rows = collect.count(ours, tmp_path)
-    assert [(row["kernel"], row["operator"], row["launches"], row["ncu_us"]) for row in rows] == [
-        ("nvjet_a", "gemm", 2, 20.0), ("bmm_chunk_kernel", "ssm", 1, 10.0)]
-    assert record.read(tmp_path, bench="step_counters") == rows
-    (row,) = collect.count(ours, tmp_path, whole=False)
-    assert row["operator"] == "ssm" and record.read(tmp_path, bench="ssm_counters") == [row]
-    for whole in (True, False):
-        collect.count(theirs, tmp_path, whole)
-    assert [(command, Run(**json.loads(given)), brief, tunes) for (command, given), brief, tunes in asked] == [
-        ("profiled-step", ours, True, False), ("profiled-step", ours, False, False),
-        ("profiled-step", theirs, True, True), ("profiled-step", theirs, False, True)]

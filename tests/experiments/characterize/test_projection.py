@@ -82,15 +82,3 @@ def test_rows_of_two_gpus_are_not_mixed(tmp_path):
     write(tmp_path, ssd_row(), ssd_row(gpu="NVIDIA H100"), ssd_row(mode="bwd", gpu="NVIDIA H100"))
     calls, gpu = projection.call_samples(tmp_path)
     assert len(calls) == 2 and gpu is GPUS["h100"]
-
-
-def test_samples_by_counters(tmp_path):
-    """The last row of each kernel of the operator that ncu counted whole; a fused multiply-add is two FLOPs."""
-    counted = {"tensor_flops": 4e9, "fadds": 1e6, "fmuls": 2e6, "ffmas": 3e6, "exps": 5e5}
-    write(tmp_path, kernel_row("hopper_scan_kernel", "persistent", **counted, ncu_us=99.0, time="2026-01-01"),
-          kernel_row("hopper_scan_kernel", "persistent", **counted), kernel_row("chunk_state_kernel"),
-          kernel_row("_chunk_scan_fwd_kernel", "mamba_ssm", **counted), kernel_row("nvjet_a", "mamba_ssm", **counted))
-    samples, gpu = projection.counted_samples(tmp_path)
-    assert [(one.variant, one.what, one.us) for one in samples] == [
-        ("persistent", "hopper_scan", 20.0), ("mamba_ssm", "chunk_scan", 20.0)]
-    assert {one.work for one in samples} == {cost.Cost(bytes=48e6, flops=4e9, exps=5e5, vector=9e6)} and gpu is H200
