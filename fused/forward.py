@@ -36,7 +36,7 @@ def forward(i: SSDInputs, options: Options, save: bool) -> tuple[Tensor, Tensor,
 
 
 def choose_states_every(i: SSDInputs, options: Options) -> int | None:
-    """As `Variant.choose_states_every`."""
+    """As `Variant.states_every`."""
     return worth_keeping(i, options, i.chunk_size if _explain_no_hopper(i, options) else SUB_CHUNK)
 
 

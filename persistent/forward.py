@@ -35,7 +35,7 @@ def forward(inputs: SSDInputs, options: Options, save: bool) -> tuple[Tensor, Te
 
 
 def choose_states_every(inputs: SSDInputs, options: Options) -> int | None:
-    """As `Variant.choose_states_every`."""
+    """As `Variant.states_every`."""
     every = inputs.chunk_size if hopper.cannot_run(inputs, options, by_chunk=True) else SUB_CHUNK
     return worth_keeping(inputs, options, every)
 

@@ -68,9 +68,8 @@ def run(config: object, device: str) -> Outcome:
         return outcome("failed", "\n".join([*_causes(reason), *"".join(where).splitlines()]), lost=_is_lost(reason))
     failed = differing + [check.what for check in sorted(checks, reverse=True) if not check.passed]
     worst = max(checks, default=judge.Check(0.0, ""))
-    recorded = any(isinstance(found, replay.Recording) for found in replay._recordings.values())
     return outcome("failed" if failed else "passed", "\n".join(failed[:_REASON_LINES]) if failed else worst.what,
-                   ratio=worst.ratio, replays=recorded)
+                   ratio=worst.ratio, replays=replay.has_recordings())
 
 
 def _causes(reason: BaseException) -> list[str]:

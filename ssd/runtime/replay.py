@@ -91,6 +91,11 @@ def clear() -> None:
     _recordings.clear()
 
 
+def has_recordings() -> bool:
+    """True when a call was recorded, and not yet forgotten."""
+    return any(isinstance(found, Recording) for found in _recordings.values())
+
+
 def _count_table_bytes() -> int:
     """Bytes of the tables that all recordings hold, which may share some."""
     found = [recording for recording in list(_recordings.values()) if isinstance(recording, Recording)]
