@@ -222,8 +222,8 @@ def asked_for(a: argparse.Namespace) -> list[Compiled]:
                    C_dtype=DTYPES.get(a.C_dtype), documents="seq_idx" if a.documents else case.documents)
     case = replace(case, z=case.z or a.z)
     inputs = random_inputs(shape, case, DTYPES[a.dtype])
-    trusted = (lambda kernel: ("wgmma" in kernel.asm["ptx"] and "distrusted") or None) if a.distrust else launch.fault
-    with patch.object(launch, "fault", trusted), patch.object(hopper, "RUN_UNMEASURED_FORMS", a.unmeasured):
+    trusted = (lambda kernel: ("wgmma" in kernel.asm["ptx"] and "distrusted") or None) if a.distrust else launch.find_fault
+    with patch.object(launch, "find_fault", trusted), patch.object(hopper, "RUN_UNMEASURED_FORMS", a.unmeasured):
         return compile_all(get_variant(a.variant), inputs, a.arch, Options(**a.off), a.configs)
 
 

@@ -71,7 +71,7 @@ def test_a_warning_names_the_kernel_and_why(caplog, monkeypatch):
 ], ids=str)
 def test_results_without_wgmma(shape, case, name, device, monkeypatch):
     monkeypatch.setattr(launch, "_found", {})
-    monkeypatch.setattr(launch, "fault", lambda compiled: "a test")
+    monkeypatch.setattr(launch, "find_fault", lambda compiled: "a test")
     inputs = random_inputs(shape, case, torch.bfloat16, device)
     ways = cotangents(inputs)
     got = results(get_variant(name), inputs, *ways, Options(gluon=False))
