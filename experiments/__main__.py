@@ -86,7 +86,7 @@ def bench(
     rows = bench.run(plan, console)
     table.show(console, rows, "medians", wide=wide)
     if counters:
-        ncu.run([row for row in table.best_chunk(rows) if row["variant"] in variants], out, console)
+        ncu.run([row for row in table.keep_best_chunk(rows) if row["variant"] in variants], out, console)
     raise typer.Exit(0 if {row["variant"] for row in rows} >= set(variants) else 1)
 
 
@@ -116,7 +116,7 @@ def ablate(
     if not on_gpu:
         raise typer.Exit(0 if ablate.check(tuple(variants), console) else 1)
     rows = ablate.run(ablate.Plan(tuple(variants), shapes, modes, dtype, size, repeats, warmup, out), console)
-    table.show(console, ablate.relative(rows), "time relative to that with every option", table.ABLATION, wide)
+    table.show(console, ablate.add_relative(rows), "time relative to that with every option", table.ABLATION, wide)
 
 
 @app.command()
@@ -238,7 +238,7 @@ def sweep(
     except sweep.Interrupted as reason:
         console.print(f"{reason.number.name}: what was in progress is saved; the same command goes on", style="yellow")
         raise typer.Exit(128 + reason.number) from None
-    found = [row for row in sweep.committed(out) if row["workload"] in {run.workload for run in runs}]
+    found = [row for row in sweep.read_latest(out) if row["workload"] in {run.workload for run in runs}]
     table.show(console, found, "medians of a training step", table.STEPS, wide)
     for line in failed:
         console.print(f"left out: {line}", style="yellow", markup=False)
@@ -267,11 +267,11 @@ def render_table(
     from . import ablate, block, counters, sweep, table
 
     read, columns = {
-        "ssd": (lambda: table.committed(out, all_chunks), table.COLUMNS),
-        "ablate": (lambda: ablate.committed(out), table.ABLATION),
-        "block": (lambda: block.committed(out), table.BLOCK),
-        "step": (lambda: sweep.committed(out), table.STEPS),
-        "counters": (lambda: counters.committed(out, kernels), table.COUNTERS_BY_KERNEL if kernels else table.COUNTERS),
+        "ssd": (lambda: table.read_latest(out, all_chunks), table.COLUMNS),
+        "ablate": (lambda: ablate.read_latest(out), table.ABLATION),
+        "block": (lambda: block.read_latest(out), table.BLOCK),
+        "step": (lambda: sweep.read_latest(out), table.STEPS),
+        "counters": (lambda: counters.read_latest(out, kernels), table.COUNTERS_BY_KERNEL if kernels else table.COUNTERS),
     }[bench]
     rows = [row for row in read_rows(read, out)
             if all(names is None or row.get(key) in names for key, names in wanted.items())]
@@ -314,8 +314,8 @@ def choose(out: OutOption = RESULTS) -> None:
     """Write what variant "auto" chooses by, ssd/configs/variants/<gpu>.json, from committed rows."""
     from . import choose, record
 
-    found = choose.tables(read_rows(lambda: record.read(record.read_gpus(out), bench="ssd"), out))
-    for path in choose.write(found):
+    found = choose.rank_variants(read_rows(lambda: record.read(record.read_gpus(out), bench="ssd"), out))
+    for path in choose.write_tables(found):
         typer.echo(f"{path} written: {len(found[path.stem])} measured calls")
     for gpu in sorted(gpu for gpu, calls in found.items() if not calls):
         typer.echo(f"{gpu}: nothing to choose by: no call that two of {', '.join(choose.list_candidates())} were measured in")
@@ -340,7 +340,7 @@ def sanitize(
     if not on_gpu:
         refuse("sanitize: needs a CUDA GPU, found none")
     try:
-        clean = sanitize.run(variants or sanitize.variants_here(), tools, require_writable(out), make_console())
+        clean = sanitize.run(variants or sanitize.list_variants(), tools, require_writable(out), make_console())
     except (FileNotFoundError, ValueError) as reason:
         refuse(f"sanitize: {reason}")
     raise typer.Exit(0 if clean else 1)
@@ -353,7 +353,7 @@ def profiled(variant: str, shape: str, mode: str, dtype: str, chunk_size: int, o
     from . import counters
     from .bench import Candidate
 
-    counters.profiled(Candidate(variant, chunk_size, parse_options(option)), shape, mode, dtype)
+    counters.run_profiled(Candidate(variant, chunk_size, parse_options(option)), shape, mode, dtype)
 
 
 @app.command("profiled-part", hidden=True)
@@ -362,7 +362,7 @@ def profiled_part(part: str, shape: str, mode: str, dtype: str, variant: str) ->
     has_gpu()
     from . import block
 
-    block.profiled(part, shape, mode, dtype, variant)
+    block.run_profiled(part, shape, mode, dtype, variant)
 
 
 @app.command(hidden=True)
@@ -371,7 +371,7 @@ def sanitized(variant: str) -> None:
     has_gpu()
     from . import sanitize
 
-    sanitize.sanitized(variant)
+    sanitize.run_every_kernel(variant)
 
 
 for command in (characterisation.compare, characterisation.report, characterisation.characterize,

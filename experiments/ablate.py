@@ -12,7 +12,7 @@ from fused import hopper
 from ssd import Options, get_variant
 
 from . import interpret, record, table
-from .bench import Candidate, measure, row_of, settings
+from .bench import Candidate, list_settings, make_row, measure
 from .shapes import Shape
 from .terminal import track
 
@@ -46,7 +46,7 @@ class Plan:
     out: Path = record.RESULTS
 
 
-def steps(names: tuple[str, ...]) -> list[Step]:
+def list_steps(names: tuple[str, ...]) -> list[Step]:
     """The sets of options to measure for a variant that heeds those of these names, in their order."""
     every = replace(Options(), **dict.fromkeys(names, True))
     plain = {"gluon": False} if "gluon" in names else {}
@@ -71,14 +71,14 @@ def run(plan: Plan, console: Console) -> list[dict]:
     All variants and options of one shape and mode run side by side; options that several steps have in common, once.
     """
     rows = []
-    wanted = [(step, Candidate(name, plan.chunk_size, step.options)) for name, step in _every_step(plan.variants)]
+    wanted = [(step, Candidate(name, plan.chunk_size, step.options)) for name, step in _list_every_step(plan.variants)]
     candidates = list(dict.fromkeys(candidate for _, candidate in wanted))
-    for setting, mode, ceiling in settings(plan.shapes, plan.modes, plan.dtype, console):
+    for setting, mode, ceiling in list_settings(plan.shapes, plan.modes, plan.dtype, console):
         measured = measure(setting, mode, candidates, plan.repeats, plan.warmup, console)
         for step, candidate in wanted:
             if candidate in measured:
                 values = {"step": step.step, "changed": step.changed, **measured[candidate]}
-                rows.append(row_of("ablate", setting, mode, candidate, values, ceiling))
+                rows.append(make_row("ablate", setting, mode, candidate, values, ceiling))
                 record.append(rows[-1], plan.out)
     return rows
 
@@ -87,45 +87,45 @@ def check(variants: tuple[str, ...], console: Console) -> bool:
     """Whether every set of options agrees with fp64 in Triton's interpreter, where there is no GPU. Nothing is timed."""
     console.print("No CUDA GPU: nothing is timed; each set of options runs in Triton's interpreter.", style="bold")
     rows = []
-    for name, step in track(_every_step(variants), console, lambda one: f"{one[0]}: {one[1].step} {one[1].changed or ''}"):
+    for name, step in track(_list_every_step(variants), console, lambda one: f"{one[0]}: {one[1].step} {one[1].changed or ''}"):
         rows += [row | {"step": step.step, "option": step.changed} for row in interpret.judge(name, step.options)]
-    columns = table.columns("variant", "step", "option", *list(interpret.ERRORS)[1:])
-    console.print(table.terminal(rows, "errors against fp64, relative", columns))
+    columns = table.make_columns("variant", "step", "option", *list(interpret.ERRORS)[1:])
+    console.print(table.make_table(rows, "errors against fp64, relative", columns))
     return all(row["agrees"] for row in rows)
 
 
-def committed(out: Path = record.RESULTS, **where) -> list[dict]:
+def read_latest(out: Path = record.RESULTS, **where) -> list[dict]:
     """The latest rows, with `relative`."""
-    rows = table.last_commit(record.read(out, bench="ablate", **where))
-    return relative(record.latest(rows, lambda row: (*_setting(row), row["step"], row["changed"])))
+    rows = table.keep_last_commit(record.read(out, bench="ablate", **where))
+    return add_relative(record.latest(rows, lambda row: (*_identify_setting(row), row["step"], row["changed"])))
 
 
-def relative(rows: list[dict]) -> list[dict]:
+def add_relative(rows: list[dict]) -> list[dict]:
     """The rows with `relative`: their time over that with every option on, in CUDA graphs where both have one.
 
     A row without an option that the Gluon kernels cannot be without is one of the plain kernels: over all their options, and
     `plain` says so.
     """
-    whole = {_setting(row): row for row in rows if row["step"] == "all"}
-    plain = {_setting(row): row for row in rows if (row["step"], row["changed"]) == ("without", "gluon")}
+    whole = {_identify_setting(row): row for row in rows if row["step"] == "all"}
+    plain = {_identify_setting(row): row for row in rows if (row["step"], row["changed"]) == ("without", "gluon")}
 
     def compared(row: dict) -> dict:
-        base = plain.get(_setting(row)) if row["step"] == "without" and row["changed"] not in hopper.OPTIONS else None
-        return row | {"relative": _relative(row, base or whole.get(_setting(row))), "plain": base is not None}
+        base = plain.get(_identify_setting(row)) if row["step"] == "without" and row["changed"] not in hopper.OPTIONS else None
+        return row | {"relative": _compute_relative(row, base or whole.get(_identify_setting(row))), "plain": base is not None}
 
     return [compared(row) for row in rows]
 
 
-def _every_step(variants: tuple[str, ...]) -> Iterator[tuple[str, Step]]:
+def _list_every_step(variants: tuple[str, ...]) -> Iterator[tuple[str, Step]]:
     for name in variants:
-        for step in steps(get_variant(name).options):
+        for step in list_steps(get_variant(name).options):
             yield name, step
 
 
-def _setting(row: dict) -> tuple:
+def _identify_setting(row: dict) -> tuple:
     return tuple(row[key] for key in ("gpu", "variant", "mode", "shape", "dtype", "chunk_size"))
 
 
-def _relative(row: dict, whole: dict | None) -> float | None:
+def _compute_relative(row: dict, whole: dict | None) -> float | None:
     key = "graph_p50_us" if whole and row["graph_p50_us"] and whole["graph_p50_us"] else "p50_us"
     return row[key] / whole[key] if whole else None

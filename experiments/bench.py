@@ -67,19 +67,19 @@ class Plan:
 def run(plan: Plan, console: Console) -> list[dict]:
     """Measures the plan and returns its rows, each appended to its file as soon as it is known."""
     rows = []
-    candidates = [c for c in plan.candidates() if _installed(c.variant, console)]
-    for setting, mode, ceiling in settings(plan.shapes, plan.modes, plan.dtype, console):
+    candidates = [c for c in plan.candidates() if _is_installed(c.variant, console)]
+    for setting, mode, ceiling in list_settings(plan.shapes, plan.modes, plan.dtype, console):
         measured = measure(setting, mode, candidates, plan.repeats, plan.warmup, console)
-        rival = _rival(plan.against, measured)
+        rival = _compare_with(plan.against, measured)
         for candidate, values in measured.items():
             compared = rival if candidate.variant != plan.against else {}
-            row = row_of("ssd", setting, mode, candidate, values | compared, ceiling)
+            row = make_row("ssd", setting, mode, candidate, values | compared, ceiling)
             record.append(row, plan.out)
             rows.append(row)
     return rows
 
 
-def settings(
+def list_settings(
     shapes: tuple[Shape, ...], modes: tuple[str, ...], dtype: str, console: Console
 ) -> Iterator[tuple[Setting, str, float]]:
     """Every shape in every mode, and the copy rate in GB/s. The caller's code runs on a side stream, and progress is shown."""
@@ -92,11 +92,12 @@ def settings(
             yield setting, mode, ceiling
 
 
-def row_of(bench: str, setting: Setting, mode: str, candidate: Candidate, values: dict, ceiling_gbps: float) -> dict:
+def make_row(bench: str, setting: Setting, mode: str, candidate: Candidate, values: dict, ceiling_gbps: float) -> dict:
     """A whole row: what ran, what was measured, what follows from it, and where."""
     row = {"bench": bench, "mode": mode, "shape": setting.shape.name, **setting.shape.sizes, "dtype": setting.dtype_name,
            **candidate.identity(), **values}
-    return _derived(row, setting.shape.problem(candidate.chunk_size, setting.dtype_name), ceiling_gbps) | record.environment()
+    problem = setting.shape.problem(candidate.chunk_size, setting.dtype_name)
+    return _add_derived(row, problem, ceiling_gbps) | record.environment()
 
 
 class Setting:
@@ -145,7 +146,7 @@ def measure(setting: Setting, mode: str, candidates: list[Candidate], repeats: i
             call = setting.call(candidate, mode)
             call()  # compiles and tunes
             error = setting.error(candidate, mode)
-            facts[candidate] = {"err_rms": _finite(error.rms), "err_max": _finite(error.max),
+            facts[candidate] = {"err_rms": _drop_nonfinite(error.rms), "err_max": _drop_nonfinite(error.max),
                                 "err_seqlen": setting.truth.part.tokens}
             if mode == "fwd_train":
                 facts[candidate]["saved_mib"] = round(timing.saved_mib(call), 1)
@@ -155,11 +156,11 @@ def measure(setting: Setting, mode: str, candidates: list[Candidate], repeats: i
             console.print(f"{setting.shape.name} {mode}: {candidate} is left out: {first_line(reason)}", style="yellow",
                           markup=False)
     return {candidate: values | facts[candidate] |
-            {"note": values["note"] or notes[candidate] or _adapts(candidate.variant)}
+            {"note": values["note"] or notes[candidate] or _describe_adapter(candidate.variant)}
             for candidate, values in timing.measure(calls, repeats, warmup).items()}
 
 
-def _rival(against: str | None, measured: dict[Candidate, dict]) -> dict:
+def _compare_with(against: str | None, measured: dict[Candidate, dict]) -> dict:
     """The keys that compare with a rival, at its better chunk size; none where it was not measured."""
     rival = [values for candidate, values in measured.items() if candidate.variant == against]
     if not rival:
@@ -169,7 +170,7 @@ def _rival(against: str | None, measured: dict[Candidate, dict]) -> dict:
             "against_graph_p50_us": min(graphs, default=None)}
 
 
-def _derived(row: dict, problem: cost.Problem, ceiling_gbps: float) -> dict:
+def _add_derived(row: dict, problem: cost.Problem, ceiling_gbps: float) -> dict:
     """The row with what follows from its times: against the ideal operator, the copy ceiling and the rival."""
     ideal = cost.ideal(problem, row["mode"])
     effective = ideal.bytes / row["p50_us"] / 1e3
@@ -182,19 +183,19 @@ def _derived(row: dict, problem: cost.Problem, ceiling_gbps: float) -> dict:
     return row
 
 
-def _adapts(variant: str) -> str | None:
+def _describe_adapter(variant: str) -> str | None:
     """What a peer's time includes besides its kernels; "auto" is timed with its choice."""
     return None if variant == "auto" else get_variant(variant).adapts
 
 
-def _installed(variant: str, console: Console) -> bool:
+def _is_installed(variant: str, console: Console) -> bool:
     try:
-        _adapts(variant)
+        _describe_adapter(variant)
     except ImportError as reason:
         console.print(f"{variant} is left out: {reason}", style="yellow", markup=False)
         return False
     return True
 
 
-def _finite(value: float) -> float | None:
+def _drop_nonfinite(value: float) -> float | None:
     return value if math.isfinite(value) else None

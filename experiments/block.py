@@ -20,7 +20,7 @@ from torch import Tensor
 from ssd.block import causal_conv1d_fn, rms_norm_gated, selective_scan_fn, selective_state_update
 from ssd.modules import Mamba2
 
-from . import counters, record, timing, tuned
+from . import autotuned_configs, counters, record, timing
 from .inputs import DTYPES
 from .shapes import BLOCK_PARTS, SCANS, SHAPES, Shape
 from .terminal import track
@@ -69,9 +69,9 @@ def run(plan: Plan, console: Console) -> list[dict]:
     rows = []
     with timing.side_stream():
         ceiling = timing.copy_gbps()
-        for part, shape in track(_settings(plan), console, lambda one: f"{one[0]} {one[1].name}"):
+        for part, shape in track(_list_settings(plan), console, lambda one: f"{one[0]} {one[1].name}"):
             try:
-                for values in _measured(part, shape, plan, ceiling, console):
+                for values in _measure_part(part, shape, plan, ceiling, console):
                     row = {"bench": "block", "part": part, "shape": shape.name, **shape.sizes, "dtype": plan.dtype, **values}
                     rows.append(row | record.environment())
                     record.append(rows[-1], plan.out)
@@ -82,41 +82,44 @@ def run(plan: Plan, console: Console) -> list[dict]:
 
 def count(rows: list[dict], out: Path, console: Console) -> None:
     """Counters of ncu for what each row measured, appended as rows of the bench `block_counters`, one for each kernel."""
-    for _ in counters.counted(rows, "block_counters", lambda row: ["profiled-part", *(row[key] for key in _CALL)], _CALL, out,
-                              console):
+    for _ in counters.append_counts(rows, "block_counters", _name_call, _CALL, out, console):
         pass  # `make report` shows them
 
 
-def profiled(part: str, shape: str, mode: str, dtype: str, variant: str) -> None:
+def _name_call(row: dict) -> list[str]:
+    return ["profiled-part", *(row[key] for key in _CALL)]
+
+
+def run_profiled(part: str, shape: str, mode: str, dtype: str, variant: str) -> None:
     """One call of a side: what `block --counters` runs under ncu."""
     work = PARTS[part]({shape.name: shape for shape in (*SHAPES.values(), *SCANS)}[shape], DTYPES[dtype])
-    with tuned.handed_over(), timing.side_stream():
-        counters.watched(_call(work, work.ours if variant == OURS else work.theirs[1](), mode))
+    with autotuned_configs.hand_over_configs(), timing.side_stream():
+        counters.run_watched(_make_call(work, work.ours if variant == OURS else work.theirs[1](), mode))
 
 
-def committed(out: Path = record.RESULTS) -> list[dict]:
+def read_latest(out: Path = record.RESULTS) -> list[dict]:
     """The last row of each part, shape, mode, side and dtype."""
     return record.latest(record.read(out, bench="block"), itemgetter("gpu", "part", "shape", "mode", "variant", "dtype"))
 
 
-def _measured(part: str, shape: Shape, plan: Plan, ceiling_gbps: float, console: Console) -> Iterator[dict]:
+def _measure_part(part: str, shape: Shape, plan: Plan, ceiling_gbps: float, console: Console) -> Iterator[dict]:
     """What is measured of a part at a shape, for each mode and side."""
     work = PARTS[part](shape, DTYPES[plan.dtype])
-    sides = {OURS: work.ours, **_upstream(work, f"{part} {shape.name}", console)}
-    apart = _apart(work, sides)
+    sides = {OURS: work.ours, **_load_upstream(work, f"{part} {shape.name}", console)}
+    apart = _measure_difference(work, sides)
     for mode in plan.modes if work.leaves else ("fwd",):
         for side, values in measure(work, sides, mode, plan.repeats, plan.warmup).items():
-            yield {"mode": mode, "variant": side, **values, **_against_copy(work, mode, values, ceiling_gbps),
+            yield {"mode": mode, "variant": side, **values, **_compare_with_copy(work, mode, values, ceiling_gbps),
                    "apart": apart if side == OURS else None}
 
 
-def _settings(plan: Plan) -> Iterator[tuple[str, Shape]]:
+def _list_settings(plan: Plan) -> Iterator[tuple[str, Shape]]:
     for part in plan.parts:
         for shape in plan.scans if part == "selective_scan" else plan.shapes:
             yield part, shape
 
 
-def _upstream(work: Work, where: str, console: Console) -> dict[str, Callable[[], Tensor]]:
+def _load_upstream(work: Work, where: str, console: Console) -> dict[str, Callable[[], Tensor]]:
     name, load = work.theirs
     try:
         return {name: load()}
@@ -125,7 +128,7 @@ def _upstream(work: Work, where: str, console: Console) -> dict[str, Callable[[]
         return {}
 
 
-def _call(work: Work, side: Callable[[], Tensor], mode: str) -> timing.Call:
+def _make_call(work: Work, side: Callable[[], Tensor], mode: str) -> timing.Call:
     if mode == "fwd":
         return torch.no_grad()(side)
     out = side()
@@ -135,7 +138,7 @@ def _call(work: Work, side: Callable[[], Tensor], mode: str) -> timing.Call:
     return lambda: torch.autograd.grad(side(), work.leaves, dout)
 
 
-def _apart(work: Work, sides: dict[str, Callable[[], Tensor]]) -> float | None:
+def _measure_difference(work: Work, sides: dict[str, Callable[[], Tensor]]) -> float | None:
     """How far ours is from upstream's: the largest |a - b| / |b| of the output and of each gradient; None without upstream."""
     if len(sides) < 2:
         return None
@@ -149,7 +152,7 @@ def _apart(work: Work, sides: dict[str, Callable[[], Tensor]]) -> float | None:
 
 def measure(work: Work, sides: dict[str, Callable[[], Tensor]], mode: str, repeats: int, warmup: int) -> dict[str, dict]:
     """The measured keys of a row for each side, timed side by side; ours is also compared with the other."""
-    calls = {name: _call(work, side, mode) for name, side in sides.items()}
+    calls = {name: _make_call(work, side, mode) for name, side in sides.items()}
     for call in calls.values():
         call()  # compiles and tunes
     measured = timing.measure(calls, repeats, warmup)
@@ -160,7 +163,7 @@ def measure(work: Work, sides: dict[str, Callable[[], Tensor]], mode: str, repea
     return measured
 
 
-def _against_copy(work: Work, mode: str, values: dict, ceiling_gbps: float) -> dict:
+def _compare_with_copy(work: Work, mode: str, values: dict, ceiling_gbps: float) -> dict:
     """A part's bytes against a copy in the same run, by the kernels' time alone."""
     if mode not in work.nbytes or values["graph_p50_us"] is None:
         return {}
@@ -168,26 +171,26 @@ def _against_copy(work: Work, mode: str, values: dict, ceiling_gbps: float) -> d
     return {"ideal_bytes": work.nbytes[mode], "effective_gbps": gbps, "copy_gbps": ceiling_gbps, "sol": gbps / ceiling_gbps}
 
 
-def _passes(forward: int, backward: int, *tensors: Tensor) -> dict[str, int]:
+def _count_bytes(forward: int, backward: int, *tensors: Tensor) -> dict[str, int]:
     """Bytes where each of like tensors is read or written so many times."""
     nbytes = sum(t.numel() * t.element_size() for t in tensors)
     return {"fwd": forward * nbytes, "bwd": backward * nbytes, "fwd_bwd": (forward + backward) * nbytes}
 
 
-def _projection(shape: Shape, dtype: torch.dtype) -> tuple[Tensor, int, int]:
+def _make_projection(shape: Shape, dtype: torch.dtype) -> tuple[Tensor, int, int]:
     """What a Mamba-2 block's input projection gives, [z | x B C | dt] (batch, seqlen, ...), and the widths of z and x B C."""
     inner, conv = shape.nheads * shape.headdim, shape.nheads * shape.headdim + 2 * shape.ngroups * shape.dstate
-    return torch.randn(shape.batch, shape.seqlen, inner + conv + shape.nheads, device=device(), dtype=dtype), inner, conv
+    return torch.randn(shape.batch, shape.seqlen, inner + conv + shape.nheads, device=choose_device(), dtype=dtype), inner, conv
 
 
-def device() -> str:
+def choose_device() -> str:
     """Where tensors are made."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def conv1d(shape: Shape, dtype: torch.dtype) -> Work:
     """x B C in place in the projection; dx in memory of its own."""
-    projection, inner, conv = _projection(shape, dtype)
+    projection, inner, conv = _make_projection(shape, dtype)
     x = projection[..., inner : inner + conv].mT.detach().requires_grad_()
     weight, bias = (torch.randn(*size, device=x.device, requires_grad=True) for size in ((conv, WIDTH), (conv,)))
 
@@ -197,12 +200,12 @@ def conv1d(shape: Shape, dtype: torch.dtype) -> Work:
         return lambda: function(x, weight, bias, activation="silu")
 
     return Work(lambda: causal_conv1d_fn(x, weight, bias, activation="silu"), ("causal_conv1d", theirs), (x, weight, bias),
-                _passes(2, 3, x))
+                _count_bytes(2, 3, x))
 
 
 def gated_norm(shape: Shape, dtype: torch.dtype) -> Work:
     """norm(y silu(z)) in groups, z in place in the projection."""
-    projection, inner, _ = _projection(shape, dtype)
+    projection, inner, _ = _make_projection(shape, dtype)
     z = projection[..., :inner].detach().requires_grad_()
     y, weight = torch.randn_like(z).requires_grad_(), torch.ones(inner, device=z.device, requires_grad=True)
     how = {"z": z, "eps": 1e-5, "group_size": inner // shape.ngroups, "norm_before_gate": False}
@@ -211,7 +214,7 @@ def gated_norm(shape: Shape, dtype: torch.dtype) -> Work:
         module = _mamba_ssm("ops.triton.layernorm_gated")
         return lambda: module.rmsnorm_fn(y, weight, None, **how)
 
-    return Work(lambda: rms_norm_gated(y, weight, None, **how), ("mamba_ssm", theirs), (y, z, weight), _passes(3, 5, y))
+    return Work(lambda: rms_norm_gated(y, weight, None, **how), ("mamba_ssm", theirs), (y, z, weight), _count_bytes(3, 5, y))
 
 
 def state_update(shape: Shape, dtype: torch.dtype) -> Work:
@@ -219,10 +222,10 @@ def state_update(shape: Shape, dtype: torch.dtype) -> Work:
     h, p, n, g = shape.nheads, shape.headdim, shape.dstate, shape.ngroups
 
     def normal(*size: int, dtype: torch.dtype = dtype) -> Tensor:
-        return torch.randn(*size, device=device(), dtype=dtype)
+        return torch.randn(*size, device=choose_device(), dtype=dtype)
 
     state = normal(_DECODED, h, p, n, dtype=torch.float32)  # which a call changes, so that each side has its own
-    A, D, dt_bias = -normal(h, dtype=torch.float32).exp(), torch.ones(h, device=device()), normal(h, dtype=torch.float32)
+    A, D, dt_bias = -normal(h, dtype=torch.float32).exp(), torch.ones(h, device=choose_device()), normal(h, dtype=torch.float32)
     given = (normal(_DECODED, h, p), normal(_DECODED, h)[..., None].expand(-1, -1, p), A[:, None, None].expand(-1, p, n),
              normal(_DECODED, g, n), normal(_DECODED, g, n), D[:, None].expand(-1, p))
     how = {"dt_bias": dt_bias[:, None].expand(-1, p), "dt_softplus": True}
@@ -233,7 +236,7 @@ def state_update(shape: Shape, dtype: torch.dtype) -> Work:
         return lambda: module.selective_state_update(their_state, *given, **how)
 
     our_state = state.clone()
-    return Work(lambda: selective_state_update(our_state, *given, **how), ("mamba_ssm", theirs), (), _passes(2, 0, state))
+    return Work(lambda: selective_state_update(our_state, *given, **how), ("mamba_ssm", theirs), (), _count_bytes(2, 0, state))
 
 
 def selective_scan(shape: Shape, dtype: torch.dtype) -> Work:
@@ -241,7 +244,7 @@ def selective_scan(shape: Shape, dtype: torch.dtype) -> Work:
     batch, seqlen, dim, _, dstate, _ = shape.sizes.values()
 
     def normal(*size: int, dtype: torch.dtype = dtype) -> Tensor:
-        return torch.randn(*size, device=device(), dtype=dtype).requires_grad_()
+        return torch.randn(*size, device=choose_device(), dtype=dtype).requires_grad_()
 
     u, delta, B, C = normal(batch, dim, seqlen), normal(batch, dim, seqlen), *(normal(batch, dstate, seqlen) for _ in range(2))
     A = (-torch.arange(1.0, dstate + 1, device=u.device).repeat(dim, 1)).requires_grad_()
@@ -257,21 +260,21 @@ def selective_scan(shape: Shape, dtype: torch.dtype) -> Work:
 
     gated = z is not None
     return Work(lambda: selective_scan_fn(u, delta, A, B, C, D, z, bias, True), ("mamba_ssm", theirs), leaves,
-                _passes(3 + gated, 5 + 2 * gated, u))
+                _count_bytes(3 + gated, 5 + 2 * gated, u))
 
 
 def block(shape: Shape, dtype: torch.dtype) -> Work:
     """A whole Mamba-2 block with upstream's weights; its gradients are those of input and parameters."""
     sizes = {"d_model": shape.nheads * shape.headdim // 2, "d_state": shape.dstate, "headdim": shape.headdim,
              "ngroups": shape.ngroups}
-    ours = Mamba2(**sizes, device=device(), dtype=dtype)
-    x = torch.randn(shape.batch, shape.seqlen, sizes["d_model"], device=device(), dtype=dtype, requires_grad=True)
+    ours = Mamba2(**sizes, device=choose_device(), dtype=dtype)
+    x = torch.randn(shape.batch, shape.seqlen, sizes["d_model"], device=choose_device(), dtype=dtype, requires_grad=True)
 
     def theirs():
         import causal_conv1d  # noqa: F401 - without which upstream's block does not run whole
 
         module = _mamba_ssm("modules.mamba2")
-        made = module.Mamba2(**sizes, device=device(), dtype=dtype)
+        made = module.Mamba2(**sizes, device=choose_device(), dtype=dtype)
         made.load_state_dict(ours.state_dict())
         # gradients are asked for by tensor: both sides compute on the same ones
         for name, parameter in ours.named_parameters():

@@ -16,7 +16,7 @@ from .shapes import ITEMSIZES
 _MODES = ("fwd", "bwd")
 
 
-def tables(rows: list[dict]) -> dict[str, dict[str, list[str]]]:
+def rank_variants(rows: list[dict]) -> dict[str, dict[str, list[str]]]:
     """{gpu: {key of ssd.auto_variant.Measured: variants, the fastest first}}.
 
     Only the last commit's rows with every option at its default count, and only where two variants or more were measured:
@@ -25,16 +25,16 @@ def tables(rows: list[dict]) -> dict[str, dict[str, list[str]]]:
     times: dict[str, dict[Measured, dict[str, float]]] = defaultdict(lambda: defaultdict(dict))
     wanted = [row for row in rows
               if row["mode"] in _MODES and row["variant"] in list_candidates() and record.has_default_options(row)]
-    last = {(row["gpu"], _measured(row)): row["git_sha"] for row in wanted}  # rows come oldest first
+    last = {(row["gpu"], _describe_call(row)): row["git_sha"] for row in wanted}  # rows come oldest first
     for row in wanted:
-        if row["git_sha"] == last[row["gpu"], _measured(row)]:
-            times[device_slug(row["gpu"])][_measured(row)][row["variant"]] = row["graph_p50_us"] or row["p50_us"]
+        if row["git_sha"] == last[row["gpu"], _describe_call(row)]:
+            times[device_slug(row["gpu"])][_describe_call(row)][row["variant"]] = row["graph_p50_us"] or row["p50_us"]
     return {
         gpu: {m.key(): sorted(of, key=of.get) for m, of in calls.items() if len(of) > 1} for gpu, calls in times.items()
     }
 
 
-def write(found: dict[str, dict[str, list[str]]], folder: Path = TABLES) -> list[Path]:
+def write_tables(found: dict[str, dict[str, list[str]]], folder: Path = TABLES) -> list[Path]:
     """Replaces the table of each GPU that has one; a GPU where nothing was compared gets none."""
     paths = []
     for gpu, table in found.items():
@@ -47,6 +47,6 @@ def write(found: dict[str, dict[str, list[str]]], folder: Path = TABLES) -> list
     return paths
 
 
-def _measured(row: dict) -> Measured:
+def _describe_call(row: dict) -> Measured:
     return Measured(row["mode"], ITEMSIZES[row["dtype"]], row["headdim"], row["dstate"], row["batch"] * row["nheads"],
                     row["seqlen"], row["chunk_size"])

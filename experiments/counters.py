@@ -3,7 +3,7 @@
 ncu runs this command line's hidden command `profiled`, which makes one call between cudaProfilerStart and Stop. It is
 run three times, since each metric set needs caches of its own: bytes and blocks in one pass over warm caches, as kernels leave
 them to one another; hit rates and pipes over several passes, each from cold caches; hit rates again over warm ones. Steps of
-training have fewer metrics, in one of these runs (`profile`, `traffic`), and kernels that tune themselves are tuned in a run
+training have fewer metrics, in one of these runs (`profile`, `count_traffic`). Kernels that tune themselves do so in a run
 before, without ncu. Times under ncu weigh the kernels; they are never reported as speed. A metric that this ncu or GPU does not
 know is left out of the rows.
 """
@@ -30,7 +30,7 @@ from rich.table import Table
 
 from ssd.registry import is_peer
 
-from . import record, table, timing, tuned
+from . import autotuned_configs, record, table, timing
 from .bench import Candidate, Setting
 from .shapes import SHAPES
 
@@ -71,11 +71,11 @@ _WEIGHTED = ("dram_pct", "occupancy_pct", "block_cycles", *(key for key in _COLD
 
 def run(rows: list[dict], out: Path, console: Console) -> None:
     """Counters for what each of the bench's rows measured, appended as rows of the bench `counters`."""
-    for row, launches, kernels in counted(rows, "counters", _call_of, ("variant", "shape", "mode"), out, console):
-        console.print(_report(row, launches, kernels))
+    for row, launches, kernels in append_counts(rows, "counters", _make_arguments, ("variant", "shape", "mode"), out, console):
+        console.print(_tabulate_kernels(row, launches, kernels))
 
 
-def counted(rows: list[dict], bench: str, call_of: Callable[[dict], list[str]], named: tuple[str, ...], out: Path,
+def append_counts(rows: list[dict], bench: str, call_of: Callable[[dict], list[str]], named: tuple[str, ...], out: Path,
             console: Console) -> Iterator[tuple[dict, list[dict], list[dict]]]:
     """Appends what ncu counts of what each row measured as rows of `bench`, one for each kernel; yields the row, the launches
     and the kernels. Why ncu gave none, if it did not, is printed.
@@ -93,7 +93,7 @@ def counted(rows: list[dict], bench: str, call_of: Callable[[dict], list[str]], 
             text = f"--counters: {' '.join(row[key] for key in named)}: ncu gave none: {reason}"
             console.print(text, style="yellow", markup=False)
             continue
-        kernels = by_kernel(launches)
+        kernels = merge_by_kernel(launches)
         identity = {key: row[key] for key in (*record.IDENTITY, "part") if key in row}
         environment = record.environment()  # one time for all kernels: by it those of one run are known
         for kernel in kernels:
@@ -101,7 +101,7 @@ def counted(rows: list[dict], bench: str, call_of: Callable[[dict], list[str]], 
         yield row, launches, kernels
 
 
-def watched(call: Callable[[], object], warmup: int = 3) -> None:
+def run_watched(call: Callable[[], object], warmup: int = 3) -> None:
     """The call, warmed up, once between the profiler's start and stop: what runs under ncu."""
     for _ in range(warmup):
         call()
@@ -112,35 +112,35 @@ def watched(call: Callable[[], object], warmup: int = 3) -> None:
     torch.cuda.profiler.stop()
 
 
-def profiled(candidate: Candidate, shape: str, mode: str, dtype: str) -> None:
+def run_profiled(candidate: Candidate, shape: str, mode: str, dtype: str) -> None:
     """One call: what `bench --counters` runs under ncu."""
-    with tuned.handed_over(), timing.side_stream():
-        watched(Setting(SHAPES[shape], dtype).call(candidate, mode))
+    with autotuned_configs.hand_over_configs(), timing.side_stream():
+        run_watched(Setting(SHAPES[shape], dtype).call(candidate, mode))
 
 
-def committed(out: Path = record.RESULTS, by_kernel: bool = False) -> list[dict]:
-    """A line for each call, from the kernels that it had when it was last measured; `by_kernel`: and one for each of these.
+def read_latest(out: Path = record.RESULTS, by_kernel: bool = False) -> list[dict]:
+    """A line for each call, from the kernels that it had when it was last measured; by_kernel: also one for each kernel.
 
     Besides a row's keys, mean_dram_pct is the mean over kernels, where one that is launched twice counts once, and time_pct
     a kernel's share of its call's time.
     """
     runs: dict[tuple, list[dict]] = {}
-    for row in table.last_commit(record.read(out, bench="counters")):
-        kernels = runs.setdefault(table.subject(row), [])
+    for row in table.keep_last_commit(record.read(out, bench="counters")):
+        kernels = runs.setdefault(table.identify(row), [])
         if kernels and kernels[0]["time"] != row["time"]:
             kernels.clear()
         kernels.append(row)
     result = []
-    for call in table.in_order([_call(kernels) for kernels in runs.values()]):
+    for call in table.sort_rows([_merge_call(kernels) for kernels in runs.values()]):
         result.append(call)
         if by_kernel:
-            result += (_call([kernel], kernel["kernel"], call["ncu_us"]) for kernel in runs[table.subject(call)])
+            result += (_merge_call([kernel], kernel["kernel"], call["ncu_us"]) for kernel in runs[table.identify(call)])
     return result
 
 
-def _call(kernels: list[dict], name: str = "all", call_us: float | None = None) -> dict:
+def _merge_call(kernels: list[dict], name: str = "all", call_us: float | None = None) -> dict:
     """Rows of kernels as one line; call_us: the time of their call, if they are not all of it."""
-    merged = _merged(kernels)
+    merged = _merge_parts(kernels)
     return {
         **{key: kernels[0][key] for key in (*record.IDENTITY, *record.ENVIRONMENT)}, "kernel": name, **merged,
         "mean_dram_pct": mean(kernel["dram_pct"] for kernel in kernels),
@@ -157,13 +157,13 @@ def parse(text: str) -> list[dict]:
     result = []
     for values in launches:
         cells = dict(zip(names, values, strict=True))
-        numbers = {name: _number(cells.get(name, "")) for name in (*_REQUIRED, *_WARM.values(), *_COLD.values())}
+        numbers = {name: _parse_number(cells.get(name, "")) for name in (*_REQUIRED, *_WARM.values(), *_COLD.values())}
         known = {name: number for name, number in numbers.items() if number is not None}
         result.append({"kernel": cells["Kernel Name"], **known})
     return result
 
 
-def _number(cell: str) -> float | None:
+def _parse_number(cell: str) -> float | None:
     """None for an empty cell, `n/a` and `nan`: a metric unknown, or not collected."""
     try:
         value = float(cell.replace(",", ""))
@@ -181,28 +181,28 @@ def profile(arguments: list[str], brief: bool = False, tunes: bool = False) -> l
         tunes: some of the kernels tune themselves, which they then do without ncu.
 
     Raises:
-        ValueError, OSError: as `ncu` and `tuned.before`; or two runs differ, or a metric is missing that there must be.
+        ValueError, OSError: as `run_ncu` and `autotuned_configs.tune_first`; two runs differ, or a required metric is missing.
     """
-    with tuned.before(arguments, _LONGEST_S) if tunes else nullcontext():
+    with autotuned_configs.tune_first(arguments, _LONGEST_S) if tunes else nullcontext():
         if brief:
             metrics = (*_REQUIRED, *(_COLD[key] for key in _FLOPS))
-            return [_launch(launch) for launch in ncu(arguments, metrics, "none", replay="application")]
-        runs = [ncu(arguments, (_TIME, _READ, _WRITE, *_WARM.values()), "none", single_pass=True),
-                ncu(arguments, _COLD.values(), "all"), ncu(arguments, _HITS.values(), "none", single_pass=True)]
+            return [_make_launch(launch) for launch in run_ncu(arguments, metrics, "none", replay="application")]
+        runs = [run_ncu(arguments, (_TIME, _READ, _WRITE, *_WARM.values()), "none", single_pass=True),
+                run_ncu(arguments, _COLD.values(), "all"), run_ncu(arguments, _HITS.values(), "none", single_pass=True)]
     if len({tuple(launch["kernel"] for launch in launches) for launches in runs}) > 1:
         raise ValueError("two runs launched different kernels")
     # ncu's output has some metrics unasked, times among them: what a row's bytes took is those of their own run
-    return [_launch(rest | warm) | {key: hits[metric] for key, metric in _HITS.items() if metric in hits}
+    return [_make_launch(rest | warm) | {key: hits[metric] for key, metric in _HITS.items() if metric in hits}
             for warm, rest, hits in zip(*runs, strict=True)]
 
 
-def traffic(arguments: list[str], only: str, tunes: bool = False) -> list[dict]:
+def count_traffic(arguments: list[str], only: str, tunes: bool = False) -> list[dict]:
     """As `profile`, times and bytes alone, of the kernels whose names a regular expression is in: one pass, so one run."""
-    with tuned.before(arguments, _LONGEST_S) if tunes else nullcontext():
-        return [_launch(launch) for launch in ncu(arguments, _REQUIRED, "none", single_pass=True, only=only)]
+    with autotuned_configs.tune_first(arguments, _LONGEST_S) if tunes else nullcontext():
+        return [_make_launch(launch) for launch in run_ncu(arguments, _REQUIRED, "none", single_pass=True, only=only)]
 
 
-def _launch(metrics: dict) -> dict:
+def _make_launch(metrics: dict) -> dict:
     """One launch as a row has it."""
     if missing := [metric for metric in _REQUIRED if metric not in metrics]:
         raise ValueError(f"{metrics['kernel']} has no {', '.join(missing)}")
@@ -213,13 +213,13 @@ def _launch(metrics: dict) -> dict:
     }
 
 
-def _call_of(row: dict) -> list[str]:
+def _make_arguments(row: dict) -> list[str]:
     """What makes the call that the row measured, as arguments of the command line."""
     options = (f"--option={name}={str(value).lower()}" for name, value in (row["options"] or {}).items())
     return ["profiled", *(str(row[key]) for key in ("variant", "shape", "mode", "dtype", "chunk_size")), *options]
 
 
-def ncu(arguments: list[str], metrics: Iterable[str], cache_control: str, single_pass: bool = False,
+def run_ncu(arguments: list[str], metrics: Iterable[str], cache_control: str, single_pass: bool = False,
         replay: str = "kernel", only: str | None = None) -> list[dict]:
     """The metrics of each launch between the profiler's start and stop while this command line runs with the arguments.
 
@@ -251,15 +251,15 @@ def ncu(arguments: list[str], metrics: Iterable[str], cache_control: str, single
     return parse(text)
 
 
-def by_kernel(launches: list[dict]) -> list[dict]:
+def merge_by_kernel(launches: list[dict]) -> list[dict]:
     """One row per kernel."""
     groups: dict[str, list[dict]] = {}
     for launch in launches:
         groups.setdefault(launch["kernel"], []).append(launch)
-    return [{"kernel": name, **_merged(group)} for name, group in groups.items()]
+    return [{"kernel": name, **_merge_parts(group)} for name, group in groups.items()]
 
 
-def _merged(parts: list[dict]) -> dict:
+def _merge_parts(parts: list[dict]) -> dict:
     """Launches, or kernels, as one: counts summed, the most registers, the rest weighted with time. What one lacks, all do."""
 
     def weighted(values: list[float]) -> float:
@@ -269,14 +269,14 @@ def _merged(parts: list[dict]) -> dict:
     return {key: way([part[key] for part in parts]) for key, way in ways.items() if all(key in part for part in parts)}
 
 
-def _report(row: dict, launches: list[dict], kernels: list[dict]) -> Table:
+def _tabulate_kernels(row: dict, launches: list[dict], kernels: list[dict]) -> Table:
     """Every kernel, and three ways to average their utilisation, side by side."""
-    whole = _merged(kernels)
+    whole = _merge_parts(kernels)
     # Bytes a microsecond at 100 %, from the launch whose percentage is least coarse.
     widest = max(launches, key=lambda launch: launch["dram_pct"])
     peak = widest["dram_bytes"] / widest["ncu_us"] / (widest["dram_pct"] / 100)
     title = f"{row['variant']} {row['shape']} {row['mode']}, chunk {row['chunk_size']}"
-    result = table.terminal(kernels, title, table.KERNELS)
+    result = table.make_table(kernels, title, table.KERNELS)
     result.caption = (
         f"DRAM utilisation: {mean(launch['dram_pct'] for launch in launches):.1f} % mean over launches, "
         f"{whole['dram_pct']:.1f} % weighted with time, "

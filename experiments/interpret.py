@@ -20,14 +20,15 @@ _CHUNK_SIZE = 32
 # The largest error accepted, rms and maximum alike. bf16 is left out: the interpreter computes it wrongly.
 _LIMITS = {"fp32": 1e-4, "fp16": 1e-2}
 _BOUNDS = ("memory", "tensor", "exp")  # what `cost.Ceilings.compute_floors_us` gives a time for
-ERRORS = table.columns("variant", "dtype", "worst in", "rms error", "max error", "limit", "verdict")
+ERRORS = table.make_columns("variant", "dtype", "worst in", "rms error", "max error", "limit", "verdict")
 _COSTS = {
-    "shape": ("shape", str), "mode": ("mode", str), "ideal MB": ("ideal_bytes", table.number(0, 1e-6)),
-    "DRAM MB": ("dram_bytes", table.number(0, 1e-6)), "floor us": ("floor_us", table.microseconds), "bound by": ("bound", str),
-    "chunk": ("chunk_size", table.text), "GPU us": ("graph_p50_us", table.microseconds),
-    "of floor %": ("of_floor", table.number(0, 100)),
+    "shape": ("shape", str), "mode": ("mode", str), "ideal MB": ("ideal_bytes", table.write_number(0, 1e-6)),
+    "DRAM MB": ("dram_bytes", table.write_number(0, 1e-6)), "floor us": ("floor_us", table.write_microseconds),
+    "bound by": ("bound", str),
+    "chunk": ("chunk_size", table.write_text), "GPU us": ("graph_p50_us", table.write_microseconds),
+    "of floor %": ("of_floor", table.write_number(0, 100)),
 }
-_STAGES = table.columns("stage", "MB", "GFLOP", "exp M", "memory us", "tensor us", "exp us")
+_STAGES = table.make_columns("stage", "MB", "GFLOP", "exp M", "memory us", "tensor us", "exp us")
 
 
 def run(variants: list[str], shapes: list[Shape], modes: list[str], dtype: str, chunk_size: int, options: Options, out: Path,
@@ -83,15 +84,15 @@ def _check(variant: str, modes: list[str], options: Options, console: Console) -
         console.print(f"{variant} is not checked here: {reason}", style="yellow", markup=False)
         return True
     rows = judge(variant, options, modes)
-    console.print(table.terminal(rows, "errors against fp64, relative", ERRORS))
+    console.print(table.make_table(rows, "errors against fp64, relative", ERRORS))
     return all(row["agrees"] for row in rows)
 
 
 def _show_costs(variant: str, shapes: list[Shape], modes: list[str], dtype: str, chunk_size: int, rows: list[dict],
                 console: Console) -> None:
     """A line for each shape and mode: what the ideal operator must move, its floor on an H200, what the variant took."""
-    timed = {(row["shape"], row["mode"]): row for row in table.committed(rows, variant=variant)}
-    counted = {(call["shape"], call["mode"]): call["dram_bytes"] for call in counters.committed(rows)
+    timed = {(row["shape"], row["mode"]): row for row in table.read_latest(rows, variant=variant)}
+    counted = {(call["shape"], call["mode"]): call["dram_bytes"] for call in counters.read_latest(rows)
                if call["variant"] == variant and record.has_default_options(call)}
     lines = []
     for shape in shapes:
@@ -119,5 +120,5 @@ def _stages(shape: Shape, dtype: str, chunk_size: int):
         for name, c in named.items():
             values = (c.bytes / 1e6, c.flops / 1e9, c.exps / 1e6, *cost.H200.compute_floors_us(c))
             lines.append(dict(zip(_STAGES, (name, *(f"{value:.1f}" for value in values)), strict=True)))
-    return table.terminal(lines, f"{shape.name}, {dtype}, chunk_size {chunk_size}: the baseline's stages, floors on an H200",
+    return table.make_table(lines, f"{shape.name}, {dtype}, chunk_size {chunk_size}: the baseline's stages, floors on an H200",
                           _STAGES)

@@ -24,7 +24,7 @@ _UPSTREAM = r"_(bmm_chunk|chunk_cumsum|chunk_state|chunk_scan|state_passing)\w*_
 
 
 @cache
-def of_operator() -> str:
+def operator_pattern() -> str:
     """A regular expression that is found in the names of the SSD's kernels and those of Mamba-1's selective scan, ours and
     mamba_ssm's.
     """
@@ -33,7 +33,7 @@ def of_operator() -> str:
 
 def is_of_operator(name: str) -> bool:
     """Whether it is one of those; of `sum_parts_kernel`, which gated norm launches, too, all are counted."""
-    return re.search(of_operator(), present_name(name)) is not None
+    return re.search(operator_pattern(), present_name(name)) is not None
 
 
 def present_name(name: str) -> str:
@@ -41,7 +41,7 @@ def present_name(name: str) -> str:
     return RENAMED.get(name, name)
 
 
-def ours() -> frozenset[str]:
+def list_ours() -> frozenset[str]:
     """Of all kernels of this repository, the operator's and those around it."""
     return names(_OF_OPERATOR + _OF_BLOCK)
 

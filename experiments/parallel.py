@@ -58,7 +58,7 @@ class Team:
         return fully_shard(model)
 
     @contextmanager
-    def averaging(self, model: nn.Module, now: bool) -> Iterator[None]:
+    def average_gradients(self, model: nn.Module, now: bool) -> Iterator[None]:
         """Within, gradients of what `spread` gave are averaged only if `now`, for the last micro-batch of a step."""
         if isinstance(model, DistributedDataParallel) and not now:
             with model.no_sync():
@@ -74,7 +74,7 @@ class Team:
         return batch[self.rank * each : (self.rank + 1) * each]
 
     @contextmanager
-    def in_turn(self) -> Iterator[None]:
+    def take_turns(self) -> Iterator[None]:
         """What the first process does before the others, who then find it done, in a cache, say."""
         if self.size > 1 and self.rank:
             dist.barrier()
@@ -82,14 +82,14 @@ class Team:
         if self.size > 1 and not self.rank:
             dist.barrier()
 
-    def total(self, value: Tensor) -> Tensor:
+    def sum_over(self, value: Tensor) -> Tensor:
         """The sum of every process's."""
         if self.size > 1:
             value = value.clone()
             dist.all_reduce(value)
         return value
 
-    def most(self, value: float) -> float:
+    def max_over(self, value: float) -> float:
         """The largest of every process's."""
         if self.size == 1:
             return value
@@ -97,7 +97,7 @@ class Team:
         dist.all_reduce(found, dist.ReduceOp.MAX)
         return found.item()
 
-    def link_gbps(self) -> float | None:
+    def measure_link(self) -> float | None:
         """What each GPU sends while all of them sum a tensor (NCCL's bus bandwidth); None alone, or without GPUs."""
         if self.size == 1 or self.device.type != "cuda":
             return None
@@ -122,13 +122,13 @@ class _Copy(DistributedDataParallel):
             return getattr(self.module, name)
 
 
-def alone(way: str = "ddp") -> Team:
+def make_single(way: str = "ddp") -> Team:
     """This process, on the GPU if there is one."""
     return Team(0, 1, torch.device("cuda" if torch.cuda.is_available() else "cpu"), way)
 
 
 @contextmanager
-def joined(way: str = "ddp") -> Iterator[Team]:
+def join_team(way: str = "ddp") -> Iterator[Team]:
     """The team that torchrun started this process for, or this process alone.
 
     Raises:
@@ -137,7 +137,7 @@ def joined(way: str = "ddp") -> Iterator[Team]:
     if way not in WAYS:
         raise ValueError(f"--parallel: got {way!r}, expected one of {', '.join(WAYS)}")
     if "LOCAL_RANK" not in os.environ:
-        yield alone(way)
+        yield make_single(way)
         return
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     number = int(os.environ["LOCAL_RANK"])
@@ -151,7 +151,7 @@ def joined(way: str = "ddp") -> Iterator[Team]:
     dist.destroy_process_group()  # not after an error, which the others may wait for: torchrun ends them
 
 
-def whole(t: Tensor) -> Tensor:
+def gather(t: Tensor) -> Tensor:
     """A tensor that the processes hold in parts; all of them have to ask for it."""
     return t.full_tensor() if isinstance(t, DTensor) else t
 

@@ -129,13 +129,13 @@ def write_all(out: Path = record.RESULTS, root: Path = ROOT, check: bool = False
     Raises:
         ValueError: a line that is no row, or a page without its markers.
     """
-    every_chunk, steps = table.committed(out, all_chunks=True), sweep.committed(out)
-    current = write_bench(committed(out), steps, root, check)
+    every_chunk, steps = table.read_latest(out, all_chunks=True), sweep.read_latest(out)
+    current = write_bench(read_latest(out), steps, root, check)
     current &= write_memory(every_chunk, root, check)
-    current &= write_terminal(committed(out), root, check)
-    current &= write_blocks(block.committed(out), root, check)
-    current &= write_libraries(committed(out), block.committed(out), root, check)
-    current &= write_ablation(ablate.committed(out), root, check)
+    current &= write_terminal(read_latest(out), root, check)
+    current &= write_blocks(block.read_latest(out), root, check)
+    current &= write_libraries(read_latest(out), block.read_latest(out), root, check)
+    current &= write_ablation(ablate.read_latest(out), root, check)
     current &= write_steps(steps, root, check)
     return write_trainings(record.read(out, bench="train"), root, check) and current
 
@@ -201,11 +201,11 @@ def write_steps(rows: list[dict], root: Path = ROOT, check: bool = False) -> boo
     return _draw(step_figure.draw, step_figure.points(rows), rows, root / STEPS_FIGURE, check) and current
 
 
-def committed(out: Path = record.RESULTS) -> list[dict]:
+def read_latest(out: Path = record.RESULTS) -> list[dict]:
     """Rows of the bench that are shown: named shapes in bf16, each variant as it comes, at its faster chunk size."""
-    rows = [row for row in table.committed(out, compared=True, dtype="bf16")
+    rows = [row for row in table.read_latest(out, compared=True, dtype="bf16")
             if not row["shape"].startswith("sweep-") and record.has_default_options(row)]
-    return table.against_the_least(rows, [row for row in rows if is_peer(row["variant"])])
+    return table.compare_with_least(rows, [row for row in rows if is_peer(row["variant"])])
 
 
 def _put(section: str, written: str, page: Path, check: bool) -> bool:

@@ -38,7 +38,7 @@ from . import record
 from .block import PARTS, WIDTH
 from .hand_over import hand_over
 from .inputs import make_inputs
-from .kernel_names import ours
+from .kernel_names import list_ours
 from .shapes import SMALL, Shape
 from .terminal import track
 
@@ -51,7 +51,7 @@ _CHUNK_SIZE = 64
 # The first for the plain kernels, ragged in every axis; the second for those for Hopper, long enough to be cut in pieces.
 _PLAIN, _TILED = replace(SMALL, headdim=20, dstate=24), Shape("tiled", 1, 600, nheads=8, headdim=64, dstate=128, ngroups=2)
 _APART = Options(two_level=False, stationary=False, fuse_states=False, fuse_bmm=False, fuse_backward=False)
-_CASES = (  # with what is given besides a layer's inputs, of `_more`
+_CASES = (  # with what is given besides a layer's inputs, of `_make_optional`
     (_PLAIN, torch.float32, ("z", "initial_states", "seq_idx"), Options()),
     (_PLAIN, torch.bfloat16, ("z", "initial_states", "seq_idx"), Options(save_states=False)),
     (_PLAIN, torch.bfloat16, ("z", "initial_states", "seq_idx"), _APART),
@@ -74,14 +74,14 @@ _LAUNCHED = re.compile(r"^launched (.+)$", re.MULTILINE)
 _TOLD = re.compile(r"^=+.*(?:Error|Warning|Invalid|SUMMARY|_kernel).*", re.MULTILINE)  # without the backtraces on the host
 
 
-def variants_here() -> list[str]:
+def list_variants() -> list[str]:
     """What this GPU can run: the control needs Hopper's barriers."""
     return [name for name in VARIANTS if name != CONTROL or is_hopper(_GPU)]
 
 
-def _launched_here() -> set[str]:
+def _list_expected() -> set[str]:
     """The kernels that the variants and `block` must have launched on this GPU."""
-    return {name for name in ours() if is_hopper(_GPU) or not name.startswith("hopper_")}
+    return {name for name in list_ours() if is_hopper(_GPU) or not name.startswith("hopper_")}
 
 
 def run(variants: list[str], tools: list[str], out: Path, console: Console) -> bool:
@@ -93,7 +93,7 @@ def run(variants: list[str], tools: list[str], out: Path, console: Console) -> b
     if shutil.which(_EXECUTABLE) is None:
         raise FileNotFoundError(f"{_EXECUTABLE} is not on the PATH; it comes with the CUDA toolkit")
     table = Table("variant", "tool", "kernels", "found", "of Triton's start of roles")
-    clean, never = True, _launched_here() if {*list_candidates(), BLOCK} <= set(variants) else set()
+    clean, never = True, _list_expected() if {*list_candidates(), BLOCK} <= set(variants) else set()
     for variant, tool in track([(v, t) for v in variants for t in tools], console, " ".join):
         found, of_roles, kernels, launched, said = check(variant, tool)
         clean, never = clean and found == of_roles, never.difference(launched)
@@ -132,12 +132,12 @@ def check(variant: str, tool: str) -> tuple[int, int, str, list[str], str]:
 def _is_start_of_roles(report: str) -> bool:
     """Whether every access of racecheck's report is known to be at a kernel's `def` or at its `warp_specialize`."""
     found = _ACCESS.findall(report)
-    theirs = (_line(file, int(number)).strip().startswith((f"def {kernel}(", "gl.warp_specialize("))
+    theirs = (_read_line(file, int(number)).strip().startswith((f"def {kernel}(", "gl.warp_specialize("))
               for kernel, file, number in found)
     return 1 < len(found) == report.count("access at ") and all(theirs)
 
 
-def _line(file: str, number: int) -> str:
+def _read_line(file: str, number: int) -> str:
     """The line of one of our files, whose folder racecheck may leave out; nothing if it is none of ours."""
     folders = (Path(package.__file__).parent for package in (ssd, fused, persistent))
     found = [path for folder in (*folders, Path(__file__).parent) for path in folder.rglob(Path(file).name)]
@@ -146,7 +146,7 @@ def _line(file: str, number: int) -> str:
     return lines[number - 1] if number <= len(lines) else ""
 
 
-def sanitized(variant: str) -> None:
+def run_every_kernel(variant: str) -> None:
     """Every kernel of a variant, once: what `sanitize` runs under compute-sanitizer."""
     launched = set()
     knobs.runtime.launch_enter_hook.add(lambda metadata: launched.add(metadata.get()["name"]))
@@ -164,7 +164,7 @@ def sanitized(variant: str) -> None:
 
 def _run(variant: str, shape: Shape, dtype: torch.dtype, more: tuple[str, ...], options: Options) -> None:
     """Forward and backward."""
-    inputs = make_inputs(shape, dtype, "cuda", requires_grad=True) | _more(shape, dtype, more)
+    inputs = make_inputs(shape, dtype, "cuda", requires_grad=True) | _make_optional(shape, dtype, more)
     results = ssd_chunk_scan(**inputs, chunk_size=_CHUNK_SIZE, variant=variant, options=options, return_final_states=True,
                              return_varlen_states="cu_seqlens" in more)
     sum(result.float().sum() for result in results).backward()
@@ -181,7 +181,7 @@ def _run_block() -> None:
     causal_conv1d_update(x, state, weight, activation="silu")
 
 
-def _more(shape: Shape, dtype: torch.dtype, names: tuple[str, ...]) -> dict[str, torch.Tensor]:
+def _make_optional(shape: Shape, dtype: torch.dtype, names: tuple[str, ...]) -> dict[str, torch.Tensor]:
     """Of the options that models use seldom those named: a gate, a state to start from, documents, and states at their ends."""
     b, l, h, p, n, _ = shape.sizes.values()
     made = {

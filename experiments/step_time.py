@@ -17,10 +17,10 @@ from torch import nn
 from ssd import Options, cost
 
 from .kernel_names import is_of_operator
-from .parallel import Team, alone
-from .steps import batches_of, gradient, made
+from .parallel import Team, make_single
 from .terminal import first_line, track
 from .training_run import Run
+from .training_step import build_model, compute_gradient, make_batches
 from .workloads import Workload, get_workload
 
 _BATCHES = 4  # of steps, whose data are drawn before, so that none waits for them
@@ -34,19 +34,19 @@ class Candidate:
     options: Options = Options()  # noqa: RUF009  frozen
 
 
-def measure(base: Run, candidates: list[Candidate], repeats: int, warmup: int, console: Console) -> dict[Candidate, dict]:
+def measure_steps(base: Run, candidates: list[Candidate], repeats: int, warmup: int, console: Console) -> dict[Candidate, dict]:
     """The measured keys of a row for each candidate; of one that cannot run only `note`, which says why.
 
     All take their steps with the same weights, which go on changing. One step of each per round, on the same data, so that a
     change of clocks meets all alike; from the batch on the device to the optimizer's last write.
     """
     workload = get_workload(base.workload)
-    team = alone()
+    team = make_single()
     dataset = workload.dataset(base)
-    model, optimizer, notes = _made_with_any(base, candidates, workload, team)
+    model, optimizer, notes = _build_with_any(base, candidates, workload, team)
     if model is None:
         return notes
-    drawn = batches_of(replace(base, steps=_BATCHES, warmup=0), workload, dataset, 0, team)
+    drawn = make_batches(replace(base, steps=_BATCHES, warmup=0), workload, dataset, 0, team)
     held = [list(islice(drawn, base.accumulate)) for _ in range(_BATCHES)]
 
     def step(candidate: Candidate, number: int = 0) -> float:
@@ -54,13 +54,13 @@ def measure(base: Run, candidates: list[Candidate], repeats: int, warmup: int, c
         put_inside(model, candidate)
         batches = iter(held[number % _BATCHES])
         began = time.perf_counter()
-        gradient(base, 1, workload, model, optimizer, batches, team)
+        compute_gradient(base, 1, workload, model, optimizer, batches, team)
         optimizer.step()
         optimizer.zero_grad()
         _wait()
         return time.perf_counter() - began
 
-    def tried(candidate: Candidate, act: Callable[[], Any]) -> Any:
+    def try_call(candidate: Candidate, act: Callable[[], Any]) -> Any:
         """What `act` gives; None and a note if it fails, which must not cost the measurements of the others."""
         try:
             return act()
@@ -68,17 +68,17 @@ def measure(base: Run, candidates: list[Candidate], repeats: int, warmup: int, c
             notes[candidate] = {"note": first_line(reason)}
             optimizer.zero_grad()
 
-    def prepared(candidate: Candidate) -> dict:
+    def prepare(candidate: Candidate) -> dict:
         for number in range(warmup):
             step(candidate, number)
-        return {"peak_mib": _peak_mib(partial(step, candidate)), "ssm_us": _ssm_us(partial(step, candidate))}
+        return {"peak_mib": _measure_peak_mib(partial(step, candidate)), "ssm_us": _measure_ssm_us(partial(step, candidate))}
 
-    facts = {candidate: tried(candidate, partial(prepared, candidate)) for candidate in candidates if candidate not in notes}
+    facts = {candidate: try_call(candidate, partial(prepare, candidate)) for candidate in candidates if candidate not in notes}
     times = {candidate: [] for candidate in candidates}
     for number in track(range(repeats), console, lambda number: f"{base.workload} {base.preset}, step {number + 1}"):
         for candidate in candidates:
             if candidate not in notes:
-                times[candidate].append(tried(candidate, partial(step, candidate, number)))
+                times[candidate].append(try_call(candidate, partial(step, candidate, number)))
 
     problems = workload.scans(base.sizes, base.batch, base.seqlen) if workload.scans else []
     problems = [replace(problem, itemsize=2 if base.dtype == "bf16" else 4) for problem in problems]
@@ -95,13 +95,13 @@ def measure(base: Run, candidates: list[Candidate], repeats: int, warmup: int, c
     return rows
 
 
-def _made_with_any(base: Run, candidates: list[Candidate], workload: Workload,
+def _build_with_any(base: Run, candidates: list[Candidate], workload: Workload,
                    team: Team) -> tuple[nn.Module | None, torch.optim.Optimizer | None, dict[Candidate, dict]]:
     """Model and optimizer with the first candidate that can be built, and notes of those before it."""
     notes = {}
     for candidate in candidates:
         try:
-            model, optimizer, _ = made(replace(base, variant=candidate.variant), workload, team)
+            model, optimizer, _ = build_model(replace(base, variant=candidate.variant), workload, team)
             return model, optimizer, notes
         except Exception as reason:  # as above
             notes[candidate] = {"note": first_line(reason)}
@@ -128,7 +128,7 @@ def _wait() -> None:
         torch.cuda.synchronize()
 
 
-def _peak_mib(step) -> float | None:
+def _measure_peak_mib(step) -> float | None:
     """Most memory that torch held on the GPU during a step, model and optimizer included."""
     if not torch.cuda.is_available():
         return None
@@ -137,7 +137,7 @@ def _peak_mib(step) -> float | None:
     return torch.cuda.max_memory_allocated() / 2**20
 
 
-def _ssm_us(step) -> float | None:
+def _measure_ssm_us(step) -> float | None:
     """Time of its kernels in a step, None where none is known by name. What upstream leaves to torch's own is not in it."""
     if not torch.cuda.is_available():
         return None

@@ -24,11 +24,11 @@ from ssd import Options
 from ssd.registry import get_variant, is_peer
 
 from . import ablate, checkpoints, record
-from .characterize.collect import count
-from .characterize.definitions import of_peak
+from .characterize.collect import append_counts
+from .characterize.definitions import percent_of_peak
 from .characterize.gpus import find
-from .kernel_names import UNKNOWN, is_of_operator, ours
-from .step_time import Candidate, measure
+from .kernel_names import UNKNOWN, is_of_operator, list_ours
+from .step_time import Candidate, measure_steps
 from .terminal import first_line
 from .train import Interrupted, train
 from .training_run import Run
@@ -71,7 +71,7 @@ def run(plan: Plan, console: Console) -> list[str]:
     failed, done = [], _Done(plan)
     for base in plan.runs:
         where = f"{base.workload} {base.preset} {base.mixer}"
-        candidates = [candidate for name in plan.variants for candidate in _candidates(name, plan.each_option)]
+        candidates = [candidate for name in plan.variants for candidate in _list_candidates(name, plan.each_option)]
         try:
             for candidate, note in _time_steps(plan, base, candidates, done, console):
                 failed.append(f"{where} {candidate.variant}: {note}")
@@ -86,7 +86,7 @@ def run(plan: Plan, console: Console) -> list[str]:
                 console.print(f"{where} {name}: not counted, none of its kernels is known by name", style="yellow")
                 continue
             try:
-                count(one, plan.out, whole=False)
+                append_counts(one, plan.out, whole=False)
             except (OSError, ValueError) as reason:
                 failed.append(f"{where} {name}: ncu gave none: {first_line(reason)}")
         for name in plan.variants if plan.trains else ():
@@ -94,7 +94,7 @@ def run(plan: Plan, console: Console) -> list[str]:
             if done.has("train", one):
                 console.print(f"{where} {name}: trained before", style="dim")
                 continue
-            out = plan.folder / _folder(one)
+            out = plan.folder / _name_folder(one)
             goes_on = checkpoints.latest(out / "checkpoints") is not None and not plan.again
             if not goes_on and out.exists():  # of a run that was killed, or has its row
                 shutil.rmtree(out)
@@ -107,7 +107,7 @@ def run(plan: Plan, console: Console) -> list[str]:
     return failed
 
 
-def committed(out: Path = record.RESULTS) -> list[dict]:
+def read_latest(out: Path = record.RESULTS) -> list[dict]:
     """The last row of each step, with the loss of the last training with the same settings, and `share`, `speedup`, `U`, `W`
     and `G`; of a step that was timed beside others the last such row.
 
@@ -116,60 +116,62 @@ def committed(out: Path = record.RESULTS) -> list[dict]:
     `characterize`, counted them, at whichever commit. The time of G is theirs in the timed step: what lies between them there
     is others' work.
     """
-    losses = {_trained(row): row["loss"] for row in record.read(out, bench="train") if row["gpus"] == 1}
+    losses = {_identify_training(row): row["loss"] for row in record.read(out, bench="train") if row["gpus"] == 1}
     rows = [row for row in record.read(out, bench="step") if row["p50_us"] is not None]
-    rows = record.latest(_beside_others(rows), _measured)
-    counted = _counted(record.read(out, bench="step_counters") + record.read(out, bench="ssm_counters"))
-    theirs = {_together(row): row["p50_us"] for row in rows if row["variant"] == "mamba_ssm"}
+    rows = record.latest(_drop_alone(rows), _identify_step)
+    counted = _keep_last_counts(record.read(out, bench="step_counters") + record.read(out, bench="ssm_counters"))
+    theirs = {_identify_sitting(row): row["p50_us"] for row in rows if row["variant"] == "mamba_ssm"}
     found = []
     for row in rows:
-        rival = theirs.get(_together(row))
+        rival = theirs.get(_identify_sitting(row))
         found.append(row | {
-            "mixer": row["run"]["mixer"], "loss": losses.get(_trained(row)) if record.has_default_options(row) else None,
+            "mixer": row["run"]["mixer"],
+            "loss": losses.get(_identify_training(row)) if record.has_default_options(row) else None,
             "share": row["ssm_us"] / row["p50_us"] if row["ssm_us"] is not None else None,
             "speedup": rival / row["p50_us"] if rival and row["variant"] != "mamba_ssm" else None,
-            **_utilisation(row, counted.get(_counters_key(row), [])),
+            **_compute_utilisation(row, counted.get(_identify_counters(row), [])),
         })
     return found
 
 
-def _measured(row: dict) -> tuple:
-    return _trained(row), str(row["options"])
+def _identify_step(row: dict) -> tuple:
+    return _identify_training(row), str(row["options"])
 
 
-def _beside_others(rows: list[dict]) -> list[dict]:
+def _drop_alone(rows: list[dict]) -> list[dict]:
     """Without those that were timed alone, of what was also timed beside others."""
-    together = Counter(map(_together, rows))
-    beside = {_measured(row) for row in rows if together[_together(row)] > 1}
-    return [row for row in rows if together[_together(row)] > 1 or _measured(row) not in beside]
+    together = Counter(map(_identify_sitting, rows))
+    beside = {_identify_step(row) for row in rows if together[_identify_sitting(row)] > 1}
+    return [row for row in rows if together[_identify_sitting(row)] > 1 or _identify_step(row) not in beside]
 
 
-def _counted(rows: list[dict]) -> dict[tuple, list[dict]]:
+def _keep_last_counts(rows: list[dict]) -> dict[tuple, list[dict]]:
     """The state-space model's kernels of each step that was counted, as it was counted last."""
     last: dict[tuple, str] = {}
     for row in rows:
-        last[_counters_key(row)] = max(row["time"], last.get(_counters_key(row), ""))
+        last[_identify_counters(row)] = max(row["time"], last.get(_identify_counters(row), ""))
     found: dict[tuple, list[dict]] = {}
     for row in rows:
-        theirs = is_of_operator(row["kernel"]) and not (is_peer(row["variant"]) and row["kernel"] in ours())
-        if theirs and row["time"] == last[_counters_key(row)]:
-            found.setdefault(_counters_key(row), []).append(row)
+        theirs = is_of_operator(row["kernel"]) and not (is_peer(row["variant"]) and row["kernel"] in list_ours())
+        if theirs and row["time"] == last[_identify_counters(row)]:
+            found.setdefault(_identify_counters(row), []).append(row)
     return found
 
 
-def _counters_key(row: dict) -> tuple:
+def _identify_counters(row: dict) -> tuple:
     settings = ("workload", "preset", "mixer", "variant", "batch", "seqlen", "dtype", "documents", "accumulate",
                 "checkpoint_activations", "compile")
     return row["gpu"], str(record.options(row)), *(row["run"][name] for name in settings)
 
 
-def _utilisation(row: dict, kernels: list[dict]) -> dict[str, float | None]:
+def _compute_utilisation(row: dict, kernels: list[dict]) -> dict[str, float | None]:
     gpu = find(row["gpu"])
     if not kernels or gpu is None:
         return dict.fromkeys("UWG")
     peak, (nbytes, us) = gpu.hbm_gbps.value, ([kernel[key] for kernel in kernels] for key in ("dram_bytes", "ncu_us"))
-    return {"U": mean(of_peak(*one, peak) for one in zip(nbytes, us, strict=True)), "W": of_peak(sum(nbytes), sum(us), peak),
-            "G": of_peak(sum(nbytes), row["ssm_us"], peak) if row["ssm_us"] else None}
+    return {"U": mean(percent_of_peak(*one, peak) for one in zip(nbytes, us, strict=True)),
+            "W": percent_of_peak(sum(nbytes), sum(us), peak),
+            "G": percent_of_peak(sum(nbytes), row["ssm_us"], peak) if row["ssm_us"] else None}
 
 
 class _Done:
@@ -184,12 +186,12 @@ class _Done:
                    for row in self.rows)
 
 
-def _trained(row: dict) -> tuple:
+def _identify_training(row: dict) -> tuple:
     """What a row is about: the GPU and every setting, but how often it is saved."""
     return row["gpu"], record.settings(row, "save_every")
 
 
-def _together(row: dict) -> tuple:
+def _identify_sitting(row: dict) -> tuple:
     """What rows of steps share that were timed side by side. Two sweeps on two GPUs of a machine may begin in one second."""
     return row["gpu"], row["sitting"], record.settings(row, "variant")
 
@@ -204,7 +206,7 @@ def _time_steps(plan: Plan, base: Run, candidates: list[Candidate], done: _Done,
     if all(done.has("step", run, options=run.identity(candidate.options)["options"]) for candidate, run in runs.items()):
         return
     sitting = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    for candidate, values in measure(base, candidates, plan.repeats, plan.warmup, console).items():
+    for candidate, values in measure_steps(base, candidates, plan.repeats, plan.warmup, console).items():
         row = {"bench": "step", **runs[candidate].identity(candidate.options), "p50_us": None, **values, "sitting": sitting,
                **record.environment()}
         record.append(row, plan.out)
@@ -212,14 +214,14 @@ def _time_steps(plan: Plan, base: Run, candidates: list[Candidate], done: _Done,
             yield candidate, values["note"]
 
 
-def _folder(run: Run) -> str:
+def _name_folder(run: Run) -> str:
     settings = hashlib.sha256(json.dumps(asdict(run), sort_keys=True).encode()).hexdigest()[:8]
     return f"sweep-{run.workload}-{run.preset}-{run.mixer}-{run.variant}-{settings}"
 
 
-def _candidates(variant: str, each_option: bool) -> list[Candidate]:
+def _list_candidates(variant: str, each_option: bool) -> list[Candidate]:
     every = Candidate(variant, Options())
     if not each_option or variant == "auto" or is_peer(variant) or not get_variant(variant).options:
         return [every]
-    without = [step for step in ablate.steps(get_variant(variant).options) if step.step == "without"]
+    without = [step for step in ablate.list_steps(get_variant(variant).options) if step.step == "without"]
     return list(dict.fromkeys([every, *(Candidate(variant, step.options) for step in without)]))

@@ -19,21 +19,21 @@ FORMATS = ("markdown", "csv", "latex")
 _RIGHT = "right"
 
 
-def number(digits: int, scale: float = 1, missing: str = "") -> Callable:
+def write_number(digits: int, scale: float = 1, missing: str = "") -> Callable:
     return lambda value: missing if value is None else f"{scale * value:.{digits}f}"
 
 
-def microseconds(value: float | None) -> str:
+def write_microseconds(value: float | None) -> str:
     return "" if value is None else f"{value:.0f}" if value >= 100 else f"{value:.1f}"
 
 
-def text(value) -> str:
+def write_text(value) -> str:
     return "" if value is None else str(value)
 
 
-def columns(*headers: str) -> dict:
+def make_columns(*headers: str) -> dict:
     """Columns whose cells are texts under the header's own name."""
-    return {header: (header, text) for header in headers}
+    return {header: (header, write_text) for header in headers}
 
 
 def _shorten_kernel(name: str) -> str:
@@ -41,74 +41,74 @@ def _shorten_kernel(name: str) -> str:
     return present_name(name).removeprefix("void ").partition("<")[0]
 
 
-def _scientific(value: float | None) -> str:
+def _write_scientific(value: float | None) -> str:
     return "" if value is None else f"{value:.1e}"
 
 
 # header: (key of the row, how to write its value)
 COLUMNS = {
-    "shape": ("shape", text),
-    "mode": ("mode", text),
-    "variant": ("variant", text),
-    "chunk": ("chunk_size", text),
-    "us": ("p50_us", microseconds),
-    "graph us": ("graph_p50_us", microseconds),
-    "GB/s": ("effective_gbps", number(0)),
-    "of copy %": ("sol", number(1, 100)),
-    "TFLOP/s": ("tflops", number(0)),
-    "launches": ("launches", text),
-    "MiB": ("peak_mib", number(0)),
-    "saved MiB": ("saved_mib", number(0)),
-    "error": ("err_rms", _scientific),
+    "shape": ("shape", write_text),
+    "mode": ("mode", write_text),
+    "variant": ("variant", write_text),
+    "chunk": ("chunk_size", write_text),
+    "us": ("p50_us", write_microseconds),
+    "graph us": ("graph_p50_us", write_microseconds),
+    "GB/s": ("effective_gbps", write_number(0)),
+    "of copy %": ("sol", write_number(1, 100)),
+    "TFLOP/s": ("tflops", write_number(0)),
+    "launches": ("launches", write_text),
+    "MiB": ("peak_mib", write_number(0)),
+    "saved MiB": ("saved_mib", write_number(0)),
+    "error": ("err_rms", _write_scientific),
     "options": ("options", record.changed_options),
-    "against": ("against", text),
-    "speed-up": ("speedup", number(2)),
-    "graph speed-up": ("graph_speedup", number(2)),
+    "against": ("against", write_text),
+    "speed-up": ("speedup", write_number(2)),
+    "graph speed-up": ("graph_speedup", write_number(2)),
 }
 # of the bench `ablate`; relative: to the time with every option on
 ABLATION = {
-    "shape": ("shape", text),
-    "mode": ("mode", text),
-    "variant": ("variant", text),
-    "chunk": ("chunk_size", text),
-    "step": ("step", text),
-    "option": ("changed", text),
-    "us": ("p50_us", microseconds),
-    "graph us": ("graph_p50_us", microseconds),
-    "relative": ("relative", number(2)),
-    "error": ("err_rms", _scientific),
+    "shape": ("shape", write_text),
+    "mode": ("mode", write_text),
+    "variant": ("variant", write_text),
+    "chunk": ("chunk_size", write_text),
+    "step": ("step", write_text),
+    "option": ("changed", write_text),
+    "us": ("p50_us", write_microseconds),
+    "graph us": ("graph_p50_us", write_microseconds),
+    "relative": ("relative", write_number(2)),
+    "error": ("err_rms", _write_scientific),
 }
 # of the bench `block`; apart: how far ours is from upstream's
 _NOT_OF_BLOCKS = ("chunk", "TFLOP/s", "saved MiB", "error", "options")
-BLOCK = {"part": ("part", text), **{header: COLUMNS[header] for header in COLUMNS if header not in _NOT_OF_BLOCKS},
-         "apart": ("apart", _scientific)}
-# of the bench `step`; share: of the state-space model in the step; U, W: of DRAM, see `sweep.committed`; loss: of a training
+BLOCK = {"part": ("part", write_text), **{header: COLUMNS[header] for header in COLUMNS if header not in _NOT_OF_BLOCKS},
+         "apart": ("apart", _write_scientific)}
+# of the bench `step`; share: of the state-space model in the step; U, W: of DRAM, see `sweep.read_latest`; loss: of a training
 # of its own
 STEPS = {
-    "workload": ("workload", text),
-    "preset": ("preset", text),
-    "mixer": ("mixer", text),
-    "batch": ("batch", text),
-    "tokens": ("seqlen", text),
-    "dtype": ("dtype", text),
-    "variant": ("variant", text),
+    "workload": ("workload", write_text),
+    "preset": ("preset", write_text),
+    "mixer": ("mixer", write_text),
+    "batch": ("batch", write_text),
+    "tokens": ("seqlen", write_text),
+    "dtype": ("dtype", write_text),
+    "variant": ("variant", write_text),
     "options": COLUMNS["options"],
-    "step ms": ("p50_us", number(1, 1e-3)),
-    "a second": ("units_per_s", number(0)),
-    "unit": ("unit", text),
-    "SSM ms": ("ssm_us", number(1, 1e-3)),
-    "SSM %": ("share", number(1, 100)),
-    "SSM GB/s": ("effective_gbps", number(0)),
-    "U %": ("U", number(1)),
-    "W %": ("W", number(1)),
-    "G %": ("G", number(1)),
+    "step ms": ("p50_us", write_number(1, 1e-3)),
+    "a second": ("units_per_s", write_number(0)),
+    "unit": ("unit", write_text),
+    "SSM ms": ("ssm_us", write_number(1, 1e-3)),
+    "SSM %": ("share", write_number(1, 100)),
+    "SSM GB/s": ("effective_gbps", write_number(0)),
+    "U %": ("U", write_number(1)),
+    "W %": ("W", write_number(1)),
+    "G %": ("G", write_number(1)),
     "MiB": COLUMNS["MiB"],
-    "loss": ("loss", number(3)),
+    "loss": ("loss", write_number(3)),
     "speed-up": COLUMNS["speed-up"],
 }
 # of the bench `counters`, which rows measured before a counter was read lack; DRAM utilisation: U is the mean over kernels,
 # W the mean weighted with time
-_counter = partial(number, missing="-")
+_counter = partial(write_number, missing="-")
 _CALL = {header: COLUMNS[header] for header in ("shape", "mode", "variant", "chunk", "options")}
 _TRAFFIC = {"launches": ("launches", _counter(0)), "DRAM MB": ("dram_bytes", _counter(1, 1e-6))}
 _WORK = {
@@ -126,8 +126,9 @@ COUNTERS = _CALL | _TRAFFIC | {"U %": ("mean_dram_pct", _counter(1)), "W %": ("d
 COUNTERS_BY_KERNEL = _CALL | _KERNEL | {"time %": ("time_pct", _counter(1))} | COUNTERS
 KERNELS = _KERNEL | _TRAFFIC | {"DRAM %": ("dram_pct", _counter(1))} | _WORK
 # What fits a terminal of 100 columns, by the table; the others are in `--wide`, in `table` and in the rows' files.
-_SHARED = {"GPU us": ("graph_p50_us", microseconds), "eager us": ("p50_us", microseconds), "copy %": COLUMNS["of copy %"],
-           "relative": ABLATION["relative"], "speed-up": ("graph_speedup", number(2))}
+_SHARED = {"GPU us": ("graph_p50_us", write_microseconds), "eager us": ("p50_us", write_microseconds),
+           "copy %": COLUMNS["of copy %"],
+           "relative": ABLATION["relative"], "speed-up": ("graph_speedup", write_number(2))}
 
 
 def _choose(columns: dict, *headers: str) -> dict:
@@ -149,7 +150,7 @@ _LEFT_ALIGNED = ("stage", "worst in", "bound by", "tool", "shape", "mode", "vari
                  "kernel", "part", "workload", "preset", "mixer", "dtype", "unit", "bench", "what", "verdict")
 
 
-def subject(row: dict) -> tuple:
+def identify(row: dict) -> tuple:
     """What a row measures: rows that share this are repetitions, of which the last counts."""
     return (
         row["gpu"],
@@ -163,7 +164,7 @@ def subject(row: dict) -> tuple:
     )
 
 
-def best_chunk(rows: list[dict]) -> list[dict]:
+def keep_best_chunk(rows: list[dict]) -> list[dict]:
     """Of rows that differ in nothing but the chunk size, the fastest: by the kernels' time, without that of launching them,
     where a graph gave it.
     """
@@ -173,29 +174,30 @@ def best_chunk(rows: list[dict]) -> list[dict]:
 
     best = {}
     for row in rows:
-        key = subject(row)[:-1]
+        key = identify(row)[:-1]
         if key not in best or time(row) < time(best[key]):
             best[key] = row
     return list(best.values())
 
 
-def last_commit(rows: list[dict]) -> list[dict]:
+def keep_last_commit(rows: list[dict]) -> list[dict]:
     """Of rows that differ in nothing but the chunk size, those of the commit measured last: times of two do not compare."""
-    measured = {subject(row)[:-1]: row["git_sha"] for row in rows}
-    return [row for row in rows if row["git_sha"] == measured[subject(row)[:-1]]]
+    measured = {identify(row)[:-1]: row["git_sha"] for row in rows}
+    return [row for row in rows if row["git_sha"] == measured[identify(row)[:-1]]]
 
 
-def committed(out: Path | list[dict] = record.RESULTS, all_chunks: bool = False, compared: bool = False, **where) -> list[dict]:
+def read_latest(out: Path | list[dict] = record.RESULTS, all_chunks: bool = False, compared: bool = False,
+                **where) -> list[dict]:
     """The bench's latest rows; compared: those taken beside a rival, where there are any."""
     rows = record.read(out, bench="ssd", **where)
     if compared:
-        beside = {subject(row)[:-1] for row in rows if row.get("against")}
-        rows = [row for row in rows if row.get("against") or subject(row)[:-1] not in beside]
-    rows = record.latest(last_commit(rows), subject)
-    return in_order(rows if all_chunks else best_chunk(rows))
+        beside = {identify(row)[:-1] for row in rows if row.get("against")}
+        rows = [row for row in rows if row.get("against") or identify(row)[:-1] not in beside]
+    rows = record.latest(keep_last_commit(rows), identify)
+    return sort_rows(rows if all_chunks else keep_best_chunk(rows))
 
 
-def against_the_least(rows: list[dict], rivals: list[dict]) -> list[dict]:
+def compare_with_least(rows: list[dict], rivals: list[dict]) -> list[dict]:
     """The rows, compared in GPU time with their rival's least: of their own run, or of its last rows where those say less.
     Eager times are the host's as well, and compare within a run alone.
     """
@@ -214,16 +216,16 @@ def against_the_least(rows: list[dict], rivals: list[dict]) -> list[dict]:
     return [compared(row) for row in rows]
 
 
-def in_order(rows: list[dict]) -> list[dict]:
+def sort_rows(rows: list[dict]) -> list[dict]:
     """By GPU, shape, mode and variant: shapes as they are listed, variants as they first come, modes from fwd to fwd_bwd."""
-    order = {"shape": _numbered(SHAPES), "mode": _numbered(MODES), "variant": {}}
+    order = {"shape": _number_names(SHAPES), "mode": _number_names(MODES), "variant": {}}
     for row in rows:
         for key, seen in order.items():
             seen.setdefault(row[key], len(seen))
     return sorted(rows, key=lambda row: (row["gpu"], *(seen[row[key]] for key, seen in order.items())))
 
 
-def _numbered(names: Iterable[str]) -> dict[str, int]:
+def _number_names(names: Iterable[str]) -> dict[str, int]:
     return {name: n for n, name in enumerate(names)}
 
 
@@ -240,14 +242,14 @@ def show(console: Console, rows: list[dict], title: str, columns: dict = COLUMNS
     for (gpu, dtype), group in groups.items():
         rivals = dict.fromkeys(row["against"] for row in group if row.get("against"))
         over = f"speed-up over {', '.join(rivals)}" if rivals else ""
-        table = terminal(group, ", ".join(filter(None, (title, gpu, dtype, _commits(group), over))), columns, wide)
+        table = make_table(group, ", ".join(filter(None, (title, gpu, dtype, _describe_commits(group), over))), columns, wide)
         console.width = max(console.width, Console(width=1000).measure(table).maximum)  # rather wide than cut
         console.print(table)
 
 
-def terminal(rows: list[dict], title: str, columns: dict = COLUMNS, wide: bool = False) -> Table:
+def make_table(rows: list[dict], title: str, columns: dict = COLUMNS, wide: bool = False) -> Table:
     """For rich; no cell is cut. As in `show`."""
-    chosen = columns if wide else _narrow(columns)
+    chosen = columns if wide else _choose_narrow(columns)
     cells = {header: [write(row.get(key)) for row in rows] for header, (key, write) in chosen.items()}
     table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, title_justify="left")
     for header in (header for header, values in cells.items() if wide or any(values) or not rows):
@@ -258,11 +260,11 @@ def terminal(rows: list[dict], title: str, columns: dict = COLUMNS, wide: bool =
     return table
 
 
-def _narrow(columns: dict) -> dict:
+def _choose_narrow(columns: dict) -> dict:
     return next((narrow for name, narrow in NARROW.items() if globals()[name] is columns), columns)
 
 
-def _commits(rows: list[dict]) -> str:
+def _describe_commits(rows: list[dict]) -> str:
     """`commit 0123456`; of several the first and the last, by time."""
     found = list(dict.fromkeys(row["git_sha"][:7] for row in sorted(rows, key=lambda row: row["time"]) if row.get("git_sha")))
     if len(found) < 2:
@@ -280,10 +282,10 @@ def render(rows: list[dict], kind: str, columns: dict = COLUMNS) -> str:
     if kind == "latex":
         frame = pd.DataFrame(cells, columns=list(columns))
         return frame.style.hide(axis="index").format(escape="latex").format_index(escape="latex", axis=1).to_latex(hrules=True)
-    return markdown(list(columns), cells, [header for header in columns if header in _LEFT_ALIGNED])
+    return render_markdown(list(columns), cells, [header for header in columns if header in _LEFT_ALIGNED])
 
 
-def markdown(header: Sequence[str], rows: Iterable[Sequence[object]], names: Iterable[str] = ()) -> str:
+def render_markdown(header: Sequence[str], rows: Iterable[Sequence[object]], names: Iterable[str] = ()) -> str:
     """A table in Markdown; the columns of `names` are aligned to the left, the others, numbers, to the right."""
     rules = ["---" if name in {*names} else "---:" for name in header]
     return "".join(f"| {' | '.join(map(str, row))} |\n" for row in (header, rules, *rows))

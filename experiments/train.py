@@ -29,14 +29,14 @@ from ssd.types import SSDInputs
 
 from . import checkpoints, record
 from .inputs import make_inputs
-from .parallel import Team, joined
+from .parallel import Team, join_team
 from .shapes import SMALL, Shape
-from .steps import batches_of, find_lamb, gradient, made, named
 from .terminal import first_line
 from .train_log import TrainLog
 from .training_run import Run, option
+from .training_step import build_model, compute_gradient, find_lamb, make_batches, unwrap
 from .workloads import get_workload
-from .workloads.mamba1 import scan_of
+from .workloads.mamba1 import choose_scan
 
 
 class Stopped(RuntimeError):
@@ -71,25 +71,25 @@ def train(run: Run, out: Path, console: Console, resume: bool = False, rows: Pat
         Stopped: the loss or a weight is not finite, or memory does not suffice; checkpoints are as they were.
         Interrupted: by SIGTERM or SIGINT. It finished the step and saved.
     """
-    with joined(way) as team:
+    with join_team(way) as team:
         if run.batch % team.size:
             raise ValueError(f"--batch: got {run.batch}, expected a multiple of {team.size}, so that each process has its part")
-        end = _trained(run, out, console if team.rank == 0 else Console(quiet=True), resume, rows, team)
+        end = _run_steps(run, out, console if team.rank == 0 else Console(quiet=True), resume, rows, team)
     if isinstance(end, Interrupted):  # not within, which the processes then would not leave together
         raise end
     return end
 
 
-def _trained(run: Run, out: Path, console: Console, resume: bool, rows: Path | None,
+def _run_steps(run: Run, out: Path, console: Console, resume: bool, rows: Path | None,
              team: Team) -> dict[str, Any] | Interrupted:
     workload, saves, first = get_workload(run.workload), out / "checkpoints", team.rank == 0
     last = _check_folder(run, out, resume, console)
     _check_variant(run, team.device)
-    with team.in_turn():
+    with team.take_turns():
         dataset = workload.dataset(run)
-    with _explained(run, team.device):
-        model, optimizer, parameters = made(run, workload, team)
-        done = 0 if last is None else checkpoints.restore(last, named(model), optimizer)
+    with _explain_errors(run, team.device):
+        model, optimizer, parameters = build_model(run, workload, team)
+        done = 0 if last is None else checkpoints.restore(last, unwrap(model), optimizer)
         if run.compile:
             model.compile()
     where = f"{team.device}" if team.size == 1 else f"{team.size} x {team.device.type} by {team.way}"
@@ -101,20 +101,20 @@ def _trained(run: Run, out: Path, console: Console, resume: bool, rows: Path | N
         torch.cuda.reset_peak_memory_stats(team.device)
     times = []
     # closed here, whatever happens: the processes that make batches outlast signals, and this one would wait for them at exit
-    with (closing(batches_of(run, workload, dataset, done, team)) as batches,
-          TrainLog(out, run.steps, workload.unit, done, console, writes=first) as log, _interruption(team) as interrupted):
+    with (closing(make_batches(run, workload, dataset, done, team)) as batches,
+          TrainLog(out, run.steps, workload.unit, done, console, writes=first) as log, _catch_signals(team) as interrupted):
         for step in range(done + 1, run.steps + 1):
             began = time.perf_counter()
-            with _explained(run, team.device):
-                values = gradient(run, step, workload, model, optimizer, batches, team)
+            with _explain_errors(run, team.device):
+                values = compute_gradient(run, step, workload, model, optimizer, batches, team)
                 _check_finite(values, step, saves)
                 optimizer.step()
             optimizer.zero_grad()
             if team.device.type == "cuda":
                 torch.cuda.synchronize(team.device)
             times.append(time.perf_counter() - began)
-            number = int(team.most(interrupted() or 0))
-            peak_mib = _peak_mib(team)
+            number = int(team.max_over(interrupted() or 0))
+            peak_mib = _measure_peak_mib(team)
             if step == 1 and first:
                 out.mkdir(parents=True, exist_ok=True)
                 (out / "run.json").write_text(json.dumps(asdict(run), indent=2) + "\n")
@@ -122,11 +122,11 @@ def _trained(run: Run, out: Path, console: Console, resume: bool, rows: Path | N
             is_due = run.save_every and (step % run.save_every == 0 or step == run.steps)
             if is_due or number:
                 log.flush()
-                with _explained(run, team.device):
+                with _explain_errors(run, team.device):
                     _save(saves, step, run, model, optimizer)
             if number and step < run.steps:
                 return Interrupted(signal.Signals(number), step)
-    row = _row(run, workload.unit, log.losses, times[1:] or times, dataset.floor, parameters, peak_mib, team)
+    row = _make_row(run, workload.unit, log.losses, times[1:] or times, dataset.floor, parameters, peak_mib, team)
     if first:
         record.append(row, rows or (record.RESULTS if team.device.type == "cuda" else out))
     loss, speed = f"{row['first_loss']:.3f} to {row['loss']:.3f}", f"{row['units_per_s']:,.0f} {workload.unit}/s"
@@ -144,7 +144,7 @@ def _check_variant(run: Run, device: torch.device) -> None:
     if run.optimizer == "lamb":
         find_lamb()
     if run.mixer != "ssd":
-        scan_of(run.variant)
+        choose_scan(run.variant)
     elif run.variant != "auto":
         variant, workload = get_variant(run.variant), get_workload(run.workload)
         problem = workload.scans(run.sizes, 1, 64)[0] if workload.scans else None
@@ -183,24 +183,25 @@ def _check_folder(run: Run, out: Path, resume: bool, console: Console) -> Path |
 def _check_finite(values: dict[str, float], step: int, saves: Path) -> None:
     for name, said in (("loss", "loss"), ("grad_norm", "gradient's norm")):
         if not math.isfinite(values[name]):
-            raise _diverged(step, f"the {said} is {values[name]}", saves)
+            raise _explain_divergence(step, f"the {said} is {values[name]}", saves)
 
 
 def _save(saves: Path, step: int, run: Run, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     try:
-        checkpoints.save(saves, step, asdict(run), named(model), optimizer)
+        checkpoints.save(saves, step, asdict(run), unwrap(model), optimizer)
     except checkpoints.NotFinite as reason:
-        raise _diverged(step, f"after it these are not finite, so that they were not saved: {reason}", saves) from reason
+        raise _explain_divergence(
+            step, f"after it these are not finite, so that they were not saved: {reason}", saves) from reason
 
 
-def _diverged(step: int, said: str, saves: Path) -> Stopped:
+def _explain_divergence(step: int, said: str, saves: Path) -> Stopped:
     last, _ = checkpoints.latest_good(saves)
     return Stopped(f"step {step}: {said}; try a lower --lr, a longer --warmup or --dtype fp32. "
                    + (f"The last good checkpoint is {last}" if last else "There is no good checkpoint yet"))
 
 
 @contextmanager
-def _explained(run: Run, device: torch.device) -> Iterator[None]:
+def _explain_errors(run: Run, device: torch.device) -> Iterator[None]:
     """Says in terms of the run what torch says in its own: that memory does not suffice, or that it cannot compile."""
     try:
         yield
@@ -219,7 +220,7 @@ def _explained(run: Run, device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def _interruption(team: Team) -> Iterator[Callable[[], signal.Signals | None]]:
+def _catch_signals(team: Team) -> Iterator[Callable[[], signal.Signals | None]]:
     """What came of SIGTERM and SIGINT, which within end nothing. A second one acts as ever, unless there are other processes:
     those get what is sent to all and what torchrun passes on.
 
@@ -253,14 +254,14 @@ def _interruption(team: Team) -> Iterator[Callable[[], signal.Signals | None]]:
         restore()
 
 
-def _peak_mib(team: Team) -> float:
+def _measure_peak_mib(team: Team) -> float:
     """Of the GPU's memory that torch took, or of the process; where there are several, of the one that took most."""
     if team.device.type == "cuda":
-        return team.most(torch.cuda.max_memory_allocated(team.device) / 2**20)
-    return team.most(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10)
+        return team.max_over(torch.cuda.max_memory_allocated(team.device) / 2**20)
+    return team.max_over(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10)
 
 
-def _row(run: Run, unit: str, losses: list[float], times: list[float], floor: float | None, parameters: int,
+def _make_row(run: Run, unit: str, losses: list[float], times: list[float], floor: float | None, parameters: int,
          peak_mib: float, team: Team) -> dict[str, Any]:
     p20, p50, p80 = (np.quantile(times, (0.2, 0.5, 0.8)) * 1e6).tolist()
     return {
@@ -268,5 +269,5 @@ def _row(run: Run, unit: str, losses: list[float], times: list[float], floor: fl
         "loss": statistics.mean(losses[-max(len(losses) // 10, 1):]), "first_loss": losses[0], "floor": floor,
         "p20_us": p20, "p50_us": p50, "p80_us": p80, "unit": unit, "units_per_s": run.units / p50 * 1e6,
         "peak_mib": peak_mib, "parameters": parameters, "gpus": team.size, "way": team.way if team.size > 1 else None,
-        "link_gbps": team.link_gbps(), **record.environment(),
+        "link_gbps": team.measure_link(), **record.environment(),
     }

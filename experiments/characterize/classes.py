@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from ssd import cost
 
-from .definitions import problem_of, vector_flops
+from .definitions import count_vector_flops, make_problem
 
 TENSOR, VECTOR, BOTH, UNKNOWN = "tensor only", "vector only", "tensor + vector", "not known"
 THRESHOLD = 0.01
@@ -41,20 +41,20 @@ class Work:
         return self.tensor / self.vector if self.vector else None
 
 
-def stage(kernel: dict) -> str:
+def name_stage(kernel: dict) -> str:
     """The stage of the cost model that a kernel computes, by its name: the baseline's, and some of upstream's."""
     return kernel["kernel"].removesuffix("_kernel").removesuffix("_fwd").removeprefix("_")
 
 
-def counted(kernel: dict) -> Work | None:
+def read_counted(kernel: dict) -> Work | None:
     """What ncu counted; None where it did not."""
-    vector = vector_flops(kernel)
+    vector = count_vector_flops(kernel)
     return None if vector is None or "tensor_flops" not in kernel else Work(kernel["tensor_flops"], vector, "counters")
 
 
 def work(kernel: dict) -> Work:
     """What a row of the bench `counters` did."""
-    if (by_ncu := counted(kernel)) is not None:
+    if (by_ncu := read_counted(kernel)) is not None:
         return by_ncu
     modelled = model(kernel)
     return Work(0.0, 0.0, None) if modelled is None else Work(modelled.flops, modelled.vector, "cost model")
@@ -62,13 +62,14 @@ def work(kernel: dict) -> Work:
 
 def model(kernel: dict) -> cost.Cost | None:
     """The cost model's account of a row's kernel; None if it is none of its stages."""
-    problem = problem_of(kernel)
-    return (cost.count_forward_stages(problem) | cost.count_backward_stages(problem)).get(stage(kernel))
+    problem = make_problem(kernel)
+    return (cost.count_forward_stages(problem) | cost.count_backward_stages(problem)).get(name_stage(kernel))
 
 
-def shares(kernels: Iterable[dict], threshold: float = THRESHOLD, recomputed: bool = True) -> dict[str, tuple[int, float]]:
+def compute_shares(kernels: Iterable[dict], threshold: float = THRESHOLD,
+                   recomputed: bool = True) -> dict[str, tuple[int, float]]:
     """{class: (how many kernels, per cent of their time)}; without `recomputed`, of the backward's own kernels alone."""
-    kept = [kernel for kernel in kernels if recomputed or stage(kernel) not in RECOMPUTED]
+    kept = [kernel for kernel in kernels if recomputed or name_stage(kernel) not in RECOMPUTED]
     total = sum(kernel["ncu_us"] for kernel in kept)
     result = {}
     for name in (TENSOR, VECTOR, BOTH, UNKNOWN):

@@ -17,15 +17,15 @@ from torch.profiler import ProfilerActivity, profile
 
 from ssd.registry import is_peer
 
-from .. import counters, record, tuned
-from ..kernel_names import of_operator
-from ..parallel import alone
-from ..steps import batches_of, gradient, made
+from .. import autotuned_configs, counters, record
+from ..kernel_names import operator_pattern
+from ..parallel import make_single
 from ..training_run import Run
+from ..training_step import build_model, compute_gradient, make_batches
 from ..workloads import get_workload
 from . import trace
 from .operators import classify
-from .product import product
+from .product import multiply
 from .scopes import OPTIMIZER, STEP, scope
 
 PROFILED = 3  # steps, each on a batch of its own
@@ -33,7 +33,7 @@ SKIPPED = 2 * PROFILED  # steps before, on the same batches: kernels are compile
 CALIBRATION = 8192  # rows and columns of a product whose FLOPs the counters must find
 
 
-def breakdown(run: Run, out: Path, keep: Path | None = None) -> list[dict]:
+def append_breakdown(run: Run, out: Path, keep: Path | None = None) -> list[dict]:
     """Takes SKIPPED + PROFILED steps of training, and appends the rows of the latter.
 
     Args:
@@ -64,7 +64,7 @@ def breakdown(run: Run, out: Path, keep: Path | None = None) -> list[dict]:
     return rows
 
 
-def count(run: Run, out: Path, whole: bool = True) -> list[dict]:
+def append_counts(run: Run, out: Path, whole: bool = True) -> list[dict]:
     """Counters of one training step, a row for each kernel; `operator` is its class as far as its name tells.
 
     Args:
@@ -79,19 +79,19 @@ def count(run: Run, out: Path, whole: bool = True) -> list[dict]:
     arguments = ["profiled-step", json.dumps(asdict(run))]
     tunes = is_peer(run.variant)
     launches = (counters.profile(arguments, brief=True, tunes=tunes) if whole else
-                counters.traffic(arguments, of_operator(), tunes))
+                counters.count_traffic(arguments, operator_pattern(), tunes))
     bench, environment = "step_counters" if whole else "ssm_counters", record.environment()
     rows = [{**_identity(run), "bench": bench, **kernel, "operator": classify(kernel["kernel"]), **environment}
-            for kernel in counters.by_kernel(launches)]
+            for kernel in counters.merge_by_kernel(launches)]
     for row in rows:
         record.append(row, out)
     return rows
 
 
-def profiled_step(run: Run) -> None:
+def run_profiled_step(run: Run) -> None:
     """The step after SKIPPED, between the profiler's start and stop: what `count` runs under ncu."""
-    with tuned.handed_over():
-        counters.watched(_steps(run), SKIPPED)
+    with autotuned_configs.hand_over_configs():
+        counters.run_watched(_steps(run), SKIPPED)
 
 
 def calibrate(out: Path) -> float:
@@ -102,7 +102,7 @@ def calibrate(out: Path) -> float:
         ValueError, OSError: ncu failed; or it does not know the metric.
     """
     metric = counters.TENSOR_FLOPS
-    found = [launch.get(metric) for launch in counters.ncu(["profiled-product"], [metric], "none")]
+    found = [launch.get(metric) for launch in counters.run_ncu(["profiled-product"], [metric], "none")]
     if None in found:
         raise ValueError(f"ncu has no {metric} here")
     ratio = sum(found) / (2 * CALIBRATION**3)
@@ -110,24 +110,24 @@ def calibrate(out: Path) -> float:
     return ratio
 
 
-def profiled_product() -> None:
+def run_profiled_product() -> None:
     """The product, between the profiler's start and stop: what `calibrate` runs under ncu."""
     a, b = (torch.randn(CALIBRATION, CALIBRATION, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    counters.watched(lambda: product(a, b), 1)
+    counters.run_watched(lambda: multiply(a, b), 1)
 
 
 def _steps(run: Run) -> Callable[[], None]:
     """What takes the run's next step, and waits for it, so that a step's kernels end in it."""
     workload = get_workload(run.workload)
-    team = alone()
-    model, optimizer, _ = made(run, workload, team)
-    drawn = batches_of(run, workload, workload.dataset(run), 0, team)
+    team = make_single()
+    model, optimizer, _ = build_model(run, workload, team)
+    drawn = make_batches(run, workload, workload.dataset(run), 0, team)
     # before, so that no step waits for data
     batches, numbers = itertools.cycle(list(islice(drawn, PROFILED * run.accumulate))), itertools.count(1)
 
     def step() -> None:
         with scope(STEP):
-            gradient(run, next(numbers), workload, model, optimizer, batches, team)
+            compute_gradient(run, next(numbers), workload, model, optimizer, batches, team)
             with scope(OPTIMIZER):
                 optimizer.step()
                 optimizer.zero_grad()

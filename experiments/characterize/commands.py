@@ -112,7 +112,7 @@ def characterize(
     for run in runs:
         name = "-".join((run.workload, run.preset, run.mixer, run.variant))
         try:
-            rows = collect.breakdown(run, out, traces and traces / f"{name}.json")
+            rows = collect.append_breakdown(run, out, traces and traces / f"{name}.json")
         except Exception as reason:  # the others are measured all the same
             complete = False
             console.print(f"{name}: {first_line(reason)}", style="yellow", markup=False)
@@ -124,7 +124,7 @@ def characterize(
         console.print(f"{name}: {parts}", markup=False)
         if counters:
             try:
-                collect.count(run, out)
+                collect.append_counts(run, out)
             except (OSError, ValueError) as reason:
                 complete = False
                 console.print(f"{name}: ncu gave none: {reason}", style="yellow", markup=False)
@@ -155,14 +155,14 @@ def profiled_product() -> None:
     """A product of known FLOPs between the profiler's start and stop: what `characterize` runs under ncu."""
     from . import collect
 
-    collect.profiled_product()
+    collect.run_profiled_product()
 
 
 def profiled_step(run: str) -> None:
     """One training step between the profiler's start and stop: what `characterize --counters` runs under ncu."""
     from . import collect
 
-    collect.profiled_step(Run(**json.loads(run)))
+    collect.run_profiled_step(Run(**json.loads(run)))
 
 
 def _runs(workloads: str, variants: list[str], dtype: str, documents: bool) -> Iterator[Run]:

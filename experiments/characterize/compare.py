@@ -119,8 +119,8 @@ def compare(old: Iterable[dict], new: Iterable[dict], noise: float = NOISE) -> C
 
 def terminal(comparison: Comparison) -> Table:
     """For rich; what is slower is red, what is faster green."""
-    columns = table.columns(*_HEADER)
-    result = table.terminal([dict(zip(_HEADER, _cells(pair), strict=True)) for pair in comparison.pairs],
+    columns = table.make_columns(*_HEADER)
+    result = table.make_table([dict(zip(_HEADER, _cells(pair), strict=True)) for pair in comparison.pairs],
                             "times of both, the slowest first", columns)
     result.caption = comparison.summary()
     for row, pair in zip(result.rows, comparison.pairs, strict=True):
@@ -131,7 +131,7 @@ def terminal(comparison: Comparison) -> Table:
 def markdown(comparison: Comparison) -> str:
     """As a table and a sentence; what is slower is bold."""
     rows = [[f"**{cell}**" if cell == "slower" else cell for cell in _cells(pair)] for pair in comparison.pairs]
-    return table.markdown(_HEADER, rows, _NAMES) + f"\n{comparison.summary()}.\n"
+    return table.render_markdown(_HEADER, rows, _NAMES) + f"\n{comparison.summary()}.\n"
 
 
 def _latest(rows: Iterable[dict]) -> dict[tuple, dict]:
@@ -154,6 +154,6 @@ def _pair(old: dict, new: dict, noise: float) -> Pair:
 
 
 def _cells(pair: Pair) -> list[str]:
-    times = [table.microseconds(us) for us in (pair.old, pair.new)]
+    times = [table.write_microseconds(us) for us in (pair.old, pair.new)]
     return [*pair.place.values(), *times, "graph" if pair.in_graph else "eager", f"{pair.ratio:.3f}",
             f"±{100 * pair.band:.0f} %", pair.verdict]

@@ -58,7 +58,7 @@ def run(plan: Plan, console: Console) -> list[dict]:
     return rows
 
 
-def committed(out: Path = record.RESULTS) -> list[dict]:
+def read_latest(out: Path = record.RESULTS) -> list[dict]:
     """The last row of each component, length and mode, the shortest first."""
     rows = record.latest(record.read(out, bench="scaling"), itemgetter("gpu", "shape", "part", "seqlen", "mode", "dtype"))
     return sorted(rows, key=itemgetter("seqlen"))
@@ -74,7 +74,7 @@ def _linear(inputs: int, outputs: Callable[[Shape], int] | int) -> Callable[[Sha
 
     def made(shape: Shape, dtype: torch.dtype) -> block.Work:
         def normal(*size: int) -> torch.Tensor:
-            return torch.randn(*size, device=block.device(), dtype=dtype).requires_grad_()
+            return torch.randn(*size, device=block.choose_device(), dtype=dtype).requires_grad_()
 
         x = normal(shape.batch, shape.seqlen, inputs)
         weight = normal(outputs if isinstance(outputs, int) else outputs(shape), inputs)
@@ -86,7 +86,7 @@ def _linear(inputs: int, outputs: Callable[[Shape], int] | int) -> Callable[[Sha
 def _conv1d_of_x(shape: Shape, dtype: torch.dtype) -> block.Work:
     """Mamba-1 convolves x alone, a half of its projection, whose tokens lie side by side; B and C are made of it afterwards."""
     def normal(*size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return torch.randn(*size, device=block.device(), dtype=dtype)
+        return torch.randn(*size, device=block.choose_device(), dtype=dtype)
 
     x = normal(shape.batch, 2 * _INNER, shape.seqlen, dtype=dtype)[:, :_INNER].detach().requires_grad_()
     weight, bias = normal(_INNER, block.WIDTH).requires_grad_(), normal(_INNER).requires_grad_()
@@ -94,7 +94,7 @@ def _conv1d_of_x(shape: Shape, dtype: torch.dtype) -> block.Work:
 
 
 def _ssd(shape: Shape, dtype: torch.dtype) -> block.Work:
-    inputs = make_inputs(shape, dtype, block.device(), requires_grad=True)
+    inputs = make_inputs(shape, dtype, block.choose_device(), requires_grad=True)
     leaves = tuple(t for t in inputs.values() if isinstance(t, torch.Tensor))
     return block.Work(lambda: ssd_chunk_scan(**inputs, chunk_size=CHUNK_SIZE), None, leaves, {})
 

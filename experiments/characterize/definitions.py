@@ -61,7 +61,7 @@ class Call:
 
     @property
     def problem(self) -> cost.Problem:
-        return problem_of(self.row)
+        return make_problem(self.row)
 
     @property
     def ideal(self) -> cost.Cost:
@@ -82,17 +82,17 @@ class Utilisation(NamedTuple):
     G: float | None
 
 
-def problem_of(row: dict) -> cost.Problem:
+def make_problem(row: dict) -> cost.Problem:
     """The sizes of a row's call, for the cost model."""
     shape = Shape(row["shape"], **{key: row[key] for key in record.SIZES})
     return shape.problem(row["chunk_size"], row["dtype"])
 
 
-def calls(out: Path = record.RESULTS) -> list[Call]:
+def read_calls(out: Path = record.RESULTS) -> list[Call]:
     """Every call that counters were read for, as it was counted last, in the order of tables."""
     timed = [row for bench in _OF_CALLS for row in record.read(out, bench=bench)]
     found: list[tuple[dict, list[dict]]] = []
-    for line in counters.committed(out, by_kernel=True):
+    for line in counters.read_latest(out, by_kernel=True):
         if line["kernel"] == "all":
             found.append((line, []))
         else:
@@ -100,7 +100,7 @@ def calls(out: Path = record.RESULTS) -> list[Call]:
     return [Call(row, tuple(kernels), _timed(row, timed)) for row, kernels in found]
 
 
-def of_one_gpu(rows: list[dict]) -> list[dict]:
+def keep_one_gpu(rows: list[dict]) -> list[dict]:
     """The rows of the GPU that most of them are of, since times of two do not compare."""
     names = Counter(row["gpu"] for row in rows)
     return [row for row in rows if row["gpu"] == max(names, key=names.get)]
@@ -114,13 +114,13 @@ def utilisations(call: Call) -> dict[str, Utilisation]:
     result = {NCU: Utilisation(mean(percent), sum(map(float.__mul__, percent, times)) / sum(times), None)}
     for name, peak in call.peaks.items():
         result[name] = Utilisation(
-            mean(of_peak(kernel["dram_bytes"], kernel["ncu_us"], peak) for kernel in kernels),
-            of_peak(call.dram_bytes, sum(times), peak),
-            of_peak(call.dram_bytes, call.wall_us, peak) if call.wall_us else None)
+            mean(percent_of_peak(kernel["dram_bytes"], kernel["ncu_us"], peak) for kernel in kernels),
+            percent_of_peak(call.dram_bytes, sum(times), peak),
+            percent_of_peak(call.dram_bytes, call.wall_us, peak) if call.wall_us else None)
     return result
 
 
-def of_peak(n_bytes: float, us: float, peak_gbps: float) -> float:
+def percent_of_peak(n_bytes: float, us: float, peak_gbps: float) -> float:
     """Per cent of a peak that bytes in a time are."""
     return 100 * gbps(n_bytes, us) / peak_gbps
 
@@ -140,7 +140,7 @@ def speed_of_light(call: Call) -> float | None:
     return call.timed and gbps(call.ideal.bytes, call.wall_us) / call.timed["copy_gbps"]
 
 
-def vector_flops(kernel: dict) -> float | None:
+def count_vector_flops(kernel: dict) -> float | None:
     """fp32 additions and multiplications that were counted, a fused one as two; None where they were not."""
     if any(key not in kernel for key in ("fadds", "fmuls", "ffmas")):
         return None

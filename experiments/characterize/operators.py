@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
-from ..kernel_names import ours, present_name
+from ..kernel_names import list_ours, present_name
 from .scopes import PREFIX
 
 CLASSES = ("gemm", "ssm", "conv1d", "conv", "attention", "norm", "elementwise", "reduce", "embedding", "loss", "optimizer",
@@ -40,7 +40,7 @@ class Rule:
 
 def _ours(kind: str) -> Rule:
     """For this repository's kernels of a class, whose names are read from the source tree."""
-    found = sorted(name for name in ours() if _kind_of_ours(name) == kind)
+    found = sorted(name for name in list_ours() if _kind_of_ours(name) == kind)
     return Rule(kind, rf"^({'|'.join(found)})$", tuple(found))
 
 

@@ -22,7 +22,7 @@ def product_kernel(a, b, out, n, TILE: tl.constexpr, DEPTH: tl.constexpr):
     tl.store(out + rows[:, None] * n + columns[None, :], total.to(out.dtype.element_ty))
 
 
-def product(a: Tensor, b: Tensor) -> Tensor:
+def multiply(a: Tensor, b: Tensor) -> Tensor:
     """a b of contiguous matrices (n, n), n a multiple of TILE: 2 n^3 FLOPs, no more."""
     n = a.shape[0]
     if n % TILE:

@@ -27,7 +27,7 @@ from ssd import cost
 from .. import counters, record, table
 from ..kernel_names import is_of_operator
 from . import classes
-from .definitions import of_one_gpu, problem_of, vector_flops
+from .definitions import count_vector_flops, keep_one_gpu, make_problem
 from .gpus import GPU, find
 
 TERMS = ("launch", "bytes", "tensor", "vector", "exponentials")
@@ -108,7 +108,7 @@ def fit(samples: list[Sample], gpu: GPU) -> Model:
     return Model(tuple(found.tolist()), gpu)
 
 
-def left_out(samples: list[Sample], gpu: GPU, key: Callable[[Sample], str]) -> list[Left]:
+def leave_out(samples: list[Sample], gpu: GPU, key: Callable[[Sample], str]) -> list[Left]:
     """Every sample, predicted by a fit to those of other keys alone."""
     result = []
     for group in dict.fromkeys(map(key, samples)):
@@ -125,42 +125,42 @@ class Errors(NamedTuple):
     weighted: float
 
 
-def summary(left: list[Left]) -> Errors:
+def summarise(left: list[Left]) -> Errors:
     """Of rows alike, and weighted with time, as long kernels count in a step."""
     errors = [abs(one.error) for one in left]
     apart = sum(abs(one.predicted_us - one.sample.us) for one in left)
     return Errors(median(errors), max(errors), apart / sum(one.sample.us for one in left))
 
 
-def kernel_samples(out: Path = record.RESULTS) -> tuple[list[Sample], GPU | None]:
+def read_kernel_samples(out: Path = record.RESULTS) -> tuple[list[Sample], GPU | None]:
     """The baseline's kernels, all that were ever counted on a GPU: times and bytes by ncu, the rest by the cost model. And the
     GPU; None without rows, or if it is not in the table.
     """
-    rows = of_one_gpu([row for row in record.read(out, bench="counters", variant="baseline") if classes.model(row)])
-    samples = [Sample(classes.stage(row), row["shape"], row["mode"], row["chunk_size"], row["ncu_us"], row["launches"],
+    rows = keep_one_gpu([row for row in record.read(out, bench="counters", variant="baseline") if classes.model(row)])
+    samples = [Sample(classes.name_stage(row), row["shape"], row["mode"], row["chunk_size"], row["ncu_us"], row["launches"],
                       replace(classes.model(row), bytes=row["dram_bytes"])) for row in rows]
     return samples, find(rows[0]["gpu"]) if rows else None
 
 
-def counted_samples(out: Path = record.RESULTS) -> tuple[list[Sample], GPU | None]:
+def read_counted_samples(out: Path = record.RESULTS) -> tuple[list[Sample], GPU | None]:
     """The operator's kernels of every variant, upstream's among them, of calls in bf16 with every option, as ncu counted them
     last: all terms are its. And their GPU, likewise.
     """
-    rows = of_one_gpu([row for row in counters.committed(out, by_kernel=True)
+    rows = keep_one_gpu([row for row in counters.read_latest(out, by_kernel=True)
                        if row["dtype"] == "bf16" and record.has_default_options(row)
-                       and is_of_operator(row["kernel"]) and classes.counted(row) and "exps" in row])
-    samples = [Sample(classes.stage(row), row["shape"], row["mode"], row["chunk_size"], row["ncu_us"], row["launches"],
-                      cost.Cost(row["dram_bytes"], row["tensor_flops"], row["exps"], vector_flops(row)), row["variant"])
+                       and is_of_operator(row["kernel"]) and classes.read_counted(row) and "exps" in row])
+    samples = [Sample(classes.name_stage(row), row["shape"], row["mode"], row["chunk_size"], row["ncu_us"], row["launches"],
+                      cost.Cost(row["dram_bytes"], row["tensor_flops"], row["exps"], count_vector_flops(row)), row["variant"])
                for row in rows]
     return samples, find(rows[0]["gpu"]) if rows else None
 
 
-def call_samples(out: Path = record.RESULTS) -> tuple[list[Sample], GPU | None]:
+def read_call_samples(out: Path = record.RESULTS) -> tuple[list[Sample], GPU | None]:
     """Whole forwards and backwards of the baseline in CUDA graphs, at every shape and chunk size; all by the cost model. And
     their GPU, likewise.
     """
-    rows = record.latest(table.last_commit(record.read(out, bench="ssd", variant="baseline")), table.subject)
-    rows = of_one_gpu([row for row in rows if row["mode"] in ("fwd", "bwd") and row["graph_p50_us"] and row["launches"]
+    rows = record.latest(table.keep_last_commit(record.read(out, bench="ssd", variant="baseline")), table.identify)
+    rows = keep_one_gpu([row for row in rows if row["mode"] in ("fwd", "bwd") and row["graph_p50_us"] and row["launches"]
                        and record.has_default_options(row)])
     samples = [Sample(row["variant"], row["shape"], row["mode"], row["chunk_size"], row["graph_p50_us"], row["launches"],
                       cost.total(_stages(row))) for row in rows]
@@ -170,5 +170,5 @@ def call_samples(out: Path = record.RESULTS) -> tuple[list[Sample], GPU | None]:
 def _stages(row: dict) -> dict[str, cost.Cost]:
     """Of a call of the baseline, whose backward does without two stages where its launches are too few for them."""
     if row["mode"] == "fwd":
-        return cost.count_forward_stages(problem_of(row))
-    return cost.count_backward_stages(problem_of(row), keeps_states=row["launches"] <= _KEPT_LAUNCHES)
+        return cost.count_forward_stages(make_problem(row))
+    return cost.count_backward_stages(make_problem(row), keeps_states=row["launches"] <= _KEPT_LAUNCHES)

@@ -120,7 +120,7 @@ def row(plan: Plan, tally: Tally, seconds: float, failed: list[tuple[str, str]])
             "closest": round(tally.closest[0], 3), **record.environment()}
 
 
-def again(lines: list[str], plan: Plan, console: Console) -> bool:
+def rerun(lines: list[str], plan: Plan, console: Console) -> bool:
     """Runs given configurations, makes those small that fail, and says whether none did."""
     tally = Tally()
     with Pool(min(plan.workers, len(lines)), plan.timeout, plan.command) as pool:

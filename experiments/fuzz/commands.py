@@ -53,7 +53,7 @@ def fuzz(
         lines = [to_json(from_json(line)) for line in _lines(config)]
     except (OSError, ValueError) as reason:
         refuse(f"--config: {reason}")
-    raise typer.Exit(0 if campaign.again(lines, replace(plan, workers=min(workers, len(lines))), console) else 1)
+    raise typer.Exit(0 if campaign.rerun(lines, replace(plan, workers=min(workers, len(lines))), console) else 1)
 
 
 def _lines(text: str) -> list[str]:

@@ -13,7 +13,7 @@ from ssd.registry import get_variant
 
 from . import modes
 from .layouts import LAYOUTS
-from .limits import Limits, some_mode, some_of, some_size
+from .limits import Limits, draw_mode, draw_size, draw_subset
 from .operator import CUTS, DIFFERENTIABLE, DOCUMENTS, Config
 
 _HOPPER = 0.25  # of families, of sizes that the kernels for Hopper take
@@ -37,12 +37,12 @@ def _shared(rng: Random, variant: str, limits: Limits) -> Config:
     """What the kernels are compiled for."""
     favoured = (16, 32, 64, 128, 256)
     dtype = rng.choices(limits.dtypes, [{"bf16": 45, "fp16": 25, "fp32": 30}[name] for name in limits.dtypes])[0]
-    heads_per_group = some_size(rng, min(16, limits.nheads), (1, 8))
+    heads_per_group = draw_size(rng, min(16, limits.nheads), (1, 8))
     documents = rng.choice((None, None, None, *DOCUMENTS))
     c = Config(
         variant=variant,
-        ngroups=some_size(rng, max(1, min(8, limits.nheads // heads_per_group))), heads_per_group=heads_per_group,
-        headdim=some_size(rng, limits.channels, favoured), dstate=some_size(rng, limits.channels, favoured),
+        ngroups=draw_size(rng, max(1, min(8, limits.nheads // heads_per_group))), heads_per_group=heads_per_group,
+        headdim=draw_size(rng, limits.channels, favoured), dstate=draw_size(rng, limits.channels, favoured),
         chunk_size=rng.choice([size for size in (16, 32, 64, 128, 256) if size <= limits.chunk_size]), dtype=dtype,
         dtypes=_dtypes(rng, limits), D=rng.choice((None, "h", "h", "hp")), z=rng.random() < 0.4, dt_bias=rng.random() < 0.6,
         dt_softplus=rng.random() < 0.6, dt_limit=rng.choice(_LIMITS) if rng.random() < 0.25 else None,
@@ -96,14 +96,14 @@ def _member(rng: Random, shared: Config, layouts: dict[str, str], even: bool | N
     has two sets of layouts, and most of its lengths are all such multiples or all not.
     """
     batch, seqlen = _tokens(rng, shared, limits, even)
-    mode = some_mode(rng, limits)
+    mode = draw_mode(rng, limits)
     present = tuple(name for name in DIFFERENTIABLE
                     if name not in ("D", "z", "dt_bias", "initial_states") or getattr(shared, name))
     layouts = dict(layouts)
     for name in ("dout", "dfinal_states"):
         if rng.random() < 0.2:
             layouts[name] = rng.choice((*LAYOUTS[1:], *(("scalar",) if mode != "capture" else ())))
-    wanted = () if mode in modes.WITHOUT_GRADIENT or (mode == "plain" and rng.random() < 0.1) else some_of(rng, present)
+    wanted = () if mode in modes.WITHOUT_GRADIENT or (mode == "plain" and rng.random() < 0.1) else draw_subset(rng, present)
     ways = ("out", "final_states") if shared.final_states else ("out",)
     cuts = rng.choice(CUTS) if shared.documents else "random"
     if cuts == "tokens":  # the truth runs each document alone
@@ -120,7 +120,7 @@ def _tokens(rng: Random, c: Config, limits: Limits, even: bool | None) -> tuple[
     """batch and seqlen that the limits allow: half of the lengths lie at the edge of a chunk or next to it. even: whether they
     are multiples of 16; None: either, and shorter than a chunk as well.
     """
-    seqlen = some_size(rng, limits.seqlen)
+    seqlen = draw_size(rng, limits.seqlen)
     if even is not None and seqlen <= c.chunk_size:
         seqlen += c.chunk_size
     if rng.random() < 0.5 and seqlen > c.chunk_size:

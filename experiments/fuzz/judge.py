@@ -15,7 +15,7 @@ where e, m and t are the result's error, the mirror's and the truth, n counts el
 few elements luck can leave the mirror without an error, so two roundings of the operands over sqrt(n) come on top everywhere.
 In the maximum and in slices, one rounding is at least that of the operands and of the states that are kept: where a document is
 a token, a result of any dtype is a product of two of them, and kernels keep states at tokens where the mirror has none.
-A gradient that is zero because two terms cancel may be a few fp32 roundings of these (`slacks`).
+A gradient that is zero because two terms cancel may be a few fp32 roundings of these (`compute_slacks`).
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class _Rounding:
         return _Rounding(eps / 4, eps / 2)
 
 
-def slacks(problem: Problem, outputs: dict[str, Tensor], cotangents: dict[str, Tensor]) -> dict[str, float]:
+def compute_slacks(problem: Problem, outputs: dict[str, Tensor], cotangents: dict[str, Tensor]) -> dict[str, float]:
     """By the gradient's name, the norm of an error that rounding terms which cancel may leave in it.
 
     An output that is linear in an argument w has <dw, w> = <dout, out>, so |dout| |out| / |w| is what such terms add up to.
@@ -81,7 +81,7 @@ def compare(name: str, value: Tensor, truth: Tensor, mirrors: list[Tensor], prob
             slack: float = 0.0) -> list[Check]:
     """Every comparison of one result with its truth; one check of infinite ratio where they cannot be compared.
 
-    slack: of `slacks`.
+    slack: of `compute_slacks`.
     """
     if value.shape != truth.shape:
         return [Check(float("inf"), f"{name}: shape {tuple(value.shape)}, expected {tuple(truth.shape)}")]

@@ -50,7 +50,7 @@ _INTERPRETED = replace(_ON_CPU, dtypes=("fp32", "fp16"), channels=20, nheads=3, 
                        modes=("plain", "no_grad", "checkpoint"))
 
 
-def some_size(rng: Random, most: int, favoured: tuple[int, ...] = ()) -> int:
+def draw_size(rng: Random, most: int, favoured: tuple[int, ...] = ()) -> int:
     """A size from 1 to most: one of those favoured in a third of draws, else small ones as often as large ones."""
     favoured = tuple(size for size in favoured if size <= most)
     if favoured and rng.random() < 1 / 3:
@@ -60,14 +60,14 @@ def some_size(rng: Random, most: int, favoured: tuple[int, ...] = ()) -> int:
     return min(most, int(2 ** rng.uniform(0, most.bit_length())))
 
 
-def some_of(rng: Random, names: tuple[str, ...]) -> tuple[str, ...]:
+def draw_subset(rng: Random, names: tuple[str, ...]) -> tuple[str, ...]:
     """All of the names in half of draws, else each with even odds; one at least, if there are any."""
     if rng.random() < 0.5:
         return names
     return tuple(name for name in names if rng.random() < 0.5) or tuple(rng.sample(names, min(1, len(names))))
 
 
-def some_mode(rng: Random, limits: Limits) -> str:
+def draw_mode(rng: Random, limits: Limits) -> str:
     """Most often plain; torch.compile takes ten seconds, so seldom that."""
     weights = {"plain": 58, "capture": 10, "streams": 9, "no_grad": 9, "inference": 6, "checkpoint": 6, "compile": 1.6}
     return rng.choices(limits.modes, [weights[mode] for mode in limits.modes])[0]

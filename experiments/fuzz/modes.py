@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from .poison import poisoned
-from .problem import Problem, Tensors, gradients
+from .poison import poison_memory
+from .problem import Problem, Tensors, compute_gradients
 
 Results = dict[str, Tensor]
 
@@ -20,7 +20,7 @@ MODES = (*ON_CPU, "streams", "capture")
 
 
 def run(problems: list[Problem], cotangents: list[dict[str, Tensor]], mode: str, calls: int) -> list[tuple[int, Results]]:
-    """`calls` calls on the problems in turn: which problem each was, and its outputs and gradients by name.
+    """`read_calls` calls on the problems in turn: which problem each was, and its outputs and gradients by name.
 
     Raises:
         ValueError: no such mode.
@@ -28,7 +28,7 @@ def run(problems: list[Problem], cotangents: list[dict[str, Tensor]], mode: str,
     if mode not in MODES:
         raise ValueError(f"mode: got {mode!r}, expected one of {', '.join(MODES)}")
     turns = [call % len(problems) for call in range(calls)]
-    with nullcontext() if mode == "compile" else poisoned():
+    with nullcontext() if mode == "compile" else poison_memory():
         if mode == "capture":
             return list(_captured(problems, cotangents, turns))
         with _surroundings(mode, problems[0]) as around:
@@ -42,7 +42,7 @@ def run(problems: list[Problem], cotangents: list[dict[str, Tensor]], mode: str,
 
 def _step(call: Callable[[Tensors], Results], problem: Problem, cotangents: dict[str, Tensor]) -> Results:
     outputs = call(problem.tensors)
-    grads = gradients(outputs, problem.tensors, problem.wanted, cotangents)
+    grads = compute_gradients(outputs, problem.tensors, problem.wanted, cotangents)
     return {name: t.detach() for name, t in outputs.items()} | grads
 
 

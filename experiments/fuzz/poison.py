@@ -15,7 +15,7 @@ _INTEGERS = 77
 
 
 @contextmanager
-def poisoned() -> Iterator[None]:
+def poison_memory() -> Iterator[None]:
     """Within it, what torch and launch replays allocate empty is NaN; integers are 77.
 
     The filling is hidden from dispatch modes: recording a call's launches gives up where it sees anything but allocations.

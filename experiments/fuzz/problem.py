@@ -55,7 +55,7 @@ class Problem:
     seed: int = 0
 
 
-def gradients(outputs: dict[str, Tensor], tensors: Tensors, wanted: tuple[str, ...],
+def compute_gradients(outputs: dict[str, Tensor], tensors: Tensors, wanted: tuple[str, ...],
               cotangents: dict[str, Tensor]) -> dict[str, Tensor]:
     """{"d" + name: gradient} of the wanted arguments by autograd; zeros where an output does not depend on one."""
     ways = [name for name in cotangents if outputs[name].requires_grad]

@@ -14,7 +14,7 @@ from ssd.runtime import replay
 from . import judge, modes
 from .layouts import lay_out
 from .parts import PARTS, part_of
-from .problem import Problem, Refused, gradients
+from .problem import Problem, Refused, compute_gradients
 
 _SETS = 2  # of inputs, which take turns
 _REASON_LINES, _REASON_FRAMES, _REASON_CHARACTERS = 12, 4, 300
@@ -49,7 +49,7 @@ class Outcome:
 
 
 def run(config: object, device: str) -> Outcome:
-    """Runs a configuration `config.calls` times and judges what came."""
+    """Runs a configuration `config.read_calls` times and judges what came."""
     started = time.monotonic()
 
     def outcome(status: str, why: str = "", **more) -> Outcome:
@@ -87,7 +87,7 @@ def _results(config: object, device: str) -> tuple[list[judge.Check], list[str]]
     results = modes.run(problems, list(cotangents), config.mode, config.calls)
     if device == "cuda":
         torch.cuda.synchronize()
-    slacks = [judge.slacks(p, truth, c) for p, truth, c in zip(problems, truths, cotangents, strict=True)]
+    slacks = [judge.compute_slacks(p, truth, c) for p, truth, c in zip(problems, truths, cotangents, strict=True)]
     first, checks, differing = {}, [], []
     for call, (turn, got) in enumerate(results):
         if got.keys() != truths[turn].keys():
@@ -122,7 +122,7 @@ def _truth(p: Problem) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         given = (noise + out / out.square().mean().sqrt().clamp(min=1e-30)).to(dtype)
         cotangents[name] = torch.ones((), dtype=dtype, device=out.device).expand(out.shape) if layout == "scalar" else lay_out(
             given, layout)
-    grads = gradients(outputs, tensors, p.wanted, cotangents)
+    grads = compute_gradients(outputs, tensors, p.wanted, cotangents)
     return {name: t.detach() for name, t in outputs.items()} | grads, cotangents
 
 

@@ -45,7 +45,7 @@ def rand_augment(size: int) -> Callable[[Image, int], Image]:
     return augment
 
 
-def mixed(images: Tensor, labels: Tensor, classes: int) -> tuple[Tensor, Tensor]:
+def mix(images: Tensor, labels: Tensor, classes: int) -> tuple[Tensor, Tensor]:
     """Images with a part of some erased, each then mixed with another's whole or a part, and the shares of classes in them.
 
     Args:

@@ -65,7 +65,7 @@ class GraphMambaLayer(nn.Module):
         Returns:
             h and e after the layer.
         """
-        mixed = torch.stack([in_order(self.mixer, h, graphs, order) for order in orders]).mean(0)
+        mixed = torch.stack([mix_in_order(self.mixer, h, graphs, order) for order in orders]).mean(0)
         local, e = self.messages(h, e, edge_index)
         h = self.norm_messages(local) + self.norm_mixer(h + mixed)
         return self.norm_out(h + self.ffn(h)), e
@@ -87,14 +87,14 @@ def degree_orders(edge_index: Tensor, number: Tensor, noise: Tensor) -> Tensor:
     return (number * most + degree + noise.double()).argsort(-1)  # exact in fp64, which has room for all three
 
 
-def in_order(mixer: nn.Module, h: Tensor, graphs: Sequences, order: Tensor) -> Tensor:
+def mix_in_order(mixer: nn.Module, h: Tensor, graphs: Sequences, order: Tensor) -> Tensor:
     """The mixer's results for nodes that come to it in that order, each at its node's place."""
     mixed = mixer(h.index_select(0, order), graphs)
     return torch.empty_like(mixed).index_copy(0, order, mixed)
 
 
 @contextmanager
-def statistics_kept(module: nn.Module) -> Iterator[None]:
+def keep_statistics(module: nn.Module) -> Iterator[None]:
     """Batch norms within do not count what they see: a layer that is computed again has counted it."""
     norms = {each: (each.momentum, each.num_batches_tracked) for each in module.modules()
              if isinstance(each, nn.modules.batchnorm._BatchNorm)}  # SyncBatchNorm is no BatchNorm1d, and asks for a number

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ssd.block import causal_conv1d_fn
 from ssd.modules import Mamba2
 
-from .mamba1 import scan_of, step_bias
+from .mamba1 import choose_scan, draw_step_bias
 
 
 @dataclass(frozen=True)
@@ -68,21 +68,21 @@ class Mamba1(nn.Module):
     Args:
         d_model: channels in and out.
         d_state: states of a channel.
-        variant: of the scan, see `mamba1.scan_of`.
+        variant: of the scan, see `mamba1.choose_scan`.
         d_conv: width of the causal convolution.
     """
 
     def __init__(self, d_model: int, d_state: int, variant: str, d_conv: int = 4):
         super().__init__()
         rank = -(-d_model // 16)
-        scan_of(variant)  # refuses it before there is a model
+        choose_scan(variant)  # refuses it before there is a model
         self.splits, self.variant = (rank, d_state, d_state), variant
         self.in_proj = nn.Linear(d_model, 2 * d_model, bias=False)
         self.conv1d = nn.Conv1d(d_model, d_model, d_conv, groups=d_model)  # its parameters; the kernels of `ssd.block` convolve
         self.x_proj = nn.Linear(d_model, sum(self.splits), bias=False)
         self.dt_proj = nn.Linear(rank, d_model)
         self.out_proj = nn.Linear(d_model, d_model, bias=False)
-        bias = step_bias(d_model)
+        bias = draw_step_bias(d_model)
         with torch.no_grad():
             nn.init.uniform_(self.dt_proj.weight, -(rank**-0.5), rank**-0.5)
             self.dt_proj.bias.copy_(bias)
@@ -103,8 +103,9 @@ class Mamba1(nn.Module):
 
         dt, B, C = (self.x_proj.weight @ x.transpose(0, 1).flatten(1)).split(self.splits)
         delta = self.dt_proj.weight @ dt
-        y = scan_of(self.variant)(x.contiguous(), by_sequence(delta), -self.A_log.exp(), by_sequence(B), by_sequence(C), self.D,
-                                  z.contiguous(), self.dt_proj.bias)
+        scan = choose_scan(self.variant)
+        y = scan(x.contiguous(), by_sequence(delta), -self.A_log.exp(), by_sequence(B), by_sequence(C), self.D, z.contiguous(),
+                 self.dt_proj.bias)
         return self.out_proj(sequences.packed(y.mT))
 
 

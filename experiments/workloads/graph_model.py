@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from .graph_layers import GraphMambaLayer, degree_orders, statistics_kept
+from .graph_layers import GraphMambaLayer, degree_orders, keep_statistics
 from .graph_mixers import Bidirectional, Mamba1, PackedMamba2, Sequences
 from .graph_walks import WalkEncoder, random_walks
 from .graphs import GraphData
@@ -55,7 +55,7 @@ class GraphModel(nn.Module):
 
     Args:
         sizes: of the model.
-        variant: of the SSD, see `ssd.ssd_chunk_scan`, or of Mamba-1's scan, see `mamba1.scan_of`.
+        variant: of the SSD, see `ssd.ssd_chunk_scan`, or of Mamba-1's scan, see `mamba1.choose_scan`.
         checkpoint_activations: the backward computes each layer, and the states of neighbourhoods, again from nodes and edges,
             which alone are kept.
     """
@@ -107,7 +107,7 @@ class GraphModel(nn.Module):
         """Its results, for which the backward may compute it again."""
         if not (self.checkpoint_activations and self.training):
             return part(*given)
-        return checkpoint(part, *given, use_reentrant=False, context_fn=lambda: (nullcontext(), statistics_kept(part)))
+        return checkpoint(part, *given, use_reentrant=False, context_fn=lambda: (nullcontext(), keep_statistics(part)))
 
 
 class _Categories(nn.Module):

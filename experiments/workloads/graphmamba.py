@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from .graph_model import WALKS, GraphModel, GraphSizes, graph_loss
-from .graphs import MALNET_TINY, MNIST, PEPTIDES_FUNC, VOC_SP, collate, of_run
+from .graphs import MALNET_TINY, MNIST, PEPTIDES_FUNC, VOC_SP, collate, load_data
 from .registry import Preset, Workload
 
 _PEPTIDES = GraphSizes(PEPTIDES_FUNC, d_model=96, layers=4, headdim=32)
@@ -35,7 +35,7 @@ WORKLOAD = Workload(
                               lr=1.5e-3, weight_decay=1e-5),
     },
     build=GraphModel,
-    dataset=of_run,
+    dataset=load_data,
     loss=graph_loss,
     collate=collate,
     unit="graphs",

@@ -150,7 +150,7 @@ def graphs(data: str, sizes: GraphSizes, seed: int) -> SyntheticGraphs | LocalGr
     return SyntheticGraphs(sizes.data, seed) if data == "synthetic" else LocalGraphs(Path(data), sizes.data, seed)
 
 
-def of_run(run: Run) -> SyntheticGraphs | LocalGraphs:
+def load_data(run: Run) -> SyntheticGraphs | LocalGraphs:
     return graphs(run.data, run.sizes, run.seed)
 
 

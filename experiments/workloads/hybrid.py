@@ -4,9 +4,18 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-from .language_model import ATTENTION, MAMBA, MLP_LAYER, LanguageModel, LanguageSizes, labelled, next_token_loss, scans
+from .language_model import (
+    ATTENTION,
+    MAMBA,
+    MLP_LAYER,
+    LanguageModel,
+    LanguageSizes,
+    count_labelled,
+    list_scans,
+    next_token_loss,
+)
 from .registry import Preset, Workload
-from .text import of_run
+from .text import load_data
 
 ATTENTION_SHARE, MLP_SHARE = Fraction(4, 56), Fraction(28, 56)
 
@@ -64,8 +73,8 @@ WORKLOAD = Workload(
         "8b": _preset(4096, 56, vocab_size=256000, lr=1e-4),
     },
     build=LanguageModel,
-    dataset=of_run,
+    dataset=load_data,
     loss=next_token_loss,
-    terms=labelled,
-    scans=scans,
+    terms=count_labelled,
+    scans=list_scans,
 )

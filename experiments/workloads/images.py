@@ -35,7 +35,7 @@ class Images(Dataset):
     Args:
         source: its `image(n)` gives pixels, (size, size, 3) uint8, and their class.
         classes: that the model tells apart.
-        augmented: samples say so, by an entry of this name, to the loss, which then mixes them; see `augmentation.mixed`.
+        augmented: samples say so, by an entry of this name, to the loss, which then mixes them; see `augmentation.mix`.
 
     Attributes:
         floor: as `registry.Workload.dataset` has it: the entropy of the smoothed label. Mixing only adds to it.
@@ -121,7 +121,7 @@ def images(data: str, sizes: VisionSizes, seed: int) -> Images:
     return Images(source, sizes.classes, sizes.augment)
 
 
-def of_run(run: Run) -> Images:
+def load_data(run: Run) -> Images:
     return images(run.data, run.sizes, run.seed)
 
 

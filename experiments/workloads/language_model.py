@@ -121,16 +121,16 @@ def next_token_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """Mean cross-entropy of the next token in nats, over the tokens that have one; batch: as `text.Rows` has it."""
     logits = model(batch["input_ids"], batch.get("seq_idx"))
     total = F.cross_entropy(logits.flatten(0, 1).float(), batch["labels"].flatten(), ignore_index=IGNORED, reduction="sum")
-    return total / labelled(batch).clamp(min=1)  # of documents of one token nothing can be learnt
+    return total / count_labelled(batch).clamp(min=1)  # of documents of one token nothing can be learnt
 
 
-def scans(sizes: LanguageSizes, batch: int, seqlen: int) -> list[Problem]:
+def list_scans(sizes: LanguageSizes, batch: int, seqlen: int) -> list[Problem]:
     """Of each Mamba-2 layer."""
     nheads = 2 * sizes.d_model // sizes.headdim
     one = Problem(batch, seqlen, nheads, sizes.headdim, sizes.d_state, sizes.ngroups, sizes.chunk_size)
     return [one] * sizes.pattern.count(MAMBA)
 
 
-def labelled(batch: dict[str, Tensor]) -> Tensor:
+def count_labelled(batch: dict[str, Tensor]) -> Tensor:
     """How many tokens have a next one, a number on the batch's device."""
     return (batch["labels"] != IGNORED).sum()

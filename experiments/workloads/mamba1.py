@@ -16,7 +16,7 @@ _NAMES = ("auto", "torch", "mamba_ssm")
 _STEPS = (0.001, 0.1)  # at the start
 
 
-def scan_of(variant: str) -> Callable[..., Tensor]:
+def choose_scan(variant: str) -> Callable[..., Tensor]:
     """What computes y of u, delta, A, B, C, D, z and delta_bias, as `ssd.block.selective_scan_fn` takes them, with softplus.
 
     Args:
@@ -38,7 +38,7 @@ def scan_of(variant: str) -> Callable[..., Tensor]:
     return partial(selective_scan_fn, delta_softplus=True)
 
 
-def step_bias(count: int) -> Tensor:
+def draw_step_bias(count: int) -> Tensor:
     """(count,), of which softplus makes steps, uniform in their logarithm between two: as arXiv:2312.00752 draws them."""
     steps = torch.empty(count).uniform_(*map(math.log, _STEPS)).exp()
     return steps + torch.log(-torch.expm1(-steps))

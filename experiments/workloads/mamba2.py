@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from .language_model import MAMBA, LanguageModel, LanguageSizes, labelled, next_token_loss, scans
+from .language_model import MAMBA, LanguageModel, LanguageSizes, count_labelled, list_scans, next_token_loss
 from .registry import Preset, Workload
-from .text import of_run
+from .text import load_data
 
 
 def _published(d_model: int, layers: int, lr: float) -> Preset:
@@ -32,8 +32,8 @@ WORKLOAD = Workload(
         "8b": _wide(56, vocab_size=256000),
     },
     build=LanguageModel,
-    dataset=of_run,
+    dataset=load_data,
     loss=next_token_loss,
-    terms=labelled,
-    scans=scans,
+    terms=count_labelled,
+    scans=list_scans,
 )

@@ -8,17 +8,17 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from .augmentation import mixed
-from .images import SMOOTHING, of_run
+from .augmentation import mix
+from .images import SMOOTHING, load_data
 from .registry import Preset, Workload
 from .vision_model import VisionModel, VisionSizes
 
 
 def class_loss(model: VisionModel, batch: dict[str, Tensor]) -> Tensor:
     """Mean cross-entropy of the smoothed class in nats; batch: as `images.Images` has it."""
-    pixels, labels = model.normalised(batch["image"]), batch["label"]
+    pixels, labels = model.normalise(batch["image"]), batch["label"]
     if "augmented" in batch:
-        pixels, labels = mixed(pixels, labels, model.sizes.classes)
+        pixels, labels = mix(pixels, labels, model.sizes.classes)
     return F.cross_entropy(model(pixels).float(), labels, label_smoothing=SMOOTHING)
 
 
@@ -40,7 +40,7 @@ WORKLOAD = Workload(
         "L": _published(VisionSizes(196, 64, (3, 3, 10, 5), heads=(16, 32), drop_path=0.3, layer_scale=1e-5, headdim=56)),
     },
     build=VisionModel,
-    dataset=of_run,
+    dataset=load_data,
     loss=class_loss,
     unit="images",
     mixers=("mamba1", "ssd"),

@@ -87,7 +87,7 @@ def rows(data: str, sizes: LanguageSizes, seqlen: int, seed: int, tokenizer: str
     return Rows(Windows(tokens, ends, seqlen + 1, seed), documents=documents)
 
 
-def of_run(run: Run) -> Rows:
+def load_data(run: Run) -> Rows:
     return rows(run.data, run.sizes, run.seqlen, run.seed, run.tokenizer, run.documents)
 
 

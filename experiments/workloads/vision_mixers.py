@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ssd import Options, ssd_chunk_scan
 
-from .mamba1 import scan_of, step_bias
+from .mamba1 import choose_scan, draw_step_bias
 
 _SSD_RATES = (1, 16)  # -A at the start, uniform between the two, as arXiv:2405.21060 draws it
 
@@ -45,19 +45,19 @@ class Mamba1(nn.Module):
     Args:
         channels: of x.
         dt_rank: numbers that the steps of all channels are made of.
-        variant: see `mamba1.scan_of`.
+        variant: see `mamba1.choose_scan`.
         d_state: states of a channel.
     """
 
     def __init__(self, channels: int, dt_rank: int, variant: str, d_state: int = 8):
         super().__init__()
-        scan_of(variant)  # refuses it before there is a model
+        choose_scan(variant)  # refuses it before there is a model
         self.variant = variant
         self.parts = [dt_rank, d_state, d_state]
         self.x_proj = nn.Linear(channels, sum(self.parts), bias=False)
         self.dt_proj = nn.Linear(dt_rank, channels)
         nn.init.uniform_(self.dt_proj.weight, -(dt_rank**-0.5), dt_rank**-0.5)
-        self.dt_proj.bias = nn.Parameter(step_bias(channels))
+        self.dt_proj.bias = nn.Parameter(draw_step_bias(channels))
         self.A_log = nn.Parameter(torch.arange(1.0, d_state + 1).log().repeat(channels, 1))
         self.D = nn.Parameter(torch.ones(channels))
         for parameter in (self.A_log, self.D):
@@ -67,7 +67,7 @@ class Mamba1(nn.Module):
         """(batch, seqlen, channels) to the same shape."""
         dt, B, C = self.x_proj(x).split(self.parts, -1)
         dt = F.linear(dt, self.dt_proj.weight)  # whose bias the scan adds, in fp32
-        scan, A = scan_of(self.variant), -self.A_log.float().exp()
+        scan, A = choose_scan(self.variant), -self.A_log.float().exp()
         return scan(x.mT, dt.mT, A, B.mT, C.mT, self.D, delta_bias=self.dt_proj.bias).mT
 
 
@@ -93,7 +93,7 @@ class SSD(nn.Module):
         self.headdim, self.chunk_size, self.variant, self.options = headdim, chunk_size, variant, Options()
         self.parts = [heads, d_state, d_state]
         self.x_proj = nn.Linear(channels, sum(self.parts), bias=False)
-        self.dt_bias = nn.Parameter(step_bias(heads))
+        self.dt_bias = nn.Parameter(draw_step_bias(heads))
         self.A_log = nn.Parameter(torch.empty(heads).uniform_(*_SSD_RATES).log())
         self.D = nn.Parameter(torch.ones(heads))
         for parameter in (self.dt_bias, self.A_log, self.D):

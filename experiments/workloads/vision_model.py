@@ -60,7 +60,7 @@ class VisionModel(nn.Module):
 
     Args:
         sizes: of the model.
-        variant: of the mixer, see `mamba1.scan_of` and `ssd.ssd_chunk_scan`.
+        variant: of the mixer, see `mamba1.choose_scan` and `ssd.ssd_chunk_scan`.
         checkpoint_activations: the backward computes each block of stages 3 and 4 again. Those before have batch norms, which
             would count every batch twice.
     """
@@ -85,7 +85,7 @@ class VisionModel(nn.Module):
         self.head = nn.Linear(dim, sizes.classes)
         self._initialise()
 
-    def normalised(self, images: Tensor) -> Tensor:
+    def normalise(self, images: Tensor) -> Tensor:
         """(batch, 3, size, size) uint8 to fp32 with ImageNet's mean 0 and deviation 1."""
         return (images / 255 - self.mean) / self.deviation
 
@@ -140,10 +140,10 @@ class _WindowStage(nn.Module):
             self.blocks.append(nn.Sequential(*(_Residual(dim, branch, rate, sizes.layer_scale) for branch in (mixer, mlp))))
 
     def forward(self, x: Tensor) -> Tensor:
-        tokens = windows_of(x, self.window)
+        tokens = split_windows(x, self.window)
         for block in self.blocks:
             tokens = checkpoint(block, tokens, use_reentrant=False) if self.again and self.training else block(tokens)
-        return image_of(tokens, self.window, *x.shape[2:])
+        return join_windows(tokens, self.window, *x.shape[2:])
 
 
 def _scan(sizes: VisionSizes, dim: int, variant: str) -> Branches:
@@ -197,7 +197,7 @@ class DropPath(nn.Module):
         return x * kept.div_(1 - self.rate)
 
 
-def windows_of(x: Tensor, window: int) -> Tensor:
+def split_windows(x: Tensor, window: int) -> Tensor:
     """(batch, dim, height, width) to (batch * windows, window * window, dim); windows row by row, and their tokens too.
 
     Args:
@@ -207,7 +207,7 @@ def windows_of(x: Tensor, window: int) -> Tensor:
     return parts.permute(0, 2, 4, 3, 5, 1).flatten(3, 4).flatten(0, 2)
 
 
-def image_of(tokens: Tensor, window: int, height: int, width: int) -> Tensor:
-    """What `windows_of` took apart, in channels_last."""
+def join_windows(tokens: Tensor, window: int, height: int, width: int) -> Tensor:
+    """What `split_windows` took apart, in channels_last."""
     parts = tokens.view(-1, height // window, width // window, window, window, tokens.shape[-1])  # [b, rows, columns, i, j, d]
     return parts.transpose(2, 3).reshape(-1, height, width, tokens.shape[-1]).permute(0, 3, 1, 2)

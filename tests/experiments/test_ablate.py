@@ -22,7 +22,7 @@ def on(*names):
 
 
 def test_steps():
-    steps = [(step.step, step.changed, vars(step.options)) for step in ablate.steps(NAMES)]
+    steps = [(step.step, step.changed, vars(step.options)) for step in ablate.list_steps(NAMES)]
     assert steps == [
         ("all", None, on("exp2", "gluon", "tf32")),
         ("without", "exp2", on("tf32")),
@@ -45,7 +45,8 @@ def test_rows(tmp_path, clock, monkeypatch):  # noqa: F811
         return real(setting, mode, candidates, *other)
 
     monkeypatch.setattr(ablate, "measure", measure)
-    monkeypatch.setattr(ablate, "_every_step", lambda variants: ((v, s) for v in variants for s in ablate.steps(NAMES[:2])))
+    monkeypatch.setattr(
+        ablate, "_list_every_step", lambda variants: ((v, s) for v in variants for s in ablate.list_steps(NAMES[:2])))
     rows = ablate.run(ablate.Plan(("torch",), (SMALL,), ("fwd",), "fp32", 32, out=tmp_path), ablate.Console(quiet=True))
     assert len(measured) == len(set(measured)) == 3
     assert [(row["step"], row["changed"]) for row in rows] == [
@@ -60,15 +61,15 @@ def test_plain_kernels_are_compared_with_plain_kernels():
     def row(step, changed, us):
         return ssd_row("fused", bench="ablate", step=step, changed=changed, p50_us=us, graph_p50_us=None)
 
-    rows = ablate.relative([row("all", None, 100.0), row("without", "gluon", 200.0), row("without", "exp2", 300.0)])
+    rows = ablate.add_relative([row("all", None, 100.0), row("without", "gluon", 200.0), row("without", "exp2", 300.0)])
     assert [r["relative"] for r in rows] == [1.0, 2.0, 1.5]
 
 
 @without_gpu
 def test_without_a_gpu_nothing_is_timed_and_a_wrong_result_fails(monkeypatch, tmp_path):
     """The interpreter's results are judged in tests/ssd."""
-    every = ablate.steps
-    monkeypatch.setattr(ablate, "steps", lambda names: every(names)[:2])
+    every = ablate.list_steps
+    monkeypatch.setattr(ablate, "list_steps", lambda names: every(names)[:2])
     monkeypatch.setattr(interpret, "check", lambda variant, dtype, options, modes: {"out": Error(0.0, 0.0)})
     command = ["ablate", "--variant", "baseline", "--out", str(tmp_path)]
     result = CliRunner().invoke(app, command)

@@ -24,17 +24,17 @@ def test_the_fastest_comes_first_and_the_latest_row_counts():
         ssd_row("baseline", p50_us=10.0, chunk_size=256),  # compared with nothing
         ssd_row("fused", mode="fwd_bwd", p50_us=10.0),
     ]
-    assert choose.tables(rows) == {"h200": {KEY: ["persistent", "fused", "baseline"]}}
+    assert choose.rank_variants(rows) == {"h200": {KEY: ["persistent", "fused", "baseline"]}}
 
 
 def test_options_that_a_row_is_too_old_for_have_their_default():
     rows = [ssd_row("baseline", options={"tf32": False}), ssd_row("fused", options=vars(Options()), p50_us=1.0)]
-    assert choose.tables(rows) == {"h200": {KEY: ["fused", "baseline"]}}
+    assert choose.rank_variants(rows) == {"h200": {KEY: ["fused", "baseline"]}}
 
 
 def test_command(tmp_path, monkeypatch):
     rows, tables = tmp_path / "rows", tmp_path / "tables"
-    monkeypatch.setattr(choose.write, "__defaults__", (tables,))
+    monkeypatch.setattr(choose.write_tables, "__defaults__", (tables,))
     write(rows, ssd_row(), ssd_row("fused", p50_us=1.0), ssd_row(gpu="NVIDIA L4"))
     result = CliRunner().invoke(app, ["choose", "--out", str(rows)])
     assert result.exit_code == 0, result.output

@@ -50,7 +50,7 @@ def without(metric: str, *launches) -> str:
 
 
 def read(text: str) -> list[dict]:
-    return [counters._launch(launch) for launch in counters.parse(text)]
+    return [counters._make_launch(launch) for launch in counters.parse(text)]
 
 
 def kernel_row(variant="baseline", kernel="_chunk_state", **other) -> dict:
@@ -73,8 +73,8 @@ def test_a_metric_that_ncu_does_not_know(key, cell):
     metric = (counters._WARM | counters._COLD)[key]
     place = NAMES.index(metric)
     unknown = [(*launch[:place], cell, *launch[place + 1 :]) for launch in LAUNCHES]
-    kernels = counters.by_kernel(read(without(metric, *LAUNCHES) if cell is None else raw(*unknown)))
-    known = counters.by_kernel(read(raw(*LAUNCHES)))
+    kernels = counters.merge_by_kernel(read(without(metric, *LAUNCHES) if cell is None else raw(*unknown)))
+    known = counters.merge_by_kernel(read(raw(*LAUNCHES)))
     assert kernels == [{name: value for name, value in kernel.items() if name != key} for kernel in known]
 
 
@@ -84,7 +84,7 @@ def test_what_there_must_be():
 
 
 def test_kernels_are_weighted_with_time():
-    state, bmm = counters.by_kernel(read(raw(*LAUNCHES)))
+    state, bmm = counters.merge_by_kernel(read(raw(*LAUNCHES)))
     assert (state["launches"], bmm["launches"]) == (2, 1)
     assert (state["ncu_us"], state["dram_bytes"], state["blocks"], state["registers"]) == (40, 124_800_000, 2048, 128)
     assert state["dram_pct"] == pytest.approx(65.0)
@@ -103,7 +103,7 @@ def ncu(monkeypatch):
     def run(command, **_):
         fake.commands.append(command)
         if command[0] != "ncu":
-            Path(os.environ[counters.tuned._FILE]).write_text("{}")
+            Path(os.environ[counters.autotuned_configs._FILE]).write_text("{}")
             return SimpleNamespace(returncode=0)
         with open(command[command.index("--log-file") + 1], "w") as log:
             log.write(fake.said)
@@ -161,11 +161,11 @@ def test_recorded(ncu, monkeypatch):
 
 def test_what_ncu_runs_is_what_the_row_measured(ncu, monkeypatch):
     seen = []
-    monkeypatch.setattr(counters, "profiled", lambda *call: seen.append(call))
+    monkeypatch.setattr(counters, "run_profiled", lambda *call: seen.append(call))
     options = Options(tf32=True, exp2=False)
     rows = (ssd_row("fused", mode="bwd", chunk_size=64, options=vars(options)), ssd_row("mamba_ssm"))
     for row in rows:
-        counters.profile(counters._call_of(row))
+        counters.profile(counters._make_arguments(row))
     for command in ncu.commands:
         result = CliRunner().invoke(app, command[command.index("experiments") + 1 :])
         assert result.exit_code == 0, result.output
@@ -187,7 +187,7 @@ def test_profiled(mode, monkeypatch):
         monkeypatch.setattr(torch.cuda.profiler, name, lambda name=name: seen.append(name))
     monkeypatch.setitem(SHAPES, "small", SMALL)
     options = Options(exp2=False)
-    counters.profiled(Candidate("torch", 32, options), "small", mode, "fp32")
+    counters.run_profiled(Candidate("torch", 32, options), "small", mode, "fp32")
     assert seen == {"fwd": [*[options] * 3, "start", options, "stop"],
                     "bwd": [options, *["grad"] * 3, "start", "grad", "stop"]}[mode]
 
@@ -212,7 +212,7 @@ def test_calls_side_by_side(tmp_path):
         kernel_row("fused", ncu_us=10.0, **blocks),
         kernel_row("fused", "_scan", ncu_us=30.0, **blocks | {"block_cycles": 8000.0}),
     )
-    found = counters.committed(tmp_path)
+    found = counters.read_latest(tmp_path)
     assert [(call["mode"], call["variant"], call["launches"]) for call in found] == [
         ("fwd", "fused", 2), ("fwd", "baseline", 2), ("bwd", "fused", 1)]
     fused, baseline, _ = found
@@ -227,5 +227,5 @@ def test_kernels_of_an_earlier_run_are_not_counted(tmp_path, change):
     """A kernel that the call no longer has, measured at this commit, at another, or at another in smaller chunks."""
     old = {"time": "2025-01-01T00:00:00+00:00", **change}
     write(tmp_path, kernel_row(**old), kernel_row(kernel="_gone", **old), kernel_row(dram_bytes=5e6))
-    (call,) = counters.committed(tmp_path)
+    (call,) = counters.read_latest(tmp_path)
     assert (call["launches"], call["dram_bytes"]) == (1, 5e6)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from experiments.workloads.graph_layers import GatedGCN, degree_orders, in_order
+from experiments.workloads.graph_layers import GatedGCN, degree_orders, mix_in_order
 from experiments.workloads.graph_mixers import Bidirectional, Mamba1, PackedMamba2, Sequences
 from experiments.workloads.graph_walks import random_walks
 from ssd.block import mamba_inner_fn
@@ -55,8 +55,8 @@ def test_orders_are_by_graph_then_degree_and_are_undone():
         keys = [(graphs.number[n].item(), degree[n].item(), drawn[n].item()) for n in order]
         assert keys == sorted(keys) and order.sort().values.tolist() == list(range(nodes))
         h = torch.randn(nodes, 3)
-        assert torch.equal(in_order(lambda row, _: row, h, graphs, order), h)
-        places = in_order(lambda row, its: its.place[:, None], h, graphs, order)[:, 0]
+        assert torch.equal(mix_in_order(lambda row, _: row, h, graphs, order), h)
+        places = mix_in_order(lambda row, its: its.place[:, None], h, graphs, order)[:, 0]
         assert torch.equal(places[order], graphs.place)
     assert not torch.equal(orders[1, 0], orders[1, 1])
 

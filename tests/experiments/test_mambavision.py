@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 
-from experiments.steps import decaying
+from experiments.training_step import find_decaying
 from experiments.workloads.mambavision import class_loss
 from experiments.workloads.vision_mixers import Mamba1
-from experiments.workloads.vision_model import DropPath, VisionModel, image_of, windows_of
+from experiments.workloads.vision_model import DropPath, VisionModel, join_windows, split_windows
 from ssd import ssd_chunk_scan
 from tests.experiments.small import vision_sizes
 
@@ -26,11 +26,11 @@ def pixels(batch=4, size=32) -> torch.Tensor:
 
 def test_windows_are_exact():
     x = torch.arange(2 * 5 * 6 * 4).view(2, 5, 6, 4)
-    windows = windows_of(x, 2)
+    windows = split_windows(x, 2)
     assert windows.shape == (2 * 6, 4, 5)
     assert torch.equal(windows[6 + 3], x[1, :, 2:4, 2:4].flatten(1).T), "the fourth of the second image, two in a row"
-    assert torch.equal(image_of(windows, 2, 6, 4), x)
-    assert torch.equal(windows_of(x[:, :, :4], 4), x[:, :, :4].flatten(2).transpose(1, 2)), "one window is the image"
+    assert torch.equal(join_windows(windows, 2, 6, 4), x)
+    assert torch.equal(split_windows(x[:, :, :4], 4), x[:, :, :4].flatten(2).transpose(1, 2)), "one window is the image"
 
 
 @pytest.mark.parametrize("mixer", MIXERS)
@@ -65,7 +65,7 @@ def test_mamba1_is_ssd_with_a_head_for_each_channel_and_state():
 @pytest.mark.parametrize("mixer, kept", [("mamba1", {"A_log", "D", "dt_proj.bias"}), ("ssd", {"A_log", "D", "dt_bias"})])
 def test_what_decays(mixer, kept):
     model = model_of(mixer, layer_scale=1e-5)
-    names, decay = {name for name, _ in model.named_parameters()}, decaying(model)
+    names, decay = {name for name, _ in model.named_parameters()}, find_decaying(model)
     place = "stages.4.blocks.0.0.branch.ssm."
     assert {name.removeprefix(place) for name in names - decay if name.startswith(place)} == kept
     assert all(name.endswith((".weight", "_proj.weight")) for name in decay)
@@ -98,6 +98,6 @@ def test_computing_again_changes_no_gradient(small, mixer):
 def test_the_loss_is_of_smoothed_labels():
     model = model_of(drop_path=0.0)
     batch = {"image": pixels(), "label": torch.tensor([3, 1, 4, 1])}
-    log_p = model(model.normalised(batch["image"])).log_softmax(-1)
+    log_p = model(model.normalise(batch["image"])).log_softmax(-1)
     expected = -(0.9 * log_p[range(4), batch["label"]] + 0.1 * log_p.mean(-1)).mean()
     torch.testing.assert_close(class_loss(model, batch), expected)

@@ -107,24 +107,24 @@ def test_a_kernel_that_never_ran_is_no_pass(says, tmp_path, monkeypatch):
 
     every = [*sanitize.list_candidates(), sanitize.BLOCK]
     console = Console(record=True, width=120)
-    says(launching(sanitize.ours()))
+    says(launching(sanitize.list_ours()))
     assert sanitize.run(every, ["memcheck"], tmp_path / "rows", console)
-    says(launching(sanitize.ours() - {"bmm_chunk_kernel"}))
+    says(launching(sanitize.list_ours() - {"bmm_chunk_kernel"}))
     assert sanitize.run(["baseline"], ["memcheck"], tmp_path / "rows", console), "of one variant nothing is missing"
     assert not sanitize.run(every, ["memcheck"], tmp_path / "rows", console)
     assert "never launched: bmm_chunk_kernel" in console.export_text()
     monkeypatch.setattr(sanitize, "is_hopper", lambda device: False)
-    says(launching({name for name in sanitize.ours() if "hopper" not in name}))
+    says(launching({name for name in sanitize.list_ours() if "hopper" not in name}))
     assert sanitize.run(every, ["memcheck"], tmp_path / "rows", console), "which no other GPU can run"
     rows = record.read(tmp_path / "rows", bench="sanitize")
-    assert set(rows[0]["launched"]) == sanitize.ours() and rows[0]["kernels"] == ""
+    assert set(rows[0]["launched"]) == sanitize.list_ours() and rows[0]["kernels"] == ""
 
 
 def test_the_committed_rows_are_clean():
     """The last of each: both tools on all variants, every kernel launched, nothing found but the start of roles."""
     rows = record.latest(record.read(bench="sanitize"), itemgetter("variant", "tool"))
     assert {(row["variant"], row["tool"]) for row in rows} == set(product(sanitize.VARIANTS, sanitize.TOOLS))
-    assert set().union(*(row["launched"] for row in rows)) >= sanitize.ours()
+    assert set().union(*(row["launched"] for row in rows)) >= sanitize.list_ours()
     assert all(row["found"] == row["of_roles"] for row in rows)
     control = next(row for row in rows if row["variant"] == sanitize.CONTROL and row["tool"] == "racecheck")
     assert control["found"] == 1 and not any(row["found"] for row in rows if row["tool"] == "memcheck")

@@ -33,7 +33,7 @@ def plan(tmp_path) -> sweep.Plan:
 
 def test_two_variants_give_a_table(plan):
     assert sweep.run(plan, QUIET) == []
-    rows = sweep.committed(plan.out)
+    rows = sweep.read_latest(plan.out)
     assert [(row["variant"], row["workload"], row["preset"], row["mixer"]) for row in rows] == [
         ("torch", "mamba2", "small", "ssd"), ("auto", "mamba2", "small", "ssd")]
     assert rows[0]["loss"] == pytest.approx(rows[1]["loss"], rel=1e-3) and all(row["p50_us"] > 0 for row in rows)
@@ -68,13 +68,14 @@ def test_steps_are_counted_once(plan, monkeypatch):
             raise ValueError("no permission")
         return [launch, launch | {"kernel": "bmm_chunk_kernel", "ncu_us": 30.0}]
 
-    monkeypatch.setattr(counters, "traffic", traffic)
+    monkeypatch.setattr(counters, "count_traffic", traffic)
     monkeypatch.setattr(sweep, "find", lambda _: find("NVIDIA H200"))
     plan = replace(plan, runs=tuple(small_run(steps=3, save_every=0, batch=batch) for batch in (4, 2)), variants=("auto",),
                    trains=False, counts=True)
     (failed,) = sweep.run(plan, QUIET)
     assert failed == "mamba2 small ssd auto: ncu gave none: no permission" and asked == [4, 2]
-    assert [(row["U"], row["W"]) for row in sweep.committed(plan.out)] == [(None, None), pytest.approx((33.3, 25.0), rel=1e-2)]
+    found = [(row["U"], row["W"]) for row in sweep.read_latest(plan.out)]
+    assert found == [(None, None), pytest.approx((33.3, 25.0), rel=1e-2)]
     assert sweep.run(plan, QUIET) == [] and asked == [4, 2, 4]
 
 
@@ -86,7 +87,7 @@ def test_what_fails_is_reported_and_the_rest_goes_on(plan):
     trained = [(row["workload"], row["variant"]) for row in record.read(plan.out, bench="train")]
     assert trained == [("mambavision", "torch"), ("mamba2", "torch")]
     assert len(failed) == 4 and failed[0].startswith("mambavision small mamba1 mamba_ssm: ")
-    assert [row["workload"] for row in sweep.committed(plan.out)] == ["mambavision", "mamba2"]
+    assert [row["workload"] for row in sweep.read_latest(plan.out)] == ["mambavision", "mamba2"]
     before = len(record.read(plan.out, bench="step"))
     sweep.run(plan, QUIET)
     assert len(record.read(plan.out, bench="step")) == before, "what cannot run has its row, too"
@@ -110,7 +111,7 @@ def test_a_step_that_fails_costs_only_itself(plan, monkeypatch):
 
 
 def test_a_sweep_that_was_ended_goes_on(plan, monkeypatch):
-    plan, original = replace(plan, variants=("torch",)), training.gradient
+    plan, original = replace(plan, variants=("torch",)), training.compute_gradient
 
     def ended(run, step, *rest):
         if step == 2:
@@ -118,10 +119,10 @@ def test_a_sweep_that_was_ended_goes_on(plan, monkeypatch):
         return original(run, step, *rest)
 
     with monkeypatch.context() as patch, pytest.raises(training.Interrupted):
-        patch.setattr(training, "gradient", ended)
+        patch.setattr(training, "compute_gradient", ended)
         sweep.run(plan, QUIET)
     taken = []
-    monkeypatch.setattr(training, "gradient", lambda run, step, *rest: taken.append(step) or original(run, step, *rest))
+    monkeypatch.setattr(training, "compute_gradient", lambda run, step, *rest: taken.append(step) or original(run, step, *rest))
     assert sweep.run(plan, QUIET) == [] and taken == [3]
 
 
@@ -132,29 +133,29 @@ def test_times_of_two_sittings_do_not_compare(plan):
     rival = row | {"variant": "mamba_ssm", "options": None, "p50_us": 2 * row["p50_us"],
                    "run": row["run"] | {"variant": "mamba_ssm"}}
     record.append(rival, plan.out)
-    assert [row["speedup"] for row in sweep.committed(plan.out)] == [2.0, None]
+    assert [row["speedup"] for row in sweep.read_latest(plan.out)] == [2.0, None]
     record.append(rival | {"run": rival["run"] | {"preset": "1.3b"}, "p50_us": 1.0}, plan.out)
-    assert sweep.committed(plan.out)[0]["speedup"] == 2.0, "another's, begun in the same second"
+    assert sweep.read_latest(plan.out)[0]["speedup"] == 2.0, "another's, begun in the same second"
     later = {"sitting": "2001-01-01T00:00:00+00:00"}
     record.append(rival | later, plan.out)
     record.append(row | later | {"variant": "baseline", "run": row["run"] | {"variant": "baseline"}}, plan.out)
-    assert [row["speedup"] for row in sweep.committed(plan.out)] == [None, None, None, 2.0]
+    assert [row["speedup"] for row in sweep.read_latest(plan.out)] == [None, None, None, 2.0]
     record.append(row | {"run": row["run"] | {"steps": 7}}, plan.out)
-    assert [row["loss"] for row in sweep.committed(plan.out)] == [loss, None, None, None, None], "of as many steps"
+    assert [row["loss"] for row in sweep.read_latest(plan.out)] == [loss, None, None, None, None], "of as many steps"
 
 
 def test_variants_take_the_same_data(plan, monkeypatch):
     """Round by round, the second on other data than the first."""
-    seen, original = {}, step_time.gradient
+    seen, original = {}, step_time.compute_gradient
 
     def gradient(run, step, workload, model, optimizer, batches, team):
         batches = list(batches)
         seen.setdefault(model.layers[0].mixer.variant, []).append([batch["input_ids"].sum().item() for batch in batches])
         return original(run, step, workload, model, optimizer, iter(batches), team)
 
-    monkeypatch.setattr(step_time, "gradient", gradient)
+    monkeypatch.setattr(step_time, "compute_gradient", gradient)
     run = small_run(steps=1, accumulate=2)
-    step_time.measure(run, [Candidate("torch"), Candidate("auto")], 6, 1, QUIET)
+    step_time.measure_steps(run, [Candidate("torch"), Candidate("auto")], 6, 1, QUIET)
     assert seen["torch"] == seen["auto"] and len({str(sums) for sums in seen["torch"][-6:]}) == 4
     assert {len(sums) for sums in seen["torch"]} == {2}
 

@@ -16,32 +16,32 @@ def test_best_chunk_of_the_latest_rows(tmp_path):
         ssd_row(chunk_size=128, p50_us=800.0),
         ssd_row(mode="bwd", p50_us=2000.0),
     )
-    assert [(r["mode"], r["chunk_size"], r["p50_us"]) for r in table.committed(tmp_path)] == [
+    assert [(r["mode"], r["chunk_size"], r["p50_us"]) for r in table.read_latest(tmp_path)] == [
         ("fwd", 128, 800.0),
         ("bwd", 128, 2000.0),
     ]
-    assert len(table.committed(tmp_path, all_chunks=True)) == 3
+    assert len(table.read_latest(tmp_path, all_chunks=True)) == 3
 
 
 def test_the_kernels_decide_and_not_their_launches(tmp_path):
     write(tmp_path, ssd_row(chunk_size=64, p50_us=500.0, graph_p50_us=400.0), ssd_row(p50_us=700.0, graph_p50_us=300.0),
           ssd_row(chunk_size=256, p50_us=450.0, graph_p50_us=None))
-    assert [r["chunk_size"] for r in table.committed(tmp_path)] == [128]
+    assert [r["chunk_size"] for r in table.read_latest(tmp_path)] == [128]
 
 
 def test_rows_beside_a_rival(tmp_path):
     """A later one without does not take the place of a comparison; what has none is shown as it is."""
     write(tmp_path, ssd_row("fused", p50_us=800.0, **compared()), ssd_row("fused"), ssd_row("mamba_ssm"), ssd_row("persistent"))
-    found = {row["variant"]: row["p50_us"] for row in table.committed(tmp_path, compared=True)}
+    found = {row["variant"]: row["p50_us"] for row in table.read_latest(tmp_path, compared=True)}
     assert found == {"fused": 800.0, "mamba_ssm": 1000.0, "persistent": 1000.0}
-    assert {row["variant"]: row["p50_us"] for row in table.committed(tmp_path)}["fused"] == 1000.0
+    assert {row["variant"]: row["p50_us"] for row in table.read_latest(tmp_path)}["fused"] == 1000.0
 
 
 def test_commits_are_not_mixed(tmp_path):
     """A chunk size that was measured at an earlier commit only is out of the running, and a faster one of it too."""
     old = {"git_sha": "1" * 40, "graph_p50_us": 100.0}
     write(tmp_path, ssd_row(chunk_size=64, **old), ssd_row(chunk_size=64, mode="bwd", **old), ssd_row(graph_p50_us=300.0))
-    assert [(r["mode"], r["chunk_size"]) for r in table.committed(tmp_path)] == [("fwd", 128), ("bwd", 64)]
+    assert [(r["mode"], r["chunk_size"]) for r in table.read_latest(tmp_path)] == [("fwd", 128), ("bwd", 64)]
 
 
 def test_markdown():
@@ -89,7 +89,7 @@ def test_the_least_of_a_rival_counts():
     """Where its last rows say less than the run that a row is of: in GPU time, and of the same shape and direction."""
     rows = [ssd_row(p50_us=110.0, **compared(2.0)), ssd_row(p50_us=110.0, mode="bwd", **compared(2.0)), ssd_row("fused")]
     rivals = [ssd_row("mamba_ssm", p50_us=us, chunk_size=size) for us, size in ((160.0, 64), (1000.0, 128))]
-    better, same, alone = table.against_the_least(rows, rivals)
+    better, same, alone = table.compare_with_least(rows, rivals)
     assert better["graph_speedup"] == pytest.approx(1.5) and better["speedup"] == 2.0
     assert (same, alone) == tuple(rows[1:])
-    assert table.against_the_least(rows, []) == rows
+    assert table.compare_with_least(rows, []) == rows

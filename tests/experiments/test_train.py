@@ -18,8 +18,8 @@ from rich.console import Console
 
 from experiments import checkpoints, record
 from experiments import train as training
-from experiments.steps import learning_rate
 from experiments.train import Interrupted, Stopped, train
+from experiments.training_step import learning_rate
 from experiments.workloads import get_workload
 from tests.experiments.small import small_run
 from tests.experiments.test_command_line import run as command
@@ -53,14 +53,14 @@ def assert_same(out: Path, other: Path):
 
 def before_step(monkeypatch, number: int, act: Callable[[], None]):
     """Something happens at the beginning of a step."""
-    original = training.gradient
+    original = training.compute_gradient
 
     def step(run, n, *rest):
         if n == number:
             act()
         return original(run, n, *rest)
 
-    monkeypatch.setattr(training, "gradient", step)
+    monkeypatch.setattr(training, "compute_gradient", step)
 
 
 def started(*arguments: object, **variables: object) -> subprocess.Popen[str]:
@@ -196,7 +196,8 @@ def test_without_a_good_checkpoint_a_run_does_not_go_on(tmp_path, monkeypatch):
         train(small_run(save_every=2), tmp_path, QUIET, resume=True)
 
 
-@pytest.mark.parametrize("place", [(training, "gradient"), (torch.optim.AdamW, "step"), (training, "made")], ids=str)
+@pytest.mark.parametrize(
+    "place", [(training, "compute_gradient"), (torch.optim.AdamW, "step"), (training, "build_model")], ids=str)
 def test_what_does_not_fit_the_memory_is_said_in_terms_of_the_run(tmp_path, monkeypatch, place):
     monkeypatch.setattr(*place, lambda *_, **__: out_of_memory())
     with pytest.raises(Stopped, match=r"--batch: 4 rows of 64 tokens of mamba2 small do not fit .*; expected fewer"):
@@ -237,7 +238,7 @@ def test_the_learning_rate():
 def test_what_cannot_train_here_says_so_before_there_is_a_model(tmp_path, monkeypatch, changed, said):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr("triton.knobs.runtime.interpret", False)
-    monkeypatch.setattr(training, "made", lambda *_: pytest.fail("a model was built"))
+    monkeypatch.setattr(training, "build_model", lambda *_: pytest.fail("a model was built"))
     with pytest.raises((ImportError, ValueError), match=said):
         train(small_run(**changed), tmp_path / "run", QUIET)
     assert not (tmp_path / "run").exists()

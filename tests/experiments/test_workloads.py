@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 import torch
 
-from experiments.steps import decaying
+from experiments.training_step import find_decaying
 from experiments.workloads import get_workload, workload_names
 from experiments.workloads.hybrid import allocate
 from experiments.workloads.language_model import LanguageModel
@@ -103,10 +103,10 @@ def test_computing_again_changes_no_gradient(small):
 def test_what_decays():
     model = LanguageModel(sizes("M-*M"))
     names = {name for name, _ in model.named_parameters()}
-    kept = {name.removeprefix("layers.0.") for name in names - decaying(model)}
+    kept = {name.removeprefix("layers.0.") for name in names - find_decaying(model)}
     mixer = {f"mixer.{name}" for name in ("A_log", "D", "dt_bias", "conv1d.bias", "norm.weight")}
     assert {name for name in kept if not name.startswith("layers")} == {"norm.weight", "norm_f.weight", *mixer}
-    assert {"embedding.weight", "lm_head.weight", "layers.0.mixer.in_proj.weight"} <= decaying(model) < names
+    assert {"embedding.weight", "lm_head.weight", "layers.0.mixer.in_proj.weight"} <= find_decaying(model) < names
 
 
 def test_the_variant_reaches_every_mixer():

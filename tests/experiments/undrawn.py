@@ -14,7 +14,7 @@ from rich.console import Console
 from torch import Tensor
 
 from experiments import train as training
-from experiments.parallel import WAYS, joined
+from experiments.parallel import WAYS, join_team
 from experiments.training_run import Run, make_run
 from experiments.workloads import get_workload, graph_model
 from ssd.block import arguments
@@ -37,9 +37,9 @@ def runs_of(workload: str) -> dict[str, Run]:
 
 def train_undrawn(workload: str, out: Path, *ways: str) -> None:
     """All runs in each way, into the folders `out`/way/run."""
-    with pytest.MonkeyPatch.context() as patch, joined() as team:
+    with pytest.MonkeyPatch.context() as patch, join_team() as team:
         patch.setattr(arguments, "INTERPRETED", False)
-        patch.setattr(training, "joined", lambda way: nullcontext(replace(team, way=way)))
+        patch.setattr(training, "join_team", lambda way: nullcontext(replace(team, way=way)))
         patch.setattr(graph_model, "degree_orders", orders_by_place)
         presets = get_workload("mambavision").presets
         patch.setitem(presets, "tiny", replace(presets["tiny"], sizes=replace(presets["tiny"].sizes, drop_path=0.0)))

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from .. import definitions
-from ..definitions import COPY, DATASHEET, NCU, Call, Utilisation, vector_flops
+from ..definitions import COPY, DATASHEET, NCU, Call, Utilisation, count_vector_flops
 from ..gpus import find
 from . import draw, kernels
-from .parts import NOT_YET, Figure, Section, Table, number
+from .parts import NOT_YET, Figure, Section, Table, to_cell
 
 PAPER_PERCENT = 57.5
 _COARSE, _ROUNDING = 5, 0.01  # ncu's per cent have two digits behind the point: what is less says little
@@ -40,7 +40,7 @@ def section(calls: list[Call]) -> Section:
            "below.")
     note = ("U: mean over kernels; W: weighted with time; G: DRAM bytes over the peak times the call's own time, launches and "
             "gaps included. " + _other_commits(calls) + _other_runs(calls))
-    cells = [(line["variant"], line["mode"], line["peak"], *(number(line[name], 1) for name in "UWG")) for line in lines]
+    cells = [(line["variant"], line["mode"], line["peak"], *(to_cell(line[name], 1) for name in "UWG")) for line in lines]
     return Section(title, (note.strip(), Figure("utilisation", svg, see, lines),
                            Table(("variant", "mode", "peak", "U %", "W %", "G %"), cells, 3), _work(calls),
                            *claims(calls), *kernels.registers(calls)))
@@ -57,11 +57,12 @@ def _work(calls: list[Call]) -> Table:
     for call in calls:
         wall, row = call.wall_us, call.row
         rows.append((
-            row["variant"], row["mode"], number(wall), number(row["launches"]), number(call.dram_bytes / 1e6),
-            number(definitions.amplification(call), 2),
-            number(wall and definitions.gbps(call.ideal.bytes, wall)), number(wall and definitions.gbps(call.dram_bytes, wall)),
-            number(wall and 100 * definitions.speed_of_light(call), 1), number(row.get("blocks")),
-            number(row.get("block_cycles")), number(row.get("occupancy_pct"), 1), number(row.get("l2_hit_pct"), 1)))
+            row["variant"], row["mode"], to_cell(wall), to_cell(row["launches"]), to_cell(call.dram_bytes / 1e6),
+            to_cell(definitions.amplification(call), 2),
+            to_cell(wall and definitions.gbps(call.ideal.bytes, wall)),
+            to_cell(wall and definitions.gbps(call.dram_bytes, wall)),
+            to_cell(wall and 100 * definitions.speed_of_light(call), 1), to_cell(row.get("blocks")),
+            to_cell(row.get("block_cycles")), to_cell(row.get("occupancy_pct"), 1), to_cell(row.get("l2_hit_pct"), 1)))
     return Table(("variant", "mode", "us", "launches", "DRAM MB", "times the ideal's bytes", "effective GB/s", "measured GB/s",
                   "of the floor %", "blocks", "block cycles", "occupancy %", "L2 hits %, cold"), rows, 2)
 
@@ -111,7 +112,7 @@ def _vector(call: Call) -> str:
 
 def _share(call: Call) -> str:
     """Vector FLOPs over what the data sheet's rate allows in the kernels' time under ncu."""
-    counted = [vector_flops(kernel) for kernel in call.kernels]
+    counted = [count_vector_flops(kernel) for kernel in call.kernels]
     gpu = find(call.row["gpu"])
     if None in counted or gpu is None:
         return f"Vector FLOPs as a share of the FP32 peak: {NOT_YET}."

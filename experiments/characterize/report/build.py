@@ -14,9 +14,9 @@ _SHAPE, _DTYPE = "8b-b4", "bf16"  # what counters are shown of: the paper's size
 
 def sections(out: Path = record.RESULTS) -> list[Section]:
     """Every section, from the rows under `out`."""
-    calls = [call for call in definitions.calls(out) if (call.row["shape"], call.row["dtype"]) == (_SHAPE, _DTYPE)
+    calls = [call for call in definitions.read_calls(out) if (call.row["shape"], call.row["dtype"]) == (_SHAPE, _DTYPE)
              and record.has_default_options(call.row)]
-    gpus = [row["gpu"] for row in definitions.of_one_gpu([call.row for call in calls])]
+    gpus = [row["gpu"] for row in definitions.keep_one_gpu([call.row for call in calls])]
     calls = [call for call in calls if call.row["gpu"] in gpus]
     return [findings.section(calls, out), paper.section(calls, out), steps.section(out), roofline.section(calls, out),
             kernels.ratios(calls), kernels.table_two(calls), kernels.caches(calls), bandwidth.section(calls),

@@ -10,7 +10,7 @@ from ..classes import BOTH, TENSOR, UNKNOWN, VECTOR
 from ..definitions import Call
 from ..gpus import GPU, find
 from . import draw
-from .parts import NOT_YET, Figure, Section, Table, number, short
+from .parts import NOT_YET, Figure, Section, Table, shorten, to_cell
 
 BASELINE = "baseline"
 _HIT_RATES = {"L2": "l2_hit_pct", "L2, warm": "l2_warm_hit_pct", "L1": "l1_hit_pct", "L1, warm": "l1_warm_hit_pct"}
@@ -52,9 +52,9 @@ def _ratios(call: Call) -> list[dict]:
     """A line for each kernel with products and a ratio; the cost model knows the baseline's alone."""
     lines = []
     for kernel in call.kernels if call.row["mode"] in DIRECTIONS else ():
-        done = classes.work(kernel) if call.row["variant"] == BASELINE else classes.counted(kernel)
+        done = classes.work(kernel) if call.row["variant"] == BASELINE else classes.read_counted(kernel)
         if done and done.tensor and done.ratio is not None:
-            lines.append({"variant": call.row["variant"], "mode": call.row["mode"], "kernel": short(kernel["kernel"]),
+            lines.append({"variant": call.row["variant"], "mode": call.row["mode"], "kernel": shorten(kernel["kernel"]),
                           "tensor": done.tensor, "vector": done.vector, "ratio": done.ratio, "source": done.source})
     return lines
 
@@ -98,7 +98,7 @@ def table_two(calls: list[Call]) -> Section:
     for mode, call in baseline(calls).items():
         for recomputed in (True, False) if mode == "bwd" else (True,):
             for threshold in classes.THRESHOLDS:
-                found = classes.shares(call.kernels, threshold, recomputed)
+                found = classes.compute_shares(call.kernels, threshold, recomputed)
                 what = DIRECTIONS[mode] + ("" if recomputed else ", without recomputed kernels")
                 rows.append((what, f"{100 * threshold:g} %",
                              *(f"{found[kind][0]}: {found[kind][1]:.1f} %" for kind in (TENSOR, VECTOR, BOTH, UNKNOWN))))
@@ -143,7 +143,7 @@ def _hit_rates(calls: list[Call]) -> tuple[list[dict], list[str]]:
     for call in calls:
         of_call = {"variant": call.row["variant"], "mode": call.row["mode"]}
         for kernel in (kernel for kernel in call.kernels if "l2_hit_pct" in kernel):
-            line = of_call | {"kernel": short(kernel["kernel"]), **{key: kernel.get(key) for key in _HIT_RATES.values()}}
+            line = of_call | {"kernel": shorten(kernel["kernel"]), **{key: kernel.get(key) for key in _HIT_RATES.values()}}
             lines.append(line)
             for what, key in _HIT_RATES.items():
                 if line[key] is not None and line[key] > 100:
@@ -155,10 +155,10 @@ def _hit_rates(calls: list[Call]) -> tuple[list[dict], list[str]]:
 def registers(calls: list[Call]) -> tuple[str, Table]:
     """What each kernel occupies, and what its warps wait for."""
     kernels = [(call, kernel, _stall(kernel)) for call in calls for kernel in call.kernels]
-    rows = [(call.row["variant"], DIRECTIONS.get(call.row["mode"], call.row["mode"]), short(kernel["kernel"]), reason or "-",
-             number(warps, 1), number(100 * kernel["ncu_us"] / call.row["ncu_us"], 1), number(kernel.get("registers")),
-             number(kernel.get("occupancy_pct"), 1), number(kernel.get("blocks")), number(kernel.get("block_cycles")),
-             number(kernel.get("tensor_pct"), 1), number(kernel.get("issue_pct"), 1), number(kernel.get("shared_pct"), 1))
+    rows = [(call.row["variant"], DIRECTIONS.get(call.row["mode"], call.row["mode"]), shorten(kernel["kernel"]), reason or "-",
+             to_cell(warps, 1), to_cell(100 * kernel["ncu_us"] / call.row["ncu_us"], 1), to_cell(kernel.get("registers")),
+             to_cell(kernel.get("occupancy_pct"), 1), to_cell(kernel.get("blocks")), to_cell(kernel.get("block_cycles")),
+             to_cell(kernel.get("tensor_pct"), 1), to_cell(kernel.get("issue_pct"), 1), to_cell(kernel.get("shared_pct"), 1))
             for call, kernel, (reason, warps) in kernels]
     table = Table(("variant", "", "kernel", "waits most for", "warps waiting", "time %", "registers", "occupancy %", "blocks",
                    "block cycles", "tensor %", "issue %", "shared memory %"), rows, 4)

@@ -17,7 +17,7 @@ from ..classes import BOTH, TENSOR, VECTOR
 from ..definitions import Call
 from ..gpus import GPUS
 from . import bandwidth, kernels, steps
-from .parts import NOT_YET, Section, Table, short
+from .parts import NOT_YET, Section, Table, shorten
 
 CITED = ("**The paper** is T. Baruah, K. Shivdikar, S. Prescott and D. Kaeli, [Characterizing the Behavior of Training "
          "Mamba-based State Space Models on GPUs](https://arxiv.org/abs/2508.17679), arXiv:2508.17679, 2025. **[2]** is A. Al "
@@ -113,7 +113,8 @@ def _bandwidth(whose: str, found: dict[str, Call]) -> list[tuple[str, ...]]:
     for mode, call in found.items():
         peak, of_peak = bandwidth.main_peak(call)
         ours.append(f"{DIRECTIONS[mode]} U {of_peak.U:.1f} %, W {of_peak.W:.1f} %")
-        used = (definitions.of_peak(kernel["dram_bytes"], kernel["ncu_us"], _H100.hbm_gbps.value) for kernel in call.kernels)
+        used = (definitions.percent_of_peak(kernel["dram_bytes"], kernel["ncu_us"], _H100.hbm_gbps.value)
+                for kernel in call.kernels)
         there.append(f"{mean(min(100, one) for one in used):.0f} %")
     why = (f"the paper does not say whether its mean weighs time (W) or not (U); {_others(whose)}; another GPU: at as many "
            f"bytes a second, but no kernel beyond an H100's peak, U would be {' and '.join(there)} of that")
@@ -124,7 +125,7 @@ def _table_two(whose: str, calls: dict[str, Call]) -> list[tuple[str, ...]]:
     rows = []
     for mode, expected in TABLE_TWO.items():
         call = calls.get(mode)
-        swept = {threshold: classes.shares(call.kernels, threshold, recomputed=mode == "fwd")
+        swept = {threshold: classes.compute_shares(call.kernels, threshold, recomputed=mode == "fwd")
                  for threshold in classes.THRESHOLDS} if call else {}
         found = swept.get(classes.THRESHOLD)
         like = [f"{100 * threshold:g} %" for threshold, shares in swept.items()
@@ -145,8 +146,8 @@ def _table_two(whose: str, calls: dict[str, Call]) -> list[tuple[str, ...]]:
 
 def _of_class(call: Call, kind: str, recomputed: bool) -> list[str]:
     """Names of a call's kernels of one class, each with its tensor over its vector FLOPs where it has both."""
-    kept = [kernel for kernel in call.kernels if recomputed or classes.stage(kernel) not in classes.RECOMPUTED]
-    done = {short(kernel["kernel"]): classes.work(kernel) for kernel in kept}
+    kept = [kernel for kernel in call.kernels if recomputed or classes.name_stage(kernel) not in classes.RECOMPUTED]
+    done = {shorten(kernel["kernel"]): classes.work(kernel) for kernel in kept}
     return [name if not (work.tensor and work.ratio) else f"{name} ({work.ratio:.0f} : 1)" for name, work in done.items()
             if work.uses(classes.THRESHOLD) == kind]
 
@@ -194,10 +195,10 @@ def _machine() -> list[tuple[str, ...]]:
 
 def _pruning(out: Path) -> list[tuple[str, ...]]:
     why = "the score by which it prunes is not in the abstract"
-    measured = {row["seqlen"] for row in components.committed(out)}
+    measured = {row["seqlen"] for row in components.read_latest(out)}
     blocks = (f"the operator, and the components of blocks, {_range(measured)}: section \"Scaling with the sequence length\""
               if measured else f"the operator; the components of blocks: {NOT_YET}")
-    operator = {row["seqlen"] for row in table.committed(out) if row["shape"].startswith("sweep-")}
+    operator = {row["seqlen"] for row in table.read_latest(out) if row["shape"].startswith("sweep-")}
     return [("[2] speed-up by pruning states", "1.14 times", NOT_YET, why), ("[2] memory saved by it", "11.50 %", NOT_YET, why),
             ("[2] sequence lengths", "64 to 16384", _range(operator) or NOT_YET, blocks)]
 

@@ -7,7 +7,7 @@ import io
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
-from ..definitions import of_one_gpu
+from ..definitions import keep_one_gpu
 
 NOT_YET = "not measured yet"
 
@@ -60,26 +60,26 @@ class Section:
         return [part for part in self.parts if isinstance(part, Figure)]
 
 
-def number(value: float | None, digits: int = 0) -> str:
+def to_cell(value: float | None, digits: int = 0) -> str:
     """A cell; a dash for None."""
     return "-" if value is None else f"{value:,.{digits}f}"
 
 
-def run_name(row: dict) -> str:
+def name_run(row: dict) -> str:
     """What a row of a training step is about, for a label."""
     run = row["run"]
     apart = "" if run["documents"] else ", documents joined"
     return f"{row['workload']} {row['preset']} {row['mixer']} {row['variant']}, {row['dtype']}, batch {row['batch']}{apart}"
 
 
-def last_runs(rows: list[dict], named: Callable[[dict], Hashable] = run_name) -> dict[Hashable, list[dict]]:
+def keep_last_runs(rows: list[dict], named: Callable[[dict], Hashable] = name_run) -> dict[Hashable, list[dict]]:
     """{what rows are about: its rows}, as it was measured last on the GPU of most rows."""
     runs: dict[Hashable, list[dict]] = {}
-    for row in of_one_gpu(rows):
+    for row in keep_one_gpu(rows):
         runs.setdefault(named(row), []).append(row)
     return {name: [row for row in found if row["time"] == found[-1]["time"]] for name, found in runs.items()}
 
 
-def short(kernel: str) -> str:
+def shorten(kernel: str) -> str:
     """A kernel's name without the template, arguments and suffix."""
     return kernel.removeprefix("void ").partition("<")[0].removesuffix("_kernel")

@@ -11,7 +11,7 @@ from ...shapes import DIRECTIONS
 from .. import projection
 from ..gpus import EXPS_PER_CLOCK, GPU, GPUS
 from . import draw
-from .parts import NOT_YET, Figure, Section, Table, number
+from .parts import NOT_YET, Figure, Section, Table, to_cell
 
 _GPUS = ("a100", "h100", "h200", "b200")
 _HOPPER = ("h100", "h200")  # where the kernels of fused and persistent run that were counted
@@ -23,16 +23,16 @@ _ITS_OWN = 0.1  # of a term's sum of squares; with less that the other terms can
 def section(out: Path) -> Section:
     """Fits, tests, and times of the baseline's kernels, and of those of fused and persistent on Hopper."""
     title = "What if: other GPUs"
-    kernels, gpu = projection.kernel_samples(out)
-    calls, calls_gpu = projection.call_samples(out)
-    counted, counted_gpu = projection.counted_samples(out)
+    kernels, gpu = projection.read_kernel_samples(out)
+    calls, calls_gpu = projection.read_call_samples(out)
+    counted, counted_gpu = projection.read_counted_samples(out)
     enough = 2 * len(projection.TERMS)
     if gpu is None or calls_gpu is not gpu or counted_gpu is not gpu or min(map(len, (kernels, calls, counted))) < enough:
         return Section(title, (f"The model needs {enough} kernels and {enough} calls counted and timed on one GPU: {NOT_YET}.",
                                _sheet()))
-    tests = {"a kernel left out": projection.left_out(kernels, gpu, lambda one: one.what),
-             "a shape left out": projection.left_out(calls, gpu, lambda one: one.shape),
-             "a kernel left out, by counters": projection.left_out(counted, gpu, lambda one: one.what)}
+    tests = {"a kernel left out": projection.leave_out(kernels, gpu, lambda one: one.what),
+             "a shape left out": projection.leave_out(calls, gpu, lambda one: one.shape),
+             "a kernel left out, by counters": projection.leave_out(counted, gpu, lambda one: one.what)}
     data = [{"test": test, **_facts(left)} for test, found in tests.items() for left in found]
 
     def plot(ax) -> None:
@@ -57,7 +57,8 @@ def section(out: Path) -> Section:
     fitted = {of_kernels: kernels, of_calls: calls, of_counted: counted}
     on_hopper = [one for one in counted if one.variant in _ON_HOPPER]
     terms = Table(("fitted to", "launch, µs", *projection.TERMS[1:]), [
-        (name, *(number(value, 2) for value in projection.fit(samples, gpu).coefficients)) for name, samples in fitted.items()])
+        (name, *(to_cell(value, 2) for value in projection.fit(samples, gpu).coefficients))
+        for name, samples in fitted.items()])
     return Section(title, (
         "A time is the sum of launches, bytes, tensor FLOPs, vector FLOPs and exponentials, each at the data sheet's rate "
         "times a coefficient that rows of one GPU fix. In the table of these, 1 is a term that costs what the data sheet says.",
@@ -77,7 +78,7 @@ def _facts(left: projection.Left) -> dict:
 
 
 def _errors(found: list[projection.Left]) -> str:
-    errors = projection.summary(found)
+    errors = projection.summarise(found)
     return (f"{100 * errors.median:.0f} % in the median, {100 * errors.largest:.0f} % at most, "
             f"{100 * errors.weighted:.0f} % weighted with time")
 
@@ -108,7 +109,7 @@ def _not_told_apart(fitted: dict[str, list[projection.Sample]], gpu: GPU) -> lis
 def _times(kernels: list[projection.Sample], model: projection.Model) -> Table:
     latest = {(one.mode, one.what, one.chunk_size): one for one in kernels if one.shape == _SHAPE}
     rows = [(one.what, DIRECTIONS.get(one.mode, one.mode), str(one.chunk_size), _largest(model, [one]),
-             *(number(_us(model, [one], key), 1) for key in _GPUS)) for one in latest.values()]
+             *(to_cell(_us(model, [one], key), 1) for key in _GPUS)) for one in latest.values()]
     return Table(("kernel", "", "chunk", "largest term", *_named(model, _GPUS)), rows, 2)
 
 
@@ -119,7 +120,7 @@ def _times_of_calls(kernels: list[projection.Sample], model: projection.Model) -
         if one.shape == _SHAPE:
             calls.setdefault((one.variant, one.mode, one.chunk_size), []).append(one)
     rows = [(variant, DIRECTIONS.get(mode, mode), str(chunk), name, _largest(model, part),
-             *(number(_us(model, part, key), 1) for key in _HOPPER))
+             *(to_cell(_us(model, part, key), 1) for key in _HOPPER))
             for (variant, mode, chunk), of in calls.items() for name, part in (*((one.what, [one]) for one in of), ("all", of))]
     return Table(("variant", "", "chunk", "kernel", "largest term", *_named(model, _HOPPER)), rows, 5)
 

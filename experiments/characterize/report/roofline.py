@@ -13,7 +13,7 @@ from .. import classes
 from ..definitions import Call, gbps
 from ..gpus import find
 from . import draw
-from .parts import NOT_YET, Figure, Section, Table, last_runs, number, short
+from .parts import NOT_YET, Figure, Section, Table, keep_last_runs, shorten, to_cell
 
 _RATES = ("FLOPs a byte", "TFLOP/s", "GB/s")
 _APART = 1.6  # heights of two labels, the higher over the lower: a line of text
@@ -34,7 +34,7 @@ def points(calls: list[Call]) -> list[dict]:
                 done, model = classes.work(kernel), classes.model(kernel)
                 flops = done.tensor + done.vector
                 if model and flops:
-                    lines.append({**name, "kernel": short(kernel["kernel"]), "flops": flops, "bytes": kernel["dram_bytes"],
+                    lines.append({**name, "kernel": shorten(kernel["kernel"]), "flops": flops, "bytes": kernel["dram_bytes"],
                                   "us": kernel["ncu_us"], "intensity": flops / kernel["dram_bytes"],
                                   "by_model": flops / model.bytes, "tflops": flops / kernel["ncu_us"] / 1e6})
         if call.wall_us:
@@ -47,14 +47,14 @@ def points(calls: list[Call]) -> list[dict]:
 
 def models(out: Path) -> Table | None:
     """What a training step of each model does, by counters: the left half; None without rows."""
-    lines = [(name, *_rates(rows)) for name, rows in last_runs(record.read(out, bench="step_counters")).items()]
+    lines = [(name, *_rates(rows)) for name, rows in keep_last_runs(record.read(out, bench="step_counters")).items()]
     return Table(("run", *_RATES), lines) if lines else None
 
 
 def scans(out: Path) -> Table | None:
     """What Mamba-1's selective scan does, by counters, ours and upstream's; None without rows."""
     rows = record.read(out, bench="block_counters", part="selective_scan")
-    calls = last_runs(rows, itemgetter("shape", "mode", "variant"))
+    calls = keep_last_runs(rows, itemgetter("shape", "mode", "variant"))
     lines = [(shape, DIRECTIONS.get(mode, mode), variant, *_rates(kernels))
              for (shape, mode, variant), kernels in sorted(calls.items())]
     return Table(("Mamba-1's selective scan", "", "variant", *_RATES), lines, 3) if lines else None
@@ -63,9 +63,9 @@ def scans(out: Path) -> Table | None:
 def _rates(kernels: list[dict]) -> tuple[str, ...]:
     """Of kernels that ran one after another, the cells of _RATES; FLOPs where all of theirs were counted."""
     n_bytes, us = sum(kernel["dram_bytes"] for kernel in kernels), sum(kernel["ncu_us"] for kernel in kernels)
-    done = [classes.counted(kernel) for kernel in kernels]
+    done = [classes.read_counted(kernel) for kernel in kernels]
     flops = None if None in done else sum(work.tensor + work.vector for work in done)
-    return number(flops and flops / n_bytes, 1), number(flops and flops / us / 1e6, 1), number(gbps(n_bytes, us))
+    return to_cell(flops and flops / n_bytes, 1), to_cell(flops and flops / us / 1e6, 1), to_cell(gbps(n_bytes, us))
 
 
 def _label(ax, lines: list[dict]) -> None:
@@ -121,8 +121,8 @@ def section(calls: list[Call], out: Path) -> Section:
             "of a whole call are the ideal operator's. The measured roof is the copy of the same run and an 8192-cubed matmul.")
     if found := record.read(out, bench="calibration"):
         note += f" Of a product of {found[-1]['n']} cubed, ncu finds {100 * found[-1]['flops_found']:.1f} % of its FLOPs."
-    cells = [(DIRECTIONS.get(line["mode"], line["mode"]), line["variant"], line["kernel"], number(line["intensity"], 1),
-              number(line["by_model"], 1), number(line["tflops"], 1), number(gbps(line["bytes"], line["us"])))
+    cells = [(DIRECTIONS.get(line["mode"], line["mode"]), line["variant"], line["kernel"], to_cell(line["intensity"], 1),
+              to_cell(line["by_model"], 1), to_cell(line["tflops"], 1), to_cell(gbps(line["bytes"], line["us"])))
              for line in lines]
     table = Table(("", "variant", "kernel", "FLOPs a byte, counters", "FLOPs a byte, cost model", "TFLOP/s", "GB/s"), cells, 3)
     return Section(title, (note, Figure("roofline", svg, see, chosen), table, left, *scan))

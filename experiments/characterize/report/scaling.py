@@ -9,9 +9,9 @@ from pathlib import Path
 from ... import table
 from ...shapes import DIRECTIONS
 from .. import components
-from ..definitions import of_one_gpu
+from ..definitions import keep_one_gpu
 from . import draw
-from .parts import NOT_YET, Figure, Section, number
+from .parts import NOT_YET, Figure, Section, to_cell
 
 _SWEEP = "sweep-"
 _BLOCKS = {"mamba1": "Mamba-1", "mamba2": "Mamba-2"}
@@ -27,7 +27,7 @@ def section(out: Path) -> Section:
 
 
 def _operator(out: Path) -> tuple[str | Figure, ...]:
-    rows = sorted((row for row in table.committed(out) if row["shape"].startswith(_SWEEP) and row["mode"] in DIRECTIONS),
+    rows = sorted((row for row in table.read_latest(out) if row["shape"].startswith(_SWEEP) and row["mode"] in DIRECTIONS),
                   key=lambda row: row["seqlen"])
     if not rows:
         return (f"Of the SSD operator: {NOT_YET}.",)
@@ -62,12 +62,12 @@ def _growth(data: list[dict], key: str) -> str:
     for variant, mode in dict.fromkeys((line["variant"], line["mode"]) for line in data):
         values = {line["seqlen"]: line[key] for line in data if (line["variant"], line["mode"]) == (variant, mode)}
         if ends[0] in values and ends[1] in values:
-            parts.append(f"{variant} {DIRECTIONS[mode]} {number(values[ends[1]] / values[ends[0]])} times")
+            parts.append(f"{variant} {DIRECTIONS[mode]} {to_cell(values[ends[1]] / values[ends[0]])} times")
     return ", ".join(parts) or NOT_YET
 
 
 def _components(out: Path) -> tuple[str | Figure, ...]:
-    rows = of_one_gpu(components.committed(out))
+    rows = keep_one_gpu(components.read_latest(out))
     dtype = Counter(row["dtype"] for row in rows).most_common(1)[0][0] if rows else None
     data = _summed([row for row in rows if row["dtype"] == dtype])
     if not data:

@@ -8,7 +8,7 @@ from ... import record
 from .. import operators
 from ..scopes import BACKWARD, FORWARD, OPTIMIZER
 from . import draw
-from .parts import NOT_YET, Figure, Section, Table, last_runs, number, run_name
+from .parts import NOT_YET, Figure, Section, Table, keep_last_runs, name_run, to_cell
 
 # What a bar is made of: few enough that each has a colour of its own.
 BARS = {"GEMM": ("gemm",), "SSM": ("ssm",), "convolution": ("conv1d", "conv"), "attention": ("attention",),
@@ -21,7 +21,7 @@ WAITS = 25  # per cent of a step that is idle, from which on a workload is said 
 
 
 def latest(out: Path) -> dict[str, dict[str, float]]:
-    """{`run_name`: {class: per cent of kernels' time and idle time}}, of `last_runs`, workload by workload."""
+    """{`name_run`: {class: per cent of kernels' time and idle time}}, of `keep_last_runs`, workload by workload."""
     return _shares(_runs(out))
 
 
@@ -44,12 +44,12 @@ def section(out: Path) -> Section:
     see = (f"Matrix products take at most {shares[most]['gemm']:.0f} % of a step ({most}), SSM kernels at most "
            f"{max(values['ssm'] for values in shares.values()):.0f} %; at most "
            f"{max(values['other'] for values in shares.values()):.1f} % is of no known class.")
-    table = Table(("run", *kinds), [(name, *(number(values[kind], 1) for kind in kinds)) for name, values in shares.items()])
+    table = Table(("run", *kinds), [(name, *(to_cell(values[kind], 1) for kind in kinds)) for name, values in shares.items()])
     return Section(title, (Figure("operators", svg, see, data), _idle(shares) + _without_upstream(runs), table, *_phases(runs)))
 
 
 def _runs(out: Path) -> dict[str, list[dict]]:
-    runs = last_runs(record.read(out, bench="characterize"))
+    runs = keep_last_runs(record.read(out, bench="characterize"))
     return dict(sorted(runs.items(), key=lambda run: (_place(run[1][0]), run[0])))
 
 
@@ -71,7 +71,7 @@ def _phases(runs: dict[str, list[dict]]) -> tuple[str, Table]:
         rest = _percent([row for row in kernels if row["phase"] not in _PHASES])
         ssm = [100 * _percent(kernels, phase=phase, operator="ssm") / whole[phase] if whole[phase] else None
                for phase in (FORWARD, BACKWARD)]
-        rows.append((name, *(number(value, 1) for value in (*whole.values(), _percent(run, operator="idle"), rest, *ssm))))
+        rows.append((name, *(to_cell(value, 1) for value in (*whole.values(), _percent(run, operator="idle"), rest, *ssm))))
     return ("The same steps by phase, in per cent of the step; the rest is kernels between phases, as those that clip the "
             "gradient. Last, what SSM kernels take of the kernels' time in the forward and in the backward, in per cent.",
             Table(("run", *_PHASES, "idle", "rest", "SSM of forward", "SSM of backward"), rows))
@@ -86,7 +86,7 @@ def _place(row: dict) -> tuple:
 
 def _label(row: dict) -> tuple[str, str]:
     """A bar's title, which the variants of a workload share, and its name."""
-    title, _, how = run_name(row).partition(f" {row['variant']}, ")
+    title, _, how = name_run(row).partition(f" {row['variant']}, ")
     return f"{title}, {how}", row["variant"]
 
 

@@ -14,8 +14,8 @@ from ssd.block import arguments
 
 from .. import modes
 from ..layouts import LAYOUTS, lay_out
-from ..limits import Limits, some_mode, some_of
-from ..problem import DTYPES, Tensors, gradients
+from ..limits import Limits, draw_mode, draw_subset
+from ..problem import DTYPES, Tensors, compute_gradients
 
 Call = Callable[[Tensors], dict[str, Tensor]]
 
@@ -52,7 +52,7 @@ class Values:
     def uniform(self, low: float, high: float, *size: int) -> Tensor:
         return torch.rand(size, generator=self._rng, device=self._device) * (high - low) + low
 
-    def finished(self, made: Tensors, parameters: tuple[str, ...]) -> Tensors:
+    def finish(self, made: Tensors, parameters: tuple[str, ...]) -> Tensors:
         """The values in the dtypes and layouts that the configuration asks for; parameters are fp32 where it asks for none."""
         c, result = self._config, {}
         for name, t in made.items():
@@ -63,25 +63,25 @@ class Values:
         return result
 
 
-def wanted_of(c: Common, tensors: Tensors) -> tuple[str, ...]:
+def keep_wanted(c: Common, tensors: Tensors) -> tuple[str, ...]:
     return tuple(name for name in c.wanted if tensors[name] is not None)
 
 
-def by_autograd(call: Call) -> Callable[[Tensors, tuple[str, ...], dict[str, Tensor]], dict[str, Tensor]]:
+def make_mirror(call: Call) -> Callable[[Tensors, tuple[str, ...], dict[str, Tensor]], dict[str, Tensor]]:
     """A mirror: what `call`, in torch, gives by autograd."""
 
     def mirror(tensors: Tensors, wanted: tuple[str, ...], ways: dict[str, Tensor]) -> dict[str, Tensor]:
         leaves = {name: None if t is None else t.detach().requires_grad_(name in wanted) for name, t in tensors.items()}
         with torch.set_grad_enabled(bool(wanted)):
             outputs = call(leaves)
-        grads = gradients(outputs, leaves, wanted, ways)
+        grads = compute_gradients(outputs, leaves, wanted, ways)
         return {name: t.detach() for name, t in outputs.items()} | grads
 
     return mirror
 
 
 @contextmanager
-def torch_forms() -> Iterator[None]:
+def use_torch_forms() -> Iterator[None]:
     """Within it, tensors on the CPU are computed in torch even where Triton interprets kernels."""
     before, arguments.INTERPRETED = arguments.INTERPRETED, False
     try:
@@ -90,24 +90,24 @@ def torch_forms() -> Iterator[None]:
         arguments.INTERPRETED = before
 
 
-def some_dtypes(rng: Random, limits: Limits, names: tuple[str, ...]) -> dict[str, str]:
+def draw_dtypes(rng: Random, limits: Limits, names: tuple[str, ...]) -> dict[str, str]:
     """Dtypes of inputs that have one of their own, in a third of draws."""
     if rng.random() < 0.65:
         return {}
     return {name: rng.choice(limits.dtypes) for name in names if rng.random() < 0.4}
 
 
-def some_layouts(rng: Random, names: tuple[str, ...]) -> dict[str, str]:
+def draw_layouts(rng: Random, names: tuple[str, ...]) -> dict[str, str]:
     if rng.random() < 0.4:
         return {}
     return {name: rng.choice(LAYOUTS[1:]) for name in names if rng.random() < 0.5}
 
 
-def called(rng: Random, limits: Limits, differentiable: tuple[str, ...], ways: tuple[str, ...] = ("out",)) -> dict:
+def draw_call(rng: Random, limits: Limits, differentiable: tuple[str, ...], ways: tuple[str, ...] = ("out",)) -> dict:
     """The fields that say how a call is made, with gradients of some of these inputs; none: for inference."""
-    mode = some_mode(rng, limits)
+    mode = draw_mode(rng, limits)
     if not differentiable and mode == "checkpoint":
         mode = "no_grad"
-    wanted = () if mode in modes.WITHOUT_GRADIENT or not differentiable else some_of(rng, differentiable)
+    wanted = () if mode in modes.WITHOUT_GRADIENT or not differentiable else draw_subset(rng, differentiable)
     return {"seed": rng.randrange(2**24), "mode": mode, "wanted": wanted, "calls": limits.calls,
             "ways": ways if rng.random() < 0.7 else (rng.choice(ways),)}

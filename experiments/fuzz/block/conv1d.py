@@ -12,9 +12,9 @@ from torch import Tensor
 from ssd.block import causal_conv1d_fn
 from ssd.block.conv1d import compute_in_torch
 
-from ..limits import Limits, some_size
+from ..limits import Limits, draw_size
 from ..problem import DTYPES, Problem, Tensors
-from .common import Common, Values, by_autograd, called, some_dtypes, some_layouts, wanted_of
+from .common import Common, Values, draw_call, draw_dtypes, draw_layouts, keep_wanted, make_mirror
 
 DIFFERENTIABLE = ("x", "weight", "bias", "initial_states")
 _PARAMETERS = ("weight", "bias")
@@ -42,32 +42,32 @@ def shared(rng: Random, limits: Limits) -> Config:
     """What the kernels are compiled for."""
     documents = rng.random() < 0.4
     return Config(
-        dtype=rng.choice(limits.dtypes), dtypes=some_dtypes(rng, limits, DIFFERENTIABLE[1:]),
-        layouts={"x": "channels"} if rng.random() < 0.6 else some_layouts(rng, (*DIFFERENTIABLE, "dout", "seq_idx")),
-        dim=some_size(rng, 8 * limits.channels, (64, 1024, 1792)), width=rng.randint(2, 4), bias=rng.random() < 0.6,
+        dtype=rng.choice(limits.dtypes), dtypes=draw_dtypes(rng, limits, DIFFERENTIABLE[1:]),
+        layouts={"x": "channels"} if rng.random() < 0.6 else draw_layouts(rng, (*DIFFERENTIABLE, "dout", "seq_idx")),
+        dim=draw_size(rng, 8 * limits.channels, (64, 1024, 1792)), width=rng.randint(2, 4), bias=rng.random() < 0.6,
         silu=rng.random() < 0.6, documents=rng.randint(1, 6) if documents else 0, initial_states=rng.random() < 0.4,
         final_states=not documents and rng.random() < 0.5)
 
 
 def member(rng: Random, c: Config, limits: Limits) -> Config:
-    seqlen = some_size(rng, limits.seqlen, (1, 2, 3, 64))
+    seqlen = draw_size(rng, limits.seqlen, (1, 2, 3, 64))
     seqlen = max(1, min(seqlen, limits.elements // (4 * c.dim)))
     batch = max(1, min(rng.randint(1, limits.batch), limits.elements // (4 * c.dim * seqlen)))
     names = tuple(name for name in DIFFERENTIABLE if name in ("x", "weight") or getattr(c, name))
-    how = called(rng, limits, names, ("out", "final_states") if c.final_states else ("out",))
+    how = draw_call(rng, limits, names, ("out", "final_states") if c.final_states else ("out",))
     return replace(c, batch=batch, seqlen=seqlen, **how)
 
 
 def problem(c: Config, turn: int, device: str) -> Problem:
     values = Values(c, turn, device)
-    tensors = values.finished({
+    tensors = values.finish({
         "x": values.normal(c.batch, c.dim, c.seqlen), "weight": values.normal(c.dim, c.width),
         "bias": values.normal(c.dim) if c.bias else None, "seq_idx": _numbers(c, values.random, device),
         "initial_states": values.normal(c.batch, c.dim, c.width - 1) if c.initial_states else None}, _PARAMETERS)
-    wanted = wanted_of(c, tensors)
+    wanted = keep_wanted(c, tensors)
     ways = {name: DTYPES[c.dtype] for name in c.ways if name == "out" or c.final_states} if wanted else {}
     return Problem(
-        tensors, wanted, ways, run=partial(_run, c), truth=partial(_truth, c), mirrors=(by_autograd(partial(_mirror, c)),),
+        tensors, wanted, ways, run=partial(_run, c), truth=partial(_truth, c), mirrors=(make_mirror(partial(_mirror, c)),),
         axes=_AXES, eps=c.eps, coarsest=c.eps, summed=("dweight", "dbias"), tokens=c.batch * c.seqlen,
         layouts={"out": c.layouts.get("dout", "contiguous")}, seed=c.seed)
 

@@ -12,9 +12,9 @@ from torch import Tensor
 from ssd.block import rms_norm_gated
 from ssd.block.gated_norm import compute_in_torch
 
-from ..limits import Limits, some_size
+from ..limits import Limits, draw_size
 from ..problem import DTYPES, Problem, Tensors
-from .common import Common, Values, by_autograd, called, some_dtypes, some_layouts, wanted_of
+from .common import Common, Values, draw_call, draw_dtypes, draw_layouts, keep_wanted, make_mirror
 
 DIFFERENTIABLE = ("x", "weight", "bias", "z")
 _AXES = {"out": "blc", "dx": "blc", "dz": "blc", "dweight": "h", "dbias": "h"}
@@ -37,30 +37,30 @@ class Config(Common):
 def shared(rng: Random, limits: Limits) -> Config:
     """What the kernels are compiled for."""
     return Config(
-        dtype=rng.choice(limits.dtypes), dtypes=some_dtypes(rng, limits, DIFFERENTIABLE[1:]),
-        layouts=some_layouts(rng, (*DIFFERENTIABLE, "dout")), groups=some_size(rng, 8),
-        group_size=some_size(rng, 8 * limits.channels, (64, 256, 1024)), bias=rng.random() < 0.4, z=rng.random() < 0.7,
+        dtype=rng.choice(limits.dtypes), dtypes=draw_dtypes(rng, limits, DIFFERENTIABLE[1:]),
+        layouts=draw_layouts(rng, (*DIFFERENTIABLE, "dout")), groups=draw_size(rng, 8),
+        group_size=draw_size(rng, 8 * limits.channels, (64, 256, 1024)), bias=rng.random() < 0.4, z=rng.random() < 0.7,
         before=rng.random() < 0.5, eps_added=rng.choice((1e-6, 1e-5, 0.02)))
 
 
 def member(rng: Random, c: Config, limits: Limits) -> Config:
     width = c.groups * c.group_size
-    seqlen = max(1, min(some_size(rng, limits.seqlen), limits.elements // (2 * width)))
+    seqlen = max(1, min(draw_size(rng, limits.seqlen), limits.elements // (2 * width)))
     batch = max(1, min(rng.randint(1, limits.batch), limits.elements // (2 * width * seqlen)))
     names = tuple(name for name in DIFFERENTIABLE if name in ("x", "weight") or getattr(c, name))
-    return replace(c, batch=batch, seqlen=seqlen, **called(rng, limits, names))
+    return replace(c, batch=batch, seqlen=seqlen, **draw_call(rng, limits, names))
 
 
 def problem(c: Config, turn: int, device: str) -> Problem:
     values, width = Values(c, turn, device), c.groups * c.group_size
-    tensors = values.finished({
+    tensors = values.finish({
         "x": values.normal(c.batch, c.seqlen, width), "weight": values.normal(width),
         "bias": values.normal(width) if c.bias else None,
         "z": values.normal(c.batch, c.seqlen, width) if c.z else None}, ("weight", "bias"))
-    wanted = wanted_of(c, tensors)
+    wanted = keep_wanted(c, tensors)
     return Problem(
         tensors, wanted, {"out": DTYPES[c.dtype]} if wanted else {}, run=partial(_run, c), truth=partial(_truth, c),
-        mirrors=(by_autograd(partial(_mirror, c)),), axes=_AXES, eps=c.eps, coarsest=c.eps, summed=("dweight", "dbias"),
+        mirrors=(make_mirror(partial(_mirror, c)),), axes=_AXES, eps=c.eps, coarsest=c.eps, summed=("dweight", "dbias"),
         tokens=c.batch * c.seqlen, layouts={"out": c.layouts.get("dout", "contiguous")}, seed=c.seed)
 
 

@@ -12,9 +12,9 @@ from torch.func import functional_call
 
 from ssd.modules import Mamba2
 
-from ..limits import Limits, some_size
+from ..limits import Limits, draw_size
 from ..problem import DTYPES, Problem, Tensors
-from .common import Common, Values, by_autograd, called, some_dtypes, torch_forms, wanted_of
+from .common import Common, Values, draw_call, draw_dtypes, keep_wanted, make_mirror, use_torch_forms
 
 _OFTEN_FP32 = ("dt_bias", "A_log", "D")
 
@@ -50,7 +50,7 @@ def shared(rng: Random, limits: Limits) -> Config:
     ngroups = rng.choice((1, 1, 2))
     small = limits.channels < 64
     return Config(
-        dtype=rng.choice(limits.dtypes), dtypes=some_dtypes(rng, limits, _OFTEN_FP32),
+        dtype=rng.choice(limits.dtypes), dtypes=draw_dtypes(rng, limits, _OFTEN_FP32),
         nheads=ngroups * rng.randint(1, 2 if small else 4), ngroups=ngroups,
         mlp_heads=rng.choice((0, 0, 1)), headdim=8 if small else rng.choice((8, 16, 24, 64, 64, 64)),
         dstate=8 if small else rng.choice((8, 16, 40, 64, 128)), chunk_size=rng.choice((16, 64, 128, 256)),
@@ -60,8 +60,8 @@ def shared(rng: Random, limits: Limits) -> Config:
 
 
 def member(rng: Random, c: Config, limits: Limits) -> Config:
-    how = called(rng, limits, ("u", "in_proj.weight", "conv1d.weight", "dt_bias", "A_log", "D", "out_proj.weight"))
-    seqlen = some_size(rng, min(limits.seqlen, 400))
+    how = draw_call(rng, limits, ("u", "in_proj.weight", "conv1d.weight", "dt_bias", "A_log", "D", "out_proj.weight"))
+    seqlen = draw_size(rng, min(limits.seqlen, 400))
     decoded = rng.choice((0, 3)) if not how["wanted"] and seqlen > 3 and how["mode"] != "compile" else 0
     return replace(c, batch=rng.randint(1, min(3, limits.batch)), seqlen=seqlen, decoded=decoded,
                    documents=rng.choice((0, 0, 3)) if not decoded else 0, **how)
@@ -75,18 +75,18 @@ def problem(c: Config, turn: int, device: str) -> Problem:
     made = {name: values.normal(*t.shape) / t.shape[-1] ** 0.5 if t.dim() > 1 else
             t.detach().to(device) + 0.1 * values.normal(*t.shape) for name, t in block.named_parameters()}
     made["u"] = values.normal(c.batch, c.seqlen, block.d_model)
-    tensors = values.finished(made, _OFTEN_FP32)
+    tensors = values.finish(made, _OFTEN_FP32)
     tensors["seq_idx"] = None
     if c.documents:
         ends = sorted(values.random.randint(0, c.seqlen) for _ in range(c.documents))
         tensors["seq_idx"] = torch.bucketize(torch.arange(c.seqlen), torch.tensor(ends), right=True).to(
             device, torch.int32).expand(c.batch, -1).contiguous()
-    wanted = wanted_of(c, tensors)
+    wanted = keep_wanted(c, tensors)
     axes = {"out": "blc", "du": "blc"} | {f"d{name}": "." * t.dim() for name, t in made.items() if name != "u"}
     return Problem(
         tensors, wanted, {"out": DTYPES[c.dtype]} if wanted else {},
         run=partial(_applied, _Whole(_module(c, c.variant, device="meta"), c.decoded)), truth=partial(_elsewhere, c),
-        mirrors=(by_autograd(partial(_elsewhere, c)),), axes=axes, eps=c.eps, coarsest=c.eps,
+        mirrors=(make_mirror(partial(_elsewhere, c)),), axes=axes, eps=c.eps, coarsest=c.eps,
         summed=tuple(f"d{name}" for name in made if name != "u"), tokens=c.batch * c.seqlen,
         exact=c.mode != "streams", seed=c.seed)  # on several streams cuBLAS promises no bits
 
@@ -123,7 +123,7 @@ def _applied(whole: _Whole, tensors: Tensors) -> dict[str, Tensor]:
 def _elsewhere(c: Config, tensors: Tensors) -> dict[str, Tensor]:
     """On the CPU, in torch alone; results come back to where the inputs are."""
     device = tensors["u"].device
-    with torch_forms():
+    with use_torch_forms():
         whole = _Whole(_module(c, device="meta"), c.decoded if tensors["u"].dtype != torch.float64 else 0)
         found = _applied(whole, {name: None if t is None else t.cpu() for name, t in tensors.items()})
     return {name: t.to(device) for name, t in found.items()}

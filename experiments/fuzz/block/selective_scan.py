@@ -12,9 +12,9 @@ from torch import Tensor
 from ssd.block import selective_scan_fn
 from ssd.block.selective_scan import compute_in_torch
 
-from ..limits import Limits, some_size
+from ..limits import Limits, draw_size
 from ..problem import DTYPES, Problem, Tensors
-from .common import Common, Values, by_autograd, called, some_dtypes, some_layouts, wanted_of
+from .common import Common, Values, draw_call, draw_dtypes, draw_layouts, keep_wanted, make_mirror
 
 DIFFERENTIABLE = ("u", "delta", "A", "B", "C", "D", "z", "delta_bias")
 _PARAMETERS = ("A", "D", "delta_bias")
@@ -48,20 +48,20 @@ def shared(rng: Random, limits: Limits) -> Config:
     """What the kernels are compiled for; the walk over many channels takes states of at most 16."""
     walk = rng.random() < 0.5
     return Config(
-        dtype=rng.choice(limits.dtypes), dtypes=some_dtypes(rng, limits, DIFFERENTIABLE[1:]),
-        layouts=some_layouts(rng, (*DIFFERENTIABLE, "dout")), ngroups=rng.choice((0, 0, 1, some_size(rng, 5))),
-        channels=some_size(rng, 4 * limits.channels if walk else limits.channels // 2),
-        dstate=rng.choice((1, 2, 8, 16, 16)) if walk else some_size(rng, limits.channels, (16,)), D=rng.random() < 0.6,
+        dtype=rng.choice(limits.dtypes), dtypes=draw_dtypes(rng, limits, DIFFERENTIABLE[1:]),
+        layouts=draw_layouts(rng, (*DIFFERENTIABLE, "dout")), ngroups=rng.choice((0, 0, 1, draw_size(rng, 5))),
+        channels=draw_size(rng, 4 * limits.channels if walk else limits.channels // 2),
+        dstate=rng.choice((1, 2, 8, 16, 16)) if walk else draw_size(rng, limits.channels, (16,)), D=rng.random() < 0.6,
         z=rng.random() < 0.6, delta_bias=rng.random() < 0.6, delta_softplus=rng.random() < 0.6,
         last_state=rng.random() < 0.5)
 
 
 def member(rng: Random, c: Config, limits: Limits) -> Config:
     token = 6 * c.dim * c.dstate
-    seqlen = max(1, min(some_size(rng, min(_LONGEST, limits.seqlen)), limits.elements // token))
+    seqlen = max(1, min(draw_size(rng, min(_LONGEST, limits.seqlen)), limits.elements // token))
     batch = max(1, min(rng.randint(1, limits.batch), limits.elements // (token * seqlen)))
     names = tuple(name for name in DIFFERENTIABLE if name not in ("D", "z", "delta_bias") or getattr(c, name))
-    how = called(rng, limits, names, ("out", "last_state") if c.last_state else ("out",))
+    how = draw_call(rng, limits, names, ("out", "last_state") if c.last_state else ("out",))
     return replace(c, batch=batch, seqlen=seqlen, decay=rng.choice((0.0, 2.0, 2.0, 16.0)), **how)
 
 
@@ -70,18 +70,18 @@ def problem(c: Config, turn: int, device: str) -> Problem:
     groups = (c.ngroups,) if c.ngroups else ()
     tokens = (c.batch, c.dim, c.seqlen)
     delta, bias = 0.5 * values.normal(*tokens), values.normal(c.dim) - 1
-    tensors = values.finished({
+    tensors = values.finish({
         "u": values.normal(*tokens), "delta": delta if c.delta_softplus else delta.abs(),
         "A": -c.decay * values.uniform(0.01, 1.01, c.dim, c.dstate), "B": values.normal(c.batch, *groups, c.dstate, c.seqlen),
         "C": values.normal(c.batch, *groups, c.dstate, c.seqlen), "D": values.normal(c.dim) if c.D else None,
         "z": values.normal(*tokens) if c.z else None,
         "delta_bias": (bias if c.delta_softplus else bias.abs()) if c.delta_bias else None}, _PARAMETERS)
-    wanted = wanted_of(c, tensors)
+    wanted = keep_wanted(c, tensors)
     ways = {"out": DTYPES[c.dtype]} | ({"last_state": torch.float32} if c.last_state else {})
     axes = _AXES | ({} if c.ngroups else {"dB": "bnl", "dC": "bnl"})
     return Problem(
         tensors, wanted, {name: dtype for name, dtype in ways.items() if name in c.ways} if wanted else {},
-        run=partial(_run, c), truth=partial(_form, c), mirrors=(by_autograd(partial(_form, c)),), axes=axes, eps=c.eps,
+        run=partial(_run, c), truth=partial(_form, c), mirrors=(make_mirror(partial(_form, c)),), axes=axes, eps=c.eps,
         coarsest=c.eps, summed=("dA", "dD", "ddelta_bias", "dB", "dC"), tokens=max(c.batch * c.seqlen, c.channels),
         layouts={"out": c.layouts.get("dout", "contiguous")}, seed=c.seed)
 

@@ -13,9 +13,9 @@ from ssd.block import causal_conv1d_update, selective_state_update
 from ssd.block.conv1d_update import compute_in_torch as conv_form
 from ssd.block.state_update import compute_in_torch as state_form
 
-from ..limits import Limits, some_size
+from ..limits import Limits, draw_size
 from ..problem import Problem, Tensors
-from .common import Common, Values, by_autograd, called, some_dtypes, some_layouts
+from .common import Common, Values, draw_call, draw_dtypes, draw_layouts, make_mirror
 
 _SPARE = 3  # rows of the state that no sequence has, where rows are named by indices
 
@@ -63,29 +63,29 @@ class Conv:
     def shared(rng: Random, limits: Limits) -> ConvConfig:
         """What the kernels are compiled for."""
         return ConvConfig(
-            dtype=rng.choice(limits.dtypes), dtypes=some_dtypes(rng, limits, ("conv_state", "weight", "bias")),
-            layouts=some_layouts(rng, ("x", "conv_state", "weight", "bias")),
-            dim=some_size(rng, 8 * limits.channels, (64, 1792)), tokens=rng.choice((0, 0, 1, 2, 5)), width=rng.randint(2, 4),
+            dtype=rng.choice(limits.dtypes), dtypes=draw_dtypes(rng, limits, ("conv_state", "weight", "bias")),
+            layouts=draw_layouts(rng, ("x", "conv_state", "weight", "bias")),
+            dim=draw_size(rng, 8 * limits.channels, (64, 1792)), tokens=rng.choice((0, 0, 1, 2, 5)), width=rng.randint(2, 4),
             spare=rng.choice((0, 0, 1, 3)), bias=rng.random() < 0.6, silu=rng.random() < 0.6, ring=rng.random() < 0.3,
             indexed=rng.random() < 0.3)
 
     @staticmethod
     def member(rng: Random, c: ConvConfig, limits: Limits) -> ConvConfig:
-        return replace(c, batch=some_size(rng, 8 * limits.batch), **called(rng, limits, ()))
+        return replace(c, batch=draw_size(rng, 8 * limits.batch), **draw_call(rng, limits, ()))
 
     @staticmethod
     def problem(c: ConvConfig, turn: int, device: str) -> Problem:
         values = Values(c, turn, device)
         rows = c.batch + _SPARE * c.indexed
         had = [values.random.randint(0, 100) for _ in range(c.batch)]
-        tensors = values.finished({
+        tensors = values.finish({
             "x": values.normal(c.batch, c.dim, *((c.tokens,) if c.tokens else ())),
             "conv_state": values.normal(rows, c.dim, c.width - 1 + c.spare), "weight": values.normal(c.dim, c.width),
             "bias": values.normal(c.dim) if c.bias else None,
             "cache_seqlens": torch.tensor(had, device=device, dtype=torch.int32) if c.ring else None,
             "conv_state_indices": _indices(c.batch, rows, values, device) if c.indexed else None}, ("weight", "bias"))
         form = partial(_conv_form, c)
-        return Problem(tensors, (), {}, run=partial(_conv, c), truth=form, mirrors=(by_autograd(form),),
+        return Problem(tensors, (), {}, run=partial(_conv, c), truth=form, mirrors=(make_mirror(form),),
                        axes={"out": "bhl" if c.tokens else "bh", "conv_state": "bhn"}, eps=c.eps, coarsest=c.eps, seed=c.seed)
 
 
@@ -99,24 +99,24 @@ class State:
         """What the kernels are compiled for."""
         return StateConfig(
             dtype=rng.choice(limits.dtypes),
-            dtypes=some_dtypes(rng, limits, ("dt", "A", "B", "C", "D", "z", "dt_bias", "state")),
-            layouts=some_layouts(rng, ("x", "B", "C", "D", "z", "state")), ngroups=some_size(rng, 4),
-            heads_per_group=some_size(rng, min(16, limits.nheads)), dim=some_size(rng, limits.channels, (64,)),
-            dstate=some_size(rng, limits.channels, (16, 128)), D=rng.random() < 0.6, z=rng.random() < 0.6,
+            dtypes=draw_dtypes(rng, limits, ("dt", "A", "B", "C", "D", "z", "dt_bias", "state")),
+            layouts=draw_layouts(rng, ("x", "B", "C", "D", "z", "state")), ngroups=draw_size(rng, 4),
+            heads_per_group=draw_size(rng, min(16, limits.nheads)), dim=draw_size(rng, limits.channels, (64,)),
+            dstate=draw_size(rng, limits.channels, (16, 128)), D=rng.random() < 0.6, z=rng.random() < 0.6,
             dt_bias=rng.random() < 0.6, dt_softplus=rng.random() < 0.6, tied=rng.random() < 0.5, indexed=rng.random() < 0.3)
 
     @staticmethod
     def member(rng: Random, c: StateConfig, limits: Limits) -> StateConfig:
         row = c.ngroups * c.heads_per_group * c.dim * c.dstate
-        return replace(c, batch=max(1, min(some_size(rng, 4 * limits.batch), limits.elements // row)),
-                       **called(rng, limits, ()))
+        return replace(c, batch=max(1, min(draw_size(rng, 4 * limits.batch), limits.elements // row)),
+                       **draw_call(rng, limits, ()))
 
     @staticmethod
     def problem(c: StateConfig, turn: int, device: str) -> Problem:
         values = Values(c, turn, device)
         h, p, n = c.ngroups * c.heads_per_group, c.dim, c.dstate
         rows, wide = c.batch + _SPARE * c.indexed, 1 if c.tied else p
-        made = values.finished({
+        made = values.finish({
             "state": values.normal(rows, h, p, n), "x": values.normal(c.batch, h, p),
             "dt": values.uniform(0.05, 1.05, c.batch, h, wide), "A": -values.uniform(0.05, 1.05, h, wide, 1 if c.tied else n),
             "B": values.normal(c.batch, c.ngroups, n), "C": values.normal(c.batch, c.ngroups, n),
@@ -124,7 +124,7 @@ class State:
             "dt_bias": values.uniform(0.05, 1.05, h, wide) if c.dt_bias else None,
             "state_batch_indices": _indices(c.batch, rows, values, device) if c.indexed else None}, ("A", "D", "dt_bias"))
         form = partial(_state_form, c)
-        return Problem(made, (), {}, run=partial(_state, c), truth=form, mirrors=(by_autograd(form),),
+        return Problem(made, (), {}, run=partial(_state, c), truth=form, mirrors=(make_mirror(form),),
                        axes={"out": "bhp", "state": "bhpn"}, eps=c.eps, coarsest=c.eps, seed=c.seed)
 
 

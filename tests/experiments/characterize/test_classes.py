@@ -27,7 +27,7 @@ def test_counters_come_before_the_cost_model():
 def test_shares_of_a_forward():
     times = {"chunk_cumsum": 5.0, "chunk_state": 20.0, "state_passing": 15.0, "bmm_chunk": 10.0, "chunk_scan": 50.0}
     kernels = [kernel_row(f"{name}_kernel", ncu_us=us) for name, us in times.items()]
-    assert classes.shares(kernels, 0.003) == {TENSOR: (1, 10.0), VECTOR: (2, 20.0), BOTH: (2, 70.0), UNKNOWN: (0, 0.0)}
-    assert classes.shares(kernels, 0.01)[TENSOR] == (2, 30.0), "chunk_state's x times weights is 0.4 % of its FLOPs"
-    assert classes.shares(kernels, recomputed=False)[BOTH] == (1, 100.0)
-    assert classes.shares([])[BOTH] == (0, 0.0)
+    assert classes.compute_shares(kernels, 0.003) == {TENSOR: (1, 10.0), VECTOR: (2, 20.0), BOTH: (2, 70.0), UNKNOWN: (0, 0.0)}
+    assert classes.compute_shares(kernels, 0.01)[TENSOR] == (2, 30.0), "chunk_state's x times weights is 0.4 % of its FLOPs"
+    assert classes.compute_shares(kernels, recomputed=False)[BOTH] == (1, 100.0)
+    assert classes.compute_shares([])[BOTH] == (0, 0.0)

@@ -28,7 +28,7 @@ def test_rows_of_a_run(small, tmp_path, monkeypatch):
 
     monkeypatch.setattr(trace, "read", read)
     run = small_run(steps=20)
-    rows = collect.breakdown(run, tmp_path / "rows", tmp_path / "kept" / "trace.json")
+    rows = collect.append_breakdown(run, tmp_path / "rows", tmp_path / "kept" / "trace.json")
     counts = {name: seen.count(f"ssd:{name}") for name in ("step", "forward", "backward", "optimizer")}
     assert counts == dict.fromkeys(counts, collect.PROFILED)
     assert record.read(tmp_path / "rows", bench="characterize") == rows and (tmp_path / "kept" / "trace.json").exists()
@@ -43,7 +43,7 @@ def test_rows_of_a_run(small, tmp_path, monkeypatch):
 def test_calibration(monkeypatch, tmp_path, flops, expected):
     launches = [{"kernel": "nvjet", counters.TENSOR_FLOPS: value} for value in flops]
     asked = []
-    monkeypatch.setattr(counters, "ncu", lambda *arguments: asked.append(arguments) or launches)
+    monkeypatch.setattr(counters, "run_ncu", lambda *arguments: asked.append(arguments) or launches)
     assert collect.calibrate(tmp_path) == expected
     assert record.read(tmp_path, bench="calibration")[0]["flops_found"] == expected
     assert asked == [(["profiled-product"], [counters.TENSOR_FLOPS], "none")]

@@ -15,7 +15,7 @@ SLOW = {"ncu_us": 80.0, "dram_bytes": 9.6e6, "dram_pct": 2.5}
 def call(tmp_path):
     write(tmp_path, kernel_row("chunk_state_kernel"), kernel_row(**SLOW),
           ssd_row(graph_p50_us=120.0, copy_gbps=4000.0), ssd_row(graph_p50_us=1.0, chunk_size=64))
-    (found,) = definitions.calls(tmp_path)
+    (found,) = definitions.read_calls(tmp_path)
     return found
 
 
@@ -39,23 +39,23 @@ def test_bandwidth_and_amplification(call):
 def test_time_of_another_commit_only_where_there_is_none_of_the_same(tmp_path):
     later = {"git_sha": "1" * 40, "time": "2027-01-01T00:00:00+00:00"}
     write(tmp_path, kernel_row(), ssd_row(graph_p50_us=300.0, **later))
-    (call,) = definitions.calls(tmp_path)
+    (call,) = definitions.read_calls(tmp_path)
     assert (call.wall_us, call.same_commit) == (300.0, False)
     write(tmp_path, ssd_row(graph_p50_us=None, p50_us=200.0))
-    (call,) = definitions.calls(tmp_path)
+    (call,) = definitions.read_calls(tmp_path)
     assert (call.wall_us, call.same_commit) == (200.0, True)
 
 
 def test_without_a_time(tmp_path):
     write(tmp_path, kernel_row(gpu="Some GPU"))
-    (call,) = definitions.calls(tmp_path)
+    (call,) = definitions.read_calls(tmp_path)
     assert list(definitions.utilisations(call)) == ["ncu"]
     assert call.wall_us is None and definitions.speed_of_light(call) is None
 
 
 def test_vector_flops():
-    assert definitions.vector_flops(kernel_row(fadds=1, fmuls=10, ffmas=100)) == 211
-    assert definitions.vector_flops(kernel_row(fadds=1, fmuls=10)) is None
+    assert definitions.count_vector_flops(kernel_row(fadds=1, fmuls=10, ffmas=100)) == 211
+    assert definitions.count_vector_flops(kernel_row(fadds=1, fmuls=10)) is None
 
 
 def test_gpus():

@@ -49,9 +49,9 @@ def test_coefficients_are_not_negative():
 
 def test_what_is_left_out_is_not_known_to_the_fit():
     *others, last = samples()
-    left = projection.left_out([*others, replace(last, what="odd", us=10 * last.us)], H200, lambda one: one.what)
+    left = projection.leave_out([*others, replace(last, what="odd", us=10 * last.us)], H200, lambda one: one.what)
     assert left[-1].error == pytest.approx(-0.9, abs=1e-6), "predicted by the others, as if it were one of them"
-    assert projection.summary(projection.left_out(samples(), H200, lambda one: one.shape)).largest < 1e-6
+    assert projection.summarise(projection.leave_out(samples(), H200, lambda one: one.shape)).largest < 1e-6
 
 
 def test_projection_is_exact_for_what_the_model_knows():
@@ -71,14 +71,14 @@ def test_too_few_samples():
 def test_samples_from_rows(tmp_path):
     write(tmp_path, kernel_row("chunk_state_kernel"), kernel_row("hopper_scan_kernel"), kernel_row(variant="fused"),
           ssd_row(), ssd_row(mode="fwd_bwd"), ssd_row("fused"), ssd_row(mode="bwd", graph_p50_us=None))
-    kernels, gpu = projection.kernel_samples(tmp_path)
+    kernels, gpu = projection.read_kernel_samples(tmp_path)
     assert [(one.what, one.us, one.work.bytes) for one in kernels] == [("chunk_state", 20.0, 48e6)] and gpu is H200
-    (call,), gpu = projection.call_samples(tmp_path)
+    (call,), gpu = projection.read_call_samples(tmp_path)
     assert (call.mode, call.us, call.launches) == ("fwd", 990.0, 5) and gpu is H200
-    assert projection.kernel_samples(tmp_path / "none") == ([], None)
+    assert projection.read_kernel_samples(tmp_path / "none") == ([], None)
 
 
 def test_rows_of_two_gpus_are_not_mixed(tmp_path):
     write(tmp_path, ssd_row(), ssd_row(gpu="NVIDIA H100"), ssd_row(mode="bwd", gpu="NVIDIA H100"))
-    calls, gpu = projection.call_samples(tmp_path)
+    calls, gpu = projection.read_call_samples(tmp_path)
     assert len(calls) == 2 and gpu is GPUS["h100"]

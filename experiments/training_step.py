@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
 from .characterize.scopes import BACKWARD, FORWARD, scope
-from .parallel import Team, whole
+from .parallel import Team, gather
 from .terminal import first_line, last_line
 from .training_run import Run
 from .workloads import Workload
@@ -27,15 +27,15 @@ _BETAS = (0.9, 0.95)
 _WORKERS = 4  # processes that make batches while a GPU computes, or as many as half of its share of the cores
 
 
-def made(run: Run, workload: Workload, team: Team) -> tuple[nn.Module, torch.optim.Optimizer, int]:
+def build_model(run: Run, workload: Workload, team: Team) -> tuple[nn.Module, torch.optim.Optimizer, int]:
     """The model as it is to be called, its optimizer, and how many parameters it has."""
     torch.manual_seed(run.seed)
     with team.device:
         model = workload.build(run.sizes, run.variant, run.checkpoint_activations)
-    decay, parameters = decaying(model), sum(parameter.numel() for parameter in model.parameters())
+    decay, parameters = find_decaying(model), sum(parameter.numel() for parameter in model.parameters())
     model = team.spread(model)
     groups = {True: [], False: []}
-    for name, parameter in named(model).named_parameters():
+    for name, parameter in unwrap(model).named_parameters():
         groups[name in decay].append(parameter)
     groups = [{"params": groups[True], "weight_decay": run.weight_decay}, {"params": groups[False], "weight_decay": 0.0}]
     if run.optimizer == "lamb":
@@ -43,7 +43,7 @@ def made(run: Run, workload: Workload, team: Team) -> tuple[nn.Module, torch.opt
     return model, torch.optim.AdamW(groups, run.lr, _BETAS, fused=team.device.type == "cuda"), parameters
 
 
-def named(model: nn.Module) -> nn.Module:
+def unwrap(model: nn.Module) -> nn.Module:
     """The model by whose names weights are saved, of what `Team.spread` gives."""
     return model.module if isinstance(model, DistributedDataParallel) else model
 
@@ -62,7 +62,7 @@ def find_lamb() -> type[torch.optim.Optimizer]:
     return Lamb
 
 
-def batches_of(run: Run, workload: Workload, dataset: Dataset, done: int, team: Team) -> Iterator[dict[str, Tensor]]:
+def make_batches(run: Run, workload: Workload, dataset: Dataset, done: int, team: Team) -> Iterator[dict[str, Tensor]]:
     """This process's parts of micro-batches on its device, from the first of the step after `done`."""
     of_step, on_gpu = run.batch * run.accumulate, team.device.type == "cuda"
     parts = [team.part(range(n, n + run.batch)) for n in range(done * of_step, run.steps * of_step, run.batch)]
@@ -86,7 +86,7 @@ def _outlast_signals(_: int) -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-def gradient(run: Run, step: int, workload: Workload, model: nn.Module, optimizer: torch.optim.Optimizer,
+def compute_gradient(run: Run, step: int, workload: Workload, model: nn.Module, optimizer: torch.optim.Optimizer,
              batches: Iterator[dict[str, Tensor]], team: Team) -> dict[str, float]:
     """Leaves the gradient, clipped; the optimizer has yet to use it."""
     torch.manual_seed(int(np.random.SeedSequence([run.seed, step, team.rank]).generate_state(1, np.uint64)[0]))
@@ -96,15 +96,15 @@ def gradient(run: Run, step: int, workload: Workload, model: nn.Module, optimize
     total = torch.zeros((), device=team.device)
     for n in range(run.accumulate):
         batch = next(batches)
-        with team.averaging(model, now=n == run.accumulate - 1):
+        with team.average_gradients(model, now=n == run.accumulate - 1):
             with scope(FORWARD), torch.autocast(team.device.type, torch.bfloat16, enabled=run.dtype == "bf16"):
                 loss = workload.loss(model, batch)
             part = loss * _weight(workload, batch, team) / run.accumulate
             with scope(BACKWARD):
                 (part * team.size).backward()  # parts add up to the loss; averages of gradients are of `size` times that
         total += part.detach()
-    norm = whole(nn.utils.clip_grad_norm_(model.parameters(), run.clip or math.inf))
-    return {"loss": team.total(total).item(), "lr": rate, "grad_norm": norm.item()}
+    norm = gather(nn.utils.clip_grad_norm_(model.parameters(), run.clip or math.inf))
+    return {"loss": team.sum_over(total).item(), "lr": rate, "grad_norm": norm.item()}
 
 
 def _weight(workload: Workload, batch: dict[str, Tensor], team: Team) -> Tensor | float:
@@ -112,7 +112,7 @@ def _weight(workload: Workload, batch: dict[str, Tensor], team: Team) -> Tensor 
     if workload.terms is None:
         return 1 / team.size
     terms = workload.terms(batch)
-    return terms / team.total(terms).clamp(min=1)
+    return terms / team.sum_over(terms).clamp(min=1)
 
 
 def learning_rate(run: Run, step: int) -> float:
@@ -123,7 +123,7 @@ def learning_rate(run: Run, step: int) -> float:
     return run.lr * (0.1 + 0.9 * (1 + math.cos(math.pi * progress)) / 2)
 
 
-def decaying(model: nn.Module) -> set[str]:
+def find_decaying(model: nn.Module) -> set[str]:
     """Names of the parameters that decay: matrices, filters and embeddings; not norms, biases and Mamba's A, D and dt."""
     return {name for name, parameter in model.named_parameters()
             if parameter.dim() >= 2 and not getattr(parameter, "_no_weight_decay", False)}

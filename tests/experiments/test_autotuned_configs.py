@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from triton.runtime import Autotuner
 
-from experiments import tuned
+from experiments import autotuned_configs
 
 
 def tuned_kernel(out, n, BLOCK: tl.constexpr):
@@ -48,26 +48,26 @@ def ran(monkeypatch):
         fake.does()
         return SimpleNamespace(returncode=fake.status, stderr="out of memory")
 
-    monkeypatch.setattr(tuned.subprocess, "run", run)
+    monkeypatch.setattr(autotuned_configs.subprocess, "run", run)
     return fake
 
 
 def test_configs_of_one_process_are_those_of_the_next(ran):
     def first():
-        with tuned.handed_over():
+        with autotuned_configs.hand_over_configs():
             assert launched(tuner(32)) == 32 and launched(tuner(64), n=2) == 64
 
     ran.does = first
     run, bench = Autotuner.run, Autotuner._bench
-    with tuned.before(["profiled", "a call"], 10):
+    with autotuned_configs.tune_first(["profiled", "a call"], 10):
         assert ran.commands == [["-m", "experiments", "profiled", "a call"]]
         for _ in range(2):  # ncu runs a command more than once
-            with tuned.handed_over():
+            with autotuned_configs.hand_over_configs():
                 seen: list[int] = []
                 kernel = tuner(16, seen)
                 assert (launched(kernel), launched(kernel, n=2), seen) == (32, 64, [])
                 with pytest.raises(RuntimeError, match="tuned_kernel was not tuned to this call before"):
                     launched(kernel, n=3)
-    assert (Autotuner.run, Autotuner._bench) == (run, bench) and tuned._FILE not in tuned.os.environ
-    with tuned.handed_over():
+    assert (Autotuner.run, Autotuner._bench) == (run, bench) and autotuned_configs._FILE not in autotuned_configs.os.environ
+    with autotuned_configs.hand_over_configs():
         assert launched(tuner(16)) == 16

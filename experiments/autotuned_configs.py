@@ -21,9 +21,10 @@ _FILE = "SSD_KERNELS_TUNED"  # in the environment
 
 
 @contextmanager
-def before(arguments: list[str], seconds: float) -> Iterator[None]:
-    """Runs this command line with the arguments, which makes its calls within `handed_over`; within, whatever else is run with
-    the same arguments has the same configs.
+def tune_first(arguments: list[str], seconds: float) -> Iterator[None]:
+    """Runs this command line once, without ncu. Inside, other runs with the same arguments use the configs that it chose.
+
+    The command has to make its calls inside `hand_over_configs`.
 
     Raises:
         ValueError: it failed, with the end of what it said, or did not end in so many seconds, or left no configs.
@@ -47,9 +48,9 @@ def before(arguments: list[str], seconds: float) -> Iterator[None]:
 
 
 @contextmanager
-def handed_over() -> Iterator[None]:
-    """Within, kernels are tuned as they were in the process that `before` ran; in that process itself they tune themselves, and
-    what they chose is left for the others. Anywhere else nothing changes.
+def hand_over_configs() -> Iterator[None]:
+    """Inside, kernels use the configs that the process of `tune_first` chose. That process itself tunes and writes them down.
+    Nothing changes where `tune_first` was not called.
 
     Kernels are met as they are launched: whoever imports upstream's need not leave its modules where they can be found.
     """
