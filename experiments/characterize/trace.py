@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,35 +60,6 @@ class Trace:
     def idle_us(self) -> float:
         """Time in which no kernel ran."""
         return self.total_us - _covered(self.kernels)
-
-    def by_class(self, phase: str | None = None) -> dict[str, float]:
-        """{class: microseconds}, of one phase or all; of all, `idle` with it."""
-        times: Counter[str] = Counter()
-        for kernel in self.kernels:
-            if phase in (None, kernel.phase):
-                times[kernel.kind] += kernel.us
-        return dict(times) | ({"idle": self.idle_us} if phase is None else {})
-
-    def shares(self) -> dict[str, float]:
-        """{class: share of the time}, which add up to 1; kernels that overlap count each for itself."""
-        times = self.by_class()
-        total = sum(times.values())
-        return {kind: us / total for kind, us in times.items()}
-
-    def by_scope(self) -> dict[str, float]:
-        """{phase: microseconds}, of whatever class."""
-        times: Counter[str] = Counter()
-        for kernel in self.kernels:
-            times[kernel.phase] += kernel.us
-        return dict(times)
-
-    def by_kernel(self) -> list[tuple[str, str, int, float]]:
-        """(name, class, launches, microseconds) of each kernel, the longest first."""
-        groups = defaultdict(list)
-        for kernel in self.kernels:
-            groups[kernel.name, kernel.kind].append(kernel.us)
-        rows = [(*key, len(times), sum(times)) for key, times in groups.items()]
-        return sorted(rows, key=lambda row: -row[3])
 
 
 def read(path: Path) -> Trace:
