@@ -73,6 +73,8 @@ def bench(
     if not has_gpu():
         if "auto" in variants:
             refuse(f"--variant: got 'auto', which is torch's form without a GPU, expected any of {', '.join(VARIANTS[1:])}")
+        if counters:
+            refuse("--counters: needs a CUDA GPU, found none")
         from . import interpret
 
         passed = interpret.run(variants, shapes, modes, dtype, max(sizes), parse_options(option), out, console, wide)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -46,9 +47,11 @@ def require_gpu(command: str, instead: str = "") -> None:
 def require_writable(out: Path) -> Path:
     """Refuses a folder of rows that cannot be made or written to, before anything is measured for it."""
     nearest = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
-    if not (nearest.is_dir() and os.access(nearest, os.W_OK)):
+    try:  # os.access says yes to root even where nothing can be made, as in /proc
+        with TemporaryDirectory(dir=nearest):
+            return out
+    except OSError:
         refuse(f"--out: got {out}, expected a folder that can be written: {nearest} cannot")
-    return out
 
 
 def split_names(option: str, text: str, known: Iterable[str], *also: str) -> list[str]:

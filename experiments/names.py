@@ -24,6 +24,7 @@ def _read_names() -> tuple[str, ...]:
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
-    """`; did you mean 'fused'?`, or nothing where no known name is near."""
-    near = get_close_matches(name, list(known), 1)
+    """`; did you mean 'fused'?`, or nothing where no known name is near or begins so."""
+    known = list(known)
+    near = get_close_matches(name, known, 1) or [other for other in known if name and other.startswith(name)]
     return f"; did you mean {near[0]!r}?" if near else ""

@@ -33,8 +33,8 @@ def can_run(i: SSDInputs, options: Options) -> bool:
 
 
 def worth_keeping(i: SSDInputs, options: Options, every: int) -> int | None:
-    """As `Variant.states_every`, of a forward that can keep a state every so many tokens: None if the backward here would run
-    and not read them. The other backwards read what there is.
+    """As `Variant.states_every`, of a forward that can keep a state every so many tokens: None when the backward here would run
+    but could not use such states. The other backwards can use any.
     """
     unread = options.fuse_backward and not _reads(i, every) and _cannot_run(i, options) is None
     return None if unread else every

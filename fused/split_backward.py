@@ -1,8 +1,9 @@
-"""The backward of long inputs in two halves, where their states, computed again, would take more memory than all else.
+"""The backward of large inputs in two halves, one after the other, so that the states of one half are in memory at a time.
 
-They are of the batch. A single sequence is cut in the middle: its second half is a sequence of its own from the state there,
-and leaves that state's gradient, and from this the first half is one, for one walk more through it. Either way the states of
-one half are in memory at a time.
+Without that, states that the backward computes again would take more memory than all else. A half is half of the batch. A
+single sequence is cut in the middle instead. First the state there is computed: one walk more through the first half. Then the
+second half runs, as a sequence that starts from that state, and gives its gradient. With this as dfinal_states the first half
+runs.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from ssd.kernels.arguments import contiguous, output
 from ssd.runtime.replay import replay
 from ssd.types import INPUT_TENSORS, SUB_CHUNK, Options, SSDGrads, SSDInputs, SSDSaved
 
-_MOST_BYTES = 1 << 28  # of states as x is: beyond, memory runs out sooner than a launch counts
+_MOST_BYTES = 1 << 28  # of states in the dtype of x: above this, saving memory matters more than saving launches
 _OF_TOKENS = ("x", "dt", "B", "C", "z", "seq_idx")
 _SUMMED = ("dA", "dD", "ddt_bias")
 _OTHERS = (*_SUMMED, "dinitial_states")

@@ -21,6 +21,8 @@ _FP32_LARGEST = torch.finfo(torch.float32).max
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _DEVICES = ("cpu", "cuda")  # that "auto" and the kernels know
 _OPTIONAL = ("D", "z", "dt_bias", "initial_states")
+# Said with a wrong shape: x of another order of axes makes dt the first to differ, and dstate is not in the shape of x.
+_AXES = {"dt": "(batch, seqlen, nheads) = ", "initial_states": "(batch, nheads, headdim, dstate) = "}
 _DEFAULT = Options()
 
 
@@ -156,9 +158,9 @@ def _refuse(name: str, t: object, shape: str | tuple[int, ...], x: Tensor) -> No
     if t.dim() != (4 if isinstance(shape, str) else len(shape)):
         raise ValueError(f"{name}: got {t.dim()} dimensions, shape {tuple(t.shape)}, expected {shape}")
     if tuple(t.shape) != shape:
-        axes = "(batch, seqlen, nheads) = " if name == "dt" else ""  # first to differ if heads come second in x
         also = f" or {(x.shape[2], x.shape[3])}" if name == "D" else ""
-        raise ValueError(f"{name}: got shape {tuple(t.shape)}, expected {axes}{shape}{also} to go with x {tuple(x.shape)}")
+        beside = ", the shape of B" if name == "C" else f" to go with x {tuple(x.shape)}"
+        raise ValueError(f"{name}: got shape {tuple(t.shape)}, expected {_AXES.get(name, '')}{shape}{also}{beside}")
     raise ValueError(f"{name}: got a tensor on {t.device}, expected {x.device}, the device of x")
 
 

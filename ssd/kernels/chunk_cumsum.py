@@ -30,7 +30,7 @@ CONFIGS = ConfigSpace(
 @triton.jit
 def step(dt, dt_strides, dt_bias, b, c, offs_h, seqlen, dt_min, dt_max, NHEADS: tl.constexpr, CHUNK: tl.constexpr,
          SOFTPLUS: tl.constexpr):
-    """dt before and after the clamp, [BLOCK_H, CHUNK] fp32, and the mask of its valid elements."""
+    """dt with its bias, then after softplus, then after the clamp, each [BLOCK_H, CHUNK] fp32; and which elements exist."""
     offs_q = c * CHUNK + tl.arange(0, CHUNK)
     inside = (offs_h[:, None] < NHEADS) & (offs_q[None, :] < seqlen)
     at = offs_q[None, :] * dt_strides[1] + offs_h.to(tl.int64)[:, None] * dt_strides[2]

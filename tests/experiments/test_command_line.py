@@ -32,6 +32,7 @@ def test_help(command):
 REFUSED = [
     ("bench --variant warp9", "--variant: got 'warp9', expected any of auto, baseline, fused, persistent, torch"),
     ("bench --shape 8b-b4,9b", "--shape: got '9b', expected one of named, workloads, sweep, models, 8b-b1"),
+    ("bench --out /proc/rows", "--out: got /proc/rows, expected a folder that can be written: /proc cannot"),
     ("bench --mode sideways", "--mode: got 'sideways', expected any of fwd, fwd_train, bwd, fwd_bwd"),
     ("bench --dtype fp8", "--dtype: got 'fp8', expected one of bf16, fp16, fp32"),
     ("bench --against nobody", "--against: got 'nobody', expected one of baseline"),
@@ -89,6 +90,17 @@ def test_table_of_rows(tmp_path):
     assert result.exit_code == 0
     assert len(result.stdout.splitlines()) == 3 and "baseline" not in result.stdout
     assert run("table", "--out", tmp_path, "--format", "xml").exit_code == 2
+
+
+@without_gpu
+def test_bench_reads_no_counters_without_gpu():
+    result = run("bench", "--counters")
+    assert result.exit_code == 2 and result.stderr.startswith("error: --counters: needs a CUDA GPU, found none")
+
+
+@pytest.mark.parametrize(("name", "said"), [("persitent", "'persistent'"), ("pers", "'persistent'"), ("", ""), ("gpt", "")])
+def test_a_near_name_is_suggested(name, said):
+    assert names.suggest(name, ("baseline", "persistent")) == (f"; did you mean {said}?" if said else "")
 
 
 @without_gpu

@@ -38,7 +38,7 @@ def call(device, monkeypatch):
     ("B", torch.zeros(2, 20, 3, 16), "ngroups = 3", "a divisor of nheads = 4"),
     ("B", torch.zeros(2, 20, 8, 16), "ngroups = 8", "a divisor of nheads = 4"),
     ("B", torch.zeros(2, 21, 2, 16), "(2, 21, 2, 16)", "(2, 20, 2, 16)"),
-    ("C", torch.zeros(2, 20, 2, 17), "(2, 20, 2, 17)", "(2, 20, 2, 16)"),
+    ("C", torch.zeros(2, 20, 2, 17), "(2, 20, 2, 17)", "(2, 20, 2, 16), the shape of B"),
     ("D", torch.zeros(8), "(8,)", "(4,) or (4, 8)"),
     ("D", torch.zeros(4, 7), "(4, 7)", "(4, 8)"),
     ("z", torch.zeros(2, 20, 4, 9), "(2, 20, 4, 9)", "(2, 20, 4, 8)"),

@@ -79,7 +79,7 @@ class Tiles(NamedTuple):
     C: gl.shared_memory_descriptor
     z: gl.shared_memory_descriptor  # as x, or None
     L: gl.shared_memory_descriptor  # [2 SLOTS, 64, 64]
-    y: gl.shared_memory_descriptor  # [2, 1, 64, headdim]
+    y: gl.shared_memory_descriptor  # [2, 1, 64, headdim]; [4, ...] where y before the gate goes out too
     states: gl.shared_memory_descriptor  # [2, 1, headdim, dstate], or None
 
 
