@@ -27,6 +27,7 @@ _AXES = {"out": "blhp", "final_states": "bhpn", "varlen_states": "bhpn", "dx": "
          "dC": "blhn", "dz": "blhp", "ddt_bias": "h", "dinitial_states": "bhpn"}
 _TRUTH_CHUNK, _SHORT = 64, 24  # up to so many tokens the truth is the recurrence
 _OTHER = {16: 64, 32: 64, 64: 128, 128: 64, 256: 64}  # chunk sizes of the second mirror; sub-chunks of kernels are 64 tokens
+_BLOCK_FP32 = 16  # tokens between the states that the plain backward rounds and keeps, where x is in fp32
 _TF32_EPS = 2.0**-10
 _FP64 = Precision(torch.float64)
 
@@ -111,12 +112,17 @@ def problem(c: Config, turn: int, device: str) -> Problem:
     return Problem(
         tensors, wanted, {name: dtype for name, dtype in ways.items() if name in c.ways} if wanted else {},
         run=partial(_run, c, Options(**c.options)), truth=partial(_truth, c),
-        mirrors=tuple(partial(_mirror, replace(c, chunk_size=size), tf32) for size in (c.chunk_size, _OTHER[c.chunk_size])),
+        mirrors=tuple(partial(_mirror, replace(c, chunk_size=size), tf32) for size in _mirror_chunks(c)),
         axes=_AXES | {"dD": "hp" if c.D == "hp" else "h"}, eps=eps, coarsest=max(eps, torch.finfo(inputs.states_dtype).eps),
         summed=("dA", "dD", "ddt_bias"), tokens=c.batch * c.seqlen, exponent=_largest_exponent(inputs),
         exact=c.variant != "torch" or device == "cpu",
         layouts={"out": c.layouts.get("dout", "contiguous"), "final_states": c.layouts.get("dfinal_states", "contiguous")},
         seed=c.seed)
+
+
+def _mirror_chunks(c: Config) -> list[int]:
+    """Tokens between the states of each mirror, which are rounded as the kernels round theirs."""
+    return sorted({c.chunk_size, _OTHER[c.chunk_size]} | ({_BLOCK_FP32} if c.dtype == "fp32" else set()))
 
 
 def _run(c: Config, options: Options, tensors: Tensors) -> dict[str, Tensor]:

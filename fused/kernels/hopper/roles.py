@@ -214,5 +214,6 @@ def as_box(buffer, desc):
     """A tile [1, 64, width] as one of `desc`, which has as many elements."""
     if len(desc.block_shape) == 4:
         shape: gl.constexpr = [desc.block_shape[0], desc.block_shape[1], desc.block_shape[2], desc.block_shape[3]]
-        buffer = reinterpret(buffer, shape, desc.layout)
+        LAYOUT: gl.constexpr = desc.layout  # in Triton 3.6 no constexpr by itself
+        buffer = reinterpret(buffer, shape, LAYOUT)
     return buffer
