@@ -368,6 +368,8 @@ def hopper_scan(i: SSDInputs, x_desc, B_desc, C_desc, out_desc, dt, dA_cumsum, r
     runs: (blocks, nruns, 6) int32. starts: a state every `every` tokens; runs begin there if they start from them.
     """
     stages = STAGES if states_desc is None and z_desc is None else STAGES - 1  # z and states on their way out take its place
+    if z_desc is not None and states_desc is not None and i.states_dtype.itemsize == 4:
+        stages -= 1
     slots = SLOTS if states_desc is None or y_desc is None else SLOTS - 1  # and all of them that of a mask
     launch(
         hopper_scan_kernel, runs.shape[0], x_desc, B_desc, C_desc, z_desc, out_desc, y_desc, states_desc, dA_cumsum, dt,
