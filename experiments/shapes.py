@@ -112,6 +112,7 @@ def find_shapes(names: str) -> list[Shape]:
         elif name in SHAPES:
             found[name] = SHAPES[name]
         else:
-            known = (*_GROUPS, *SHAPES)
-            raise ValueError(f"shape: got {name!r}, expected one of {', '.join(known)}{suggest(name, known)}")
+            known, single = (*_GROUPS, *SHAPES), ", ".join(shape.name for shape in (*NAMED, *WORKLOADS))
+            raise ValueError(f"shape: got {name!r}, expected {', '.join(_GROUPS)}, or one of theirs: {single}, sweep-<seqlen>, "
+                             f"or a model as {_SHORT[0].name}{suggest(name, known)}")
     return list(found.values())

@@ -31,7 +31,7 @@ def forward(i: SSDInputs, options: Options, save: bool) -> tuple[Tensor, Tensor,
     """
     keep = save and options.save_states and choose_states_every(i, options) is not None
     if hopper.can_run(_explain_no_hopper(i, options), "fused"):
-        return hopper.two_level(i, options, save, keep)
+        return hopper.run_two_level(i, options, save, keep)
     return _run_plain(i, options, save, keep)
 
 

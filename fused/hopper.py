@@ -96,7 +96,7 @@ def _say_plain(variant: str, reason: str) -> None:
     logging.getLogger("ssd").log(level, "variant %r runs its plain Triton kernels, not those for Hopper: %s", variant, reason)
 
 
-def stationary(inputs: SSDInputs, options: Options, save: bool, keep: bool) -> tuple[Tensor, Tensor, SSDSaved]:
+def run_stationary(inputs: SSDInputs, options: Options, save: bool, keep: bool) -> tuple[Tensor, Tensor, SSDSaved]:
     """As `Variant.forward`, keeping states or not: a block walks two slices through a sequence, or what `deal` cuts of it."""
     from .kernels.hopper.scan import hopper_scan
 
@@ -106,13 +106,13 @@ def stationary(inputs: SSDInputs, options: Options, save: bool, keep: bool) -> t
         prev_states = None
         if keep:
             prev_states = call.new_states((call.nsub,), inputs.states_dtype)
-        runs, *entering = call.entering(options, "scan_step")
+        runs, *entering = call.get_runs(options, "scan_step")
         hopper_scan(inputs, *call.descriptors, *call.steps, runs, call.initial_states, *entering, final_states,
-                    None if prev_states is None else describe_states(prev_states), **call.gate)
+                    None if prev_states is None else describe_states(prev_states), **call.gate_descriptors)
     return call.out, final_states, SSDSaved(inputs, options, call.y, None, prev_states)
 
 
-def two_level(inputs: SSDInputs, options: Options, save: bool, keep: bool,
+def run_two_level(inputs: SSDInputs, options: Options, save: bool, keep: bool,
               blocks: int | None = None) -> tuple[Tensor, Tensor, SSDSaved]:
     """As `Variant.forward`, keeping states or not: a block walks two slices through a segment; `blocks`: so many take turns."""
     from .kernels.hopper.scan import hopper_scan
@@ -125,11 +125,11 @@ def two_level(inputs: SSDInputs, options: Options, save: bool, keep: bool,
         each = choose_two_level_segment(i.batch * pairs, call.nsub, device.sms, device.name)
         every = BLOCK_M if keep else each * BLOCK_M  # tokens between the states that are written; each span starts from one
         final_states, prev_states = call.new_states(()), call.new_states((cdiv(i.seqlen, every),), i.states_dtype)
-        runs, *entering = call.entering(options, "every_state_step" if keep else "few_states_step")
+        runs, *entering = call.get_runs(options, "every_state_step" if keep else "few_states_step")
         all_states(i, call.descriptors[:2], describe_states(prev_states), *call.steps, runs, (call.initial_states, None),
                    *entering, final_states, i.batch, every)
         runs = get_tables(deal_two_level, (i.batch, pairs, call.nsub, each, blocks), i.x.device).sequences
-        hopper_scan(i, *call.descriptors, *call.steps, runs, starts=prev_states, every=every, **call.gate)
+        hopper_scan(i, *call.descriptors, *call.steps, runs, starts=prev_states, every=every, **call.gate_descriptors)
     return call.out, final_states, SSDSaved(inputs, options, call.y, None, prev_states if keep else None)
 
 
@@ -158,10 +158,10 @@ class _Call:
         return cls(i, out, y, (*describe_inputs(i.x, i.B, i.C), describe(out)), steps, initial_states)
 
     @property
-    def gate(self) -> dict:
+    def gate_descriptors(self) -> dict:
         """Descriptors of the gate and of what it is applied to, by the names that hopper_scan gives them."""
         z, y = self.inputs.z, self.y
-        return {"z_desc": None if z is None else describe(describable(z)), "y_desc": None if y is None else describe(y)}
+        return {"z_desc": None if z is None else describe(make_describable(z)), "y_desc": None if y is None else describe(y)}
 
     @property
     def nsub(self) -> int:
@@ -171,12 +171,12 @@ class _Call:
         i = self.inputs
         return torch.empty(i.batch, *between, i.nheads, i.headdim, i.dstate, device=i.x.device, dtype=dtype)
 
-    def entering(self, options: Options, step: str) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def get_runs(self, options: Options, step: str) -> tuple[Tensor, Tensor | None, Tensor | None]:
         i = self.inputs
-        return runs_of(i, i.batch, self.descriptors[:2], *self.steps, i.batch, options, step)
+        return make_runs(i, i.batch, self.descriptors[:2], *self.steps, i.batch, options, step)
 
 
-def runs_of(i: SSDInputs, rows: int, descriptors: tuple, dt: Tensor, dA_cumsum: Tensor, forwards: int,
+def make_runs(i: SSDInputs, rows: int, descriptors: tuple, dt: Tensor, dA_cumsum: Tensor, forwards: int,
             options: Options, step: str) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Runs of whole sequences, or cut ones; and ends and factors of the pieces that enter those that begin inside one.
 
@@ -193,7 +193,7 @@ def runs_of(i: SSDInputs, rows: int, descriptors: tuple, dt: Tensor, dA_cumsum: 
     return runs, *piece_states(i, descriptors, dt, dA_cumsum, npieces, piece_runs, forwards)
 
 
-def describable(t: Tensor) -> Tensor:
+def make_describable(t: Tensor) -> Tensor:
     """t, or a copy where TMA cannot take its strides."""
     return t if is_describable(t) else t.clone(memory_format=torch.contiguous_format)
 
@@ -208,7 +208,7 @@ def is_describable(t: Tensor) -> bool:
 
 def describe_inputs(x: Tensor, *groups: Tensor) -> tuple:
     """TMA descriptors of x and of B, C or both, or of copies of them."""
-    return describe(describable(x)), *(describe(describable(t), get_width(t.shape[-1])) for t in groups)
+    return describe(make_describable(x)), *(describe(make_describable(t), get_width(t.shape[-1])) for t in groups)
 
 
 def get_width(dstate: int) -> int:

@@ -20,7 +20,7 @@ from ssd.runtime.tuning import current_device
 from ssd.types import Options, SSDGrads, SSDInputs, SSDSaved
 
 from . import hopper
-from .hopper import BLOCK_M, describe, describe_inputs, describe_states, is_describable, runs_of
+from .hopper import BLOCK_M, describe, describe_inputs, describe_states, is_describable, make_runs
 from .kernels.head_sums import add_splits, allocate_splits
 from .schedule import choose_splits
 
@@ -36,7 +36,7 @@ def worth_keeping(i: SSDInputs, options: Options, every: int) -> int | None:
     """As `Variant.states_every`, of a forward that can keep a state every so many tokens: None when the backward here would run
     but could not use such states. The other backwards can use any.
     """
-    unread = options.fuse_backward and not _reads(i, every) and _cannot_run(i, options) is None
+    unread = options.fuse_backward and not _can_read(i, every) and _cannot_run(i, options) is None
     return None if unread else every
 
 
@@ -58,11 +58,12 @@ def backward(saved: SSDSaved, dout: Tensor, dfinal_states: Tensor | None, into: 
         arrivals = i.A.new_empty(i.nheads, dtype=torch.int32)
         dt, dA_cumsum = chunk_cumsum(spans, apart=True, arrivals=arrivals)
         (x, B), (dy, C) = describe_inputs(i.x, i.B), describe_inputs(dy, i.C)
-        H, G, dinitial_states = _states(saved, (x, B, dy, C), dt, dA_cumsum, dfinal_states, into.dinitial_states)
+        H, G, dinitial_states = _compute_states(saved, (x, B, dy, C), dt, dA_cumsum, dfinal_states, into.dinitial_states)
 
         device = current_device(i.x.device.index)
         splits = choose_splits(i.batch * spans.nchunks * i.ngroups, i.nheads // i.ngroups, device.sms, device.name)
-        dB_parts, dC_parts = allocate_splits(i.B, _writable(into.dB), splits), allocate_splits(i.C, _writable(into.dC), splits)
+        dB_parts = allocate_splits(i.B, _keep_contiguous(into.dB), splits)
+        dC_parts = allocate_splits(i.C, _keep_contiguous(into.dC), splits)
         dx = output(i.x, into.dx if into.dx is not None and is_describable(into.dx) else None)
         sums, s = hopper_group(i, x, dy, B, C, describe_states(H), describe_states(G), describe(dx), dt, dA_cumsum,
                                dB_parts, dC_parts, device.sms)
@@ -72,11 +73,12 @@ def backward(saved: SSDSaved, dout: Tensor, dfinal_states: Tensor | None, into: 
                                                  into.ddt, None if i.D is None else dy_x)
         dB, dC = add_splits(dB_parts, i.B, into.dB), add_splits(dC_parts, i.C, into.dC)
     if dinitial_states is not None:
-        dinitial_states = _put(dinitial_states, into.dinitial_states)
-    return SSDGrads(_put(dx, into.dx), ddt, dA, _put(dB, into.dB), _put(dC, into.dC), dD, dz, ddt_bias, dinitial_states)
+        dinitial_states = _copy_into(dinitial_states, into.dinitial_states)
+    dx, dB, dC = _copy_into(dx, into.dx), _copy_into(dB, into.dB), _copy_into(dC, into.dC)
+    return SSDGrads(dx, ddt, dA, dB, dC, dD, dz, ddt_bias, dinitial_states)
 
 
-def last_state(i: SSDInputs, options: Options) -> Tensor:
+def compute_last_state(i: SSDInputs, options: Options) -> Tensor:
     """The state after the last token, (batch, nheads, headdim, dstate) fp32; of those before it, few are in memory."""
     from .kernels.hopper.states import all_states
 
@@ -85,13 +87,13 @@ def last_state(i: SSDInputs, options: Options) -> Tensor:
         tokens, sizes = describe_inputs(i.x, i.B), (i.nheads, i.headdim, i.dstate)
         kept = dt.new_empty(i.batch, cdiv(dt.shape[2], _RARELY), *sizes, dtype=i.x.dtype)
         last = dt.new_empty(i.batch, *sizes)
-        runs, *entering = runs_of(i, i.batch, tokens, dt, dA_cumsum, i.batch, options, "few_states_step")
+        runs, *entering = make_runs(i, i.batch, tokens, dt, dA_cumsum, i.batch, options, "few_states_step")
         starts = contiguous(i.initial_states), None
         all_states(i, tokens, describe_states(kept), dt, dA_cumsum, runs, starts, *entering, last, i.batch, _RARELY * BLOCK_M)
     return last
 
 
-def _states(saved: SSDSaved, tokens: tuple, dt: Tensor, dA_cumsum: Tensor, dfinal_states: Tensor | None,
+def _compute_states(saved: SSDSaved, tokens: tuple, dt: Tensor, dA_cumsum: Tensor, dfinal_states: Tensor | None,
             into: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """The state before each sub-chunk and the gradient of that after it, (batch, nsub, nheads, headdim, dstate), and
     dinitial_states (None without initial_states). tokens: descriptors of x, B, dy, C.
@@ -99,30 +101,30 @@ def _states(saved: SSDSaved, tokens: tuple, dt: Tensor, dA_cumsum: Tensor, dfina
     from .kernels.hopper.states import all_states
 
     i, nsub, kept = saved.inputs, dt.shape[2], saved.prev_states
-    reads = kept is not None and _reads(i, saved.states_every)
+    reads = kept is not None and _can_read(i, saved.states_every)
     forwards = 0 if reads else i.batch  # rows of walks; those after them are of gradients
     rows = forwards + i.batch
     starts = None if reads else contiguous(i.initial_states), contiguous(dfinal_states)
     dinitial_states = None
     if i.initial_states is not None:
-        dinitial_states = output(i.initial_states, _writable(into), torch.float32)
+        dinitial_states = output(i.initial_states, _keep_contiguous(into), torch.float32)
     states = torch.empty(rows, nsub, i.nheads, i.headdim, i.dstate, device=dt.device, dtype=i.x.dtype)
-    runs, *entering = runs_of(i, rows, tokens, dt, dA_cumsum, forwards, saved.options, "every_state_step")
+    runs, *entering = make_runs(i, rows, tokens, dt, dA_cumsum, forwards, saved.options, "every_state_step")
     all_states(i, tokens, describe_states(states), dt, dA_cumsum, runs, starts, *entering, dinitial_states, forwards, BLOCK_M)
     return kept if reads else states[:forwards], states[forwards:], dinitial_states
 
 
-def _reads(i: SSDInputs, every: int) -> bool:
+def _can_read(i: SSDInputs, every: int) -> bool:
     """Whether states that a forward kept every so many tokens are of use: one for each sub-chunk, in the dtype of x."""
     return every == BLOCK_M and i.states_dtype == i.x.dtype
 
 
-def _writable(into: Tensor | None) -> Tensor | None:
+def _keep_contiguous(into: Tensor | None) -> Tensor | None:
     """The place that was asked for, if the kernels, which write contiguous gradients, can write there."""
     return into if into is not None and into.is_contiguous() else None
 
 
-def _put(gradient: Tensor, into: Tensor | None) -> Tensor:
+def _copy_into(gradient: Tensor, into: Tensor | None) -> Tensor:
     """The gradient in the place that was asked for: copied there, if the kernels could not write there."""
     if into is None:
         return gradient

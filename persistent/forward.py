@@ -30,8 +30,8 @@ def forward(inputs: SSDInputs, options: Options, save: bool) -> tuple[Tensor, Te
     if not hopper.can_run(hopper.cannot_run(inputs, options, by_chunk=keep or not options.stationary), "persistent"):
         return _run_plain(inputs, options, save, keep)
     if options.stationary:
-        return hopper.stationary(inputs, options, save, keep)
-    return hopper.two_level(inputs, options, save, keep, blocks=device_of(inputs).sms)
+        return hopper.run_stationary(inputs, options, save, keep)
+    return hopper.run_two_level(inputs, options, save, keep, blocks=device_of(inputs).sms)
 
 
 def choose_states_every(inputs: SSDInputs, options: Options) -> int | None:

@@ -31,7 +31,7 @@ def test_help(command):
 
 REFUSED = [
     ("bench --variant warp9", "--variant: got 'warp9', expected any of auto, baseline, fused, persistent, torch"),
-    ("bench --shape 8b-b4,9b", "--shape: got '9b', expected one of named, workloads, sweep, models, 8b-b1"),
+    ("bench --shape 8b-b4,9b", "--shape: got '9b', expected named, workloads, sweep, models, or one of theirs: 8b-b1"),
     ("bench --out /proc/rows", "--out: got /proc/rows, expected a folder that can be written: /proc cannot"),
     ("bench --mode sideways", "--mode: got 'sideways', expected any of fwd, fwd_train, bwd, fwd_bwd"),
     ("bench --dtype fp8", "--dtype: got 'fp8', expected one of bf16, fp16, fp32"),

@@ -180,7 +180,7 @@ def test_last_state(executor):
     inputs = random_inputs(replace(LONG, seqlen=LONG.seqlen + 64), START, torch.bfloat16)
 
     def run() -> dict[str, torch.Tensor]:
-        return {"last": hopper_backward.last_state(inputs, Options())}
+        return {"last": hopper_backward.compute_last_state(inputs, Options())}
 
     got = under_schedules(executor, Way(LONG, START, (STATES, STATES), blocks=5, cut=(3, 2)), run)["last"]
     truth = truths(inputs, *cotangents(inputs))["final_states"]

@@ -347,7 +347,7 @@ def test_strides_that_TMA_cannot_describe():
         one_row.expand_as(x),  # one row for every batch row
         x[:, :1].expand_as(x),  # one token for all
     ):
-        copy = hopper.describable(odd)
+        copy = hopper.make_describable(odd)
         assert copy is not odd and copy.is_contiguous() and torch.equal(copy.view(torch.int16), odd.view(torch.int16))
     for even in (x, one_row, x[:, ::2], x.narrow(2, 2, 6)):
-        assert hopper.describable(even) is even
+        assert hopper.make_describable(even) is even

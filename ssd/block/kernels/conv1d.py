@@ -117,7 +117,7 @@ def convolve(taps, weights, bias, WIDTH: tl.constexpr):
     return pre
 
 
-def in_units(*tensors: Tensor) -> tuple[int, list[tuple[int, ...]]]:
+def count_in_units(*tensors: Tensor) -> tuple[int, list[tuple[int, ...]]]:
     """UNIT, and for each tensor (batch, seqlen, dim) its strides of batch and token in units of it."""
     strides = [t.stride()[:2] for t in tensors]
     unit = gcd(_ALIGNMENT, *(stride for pair in strides for stride in pair))

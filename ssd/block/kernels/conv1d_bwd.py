@@ -19,7 +19,7 @@ from .conv1d import (
     STAGES,
     STEP,
     convolve,
-    in_units,
+    count_in_units,
     load_documents,
     load_filter,
     load_positions,
@@ -149,7 +149,7 @@ def conv1d_bwd(x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor |
     dinitial_states = None
     if initial_states is not None:
         dinitial_states = torch.empty(batch, width - 1, dim, device=x.device, dtype=initial_states.dtype)
-    unit, (x_strides, dout_strides) = in_units(x, dout)
+    unit, (x_strides, dout_strides) = count_in_units(x, dout)
     tokens, npieces = pieces(x, _WARPS)
     parts = torch.empty(batch * npieces, width + 1, dim, device=x.device, dtype=torch.float32)
     launch(

@@ -17,7 +17,7 @@ from .conv1d import (
     STAGES,
     STEP,
     convolve,
-    in_units,
+    count_in_units,
     load_documents,
     load_filter,
     load_positions,
@@ -81,7 +81,7 @@ def conv1d_fwd(x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor |
         return torch.empty_strided((batch, dim, tokens), (tokens * dim, 1, dim), device=x.device, dtype=x.dtype)
 
     out, final_states = channels_last(seqlen), channels_last(width - 1) if return_final_states else None
-    unit, (x_strides,) = in_units(x)
+    unit, (x_strides,) = count_in_units(x)
     tokens, npieces = pieces(x, _WARPS, _LONGEST)
     launch(
         conv1d_fwd_kernel, batch * npieces * cdiv(dim, BLOCK),

@@ -4,7 +4,7 @@ Sequences are cut into chunks of CHUNK tokens. Inside one, (S2) is a scan over p
 tokens in a row compose to a pair again.
 
 u, delta, z and dout are (batch, dim, seqlen), B and C (batch, ngroups, dstate, seqlen), their tokens to be read UNIT at a time,
-see `in_units`; their other strides come in units of as many elements, or Triton would not know what divides them. A (dim,
+see `pad_to_units`; their other strides come in units of as many elements, or Triton would not know what divides them. A (dim,
 dstate), D and delta_bias (dim,) have any strides. `dim / ngroups` channels share a group.
 """
 
@@ -42,7 +42,7 @@ def walkers(batch: int, dim: int, ngroups: int) -> int:
     return cdiv(dim // ngroups, CHANNELS) * ngroups * batch
 
 
-def in_units(*tensors: Tensor | None) -> list[tuple[Tensor | None, tuple[int, ...] | None]]:
+def pad_to_units(*tensors: Tensor | None) -> list[tuple[Tensor | None, tuple[int, ...] | None]]:
     """Each tensor (..., seqlen), or a copy with zeros behind its rows, where these begin and end with whole units; and its
     strides in units, but for the last, 1.
     """

@@ -25,10 +25,10 @@ from .selective_scan import (
     compose,
     finite,
     gate_and_slope,
-    in_units,
     load_step,
     load_tokens,
     locate,
+    pad_to_units,
     suffixes,
     unit_of,
     walkers,
@@ -174,7 +174,7 @@ def selective_scan_bwd(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor
     du, ddelta, dz = output(u), output(delta), None if z is None else output(z)
     dB, dC = output(B), output(C)
     dstates = torch.empty_like(states)
-    (u, u_units), (delta, delta_units), (B, B_units), (C, C_units), (z, z_units), (dout, dout_units) = in_units(
+    (u, u_units), (delta, delta_units), (B, B_units), (C, C_units), (z, z_units), (dout, dout_units) = pad_to_units(
         u, delta, B, C, z, dout)
     launch(
         selective_scan_dstates_kernel, walkers(batch, dim, ngroups),

@@ -20,10 +20,10 @@ from .selective_scan import (
     compose,
     finite,
     gate_and_slope,
-    in_units,
     load_step,
     load_tokens,
     locate,
+    pad_to_units,
     unit_of,
     walkers,
 )
@@ -90,7 +90,7 @@ def selective_scan_fwd(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor
     out = torch.empty(u.shape, device=u.device, dtype=u.dtype)
     last_state = torch.empty(batch, dim, dstate, device=u.device, dtype=torch.float32)
     states = torch.empty(batch, nchunks, dim, dstate, device=u.device, dtype=torch.float32) if save else None
-    (u, u_units), (delta, delta_units), (B, B_units), (C, C_units), (z, z_units) = in_units(u, delta, B, C, z)
+    (u, u_units), (delta, delta_units), (B, B_units), (C, C_units), (z, z_units) = pad_to_units(u, delta, B, C, z)
     launch(
         selective_scan_fwd_kernel, walkers(batch, dim, ngroups),
         u, u_units, delta, delta_units, A, A.stride(), B, B_units, C, C_units, D, strides(D), z, z_units, delta_bias,

@@ -6,7 +6,7 @@ token has is read from shared memory, where tiles of TOKENS tokens lie with toke
 tokens.
 
 u, delta, z, dout (batch, dim, seqlen), B and C (batch, ngroups, dstate, seqlen) have contiguous tokens and otherwise any
-strides, given in units of UNIT elements, see `in_units`. A (dim, dstate), D and delta_bias (dim,) have any strides.
+strides, given in units of UNIT elements, see `choose_unit`. A (dim, dstate), D and delta_bias (dim,) have any strides.
 """
 
 import math
@@ -44,7 +44,7 @@ def columns(dstate: int) -> int:
     return max(4, next_power_of_2(dstate))
 
 
-def in_units(*tensors: Tensor | None) -> tuple[int, list[tuple[Tensor | None, tuple[int, ...] | None]]]:
+def choose_unit(*tensors: Tensor | None) -> tuple[int, list[tuple[Tensor | None, tuple[int, ...] | None]]]:
     """UNIT, and each tensor (..., seqlen), copied if its tokens are not contiguous, with its strides in units but for the last.
 
     UNIT, at most 8, divides seqlen and all strides, which Triton could not tell from their products.

@@ -24,10 +24,10 @@ from .selective_scan_walk import (
     LOG2E,
     append,
     channels_and_rows,
+    choose_unit,
     columns,
     contiguous,
     exp2,
-    in_units,
     lanes_and_states,
     load_of_channels,
     load_rates,
@@ -247,7 +247,7 @@ def selective_scan_walk_bwd(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: T
     programs = cdiv(dim // ngroups, channels)
     dA_parts, dB_parts, dC_parts = parts(batch, dim, dstate), parts(programs, *dB.shape), parts(programs, *dC.shape)
     dD_parts, bias_parts = (None if t is None else parts(batch, dim) for t in (D, delta_bias))
-    unit, given = in_units(u, delta, B, C, z, dout)
+    unit, given = choose_unit(u, delta, B, C, z, dout)
     (u, u_units), (delta, delta_units), (B, B_units), (C, C_units), (z, z_units), (dout, dout_units) = given
     launch(
         selective_scan_walk_bwd_kernel, programs * ngroups * batch,

@@ -16,10 +16,10 @@ from .selective_scan_walk import (
     FLAT,
     append,
     channels_and_rows,
+    choose_unit,
     columns,
     contiguous,
     exp2,
-    in_units,
     lanes_and_states,
     load_of_channels,
     load_rates,
@@ -129,7 +129,7 @@ def selective_scan_walk_fwd(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: T
     out = torch.empty(u.shape, device=u.device, dtype=u.dtype)
     last_state = torch.empty(batch, dim, dstate, device=u.device, dtype=torch.float32)
     states = torch.empty(batch, cdiv(seqlen, TOKENS), dim, dstate, device=u.device, dtype=torch.float32) if save else None
-    unit, ((u, u_units), (delta, delta_units), (B, B_units), (C, C_units), (z, z_units)) = in_units(u, delta, B, C, z)
+    unit, ((u, u_units), (delta, delta_units), (B, B_units), (C, C_units), (z, z_units)) = choose_unit(u, delta, B, C, z)
     launch(
         selective_scan_walk_fwd_kernel, cdiv(dim // ngroups, channels) * ngroups * batch,
         u, u_units, delta, delta_units, A, A.stride(), B, B_units, C, C_units, D, strides(D), z, z_units, delta_bias,
