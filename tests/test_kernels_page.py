@@ -125,7 +125,7 @@ def test_kernels_of_committed_rows_are_known():
     old = {name for row in read_table("Rows and the [log]", "| old | new") for name in find_names(row[0])}
     rows = [row["kernel"] for row in record.read() if isinstance(row.get("kernel"), str)]
     ours = {name.removesuffix("_kernel") for name in rows if re.fullmatch(r"[a-z]\w*_kernel", name)}
-    known = {name.removesuffix("_kernel") for name in kernel_names.ours()} | old
+    known = {name.removesuffix("_kernel") for name in kernel_names.list_ours()} | old
     assert {"hopper_scan", "chunk_scan"} <= ours <= known
 
 

@@ -73,8 +73,8 @@ def test_the_wheel_holds_the_library_and_nothing_else(wheel):
     assert "ssd/py.typed" in names and any(name.startswith("ssd/configs/") for name in names)
 
 
-def test_the_first_example_runs_beside_modules_of_our_names(installed, project):
-    example = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)[1]
+def test_the_whole_example_runs_beside_modules_of_our_names(installed, project):
+    (example,) = re.findall(r"```python\n(import torch\n.*?)```", (ROOT / "README.md").read_text(), re.S)
     program = example + f"""
 import sys, ssd, fused, experiments
 assert "site-packages" in ssd.__file__ and ssd.__version__ and fused.mine and experiments.mine

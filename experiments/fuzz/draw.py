@@ -53,13 +53,14 @@ def _shared(rng: Random, variant: str, limits: Limits) -> Config:
 
 
 def _for_hopper(rng: Random, c: Config) -> Config:
-    """Such that nothing keeps it from the kernels for Hopper: their commonest sizes, or any multiples of 8 that they take."""
+    """Such that nothing keeps it from the kernels for Hopper: in their commonest form, or in any."""
     options = {name: value for name, value in c.options.items() if name not in ("exp2", "fuse_bmm", "gluon", "tf32")}
-    common = rng.random() < 0.5
-    headdim, dstate = (64, rng.choice((64, 128))) if common else (8 * rng.randint(4, 16), 8 * rng.randint(4, 16))
-    heads = rng.randint(1, 16)
+    common, pairs = rng.random() < 0.6, 2 * rng.randint(1, 8)
+    heads = pairs if common else rng.randint(1, 16)
+    form = {"headdim": 64, "dstate": rng.choice((64, 128)), "D": rng.choice((None, "h")), "z": False} if common else {
+        "headdim": 8 * rng.randint(4, 16), "dstate": 8 * rng.randint(4, 16)}
     return replace(
-        c, headdim=headdim, dstate=dstate, ngroups=rng.choice((1, 1, 2, 3)) if heads <= 8 else 1,
+        c, **form, ngroups=rng.choice((1, 1, 2, 3)) if heads <= 8 else 1,
         heads_per_group=heads, chunk_size=rng.choice((64, 128, 256)), dtype=rng.choice(("bf16", "bf16", "fp16")),
         dtypes={name: dtype for name, dtype in c.dtypes.items() if name not in ("B", "C", "z")},
         documents=rng.choice((None, None, "seq_idx", "cu_seqlens")), options=options)
