@@ -106,10 +106,10 @@ fuzz: $(READY)  ## Judge configurations drawn at random against fp64
 	$(RUN) fuzz $(call with,SECONDS,seconds) $(call with,SEED,seed) $(given) $(call with,PART,part) $(ARGS)
 
 test: $(READY) $(TRITONS)  ## Run the tests; the kernels are interpreted where there is no GPU
-	@$(PY) -m pytest $$($(PY) -c 'import xdist' 2>/dev/null && echo --numprocesses=2) $(call with,TRITON,triton) $(ARGS)
+	@$(PY) -m pytest $$($(PY) -c 'import xdist' 2>/dev/null && echo --numprocesses=2 --maxschedchunk=4) $(call with,TRITON,triton) $(ARGS)
 
 coverage: $(READY)  ## Run the tests and demand that they cover 90 % of ssd
-	@$(PY) -m pytest $$($(PY) -c 'import xdist' 2>/dev/null && echo --numprocesses=2) --cov=ssd --cov-fail-under=90 $(ARGS)
+	@$(PY) -m pytest $$($(PY) -c 'import xdist' 2>/dev/null && echo --numprocesses=2 --maxschedchunk=4) --cov=ssd --cov-fail-under=90 $(ARGS)
 
 lint: $(READY)  ## Check the style with ruff
 	@$(PY) -m ruff check .

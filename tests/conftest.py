@@ -63,6 +63,7 @@ def pytest_generate_tests(metafunc):
 
 
 def pytest_collection_modifyitems(config, items):
+    items.sort(key=lambda item: "test_compile.py" not in item.nodeid)  # the slowest first, or one worker ends with them alone
     found = torch.cuda.device_count() if torch.cuda.is_available() else 0
     for item in items:
         if marker := item.get_closest_marker("gpu"):

@@ -27,7 +27,8 @@ WALKS = ("bmm_chunk_scan_kernel", "stationary_scan_kernel")
 GROUP_LOOPS = ("dC_dCB_kernel", "dB_dx_kernel")
 # Bytes that a newer Triton spills of a kernel where the locked one spills fewer. 3.9's ptxas is CUDA 13's, and is given
 # --regAllocOptLevel=2, without which hopper_group spills 56 in place of 216.
-SPILLED = {"3.8": {"dC_dCB_kernel": 344, "chunk_scan_dC_kernel": 8},
+SPILLED = {"3.7": {"bmm_bwd_kernel": 32, "chunk_scan_dC_kernel": 32, "dC_dCB_kernel": 376},  # in fp32; with four warps
+           "3.8": {"dC_dCB_kernel": 344, "chunk_scan_dC_kernel": 8},
            "3.9": {"hopper_group_kernel": 216, "hopper_scan_kernel": 88, "bmm_bwd_kernel": 72, "dB_dx_kernel": 80,
                    "dC_dCB_kernel": 464, "chunk_scan_dC_kernel": 72}}
 # Variants, and the optimisations without which other kernels of theirs run. What runs with Gluon has tests of its own.
@@ -193,9 +194,8 @@ def test_no_kernel_is_left_out():
 
 
 @pytest.mark.parametrize("sizes", [
-    ("--headdim", "80"), ("--headdim", "128", "--nheads", "16"), ("--headdim", "32", "--dstate", "64", "--nheads", "24"),
-    ("--headdim", "48", "--dstate", "80", "--ngroups", "2"), ("--nheads", "25"), ("--nheads", "8", "--ngroups", "8"), ("--z",),
-    ("--headdim", "80", "--z"),
+    ("--headdim", "80"), ("--headdim", "48", "--dstate", "80", "--ngroups", "2"), ("--nheads", "25"),
+    ("--headdim", "128", "--z"),
 ], ids="".join)
 def test_gluon_kernels_of_other_forms(sizes):
     """They need no more registers, and their products stay in as few groups."""
