@@ -27,6 +27,7 @@ PY := $(VENV)/bin/python
 READY := $(VENV)/.installed
 TRITONS := tritons
 endif
+PYTEST = $(PY) -m pytest $$($(PY) -c 'import xdist' 2>/dev/null && echo --numprocesses=2 --maxschedchunk=4)
 
 RUN := @$(PY) -m experiments
 with = $(if $($(1)),--$(2) $($(1)))
@@ -106,10 +107,10 @@ fuzz: $(READY)  ## Judge configurations drawn at random against fp64
 	$(RUN) fuzz $(call with,SECONDS,seconds) $(call with,SEED,seed) $(given) $(call with,PART,part) $(ARGS)
 
 test: $(READY) $(TRITONS)  ## Run the tests; the kernels are interpreted where there is no GPU
-	@$(PY) -m pytest $$($(PY) -c 'import xdist' 2>/dev/null && echo --numprocesses=2 --maxschedchunk=4) $(call with,TRITON,triton) $(ARGS)
+	@$(PYTEST) $(call with,TRITON,triton) $(ARGS)
 
 coverage: $(READY)  ## Run the tests and demand that they cover 90 % of ssd
-	@$(PY) -m pytest $$($(PY) -c 'import xdist' 2>/dev/null && echo --numprocesses=2 --maxschedchunk=4) --cov=ssd --cov-fail-under=90 $(ARGS)
+	@$(PYTEST) --cov=ssd --cov-fail-under=90 $(ARGS)
 
 lint: $(READY)  ## Check the style with ruff
 	@$(PY) -m ruff check .

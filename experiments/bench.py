@@ -118,16 +118,7 @@ class Setting:
 
     def call(self, candidate: Candidate, mode: str) -> timing.Call:
         """What one measurement of the mode runs."""
-        scan = self.scan(candidate)
-        match mode:
-            case "fwd":
-                return torch.no_grad()(scan)
-            case "fwd_train":
-                return scan
-            case "bwd":
-                return partial(torch.autograd.grad, scan(), self.leaves, self.dout, retain_graph=True)
-            case "fwd_bwd":
-                return lambda: torch.autograd.grad(scan(), self.leaves, self.dout)
+        return timing.make_call(self.scan(candidate), mode, self.leaves, self.dout)
 
     def error(self, candidate: Candidate, mode: str) -> Error:
         """Of the output, or in a mode with a backward of the worst gradient."""

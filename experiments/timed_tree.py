@@ -33,7 +33,7 @@ def main() -> None:
             question = json.loads(line)
             if question:
                 repeats = question.pop("repeats")
-                call = _call_of(shapes, inputs, **question)
+                call = _make_call(timing, shapes, inputs, **question)
                 for _ in range(3):  # compiles, records, replays
                     call()
                 calls = {"p50_us": call, "graph_p50_us": timing.capture(call)}
@@ -43,18 +43,13 @@ def main() -> None:
                 print(json.dumps(times | {"host_us": _host_us(call, repeats)}), file=out)
 
 
-def _call_of(shapes: ModuleType, inputs: ModuleType, shape: str, mode: str, variant: str, dtype: str, chunk_size: int):
+def _make_call(timing: ModuleType, shapes: ModuleType, inputs: ModuleType, shape: str, mode: str, variant: str, dtype: str,
+               chunk_size: int):
     (sizes,) = shapes.find_shapes(shape)
     given = inputs.make_inputs(sizes, inputs.DTYPES[dtype], "cuda", requires_grad=True)
     leaves, dout = [t for t in given.values() if isinstance(t, torch.Tensor)], torch.randn_like(given["x"])
     scan = partial(ssd_chunk_scan, **given, chunk_size=chunk_size, variant=variant)
-    match mode:
-        case "fwd":
-            return torch.no_grad()(scan)
-        case "bwd":
-            return partial(torch.autograd.grad, scan(), leaves, dout, retain_graph=True)
-        case "fwd_bwd":
-            return lambda: torch.autograd.grad(scan(), leaves, dout)
+    return timing.make_call(scan, mode, leaves, dout)
 
 
 def _host_us(call, repeats: int) -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 from time import perf_counter
 
@@ -72,6 +73,19 @@ def _flush() -> tuple[torch.Tensor, float]:
         event.record()
     torch.cuda.synchronize()
     return flush, _percentiles([1e3 * a.elapsed_time(b) for a, b in pairwise(events)])[1]
+
+
+def make_call(scan: Call, mode: str, leaves: list[torch.Tensor], dout: torch.Tensor) -> Call:
+    """What one measurement of a mode of `shapes.MODES` runs. scan: a forward; leaves: the inputs whose gradients are taken."""
+    match mode:
+        case "fwd":
+            return torch.no_grad()(scan)
+        case "fwd_train":
+            return scan
+        case "bwd":
+            return partial(torch.autograd.grad, scan(), leaves, dout, retain_graph=True)
+        case "fwd_bwd":
+            return lambda: torch.autograd.grad(scan(), leaves, dout)
 
 
 def capture(call: Call) -> Call:
