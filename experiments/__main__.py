@@ -287,9 +287,9 @@ def readme(
 ) -> None:
     """Write the tables and figures of README and docs from committed rows."""
     has_gpu()
-    from . import readme, record
+    from . import readme
 
-    current = read_rows(lambda: readme.write_all(record.read_gpus(out), check=check), out)
+    current = read_rows(lambda: readme.write(readme.Shown.read(out), check=check), out)
     typer.echo("README is up to date" if current else "README is out of date" if check else "README written")
     raise typer.Exit(1 if check and not current else 0)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import datetime, timezone
@@ -153,9 +153,17 @@ def settings(row: dict, *but: str) -> tuple:
     return tuple(sorted((name, str(value)) for name, value in row["run"].items() if name not in but))
 
 
-def latest(rows: Iterable[dict], key: Callable[[dict], object]) -> list[dict]:
+def latest(rows: Iterable[dict], key: Callable[[dict], Hashable]) -> list[dict]:
     """The last of the rows that share a key, in the order in which the keys first came."""
     return list({key(row): row for row in rows}.values())
+
+
+def group_by(rows: Iterable[dict], key: Callable[[dict], Hashable]) -> dict[Hashable, list[dict]]:
+    """The rows that share each key, in the order in which the keys first came."""
+    groups: dict[Hashable, list[dict]] = {}
+    for row in rows:
+        groups.setdefault(key(row), []).append(row)
+    return groups
 
 
 def _nvidia_smi() -> tuple[str | None, int | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator
 from itertools import groupby
 from operator import itemgetter
@@ -12,13 +13,15 @@ from ssd.registry import is_peer
 
 from . import record, table
 from .shapes import DIRECTIONS, SHAPES, Shape
+from .speedup_figure import DEFAULT, FASTEST, HEADLINE
+from .table import render_lines, write_number, write_scientific
 
 MODES = DIRECTIONS | {"fwd_bwd": "forward and backward"}
+COSTS = "8b-b4"  # the shape at which the README says what the default costs
+_WIDTH = 128  # of a line of prose
 # options that change nothing of what a mode times
 _UNREAD = {"fwd": {"save_states", "fuse_backward"},
            "bwd": {"fuse_states", "low_precision_CB", "causal_blocks", "fuse_bmm", "two_level", "stationary"}}
-_ABLATED = itemgetter("gpu", "shape", "mode", "variant")
-_SHAPE = itemgetter("shape")
 _BLOCK_HEADERS = ("part", "shape", "mode", "us", "graph us", "of copy %", "against", "speed-up", "graph speed-up")
 _BLOCK = {header: table.BLOCK[header] for header in _BLOCK_HEADERS}
 # {part of a block: (what a reader calls it, the mode whose speed-up is told)}
@@ -26,6 +29,112 @@ _LIBRARY_PARTS = {"conv1d": ("convolution", "fwd_bwd"), "gated_norm": ("gated no
                   "state_update": ("decoding of a token", "fwd"), "block": ("a whole `Mamba2`", "fwd_bwd"),
                   "selective_scan": ("Mamba-1's scan", "fwd_bwd")}
 _STEPS = {header: column for header, column in table.STEPS.items() if header != "options"}
+_whole, _tenths = write_number(0), write_number(1)
+_SHAPE = itemgetter("shape")
+
+# headers in Markdown
+_SPEEDUPS_HEAD = f"| `{FASTEST}`, a layer of | {' | '.join(MODES.values())} | training step |\n|---|---|---|---|---|\n"
+_COSTS_HEAD = """\
+| `variant=` | forward and backward, µs | backward, µs | kept between them, MiB | peak, MiB |
+|---|---:|---:|---:|---:|
+"""
+_MEMORY_HEAD = """\
+| variant | chunk | kept, MiB | at most, MiB | in a CUDA graph, µs |
+|---|---:|---:|---:|---:|
+"""
+_LIBRARIES_HEAD = """\
+| library | versions | one line | what is faster |
+|---|---|---|---|
+"""
+_ABLATION_HEAD = """\
+| option | without, µs | relative | up to, µs | relative |
+|---|---:|---:|---:|---:|
+"""
+_GAINS_HEAD = """\
+| workload | preset | mixer | batch | upstream's step, ms | SSM in it | variant | step, ms | SSM in it | step faster \
+| SSM faster | SSM in the gain |
+|---|---|---|---:|---:|---:|---|---:|---:|---:|---:|---:|
+"""
+_GPUS_HEAD = """\
+| workload | preset | variant | batch | GPUs | way | link, GB/s | step, ms | on one | faster | efficiency | loss | on one |
+|---|---|---|---:|---|---|---:|---:|---:|---:|---:|---:|---:|
+"""
+_SEEDS_HEAD = """\
+| workload | preset | mixer | steps | seed | losses | apart |
+|---|---|---|---:|---:|---|---:|
+"""
+_EVERY_ROW_HEAD = """\
+| shape | | variant | chunk | µs | in a CUDA graph, µs | share of bound | error | against | speed-up |
+|---|---|---|---:|---:|---:|---:|---:|---|---:|
+"""
+
+
+def tabulate_speedups(rows: list[dict], steps: list[dict]) -> str:
+    """A sentence for each GPU; of one, the last by name, also a line for each layer of `HEADLINE`, with `persistent`'s gain.
+
+    steps: rows of the sweep, for the training step of the model that has this layer.
+    """
+    compared, of = [row for row in rows if row.get("graph_speedup")], itemgetter("gpu", "against")
+    sentences, lines = [], []
+    for (gpu, against), group in groupby(sorted(compared, key=of), of):
+        group = list(group)
+        sentence = (f"Speed-ups over {against} on one {gpu}, in bf16 and GPU time, from the least to the most of "
+                    f"{len({row['shape'] for row in group})} shapes. The fastest variant: {_describe_ranges(group)}.")
+        if by_default := [row for row in group if row["variant"] == DEFAULT]:
+            sentence += f" The default, `auto`, which keeps no states: {_describe_ranges(by_default)}."
+        sentences.append(textwrap.fill(sentence, _WIDTH) + "\n")
+        lines = _list_layers(gpu, group, steps) or lines
+    parts = [*sentences, _SPEEDUPS_HEAD + render_lines(lines)] if lines else sentences
+    return "\n".join(parts) or "No GPU has run the bench beside mamba_ssm yet.\n"
+
+
+def _list_layers(gpu: str, rows: list[dict], steps: list[dict]) -> list[list[str]]:
+    found = {(row["shape"], row["mode"]): row for row in rows if row["variant"] == FASTEST}
+    lines = []
+    for shape, (model, tokens, workload) in HEADLINE.items():
+        of_modes = [found.get((shape, mode)) for mode in MODES]
+        cells = [f"**{row['graph_speedup']:.1f}x** {row['graph_p50_us']:.0f} µs" if row else "" for row in of_modes]
+        if any(cells):
+            lines.append([f"{model}, {tokens}", *cells, _compare_step(gpu, workload, steps)])
+    return lines
+
+
+def _describe_ranges(rows: list[dict]) -> str:
+    best: dict[str, dict[str, float]] = {mode: {} for mode in MODES}
+    for row in rows:
+        shapes = best[row["mode"]]
+        shapes[row["shape"]] = max(row["graph_speedup"], shapes.get(row["shape"], 0))
+    return join_words([f"{min(of.values()):.1f}x to {max(of.values()):.1f}x {MODES[mode]}" for mode, of in best.items() if of])
+
+
+def _compare_step(gpu: str, workload: tuple[str, str] | None, steps: list[dict]) -> str:
+    """The speed-up and the time of a model's training step, with `persistent` inside, timed beside the rival; or a dash."""
+    found = [row for row in steps if row["gpu"] == gpu and (row["workload"], row["preset"]) == workload
+             and row["variant"] == FASTEST and row["mixer"] == "ssd" and row["speedup"]]
+    if not found:
+        return "-"
+    row = max(found, key=itemgetter("batch"))
+    return f"**{row['speedup']:.1f}x** {row['p50_us'] / 1e3:.0f} ms"
+
+
+def tabulate_costs(rows: list[dict]) -> str:
+    """What the default and the fastest setting take at one shape: time, what is kept between layers, and the peak."""
+    kept = _collect_kept(rows)
+    backward = {_describe_call(row): row["graph_p50_us"] for row in rows if row["mode"] == "bwd"}
+    shown = [row for row in rows if (row["shape"], row["dtype"], row["mode"]) == (COSTS, "bf16", "fwd_bwd")
+             and row["graph_p50_us"] and (row["variant"] in (DEFAULT, FASTEST) or is_peer(row["variant"]))]
+    best: dict[tuple, dict] = {}
+    for row in sorted(shown, key=itemgetter("graph_p50_us")):
+        best.setdefault((row["gpu"], row["variant"], str(record.options(row))), row)
+    parts = []
+    for gpu, group in groupby(sorted(best.values(), key=lambda row: (row["gpu"], -row["graph_p50_us"])), itemgetter("gpu")):
+        lines = []
+        for row in group:
+            *_, changed = call = _describe_call(row)
+            lines.append([f"`{row['variant']}`{f' with `{changed}`' if changed else ''}", _whole(row["graph_p50_us"]),
+                          _whole(backward.get(call)), _whole(kept.get(call)), _whole(row["peak_mib"])])
+        parts.append(f"Shape `{COSTS}` on one {gpu}:\n\n{_COSTS_HEAD}{render_lines(lines)}")
+    return "\n".join(parts) or f"No rows yet: no GPU has run forward and backward of {COSTS}.\n"
 
 
 def tabulate_results(rows: list[dict], figure_path: str) -> str:
@@ -42,57 +151,79 @@ def tabulate_results(rows: list[dict], figure_path: str) -> str:
             if of := [row for row in group if row["mode"] == mode]:
                 parts += [f"**{name.capitalize()}**\n", _tabulate_by_shape(of)]
         parts += ["**Each measurement**: eager times, chunk sizes, the share of the bandwidth bound, errors\n",
-                  _list_every_row(group)]
-    shapes = [SHAPES[name] for name in dict.fromkeys(row["shape"] for row in rows)]
-    parts += ["**The shapes**\n", _list_sizes(shapes)]
+                  _EVERY_ROW_HEAD + render_lines(map(_list_row, group))]
+    parts += ["**The shapes**\n", _list_sizes([SHAPES[name] for name in dict.fromkeys(row["shape"] for row in rows)])]
     return "\n".join(parts)
 
 
 def _list_sizes(shapes: list[Shape]) -> str:
-    names = [*shapes[0].sizes]
-    lines = [f"| shape | {' | '.join(names)} |", f"|---|{'---:|' * len(names)}"]
-    lines += [f"| {shape.name} | {' | '.join(map(str, shape.sizes.values()))} |" for shape in shapes]
-    return "\n".join(lines) + "\n"
+    return _write_head("shape", shapes[0].sizes) + render_lines([shape.name, *shape.sizes.values()] for shape in shapes)
+
+
+def _write_head(name: str, numbers: Iterator[str]) -> str:
+    """The header of a table of names and numbers."""
+    return f"| {' | '.join((name, *numbers))} |\n|---|{'---:|' * len(numbers)}\n"
+
+
+def _tabulate_by_shape(rows: list[dict]) -> str:
+    """A line for each shape, a column for each variant."""
+    variants, lines = [*dict.fromkeys(row["variant"] for row in rows)], []
+    for shape, group in groupby(rows, _SHAPE):
+        cells = {row["variant"]: _whole(_graph_us(row)) + (f" ({row['graph_speedup']:.2f})" if row.get("graph_speedup") else "")
+                 for row in group}
+        lines.append([shape, *(cells.get(variant, "") for variant in variants)])
+    return _write_head("shape", variants) + render_lines(lines)
+
+
+def _list_row(row: dict) -> tuple:
+    speedups = [f"{row[key]:.2f}" for key in ("speedup", "graph_speedup") if row.get("against") and row[key]]
+    bound = row["ideal_bytes"] / row["copy_gbps"] / 1e3
+    return (row["shape"], MODES[row["mode"]], row["variant"], row["chunk_size"], _whole(row["p50_us"]),
+            _whole(row["graph_p50_us"]), f"{100 * bound / _graph_us(row):.0f} %", write_scientific(row["err_rms"]),
+            row.get("against") or "", " / ".join(speedups))
 
 
 def tabulate_steps(rows: list[dict], figure_path: str) -> str:
     """Markdown of the latest steps of each workload, variants as they come: losses beside wins."""
     if not rows:
         return "No rows yet: no GPU has run the sweep for this table.\n"
-    parts = [f"![A training step of each workload with each variant, and the state-space model's part]({figure_path})\n"]
+    figure = f"![A training step of each workload with each variant, and the state-space model's part]({figure_path})\n"
     columns = {header: column for header, column in _STEPS.items() if any(row.get(column[0]) is not None for row in rows)}
-    return "\n".join([*parts, *_render_by_gpu(rows, columns)])
+    return "\n".join([figure, *_render_by_gpu(rows, columns)])
 
 
 def tabulate_memory(rows: list[dict]) -> str:
     """Markdown of what forward and backward hold at most, and what the forward keeps, a line for each way that was timed."""
-    kept = {_describe_setting(row): row["saved_mib"] for row in rows if row.get("saved_mib") is not None}
+    kept, parts = _collect_kept(rows), []
     whole = sorted((row for row in rows if row["mode"] == "fwd_bwd"), key=_SHAPE)
-    parts = []
     for shape, where, group in ((shape, *part) for shape, of in groupby(whole, _SHAPE) for part in group_by_gpu(list(of))):
-        lines = [f"{shape}, {where}:\n", "| variant | chunk | kept, MiB | at most, MiB | in a CUDA graph, µs |",
-                 "|---|---:|---:|---:|---:|"]
+        lines = []
         for row in group:
-            changed = record.changed_options(record.options(row))
-            saved = kept.get(_describe_setting(row))
-            cells = (f"{row['variant']}{', ' if changed else ''}{changed}", row["chunk_size"],
-                     "" if saved is None else f"{saved:.0f}", f"{row['peak_mib']:.0f}",
-                     f"{row['graph_p50_us'] or row['p50_us']:.0f}")
-            lines.append(f"| {' | '.join(map(str, cells))} |")
-        parts.append("\n".join(lines) + "\n")
+            *_, changed = call = _describe_call(row)
+            lines.append([", ".join(filter(None, (row["variant"], changed))), row["chunk_size"], _whole(kept.get(call)),
+                          _whole(row["peak_mib"]), _whole(_graph_us(row))])
+        parts.append(f"{shape}, {where}:\n\n{_MEMORY_HEAD}{render_lines(lines)}")
     return "\n".join(parts) or "No rows yet: no GPU has run forward and backward of these shapes.\n"
 
 
-def _describe_setting(row: dict) -> tuple:
-    """What the rows of two modes share that ran the same."""
+def _collect_kept(rows: list[dict]) -> dict[tuple, float]:
+    """MiB that a forward keeps, by call."""
+    return {_describe_call(row): row["saved_mib"] for row in rows if row.get("saved_mib") is not None}
+
+
+def _describe_call(row: dict) -> tuple:
+    """What the rows of several modes share that ran the same; last, which options were changed."""
     return *(row[key] for key in ("gpu", "shape", "variant", "chunk_size")), record.changed_options(record.options(row))
+
+
+def _graph_us(row: dict) -> float:
+    """In a CUDA graph, where the call could be captured."""
+    return row["graph_p50_us"] or row["p50_us"]
 
 
 def tabulate_blocks(rows: list[dict]) -> str:
     """Markdown of the latest rows of each part of a block, ours beside upstream's: losses beside wins."""
-    if not rows:
-        return "No rows yet: no GPU has run `make block` for this table.\n"
-    return "\n".join(_render_by_gpu(rows, _BLOCK))
+    return "\n".join(_render_by_gpu(rows, _BLOCK)) or "No rows yet: no GPU has run `make block` for this table.\n"
 
 
 def tabulate_libraries(rows: list[dict], parts: list[dict]) -> str:
@@ -102,20 +233,19 @@ def tabulate_libraries(rows: list[dict], parts: list[dict]) -> str:
         return _write_range([row["graph_speedup"] for row in found if row["gpu"] and row.get("graph_speedup")
                              and all(row[key] == value for key, value in where.items())])
 
-    gains = {"SSD": collect(rows, "fwd_bwd", variant="auto")}
+    gains = {"SSD": collect(rows, "fwd_bwd", variant=DEFAULT)}
     gains |= {name: collect(parts, mode, part=part) for part, (name, mode) in _LIBRARY_PARTS.items()}
-    mamba2 = [f"{name} {gain}" for name, gain in gains.items() if gain]
-    mamba1 = [text for text in mamba2 if text.startswith("Mamba-1")]
-    mamba2 = [text for text in mamba2 if text not in mamba1]
+    gains = [f"{name} {gain}" for name, gain in gains.items() if gain]
+    mamba1 = [text for text in gains if text.startswith("Mamba-1")]
+    mamba2 = [text for text in gains if text not in mamba1]
     versions = [f"{'.'.join(map(str, module.FIRST))} to {'.'.join(map(str, module.LAST))}"
                 for module in (transformers_patch, mamba_ssm_patch)]
     whole, alone = "; ".join(mamba2) or "no rows yet", "; ".join(mamba2[:1]) or "no rows yet"
-    lines = ["| library | versions | one line | what is faster |", "|---|---|---|---|",
-             f"| transformers | {versions[0]} | `ssd.patch_transformers()` | {whole} |",
-             f"| mamba_ssm | {versions[1]} | `ssd.patch_mamba_ssm()` | {'; '.join((whole, *mamba1))} |",
-             f"| Megatron-LM | any beside such a mamba_ssm | `ssd.patch_mamba_ssm()` | {alone}; the rest as above |",
-             f"| flash-linear-attention | any beside such a mamba_ssm | `ssd.patch_mamba_ssm()` | {alone} |"]
-    return "\n".join(lines) + "\n"
+    return _LIBRARIES_HEAD + render_lines((
+        ("transformers", versions[0], "`ssd.patch_transformers()`", whole),
+        ("mamba_ssm", versions[1], "`ssd.patch_mamba_ssm()`", "; ".join((whole, *mamba1))),
+        ("Megatron-LM", "any beside such a mamba_ssm", "`ssd.patch_mamba_ssm()`", f"{alone}; the rest as above"),
+        ("flash-linear-attention", "any beside such a mamba_ssm", "`ssd.patch_mamba_ssm()`", alone)))
 
 
 def _write_range(values: list[float]) -> str:
@@ -127,16 +257,17 @@ def _write_range(values: list[float]) -> str:
 def tabulate_ablation(rows: list[dict]) -> str:
     """Markdown of the latest rows of the ablation, a table for each shape, mode and variant."""
     parts = []
-    for (gpu, shape, mode, variant), group in groupby(rows, _ABLATED):
-        cells = {(row["step"], row["changed"]): f"{row['graph_p50_us'] or row['p50_us']:.0f} | {row['relative']:.2f}"
-                 f"{' †' if row.get('plain') else ''}" for row in group if row["relative"] is not None}
-        lines = [f"{gpu}, {shape}, {DIRECTIONS[mode]}, `{variant}`:\n",
-                 "| option | without, µs | relative | up to, µs | relative |", "|---|---:|---:|---:|---:|",
-                 f"| none | | | {cells.get(('none', None), ' | ')} |"]
-        options = [option for step, option in cells if step == "without"]
-        without = {option: "not used | " if option in _UNREAD[mode] else cells["without", option] for option in options}
-        lines += [f"| {option} | {cell} | {cells.get(('added', option), ' | ')} |" for option, cell in without.items()]
-        parts.append("\n".join([*lines, f"| all | {cells.get(('all', None), ' | ')} | | |"]) + "\n")
+    for (gpu, shape, mode, variant), group in groupby(rows, itemgetter("gpu", "shape", "mode", "variant")):
+        cells = {(row["step"], row["changed"]): (_whole(_graph_us(row)),
+                                                 f"{row['relative']:.2f}{' †' if row.get('plain') else ''}")
+                 for row in group if row["relative"] is not None}
+        nothing = ("", "")
+        without = {option: ("not used", "") if option in _UNREAD[mode] else of
+                   for (step, option), of in cells.items() if step == "without"}
+        lines = [("none", *nothing, *cells.get(("none", None), nothing)),
+                 *((option, *of, *cells.get(("added", option), nothing)) for option, of in without.items()),
+                 ("all", *cells.get(("all", None), nothing), *nothing)]
+        parts.append(f"{gpu}, {shape}, {DIRECTIONS[mode]}, `{variant}`:\n\n{_ABLATION_HEAD}{render_lines(lines)}")
     return "\n".join(parts) or "No rows yet: no GPU has run `make ablate` for this table.\n"
 
 
@@ -144,71 +275,59 @@ def tabulate_gains(rows: list[dict]) -> str:
     """Markdown of what the fastest variant gains over upstream in each workload, in the step and in its SSM kernels, of steps
     that were timed side by side: losses beside wins.
     """
-    lines = ["| workload | preset | mixer | batch | upstream's step, ms | SSM in it | variant | step, ms | SSM in it | step "
-             "faster | SSM faster | SSM in the gain |", "|---|---|---|---:|---:|---:|---|---:|---:|---:|---:|---:|"]
-    together: dict[tuple, list[dict]] = {}
-    for row in rows:
-        together.setdefault((row["gpu"], row["sitting"], record.settings(row, "variant")), []).append(row)
-    for group in together.values():
+    lines = []
+    for group in record.group_by(rows, lambda row: (row["gpu"], row["sitting"], record.settings(row, "variant"))).values():
         theirs = [row for row in group if row["variant"] == "mamba_ssm"]
         ours = [row for row in group if row["speedup"] and not is_peer(row["variant"])]
         if not (theirs and ours):
             continue
         one, best = theirs[0], min(ours, key=itemgetter("p50_us"))
-        if not (one["ssm_us"] and best["ssm_us"]):
-            continue
-        run = " | ".join(str(one["run"][name]) for name in ("workload", "preset", "mixer", "batch"))
-        step, ssm = one["p50_us"] - best["p50_us"], one["ssm_us"] - best["ssm_us"]
-        part = f"{100 * ssm / step:.0f} %" if step > 0 and ssm > 0 else ""
-        faster = f"{best['speedup']:.2f}", f"{one['ssm_us'] / best['ssm_us']:.2f}"
-        lines.append(f"| {' | '.join((run, *_describe_step(one), best['variant'], *_describe_step(best), *faster, part))} |")
-    return "\n".join(lines) + "\n" if len(lines) > 2 else "No rows yet: no GPU has run the sweep beside upstream.\n"
+        if one["ssm_us"] and best["ssm_us"]:
+            step, ssm = one["p50_us"] - best["p50_us"], one["ssm_us"] - best["ssm_us"]
+            lines.append([*_list_settings(one, "workload", "preset", "mixer", "batch"), *_describe_step(one), best["variant"],
+                          *_describe_step(best), f"{best['speedup']:.2f}", f"{one['ssm_us'] / best['ssm_us']:.2f}",
+                          f"{100 * ssm / step:.0f} %" if step > 0 and ssm > 0 else ""])
+    return _GAINS_HEAD + render_lines(lines) if lines else "No rows yet: no GPU has run the sweep beside upstream.\n"
+
+
+def _list_settings(row: dict, *names: str) -> list[str]:
+    """Of the run that a row is of."""
+    return [str(row["run"][name]) for name in names]
 
 
 def _describe_step(row: dict) -> tuple[str, str]:
     """A step's milliseconds, and the SSM kernels' share of them."""
-    return f"{row['p50_us'] / 1e3:.1f}", f"{100 * row['share']:.1f} %"
+    return _tenths(row["p50_us"] / 1e3), f"{100 * row['share']:.1f} %"
 
 
 def tabulate_several_gpus(rows: list[dict]) -> str:
     """Markdown of the latest training of each kind on several GPUs beside the same on one: its steps, its loss."""
-    rows = [row for row in rows if row["gpu"]]
-    trained = {(_describe_training(row), row["gpus"], row["way"]): row for row in rows}
-    pairs = [(row, trained[alike, 1, None]) for (alike, gpus, _), row in trained.items()
-             if gpus > 1 and (alike, 1, None) in trained]
-    if not pairs:
-        return "No rows yet: no GPUs have run `make train GPUS=2` for this table.\n"
-    lines = ["| workload | preset | variant | batch | GPUs | way | link, GB/s | step, ms | on one | faster | efficiency | loss "
-             "| on one |", "|---|---|---|---:|---|---|---:|---:|---:|---:|---:|---:|---:|"]
-    for row, one in pairs:
-        faster = one["p50_us"] / row["p50_us"]
-        run = " | ".join(str(row["run"][name]) for name in ("workload", "preset", "variant", "batch"))
-        times = f"{row['p50_us'] / 1e3:.1f} | {one['p50_us'] / 1e3:.1f} | {faster:.2f} | {100 * faster / row['gpus']:.0f} %"
-        link = f"{row['link_gbps']:.0f}" if row.get("link_gbps") else ""
-        how = f"{row['gpus']} {row['gpu']} | {row['way']} | {link}"
-        lines.append(f"| {run} | {how} | {times} | {row['loss']:.3f} | {one['loss']:.3f} |")
-    return "\n".join(lines) + "\n"
+    trained = {(_describe_training(row), row["gpus"], row["way"]): row for row in rows if row["gpu"]}
+    lines = []
+    for (alike, gpus, way), row in trained.items():
+        if gpus > 1 and (one := trained.get((alike, 1, None))):
+            faster = one["p50_us"] / row["p50_us"]
+            lines.append([*_list_settings(row, "workload", "preset", "variant", "batch"), f"{gpus} {row['gpu']}", way,
+                          _whole(row.get("link_gbps")), _tenths(row["p50_us"] / 1e3), _tenths(one["p50_us"] / 1e3),
+                          f"{faster:.2f}", f"{100 * faster / gpus:.0f} %", f"{row['loss']:.3f}", f"{one['loss']:.3f}"])
+    return _GPUS_HEAD + render_lines(lines) if lines else "No rows yet: no GPUs have run `make train GPUS=2` for this table.\n"
 
 
 def tabulate_several_seeds(rows: list[dict]) -> str:
     """Markdown of the latest losses of trainings on one GPU that differ in seed and variant alone, where there are several; of
     any commit, since no time is compared.
     """
-    found: dict[tuple, dict[int, dict[str, dict]]] = {}
-    for row in rows:
-        if row["gpu"] and row["gpus"] == 1:
-            kind = row["gpu"], record.settings(row, "save_every", "seed", "variant")
-            found.setdefault(kind, {}).setdefault(row["run"]["seed"], {})[row["variant"]] = row
-    lines = ["| workload | preset | mixer | steps | seed | losses | apart |", "|---|---|---|---:|---:|---|---:|"]
-    for seeds in found.values():
-        compared = {seed: of for seed, of in sorted(seeds.items()) if len(of) > 1}
-        for seed, of in compared.items() if len(compared) > 1 else ():
-            losses = {variant: row["loss"] for variant, row in sorted(of.items())}
-            run = " | ".join(str(next(iter(of.values()))["run"][name]) for name in ("workload", "preset", "mixer", "steps"))
-            apart = 100 * (max(losses.values()) / min(losses.values()) - 1)
-            listed = ", ".join(f"{variant} {loss:.3f}" for variant, loss in losses.items())
-            lines.append(f"| {run} | {seed} | {listed} | {apart:.2f} % |")
-    return "\n".join(lines) + "\n" if len(lines) > 2 else "No rows yet: no GPU has trained one model from several seeds.\n"
+    alone, lines = [row for row in rows if row["gpu"] and row["gpus"] == 1], []
+    kinds = record.group_by(alone, lambda row: (row["gpu"], record.settings(row, "save_every", "seed", "variant")))
+    for group in kinds.values():
+        seeds = {seed: {row["variant"]: row["loss"] for row in sorted(of, key=itemgetter("variant"))}
+                 for seed, of in sorted(record.group_by(group, lambda row: row["run"]["seed"]).items())}
+        compared = {seed: losses for seed, losses in seeds.items() if len(losses) > 1}
+        for seed, losses in compared.items() if len(compared) > 1 else ():
+            lines.append([*_list_settings(group[0], "workload", "preset", "mixer", "steps"), seed,
+                          ", ".join(f"{variant} {loss:.3f}" for variant, loss in losses.items()),
+                          f"{100 * (max(losses.values()) / min(losses.values()) - 1):.2f} %"])
+    return _SEEDS_HEAD + render_lines(lines) if lines else "No rows yet: no GPU has trained one model from several seeds.\n"
 
 
 def _describe_training(row: dict) -> tuple:
@@ -233,34 +352,3 @@ def join_words(texts: list[str]) -> str:
     """a; a and b; a, b and c."""
     *others, last = texts
     return f"{', '.join(others)} and {last}" if others else last
-
-
-def _list_every_row(rows: list[dict]) -> str:
-    lines = [
-        "| shape | | variant | chunk | µs | in a CUDA graph, µs | share of bound | error | against | speed-up |",
-        "|---|---|---|---:|---:|---:|---:|---:|---|---:|",
-    ]
-    for row in rows:
-        graph = "" if row["graph_p50_us"] is None else f"{row['graph_p50_us']:.0f}"
-        speedups = "" if not row.get("against") else " / ".join(
-            f"{row[key]:.2f}" for key in ("speedup", "graph_speedup") if row[key])
-        floor = row["ideal_bytes"] / row["copy_gbps"] / 1e3
-        share = f"{100 * floor / (row['graph_p50_us'] or row['p50_us']):.0f} %"
-        error = "" if row["err_rms"] is None else f"{row['err_rms']:.1e}"
-        cells = (row["shape"], MODES[row["mode"]], row["variant"], row["chunk_size"], f"{row['p50_us']:.0f}", graph,
-                 share, error, row.get("against") or "", speedups)
-        lines.append(f"| {' | '.join(map(str, cells))} |")
-    return "\n".join(lines) + "\n"
-
-
-def _tabulate_by_shape(rows: list[dict]) -> str:
-    """A line for each shape, a column for each variant."""
-    variants = [*dict.fromkeys(row["variant"] for row in rows)]
-    lines = [f"| shape | {' | '.join(variants)} |", f"|---|{'---:|' * len(variants)}"]
-    for shape, group in groupby(rows, itemgetter("shape")):
-        cells = {}
-        for row in group:
-            speedup = f" ({row['graph_speedup']:.2f})" if row.get("graph_speedup") else ""
-            cells[row["variant"]] = f"{row['graph_p50_us'] or row['p50_us']:.0f}{speedup}"
-        lines.append(f"| {shape} | {' | '.join(cells.get(variant, '') for variant in variants)} |")
-    return "\n".join(lines) + "\n"

@@ -16,7 +16,7 @@ HEADLINE = {
     "graphs": ("GraphMamba", "128 graphs", ("graphmamba", "peptides-func")),
 }
 _SHOWN = {"fwd": "forward", "bwd": "backward"}
-_FASTEST, _DEFAULT = "persistent", "auto"
+FASTEST, DEFAULT = "persistent", "auto"
 
 
 def points(rows: list[dict]) -> dict[str, dict[str, dict[str, float]]]:
@@ -24,7 +24,7 @@ def points(rows: list[dict]) -> dict[str, dict[str, dict[str, float]]]:
     compared = [row for row in rows if row.get("graph_speedup") and row["shape"] in HEADLINE]
     gpu = max((row["gpu"] for row in compared), default=None)
     found = {(row["mode"], row["shape"], row["variant"]): row["graph_speedup"] for row in compared if row["gpu"] == gpu}
-    return {mode: {f"{model}\n{tokens}": {variant: found[mode, shape, variant] for variant in (_FASTEST, _DEFAULT)
+    return {mode: {f"{model}\n{tokens}": {variant: found[mode, shape, variant] for variant in (FASTEST, DEFAULT)
                                           if (mode, shape, variant) in found}
                    for shape, (model, tokens, _) in HEADLINE.items()} for mode in _SHOWN}
 
@@ -38,12 +38,12 @@ def draw(rows: list[dict], path: Path) -> None:
     for n, (mode, layers) in enumerate(shown.items()):
         for y, times in enumerate(reversed(layers.values())):
             at = y + (0.2, -0.2)[n]
-            if fastest := times.get(_FASTEST):
-                ax.barh(at, fastest, 0.38, color=figure.COLOURS[_FASTEST], alpha=(1, 0.5)[n],
-                        label=f"{_FASTEST}, {_SHOWN[mode]}")
+            if fastest := times.get(FASTEST):
+                ax.barh(at, fastest, 0.38, color=figure.COLOURS[FASTEST], alpha=(1, 0.5)[n],
+                        label=f"{FASTEST}, {_SHOWN[mode]}")
                 ax.annotate(f"{fastest:.1f}x", (max(times.values()), at), (8, 0), textcoords="offset points", va="center")
-            if default := times.get(_DEFAULT):
-                ax.plot(default, at, "D", color=figure.COLOURS[_DEFAULT], markersize=5, label=f"{_DEFAULT}, the default")
+            if default := times.get(DEFAULT):
+                ax.plot(default, at, "D", color=figure.COLOURS[DEFAULT], markersize=5, label=f"{DEFAULT}, the default")
     ax.axvline(1, color=figure.COLOURS["mamba_ssm"], linewidth=2, label="mamba_ssm")
     ax.set(yticks=range(len(labels)), yticklabels=labels[::-1], xlabel="times as fast as mamba_ssm", xlim=(0, None))
     ax.margins(x=0.12)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
@@ -16,7 +15,6 @@ from .kernel_names import present_name
 from .shapes import MODES, SHAPES
 
 FORMATS = ("markdown", "csv", "latex")
-_RIGHT = "right"
 
 
 def write_number(digits: int, scale: float = 1, missing: str = "") -> Callable:
@@ -31,119 +29,74 @@ def write_text(value) -> str:
     return "" if value is None else str(value)
 
 
+def write_scientific(value: float | None) -> str:
+    return "" if value is None else f"{value:.1e}"
+
+
 def make_columns(*headers: str) -> dict:
     """Columns whose cells are texts under the header's own name."""
     return {header: (header, write_text) for header in headers}
 
 
-def _shorten_kernel(name: str) -> str:
+def shorten_kernel(name: str) -> str:
     """As it is called now, without the return type and the arguments of a C++ template."""
     return present_name(name).removeprefix("void ").partition("<")[0]
 
 
-def _write_scientific(value: float | None) -> str:
-    return "" if value is None else f"{value:.1e}"
-
-
-# header: (key of the row, how to write its value)
-COLUMNS = {
-    "shape": ("shape", write_text),
-    "mode": ("mode", write_text),
-    "variant": ("variant", write_text),
-    "chunk": ("chunk_size", write_text),
-    "us": ("p50_us", write_microseconds),
-    "graph us": ("graph_p50_us", write_microseconds),
-    "GB/s": ("effective_gbps", write_number(0)),
-    "of copy %": ("sol", write_number(1, 100)),
-    "TFLOP/s": ("tflops", write_number(0)),
-    "launches": ("launches", write_text),
-    "MiB": ("peak_mib", write_number(0)),
-    "saved MiB": ("saved_mib", write_number(0)),
-    "error": ("err_rms", _write_scientific),
+# Every column of a bench's rows. header: (key of the row, how to write its value). relative: to the time with every option on;
+# apart: how far ours is from upstream's; U, W, G: of DRAM, see `sweep.read_latest`; loss: of a training of its own
+_COLUMNS = {
+    **make_columns("shape", "mode", "variant", "part", "step", "launches", "against", "workload", "preset", "mixer", "batch",
+                   "dtype", "unit"),
+    "chunk": ("chunk_size", write_text), "option": ("changed", write_text), "tokens": ("seqlen", write_text),
     "options": ("options", record.changed_options),
-    "against": ("against", write_text),
-    "speed-up": ("speedup", write_number(2)),
-    "graph speed-up": ("graph_speedup", write_number(2)),
+    "us": ("p50_us", write_microseconds), "graph us": ("graph_p50_us", write_microseconds),
+    "eager us": ("p50_us", write_microseconds), "GPU us": ("graph_p50_us", write_microseconds),
+    "step ms": ("p50_us", write_number(1, 1e-3)), "SSM ms": ("ssm_us", write_number(1, 1e-3)),
+    "a second": ("units_per_s", write_number(0)), "TFLOP/s": ("tflops", write_number(0)),
+    "GB/s": ("effective_gbps", write_number(0)), "SSM GB/s": ("effective_gbps", write_number(0)),
+    "of copy %": ("sol", write_number(1, 100)), "copy %": ("sol", write_number(1, 100)),
+    "SSM %": ("share", write_number(1, 100)), **{f"{name} %": (name, write_number(1)) for name in "UWG"},
+    "MiB": ("peak_mib", write_number(0)), "saved MiB": ("saved_mib", write_number(0)),
+    "relative": ("relative", write_number(2)), "speed-up": ("speedup", write_number(2)),
+    "graph speed-up": ("graph_speedup", write_number(2)), "loss": ("loss", write_number(3)),
+    "error": ("err_rms", write_scientific), "apart": ("apart", write_scientific),
 }
-# of the bench `ablate`; relative: to the time with every option on
-ABLATION = {
-    "shape": ("shape", write_text),
-    "mode": ("mode", write_text),
-    "variant": ("variant", write_text),
-    "chunk": ("chunk_size", write_text),
-    "step": ("step", write_text),
-    "option": ("changed", write_text),
-    "us": ("p50_us", write_microseconds),
-    "graph us": ("graph_p50_us", write_microseconds),
-    "relative": ("relative", write_number(2)),
-    "error": ("err_rms", _write_scientific),
-}
-# of the bench `block`; apart: how far ours is from upstream's
-_NOT_OF_BLOCKS = ("chunk", "TFLOP/s", "saved MiB", "error", "options")
-BLOCK = {"part": ("part", write_text), **{header: COLUMNS[header] for header in COLUMNS if header not in _NOT_OF_BLOCKS},
-         "apart": ("apart", _write_scientific)}
-# of the bench `step`; share: of the state-space model in the step; U, W: of DRAM, see `sweep.read_latest`; loss: of a training
-# of its own
-STEPS = {
-    "workload": ("workload", write_text),
-    "preset": ("preset", write_text),
-    "mixer": ("mixer", write_text),
-    "batch": ("batch", write_text),
-    "tokens": ("seqlen", write_text),
-    "dtype": ("dtype", write_text),
-    "variant": ("variant", write_text),
-    "options": COLUMNS["options"],
-    "step ms": ("p50_us", write_number(1, 1e-3)),
-    "a second": ("units_per_s", write_number(0)),
-    "unit": ("unit", write_text),
-    "SSM ms": ("ssm_us", write_number(1, 1e-3)),
-    "SSM %": ("share", write_number(1, 100)),
-    "SSM GB/s": ("effective_gbps", write_number(0)),
-    "U %": ("U", write_number(1)),
-    "W %": ("W", write_number(1)),
-    "G %": ("G", write_number(1)),
-    "MiB": COLUMNS["MiB"],
-    "loss": ("loss", write_number(3)),
-    "speed-up": COLUMNS["speed-up"],
-}
-# of the bench `counters`, which rows measured before a counter was read lack; DRAM utilisation: U is the mean over kernels,
-# W the mean weighted with time
-_counter = partial(write_number, missing="-")
-_CALL = {header: COLUMNS[header] for header in ("shape", "mode", "variant", "chunk", "options")}
-_TRAFFIC = {"launches": ("launches", _counter(0)), "DRAM MB": ("dram_bytes", _counter(1, 1e-6))}
-_WORK = {
-    "block cycles": ("block_cycles", _counter(0)),
-    "blocks": ("blocks", _counter(0)),
-    "registers": ("registers", _counter(0)),
-    "occupancy %": ("occupancy_pct", _counter(1)),
-    "tensor %": ("tensor_pct", _counter(1)),
-    "issue %": ("issue_pct", _counter(1)),
-    "shared %": ("shared_pct", _counter(1)),
-    "L2 hit %": ("l2_hit_pct", _counter(1)),
-}
-_KERNEL = {"kernel": ("kernel", _shorten_kernel)}
-COUNTERS = _CALL | _TRAFFIC | {"U %": ("mean_dram_pct", _counter(1)), "W %": ("dram_pct", _counter(1))} | _WORK
-COUNTERS_BY_KERNEL = _CALL | _KERNEL | {"time %": ("time_pct", _counter(1))} | COUNTERS
-KERNELS = _KERNEL | _TRAFFIC | {"DRAM %": ("dram_pct", _counter(1))} | _WORK
+# Of what ncu counted, which rows measured before a counter was read lack. U is the mean over kernels, W weighted with time.
+_COUNTED = {header: (key, write_number(digits, scale, missing="-")) for header, key, digits, scale in (
+    ("launches", "launches", 0, 1), ("DRAM MB", "dram_bytes", 1, 1e-6), ("U %", "mean_dram_pct", 1, 1),
+    ("W %", "dram_pct", 1, 1), ("DRAM %", "dram_pct", 1, 1), ("time %", "time_pct", 1, 1),
+    ("block cycles", "block_cycles", 0, 1), ("blocks", "blocks", 0, 1), ("registers", "registers", 0, 1),
+    ("occupancy %", "occupancy_pct", 1, 1), ("tensor %", "tensor_pct", 1, 1), ("issue %", "issue_pct", 1, 1),
+    ("shared %", "shared_pct", 1, 1), ("L2 hit %", "l2_hit_pct", 1, 1))} | {"kernel": ("kernel", shorten_kernel)}
+
+
+def _pick(headers: str, columns: dict = _COLUMNS) -> dict:
+    """Those columns, a comma between."""
+    return {header: columns[header] for header in headers.split(", ")}
+
+
+_WORK = "block cycles, blocks, registers, occupancy %, tensor %, issue %, shared %, L2 hit %"
+_CALL = "shape, mode, variant, chunk, options"
+_TIMES = "us, graph us, GB/s, of copy %"
+COLUMNS = _pick(f"shape, mode, variant, chunk, {_TIMES}, TFLOP/s, launches, MiB, saved MiB, error, options, against, speed-up, "
+                "graph speed-up")
+ABLATION = _pick("shape, mode, variant, chunk, step, option, us, graph us, relative, error")
+BLOCK = _pick(f"part, shape, mode, variant, {_TIMES}, launches, MiB, against, speed-up, graph speed-up, apart")
+STEPS = _pick("workload, preset, mixer, batch, tokens, dtype, variant, options, step ms, a second, unit, SSM ms, SSM %, "
+              "SSM GB/s, U %, W %, G %, MiB, loss, speed-up")
+COUNTERS = _pick(f"{_CALL}, launches, DRAM MB, U %, W %, {_WORK}", _COLUMNS | _COUNTED)
+COUNTERS_BY_KERNEL = _pick(f"{_CALL}, kernel, time %, launches, DRAM MB, U %, W %, {_WORK}", _COLUMNS | _COUNTED)
+KERNELS = _pick(f"kernel, launches, DRAM MB, DRAM %, {_WORK}", _COUNTED)
 # What fits a terminal of 100 columns, by the table; the others are in `--wide`, in `table` and in the rows' files.
-_SHARED = {"GPU us": ("graph_p50_us", write_microseconds), "eager us": ("p50_us", write_microseconds),
-           "copy %": COLUMNS["of copy %"],
-           "relative": ABLATION["relative"], "speed-up": ("graph_speedup", write_number(2))}
-
-
-def _choose(columns: dict, *headers: str) -> dict:
-    return {header: _SHARED[header] if header in _SHARED else columns[header] for header in headers}
-
-
+_BY_GRAPH = _COLUMNS | {"speed-up": _COLUMNS["graph speed-up"]}
 NARROW = {
-    "COLUMNS": _choose(COLUMNS, "shape", "mode", "variant", "chunk", "GPU us", "eager us", "copy %", "MiB", "error",
-                       "speed-up"),
-    "ABLATION": _choose(ABLATION, "shape", "mode", "variant", "step", "option", "GPU us", "relative", "error"),
-    "BLOCK": _choose(BLOCK, "part", "shape", "mode", "variant", "GPU us", "eager us", "copy %", "speed-up"),
-    "STEPS": {header: STEPS[header] for header in (
-        "workload", "preset", "mixer", "batch", "variant", "options", "step ms", "SSM ms", "MiB", "loss", "speed-up")},
-    "COUNTERS": _choose(COUNTERS, "shape", "mode", "variant", "launches", "DRAM MB", "U %", "W %", "occupancy %", "tensor %"),
-    "KERNELS": _choose(KERNELS, "kernel", "DRAM MB", "DRAM %", "blocks", "registers", "occupancy %", "tensor %"),
+    "COLUMNS": _pick("shape, mode, variant, chunk, GPU us, eager us, copy %, MiB, error, speed-up", _BY_GRAPH),
+    "ABLATION": _pick("shape, mode, variant, step, option, GPU us, relative, error"),
+    "BLOCK": _pick("part, shape, mode, variant, GPU us, eager us, copy %, speed-up", _BY_GRAPH),
+    "STEPS": _pick("workload, preset, mixer, batch, variant, options, step ms, SSM ms, MiB, loss, speed-up"),
+    "COUNTERS": _pick("shape, mode, variant, launches, DRAM MB, U %, W %, occupancy %, tensor %", COUNTERS),
+    "KERNELS": _pick("kernel, DRAM MB, DRAM %, blocks, registers, occupancy %, tensor %", KERNELS),
 }
 _COMPARED = ("gpu", "shape", "mode", "dtype")  # what rows that compare share
 _LEFT_ALIGNED = ("stage", "worst in", "bound by", "tool", "shape", "mode", "variant", "options", "against", "step", "option",
@@ -151,33 +104,17 @@ _LEFT_ALIGNED = ("stage", "worst in", "bound by", "tool", "shape", "mode", "vari
 
 
 def identify(row: dict) -> tuple:
-    """What a row measures: rows that share this are repetitions, of which the last counts."""
-    return (
-        row["gpu"],
-        row["bench"],
-        row["variant"],
-        str(record.options(row)),
-        row["mode"],
-        row["shape"],
-        row["dtype"],
-        row["chunk_size"],
-    )
+    """What a row measures, the chunk size last: rows that share this are repetitions, of which the last counts."""
+    return *(row[key] for key in ("bench", "variant", *_COMPARED)), str(record.options(row)), row["chunk_size"]
 
 
 def keep_best_chunk(rows: list[dict]) -> list[dict]:
     """Of rows that differ in nothing but the chunk size, the fastest: by the kernels' time, without that of launching them,
     where a graph gave it.
     """
-
-    def time(row: dict) -> tuple[bool, float]:
-        return row["graph_p50_us"] is None, row["graph_p50_us"] or row["p50_us"]
-
-    best = {}
-    for row in rows:
-        key = identify(row)[:-1]
-        if key not in best or time(row) < time(best[key]):
-            best[key] = row
-    return list(best.values())
+    groups = record.group_by(rows, lambda row: identify(row)[:-1])
+    return [min(group, key=lambda row: (row["graph_p50_us"] is None, row["graph_p50_us"] or row["p50_us"]))
+            for group in groups.values()]
 
 
 def keep_last_commit(rows: list[dict]) -> list[dict]:
@@ -218,15 +155,9 @@ def compare_with_least(rows: list[dict], rivals: list[dict]) -> list[dict]:
 
 def sort_rows(rows: list[dict]) -> list[dict]:
     """By GPU, shape, mode and variant: shapes as they are listed, variants as they first come, modes from fwd to fwd_bwd."""
-    order = {"shape": _number_names(SHAPES), "mode": _number_names(MODES), "variant": {}}
-    for row in rows:
-        for key, seen in order.items():
-            seen.setdefault(row[key], len(seen))
-    return sorted(rows, key=lambda row: (row["gpu"], *(seen[row[key]] for key, seen in order.items())))
-
-
-def _number_names(names: Iterable[str]) -> dict[str, int]:
-    return {name: n for n, name in enumerate(names)}
+    known = {"shape": SHAPES, "mode": MODES, "variant": ()}
+    order = {key: list(dict.fromkeys([*names, *(row[key] for row in rows)])) for key, names in known.items()}
+    return sorted(rows, key=lambda row: (row["gpu"], *(names.index(row[key]) for key, names in order.items())))
 
 
 def show(console: Console, rows: list[dict], title: str, columns: dict = COLUMNS, wide: bool = False) -> None:
@@ -236,10 +167,7 @@ def show(console: Console, rows: list[dict], title: str, columns: dict = COLUMNS
         columns: one of the tables above. Its most important columns are shown, but none that is empty in every row.
         wide: show every column, on a console as wide as they need.
     """
-    groups: dict[tuple, list[dict]] = {}
-    for row in rows:
-        groups.setdefault((row.get("gpu") or "no GPU", row.get("dtype")), []).append(row)
-    for (gpu, dtype), group in groups.items():
+    for (gpu, dtype), group in record.group_by(rows, lambda row: (row.get("gpu") or "no GPU", row.get("dtype"))).items():
         rivals = dict.fromkeys(row["against"] for row in group if row.get("against"))
         over = f"speed-up over {', '.join(rivals)}" if rivals else ""
         table = make_table(group, ", ".join(filter(None, (title, gpu, dtype, _describe_commits(group), over))), columns, wide)
@@ -253,7 +181,7 @@ def make_table(rows: list[dict], title: str, columns: dict = COLUMNS, wide: bool
     cells = {header: [write(row.get(key)) for row in rows] for header, (key, write) in chosen.items()}
     table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, title_justify="left")
     for header in (header for header, values in cells.items() if wide or any(values) or not rows):
-        table.add_column(header, justify="left" if header in _LEFT_ALIGNED else _RIGHT, no_wrap=header != "options")
+        table.add_column(header, justify="left" if header in _LEFT_ALIGNED else "right", no_wrap=header != "options")
     shown = [cells[column.header] for column in table.columns]
     for row, values in zip(rows, zip(*shown, strict=True), strict=False):
         table.add_row(*values, style="dim" if columns is COLUMNS and not row.get("against") else None)
@@ -288,4 +216,9 @@ def render(rows: list[dict], kind: str, columns: dict = COLUMNS) -> str:
 def render_markdown(header: Sequence[str], rows: Iterable[Sequence[object]], names: Iterable[str] = ()) -> str:
     """A table in Markdown; the columns of `names` are aligned to the left, the others, numbers, to the right."""
     rules = ["---" if name in {*names} else "---:" for name in header]
-    return "".join(f"| {' | '.join(map(str, row))} |\n" for row in (header, rules, *rows))
+    return render_lines((header, rules, *rows))
+
+
+def render_lines(rows: Iterable[Sequence[object]]) -> str:
+    """Lines of a table in Markdown, for below a header."""
+    return "".join(f"| {' | '.join(map(str, row))} |\n" for row in rows)

@@ -1,173 +1,164 @@
-import re
+"""What documents show of rows: tables, the pages that they are written into, figures that know what they were drawn from."""
 
 import pytest
 
-from experiments import figure, readme, speedup_figure, terminal_page
+from experiments import figure, readme, result_tables, speedup_figure, terminal_page
+from experiments.readme import Shown, list_sections, write
+from tests.experiments import rows as rows_of
 from tests.experiments.rows import ENVIRONMENT, compared, ssd_row
 
 ROWS = [
-    ssd_row(mode="fwd", p50_us=1100.0, **compared(1.05)),
-    ssd_row(mode="bwd", p50_us=4400.0, **compared(0.91)),
-    ssd_row(shape="8b-b1", p50_us=300.0, **compared(1.0)),
-    ssd_row("mamba_ssm", mode="fwd", p50_us=1150.0),
+    ssd_row(mode="fwd", p50_us=1100.0, **compared(1.05)), ssd_row(mode="bwd", p50_us=4400.0, **compared(0.91)),
+    ssd_row(shape="8b-b1", p50_us=300.0, **compared(1.0)), ssd_row("mamba_ssm", mode="fwd", p50_us=1150.0),
     ssd_row("mamba_ssm", mode="bwd", p50_us=4000.0),
 ]
+PRINTED = "persistent  fp32   dA          9.2e-07    8.9e-07  1e-04  agrees"
 
 
 @pytest.fixture
-def root(tmp_path):
+def root(tmp_path, monkeypatch):
     """A tree of the pages that are written, with nothing but markers."""
-    pages = {"README.md": ("speedups", "costs"), "docs/results.md": ("results", "memory", "blocks", "workloads"),
-             "docs/workloads.md": ("gains", "seeds", "gpus"), "docs/ablation.md": ("ablation",),
-             "docs/drop-in.md": ("libraries",), "docs/terminal.md": ("terminal-cpu", "terminal-gpu")}
     (tmp_path / "docs").mkdir()
-    for page, sections in pages.items():
-        parts = (f"<!-- {section}: written by `make readme` -->\nstale {section}\n<!-- end of {section} -->\n"
-                 for section in sections)
-        (tmp_path / page).write_text(f"before\n{''.join(parts)}after\n")
+    for page, section in [*list_sections(Shown()), (readme.TERMINAL, "terminal-cpu")]:
+        with (tmp_path / page).open("a") as file:
+            file.write(f"before\n<!-- {section}: written by `make readme` -->\nstale {section}\n<!-- end of {section} -->\n")
+    monkeypatch.setattr(terminal_page, "print_without_gpu", lambda: PRINTED)
+    monkeypatch.setattr(readme.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(readme.knobs.runtime, "interpret", True)
     return tmp_path
 
 
-def read(root, page="docs/results.md"):
-    return (root / page).read_text()
+def read(root):
+    return {path: path.read_text() for path in sorted(root.rglob("*.*"))}
 
 
-def lines_of(root, page, word):
-    return [line for line in read(root, page).splitlines() if word in line]
-
-
-def write_bench(root, rows, check=False, steps=()):
-    return readme.write_bench(rows, steps, root, check)
+def lines_of(text):
+    """The cells of each line of the tables."""
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")]
 
 
 def test_check_finds_what_is_stale_and_changes_nothing(root):
-    before = read(root), read(root, "README.md")
-    assert not write_bench(root, ROWS, check=True)
-    assert (read(root), read(root, "README.md")) == before and not [*root.glob("docs/*.svg")]
+    before, shown = read(root), Shown(ROWS)
+    assert not write(shown, root, check=True) and read(root) == before
+    assert not write(shown, root)
+    after = read(root)
+    assert "stale" not in "".join(after.values()) and all(text.startswith(("before\n", "<?xml")) for text in after.values())
+    assert write(shown, root, check=True)
+    newer = [*ROWS, ssd_row("persistent", mode="bwd", **compared(3.0))]
+    assert not write(Shown(newer), root, check=True) and read(root) == after
+    for path, drawing in (("docs/results.svg", figure), ("docs/speedups.svg", speedup_figure)):
+        assert figure.drawn_from(root / path) == figure.fingerprint(drawing.points(ROWS)) != figure.fingerprint(
+            drawing.points(newer))
 
 
-def test_results_have_losses_too(root):
-    assert not write_bench(root, ROWS)
-    text = read(root)
-    assert text.startswith("before\n") and text.endswith("after\n") and "stale results" not in text
-    assert "stale workloads" in text
-    assert "| 8b-b4 | backward | baseline | 128 | 4400 | 4390 |" in text and "| 0.91 / 0.91 |" in text
-    assert "(results.svg)" in text and (root / "docs/results.svg").exists()
-    assert write_bench(root, ROWS, check=True)
-
-
-def test_speedups(root):
-    """Ranges are of the fastest variant at each shape, by its time in a graph; lines are `persistent`'s alone."""
-    rows = [*ROWS, ssd_row("fused", **compared(2.5)), ssd_row("persistent", shape="8b-b1", **compared(3.25) | {"speedup": 9.0}),
-            ssd_row("fused", mode="fwd_bwd", **compared(1.75)), ssd_row("fused", shape="8b-b8"),
-            ssd_row("persistent", p50_us=252.0, **compared(2.0)), ssd_row("persistent", mode="bwd", **compared(0.75))]
-    write_bench(root, rows)
-    text = " ".join(read(root, "README.md").split())
-    assert "over mamba_ssm on one NVIDIA H200" in text and "stale speedups" not in text
-    assert "of 2 shapes. The fastest variant: 2.5x to 3.2x forward, 0.9x to 0.9x backward and 1.8x to 1.8x forward and" in text
-    assert "| Mamba-2 8B, 4 x 4096 | **2.0x** 242 µs | **0.8x** 990 µs | | - |" in text
-    assert "(docs/speedups.svg)" in text and "The default" not in text
-    write_bench(root, [*rows, ssd_row("auto", **compared(1.5))])
-    assert "which keeps no states: 1.5x to 1.5x forward." in " ".join(read(root, "README.md").split())
-    write_bench(root, [*rows, ssd_row("persistent", **compared(9.0)) | {"gpu": "NVIDIA H100"}])
-    text = read(root, "README.md")
-    assert text.count(" on one NVIDIA H") == 2 and "**9.0x**" not in text and "**2.0x**" in text, "one table"
-    write_bench(root, [ssd_row()])
-    assert "No GPU has run the bench beside mamba_ssm yet" in read(root, "README.md")
-
-
-def test_a_new_row_makes_page_and_figures_stale(root):
-    rows = [*ROWS, ssd_row("persistent", **compared(2.0))]
-    write_bench(root, rows)
-    newer = [*rows, ssd_row("persistent", mode="bwd", **compared(3.0))]
-    assert not write_bench(root, newer, check=True)
-    assert figure.drawn_from(root / "docs/results.svg") != figure.fingerprint(figure.points(newer))
-    assert figure.drawn_from(root / "docs/speedups.svg") != figure.fingerprint(speedup_figure.points(newer))
-
-
-def test_no_rows(root):
-    write_bench(root, [])
-    assert "No rows yet" in read(root)
-    assert write_bench(root, [], check=True)
+def test_without_rows_every_section_says_so(root):
+    assert not write(Shown(), root) and write(Shown(), root, check=True)
+    for (page, section), text in list_sections(Shown()).items():
+        assert section == "terminal-gpu" or "o GPU" in text or "no rows yet" in text, page
 
 
 def test_markers_are_required(root):
     (root / "README.md").write_text("no markers")
     with pytest.raises(ValueError, match=r"README\.md: expected the lines"):
-        write_bench(root, ROWS)
+        write(Shown(ROWS), root)
 
 
 def test_pages_show_the_committed_rows():
-    assert readme.write_all(check=True), "run `make readme`"
+    assert write(Shown.read(), check=True), "run `make readme`"
+
+
+def test_what_is_shown(tmp_path):
+    """Variants as they come, on a GPU: an option that is switched off, and a sweep over lengths, are other documents'."""
+    off, default = ssd_row("fused", options={"exp2": False}), ssd_row("fused", options={})
+    step = {"bench": "step", "workload": "mamba2", "preset": "1.3b", "run": {"mixer": "ssd", "documents": True}, "sitting": "",
+            "ssm_us": None, "unit": "tokens", "units_per_s": 1.0}
+    counted = dict.fromkeys(("workload", "preset", "variant", "batch", "seqlen", "dtype", "accumulate",
+                             "checkpoint_activations", "compile"))
+    steps = [{key: value for key, value in row.items() if key not in ("err_seqlen",)} | step | {"run": step["run"] | counted}
+             for row in (off, default)]
+    rows_of.write(tmp_path, off, default, ssd_row("fused", gpu=None), ssd_row(shape="sweep-64"), *steps)
+    shown = Shown.read(tmp_path)
+    assert [(row["shape"], row["options"], row["gpu"]) for row in shown.bench] == [("8b-b4", {}, "NVIDIA H200")]
+    assert len(shown.memory) == 3 and [row["options"] for row in shown.steps] == [{}]
+
+
+def test_results_have_losses_too():
+    lines = lines_of(result_tables.tabulate_results(ROWS, "results.svg"))
+    (line,) = [line for line in lines if line[:3] == ["8b-b4", "backward", "baseline"]]
+    assert line[3:6] == ["128", "4400", "4390"] and line[-2:] == ["mamba_ssm", "0.91 / 0.91"]
+    assert ["8b-b4", "4390 (0.91)", "3990"] in lines
+
+
+def test_speedups():
+    """Ranges are of the fastest variant at each shape, by its time in a graph; lines are `persistent`'s alone."""
+    rows = [*ROWS, ssd_row("fused", **compared(2.5)), ssd_row("persistent", shape="8b-b1", **compared(3.25) | {"speedup": 9.0}),
+            ssd_row("fused", mode="fwd_bwd", **compared(1.75)), ssd_row("fused", shape="8b-b8"),
+            ssd_row("persistent", p50_us=252.0, **compared(2.0)), ssd_row("persistent", mode="bwd", **compared(0.75))]
+
+    def said(*more):
+        return " ".join(result_tables.tabulate_speedups([*rows, *more], []).split())
+
+    assert "on one NVIDIA H200" in said() and "The default" not in said()
+    assert "2.5x to 3.2x forward, 0.9x to 0.9x backward and 1.8x to 1.8x forward and" in said()
+    assert "| Mamba-2 8B, 4 x 4096 | **2.0x** 242 µs | **0.8x** 990 µs | | - |" in said().replace("|  |", "| |")
+    assert "which keeps no states: 1.5x to 1.5x forward." in said(ssd_row("auto", **compared(1.5)))
+    two = said(ssd_row("persistent", **compared(9.0)) | {"gpu": "NVIDIA H100"})
+    assert two.count(" on one NVIDIA H") == 2 and "**9.0x**" not in two and "**2.0x**" in two, "one table"
 
 
 def test_workloads(root):
-    """Variants as they come: an option that is switched off is another table's."""
-    steps = [step_row("mamba_ssm", 200.0, 50.0), step_row("fused", 160.0, 12.0, speedup=1.25),
-             step_row("fused", 170.0, 20.0, options={"exp2": False})]
-    drawn = root / "docs/workloads.svg"
-    assert not readme.write_steps(steps, root, check=True) and not drawn.exists()
-    assert not readme.write_steps(steps, root) and readme.write_steps(steps, root, check=True)
-    text = read(root)
-    assert "stale results" in text and "stale workloads" not in text
-    line = r"\| mamba2 +\| 1\.3b +\| ssd +\| +4 \| +4096 \| bf16 +\| fused +\| +160\.0 \|.* 7\.5 \|.* 1\.25 \|"
-    assert re.search(line, text) and "170" not in text
-    assert "mamba2 1.3b (ssd)" in drawn.read_text() and "160 ms, 1.25x" in drawn.read_text()
-    assert not readme.write_steps([*steps, step_row("persistent", 150.0, 10.0)], root, check=True)
-    readme.write_steps([], root)
-    assert "No rows yet: no GPU has run the sweep" in read(root)
+    """Every variant has its line, its bar and its speed-up."""
+    steps = [step_row("mamba_ssm", 200.0, 50.0), step_row("fused", 160.0, 12.0, speedup=1.25)]
+    header, _, _, line = lines_of(result_tables.tabulate_steps(steps, "workloads.svg"))
+    found = dict(zip(header, line, strict=True))
+    assert [found[name] for name in ("workload", "variant", "step ms", "SSM %", "speed-up")] == [
+        "mamba2", "fused", "160.0", "7.5", "1.25"]
+    write(Shown(steps=steps), root)
+    drawn = (root / "docs/workloads.svg").read_text()
+    assert "mamba2 1.3b (ssd)" in drawn and "160 ms, 1.25x" in drawn
+    (line,) = lines_of(result_tables.tabulate_gains(steps))[2:]
+    assert line == ["mamba2", "1.3b", "ssd", "4", "200.0", "25.0 %", "fused", "160.0", "7.5 %", "1.25", "4.17", "95 %"]
 
 
 def test_terminal(root, monkeypatch):
     """As printed; errors may differ in their digits from machine to machine, and no more than that."""
-    said = "persistent  fp32   dA          9.2e-07    8.9e-07  1e-04  {verdict}"
-    monkeypatch.setattr(terminal_page, "print_without_gpu", lambda: said.format(verdict="agrees"))
-    assert not readme.write_terminal([ssd_row("persistent", **compared(2.0)), ssd_row("fused")], root)
-    text = read(root, "docs/terminal.md")
+    write(Shown([ssd_row("persistent", **compared(2.0)), ssd_row("fused")]), root)
+    text = (root / readme.TERMINAL).read_text()
     assert " 8b-b4  fwd   persistent    128     990" in text and "fused" not in text and "NVIDIA H200, bf16" in text
     assert max(map(len, text.splitlines())) <= 100
-    monkeypatch.setattr(readme.torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(readme.knobs.runtime, "interpret", True)
-    readme.write_terminal([], root)
-    rounded, changed = said.replace("dA ", "dB ").replace("9.2e-07", "3.1e-06"), said.replace("1e-04", "1e-03")
+    write(Shown(), root)
+    rounded, changed = PRINTED.replace("dA ", "dB ").replace("9.2e-07", "3.1e-06"), PRINTED.replace("1e-04", "1e-03")
     for other, same in ((rounded, True), (changed, False)):
-        monkeypatch.setattr(terminal_page, "print_without_gpu", lambda other=other: other.format(verdict="agrees"))
-        assert readme.write_terminal([], root, check=True) is same
+        monkeypatch.setattr(terminal_page, "print_without_gpu", lambda other=other: other)
+        assert write(Shown(), root, check=True) is same
 
 
-def test_ablation(root):
-    times = {("all", None): 250.0, ("without", "exp2"): 300.0, ("none", None): 900.0, ("added", "exp2"): 800.0}
-    rows = [ssd_row("fused", graph_p50_us=us) | {"bench": "ablate", "step": step, "changed": changed, "relative": us / 250}
+@pytest.mark.parametrize("mode, option, without", [("fwd", "exp2", ["300", "1.20"]), ("fwd", "save_states", ["not used", ""]),
+                                                   ("bwd", "save_states", ["300", "1.20"])])
+def test_ablation(mode, option, without):
+    """An option that changes nothing of what a mode times is not said to be worth something."""
+    times = {("all", None): 250.0, ("without", option): 300.0, ("none", None): 900.0, ("added", option): 800.0}
+    rows = [ssd_row("fused", mode=mode, graph_p50_us=us) | {"step": step, "changed": changed, "relative": us / 250}
             for (step, changed), us in times.items()]
-    assert not readme.write_ablation(rows, root) and readme.write_ablation(rows, root, check=True)
-    assert "8b-b4, forward, `fused`:\n\n| option |" in read(root, "docs/ablation.md")
-    for line in ("| none | | | 900 | 3.60 |", "| exp2 | 300 | 1.20 | 800 | 3.20 |", "| all | 250 | 1.00 | | |"):
-        assert line in read(root, "docs/ablation.md")
-    rows = [row | {"changed": "save_states"} if row["changed"] else row for row in rows]
-    readme.write_ablation(rows, root)
-    assert "| save_states | not used |  | 800 | 3.20 |" in read(root, "docs/ablation.md")
-    readme.write_ablation([row | {"mode": "bwd"} for row in rows], root)
-    assert "| save_states | 300 | 1.20 | 800 | 3.20 |" in read(root, "docs/ablation.md")
-    readme.write_ablation([], root)
-    assert "No rows yet" in read(root, "docs/ablation.md")
+    assert lines_of(result_tables.tabulate_ablation(rows))[2:] == [
+        ["none", "", "", "900", "3.60"], [option, *without, "800", "3.20"], ["all", "250", "1.00", "", ""]]
 
 
-def test_several_gpus(root):
+def test_several_gpus():
     """Two in 60 ms of what one does in 100: 1.67 times, 83 %. What has not run on one GPU has nothing to be held against."""
     run = {"workload": "mamba2", "preset": "370m", "variant": "fused", "batch": 8, "seed": 0}
     one = {**ENVIRONMENT, "run": run, "variant": "fused", "gpus": 1, "way": None, "p50_us": 1e5, "loss": 6.0}
     two = one | {"gpus": 2, "way": "ddp", "link_gbps": 300.0, "p50_us": 6e4, "loss": 6.01}
     other = two | {"run": run | {"preset": "1.3b"}}
-    assert not readme.write_trainings([one | {"p50_us": 9e9}, one, two, other], root)
-    (line,) = lines_of(root, "docs/workloads.md", "ddp")
-    assert line == "| mamba2 | 370m | fused | 8 | 2 NVIDIA H200 | ddp | 300 | 60.0 | 100.0 | 1.67 | 83 % | 6.010 | 6.000 |"
-    readme.write_trainings([other], root)
-    assert "No rows yet: no GPUs have run" in read(root, "docs/workloads.md")
+    (line,) = lines_of(result_tables.tabulate_several_gpus([one | {"p50_us": 9e9}, one, two, other]))[2:]
+    assert line == ["mamba2", "370m", "fused", "8", "2 NVIDIA H200", "ddp", "300", "60.0", "100.0", "1.67", "83 %", "6.010",
+                    "6.000"]
+    assert "No rows yet" in result_tables.tabulate_several_gpus([other])
 
 
-def step_row(variant: str, step_ms: float, ssd_ms: float, options: dict | None = None, speedup: float | None = None) -> dict:
+def step_row(variant: str, step_ms: float, ssd_ms: float, speedup: float | None = None) -> dict:
     run = {"workload": "mamba2", "preset": "1.3b", "mixer": "ssd", "batch": 4}
     return {**ENVIRONMENT, **run, "run": run | {"variant": variant}, "sitting": "2026-11-20T12:00:00+00:00", "variant": variant,
-            "seqlen": 4096, "dtype": "bf16", "options": None if variant == "mamba_ssm" else options or {},
-            "p50_us": 1e3 * step_ms, "ssm_us": 1e3 * ssd_ms, "share": ssd_ms / step_ms, "units_per_s": 1e5, "unit": "tokens",
-            "effective_gbps": 1000.0, "peak_mib": 5e4, "loss": 5.0, "speedup": speedup}
+            "seqlen": 4096, "dtype": "bf16", "options": None if variant == "mamba_ssm" else {}, "p50_us": 1e3 * step_ms,
+            "ssm_us": 1e3 * ssd_ms, "share": ssd_ms / step_ms, "units_per_s": 1e5, "unit": "tokens", "effective_gbps": 1000.0,
+            "peak_mib": 5e4, "loss": 5.0, "speedup": speedup}

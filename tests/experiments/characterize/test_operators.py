@@ -8,7 +8,7 @@ import pytest
 
 from experiments.characterize.operators import CLASSES, KERNEL_RULES, OP_RULES, SCOPE_RULES, classify
 from experiments.kernel_names import RENAMED, is_of_operator, list_ours
-from experiments.table import _shorten_kernel
+from experiments.table import shorten_kernel
 
 ROOT = Path(__file__).parents[3]
 
@@ -58,7 +58,7 @@ def test_kernels_of_rows_under_old_names(old, new):
     """An old name is of no kernel any more, counts as the new one, and is shown as it."""
     assert new in list_ours() and old not in list_ours()
     assert is_of_operator(old) and classify(old) == classify(new) == "ssm"
-    assert _shorten_kernel(old) == new
+    assert shorten_kernel(old) == new
 
 
 def test_name_before_operator_before_scope():
