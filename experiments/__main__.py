@@ -51,7 +51,8 @@ _TOOLS = ("memcheck", "racecheck")
 _FORMATS = ("markdown", "csv", "latex")
 _DtypeHelp = f"One of {', '.join(training_run.DTYPES)}; bf16 by autocast."
 _ChunkSizeOption = Annotated[str, typer.Option(help="Ours, of 16 to 256; auto stands for 64, 128 and 256.")]
-_OptionOption = Annotated[list[str] | None, typer.Option(help="NAME=true or NAME=false, of ssd.Options; repeatable.")]
+_OptionOption = Annotated[list[str] | None,
+                          typer.Option(help="NAME=true, NAME=false or keep_bytes=NUMBER, of ssd.Options; repeatable.")]
 
 
 @app.command()

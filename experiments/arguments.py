@@ -88,18 +88,21 @@ def split_chunk_sizes(text: str) -> tuple[int, ...]:
 
 
 def parse_options(items: list[str] | None) -> Options:
-    """`ssd.Options` with the fields of NAME=true and NAME=false set."""
+    """`ssd.Options` with the fields of NAME=true and NAME=false set, and of keep_bytes=NUMBER."""
     from dataclasses import fields
 
     from ssd import Options
 
-    names, changed = [f.name for f in fields(Options)], {}
+    names, changed, values = [f.name for f in fields(Options)], {}, {"true": True, "false": False}
     for item in items or ():
         name, _, value = item.partition("=")
-        if name not in names or value not in ("true", "false"):
-            refuse(f"--option: got {item!r}, expected NAME=true or NAME=false with a name of {', '.join(names)}"
-                   f"{suggest(name, names) if name not in names else ''}")
-        changed[name] = value == "true"
+        if name == "keep_bytes" and value.isdecimal():
+            changed[name] = int(value)
+        elif name in names and name != "keep_bytes" and value in values:
+            changed[name] = values[value]
+        else:
+            refuse(f"--option: got {item!r}, expected NAME=true, NAME=false or keep_bytes=NUMBER with a name of "
+                   f"{', '.join(names)}{suggest(name, names) if name not in names else ''}")
     return Options(**changed)
 
 

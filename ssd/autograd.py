@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ast import literal_eval
 from dataclasses import fields
 from functools import lru_cache
 
@@ -13,7 +12,7 @@ from .registry import adapt_options, find_states_interval, resolve
 from .runtime.custom_ops import DifferentiableOp
 from .types import INPUT_TENSORS, Options, SSDGrads, SSDInputs, SSDSaved
 
-_OPTION_NAMES = tuple(f.name for f in fields(Options))
+_OPTIONS = {f.name: f.type for f in fields(Options)}  # bool or int
 
 
 def chunk_scan(i: SSDInputs, variant: str, options: Options, save: bool) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -26,8 +25,8 @@ def chunk_scan(i: SSDInputs, variant: str, options: Options, save: bool) -> tupl
 
 
 def _encode(options: Options) -> str:
-    """Options as a string, which an op's schema allows; in terms that torch.compile can trace."""
-    return ",".join([f"{name}={getattr(options, name)!r}" for name in _OPTION_NAMES])
+    """Options as a string, which an op's schema allows; in terms that torch.compile can trace, to which an int is a symbol."""
+    return ",".join([f"{name}={int(getattr(options, name))}" for name in _OPTIONS])
 
 
 _encode_once = lru_cache(_encode)
@@ -35,7 +34,7 @@ _encode_once = lru_cache(_encode)
 
 @lru_cache
 def _decode(text: str) -> Options:
-    return Options(**{name: literal_eval(value) for name, value in (item.split("=") for item in text.split(","))})
+    return Options(**{name: _OPTIONS[name](int(value)) for name, value in (item.split("=") for item in text.split(","))})
 
 
 def _replays(settings: tuple) -> bool:
@@ -49,7 +48,9 @@ def _unpack(tensors: tuple, settings: tuple) -> tuple[SSDInputs, str, Options, b
 
 def _forward(*args):
     inputs, name, options, save = _unpack(args[:INPUT_TENSORS], args[INPUT_TENSORS:])
-    out, final_states, saved = resolve(name, inputs, "fwd").forward(inputs, adapt_options(name, options), save)
+    options = adapt_options(name, inputs, options)
+    variant = resolve(name, inputs, options, "fwd", save and options.save_states)
+    out, final_states, saved = variant.forward(inputs, options, save)
     return out, final_states, saved.varlen_states, saved.y, saved.prev_states
 
 
@@ -74,7 +75,8 @@ def _backward(*args):
         dout = torch.zeros_like(inputs.x)
     y, prev_states = (t if t is not None and t.numel() else None for t in (y, prev_states))
     saved = SSDSaved(inputs, options, y, prev_states=prev_states)
-    g = resolve(name, inputs, "bwd").backward(saved, dout, dfinal_states, SSDGrads())
+    variant = resolve(name, inputs, options, "bwd", prev_states is not None)
+    g = variant.backward(saved, dout, dfinal_states, SSDGrads())
     return g.dx, g.ddt, g.dA, g.dB, g.dC, g.dD, g.dz, g.ddt_bias, g.dinitial_states, None, None
 
 

@@ -114,47 +114,73 @@ def config_spaces() -> dict[str, ConfigSpace]:
 
 
 def find_states_interval(name: str, inputs: SSDInputs, options: Options) -> int | None:
-    """Tokens between the states that a forward of the variant of that name keeps; None if it keeps none."""
-    if not adapt_options(name, options).save_states:
+    """Tokens between the states that a forward of the variant of that name keeps; None if it keeps none.
+
+    "auto" keeps states as the first of its candidates does, whichever of them runs, where they take at most
+    `options.keep_bytes`.
+    """
+    if not options.save_states or (name == "auto" and not options.keep_bytes):
         return None
-    every = get_variant(name).states_every
-    return every and every(inputs, options)
+    variant = get_variant(_list_choices(inputs)[0] if name == "auto" else name)
+    every = variant.states_every and variant.states_every(inputs, options)
+    if name == "auto" and every is not None and _count_bytes(inputs, every) > options.keep_bytes:
+        return None
+    return every
+
+
+def adapt_options(name: str, inputs: SSDInputs, options: Options) -> Options:
+    """The options that a forward of the variant of that name gets: with "auto", save_states says whether it keeps states."""
+    if name == "auto" and find_states_interval(name, inputs, options) is None:
+        return _keep_nothing(options)
+    return options
 
 
 @lru_cache
-def adapt_options(name: str, options: Options) -> Options:
-    """The options that the variant of that name gets. "auto" keeps no states, so that it never runs out of memory where kernels
-    that keep none would not.
-    """
-    return replace(options, save_states=False) if name == "auto" else options
+def _keep_nothing(options: Options) -> Options:
+    return replace(options, save_states=False)
 
 
-def resolve(name: str, inputs: SSDInputs, mode: str) -> Variant:
+def _count_bytes(i: SSDInputs, every: int) -> int:
+    """Bytes of a state every so many tokens."""
+    return i.batch * -(-i.seqlen // every) * i.nheads * i.headdim * i.dstate * i.states_dtype.itemsize
+
+
+def _list_choices(inputs: SSDInputs) -> tuple[str, ...]:
+    """The names that "auto" chooses from for these inputs."""
+    return ("torch",) if inputs.x.device.type == "cpu" else list_candidates()
+
+
+def resolve(name: str, inputs: SSDInputs, options: Options, mode: str, keeps: bool = False) -> Variant:
     """The variant that runs these inputs: the one named, or with "auto" the best that can, which is said once.
 
     mode: "fwd" or "bwd". "auto" may choose another variant for each, since `SSDSaved` has one form.
+    keeps: whether states are kept between the two.
 
     Raises:
         ValueError: the variant named cannot run them, or none that "auto" may choose; the message gives the reasons.
     """
     if name == "auto":
-        return _choose(inputs, mode)
+        return _choose(inputs, options, mode, keeps)
     variant = get_variant(name)
     if reason := variant.supports(inputs):
         raise ValueError(f"variant {name!r} cannot run these inputs: {reason}")
     return variant
 
 
-def _choose(inputs: SSDInputs, mode: str) -> Variant:
+def _choose(inputs: SSDInputs, options: Options, mode: str, keeps: bool) -> Variant:
     names, why = auto_variant.rank_variants(inputs, mode, list_candidates(), get_variant)
+    every = find_states_interval("auto", inputs, options) if keeps and mode == "fwd" else None
     refused = ()
     for name in names:
         variant = get_variant(name)
         reason = variant.supports(inputs)
-        if not reason:
+        if reason:
+            refused += (f"{name} cannot run these inputs: {reason}",)
+        elif every is not None and variant.states_every(inputs, options) != every:
+            refused += (f"{name} does not keep a state every {every} tokens",)
+        else:
             _say(name, mode, why, refused)
             return variant
-        refused += (f"{name} cannot run these inputs: {reason}",)
     raise ValueError(f"variant 'auto': {'; '.join(refused)}")
 
 

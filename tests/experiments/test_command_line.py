@@ -36,7 +36,9 @@ REFUSED = [
     ("bench --mode sideways", "--mode: got 'sideways', expected any of fwd, fwd_train, bwd, fwd_bwd"),
     ("bench --dtype fp8", "--dtype: got 'fp8', expected one of bf16, fp16, fp32"),
     ("bench --against nobody", "--against: got 'nobody', expected one of baseline"),
-    ("bench --option exp2=off", "--option: got 'exp2=off', expected NAME=true or NAME=false with a name of tf32"),
+    ("bench --option exp2=off", "--option: got 'exp2=off', expected NAME=true, NAME=false or keep_bytes=NUMBER with a "
+     "name of tf32"),
+    ("bench --option keep_bytes=true", "--option: got 'keep_bytes=true', expected NAME=true, NAME=false or keep_bytes=NUMBER"),
     ("bench --chunk-size 100", "--chunk-size: got '100', expected any of 16, 32, 64, 128, 256, auto"),
     ("ablate --variant torch", "--variant: got 'torch', expected a variant with options"),
     ("block --part conv2d", "--part: got 'conv2d', expected any of conv1d"),

@@ -72,7 +72,7 @@ def test_draws_reach_everything():
     assert {c.mode for c in configs} == {"plain", "capture", "streams", "no_grad", "inference", "checkpoint", "compile"}
     assert {name for c in configs for name in c.options} >= {"tf32", *get_variant("fused").options,
                                                              *get_variant("persistent").options}
-    assert {f.name for f in fields(Options)} == {name for c in configs for name in c.options} | {"tf32"}
+    assert {f.name for f in fields(Options)} == {name for c in configs for name in c.options} | {"tf32", "keep_bytes"}
     assert {layout for c in configs for layout in c.layouts.values()} == {*LAYOUTS[1:], "packed", "scalar"}
     assert {c.documents for c in configs} == {None, "seq_idx", "cu_seqlens", "varlen", "both"}
     assert {c.dtype for c in configs} == {"bf16", "fp16", "fp32"}

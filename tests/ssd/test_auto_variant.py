@@ -1,18 +1,21 @@
 """What "auto" chooses, as if on GPUs that are not here: by the nearest measured call, else by the rule."""
 
 import json
+import sys
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
-from ssd import auto_variant, registry
+from ssd import auto_variant, registry, ssd_chunk_scan
 from ssd.auto_variant import Measured
 from ssd.registry import Variant, get_variant, list_candidates
 from ssd.runtime import tuning
 from ssd.types import Options, SSDGrads
+from ssd.variants import VARIANTS
 from tests.errors import cotangents
-from tests.inputs import EVERYTHING, OURS, Shape, random_inputs
+from tests.inputs import EVERYTHING, OURS, Case, Shape, arguments, leaves, random_inputs
 
 CANDIDATES = ("persistent", "fused", "baseline")
 TABLE = {
@@ -21,6 +24,12 @@ TABLE = {
     "fwd/2B/64/128/24/512/256": ["baseline", "fused"],
     "bwd/2B/64/128/512/4096/128": ["baseline", "persistent"],
 }
+SHAPE = Shape(2, 70, 4, 16, 2, 16, 16)  # 5 chunks
+STATES = 2 * 5 * 4 * 16 * 16 * 4  # bytes
+
+
+def run(inputs, **options):
+    return ssd_chunk_scan(**arguments(inputs) | options)
 
 
 @pytest.fixture
@@ -86,17 +95,73 @@ def test_the_next_runs_where_the_first_cannot(monkeypatch, caplog):
     monkeypatch.setattr(auto_variant, "rank_variants", lambda *_: (("persistent", "fused"), "a test says so"))
     registry._say.cache_clear()
     with caplog.at_level("INFO", "ssd"):
-        assert registry.resolve("auto", None, "bwd") is made["fused"]
+        assert registry.resolve("auto", None, Options(), "bwd") is made["fused"]
     assert caplog.messages == ["variant 'auto' runs 'fused' (bwd): a test says so; persistent cannot run these inputs: too odd"]
     made["fused"] = replace(made["fused"], supports=lambda inputs: "too even")
     with pytest.raises(ValueError, match=r"variant 'auto': persistent cannot .* too odd; fused cannot .* too even"):
-        registry.resolve("auto", None, "fwd")
+        registry.resolve("auto", None, Options(), "fwd")
 
 
 @pytest.mark.parametrize("path", sorted(auto_variant.TABLES.glob("*.json")), ids=lambda path: path.stem)
 def test_tables_that_are_shipped(path):
     for key, order in json.loads(path.read_text()).items():
         assert Measured.of_key(key).key() == key and len(order) > 1 and {*order} <= {*CANDIDATES}
+
+
+def keep(device, nbytes, monkeypatch, variant="auto", **switches):
+    """The states that a call keeps, and its gradients: (those of the states as saved, or None; gradients by name). On a CPU
+    "auto" chooses as if on a GPU.
+    """
+    monkeypatch.setattr(registry, "_list_choices", lambda inputs: list_candidates())
+    monkeypatch.setattr(auto_variant, "rank_variants", lambda *_: (CANDIDATES, "a test says so"))
+    inputs = leaves(random_inputs(SHAPE, Case(), torch.float32, device))
+    options = Options(keep_bytes=nbytes, **switches)
+    out = run(inputs, variant=variant, options=options)
+    kept = [t for t in out.grad_fn.saved_tensors if t is not None and t.dim() == 5]
+    grads = torch.autograd.grad(out.square().sum(), [inputs.x, inputs.B, inputs.dt])
+    return kept[0] if kept else None, grads
+
+
+def test_auto_keeps_what_the_budget_allows(device, monkeypatch):
+    within, grads = keep(device, STATES, monkeypatch)
+    assert within.nbytes == STATES
+    for nbytes, switches in ((STATES - 1, {}), (0, {}), (STATES, {"save_states": False})):
+        beyond, others = keep(device, nbytes, monkeypatch, **switches)
+        assert beyond is None and all(map(torch.equal, grads, others))
+
+
+@pytest.mark.parametrize("variant", OURS)
+def test_a_variant_asked_for_by_name_has_no_budget(variant, device, monkeypatch):
+    assert keep(device, 0, monkeypatch, variant)[0].nbytes == STATES
+    assert keep(device, STATES, monkeypatch, variant, save_states=False)[0] is None
+
+
+def test_auto_runs_a_forward_that_keeps_states_as_they_are_declared(device, monkeypatch):
+    """The op says before the choice how many states there are."""
+    module = sys.modules[VARIANTS["fused"].module]
+    monkeypatch.setattr(module, "VARIANT", replace(module.VARIANT, states_every=lambda inputs, options: 32))
+    inputs = random_inputs(SHAPE, Case(), torch.float32, device)
+    monkeypatch.setattr(registry, "_list_choices", lambda inputs: list_candidates())
+    monkeypatch.setattr(auto_variant, "rank_variants", lambda *_: (("fused", "baseline"), "a test says so"))
+    options = Options(keep_bytes=STATES)
+    assert registry.resolve("auto", inputs, options, "fwd", True).name == "baseline"
+    assert registry.resolve("auto", inputs, options, "fwd").name == "fused"
+    assert registry.resolve("auto", inputs, options, "bwd", True).name == "fused"
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_budget_under_compile(dynamic, device, monkeypatch):
+    """What the op's fake says is kept is what is kept, within the budget and beyond it, in one compiled function."""
+    monkeypatch.setattr(registry, "_list_choices", lambda inputs: list_candidates())
+    monkeypatch.setattr(auto_variant, "rank_variants", lambda *_: (("fused",), "a test says so"))
+    torch._dynamo.reset()
+    compiled = torch.compile(partial(run, variant="auto", options=Options(keep_bytes=STATES)), fullgraph=True,
+                             backend="aot_eager", dynamic=dynamic)
+    for seqlen in (64, 70, 90):
+        inputs = leaves(random_inputs(replace(SHAPE, seqlen=seqlen), Case(), torch.float32, device))
+        grads = [torch.autograd.grad(call(inputs).square().sum(), inputs.x)[0]
+                 for call in (compiled, partial(run, variant="fused"))]
+        torch.testing.assert_close(*grads)
 
 
 @pytest.mark.parametrize("first", OURS)

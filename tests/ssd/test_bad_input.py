@@ -112,6 +112,15 @@ def test_options_are_bools(value):
     assert_refused(Options, {"gluon": value}, "gluon", TypeError, repr(value), "True or False")
 
 
+@pytest.mark.parametrize("value", ["1 GiB", 1.0, None, True])
+def test_a_budget_is_an_int(value):
+    assert_refused(Options, {"keep_bytes": value}, "keep_bytes", TypeError, repr(value), "an int")
+
+
+def test_a_budget_is_not_negative():
+    assert_refused(Options, {"keep_bytes": -1}, "keep_bytes", ValueError, "-1", "0 or more")
+
+
 def test_unknown_variant_lists_the_known_ones():
     with pytest.raises(ValueError) as refused:
         get_variant("fastest")

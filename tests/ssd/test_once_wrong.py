@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ssd import ssd_chunk_scan
-from ssd.registry import adapt_options, get_variant
+from ssd.registry import get_variant
 from ssd.types import Options, SSDInputs
 from tests.errors import assert_all_accurate, cotangents, results, truths
 from tests.inputs import OURS, Case, Shape, random_inputs
@@ -35,7 +35,7 @@ FOUND = {
 
 def assert_right_with(name: str, inputs: SSDInputs, options: Options) -> None:
     ways = cotangents(inputs)
-    got = results(get_variant(name), inputs, *ways, adapt_options(name, options))
+    got = results(get_variant(name), inputs, *ways, options)
     assert_all_accurate(got, truths(inputs, *ways), inputs, *ways)
 
 
