@@ -77,9 +77,10 @@ def report(
 ) -> None:
     """Write the characterisation from committed rows, as one page that loads nothing and as Markdown; needs no GPU."""
     has_gpu()
+    from .. import record
     from .report.build import write
 
-    paths = read_rows(lambda: write(folder, out), out)
+    paths = write(folder, read_rows(lambda: record.read_gpus(out), out))
     typer.echo(f"{paths[0]} and {len(paths) - 1} files beside it written")
 
 

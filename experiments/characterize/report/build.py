@@ -1,51 +1,64 @@
-"""Puts the report together and writes it."""
+"""Writes the report: what the sections collect, put into the text of report.md.jinja, as Markdown and as a page."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from ... import record
-from .. import definitions
-from . import bandwidth, draw, findings, kernels, page, paper, projected, roofline, scaling, steps
-from .parts import NOT_YET, Section
+from ...shapes import DIRECTIONS
+from .. import classes, definitions
+from ..gpus import GPUS
+from . import bandwidth, draw, kernels, page, paper, projected, roofline, scaling, steps
 
 _SHAPE, _DTYPE = "8b-b4", "bf16"  # what counters are shown of: the paper's sizes, at a batch that fills a GPU
+_TIMELESS = ("tests", "fuzz")  # benches that say nothing of times
 
 
-def sections(out: Path = record.RESULTS) -> list[Section]:
-    """Every section, from the rows under `out`."""
-    calls = [call for call in definitions.read_calls(out) if (call.row["shape"], call.row["dtype"]) == (_SHAPE, _DTYPE)
+def collect(rows: list[dict]) -> dict[str, object]:
+    """What the text of the report is made from, by the names that it has there; rows: of GPUs."""
+    calls = [call for call in definitions.read_calls(rows) if (call.row["shape"], call.row["dtype"]) == (_SHAPE, _DTYPE)
              and record.has_default_options(call.row)]
     gpus = [row["gpu"] for row in definitions.keep_one_gpu([call.row for call in calls])]
     calls = [call for call in calls if call.row["gpu"] in gpus]
-    return [findings.section(calls, out), paper.section(calls, out), steps.section(out), roofline.section(calls, out),
-            kernels.ratios(calls), kernels.table_two(calls), kernels.caches(calls), bandwidth.section(calls),
-            scaling.section(out), projected.section(out), _sources(out)]
+    timed = [row for row in rows if row["bench"] not in _TIMELESS]
+    return {
+        "calls": calls, "forward": {call.row["variant"]: call for call in calls if call.row["mode"] == "fwd"},
+        "paper": paper.collect(calls, rows), "steps": steps.collect(rows), "roofline": roofline.collect(calls, rows),
+        "ratios": kernels.collect_ratios(calls), "shares": kernels.collect_shares(calls),
+        "hits": kernels.collect_hit_rates(calls), "stalls": kernels.collect_stalls(calls),
+        "bandwidth": bandwidth.collect(calls),
+        "scaling": scaling.collect_operator(rows), "components": scaling.collect_components(rows),
+        "projected": projected.collect(rows), "sheet": projected.list_sheet(), "shape": _SHAPE, "dtype": _DTYPE,
+        "count": len(timed), "gpus": sorted({row["gpu"] for row in timed}),
+        "commits": sorted({row["git_sha"][:7] for row in timed if row["git_sha"]}),
+    }
 
 
-def write(folder: Path, out: Path = record.RESULTS) -> list[Path]:
-    """Writes index.html, report.md, and an SVG and a CSV for each figure; returns the paths, the page first.
+def render(facts: dict[str, object]) -> str:
+    """The report in Markdown."""
+    environment = page.make_environment()
+    environment.filters |= {"num": format_number, "share_reasons": paper.share_reasons, "name": kernels.shorten}
+    environment.globals |= {"DIRECTIONS": DIRECTIONS, "GPUS": GPUS, "classes": classes, "definitions": definitions,
+                            "main_peak": bandwidth.main_peak, "kernels": kernels, "of_bandwidth": bandwidth, "of_paper": paper,
+                            "of_steps": steps, "ENOUGH": projected.ENOUGH}
+    return page.join_lines(environment.get_template("report.md.jinja").render(facts))
 
-    Raises:
-        ValueError: a line that is no row.
-    """
-    found, lines = sections(out), [paper.CITED]
+
+def format_number(value: float | None, digits: int = 0) -> str:
+    """A cell; a dash for None."""
+    return "-" if value is None else f"{value:,.{digits}f}"
+
+
+def write(folder: Path, rows: list[dict]) -> list[Path]:
+    """Writes index.html, report.md, and an SVG and a CSV for each figure; returns the paths, the page first. rows: of GPUs."""
+    facts = collect(rows)
+    figures = {name: figure for section in facts.values() if isinstance(section, dict)
+               for name, figure in section.get("figures", {}).items()}
+    text = render(facts)
+    texts = {"index.html": page.render_html(text, figures), "report.md": text}
+    for name, figure in figures.items():
+        texts |= {f"{name}.svg": draw.standalone(figure.svg), f"{name}.csv": figure.csv}
     folder.mkdir(parents=True, exist_ok=True)
-    texts = {"index.html": page.html(found, lines), "report.md": page.markdown(found, lines)}
-    for figure in (figure for section in found for figure in section.figures):
-        texts |= {f"{figure.name}.svg": draw.standalone(figure.svg), f"{figure.name}.csv": figure.csv}
-    for name, text in texts.items():
-        (folder / name).write_text(text)
+    for name, content in texts.items():
+        (folder / name).write_text(content)
     return [folder / name for name in texts]
-
-
-def _sources(out: Path) -> Section:
-    rows = [row for row in record.read(out) if row["bench"] not in ("tests", "fuzz")]  # which say nothing of times
-    gpus = sorted({row["gpu"] for row in rows if row["gpu"]})
-    commits = sorted({row["git_sha"][:7] for row in rows if row["git_sha"]})
-    measured = f"measured on {', '.join(gpus)} at the commits {', '.join(commits)}" if gpus else NOT_YET
-    return Section("Where the numbers are from", (
-        f"`make report` writes this from {len(rows)} rows of `experiments/results`, {measured}. No number here is typed by "
-        "hand but those of papers and data sheets, and a matmul's rate from `ssd/cost.py`.",
-        f"Counters are of the shape {_SHAPE} in {_DTYPE}, on the GPU with the most of them. A time under ncu weighs kernels "
-        "against one another; times of calls are those in a CUDA graph, without a profiler."))

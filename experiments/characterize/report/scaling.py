@@ -3,82 +3,89 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from itertools import product
-from pathlib import Path
 
-from ... import table
+from ... import record, table
 from ...shapes import DIRECTIONS
 from .. import components
 from ..definitions import keep_one_gpu
 from . import draw
-from .parts import NOT_YET, Figure, Section, to_cell
+from .parts import Figure
 
 _SWEEP = "sweep-"
 _BLOCKS = {"mamba1": "Mamba-1", "mamba2": "Mamba-2"}
 # what components are summed to
 _KINDS = {"projections": ("in_proj", "x_proj", "dt_proj", "out_proj"), "convolution": ("conv1d",), "SSM": ("ssm",),
           "norm": ("norm",)}
-_AXES = {"xscale": "log", "yscale": "log", "xlabel": "tokens"}
+_COMPONENT_SHADES = dict(zip(product(_BLOCKS.values(), _KINDS), 2 * draw.SERIES[: len(_KINDS)], strict=True))
 
 
-def section(out: Path) -> Section:
-    """Of the SSD operator, and of the components of blocks."""
-    return Section("Scaling with the sequence length", (*_operator(out), *_components(out)))
-
-
-def _operator(out: Path) -> tuple[str | Figure, ...]:
-    rows = sorted((row for row in table.read_latest(out) if row["shape"].startswith(_SWEEP) and row["mode"] in DIRECTIONS),
+def collect_operator(rows: list[dict]) -> dict:
+    """Of the SSD operator; nothing without rows."""
+    rows = sorted((row for row in table.read_latest(rows) if row["shape"].startswith(_SWEEP) and row["mode"] in DIRECTIONS),
                   key=lambda row: row["seqlen"])
-    if not rows:
-        return (f"Of the SSD operator: {NOT_YET}.",)
     data = [{"variant": row["variant"], "mode": row["mode"], "seqlen": row["seqlen"], "chunk_size": row["chunk_size"],
              "us": row["graph_p50_us"] or row["p50_us"], "eager_us": row["p50_us"], "peak_mib": row["peak_mib"],
              "floor_us": row["ideal_bytes"] / row["copy_gbps"] / 1e3} for row in rows]
-    groups = list(dict.fromkeys((line["variant"], line["mode"]) for line in data))
+    if not data:
+        return {}
 
-    def of(variant: str, mode: str) -> list[dict]:
-        return [line for line in data if (line["variant"], line["mode"]) == (variant, mode)]
+    def look(line: dict) -> dict:
+        return {"color": draw.colour(line["variant"]), "label": f"{line['variant']}, {DIRECTIONS[line['mode']]}",
+                "marker": "o" if line["mode"] == "fwd" else "s", "linestyle": "-" if line["mode"] == "fwd" else "--"}
 
-    def plot(ax, key: str) -> None:
-        for variant, mode in groups:
-            lines = of(variant, mode)
-            ax.plot([line["seqlen"] for line in lines], [line[key] for line in lines], "o-" if mode == "fwd" else "s--",
-                    color=draw.colour(variant), markersize=3, linewidth=1, label=f"{variant}, {DIRECTIONS[mode]}")
+    return {
+        "figures": {"scaling-time": _draw(data, "us", look, "µs in a CUDA graph", 3.4),
+                    "scaling-memory": _draw(data, "peak_mib", look, "MiB at most", 3.4)},
+        "times": data[-1]["seqlen"] / data[0]["seqlen"], "growth": {key: _growth(data, key) for key in ("us", "peak_mib")},
+    }
+
+
+def _draw(data: list[dict], key: str, look: Callable[[dict], dict], ylabel: str, height: float = 3.6) -> Figure:
+    """A line over the tokens for each look."""
+    def plot(ax) -> None:
+        for lines in record.group_by(data, lambda line: look(line)["label"]).values():
+            ax.plot([line["seqlen"] for line in lines], [line[key] for line in lines], markersize=3, linewidth=1,
+                    **look(lines[0]))
         ax.grid(which="major")
 
-    time = draw.chart(lambda ax: plot(ax, "us"), 3.4, ylabel="µs in a CUDA graph", **_AXES)
-    memory = draw.chart(lambda ax: plot(ax, "peak_mib"), 3.4, ylabel="MiB at most", **_AXES)
-    times = data[-1]["seqlen"] / data[0]["seqlen"]
-    see_time = (f"For {times:,.0f} times the tokens the time grows less: {_growth(data, 'us')}. Short sequences leave most of "
-                "the GPU idle, and a launch has its price; from there on each line is straight.")
-    see_memory = f"For {times:,.0f} times the tokens, memory beyond the inputs grows: {_growth(data, 'peak_mib')}."
-    note = "mamba2-2.7b's sizes at batch 1, bf16, each variant at the chunk size that is fastest at that length."
-    return note, Figure("scaling-time", time, see_time, data), Figure("scaling-memory", memory, see_memory, data)
+    return Figure(draw.chart(plot, height, xscale="log", yscale="log", xlabel="tokens", ylabel=ylabel), data)
 
 
-def _growth(data: list[dict], key: str) -> str:
+def _growth(data: list[dict], key: str) -> list[tuple[str, str, float]]:
     """Of each variant and mode, the longest sequence over the shortest; of those alone that are measured at both."""
-    ends, parts = (data[0]["seqlen"], data[-1]["seqlen"]), []
-    for variant, mode in dict.fromkeys((line["variant"], line["mode"]) for line in data):
-        values = {line["seqlen"]: line[key] for line in data if (line["variant"], line["mode"]) == (variant, mode)}
+    ends, found = (data[0]["seqlen"], data[-1]["seqlen"]), []
+    for (variant, mode), lines in record.group_by(data, lambda line: (line["variant"], line["mode"])).items():
+        values = {line["seqlen"]: line[key] for line in lines}
         if ends[0] in values and ends[1] in values:
-            parts.append(f"{variant} {DIRECTIONS[mode]} {to_cell(values[ends[1]] / values[ends[0]])} times")
-    return ", ".join(parts) or NOT_YET
+            found.append((variant, DIRECTIONS[mode], values[ends[1]] / values[ends[0]]))
+    return found
 
 
-def _components(out: Path) -> tuple[str | Figure, ...]:
-    rows = keep_one_gpu(components.read_latest(out))
+def collect_components(rows: list[dict]) -> dict:
+    """Of the components of blocks; nothing without rows."""
+    rows = keep_one_gpu(components.read_latest(rows))
     dtype = Counter(row["dtype"] for row in rows).most_common(1)[0][0] if rows else None
-    data = _summed([row for row in rows if row["dtype"] == dtype])
+    data = _sum_parts([row for row in rows if row["dtype"] == dtype])
     if not data:
-        return (f"Of the components of a Mamba-1 and a Mamba-2 block: {NOT_YET}; `make scaling` on a GPU writes the rows.",)
-    note = (f"The components of a block of mamba-1.4b and of mamba2-1.3b, each alone, batch 1, in {dtype}: inference is the "
-            "forward, training forward and backward; in a CUDA graph, or eagerly what cannot be captured. Mamba-1 gates inside "
-            "its scan, and has no norm. A component is left out until all of its parts are measured.")
-    return (note, _time(data, "training"), _time(data, "inference"), _memory(data))
+        return {}
+
+    def look(line: dict) -> dict:
+        first = line["block"] == "Mamba-1"
+        return {"color": _COMPONENT_SHADES[line["block"], line["component"]], "label": f"{line['block']}, {line['component']}",
+                "marker": "s" if first else "o", "linestyle": "--" if first else "-"}
+
+    of_phase = {phase: [line for line in data if line["phase"] == phase] for phase in ("training", "inference")}
+    return {
+        "figures": {**{f"scaling-{phase}": _draw(lines, "us", look, "µs") for phase, lines in of_phase.items()},
+                    "scaling-components-memory": _draw(of_phase["training"], "peak_mib", look, "MiB at most")},
+        "dtype": dtype, "shares": {phase: _shares(lines, "us") for phase, lines in of_phase.items()},
+        "memory": _shares(of_phase["training"], "peak_mib"),
+    }
 
 
-def _summed(rows: list[dict]) -> list[dict]:
+def _sum_parts(rows: list[dict]) -> list[dict]:
     """A line for each block, kind of component, phase and length that all components of the kind have a time of."""
     found = []
     groups = dict.fromkeys((row["seqlen"], row["mode"]) for row in rows)
@@ -93,37 +100,13 @@ def _summed(rows: list[dict]) -> list[dict]:
     return found
 
 
-def _plot(ax, data: list[dict], key: str) -> None:
-    for (block, kind), shade in zip(product(_BLOCKS.values(), _KINDS), 2 * draw.SERIES[: len(_KINDS)], strict=True):
-        lines = [line for line in data if (line["block"], line["component"]) == (block, kind)]
-        if lines:
-            ax.plot([line["seqlen"] for line in lines], [line[key] for line in lines], "s--" if block == "Mamba-1" else "o-",
-                    color=shade, markersize=3, linewidth=1, label=f"{block}, {kind}")
-    ax.grid(which="major")
-
-
-def _time(data: list[dict], phase: str) -> Figure:
-    data = [line for line in data if line["phase"] == phase]
-    svg = draw.chart(lambda ax: _plot(ax, data, "us"), 3.6, ylabel="µs", **_AXES)
-    return Figure(f"scaling-{phase}", svg, f"{phase.capitalize()}: {_shares(data, 'us')}.", data)
-
-
-def _memory(data: list[dict]) -> Figure:
-    data = [line for line in data if line["phase"] == "training"]
-    svg = draw.chart(lambda ax: _plot(ax, data, "peak_mib"), 3.6, ylabel="MiB at most", **_AXES)
-    see = f"Memory beyond the inputs, in training, the most that each component holds: {_shares(data, 'peak_mib')}."
-    return Figure("scaling-components-memory", svg, see, data)
-
-
-def _shares(data: list[dict], key: str) -> str:
-    """Of the SSM in each block, at the shortest and at the longest sequence."""
-    said = []
-    for block in dict.fromkeys(line["block"] for line in data):
-        lengths = sorted({line["seqlen"] for line in data if line["block"] == block})
-        at = []
+def _shares(data: list[dict], key: str) -> dict[str, list[tuple[float, int]]]:
+    """{block: per cent of the SSM, and tokens, of the shortest and of the longest sequence}"""
+    found = {}
+    for block, lines in record.group_by(data, lambda line: line["block"]).items():
+        lengths = sorted({line["seqlen"] for line in lines})
         for seqlen in (lengths[0], lengths[-1]):
-            lines = [line for line in data if (line["block"], line["seqlen"]) == (block, seqlen)]
-            ssm = sum(line[key] for line in lines if line["component"] == "SSM")
-            at.append(f"{100 * ssm / sum(line[key] for line in lines):.0f} % at {seqlen:,} tokens")
-        said.append(f"the SSM has {' and '.join(at)} of {block}'s components")
-    return ", ".join(said)
+            there = [line for line in lines if line["seqlen"] == seqlen]
+            ssm = sum(line[key] for line in there if line["component"] == "SSM")
+            found.setdefault(block, []).append((100 * ssm / sum(line[key] for line in there), seqlen))
+    return found

@@ -7,9 +7,9 @@ import pytest
 import torch
 from rich.console import Console
 
+from experiments import record
 from experiments.characterize import components
 from experiments.characterize.report import scaling
-from experiments.characterize.report.parts import Figure
 from tests.experiments.clock import install
 
 SIZES = {"_INNER": 32, "_HEADDIM": 16, "_DSTATE": {"mamba1": 4, "mamba2": 16}, "CHUNK_SIZE": 16}
@@ -42,15 +42,14 @@ def test_rows(measured):
 
 def test_report(measured):
     """Four projections of Mamba-1 are one line, of 8 us, beside 2 us each of the convolution and the scan."""
-    note, *figures = scaling.section(measured[0]).parts[1:]
-    assert "has no norm" in note and all(isinstance(figure, Figure) for figure in figures)
-    assert [figure.name for figure in figures] == ["scaling-training", "scaling-inference", "scaling-components-memory"]
-    lines = {(line["block"], line["component"]): line for line in figures[0].data if line["seqlen"] == 8}
+    found = scaling.collect_components(record.read(measured[0]))
+    figures = found["figures"]
+    assert [*figures] == ["scaling-training", "scaling-inference", "scaling-components-memory"]
+    lines = {(line["block"], line["component"]): line for line in figures["scaling-training"].data if line["seqlen"] == 8}
     assert lines["Mamba-1", "projections"]["us"] == 8 and lines["Mamba-2", "projections"]["peak_mib"] == 3
     assert ("Mamba-1", "norm") not in lines and len(lines) == 7
-    assert figures[0].see == (
-        "Training: the SSM has 17 % at 4 tokens and 17 % at 8 tokens of Mamba-1's components, "
-        "the SSM has 20 % at 4 tokens and 20 % at 8 tokens of Mamba-2's components.")
+    ends = {block: [(round(share), tokens) for share, tokens in at] for block, at in found["shares"]["training"].items()}
+    assert ends == {"Mamba-1": [(17, 4), (17, 8)], "Mamba-2": [(20, 4), (20, 8)]}
 
 
 def test_one_that_fails_costs_no_other(measured, tmp_path, monkeypatch):
