@@ -102,7 +102,7 @@ def ablate(
 ) -> None:
     """Measure what each option of a variant is worth: turned off alone, and turned on after all those before it.
 
-    Without a GPU: check every set of options against fp64 in Triton's interpreter.
+    Without a GPU: check what the modes compute with every set of options against fp64, in Triton's interpreter.
     """
     variants, modes = split_names("--variant", variant, VARIANTS[1:]), tuple(split_names("--mode", mode, MODES))
     check_name("--dtype", dtype, ITEMSIZES)
@@ -117,7 +117,7 @@ def ablate(
         if is_peer(name) or not get_variant(name).options:
             refuse(f"--variant: got {name!r}, expected a variant with options to take apart")
     if not on_gpu:
-        raise typer.Exit(0 if ablate.check(tuple(variants), console) else 1)
+        raise typer.Exit(0 if ablate.check(tuple(variants), modes, console) else 1)
     rows = ablate.run(ablate.Plan(tuple(variants), shapes, modes, dtype, size, repeats, warmup, out), console)
     table.show(console, ablate.add_relative(rows), "time relative to that with every option", table.ABLATION, wide)
 

@@ -83,12 +83,12 @@ def run(plan: Plan, console: Console) -> list[dict]:
     return rows
 
 
-def check(variants: tuple[str, ...], console: Console) -> bool:
-    """Whether every set of options agrees with fp64 in Triton's interpreter, where there is no GPU. Nothing is timed."""
+def check(variants: tuple[str, ...], modes: tuple[str, ...], console: Console) -> bool:
+    """Whether every set of options agrees with fp64 in what the modes compute, in Triton's interpreter. Nothing is timed."""
     console.print("No CUDA GPU: nothing is timed; each set of options runs in Triton's interpreter.", style="bold")
     rows = []
-    for name, step in track(_list_every_step(variants), console, lambda one: f"{one[0]}: {one[1].step} {one[1].changed or ''}"):
-        rows += [row | {"step": step.step, "option": step.changed} for row in interpret.judge(name, step.options)]
+    for name, step in track(_list_every_step(variants), console, _describe_step):
+        rows += [row | {"step": step.step, "option": step.changed} for row in interpret.judge(name, step.options, modes)]
     columns = table.make_columns("variant", "step", "option", *list(interpret.ERRORS)[1:])
     console.print(table.make_table(rows, "errors against fp64, relative", columns))
     return all(row["agrees"] for row in rows)
@@ -120,6 +120,12 @@ def _list_every_step(variants: tuple[str, ...]) -> Iterator[tuple[str, Step]]:
     for name in variants:
         for step in list_steps(get_variant(name).options):
             yield name, step
+
+
+def _describe_step(of: tuple[str, Step]) -> str:
+    """`fused: without exp2`."""
+    variant, step = of
+    return f"{variant}: {' '.join(filter(None, (step.step, step.changed)))}"
 
 
 def _identify_setting(row: dict) -> tuple:

@@ -62,6 +62,7 @@ def draw(rows: list[dict], path: Path) -> None:
                     above = 0.13 * ((len(styles) - 1) / 2 - n)
                     ax.plot(times[name], y + above, _MARKERS.get(name, _OURS), color=colour, markersize=6, label=name, zorder=3)
         ax.set(xscale="log", yticks=range(len(shapes)), yticklabels=[*shapes][::-1])
+        ax.xaxis.set_major_formatter("{x:,.0f}")
         ax.set_title(DIRECTIONS[mode], loc="left")
         ax.grid(axis="x", which="both", color="#f0f0f0")
         ax.set_axisbelow(True)

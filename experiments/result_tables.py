@@ -19,6 +19,7 @@ from .table import render_lines, write_number, write_scientific
 MODES = DIRECTIONS | {"fwd_bwd": "forward and backward"}
 COSTS = "8b-b4"  # the shape at which the README says what the default costs
 _WIDTH = 128  # of a line of prose
+_SPACE = "\N{NO-BREAK SPACE}"
 # options that change nothing of what a mode times
 _UNREAD = {"fwd": {"save_states", "fuse_backward"},
            "bwd": {"fuse_states", "low_precision_CB", "causal_blocks", "fuse_bmm", "two_level", "stationary"}}
@@ -33,7 +34,7 @@ _whole, _tenths = write_number(0), write_number(1)
 _SHAPE = itemgetter("shape")
 
 # headers in Markdown
-_SPEEDUPS_HEAD = f"| `{FASTEST}`, a layer of | {' | '.join(MODES.values())} | training step |\n|---|---|---|---|---|\n"
+_SPEEDUPS_HEAD = f"| layer, batch x tokens | {' | '.join(MODES.values())} | training step |\n|---|---|---|---|---|\n"
 _COSTS_HEAD = """\
 | `variant=` | forward and backward, µs | backward, µs | kept between them, MiB | peak, MiB |
 |---|---:|---:|---:|---:|
@@ -70,22 +71,36 @@ _EVERY_ROW_HEAD = """\
 
 
 def tabulate_speedups(rows: list[dict], steps: list[dict]) -> str:
-    """A sentence for each GPU; of one, the last by name, also a line for each layer of `HEADLINE`, with `persistent`'s gain.
+    """A paragraph for each GPU; of one, the last by name, also a line for each layer of `HEADLINE`, with `persistent`'s gain.
 
     steps: rows of the sweep, for the training step of the model that has this layer.
     """
     compared, of = [row for row in rows if row.get("graph_speedup")], itemgetter("gpu", "against")
-    sentences, lines = [], []
+    paragraphs, lines = [], []
     for (gpu, against), group in groupby(sorted(compared, key=of), of):
         group = list(group)
-        sentence = (f"Speed-ups over {against} on one {gpu}, in bf16 and GPU time, from the least to the most of "
-                    f"{len({row['shape'] for row in group})} shapes. The fastest variant: {_describe_ranges(group)}.")
-        if by_default := [row for row in group if row["variant"] == DEFAULT]:
-            sentence += f" The default, `auto`, which keeps no states: {_describe_ranges(by_default)}."
-        sentences.append(textwrap.fill(sentence, _WIDTH) + "\n")
+        paragraphs.append(f"Speed-ups over {against} on one {gpu}, in bf16 and GPU time.{_describe_gains(group)}")
         lines = _list_layers(gpu, group, steps) or lines
-    parts = [*sentences, _SPEEDUPS_HEAD + render_lines(lines)] if lines else sentences
+    if lines:
+        dash = "; a dash: not measured" if any("-" in cells for cells in lines) else ""
+        paragraphs[-1] += f" The table is of `{FASTEST}`{dash}."
+    parts = [textwrap.fill(text, _WIDTH) + "\n" for text in paragraphs]
+    parts += [_SPEEDUPS_HEAD + render_lines(lines)] if lines else []
     return "\n".join(parts) or "No GPU has run the bench beside mamba_ssm yet.\n"
+
+
+def _describe_gains(rows: list[dict]) -> str:
+    """The least and the most over the shapes, of the fastest variant and of the default; empty without such rows."""
+    def find_ends(rows: list[dict]) -> str:
+        return _write_range([max(row["graph_speedup"] for row in of) for of in record.group_by(rows, _SHAPE).values()])
+
+    both = [row for row in rows if row["mode"] == "fwd_bwd"]
+    default = find_ends([row for row in both if row["variant"] == DEFAULT])
+    if not both:
+        return ""
+    of_default = f", and {default} with the default, `{DEFAULT}`" if default else ""
+    return (f" Over {len({row['shape'] for row in both})} shapes, forward and backward together are {find_ends(both)} as fast "
+            f"with the fastest variant{of_default}.")
 
 
 def _list_layers(gpu: str, rows: list[dict], steps: list[dict]) -> list[list[str]]:
@@ -93,18 +108,10 @@ def _list_layers(gpu: str, rows: list[dict], steps: list[dict]) -> list[list[str
     lines = []
     for shape, (model, tokens, workload) in HEADLINE.items():
         of_modes = [found.get((shape, mode)) for mode in MODES]
-        cells = [f"**{row['graph_speedup']:.1f}x** {row['graph_p50_us']:.0f} µs" if row else "" for row in of_modes]
+        cells = [f"**{row['graph_speedup']:.1f}x** {row['graph_p50_us']:.0f}{_SPACE}µs" if row else "" for row in of_modes]
         if any(cells):
             lines.append([f"{model}, {tokens}", *cells, _compare_step(gpu, workload, steps)])
     return lines
-
-
-def _describe_ranges(rows: list[dict]) -> str:
-    best: dict[str, dict[str, float]] = {mode: {} for mode in MODES}
-    for row in rows:
-        shapes = best[row["mode"]]
-        shapes[row["shape"]] = max(row["graph_speedup"], shapes.get(row["shape"], 0))
-    return join_words([f"{min(of.values()):.1f}x to {max(of.values()):.1f}x {MODES[mode]}" for mode, of in best.items() if of])
 
 
 def _compare_step(gpu: str, workload: tuple[str, str] | None, steps: list[dict]) -> str:
@@ -114,7 +121,7 @@ def _compare_step(gpu: str, workload: tuple[str, str] | None, steps: list[dict])
     if not found:
         return "-"
     row = max(found, key=itemgetter("batch"))
-    return f"**{row['speedup']:.1f}x** {row['p50_us'] / 1e3:.0f} ms"
+    return f"**{row['speedup']:.1f}x** {row['p50_us'] / 1e3:.0f}{_SPACE}ms"
 
 
 def tabulate_costs(rows: list[dict]) -> str:

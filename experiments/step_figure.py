@@ -33,7 +33,7 @@ def draw(rows: list[dict], path: Path) -> None:
             ax.barh(y, step, color=colour, alpha=_PALE)
             ax.barh(y, ssm or 0, color=colour)
             faster = f", {speedup:.2f}x" if speedup else ""
-            ax.text(step, y, f" {step:.0f} ms{faster}", va="center", gid=name)
+            ax.annotate(f"{step:.0f} ms{faster}", (step, y), (4, 0), textcoords="offset points", va="center", gid=name)
         ax.set_title(title, loc="left", fontsize="medium", x=-0.16)
         ax.margins(x=0.32)
         ax.set(yticks=range(len(variants)), yticklabels=[*variants][::-1], xticks=[])

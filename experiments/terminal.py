@@ -22,16 +22,30 @@ def make_console() -> Console:
 
 def track(items: Iterable[Item], console: Console, describe: Callable[[Item], str] = str) -> Iterator[Item]:
     """The items, with a progress bar; where there is no terminal, with a line before the first and every 10 seconds."""
-    items, said = list(items), 0.0
+    items, is_due = list(items), make_timer()
     with Progress(console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task("", total=len(items))
         for number, item in enumerate(items):
             progress.update(task, completed=number, description=describe(item))
-            if not console.is_terminal and (not said or time.monotonic() - said > _EVERY):
-                said = time.monotonic()
+            if not console.is_terminal and is_due():
                 console.print(f"{number + 1} of {len(items)}: {describe(item)}", markup=False)
             yield item
         progress.update(task, completed=len(items))
+
+
+def make_timer() -> Callable[[], bool]:
+    """What is true at its first call, and then once in 10 seconds: for lines of progress where there is no terminal."""
+    due = 0.0
+
+    def is_due() -> bool:
+        nonlocal due
+        now = time.monotonic()
+        if now < due:
+            return False
+        due = now + _EVERY
+        return True
+
+    return is_due
 
 
 def first_line(reason: BaseException) -> str:

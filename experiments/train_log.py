@@ -1,4 +1,4 @@
-"""What a training run says of each step: a line of log.jsonl, a progress bar, and TensorBoard where it is installed."""
+"""What a training run says of each step: a line of log.jsonl, progress, and TensorBoard where it is installed."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ssd.files import flush, replace_file
+
+from .terminal import make_timer
 
 
 class TrainLog:
@@ -29,8 +31,9 @@ class TrainLog:
         self.folder, self.path, self.unit = folder, folder / "log.jsonl", unit
         self._writes = writes
         self.losses = self._kept(done) if done else []
-        self._new_board = _tensorboard(console) if writes else None
+        self._new_board = _find_tensorboard() if writes else None
         self._board = None
+        self._console, self._is_due, self._steps = console, make_timer(), steps
         self._progress = Progress(
             BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"), console=console)
         self._task = self._progress.add_task("", total=steps, completed=done)
@@ -55,6 +58,8 @@ class TrainLog:
         speed = f"{values[f'{self.unit}_per_s']:,.0f} {self.unit}/s"
         said = f"loss {values['loss']:.4f}  {speed}  {values['peak_mib']:,.0f} MiB"
         self._progress.update(self._task, completed=step, description=said)
+        if not self._console.is_terminal and self._is_due():
+            self._console.print(f"step {step} of {self._steps}: {said}", markup=False, highlight=False)
         if self._new_board:
             self._board = self._board or self._new_board(self.folder / "tensorboard", purge_step=step)
             for name, value in values.items():
@@ -83,11 +88,10 @@ class TrainLog:
         return losses
 
 
-def _tensorboard(console: Console) -> type | None:
-    """What writes its files; said once where it is missing."""
+def _find_tensorboard() -> type | None:
+    """What writes its files; None where it is not installed."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
-        console.print("TensorBoard is not installed (pip install tensorboard): steps go to log.jsonl alone", style="dim")
         return None
     return SummaryWriter

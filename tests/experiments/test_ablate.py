@@ -70,12 +70,21 @@ def test_without_a_gpu_nothing_is_timed_and_a_wrong_result_fails(monkeypatch, tm
     """The interpreter's results are judged in tests/ssd."""
     every = ablate.list_steps
     monkeypatch.setattr(ablate, "list_steps", lambda names: every(names)[:2])
-    monkeypatch.setattr(interpret, "check", lambda variant, dtype, options, modes: {"out": Error(0.0, 0.0)})
+    checked = set()
+
+    def check(variant, dtype, options, modes):
+        checked.add(modes)
+        return {"out": Error(0.0, 0.0)}
+
+    monkeypatch.setattr(interpret, "check", check)
     command = ["ablate", "--variant", "baseline", "--out", str(tmp_path)]
     result = CliRunner().invoke(app, command)
     assert result.exit_code == 0, result.output
     for text in ("nothing is timed", "1 of 2: baseline: all", "without", get_variant("baseline").options[0]):
         assert text in result.stdout
     assert not list(tmp_path.iterdir()), "a run without a GPU writes no rows"
+    assert checked == {("fwd",)}
+    CliRunner().invoke(app, [*command, "--mode", "bwd"])
+    assert checked == {("fwd",), ("bwd",)}
     monkeypatch.setattr(interpret, "check", lambda variant, dtype, options, modes: {"out": Error(float("nan"), 0.0)})
     assert CliRunner().invoke(app, command).exit_code == 1

@@ -98,10 +98,14 @@ def test_speedups():
     def said(*more):
         return " ".join(result_tables.tabulate_speedups([*rows, *more], []).split())
 
-    assert "on one NVIDIA H200" in said() and "The default" not in said()
-    assert "2.5x to 3.2x forward, 0.9x to 0.9x backward and 1.8x to 1.8x forward and" in said()
+    assert "on one NVIDIA H200" in said() and "the default" not in said()
+    assert "Over 1 shapes, forward and backward together are 1.8x as fast with the fastest variant. The table" in said()
     assert "| Mamba-2 8B, 4 x 4096 | **2.0x** 242 µs | **0.8x** 990 µs | | - |" in said().replace("|  |", "| |")
-    assert "which keeps no states: 1.5x to 1.5x forward." in said(ssd_row("auto", **compared(1.5)))
+    assert "a dash: not measured" in said()
+    slow, fast = (ssd_row("auto", mode="fwd_bwd", shape=shape, **compared(gain)) for shape, gain in
+                  (("8b-b4", 1.5), ("8b-b1", 3.25)))
+    assert "Over 2 shapes, " in said(slow, fast) and "are 1.8x to 3.2x as fast" in said(slow, fast)
+    assert "fastest variant, and 1.5x to 3.2x with the default, `auto`." in said(slow, fast)
     two = said(ssd_row("persistent", **compared(9.0)) | {"gpu": "NVIDIA H100"})
     assert two.count(" on one NVIDIA H") == 2 and "**9.0x**" not in two and "**2.0x**" in two, "one table"
 
