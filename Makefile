@@ -49,6 +49,7 @@ $(VENV)/.installed: requirements.lock pyproject.toml setup.cfg
 	@$(PY) -m pip install --quiet --disable-pip-version-check -r requirements.lock
 	@$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	@touch $@
+	@$(PY) -m experiments.setup_size
 
 # mamba_ssm only matters where it can run. Its Triton kernels need no CUDA build, so that build is skipped.
 peers: $(READY)

@@ -36,6 +36,7 @@ class Shown:
         ablation: sorted by setting.
         steps: of the sweep, each variant as it comes.
         trainings: every one.
+        checks: set-ups, and runs of all tests, without a GPU.
     """
 
     bench: Rows = field(default_factory=list)
@@ -44,10 +45,11 @@ class Shown:
     ablation: Rows = field(default_factory=list)
     steps: Rows = field(default_factory=list)
     trainings: Rows = field(default_factory=list)
+    checks: Rows = field(default_factory=list)
 
     @staticmethod
     def read(out: Path = record.RESULTS) -> Shown:
-        """From every row of a GPU that there is.
+        """From every row of a GPU that there is, but for `checks`.
 
         Raises:
             ValueError: a line that is no row.
@@ -62,7 +64,8 @@ class Shown:
             [row for row in table.read_latest(rows, all_chunks=True) if row["dtype"] == "bf16"],
             [row for row in block.read_latest(rows) if row.get("against")],
             sorted(ablation, key=itemgetter("gpu", "shape", "mode", "variant")), sorted(steps, key=itemgetter("gpu")),
-            record.read(rows, bench="train"))
+            record.read(rows, bench="train"), [*record.read(out, bench="setup", gpu=None), *record.read(
+                out, bench="tests", gpu=None, only=None, shard=None, failed=0)])
 
 
 def write(shown: Shown, root: Path = ROOT, check: bool = False) -> bool:
@@ -91,6 +94,7 @@ def list_sections(shown: Shown) -> dict[tuple[str, str], str]:
     return {
         ("README.md", "speedups"): picture + result_tables.tabulate_speedups(timed, shown.steps),
         ("README.md", "costs"): result_tables.tabulate_costs(shown.memory),
+        ("README.md", "setup"): result_tables.describe_setup(shown.checks),
         ("docs/results.md", "results"): result_tables.tabulate_results(timed, Path(FIGURE).name),
         ("docs/results.md", "memory"): result_tables.tabulate_memory([row for row in shown.memory if row["shape"] in _MEMORY]),
         ("docs/results.md", "blocks"): result_tables.tabulate_blocks(shown.blocks),

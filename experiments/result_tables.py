@@ -12,6 +12,7 @@ from ssd.interop import transformers as transformers_patch
 from ssd.registry import is_peer
 
 from . import record, table
+from .setup_size import describe
 from .shapes import DIRECTIONS, SHAPES, Shape
 from .speedup_figure import DEFAULT, FASTEST, HEADLINE
 from .table import render_lines, write_number, write_scientific
@@ -122,6 +123,18 @@ def _compare_step(gpu: str, workload: tuple[str, str] | None, steps: list[dict])
         return "-"
     row = max(found, key=itemgetter("batch"))
     return f"**{row['speedup']:.1f}x** {row['p50_us'] / 1e3:.0f}{_SPACE}ms"
+
+
+def describe_setup(rows: list[dict]) -> str:
+    """What `make setup` and `make test` took where there is no GPU, by the last row of each."""
+    latest = {row["bench"]: row for row in rows}
+    sentences = []
+    if setup := latest.get("setup"):
+        sentences.append(f"Measured on {setup['cores']} cores without a GPU: {describe(setup)}, with torch {setup['torch']}.")
+    if tests := latest.get("tests"):
+        sentences.append(f"`make test` took {tests['seconds'] / 60:.1f} minutes on {tests['cores']} cores without a GPU: "
+                         f"{tests['passed']} passed, {tests['skipped']} skipped, which is normal there.")
+    return textwrap.fill(" ".join(sentences), _WIDTH) + "\n" if sentences else "No GPU-less machine has measured this yet.\n"
 
 
 def tabulate_costs(rows: list[dict]) -> str:

@@ -7,6 +7,7 @@ import tempfile
 import time
 import zlib
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -43,7 +44,8 @@ def group(nodeid: str) -> str:
 
 def pytest_addoption(parser):
     parser.addoption("--shard", metavar="K/N", help="run the K-th of N parts of the tests, each group of variants in one")
-    parser.addoption("--row", action="store_true", help="on a GPU, leave a row also where paths or -k choose some of the tests")
+    parser.addoption("--row", action="store_true",
+                     help="leave a row also where paths or -k choose some of the tests, or where there is no GPU")
     parser.addoption("--triton", metavar="V,V", type=tritons.versions, default=(),
                      help="run the tests of compilation with these versions of Triton as well, or with all")
 
@@ -175,16 +177,20 @@ def poison(monkeypatch):
 
 
 def pytest_terminal_summary(terminalreporter, exitstatus, config):
-    """On a GPU, a run of all the tests, or of a shard of them, leaves a row of its outcome beside the measurements.
+    """Says what was skipped and why. A run of all the tests, or of a shard of them, leaves a row beside the measurements.
 
-    With --row, a run of some as well; `only` says which they were chosen by. Workers of xdist leave none, nor does a run that
-    was broken off.
+    So it is on a GPU. A run of some tests leaves one with --row, and `only` says which they were chosen by; so does any run
+    without a GPU. Workers of xdist leave none, nor does a run that was broken off.
     """
+    if hasattr(config, "workerinput"):
+        return
+    skipped = terminalreporter.stats.get("skipped", ())
+    _list_skipped(terminalreporter, skipped)
     chosen = _chosen(config)
     partial = any(getattr(config.option, name, None) for name in ("lf", "collectonly", "maxfail"))
     partial |= exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
-    unasked = chosen and not config.option.row
-    if not torch.cuda.is_available() or hasattr(config, "workerinput") or partial or unasked:
+    unasked = (chosen or not torch.cuda.is_available()) and not config.option.row
+    if partial or unasked:
         return
     from experiments import record
 
@@ -193,10 +199,27 @@ def pytest_terminal_summary(terminalreporter, exitstatus, config):
     counts = {outcome: len(terminalreporter.stats.get(outcome, ())) for outcome in _OUTCOMES}
     counts["failed"] += len(terminalreporter.stats.get("error", ()))
     seconds = round(time.monotonic() - _started, 1)
-    reasons = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in terminalreporter.stats.get("skipped", ()))
+    reasons = Counter(map(_reason, skipped))
     path = record.append({"bench": "tests", **only, **shard, **counts, "reasons": dict(reasons.most_common()),
-                          "seconds": seconds, **record.environment()})
+                          "seconds": seconds, "cores": os.cpu_count(), **record.environment()})
     terminalreporter.write_line(f"row added to {path}")
+
+
+def _list_skipped(terminalreporter, skipped: Iterable[pytest.TestReport]) -> None:
+    """A line for each reason: how many tests, and of which files."""
+    files: dict[str, Counter] = {}
+    for report in skipped:
+        files.setdefault(_reason(report), Counter())[report.nodeid.partition("::")[0]] += 1
+    if files:
+        terminalreporter.write_sep("=", "skipped, and why")
+    for reason, counts in sorted(files.items(), key=lambda item: -item[1].total()):
+        first, *others = counts.most_common()
+        more = f" and {len(others)} more files" if others else ""
+        terminalreporter.write_line(f"{counts.total():5}  {reason} ({first[0]}{more})")
+
+
+def _reason(report: pytest.TestReport) -> str:
+    return report.longrepr[2].removeprefix("Skipped: ")
 
 
 def _chosen(config: pytest.Config) -> str:
