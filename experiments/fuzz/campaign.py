@@ -14,8 +14,9 @@ from rich.console import Console
 from rich.table import Table
 
 from .. import record
+from . import worker
 from .parts import DRAWS, from_json, label, to_json
-from .pool import COMMAND, Batch, Pool
+from .pool import Batch, Pool
 from .shrink import shrink
 from .trial import Outcome
 
@@ -46,7 +47,7 @@ class Plan:
     timeout: float
     shrinking: float
     out: Path
-    command: tuple[str, ...] = COMMAND
+    main: Callable = worker.main  # of each worker
 
 
 @dataclass
@@ -99,7 +100,7 @@ def run(plan: Plan, console: Console) -> Tally:
             yield [to_json(c) for c in draw(plan.seed, index, list(plan.variants), device, plan.family)]
             index += 1
 
-    with Pool(plan.workers, plan.timeout, plan.command) as pool:
+    with Pool(plan.workers, plan.timeout, plan.main) as pool:
         _follow(pool, draws(), tally, over, started, console)
         seconds = round(time.monotonic() - started, 1)
         ended = "seconds" if tally.configs < plan.configs else "configs"
@@ -123,7 +124,7 @@ def row(plan: Plan, tally: Tally, seconds: float, failed: list[tuple[str, str]])
 def rerun(lines: list[str], plan: Plan, console: Console) -> bool:
     """Runs given configurations, makes those small that fail, and says whether none did."""
     tally = Tally()
-    with Pool(min(plan.workers, len(lines)), plan.timeout, plan.command) as pool:
+    with Pool(min(plan.workers, len(lines)), plan.timeout, plan.main) as pool:
         for line, outcome in pool.run([line] for line in lines):
             tally.add(line, outcome)
             console.print(f"{outcome.status} in {outcome.seconds:.1f} s, {outcome.ratio:.2f} of a bound: {line}", markup=False,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import traceback
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -43,9 +43,6 @@ class Outcome:
     @property
     def failed(self) -> bool:
         return self.status == "failed"
-
-    def as_dict(self) -> dict:
-        return asdict(self)
 
 
 def run(config: object, device: str) -> Outcome:

@@ -4,9 +4,11 @@ import os
 import signal
 import time
 from dataclasses import replace
+from multiprocessing.connection import Connection
 
 import torch
 
+from experiments.fuzz import worker
 from ssd import torch_variant
 
 _VARIANT = torch_variant.VARIANT
@@ -84,16 +86,7 @@ FAULTS = {
 }
 
 
-def plant(name: str) -> None:
-    """In this process."""
-    _FIRST.clear()
+def run_worker(name: str, pipe: Connection, said: str) -> None:
+    """As `worker.main`, with the fault."""
     torch_variant.VARIANT = FAULTS[name]
-
-
-if __name__ == "__main__":
-    import sys
-
-    from experiments.fuzz import worker
-
-    plant(sys.argv[1])
-    worker.main()
+    worker.main(pipe, said)

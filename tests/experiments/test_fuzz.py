@@ -1,8 +1,8 @@
 """The fuzz: what it draws, that it raises no false alarms, that planted faults are found, named and made small."""
 
 import json
-import sys
 from dataclasses import fields, replace
+from functools import partial
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ from experiments.fuzz.shrink import shrink
 from ssd import Options, torch_variant
 from ssd.block import arguments, conv1d, gated_norm, selective_scan, state_update
 from ssd.registry import get_variant
-from tests.experiments.faults import FAULTS
+from tests.experiments.faults import FAULTS, run_worker
 
 EVERYTHING = Config(
     seed=3, batch=2, seqlen=150, ngroups=2, heads_per_group=2, headdim=12, dstate=9, chunk_size=32, D="h", z=True, dt_bias=True,
@@ -41,11 +41,6 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-
-
-def faulty(name: str) -> tuple[str, ...]:
-    """The command of a worker with that fault."""
-    return (sys.executable, "-m", "tests.experiments.faults", name)
 
 
 def drawn(seed: int, families: int, device: str = "cuda", part: str = "operator", variants=("fused", "persistent")) -> list:
@@ -177,7 +172,7 @@ def test_faults_are_found(fault, dtype, monkeypatch):
 
 
 def found(fault: str, lines: list[str], timeout: float = 60) -> dict[str, trial.Outcome]:
-    with Pool(1, timeout, faulty(fault)) as pool:
+    with Pool(1, timeout, partial(run_worker, fault)) as pool:
         return dict(pool.run([line] for line in lines))
 
 
@@ -200,7 +195,7 @@ def test_a_whole_run(tmp_path, monkeypatch):
     made = replace(EVERYTHING, seqlen=20, mode="checkpoint", layouts={"x": "packed"})
     monkeypatch.setitem(DRAWS, "operator", lambda seed, index, variants, device, size: [
         replace(made, seed=index * size + n, wanted=("x", "A") if n else ("x",)) for n in range(size)])
-    plan = campaign.Plan("operator", ("torch",), 0, 100, 6, 1, 3, 60, 60, tmp_path, faulty("dA scaled"))
+    plan = campaign.Plan("operator", ("torch",), 0, 100, 6, 1, 3, 60, 60, tmp_path, partial(run_worker, "dA scaled"))
     console = Console(record=True, width=200)
     tally = campaign.run(plan, console)
     assert tally.configs == 6 and len(tally.failures) == 4
