@@ -5,7 +5,9 @@ A command imports what it runs when it runs: torch and pandas take seconds that 
 
 from __future__ import annotations
 
+import json
 import os
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated
 
@@ -350,38 +352,16 @@ def sanitize(
 
 
 @app.command(hidden=True)
-def profiled(variant: str, shape: str, mode: str, dtype: str, chunk_size: int, option: _OptionOption = None) -> None:
-    """One call between the profiler's start and stop: what `bench --counters` runs under ncu."""
+def once(place: str, arguments: Annotated[str, typer.Argument()] = "{}") -> None:
+    """Calls a function of this package, `module:function`, with arguments as JSON: what runs under ncu or compute-sanitizer."""
     has_gpu()
-    from . import counters
-    from .bench import Candidate
-
-    counters.run_profiled(Candidate(variant, chunk_size, parse_options(option)), shape, mode, dtype)
-
-
-@app.command("profiled-part", hidden=True)
-def profiled_part(part: str, shape: str, mode: str, dtype: str, variant: str) -> None:
-    """One call of a part of a block: what `block --counters` runs under ncu."""
-    has_gpu()
-    from . import block
-
-    block.run_profiled(part, shape, mode, dtype, variant)
-
-
-@app.command(hidden=True)
-def sanitized(variant: str) -> None:
-    """Every kernel of a variant once: what `sanitize` runs under compute-sanitizer."""
-    has_gpu()
-    from . import sanitize
-
-    sanitize.run_every_kernel(variant)
+    module, _, function = place.partition(":")
+    getattr(import_module(f"{__package__}.{module}"), function)(**json.loads(arguments))
 
 
 for command in (characterisation.compare, characterisation.report, characterisation.characterize,
                 characterisation.scaling, fuzz, regress):
     app.command()(command)
-for command in (characterisation.profiled_product, characterisation.profiled_step):
-    app.command(hidden=True)(command)
 
 if __name__ == "__main__":
     app()

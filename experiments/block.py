@@ -5,6 +5,7 @@ A part is set up at a shape as `Work`: the same tensors for every side, and the 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -28,7 +29,7 @@ from .terminal import track
 OURS = "ssd"
 MODES = ("fwd", "bwd", "fwd_bwd")
 WIDTH = 4  # of the convolution
-_CALL = ("part", "shape", "mode", "dtype", "variant")  # what `profiled` takes
+_CALL = ("part", "shape", "mode", "dtype", "variant")  # what `run_profiled` takes
 _DECODED = 64  # sequences of the one-token update, whatever the batch
 
 
@@ -87,7 +88,7 @@ def count(rows: list[dict], out: Path, console: Console) -> None:
 
 
 def _name_call(row: dict) -> list[str]:
-    return ["profiled-part", *(row[key] for key in _CALL)]
+    return ["once", "block:run_profiled", json.dumps({key: row[key] for key in _CALL})]
 
 
 def run_profiled(part: str, shape: str, mode: str, dtype: str, variant: str) -> None:

@@ -1,6 +1,6 @@
 """What every kernel of a call does to DRAM, its blocks and its pipes, by Nsight Compute (`ncu`).
 
-ncu runs this command line's hidden command `profiled`, which makes one call between cudaProfilerStart and Stop. It is
+ncu runs this command line's hidden command `once`, which makes one call between cudaProfilerStart and Stop. It is
 run three times, since each metric set needs caches of its own: bytes and blocks in one pass over warm caches, as kernels leave
 them to one another; hit rates and pipes over several passes, each from cold caches; hit rates again over warm ones. Steps of
 training have fewer metrics, in one of these runs (`profile`, `count_traffic`). Kernels that tune themselves do so in a run
@@ -11,6 +11,7 @@ know is left out of the rows.
 from __future__ import annotations
 
 import csv
+import json
 import math
 import os
 import re
@@ -28,6 +29,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from ssd import Options
 from ssd.registry import is_peer
 
 from . import autotuned_configs, record, table, timing
@@ -112,8 +114,9 @@ def run_watched(call: Callable[[], object], warmup: int = 3) -> None:
     torch.cuda.profiler.stop()
 
 
-def run_profiled(candidate: Candidate, shape: str, mode: str, dtype: str) -> None:
-    """One call: what `bench --counters` runs under ncu."""
+def run_profiled(variant: str, shape: str, mode: str, dtype: str, chunk_size: int, options: dict[str, bool] | None) -> None:
+    """One call: what `bench --counters` runs under ncu. options: None of a peer."""
+    candidate = Candidate(variant, chunk_size, Options(**(options or {})))
     with autotuned_configs.hand_over_configs(), timing.side_stream():
         run_watched(Setting(SHAPES[shape], dtype).call(candidate, mode))
 
@@ -215,8 +218,8 @@ def _make_launch(metrics: dict) -> dict:
 
 def _make_arguments(row: dict) -> list[str]:
     """What makes the call that the row measured, as arguments of the command line."""
-    options = (f"--option={name}={str(value).lower()}" for name, value in (row["options"] or {}).items())
-    return ["profiled", *(str(row[key]) for key in ("variant", "shape", "mode", "dtype", "chunk_size")), *options]
+    call = {key: row[key] for key in ("variant", "shape", "mode", "dtype", "chunk_size", "options")}
+    return ["once", "counters:run_profiled", json.dumps(call)]
 
 
 def run_ncu(arguments: list[str], metrics: Iterable[str], cache_control: str, single_pass: bool = False,

@@ -1,6 +1,6 @@
 """Every kernel of a variant under compute-sanitizer: accesses outside of memory (memcheck), races in shared memory (racecheck).
 
-compute-sanitizer runs this command line's hidden command `sanitized`: forward and backward once for every case, small, since
+compute-sanitizer runs this command line's hidden command `once`: forward and backward once for every case, small, since
 a checked kernel is a hundred times slower. Without torch's cache of memory, so that what is outside a tensor is outside an
 allocation. It says which kernels it launched; where all variants are run, and `block`, what surrounds the operator, there must
 be no kernel that was never launched.
@@ -13,6 +13,7 @@ kernel's `def` and its `warp_specialize`, where we can neither read nor write: s
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -116,7 +117,8 @@ def check(variant: str, tool: str) -> tuple[int, int, str, list[str], str]:
     Raises:
         ValueError: it ended without a summary.
     """
-    command = [_EXECUTABLE, "--tool", tool, sys.executable, "-m", "experiments", "sanitized", variant]
+    command = [_EXECUTABLE, "--tool", tool, sys.executable, "-m", "experiments", "once", "sanitize:run_every_kernel",
+               json.dumps({"variant": variant})]
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     said = done.stdout + done.stderr

@@ -76,7 +76,7 @@ def append_counts(run: Run, out: Path, whole: bool = True) -> list[dict]:
     """
     gc.collect()
     torch.cuda.empty_cache()  # for the child
-    arguments = ["profiled-step", json.dumps(asdict(run))]
+    arguments = ["once", "characterize.collect:run_profiled_step", json.dumps({"run": asdict(run)})]
     tunes = is_peer(run.variant)
     launches = (counters.profile(arguments, brief=True, tunes=tunes) if whole else
                 counters.count_traffic(arguments, operator_pattern(), tunes))
@@ -88,10 +88,10 @@ def append_counts(run: Run, out: Path, whole: bool = True) -> list[dict]:
     return rows
 
 
-def run_profiled_step(run: Run) -> None:
-    """The step after SKIPPED, between the profiler's start and stop: what `count` runs under ncu."""
+def run_profiled_step(run: dict) -> None:
+    """The step after SKIPPED, between the profiler's start and stop: what `append_counts` runs under ncu. run: a `Run`'s."""
     with autotuned_configs.hand_over_configs():
-        counters.run_watched(_steps(run), SKIPPED)
+        counters.run_watched(_steps(Run(**run)), SKIPPED)
 
 
 def calibrate(out: Path) -> float:
@@ -102,7 +102,8 @@ def calibrate(out: Path) -> float:
         ValueError, OSError: ncu failed; or it does not know the metric.
     """
     metric = counters.TENSOR_FLOPS
-    found = [launch.get(metric) for launch in counters.run_ncu(["profiled-product"], [metric], "none")]
+    call = ["once", "characterize.collect:run_profiled_product"]
+    found = [launch.get(metric) for launch in counters.run_ncu(call, [metric], "none")]
     if None in found:
         raise ValueError(f"ncu has no {metric} here")
     ratio = sum(found) / (2 * CALIBRATION**3)

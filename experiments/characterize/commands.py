@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections import Counter
 from collections.abc import Iterator
@@ -150,20 +149,6 @@ def scaling(
 
     rows = components.run(components.Plan(seqlens, dtype, repeats, warmup, out), make_console())
     typer.echo(f"{len(rows)} rows under {out}; make report shows them")
-
-
-def profiled_product() -> None:
-    """A product of known FLOPs between the profiler's start and stop: what `characterize` runs under ncu."""
-    from . import collect
-
-    collect.run_profiled_product()
-
-
-def profiled_step(run: str) -> None:
-    """One training step between the profiler's start and stop: what `characterize --counters` runs under ncu."""
-    from . import collect
-
-    collect.run_profiled_step(Run(**json.loads(run)))
 
 
 def _runs(workloads: str, variants: list[str], dtype: str, documents: bool) -> Iterator[Run]:

@@ -1,6 +1,6 @@
 """ncu's output, by hand and as it was on a GPU; what is made of it; and the table of rows.
 
-ncu/*.csv is what `counters.profile(["profiled", "persistent", "130m-b8", "bwd", "bf16", "256"])` had from ncu on an H200, in
+ncu/*.csv is what `counters.profile` of `persistent` at 130m-b8, bwd, bf16, chunks of 256, had from ncu on an H200, in
 its three runs and, `brief`, in one; trimmed to the metrics that were asked for and a few beside them, without process numbers.
 """
 
@@ -18,7 +18,6 @@ from typer.testing import CliRunner
 
 from experiments import bench, counters, record, timing
 from experiments.__main__ import app
-from experiments.bench import Candidate
 from experiments.inputs import make_inputs
 from experiments.shapes import SHAPES, SMALL
 from ssd import Options
@@ -161,7 +160,7 @@ def test_recorded(ncu, monkeypatch):
 
 def test_what_ncu_runs_is_what_the_row_measured(ncu, monkeypatch):
     seen = []
-    monkeypatch.setattr(counters, "run_profiled", lambda *call: seen.append(call))
+    monkeypatch.setattr(counters, "run_profiled", lambda **call: seen.append(tuple(call.values())))
     options = Options(tf32=True, exp2=False)
     rows = (ssd_row("fused", mode="bwd", chunk_size=64, options=vars(options)), ssd_row("mamba_ssm"))
     for row in rows:
@@ -169,8 +168,8 @@ def test_what_ncu_runs_is_what_the_row_measured(ncu, monkeypatch):
     for command in ncu.commands:
         result = CliRunner().invoke(app, command[command.index("experiments") + 1 :])
         assert result.exit_code == 0, result.output
-    assert seen == [(Candidate("fused", 64, options), "8b-b4", "bwd", "bf16")] * 3 + [
-        (Candidate("mamba_ssm", 128), "8b-b4", "fwd", "bf16")] * 3
+    assert seen == 3 * [("fused", "8b-b4", "bwd", "bf16", 64, vars(options))] + 3 * [
+        ("mamba_ssm", "8b-b4", "fwd", "bf16", 128, None)]
 
 
 @pytest.mark.parametrize("mode", ("fwd", "bwd"))
@@ -187,7 +186,7 @@ def test_profiled(mode, monkeypatch):
         monkeypatch.setattr(torch.cuda.profiler, name, lambda name=name: seen.append(name))
     monkeypatch.setitem(SHAPES, "small", SMALL)
     options = Options(exp2=False)
-    counters.run_profiled(Candidate("torch", 32, options), "small", mode, "fp32")
+    counters.run_profiled("torch", "small", mode, "fp32", 32, {"exp2": False})
     assert seen == {"fwd": [*[options] * 3, "start", options, "stop"],
                     "bwd": [options, *["grad"] * 3, "start", "grad", "stop"]}[mode]
 

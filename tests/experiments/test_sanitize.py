@@ -96,7 +96,7 @@ def test_rows_and_table(says, tmp_path):
         ("baseline", "memcheck", 0), ("baseline", "racecheck", 0), ("fused", "memcheck", 0), ("fused", "racecheck", 0),
         ("fused", "memcheck", 0), ("fused", "racecheck", 2)]
     assert "2 errors and warnings" in console.export_text()
-    assert (tmp_path / "calls").read_text().count("-m experiments sanitized fused") == 4
+    assert (tmp_path / "calls").read_text().count('-m experiments once sanitize:run_every_kernel {"variant": "fused"}') == 4
 
 
 def test_a_kernel_that_never_ran_is_no_pass(says, tmp_path, monkeypatch):
