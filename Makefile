@@ -117,5 +117,5 @@ lint: $(READY)  ## Check the style with ruff
 	@$(PY) -m ruff check .
 
 dist: $(READY)  ## Build the wheel and the source archive in dist/ and check them
-	@$(PY) -m build --no-isolation --outdir dist
+	@$(PY) -m build --quiet --no-isolation --outdir dist
 	@$(PY) -m twine check --strict dist/*
