@@ -45,6 +45,9 @@ def chart(draw: Callable, height: float = 3.0, **axes) -> str:
         draw(ax)
         ax.set(**axes)
         ax.minorticks_off()  # a logarithmic axis would write over itself
+        for axis in (ax.xaxis, ax.yaxis):
+            if axis.get_scale() == "log":
+                axis.set_major_formatter("{x:,g}")  # an exponent would be too small for a phone
         handles, labels = ax.get_legend_handles_labels()
         if handles:
             columns = _LEGEND // (max(map(len, labels)) + 6)

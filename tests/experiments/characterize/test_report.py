@@ -108,7 +108,7 @@ def test_findings_follow_the_counters(tmp_path):
     first, second, third, fourth, fifth = found["Five findings"].strip().split("\n\n")
     assert NOT_YET in first + fifth and "moves 2.0 times fewer bytes than the baseline's (48 MB; `fused` 48 MB" in second
     assert "live 3 times as long as the baseline's and do not raise the bandwidth: from 50 to 25 %" in third
-    assert "is issue slots, at 90 %. That unit is near its limit." in fourth
+    assert "is issue slots, at 90 %, near its limit." in fourth
     assert "from 3 rows" in found["Where the numbers are from"]
 
 
