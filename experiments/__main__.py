@@ -319,11 +319,11 @@ def choose(out: OutOption = RESULTS) -> None:
     """Write what variant "auto" chooses by, ssd/configs/variants/<gpu>.json, from committed rows."""
     from . import choose, record
 
-    found = choose.rank_variants(read_rows(lambda: record.read(record.read_gpus(out), bench="ssd"), out))
-    for path in choose.write_tables(found):
-        typer.echo(f"{path} written: {len(found[path.stem])} measured calls")
-    for gpu in sorted(gpu for gpu, calls in found.items() if not calls):
-        typer.echo(f"{gpu}: nothing to choose by: no call that two of {', '.join(choose.list_candidates())} were measured in")
+    tables = choose.make_tables(read_rows(lambda: record.read_gpus(out), out))
+    for path in choose.write_tables(tables):
+        typer.echo(f"{path} written: {len(tables[path.stem].calls)} measured calls")
+    if not tables:
+        typer.echo(f"nothing to choose by: no GPU has rows of {', '.join(choose.list_candidates())}")
 
 
 @app.command()

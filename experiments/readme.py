@@ -12,7 +12,7 @@ from triton import knobs
 
 from ssd.registry import is_peer
 
-from . import ablate, block, figure, record, result_tables, speedup_figure, step_figure, sweep, table, terminal_page
+from . import ablate, block, choose, figure, record, result_tables, speedup_figure, step_figure, sweep, table, terminal_page
 from .result_tables import MODES
 from .shapes import DIRECTIONS
 
@@ -37,6 +37,7 @@ class Shown:
         steps: of the sweep, each variant as it comes.
         trainings: every one.
         checks: set-ups, and runs of all tests, without a GPU.
+        choices: what "auto" chooses by.
     """
 
     bench: Rows = field(default_factory=list)
@@ -46,6 +47,7 @@ class Shown:
     steps: Rows = field(default_factory=list)
     trainings: Rows = field(default_factory=list)
     checks: Rows = field(default_factory=list)
+    choices: Rows = field(default_factory=list)
 
     @staticmethod
     def read(out: Path = record.RESULTS) -> Shown:
@@ -65,7 +67,8 @@ class Shown:
             [row for row in block.read_latest(rows) if row.get("against")],
             sorted(ablation, key=itemgetter("gpu", "shape", "mode", "variant")), sorted(steps, key=itemgetter("gpu")),
             record.read(rows, bench="train"), [*record.read(out, bench="setup", gpu=None), *record.read(
-                out, bench="tests", gpu=None, only=None, shard=None, failed=0)])
+                out, bench="tests", gpu=None, only=None, shard=None, failed=0)],
+            [row for row in rows if row["bench"] in choose.BENCHES])
 
 
 def write(shown: Shown, root: Path = ROOT, check: bool = False) -> bool:
@@ -97,6 +100,7 @@ def list_sections(shown: Shown) -> dict[tuple[str, str], str]:
         ("README.md", "setup"): result_tables.describe_setup(shown.checks),
         ("docs/results.md", "results"): result_tables.tabulate_results(timed, Path(FIGURE).name),
         ("docs/results.md", "memory"): result_tables.tabulate_memory([row for row in shown.memory if row["shape"] in _MEMORY]),
+        ("docs/results.md", "choices"): choose.tabulate_choices(choose.make_tables(shown.choices)),
         ("docs/results.md", "blocks"): result_tables.tabulate_blocks(shown.blocks),
         ("docs/results.md", "workloads"): result_tables.tabulate_steps(shown.steps, Path(STEPS_FIGURE).name),
         ("docs/workloads.md", "gains"): result_tables.tabulate_gains(shown.steps),

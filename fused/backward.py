@@ -41,6 +41,13 @@ def backward(saved: SSDSaved, dout: Tensor, dfinal_states: Tensor | None, into: 
     return run(saved, dout, dfinal_states, into)
 
 
+def name_backward(i: SSDInputs, options: Options) -> str:
+    """As `Variant.kernels`, of the variants that share this backward."""
+    if not options.fuse_backward:
+        return "baseline"
+    return "fused" if hopper_backward._cannot_run(i, options) else "fused on Hopper"
+
+
 def _compute_last_state(i: SSDInputs, options: Options) -> Tensor:
     """The state after the last token, (batch, nheads, headdim, dstate) fp32; of those before it, few are in memory."""
     spans = replace(i, chunk_size=LONGEST_TILE)

@@ -40,6 +40,11 @@ def choose_states_every(i: SSDInputs, options: Options) -> int | None:
     return worth_keeping(i, options, i.chunk_size if _explain_no_hopper(i, options) else SUB_CHUNK)
 
 
+def name_forward(i: SSDInputs, options: Options) -> str:
+    """As `Variant.kernels`."""
+    return "fused" if _explain_no_hopper(i, options) else "fused on Hopper"
+
+
 def _explain_no_hopper(i: SSDInputs, options: Options) -> str | None:
     if not (options.two_level and options.fuse_states):
         return "options.two_level and fuse_states cannot be off in it"

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-from ssd.auto_variant import Measured
 from ssd.baseline.variant import VARIANT as BASELINE
 from ssd.registry import Variant
+from ssd.types import Options, SSDInputs
 
-from . import hopper
-from .backward import backward
-from .forward import choose_states_every, forward
-
-
-def _rank(call: Measured, on_hopper: bool) -> int:
-    """Before the baseline, but for a backward in plain Triton, which is slower at some sizes."""
-    return -1 if call.mode == "bwd" and not has_hopper_backward(call, on_hopper) else 1
+from .backward import backward, name_backward
+from .forward import choose_states_every, forward, name_forward
 
 
-def has_hopper_backward(call: Measured, on_hopper: bool) -> bool:
-    """True when the backward for Hopper takes inputs of these sizes."""
-    return on_hopper and hopper.has_tiles(call.itemsize, call.headdim, call.dstate)
+def _name_kernels(inputs: SSDInputs, options: Options, mode: str, keeps: bool) -> str:
+    return name_backward(inputs, options) if mode == "bwd" else name_forward(inputs, options)
 
 
 VARIANT = Variant("fused", supports=BASELINE.supports, forward=forward, backward=backward,
                   options=("exp2", "low_precision_states", "fuse_states", "low_precision_CB", "causal_blocks", "fuse_bmm",
                            "two_level", "gluon", "save_states", "fuse_backward", "split_backward", "replay"),
-                  states_every=choose_states_every, rank=_rank)
+                  states_every=choose_states_every, kernels=_name_kernels)

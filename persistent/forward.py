@@ -27,11 +27,20 @@ def forward(inputs: SSDInputs, options: Options, save: bool) -> tuple[Tensor, Te
     needs.
     """
     keep = save and options.save_states and choose_states_every(inputs, options) is not None
-    if not hopper.can_run(hopper.cannot_run(inputs, options, by_chunk=keep or not options.stationary), "persistent"):
+    if not hopper.can_run(_explain_no_hopper(inputs, options, keep), "persistent"):
         return _run_plain(inputs, options, save, keep)
     if options.stationary:
         return hopper.run_stationary(inputs, options, save, keep)
     return hopper.run_two_level(inputs, options, save, keep, blocks=device_of(inputs).sms)
+
+
+def name_forward(inputs: SSDInputs, options: Options, keeps: bool) -> str:
+    """As `Variant.kernels`."""
+    return "persistent" if _explain_no_hopper(inputs, options, keeps) else "persistent on Hopper"
+
+
+def _explain_no_hopper(inputs: SSDInputs, options: Options, keeps: bool) -> str | None:
+    return hopper.cannot_run(inputs, options, by_chunk=keeps or not options.stationary)
 
 
 def choose_states_every(inputs: SSDInputs, options: Options) -> int | None:

@@ -1,91 +1,62 @@
-"""What "auto" runs: the variant that was fastest in the nearest measured call. On a GPU that nobody has measured, each variant
-says what place it expects to have.
-
-A table, `configs/variants/<gpu>.json`, has a line for each measured call, by mode and sizes, with the variants that were
-compared there, the fastest first. `python -m experiments choose` writes it from rows.
-"""
+"""What "auto" runs: of the variants that take the inputs, the one that is expected to be the fastest (`variant_times`)."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
-from dataclasses import astuple, dataclass
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
-import torch
-
 from .runtime import tuning
-from .runtime.devices import is_hopper
-from .types import SSDInputs
+from .types import Options, SSDInputs
+from .variant_times import FALLBACK, Call, Estimate, get_fallback, get_table
 
 if TYPE_CHECKING:
     from .registry import Variant
 
-TABLES = tuning.CONFIGS / "variants"
+_MOST = 1024  # forms of call; callers whose sizes never repeat must not fill the memory
+_ranked: dict[tuple, tuple[tuple[str, ...], str]] = {}
 
 
-@dataclass(frozen=True)
-class Measured:
-    """Where variants were compared: what a line of the table is about. mode: "fwd" or "bwd"."""
-
-    mode: str
-    itemsize: int
-    headdim: int
-    dstate: int
-    sequences: int  # batch * nheads
-    seqlen: int
-    chunk_size: int
-
-    def key(self) -> str:
-        return "/".join(map(str, (self.mode, f"{self.itemsize}B", *astuple(self)[2:])))
-
-    @staticmethod
-    def of_key(key: str) -> Measured:
-        mode, itemsize, *sizes = key.split("/")
-        return Measured(mode, int(itemsize.removesuffix("B")), *map(int, sizes))
-
-    def is_comparable(self, other: Measured) -> bool:
-        """Whether the two differ in nothing but how much there is to do."""
-        return astuple(self)[:4] == astuple(other)[:4]
-
-    def measure_distance(self, other: Measured) -> float:
-        """Doublings between the two: of sequences, of their length and of the chunk size, added up."""
-        return sum(abs(math.log2(a / b)) for a, b in zip(astuple(self)[4:], astuple(other)[4:], strict=True))
-
-
-def rank_variants(inputs: SSDInputs, mode: str, names: tuple[str, ...],
+def rank_variants(inputs: SSDInputs, options: Options, mode: str, keeps: bool, names: tuple[str, ...],
                   get_variant: Callable[[str], Variant]) -> tuple[tuple[str, ...], str]:
     """The variants to try for "auto", best first, and why in this order.
 
-    names: those that may be chosen on a GPU; of two that are expected to be equal, the first goes first.
+    mode: "fwd" or "bwd". keeps: whether states are kept between the two. names: those that may be chosen on a GPU; of two that
+    are expected to be equal, the first goes first.
     """
-    x = inputs.x
-    if x.device.type == "cpu":
+    i = inputs
+    if i.x.device.type == "cpu":
         return ("torch",), "tensors are on the CPU"
-    batch, seqlen, nheads, headdim = x.shape
-    return _rank(names, get_variant, x.device.index, mode, x.dtype.itemsize, headdim, inputs.dstate, batch * nheads, seqlen,
-                 inputs.chunk_size)
+    form = (mode, keeps, options, names, i.x.device.index, i.x.shape, i.B.shape, i.chunk_size, i.x.dtype, i.B.dtype, i.C.dtype,
+            i.state_dtype, i.z is None, i.D is not None and i.D.dim() == 2, i.cu_seqlens is None)
+    ranked = _ranked.get(form)
+    if ranked is None:
+        if len(_ranked) >= _MOST:
+            _ranked.clear()
+        kernels = {name: get_variant(name).kernels(i, options, mode, keeps) for name in names}
+        ranked = _ranked[form] = _rank(Call.of(i, mode, keeps), kernels, tuning.device_of(i).name)
+    return ranked
 
 
-@lru_cache(maxsize=1024)
-def _rank(names: tuple[str, ...], get_variant: Callable[[str], Variant], index: int, *sizes) -> tuple[tuple[str, ...], str]:
-    call, gpu = Measured(*sizes), tuning.current_device(index).name
-    measured = {m: order for m, order in _table(gpu).items() if m.is_comparable(call)}
-    if measured:
-        nearest = min(measured, key=call.measure_distance)
-        order = measured[nearest]
-        return (*order, *(n for n in names if n not in order)), f"fastest of {', '.join(order)} at {nearest.key()} on {gpu}"
-    hopper = is_hopper(torch.device("cuda", index))
-    places = {name: get_variant(name).rank(call, hopper) for name in names}
-    order = tuple(sorted((name for name in names if places[name] is not None), key=places.get, reverse=True))
-    what = "backward" if call.mode == "bwd" else "forward"
-    return order, f"no {what} of such sizes was measured on {gpu}; {order[0]} is expected to be the fastest there"
+def _rank(call: Call, kernels: dict[str, str], gpu: str) -> tuple[tuple[str, ...], str]:
+    """Those variants come last of whose kernels nothing is known."""
+    table = get_table(gpu)
+    known = table or get_fallback()
+    expected = {name: known.estimate(call, of) for name, of in kernels.items()}
+    order = sorted(kernels, key=lambda name: math.inf if expected[name] is None else expected[name].us)
+    first = expected[order[0]]
+    if first is None:
+        return tuple(order), f"nothing is known of {kernels[order[0]]!r} on {gpu}"
+    why = f"expected to take {first.us:.0f} us, {_explain(first, gpu, table is None)}"
+    others = ", ".join(f"{name} {of.us:.0f} us" for name in order[1:] if (of := expected[name]) is not None)
+    return tuple(order), f"{why}; {others}" if others else why
 
 
-@lru_cache
-def _table(device: str) -> dict[Measured, tuple[str, ...]]:
-    path = TABLES / f"{device}.json"
-    lines = json.loads(path.read_text()) if path.exists() else {}
-    return {Measured.of_key(key): tuple(order) for key, order in lines.items()}
+def _explain(estimate: Estimate, gpu: str, without_table: bool) -> str:
+    if without_table:
+        return f"by the cost model of {FALLBACK}, since {gpu} has no table"
+    if estimate.near is None:
+        return f"by the cost model, since no such call was measured on {gpu}"
+    if not estimate.distance:
+        return f"as measured on {gpu}"
+    return f"by the cost model and {gpu}'s nearest measured call, {estimate.near}"

@@ -30,8 +30,8 @@ class Variant:
         options: names of the fields of `Options` that this variant knows, in the order in which an ablation adds them.
         states_every: (SSDInputs, Options) -> tokens between the states that a forward with save and `Options.save_states`
             leaves in `SSDSaved.prev_states`: chunk_size or 64; None: it leaves none.
-        rank: (auto_variant.Measured, hopper: bool) -> the place that is expected of this variant among those that "auto" may
-            choose, on a GPU that nobody has measured: more is faster, the baseline's is 0; None: not to be tried there.
+        kernels: (SSDInputs, Options, mode: "fwd" or "bwd", keeps: bool) -> the name, in the tables of times, of the kernels
+            that would run; keeps: whether states are kept between the two. Of variants that "auto" may choose.
         adapts: what `apply` does around the peer's own kernels, and so is in its times; None: nothing.
     """
 
@@ -42,7 +42,7 @@ class Variant:
     apply: Callable | None = None
     options: tuple[str, ...] = ()
     states_every: Callable | None = None
-    rank: Callable = lambda call, hopper: 0
+    kernels: Callable | None = None
     adapts: str | None = None
 
 
@@ -168,7 +168,7 @@ def resolve(name: str, inputs: SSDInputs, options: Options, mode: str, keeps: bo
 
 
 def _choose(inputs: SSDInputs, options: Options, mode: str, keeps: bool) -> Variant:
-    names, why = auto_variant.rank_variants(inputs, mode, list_candidates(), get_variant)
+    names, why = auto_variant.rank_variants(inputs, options, mode, keeps, list_candidates(), get_variant)
     every = find_states_interval("auto", inputs, options) if keeps and mode == "fwd" else None
     refused = ()
     for name in names:

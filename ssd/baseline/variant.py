@@ -33,4 +33,5 @@ def _supports(inputs: SSDInputs) -> str | None:
 
 VARIANT = Variant("baseline", supports=_supports, forward=forward, backward=backward,
                   options=("low_precision_states", "save_states", "replay"),
-                  states_every=lambda inputs, options: inputs.chunk_size)
+                  states_every=lambda inputs, options: inputs.chunk_size,
+                  kernels=lambda inputs, options, mode, keeps: "baseline")

@@ -1,29 +1,30 @@
-"""What "auto" chooses, as if on GPUs that are not here: by the nearest measured call, else by the rule."""
+"""What "auto" chooses, as if on GPUs that are not here: by measured calls, and by a cost model between and beyond them."""
 
-import json
 import sys
 from dataclasses import replace
 from functools import partial
+from unittest.mock import Mock
 
 import pytest
 import torch
 
-from ssd import auto_variant, registry, ssd_chunk_scan
-from ssd.auto_variant import Measured
+from fused import hopper
+from ssd import auto_variant, registry, ssd_chunk_scan, variant_times
 from ssd.registry import Variant, get_variant, list_candidates
 from ssd.runtime import tuning
-from ssd.types import Options, SSDGrads
+from ssd.types import Options, SSDGrads, SSDInputs, SSDSaved
+from ssd.variant_times import Call, TimeTable, count_work
 from ssd.variants import VARIANTS
 from tests.errors import cotangents
 from tests.inputs import EVERYTHING, OURS, Case, Shape, arguments, leaves, random_inputs
 
 CANDIDATES = ("persistent", "fused", "baseline")
-TABLE = {
-    "fwd/2B/64/128/512/4096/128": ["persistent", "fused", "baseline"],
-    "fwd/2B/64/128/24/512/128": ["fused", "baseline"],
-    "fwd/2B/64/128/24/512/256": ["baseline", "fused"],
-    "bwd/2B/64/128/512/4096/128": ["baseline", "persistent"],
-}
+HOPPER = {"persistent": "persistent on Hopper", "fused": "fused on Hopper", "baseline": "baseline"}
+PLAIN = {name: name for name in CANDIDATES}
+CALL = Call("fwd", False, 2, batch=4, seqlen=4096, nheads=128, headdim=64, dstate=128, ngroups=8, chunk_size=128)
+ODD = replace(CALL, nheads=25, ngroups=1)
+TIMES = {CALL: {"persistent on Hopper": 240.0, "fused on Hopper": 440.0, "baseline": 1000.0},
+         ODD: {"persistent": 800.0, "fused": 700.0, "baseline": 600.0}}
 SHAPE = Shape(2, 70, 4, 16, 2, 16, 16)  # 5 chunks
 STATES = 2 * 5 * 4 * 16 * 16 * 4  # bytes
 
@@ -32,61 +33,160 @@ def run(inputs, **options):
     return ssd_chunk_scan(**arguments(inputs) | options)
 
 
+def model(**constants):
+    """Constants of the cost model, 0 but for these."""
+    return dict.fromkeys(count_work(CALL), 0.0) | constants
+
+
+CONSTANTS = {("fwd", name): model(tokens=float(n + 1)) for n, name in enumerate(dict.fromkeys((*HOPPER.values(), *PLAIN)))}
+
+
 @pytest.fixture
-def on(monkeypatch, tmp_path):
-    """The order on a GPU of that compute capability, with TABLE measured on an h200."""
-    (tmp_path / "h200.json").write_text(json.dumps(TABLE))
-    monkeypatch.setattr(auto_variant, "TABLES", tmp_path)
-
-    def order(*sizes, device="h200", capability=(9, 0)):
-        monkeypatch.setattr(tuning, "current_device", lambda index: tuning.Device(device, 232_448))
-        monkeypatch.setattr(auto_variant, "is_hopper", lambda device: capability[0] == 9)
-        auto_variant._rank.cache_clear(), auto_variant._table.cache_clear()
-        return auto_variant._rank(CANDIDATES, get_variant, 0, *sizes)
-
-    yield order
-    auto_variant._rank.cache_clear(), auto_variant._table.cache_clear()
+def rank(monkeypatch, tmp_path):
+    """The order, and why, on a GPU; an H200 has a table of TIMES, an L4 one of few constants."""
+    monkeypatch.setattr(variant_times, "TABLES", tmp_path)
+    (tmp_path / "h200.json").write_text(TimeTable(CONSTANTS, TIMES).write())
+    (tmp_path / "l4.json").write_text(TimeTable({("fwd", "fused"): model(launch=1.0)}, {}).write())
+    for cached in (variant_times.get_table, variant_times.get_fallback):
+        cached.cache_clear()
+    yield auto_variant._rank
+    for cached in (variant_times.get_table, variant_times.get_fallback):
+        cached.cache_clear()
 
 
-@pytest.mark.parametrize(
-    "sizes, expected",
-    [
-        (("fwd", 2, 64, 128, 512, 4096, 128), ("persistent", "fused", "baseline")),  # as measured
-        (("fwd", 2, 64, 128, 128, 8192, 128), ("persistent", "fused", "baseline")),  # three doublings off, the others 6.4
-        (("fwd", 2, 64, 128, 32, 300, 128), ("fused", "baseline", "persistent")),  # what was not measured comes last
-        (("fwd", 2, 64, 128, 32, 300, 256), ("baseline", "fused", "persistent")),  # the chunk size counts
-        (("bwd", 2, 64, 128, 1, 16, 16), ("baseline", "persistent", "fused")),  # the mode counts
-    ],
-)
-def test_nearest_measured_call(on, sizes, expected):
-    order, why = on(*sizes)
-    assert order == expected and "fastest of" in why and "h200" in why
+def test_a_measured_call(rank):
+    order, why = rank(CALL, HOPPER, "h200")
+    assert order == ("persistent", "fused", "baseline")
+    assert why == "expected to take 240 us, as measured on h200; fused 440 us, baseline 1000 us"
 
 
-@pytest.mark.parametrize("sizes", [("fwd", 4, 64, 128), ("fwd", 2, 32, 128), ("fwd", 2, 64, 64)], ids=str)
-def test_other_sizes_are_not_compared(on, sizes):
-    order, why = on(*sizes, 512, 4096, 128)
-    assert order == CANDIDATES and "no forward of such sizes" in why
+def test_times_are_of_kernels(rank):
+    """A call that the Hopper kernels do not take learns nothing from their times."""
+    order, why = rank(replace(ODD, seqlen=8192), PLAIN, "h200")
+    assert order == ("baseline", "fused", "persistent") and str(ODD) in why
+    order, _ = rank(replace(CALL, seqlen=8192), PLAIN, "h200")
+    assert order[0] == "baseline"
 
 
-def test_a_backward_that_nobody_measured(on):
-    """On Hopper there are kernels for the sizes of models, which any rows of a H200 would put first."""
-    for sizes, capability in (((4, 64, 128), (9, 0)), ((2, 128, 128), (9, 0)), ((2, 64, 128), (8, 0))):
-        order, why = on("bwd", *sizes, 512, 4096, 128, device="other", capability=capability)
-        assert order == CANDIDATES[::-1] and "no backward" in why
-    order, why = on("bwd", 2, 64, 128, 512, 4096, 128, device="h100")
-    assert order == CANDIDATES and "no backward of such sizes was measured on h100" in why
+@pytest.mark.parametrize(("change", "distance"), [
+    ({"seqlen": 8192}, 1), ({"batch": 1}, 2), ({"nheads": 64, "ngroups": 4}, 1), ({"ngroups": 4}, 0.25),
+    ({"chunk_size": 64}, 0.5), ({"headdim": 128}, 2), ({"dstate": 32}, 4), ({"keeps": True}, 1), ({"gated": True}, 1)], ids=str)
+def test_the_error_of_the_nearest_call_fades_with_distance(change, distance):
+    call, constants = replace(CALL, **change), model(tokens=1.0)
+    table = TimeTable({("fwd", "baseline"): constants}, {CALL: {"baseline": 4 * count_work(CALL)["tokens"]}})
+    found = table.estimate(call, "baseline")
+    assert found.near == CALL and found.distance == pytest.approx(distance)
+    assert found.us == pytest.approx(count_work(call)["tokens"] * 4 ** 2 ** (-distance / 2))
+
+
+@pytest.mark.parametrize("change", [{"mode": "bwd"}, {"itemsize": 4}], ids=str)
+def test_other_modes_and_elements_are_not_compared(change):
+    call = replace(CALL, **change)
+    table = TimeTable({("fwd", "baseline"): model(launch=7.0), ("bwd", "baseline"): model(launch=7.0)},
+                      {CALL: {"baseline": 50.0}})
+    assert table.estimate(call, "baseline").us == 7.0
+
+
+def test_a_gpu_without_a_table(rank):
+    order, why = rank(CALL, PLAIN, "a100")
+    assert order == tuple(sorted(CANDIDATES, key=lambda name: CONSTANTS["fwd", name]["tokens"]))
+    assert "us, by the cost model of h200, since a100 has no table; " in why
+
+
+def test_what_a_table_lacks_is_had_from_another(rank):
+    order, why = rank(CALL, PLAIN, "l4")
+    assert order[0] == "fused"
+    assert why.startswith("expected to take 1 us, by the cost model, since no such call was measured on l4; ")
+
+
+def test_what_nothing_is_known_of_comes_last(rank):
+    order, why = rank(CALL, {"persistent": "new", "fused": "fused", "baseline": "newer"}, "h200")
+    assert order == ("fused", "persistent", "baseline")
+    order, why = rank(CALL, {"persistent": "new", "fused": "newest", "baseline": "newer"}, "h200")
+    assert order == CANDIDATES and why == "nothing is known of 'new' on h200"
+
+
+@pytest.mark.parametrize("mode", ["fwd", "bwd"])
+@pytest.mark.parametrize("name", ["batch", "seqlen", "nheads", "headdim", "dstate", "ngroups"])
+def test_more_work_takes_no_less(mode, name):
+    call = replace(CALL, mode=mode, nheads=16, ngroups=4)
+    less, more = count_work(call), count_work(replace(call, **{name: 2 * getattr(call, name)}))
+    assert all(more[amount] >= less[amount] for amount in less) and more != less
+
+
+def test_states_are_moved_by_a_forward_that_keeps_or_a_backward_that_does_not():
+    for mode in ("fwd", "bwd"):
+        for keeps in (False, True):
+            work = count_work(replace(CALL, mode=mode, keeps=keeps))
+            moved = (work["block_states"], work["steps"]) if keeps == (mode == "fwd") else (0, 0)
+            assert (work["moved_states"], work["moved_steps"]) == moved
+
+
+def inputs_on_meta(**changed) -> SSDInputs:
+    """Of the sizes of CALL, but for those changed."""
+    inputs = random_inputs(Shape(1, 64, 4, 64, 2, 128, 64), Case(D="h"), torch.bfloat16)
+    return replace(inputs, **{name: t.to("meta") for name, t in vars(inputs).items() if isinstance(t, torch.Tensor)} | changed)
+
+
+@pytest.fixture
+def as_if_hopper(monkeypatch):
+    monkeypatch.setattr(hopper, "is_hopper", lambda device: True)
+    monkeypatch.setattr(hopper, "explain_missing_gluon", lambda: None)
+    monkeypatch.setattr(tuning, "device_of", lambda inputs: tuning.Device("h200", 232_448))
+    auto_variant._ranked.clear()
+    yield
+    auto_variant._ranked.clear()
+
+
+class Reached(Exception):
+    pass
+
+
+@pytest.mark.parametrize("changed", [{}, {"D": torch.empty(4, 64, device="meta")}, {"chunk_size": 32},
+                                     {"cu_seqlens": torch.empty(2, device="meta")}], ids=("plain", "D", "short", "documents"))
+@pytest.mark.parametrize("options", [{}, {"gluon": False}, {"stationary": False}, {"save_states": False}], ids=str)
+@pytest.mark.parametrize("name", ["fused", "persistent"])
+def test_the_kernels_are_named_that_run(name, changed, options, as_if_hopper, monkeypatch):
+    """The choice asks what a launch asks: whether the kernels for Hopper take the inputs."""
+    def reach(reason, variant):
+        raise Reached(reason)
+
+    monkeypatch.setattr(hopper, "can_run", reach)
+    inputs, options, variant = inputs_on_meta(**changed), Options(**options), get_variant(name)
+    keeps = registry.find_states_interval(name, inputs, options) is not None
+    calls = {"fwd": lambda: variant.forward(inputs, options, True),
+             "bwd": lambda: variant.backward(SSDSaved(inputs, options), inputs.x, None, SSDGrads())}
+    for mode, call in calls.items():
+        with pytest.raises(Reached) as reached:
+            call()
+        kernels = variant.kernels(inputs, options, mode, keeps)
+        assert kernels == ("fused" if mode == "bwd" else name) + (" on Hopper" if reached.value.args[0] is None else "")
+
+
+def test_a_backward_that_is_not_fused_is_the_baselines():
+    for name in CANDIDATES:
+        assert get_variant(name).kernels(inputs_on_meta(), Options(fuse_backward=False), "bwd", False) == "baseline"
+
+
+def test_a_form_is_ranked_once(as_if_hopper, rank):
+    """By all that kernels depend on: a second call of one form asks nothing of the variants."""
+    asked = Mock(side_effect=get_variant)
+
+    def ask(inputs, options=Options(), mode="fwd", keeps=False):  # noqa: B008  frozen
+        asked.reset_mock()
+        order = auto_variant.rank_variants(inputs, options, mode, keeps, CANDIDATES, asked)[0]
+        return order, asked.call_count
+
+    inputs = inputs_on_meta()
+    assert ask(inputs) == (("persistent", "fused", "baseline"), 3) and ask(inputs_on_meta()) == (CANDIDATES, 0)
+    for others in ({"options": Options(gluon=False)}, {"mode": "bwd"}, {"keeps": True}):
+        assert ask(inputs, **others)[1] == 3
+    for changed in ({"chunk_size": 128}, {"z": inputs.x}, {"D": inputs.x[0, 0]}, {"state_dtype": torch.float32}):
+        assert ask(replace(inputs, **changed))[1] == 3
 
 
 def test_candidates():
     assert list_candidates() == CANDIDATES
-
-
-def test_rule_without_rows(on):
-    sizes = ("fwd", 2, 64, 128, 512, 4096, 128)
-    assert on(*sizes, device="h100")[0] == ("persistent", "fused", "baseline")
-    order, why = on(*sizes, device="a100", capability=(8, 0))
-    assert order == ("fused", "baseline") and "a100; fused is expected" in why
 
 
 def test_the_next_runs_where_the_first_cannot(monkeypatch, caplog):
@@ -102,10 +202,14 @@ def test_the_next_runs_where_the_first_cannot(monkeypatch, caplog):
         registry.resolve("auto", None, Options(), "fwd")
 
 
-@pytest.mark.parametrize("path", sorted(auto_variant.TABLES.glob("*.json")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted(variant_times.TABLES.glob("*.json")), ids=lambda path: path.stem)
 def test_tables_that_are_shipped(path):
-    for key, order in json.loads(path.read_text()).items():
-        assert Measured.of_key(key).key() == key and len(order) > 1 and {*order} <= {*CANDIDATES}
+    table = TimeTable.read(path.read_text())
+    assert table.write() == path.read_text()
+    for call, times in table.calls.items():
+        assert {(call.mode, kernels) for kernels in times} <= {*table.constants} and min(times.values()) > 0
+    assert {*HOPPER.values(), *PLAIN} >= {kernels for _, kernels in table.constants}
+    assert all({*constants} == {*count_work(CALL)} for constants in table.constants.values())
 
 
 def keep(device, nbytes, monkeypatch, variant="auto", **switches):
