@@ -18,8 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
 from .characterize.scopes import BACKWARD, FORWARD, scope
+from .packages import import_package
 from .parallel import Team, gather
-from .terminal import first_line, last_line
+from .terminal import last_line
 from .training_run import Run
 from .workloads import Workload
 
@@ -54,12 +55,7 @@ def find_lamb() -> type[torch.optim.Optimizer]:
     Raises:
         ImportError: timm cannot be imported.
     """
-    try:
-        from timm.optim import Lamb
-    except (ImportError, RuntimeError) as error:  # the second from a torchvision that was built for another torch
-        raise ImportError(f"timm, which has the optimizer, cannot be imported ({first_line(error)}): pip install timm "
-                          "torchvision, or --optimizer adamw", name="timm") from error
-    return Lamb
+    return import_package("timm.optim", "has the optimizer", "pip install timm torchvision, or --optimizer adamw").Lamb
 
 
 def make_batches(run: Run, workload: Workload, dataset: Dataset, done: int, team: Team) -> Iterator[dict[str, Tensor]]:

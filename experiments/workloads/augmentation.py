@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..terminal import first_line
+from ..packages import import_package
 from .vision_model import MEAN
 
 if TYPE_CHECKING:
@@ -81,9 +81,5 @@ def _seeded(seed: int) -> Iterator[None]:
 
 
 def _timm() -> ModuleType:
-    try:
-        import timm.data
-    except (ImportError, RuntimeError) as error:  # the second from a torchvision that was built for another torch
-        raise ImportError(f"--data: timm, which augments images, cannot be imported ({first_line(error)}): pip install timm "
-                          "torchvision, or --data synthetic, or --preset tiny", name="timm") from error
-    return timm.data
+    return import_package("timm.data", "augments images",
+                          "pip install timm torchvision, or --data synthetic, or --preset tiny")

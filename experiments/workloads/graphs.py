@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from ..packages import import_package
 from ..terminal import first_line
 from .epochs import Epochs
 from .synthetic_chains import HOPS, SyntheticChains
@@ -214,8 +214,4 @@ def _strange(folder: Path, name: str, t: Tensor | None, expected: str) -> ValueE
 
 
 def _torch_geometric(module: str) -> ModuleType:
-    try:
-        return import_module(f"torch_geometric.{module}")
-    except ImportError as error:
-        raise ImportError(f"torch_geometric is not installed, or not whole ({first_line(error)}), which has graphs and makes "
-                          "batches of them: pip install torch-geometric", name="torch_geometric") from error
+    return import_package(f"torch_geometric.{module}", "has graphs and makes batches of them", "pip install torch-geometric")

@@ -6,12 +6,11 @@ import json
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 
+from ..packages import import_package
 from ..terminal import first_line
 
 READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
@@ -45,7 +44,7 @@ def read(data: str, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
         ImportError: datasets is missing.
         ValueError: what it says of the data, or that they have no text.
     """
-    package = _package("datasets", "reads text that is no .txt file")
+    package = import_package("datasets", "reads text that is no .txt file", "pip install datasets")
     try:
         if reader := READERS.get(Path(data).suffix):
             rows = package.load_dataset(reader, data_files=data, split="train")
@@ -95,7 +94,7 @@ def load_tokenizer(name: str) -> Tokenizer:
     """
     if name == "bytes":
         return Tokenizer(lambda texts: [list(text.encode()) for text in texts], 256, name)
-    tokenizer_class = _package("tokenizers", "splits text into tokens").Tokenizer
+    tokenizer_class = import_package("tokenizers", "splits text into tokens", "pip install tokenizers").Tokenizer
     path = Path(name) / "tokenizer.json" if Path(name).is_dir() else Path(name)
     try:
         tokenizer = tokenizer_class.from_file(str(path)) if path.is_file() else tokenizer_class.from_pretrained(name)
@@ -109,10 +108,3 @@ def load_tokenizer(name: str) -> Tokenizer:
         return [encoding.ids for encoding in tokenizer.encode_batch(texts, add_special_tokens=False)]
 
     return Tokenizer(encode, max(tokenizer.get_vocab().values()) + 1, tokenizer.to_str())
-
-
-def _package(name: str, purpose: str) -> ModuleType:
-    try:
-        return import_module(name)
-    except ImportError as error:
-        raise ImportError(f"{name} is not installed, which {purpose}: pip install {name}", name=name) from error

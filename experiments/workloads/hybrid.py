@@ -4,18 +4,9 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-from .language_model import (
-    ATTENTION,
-    MAMBA,
-    MLP_LAYER,
-    LanguageModel,
-    LanguageSizes,
-    count_labelled,
-    list_scans,
-    next_token_loss,
-)
-from .registry import Preset, Workload
-from .text import load_data
+from .language_model import ATTENTION, MAMBA, MLP_LAYER, LanguageSizes
+from .registry import Preset
+from .text import make_workload
 
 ATTENTION_SHARE, MLP_SHARE = Fraction(4, 56), Fraction(28, 56)
 
@@ -63,7 +54,7 @@ def _preset(d_model: int, layers: int, vocab_size: int, lr: float) -> Preset:
     return Preset(sizes, batch=4, seqlen=4096, lr=lr)
 
 
-WORKLOAD = Workload(
+WORKLOAD = make_workload(
     "hybrid",
     presets={
         "tiny": Preset(LanguageSizes(128, allocate(14), vocab_size=512, d_state=32, headdim=32, ngroups=2, chunk_size=32,
@@ -72,9 +63,4 @@ WORKLOAD = Workload(
         "2b": _preset(4096, 14, vocab_size=50304, lr=1e-4),
         "8b": _preset(4096, 56, vocab_size=256000, lr=1e-4),
     },
-    build=LanguageModel,
-    dataset=load_data,
-    loss=next_token_loss,
-    terms=count_labelled,
-    scans=list_scans,
 )

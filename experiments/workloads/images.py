@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from ..packages import import_package
 from ..terminal import first_line
 from . import augmentation
 from .epochs import Epochs
@@ -72,7 +72,8 @@ class ImageFolder:
     """
 
     def __init__(self, path: Path, classes: int, size: int, seed: int, augment: bool):
-        folders, self._pillow = _class_folders(path, classes), _pillow()
+        folders = _class_folders(path, classes)
+        self._pillow = import_package("PIL.Image", "reads images", "pip install pillow, or --data synthetic")
         self._augment = augmentation.rand_augment(size) if augment else None
         self.size, self.seed = size, seed
         self.files, self.labels = [], []
@@ -146,12 +147,3 @@ def _part(random: np.random.Generator, width: int, height: int) -> tuple[int, in
     wide, high = (min(max(round(math.sqrt(t)), 1), most) for t, most in ((area * ratio, width), (area / ratio, height)))
     left, top = int(random.integers(width - wide + 1)), int(random.integers(height - high + 1))
     return left, top, left + wide, top + high
-
-
-def _pillow() -> ModuleType:
-    try:
-        from PIL import Image
-    except ImportError as error:
-        raise ImportError("Pillow is not installed, which reads images: pip install pillow, or --data synthetic",
-                          name="PIL") from error
-    return Image

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from .language_model import MAMBA, LanguageModel, LanguageSizes, count_labelled, list_scans, next_token_loss
-from .registry import Preset, Workload
-from .text import load_data
+from .language_model import MAMBA, LanguageSizes
+from .registry import Preset
+from .text import make_workload
 
 
 def _published(d_model: int, layers: int, lr: float) -> Preset:
@@ -18,7 +18,7 @@ def _wide(layers: int, vocab_size: int) -> Preset:
     return Preset(LanguageSizes(4096, MAMBA * layers, vocab_size), batch=4, seqlen=4096, lr=1e-4)
 
 
-WORKLOAD = Workload(
+WORKLOAD = make_workload(
     "mamba2",
     presets={
         "tiny": Preset(LanguageSizes(128, MAMBA * 4, vocab_size=512, tie_embeddings=True, d_state=32, headdim=32, ngroups=2,
@@ -31,9 +31,4 @@ WORKLOAD = Workload(
         "8b-width": _wide(8, vocab_size=50304),
         "8b": _wide(56, vocab_size=256000),
     },
-    build=LanguageModel,
-    dataset=load_data,
-    loss=next_token_loss,
-    terms=count_labelled,
-    scans=list_scans,
 )

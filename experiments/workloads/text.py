@@ -12,7 +12,8 @@ from torch.utils.data import Dataset
 
 from . import hub_text, text_files
 from .epochs import Epochs
-from .language_model import IGNORED, LanguageSizes
+from .language_model import IGNORED, LanguageModel, LanguageSizes, count_labelled, list_scans, next_token_loss
+from .registry import Preset, Workload
 from .synthetic_text import SyntheticText
 
 if TYPE_CHECKING:
@@ -89,6 +90,11 @@ def rows(data: str, sizes: LanguageSizes, seqlen: int, seed: int, tokenizer: str
 
 def load_data(run: Run) -> Rows:
     return rows(run.data, run.sizes, run.seqlen, run.seed, run.tokenizer, run.documents)
+
+
+def make_workload(name: str, presets: dict[str, Preset]) -> Workload:
+    """A workload of language models."""
+    return Workload(name, presets, LanguageModel, load_data, next_token_loss, count_labelled, list_scans)
 
 
 def _text(data: str, tokenizer: hub_text.Tokenizer) -> tuple[np.ndarray, np.ndarray]:
