@@ -8,6 +8,7 @@ eager median is more than a tenth above its time in a graph, they are the host's
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,61 +21,27 @@ from .commands import NOISE
 _HOST_BOUND = 1.1
 _SETTINGS = ("gpu", "bench", "part", "workload", "preset", "variant", "mode", "shape", "dtype", "chunk_size", "gpus", "way")
 _SHORT_SHA = 7
-_HEADER = ("bench", "what", "variant", "chunk", "options", "old us", "new us", "of", "new / old", "band", "verdict")
-_NAMES = ("bench", "what", "variant", "options", "verdict")  # columns that are no numbers
-
-
-@dataclass(frozen=True)
-class Pair:
-    """One measurement in both sets.
-
-    Attributes:
-        old, new: microseconds.
-        in_graph: whether these are times in a CUDA graph.
-        band: how far from 1 the ratio may be by noise alone.
-    """
-
-    row: dict
-    old: float
-    new: float
-    in_graph: bool
-    band: float
-
-    @property
-    def ratio(self) -> float:
-        """New over old: above 1 is slower."""
-        return self.new / self.old
-
-    @property
-    def verdict(self) -> str:
-        """`slower`, `faster` or `same`; the band is symmetric in ratios, so that swapping old and new swaps the first two."""
-        if self.ratio > 1 + self.band:
-            return "slower"
-        return "faster" if self.ratio < 1 / (1 + self.band) else "same"
-
-    @property
-    def place(self) -> dict:
-        """What was measured, as cells of a table."""
-        row = self.row
-        return {
-            "bench": row["bench"],
-            "what": " ".join(str(row[key]) for key in ("part", "workload", "preset", "shape", "mode") if row.get(key)),
-            "variant": row.get("variant") or "",
-            "chunk": str(row.get("chunk_size") or ""),
-            "options": record.changed_options(record.options(row)),
-        }
+_COLUMNS = table.make_columns("bench", "what", "variant", "chunk", "options") | {
+    "old us": ("old", table.write_microseconds), "new us": ("new", table.write_microseconds), "of": ("of", table.write_text),
+    "new / old": ("ratio", table.write_number(3)), "band": ("band", lambda band: f"±{100 * band:.0f} %"),
+    "verdict": ("verdict", table.write_text)}
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Pairs, the slowest first, and how many measurements only one of the sets has."""
+    """Measurements that are in both sets, and how many only one of the sets has.
 
-    pairs: list[Pair]
+    Attributes:
+        pairs: the slowest first; of each what was measured, `old` and `new` microseconds, and whether they are `of` graphs or
+            eager calls; `ratio`, above 1 where new is slower; `band`, how far from 1 that may be by noise alone; `verdict`.
+    """
+
+    pairs: list[dict]
     only_old: int
     only_new: int
 
     def count(self, verdict: str) -> int:
-        return sum(pair.verdict == verdict for pair in self.pairs)
+        return Counter(pair["verdict"] for pair in self.pairs)[verdict]
 
     def summary(self) -> str:
         return (f"{len(self.pairs)} measured in both: {self.count('slower')} slower, {self.count('faster')} faster, "
@@ -113,25 +80,23 @@ def compare(old: Iterable[dict], new: Iterable[dict], noise: float = NOISE) -> C
     common = [key for key in after if key in before]
     if not common:
         raise ValueError(f"no measurement is in both: {len(before)} are in the old set, {len(after)} in the new")
-    pairs = sorted((_pair(before[key], after[key], noise) for key in common), key=lambda pair: -pair.ratio)
+    pairs = sorted((_pair(before[key], after[key], noise) for key in common), key=lambda pair: -pair["ratio"])
     return Comparison(pairs, len(before) - len(common), len(after) - len(common))
 
 
 def terminal(comparison: Comparison) -> Table:
     """For rich; what is slower is red, what is faster green."""
-    columns = table.make_columns(*_HEADER)
-    result = table.make_table([dict(zip(_HEADER, _cells(pair), strict=True)) for pair in comparison.pairs],
-                            "times of both, the slowest first", columns)
+    result = table.make_table(comparison.pairs, "times of both, the slowest first", _COLUMNS)
     result.caption = comparison.summary()
     for row, pair in zip(result.rows, comparison.pairs, strict=True):
-        row.style = {"slower": "red", "faster": "green", "same": None}[pair.verdict]
+        row.style = {"slower": "red", "faster": "green", "same": None}[pair["verdict"]]
     return result
 
 
 def markdown(comparison: Comparison) -> str:
     """As a table and a sentence; what is slower is bold."""
-    rows = [[f"**{cell}**" if cell == "slower" else cell for cell in _cells(pair)] for pair in comparison.pairs]
-    return table.render_markdown(_HEADER, rows, _NAMES) + f"\n{comparison.summary()}.\n"
+    pairs = [pair | {"verdict": f"**{pair['verdict']}**"} if pair["verdict"] == "slower" else pair for pair in comparison.pairs]
+    return table.render(pairs, "markdown", _COLUMNS) + f"\n{comparison.summary()}.\n"
 
 
 def _latest(rows: Iterable[dict]) -> dict[tuple, dict]:
@@ -145,15 +110,17 @@ def _measurement(row: dict) -> tuple:
     return (*(row.get(key) for key in (*_SETTINGS, *record.SIZES)), str(record.options(row)), str(sorted(run.items())))
 
 
-def _pair(old: dict, new: dict, noise: float) -> Pair:
+def _pair(old: dict, new: dict, noise: float) -> dict:
     in_graph = all(row.get("graph_p50_us") for row in (old, new))
     key = "graph_p50_us" if in_graph else "p50_us"
     spread = sum((row["p80_us"] - row["p20_us"]) / 2 / row["p50_us"] for row in (old, new)
                  if not (in_graph and row["p50_us"] > _HOST_BOUND * row["graph_p50_us"]))
-    return Pair(new, old[key], new[key], in_graph, max(noise, spread))
-
-
-def _cells(pair: Pair) -> list[str]:
-    times = [table.write_microseconds(us) for us in (pair.old, pair.new)]
-    return [*pair.place.values(), *times, "graph" if pair.in_graph else "eager", f"{pair.ratio:.3f}",
-            f"±{100 * pair.band:.0f} %", pair.verdict]
+    ratio, band = new[key] / old[key], max(noise, spread)
+    return {
+        "bench": new["bench"], "variant": new.get("variant"), "chunk": new.get("chunk_size"),
+        "what": " ".join(str(new[key]) for key in ("part", "workload", "preset", "shape", "mode") if new.get(key)),
+        "options": record.changed_options(record.options(new)), "old": old[key], "new": new[key],
+        "of": "graph" if in_graph else "eager", "ratio": ratio, "band": band,
+        # symmetric in ratios, so that swapping old and new swaps the first two
+        "verdict": "slower" if ratio > 1 + band else "faster" if ratio < 1 / (1 + band) else "same",
+    }
