@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from random import Random
 
 import torch
@@ -15,7 +16,7 @@ from ssd.block import arguments
 from .. import modes
 from ..layouts import LAYOUTS, lay_out
 from ..limits import Limits, draw_mode, draw_subset
-from ..problem import DTYPES, Tensors, compute_gradients
+from ..problem import DTYPES, Problem, Tensors, compute_gradients
 
 Call = Callable[[Tensors], dict[str, Tensor]]
 
@@ -63,11 +64,23 @@ class Values:
         return result
 
 
-def keep_wanted(c: Common, tensors: Tensors) -> tuple[str, ...]:
-    return tuple(name for name in c.wanted if tensors[name] is not None)
+def make_problem(c: Common, tensors: Tensors, run: Callable, truth: Callable, mirror: Callable, axes: dict[str, str],
+                 ways: dict[str, torch.dtype] | None = None, **more) -> Problem:
+    """The problem of a configuration.
+
+    Args:
+        run, truth, mirror: (configuration, tensors) to outputs.
+        ways: outputs besides "out" that may receive a gradient.
+        more: other fields of `Problem`.
+    """
+    wanted = tuple(name for name in c.wanted if tensors[name] is not None)
+    given = {name: dtype for name, dtype in ({"out": DTYPES[c.dtype]} | (ways or {})).items() if name in c.ways}
+    return Problem(tensors, wanted, given if wanted else {}, run=partial(run, c), truth=partial(truth, c),
+                   mirrors=(_make_mirror(partial(mirror, c)),), axes=axes, eps=c.eps, coarsest=c.eps,
+                   layouts={"out": c.layouts.get("dout", "contiguous")}, seed=c.seed, **more)
 
 
-def make_mirror(call: Call) -> Callable[[Tensors, tuple[str, ...], dict[str, Tensor]], dict[str, Tensor]]:
+def _make_mirror(call: Call) -> Callable[[Tensors, tuple[str, ...], dict[str, Tensor]], dict[str, Tensor]]:
     """A mirror: what `call`, in torch, gives by autograd."""
 
     def mirror(tensors: Tensors, wanted: tuple[str, ...], ways: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -95,6 +108,12 @@ def draw_dtypes(rng: Random, limits: Limits, names: tuple[str, ...]) -> dict[str
     if rng.random() < 0.65:
         return {}
     return {name: rng.choice(limits.dtypes) for name in names if rng.random() < 0.4}
+
+
+def draw_sizes(rng: Random, limits: Limits, seqlen: int, width: int) -> dict[str, int]:
+    """batch and seqlen such that so many elements a token are within the limits."""
+    seqlen = max(1, min(seqlen, limits.elements // width))
+    return {"seqlen": seqlen, "batch": max(1, min(rng.randint(1, limits.batch), limits.elements // (width * seqlen)))}
 
 
 def draw_layouts(rng: Random, names: tuple[str, ...]) -> dict[str, str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
 from random import Random
 
 import torch
@@ -14,7 +13,7 @@ from ssd.block.conv1d import compute_in_torch
 
 from ..limits import Limits, draw_size
 from ..problem import DTYPES, Problem, Tensors
-from .common import Common, Values, draw_call, draw_dtypes, draw_layouts, keep_wanted, make_mirror
+from .common import Common, Values, draw_call, draw_dtypes, draw_layouts, draw_sizes, make_problem
 
 DIFFERENTIABLE = ("x", "weight", "bias", "initial_states")
 _PARAMETERS = ("weight", "bias")
@@ -50,12 +49,10 @@ def shared(rng: Random, limits: Limits) -> Config:
 
 
 def member(rng: Random, c: Config, limits: Limits) -> Config:
-    seqlen = draw_size(rng, limits.seqlen, (1, 2, 3, 64))
-    seqlen = max(1, min(seqlen, limits.elements // (4 * c.dim)))
-    batch = max(1, min(rng.randint(1, limits.batch), limits.elements // (4 * c.dim * seqlen)))
+    sizes = draw_sizes(rng, limits, draw_size(rng, limits.seqlen, (1, 2, 3, 64)), 4 * c.dim)
     names = tuple(name for name in DIFFERENTIABLE if name in ("x", "weight") or getattr(c, name))
     how = draw_call(rng, limits, names, ("out", "final_states") if c.final_states else ("out",))
-    return replace(c, batch=batch, seqlen=seqlen, **how)
+    return replace(c, **sizes, **how)
 
 
 def problem(c: Config, turn: int, device: str) -> Problem:
@@ -64,12 +61,8 @@ def problem(c: Config, turn: int, device: str) -> Problem:
         "x": values.normal(c.batch, c.dim, c.seqlen), "weight": values.normal(c.dim, c.width),
         "bias": values.normal(c.dim) if c.bias else None, "seq_idx": _numbers(c, values.random, device),
         "initial_states": values.normal(c.batch, c.dim, c.width - 1) if c.initial_states else None}, _PARAMETERS)
-    wanted = keep_wanted(c, tensors)
-    ways = {name: DTYPES[c.dtype] for name in c.ways if name == "out" or c.final_states} if wanted else {}
-    return Problem(
-        tensors, wanted, ways, run=partial(_run, c), truth=partial(_truth, c), mirrors=(make_mirror(partial(_mirror, c)),),
-        axes=_AXES, eps=c.eps, coarsest=c.eps, summed=("dweight", "dbias"), tokens=c.batch * c.seqlen,
-        layouts={"out": c.layouts.get("dout", "contiguous")}, seed=c.seed)
+    return make_problem(c, tensors, _run, _truth, _mirror, _AXES, {"final_states": DTYPES[c.dtype]} if c.final_states else {},
+                        summed=("dweight", "dbias"), tokens=c.batch * c.seqlen)
 
 
 def _numbers(c: Config, rng: Random, device: str) -> Tensor | None:

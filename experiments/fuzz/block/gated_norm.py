@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
 from random import Random
 
 import torch
@@ -13,8 +12,8 @@ from ssd.block import rms_norm_gated
 from ssd.block.gated_norm import compute_in_torch
 
 from ..limits import Limits, draw_size
-from ..problem import DTYPES, Problem, Tensors
-from .common import Common, Values, draw_call, draw_dtypes, draw_layouts, keep_wanted, make_mirror
+from ..problem import Problem, Tensors
+from .common import Common, Values, draw_call, draw_dtypes, draw_layouts, draw_sizes, make_problem
 
 DIFFERENTIABLE = ("x", "weight", "bias", "z")
 _AXES = {"out": "blc", "dx": "blc", "dz": "blc", "dweight": "h", "dbias": "h"}
@@ -45,10 +44,9 @@ def shared(rng: Random, limits: Limits) -> Config:
 
 def member(rng: Random, c: Config, limits: Limits) -> Config:
     width = c.groups * c.group_size
-    seqlen = max(1, min(draw_size(rng, limits.seqlen), limits.elements // (2 * width)))
-    batch = max(1, min(rng.randint(1, limits.batch), limits.elements // (2 * width * seqlen)))
+    sizes = draw_sizes(rng, limits, draw_size(rng, limits.seqlen), 2 * width)
     names = tuple(name for name in DIFFERENTIABLE if name in ("x", "weight") or getattr(c, name))
-    return replace(c, batch=batch, seqlen=seqlen, **draw_call(rng, limits, names))
+    return replace(c, **sizes, **draw_call(rng, limits, names))
 
 
 def problem(c: Config, turn: int, device: str) -> Problem:
@@ -57,11 +55,7 @@ def problem(c: Config, turn: int, device: str) -> Problem:
         "x": values.normal(c.batch, c.seqlen, width), "weight": values.normal(width),
         "bias": values.normal(width) if c.bias else None,
         "z": values.normal(c.batch, c.seqlen, width) if c.z else None}, ("weight", "bias"))
-    wanted = keep_wanted(c, tensors)
-    return Problem(
-        tensors, wanted, {"out": DTYPES[c.dtype]} if wanted else {}, run=partial(_run, c), truth=partial(_truth, c),
-        mirrors=(make_mirror(partial(_mirror, c)),), axes=_AXES, eps=c.eps, coarsest=c.eps, summed=("dweight", "dbias"),
-        tokens=c.batch * c.seqlen, layouts={"out": c.layouts.get("dout", "contiguous")}, seed=c.seed)
+    return make_problem(c, tensors, _run, _truth, _mirror, _AXES, summed=("dweight", "dbias"), tokens=c.batch * c.seqlen)
 
 
 def _run(c: Config, tensors: Tensors) -> dict[str, Tensor]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
 from random import Random
 
 import torch
@@ -13,8 +12,8 @@ from torch.func import functional_call
 from ssd.modules import Mamba2
 
 from ..limits import Limits, draw_size
-from ..problem import DTYPES, Problem, Tensors
-from .common import Common, Values, draw_call, draw_dtypes, keep_wanted, make_mirror, use_torch_forms
+from ..problem import Problem, Tensors
+from .common import Common, Values, draw_call, draw_dtypes, make_problem, use_torch_forms
 
 _OFTEN_FP32 = ("dt_bias", "A_log", "D")
 
@@ -81,14 +80,12 @@ def problem(c: Config, turn: int, device: str) -> Problem:
         ends = sorted(values.random.randint(0, c.seqlen) for _ in range(c.documents))
         tensors["seq_idx"] = torch.bucketize(torch.arange(c.seqlen), torch.tensor(ends), right=True).to(
             device, torch.int32).expand(c.batch, -1).contiguous()
-    wanted = keep_wanted(c, tensors)
+    whole = _Whole(_module(c, c.variant, device="meta"), c.decoded)
     axes = {"out": "blc", "du": "blc"} | {f"d{name}": "." * t.dim() for name, t in made.items() if name != "u"}
-    return Problem(
-        tensors, wanted, {"out": DTYPES[c.dtype]} if wanted else {},
-        run=partial(_applied, _Whole(_module(c, c.variant, device="meta"), c.decoded)), truth=partial(_elsewhere, c),
-        mirrors=(make_mirror(partial(_elsewhere, c)),), axes=axes, eps=c.eps, coarsest=c.eps,
+    return make_problem(
+        c, tensors, lambda _, given: _applied(whole, given), _elsewhere, _elsewhere, axes,
         summed=tuple(f"d{name}" for name in made if name != "u"), tokens=c.batch * c.seqlen,
-        exact=c.mode != "streams", seed=c.seed)  # on several streams cuBLAS promises no bits
+        exact=c.mode != "streams")  # on several streams cuBLAS promises no bits
 
 
 def _module(c: Config, variant: str = "torch", **made) -> nn.Module:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
 from random import Random
 
 import torch
@@ -13,8 +12,8 @@ from ssd.block import selective_scan_fn
 from ssd.block.selective_scan import compute_in_torch
 
 from ..limits import Limits, draw_size
-from ..problem import DTYPES, Problem, Tensors
-from .common import Common, Values, draw_call, draw_dtypes, draw_layouts, keep_wanted, make_mirror
+from ..problem import Problem, Tensors
+from .common import Common, Values, draw_call, draw_dtypes, draw_layouts, draw_sizes, make_problem
 
 DIFFERENTIABLE = ("u", "delta", "A", "B", "C", "D", "z", "delta_bias")
 _PARAMETERS = ("A", "D", "delta_bias")
@@ -57,12 +56,10 @@ def shared(rng: Random, limits: Limits) -> Config:
 
 
 def member(rng: Random, c: Config, limits: Limits) -> Config:
-    token = 6 * c.dim * c.dstate
-    seqlen = max(1, min(draw_size(rng, min(_LONGEST, limits.seqlen)), limits.elements // token))
-    batch = max(1, min(rng.randint(1, limits.batch), limits.elements // (token * seqlen)))
+    sizes = draw_sizes(rng, limits, draw_size(rng, min(_LONGEST, limits.seqlen)), 6 * c.dim * c.dstate)
     names = tuple(name for name in DIFFERENTIABLE if name not in ("D", "z", "delta_bias") or getattr(c, name))
     how = draw_call(rng, limits, names, ("out", "last_state") if c.last_state else ("out",))
-    return replace(c, batch=batch, seqlen=seqlen, decay=rng.choice((0.0, 2.0, 2.0, 16.0)), **how)
+    return replace(c, **sizes, decay=rng.choice((0.0, 2.0, 2.0, 16.0)), **how)
 
 
 def problem(c: Config, turn: int, device: str) -> Problem:
@@ -76,14 +73,9 @@ def problem(c: Config, turn: int, device: str) -> Problem:
         "C": values.normal(c.batch, *groups, c.dstate, c.seqlen), "D": values.normal(c.dim) if c.D else None,
         "z": values.normal(*tokens) if c.z else None,
         "delta_bias": (bias if c.delta_softplus else bias.abs()) if c.delta_bias else None}, _PARAMETERS)
-    wanted = keep_wanted(c, tensors)
-    ways = {"out": DTYPES[c.dtype]} | ({"last_state": torch.float32} if c.last_state else {})
     axes = _AXES | ({} if c.ngroups else {"dB": "bnl", "dC": "bnl"})
-    return Problem(
-        tensors, wanted, {name: dtype for name, dtype in ways.items() if name in c.ways} if wanted else {},
-        run=partial(_run, c), truth=partial(_form, c), mirrors=(make_mirror(partial(_form, c)),), axes=axes, eps=c.eps,
-        coarsest=c.eps, summed=("dA", "dD", "ddelta_bias", "dB", "dC"), tokens=max(c.batch * c.seqlen, c.channels),
-        layouts={"out": c.layouts.get("dout", "contiguous")}, seed=c.seed)
+    return make_problem(c, tensors, _run, _form, _form, axes, {"last_state": torch.float32} if c.last_state else {},
+                        summed=("dA", "dD", "ddelta_bias", "dB", "dC"), tokens=max(c.batch * c.seqlen, c.channels))
 
 
 def _results(c: Config, out: Tensor, last_state: Tensor | None) -> dict[str, Tensor]:

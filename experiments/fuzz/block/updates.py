@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
 from random import Random
 
 import torch
@@ -15,7 +14,7 @@ from ssd.block.state_update import compute_in_torch as state_form
 
 from ..limits import Limits, draw_size
 from ..problem import Problem, Tensors
-from .common import Common, Values, draw_call, draw_dtypes, draw_layouts, make_mirror
+from .common import Common, Values, draw_call, draw_dtypes, draw_layouts, make_problem
 
 _SPARE = 3  # rows of the state that no sequence has, where rows are named by indices
 
@@ -84,9 +83,8 @@ class Conv:
             "bias": values.normal(c.dim) if c.bias else None,
             "cache_seqlens": torch.tensor(had, device=device, dtype=torch.int32) if c.ring else None,
             "conv_state_indices": _indices(c.batch, rows, values, device) if c.indexed else None}, ("weight", "bias"))
-        form = partial(_conv_form, c)
-        return Problem(tensors, (), {}, run=partial(_conv, c), truth=form, mirrors=(make_mirror(form),),
-                       axes={"out": "bhl" if c.tokens else "bh", "conv_state": "bhn"}, eps=c.eps, coarsest=c.eps, seed=c.seed)
+        axes = {"out": "bhl" if c.tokens else "bh", "conv_state": "bhn"}
+        return make_problem(c, tensors, _conv, _conv_form, _conv_form, axes)
 
 
 class State:
@@ -123,9 +121,7 @@ class State:
             "D": values.normal(h, p) if c.D else None, "z": values.normal(c.batch, h, p) if c.z else None,
             "dt_bias": values.uniform(0.05, 1.05, h, wide) if c.dt_bias else None,
             "state_batch_indices": _indices(c.batch, rows, values, device) if c.indexed else None}, ("A", "D", "dt_bias"))
-        form = partial(_state_form, c)
-        return Problem(made, (), {}, run=partial(_state, c), truth=form, mirrors=(make_mirror(form),),
-                       axes={"out": "bhp", "state": "bhpn"}, eps=c.eps, coarsest=c.eps, seed=c.seed)
+        return make_problem(c, made, _state, _state_form, _state_form, {"out": "bhp", "state": "bhpn"})
 
 
 def _indices(batch: int, rows: int, values: Values, device: str) -> Tensor:
