@@ -8,7 +8,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from experiments import interpret, names, record
+from experiments import interpret, names
 from experiments.__main__ import app
 from experiments.accuracy import Error
 from ssd import Options, variant_names
@@ -50,8 +50,11 @@ REFUSED = [
     ("fuzz --config {}", "--config: got '{}', expected a JSON object with a part of operator, conv1d"),
     ("sanitize --variant fla", "--variant: got 'fla', expected any of persistent, fused, baseline, block, control"),
     ("sanitize --tool synccheck", "--tool: got 'synccheck', expected any of memcheck, racecheck"),
+    ("regress --mode fwd_train", "--mode: got 'fwd_train', expected any of fwd, bwd, fwd_bwd"),
     ("scaling --seqlen 64,x", "--seqlen: got '64,x'"),
     ("sweep --workload rnn", "--workload: got 'rnn'"),
+    ("table --format xml", "--format: got 'xml', expected one of markdown, csv, latex"),
+    ("table --out nowhere", "--out: got nowhere, expected a folder that exists"),
     ("table --kernels", "--kernels: got --bench ssd, expected --bench counters"),
     ("train --workload rnn", "--workload: got 'rnn', expected one of mamba2, hybrid"),
     ("train --preset 9b", "--preset: got '9b', expected one of tiny, 130m"),
@@ -68,9 +71,16 @@ REFUSED = [
     ("train --parallel pipeline", "--parallel: got 'pipeline', expected one of ddp, fsdp"),
     ("train --resume", "--resume: got --out"),
 ]
+REFUSED_WITHOUT_GPU = [
+    ("bench --counters", "--counters: needs a CUDA GPU, found none"),
+    ("bench --variant auto", "--variant: got 'auto', which is torch's form without a GPU, expected any of base"),
+    *((command, f"{command}: needs a CUDA GPU, found none")
+      for command in ("block", "characterize", "regress", "sanitize", "scaling", "sweep", "tune")),
+]
 
 
-@pytest.mark.parametrize(("line", "said"), REFUSED, ids=[line for line, _ in REFUSED])
+@pytest.mark.parametrize(("line", "said"), [*REFUSED, *(
+    pytest.param(*case, marks=without_gpu) for case in REFUSED_WITHOUT_GPU)], ids=str)
 def test_a_bad_option_is_refused_by_name_and_nothing_is_written(line, said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     result = run(*line.split(), *(["--out", tmp_path / "run"] if line.startswith("train") else []))
@@ -79,37 +89,16 @@ def test_a_bad_option_is_refused_by_name_and_nothing_is_written(line, said, tmp_
     assert not list(tmp_path.iterdir())
 
 
-@without_gpu
-@pytest.mark.parametrize("command", ("block", "characterize", "sanitize", "tune"))
-def test_what_needs_a_gpu_says_so(command):
-    result = run(command)
-    assert result.exit_code == 2 and result.stderr.startswith(f"error: {command}: needs a CUDA GPU, found none")
-
-
 def test_table_of_rows(tmp_path):
     write(tmp_path, ssd_row(**compared()), ssd_row("mamba_ssm"), ssd_row("mamba_ssm", "2.7b-b4"))
     result = run("table", "--out", tmp_path, "--variant", "mamba_ssm", "--shape", "8b-b4")
     assert result.exit_code == 0
     assert len(result.stdout.splitlines()) == 3 and "baseline" not in result.stdout
-    assert run("table", "--out", tmp_path, "--format", "xml").exit_code == 2
-
-
-@without_gpu
-def test_bench_reads_no_counters_without_gpu():
-    result = run("bench", "--counters")
-    assert result.exit_code == 2 and result.stderr.startswith("error: --counters: needs a CUDA GPU, found none")
 
 
 @pytest.mark.parametrize(("name", "said"), [("persitent", "'persistent'"), ("pers", "'persistent'"), ("", ""), ("gpt", "")])
 def test_a_near_name_is_suggested(name, said):
     assert names.suggest(name, ("baseline", "persistent")) == (f"; did you mean {said}?" if said else "")
-
-
-@without_gpu
-def test_auto_has_nothing_to_choose_from():
-    result = run("bench", "--variant", "auto")
-    assert result.exit_code == 2
-    assert result.stderr.startswith("error: --variant: got 'auto', which is torch's form without a GPU, expected any of base")
 
 
 @without_gpu
@@ -182,24 +171,11 @@ def test_names_are_the_registrys():
     assert names.variant_names() == variant_names()
 
 
-@pytest.mark.parametrize("command", (["sweep", "--workload", "mamba2"], ["characterize"], ["scaling"], ["block"]))
-@without_gpu
-def test_what_needs_a_gpu_says_so_and_writes_nothing(command, tmp_path):
-    result = run(*command, "--out", tmp_path / "rows")
-    assert result.exit_code == 2 and f"error: {command[0]}: needs a CUDA GPU, found none" in result.stderr
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.parametrize("command", ("bench", "ablate", "sweep", "fuzz", "train"))
 def test_a_place_that_cannot_be_written_is_named(command, tmp_path):
     (tmp_path / "file").touch()
     result = run(command, "--out", tmp_path / "file" / "rows")
     assert result.exit_code == 2 and result.stderr.startswith(f"error: --out: got {tmp_path / 'file' / 'rows'}, expected")
-
-
-def test_documents_have_no_rows_of_a_cpu(tmp_path):
-    write(tmp_path, ssd_row(), ssd_row(gpu=None))
-    assert [row["gpu"] for row in record.read_gpus(tmp_path)] == ["NVIDIA H200"] and len(record.read(tmp_path)) == 2
 
 
 @pytest.mark.parametrize("command", ("table", "readme"))
@@ -211,10 +187,3 @@ def test_a_broken_row_is_refused_by_file_and_line(tmp_path, command, line, said)
     (tmp_path / "h200" / "ssd.jsonl").write_text(line + "\n")
     result = run(command, *(["--check"] if command == "readme" else []), "--out", tmp_path)
     assert result.exit_code == 2 and "ssd.jsonl:1" in result.stderr and said in result.stderr
-
-
-def test_a_folder_that_is_not_there_is_refused(tmp_path):
-    missing, file = tmp_path / "nowhere", tmp_path / "file"
-    file.touch()
-    assert run("table", "--out", missing).exit_code == 2
-    assert run("bench", "--out", file).exit_code == 2

@@ -27,6 +27,7 @@ from tests.experiments.undrawn import runs_of, train_undrawn
 needs_two = pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.device_count() == 1, reason="needs no GPU, or two")
 needs_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs: on CPUs torch syncs no batch norms")
 SETTINGS = {"workload": "hybrid", "variant": VARIANT, "batch": 4, "seqlen": 32, "accumulate": 2, "steps": 4, "save_every": 2}
+_LONGEST_S = 300
 LINE = [f"--{name.replace('_', '-')}={value}" for name, value in SETTINGS.items()]
 
 
@@ -44,22 +45,29 @@ def logged(out: Path, value: str) -> list[float]:
     return [json.loads(line)[value] for line in (out / "log.jsonl").read_text().splitlines()]
 
 
-def said_by(ranks: list[Popen[str]], seconds: float) -> list[tuple[str, str]]:
-    """What they said until they ended; where one does not end, all are, and the test fails with what they were at."""
+def said_by(ranks: list[Popen[str]], status: int = 0) -> list[tuple[str, str]]:
+    """What they said until they ended with that status; where one does not end, all are, and the test fails with what they
+    were at.
+    """
     try:
-        return [process.communicate(timeout=seconds) for process in ranks]
+        said = [process.communicate(timeout=_LONGEST_S) for process in ranks]
     except TimeoutExpired:
         for process in ranks:
             process.send_signal(signal.SIGABRT)
         stacks = [process.communicate()[1] for process in ranks]
-        pytest.fail(f"no end after {seconds} s\n" + "\n".join(stacks))
+        pytest.fail(f"ended by the test's time limit: no end after {_LONGEST_S} s\n" + "\n".join(stacks))
+    for rank, process in enumerate(ranks):
+        if process.returncode < 0:
+            by = signal.Signals(-process.returncode).name
+            pytest.fail(f"process {rank} was killed by {by}, as when time or memory is up: {said}")
+        assert process.returncode == status, said
+    return said
 
 
 def trained_by_two(out: Path, way: str, *more: str) -> None:
     ranks = [started(*LINE, "--out", out, "--rows", out / "rows", "--parallel", way, *more, **environment)
              for environment in two()]
-    _, (said, _) = spoken = said_by(ranks, 300)
-    assert [process.returncode for process in ranks] == [0, 0], spoken
+    _, (said, _) = said_by(ranks)
     assert said == "", "the second process speaks, too"
 
 
@@ -127,8 +135,7 @@ def test_every_workload_in_either_way(workload, tmp_path):
     train_undrawn(workload, tmp_path / "one", "ddp")
     ranks = [started_module("tests.experiments.undrawn", workload, tmp_path / "two", **environment)
              for environment in two()]
-    spoken = said_by(ranks, 300)
-    assert [process.returncode for process in ranks] == [0, 0], spoken
+    said_by(ranks)
     for way in WAYS:
         for name in runs_of(workload):
             out, by_one = tmp_path / "two" / way / name, tmp_path / "one" / "ddp" / name
@@ -143,12 +150,12 @@ def test_every_workload_in_either_way(workload, tmp_path):
 def test_a_signal_to_all_processes_saves(tmp_path):
     """Twice, as from a scheduler and from torchrun."""
     ranks = [started(*LINE, "--steps", "1000", "--save-every", "0", "--out", tmp_path, **environment) for environment in two()]
-    while not (tmp_path / "log.jsonl").exists() and ranks[0].poll() is None:
+    until = time.monotonic() + _LONGEST_S
+    while not (tmp_path / "log.jsonl").exists() and ranks[0].poll() is None and time.monotonic() < until:
         time.sleep(0.05)
     for _ in range(2):
         for rank in ranks:
             rank.terminate()
-    said = said_by(ranks, 120)
-    assert [rank.returncode for rank in ranks] == [128 + signal.SIGTERM] * 2, said
+    said = said_by(ranks, 128 + signal.SIGTERM)
     step = checkpoints.read_state(checkpoints.latest(tmp_path / "checkpoints"))["step"]
     assert f"SIGTERM after step {step}" in said[0][0] and said[1][0] == "" and len(logged(tmp_path, "loss")) == step
