@@ -63,7 +63,7 @@ def test_steps_are_counted_once(plan, monkeypatch):
     asked = []
 
     def traffic(arguments, only, tunes):
-        asked.append(json.loads(arguments[1])["batch"])
+        asked.append(json.loads(arguments[2])["run"]["batch"])
         if asked == [4]:
             raise ValueError("no permission")
         return [launch, launch | {"kernel": "bmm_chunk_kernel", "ncu_us": 30.0}]
