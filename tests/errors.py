@@ -109,20 +109,17 @@ def assert_near(name: str, value: Tensor, truth: Tensor, mirror: Tensor, tokens:
     assert off.rms <= bound.rms and off.max <= bound.max, f"{name}: {off}, {bound=}"
 
 
-def results(variant: Variant, inputs: SSDInputs, dout: Tensor, dfinal_states: Tensor | None,
+def results(variant: Variant | str, inputs: SSDInputs, dout: Tensor, dfinal_states: Tensor | None,
             options: Options | None = None) -> dict[str, Tensor]:
     """Every output and every gradient of a variant, by name."""
-    out, final_states, saved = variant.forward(inputs, options or Options(), True)
-    grads = variant.backward(saved, dout, dfinal_states, SSDGrads())
-    return _present({"out": out, "final_states": final_states, "varlen_states": saved.varlen_states, **vars(grads)})
+    variant = get_variant(variant) if isinstance(variant, str) else variant
+    outputs, saved = _forward(variant, inputs, options or Options(), True)
+    return outputs | _present(vars(variant.backward(saved, dout, dfinal_states, SSDGrads())))
 
 
 def truths(inputs: SSDInputs, dout: Tensor, dfinal_states: Tensor | None) -> dict[str, Tensor]:
     """The same in fp64."""
-    out, final_states = reference.compute_in_fp64(inputs)
-    ends = None if inputs.cu_seqlens is None else reference.varlen_states(inputs, Precision(torch.float64))
-    grads = reference.compute_grads_in_fp64(inputs, dout, dfinal_states)
-    return _present({"out": out, "final_states": final_states, "varlen_states": ends, **vars(grads)})
+    return _forward_truths(inputs) | _present(vars(reference.compute_grads_in_fp64(inputs, dout, dfinal_states)))
 
 
 def truths_apart(inputs: SSDInputs, ends: list[int], dout: Tensor, dfinal_states: Tensor) -> dict[str, Tensor]:
@@ -161,33 +158,48 @@ def cotangents(inputs: SSDInputs) -> tuple[Tensor, Tensor]:
 
 def assert_all_accurate(got: dict[str, Tensor], truth: dict[str, Tensor], inputs: SSDInputs, *ways: Tensor | None) -> None:
     """Every one of the truths has a result near it, and nothing else has come. `ways`: dout, dfinal_states."""
-    mirror = results(get_variant("torch"), inputs, *ways)
-    assert got.keys() == truth.keys() == mirror.keys()
-    for name, value in got.items():
-        assert_accurate(name, value, truth[name], mirror[name], inputs)
+    _assert_each_accurate(got, truth, results("torch", inputs, *ways), inputs)
 
 
-def assert_right(variant: Variant, inputs: SSDInputs) -> None:
-    """Outputs and gradients of a variant are near enough to the truth."""
-    ways = cotangents(inputs)
-    assert_all_accurate(results(variant, inputs, *ways), truths(inputs, *ways), inputs, *ways)
+def assert_right(variant: Variant | str, inputs: SSDInputs, *ways: Tensor | None, options: Options | None = None) -> None:
+    """Outputs and gradients of a variant are near enough to the truth. `ways`: as above, if not `cotangents`."""
+    ways = ways or cotangents(inputs)
+    assert_all_accurate(results(variant, inputs, *ways, options), truths(inputs, *ways), inputs, *ways)
 
 
 def assert_forward_right(variant: Variant, inputs: SSDInputs, options: Options) -> dict[str, Tensor]:
     """Outputs of a variant with some optimisations switched off are near enough to the truth. Returns them by name."""
-    got, mirror = (_outputs(v.forward(inputs, o, False)) for v, o in ((variant, options), (get_variant("torch"), Options())))
-    out, final_states = reference.compute_in_fp64(inputs)
-    ends = None if inputs.cu_seqlens is None else reference.varlen_states(inputs, Precision(torch.float64))
-    truth = _outputs((out, final_states, SSDSaved(inputs, options, varlen_states=ends)))
-    assert got.keys() == truth.keys() == mirror.keys()
-    for name, value in got.items():
-        assert_accurate(name, value, truth[name], mirror[name], inputs)
+    (got, _), (mirror, _) = (_forward(v, inputs, o, False) for v, o in ((variant, options), (get_variant("torch"), Options())))
+    _assert_each_accurate(got, _forward_truths(inputs), mirror, inputs)
     return got
 
 
-def _outputs(returned: tuple[Tensor, Tensor, SSDSaved]) -> dict[str, Tensor]:
-    out, final_states, saved = returned
-    return _present({"out": out, "final_states": final_states, "varlen_states": saved.varlen_states})
+def assert_lands(variant: Variant, inputs: SSDInputs, places: dict[str, Tensor], options: Options | None = None) -> None:
+    """The backward writes these gradients where it is asked to: the same bits as into fresh memory."""
+    ways = cotangents(inputs)
+    alone = results(variant, inputs, *ways, options)
+    saved = _forward(variant, inputs, options or Options(), True)[1]
+    grads = variant.backward(saved, *ways, SSDGrads(**places))
+    for name, place in places.items():
+        assert torch.equal(place, alone[name]) and torch.equal(getattr(grads, name), place), name
+
+
+def _assert_each_accurate(got: dict[str, Tensor], truth: dict[str, Tensor], mirror: dict[str, Tensor],
+                          inputs: SSDInputs) -> None:
+    assert got.keys() == truth.keys() == mirror.keys()
+    for name, value in got.items():
+        assert_accurate(name, value, truth[name], mirror[name], inputs)
+
+
+def _forward(variant: Variant, inputs: SSDInputs, options: Options, save: bool) -> tuple[dict[str, Tensor], SSDSaved]:
+    out, final_states, saved = variant.forward(inputs, options, save)
+    return _present({"out": out, "final_states": final_states, "varlen_states": saved.varlen_states}), saved
+
+
+def _forward_truths(inputs: SSDInputs) -> dict[str, Tensor]:
+    out, final_states = reference.compute_in_fp64(inputs)
+    ends = None if inputs.cu_seqlens is None else reference.varlen_states(inputs, Precision(torch.float64))
+    return _present({"out": out, "final_states": final_states, "varlen_states": ends})
 
 
 def _present(tensors: dict[str, Tensor | None]) -> dict[str, Tensor]:

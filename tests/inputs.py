@@ -12,9 +12,17 @@ from torch import Tensor
 from ssd.registry import is_peer, variant_names
 from ssd.types import SSDInputs
 
+GPU = torch.cuda.is_available()
+HALF = torch.bfloat16 if GPU else torch.float16  # the interpreter's bf16 arithmetic is wrong
 NAMES = tuple(f.name for f in fields(SSDInputs))
 OURS = tuple(name for name in variant_names() if name != "torch" and not is_peer(name))  # those with kernels
 DIFFERENTIABLE = ("x", "dt", "A", "B", "C", "D", "z", "dt_bias", "initial_states")
+
+
+def describe(case: object) -> str:
+    """The fields of a dataclass that are not as they are by default, for the ids of tests."""
+    shown = [f"{f.name}={getattr(case, f.name)}" for f in fields(case) if getattr(case, f.name) != f.default]
+    return ",".join(shown).replace("=True", "").replace("torch.", "") or "plain"
 
 
 @dataclass(frozen=True)
@@ -59,8 +67,7 @@ class Case:
     C_dtype: torch.dtype | None = None
 
     def __str__(self) -> str:
-        shown = [f"{f.name}={getattr(self, f.name)}" for f in fields(self) if getattr(self, f.name) != f.default]
-        return ",".join(shown).replace("=True", "").replace("torch.", "") or "plain"
+        return describe(self)
 
 
 PLAIN = Case()

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from ssd.registry import get_variant
 from tests import errors
 from tests.inputs import Case, Shape, random_inputs
 
@@ -11,7 +10,7 @@ from tests.inputs import Case, Shape, random_inputs
 def test_one_wrong_head_of_many_is_named():
     inputs = random_inputs(Shape(1, 32, 64, 16, 64, 16, 16), Case(), torch.float16)
     ways = errors.cotangents(inputs)
-    right, truth = errors.results(get_variant("torch"), inputs, *ways), errors.truths(inputs, *ways)
+    right, truth = errors.results("torch", inputs, *ways), errors.truths(inputs, *ways)
     for name in ("out", "dx"):
         wrong = right[name].clone()
         head = wrong.select(2, 7)

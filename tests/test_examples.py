@@ -1,26 +1,18 @@
 """Each program in examples runs as it is, and prints what it promises."""
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from ssd import get_variant
 from ssd.registry import Variant, add_variant
+from tests.programs import ROOT, run_python
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = ROOT / "examples"
 
 
 def run(name: str) -> str:
-    environment = os.environ | {"PYTHONPATH": str(EXAMPLES.parent)}
-    environment.pop("TRITON_INTERPRET", None)  # a user has not set it
-    command = [sys.executable, str(EXAMPLES / name)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return run_python(EXAMPLES / name)
 
 
 def test_every_example_is_tested_and_listed():

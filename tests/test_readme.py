@@ -1,14 +1,12 @@
 """The README's examples run as they are printed."""
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-README = Path(__file__).parents[1] / "README.md"
+from tests.programs import ROOT, run_python
+
+README = ROOT / "README.md"
 EXAMPLES = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.M | re.S)
 
 
@@ -37,8 +35,4 @@ def test_the_first_screen_decides():
 def test_python_example_runs(number):
     if "patch_transformers" in EXAMPLES[number]:
         pytest.importorskip("transformers")
-    environment = os.environ | {"PYTHONPATH": str(README.parent)}
-    given = "" if "import torch\n" in EXAMPLES[number] else INPUTS
-    command = [sys.executable, "-c", given + EXAMPLES[number]]
-    done = subprocess.run(command, cwd=README.parent, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    run_python("-c", ("" if "import torch\n" in EXAMPLES[number] else INPUTS) + EXAMPLES[number])

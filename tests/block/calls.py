@@ -18,7 +18,7 @@ def run(function: Callable, given: dict, leaves: tuple[str, ...], named: tuple[s
     """Outputs and gradients by name, and the cotangents: noise, and what a loss that pulls to zero would send."""
     wanted = {name: given[name].detach().requires_grad_() for name in leaves if given[name] is not None}
     outs = function(**given | wanted)
-    outs = outs if isinstance(outs, tuple) else (outs,)
+    outs = (outs if isinstance(outs, tuple) else (outs,))[: len(named)]
     if ways is None:
         rng = generator(str(outs[0].device), "ways")
         ways = tuple((torch.randn(t.shape, generator=rng, device=t.device) + t.detach()).to(t.dtype) for t in outs)

@@ -1,6 +1,6 @@
 """The causal convolution against its definition in fp64: values, every gradient, and how it behaves inside torch."""
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -9,13 +9,11 @@ from torch.testing import assert_close
 
 from ssd.block import conv1d as module
 from ssd.block.conv1d import causal_conv1d_fn, compute_in_torch
+from ssd.block.kernels import conv1d as kernels
 from tests.block import calls
-from tests.inputs import generator
-from tests.refused import assert_refused, name_of
+from tests.inputs import GPU, HALF, describe, generator
 
 pytestmark = pytest.mark.usefixtures("poison")
-GPU = torch.cuda.is_available()
-HALF = torch.bfloat16 if GPU else torch.float16
 LEAVES = ("x", "weight", "bias", "initial_states")
 
 
@@ -37,8 +35,7 @@ class Case:
     parameter_dtype: torch.dtype = torch.float32
 
     def __str__(self) -> str:
-        shown = [f"{f.name}={getattr(self, f.name)}" for f in fields(self) if getattr(self, f.name) != f.default]
-        return ",".join(shown).replace("=True", "").replace("torch.", "") or "plain"
+        return describe(self)
 
 
 EVERYTHING = Case(documents=(2, 29, 1, 5, -3, 60), initial_states=True)
@@ -213,53 +210,9 @@ def test_final_states_out(device):
     assert x.grad[:, :, -3:].eq(1).all() and not x.grad[:, :, :-3].any()
 
 
-@pytest.mark.parametrize("case", (EVERYTHING, CONTINUED), ids=str)
-def test_torch_form(case):
-    """What CPU tensors and fp64 take: the definition in fp64, and its gradients against finite differences."""
-    given = inputs(replace(case, seqlen=9, dim=3, dtype=torch.float64, parameter_dtype=torch.float64,
-                           documents=case.documents and (2, 1, 3, -1, 4)), "cpu")
-    assert_close(mirror(**given), definition(**given), rtol=1e-13, atol=1e-13)
-    leaves = [given[name].requires_grad_() for name in LEAVES]
-
-    def call(*tensors):
-        return causal_conv1d_fn(**given | dict(zip(LEAVES, tensors, strict=True)))
-
-    assert torch.autograd.gradcheck(call, leaves) and torch.autograd.gradgradcheck(call, leaves)
-
-
-@pytest.mark.parametrize("case", (EVERYTHING, CONTINUED), ids=str)
-def test_opcheck(case, device):
-    given = inputs(replace(case, seqlen=5), device)
-    settings = (True, case.final_states)
-    tensors = [given[name] for name in ("x", "weight", "bias", "seq_idx", "initial_states")]
-    leaves = [t.detach().requires_grad_() if t.is_floating_point() else t for t in tensors if t is not None]
-    leaves = [None if t is None else leaves.pop(0) for t in tensors]
-    torch.library.opcheck(torch.ops.ssd.causal_conv1d.default, (*leaves, *settings))
-    dfinal = torch.randn(2, 20, 3, device=device) if case.final_states else None
-    torch.library.opcheck(torch.ops.ssd.causal_conv1d_bwd.default, (*tensors, torch.randn_like(given["x"]), dfinal, *settings))
-
-
-@pytest.mark.parametrize(("argument", "bad", "kind", "came", "accepted"), [
-    ("x", [1.0], TypeError, "list", "a tensor (batch, dim, seqlen)"),
-    ("x", torch.zeros(20, 6), ValueError, "(20, 6)", "(batch, dim, seqlen)"),
-    ("x", torch.zeros(2, 20, 0), ValueError, "(2, 20, 0)", "no size 0"),
-    ("x", torch.zeros(2, 20, 6, dtype=torch.int32), TypeError, "torch.int32", "torch.float32"),
-    ("weight", torch.zeros(20, 5), ValueError, "a width of 5", "2, 3 or 4"),
-    ("weight", torch.zeros(20, 1, 4), ValueError, "(20, 1, 4)", "(20, 4)"),
-    ("weight", torch.zeros(21, 4), ValueError, "(21, 4)", "(20, 4)"),
-    ("bias", 1.0, TypeError, "float", "(20,)"),
-    ("bias", torch.zeros(20, device="meta"), ValueError, "meta", "the device of x"),
-    ("seq_idx", torch.zeros(2, 7, dtype=torch.int32), ValueError, "(2, 7)", "(2, 6)"),
-    ("seq_idx", torch.zeros(2, 6), TypeError, "torch.float32", "torch.int32, torch.int64"),
-    ("initial_states", torch.zeros(2, 20, 4), ValueError, "(2, 20, 4)", "(2, 20, 3)"),
-    ("return_final_states", 1, TypeError, "1", "True or False"),
-    ("return_final_states", True, ValueError, "True with seq_idx", "False"),
-    ("final_states_out", torch.zeros(2, 3, 20), ValueError, "(2, 3, 20)", "(2, 20, 3)"),
-    ("activation", "gelu", ValueError, "'gelu'", "'silu'"),
-], ids=name_of)
-def test_bad_arguments_are_refused_by_name(argument, bad, kind, came, accepted, device):
-    good = inputs(replace(EVERYTHING, seqlen=6), device)
-    if argument == "final_states_out":
-        good |= {"return_final_states": True, "seq_idx": None}
-    bad = bad.to(device) if isinstance(bad, torch.Tensor) and not bad.is_meta else bad
-    assert_refused(causal_conv1d_fn, good | {argument: bad}, argument, kind, came, accepted)
+@pytest.mark.parametrize("case", (Case(dim=3), replace(EVERYTHING, dim=3, documents=(255, 45))), ids=str)
+def test_longest_pieces(case, device, monkeypatch):
+    """As on a GPU that has enough to do. The second document begins with the last token of a piece."""
+    monkeypatch.setattr(kernels, "_SHORTEST", 256)
+    assert kernels.pieces(torch.empty(1, 262, 3, device=device), 1) == (256, 2)
+    assert_right(inputs(replace(case, batch=1, seqlen=262), device))

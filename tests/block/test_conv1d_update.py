@@ -2,14 +2,13 @@
 
 import pytest
 import torch
-from torch.testing import assert_close
 
 from ssd.block.conv1d import causal_conv1d_fn
 from ssd.block.conv1d_update import causal_conv1d_update, compute_in_torch
-from tests.block.test_conv1d import GPU, HALF, definition
+from tests.block.test_conv1d import definition
 from tests.errors import assert_near
-from tests.inputs import generator
-from tests.refused import assert_refused, name_of
+from tests.inputs import GPU, HALF, generator
+from tests.refused import assert_refused
 
 pytestmark = pytest.mark.usefixtures("poison")
 BATCH, DIM = 3, 20
@@ -125,43 +124,6 @@ def test_no_gradient_comes_out_short(device):
     assert given["conv_state"]._version > version and not given["conv_state"].requires_grad
     with pytest.raises(RuntimeError, match="causal_conv1d_update has no gradient"):
         out.sum().backward()
-
-
-@pytest.mark.parametrize("indexed", (False, True), ids=("rows", "indexed"))
-def test_opcheck(indexed, device):
-    given = inputs(2, 1, indexed, indexed, device)
-    tensors = [given[name] for name in ("x", "conv_state", "weight", "bias")]
-    torch.library.opcheck(torch.ops.ssd.causal_conv1d_update.default,
-                          (*tensors, True, given["cache_seqlens"], given["conv_state_indices"]))
-
-
-def test_compile(device):
-    torch._dynamo.reset()
-    compiled = torch.compile(causal_conv1d_update, fullgraph=True, backend="inductor" if GPU else "aot_eager")
-    given = inputs(None, 1, True, True, device)
-    kept = given["conv_state"].clone()
-    with torch.no_grad():
-        assert_close(compiled(**given), causal_conv1d_update(**given | {"conv_state": kept}))
-    assert torch.equal(kept, given["conv_state"])
-
-
-@pytest.mark.parametrize(("argument", "bad", "kind", "came", "accepted"), [
-    ("x", torch.zeros(DIM), ValueError, f"({DIM},)", "(batch, dim, seqlen)"),
-    ("conv_state", torch.zeros(BATCH, DIM, 2), ValueError, f"({BATCH}, {DIM}, 2)", f"({BATCH}, {DIM}, 3)"),
-    ("conv_state", torch.zeros(5, DIM, 3), ValueError, f"(5, {DIM}, 3)", f"({BATCH}, {DIM}, 3)"),
-    ("conv_state", None, TypeError, "NoneType", f"({BATCH}, {DIM}, 3)"),
-    ("weight", torch.zeros(DIM, 1), ValueError, "a width of 1", "2, 3 or 4"),
-    ("activation", "relu", ValueError, "'relu'", "'silu'"),
-    ("cache_seqlens", torch.zeros(BATCH), TypeError, "torch.float32", "torch.int32"),
-    ("cache_seqlens", torch.zeros(2, dtype=torch.int32), ValueError, "(2,)", f"({BATCH},)"),
-    ("conv_state_indices", [0, 1, 2], TypeError, "list", "a tensor"),
-], ids=name_of)
-def test_bad_arguments_are_refused_by_name(argument, bad, kind, came, accepted, device):
-    given = inputs(None, 0, False, False, device)
-    state = given["conv_state"].clone()
-    bad = bad.to(device) if isinstance(bad, torch.Tensor) else bad
-    assert_refused(causal_conv1d_update, given | {argument: bad}, argument, kind, came, accepted)
-    assert torch.equal(given["conv_state"], state)
 
 
 def test_an_index_beyond_the_last_row(device):

@@ -7,117 +7,69 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ssd import ssd_chunk_scan
-from ssd.block import RMSNormGated, causal_conv1d_fn, mamba_inner_fn, rms_norm_gated, selective_scan_fn
+from ssd.block import RMSNormGated, mamba_inner_fn
 from ssd.block.split_conv1d_scan import split_conv1d_scan
 from ssd.modules import Mamba2
 from ssd.runtime import replay
-from tests.inputs import OURS, generator
+from tests.block import test_gated_norm, test_mamba_inner
+from tests.functions import BLOCK, Function, scan
+from tests.inputs import OURS, Case, generator
+from tests.interop import test_split
 
-BATCH, SEQLEN, HEADS, HEADDIM, DSTATE = 2, 9, 2, 16, 16
-DIM = HEADS * HEADDIM
-FEW = 4  # channels of a selective scan, which takes its time in the interpreter
-
-
-class Given:
-    """Random leaves, the same ones whenever they are drawn again."""
-
-    def __init__(self, device: str, dtype: torch.dtype, seed: int):
-        self.rng = generator(device, "in place", seed)
-        self.device, self.dtype = device, dtype
-        self.leaves: list[Tensor] = []
-
-    def leaf(self, *shape: int) -> Tensor:
-        t = torch.randn(shape, generator=self.rng, device=self.device).to(self.dtype)
-        self.leaves.append(t.requires_grad_())
-        return t
-
-    def rate(self, *shape: int) -> Tensor:
-        return -self.leaf(*shape).exp()
+USUAL = Case(D="h", dt_softplus=True, initial_states=True)
+GATED = Case(D="h", dt_softplus=True, initial_states=True, z=True)
 
 
-def scan(given: Given, variant: str, gate: bool = False):
-    tokens = BATCH, SEQLEN
-    x, dt, A = given.leaf(*tokens, HEADS, HEADDIM), given.leaf(*tokens, HEADS), given.rate(HEADS)
-    B, C = given.leaf(*tokens, 1, DSTATE), given.leaf(*tokens, 1, DSTATE)
-    return ssd_chunk_scan(x, dt, A, B, C, 16, D=given.leaf(HEADS), z=given.leaf(*x.shape) if gate else None,
-                          initial_states=given.leaf(BATCH, HEADS, HEADDIM, DSTATE), dt_softplus=True,
-                          return_final_states=True, variant=variant)
+def composed(call, drawn, **settings) -> Function:
+    """A function whose tensors are all leaves, drawn on the CPU in fp32."""
+    leaves = tuple(name for name, t in drawn().items() if isinstance(t, Tensor))
+    return Function(lambda **given: call(**given, **settings), lambda tokens, device, dtype: {
+        name: t.to(device) if isinstance(t, Tensor) else t for name, t in drawn().items()}, leaves)
 
 
-def scan_of_documents(given: Given):
-    x, dt, A = given.leaf(1, SEQLEN, HEADS, HEADDIM), given.leaf(1, SEQLEN, HEADS), given.rate(HEADS)
-    ends = torch.tensor([0, 4, SEQLEN], dtype=torch.int32, device=x.device)
-    B, C = given.leaf(1, SEQLEN, 1, DSTATE), given.leaf(1, SEQLEN, 1, DSTATE)
-    return ssd_chunk_scan(x, dt, A, B, C, 16, cu_seqlens=ends, dt_softplus=True, return_final_states=True,
-                          return_varlen_states=True)
+def module(made: nn.Module, **sizes) -> Function:
+    """A module, whose parameters are arguments too."""
+    parameters = dict(made.named_parameters())
+
+    def call(**given):
+        return functional_call(made, {name: given[name] for name in parameters}, tuple(given[name] for name in sizes))
+
+    return composed(call, lambda: {name: t.detach() for name, t in parameters.items()} | {
+        name: torch.randn(size) for name, size in sizes.items()})
 
 
-def convolution(given: Given, layout=lambda x: x):
-    x = layout(given.leaf(BATCH, DIM, SEQLEN))
-    return causal_conv1d_fn(x, given.leaf(DIM, 4), given.leaf(DIM), initial_states=given.leaf(BATCH, DIM, 3),
-                            return_final_states=True, activation="silu")
+def norm_of(*rows: int) -> Function:
+    inputs = test_gated_norm.inputs(rows, 32, "before", True, torch.float32, "cpu")
+    return composed(BLOCK["gated_norm"].call, lambda: test_gated_norm.named(inputs, 16, "before"))
 
 
-def norm(given: Given, *rows: int):
-    return (rms_norm_gated(given.leaf(*rows, DIM), given.leaf(DIM), given.leaf(DIM), given.leaf(*rows, DIM), group_size=16),)
-
-
-def norm_module(given: Given):
-    module = RMSNormGated(DIM, device=given.device, dtype=given.dtype)
-    given.leaves.append(module.weight)
-    return (module(given.leaf(BATCH, SEQLEN, DIM), given.leaf(BATCH, SEQLEN, DIM)),)
-
-
-def selective_scan(given: Given):
-    u, delta, z = (given.leaf(BATCH, FEW, SEQLEN) for _ in range(3))
-    B, C = given.leaf(BATCH, 2, SEQLEN), given.leaf(BATCH, 2, SEQLEN)
-    return selective_scan_fn(u, delta, given.rate(FEW, 2), B, C, given.leaf(FEW), z, delta_softplus=True,
-                             return_last_state=True)
-
-
-def inner(given: Given):
-    return (mamba_inner_fn(given.leaf(BATCH, 2 * FEW, SEQLEN), given.leaf(FEW, 1, 4), given.leaf(FEW), given.leaf(5, FEW),
-                           given.leaf(FEW, 1), given.leaf(6, FEW), None, given.rate(FEW, 2), D=given.leaf(FEW)),)
-
-
-def split(given: Given, norm: bool, project: bool):
-    convolved = DIM + 2 * DSTATE
-    return split_conv1d_scan(
-        given.leaf(BATCH, SEQLEN, DIM + convolved + HEADS), given.leaf(convolved, 4), None, given.leaf(HEADS),
-        given.rate(HEADS), given.leaf(HEADS), 16, headdim=HEADDIM, return_final_states=True, return_conv_states=True,
-        rmsnorm_weight=given.leaf(DIM) if norm else None, outproj_weight=given.leaf(6, DIM) if project else None)
-
-
-def block(given: Given):
-    torch.manual_seed(0)
-    module = Mamba2(DIM, d_state=DSTATE, headdim=HEADDIM, expand=1, chunk_size=16, device=given.device, dtype=given.dtype)
-    given.leaves += module.parameters()
-    return (module(given.leaf(BATCH, SEQLEN, DIM)),)
+def split(**settings) -> Function:
+    return composed(split_conv1d_scan, lambda: test_split.drawn(conv_bias=False, final=True, **settings),
+                    return_conv_states=True)
 
 
 FUNCTIONS = {
-    **{f"scan, {variant}": lambda given, variant=variant: scan(given, variant) for variant in (*OURS, "torch", "auto")},
-    "scan with a gate": lambda given: scan(given, "auto", gate=True),
-    "scan of documents": scan_of_documents,
-    "convolution": convolution,
-    "convolution, channels last": lambda given: convolution(given, lambda x: x.mT.contiguous().mT),
-    "norm": lambda given: norm(given, BATCH, SEQLEN),
-    "norm of rows": lambda given: norm(given, SEQLEN),
-    "norm of one row": norm,
-    "norm, a module": norm_module,
-    "selective scan": selective_scan,
-    "inner": inner,
-    "split, a gate": lambda given: split(given, norm=False, project=False),
-    "split, a norm": lambda given: split(given, norm=True, project=False),
-    "split, projected": lambda given: split(given, norm=True, project=True),
-    "block": block,
+    **{f"scan, {variant}": scan(variant, USUAL) for variant in (*OURS, "torch", "auto")},
+    "scan with a gate": scan("auto", GATED),
+    "scan of documents": scan("auto", Case(documents="varlen", dt_softplus=True)),
+    "conv1d, channels first": BLOCK["conv1d"]._replace(inputs=lambda *of: {
+        name: t.contiguous() if isinstance(t, Tensor) else t for name, t in BLOCK["conv1d"].inputs(*of).items()}),
+    **BLOCK,
+    "norm of rows": norm_of(9),
+    "norm of one row": norm_of(),
+    "norm, a module": module(RMSNormGated(32), x=(2, 9, 32), z=(2, 9, 32)),
+    "inner": composed(mamba_inner_fn, test_mamba_inner.drawn),
+    "split, a gate": split(norm=False, outproj=False, outproj_bias=False),
+    "split, a norm": split(outproj=False, outproj_bias=False),
+    "split, projected": split(),
+    "block": module(Mamba2(32, d_state=16, headdim=16, expand=1, chunk_size=16), u=(2, 9, 32)),
 }
 _KERNELS_ALONE = [f"scan, {variant}" for variant in OURS]
-_NOT_REPLAYED = ("scan, torch", "selective scan", "inner", "convolution")  # what is no launch is between theirs
+_NOT_REPLAYED = ("scan, torch", "selective_scan", "inner", "conv1d, channels first")  # what is no launch is between theirs
 # of an output and a leaf of its shape
 CHANGES = {
     "mul_": lambda out, leaf: out.mul_(2),
@@ -136,19 +88,25 @@ class Watching(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def gradients(function, change, given: Given, copied: bool) -> list[Tensor]:
+def gradients(call, change, given: dict, leaves: dict[str, Tensor], copied: bool) -> list[Tensor]:
     """Outputs as they have become, and the gradients; copied: of copies that are changed instead of what a function gave."""
-    outs = [out.clone() if copied else out for out in function(given)]
-    for out in outs:
-        change(out, given.leaf(*out.shape))
-    loss = sum((out.float() * torch.randn(out.shape, generator=given.rng, device=given.device)).sum() for out in outs)
-    found = torch.autograd.grad(loss, given.leaves, allow_unused=True)
+    outs = call(**given | leaves)
+    outs = [out.clone() if copied else out for out in (outs if isinstance(outs, tuple) else (outs,))]
+    rng = generator(str(outs[0].device), "in place")
+    added, weights = ([torch.randn(out.shape, generator=rng, device=out.device) for out in outs] for _ in range(2))
+    added = [t.to(out.dtype).requires_grad_() for t, out in zip(added, outs, strict=True)]
+    for out, leaf in zip(outs, added, strict=True):
+        change(out, leaf)
+    loss = sum((out.float() * weight).sum() for out, weight in zip(outs, weights, strict=True))
+    found = torch.autograd.grad(loss, (*leaves.values(), *added), allow_unused=True)
     return [*(out.detach() for out in outs), *(t for t in found if t is not None)]
 
 
-def check(function, change, device: str, dtype: torch.dtype, seed: int = 0) -> None:
-    got, wanted = (gradients(FUNCTIONS[function], CHANGES[change], Given(device, dtype, seed), copied)
-                   for copied in (False, True))
+def check(function: str, change: str, device: str, dtype: torch.dtype, factor: float = 1.0) -> None:
+    call, inputs, names = FUNCTIONS[function][:3]
+    given = inputs(9, device, torch.float32)
+    leaves = {name: (given[name] * factor).to(dtype).requires_grad_() for name in names if given[name] is not None}
+    got, wanted = (gradients(call, CHANGES[change], given, leaves, copied) for copied in (False, True))
     assert len(got) == len(wanted) > 2
     for a, b in zip(got, wanted, strict=True):
         assert b.isfinite().all()
@@ -156,7 +114,7 @@ def check(function, change, device: str, dtype: torch.dtype, seed: int = 0) -> N
 
 
 @pytest.mark.parametrize(("function", "change"), [
-    *((function, "twice") for function in FUNCTIONS), *((function, change) for function in ("scan, fused", "norm")
+    *((function, "twice") for function in FUNCTIONS), *((function, change) for function in ("scan, fused", "gated_norm")
                                                         for change in CHANGES if change != "twice")])
 def test_changed_in_place(function, change, device):
     check(function, change, device, torch.float32)
@@ -180,5 +138,5 @@ def test_replayed(function, device):
     replay.clear()
     for seed in range(5):
         for change in CHANGES:
-            check(function, change, device, torch.bfloat16, seed)
+            check(function, change, device, torch.bfloat16, factor=1 + seed / 8)
     assert any(isinstance(t, replay.Recording) for t in replay._recordings.values()) == (function not in _NOT_REPLAYED)

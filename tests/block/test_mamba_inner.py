@@ -1,4 +1,4 @@
-"""mamba_inner_fn against one loop over tokens in fp64, in its output and every gradient."""
+"""mamba_inner_fn against the definitions of its parts in fp64, in its output and every gradient."""
 
 import pytest
 import torch
@@ -6,11 +6,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ssd.block.mamba_inner import mamba_inner_fn
-from tests.inputs import generator
+from tests.block import test_conv1d, test_selective_scan
+from tests.inputs import HALF, generator
 
 BATCH, DIM, SEQLEN, DSTATE, RANK, WIDTH, OUT = 2, 4, 11, 3, 2, 4, 5
 BOUND = 2e-5  # of a tensor's norm
-HALF = torch.bfloat16 if torch.cuda.is_available() else torch.float16  # the interpreter gets bf16 wrong
 HALF_BOUND = 4 * torch.finfo(HALF).eps
 
 CASES = {
@@ -45,35 +45,25 @@ def normed(t: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     return t if weight is None else t / (t.square().mean(-1, keepdim=True) + eps).sqrt() * weight
 
 
-def token_by_token(xz, conv1d_weight, conv1d_bias, x_proj_weight, delta_proj_weight, out_proj_weight, out_proj_bias, A, B=None,
-                   C=None, D=None, delta_bias=None, B_proj_bias=None, C_proj_bias=None, delta_softplus=True, checkpoint_lvl=1,
-                   b_rms_weight=None, c_rms_weight=None, dt_rms_weight=None, b_c_dt_rms_eps=1e-6):
-    def shared(given, projected, bias, weight, t):
-        """B or C of a token, for each channel: [batch, dim, dstate]."""
-        if given is None:
-            found = normed(projected if bias is None else projected + bias, weight, b_c_dt_rms_eps)[:, None]
-        elif given.dim() == 2:
-            return given.expand(len(xz), -1, -1)
-        else:
-            found = normed((given if given.dim() == 4 else given[:, None])[..., t], weight, b_c_dt_rms_eps)
-        return found.repeat_interleave(DIM // found.shape[1], 1)
+def definition(xz, conv1d_weight, conv1d_bias, x_proj_weight, delta_proj_weight, out_proj_weight, out_proj_bias, A, B=None,
+               C=None, D=None, delta_bias=None, B_proj_bias=None, C_proj_bias=None, delta_softplus=True, checkpoint_lvl=1,
+               b_rms_weight=None, c_rms_weight=None, dt_rms_weight=None, b_c_dt_rms_eps=1e-6):
+    """By the definitions of the convolution and of the scan."""
+    def shared(given, projected, bias, weight):
+        """B or C: (batch, groups, dstate, seqlen), with a group for each channel where it does not vary with the token."""
+        if given is not None and given.dim() == 2:
+            return given[None, :, :, None].expand(len(xz), -1, -1, xz.shape[2])
+        found = (projected if bias is None else projected + bias).mT if given is None else given
+        return normed((found if found.dim() == 4 else found[:, None]).mT, weight, b_c_dt_rms_eps).mT
 
-    x, z = xz[:, :DIM], xz[:, DIM:]
-    padded = F.pad(x, (WIDTH - 1, 0))
-    state, outs = x.new_zeros(len(x), DIM, DSTATE), []
-    for t in range(x.shape[2]):
-        u = (padded[:, :, t : t + WIDTH] * conv1d_weight[:, 0]).sum(-1)
-        u = F.silu(u if conv1d_bias is None else u + conv1d_bias)
-        row = u @ x_proj_weight.T
-        delta = normed(row[:, :RANK] @ delta_proj_weight.T, dt_rms_weight, b_c_dt_rms_eps)
-        delta = delta if delta_bias is None else delta + delta_bias
-        delta = F.softplus(delta) if delta_softplus else delta
-        B_t = shared(B, row[:, RANK : RANK + DSTATE], B_proj_bias, b_rms_weight, t)
-        C_t = shared(C, row[:, -DSTATE:], C_proj_bias, c_rms_weight, t)
-        state = (delta[..., None] * A).exp() * state + (delta * u)[..., None] * B_t
-        y = (state * C_t).sum(-1) + (0 if D is None else D * u)
-        outs.append((y * F.silu(z[:, :, t])) @ out_proj_weight.T + (0 if out_proj_bias is None else out_proj_bias))
-    return torch.stack(outs, 1)
+    x, z = xz.chunk(2, 1)
+    u = test_conv1d.definition(x, conv1d_weight[:, 0], conv1d_bias, activation="silu")
+    rows = u.mT @ x_proj_weight.T
+    delta = normed(rows[..., :RANK] @ delta_proj_weight.T, dt_rms_weight, b_c_dt_rms_eps).mT
+    B = shared(B, rows[..., RANK : RANK + DSTATE], B_proj_bias, b_rms_weight)
+    C = shared(C, rows[..., -DSTATE:], C_proj_bias, c_rms_weight)
+    y, _ = test_selective_scan.definition(u, delta, A, B, C, D, z, delta_bias, delta_softplus)
+    return F.linear(y.mT, out_proj_weight, out_proj_bias)
 
 
 def leaves(given: dict, dtype: torch.dtype, device: str) -> dict:
@@ -85,9 +75,9 @@ def tensors(given: dict) -> dict[str, Tensor]:
 
 
 def assert_equal(ours: dict, bound: float, device: str) -> None:
-    """The function and the loop in fp64, in their outputs and the gradients of `ours`, which are leaves."""
+    """The function and its definition in fp64, in their outputs and the gradients of `ours`, which are leaves."""
     truth = leaves(ours, torch.float64, device)
-    got, expected = mamba_inner_fn(**ours), token_by_token(**truth)
+    got, expected = mamba_inner_fn(**ours), definition(**truth)
     way = torch.randn(expected.shape, generator=generator("cpu", "way")).to(expected)
     got.backward(way.to(got.dtype))
     expected.backward(way)
@@ -145,27 +135,3 @@ def test_no_copy_before_the_scan(device, monkeypatch):
     mamba_inner_fn(**constant, out_proj_bias=None)
     assert seen["B"].shape == seen["C"].shape == (BATCH, DIM, DSTATE, SEQLEN)
     assert seen["B"].data_ptr() == constant["B"].data_ptr() and seen["C"].stride(1) == 0
-
-
-DIMS = (DIM, DSTATE)
-BAD = {
-    "no tensor": ({"xz": None}, TypeError, r"xz: got NoneType, expected a tensor \(batch, 2 \* dim, seqlen\)"),
-    "odd": ({"xz": torch.zeros(2, 7, 11)}, ValueError, r"xz: got 7 channels, expected 2 \* dim, an even number"),
-    "A": ({"A": torch.zeros(5, 3)}, ValueError, r"A: got shape \(5, 3\), expected \(4, 3\) to go with xz"),
-    "filter": ({"conv1d_weight": torch.zeros(4, 4)}, ValueError, r"conv1d_weight: got .* expected \(dim, 1, width\)"),
-    "rows": ({"x_proj_weight": torch.zeros(9, 4)}, ValueError, r"x_proj_weight: got shape \(9, 4\), expected \(8, 4\)"),
-    "dtype": ({"x_proj_weight": torch.zeros(8, 4).half()}, TypeError, "x_proj_weight: got .*float16, expected .*float32"),
-    "delta": ({"delta_proj_weight": torch.zeros(3, 2)}, ValueError, r"delta_proj_weight: got .* expected \(4, 2\)"),
-    "out": ({"out_proj_weight": torch.zeros(5, 3)}, ValueError, r"out_proj_weight: got shape \(5, 3\), expected \(5, 4\)"),
-    "D": ({"D": torch.zeros(4, 1)}, ValueError, r"D: got shape \(4, 1\)"),
-    "B": ({"B": torch.zeros(3)}, ValueError, r"B: got shape \(3,\), expected None, \(4, 3\), \(batch, dstate, seqlen\)"),
-    "given": ({"B": torch.zeros(2, 3, 10)}, ValueError, r"B: got shape \(2, 1, 3, 10\), expected \(2, 1, 3, 11\)"),
-    "bias": ({"C": torch.zeros(DIMS), "C_proj_bias": torch.zeros(3)}, ValueError, "C_proj_bias: got a tensor beside C"),
-    "level": ({"checkpoint_lvl": 2}, ValueError, "checkpoint_lvl: got 2, expected 0 or 1"),
-}
-
-
-@pytest.mark.parametrize("changed, error, message", BAD.values(), ids=BAD)
-def test_bad_arguments(changed, error, message):
-    with pytest.raises(error, match=message):
-        mamba_inner_fn(**drawn() | changed)

@@ -1,6 +1,6 @@
 """Mamba-1's selective scan against its definition in fp64: values, every gradient, and how it behaves inside torch."""
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -15,11 +15,9 @@ from ssd.block.selective_scan import compute_in_torch, selective_scan_fn
 from ssd.block.state_update import selective_state_update
 from ssd.runtime import replay
 from tests.block import calls
-from tests.inputs import generator
+from tests.inputs import GPU, HALF, describe, generator
 
 pytestmark = pytest.mark.usefixtures("poison")
-GPU = torch.cuda.is_available()
-HALF = torch.bfloat16 if GPU else torch.float16
 OPTIONAL = ("D", "z", "delta_bias")
 LEAVES = ("u", "delta", "A", "B", "C", *OPTIONAL)
 SUMS = ("dA", "dB", "dC", "dD", "ddelta_bias")  # over tokens or channels, in another order than the mirror's
@@ -43,8 +41,7 @@ class Case:
     dtype: torch.dtype = torch.float32
 
     def __str__(self) -> str:
-        shown = [f"{f.name}={getattr(self, f.name)}" for f in fields(self) if getattr(self, f.name) != f.default]
-        return ",".join(shown).replace("torch.", "") or "plain"
+        return describe(self)
 
 
 CASES = [
@@ -172,11 +169,6 @@ def test_without_the_last_state(device):
     out = selective_scan_fn(**given | {"return_last_state": False})
     assert torch.equal(out, selective_scan_fn(**given)[0]) and out.grad_fn is None
     assert torch.equal(out, selective_scan_fn(**given | {"return_last_state": None}))  # as MambaVision calls it
-    given["A"].requires_grad_()
-    out = selective_scan_fn(**given | {"return_last_state": False})
-    (dA,) = torch.autograd.grad(out.square().sum(), given["A"], create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        dA.sum().backward()
 
 
 @pytest.mark.parametrize("dtypes", ({}, {"u": HALF, "A": torch.float64, "z": torch.float32}), ids=("as they are", "mixed"))
@@ -246,29 +238,6 @@ def test_the_same_bits_in_every_run(device):
     assert all(torch.equal(first[name], again[name]) for name in first)
 
 
-def test_torch_form():
-    """What CPU tensors and fp64 take: the definition in fp64, and its gradients against finite differences."""
-    given = doubled(inputs(Case(seqlen=5, dim=4, dstate=2), "cpu"))
-    assert_close(selective_scan_fn(**given), definition(**given), rtol=1e-12, atol=1e-12)
-    leaves = [given[name].contiguous().requires_grad_() for name in LEAVES]
-
-    def call(*tensors):
-        return selective_scan_fn(**given | dict(zip(LEAVES, tensors, strict=True)))
-
-    assert torch.autograd.gradcheck(call, leaves)
-
-
-@pytest.mark.parametrize("case", (Case(dim=2), Case(dim=2, seqlen=5, options=(), ngroups=0)), ids=str)
-def test_opcheck(case, device):
-    given = inputs(case, device)
-    tensors = [given[name] for name in LEAVES]
-    tensors[3:5] = [t if t.dim() == 4 else t.unsqueeze(1) for t in tensors[3:5]]
-    leaves = [None if t is None else t.detach().contiguous().requires_grad_() for t in tensors]
-    torch.library.opcheck(torch.ops.ssd.selective_scan.default, (*leaves, True, True))
-    out, last_state, states = torch.ops.ssd.selective_scan(*tensors, True, True)
-    torch.library.opcheck(torch.ops.ssd.selective_scan_bwd.default, (*tensors, states, out, last_state, True, True))
-
-
 @torch._inductor.config.patch(force_disable_caches=True)  # caches do not know that other kernels are forced
 @pytest.mark.parametrize("dynamic", (None, True))
 def test_compile(dynamic, device):
@@ -309,26 +278,3 @@ def test_offsets_beyond_int32(device, much_memory):
     alone, _ = run(selective_scan_fn, given | part, (ways[0][1:, last], ways[1][1:, last]))
     for name in ("out", "last_state", "du", "ddelta", "dz"):
         assert torch.equal(got[name][1:, last], alone[name]), name
-
-
-WRONG = [
-    ("u", lambda t: t.long(), TypeError, "u: got dtype torch.int64"),
-    ("u", lambda t: t[0], ValueError, r"u: got shape \(6, 20\), expected \(batch, dim, seqlen\)"),
-    ("u", lambda t: None, TypeError, "u: got NoneType"),
-    ("delta", lambda t: t[:, 1:], ValueError, r"delta: got shape \(2, 5, 20\), expected \(2, 6, 20\) to go with u"),
-    ("A", lambda t: t.to(torch.complex64), TypeError, "A: got torch.complex64, expected a real dtype"),
-    ("A", lambda t: t.new_ones(6, 257), ValueError, "A: got dstate = 257, expected at most 256"),
-    ("B", lambda t: t[0, 0], ValueError, r"B: got shape \(3, 20\), expected .* can be expanded"),
-    ("B", lambda t: t.repeat(1, 2, 1, 1), ValueError, "B: got ngroups = 4, expected a divisor of dim = 6"),
-    ("C", lambda t: t[:, :1], ValueError, r"C: got shape \(2, 1, 3, 20\), expected \(2, 2, 3, 20\)"),
-    ("D", lambda t: t[:, None], ValueError, "D: got shape"),
-    ("delta_bias", lambda t: t.int(), TypeError, "delta_bias: got dtype"),
-    ("delta_softplus", lambda _: 1, TypeError, "delta_softplus: got 1"),
-]
-
-
-@pytest.mark.parametrize("name, change, kind, message", WRONG)
-def test_bad_input(name, change, kind, message, device):
-    given = inputs(Case(), device)
-    with pytest.raises(kind, match=message):
-        selective_scan_fn(**given | {name: change(given[name])})

@@ -11,8 +11,9 @@ from triton import knobs
 
 from ssd.block import selective_scan
 from ssd.block.kernels.selective_scan_dispatch import takes_walk
-from tests.block.test_selective_scan import GPU, Case, assert_right, inputs
+from tests.block.test_selective_scan import Case, assert_right, inputs
 from tests.executor import Executor
+from tests.inputs import GPU
 
 pytestmark = pytest.mark.skipif(GPU, reason="the kernels themselves run here")
 WALK = "ssd.block.kernels.selective_scan_walk"

@@ -8,12 +8,10 @@ from ssd import reference
 from ssd.block.kernels.state_update import state_update
 from ssd.block.state_update import compute_in_torch, selective_state_update
 from tests.errors import assert_near
-from tests.inputs import Case, Shape, generator, random_inputs
-from tests.refused import assert_refused, name_of
+from tests.inputs import GPU, HALF, Case, Shape, generator, random_inputs
+from tests.refused import assert_refused
 
 pytestmark = pytest.mark.usefixtures("poison")
-GPU = torch.cuda.is_available()
-HALF = torch.bfloat16 if GPU else torch.float16
 NAMES = ("state", "x", "dt", "A", "B", "C", "D", "z", "dt_bias")
 OPTIONAL = ("D", "z", "dt_bias")
 OPTIONS = [(), ("D",), ("z",), ("dt_bias",), ("dt_softplus",), (*OPTIONAL, "dt_softplus")]
@@ -210,55 +208,6 @@ def test_a_gradient_is_refused(name, device):
         assert not run(given)[0].requires_grad
 
 
-@pytest.mark.parametrize("indexed", (False, True), ids=("", "indexed"))
-def test_opcheck(indexed, device):
-    torch.library.opcheck(torch.ops.ssd.selective_state_update.default, tuple(inputs(indexed=indexed, device=device).values()))
-
-
-@pytest.mark.parametrize("dynamic", (None, True))
-def test_compile(dynamic, device):
-    """One graph; it sees that the state changes, also where it is read again."""
-    torch._dynamo.reset()
-
-    def step(state, **given):
-        before = state.sum()
-        out = selective_state_update(state, **given)
-        return out, before, state.sum()
-
-    compiled = torch.compile(step, fullgraph=True, backend="inductor" if GPU else "aot_eager", dynamic=dynamic)
-    for batch in (3, 5):
-        given = inputs((batch, 4, 2, 10, 20), indexed=True, device=device)
-        assert_close(run(given, compiled), run(given, step))
-        assert not torch.equal(run(given, compiled)[1], given["state"])
-
-
-@pytest.mark.parametrize(("argument", "bad", "kind", "came", "accepted"), [
-    ("state", None, TypeError, "NoneType", "a tensor (rows, nheads, dim, dstate)"),
-    ("state", torch.zeros(10, 20), ValueError, "(10, 20)", "(rows, nheads, dim, dstate)"),
-    ("state", torch.zeros(4, 4, 10, 20), ValueError, "4 rows", "batch = 3, or state_batch_indices"),
-    ("x", torch.zeros(3, 4, 10, 1), ValueError, "(3, 4, 10, 1)", "(batch, nheads, dim)"),
-    ("x", torch.zeros(0, 4, 10), ValueError, "(0, 4, 10)", "no size 0"),
-    ("x", torch.zeros(3, 4, 11), ValueError, "(3, 4, 11)", "(3, 4, 10)"),
-    ("x", torch.zeros(3, 4, 10, dtype=torch.int32), TypeError, "torch.int32", "torch.float32"),
-    ("dt", torch.zeros(3, 4, 1), ValueError, "(3, 4, 1)", "(3, 4, 10)"),
-    ("A", torch.zeros(4), ValueError, "(4,)", "(nheads, dim, dstate)"),
-    ("B", torch.zeros(3, 3, 20), ValueError, "ngroups = 3", "a divisor of nheads = 4"),
-    ("C", torch.zeros(3, 4, 20), ValueError, "(3, 4, 20)", "(3, 2, 20)"),
-    ("D", 1.0, TypeError, "float", "a tensor (nheads, dim)"),
-    ("z", torch.zeros(3, 4, 10, device="meta"), ValueError, "meta", "the device of state"),
-    ("dt_bias", torch.zeros(4, 1), ValueError, "(4, 1)", "(4, 10)"),
-    ("dt_softplus", 1, TypeError, "1", "True or False"),
-    ("state_batch_indices", torch.zeros(3), TypeError, "torch.float32", "torch.int32 or torch.int64"),
-    ("state_batch_indices", torch.zeros(2, dtype=torch.int32), ValueError, "(2,)", "(3,)"),
-], ids=name_of)
-def test_bad_arguments_are_refused_by_name(argument, bad, kind, came, accepted, device):
-    given = inputs(device=device)
-    state = given["state"].clone()
-    bad = bad.to(device) if isinstance(bad, torch.Tensor) and not bad.is_meta else bad
-    assert_refused(selective_state_update, given | {argument: bad}, argument, kind, came, accepted)
-    assert torch.equal(given["state"], state)
-
-
 def test_an_index_beyond_the_state(device):
     """Refused on the CPU, which looks; on a GPU it counts as padding, and nothing is read or written there."""
     beyond = torch.tensor([2, 3, 0], device=device)
@@ -287,10 +236,3 @@ def test_cuda_graph(device):
     for _ in range(3):
         graph.replay()
         assert torch.equal(out, selective_state_update(**given | {"state": eager})) and torch.equal(given["state"], eager)
-
-
-@pytest.mark.gpu(count=2)
-def test_second_device():
-    """While another device is current."""
-    given = inputs(SIZES[2], dtype=HALF, device="cuda:1")
-    assert_all_near(run(given), run(given, compute_in_torch), definition(**given))

@@ -6,14 +6,11 @@ import pytest
 import torch
 
 from fused import plain_states
-from ssd.registry import get_variant
 from ssd.types import Options
-from tests.errors import assert_all_accurate, cotangents, results, truths
-from tests.inputs import EVERYTHING, Case, Shape, random_inputs
+from tests.errors import assert_right
+from tests.inputs import EVERYTHING, GPU, HALF, Case, Shape, random_inputs
 
 pytestmark = pytest.mark.usefixtures("poison")
-GPU = torch.cuda.is_available()
-HALF = torch.bfloat16 if GPU else torch.float16
 CASES = {"plain": Case(), "everything": EVERYTHING, "varlen": replace(EVERYTHING, documents="varlen"),
          "strong_decay": Case(strong_decay=True, initial_states=True)}
 SHAPES = [Shape(1, 150, 2, 20, 1, 24, 32), Shape(2, 70, 2, 16, 1, 16, 64)]
@@ -36,9 +33,7 @@ def test_right_without_walks(name, dtype, shape, case, save, device, monkeypatch
     monkeypatch.setattr(plain_states, "dstates_passing", _no_walk)
     monkeypatch.setattr("fused.forward.chunk_state_passing", _no_walk)
     inputs = random_inputs(shape, CASES[case], dtype, device)
-    ways = cotangents(inputs)
-    options = Options(gluon=False, save_states=save)
-    assert_all_accurate(results(get_variant(name), inputs, *ways, options), truths(inputs, *ways), inputs, *ways)
+    assert_right(name, inputs, options=Options(gluon=False, save_states=save))
 
 
 @pytest.mark.parametrize(("shape", "chunks", "forward", "backward"), [

@@ -1,73 +1,91 @@
 """Sub-chunks are dealt to blocks once each, every run is entered by exactly what lies before it, and the cut pays."""
 
 import random
-from itertools import product
-from typing import NamedTuple
+from itertools import product, zip_longest
 
 import pytest
 import torch
 
 from fused import schedule
 from fused.schedule import choose_two_level_segment, count_resident_blocks, cut_evenly, deal_two_level, keep_whole
-from fused.time_model import get_time_model
 
 RESIDENT = count_resident_blocks(132, 4)
 CPU, GPU = torch.device("cpu"), "h200"
-SCAN, EVERY_STATE, FEW_STATES = "scan_step", "every_state_step", "few_states_step"
+WALKS = ("scan_step", "every_state_step", "few_states_step")
 SIZES = [(1, 64, 64, 132), (4, 64, 64, 132), (4, 40, 64, 132), (1, 40, 1024, 132), (8, 12, 32, 132), (3, 2, 16, 132),
          (1, 16, 64, 132), (1, 32, 64, 132), (1, 48, 64, 132), (1, 1, 1, 7), (2, 3, 5, 4), (5, 1, 100, 2)]
 
 
-class Listed(NamedTuple):
+def list_runs(table: torch.Tensor | None) -> list[list[tuple[int, ...]]]:
     """Runs as a list for each block, without the empty ones that fill up the tables."""
-
-    sequences: list[list[tuple[int, ...]]]
-    pieces: list[list[tuple[int, ...]]]
-    npieces: int
-
-
-def listed(table: torch.Tensor | None) -> list[list[tuple[int, ...]]]:
-    return [] if table is None else [[tuple(run) for run in block if run[2] < run[3]] for block in table.tolist()]
+    if table is None:
+        return []
+    assert table.is_contiguous() and table.dtype == torch.int32
+    return [[tuple(run) for run in block if run[2] < run[3]] for block in table.tolist()]
 
 
-def deal(batch, pairs, nsub, blocks, walk, cut=True) -> Listed:
+def check(runs: schedule.Runs, batch: int, pairs: int, nsub: int, blocks: int) -> tuple[list[tuple[int, ...]], ...]:
+    """Every sub-chunk is walked once, and pieces lie in shares of one length, but for the last. Returns the runs in the order
+    in which blocks take them, and the pieces.
+    """
+    sequences, shares = list_runs(runs.sequences), list_runs(runs.pieces)
+    assert len(sequences) <= blocks and len(shares) <= blocks
+    turns = [run for turn in zip_longest(*sequences) for run in turn if run]
+    walked = sorted((b, pair, c) for b, pair, first, last, *_ in turns for c in range(first, last))
+    assert walked == list(product(range(batch), range(pairs), range(nsub)))
+    pieces = [piece for share in shares for piece in share]
+    assert [piece[4] for piece in pieces] == list(range(runs.npieces)) and (runs.pieces is None) == (not pieces)
+    lengths = [sum(last - first for _, _, first, last, *_ in share) for share in shares]
+    assert all(length == lengths[0] for length in lengths[:-1]) and lengths[-1:] <= lengths[:1]
+    return turns, pieces
+
+
+def check_deal(batch: int, pairs: int, nsub: int, blocks: int, walk: str, cut: bool) -> bool:
+    """Whole sequences go first, then first segments; each is entered by exactly the pieces before it. Whether any is cut."""
     runs = schedule.deal(batch, pairs, nsub, blocks, GPU, walk, cut, CPU)
-    return Listed(listed(runs.sequences), listed(runs.pieces), runs.npieces)
+    turns, pieces = check(runs, batch, pairs, nsub, blocks)
+    order = [(last - first < nsub, first, b, pair) for b, pair, first, last, *_ in turns]
+    assert order == sorted(order) and (cut or not pieces)
+    for b, pair, first, _, piece, npieces in turns:
+        spans = [span for *owner, start, end, _, _ in pieces[piece : piece + npieces] if owner == [b, pair]
+                 for span in [(start, end)]]
+        assert len(spans) == npieces and [0, *[end for _, end in spans]] == [*[start for start, _ in spans], first]
+    return runs.npieces > 0
 
 
-WALKS = pytest.mark.parametrize("walk", (SCAN, EVERY_STATE, FEW_STATES), ids=("scan", "every_state", "few_states"))
-
-
-@WALKS
+@pytest.mark.parametrize("walk", WALKS)
 @pytest.mark.parametrize("cut", (True, False))
 @pytest.mark.parametrize(("batch", "pairs", "nsub", "blocks"), SIZES)
-def test_every_sub_chunk_once(batch, pairs, nsub, blocks, walk, cut):
-    runs = deal(batch, pairs, nsub, blocks, walk, cut)
-    assert len(runs.sequences) <= blocks and len(runs.pieces) <= blocks
-    walked = sorted((b, pair, c) for of in runs.sequences for b, pair, first, last, _, _ in of for c in range(first, last))
-    assert walked == [(b, pair, c) for b in range(batch) for pair in range(pairs) for c in range(nsub)]
-    if not cut:
-        assert runs.npieces == 0 and not runs.pieces
+def test_what_is_dealt(batch, pairs, nsub, blocks, walk, cut):
+    check_deal(batch, pairs, nsub, blocks, walk, cut)
 
 
-@WALKS
-@pytest.mark.parametrize(("batch", "pairs", "nsub", "blocks"), SIZES)
-def test_pieces_lead_up_to_their_run(batch, pairs, nsub, blocks, walk):
-    runs = deal(batch, pairs, nsub, blocks, walk)
-    pieces = sorted((piece, (b, pair), (first, last)) for of in runs.pieces for b, pair, first, last, piece, _ in of)
-    assert [piece for piece, _, _ in pieces] == list(range(runs.npieces))
-    for of in runs.sequences:
-        for b, pair, first, _, piece, npieces in of:
-            spans = [span for _, owner, span in pieces[piece : piece + npieces] if owner == (b, pair)]
-            assert len(spans) == npieces
-            assert [0, *[last for _, last in spans]] == [*[first for first, _ in spans], first]
+def test_random_sizes():
+    draw = random.Random(0)
+    cuts = [check_deal(draw.choice((1, 1, 2, 3, 8)), draw.choice((1, 2, 3, 12, 40)), draw.choice((1, 2, 5, 16, 64, 100)),
+                       draw.choice((1, 4, 7, 66, 132, 200)), draw.choice(WALKS), draw.random() < 0.9) for _ in range(300)]
+    assert sum(cuts) > 40
+
+
+def test_random_sizes_in_two_levels():
+    """Pairs run fastest, then segments."""
+    draw = random.Random(0)
+    for _ in range(60):
+        batch, pairs, nsub, every = (draw.randint(1, most) for most in (5, 10, 40, 8))
+        blocks = draw.choice((None, 1, 5, 132, 10_000))
+        turns, _ = check(deal_two_level(batch, pairs, nsub, every, blocks, CPU), batch, pairs, nsub, blocks or 1 << 20)
+        order = [(b, first, pair) for b, pair, first, *_ in turns]
+        assert order == sorted(order) and all(last == min(first + every, nsub) for _, _, first, last, *_ in turns)
 
 
 def test_cuts_where_it_pays():
-    assert deal(3, 96, 32, 132, SCAN).npieces > 0  # two rounds, and 24 sequences of which a third round would not be worth it
-    assert deal(1, 64, 64, 132, SCAN).npieces > 0  # 64 blocks would leave 68 SMs idle
-    assert deal(4, 64, 64, 132, SCAN).npieces == 0  # two rounds, the second nearly full
-    longest = max(sum(last - first for _, _, first, last, _, _ in of) for of in deal(4, 40, 64, 132, SCAN).sequences)
+    def deal(*sizes):
+        return schedule.deal(*sizes, 132, GPU, "scan_step", True, CPU)
+
+    assert deal(3, 96, 32).npieces > 0  # two rounds, and 24 sequences of which a third round would not be worth it
+    assert deal(1, 64, 64).npieces > 0  # 64 blocks would leave 68 SMs idle
+    assert deal(4, 64, 64).npieces == 0  # two rounds, the second nearly full
+    longest = max(sum(last - first for _, _, first, last, *_ in of) for of in list_runs(deal(4, 40, 64).sequences))
     assert longest == 64 + 64 // 4  # the 28 left over in 4 parts on 112 blocks
 
 
@@ -75,63 +93,6 @@ def test_spans_are_as_long_as_fill_the_gpu():
     assert choose_two_level_segment(64, 32, 132, GPU) == 8  # two rounds instead of four
     assert choose_two_level_segment(12, 32, 132, GPU) == 4  # one round of 96 blocks; 8 would leave 84 SMs idle
     assert choose_two_level_segment(2, 4, 132, GPU) == 2
-
-
-def tabled(blocks: list[list[tuple[int, ...]]]) -> torch.Tensor:
-    """Lists of runs as a table, the shorter ones filled up with empty runs."""
-    longest = max(map(len, blocks))
-    return torch.tensor([[*runs, *[(0,) * 6] * (longest - len(runs))] for runs in blocks], dtype=torch.int32)
-
-
-def deal_slowly(batch, pairs, nsub, blocks, walk, cut) -> Listed:
-    """One sub-chunk of the pieces after the other."""
-    whole = batch * pairs // blocks * blocks
-    rest = range(whole, batch * pairs)
-    each, share = schedule._choose_cut(get_time_model(GPU), walk, len(rest), nsub, blocks) if cut and rest else (nsub, nsub)
-    parts = [(sequence, first) for first in range(0, nsub, each) for sequence in rest]
-    walked = [(sequence, c) for sequence in rest for c in range(range(0, nsub, each)[-1])]  # all but the last part
-    starts = [k for k, (_, c) in enumerate(walked) if c % each == 0 or k % share == 0]
-    pieces = [[] for _ in range(-(-len(walked) // share))]
-    for piece, (start, end) in enumerate(zip(starts, [*starts, len(walked)][1:], strict=True)):
-        sequence, first = walked[start]
-        pieces[start // share].append((*divmod(sequence, pairs), first, first + end - start, piece, 0))
-
-    def run(sequence, first, last):
-        before = [n for n, k in enumerate(starts) if walked[k][0] == sequence and walked[k][1] < first]
-        return *divmod(sequence, pairs), first, last, min(before, default=0), len(before)
-
-    runs = [run(sequence, 0, nsub) for sequence in range(whole)]
-    runs += [run(sequence, first, min(first + each, nsub)) for sequence, first in parts]
-    return Listed([runs[block::blocks] for block in range(min(blocks, len(runs)))], pieces, len(starts))
-
-
-def test_tables_of_random_sizes():
-    """To the entry what one run after the other comes to."""
-    draw, cuts = random.Random(0), 0
-    for _ in range(400):
-        settings = (draw.choice((1, 1, 2, 3, 8, 40)), draw.choice((1, 2, 3, 12, 40)), draw.choice((1, 2, 5, 16, 64, 100, 333)),
-                    draw.choice((1, 4, 7, 66, 132, 200)), draw.choice((SCAN, EVERY_STATE, FEW_STATES)), draw.random() < 0.9)
-        wanted, got = deal_slowly(*settings), schedule.deal(*settings[:4], GPU, *settings[4:], CPU)
-        assert got.sequences.is_contiguous() and got.sequences.dtype == torch.int32
-        assert torch.equal(got.sequences, tabled(wanted.sequences)) and got.npieces == wanted.npieces
-        assert (got.pieces is None) == (not wanted.npieces)
-        if wanted.npieces:
-            cuts += 1
-            assert got.pieces.is_contiguous() and torch.equal(got.pieces, tabled(wanted.pieces))
-    assert cuts > 50
-
-
-def test_tables_of_spans_of_random_sizes():
-    draw = random.Random(0)
-    for _ in range(200):
-        batch, pairs, nsub, every = (draw.randint(1, most) for most in (9, 20, 70, 8))
-        blocks = draw.choice((None, 1, 5, 132, 10_000))
-        runs = [(b, pair, first, min(first + every, nsub), 0, 0)
-                for b in range(batch) for first in range(0, nsub, every) for pair in range(pairs)]
-        side_by_side = min(blocks or len(runs), len(runs))
-        wanted = tabled([runs[block::side_by_side] for block in range(side_by_side)])
-        got = deal_two_level(batch, pairs, nsub, every, blocks, CPU).sequences
-        assert got.is_contiguous() and got.dtype == torch.int32 and torch.equal(got, wanted)
 
 
 @pytest.mark.parametrize("seqlen, programs", product((1, 64, 65, 333, 4096, 65536), (1, 3, 80, 128, 320, 1000)))

@@ -8,13 +8,11 @@ import torch
 from fused import split_backward as halves
 from ssd import ssd_chunk_scan
 from ssd.registry import get_variant
-from ssd.types import Options, SSDGrads, SSDSaved
-from tests.errors import assert_all_accurate, cotangents, results, truths
-from tests.inputs import Case, Shape, random_inputs
+from ssd.types import Options, SSDSaved
+from tests.errors import assert_lands, assert_right
+from tests.inputs import GPU, HALF, Case, Shape, random_inputs
 
 pytestmark = pytest.mark.usefixtures("poison")
-GPU = torch.cuda.is_available()
-HALF = torch.bfloat16 if GPU else torch.float16
 RECOMPUTED = Options(save_states=False)
 EVERYTHING = Case(D="hp", dt_bias=True, dt_softplus=True, initial_states=True, z=True, packed=True)
 CASES = {"plain": Case(), "usual": Case(D="h", dt_bias=True, dt_softplus=True), "everything": EVERYTHING}
@@ -41,8 +39,7 @@ def test_right(name, dtype, shape, case, device, small):
     if not GPU and (name == "persistent") == (dtype == HALF):
         pytest.skip("the same kernels: every other one will do")
     inputs = random_inputs(shape, CASES[case], dtype, device)
-    ways = cotangents(inputs)
-    assert_all_accurate(results(get_variant(name), inputs, *ways, RECOMPUTED), truths(inputs, *ways), inputs, *ways)
+    assert_right(name, inputs, options=RECOMPUTED)
     assert small
 
 
@@ -62,9 +59,7 @@ def test_what_is_kept_to_compute_states_again(name, gate, device):
 @pytest.mark.parametrize("name", ("fused", "persistent"))
 def test_switched_off(name, device, small):
     inputs = random_inputs(SHAPES[-1], CASES["usual"], HALF, device)
-    ways = cotangents(inputs)
-    options = replace(RECOMPUTED, split_backward=False)
-    assert_all_accurate(results(get_variant(name), inputs, *ways, options), truths(inputs, *ways), inputs, *ways)
+    assert_right(name, inputs, options=replace(RECOMPUTED, split_backward=False))
     assert not small
 
 
@@ -76,17 +71,15 @@ def test_documents_of_one_row(begins, device, small):
     token = torch.arange(130, device=device)
     documents = torch.stack([token * 0, *(token >= begin for begin in begins)]).sum(0)
     inputs = replace(inputs, seq_idx=documents[None].to(torch.int32))
-    ways = cotangents(inputs)
     for name in ("fused", "persistent"):
-        assert_all_accurate(results(get_variant(name), inputs, *ways, RECOMPUTED), truths(inputs, *ways), inputs, *ways)
+        assert_right(name, inputs, options=RECOMPUTED)
     assert len(small) == 2
 
 
 def test_documents_and_the_states_at_their_ends(device, small):
     """What only the forward computes."""
     inputs = random_inputs(Shape(1, 130, 2, 16, 1, 16, 32), replace(EVERYTHING, documents="varlen"), torch.float32, device)
-    ways = cotangents(inputs)
-    assert_all_accurate(results(get_variant("fused"), inputs, *ways, RECOMPUTED), truths(inputs, *ways), inputs, *ways)
+    assert_right("fused", inputs, options=RECOMPUTED)
     assert small
 
 
@@ -94,18 +87,10 @@ def test_documents_and_the_states_at_their_ends(device, small):
 def test_into_places(batch, seqlen, device, small):
     """Slices of packed gradients get the bits that fresh memory gets."""
     inputs = random_inputs(Shape(batch, seqlen, 2, 16, 1, 16, 32), EVERYTHING, HALF, device)
-    ways, variant = cotangents(inputs), get_variant("fused")
-    alone = results(variant, inputs, *ways, RECOMPUTED)
-
-    def slice_like(t: torch.Tensor) -> torch.Tensor:
-        return t.new_full((*t.shape[:-1], 3, t.shape[-1]), float("nan"))[..., 1, :]
-
-    places = {name: slice_like(alone[name]) for name in ("dx", "ddt", "dB", "dC", "dz", "dinitial_states")}
-    saved = variant.forward(inputs, RECOMPUTED, True)[2]
-    grads = variant.backward(saved, *ways, SSDGrads(**places))
+    places = {name: torch.full((*t.shape[:-1], 3, t.shape[-1]), float("nan"), dtype=t.dtype, device=device)[..., 1, :]
+              for name in ("dx", "ddt", "dB", "dC", "dz", "dinitial_states") for t in [getattr(inputs, name[1:])]}
+    assert_lands(get_variant("fused"), inputs, places, RECOMPUTED)
     assert len(small) == 2
-    for name, place in places.items():
-        assert getattr(grads, name) is place and torch.equal(place, alone[name]), name
 
 
 @pytest.mark.parametrize("worth, change", [

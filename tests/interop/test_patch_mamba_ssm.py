@@ -78,31 +78,30 @@ MAMBA_1 = ("selective_scan_fn", "mamba_inner_fn")
 CONVS = ("causal_conv1d_fn", "causal_conv1d_update")
 
 
+UPDATE_HOME = "mamba_ssm.ops.triton.selective_state_update"
+HOMES = {**dict.fromkeys(SCANS, "mamba_ssm.ops.triton.ssd_combined"), "selective_state_update": UPDATE_HOME,
+         **dict.fromkeys(MAMBA_1, "mamba_ssm.ops.selective_scan_interface")}
+HOLDERS = {
+    "mamba_ssm": MAMBA_1, "mamba_ssm.ops.selective_scan_interface": MAMBA_1, "fla.layers.mamba": MAMBA_1,
+    "mamba_ssm.modules.mamba_simple": (*MAMBA_1, *CONVS, "selective_state_update"),
+    "mamba_ssm.modules.mamba2": (*SCANS, *CONVS, "selective_state_update"), "mamba_ssm.modules.mamba2_simple": SCANS,
+    "mamba_ssm.ops.triton.ssd_combined": SCANS, UPDATE_HOME: ("selective_state_update",),
+}
+
+
 def test_functions_are_replaced_wherever_they_are(files):
+    """And put back; the convolutions are None without causal_conv1d. A later patch finds the same modules."""
     with ssd.patch_mamba_ssm():
-        mamba2, simple = named("mamba_ssm.modules.mamba2"), named("mamba_ssm.modules.mamba2_simple")  # one imported only now
-        scans = named("mamba_ssm.ops.triton.ssd_combined")
-        assert all(mamba2[name] is OURS[name] for name in (*SCANS, *CONVS, "selective_state_update"))
-        assert all(module[name] is OURS[name] for name in SCANS for module in (simple, scans))
-        assert named("mamba_ssm.ops.triton.selective_state_update")["selective_state_update"] is OURS["selective_state_update"]
+        found = {holder: named(holder) for holder in HOLDERS}
+        assert all(found[holder][name] is OURS[name] for holder, names in HOLDERS.items() for name in names)
         assert ssd.patched() == {"mamba_ssm": "auto"}
-    for module in (mamba2, simple, scans):
-        assert all(module[name].__module__ == "mamba_ssm.ops.triton.ssd_combined" for name in SCANS)
-    assert mamba2["selective_state_update"].__module__ == "mamba_ssm.ops.triton.selective_state_update"
-    assert all(mamba2[name] is None for name in CONVS)
-
-
-def test_mamba_1_is_replaced_wherever_it_is(files):
-    """Its convolutions too, which are None without causal_conv1d; everything is put back."""
-    holders = ("mamba_ssm", "mamba_ssm.ops.selective_scan_interface", "mamba_ssm.modules.mamba_simple", "fla.layers.mamba")
+    for holder, names in HOLDERS.items():
+        homes = {name: getattr(found[holder][name], "__module__", None) for name in names if found[holder][name]}
+        assert homes == {name: HOMES[name] for name in names if name in HOMES}, holder
     with ssd.patch_mamba_ssm():
-        found = [named(module) for module in holders]
-        assert all(module[name] is OURS[name] for name in MAMBA_1 for module in found)
-        assert all(found[2][name] is OURS[name] for name in (*CONVS, "selective_state_update"))
-    for module in found:
-        assert all(module[name].__module__ == "mamba_ssm.ops.selective_scan_interface" for name in MAMBA_1)
-    assert all(found[2][name] is None for name in CONVS)
-    assert found[2]["selective_state_update"].__module__ == "mamba_ssm.ops.triton.selective_state_update"
+        assert all(named(holder) is found[holder] for holder in HOLDERS if holder.startswith("mamba_ssm.modules"))
+        assert all(found[holder][name] is OURS[name] for holder, names in HOLDERS.items() for name in names
+                   if holder.startswith("mamba_ssm.modules"))
 
 
 def test_modules_that_are_not_looked_through(files):
@@ -140,17 +139,6 @@ def test_the_cuda_extension_may_be_absent(files):
     assert not {"selective_scan_cuda", "mamba_ssm", "mamba_ssm.modules.mamba2"} & sys.modules.keys()
     with pytest.raises(ImportError, match="selective_scan_cuda"):
         importlib.import_module("mamba_ssm")
-
-
-def test_models_of_one_patch_run_under_the_next(files):
-    """Where mamba_ssm cannot be imported otherwise, it is the same modules that a later patch brings back."""
-    modules = {"mamba_ssm.modules.mamba2": (*SCANS, *CONVS), "mamba_ssm.modules.mamba_simple": (*MAMBA_1, *CONVS)}
-    with ssd.patch_mamba_ssm():
-        first = {module: named(module) for module in modules}
-    assert not any(first[module][name] is OURS[name] for module, names in modules.items() for name in names)
-    with ssd.patch_mamba_ssm():
-        assert all(named(module) is first[module] for module in modules)
-        assert all(first[module][name] is OURS[name] for module, names in modules.items() for name in names)
 
 
 def test_installed_extensions_are_used(files):

@@ -1,10 +1,13 @@
-"""split_conv1d_scan against one loop over tokens in fp64, in outputs, states and every gradient."""
+"""split_conv1d_scan against the definitions of its parts in fp64, in outputs, states and every gradient."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from ssd import reference
 from ssd.block.split_conv1d_scan import split_conv1d_scan
+from ssd.types import SSDInputs
+from tests.block import test_conv1d, test_gated_norm
 from tests.inputs import generator
 
 BATCH, SEQLEN, NHEADS, HEADDIM, NGROUPS, DSTATE, WIDTH = 2, 19, 4, 8, 2, 16, 4
@@ -51,36 +54,22 @@ def drawn(norm=True, outproj=True, outproj_bias=True, conv_bias=True, D_hp=False
     }
 
 
-def token_by_token(zxbcdt, conv1d_weight, conv1d_bias, dt_bias, A, D, initial_states, seq_idx, rmsnorm_weight, rmsnorm_eps,
-                   outproj_weight, outproj_bias, dt_limit=(0.0, float("inf")), activation="silu", norm_before_gate=True, **_):
+def definition(zxbcdt, conv1d_weight, conv1d_bias, dt_bias, A, D, chunk_size, initial_states, seq_idx, rmsnorm_weight,
+               rmsnorm_eps, outproj_weight, outproj_bias, dt_limit=(0.0, float("inf")), activation="silu",
+               norm_before_gate=True, **_):
+    """By the definitions of the convolution, of the operator and of the norm."""
     mlp = (zxbcdt.shape[-1] - 2 * DIM - 2 * GROUP - NHEADS) // 2
     z0, x0, z, xBC, dt = zxbcdt.split([mlp, mlp, DIM, DIM + 2 * GROUP, NHEADS], -1)
-    document = zxbcdt.new_zeros(BATCH, SEQLEN) if seq_idx is None else seq_idx
-    dt = F.softplus(dt + dt_bias).clamp(*dt_limit)
-    state = xBC.new_zeros(BATCH, NHEADS, HEADDIM, DSTATE) if initial_states is None else initial_states
-    state = torch.where((document[:, 0] == 0)[:, None, None, None], state, 0)
-    rows = []
-    for t in range(SEQLEN):
-        taps = [(conv1d_weight[:, -1 - back] * xBC[:, t - back]).where((document[:, t] == document[:, t - back])[:, None], 0)
-                for back in range(min(WIDTH, t + 1))]
-        convolved = sum(taps) if conv1d_bias is None else sum(taps) + conv1d_bias
-        x, B, C = (F.silu(convolved) if activation else convolved).split([DIM, GROUP, GROUP], -1)
-        x = x.unflatten(-1, (NHEADS, HEADDIM))
-        B, C = (s.unflatten(-1, (NGROUPS, 1, DSTATE)).repeat_interleave(NHEADS // NGROUPS, 1) for s in (B, C))
-        if t:
-            state = state.where((document[:, t] == document[:, t - 1])[:, None, None, None], 0)
-        decay, step = (dt[:, t] * A).exp()[..., None, None], dt[:, t, :, None, None]
-        state = state * decay + step * x[..., None] * B
-        rows.append((state * C).sum(-1) + (D if D.dim() == 2 else D[:, None]) * x)
-    y = torch.stack(rows, 1).flatten(2)
-
-    def norm(v):
-        if rmsnorm_weight is None:
-            return v
-        groups = v.unflatten(-1, (NGROUPS, -1))
-        return (groups / (groups.square().mean(-1, keepdim=True) + rmsnorm_eps).sqrt()).flatten(-2) * rmsnorm_weight
-
-    y = norm(y) * F.silu(z) if norm_before_gate else norm(y * F.silu(z))
+    xBC = test_conv1d.definition(xBC.mT, conv1d_weight, conv1d_bias, seq_idx, activation=activation).mT
+    x, B, C = (t.unflatten(-1, (n, -1)) for t, n in zip(xBC.split([DIM, GROUP, GROUP], -1), (NHEADS, NGROUPS, NGROUPS),
+                                                        strict=True))
+    y, state = reference.recurrence(SSDInputs(x, dt, A, B, C, chunk_size, D, None, dt_bias, initial_states, seq_idx,
+                                              dt_softplus=True, dt_limit=tuple(dt_limit)))
+    y = y.flatten(2)
+    if rmsnorm_weight is None:
+        y = y * F.silu(z)
+    else:
+        y = test_gated_norm.definition(y, rmsnorm_weight, None, z, rmsnorm_eps, DIM // NGROUPS, norm_before_gate)
     y = torch.cat([F.silu(z0) * x0, y], -1)
     return (y if outproj_weight is None else F.linear(y, outproj_weight, outproj_bias)), state
 
@@ -101,7 +90,7 @@ def test_outputs_states_and_gradients(case, device):
     arguments = drawn(**case)
     ours, truth = leaves(arguments, torch.float32, device), leaves(arguments, torch.float64, device)
     final = arguments["return_final_states"]
-    got, expected = split_conv1d_scan(**ours), token_by_token(**truth)
+    got, expected = split_conv1d_scan(**ours), definition(**truth)
     assert isinstance(got, tuple) == final
     got, expected = got if final else (got,), expected if final else expected[:1]
     for a, b in zip(got, expected, strict=True):
@@ -122,22 +111,3 @@ def test_the_projection_under_autocast(device):
     out.sum().backward()
     assert out.dtype == torch.bfloat16 and arguments["outproj_weight"].grad.dtype == torch.float32
     torch.testing.assert_close(out.float(), split_conv1d_scan(**arguments), rtol=0.05, atol=0.2)
-
-
-BAD = {
-    "zxbcdt": ({"zxbcdt": torch.zeros(2, 19, 3)}, ValueError, "zxbcdt: got 3 channels, expected 132"),
-    "odd": ({"zxbcdt": torch.zeros(2, 19, 133)}, ValueError, "zxbcdt: got 133 channels, expected 132 .* by an even number"),
-    "dimensions": ({"zxbcdt": torch.zeros(19, 132)}, ValueError, r"zxbcdt: got shape \(19, 132\), expected 3 dimensions"),
-    "weight": ({"conv1d_weight": torch.zeros(97, 4)}, ValueError, "conv1d_weight: got 97 channels, expected 32 for x"),
-    "no tensor": ({"D": None}, TypeError, "D: got NoneType, expected a tensor"),
-    "headdim": ({"headdim": None}, ValueError, "headdim: got None, expected it to be given"),
-    "outproj": ({"outproj_weight": None}, ValueError, "outproj_bias: got a tensor without outproj_weight"),
-    "activation": ({"activation": "gelu"}, ValueError, "activation: got 'gelu'"),
-    "A": ({"A": torch.zeros(3)}, ValueError, r"A: got shape \(3,\), expected \(4,\)"),
-}
-
-
-@pytest.mark.parametrize("changed, error, message", BAD.values(), ids=BAD)
-def test_bad_arguments(changed, error, message):
-    with pytest.raises(error, match=message):
-        split_conv1d_scan(**drawn() | changed)

@@ -1,8 +1,6 @@
 """patch_transformers: models compute the same with and without it, and it comes and goes as it says."""
 
 import importlib
-import os
-import subprocess
 import sys
 from contextlib import ExitStack
 from types import ModuleType
@@ -17,6 +15,7 @@ from ssd.interop import transformers as patch
 from ssd.interop.patching import put
 from tests.interop import families
 from tests.interop.families import available, step, tiny, tokens
+from tests.programs import run_python
 
 FAMILIES = [family for family in patch.FAMILIES if available(family)]
 LOSS = 2e-6  # relative
@@ -230,6 +229,4 @@ assert_same(got, step(model, ids, True))
 @at_import
 def test_in_a_fresh_process():
     """ssd imports no other library; a patch put in force first works; on a CPU without Triton's interpreter too."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", FRESH], env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    run_python("-c", FRESH)

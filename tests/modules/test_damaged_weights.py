@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import pickle
 import random
 import tarfile
@@ -14,7 +15,15 @@ pytest.importorskip("safetensors", reason="safetensors is not installed")
 from safetensors.torch import save_file
 
 from ssd.modules import Mamba2LM, checkpoint
-from tests.modules.test_checkpoint import INDEX, NORM, PICKLE, WHOLE, Malicious, assert_has, folder, shards, weights
+from tests.modules.test_checkpoint import HEAD, INDEX, NORM, PICKLE, WHOLE, assert_has, folder, shards, weights
+
+
+class Malicious:
+    """Makes a folder where it is unpickled."""
+
+    def __reduce__(self):
+        return os.mkdir, ("victim",)
+
 
 LEGACY = {"_use_new_zipfile_serialization": False}
 
@@ -34,11 +43,14 @@ def tar(path):
     (lambda path: path.write_bytes(b"PK\x03\x04"), "torch cannot read it: .*; it is cut"),
     (tar, r"torch cannot read it: RuntimeError"),
     (lambda path: torch.save(torch.nn.Linear(1, 1), path, **LEGACY), "refused, for it holds more than tensors"),
-    (lambda path: path.write_bytes(pickle.dumps(Malicious("victim"))), "refused, for it holds more than tensors"),
+    (lambda path: path.write_bytes(pickle.dumps(Malicious())), "refused, for it holds more than tensors"),
+    (lambda path: torch.save(weights() | {HEAD: Malicious()}, path), "refused, for it holds more than tensors"),
+    (lambda path: torch.save([torch.ones(1)], path), "got list of more than tensors"),
     (lambda path: torch.save({1: torch.ones(1)}, path), "got a tensor under 1, expected names"),
     (lambda path: torch.save({"model": {NORM: torch.ones(1)}}, path), "got dict of more than tensors"),
     (lambda path: torch.save({NORM: torch.eye(2).to_sparse()}, path), f"{NORM}: got a torch.sparse_coo tensor on cpu"),
-], ids=("empty", "a zip's first bytes", "tar", "a legacy module", "a bare pickle", "numbers for names", "nested", "sparse"))
+], ids=("empty", "a zip's first bytes", "tar", "a legacy module", "a bare pickle", "a tensor that is none",
+        "a list", "numbers for names", "nested", "sparse"))
 @pytest.mark.filterwarnings("ignore")
 def test_pickles_of_other_kinds(write, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""The persistent forward with optimisations switched off, and sequences in one segment and in several."""
+"""The persistent forward of sequences in one segment and in several."""
 
 from dataclasses import replace
 
@@ -10,22 +10,11 @@ from ssd.registry import get_variant
 from ssd.runtime import tuning
 from ssd.types import Options
 from tests.errors import assert_forward_right
-from tests.fused.test_options import CASES, HALF, SHAPE
-from tests.inputs import Case, Shape, random_inputs
+from tests.fused.test_options import CASES, SHAPE
+from tests.inputs import HALF, Case, Shape, random_inputs
 
 pytestmark = pytest.mark.usefixtures("poison")
 PERSISTENT = get_variant("persistent")
-OFF = (
-    ("exp2",),
-    ("fuse_bmm",),
-    ("fuse_bmm", "low_precision_CB"),
-    ("segments",),
-    ("segments", "save_states", "gluon"),
-    ("stationary",),
-    ("stationary", "fuse_bmm"),
-)
-
-
 def cut(inputs):
     """How the forward cuts these inputs, whose headdim is one block."""
     config, device = tuning.pick("stationary_scan", inputs), tuning.device_of(inputs)
@@ -37,19 +26,6 @@ def cut_into_documents(inputs, length: int):
     tokens = torch.arange(inputs.seqlen, device=inputs.x.device, dtype=torch.int32)
     ends = torch.cat([tokens[::length], tokens[-1:] + 1])
     return replace(inputs, seq_idx=(tokens // length)[None].contiguous(), cu_seqlens=ends)
-
-
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("off", OFF, ids="-".join)
-def test_switched_off(off, case, device):
-    options = Options(**dict.fromkeys(off, False))
-    assert_forward_right(PERSISTENT, random_inputs(SHAPE, CASES[case], HALF, device), options)
-
-
-def test_every_option_is_tried():
-    """`low_precision_states` is a matter of `state_dtype`, which the public function sees to; the backward is that of fused."""
-    elsewhere = {"low_precision_states", "fuse_backward", "split_backward", "replay"}
-    assert {name for off in OFF for name in off} | elsewhere == set(PERSISTENT.options)
 
 
 @pytest.mark.parametrize("documents", (None, "piece", "segment"))

@@ -3,39 +3,28 @@
 from dataclasses import replace
 
 import pytest
-import torch
 
 from fused.kernels.chunk_state_passing import segment_states
 from fused.schedule import Schedule
 from persistent.kernels.stationary_scan import CONFIGS, stationary_scan
 from ssd.kernels.chunk_cumsum import chunk_cumsum
 from ssd.types import Options
-from tests.fused.test_kernels import compute_outputs, compute_states
-from tests.fused.test_options import HALF
-from tests.stage_values import CASES, Values, assert_stage
+from tests.fused.test_kernels import OUTPUTS, STATES
+from tests.stage_values import Values, assert_stages, name_results, over_values
 
 OPTIONS = Options()
 
 
+@over_values
 @pytest.mark.parametrize("nsegments", (1, 2), ids=("whole", "cut"))
-@pytest.mark.parametrize("dtype", (torch.float32, HALF), ids=str)
-@pytest.mark.parametrize("case", CASES)
-def test_stationary_scan(case, dtype, nsegments, device):
+def test_stationary_scan(nsegments, case, dtype, device):
     """Outputs are held to those of a state that is never rounded, as here."""
-    v = Values.draw(CASES[case], dtype, device)
+    v = Values.draw(case, dtype, device)
     i, ends = v.inputs, (None, None)
     block = CONFIGS.pick(i)["BLOCK_M"]
     steps = chunk_cumsum(replace(i, chunk_size=block))
-    blocks = -(-i.seqlen // block)
-    schedule = Schedule(nsegments, 1, -(-blocks // nsegments) * block)
+    schedule = Schedule(nsegments, 1, -(-i.seqlen // block // nsegments) * block)
     if nsegments > 1:
         ends = segment_states(i, *steps, schedule.piece, schedule.npieces, OPTIONS)
-    out, y, final_states, prev_states = stationary_scan(i, None, *steps, *ends, schedule, OPTIONS, True, True)
-    got = {"out": out, "final_states": final_states, "prev_states": prev_states} | ({} if y is None else {"y": y})
-
-    def stage(at):
-        states = compute_states(at)
-        at.prev_states = states["prev_states"]
-        return states | compute_outputs(at)
-
-    assert_stage(v, got, stage, {name: 1 if name == "final_states" else 2 for name in got})
+    found = stationary_scan(i, None, *steps, *ends, schedule, OPTIONS, True, True)
+    assert_stages(v, name_results("out y final_states prev_states", *found), *STATES, *OUTPUTS)

@@ -68,19 +68,9 @@ def test_the_same_again_is_launched_directly(kernel):
     assert grid == (7, 1, 1) and got is x and others == [3, (1, 2), 64, 2], "parameters in the kernel's order, no options"
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        {"x": tensor(1)},  # another alignment
-        {"x": tensor(dtype=torch.bfloat16)},
-        {"x": None},
-        {"n": 4},
-        {"strides": (1, 3)},
-        {"BLOCK": 32},
-        {"num_warps": 8},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("other", [
+    {"x": tensor(1)},  # another alignment
+    {"x": tensor(dtype=torch.bfloat16)}, {"x": None}, {"n": 4}, {"strides": (1, 3)}, {"BLOCK": 32}, {"num_warps": 8}], ids=str)
 def test_anything_else_is_left_to_triton(kernel, other):
     for given in ({}, other):
         given = {"x": tensor(), "n": 3, "strides": (1, 2), "BLOCK": 64, "STAGES": 2, "num_warps": 4} | given

@@ -1,9 +1,6 @@
 """The fence that Triton 3.6 leaves out is there, whatever was compiled before."""
 
-import subprocess
-import sys
 from contextlib import nullcontext
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,9 +9,9 @@ from ssd.baseline.kernels.bmm_chunk import bmm_chunk
 from ssd.runtime import launch
 from ssd.types import Options
 from tests.inputs import Case, Shape, random_inputs
+from tests.programs import run_python
 from tools import tritons
 
-ROOT = Path(__file__).parents[2]
 OLDEST = tritons.PINNED[0]
 
 
@@ -38,10 +35,8 @@ def test_kernels_compiled_without_it_are_not_taken(tmp_path):
     """By a process that knew nothing of it, into the same folder of compiled kernels, or earlier in this process."""
     if reason := tritons.missing(OLDEST):
         pytest.skip(reason)
-    environment = {**tritons.environment(OLDEST), "TRITON_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-m", __name__], env=environment, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    (without, groups), (with_hook, _) = ([int(count) for count in line.split()] for line in done.stdout.splitlines())
+    printed = run_python("-m", __name__, environment={**tritons.environment(OLDEST), "TRITON_CACHE_DIR": str(tmp_path)})
+    (without, groups), (with_hook, _) = ([int(count) for count in line.split()] for line in printed.splitlines())
     assert with_hook == without + groups > 0
 
 

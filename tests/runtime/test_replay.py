@@ -13,6 +13,7 @@ import torch
 from ssd.runtime import launch as module
 from ssd.runtime import replay, tables, tuning
 from ssd.runtime.launch import launch
+from tests.runtime.without_gpu import record_without_gpu
 
 N = 6
 
@@ -51,17 +52,8 @@ STREAM = {"current": 7}
 
 
 @pytest.fixture(autouse=True)
-def stand_in(request, monkeypatch):
-    """For Triton and the GPU."""
-    if "gpu" in request.keywords:
-        return
-    monkeypatch.setattr(module, "CompiledKernel", Compiled)
-    monkeypatch.setattr(module, "_found", {})
-    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    for where in (module, replay):
-        monkeypatch.setattr(where, "get_current_stream", lambda device=None: STREAM["current"])
-    monkeypatch.setattr(replay, "empty_strided", torch._C._dynamo.guards._empty_strided_cpu)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+def _stand_in(monkeypatch):
+    record_without_gpu(monkeypatch, Compiled, lambda device=None: STREAM["current"])
 
 
 class Call:

@@ -7,10 +7,10 @@ import torch
 
 from ssd import autograd
 from ssd.registry import get_variant
-from ssd.runtime import launch as launching
 from ssd.runtime import replay, scratch
 from ssd.runtime.scratch import SCRATCH, Buffer, Place, check_apart, place_buffers
 from ssd.types import Options, SSDInputs
+from tests.runtime.without_gpu import record_without_gpu
 
 MIB = 1 << 20
 NEVER = Buffer(0, 99, 99)
@@ -55,27 +55,10 @@ def test_a_planted_overlap_is_refused(buffers, places, results):
         check_apart(buffers, places, results)
 
 
-class Compiled:
-    """Any kernel, which computes nothing."""
-
-    function = packed_metadata = None
-
-    def run(self, *args):
-        pass
-
-
 @pytest.fixture
 def on_gpu_without_one(monkeypatch):
-    """Calls are recorded, and no kernel runs: memory that nobody writes takes none."""
-    monkeypatch.setattr(launching, "CompiledKernel", Compiled)
-    monkeypatch.setattr(launching, "_found", {})
-    monkeypatch.setattr(launching, "_compile_and_launch", lambda *args: Compiled())
-    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    for where in (launching, replay):
-        monkeypatch.setattr(where, "get_current_stream", lambda device=None: 7)
-    monkeypatch.setattr(replay, "empty_strided", torch._C._dynamo.guards._empty_strided_cpu)
+    record_without_gpu(monkeypatch)
     monkeypatch.setattr("ssd.runtime.tuning._index", lambda inputs: None)
-    monkeypatch.setattr(replay, "_recordings", {})
 
 
 def layer(batch: int, seqlen: int, nheads: int, chunk_size: int) -> SSDInputs:

@@ -5,10 +5,9 @@ import logging
 import pytest
 import torch
 
-from ssd.registry import get_variant
 from ssd.runtime import launch, trust
 from ssd.types import Options
-from tests.errors import assert_all_accurate, cotangents, results, truths
+from tests.errors import assert_right
 from tests.inputs import OURS, PLAIN, Case, Shape, random_inputs
 
 PTX = "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16"
@@ -73,6 +72,4 @@ def test_results_without_wgmma(shape, case, name, device, monkeypatch):
     monkeypatch.setattr(launch, "_found", {})
     monkeypatch.setattr(launch, "find_fault", lambda compiled: "a test")
     inputs = random_inputs(shape, case, torch.bfloat16, device)
-    ways = cotangents(inputs)
-    got = results(get_variant(name), inputs, *ways, Options(gluon=False))
-    assert_all_accurate(got, truths(inputs, *ways), inputs, *ways)
+    assert_right(name, inputs, options=Options(gluon=False))

@@ -29,11 +29,9 @@ def chosen_on(monkeypatch):
     tuning._pick.cache_clear()
 
 
-@pytest.mark.parametrize(
-    "name, slug",
-    [("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H200", "h200"), ("NVIDIA A100-SXM4-80GB", "a100"), ("Tesla T4", "t4"),
-     ("NVIDIA GeForce RTX 4090", "rtx_4090"), ("", "unknown")],
-)  # fmt: skip
+@pytest.mark.parametrize("name, slug", [
+    ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H200", "h200"), ("NVIDIA A100-SXM4-80GB", "a100"), ("Tesla T4", "t4"),
+    ("NVIDIA GeForce RTX 4090", "rtx_4090"), ("", "unknown")])
 def test_device_slug(name, slug):
     assert tuning.device_slug(name) == slug
 

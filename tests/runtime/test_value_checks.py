@@ -1,14 +1,12 @@
 """SSD_CHECK=1: values that are not finite, and A > 0, are refused by name where they come from."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 
 from ssd import ssd_chunk_scan
 from ssd.runtime import value_checks
 from tests.inputs import EVERYTHING, Shape, arguments, random_inputs
+from tests.programs import run_python
 
 SHAPE = Shape(2, 20, 4, 8, 2, 16, 16)
 
@@ -55,4 +53,4 @@ def test_a_gradient_that_is_not_finite_is_named(call):
 @pytest.mark.parametrize("value, enabled", [("1", True), ("0", False), ("", False)])
 def test_the_switch(value, enabled):
     code = f"from ssd.runtime import value_checks; assert value_checks.ENABLED is {enabled}"
-    assert subprocess.run([sys.executable, "-c", code], env={"SSD_CHECK": value, "PATH": ""}).returncode == 0
+    run_python("-c", code, environment={"SSD_CHECK": value, "PATH": ""})

@@ -9,10 +9,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing import assert_close
-from torch.utils.checkpoint import checkpoint
 
 import ssd
-from ssd import autograd, reference, registry
+from ssd import reference, registry
 from ssd.registry import get_variant
 from ssd.runtime import custom_ops as ops
 from ssd.variants import VARIANTS
@@ -20,6 +19,8 @@ from tests.errors import assert_all_accurate, truths
 from tests.inputs import (
     DIFFERENTIABLE,
     EVERYTHING,
+    GPU,
+    HALF,
     OURS,
     Case,
     Shape,
@@ -30,13 +31,8 @@ from tests.inputs import (
     random_like,
 )
 
-GPU = torch.cuda.is_available()
-HALF = torch.bfloat16 if GPU else torch.float16
 SHAPE = Shape(2, 40, 4, 16, 2, 16, 16)
 RUNNABLE = ("torch", *OURS)
-TRACED = RUNNABLE if GPU else ("torch", "fused")  # to torch.compile a variant is a name
-
-
 def run(inputs, **options):
     return ssd.ssd_chunk_scan(**arguments(inputs) | options)
 
@@ -56,15 +52,11 @@ def backward(inputs, variant="torch", call=run_both):
 
 
 @pytest.mark.parametrize("variant", RUNNABLE)
-@pytest.mark.parametrize(
-    "dtype, case",
-    [
-        (HALF, Case(D="h", z=True, dt_bias=True, dt_softplus=True, initial_states=True)),
-        (HALF, Case(D="hp", dt_dtype=torch.float32, BC_dtype=torch.float32)),
-        (torch.float32, Case(D="hp", dt_dtype=HALF, BC_dtype=HALF, z=True)),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("dtype, case", [
+    (HALF, Case(D="h", z=True, dt_bias=True, dt_softplus=True, initial_states=True)),
+    (HALF, Case(D="hp", dt_dtype=torch.float32, BC_dtype=torch.float32)),
+    (torch.float32, Case(D="hp", dt_dtype=HALF, BC_dtype=HALF, z=True)),
+], ids=str)
 def test_dtypes_of_results(variant, dtype, case, device):
     """out has that of x, states are fp32, every gradient has that of its input; mixed inputs are right, too."""
     inputs = random_inputs(SHAPE, case, dtype, device)
@@ -119,14 +111,11 @@ def test_only_asked_for_gradients_come(device):
     assert B.grad is not None and all(getattr(inputs, name).grad is None for name in DIFFERENTIABLE)
 
 
-@pytest.mark.parametrize(
-    "ids, canonical",
-    [
-        ([0, 0, 1, 1, 0, 0], [0, 0, 1, 1, 2, 2]),  # an id that comes back is another document
-        ([5, 5, 5, 2, 2, -1], [1, 1, 1, 2, 2, 3]),  # no leading 0: initial_states reach nothing
-        ([0, 0, 3, 3, -1, -1], [0, 0, 1, 1, 2, 2]),  # -1 pads
-    ],
-)
+@pytest.mark.parametrize("ids, canonical", [
+    ([0, 0, 1, 1, 0, 0], [0, 0, 1, 1, 2, 2]),  # an id that comes back is another document
+    ([5, 5, 5, 2, 2, -1], [1, 1, 1, 2, 2, 3]),  # no leading 0: initial_states reach nothing
+    ([0, 0, 3, 3, -1, -1], [0, 0, 1, 1, 2, 2]),  # -1 pads
+])
 @pytest.mark.parametrize("dtype", (torch.int32, torch.int64))
 def test_documents_are_numbered_by_their_changes(ids, canonical, dtype, device):
     shape = Shape(1, 6, 2, 4, 1, 4, 16)
@@ -165,25 +154,16 @@ def test_options_reach_the_kernels(variant, device, monkeypatch):
     assert seen == [options] and options != ssd.Options()
 
 
-@pytest.mark.skipif(GPU, reason="the choice on a GPU depends on which")
-def test_auto_says_what_it_runs_and_once(caplog):
-    inputs = random_inputs(SHAPE, Case(), torch.float32)
-    registry._say.cache_clear()
-    with caplog.at_level(logging.INFO, "ssd"):
-        out = run(inputs, variant="auto")
-        run(inputs, variant="auto")
-    assert [record.getMessage() for record in caplog.records] == ["variant 'auto' runs 'torch' (fwd): tensors are on the CPU"]
-    assert torch.equal(out, run(inputs, variant="torch"))
-
-
-@pytest.mark.gpu
-def test_auto_runs_what_it_says(device, caplog):
+def test_auto_says_what_it_runs_and_once(device, caplog):
     inputs = random_inputs(SHAPE, Case(), HALF, device)
     registry._say.cache_clear()
     with caplog.at_level(logging.INFO, "ssd"):
         out = run(inputs, variant="auto")
-    (said,) = [record.args[0] for record in caplog.records if record.module == "registry"]
-    assert said in registry.list_candidates() and torch.equal(out, run(inputs, variant=said))
+        run(inputs, variant="auto")
+    (said,) = [record for record in caplog.records if record.module == "registry"]
+    assert GPU or said.getMessage() == "variant 'auto' runs 'torch' (fwd): tensors are on the CPU"
+    assert said.args[0] in (registry.list_candidates() if GPU else ["torch"])
+    assert torch.equal(out, run(inputs, variant=said.args[0]))
 
 
 def test_watchers_see_one_op(device):
@@ -214,62 +194,6 @@ def test_gradcheck():
         return run_both(replace(inputs, **dict(zip(names, tensors, strict=True))), variant="torch")
 
     assert torch.autograd.gradcheck(call, [getattr(inputs, name) for name in names])
-
-
-def op_arguments(inputs, variant, save):
-    i = inputs
-    return (i.x, i.dt, i.A, i.B, i.C, i.D, i.z, i.dt_bias, i.initial_states, i.seq_idx, i.cu_seqlens, i.chunk_size,
-            i.dt_softplus, *i.dt_limit, i.state_dtype, variant, autograd._encode(ssd.Options()), save)
-
-
-@pytest.mark.parametrize("variant", RUNNABLE)
-@pytest.mark.parametrize("case", [Case(), replace(EVERYTHING, documents="varlen", state_dtype=torch.float32)], ids=str)
-def test_opcheck(variant, case, device):
-    inputs = random_inputs(Shape(1, 24, 2, 16, 1, 16, 16), case, torch.float32, device)
-    torch.library.opcheck(torch.ops.ssd.chunk_scan.default, op_arguments(leaves(inputs), variant, True))
-    torch.library.opcheck(torch.ops.ssd.chunk_scan.default, op_arguments(inputs, variant, False))
-    ways = (torch.randn_like(inputs.x), None)
-    saved = get_variant(variant).forward(inputs, ssd.Options(), True)[2]
-    torch.library.opcheck(torch.ops.ssd.chunk_scan_bwd.default,
-                          (*inputs.tensors, saved.y, saved.prev_states, *ways, *op_arguments(inputs, variant, True)[11:]))
-
-
-@pytest.mark.parametrize("variant", TRACED)
-@pytest.mark.parametrize("dynamic", (None, True))
-def test_compile(variant, dynamic, device):
-    """One graph, forward and backward, for a second length as well."""
-    torch._dynamo.reset()  # the limit on recompilations counts those of every other variant
-    compiled = torch.compile(run_both, fullgraph=True, backend="inductor" if GPU else "aot_eager", dynamic=dynamic)
-    for seqlen in (40, 56):
-        inputs = random_inputs(replace(SHAPE, batch=1, seqlen=seqlen), EVERYTHING, torch.float32, device)
-        eager, _ = backward(leaves(inputs), variant)
-        traced, _ = backward(leaves(inputs), variant, compiled)
-        assert_close(traced, eager)
-
-
-@pytest.mark.parametrize("use_reentrant", (False, True))
-def test_checkpoint(use_reentrant, device):
-    inputs = random_inputs(SHAPE, EVERYTHING, torch.float32, device)
-
-    def recomputed(inputs, variant):
-        return checkpoint(lambda x: run_both(replace(inputs, x=x), variant=variant), inputs.x, use_reentrant=use_reentrant)
-
-    assert_close(backward(leaves(inputs), call=recomputed)[0], backward(leaves(inputs))[0])
-
-
-@pytest.mark.parametrize("variant", RUNNABLE)
-def test_autocast(variant, device):
-    """What a block's projection hands over under autocast: half precision beside fp32 parameters."""
-    inputs = random_inputs(SHAPE, Case(D="h", dt_bias=True, dt_softplus=True), torch.float32, device)
-    weight = torch.eye(16, device=device, requires_grad=True)
-    with torch.autocast(device, HALF):
-        x = inputs.x @ weight
-        out = run(replace(inputs, x=x), variant=variant)
-        loss = out.float().square().mean()
-    loss.backward()
-    assert x.dtype == out.dtype == HALF and weight.grad.dtype == torch.float32
-    assert weight.grad.isfinite().all() and weight.grad.abs().max() > 0
-    assert_close(out, run(replace(inputs, x=x.detach()), variant=variant))
 
 
 @pytest.mark.parametrize("variant", RUNNABLE)
@@ -312,59 +236,3 @@ def test_states_that_are_kept(variant, options, device):
     assert prev_states.shape == (2, 3, 4, 16, 16)
     assert prev_states.dtype == (HALF if options.low_precision_states else torch.float32)
     assert_close(prev_states[:, 0], inputs.initial_states.detach().to(prev_states.dtype))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("variant", RUNNABLE)
-def test_cuda_graph(variant, device):
-    """Forward and backward captured once, replayed on other numbers."""
-    inputs = leaves(random_inputs(SHAPE, EVERYTHING, HALF, device))
-
-    def step():
-        out, final_states = run_both(inputs, variant=variant)
-        leaf = [getattr(inputs, name) for name in gradients(inputs)]
-        return out, final_states, *torch.autograd.grad(out.float().sum() + final_states.sum(), leaf)
-
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        for _ in range(2):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
-    with torch.no_grad():
-        inputs.x.copy_(torch.randn_like(inputs.x))
-    graph.replay()
-    assert all(torch.equal(a, b) for a, b in zip(captured, step(), strict=True))
-
-
-@pytest.mark.gpu(count=2)
-@pytest.mark.parametrize("variant", OURS)
-def test_second_device(variant):
-    """While another device is current: the same bits."""
-    here = random_inputs(SHAPE, EVERYTHING, HALF, "cuda:0")
-    there = replace(here, **{name: t.to("cuda:1") for name, t in vars(here).items() if isinstance(t, torch.Tensor)})
-    (first, ways), (second, others) = (backward(leaves(inputs), variant) for inputs in (here, there))
-    assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(ways, others, strict=True))
-    assert all(t.device.index == 1 for t in second.values())
-    assert all(torch.equal(t.cpu(), first[name].cpu()) for name, t in second.items())
-
-
-@pytest.mark.parametrize("variant", RUNNABLE)
-def test_second_derivatives_are_refused(variant, device):
-    """Not there, so a gradient of a gradient must not come out short without a word."""
-    inputs = leaves(random_inputs(Shape(1, 20), device=device))
-    (dx,) = torch.autograd.grad(run(inputs, variant=variant).square().sum(), inputs.x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        dx.square().sum().backward()
-
-
-@pytest.mark.parametrize("variant", RUNNABLE)
-@pytest.mark.parametrize("name", ("x", "dt", "A", "B", "C"))
-def test_nan_is_not_hidden(variant, name, device):
-    """A model that has diverged must show it."""
-    inputs = random_inputs(Shape(1, 40, 2), device=device)
-    broken = getattr(inputs, name).clone()
-    broken.view(-1)[0] = float("nan")
-    assert run(replace(inputs, **{name: broken}), variant=variant).isnan().any()

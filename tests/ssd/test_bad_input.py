@@ -28,7 +28,7 @@ def call(device, monkeypatch):
     return lambda **bad: ssd.ssd_chunk_scan(**good | bad)
 
 
-@pytest.mark.parametrize(("argument", "bad", "came", "accepted"), [
+WRONG_VALUES = [
     ("x", torch.zeros(20, 4, 8), "(20, 4, 8)", "(batch, seqlen, nheads, headdim)"),
     ("x", torch.zeros(2, 0, 4, 8), "(2, 0, 4, 8)", "at least 1"),
     ("dt", torch.zeros(2, 20, 5), "(2, 20, 5)", "(2, 20, 4)"),
@@ -52,13 +52,8 @@ def call(device, monkeypatch):
     *(("dt_limit", limit, str(limit), "0 <= min <= max") for limit in ((-0.1, 1.0), (1.0, 0.5), (float("nan"), 1.0))),
     ("dt_limit", (float("inf"), float("inf")), "(inf, inf)", "finite"),
     ("variant", "fastest", "'fastest'", "'baseline'"),
-], ids=name_of)
-def test_a_wrong_value_is_refused_by_name(call, device, argument, bad, came, accepted):
-    bad = bad.to(device) if isinstance(bad, torch.Tensor) else bad
-    assert_refused(call, {argument: bad}, argument, ValueError, came, accepted)
-
-
-@pytest.mark.parametrize(("argument", "bad", "came", "accepted"), [
+]
+WRONG_TYPES = [
     *[(name, None, "NoneType", "a tensor") for name in ("x", "dt", "A", "B", "C")],
     ("D", 1.0, "float", "a tensor"),
     ("cu_seqlens", [0, 20], "list", "a tensor"),
@@ -75,15 +70,17 @@ def test_a_wrong_value_is_refused_by_name(call, device, argument, bad, came, acc
     *(("dt_limit", limit, str(limit), "two numbers") for limit in (0.1, (0.1,), ("a", "b"))),
     ("state_dtype", torch.int32, "torch.int32", "torch.float32"),
     ("options", {"tf32": True}, "dict", "ssd.Options"),
-], ids=name_of)
-def test_a_wrong_type_is_refused_by_name(call, device, argument, bad, came, accepted):
+]
+
+
+@pytest.mark.parametrize(("kind", "argument", "bad", "came", "accepted"), [
+    *((ValueError, *row) for row in WRONG_VALUES), *((TypeError, *row) for row in WRONG_TYPES)], ids=name_of)
+def test_bad_arguments_are_refused_by_name(call, device, kind, argument, bad, came, accepted):
     bad = bad.to(device) if isinstance(bad, torch.Tensor) else bad
-    assert_refused(call, {argument: bad}, argument, TypeError, came, accepted)
+    assert_refused(call, {argument: bad}, argument, kind, came, accepted)
 
 
-@pytest.mark.parametrize(
-    "argument", ("dt", "A", "B", "C", "D", "z", "dt_bias", "initial_states", "seq_idx", "cu_seqlens")
-)
+@pytest.mark.parametrize("argument", ["dt", "A", "B", "C", "D", "z", "dt_bias", "initial_states", "seq_idx", "cu_seqlens"])
 def test_other_device(call, device, argument):
     """The meta device stands for another one."""
     shape = replace(SHAPE, batch=1 if argument == "cu_seqlens" else 2)

@@ -39,7 +39,6 @@ GLUON = [("fused",), ("persistent",)]  # on Hopper
 HOPPER = ("hopper_states_kernel", "hopper_scan_kernel", "hopper_group_kernel")
 MOST_GROUPS = 12  # of wgmma that are waited for together, in one of these; where ptxas serialises them, as many as instructions
 
-over_variants = pytest.mark.parametrize("variant", OURS)
 over_ways = pytest.mark.parametrize("way", WAYS, ids="".join)
 
 
@@ -119,10 +118,30 @@ def test_states_of_few_heads(arch):
     assert "dstates_passing_kernel" not in kernels
 
 
-@over_ways
-@pytest.mark.parametrize("arch", SHARED)
-def test_every_kernel_with_every_option(way, arch):
-    assert_fits(compiled(*way, "--arch", str(arch), "--every-option"), arch, spills=64, by_walks=1152)
+FUSED = "fused --off gluon --arch 90"
+FITS = {  # name: what is compiled, architecture, bytes that may be spilled, and by walks
+    **{f"{''.join(way)}, every option, sm_{arch}": (" ".join(way) + f" --arch {arch} --every-option", arch, 64, 1152)
+       for way in WAYS for arch in SHARED},
+    # the largest tiles in bytes, on the chip with the least room for them as well
+    **{f"{variant}, fp32, sm_{arch}": (f"{variant} --off gluon --arch {arch} --dtype fp32 {sizes}", arch, spills, by_walks)
+       for arch, sizes, spills, by_walks in ((90, "--headdim 64 --dstate 128", 0, 256),
+                                             (120, "--headdim 256 --dstate 256", 1024, 7168)) for variant in OURS},
+    # two heads to a group, and D: what ptxas took for an address at 16 channels and 16 states came with these
+    **{f"narrow tiles, {headdim} x {dstate}": (
+        f"{FUSED} --headdim {headdim} --dstate {dstate} --nheads 2 --chunk-size 64 --seqlen 4096 --every-option", 90, 64, 1152)
+       for headdim in (16, 32) for dstate in (16, 64)},
+    # sizes at which ptxas 12.8, or any up to 13.0, was found to make products of the wrong operands: it is not launched
+    "one head a group": (
+        f"{FUSED} --headdim 48 --dstate 32 --nheads 3 --ngroups 3 --seqlen 257 --C-dtype fp16", 90, 64, 1152),
+    "one state": (f"{FUSED} --headdim 8 --dstate 1 --nheads 5 --chunk-size 64 --seqlen 256 --dtype fp16", 90, 64, 1152),
+    "wide heads": (
+        f"{FUSED} --headdim 256 --dstate 64 --nheads 6 --chunk-size 128 --seqlen 64 --every-option", 90, 64, 1152),
+}
+
+
+@pytest.mark.parametrize(("arguments", "arch", "spills", "by_walks"), FITS.values(), ids=FITS)
+def test_what_fits(arguments, arch, spills, by_walks):
+    assert_fits(compiled(*arguments.split()), arch, spills, by_walks)
 
 
 def test_documents_on_hopper():
@@ -141,24 +160,6 @@ def test_one_token_of_one_head(way):
     assert compiled(*way, *small, "--arch", "90", "--seqlen", "1", "--nheads", "1", "--every-option")
 
 
-@pytest.mark.parametrize("headdim", (16, 32))
-@pytest.mark.parametrize("dstate", (16, 64))
-def test_narrow_tiles(headdim, dstate):
-    """Two heads to a group, and D: what ptxas took for an address at 16 channels and 16 states came with these."""
-    sizes = ("--headdim", str(headdim), "--dstate", str(dstate), "--nheads", "2", "--chunk-size", "64", "--seqlen", "4096")
-    assert_fits(compiled("fused", "--off", "gluon", *sizes, "--arch", "90", "--every-option"), 90, spills=64, by_walks=1152)
-
-
-@pytest.mark.parametrize("options", [
-    ("--headdim", "48", "--dstate", "32", "--nheads", "3", "--ngroups", "3", "--seqlen", "257", "--C-dtype", "fp16"),
-    ("--headdim", "8", "--dstate", "1", "--nheads", "5", "--chunk-size", "64", "--seqlen", "256", "--dtype", "fp16"),
-    ("--headdim", "256", "--dstate", "64", "--nheads", "6", "--chunk-size", "128", "--seqlen", "64", "--every-option"),
-], ids=["one head a group", "one state", "wide heads"])
-def test_what_ptxas_gets_wrong_is_not_launched(options):
-    """Sizes at which ptxas 12.8, or any up to 13.0, was found to make products of the wrong operands."""
-    assert_fits(compiled("fused", "--off", "gluon", "--arch", "90", *options), 90, spills=64, by_walks=1152)
-
-
 @over_ways
 def test_without_wgmma(way):
     """What a kernel in which a fault is found is compiled to: it fits as well, and has its products all the same."""
@@ -166,16 +167,6 @@ def test_without_wgmma(way):
     assert_fits(rows, 90, spills=1024, by_walks=4096)
     assert not any(row["wgmma"] for row in rows)
     assert all(row["mma"] for row in rows if row["dots"])
-
-
-@over_variants
-@pytest.mark.parametrize(
-    "arch, sizes, spills, by_walks", [(90, (64, 128), 0, 256), (120, (256, 256), 1024, 7168)], ids=["sm_90", "sm_120-largest"]
-)
-def test_fp32(variant, arch, sizes, spills, by_walks):
-    """The largest tiles in bytes, on the chip with the least room for them as well."""
-    options = ("--dtype", "fp32", "--headdim", str(sizes[0]), "--dstate", str(sizes[1]))
-    assert_fits(compiled(variant, "--off", "gluon", "--arch", str(arch), *options), arch, spills, by_walks)
 
 
 @over_ways

@@ -13,26 +13,17 @@ LONG = replace(MAMBA_2_7B, batch=1, seqlen=65536)
 MAMBA_130M = replace(B1, batch=8, seqlen=2048, nheads=24, ngroups=1)
 
 
-@pytest.mark.parametrize(
-    "stage, megabytes, gflop",
-    [
-        ("chunk_cumsum", 5, 0),
-        ("chunk_state", 147, 8.6),
-        ("state_passing", 105, 0),
-        ("bmm_chunk", 50, 2.1),
-        ("chunk_scan", 214, 21.5),
-    ],
-)
+@pytest.mark.parametrize("stage, megabytes, gflop", [
+    ("chunk_cumsum", 5, 0), ("chunk_state", 147, 8.6), ("state_passing", 105, 0), ("bmm_chunk", 50, 2.1),
+    ("chunk_scan", 214, 21.5)])
 def test_forward_stages(stage, megabytes, gflop):
     c = cost.count_forward_stages(B1)[stage]
     assert round(c.bytes / 1e6) == megabytes
     assert round(c.flops / 1e9, 1) == gflop
 
 
-@pytest.mark.parametrize(
-    "problem, forward_us, backward_us",
-    [(B1, 36, 55), (B4, 142, 222), (MAMBA_2_7B, 81, 123), (LONG, 327, 495), (MAMBA_130M, 26, 40)],
-)
+@pytest.mark.parametrize("problem, forward_us, backward_us", [
+    (B1, 36, 55), (B4, 142, 222), (MAMBA_2_7B, 81, 123), (LONG, 327, 495), (MAMBA_130M, 26, 40)])
 def test_byte_floors(problem, forward_us, backward_us):
     for ideal, expected in ((cost.count_ideal_forward, forward_us), (cost.count_ideal_backward, backward_us)):
         # The expected values were rounded to whole microseconds after a run whose copy reached 4.27 to 4.3 TB/s.
@@ -47,10 +38,7 @@ def test_compute_floors(chunk_size, forward, backward, exps):
     assert (round(forward_us), round(backward_us), round(exps_us)) == (forward, backward, exps)
 
 
-@pytest.mark.parametrize(
-    "stage, measured_mb",
-    [("chunk_scan_dstates", 563), ("chunk_scan_dC", 523), ("ddA_cumsum", 703)],
-)
+@pytest.mark.parametrize("stage, measured_mb", [("chunk_scan_dstates", 563), ("chunk_scan_dC", 523), ("ddA_cumsum", 703)])
 def test_backward_stages_match_counters(stage, measured_mb):
     """DRAM counters of upstream's launches on 8b-b4, for the stages that read and write what ours do."""
     assert cost.count_backward_stages(B4)[stage].bytes / 1e6 == pytest.approx(measured_mb, rel=0.04)

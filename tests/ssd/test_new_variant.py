@@ -2,11 +2,9 @@
 
 import os
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from tests.programs import ROOT, run_python
+
 LINE = '    "toy": Entry("toy.variant", options="toy/options.py"),\n'
 OPTIONS = 'OPTIONS = {"doubled": "Return twice the output. Off, once."}\n'
 VARIANT = """
@@ -43,6 +41,4 @@ def test_a_folder_and_a_line(tmp_path):
     (tmp_path / "toy").mkdir()
     (tmp_path / "toy" / "variant.py").write_text(VARIANT)
     (tmp_path / "toy" / "options.py").write_text(OPTIONS)
-    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", PROGRAM], cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    run_python("-c", PROGRAM, folder=tmp_path, environment=os.environ | {"PYTHONPATH": str(tmp_path)})

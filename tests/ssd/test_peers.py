@@ -91,20 +91,15 @@ def test_what_mamba_ssm_is_called_with(case, mamba_ssm):
     assert_right_in_fp32(mamba_ssm, random_inputs(SHAPE, case))
 
 
-@pytest.mark.parametrize(
-    "batch, case",
-    [(2, PLAIN), (2, replace(EVERYTHING, documents=None)), (1, EVERYTHING), (1, Case(documents="seq_idx", D="h"))],
-    ids=str,
-)
+@pytest.mark.parametrize("batch, case", [
+    (2, PLAIN), (2, replace(EVERYTHING, documents=None)), (1, EVERYTHING), (1, Case(documents="seq_idx", D="h"))], ids=str)
 def test_what_fla_is_called_with(batch, case, fla):
     assert_right_in_fp32(fla, random_inputs(replace(SHAPE, batch=batch), case))
 
 
-@pytest.mark.parametrize(
-    "peer, install",
-    [("mamba_ssm", "MAMBA_SKIP_CUDA_BUILD=TRUE MAMBA_FORCE_BUILD=TRUE pip install"),
-     ("fla", "pip install flash-linear-attention")],
-)
+@pytest.mark.parametrize("peer, install", [
+    ("mamba_ssm", "MAMBA_SKIP_CUDA_BUILD=TRUE MAMBA_FORCE_BUILD=TRUE pip install"),
+    ("fla", "pip install flash-linear-attention")])
 def test_missing_package_is_named(peer, install, modules):
     modules[peer] = None  # as Python notes a package that must not be found
     with pytest.raises(ImportError, match=f"{peer} cannot be imported .*{install}"):

@@ -1,28 +1,16 @@
 """The references judge everything else, so they are judged here: against the recurrence, autograd and themselves."""
 
 from dataclasses import fields, replace
-from itertools import pairwise
 
 import pytest
 import torch
 from torch.testing import assert_close
 
 from ssd import reference
-from ssd.reference_stages import Precision
 from ssd.registry import get_variant
 from ssd.types import Options, SSDGrads
-from tests.inputs import (
-    EVERYTHING,
-    PLAIN,
-    Case,
-    Shape,
-    every_option_pairwise,
-    gradients,
-    leaves,
-    random_inputs,
-    random_like,
-    split,
-)
+from tests import errors
+from tests.inputs import EVERYTHING, PLAIN, Case, Shape, every_option_pairwise, gradients, leaves, random_inputs, random_like
 
 CASES = [*every_option_pairwise(), EVERYTHING, Case(strong_decay=True, D="h", initial_states=True)]
 FP64 = torch.float64
@@ -74,25 +62,8 @@ def test_recurrence_is_the_sum_over_pairs():
 def test_documents_of_a_row_are_as_if_run_apart():
     """Outputs, states and gradients; the judge knows no documents."""
     inputs = inputs64(Shape(1, 75, 4, 3, 2, 5, 16), Case(D="hp", z=True, dt_bias=True, dt_softplus=True, documents="varlen"))
-    dout, dfinal_states = cotangents(inputs)
-    out, final_states = reference.compute_in_fp64(inputs)
-    grads = by_name(reference.compute_grads_in_fp64(inputs, dout, dfinal_states))
-    sums = dict.fromkeys(("A", "D", "dt_bias"), 0.0)
-    ends = []
-    for start, end in pairwise(inputs.cu_seqlens.tolist()):
-        tokens = slice(start, end)
-        alone = split(inputs, start, end)
-        alone_out, alone_final = reference.recurrence(alone)
-        ends.append(alone_final[0])
-        assert_close(out[:, tokens], alone_out)
-        dfinal = dfinal_states if end == 75 else None
-        alone_grads = by_name(reference.compute_grads_in_fp64(alone, dout[:, tokens], dfinal))
-        for name in ("x", "dt", "B", "C", "z"):
-            assert_close(grads[name][:, tokens], alone_grads[name])
-        sums = {name: total + alone_grads[name] for name, total in sums.items()}
-    assert_close({name: grads[name] for name in sums}, sums)
-    assert_close(final_states[0], ends[-1])
-    assert_close(reference.varlen_states(inputs, Precision(FP64)), torch.stack(ends))
+    ways = cotangents(inputs)
+    assert_close(errors.truths(inputs, *ways), errors.truths_apart(inputs, inputs.cu_seqlens.tolist(), *ways))
 
 
 def test_initial_states_reach_a_leading_document_0_alone():

@@ -1,0 +1,233 @@
+"""How every function behaves inside torch: traced, captured, computed again, under autocast, without a gradient."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from ssd.block import gated_norm, selective_scan, state_update
+from tests.block import test_conv1d, test_gated_norm, test_selective_scan
+from tests.block.calls import assert_same_bits, doubled
+from tests.functions import BLOCK, FUNCTIONS, MORE_CALLS, UPDATES, VARIANTS, Function, over
+from tests.inputs import GPU, HALF
+from tests.refused import assert_refused
+
+pytestmark = pytest.mark.usefixtures("poison")
+BACKEND = "inductor" if GPU else "aot_eager"
+
+
+def first_output(function: Function, given: dict) -> torch.Tensor:
+    outs = function.call(**given)
+    return outs[0] if isinstance(outs, tuple) else outs
+
+
+@pytest.mark.parametrize("dynamic", (None, True))
+@over({name: function for name, function in FUNCTIONS.items()
+       if name != "selective_scan" and (GPU or name not in ("scan, baseline", "scan, persistent"))})
+def test_one_graph_forward_and_backward_for_a_second_length_as_well(function, dynamic, device):
+    """To torch.compile a variant is a name; that of selective_scan counts graphs, in a test of its own."""
+    torch._dynamo.reset()  # the limit on recompilations counts those of every other function
+    compiled = torch.compile(function.call, fullgraph=True, backend=BACKEND, dynamic=dynamic)
+    for tokens in (20, 36):
+        given = function.inputs(tokens, device, torch.float32)
+        eager, ways = function.results(given)
+        assert_close(function.results(given, compiled, ways)[0], eager)
+
+
+@pytest.mark.parametrize("dynamic", (None, True))
+@over(UPDATES)
+def test_a_graph_sees_that_an_update_changes_the_state(function, dynamic, device):
+    """Also where it is read again."""
+    torch._dynamo.reset()
+
+    def step(**given):
+        before = given[function.state].sum()
+        return function.call(**given), before, given[function.state].sum()
+
+    compiled = torch.compile(step, fullgraph=True, backend=BACKEND, dynamic=dynamic)
+    for tokens in (3, 5):
+        given = function.inputs(tokens, device, torch.float32)
+        got, expected = function.results(given, compiled)[0], function.results(given, step)[0]
+        assert_close(got, expected)
+        assert not torch.equal(got["state"], given[function.state])
+
+
+class Calls(TorchDispatchMode):
+    """Our ops that are called, with what; a state that is changed as it was."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        if op.namespace == "ssd":
+            self.seen.append((op, [t.detach().clone(memory_format=torch.preserve_format) if isinstance(t, torch.Tensor) else t
+                                   for t in args]))
+        return op(*args, **(kwargs or {}))
+
+
+@over(BLOCK | UPDATES | MORE_CALLS)
+def test_opcheck(function, device):
+    """Every op that is called, forward and backward."""
+    given = function.inputs(5, device, torch.float32)
+    with Calls() as calls, torch.autograd.set_multithreading_enabled(False):
+        function.results(given)
+    backward = [op.name().endswith("_bwd") for op, _ in calls.seen]
+    assert len(backward) >= 1 and any(backward) == (not function.state)
+    for (op, args), is_backward in zip(calls.seen, backward, strict=True):
+        for t in args:
+            if isinstance(t, torch.Tensor) and t.is_floating_point() and not function.state and not is_backward:
+                t.requires_grad_()
+        torch.library.opcheck(op, tuple(args))
+
+
+@over(FUNCTIONS)
+@pytest.mark.parametrize("use_reentrant", (False, True))
+def test_a_checkpoint_gives_the_same_bits_as_does_every_run(function, use_reentrant, device):
+    given, first = function.inputs(5, device, HALF), function.leaves[0]
+
+    def recomputed(**arguments):
+        x = arguments.pop(first)
+        return checkpoint(lambda x: function.call(**{first: x}, **arguments), x, use_reentrant=use_reentrant)
+
+    plain, ways = function.results(given)
+    assert_same_bits(function.results(given, recomputed, ways)[0], plain)
+    assert_same_bits(function.results(given, ways=ways)[0], plain)
+
+
+@over(FUNCTIONS | UPDATES)
+@pytest.mark.parametrize("dtype", (torch.float32, HALF), ids=str)
+def test_autocast_changes_nothing(function, dtype, device):
+    """What a projection hands over in half precision stays it, fp32 stays fp32."""
+    given = function.inputs(5, device, dtype)
+    plain, ways = function.results(given)
+    with torch.autocast(device, HALF):
+        got, _ = function.results(given, ways=ways)
+    assert_same_bits(got, plain)
+    assert got["out"].dtype == dtype
+
+
+@over(FUNCTIONS)
+def test_a_graph_only_where_a_gradient_is_wanted_and_of_the_first_order(function, device):
+    """A gradient of a gradient must not come out short without a word."""
+    given = function.inputs(5, device, torch.float32)
+    assert first_output(function, given).grad_fn is None
+    parameter = given[function.leaves[2]].requires_grad_()
+    with torch.no_grad():
+        assert first_output(function, given).grad_fn is None
+    (gradient,) = torch.autograd.grad(first_output(function, given).square().sum(), parameter, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
+
+
+NAN = [(name, leaf) for name, function in (FUNCTIONS | UPDATES).items() for leaf in (function.state, *function.leaves)
+       if leaf and (name in ("gated_norm", "state_update") or leaf not in ("D", "z", "delta_bias", "dt_bias"))]
+
+
+@pytest.mark.parametrize(("name", "argument"), NAN)
+@pytest.mark.filterwarnings("ignore:invalid value")
+def test_nan_is_not_hidden(name, argument, device):
+    """A model that has diverged must show it."""
+    function = (FUNCTIONS | UPDATES)[name]
+    given = function.inputs(5, device, torch.float32)
+    given |= {"dt_limit": (0.0, float("inf")), "seq_idx": None} if name in VARIANTS else {}
+    given[argument] = given[argument].clone(memory_format=torch.contiguous_format)
+    given[argument].view(-1)[0] = float("nan")
+    got = function.results(given)[0] if function.state else {"out": first_output(function, given)}
+    assert got["out"].isnan().any() and not got["out"].isnan().all()
+    assert not function.state or got["state"].isnan().any() or argument in ("C", "D", "z", "weight", "bias")
+
+
+def set_apart(t: torch.Tensor, axis: int) -> torch.Tensor:
+    """The same values, 2^30 elements apart along an axis; no more memory than they are in is touched."""
+    memory = torch.UntypedStorage(t.itemsize * t.shape[axis] * 2**30, device=t.device)
+    first = t.movedim(axis, 0).contiguous()
+    far = torch.tensor([], dtype=t.dtype, device=t.device).set_(memory, 0, first.shape, (2**30, *first.stride()[1:]))
+    return far.copy_(first).movedim(0, axis)
+
+
+@pytest.mark.parametrize(("name", "argument", "axis"), [("conv1d", "x", 2), ("gated_norm", "x", 1), ("gated_norm", "z", 1)])
+def test_offsets_beyond_int32(name, argument, axis, device):
+    given = FUNCTIONS[name].inputs(5, device, HALF)
+    plain, ways = FUNCTIONS[name].results(given)
+    far = given | {argument: set_apart(given[argument], axis)}
+    assert_same_bits(FUNCTIONS[name].results(far, ways=ways)[0], plain)
+
+
+@pytest.mark.gpu
+@over(FUNCTIONS | UPDATES)
+def test_cuda_graph(function, device):
+    """Captured once, forward and backward, and replayed on other numbers."""
+    given = function.inputs(64, device, HALF)
+    _, ways = function.results(given)
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            function.results(given, ways=ways)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured, _ = function.results(given, ways=ways)
+    given[function.leaves[0]].copy_(torch.randn_like(given[function.leaves[0]]))
+    graph.replay()
+    assert_same_bits(captured, function.results(given, ways=ways)[0])
+
+
+@pytest.mark.gpu(count=2)
+@over(FUNCTIONS | UPDATES)
+def test_second_device(function):
+    """While another device is current: the same bits."""
+    here = function.inputs(64, "cuda:0", HALF)
+    there = {name: t.to("cuda:1") if isinstance(t, torch.Tensor) else t for name, t in here.items()}
+    first, ways = function.results(here)
+    second, _ = function.results(there, ways=tuple(way.to("cuda:1") for way in ways))
+    assert all(t.device.index == 1 for t in second.values())
+    assert_same_bits({name: t.cpu() for name, t in second.items()}, {name: t.cpu() for name, t in first.items()})
+
+
+@pytest.mark.parametrize(("name", "form", "definition"), [
+    ("conv1d", test_conv1d.mirror, test_conv1d.definition),
+    ("conv1d of documents", test_conv1d.mirror, test_conv1d.definition),
+    *((f"norm, gate {gate}, bias True", gated_norm.compute_in_torch, test_gated_norm.definition)
+      for gate in ("none", "before", "after")),
+    ("selective_scan", selective_scan.selective_scan_fn, test_selective_scan.definition),
+])
+def test_torch_form(name, form, definition):
+    """What CPU tensors and fp64 take: the definition in fp64, and its gradients against finite differences."""
+    function = (FUNCTIONS | MORE_CALLS)[name]
+    given = doubled(function.inputs(7, "cpu", torch.float32), function.leaves)
+    assert_close(form(**given), definition(**given), rtol=1e-12, atol=1e-12)
+    names = [leaf for leaf in function.leaves if given[leaf] is not None]
+    tensors = [given[leaf].contiguous().requires_grad_() for leaf in names]
+
+    def call(*tensors):
+        return function.call(**given | dict(zip(names, tensors, strict=True)))
+
+    assert torch.autograd.gradcheck(call, tensors)
+    assert name == "selective_scan" or torch.autograd.gradgradcheck(call, tensors)
+
+
+@pytest.mark.parametrize(("module", "kernel", "given"), [
+    (gated_norm, "gated_norm", lambda: BLOCK["gated_norm"].inputs(3, "cpu", torch.bfloat16)),
+    (state_update, "state_update", lambda: UPDATES["state_update"].inputs(3, "cpu", torch.bfloat16))])
+def test_without_an_interpreter_cpu_tensors_take_the_torch_form(module, kernel, given, monkeypatch):
+    """bf16 among them; by itself, and traced."""
+    monkeypatch.setattr("ssd.block.arguments.INTERPRETED", False)
+    monkeypatch.setattr(module, kernel, lambda *args: pytest.fail("a kernel was launched"))
+    function = {"gated_norm": gated_norm.rms_norm_gated}.get(kernel, state_update.selective_state_update)
+    torch._dynamo.reset()
+    for call in (function, torch.compile(function, fullgraph=True, backend="aot_eager")):
+        assert torch.equal(call(**given()), module.compute_in_torch(**given()))
+
+
+@pytest.mark.skipif(GPU, reason="nothing is interpreted here")
+@over({name: function for name, function in (BLOCK | UPDATES).items() if name in ("conv1d", "gated_norm", "state_update")})
+def test_bf16_is_refused_by_the_interpreter(function):
+    given = function.inputs(5, "cpu", torch.float32)
+    for name in (function.state, *function.leaves):
+        if name:
+            assert_refused(function.call, given | {name: given[name].bfloat16()}, name, TypeError, "torch.bfloat16",
+                           "TRITON_INTERPRET=1")
