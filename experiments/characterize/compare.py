@@ -63,7 +63,7 @@ def rows_of(name: str, out: Path = record.RESULTS) -> list[dict]:
     known = {row["git_sha"] for row in rows if row["git_sha"]}
     found = {sha for sha in known if sha.startswith(name.lower())}
     if len(found) > 1:
-        raise ValueError(f"got {name}, which {len(found)} commits start with, expected more of one's digits")
+        raise ValueError(f"got {name!r}, with which {len(found)} commits start, expected more digits")
     if not found:
         commits = ", ".join(sorted(sha[:_SHORT_SHA] for sha in known)) or "none"
         raise FileNotFoundError(f"got {name}, expected a folder, or a commit that rows in {out} were measured at: {commits}")

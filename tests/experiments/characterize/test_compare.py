@@ -76,5 +76,5 @@ def test_commits_on_the_command_line(results, arguments, status):
 
 def test_the_start_of_several_commits_is_refused(tmp_path):
     write(tmp_path, timed(1.0, git_sha="1a" * 20), timed(1.0, git_sha="1b" * 20))
-    with pytest.raises(ValueError, match="got 1, which 2 commits start with"):
+    with pytest.raises(ValueError, match="got '1', with which 2 commits start, expected more digits"):
         rows_of("1", tmp_path)
