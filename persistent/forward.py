@@ -35,7 +35,11 @@ def forward(inputs: SSDInputs, options: Options, save: bool) -> tuple[Tensor, Te
 
 
 def name_forward(inputs: SSDInputs, options: Options, keeps: bool) -> str:
-    """As `Variant.kernels`."""
+    """As `Variant.kernels`. Off Hopper operands pass through registers beside the state: other times than those of a Hopper GPU
+    are to be expected, so that these kernels have a name of their own.
+    """
+    if not hopper.is_hopper(inputs.x.device):
+        return "persistent off Hopper"
     return "persistent" if _explain_no_hopper(inputs, options, keeps) else "persistent on Hopper"
 
 

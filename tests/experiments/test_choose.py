@@ -33,7 +33,7 @@ def test_the_latest_row_of_each_kernels_counts():
     assert tables["h200"].calls == {
         CALL: {"fused on Hopper": 800.0, "persistent on Hopper": 700.0, "baseline": 900.0},
         replace(CALL, chunk_size=256): {"baseline": 610.0}}
-    assert tables["l4"].calls == {CALL: {"persistent": 300.0}} and tables.keys() == {"h200", "l4"}
+    assert tables["l4"].calls == {CALL: {"persistent off Hopper": 300.0}} and tables.keys() == {"h200", "l4"}
 
 
 @pytest.mark.parametrize(("row", "call", "kernels"), [
