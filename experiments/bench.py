@@ -14,7 +14,7 @@ from rich.console import Console
 from ssd import Options, cost, get_variant, ssd_chunk_scan
 from ssd.registry import is_peer
 
-from . import record, timing
+from . import choose, record, timing
 from .accuracy import Error, Part, Truth, leaves_of
 from .inputs import DTYPES, make_inputs
 from .shapes import CHUNK_SIZES, Shape
@@ -97,7 +97,8 @@ def make_row(bench: str, setting: Setting, mode: str, candidate: Candidate, valu
     row = {"bench": bench, "mode": mode, "shape": setting.shape.name, **setting.shape.sizes, "dtype": setting.dtype_name,
            **candidate.identity(), **values}
     problem = setting.shape.problem(candidate.chunk_size, setting.dtype_name)
-    return _add_derived(row, problem, ceiling_gbps) | record.environment()
+    row = _add_derived(row, problem, ceiling_gbps) | record.environment()
+    return row | {"ran": choose.name_kernels(row)}
 
 
 class Setting:

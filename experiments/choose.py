@@ -30,7 +30,8 @@ BENCHES = ("ssd", "ablate")
 _SWITCHES = ("gluon", "save_states", "fuse_backward")  # that choose kernels; every other option must have its default
 _DTYPES = {2: torch.bfloat16, 4: torch.float32}
 _ON_HOPPER = re.compile(r"g?h\d+$")
-_KEPT = {"fwd": "fwd", "fwd_train": "fwd", "bwd": "bwd"}  # what a mode of the bench times
+_TIMED = {"fwd": "fwd", "fwd_train": "fwd", "bwd": "bwd"}  # what a mode of the bench times
+_FIRST_ON_HOPPER = ((2, 64, 64), (2, 64, 128))  # bytes of an element, headdim, dstate
 _FORMS = (Options(), Options(gluon=False))  # of which each has kernels of its own to choose from
 # What a constant is taken to be before any row is seen, in microseconds: twice or so what the ceilings of an H200 allow. Each
 # counts as `_TRUST` squared of a row, so that what no row tells apart stays near.
@@ -47,17 +48,31 @@ SCOPES = {"the call": lambda left, other: left == other,
 def make_tables(rows: list[dict]) -> dict[str, TimeTable]:
     """The table of each GPU that rows of the bench or the ablation were measured on: of each kernels' latest row in a call.
 
-    Times are those in a CUDA graph, since which kernels are faster does not depend on the host that launches them. Which
-    kernels a row is of is worked out from its sizes and options, by the code as it is now.
+    Times are those in a CUDA graph, since which kernels are faster does not depend on the host that launches them. A row says
+    which kernels ran. Rows that do not are older than forms for Hopper beside `_FIRST_ON_HOPPER`.
     """
     found: dict[str, dict[Call, dict[str, float]]] = defaultdict(lambda: defaultdict(dict))
     for row in rows:  # oldest first
-        options = _read_options(row) if row["gpu"] and row["bench"] in BENCHES and row["variant"] in list_candidates() else None
-        if options is not None and row["mode"] in _KEPT and row["shape"] in SHAPES:
-            gpu, call = device_slug(row["gpu"]), _describe_call(row, options)
-            us = row["graph_p50_us"] or row["p50_us"]
-            found[gpu][call][_name_kernels(gpu, row["variant"], call, options)] = round(us, 2)
+        options = _read_options(row) if row["bench"] in BENCHES and row.get("shape") in SHAPES and row["gpu"] else None
+        if options is None or row["variant"] not in list_candidates() or row["mode"] not in _TIMED:
+            continue
+        call = _describe_call(row, options)
+        first = (call.itemsize, call.headdim, call.dstate) in _FIRST_ON_HOPPER
+        ran = row.get("ran") or name_kernels(row, options if first else replace(options, gluon=False))
+        found[device_slug(row["gpu"])][call][ran] = round(row["graph_p50_us"] or row["p50_us"], 2)
     return {gpu: TimeTable(_fit(calls), dict(calls)) for gpu, calls in found.items()}
+
+
+def name_kernels(row: dict, options: Options | None = None) -> str | None:
+    """As `Variant.kernels`, of what a row of the bench is about, by the code as it is. None: of peers, of "auto", and of modes
+    that run several sets of kernels.
+
+    options: by default the row's.
+    """
+    if not row["gpu"] or row["variant"] not in list_candidates() or row["mode"] not in _TIMED:
+        return None
+    options = options or Options(**record.options(row))
+    return _name_kernels(device_slug(row["gpu"]), row["variant"], _describe_call(row, options), options)
 
 
 def write_tables(tables: dict[str, TimeTable], folder: Path = TABLES) -> list[Path]:
@@ -157,8 +172,8 @@ def _read_options(row: dict) -> Options | None:
 def _describe_call(row: dict, options: Options) -> Call:
     sizes = {name: row[name] for name in record.SIZES}
     keeps = row["mode"] != "fwd" and options.save_states
-    return Call(_KEPT[row["mode"]], keeps, ITEMSIZES[row["dtype"]], **sizes, chunk_size=row["chunk_size"],
-                gated=SHAPES[row["shape"]].gated)
+    return Call(_TIMED[row["mode"]], keeps, ITEMSIZES[row["dtype"]], **sizes, chunk_size=row["chunk_size"],
+                gated=row["shape"] in SHAPES and SHAPES[row["shape"]].gated)
 
 
 def _list_kernels(gpu: str, call: Call, options: Options) -> set[str]:

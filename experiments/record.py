@@ -39,10 +39,11 @@ _COUNTED = ("kernel", "dram_bytes", "dram_pct", "l2_hit_pct", "l2_warm_hit_pct",
 # began that were taken side by side; tensor_flops, tensor_insts, fadds, fmuls, ffmas, exps and stall_*: see `counters`; phase
 # (a scope), operator (a class, or idle), us and share: see `characterize.collect`; flops_found: by counters, over those of a
 # product of n cubed; configs, failures, seed, family, variants, modes, failed, closest: see `fuzz.campaign`; host_us: until a
-# call returns; base: a commit, whose times base_* are, medians of that many rounds.
+# call returns; ran: the kernels that ran, as `Variant.kernels` names them; base: a commit, whose times base_* are, medians of
+# that many rounds.
 EXTRA_KEYS = {
-    "ssd": ("err_seqlen", "note", "saved_mib"),
-    "ablate": ("step", "changed", "err_seqlen", "note", "saved_mib"),
+    "ssd": ("err_seqlen", "note", "saved_mib", "ran"),
+    "ablate": ("step", "changed", "err_seqlen", "note", "saved_mib", "ran"),
     "counters": _COUNTED,
     "tests": ("passed", "failed", "skipped", "reasons", "seconds", "shard", "only", "cores"),
     "setup": ("seconds", "mib", "packages", "cores"),

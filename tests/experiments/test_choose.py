@@ -1,15 +1,16 @@
 """Tables for "auto" from rows that nobody measured; and the check of the committed ones."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
 
-from experiments import choose, record
+from experiments import bench, choose, record
 from experiments.__main__ import app
 from ssd.types import Options
 from ssd.variant_times import TABLES, Call, TimeTable, apply_model, count_work
-from tests.experiments.rows import ssd_row, write
+from tests.experiments.rows import ENVIRONMENT, ssd_row, write
 
 CALL = Call("fwd", False, 2, batch=4, seqlen=4096, nheads=128, headdim=64, dstate=128, ngroups=8, chunk_size=128)
 VISION = replace(CALL, batch=128, seqlen=196, nheads=5, headdim=32, dstate=16, ngroups=1)
@@ -43,13 +44,29 @@ def test_the_latest_row_of_each_kernels_counts():
     ({"mode": "bwd", "options": {"gluon": False}}, {"mode": "bwd", "keeps": True}, "fused"),
     ({"mode": "bwd", "options": {"fuse_backward": False}}, {"mode": "bwd", "keeps": True}, "baseline"),
     ({"bench": "ablate", "options": {"gluon": False, "tf32": False}}, {}, "persistent"),
-    ({"shape": "gated"}, {"batch": 2, "gated": True}, "persistent"),
-    ({"shape": "odd-heads"}, {"batch": 2, "nheads": 25, "ngroups": 1}, "persistent"),
+    ({"shape": "gated", "ran": "of its own"}, {"batch": 2, "gated": True}, "of its own"),
+    ({"shape": "nemotron-nano-9b-v2"}, {"batch": 2, "headdim": 80}, "persistent"),
     ({"dtype": "fp32"}, {"itemsize": 4}, "persistent"),
 ], ids=str)
 def test_a_row_is_of_a_call_and_of_kernels(row, call, kernels):
+    """Those that it names, or, of a row too old for that, those of its time."""
     row = ssd_row("persistent", p50_us=110.0, **row)
     assert choose.make_tables([row])["h200"].calls == {replace(CALL, **call): {kernels: 100.0}}
+
+
+def test_a_row_names_the_kernels_that_ran(monkeypatch):
+    """By the code at the time of the measurement, which another may contradict later."""
+    row = ssd_row("persistent", mode="bwd", options=vars(Options()))
+    assert choose.name_kernels(row) == "fused on Hopper"
+    assert choose.name_kernels(row | {"gpu": "NVIDIA A100-SXM4-40GB"}) == "fused"
+    for other in ({"mode": "fwd_bwd"}, {"variant": "auto"}, {"variant": "mamba_ssm", "options": None}, {"gpu": None}):
+        assert choose.name_kernels(row | other) is None
+    monkeypatch.setattr(record, "environment", lambda: ENVIRONMENT)
+    setting = SimpleNamespace(shape=choose.SHAPES["8b-b4"], dtype_name="bf16")
+    times = {"p50_us": 110.0, "graph_p50_us": 100.0}
+    measured = bench.make_row("ssd", setting, "bwd", bench.Candidate("persistent", 128), times, 4000.0)
+    monkeypatch.setattr(choose, "name_kernels", lambda *_: "others")
+    assert choose.make_tables([measured])["h200"].calls.popitem()[1].keys() == {"fused on Hopper"}
 
 
 def list_calls():
