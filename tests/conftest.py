@@ -214,7 +214,7 @@ def _list_skipped(terminalreporter, skipped: Iterable[pytest.TestReport]) -> Non
         terminalreporter.write_sep("=", "skipped, and why")
     for reason, counts in sorted(files.items(), key=lambda item: -item[1].total()):
         first, *others = counts.most_common()
-        more = f" and {len(others)} more files" if others else ""
+        more = f" and {len(others)} more" if others else ""
         terminalreporter.write_line(f"{counts.total():5}  {reason} ({first[0]}{more})")
 
 

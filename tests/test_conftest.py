@@ -118,7 +118,7 @@ def test_the_end_says_what_was_skipped_and_why(run, pytester):
     pytester.makepyfile(test_other="import pytest\npytest.skip('needs a moon', allow_module_level=True)\n")
     said = run(SUITE + "\n@pytest.mark.skip(reason='no time')\ndef test_late():\n    pass\n").outlines
     start = next(n for n, line in enumerate(said) if "skipped, and why" in line)
-    assert said[start + 1].startswith("    2  needs a moon (test_") and said[start + 1].endswith(".py and 1 more files)")
+    assert said[start + 1].startswith("    2  needs a moon (test_") and said[start + 1].endswith(".py and 1 more)")
     assert said[start + 2] == "    1  no time (test_it.py)"
 
 

@@ -3,6 +3,7 @@
 import pytest
 
 from experiments import figure, readme, result_tables, speedup_figure, terminal_page
+from experiments.characterize.report import draw
 from experiments.readme import Shown, list_sections, write
 from tests.experiments import rows as rows_of
 from tests.experiments.rows import ENVIRONMENT, compared, ssd_row
@@ -158,6 +159,13 @@ def test_several_gpus():
     assert line == ["mamba2", "370m", "fused", "8", "2 NVIDIA H200", "ddp", "300", "60.0", "100.0", "1.67", "83 %", "6.010",
                     "6.000"]
     assert "No rows yet" in result_tables.tabulate_several_gpus([other])
+
+
+@pytest.mark.parametrize("variant", ["baseline", "fused", "persistent", "auto", "mamba_ssm"])
+def test_a_variant_has_one_colour_in_every_figure(variant):
+    """That of the report's figures on a light page is that of the others."""
+    _, light, _ = draw.THEME[draw.colour(variant)]
+    assert light == figure.COLOURS[variant]
 
 
 def step_row(variant: str, step_ms: float, ssd_ms: float, speedup: float | None = None) -> dict:

@@ -9,6 +9,7 @@ from . import draw
 from .parts import Figure
 
 PAPER_PERCENT = 57.5
+_MEANS = {"U": "mean of kernels", "W": "weighted with time", "G": "bytes over time"}
 _COARSE, _ROUNDING = 5, 0.01  # ncu's per cent have two digits behind the point: what is less says little
 BUSY = 80  # per cent; no unit is kept busier by a kernel that also waits for others
 ISSUE = "issue slots"  # which every vector instruction takes
@@ -26,7 +27,7 @@ def collect(calls: list[Call]) -> dict:
     labels = [f"{line['variant']}, {line['mode']}" for line in shown]
 
     def plot(ax) -> None:
-        draw.bars(ax, labels, {name: [line[name] for line in shown] for name in "UWG"})
+        draw.bars(ax, labels, {f"{name}, {what}": [line[name] for line in shown] for name, what in _MEANS.items()})
         ax.axvline(PAPER_PERCENT, color=draw.MUTED, linewidth=1, linestyle="--", label=f"{PAPER_PERCENT} %, the paper's")
 
     svg = draw.chart(plot, 1.0 + 0.5 * len(shown), xlabel=f"per cent of {peak}", xlim=(0, 80))
