@@ -123,6 +123,34 @@ def test_a_graph_only_where_a_gradient_is_wanted_and_of_the_first_order(function
         gradient.sum().backward()
 
 
+@pytest.mark.parametrize(("name", "argument"), [
+    (name, leaf) for name, function in UPDATES.items() for leaf in function.leaves if leaf != function.state])
+def test_a_gradient_of_an_update_is_refused(name, argument, device):
+    """When it is asked for, not before: parameters require one in every call without no_grad."""
+    function = UPDATES[name]
+    given = function.inputs(3, device, torch.float32)
+    expected, _ = function.results(given)
+    given[argument] = given[argument].clone().requires_grad_()
+    assert not function.results(given)[0]["out"].requires_grad
+    out = function.call(**given)
+    assert torch.equal(out, expected["out"]) and torch.equal(given[function.state], expected["state"])
+    assert not given[function.state].requires_grad
+    with pytest.raises(RuntimeError, match="has no gradient"):
+        out.sum().backward()
+
+
+@over(UPDATES)
+def test_a_state_counts_as_changed(function, device):
+    """Autograd refuses a backward through what the update has overwritten; inference mode has nothing to refuse."""
+    given = function.inputs(3, device, torch.float32)
+    product = (given[function.state] * torch.ones((), device=device, requires_grad=True)).sum()
+    function.call(**given)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
+    with torch.inference_mode():
+        assert function.call(**function.inputs(3, device, torch.float32)).is_inference()
+
+
 NAN = [(name, leaf) for name, function in (FUNCTIONS | UPDATES).items() for leaf in (function.state, *function.leaves)
        if leaf and (name in ("gated_norm", "state_update") or leaf not in ("D", "z", "delta_bias", "dt_bias"))]
 

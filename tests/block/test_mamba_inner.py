@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ssd.block.mamba_inner import mamba_inner_fn
 from tests.block import test_conv1d, test_selective_scan
+from tests.block.calls import assert_within, move
 from tests.inputs import HALF, generator
 
 BATCH, DIM, SEQLEN, DSTATE, RANK, WIDTH, OUT = 2, 4, 11, 3, 2, 4, 5
@@ -66,57 +67,39 @@ def definition(xz, conv1d_weight, conv1d_bias, x_proj_weight, delta_proj_weight,
     return F.linear(y.mT, out_proj_weight, out_proj_bias)
 
 
-def leaves(given: dict, dtype: torch.dtype, device: str) -> dict:
-    return {name: v.detach().to(device, dtype).requires_grad_() if isinstance(v, Tensor) else v for name, v in given.items()}
-
-
-def tensors(given: dict) -> dict[str, Tensor]:
-    return {name: v for name, v in given.items() if isinstance(v, Tensor)}
-
-
-def assert_equal(ours: dict, bound: float, device: str) -> None:
-    """The function and its definition in fp64, in their outputs and the gradients of `ours`, which are leaves."""
-    truth = leaves(ours, torch.float64, device)
-    got, expected = mamba_inner_fn(**ours), definition(**truth)
-    way = torch.randn(expected.shape, generator=generator("cpu", "way")).to(expected)
-    got.backward(way.to(got.dtype))
-    expected.backward(way)
-    assert got.shape == expected.shape and (got - expected).norm() <= bound * expected.norm()
-    for name, t in tensors(ours).items():
-        assert t.grad.dtype == t.dtype
-        assert (t.grad - truth[name].grad).norm() <= bound * truth[name].grad.norm(), name
+def assert_right(given: dict, bound: float) -> None:
+    assert_within(mamba_inner_fn, definition, given, ("out",), bound)
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 @pytest.mark.parametrize("dtype, bound", [(torch.float32, BOUND), (torch.float64, 1e-12)], ids=("fp32", "fp64"))
 def test_output_and_gradients(case, dtype, bound, device):
-    assert_equal(leaves(drawn(**case), dtype, device), bound, device)
+    assert_right(move(drawn(**case), device, dtype), bound)
 
 
 def test_the_projection_as_mamba_writes_it(device):
     """xz whose slowest axis is the channels; the parameters of a module in fp16, but for those it keeps in fp32."""
-    given = {name: t.to(HALF) if name not in ("A", "D", "delta_bias") else t for name, t in tensors(drawn()).items()}
+    given = move(drawn(), device)
+    given |= {name: t.to(HALF) for name, t in given.items() if isinstance(t, Tensor) and name not in ("A", "D", "delta_bias")}
     given["xz"] = given["xz"].transpose(0, 1).contiguous().transpose(0, 1)
-    ours = {name: t.detach().to(device).requires_grad_() for name, t in given.items()}
-    assert ours["xz"].stride(2) == 1 and ours["xz"].stride(0) == SEQLEN
-    assert mamba_inner_fn(**ours, out_proj_bias=None).dtype == HALF
-    assert_equal({**ours, "out_proj_bias": None}, HALF_BOUND, device)
+    assert given["xz"].stride(2) == 1 and given["xz"].stride(0) == SEQLEN
+    assert mamba_inner_fn(**given).dtype == HALF
+    assert_right(given, HALF_BOUND)
 
 
 @pytest.mark.parametrize("xz_dtype", [torch.float32, HALF], ids=str)
 def test_autocast(xz_dtype, device):
     """It projects in its dtype, whatever xz has; what is no product stays in fp32, and so do the parameters' gradients."""
-    ours = leaves(drawn(b_rms_weight=(DSTATE,), out_proj_bias=(OUT,)), torch.float32, device)
-    ours["xz"] = ours["xz"].detach().to(xz_dtype).requires_grad_()
+    given = move(drawn(b_rms_weight=(DSTATE,), out_proj_bias=(OUT,)), device)
+    given["xz"] = given["xz"].to(xz_dtype)
     with torch.autocast(device, HALF):
-        assert mamba_inner_fn(**ours).dtype == HALF
-        assert_equal(ours, HALF_BOUND, device)
+        assert mamba_inner_fn(**given).dtype == HALF
+        assert_right(given, HALF_BOUND)
 
 
 def test_bits_do_not_depend_on_the_layout(device):
-    ours = {name: t.to(device) for name, t in tensors(drawn()).items()}
-    xz = ours["xz"].mT.contiguous().mT
-    assert torch.equal(mamba_inner_fn(**ours, out_proj_bias=None), mamba_inner_fn(**ours | {"xz": xz}, out_proj_bias=None))
+    given = move(drawn(), device)
+    assert torch.equal(mamba_inner_fn(**given), mamba_inner_fn(**given | {"xz": given["xz"].mT.contiguous().mT}))
 
 
 def test_no_copy_before_the_scan(device, monkeypatch):
@@ -128,10 +111,10 @@ def test_no_copy_before_the_scan(device, monkeypatch):
         return u
 
     monkeypatch.setattr("ssd.block.mamba_inner.selective_scan_fn", scan)
-    mamba_inner_fn(**{name: t.to(device) for name, t in tensors(drawn()).items()}, out_proj_bias=None)
+    mamba_inner_fn(**move(drawn(), device))
     assert all(t.stride(2) == 1 for t in seen.values())
     assert seen["B"].untyped_storage().data_ptr() == seen["C"].untyped_storage().data_ptr()
-    constant = tensors(drawn(B=(DIM, DSTATE)))
-    mamba_inner_fn(**constant, out_proj_bias=None)
+    constant = drawn(B=(DIM, DSTATE))
+    mamba_inner_fn(**constant)
     assert seen["B"].shape == seen["C"].shape == (BATCH, DIM, DSTATE, SEQLEN)
     assert seen["B"].data_ptr() == constant["B"].data_ptr() and seen["C"].stride(1) == 0

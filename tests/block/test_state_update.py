@@ -182,32 +182,6 @@ def test_tokens_add_up_to_the_operator(dtype, device):
     assert_all_near((outs[0], states[0]), (outs[1], states[1]), reference.recurrence(i))
 
 
-def test_state_counts_as_changed(device):
-    """Autograd refuses a backward through what the update has overwritten; inference mode has nothing to refuse."""
-    given = inputs(device=device)
-    weight = torch.ones((), device=device, requires_grad=True)
-    product = (given["state"] * weight).sum()
-    selective_state_update(**given)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        product.backward()
-    with torch.inference_mode():
-        assert selective_state_update(**inputs(device=device)).is_inference()
-
-
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "state"])
-def test_a_gradient_is_refused(name, device):
-    """When it is asked for, not before: parameters require one in every call without no_grad."""
-    given = inputs(device=device)
-    expected = run(given)
-    given[name] = given[name].clone().requires_grad_()
-    out, state = run(given)
-    assert torch.equal(out, expected[0]) and torch.equal(state, expected[1])
-    with pytest.raises(RuntimeError, match="has no gradient"):
-        out.sum().backward()
-    with torch.no_grad():
-        assert not run(given)[0].requires_grad
-
-
 def test_an_index_beyond_the_state(device):
     """Refused on the CPU, which looks; on a GPU it counts as padding, and nothing is read or written there."""
     beyond = torch.tensor([2, 3, 0], device=device)

@@ -8,6 +8,7 @@ from ssd import reference
 from ssd.block.split_conv1d_scan import split_conv1d_scan
 from ssd.types import SSDInputs
 from tests.block import test_conv1d, test_gated_norm
+from tests.block.calls import assert_within, move, run
 from tests.inputs import generator
 
 BATCH, SEQLEN, NHEADS, HEADDIM, NGROUPS, DSTATE, WIDTH = 2, 19, 4, 8, 2, 16, 4
@@ -74,40 +75,17 @@ def definition(zxbcdt, conv1d_weight, conv1d_bias, dt_bias, A, D, chunk_size, in
     return (y if outproj_weight is None else F.linear(y, outproj_weight, outproj_bias)), state
 
 
-def leaves(arguments: dict, dtype: torch.dtype, device: str) -> dict:
-    """The same arguments in that dtype, with a gradient asked for on every tensor that can have one."""
-
-    def leaf(value):
-        if not isinstance(value, torch.Tensor):
-            return value
-        return value.detach().to(device, dtype).requires_grad_() if value.is_floating_point() else value.to(device)
-
-    return {name: leaf(value) for name, value in arguments.items()}
-
-
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_outputs_states_and_gradients(case, device):
-    arguments = drawn(**case)
-    ours, truth = leaves(arguments, torch.float32, device), leaves(arguments, torch.float64, device)
-    final = arguments["return_final_states"]
-    got, expected = split_conv1d_scan(**ours), definition(**truth)
-    assert isinstance(got, tuple) == final
-    got, expected = got if final else (got,), expected if final else expected[:1]
-    for a, b in zip(got, expected, strict=True):
-        assert a.shape == b.shape and a.dtype == torch.float32
-    weights = [torch.randn(b.shape, generator=generator("cpu", number)).to(b) for number, b in enumerate(expected)]
-    for results in (got, expected):
-        sum((result * weight).sum() for result, weight in zip(results, weights, strict=True)).backward()
-    pairs = {"out": (got[0], expected[0])} | ({"final_states": (got[1], expected[1])} if final else {})
-    pairs |= {name: (ours[name].grad, t.grad) for name, t in truth.items() if isinstance(t, torch.Tensor) and t.requires_grad}
-    for name, (a, b) in pairs.items():
-        assert (a - b).norm() <= BOUND * b.norm(), name
+    given = move(drawn(**case), device)
+    got, final = split_conv1d_scan(**given), given["return_final_states"]
+    assert isinstance(got, tuple) == final and all(t.dtype == torch.float32 for t in (got if final else (got,)))
+    assert_within(split_conv1d_scan, definition, given, ("out", "final_states") if final else ("out",), BOUND)
 
 
 def test_the_projection_under_autocast(device):
-    arguments = leaves(drawn(), torch.float32, device)
+    given = move(drawn(), device)
     with torch.autocast(device, torch.bfloat16):
-        out = split_conv1d_scan(**arguments)
-    out.sum().backward()
-    assert out.dtype == torch.bfloat16 and arguments["outproj_weight"].grad.dtype == torch.float32
-    torch.testing.assert_close(out.float(), split_conv1d_scan(**arguments), rtol=0.05, atol=0.2)
+        got, _ = run(split_conv1d_scan, given, ("outproj_weight",))
+    assert got["out"].dtype == torch.bfloat16 and got["doutproj_weight"].dtype == torch.float32
+    torch.testing.assert_close(got["out"].float(), split_conv1d_scan(**given), rtol=0.05, atol=0.2)

@@ -148,19 +148,13 @@ def test_packed_documents(family, train):
 
 
 @at_import
-@pytest.mark.parametrize("norm", [False, True], ids=["no norm", "norm"])
-def test_falcon_h1_without_a_norm_has_no_epsilon(norm):
-    model, ids = tiny("falcon_h1", mamba_rms_norm=norm, mamba_norm_before_gate=False), tokens(2, 19)
-    expected = step(model, ids, True)
-    with ssd.patch_transformers():
-        assert_same(step(model, ids, True), expected)
-
-
-@at_import
-def test_keywords_for_others_are_dropped():
+@pytest.mark.parametrize(("family", "changes", "more"), [
+    *(("falcon_h1", {"mamba_rms_norm": norm, "mamba_norm_before_gate": False}, {}) for norm in (False, True)),
+    ("bamba", {}, {"num_items_in_batch": torch.tensor(30), "output_attentions": False}),
+], ids=("without a norm there is no epsilon", "with a norm", "keywords for others are dropped"))
+def test_other_calls(family, changes, more):
     """What the model was called with reaches the mixers; a batch's number of labels is nothing to a kernel."""
-    model, ids = tiny("bamba"), tokens(2, 19)
-    more = {"num_items_in_batch": torch.tensor(30), "output_attentions": False}
+    model, ids = tiny(family, **changes), tokens(2, 19)
     for train in (False, True):
         expected = step(model, ids, train, **more)
         with ssd.patch_transformers():

@@ -150,6 +150,8 @@ def test_sequences_end(device):
     (torch.ones(1, 2), TypeError, "input_ids: got torch.float32, expected torch.int32 or torch.int64"),
     (torch.ones(2, dtype=torch.int64), ValueError, r"input_ids: got shape \(2,\), expected \(batch, seqlen\), each at least 1"),
     (torch.ones(2, 0, dtype=torch.int64), ValueError, r"input_ids: got shape \(2, 0\)"),
+    *((torch.tensor([[3, token, 5]]), ValueError, f"input_ids: got {token}, expected tokens from 0 to 63")
+      for token in (-1, 64)),
 ])
 def test_bad_ids(ids, error, message):
     model = made()
@@ -158,16 +160,16 @@ def test_bad_ids(ids, error, message):
             call(ids)
 
 
-def test_other_bad_arguments_are_refused_by_name():
-    model, ids = made(), tokens("cpu")
-    for call, message in (
-        (lambda: model.generate(ids, 0), "max_new_tokens: got 0, expected an int of at least 1"),
-        (lambda: model(ids, cache=model.new_cache(2)[:1]), "cache: got that of 1 layers, expected one for each of 2"),
-        (lambda: model(ids, seq_idx=torch.zeros_like(ids), cache=model.new_cache(2)), "seq_idx: got a tensor with a cache"),
-        (lambda: model.step(ids[:, 0], model.new_cache(1)), "cache: got one of batch 1, expected batch 2"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            call()
+@pytest.mark.parametrize(("call", "message"), [
+    (lambda model, ids: model.generate(ids, 0), "max_new_tokens: got 0, expected an int of at least 1"),
+    (lambda model, ids: model(ids, cache=model.new_cache(2)[:1]), "cache: got that of 1 layers, expected one for each of 2"),
+    (lambda model, ids: model(ids, seq_idx=torch.zeros_like(ids), cache=model.new_cache(2)),
+     "seq_idx: got a tensor with a cache"),
+    (lambda model, ids: model.step(ids[:, 0], model.new_cache(1)), "cache: got one of batch 1, expected batch 2"),
+])
+def test_other_bad_arguments_are_refused_by_name(call, message):
+    with pytest.raises(ValueError, match=message):
+        call(made(), tokens("cpu"))
 
 
 @pytest.mark.usefixtures("quick")
@@ -179,10 +181,3 @@ def test_the_example_of_the_docs_runs(tmp_path, monkeypatch):
     example = re.search(r"^## A language model.*?^```python\n(.*?)^```", docs.read_text(), re.M | re.S)
     monkeypatch.chdir(tmp_path)
     exec(example.group(1), {})
-
-
-@pytest.mark.parametrize("token", (-1, 64))
-def test_a_token_beyond_the_vocabulary_is_named(token):
-    ids = torch.tensor([[3, token, 5]])
-    with pytest.raises(ValueError, match=f"input_ids: got {token}, expected tokens from 0 to 63"):
-        made()(ids)
