@@ -179,11 +179,11 @@ def _choose(inputs: SSDInputs, options: Options, mode: str, keeps: bool) -> Vari
         elif every is not None and variant.states_every(inputs, options) != every:
             refused += (f"{name} does not keep a state every {every} tokens",)
         else:
-            _say(name, mode, why, refused)
+            _say(name, f"{mode}, states kept" if keeps else mode, why, refused)
             return variant
     raise ValueError(f"variant 'auto': {'; '.join(refused)}")
 
 
 @lru_cache
-def _say(name: str, mode: str, why: str, refused: tuple[str, ...]) -> None:
-    logging.getLogger("ssd").info("variant 'auto' runs %r (%s): %s", name, mode, "; ".join((why, *refused)))
+def _say(name: str, what: str, why: str, refused: tuple[str, ...]) -> None:
+    logging.getLogger("ssd").info("variant 'auto' runs %r (%s): %s", name, what, "; ".join((why, *refused)))

@@ -260,6 +260,20 @@ def test_auto_runs_a_forward_that_keeps_states_as_they_are_declared(device, monk
     assert registry.resolve("auto", inputs, options, "bwd", True).name == "fused"
 
 
+def test_what_is_said_of_states(device, monkeypatch, caplog):
+    registry._say.cache_clear()
+    with caplog.at_level("INFO", "ssd"):
+        keep(device, STATES, monkeypatch)
+    said = [message for message in caplog.messages if message.startswith("variant 'auto'")]
+    assert said == [f"variant 'auto' runs 'persistent' ({mode}, states kept): a test says so" for mode in ("fwd", "bwd")]
+
+
+def test_plain_torch_keeps_nothing():
+    inputs = leaves(random_inputs(SHAPE, Case(), torch.float32))
+    out, named = (run(inputs, variant=variant, options=Options(keep_bytes=STATES)) for variant in ("auto", "torch"))
+    assert torch.equal(out, named) and not [t for t in out.grad_fn.saved_tensors if t is not None and t.dim() == 5]
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_a_budget_under_compile(dynamic, device, monkeypatch):
     """What the op's fake says is kept is what is kept, within the budget and beyond it, in one compiled function."""
