@@ -24,7 +24,6 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from triton import knobs
 
 import fused
@@ -41,7 +40,7 @@ from .hand_over import hand_over
 from .inputs import make_inputs
 from .kernel_names import list_ours
 from .shapes import SMALL, Shape
-from .terminal import track
+from .terminal import make_empty_table, track
 
 BLOCK, CONTROL = "block", "control"
 _GPU = torch.device("cuda")  # the current one
@@ -93,7 +92,7 @@ def run(variants: list[str], tools: list[str], out: Path, console: Console) -> b
     """
     if shutil.which(_EXECUTABLE) is None:
         raise FileNotFoundError(f"{_EXECUTABLE} is not on the PATH; it comes with the CUDA toolkit")
-    table = Table("variant", "tool", "kernels", "found", "of Triton's start of roles")
+    table = make_empty_table("variant", "tool", "kernels", "found", "of Triton's start of roles")
     clean, never = True, _list_expected() if {*list_candidates(), BLOCK} <= set(variants) else set()
     for variant, tool in track([(v, t) for v in variants for t in tools], console, " ".join):
         found, of_roles, kernels, launched, said = check(variant, tool)

@@ -6,13 +6,13 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
 from . import record
 from .kernel_names import present_name
 from .shapes import MODES, SHAPES
+from .terminal import make_empty_table
 
 FORMATS = ("markdown", "csv", "latex")
 
@@ -179,7 +179,7 @@ def make_table(rows: list[dict], title: str, columns: dict = COLUMNS, wide: bool
     """For rich; no cell is cut. As in `show`."""
     chosen = columns if wide else _choose_narrow(columns)
     cells = {header: [write(row.get(key)) for row in rows] for header, (key, write) in chosen.items()}
-    table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, title_justify="left")
+    table = make_empty_table(title=title)
     for header in (header for header, values in cells.items() if wide or any(values) or not rows):
         table.add_column(header, justify="left" if header in _LEFT_ALIGNED else "right", no_wrap=header != "options")
     shown = [cells[column.header] for column in table.columns]

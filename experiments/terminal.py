@@ -7,8 +7,10 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import NoReturn, TypeVar
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import Progress
+from rich.table import Table
 
 WIDTH = 100  # columns that every table fits
 _EVERY = 10.0  # seconds between lines of progress where there is no terminal
@@ -18,6 +20,11 @@ Item = TypeVar("Item")
 def make_console() -> Console:
     """A console at least WIDTH columns wide, so that no table is cut where output is piped or the window is narrow."""
     return Console(width=max(WIDTH, Console().width))
+
+
+def make_empty_table(*headers: str, title: str | None = None) -> Table:
+    """In the form of every table here: one line below the headers, no frame."""
+    return Table(*headers, title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, title_justify="left")
 
 
 def track(items: Iterable[Item], console: Console, describe: Callable[[Item], str] = str) -> Iterator[Item]:

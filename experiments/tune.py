@@ -23,7 +23,7 @@ from ssd.types import Options, SSDGrads, SSDInputs
 
 from .inputs import DTYPES, make_inputs
 from .shapes import Shape
-from .terminal import track
+from .terminal import make_empty_table, track
 
 # What together launches every kernel, forward and backward.
 _CALLS = (
@@ -95,7 +95,7 @@ def measure_kernels(call, repeats: int) -> dict[str, float]:
 
 
 def _table(title: str, times, best) -> Table:
-    table = Table("kernel", "us", "default us", "config", title=title)
+    table = make_empty_table("kernel", "us", "default us", "config", title=title)
     for kernel, of in times.items():
         blocks = " ".join(f"{name.removeprefix('BLOCK_')}={size}" for name, size in best[kernel].blocks)
         config = f"{blocks} warps={best[kernel].num_warps} stages={best[kernel].num_stages}"

@@ -8,12 +8,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from textwrap import shorten
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
 from .. import record
+from ..terminal import make_empty_table
 from . import worker
 from .parts import DRAWS, from_json, label, to_json
 from .pool import Batch, Pool
@@ -24,6 +26,7 @@ _EVERY = 20.0  # seconds between lines of progress
 _SHRUNK = 5  # failures that are made small
 _LONGEST_TABLE = 7  # failures in it
 _WIDEST = 400  # characters of a configuration in it
+_SHOWN = 150  # characters of one in the summary
 
 
 @dataclass(frozen=True)
@@ -176,7 +179,7 @@ def _smallest(pool: Pool, line: str, outcome: Outcome, seconds: float) -> tuple[
 
 
 def _table(plan: Plan, tally: Tally, seconds: float, ended: str, replaced: int) -> Table:
-    table = Table("fuzz", plan.part, show_lines=False)
+    table = make_empty_table("fuzz", plan.part)
 
     def counts(counter: Counter) -> str:
         return ", ".join(f"{name} {count}" for name, count in counter.most_common(8)) or "none"
@@ -186,8 +189,8 @@ def _table(plan: Plan, tally: Tally, seconds: float, ended: str, replaced: int) 
         ("failed", str(len(tally.failures))), ("variants", counts(tally.variants)), ("modes", counts(tally.modes)),
         ("launches replayed in", str(tally.replays)), ("not counted", counts(tally.reasons)),
         ("workers replaced", str(replaced)),
-        ("nearest to its bound", f"{tally.closest[0]:.2f} of it: {tally.closest[1][:150]}"),
-        ("slowest", f"{tally.slowest[0]:.1f} s: {tally.slowest[1][:150]}"),
+        ("nearest to its bound", f"{tally.closest[0]:.2f} of it: {shorten(tally.closest[1], _SHOWN)}"),
+        ("slowest", f"{tally.slowest[0]:.1f} s: {shorten(tally.slowest[1], _SHOWN)}"),
     ):
         table.add_row(name, value)
     return table
