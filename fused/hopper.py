@@ -26,12 +26,10 @@ from ssd.types import SUB_CHUNK, Options, SSDInputs, SSDSaved
 from .schedule import choose_two_level_segment, deal, deal_two_level
 
 BLOCK_M = SUB_CHUNK
-HEADDIM, DSTATES = 64, (64, 128)  # of the forms that were measured on a GPU
 SLICE = 64  # channels of a head that a warpgroup takes
-MOST_HEADDIM, WIDTHS = 2 * SLICE, (64, 128)  # a block takes two slices; states that a tile may be wide
-# Forms that compile and are right without a GPU but were not measured on one: other sizes than HEADDIM and DSTATES, groups of
-# an odd number of heads, and in the forward z and D of two dimensions. True runs them.
-RUN_UNMEASURED_FORMS = False
+WIDTHS = 64, 128  # states that a tile may be wide
+MOST_HEADDIM, MOST_DSTATE = 2 * SLICE, 2 * WIDTHS[-1]  # a block takes two slices; dstate goes in one part or two
+_LEAST_FILLED = 0.125  # of its tiles, by a state: the least that was measured, where these kernels were faster
 _ALIGNMENT = 16  # bytes, of what a TMA descriptor describes
 _MOST_DESCRIBED = 1024  # callers whose sizes never repeat must not fill the memory
 _described: dict[tuple, dict] = {}
@@ -54,15 +52,8 @@ def cannot_run(i: SSDInputs, options: Options, by_chunk: bool) -> str | None:
     if i.x.dtype not in (torch.bfloat16, torch.float16) or not i.x.dtype == i.B.dtype == i.C.dtype:
         return f"x, B, C: got dtypes {i.x.dtype}, {i.B.dtype}, {i.C.dtype}, takes bf16 or fp16, all alike"
     if not has_tiles(i.x.dtype.itemsize, i.headdim, i.dstate):
-        taken = f"headdim {HEADDIM} and dstate of {DSTATES}"
-        if RUN_UNMEASURED_FORMS:
-            taken = f"multiples of 8, headdim up to {MOST_HEADDIM} and dstate up to {WIDTHS[-1]}"
-        return f"got headdim = {i.headdim}, dstate = {i.dstate}, takes {taken}"
-    if not RUN_UNMEASURED_FORMS:
-        if i.nheads // i.ngroups % 2:
-            return f"got {i.nheads // i.ngroups} heads a group, takes even numbers"
-        if i.z is not None or (i.D is not None and i.D.dim() == 2):
-            return "z and D of two dimensions are not in it"
+        return (f"got headdim = {i.headdim}, dstate = {i.dstate}, takes multiples of 8 up to {MOST_HEADDIM} and {MOST_DSTATE} "
+                f"that fill an eighth of tiles of {SLICE} channels and {' or '.join(map(str, WIDTHS))} states")
     if i.cu_seqlens is not None:
         return "varlen states of cu_seqlens are not in it"
     if by_chunk and i.chunk_size % BLOCK_M:
@@ -76,9 +67,10 @@ def cannot_run(i: SSDInputs, options: Options, by_chunk: bool) -> str | None:
 
 def has_tiles(itemsize: int, headdim: int, dstate: int) -> bool:
     """True for the sizes of inputs that these kernels have tiles for, which is not to say that they take all such inputs."""
-    if RUN_UNMEASURED_FORMS:
-        return itemsize == 2 and headdim <= MOST_HEADDIM and dstate <= WIDTHS[-1] and not headdim % 8 and not dstate % 8
-    return itemsize == 2 and headdim == HEADDIM and dstate in DSTATES
+    if itemsize != 2 or headdim > MOST_HEADDIM or dstate > MOST_DSTATE or headdim % 8 or dstate % 8:
+        return False
+    width = get_width(dstate)
+    return headdim * dstate >= _LEAST_FILLED * cdiv(headdim, SLICE) * SLICE * cdiv(dstate, width) * width
 
 
 def can_run(reason: str | None, variant: str) -> bool:
@@ -106,7 +98,7 @@ def run_stationary(inputs: SSDInputs, options: Options, save: bool, keep: bool) 
         prev_states = None
         if keep:
             prev_states = call.new_states((call.nsub,), inputs.states_dtype)
-        runs, *entering = call.get_runs(options, "scan_step")
+        runs, *entering = call.get_runs(options, "scan_step", scan=True)
         hopper_scan(inputs, *call.descriptors, *call.steps, runs, call.initial_states, *entering, final_states,
                     None if prev_states is None else describe_states(prev_states), **call.gate_descriptors)
     return call.out, final_states, SSDSaved(inputs, options, call.y, None, prev_states)
@@ -171,22 +163,25 @@ class _Call:
         i = self.inputs
         return torch.empty(i.batch, *between, i.nheads, i.headdim, i.dstate, device=i.x.device, dtype=dtype)
 
-    def get_runs(self, options: Options, step: str) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def get_runs(self, options: Options, step: str, scan: bool = False) -> tuple[Tensor, Tensor | None, Tensor | None]:
         i = self.inputs
-        return make_runs(i, i.batch, self.descriptors[:2], *self.steps, i.batch, options, step)
+        return make_runs(i, i.batch, self.descriptors[:2], *self.steps, i.batch, options, step, scan)
 
 
 def make_runs(i: SSDInputs, rows: int, descriptors: tuple, dt: Tensor, dA_cumsum: Tensor, forwards: int,
-            options: Options, step: str) -> tuple[Tensor, Tensor | None, Tensor | None]:
+            options: Options, step: str, scan: bool = False) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Runs of whole sequences, or cut ones; and ends and factors of the pieces that enter those that begin inside one.
 
     rows: sequences of a pair of heads, of which those from `forwards` on are walked backwards; descriptors: as hopper_states
-    takes them; step: the name of the `Step` in the time model that says what the runs will do.
+    takes them; step: the name of the `Step` in the time model that says what the runs will do; scan: whether they are
+    hopper_scan's, which takes the parts of dstate one launch after the other, or hopper_states'.
     """
     from .kernels.hopper.states import piece_states
 
     device = current_device(i.x.device.index)
-    settings = rows, count_pairs(i), dt.shape[2], device.sms, device.name, step, options.segments
+    parts = cdiv(i.dstate, get_width(i.dstate))
+    walks = (count_pairs(i), parts) if scan else (count_pairs(i) * parts, 1)
+    settings = rows, walks[0], dt.shape[2], device.sms, device.name, step, options.segments, walks[1]
     runs, piece_runs, npieces = get_tables(deal, settings, i.x.device)
     if not npieces:
         return runs, None, None
@@ -212,8 +207,8 @@ def describe_inputs(x: Tensor, *groups: Tensor) -> tuple:
 
 
 def get_width(dstate: int) -> int:
-    """How many states a tile is wide."""
-    return next(width for width in WIDTHS if dstate <= width)
+    """How many states a tile is wide, of a part of dstate."""
+    return next((width for width in WIDTHS if dstate <= width), WIDTHS[-1])
 
 
 def describe(t: Tensor, width: int = SLICE):

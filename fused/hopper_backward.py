@@ -65,12 +65,11 @@ def backward(saved: SSDSaved, dout: Tensor, dfinal_states: Tensor | None, into: 
         dB_parts = allocate_splits(i.B, _keep_contiguous(into.dB), splits)
         dC_parts = allocate_splits(i.C, _keep_contiguous(into.dC), splits)
         dx = output(i.x, into.dx if into.dx is not None and is_describable(into.dx) else None)
-        sums, s = hopper_group(i, x, dy, B, C, describe_states(H), describe_states(G), describe(dx), dt, dA_cumsum,
-                               dB_parts, dC_parts, device.sms)
-        u_v_x, q, row, col, dy_x = sums
-        no_parts = sums.new_empty(0, *dt.shape)  # of r, which is in row
-        ddt, dA, ddt_bias, dD = chunk_cumsum_bwd(spans, u_v_x, no_parts, q, s[..., None], row, col[None], arrivals,
-                                                 into.ddt, None if i.D is None else dy_x)
+        sums = hopper_group(i, x, dy, B, C, describe_states(H), describe_states(G), describe(dx), dt, dA_cumsum, dB_parts,
+                            dC_parts, device.sms)
+        no_parts = dt.new_empty(0, *dt.shape)  # of r, which is in the sums of outputs
+        ddt, dA, ddt_bias, dD = chunk_cumsum_bwd(spans, sums.step, no_parts, sums.state, sums.s[..., None], sums.output,
+                                                 sums.pair[None], arrivals, into.ddt, None if i.D is None else sums.skip)
         dB, dC = add_splits(dB_parts, i.B, into.dB), add_splits(dC_parts, i.C, into.dC)
     if dinitial_states is not None:
         dinitial_states = _copy_into(dinitial_states, into.dinitial_states)

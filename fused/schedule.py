@@ -52,9 +52,12 @@ class Runs(NamedTuple):
     npieces: int
 
 
-def deal(batch: int, pairs: int, nsub: int, blocks: int, gpu: str, step: str, cut: bool, device: torch.device) -> Runs:
+def deal(batch: int, pairs: int, nsub: int, blocks: int, gpu: str, step: str, cut: bool, parts: int,
+         device: torch.device) -> Runs:
     """Deals batch * pairs sequences of nsub sub-chunks to at most `blocks` blocks that run side by side.
 
+    parts: of dstate, that a run of `pieces` has one of, pair * parts + part, and a run of `sequences` all. Pieces are numbered
+    likewise: in `sequences` the number of a piece is that of all its parts.
     gpu: whose time model it is; step: the name of a `Step` in it, for what the walk does; cut: whether sequences may be cut;
     device: where the tables are. Torch lists the whole sequences, of which there may be many. Python lists segments and pieces:
     they are few, and Python is done before torch's threads have met.
@@ -84,10 +87,11 @@ def deal(batch: int, pairs: int, nsub: int, blocks: int, gpu: str, step: str, cu
     shares: list[list[Run]] = [[] for _ in range(0, end, share)]
     for piece, (bound, after) in enumerate(zip(bounds, [*bounds[1:], end], strict=True)):
         first = bound % before
-        shares[bound // share].append((*divmod(whole + bound // before, pairs), first, first + after - bound, piece, 0))
+        (b, pair), last = divmod(whole + bound // before, pairs), first + after - bound
+        shares[bound // share] += [(b, pair * parts + part, first, last, piece * parts + part, 0) for part in range(parts)]
     longest = max(map(len, shares))
     filled = [run for of in shares for run in (*of, *[(0,) * RUN_FIELDS] * (longest - len(of)))]
-    return Runs(_take_turns(runs, blocks), _to_table(filled, device).view(-1, longest, RUN_FIELDS), len(bounds))
+    return Runs(_take_turns(runs, blocks), _to_table(filled, device).view(-1, longest, RUN_FIELDS), parts * len(bounds))
 
 
 def choose_two_level_segment(sequences: int, nsub: int, blocks: int, gpu: str) -> int:

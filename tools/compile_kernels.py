@@ -207,7 +207,6 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--state-dtype", choices=DTYPES, help="of the states between chunks")
     parser.add_argument("--off", type=lambda names: dict.fromkeys(names.split(","), False), default={},
                         help="fields of ssd.Options to switch off, separated by commas")
-    parser.add_argument("--unmeasured", action="store_true", help="forms for Hopper that no GPU has measured, too")
     parser.add_argument("--z", action="store_true")
     parser.add_argument("--triton", metavar="V", help="fail unless this is the version of Triton")
     parser.add_argument("--serve", action="store_true", help="for each line of input, a JSON list of arguments, answer with a "
@@ -223,7 +222,7 @@ def asked_for(a: argparse.Namespace) -> list[Compiled]:
     case = replace(case, z=case.z or a.z)
     inputs = random_inputs(shape, case, DTYPES[a.dtype])
     trusted = (lambda kernel: ("wgmma" in kernel.asm["ptx"] and "distrusted") or None) if a.distrust else launch.find_fault
-    with patch.object(launch, "find_fault", trusted), patch.object(hopper, "RUN_UNMEASURED_FORMS", a.unmeasured):
+    with patch.object(launch, "find_fault", trusted):
         return compile_all(get_variant(a.variant), inputs, a.arch, Options(**a.off), a.configs)
 
 

@@ -58,7 +58,7 @@ def _for_hopper(rng: Random, c: Config) -> Config:
     common, pairs = rng.random() < 0.6, 2 * rng.randint(1, 8)
     heads = pairs if common else rng.randint(1, 16)
     form = {"headdim": 64, "dstate": rng.choice((64, 128)), "D": rng.choice((None, "h")), "z": False} if common else {
-        "headdim": 8 * rng.randint(4, 16), "dstate": 8 * rng.randint(4, 16)}
+        "headdim": 8 * rng.randint(4, 16), "dstate": 8 * rng.randint(4, rng.choice((16, 32)))}
     return replace(
         c, **form, ngroups=rng.choice((1, 1, 2, 3)) if heads <= 8 else 1,
         heads_per_group=heads, chunk_size=rng.choice((64, 128, 256)), dtype=rng.choice(("bf16", "bf16", "fp16")),

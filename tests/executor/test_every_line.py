@@ -29,7 +29,8 @@ SHAPE = Shape(1, 5 * 64 - 7, 4, 64, 1, 64, 64)
 WAYS = {"recomputed": (Options(save_states=False), {}), "saved": (Options(), {}),
         "a head in each part": (Options(save_states=False), {"splits": 4}),
         "cut": (Options(), {"blocks": 5, "cut": (2, 2)}),
-        "headdim 80": (Options(), {"unmeasured": True})}
+        "headdim 80": (Options(), {}), "dstate 256": (Options(), {})}
+SIZES = {"headdim 80": {"headdim": 80, "nheads": 2}, "dstate 256": {"dstate": 256, "nheads": 2, "seqlen": 2 * 64 + 7}}
 
 
 @functools.cache
@@ -66,9 +67,9 @@ def test_needed(kernel, first, last):
 
 def _is_faulty(executor: Executor, way: str) -> bool:
     options, dealing = WAYS[way]
-    shape = replace(SHAPE, headdim=80, nheads=2) if way == "headdim 80" else SHAPE
+    shape = replace(SHAPE, **SIZES.get(way, {}))
     inputs = random_inputs(shape, Case(D="h", dt_dtype=torch.float32), torch.bfloat16)
-    ways = torch.randn_like(inputs.x), torch.randn(1, shape.nheads, shape.headdim, 64)
+    ways = torch.randn_like(inputs.x), torch.randn(1, shape.nheads, shape.headdim, shape.dstate)
     try:
         with hopper_on_cpu(executor, **({"blocks": 1} | dealing)):
             results(get_variant("persistent"), inputs, *ways, options)

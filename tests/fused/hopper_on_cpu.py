@@ -16,12 +16,11 @@ KERNELS = tuple(f"fused.kernels.hopper.{name}" for name in ("ring", "scan", "sta
 
 @contextmanager
 def hopper_on_cpu(executor: Executor, blocks: int = 4, cut: tuple[int, int] | None = None,
-                  splits: int | None = None, unmeasured: bool = False) -> Iterator[None]:
+                  splits: int | None = None) -> Iterator[None]:
     """Variants take the Hopper path.
 
     blocks: that run side by side. cut: sub-chunks of a segment of each sequence and of a share of the state pass;
-    None: as `schedule` chooses them. splits: of a group's heads in the backward, likewise. unmeasured: as
-    `hopper.RUN_UNMEASURED_FORMS`.
+    None: as `schedule` chooses them. splits: of a group's heads in the backward, likewise.
     """
     def chosen(owner: object, name: str, value: object):
         return patch.object(owner, name, lambda *args: value)
@@ -30,8 +29,7 @@ def hopper_on_cpu(executor: Executor, blocks: int = 4, cut: tuple[int, int] | No
     choose_splits = schedule.choose_splits
     choose_splits.cache_clear()
     try:
-        with (executor.installed(), patch.object(hopper, "RUN_UNMEASURED_FORMS", unmeasured),
-              patch.dict(tables._kept, clear=True), chosen(hopper, "is_hopper", True),
+        with (executor.installed(), patch.dict(tables._kept, clear=True), chosen(hopper, "is_hopper", True),
               chosen(hopper, "current_device", device),
               chosen(hopper_backward, "current_device", device),
               chosen(schedule, "_choose_cut", cut) if cut else nullcontext(),

@@ -46,7 +46,6 @@ class Way:
     blocks: int = 2
     cut: tuple[int, int] | None = None
     splits: int | None = None
-    unmeasured: bool = False
 
 
 AGAIN = Options(save_states=False)
@@ -66,7 +65,7 @@ WAYS = {
     "strong decay": Way(RAGGED, replace(START, strong_decay=True), SAVED),
     "packed": Way(RAGGED, Case(D="h", packed=True, dt_limit=(0.02, 0.08)), SAVED, torch.float16),
     "packed, gate": Way(RAGGED, Case(D="h", dt_bias=True, dt_softplus=True, initial_states=True, z=True, packed=True,
-                                     dt_limit=(0.02, 0.08)), (STATES, GROUP), torch.float16),
+                                     dt_limit=(0.02, 0.08)), SAVED, torch.float16),
     "spans": Way(LONG, START, TWO_LEVEL, variant="fused"),
     "spans, recomputed": Way(LONG, START, TWO_LEVEL, torch.float16, variant="fused", options=AGAIN),
     "spans in turn": Way(LONG, PLAIN, TWO_LEVEL, options=Options(stationary=False)),
@@ -79,13 +78,24 @@ WAYS = {
 
 def other_form(case: Case = START, runs: tuple[str, ...] = SAVED, dtype: torch.dtype = torch.bfloat16, *, shape: Shape = RAGGED,
                **of) -> Way:
-    """A form that was not measured on a GPU: `shape` with the sizes given."""
+    """`shape` with the sizes given."""
     sizes = {name: of.pop(name) for name in ("batch", "seqlen", "nheads", "headdim", "ngroups", "dstate") if name in of}
-    return Way(replace(shape, **sizes), case, runs, dtype, unmeasured=True, **of)
+    return Way(replace(shape, **sizes), case, runs, dtype, **of)
 
 
 GATE = replace(START, z=True)
+TWO_PARTS, TWO_PARTS_CUT = (SCAN, SCAN, STATES, GROUP, GROUP), (STATES, SCAN, SCAN, STATES, STATES, GROUP, GROUP)
 WAYS |= {
+    "dstate 256": other_form(START, TWO_PARTS, dstate=256, batch=1, nheads=2, ngroups=1),
+    "dstate 256, headdim 128, recomputed, cut": other_form(START, TWO_PARTS_CUT, torch.float16, shape=LONG, headdim=128,
+                                                           dstate=256, nheads=1, options=AGAIN, blocks=8, cut=(4, 3)),
+    "dstate 192, spans": other_form(START, (STATES, SCAN, SCAN, STATES, GROUP, GROUP), variant="fused", dstate=192, batch=1,
+                                    nheads=4, ngroups=2),
+    "dstate 160, gate": other_form(GATE, TWO_PARTS, torch.float16, dstate=160, batch=1, headdim=80, nheads=2, ngroups=1),
+    "dstate 256, gate, states in fp32": other_form(replace(GATE, state_dtype=torch.float32), (SCAN, SCAN), torch.float16,
+                                                   dstate=256, batch=1, nheads=2, ngroups=1,
+                                                   options=Options(fuse_backward=False)),
+    "dstate 136, odd heads in splits": other_form(START, TWO_PARTS, dstate=136, batch=1, nheads=3, ngroups=1, splits=2),
     "odd heads": other_form(nheads=6),
     "odd heads, cut": other_form(START, CUT, shape=LONG, nheads=3, blocks=5, cut=(3, 2)),
     "odd heads, spans": other_form(START, TWO_LEVEL, torch.float16, variant="fused", nheads=3, ngroups=1),
@@ -100,9 +110,9 @@ WAYS |= {
     "headdim 112, dstate 64": other_form(headdim=112, dstate=64, nheads=2, ngroups=1, options=AGAIN),
     "headdim 32": other_form(headdim=32, dstate=64),
     "headdim 48, dstate 80": other_form(headdim=48, dstate=80, options=AGAIN),
-    "headdim 16, dstate 16": other_form(headdim=16, dstate=16, nheads=3, ngroups=1),
-    "headdim 24, dstate 40, states in fp32": other_form(replace(START, state_dtype=torch.float32), TWO_LEVEL, variant="fused",
-                                                        headdim=24, dstate=40, nheads=2),
+    "headdim 16, dstate 64": other_form(headdim=16, dstate=64, nheads=3, ngroups=1),
+    "headdim 24, dstate 48, states in fp32": other_form(replace(START, state_dtype=torch.float32), TWO_LEVEL, variant="fused",
+                                                        headdim=24, dstate=48, nheads=2),
     "headdim 96, documents": other_form(replace(START, documents="seq_idx"), headdim=96, nheads=2),
     "D by channel": other_form(replace(START, D="hp"), (SCAN,), torch.float16, headdim=80, nheads=2),
     "gate": other_form(GATE, SAVED, torch.float16),
@@ -123,7 +133,7 @@ def under_schedules(executor: Executor, way: Way, run: Callable[[], dict[str, to
     first = None
     for executor.seed in SEEDS:
         executor.launched.clear()
-        with hopper_on_cpu(executor, way.blocks, way.cut, way.splits, way.unmeasured):
+        with hopper_on_cpu(executor, way.blocks, way.cut, way.splits):
             got = run()
         assert tuple(executor.launched) == way.runs
         first = first or got

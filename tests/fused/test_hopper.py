@@ -60,7 +60,6 @@ def test_right(way, shape, case, dtype):
 
 
 START = Case(D="h", dt_bias=True, dt_softplus=True, initial_states=True)
-# Not measured yet, hence off: see hopper.RUN_UNMEASURED_FORMS.
 FORMS = {
     "odd heads": (replace(SHAPE, nheads=25, ngroups=1), START),
     "odd heads, cut": (Shape(1, 4096 + 63, 25, 64, 1, 128, 256), START),
@@ -72,9 +71,16 @@ FORMS = {
     "headdim 96, packed": (replace(SHAPE, headdim=96), Case(D="h", packed=True, dt_limit=(0.02, 0.08))),
     "headdim 112, documents": (replace(SHAPE, headdim=112, dstate=64), replace(START, documents="seq_idx")),
     "headdim 32": (replace(SHAPE, headdim=32, dstate=64, nheads=24, ngroups=1), START),
-    "headdim 16, dstate 16": (replace(SHAPE, headdim=16, dstate=16), START),
+    "headdim 16, dstate 64": (replace(SHAPE, headdim=16, dstate=64), START),
     "headdim 48, dstate 80": (replace(SHAPE, headdim=48, dstate=80), replace(START, strong_decay=True)),
-    "headdim 24, dstate 40, states in fp32": (replace(SHAPE, headdim=24, dstate=40), replace(START, state_dtype=torch.float32)),
+    "headdim 24, dstate 48, states in fp32": (replace(SHAPE, headdim=24, dstate=48), replace(START, state_dtype=torch.float32)),
+    "dstate 256": (replace(SHAPE, dstate=256), START),
+    "dstate 256, headdim 128": (replace(SHAPE, headdim=128, dstate=256, ngroups=1), START),
+    "dstate 256, headdim 128, cut": (Shape(1, 4096 + 63, 6, 128, 1, 256, 256), START),
+    "dstate 192, a head a group": (replace(SHAPE, dstate=192, ngroups=8), START),
+    "dstate 160, documents": (replace(SHAPE, headdim=80, dstate=160), replace(START, documents="seq_idx")),
+    "dstate 256, gate": (replace(SHAPE, dstate=256), replace(START, z=True)),
+    "dstate 256, states in fp32": (replace(SHAPE, dstate=256), replace(START, z=True, state_dtype=torch.float32)),
     "gate": (SHAPE, replace(START, z=True)),
     "gate, headdim 80": (replace(SHAPE, headdim=80), replace(START, z=True)),
     "D by channel": (replace(SHAPE, headdim=80), replace(START, D="hp")),
@@ -86,9 +92,8 @@ FORMS = {
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
 @pytest.mark.parametrize("way", WAYS)
-def test_other_forms(way, dtype, form, monkeypatch):
+def test_other_forms(way, dtype, form):
     """Outputs and gradients, with states kept and computed again."""
-    monkeypatch.setattr(hopper, "RUN_UNMEASURED_FORMS", True)
     variant, options = WAYS[way]
     inputs = random_inputs(*FORMS[form], dtype, "cuda")
     assert hopper.cannot_run(inputs, options, by_chunk=True) is None
@@ -102,9 +107,8 @@ def test_other_forms(way, dtype, form, monkeypatch):
 
 @needs_hopper
 @pytest.mark.parametrize("form", FORMS)
-def test_other_forms_give_the_same_bits(form, monkeypatch):
+def test_other_forms_give_the_same_bits(form):
     """In every run; the two warpgroups that walk a lone head write the same."""
-    monkeypatch.setattr(hopper, "RUN_UNMEASURED_FORMS", True)
     inputs = random_inputs(*FORMS[form], torch.bfloat16, "cuda")
     ways = cotangents(inputs)
     first = results(get_variant("persistent"), inputs, *ways)

@@ -42,7 +42,7 @@ def check(runs: schedule.Runs, batch: int, pairs: int, nsub: int, blocks: int) -
 
 def check_deal(batch: int, pairs: int, nsub: int, blocks: int, walk: str, cut: bool) -> bool:
     """Whole sequences go first, then first segments; each is entered by exactly the pieces before it. Whether any is cut."""
-    runs = schedule.deal(batch, pairs, nsub, blocks, GPU, walk, cut, CPU)
+    runs = schedule.deal(batch, pairs, nsub, blocks, GPU, walk, cut, 1, CPU)
     turns, pieces = check(runs, batch, pairs, nsub, blocks)
     order = [(last - first < nsub, first, b, pair) for b, pair, first, last, *_ in turns]
     assert order == sorted(order) and (cut or not pieces)
@@ -80,7 +80,7 @@ def test_random_sizes_in_two_levels():
 
 def test_cuts_where_it_pays():
     def deal(*sizes):
-        return schedule.deal(*sizes, 132, GPU, "scan_step", True, CPU)
+        return schedule.deal(*sizes, 132, GPU, "scan_step", True, 1, CPU)
 
     assert deal(3, 96, 32).npieces > 0  # two rounds, and 24 sequences of which a third round would not be worth it
     assert deal(1, 64, 64).npieces > 0  # 64 blocks would leave 68 SMs idle
@@ -112,3 +112,12 @@ def test_a_full_gpu_takes_sequences_whole():
 def test_segments_of_models(seqlen, programs, nsegments):
     """8b-b1; 2.7b-64k; 2.7b-b4, whose second round would be a fifth full; 130m-b8."""
     assert cut_evenly(seqlen, 64, programs, RESIDENT, GPU).nsegments == nsegments
+
+
+def test_pieces_of_parts():
+    """Where a state goes in two parts, each piece is walked for both, one after the other."""
+    whole, parts = (schedule.deal(1, 16, 64, 132, GPU, "scan_step", True, n, CPU) for n in (1, 2))
+    assert torch.equal(whole.sequences, parts.sequences) and parts.npieces == 2 * whole.npieces > 0
+    expected = [(b, 2 * pair + part, first, last, 2 * piece + part, 0)
+                for of in list_runs(whole.pieces) for b, pair, first, last, piece, _ in of for part in range(2)]
+    assert [run for of in list_runs(parts.pieces) for run in of] == expected

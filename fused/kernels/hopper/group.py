@@ -38,13 +38,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ssd.kernels.arguments import contiguous
+from ssd.kernels.arguments import cdiv, contiguous
 from ssd.runtime.gluon_names import async_load, block_barrier, store_wait
 from ssd.runtime.launch import launch
 from ssd.types import SSDInputs
 
 from .group_tiles import Sizes, find_tile, store_rows
-from .ring import Ring, make_ring, mark_empty, mark_full, next_empty, next_full, slot_of, wait_empty, wait_full
+from .ring import Ring, make_barriers, make_ring, mark_empty, mark_full, next_empty, next_full, slot_of, wait_empty, wait_full
 from .roles import LOG2E, allocate_tiles, as_box, clamp_to, decay, fetch_slice, get_tile, log2, make_form, write_slice
 
 # One kernel for all sizes: that a size is 1 or divisible by 16 would not make it faster. Offsets into sums are int32: x of as
@@ -62,6 +62,7 @@ class Rings(NamedTuple):
     tiles: Ring
     vectors: Ring
     pairs: Ring
+    dx: gl.shared_memory_descriptor  # the mbarrier of the tile of dx, where one is read before it is written; or None
 
 
 class Tiles(NamedTuple):
@@ -85,7 +86,9 @@ class Vectors(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """What is summed over a token's channels, (batch, nheads, nsub, 64) fp32 each, and s (batch, nheads, nsub)."""
+    """What is summed over a token's channels, (batch, nheads, nsub, 64) fp32 each, and s (batch, nheads, nsub). All are sums
+    over dstate as well, but for dy . x: a launch for a second part of it adds those of the first, and leaves dy . x as it is.
+    """
 
     step: gl.tensor  # (u + v) . x
     state: gl.tensor  # q
@@ -96,7 +99,7 @@ class Sums(NamedTuple):
 
 
 @gluon.jit
-def compute_dC(rings, tiles, vectors, dC, sums, sizes, form: gl.constexpr, SPLITS: gl.constexpr):
+def compute_dC(rings, tiles, vectors, dC, sums, before, sizes, form: gl.constexpr, PART: gl.constexpr, SPLITS: gl.constexpr):
     """The consumer warpgroup with tokens i as rows: dC, dCB, and what the decay gets from outputs."""
     BLOCK_M: gl.constexpr = tiles.x.shape[2]
     ROWS: gl.constexpr = tiles.H.shape[2]
@@ -119,9 +122,12 @@ def compute_dC(rings, tiles, vectors, dC, sums, sizes, form: gl.constexpr, SPLIT
         tiles.CB.store(gl.where(gl.expand_dims(i, 1) > gl.expand_dims(j, 0), CB, 0.0))
         sum_dCB = gl.zeros([BLOCK_M, BLOCK_M], gl.float32, IJ)
         sum_dC = gl.zeros([BLOCK_M, WIDTH], gl.float32, IN)
-        before = gl.zeros([BLOCK_M], gl.float32, gl.SliceLayout(1, IJ))  # of the slice before, of the same head
+        slice_before = gl.zeros([BLOCK_M], gl.float32, gl.SliceLayout(1, IJ))  # of the slice before, of the same head
         for k in range(tile.count * form.SLICES):
             line = slot_of(rings.vectors, step)
+            at = (tile.row + k // form.SLICES * sizes.nsub) * BLOCK_M
+            if PART:
+                output_before = gl.load(before.output + at + i)
             slot, phases = next_full(slot, kept, phases, rings.tiles)
             x, H = get_tile(tiles.x, slot, BLOCK_M, ROWS), get_tile(tiles.H, slot, ROWS, WIDTH)
             dy_tile = get_tile(tiles.dy, slot, BLOCK_M, ROWS)
@@ -143,10 +149,11 @@ def compute_dC(rings, tiles, vectors, dC, sums, sizes, form: gl.constexpr, SPLIT
             sum_dC, CH = warpgroup_mma_wait(0, deps=(sum_dC, CH))
             r = gl.convert_layout(gl.sum(dy_f * CH, 1), gl.SliceLayout(1, IJ))
             outputs += r * decay(A_i)
-            at = (tile.row + k // form.SLICES * sizes.nsub) * BLOCK_M
             if form.SLICES == 2:
-                outputs = outputs + before * (k % 2).to(gl.float32)
-                before = outputs
+                outputs = outputs + slice_before * (k % 2).to(gl.float32)
+                slice_before = outputs
+            if PART:
+                outputs += output_before
             gl.store(sums.output + at + i, outputs)
             # not before what was loaded from the stage has been used: a barrier does not wait for loads
             # (docs/log/hopper-group.md)
@@ -164,11 +171,12 @@ def compute_dC(rings, tiles, vectors, dC, sums, sizes, form: gl.constexpr, SPLIT
         sum_dC = warpgroup_mma_wait(0, deps=(sum_dC,))
         block_barrier()
         mark_empty(rings.tiles, kept)
-        store_rows(dC, tile, sum_dC, sizes, form, IN)
+        store_rows(dC, tile, sum_dC, sizes, PART, form, IN)
 
 
 @gluon.jit
-def compute_dx(dx_desc, rings, tiles, vectors, D, sums, sizes, form: gl.constexpr, SPLITS: gl.constexpr):
+def compute_dx(dx_desc, rings, tiles, vectors, D, sums, before, sizes, form: gl.constexpr, PART: gl.constexpr,
+               SPLITS: gl.constexpr):
     """The consumer warpgroup with tokens j as rows: dx and all that is summed over a token's channels."""
     BLOCK_M: gl.constexpr = tiles.x.shape[2]
     ROWS: gl.constexpr = tiles.H.shape[2]
@@ -192,6 +200,9 @@ def compute_dx(dx_desc, rings, tiles, vectors, D, sums, sizes, form: gl.constexp
         for k in range(tile.count * form.SLICES):
             line = slot_of(rings.vectors, step)
             at = (tile.row + k // form.SLICES * sizes.nsub) * BLOCK_M
+            if PART:
+                step_before, state_before = gl.load(before.step + at + j), gl.load(before.state + at + j)
+                pair_before = gl.load(before.pair + at + j)
             skip = own * 0.0
             if D is not None:
                 skip += gl.load(D + tile.head + k // form.SLICES).to(gl.float32)
@@ -201,6 +212,12 @@ def compute_dx(dx_desc, rings, tiles, vectors, D, sums, sizes, form: gl.constexp
             x_dy = warpgroup_mma(x_tile, dy.permute((1, 0)), gl.zeros([BLOCK_M, BLOCK_M], gl.float32, JI),
                                  use_acc=False, is_async=True)
             v = warpgroup_mma(B, G.permute((1, 0)), gl.zeros([BLOCK_M, ROWS], gl.float32, JI), use_acc=False, is_async=True)
+            if PART:  # dx of the part before, into the tile that dx leaves from
+                store_wait(0)
+                block_barrier()
+                mbarrier.expect(rings.dx, BLOCK_M * ROWS * 2)
+                fetch_slice(dx_desc, tile.b, tile.c * BLOCK_M, tile.head * form.SLICES + k, form.SLICES, rings.dx,
+                            tiles.dx.index(0))
             wait_full(rings.vectors, step)
             A_i = gl.expand_dims(vectors.A_columns.index(line).load(gl.SliceLayout(0, JI)), 0)
             A_j = vectors.A_columns.index(line).load(ROW)
@@ -223,10 +240,17 @@ def compute_dx(dx_desc, rings, tiles, vectors, D, sums, sizes, form: gl.constexp
                 second = (k % 2).to(gl.float32)
                 u_x, v_x, dy_x = u_x + u_before * second, v_x + v_before * second, dy_x + dy_before * second
                 u_before, v_before, dy_before = u_x, v_x, dy_x
-            gl.store(sums.step + at + j, u_x + v_x + own * dy_x)
-            gl.store(sums.state + at + j, dt_j * v_x)
-            gl.store(sums.pair + at + j, dt_j * u_x)
-            gl.store(sums.skip + at + j, dy_x)
+            if PART:
+                gl.store(sums.step + at + j, u_x + v_x + own * dy_x + step_before)
+                gl.store(sums.state + at + j, dt_j * v_x + state_before)
+                gl.store(sums.pair + at + j, dt_j * u_x + pair_before)
+                mbarrier.wait(rings.dx, step & 1)
+                dx += get_tile(tiles.dx, 0, BLOCK_M, ROWS).load(JI).to(gl.float32)
+            else:
+                gl.store(sums.step + at + j, u_x + v_x + own * dy_x)
+                gl.store(sums.state + at + j, dt_j * v_x)
+                gl.store(sums.pair + at + j, dt_j * u_x)
+                gl.store(sums.skip + at + j, dy_x)
             store_wait(0)
             block_barrier()
             get_tile(tiles.dx, 0, BLOCK_M, ROWS).store(dx.to(DTYPE))
@@ -242,7 +266,8 @@ def compute_dx(dx_desc, rings, tiles, vectors, D, sums, sizes, form: gl.constexp
 
 
 @gluon.jit
-def compute_dB(rings, tiles, vectors, dA_cumsum, dB, sums, sizes, form: gl.constexpr, SPLITS: gl.constexpr):
+def compute_dB(rings, tiles, vectors, dA_cumsum, dB, sums, before, sizes, form: gl.constexpr, PART: gl.constexpr,
+               SPLITS: gl.constexpr):
     """The consumer warpgroup of dB; it computes s too, because it has time left."""
     BLOCK_M: gl.constexpr = tiles.x.shape[2]
     ROWS: gl.constexpr = tiles.H.shape[2]
@@ -260,7 +285,7 @@ def compute_dB(rings, tiles, vectors, dA_cumsum, dB, sums, sizes, form: gl.const
         kept, phases = next_full(slot, kept, phases, rings.tiles)
         slot = kept
         sum_dB = gl.zeros([BLOCK_M, WIDTH], gl.float32, JN)
-        before = 0.0  # of the slice before, of the same head
+        slice_before = 0.0  # of the slice before, of the same head
         for k in range(tile.count * form.SLICES):
             line = slot_of(rings.vectors, step)
             end = gl.load(dA_cumsum + (tile.row + k // form.SLICES * sizes.nsub) * BLOCK_M + BLOCK_M - 1) * LOG2E
@@ -271,9 +296,12 @@ def compute_dB(rings, tiles, vectors, dA_cumsum, dB, sums, sizes, form: gl.const
             HG = gl.where(gl.expand_dims(p, 1) == gl.expand_dims(p_, 0), warpgroup_mma_wait(0, deps=(HG,)), 0.0)
             trace = gl.sum(gl.sum(HG, 1), 0)
             if form.SLICES == 2:
-                trace = trace + before * (k % 2).to(gl.float32)
-                before = trace
-            gl.store(sums.s + tile.row + k // form.SLICES * sizes.nsub, trace * decay(end))
+                trace = trace + slice_before * (k % 2).to(gl.float32)
+                slice_before = trace
+            s = trace * decay(end)
+            if PART:
+                s += gl.load(before.s + tile.row + k // form.SLICES * sizes.nsub)
+            gl.store(sums.s + tile.row + k // form.SLICES * sizes.nsub, s)
             wait_full(rings.vectors, step)
             w = gl.expand_dims(decay(end - vectors.A_columns.index(line).load(TOKEN)) * vectors.dt.index(line).load(TOKEN), 1)
             x = (get_tile(tiles.x, slot, BLOCK_M, ROWS).load(OPERAND).to(gl.float32) * w).to(DTYPE)
@@ -289,7 +317,7 @@ def compute_dB(rings, tiles, vectors, dA_cumsum, dB, sums, sizes, form: gl.const
         block_barrier()
         mark_empty(rings.pairs, 0)
         mark_empty(rings.tiles, kept)
-        store_rows(dB, tile, sum_dB, sizes, form, JN)
+        store_rows(dB, tile, sum_dB, sizes, PART, form, JN)
 
 
 @gluon.jit
@@ -318,7 +346,8 @@ def fetch_vectors(ring, vectors, dA_cumsum, dt, sizes, form: gl.constexpr, BLOCK
 
 
 @gluon.jit
-def fetch_tiles(x_desc, dy_desc, B_desc, C_desc, H_desc, G_desc, ring, tiles, sizes, form: gl.constexpr, SPLITS: gl.constexpr):
+def fetch_tiles(x_desc, dy_desc, B_desc, C_desc, H_desc, G_desc, ring, tiles, sizes, form: gl.constexpr, PART: gl.constexpr,
+                SPLITS: gl.constexpr):
     """The producer: B and C of each tile in the places of an H and a G, then x, dy, H and G of each of its heads."""
     BLOCK_M: gl.constexpr = tiles.x.shape[2]
     ROWS: gl.constexpr = tiles.H.shape[2]
@@ -331,8 +360,9 @@ def fetch_tiles(x_desc, dy_desc, B_desc, C_desc, H_desc, G_desc, ring, tiles, si
         slot = kept
         bar = ring.full.index(kept)
         mbarrier.expect(bar, 2 * BLOCK_M * WIDTH * 2)
-        fetch_slice(B_desc, tile.b, tile.c * BLOCK_M, tile.group, 1, bar, as_box(tiles.H.index(kept), B_desc))
-        fetch_slice(C_desc, tile.b, tile.c * BLOCK_M, tile.group, 1, bar, as_box(tiles.G.index(kept), C_desc))
+        part = tile.group * form.PARTS + PART
+        fetch_slice(B_desc, tile.b, tile.c * BLOCK_M, part, form.PARTS, bar, as_box(tiles.H.index(kept), B_desc))
+        fetch_slice(C_desc, tile.b, tile.c * BLOCK_M, part, form.PARTS, bar, as_box(tiles.G.index(kept), C_desc))
         for k in range(tile.head * form.SLICES, (tile.head + tile.count) * form.SLICES):
             slot, phases = next_empty(slot, kept, phases, ring)
             bar = ring.full.index(slot)
@@ -340,14 +370,15 @@ def fetch_tiles(x_desc, dy_desc, B_desc, C_desc, H_desc, G_desc, ring, tiles, si
             fetch_slice(x_desc, tile.b, tile.c * BLOCK_M, k, form.SLICES, bar, tiles.x.index(slot))
             fetch_slice(dy_desc, tile.b, tile.c * BLOCK_M, k, form.SLICES, bar, tiles.dy.index(slot))
             state = (tile.b * sizes.nsub + tile.c) * nheads + k // form.SLICES
-            async_load(H_desc, [state, k % form.SLICES * ROWS, 0], bar, tiles.H.index(slot))
-            async_load(G_desc, [state, k % form.SLICES * ROWS, 0], bar, tiles.G.index(slot))
+            async_load(H_desc, [state, k % form.SLICES * ROWS, PART * WIDTH], bar, tiles.H.index(slot))
+            async_load(G_desc, [state, k % form.SLICES * ROWS, PART * WIDTH], bar, tiles.G.index(slot))
 
 
 @gluon.jit(do_not_specialize=SIZES)
 def hopper_group_kernel(x_desc, dy_desc, B_desc, C_desc, H_desc, G_desc, dx_desc, dA_cumsum, dt, D, dB, dC, step_sums,
-                        state_sums, output_sums, pair_sums, skip_sums, s, ntiles, batch, seqlen, nsub, ngroups, heads_per_group,
-                        HEADDIM: gl.constexpr, DSTATE: gl.constexpr, SPLITS: gl.constexpr, SLOTS: gl.constexpr,
+                        state_sums, output_sums, pair_sums, skip_sums, s, step_before, state_before, output_before,
+                        pair_before, s_before, ntiles, batch, seqlen, nsub, ngroups, heads_per_group, HEADDIM: gl.constexpr,
+                        DSTATE: gl.constexpr, PART: gl.constexpr, SPLITS: gl.constexpr, SLOTS: gl.constexpr,
                         LINES: gl.constexpr):
     DTYPE: gl.constexpr = x_desc.dtype
     BLOCK_M: gl.constexpr = x_desc.block_shape[1]
@@ -363,29 +394,41 @@ def hopper_group_kernel(x_desc, dy_desc, B_desc, C_desc, H_desc, G_desc, dx_desc
     A_columns = gl.allocate_shared_memory(gl.float32, [LINES, BLOCK_M], LINE)
     A_rows = gl.allocate_shared_memory(gl.float32, [LINES, BLOCK_M], LINE)
     steps = gl.allocate_shared_memory(gl.float32, [LINES, BLOCK_M], LINE)
-    rings = Rings(make_ring(SLOTS, 3), make_ring(LINES, 3), make_ring(1, 1))
+    if PART:
+        dx_bar = make_barriers(1, 1).index(0)
+    else:
+        dx_bar: gl.constexpr = None
+    rings = Rings(make_ring(SLOTS, 3), make_ring(LINES, 3), make_ring(1, 1), dx_bar)
     fence_async_shared()
     tiles, vectors = Tiles(Xs, dYs, Hs, Gs, dXs, CBs, dCBs), Vectors(A_columns, A_rows, steps)
     sums = Sums(step_sums, state_sums, output_sums, pair_sums, skip_sums, s)
+    before = Sums(step_before, state_before, output_before, pair_before, None, s_before)
     sizes = Sizes(ntiles, batch, seqlen, nsub, ngroups, heads_per_group)
-    FORM: gl.constexpr = make_form(HEADDIM, DSTATE, ROWS)
+    FORM: gl.constexpr = make_form(HEADDIM, DSTATE, ROWS, H_desc.block_shape[2])
     gl.warp_specialize([
-        (compute_dC, (rings, tiles, vectors, dC, sums, sizes, FORM, SPLITS)),
-        (compute_dx, (dx_desc, rings, tiles, vectors, D, sums, sizes, FORM, SPLITS)),
-        (compute_dB, (rings, tiles, vectors, dA_cumsum, dB, sums, sizes, FORM, SPLITS)),
+        (compute_dC, (rings, tiles, vectors, dC, sums, before, sizes, FORM, PART, SPLITS)),
+        (compute_dx, (dx_desc, rings, tiles, vectors, D, sums, before, sizes, FORM, PART, SPLITS)),
+        (compute_dB, (rings, tiles, vectors, dA_cumsum, dB, sums, before, sizes, FORM, PART, SPLITS)),
         (fetch_vectors, (rings.vectors, vectors, dA_cumsum, dt, sizes, FORM, BLOCK_M, SPLITS)),
-        (fetch_tiles, (x_desc, dy_desc, B_desc, C_desc, H_desc, G_desc, rings.tiles, tiles, sizes, FORM, SPLITS)),
+        (fetch_tiles, (x_desc, dy_desc, B_desc, C_desc, H_desc, G_desc, rings.tiles, tiles, sizes, FORM, PART, SPLITS)),
     ], [4, 4, 2, 1], [168, 128, 24, 24])
 
 
 def hopper_group(i: SSDInputs, x_desc, dy_desc, B_desc, C_desc, H_desc, G_desc, dx_desc, dt, dA_cumsum, dB, dC, blocks: int):
-    """Fills what dx_desc describes, and dB, dC (splits, batch, seqlen, ngroups, dstate); returns sums and s."""
+    """Fills what dx_desc describes, and dB, dC (splits, batch, seqlen, ngroups, dstate); returns Sums.
+
+    A launch for each part of dstate; all but the first add dx and the sums of the one before.
+    """
     splits, nsub = dB.shape[0], dt.shape[2]
     ntiles = i.batch * nsub * i.ngroups * splits
-    sums = torch.empty(5, *dt.shape, device=dt.device, dtype=torch.float32)
-    s = torch.empty(dt.shape[:3], device=dt.device, dtype=torch.float32)
-    launch(
-        hopper_group_kernel, min(ntiles, blocks), x_desc, dy_desc, B_desc, C_desc, H_desc, G_desc, dx_desc, dA_cumsum, dt,
-        contiguous(i.D), dB, dC, *sums, s, ntiles, i.batch, i.seqlen, nsub, i.ngroups, i.nheads // i.ngroups,
-        HEADDIM=i.headdim, DSTATE=i.dstate, SPLITS=splits, SLOTS=SLOTS, LINES=LINES, num_warps=4, maxnreg=_REGISTERS)
-    return sums, s
+    skip, before = torch.empty_like(dt), None
+    for part in range(cdiv(i.dstate, H_desc.block_shape[-1])):
+        step, state, output, pair = torch.empty(4, *dt.shape, device=dt.device, dtype=torch.float32)
+        sums = Sums(step, state, output, pair, skip, torch.empty(dt.shape[:3], device=dt.device, dtype=torch.float32))
+        launch(
+            hopper_group_kernel, min(ntiles, blocks), x_desc, dy_desc, B_desc, C_desc, H_desc, G_desc, dx_desc, dA_cumsum, dt,
+            None if part else contiguous(i.D), dB, dC, *sums, *((None,) * 5 if before is None else (*before[:4], before.s)),
+            ntiles, i.batch, i.seqlen, nsub, i.ngroups, i.nheads // i.ngroups, HEADDIM=i.headdim, DSTATE=i.dstate, PART=part,
+            SPLITS=splits, SLOTS=SLOTS, LINES=LINES, num_warps=4, maxnreg=_REGISTERS)
+        before = sums
+    return sums

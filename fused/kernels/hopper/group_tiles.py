@@ -43,8 +43,8 @@ def find_tile(t, sizes, SPLITS: gl.constexpr):
 
 
 @gluon.jit
-def store_rows(to, tile, values, sizes, form: gl.constexpr, LAYOUT: gl.constexpr):
-    """`values` [M, N] of a tile into a contiguous (splits, batch, seqlen, ngroups, dstate).
+def store_rows(to, tile, values, sizes, PART: gl.constexpr, form: gl.constexpr, LAYOUT: gl.constexpr):
+    """`values` [M, N] of a tile and a part of dstate into a contiguous (splits, batch, seqlen, ngroups, dstate).
 
     Stored from the layout that they are in: once a tile, and another layout would take shared memory.
     """
@@ -52,10 +52,10 @@ def store_rows(to, tile, values, sizes, form: gl.constexpr, LAYOUT: gl.constexpr
     WIDTH: gl.constexpr = values.shape[1]
     row = tile.split * sizes.batch + tile.b
     m = tile.c * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(1, LAYOUT))
-    n = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
+    n = PART * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
     token = gl.expand_dims((row.to(gl.int64) * sizes.seqlen + m) * sizes.ngroups + tile.group, 1)
     at = to + token * form.DSTATE + gl.expand_dims(n, 0)
     mask = gl.expand_dims(m < sizes.seqlen, 1)
-    if form.DSTATE < WIDTH:
+    if form.DSTATE % WIDTH:
         mask = mask & gl.expand_dims(n < form.DSTATE, 0)
     gl.store(at, values.to(to.dtype.element_ty), mask=mask)

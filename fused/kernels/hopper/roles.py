@@ -3,7 +3,9 @@
 A warpgroup holds a slice of a state: 64 channels of one head (wgmma's least number of rows) and all of dstate. A block walks
 pairs of slices: of two neighbouring heads of one group where headdim is at most 64, else of one head. Tiles are 64 channels and
 64 or 128 states wide; the TMA fills what lies outside a head with zeros, and leaves it out where it writes. Where a group has
-an odd number of heads, both warpgroups of a block walk its last one and write the same bits to the same place.
+an odd number of heads, both warpgroups of a block walk its last one and write the same bits to the same place. A dstate above
+128 is walked in two parts of 128 (the last may be less), as all but the gate is a sum over states: (26) to (32) hold for each
+part by itself.
 
 A block walks runs: parts of the sequences of pairs, in sub-chunks of 64 tokens. Which runs a block walks stands in a table
 (blocks, nruns, 6) int32, padded with empty runs; `Run` names its columns.
@@ -28,11 +30,12 @@ class Form(NamedTuple):
     SLICES: int  # of a head: 1 or 2
     ODD: bool  # whether the number of heads of a group is
     D_ROWS: bool  # whether D has two dimensions
+    PARTS: int  # of dstate, each as wide as a tile: 1 or 2
 
 
 @gluon.constexpr_function
-def make_form(headdim, dstate, rows, odd=False, D_rows=False):
-    return Form(headdim, dstate, (headdim + rows - 1) // rows, odd, D_rows)
+def make_form(headdim, dstate, rows, width, odd=False, D_rows=False):
+    return Form(headdim, dstate, (headdim + rows - 1) // rows, odd, D_rows, (dstate + width - 1) // width)
 
 
 class Run(NamedTuple):
@@ -95,6 +98,16 @@ def get_head(pair, U: gl.constexpr, heads_per_group, form: gl.constexpr):
 
 
 @gluon.jit
+def split_pair(pair, form: gl.constexpr):
+    """The pair of slices, and the part of dstate, of a walk of states: both parts of a pair are neighbours."""
+    part = 0
+    if form.PARTS > 1:
+        part = pair % form.PARTS
+        pair = pair // form.PARTS
+    return pair, part
+
+
+@gluon.jit
 def fetch_slice(desc, b, token, k, SLICES: gl.constexpr, bar, buffer):
     """Into buffer [64, width]: the tokens from `token` on of slice k of all heads. Rows past seqlen and channels past a head's
     are 0.
@@ -129,21 +142,21 @@ def allocate_tiles(desc, N: gl.constexpr):
 
 
 @gluon.jit
-def state_offsets(LAYOUT: gl.constexpr, SLICE: gl.constexpr, form: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr):
-    """Offsets of a slice's elements [ROWS, WIDTH] in a state (headdim, dstate)."""
+def state_offsets(LAYOUT: gl.constexpr, SLICE: gl.constexpr, part, form: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr):
+    """Offsets of a slice's elements [ROWS, WIDTH] of a part in a state (headdim, dstate)."""
     p = SLICE * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
-    n = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
+    n = part * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
     return gl.expand_dims(p, 1) * form.DSTATE + gl.expand_dims(n, 0)
 
 
 @gluon.jit
-def state_mask(LAYOUT: gl.constexpr, SLICE: gl.constexpr, form: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr):
-    """Which of a slice's elements [ROWS, WIDTH] are in the state; None if all are."""
-    if form.HEADDIM % ROWS == 0 and form.DSTATE == WIDTH:
+def state_mask(LAYOUT: gl.constexpr, SLICE: gl.constexpr, part, form: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr):
+    """Which of a slice's elements [ROWS, WIDTH] of a part are in the state; None if all are."""
+    if form.HEADDIM % ROWS == 0 and form.DSTATE % WIDTH == 0:
         mask = None
     else:
         p = SLICE * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
-        n = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
+        n = part * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
         mask = gl.expand_dims(p < form.HEADDIM, 1) & gl.expand_dims(n < form.DSTATE, 0)
     return mask
 
@@ -178,26 +191,29 @@ def row_layout(dstate):
 
 
 @gluon.jit
-def load_given_state(states, bh, STATE: gl.constexpr, SLICE: gl.constexpr, form: gl.constexpr, ROWS: gl.constexpr,
+def load_given_state(states, bh, STATE: gl.constexpr, SLICE: gl.constexpr, part, form: gl.constexpr, ROWS: gl.constexpr,
                      WIDTH: gl.constexpr):
-    """A slice [P, N] fp32 of the state that the caller gave for row and head bh; zero if `states` is None."""
+    """A slice [P, N] fp32 of a part of the state that the caller gave for row and head bh; zero if `states` is None."""
     if states is None:
         state = gl.zeros([ROWS, WIDTH], gl.float32, STATE)
     else:
-        at = states + bh * (form.HEADDIM * form.DSTATE) + state_offsets(STATE, SLICE, form, ROWS, WIDTH)
-        state = load_masked(at, state_mask(STATE, SLICE, form, ROWS, WIDTH)).to(gl.float32)
+        at = states + bh * (form.HEADDIM * form.DSTATE) + state_offsets(STATE, SLICE, part, form, ROWS, WIDTH)
+        state = load_masked(at, state_mask(STATE, SLICE, part, form, ROWS, WIDTH)).to(gl.float32)
     return state
 
 
 @gluon.jit
-def add_pieces(state, ends, factors, run, STATE: gl.constexpr, U: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr):
+def add_pieces(state, ends, factors, run, STATE: gl.constexpr, U: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr,
+               PART: gl.constexpr = 0, PARTS: gl.constexpr = 1):
     """Equation (28): slice U of a pair [P, N] fp32 before a run, from that before the pieces that enter the run.
 
     ends (npieces, 2, ROWS, WIDTH), factors (npieces, 2): what each piece adds, and its decay; None if there are no pieces.
+    PARTS: how many parts of each piece lie side by side, of which PART is added.
     """
     if ends is not None:
         offsets = piece_offsets(STATE, ROWS, WIDTH)
-        for i in range(2 * run.piece + U, 2 * (run.piece + run.npieces) + U, 2):
+        lane: gl.constexpr = 2 * PART + U
+        for i in range(2 * PARTS * run.piece + lane, 2 * PARTS * (run.piece + run.npieces) + lane, 2 * PARTS):
             state = state * gl.load(factors + i) + gl.load(ends + i.to(gl.int64) * ROWS * WIDTH + offsets)
     return state
 

@@ -14,7 +14,8 @@ which fetch_tiles fills and the other three read, and `masks`, a lane a head, wh
 
 Reads x (batch, seqlen, nheads, 64), B, C (batch, seqlen, ngroups, dstate), bf16 or fp16, channels and heads contiguous,
 through TMA descriptors that fill rows past seqlen with 0; dt, dA_cumsum (batch, nheads, nsub, 64) fp32, dA_cumsum restarting
-every sub-chunk; D (nheads,); initial_states (batch, nheads, 64, dstate); ends, factors as hopper_states writes them.
+every sub-chunk; D (nheads,) or (nheads, headdim); initial_states (batch, nheads, 64, dstate); ends, factors as
+hopper_states writes them.
 Writes out as x, final_states (batch, nheads, 64, dstate) fp32, and the state before every sub-chunk, (batch, nsub, nheads, 64,
 dstate); or starts each run from one of `starts`, such states of every EVERY sub-chunks.
 """
@@ -31,7 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ssd.kernels.arguments import contiguous
+from ssd.kernels.arguments import cdiv, contiguous
 from ssd.runtime.gluon_names import async_store, block_barrier, store_wait
 from ssd.runtime.launch import launch
 from ssd.types import SUB_CHUNK, SSDInputs
@@ -58,9 +59,19 @@ from .roles import (
     write_slice,
 )
 
+
+class Slots(NamedTuple):
+    """How many each ring has; of `masks`, for each head."""
+
+    tiles: int
+    masks: int
+
+
 # One kernel for all sizes: that a size is 1 or divisible by 16 would not make it faster.
 SIZES = ("nruns", "nsub", "nheads", "heads_per_group")
-STAGES, SLOTS = 3, 2  # slots of the ring of tiles; of the ring of masks, for each head
+_SLOTS = Slots(3, 2), Slots(2, 2), Slots(2, 1), Slots(1, 1)  # the first that fits
+_SLICE = 64  # channels
+_SHARED = 232448 - 1024  # bytes of a block, less what mbarriers and alignment may take
 _REGISTERS = 128  # of a thread at launch; the roles then share them out: 192 scan_slice, 104 make_masks, 24 fetch_tiles
 
 
@@ -78,6 +89,7 @@ class Tiles(NamedTuple):
     B: gl.shared_memory_descriptor  # [STAGES, 1, 64, dstate], and C
     C: gl.shared_memory_descriptor
     z: gl.shared_memory_descriptor  # as x, or None
+    before: gl.shared_memory_descriptor  # as x: the output of the part of dstate before, or None
     L: gl.shared_memory_descriptor  # [2 SLOTS, 64, 64]
     y: gl.shared_memory_descriptor  # [2, 1, 64, headdim]; [4, ...] where y before the gate goes out too
     states: gl.shared_memory_descriptor  # [2, 1, headdim, dstate], or None
@@ -120,6 +132,20 @@ class Start(NamedTuple):
     starts: gl.tensor
 
 
+def choose_slots(i: SSDInputs, width: int, beside: int, keeps_y: bool, states_desc, starts) -> Slots:
+    """The most that shared memory holds. beside: how many tiles like x each slot has more; keeps_y: whether y goes out too."""
+    heads = 1 if i.headdim > _SLICE else 2
+    tile, line = 2 * 2 * SUB_CHUNK * _SLICE, 4 * SUB_CHUNK  # bytes: of both slices, of a vector
+    states = 0 if states_desc is None else 2 * _SLICE * width * i.states_dtype.itemsize
+    states += 0 if starts is None else 2 * _SLICE * width  # on their way from one layout to another
+    for slots in _SLOTS:
+        ring = slots.tiles * (tile * (1 + beside) + 2 * 2 * SUB_CHUNK * width)
+        masks = heads * (slots.masks * (2 * SUB_CHUNK**2 + 2 * line) + 2 * line)
+        if ring + masks + tile * (1 + keeps_y) + states <= _SHARED:
+            break
+    return slots
+
+
 @gluon.jit
 def and_bits(a, b):
     """Bitwise and of two tensors of 16-bit elements, two at a time."""
@@ -127,34 +153,34 @@ def and_bits(a, b):
 
 
 @gluon.jit
-def load_kept_state(starts, b, h, c, work, EVERY: gl.constexpr, STATE: gl.constexpr, SLICE: gl.constexpr, form: gl.constexpr,
-                    ROWS: gl.constexpr, WIDTH: gl.constexpr):
-    """A slice [P, N] fp32 of the state before the chunk of sub-chunk c."""
+def load_kept_state(starts, b, h, c, work, EVERY: gl.constexpr, STATE: gl.constexpr, SLICE: gl.constexpr, PART: gl.constexpr,
+                    form: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr):
+    """A slice [P, N] fp32 of a part of the state before the chunk of sub-chunk c."""
     LAYOUT: gl.constexpr = row_layout(WIDTH)
     row = (b * ((work.nsub + EVERY - 1) // EVERY) + c // EVERY).to(gl.int64) * work.nheads + h
-    at = starts + row * (form.HEADDIM * form.DSTATE) + state_offsets(LAYOUT, SLICE, form, ROWS, WIDTH)
-    return gl.convert_layout(load_masked(at, state_mask(LAYOUT, SLICE, form, ROWS, WIDTH)), STATE).to(gl.float32)
+    at = starts + row * (form.HEADDIM * form.DSTATE) + state_offsets(LAYOUT, SLICE, PART, form, ROWS, WIDTH)
+    return gl.convert_layout(load_masked(at, state_mask(LAYOUT, SLICE, PART, form, ROWS, WIDTH)), STATE).to(gl.float32)
 
 
 @gluon.jit
-def load_start(start, run, h, bh, work, U: gl.constexpr, SLICE: gl.constexpr, EVERY: gl.constexpr, STATE: gl.constexpr,
-               form: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr):
-    """A slice [P, N] fp32 of the state of head h before a run."""
+def load_start(start, run, h, bh, work, U: gl.constexpr, SLICE: gl.constexpr, PART: gl.constexpr, EVERY: gl.constexpr,
+               STATE: gl.constexpr, form: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr):
+    """A slice [P, N] fp32 of a part of the state of head h before a run."""
     if start.starts is not None:
-        state = load_kept_state(start.starts, run.b, h, run.first, work, EVERY, STATE, SLICE, form, ROWS, WIDTH)
+        state = load_kept_state(start.starts, run.b, h, run.first, work, EVERY, STATE, SLICE, PART, form, ROWS, WIDTH)
     else:
-        state = load_given_state(start.initial_states, bh, STATE, SLICE, form, ROWS, WIDTH)
-        state = add_pieces(state, start.ends, start.factors, run, STATE, U, ROWS, WIDTH)
+        state = load_given_state(start.initial_states, bh, STATE, SLICE, PART, form, ROWS, WIDTH)
+        state = add_pieces(state, start.ends, start.factors, run, STATE, U, ROWS, WIDTH, PART, form.PARTS)
     return state
 
 
 @gluon.jit
-def fetch_tiles(x_desc, B_desc, C_desc, z_desc, ring, tiles, work, form: gl.constexpr):
-    """The producer: B, C, x and z of both slices of each sub-chunk into the next free slot."""
+def fetch_tiles(x_desc, B_desc, C_desc, z_desc, before_desc, ring, tiles, work, PART: gl.constexpr, form: gl.constexpr):
+    """The producer: of each sub-chunk B, C, and of both slices x, z and the output so far, into the next free slot."""
     BLOCK_M: gl.constexpr = x_desc.block_shape[1]
     ROWS: gl.constexpr = x_desc.block_shape[-1]
     WIDTH: gl.constexpr = B_desc.block_shape[-1]
-    CHANNELS: gl.constexpr = ROWS if z_desc is None else 2 * ROWS
+    CHANNELS: gl.constexpr = ROWS * (1 + (z_desc is not None) + (before_desc is not None))
     step = 0
     for k in range(gl.program_id(0) * work.nruns, gl.program_id(0) * work.nruns + work.nruns):
         run = load_run(work.runs, k)
@@ -164,13 +190,15 @@ def fetch_tiles(x_desc, B_desc, C_desc, z_desc, ring, tiles, work, form: gl.cons
             wait_empty(ring, step)
             bar = ring.full.index(slot)
             mbarrier.expect(bar, BLOCK_M * 2 * (2 * CHANNELS + 2 * WIDTH))
-            fetch_slice(B_desc, run.b, c * BLOCK_M, group, 1, bar, tiles.B.index(slot))
-            fetch_slice(C_desc, run.b, c * BLOCK_M, group, 1, bar, tiles.C.index(slot))
+            fetch_slice(B_desc, run.b, c * BLOCK_M, group * form.PARTS + PART, form.PARTS, bar, tiles.B.index(slot))
+            fetch_slice(C_desc, run.b, c * BLOCK_M, group * form.PARTS + PART, form.PARTS, bar, tiles.C.index(slot))
             for u in gl.static_range(2):
-                part = get_head(run.pair, u, work.heads_per_group, form) * form.SLICES + u * (form.SLICES - 1)
-                fetch_slice(x_desc, run.b, c * BLOCK_M, part, form.SLICES, bar, tiles.x.index(2 * slot + u))
+                head_slice = get_head(run.pair, u, work.heads_per_group, form) * form.SLICES + u * (form.SLICES - 1)
+                fetch_slice(x_desc, run.b, c * BLOCK_M, head_slice, form.SLICES, bar, tiles.x.index(2 * slot + u))
                 if z_desc is not None:
-                    fetch_slice(z_desc, run.b, c * BLOCK_M, part, form.SLICES, bar, tiles.z.index(2 * slot + u))
+                    fetch_slice(z_desc, run.b, c * BLOCK_M, head_slice, form.SLICES, bar, tiles.z.index(2 * slot + u))
+                if before_desc is not None:
+                    fetch_slice(before_desc, run.b, c * BLOCK_M, head_slice, form.SLICES, bar, tiles.before.index(2 * slot + u))
             step += 1
 
 
@@ -246,7 +274,7 @@ def load_D(D, h, SLICE: gl.constexpr, form: gl.constexpr, PI: gl.constexpr, ROWS
 
 @gluon.jit
 def scan_slice(outputs, rings, tiles, vectors, dA_cumsum, D, start, work, form: gl.constexpr, U: gl.constexpr,
-               EVERY: gl.constexpr, BLOCK_M: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr):
+               PART: gl.constexpr, EVERY: gl.constexpr, BLOCK_M: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr):
     """The consumer warpgroup of slice U of a pair: its state and its output."""
     SLICE: gl.constexpr = U if form.SLICES == 2 else 0
     HEAD: gl.constexpr = U - SLICE  # the lane of `masks`
@@ -261,7 +289,7 @@ def scan_slice(outputs, rings, tiles, vectors, dA_cumsum, D, start, work, form: 
         b, first, last = run.b, run.first, run.last
         h = get_head(run.pair, U, work.heads_per_group, form)
         bh = (b * work.nheads + h).to(gl.int64)
-        state = load_start(start, run, h, bh, work, U, SLICE, EVERY, STATE, form, ROWS, WIDTH)
+        state = load_start(start, run, h, bh, work, U, SLICE, PART, EVERY, STATE, form, ROWS, WIDTH)
         A_last = dA_cumsum + bh * work.nsub * BLOCK_M + BLOCK_M - 1
         end = gl.load(A_last + first * BLOCK_M)
         if D is not None:
@@ -273,7 +301,8 @@ def scan_slice(outputs, rings, tiles, vectors, dA_cumsum, D, start, work, form: 
                 get_tile(tiles.states, U, ROWS, WIDTH).store(state.to(outputs.states.dtype))
                 fence_async_shared()
                 block_barrier()
-                async_store(outputs.states, [(b * work.nsub + c) * work.nheads + h, SLICE * ROWS, 0], tiles.states.index(U))
+                at = (b * work.nsub + c) * work.nheads + h
+                async_store(outputs.states, [at, SLICE * ROWS, PART * WIDTH], tiles.states.index(U))
             wait_full(rings.tiles, step)
             B, C = get_tile(tiles.B, slot, BLOCK_M, WIDTH), get_tile(tiles.C, slot, BLOCK_M, WIDTH)
             x_t = get_tile(tiles.x, 2 * slot + U, BLOCK_M, ROWS).permute((1, 0))
@@ -294,6 +323,8 @@ def scan_slice(outputs, rings, tiles, vectors, dA_cumsum, D, start, work, form: 
             state, y = warpgroup_mma_wait(0, deps=(state, y))
             if D is not None:
                 y += D_h * x_t.load(PI).to(gl.float32)  # read again: x as fp32 does not fit beside the accumulators
+            if tiles.before is not None:
+                y += get_tile(tiles.before, 2 * slot + U, BLOCK_M, ROWS).permute((1, 0)).load(PI).to(gl.float32)
             store_wait(0)
             block_barrier()
             mark_empty(rings.masks, mask)
@@ -312,21 +343,21 @@ def scan_slice(outputs, rings, tiles, vectors, dA_cumsum, D, start, work, form: 
                 write_slice(outputs.y, b, c * BLOCK_M, h * form.SLICES + SLICE, form.SLICES, tiles.y.index(2 + U))
             step += 1
         if outputs.final_states is not None and last == work.nsub:
-            at = outputs.final_states + bh * (form.HEADDIM * form.DSTATE) + state_offsets(STATE, SLICE, form, ROWS, WIDTH)
-            store_masked(at, state, state_mask(STATE, SLICE, form, ROWS, WIDTH))
+            at = outputs.final_states + bh * (form.HEADDIM * form.DSTATE) + state_offsets(STATE, SLICE, PART, form, ROWS, WIDTH)
+            store_masked(at, state, state_mask(STATE, SLICE, PART, form, ROWS, WIDTH))
     store_wait(0)
 
 
 @gluon.jit(do_not_specialize=SIZES)
-def hopper_scan_kernel(x_desc, B_desc, C_desc, z_desc, out_desc, y_desc, states_desc, dA_cumsum, dt, D, initial_states, ends,
-                       factors, final_states, starts, runs, nruns, nsub, nheads, heads_per_group, HEADDIM: gl.constexpr,
-                       DSTATE: gl.constexpr, ODD: gl.constexpr, D_ROWS: gl.constexpr, STAGES: gl.constexpr,
-                       SLOTS: gl.constexpr, EVERY: gl.constexpr):
+def hopper_scan_kernel(x_desc, B_desc, C_desc, z_desc, before_desc, out_desc, y_desc, states_desc, dA_cumsum, dt, D,
+                       initial_states, ends, factors, final_states, starts, runs, nruns, nsub, nheads, heads_per_group,
+                       HEADDIM: gl.constexpr, DSTATE: gl.constexpr, PART: gl.constexpr, ODD: gl.constexpr,
+                       D_ROWS: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr, EVERY: gl.constexpr):
     DTYPE: gl.constexpr = x_desc.dtype
     BLOCK_M: gl.constexpr = x_desc.block_shape[1]
     ROWS: gl.constexpr = x_desc.block_shape[-1]
     WIDTH: gl.constexpr = B_desc.block_shape[-1]
-    FORM: gl.constexpr = make_form(HEADDIM, DSTATE, ROWS, ODD, D_ROWS)
+    FORM: gl.constexpr = make_form(HEADDIM, DSTATE, ROWS, WIDTH, ODD, D_ROWS)
     HEADS: gl.constexpr = 2 // FORM.SLICES
     SQUARE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, BLOCK_M], DTYPE)
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -339,6 +370,10 @@ def hopper_scan_kernel(x_desc, B_desc, C_desc, z_desc, out_desc, y_desc, states_
         Zs: gl.constexpr = None
     else:
         Zs = allocate_tiles(z_desc, 2 * STAGES)
+    if before_desc is None:
+        befores: gl.constexpr = None
+    else:
+        befores = allocate_tiles(before_desc, 2 * STAGES)
     if states_desc is None:
         Ss: gl.constexpr = None
     else:
@@ -349,14 +384,14 @@ def hopper_scan_kernel(x_desc, B_desc, C_desc, z_desc, out_desc, y_desc, states_
     A_columns = gl.allocate_shared_memory(gl.float32, [HEADS, BLOCK_M], LINE)
     rings = Rings(make_ring(STAGES, 3), make_ring(HEADS * SLOTS, FORM.SLICES))
     fence_async_shared()
-    tiles, vectors = Tiles(Xs, Bs, Cs, Zs, Ls, Ys, Ss), Vectors(from_start, to_end)
+    tiles, vectors = Tiles(Xs, Bs, Cs, Zs, befores, Ls, Ys, Ss), Vectors(from_start, to_end)
     work, start = Work(runs, nruns, nsub, nheads, heads_per_group), Start(initial_states, ends, factors, starts)
     outputs = Outputs(out_desc, y_desc, states_desc, final_states)
     gl.warp_specialize([
-        (scan_slice, (outputs, rings, tiles, vectors, dA_cumsum, D, start, work, FORM, 0, EVERY, BLOCK_M, ROWS, WIDTH)),
-        (scan_slice, (outputs, rings, tiles, vectors, dA_cumsum, D, start, work, FORM, 1, EVERY, BLOCK_M, ROWS, WIDTH)),
+        (scan_slice, (outputs, rings, tiles, vectors, dA_cumsum, D, start, work, FORM, 0, PART, EVERY, BLOCK_M, ROWS, WIDTH)),
+        (scan_slice, (outputs, rings, tiles, vectors, dA_cumsum, D, start, work, FORM, 1, PART, EVERY, BLOCK_M, ROWS, WIDTH)),
         (make_masks, (rings, tiles, vectors, A_rows, A_columns, dA_cumsum, dt, work, FORM, BLOCK_M, WIDTH)),
-        (fetch_tiles, (x_desc, B_desc, C_desc, z_desc, rings.tiles, tiles, work, FORM)),
+        (fetch_tiles, (x_desc, B_desc, C_desc, z_desc, before_desc, rings.tiles, tiles, work, PART, FORM)),
     ], [4, 4, 1], [192, 104, 24])
 
 
@@ -365,15 +400,18 @@ def hopper_scan(i: SSDInputs, x_desc, B_desc, C_desc, out_desc, dt, dA_cumsum, r
                 y_desc=None) -> None:
     """Fills what out_desc and states_desc describe, and final_states, the last two where given; y_desc: out without the gate z.
 
-    runs: (blocks, nruns, 6) int32. starts: a state every `every` tokens; runs begin there if they start from them.
+    runs: (blocks, nruns, 6) int32. starts: a state every `every` tokens; runs begin there if they start from them. A launch for
+    each part of dstate: the first has D in it, the next adds the output before it, the last has the gate.
     """
-    stages = STAGES if states_desc is None and z_desc is None else STAGES - 1  # z and states on their way out take its place
-    if z_desc is not None and states_desc is not None and i.states_dtype.itemsize == 4:
-        stages -= 1
-    slots = SLOTS if states_desc is None or y_desc is None else SLOTS - 1  # and all of them that of a mask
-    launch(
-        hopper_scan_kernel, runs.shape[0], x_desc, B_desc, C_desc, z_desc, out_desc, y_desc, states_desc, dA_cumsum, dt,
-        contiguous(i.D), initial_states, ends, factors, final_states, starts, runs, runs.shape[1], dt.shape[2], i.nheads,
-        i.nheads // i.ngroups, HEADDIM=i.headdim, DSTATE=i.dstate, ODD=i.nheads // i.ngroups % 2 == 1,
-        D_ROWS=i.D is not None and i.D.dim() == 2, STAGES=stages, SLOTS=slots, EVERY=every // dt.shape[3], num_warps=4,
-        maxnreg=_REGISTERS)
+    parts, heads_per_group = cdiv(i.dstate, B_desc.block_shape[-1]), i.nheads // i.ngroups
+    for part in range(parts):
+        z, y = (z_desc, y_desc) if part == parts - 1 else (None, None)
+        before = out_desc if part else None
+        beside = (z is not None) + (before is not None)
+        slots = choose_slots(i, B_desc.block_shape[-1], beside, y is not None, states_desc, starts)
+        launch(
+            hopper_scan_kernel, runs.shape[0], x_desc, B_desc, C_desc, z, before, out_desc, y, states_desc, dA_cumsum, dt,
+            None if part else contiguous(i.D), initial_states, ends, factors, final_states, starts, runs, runs.shape[1],
+            dt.shape[2], i.nheads, heads_per_group, HEADDIM=i.headdim, DSTATE=i.dstate, PART=part, ODD=heads_per_group % 2 == 1,
+            D_ROWS=not part and i.D is not None and i.D.dim() == 2, STAGES=slots.tiles, SLOTS=slots.masks,
+            EVERY=every // dt.shape[3], num_warps=4, maxnreg=_REGISTERS)

@@ -1,9 +1,9 @@
 """hopper_states: the paper's chunk_state and state_passing in one kernel, forwards and backwards, in Gluon, for Hopper.
 
 Equations (27) and (29) of docs/ssd.md: states, or gradients of states, without anything else. One block walks runs of
-sub-chunks of two heads (`roles` says what a run is) and reads x, B, dt and dA_cumsum as hopper_scan does. Rows from `forwards`
-on are walked from the last sub-chunk to the first, with dy, C and exp(A_i) in the places of x, B and dt_j exp(A_last - A_j):
-then the gradient of the state is what is computed. Roles:
+sub-chunks of two heads (`roles` says what a run is; with two parts of dstate, a run's pair is 2 pair + part) and reads x, B,
+dt and dA_cumsum as hopper_scan does. Rows from `forwards` on are walked from the last sub-chunk to the first, with dy, C and
+exp(A_i) in the places of x, B and dt_j exp(A_last - A_j): then the gradient of the state is what is computed. Roles:
 
     walk_slice (1 warpgroup a slice): S <- exp(A_last) S + (x dt_j exp(A_last - A_j))^T B
     fetch_tiles (1 warp):             B and x of both heads by TMA
@@ -47,6 +47,7 @@ from .roles import (
     load_steps,
     make_form,
     piece_offsets,
+    split_pair,
     state_mask,
     state_offsets,
     store_masked,
@@ -104,13 +105,13 @@ def get_batch_row(b, work, BACKWARDS: gl.constexpr):
 
 
 @gluon.jit
-def load_start(start, run, bh, work, U: gl.constexpr, SLICE: gl.constexpr, BACKWARDS: gl.constexpr, STATE: gl.constexpr,
+def load_start(start, run, bh, part, work, U: gl.constexpr, SLICE: gl.constexpr, BACKWARDS: gl.constexpr, STATE: gl.constexpr,
                form: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr):
     """A slice [P, N] fp32 of the state before a run, or of the gradient of that after it."""
     if BACKWARDS and run.b >= work.forwards:
-        state = load_given_state(start.dfinal_states, bh, STATE, SLICE, form, ROWS, WIDTH)
+        state = load_given_state(start.dfinal_states, bh, STATE, SLICE, part, form, ROWS, WIDTH)
     else:
-        state = load_given_state(start.initial_states, bh, STATE, SLICE, form, ROWS, WIDTH)
+        state = load_given_state(start.initial_states, bh, STATE, SLICE, part, form, ROWS, WIDTH)
     return add_pieces(state, start.ends, start.factors, run, STATE, U, ROWS, WIDTH)
 
 
@@ -128,13 +129,14 @@ def walk_slice(ring, tiles, states_desc, dA_cumsum, dt, start, final_states, wor
     for k in range(gl.program_id(0) * work.nruns, gl.program_id(0) * work.nruns + work.nruns):
         run = load_run(work.runs, k)
         b, first, last = run.b, run.first, run.last
-        h = get_head(run.pair, U, work.heads_per_group, form)
+        pair, part = split_pair(run.pair, form)
+        h = get_head(pair, U, work.heads_per_group, form)
         bh = (get_batch_row(b, work, BACKWARDS) * work.nheads + h).to(gl.int64)
         row = bh * work.nsub * BLOCK_M
         if states_desc is None:
             state = gl.zeros([ROWS, WIDTH], gl.float32, STATE)
         else:
-            state = load_start(start, run, bh, work, U, SLICE, BACKWARDS, STATE, form, ROWS, WIDTH)
+            state = load_start(start, run, bh, part, work, U, SLICE, BACKWARDS, STATE, form, ROWS, WIDTH)
         total = 0.0
         a, dt_c, end = load_steps(dA_cumsum, dt, row + get_sub_chunk(first, b, work, BACKWARDS) * BLOCK_M, m, BLOCK_M)
         for c in range(first, last):
@@ -158,7 +160,7 @@ def walk_slice(ring, tiles, states_desc, dA_cumsum, dt, start, final_states, wor
                     fence_async_shared()
                     block_barrier()
                     chunk = b * ((work.nsub + EVERY - 1) // EVERY) + at // EVERY
-                    async_store(states_desc, [chunk * work.nheads + h, SLICE * ROWS, 0], tiles.states.index(out))
+                    async_store(states_desc, [chunk * work.nheads + h, SLICE * ROWS, part * WIDTH], tiles.states.index(out))
                     kept += 1
             block_barrier()
             w = gl.expand_dims(tiles.weights.index(line).load(gl.SliceLayout(0, OPERAND)), 0)
@@ -178,8 +180,8 @@ def walk_slice(ring, tiles, states_desc, dA_cumsum, dt, start, final_states, wor
                 gl.store(start.factors + piece, decay(total * LOG2E))
         elif final_states is not None:  # noqa: SIM102
             if last == work.nsub and (not BACKWARDS or b >= work.forwards):
-                at = final_states + bh * (form.HEADDIM * form.DSTATE) + state_offsets(STATE, SLICE, form, ROWS, WIDTH)
-                store_masked(at, state, state_mask(STATE, SLICE, form, ROWS, WIDTH))
+                at = final_states + bh * (form.HEADDIM * form.DSTATE) + state_offsets(STATE, SLICE, part, form, ROWS, WIDTH)
+                store_masked(at, state, state_mask(STATE, SLICE, part, form, ROWS, WIDTH))
     store_wait(0)
 
 
@@ -208,8 +210,9 @@ def fetch_tiles(x_desc, B_desc, dy_desc, C_desc, ring, tiles, work, form: gl.con
 @gluon.jit
 def fetch_pair(x_desc, B_desc, b, token, pair, work, form: gl.constexpr, bar, tiles, slot):
     """Into one slot: B and x of both slices of one sub-chunk."""
+    pair, part = split_pair(pair, form)
     group = get_head(pair, 0, work.heads_per_group, form) // work.heads_per_group
-    fetch_slice(B_desc, b, token, group, 1, bar, tiles.B.index(slot))
+    fetch_slice(B_desc, b, token, group * form.PARTS + part, form.PARTS, bar, tiles.B.index(slot))
     for u in gl.static_range(2):
         part = get_head(pair, u, work.heads_per_group, form) * form.SLICES + u * (form.SLICES - 1)
         fetch_slice(x_desc, b, token, part, form.SLICES, bar, tiles.x.index(2 * slot + u))
@@ -225,7 +228,7 @@ def hopper_states_kernel(x_desc, B_desc, dy_desc, C_desc, states_desc, dA_cumsum
     BLOCK_M: gl.constexpr = x_desc.block_shape[1]
     ROWS: gl.constexpr = x_desc.block_shape[-1]
     WIDTH: gl.constexpr = B_desc.block_shape[-1]
-    FORM: gl.constexpr = make_form(HEADDIM, DSTATE, ROWS, ODD)
+    FORM: gl.constexpr = make_form(HEADDIM, DSTATE, ROWS, WIDTH, ODD)
     Xs = allocate_tiles(x_desc, 2 * STAGES)
     Bs = allocate_tiles(B_desc, STAGES)
     if states_desc is None:
