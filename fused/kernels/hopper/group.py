@@ -26,7 +26,6 @@ fill rows past seqlen with 0; dt, dA_cumsum (batch, nheads, nsub, 64) fp32; D (n
 s (batch, nheads, nsub) fp32.
 """
 
-from typing import NamedTuple
 
 import torch
 from triton.experimental import gluon
@@ -43,8 +42,8 @@ from ssd.runtime.gluon_names import async_load, block_barrier, store_wait
 from ssd.runtime.launch import launch
 from ssd.types import SSDInputs
 
-from .group_tiles import Sizes, find_tile, store_rows
-from .ring import Ring, make_barriers, make_ring, mark_empty, mark_full, next_empty, next_full, slot_of, wait_empty, wait_full
+from .group_tiles import Rings, Sizes, Sums, Tiles, Vectors, find_tile, store_rows
+from .ring import make_barriers, make_ring, mark_empty, mark_full, next_empty, next_full, slot_of, wait_empty, wait_full
 from .roles import LOG2E, allocate_tiles, as_box, clamp_to, decay, fetch_slice, get_tile, log2, make_form, write_slice
 
 # One kernel for all sizes: that a size is 1 or divisible by 16 would not make it faster. Offsets into sums are int32: x of as
@@ -54,48 +53,6 @@ SLOTS, LINES = 4, 3  # slots of the ring of tiles, and of that of vectors
 # Of a thread at launch; the roles then share them out: 192 dC, 168 dx, 128 dB, 24 the rest. With fewer for dB, ptxas runs every
 # wgmma of the kernel by itself (docs/log/hopper-group.md).
 _REGISTERS = 128
-
-
-class Rings(NamedTuple):
-    """Which slots of shared memory are full or empty."""
-
-    tiles: Ring
-    vectors: Ring
-    pairs: Ring
-    dx: gl.shared_memory_descriptor  # the mbarrier of the tile of dx, where one is read before it is written; or None
-
-
-class Tiles(NamedTuple):
-    """By slot of `tiles`: x, dy [64, headdim], H, G [headdim, dstate] of a head; or B, C [64, dstate] as H, G."""
-
-    x: gl.shared_memory_descriptor
-    dy: gl.shared_memory_descriptor
-    H: gl.shared_memory_descriptor
-    G: gl.shared_memory_descriptor
-    dx: gl.shared_memory_descriptor  # [64, headdim], on its way out
-    CB: gl.shared_memory_descriptor  # [64, 64] fp32, of compute_dC alone, for want of registers
-    dCB: gl.shared_memory_descriptor  # [64, 64], the slot of `pairs`
-
-
-class Vectors(NamedTuple):
-    """Shared memory [LINES, 64] fp32 by slot of `vectors`, in binary logarithms: A, A - log2(dt); and dt."""
-
-    A_columns: gl.shared_memory_descriptor
-    A_rows: gl.shared_memory_descriptor
-    dt: gl.shared_memory_descriptor
-
-
-class Sums(NamedTuple):
-    """What is summed over a token's channels, (batch, nheads, nsub, 64) fp32 each, and s (batch, nheads, nsub). All are sums
-    over dstate as well, but for dy . x: a launch for a second part of it adds those of the first, and leaves dy . x as it is.
-    """
-
-    step: gl.tensor  # (u + v) . x
-    state: gl.tensor  # q
-    output: gl.tensor  # r + row
-    pair: gl.tensor  # col
-    skip: gl.tensor  # dy . x
-    s: gl.tensor
 
 
 @gluon.jit

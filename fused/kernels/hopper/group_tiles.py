@@ -1,9 +1,13 @@
-"""How the backward's group loop on Hopper numbers its tiles: which part of dB and dC each is, and which heads it sums over."""
+"""What the roles of the backward's group loop on Hopper share: its memory, and how its tiles are numbered: which part of dB and
+dC each is, and which heads it sums over.
+"""
 
 from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+
+from .ring import Ring
 
 
 class Sizes(NamedTuple):
@@ -29,6 +33,48 @@ class Tile(NamedTuple):
     head: gl.tensor
     count: gl.tensor
     row: gl.tensor
+
+
+class Rings(NamedTuple):
+    """Which slots of shared memory are full or empty."""
+
+    tiles: Ring
+    vectors: Ring
+    pairs: Ring
+    dx: gl.shared_memory_descriptor  # the mbarrier of the tile of dx, where one is read before it is written; or None
+
+
+class Tiles(NamedTuple):
+    """By slot of `tiles`: x, dy [64, headdim], H, G [headdim, dstate] of a head; or B, C [64, dstate] as H, G."""
+
+    x: gl.shared_memory_descriptor
+    dy: gl.shared_memory_descriptor
+    H: gl.shared_memory_descriptor
+    G: gl.shared_memory_descriptor
+    dx: gl.shared_memory_descriptor  # [64, headdim], on its way out
+    CB: gl.shared_memory_descriptor  # [64, 64] fp32, of compute_dC alone, for want of registers
+    dCB: gl.shared_memory_descriptor  # [64, 64], the slot of `pairs`
+
+
+class Vectors(NamedTuple):
+    """Shared memory [LINES, 64] fp32 by slot of `vectors`, in binary logarithms: A, A - log2(dt); and dt."""
+
+    A_columns: gl.shared_memory_descriptor
+    A_rows: gl.shared_memory_descriptor
+    dt: gl.shared_memory_descriptor
+
+
+class Sums(NamedTuple):
+    """What is summed over a token's channels, (batch, nheads, nsub, 64) fp32 each, and s (batch, nheads, nsub). All are sums
+    over dstate as well, but for dy . x: a launch for a second part of it adds those of the first, and leaves dy . x as it is.
+    """
+
+    step: gl.tensor  # (u + v) . x
+    state: gl.tensor  # q
+    output: gl.tensor  # r + row
+    pair: gl.tensor  # col
+    skip: gl.tensor  # dy . x
+    s: gl.tensor
 
 
 @gluon.jit

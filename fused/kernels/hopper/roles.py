@@ -177,48 +177,6 @@ def store_masked(at, values, mask):
 
 
 @gluon.jit
-def piece_offsets(LAYOUT: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr):
-    """Offsets of a slice's elements in what a piece leaves, [ROWS, WIDTH]."""
-    p, n = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT)), gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
-    return gl.expand_dims(p, 1) * WIDTH + gl.expand_dims(n, 0)
-
-
-@gluon.constexpr_function
-def row_layout(dstate):
-    """A layout for states in memory: a thread has 16 bytes or more of a row, a warp whole rows."""
-    lanes = dstate // 8
-    return gl.BlockedLayout([1, 8], [32 // lanes, lanes], [4, 1], [1, 0])
-
-
-@gluon.jit
-def load_given_state(states, bh, STATE: gl.constexpr, SLICE: gl.constexpr, part, form: gl.constexpr, ROWS: gl.constexpr,
-                     WIDTH: gl.constexpr):
-    """A slice [P, N] fp32 of a part of the state that the caller gave for row and head bh; zero if `states` is None."""
-    if states is None:
-        state = gl.zeros([ROWS, WIDTH], gl.float32, STATE)
-    else:
-        at = states + bh * (form.HEADDIM * form.DSTATE) + state_offsets(STATE, SLICE, part, form, ROWS, WIDTH)
-        state = load_masked(at, state_mask(STATE, SLICE, part, form, ROWS, WIDTH)).to(gl.float32)
-    return state
-
-
-@gluon.jit
-def add_pieces(state, ends, factors, run, STATE: gl.constexpr, U: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr,
-               PART: gl.constexpr = 0, PARTS: gl.constexpr = 1):
-    """Equation (28): slice U of a pair [P, N] fp32 before a run, from that before the pieces that enter the run.
-
-    ends (npieces, 2, ROWS, WIDTH), factors (npieces, 2): what each piece adds, and its decay; None if there are no pieces.
-    PARTS: how many parts of each piece lie side by side, of which PART is added.
-    """
-    if ends is not None:
-        offsets = piece_offsets(STATE, ROWS, WIDTH)
-        lane: gl.constexpr = 2 * PART + U
-        for i in range(2 * PARTS * run.piece + lane, 2 * PARTS * (run.piece + run.npieces) + lane, 2 * PARTS):
-            state = state * gl.load(factors + i) + gl.load(ends + i.to(gl.int64) * ROWS * WIDTH + offsets)
-    return state
-
-
-@gluon.jit
 def get_tile(tiles, slot, ROWS: gl.constexpr, WIDTH: gl.constexpr):
     """Tile `slot` of those of `allocate_tiles`, which the TMA fills or reads, as [ROWS, WIDTH]."""
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, WIDTH], tiles.dtype)

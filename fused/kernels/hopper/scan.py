@@ -40,24 +40,21 @@ from ssd.types import SUB_CHUNK, SSDInputs
 from .ring import Ring, make_ring, mark_empty, mark_full, slot_of, wait_empty, wait_full
 from .roles import (
     LOG2E,
-    add_pieces,
     allocate_tiles,
     decay,
     fetch_slice,
     get_head,
     get_tile,
-    load_given_state,
-    load_masked,
     load_run,
     load_steps,
     log2,
     make_form,
-    row_layout,
     state_mask,
     state_offsets,
     store_masked,
     write_slice,
 )
+from .start import Start, load_start
 
 
 class Slots(NamedTuple):
@@ -123,55 +120,10 @@ class Outputs(NamedTuple):
     final_states: gl.tensor
 
 
-class Start(NamedTuple):
-    """Where a run's first state comes from: `starts`, or initial_states and the pieces before it. Each may be None."""
-
-    initial_states: gl.tensor
-    ends: gl.tensor
-    factors: gl.tensor
-    starts: gl.tensor
-
-
-def choose_slots(i: SSDInputs, width: int, beside: int, keeps_y: bool, states_desc, starts) -> Slots:
-    """The most that shared memory holds. beside: how many tiles like x each slot has more; keeps_y: whether y goes out too."""
-    heads = 1 if i.headdim > _SLICE else 2
-    tile, line = 2 * 2 * SUB_CHUNK * _SLICE, 4 * SUB_CHUNK  # bytes: of both slices, of a vector
-    states = 0 if states_desc is None else 2 * _SLICE * width * i.states_dtype.itemsize
-    states += 0 if starts is None else 2 * _SLICE * width  # on their way from one layout to another
-    for slots in _SLOTS:
-        ring = slots.tiles * (tile * (1 + beside) + 2 * 2 * SUB_CHUNK * width)
-        masks = heads * (slots.masks * (2 * SUB_CHUNK**2 + 2 * line) + 2 * line)
-        if ring + masks + tile * (1 + keeps_y) + states <= _SHARED:
-            break
-    return slots
-
-
 @gluon.jit
 def and_bits(a, b):
     """Bitwise and of two tensors of 16-bit elements, two at a time."""
     return gl.inline_asm_elementwise("and.b32 $0, $1, $2;", "=r,r,r", [a, b], a.dtype, True, 2)
-
-
-@gluon.jit
-def load_kept_state(starts, b, h, c, work, EVERY: gl.constexpr, STATE: gl.constexpr, SLICE: gl.constexpr, PART: gl.constexpr,
-                    form: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr):
-    """A slice [P, N] fp32 of a part of the state before the chunk of sub-chunk c."""
-    LAYOUT: gl.constexpr = row_layout(WIDTH)
-    row = (b * ((work.nsub + EVERY - 1) // EVERY) + c // EVERY).to(gl.int64) * work.nheads + h
-    at = starts + row * (form.HEADDIM * form.DSTATE) + state_offsets(LAYOUT, SLICE, PART, form, ROWS, WIDTH)
-    return gl.convert_layout(load_masked(at, state_mask(LAYOUT, SLICE, PART, form, ROWS, WIDTH)), STATE).to(gl.float32)
-
-
-@gluon.jit
-def load_start(start, run, h, bh, work, U: gl.constexpr, SLICE: gl.constexpr, PART: gl.constexpr, EVERY: gl.constexpr,
-               STATE: gl.constexpr, form: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr):
-    """A slice [P, N] fp32 of a part of the state of head h before a run."""
-    if start.starts is not None:
-        state = load_kept_state(start.starts, run.b, h, run.first, work, EVERY, STATE, SLICE, PART, form, ROWS, WIDTH)
-    else:
-        state = load_given_state(start.initial_states, bh, STATE, SLICE, PART, form, ROWS, WIDTH)
-        state = add_pieces(state, start.ends, start.factors, run, STATE, U, ROWS, WIDTH, PART, form.PARTS)
-    return state
 
 
 @gluon.jit
@@ -393,6 +345,20 @@ def hopper_scan_kernel(x_desc, B_desc, C_desc, z_desc, before_desc, out_desc, y_
         (make_masks, (rings, tiles, vectors, A_rows, A_columns, dA_cumsum, dt, work, FORM, BLOCK_M, WIDTH)),
         (fetch_tiles, (x_desc, B_desc, C_desc, z_desc, before_desc, rings.tiles, tiles, work, PART, FORM)),
     ], [4, 4, 1], [192, 104, 24])
+
+
+def choose_slots(i: SSDInputs, width: int, beside: int, keeps_y: bool, states_desc, starts) -> Slots:
+    """The most that shared memory holds. beside: how many tiles like x each slot has more; keeps_y: whether y goes out too."""
+    heads = 1 if i.headdim > _SLICE else 2
+    tile, line = 2 * 2 * SUB_CHUNK * _SLICE, 4 * SUB_CHUNK  # bytes: of both slices, of a vector
+    states = 0 if states_desc is None else 2 * _SLICE * width * i.states_dtype.itemsize
+    states += 0 if starts is None else 2 * _SLICE * width  # on their way from one layout to another
+    for slots in _SLOTS:
+        ring = slots.tiles * (tile * (1 + beside) + 2 * 2 * SUB_CHUNK * width)
+        masks = heads * (slots.masks * (2 * SUB_CHUNK**2 + 2 * line) + 2 * line)
+        if ring + masks + tile * (1 + keeps_y) + states <= _SHARED:
+            break
+    return slots
 
 
 def hopper_scan(i: SSDInputs, x_desc, B_desc, C_desc, out_desc, dt, dA_cumsum, runs: torch.Tensor, initial_states=None,

@@ -36,22 +36,20 @@ from ssd.types import SSDInputs
 from .ring import make_ring, mark_empty, slot_of, wait_empty, wait_full
 from .roles import (
     LOG2E,
-    add_pieces,
     allocate_tiles,
     decay,
     fetch_slice,
     get_head,
     get_tile,
-    load_given_state,
     load_run,
     load_steps,
     make_form,
-    piece_offsets,
     split_pair,
     state_mask,
     state_offsets,
     store_masked,
 )
+from .start import add_pieces, load_given_state, piece_offsets
 
 # One kernel for all sizes: that a size is 1 or divisible by 16 would not make it faster.
 SIZES = ("nruns", "forwards", "nsub", "nheads", "heads_per_group")

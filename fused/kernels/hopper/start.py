@@ -1,0 +1,81 @@
+"""The state before a run, in Gluon, for Hopper: given by the caller, added up from pieces, or one of those in memory."""
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from .roles import load_masked, state_mask, state_offsets
+
+
+class Start(NamedTuple):
+    """Where a run's first state comes from: `starts`, or initial_states and the pieces before it. Each may be None."""
+
+    initial_states: gl.tensor
+    ends: gl.tensor
+    factors: gl.tensor
+    starts: gl.tensor
+
+
+@gluon.jit
+def piece_offsets(LAYOUT: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr):
+    """Offsets of a slice's elements in what a piece leaves, [ROWS, WIDTH]."""
+    p, n = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT)), gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
+    return gl.expand_dims(p, 1) * WIDTH + gl.expand_dims(n, 0)
+
+
+@gluon.constexpr_function
+def row_layout(dstate):
+    """A layout for states in memory: a thread has 16 bytes or more of a row, a warp whole rows."""
+    lanes = dstate // 8
+    return gl.BlockedLayout([1, 8], [32 // lanes, lanes], [4, 1], [1, 0])
+
+
+@gluon.jit
+def load_given_state(states, bh, STATE: gl.constexpr, SLICE: gl.constexpr, part, form: gl.constexpr, ROWS: gl.constexpr,
+                     WIDTH: gl.constexpr):
+    """A slice [P, N] fp32 of a part of the state that the caller gave for row and head bh; zero if `states` is None."""
+    if states is None:
+        state = gl.zeros([ROWS, WIDTH], gl.float32, STATE)
+    else:
+        at = states + bh * (form.HEADDIM * form.DSTATE) + state_offsets(STATE, SLICE, part, form, ROWS, WIDTH)
+        state = load_masked(at, state_mask(STATE, SLICE, part, form, ROWS, WIDTH)).to(gl.float32)
+    return state
+
+
+@gluon.jit
+def add_pieces(state, ends, factors, run, STATE: gl.constexpr, U: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr,
+               PART: gl.constexpr = 0, PARTS: gl.constexpr = 1):
+    """Equation (28): slice U of a pair [P, N] fp32 before a run, from that before the pieces that enter the run.
+
+    ends (npieces, 2, ROWS, WIDTH), factors (npieces, 2): what each piece adds, and its decay; None if there are no pieces.
+    PARTS: how many parts of each piece lie side by side, of which PART is added.
+    """
+    if ends is not None:
+        offsets = piece_offsets(STATE, ROWS, WIDTH)
+        lane: gl.constexpr = 2 * PART + U
+        for i in range(2 * PARTS * run.piece + lane, 2 * PARTS * (run.piece + run.npieces) + lane, 2 * PARTS):
+            state = state * gl.load(factors + i) + gl.load(ends + i.to(gl.int64) * ROWS * WIDTH + offsets)
+    return state
+
+
+@gluon.jit
+def load_kept_state(starts, b, h, c, work, EVERY: gl.constexpr, STATE: gl.constexpr, SLICE: gl.constexpr, PART: gl.constexpr,
+                    form: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr):
+    """A slice [P, N] fp32 of a part of the state before the chunk of sub-chunk c."""
+    LAYOUT: gl.constexpr = row_layout(WIDTH)
+    row = (b * ((work.nsub + EVERY - 1) // EVERY) + c // EVERY).to(gl.int64) * work.nheads + h
+    at = starts + row * (form.HEADDIM * form.DSTATE) + state_offsets(LAYOUT, SLICE, PART, form, ROWS, WIDTH)
+    return gl.convert_layout(load_masked(at, state_mask(LAYOUT, SLICE, PART, form, ROWS, WIDTH)), STATE).to(gl.float32)
+
+
+@gluon.jit
+def load_start(start, run, h, bh, work, U: gl.constexpr, SLICE: gl.constexpr, PART: gl.constexpr, EVERY: gl.constexpr,
+               STATE: gl.constexpr, form: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr):
+    """A slice [P, N] fp32 of a part of the state of head h before a run."""
+    if start.starts is not None:
+        state = load_kept_state(start.starts, run.b, h, run.first, work, EVERY, STATE, SLICE, PART, form, ROWS, WIDTH)
+    else:
+        state = load_given_state(start.initial_states, bh, STATE, SLICE, PART, form, ROWS, WIDTH)
+        state = add_pieces(state, start.ends, start.factors, run, STATE, U, ROWS, WIDTH, PART, form.PARTS)
+    return state
