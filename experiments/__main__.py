@@ -29,6 +29,7 @@ from .arguments import (
     has_gpu,
     parse_options,
     read_rows,
+    refusing,
     require_gpu,
     require_writable,
     split_chunk_sizes,
@@ -184,17 +185,14 @@ def train(
     """Train a workload: log.jsonl and checkpoints in the run's folder, and a row at the end."""
     given = {name: value for name, value in locals().items() if name not in ("out", "rows", "parallel", "resume")}
     console = make_console()
-    try:
+    with refusing():
         check_name("--variant", variant, VARIANTS), check_name("--parallel", parallel, WAYS)
         run = make_run(**given)
         out = require_writable(out or Path("runs", f"{workload}-{preset}-{run.mixer}-{variant}-{seed}"))
         from .train import Interrupted, Stopped, train
-    except (ImportError, ValueError) as reason:
-        refuse(str(reason))
     try:
-        train(run, out, console, resume, rows and require_writable(rows), parallel)
-    except (ImportError, OSError, Stopped, ValueError) as reason:
-        refuse(str(reason))
+        with refusing("", Stopped):
+            train(run, out, console, resume, rows and require_writable(rows), parallel)
     except Interrupted as reason:
         if os.environ.get("RANK", "0") == "0":
             console.print(str(reason), style="yellow")
@@ -225,21 +223,18 @@ def sweep(
     What has its row is not run again.
     """
     variants, console = split_names("--variant", variant, VARIANTS), make_console()
-    try:
+    with refusing():
         runs = [make_run(name, preset, mixer=mixer, data=data, documents=documents, steps=steps, batch=batch,
                          optimizer=optimizer, dtype=dtype, seed=seed, save_every=0)
                 for name, preset, mixer in map(parse_workload, workload.split(","))]
-    except ValueError as reason:
-        refuse(str(reason))
     require_writable(out)
     require_gpu("sweep", "make train trains on a CPU, too")
     from . import sweep, table
 
     try:
         plan = sweep.Plan(tuple(runs), tuple(variants), each_option, repeats, warmup, folder, out, again, trains, counters)
-        failed = sweep.run(plan, console)
-    except ValueError as reason:
-        refuse(str(reason))
+        with refusing():
+            failed = sweep.run(plan, console)
     except sweep.Interrupted as reason:
         console.print(f"{reason.number.name}: what was in progress is saved; the same command goes on", style="yellow")
         raise typer.Exit(128 + reason.number) from None
@@ -344,10 +339,8 @@ def sanitize(
     variants = split_names("--variant", variant, sanitize.VARIANTS) if variant else []
     if not on_gpu:
         refuse("sanitize: needs a CUDA GPU, found none")
-    try:
+    with refusing("sanitize: "):
         clean = sanitize.run(variants or sanitize.list_variants(), tools, require_writable(out), make_console())
-    except (FileNotFoundError, ValueError) as reason:
-        refuse(f"sanitize: {reason}")
     raise typer.Exit(0 if clean else 1)
 
 

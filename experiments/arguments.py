@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .names import suggest, variant_names
+from .names import refuse_unknown, suggest, variant_names
 from .shapes import CHUNK_SIZES, ITEMSIZES, MODES, Shape, find_shapes
 from .terminal import refuse
 
@@ -64,20 +65,25 @@ def split_names(option: str, text: str, known: Iterable[str], *also: str) -> lis
     return items
 
 
-def check_name(option: str, name: str, known: Iterable[str]) -> str:
-    """The name, refused if it is not known."""
-    known = list(known)
-    if name not in known:
-        refuse(f"{option}: got {name!r}, expected one of {', '.join(known)}{suggest(name, known)}")
-    return name
+@contextmanager
+def refusing(prefix: str = "", *also: type[Exception]) -> Iterator[None]:
+    """Refuses what is raised within for what came from outside: settings, files, packages; also: exceptions besides."""
+    try:
+        yield
+    except (ImportError, OSError, ValueError, *also) as reason:
+        refuse(f"{prefix}{reason}")
+
+
+def check_name(option: str, name: str, known: Iterable[str]) -> None:
+    """Refuses a name that is not known."""
+    with refusing():
+        refuse_unknown(option, name, known)
 
 
 def split_shapes(names: str) -> list[Shape]:
     """As `find_shapes`; an unknown name is refused."""
-    try:
+    with refusing("--"):
         return find_shapes(names)
-    except ValueError as reason:
-        refuse(f"--{reason}")
 
 
 def split_chunk_sizes(text: str) -> tuple[int, ...]:
@@ -110,9 +116,7 @@ def read_rows(read: Callable[[], list[dict]], out: Path) -> list[dict]:
     """What `read` gives; refused where `out` is no folder, or a line in it is no row."""
     if not out.is_dir():
         refuse(f"--out: got {out}, expected a folder that exists")
-    try:
+    with refusing("--out: "):
         return read()
-    except ValueError as reason:
-        refuse(f"--out: {reason}")
 
 

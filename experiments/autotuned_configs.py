@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from unittest.mock import patch
 
 from triton.runtime import Autotuner
 
@@ -57,11 +58,11 @@ def hand_over_configs() -> Iterator[None]:
     if not (path := os.environ.get(_FILE)):
         yield
     elif Path(path).exists():
-        with _patched(run=_run_as(json.loads(Path(path).read_text())), _bench=_refused):
+        with patch.multiple(Autotuner, run=_run_as(json.loads(Path(path).read_text())), _bench=_refused):
             yield
     else:
         met: dict[int, Autotuner] = {}
-        with _patched(run=_run_noting(met)):
+        with patch.object(Autotuner, "run", _run_noting(met)):
             yield
         found: dict[str, list] = {}
         for tuner in met.values():  # of one kernel there may be several
@@ -96,15 +97,3 @@ def _refused(tuner: Autotuner, *_, **__):
 
 def _name(tuner: Autotuner) -> str:
     return f"{tuner.base_fn.__module__}.{tuner.base_fn.__name__}"
-
-
-@contextmanager
-def _patched(**methods) -> Iterator[None]:
-    before = {name: getattr(Autotuner, name) for name in methods}
-    for name, method in methods.items():
-        setattr(Autotuner, name, method)
-    try:
-        yield
-    finally:
-        for name, method in before.items():
-            setattr(Autotuner, name, method)

@@ -23,6 +23,15 @@ def _read_names() -> tuple[str, ...]:
     return tuple(run_path(str(Path(find_spec("ssd").origin).with_name("variants.py")))["VARIANTS"])
 
 
+def refuse_unknown(option: str, name: str, known: Iterable[str]) -> None:
+    """Raises:
+        ValueError: the name is not known; says the option, what came, and what is accepted.
+    """
+    known = list(known)
+    if name not in known:
+        raise ValueError(f"{option}: got {name!r}, expected one of {', '.join(known)}{suggest(name, known)}")
+
+
 def suggest(name: str, known: Iterable[str]) -> str:
     """`; did you mean 'fused'?`, or nothing where no known name is near or begins so."""
     known = list(known)

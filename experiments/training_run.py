@@ -6,7 +6,7 @@ import math
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from .names import suggest, variant_names
+from .names import refuse_unknown, variant_names
 from .workloads import get_workload, workload_names
 
 if TYPE_CHECKING:
@@ -76,9 +76,7 @@ class Run:
         workload = get_workload(self.workload)
         for name, known in (("preset", workload.presets), ("variant", ("auto", *variant_names())), ("mixer", workload.mixers),
                             ("optimizer", OPTIMIZERS), ("dtype", DTYPES)):
-            if getattr(self, name) not in known:
-                raise ValueError(f"{option(name)}: got {getattr(self, name)!r}, expected one of {', '.join(known)}"
-                                 f"{suggest(getattr(self, name), list(known))}")
+            refuse_unknown(option(name), getattr(self, name), known)
         if self.seqlen is not None and workload.presets[self.preset].seqlen is None:
             raise ValueError(f"--seqlen: got {self.seqlen}, expected none: {workload.unit} of {self.workload} are as large as "
                              "they are")
@@ -123,9 +121,7 @@ def make_run(workload: str, preset: str = "tiny", *, mixer: str | None = None, s
     have the defaults of `DEFAULTS`.
     """
     known = get_workload(workload)
-    if preset not in known.presets:
-        raise ValueError(f"--preset: got {preset!r}, expected one of {', '.join(known.presets)}"
-                         f"{suggest(preset, list(known.presets))}")
+    refuse_unknown("--preset", preset, known.presets)
     of_preset = {name: getattr(known.presets[preset], name) for name in _OF_PRESET}
     settings = DEFAULTS | of_preset | {name: value for name, value in given.items() if value is not None}
     return Run(workload=workload, preset=preset, mixer=known.mixers[0] if mixer is None else mixer, steps=steps,

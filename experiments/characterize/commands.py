@@ -20,6 +20,7 @@ from ..arguments import (
     check_name,
     has_gpu,
     read_rows,
+    refusing,
     require_gpu,
     require_writable,
     split_names,
@@ -55,14 +56,10 @@ def compare(
 
     sets = []
     for name, given in (("OLD", old), ("NEW", new)):
-        try:
+        with refusing(f"{name}: "):
             sets.append(compare.rows_of(given, out))
-        except (FileNotFoundError, ValueError) as reason:
-            refuse(f"{name}: {reason}")
-    try:
+    with refusing("compare: "):
         found = compare.compare(*sets, noise)
-    except ValueError as reason:
-        refuse(f"compare: {reason}")
     if kind == "markdown":
         typer.echo(compare.markdown(found), nl=False)
     else:
@@ -94,10 +91,8 @@ def characterize(
 ) -> None:
     """Profile training steps and append what they spend their time on; and check ncu's FLOP counter where ncu is installed."""
     variants = split_names("--variant", variant, VARIANTS)
-    try:
+    with refusing():
         runs = list(_runs(workload, variants, dtype, documents))
-    except ValueError as reason:
-        refuse(str(reason))
     require_writable(out)
     require_gpu("characterize", "make report shows the rows that there are")
     from . import collect

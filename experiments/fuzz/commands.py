@@ -9,9 +9,9 @@ from typing import Annotated
 
 import typer
 
-from ..arguments import VARIANTS, OutOption, check_name, has_gpu, require_writable, split_names
+from ..arguments import VARIANTS, OutOption, check_name, has_gpu, refusing, require_writable, split_names
 from ..record import RESULTS
-from ..terminal import make_console, refuse
+from ..terminal import make_console
 
 _PARTS = ("operator", "block")
 _PEERS = ("mamba_ssm", "fla")  # which the fuzz does not judge
@@ -49,10 +49,8 @@ def fuzz(
     console = make_console()
     if config is None:
         raise typer.Exit(1 if campaign.run(plan, console).failures else 0)
-    try:
+    with refusing("--config: "):
         lines = [to_json(from_json(line)) for line in _lines(config)]
-    except (OSError, ValueError) as reason:
-        refuse(f"--config: {reason}")
     raise typer.Exit(0 if campaign.rerun(lines, replace(plan, workers=min(workers, len(lines))), console) else 1)
 
 

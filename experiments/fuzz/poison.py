@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -22,16 +23,12 @@ def poison_memory() -> Iterator[None]:
     """
     owners = ((torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (Tensor, "new_empty"),
               (replay, "empty_strided"))
-    before = [getattr(owner, name) for owner, name in owners]
     with torch.device("meta"):
         torch.empty(0)  # torch notes once what makes tensors; the functions below must not be what it notes
-    try:
-        for (owner, name), allocate in zip(owners, before, strict=True):
-            setattr(owner, name, _poisoning(allocate))
+    with ExitStack() as stack:
+        for owner, name in owners:
+            stack.enter_context(patch.object(owner, name, _poisoning(getattr(owner, name))))
         yield
-    finally:
-        for (owner, name), allocate in zip(owners, before, strict=True):
-            setattr(owner, name, allocate)
 
 
 def _poisoning(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ..names import suggest
+from ..names import refuse_unknown
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -80,7 +80,5 @@ def get_workload(name: str) -> Workload:
     Raises:
         ValueError: no such name; the message lists the known ones.
     """
-    if name not in _MODULES:
-        raise ValueError(f"--workload: got {name!r}, expected one of {', '.join(_MODULES)}"
-                         f"{suggest(name, list(_MODULES))}")
+    refuse_unknown("--workload", name, _MODULES)
     return import_module(_MODULES[name]).WORKLOAD

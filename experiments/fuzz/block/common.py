@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from random import Random
 
 import torch
 from torch import Tensor
-
-from ssd.block import arguments
 
 from .. import modes
 from ..layouts import LAYOUTS, lay_out
@@ -91,16 +88,6 @@ def _make_mirror(call: Call) -> Callable[[Tensors, tuple[str, ...], dict[str, Te
         return {name: t.detach() for name, t in outputs.items()} | grads
 
     return mirror
-
-
-@contextmanager
-def use_torch_forms() -> Iterator[None]:
-    """Within it, tensors on the CPU are computed in torch even where Triton interprets kernels."""
-    before, arguments.INTERPRETED = arguments.INTERPRETED, False
-    try:
-        yield
-    finally:
-        arguments.INTERPRETED = before
 
 
 def draw_dtypes(rng: Random, limits: Limits, names: tuple[str, ...]) -> dict[str, str]:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from random import Random
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from ssd.block import arguments
 from ssd.modules import Mamba2
 
 from ..limits import Limits, draw_size
 from ..problem import Problem, Tensors
-from .common import Common, Values, draw_call, draw_dtypes, make_problem, use_torch_forms
+from .common import Common, Values, draw_call, draw_dtypes, make_problem
 
 _OFTEN_FP32 = ("dt_bias", "A_log", "D")
 
@@ -120,7 +122,7 @@ def _applied(whole: _Whole, tensors: Tensors) -> dict[str, Tensor]:
 def _elsewhere(c: Config, tensors: Tensors) -> dict[str, Tensor]:
     """On the CPU, in torch alone; results come back to where the inputs are."""
     device = tensors["u"].device
-    with use_torch_forms():
+    with patch.object(arguments, "INTERPRETED", False):  # torch's forms, even where Triton interprets kernels
         whole = _Whole(_module(c, device="meta"), c.decoded if tensors["u"].dtype != torch.float64 else 0)
         found = _applied(whole, {name: None if t is None else t.cpu() for name, t in tensors.items()})
     return {name: t.to(device) for name, t in found.items()}
