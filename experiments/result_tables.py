@@ -34,41 +34,27 @@ _STEPS = {header: column for header, column in table.STEPS.items() if header != 
 _whole, _tenths = write_number(0), write_number(1)
 _SHAPE = itemgetter("shape")
 
-# headers in Markdown
-_SPEEDUPS_HEAD = f"| layer, batch x tokens | {' | '.join(MODES.values())} | training step |\n|---|---|---|---|---|\n"
-_COSTS_HEAD = """\
-| `variant=` | forward and backward, µs | backward, µs | kept between them, MiB | peak, MiB |
-|---|---:|---:|---:|---:|
-"""
-_MEMORY_HEAD = """\
-| variant | chunk | kept, MiB | at most, MiB | in a CUDA graph, µs |
-|---|---:|---:|---:|---:|
-"""
-_LIBRARIES_HEAD = """\
-| library | versions | one line | what is faster |
-|---|---|---|---|
-"""
-_ABLATION_HEAD = """\
-| option | without, µs | relative | up to, µs | relative |
-|---|---:|---:|---:|---:|
-"""
-_GAINS_HEAD = """\
-| workload | preset | mixer | batch | upstream's step, ms | SSM in it | variant | step, ms | SSM in it | step faster \
-| SSM faster | SSM in the gain |
-|---|---|---|---:|---:|---:|---|---:|---:|---:|---:|---:|
-"""
-_GPUS_HEAD = """\
-| workload | preset | variant | batch | GPUs | way | link, GB/s | step, ms | on one | faster | efficiency | loss | on one |
-|---|---|---|---:|---|---|---:|---:|---:|---:|---:|---:|---:|
-"""
-_SEEDS_HEAD = """\
-| workload | preset | mixer | steps | seed | losses | apart |
-|---|---|---|---:|---:|---|---:|
-"""
-_EVERY_ROW_HEAD = """\
-| shape | | variant | chunk | µs | in a CUDA graph, µs | share of bound | error | against | speed-up |
-|---|---|---|---:|---:|---:|---:|---:|---|---:|
-"""
+
+def _write_head(header: str, *names: str) -> str:
+    """The header of a table; the columns of these names are aligned to the left, the others, numbers, to the right."""
+    rule = "".join("---|" if header.strip() in names else "---:|" for header in header.split("|"))
+    return f"| {header} |\n|{rule}\n"
+
+
+_COSTS_HEAD = _write_head("`variant=` | forward and backward, µs | backward, µs | kept between them, MiB | peak, MiB",
+                          "`variant=`")
+_MEMORY_HEAD = _write_head("variant | chunk | kept, MiB | at most, MiB | in a CUDA graph, µs", "variant")
+_ABLATION_HEAD = _write_head("option | without, µs | relative | up to, µs | relative", "option")
+_GAINS_HEAD = _write_head(
+    "workload | preset | mixer | batch | upstream's step, ms | SSM in it | variant | step, ms | SSM in it | step faster | "
+    "SSM faster | SSM in the gain", "workload", "preset", "mixer", "variant")
+_GPUS_HEAD = _write_head(
+    "workload | preset | variant | batch | GPUs | way | link, GB/s | step, ms | on one | faster | efficiency | loss | on one",
+    "workload", "preset", "variant", "GPUs", "way")
+_SEEDS_HEAD = _write_head("workload | preset | mixer | steps | seed | losses | apart", "workload", "preset", "mixer", "losses")
+_EVERY_ROW_HEAD = _write_head(
+    "shape | | variant | chunk | µs | in a CUDA graph, µs | share of bound | error | against | speed-up",
+    "shape", "", "variant", "against")
 
 
 def tabulate_speedups(rows: list[dict], steps: list[dict]) -> str:
@@ -86,7 +72,8 @@ def tabulate_speedups(rows: list[dict], steps: list[dict]) -> str:
         dash = "; a dash: not measured" if any("-" in cells for cells in lines) else ""
         paragraphs[-1] += f" The table is of `{FASTEST}`{dash}."
     parts = [textwrap.fill(text, _WIDTH) + "\n" for text in paragraphs]
-    parts += [_SPEEDUPS_HEAD + render_lines(lines)] if lines else []
+    head = ("layer, batch x tokens", *MODES.values(), "training step")
+    parts += [_write_head(" | ".join(head), *head) + render_lines(lines)] if lines else []
     return "\n".join(parts) or "No GPU has run the bench beside mamba_ssm yet.\n"
 
 
@@ -177,12 +164,8 @@ def tabulate_results(rows: list[dict], figure_path: str) -> str:
 
 
 def _list_sizes(shapes: list[Shape]) -> str:
-    return _write_head("shape", shapes[0].sizes) + render_lines([shape.name, *shape.sizes.values()] for shape in shapes)
-
-
-def _write_head(name: str, numbers: Iterator[str]) -> str:
-    """The header of a table of names and numbers."""
-    return f"| {' | '.join((name, *numbers))} |\n|---|{'---:|' * len(numbers)}\n"
+    head = _write_head(" | ".join(("shape", *shapes[0].sizes)), "shape")
+    return head + render_lines([shape.name, *shape.sizes.values()] for shape in shapes)
 
 
 def _tabulate_by_shape(rows: list[dict]) -> str:
@@ -192,7 +175,7 @@ def _tabulate_by_shape(rows: list[dict]) -> str:
         cells = {row["variant"]: _whole(_graph_us(row)) + (f" ({row['graph_speedup']:.2f})" if row.get("graph_speedup") else "")
                  for row in group}
         lines.append([shape, *(cells.get(variant, "") for variant in variants)])
-    return _write_head("shape", variants) + render_lines(lines)
+    return _write_head(" | ".join(("shape", *variants)), "shape") + render_lines(lines)
 
 
 def _list_row(row: dict) -> tuple:
@@ -261,7 +244,8 @@ def tabulate_libraries(rows: list[dict], parts: list[dict]) -> str:
     versions = [f"{'.'.join(map(str, module.FIRST))} to {'.'.join(map(str, module.LAST))}"
                 for module in (transformers_patch, mamba_ssm_patch)]
     whole, alone = "; ".join(mamba2) or "no rows yet", "; ".join(mamba2[:1]) or "no rows yet"
-    return _LIBRARIES_HEAD + render_lines((
+    head = ("library", "versions", "one line", "what is faster")
+    return _write_head(" | ".join(head), *head) + render_lines((
         ("transformers", versions[0], "`ssd.patch_transformers()`", whole),
         ("mamba_ssm", versions[1], "`ssd.patch_mamba_ssm()`", "; ".join((whole, *mamba1))),
         ("Megatron-LM", "any beside such a mamba_ssm", "`ssd.patch_mamba_ssm()`", f"{alone}; the rest as above"),
