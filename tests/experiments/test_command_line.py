@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -29,58 +30,13 @@ def test_help(command):
     assert result.exit_code == 0 and "Usage" in result.stdout
 
 
-REFUSED = [
-    ("bench --variant warp9", "--variant: got 'warp9', expected any of auto, baseline, fused, persistent, torch"),
-    ("bench --shape 8b-b4,9b", "--shape: got '9b', expected named, workloads, sweep, models, or one of theirs: 8b-b1"),
-    ("bench --out /proc/rows", "--out: got /proc/rows, expected a folder that can be written: /proc cannot"),
-    ("bench --mode sideways", "--mode: got 'sideways', expected any of fwd, fwd_train, bwd, fwd_bwd"),
-    ("bench --dtype fp8", "--dtype: got 'fp8', expected one of bf16, fp16, fp32"),
-    ("bench --against nobody", "--against: got 'nobody', expected one of baseline"),
-    ("bench --option exp2=off", "--option: got 'exp2=off', expected NAME=true, NAME=false or keep_bytes=NUMBER with a "
-     "name of tf32"),
-    ("bench --option keep_bytes=true", "--option: got 'keep_bytes=true', expected NAME=true, NAME=false or keep_bytes=NUMBER"),
-    ("bench --chunk-size 100", "--chunk-size: got '100', expected any of 16, 32, 64, 128, 256, auto"),
-    ("ablate --variant torch", "--variant: got 'torch', expected a variant with options"),
-    ("block --part conv2d", "--part: got 'conv2d', expected any of conv1d"),
-    ("block --scan 8b-b4", "--scan: got '8b-b4', expected any of mambavision-t-196"),
-    ("characterize --workload gpt", "--workload: got 'gpt', expected one of mamba2"),
-    ("compare 9999 8888", "OLD: got 9999, expected a folder, or a commit"),
-    ("compare 9999 8888 --format pdf", "--format: got 'pdf', expected one of terminal, markdown"),
-    ("fuzz --part model", "--part: got 'model', expected one of operator, block"),
-    ("fuzz --config {}", "--config: got '{}', expected a JSON object with a part of operator, conv1d"),
-    ("sanitize --variant fla", "--variant: got 'fla', expected any of persistent, fused, baseline, block, control"),
-    ("sanitize --tool synccheck", "--tool: got 'synccheck', expected any of memcheck, racecheck"),
-    ("regress --mode fwd_train", "--mode: got 'fwd_train', expected any of fwd, bwd, fwd_bwd"),
-    ("scaling --seqlen 64,x", "--seqlen: got '64,x'"),
-    ("sweep --workload rnn", "--workload: got 'rnn'"),
-    ("table --format xml", "--format: got 'xml', expected one of markdown, csv, latex"),
-    ("table --out nowhere", "--out: got nowhere, expected a folder that exists"),
-    ("table --kernels", "--kernels: got --bench ssd, expected --bench counters"),
-    ("train --workload rnn", "--workload: got 'rnn', expected one of mamba2, hybrid"),
-    ("train --preset 9b", "--preset: got '9b', expected one of tiny, 130m"),
-    ("train --workload mambavision --variant fused", "--variant: got 'fused', expected auto, torch, mamba_ssm with --mixer"),
-    ("train --workload mambavision --seqlen 64", "--seqlen: got 64, expected none: images of mambavision are"),
-    ("train --workload mambavision --tokenizer gpt2", "--tokenizer: got 'gpt2', expected none: mambavision reads no text"),
-    ("train --workload mambavision --no-documents", "--documents: got False, expected none"),
-    ("train --mixer mamba1", "--mixer: got 'mamba1', expected one of ssd"),
-    ("train --optimizer sgd", "--optimizer: got 'sgd', expected one of adamw, lamb"),
-    ("train --steps 0", "--steps: got 0, expected at least 1"),
-    ("train --lr nan", "--lr: got nan, expected more than 0"),
-    ("train --steps 3 --warmup 4", "--warmup: got 4, expected at most --steps, 3"),
-    ("train --data books.txt", "--data: got 'books.txt', where nothing is, expected synthetic, a .txt file or a folder"),
-    ("train --parallel pipeline", "--parallel: got 'pipeline', expected one of ddp, fsdp"),
-    ("train --resume", "--resume: got --out"),
-]
-REFUSED_WITHOUT_GPU = [
-    ("bench --counters", "--counters: needs a CUDA GPU, found none"),
-    ("bench --variant auto", "--variant: got 'auto', which is torch's form without a GPU, expected any of base"),
-    *((command, f"{command}: needs a CUDA GPU, found none")
-      for command in ("block", "characterize", "regress", "sanitize", "scaling", "sweep", "tune")),
-]
+# commands, and below each how what is said begins
+ANYWHERE, WITHOUT_GPU = ([tuple(map(str.strip, case)) for case in pairwise(part.splitlines()) if case[1].startswith(" ")]
+                         for part in (Path(__file__).parent / "refused.txt").read_text().split("# where there is no GPU\n"))
 
 
-@pytest.mark.parametrize(("line", "said"), [*REFUSED, *(
-    pytest.param(*case, marks=without_gpu) for case in REFUSED_WITHOUT_GPU)], ids=str)
+@pytest.mark.parametrize(
+    ("line", "said"), [*ANYWHERE, *(pytest.param(*case, marks=without_gpu) for case in WITHOUT_GPU)], ids=str)
 def test_a_bad_option_is_refused_by_name_and_nothing_is_written(line, said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     result = run(*line.split(), *(["--out", tmp_path / "run"] if line.startswith("train") else []))
