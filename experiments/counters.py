@@ -21,6 +21,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
+from operator import itemgetter
 from pathlib import Path
 from statistics import mean
 from tempfile import TemporaryDirectory
@@ -127,12 +128,7 @@ def read_latest(out: Path = record.RESULTS, by_kernel: bool = False) -> list[dic
     Besides a row's keys, mean_dram_pct is the mean over kernels, where one that is launched twice counts once, and time_pct
     a kernel's share of its call's time.
     """
-    runs: dict[tuple, list[dict]] = {}
-    for row in table.keep_last_commit(record.read(out, bench="counters")):
-        kernels = runs.setdefault(table.identify(row), [])
-        if kernels and kernels[0]["time"] != row["time"]:
-            kernels.clear()
-        kernels.append(row)
+    runs = record.keep_last_runs(table.keep_last_commit(record.read(out, bench="counters")), table.identify)
     result = []
     for call in table.sort_rows([_merge_call(kernels) for kernels in runs.values()]):
         result.append(call)
@@ -256,9 +252,7 @@ def run_ncu(arguments: list[str], metrics: Iterable[str], cache_control: str, si
 
 def merge_by_kernel(launches: list[dict]) -> list[dict]:
     """One row per kernel."""
-    groups: dict[str, list[dict]] = {}
-    for launch in launches:
-        groups.setdefault(launch["kernel"], []).append(launch)
+    groups = record.group_by(launches, itemgetter("kernel"))
     return [{"kernel": name, **_merge_parts(group)} for name, group in groups.items()]
 
 

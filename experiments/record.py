@@ -168,6 +168,13 @@ def group_by(rows: Iterable[dict], key: Callable[[dict], Hashable]) -> dict[Hash
     return groups
 
 
+def keep_last_runs(rows: Iterable[dict], key: Callable[[dict], Hashable]) -> dict[Hashable, list[dict]]:
+    """Of the rows that share each key, those of the last time: what one run appended."""
+    groups = group_by(rows, key)
+    last = {shared: max(row["time"] for row in group) for shared, group in groups.items()}
+    return {shared: [row for row in group if row["time"] == last[shared]] for shared, group in groups.items()}
+
+
 def _nvidia_smi() -> tuple[str | None, int | None]:
     """Driver version, and the multiprocessors' clock in MHz at this moment."""
     import torch

@@ -147,15 +147,10 @@ def _drop_alone(rows: list[dict]) -> list[dict]:
 
 def _keep_last_counts(rows: list[dict]) -> dict[tuple, list[dict]]:
     """The state-space model's kernels of each step that was counted, as it was counted last."""
-    last: dict[tuple, str] = {}
-    for row in rows:
-        last[_identify_counters(row)] = max(row["time"], last.get(_identify_counters(row), ""))
-    found: dict[tuple, list[dict]] = {}
-    for row in rows:
-        theirs = is_of_operator(row["kernel"]) and not (is_peer(row["variant"]) and row["kernel"] in list_ours())
-        if theirs and row["time"] == last[_identify_counters(row)]:
-            found.setdefault(_identify_counters(row), []).append(row)
-    return found
+    def is_of_model(row: dict) -> bool:
+        return is_of_operator(row["kernel"]) and not (is_peer(row["variant"]) and row["kernel"] in list_ours())
+
+    return {step: list(filter(is_of_model, run)) for step, run in record.keep_last_runs(rows, _identify_counters).items()}
 
 
 def _identify_counters(row: dict) -> tuple:

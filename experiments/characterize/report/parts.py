@@ -40,8 +40,7 @@ def name_run(row: dict) -> str:
 
 def keep_last_runs(rows: list[dict], named: Callable[[dict], Hashable] = name_run) -> dict[Hashable, list[dict]]:
     """{what rows are about: its rows}, as it was measured last on the GPU of most rows."""
-    runs = record.group_by(keep_one_gpu(rows), named)
-    return {name: [row for row in found if row["time"] == found[-1]["time"]] for name, found in runs.items()}
+    return record.keep_last_runs(keep_one_gpu(rows), named)
 
 
 def shorten(kernel: str) -> str:
