@@ -71,6 +71,8 @@ UPDATES = {
             (tokens, 4, 2, 10, 20), indexed=True, dtype=dtype, device=device), test_state_update.NAMES, state="state"),
 }
 FUNCTIONS = {**VARIANTS, **BLOCK}
+# To torch a variant is a name: without a GPU two of them stand for all where nothing but the op matters.
+TRACED = {name: function for name, function in FUNCTIONS.items() if GPU or name not in ("scan, baseline", "scan, persistent")}
 MORE_CALLS = {  # of other ops, or of other forms of their arguments
     **{f"scan of documents, {variant}": scan(variant, replace(EVERYTHING, documents="varlen", state_dtype=torch.float32))
        for variant in (*OURS, "torch")},

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.testing import assert_close
@@ -11,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from ssd.block import gated_norm, selective_scan, state_update
 from tests.block import test_conv1d, test_gated_norm, test_selective_scan
 from tests.block.calls import assert_same_bits, doubled
-from tests.functions import BLOCK, FUNCTIONS, MORE_CALLS, UPDATES, VARIANTS, Function, over
+from tests.functions import BLOCK, FUNCTIONS, MORE_CALLS, TRACED, UPDATES, VARIANTS, Function, convolution, norm, over
 from tests.inputs import GPU, HALF
 from tests.refused import assert_refused
 
@@ -25,10 +27,9 @@ def first_output(function: Function, given: dict) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dynamic", (None, True))
-@over({name: function for name, function in FUNCTIONS.items()
-       if name != "selective_scan" and (GPU or name not in ("scan, baseline", "scan, persistent"))})
+@over({name: function for name, function in TRACED.items() if name != "selective_scan"})
 def test_one_graph_forward_and_backward_for_a_second_length_as_well(function, dynamic, device):
-    """To torch.compile a variant is a name; that of selective_scan counts graphs, in a test of its own."""
+    """That of selective_scan counts graphs, in a test of its own."""
     torch._dynamo.reset()  # the limit on recompilations counts those of every other function
     compiled = torch.compile(function.call, fullgraph=True, backend=BACKEND, dynamic=dynamic)
     for tokens in (20, 36):
@@ -84,7 +85,7 @@ def test_opcheck(function, device):
         torch.library.opcheck(op, tuple(args))
 
 
-@over(FUNCTIONS)
+@over(TRACED)
 @pytest.mark.parametrize("use_reentrant", (False, True))
 def test_a_checkpoint_gives_the_same_bits_as_does_every_run(function, use_reentrant, device):
     given, first = function.inputs(5, device, HALF), function.leaves[0]
@@ -98,7 +99,7 @@ def test_a_checkpoint_gives_the_same_bits_as_does_every_run(function, use_reentr
     assert_same_bits(function.results(given, ways=ways)[0], plain)
 
 
-@over(FUNCTIONS | UPDATES)
+@over(TRACED | UPDATES)
 @pytest.mark.parametrize("dtype", (torch.float32, HALF), ids=str)
 def test_autocast_changes_nothing(function, dtype, device):
     """What a projection hands over in half precision stays it, fp32 stays fp32."""
@@ -216,17 +217,15 @@ def test_second_device(function):
     assert_same_bits({name: t.cpu() for name, t in second.items()}, {name: t.cpu() for name, t in first.items()})
 
 
-@pytest.mark.parametrize(("name", "form", "definition"), [
-    ("conv1d", test_conv1d.mirror, test_conv1d.definition),
-    ("conv1d of documents", test_conv1d.mirror, test_conv1d.definition),
-    *((f"norm, gate {gate}, bias True", gated_norm.compute_in_torch, test_gated_norm.definition)
-      for gate in ("none", "before", "after")),
-    ("selective_scan", selective_scan.selective_scan_fn, test_selective_scan.definition),
-])
-def test_torch_form(name, form, definition):
+@pytest.mark.parametrize(("function", "tokens", "form", "definition"), [
+    *((convolution(replace(case, dim=3)), 9, test_conv1d.mirror, test_conv1d.definition) for case in (
+        test_conv1d.CONTINUED, replace(test_conv1d.EVERYTHING, documents=(2, 1, 3, -1, 4)))),
+    *((norm(gate), 2, gated_norm.compute_in_torch, test_gated_norm.definition) for gate in ("none", "before", "after")),
+    (BLOCK["selective_scan"], 5, selective_scan.selective_scan_fn, test_selective_scan.definition),
+], ids=("conv1d", "conv1d of documents", "norm", "norm before gate", "norm after gate", "selective_scan"))
+def test_torch_form(function, tokens, form, definition):
     """What CPU tensors and fp64 take: the definition in fp64, and its gradients against finite differences."""
-    function = (FUNCTIONS | MORE_CALLS)[name]
-    given = doubled(function.inputs(7, "cpu", torch.float32), function.leaves)
+    given = doubled(function.inputs(tokens, "cpu", torch.float32), function.leaves)
     assert_close(form(**given), definition(**given), rtol=1e-12, atol=1e-12)
     names = [leaf for leaf in function.leaves if given[leaf] is not None]
     tensors = [given[leaf].contiguous().requires_grad_() for leaf in names]
@@ -235,7 +234,7 @@ def test_torch_form(name, form, definition):
         return function.call(**given | dict(zip(names, tensors, strict=True)))
 
     assert torch.autograd.gradcheck(call, tensors)
-    assert name == "selective_scan" or torch.autograd.gradgradcheck(call, tensors)
+    assert function is BLOCK["selective_scan"] or torch.autograd.gradgradcheck(call, tensors)
 
 
 @pytest.mark.parametrize(("module", "kernel", "given"), [
