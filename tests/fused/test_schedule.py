@@ -95,7 +95,7 @@ def test_spans_are_as_long_as_fill_the_gpu():
     assert choose_two_level_segment(2, 4, 132, GPU) == 2
 
 
-@pytest.mark.parametrize("seqlen, programs", product((1, 64, 65, 333, 4096, 65536), (1, 3, 80, 128, 320, 1000)))
+@pytest.mark.parametrize("seqlen, programs", [*product((1, 64, 65, 333, 4096, 65536), (1, 3, 80, 128, 320, 1000))])
 def test_every_token_has_one_segment(seqlen, programs):
     s = cut_evenly(seqlen, 64, programs, RESIDENT, GPU)
     assert (s.nsegments - 1) * s.segment < seqlen <= s.nsegments * s.segment

@@ -71,9 +71,10 @@ def test_documents_of_one_row(begins, device, small):
     token = torch.arange(130, device=device)
     documents = torch.stack([token * 0, *(token >= begin for begin in begins)]).sum(0)
     inputs = replace(inputs, seq_idx=documents[None].to(torch.int32))
-    for name in ("fused", "persistent"):
+    names = ("fused", "persistent") if GPU else ("fused",)  # whose backwards are the same kernels
+    for name in names:
         assert_right(name, inputs, options=RECOMPUTED)
-    assert len(small) == 2
+    assert len(small) == len(names)
 
 
 def test_documents_and_the_states_at_their_ends(device, small):
