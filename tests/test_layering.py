@@ -2,6 +2,7 @@
 
 import ast
 import re
+from importlib.util import resolve_name
 from pathlib import Path
 
 import pytest
@@ -32,8 +33,7 @@ def imported(source: str, module: str, is_package: bool) -> set[str]:
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            up = module.split(".")[: (1 if is_package else 0) - node.level or None] if node.level else []
-            base = ".".join([*up, *([node.module] if node.module else [])])
+            base = resolve_name("." * node.level + (node.module or ""), module if is_package else module.rpartition(".")[0])
             found |= {f"{base}.{alias.name}" for alias in node.names}
     return found
 
