@@ -34,6 +34,7 @@ from tools import tritons
 _OUTCOMES = ("passed", "failed", "skipped")
 _REPORTED_LINES = 12
 _KEPT_BYTES = 1 << 30
+_MUCH_BYTES = 64 << 30  # that a test with `much_memory` may take
 _started = time.monotonic()
 
 
@@ -155,6 +156,9 @@ def much_memory():
     """For a test that takes a large part of a GPU's memory: one worker of each GPU at a time has one."""
     gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0]
     with FileLock(Path(tempfile.gettempdir()) / f"ssd-tests-much-memory{gpu}.lock"):
+        free = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else _MUCH_BYTES
+        if "PYTEST_XDIST_WORKER" in os.environ and free < _MUCH_BYTES:
+            pytest.skip(f"needs {_MUCH_BYTES >> 30} GiB of the GPU's memory, {free >> 30} are free: run it without -n")
         yield
         torch.cuda.empty_cache()
 

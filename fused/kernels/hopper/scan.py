@@ -68,6 +68,7 @@ class Slots(NamedTuple):
 SIZES = ("nruns", "nsub", "nheads", "heads_per_group")
 _SLOTS = Slots(3, 2), Slots(2, 2), Slots(2, 1), Slots(1, 1)  # the first that fits
 _SLICE = 64  # channels
+_TURNED = 16384  # bytes in which Triton turns states from memory into another layout, of every size and dtype
 _SHARED = 232448 - 1024  # bytes of a block, less what mbarriers and alignment may take
 _REGISTERS = 128  # of a thread at launch; the roles then share them out: 192 scan_slice, 104 make_masks, 24 fetch_tiles
 
@@ -352,7 +353,7 @@ def choose_slots(i: SSDInputs, width: int, beside: int, keeps_y: bool, states_de
     heads = 1 if i.headdim > _SLICE else 2
     tile, line = 2 * 2 * SUB_CHUNK * _SLICE, 4 * SUB_CHUNK  # bytes: of both slices, of a vector
     states = 0 if states_desc is None else 2 * _SLICE * width * i.states_dtype.itemsize
-    states += 0 if starts is None else 2 * _SLICE * width  # on their way from one layout to another
+    states += 0 if starts is None else _TURNED
     for slots in _SLOTS:
         ring = slots.tiles * (tile * (1 + beside) + 2 * 2 * SUB_CHUNK * width)
         masks = heads * (slots.masks * (2 * SUB_CHUNK**2 + 2 * line) + 2 * line)
