@@ -3,8 +3,6 @@
 A command imports what it runs when it runs: torch and pandas take seconds that --help and a mistyped name need not wait.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from importlib import import_module

@@ -1,7 +1,5 @@
 """The ablation: what each option of a variant is worth, alone and as they are added up."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -4,8 +4,6 @@ A launch takes longer under ncu than a small kernel does, so that what is tuned 
 without ncu, and leaves its configs; under ncu it takes those, and tunes nothing.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -3,8 +3,6 @@
 A part is set up at a shape as `Work`: the same tensors for every side, and the bytes that any of them must move.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

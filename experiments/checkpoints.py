@@ -5,8 +5,6 @@ them runs no code, and another number of processes can read them. Beside them ar
 SHA256SUMS, as `sha256sum -c` reads it. Tensors that are not finite are not written.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

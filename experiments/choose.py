@@ -4,8 +4,6 @@ A table has every measured call of `shapes.SHAPES`, and the constants of the cos
 The check leaves measured calls out, fits the rest, and says what the choice there would cost.
 """
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 from collections.abc import Callable

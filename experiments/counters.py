@@ -8,8 +8,6 @@ before, without ncu. Times under ncu weigh the kernels; they are never reported 
 know is left out of the rows.
 """
 
-from __future__ import annotations
-
 import csv
 import json
 import math

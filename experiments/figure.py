@@ -1,7 +1,5 @@
 """The figure of all shapes, time of each variant beside mamba_ssm's and the bandwidth bound; and what all figures share."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

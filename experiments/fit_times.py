@@ -4,8 +4,6 @@ Each constant stands in a formula of the model that is linear in it. So kernels 
 formulas are solved for their constants by least squares of relative errors.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace

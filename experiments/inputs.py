@@ -1,7 +1,5 @@
 """Inputs such as a Mamba-2 layer feeds to the operator."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """The bench without a GPU: check kernels in Triton's interpreter, and show costs beside the last rows of GPUs."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Whose a kernel is, by the name that profilers give it."""
 
-from __future__ import annotations
-
 import re
 from functools import cache
 from pathlib import Path

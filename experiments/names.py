@@ -1,7 +1,5 @@
 """The names of variants without importing `ssd`: --help and a mistyped name are answered before torch is loaded."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable
 from difflib import get_close_matches

@@ -1,7 +1,5 @@
 """Packages that not every run needs, imported when one does."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from types import ModuleType
 

@@ -4,8 +4,6 @@ A micro-batch is dealt out in equal parts. With "ddp" every process has the whol
 each has a part of every tensor, and they gather a layer when it is its turn.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Rows of measurements, one JSON object a line, in results/<gpu>/<bench>.jsonl: every published number's origin."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

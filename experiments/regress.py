@@ -4,8 +4,6 @@ Each tree runs in a process of its own, which times what it is told to and waits
 clocks meets both alike. What times them is this tree's for both.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

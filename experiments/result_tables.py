@@ -1,7 +1,5 @@
 """Tables of README and docs in Markdown, each from committed rows: losses beside wins."""
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Iterator
 from itertools import groupby

@@ -11,8 +11,6 @@ kernel's `def` and its `warp_specialize`, where we can neither read nor write: s
 `control`, a kernel of two roles that does next to nothing, is there to show them alone; it needs a Hopper GPU.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -4,8 +4,6 @@ It says so; with --row it also leaves a row, which `make readme` writes into the
 alone, in a fresh clone: the time is that between the first file of the environment and the last.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from importlib.metadata import distributions

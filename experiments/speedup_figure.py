@@ -1,7 +1,5 @@
 """The README's figure: how many times as fast as mamba_ssm a layer of each model is, from rows."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from . import figure

@@ -1,7 +1,5 @@
 """The figure of workloads, from rows: a training step with each variant inside, and the state-space model's part."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from . import figure, record

@@ -1,7 +1,5 @@
 """Time of a training step with one variant after another inside one model, side by side, and the state-space model's part."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace

@@ -5,8 +5,6 @@ Two rows for each: of the bench `step` its time, taken side by side with the oth
 on where it stopped.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Rows as a table: on the terminal, in Markdown, CSV or LaTeX."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What commands say on the terminal: progress, tables of at most 100 columns, refusals of one line."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import NoReturn, TypeVar

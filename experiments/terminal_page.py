@@ -1,7 +1,5 @@
 """What `make bench VARIANT=persistent` prints, as text in docs/terminal.md: without a GPU, and of a recorded run on one."""
 
-from __future__ import annotations
-
 import re
 from io import StringIO
 

@@ -4,8 +4,6 @@ In: a line of JSON that says what to call, or {} to time it once more. Out: {} w
 microseconds. `timing`, `shapes` and `inputs` are those beside this file; `ssd` is the tree's.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -4,8 +4,6 @@ Everything here runs on the current stream, which must not be the default one: a
 and autograd replays a backward on the stream of its forward.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import contextmanager
 from functools import partial

@@ -4,8 +4,6 @@ A step depends on the run and on what a checkpoint holds, alone. So a run that w
 was not, wherever the model's kernels give the same bits twice (torch's attention on a GPU does not, in its backward).
 """
 
-from __future__ import annotations
-
 import json
 import math
 import resource

@@ -4,8 +4,6 @@ A step depends on nothing but the weights, the optimizer's state and the run: it
 run's seed and the step's number.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import signal

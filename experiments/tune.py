@@ -4,8 +4,6 @@ Kernels do not influence each other's times, so one forward and backward times o
 space has entries, not as many as there are configs.
 """
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
 from contextlib import ExitStack

@@ -21,8 +21,6 @@ One wrong head hides among many right ones, so every head and group h is also ju
     |e_h| <= 3 |m_h| + 4 one |t_h| + 1.5 / sqrt(heads) (|m| + one |t|).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import pairwise
 

@@ -1,7 +1,5 @@
 """Every public function of the operator and of the block, and how it is called: for tests of what holds for all."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial

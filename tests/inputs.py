@@ -1,7 +1,5 @@
 """Random inputs of the operator for any shape and any set of its options."""
 
-from __future__ import annotations
-
 import zlib
 from dataclasses import dataclass, fields, replace
 from itertools import combinations, product

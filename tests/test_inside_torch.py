@@ -1,7 +1,5 @@
 """How every function behaves inside torch: traced, captured, computed again, under autocast, without a gradient."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -6,8 +6,6 @@ kernel adds something up; so it is stated, and swept. FLOPs are those counted by
 model's, which has the least that a kernel does on the vector units: with counters more kernels will be of both.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 

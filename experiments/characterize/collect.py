@@ -1,7 +1,5 @@
 """What training steps do on a GPU, as rows: times by class of operator and phase, and counters by kernel (Figures 1 and 2)."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import json

@@ -1,7 +1,5 @@
 """The commands of the characterisation, which `__main__` adds to the command line; each imports what it runs."""
 
-from __future__ import annotations
-
 import shutil
 from collections import Counter
 from collections.abc import Iterator

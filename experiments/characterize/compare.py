@@ -6,8 +6,6 @@ and half the width of p20..p80 over the median, added up over both rows. Those p
 eager median is more than a tenth above its time in a graph, they are the host's and are left out.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass

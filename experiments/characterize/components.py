@@ -4,8 +4,6 @@ The blocks are those of mamba-1.4b and mamba2-1.3b. A component is set up alone,
 inference is its forward, training its forward and backward.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product

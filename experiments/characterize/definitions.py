@@ -19,8 +19,6 @@ T is the time in a CUDA graph where there is one, else of an eager call; where n
 was counted, at another (`Call.same_commit`).
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass

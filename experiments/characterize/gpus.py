@@ -1,7 +1,5 @@
 """What data sheets say of GPUs, in gpus.json: a source for each number. Rates are dense and at the boost clock."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path

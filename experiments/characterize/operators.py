@@ -6,8 +6,6 @@ none knows is `other`. Within each list the first rule that matches any of the n
 elementwise kernel of an optimizer is elementwise: the phase of a kernel says whose it is.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass

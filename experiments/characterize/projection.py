@@ -11,8 +11,6 @@ On any other GPU the c are assumed to be the same and nothing is tested, so thos
 time times the model's ratio of the two GPUs, which cancels what the model misses of a kernel on both.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import combinations

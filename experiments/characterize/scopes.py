@@ -1,7 +1,5 @@
 """Named stretches of a step that profilers see: a range for Nsight (NVTX) and one for torch's profiler, by one name."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

@@ -5,8 +5,6 @@ inside scopes; the scopes of another thread count too while they last, since aut
 Replays of CUDA graphs have no such launches: traces are of eager runs.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """A whole run: batches to workers, failures made small, a table, and a row."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections import Counter

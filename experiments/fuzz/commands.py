@@ -1,7 +1,5 @@
 """The command `fuzz`, which `__main__` adds to the command line."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import replace
 from pathlib import Path

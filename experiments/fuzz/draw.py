@@ -4,8 +4,6 @@ Most of a run goes into compiling, once for each set of sizes, dtypes and option
 members differ in what costs little: batch, seqlen, layouts, documents, values, gradients and the way of calling.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from random import Random
 

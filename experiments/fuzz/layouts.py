@@ -1,7 +1,5 @@
 """The same values in memory of another form: as users have them who slice, transpose and pack."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

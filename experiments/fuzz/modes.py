@@ -1,7 +1,5 @@
 """The ways in which a call is made: several times in a row on two sets of inputs in turn, so that launches are replayed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 

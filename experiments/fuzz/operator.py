@@ -1,7 +1,5 @@
 """`ssd_chunk_scan` as a configuration: its sizes and options by plain values, and the call, truth and mirror of them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from itertools import accumulate, pairwise

@@ -1,7 +1,5 @@
 """What can be drawn, by the name that a configuration has as `part`, and configurations as JSON."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import asdict, fields

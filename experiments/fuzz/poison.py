@@ -1,7 +1,5 @@
 """Fresh memory that holds NaN, so that an output, or a partial sum, that a kernel leaves unwritten shows."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from unittest.mock import patch

@@ -1,7 +1,5 @@
 """What a trial needs to know of one call: its inputs, the call under test, its truth and its mirror."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """From a configuration that fails to a small one that fails as well."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from itertools import islice

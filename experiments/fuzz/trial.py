@@ -1,7 +1,5 @@
 """One configuration, run and judged."""
 
-from __future__ import annotations
-
 import time
 import traceback
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The process that runs configurations: batches of them in through a pipe, a message before each and one after it."""
 
-from __future__ import annotations
-
 import os
 from multiprocessing.connection import Connection
 

@@ -1,7 +1,5 @@
 """The order in which a data set's samples come, without end: each epoch has one of its own."""
 
-from __future__ import annotations
-
 import numpy as np
 
 

@@ -1,7 +1,5 @@
 """Graph-Mamba's layer (arXiv:2402.00789): messages between neighbours beside a sequence model over nodes ordered by degree."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

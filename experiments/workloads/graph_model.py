@@ -1,7 +1,5 @@
 """The model of graphs: encoders, Graph-Mamba layers, a head for graphs or nodes; and its losses."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial

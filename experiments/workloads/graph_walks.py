@@ -1,7 +1,5 @@
 """Tokens of a node's neighbourhood, by random walks from it, as Graph Mamba Networks (arXiv:2402.08678) have them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -4,8 +4,6 @@ Sizes, batches, learning rates and weight decays are those of the first paper's 
 (github.com/bowang-lab/Graph-Mamba, configs/Mamba).
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from .graph_model import WALKS, GraphModel, GraphSizes, graph_loss

@@ -1,7 +1,5 @@
 """Text through Hugging Face's datasets, a document each row: local files of it, or a data set by name; and its tokenizers."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from contextlib import suppress

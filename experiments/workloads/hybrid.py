@@ -1,7 +1,5 @@
 """Workload `hybrid`: Mamba-2, attention and MLP layers in the proportions of arXiv:2406.07887's 8B model."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 
 from .language_model import ATTENTION, MAMBA, MLP_LAYER, LanguageSizes

@@ -1,7 +1,5 @@
 """A language model of pre-norm residual layers, which a pattern names one by one: Mamba-2, attention or MLP."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """The layers of a hybrid that are not Mamba-2: attention and MLP, as arXiv:2406.07887 has them."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

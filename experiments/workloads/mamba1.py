@@ -1,7 +1,5 @@
 """Mamba-1's selective scan for the workloads whose published models have it, by the name of a variant."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial

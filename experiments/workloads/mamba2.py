@@ -1,7 +1,5 @@
 """Workload `mamba2`: Mamba-2 blocks alone, at the sizes of arXiv:2405.21060 and of the 8B model of arXiv:2406.07887."""
 
-from __future__ import annotations
-
 from .language_model import MAMBA, LanguageSizes
 from .registry import Preset
 from .text import make_workload

@@ -3,8 +3,6 @@
 Mixer `mamba1` is the published model, and its scan no SSD; mixer `ssd` is another model, into which the SSD variants swap.
 """
 
-from __future__ import annotations
-
 import torch.nn.functional as F
 from torch import Tensor
 

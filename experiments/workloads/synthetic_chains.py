@@ -4,8 +4,6 @@ Residues of types 2 c and 2 c + 1 are the motifs of label c, and partners like t
 says what the label is; how far apart the pair is says it, which is more than messages of a few layers reach.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 HOPS = 15  # a label's pair is farther apart

@@ -4,8 +4,6 @@ The class says which shape it is, how its stripes run and which colours it has. 
 shape, width of the stripes, light and noise.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -3,8 +3,6 @@
 A digit has the segments of a seven-segment display, turned, sheared, scaled and moved at random.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

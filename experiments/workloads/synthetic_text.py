@@ -4,8 +4,6 @@ Half of the tokens are Zipf's; the other half follow from the token before and t
 documents repeat spans of their own. So a model first learns frequencies, then the table, then to copy.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 _EXPONENT = 1.1  # of Zipf's law

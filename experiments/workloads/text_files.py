@@ -1,7 +1,5 @@
 """UTF-8 files as bytes, a document each."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

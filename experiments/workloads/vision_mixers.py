@@ -5,8 +5,6 @@ image has no direction. With Mamba-1's scan this is the published mixer. SSD dec
 for each channel and state, so a model with it is another model, and results say which mixer they are of.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

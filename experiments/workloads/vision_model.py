@@ -1,7 +1,5 @@
 """MambaVision (arXiv:2407.08083): convolutions while an image is large, then windows of tokens, by scans and by attention."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import islice
 

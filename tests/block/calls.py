@@ -1,7 +1,5 @@
 """What the tests of the block's functions share: a call with its gradients, judged against fp64 and the torch form."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

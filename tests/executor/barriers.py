@@ -1,7 +1,5 @@
 """mbarriers: counts, bytes and phases, and what a wait for one tells."""
 
-from __future__ import annotations
-
 from tests.executor.schedule import Fault, Role, block
 from tests.executor.values import Int
 

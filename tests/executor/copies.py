@@ -1,7 +1,5 @@
 """The TMA: copies of boxes between global and shared memory that take place when the schedule says so."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Modules of Gluon kernels, loaded anew with the stand-in for the language, so that what they launch runs here."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import linecache

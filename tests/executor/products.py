@@ -1,7 +1,5 @@
 """wgmma: products that run in order, some time between their issue and the wait that covers them."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from tests.executor.memory import Access, Buffer

@@ -1,7 +1,5 @@
 """Timing without a GPU: every call is made, and takes as long as a test says."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Hashable
 

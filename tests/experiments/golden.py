@@ -1,7 +1,5 @@
 """Losses of the tiny presets, as they were: python -m tests.experiments.golden writes them anew, on a CPU."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from tempfile import TemporaryDirectory

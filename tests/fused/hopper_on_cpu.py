@@ -1,7 +1,5 @@
 """The Hopper path without a GPU: its host code as it is, its kernels in the executor, all others in Triton's interpreter."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from unittest.mock import patch

@@ -1,7 +1,5 @@
 """Tiny random models of the six families of transformers that have Mamba-2 layers, and one training step of them."""
 
-from __future__ import annotations
-
 import torch
 import transformers
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """How much of the memory's bandwidth the kernels use, and what becomes of the paper's advice."""
 
-from __future__ import annotations
-
 from .. import definitions
 from ..definitions import DATASHEET, NCU, Call, Utilisation, count_vector_flops, gbps
 from ..gpus import find

@@ -1,7 +1,5 @@
 """Writes the report: what the sections collect, put into the text of report.md.jinja, as Markdown and as a page."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from ... import record

@@ -1,7 +1,5 @@
 """Charts by matplotlib as SVG text that takes its colours from the page, so that they follow light and dark."""
 
-from __future__ import annotations
-
 import io
 import re
 from collections.abc import Callable

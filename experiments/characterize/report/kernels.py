@@ -1,7 +1,5 @@
 """Figures 3 and 4 and Table II: units, caches and shares of time of the SSM kernels."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 from ...shapes import DIRECTIONS

@@ -1,7 +1,5 @@
 """The report's Markdown with its lines joined, and as a page that loads nothing."""
 
-from __future__ import annotations
-
 import base64
 import re
 from itertools import count

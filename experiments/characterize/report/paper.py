@@ -1,7 +1,5 @@
 """What stands beside every number that the papers print: of "the paper", and, marked [2], of another's abstract."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace

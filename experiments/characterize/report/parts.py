@@ -1,7 +1,5 @@
 """What the sections of the report share."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 

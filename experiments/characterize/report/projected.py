@@ -1,7 +1,5 @@
 """What kernels would take on other GPUs, and how far the model that says so is off where it can be tested."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import numpy as np

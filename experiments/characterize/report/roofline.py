@@ -1,7 +1,5 @@
 """Figure 2: FLOPs for a byte and a second, of kernels and calls, against what the GPU can do."""
 
-from __future__ import annotations
-
 from operator import itemgetter
 
 from ssd import cost

@@ -1,7 +1,5 @@
 """Time and memory over the sequence length, in the range of arXiv:2511.22849: 64 to 16384 tokens."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from itertools import product

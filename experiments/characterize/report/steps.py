@@ -1,7 +1,5 @@
 """Figure 1: what a training step of each workload spends its time on, from rows of the bench `characterize`."""
 
-from __future__ import annotations
-
 from ... import record
 from .. import operators
 from ..scopes import BACKWARD, FORWARD, OPTIMIZER

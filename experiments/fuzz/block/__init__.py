@@ -3,8 +3,6 @@
 Each has `Config`, `problem`, `shared` (what a family of configurations has in common) and `member` (one of a family).
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from random import Random
 

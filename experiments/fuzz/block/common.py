@@ -1,7 +1,5 @@
 """What the configurations of a block's functions share."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial

@@ -1,7 +1,5 @@
 """`causal_conv1d_fn` as a configuration."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from random import Random
 

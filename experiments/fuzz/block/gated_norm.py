@@ -1,7 +1,5 @@
 """`rms_norm_gated` as a configuration."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from random import Random
 

@@ -1,7 +1,5 @@
 """A whole `ssd.modules.Mamba2` as a configuration."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from random import Random
 from unittest.mock import patch

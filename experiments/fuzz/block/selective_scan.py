@@ -1,7 +1,5 @@
 """`selective_scan_fn` as a configuration."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from random import Random
 

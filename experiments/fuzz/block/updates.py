@@ -1,7 +1,5 @@
 """`causal_conv1d_update` and `selective_state_update`, one token of decoding each, as configurations."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from random import Random
 
