@@ -119,7 +119,7 @@ def ablate(
             refuse(f"--variant: got {name!r}, expected a variant with options to take apart")
     if not on_gpu:
         raise typer.Exit(0 if ablate.check(tuple(variants), modes, console) else 1)
-    rows = ablate.run(ablate.Plan(tuple(variants), shapes, modes, dtype, size, repeats, warmup, out), console)
+    rows = ablate.run(variants, shapes, modes, dtype, size, out, console, repeats, warmup)
     table.show(console, ablate.add_relative(rows), "time relative to that with every option", table.ABLATION, wide)
 
 
@@ -141,8 +141,7 @@ def block(
     require_gpu("block", "make test ARGS=tests/block checks these kernels in the interpreter")
     from . import block, table
 
-    plan = block.Plan(tuple(parts), shapes, tuple(modes), dtype, scans, repeats, warmup, out)
-    rows = block.run(plan, console)
+    rows = block.run(parts, shapes, scans, modes, dtype, out, console, repeats, warmup)
     table.show(console, rows, "medians", table.BLOCK, wide)
     if counters:
         block.count(rows, out, console)

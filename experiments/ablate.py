@@ -1,6 +1,6 @@
 """The ablation: what each option of a variant is worth, alone and as they are added up."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -30,20 +30,6 @@ class Step:
     options: Options
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What to measure."""
-
-    variants: tuple[str, ...]
-    shapes: tuple[Shape, ...]
-    modes: tuple[str, ...]
-    dtype: str = "bf16"
-    chunk_size: int = 128
-    repeats: int = 50
-    warmup: int = 10
-    out: Path = record.RESULTS
-
-
 def list_steps(names: tuple[str, ...]) -> list[Step]:
     """The sets of options to measure for a variant that heeds those of these names, in their order."""
     every = replace(Options(), **dict.fromkeys(names, True))
@@ -63,21 +49,22 @@ def list_steps(names: tuple[str, ...]) -> list[Step]:
     ]
 
 
-def run(plan: Plan, console: Console) -> list[dict]:
-    """Measures the plan and returns its rows, each appended to its file as soon as it is known.
+def run(variants: Sequence[str], shapes: Sequence[Shape], modes: Sequence[str], dtype: str, chunk_size: int, out: Path,
+        console: Console, repeats: int = 50, warmup: int = 10) -> list[dict]:
+    """Measures every set of options of the variants and returns the rows, each appended to its file as soon as it is known.
 
     All variants and options of one shape and mode run side by side; options that several steps have in common, once.
     """
     rows = []
-    wanted = [(step, Candidate(name, plan.chunk_size, step.options)) for name, step in _list_every_step(plan.variants)]
+    wanted = [(step, Candidate(name, chunk_size, step.options)) for name, step in _list_every_step(variants)]
     candidates = list(dict.fromkeys(candidate for _, candidate in wanted))
-    for setting, mode, ceiling in list_settings(plan.shapes, plan.modes, plan.dtype, console):
-        measured = measure(setting, mode, candidates, plan.repeats, plan.warmup, console)
+    for setting, mode, ceiling in list_settings(shapes, modes, dtype, console):
+        measured = measure(setting, mode, candidates, repeats, warmup, console)
         for step, candidate in wanted:
             if candidate in measured:
                 values = {"step": step.step, "changed": step.changed, **measured[candidate]}
                 rows.append(make_row("ablate", setting, mode, candidate, values, ceiling))
-                record.append(rows[-1], plan.out)
+                record.append(rows[-1], out)
     return rows
 
 
@@ -114,7 +101,7 @@ def add_relative(rows: list[dict]) -> list[dict]:
     return [compared(row) for row in rows]
 
 
-def _list_every_step(variants: tuple[str, ...]) -> Iterator[tuple[str, Step]]:
+def _list_every_step(variants: Sequence[str]) -> Iterator[tuple[str, Step]]:
     for name in variants:
         for step in list_steps(get_variant(name).options):
             yield name, step

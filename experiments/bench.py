@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -80,7 +80,7 @@ def run(plan: Plan, console: Console) -> list[dict]:
 
 
 def list_settings(
-    shapes: tuple[Shape, ...], modes: tuple[str, ...], dtype: str, console: Console
+    shapes: Sequence[Shape], modes: Sequence[str], dtype: str, console: Console
 ) -> Iterator[tuple[Setting, str, float]]:
     """Every shape in every mode, and the copy rate in GB/s. The caller's code runs on a side stream, and progress is shown."""
     with timing.side_stream():

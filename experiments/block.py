@@ -4,9 +4,8 @@ A part is set up at a shape as `Work`: the same tensors for every side, and the 
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from importlib import import_module
 from operator import itemgetter
 from pathlib import Path
@@ -49,31 +48,22 @@ class Work:
     nbytes: dict[str, int]
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What to measure. scans: the shapes of the selective scan, to which `shapes` mean nothing."""
+def run(parts: Sequence[str], shapes: Sequence[Shape], scans: Sequence[Shape], modes: Sequence[str], dtype: str, out: Path,
+        console: Console, repeats: int = 50, warmup: int = 10) -> list[dict]:
+    """Measures parts at shapes and returns the rows, each appended to its file as soon as it is known.
 
-    parts: tuple[str, ...]
-    shapes: tuple[Shape, ...]
-    modes: tuple[str, ...]
-    dtype: str = "bf16"
-    scans: tuple[Shape, ...] = SCANS
-    repeats: int = 50
-    warmup: int = 10
-    out: Path = record.RESULTS
-
-
-def run(plan: Plan, console: Console) -> list[dict]:
-    """Measures the plan and returns its rows, each appended to its file as soon as it is known."""
+    scans: the shapes of the selective scan, to which `shapes` mean nothing.
+    """
     rows = []
     with timing.side_stream():
         ceiling = timing.copy_gbps()
-        for part, shape in track(_list_settings(plan), console, lambda one: f"{one[0]} {one[1].name}"):
+        settings = [(part, shape) for part in parts for shape in (scans if part == "selective_scan" else shapes)]
+        for part, shape in track(settings, console, lambda one: f"{one[0]} {one[1].name}"):
             try:
-                for values in _measure_part(part, shape, plan, ceiling, console):
-                    row = {"bench": "block", "part": part, "shape": shape.name, **shape.sizes, "dtype": plan.dtype, **values}
+                for values in _measure_part(part, shape, modes, dtype, repeats, warmup, ceiling, console):
+                    row = {"bench": "block", "part": part, "shape": shape.name, **shape.sizes, "dtype": dtype, **values}
                     rows.append(row | record.environment())
-                    record.append(rows[-1], plan.out)
+                    record.append(rows[-1], out)
             except Exception as reason:  # the other parts are measured all the same
                 console.print(f"{part} {shape.name} is left out: {reason}", style="yellow", markup=False)
     return rows
@@ -101,21 +91,16 @@ def read_latest(out: Path = record.RESULTS) -> list[dict]:
     return record.latest(record.read(out, bench="block"), itemgetter("gpu", "part", "shape", "mode", "variant", "dtype"))
 
 
-def _measure_part(part: str, shape: Shape, plan: Plan, ceiling_gbps: float, console: Console) -> Iterator[dict]:
+def _measure_part(part: str, shape: Shape, modes: Sequence[str], dtype: str, repeats: int, warmup: int, ceiling_gbps: float,
+                  console: Console) -> Iterator[dict]:
     """What is measured of a part at a shape, for each mode and side."""
-    work = PARTS[part](shape, DTYPES[plan.dtype])
+    work = PARTS[part](shape, DTYPES[dtype])
     sides = {OURS: work.ours, **_load_upstream(work, f"{part} {shape.name}", console)}
     apart = _measure_difference(work, sides)
-    for mode in plan.modes if work.leaves else ("fwd",):
-        for side, values in measure(work, sides, mode, plan.repeats, plan.warmup).items():
+    for mode in modes if work.leaves else ("fwd",):
+        for side, values in measure(work, sides, mode, repeats, warmup).items():
             yield {"mode": mode, "variant": side, **values, **_compare_with_copy(work, mode, values, ceiling_gbps),
                    "apart": apart if side == OURS else None}
-
-
-def _list_settings(plan: Plan) -> Iterator[tuple[str, Shape]]:
-    for part in plan.parts:
-        for shape in plan.scans if part == "selective_scan" else plan.shapes:
-            yield part, shape
 
 
 def _load_upstream(work: Work, where: str, console: Console) -> dict[str, Callable[[], Tensor]]:
@@ -128,13 +113,8 @@ def _load_upstream(work: Work, where: str, console: Console) -> dict[str, Callab
 
 
 def _make_call(work: Work, side: Callable[[], Tensor], mode: str) -> timing.Call:
-    if mode == "fwd":
-        return torch.no_grad()(side)
-    out = side()
-    dout = torch.randn_like(out)
-    if mode == "bwd":
-        return partial(torch.autograd.grad, out, work.leaves, dout, retain_graph=True)
-    return lambda: torch.autograd.grad(side(), work.leaves, dout)
+    dout = None if mode == "fwd" else torch.randn_like(side())
+    return timing.make_call(side, mode, work.leaves, dout)
 
 
 def _measure_difference(work: Work, sides: dict[str, Callable[[], Tensor]]) -> float | None:

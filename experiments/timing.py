@@ -4,7 +4,7 @@ Everything here runs on the current stream, which must not be the default one: a
 and autograd replays a backward on the stream of its forward.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
@@ -73,8 +73,10 @@ def _flush() -> tuple[torch.Tensor, float]:
     return flush, _percentiles([1e3 * a.elapsed_time(b) for a, b in pairwise(events)])[1]
 
 
-def make_call(scan: Call, mode: str, leaves: list[torch.Tensor], dout: torch.Tensor) -> Call:
-    """What one measurement of a mode of `shapes.MODES` runs. scan: a forward; leaves: the inputs whose gradients are taken."""
+def make_call(scan: Call, mode: str, leaves: Sequence[torch.Tensor], dout: torch.Tensor | None) -> Call:
+    """What one measurement of a mode of `shapes.MODES` runs. scan: a forward; leaves: the inputs whose gradients are taken;
+    dout: the gradient of its output, None without a backward.
+    """
     match mode:
         case "fwd":
             return torch.no_grad()(scan)

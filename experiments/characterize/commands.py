@@ -140,7 +140,7 @@ def scaling(
     require_gpu("scaling", "make report shows the rows that there are")
     from . import components
 
-    rows = components.run(components.Plan(seqlens, dtype, repeats, warmup, out), make_console())
+    rows = components.run(seqlens, dtype, out, make_console(), repeats, warmup)
     typer.echo(f"{len(rows)} rows under {out}; make report shows them")
 
 

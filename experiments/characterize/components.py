@@ -5,7 +5,6 @@ inference is its forward, training its forward and backward.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import product
 from operator import itemgetter
 from pathlib import Path
@@ -19,7 +18,7 @@ from ssd.block import causal_conv1d_fn
 
 from .. import block, record, timing
 from ..inputs import DTYPES, make_inputs
-from ..shapes import SEQLENS, Shape
+from ..shapes import Shape
 from ..terminal import track
 
 MODES = {"fwd": "inference", "fwd_bwd": "training"}
@@ -27,30 +26,19 @@ CHUNK_SIZE = 256
 _D_MODEL, _INNER, _HEADDIM, _DSTATE, _DT_RANK = 2048, 4096, 64, {"mamba1": 16, "mamba2": 128}, 128
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What to measure."""
-
-    seqlens: tuple[int, ...] = SEQLENS
-    dtype: str = "bf16"
-    repeats: int = 20
-    warmup: int = 5
-    out: Path = record.RESULTS
-
-
-def run(plan: Plan, console: Console) -> list[dict]:
-    """Measures every component and returns the rows, each appended to its file as soon as it is known."""
-    rows, settings = [], [(seqlen, *which) for seqlen, which in product(plan.seqlens, COMPONENTS)]
+def run(seqlens: tuple[int, ...], dtype: str, out: Path, console: Console, repeats: int = 20, warmup: int = 5) -> list[dict]:
+    """Measures every component at every length and returns the rows, each appended to its file as soon as it is known."""
+    rows, settings = [], [(seqlen, *which) for seqlen, which in product(seqlens, COMPONENTS)]
     with timing.side_stream():
         for seqlen, name, component in track(settings, console, lambda one: f"{one[1]} {one[2]} {one[0]}"):
             shape = _shape(name, seqlen)
-            row = {"bench": "scaling", "part": component, "shape": name, **shape.sizes, "dtype": plan.dtype}
+            row = {"bench": "scaling", "part": component, "shape": name, **shape.sizes, "dtype": dtype}
             try:
-                work = COMPONENTS[name, component](shape, DTYPES[plan.dtype])
+                work = COMPONENTS[name, component](shape, DTYPES[dtype])
                 for mode in MODES:
-                    (values,) = block.measure(work, {block.OURS: work.ours}, mode, plan.repeats, plan.warmup).values()
+                    (values,) = block.measure(work, {block.OURS: work.ours}, mode, repeats, warmup).values()
                     rows.append(row | {"mode": mode} | values | record.environment())
-                    record.append(rows[-1], plan.out)
+                    record.append(rows[-1], out)
             except Exception as reason:  # the other components are measured all the same
                 console.print(f"{name} {component} {seqlen} is left out: {reason}", style="yellow", markup=False)
     return rows

@@ -14,6 +14,7 @@ from ssd.reference_stages import Precision
 from ssd.registry import get_variant
 from ssd.types import SSDInputs
 
+from .common import Common, Values
 from .layouts import lay_out, pack
 from .problem import DTYPES, Problem, Refused, Tensors
 
@@ -31,7 +32,7 @@ _FP64 = Precision(torch.float64)
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Common):
     """One call of the operator. A value equal to its default is the simplest, which shrinking tries.
 
     Attributes:
@@ -51,7 +52,6 @@ class Config:
     """
 
     variant: str = "torch"
-    seed: int = 0
     batch: int = 1
     seqlen: int = 1
     ngroups: int = 1
@@ -59,9 +59,6 @@ class Config:
     headdim: int = 1
     dstate: int = 1
     chunk_size: int = 16
-    dtype: str = "fp32"
-    dtypes: dict[str, str] = field(default_factory=dict)
-    layouts: dict[str, str] = field(default_factory=dict)
     D: str | None = None
     z: bool = False
     dt_bias: bool = False
@@ -77,10 +74,6 @@ class Config:
     int64: bool = False
     decay: str = "spread"
     options: dict[str, bool] = field(default_factory=dict)
-    wanted: tuple[str, ...] = ()
-    ways: tuple[str, ...] = ("out",)
-    mode: str = "plain"
-    calls: int = 1
 
     @property
     def nheads(self) -> int:
@@ -105,7 +98,7 @@ def problem(c: Config, turn: int, device: str) -> Problem:
     if c.variant != "auto" and (reason := get_variant(c.variant).supports(inputs)):
         raise Refused(reason)
     tf32 = c.options.get("tf32", False) and c.dtype == "fp32"
-    eps = _TF32_EPS if tf32 else torch.finfo(DTYPES[c.dtype]).eps
+    eps = _TF32_EPS if tf32 else c.eps
     ways = {"out": DTYPES[c.dtype]} | ({"final_states": torch.float32} if c.final_states else {})
     return Problem(
         tensors, wanted, {name: dtype for name, dtype in ways.items() if name in c.ways} if wanted else {},
@@ -221,15 +214,8 @@ def _largest_exponent(inputs: SSDInputs) -> float:
 
 def _tensors(c: Config, turn: int, device: str) -> Tensors:
     """Arguments of the operator by name."""
-    rng = torch.Generator(device).manual_seed(2 * c.seed + turn)
-    h, p, g, n = c.nheads, c.headdim, c.ngroups, c.dstate
-
-    def normal(*size: int) -> Tensor:
-        return torch.randn(size, generator=rng, device=device)
-
-    def uniform(low: float, high: float, *size: int) -> Tensor:
-        return torch.rand(size, generator=rng, device=device) * (high - low) + low
-
+    values, h, p, g, n = Values(c, turn, device), c.nheads, c.headdim, c.ngroups, c.dstate
+    normal, uniform = values.normal, values.uniform
     mean = 0.1 if c.decay == "strong" else 0.04
     step = mean * uniform(0.1, 2.0, c.batch, c.seqlen, h)
     made = {

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
+from experiments.fuzz.block.conv1d import define as definition
 from ssd.block import conv1d as module
 from ssd.block.conv1d import causal_conv1d_fn, compute_in_torch
 from ssd.block.kernels import conv1d as kernels
@@ -87,25 +88,6 @@ def numbered(case: Case, device: str) -> Tensor:
         row = torch.cat([torch.full((abs(n),), -1 if n < 0 else 7 * (9 - i) + b) for i, n in enumerate(rotated)])
         rows.append(row[: case.seqlen])
     return torch.stack(rows).to(device, torch.int32)
-
-
-def definition(x, weight, bias=None, seq_idx=None, initial_states=None, return_final_states=False, activation=None):
-    """(C1) to (C3) in fp64, tap by tap: which position it is, and whether its document is the token's."""
-    (batch, dim, seqlen), width = x.shape, weight.shape[1]
-    before = x.new_zeros(batch, dim, width - 1) if initial_states is None else initial_states
-    positions = torch.cat([before.double(), x.double()], 2)
-    pre = torch.zeros(batch, dim, seqlen, dtype=torch.float64, device=x.device)
-    number = torch.zeros(batch, seqlen, dtype=torch.int32, device=x.device) if seq_idx is None else seq_idx
-    tokens = torch.arange(seqlen, device=x.device)
-    for back in range(width):
-        of_tap = number[:, (tokens - back).clamp(min=0)]
-        seen = torch.where((of_tap == number)[:, None], positions[:, :, tokens + (width - 1 - back)], 0.0)
-        pre = pre + weight.double()[:, width - 1 - back, None] * seen
-    if bias is not None:
-        pre = pre + bias.double()[:, None]
-    out = pre if activation is None else pre / (1 + torch.exp(-pre))
-    out = torch.where((number >= 0)[:, None], out, 0.0)
-    return (out, positions[:, :, seqlen:]) if return_final_states else out
 
 
 def mirror(x, weight, bias=None, seq_idx=None, initial_states=None, return_final_states=False, activation=None):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from experiments.fuzz.block.gated_norm import define as definition
 from ssd.block.gated_norm import RMSNormGated, compute_in_torch, rms_norm_gated
 from ssd.block.kernels import gated_norm as kernels
 from ssd.runtime import tuning
@@ -17,19 +18,6 @@ SETTINGS = [(gate, bias) for gate in ("none", "after", "before") for bias in (Fa
 SIZES = [((2, 5), 40, 20), ((7,), 24, None), ((3, 1, 2), 9, 3), ((33,), 16, 8), ((3,), 1536, 768)]
 if GPU:
     SIZES += [((2, 1000), 8192, 1024), ((300,), 5120, None), ((1025,), 1536, 96), ((70,), 12000, None), ((3,), 32768, None)]
-
-
-def definition(x, weight, bias, z, eps, group_size, norm_before_gate):
-    """(N1) to (N4) in fp64, a group at a time."""
-    x, weight, bias, z = (None if t is None else t.double() for t in (x, weight, bias, z))
-    gate = None if z is None else z / (1 + torch.exp(-z))
-    normed = []
-    for v in (x if gate is None or norm_before_gate else x * gate).split(group_size or x.shape[-1], -1):
-        normed.append(v / (v.pow(2).sum(-1, keepdim=True) / v.shape[-1] + eps).sqrt())
-    y = torch.cat(normed, -1) * weight
-    if bias is not None:
-        y = y + bias
-    return y if gate is None or not norm_before_gate else y * gate
 
 
 def inputs(lead, width, gate, bias, dtype, device, parameter_dtype=torch.float32):

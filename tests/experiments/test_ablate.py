@@ -47,7 +47,7 @@ def test_rows(tmp_path, clock, monkeypatch):  # noqa: F811
     monkeypatch.setattr(ablate, "measure", measure)
     monkeypatch.setattr(
         ablate, "_list_every_step", lambda variants: ((v, s) for v in variants for s in ablate.list_steps(NAMES[:2])))
-    rows = ablate.run(ablate.Plan(("torch",), (SMALL,), ("fwd",), "fp32", 32, out=tmp_path), ablate.Console(quiet=True))
+    rows = ablate.run(("torch",), (SMALL,), ("fwd",), "fp32", 32, tmp_path, ablate.Console(quiet=True))
     assert len(measured) == len(set(measured)) == 3
     assert [(row["step"], row["changed"]) for row in rows] == [
         ("all", None), ("without", "exp2"), ("without", "gluon"), ("none", None), ("added", "exp2"), ("added", "gluon")]

@@ -22,7 +22,7 @@ def clock(monkeypatch):
 
 def run(tmp_path, parts, modes=block.MODES) -> tuple[list[dict], str]:
     console = Console(width=200, record=True, file=io.StringIO())
-    return block.run(block.Plan(parts, (TINY,), modes, "fp32", (SCAN,), out=tmp_path), console), console.export_text()
+    return block.run(parts, (TINY,), (SCAN,), modes, "fp32", tmp_path, console), console.export_text()
 
 
 @pytest.fixture

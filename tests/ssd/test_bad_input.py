@@ -19,11 +19,7 @@ SHAPE = Shape(2, 20, 4, 8, 2, 16, 16)
 @pytest.fixture
 def call(device, monkeypatch):
     """The public function on good arguments but for those given; a launch fails the test."""
-
-    def launched(*args, **kwargs):
-        pytest.fail("something was launched")
-
-    monkeypatch.setattr(api, "chunk_scan", launched)
+    monkeypatch.setattr(api, "chunk_scan", lambda *_, **__: pytest.fail("something was launched"))
     good = arguments(random_inputs(SHAPE, replace(EVERYTHING, D="h"), device=device))
     return lambda **bad: ssd.ssd_chunk_scan(**good | bad)
 
@@ -104,18 +100,12 @@ def test_devices_without_kernels(call):
         ssd.ssd_chunk_scan(**elsewhere(), variant="torch")
 
 
-@pytest.mark.parametrize("value", ["no", 1, None])
-def test_options_are_bools(value):
-    assert_refused(Options, {"gluon": value}, "gluon", TypeError, repr(value), "True or False")
-
-
-@pytest.mark.parametrize("value", ["1 GiB", 1.0, None, True])
-def test_a_budget_is_an_int(value):
-    assert_refused(Options, {"keep_bytes": value}, "keep_bytes", TypeError, repr(value), "an int")
-
-
-def test_a_budget_is_not_negative():
-    assert_refused(Options, {"keep_bytes": -1}, "keep_bytes", ValueError, "-1", "0 or more")
+@pytest.mark.parametrize("option, value, kind, accepted", [
+    *(("gluon", value, TypeError, "True or False") for value in ("no", 1, None)),
+    *(("keep_bytes", value, TypeError, "an int") for value in ("1 GiB", 1.0, None, True)),
+    ("keep_bytes", -1, ValueError, "0 or more")], ids=name_of)
+def test_values_of_options(option, value, kind, accepted):
+    assert_refused(Options, {option: value}, option, kind, repr(value), accepted)
 
 
 def test_unknown_variant_lists_the_known_ones():

@@ -9,9 +9,9 @@ from torch import Tensor
 from ssd.block import causal_conv1d_fn
 from ssd.block.conv1d import compute_in_torch
 
+from ..common import Common, Values, draw_call, draw_dtypes, draw_layouts, draw_sizes, make_problem
 from ..limits import Limits, draw_size
 from ..problem import DTYPES, Problem, Tensors
-from .common import Common, Values, draw_call, draw_dtypes, draw_layouts, draw_sizes, make_problem
 
 DIFFERENTIABLE = ("x", "weight", "bias", "initial_states")
 _PARAMETERS = ("weight", "bias")
@@ -91,18 +91,22 @@ def _mirror(c: Config, t: Tensors) -> dict[str, Tensor]:
 
 
 def _truth(c: Config, t: Tensors) -> dict[str, Tensor]:
-    """(C1) to (C3), tap by tap: where it lies, and whether its document is the token's."""
-    x, weight, number = t["x"], t["weight"], t["seq_idx"]
-    before = x.new_zeros(c.batch, c.dim, c.width - 1) if t["initial_states"] is None else t["initial_states"]
-    if number is None:
-        number = torch.zeros(c.batch, c.seqlen, dtype=torch.int32, device=x.device)
-    positions, tokens = torch.cat([before, x], 2), torch.arange(c.seqlen, device=x.device)
-    out = torch.zeros_like(x) if t["bias"] is None else t["bias"][:, None].expand(x.shape)
-    for back in range(c.width):
+    return _results(c, define(**t, return_final_states=c.final_states, activation="silu" if c.silu else None))
+
+
+def define(x: Tensor, weight: Tensor, bias: Tensor | None = None, seq_idx: Tensor | None = None,
+           initial_states: Tensor | None = None, return_final_states: bool = False,
+           activation: str | None = None) -> Tensor | tuple[Tensor, Tensor]:
+    """`causal_conv1d_fn` by (C1) to (C3) in fp64, tap by tap: which position it is, and whether its document is the token's."""
+    (batch, dim, seqlen), width = x.shape, weight.shape[1]
+    before = x.new_zeros(batch, dim, width - 1) if initial_states is None else initial_states
+    positions, tokens = torch.cat([before.double(), x.double()], 2), torch.arange(seqlen, device=x.device)
+    number = torch.zeros(batch, seqlen, dtype=torch.int32, device=x.device) if seq_idx is None else seq_idx
+    out = torch.zeros((), device=x.device).double() if bias is None else bias.double()[:, None]
+    for back in range(width):
         seen = number[:, (tokens - back).clamp(min=0)] == number
-        tap = positions[:, :, c.width - 1 - back : c.width - 1 - back + c.seqlen]
-        out = out + weight[:, c.width - 1 - back, None] * torch.where(seen[:, None], tap, 0.0)
-    if c.silu:
-        out = out * out.sigmoid()
+        tap = torch.where(seen[:, None], positions[:, :, tokens + (width - 1 - back)], 0.0)
+        out = out + weight.double()[:, width - 1 - back, None] * tap
+    out = out if activation is None else out / (1 + torch.exp(-out))
     out = torch.where((number >= 0)[:, None], out, 0.0)
-    return _results(c, (out, positions[:, :, c.seqlen :]) if c.final_states else out)
+    return (out, positions[:, :, seqlen:]) if return_final_states else out

@@ -9,9 +9,9 @@ from torch import Tensor
 from ssd.block import rms_norm_gated
 from ssd.block.gated_norm import compute_in_torch
 
+from ..common import Common, Values, draw_call, draw_dtypes, draw_layouts, draw_sizes, make_problem
 from ..limits import Limits, draw_size
 from ..problem import Problem, Tensors
-from .common import Common, Values, draw_call, draw_dtypes, draw_layouts, draw_sizes, make_problem
 
 DIFFERENTIABLE = ("x", "weight", "bias", "z")
 _AXES = {"out": "blc", "dx": "blc", "dz": "blc", "dweight": "h", "dbias": "h"}
@@ -65,10 +65,15 @@ def _mirror(c: Config, t: Tensors) -> dict[str, Tensor]:
 
 
 def _truth(c: Config, t: Tensors) -> dict[str, Tensor]:
-    """(N1) to (N4), a group at a time."""
-    x, z = t["x"], t["z"]
+    return {"out": define(**t, eps=c.eps_added, group_size=c.group_size, norm_before_gate=c.before)}
+
+
+def define(x: Tensor, weight: Tensor, bias: Tensor | None, z: Tensor | None, eps: float, group_size: int | None,
+           norm_before_gate: bool) -> Tensor:
+    """`rms_norm_gated` by (N1) to (N4) in fp64, a group at a time."""
+    x, weight, bias, z = (None if t is None else t.double() for t in (x, weight, bias, z))
     gate = torch.ones_like(x) if z is None else z / (1 + torch.exp(-z))
-    normed = [v / (v.pow(2).sum(-1, keepdim=True) / c.group_size + c.eps_added).sqrt()
-              for v in (x if c.before else x * gate).split(c.group_size, -1)]
-    y = torch.cat(normed, -1) * t["weight"] + (0.0 if t["bias"] is None else t["bias"])
-    return {"out": y * gate if c.before else y}
+    normed = [v / (v.pow(2).sum(-1, keepdim=True) / v.shape[-1] + eps).sqrt()
+              for v in (x if norm_before_gate else x * gate).split(group_size or x.shape[-1], -1)]
+    y = torch.cat(normed, -1) * weight + (0.0 if bias is None else bias)
+    return y * gate if norm_before_gate else y

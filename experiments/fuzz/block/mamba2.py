@@ -11,9 +11,9 @@ from torch.func import functional_call
 from ssd.block import arguments
 from ssd.modules import Mamba2
 
+from ..common import Common, Values, draw_call, draw_dtypes, make_problem
 from ..limits import Limits, draw_size
 from ..problem import Problem, Tensors
-from .common import Common, Values, draw_call, draw_dtypes, make_problem
 
 _OFTEN_FP32 = ("dt_bias", "A_log", "D")
 

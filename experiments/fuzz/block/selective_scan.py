@@ -9,9 +9,9 @@ from torch import Tensor
 from ssd.block import selective_scan_fn
 from ssd.block.selective_scan import compute_in_torch
 
+from ..common import Common, Values, draw_call, draw_dtypes, draw_layouts, draw_sizes, make_problem
 from ..limits import Limits, draw_size
 from ..problem import Problem, Tensors
-from .common import Common, Values, draw_call, draw_dtypes, draw_layouts, draw_sizes, make_problem
 
 DIFFERENTIABLE = ("u", "delta", "A", "B", "C", "D", "z", "delta_bias")
 _PARAMETERS = ("A", "D", "delta_bias")

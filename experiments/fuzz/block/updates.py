@@ -10,9 +10,9 @@ from ssd.block import causal_conv1d_update, selective_state_update
 from ssd.block.conv1d_update import compute_in_torch as conv_form
 from ssd.block.state_update import compute_in_torch as state_form
 
+from ..common import Common, Values, draw_call, draw_dtypes, draw_layouts, make_problem
 from ..limits import Limits, draw_size
 from ..problem import Problem, Tensors
-from .common import Common, Values, draw_call, draw_dtypes, draw_layouts, make_problem
 
 _SPARE = 3  # rows of the state that no sequence has, where rows are named by indices
 

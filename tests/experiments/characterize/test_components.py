@@ -29,7 +29,7 @@ def measured(tmp_path_factory):
         for name, value in SIZES.items():
             patch.setattr(components, name, value)
         install(patch, lambda name, in_graph: 2.0, "NVIDIA H200")
-        return folder, components.run(components.Plan((4, 8), "fp32", out=folder), Console(file=io.StringIO()))
+        return folder, components.run((4, 8), "fp32", folder, Console(file=io.StringIO()))
 
 
 def test_rows(measured):
@@ -59,5 +59,5 @@ def test_one_that_fails_costs_no_other(measured, tmp_path, monkeypatch):
     monkeypatch.setattr(components, "COMPONENTS", {("mamba1", "ssm"): broken, ("mamba1", "out_proj"): components._linear(8, 4)})
     install(monkeypatch, lambda name, in_graph: 2.0)
     console = Console(width=200, record=True, file=io.StringIO())
-    rows = components.run(components.Plan((4,), "fp32", out=tmp_path), console)
+    rows = components.run((4,), "fp32", tmp_path, console)
     assert {row["part"] for row in rows} == {"out_proj"} and "mamba1 ssm 4 is left out: no room" in console.export_text()

@@ -1,4 +1,4 @@
-"""What the configurations of a block's functions share."""
+"""What configurations share: fields, values, and how the functions of a block become problems."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -8,17 +8,17 @@ from random import Random
 import torch
 from torch import Tensor
 
-from .. import modes
-from ..layouts import LAYOUTS, lay_out
-from ..limits import Limits, draw_mode, draw_subset
-from ..problem import DTYPES, Problem, Tensors, compute_gradients
+from . import modes
+from .layouts import LAYOUTS, lay_out
+from .limits import Limits, draw_mode, draw_subset
+from .problem import DTYPES, Problem, Tensors, compute_gradients
 
 Call = Callable[[Tensors], dict[str, Tensor]]
 
 
 @dataclass(frozen=True)
 class Common:
-    """Fields that mean in each configuration what they mean in `operator.Config`. dtype: of the activations."""
+    """Fields of every configuration; `operator.Config` says what they mean. dtype: of the activations."""
 
     seed: int = 0
     dtype: str = "fp32"
