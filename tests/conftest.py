@@ -7,7 +7,6 @@ import tempfile
 import time
 import zlib
 from collections import Counter
-from collections.abc import Iterable
 from pathlib import Path
 
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -152,6 +151,15 @@ def _memory():
 
 
 @pytest.fixture
+def one_thread():
+    """For small tensors: on cores shared with other tests, more threads wait for one another."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
 def much_memory():
     """For a test that takes a large part of a GPU's memory: one worker of each GPU at a time has one."""
     gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0]
@@ -164,32 +172,22 @@ def much_memory():
 
 
 @pytest.fixture
-def poison(monkeypatch):
+def poison():
     """Fresh memory holds NaN, or 77 where a dtype has none, so that a result left unwritten shows."""
+    from experiments.fuzz.poison import poison_memory
 
-    def poisoned(allocate):
-        def allocate_poisoned(*args, **kwargs):
-            t = allocate(*args, **kwargs)
-            return t.detach().fill_(float("nan") if t.is_floating_point() else 77).requires_grad_(t.requires_grad)
-
-        return allocate_poisoned
-
-    with torch.device("meta"):
-        torch.empty(0)  # torch notes once what makes tensors: were it the functions below, later tests' meta tensors were real
-    for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (torch.Tensor, "new_empty")):
-        monkeypatch.setattr(owner, name, poisoned(getattr(owner, name)))
+    with poison_memory():
+        yield
 
 
 def pytest_terminal_summary(terminalreporter, exitstatus, config):
-    """Says what was skipped and why. A run of all the tests, or of a shard of them, leaves a row beside the measurements.
+    """A run of all the tests, or of a shard of them, leaves a row beside the measurements.
 
     So it is on a GPU. A run of some tests leaves one with --row, and `only` says which they were chosen by; so does any run
     without a GPU. Workers of xdist leave none, nor does a run that was broken off.
     """
     if hasattr(config, "workerinput"):
         return
-    skipped = terminalreporter.stats.get("skipped", ())
-    _list_skipped(terminalreporter, skipped)
     chosen = _chosen(config)
     partial = any(getattr(config.option, name, None) for name in ("lf", "collectonly", "maxfail"))
     partial |= exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
@@ -203,27 +201,10 @@ def pytest_terminal_summary(terminalreporter, exitstatus, config):
     counts = {outcome: len(terminalreporter.stats.get(outcome, ())) for outcome in _OUTCOMES}
     counts["failed"] += len(terminalreporter.stats.get("error", ()))
     seconds = round(time.monotonic() - _started, 1)
-    reasons = Counter(map(_reason, skipped))
+    reasons = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in terminalreporter.stats.get("skipped", ()))
     path = record.append({"bench": "tests", **only, **shard, **counts, "reasons": dict(reasons.most_common()),
                           "seconds": seconds, "cores": os.cpu_count(), **record.environment()})
     terminalreporter.write_line(f"row added to {path}")
-
-
-def _list_skipped(terminalreporter, skipped: Iterable[pytest.TestReport]) -> None:
-    """A line for each reason: how many tests, and of which files."""
-    files: dict[str, Counter] = {}
-    for report in skipped:
-        files.setdefault(_reason(report), Counter())[report.nodeid.partition("::")[0]] += 1
-    if files:
-        terminalreporter.write_sep("=", "skipped, and why")
-    for reason, counts in sorted(files.items(), key=lambda item: -item[1].total()):
-        first, *others = counts.most_common()
-        more = f" and {len(others)} more" if others else ""
-        terminalreporter.write_line(f"{counts.total():5}  {reason} ({first[0]}{more})")
-
-
-def _reason(report: pytest.TestReport) -> str:
-    return report.longrepr[2].removeprefix("Skipped: ")
 
 
 def _chosen(config: pytest.Config) -> str:

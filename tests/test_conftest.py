@@ -114,14 +114,6 @@ def test_without_a_gpu_a_row_must_be_asked_for(run, arguments, tmp_path, monkeyp
     assert len(record.read(tmp_path, bench="tests", passed=17)) == len(arguments)
 
 
-def test_the_end_says_what_was_skipped_and_why(run, pytester):
-    pytester.makepyfile(test_other="import pytest\npytest.skip('needs a moon', allow_module_level=True)\n")
-    said = run(SUITE + "\n@pytest.mark.skip(reason='no time')\ndef test_late():\n    pass\n").outlines
-    start = next(n for n, line in enumerate(said) if "skipped, and why" in line)
-    assert said[start + 1].startswith("    2  needs a moon (test_") and said[start + 1].endswith(".py and 1 more)")
-    assert said[start + 2] == "    1  no time (test_it.py)"
-
-
 def test_workers_share_out_the_gpus():
     """Each has one of its own in front, and sees all of them."""
     assert [rotated(["4", "5", "7"], worker) for worker in ("gw0", "gw1", "gw5")] == [

@@ -1,7 +1,6 @@
 """What the tests of training share."""
 
 import pytest
-import torch
 
 from experiments.workloads import Preset, get_workload
 from ssd.block import arguments
@@ -9,7 +8,7 @@ from tests.experiments.small import graph_sizes, sizes, vision_sizes
 
 
 @pytest.fixture
-def small(monkeypatch):
+def small(monkeypatch, one_thread):
     """A preset `small` of every workload, in torch alone on a CPU: interpreted kernels take minutes."""
     monkeypatch.setattr(arguments, "INTERPRETED", False)
     for name, pattern in (("mamba2", "MM"), ("hybrid", "M-*M")):
@@ -18,7 +17,3 @@ def small(monkeypatch):
     monkeypatch.setitem(get_workload("mambavision").presets, "small", Preset(vision_sizes(), batch=16, lr=5e-3))
     small_graphs = Preset(graph_sizes(), batch=4, lr=1e-2, weight_decay=0.01)
     monkeypatch.setitem(get_workload("graphmamba").presets, "small", small_graphs)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # on cores shared with other tests, more wait for one another
-    yield
-    torch.set_num_threads(threads)

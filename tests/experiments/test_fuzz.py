@@ -31,16 +31,8 @@ EVERYTHING = Config(
     seed=3, batch=2, seqlen=150, ngroups=2, heads_per_group=2, headdim=12, dstate=9, chunk_size=32, D="h", z=True, dt_bias=True,
     dt_softplus=True, initial_states=True, final_states=True, documents="seq_idx", ndocs=3, wanted=DIFFERENTIABLE,
     ways=("out", "final_states"), calls=5)
+pytestmark = pytest.mark.usefixtures("one_thread")
 IN_PROCESSES = ("ends its process", "hangs")
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """On cores shared with other tests more wait for one another."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def drawn(seed: int, families: int, device: str = "cuda", part: str = "operator", variants=("fused", "persistent")) -> list:

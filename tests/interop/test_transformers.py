@@ -38,13 +38,9 @@ def assert_same(got, expected):
 
 
 @pytest.fixture(autouse=True)
-def _quick(monkeypatch):
+def _quick(monkeypatch, one_thread):
     """CPU tensors take the forms in torch, as they do outside the tests; these models are too small to share among threads."""
     monkeypatch.setattr("ssd.block.arguments.INTERPRETED", False)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture
