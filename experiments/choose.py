@@ -36,6 +36,7 @@ _FORMS = (Options(), Options(gluon=False))  # of which each has kernels of its o
 _BEFORE = {"launch": 15.0, "tokens": 0.35, "chunk_states": 0.35, "block_states": 0.35, "products": 4.0, "steps": 7.6,
            "cut": 0.7, "moved_states": 0.35, "moved_steps": 2.3}
 _TRUST = 0.2
+FEWEST = 40  # measured calls of a GPU's table: constants fitted to fewer would say little of other calls
 CLOSE, FAR = 0.05, 0.15  # what a choice may cost over the best: in `SHARE` of all, and in all
 SHARE = 0.95
 _NOTHING = 0.01  # a cost that is noise
@@ -44,7 +45,7 @@ SCOPES = {"the call": lambda left, other: left == other,
 
 
 def make_tables(rows: list[dict]) -> dict[str, TimeTable]:
-    """The table of each GPU that rows of the bench or the ablation were measured on: of each kernels' latest row in a call.
+    """The table of each GPU with enough rows of the bench or the ablation: of each kernels' latest row in a call.
 
     Times are those in a CUDA graph, since which kernels are faster does not depend on the host that launches them. A row says
     which kernels ran. Rows that do not are older than forms for Hopper beside `_FIRST_ON_HOPPER`.
@@ -58,7 +59,7 @@ def make_tables(rows: list[dict]) -> dict[str, TimeTable]:
         first = (call.itemsize, call.headdim, call.dstate) in _FIRST_ON_HOPPER
         ran = row.get("ran") or name_kernels(row, options if first else replace(options, gluon=False))
         found[device_slug(row["gpu"])][call][ran] = round(row["graph_p50_us"] or row["p50_us"], 2)
-    return {gpu: TimeTable(_fit(calls), dict(calls)) for gpu, calls in found.items()}
+    return {gpu: TimeTable(_fit(calls), dict(calls)) for gpu, calls in found.items() if len(calls) >= FEWEST}
 
 
 def name_kernels(row: dict, options: Options | None = None) -> str | None:

@@ -76,14 +76,16 @@ def tabulate_speedups(rows: list[dict], steps: list[dict]) -> str:
 
 
 def _describe_gains(rows: list[dict]) -> str:
-    """The least and the most over the shapes, of the fastest variant and of the default; empty without such rows."""
+    """The least and the most over the shapes, of the fastest variant and of the default; of forwards alone, each."""
     def find_ends(rows: list[dict]) -> str:
         return _write_range([max(row["graph_speedup"] for row in of) for of in record.group_by(rows, _SHAPE).values()])
 
     both = [row for row in rows if row["mode"] == "fwd_bwd"]
     default = find_ends([row for row in both if row["variant"] == DEFAULT])
     if not both:
-        return ""
+        gains = {row["shape"]: row["graph_speedup"] for row in rows if row["mode"] == "fwd" and row["variant"] == FASTEST}
+        listed = ", ".join(f"{shape} {gain:.1f}x" for shape, gain in gains.items())
+        return f" The forward of `{FASTEST}`: {listed}." if gains else ""
     of_default = f", and {default} with the default, `{DEFAULT}`" if default else ""
     return (f" Over {len({row['shape'] for row in both})} shapes, forward and backward together are {find_ends(both)} as fast "
             f"with the fastest variant{of_default}.")

@@ -45,7 +45,7 @@ def name_backward(i: SSDInputs, options: Options) -> str:
     """As `Variant.kernels`, of the variants that share this backward."""
     if not options.fuse_backward:
         return "baseline"
-    return "fused" if hopper_backward._cannot_run(i, options) else "fused on Hopper"
+    return "fused" if hopper_backward.cannot_run(i, options) else "fused on Hopper"
 
 
 def _compute_last_state(i: SSDInputs, options: Options) -> Tensor:

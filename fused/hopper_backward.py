@@ -29,21 +29,22 @@ _RARELY = 8  # sub-chunks between the states that are written where only the las
 
 def can_run(i: SSDInputs, options: Options) -> bool:
     """Whether these kernels take the inputs; that they do not is said to the logger, once for each reason."""
-    return hopper.can_run(_cannot_run(i, options), "fused and persistent (backward)")
+    return hopper.can_run(cannot_run(i, options), "fused and persistent (backward)")
 
 
 def worth_keeping(i: SSDInputs, options: Options, every: int) -> int | None:
     """As `Variant.states_every`, of a forward that can keep a state every so many tokens: None when the backward here would run
     but could not use such states. The other backwards can use any.
     """
-    unread = options.fuse_backward and not _can_read(i, every) and _cannot_run(i, options) is None
+    unread = options.fuse_backward and not _can_read(i, every) and cannot_run(i, options) is None
     return None if unread else every
 
 
-def _cannot_run(i: SSDInputs, options: Options) -> str | None:
+def cannot_run(i: SSDInputs, options: Options) -> str | None:
+    """As `hopper.cannot_run`, of the backward."""
     if i.D is not None and i.D.dim() == 2:
         return "D of two dimensions is not in it"
-    return hopper.cannot_run(i if i.z is None else replace(i, z=None), options, by_chunk=False)
+    return hopper.cannot_run(i, options, by_chunk=False)
 
 
 def backward(saved: SSDSaved, dout: Tensor, dfinal_states: Tensor | None, into: SSDGrads) -> SSDGrads:

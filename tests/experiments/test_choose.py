@@ -16,6 +16,19 @@ CALL = Call("fwd", False, 2, batch=4, seqlen=4096, nheads=128, headdim=64, dstat
 VISION = replace(CALL, batch=128, seqlen=196, nheads=5, headdim=32, dstate=16, ngroups=1)
 
 
+@pytest.fixture(autouse=True)
+def _few_calls_are_enough(monkeypatch):
+    """For rows that a test makes up. `tables`, of committed rows, are made before this holds."""
+    monkeypatch.setattr(choose, "FEWEST", 1)
+
+
+def test_a_gpu_with_few_calls_has_no_table(monkeypatch):
+    calls = (("NVIDIA H200", 64), ("NVIDIA H200", 128), ("NVIDIA H200", 256), ("NVIDIA H100", 64), ("NVIDIA H100", 128))
+    rows = [ssd_row(gpu=gpu, chunk_size=chunk_size) for gpu, chunk_size in calls]
+    monkeypatch.setattr(choose, "FEWEST", 3)
+    assert choose.make_tables(rows).keys() == {"h200"}
+
+
 def test_the_latest_row_of_each_kernels_counts():
     rows = [
         ssd_row("fused", p50_us=100.0), ssd_row("persistent", p50_us=710.0), ssd_row("fused", p50_us=810.0),

@@ -300,12 +300,11 @@ def test_heads_of_a_group_in_parts(splits, monkeypatch):
 
 
 @pytest.mark.parametrize(("case", "shape", "options", "named"), [
-    (Case(z=True), SHAPE, Options(), "z"),
-    (Case(D="hp"), SHAPE, Options(), "D"),
     (Case(documents="varlen"), replace(SHAPE, batch=1), Options(), "cu_seqlens"),
-    (Case(), replace(SHAPE, headdim=32), Options(), "headdim"),
+    (Case(), replace(SHAPE, headdim=136), Options(), "headdim"),
     (Case(), replace(SHAPE, dstate=100), Options(), "dstate"),
-    (Case(), replace(SHAPE, nheads=6), Options(), "heads"),
+    (Case(), replace(SHAPE, dstate=264), Options(), "dstate"),
+    (Case(), replace(SHAPE, headdim=16, dstate=16), Options(), "an eighth"),
     (Case(), replace(SHAPE, chunk_size=32), Options(), "chunk_size"),
     (Case(), SHAPE, Options(gluon=False), "gluon"),
     (Case(), SHAPE, Options(exp2=False), "exp2"),
