@@ -18,7 +18,12 @@ from ssd.reference import compute_grads_in_fp64, compute_in_fp64
 from ssd.types import SSDInputs
 
 _LEAVES = ("x", "dt", "A", "B", "C", "D", "dt_bias", "z")
+_NOTHING = 1e-30  # a truth below this is zero to every dtype here, as decay makes it
 _TRUTH_CHUNK = 64  # fp64 holds whole chunk squares; small chunks keep them small
+
+
+def _largest(t: Tensor) -> Tensor:
+    return t.abs().amax()
 
 
 def leaves_of(inputs: dict) -> dict[str, Tensor]:
@@ -26,7 +31,7 @@ def leaves_of(inputs: dict) -> dict[str, Tensor]:
     return {name: inputs[name] for name in _LEAVES if name in inputs}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class Error:
     """Relative to the truth: rms to its root mean square, max to its largest element."""
 
@@ -35,8 +40,8 @@ class Error:
 
     @staticmethod
     def of(got: Tensor, truth: Tensor) -> Error:
-        difference = got.double() - truth
-        return Error((difference.norm() / truth.norm()).item(), (difference.abs().max() / truth.abs().max()).item())
+        difference, truth = got.double() - truth, truth.double()
+        return Error(*(float(size(difference) / size(truth).clamp(min=_NOTHING)) for size in (Tensor.norm, _largest)))
 
     @staticmethod
     def worst(errors: list[Error]) -> Error:

@@ -21,14 +21,14 @@ One wrong head hides among many right ones, so every head and group h is also ju
     |e_h| <= 3 |m_h| + 4 one |t_h| + 1.5 / sqrt(heads) (|m| + one |t|).
 """
 
-from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
+from experiments.accuracy import Error
+from experiments.fuzz.operator import largest_exponent
 from ssd import reference
-from ssd import reference_stages as stages
 from ssd.reference_stages import Precision
 from ssd.registry import Variant, get_variant
 from ssd.types import Options, SSDGrads, SSDInputs, SSDSaved
@@ -42,34 +42,13 @@ _HEADS = {"final_states": 1, "varlen_states": 1, "dinitial_states": 1} | dict.fr
 _NOTHING = 1e-30  # a truth below this is zero to every dtype here, as decay makes it, and an error counts as absolute
 
 
-@dataclass(frozen=True, order=True)
-class Error:
-    rms: float
-    max: float
-
-
-def error(value: Tensor, truth: Tensor) -> Error:
-    """Relative error of a value; NaN where it has one."""
-    value, truth = value.double(), truth.double()
-    off = value - truth
-    return Error(*(float(norm(off) / norm(truth).clamp(min=_NOTHING)) for norm in (torch.linalg.vector_norm, _largest)))
-
-
-def _largest(t: Tensor) -> Tensor:
-    return t.abs().amax()
+error = Error.of  # of a value, by its truth
 
 
 def rounding(dtype: torch.dtype, tokens: int = 1) -> Error:
     """What one more rounding to dtype may add, to a value or to a sum over tokens."""
     eps = torch.finfo(dtype).eps * (_FP32_ROUNDINGS * tokens**0.5 if dtype == torch.float32 else 1)
     return Error(eps / 4, eps / 2)
-
-
-def largest_exponent(inputs: SSDInputs) -> float:
-    """The largest magnitude in dA_cumsum."""
-    i = reference.as_dtype(inputs, torch.float64)
-    with torch.no_grad():
-        return float(_largest(stages.chunk_cumsum(i.dt, i.A, i.chunk_size, i.dt_bias, i.dt_softplus, i.dt_limit)[1]))
 
 
 def assert_accurate(name: str, value: Tensor, truth: Tensor, mirror: Tensor, inputs: SSDInputs) -> None:

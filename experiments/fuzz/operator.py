@@ -105,7 +105,7 @@ def problem(c: Config, turn: int, device: str) -> Problem:
         run=partial(_run, c, Options(**c.options)), truth=partial(_truth, c),
         mirrors=tuple(partial(_mirror, replace(c, chunk_size=size), tf32) for size in _mirror_chunks(c)),
         axes=_AXES | {"dD": "hp" if c.D == "hp" else "h"}, eps=eps, coarsest=max(eps, torch.finfo(inputs.states_dtype).eps),
-        summed=("dA", "dD", "ddt_bias"), tokens=c.batch * c.seqlen, exponent=_largest_exponent(inputs),
+        summed=("dA", "dD", "ddt_bias"), tokens=c.batch * c.seqlen, exponent=largest_exponent(inputs),
         exact=c.variant != "torch" or device == "cpu",
         layouts={"out": c.layouts.get("dout", "contiguous"), "final_states": c.layouts.get("dfinal_states", "contiguous")},
         seed=c.seed)
@@ -205,7 +205,8 @@ def _limit(c: Config) -> tuple[float, float]:
     return low, float("inf") if high is None else high
 
 
-def _largest_exponent(inputs: SSDInputs) -> float:
+def largest_exponent(inputs: SSDInputs) -> float:
+    """The largest magnitude in dA_cumsum."""
     i = reference.as_dtype(inputs, torch.float64)
     with torch.no_grad():
         dA_cumsum = stages.chunk_cumsum(i.dt, i.A, i.chunk_size, i.dt_bias, i.dt_softplus, i.dt_limit)[1]

@@ -3,13 +3,10 @@
 import csv
 import io
 import json
-import os
-import signal
 from dataclasses import replace
 
 import pytest
 import torch
-from rich.console import Console
 
 from experiments import __main__ as command_line
 from experiments import counters, record, step_time, sweep, table
@@ -20,9 +17,9 @@ from experiments.workloads import get_workload
 from ssd import Options
 from tests.experiments.small import small_run
 from tests.experiments.test_command_line import run as command
+from tests.experiments.test_train import QUIET, before_step, terminate
 
 pytestmark = pytest.mark.usefixtures("small")
-QUIET = Console(quiet=True)
 
 
 @pytest.fixture
@@ -112,14 +109,8 @@ def test_a_step_that_fails_costs_only_itself(plan, monkeypatch):
 
 def test_a_sweep_that_was_ended_goes_on(plan, monkeypatch):
     plan, original = replace(plan, variants=("torch",)), training.compute_gradient
-
-    def ended(run, step, *rest):
-        if step == 2:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return original(run, step, *rest)
-
     with monkeypatch.context() as patch, pytest.raises(training.Interrupted):
-        patch.setattr(training, "compute_gradient", ended)
+        before_step(patch, 2, terminate)
         sweep.run(plan, QUIET)
     taken = []
     monkeypatch.setattr(training, "compute_gradient", lambda run, step, *rest: taken.append(step) or original(run, step, *rest))

@@ -11,7 +11,9 @@ from experiments.workloads import get_workload, workload_names
 from experiments.workloads.hybrid import allocate
 from experiments.workloads.language_model import LanguageModel
 from ssd.modules import Mamba2LM, Mamba2LMConfig
-from tests.experiments.small import sizes
+from tests.experiments.small import graph_sizes, sizes, vision_sizes
+from tests.experiments.test_graphmamba import KINDS, batch_of
+from tests.experiments.test_mambavision import pixels
 
 MILLIONS = {
     "mamba2": {"tiny": 1, "130m": 129, "370m": 368, "780m": 780, "1.3b": 1344, "2.7b": 2703, "8b-width": 1289, "8b": 8237},
@@ -89,15 +91,21 @@ def test_mamba2_is_the_language_model_of_ssd(small):
     torch.testing.assert_close(model(ids), theirs(ids))
 
 
-def test_computing_again_changes_no_gradient(small):
-    ids, seq_idx = torch.randint(256, (2, 40)), (torch.arange(40) >= 20).int().expand(2, 40)
-    gradients = []
+@pytest.mark.parametrize("workload, sizes", [
+    ("hybrid", sizes("M-*M")), *(("mambavision", vision_sizes(mixer=mixer, drop_path=0.5)) for mixer in ("mamba1", "ssd")),
+    *(("graphmamba", graph_sizes(mixer=mixer, tokens=tokens)) for mixer, tokens in KINDS)])
+def test_computing_again_changes_nothing(workload, sizes, small):
+    known, results = get_workload(workload), []
+    batch = {"hybrid": {"input_ids": torch.randint(256, (2, 40)), "labels": torch.randint(256, (2, 40)),
+                        "seq_idx": (torch.arange(40) >= 20).int().expand(2, 40)},
+             "mambavision": {"image": pixels(), "label": torch.arange(4)}, "graphmamba": batch_of()}[workload]
     for again in (False, True):
         torch.manual_seed(0)
-        model = LanguageModel(sizes("M-*M"), "torch", checkpoint_activations=again)
-        model(ids, seq_idx).square().mean().backward()
-        gradients.append([parameter.grad for parameter in model.parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+        model = known.build(sizes, "torch", again)
+        known.loss(model, batch).backward()
+        results.append([*(p.grad for p in model.parameters() if p.grad is not None), *model.buffers()])
+        assert all(norm.momentum == 0.1 for norm in model.modules() if isinstance(norm, torch.nn.BatchNorm1d))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 def test_what_decays():

@@ -1,9 +1,11 @@
 """The functions that patches put in place, called as their new owners call them."""
 
 import inspect
+import re
 import sys
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -13,28 +15,7 @@ from ssd import ssd_chunk_scan
 from ssd.interop.functions import functions
 from tests.inputs import EVERYTHING, Case, Shape, arguments, random_inputs
 
-UPSTREAM = {
-    "mamba_chunk_scan_combined":
-        "(x, dt, A, B, C, chunk_size, D=None, z=None, dt_bias=None, initial_states=None, seq_idx=None, cu_seqlens=None, "
-        "dt_softplus=False, dt_limit=(0.0, inf), return_final_states=False, return_varlen_states=False, state_dtype=None)",
-    "mamba_split_conv1d_scan_combined":
-        "(zxbcdt, conv1d_weight, conv1d_bias, dt_bias, A, D, chunk_size, initial_states=None, seq_idx=None, "
-        "dt_limit=(0.0, inf), return_final_states=False, activation='silu', rmsnorm_weight=None, rmsnorm_eps=1e-06, "
-        "outproj_weight=None, outproj_bias=None, headdim=None, ngroups=1, norm_before_gate=True, state_dtype=None)",
-    "causal_conv1d_fn":
-        "(x, weight, bias=None, seq_idx=None, initial_states=None, return_final_states=False, final_states_out=None, "
-        "activation=None)",
-    "causal_conv1d_update":
-        "(x, conv_state, weight, bias=None, activation=None, cache_seqlens=None, conv_state_indices=None)",
-    "selective_state_update":
-        "(state, x, dt, A, B, C, D=None, z=None, dt_bias=None, dt_softplus=False, state_batch_indices=None)",
-    "selective_scan_fn":
-        "(u, delta, A, B, C, D=None, z=None, delta_bias=None, delta_softplus=False, return_last_state=False)",
-    "mamba_inner_fn":
-        "(xz, conv1d_weight, conv1d_bias, x_proj_weight, delta_proj_weight, out_proj_weight, out_proj_bias, A, B=None, C=None, "
-        "D=None, delta_bias=None, B_proj_bias=None, C_proj_bias=None, delta_softplus=True, checkpoint_lvl=1, "
-        "b_rms_weight=None, c_rms_weight=None, dt_rms_weight=None, b_c_dt_rms_eps=1e-06)",
-}
+UPSTREAM = dict(re.findall(r"(\w+)(\(.*\))\n", Path(__file__).with_name("signatures.txt").read_text()))
 OURS = functions(lambda: "auto")
 
 

@@ -1,10 +1,12 @@
 """patch_mamba_ssm, on a package of mamba_ssm's layout that does nothing, and on the real one where that is installed."""
 
 import importlib
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -18,34 +20,7 @@ from ssd.modules import Mamba2LM, Mamba2LMConfig
 from tests.interop.installed import require_mamba_ssm
 
 ROOTS = ("mamba_ssm", "megatron", "fla", "vision", "causal_conv1d", "selective_scan_cuda")
-FUNCTIONS = "from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined, mamba_split_conv1d_scan_combined\n"
-SELECTIVE = "from mamba_ssm.ops.selective_scan_interface import selective_scan_fn, mamba_inner_fn\n"
-UPDATE = "from mamba_ssm.ops.triton.selective_state_update import selective_state_update\n"
-CONVOLUTIONS = """
-try:
-    from causal_conv1d import causal_conv1d_fn, causal_conv1d_update
-except ImportError:
-    causal_conv1d_fn, causal_conv1d_update = None, None
-"""
-LAYOUT = {
-    "mamba_ssm/__init__.py":
-        SELECTIVE + "from mamba_ssm.modules.mamba_simple import Mamba\nfrom mamba_ssm.modules.mamba2 import Mamba2\n",
-    "mamba_ssm/ops/__init__.py": "",
-    "mamba_ssm/ops/selective_scan_interface.py":
-        "import selective_scan_cuda\n\n\ndef selective_scan_fn(): pass\n\n\ndef mamba_inner_fn(): pass\n",
-    "mamba_ssm/ops/triton/__init__.py": "",
-    "mamba_ssm/ops/triton/ssd_combined.py":
-        "def mamba_chunk_scan_combined(): pass\n\n\ndef mamba_split_conv1d_scan_combined(): pass\n",
-    "mamba_ssm/ops/triton/selective_state_update.py": "def selective_state_update(): pass\n",
-    "mamba_ssm/modules/__init__.py": "",
-    "mamba_ssm/modules/mamba_simple.py": CONVOLUTIONS + SELECTIVE + UPDATE + "\n\nclass Mamba: pass\n",
-    "mamba_ssm/modules/mamba2.py": CONVOLUTIONS + FUNCTIONS + UPDATE + "\n\nclass Mamba2: pass\n",
-    "mamba_ssm/modules/mamba2_simple.py": FUNCTIONS,
-    "mamba_ssm-2.3.0.dist-info/METADATA": "Name: mamba-ssm\nVersion: 2.3.0\n",
-    "megatron/core/mixer.py": FUNCTIONS,
-    "fla/layers/mamba.py": SELECTIVE + UPDATE,
-    "vision/mixer.py": SELECTIVE,
-}
+LAYOUT = dict(re.findall(r"^-- (\S+) --\n(.*?)(?=^-- |\Z)", Path(__file__).with_name("mamba_ssm.txt").read_text(), re.M | re.S))
 
 
 @pytest.fixture
