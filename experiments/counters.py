@@ -18,6 +18,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from configparser import ConfigParser
 from contextlib import nullcontext
 from operator import itemgetter
 from pathlib import Path
@@ -36,32 +37,10 @@ from .bench import Candidate, Setting
 from .shapes import SHAPES
 
 _TIME, _READ, _WRITE = "gpu__time_duration.sum", "dram__bytes_read.sum", "dram__bytes_write.sum"
-TENSOR_FLOPS = "sm__ops_path_tensor_src_bf16_dst_fp32.sum"  # of bf16 operands alone
-# {key of a row: metric}
-_WARM = {
-    "dram_pct": "dram__bytes.sum.pct_of_peak_sustained_elapsed",
-    "occupancy_pct": "sm__warps_active.avg.pct_of_peak_sustained_active",
-    "registers": "launch__registers_per_thread",
-    "block_cycles": "tpc__average_cta_latency.ratio",  # from a block's start to its end
-    "blocks": "sm__ctas_launched.sum",
-}
-_COLD = {
-    "l2_hit_pct": "lts__t_sector_hit_rate.pct",
-    "tensor_pct": "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed",
-    "issue_pct": "sm__inst_issued.avg.pct_of_peak_sustained_active",
-    "shared_pct": "l1tex__data_pipe_lsu_wavefronts_mem_shared.avg.pct_of_peak_sustained_elapsed",
-    "l1_hit_pct": "l1tex__t_sector_hit_rate.pct",
-    "waves": "launch__waves_per_multiprocessor",
-    "tensor_insts": "sm__inst_executed_pipe_tensor.sum",
-    "tensor_flops": TENSOR_FLOPS,
-    "fadds": "smsp__sass_thread_inst_executed_op_fadd_pred_on.sum",
-    "fmuls": "smsp__sass_thread_inst_executed_op_fmul_pred_on.sum",
-    "ffmas": "smsp__sass_thread_inst_executed_op_ffma_pred_on.sum",
-    "exps": "smsp__thread_inst_executed_pipe_xu_pred_on.sum",  # all that the special function units do
-    **{f"stall_{reason}": f"smsp__average_warps_issue_stalled_{reason}_per_issue_active.ratio"
-       for reason in ("long_scoreboard", "barrier", "wait", "math_pipe_throttle", "gmma", "no_instruction")},
-}
-_HITS = {"l2_warm_hit_pct": _COLD["l2_hit_pct"], "l1_warm_hit_pct": _COLD["l1_hit_pct"]}
+_METRICS = ConfigParser()
+_METRICS.read_string(Path(__file__).with_suffix(".ini").read_text())
+_WARM, _COLD, _HITS = (dict(_METRICS[caches]) for caches in ("warm", "cold", "hits"))  # {key of a row: metric}
+TENSOR_FLOPS = _COLD["tensor_flops"]
 _FLOPS = ("tensor_flops", "fadds", "fmuls", "ffmas")
 _COUNTED = ("tensor_insts", *_FLOPS, "exps")
 _LONGEST_S = 1800  # each kernel of a call is run many times over
