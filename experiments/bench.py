@@ -60,8 +60,7 @@ class Plan:
     def candidates(self) -> list[Candidate]:
         """Everything that runs side by side."""
         names = dict.fromkeys((*self.variants, *([self.against] if self.against else [])))
-        return [Candidate(name, size, self.options) for name in names
-                for size in _PEER_CHUNK_SIZES.get(name, self.chunk_sizes)]
+        return [Candidate(name, size, self.options) for name in names for size in _PEER_CHUNK_SIZES.get(name, self.chunk_sizes)]
 
 
 def run(plan: Plan, console: Console) -> list[dict]:

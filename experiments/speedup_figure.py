@@ -37,8 +37,7 @@ def draw(rows: list[dict], path: Path) -> None:
         for y, times in enumerate(reversed(layers.values())):
             at = y + (0.2, -0.2)[n]
             if fastest := times.get(FASTEST):
-                ax.barh(at, fastest, 0.38, color=figure.COLOURS[FASTEST], alpha=(1, 0.5)[n],
-                        label=f"{FASTEST}, {_SHOWN[mode]}")
+                ax.barh(at, fastest, 0.38, color=figure.COLOURS[FASTEST], alpha=(1, 0.5)[n], label=f"{FASTEST}, {_SHOWN[mode]}")
                 ax.annotate(f"{fastest:.1f}x", (max(times.values()), at), (8, 0), textcoords="offset points", va="center")
             if default := times.get(DEFAULT):
                 ax.plot(default, at, "D", color=figure.COLOURS[DEFAULT], markersize=5, label=f"{DEFAULT}, the default")

@@ -175,7 +175,8 @@ def show(console: Console, rows: list[dict], title: str, columns: dict = COLUMNS
 
 def make_table(rows: list[dict], title: str, columns: dict = COLUMNS, wide: bool = False) -> Table:
     """For rich; no cell is cut. As in `show`."""
-    chosen = columns if wide else _choose_narrow(columns)
+    narrow = next((narrow for name, narrow in NARROW.items() if globals()[name] is columns), columns)
+    chosen = columns if wide else narrow
     cells = {header: [write(row.get(key)) for row in rows] for header, (key, write) in chosen.items()}
     table = make_empty_table(title=title)
     for header in (header for header, values in cells.items() if wide or any(values) or not rows):
@@ -184,10 +185,6 @@ def make_table(rows: list[dict], title: str, columns: dict = COLUMNS, wide: bool
     for row, values in zip(rows, zip(*shown, strict=True), strict=False):
         table.add_row(*values, style="dim" if columns is COLUMNS and not row.get("against") else None)
     return table
-
-
-def _choose_narrow(columns: dict) -> dict:
-    return next((narrow for name, narrow in NARROW.items() if globals()[name] is columns), columns)
 
 
 def _describe_commits(rows: list[dict]) -> str:

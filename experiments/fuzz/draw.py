@@ -69,8 +69,7 @@ def _dtypes(rng: Random, limits: Limits) -> dict[str, str]:
     every = (*limits.dtypes, *limits.dtypes, "fp64")
     if rng.random() < 0.65:
         return {}
-    return {name: rng.choice(every[:-1] if name in ("B", "C") else every)
-            for name in DIFFERENTIABLE[1:] if rng.random() < 0.35}
+    return {name: rng.choice(every[:-1] if name in ("B", "C") else every) for name in DIFFERENTIABLE[1:] if rng.random() < 0.35}
 
 
 def _options(rng: Random, variant: str, dtype: str) -> dict[str, bool]:

@@ -136,7 +136,8 @@ def _truth(c: Config, tensors: Tensors) -> dict[str, Tensor]:
     results = {"out": out} | ({"final_states": final_states} if c.final_states else {})
     if inputs.cu_seqlens is not None:
         with torch.no_grad():
-            results["varlen_states"] = torch.stack([_end_state(inputs, start, end) for start, end in _bounds(inputs)])
+            bounds = pairwise(inputs.cu_seqlens.tolist())
+            results["varlen_states"] = torch.stack([_end_state(inputs, start, end) for start, end in bounds])
     return results
 
 
@@ -149,11 +150,6 @@ def _end_state(i: SSDInputs, start: int, end: int) -> Tensor:
     alone = replace(i, **cut, chunk_size=_TRUTH_CHUNK if end - start > _SHORT else 16, z=None, D=None, seq_idx=None,
                     cu_seqlens=None, initial_states=i.initial_states if reached else None)
     return reference.compute_in_fp64(alone)[1][0]
-
-
-def _bounds(i: SSDInputs) -> list[tuple[int, int]]:
-    ends = i.cu_seqlens.tolist()
-    return list(pairwise(ends))
 
 
 class _TF32(Precision):

@@ -81,5 +81,4 @@ def _seeded(seed: int) -> Iterator[None]:
 
 
 def _timm() -> ModuleType:
-    return import_package("timm.data", "augments images",
-                          "pip install timm torchvision, or --data synthetic, or --preset tiny")
+    return import_package("timm.data", "augments images", "pip install timm torchvision, or --data synthetic, or --preset tiny")

@@ -23,8 +23,7 @@ if GPU:
 
 def definition(state, x, dt, A, B, C, D, z, dt_bias, dt_softplus, state_batch_indices):
     """(U1) to (U4) in fp64, a head of a row at a time."""
-    state, x, dt, A, B, C, D, z, dt_bias = (None if t is None else t.double()
-                                            for t in (state, x, dt, A, B, C, D, z, dt_bias))
+    state, x, dt, A, B, C, D, z, dt_bias = (None if t is None else t.double() for t in (state, x, dt, A, B, C, D, z, dt_bias))
     rows = range(len(x)) if state_batch_indices is None else state_batch_indices.tolist()
     out = torch.zeros_like(x)
     for b, row in [(b, row) for b, row in enumerate(rows) if row >= 0]:

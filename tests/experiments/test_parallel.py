@@ -133,8 +133,7 @@ def test_two_halves_go_on_with_what_one_has_saved(by_one, tmp_path):
 def test_every_workload_in_either_way(workload, tmp_path):
     """Not by its weights: biases before a batch norm have gradients of rounding alone, of which AdamW makes whole steps."""
     train_undrawn(workload, tmp_path / "one", "ddp")
-    ranks = [started_module("tests.experiments.undrawn", workload, tmp_path / "two", **environment)
-             for environment in two()]
+    ranks = [started_module("tests.experiments.undrawn", workload, tmp_path / "two", **environment) for environment in two()]
     said_by(ranks)
     for way in WAYS:
         for name in runs_of(workload):

@@ -12,6 +12,7 @@ from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -80,10 +81,6 @@ def started_module(module: str, *arguments: object, **variables: object) -> subp
 
 def terminate():
     os.kill(os.getpid(), signal.SIGTERM)
-
-
-def out_of_memory():
-    raise torch.OutOfMemoryError("CUDA out of memory")
 
 
 def killed():
@@ -200,7 +197,7 @@ def test_without_a_good_checkpoint_a_run_does_not_go_on(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "place", [(training, "compute_gradient"), (torch.optim.AdamW, "step"), (training, "build_model")], ids=str)
 def test_what_does_not_fit_the_memory_is_said_in_terms_of_the_run(tmp_path, monkeypatch, place):
-    monkeypatch.setattr(*place, lambda *_, **__: out_of_memory())
+    monkeypatch.setattr(*place, Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory")))
     with pytest.raises(Stopped, match=r"--batch: 4 rows of 64 tokens of mamba2 small do not fit .*; expected fewer"):
         train(small_run(), tmp_path / "run", QUIET)
     assert not (tmp_path / "run").exists()

@@ -51,8 +51,7 @@ def chart(draw: Callable, height: float = 3.0, **axes) -> str:
             columns = _LEGEND // (max(map(len, labels)) + 6)
             figure.legend(handles, labels, loc="outside lower center", ncols=max(1, min(len(labels), columns)))
         text = io.StringIO()
-        figure.savefig(text, format="svg", transparent=True,
-                       metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+        figure.savefig(text, format="svg", transparent=True, metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
         plt.close(figure)
     return _inline(text.getvalue())
 

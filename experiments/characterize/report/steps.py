@@ -75,8 +75,7 @@ def _split_phases(runs: dict[str, list[dict]]) -> dict[str, list[float | None]]:
 def _place(row: dict) -> tuple:
     """Where a row's run comes in the order."""
     variant = row["variant"]
-    return (row["workload"], row["preset"], row["mixer"],
-            _VARIANTS.index(variant) if variant in _VARIANTS else len(_VARIANTS))
+    return (row["workload"], row["preset"], row["mixer"], _VARIANTS.index(variant) if variant in _VARIANTS else len(_VARIANTS))
 
 
 def _label(row: dict) -> tuple[str, str]:
