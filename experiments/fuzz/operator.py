@@ -1,5 +1,6 @@
 """`ssd_chunk_scan` as a configuration: its sizes and options by plain values, and the call, truth and mirror of them."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from itertools import accumulate, pairwise
@@ -8,6 +9,7 @@ from random import Random
 import torch
 from torch import Tensor
 
+from fused.hopper import WIDTHS
 from ssd import Options, reference, ssd_chunk_scan
 from ssd import reference_stages as stages
 from ssd.reference_stages import Precision
@@ -103,7 +105,7 @@ def problem(c: Config, turn: int, device: str) -> Problem:
     return Problem(
         tensors, wanted, {name: dtype for name, dtype in ways.items() if name in c.ways} if wanted else {},
         run=partial(_run, c, Options(**c.options)), truth=partial(_truth, c),
-        mirrors=tuple(partial(_mirror, replace(c, chunk_size=size), tf32) for size in _mirror_chunks(c)),
+        mirrors=_list_mirrors(c, tf32),
         axes=_AXES | {"dD": "hp" if c.D == "hp" else "h"}, eps=eps, coarsest=max(eps, torch.finfo(inputs.states_dtype).eps),
         summed=("dA", "dD", "ddt_bias"), tokens=c.batch * c.seqlen, exponent=largest_exponent(inputs),
         exact=c.variant != "torch" or device == "cpu",
@@ -114,6 +116,15 @@ def problem(c: Config, turn: int, device: str) -> Problem:
 def _mirror_chunks(c: Config) -> list[int]:
     """Tokens between the states of each mirror, which are rounded as the kernels round theirs."""
     return sorted({c.chunk_size, _OTHER[c.chunk_size]} | ({_BLOCK_FP32} if c.dtype == "fp32" else set()))
+
+
+def _list_mirrors(c: Config, tf32: bool) -> tuple[Callable, ...]:
+    """One for each number of tokens between states; and where the kernels for Hopper take dstate in parts, between which they
+    round outputs and dx, one that does so too.
+    """
+    whole = (partial(_mirror, replace(c, chunk_size=size), tf32) for size in _mirror_chunks(c))
+    in_parts = c.dstate > WIDTHS[-1] and c.dtype != "fp32" and c.documents not in ("varlen", "both")
+    return *whole, *([partial(_mirror_in_parts, c)] if in_parts else [])
 
 
 def _run(c: Config, options: Options, tensors: Tensors) -> dict[str, Tensor]:
@@ -176,6 +187,23 @@ def _mirror(c: Config, tf32: bool, tensors: Tensors, wanted: tuple[str, ...], wa
     y = None if y is None else y.to(i.x.dtype)
     grads = reference.compute_chunked_grads(i, dout, ways.get("final_states"), y, precision)
     return results | {f"d{name}": getattr(grads, f"d{name}").to(tensors[name].dtype) for name in wanted}
+
+
+@torch.enable_grad()
+def _mirror_in_parts(c: Config, tensors: Tensors, wanted: tuple[str, ...], ways: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Variant torch on each part of dstate, added up in the dtype of x, by autograd."""
+    leaves = {name: t if t is None else t.detach().requires_grad_(name in wanted) for name, t in tensors.items()}
+    parts = []
+    for part, skip in ((slice(WIDTHS[-1]), leaves["D"]), (slice(WIDTHS[-1], None), None)):
+        cut = {name: leaves[name][..., part] for name in ("B", "C", "initial_states") if leaves[name] is not None}
+        parts.append(_run(replace(c, variant="torch"), Options(), leaves | cut | {"D": skip, "z": None}))
+    results = {name: torch.cat([part[name] for part in parts], -1) for name in parts[0] if name != "out"}
+    out = parts[0]["out"] + parts[1]["out"]
+    gate = leaves["z"]
+    results["out"] = out if gate is None else (out.float() * torch.nn.functional.silu(gate.float())).to(out.dtype)
+    grads = torch.autograd.grad([results[name] for name in ways], [leaves[name] for name in wanted], list(ways.values()),
+                                materialize_grads=True) if wanted else ()
+    return {name: t.detach() for name, t in results.items()} | {f"d{name}": t for name, t in zip(wanted, grads, strict=True)}
 
 
 def _inputs(c: Config, tensors: Tensors) -> SSDInputs:

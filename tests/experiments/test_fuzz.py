@@ -168,6 +168,16 @@ def found(fault: str, lines: list[str], timeout: float = 60) -> dict[str, trial.
         return dict(pool.run([line] for line in lines))
 
 
+def test_a_large_dstate_is_mirrored_in_parts_too():
+    """What adds up two roundings of outputs that nearly cancel is judged by a mirror that does."""
+    problem = operator.problem(replace(EVERYTHING, dtype="bf16", seqlen=20, dstate=160), 0, "cpu")
+    ways = trial._truth(problem)[1]
+    whole, *_, in_parts = [mirror(problem.tensors, problem.wanted, ways) for mirror in problem.mirrors]
+    assert in_parts.keys() == whole.keys()
+    for name, t in in_parts.items():
+        assert t.dtype == whole[name].dtype and (t.double() - whole[name].double()).norm() < 0.02 * t.double().norm(), name
+
+
 def test_what_ends_its_process_is_named():
     """And the batch after it is run, by another process."""
     lines = [to_json(EVERYTHING), to_json(replace(EVERYTHING, variant="auto", seed=4))]
