@@ -17,13 +17,14 @@ which compute_dC hands dCB to compute_dB at the end of a tile.
 
 B and C take the places of an H and a G in a slot of `tiles` that is kept until the tile is done, while the heads go round
 through the others: so the next tile's are there before this one is done. Pairs of a token with itself cancel in row - col and
-are in neither; u gets them as (B_j . C_j) dy_j.
+are in neither; u gets them as (B_j . C_j) dy_j. A dstate above 128 takes a launch for each part of it: all but
+dB and dC is a sum over parts, so the second launch adds dx and the sums that the first one wrote.
 
-Reads x, dy (batch, seqlen, nheads, 64), B, C (batch, seqlen, ngroups, dstate), bf16 or fp16, and H, G (batch, nsub, nheads, 64,
-dstate), the state before each sub-chunk and the gradient of that after it, in the same dtype, through TMA descriptors that
-fill rows past seqlen with 0; dt, dA_cumsum (batch, nheads, nsub, 64) fp32; D (nheads,). Writes dx as x; dB, dC contiguous
-(splits, batch, seqlen, ngroups, dstate); sums (5, batch, nheads, nsub, 64) fp32: (u + v) . x, q, r + row, col, dy . x; and
-s (batch, nheads, nsub) fp32.
+Reads x, dy (batch, seqlen, nheads, headdim), B, C (batch, seqlen, ngroups, dstate), bf16 or fp16, and H, G (batch, nsub,
+nheads, headdim, dstate), the state before each sub-chunk and the gradient of that after it, in the same dtype, through TMA
+descriptors that fill rows past seqlen with 0; dt, dA_cumsum (batch, nheads, nsub, 64) fp32; D (nheads,). Writes dx as x; dB,
+dC contiguous (splits, batch, seqlen, ngroups, dstate); sums (5, batch, nheads, nsub, 64) fp32: (u + v) . x, q, r + row, col,
+dy . x; and s (batch, nheads, nsub) fp32.
 """
 
 

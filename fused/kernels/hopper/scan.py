@@ -1,23 +1,26 @@
 """hopper_scan: the paper's bmm_chunk, chunk_state, state_passing and chunk_scan in one kernel, in Gluon, for Hopper.
 
-Equations (26) to (28) of docs/ssd.md. A block holds the states S of two neighbouring heads of one group in registers and walks
-runs of sub-chunks of 64 tokens (`roles` says what a run is). A role is a group of warps with one job. Everything is transposed
-against (26), so that S and x are wgmma's operand in registers, and only B, C and L pass through shared memory:
+Equations (26) to (28) of docs/ssd.md. A block holds two slices of states S, mostly of two neighbouring heads, in registers and
+walks runs of sub-chunks of 64 tokens (`roles` says what slices and runs are). A role is a group of warps with one job.
+Everything is transposed against (26), so that S and x are wgmma's operand in registers, and only B, C and L pass through shared
+memory:
 
-    make_masks (1 warpgroup):       L_h = (B C^T) exp(A_i - A_j) dt_j for i >= j, [j, i], for both heads from one B C^T
-    scan_slice (1 warpgroup a head): y^T = (S C^T) exp(A_i) + x^T L + D x^T
+    make_masks (1 warpgroup):       L_h = (B C^T) exp(A_i - A_j) dt_j for i >= j, [j, i], for its heads from one B C^T
+    scan_slice (1 warpgroup each):  y^T = (S C^T) exp(A_i) + x^T L + D x^T
                                     S  <- exp(A_last) S + (x dt_j exp(A_last - A_j))^T B
-    fetch_tiles (1 warp):           B, C and x of both heads by TMA
+    fetch_tiles (1 warp):           B, C and x of both slices by TMA
 
 with i, j tokens of the sub-chunk, A = dA_cumsum, y [i, headdim], S [headdim, dstate]. Two rings connect the roles: `tiles`,
 which fetch_tiles fills and the other three read, and `masks`, a lane a head, which make_masks fills and scan_slice reads.
+A dstate above 128 takes a launch for each part of it (`roles` says what parts are): the first has D, the next adds the output
+before it, the last has the gate.
 
-Reads x (batch, seqlen, nheads, 64), B, C (batch, seqlen, ngroups, dstate), bf16 or fp16, channels and heads contiguous,
+Reads x, z (batch, seqlen, nheads, headdim), B, C (batch, seqlen, ngroups, dstate), bf16 or fp16, channels and heads contiguous,
 through TMA descriptors that fill rows past seqlen with 0; dt, dA_cumsum (batch, nheads, nsub, 64) fp32, dA_cumsum restarting
-every sub-chunk; D (nheads,) or (nheads, headdim); initial_states (batch, nheads, 64, dstate); ends, factors as
+every sub-chunk; D (nheads,) or (nheads, headdim); initial_states (batch, nheads, headdim, dstate); ends, factors as
 hopper_states writes them.
-Writes out as x, final_states (batch, nheads, 64, dstate) fp32, and the state before every sub-chunk, (batch, nsub, nheads, 64,
-dstate); or starts each run from one of `starts`, such states of every EVERY sub-chunks.
+Writes out as x, final_states (batch, nheads, headdim, dstate) fp32, and the state before every sub-chunk, (batch, nsub, nheads,
+headdim, dstate); or starts each run from one of `starts`, such states of every EVERY sub-chunks.
 """
 
 from typing import NamedTuple
