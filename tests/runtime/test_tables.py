@@ -140,7 +140,7 @@ def test_making_them_is_not_seen():
             raise AssertionError(func)
 
     with Watch():
-        get_tables(deal, (3, 96, 32, 132, *SCAN, True), CPU)
+        get_tables(deal, (3, 96, 32, 132, *SCAN, True, 1), CPU)
 
 
 @pytest.mark.gpu
@@ -152,7 +152,7 @@ def test_on_a_gpu(monkeypatch):
     for stream in (torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()):
         with torch.cuda.stream(stream):
             for nsub in range(100, 120):
-                for make, settings in ((deal, (3, 96, nsub, 132, *SCAN, True)), (deal_two_level, (3, 96, nsub, 2, None))):
+                for make, settings in ((deal, (3, 96, nsub, 132, *SCAN, True, 1)), (deal_two_level, (3, 96, nsub, 2, None))):
                     got, wanted = get_tables(make, settings, device), make(*settings, CPU)
                     assert torch.equal(got.sequences.clone().cpu(), wanted.sequences)
                     assert wanted.pieces is None or torch.equal(got.pieces.clone().cpu(), wanted.pieces)

@@ -274,15 +274,14 @@ def test_plain_torch_keeps_nothing():
     assert torch.equal(out, named) and not [t for t in out.grad_fn.saved_tensors if t is not None and t.dim() == 5]
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_a_budget_under_compile(dynamic, device, monkeypatch):
+def test_a_budget_under_compile(device, monkeypatch):
     """What the op's fake says is kept is what is kept, within the budget and beyond it, in one compiled function."""
     monkeypatch.setattr(registry, "_list_choices", lambda inputs: list_candidates())
     monkeypatch.setattr(auto_variant, "rank_variants", lambda *_: (("fused",), "a test says so"))
     torch._dynamo.reset()
     compiled = torch.compile(partial(run, variant="auto", options=Options(keep_bytes=STATES)), fullgraph=True,
-                             backend="aot_eager", dynamic=dynamic)
-    for seqlen in (64, 70, 90):
+                             backend="aot_eager", dynamic=True)
+    for seqlen in (64, 90):
         inputs = leaves(random_inputs(replace(SHAPE, seqlen=seqlen), Case(), torch.float32, device))
         grads = [torch.autograd.grad(call(inputs).square().sum(), inputs.x)[0]
                  for call in (compiled, partial(run, variant="fused"))]
