@@ -69,8 +69,7 @@ def has_tiles(itemsize: int, headdim: int, dstate: int) -> bool:
     """True for the sizes of inputs that these kernels have tiles for, which is not to say that they take all such inputs."""
     if itemsize != 2 or headdim > MOST_HEADDIM or dstate > MOST_DSTATE or headdim % 8 or dstate % 8:
         return False
-    width = get_width(dstate)
-    return headdim * dstate >= _LEAST_FILLED * cdiv(headdim, SLICE) * SLICE * cdiv(dstate, width) * width
+    return headdim * dstate >= _LEAST_FILLED * cdiv(headdim, SLICE) * SLICE * count_parts(dstate) * get_width(dstate)
 
 
 def can_run(reason: str | None, variant: str) -> bool:
@@ -179,9 +178,10 @@ def make_runs(i: SSDInputs, rows: int, descriptors: tuple, dt: Tensor, dA_cumsum
     from .kernels.hopper.states import piece_states
 
     device = current_device(i.x.device.index)
-    parts = cdiv(i.dstate, get_width(i.dstate))
-    walks = (count_pairs(i), parts) if scan else (count_pairs(i) * parts, 1)
-    settings = rows, walks[0], dt.shape[2], device.sms, device.name, step, options.segments, walks[1]
+    pairs, parts = count_pairs(i), count_parts(i.dstate)
+    if not scan:
+        pairs, parts = pairs * parts, 1
+    settings = rows, pairs, dt.shape[2], device.sms, device.name, step, options.segments, parts
     runs, piece_runs, npieces = get_tables(deal, settings, i.x.device)
     if not npieces:
         return runs, None, None
@@ -209,6 +209,11 @@ def describe_inputs(x: Tensor, *groups: Tensor) -> tuple:
 def get_width(dstate: int) -> int:
     """How many states a tile is wide, of a part of dstate."""
     return next((width for width in WIDTHS if dstate <= width), WIDTHS[-1])
+
+
+def count_parts(dstate: int) -> int:
+    """Of dstate, each as wide as a tile."""
+    return cdiv(dstate, get_width(dstate))
 
 
 def describe(t: Tensor, width: int = SLICE):

@@ -27,7 +27,6 @@ dC contiguous (splits, batch, seqlen, ngroups, dstate); sums (5, batch, nheads, 
 dy . x; and s (batch, nheads, nsub) fp32.
 """
 
-
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -198,7 +197,7 @@ def compute_dx(dx_desc, rings, tiles, vectors, D, sums, before, sizes, form: gl.
                 second = (k % 2).to(gl.float32)
                 u_x, v_x, dy_x = u_x + u_before * second, v_x + v_before * second, dy_x + dy_before * second
                 u_before, v_before, dy_before = u_x, v_x, dy_x
-            if PART:
+            if PART:  # not one store for both: without a part before, that spills 32 bytes more
                 gl.store(sums.step + at + j, u_x + v_x + own * dy_x + step_before)
                 gl.store(sums.state + at + j, dt_j * v_x + state_before)
                 gl.store(sums.pair + at + j, dt_j * u_x + pair_before)
