@@ -20,6 +20,7 @@ from .arguments import (
     ModeOption,
     OutOption,
     RepeatsOption,
+    RowsOption,
     ShapeOption,
     WarmupOption,
     WideOption,
@@ -38,7 +39,7 @@ from .characterize import commands as characterisation
 from .fuzz.commands import fuzz
 from .record import RESULTS
 from .regress import regress
-from .shapes import BLOCK_PARTS, DIRECTIONS, ITEMSIZES, MODES, SCANS
+from .shapes import BLOCK_PARTS, DIRECTIONS, MODES, SCANS
 from .terminal import make_console, refuse
 from .training_run import DEFAULTS, OPTIMIZERS, WAYS, WORKLOAD_HELP, make_run, parse_workload
 from .workloads import workload_names
@@ -69,9 +70,8 @@ def bench(
     Without a GPU: check the kernels against fp64 in Triton's interpreter, and print costs beside the rows that there are.
     """
     variants, modes = split_names("--variant", variant, VARIANTS), split_names("--mode", mode, MODES)
-    check_name("--dtype", dtype, ITEMSIZES), check_name("--against", against, (*VARIANTS[1:], "none"))
+    check_name("--against", against, (*VARIANTS[1:], "none"))
     shapes, sizes, console = split_shapes(shape), split_chunk_sizes(chunk_size), make_console()
-    require_writable(out)
     if not has_gpu():
         if "auto" in variants:
             refuse(f"--variant: got 'auto', which is torch's form without a GPU, expected any of {', '.join(VARIANTS[1:])}")
@@ -85,9 +85,8 @@ def bench(
     from . import bench, table
     from . import counters as ncu
 
-    plan = bench.Plan(tuple(variants), None if against == "none" else against, tuple(shapes), tuple(modes), dtype, sizes,
-                      parse_options(option), repeats, warmup, out)
-    rows = bench.run(plan, console)
+    rows = bench.run(variants, None if against == "none" else against, shapes, modes, dtype, sizes, parse_options(option), out,
+                     console, repeats, warmup)
     table.show(console, rows, "medians", wide=wide)
     if counters:
         ncu.run([row for row in table.keep_best_chunk(rows) if row["variant"] in variants], out, console)
@@ -106,10 +105,7 @@ def ablate(
     Without a GPU: check what the modes compute with every set of options against fp64, in Triton's interpreter.
     """
     variants, modes = split_names("--variant", variant, VARIANTS[1:]), tuple(split_names("--mode", mode, MODES))
-    check_name("--dtype", dtype, ITEMSIZES)
-    (size,), shapes, console = split_chunk_sizes(str(chunk_size)), tuple(split_shapes(shape)), make_console()
-    require_writable(out)
-    on_gpu = has_gpu()
+    (size,), shapes, console, on_gpu = split_chunk_sizes(str(chunk_size)), split_shapes(shape), make_console(), has_gpu()
     from ssd.registry import get_variant, is_peer
 
     from . import ablate, table
@@ -118,7 +114,7 @@ def ablate(
         if is_peer(name) or not get_variant(name).options:
             refuse(f"--variant: got {name!r}, expected a variant with options to take apart")
     if not on_gpu:
-        raise typer.Exit(0 if ablate.check(tuple(variants), modes, console) else 1)
+        raise typer.Exit(0 if ablate.check(variants, modes, console) else 1)
     rows = ablate.run(variants, shapes, modes, dtype, size, out, console, repeats, warmup)
     table.show(console, ablate.add_relative(rows), "time relative to that with every option", table.ABLATION, wide)
 
@@ -134,10 +130,7 @@ def block(
 ) -> None:
     """Measure what surrounds the operator in a block, and whole blocks, beside upstream's where that is installed."""
     parts, modes = split_names("--part", part, BLOCK_PARTS), split_names("--mode", mode, _BLOCK_MODES)
-    check_name("--dtype", dtype, ITEMSIZES)
-    shapes, console = tuple(split_shapes(shape)), make_console()
-    scans = tuple(_SCANS[name] for name in split_names("--scan", scan, _SCANS))
-    require_writable(out)
+    shapes, scans, console = split_shapes(shape), [_SCANS[name] for name in split_names("--scan", scan, _SCANS)], make_console()
     require_gpu("block", "make test ARGS=tests/block checks these kernels in the interpreter")
     from . import block, table
 
@@ -224,7 +217,6 @@ def sweep(
         runs = [make_run(name, preset, mixer=mixer, data=data, documents=documents, steps=steps, batch=batch,
                          optimizer=optimizer, dtype=dtype, seed=seed, save_every=0)
                 for name, preset, mixer in map(parse_workload, workload.split(","))]
-    require_writable(out)
     require_gpu("sweep", "make train trains on a CPU, too")
     from . import sweep, table
 
@@ -251,7 +243,7 @@ def render_table(
     mode: Annotated[str, typer.Option(help="Only these modes.")] = "",
     all_chunks: Annotated[bool, typer.Option(help="Every chunk size instead of the fastest.")] = False,
     kernels: Annotated[bool, typer.Option("--kernels", help="Of counters: a line for each kernel too.")] = False,
-    out: OutOption = RESULTS,
+    out: RowsOption = RESULTS,
 ) -> None:
     """Print the latest row of each variant, shape and mode, with every column."""
     check_name("--format", kind, _FORMATS), check_name("--bench", bench, _TABLES)
@@ -278,7 +270,7 @@ def render_table(
 @app.command()
 def readme(
     check: Annotated[bool, typer.Option(help="Change nothing; exit 1 if a page or a figure is out of date.")] = False,
-    out: OutOption = RESULTS,
+    out: RowsOption = RESULTS,
 ) -> None:
     """Write the tables and figures of README and docs from committed rows."""
     has_gpu()
@@ -296,7 +288,6 @@ def tune(
     repeats: Annotated[int, typer.Option(min=1, help="Timed calls of each config.")] = 10,
 ) -> None:
     """Freeze each kernel's fastest config on this GPU in ssd/configs/<gpu>.json, and refit fused/configs/<gpu>.json."""
-    check_name("--dtype", dtype, ITEMSIZES)
     shapes, sizes = split_shapes(shape), split_chunk_sizes(chunk_size)
     require_gpu("tune")
     from . import fit_times, tune
@@ -307,7 +298,7 @@ def tune(
 
 
 @app.command()
-def choose(out: OutOption = RESULTS) -> None:
+def choose(out: RowsOption = RESULTS) -> None:
     """Write what variant "auto" chooses by, ssd/configs/variants/<gpu>.json, from committed rows."""
     from . import choose, record
 
@@ -337,7 +328,7 @@ def sanitize(
     if not on_gpu:
         refuse("sanitize: needs a CUDA GPU, found none")
     with refusing("sanitize: "):
-        clean = sanitize.run(variants or sanitize.list_variants(), tools, require_writable(out), make_console())
+        clean = sanitize.run(variants or sanitize.list_variants(), tools, out, make_console())
     raise typer.Exit(0 if clean else 1)
 
 

@@ -22,10 +22,13 @@ VARIANTS = ("auto", *variant_names())
 VARIANT_LIST = ", ".join(VARIANTS)
 ShapeOption = Annotated[str, typer.Option(help="Shapes, of named, workloads, sweep, models, or single ones of theirs.")]
 ModeOption = Annotated[str, typer.Option(help=f"Modes, of {', '.join(MODES)}.")]
-DtypeOption = Annotated[str, typer.Option(help=f"Dtype of activations: {', '.join(ITEMSIZES)}.")]
+DtypeOption = Annotated[str, typer.Option(callback=lambda dtype: check_name("--dtype", dtype, ITEMSIZES),
+                                          help=f"Dtype of activations: {', '.join(ITEMSIZES)}.")]
 RepeatsOption = Annotated[int, typer.Option(min=2, help="Timed calls of each candidate; candidates take turns.")]
 WarmupOption = Annotated[int, typer.Option(min=1, help="Calls of each candidate before timing.")]
-OutOption = Annotated[Path, typer.Option(file_okay=False, help="Folder of the rows: <out>/<gpu>/<bench>.jsonl.")]
+_FOLDER = "Folder of the rows: <out>/<gpu>/<bench>.jsonl."
+RowsOption = Annotated[Path, typer.Option(file_okay=False, help=_FOLDER)]  # where rows are read
+OutOption = Annotated[Path, typer.Option(file_okay=False, help=_FOLDER, callback=lambda out: require_writable(out))]
 WideOption = Annotated[bool, typer.Option("--wide", help="Show every column, beyond 100 characters.")]
 CountersOption = Annotated[bool, typer.Option(help="Also read DRAM traffic, blocks and pipes of each kernel with ncu.")]
 
@@ -74,10 +77,11 @@ def refusing(prefix: str = "", *also: type[Exception]) -> Iterator[None]:
         refuse(f"{prefix}{reason}")
 
 
-def check_name(option: str, name: str, known: Iterable[str]) -> None:
-    """Refuses a name that is not known."""
+def check_name(option: str, name: str, known: Iterable[str]) -> str:
+    """The name; refused if it is not known."""
     with refusing():
         refuse_unknown(option, name, known)
+    return name
 
 
 def split_shapes(names: str) -> list[Shape]:

@@ -18,7 +18,7 @@ from . import choose, record, timing
 from .accuracy import Error, Part, Truth, leaves_of
 from .inputs import DTYPES, make_inputs
 from .shapes import CHUNK_SIZES, Shape
-from .terminal import first_line, track
+from .terminal import leave_out, track
 
 _PEER_CHUNK_SIZES = {"mamba_ssm": CHUNK_SIZES, "fla": (64,)}  # fla was written for that one
 _TRUTH_TOKENS = 16384
@@ -42,39 +42,25 @@ class Candidate:
         return {"variant": self.variant, "options": options, "chunk_size": self.chunk_size}
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What to measure. chunk_sizes and options are ours; a peer runs at its own."""
+def run(variants: Sequence[str], against: str | None, shapes: Sequence[Shape], modes: Sequence[str], dtype: str,
+        chunk_sizes: Sequence[int], options: Options, out: Path, console: Console, repeats: int = 50,
+        warmup: int = 10) -> list[dict]:
+    """Measures variants beside a rival and returns the rows, each appended to its file as soon as it is known.
 
-    variants: tuple[str, ...]
-    against: str | None
-    shapes: tuple[Shape, ...]
-    modes: tuple[str, ...]
-    dtype: str = "bf16"
-    chunk_sizes: tuple[int, ...] = CHUNK_SIZES
-    options: Options = Options()  # noqa: RUF009  frozen
-    repeats: int = 50
-    warmup: int = 10
-    out: Path = record.RESULTS
-
-    def candidates(self) -> list[Candidate]:
-        """Everything that runs side by side."""
-        names = dict.fromkeys((*self.variants, *([self.against] if self.against else [])))
-        return [Candidate(name, size, self.options) for name in names for size in _PEER_CHUNK_SIZES.get(name, self.chunk_sizes)]
-
-
-def run(plan: Plan, console: Console) -> list[dict]:
-    """Measures the plan and returns its rows, each appended to its file as soon as it is known."""
-    rows = []
-    candidates = [c for c in plan.candidates() if _is_installed(c.variant, console)]
-    for setting, mode, ceiling in list_settings(plan.shapes, plan.modes, plan.dtype, console):
-        measured = measure(setting, mode, candidates, plan.repeats, plan.warmup, console)
-        rival = _compare_with(plan.against, measured)
+    chunk_sizes and options are ours; a peer runs at its own.
+    """
+    rows, candidates = [], []
+    for name in dict.fromkeys((*variants, *([against] if against else []))):
+        with leave_out(console, name, ImportError):
+            _describe_adapter(name)
+            candidates += [Candidate(name, size, options) for size in _PEER_CHUNK_SIZES.get(name, chunk_sizes)]
+    for setting, mode, ceiling in list_settings(shapes, modes, dtype, console):
+        measured = measure(setting, mode, candidates, repeats, warmup, console)
+        rival = _compare_with(against, measured)
         for candidate, values in measured.items():
-            compared = rival if candidate.variant != plan.against else {}
-            row = make_row("ssd", setting, mode, candidate, values | compared, ceiling)
-            record.append(row, plan.out)
-            rows.append(row)
+            compared = rival if candidate.variant != against else {}
+            rows.append(make_row("ssd", setting, mode, candidate, values | compared, ceiling))
+            record.append(rows[-1], out)
     return rows
 
 
@@ -133,7 +119,7 @@ def measure(setting: Setting, mode: str, candidates: list[Candidate], repeats: i
     """The measured keys of a row for each candidate that can run, timed side by side."""
     calls, facts, notes = {}, {}, {}
     for candidate in candidates:
-        try:
+        with leave_out(console, f"{setting.shape.name} {mode}: {candidate}"):
             call = setting.call(candidate, mode)
             call()  # compiles and tunes
             error = setting.error(candidate, mode)
@@ -143,9 +129,6 @@ def measure(setting: Setting, mode: str, candidates: list[Candidate], repeats: i
                 facts[candidate]["saved_mib"] = round(timing.saved_mib(call), 1)
             notes[candidate] = None if math.isfinite(error.rms) else "the result is not finite"
             calls[candidate] = call
-        except Exception as reason:  # the other candidates are measured all the same
-            console.print(f"{setting.shape.name} {mode}: {candidate} is left out: {first_line(reason)}", style="yellow",
-                          markup=False)
     return {candidate: values | facts[candidate] |
             {"note": values["note"] or notes[candidate] or _describe_adapter(candidate.variant)}
             for candidate, values in timing.measure(calls, repeats, warmup).items()}
@@ -177,15 +160,6 @@ def _add_derived(row: dict, problem: cost.Problem, ceiling_gbps: float) -> dict:
 def _describe_adapter(variant: str) -> str | None:
     """What a peer's time includes besides its kernels; "auto" is timed with its choice."""
     return None if variant == "auto" else get_variant(variant).adapts
-
-
-def _is_installed(variant: str, console: Console) -> bool:
-    try:
-        _describe_adapter(variant)
-    except ImportError as reason:
-        console.print(f"{variant} is left out: {reason}", style="yellow", markup=False)
-        return False
-    return True
 
 
 def _drop_nonfinite(value: float) -> float | None:

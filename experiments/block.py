@@ -21,7 +21,7 @@ from ssd.modules import Mamba2
 from . import autotuned_configs, counters, record, timing
 from .inputs import DTYPES
 from .shapes import BLOCK_PARTS, SCANS, SHAPES, Shape
-from .terminal import track
+from .terminal import leave_out, track
 
 OURS = "ssd"
 MODES = ("fwd", "bwd", "fwd_bwd")
@@ -54,18 +54,15 @@ def run(parts: Sequence[str], shapes: Sequence[Shape], scans: Sequence[Shape], m
 
     scans: the shapes of the selective scan, to which `shapes` mean nothing.
     """
-    rows = []
+    rows: list[dict] = []
     with timing.side_stream():
         ceiling = timing.copy_gbps()
         settings = [(part, shape) for part in parts for shape in (scans if part == "selective_scan" else shapes)]
         for part, shape in track(settings, console, lambda one: f"{one[0]} {one[1].name}"):
-            try:
+            row = {"bench": "block", "part": part, "shape": shape.name, **shape.sizes, "dtype": dtype}
+            with leave_out(console, f"{part} {shape.name}"):
                 for values in _measure_part(part, shape, modes, dtype, repeats, warmup, ceiling, console):
-                    row = {"bench": "block", "part": part, "shape": shape.name, **shape.sizes, "dtype": dtype, **values}
-                    rows.append(row | record.environment())
-                    record.append(rows[-1], out)
-            except Exception as reason:  # the other parts are measured all the same
-                console.print(f"{part} {shape.name} is left out: {reason}", style="yellow", markup=False)
+                    rows += record.add([row | values], out)
     return rows
 
 
@@ -95,21 +92,14 @@ def _measure_part(part: str, shape: Shape, modes: Sequence[str], dtype: str, rep
                   console: Console) -> Iterator[dict]:
     """What is measured of a part at a shape, for each mode and side."""
     work = PARTS[part](shape, DTYPES[dtype])
-    sides = {OURS: work.ours, **_load_upstream(work, f"{part} {shape.name}", console)}
+    sides, (rival, load) = {OURS: work.ours}, work.theirs
+    with leave_out(console, f"{part} {shape.name}: {rival}", ImportError):
+        sides[rival] = load()
     apart = _measure_difference(work, sides)
     for mode in modes if work.leaves else ("fwd",):
         for side, values in measure(work, sides, mode, repeats, warmup).items():
             yield {"mode": mode, "variant": side, **values, **_compare_with_copy(work, mode, values, ceiling_gbps),
                    "apart": apart if side == OURS else None}
-
-
-def _load_upstream(work: Work, where: str, console: Console) -> dict[str, Callable[[], Tensor]]:
-    name, load = work.theirs
-    try:
-        return {name: load()}
-    except ImportError as reason:
-        console.print(f"{where}: {name} is left out: {reason}", style="yellow", markup=False)
-        return {}
 
 
 def _make_call(work: Work, side: Callable[[], Tensor], mode: str) -> timing.Call:

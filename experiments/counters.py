@@ -75,9 +75,8 @@ def append_counts(rows: list[dict], bench: str, call_of: Callable[[dict], list[s
             continue
         kernels = merge_by_kernel(launches)
         identity = {key: row[key] for key in (*record.IDENTITY, "part") if key in row}
-        environment = record.environment()  # one time for all kernels: by it those of one run are known
-        for kernel in kernels:
-            record.append({**identity, "bench": bench, **kernel, **environment}, out)
+        # one time for all kernels: by it those of one run are known
+        record.add((identity | {"bench": bench} | kernel for kernel in kernels), out)
         yield row, launches, kernels
 
 

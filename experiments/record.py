@@ -96,6 +96,15 @@ def append(row: dict, out: Path = RESULTS) -> Path:
     return path
 
 
+def add(rows: Iterable[dict], out: Path = RESULTS) -> list[dict]:
+    """Appends rows, each with the environment as it is now, which gives all of them one time; returns the whole rows."""
+    now, added = environment(), []
+    for row in rows:
+        added.append(row | now)
+        append(added[-1], out)
+    return added
+
+
 def read(source: Path | list[dict] = RESULTS, **where) -> list[dict]:
     """Every row of a folder, or of a list, whose keys have the given values, oldest first.
 

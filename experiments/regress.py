@@ -17,8 +17,8 @@ from typing import Annotated
 import typer
 
 from . import record
-from .arguments import VARIANTS, DtypeOption, OutOption, check_name, require_gpu, require_writable, split_names, split_shapes
-from .shapes import DIRECTIONS, ITEMSIZES
+from .arguments import VARIANTS, DtypeOption, OutOption, require_gpu, split_names, split_shapes
+from .shapes import DIRECTIONS
 from .terminal import make_console, refuse, track
 
 _HERE = Path(__file__).parent
@@ -60,9 +60,7 @@ def regress(
 ) -> None:
     """Time the operator of this tree and of another in turn: eager, in a CUDA graph, and on the host; a row for each call."""
     variants, modes = split_names("--variant", variant, VARIANTS), split_names("--mode", mode, _MODES)
-    check_name("--dtype", dtype, ITEMSIZES)
     shapes, console = split_shapes(shape), make_console()
-    require_writable(out)
     require_gpu("regress")
     settings = [(s, m, v) for s in shapes for m in modes for v in variants]
     with _tree_of(base) as (folder, name):
@@ -72,7 +70,7 @@ def regress(
             row = {"bench": "regress", "variant": v, "mode": m, "shape": s.name, **s.sizes, "dtype": dtype,
                    "chunk_size": chunk_size, **dict(zip(_TIMES, times[1], strict=True)), "base": name,
                    **{f"base_{key}": value for key, value in zip(_TIMES, times[0], strict=True)}, "rounds": rounds}
-            record.append(row | record.environment(), out)
+            record.add([row], out)
             said = ", ".join(f"{key} {new:.1f} for {old:.1f} ({new / old:.3f})"
                              for key, old, new in zip(("eager", "graph", "host"), *times, strict=True))
             console.print(f"{s.name} {m} {v}: {said} us", highlight=False)

@@ -95,9 +95,8 @@ def run(variants: list[str], tools: list[str], out: Path, console: Console) -> b
     for variant, tool in track([(v, t) for v in variants for t in tools], console, " ".join):
         found, of_roles, kernels, launched, said = check(variant, tool)
         clean, never = clean and found == of_roles, never.difference(launched)
-        row = {"bench": "sanitize", "variant": variant, "tool": tool, "found": found, "of_roles": of_roles, "kernels": kernels,
-               "launched": launched}
-        record.append(row | record.environment(), out)
+        record.add([{"bench": "sanitize", "variant": variant, "tool": tool, "found": found, "of_roles": of_roles,
+                     "kernels": kernels, "launched": launched}], out)
         table.add_row(variant, tool, str(len(launched)), "nothing" if found == 0 else f"{found} errors and warnings: {kernels}",
                       str(of_roles))
         if found > of_roles:

@@ -66,7 +66,8 @@ def run(plan: Plan, console: Console) -> list[str]:
     Raises:
         Interrupted: by a signal, after the run in progress was saved; the same plan goes on with it.
     """
-    failed, done = [], _Done(plan)
+    failed, gpu = [], record.environment()["gpu"]
+    done = [] if plan.again else [row for row in record.read(plan.out) if row["gpu"] == gpu]
     for base in plan.runs:
         where = f"{base.workload} {base.preset} {base.mixer}"
         candidates = [candidate for name in plan.variants for candidate in _list_candidates(name, plan.each_option)]
@@ -77,7 +78,7 @@ def run(plan: Plan, console: Console) -> list[str]:
             failed.append(f"{where}: {first_line(reason)}")
         for name in plan.variants if plan.counts else ():
             one = replace(base, variant=name)
-            if done.has("ssm_counters", one) or done.has("step_counters", one):
+            if _find_rows(done, "ssm_counters", one) or _find_rows(done, "step_counters", one):
                 console.print(f"{where} {name}: counted before", style="dim")
                 continue
             if name in UNKNOWN:
@@ -89,7 +90,7 @@ def run(plan: Plan, console: Console) -> list[str]:
                 failed.append(f"{where} {name}: ncu gave none: {first_line(reason)}")
         for name in plan.variants if plan.trains else ():
             one = replace(base, variant=name)
-            if done.has("train", one):
+            if _find_rows(done, "train", one):
                 console.print(f"{where} {name}: trained before", style="dim")
                 continue
             out = plan.folder / _name_folder(one)
@@ -167,16 +168,9 @@ def _compute_utilisation(row: dict, kernels: list[dict]) -> dict[str, float | No
             "G": percent_of_peak(sum(nbytes), row["ssm_us"], peak) if row["ssm_us"] else None}
 
 
-class _Done:
-    """What has its row, made on a GPU like this one, or like here on none."""
-
-    def __init__(self, plan: Plan):
-        gpu = record.environment()["gpu"]
-        self.rows = [] if plan.again else [row for row in record.read(plan.out) if row["gpu"] == gpu]
-
-    def has(self, bench: str, run: Run, **values: Any) -> bool:
-        return any(row["bench"] == bench and row["run"] == asdict(run) and all(row[key] == values[key] for key in values)
-                   for row in self.rows)
+def _find_rows(rows: list[dict], bench: str, run: Run, **values: Any) -> list[dict]:
+    """Of rows that were made on a GPU like this one, or like here on none."""
+    return record.read(rows, bench=bench, run=asdict(run), **values)
 
 
 def _identify_training(row: dict) -> tuple:
@@ -189,20 +183,20 @@ def _identify_sitting(row: dict) -> tuple:
     return row["gpu"], row["sitting"], record.settings(row, "variant")
 
 
-def _time_steps(plan: Plan, base: Run, candidates: list[Candidate], done: _Done,
+def _time_steps(plan: Plan, base: Run, candidates: list[Candidate], done: list[dict],
                 console: Console) -> Iterator[tuple[Candidate, str]]:
     """Appends a row for each; yields those that could not run, and why.
 
     All or none: times of two sittings do not compare.
     """
     runs = {candidate: replace(base, variant=candidate.variant) for candidate in candidates}
-    if all(done.has("step", run, options=run.identity(candidate.options)["options"]) for candidate, run in runs.items()):
+    if all(_find_rows(done, "step", run, options=run.identity(candidate.options)["options"])
+           for candidate, run in runs.items()):
         return
     sitting = datetime.now(timezone.utc).isoformat(timespec="seconds")
     for candidate, values in measure_steps(base, candidates, plan.repeats, plan.warmup, console).items():
-        row = {"bench": "step", **runs[candidate].identity(candidate.options), "p50_us": None, **values, "sitting": sitting,
-               **record.environment()}
-        record.append(row, plan.out)
+        identity = runs[candidate].identity(candidate.options)
+        record.add([{"bench": "step", **identity, "p50_us": None, **values, "sitting": sitting}], plan.out)
         if "note" in values:
             yield candidate, values["note"]
 

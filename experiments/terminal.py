@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import NoReturn, TypeVar
 
 import typer
@@ -51,6 +52,15 @@ def make_timer() -> Callable[[], bool]:
         return True
 
     return is_due
+
+
+@contextmanager
+def leave_out(console: Console, what: str, reason: type[Exception] = Exception) -> Iterator[None]:
+    """Says that `what` is left out, and why, if this is raised within: it costs none of the other measurements."""
+    try:
+        yield
+    except reason as error:
+        console.print(f"{what} is left out: {first_line(error)}", style="yellow", markup=False)
 
 
 def first_line(reason: BaseException) -> str:

@@ -55,11 +55,7 @@ def append_breakdown(run: Run, out: Path, keep: Path | None = None) -> list[dict
         path.parent.mkdir(parents=True, exist_ok=True)
         profiler.export_chrome_trace(str(path))
         found = trace.read(path)
-    environment = record.environment()
-    rows = [{**_identity(run), **values, **environment} for values in _values(found)]
-    for row in rows:
-        record.append(row, out)
-    return rows
+    return record.add((_identity(run) | values for values in _values(found)), out)
 
 
 def append_counts(run: Run, out: Path, whole: bool = True) -> list[dict]:
@@ -78,12 +74,9 @@ def append_counts(run: Run, out: Path, whole: bool = True) -> list[dict]:
     tunes = is_peer(run.variant)
     launches = (counters.profile(arguments, brief=True, tunes=tunes) if whole else
                 counters.count_traffic(arguments, operator_pattern(), tunes))
-    bench, environment = "step_counters" if whole else "ssm_counters", record.environment()
-    rows = [{**_identity(run), "bench": bench, **kernel, "operator": classify(kernel["kernel"]), **environment}
-            for kernel in counters.merge_by_kernel(launches)]
-    for row in rows:
-        record.append(row, out)
-    return rows
+    identity = _identity(run) | {"bench": "step_counters" if whole else "ssm_counters"}
+    return record.add((identity | kernel | {"operator": classify(kernel["kernel"])}
+                       for kernel in counters.merge_by_kernel(launches)), out)
 
 
 def run_profiled_step(run: dict) -> None:
@@ -105,7 +98,7 @@ def calibrate(out: Path) -> float:
     if None in found:
         raise ValueError(f"ncu has no {metric} here")
     ratio = sum(found) / (2 * CALIBRATION**3)
-    record.append({"bench": "calibration", "n": CALIBRATION, "flops_found": ratio, **record.environment()}, out)
+    record.add([{"bench": "calibration", "n": CALIBRATION, "flops_found": ratio}], out)
     return ratio
 
 

@@ -14,17 +14,17 @@ from ..arguments import (
     DtypeOption,
     OutOption,
     RepeatsOption,
+    RowsOption,
     WarmupOption,
     check_name,
     has_gpu,
     read_rows,
     refusing,
     require_gpu,
-    require_writable,
     split_names,
 )
 from ..record import RESULTS
-from ..shapes import ITEMSIZES, SEQLENS
+from ..shapes import SEQLENS
 from ..terminal import first_line, make_console, refuse
 from ..training_run import DTYPES, WORKLOAD_HELP, Run, make_run, parse_workload
 from ..workloads import get_workload
@@ -43,7 +43,7 @@ def compare(
     noise: Annotated[float, typer.Option(min=0, help="What two runs of the same code differ by.")] = NOISE,
     kind: Annotated[str, typer.Option("--format", help="terminal or markdown.")] = "terminal",
     fail: Annotated[bool, typer.Option("--fail", help="Exit 1 if anything is slower.")] = False,
-    out: OutOption = RESULTS,
+    out: RowsOption = RESULTS,
 ) -> None:
     """Times of two result sets side by side; what is slower by more than noise is marked.
 
@@ -67,7 +67,7 @@ def compare(
 
 def report(
     folder: Annotated[Path, typer.Option(file_okay=False, help="Where index.html and report.md go.")] = _REPORT,
-    out: OutOption = RESULTS,
+    out: RowsOption = RESULTS,
 ) -> None:
     """Write the characterisation from committed rows, as one page that loads nothing and as Markdown; needs no GPU."""
     has_gpu()
@@ -91,7 +91,6 @@ def characterize(
     variants = split_names("--variant", variant, VARIANTS)
     with refusing():
         runs = list(_runs(workload, variants, dtype, documents))
-    require_writable(out)
     require_gpu("characterize", "make report shows the rows that there are")
     from . import collect
 
@@ -135,8 +134,6 @@ def scaling(
         seqlens = ()
     if not seqlens or min(seqlens) < 1:
         refuse(f"--seqlen: got {seqlen!r}, expected positive numbers, as in 64,1024")
-    check_name("--dtype", dtype, ITEMSIZES)
-    require_writable(out)
     require_gpu("scaling", "make report shows the rows that there are")
     from . import components
 

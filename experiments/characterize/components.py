@@ -19,7 +19,7 @@ from ssd.block import causal_conv1d_fn
 from .. import block, record, timing
 from ..inputs import DTYPES, make_inputs
 from ..shapes import Shape
-from ..terminal import track
+from ..terminal import leave_out, track
 
 MODES = {"fwd": "inference", "fwd_bwd": "training"}
 CHUNK_SIZE = 256
@@ -28,19 +28,17 @@ _D_MODEL, _INNER, _HEADDIM, _DSTATE, _DT_RANK = 2048, 4096, 64, {"mamba1": 16, "
 
 def run(seqlens: tuple[int, ...], dtype: str, out: Path, console: Console, repeats: int = 20, warmup: int = 5) -> list[dict]:
     """Measures every component at every length and returns the rows, each appended to its file as soon as it is known."""
-    rows, settings = [], [(seqlen, *which) for seqlen, which in product(seqlens, COMPONENTS)]
+    rows: list[dict] = []
+    settings = [(seqlen, *which) for seqlen, which in product(seqlens, COMPONENTS)]
     with timing.side_stream():
         for seqlen, name, component in track(settings, console, lambda one: f"{one[1]} {one[2]} {one[0]}"):
             shape = _shape(name, seqlen)
             row = {"bench": "scaling", "part": component, "shape": name, **shape.sizes, "dtype": dtype}
-            try:
+            with leave_out(console, f"{name} {component} {seqlen}"):
                 work = COMPONENTS[name, component](shape, DTYPES[dtype])
                 for mode in MODES:
                     (values,) = block.measure(work, {block.OURS: work.ours}, mode, repeats, warmup).values()
-                    rows.append(row | {"mode": mode} | values | record.environment())
-                    record.append(rows[-1], out)
-            except Exception as reason:  # the other components are measured all the same
-                console.print(f"{name} {component} {seqlen} is left out: {reason}", style="yellow", markup=False)
+                    rows += record.add([row | {"mode": mode} | values], out)
     return rows
 
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ..arguments import VARIANTS, OutOption, check_name, has_gpu, refusing, require_writable, split_names
+from ..arguments import VARIANTS, OutOption, check_name, has_gpu, refusing, split_names
 from ..record import RESULTS
 from ..terminal import make_console
 
@@ -38,7 +38,6 @@ def fuzz(
     """
     variants = tuple(split_names("--variant", variant, _VARIANTS))
     check_name("--part", part, _PARTS)
-    require_writable(out)
     workers = workers or (_WORKERS_ON_GPU if has_gpu() else 1)
     from . import campaign
     from .parts import from_json, to_json

@@ -39,10 +39,10 @@ def rival(monkeypatch):
     monkeypatch.setattr(bench, "ssd_chunk_scan", scan)
 
 
-def run(tmp_path, modes=("fwd",), **other):
+def run(tmp_path, modes=("fwd",)):
     console = Console(width=200, record=True, file=io.StringIO())
-    plan = bench.Plan(("torch",), "rival", (SMALL,), modes, "fp32", (32, 64), out=tmp_path, **other)
-    return bench.run(plan, console), console.export_text()
+    rows = bench.run(("torch",), "rival", (SMALL,), modes, "fp32", (32, 64), Options(), tmp_path, console)
+    return rows, console.export_text()
 
 
 def test_rows(tmp_path, clock, rival):
@@ -63,8 +63,8 @@ def test_rows(tmp_path, clock, rival):
 def test_auto_has_rows_of_its_own(tmp_path, clock, monkeypatch):
     """With the choice, which is torch's form here."""
     monkeypatch.setitem(SECONDS_OF, ("auto", 64), 3.0)
-    plan = bench.Plan(("auto",), None, (SMALL,), ("fwd", "fwd_bwd"), "fp32", (64,), out=tmp_path)
-    rows = bench.run(plan, Console(quiet=True))
+    console = Console(quiet=True)
+    rows = bench.run(("auto",), None, (SMALL,), ("fwd", "fwd_bwd"), "fp32", (64,), Options(), tmp_path, console)
     assert [(row["variant"], row["mode"], row["note"]) for row in rows] == [("auto", "fwd", None), ("auto", "fwd_bwd", None)]
     assert all(row["err_rms"] < 1e-5 and record.has_default_options(row) for row in rows)
 
