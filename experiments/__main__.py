@@ -11,37 +11,16 @@ from typing import Annotated
 
 import typer
 
-from . import training_run
-from .arguments import (
-    VARIANT_LIST,
-    VARIANTS,
-    CountersOption,
-    DtypeOption,
-    ModeOption,
-    OutOption,
-    RepeatsOption,
-    RowsOption,
-    ShapeOption,
-    WarmupOption,
-    WideOption,
-    check_name,
-    has_gpu,
-    parse_options,
-    read_rows,
-    refusing,
-    require_gpu,
-    require_writable,
-    split_chunk_sizes,
-    split_names,
-    split_shapes,
-)
+from . import flags
+from .arguments import has_gpu, parse_options, read_rows, require_gpu, split_chunk_sizes, split_names, split_shapes
 from .characterize import commands as characterisation
+from .flags import VARIANT_LIST, VARIANTS, check_name, require_writable
 from .fuzz.commands import fuzz
 from .record import RESULTS
 from .regress import regress
 from .shapes import BLOCK_PARTS, DIRECTIONS, MODES, SCANS
-from .terminal import make_console, refuse
-from .training_run import DEFAULTS, OPTIMIZERS, WAYS, WORKLOAD_HELP, make_run, parse_workload
+from .terminal import make_console, refuse, refusing
+from .training_run import DEFAULTS, WAYS, make_run, parse_workload
 from .workloads import workload_names
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__.splitlines()[0])
@@ -51,19 +30,17 @@ _BLOCK_MODES = (*DIRECTIONS, "fwd_bwd")
 _TABLES = ("ssd", "ablate", "block", "step", "counters")
 _TOOLS = ("memcheck", "racecheck")
 _FORMATS = ("markdown", "csv", "latex")
-_DtypeHelp = f"One of {', '.join(training_run.DTYPES)}; bf16 by autocast."
-_ChunkSizeOption = Annotated[str, typer.Option(help="Ours, of 16 to 256; auto stands for 64, 128 and 256.")]
-_OptionOption = Annotated[list[str] | None,
-                          typer.Option(help="NAME=true, NAME=false or keep_bytes=NUMBER, of ssd.Options; repeatable.")]
 
 
 @app.command()
 def bench(
     variant: Annotated[str, typer.Option(help=f"Variants to measure, of {VARIANT_LIST}.")] = "baseline",
     against: Annotated[str, typer.Option(help="The variant to compare with, or none.")] = "mamba_ssm",
-    shape: ShapeOption = "named", mode: ModeOption = "fwd,bwd,fwd_bwd", dtype: DtypeOption = "bf16",
-    chunk_size: _ChunkSizeOption = "auto", repeats: RepeatsOption = 50, warmup: WarmupOption = 10,
-    option: _OptionOption = None, counters: CountersOption = False, wide: WideOption = False, out: OutOption = RESULTS,
+    shape: flags.Shape = "named", mode: flags.Mode = "fwd,bwd,fwd_bwd", dtype: flags.Dtype = "bf16",
+    chunk_size: flags.ChunkSizes = "auto", repeats: flags.Repeats = 50, warmup: flags.Warmup = 10,
+    option: Annotated[list[str] | None, typer.Option(
+        help="NAME=true, NAME=false or keep_bytes=NUMBER, of ssd.Options; repeatable.")] = None,
+    counters: flags.Counters = False, wide: flags.Wide = False, out: flags.Out = RESULTS,
 ) -> None:
     """Measure variants side by side and append a row for each; lists are separated by commas.
 
@@ -96,9 +73,9 @@ def bench(
 @app.command()
 def ablate(
     variant: Annotated[str, typer.Option(help="Variants to take apart, of those with options.")] = "fused,persistent",
-    shape: ShapeOption = "8b-b1,8b-b4", mode: ModeOption = "fwd", dtype: DtypeOption = "bf16",
-    chunk_size: Annotated[int, typer.Option(help="One of 16 to 256.")] = 128, repeats: RepeatsOption = 50,
-    warmup: WarmupOption = 10, wide: WideOption = False, out: OutOption = RESULTS,
+    shape: flags.Shape = "8b-b1,8b-b4", mode: flags.Mode = "fwd", dtype: flags.Dtype = "bf16",
+    chunk_size: Annotated[int, typer.Option(help="One of 16 to 256.")] = 128, repeats: flags.Repeats = 50,
+    warmup: flags.Warmup = 10, wide: flags.Wide = False, out: flags.Out = RESULTS,
 ) -> None:
     """Measure what each option of a variant is worth: turned off alone, and turned on after all those before it.
 
@@ -122,11 +99,11 @@ def ablate(
 @app.command()
 def block(
     part: Annotated[str, typer.Option(help=f"Parts, of {', '.join(BLOCK_PARTS)}.")] = ",".join(BLOCK_PARTS),
-    shape: ShapeOption = "8b-b4,2.7b-b4,130m-b8",
+    shape: flags.Shape = "8b-b4,2.7b-b4,130m-b8",
     scan: Annotated[str, typer.Option(help=f"Shapes of the selective scan, of {', '.join(_SCANS)}.")] = ",".join(_SCANS),
     mode: Annotated[str, typer.Option(help=f"Modes, of {', '.join(_BLOCK_MODES)}.")] = ",".join(_BLOCK_MODES),
-    dtype: DtypeOption = "bf16", repeats: RepeatsOption = 50, warmup: WarmupOption = 10, counters: CountersOption = False,
-    wide: WideOption = False, out: OutOption = RESULTS,
+    dtype: flags.Dtype = "bf16", repeats: flags.Repeats = 50, warmup: flags.Warmup = 10, counters: flags.Counters = False,
+    wide: flags.Wide = False, out: flags.Out = RESULTS,
 ) -> None:
     """Measure what surrounds the operator in a block, and whole blocks, beside upstream's where that is installed."""
     parts, modes = split_names("--part", part, BLOCK_PARTS), split_names("--mode", mode, _BLOCK_MODES)
@@ -147,23 +124,22 @@ def train(
     preset: Annotated[str, typer.Option(help="Sizes of the model: tiny, for a CPU too, or a published size.")] = "tiny",
     variant: Annotated[str, typer.Option(help=f"Of the SSD: {VARIANT_LIST}.")] = DEFAULTS["variant"],
     mixer: Annotated[str | None, typer.Option(help="What mixes tokens, where a workload has several; its first.")] = None,
-    data: Annotated[str, typer.Option(help="synthetic, or a path or name, see docs/workloads.md.")] = DEFAULTS["data"],
+    data: flags.Data = DEFAULTS["data"],
     tokenizer: Annotated[str, typer.Option(
         help="Of text: bytes, a tokenizer.json or its folder, a model's name.")] = DEFAULTS["tokenizer"],
-    documents: Annotated[bool, typer.Option(help="Keep documents that share a row of text apart.")] = DEFAULTS["documents"],
-    steps: Annotated[int, typer.Option(help="Steps of the optimizer.")] = 100,
-    batch: Annotated[int | None, typer.Option(help="Samples of a micro-batch; the preset's unless given.")] = None,
+    documents: flags.Documents = DEFAULTS["documents"],
+    steps: Annotated[int, typer.Option(help="Steps of the optimizer.")] = 100, batch: flags.Batch = None,
     seqlen: Annotated[int | None, typer.Option(help="Tokens of a sample; the preset's unless given.")] = None,
     accumulate: Annotated[int, typer.Option(help="Micro-batches of a step.")] = DEFAULTS["accumulate"],
     lr: Annotated[float | None, typer.Option(help="The highest learning rate; the preset's unless given.")] = None,
     warmup: Annotated[int | None, typer.Option(help="Steps up to it; a tenth unless given.")] = None,
     clip: Annotated[float, typer.Option(help="The gradient's largest norm; 0 for none.")] = DEFAULTS["clip"],
-    optimizer: Annotated[str | None, typer.Option(help=f"{' or '.join(OPTIMIZERS)}; the preset's unless given.")] = None,
+    optimizer: flags.Optimizer = None,
     weight_decay: Annotated[float | None, typer.Option(help="On matrices and filters; the preset's unless given.")] = None,
-    dtype: Annotated[str, typer.Option(help=_DtypeHelp)] = DEFAULTS["dtype"],
+    dtype: flags.Autocast = DEFAULTS["dtype"],
     checkpoint_activations: Annotated[bool, typer.Option("--checkpoint-activations", help="Keep less, compute more.")] = False,
     compile: Annotated[bool, typer.Option("--compile", help="Run the model through torch.compile.")] = False,
-    seed: Annotated[int, typer.Option(help="Of weights and data.")] = DEFAULTS["seed"],
+    seed: flags.Seed = DEFAULTS["seed"],
     save_every: Annotated[int, typer.Option(help="Steps between checkpoints; the last two are kept.")] = DEFAULTS["save_every"],
     out: Annotated[Path | None, typer.Option(
         file_okay=False, help="Folder of the run; runs/<workload>-<preset>-<mixer>-<variant>-<seed> unless given.")] = None,
@@ -191,22 +167,18 @@ def train(
 
 @app.command()
 def sweep(
-    workload: Annotated[str, typer.Option(help=WORKLOAD_HELP)] = "mamba2",
+    workload: flags.Workloads = "mamba2",
     variant: Annotated[str, typer.Option(help=f"To put inside, of {VARIANT_LIST}.")] = "mamba_ssm,persistent,fused,baseline",
     steps: Annotated[int, typer.Option(help="Steps of each training that the losses are taken from.")] = 200,
-    dtype: Annotated[str, typer.Option(help=_DtypeHelp)] = "bf16",
-    data: Annotated[str, typer.Option(help="As of train.")] = "synthetic",
-    documents: Annotated[bool, typer.Option(help="As of train.")] = True,
-    batch: Annotated[int | None, typer.Option(help="Samples of a micro-batch; each preset's unless given.")] = None,
-    optimizer: Annotated[str | None, typer.Option(help=f"{' or '.join(OPTIMIZERS)}; each preset's unless given.")] = None,
-    seed: Annotated[int, typer.Option(help="Of weights and data.")] = 0,
-    repeats: RepeatsOption = 20, warmup: WarmupOption = 3,
+    dtype: flags.Autocast = "bf16", data: flags.Data = "synthetic", documents: flags.Documents = True,
+    batch: flags.Batch = None, optimizer: flags.Optimizer = None, seed: flags.Seed = 0,
+    repeats: flags.Repeats = 20, warmup: flags.Warmup = 3,
     each_option: Annotated[bool, typer.Option("--each-option", help="Also time each variant without each option.")] = False,
     folder: Annotated[Path, typer.Option(file_okay=False, help="Of the training runs' folders.")] = Path("runs"),
     again: Annotated[bool, typer.Option("--again", help="Also run what has its row.")] = False,
     trains: Annotated[bool, typer.Option("--train/--no-train", help="Also train with each, for its loss.")] = True,
     counters: Annotated[bool, typer.Option(help="Also count bytes of a step's SSM kernels with ncu.")] = False,
-    wide: WideOption = False, out: OutOption = RESULTS,
+    wide: flags.Wide = False, out: flags.Out = RESULTS,
 ) -> None:
     """Put variant after variant inside workloads: step times, side by side, and losses.
 
@@ -243,7 +215,7 @@ def render_table(
     mode: Annotated[str, typer.Option(help="Only these modes.")] = "",
     all_chunks: Annotated[bool, typer.Option(help="Every chunk size instead of the fastest.")] = False,
     kernels: Annotated[bool, typer.Option("--kernels", help="Of counters: a line for each kernel too.")] = False,
-    out: RowsOption = RESULTS,
+    out: flags.Rows = RESULTS,
 ) -> None:
     """Print the latest row of each variant, shape and mode, with every column."""
     check_name("--format", kind, _FORMATS), check_name("--bench", bench, _TABLES)
@@ -270,7 +242,7 @@ def render_table(
 @app.command()
 def readme(
     check: Annotated[bool, typer.Option(help="Change nothing; exit 1 if a page or a figure is out of date.")] = False,
-    out: RowsOption = RESULTS,
+    out: flags.Rows = RESULTS,
 ) -> None:
     """Write the tables and figures of README and docs from committed rows."""
     has_gpu()
@@ -284,7 +256,7 @@ def readme(
 @app.command()
 def tune(
     shape: Annotated[str, typer.Option(help="Shapes to tune for; a later one replaces what they share.")] = "8b-b4",
-    dtype: DtypeOption = "bf16", chunk_size: _ChunkSizeOption = "auto",
+    dtype: flags.Dtype = "bf16", chunk_size: flags.ChunkSizes = "auto",
     repeats: Annotated[int, typer.Option(min=1, help="Timed calls of each config.")] = 10,
 ) -> None:
     """Freeze each kernel's fastest config on this GPU in ssd/configs/<gpu>.json, and refit fused/configs/<gpu>.json."""
@@ -298,7 +270,7 @@ def tune(
 
 
 @app.command()
-def choose(out: RowsOption = RESULTS) -> None:
+def choose(out: flags.Rows = RESULTS) -> None:
     """Write what variant "auto" chooses by, ssd/configs/variants/<gpu>.json, from committed rows."""
     from . import choose, record
 
@@ -314,7 +286,7 @@ def sanitize(
     variant: Annotated[str, typer.Option(help="Of persistent, fused, baseline, block and control; all, but control on Hopper "
                                               "alone.")] = "",
     tool: Annotated[str, typer.Option(help=f"Tools of compute-sanitizer, of {', '.join(_TOOLS)}.")] = ",".join(_TOOLS),
-    out: OutOption = RESULTS,
+    out: flags.Out = RESULTS,
 ) -> None:
     """Run every kernel of the variants under compute-sanitizer, and append a row for each tool.
 

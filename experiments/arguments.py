@@ -1,36 +1,18 @@
-"""What commands share in reading their options: lists of names, shapes, folders of rows. Imports no torch."""
+"""What commands make of their flags: lists of names, shapes, rows; and whether there is a GPU. Imports no torch."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
-
-from .names import refuse_unknown, suggest, variant_names
-from .shapes import CHUNK_SIZES, ITEMSIZES, MODES, Shape, find_shapes
-from .terminal import refuse
+from .names import suggest
+from .shapes import CHUNK_SIZES, Shape, find_shapes
+from .terminal import refuse, refusing
 
 if TYPE_CHECKING:
     from ssd import Options
-
-VARIANTS = ("auto", *variant_names())
-VARIANT_LIST = ", ".join(VARIANTS)
-ShapeOption = Annotated[str, typer.Option(help="Shapes, of named, workloads, sweep, models, or single ones of theirs.")]
-ModeOption = Annotated[str, typer.Option(help=f"Modes, of {', '.join(MODES)}.")]
-DtypeOption = Annotated[str, typer.Option(callback=lambda dtype: check_name("--dtype", dtype, ITEMSIZES),
-                                          help=f"Dtype of activations: {', '.join(ITEMSIZES)}.")]
-RepeatsOption = Annotated[int, typer.Option(min=2, help="Timed calls of each candidate; candidates take turns.")]
-WarmupOption = Annotated[int, typer.Option(min=1, help="Calls of each candidate before timing.")]
-_FOLDER = "Folder of the rows: <out>/<gpu>/<bench>.jsonl."
-RowsOption = Annotated[Path, typer.Option(file_okay=False, help=_FOLDER)]  # where rows are read
-OutOption = Annotated[Path, typer.Option(file_okay=False, help=_FOLDER, callback=lambda out: require_writable(out))]
-WideOption = Annotated[bool, typer.Option("--wide", help="Show every column, beyond 100 characters.")]
-CountersOption = Annotated[bool, typer.Option(help="Also read DRAM traffic, blocks and pipes of each kernel with ncu.")]
 
 
 def has_gpu() -> bool:
@@ -48,16 +30,6 @@ def require_gpu(command: str, instead: str = "") -> None:
         refuse(f"{command}: needs a CUDA GPU, found none{instead and '; '}{instead}")
 
 
-def require_writable(out: Path) -> Path:
-    """Refuses a folder of rows that cannot be made or written to, before anything is measured for it."""
-    nearest = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
-    try:  # os.access says yes to root even where nothing can be made, as in /proc
-        with TemporaryDirectory(dir=nearest):
-            return out
-    except OSError:
-        refuse(f"--out: got {out}, expected a folder that can be written: {nearest} cannot")
-
-
 def split_names(option: str, text: str, known: Iterable[str], *also: str) -> list[str]:
     """The items of a comma-separated list, each once; refused if one is not known. also: names that the caller accepts."""
     known = list(known)
@@ -66,22 +38,6 @@ def split_names(option: str, text: str, known: Iterable[str], *also: str) -> lis
         if item not in known:
             refuse(f"{option}: got {item!r}, expected any of {', '.join((*known, *also))}{suggest(item, known)}")
     return items
-
-
-@contextmanager
-def refusing(prefix: str = "", *also: type[Exception]) -> Iterator[None]:
-    """Refuses what is raised within for what came from outside: settings, files, packages; also: exceptions besides."""
-    try:
-        yield
-    except (ImportError, OSError, ValueError, *also) as reason:
-        refuse(f"{prefix}{reason}")
-
-
-def check_name(option: str, name: str, known: Iterable[str]) -> str:
-    """The name; refused if it is not known."""
-    with refusing():
-        refuse_unknown(option, name, known)
-    return name
 
 
 def split_shapes(names: str) -> list[Shape]:

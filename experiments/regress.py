@@ -16,8 +16,9 @@ from typing import Annotated
 
 import typer
 
-from . import record
-from .arguments import VARIANTS, DtypeOption, OutOption, require_gpu, split_names, split_shapes
+from . import flags, record
+from .arguments import require_gpu, split_names, split_shapes
+from .flags import VARIANTS
 from .shapes import DIRECTIONS
 from .terminal import make_console, refuse, track
 
@@ -52,11 +53,11 @@ def regress(
     variant: Annotated[str, typer.Option(help="Variants to time, a comma between.")] = "persistent",
     shape: Annotated[str, typer.Option(help="Shapes, as of bench.")] = "8b-b4,2.7b-b4,130m-b8",
     mode: Annotated[str, typer.Option(help=f"Modes, of {', '.join(_MODES)}.")] = "fwd,bwd",
-    dtype: DtypeOption = "bf16",
+    dtype: flags.Dtype = "bf16",
     chunk_size: Annotated[int, typer.Option(help="One of 16 to 256.")] = 128,
     rounds: Annotated[int, typer.Option(min=2, help="Times that each tree is asked.")] = 5,
     repeats: Annotated[int, typer.Option(min=2, help="Timed calls in each round.")] = 20,
-    out: OutOption = record.RESULTS,
+    out: flags.Out = record.RESULTS,
 ) -> None:
     """Time the operator of this tree and of another in turn: eager, in a CUDA graph, and on the host; a row for each call."""
     variants, modes = split_names("--variant", variant, VARIANTS), split_names("--mode", mode, _MODES)

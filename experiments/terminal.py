@@ -73,6 +73,15 @@ def last_line(reason: BaseException) -> str:
     return (str(reason).splitlines() or [type(reason).__name__])[-1]
 
 
+@contextmanager
+def refusing(prefix: str = "", *also: type[Exception]) -> Iterator[None]:
+    """Refuses what is raised within for what came from outside: settings, files, packages; also: exceptions besides."""
+    try:
+        yield
+    except (ImportError, OSError, ValueError, *also) as reason:
+        refuse(f"{prefix}{reason}")
+
+
 def refuse(message: str) -> NoReturn:
     """Ends the command with exit status 2 and one line: the option, what it got and what is accepted."""
     typer.echo(f"error: {message}", err=True)

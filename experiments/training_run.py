@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from .names import refuse_unknown, variant_names
-from .workloads import get_workload, workload_names
+from .workloads import get_workload
 
 if TYPE_CHECKING:
     from ssd import Options
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 DTYPES = ("fp32", "bf16")
 OPTIMIZERS = ("adamw", "lamb")
 WAYS = ("ddp", "fsdp")  # of several processes, see `parallel`
-WORKLOAD_HELP = f"NAME, NAME:PRESET or NAME:PRESET/MIXER, of {', '.join(workload_names())}."  # what `parse_workload` takes
 _AT_LEAST = {"steps": 1, "batch": 1, "seqlen": 2, "accumulate": 1, "warmup": 0, "save_every": 0, "clip": 0, "weight_decay": 0,
              "seed": 0}
 _OF_PRESET = ("batch", "seqlen", "lr", "optimizer", "weight_decay")  # the preset's unless given

@@ -9,24 +9,13 @@ from typing import Annotated
 
 import typer
 
-from ..arguments import (
-    VARIANTS,
-    DtypeOption,
-    OutOption,
-    RepeatsOption,
-    RowsOption,
-    WarmupOption,
-    check_name,
-    has_gpu,
-    read_rows,
-    refusing,
-    require_gpu,
-    split_names,
-)
+from .. import flags
+from ..arguments import has_gpu, read_rows, require_gpu, split_names
+from ..flags import VARIANTS, check_name
 from ..record import RESULTS
 from ..shapes import SEQLENS
-from ..terminal import first_line, make_console, refuse
-from ..training_run import DTYPES, WORKLOAD_HELP, Run, make_run, parse_workload
+from ..terminal import first_line, make_console, refuse, refusing
+from ..training_run import Run, make_run, parse_workload
 from ..workloads import get_workload
 
 NOISE = 0.05  # of 108 pairs of rows of mamba_ssm, whose code is one, at successive commits on an H200, 4 differ by more
@@ -43,7 +32,7 @@ def compare(
     noise: Annotated[float, typer.Option(min=0, help="What two runs of the same code differ by.")] = NOISE,
     kind: Annotated[str, typer.Option("--format", help="terminal or markdown.")] = "terminal",
     fail: Annotated[bool, typer.Option("--fail", help="Exit 1 if anything is slower.")] = False,
-    out: RowsOption = RESULTS,
+    out: flags.Rows = RESULTS,
 ) -> None:
     """Times of two result sets side by side; what is slower by more than noise is marked.
 
@@ -67,7 +56,7 @@ def compare(
 
 def report(
     folder: Annotated[Path, typer.Option(file_okay=False, help="Where index.html and report.md go.")] = _REPORT,
-    out: RowsOption = RESULTS,
+    out: flags.Rows = RESULTS,
 ) -> None:
     """Write the characterisation from committed rows, as one page that loads nothing and as Markdown; needs no GPU."""
     has_gpu()
@@ -79,13 +68,12 @@ def report(
 
 
 def characterize(
-    workload: Annotated[str, typer.Option(help=WORKLOAD_HELP)] = _WORKLOADS,
+    workload: flags.Workloads = _WORKLOADS,
     variant: Annotated[str, typer.Option(help="Of the SSD; Mamba-1's scans run auto, and mamba_ssm if given.")] = _VARIANTS,
-    dtype: Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}; bf16 by autocast.")] = "bf16",
-    documents: Annotated[bool, typer.Option(help="As of train.")] = True,
+    dtype: flags.Autocast = "bf16", documents: flags.Documents = True,
     traces: Annotated[Path | None, typer.Option(file_okay=False, help="Folder to keep traces in, for Perfetto.")] = None,
     counters: Annotated[bool, typer.Option(help="Also count each kernel's bytes and FLOPs with ncu: minutes a run.")] = False,
-    out: OutOption = RESULTS,
+    out: flags.Out = RESULTS,
 ) -> None:
     """Profile training steps and append what they spend their time on; and check ncu's FLOP counter where ncu is installed."""
     variants = split_names("--variant", variant, VARIANTS)
@@ -125,7 +113,7 @@ def characterize(
 
 def scaling(
     seqlen: Annotated[str, typer.Option(help="Tokens, comma-separated.")] = ",".join(map(str, SEQLENS)),
-    dtype: DtypeOption = "bf16", repeats: RepeatsOption = 20, warmup: WarmupOption = 5, out: OutOption = RESULTS,
+    dtype: flags.Dtype = "bf16", repeats: flags.Repeats = 20, warmup: flags.Warmup = 5, out: flags.Out = RESULTS,
 ) -> None:
     """Measure time and memory of a Mamba-1 and a Mamba-2 block's components over the sequence length."""
     try:

@@ -7,9 +7,11 @@ from typing import Annotated
 
 import typer
 
-from ..arguments import VARIANTS, OutOption, check_name, has_gpu, refusing, split_names
+from .. import flags
+from ..arguments import has_gpu, split_names
+from ..flags import VARIANTS, check_name
 from ..record import RESULTS
-from ..terminal import make_console
+from ..terminal import make_console, refusing
 
 _PARTS = ("operator", "block")
 _PEERS = ("mamba_ssm", "fla")  # which the fuzz does not judge
@@ -30,7 +32,7 @@ def fuzz(
     shrink: Annotated[float, typer.Option(min=0, help="Seconds for making the first failures small, after the rest.")] = 90,
     config: Annotated[str | None, typer.Option(
         help="Run this configuration, as a run printed it, and nothing else; @FILE or - for stdin, one a line.")] = None,
-    out: OutOption = RESULTS,
+    out: flags.Out = RESULTS,
 ) -> None:
     """Draw configurations at random and judge every output and gradient against fp64; exit 1 if any fails.
 

@@ -1,10 +1,19 @@
 """What the tests of training share."""
 
+import io
+
 import pytest
+from rich.console import Console
 
 from experiments.workloads import Preset, get_workload
 from ssd.block import arguments
 from tests.experiments.small import graph_sizes, sizes, vision_sizes
+
+
+@pytest.fixture
+def console():
+    """Keeps what is printed, for `export_text`."""
+    return Console(width=200, record=True, file=io.StringIO())
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from experiments.workloads.vision_model import VisionSizes
 # the torch form's cumulative sums on a GPU are not the same bits twice
 VARIANT = "baseline" if torch.cuda.is_available() else "torch"
 
+without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here, where more happens")
 needs_graphs = pytest.mark.skipif(find_spec("torch_geometric") is None, reason="torch_geometric is not installed")
 
 

@@ -1,19 +1,16 @@
 """The ablation on a CPU: which sets of options are measured, what a row says, and what is shown."""
 
-import pytest
-import torch
-from typer.testing import CliRunner
 
 from experiments import ablate, interpret, record
-from experiments.__main__ import app
 from experiments.accuracy import Error
 from experiments.shapes import SMALL
 from ssd import Options
 from ssd.registry import get_variant
+from tests.experiments.invoke import invoke
 from tests.experiments.rows import ssd_row
+from tests.experiments.small import without_gpu
 from tests.experiments.test_bench import clock  # noqa: F401  a fixture
 
-without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here, so the ablation would measure")
 NAMES = ("exp2", "gluon", "tf32")
 
 
@@ -77,14 +74,14 @@ def test_without_a_gpu_nothing_is_timed_and_a_wrong_result_fails(monkeypatch, tm
         return {"out": Error(0.0, 0.0)}
 
     monkeypatch.setattr(interpret, "check", check)
-    command = ["ablate", "--variant", "baseline", "--out", str(tmp_path)]
-    result = CliRunner().invoke(app, command)
+    command = ["ablate", "--variant", "baseline", "--out", tmp_path]
+    result = invoke(*command)
     assert result.exit_code == 0, result.output
     for text in ("nothing is timed", "1 of 2: baseline: all", "without", get_variant("baseline").options[0]):
         assert text in result.stdout
     assert not list(tmp_path.iterdir()), "a run without a GPU writes no rows"
     assert checked == {("fwd",)}
-    CliRunner().invoke(app, [*command, "--mode", "bwd"])
+    invoke(*command, "--mode", "bwd")
     assert checked == {("fwd",), ("bwd",)}
     monkeypatch.setattr(interpret, "check", lambda variant, dtype, options, modes: {"out": Error(float("nan"), 0.0)})
-    assert CliRunner().invoke(app, command).exit_code == 1
+    assert invoke(*command).exit_code == 1

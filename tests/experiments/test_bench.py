@@ -1,6 +1,5 @@
 """The bench's own logic on a CPU: variants run for real, the clock is replaced."""
 
-import io
 import json
 from dataclasses import asdict
 
@@ -39,14 +38,15 @@ def rival(monkeypatch):
     monkeypatch.setattr(bench, "ssd_chunk_scan", scan)
 
 
-def run(tmp_path, modes=("fwd",)):
-    console = Console(width=200, record=True, file=io.StringIO())
-    rows = bench.run(("torch",), "rival", (SMALL,), modes, "fp32", (32, 64), Options(), tmp_path, console)
-    return rows, console.export_text()
+@pytest.fixture
+def run(tmp_path, console, clock):
+    """The rows of a variant beside the rival, and what was printed."""
+    return lambda *modes: (bench.run(("torch",), "rival", (SMALL,), modes or ("fwd",), "fp32", (32, 64), Options(), tmp_path,
+                                     console), console.export_text())
 
 
-def test_rows(tmp_path, clock, rival):
-    rows, _ = run(tmp_path, MODES)
+def test_rows(run, tmp_path, rival):
+    rows, _ = run(*MODES)
     assert [(r["mode"], r["variant"], r["chunk_size"]) for r in rows[:4]] == [
         ("fwd", "torch", 32),
         ("fwd", "torch", 64),
@@ -69,8 +69,8 @@ def test_auto_has_rows_of_its_own(tmp_path, clock, monkeypatch):
     assert all(row["err_rms"] < 1e-5 and record.has_default_options(row) for row in rows)
 
 
-def test_what_follows_from_a_time(tmp_path, clock, rival):
-    (_, row, peer, _), _ = run(tmp_path)
+def test_what_follows_from_a_time(run, rival):
+    (_, row, peer, _), _ = run()
     ideal = cost.count_ideal_forward(SMALL.problem(64, "fp32"))
     assert row["p50_us"] == 1000 and row["graph_p50_us"] == 900
     assert row["ideal_bytes"] == ideal.bytes
@@ -83,19 +83,19 @@ def test_what_follows_from_a_time(tmp_path, clock, rival):
     assert "against" not in peer
 
 
-def test_a_failed_capture_is_noted(tmp_path, clock, rival, monkeypatch):
+def test_a_failed_capture_is_noted(run, rival, monkeypatch):
     def capture(call):
         raise RuntimeError("operation not permitted\nwhen stream is capturing")
 
     monkeypatch.setattr(timing, "capture", capture)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    rows, _ = run(tmp_path)
+    rows, _ = run()
     assert all(row["graph_p50_us"] is None for row in rows)
     assert rows[0]["note"] == "no CUDA graph: operation not permitted"
     assert rows[0]["speedup"] and rows[0]["graph_speedup"] is None
 
 
-def test_what_cannot_run_does_not_stop_the_rest(tmp_path, clock, rival, monkeypatch):
+def test_what_cannot_run_does_not_stop_the_rest(run, rival, monkeypatch):
     scan = bench.ssd_chunk_scan
 
     def picky(*, chunk_size, **arguments):
@@ -104,25 +104,25 @@ def test_what_cannot_run_does_not_stop_the_rest(tmp_path, clock, rival, monkeypa
         return scan(chunk_size=chunk_size, **arguments)
 
     monkeypatch.setattr(bench, "ssd_chunk_scan", picky)
-    rows, text = run(tmp_path)
+    rows, text = run()
     assert [row["chunk_size"] for row in rows] == [64, 128, 256]
     assert "small fwd: torch at chunk size 32 is left out: chunk [32] is too small" in text
 
 
-def test_a_peer_that_is_not_installed(tmp_path, clock, monkeypatch):
+def test_a_peer_that_is_not_installed(run, monkeypatch):
     def get_variant(name):
         if name == "rival":
             raise ImportError("no module named rival")
         return Variant(name, None)
 
     monkeypatch.setattr(bench, "get_variant", get_variant)
-    rows, text = run(tmp_path)
+    rows, text = run()
     assert "rival is left out: no module named rival" in text
     assert len(rows) == 2 and not any("against" in row for row in rows)
 
 
-def test_a_wrong_result_is_recorded_as_such(tmp_path, clock, rival, monkeypatch):
+def test_a_wrong_result_is_recorded_as_such(run, rival, monkeypatch):
     scan = bench.ssd_chunk_scan
     monkeypatch.setattr(bench, "ssd_chunk_scan", lambda **arguments: scan(**arguments) * float("nan"))
-    rows, _ = run(tmp_path)
+    rows, _ = run()
     assert rows[0]["err_rms"] is None and rows[0]["note"] == "the result is not finite"

@@ -1,10 +1,8 @@
 """The bench of what surrounds the operator, without a GPU: a clock that is made up, sides that are torch."""
 
-import io
 
 import pytest
 import torch
-from rich.console import Console
 
 from experiments import block, record, table
 from experiments.shapes import Shape
@@ -20,9 +18,11 @@ def clock(monkeypatch):
     monkeypatch.setattr(block, "SCANS", (SCAN,))
 
 
-def run(tmp_path, parts, modes=block.MODES) -> tuple[list[dict], str]:
-    console = Console(width=200, record=True, file=io.StringIO())
-    return block.run(parts, (TINY,), (SCAN,), modes, "fp32", tmp_path, console), console.export_text()
+@pytest.fixture
+def run(tmp_path, console):
+    """The rows of parts, and what was printed."""
+    return lambda parts, modes=block.MODES: (
+        block.run(parts, (TINY,), (SCAN,), modes, "fp32", tmp_path, console), console.export_text())
 
 
 @pytest.fixture
@@ -38,9 +38,9 @@ def upstream(monkeypatch):
     monkeypatch.setattr(block, "PARTS", {name: off(part) for name, part in block.PARTS.items() if name != "state_update"})
 
 
-def test_every_part_runs(tmp_path):
+def test_every_part_runs(run, tmp_path):
     """Those upstream has and this machine has not are named."""
-    rows, said = run(tmp_path, tuple(block.PARTS))
+    rows, said = run(tuple(block.PARTS))
     assert [(r["part"], r["mode"]) for r in rows if r["variant"] == "ssd"] == [
         (part, mode) for part in block.PARTS for mode in (("fwd",) if part == "state_update" else block.MODES)]
     assert {r["shape"] for r in rows if r["part"] == "selective_scan"} == {"scan"}
@@ -48,8 +48,8 @@ def test_every_part_runs(tmp_path):
     assert "conv1d tiny: causal_conv1d is left out" in said or "causal_conv1d" in {r["variant"] for r in rows}
 
 
-def test_comparison(tmp_path, upstream):
-    rows, _ = run(tmp_path, tuple(block.PARTS))
+def test_comparison(run, upstream):
+    rows, _ = run(tuple(block.PARTS))
     assert len(rows) == 2 * 3 * len(block.PARTS)
     for ours, theirs in zip(rows[::2], rows[1::2], strict=True):
         assert (ours["variant"], theirs["variant"], theirs["apart"]) == ("ssd", "rival", None)
@@ -60,8 +60,8 @@ def test_comparison(tmp_path, upstream):
 
 
 @pytest.mark.parametrize("part, forward, backward", [("conv1d", 2, 3), ("gated_norm", 3, 5), ("selective_scan", 4, 7)])
-def test_bytes(part, forward, backward, tmp_path):
-    rows, _ = run(tmp_path, (part,))
+def test_bytes(part, forward, backward, run):
+    rows, _ = run((part,))
     of_one = {"conv1d": 8 * 24, "gated_norm": 8 * 16, "selective_scan": 8 * 2}[part] * 4
     found = {r["mode"]: r for r in rows if r["variant"] == "ssd"}
     assert [found[mode]["ideal_bytes"] / of_one for mode in block.MODES] == [forward, backward, forward + backward]
@@ -69,10 +69,10 @@ def test_bytes(part, forward, backward, tmp_path):
     assert found["fwd"]["sol"] == found["fwd"]["effective_gbps"] / 4000
 
 
-def test_a_part_that_fails_costs_no_other(tmp_path, monkeypatch):
+def test_a_part_that_fails_costs_no_other(run, monkeypatch):
     def broken(shape, dtype):
         raise torch.OutOfMemoryError("no room")
 
     monkeypatch.setitem(block.PARTS, "conv1d", broken)
-    rows, said = run(tmp_path, ("conv1d", "gated_norm"), ("fwd",))
+    rows, said = run(("conv1d", "gated_norm"), ("fwd",))
     assert {r["part"] for r in rows} == {"gated_norm"} and "conv1d tiny is left out: no room" in said

@@ -4,12 +4,11 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from typer.testing import CliRunner
 
 from experiments import bench, choose, record
-from experiments.__main__ import app
 from ssd.types import Options
 from ssd.variant_times import TABLES, Call, TimeTable, apply_model, count_work
+from tests.experiments.invoke import invoke
 from tests.experiments.rows import ENVIRONMENT, ssd_row, write
 
 CALL = Call("fwd", False, 2, batch=4, seqlen=4096, nheads=128, headdim=64, dstate=128, ngroups=8, chunk_size=128)
@@ -152,9 +151,9 @@ def test_command(tmp_path, monkeypatch):
     monkeypatch.setattr(choose.write_tables, "__defaults__", (folder,))
     written = [ssd_row(), ssd_row("fused", p50_us=11.0, options=vars(Options()))]
     write(rows, *written)
-    result = CliRunner().invoke(app, ["choose", "--out", str(rows)])
+    result = invoke("choose", "--out", rows)
     assert result.exit_code == 0, result.output
     assert "h200.json written: 1 measured calls" in result.stdout.replace("\n", "")
     assert TimeTable.read((folder / "h200.json").read_text()) == choose.make_tables(written)["h200"]
     (tmp_path / "none").mkdir()
-    assert "nothing to choose by" in CliRunner().invoke(app, ["choose", "--out", str(tmp_path / "none")]).stdout
+    assert "nothing to choose by" in invoke("choose", "--out", tmp_path / "none").stdout

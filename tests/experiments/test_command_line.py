@@ -6,27 +6,22 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-import torch
-from typer.testing import CliRunner
 
 from experiments import interpret, names
 from experiments.__main__ import app
 from experiments.accuracy import Error
 from ssd import Options, variant_names
+from tests.experiments.invoke import invoke
 from tests.experiments.rows import compared, ssd_row, write
+from tests.experiments.small import without_gpu
 
 ROOT = Path(__file__).parents[2]
-without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here, so the bench would measure")
-
-
-def run(*arguments):
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
 @pytest.mark.parametrize("command", [command.name or command.callback.__name__ for command in app.registered_commands])
 def test_help(command):
     """What help says is no markup by accident."""
-    result = run(command.replace("_", "-"), "--help")
+    result = invoke(command.replace("_", "-"), "--help")
     assert result.exit_code == 0 and "Usage" in result.stdout
 
 
@@ -39,7 +34,7 @@ ANYWHERE, WITHOUT_GPU = ([tuple(map(str.strip, case)) for case in pairwise(part.
     ("line", "said"), [*ANYWHERE, *(pytest.param(*case, marks=without_gpu) for case in WITHOUT_GPU)], ids=str)
 def test_a_bad_option_is_refused_by_name_and_nothing_is_written(line, said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    result = run(*line.split(), *(["--out", tmp_path / "run"] if line.startswith("train") else []))
+    result = invoke(*line.split(), *(["--out", tmp_path / "run"] if line.startswith("train") else []))
     assert result.exit_code == 2 and result.stdout == ""
     assert result.stderr.startswith(f"error: {said}") and result.stderr.count("\n") == 1
     assert not list(tmp_path.iterdir())
@@ -47,7 +42,7 @@ def test_a_bad_option_is_refused_by_name_and_nothing_is_written(line, said, tmp_
 
 def test_table_of_rows(tmp_path):
     write(tmp_path, ssd_row(**compared()), ssd_row("mamba_ssm"), ssd_row("mamba_ssm", "2.7b-b4"))
-    result = run("table", "--out", tmp_path, "--variant", "mamba_ssm", "--shape", "8b-b4")
+    result = invoke("table", "--out", tmp_path, "--variant", "mamba_ssm", "--shape", "8b-b4")
     assert result.exit_code == 0
     assert len(result.stdout.splitlines()) == 3 and "baseline" not in result.stdout
 
@@ -60,7 +55,7 @@ def test_a_near_name_is_suggested(name, said):
 @without_gpu
 def test_bench_without_gpu(tmp_path):
     write(tmp_path, ssd_row("torch", "8b-b1", p50_us=4321.0), ssd_row("torch", "8b-b4", p50_us=9876.0))
-    result = run("bench", "--variant", "torch", "--shape", "8b-b1,sweep-64", "--out", tmp_path)
+    result = invoke("bench", "--variant", "torch", "--shape", "8b-b1,sweep-64", "--out", tmp_path)
     assert result.exit_code == 0, result.stdout
     for text in ("nothing is timed", "agrees", "8b-b1", "sweep-64", "4311"):
         assert text in result.stdout
@@ -78,14 +73,14 @@ def test_options_of_the_bench_reach_the_variant(monkeypatch):
 
     monkeypatch.setattr(interpret, "check", check)
     given = ("--option", "exp2=false", "--option", "tf32=true")
-    assert run("bench", "--variant", "torch", "--shape", "8b-b1", *given).exit_code == 0
+    assert invoke("bench", "--variant", "torch", "--shape", "8b-b1", *given).exit_code == 0
     assert set(seen) == {Options(exp2=False, tf32=True)}
 
 
 @without_gpu
 def test_bench_without_gpu_fails_on_a_wrong_result(monkeypatch):
     monkeypatch.setattr(interpret, "check", lambda variant, dtype, options, modes: {"out": Error(float("nan"), 0.0)})
-    result = run("bench", "--variant", "torch", "--shape", "8b-b1")
+    result = invoke("bench", "--variant", "torch", "--shape", "8b-b1")
     assert result.exit_code == 1
     assert "DOES NOT AGREE" in result.stdout
 
@@ -93,12 +88,12 @@ def test_bench_without_gpu_fails_on_a_wrong_result(monkeypatch):
 @without_gpu
 def test_bench_without_gpu_is_short_and_heeds_the_mode(monkeypatch):
     """All named shapes and modes in 40 lines of 100 columns; a forward alone has neither gradients nor their costs."""
-    whole = run("bench", "--variant", "torch").stdout.splitlines()
+    whole = invoke("bench", "--variant", "torch").stdout.splitlines()
     assert len(whole) <= 40 and max(map(len, whole)) <= 100 and any("bwd" in line for line in whole)
     seen = []
     check = interpret.check
     monkeypatch.setattr(interpret, "check", lambda *given: seen.append(check(*given).keys()) or check(*given))
-    forward = run("bench", "--variant", "torch", "--mode", "fwd").stdout
+    forward = invoke("bench", "--variant", "torch", "--mode", "fwd").stdout
     assert "bwd" not in forward and seen == [{"out"}] * 2
 
 
@@ -130,7 +125,7 @@ def test_names_are_the_registrys():
 @pytest.mark.parametrize("command", ("bench", "ablate", "sweep", "fuzz", "train"))
 def test_a_place_that_cannot_be_written_is_named(command, tmp_path):
     (tmp_path / "file").touch()
-    result = run(command, "--out", tmp_path / "file" / "rows")
+    result = invoke(command, "--out", tmp_path / "file" / "rows")
     assert result.exit_code == 2 and result.stderr.startswith(f"error: --out: got {tmp_path / 'file' / 'rows'}, expected")
 
 
@@ -141,5 +136,5 @@ def test_a_place_that_cannot_be_written_is_named(command, tmp_path):
 def test_a_broken_row_is_refused_by_file_and_line(tmp_path, command, line, said):
     (tmp_path / "h200").mkdir()
     (tmp_path / "h200" / "ssd.jsonl").write_text(line + "\n")
-    result = run(command, *(["--check"] if command == "readme" else []), "--out", tmp_path)
+    result = invoke(command, *(["--check"] if command == "readme" else []), "--out", tmp_path)
     assert result.exit_code == 2 and "ssd.jsonl:1" in result.stderr and said in result.stderr

@@ -13,15 +13,13 @@ from types import SimpleNamespace
 import pandas
 import pytest
 import torch
-from rich.console import Console
-from typer.testing import CliRunner
 
 from experiments import bench, counters, record, timing
-from experiments.__main__ import app
 from experiments.inputs import make_inputs
 from experiments.shapes import SHAPES, SMALL
 from ssd import Options
-from tests.experiments.rows import ENVIRONMENT, ssd_row, write
+from tests.experiments.invoke import invoke
+from tests.experiments.rows import ENVIRONMENT, kernel_row, ssd_row, write
 
 RECORDED = Path(__file__).parent / "ncu"
 WARM = (counters._TIME, counters._READ, counters._WRITE, *counters._WARM.values())
@@ -50,15 +48,6 @@ def without(metric: str, *launches) -> str:
 
 def read(text: str) -> list[dict]:
     return [counters._make_launch(launch) for launch in counters.parse(text)]
-
-
-def kernel_row(variant="baseline", kernel="_chunk_state", **other) -> dict:
-    """A row of one kernel as they were before blocks and pipes were read."""
-    identity = {key: ssd_row(variant)[key] for key in record.IDENTITY}
-    return identity | ENVIRONMENT | {
-        "bench": "counters", "kernel": kernel, "launches": 1, "ncu_us": 10.0, "dram_bytes": 2e6, "dram_pct": 50.0,
-        "l2_hit_pct": 60.0, "occupancy_pct": 25.0, "registers": 128.0,
-    } | other
 
 
 def test_parse_of_nothing():
@@ -114,8 +103,7 @@ def ncu(monkeypatch):
     return fake
 
 
-def test_rows(ncu, tmp_path):
-    console = Console(width=200, record=True, file=io.StringIO())
+def test_rows(ncu, tmp_path, console):
     counters.run([ssd_row(), ssd_row("mamba_ssm")], tmp_path, console)
     rows = record.read(tmp_path, bench="counters")
     assert [(row["variant"], row["kernel"]) for row in rows] == [
@@ -166,7 +154,7 @@ def test_what_ncu_runs_is_what_the_row_measured(ncu, monkeypatch):
     for row in rows:
         counters.profile(counters._make_arguments(row))
     for command in ncu.commands:
-        result = CliRunner().invoke(app, command[command.index("experiments") + 1 :])
+        result = invoke(*command[command.index("experiments") + 1 :])
         assert result.exit_code == 0, result.output
     assert seen == 3 * [("fused", "8b-b4", "bwd", "bf16", 64, vars(options))] + 3 * [
         ("mamba_ssm", "8b-b4", "fwd", "bf16", 128, None)]
@@ -191,9 +179,8 @@ def test_profiled(mode, monkeypatch):
                     "bwd": [options, *["grad"] * 3, "start", "grad", "stop"]}[mode]
 
 
-def test_a_failure_of_ncu_does_not_stop_the_rest(ncu, tmp_path):
+def test_a_failure_of_ncu_does_not_stop_the_rest(ncu, tmp_path, console):
     ncu.said, ncu.status = "==ERROR== ERR_NVGPUCTRPERM\n", 9
-    console = Console(width=200, record=True, file=io.StringIO())
     counters.run([ssd_row(), ssd_row("fused")], tmp_path, console)
     text = console.export_text()
     for variant in ("baseline", "fused"):
@@ -203,19 +190,15 @@ def test_a_failure_of_ncu_does_not_stop_the_rest(ncu, tmp_path):
 
 def test_calls_side_by_side(tmp_path):
     blocks = dict.fromkeys(BLOCKS, 30.0) | {"block_cycles": 4000.0, "blocks": 512.0}
-    write(
-        tmp_path,
-        kernel_row("fused", mode="bwd"),
-        kernel_row(),
-        kernel_row(kernel="_chunk_scan", ncu_us=30.0, dram_bytes=6e6, dram_pct=10.0, registers=255.0),
-        kernel_row("fused", ncu_us=10.0, **blocks),
-        kernel_row("fused", "_scan", ncu_us=30.0, **blocks | {"block_cycles": 8000.0}),
-    )
+    write(tmp_path, kernel_row("_chunk_state", "fused", mode="bwd"), kernel_row("_chunk_state"),
+          kernel_row("_chunk_scan", ncu_us=60.0, dram_bytes=6e6, dram_pct=10.0, registers=255.0),
+          kernel_row("_chunk_state", "fused", **blocks),
+          kernel_row("_scan", "fused", ncu_us=60.0, **blocks | {"block_cycles": 8000.0}))
     found = counters.read_latest(tmp_path)
     assert [(call["mode"], call["variant"], call["launches"]) for call in found] == [
         ("fwd", "fused", 2), ("fwd", "baseline", 2), ("bwd", "fused", 1)]
     fused, baseline, _ = found
-    assert (baseline["dram_bytes"], baseline["mean_dram_pct"], baseline["registers"]) == (8e6, 30.0, 255.0)
+    assert (baseline["dram_bytes"], baseline["mean_dram_pct"], baseline["registers"]) == (54e6, 30.0, 255.0)
     assert baseline["dram_pct"] == pytest.approx(20.0)
     assert not baseline.keys() & set(BLOCKS)
     assert (fused["blocks"], fused["tensor_pct"]) == (1024, 30.0) and fused["block_cycles"] == pytest.approx(7000)
@@ -225,6 +208,6 @@ def test_calls_side_by_side(tmp_path):
 def test_kernels_of_an_earlier_run_are_not_counted(tmp_path, change):
     """A kernel that the call no longer has, measured at this commit, at another, or at another in smaller chunks."""
     old = {"time": "2025-01-01T00:00:00+00:00", **change}
-    write(tmp_path, kernel_row(**old), kernel_row(kernel="_gone", **old), kernel_row(dram_bytes=5e6))
+    write(tmp_path, kernel_row(**old), kernel_row("_gone", **old), kernel_row(dram_bytes=5e6))
     (call,) = counters.read_latest(tmp_path)
     assert (call["launches"], call["dram_bytes"]) == (1, 5e6)

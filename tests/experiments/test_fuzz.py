@@ -6,11 +6,8 @@ from functools import partial
 
 import pytest
 import torch
-from rich.console import Console
-from typer.testing import CliRunner
 
 from experiments import record
-from experiments.__main__ import app
 from experiments.fuzz import campaign, judge, operator, trial
 from experiments.fuzz.block import BLOCK_PARTS
 from experiments.fuzz.block.conv1d import Config as ConvConfig
@@ -26,6 +23,7 @@ from ssd import Options, torch_variant
 from ssd.block import arguments, conv1d, gated_norm, selective_scan, state_update
 from ssd.registry import get_variant
 from tests.experiments.faults import FAULTS, run_worker
+from tests.experiments.invoke import invoke
 
 EVERYTHING = Config(
     seed=3, batch=2, seqlen=150, ngroups=2, heads_per_group=2, headdim=12, dstate=9, chunk_size=32, D="h", z=True, dt_bias=True,
@@ -192,13 +190,12 @@ def test_what_hangs_is_named():
     assert outcome.failed and outcome.why.startswith("hung: no result after 1 s")
 
 
-def test_a_whole_run(tmp_path, monkeypatch):
+def test_a_whole_run(tmp_path, monkeypatch, console):
     """Counts, the failures made small, and a row as a GPU's would be."""
     made = replace(EVERYTHING, seqlen=20, mode="checkpoint", layouts={"x": "packed"})
     monkeypatch.setitem(DRAWS, "operator", lambda seed, index, variants, device, size: [
         replace(made, seed=index * size + n, wanted=("x", "A") if n else ("x",)) for n in range(size)])
     plan = campaign.Plan("operator", ("torch",), 0, 100, 6, 1, 3, 60, 60, tmp_path, partial(run_worker, "dA scaled"))
-    console = Console(record=True, width=200)
     tally = campaign.run(plan, console)
     assert tally.configs == 6 and len(tally.failures) == 4
     said = console.export_text()
@@ -246,6 +243,6 @@ def test_a_configuration_again(tmp_path):
     """From a file, as a run printed it; what is drawn otherwise is not looked at."""
     lines = tmp_path / "failed.jsonl"
     lines.write_text("\n".join(to_json(c) for c in (EVERYTHING, replace(EVERYTHING, mode="no such"))))
-    result = CliRunner().invoke(app, ["fuzz", "--config", f"@{lines}", "--shrink", "0"])
+    result = invoke("fuzz", "--config", f"@{lines}", "--shrink", 0)
     assert result.exit_code == 1
     assert "passed in" in result.output and "ValueError: mode: got 'no such', expected one of plain" in result.output

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 import typer
-from typer.testing import CliRunner
 
 from experiments import regress
-from experiments.__main__ import app
+from tests.experiments.invoke import invoke
 
 ROOT = Path(regress.__file__).parents[1]
 
@@ -51,7 +50,8 @@ def test_an_unknown_base_is_named(capsys):
 
 @pytest.mark.gpu
 def test_a_tree_against_itself(tmp_path):
-    flags = ["--base", str(ROOT), "--shape", "vision-49", "--variant", "fused", "--rounds", "2", "--out", str(tmp_path)]
-    assert CliRunner().invoke(app, ["regress", *flags], catch_exceptions=False).exit_code == 0
+    flags = ("--base", ROOT, "--shape", "vision-49", "--variant", "fused", "--rounds", 2, "--out", tmp_path)
+    result = invoke("regress", *flags)
+    assert result.exit_code == 0, result.exception
     rows = [json.loads(line) for path in tmp_path.glob("*/regress.jsonl") for line in path.read_text().splitlines()]
     assert len(rows) == 2 and all(row["base_graph_p50_us"] > 0 and row["host_us"] > 0 for row in rows)

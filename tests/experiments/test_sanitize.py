@@ -5,7 +5,6 @@ from itertools import product
 from operator import itemgetter
 
 import pytest
-from rich.console import Console
 
 from experiments import hand_over, record, sanitize
 from experiments.kernel_names import present_name
@@ -60,7 +59,7 @@ def _race(kernel: str, module, *source: str) -> str:
     return f"========= Error: Race reported between Read {at[0]}{others}\n"
 
 
-def test_the_start_of_roles_is_counted_apart(says, tmp_path):
+def test_the_start_of_roles_is_counted_apart(says, tmp_path, console):
     """Triton's own code, for the lines of `def` and `warp_specialize`; nothing that any other line has part in."""
     scan = "hopper_scan_kernel", hopper_scan
     started = _race(*scan, "def hopper_scan_kernel(", "def hopper_scan_kernel(", "gl.warp_specialize([")
@@ -71,7 +70,6 @@ def test_the_start_of_roles_is_counted_apart(says, tmp_path):
     theirs += _race(*scan, "def hopper_scan_kernel(") + then + "access at void reduce<int>()+0x200 [1 hazards]\n"
     control = _race("hand_over_kernel", hand_over, "def hand_over_kernel(", "gl.warp_specialize([")
     summary = "========= RACECHECK SUMMARY: {0} hazards displayed ({0} errors, 0 warnings)"
-    console = Console(record=True, width=120)
     says({"racecheck": started + control + summary.format(2)})
     assert sanitize.run(["control"], ["racecheck"], tmp_path / "rows", console)
     says({"racecheck": started + ours + theirs + summary.format(5)})
@@ -85,8 +83,7 @@ def test_no_summary_is_no_pass(says):
         sanitize.check("baseline", "memcheck")
 
 
-def test_rows_and_table(says, tmp_path):
-    console = Console(record=True, width=100)
+def test_rows_and_table(says, tmp_path, console):
     says(CLEAN)
     assert sanitize.run(["baseline", "fused"], list(sanitize.TOOLS), tmp_path / "rows", console)
     says({**CLEAN, "racecheck": DIRTY["racecheck"]})
@@ -99,7 +96,7 @@ def test_rows_and_table(says, tmp_path):
     assert (tmp_path / "calls").read_text().count('-m experiments once sanitize:run_every_kernel {"variant": "fused"}') == 4
 
 
-def test_a_kernel_that_never_ran_is_no_pass(says, tmp_path, monkeypatch):
+def test_a_kernel_that_never_ran_is_no_pass(says, tmp_path, console, monkeypatch):
     """Where all that launches kernels is run."""
     monkeypatch.setattr(sanitize, "is_hopper", lambda device: True)
 
@@ -107,7 +104,6 @@ def test_a_kernel_that_never_ran_is_no_pass(says, tmp_path, monkeypatch):
         return {"memcheck": f"launched {' '.join(sorted(names))}\n{CLEAN['memcheck']}"}
 
     every = [*sanitize.list_candidates(), sanitize.BLOCK]
-    console = Console(record=True, width=120)
     says(launching(sanitize.list_ours()))
     assert sanitize.run(every, ["memcheck"], tmp_path / "rows", console)
     says(launching(sanitize.list_ours() - {"bmm_chunk_kernel"}))

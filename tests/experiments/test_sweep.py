@@ -15,8 +15,8 @@ from experiments.characterize.gpus import find
 from experiments.step_time import Candidate, put_inside
 from experiments.workloads import get_workload
 from ssd import Options
-from tests.experiments.small import small_run
-from tests.experiments.test_command_line import run as command
+from tests.experiments.invoke import invoke
+from tests.experiments.small import small_run, without_gpu
 from tests.experiments.test_train import QUIET, before_step, terminate
 
 pytestmark = pytest.mark.usefixtures("small")
@@ -76,7 +76,7 @@ def test_steps_are_counted_once(plan, monkeypatch):
     assert sweep.run(plan, QUIET) == [] and asked == [4, 2, 4]
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU may have what is missing here")
+@without_gpu
 def test_what_fails_is_reported_and_the_rest_goes_on(plan):
     run = small_run("mambavision", mixer="mamba1", steps=2, save_every=0)
     plan = replace(plan, runs=(run, plan.runs[0]), variants=("mamba_ssm", "torch"))
@@ -170,10 +170,10 @@ def test_the_command_line(tmp_path, monkeypatch):
     monkeypatch.setattr(command_line, "require_gpu", lambda *_: None)
     given = ("sweep", "--workload", "mamba2:small", "--steps", "2", "--dtype", "fp32", "--repeats", "2", "--warmup", "1",
              "--folder", tmp_path / "runs", "--out", tmp_path / "rows")
-    result = command(*given, "--variant", "torch,auto")
+    result = invoke(*given, "--variant", "torch,auto")
     assert result.exit_code == 0, result.stderr
     assert "medians of a training step" in result.stdout
-    shown = command("table", "--bench", "step", "--out", tmp_path / "rows")
+    shown = invoke("table", "--bench", "step", "--out", tmp_path / "rows")
     assert shown.exit_code == 0 and shown.stdout.count("small") == 2
 
 

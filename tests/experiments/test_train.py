@@ -23,8 +23,8 @@ from experiments import train as training
 from experiments.train import Interrupted, Stopped, train
 from experiments.training_step import learning_rate
 from experiments.workloads import get_workload
+from tests.experiments.invoke import invoke
 from tests.experiments.small import small_run
-from tests.experiments.test_command_line import run as command
 
 pytestmark = pytest.mark.usefixtures("small")
 QUIET = Console(quiet=True)
@@ -206,15 +206,15 @@ def test_what_does_not_fit_the_memory_is_said_in_terms_of_the_run(tmp_path, monk
 def test_the_command_line(tmp_path):
     given = ("train", "--preset", "small", "--variant", "torch", "--steps", "2", "--out", tmp_path / "run",
              "--rows", tmp_path / "rows")
-    result = command(*given)
+    result = invoke(*given)
     assert result.exit_code == 0, result.stderr
     assert "2/2" in result.stdout and "no model gets below a loss of" in result.stdout
-    again = command(*given)
+    again = invoke(*given)
     assert again.exit_code == 2 and again.stderr == (
         f"error: --out: got {tmp_path / 'run'}, which has a run in it, expected another folder, or --resume to go on\n")
-    finished = command(*given, "--resume")
+    finished = invoke(*given, "--resume")
     assert finished.exit_code == 2 and finished.stderr.endswith("has taken all its 2 steps\n")
-    other = command(*given, "--resume", "--weight-decay", "0.2")
+    other = invoke(*given, "--resume", "--weight-decay", "0.2")
     assert other.exit_code == 2
     assert other.stderr == (f"error: --weight-decay: got 0.2, expected 0.1, with which the run in {tmp_path / 'run'} began\n")
     assert len(losses(tmp_path / "run")) == 2 and len(record.read(tmp_path / "rows")) == 1

@@ -4,7 +4,7 @@ import pytest
 
 from experiments.characterize import classes
 from experiments.characterize.classes import BOTH, TENSOR, UNKNOWN, VECTOR, Work
-from tests.experiments.characterize.counted import kernel_row
+from tests.experiments.rows import kernel_row
 
 COUNTED = {"tensor_flops": 990.0, "fadds": 2.0, "fmuls": 2.0, "ffmas": 3.0}  # 10 of 1000 on the vector units
 

@@ -4,17 +4,14 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
-from typer.testing import CliRunner
 
 from experiments import counters, record
-from experiments.__main__ import app
 from experiments.characterize import collect, commands, trace
 from experiments.workloads import workload_names
-from tests.experiments.small import small_run
+from tests.experiments.invoke import invoke
+from tests.experiments.small import small_run, without_gpu
 
 SYNTHETIC = trace.read(Path(__file__).parent / "traces" / "synthetic_step.json")
-without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
 
 
 @without_gpu
@@ -50,7 +47,7 @@ def test_calibration(monkeypatch, tmp_path, flops, expected):
     ((command, *rest),) = asked
     assert rest == [[counters.TENSOR_FLOPS], "none"]
     monkeypatch.setattr(collect, "run_profiled_product", lambda: asked.clear())
-    assert CliRunner().invoke(app, command).exit_code == 0 and not asked
+    assert invoke(*command).exit_code == 0 and not asked
 
 
 def test_runs():

@@ -1,11 +1,10 @@
 """Pairs, the band of noise at its edges, and what the command prints, refuses and returns."""
 
 import pytest
-from typer.testing import CliRunner
 
 from experiments import record
-from experiments.__main__ import app
 from experiments.characterize.compare import compare, rows_of
+from tests.experiments.invoke import invoke
 from tests.experiments.rows import ssd_row, write
 
 OLD, NEW = "1" * 40, "2" * 40
@@ -63,14 +62,10 @@ def results(tmp_path):
     return tmp_path
 
 
-def run(*arguments):
-    return CliRunner().invoke(app, ["compare", *map(str, arguments)])
-
-
 @pytest.mark.parametrize("arguments, status", [(("1111", "2222"), 0), (("1111", "2222", "--fail"), 1),
                                                (("2222", "1111", "--fail"), 0)])
 def test_commits_on_the_command_line(results, arguments, status):
-    result = run(*arguments, "--out", results)
+    result = invoke("compare", *arguments, "--out", results)
     assert result.exit_code == status and ("slower" if arguments[0] == "1111" else "faster") in result.stdout
 
 

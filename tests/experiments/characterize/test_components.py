@@ -1,6 +1,5 @@
 """The components of blocks: that each runs, what rows they leave, what the report makes of them."""
 
-import io
 from itertools import product
 
 import pytest
@@ -29,7 +28,7 @@ def measured(tmp_path_factory):
         for name, value in SIZES.items():
             patch.setattr(components, name, value)
         install(patch, lambda name, in_graph: 2.0, "NVIDIA H200")
-        return folder, components.run((4, 8), "fp32", folder, Console(file=io.StringIO()))
+        return folder, components.run((4, 8), "fp32", folder, Console(quiet=True))
 
 
 def test_rows(measured):
@@ -52,12 +51,11 @@ def test_report(measured):
     assert ends == {"Mamba-1": [(17, 4), (17, 8)], "Mamba-2": [(20, 4), (20, 8)]}
 
 
-def test_one_that_fails_costs_no_other(measured, tmp_path, monkeypatch):
+def test_one_that_fails_costs_no_other(measured, tmp_path, monkeypatch, console):
     def broken(shape, dtype):
         raise torch.OutOfMemoryError("no room")
 
     monkeypatch.setattr(components, "COMPONENTS", {("mamba1", "ssm"): broken, ("mamba1", "out_proj"): components._linear(8, 4)})
     install(monkeypatch, lambda name, in_graph: 2.0)
-    console = Console(width=200, record=True, file=io.StringIO())
     rows = components.run((4,), "fp32", tmp_path, console)
     assert {row["part"] for row in rows} == {"out_proj"} and "mamba1 ssm 4 is left out: no room" in console.export_text()

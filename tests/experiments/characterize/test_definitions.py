@@ -4,8 +4,7 @@ import pytest
 
 from experiments.characterize import definitions
 from experiments.characterize.gpus import GPUS, find
-from tests.experiments.characterize.counted import kernel_row
-from tests.experiments.rows import ssd_row, write
+from tests.experiments.rows import kernel_row, ssd_row, write
 
 # 48 MB in 20 us are 2400 GB/s; 9.6 MB in 80 us are 120.
 SLOW = {"ncu_us": 80.0, "dram_bytes": 9.6e6, "dram_pct": 2.5}

@@ -8,8 +8,7 @@ from experiments.characterize import projection
 from experiments.characterize.gpus import GPUS
 from experiments.characterize.projection import Model, Sample
 from ssd import cost
-from tests.experiments.characterize.counted import kernel_row
-from tests.experiments.rows import ssd_row, write
+from tests.experiments.rows import kernel_row, ssd_row, write
 
 H200, B200 = GPUS["h200"], GPUS["b200"]
 TRUE = Model((5.0, 1.25, 0.5, 2.0, 0.0), H200)

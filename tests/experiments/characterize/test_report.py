@@ -7,15 +7,15 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from typer.testing import CliRunner
 
 from experiments import record
-from experiments.__main__ import app
 from experiments.characterize import operators
 from experiments.characterize.report import build, draw, page, paper, steps
-from tests.experiments.characterize.counted import STEP, kernel_row
-from tests.experiments.rows import ssd_row, write
+from tests.experiments.invoke import invoke
+from tests.experiments.rows import ENVIRONMENT, kernel_row, ssd_row, write
 
+STEP = {"workload": "mamba2", "preset": "1.3b", "mixer": "ssd", "variant": "fused", "dtype": "bf16", "batch": 4,
+        "run": {"documents": False}, **ENVIRONMENT}
 COMMITTED = Path(__file__).parents[3] / "docs" / "characterisation"
 LINKS = ("href", "src", "xlink:href", "action", "poster", "srcset", "data")
 NOT_YET = "not measured yet"
@@ -176,7 +176,7 @@ def test_the_committed_report_is_of_the_committed_rows(report):
 
 def test_command(tmp_path):
     write(tmp_path / "rows", ssd_row())
-    result = CliRunner().invoke(app, ["report", "--out", str(tmp_path / "rows"), "--folder", str(tmp_path / "to")])
+    result = invoke("report", "--out", tmp_path / "rows", "--folder", tmp_path / "to")
     assert result.exit_code == 0 and (tmp_path / "to" / "index.html").exists() and "index.html and 1 files" in result.stdout
-    result = CliRunner().invoke(app, ["report", "--out", str(tmp_path / "none")])
+    result = invoke("report", "--out", tmp_path / "none")
     assert result.exit_code == 2 and "expected a folder that exists" in result.stderr
