@@ -8,17 +8,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("ssd", "fused", "persistent", "experiments", "tools", "tests")
-MAY_IMPORT = {
-    "ssd": {"ssd"},
-    "fused": {"ssd", "fused"},
-    "persistent": {"ssd", "fused", "persistent"},
-    "experiments": {"ssd", "fused", "persistent", "experiments"},
-    "tools": set(PACKAGES),
-    "tests": set(PACKAGES),
-}
-# Inside ssd each layer imports its own and earlier ones; what is not listed is on top.
-LAYERS = ({"types", "options", "variants"}, {"runtime"}, {"kernels"}, {"baseline"})
+# Each imports its own and earlier ones. What of ssd is in no layer of its own is in the last: "ssd".
+LAYERS = ({"ssd.types", "ssd.options", "ssd.variants"}, {"ssd.runtime"}, {"ssd.kernels"}, {"ssd"}, {"fused"}, {"persistent"},
+          {"experiments"}, {"tools", "tests"})
+PACKAGES = sorted({name.partition(".")[0] for names in LAYERS for name in names})
 SOURCES = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
 
 
@@ -42,11 +35,11 @@ def imports(path: Path) -> set[str]:
     return imported(path.read_text(), name(path), path.name == "__init__.py")
 
 
-def layer(module: str) -> int | None:
-    """Index of a module of ssd in LAYERS."""
-    parts = module.split(".")
-    found = [index for index, names in enumerate(LAYERS) if parts[0] == "ssd" and len(parts) > 1 and parts[1] in names]
-    return found[0] if found else None
+def layer(module: str) -> int:
+    """Index in LAYERS; below all of them for what is not of this tree."""
+    package, _, rest = module.partition(".")
+    known = {name: index for index, names in enumerate(LAYERS) for name in names}
+    return known.get(f"{package}.{rest.partition('.')[0]}", known.get(package, -1))
 
 
 def test_imports_are_resolved():
@@ -54,14 +47,12 @@ def test_imports_are_resolved():
     assert imported("from ..types import A\nfrom . import b", "ssd.kernels.x", False) == {"ssd.types.A", "ssd.kernels.b"}
     assert imported("from .api import f\nimport torch.nn", "ssd", True) == {"ssd.api.f", "torch.nn"}
     assert imported("def f():\n from fused.variant import V", "ssd.registry", False) == {"fused.variant.V"}
-    found = map(layer, ("ssd.types.SSDInputs", "ssd.kernels.chunk_cumsum", "ssd.baseline.forward", "ssd.api"))
-    assert [*found] == [0, 2, 3, None]
+    found = map(layer, ("torch", "ssd.types.SSDInputs", "ssd.kernels.chunk_cumsum", "ssd.baseline.forward", "fused", "tests.a"))
+    assert [*found] == [-1, 0, 2, 3, 4, 7]
 
 
-def test_packages_import_downwards():
-    wrong = {(name(path), module) for path in SOURCES for module in imports(path)
-             if module.split(".")[0] in PACKAGES and module.split(".")[0] not in MAY_IMPORT[name(path).split(".")[0]]}
-    assert not wrong
+def test_nothing_imports_from_above():
+    assert not {(name(path), module) for path in SOURCES for module in imports(path) if layer(module) > layer(name(path))}
 
 
 def test_ssd_does_not_name_what_is_built_on_it():
@@ -72,20 +63,6 @@ def test_ssd_does_not_name_what_is_built_on_it():
     found = {f"{path.relative_to(ROOT)}: {match[0]}" for path in SOURCES if name(path).startswith("ssd.")
              for match in names.finditer(path.read_text()) if name(path) != "ssd.variants"}
     assert not found
-
-
-def test_layers_of_ssd():
-    """Nothing imports from above, and only the topmost layer what is in none."""
-    wrong = set()
-    for path in SOURCES:
-        own = layer(name(path))
-        if own is None:
-            continue
-        ours = {module for module in imports(path) if module.startswith("ssd.")}
-        wrong |= {(name(path), module) for module in ours if (layer(module) or 0) > own}
-        if own < len(LAYERS) - 1:
-            wrong |= {(name(path), module) for module in ours if layer(module) is None}
-    assert not wrong
 
 
 def test_files_are_short():
