@@ -133,6 +133,12 @@ def cotangents(inputs: SSDInputs) -> tuple[Tensor, Tensor]:
     return of(out).to(inputs.x.dtype), of(final_states).float()
 
 
+def one_cotangent(inputs: SSDInputs, name: str) -> tuple[Tensor, Tensor | None]:
+    """The one of that name alone: no gradient came for the other output."""
+    dout, dfinal_states = cotangents(inputs)
+    return (dout, None) if name == "dout" else (torch.zeros_like(dout), dfinal_states)
+
+
 def assert_all_accurate(got: dict[str, Tensor], truth: dict[str, Tensor], inputs: SSDInputs, *ways: Tensor | None) -> None:
     """Every one of the truths has a result near it, and nothing else has come. `ways`: dout, dfinal_states."""
     _assert_each_accurate(got, truth, results("torch", inputs, *ways), inputs)
@@ -142,6 +148,12 @@ def assert_right(variant: Variant | str, inputs: SSDInputs, *ways: Tensor | None
     """Outputs and gradients of a variant are near enough to the truth. `ways`: as above, if not `cotangents`."""
     ways = ways or cotangents(inputs)
     assert_all_accurate(results(variant, inputs, *ways, options), truths(inputs, *ways), inputs, *ways)
+
+
+def assert_apart(variant: Variant | str, inputs: SSDInputs, ends: list[int], options: Options | None = None) -> None:
+    """Documents of a row that lie between these tokens, 0 and seqlen among them, are as right as if run by themselves."""
+    ways = cotangents(inputs)
+    assert_all_accurate(results(variant, inputs, *ways, options), truths_apart(inputs, ends, *ways), inputs, *ways)
 
 
 def assert_forward_right(variant: Variant, inputs: SSDInputs, options: Options) -> dict[str, Tensor]:

@@ -5,6 +5,7 @@ Each case runs under several schedules, whose results must be the same bits.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import pytest
 import torch
@@ -12,11 +13,12 @@ import torch
 from fused import hopper_backward
 from fused import split_backward as halves
 from ssd.reference import compute_in_fp64
-from ssd.registry import get_variant
-from ssd.types import Options, SSDGrads
-from tests.errors import assert_all_accurate, cotangents, error, results, truths, truths_apart
+from ssd.registry import Variant, get_variant
+from ssd.types import Options, SSDGrads, SSDInputs
+from tests.errors import assert_all_accurate, cotangents, error, one_cotangent, results, truths, truths_apart
 from tests.executor import Executor
 from tests.fused.hopper_on_cpu import KERNELS, hopper_on_cpu
+from tests.fused.test_hopper import over_forms_of_states
 from tests.inputs import Case, Shape, random_inputs, split
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels themselves run here")
@@ -76,26 +78,26 @@ WAYS = {
 }
 
 
-def other_form(case: Case = START, runs: tuple[str, ...] = SAVED, dtype: torch.dtype = torch.bfloat16, *, shape: Shape = RAGGED,
-               **of) -> Way:
-    """`shape` with the sizes given."""
+def other_form(case: Case = START, runs: tuple[str, ...] = SAVED, dtype: torch.dtype = torch.bfloat16, *,
+               shape: Shape = replace(RAGGED, batch=1), blocks: int = 1, **of) -> Way:  # noqa: B008  frozen
+    """`shape` with the sizes given. One block takes all of a row's heads in turn."""
     sizes = {name: of.pop(name) for name in ("batch", "seqlen", "nheads", "headdim", "ngroups", "dstate") if name in of}
-    return Way(replace(shape, **sizes), case, runs, dtype, **of)
+    return Way(replace(shape, **sizes), case, runs, dtype, blocks=blocks, **of)
 
 
 GATE = replace(START, z=True)
 TWO_PARTS, TWO_PARTS_CUT = (SCAN, SCAN, STATES, GROUP, GROUP), (STATES, SCAN, SCAN, STATES, STATES, GROUP, GROUP)
 WAYS |= {
-    "dstate 256": other_form(START, TWO_PARTS, dstate=256, batch=1, nheads=2, ngroups=1),
+    "dstate 256": other_form(START, TWO_PARTS, dstate=256, nheads=2, ngroups=1),
     "dstate 256, headdim 128, recomputed, cut": other_form(START, TWO_PARTS_CUT, torch.float16, shape=LONG, headdim=128,
                                                            dstate=256, nheads=1, options=AGAIN, blocks=8, cut=(4, 3)),
-    "dstate 192, spans": other_form(START, (STATES, SCAN, SCAN, STATES, GROUP, GROUP), variant="fused", dstate=192, batch=1,
+    "dstate 192, spans": other_form(START, (STATES, SCAN, SCAN, STATES, GROUP, GROUP), variant="fused", dstate=192,
                                     nheads=4, ngroups=2),
-    "dstate 160, gate": other_form(GATE, TWO_PARTS, torch.float16, dstate=160, batch=1, headdim=80, nheads=2, ngroups=1),
+    "dstate 160, gate": other_form(GATE, TWO_PARTS, torch.float16, dstate=160, headdim=80, nheads=2, ngroups=1),
     "dstate 256, gate, states in fp32": other_form(replace(GATE, state_dtype=torch.float32), (SCAN, SCAN), torch.float16,
-                                                   dstate=256, batch=1, nheads=2, ngroups=1,
+                                                   dstate=256, nheads=2, ngroups=1,
                                                    options=Options(fuse_backward=False)),
-    "dstate 136, odd heads in splits": other_form(START, TWO_PARTS, dstate=136, batch=1, nheads=3, ngroups=1, splits=2),
+    "dstate 136, odd heads in splits": other_form(START, TWO_PARTS, dstate=136, nheads=3, ngroups=1, splits=2),
     "odd heads": other_form(nheads=6),
     "odd heads, cut": other_form(START, CUT, shape=LONG, nheads=3, blocks=5, cut=(3, 2)),
     "odd heads, spans": other_form(START, TWO_LEVEL, torch.float16, variant="fused", nheads=3, ngroups=1),
@@ -106,7 +108,7 @@ WAYS |= {
                                               blocks=8, cut=(4, 4)),
     "headdim 80, spans": other_form(START, TWO_LEVEL, variant="fused", headdim=80, nheads=2),
     "headdim 128": other_form(headdim=128, nheads=2),
-    "headdim 128, heads in splits": other_form(headdim=128, batch=1, nheads=3, ngroups=1, splits=2),
+    "headdim 128, heads in splits": other_form(headdim=128, nheads=3, ngroups=1, splits=2),
     "headdim 112, dstate 64": other_form(headdim=112, dstate=64, nheads=2, ngroups=1, options=AGAIN),
     "headdim 32": other_form(headdim=32, dstate=64),
     "headdim 48, dstate 80": other_form(headdim=48, dstate=80, options=AGAIN),
@@ -128,6 +130,10 @@ def executor() -> Executor:
     return Executor(*KERNELS)
 
 
+def draw(way: Way) -> tuple[SSDInputs, Variant]:
+    return random_inputs(way.shape, way.case, way.dtype), get_variant(way.variant)
+
+
 def under_schedules(executor: Executor, way: Way, run: Callable[[], dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """Results by name of run(), the same under every seed; it launches what the way says."""
     first = None
@@ -141,71 +147,62 @@ def under_schedules(executor: Executor, way: Way, run: Callable[[], dict[str, to
     return first
 
 
+def check(executor: Executor, way: Way, inputs: SSDInputs | None = None, ways: tuple[torch.Tensor | None, ...] = ()) -> None:
+    """All results are right. ways: dout and dfinal_states, if not `cotangents`."""
+    drawn, variant = draw(way)
+    inputs = inputs or drawn
+    ways = ways or cotangents(inputs)
+    got = under_schedules(executor, way, lambda: results(variant, inputs, *ways, way.options))
+    assert_all_accurate(got, truths(inputs, *ways), inputs, *ways)
+
+
 @pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize("name", WAYS)
 def test_right(name, executor):
-    way = WAYS[name]
-    inputs, variant = random_inputs(way.shape, way.case, way.dtype), get_variant(way.variant)
-    ways = cotangents(inputs)
-    got = under_schedules(executor, way, lambda: results(variant, inputs, *ways, way.options))
-    assert_all_accurate(got, truths(inputs, *ways), inputs, *ways)
+    check(executor, WAYS[name])
 
 
 @pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize("gradient", ("dout", "dfinal_states"))
 def test_one_gradient_alone(gradient, executor):
-    way = WAYS["ragged"]
-    inputs, variant = random_inputs(way.shape, START, way.dtype), get_variant(way.variant)
-    dout, dfinal_states = cotangents(inputs)
-    ways = (dout, None) if gradient == "dout" else (torch.zeros_like(dout), dfinal_states)
-    got = under_schedules(executor, way, lambda: results(variant, inputs, *ways))
-    assert_all_accurate(got, truths(inputs, *ways), inputs, *ways)
+    way = replace(WAYS["ragged"], case=START)
+    inputs, _ = draw(way)
+    check(executor, way, inputs, one_cotangent(inputs, gradient))
 
 
-@pytest.mark.parametrize("like", [lambda t: t.bfloat16(), lambda t: t.half(), lambda t: t.mT.contiguous().mT,
-                                  lambda t: t[:, :1].expand_as(t)], ids=["bf16", "fp16", "transposed", "expanded"])
+@over_forms_of_states
 def test_states_of_any_form(like, executor):
     """The kernels read them as they were given, contiguous ones."""
-    way = replace(WAYS["ragged"], shape=replace(RAGGED, batch=1, seqlen=70), options=AGAIN)
-    inputs, variant = random_inputs(way.shape, START, way.dtype), get_variant(way.variant)
+    way = replace(WAYS["ragged"], shape=replace(RAGGED, batch=1, seqlen=70), case=START, options=AGAIN)
+    inputs, _ = draw(way)
     inputs = replace(inputs, initial_states=like(inputs.initial_states))
     dout, dfinal_states = cotangents(inputs)
-    ways = dout, like(dfinal_states)
-    got = under_schedules(executor, way, lambda: results(variant, inputs, *ways, way.options))
-    assert_all_accurate(got, truths(inputs, *ways), inputs, *ways)
+    check(executor, way, inputs, (dout, like(dfinal_states)))
 
 
 def test_steps_of_zero(executor):
     """Their logarithm, in which masks are made, is -inf."""
-    way = WAYS["ragged"]
-    inputs, variant = random_inputs(way.shape, replace(PLAIN, D="h"), way.dtype), get_variant(way.variant)
+    way = replace(WAYS["ragged"], case=replace(PLAIN, D="h"))
+    inputs, _ = draw(way)
     inputs.dt[:, ::3] = -1
-    ways = cotangents(inputs)
-    got = under_schedules(executor, way, lambda: results(variant, inputs, *ways))
-    assert_all_accurate(got, truths(inputs, *ways), inputs, *ways)
+    check(executor, way, inputs)
 
 
 def test_last_state(executor):
     """As a split backward asks for it: few states are written on the way there."""
     inputs = random_inputs(replace(LONG, seqlen=LONG.seqlen + 64), START, torch.bfloat16)
-
-    def run() -> dict[str, torch.Tensor]:
-        return {"last": hopper_backward.compute_last_state(inputs, Options())}
-
-    got = under_schedules(executor, Way(LONG, START, (STATES, STATES), blocks=5, cut=(3, 2)), run)["last"]
-    truth = truths(inputs, *cotangents(inputs))["final_states"]
-    assert error(got, truth).rms < 1e-2
+    way = Way(LONG, START, (STATES, STATES), blocks=5, cut=(3, 2))
+    got = under_schedules(executor, way, lambda: {"last": hopper_backward.compute_last_state(inputs, Options())})
+    assert error(got["last"], truths(inputs, *cotangents(inputs))["final_states"]).rms < 1e-2
 
 
 def test_states_in_fp32_for_other_backwards(executor):
     """The scan writes them, one for each sub-chunk: those in which what came before it ends."""
     way = replace(WAYS["ragged"], case=replace(PLAIN, state_dtype=torch.float32), runs=(SCAN,))
-    inputs, variant = random_inputs(way.shape, way.case, way.dtype), get_variant(way.variant)
-
-    def run() -> dict[str, torch.Tensor]:
-        return {"states": variant.forward(inputs, Options(fuse_backward=False), True)[2].prev_states}
-
-    states = under_schedules(executor, way, run)["states"]
+    inputs, variant = draw(way)
+    options = Options(fuse_backward=False)
+    got = under_schedules(executor, way, lambda: {"states": variant.forward(inputs, options, True)[2].prev_states})
+    states = got["states"]
     assert states.shape[1] == 3 and states.dtype == torch.float32 and not states[:, 0].any()
     for n in (1, 2):
         assert error(states[:, n], compute_in_fp64(split(inputs, 0, 64 * n))[1]).rms < 1e-2
@@ -213,13 +210,12 @@ def test_states_in_fp32_for_other_backwards(executor):
 
 def test_same_bits_saved_or_not(executor):
     way = replace(WAYS["whole and cut"], runs=(STATES, SCAN))
-    inputs, variant = random_inputs(way.shape, START, way.dtype), get_variant(way.variant)
+    inputs, variant = draw(way)
 
     def run(save: bool) -> dict[str, torch.Tensor]:
-        out, final_states, _ = variant.forward(inputs, Options(), save)
-        return {"out": out, "final_states": final_states}
+        return dict(zip(("out", "final_states"), variant.forward(inputs, Options(), save)[:2], strict=True))
 
-    saved, unsaved = (under_schedules(executor, way, lambda save=save: run(save)) for save in (True, False))
+    saved, unsaved = (under_schedules(executor, way, partial(run, save)) for save in (True, False))
     assert all(torch.equal(saved[name], unsaved[name]) for name in saved)
 
 
@@ -227,7 +223,7 @@ def test_same_bits_saved_or_not(executor):
 def test_gradients_where_they_are_asked_to_be(step, executor):
     """In contiguous places, which the kernels write, and in others."""
     way = replace(WAYS["ragged, recomputed"], runs=(STATES, GROUP))
-    inputs, variant = random_inputs(way.shape, START, way.dtype), get_variant(way.variant)
+    inputs, variant = draw(way)
     ways = cotangents(inputs)
     with hopper_on_cpu(executor, way.blocks):
         expected = results(variant, inputs, *ways, AGAIN)
@@ -249,9 +245,10 @@ def test_gradients_where_they_are_asked_to_be(step, executor):
 
 def test_documents_of_a_row_are_as_if_run_apart(executor):
     """And no gradient crosses from one to another, to the bit."""
-    way = replace(WAYS["documents"], shape=replace(RAGGED, batch=1))
-    inputs = random_inputs(way.shape, replace(way.case, initial_states=False), way.dtype)
-    variant, (dout, dfinal_states) = get_variant(way.variant), cotangents(inputs)
+    case = replace(START, documents="seq_idx", initial_states=False)
+    way = replace(WAYS["documents"], shape=replace(RAGGED, batch=1), case=case)
+    inputs, variant = draw(way)
+    dout, dfinal_states = cotangents(inputs)
     begins = (inputs.seq_idx[0].diff() != 0).nonzero().flatten() + 1
     ends = [0, *begins.tolist(), inputs.seqlen]
     assert len(ends) > 3
@@ -269,8 +266,4 @@ def test_backward_in_halves(batch, executor, monkeypatch):
     """Of the batch, or of a sequence, from the state in its middle."""
     monkeypatch.setattr(halves, "_MOST_BYTES", 0)
     parts = (STATES,) * (2 - batch) + (STATES, GROUP) * 2
-    way = replace(WAYS["ragged, recomputed"], shape=replace(RAGGED, batch=batch, seqlen=190), runs=(SCAN, *parts))
-    inputs, variant = random_inputs(way.shape, START, way.dtype), get_variant(way.variant)
-    ways = cotangents(inputs)
-    got = under_schedules(executor, way, lambda: results(variant, inputs, *ways, AGAIN))
-    assert_all_accurate(got, truths(inputs, *ways), inputs, *ways)
+    check(executor, replace(WAYS["ragged, recomputed"], shape=replace(RAGGED, batch=batch, seqlen=190), runs=(SCAN, *parts)))

@@ -12,7 +12,8 @@ from ssd.kernels.chunk_cumsum import chunk_cumsum
 from ssd.registry import get_variant
 from ssd.runtime.devices import is_hopper
 from ssd.types import Options, SSDGrads, SSDInputs
-from tests.errors import assert_all_accurate, assert_forward_right, assert_right, cotangents, results, truths, truths_apart
+from tests import errors
+from tests.errors import assert_apart, assert_forward_right, assert_right, cotangents, one_cotangent, results
 from tests.inputs import Case, Shape, random_inputs
 
 GPU = torch.cuda.is_available() and is_hopper(torch.device("cuda", 0))
@@ -28,22 +29,26 @@ SHAPES = {
     "dstate 64": replace(SHAPE, dstate=64, chunk_size=64),
     "long": Shape(1, 65_536, 4, 64, 1, 128, 256),
 }
+START = Case(D="h", dt_bias=True, dt_softplus=True, initial_states=True)
 CASES = {
     "plain": Case(),
-    "D": Case(D="h", dt_bias=True, dt_softplus=True, initial_states=True),
+    "D": START,
     "packed": Case(D="h", packed=True, dt_limit=(0.02, 0.08)),
     "strong_decay": Case(strong_decay=True, D="h", initial_states=True, state_dtype=torch.float32),
-    "documents": Case(D="h", dt_bias=True, dt_softplus=True, initial_states=True, documents="seq_idx"),
+    "documents": replace(START, documents="seq_idx"),
 }
 GRADIENTS = {
     "plain": Case(),
-    "start": Case(D="h", dt_bias=True, dt_softplus=True, initial_states=True),
-    "everything": Case(D="h", dt_bias=True, dt_softplus=True, initial_states=True, z=True, packed=True, dt_limit=(0.02, 0.08)),
+    "start": START,
+    "everything": replace(START, z=True, packed=True, dt_limit=(0.02, 0.08)),
     "documents": CASES["documents"],
     "strong_decay": replace(CASES["strong_decay"], dt_dtype=torch.float32),  # ddt goes beyond what fp16 holds
 }
 WAYS = {"fused": ("fused", Options()), "stationary": ("persistent", Options()),
         "uncut": ("persistent", Options(segments=False)), "in turn": ("persistent", Options(stationary=False))}
+over_forms_of_states = pytest.mark.parametrize(
+    "like", [lambda t: t.bfloat16(), lambda t: t.half(), lambda t: t.mT.contiguous().mT, lambda t: t[:, :1].expand_as(t)],
+    ids=["bf16", "fp16", "transposed", "expanded"])
 
 
 @needs_hopper
@@ -59,7 +64,6 @@ def test_right(way, shape, case, dtype):
     assert_forward_right(get_variant(variant), inputs, options)
 
 
-START = Case(D="h", dt_bias=True, dt_softplus=True, initial_states=True)
 FORMS = {
     "odd heads": (replace(SHAPE, nheads=25, ngroups=1), START),
     "odd heads, cut": (Shape(1, 4096 + 63, 25, 64, 1, 128, 256), START),
@@ -99,22 +103,27 @@ def test_other_forms(way, dtype, form):
     assert hopper.cannot_run(inputs, options, by_chunk=True) is None
     assert hopper_backward.can_run(inputs, options) == (form != "D by channel")
     ways = cotangents(inputs)
-    truth = truths(inputs, *ways)
+    truth = errors.truths(inputs, *ways)
     for save in (True, False):
         got = results(get_variant(variant), inputs, *ways, replace(options, save_states=save))
-        assert_all_accurate(got, truth, inputs, *ways)
+        errors.assert_all_accurate(got, truth, inputs, *ways)
 
 
 @needs_hopper
 @pytest.mark.parametrize("form", FORMS)
 def test_other_forms_give_the_same_bits(form):
     """In every run; the two warpgroups that walk a lone head write the same."""
-    inputs = random_inputs(*FORMS[form], torch.bfloat16, "cuda")
+    assert_same_bits_again(random_inputs(*FORMS[form], torch.bfloat16, "cuda"))
+
+
+def assert_same_bits_again(inputs: SSDInputs, options: Options | None = None) -> dict[str, torch.Tensor]:
+    """Returns the results."""
     ways = cotangents(inputs)
-    first = results(get_variant("persistent"), inputs, *ways)
+    first = results("persistent", inputs, *ways, options)
     for _ in range(20):
-        again = results(get_variant("persistent"), inputs, *ways)
-        assert all(torch.equal(t, first[name]) for name, t in again.items())
+        again = results("persistent", inputs, *ways, options)
+        assert all(torch.equal(first[name], t) for name, t in again.items())
+    return first
 
 
 @needs_hopper
@@ -150,32 +159,27 @@ def test_gradients(options, shape, case, dtype):
     assert hopper_backward.can_run(inputs, options)
     kept = variant.forward(inputs, options, True)[2].prev_states
     assert (kept is not None) == (options.save_states and inputs.states_dtype == inputs.x.dtype)
-    ways = cotangents(inputs)
-    assert_all_accurate(results(variant, inputs, *ways, options), truths(inputs, *ways), inputs, *ways)
+    assert_right(variant, inputs, options=options)
 
 
 @needs_hopper
 @pytest.mark.parametrize("variant", ("fused", "persistent"))
 @pytest.mark.parametrize("gradient", ("dout", "dfinal_states"))
 def test_one_gradient_alone(gradient, variant):
-    inputs = random_inputs(SHAPE, GRADIENTS["start"], torch.bfloat16, "cuda")
-    dout, dfinal_states = cotangents(inputs)
-    ways = (dout, None) if gradient == "dout" else (torch.zeros_like(dout), dfinal_states)
-    assert_all_accurate(results(get_variant(variant), inputs, *ways), truths(inputs, *ways), inputs, *ways)
+    inputs = random_inputs(SHAPE, START, torch.bfloat16, "cuda")
+    assert_right(variant, inputs, *one_cotangent(inputs, gradient))
 
 
 @needs_hopper
 @pytest.mark.parametrize("options", [Options(), Options(save_states=False)], ids=["kept", "again"])
-@pytest.mark.parametrize("like", [lambda t: t.bfloat16(), lambda t: t.half(), lambda t: t.mT.contiguous().mT,
-                                  lambda t: t[:, :1].expand_as(t)], ids=["bf16", "fp16", "transposed", "expanded"])
+@over_forms_of_states
 def test_states_of_any_form(like, options):
     """Kernels read them as they were given, contiguous ones."""
-    inputs, variant = random_inputs(SHAPE, GRADIENTS["start"], torch.bfloat16, "cuda"), get_variant("persistent")
+    inputs = random_inputs(SHAPE, START, torch.bfloat16, "cuda")
     inputs = replace(inputs, initial_states=like(inputs.initial_states))
     dout, dfinal_states = cotangents(inputs)
-    ways = dout, like(dfinal_states)
     assert hopper_backward.can_run(inputs, options)
-    assert_all_accurate(results(variant, inputs, *ways, options), truths(inputs, *ways), inputs, *ways)
+    assert_right("persistent", inputs, dout, like(dfinal_states), options=options)
 
 
 @needs_hopper
@@ -213,10 +217,7 @@ def one_row_of_documents() -> tuple[SSDInputs, list[int]]:
 @pytest.mark.parametrize("way", WAYS)
 def test_documents_of_a_row_are_as_if_run_apart(way):
     variant, options = WAYS[way]
-    inputs, ends = one_row_of_documents()
-    ways = cotangents(inputs)
-    got = results(get_variant(variant), inputs, *ways, options)
-    assert_all_accurate(got, truths_apart(inputs, ends, *ways), inputs, *ways)
+    assert_apart(variant, *one_row_of_documents(), options)
 
 
 @needs_hopper
@@ -246,24 +247,20 @@ def test_documents_of_four_tokens(variant):
 @pytest.mark.parametrize("variant", ("fused", "persistent"))
 def test_compiled(variant, mode):
     """The op's fake form says what these kernels return, and a graph of torch.compile's making survives its warm-up."""
-    i = random_inputs(replace(SHAPE, seqlen=900), GRADIENTS["start"], torch.bfloat16, "cuda")
+    i = random_inputs(replace(SHAPE, seqlen=900), START, torch.bfloat16, "cuda")
 
     def scan(x, dt, B, C):
-        out = ssd_chunk_scan(x, dt, i.A, B, C, i.chunk_size, D=i.D, dt_bias=i.dt_bias, initial_states=i.initial_states,
-                             dt_softplus=True, variant=variant)
-        return torch.autograd.grad(out.float().square().sum(), (x, dt, B, C))
+        return ssd_chunk_scan(x, dt, i.A, B, C, i.chunk_size, D=i.D, dt_bias=i.dt_bias, initial_states=i.initial_states,
+                              dt_softplus=True, variant=variant)
 
-    def leaves():
-        return [t.detach().clone().requires_grad_() for t in (i.x, i.dt, i.B, i.C)]
+    def differentiate(call):
+        tensors = [t.detach().clone().requires_grad_() for t in (i.x, i.dt, i.B, i.C)]
+        call(*tensors).float().square().sum().backward()
+        return [t.grad for t in tensors]
 
-    expected = scan(*leaves())
-    compiled = torch.compile(lambda *tensors: ssd_chunk_scan(
-        *tensors[:2], i.A, *tensors[2:], i.chunk_size, D=i.D, dt_bias=i.dt_bias, initial_states=i.initial_states,
-        dt_softplus=True, variant=variant), fullgraph=True, mode=mode)
+    expected, compiled = differentiate(scan), torch.compile(scan, fullgraph=True, mode=mode)
     for _ in range(4):
-        tensors = leaves()
-        compiled(*tensors).float().square().sum().backward()
-        assert all(torch.equal(t.grad, wanted) for t, wanted in zip(tensors, expected, strict=True))
+        assert all(map(torch.equal, differentiate(compiled), expected))
 
 
 @needs_hopper
@@ -277,12 +274,8 @@ def test_first_call_inside_a_capture_is_refused():
 @pytest.mark.parametrize("options", (Options(), Options(save_states=False)), ids=("saved", "recomputed"))
 def test_gradients_are_the_same_bits(options):
     """In every run, and where they are asked to be."""
-    inputs = random_inputs(replace(SHAPES["cut"], batch=2), GRADIENTS["start"], torch.bfloat16, "cuda")
-    ways, variant = cotangents(inputs), get_variant("persistent")
-    first = results(variant, inputs, *ways, options)
-    for _ in range(20):
-        again = results(variant, inputs, *ways, options)
-        assert all(torch.equal(first[name], again[name]) for name in first)
+    inputs = random_inputs(replace(SHAPES["cut"], batch=2), START, torch.bfloat16, "cuda")
+    ways, variant, first = cotangents(inputs), get_variant("persistent"), assert_same_bits_again(inputs, options)
     fresh = {name: torch.empty_like(first[name]) for name in ("dx", "dB", "dC", "dinitial_states")}
     into = {name: t.new_empty(*t.shape[:-1], 2 * t.shape[-1])[..., ::2] for name, t in fresh.items()}
     for where in (fresh, into):

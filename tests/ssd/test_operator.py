@@ -10,7 +10,8 @@ from ssd import ssd_chunk_scan
 from ssd.registry import config_spaces, get_variant
 from ssd.runtime import tuning
 from ssd.types import Options, SSDGrads
-from tests.errors import assert_all_accurate, assert_lands, assert_right, cotangents, results, truths, truths_apart
+from tests import errors
+from tests.errors import assert_apart, assert_lands, assert_right, cotangents, one_cotangent, results, truths
 from tests.inputs import EVERYTHING, GPU, OURS, Case, Shape, every_option_pairwise, random_inputs
 
 pytestmark = pytest.mark.usefixtures("poison")
@@ -100,11 +101,8 @@ def test_every_combination_of_options(name, D, documents, device):
 @over_variants
 @pytest.mark.parametrize("gradient", ("dout", "dfinal_states"))
 def test_one_gradient_alone(name, gradient, device):
-    """No gradient came for the other output."""
     inputs = random_inputs(Shape(1, 40, 2), Case(initial_states=True, D="h"), device=device)
-    dout, dfinal_states = cotangents(inputs)
-    ways = (dout, None) if gradient == "dout" else (torch.zeros_like(dout), dfinal_states)
-    assert_right(name, inputs, *ways)
+    assert_right(name, inputs, *one_cotangent(inputs, gradient))
 
 
 @over_variants
@@ -122,10 +120,7 @@ def test_documents_of_a_row_are_as_if_run_apart(name, device):
     shape = Shape(1, 700, 8, 64, 2, 64, 128) if GPU else Shape(1, 75, 2, 16, 1, 16, 32)
     case = Case(D="h", z=True, dt_softplus=True, dt_bias=True, documents="varlen")
     inputs = random_inputs(shape, case, DTYPES[-1], device)
-    dout, dfinal_states = cotangents(inputs)
-    truth = truths_apart(inputs, inputs.cu_seqlens.tolist(), dout, dfinal_states)
-    got = results(name, inputs, dout, dfinal_states)
-    assert_all_accurate(got, truth, inputs, dout, dfinal_states)
+    assert_apart(name, inputs, inputs.cu_seqlens.tolist())
 
 
 def spaces(inputs):
@@ -173,7 +168,7 @@ def test_offsets_beyond_int32(name, batch, packed, ngroups, device, much_memory)
     part = replace(inputs, x=inputs.x[by_head], dt=inputs.dt[by_head], B=inputs.B[by_group], C=inputs.C[by_group],
                    A=inputs.A[heads], D=inputs.D[heads])
     ways = (dout[by_head], None)
-    assert_all_accurate(got, truths(part, *ways), part, *ways)
+    errors.assert_all_accurate(got, truths(part, *ways), part, *ways)
 
 
 def test_every_result_has_a_judge(device):
