@@ -51,10 +51,6 @@ def ones():
     return gl.zeros([64], gl.float32, WIDE) + 1.0
 
 
-def idle(vector, tiles, bars):
-    pass
-
-
 def assert_faulty(*roles, says: str) -> None:
     """In every schedule."""
     for seed in SEEDS:
@@ -94,102 +90,85 @@ def test_rows_out_of_bounds(rows):
         assert torch.equal(torch.cat(seen, 1)[0, :rows], x[0]) and not torch.cat(seen, 1)[0, rows:].any()
 
 
-def test_a_fresh_barrier_has_the_other_parity():
-    def one(vector, tiles, bars):
-        mbarrier.wait(bars.index(0), 1)
-
-    def zero(vector, tiles, bars):
-        mbarrier.wait(bars.index(0), 0)
-
-    assert_fine(one)
-    assert_faulty(zero, idle, says=r"deadlock:\n  role 0 \(zero\) at test_model.py:\d+ `mbarrier.wait.*`: waits for a phase of "
-                                   r"parity 0 of bars\[0\] \(phase 0 lacks 1 of 1 arrivals and 0 bytes\)$")
+def wait(n: int, parity: int = 0):
+    return lambda vector, tiles, bars: mbarrier.wait(bars.index(n), parity)
 
 
-def test_all_who_wait_are_named():
-    def first(vector, tiles, bars):
-        mbarrier.wait(bars.index(0), 0)
-        mbarrier.arrive(bars.index(1), count=1)
-
-    def second(vector, tiles, bars):
-        mbarrier.wait(bars.index(1), 0)
-        mbarrier.arrive(bars.index(0), count=1)
-
-    assert_faulty(first, second, says=r"(?s)role 0 \(first\).*bars\[0\].*role 1 \(second\).*bars\[1\]")
+def arrive(n: int, count: int = 1):
+    return lambda vector, tiles, bars: mbarrier.arrive(bars.index(n), count=count)
 
 
-def test_a_wait_tells_of_the_first_phase_that_it_may_have_seen():
-    """The third has the same parity, and the store comes between."""
-
-    def writer(vector, tiles, bars):
-        mbarrier.arrive(bars.index(0), count=1)
-        mbarrier.arrive(bars.index(0), count=1)
-        vector.store(ones())
-        gl.barrier()
-        mbarrier.arrive(bars.index(0), count=1)
-        mbarrier.arrive(bars.index(1), count=1)
-
-    def reader(vector, tiles, bars):
-        mbarrier.wait(bars.index(1), 0)  # the barrier is three phases on
-        vector.load(WIDE)
-
-    def hasty(vector, tiles, bars):
-        mbarrier.wait(bars.index(0), 0)
-        vector.load(WIDE)
-
-    assert_fine(writer, reader)
-    assert_faulty(writer, hasty, says=r"nothing has written|of whose end this role has not been told|no barrier")
+def load(layout):
+    return lambda vector, tiles, bars: vector.load(layout)
 
 
-def test_vectors_pass_from_role_to_role():
-    def writer(vector, tiles, bars):
-        vector.store(ones())
-        gl.barrier()
-        mbarrier.arrive(bars.index(0), count=1)
-
-    def apart(vector, tiles, bars):
-        vector.store(ones())
-        mbarrier.arrive(bars.index(0), count=1)
-
-    def reader(vector, tiles, bars):
-        mbarrier.wait(bars.index(0), 0)
-        assert vector.load(NARROW).used().eq(1).all()
-
-    def rash(vector, tiles, bars):
-        vector.load(NARROW)
-
-    assert_fine(writer, reader)
-    assert_faulty(apart, reader, says="load of vector.*no barrier of its warps")
-    assert_faulty(writer, rash, says="nothing has written|told|no barrier")
+def use(layout):
+    def step(vector, tiles, bars):
+        assert vector.load(layout).used().eq(1).all()
+    return step
 
 
-def test_own_elements_need_no_barrier():
-    def same(vector, tiles, bars):
-        vector.store(ones())
-        assert vector.load(WIDE).used().eq(1).all()
-        vector.store(ones())
+def store(vector, tiles, bars):
+    vector.store(ones())
 
-    def other(vector, tiles, bars):
-        vector.store(ones())
-        vector.load(NARROW)
 
-    def over(vector, tiles, bars):
-        vector.store(ones())
-        gl.barrier()
-        vector.load(NARROW)
-        vector.store(ones())
+def meet(vector, tiles, bars):
+    gl.barrier()
 
-    def apart(vector, tiles, bars):
-        vector.store(ones())
-        gl.barrier()
-        vector.load(NARROW)
-        gl.barrier()
-        vector.store(ones())
 
-    assert_fine(same)
-    assert_fine(apart)
-    assert_faulty(other, says="load of vector.*store of vector.*no barrier")
-    assert_faulty(over, says="store of vector.*load of vector.*still be on its way")
+ROLES = {
+    "one": (wait(0, 1),),
+    "zero": (wait(0, 0),),
+    "idle": (),
+    "first": (wait(0), arrive(1)),
+    "second": (wait(1), arrive(0)),
+    "twice": (arrive(0, count=2),),
+    "writer": (store, meet, arrive(0)),
+    "unmet writer": (store, arrive(0)),
+    "reader": (wait(0), use(NARROW)),
+    "rash reader": (load(NARROW),),
+    # the third phase has the same parity as the first, and the store comes between
+    "late writer": (arrive(0), arrive(0), store, meet, arrive(0), arrive(1)),
+    "late reader": (wait(1), load(WIDE)),
+    "hasty reader": (wait(0), load(WIDE)),
+    "own elements": (store, use(WIDE), store),
+    "others' elements": (store, load(NARROW)),
+    "over a load": (store, meet, load(NARROW), store),
+    "after a load": (store, meet, load(NARROW), meet, store),
+}
+UNTOLD = "nothing has written|of whose end this role has not been told|no barrier"
+PLAYS = [  # roles, and what is wrong with them
+    (("one",), None),  # a fresh barrier has the other parity
+    (("zero", "idle"), r"deadlock:\n  role 0 \(zero\) at test_model.py:\d+ `step.*`: waits for a phase of "
+                       r"parity 0 of bars\[0\] \(phase 0 lacks 1 of 1 arrivals and 0 bytes\)$"),
+    (("first", "second"), r"(?s)role 0 \(first\).*bars\[0\].*role 1 \(second\).*bars\[1\]"),
+    (("twice",), r"2 arrivals at bars\[0\], whose phase 0 lacks 1"),
+    (("writer", "reader"), None),
+    (("unmet writer", "reader"), "load of vector.*no barrier of its warps"),
+    (("writer", "rash reader"), UNTOLD),
+    (("late writer", "late reader"), None),
+    (("late writer", "hasty reader"), UNTOLD),
+    (("own elements",), None),
+    (("after a load",), None),
+    (("others' elements",), "load of vector.*store of vector.*no barrier"),
+    (("over a load",), "store of vector.*load of vector.*still be on its way"),
+]
+
+
+@pytest.mark.parametrize(("names", "says"), PLAYS, ids=str)
+def test_barriers_and_vectors(names, says):
+    def play_role(name: str):
+        def role(vector, tiles, bars):
+            for step in ROLES[name]:
+                step(vector, tiles, bars)
+        role.__name__ = name
+        return role
+
+    roles = map(play_role, names)
+    if says is None:
+        assert_fine(*roles)
+    else:
+        assert_faulty(*roles, says=says)
 
 
 def test_a_load_is_on_its_way_until_it_is_used():
@@ -303,13 +282,6 @@ def test_places_that_are_not_there():
 
     assert_faulty(behind, says=r"role 0 \(behind\) at .*tiles\[2\] of 2")
     assert_faulty(before, says=r"role 0 \(before\) at .*mbarrier -1 of 3")
-
-
-def test_arrivals_that_nobody_counts():
-    def twice(vector, tiles, bars):
-        mbarrier.arrive(bars.index(0), count=2)
-
-    assert_faulty(twice, says=r"2 arrivals at bars\[0\], whose phase 0 lacks 1")
 
 
 def test_schedules_differ_by_seed_alone():
