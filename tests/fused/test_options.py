@@ -16,43 +16,30 @@ CASES = {
     "strong_decay": Case(strong_decay=True, D="h", initial_states=True),
 }
 OFF = {
-    "fused": (
-        ("exp2",),
-        ("fuse_bmm",),
-        ("fuse_bmm", "low_precision_CB"),
-        ("fuse_states",),
-        ("save_states", "gluon"),
-        ("two_level",),
-        ("two_level", "exp2"),
-        ("two_level", "causal_blocks"),
-        ("two_level", "fuse_bmm", "causal_blocks"),
-        ("two_level", "fuse_bmm", "low_precision_CB", "fuse_states"),
-    ),
-    "persistent": (
-        ("exp2",),
-        ("fuse_bmm",),
-        ("fuse_bmm", "low_precision_CB"),
-        ("segments",),
-        ("segments", "save_states", "gluon"),
-        ("stationary",),
-        ("stationary", "fuse_bmm"),
-    ),
+    "fused": ("exp2", "fuse_bmm", "fuse_bmm low_precision_CB", "fuse_states", "save_states gluon", "two_level",
+              "two_level exp2", "two_level causal_blocks", "two_level fuse_bmm causal_blocks",
+              "two_level fuse_bmm low_precision_CB fuse_states"),
+    "persistent": ("exp2", "fuse_bmm", "fuse_bmm low_precision_CB", "segments", "segments save_states gluon", "stationary",
+                   "stationary fuse_bmm"),
 }
-OFF_BACKWARD = (("exp2",), ("save_states",), ("fuse_backward",), ("fuse_backward", "save_states"))
+OFF_BACKWARD = ("exp2", "save_states", "fuse_backward", "fuse_backward save_states")
+over_cases = pytest.mark.parametrize("case", CASES)
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize(("name", "off"), [(name, off) for name in OFF for off in OFF[name]],
-                         ids=lambda v: v if isinstance(v, str) else "-".join(v))
+def switch_off(names: str) -> Options:
+    return Options(**dict.fromkeys(names.split(), False))
+
+
+@over_cases
+@pytest.mark.parametrize(("name", "off"), [(name, off) for name in OFF for off in OFF[name]])
 def test_switched_off(name, off, case, device):
-    options = Options(**dict.fromkeys(off, False))
-    assert_forward_right(get_variant(name), random_inputs(SHAPE, CASES[case], HALF, device), options)
+    assert_forward_right(get_variant(name), random_inputs(SHAPE, CASES[case], HALF, device), switch_off(off))
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("off", OFF_BACKWARD, ids="-".join)
+@over_cases
+@pytest.mark.parametrize("off", OFF_BACKWARD)
 def test_gradients_with_it_off(off, case, device):
-    assert_right("fused", random_inputs(SHAPE, CASES[case], HALF, device), options=Options(**dict.fromkeys(off, False)))
+    assert_right("fused", random_inputs(SHAPE, CASES[case], HALF, device), options=switch_off(off))
 
 
 @pytest.mark.parametrize("name", OFF)
@@ -60,5 +47,5 @@ def test_every_option_is_tried(name):
     """Elsewhere: `low_precision_states` is a matter of `state_dtype`, which the public function sees to; split_backward and
     replay have tests of their own. The backward of persistent is that of fused.
     """
-    tried = {option for off in (*OFF[name], *OFF_BACKWARD) for option in off}
+    tried = {option for off in (*OFF[name], *OFF_BACKWARD) for option in off.split()}
     assert tried | {"low_precision_states", "split_backward", "replay"} == set(get_variant(name).options)
