@@ -18,9 +18,10 @@ import re
 import shutil
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 from unittest.mock import patch
 
@@ -32,6 +33,7 @@ import torch
 import triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
+from triton.runtime.cache import get_cache_manager
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
@@ -161,15 +163,12 @@ def _measure(kernel, disassemble: bool) -> Compiled:
     constants = {names[path[0]]: value for path, value in kernel.src.constants.items()}
     config = [f"{k.removeprefix('BLOCK_')}={v}" for k, v in constants.items() if k.startswith(("BLOCK", "STAGES"))]
     config += [f"warps={kernel.metadata.num_warps}", f"stages={kernel.metadata.num_stages}"]
-    registers, spills = _resources(kernel.kernel)
+    registers, spills = resources(kernel.kernel)
     ptx = kernel.asm["ptx"]
     groups = late = lost = unset = None
     if disassemble and "wgmma.mma_async" in ptx:
-        sass = inspect(knobs.nvidia.nvdisasm.path, "-c", kernel.kernel)
-        # the last instruction of a group names the barrier that counts it
-        groups, late = len(re.findall(r"HGMMA.*gsb", sass)), late_loads(sass)
-        lost = find_lost_operands(sass) if "ttir" in kernel.asm else []
-        unset = find_unset_registers(sass)
+        groups, late, lost, unset = _find_once(_search, kernel.kernel)
+        lost = lost if "ttir" in kernel.asm else []
     return Compiled(triton.__version__, kernel.name, " ".join(config), registers, spills, kernel.metadata.shared,
                     ptx.count("wgmma.mma_async"), groups, ptx.count("mma.sync") + ptx.count("tcgen05.mma"),
                     kernel.asm.get("ttir", "").count("tt.dot "), lanes_apart(ptx), _unfenced(ptx),
@@ -182,11 +181,41 @@ def _unfenced(ptx: str) -> int:
     return sum("wgmma.mma_async" in loop and "cp.async.wait" in loop and "fence.proxy.async" not in loop for loop in loops)
 
 
-def _resources(cubin: bytes) -> tuple[int, int]:
+def resources(cubin: bytes) -> tuple[int, int]:
     """Registers and bytes of stack per thread. Triton's kernels have no arrays: what is on the stack was spilled."""
+    registers, stack = _find_once(_read_resources, cubin)
+    return registers, stack
+
+
+def _find_once(find: Callable[[bytes], tuple], cubin: bytes) -> tuple:
+    """find(cubin), kept beside what Triton keeps on disk: the tools that read machine code take longer than all else."""
+    kept = get_cache_manager(hashlib.sha256(_read_searches() + find.__name__.encode() + cubin).hexdigest())
+    if path := kept.get_file("found.json"):
+        return json.loads(Path(path).read_text())
+    found = find(cubin)
+    kept.put(json.dumps(found), "found.json", binary=False)
+    return found
+
+
+@cache
+def _read_searches() -> bytes:
+    """Of what searches: what was found by others does not count."""
+    modules = {search.__module__ for search in (_search, inspect, late_loads, find_lost_operands, find_unset_registers)}
+    return b"".join(Path(sys.modules[name].__file__).read_bytes() for name in sorted(modules)) + triton.__version__.encode()
+
+
+def _read_resources(cubin: bytes) -> tuple[int, int]:
     said = inspect(knobs.nvidia.cuobjdump.path, "--dump-resource-usage", cubin)
     registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", said).groups()
     return int(registers), int(stack)
+
+
+def _search(cubin: bytes) -> tuple[int, list[str], list[str], list[str]]:
+    """Groups of products that are waited for together, and late loads, lost operands and unset registers."""
+    sass = inspect(knobs.nvidia.nvdisasm.path, "-c", cubin)
+    # the last instruction of a group names the barrier that counts it
+    groups = len(re.findall(r"HGMMA.*gsb", sass))
+    return groups, late_loads(sass), find_lost_operands(sass), find_unset_registers(sass)
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:

@@ -113,7 +113,7 @@ def compile_conv(case):
 
 def main(few: list[int]):
     """few: chips to compile FEW for; none: everything for its own."""
-    from tools.compile_kernels import _resources, compiling, use_installed_tools
+    from tools.compile_kernels import compiling, resources, use_installed_tools
 
     use_installed_tools()
     rows = []
@@ -124,7 +124,7 @@ def main(few: list[int]):
                 with compiling(arch) as found:
                     compile_one(*case)
                 for kernel in found.values():
-                    registers, spills = _resources(kernel.kernel)
+                    registers, spills = resources(kernel.kernel)
                     counted = {what: len(re.findall(what, kernel.asm["ptx"])) for what in
                                ("ld.global", "(?:ld|st).global.v[24]", "cp.async.c[ag]", "ex2.approx")}
                     rows.append({"triton": triton.__version__, "arch": arch, "case": name, "kernel": kernel.name,
