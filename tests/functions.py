@@ -36,7 +36,7 @@ class Function(NamedTuple):
 
 def scan(variant, case=EVERYTHING):
     def inputs(tokens, device, dtype):
-        i = random_inputs(Shape(1 if case.documents == "varlen" else 2, tokens, 4, 16, 2, 16, 16), case, dtype, device)
+        i = random_inputs(Shape(1 if case.documents == "varlen" else 2, tokens, 2, 8, 1, 16, 16), case, dtype, device)
         return arguments(i) | {"return_final_states": True}
 
     return Function(partial(ssd_chunk_scan, variant=variant), inputs, DIFFERENTIABLE, ("out", "final_states"))

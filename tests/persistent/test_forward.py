@@ -15,6 +15,8 @@ from tests.inputs import HALF, Case, Shape, random_inputs
 
 pytestmark = pytest.mark.usefixtures("poison")
 PERSISTENT = get_variant("persistent")
+
+
 def cut(inputs):
     """How the forward cuts these inputs, whose headdim is one block."""
     config, device = tuning.pick("stationary_scan", inputs), tuning.device_of(inputs)

@@ -16,23 +16,12 @@ from ssd.registry import get_variant
 from ssd.runtime import custom_ops as ops
 from ssd.variants import VARIANTS
 from tests.errors import assert_all_accurate, truths
-from tests.inputs import (
-    DIFFERENTIABLE,
-    EVERYTHING,
-    GPU,
-    HALF,
-    OURS,
-    Case,
-    Shape,
-    arguments,
-    gradients,
-    leaves,
-    random_inputs,
-    random_like,
-)
+from tests.inputs import EVERYTHING, HALF, OURS, Case, Shape, arguments, gradients, leaves, random_inputs, random_like
 
 SHAPE = Shape(2, 40, 4, 16, 2, 16, 16)
 RUNNABLE = ("torch", *OURS)
+
+
 def run(inputs, **options):
     return ssd.ssd_chunk_scan(**arguments(inputs) | options)
 
@@ -108,7 +97,7 @@ def test_only_asked_for_gradients_come(device):
     inputs = random_inputs(SHAPE, EVERYTHING, torch.float32, device)
     B = inputs.B.clone().requires_grad_()
     run(replace(inputs, B=B)).square().sum().backward()
-    assert B.grad is not None and all(getattr(inputs, name).grad is None for name in DIFFERENTIABLE)
+    assert B.grad is not None and {*gradients(inputs).values()} == {None}
 
 
 @pytest.mark.parametrize("ids, canonical", [
@@ -139,16 +128,23 @@ def test_cu_seqlens_alone_give_the_documents(device):
     assert_close(run(inputs, cu_seqlens=every_second, return_varlen_states=True, variant=OURS[0])[1], states)
 
 
+def watch_forward(variant, runs, watch, monkeypatch):
+    """The variant's forward becomes that of `runs`; watch(options, saved) after each."""
+    run_forward = get_variant(runs).forward
+
+    def forward(inputs, options, save):
+        results = run_forward(inputs, options, save)
+        watch(options, results[2])
+        return results
+
+    module = registry.import_module(VARIANTS[variant].module)
+    monkeypatch.setattr(module, "VARIANT", replace(module.VARIANT, forward=forward))
+
+
 @pytest.mark.parametrize("variant", OURS)
 def test_options_reach_the_kernels(variant, device, monkeypatch):
     seen = []
-
-    def forward(inputs, options, save):
-        seen.append(options)
-        return get_variant("torch").forward(inputs, options, save)
-
-    monkeypatch.setattr(registry.import_module(VARIANTS[variant].module), "VARIANT",
-                        replace(get_variant(variant), forward=forward))
+    watch_forward(variant, "torch", lambda options, saved: seen.append(options), monkeypatch)
     options = ssd.Options(tf32=True)
     run(random_inputs(SHAPE, Case(), torch.float32, device), variant=variant, options=options)
     assert seen == [options] and options != ssd.Options()
@@ -161,8 +157,8 @@ def test_auto_says_what_it_runs_and_once(device, caplog):
         out = run(inputs, variant="auto")
         run(inputs, variant="auto")
     (said,) = [record for record in caplog.records if record.module == "registry"]
-    assert GPU or said.getMessage() == "variant 'auto' runs 'torch' (fwd): tensors are on the CPU"
-    assert said.args[0] in (registry.list_candidates() if GPU else ["torch"])
+    assert device == "cuda" or said.getMessage() == "variant 'auto' runs 'torch' (fwd): tensors are on the CPU"
+    assert said.args[0] in (registry.list_candidates() if device == "cuda" else ["torch"])
     assert torch.equal(out, run(inputs, variant=said.args[0]))
 
 
@@ -188,7 +184,7 @@ class Subclass(torch.Tensor):
 def test_gradcheck():
     """Finite differences in fp64, independent of every derivation."""
     inputs = leaves(reference.as_dtype(random_inputs(Shape(1, 18, 2, 2, 1, 2, 16), EVERYTHING), torch.float64))
-    names = [name for name in DIFFERENTIABLE if getattr(inputs, name) is not None]
+    names = list(gradients(inputs))
 
     def call(*tensors):
         return run_both(replace(inputs, **dict(zip(names, tensors, strict=True))), variant="torch")
@@ -200,21 +196,16 @@ def test_gradcheck():
 def test_nothing_is_kept_without_a_gradient(variant, device, monkeypatch):
     """y and prev_states, which only a backward reads, under no_grad and where nothing requires a gradient."""
     kept = []
-    named = get_variant(variant)
-
-    def forward(inputs, options, save):
-        results = named.forward(inputs, options, save)
-        kept.append((results[2].y is not None, results[2].prev_states is not None))
-        return results
-
+    keeps_states = get_variant(variant).states_every is not None
+    watch_forward(variant, variant, lambda options, saved: kept.append(
+        (saved.y is not None, saved.prev_states is not None)), monkeypatch)
     inputs = random_inputs(SHAPE, EVERYTHING, torch.float32, device)
-    monkeypatch.setattr(registry.import_module(VARIANTS[variant].module), "VARIANT", replace(named, forward=forward))
     assert run(leaves(inputs), variant=variant).requires_grad
     run(leaves(inputs), variant=variant, options=ssd.Options(save_states=False))
     run(inputs, variant=variant)
     with torch.no_grad():
         assert not run(leaves(inputs), variant=variant).requires_grad
-    assert kept == [(True, named.states_every is not None), (True, False), (False, False), (False, False)]
+    assert kept == [(True, keeps_states), (True, False), (False, False), (False, False)]
 
 
 @pytest.mark.parametrize("variant", RUNNABLE)
