@@ -7,6 +7,7 @@ an output gradient that is zero elsewhere: then even sums over tokens and sequen
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,10 +21,6 @@ from ssd.types import SSDInputs
 _LEAVES = ("x", "dt", "A", "B", "C", "D", "dt_bias", "z")
 _NOTHING = 1e-30  # a truth below this is zero to every dtype here, as decay makes it
 _TRUTH_CHUNK = 64  # fp64 holds whole chunk squares; small chunks keep them small
-
-
-def _largest(t: Tensor) -> Tensor:
-    return t.abs().amax()
 
 
 def leaves_of(inputs: dict) -> dict[str, Tensor]:
@@ -41,7 +38,7 @@ class Error:
     @staticmethod
     def of(got: Tensor, truth: Tensor) -> Error:
         difference, truth = got.double() - truth, truth.double()
-        return Error(*(float(size(difference) / size(truth).clamp(min=_NOTHING)) for size in (Tensor.norm, _largest)))
+        return Error(*(float(difference.norm(p) / truth.norm(p).clamp(min=_NOTHING)) for p in (2, math.inf)))
 
     @staticmethod
     def worst(errors: list[Error]) -> Error:

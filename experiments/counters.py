@@ -104,13 +104,14 @@ def read_latest(out: Path = record.RESULTS, by_kernel: bool = False) -> list[dic
     Besides a row's keys, mean_dram_pct is the mean over kernels, where one that is launched twice counts once, and time_pct
     a kernel's share of its call's time.
     """
+    return [line for call, kernels in read_calls(out) for line in (call, *(kernels if by_kernel else ()))]
+
+
+def read_calls(out: Path = record.RESULTS) -> list[tuple[dict, list[dict]]]:
+    """The lines of `read_latest` by call: the call's own, and those of its kernels."""
     runs = record.keep_last_runs(table.keep_last_commit(record.read(out, bench="counters")), table.identify)
-    result = []
-    for call in table.sort_rows([_merge_call(kernels) for kernels in runs.values()]):
-        result.append(call)
-        if by_kernel:
-            result += (_merge_call([kernel], kernel["kernel"], call["ncu_us"]) for kernel in runs[table.identify(call)])
-    return result
+    return [(call, [_merge_call([kernel], kernel["kernel"], call["ncu_us"]) for kernel in runs[table.identify(call)]])
+            for call in table.sort_rows([_merge_call(kernels) for kernels in runs.values()])]
 
 
 def _merge_call(kernels: list[dict], name: str = "all", call_us: float | None = None) -> dict:

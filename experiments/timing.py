@@ -126,14 +126,20 @@ def speedups(p50_us: float, graph_p50_us: float | None, rival_us: float, rival_g
             "graph_speedup": rival_graph_us / graph_p50_us if both else None}
 
 
-def count_launches(call: Call) -> int | None:
-    """Kernels that one call launches, by the profiler; None where it sees none at all."""
+def list_launches(call: Call, repeats: int = 1) -> list[tuple[str, float]]:
+    """By the profiler, each kernel, copy and fill that calls launch: its name, and how long it runs in microseconds."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
-        call()
+        for _ in range(repeats):
+            call()
         torch.cuda.synchronize()
-    on_device = [e for e in profile.events() if e.device_type == DeviceType.CUDA and not e.is_user_annotation]
-    return sum(not e.name.startswith(("Memcpy", "Memset")) for e in on_device) or None
+    return [(event.name, event.device_time) for event in profile.events()
+            if event.device_type == DeviceType.CUDA and not event.is_user_annotation]
+
+
+def count_launches(call: Call) -> int | None:
+    """Kernels that one call launches; None where the profiler sees none at all."""
+    return sum(not name.startswith(("Memcpy", "Memset")) for name, _ in list_launches(call)) or None
 
 
 def peak_mib(call: Call) -> float:

@@ -8,6 +8,7 @@ import json
 from collections import defaultdict
 from contextlib import ExitStack
 from functools import partial
+from operator import itemgetter
 from statistics import median
 
 import torch
@@ -19,9 +20,11 @@ from ssd.registry import config_spaces, get_variant
 from ssd.runtime import tuning
 from ssd.types import Options, SSDGrads, SSDInputs
 
+from . import record
 from .inputs import DTYPES, make_inputs
 from .shapes import Shape
 from .terminal import make_empty_table, track
+from .timing import list_launches
 
 # What together launches every kernel, forward and backward.
 _CALLS = (
@@ -81,15 +84,8 @@ def launch_all(inputs: SSDInputs, dout: torch.Tensor) -> None:
 
 def measure_kernels(call, repeats: int) -> dict[str, float]:
     """{kernel: median microseconds of its launches}, by the profiler."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        for _ in range(repeats):
-            call()
-        torch.cuda.synchronize()
-    launches = defaultdict(list)
-    for event in profile.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
-            launches[event.name].append(event.device_time)
-    return {name: median(spent) for name, spent in launches.items()}
+    launches = record.group_by(list_launches(call, repeats), itemgetter(0))
+    return {name: median(us for _, us in of) for name, of in launches.items()}
 
 
 def _table(title: str, times, best) -> Table:

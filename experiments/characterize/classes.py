@@ -44,7 +44,7 @@ def name_stage(kernel: dict) -> str:
     return kernel["kernel"].removesuffix("_kernel").removesuffix("_fwd").removeprefix("_")
 
 
-def read_counted(kernel: dict) -> Work | None:
+def read_counters(kernel: dict) -> Work | None:
     """What ncu counted; None where it did not."""
     vector = count_vector_flops(kernel)
     return None if vector is None or "tensor_flops" not in kernel else Work(kernel["tensor_flops"], vector, "counters")
@@ -52,7 +52,7 @@ def read_counted(kernel: dict) -> Work | None:
 
 def work(kernel: dict) -> Work:
     """What a row of the bench `counters` did."""
-    if (by_ncu := read_counted(kernel)) is not None:
+    if (by_ncu := read_counters(kernel)) is not None:
         return by_ncu
     modelled = model(kernel)
     return Work(0.0, 0.0, None) if modelled is None else Work(modelled.flops, modelled.vector, "cost model")

@@ -89,13 +89,7 @@ def make_problem(row: dict) -> cost.Problem:
 def read_calls(out: Path = record.RESULTS) -> list[Call]:
     """Every call that counters were read for, as it was counted last, in the order of tables."""
     timed = [row for bench in _OF_CALLS for row in record.read(out, bench=bench)]
-    found: list[tuple[dict, list[dict]]] = []
-    for line in counters.read_latest(out, by_kernel=True):
-        if line["kernel"] == "all":
-            found.append((line, []))
-        else:
-            found[-1][1].append(line)
-    return [Call(row, tuple(kernels), _timed(row, timed)) for row, kernels in found]
+    return [Call(row, tuple(kernels), _find_time(row, timed)) for row, kernels in counters.read_calls(out)]
 
 
 def keep_one_gpu(rows: list[dict]) -> list[dict]:
@@ -145,7 +139,7 @@ def count_vector_flops(kernel: dict) -> float | None:
     return kernel["fadds"] + kernel["fmuls"] + 2 * kernel["ffmas"]
 
 
-def _timed(row: dict, timed: Iterable[dict]) -> dict | None:
+def _find_time(row: dict, timed: Iterable[dict]) -> dict | None:
     same = ("gpu", "variant", "mode", "shape", "dtype", "chunk_size")
     found = [other for other in timed if all(other[key] == row[key] for key in same)
              and record.options(other) == record.options(row)]

@@ -135,22 +135,18 @@ def read_kernel_samples(out: Path = record.RESULTS) -> tuple[list[Sample], GPU |
     GPU; None without rows, or if it is not in the table.
     """
     rows = keep_one_gpu([row for row in record.read(out, bench="counters", variant="baseline") if classes.model(row)])
-    samples = [Sample(classes.name_stage(row), row["shape"], row["mode"], row["chunk_size"], row["ncu_us"], row["launches"],
-                      replace(classes.model(row), bytes=row["dram_bytes"])) for row in rows]
-    return samples, find(rows[0]["gpu"]) if rows else None
+    return _make_samples(rows, lambda row: replace(classes.model(row), bytes=row["dram_bytes"]))
 
 
-def read_counted_samples(out: Path = record.RESULTS) -> tuple[list[Sample], GPU | None]:
+def read_samples_of_counters(out: Path = record.RESULTS) -> tuple[list[Sample], GPU | None]:
     """The operator's kernels of every variant, upstream's among them, of calls in bf16 with every option, as ncu counted them
     last: all terms are its. And their GPU, likewise.
     """
     rows = keep_one_gpu([row for row in counters.read_latest(out, by_kernel=True)
                        if row["dtype"] == "bf16" and record.has_default_options(row)
-                       and is_of_operator(row["kernel"]) and classes.read_counted(row) and "exps" in row])
-    samples = [Sample(classes.name_stage(row), row["shape"], row["mode"], row["chunk_size"], row["ncu_us"], row["launches"],
-                      cost.Cost(row["dram_bytes"], row["tensor_flops"], row["exps"], count_vector_flops(row)), row["variant"])
-               for row in rows]
-    return samples, find(rows[0]["gpu"]) if rows else None
+                       and is_of_operator(row["kernel"]) and classes.read_counters(row) and "exps" in row])
+    return _make_samples(rows, lambda row: cost.Cost(row["dram_bytes"], row["tensor_flops"], row["exps"],
+                                                     count_vector_flops(row)))
 
 
 def read_call_samples(out: Path = record.RESULTS) -> tuple[list[Sample], GPU | None]:
@@ -160,12 +156,17 @@ def read_call_samples(out: Path = record.RESULTS) -> tuple[list[Sample], GPU | N
     rows = record.latest(table.keep_last_commit(record.read(out, bench="ssd", variant="baseline")), table.identify)
     rows = keep_one_gpu([row for row in rows if row["mode"] in ("fwd", "bwd") and row["graph_p50_us"] and row["launches"]
                        and record.has_default_options(row)])
-    samples = [Sample(row["variant"], row["shape"], row["mode"], row["chunk_size"], row["graph_p50_us"], row["launches"],
-                      cost.total(_stages(row))) for row in rows]
-    return samples, find(rows[0]["gpu"]) if rows else None
+    return _make_samples(rows, lambda row: cost.total(_count_stages(row)))
 
 
-def _stages(row: dict) -> dict[str, cost.Cost]:
+def _make_samples(rows: list[dict], work_of: Callable[[dict], cost.Cost]) -> tuple[list[Sample], GPU | None]:
+    """Of kernels or calls on one GPU, and that."""
+    return [Sample(classes.name_stage(row) if "kernel" in row else row["variant"], row["shape"], row["mode"], row["chunk_size"],
+                   row["ncu_us"] if "kernel" in row else row["graph_p50_us"], row["launches"], work_of(row), row["variant"])
+            for row in rows], find(rows[0]["gpu"]) if rows else None
+
+
+def _count_stages(row: dict) -> dict[str, cost.Cost]:
     """Of a call of the baseline, whose backward does without two stages where its launches are too few for them."""
     if row["mode"] == "fwd":
         return cost.count_forward_stages(make_problem(row))

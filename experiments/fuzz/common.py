@@ -20,6 +20,7 @@ Call = Callable[[Tensors], dict[str, Tensor]]
 class Common:
     """Fields of every configuration; `operator.Config` says what they mean. dtype: of the activations."""
 
+    batch: int = 1
     seed: int = 0
     dtype: str = "fp32"
     dtypes: dict[str, str] = field(default_factory=dict)

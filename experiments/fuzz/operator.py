@@ -54,7 +54,6 @@ class Config(Common):
     """
 
     variant: str = "torch"
-    batch: int = 1
     seqlen: int = 1
     ngroups: int = 1
     heads_per_group: int = 1

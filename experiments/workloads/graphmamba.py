@@ -7,7 +7,7 @@ Sizes, batches, learning rates and weight decays are those of the first paper's 
 from dataclasses import replace
 
 from .graph_model import WALKS, GraphModel, GraphSizes, graph_loss
-from .graphs import MALNET_TINY, MNIST, PEPTIDES_FUNC, VOC_SP, collate, load_data
+from .graphs import MALNET_TINY, MNIST, PEPTIDES_FUNC, VOC_SP, collate, load_graphs
 from .registry import Preset, Workload
 
 _PEPTIDES = GraphSizes(PEPTIDES_FUNC, d_model=96, layers=4, headdim=32)
@@ -33,7 +33,7 @@ WORKLOAD = Workload(
                               lr=1.5e-3, weight_decay=1e-5),
     },
     build=GraphModel,
-    dataset=load_data,
+    dataset=lambda run: load_graphs(run.data, run.sizes, run.seed),
     loss=graph_loss,
     collate=collate,
     unit="graphs",

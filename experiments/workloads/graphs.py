@@ -21,7 +21,6 @@ from .synthetic_superpixels import SyntheticSuperpixels
 if TYPE_CHECKING:
     from torch_geometric.data import Data
 
-    from ..training_run import Run
     from .graph_model import GraphSizes
 
 _NEIGHBOURS = {"MNIST": 8, "PascalVOC-SP": 6}  # of a superpixel; the data sets have 8.0 and 5.7 edges to a node
@@ -140,7 +139,7 @@ class Columns:
         return self.positions(graph) if self.positions else graph
 
 
-def graphs(data: str, sizes: GraphSizes, seed: int) -> SyntheticGraphs | LocalGraphs:
+def load_graphs(data: str, sizes: GraphSizes, seed: int) -> SyntheticGraphs | LocalGraphs:
     """What --data names: "synthetic", or the root of the preset's data set, see `LocalGraphs`.
 
     Raises:
@@ -148,10 +147,6 @@ def graphs(data: str, sizes: GraphSizes, seed: int) -> SyntheticGraphs | LocalGr
         ImportError: torch_geometric is missing.
     """
     return SyntheticGraphs(sizes.data, seed) if data == "synthetic" else LocalGraphs(Path(data), sizes.data, seed)
-
-
-def load_data(run: Run) -> SyntheticGraphs | LocalGraphs:
-    return graphs(run.data, run.sizes, run.seed)
 
 
 def collate(samples: list[Data]) -> dict[str, Tensor]:

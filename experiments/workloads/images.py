@@ -22,8 +22,6 @@ from .vision_model import VisionSizes
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-    from ..training_run import Run
-
 SMOOTHING = 0.1  # of labels, as the published training has it
 _SUFFIXES = (".jpg", ".jpeg", ".png")
 _AREA, _RATIO = (0.08, 1.0), (3 / 4, 4 / 3)
@@ -110,7 +108,7 @@ class ImageFolder:
                              "the order of the others depends on their number") from reason
 
 
-def images(data: str, sizes: VisionSizes, seed: int) -> Images:
+def load_images(data: str, sizes: VisionSizes, seed: int) -> Images:
     """What --data names: "synthetic", of at most 100 classes, or a path as in `ImageFolder`.
 
     Raises:
@@ -120,10 +118,6 @@ def images(data: str, sizes: VisionSizes, seed: int) -> Images:
         return Images(SyntheticImages(min(sizes.classes, LARGEST), sizes.image_size, seed), sizes.classes)
     source = ImageFolder(Path(data), sizes.classes, sizes.image_size, seed, sizes.augment)
     return Images(source, sizes.classes, sizes.augment)
-
-
-def load_data(run: Run) -> Images:
-    return images(run.data, run.sizes, run.seed)
 
 
 def _class_folders(path: Path, most: int) -> list[Path]:

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .augmentation import mix
-from .images import SMOOTHING, load_data
+from .images import SMOOTHING, load_images
 from .registry import Preset, Workload
 from .vision_model import VisionModel, VisionSizes
 
@@ -38,7 +38,7 @@ WORKLOAD = Workload(
         "L": _published(VisionSizes(196, 64, (3, 3, 10, 5), heads=(16, 32), drop_path=0.3, layer_scale=1e-5, headdim=56)),
     },
     build=VisionModel,
-    dataset=load_data,
+    dataset=lambda run: load_images(run.data, run.sizes, run.seed),
     loss=class_loss,
     unit="images",
     mixers=("mamba1", "ssd"),

@@ -67,7 +67,8 @@ class Windows:
         return self.tokens[places].astype(np.int64), self.ends.searchsorted(places, side="right")
 
 
-def rows(data: str, sizes: LanguageSizes, seqlen: int, seed: int, tokenizer: str = "bytes", documents: bool = True) -> Rows:
+def load_rows(data: str, sizes: LanguageSizes, seqlen: int, seed: int, tokenizer: str = "bytes",
+              documents: bool = True) -> Rows:
     """What --data names: "synthetic"; a .txt file or a folder of such, a document each; or what `hub_text.read` takes.
 
     Raises:
@@ -88,12 +89,11 @@ def rows(data: str, sizes: LanguageSizes, seqlen: int, seed: int, tokenizer: str
     return Rows(Windows(tokens, ends, seqlen + 1, seed), documents=documents)
 
 
-def load_data(run: Run) -> Rows:
-    return rows(run.data, run.sizes, run.seqlen, run.seed, run.tokenizer, run.documents)
-
-
 def make_workload(name: str, presets: dict[str, Preset]) -> Workload:
     """A workload of language models."""
+    def load_data(run: Run) -> Rows:
+        return load_rows(run.data, run.sizes, run.seqlen, run.seed, run.tokenizer, run.documents)
+
     return Workload(name, presets, LanguageModel, load_data, next_token_loss, count_labelled, list_scans)
 
 

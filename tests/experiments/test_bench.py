@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -84,10 +85,8 @@ def test_what_follows_from_a_time(run, rival):
 
 
 def test_a_failed_capture_is_noted(run, rival, monkeypatch):
-    def capture(call):
-        raise RuntimeError("operation not permitted\nwhen stream is capturing")
-
-    monkeypatch.setattr(timing, "capture", capture)
+    failing = Mock(side_effect=RuntimeError("operation not permitted\nwhen stream is capturing"))
+    monkeypatch.setattr(timing, "capture", failing)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     rows, _ = run()
     assert all(row["graph_p50_us"] is None for row in rows)

@@ -4,6 +4,7 @@ import os
 import random
 import shutil
 import subprocess
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -59,11 +60,8 @@ def test_the_last_two_are_kept(tmp_path):
 def test_an_interrupted_save_leaves_what_was_there(tmp_path, monkeypatch, function):
     before = saved(tmp_path, 1, 2)
 
-    def fail(*_):
-        raise OSError(28, "No space left on device")
-
     with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
-        patch.setattr(os, function, fail)
+        patch.setattr(os, function, Mock(side_effect=OSError(28, "No space left on device")))
         saved(tmp_path, 3)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000002"]
     assert checkpoints.latest(tmp_path) == before and checkpoints.restore(before, *made(1)) == 2

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from experiments.workloads.graph_model import GraphSizes
-from experiments.workloads.graphs import MALNET_TINY, MNIST, PEPTIDES_FUNC, VOC_SP, GraphData, collate, graphs
+from experiments.workloads.graphs import MALNET_TINY, MNIST, PEPTIDES_FUNC, VOC_SP, GraphData, collate, load_graphs
 from experiments.workloads.synthetic_chains import HOPS, SyntheticChains
 from experiments.workloads.synthetic_superpixels import SyntheticSuperpixels
 from tests.experiments.small import needs_graphs
@@ -19,7 +19,7 @@ DATA = {data.name: data for data in (PEPTIDES_FUNC, MNIST, VOC_SP, MALNET_TINY)}
 
 
 def dataset(data: GraphData, root: str | Path = "synthetic", seed: int = 0):
-    return graphs(str(root), GraphSizes(data, d_model=16, layers=1, headdim=16), seed)
+    return load_graphs(str(root), GraphSizes(data, d_model=16, layers=1, headdim=16), seed)
 
 
 def chain(source: SyntheticChains, number: int) -> tuple[nx.Graph, list[int], dict]:

@@ -2,13 +2,14 @@
 
 import json
 import sys
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from experiments.workloads import hub_text
-from experiments.workloads.text import rows
+from experiments.workloads.text import load_rows
 from tests.experiments.small import sizes
 
 datasets = pytest.importorskip("datasets")
@@ -50,15 +51,15 @@ def test_rows_of_a_file_are_documents(file, tokenizer):
 
 
 def test_a_tokenizer_that_changed_is_another(file, tokenizer):
-    before = rows(file, SIZES, 4, 0, tokenizer).source.tokens
+    before = load_rows(file, SIZES, 4, 0, tokenizer).source.tokens
     changed = Tokenizer(models.WordLevel({word: n + 1 for word, n in WORDS.items()}, unk_token="?"))
     changed.pre_tokenizer = pre_tokenizers.Whitespace()
     changed.enable_truncation(3)  # which is not for here
     changed.enable_padding(length=12)
     changed.save(f"{tokenizer}/tokenizer.json")
-    assert (rows(file, SIZES, 4, 0, tokenizer).source.tokens == before + 1).all()
+    assert (load_rows(file, SIZES, 4, 0, tokenizer).source.tokens == before + 1).all()
     with pytest.raises(ValueError, match=f"has {len(WORDS) + 1}$"):  # tokens are below that, though they are fewer
-        rows(file, sizes("MM", vocab_size=len(WORDS)), 4, 0, tokenizer)
+        load_rows(file, sizes("MM", vocab_size=len(WORDS)), 4, 0, tokenizer)
 
 
 def test_a_data_set_by_name(monkeypatch):
@@ -66,15 +67,12 @@ def test_a_data_set_by_name(monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", lambda *given, **named: asked.append((given, named)) or
                         datasets.Dataset.from_dict({"text": TEXTS}))
     for name in ("wikimedia/wikipedia:20231101.en", "teknium/OpenHermes-2.5"):
-        assert len(rows(name, SIZES, 4, 0).source.tokens) == 18 + 20 + 8
+        assert len(load_rows(name, SIZES, 4, 0).source.tokens) == 18 + 20 + 8
     assert asked == [(("wikimedia/wikipedia", "20231101.en"), {"split": "train"}),
                      (("teknium/OpenHermes-2.5",), {"split": "train"})]
 
 
 def test_what_is_refused(tmp_path, tokenizer, monkeypatch):
-    def unknown(*_, **__):
-        raise ConnectionError("no network\nat all")
-
     (tmp_path / "broken.parquet").write_bytes(b"PAR1")
     (tmp_path / "cut.jsonl").write_text('{"text": "a"}\n{"text": "b"\n')
     (tmp_path / "other.jsonl").write_text('{"body": "x"}\n')
@@ -84,16 +82,16 @@ def test_what_is_refused(tmp_path, tokenizer, monkeypatch):
                        ("empty.jsonl", "has no text in its column 'text'"),
                        ("other.jsonl", "has the columns body, expected 'text'")):
         with pytest.raises(ValueError, match=f"--data: .*{name}.* {said}") as error:
-            rows(str(tmp_path / name), SIZES, 4, 0)
+            load_rows(str(tmp_path / name), SIZES, 4, 0)
         assert "\n" not in str(error.value)
     with pytest.raises(ValueError, match=f"for 8 tokens, expected synthetic, .*: the tokenizer .* has {len(WORDS)}"):
-        rows(str(tmp_path / "other.jsonl"), sizes("MM", vocab_size=8), 4, 0, tokenizer)
+        load_rows(str(tmp_path / "other.jsonl"), sizes("MM", vocab_size=8), 4, 0, tokenizer)
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match=r"--tokenizer: .* cannot be loaded .*expected bytes, a tokenizer\.json"):
-        rows(str(tmp_path / "other.jsonl"), SIZES, 4, 0, tokenizer)
-    monkeypatch.setattr(datasets, "load_dataset", unknown)
+        load_rows(str(tmp_path / "other.jsonl"), SIZES, 4, 0, tokenizer)
+    monkeypatch.setattr(datasets, "load_dataset", Mock(side_effect=ConnectionError("no network\nat all")))
     with pytest.raises(ValueError, match=r"--data: got books, which is no path, and .*Hub.* cannot be reached \(no net"):
-        rows("books", SIZES, 4, 0)
+        load_rows("books", SIZES, 4, 0)
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ImportError, match=r"datasets, which reads text that is no \.txt file, cannot .*: pip install datasets"):
-        rows("books", SIZES, 4, 0)
+        load_rows("books", SIZES, 4, 0)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
-from experiments.workloads.images import images
+from experiments.workloads.images import load_images
 from experiments.workloads.synthetic_images import LARGEST, SyntheticImages
 from tests.experiments.small import vision_sizes
 
@@ -35,11 +35,11 @@ def assert_same(sample, other):
 @pytest.mark.parametrize("made_up", [True, False])
 def test_a_sample_is_the_same_whoever_asks(tmp_path, made_up):
     data = "synthetic" if made_up else str(folder(tmp_path))
-    first, second = images(data, SIZES, 0), images(data, SIZES, 0)
+    first, second = load_images(data, SIZES, 0), load_images(data, SIZES, 0)
     second[17], second[3]
     assert_same(first[5], second[5])
     assert not torch.equal(first[5]["image"], first[6]["image"])
-    assert not torch.equal(first[5]["image"], images(data, SIZES, 1)[5]["image"])
+    assert not torch.equal(first[5]["image"], load_images(data, SIZES, 1)[5]["image"])
     sample = first[0]
     assert sample["image"].shape == (3, 32, 32) and sample["image"].dtype == torch.uint8
     assert sample["label"].shape == () and sample["label"].dtype == torch.int64
@@ -73,7 +73,7 @@ def test_made_up_images_show_their_class():
 def test_folders_are_read_whole_once_an_epoch(tmp_path):
     (folder(tmp_path / "train") / ".hidden").mkdir()
     (tmp_path / "train" / "ant" / "notes.txt").write_text("no image")
-    data = images(str(tmp_path), SIZES, 0)
+    data = load_images(str(tmp_path), SIZES, 0)
     assert data.source.files == sorted(data.source.files) and len(data.source.files) == 9
     order = []
     for number in range(18):
@@ -81,7 +81,7 @@ def test_folders_are_read_whole_once_an_epoch(tmp_path):
         assert sample["image"].float().mean((1, 2)).argmax() == sample["label"], "classes are in the order of names"
         order.append(data.source._epochs.place(number))
     assert sorted(order[:9]) == sorted(order[9:]) == list(range(9)) and order[:9] != order[9:]
-    assert_same(images(str(tmp_path / "train"), SIZES, 0)[11], data[11])
+    assert_same(load_images(str(tmp_path / "train"), SIZES, 0)[11], data[11])
 
 
 @pytest.mark.parametrize("name, content, said", [
@@ -99,27 +99,27 @@ def test_bad_files_are_named(tmp_path, name, content, said):
         content = (tmp_path / "bee" / name).read_bytes()[:900]
     (tmp_path / "bee" / name).write_bytes(content)
     with pytest.raises(ValueError, match=f"^--data: .*{said}"):
-        images(str(tmp_path), SIZES, 0)[0]
+        load_images(str(tmp_path), SIZES, 0)[0]
 
 
 def test_grey_and_transparent_images_are_read(tmp_path):
     (tmp_path / "bee").mkdir()
     Image.new("L", (5, 300), 200).save(tmp_path / "bee" / "grey.png")
     Image.new("RGBA", (300, 1), (200, 200, 200, 0)).save(tmp_path / "bee" / "clear.png")
-    data = images(str(tmp_path), SIZES, 0)
+    data = load_images(str(tmp_path), SIZES, 0)
     assert all((data[n]["image"] == 200).all() for n in range(20))
 
 
 def test_missing_data_are_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"--data: got 'imagenet', where nothing is, expected synthetic, or a folder"):
-        images("imagenet", SIZES, 0)
+        load_images("imagenet", SIZES, 0)
     (tmp_path / "file.jpg").write_bytes(b"")
     with pytest.raises(FileNotFoundError, match=r"--data: got '.*file\.jpg', which is no folder"):
-        images(str(tmp_path / "file.jpg"), SIZES, 0)
+        load_images(str(tmp_path / "file.jpg"), SIZES, 0)
     with pytest.raises(ValueError, match=rf"--data: {tmp_path} has no folder in it, expected one for each class"):
-        images(str(tmp_path), SIZES, 0)
+        load_images(str(tmp_path), SIZES, 0)
     with pytest.raises(ValueError, match=rf"--data: {tmp_path} has 3 folders, expected at most 2, the classes of the preset"):
-        images(str(folder(tmp_path)), vision_sizes(classes=2), 0)
+        load_images(str(folder(tmp_path)), vision_sizes(classes=2), 0)
 
 
 @pytest.mark.parametrize("missing, augment, said", [
@@ -130,8 +130,8 @@ def test_missing_packages_are_named(tmp_path, monkeypatch, missing, augment, sai
     path = str(folder(tmp_path))
     monkeypatch.setitem(sys.modules, missing, None)
     with pytest.raises(ImportError, match=said):
-        images(path, vision_sizes(augment=augment), 0)
-    assert "augmented" not in images("synthetic", vision_sizes(augment=augment), 0)[0]
+        load_images(path, vision_sizes(augment=augment), 0)
+    assert "augmented" not in load_images("synthetic", vision_sizes(augment=augment), 0)[0]
 
 
 @pytest.fixture
@@ -142,12 +142,12 @@ def timm():
 
 def test_rand_augment_is_drawn_by_number(timm, tmp_path):
     path = str(folder(tmp_path))
-    data, plain = (images(path, vision_sizes(augment=augment), 0) for augment in (True, False))
+    data, plain = (load_images(path, vision_sizes(augment=augment), 0) for augment in (True, False))
     states = random.getstate(), np.random.get_state()[1].tolist()
     samples = [data[n] for n in range(20)]
     assert (random.getstate(), np.random.get_state()[1].tolist()) == states
     random.seed(1)
     np.random.seed(1)
-    assert_same(images(path, vision_sizes(augment=True), 0)[7], samples[7])
+    assert_same(load_images(path, vision_sizes(augment=True), 0)[7], samples[7])
     assert sum(not torch.equal(sample["image"], plain[n]["image"]) for n, sample in enumerate(samples)) > 10
     assert "augmented" in samples[0] and "augmented" not in plain[0]

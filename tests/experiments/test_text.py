@@ -5,14 +5,14 @@ import pytest
 import torch
 
 from experiments.workloads.synthetic_text import SyntheticText
-from experiments.workloads.text import rows
+from experiments.workloads.text import load_rows
 from tests.experiments.small import sizes
 
 SIZES = sizes("MM", vocab_size=512)
 
 
 def synthetic(seqlen=512, seed=0):
-    return rows("synthetic", SIZES, seqlen, seed)
+    return load_rows("synthetic", SIZES, seqlen, seed)
 
 
 def test_a_row_is_the_same_whoever_asks():
@@ -41,7 +41,7 @@ def test_labels_stay_in_their_document(seqlen):
 
 
 def test_a_row_taken_for_one_document():
-    together, apart = (rows("synthetic", SIZES, 64, 0, documents=documents)[3] for documents in (False, True))
+    together, apart = (load_rows("synthetic", SIZES, 64, 0, documents=documents)[3] for documents in (False, True))
     assert together.keys() == {"input_ids", "labels"} and torch.equal(together["input_ids"], apart["input_ids"])
     assert torch.equal(together["labels"][:-1], together["input_ids"][1:]) and (apart["labels"] == -100).any()
 
@@ -57,7 +57,7 @@ def test_local_text_is_read_whole_once_an_epoch(tmp_path):
     (tmp_path / "a.txt").write_text("é" * 20)
     (tmp_path / "more" / "b.txt").write_bytes(bytes(range(1, 100)))
     (tmp_path / "ignored.md").write_text("x")
-    data = rows(str(tmp_path), SIZES, 16, 0)
+    data = load_rows(str(tmp_path), SIZES, 16, 0)
     assert data.source.rows == 8 and data.floor is None
     seen = sorted(bytes(data[n]["input_ids"].tolist()) for n in range(8))
     content = "é".encode() * 20 + bytes(range(1, 100))
@@ -65,7 +65,7 @@ def test_local_text_is_read_whole_once_an_epoch(tmp_path):
     assert seen == sorted(bytes(data[n]["input_ids"].tolist()) for n in range(8, 16))
     (crossing,) = [data[n] for n in range(8) if data[n]["seq_idx"][-1] > 0]
     assert crossing["seq_idx"].tolist() == [0] * 8 + [1] * 8 and crossing["labels"][7] == -100
-    again = rows(str(tmp_path), SIZES, 16, 0)
+    again = load_rows(str(tmp_path), SIZES, 16, 0)
     assert torch.equal(again[11]["labels"], data[11]["labels"]), "whatever was read before"
 
 
@@ -78,16 +78,16 @@ def test_local_text_is_read_whole_once_an_epoch(tmp_path):
 def test_bad_files_are_named(tmp_path, name, content, said):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=said):
-        rows(str(tmp_path / name), SIZES, 32, 0)
+        load_rows(str(tmp_path / name), SIZES, 32, 0)
 
 
 def test_missing_data_are_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"--data: got 'books.txt', where nothing is, expected synthetic, a \.txt"):
-        rows("books.txt", SIZES, 32, 0)
+        load_rows("books.txt", SIZES, 32, 0)
     with pytest.raises(FileNotFoundError, match=rf"--data: got {tmp_path}, which has no \.txt file in it"):
-        rows(str(tmp_path), SIZES, 32, 0)
+        load_rows(str(tmp_path), SIZES, 32, 0)
 
 
 def test_text_needs_a_model_of_bytes(tmp_path):
     with pytest.raises(ValueError, match=r"for 100 tokens, expected synthetic, .*: the tokenizer bytes has 256"):
-        rows(str(tmp_path), sizes("MM", vocab_size=100), 32, 0)
+        load_rows(str(tmp_path), sizes("MM", vocab_size=100), 32, 0)

@@ -83,10 +83,6 @@ def terminate():
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def killed():
-    raise ZeroDivisionError
-
-
 @pytest.mark.parametrize("workload", ["mamba2", "hybrid"])
 def test_the_loss_falls_by_more_than_a_nat(tmp_path, workload):
     run = small_run(workload, steps=40)
@@ -125,7 +121,7 @@ def test_a_killed_run_takes_its_unsaved_steps_again(tmp_path, monkeypatch):
     run = small_run(save_every=2)
     train(run, tmp_path / "whole", QUIET, rows=tmp_path / "rows")
     with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
-        before_step(patch, 4, killed)
+        before_step(patch, 4, Mock(side_effect=ZeroDivisionError))
         train(run, tmp_path / "parts", QUIET)
     with (tmp_path / "parts" / "log.jsonl").open("a") as log:
         log.write('{"step": 4, "lo')
@@ -235,11 +231,7 @@ def test_what_cannot_train_here_says_so_before_there_is_a_model(tmp_path, monkey
     monkeypatch.setattr(training, "get_variant", lambda name: SimpleNamespace(supports=lambda inputs: "it needs a GPU"))
     with pytest.raises(ValueError, match="--variant: 'fused' cannot train mamba2 small here: it needs a GPU"):
         train(small_run(variant="fused"), tmp_path / "run", QUIET)
-
-    def missing(name):
-        raise ImportError(f"{name} is not installed")
-
-    monkeypatch.setattr(training, "get_variant", missing)
+    monkeypatch.setattr(training, "get_variant", Mock(side_effect=ImportError("fla is not installed")))
     with pytest.raises(ImportError, match="fla is not installed"):
         train(small_run(variant="fla"), tmp_path / "run", QUIET)
     assert not (tmp_path / "run").exists()

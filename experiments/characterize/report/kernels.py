@@ -53,7 +53,7 @@ def _ratios(call: Call) -> list[dict]:
     """A line for each kernel with products and a ratio; the cost model knows the baseline's alone."""
     lines = []
     for kernel in call.kernels if call.row["mode"] in DIRECTIONS else ():
-        done = classes.work(kernel) if call.row["variant"] == BASELINE else classes.read_counted(kernel)
+        done = classes.work(kernel) if call.row["variant"] == BASELINE else classes.read_counters(kernel)
         if done and done.tensor and done.ratio is not None:
             lines.append({"variant": call.row["variant"], "mode": call.row["mode"], "kernel": shorten(kernel["kernel"]),
                           "tensor": done.tensor, "vector": done.vector, "ratio": done.ratio, "source": done.source})

@@ -25,7 +25,7 @@ def collect(rows: list[dict]) -> dict:
     has not enough rows.
     """
     (kernels, gpu), *others = (read(rows) for read in (
-        projection.read_kernel_samples, projection.read_call_samples, projection.read_counted_samples))
+        projection.read_kernel_samples, projection.read_call_samples, projection.read_samples_of_counters))
     (calls, _), (counted, _) = others
     if gpu is None or any(other is not gpu for _, other in others) or min(map(len, (kernels, calls, counted))) < ENOUGH:
         return {}

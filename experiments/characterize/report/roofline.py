@@ -40,7 +40,7 @@ def points(calls: list[Call]) -> list[dict]:
 def _rates(kernels: list[dict]) -> tuple[float | None, float | None, float]:
     """FLOPs a byte, TFLOP/s and GB/s of kernels that ran one after another; FLOPs where all of theirs were counted."""
     n_bytes, us = sum(kernel["dram_bytes"] for kernel in kernels), sum(kernel["ncu_us"] for kernel in kernels)
-    done = [classes.read_counted(kernel) for kernel in kernels]
+    done = [classes.read_counters(kernel) for kernel in kernels]
     flops = None if None in done else sum(work.tensor + work.vector for work in done)
     return flops and flops / n_bytes, flops and flops / us / 1e6, gbps(n_bytes, us)
 

@@ -1,6 +1,8 @@
 """`causal_conv1d_fn` as a configuration."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from random import Random
 
 import torch
@@ -24,7 +26,6 @@ class Config(Common):
     states.
     """
 
-    batch: int = 1
     dim: int = 1
     seqlen: int = 1
     width: int = 2
@@ -59,7 +60,8 @@ def problem(c: Config, turn: int, device: str) -> Problem:
         "x": values.normal(c.batch, c.dim, c.seqlen), "weight": values.normal(c.dim, c.width),
         "bias": values.normal(c.dim) if c.bias else None, "seq_idx": _numbers(c, values.random, device),
         "initial_states": values.normal(c.batch, c.dim, c.width - 1) if c.initial_states else None}, _PARAMETERS)
-    return make_problem(c, tensors, _run, _truth, _mirror, _AXES, {"final_states": DTYPES[c.dtype]} if c.final_states else {},
+    return make_problem(c, tensors, partial(_call, causal_conv1d_fn), partial(_call, define), _mirror, _AXES,
+                        {"final_states": DTYPES[c.dtype]} if c.final_states else {},
                         summed=("dweight", "dbias"), tokens=c.batch * c.seqlen)
 
 
@@ -80,18 +82,14 @@ def _results(c: Config, found: Tensor | tuple) -> dict[str, Tensor]:
     return {"out": found[0], "final_states": found[1]} if c.final_states else {"out": found}
 
 
-def _run(c: Config, tensors: Tensors) -> dict[str, Tensor]:
-    return _results(c, causal_conv1d_fn(**tensors, return_final_states=c.final_states, activation="silu" if c.silu else None))
+def _call(function: Callable, c: Config, tensors: Tensors) -> dict[str, Tensor]:
+    return _results(c, function(**tensors, return_final_states=c.final_states, activation="silu" if c.silu else None))
 
 
 def _mirror(c: Config, t: Tensors) -> dict[str, Tensor]:
     tensors = (t[name] for name in ("x", "weight", "bias", "seq_idx", "initial_states"))
     out, final_states = compute_in_torch(*tensors, c.silu, c.final_states)
     return _results(c, (out, final_states) if c.final_states else out)
-
-
-def _truth(c: Config, t: Tensors) -> dict[str, Tensor]:
-    return _results(c, define(**t, return_final_states=c.final_states, activation="silu" if c.silu else None))
 
 
 def define(x: Tensor, weight: Tensor, bias: Tensor | None = None, seq_idx: Tensor | None = None,

@@ -1,6 +1,8 @@
 """`rms_norm_gated` as a configuration."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from random import Random
 
 import torch
@@ -21,7 +23,6 @@ _AXES = {"out": "blc", "dx": "blc", "dz": "blc", "dweight": "h", "dbias": "h"}
 class Config(Common):
     """before: the norm is before the gate."""
 
-    batch: int = 1
     seqlen: int = 1
     groups: int = 1
     group_size: int = 1
@@ -53,19 +54,16 @@ def problem(c: Config, turn: int, device: str) -> Problem:
         "x": values.normal(c.batch, c.seqlen, width), "weight": values.normal(width),
         "bias": values.normal(width) if c.bias else None,
         "z": values.normal(c.batch, c.seqlen, width) if c.z else None}, ("weight", "bias"))
-    return make_problem(c, tensors, _run, _truth, _mirror, _AXES, summed=("dweight", "dbias"), tokens=c.batch * c.seqlen)
+    return make_problem(c, tensors, partial(_call, rms_norm_gated), partial(_call, define), _mirror, _AXES,
+                        summed=("dweight", "dbias"), tokens=c.batch * c.seqlen)
 
 
-def _run(c: Config, tensors: Tensors) -> dict[str, Tensor]:
-    return {"out": rms_norm_gated(**tensors, eps=c.eps_added, group_size=c.group_size, norm_before_gate=c.before)}
+def _call(function: Callable, c: Config, tensors: Tensors) -> dict[str, Tensor]:
+    return {"out": function(**tensors, eps=c.eps_added, group_size=c.group_size, norm_before_gate=c.before)}
 
 
 def _mirror(c: Config, t: Tensors) -> dict[str, Tensor]:
     return {"out": compute_in_torch(t["x"], t["weight"], t["bias"], t["z"], c.eps_added, c.group_size, c.before)}
-
-
-def _truth(c: Config, t: Tensors) -> dict[str, Tensor]:
-    return {"out": define(**t, eps=c.eps_added, group_size=c.group_size, norm_before_gate=c.before)}
 
 
 def define(x: Tensor, weight: Tensor, bias: Tensor | None, z: Tensor | None, eps: float, group_size: int | None,

@@ -25,7 +25,6 @@ class Config(Common):
     """
 
     variant: str = "torch"
-    batch: int = 1
     seqlen: int = 1
     nheads: int = 2
     mlp_heads: int = 0

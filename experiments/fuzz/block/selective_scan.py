@@ -24,7 +24,6 @@ _LONGEST = 300  # the truth and the mirror walk token by token
 class Config(Common):
     """ngroups 0: B and C have no axis of groups. The function's sizes are those of its documentation."""
 
-    batch: int = 1
     seqlen: int = 1
     ngroups: int = 1
     channels: int = 1  # of a group

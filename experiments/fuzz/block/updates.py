@@ -23,7 +23,6 @@ class ConvConfig(Common):
     written in turn; indexed: rows of the state are named, and every third sequence is padding.
     """
 
-    batch: int = 1
     dim: int = 1
     tokens: int = 0
     width: int = 2
@@ -38,7 +37,6 @@ class ConvConfig(Common):
 class StateConfig(Common):
     """tied: A, dt and dt_bias are numbers of a head, repeated by strides of 0; indexed: as in `ConvConfig`."""
 
-    batch: int = 1
     ngroups: int = 1
     heads_per_group: int = 1
     dim: int = 1
