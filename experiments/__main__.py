@@ -19,7 +19,7 @@ from .fuzz.commands import fuzz
 from .record import RESULTS
 from .regress import regress
 from .shapes import BLOCK_PARTS, DIRECTIONS, MODES, SCANS
-from .terminal import make_console, refuse, refusing
+from .terminal import make_console, refuse, refuse_errors
 from .training_run import DEFAULTS, WAYS, make_run, parse_workload
 from .workloads import workload_names
 
@@ -151,13 +151,13 @@ def train(
     """Train a workload: log.jsonl and checkpoints in the run's folder, and a row at the end."""
     given = {name: value for name, value in locals().items() if name not in ("out", "rows", "parallel", "resume")}
     console = make_console()
-    with refusing():
+    with refuse_errors():
         check_name("--variant", variant, VARIANTS), check_name("--parallel", parallel, WAYS)
         run = make_run(**given)
         out = require_writable(out or Path("runs", f"{workload}-{preset}-{run.mixer}-{variant}-{seed}"))
         from .train import Interrupted, Stopped, train
     try:
-        with refusing("", Stopped):
+        with refuse_errors("", Stopped):
             train(run, out, console, resume, rows and require_writable(rows), parallel)
     except Interrupted as reason:
         if os.environ.get("RANK", "0") == "0":
@@ -185,7 +185,7 @@ def sweep(
     What has its row is not run again.
     """
     variants, console = split_names("--variant", variant, VARIANTS), make_console()
-    with refusing():
+    with refuse_errors():
         runs = [make_run(name, preset, mixer=mixer, data=data, documents=documents, steps=steps, batch=batch,
                          optimizer=optimizer, dtype=dtype, seed=seed, save_every=0)
                 for name, preset, mixer in map(parse_workload, workload.split(","))]
@@ -194,7 +194,7 @@ def sweep(
 
     try:
         plan = sweep.Plan(tuple(runs), tuple(variants), each_option, repeats, warmup, folder, out, again, trains, counters)
-        with refusing():
+        with refuse_errors():
             failed = sweep.run(plan, console)
     except sweep.Interrupted as reason:
         console.print(f"{reason.number.name}: what was in progress is saved; the same command goes on", style="yellow")
@@ -299,7 +299,7 @@ def sanitize(
     variants = split_names("--variant", variant, sanitize.VARIANTS) if variant else []
     if not on_gpu:
         refuse("sanitize: needs a CUDA GPU, found none")
-    with refusing("sanitize: "):
+    with refuse_errors("sanitize: "):
         clean = sanitize.run(variants or sanitize.list_variants(), tools, out, make_console())
     raise typer.Exit(0 if clean else 1)
 

@@ -94,11 +94,11 @@ def add_relative(rows: list[dict]) -> list[dict]:
     whole = {_identify_setting(row): row for row in rows if row["step"] == "all"}
     plain = {_identify_setting(row): row for row in rows if (row["step"], row["changed"]) == ("without", "gluon")}
 
-    def compared(row: dict) -> dict:
+    def compare(row: dict) -> dict:
         base = plain.get(_identify_setting(row)) if row["step"] == "without" and row["changed"] not in hopper.OPTIONS else None
         return row | {"relative": _compute_relative(row, base or whole.get(_identify_setting(row))), "plain": base is not None}
 
-    return [compared(row) for row in rows]
+    return [compare(row) for row in rows]
 
 
 def _list_every_step(variants: Sequence[str]) -> Iterator[tuple[str, Step]]:

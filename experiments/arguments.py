@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from .names import suggest
 from .shapes import CHUNK_SIZES, Shape, find_shapes
-from .terminal import refuse, refusing
+from .terminal import refuse, refuse_errors
 
 if TYPE_CHECKING:
     from ssd import Options
@@ -42,7 +42,7 @@ def split_names(option: str, text: str, known: Iterable[str], *also: str) -> lis
 
 def split_shapes(names: str) -> list[Shape]:
     """As `find_shapes`; an unknown name is refused."""
-    with refusing("--"):
+    with refuse_errors("--"):
         return find_shapes(names)
 
 
@@ -76,7 +76,7 @@ def read_rows(read: Callable[[], list[dict]], out: Path) -> list[dict]:
     """What `read` gives; refused where `out` is no folder, or a line in it is no row."""
     if not out.is_dir():
         refuse(f"--out: got {out}, expected a folder that exists")
-    with refusing("--out: "):
+    with refuse_errors("--out: "):
         return read()
 
 

@@ -56,11 +56,11 @@ def hand_over_configs() -> Iterator[None]:
     if not (path := os.environ.get(_FILE)):
         yield
     elif Path(path).exists():
-        with patch.multiple(Autotuner, run=_run_as(json.loads(Path(path).read_text())), _bench=_refused):
+        with patch.multiple(Autotuner, run=_give_configs(json.loads(Path(path).read_text())), _bench=_refuse_tuning):
             yield
     else:
         met: dict[int, Autotuner] = {}
-        with patch.object(Autotuner, "run", _run_noting(met)):
+        with patch.object(Autotuner, "run", _note_tuners(met)):
             yield
         found: dict[str, list] = {}
         for tuner in met.values():  # of one kernel there may be several
@@ -68,28 +68,28 @@ def hand_over_configs() -> Iterator[None]:
         Path(path).write_text(json.dumps(found))
 
 
-def _run_as(table: dict[str, list]):
+def _give_configs(table: dict[str, list]):
     run = Autotuner.run
 
-    def run_as(tuner: Autotuner, *args, **kwargs):
+    def give_configs(tuner: Autotuner, *args, **kwargs):
         for key, number in table.get(_name(tuner), ()):
             tuner.cache.setdefault(tuple(key), tuner.configs[number])
         return run(tuner, *args, **kwargs)
 
-    return run_as
+    return give_configs
 
 
-def _run_noting(met: dict[int, Autotuner]):
+def _note_tuners(met: dict[int, Autotuner]):
     run = Autotuner.run
 
-    def run_noting(tuner: Autotuner, *args, **kwargs):
+    def note_tuner(tuner: Autotuner, *args, **kwargs):
         met[id(tuner)] = tuner
         return run(tuner, *args, **kwargs)
 
-    return run_noting
+    return note_tuner
 
 
-def _refused(tuner: Autotuner, *_, **__):
+def _refuse_tuning(tuner: Autotuner, *_, **__):
     raise RuntimeError(f"{_name(tuner)} was not tuned to this call before: the two runs differ")
 
 

@@ -33,7 +33,7 @@ class Candidate:
     options: Options = Options()  # noqa: RUF009  frozen
 
     def __str__(self) -> str:
-        changed = record.changed_options(asdict(self.options))
+        changed = record.describe_options(asdict(self.options))
         return f"{self.variant} at chunk size {self.chunk_size}{' with ' if changed else ''}{changed}"
 
     def identity(self) -> dict:
@@ -69,7 +69,7 @@ def list_settings(
 ) -> Iterator[tuple[Setting, str, float]]:
     """Every shape in every mode, and the copy rate in GB/s. The caller's code runs on a side stream, and progress is shown."""
     with timing.side_stream():
-        ceiling, setting = timing.copy_gbps(), None
+        ceiling, setting = timing.measure_copy_gbps(), None
         every = [(shape, mode) for shape in shapes for mode in modes]
         for shape, mode in track(every, console, lambda one: f"{one[0].name} {one[1]}"):
             if setting is None or setting.shape != shape:
@@ -126,7 +126,7 @@ def measure(setting: Setting, mode: str, candidates: list[Candidate], repeats: i
             facts[candidate] = {"err_rms": _drop_nonfinite(error.rms), "err_max": _drop_nonfinite(error.max),
                                 "err_seqlen": setting.truth.part.tokens}
             if mode == "fwd_train":
-                facts[candidate]["saved_mib"] = round(timing.saved_mib(call), 1)
+                facts[candidate]["saved_mib"] = round(timing.measure_saved_mib(call), 1)
             notes[candidate] = None if math.isfinite(error.rms) else "the result is not finite"
             calls[candidate] = call
     return {candidate: values | facts[candidate] |
@@ -153,7 +153,7 @@ def _add_derived(row: dict, problem: cost.Problem, ceiling_gbps: float) -> dict:
         "sol": effective / ceiling_gbps, "tflops": ideal.flops / row["p50_us"] / 1e6,
     }
     if row.get("against"):
-        row |= timing.speedups(row["p50_us"], row["graph_p50_us"], row["against_p50_us"], row["against_graph_p50_us"])
+        row |= timing.compare_times(row["p50_us"], row["graph_p50_us"], row["against_p50_us"], row["against_graph_p50_us"])
     return row
 
 

@@ -26,7 +26,7 @@ from .terminal import leave_out, track
 OURS = "ssd"
 MODES = ("fwd", "bwd", "fwd_bwd")
 WIDTH = 4  # of the convolution
-_CALL = ("part", "shape", "mode", "dtype", "variant")  # what `run_profiled` takes
+_CALL = ("part", "shape", "mode", "dtype", "variant")  # what `run_call` takes
 _DECODED = 64  # sequences of the one-token update, whatever the batch
 
 
@@ -56,7 +56,7 @@ def run(parts: Sequence[str], shapes: Sequence[Shape], scans: Sequence[Shape], m
     """
     rows: list[dict] = []
     with timing.side_stream():
-        ceiling = timing.copy_gbps()
+        ceiling = timing.measure_copy_gbps()
         settings = [(part, shape) for part in parts for shape in (scans if part == "selective_scan" else shapes)]
         for part, shape in track(settings, console, lambda one: f"{one[0]} {one[1].name}"):
             row = {"bench": "block", "part": part, "shape": shape.name, **shape.sizes, "dtype": dtype}
@@ -73,14 +73,14 @@ def count(rows: list[dict], out: Path, console: Console) -> None:
 
 
 def _name_call(row: dict) -> list[str]:
-    return ["once", "block:run_profiled", json.dumps({key: row[key] for key in _CALL})]
+    return ["once", "block:run_call", json.dumps({key: row[key] for key in _CALL})]
 
 
-def run_profiled(part: str, shape: str, mode: str, dtype: str, variant: str) -> None:
+def run_call(part: str, shape: str, mode: str, dtype: str, variant: str) -> None:
     """One call of a side: what `block --counters` runs under ncu."""
     work = PARTS[part]({shape.name: shape for shape in (*SHAPES.values(), *SCANS)}[shape], DTYPES[dtype])
     with autotuned_configs.hand_over_configs(), timing.side_stream():
-        counters.run_watched(_make_call(work, work.ours if variant == OURS else work.theirs[1](), mode))
+        counters.run_between_marks(_make_call(work, work.ours if variant == OURS else work.theirs[1](), mode))
 
 
 def read_latest(out: Path = record.RESULTS) -> list[dict]:
@@ -128,7 +128,7 @@ def measure(work: Work, sides: dict[str, Callable[[], Tensor]], mode: str, repea
     for rival, theirs in measured.items():
         if rival != OURS:
             times = (side[key] for side in (measured[OURS], theirs) for key in ("p50_us", "graph_p50_us"))
-            measured[OURS] |= {"against": rival, **timing.speedups(*times)}
+            measured[OURS] |= {"against": rival, **timing.compare_times(*times)}
     return measured
 
 
@@ -157,7 +157,7 @@ def choose_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def conv1d(shape: Shape, dtype: torch.dtype) -> Work:
+def make_conv1d(shape: Shape, dtype: torch.dtype) -> Work:
     """x B C in place in the projection; dx in memory of its own."""
     projection, inner, conv = _make_projection(shape, dtype)
     x = projection[..., inner : inner + conv].mT.detach().requires_grad_()
@@ -172,7 +172,7 @@ def conv1d(shape: Shape, dtype: torch.dtype) -> Work:
                 _count_bytes(2, 3, x))
 
 
-def gated_norm(shape: Shape, dtype: torch.dtype) -> Work:
+def make_gated_norm(shape: Shape, dtype: torch.dtype) -> Work:
     """norm(y silu(z)) in groups, z in place in the projection."""
     projection, inner, _ = _make_projection(shape, dtype)
     z = projection[..., :inner].detach().requires_grad_()
@@ -186,7 +186,7 @@ def gated_norm(shape: Shape, dtype: torch.dtype) -> Work:
     return Work(lambda: rms_norm_gated(y, weight, None, **how), ("mamba_ssm", theirs), (y, z, weight), _count_bytes(3, 5, y))
 
 
-def state_update(shape: Shape, dtype: torch.dtype) -> Work:
+def make_state_update(shape: Shape, dtype: torch.dtype) -> Work:
     """One token of many sequences, the state in fp32; for inference."""
     h, p, n, g = shape.nheads, shape.headdim, shape.dstate, shape.ngroups
 
@@ -208,7 +208,7 @@ def state_update(shape: Shape, dtype: torch.dtype) -> Work:
     return Work(lambda: selective_state_update(our_state, *given, **how), ("mamba_ssm", theirs), (), _count_bytes(2, 0, state))
 
 
-def selective_scan(shape: Shape, dtype: torch.dtype) -> Work:
+def make_selective_scan(shape: Shape, dtype: torch.dtype) -> Work:
     """As a Mamba-1 block calls it, but for a gate where its model has none."""
     batch, seqlen, dim, _, dstate, _ = shape.sizes.values()
 
@@ -232,7 +232,7 @@ def selective_scan(shape: Shape, dtype: torch.dtype) -> Work:
                 _count_bytes(3 + gated, 5 + 2 * gated, u))
 
 
-def block(shape: Shape, dtype: torch.dtype) -> Work:
+def make_block(shape: Shape, dtype: torch.dtype) -> Work:
     """A whole Mamba-2 block with upstream's weights; its gradients are those of input and parameters."""
     sizes = {"d_model": shape.nheads * shape.headdim // 2, "d_state": shape.dstate, "headdim": shape.headdim,
              "ngroups": shape.ngroups}
@@ -263,4 +263,4 @@ def _mamba_ssm(module: str) -> ModuleType:
 
 
 PARTS: dict[str, Callable[[Shape, torch.dtype], Work]] = dict(zip(
-    BLOCK_PARTS, (conv1d, gated_norm, state_update, selective_scan, block), strict=True))
+    BLOCK_PARTS, (make_conv1d, make_gated_norm, make_state_update, make_selective_scan, make_block), strict=True))

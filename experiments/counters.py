@@ -80,7 +80,7 @@ def append_counts(rows: list[dict], bench: str, call_of: Callable[[dict], list[s
         yield row, launches, kernels
 
 
-def run_watched(call: Callable[[], object], warmup: int = 3) -> None:
+def run_between_marks(call: Callable[[], object], warmup: int = 3) -> None:
     """The call, warmed up, once between the profiler's start and stop: what runs under ncu."""
     for _ in range(warmup):
         call()
@@ -91,11 +91,11 @@ def run_watched(call: Callable[[], object], warmup: int = 3) -> None:
     torch.cuda.profiler.stop()
 
 
-def run_profiled(variant: str, shape: str, mode: str, dtype: str, chunk_size: int, options: dict[str, bool] | None) -> None:
+def run_call(variant: str, shape: str, mode: str, dtype: str, chunk_size: int, options: dict[str, bool] | None) -> None:
     """One call: what `bench --counters` runs under ncu. options: None of a peer."""
     candidate = Candidate(variant, chunk_size, Options(**(options or {})))
     with autotuned_configs.hand_over_configs(), timing.side_stream():
-        run_watched(Setting(SHAPES[shape], dtype).call(candidate, mode))
+        run_between_marks(Setting(SHAPES[shape], dtype).call(candidate, mode))
 
 
 def read_latest(out: Path = record.RESULTS, by_kernel: bool = False) -> list[dict]:
@@ -192,7 +192,7 @@ def _make_launch(metrics: dict) -> dict:
 def _make_arguments(row: dict) -> list[str]:
     """What makes the call that the row measured, as arguments of the command line."""
     call = {key: row[key] for key in ("variant", "shape", "mode", "dtype", "chunk_size", "options")}
-    return ["once", "counters:run_profiled", json.dumps(call)]
+    return ["once", "counters:run_call", json.dumps(call)]
 
 
 def run_ncu(arguments: list[str], metrics: Iterable[str], cache_control: str, single_pass: bool = False,
@@ -236,10 +236,10 @@ def merge_by_kernel(launches: list[dict]) -> list[dict]:
 def _merge_parts(parts: list[dict]) -> dict:
     """Launches, or kernels, as one: counts summed, the most registers, the rest weighted with time. What one lacks, all do."""
 
-    def weighted(values: list[float]) -> float:
+    def weigh(values: list[float]) -> float:
         return sum(value * part["ncu_us"] for value, part in zip(values, parts, strict=True)) / sum(p["ncu_us"] for p in parts)
 
-    ways = {**dict.fromkeys(_SUMMED, sum), **dict.fromkeys(_WEIGHTED, weighted), "registers": max}
+    ways = {**dict.fromkeys(_SUMMED, sum), **dict.fromkeys(_WEIGHTED, weigh), "registers": max}
     return {key: way([part[key] for part in parts]) for key, way in ways.items() if all(key in part for part in parts)}
 
 

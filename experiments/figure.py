@@ -31,12 +31,12 @@ def points(rows: list[dict]) -> dict[str, dict[str, dict[str, float]]]:
     return {mode: {name: times for name, times in shapes.items() if times} for mode, shapes in result.items()}
 
 
-def fingerprint(shown: dict) -> str:
+def compute_fingerprint(shown: dict) -> str:
     """Changes when what a figure shows does. Kept in the SVG: the rest of it depends on matplotlib's version."""
     return hashlib.sha256(json.dumps(shown, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def drawn_from(path: Path) -> str | None:
+def read_fingerprint(path: Path) -> str | None:
     """The fingerprint in a figure on disk; None if there is no figure."""
     found = re.search(r"rows ([0-9a-f]{16})", path.read_text()) if path.exists() else None
     return found and found[1]
@@ -85,5 +85,5 @@ def pyplot():
 
 def save(figure, path: Path, shown: dict) -> None:
     """As SVG on white, which a dark page shows as well, with the fingerprint of what it shows."""
-    figure.savefig(path, metadata={"Date": None, "Description": f"rows {fingerprint(shown)}"})
+    figure.savefig(path, metadata={"Date": None, "Description": f"rows {compute_fingerprint(shown)}"})
     pyplot().close(figure)

@@ -72,7 +72,7 @@ def find_coefficients(model: TimeModel, names: tuple[str, ...], formula: Callabl
     return {name: formula(replace(zero, **{name: 1.0})) - rest for name in names}, rest
 
 
-def _rounded(constants: dict[str, float]) -> dict[str, float]:
+def _round(constants: dict[str, float]) -> dict[str, float]:
     return {name: float(f"{value:.3g}") for name, value in constants.items()}
 
 
@@ -100,7 +100,7 @@ def _backward(saved: SSDSaved, dout: torch.Tensor) -> Callable:
 
 
 @contextmanager
-def _forcing(name: str, value: object) -> Iterator[None]:
+def _force(name: str, value: object) -> Iterator[None]:
     """What `schedule` would choose is the value."""
     with patch.object(schedule, name, lambda *_: value):
         yield
@@ -129,12 +129,12 @@ def _fit_cuts(model: TimeModel, sms: int) -> dict[str, float]:
         forward = _forward("persistent", _inputs(1, SUB_CHUNK * nsub, 2 * pairs))
         around = _time(forward, "chunk_cumsum")
         for cut in ((nsub, nsub), (64, 16), (64, 64), (43, 10), (32, 32)):
-            with _forcing("_choose_cut", cut):
+            with _force("_choose_cut", cut):
                 us = _time(forward) - around
             coefficients, rest = find_coefficients(
                 model, names, lambda m, pairs=pairs, cut=cut: m.time_cut(m.scan_step, pairs, nsub, sms, *cut))
             observations.append(({**coefficients, "overhead": 1.0}, us - rest))
-    return _rounded({name: value for name, value in solve(observations).items() if name != "overhead"})
+    return _round({name: value for name, value in solve(observations).items() if name != "overhead"})
 
 
 def _fit_two_level(sms: int) -> dict[str, float]:
@@ -147,7 +147,7 @@ def _fit_two_level(sms: int) -> dict[str, float]:
                 us = _time(forward, "hopper_scan")
             observations.append(({"step": rounds * segment, "start": rounds}, us))
     found = solve(observations)
-    return _rounded({"two_level_start": found["start"] / found["step"]})
+    return _round({"two_level_start": found["start"] / found["step"]})
 
 
 def _fit_group(sms: int) -> dict[str, float]:
@@ -163,7 +163,7 @@ def _fit_group(sms: int) -> dict[str, float]:
             rounds = cdiv(tiles * splits, sms)
             observations.append(({"head": rounds * cdiv(heads, splits), "tile": rounds, "part": rounds * (splits > 1)}, us))
     found = solve(observations)
-    return _rounded({"group_tile": found["tile"] / found["head"], "group_partial_sum": found["part"] / found["head"]})
+    return _round({"group_tile": found["tile"] / found["head"], "group_partial_sum": found["part"] / found["head"]})
 
 
 def _fit_plain(device: tuning.Device) -> dict[str, float]:
@@ -189,7 +189,7 @@ def _fit_plain(device: tuning.Device) -> dict[str, float]:
             cut = _forward("persistent", inputs, gluon=False)
             passes.append(_time(cut, "chunk_state_passing") / _time(cut, "stationary_scan"))
     found = solve(chunks)
-    return _rounded({
+    return _round({
         "walk_states_step": solve(walks["chunk_state_passing"])["step"],
         "walk_dstates_step": solve(walks["dstates_passing"])["step"],
         "chunks_launch": found["chunks_launch"], "chunks_step": found["chunks_step"],

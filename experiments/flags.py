@@ -9,7 +9,7 @@ import typer
 
 from .names import refuse_unknown, variant_names
 from .shapes import ITEMSIZES, MODES
-from .terminal import refuse, refusing
+from .terminal import refuse, refuse_errors
 from .training_run import DTYPES, OPTIMIZERS
 from .workloads import workload_names
 
@@ -40,7 +40,7 @@ Seed = Annotated[int, typer.Option(help="Of weights and data.")]
 
 def check_name(option: str, name: str, known: Iterable[str]) -> str:
     """The name; refused if it is not known."""
-    with refusing():
+    with refuse_errors():
         refuse_unknown(option, name, known)
     return name
 

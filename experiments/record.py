@@ -144,7 +144,7 @@ def has_default_options(row: dict) -> bool:
     return options(row) in (None, _default_options())
 
 
-def changed_options(options: dict | None) -> str:
+def describe_options(options: dict | None) -> str:
     """What differs from the default, `exp2=False, gluon=False`; empty if nothing does."""
     default = _default_options()
     return ", ".join(f"{name}={value}" for name, value in (options or {}).items() if value != default[name])

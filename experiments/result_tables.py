@@ -216,7 +216,7 @@ def _collect_kept(rows: list[dict]) -> dict[tuple, float]:
 
 def _describe_call(row: dict) -> tuple:
     """What the rows of several modes share that ran the same; last, which options were changed."""
-    return *(row[key] for key in ("gpu", "shape", "variant", "chunk_size")), record.changed_options(record.options(row))
+    return *(row[key] for key in ("gpu", "shape", "variant", "chunk_size")), record.describe_options(record.options(row))
 
 
 def _graph_us(row: dict) -> float:

@@ -100,7 +100,7 @@ SHAPES = {shape.name: shape for group in _GROUPS.values() for shape in group}
 
 
 def find_shapes(names: str) -> list[Shape]:
-    """Shapes of a comma-separated list of names; `unwrap`, `workloads`, `sweep` and `models` stand for all of theirs.
+    """Shapes of a comma-separated list of names; `named`, `workloads`, `sweep` and `models` stand for all of theirs.
 
     Raises:
         ValueError: an unknown name; the message lists the known ones.

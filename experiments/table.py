@@ -47,7 +47,7 @@ _COLUMNS = {
     **make_columns("shape", "mode", "variant", "part", "step", "launches", "against", "workload", "preset", "mixer", "batch",
                    "dtype", "unit"),
     "chunk": ("chunk_size", write_text), "option": ("changed", write_text), "tokens": ("seqlen", write_text),
-    "options": ("options", record.changed_options),
+    "options": ("options", record.describe_options),
     "us": ("p50_us", write_microseconds), "graph us": ("graph_p50_us", write_microseconds),
     "eager us": ("p50_us", write_microseconds), "GPU us": ("graph_p50_us", write_microseconds),
     "step ms": ("p50_us", write_number(1, 1e-3)), "SSM ms": ("ssm_us", write_number(1, 1e-3)),
@@ -142,13 +142,13 @@ def compare_with_least(rows: list[dict], rivals: list[dict]) -> list[dict]:
             of = *(row[key] for key in _COMPARED), row["variant"]
             least[of] = min(row["graph_p50_us"], least.get(of, math.inf))
 
-    def compared(row: dict) -> dict:
+    def compare(row: dict) -> dict:
         us = least.get((*(row[key] for key in _COMPARED), row.get("against")), math.inf)
         if not row.get("graph_speedup") or us >= row["against_graph_p50_us"]:
             return row
         return row | {"against_graph_p50_us": us, "graph_speedup": us / row["graph_p50_us"]}
 
-    return [compared(row) for row in rows]
+    return [compare(row) for row in rows]
 
 
 def sort_rows(rows: list[dict]) -> list[dict]:

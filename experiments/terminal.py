@@ -74,7 +74,7 @@ def last_line(reason: BaseException) -> str:
 
 
 @contextmanager
-def refusing(prefix: str = "", *also: type[Exception]) -> Iterator[None]:
+def refuse_errors(prefix: str = "", *also: type[Exception]) -> Iterator[None]:
     """Refuses what is raised within for what came from outside: settings, files, packages; also: exceptions besides."""
     try:
         yield

@@ -102,7 +102,8 @@ def measure(calls: dict, repeats: int, warmup: int) -> dict:
     p20_us, p50_us and p80_us are of eager calls, graph_p50_us of the call in a CUDA graph: None where it cannot be captured,
     and `note` says why.
     """
-    facts = {name: {"launches": count_launches(call), "peak_mib": round(peak_mib(call), 1)} for name, call in calls.items()}
+    facts = {name: {"launches": count_launches(call), "peak_mib": round(measure_peak_mib(call), 1)}
+             for name, call in calls.items()}
     eager = interleave(calls, repeats, warmup)
     graphs, notes = {}, {}
     for name, call in calls.items():
@@ -119,7 +120,7 @@ def measure(calls: dict, repeats: int, warmup: int) -> dict:
     }
 
 
-def speedups(p50_us: float, graph_p50_us: float | None, rival_us: float, rival_graph_us: float | None) -> dict:
+def compare_times(p50_us: float, graph_p50_us: float | None, rival_us: float, rival_graph_us: float | None) -> dict:
     """A row's keys that compare median times with a rival's; of graphs, where both have one."""
     both = graph_p50_us is not None and rival_graph_us is not None
     return {"against_p50_us": rival_us, "against_graph_p50_us": rival_graph_us, "speedup": rival_us / p50_us,
@@ -142,7 +143,7 @@ def count_launches(call: Call) -> int | None:
     return sum(not name.startswith(("Memcpy", "Memset")) for name, _ in list_launches(call)) or None
 
 
-def peak_mib(call: Call) -> float:
+def measure_peak_mib(call: Call) -> float:
     """Most memory in MiB that one call holds at a time beyond what was held before it."""
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
@@ -152,7 +153,7 @@ def peak_mib(call: Call) -> float:
     return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
-def saved_mib(call: Call) -> float:
+def measure_saved_mib(call: Call) -> float:
     """Memory in MiB that a forward's result holds for its backward, beside its inputs and itself."""
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
@@ -161,7 +162,7 @@ def saved_mib(call: Call) -> float:
     return (torch.cuda.memory_allocated() - before - out.untyped_storage().nbytes()) / 2**20
 
 
-def copy_gbps(repeats: int = 20) -> float:
+def measure_copy_gbps(repeats: int = 20) -> float:
     """The memory ceiling: a device-to-device copy, counting bytes read and bytes written, in GB/s."""
     size = min(_COPY_BYTES, torch.cuda.mem_get_info()[0] // 8)
     source = torch.randint(256, (size,), dtype=torch.uint8, device="cuda")

@@ -240,14 +240,14 @@ def _catch_signals(team: Team) -> Iterator[Callable[[], signal.Signals | None]]:
         for number, handler in before.items():
             signal.signal(number, handler)
 
-    def asked() -> signal.Signals | None:
+    def ask() -> signal.Signals | None:
         if not came:
             listen()
         return came[0] if came else None
 
     listen()
     try:
-        yield asked
+        yield ask
     finally:
         restore()
 

@@ -30,7 +30,7 @@ class TrainLog:
     def __init__(self, folder: Path, steps: int, unit: str, done: int, console: Console, writes: bool = True):
         self.folder, self.path, self.unit = folder, folder / "log.jsonl", unit
         self._writes = writes
-        self.losses = self._kept(done) if done else []
+        self.losses = self._read_losses(done) if done else []
         self._new_board = _find_tensorboard() if writes else None
         self._board = None
         self._console, self._is_due, self._steps = console, make_timer(), steps
@@ -70,7 +70,7 @@ class TrainLog:
         if self._writes and self.path.exists():
             flush(self.path)
 
-    def _kept(self, done: int) -> list[float]:
+    def _read_losses(self, done: int) -> list[float]:
         """Losses of the steps done; the file is cut after them, at once."""
         lines = self.path.read_text().splitlines()[:done] if self.path.is_file() else []
         try:

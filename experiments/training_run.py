@@ -35,7 +35,7 @@ class Run:
         batch: samples of a micro-batch, split evenly over the GPUs.
         seqlen: tokens of a sample; None for workloads whose samples have sizes of their own.
         accumulate: micro-batches of a step, whose gradients are averaged.
-        lr, warmup: the highest learning rate, and the steps until it is reached; see `training_step.learning_rate`.
+        lr, warmup: the highest learning rate, and the steps until it is reached; see `training_step.compute_learning_rate`.
         clip: the largest norm of the gradient; 0 for no clipping.
         optimizer: "adamw", or "lamb" (timm's).
         weight_decay: of matrices and filters alone.

@@ -84,7 +84,7 @@ def compute_gradient(run: Run, step: int, workload: Workload, model: nn.Module, 
              batches: Iterator[dict[str, Tensor]], team: Team) -> dict[str, float]:
     """Leaves the gradient, clipped; the optimizer has yet to use it."""
     torch.manual_seed(int(np.random.SeedSequence([run.seed, step, team.rank]).generate_state(1, np.uint64)[0]))
-    rate = learning_rate(run, step)
+    rate = compute_learning_rate(run, step)
     for group in optimizer.param_groups:
         group["lr"] = rate
     total = torch.zeros((), device=team.device)
@@ -109,7 +109,7 @@ def _weight(workload: Workload, batch: dict[str, Tensor], team: Team) -> Tensor 
     return terms / team.sum_over(terms).clamp(min=1)
 
 
-def learning_rate(run: Run, step: int) -> float:
+def compute_learning_rate(run: Run, step: int) -> float:
     """Of a step, counted from 1: up evenly along `run.warmup` steps, then down to a tenth along half a cosine."""
     if step <= run.warmup:
         return run.lr * step / run.warmup

@@ -44,7 +44,7 @@ def append_breakdown(run: Run, out: Path, keep: Path | None = None) -> list[dict
     Raises:
         As training does; ValueError: the profiler saw no kernels.
     """
-    step = _steps(run)
+    step = _make_step(run)
     for _ in range(SKIPPED):
         step()
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
@@ -55,7 +55,7 @@ def append_breakdown(run: Run, out: Path, keep: Path | None = None) -> list[dict
         path.parent.mkdir(parents=True, exist_ok=True)
         profiler.export_chrome_trace(str(path))
         found = trace.read(path)
-    return record.add((_identity(run) | values for values in _values(found)), out)
+    return record.add((_identify(run) | values for values in _sum_kernels(found)), out)
 
 
 def append_counts(run: Run, out: Path, whole: bool = True) -> list[dict]:
@@ -70,19 +70,19 @@ def append_counts(run: Run, out: Path, whole: bool = True) -> list[dict]:
     """
     gc.collect()
     torch.cuda.empty_cache()  # for the child
-    arguments = ["once", "characterize.collect:run_profiled_step", json.dumps({"run": asdict(run)})]
+    arguments = ["once", "characterize.collect:run_step", json.dumps({"run": asdict(run)})]
     tunes = is_peer(run.variant)
     launches = (counters.profile(arguments, brief=True, tunes=tunes) if whole else
                 counters.count_traffic(arguments, operator_pattern(), tunes))
-    identity = _identity(run) | {"bench": "step_counters" if whole else "ssm_counters"}
+    identity = _identify(run) | {"bench": "step_counters" if whole else "ssm_counters"}
     return record.add((identity | kernel | {"operator": classify(kernel["kernel"])}
                        for kernel in counters.merge_by_kernel(launches)), out)
 
 
-def run_profiled_step(run: dict) -> None:
+def run_step(run: dict) -> None:
     """The step after SKIPPED, between the profiler's start and stop: what `append_counts` runs under ncu. run: a `Run`'s."""
     with autotuned_configs.hand_over_configs():
-        counters.run_watched(_steps(Run(**run)), SKIPPED)
+        counters.run_between_marks(_make_step(Run(**run)), SKIPPED)
 
 
 def calibrate(out: Path) -> float:
@@ -93,7 +93,7 @@ def calibrate(out: Path) -> float:
         ValueError, OSError: ncu failed; or it does not know the metric.
     """
     metric = counters.TENSOR_FLOPS
-    call = ["once", "characterize.collect:run_profiled_product"]
+    call = ["once", "characterize.collect:run_product"]
     found = [launch.get(metric) for launch in counters.run_ncu(call, [metric], "none")]
     if None in found:
         raise ValueError(f"ncu has no {metric} here")
@@ -102,13 +102,13 @@ def calibrate(out: Path) -> float:
     return ratio
 
 
-def run_profiled_product() -> None:
+def run_product() -> None:
     """The product, between the profiler's start and stop: what `calibrate` runs under ncu."""
     a, b = (torch.randn(CALIBRATION, CALIBRATION, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    counters.run_watched(lambda: multiply(a, b), 1)
+    counters.run_between_marks(lambda: multiply(a, b), 1)
 
 
-def _steps(run: Run) -> Callable[[], None]:
+def _make_step(run: Run) -> Callable[[], None]:
     """What takes the run's next step, and waits for it, so that a step's kernels end in it."""
     workload = get_workload(run.workload)
     team = make_single()
@@ -129,7 +129,7 @@ def _steps(run: Run) -> Callable[[], None]:
     return step
 
 
-def _values(found: trace.Trace) -> Iterator[dict]:
+def _sum_kernels(found: trace.Trace) -> Iterator[dict]:
     times, launches = Counter(), Counter()
     for kernel in found.kernels:
         times[kernel.phase, kernel.kind] += kernel.us
@@ -141,5 +141,5 @@ def _values(found: trace.Trace) -> Iterator[dict]:
                "launches": launches[phase, kind] / PROFILED, "steps": PROFILED}
 
 
-def _identity(run: Run) -> dict:
+def _identify(run: Run) -> dict:
     return {"bench": "characterize", "mixer": run.mixer, **run.identity()}

@@ -14,7 +14,7 @@ from ..arguments import has_gpu, read_rows, require_gpu, split_names
 from ..flags import VARIANTS, check_name
 from ..record import RESULTS
 from ..shapes import SEQLENS
-from ..terminal import first_line, make_console, refuse, refusing
+from ..terminal import first_line, make_console, refuse, refuse_errors
 from ..training_run import Run, make_run, parse_workload
 from ..workloads import get_workload
 
@@ -43,9 +43,9 @@ def compare(
 
     sets = []
     for name, given in (("OLD", old), ("NEW", new)):
-        with refusing(f"{name}: "):
+        with refuse_errors(f"{name}: "):
             sets.append(compare.rows_of(given, out))
-    with refusing("compare: "):
+    with refuse_errors("compare: "):
         found = compare.compare(*sets, noise)
     if kind == "markdown":
         typer.echo(compare.markdown(found), nl=False)
@@ -77,8 +77,8 @@ def characterize(
 ) -> None:
     """Profile training steps and append what they spend their time on; and check ncu's FLOP counter where ncu is installed."""
     variants = split_names("--variant", variant, VARIANTS)
-    with refusing():
-        runs = list(_runs(workload, variants, dtype, documents))
+    with refuse_errors():
+        runs = list(_list_runs(workload, variants, dtype, documents))
     require_gpu("characterize", "make report shows the rows that there are")
     from . import collect
 
@@ -129,7 +129,7 @@ def scaling(
     typer.echo(f"{len(rows)} rows under {out}; make report shows them")
 
 
-def _runs(workloads: str, variants: list[str], dtype: str, documents: bool) -> Iterator[Run]:
+def _list_runs(workloads: str, variants: list[str], dtype: str, documents: bool) -> Iterator[Run]:
     """What is profiled: each workload with each variant; where its mixer is no SSD, with upstream's kernels or with ours."""
     of_scan = list(dict.fromkeys(name if name == "mamba_ssm" else "auto" for name in variants))
     for name, preset, mixer in map(parse_workload, workloads.split(",")):

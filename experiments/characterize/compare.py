@@ -117,7 +117,7 @@ def _pair(old: dict, new: dict, noise: float) -> dict:
     return {
         "bench": new["bench"], "variant": new.get("variant"), "chunk": new.get("chunk_size"),
         "what": " ".join(str(new[key]) for key in ("part", "workload", "preset", "shape", "mode") if new.get(key)),
-        "options": record.changed_options(record.options(new)), "old": old[key], "new": new[key],
+        "options": record.describe_options(record.options(new)), "old": old[key], "new": new[key],
         "of": "graph" if in_graph else "eager", "ratio": ratio, "band": band,
         # symmetric in ratios, so that swapping old and new swaps the first two
         "verdict": "slower" if ratio > 1 + band else "faster" if ratio < 1 / (1 + band) else "same",

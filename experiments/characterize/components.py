@@ -32,7 +32,7 @@ def run(seqlens: tuple[int, ...], dtype: str, out: Path, console: Console, repea
     settings = [(seqlen, *which) for seqlen, which in product(seqlens, COMPONENTS)]
     with timing.side_stream():
         for seqlen, name, component in track(settings, console, lambda one: f"{one[1]} {one[2]} {one[0]}"):
-            shape = _shape(name, seqlen)
+            shape = _make_shape(name, seqlen)
             row = {"bench": "scaling", "part": component, "shape": name, **shape.sizes, "dtype": dtype}
             with leave_out(console, f"{name} {component} {seqlen}"):
                 work = COMPONENTS[name, component](shape, DTYPES[dtype])
@@ -48,15 +48,15 @@ def read_latest(out: Path = record.RESULTS) -> list[dict]:
     return sorted(rows, key=itemgetter("seqlen"))
 
 
-def _shape(name: str, seqlen: int) -> Shape:
+def _make_shape(name: str, seqlen: int) -> Shape:
     headdim = _HEADDIM if name == "mamba2" else 1
     return Shape(name, 1, seqlen, _INNER // headdim, headdim, _DSTATE[name], 1)
 
 
-def _linear(inputs: int, outputs: Callable[[Shape], int] | int) -> Callable[[Shape, torch.dtype], block.Work]:
+def _make_linear(inputs: int, outputs: Callable[[Shape], int] | int) -> Callable[[Shape, torch.dtype], block.Work]:
     """A projection of every token."""
 
-    def made(shape: Shape, dtype: torch.dtype) -> block.Work:
+    def make(shape: Shape, dtype: torch.dtype) -> block.Work:
         def normal(*size: int) -> torch.Tensor:
             return torch.randn(*size, device=block.choose_device(), dtype=dtype).requires_grad_()
 
@@ -64,10 +64,10 @@ def _linear(inputs: int, outputs: Callable[[Shape], int] | int) -> Callable[[Sha
         weight = normal(outputs if isinstance(outputs, int) else outputs(shape), inputs)
         return block.Work(lambda: F.linear(x, weight), None, (x, weight), {})
 
-    return made
+    return make
 
 
-def _conv1d_of_x(shape: Shape, dtype: torch.dtype) -> block.Work:
+def _make_conv1d_of_x(shape: Shape, dtype: torch.dtype) -> block.Work:
     """Mamba-1 convolves x alone, a half of its projection, whose tokens lie side by side; B and C are made of it afterwards."""
     def normal(*size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.randn(*size, device=block.choose_device(), dtype=dtype)
@@ -77,22 +77,22 @@ def _conv1d_of_x(shape: Shape, dtype: torch.dtype) -> block.Work:
     return block.Work(lambda: causal_conv1d_fn(x, weight, bias, activation="silu"), None, (x, weight, bias), {})
 
 
-def _ssd(shape: Shape, dtype: torch.dtype) -> block.Work:
+def _make_ssd(shape: Shape, dtype: torch.dtype) -> block.Work:
     inputs = make_inputs(shape, dtype, block.choose_device(), requires_grad=True)
     leaves = tuple(t for t in inputs.values() if isinstance(t, torch.Tensor))
     return block.Work(lambda: ssd_chunk_scan(**inputs, chunk_size=CHUNK_SIZE), None, leaves, {})
 
 
 COMPONENTS: dict[tuple[str, str], Callable[[Shape, torch.dtype], block.Work]] = {
-    ("mamba1", "in_proj"): _linear(_D_MODEL, 2 * _INNER),
-    ("mamba1", "conv1d"): _conv1d_of_x,
-    ("mamba1", "x_proj"): _linear(_INNER, _DT_RANK + 2 * _DSTATE["mamba1"]),
-    ("mamba1", "dt_proj"): _linear(_DT_RANK, _INNER),
-    ("mamba1", "ssm"): block.selective_scan,
-    ("mamba1", "out_proj"): _linear(_INNER, _D_MODEL),
-    ("mamba2", "in_proj"): _linear(_D_MODEL, lambda shape: 2 * _INNER + 2 * shape.dstate + shape.nheads),
-    ("mamba2", "conv1d"): block.conv1d,
-    ("mamba2", "ssm"): _ssd,
-    ("mamba2", "norm"): block.gated_norm,
-    ("mamba2", "out_proj"): _linear(_INNER, _D_MODEL),
+    ("mamba1", "in_proj"): _make_linear(_D_MODEL, 2 * _INNER),
+    ("mamba1", "conv1d"): _make_conv1d_of_x,
+    ("mamba1", "x_proj"): _make_linear(_INNER, _DT_RANK + 2 * _DSTATE["mamba1"]),
+    ("mamba1", "dt_proj"): _make_linear(_DT_RANK, _INNER),
+    ("mamba1", "ssm"): block.make_selective_scan,
+    ("mamba1", "out_proj"): _make_linear(_INNER, _D_MODEL),
+    ("mamba2", "in_proj"): _make_linear(_D_MODEL, lambda shape: 2 * _INNER + 2 * shape.dstate + shape.nheads),
+    ("mamba2", "conv1d"): block.make_conv1d,
+    ("mamba2", "ssm"): _make_ssd,
+    ("mamba2", "norm"): block.make_gated_norm,
+    ("mamba2", "out_proj"): _make_linear(_INNER, _D_MODEL),
 }

@@ -98,7 +98,7 @@ def keep_one_gpu(rows: list[dict]) -> list[dict]:
     return [row for row in rows if row["gpu"] == max(names, key=names.get)]
 
 
-def utilisations(call: Call) -> dict[str, Utilisation]:
+def compute_utilisations(call: Call) -> dict[str, Utilisation]:
     """{peak: U, W and G}."""
     kernels = call.kernels
     times = [kernel["ncu_us"] for kernel in kernels]
@@ -122,12 +122,12 @@ def gbps(n_bytes: float, us: float) -> float:
     return n_bytes / us / 1e3
 
 
-def amplification(call: Call) -> float:
+def compute_amplification(call: Call) -> float:
     """DRAM bytes over those of the ideal operator."""
     return call.dram_bytes / call.ideal.bytes
 
 
-def speed_of_light(call: Call) -> float | None:
+def compute_speed_of_light(call: Call) -> float | None:
     """The least time that the ideal's bytes take at the copy's rate, over the call's time; 1 is the limit."""
     return call.timed and gbps(call.ideal.bytes, call.wall_us) / call.timed["copy_gbps"]
 

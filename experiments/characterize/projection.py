@@ -62,7 +62,7 @@ class Model:
         """The model's time on a GPU, its own unless given."""
         return sum(c * term for c, term in zip(self.coefficients, sample.terms_us(gpu or self.gpu), strict=True))
 
-    def projected_us(self, sample: Sample, gpu: GPU) -> float:
+    def project_us(self, sample: Sample, gpu: GPU) -> float:
         """The sample's measured time, carried over to another GPU."""
         return sample.us * self.us(sample, gpu) / self.us(sample)
 

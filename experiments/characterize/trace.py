@@ -57,7 +57,7 @@ class Trace:
     @property
     def idle_us(self) -> float:
         """Time in which no kernel ran."""
-        return self.total_us - _covered(self.kernels)
+        return self.total_us - _measure_union(self.kernels)
 
 
 def read(path: Path) -> Trace:
@@ -112,7 +112,7 @@ def _is_scope(event: dict) -> bool:
     return event.get("cat") == "user_annotation"
 
 
-def _covered(kernels: Iterable[Kernel]) -> float:
+def _measure_union(kernels: Iterable[Kernel]) -> float:
     """Length of the union of the kernels' times; they come by their start."""
     total, until = 0.0, float("-inf")
     for kernel in kernels:

@@ -105,16 +105,16 @@ def run(plan: Plan, console: Console) -> Tally:
         _follow(pool, draws(), tally, over, started, console)
         seconds = round(time.monotonic() - started, 1)
         ended = "seconds" if tally.configs < plan.configs else "configs"
-        shrunk = _shrunk(pool, tally.failures, plan.shrinking, console)
-    console.print(_table(plan, tally, seconds, ended, pool.replaced))
-    _list(shrunk, console)
+        shrunk = _shrink_failures(pool, tally.failures, plan.shrinking, console)
+    console.print(_make_table(plan, tally, seconds, ended, pool.replaced))
+    _print_failures(shrunk, console)
     if torch.cuda.is_available():
-        path = record.append(row(plan, tally, seconds, shrunk), plan.out)
+        path = record.append(make_row(plan, tally, seconds, shrunk), plan.out)
         console.print(f"row added to {path}", markup=False, soft_wrap=True)
     return tally
 
 
-def row(plan: Plan, tally: Tally, seconds: float, failed: list[tuple[str, str]]) -> dict:
+def make_row(plan: Plan, tally: Tally, seconds: float, failed: list[tuple[str, str]]) -> dict:
     """What is recorded of a run. failed: configurations, and why."""
     return {"bench": "fuzz", "part": plan.part, "configs": tally.configs, "failures": len(tally.failures), "seconds": seconds,
             "seed": plan.seed, "family": plan.family, "variants": dict(tally.variants), "modes": dict(tally.modes),
@@ -132,7 +132,7 @@ def rerun(lines: list[str], plan: Plan, console: Console) -> bool:
                           soft_wrap=True)
             console.print(outcome.why, markup=False, soft_wrap=True)
         if tally.failures:
-            _list(_shrunk(pool, tally.failures, plan.shrinking, console), console)
+            _print_failures(_shrink_failures(pool, tally.failures, plan.shrinking, console), console)
     return not tally.failures
 
 
@@ -149,34 +149,35 @@ def _follow(pool: Pool, batches: Iterator[Batch], tally: Tally, over: Callable[[
             console.print(f"{said - started:.0f} s: {tally.configs} configurations, {len(tally.failures)} failed", markup=False)
 
 
-def _shrunk(pool: Pool, failures: list[tuple[str, Outcome]], seconds: float, console: Console) -> list[tuple[str, str]]:
+def _shrink_failures(pool: Pool, failures: list[tuple[str, Outcome]], seconds: float,
+                     console: Console) -> list[tuple[str, str]]:
     """The failing configurations and why, the first few made small: each may take half of the time that is left."""
     found, end = [], time.monotonic() + seconds
     for n, (line, outcome) in enumerate(failures):
         if n < _SHRUNK and (left := end - time.monotonic()) > 0:
-            line, outcome = _smallest(pool, line, outcome, left / 2)
+            line, outcome = _find_smallest(pool, line, outcome, left / 2)
             console.print(f"shrunk to {line}", markup=False, soft_wrap=True)
         found.append((line, outcome.why.splitlines()[0] if outcome.why else ""))
     return found
 
 
-def _smallest(pool: Pool, line: str, outcome: Outcome, seconds: float) -> tuple[str, Outcome]:
+def _find_smallest(pool: Pool, line: str, outcome: Outcome, seconds: float) -> tuple[str, Outcome]:
     """A small configuration that fails as well, and how, tried out in workers, which may die of it."""
     outcomes, end = {line: outcome}, time.monotonic() + seconds
 
     def over() -> bool:
         return time.monotonic() > end
 
-    def failing(configs: list) -> list[bool]:
+    def find_failing(configs: list) -> list[bool]:
         lines = [to_json(c) for c in configs]
         outcomes.update(pool.run(([line] for line in lines if line not in outcomes), over))
         return [line in outcomes and outcomes[line].failed for line in lines]
 
-    small = to_json(shrink(from_json(line), failing, over, pool.width))
+    small = to_json(shrink(from_json(line), find_failing, over, pool.width))
     return small, outcomes[small]
 
 
-def _table(plan: Plan, tally: Tally, seconds: float, ended: str, replaced: int) -> Table:
+def _make_table(plan: Plan, tally: Tally, seconds: float, ended: str, replaced: int) -> Table:
     table = make_empty_table("fuzz", plan.part)
 
     def counts(counter: Counter) -> str:
@@ -194,7 +195,7 @@ def _table(plan: Plan, tally: Tally, seconds: float, ended: str, replaced: int) 
     return table
 
 
-def _list(failed: list[tuple[str, str]], console: Console) -> None:
+def _print_failures(failed: list[tuple[str, str]], console: Console) -> None:
     for line, why in failed[:_LONGEST_TABLE]:
         console.print(f"{why[:_WIDEST]}\n  {line}", style="red", markup=False, soft_wrap=True)
     if len(failed) > _LONGEST_TABLE:

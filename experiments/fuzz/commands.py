@@ -11,7 +11,7 @@ from .. import flags
 from ..arguments import has_gpu, split_names
 from ..flags import VARIANTS, check_name
 from ..record import RESULTS
-from ..terminal import make_console, refusing
+from ..terminal import make_console, refuse_errors
 
 _PARTS = ("operator", "block")
 _PEERS = ("mamba_ssm", "fla")  # which the fuzz does not judge
@@ -48,7 +48,7 @@ def fuzz(
     console = make_console()
     if config is None:
         raise typer.Exit(1 if campaign.run(plan, console).failures else 0)
-    with refusing("--config: "):
+    with refuse_errors("--config: "):
         lines = [to_json(from_json(line)) for line in _lines(config)]
     raise typer.Exit(0 if campaign.rerun(lines, replace(plan, workers=min(workers, len(lines))), console) else 1)
 

@@ -25,13 +25,13 @@ def draw(seed: int, index: int, variants: list[str], device: str, size: int) -> 
     variant, rng = variants[index % len(variants)], Random(f"operator {seed} {index}")
     limits = Limits.of(variant, device)
     if limits.long and index == seed % len(variants):
-        return [_long(rng, variant, limits)]
-    shared = _shared(rng, variant, limits)
-    compiled_for = (_layouts(rng, shared), rng.random() < 0.5), (_layouts(rng, shared), None)
-    return [_member(rng, shared, *compiled_for[rng.random() < _SECOND], limits) for _ in range(size)]
+        return [_draw_long(rng, variant, limits)]
+    shared = _draw_shared(rng, variant, limits)
+    compiled_for = (_draw_layouts(rng, shared), rng.random() < 0.5), (_draw_layouts(rng, shared), None)
+    return [_draw_member(rng, shared, *compiled_for[rng.random() < _SECOND], limits) for _ in range(size)]
 
 
-def _shared(rng: Random, variant: str, limits: Limits) -> Config:
+def _draw_shared(rng: Random, variant: str, limits: Limits) -> Config:
     """What the kernels are compiled for."""
     favoured = (16, 32, 64, 128, 256)
     dtype = rng.choices(limits.dtypes, [{"bf16": 45, "fp16": 25, "fp32": 30}[name] for name in limits.dtypes])[0]
@@ -42,15 +42,16 @@ def _shared(rng: Random, variant: str, limits: Limits) -> Config:
         ngroups=draw_size(rng, max(1, min(8, limits.nheads // heads_per_group))), heads_per_group=heads_per_group,
         headdim=draw_size(rng, limits.channels, favoured), dstate=draw_size(rng, limits.channels, favoured),
         chunk_size=rng.choice([size for size in (16, 32, 64, 128, 256) if size <= limits.chunk_size]), dtype=dtype,
-        dtypes=_dtypes(rng, limits), D=rng.choice((None, "h", "h", "hp")), z=rng.random() < 0.4, dt_bias=rng.random() < 0.6,
-        dt_softplus=rng.random() < 0.6, dt_limit=rng.choice(_LIMITS) if rng.random() < 0.25 else None,
+        dtypes=_draw_dtypes(rng, limits), D=rng.choice((None, "h", "h", "hp")), z=rng.random() < 0.4,
+        dt_bias=rng.random() < 0.6, dt_softplus=rng.random() < 0.6,
+        dt_limit=rng.choice(_LIMITS) if rng.random() < 0.25 else None,
         initial_states=rng.random() < 0.4, final_states=rng.random() < 0.5,
         state_dtype=rng.choice((None, None, None, *limits.dtypes)), documents=documents, int64=rng.random() < 0.3,
-        options=_options(rng, variant, dtype))
-    return _for_hopper(rng, c) if limits.channels >= 128 and rng.random() < _HOPPER else c
+        options=_draw_options(rng, variant, dtype))
+    return _fit_to_hopper(rng, c) if limits.channels >= 128 and rng.random() < _HOPPER else c
 
 
-def _for_hopper(rng: Random, c: Config) -> Config:
+def _fit_to_hopper(rng: Random, c: Config) -> Config:
     """Such that nothing keeps it from the kernels for Hopper: in their commonest form, or in any."""
     options = {name: value for name, value in c.options.items() if name not in ("exp2", "fuse_bmm", "gluon", "tf32")}
     common, pairs = rng.random() < 0.6, 2 * rng.randint(1, 8)
@@ -64,7 +65,7 @@ def _for_hopper(rng: Random, c: Config) -> Config:
         documents=rng.choice((None, None, "seq_idx", "cu_seqlens")), options=options)
 
 
-def _dtypes(rng: Random, limits: Limits) -> dict[str, str]:
+def _draw_dtypes(rng: Random, limits: Limits) -> dict[str, str]:
     """Dtypes of inputs that are not as they mostly come."""
     every = (*limits.dtypes, *limits.dtypes, "fp64")
     if rng.random() < 0.65:
@@ -72,7 +73,7 @@ def _dtypes(rng: Random, limits: Limits) -> dict[str, str]:
     return {name: rng.choice(every[:-1] if name in ("B", "C") else every) for name in DIFFERENTIABLE[1:] if rng.random() < 0.35}
 
 
-def _options(rng: Random, variant: str, dtype: str) -> dict[str, bool]:
+def _draw_options(rng: Random, variant: str, dtype: str) -> dict[str, bool]:
     """One to three switches in half of draws, of those that the variant heeds."""
     of = _OPTION_VARIANTS if variant == "auto" else (variant,)
     names = list(dict.fromkeys(name for one in of for name in get_variant(one).options))
@@ -82,7 +83,7 @@ def _options(rng: Random, variant: str, dtype: str) -> dict[str, bool]:
     return chosen
 
 
-def _layouts(rng: Random, c: Config) -> dict[str, str]:
+def _draw_layouts(rng: Random, c: Config) -> dict[str, str]:
     if rng.random() < 0.35:
         return {"x": "packed"}
     if rng.random() < 0.35:
@@ -91,11 +92,11 @@ def _layouts(rng: Random, c: Config) -> dict[str, str]:
     return {name: rng.choice(LAYOUTS[1:]) for name in names if rng.random() < 0.4}
 
 
-def _member(rng: Random, shared: Config, layouts: dict[str, str], even: bool | None, limits: Limits) -> Config:
+def _draw_member(rng: Random, shared: Config, layouts: dict[str, str], even: bool | None, limits: Limits) -> Config:
     """One of a family. Kernels are compiled for strides, alignments and lengths that are multiples of 16 or not, so a family
     has two sets of layouts, and most of its lengths are all such multiples or all not.
     """
-    batch, seqlen = _tokens(rng, shared, limits, even)
+    batch, seqlen = _draw_tokens(rng, shared, limits, even)
     mode = draw_mode(rng, limits)
     present = tuple(name for name in DIFFERENTIABLE
                     if name not in ("D", "z", "dt_bias", "initial_states") or getattr(shared, name))
@@ -116,7 +117,7 @@ def _member(rng: Random, shared: Config, layouts: dict[str, str], even: bool | N
         ways=ways if rng.random() < 0.7 else (rng.choice(ways),), calls=limits.calls)
 
 
-def _tokens(rng: Random, c: Config, limits: Limits, even: bool | None) -> tuple[int, int]:
+def _draw_tokens(rng: Random, c: Config, limits: Limits, even: bool | None) -> tuple[int, int]:
     """batch and seqlen that the limits allow: half of the lengths lie at the edge of a chunk or next to it. even: whether they
     are multiples of 16; None: either, and shorter than a chunk as well.
     """
@@ -134,7 +135,7 @@ def _tokens(rng: Random, c: Config, limits: Limits, even: bool | None) -> tuple[
     return max(1, min(batch, int(limits.elements / token / seqlen))), seqlen
 
 
-def _long(rng: Random, variant: str, limits: Limits) -> Config:
+def _draw_long(rng: Random, variant: str, limits: Limits) -> Config:
     """One sequence beyond what any test but those of offsets has."""
     return Config(
         variant=variant, seed=rng.randrange(2**24), seqlen=limits.long + 21, heads_per_group=2, headdim=64, dstate=128,

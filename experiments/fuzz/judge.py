@@ -98,19 +98,19 @@ def compare(name: str, value: Tensor, truth: Tensor, mirrors: list[Tensor], prob
         return [Check(float("inf"), said)]
     off, *allowed = (torch.where(held, t.double() - truth, 0.0) for t in (value, *mirrors))
     truth = torch.where(held, truth, 0.0)
-    one, count = _rounding(name, value, problem), value.numel()
+    one, count = _find_rounding(name, value, problem), value.numel()
     axes, lucky = problem.axes[name], _LUCK * problem.coarsest * count**-0.5
     operand = _Rounding.of(problem.coarsest)
     rms, of_slices = (v + problem.exponent * _FP32 / 4 for v in (one.rms, max(one.rms, operand.rms)))
-    e, t = (_by_slice(v.square(), axes) for v in (off, truth))
-    m = [_by_slice(v.square(), axes) for v in allowed]
+    e, t = (_sum_by_slice(v.square(), axes) for v in (off, truth))
+    m = [_sum_by_slice(v.square(), axes) for v in allowed]
     m = {kind: torch.stack([each[kind] for each in m]).amax(0) for kind in e}
     e_all, m_all, t_all = (float(v["whole"].sqrt()) for v in (e, m, t))
     largest = float(off.abs().amax()), max(float(v.abs().amax()) for v in allowed), float(truth.abs().amax())
     cap = _CAP if count >= _FEW else None
     highest = max(one.max, operand.max) + problem.exponent * _FP32 / 2
-    checks = [_whole(name, "rms", e_all, m_all, t_all, rms + lucky, cap, slack),
-              _whole(name, "max", *largest, highest + lucky, spread=slack + _SPREAD * m_all * count**-0.5)]
+    checks = [_check_whole(name, "rms", e_all, m_all, t_all, rms + lucky, cap, slack),
+              _check_whole(name, "max", *largest, highest + lucky, spread=slack + _SPREAD * m_all * count**-0.5)]
     share = _SHARE_OF_SUMS if name in problem.summed else _SHARE
     for kind in e.keys() - {"whole"}:
         bound = slack + _MIRRORS * m[kind].sqrt() + _ROUNDINGS * of_slices * t[kind].sqrt()
@@ -123,7 +123,7 @@ def compare(name: str, value: Tensor, truth: Tensor, mirrors: list[Tensor], prob
     return checks
 
 
-def _whole(name: str, kind: str, off: float, allowed: float, truth: float, rounding: float, cap: float | None = None,
+def _check_whole(name: str, kind: str, off: float, allowed: float, truth: float, rounding: float, cap: float | None = None,
            spread: float = 0.0) -> Check:
     truth = max(truth, _NOTHING)
     got, bound = off / truth, (2 * allowed + spread) / truth + rounding
@@ -132,7 +132,7 @@ def _whole(name: str, kind: str, off: float, allowed: float, truth: float, round
     return Check(got / bound, f"{name}: {kind} error {got:.3g}, bound {bound:.3g}, mirror {allowed / truth:.3g}")
 
 
-def _rounding(name: str, value: Tensor, problem: Problem) -> _Rounding:
+def _find_rounding(name: str, value: Tensor, problem: Problem) -> _Rounding:
     """Of the result's dtype, though of nothing finer than fp32, which the kernels compute in; of a sum, at least one rounding
     of what every summand is made of.
     """
@@ -144,7 +144,7 @@ def _rounding(name: str, value: Tensor, problem: Problem) -> _Rounding:
     return _Rounding.of(eps)
 
 
-def _by_slice(squares: Tensor, axes: str) -> dict[str, Tensor]:
+def _sum_by_slice(squares: Tensor, axes: str) -> dict[str, Tensor]:
     """Sums of squares: of the whole, by batch and head, and by batch and block of tokens. axes: as `Problem.axes`."""
     for axis in reversed([n for n, letter in enumerate(axes) if letter not in "blh"]):
         squares = squares.sum(axis)

@@ -18,7 +18,7 @@ MODES = (*ON_CPU, "streams", "capture")
 
 
 def run(problems: list[Problem], cotangents: list[dict[str, Tensor]], mode: str, calls: int) -> list[tuple[int, Results]]:
-    """`read_calls` calls on the problems in turn: which problem each was, and its outputs and gradients by name.
+    """`calls` calls on the problems in turn: which problem each was, and its outputs and gradients by name.
 
     Raises:
         ValueError: no such mode.
@@ -28,23 +28,23 @@ def run(problems: list[Problem], cotangents: list[dict[str, Tensor]], mode: str,
     turns = [call % len(problems) for call in range(calls)]
     with nullcontext() if mode == "compile" else poison_memory():
         if mode == "capture":
-            return list(_captured(problems, cotangents, turns))
-        with _surroundings(mode, problems[0]) as around:
-            call = _forward(problems[0], mode)
+            return list(_run_graph(problems, cotangents, turns))
+        with _surround_calls(mode, problems[0]) as around:
+            call = _prepare_call(problems[0], mode)
             results = []
             for n, turn in enumerate(turns):
                 with around(n):
-                    results.append((turn, _step(call, problems[turn], cotangents[turn])))
+                    results.append((turn, _take_step(call, problems[turn], cotangents[turn])))
         return results
 
 
-def _step(call: Callable[[Tensors], Results], problem: Problem, cotangents: dict[str, Tensor]) -> Results:
+def _take_step(call: Callable[[Tensors], Results], problem: Problem, cotangents: dict[str, Tensor]) -> Results:
     outputs = call(problem.tensors)
     grads = compute_gradients(outputs, problem.tensors, problem.wanted, cotangents)
     return {name: t.detach() for name, t in outputs.items()} | grads
 
 
-def _forward(problem: Problem, mode: str) -> Callable[[Tensors], Results]:
+def _prepare_call(problem: Problem, mode: str) -> Callable[[Tensors], Results]:
     if mode == "compile":
         torch._dynamo.reset()
         return torch.compile(problem.run, fullgraph=True, backend="inductor" if _on_gpu(problem) else "aot_eager")
@@ -54,7 +54,7 @@ def _forward(problem: Problem, mode: str) -> Callable[[Tensors], Results]:
 
 
 @contextmanager
-def _surroundings(mode: str, problem: Problem) -> Iterator[Callable]:
+def _surround_calls(mode: str, problem: Problem) -> Iterator[Callable]:
     """What the n-th call is made inside of."""
     if mode == "streams" and _on_gpu(problem):
         streams = [torch.cuda.Stream() for _ in range(2)]
@@ -67,7 +67,7 @@ def _surroundings(mode: str, problem: Problem) -> Iterator[Callable]:
         yield lambda n: made()
 
 
-def _captured(problems: list[Problem], cotangents: list[dict[str, Tensor]], turns: list[int]) -> Iterator[tuple[int, Results]]:
+def _run_graph(problems: list[Problem], cotangents: list[dict[str, Tensor]], turns: list[int]) -> Iterator[tuple[int, Results]]:
     """The call in a CUDA graph, replayed on one problem's memory with the values of each."""
     first, given = problems[0], cotangents[0]
     warmups = 1 + first.seed % 3  # launches are recorded in the second call and replayed in the third
@@ -78,11 +78,11 @@ def _captured(problems: list[Problem], cotangents: list[dict[str, Tensor]], turn
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(warmups):
-            _step(first.run, first, given)
+            _take_step(first.run, first, given)
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
-        results = _step(first.run, first, given)
+        results = _take_step(first.run, first, given)
     for turn in turns:
         for place, value in zip(places, values[turn], strict=True):
             if place is not None:

@@ -25,11 +25,11 @@ def poison_memory() -> Iterator[None]:
         torch.empty(0)  # torch notes once what makes tensors; the functions below must not be what it notes
     with ExitStack() as stack:
         for owner, name in owners:
-            stack.enter_context(patch.object(owner, name, _poisoning(getattr(owner, name))))
+            stack.enter_context(patch.object(owner, name, _poison(getattr(owner, name))))
         yield
 
 
-def _poisoning(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _poison(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def allocate_poisoned(*args, **kwargs):
         t = allocate(*args, **kwargs)
         if type(t) is Tensor:

@@ -44,7 +44,7 @@ class Outcome:
 
 
 def run(config: object, device: str) -> Outcome:
-    """Runs a configuration `config.read_calls` times and judges what came."""
+    """Runs a configuration `config.calls` times and judges what came."""
     started = time.monotonic()
 
     def outcome(status: str, why: str = "", **more) -> Outcome:

@@ -39,7 +39,7 @@ def rand_augment(size: int) -> Callable[[Image, int], Image]:
             operation.magnitude_max = 9.9  # at 10 it keeps no bit of a colour, which Pillow 13 refuses
 
     def augment(image: Image, seed: int) -> Image:
-        with _seeded(seed):
+        with _seed_generators(seed):
             return transform(image)
 
     return augment
@@ -63,12 +63,12 @@ def mix(images: Tensor, labels: Tensor, classes: int) -> tuple[Tensor, Tensor]:
     data = _timm()
     erase = data.random_erasing.RandomErasing(_ERASED, mode="pixel", device=images.device)
     mix = data.Mixup(_MIXUP, _CUTMIX, label_smoothing=0, num_classes=classes)
-    with _seeded(int(torch.randint(2**32, ()))):
+    with _seed_generators(int(torch.randint(2**32, ()))):
         return mix(erase(images), labels)
 
 
 @contextmanager
-def _seeded(seed: int) -> Iterator[None]:
+def _seed_generators(seed: int) -> Iterator[None]:
     """seed: below 2**32."""
     states = random.getstate(), np.random.get_state()
     random.seed(seed)

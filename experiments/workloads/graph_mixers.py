@@ -46,13 +46,13 @@ class Sequences:
         """(tokens,), where the token is that takes each one's place when every sequence is turned round."""
         return torch.arange(len(self.number), device=self.number.device) + self.lengths[self.number] - 1 - 2 * self.place
 
-    def dense(self, row: Tensor) -> Tensor:
+    def pad(self, row: Tensor) -> Tensor:
         """(tokens, channels) as (sequences, longest, channels), zeros after what is shorter."""
         padded = row.new_zeros(len(self.lengths) * self.longest, row.shape[1])
         return padded.index_copy(0, self._slots(), row).view(-1, self.longest, row.shape[1])
 
-    def packed(self, dense: Tensor) -> Tensor:
-        """What `dense` was made of."""
+    def pack(self, dense: Tensor) -> Tensor:
+        """The row that `pad` was given."""
         return dense.flatten(0, 1).index_select(0, self._slots())
 
     def _slots(self) -> Tensor:
@@ -93,7 +93,7 @@ class Mamba1(nn.Module):
 
     def forward(self, row: Tensor, sequences: Sequences) -> Tensor:
         """row: (tokens, d_model), to the same."""
-        x, z = sequences.dense(self.in_proj(row)).mT.chunk(2, 1)  # [sequences, d_model, longest]
+        x, z = sequences.pad(self.in_proj(row)).mT.chunk(2, 1)  # [sequences, d_model, longest]
         x = causal_conv1d_fn(x, self.conv1d.weight.squeeze(1), self.conv1d.bias, activation="silu")
         shape = (x.shape[0], x.shape[2])
 
@@ -106,7 +106,7 @@ class Mamba1(nn.Module):
         scan = choose_scan(self.variant)
         y = scan(x.contiguous(), by_sequence(delta), -self.A_log.exp(), by_sequence(B), by_sequence(C), self.D, z.contiguous(),
                  self.dt_proj.bias)
-        return self.out_proj(sequences.packed(y.mT))
+        return self.out_proj(sequences.pack(y.mT))
 
 
 class PackedMamba2(Mamba2):

@@ -92,16 +92,16 @@ class GraphModel(nn.Module):
         if self.of_walks is not None:
             if walks is None:
                 walks = random_walks(edge_index, nodes, self.sizes.walks, self.sizes.hops)
-            h = self._computed(self.of_walks, h, walks)
+            h = self._compute(self.of_walks, h, walks)
         if noise is None:
             noise = torch.rand(len(self.layers), 1 if self.training else _PERMUTATIONS, nodes, device=h.device)
         for layer, orders in zip(self.layers, degree_orders(edge_index, number, noise), strict=True):
-            h, e = self._computed(layer, h, e, edge_index, graphs, orders)
+            h, e = self._compute(layer, h, e, edge_index, graphs, orders)
         if self.sizes.data.task != "nodes":
             h = torch.segment_reduce(h, self.sizes.pooling, lengths=graphs.lengths, unsafe=True)  # of lengths that add up
         return self.head(h)
 
-    def _computed(self, part: nn.Module, *given: Any) -> Any:
+    def _compute(self, part: nn.Module, *given: Any) -> Any:
         """Its results, for which the backward may compute it again."""
         if not (self.checkpoint_activations and self.training):
             return part(*given)

@@ -78,10 +78,10 @@ class SyntheticGraphs(Dataset):
 
     def __getitem__(self, number: int) -> Data:
         values = {name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value
-                  for name, value in self._made(number).items()}
+                  for name, value in self._make_graph(number).items()}
         return self.columns(_torch_geometric("data").Data.from_dict(values))
 
-    def _made(self, number: int) -> dict[str, np.ndarray | int]:
+    def _make_graph(self, number: int) -> dict[str, np.ndarray | int]:
         match self.data.name:
             case "MNIST":
                 return self.source.digit(number)

@@ -27,12 +27,12 @@ def allocate(layers: int, attention_share: Fraction = ATTENTION_SHARE, mlp_share
     if layers < 1 or min(attention, mlp, mamba) < 0:
         raise ValueError(f"layers: got {layers} with shares of {attention_share} attention and {mlp_share} MLP, expected at "
                          "least 1 and shares from 0 to 1 in all")
-    pattern = _placed([None] * layers, ATTENTION, attention, Fraction(layers - attention, attention + 1))
-    pattern = _placed(pattern, MLP_LAYER, mlp, Fraction(mamba, max(mlp, 1)))
+    pattern = _place_kind([None] * layers, ATTENTION, attention, Fraction(layers - attention, attention + 1))
+    pattern = _place_kind(pattern, MLP_LAYER, mlp, Fraction(mamba, max(mlp, 1)))
     return "".join(kind or MAMBA for kind in pattern)
 
 
-def _placed(pattern: list[str | None], kind: str, count: int, apart: Fraction) -> list[str | None]:
+def _place_kind(pattern: list[str | None], kind: str, count: int, apart: Fraction) -> list[str | None]:
     """The pattern with `count` of its free places taken by `kind`, `apart` free ones between them on average."""
     placed, owed = list(pattern), apart
     for place, taken in enumerate(pattern):

@@ -20,7 +20,7 @@ def class_loss(model: VisionModel, batch: dict[str, Tensor]) -> Tensor:
     return F.cross_entropy(model(pixels).float(), labels, label_smoothing=SMOOTHING)
 
 
-def _published(sizes: VisionSizes) -> Preset:
+def _make_published(sizes: VisionSizes) -> Preset:
     """32 micro-batches make the batch of 4096 of the published training."""
     return Preset(sizes, batch=128, lr=5e-3, optimizer="lamb", weight_decay=0.05)
 
@@ -30,12 +30,12 @@ WORKLOAD = Workload(
     presets={
         "tiny": Preset(VisionSizes(16, 16, (1, 1, 2, 2), heads=(4, 8), drop_path=0.1, image_size=64, windows=(4, 2), classes=10,
                                    headdim=16, augment=False), batch=32, lr=2e-3, weight_decay=0.05),
-        "T": _published(VisionSizes(80, 32, (1, 3, 8, 4), heads=(8, 16), drop_path=0.2, headdim=32)),
-        "T2": _published(VisionSizes(80, 32, (1, 3, 11, 4), heads=(8, 16), drop_path=0.2, headdim=32)),
-        "S": _published(VisionSizes(96, 64, (3, 3, 7, 5), heads=(8, 16), drop_path=0.2)),
-        "B": _published(VisionSizes(128, 64, (3, 3, 10, 5), heads=(8, 16), drop_path=0.3, layer_scale=1e-5)),
+        "T": _make_published(VisionSizes(80, 32, (1, 3, 8, 4), heads=(8, 16), drop_path=0.2, headdim=32)),
+        "T2": _make_published(VisionSizes(80, 32, (1, 3, 11, 4), heads=(8, 16), drop_path=0.2, headdim=32)),
+        "S": _make_published(VisionSizes(96, 64, (3, 3, 7, 5), heads=(8, 16), drop_path=0.2)),
+        "B": _make_published(VisionSizes(128, 64, (3, 3, 10, 5), heads=(8, 16), drop_path=0.3, layer_scale=1e-5)),
         # 392 and 784 channels of SSD are no multiples of 64
-        "L": _published(VisionSizes(196, 64, (3, 3, 10, 5), heads=(16, 32), drop_path=0.3, layer_scale=1e-5, headdim=56)),
+        "L": _make_published(VisionSizes(196, 64, (3, 3, 10, 5), heads=(16, 32), drop_path=0.3, layer_scale=1e-5, headdim=56)),
     },
     build=VisionModel,
     dataset=lambda run: load_images(run.data, run.sizes, run.seed),

@@ -39,7 +39,7 @@ class SyntheticSuperpixels:
         random = np.random.default_rng([self.seed, number])
         pos = self._points(random)
         digit = random.integers(10)
-        off = _distances(pos, _placed(random, digit, (0.5, 0.5), 0.35))
+        off = _distances(pos, _place_digit(random, digit, (0.5, 0.5), 0.35))
         intensity = np.clip(1.5 - off, 0, 1) + _NOISE * random.standard_normal(len(pos))
         edges, squares = self._edges(pos)
         return {"x": intensity[:, None].astype(np.float32), "pos": pos.astype(np.float32), "edge_index": edges,
@@ -58,7 +58,7 @@ class SyntheticSuperpixels:
         y, colour = np.zeros(len(pos), np.int64), np.tile(random.random(3), (len(pos), 1))
         for _ in range(random.integers(1, 5)):
             digit, style = random.integers(10), random.integers(STYLES)
-            on = _distances(pos, _placed(random, digit, random.uniform(0.2, 0.8, 2), random.uniform(0.1, 0.3))) < 1
+            on = _distances(pos, _place_digit(random, digit, random.uniform(0.2, 0.8, 2), random.uniform(0.1, 0.3))) < 1
             y[on], colour[on] = 1 + digit + 10 * style, _COLOURS[style]
         colour += _NOISE * random.standard_normal(colour.shape)
         deviation = _NOISE * random.random(colour.shape)
@@ -83,7 +83,7 @@ class SyntheticSuperpixels:
         return np.stack([nearest.indices.flatten().numpy(), target]), nearest.values.flatten().numpy()
 
 
-def _placed(random: np.random.Generator, digit: int, centre: tuple[float, float], size: float) -> tuple[np.ndarray, float]:
+def _place_digit(random: np.random.Generator, digit: int, centre: tuple[float, float], size: float) -> tuple[np.ndarray, float]:
     """The digit's segments, (segments, 2, 2), in the square, and half the width of its stroke there."""
     turn, shear, scale = random.uniform(-0.3, 0.3), random.uniform(-0.2, 0.2), size * random.uniform(0.8, 1.2)
     pose = scale * np.array([[np.cos(turn), -np.sin(turn)], [np.sin(turn), np.cos(turn)]]) @ np.array([[1, shear], [0, 1]])

@@ -35,7 +35,7 @@ class SyntheticText:
 
     def row(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         """Tokens and their documents, each (length,) int64."""
-        tokens, documents, _, _ = self._drawn(number)
+        tokens, documents, _, _ = self._draw_row(number)
         return tokens, documents
 
     def floor(self, rows: int = 64) -> float:
@@ -44,13 +44,13 @@ class SyntheticText:
         """
         losses = []
         for number in range(rows):
-            tokens, documents, topics, copied = self._drawn(number)
+            tokens, documents, topics, copied = self._draw_row(number)
             follows = (self.successors[topics[1:], tokens[:-1]] == tokens[1:, None]).mean(-1)
             loss = -np.log(self.zipf[tokens[1:]] / 2 + follows / 2)
             losses.append(np.where(copied[1:], 0, loss)[documents[1:] == documents[:-1]])
         return float(np.concatenate(losses).mean())
 
-    def _drawn(self, number: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    def _draw_row(self, number: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Of a row's tokens: which they are, their documents, topics, and whether they were copied; each (length,)."""
         random = np.random.default_rng([self.seed, number])
         lengths = self._document_lengths(random)

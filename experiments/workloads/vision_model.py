@@ -68,7 +68,7 @@ class VisionModel(nn.Module):
         self.sizes = sizes
         for name, channels in (("mean", MEAN), ("deviation", DEVIATION)):
             self.register_buffer(name, torch.tensor(channels).view(3, 1, 1), persistent=False)
-        self.stem = nn.Sequential(*_halving(3, sizes.in_dim), *_halving(sizes.in_dim, sizes.dim))
+        self.stem = nn.Sequential(*_make_halving(3, sizes.in_dim), *_make_halving(sizes.in_dim, sizes.dim))
         self.stages = nn.Sequential()
         dropped = (sizes.drop_path * block / (sum(sizes.depths) - 1) for block in range(sum(sizes.depths)))
         for stage, depth in enumerate(sizes.depths):
@@ -102,7 +102,7 @@ class VisionModel(nn.Module):
                     nn.init.zeros_(module.bias)
 
 
-def _halving(channels_in: int, channels_out: int) -> tuple[nn.Module, ...]:
+def _make_halving(channels_in: int, channels_out: int) -> tuple[nn.Module, ...]:
     """A layer of the stem, which halves the resolution."""
     conv = nn.Conv2d(channels_in, channels_out, 3, stride=2, padding=1, bias=False)
     return conv, nn.BatchNorm2d(channels_out, eps=1e-4), nn.ReLU()

@@ -24,8 +24,8 @@ def install(patch: pytest.MonkeyPatch, us_of: Callable[[Hashable, bool], float],
         replay.captured = True
         return replay
 
-    for name, fake in {"side_stream": contextlib.nullcontext, "copy_gbps": lambda: 4000.0, "interleave": interleave,
-                       "capture": capture, "count_launches": lambda call: 5, "peak_mib": lambda call: 1.5,
-                       "saved_mib": lambda call: 0.5}.items():
+    for name, fake in {"side_stream": contextlib.nullcontext, "measure_copy_gbps": lambda: 4000.0, "interleave": interleave,
+                       "capture": capture, "count_launches": lambda call: 5, "measure_peak_mib": lambda call: 1.5,
+                       "measure_saved_mib": lambda call: 0.5}.items():
         patch.setattr(timing, name, fake)
     patch.setattr(record, "environment", lambda: dict.fromkeys(record.ENVIRONMENT) | {"time": "2026", "gpu": gpu})

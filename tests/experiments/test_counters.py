@@ -148,7 +148,7 @@ def test_recorded(ncu, monkeypatch):
 
 def test_what_ncu_runs_is_what_the_row_measured(ncu, monkeypatch):
     seen = []
-    monkeypatch.setattr(counters, "run_profiled", lambda **call: seen.append(tuple(call.values())))
+    monkeypatch.setattr(counters, "run_call", lambda **call: seen.append(tuple(call.values())))
     options = Options(tf32=True, exp2=False)
     rows = (ssd_row("fused", mode="bwd", chunk_size=64, options=vars(options)), ssd_row("mamba_ssm"))
     for row in rows:
@@ -174,7 +174,7 @@ def test_profiled(mode, monkeypatch):
         monkeypatch.setattr(torch.cuda.profiler, name, lambda name=name: seen.append(name))
     monkeypatch.setitem(SHAPES, "small", SMALL)
     options = Options(exp2=False)
-    counters.run_profiled("torch", "small", mode, "fp32", 32, {"exp2": False})
+    counters.run_call("torch", "small", mode, "fp32", 32, {"exp2": False})
     assert seen == {"fwd": [*[options] * 3, "start", options, "stop"],
                     "bwd": [options, *["grad"] * 3, "start", "grad", "stop"]}[mode]
 

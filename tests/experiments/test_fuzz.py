@@ -204,7 +204,7 @@ def test_a_whole_run(tmp_path, monkeypatch, console):
     small = from_json(shrunk)
     assert small.wanted == ("A",) and small.mode == "plain" and small.calls == 1 and not small.layouts
     assert len(record.read(tmp_path)) == torch.cuda.is_available()
-    record.append(campaign.row(plan, tally, 1.0, [(shrunk, "dA")]), tmp_path / "again")
+    record.append(campaign.make_row(plan, tally, 1.0, [(shrunk, "dA")]), tmp_path / "again")
     (read,) = record.read(tmp_path / "again", bench="fuzz")
     assert read["failures"] == len(tally.failures) and read["failed"] == [{"config": json.loads(shrunk), "why": "dA"}]
     assert read["variants"] == {"torch": 6} and read["modes"] == {"checkpoint": 6} and read["configs"] == 6

@@ -21,7 +21,7 @@ from rich.console import Console
 from experiments import checkpoints, record
 from experiments import train as training
 from experiments.train import Interrupted, Stopped, train
-from experiments.training_step import learning_rate
+from experiments.training_step import compute_learning_rate
 from experiments.workloads import get_workload
 from tests.experiments.invoke import invoke
 from tests.experiments.small import small_run
@@ -218,11 +218,11 @@ def test_the_command_line(tmp_path):
 
 def test_the_learning_rate():
     run = small_run(steps=100, warmup=10, lr=1.0)
-    rates = [learning_rate(run, step) for step in range(1, 101)]
+    rates = [compute_learning_rate(run, step) for step in range(1, 101)]
     assert rates[:10] == pytest.approx([n / 10 for n in range(1, 11)])
     assert rates[9:] == sorted(rates[9:], reverse=True) and rates[-1] == pytest.approx(0.1)
     assert rates[54] == pytest.approx(0.55)
-    assert learning_rate(replace(run, warmup=100), 100) == 1.0
+    assert compute_learning_rate(replace(run, warmup=100), 100) == 1.0
 
 
 def test_what_cannot_train_here_says_so_before_there_is_a_model(tmp_path, monkeypatch):

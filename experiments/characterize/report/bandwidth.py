@@ -19,13 +19,13 @@ def collect(calls: list[Call]) -> dict:
     if not calls:
         return {}
     lines = [{"variant": call.row["variant"], "mode": call.row["mode"], "peak": name, **found._asdict()}
-             for call in calls for name, found in definitions.utilisations(call).items()]
+             for call in calls for name, found in definitions.compute_utilisations(call).items()]
     peak, _ = main_peak(calls[0])
     shown = [line for line in lines if line["peak"] == DATASHEET] or [line for line in lines if line["peak"] == NCU]
     labels = [f"{line['variant']}, {line['mode']}" for line in shown]
 
     def plot(ax) -> None:
-        draw.bars(ax, labels, {f"{name}, {what}": [line[name] for line in shown] for name, what in _MEANS.items()})
+        draw.plot_bars(ax, labels, {f"{name}, {what}": [line[name] for line in shown] for name, what in _MEANS.items()})
         ax.axvline(PAPER_PERCENT, color=draw.MUTED, linewidth=1, linestyle="--", label=f"{PAPER_PERCENT} %, the paper's")
 
     svg = draw.chart(plot, 1.0 + 0.5 * len(shown), xlabel=f"per cent of {peak}", xlim=(0, 80))
@@ -38,14 +38,14 @@ def collect(calls: list[Call]) -> dict:
 
 def main_peak(call: Call) -> tuple[str, Utilisation]:
     """The peak that numbers without a table are of, and what is used of it: the data sheet's, ncu's where that is not known."""
-    found = definitions.utilisations(call)
+    found = definitions.compute_utilisations(call)
     return ("the data sheet's peak", found[DATASHEET]) if DATASHEET in found else ("ncu's peak", found[NCU])
 
 
 def _describe_work(call: Call) -> dict:
-    wall, light = call.wall_us, definitions.speed_of_light(call)
+    wall, light = call.wall_us, definitions.compute_speed_of_light(call)
     return call.row | {
-        "us": wall, "dram_mb": call.dram_bytes / 1e6, "amplification": definitions.amplification(call),
+        "us": wall, "dram_mb": call.dram_bytes / 1e6, "amplification": definitions.compute_amplification(call),
         "effective": wall and gbps(call.ideal.bytes, wall), "measured": wall and gbps(call.dram_bytes, wall),
         "of_floor": wall and 100 * light}
 

@@ -55,7 +55,7 @@ def write(folder: Path, rows: list[dict]) -> list[Path]:
     text = render(facts)
     texts = {"index.html": page.render_html(text, figures), "report.md": text}
     for name, figure in figures.items():
-        texts |= {f"{name}.svg": draw.standalone(figure.svg), f"{name}.csv": figure.csv}
+        texts |= {f"{name}.svg": draw.make_standalone(figure.svg), f"{name}.csv": figure.csv}
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in texts.items():
         (folder / name).write_text(content)

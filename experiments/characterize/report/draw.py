@@ -56,7 +56,7 @@ def chart(draw: Callable, height: float = 3.0, **axes) -> str:
     return _inline(text.getvalue())
 
 
-def bars(ax, labels: list[str], series: dict[str, list[float | None]]) -> None:
+def plot_bars(ax, labels: list[str], series: dict[str, list[float | None]]) -> None:
     """Horizontal bars, a group for each label, the first on top, with their values beside them; None leaves a gap."""
     thick = 0.8 / len(series)
     for n, ((name, values), shade) in enumerate(zip(series.items(), SERIES, strict=False)):
@@ -72,7 +72,7 @@ def bars(ax, labels: list[str], series: dict[str, list[float | None]]) -> None:
     ax.tick_params(left=False)
 
 
-def stacked(ax, labels: list[tuple[str, str]], series: dict[str, list[float]], pale: str) -> None:
+def stack(ax, labels: list[tuple[str, str]], series: dict[str, list[float]], pale: str) -> None:
     """Horizontal bars of parts that add up, the first on top.
 
     labels: (title, name) of each; a title stands above the first bar that has it, so that bars have the width.
@@ -103,7 +103,7 @@ def place_lines(labels: list[tuple[str, str]]) -> list[int]:
     return lines
 
 
-def standalone(svg: str) -> str:
+def make_standalone(svg: str) -> str:
     """As a file of its own, which knows no page: on a white one."""
     for _, (name, light, _) in THEME.items():
         svg = svg.replace(f"var({name})", light)

@@ -33,7 +33,7 @@ def collect_ratios(calls: list[Call]) -> dict:
               f"{line['kernel']}\n({DIRECTIONS[line['mode']]}, {line['variant']})" for line in lines]  # or bars had no room
 
     def plot(ax) -> None:
-        draw.bars(ax, labels, {"ratio": [line["ratio"] for line in lines]})
+        draw.plot_bars(ax, labels, {"ratio": [line["ratio"] for line in lines]})
         ax.set_xlim(1, 4 * max(line["ratio"] for line in lines))
         ax.axvline(FMA_RATIO, color=draw.SERIES[1], linewidth=1, linestyle="--", label=f"{FMA_RATIO}, the paper's line")
 
@@ -86,7 +86,7 @@ def collect_hit_rates(calls: list[Call]) -> dict:
     labels = [f"{line['kernel']} ({line['variant']})" for line in forward]
     series = {name: [line[key] for line in forward] for name, key in HIT_RATES.items()}
     series = {name: values for name, values in series.items() if any(value is not None for value in values)}
-    svg = draw.chart(lambda ax: draw.bars(ax, labels, series), 0.8 + 0.13 * len(series) * len(forward),
+    svg = draw.chart(lambda ax: draw.plot_bars(ax, labels, series), 0.8 + 0.13 * len(series) * len(forward),
                      xlabel="per cent of sectors that hit", xlim=(0, 108))
     return {
         "figures": {"hit-rates": Figure(svg, lines)}, "odd": odd, "missing": [name for name in HIT_RATES if name not in series],

@@ -27,7 +27,7 @@ def collect(calls: list[Call], rows: list[dict]) -> dict:
     """What was counted of the kernels that stand beside the paper's: whose, by mode; their ratios; and which lengths were
     measured.
     """
-    whose, found = _choose_counted(calls)
+    whose, found = _choose_calls(calls)
     done = [(classes.work(kernel), kernel) for call in found.values() for kernel in call.kernels]
     mixed = [(work, kernel) for work, kernel in done if work.tensor and work.ratio is not None]
     return {
@@ -67,7 +67,7 @@ def find_most(shares: dict[str, dict[str, float]], *kinds: str, workload: str = 
     return {"name": name, "share": share, "idle": idle, "waits": idle > steps.WAITS, "of_busy": 100 * share / (100 - idle)}
 
 
-def _choose_counted(calls: list[Call]) -> tuple[str, dict[str, Call]]:
+def _choose_calls(calls: list[Call]) -> tuple[str, dict[str, Call]]:
     """Whose kernels stand beside the paper's, and {mode: call}: upstream's, which the paper's models run, without what it
     leaves to torch; the baseline's where upstream's were not counted in both modes.
     """

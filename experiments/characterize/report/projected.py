@@ -90,7 +90,7 @@ def _project(model: projection.Model, kernels: Samples, keys: tuple[str, ...]) -
     parts = Counter()
     for one in kernels:
         parts.update(model.parts_us(one))
-    return max(parts, key=parts.get), [sum(one.us if GPUS[key] is model.gpu else model.projected_us(one, GPUS[key])
+    return max(parts, key=parts.get), [sum(one.us if GPUS[key] is model.gpu else model.project_us(one, GPUS[key])
                                            for one in kernels) for key in keys]
 
 

@@ -30,7 +30,7 @@ def collect(rows: list[dict]) -> dict:
     series = {bar: [sum(values[kind] for kind in of_bar) for values in shares.values()] for bar, of_bar in BARS.items()}
     series = {bar: values for bar, values in series.items() if max(values) >= 0.05}
     labels = [_label(found[0]) for found in runs.values()]
-    svg = draw.chart(lambda ax: draw.stacked(ax, labels, series, pale="idle"), 1.0 + 0.17 * (draw.place_lines(labels)[-1] + 2),
+    svg = draw.chart(lambda ax: draw.stack(ax, labels, series, pale="idle"), 1.0 + 0.17 * (draw.place_lines(labels)[-1] + 2),
                      xlabel="per cent of the step", xlim=(0, 100))
     of_workload = record.group_by((found[0] for found in runs.values()), lambda row: row["workload"])
     idle = {workload: [shares[name_run(row)]["idle"] for row in found] for workload, found in of_workload.items()}

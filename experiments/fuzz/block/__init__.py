@@ -1,6 +1,6 @@
 """What surrounds the operator in a block, and whole blocks: a module, or a class, for each function that is drawn.
 
-Each has `Config`, `problem`, `shared` (what a family of configurations has in common) and `member` (one of a family).
+Each has `Config`, `problem`, `draw_shared` (what a family of configurations has in common) and `draw_member` (one of a family).
 """
 
 from dataclasses import replace
@@ -18,7 +18,7 @@ def draw(seed: int, index: int, variants: list[str], device: str, size: int) -> 
     names = list(BLOCK_PARTS)
     rng, name = Random(f"block {seed} {index}"), names[index % len(names)]
     part, limits = BLOCK_PARTS[name], Limits.of_block(device)
-    shared = part.shared(rng, limits)
+    shared = part.draw_shared(rng, limits)
     if name == "mamba2":
         shared = replace(shared, variant=variants[index // len(names) % len(variants)])
-    return [part.member(rng, shared, limits) for _ in range(size)]
+    return [part.draw_member(rng, shared, limits) for _ in range(size)]

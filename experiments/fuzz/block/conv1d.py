@@ -36,7 +36,7 @@ class Config(Common):
     final_states: bool = False
 
 
-def shared(rng: Random, limits: Limits) -> Config:
+def draw_shared(rng: Random, limits: Limits) -> Config:
     """What the kernels are compiled for."""
     documents = rng.random() < 0.4
     return Config(
@@ -47,7 +47,7 @@ def shared(rng: Random, limits: Limits) -> Config:
         final_states=not documents and rng.random() < 0.5)
 
 
-def member(rng: Random, c: Config, limits: Limits) -> Config:
+def draw_member(rng: Random, c: Config, limits: Limits) -> Config:
     sizes = draw_sizes(rng, limits, draw_size(rng, limits.seqlen, (1, 2, 3, 64)), 4 * c.dim)
     names = tuple(name for name in DIFFERENTIABLE if name in ("x", "weight") or getattr(c, name))
     how = draw_call(rng, limits, names, ("out", "final_states") if c.final_states else ("out",))

@@ -32,7 +32,7 @@ class Config(Common):
     eps_added: float = 1e-5
 
 
-def shared(rng: Random, limits: Limits) -> Config:
+def draw_shared(rng: Random, limits: Limits) -> Config:
     """What the kernels are compiled for."""
     return Config(
         dtype=rng.choice(limits.dtypes), dtypes=draw_dtypes(rng, limits, DIFFERENTIABLE[1:]),
@@ -41,7 +41,7 @@ def shared(rng: Random, limits: Limits) -> Config:
         before=rng.random() < 0.5, eps_added=rng.choice((1e-6, 1e-5, 0.02)))
 
 
-def member(rng: Random, c: Config, limits: Limits) -> Config:
+def draw_member(rng: Random, c: Config, limits: Limits) -> Config:
     width = c.groups * c.group_size
     sizes = draw_sizes(rng, limits, draw_size(rng, limits.seqlen), 2 * width)
     names = tuple(name for name in DIFFERENTIABLE if name in ("x", "weight") or getattr(c, name))

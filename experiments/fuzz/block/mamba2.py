@@ -43,7 +43,7 @@ class Config(Common):
     decoded: int = 0
 
 
-def shared(rng: Random, limits: Limits) -> Config:
+def draw_shared(rng: Random, limits: Limits) -> Config:
     """What the kernels are compiled for. With expand = 1 a module has as many channels inside as outside."""
     ngroups = rng.choice((1, 1, 2))
     small = limits.channels < 64
@@ -57,7 +57,7 @@ def shared(rng: Random, limits: Limits) -> Config:
         conv_bias=rng.random() < 0.7)
 
 
-def member(rng: Random, c: Config, limits: Limits) -> Config:
+def draw_member(rng: Random, c: Config, limits: Limits) -> Config:
     how = draw_call(rng, limits, ("u", "in_proj.weight", "conv1d.weight", "dt_bias", "A_log", "D", "out_proj.weight"))
     seqlen = draw_size(rng, min(limits.seqlen, 400))
     decoded = rng.choice((0, 3)) if not how["wanted"] and seqlen > 3 and how["mode"] != "compile" else 0
@@ -69,7 +69,7 @@ def problem(c: Config, turn: int, device: str) -> Problem:
     values = Values(c, turn, device)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(c.seed)
-        block = _module(c)
+        block = _make_module(c)
     made = {name: values.normal(*t.shape) / t.shape[-1] ** 0.5 if t.dim() > 1 else
             t.detach().to(device) + 0.1 * values.normal(*t.shape) for name, t in block.named_parameters()}
     made["u"] = values.normal(c.batch, c.seqlen, block.d_model)
@@ -79,15 +79,15 @@ def problem(c: Config, turn: int, device: str) -> Problem:
         ends = sorted(values.random.randint(0, c.seqlen) for _ in range(c.documents))
         tensors["seq_idx"] = torch.bucketize(torch.arange(c.seqlen), torch.tensor(ends), right=True).to(
             device, torch.int32).expand(c.batch, -1).contiguous()
-    whole = _Whole(_module(c, c.variant, device="meta"), c.decoded)
+    whole = _Whole(_make_module(c, c.variant, device="meta"), c.decoded)
     axes = {"out": "blc", "du": "blc"} | {f"d{name}": "." * t.dim() for name, t in made.items() if name != "u"}
     return make_problem(
-        c, tensors, lambda _, given: _applied(whole, given), _elsewhere, _elsewhere, axes,
+        c, tensors, lambda _, given: _apply(whole, given), _apply_on_cpu, _apply_on_cpu, axes,
         summed=tuple(f"d{name}" for name in made if name != "u"), tokens=c.batch * c.seqlen,
         exact=c.mode != "streams")  # on several streams cuBLAS promises no bits
 
 
-def _module(c: Config, variant: str = "torch", **made) -> nn.Module:
+def _make_module(c: Config, variant: str = "torch", **made) -> nn.Module:
     return Mamba2(
         (c.nheads + c.mlp_heads) * c.headdim, d_state=c.dstate, d_conv=c.d_conv, expand=1, headdim=c.headdim,
         d_ssm=c.nheads * c.headdim, ngroups=c.ngroups, D_has_hdim=c.D_has_hdim, rmsnorm=c.rmsnorm,
@@ -111,15 +111,15 @@ class _Whole(nn.Module):
         return torch.cat(parts, 1)
 
 
-def _applied(whole: _Whole, tensors: Tensors) -> dict[str, Tensor]:
+def _apply(whole: _Whole, tensors: Tensors) -> dict[str, Tensor]:
     parameters = {f"block.{name}": t for name, t in tensors.items() if name not in ("u", "seq_idx")}
     return {"out": functional_call(whole, parameters, (tensors["u"], tensors["seq_idx"]))}
 
 
-def _elsewhere(c: Config, tensors: Tensors) -> dict[str, Tensor]:
+def _apply_on_cpu(c: Config, tensors: Tensors) -> dict[str, Tensor]:
     """On the CPU, in torch alone; results come back to where the inputs are."""
     device = tensors["u"].device
     with patch.object(arguments, "INTERPRETED", False):  # torch's forms, even where Triton interprets kernels
-        whole = _Whole(_module(c, device="meta"), c.decoded if tensors["u"].dtype != torch.float64 else 0)
-        found = _applied(whole, {name: None if t is None else t.cpu() for name, t in tensors.items()})
+        whole = _Whole(_make_module(c, device="meta"), c.decoded if tensors["u"].dtype != torch.float64 else 0)
+        found = _apply(whole, {name: None if t is None else t.cpu() for name, t in tensors.items()})
     return {name: t.to(device) for name, t in found.items()}

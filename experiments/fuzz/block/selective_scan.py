@@ -40,7 +40,7 @@ class Config(Common):
         return max(1, self.ngroups) * self.channels
 
 
-def shared(rng: Random, limits: Limits) -> Config:
+def draw_shared(rng: Random, limits: Limits) -> Config:
     """What the kernels are compiled for; the walk over many channels takes states of at most 16."""
     walk = rng.random() < 0.5
     return Config(
@@ -52,7 +52,7 @@ def shared(rng: Random, limits: Limits) -> Config:
         last_state=rng.random() < 0.5)
 
 
-def member(rng: Random, c: Config, limits: Limits) -> Config:
+def draw_member(rng: Random, c: Config, limits: Limits) -> Config:
     sizes = draw_sizes(rng, limits, draw_size(rng, min(_LONGEST, limits.seqlen)), 6 * c.dim * c.dstate)
     names = tuple(name for name in DIFFERENTIABLE if name not in ("D", "z", "delta_bias") or getattr(c, name))
     how = draw_call(rng, limits, names, ("out", "last_state") if c.last_state else ("out",))

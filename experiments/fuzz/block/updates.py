@@ -55,7 +55,7 @@ class Conv:
     Config = ConvConfig
 
     @staticmethod
-    def shared(rng: Random, limits: Limits) -> ConvConfig:
+    def draw_shared(rng: Random, limits: Limits) -> ConvConfig:
         """What the kernels are compiled for."""
         return ConvConfig(
             dtype=rng.choice(limits.dtypes), dtypes=draw_dtypes(rng, limits, ("conv_state", "weight", "bias")),
@@ -65,7 +65,7 @@ class Conv:
             indexed=rng.random() < 0.3)
 
     @staticmethod
-    def member(rng: Random, c: ConvConfig, limits: Limits) -> ConvConfig:
+    def draw_member(rng: Random, c: ConvConfig, limits: Limits) -> ConvConfig:
         return replace(c, batch=draw_size(rng, 8 * limits.batch), **draw_call(rng, limits, ()))
 
     @staticmethod
@@ -89,7 +89,7 @@ class State:
     Config = StateConfig
 
     @staticmethod
-    def shared(rng: Random, limits: Limits) -> StateConfig:
+    def draw_shared(rng: Random, limits: Limits) -> StateConfig:
         """What the kernels are compiled for."""
         return StateConfig(
             dtype=rng.choice(limits.dtypes),
@@ -100,7 +100,7 @@ class State:
             dt_bias=rng.random() < 0.6, dt_softplus=rng.random() < 0.6, tied=rng.random() < 0.5, indexed=rng.random() < 0.3)
 
     @staticmethod
-    def member(rng: Random, c: StateConfig, limits: Limits) -> StateConfig:
+    def draw_member(rng: Random, c: StateConfig, limits: Limits) -> StateConfig:
         row = c.ngroups * c.heads_per_group * c.dim * c.dstate
         return replace(c, batch=max(1, min(draw_size(rng, 4 * limits.batch), limits.elements // row)),
                        **draw_call(rng, limits, ()))
@@ -140,7 +140,7 @@ def _conv_form(c: ConvConfig, t: Tensors) -> dict[str, Tensor]:
     return {"out": out if c.tokens else out.squeeze(2), "conv_state": state}
 
 
-def _expanded(c: StateConfig, t: Tensors) -> Tensors:
+def _expand(c: StateConfig, t: Tensors) -> Tensors:
     """With the numbers of a head repeated where they are tied."""
     h, p, n = c.ngroups * c.heads_per_group, c.dim, c.dstate
     repeated = {"dt": t["dt"].expand(c.batch, h, p), "A": t["A"].expand(h, p, n),
@@ -149,12 +149,12 @@ def _expanded(c: StateConfig, t: Tensors) -> Tensors:
 
 
 def _state(c: StateConfig, tensors: Tensors) -> dict[str, Tensor]:
-    given = _expanded(c, tensors)
+    given = _expand(c, tensors)
     return {"out": selective_state_update(**given, dt_softplus=c.dt_softplus), "state": given["state"]}
 
 
 def _state_form(c: StateConfig, tensors: Tensors) -> dict[str, Tensor]:
-    t = _expanded(c, tensors)
+    t = _expand(c, tensors)
     order = ("state", "x", "dt", "A", "B", "C", "D", "z", "dt_bias")
     out = state_form(*(t[name] for name in order), c.dt_softplus, t["state_batch_indices"])
     return {"out": out, "state": t["state"]}

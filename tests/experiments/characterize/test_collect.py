@@ -46,15 +46,15 @@ def test_calibration(monkeypatch, tmp_path, flops, expected):
     assert record.read(tmp_path, bench="calibration")[0]["flops_found"] == expected
     ((command, *rest),) = asked
     assert rest == [[counters.TENSOR_FLOPS], "none"]
-    monkeypatch.setattr(collect, "run_profiled_product", lambda: asked.clear())
+    monkeypatch.setattr(collect, "run_product", lambda: asked.clear())
     assert invoke(*command).exit_code == 0 and not asked
 
 
 def test_runs():
-    found = [(run.preset, run.mixer, run.variant) for run in commands._runs("mamba2:1.3b,mambavision:T,mambavision:T/ssd",
+    found = [(run.preset, run.mixer, run.variant) for run in commands._list_runs("mamba2:1.3b,mambavision:T,mambavision:T/ssd",
                                                                          ["fused", "baseline"], "bf16", True)]
     assert found == [("1.3b", "ssd", "fused"), ("1.3b", "ssd", "baseline"), ("T", "mamba1", "auto"), ("T", "ssd", "fused"),
                      ("T", "ssd", "baseline")]
-    assert [run.variant for run in commands._runs("mambavision:T", ["fused", "mamba_ssm", "auto"], "bf16", True)] == [
+    assert [run.variant for run in commands._list_runs("mambavision:T", ["fused", "mamba_ssm", "auto"], "bf16", True)] == [
         "auto", "mamba_ssm"]
-    assert {run.workload for run in commands._runs(commands._WORKLOADS, ["fused"], "bf16", False)} == {*workload_names()}
+    assert {run.workload for run in commands._list_runs(commands._WORKLOADS, ["fused"], "bf16", False)} == {*workload_names()}

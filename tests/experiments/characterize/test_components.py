@@ -20,8 +20,8 @@ def measured(tmp_path_factory):
     """Every component at 4 and 8 tokens, by a made-up clock of 2 us a call: the folder, and the rows."""
     small = {name: part for name, part in components.COMPONENTS.items() if "proj" not in name[1]}
     for block, (part, inputs, outputs) in product(("mamba1", "mamba2"), (("in_proj", 16, 64), ("out_proj", 32, 16))):
-        small[block, part] = components._linear(inputs, outputs)
-    small |= {("mamba1", "x_proj"): components._linear(32, 9), ("mamba1", "dt_proj"): components._linear(9, 32)}
+        small[block, part] = components._make_linear(inputs, outputs)
+    small |= {("mamba1", "x_proj"): components._make_linear(32, 9), ("mamba1", "dt_proj"): components._make_linear(9, 32)}
 
     folder = tmp_path_factory.mktemp("rows")
     with pytest.MonkeyPatch.context() as patch:
@@ -53,8 +53,8 @@ def test_report(measured):
 
 
 def test_one_that_fails_costs_no_other(measured, tmp_path, monkeypatch, console):
-    broken = Mock(side_effect=torch.OutOfMemoryError("no room"))
-    monkeypatch.setattr(components, "COMPONENTS", {("mamba1", "ssm"): broken, ("mamba1", "out_proj"): components._linear(8, 4)})
+    broken, whole = Mock(side_effect=torch.OutOfMemoryError("no room")), components._make_linear(8, 4)
+    monkeypatch.setattr(components, "COMPONENTS", {("mamba1", "ssm"): broken, ("mamba1", "out_proj"): whole})
     install(monkeypatch, lambda name, in_graph: 2.0)
     rows = components.run((4,), "fp32", tmp_path, console)
     assert {row["part"] for row in rows} == {"out_proj"} and "mamba1 ssm 4 is left out: no room" in console.export_text()

@@ -19,7 +19,7 @@ def call(tmp_path):
 
 
 def test_three_utilisations_against_three_peaks(call):
-    found = definitions.utilisations(call)
+    found = definitions.compute_utilisations(call)
     assert list(found) == ["ncu", "data sheet", "copy"]
     # U: (50 + 2.5) / 2; W: 57.6 MB in 100 us = 576 GB/s of 4800; G: in 120 us, 480 GB/s
     assert found["data sheet"] == pytest.approx((26.25, 12.0, 10.0))
@@ -30,9 +30,9 @@ def test_three_utilisations_against_three_peaks(call):
 def test_bandwidth_and_amplification(call):
     # 8b-b4, ideal forward: 4 X + 4 K + 2 D bytes = 608,174,080
     assert call.ideal.bytes == 4 * 134_217_728 + 4 * 16_777_216 + 2 * 2_097_152
-    assert definitions.amplification(call) == pytest.approx(57.6e6 / 608_174_080)
+    assert definitions.compute_amplification(call) == pytest.approx(57.6e6 / 608_174_080)
     assert definitions.gbps(call.dram_bytes, call.wall_us) == pytest.approx(480.0)
-    assert definitions.speed_of_light(call) == pytest.approx(608_174_080 / 4000e9 / 120e-6)
+    assert definitions.compute_speed_of_light(call) == pytest.approx(608_174_080 / 4000e9 / 120e-6)
 
 
 def test_time_of_another_commit_only_where_there_is_none_of_the_same(tmp_path):
@@ -48,8 +48,8 @@ def test_time_of_another_commit_only_where_there_is_none_of_the_same(tmp_path):
 def test_without_a_time(tmp_path):
     write(tmp_path, kernel_row(gpu="Some GPU"))
     (call,) = definitions.read_calls(tmp_path)
-    assert list(definitions.utilisations(call)) == ["ncu"]
-    assert call.wall_us is None and definitions.speed_of_light(call) is None
+    assert list(definitions.compute_utilisations(call)) == ["ncu"]
+    assert call.wall_us is None and definitions.compute_speed_of_light(call) is None
 
 
 def test_vector_flops():

@@ -55,10 +55,10 @@ def test_what_is_left_out_is_not_known_to_the_fit():
 
 def test_projection_is_exact_for_what_the_model_knows():
     one = samples()[0]
-    assert TRUE.projected_us(one, H200) == pytest.approx(one.us)
-    assert TRUE.projected_us(one, B200) == pytest.approx(TRUE.us(one, B200))
+    assert TRUE.project_us(one, H200) == pytest.approx(one.us)
+    assert TRUE.project_us(one, B200) == pytest.approx(TRUE.us(one, B200))
     bytes_alone = sample(us=100.0, launches=0, bytes=4.8e8)
-    assert TRUE.projected_us(bytes_alone, B200) == pytest.approx(100.0 * 4800 / 8000)
+    assert TRUE.project_us(bytes_alone, B200) == pytest.approx(100.0 * 4800 / 8000)
     assert sum(TRUE.parts_us(one).values()) == pytest.approx(one.us)
 
 

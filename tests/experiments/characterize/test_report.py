@@ -136,7 +136,7 @@ def test_steps_of_workloads():
     assert "at most 55 % of a step" in text and "at most 1.0 % is of no known class" in text
     assert f"55 % ({NAME})" in found["Paper / ours"]
     assert "In all of these runs the GPU is idle for at most 19 % of a step." in text
-    bars = [one.text for one in ElementTree.fromstring(draw.standalone(figure.svg)).iter("{http://www.w3.org/2000/svg}text")]
+    bars = [one.text for one in ElementTree.fromstring(draw.make_standalone(figure.svg)).iter("{http://www.w3.org/2000/svg}text")]
     assert bars[-4:] == ["GEMM", "SSM", "other kernels", "idle"] and figure.svg.count("<pattern") == 1, "one is hatched"
     assert sorted(kind for of_bar in steps.BARS.values() for kind in of_bar) == sorted((*operators.CLASSES, "idle"))
 
