@@ -8,7 +8,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -56,11 +56,17 @@ def hand_over_configs() -> Iterator[None]:
     if not (path := os.environ.get(_FILE)):
         yield
     elif Path(path).exists():
-        with patch.multiple(Autotuner, run=_give_configs(json.loads(Path(path).read_text())), _bench=_refuse_tuning):
+        table = json.loads(Path(path).read_text())
+
+        def fill_cache(tuner: Autotuner) -> None:
+            for key, number in table.get(_name(tuner), ()):
+                tuner.cache.setdefault(tuple(key), tuner.configs[number])
+
+        with patch.multiple(Autotuner, run=_run_after(fill_cache), _bench=_refuse_tuning):
             yield
     else:
         met: dict[int, Autotuner] = {}
-        with patch.object(Autotuner, "run", _note_tuners(met)):
+        with patch.object(Autotuner, "run", _run_after(lambda tuner: met.update({id(tuner): tuner}))):
             yield
         found: dict[str, list] = {}
         for tuner in met.values():  # of one kernel there may be several
@@ -68,25 +74,15 @@ def hand_over_configs() -> Iterator[None]:
         Path(path).write_text(json.dumps(found))
 
 
-def _give_configs(table: dict[str, list]):
+def _run_after(act: Callable[[Autotuner], None]) -> Callable:
+    """What a tuner runs by, once `act` has been done to it."""
     run = Autotuner.run
 
-    def give_configs(tuner: Autotuner, *args, **kwargs):
-        for key, number in table.get(_name(tuner), ()):
-            tuner.cache.setdefault(tuple(key), tuner.configs[number])
+    def run_after(tuner: Autotuner, *args, **kwargs):
+        act(tuner)
         return run(tuner, *args, **kwargs)
 
-    return give_configs
-
-
-def _note_tuners(met: dict[int, Autotuner]):
-    run = Autotuner.run
-
-    def note_tuner(tuner: Autotuner, *args, **kwargs):
-        met[id(tuner)] = tuner
-        return run(tuner, *args, **kwargs)
-
-    return note_tuner
+    return run_after
 
 
 def _refuse_tuning(tuner: Autotuner, *_, **__):

@@ -64,12 +64,10 @@ def draw(rows: list[dict], path: Path) -> None:
         ax.set_title(DIRECTIONS[mode], loc="left")
         ax.grid(axis="x", which="both", color="#f0f0f0")
         ax.set_axisbelow(True)
-        ax.spines[["top", "right", "left"]].set_visible(False)
-        ax.tick_params(left=False, labelbottom=True)
+        hide_frame(ax)
+        ax.tick_params(labelbottom=True)
     axes[-1].set_xlabel("µs")
-    handles = {label: handle for ax in axes for handle, label in zip(*ax.get_legend_handles_labels(), strict=True)}
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=3, frameon=False)
-    save(figure, path, panels)
+    save(figure, path, panels, legend_columns=3)
 
 
 def pyplot():
@@ -83,7 +81,20 @@ def pyplot():
     return plt
 
 
-def save(figure, path: Path, shown: dict) -> None:
-    """As SVG on white, which a dark page shows as well, with the fingerprint of what it shows."""
+def hide_frame(ax) -> None:
+    """But for the axis below."""
+    ax.spines[["top", "right", "left"]].set_visible(False)
+    ax.tick_params(left=False)
+
+
+def save(figure, path: Path, shown: dict, legend_columns: int = 0) -> None:
+    """As SVG on white, which a dark page shows as well, with the fingerprint of what it shows.
+
+    legend_columns: of a legend of all that has a label, each label once; 0: none.
+    """
+    if legend_columns:
+        labelled = [zip(*ax.get_legend_handles_labels(), strict=True) for ax in figure.axes]
+        handles = {label: handle for of_ax in labelled for handle, label in of_ax}
+        figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=legend_columns, frameon=False)
     figure.savefig(path, metadata={"Date": None, "Description": f"rows {compute_fingerprint(shown)}"})
     pyplot().close(figure)

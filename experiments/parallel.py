@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from .training_run import WAYS
@@ -147,9 +146,4 @@ def join_team(way: str = "ddp") -> Iterator[Team]:
     dist.init_process_group(device_id=device if gpus else None, timeout=_PATIENCE)
     yield Team(dist.get_rank(), dist.get_world_size(), device, way)
     dist.destroy_process_group()  # not after an error, which the others may wait for: torchrun ends them
-
-
-def gather(t: Tensor) -> Tensor:
-    """A tensor that the processes hold in parts; all of them have to ask for it."""
-    return t.full_tensor() if isinstance(t, DTensor) else t
 

@@ -12,12 +12,13 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
 from .characterize.scopes import BACKWARD, FORWARD, scope
 from .packages import import_package
-from .parallel import Team, gather
+from .parallel import Team
 from .terminal import last_line
 from .training_run import Run
 from .workloads import Workload
@@ -97,7 +98,8 @@ def compute_gradient(run: Run, step: int, workload: Workload, model: nn.Module, 
             with scope(BACKWARD):
                 (part * team.size).backward()  # parts add up to the loss; averages of gradients are of `size` times that
         total += part.detach()
-    norm = gather(nn.utils.clip_grad_norm_(model.parameters(), run.clip or math.inf))
+    norm = nn.utils.clip_grad_norm_(model.parameters(), run.clip or math.inf)
+    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm  # which all processes have to ask for
     return {"loss": team.sum_over(total).item(), "lr": rate, "grad_norm": norm.item()}
 
 

@@ -88,8 +88,7 @@ class Mamba1(nn.Module):
             self.dt_proj.bias.copy_(bias)
         self.A_log = nn.Parameter(torch.arange(1.0, d_state + 1).log().repeat(d_model, 1))
         self.D = nn.Parameter(torch.ones(d_model))
-        for parameter in (self.A_log, self.D, self.dt_proj.bias):
-            parameter._no_weight_decay = True
+        self.A_log._no_weight_decay = True  # nor does anything of one dimension decay
 
     def forward(self, row: Tensor, sequences: Sequences) -> Tensor:
         """row: (tokens, d_model), to the same."""

@@ -58,8 +58,7 @@ class Mamba1(nn.Module):
         self.dt_proj.bias = nn.Parameter(draw_step_bias(channels))
         self.A_log = nn.Parameter(torch.arange(1.0, d_state + 1).log().repeat(channels, 1))
         self.D = nn.Parameter(torch.ones(channels))
-        for parameter in (self.A_log, self.D):
-            parameter._no_weight_decay = True
+        self.A_log._no_weight_decay = True  # nor does anything of one dimension decay
 
     def forward(self, x: Tensor) -> Tensor:
         """(batch, seqlen, channels) to the same shape."""
@@ -94,8 +93,6 @@ class SSD(nn.Module):
         self.dt_bias = nn.Parameter(draw_step_bias(heads))
         self.A_log = nn.Parameter(torch.empty(heads).uniform_(*_SSD_RATES).log())
         self.D = nn.Parameter(torch.ones(heads))
-        for parameter in (self.dt_bias, self.A_log, self.D):
-            parameter._no_weight_decay = True
 
     def forward(self, x: Tensor) -> Tensor:
         """(batch, seqlen, channels) to the same shape."""

@@ -17,9 +17,14 @@ def console():
 
 
 @pytest.fixture
-def small(monkeypatch, one_thread):
-    """A preset `small` of every workload, in torch alone on a CPU: interpreted kernels take minutes."""
+def in_torch(monkeypatch):
+    """What surrounds the operator is torch's on a CPU: interpreted, it takes minutes."""
     monkeypatch.setattr(arguments, "INTERPRETED", False)
+
+
+@pytest.fixture
+def small(monkeypatch, in_torch, one_thread):
+    """A preset `small` of every workload, in torch alone on a CPU."""
     for name, pattern in (("mamba2", "MM"), ("hybrid", "M-*M")):
         presets = get_workload(name).presets
         monkeypatch.setitem(presets, "small", Preset(sizes(pattern), batch=4, seqlen=64, lr=1e-2))

@@ -1,5 +1,6 @@
 """The ablation on a CPU: which sets of options are measured, what a row says, and what is shown."""
 
+from unittest.mock import Mock
 
 from experiments import ablate, interpret, record
 from experiments.accuracy import Error
@@ -34,17 +35,12 @@ def test_steps():
 
 def test_rows(tmp_path, clock, monkeypatch):  # noqa: F811
     """Six steps of a variant with two options, in three different sets, each measured once."""
-    measured = []
-    real = ablate.measure
-
-    def measure(setting, mode, candidates, *other):
-        measured.extend(candidates)
-        return real(setting, mode, candidates, *other)
-
+    measure = Mock(wraps=ablate.measure)
     monkeypatch.setattr(ablate, "measure", measure)
     monkeypatch.setattr(
         ablate, "_list_every_step", lambda variants: ((v, s) for v in variants for s in ablate.list_steps(NAMES[:2])))
     rows = ablate.run(("torch",), (SMALL,), ("fwd",), "fp32", 32, tmp_path, ablate.Console(quiet=True))
+    measured = [candidate for call in measure.call_args_list for candidate in call.args[2]]
     assert len(measured) == len(set(measured)) == 3
     assert [(row["step"], row["changed"]) for row in rows] == [
         ("all", None), ("without", "exp2"), ("without", "gluon"), ("none", None), ("added", "exp2"), ("added", "gluon")]
@@ -67,12 +63,7 @@ def test_without_a_gpu_nothing_is_timed_and_a_wrong_result_fails(monkeypatch, tm
     """The interpreter's results are judged in tests/ssd."""
     every = ablate.list_steps
     monkeypatch.setattr(ablate, "list_steps", lambda names: every(names)[:2])
-    checked = set()
-
-    def check(variant, dtype, options, modes):
-        checked.add(modes)
-        return {"out": Error(0.0, 0.0)}
-
+    check = Mock(return_value={"out": Error(0.0, 0.0)})
     monkeypatch.setattr(interpret, "check", check)
     command = ["ablate", "--variant", "baseline", "--out", tmp_path]
     result = invoke(*command)
@@ -80,8 +71,8 @@ def test_without_a_gpu_nothing_is_timed_and_a_wrong_result_fails(monkeypatch, tm
     for text in ("nothing is timed", "1 of 2: baseline: all", "without", get_variant("baseline").options[0]):
         assert text in result.stdout
     assert not list(tmp_path.iterdir()), "a run without a GPU writes no rows"
-    assert checked == {("fwd",)}
+    assert {call.args[-1] for call in check.call_args_list} == {("fwd",)}
     invoke(*command, "--mode", "bwd")
-    assert checked == {("fwd",), ("bwd",)}
-    monkeypatch.setattr(interpret, "check", lambda variant, dtype, options, modes: {"out": Error(float("nan"), 0.0)})
+    assert check.call_args.args[-1] == ("bwd",)
+    check.return_value = {"out": Error(float("nan"), 0.0)}
     assert invoke(*command).exit_code == 1

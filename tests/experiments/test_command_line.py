@@ -4,6 +4,7 @@ import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -65,21 +66,16 @@ def test_bench_without_gpu(tmp_path):
 
 @without_gpu
 def test_options_of_the_bench_reach_the_variant(monkeypatch):
-    seen = []
-
-    def check(variant, dtype, options, modes):
-        seen.append(options)
-        return {"out": Error(0.0, 0.0)}
-
+    check = Mock(return_value={"out": Error(0.0, 0.0)})
     monkeypatch.setattr(interpret, "check", check)
     given = ("--option", "exp2=false", "--option", "tf32=true")
     assert invoke("bench", "--variant", "torch", "--shape", "8b-b1", *given).exit_code == 0
-    assert set(seen) == {Options(exp2=False, tf32=True)}
+    assert {call.args[2] for call in check.call_args_list} == {Options(exp2=False, tf32=True)}
 
 
 @without_gpu
 def test_bench_without_gpu_fails_on_a_wrong_result(monkeypatch):
-    monkeypatch.setattr(interpret, "check", lambda variant, dtype, options, modes: {"out": Error(float("nan"), 0.0)})
+    monkeypatch.setattr(interpret, "check", Mock(return_value={"out": Error(float("nan"), 0.0)}))
     result = invoke("bench", "--variant", "torch", "--shape", "8b-b1")
     assert result.exit_code == 1
     assert "DOES NOT AGREE" in result.stdout

@@ -20,7 +20,7 @@ from experiments.fuzz.parts import DRAWS, from_json, part_of, to_json
 from experiments.fuzz.pool import Pool
 from experiments.fuzz.shrink import shrink
 from ssd import Options, torch_variant
-from ssd.block import arguments, conv1d, gated_norm, selective_scan, state_update
+from ssd.block import conv1d, gated_norm, selective_scan, state_update
 from ssd.registry import get_variant
 from tests.experiments.faults import FAULTS, run_worker
 from tests.experiments.invoke import invoke
@@ -99,12 +99,6 @@ def small(configs: list) -> list:
 def test_no_false_alarms():
     """Of what is right in every dtype, with any options."""
     ratios(small(drawn(1, 3, "cpu", variants=("torch",))))
-
-
-@pytest.fixture
-def in_torch(monkeypatch):
-    """What surrounds the operator, not interpreted, which would take minutes."""
-    monkeypatch.setattr(arguments, "INTERPRETED", False)
 
 
 @pytest.mark.parametrize("index", range(len(BLOCK_PARTS)), ids=BLOCK_PARTS)

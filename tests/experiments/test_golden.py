@@ -5,19 +5,14 @@ import json
 import pytest
 import torch
 
-from ssd.block import arguments
 from tests.experiments.golden import CASES, GOLDEN, trained
 from tests.experiments.small import needs_graphs
 
+pytestmark = pytest.mark.usefixtures("in_torch")
 GOLDEN_LOSSES = json.loads(GOLDEN.read_text())
 FALLS = {"mamba2": 1.8, "hybrid": 1.8, "mambavision": 1.2, "graphmamba": 0.3}  # nats in 30 steps
 over_cases = pytest.mark.parametrize("workload, mixer", [
     pytest.param(*case, marks=needs_graphs if case[0] == "graphmamba" else ()) for case in CASES])
-
-
-@pytest.fixture(autouse=True)
-def _in_torch(monkeypatch):
-    monkeypatch.setattr(arguments, "INTERPRETED", False)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU draws other weights")

@@ -45,13 +45,15 @@ def doubled(batch):
     return {name: t.double() if t.is_floating_point() else t for name, t in batch.items()}
 
 
-def trained(mixer: str, tokens: str, batch) -> GraphModel:
-    """In fp64 and eval mode, with norms that have seen a batch."""
+@pytest.fixture(params=KINDS, ids="-".join)
+def trained(request, small):
+    """A model in fp64 and eval mode, with norms that have seen the batch, the batch, and random numbers for both."""
     torch.manual_seed(0)
-    model = GraphModel(graph_sizes(mixer=mixer, tokens=tokens), "torch").double()
+    mixer, tokens = request.param
+    model, batch = GraphModel(graph_sizes(mixer=mixer, tokens=tokens), "torch").double(), doubled(batch_of())
     with torch.no_grad():
         model(batch)
-    return model.eval()
+    return model.eval(), batch, drawn(batch)
 
 
 def drawn(batch) -> dict[str, torch.Tensor]:
@@ -80,10 +82,8 @@ def test_the_model_is_its_parts(pooling, tokens):
     torch.testing.assert_close(model(batch, **random), model.head(pooled))
 
 
-@pytest.mark.parametrize("mixer, tokens", KINDS)
-def test_a_graph_among_many_is_as_alone(mixer, tokens):
-    batch = doubled(batch_of())
-    model, random = trained(mixer, tokens, batch), drawn(batch)
+def test_a_graph_among_many_is_as_alone(trained):
+    model, batch, random = trained
     together = model(batch, **random)
     for graph, (low, high) in enumerate(batch["ptr"].unfold(0, 2, 1).tolist()):
         nodes = slice(low, high)
@@ -96,10 +96,8 @@ def test_a_graph_among_many_is_as_alone(mixer, tokens):
         assert (together[graph] != together[graph - 1]).all()
 
 
-@pytest.mark.parametrize("mixer, tokens", KINDS)
-def test_the_numbers_of_nodes_mean_nothing(mixer, tokens):
-    batch = doubled(batch_of())
-    model, random = trained(mixer, tokens, batch), drawn(batch)
+def test_the_numbers_of_nodes_mean_nothing(trained):
+    model, batch, random = trained
     order = torch.cat([low + torch.randperm(high - low) for low, high in batch["ptr"].unfold(0, 2, 1).tolist()])
     new = order.argsort()
     edges = torch.randperm(batch["edge_index"].shape[1])

@@ -21,6 +21,7 @@ from rich.console import Console
 from experiments import checkpoints, record
 from experiments import train as training
 from experiments.train import Interrupted, Stopped, train
+from experiments.training_run import Run
 from experiments.training_step import compute_learning_rate
 from experiments.workloads import get_workload
 from tests.experiments.invoke import invoke
@@ -83,6 +84,13 @@ def terminate():
     os.kill(os.getpid(), signal.SIGTERM)
 
 
+def interrupt(run: Run, out: Path, step: int):
+    """Trains until a signal comes at that step."""
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Interrupted, match=f"after step {step}, which is saved"):
+        before_step(patch, step, terminate)
+        train(run, out, QUIET)
+
+
 @pytest.mark.parametrize("workload", ["mamba2", "hybrid"])
 def test_the_loss_falls_by_more_than_a_nat(tmp_path, workload):
     run = small_run(workload, steps=40)
@@ -131,10 +139,8 @@ def test_a_killed_run_takes_its_unsaved_steps_again(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("content", ["", '{"step": 1, "loss": 5.0}\n{"st', '{"step": 2, "loss": 5.0}\n' * 2, "[1]\n[2]\n"])
-def test_a_damaged_log_is_refused(tmp_path, monkeypatch, content):
-    with monkeypatch.context() as patch, pytest.raises(Interrupted):
-        before_step(patch, 2, terminate)
-        train(small_run(), tmp_path, QUIET)
+def test_a_damaged_log_is_refused(tmp_path, content):
+    interrupt(small_run(), tmp_path, 2)
     (tmp_path / "log.jsonl").write_text(content)
     with pytest.raises(ValueError, match=r"log\.jsonl: expected a line for each of the 2 steps"):
         train(small_run(), tmp_path, QUIET, resume=True)
@@ -161,13 +167,11 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("file", [TENSORS, "state.json", "SHA256SUMS"])
-def test_a_damaged_checkpoint_is_said_and_the_one_before_it_used(tmp_path, monkeypatch, file):
+def test_a_damaged_checkpoint_is_said_and_the_one_before_it_used(tmp_path, file):
     """The run then ends as one that was not interrupted; with none that is whole it does not go on."""
     run, said = small_run(steps=6, save_every=2), io.StringIO()
     train(run, tmp_path / "whole", QUIET, rows=tmp_path / "rows")
-    with monkeypatch.context() as patch, pytest.raises(Interrupted, match="after step 5"):
-        before_step(patch, 5, terminate)
-        train(run, tmp_path / "parts", QUIET)
+    interrupt(run, tmp_path / "parts", 5)
     last = checkpoints.latest(tmp_path / "parts" / "checkpoints")
     content = bytearray((last / file).read_bytes())
     content[-len(content) // 3] ^= 1
@@ -179,10 +183,8 @@ def test_a_damaged_checkpoint_is_said_and_the_one_before_it_used(tmp_path, monke
     assert_same(tmp_path / "whole", tmp_path / "parts")
 
 
-def test_without_a_good_checkpoint_a_run_does_not_go_on(tmp_path, monkeypatch):
-    with monkeypatch.context() as patch, pytest.raises(Interrupted):
-        before_step(patch, 5, terminate)
-        train(small_run(save_every=2), tmp_path, QUIET)
+def test_without_a_good_checkpoint_a_run_does_not_go_on(tmp_path):
+    interrupt(small_run(save_every=2), tmp_path, 5)
     for checkpoint in (tmp_path / "checkpoints").iterdir():
         (checkpoint / TENSORS).write_bytes(b"")
     with pytest.raises(ValueError, match=r"--resume: got --out .*, expected a checkpoint in it that can be read; "
