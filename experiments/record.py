@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 from collections.abc import Callable, Hashable, Iterable
+from configparser import ConfigParser
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import datetime, timezone
@@ -16,48 +17,8 @@ RESULTS = Path(__file__).parent / "results"
 ENVIRONMENT = ("git_sha", "dirty", "gpu", "driver", "torch", "triton", "sm_mhz", "time")
 SIZES = ("batch", "seqlen", "nheads", "headdim", "dstate", "ngroups")
 IDENTITY = ("bench", "variant", "options", "mode", "shape", *SIZES, "dtype", "chunk_size")
-_MEASURED = ("p20_us", "p50_us", "p80_us", "graph_p50_us", "launches", "peak_mib", "ideal_bytes", "effective_gbps",
-             "copy_gbps", "sol", "tflops", "err_rms", "err_max")
-_COMPARED = ("against", "against_p50_us", "against_graph_p50_us", "speedup", "graph_speedup")
-_TRAINING = ("workload", "preset", "loss")
-KEYS = (*IDENTITY, *_MEASURED, *_COMPARED, *_TRAINING, *ENVIRONMENT)
-
-_COUNTED = ("kernel", "dram_bytes", "dram_pct", "l2_hit_pct", "l2_warm_hit_pct", "l1_warm_hit_pct", "occupancy_pct",
-            "registers", "ncu_us", "block_cycles", "blocks", "tensor_pct", "issue_pct", "shared_pct", "l1_hit_pct", "waves",
-            "tensor_insts", "tensor_flops", "fadds", "fmuls", "ffmas", "exps", "stall_long_scoreboard", "stall_barrier",
-            "stall_wait", "stall_math_pipe_throttle", "stall_gmma", "stall_no_instruction")
-
-# What a bench adds. err_seqlen: tokens that the error was taken over; note: why a value is missing; saved_mib: what a forward
-# keeps for the backward beside its inputs and output; step and changed: as `ablate.Step` has them; shard: which part of the
-# tests ran, if not all; only: what they were chosen by, if they were; reasons: how many were skipped for each; found: errors
-# and warnings of a tool; of_roles: as many of them as are Triton's own; kernels: those that it named; launched: those that
-# ran; part: of `block.PARTS`; apart: how far our result is from upstream's; run: every setting of `training_run.Run`; floor: a
-# loss that no model gets below; unit: what units_per_s counts, tokens, say; gpus and way: how many trained together, see
-# `parallel`; link_gbps: see `parallel.Team`; ssm_us: of the kernels of SSD or selective scan in a step; sitting: when rows
-# began that were taken side by side; tensor_flops, tensor_insts, fadds, fmuls, ffmas, exps and stall_*: see `counters`; phase
-# (a scope), operator (a class, or idle), us and share: see `characterize.collect`; flops_found: by counters, over those of a
-# product of n cubed; configs, failures, seed, family, variants, modes, failed, closest: see `fuzz.campaign`; host_us: until a
-# call returns; ran: the kernels that ran, as `Variant.kernels` names them; base: a commit, whose times base_* are, medians of
-# that many rounds.
-EXTRA_KEYS = {
-    "ssd": ("err_seqlen", "note", "saved_mib", "ran"),
-    "ablate": ("step", "changed", "err_seqlen", "note", "saved_mib", "ran"),
-    "counters": _COUNTED,
-    "tests": ("passed", "failed", "skipped", "reasons", "seconds", "shard", "only", "cores"),
-    "setup": ("seconds", "mib", "packages", "cores"),
-    "block": ("part", "apart", "note"),
-    "block_counters": (*_COUNTED, "part"),
-    "scaling": ("part", "note"),
-    "step": ("run", "unit", "units_per_s", "ssm_us", "sitting", "note"),
-    "train": ("run", "first_loss", "floor", "unit", "units_per_s", "parameters", "gpus", "way", "link_gbps"),
-    "sanitize": ("tool", "found", "of_roles", "kernels", "launched"),
-    "characterize": ("mixer", "run", "phase", "operator", "us", "share", "steps"),
-    "step_counters": (*_COUNTED, "mixer", "operator", "run"),
-    "ssm_counters": (*_COUNTED, "mixer", "operator", "run"),
-    "calibration": ("n", "flops_found"),
-    "regress": ("host_us", "base", "base_p50_us", "base_graph_p50_us", "base_host_us", "rounds"),
-    "fuzz": ("part", "configs", "failures", "seconds", "seed", "family", "variants", "modes", "failed", "closest"),
-}
+_KEYS = ConfigParser()
+_KEYS.read_string(Path(__file__).with_name("row_keys.ini").read_text())
 
 
 def environment() -> dict:
@@ -81,7 +42,7 @@ def append(row: dict, out: Path = RESULTS) -> Path:
     """
     from ssd.runtime.tuning import device_slug
 
-    allowed = {*KEYS, *EXTRA_KEYS.get(row.get("bench"), ())}
+    allowed = {key for of in _KEYS.sections() if of == "every bench" or row.get("bench") in of.split() for key in _KEYS[of]}
     unknown, missing = sorted(row.keys() - allowed), sorted({"bench", *ENVIRONMENT} - row.keys())
     if unknown or missing:
         raise ValueError(f"row: unknown keys {unknown}, missing keys {missing}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .names import suggest
@@ -40,57 +41,22 @@ class Shape:
         return Problem(**self.sizes, chunk_size=chunk_size, itemsize=ITEMSIZES[dtype], gated=self.gated)
 
 
-_8B = Shape("8b-b1", batch=1, seqlen=4096, nheads=128, headdim=64, dstate=128, ngroups=8)
-_2_7B = Shape("2.7b-b4", batch=4, seqlen=4096, nheads=80, headdim=64, dstate=128, ngroups=1)
+def _read_shapes() -> dict[str, list[Shape]]:
+    """Those of shapes.txt, by group."""
+    found: dict[str, list[Shape]] = {}
+    for line in Path(__file__).with_suffix(".txt").read_text().splitlines():
+        if line and not line.startswith("#"):
+            group, name, *sizes = line.split()
+            found.setdefault(group, []).append(Shape(name, *map(int, sizes), gated=name == "gated"))
+    return found
 
-# The sizes of Waleffe et al.'s 8B hybrid (arXiv:2406.07887), whole and a quarter of it, and of mamba2-2.7b and -130m.
-NAMED = (
-    _8B,
-    replace(_8B, name="8b-b4", batch=4),
-    replace(_8B, name="8b-b8", batch=8),
-    replace(_8B, name="8b-tp4", batch=4, nheads=32, ngroups=2),
-    _2_7B,
-    replace(_2_7B, name="2.7b-64k", batch=1, seqlen=65536),
-    replace(_2_7B, name="130m-b8", batch=8, seqlen=2048, nheads=24),
-)
-# The calls of `mambavision` T (many short rows) and `graphmamba` peptides-func (128 graphs in one row).
-_VISION = Shape("vision-196", batch=128, seqlen=196, nheads=5, headdim=32, dstate=16, ngroups=1)
-WORKLOADS = (
-    _VISION,
-    replace(_VISION, name="vision-49", seqlen=49, nheads=10),
-    replace(_VISION, name="graphs", batch=1, seqlen=128 * 151, nheads=6),
-)
+
+NAMED, WORKLOADS, SCANS, _SHORT = map(tuple, _read_shapes().values())
 SEQLENS = tuple(2**n for n in range(6, 15))
+_2_7B = next(shape for shape in NAMED if shape.name == "2.7b-b4")
 SWEEP = tuple(replace(_2_7B, name=f"sweep-{seqlen}", batch=1, seqlen=seqlen) for seqlen in SEQLENS)
-
-# Parts of a block that `block` measures. The selective scan has shapes of its own, with channels as heads of one:
-# MambaVision-T at 224 pixels, two GraphMambas (MalNet-Tiny's graphs have 1410 nodes on average), mamba-1.4b at two batches.
-BLOCK_PARTS = ("conv1d", "gated_norm", "state_update", "selective_scan", "block")
-SCANS = (
-    Shape("mambavision-t-196", batch=128, seqlen=196, nheads=160, headdim=1, dstate=8, ngroups=1),
-    Shape("mambavision-t-49", batch=128, seqlen=49, nheads=320, headdim=1, dstate=8, ngroups=1),
-    Shape("graphmamba-peptides", batch=128, seqlen=151, nheads=96, headdim=1, dstate=16, ngroups=1),
-    Shape("graphmamba-malnet", batch=16, seqlen=1410, nheads=128, headdim=1, dstate=16, ngroups=1),
-    Shape("mamba-1.4b-b1", batch=1, seqlen=8192, nheads=4096, headdim=1, dstate=16, ngroups=1),
-    Shape("mamba-1.4b", batch=8, seqlen=2048, nheads=4096, headdim=1, dstate=16, ngroups=1),
-)
-
-# Layers of published models, from their configs: nheads, headdim, dstate, ngroups. Codestral Mamba 7B is as Nemotron-H 8B,
-# Nemotron Nano 12B v2 as the 9B, Granite 4 H small as Bamba 9B. The last three are of no published model: heads that are odd in
-# number, a group for each head, and a gate inside the scan.
-_LAYERS = {
-    "mamba2-130m": (24, 64, 128, 1), "mamba2-370m": (32, 64, 128, 1), "mamba2-780m": (48, 64, 128, 1),
-    "mamba2-1.3b": (64, 64, 128, 1), "mamba2-2.7b": (80, 64, 128, 1),
-    "nemotron-h-4b": (112, 64, 128, 8), "nemotron-h-8b": (128, 64, 128, 8), "nemotron-h-56b": (256, 64, 256, 8),
-    "nemotron-nano-9b-v2": (128, 80, 128, 8), "nemotron-3-nano-4b": (96, 80, 128, 8), "nemotron-3-nano-30b": (64, 64, 128, 8),
-    "bamba-9b": (128, 64, 128, 1), "granite-4-h-tiny": (48, 64, 128, 1),
-    "falcon-h1-tiny-90m": (24, 32, 64, 1), "falcon-h1-0.5b": (24, 64, 128, 1), "falcon-h1-1.5b": (48, 64, 256, 1),
-    "falcon-h1-3b": (32, 128, 256, 1), "falcon-h1-7b": (24, 128, 256, 1), "falcon-h1-34b": (32, 128, 256, 2),
-    "zamba2-2.7b": (80, 64, 64, 1), "zamba2-7b": (112, 64, 64, 2),
-    "odd-heads": (25, 64, 128, 1), "group-per-head": (32, 64, 128, 32), "gated": (128, 64, 128, 8),
-}
-_SHORT = tuple(Shape(name, 2, 4096, *layer, gated=name == "gated") for name, layer in _LAYERS.items())
 MODELS = (*_SHORT, *(replace(shape, name=f"{shape.name}-32k", batch=1, seqlen=32768) for shape in _SHORT))
+BLOCK_PARTS = ("conv1d", "gated_norm", "state_update", "selective_scan", "block")  # that `block` measures; a scan at SCANS
 
 # Small enough for Triton's interpreter; ragged, with two heads to a group and more than one chunk.
 SMALL = Shape("small", batch=1, seqlen=100, nheads=4, headdim=16, dstate=16, ngroups=2)
