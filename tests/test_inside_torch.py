@@ -235,17 +235,16 @@ def test_torch_form(function, tokens, form, definition):
     assert function is BLOCK["selective_scan"] or torch.autograd.gradgradcheck(call, tensors)
 
 
-@pytest.mark.parametrize(("module", "kernel", "given"), [
-    (gated_norm, "gated_norm", lambda: BLOCK["gated_norm"].inputs(3, "cpu", torch.bfloat16)),
-    (state_update, "state_update", lambda: UPDATES["state_update"].inputs(3, "cpu", torch.bfloat16))])
-def test_without_an_interpreter_cpu_tensors_take_the_torch_form(module, kernel, given, monkeypatch):
+@pytest.mark.parametrize(("module", "function"), [
+    (gated_norm, BLOCK["gated_norm"]), (state_update, UPDATES["state_update"])])
+def test_without_an_interpreter_cpu_tensors_take_the_torch_form(module, function, monkeypatch):
     """bf16 among them; by itself, and traced."""
     monkeypatch.setattr("ssd.block.arguments.INTERPRETED", False)
-    monkeypatch.setattr(module, kernel, lambda *args: pytest.fail("a kernel was launched"))
-    function = {"gated_norm": gated_norm.rms_norm_gated}.get(kernel, state_update.selective_state_update)
+    monkeypatch.setattr(module, module.__name__.rpartition(".")[2], lambda *args: pytest.fail("a kernel was launched"))
     torch._dynamo.reset()
-    for call in (function, torch.compile(function, fullgraph=True, backend="aot_eager")):
-        assert torch.equal(call(**given()), module.compute_in_torch(**given()))
+    for call in (function.call, torch.compile(function.call, fullgraph=True, backend="aot_eager")):
+        expected, got = (run(**function.inputs(3, "cpu", torch.bfloat16)) for run in (module.compute_in_torch, call))
+        assert torch.equal(got, expected)
 
 
 @pytest.mark.skipif(GPU, reason="nothing is interpreted here")

@@ -17,7 +17,7 @@ from torch.testing import assert_close
 import ssd
 from ssd.interop import patch_mamba_ssm as patch
 from ssd.modules import Mamba2LM, Mamba2LMConfig
-from tests.interop.installed import require_mamba_ssm
+from tests.interop.installed import require_mamba_ssm, set_aside
 
 ROOTS = ("mamba_ssm", "megatron", "fla", "vision", "causal_conv1d", "selective_scan_cuda")
 LAYOUT = dict(re.findall(r"^-- (\S+) --\n(.*?)(?=^-- |\Z)", Path(__file__).with_name("mamba_ssm.txt").read_text(), re.M | re.S))
@@ -26,21 +26,14 @@ LAYOUT = dict(re.findall(r"^-- (\S+) --\n(.*?)(?=^-- |\Z)", Path(__file__).with_
 @pytest.fixture
 def files(tmp_path, monkeypatch):
     """The package, where it is found first; whatever was loaded of the real ones is put aside."""
-
-    def loaded():
-        return [name for name in sys.modules if name.split(".")[0] in ROOTS or name == "ssd.interop.mamba_ssm"]
-
     for path, source in LAYOUT.items():
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text(source)
-    aside = {name: sys.modules.pop(name) for name in loaded()}
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(patch, "find_spec", lambda name: None)  # a CUDA extension that is installed is not this package's
-    monkeypatch.setattr(patch, "_aside", {})
-    yield tmp_path
-    for name in loaded():
-        del sys.modules[name]
-    sys.modules.update(aside)
+    with set_aside(lambda name: name.split(".")[0] in ROOTS or name == "ssd.interop.mamba_ssm"):
+        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.setattr(patch, "find_spec", lambda name: None)  # a CUDA extension that is installed is not this package's
+        monkeypatch.setattr(patch, "_aside", {})
+        yield tmp_path
 
 
 def named(module: str) -> dict:

@@ -11,23 +11,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ssd.registry import get_variant
 from tests.errors import cotangents, error, truths
 from tests.inputs import EVERYTHING, PLAIN, Case, Shape, gradients, leaves, random_inputs
+from tests.interop.installed import set_aside
 
 SHAPE = Shape(2, 80, 4, 16, 2, 16, 64)
 PEERS = ("mamba_ssm", "fla")
 
 
 @pytest.fixture
-def modules(monkeypatch):
-    """sys.modules without the peers, ours included; as it was afterwards."""
-
-    def of_peers():
-        return [name for name in sys.modules if name.split(".")[0] in PEERS or name.startswith("ssd.interop.")]
-
-    kept = {name: sys.modules.pop(name) for name in of_peers()}
-    yield sys.modules
-    for name in of_peers():
-        del sys.modules[name]
-    sys.modules.update(kept)
+def modules():
+    """sys.modules without the peers, ours included."""
+    with set_aside(lambda name: name.split(".")[0] in PEERS or name.startswith("ssd.interop.")):
+        yield sys.modules
 
 
 @pytest.fixture
