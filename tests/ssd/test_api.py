@@ -19,6 +19,7 @@ from tests.errors import assert_all_accurate, truths
 from tests.inputs import EVERYTHING, HALF, OURS, Case, Shape, arguments, gradients, leaves, random_inputs, random_like
 
 SHAPE = Shape(2, 40, 4, 16, 2, 16, 16)
+ROW = replace(SHAPE, batch=1)
 RUNNABLE = ("torch", *OURS)
 
 
@@ -48,7 +49,7 @@ def backward(inputs, variant="torch", call=run_both):
 ], ids=str)
 def test_dtypes_of_results(variant, dtype, case, device):
     """out has that of x, states are fp32, every gradient has that of its input; mixed inputs are right, too."""
-    inputs = random_inputs(SHAPE, case, dtype, device)
+    inputs = random_inputs(ROW, case, dtype, device)
     parameters = {name: getattr(inputs, name) for name in ("A", "D", "dt_bias") if getattr(inputs, name) is not None}
     inputs = leaves(replace(inputs, **{name: t.to(HALF) for name, t in parameters.items()}))
     got, ways = backward(inputs, variant)
@@ -80,7 +81,7 @@ def test_strides_of_inputs_and_gradients(variant, device):
 
 @pytest.mark.parametrize("variant", RUNNABLE)
 def test_what_is_returned(variant, device):
-    inputs = random_inputs(replace(SHAPE, batch=1), replace(EVERYTHING, documents="varlen"), torch.float32, device)
+    inputs = random_inputs(ROW, replace(EVERYTHING, documents="varlen"), torch.float32, device)
     ndocs = len(inputs.cu_seqlens) - 1
     state = (4, 16, 16)
     out = run(inputs, variant=variant, return_varlen_states=False)
@@ -199,7 +200,7 @@ def test_nothing_is_kept_without_a_gradient(variant, device, monkeypatch):
     keeps_states = get_variant(variant).states_every is not None
     watch_forward(variant, variant, lambda options, saved: kept.append(
         (saved.y is not None, saved.prev_states is not None)), monkeypatch)
-    inputs = random_inputs(SHAPE, EVERYTHING, torch.float32, device)
+    inputs = random_inputs(ROW, EVERYTHING, torch.float32, device)
     assert run(leaves(inputs), variant=variant).requires_grad
     run(leaves(inputs), variant=variant, options=ssd.Options(save_states=False))
     run(inputs, variant=variant)
@@ -211,7 +212,7 @@ def test_nothing_is_kept_without_a_gradient(variant, device, monkeypatch):
 @pytest.mark.parametrize("variant", RUNNABLE)
 @pytest.mark.parametrize("state_dtype", (None, torch.float32))
 def test_kept_states_change_no_gradient(variant, state_dtype, device):
-    inputs = random_inputs(SHAPE, replace(EVERYTHING, state_dtype=state_dtype), HALF, device)
+    inputs = random_inputs(ROW, replace(EVERYTHING, state_dtype=state_dtype), HALF, device)
     on, off = (backward(leaves(inputs), variant, partial(run_both, options=ssd.Options(save_states=kept)))[0]
                for kept in (True, False))
     assert on.keys() == off.keys() and all(torch.equal(on[name], off[name]) for name in on)
