@@ -8,7 +8,8 @@ import atexit
 import json
 import subprocess
 import sys
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -42,14 +43,6 @@ MOST_GROUPS = 12  # of wgmma that are waited for together, in one of these; wher
 over_ways = pytest.mark.parametrize("way", WAYS, ids="".join)
 
 
-_with: list[str | None] = [None]  # the Triton that `compiled` compiles with
-
-
-@pytest.fixture(autouse=True)
-def _compile_with(triton):
-    _with[0] = triton
-
-
 @cache
 def compiler(version: str | None) -> subprocess.Popen[str]:
     """A process that compiles, for this one may interpret kernels; one for all tests, since it takes seconds to start."""
@@ -69,8 +62,9 @@ def _compiled(version: str | None, *arguments: str) -> list[dict]:
     return answer
 
 
-def compiled(variant: str, *options: str) -> list[dict]:
-    return _compiled(_with[0], "--variant", variant, *options)
+@pytest.fixture
+def compiled(triton) -> Callable[..., list[dict]]:
+    return partial(_compiled, triton, "--variant")
 
 
 def spilled(row: dict) -> int:
@@ -91,7 +85,7 @@ def assert_fits(rows: list[dict], arch: int, spills: int, by_walks: int) -> None
 
 @pytest.mark.other_tritons
 @pytest.mark.parametrize("arch", SHARED)
-def test_every_kernel_with_other_tritons(triton, arch):
+def test_every_kernel_with_other_tritons(triton, arch, compiled):
     """The oldest and the newest that the package takes, whatever --triton says: kernels as models use them most, or baseline's
     with every option.
     """
@@ -109,7 +103,7 @@ def test_every_kernel_with_other_tritons(triton, arch):
 
 
 @pytest.mark.parametrize("arch", SHARED)
-def test_states_of_few_heads(arch):
+def test_states_of_few_heads(arch, compiled):
     """By chunks of a kernel's own sub-chunks, where walks are not worth it."""
     rows = compiled("fused", "--off", "gluon", "--arch", str(arch), "--nheads", "2", "--seqlen", "16384")
     assert_fits(rows, arch, spills=64, by_walks=1152)
@@ -140,11 +134,11 @@ FITS = {  # name: what is compiled, architecture, bytes that may be spilled, and
 
 
 @pytest.mark.parametrize(("arguments", "arch", "spills", "by_walks"), FITS.values(), ids=FITS)
-def test_what_fits(arguments, arch, spills, by_walks):
+def test_what_fits(arguments, arch, spills, by_walks, compiled):
     assert_fits(compiled(*arguments.split()), arch, spills, by_walks)
 
 
-def test_documents_on_hopper():
+def test_documents_on_hopper(compiled):
     """Which the Gluon kernels keep apart by decay: chunk_cumsum reads where they begin, and nothing else does."""
     rows = {row["kernel"]: row for row in compiled("persistent", "--arch", "90", "--documents")}
     plain = {row["kernel"]: row for row in compiled("persistent", "--arch", "90")}
@@ -154,14 +148,14 @@ def test_documents_on_hopper():
 
 
 @over_ways
-def test_one_token_of_one_head(way):
+def test_one_token_of_one_head(way, compiled):
     """Triton takes sizes of 1 for constants, which have no methods."""
     small = ("--headdim", "16", "--dstate", "16", "--chunk-size", "16")
     assert compiled(*way, *small, "--arch", "90", "--seqlen", "1", "--nheads", "1", "--every-option")
 
 
 @over_ways
-def test_without_wgmma(way):
+def test_without_wgmma(way, compiled):
     """What a kernel in which a fault is found is compiled to: it fits as well, and has its products all the same."""
     rows = compiled(*way, "--arch", "90", "--distrust")
     assert_fits(rows, 90, spills=1024, by_walks=4096)
@@ -170,7 +164,7 @@ def test_without_wgmma(way):
 
 
 @over_ways
-def test_configs_on_hopper(way):
+def test_configs_on_hopper(way, compiled):
     """Of those that a tuner may try, some: a GPU's tests run all. Matrix products use the warpgroup instruction."""
     rows = compiled(*way, "--configs", "4")
     assert_fits(rows, 90, spills=256, by_walks=320)
@@ -178,26 +172,13 @@ def test_configs_on_hopper(way):
         assert not row["dots"] or row["wgmma"], f"{row}: its products do not use wgmma"
 
 
-def test_no_kernel_is_left_out():
+def test_no_kernel_is_left_out(compiled):
     rows = [row for way in WAYS for row in compiled(*way, "--arch", "90", "--every-option")]
     assert {row["kernel"] for row in rows} >= {f"{kernel}_kernel" for kernel in config_spaces()}
     assert len({row["kernel"] for row in rows if row["dots"]}) >= 15
 
 
-@pytest.mark.parametrize("way", [
-    "persistent --nheads 25 --headdim 48", "persistent --headdim 80 --dstate 256 --z", "fused --dstate 64 --z",
-])
-def test_gluon_kernels_of_other_forms(way):
-    """They need no more registers, fit into shared memory, and their products stay in as few groups."""
-    rows = [row for row in compiled(*way.split(), "--arch", "90") if row["kernel"].startswith("hopper")]
-    assert {row["kernel"] for row in rows} == set(HOPPER)
-    assert_fits(rows, 90, spills=256, by_walks=0)
-    for row in rows:
-        assert not row["late"] and row["groups"] <= MOST_GROUPS, row
-        assert row["spills"] <= {"hopper_scan_kernel": 104, "hopper_states_kernel": 32}.get(row["kernel"], 256), row
-
-
-def test_backward_in_group_loops():
+def test_backward_in_group_loops(compiled):
     """On Hopper in bf16, at the sizes that models have: next to nothing is spilled, and no product is without warpgroups."""
     many = ("--seqlen", "4096", "--nheads", "128", "--ngroups", "8")  # heads, so that there is a loop over them
     rows = {row["kernel"]: row for row in compiled("fused", "--off", "gluon", "--arch", "90", *many)}
@@ -206,30 +187,38 @@ def test_backward_in_group_loops():
 
 
 @pytest.mark.parametrize("sizes", [("128", "64"), ("256", "256")], ids="x".join)
-def test_products_keep_their_operands(sizes):
+def test_products_keep_their_operands(sizes, compiled):
     """Heads too wide for one tile: a loop over their channels reads the same weights each turn."""
     options = ("--off", "gluon", "--arch", "90", "--headdim", sizes[0], "--dstate", sizes[1], "--ngroups", "8")
     (row,) = [row for row in compiled("fused", *options) if row["kernel"] == "dB_dx_kernel"]
     assert row["lost"] == [] and row["wgmma"]
 
 
-@pytest.mark.parametrize("dstate, other", [
-    (64, ()), (64, ("--dtype", "fp16")), (128, ()), (128, ("--initial-states", "--state-dtype", "fp32")),
-])
-@pytest.mark.parametrize("way", GLUON, ids="".join)
-def test_gluon_kernels(way, other, dstate):
-    """A sequence long enough to be cut. Four warpgroups at 128 registers a thread fill the register file, three at 160 nearly.
+# What is compiled, and the bytes that the scan and the pass over states may spill: addresses of states that enter or leave,
+# once for each run. Sequences of 4096 tokens are long enough to be cut.
+LONG = {"64": 32, "64 --dtype fp16": 32, "128": 32, "128 --initial-states --state-dtype fp32": 208}
+GLUON_FORMS = {
+    **{f"{variant} --seqlen 4096 --dstate {dstate}": (spills, spills) for variant in ("fused", "persistent")
+       for dstate, spills in LONG.items()},
+    "persistent --nheads 25 --headdim 48": (104, 32),
+    "persistent --headdim 80 --dstate 256 --z": (104, 32),
+    "fused --dstate 64 --z": (104, 32),
+}
 
-    What spills are addresses: of states that enter or leave, once for each run, and of shared memory in the group.
+
+@pytest.mark.parametrize("arguments", GLUON_FORMS)
+def test_gluon_kernels(arguments, compiled):
+    """Four warpgroups at 128 registers a thread fill the register file, three at 160 nearly. The group spills addresses of
+    shared memory.
     """
-    rows = [row for row in compiled(*way, *other, "--arch", "90", "--dstate", str(dstate), "--seqlen", "4096")]
+    rows = compiled(*arguments.split(), "--arch", "90")
     assert not [row for row in rows if row["kernel"] in WALKS]
     rows = [row for row in rows if row["kernel"].startswith("hopper")]
-    group = [row for row in rows if row["kernel"] == "hopper_group_kernel"]
-    assert_fits(group, 90, spills=256, by_walks=0)
-    assert_fits([row for row in rows if row not in group], 90, spills=208 if "--initial-states" in other else 32, by_walks=0)
+    assert {row["kernel"] for row in rows} == set(HOPPER)
+    assert_fits(rows, 90, spills=256, by_walks=0)
+    spills = dict(zip(("hopper_scan_kernel", "hopper_states_kernel"), GLUON_FORMS[arguments], strict=True))
     for row in rows:
+        assert row["spills"] <= max(spills.get(row["kernel"], 256), spilled(row)), row
         assert row["registers"] <= (160 if row["kernel"] == "hopper_states_kernel" else 128) and not row["mma"] and row["wgmma"]
         assert not row["late"], f"{row['kernel']}: {row['late']}"
         assert row["groups"] <= MOST_GROUPS, f"{row}: ptxas serialised its products, for want of registers or by C7514"
-    assert {row["kernel"] for row in rows} == set(HOPPER)
