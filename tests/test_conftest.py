@@ -87,31 +87,29 @@ def test_a_failure_is_told_at_once_also_by_a_run_that_dies(run, pytester, monkey
     assert "  E       AssertionError: said at once" in result.outlines
 
 
-@pytest.mark.parametrize(("arguments", "expected"), [
-    ((), {"passed": 17, "skipped": 1, "reasons": {"needs a moon": 1}}),
-    (("-k", "baseline"), None),
-    (("--row", "test_it.py", "-k", "baseline or size[1]"), {"only": "test_it.py -k 'baseline or size[1]'", "passed": 8}),
-    (("--row", "--collect-only", "test_it.py"), None),
-    (("--row", "-x"), None),
-    (("--deselect", "test_it.py::test_it[size[0]-baseline]"), None),
-    (("--shard=1/1",), {"shard": "1/1", "passed": 17}),
+WITHOUT_GPU = "import torch\ntorch.cuda.is_available = lambda: False\n"
+
+
+@pytest.mark.parametrize(("arguments", "expected", "before"), [
+    ((), {"passed": 17, "skipped": 1, "reasons": {"needs a moon": 1}}, ""),
+    (("-k", "baseline"), None, ""),
+    (("--row", "test_it.py", "-k", "baseline or size[1]"), {"only": "test_it.py -k 'baseline or size[1]'", "passed": 8}, ""),
+    (("--row", "--collect-only", "test_it.py"), None, ""),
+    (("--row", "-x"), None, ""),
+    (("--deselect", "test_it.py::test_it[size[0]-baseline]"), None, ""),
+    (("--shard=1/1",), {"shard": "1/1", "passed": 17}, ""),
+    ((), None, WITHOUT_GPU),
+    (("--row",), {"bench": "tests", "passed": 17}, WITHOUT_GPU),
 ])
-def test_only_a_whole_run_or_one_that_is_asked_leaves_a_row(run, arguments, expected, tmp_path, monkeypatch):
+def test_only_a_whole_run_or_one_that_is_asked_leaves_a_row(run, arguments, expected, before, tmp_path, monkeypatch):
+    """A whole run only where there is a GPU."""
     monkeypatch.setattr(record, "append", partial(record.append, out=tmp_path))
     monkeypatch.setattr(record, "environment", lambda: ENVIRONMENT)
-    run(SUITE, *arguments)
+    run(before + SUITE, *arguments)
     rows = record.read(tmp_path)
     assert len(rows) == (expected is not None)
     for row in rows:
         assert row | expected == row and ("only" in row) == ("only" in expected)
-
-
-@pytest.mark.parametrize("arguments", [("--row",), ()])
-def test_without_a_gpu_a_row_must_be_asked_for(run, arguments, tmp_path, monkeypatch):
-    monkeypatch.setattr(record, "append", partial(record.append, out=tmp_path))
-    monkeypatch.setattr(record, "environment", lambda: ENVIRONMENT)
-    run("import torch\ntorch.cuda.is_available = lambda: False\n" + SUITE, *arguments)
-    assert len(record.read(tmp_path, bench="tests", passed=17)) == len(arguments)
 
 
 def test_workers_share_out_the_gpus():

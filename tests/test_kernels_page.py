@@ -23,14 +23,8 @@ PLAIN, HOPPER = "plain Triton", "Hopper"
 
 def read_table(title: str, header: str) -> list[list[str]]:
     """Rows of the first table with that header below the title."""
-    text = PAGE[PAGE.index(title):]
-    lines = text[text.index(header):].splitlines()[2:]
-    rows = []
-    for line in lines:
-        if not line.startswith("|"):
-            break
-        rows.append([cell.strip() for cell in line.strip("|").split(" | ")])
-    return rows
+    lines = re.search(rf"^{re.escape(header)}.*\n.*\n((?:\|.*\n)*)", PAGE[PAGE.index(title):], re.M)[1].splitlines()
+    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
 
 
 def find_names(cell: str) -> list[str]:

@@ -84,21 +84,18 @@ def compile_update(sizes, tied, indexed, state_dtype):
                                            state_dtype=state_dtype).values())
 
 
-def compile_scan(case):
+def compile_scan(case, forward=selective_scan_fwd, backward=selective_scan_bwd, tokens=None):
+    """tokens: of a chunk, if the kernels have one length."""
     given = {**test_selective_scan.inputs(case, "cpu")}
     tensors = [given[name] for name in test_selective_scan.LEAVES]
-    chunks = -(-case.seqlen // chunk_of(case.seqlen, case.dstate))
+    chunks = -(-case.seqlen // (tokens or chunk_of(case.seqlen, case.dstate)))
     states = torch.empty(case.batch, chunks, case.dim, case.dstate)
-    selective_scan_fwd(*tensors, case.softplus, True)
-    selective_scan_bwd(*tensors, case.softplus, states, torch.empty_like(given["u"]), states[:, 0])
+    forward(*tensors, case.softplus, True)
+    backward(*tensors, case.softplus, states, torch.empty_like(given["u"]), states[:, 0])
 
 
 def compile_walk(case):
-    given = {**test_selective_scan.inputs(case, "cpu")}
-    tensors = [given[name] for name in test_selective_scan.LEAVES]
-    states = torch.empty(case.batch, -(-case.seqlen // TOKENS), case.dim, case.dstate)
-    selective_scan_walk_fwd(*tensors, case.softplus, True)
-    selective_scan_walk_bwd(*tensors, case.softplus, states, torch.empty_like(given["u"]), states[:, 0])
+    compile_scan(case, selective_scan_walk_fwd, selective_scan_walk_bwd, TOKENS)
 
 
 def compile_conv(case):
