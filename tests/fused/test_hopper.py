@@ -46,6 +46,7 @@ GRADIENTS = {
 }
 WAYS = {"fused": ("fused", Options()), "stationary": ("persistent", Options()),
         "uncut": ("persistent", Options(segments=False)), "in turn": ("persistent", Options(stationary=False))}
+over_ways = pytest.mark.parametrize(("variant", "options"), WAYS.values(), ids=WAYS)
 over_forms_of_states = pytest.mark.parametrize(
     "like", [lambda t: t.bfloat16(), lambda t: t.half(), lambda t: t.mT.contiguous().mT, lambda t: t[:, :1].expand_as(t)],
     ids=["bf16", "fp16", "transposed", "expanded"])
@@ -56,9 +57,8 @@ over_forms_of_states = pytest.mark.parametrize(
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(("shape", "dtype"), [*((shape, torch.bfloat16) for shape in SHAPES), ("ragged", torch.float16)],
                          ids=str)
-@pytest.mark.parametrize("way", WAYS)
-def test_right(way, shape, case, dtype):
-    variant, options = WAYS[way]
+@over_ways
+def test_right(variant, options, shape, case, dtype):
     inputs = random_inputs(SHAPES[shape], CASES[case], dtype, "cuda")
     assert hopper.cannot_run(inputs, options, by_chunk=True) is None
     assert_forward_right(get_variant(variant), inputs, options)
@@ -95,10 +95,9 @@ FORMS = {
 @pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
-@pytest.mark.parametrize("way", WAYS)
-def test_other_forms(way, dtype, form):
+@over_ways
+def test_other_forms(variant, options, dtype, form):
     """Outputs and gradients, with states kept and computed again."""
-    variant, options = WAYS[way]
     inputs = random_inputs(*FORMS[form], dtype, "cuda")
     assert hopper.cannot_run(inputs, options, by_chunk=True) is None
     assert hopper_backward.can_run(inputs, options) == (form != "D by channel")
@@ -127,18 +126,16 @@ def assert_same_bits_again(inputs: SSDInputs, options: Options | None = None) ->
 
 
 @needs_hopper
-@pytest.mark.parametrize("way", WAYS)
-def test_D_of_any_stride(way):
-    variant, options = WAYS[way]
+@over_ways
+def test_D_of_any_stride(variant, options):
     inputs = random_inputs(SHAPE, CASES["D"], torch.bfloat16, "cuda")
     for D in (inputs.D[:1].expand(8), torch.randn(16, device="cuda")[::2]):
         assert_forward_right(get_variant(variant), replace(inputs, D=D), options)
 
 
 @needs_hopper
-@pytest.mark.parametrize("way", WAYS)
-def test_same_bits_twice_and_saved_or_not(way):
-    variant, options = WAYS[way]
+@over_ways
+def test_same_bits_twice_and_saved_or_not(variant, options):
     inputs = random_inputs(SHAPES["whole rounds and cut"], CASES["D"], torch.bfloat16, "cuda")
     first, again = (get_variant(variant).forward(inputs, options, True) for _ in range(2))
     unsaved = get_variant(variant).forward(inputs, options, False)
@@ -214,17 +211,15 @@ def one_row_of_documents() -> tuple[SSDInputs, list[int]]:
 
 @needs_hopper
 @pytest.mark.usefixtures("poison")
-@pytest.mark.parametrize("way", WAYS)
-def test_documents_of_a_row_are_as_if_run_apart(way):
-    variant, options = WAYS[way]
+@over_ways
+def test_documents_of_a_row_are_as_if_run_apart(variant, options):
     assert_apart(variant, *one_row_of_documents(), options)
 
 
 @needs_hopper
-@pytest.mark.parametrize("way", WAYS)
-def test_no_gradient_crosses_documents(way):
+@over_ways
+def test_no_gradient_crosses_documents(variant, options):
     """Only the outputs of the last document have a gradient: what came before it gets none at all, to the bit."""
-    variant, options = WAYS[way]
     inputs, (*_, start, _) = one_row_of_documents()
     dout, dfinal_states = cotangents(inputs)
     dout[:, :start] = 0

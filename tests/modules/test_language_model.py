@@ -40,8 +40,8 @@ def followed(model: Mamba2LM, ids: torch.Tensor, count: int) -> torch.Tensor:
     return ids
 
 
-@pytest.fixture
-def quick(monkeypatch):
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch):
     """CPU tensors take the forms in torch, as they do outside the tests."""
     monkeypatch.setattr("ssd.block.arguments.INTERPRETED", False)
 
@@ -59,7 +59,6 @@ def test_parameters_are_called_as_upstreams():
 
 
 @over_settings
-@pytest.mark.usefixtures("quick")
 def test_steps_are_the_whole(settings, device):
     """Greedy generation gives the tokens that the logits of all tokens so far give."""
     model, ids = made(device, **settings), tokens(device)
@@ -71,7 +70,6 @@ def test_steps_are_the_whole(settings, device):
 
 @over_settings
 @pytest.mark.parametrize("pieces", ([1, 12, 10], [22, 1]), ids=str)
-@pytest.mark.usefixtures("quick")
 def test_a_prompt_in_pieces_gives_the_tokens_of_the_whole(settings, pieces, device):
     model, ids = made(device, **settings), tokens(device)
     *first, last = ids.split(pieces, 1)
@@ -86,8 +84,9 @@ def test_a_prompt_in_pieces_gives_the_tokens_of_the_whole(settings, pieces, devi
 
 
 @pytest.mark.parametrize("variant", ["baseline", "fused", "persistent"])
-def test_generation_by_kernels(variant, device):
+def test_generation_by_kernels(variant, device, monkeypatch):
     """Of every kind: of a block's functions and of the SSD."""
+    monkeypatch.setattr("ssd.block.arguments.INTERPRETED", device == "cpu")
     model, ids = made(device, n_layer=1), tokens(device)
     with torch.no_grad():
         expected = followed(model, ids, 2)
@@ -100,7 +99,6 @@ def test_generation_by_kernels(variant, device):
 
 
 @over_settings
-@pytest.mark.usefixtures("quick")
 def test_packed_documents_are_apart(settings, device):
     model, ids = made(device, **settings), tokens(device, 1)
     seq_idx = torch.tensor([[0] * 10 + [1] * 13], dtype=torch.int32, device=device)
@@ -109,7 +107,6 @@ def test_packed_documents_are_apart(settings, device):
     assert not torch.allclose(model(ids), apart, atol=1e-2)
 
 
-@pytest.mark.usefixtures("quick")
 def test_half_precision(device):
     """Weights in it; the residual stream in fp32 where the config says so."""
     model, ids = made(device), tokens(device)
@@ -123,7 +120,6 @@ def test_half_precision(device):
     assert model.generate(ids, 3).shape == (2, 26)
 
 
-@pytest.mark.usefixtures("quick")
 def test_padding_of_the_vocabulary_is_never_generated(device):
     model, ids = made(device, rms_norm=False, tie_embeddings=False), tokens(device)
     model.lm_head.weight.data[61:] = 100 * model.lm_head.weight.data[:3]
@@ -132,7 +128,6 @@ def test_padding_of_the_vocabulary_is_never_generated(device):
     assert (model.generate(ids, 6) < 61).all()
 
 
-@pytest.mark.usefixtures("quick")
 def test_sequences_end(device):
     """One that has ended is filled up, until all have."""
     model, ids = made(device), tokens(device)
@@ -172,7 +167,6 @@ def test_other_bad_arguments_are_refused_by_name(call, message):
         call(made(), tokens("cpu"))
 
 
-@pytest.mark.usefixtures("quick")
 def test_the_example_of_the_docs_runs(tmp_path, monkeypatch):
     pytest.importorskip("safetensors")
     docs = Path(__file__).parents[2] / "docs" / "drop-in.md"
