@@ -20,7 +20,7 @@ from .record import RESULTS
 from .regress import regress
 from .shapes import BLOCK_PARTS, DIRECTIONS, MODES, SCANS
 from .terminal import make_console, refuse, refuse_errors
-from .training_run import DEFAULTS, WAYS, make_run, parse_workload
+from .training_run import WAYS, Run, make_run, parse_workload
 from .workloads import workload_names
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__.splitlines()[0])
@@ -122,25 +122,25 @@ def block(
 def train(
     workload: Annotated[str, typer.Option(help=f"One of {', '.join(workload_names())}.")] = "mamba2",
     preset: Annotated[str, typer.Option(help="Sizes of the model: tiny, for a CPU too, or a published size.")] = "tiny",
-    variant: Annotated[str, typer.Option(help=f"Of the SSD: {VARIANT_LIST}.")] = DEFAULTS["variant"],
+    variant: Annotated[str, typer.Option(help=f"Of the SSD: {VARIANT_LIST}.")] = Run.variant,
     mixer: Annotated[str | None, typer.Option(help="What mixes tokens, where a workload has several; its first.")] = None,
-    data: flags.Data = DEFAULTS["data"],
+    data: flags.Data = Run.data,
     tokenizer: Annotated[str, typer.Option(
-        help="Of text: bytes, a tokenizer.json or its folder, a model's name.")] = DEFAULTS["tokenizer"],
-    documents: flags.Documents = DEFAULTS["documents"],
+        help="Of text: bytes, a tokenizer.json or its folder, a model's name.")] = Run.tokenizer,
+    documents: flags.Documents = Run.documents,
     steps: Annotated[int, typer.Option(help="Steps of the optimizer.")] = 100, batch: flags.Batch = None,
     seqlen: Annotated[int | None, typer.Option(help="Tokens of a sample; the preset's unless given.")] = None,
-    accumulate: Annotated[int, typer.Option(help="Micro-batches of a step.")] = DEFAULTS["accumulate"],
+    accumulate: Annotated[int, typer.Option(help="Micro-batches of a step.")] = Run.accumulate,
     lr: Annotated[float | None, typer.Option(help="The highest learning rate; the preset's unless given.")] = None,
     warmup: Annotated[int | None, typer.Option(help="Steps up to it; a tenth unless given.")] = None,
-    clip: Annotated[float, typer.Option(help="The gradient's largest norm; 0 for none.")] = DEFAULTS["clip"],
+    clip: Annotated[float, typer.Option(help="The gradient's largest norm; 0 for none.")] = Run.clip,
     optimizer: flags.Optimizer = None,
     weight_decay: Annotated[float | None, typer.Option(help="On matrices and filters; the preset's unless given.")] = None,
-    dtype: flags.Autocast = DEFAULTS["dtype"],
+    dtype: flags.Autocast = Run.dtype,
     checkpoint_activations: Annotated[bool, typer.Option("--checkpoint-activations", help="Keep less, compute more.")] = False,
     compile: Annotated[bool, typer.Option("--compile", help="Run the model through torch.compile.")] = False,
-    seed: flags.Seed = DEFAULTS["seed"],
-    save_every: Annotated[int, typer.Option(help="Steps between checkpoints; the last two are kept.")] = DEFAULTS["save_every"],
+    seed: flags.Seed = Run.seed,
+    save_every: Annotated[int, typer.Option(help="Steps between checkpoints; the last two are kept.")] = Run.save_every,
     out: Annotated[Path | None, typer.Option(
         file_okay=False, help="Folder of the run; runs/<workload>-<preset>-<mixer>-<variant>-<seed> unless given.")] = None,
     rows: Annotated[Path | None, typer.Option(

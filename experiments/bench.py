@@ -150,8 +150,7 @@ def _add_derived(row: dict, problem: cost.Problem, ceiling_gbps: float) -> dict:
     effective = ideal.bytes / row["p50_us"] / 1e3
     row |= {
         "ideal_bytes": ideal.bytes, "effective_gbps": effective, "copy_gbps": ceiling_gbps,
-        "sol": effective / ceiling_gbps, "tflops": ideal.flops / row["p50_us"] / 1e6,
-    }
+        "sol": effective / ceiling_gbps, "tflops": ideal.flops / row["p50_us"] / 1e6}
     if row.get("against"):
         row |= timing.compare_times(row["p50_us"], row["graph_p50_us"], row["against_p50_us"], row["against_graph_p50_us"])
     return row

@@ -6,6 +6,7 @@ A part is set up at a shape as `Work`: the same tensors for every side, and the 
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from operator import itemgetter
 from pathlib import Path
@@ -157,11 +158,16 @@ def choose_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
+def draw_normal(*size: int, dtype: torch.dtype = torch.float32, requires_grad: bool = True) -> Tensor:
+    """Of N(0, 1)."""
+    return torch.randn(*size, device=choose_device(), dtype=dtype, requires_grad=requires_grad)
+
+
 def make_conv1d(shape: Shape, dtype: torch.dtype) -> Work:
     """x B C in place in the projection; dx in memory of its own."""
     projection, inner, conv = _make_projection(shape, dtype)
     x = projection[..., inner : inner + conv].mT.detach().requires_grad_()
-    weight, bias = (torch.randn(*size, device=x.device, requires_grad=True) for size in ((conv, WIDTH), (conv,)))
+    weight, bias = draw_normal(conv, WIDTH), draw_normal(conv)
 
     def theirs():
         from causal_conv1d import causal_conv1d_fn as function
@@ -189,12 +195,9 @@ def make_gated_norm(shape: Shape, dtype: torch.dtype) -> Work:
 def make_state_update(shape: Shape, dtype: torch.dtype) -> Work:
     """One token of many sequences, the state in fp32; for inference."""
     h, p, n, g = shape.nheads, shape.headdim, shape.dstate, shape.ngroups
-
-    def normal(*size: int, dtype: torch.dtype = dtype) -> Tensor:
-        return torch.randn(*size, device=choose_device(), dtype=dtype)
-
-    state = normal(_DECODED, h, p, n, dtype=torch.float32)  # which a call changes, so that each side has its own
-    A, D, dt_bias = -normal(h, dtype=torch.float32).exp(), torch.ones(h, device=choose_device()), normal(h, dtype=torch.float32)
+    normal, exact = (partial(draw_normal, dtype=each, requires_grad=False) for each in (dtype, torch.float32))
+    state = exact(_DECODED, h, p, n)  # which a call changes, so that each side has its own
+    A, D, dt_bias = -exact(h).exp(), torch.ones(h, device=choose_device()), exact(h)
     given = (normal(_DECODED, h, p), normal(_DECODED, h)[..., None].expand(-1, -1, p), A[:, None, None].expand(-1, p, n),
              normal(_DECODED, g, n), normal(_DECODED, g, n), D[:, None].expand(-1, p))
     how = {"dt_bias": dt_bias[:, None].expand(-1, p), "dt_softplus": True}
@@ -210,14 +213,10 @@ def make_state_update(shape: Shape, dtype: torch.dtype) -> Work:
 
 def make_selective_scan(shape: Shape, dtype: torch.dtype) -> Work:
     """As a Mamba-1 block calls it, but for a gate where its model has none."""
-    batch, seqlen, dim, _, dstate, _ = shape.sizes.values()
-
-    def normal(*size: int, dtype: torch.dtype = dtype) -> Tensor:
-        return torch.randn(*size, device=choose_device(), dtype=dtype).requires_grad_()
-
+    (batch, seqlen, dim, _, dstate, _), normal = shape.sizes.values(), partial(draw_normal, dtype=dtype)
     u, delta, B, C = normal(batch, dim, seqlen), normal(batch, dim, seqlen), *(normal(batch, dstate, seqlen) for _ in range(2))
     A = (-torch.arange(1.0, dstate + 1, device=u.device).repeat(dim, 1)).requires_grad_()
-    D, bias = (normal(dim, dtype=torch.float32) for _ in range(2))
+    D, bias = draw_normal(dim), draw_normal(dim)
     z = None if shape.name.startswith("mambavision") else normal(batch, dim, seqlen)
     leaves = tuple(t for t in (u, delta, A, B, C, D, z, bias) if t is not None)
 
@@ -237,7 +236,7 @@ def make_block(shape: Shape, dtype: torch.dtype) -> Work:
     sizes = {"d_model": shape.nheads * shape.headdim // 2, "d_state": shape.dstate, "headdim": shape.headdim,
              "ngroups": shape.ngroups}
     ours = Mamba2(**sizes, device=choose_device(), dtype=dtype)
-    x = torch.randn(shape.batch, shape.seqlen, sizes["d_model"], device=choose_device(), dtype=dtype, requires_grad=True)
+    x = draw_normal(shape.batch, shape.seqlen, sizes["d_model"], dtype=dtype)
 
     def theirs():
         import causal_conv1d  # noqa: F401 - without which upstream's block does not run whole

@@ -120,8 +120,7 @@ def _merge_call(kernels: list[dict], name: str = "all", call_us: float | None = 
     return {
         **{key: kernels[0][key] for key in (*record.IDENTITY, *record.ENVIRONMENT)}, "kernel": name, **merged,
         "mean_dram_pct": mean(kernel["dram_pct"] for kernel in kernels),
-        "time_pct": 100 * merged["ncu_us"] / (call_us or merged["ncu_us"]),
-    }
+        "time_pct": 100 * merged["ncu_us"] / (call_us or merged["ncu_us"])}
 
 
 def parse(text: str) -> list[dict]:
@@ -185,8 +184,7 @@ def _make_launch(metrics: dict) -> dict:
     return {
         "kernel": metrics["kernel"], "launches": 1, "ncu_us": metrics[_TIME] / 1e3,
         "dram_bytes": metrics[_READ] + metrics[_WRITE],
-        **{key: metrics[metric] for key, metric in (_WARM | _COLD).items() if metric in metrics},
-    }
+        **{key: metrics[metric] for key, metric in (_WARM | _COLD).items() if metric in metrics}}
 
 
 def _make_arguments(row: dict) -> list[str]:
@@ -213,8 +211,7 @@ def run_ncu(arguments: list[str], metrics: Iterable[str], cache_control: str, si
         command = [
             "ncu", "--csv", "--page", "raw", "--print-units", "base", "--clock-control", "none", "--kernel-name-base",
             "function", "--profile-from-start", "off", "--cache-control", cache_control, "--replay-mode", replay,
-            *chosen, "--metrics", ",".join(metrics), "--log-file", str(log), sys.executable, "-m", "experiments", *arguments,
-        ]
+            *chosen, "--metrics", ",".join(metrics), "--log-file", str(log), sys.executable, "-m", "experiments", *arguments]
         try:
             ran = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"LC_ALL": "C"}, timeout=_LONGEST_S)
         except subprocess.TimeoutExpired as error:
@@ -255,6 +252,5 @@ def _tabulate_kernels(row: dict, launches: list[dict], kernels: list[dict]) -> T
         f"DRAM utilisation: {mean(launch['dram_pct'] for launch in launches):.1f} % mean over launches, "
         f"{whole['dram_pct']:.1f} % weighted with time, "
         f"{100 * whole['dram_bytes'] / (row['p50_us'] * peak):.1f} % of the peak over the call's own time; "
-        f"{whole['dram_bytes'] / row['ideal_bytes']:.1f} times the ideal bytes"
-    )
+        f"{whole['dram_bytes'] / row['ideal_bytes']:.1f} times the ideal bytes")
     return result

@@ -4,8 +4,7 @@ Each constant stands in a formula of the model that is linear in it. So kernels 
 formulas are solved for their constants by least squares of relative errors.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from unittest.mock import patch
 
@@ -99,13 +98,6 @@ def _backward(saved: SSDSaved, dout: torch.Tensor) -> Callable:
     return lambda: get_variant("fused").backward(saved, dout, None, SSDGrads())
 
 
-@contextmanager
-def _force(name: str, value: object) -> Iterator[None]:
-    """What `schedule` would choose is the value."""
-    with patch.object(schedule, name, lambda *_: value):
-        yield
-
-
 def _fit_hopper(model: TimeModel, sms: int) -> dict[str, object]:
     walks = {"scan_step": ("persistent", False, "hopper_scan"), "every_state_step": ("fused", True, "hopper_states"),
              "few_states_step": ("fused", False, "hopper_states")}
@@ -129,7 +121,7 @@ def _fit_cuts(model: TimeModel, sms: int) -> dict[str, float]:
         forward = _forward("persistent", _inputs(1, SUB_CHUNK * nsub, 2 * pairs))
         around = _time(forward, "chunk_cumsum")
         for cut in ((nsub, nsub), (64, 16), (64, 64), (43, 10), (32, 32)):
-            with _force("_choose_cut", cut):
+            with patch.object(schedule, "_choose_cut", lambda *_, cut=cut: cut):
                 us = _time(forward) - around
             coefficients, rest = find_coefficients(
                 model, names, lambda m, pairs=pairs, cut=cut: m.time_cut(m.scan_step, pairs, nsub, sms, *cut))

@@ -30,8 +30,7 @@ def environment() -> dict:
     sha, dirty = _git_state()
     return {
         "git_sha": sha, "dirty": dirty, "gpu": gpu, "driver": driver, "torch": torch.__version__, "triton": _triton(),
-        "sm_mhz": sm_mhz, "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-    }
+        "sm_mhz": sm_mhz, "time": datetime.now(timezone.utc).isoformat(timespec="seconds")}
 
 
 def append(row: dict, out: Path = RESULTS) -> Path:

@@ -89,8 +89,7 @@ def measure_steps(base: Run, candidates: list[Candidate], repeats: int, warmup: 
         effective = ideal_bytes / ssm_us / 1e3 if ideal_bytes and ssm_us else None
         rows[candidate] = {
             "p20_us": p20, "p50_us": p50, "p80_us": p80, "unit": workload.unit, "units_per_s": base.units / p50 * 1e6,
-            **facts[candidate], "ideal_bytes": ideal_bytes or None, "effective_gbps": effective,
-        }
+            **facts[candidate], "ideal_bytes": ideal_bytes or None, "effective_gbps": effective}
     return rows
 
 

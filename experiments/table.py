@@ -58,8 +58,7 @@ _COLUMNS = {
     "MiB": ("peak_mib", write_number(0)), "saved MiB": ("saved_mib", write_number(0)),
     "relative": ("relative", write_number(2)), "speed-up": ("speedup", write_number(2)),
     "graph speed-up": ("graph_speedup", write_number(2)), "loss": ("loss", write_number(3)),
-    "error": ("err_rms", write_scientific), "apart": ("apart", write_scientific),
-}
+    "error": ("err_rms", write_scientific), "apart": ("apart", write_scientific)}
 # Of what ncu counted, which rows measured before a counter was read lack. U is the mean over kernels, W weighted with time.
 _COUNTED = {header: (key, write_number(digits, scale, missing="-")) for header, key, digits, scale in (
     ("launches", "launches", 0, 1), ("DRAM MB", "dram_bytes", 1, 1e-6), ("U %", "mean_dram_pct", 1, 1),

@@ -116,8 +116,7 @@ def measure(calls: dict, repeats: int, warmup: int) -> dict:
     return {
         name: {**dict(zip(("p20_us", "p50_us", "p80_us"), eager[name], strict=True)),
                "graph_p50_us": replayed.get(name, (None,) * 3)[1], **facts[name], "note": notes.get(name)}
-        for name in calls
-    }
+        for name in calls}
 
 
 def compare_times(p50_us: float, graph_p50_us: float | None, rival_us: float, rival_graph_us: float | None) -> dict:

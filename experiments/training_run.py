@@ -20,7 +20,7 @@ _AT_LEAST = {"steps": 1, "batch": 1, "seqlen": 2, "accumulate": 1, "warmup": 0, 
 _OF_PRESET = ("batch", "seqlen", "lr", "optimizer", "weight_decay")  # the preset's unless given
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Run:
     """What is trained, and how. `make_run` makes one of a preset; `dataclasses.replace` derives another.
 
@@ -51,25 +51,25 @@ class Run:
 
     workload: str
     preset: str
-    variant: str
+    variant: str = "auto"
     mixer: str
-    data: str
-    tokenizer: str
-    documents: bool
+    data: str = "synthetic"
+    tokenizer: str = "bytes"
+    documents: bool = True
     steps: int
     batch: int
     seqlen: int | None
-    accumulate: int
+    accumulate: int = 1
     lr: float
     warmup: int
-    clip: float
+    clip: float = 1.0
     optimizer: str
     weight_decay: float
-    dtype: str
-    checkpoint_activations: bool
-    compile: bool
-    seed: int
-    save_every: int
+    dtype: str = "fp32"
+    checkpoint_activations: bool = False
+    compile: bool = False
+    seed: int = 0
+    save_every: int = 1000
 
     def __post_init__(self):
         workload = get_workload(self.workload)
@@ -117,20 +117,14 @@ def make_run(workload: str, preset: str = "tiny", *, mixer: str | None = None, s
     """A run with the settings of a preset and those given.
 
     A setting that is missing or None is the preset's; warmup a tenth of the steps; the mixer the workload's first. The others
-    have the defaults of `DEFAULTS`.
+    have the defaults of `Run`.
     """
     known = get_workload(workload)
     refuse_unknown("--preset", preset, known.presets)
     of_preset = {name: getattr(known.presets[preset], name) for name in _OF_PRESET}
-    settings = DEFAULTS | of_preset | {name: value for name, value in given.items() if value is not None}
+    settings = of_preset | {name: value for name, value in given.items() if value is not None}
     return Run(workload=workload, preset=preset, mixer=known.mixers[0] if mixer is None else mixer, steps=steps,
                warmup=steps // 10 if warmup is None else warmup, **settings)
-
-
-DEFAULTS: dict[str, Any] = {
-    "variant": "auto", "data": "synthetic", "tokenizer": "bytes", "documents": True, "accumulate": 1, "clip": 1.0,
-    "dtype": "fp32", "checkpoint_activations": False, "compile": False, "seed": 0, "save_every": 1000,
-}
 
 
 def parse_workload(text: str) -> tuple[str, str, str | None]:

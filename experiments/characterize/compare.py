@@ -120,5 +120,4 @@ def _pair(old: dict, new: dict, noise: float) -> dict:
         "options": record.describe_options(record.options(new)), "old": old[key], "new": new[key],
         "of": "graph" if in_graph else "eager", "ratio": ratio, "band": band,
         # symmetric in ratios, so that swapping old and new swaps the first two
-        "verdict": "slower" if ratio > 1 + band else "faster" if ratio < 1 / (1 + band) else "same",
-    }
+        "verdict": "slower" if ratio > 1 + band else "faster" if ratio < 1 / (1 + band) else "same"}

@@ -57,11 +57,8 @@ def _make_linear(inputs: int, outputs: Callable[[Shape], int] | int) -> Callable
     """A projection of every token."""
 
     def make(shape: Shape, dtype: torch.dtype) -> block.Work:
-        def normal(*size: int) -> torch.Tensor:
-            return torch.randn(*size, device=block.choose_device(), dtype=dtype).requires_grad_()
-
-        x = normal(shape.batch, shape.seqlen, inputs)
-        weight = normal(outputs if isinstance(outputs, int) else outputs(shape), inputs)
+        x = block.draw_normal(shape.batch, shape.seqlen, inputs, dtype=dtype)
+        weight = block.draw_normal(outputs if isinstance(outputs, int) else outputs(shape), inputs, dtype=dtype)
         return block.Work(lambda: F.linear(x, weight), None, (x, weight), {})
 
     return make
@@ -69,11 +66,8 @@ def _make_linear(inputs: int, outputs: Callable[[Shape], int] | int) -> Callable
 
 def _make_conv1d_of_x(shape: Shape, dtype: torch.dtype) -> block.Work:
     """Mamba-1 convolves x alone, a half of its projection, whose tokens lie side by side; B and C are made of it afterwards."""
-    def normal(*size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return torch.randn(*size, device=block.choose_device(), dtype=dtype)
-
-    x = normal(shape.batch, 2 * _INNER, shape.seqlen, dtype=dtype)[:, :_INNER].detach().requires_grad_()
-    weight, bias = normal(_INNER, block.WIDTH).requires_grad_(), normal(_INNER).requires_grad_()
+    x = block.draw_normal(shape.batch, 2 * _INNER, shape.seqlen, dtype=dtype)[:, :_INNER].detach().requires_grad_()
+    weight, bias = block.draw_normal(_INNER, block.WIDTH), block.draw_normal(_INNER)
     return block.Work(lambda: causal_conv1d_fn(x, weight, bias, activation="silu"), None, (x, weight, bias), {})
 
 

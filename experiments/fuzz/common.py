@@ -65,15 +65,16 @@ def make_problem(c: Common, tensors: Tensors, run: Callable, truth: Callable, mi
     """The problem of a configuration.
 
     Args:
-        run, truth, mirror: (configuration, tensors) to outputs.
+        run, truth, mirror: (configuration, tensors) to outputs; the mirror by autograd, unless `more` has others.
         ways: outputs besides "out" that may receive a gradient.
         more: other fields of `Problem`.
     """
     wanted = tuple(name for name in c.wanted if tensors[name] is not None)
     given = {name: dtype for name, dtype in ({"out": DTYPES[c.dtype]} | (ways or {})).items() if name in c.ways}
-    return Problem(tensors, wanted, given if wanted else {}, run=partial(run, c), truth=partial(truth, c),
-                   mirrors=(_make_mirror(partial(mirror, c)),), axes=axes, eps=c.eps, coarsest=c.eps,
-                   layouts={"out": c.layouts.get("dout", "contiguous")}, seed=c.seed, **more)
+    usual = {"mirrors": (_make_mirror(partial(mirror, c)),), "eps": c.eps, "coarsest": c.eps, "seed": c.seed}
+    layouts = {name: c.layouts.get(f"d{name}", "contiguous") for name in given}
+    return Problem(tensors, wanted, given if wanted else {}, run=partial(run, c), truth=partial(truth, c), axes=axes,
+                   layouts=layouts, **usual | more)
 
 
 def _make_mirror(call: Call) -> Callable[[Tensors, tuple[str, ...], dict[str, Tensor]], dict[str, Tensor]]:

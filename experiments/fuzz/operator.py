@@ -16,7 +16,7 @@ from ssd.reference_stages import Precision
 from ssd.registry import get_variant
 from ssd.types import SSDInputs
 
-from .common import Common, Values
+from .common import Common, Values, make_problem
 from .layouts import lay_out, pack
 from .problem import DTYPES, Problem, Refused, Tensors
 
@@ -92,24 +92,18 @@ def problem(c: Config, turn: int, device: str) -> Problem:
         Refused: the variant cannot run it.
     """
     tensors = _tensors(c, turn, device)
-    wanted = tuple(name for name in c.wanted if tensors[name] is not None)
-    for name in wanted:
-        tensors[name].requires_grad_()
+    for t in (tensors[name] for name in c.wanted if tensors[name] is not None):
+        t.requires_grad_()
     inputs = _inputs(c, tensors)
     if c.variant != "auto" and (reason := get_variant(c.variant).supports(inputs)):
         raise Refused(reason)
     tf32 = c.options.get("tf32", False) and c.dtype == "fp32"
     eps = _TF32_EPS if tf32 else c.eps
-    ways = {"out": DTYPES[c.dtype]} | ({"final_states": torch.float32} if c.final_states else {})
-    return Problem(
-        tensors, wanted, {name: dtype for name, dtype in ways.items() if name in c.ways} if wanted else {},
-        run=partial(_run, c, Options(**c.options)), truth=partial(_truth, c),
-        mirrors=_list_mirrors(c, tf32),
-        axes=_AXES | {"dD": "hp" if c.D == "hp" else "h"}, eps=eps, coarsest=max(eps, torch.finfo(inputs.states_dtype).eps),
-        summed=("dA", "dD", "ddt_bias"), tokens=c.batch * c.seqlen, exponent=largest_exponent(inputs),
-        exact=c.variant != "torch" or device == "cpu",
-        layouts={"out": c.layouts.get("dout", "contiguous"), "final_states": c.layouts.get("dfinal_states", "contiguous")},
-        seed=c.seed)
+    return make_problem(
+        c, tensors, _run, _truth, _run, _AXES | {"dD": "hp" if c.D == "hp" else "h"},
+        {"final_states": torch.float32} if c.final_states else {}, mirrors=_list_mirrors(c, tf32), eps=eps,
+        coarsest=max(eps, torch.finfo(inputs.states_dtype).eps), summed=("dA", "dD", "ddt_bias"), tokens=c.batch * c.seqlen,
+        exponent=largest_exponent(inputs), exact=c.variant != "torch" or device == "cpu")
 
 
 def _mirror_chunks(c: Config) -> list[int]:
@@ -126,12 +120,12 @@ def _list_mirrors(c: Config, tf32: bool) -> tuple[Callable, ...]:
     return *whole, *([partial(_mirror_in_parts, c)] if in_parts else [])
 
 
-def _run(c: Config, options: Options, tensors: Tensors) -> dict[str, Tensor]:
+def _run(c: Config, tensors: Tensors) -> dict[str, Tensor]:
     varlen = c.documents in ("varlen", "both")
     results = ssd_chunk_scan(
         **tensors, chunk_size=c.chunk_size, dt_softplus=c.dt_softplus, dt_limit=_limit(c),
         return_final_states=c.final_states, return_varlen_states=varlen,
-        state_dtype=None if c.state_dtype is None else DTYPES[c.state_dtype], variant=c.variant, options=options)
+        state_dtype=None if c.state_dtype is None else DTYPES[c.state_dtype], variant=c.variant, options=Options(**c.options))
     names = ("out", *(("final_states",) if c.final_states else ()), *(("varlen_states",) if varlen else ()))
     return dict(zip(names, results if isinstance(results, tuple) else (results,), strict=True))
 
@@ -195,7 +189,7 @@ def _mirror_in_parts(c: Config, tensors: Tensors, wanted: tuple[str, ...], ways:
     parts = []
     for part, skip in ((slice(WIDTHS[-1]), leaves["D"]), (slice(WIDTHS[-1], None), None)):
         cut = {name: leaves[name][..., part] for name in ("B", "C", "initial_states") if leaves[name] is not None}
-        parts.append(_run(replace(c, variant="torch"), Options(), leaves | cut | {"D": skip, "z": None}))
+        parts.append(_run(replace(c, variant="torch", options={}), leaves | cut | {"D": skip, "z": None}))
     results = {name: torch.cat([part[name] for part in parts], -1) for name in parts[0] if name != "out"}
     out = parts[0]["out"] + parts[1]["out"]
     gate = leaves["z"]
@@ -252,8 +246,7 @@ def _tensors(c: Config, turn: int, device: str) -> Tensors:
               "none": torch.zeros(h, device=device)}[c.decay],
         "D": None if c.D is None else normal(h, p) if c.D == "hp" else normal(h),
         "dt_bias": uniform(-0.5, 0.5, h) * (1.0 if c.dt_softplus else mean) if c.dt_bias else None,
-        "initial_states": normal(c.batch, h, p, n) if c.initial_states else None,
-    }
+        "initial_states": normal(c.batch, h, p, n) if c.initial_states else None}
     made = {name: None if t is None else t.to(c.dtype_of(name)) for name, t in made.items()}
     packed = {}
     if c.layouts.get("x") == "packed":

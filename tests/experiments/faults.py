@@ -82,8 +82,7 @@ FAULTS = {
     "gradients to no end": _edit(grads=_all(lambda t: t * float("inf"))),
     "raises": _edit(lambda out, f: out.no_such_thing),
     "ends its process": replace(_VARIANT, forward=_ends),
-    "hangs": replace(_VARIANT, forward=_hangs),
-}
+    "hangs": replace(_VARIANT, forward=_hangs)}
 
 
 def run_worker(name: str, pipe: Connection, said: str) -> None:

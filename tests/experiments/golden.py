@@ -9,6 +9,7 @@ from rich.console import Console
 from experiments.train import train
 from experiments.training_run import make_run
 from experiments.workloads import get_workload, workload_names
+from tests.experiments.small import read_log
 
 GOLDEN = Path(__file__).with_suffix(".json")
 STEPS = 30
@@ -21,7 +22,7 @@ def trained(workload: str, mixer: str, variant: str = "torch", steps: int = STEP
     with TemporaryDirectory() as folder:
         out = Path(folder)
         train(run, out, Console(quiet=True), rows=out)
-        return [json.loads(line)["loss"] for line in (out / "log.jsonl").read_text().splitlines()]
+        return read_log(out)
 
 
 def main() -> None:

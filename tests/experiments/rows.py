@@ -5,8 +5,7 @@ from experiments.shapes import SHAPES
 
 ENVIRONMENT = {
     "git_sha": "0" * 40, "dirty": False, "gpu": "NVIDIA H200", "driver": "580.1", "torch": "2.13.0", "triton": "3.7.1",
-    "sm_mhz": 1980, "time": "2026-01-01T00:00:00+00:00",
-}
+    "sm_mhz": 1980, "time": "2026-01-01T00:00:00+00:00"}
 
 
 def ssd_row(variant: str = "baseline", shape: str = "8b-b4", mode: str = "fwd", p50_us: float = 1000.0, **other) -> dict:

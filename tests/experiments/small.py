@@ -1,11 +1,14 @@
 """Workloads small enough that a test trains them."""
 
+import json
 from dataclasses import replace
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
 
+from experiments import checkpoints
 from experiments.training_run import Run, make_run
 from experiments.workloads.graph_model import GraphSizes
 from experiments.workloads.graphs import PEPTIDES_FUNC
@@ -33,6 +36,18 @@ def graph_sizes(**other) -> GraphSizes:
     data = replace(PEPTIDES_FUNC, nodes=(60, 80))
     return GraphSizes(**{"data": data, "d_model": 16, "layers": 2, "headdim": 8, "chunk_size": 16, "walks": 2,
                          "hops": 2} | other)
+
+
+def read_log(out: Path, value: str = "loss") -> list[float]:
+    """What a run in that folder logged of every step."""
+    entries = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    assert [entry["step"] for entry in entries] == list(range(1, len(entries) + 1))
+    return [entry[value] for entry in entries]
+
+
+def read_saved(out: Path) -> dict[str, torch.Tensor]:
+    """The tensors of its last checkpoint."""
+    return checkpoints.read_tensors(checkpoints.latest(out / "checkpoints"))
 
 
 def small_run(workload: str = "mamba2", **settings) -> Run:

@@ -32,16 +32,14 @@ def test_the_latest_row_of_each_kernels_counts():
     rows = [
         ssd_row("fused", p50_us=100.0), ssd_row("persistent", p50_us=710.0), ssd_row("fused", p50_us=810.0),
         ssd_row("baseline", p50_us=910.0), ssd_row("baseline", p50_us=610.0, graph_p50_us=None, chunk_size=256),
-        ssd_row("persistent", p50_us=310.0, gpu="NVIDIA L4"),
-    ]
+        ssd_row("persistent", p50_us=310.0, gpu="NVIDIA L4")]
     unread = [
         ssd_row("mamba_ssm", p50_us=11.0),  # nothing of ours
         ssd_row("auto", p50_us=11.0),  # of kernels that nobody noted
         ssd_row("baseline", p50_us=11.0, options={"exp2": False}),  # not as it comes
         ssd_row("baseline", p50_us=11.0, options={"forgotten": True}),
         ssd_row("fused", mode="fwd_bwd", p50_us=11.0),
-        ssd_row("fused", p50_us=11.0, gpu=None), ssd_row("fused", p50_us=11.0, bench="counters"),
-    ]
+        ssd_row("fused", p50_us=11.0, gpu=None), ssd_row("fused", p50_us=11.0, bench="counters")]
     tables = choose.make_tables(rows + unread)
     assert tables["h200"].calls == {
         CALL: {"fused on Hopper": 800.0, "persistent on Hopper": 700.0, "baseline": 900.0},

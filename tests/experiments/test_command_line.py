@@ -127,8 +127,7 @@ def test_a_place_that_cannot_be_written_is_named(command, tmp_path):
 
 @pytest.mark.parametrize("command", ("table", "readme"))
 @pytest.mark.parametrize(
-    "line, said", [("[1]", "expected a JSON object"), ('{"bench": "ssd"}', "with a time"), ("{", "not a JSON row")]
-)
+    "line, said", [("[1]", "expected a JSON object"), ('{"bench": "ssd"}', "with a time"), ("{", "not a JSON row")])
 def test_a_broken_row_is_refused_by_file_and_line(tmp_path, command, line, said):
     (tmp_path / "h200").mkdir()
     (tmp_path / "h200" / "ssd.jsonl").write_text(line + "\n")

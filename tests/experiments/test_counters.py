@@ -30,8 +30,7 @@ REST = (5.0, 1.5, 1_000, 2_000_000, 30, 20, 10, 40, 3.0, 0.5, 0.4, 0.3, 0.2, 0.1
 LAUNCHES = (
     (0, "_chunk_state", 10_000, 20_000_000, 4_000_000, 50.0, 25.0, 128, 4_000, 512, 60.0, 30.0, 40.0, 50.0, *REST),
     (1, "_chunk_state", 30_000, 60_000_000, 40_800_000, 70.0, 25.0, 96, 8_000, "1,536", 40.0, 10.0, 40.0, 50.0, *REST),
-    (2, "_bmm_chunk", 10_000, 4_000_000, 800_000, 10.0, 12.0, 96, 2_000, 64, 80.0, 60.0, 20.0, 10.0, *REST),
-)
+    (2, "_bmm_chunk", 10_000, 4_000_000, 800_000, 10.0, 12.0, 96, 2_000, 64, 80.0, 60.0, 20.0, 10.0, *REST))
 BLOCKS = ("block_cycles", "blocks", "tensor_pct", "issue_pct", "shared_pct", "l1_hit_pct", "tensor_flops", "ffmas")
 
 
@@ -107,8 +106,7 @@ def test_rows(ncu, tmp_path, console):
     counters.run([ssd_row(), ssd_row("mamba_ssm")], tmp_path, console)
     rows = record.read(tmp_path, bench="counters")
     assert [(row["variant"], row["kernel"]) for row in rows] == [
-        (variant, kernel) for variant in ("baseline", "mamba_ssm") for kernel in ("_chunk_state", "_bmm_chunk")
-    ]
+        (variant, kernel) for variant in ("baseline", "mamba_ssm") for kernel in ("_chunk_state", "_bmm_chunk")]
     assert all(key in row for row in rows for key in BLOCKS)
     text = console.export_text()
     assert all(said in text for said in ("_chunk_state", "_bmm_chunk", "mamba_ssm 8b-b4 fwd, chunk 128", "mean over launches"))

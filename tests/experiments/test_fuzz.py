@@ -117,8 +117,7 @@ BLOCK_FAULTS = {
            NormConfig(seqlen=30, group_size=20, z=True, wanted=("x",))),
     "last_state": (selective_scan, lambda results: (results[0], results[1].flip(1)),
                    ScanConfig(seqlen=12, channels=4, dstate=3, last_state=True)),
-    "state": (state_update, None, StateConfig(batch=3, dim=20, dstate=8)),
-}
+    "state": (state_update, None, StateConfig(batch=3, dim=20, dstate=8))}
 
 
 @pytest.mark.parametrize("result", BLOCK_FAULTS)

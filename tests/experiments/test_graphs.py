@@ -118,8 +118,7 @@ def test_batches_have_what_the_model_takes(name):
     expected = {
         "x": form(data.node_features, nodes), "edge_index": ((2, edges), torch.int64),
         "edge_attr": form(data.edge_features, edges), "batch": ((nodes,), torch.int64), "ptr": ((4,), torch.int64),
-        "y": {"labels": ((3, 10), torch.float32), "graphs": ((3,), torch.int64), "nodes": ((nodes,), torch.int64)}[data.task],
-    }
+        "y": {"labels": ((3, 10), torch.float32), "graphs": ((3,), torch.int64), "nodes": ((nodes,), torch.int64)}[data.task]}
     if data.pe_steps:
         expected["random_walk_pe"] = ((nodes, 8), torch.float32)
     assert {name: (tuple(t.shape), t.dtype) for name, t in batch.items()} == expected

@@ -124,8 +124,7 @@ def test_missing_data_are_named(tmp_path):
 
 @pytest.mark.parametrize("missing, augment, said", [
     ("timm.data", True, r"timm, which augments images, cannot be imported \(.+\): pip install timm torchvision, or --data"),
-    ("PIL.Image", False, r"PIL, which reads images, cannot be imported \(.+\): pip install pillow, or --data synthetic"),
-])
+    ("PIL.Image", False, r"PIL, which reads images, cannot be imported \(.+\): pip install pillow, or --data synthetic")])
 def test_missing_packages_are_named(tmp_path, monkeypatch, missing, augment, said):
     path = str(folder(tmp_path))
     monkeypatch.setitem(sys.modules, missing, None)

@@ -3,7 +3,6 @@
 Each starts as torchrun would start it.
 """
 
-import json
 import shutil
 import signal
 import socket
@@ -20,7 +19,7 @@ from experiments.parallel import WAYS
 from experiments.train import train
 from experiments.training_run import make_run
 from ssd.block import arguments
-from tests.experiments.small import VARIANT, needs_graphs
+from tests.experiments.small import VARIANT, needs_graphs, read_log, read_saved
 from tests.experiments.test_train import started, started_module
 from tests.experiments.undrawn import runs_of, train_undrawn
 
@@ -38,11 +37,6 @@ def two() -> list[dict[str, object]]:
         port = free.getsockname()[1]
     return [{"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "localhost", "MASTER_PORT": port,
              "PYTHONFAULTHANDLER": 1} for rank in range(2)]
-
-
-def logged(out: Path, value: str) -> list[float]:
-    """Of every step."""
-    return [json.loads(line)[value] for line in (out / "log.jsonl").read_text().splitlines()]
 
 
 def said_by(ranks: list[Popen[str]], status: int = 0) -> list[tuple[str, str]]:
@@ -88,12 +82,12 @@ def train_alone(out: Path, resume: bool = False) -> None:
 def assert_same_steps(out: Path, by_one: Path) -> None:
     """But for the order in which sums are taken."""
     for value in ("loss", "grad_norm"):  # clipping and AdamW hide how large a gradient was
-        assert logged(out, value) == pytest.approx(logged(by_one, value), rel=1e-3), out
+        assert read_log(out, value) == pytest.approx(read_log(by_one, value), rel=1e-3), out
 
 
 def saved(out: Path) -> dict[str, torch.Tensor]:
-    tensors = checkpoints.read_tensors(checkpoints.latest(out / "checkpoints"))
-    return {name: t for name, t in tensors.items() if "/" not in name}
+    """Weights and buffers."""
+    return {name: t for name, t in read_saved(out).items() if "/" not in name}
 
 
 def assert_ends_alike(out: Path, by_one: Path) -> None:
@@ -157,4 +151,4 @@ def test_a_signal_to_all_processes_saves(tmp_path):
             rank.terminate()
     said = said_by(ranks, 128 + signal.SIGTERM)
     step = checkpoints.read_state(checkpoints.latest(tmp_path / "checkpoints"))["step"]
-    assert f"SIGTERM after step {step}" in said[0][0] and said[1][0] == "" and len(logged(tmp_path, "loss")) == step
+    assert f"SIGTERM after step {step}" in said[0][0] and said[1][0] == "" and len(read_log(tmp_path)) == step

@@ -11,8 +11,7 @@ from tests.experiments.rows import ENVIRONMENT, compared, ssd_row
 ROWS = [
     ssd_row(mode="fwd", p50_us=1100.0, **compared(1.05)), ssd_row(mode="bwd", p50_us=4400.0, **compared(0.91)),
     ssd_row(shape="8b-b1", p50_us=300.0, **compared(1.0)), ssd_row("mamba_ssm", mode="fwd", p50_us=1150.0),
-    ssd_row("mamba_ssm", mode="bwd", p50_us=4000.0),
-]
+    ssd_row("mamba_ssm", mode="bwd", p50_us=4000.0)]
 PRINTED = "persistent  fp32   dA          9.2e-07    8.9e-07  1e-04  agrees"
 
 

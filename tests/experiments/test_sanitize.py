@@ -12,15 +12,13 @@ from fused.kernels.hopper import scan as hopper_scan
 
 CLEAN = {
     "memcheck": "========= ERROR SUMMARY: 0 errors",
-    "racecheck": "========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)",
-}
+    "racecheck": "========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)"}
 DIRTY = {
     "memcheck": "========= Invalid __global__ read of size 4 bytes\n=========     at chunk_scan_kernel+0x120\n"
                 "========= ERROR SUMMARY: 3 errors",
     "racecheck": "========= Error: Race reported between Write access at chunk_scan_kernel+0x4d80 in a.py:302\n"
                  "=========     and Read access at chunk_scan_kernel+0x21a0 in a.py:201 [96 hazards]\n"
-                 "========= RACECHECK SUMMARY: 2 hazards displayed (1 error, 1 warning)",
-}
+                 "========= RACECHECK SUMMARY: 2 hazards displayed (1 error, 1 warning)"}
 
 
 @pytest.fixture

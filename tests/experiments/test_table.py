@@ -18,8 +18,7 @@ def test_best_chunk_of_the_latest_rows(tmp_path):
     )
     assert [(r["mode"], r["chunk_size"], r["p50_us"]) for r in table.read_latest(tmp_path)] == [
         ("fwd", 128, 800.0),
-        ("bwd", 128, 2000.0),
-    ]
+        ("bwd", 128, 2000.0)]
     assert len(table.read_latest(tmp_path, all_chunks=True)) == 3
 
 

@@ -25,7 +25,7 @@ from experiments.training_run import Run
 from experiments.training_step import compute_learning_rate
 from experiments.workloads import get_workload
 from tests.experiments.invoke import invoke
-from tests.experiments.small import small_run
+from tests.experiments.small import read_log, read_saved, small_run
 
 pytestmark = pytest.mark.usefixtures("small")
 QUIET = Console(quiet=True)
@@ -37,20 +37,9 @@ REPEATING += ["graphmamba"] if find_spec("torch_geometric") else []
 TENSORS = "shard-00001-model-00001-of-00001.safetensors"
 
 
-def losses(out: Path) -> list[float]:
-    entries = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
-    assert [entry["step"] for entry in entries] == list(range(1, len(entries) + 1))
-    return [entry["loss"] for entry in entries]
-
-
-def saved_tensors(out: Path) -> dict[str, torch.Tensor]:
-    last = checkpoints.latest(out / "checkpoints")
-    return checkpoints.read_tensors(last)
-
-
 def assert_same(out: Path, other: Path):
-    assert losses(out) == losses(other)
-    ours, theirs = saved_tensors(out), saved_tensors(other)
+    assert read_log(out) == read_log(other)
+    ours, theirs = read_saved(out), read_saved(other)
     assert ours.keys() == theirs.keys() and all(torch.equal(t, theirs[name]) for name, t in ours.items())
 
 
@@ -120,7 +109,7 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path, monkeypatch, workload, 
     before_step(monkeypatch, 4, terminate)
     with pytest.raises(Interrupted, match=r"SIGTERM after step 4, which is saved; .* --resume"):
         train(run, tmp_path / "parts", QUIET, rows=tmp_path / "rows")
-    assert len(losses(tmp_path / "parts")) == 4 and len(record.read(tmp_path / "rows")) == 1
+    assert len(read_log(tmp_path / "parts")) == 4 and len(record.read(tmp_path / "rows")) == 1
     train(run, tmp_path / "parts", QUIET, resume=True, rows=tmp_path / "rows")
     assert_same(tmp_path / "whole", tmp_path / "parts")
 
@@ -163,7 +152,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr(training, "get_workload", lambda name: broken)
     with pytest.raises(Stopped, match=r"step 4: the loss is nan; try a lower --lr.* last good checkpoint is .*step-00000002"):
         train(run, tmp_path, QUIET)
-    assert all(t.isfinite().all() for t in saved_tensors(tmp_path).values()) and len(losses(tmp_path)) == 3
+    assert all(t.isfinite().all() for t in read_saved(tmp_path).values()) and len(read_log(tmp_path)) == 3
 
 
 @pytest.mark.parametrize("file", [TENSORS, "state.json", "SHA256SUMS"])
@@ -215,7 +204,7 @@ def test_the_command_line(tmp_path):
     other = invoke(*given, "--resume", "--weight-decay", "0.2")
     assert other.exit_code == 2
     assert other.stderr == (f"error: --weight-decay: got 0.2, expected 0.1, with which the run in {tmp_path / 'run'} began\n")
-    assert len(losses(tmp_path / "run")) == 2 and len(record.read(tmp_path / "rows")) == 1
+    assert len(read_log(tmp_path / "run")) == 2 and len(record.read(tmp_path / "rows")) == 1
 
 
 def test_the_learning_rate():

@@ -20,8 +20,7 @@ MILLIONS = {
     "hybrid": {"tiny": 2, "1b": 1055, "2b": 2051, "8b": 8655},
     "mambavision": {"tiny": 1, "T": 32, "T2": 35, "S": 50, "B": 98, "L": 228},
     "graphmamba": {"tiny": 0.036, "tiny-walks": 0.056, "peptides-func": 0.495, "peptides-func-walks": 0.699, "mnist": 0.117,
-                   "voc-sp": 0.497, "malnet-tiny": 0.281},
-}
+                   "voc-sp": 0.497, "malnet-tiny": 0.281}}
 
 
 @pytest.mark.parametrize("workload, preset", [(w, p) for w in workload_names() for p in get_workload(w).presets])
@@ -36,8 +35,7 @@ def test_parameter_counts(workload, preset):
 @pytest.mark.parametrize("pattern", [
     "M-M-M--M-M*-M-M-M-M--M*-M-M-M-M-M*--M-M-M-M-M*-M--M-M-M-",
     "M-M-M--M-*M-M-M-M-*M--M-M-M-",
-    "M-M-M--*M-M-M-",
-])
+    "M-M-M--*M-M-M-"])
 def test_allocation_of_published_patterns(pattern):
     assert allocate(len(pattern)) == pattern
 

@@ -32,8 +32,7 @@ def collect(calls: list[Call]) -> dict:
     return {
         "figures": {"utilisation": Figure(svg, lines)}, "lines": lines, "peak": peak, "work": list(map(_describe_work, calls)),
         "apart": max(shown, key=lambda line: abs(line["U"] - line["W"])),
-        "other_runs": [f"{call.row['variant']} {call.row['mode']}" for call in calls if _mixes_runs(call)],
-    }
+        "other_runs": [f"{call.row['variant']} {call.row['mode']}" for call in calls if _mixes_runs(call)]}
 
 
 def main_peak(call: Call) -> tuple[str, Utilisation]:

@@ -45,8 +45,7 @@ def collect_ratios(calls: list[Call]) -> dict:
         "between": sum(min(sheet, FMA_RATIO) <= line["ratio"] < max(sheet, FMA_RATIO) for line in lines) if sheet else 0,
         "modelled": sum(line["source"] != "counters" for line in lines),
         "groups": {name: {"count": len(found), "below": sum(line["ratio"] < FMA_RATIO for line in found),
-                          "least": min(found, key=lambda line: line["ratio"])} for name, found in groups.items() if found},
-    }
+                          "least": min(found, key=lambda line: line["ratio"])} for name, found in groups.items() if found}}
 
 
 def _ratios(call: Call) -> list[dict]:
@@ -91,8 +90,7 @@ def collect_hit_rates(calls: list[Call]) -> dict:
     return {
         "figures": {"hit-rates": Figure(svg, lines)}, "odd": odd, "missing": [name for name in HIT_RATES if name not in series],
         "gained": max((line["l2_warm_hit_pct"] - line["l2_hit_pct"] for line in forward
-                       if None not in (line["l2_hit_pct"], line["l2_warm_hit_pct"])), default=None),
-    }
+                       if None not in (line["l2_hit_pct"], line["l2_warm_hit_pct"])), default=None)}
 
 
 def collect_stalls(calls: list[Call]) -> dict:

@@ -38,8 +38,7 @@ def collect(calls: list[Call], rows: list[dict]) -> dict:
         "below_with_exps": _count_below(work.tensor / (work.vector + kernel["exps"]) for work, kernel in mixed)
         if mixed and all("exps" in kernel for _, kernel in mixed) else None,
         "lengths": _find_range(components.read_latest(rows)),
-        "operator_lengths": _find_range(row for row in table.read_latest(rows) if row["shape"].startswith("sweep-")),
-    }
+        "operator_lengths": _find_range(row for row in table.read_latest(rows) if row["shape"].startswith("sweep-"))}
 
 
 def share_reasons(text: str) -> str:

@@ -56,8 +56,7 @@ def collect(rows: list[dict]) -> dict:
         "gpus": _name_gpus(gpu, _GPUS), "hopper": _name_gpus(gpu, _HOPPER), "on_hopper": _ON_HOPPER,
         "kernels": [(one.what, DIRECTIONS.get(one.mode, one.mode), one.chunk_size, *_project(of_baseline, [one], _GPUS))
                     for one in latest.values()],
-        "calls": _list_calls([one for one in counted if one.variant in _ON_HOPPER and one.shape == _SHAPE], of_any),
-    }
+        "calls": _list_calls([one for one in counted if one.variant in _ON_HOPPER and one.shape == _SHAPE], of_any)}
 
 
 def _list_facts(left: projection.Left) -> dict:

@@ -36,8 +36,7 @@ def collect_operator(rows: list[dict]) -> dict:
     return {
         "figures": {"scaling-time": _draw(data, "us", look, "µs in a CUDA graph", 3.4),
                     "scaling-memory": _draw(data, "peak_mib", look, "MiB at most", 3.4)},
-        "times": data[-1]["seqlen"] / data[0]["seqlen"], "growth": {key: _growth(data, key) for key in ("us", "peak_mib")},
-    }
+        "times": data[-1]["seqlen"] / data[0]["seqlen"], "growth": {key: _growth(data, key) for key in ("us", "peak_mib")}}
 
 
 def _draw(data: list[dict], key: str, look: Callable[[dict], dict], ylabel: str, height: float = 3.6) -> Figure:
@@ -79,8 +78,7 @@ def collect_components(rows: list[dict]) -> dict:
         "figures": {**{f"scaling-{phase}": _draw(lines, "us", look, "µs") for phase, lines in of_phase.items()},
                     "scaling-components-memory": _draw(of_phase["training"], "peak_mib", look, "MiB at most")},
         "dtype": dtype, "shares": {phase: _shares(lines, "us") for phase, lines in of_phase.items()},
-        "memory": _shares(of_phase["training"], "peak_mib"),
-    }
+        "memory": _shares(of_phase["training"], "peak_mib")}
 
 
 def _sum_parts(rows: list[dict]) -> list[dict]:
