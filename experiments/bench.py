@@ -64,9 +64,8 @@ def run(variants: Sequence[str], against: str | None, shapes: Sequence[Shape], m
     return rows
 
 
-def list_settings(
-    shapes: Sequence[Shape], modes: Sequence[str], dtype: str, console: Console
-) -> Iterator[tuple[Setting, str, float]]:
+def list_settings(shapes: Sequence[Shape], modes: Sequence[str], dtype: str,
+                  console: Console) -> Iterator[tuple[Setting, str, float]]:
     """Every shape in every mode, and the copy rate in GB/s. The caller's code runs on a side stream, and progress is shown."""
     with timing.side_stream():
         ceiling, setting = timing.measure_copy_gbps(), None

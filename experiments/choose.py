@@ -23,6 +23,7 @@ from ssd.variant_times import TABLES, Call, TimeTable, count_work
 
 from . import record
 from .shapes import ITEMSIZES, SHAPES
+from .table import render_lines, write_head
 
 BENCHES = ("ssd", "ablate")
 _SWITCHES = ("gluon", "save_states", "fuse_backward")  # that choose kernels; every other option must have its default
@@ -40,6 +41,9 @@ FEWEST = 40  # measured calls of a GPU's table: constants fitted to fewer would 
 CLOSE, FAR = 0.05, 0.15  # what a choice may cost over the best: in `SHARE` of all, and in all
 SHARE = 0.95
 _NOTHING = 0.01  # a cost that is noise
+_CHECK_HEAD = write_head(f"left out | choices | within {CLOSE:.0%} of the best | the costliest | expected times: median error "
+                         "| error in 95 % of them", "left out")
+_LOST_HEAD = write_head("left out | call | chosen | best | cost", "left out", "call", "chosen", "best")
 SCOPES = {"the call": lambda left, other: left == other,
           "every call of its sizes": lambda left, other: _get_sizes(left) == _get_sizes(other)}
 
@@ -140,25 +144,20 @@ def tabulate_choices(tables: dict[str, TimeTable]) -> str:
     parts = []
     for gpu, table in sorted(tables.items()):
         checked = {scope: check_choices(gpu, table, is_left_out) for scope, is_left_out in SCOPES.items()}
-        lines = [f"{gpu}, {len(table.calls)} measured calls:\n",
-                 f"| left out | choices | within {CLOSE:.0%} of the best | the costliest | expected times: median error | "
-                 "error in 95 % of them |", "|---|---:|---:|---:|---:|---:|"]
-        lines += [f"| {scope} | {_describe_check(choices)} |" for scope, choices in checked.items() if choices]
-        lost = [f"| {scope} | {one.call} | {one.chosen} | {one.best} | {one.cost:.1%} |" for scope, choices in checked.items()
+        near = [(scope, *_describe_check(choices)) for scope, choices in checked.items() if choices]
+        parts.append(f"{gpu}, {len(table.calls)} measured calls:\n\n{_CHECK_HEAD}{render_lines(near)}")
+        lost = [(scope, one.call, one.chosen, one.best, f"{one.cost:.1%}") for scope, choices in checked.items()
                 for one in sorted(choices, key=lambda one: -one.cost) if one.cost > _NOTHING]
         if lost:
-            lines += ["\nChoices that lose more than 1 %:\n", "| left out | call | chosen | best | cost |",
-                      "|---|---|---|---|---:|", *lost]
-        parts.append("\n".join(lines) + "\n")
+            parts.append(f"Choices that lose more than 1 %:\n\n{_LOST_HEAD}{render_lines(lost)}")
     return "\n".join(parts) or "No rows yet: no GPU has run variants that could be chosen from.\n"
 
 
-def _describe_check(choices: list[Choice]) -> str:
+def _describe_check(choices: list[Choice]) -> tuple:
     costs, errors = sorted(one.cost for one in choices), sorted(error for one in choices for error in one.errors)
     close = sum(cost <= CLOSE for cost in costs) / len(costs)
-    cells = (len(costs), f"{close:.0%}", f"{costs[-1]:.1%}", f"{errors[len(errors) // 2]:.0%}",
-             f"{errors[int(0.95 * len(errors))]:.0%}")
-    return " | ".join(map(str, cells))
+    return (len(costs), f"{close:.0%}", f"{costs[-1]:.1%}", f"{errors[len(errors) // 2]:.0%}",
+            f"{errors[int(0.95 * len(errors))]:.0%}")
 
 
 def _read_options(row: dict) -> Options | None:

@@ -10,9 +10,8 @@ from .shapes import ITEMSIZES, Shape
 DTYPES = dict(zip(ITEMSIZES, (torch.bfloat16, torch.float16, torch.float32), strict=True))
 
 
-def make_inputs(
-    shape: Shape, dtype: torch.dtype, device: str, seed: int = 0, requires_grad: bool = False
-) -> dict[str, Tensor | bool]:
+def make_inputs(shape: Shape, dtype: torch.dtype, device: str, seed: int = 0,
+                requires_grad: bool = False) -> dict[str, Tensor | bool]:
     """Keyword arguments of `ssd_chunk_scan` but its chunk size, distributed as at a Mamba-2 layer's initialisation.
 
     x, B, C (and z, if gated) ~ N(0, 1) and dt ~ N(0, 1/4), contiguous and of `dtype`; in fp32 A ~ -U(1, 16), D = 1 and dt_bias

@@ -13,7 +13,7 @@ from . import record, table
 from .setup_size import describe
 from .shapes import DIRECTIONS, SHAPES, Shape
 from .speedup_figure import DEFAULT, FASTEST, HEADLINE
-from .table import render_lines, write_number, write_scientific
+from .table import render_lines, write_head, write_number, write_scientific
 
 MODES = DIRECTIONS | {"fwd_bwd": "forward and backward"}
 COSTS = "8b-b4"  # the shape at which the README says what the default costs
@@ -33,24 +33,18 @@ _whole, _tenths = write_number(0), write_number(1)
 _SHAPE = itemgetter("shape")
 
 
-def _write_head(header: str, *names: str) -> str:
-    """The header of a table; the columns of these names are aligned to the left, the others, numbers, to the right."""
-    rule = "".join("---|" if header.strip() in names else "---:|" for header in header.split("|"))
-    return f"| {header} |\n|{rule}\n"
-
-
-_COSTS_HEAD = _write_head("`variant=` | forward and backward, µs | backward, µs | kept between them, MiB | peak, MiB",
+_COSTS_HEAD = write_head("`variant=` | forward and backward, µs | backward, µs | kept between them, MiB | peak, MiB",
                           "`variant=`")
-_MEMORY_HEAD = _write_head("variant | chunk | kept, MiB | at most, MiB | in a CUDA graph, µs", "variant")
-_ABLATION_HEAD = _write_head("option | without, µs | relative | up to, µs | relative", "option")
-_GAINS_HEAD = _write_head(
+_MEMORY_HEAD = write_head("variant | chunk | kept, MiB | at most, MiB | in a CUDA graph, µs", "variant")
+_ABLATION_HEAD = write_head("option | without, µs | relative | up to, µs | relative", "option")
+_GAINS_HEAD = write_head(
     "workload | preset | mixer | batch | upstream's step, ms | SSM in it | variant | step, ms | SSM in it | step faster | "
     "SSM faster | SSM in the gain", "workload", "preset", "mixer", "variant")
-_GPUS_HEAD = _write_head(
+_GPUS_HEAD = write_head(
     "workload | preset | variant | batch | GPUs | way | link, GB/s | step, ms | on one | faster | efficiency | loss | on one",
     "workload", "preset", "variant", "GPUs", "way")
-_SEEDS_HEAD = _write_head("workload | preset | mixer | steps | seed | losses | apart", "workload", "preset", "mixer", "losses")
-_EVERY_ROW_HEAD = _write_head(
+_SEEDS_HEAD = write_head("workload | preset | mixer | steps | seed | losses | apart", "workload", "preset", "mixer", "losses")
+_EVERY_ROW_HEAD = write_head(
     "shape | | variant | chunk | µs | in a CUDA graph, µs | share of bound | error | against | speed-up",
     "shape", "", "variant", "against")
 
@@ -71,7 +65,7 @@ def tabulate_speedups(rows: list[dict], steps: list[dict]) -> str:
         paragraphs[-1] += f" The table is of `{FASTEST}`{dash}."
     parts = [textwrap.fill(text, _WIDTH) + "\n" for text in paragraphs]
     head = ("layer, batch x tokens", *MODES.values(), "training step")
-    parts += [_write_head(" | ".join(head), *head) + render_lines(lines)] if lines else []
+    parts += [write_head(" | ".join(head), *head) + render_lines(lines)] if lines else []
     return "\n".join(parts) or "No GPU has run the bench beside mamba_ssm yet.\n"
 
 
@@ -164,7 +158,7 @@ def tabulate_results(rows: list[dict], figure_path: str) -> str:
 
 
 def _list_sizes(shapes: list[Shape]) -> str:
-    head = _write_head(" | ".join(("shape", *shapes[0].sizes)), "shape")
+    head = write_head(" | ".join(("shape", *shapes[0].sizes)), "shape")
     return head + render_lines([shape.name, *shape.sizes.values()] for shape in shapes)
 
 
@@ -175,7 +169,7 @@ def _tabulate_by_shape(rows: list[dict]) -> str:
         cells = {row["variant"]: _whole(_graph_us(row)) + (f" ({row['graph_speedup']:.2f})" if row.get("graph_speedup") else "")
                  for row in group}
         lines.append([shape, *(cells.get(variant, "") for variant in variants)])
-    return _write_head(" | ".join(("shape", *variants)), "shape") + render_lines(lines)
+    return write_head(" | ".join(("shape", *variants)), "shape") + render_lines(lines)
 
 
 def _list_row(row: dict) -> tuple:
@@ -245,7 +239,7 @@ def tabulate_libraries(rows: list[dict], parts: list[dict]) -> str:
                 for module in (transformers_patch, mamba_ssm_patch)]
     whole, alone = "; ".join(mamba2) or "no rows yet", "; ".join(mamba2[:1]) or "no rows yet"
     head = ("library", "versions", "one line", "what is faster")
-    return _write_head(" | ".join(head), *head) + render_lines((
+    return write_head(" | ".join(head), *head) + render_lines((
         ("transformers", versions[0], "`ssd.patch_transformers()`", whole),
         ("mamba_ssm", versions[1], "`ssd.patch_mamba_ssm()`", "; ".join((whole, *mamba1))),
         ("Megatron-LM", "any beside such a mamba_ssm", "`ssd.patch_mamba_ssm()`", f"{alone}; the rest as above"),

@@ -213,6 +213,12 @@ def render_markdown(header: Sequence[str], rows: Iterable[Sequence[object]], nam
     return render_lines((header, rules, *rows))
 
 
+def write_head(header: str, *names: str) -> str:
+    """The head of a table in Markdown, from `a | b`; the columns of `names` are aligned to the left, numbers to the right."""
+    rule = "".join("---|" if header.strip() in names else "---:|" for header in header.split("|"))
+    return f"| {header} |\n|{rule}\n"
+
+
 def render_lines(rows: Iterable[Sequence[object]]) -> str:
     """Lines of a table in Markdown, for below a header."""
     return "".join(f"| {' | '.join(map(str, row))} |\n" for row in rows)

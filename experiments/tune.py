@@ -27,12 +27,8 @@ from .terminal import make_empty_table, track
 from .timing import list_launches
 
 # What together launches every kernel, forward and backward.
-_CALLS = (
-    ("baseline", Options()),
-    ("fused", Options(gluon=False)),
-    ("fused", Options(gluon=False, two_level=False)),
-    ("persistent", Options(gluon=False)),
-)
+_CALLS = (("baseline", Options()), ("fused", Options(gluon=False)), ("fused", Options(gluon=False, two_level=False)),
+          ("persistent", Options(gluon=False)))
 
 
 def run(shapes: list[Shape], dtype: str, chunk_sizes: tuple[int, ...], repeats: int, console: Console) -> None:

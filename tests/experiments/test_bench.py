@@ -49,11 +49,7 @@ def run(tmp_path, console, clock):
 def test_rows(run, tmp_path, rival):
     rows, _ = run(*MODES)
     assert [(r["mode"], r["variant"], r["chunk_size"]) for r in rows[:4]] == [
-        ("fwd", "torch", 32),
-        ("fwd", "torch", 64),
-        ("fwd", "rival", 128),
-        ("fwd", "rival", 256),
-    ]
+        ("fwd", "torch", 32), ("fwd", "torch", 64), ("fwd", "rival", 128), ("fwd", "rival", 256)]
     assert [r.get("saved_mib") for r in rows[::4]] == [0.5 if mode == "fwd_train" else None for mode in MODES]
     assert len(rows) == 16 and all(r["err_rms"] < 1e-5 and r["err_seqlen"] == SMALL.seqlen for r in rows)
     assert [json.loads(line) for line in (tmp_path / "cpu" / "ssd.jsonl").read_text().splitlines()] == rows

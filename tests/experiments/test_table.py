@@ -9,16 +9,11 @@ from tests.experiments.rows import compared, ssd_row, write
 
 
 def test_best_chunk_of_the_latest_rows(tmp_path):
-    write(
-        tmp_path,
-        ssd_row(chunk_size=64, p50_us=500.0, time="2026-01-01T00:00:00+00:00"),
-        ssd_row(chunk_size=64, p50_us=900.0, time="2026-01-02T00:00:00+00:00"),
-        ssd_row(chunk_size=128, p50_us=800.0),
-        ssd_row(mode="bwd", p50_us=2000.0),
-    )
+    write(tmp_path, ssd_row(chunk_size=64, p50_us=500.0, time="2026-01-01T00:00:00+00:00"),
+          ssd_row(chunk_size=64, p50_us=900.0, time="2026-01-02T00:00:00+00:00"),
+          ssd_row(chunk_size=128, p50_us=800.0), ssd_row(mode="bwd", p50_us=2000.0))
     assert [(r["mode"], r["chunk_size"], r["p50_us"]) for r in table.read_latest(tmp_path)] == [
-        ("fwd", 128, 800.0),
-        ("bwd", 128, 2000.0)]
+        ("fwd", 128, 800.0), ("bwd", 128, 2000.0)]
     assert len(table.read_latest(tmp_path, all_chunks=True)) == 3
 
 
