@@ -28,22 +28,17 @@ def tune_first(arguments: list[str], seconds: float) -> Iterator[None]:
     Raises:
         ValueError: it failed, with the end of what it said, or did not end in so many seconds, or left no configs.
     """
-    with TemporaryDirectory() as folder:
-        path = Path(folder) / "configs.json"
-        os.environ[_FILE] = str(path)
-        command = [sys.executable, "-m", "experiments", *arguments]
+    with TemporaryDirectory() as folder, patch.dict(os.environ, {_FILE: str(Path(folder, "configs.json"))}):
         try:
-            try:
-                ran = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
-            except subprocess.TimeoutExpired as error:
-                raise ValueError(f"without ncu: did not end in {seconds} s; expected a smaller shape or preset") from error
-            if ran.returncode:
-                raise ValueError(f"without ncu: exit status {ran.returncode}: {ran.stderr.strip()[-400:]}")
-            if not path.exists():
-                raise ValueError("without ncu: it left no configs")
-            yield
-        finally:
-            del os.environ[_FILE]
+            ran = subprocess.run([sys.executable, "-m", "experiments", *arguments], capture_output=True, text=True,
+                                 timeout=seconds)
+        except subprocess.TimeoutExpired as error:
+            raise ValueError(f"without ncu: did not end in {seconds} s; expected a smaller shape or preset") from error
+        if ran.returncode:
+            raise ValueError(f"without ncu: exit status {ran.returncode}: {ran.stderr.strip()[-400:]}")
+        if not Path(os.environ[_FILE]).exists():
+            raise ValueError("without ncu: it left no configs")
+        yield
 
 
 @contextmanager

@@ -69,12 +69,10 @@ def run(parts: Sequence[str], shapes: Sequence[Shape], scans: Sequence[Shape], m
 
 def count(rows: list[dict], out: Path, console: Console) -> None:
     """Counters of ncu for what each row measured, appended as rows of the bench `block_counters`, one for each kernel."""
-    for _ in counters.append_counts(rows, "block_counters", _name_call, _CALL, out, console):
-        pass  # `make report` shows them
+    def name_call(row: dict) -> list[str]:
+        return ["once", "block:run_call", json.dumps({key: row[key] for key in _CALL})]
 
-
-def _name_call(row: dict) -> list[str]:
-    return ["once", "block:run_call", json.dumps({key: row[key] for key in _CALL})]
+    list(counters.append_counts(rows, "block_counters", name_call, _CALL, out, console))  # `make report` shows them
 
 
 def run_call(part: str, shape: str, mode: str, dtype: str, variant: str) -> None:

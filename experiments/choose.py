@@ -80,13 +80,11 @@ def name_kernels(row: dict, options: Options | None = None) -> str | None:
 
 def write_tables(tables: dict[str, TimeTable], folder: Path = TABLES) -> list[Path]:
     """Replaces the table of each GPU that has one."""
-    paths = []
-    for gpu, table in tables.items():
-        folder.mkdir(exist_ok=True)
-        path = folder / f"{gpu}.json"
-        path.write_text(table.write())
-        paths.append(path)
-    return paths
+    folder.mkdir(exist_ok=True)
+    paths = {gpu: folder / f"{gpu}.json" for gpu in tables}
+    for gpu, path in paths.items():
+        path.write_text(tables[gpu].write())
+    return list(paths.values())
 
 
 @dataclass(frozen=True)

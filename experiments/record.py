@@ -5,11 +5,10 @@ import os
 import subprocess
 from collections.abc import Callable, Hashable, Iterable
 from configparser import ConfigParser
-from contextlib import suppress
 from dataclasses import asdict
 from datetime import datetime, timezone
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from pathlib import Path
 
 RESULTS = Path(__file__).parent / "results"
@@ -29,7 +28,9 @@ def environment() -> dict:
     driver, sm_mhz = _nvidia_smi() if gpu else (None, None)
     sha, dirty = _git_state()
     return {
-        "git_sha": sha, "dirty": dirty, "gpu": gpu, "driver": driver, "torch": torch.__version__, "triton": _triton(),
+        "git_sha": sha, "dirty": dirty, "gpu": gpu, "driver": driver, "torch": torch.__version__,
+        # without importing it: whether it interprets is decided at import
+        "triton": next((found.version for found in distributions(name="triton")), None),
         "sm_mhz": sm_mhz, "time": datetime.now(timezone.utc).isoformat(timespec="seconds")}
 
 
@@ -170,10 +171,3 @@ def _git_state() -> tuple[str | None, bool | None]:
         return git("rev-parse", "HEAD"), bool(changes)
     except (OSError, subprocess.CalledProcessError):
         return None, None
-
-
-def _triton() -> str | None:
-    """Its version without importing it: whether it interprets is decided at import."""
-    with suppress(PackageNotFoundError):
-        return version("triton")
-    return None

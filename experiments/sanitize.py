@@ -77,11 +77,6 @@ def list_variants() -> list[str]:
     return [name for name in VARIANTS if name != CONTROL or is_hopper(_GPU)]
 
 
-def _list_expected() -> set[str]:
-    """The kernels that the variants and `block` must have launched on this GPU."""
-    return {name for name in list_ours() if is_hopper(_GPU) or not name.startswith("hopper_")}
-
-
 def run(variants: list[str], tools: list[str], out: Path, console: Console) -> bool:
     """Whether every tool found every variant clean; a row for each pair, appended to its file, and what was found, printed.
 
@@ -91,7 +86,8 @@ def run(variants: list[str], tools: list[str], out: Path, console: Console) -> b
     if shutil.which(_EXECUTABLE) is None:
         raise FileNotFoundError(f"{_EXECUTABLE} is not on the PATH; it comes with the CUDA toolkit")
     table = make_empty_table("variant", "tool", "kernels", "found", "of Triton's start of roles")
-    clean, never = True, _list_expected() if {*list_candidates(), BLOCK} <= set(variants) else set()
+    whole, clean = {*list_candidates(), BLOCK} <= set(variants), True
+    never = {name for name in list_ours() if whole and (is_hopper(_GPU) or not name.startswith("hopper_"))}
     for variant, tool in track([(v, t) for v in variants for t in tools], console, " ".join):
         found, of_roles, kernels, launched, said = check(variant, tool)
         clean, never = clean and found == of_roles, never.difference(launched)

@@ -68,11 +68,6 @@ def first_line(reason: BaseException) -> str:
     return (str(reason).splitlines() or [type(reason).__name__])[0]
 
 
-def last_line(reason: BaseException) -> str:
-    """The last line of its message: where an error of another process says what happened."""
-    return (str(reason).splitlines() or [type(reason).__name__])[-1]
-
-
 @contextmanager
 def refuse_errors(prefix: str = "", *also: type[Exception]) -> Iterator[None]:
     """Refuses what is raised within for what came from outside: settings, files, packages; also: exceptions besides."""

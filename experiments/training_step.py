@@ -19,7 +19,6 @@ from torch.utils.data import DataLoader, Dataset
 from .characterize.scopes import BACKWARD, FORWARD, scope
 from .packages import import_package
 from .parallel import Team
-from .terminal import last_line
 from .training_run import Run
 from .workloads import Workload
 
@@ -67,8 +66,8 @@ def make_batches(run: Run, workload: Workload, dataset: Dataset, done: int, team
     try:
         for batch in loader:
             yield {name: t.to(team.device, non_blocking=True) for name, t in batch.items()}
-    except ValueError as error:  # a worker's is a traceback
-        raise ValueError(last_line(error).removeprefix("ValueError: ")) from error
+    except ValueError as error:  # a worker's is a traceback, whose last line says what happened
+        raise ValueError(str(error).strip().rpartition("\n")[2].removeprefix("ValueError: ")) from error
 
 
 def _workers(team: Team) -> int:

@@ -1,7 +1,6 @@
 """The command `fuzz`, which `__main__` adds to the command line."""
 
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -50,7 +49,7 @@ def fuzz(
         raise typer.Exit(1 if campaign.run(plan, console).failures else 0)
     with refuse_errors("--config: "):
         lines = [to_json(from_json(line)) for line in _lines(config)]
-    raise typer.Exit(0 if campaign.rerun(lines, replace(plan, workers=min(workers, len(lines))), console) else 1)
+    raise typer.Exit(0 if campaign.rerun(lines, plan, console) else 1)
 
 
 def _lines(text: str) -> list[str]:
