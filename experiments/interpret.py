@@ -19,13 +19,10 @@ _CHUNK_SIZE = 32
 _LIMITS = {"fp32": 1e-4, "fp16": 1e-2}
 _BOUNDS = ("memory", "tensor", "exp")  # what `cost.Ceilings.compute_floors_us` gives a time for
 ERRORS = table.make_columns("variant", "dtype", "worst in", "rms error", "max error", "limit", "verdict")
-_COSTS = {
-    "shape": ("shape", str), "mode": ("mode", str), "ideal MB": ("ideal_bytes", table.write_number(0, 1e-6)),
-    "DRAM MB": ("dram_bytes", table.write_number(0, 1e-6)), "floor us": ("floor_us", table.write_microseconds),
-    "bound by": ("bound", str),
-    "chunk": ("chunk_size", table.write_text), "GPU us": ("graph_p50_us", table.write_microseconds),
-    "of floor %": ("of_floor", table.write_number(0, 100)),
-}
+_COSTS = table.make_columns("shape", "mode") | {
+    "ideal MB": ("ideal_bytes", table.write_number(0, 1e-6)), "DRAM MB": ("dram_bytes", table.write_number(0, 1e-6)),
+    "floor us": ("floor_us", table.write_microseconds), "bound by": ("bound", str), "chunk": ("chunk_size", table.write_text),
+    "GPU us": ("graph_p50_us", table.write_microseconds), "of floor %": ("of_floor", table.write_number(0, 100))}
 _STAGES = table.make_columns("stage", "MB", "GFLOP", "exp M", "memory us", "tensor us", "exp us")
 
 

@@ -11,7 +11,7 @@ from ssd.registry import is_peer
 
 from . import record, table
 from .setup_size import describe
-from .shapes import DIRECTIONS, SHAPES, Shape
+from .shapes import DIRECTIONS, SHAPES
 from .speedup_figure import DEFAULT, FASTEST, HEADLINE
 from .table import render_lines, write_head, write_number, write_scientific
 
@@ -153,13 +153,10 @@ def tabulate_results(rows: list[dict], figure_path: str) -> str:
                 parts += [f"**{name.capitalize()}**\n", _tabulate_by_shape(of)]
         parts += ["**Each measurement**: eager times, chunk sizes, the share of the bandwidth bound, errors\n",
                   _EVERY_ROW_HEAD + render_lines(map(_list_row, group))]
-    parts += ["**The shapes**\n", _list_sizes([SHAPES[name] for name in dict.fromkeys(row["shape"] for row in rows)])]
+    sizes = {name: SHAPES[name].sizes for name in dict.fromkeys(row["shape"] for row in rows)}
+    head = write_head(" | ".join(("shape", *record.SIZES)), "shape")
+    parts += ["**The shapes**\n", head + render_lines((name, *of.values()) for name, of in sizes.items())]
     return "\n".join(parts)
-
-
-def _list_sizes(shapes: list[Shape]) -> str:
-    head = write_head(" | ".join(("shape", *shapes[0].sizes)), "shape")
-    return head + render_lines([shape.name, *shape.sizes.values()] for shape in shapes)
 
 
 def _tabulate_by_shape(rows: list[dict]) -> str:

@@ -47,12 +47,8 @@ class GPU:
         return EXPS_PER_CLOCK * self.sms.value * self.clock_ghz * 1e9
 
 
-def _read_gpus() -> dict[str, GPU]:
-    sheets = json.loads(Path(__file__).with_suffix(".json").read_text())
-    return {key: GPU(sheet.pop("name"), **{what: Cell(*cell) for what, cell in sheet.items()}) for key, sheet in sheets.items()}
-
-
-GPUS = _read_gpus()
+GPUS = {key: GPU(sheet.pop("name"), **{what: Cell(*cell) for what, cell in sheet.items()})
+        for key, sheet in json.loads(Path(__file__).with_suffix(".json").read_text()).items()}
 
 
 def find(name: str | None) -> GPU | None:

@@ -128,9 +128,8 @@ def rerun(lines: list[str], plan: Plan, console: Console) -> bool:
     with Pool(min(plan.workers, len(lines)), plan.timeout, plan.main) as pool:
         for line, outcome in pool.run([line] for line in lines):
             tally.add(line, outcome)
-            console.print(f"{outcome.status} in {outcome.seconds:.1f} s, {outcome.ratio:.2f} of a bound: {line}", markup=False,
-                          soft_wrap=True)
-            console.print(outcome.why, markup=False, soft_wrap=True)
+            said = f"{outcome.status} in {outcome.seconds:.1f} s, {outcome.ratio:.2f} of a bound: {line}\n{outcome.why}"
+            console.print(said, markup=False, soft_wrap=True)
         if tally.failures:
             _print_failures(_shrink_failures(pool, tally.failures, plan.shrinking, console), console)
     return not tally.failures

@@ -105,5 +105,4 @@ def _residue(stem: int, ending: tuple[int, ...], is_ring: bool) -> dict[str, lis
         "element": [_NITROGEN, _CARBON, _CARBON, _OXYGEN] + [_CARBON] * stem + list(ending),
         "parent": [0, 0, _ALPHA, _CARBONYL, *[_ALPHA, *range(_BACKBONE, tip)][:stem], *of_ending],
         "bond": [_SINGLE, _SINGLE, _SINGLE, _DOUBLE] + [_SINGLE] * stem + [_AROMATIC if is_ring else _SINGLE] * len(ending),
-        "ring": in_ring,
-    }
+        "ring": in_ring}

@@ -11,20 +11,14 @@ def read(path: Path) -> tuple[np.ndarray, np.ndarray]:
     Raises:
         FileNotFoundError, ValueError: naming the file or folder, and what is wrong with it.
     """
-    contents = [_content(file) for file in _files(path)]
+    files = [path] if path.is_file() else sorted(path.rglob("*.txt"))
+    if not files:
+        raise FileNotFoundError(f"--data: got {path}, which has no .txt file in it, expected at least one")
+    contents = [_read_content(file) for file in files]
     return np.concatenate(contents), np.cumsum([len(content) for content in contents])
 
 
-def _files(path: Path) -> list[Path]:
-    if path.is_file():
-        return [path]
-    files = sorted(path.rglob("*.txt"))
-    if not files:
-        raise FileNotFoundError(f"--data: got {path}, which has no .txt file in it, expected at least one")
-    return files
-
-
-def _content(file: Path) -> np.ndarray:
+def _read_content(file: Path) -> np.ndarray:
     """(bytes,) uint8."""
     content = file.read_bytes()
     if not content:

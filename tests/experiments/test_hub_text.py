@@ -23,11 +23,15 @@ def _cache(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
 
 
+def make_tokenizer(words: dict[str, int]) -> Tokenizer:
+    made = Tokenizer(models.WordLevel(words, unk_token="?"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    return made
+
+
 @pytest.fixture
 def tokenizer(tmp_path) -> str:
-    made = Tokenizer(models.WordLevel(WORDS, unk_token="?"))
-    made.pre_tokenizer = pre_tokenizers.Whitespace()
-    made.save(str(tmp_path / "tokenizer.json"))
+    make_tokenizer(WORDS).save(str(tmp_path / "tokenizer.json"))
     return str(tmp_path)
 
 
@@ -52,8 +56,7 @@ def test_rows_of_a_file_are_documents(file, tokenizer):
 
 def test_a_tokenizer_that_changed_is_another(file, tokenizer):
     before = load_rows(file, SIZES, 4, 0, tokenizer).source.tokens
-    changed = Tokenizer(models.WordLevel({word: n + 1 for word, n in WORDS.items()}, unk_token="?"))
-    changed.pre_tokenizer = pre_tokenizers.Whitespace()
+    changed = make_tokenizer({word: n + 1 for word, n in WORDS.items()})
     changed.enable_truncation(3)  # which is not for here
     changed.enable_padding(length=12)
     changed.save(f"{tokenizer}/tokenizer.json")

@@ -20,14 +20,14 @@ from experiments.train import train
 from experiments.training_run import make_run
 from ssd.block import arguments
 from tests.experiments.small import VARIANT, needs_graphs, read_log, read_saved
-from tests.experiments.test_train import started, started_module
+from tests.experiments.test_train import start_module
 from tests.experiments.undrawn import runs_of, train_undrawn
 
 needs_two = pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.device_count() == 1, reason="needs no GPU, or two")
 needs_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs: on CPUs torch syncs no batch norms")
 SETTINGS = {"workload": "hybrid", "variant": VARIANT, "batch": 4, "seqlen": 32, "accumulate": 2, "steps": 4, "save_every": 2}
 _LONGEST_S = 300
-LINE = [f"--{name.replace('_', '-')}={value}" for name, value in SETTINGS.items()]
+LINE = ["train", *(f"--{name.replace('_', '-')}={value}" for name, value in SETTINGS.items())]
 
 
 def two() -> list[dict[str, object]]:
@@ -59,7 +59,7 @@ def said_by(ranks: list[Popen[str]], status: int = 0) -> list[tuple[str, str]]:
 
 
 def trained_by_two(out: Path, way: str, *more: str) -> None:
-    ranks = [started(*LINE, "--out", out, "--rows", out / "rows", "--parallel", way, *more, **environment)
+    ranks = [start_module("experiments", *LINE, "--out", out, "--rows", out / "rows", "--parallel", way, *more, **environment)
              for environment in two()]
     _, (said, _) = said_by(ranks)
     assert said == "", "the second process speaks, too"
@@ -127,7 +127,7 @@ def test_two_halves_go_on_with_what_one_has_saved(by_one, tmp_path):
 def test_every_workload_in_either_way(workload, tmp_path):
     """Not by its weights: biases before a batch norm have gradients of rounding alone, of which AdamW makes whole steps."""
     train_undrawn(workload, tmp_path / "one", "ddp")
-    ranks = [started_module("tests.experiments.undrawn", workload, tmp_path / "two", **environment) for environment in two()]
+    ranks = [start_module("tests.experiments.undrawn", workload, tmp_path / "two", **environment) for environment in two()]
     said_by(ranks)
     for way in WAYS:
         for name in runs_of(workload):
@@ -142,7 +142,8 @@ def test_every_workload_in_either_way(workload, tmp_path):
 @needs_two
 def test_a_signal_to_all_processes_saves(tmp_path):
     """Twice, as from a scheduler and from torchrun."""
-    ranks = [started(*LINE, "--steps", "1000", "--save-every", "0", "--out", tmp_path, **environment) for environment in two()]
+    line = (*LINE, "--steps", 1000, "--save-every", 0, "--out", tmp_path)
+    ranks = [start_module("experiments", *line, **environment) for environment in two()]
     until = time.monotonic() + _LONGEST_S
     while not (tmp_path / "log.jsonl").exists() and ranks[0].poll() is None and time.monotonic() < until:
         time.sleep(0.05)

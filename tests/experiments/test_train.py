@@ -55,12 +55,7 @@ def before_step(monkeypatch, number: int, act: Callable[[], None]):
     monkeypatch.setattr(training, "compute_gradient", step)
 
 
-def started(*arguments: object, **variables: object) -> subprocess.Popen[str]:
-    """The command, as `started_module` starts it."""
-    return started_module("experiments", "train", *arguments, **variables)
-
-
-def started_module(module: str, *arguments: object, **variables: object) -> subprocess.Popen[str]:
+def start_module(module: str, *arguments: object, **variables: object) -> subprocess.Popen[str]:
     """A module run in a process of its own, where nothing interprets kernels; variables: of its environment, besides."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {"OMP_NUM_THREADS": "1"}
     environment |= {name: str(value) for name, value in variables.items()}
