@@ -85,7 +85,8 @@ def _check(variant: str, modes: list[str], options: Options, console: Console) -
 
 def _show_costs(variant: str, shapes: list[Shape], modes: list[str], dtype: str, chunk_size: int, rows: list[dict],
                 console: Console) -> None:
-    """A line for each shape and mode: what the ideal operator must move, its floor on an H200, what the variant took."""
+    """A line for each shape and mode: what the ideal operator must move, its floor on an H200, what the variant took there."""
+    rows = [row for row in rows if "H200" in row["gpu"]]
     timed = {(row["shape"], row["mode"]): row for row in table.read_latest(rows, variant=variant)}
     counted = {(call["shape"], call["mode"]): call["dram_bytes"] for call in counters.read_latest(rows)
                if call["variant"] == variant and record.has_default_options(call)}
@@ -100,8 +101,8 @@ def _show_costs(variant: str, shapes: list[Shape], modes: list[str], dtype: str,
                           "dram_bytes": counted.get((shape.name, mode)), "chunk_size": row.get("chunk_size"),
                           "graph_p50_us": us, "of_floor": us and floor / us, "git_sha": row.get("git_sha"),
                           "time": row.get("time", "")})
-    gpus = sorted({row["gpu"] for row in timed.values()}) or ["no GPU yet"]
-    table.show(console, [line | {"gpu": f"measured on {', '.join(gpus)}", "dtype": dtype} for line in lines],
+    measured = "measured there" if timed else "not measured there yet"
+    table.show(console, [line | {"gpu": measured, "dtype": dtype} for line in lines],
                f"{variant}: costs, floors on an H200", _COSTS)
 
 
