@@ -12,7 +12,8 @@ and the mirror's error spread evenly over the tensor, all added up:
     |e_s| <= 3 |m_s| + 4 one |t_s| + share sqrt(n_s / n) (|m| + one |t|),
 
 where e, m and t are the result's error, the mirror's and the truth, n counts elements, and s is of the slice. In a result of
-few elements luck can leave the mirror without an error, so two roundings of the operands over sqrt(n) come on top everywhere.
+few elements luck can leave the mirror without an error, so two roundings of the operands over sqrt(n) come on top everywhere;
+of a result with a row for each token, n counts rows: C B^T of a pair is rounded once for a whole row.
 In the maximum and in slices, one rounding is at least that of the operands and of the states that are kept: where a document is
 a token, a result of any dtype is a product of two of them, and kernels keep states at tokens where the mirror has none.
 A gradient that is zero because two terms cancel may be a few fp32 roundings of these (`compute_slacks`).
@@ -21,6 +22,7 @@ A gradient that is zero because two terms cancel may be a few fp32 roundings of 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor
@@ -98,8 +100,9 @@ def compare(name: str, value: Tensor, truth: Tensor, mirrors: list[Tensor], prob
         return [Check(float("inf"), said)]
     off, *allowed = (torch.where(held, t.double() - truth, 0.0) for t in (value, *mirrors))
     truth = torch.where(held, truth, 0.0)
-    one, count = _find_rounding(name, value, problem), value.numel()
-    axes, lucky = problem.axes[name], _LUCK * problem.coarsest * count**-0.5
+    one, count, axes = _find_rounding(name, value, problem), value.numel(), problem.axes[name]
+    rows = prod(size for size, axis in zip(value.shape, axes, strict=True) if axis in "blh")
+    lucky = _LUCK * problem.coarsest * (rows if {"l", "h"} <= set(axes) else count) ** -0.5
     operand = _Rounding.of(problem.coarsest)
     rms, of_slices = (v + problem.exponent * _FP32 / 4 for v in (one.rms, max(one.rms, operand.rms)))
     e, t = (_sum_by_slice(v.square(), axes) for v in (off, truth))

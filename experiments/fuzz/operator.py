@@ -14,7 +14,7 @@ from ssd import Options, reference, ssd_chunk_scan
 from ssd import reference_stages as stages
 from ssd.reference_stages import Precision
 from ssd.registry import get_variant
-from ssd.types import SSDInputs
+from ssd.types import SUB_CHUNK, SSDInputs
 
 from .common import Common, Values, make_problem
 from .layouts import lay_out, pack
@@ -103,7 +103,7 @@ def problem(c: Config, turn: int, device: str) -> Problem:
         c, tensors, _run, _truth, _run, _AXES | {"dD": "hp" if c.D == "hp" else "h"},
         {"final_states": torch.float32} if c.final_states else {}, mirrors=_list_mirrors(c, tf32), eps=eps,
         coarsest=max(eps, torch.finfo(inputs.states_dtype).eps), summed=("dA", "dD", "ddt_bias"), tokens=c.batch * c.seqlen,
-        exponent=largest_exponent(inputs), exact=c.variant != "torch" or device == "cpu")
+        exponent=largest_exponent(inputs) + _add_for_documents(inputs), exact=c.variant != "torch" or device == "cpu")
 
 
 def _mirror_chunks(c: Config) -> list[int]:
@@ -230,6 +230,16 @@ def largest_exponent(inputs: SSDInputs) -> float:
         return float(dA_cumsum.abs().amax())
 
 
+def _add_for_documents(inputs: SSDInputs) -> float:
+    """What dA_cumsum falls by more in the kernels for Hopper, which keep documents apart by it (docs/ssd.md): 128 for each that
+    begins in the same 64 tokens.
+    """
+    if inputs.seq_idx is None or inputs.x.dtype == torch.float32:
+        return 0.0
+    begins = torch.nn.functional.pad(inputs.seq_idx.diff(dim=1) != 0, (1, -inputs.seqlen % SUB_CHUNK))
+    return 128.0 * float(begins.unflatten(1, (-1, SUB_CHUNK)).sum(2).amax())
+
+
 def _tensors(c: Config, turn: int, device: str) -> Tensors:
     """Arguments of the operator by name."""
     values, h, p, g, n = Values(c, turn, device), c.nheads, c.headdim, c.ngroups, c.dstate
@@ -248,6 +258,8 @@ def _tensors(c: Config, turn: int, device: str) -> Tensors:
         "dt_bias": uniform(-0.5, 0.5, h) * (1.0 if c.dt_softplus else mean) if c.dt_bias else None,
         "initial_states": normal(c.batch, h, p, n) if c.initial_states else None}
     made = {name: None if t is None else t.to(c.dtype_of(name)) for name, t in made.items()}
+    if c.dt_limit:
+        made["dt"] = _keep_off_limits(c, made["dt"], made["dt_bias"])
     packed = {}
     if c.layouts.get("x") == "packed":
         packed = pack({name: made[name] for name in ("z", "x", "B", "C", "dt")
@@ -256,6 +268,14 @@ def _tensors(c: Config, turn: int, device: str) -> Tensors:
             for name, t in made.items()} | packed
     made = {name: None if t is None else t.detach() for name, t in made.items()}
     return made | _document_tensors(c, turn, device)
+
+
+def _keep_off_limits(c: Config, dt: Tensor, dt_bias: Tensor | None) -> Tensor:
+    """dt whose steps are not so near to a limit, where gradients jump, that rounding decides on which side of it they are."""
+    step = dt.double() if dt_bias is None else dt.double() + dt_bias.double()
+    step = torch.nn.functional.softplus(step) if c.dt_softplus else step
+    near = torch.stack([(step - limit).abs() < 1e-4 * max(limit, 0.01) for limit in _limit(c)]).any(0)
+    return torch.where(near, dt * 1.1, dt)
 
 
 def _document_tensors(c: Config, turn: int, device: str) -> Tensors:
