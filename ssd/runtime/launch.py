@@ -15,7 +15,8 @@ from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
 from .proxy_fence import add_fences
-from .toolchain import COMPILE_OPTIONS, get_current_stream, launch_compiled
+from .ptxas import take_trusted_ptxas
+from .toolchain import COMPILE_OPTIONS, get_current_stream, launch_compiled, mark
 from .trust import find_fault, forbid_warpgroups
 
 _MOST = 4096  # entries; callers whose sizes never repeat must not fill the memory
@@ -56,11 +57,13 @@ def launch(kernel, programs: int, *args, **config) -> None:
 def _compile_and_launch(kernel, programs: int, args: tuple, config: dict):
     """The launch by Triton, of a kernel that can be trusted; returns it, None in the interpreter."""
     with _compiling:
-        with add_fences() as fence:
-            options = {**COMPILE_OPTIONS, **fence, **config}
-            why = find_fault(kernel.warmup(*args, grid=(programs,), **options)) if isinstance(kernel, JITFunction) else None
-        if why is None:
-            return kernel[(programs,)](*args, **options)
+        if not isinstance(kernel, JITFunction):  # interpreted
+            return kernel[(programs,)](*args, **COMPILE_OPTIONS, **config)
+        with add_fences() as fences, take_trusted_ptxas() as ptxas:
+            options = {**COMPILE_OPTIONS, **mark(*fences, *ptxas), **config}
+            why = find_fault(kernel.warmup(*args, grid=(programs,), **options))
+            if why is None:
+                return kernel[(programs,)](*args, **options)
         with forbid_warpgroups(kernel.__name__, why) as switch:
             return kernel[(programs,)](*args, **options | switch)
 

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 import torch
 from triton import knobs
 
-from .toolchain import TRITON, mark
+from .toolchain import TRITON, change_stages
 
 _WGMMA = "wgmma.fence.sync.aligned;"  # before the first product of a group
 _FENCE = "fence.proxy.async.shared::cta;"
@@ -25,31 +25,17 @@ _LEFT_OUT = TRITON < (3, 7) and torch.version.hip is None and not knobs.runtime.
 
 
 @contextmanager
-def add_fences() -> Iterator[dict]:
-    """What is compiled inside, with the options that this gives, has the fence before each group of products. Of one thread at
-    a time: Triton's hook is one for all.
+def add_fences() -> Iterator[tuple[str, ...]]:
+    """What is compiled inside of plain kernels has the fence before each group of products; yields the marks of it
+    (`toolchain.mark`). Gluon kernels have the fences that they need.
     """
     if not _LEFT_OUT:
-        yield {}
+        yield ()
         return
-    others = knobs.runtime.add_stages_inspection_hook
-
-    def add(*args) -> None:
-        if others is not None:
-            others(*args)
-        _add(*args)
-
-    knobs.runtime.add_stages_inspection_hook = add
-    try:
-        yield mark(_FENCE)
-    finally:
-        knobs.runtime.add_stages_inspection_hook = others
+    with change_stages(_add):
+        yield (_FENCE,)
 
 
-def _add(backend, stages: dict, options, language, capability) -> None:
-    """Triton's hook for those who add to its stages, of which each maps what the one before made. Gluon kernels, which begin
-    with a later one, have the fences that they need.
-    """
-    if "ttir" in stages and "ptx" in stages:
-        make_ptx = stages["ptx"]
-        stages["ptx"] = lambda src, metadata: make_ptx(src, metadata).replace(_WGMMA, f"{_FENCE}\n\t{_WGMMA}")
+def _add(stages: dict) -> None:
+    make_ptx = stages["ptx"]
+    stages["ptx"] = lambda src, metadata: make_ptx(src, metadata).replace(_WGMMA, f"{_FENCE}\n\t{_WGMMA}")

@@ -5,7 +5,8 @@ Every use of a name that Triton does not promise to keep is here, so that a new 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 
 import triton
@@ -22,11 +23,34 @@ TRITON = release(triton.__version__)
 COMPILE_OPTIONS = {"enable_fp_fusion": True}
 
 
-def mark(text: str) -> dict:
+def mark(*texts: str) -> dict:
     """An option of a compilation that changes nothing but the key under which Triton keeps what it compiles: among fp8 dtypes
-    that are out of favour, Hopper's own entry and the text.
+    that are out of favour, Hopper's own entry and the texts. Without texts, no option.
     """
-    return {"deprecated_fp8_dot_operand_dtypes": ("fp8e4b15", text)}
+    return {"deprecated_fp8_dot_operand_dtypes": ("fp8e4b15", *texts)} if texts else {}
+
+
+@contextmanager
+def change_stages(change: Callable[[dict], None]) -> Iterator[None]:
+    """What is compiled inside of kernels in plain Triton, which begin as "ttir", goes through stages that `change` was given to
+    change: functions, by what they make, of what the one before made and of the metadata. Of one thread at a time: Triton's
+    hook is one for all. Triton 3.6 keeps what it compiled under keys that know nothing of the hook: `mark` tells it apart.
+    """
+    others = knobs.runtime.add_stages_inspection_hook
+
+    def hook(backend=None, stages=None, *args):
+        if stages is None:  # newer Tritons ask what their keys, on disk and in memory, are to hold of the hook
+            return others() if others is not None else ("", "0")
+        if others is not None:
+            others(backend, stages, *args)
+        if "ttir" in stages:
+            change(stages)
+
+    knobs.runtime.add_stages_inspection_hook = hook
+    try:
+        yield
+    finally:
+        knobs.runtime.add_stages_inspection_hook = others
 
 
 if knobs.runtime.interpret:

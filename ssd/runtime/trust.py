@@ -1,15 +1,18 @@
 """Kernels of matrix products are launched only after their machine code was searched for what ptxas is known to do wrong.
 
 On Hopper, Triton multiplies by wgmma, whose operands ptxas names by descriptors in uniform registers, or reads from registers
-while the instructions after it run. Two of its faults have made gradients wrong, at sizes that no list of tests would have had:
+while the instructions after it run. Three of its faults have made results wrong, at sizes that no list of tests would have had:
 
-    fault               what happens                                                 ptxas
-    an unset register   the address of a product is made of what nothing has written      12.8          (Triton 3.6, 3.7)
-    a lost operand      a loop overwrites what its next turn multiplies by                12.8 to 13.0  (Triton 3.6 to 3.8)
+    fault               what happens                                                       ptxas
+    another's register  a product's address is made of what holds something else by then   12.8
+    an unset register   a product's address is made of what nothing has written            12.8
+    a lost operand      a loop overwrites what its next turn multiplies by                 12.8 to 13.0
 
-Both are plain to see in machine code, by `unset_registers` and `lost_operands`. A kernel in which one is found, at whatever
-size and by whatever ptxas, is compiled without wgmma instead, and the logger "ssd" says so: mma.sync takes its operands from
-registers alone and has neither fault. So does a kernel that cannot be searched, for want of nvdisasm.
+The first cannot be seen without following every value, so nothing that ptxas 12.8 makes of wgmma is launched: `ptxas` takes
+the newer one that Triton brings too. The others are plain to see in machine code, by `unset_registers` and `lost_operands`. A
+kernel in which one is found, at whatever size and by whatever ptxas, is compiled without wgmma instead, and the logger "ssd"
+says so: mma.sync takes its operands from registers alone and has none of these faults. So is a kernel for which there is no
+newer ptxas, or that cannot be searched, for want of nvdisasm.
 """
 
 from __future__ import annotations
@@ -30,8 +33,10 @@ from triton.runtime.cache import get_cache_manager
 
 from .lost_operands import find_lost_operands
 from .machine_code import inspect
+from .ptxas import OLDEST, choose_ptxas
 from .toolchain import mark
 from .unset_registers import find_unset_registers
+from .versions import release
 
 _SWITCH = "DISABLE_MMA_V3"  # of Triton, which has it in its keys on disk, but not in memory
 _SEARCHES = ("machine_code.py", "unset_registers.py", "lost_operands.py")
@@ -42,6 +47,8 @@ def find_fault(compiled: CompiledKernel) -> str | None:
     """What is wrong with the machine code of a kernel in plain Triton, or why that is not known; None if nothing is."""
     if "ttir" not in compiled.asm or "wgmma.mma_async" not in compiled.asm["ptx"]:
         return None
+    if release(version := choose_ptxas().version) < OLDEST:
+        return f"ptxas {version} makes products read at addresses that are not theirs, which 12.9 and newer do not"
     if (nvdisasm := _find_nvdisasm()) is None:
         return "nvdisasm, which comes with Triton and with the CUDA toolkit, is not there to show what ptxas made of it"
     return _find(compiled.kernel, nvdisasm)

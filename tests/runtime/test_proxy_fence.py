@@ -22,7 +22,7 @@ def main() -> None:
     use_installed_tools()
     inputs = random_inputs(Shape(1, 256, 2, dstate=128, chunk_size=256), Case(), torch.bfloat16)
     add_fences = launch.add_fences
-    for context in (lambda: nullcontext({}), add_fences):
+    for context in (lambda: nullcontext(()), add_fences):
         launch.add_fences = context
         with compiling(90) as found:
             bmm_chunk(inputs, Options())

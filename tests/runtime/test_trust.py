@@ -26,7 +26,13 @@ class Compiled:
 
 
 @pytest.fixture
-def search(monkeypatch, tmp_path):
+def any_ptxas(monkeypatch):
+    """What compiled a kernel is trusted, whichever it was."""
+    monkeypatch.setattr(trust, "OLDEST", (0, 0))
+
+
+@pytest.fixture
+def search(any_ptxas, monkeypatch, tmp_path):
     """fault() of a kernel whose machine code is the text given, and how often nvdisasm ran."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(trust, "_find_nvdisasm", lambda: "nvdisasm")
@@ -49,7 +55,7 @@ def test_kernels_without_wgmma_and_of_gluon_are_not_searched(search):
     assert search(UNSET, source="source") == (None, 0)
 
 
-def test_nothing_is_trusted_without_a_disassembler(monkeypatch):
+def test_nothing_is_trusted_without_a_disassembler(any_ptxas, monkeypatch):
     monkeypatch.setattr(trust, "_find_nvdisasm", lambda: None)
     assert "nvdisasm" in trust.find_fault(Compiled())
 

@@ -205,6 +205,8 @@ FOUND = {
     "C B^T from memory": (Shape(1, 256, 72, 12, 6, 42, 256), KEPT_STATES, torch.float16,
                           Options(low_precision_states=False, gluon=False, fuse_bmm=False)),
     "one head": (Shape(1, 257, 1, 48, 1, 32, 256), LIMITED, torch.bfloat16, Options()),
+    "wide heads and C B^T from memory": (Shape(1, 192, 26, 256, 2, 149, 64), replace(KEPT_STATES, D="h", z=False, packed=True),
+                                         torch.bfloat16, Options(exp2=False, fuse_bmm=False)),
     **{f"a state a channel, {nheads} heads": (Shape(1, seqlen, nheads, 8, 1, 1, 64), Case(packed=True, D=D, dt_softplus=True),
                                               torch.float16, PLAIN_BACKWARD)
        for nheads, seqlen in ((5, 256), (3, 128), (1, 128)) for D in (None, "h")},
