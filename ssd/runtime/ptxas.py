@@ -24,7 +24,7 @@ from contextlib import contextmanager
 import torch
 from triton import knobs
 
-from .toolchain import change_stages
+from .toolchain import change_stages, get_ptxas
 from .versions import release
 
 OLDEST = (12, 9)
@@ -36,7 +36,7 @@ def take_trusted_ptxas() -> Iterator[tuple[str, ...]]:
     """What is compiled inside of plain kernels with wgmma is compiled by a ptxas without those faults, if there is one; yields
     the marks of it (`toolchain.mark`). Of one thread at a time: the environment is one for all.
     """
-    if torch.version.hip is not None or (taken := choose_ptxas()) == knobs.nvidia.ptxas:
+    if torch.version.hip is not None or (taken := choose_ptxas()) == get_ptxas(90):
         yield ()
         return
 
@@ -60,7 +60,7 @@ def take_trusted_ptxas() -> Iterator[tuple[str, ...]]:
 
 def choose_ptxas() -> knobs.NvidiaTool:
     """That of plain kernels with wgmma: Triton's choice, or a user's, unless the newer one is to be taken in its place."""
-    own = knobs.nvidia.ptxas
+    own = get_ptxas(90)
     if _VARIABLE in os.environ or release(own.version) >= OLDEST:
         return own
     try:

@@ -30,6 +30,13 @@ def mark(*texts: str) -> dict:
     return {"deprecated_fp8_dot_operand_dtypes": ("fp8e4b15", *texts)} if texts else {}
 
 
+def get_ptxas(arch: int) -> knobs.NvidiaTool:
+    """The ptxas, `path` and `version`, that Triton takes for a compute capability, 90 say for 9.0."""
+    from triton.backends.nvidia import compiler
+
+    return compiler.get_ptxas(arch)
+
+
 @contextmanager
 def change_stages(change: Callable[[dict], None]) -> Iterator[None]:
     """What is compiled inside of kernels in plain Triton, which begin as "ttir", goes through stages that `change` was given to

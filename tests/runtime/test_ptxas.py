@@ -4,7 +4,7 @@ import subprocess
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import patch
+from unittest.mock import Mock, PropertyMock, patch
 
 import pytest
 import torch
@@ -18,24 +18,18 @@ from tests.programs import run_python
 from tools import tritons
 
 
-class Knobs:
-    """Triton's, with the versions of its two."""
-
-    def __init__(self, own: str, other: str | None):
-        self.ptxas, self._other = SimpleNamespace(version=own, path="own"), other
-
-    @property
-    def ptxas_blackwell(self):
-        if self._other is None:
-            raise RuntimeError("Cannot find ptxas-blackwell")
-        return SimpleNamespace(version=self._other, path="other")
-
-
 @pytest.fixture
 def bring(monkeypatch):
-    """Makes Triton one that brings these two."""
+    """Makes Triton one that brings a ptxas for Hopper and another of these versions; None if there is none."""
     monkeypatch.delenv("TRITON_PTXAS_PATH", raising=False)
-    return lambda own, other: monkeypatch.setattr(ptxas.knobs, "nvidia", Knobs(own, other))
+
+    def bring(own: str, other: str | None) -> None:
+        monkeypatch.setattr(ptxas, "get_ptxas", lambda arch: SimpleNamespace(version=own, path="own"))
+        monkeypatch.setattr(ptxas, "knobs", knobs := Mock())
+        type(knobs.nvidia).ptxas_blackwell = PropertyMock(
+            side_effect=[SimpleNamespace(version=other, path="other") if other else RuntimeError])
+
+    return bring
 
 
 @pytest.mark.parametrize("own, other, found", [
