@@ -1,4 +1,4 @@
-"""Prefill a prompt and decode token by token; both give the tokens that a whole forward gives."""
+"""Prefill a prompt and decode token by token, by hand and by `generate`; then draw tokens, for prompts of unequal lengths."""
 
 import torch
 
@@ -22,3 +22,18 @@ with torch.no_grad():
 
 print("by hand:          ", generated)
 print("model.generate(): ", model.generate(prompt, max_new_tokens=10)[0, 50:].tolist())
+
+# drawn tokens, one after another; the same again with the same seed
+rng = torch.Generator(device).manual_seed(0)
+print("drawn:            ", end=" ")
+for token in model.stream(prompt, max_new_tokens=10, temperature=0.8, top_k=50, top_p=0.95, generator=rng, eos_token_id=0):
+    print(token.item(), end=" ", flush=True)
+print()
+
+# two prompts, of 50 and of 20 tokens: the mask says where tokens are
+prompts = torch.zeros(2, 50, dtype=torch.int64, device=device)
+prompts[0], prompts[1, :20] = prompt[0], prompt[0, :20]
+mask = torch.ones_like(prompts)
+mask[1, 20:] = 0
+print("of two prompts:   ", model.generate(prompts, max_new_tokens=10, attention_mask=mask)[:, 50:].tolist())
+print("the second alone: ", model.generate(prompt[:, :20], max_new_tokens=10)[0, 20:].tolist())

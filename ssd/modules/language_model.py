@@ -5,7 +5,7 @@ Parameters have the names and shapes of mamba_ssm's `MambaLMHeadModel`, so that 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from os import PathLike
 from pathlib import Path
@@ -15,9 +15,11 @@ from torch import Tensor, nn
 
 from ..runtime import value_checks
 from ..types import Options
-from . import checkpoint
+from . import checkpoint, decoding
+from .captured_step import Mamba2LMCache
 from .language_config import Mamba2LMConfig
 from .mamba2 import Mamba2, Mamba2Cache
+from .sampling import Sampling
 
 _EMBEDDING, _HEAD = "backbone.embedding.weight", "lm_head.weight"
 
@@ -56,40 +58,63 @@ class Mamba2LM(nn.Module):
         """The next token of each sequence, (batch,), to (batch, config.padded_vocab_size); for inference."""
         return self.lm_head(self.backbone.step(input_ids, cache))
 
-    @torch.no_grad()
     def generate(self, input_ids: Tensor, max_new_tokens: int, cache: Sequence[Mamba2Cache] | None = None,
-                 eos_token_id: int | None = None) -> Tensor:
-        """The likeliest token after another: the prompt through the SSD's kernels, then step by step.
-
-        Args:
-            input_ids: (batch, seqlen) int32 or int64, seqlen >= 1, without padding.
-            max_new_tokens: at least 1.
-            cache: the tokens before input_ids, so that a prompt may come in pieces, of which only the last is given here.
-                Afterwards it has all tokens but the last.
-            eos_token_id: ends a sequence, and fills it up until all have ended.
+                 eos_token_id: int | Sequence[int] | None = None, attention_mask: Tensor | None = None,
+                 temperature: float = 0.0, top_k: int | None = None, top_p: float | None = None,
+                 generator: torch.Generator | None = None, graph: bool | None = None) -> Tensor:
+        """The tokens of `stream`, which has these arguments too, all at once.
 
         Returns:
             (batch, seqlen + new), input_ids and what follows, new <= max_new_tokens, of ids below config.vocab_size.
         """
+        return torch.cat([input_ids, *(token[:, None] for token in self.stream(
+            input_ids, max_new_tokens, cache, eos_token_id, attention_mask, temperature, top_k, top_p, generator, graph))], 1)
+
+    def stream(self, input_ids: Tensor, max_new_tokens: int, cache: Sequence[Mamba2Cache] | None = None,
+               eos_token_id: int | Sequence[int] | None = None, attention_mask: Tensor | None = None,
+               temperature: float = 0.0, top_k: int | None = None, top_p: float | None = None,
+               generator: torch.Generator | None = None, graph: bool | None = None) -> Iterator[Tensor]:
+        """One token after another of each sequence, the likeliest or drawn: the prompt through the SSD's kernels, then step
+        by step. Nothing waits for the GPU, but once with attention_mask, and at each token with eos_token_id.
+
+        Args:
+            input_ids: (batch, seqlen) int32 or int64, seqlen >= 1.
+            max_new_tokens: at least 1.
+            cache: the tokens before input_ids, so that a prompt may come in pieces, of which only the last is given here.
+                Afterwards it has all tokens but the last. One of `new_cache` also keeps the captured step for the next call.
+            eos_token_id: ends a sequence, and fills it up until all have ended. Several: each ends it, the first fills it up.
+            attention_mask: (batch, seqlen), 1 or True at tokens, 0 or False at padding, which is to the left or the right of a
+                row's tokens and holds any ids. A row goes on as it would alone. Not with a cache that has had tokens.
+            temperature, top_k, top_p, generator: see `Sampling`; the likeliest token unless there is a temperature.
+            graph: whether steps are replayed as a CUDA graph. Unless given, on a GPU where they can be, for more than a few
+                tokens. False: each launch by itself. The tokens are the same.
+
+        Yields:
+            (batch,) ids below config.vocab_size, at most max_new_tokens times.
+
+        Raises:
+            TypeError, ValueError: at once, naming the argument, what came and what is accepted; or why there is no graph.
+            RuntimeError: a step cannot be captured for a reason that only shows in capturing it.
+        """
         if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
             raise ValueError(f"max_new_tokens: got {max_new_tokens!r}, expected an int of at least 1")
         _check_ids(input_ids, "(batch, seqlen)")
-        cache = self.new_cache(len(input_ids)) if cache is None else cache
-        tokens, ended = [input_ids], torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
-        hidden = self.backbone(input_ids, cache=cache)[:, -1]
-        while True:
-            token = self.lm_head(hidden)[:, : self.config.vocab_size].argmax(-1).to(input_ids.dtype)
-            if eos_token_id is not None:
-                token = token.masked_fill(ended, eos_token_id)
-                ended |= token == eos_token_id
-            tokens.append(token[:, None])
-            if len(tokens) > max_new_tokens or (eos_token_id is not None and ended.all()):
-                return torch.cat(tokens, 1)
-            hidden = self.backbone.step(token, cache)
+        sampling = Sampling(temperature, top_k, top_p, generator)
+        sampling.check_device(input_ids.device)
+        stops = decoding.list_stops(eos_token_id, self.config.vocab_size)
+        decoding.check_graph(self, input_ids.device, graph)
+        input_ids, mask = decoding.align_right(input_ids, attention_mask)
+        if cache is None:
+            cache = self.new_cache(len(input_ids))
+        elif mask is not None and cache[0].conv_state.any():
+            raise ValueError("attention_mask: got padding with a cache that has had tokens, expected a new cache, or one after "
+                             "reset()")
+        return decoding.decode(self, input_ids, mask, max_new_tokens, cache, stops, sampling, graph)
 
-    def new_cache(self, batch: int, dtype: torch.dtype | None = None) -> list[Mamba2Cache]:
-        """Of sequences that have had no token, for each block; dtype as in `Mamba2.new_cache`."""
-        return [layer.mixer.new_cache(batch, dtype) for layer in self.backbone.layers]
+    def new_cache(self, batch: int, dtype: torch.dtype | None = None,
+                  state_dtype: torch.dtype = torch.float32) -> Mamba2LMCache:
+        """Of sequences that have had no token, for each block; dtypes as in `Mamba2.new_cache`."""
+        return Mamba2LMCache(layer.mixer.new_cache(batch, dtype, state_dtype) for layer in self.backbone.layers)
 
     @classmethod
     def from_pretrained(cls, folder: str | PathLike[str], dtype: torch.dtype | None = None, device=None,
@@ -147,19 +172,24 @@ class _Backbone(nn.Module):
         self.norm_f = _norm(config, **made)
         nn.init.normal_(self.embedding.weight, std=0.02)
 
-    def forward(self, input_ids: Tensor, seq_idx: Tensor | None = None, cache: Sequence[Mamba2Cache] | None = None) -> Tensor:
+    def forward(self, input_ids: Tensor, seq_idx: Tensor | None = None, cache: Sequence[Mamba2Cache] | None = None,
+                mask: Tensor | None = None) -> Tensor:
+        """mask: of `Mamba2.prefill`, with a cache that has had no token."""
         _check_ids(input_ids, "(batch, seqlen)")
         residual = self._embedded(input_ids)
         for layer, its_cache in zip(self.layers, self._by_layer(cache), strict=True):
-            residual = residual + layer.mixer(layer.normed(residual), seq_idx, its_cache)
+            normed = layer.normed(residual)
+            residual = residual + (layer.mixer(normed, seq_idx, its_cache) if mask is None else
+                                   layer.mixer.prefill(normed, mask, its_cache))
         return _normed(self.norm_f, residual)
 
     def step(self, input_ids: Tensor, cache: Sequence[Mamba2Cache]) -> Tensor:
         """One token of each sequence, (batch,) to (batch, d_model)."""
         _check_ids(input_ids, "(batch,)")
         residual = self._embedded(input_ids)
-        for layer, its_cache in zip(self.layers, self._by_layer(cache), strict=True):
-            residual = residual + layer.mixer.step(layer.normed(residual), its_cache)
+        rates = -torch.stack([layer.mixer.A_log for layer in self.layers]).float().exp()  # four launches, whatever n_layer
+        for layer, its_cache, A in zip(self.layers, self._by_layer(cache), rates, strict=True):
+            residual = residual + layer.mixer.step(layer.normed(residual), its_cache, A)
         return _normed(self.norm_f, residual)
 
     def _embedded(self, input_ids: Tensor) -> Tensor:

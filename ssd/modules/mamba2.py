@@ -30,7 +30,7 @@ class Mamba2Cache:
 
     Attributes:
         conv_state: (batch, conv_dim, d_conv - 1), the last inputs of the convolution, the oldest first.
-        ssm_state: (batch, nheads, headdim, d_state) fp32.
+        ssm_state: (batch, nheads, headdim, d_state), fp32 unless `new_cache` was told otherwise.
     """
 
     conv_state: Tensor
@@ -123,23 +123,43 @@ class Mamba2(nn.Module):
         self._check(u, ("batch", "seqlen"), cache)
         if cache is not None and seq_idx is not None:
             raise ValueError("seq_idx: got a tensor with a cache, expected one of the two: a cache goes on with one document")
-        before = {} if cache is None else {"initial_states": cache.ssm_state, "return_final_states": True,
-                                           "conv_states": cache.conv_state, "return_conv_states": True}
-        results = split_conv1d_scan(
-            self.in_proj(u), self._filter(), self.conv1d.bias, self.dt_bias, self._A(), self._D(), self.chunk_size,
-            seq_idx=seq_idx, dt_limit=self.dt_limit, rmsnorm_weight=self.norm.weight if self.rmsnorm else None,
-            rmsnorm_eps=self.norm.eps if self.rmsnorm else None, outproj_weight=self.out_proj.weight,
-            outproj_bias=self.out_proj.bias, headdim=None if self.D_has_hdim else self.headdim, ngroups=self.ngroups,
-            norm_before_gate=self.norm_before_gate, variant=self.variant, options=self.options, **before)
         if cache is None:
-            return results
-        out, ssm_state, conv_state = results
+            return self._mix(self.in_proj(u), seq_idx=seq_idx)
+        out, ssm_state, conv_state = self._mix(
+            self.in_proj(u), initial_states=cache.ssm_state.float(), return_final_states=True, conv_states=cache.conv_state,
+            return_conv_states=True)
         cache.ssm_state.copy_(ssm_state)
         cache.conv_state.copy_(conv_state)
         return out
 
-    def step(self, u: Tensor, cache: Mamba2Cache) -> Tensor:
-        """The next token of each sequence, (batch, d_model) to the same shape; for inference."""
+    def prefill(self, u: Tensor, mask: Tensor, cache: Mamba2Cache) -> Tensor:
+        """Prompts of unequal lengths, padded on the left, as `forward` with a cache that has had no token; for inference.
+
+        mask: (batch, seqlen) bool, False for padding, of which the results are without meaning.
+        """
+        self._check(u, ("batch", "seqlen"), cache)
+        zxbcdt = self.in_proj(u)
+        out, ssm_state = self._mix(zxbcdt, seq_idx=mask.int(), return_final_states=True)  # padding is a document of its own
+        cache.ssm_state.copy_(ssm_state)
+        width, start = self.d_conv - 1, 2 * (self.d_inner - self.d_ssm) + self.d_ssm
+        last = zxbcdt[:, -width:, start : start + cache.conv_state.shape[1]].masked_fill(~mask[:, -width:, None], 0)
+        cache.conv_state.copy_(F.pad(last.mT, (width - last.shape[1], 0)))
+        return out
+
+    def _mix(self, zxbcdt: Tensor, **more) -> Tensor | tuple[Tensor, ...]:
+        """What follows the input projection. more: of `split_conv1d_scan`."""
+        return split_conv1d_scan(
+            zxbcdt, self._filter(), self.conv1d.bias, self.dt_bias, self._A(), self._D(), self.chunk_size,
+            dt_limit=self.dt_limit, rmsnorm_weight=self.norm.weight if self.rmsnorm else None,
+            rmsnorm_eps=self.norm.eps if self.rmsnorm else None, outproj_weight=self.out_proj.weight,
+            outproj_bias=self.out_proj.bias, headdim=None if self.D_has_hdim else self.headdim, ngroups=self.ngroups,
+            norm_before_gate=self.norm_before_gate, variant=self.variant, options=self.options, **more)
+
+    def step(self, u: Tensor, cache: Mamba2Cache, A: Tensor | None = None) -> Tensor:
+        """The next token of each sequence, (batch, d_model) to the same shape; for inference.
+
+        A: -exp(A_log), (nheads,) fp32, where a model computes it for all of its blocks at once.
+        """
         self._check(u, ("batch",), cache)
         d_mlp, group = self.d_inner - self.d_ssm, self.ngroups * self.d_state
         z0, x0, z, xBC, dt = self.in_proj(u).split([d_mlp, d_mlp, self.d_ssm, self.d_ssm + 2 * group, self.nheads], -1)
@@ -149,10 +169,10 @@ class Mamba2(nn.Module):
         dt_bias, softplus = self.dt_bias, True
         if self.dt_limit != _NO_LIMIT:
             dt, dt_bias, softplus = F.softplus(dt.float() + dt_bias.float()).clamp(*self.dt_limit), None, False
-        channels = x.shape[1:]
-        D = self._D()
+        channels, D = x.shape[1:], self._D()
+        A = self._A() if A is None else A
         y = selective_state_update(
-            cache.ssm_state, x, dt[..., None].expand(x.shape), self._A()[:, None, None].expand(*channels, self.d_state),
+            cache.ssm_state, x, dt[..., None].expand(x.shape), A[:, None, None].expand(*channels, self.d_state),
             B.unflatten(-1, (self.ngroups, self.d_state)), C.unflatten(-1, (self.ngroups, self.d_state)),
             D=D if D.dim() == 2 else D[:, None].expand(channels), z=None if self.rmsnorm else z.view(x.shape),
             dt_bias=None if dt_bias is None else dt_bias[:, None].expand(channels), dt_softplus=softplus)
@@ -161,11 +181,16 @@ class Mamba2(nn.Module):
             y = self.norm(y, z)
         return self.out_proj(torch.cat([F.silu(z0) * x0, y], -1) if d_mlp else y)
 
-    def new_cache(self, batch: int, dtype: torch.dtype | None = None) -> Mamba2Cache:
-        """The cache of sequences that have had no token; dtype: of the activations, that of the weights unless given."""
+    def new_cache(self, batch: int, dtype: torch.dtype | None = None, state_dtype: torch.dtype = torch.float32) -> Mamba2Cache:
+        """The cache of sequences that have had no token.
+
+        Args:
+            dtype: of the activations, that of the weights unless given.
+            state_dtype: of the SSD's states. In fp16 or bf16 a step moves half the bytes, and rounds the states at each token.
+        """
         weight = self.conv1d.weight
         conv_state = weight.new_zeros(batch, weight.shape[0], self.d_conv - 1, dtype=dtype or weight.dtype)
-        return Mamba2Cache(conv_state, weight.new_zeros(batch, self.nheads, self.headdim, self.d_state, dtype=torch.float32))
+        return Mamba2Cache(conv_state, weight.new_zeros(batch, self.nheads, self.headdim, self.d_state, dtype=state_dtype))
 
     def _check(self, u: Tensor, axes: tuple[str, ...], cache: Mamba2Cache | None) -> None:
         """axes: of u, before that of its channels."""

@@ -1,4 +1,4 @@
-"""Models of 130m generate the same 256 tokens with and without the patches, in fp32, greedily, on a GPU."""
+"""Models of 130m generate the same 256 tokens with and without the patches, or a CUDA graph, in fp32, greedily, on a GPU."""
 
 from contextlib import AbstractContextManager, nullcontext
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import ssd
+from ssd.modules import Mamba2LM, Mamba2LMConfig
 from tests.interop.installed import require_mamba_ssm
 
 pytestmark = pytest.mark.gpu
@@ -58,3 +59,9 @@ def test_mamba_ssm():
     model, ids = spread(MambaLMHeadModel(config, device="cuda")), prompt()
     expected, got = (generated(how, model, ids, max_length=PROMPT + NEW) for how in (nullcontext(), ssd.patch_mamba_ssm()))
     assert_same(got, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_our_own_with_and_without_a_graph(dtype):
+    model, ids = spread(Mamba2LM(Mamba2LMConfig(d_model=768, n_layer=24, vocab_size=VOCAB), "cuda")).to(dtype), prompt()
+    assert_same(*(model.generate(ids, NEW, graph=graph) for graph in (True, False)))

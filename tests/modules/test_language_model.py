@@ -62,8 +62,11 @@ def test_parameters_are_called_as_upstreams():
 def test_steps_are_the_whole(settings, device):
     """Greedy generation gives the tokens that the logits of all tokens so far give."""
     model, ids = made(device, **settings), tokens(device)
+    cache = model.new_cache(2)
     with torch.no_grad():
         expected = followed(model, ids, 6)
+        steps = torch.stack([model.step(token, cache) for token in ids.unbind(1)], 1)
+        assert_close(steps, model(ids), rtol=1e-4, atol=1e-5)
     assert torch.equal(model.generate(ids, 6), expected)
     assert torch.equal(model.generate(ids.int(), 6), expected.int())
 
@@ -167,11 +170,14 @@ def test_other_bad_arguments_are_refused_by_name(call, message):
         call(made(), tokens("cpu"))
 
 
-def test_the_example_of_the_docs_runs(tmp_path, monkeypatch):
+def test_the_examples_of_the_docs_run(tmp_path, monkeypatch):
     pytest.importorskip("safetensors")
     docs = Path(__file__).parents[2] / "docs" / "drop-in.md"
     if not docs.exists():
         pytest.skip("there are no docs")
-    example = re.search(r"^## A language model.*?^```python\n(.*?)^```", docs.read_text(), re.M | re.S)
+    section = re.search(r"^## A language model.*?(?=^## |\Z)", docs.read_text(), re.M | re.S)[0]
+    examples = re.findall(r"^```python\n(.*?)^```", section, re.M | re.S)
+    assert len(examples) == 2
     monkeypatch.chdir(tmp_path)
-    exec(example.group(1), {})
+    for example in examples:
+        exec(example, {})

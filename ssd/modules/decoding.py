@@ -1,0 +1,125 @@
+"""Generation: a prompt through the SSD's kernels, then token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from .captured_step import CapturedStep, Mamba2LMCache, explain_refusal
+from .mamba2 import Mamba2Cache
+from .sampling import Sampling
+
+if TYPE_CHECKING:
+    from .language_model import Mamba2LM
+
+_WORTH_A_GRAPH = 8  # steps: a capture takes as long as a few of them
+
+
+@torch.no_grad()
+def decode(model: Mamba2LM, input_ids: Tensor, mask: Tensor | None, max_new_tokens: int, cache: Sequence[Mamba2Cache],
+           stops: tuple[int, ...], sampling: Sampling, graph: bool | None) -> Iterator[Tensor]:
+    """The new tokens of each sequence, (batch,) at a time in the dtype of input_ids, until all have ended.
+
+    Args:
+        input_ids, mask: as `align_right` gives them.
+        stops: tokens that end a sequence; the first then fills it up.
+        graph: as of `Mamba2LM.stream`.
+    """
+    ends = torch.tensor(stops, dtype=input_ids.dtype, device=input_ids.device)
+    ended = torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+    logits, step = model.lm_head(model.backbone(input_ids, cache=cache, mask=mask)[:, -1]), None
+    for left in reversed(range(max_new_tokens)):
+        token = sampling.choose(logits[:, : model.config.vocab_size]).to(input_ids.dtype)
+        if stops:
+            token = token.masked_fill(ended, stops[0])
+            ended |= (token[:, None] == ends).any(1)
+        yield token
+        if not left or (stops and ended.all()):
+            return
+        step = step or _choose_step(model, input_ids, cache, left, graph)  # while a GPU works on the prompt
+        logits = step(token)
+
+
+def check_graph(model: Mamba2LM, device: torch.device, graph: bool | None) -> None:
+    """Raises:
+        TypeError, ValueError: it is not True, False or None; or steps are to be captured, and cannot.
+    """
+    if graph is not None and not isinstance(graph, bool):
+        raise TypeError(f"graph: got {graph!r}, expected True, False or None")
+    if graph and (reason := explain_refusal(model, device)):
+        raise ValueError(f"graph: got True, expected False or None: {reason}")
+
+
+def _choose_step(model: Mamba2LM, input_ids: Tensor, cache: Sequence[Mamba2Cache], steps: int,
+                 graph: bool | None) -> Callable[[Tensor], Tensor]:
+    """`Mamba2LM.step` with this cache, plain or captured."""
+    (batch, device), keeps = (len(input_ids), input_ids.device), isinstance(cache, Mamba2LMCache)
+    kept = cache.captured if keeps else None
+    wanted = graph or (graph is None and (kept or steps >= _WORTH_A_GRAPH) and not explain_refusal(model, device))
+    if not wanted:
+        return partial(model.step, cache=cache)
+    if kept and kept.fits(model, cache, batch):
+        return kept
+    step = CapturedStep(model, cache, batch, device)
+    if keeps:
+        cache.captured = step
+    return step
+
+
+def list_stops(eos_token_id: int | Sequence[int] | None, vocab_size: int) -> tuple[int, ...]:
+    """Tokens that end a sequence.
+
+    Raises:
+        TypeError, ValueError: one of them is no token.
+    """
+    stops = () if eos_token_id is None else (eos_token_id,) if isinstance(eos_token_id, int) else tuple(eos_token_id)
+    for stop in stops:
+        if isinstance(stop, bool) or not isinstance(stop, int):
+            raise TypeError(f"eos_token_id: got {stop!r}, expected an int, several, or None")
+        if not 0 <= stop < vocab_size:
+            raise ValueError(f"eos_token_id: got {stop}, expected tokens from 0 to {vocab_size - 1}")
+    return stops
+
+
+def align_right(input_ids: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Prompts of unequal lengths that end in the same column, and which of its columns are theirs; None if all are.
+
+    Args:
+        input_ids: (batch, seqlen) integers.
+        attention_mask: (batch, seqlen) of True or 1 at tokens, False or 0 at padding, to the left or right of them.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what came and what is accepted.
+    """
+    if attention_mask is None:
+        return input_ids, None
+    _check_mask(attention_mask, input_ids)
+    mask = attention_mask != 0
+    lengths, columns = mask.sum(1, keepdim=True), torch.arange(mask.shape[1], device=mask.device)
+    first = mask.int().argmax(1, keepdim=True)
+    if bool(((columns >= first) & (columns < first + lengths) != mask).any()):
+        raise ValueError("attention_mask: got padding between tokens of a row, expected it to their left or right")
+    shortest, longest = map(int, lengths.aminmax())
+    if not shortest:
+        raise ValueError("attention_mask: got a row without a token, expected at least one in each")
+    moved = (columns + first + lengths) % mask.shape[1]  # the last token of a row goes to the last column
+    ids, mask = (t.gather(1, moved)[:, -longest:] for t in (input_ids, mask))
+    return ids.masked_fill(~mask, 0), None if shortest == longest else mask.contiguous()
+
+
+def _check_mask(attention_mask: object, input_ids: Tensor) -> None:
+    shape = tuple(input_ids.shape)
+    if not isinstance(attention_mask, Tensor):
+        raise TypeError(f"attention_mask: got {type(attention_mask).__name__}, expected a tensor {shape}")
+    if attention_mask.dtype not in (torch.bool, torch.int32, torch.int64):
+        raise TypeError(f"attention_mask: got {attention_mask.dtype}, expected torch.bool, torch.int32 or torch.int64")
+    if attention_mask.shape != shape:
+        raise ValueError(f"attention_mask: got shape {tuple(attention_mask.shape)}, expected {shape}, that of input_ids")
+    if attention_mask.device != input_ids.device:
+        raise ValueError(f"attention_mask: got a tensor on {attention_mask.device}, expected {input_ids.device}, as input_ids")
+    if attention_mask.dtype != torch.bool and bool(((attention_mask != 0) & (attention_mask != 1)).any()):
+        raise ValueError("attention_mask: got other values, expected 1 at tokens and 0 at padding")

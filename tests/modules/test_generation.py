@@ -1,0 +1,212 @@
+"""Generation: prompts of unequal lengths, tokens that are drawn, streams, stop tokens, and the step that is captured."""
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from ssd.block import arguments
+from ssd.modules import Mamba2LM, captured_step, decoding
+from ssd.modules.sampling import Sampling
+from tests.modules.test_language_model import made, over_settings, tokens
+
+WAYS = {"greedy": {}, "drawn": {"temperature": 0.7, "top_k": 20, "top_p": 0.9}, "stopped": {"eos_token_id": [3, 7, 11, 20]}}
+LENGTHS = (23, 1, 2, 9)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch, one_thread):
+    """CPU tensors take the forms in torch, as they do outside the tests."""
+    monkeypatch.setattr(arguments, "INTERPRETED", False)
+
+
+@pytest.fixture
+def captures(monkeypatch, device) -> list:
+    """What was captured. On a CPU the stand-in for a graph reads and writes the same tensors again and again."""
+    found, warm, capture, warm_up = [], [], captured_step.capture, captured_step.warm_up
+
+    def begin(run, on):
+        warm.append(run)
+        return warm_up(run, on) if device == "cuda" else run()
+
+    def record(run, on):
+        assert run in warm, "kernels are compiled before they are captured"
+        found.append(run)
+        if device == "cuda":
+            return capture(run, on)
+        step = run.__self__
+        token, cache, logits = step.token, step.cache, torch.full((len(step.token), 64), torch.nan)
+        return lambda: logits.copy_(step.model.step(token, cache)), logits
+
+    monkeypatch.setattr(captured_step, "capture", record)
+    monkeypatch.setattr(captured_step, "warm_up", begin)
+    if device == "cpu":
+        monkeypatch.setattr(decoding, "explain_refusal", lambda model, on: None)
+    return found
+
+
+def generate(model: Mamba2LM, *given, seed: int = 0, **settings) -> torch.Tensor:
+    if settings.get("temperature"):
+        settings["generator"] = torch.Generator(model.lm_head.weight.device).manual_seed(seed)
+    return model.generate(*given, **settings)
+
+
+@over_settings
+@pytest.mark.parametrize("side", ("left", "right"))
+def test_a_padded_row_goes_on_as_it_would_alone(settings, side, device):
+    model, ids = made(device, **settings), tokens(device, len(LENGTHS))
+    alone = torch.cat([model.generate(ids[n : n + 1, :length], 6)[:, length:] for n, length in enumerate(LENGTHS)])
+    padded, mask = torch.full_like(ids, -1), torch.zeros_like(ids)
+    for n, length in enumerate(LENGTHS):
+        columns = slice(23 - length, None) if side == "left" else slice(length)
+        padded[n, columns], mask[n, columns] = ids[n, :length], 1
+    got = model.generate(padded, 6, attention_mask=mask)
+    assert torch.equal(got[:, :23], padded) and torch.equal(got[:, 23:], alone)
+    few = model.generate(padded[2:], 6, attention_mask=mask[2:].bool())  # some columns are padding in every row
+    assert torch.equal(few[:, 23:], alone[2:])
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_captured_step_gives_the_same_tokens(way, captures, device):
+    """Replayed for one prompt after another, a padded one among them."""
+    model, mask = made(device), torch.ones(2, 23, dtype=torch.bool, device=device)
+    mask[1, :20] = False
+    cache = model.new_cache(2)
+    for seed, more in enumerate(({}, {"attention_mask": mask}, {})):
+        ids, more = tokens(device).roll(seed, 1), WAYS[way] | more
+        expected = generate(model, ids, 12, seed=seed, graph=False, **more)
+        assert torch.equal(generate(model, ids, 12, seed=seed, graph=True, **more), expected)
+        cache.reset()
+        assert torch.equal(generate(model, ids, 12, cache, seed=seed, **more), expected)
+    assert len(captures) == 4, "one for each call without a cache, and one that the cache kept"
+
+
+def test_a_graph_is_of_its_weights_and_states(captures, device):
+    model, ids = made(device), tokens(device)
+    cache = model.new_cache(2)
+    model.generate(ids, 8, cache)
+    assert not captures, "seven steps are not worth it"
+
+    def check(count):
+        cache.reset()
+        assert torch.equal(model.generate(ids, 12, cache), model.generate(ids, 12, graph=False)) and len(captures) == count
+
+    check(1)
+    for parameter in model.parameters():
+        parameter.data.mul_(1.1)
+    check(1)
+    model.load_state_dict({name: 0.9 * t for name, t in model.state_dict().items()}, assign=True)
+    check(2)
+    copied = copy.deepcopy(cache)
+    assert copied.captured is None and torch.equal(copied[0].ssm_state, cache[0].ssm_state)
+
+
+def test_what_no_graph_can_be_of_is_said_by_name(monkeypatch):
+    model, cuda = made(), torch.device("cuda:0")
+    layer = SimpleNamespace(mixer=SimpleNamespace(A_log=SimpleNamespace(device=cuda)))
+    elsewhere = SimpleNamespace(modules=model.modules, backbone=SimpleNamespace(layers=[layer]))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    assert captured_step.explain_refusal(elsewhere, cuda) is None
+    assert "layers are on cpu too" in captured_step.explain_refusal(model, cuda)
+    hook = model.backbone.norm_f.register_forward_hook(lambda *_: None)
+    assert "forward hooks" in captured_step.explain_refusal(elsewhere, cuda)
+    hook.remove()
+    for place, name, reason in ((torch.cuda, "is_current_stream_capturing", "another graph"), (
+            captured_step, "value_checks", "SSD_CHECK=1"), (torch, "is_autocast_enabled", "autocast")):
+        monkeypatch.setattr(place, name, SimpleNamespace(ENABLED=True) if name == "value_checks" else lambda *_: True)
+        assert reason in captured_step.explain_refusal(elsewhere, cuda)
+
+
+def test_a_capture_that_fails_names_the_way_out(captures, monkeypatch, device):
+    monkeypatch.setattr(captured_step, "capture", lambda run, on: 1 / 0)
+    with pytest.raises(RuntimeError, match="cannot be captured in a CUDA graph; with graph=False it runs"):
+        made(device).generate(tokens(device), 12)
+
+
+def test_a_stream_is_what_is_generated(device):
+    model, ids = made(device), tokens(device)
+    cache, expected = model.new_cache(2), model.generate(ids, 6)[:, 23:]
+    stream = model.stream(ids, 6, cache)
+    first = torch.stack([next(stream) for _ in range(3)], 1)
+    assert torch.equal(first, expected[:, :3]) and not torch.is_inference_mode_enabled() and torch.is_grad_enabled()
+    assert torch.equal(model.generate(first[:, -1:], 3, cache)[:, 1:], expected[:, 3:]), "who stops can go on later"
+
+
+def test_each_of_several_tokens_ends_a_sequence(device):
+    model, ids = made(device), tokens(device)
+    free = model.generate(ids, 8)[:, 23:]
+    ends = [int(free[1, 4]), int(free[0, 2])]
+    ended = torch.isin(free, torch.tensor(ends, device=device)).cumsum(1)
+    got = model.generate(ids, 8, eos_token_id=ends)[:, 23:]
+    after = (ended - torch.isin(free, torch.tensor(ends, device=device)).long()) > 0
+    assert torch.equal(got, free.masked_fill(after, ends[0])[:, : got.shape[1]])
+    assert got.shape[1] == int((ended == 0).sum(1).max()) + 1 < 8
+
+
+def test_tokens_are_drawn_by_their_probabilities(device):
+    """40,000 at once: each share is within five standard deviations."""
+    logits = torch.tensor([2.0, -1.0, 0.5, 1.5, 0.5, -30.0], device=device)
+    for setting, kept in (({}, range(6)), ({"top_k": 2}, (0, 3)), ({"top_p": 0.5}, (0, 3)), ({"top_p": 0.3}, (0,)),
+                          ({"top_k": 99, "top_p": 1.0}, range(6)), ({"top_k": 4, "top_p": 0.9}, (0, 2, 3, 4))):
+        sampling = Sampling(1.5, **setting, generator=torch.Generator(device).manual_seed(3))
+        found = sampling.choose(logits.expand(40_000, -1)).bincount(minlength=6) / 40_000
+        expected = torch.zeros_like(logits)
+        expected[[*kept]] = (logits[[*kept]] / 1.5).softmax(0)
+        assert ((found - expected).abs() <= 5 * (expected * (1 - expected) / 40_000).sqrt()).all(), setting
+
+
+def test_a_seed_gives_the_same_tokens_again(device):
+    model, ids = made(device), tokens(device)
+    one, again, other = (generate(model, ids, 8, temperature=2.0, seed=seed) for seed in (1, 1, 2))
+    assert torch.equal(one, again) and not torch.equal(one, other)
+    greedy = model.generate(ids, 8)
+    for setting in ({"temperature": 1e-30}, {"temperature": 2.0, "top_k": 1}, {"temperature": 2.0, "top_p": 1e-6}):
+        assert torch.equal(model.generate(ids, 8, **setting), greedy)
+
+
+IDS = torch.ones(2, 3, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(("settings", "error", "message"), [
+    ({"temperature": -1}, ValueError, "temperature: got -1, expected 0"),
+    ({"temperature": float("nan")}, ValueError, "temperature: got nan"),
+    ({"temperature": "hot"}, TypeError, "temperature: got 'hot', expected a number"),
+    ({"temperature": 1, "top_k": 0}, ValueError, "top_k: got 0, expected an int of at least 1"),
+    ({"temperature": 1, "top_p": 1.5}, ValueError, "top_p: got 1.5, expected a number above 0, at most 1"),
+    ({"temperature": 1, "generator": 7}, TypeError, "generator: got 7, expected a torch.Generator"),
+    ({"top_p": 0.5}, ValueError, "top_p: got 0.5 with temperature 0"),
+    ({"eos_token_id": 61}, ValueError, "eos_token_id: got 61, expected tokens from 0 to 60"),
+    ({"eos_token_id": [1, "2"]}, TypeError, "eos_token_id: got '2', expected an int, several, or None"),
+    ({"graph": "yes"}, TypeError, "graph: got 'yes', expected True, False or None"),
+    ({"graph": True}, ValueError, "graph: got True, expected False or None: the tokens are on cpu"),
+    ({"attention_mask": [1]}, TypeError, "attention_mask: got list, expected a tensor"),
+    ({"attention_mask": IDS.float()}, TypeError, "attention_mask: got torch.float32"),
+    ({"attention_mask": IDS[:1]}, ValueError, r"attention_mask: got shape \(1, 3\), expected \(2, 3\)"),
+    ({"attention_mask": 2 * IDS}, ValueError, "attention_mask: got other values"),
+    ({"attention_mask": torch.tensor([[1, 1, 1], [1, 0, 1]])}, ValueError, "attention_mask: got padding between tokens"),
+    ({"attention_mask": torch.tensor([[1, 1, 1], [0, 0, 0]])}, ValueError, "attention_mask: got a row without a token"),
+])
+def test_bad_arguments_are_refused_by_name_before_a_token(settings, error, message):
+    with pytest.raises(error, match=message):
+        made().stream(IDS, 3, **settings)
+
+
+def test_padding_after_tokens_is_refused():
+    model = made()
+    cache = model.new_cache(2)
+    model.generate(IDS, 2, cache)
+    with pytest.raises(ValueError, match="attention_mask: got padding with a cache that has had tokens"):
+        model.generate(IDS, 2, cache, attention_mask=torch.tensor([[1, 1, 1], [0, 1, 1]]))
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_what_cannot_be_had_is_refused_and_hooks_are_called():
+    model, ids, called = made("cuda"), tokens("cuda"), []
+    with torch.autocast("cuda", torch.bfloat16), pytest.raises(ValueError, match=r"graph: got True, .*: autocast"):
+        model.generate(ids, 12, graph=True)
+    with pytest.raises(ValueError, match="generator: got one on cpu, expected one on cuda"):
+        model.generate(ids, 12, temperature=1.0, generator=torch.Generator())
+    expected = model.generate(ids, 12, graph=True)
+    model.backbone.norm_f.register_forward_hook(lambda *_: called.append(1))
+    assert torch.equal(model.generate(ids, 12), expected) and len(called) == 12
