@@ -5,6 +5,7 @@
 #   make ablate SHAPE=8b-b1,8b-b4 MODE=fwd   every option of fused and persistent; VARIANT=fused for one
 #   make ablate WORKLOAD=mamba2:1.3b,hybrid:1b   step times and losses with each variant inside
 #   make block PART=conv1d,block SHAPE=8b-b4   what surrounds the operator, beside upstream's where that is installed
+#   make decode PRESET=130m,2.7b BATCH=1,64   generation: prompts, and ms a token
 #   make train WORKLOAD=hybrid VARIANT=fused PRESET=1b STEPS=1000 ARGS='--dtype bf16'
 #   make characterize WORKLOAD=mamba2:1.3b VARIANT=fused   what training steps spend their time on; scaling; the report
 #   make scaling ARGS='--seqlen 64,1024'   the components of a Mamba-1 and a Mamba-2 block over the sequence length
@@ -34,7 +35,7 @@ with = $(if $($(1)),--$(2) $($(1)))
 given = $(if $(filter-out file,$(origin VARIANT)),--variant $(VARIANT))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup peers tritons bench ablate block train table readme characterize scaling report tune choose sanitize fuzz \
+.PHONY: help setup peers tritons bench ablate block decode train table readme characterize scaling report tune choose sanitize fuzz \
   test coverage lint dist
 
 help:  ## List the targets
@@ -73,6 +74,9 @@ ablate: peers  ## Measure what each option of a variant is worth; WORKLOAD= for 
 
 block: peers  ## Measure what surrounds the operator, and whole blocks, beside upstream's
 	$(RUN) block $(call with,PART,part) $(call with,SHAPE,shape) $(call with,MODE,mode) $(ARGS)
+
+decode: peers  ## Measure generation by models of random weights, beside mamba_ssm's and transformers'
+	$(RUN) decode $(call with,PRESET,preset) $(call with,BATCH,batch) $(given) $(ARGS)
 
 train: $(READY)  ## Train a workload; GPUS=2 for two processes
 	@$(if $(GPUS),$(PY) -m torch.distributed.run --standalone --nproc-per-node $(GPUS) -m experiments,$(PY) -m experiments) train \

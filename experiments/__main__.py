@@ -11,23 +11,23 @@ from typing import Annotated
 
 import typer
 
-from . import flags
+from . import arguments, flags
 from .arguments import has_gpu, parse_options, read_rows, require_gpu, split_chunk_sizes, split_names, split_shapes
 from .characterize import commands as characterisation
 from .flags import VARIANT_LIST, VARIANTS, check_name, require_writable
 from .fuzz.commands import fuzz
 from .record import RESULTS
 from .regress import regress
-from .shapes import BLOCK_PARTS, DIRECTIONS, MODES, SCANS
+from .shapes import BLOCK_PARTS, DECODE_RIVALS, DIRECTIONS, MODES, SCANS
 from .terminal import make_console, refuse, refuse_errors
 from .training_run import WAYS, Run, make_run, parse_workload
-from .workloads import workload_names
+from .workloads import get_workload, workload_names
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__.splitlines()[0])
 
 _SCANS = {shape.name: shape for shape in SCANS}
 _BLOCK_MODES = (*DIRECTIONS, "fwd_bwd")
-_TABLES = ("ssd", "ablate", "block", "step", "counters")
+_TABLES = ("ssd", "ablate", "block", "decode", "step", "counters")
 _TOOLS = ("memcheck", "racecheck")
 _FORMATS = ("markdown", "csv", "latex")
 
@@ -116,6 +116,29 @@ def block(
     if counters:
         block.count(rows, out, console)
     raise typer.Exit(0 if {row["part"] for row in rows} == set(parts) else 1)
+
+
+@app.command()
+def decode(
+    preset: Annotated[str, typer.Option(help="Models, presets of the workload mamba2.")] = "130m,370m,780m,1.3b,2.7b",
+    batch: Annotated[str, typer.Option(help="Sequences at a time, comma-separated.")] = "1,8,64",
+    prompt: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 1024,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens generated after the first.")] = 128,
+    variant: Annotated[str, typer.Option(help=f"Of the prompt's SSD, of {VARIANT_LIST}.")] = "auto",
+    against: Annotated[str, typer.Option(help="Libraries beside ours, or none.")] = ",".join(DECODE_RIVALS),
+    dtype: flags.Dtype = "bf16", repeats: flags.Repeats = 5, wide: flags.Wide = False, out: flags.Out = RESULTS,
+) -> None:
+    """Measure generation by models of random weights: a prompt, and each token after it, beside other libraries."""
+    rivals = [] if against == "none" else split_names("--against", against, DECODE_RIVALS, "none")
+    check_name("--variant", variant, [name for name in VARIANTS if name not in DECODE_RIVALS])
+    batches, console = arguments.split_numbers("--batch", batch), make_console()
+    presets = split_names("--preset", preset, get_workload("mamba2").presets)
+    require_gpu("decode", "make test ARGS=tests/experiments/test_decode.py generates with tiny models")
+    from . import decode, table
+
+    rows = decode.run(presets, batches, prompt, tokens, variant, rivals, dtype, out, console, repeats)
+    table.show(console, rows, "medians", table.DECODE, wide)
+    raise typer.Exit(0 if {(row["preset"], row["batch"]) for row in rows} == {(p, b) for p in presets for b in batches} else 1)
 
 
 @app.command()
@@ -208,7 +231,7 @@ def sweep(
 
 @app.command("table")
 def render_table(
-    bench: Annotated[str, typer.Option(help="Rows of ssd, which compares variants, ablate, block, step, or counters.")] = "ssd",
+    bench: Annotated[str, typer.Option(help=f"Rows of one of {', '.join(_TABLES)}; ssd compares variants.")] = "ssd",
     kind: Annotated[str, typer.Option("--format", help=f"One of {', '.join(_FORMATS)}.")] = "markdown",
     variant: Annotated[str, typer.Option(help="Only these variants.")] = "",
     shape: Annotated[str, typer.Option(help="Only these shapes.")] = "",
@@ -225,12 +248,13 @@ def render_table(
     if kernels and bench != "counters":
         refuse(f"--kernels: got --bench {bench}, expected --bench counters")
     has_gpu()
-    from . import ablate, block, counters, sweep, table
+    from . import ablate, block, counters, decode, sweep, table
 
     read, columns = {
         "ssd": (lambda: table.read_latest(out, all_chunks), table.COLUMNS),
         "ablate": (lambda: ablate.read_latest(out), table.ABLATION),
         "block": (lambda: block.read_latest(out), table.BLOCK),
+        "decode": (lambda: decode.read_latest(out), table.DECODE),
         "step": (lambda: sweep.read_latest(out), table.STEPS),
         "counters": (lambda: counters.read_latest(out, kernels), table.COUNTERS_BY_KERNEL if kernels else table.COUNTERS),
     }[bench]

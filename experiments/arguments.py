@@ -40,6 +40,14 @@ def split_names(option: str, text: str, known: Iterable[str], *also: str) -> lis
     return items
 
 
+def split_numbers(option: str, text: str) -> tuple[int, ...]:
+    """The positive numbers of a comma-separated list."""
+    items = text.split(",")
+    if not all(item.isdecimal() and int(item) for item in items):
+        refuse(f"{option}: got {text!r}, expected positive numbers, as in 64,1024")
+    return tuple(map(int, items))
+
+
 def split_shapes(names: str) -> list[Shape]:
     """As `find_shapes`; an unknown name is refused."""
     with refuse_errors("--"):

@@ -13,6 +13,7 @@ from triton import knobs
 from ssd.registry import is_peer
 
 from . import ablate, block, choose, figure, record, result_tables, speedup_figure, step_figure, sweep, table, terminal_page
+from .decode import read_latest as read_decoding
 from .result_tables import MODES
 from .shapes import DIRECTIONS
 
@@ -33,6 +34,7 @@ class Shown:
         bench: named shapes in bf16, each variant as it comes, at its faster chunk size.
         memory: of the bench, in bf16 at every option and chunk size.
         blocks: the parts of a block that have a rival.
+        decoding: generation in a CUDA graph, beside a rival.
         ablation: sorted by setting.
         steps: of the sweep, each variant as it comes.
         trainings: every one.
@@ -43,6 +45,7 @@ class Shown:
     bench: Rows = field(default_factory=list)
     memory: Rows = field(default_factory=list)
     blocks: Rows = field(default_factory=list)
+    decoding: Rows = field(default_factory=list)
     ablation: Rows = field(default_factory=list)
     steps: Rows = field(default_factory=list)
     trainings: Rows = field(default_factory=list)
@@ -65,6 +68,7 @@ class Shown:
             table.compare_with_least(bench, [row for row in bench if is_peer(row["variant"])]),
             [row for row in table.read_latest(rows, all_chunks=True) if row["dtype"] == "bf16"],
             [row for row in block.read_latest(rows) if row.get("against")],
+            [row for row in read_decoding(rows) if row.get("against") and row["graph"]],
             sorted(ablation, key=itemgetter("gpu", "shape", "mode", "variant")), sorted(steps, key=itemgetter("gpu")),
             record.read(rows, bench="train"), [*record.read(out, bench="setup", gpu=None), *record.read(
                 out, bench="tests", gpu=None, only=None, shard=None, failed=0)],
@@ -102,6 +106,7 @@ def list_sections(shown: Shown) -> dict[tuple[str, str], str]:
         ("docs/results.md", "memory"): result_tables.tabulate_memory([row for row in shown.memory if row["shape"] in _MEMORY]),
         ("docs/results.md", "choices"): choose.tabulate_choices(choose.make_tables(shown.choices)),
         ("docs/results.md", "blocks"): result_tables.tabulate_blocks(shown.blocks),
+        ("docs/results.md", "decoding"): result_tables.tabulate_decoding(shown.decoding),
         ("docs/results.md", "workloads"): result_tables.tabulate_steps(shown.steps, Path(STEPS_FIGURE).name),
         ("docs/workloads.md", "gains"): result_tables.tabulate_gains(shown.steps),
         ("docs/workloads.md", "gpus"): result_tables.tabulate_several_gpus(shown.trainings),

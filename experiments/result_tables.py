@@ -24,6 +24,7 @@ _UNREAD = {"fwd": {"save_states", "fuse_backward"},
            "bwd": {"fuse_states", "low_precision_CB", "causal_blocks", "fuse_bmm", "two_level", "stationary"}}
 _BLOCK_HEADERS = ("part", "shape", "mode", "us", "graph us", "of copy %", "against", "speed-up", "graph speed-up")
 _BLOCK = {header: table.BLOCK[header] for header in _BLOCK_HEADERS}
+_DECODE = {header: column for header, column in table.DECODE.items() if header not in ("graph", "same %", "note")}
 # {part of a block: (what a reader calls it, the mode whose speed-up is told)}
 _LIBRARY_PARTS = {"conv1d": ("convolution", "fwd_bwd"), "gated_norm": ("gated norm", "fwd_bwd"),
                   "state_update": ("decoding of a token", "fwd"), "block": ("a whole `Mamba2`", "fwd_bwd"),
@@ -218,6 +219,11 @@ def _graph_us(row: dict) -> float:
 def tabulate_blocks(rows: list[dict]) -> str:
     """Markdown of the latest rows of each part of a block, ours beside upstream's: losses beside wins."""
     return "\n".join(_render_by_gpu(rows, _BLOCK)) or "No rows yet: no GPU has run `make block` for this table.\n"
+
+
+def tabulate_decoding(rows: list[dict]) -> str:
+    """Markdown of the latest generation of each model in a CUDA graph, beside another library's: losses beside wins."""
+    return "\n".join(_render_by_gpu(rows, _DECODE)) or "No rows yet: no GPU has run `make decode` for this table.\n"
 
 
 def tabulate_libraries(rows: list[dict], parts: list[dict]) -> str:

@@ -45,7 +45,8 @@ def shorten_kernel(name: str) -> str:
 # apart: how far ours is from upstream's; U, W, G: of DRAM, see `sweep.read_latest`; loss: of a training of its own
 _COLUMNS = {
     **make_columns("shape", "mode", "variant", "part", "step", "launches", "against", "workload", "preset", "mixer", "batch",
-                   "dtype", "unit"),
+                   "dtype", "unit", "graph", "states", "note"),
+    "ms": ("p50_us", write_number(3, 1e-3)), "same %": ("same_tokens", write_number(1, 100)), "prompt": ("seqlen", write_text),
     "chunk": ("chunk_size", write_text), "option": ("changed", write_text), "tokens": ("seqlen", write_text),
     "options": ("options", record.describe_options),
     "us": ("p50_us", write_microseconds), "graph us": ("graph_p50_us", write_microseconds),
@@ -80,6 +81,7 @@ COLUMNS = _pick(f"shape, mode, variant, chunk, {_TIMES}, TFLOP/s, launches, MiB,
                 "graph speed-up")
 ABLATION = _pick("shape, mode, variant, chunk, step, option, us, graph us, relative, error")
 BLOCK = _pick(f"part, shape, mode, variant, {_TIMES}, launches, MiB, against, speed-up, graph speed-up, apart")
+DECODE = _pick("preset, batch, mode, prompt, variant, graph, states, ms, a second, same %, against, speed-up, note")
 STEPS = _pick("workload, preset, mixer, batch, tokens, dtype, variant, options, step ms, a second, unit, SSM ms, SSM %, "
               "SSM GB/s, U %, W %, G %, MiB, loss, speed-up")
 COUNTERS = _pick(f"{_CALL}, launches, DRAM MB, U %, W %, {_WORK}", _COLUMNS | _COUNTED)
@@ -91,13 +93,14 @@ NARROW = {
     "COLUMNS": _pick("shape, mode, variant, chunk, GPU us, eager us, copy %, MiB, error, speed-up", _BY_GRAPH),
     "ABLATION": _pick("shape, mode, variant, step, option, GPU us, relative, error"),
     "BLOCK": _pick("part, shape, mode, variant, GPU us, eager us, copy %, speed-up", _BY_GRAPH),
+    "DECODE": _pick("preset, batch, mode, prompt, variant, graph, states, ms, a second, same %, speed-up"),
     "STEPS": _pick("workload, preset, mixer, batch, variant, options, step ms, SSM ms, MiB, loss, speed-up"),
     "COUNTERS": _pick("shape, mode, variant, launches, DRAM MB, U %, W %, occupancy %, tensor %", COUNTERS),
     "KERNELS": _pick("kernel, DRAM MB, DRAM %, blocks, registers, occupancy %, tensor %", KERNELS),
 }
 _COMPARED = ("gpu", "shape", "mode", "dtype")  # what rows that compare share
 _LEFT_ALIGNED = ("stage", "worst in", "bound by", "tool", "shape", "mode", "variant", "options", "against", "step", "option",
-                 "kernel", "part", "workload", "preset", "mixer", "dtype", "unit", "bench", "what", "verdict")
+                 "kernel", "part", "workload", "preset", "mixer", "dtype", "unit", "bench", "what", "verdict", "note")
 
 
 def identify(row: dict) -> tuple:

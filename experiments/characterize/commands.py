@@ -10,11 +10,11 @@ from typing import Annotated
 import typer
 
 from .. import flags
-from ..arguments import has_gpu, read_rows, require_gpu, split_names
+from ..arguments import has_gpu, read_rows, require_gpu, split_names, split_numbers
 from ..flags import VARIANTS, check_name
 from ..record import RESULTS
 from ..shapes import SEQLENS
-from ..terminal import first_line, make_console, refuse, refuse_errors
+from ..terminal import first_line, make_console, refuse_errors
 from ..training_run import Run, make_run, parse_workload
 from ..workloads import get_workload
 
@@ -116,12 +116,7 @@ def scaling(
     dtype: flags.Dtype = "bf16", repeats: flags.Repeats = 20, warmup: flags.Warmup = 5, out: flags.Out = RESULTS,
 ) -> None:
     """Measure time and memory of a Mamba-1 and a Mamba-2 block's components over the sequence length."""
-    try:
-        seqlens = tuple(int(text) for text in seqlen.split(","))
-    except ValueError:
-        seqlens = ()
-    if not seqlens or min(seqlens) < 1:
-        refuse(f"--seqlen: got {seqlen!r}, expected positive numbers, as in 64,1024")
+    seqlens = split_numbers("--seqlen", seqlen)
     require_gpu("scaling", "make report shows the rows that there are")
     from . import components
 
