@@ -159,7 +159,6 @@ def test_bad_ids(ids, error, message):
 
 
 @pytest.mark.parametrize(("call", "message"), [
-    (lambda model, ids: model.generate(ids, 0), "max_new_tokens: got 0, expected an int of at least 1"),
     (lambda model, ids: model(ids, cache=model.new_cache(2)[:1]), "cache: got that of 1 layers, expected one for each of 2"),
     (lambda model, ids: model(ids, seq_idx=torch.zeros_like(ids), cache=model.new_cache(2)),
      "seq_idx: got a tensor with a cache"),
