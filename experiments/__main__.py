@@ -123,7 +123,7 @@ def decode(
     preset: Annotated[str, typer.Option(help="Models, presets of the workload mamba2.")] = "130m,370m,780m,1.3b,2.7b",
     batch: Annotated[str, typer.Option(help="Sequences at a time, comma-separated.")] = "1,8,64",
     prompt: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 1024,
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens generated after the first.")] = 128,
+    tokens: Annotated[int, typer.Option(min=8, help="Tokens generated after the first.")] = 128,
     variant: Annotated[str, typer.Option(help=f"Of the prompt's SSD, of {VARIANT_LIST}.")] = "auto",
     against: Annotated[str, typer.Option(help="Libraries beside ours, or none.")] = ",".join(DECODE_RIVALS),
     dtype: flags.Dtype = "bf16", repeats: flags.Repeats = 5, wide: flags.Wide = False, out: flags.Out = RESULTS,

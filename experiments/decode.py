@@ -57,7 +57,8 @@ def run(presets: Sequence[str], batches: Sequence[int], prompt: int, tokens: int
         dtype: str, out: Path, console: Console, repeats: int = 5) -> list[dict]:
     """Measures models and returns the rows, each appended to its file as soon as it is known.
 
-    presets: of the workload mamba2. prompt, tokens: how many there are of each, tokens after the first.
+    presets: of the workload mamba2. prompt, tokens: how many there are of each, tokens after the first; too few of them are not
+    captured.
     """
     rows, said = [], set()
 
@@ -104,7 +105,7 @@ def make_sides(sizes: LanguageSizes, batch: int, variant: str, rivals: Sequence[
 
         def generate(ids: Tensor, new: int) -> Tensor:
             cache.reset()  # the step stays captured
-            return model.generate(ids, new, cache, graph=graph)
+            return model.generate(ids, new, cache, graph=None if graph else False)
 
         return Side(variant, graph, states, generate)
 

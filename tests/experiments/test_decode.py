@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("small")
 
 def run(tmp_path, rivals, batches=(1, 2)) -> tuple[list[dict], str]:
     console = Console(width=200, record=True, file=io.StringIO())
-    return decode.run(["small"], batches, 5, 4, "torch", rivals, "fp32", tmp_path, console, 2), console.export_text()
+    return decode.run(["small"], batches, 5, 8, "torch", rivals, "fp32", tmp_path, console, 2), console.export_text()
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def test_rows(tmp_path, clock):
         (batch, "token", "torch", 1e6, batch, 2.0, "mamba_ssm", None),
         (batch, "prefill", "mamba_ssm", 6e6, batch * 5 / 6, None, None, "slow"),
         (batch, "token", "mamba_ssm", 2e6, batch / 2, None, None, "slow"))]
-    assert all(row["same_tokens"] == 1 and row["seqlen"] == 5 and row["tokens"] == 4 for row in rows)
+    assert all(row["same_tokens"] == 1 and row["seqlen"] == 5 and row["tokens"] == 8 for row in rows)
     assert "2.00" in table.render(rows, "markdown", table.DECODE)
 
 
