@@ -126,6 +126,18 @@ def test_a_capture_that_fails_names_the_way_out(captures, monkeypatch, device):
         made(device).generate(tokens(device), 12)
 
 
+def test_states_in_half_precision(device):
+    """They are rounded at each token, and go on in pieces and steps."""
+    model, ids = made(device), tokens(device)
+    cache = model.new_cache(2, state_dtype=torch.bfloat16)
+    with torch.no_grad():
+        expected = model(ids)
+        got = [model(ids[:, :9], cache=cache), model(ids[:, 9:12], cache=cache)]
+        got = torch.cat([*got, *(model.step(token, cache)[:, None] for token in ids[:, 12:].unbind(1))], 1)
+    assert {layer.ssm_state.dtype for layer in cache} == {torch.bfloat16}
+    assert 0 < (got - expected).square().mean() < 1e-4 * expected.square().mean()
+
+
 def test_a_stream_is_what_is_generated(device):
     model, ids = made(device), tokens(device)
     cache, expected = model.new_cache(2), model.generate(ids, 6)[:, 23:]
