@@ -9,6 +9,7 @@
 #   make train WORKLOAD=hybrid VARIANT=fused PRESET=1b STEPS=1000 ARGS='--dtype bf16'
 #   make characterize WORKLOAD=mamba2:1.3b VARIANT=fused   what training steps spend their time on; scaling; the report
 #   make scaling ARGS='--seqlen 64,1024'   the components of a Mamba-1 and a Mamba-2 block over the sequence length
+#   make prune WORKLOAD=mamba2:130m RATIO=0.125,0.25,0.5   losses without the least active states; ARGS='--kind heads'
 #   make train GPUS=2 PARALLEL=fsdp PRESET=1.3b   two processes by torchrun
 #   make fuzz SECONDS=500 SEED=7 VARIANT=fused,persistent   configurations drawn at random, judged against fp64
 #   make test ARGS='tests/ssd -k cost'
@@ -35,11 +36,11 @@ with = $(if $($(1)),--$(2) $($(1)))
 given = $(if $(filter-out file,$(origin VARIANT)),--variant $(VARIANT))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup peers tritons bench ablate block decode train table readme characterize scaling report tune choose sanitize fuzz \
-  test coverage lint dist
+.PHONY: help setup peers tritons bench ablate block decode train prune prune-speed table readme characterize scaling report \
+  tune choose sanitize fuzz test coverage lint dist
 
 help:  ## List the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "%-13s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-13s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 	@echo "Variables and examples are at the top of the Makefile; ARGS=--help shows every option of a command."
 
 setup: $(READY)  ## Build the virtual environment; every other target does so when it is missing
@@ -81,6 +82,12 @@ decode: peers  ## Measure generation by models of random weights, beside mamba_s
 train: $(READY)  ## Train a workload; GPUS=2 for two processes
 	@$(if $(GPUS),$(PY) -m torch.distributed.run --standalone --nproc-per-node $(GPUS) -m experiments,$(PY) -m experiments) train \
 	  $(call with,PARALLEL,parallel) $(call with,WORKLOAD,workload) $(call with,PRESET,preset) $(given) $(call with,STEPS,steps) $(ARGS)
+
+prune: $(READY)  ## Remove a workload's least active states, bridge, fine-tune, and record the losses
+	$(RUN) prune $(call with,WORKLOAD,workload) $(call with,RATIO,ratio) $(given) $(call with,STEPS,steps) $(ARGS)
+
+prune-speed: $(READY)  ## Measure time and memory of pruned blocks, models and training steps
+	$(RUN) prune-speed $(call with,WORKLOAD,workload) $(call with,RATIO,ratio) $(given) $(ARGS)
 
 table: $(READY)  ## Print the latest rows with every column, in Markdown, CSV or LaTeX
 	$(RUN) table $(ARGS)

@@ -16,6 +16,7 @@ from .arguments import has_gpu, parse_options, read_rows, require_gpu, split_chu
 from .characterize import commands as characterisation
 from .flags import VARIANT_LIST, VARIANTS, check_name, require_writable
 from .fuzz.commands import fuzz
+from .pruning.commands import prune, prune_speed
 from .record import RESULTS
 from .regress import regress
 from .shapes import BLOCK_PARTS, DECODE_RIVALS, DIRECTIONS, MODES, SCANS
@@ -27,7 +28,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__.split
 
 _SCANS = {shape.name: shape for shape in SCANS}
 _BLOCK_MODES = (*DIRECTIONS, "fwd_bwd")
-_TABLES = ("ssd", "ablate", "block", "decode", "step", "counters")
+_TABLES = ("ssd", "ablate", "block", "decode", "step", "prune", "prune_speed", "counters")
 _TOOLS = ("memcheck", "racecheck")
 _FORMATS = ("markdown", "csv", "latex")
 
@@ -168,6 +169,7 @@ def train(
         file_okay=False, help="Folder of the run; runs/<workload>-<preset>-<mixer>-<variant>-<seed> unless given.")] = None,
     rows: Annotated[Path | None, typer.Option(
         file_okay=False, help="Folder of the run's row; unless given, the results with a GPU, the run's own without.")] = None,
+    start: Annotated[str | None, typer.Option(help="Folder of a pruned model to start with, see docs/pruning.md.")] = None,
     parallel: Annotated[str, typer.Option(help=f"With torchrun, a process for each GPU: {' or '.join(WAYS)}.")] = "ddp",
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint in the folder.")] = False,
 ) -> None:
@@ -249,6 +251,7 @@ def render_table(
         refuse(f"--kernels: got --bench {bench}, expected --bench counters")
     has_gpu()
     from . import ablate, block, counters, decode, sweep, table
+    from .pruning import losses, speed
 
     read, columns = {
         "ssd": (lambda: table.read_latest(out, all_chunks), table.COLUMNS),
@@ -256,6 +259,8 @@ def render_table(
         "block": (lambda: block.read_latest(out), table.BLOCK),
         "decode": (lambda: decode.read_latest(out), table.DECODE),
         "step": (lambda: sweep.read_latest(out), table.STEPS),
+        "prune": (lambda: losses.read_latest(out), table.PRUNING),
+        "prune_speed": (lambda: speed.read_latest(out), table.PRUNING_SPEED),
         "counters": (lambda: counters.read_latest(out, kernels), table.COUNTERS_BY_KERNEL if kernels else table.COUNTERS),
     }[bench]
     rows = [row for row in read_rows(read, out)
@@ -337,7 +342,7 @@ def once(place: str, arguments: Annotated[str, typer.Argument()] = "{}") -> None
 
 
 for command in (characterisation.compare, characterisation.report, characterisation.characterize,
-                characterisation.scaling, fuzz, regress):
+                characterisation.scaling, fuzz, prune, prune_speed, regress):
     app.command()(command)
 
 if __name__ == "__main__":

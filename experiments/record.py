@@ -119,8 +119,13 @@ def _default_options() -> dict:
 
 
 def settings(row: dict, *but: str) -> tuple:
-    """A run's settings but for these, to be told apart by."""
-    return tuple(sorted((name, str(value)) for name, value in row["run"].items() if name not in but))
+    """A run's settings but for these, to be told apart by. One that is None may be missing: rows older than it have none."""
+    return tuple(sorted((name, str(value)) for name, value in row["run"].items() if name not in but and value is not None))
+
+
+def read_run(source: Path | list[dict], run: dict, **where) -> list[dict]:
+    """As `read`, of rows with these settings of a run."""
+    return [row for row in read(source, **where) if settings(row) == settings({"run": run})]
 
 
 def latest(rows: Iterable[dict], key: Callable[[dict], Hashable]) -> list[dict]:

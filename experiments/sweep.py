@@ -170,7 +170,7 @@ def _compute_utilisation(row: dict, kernels: list[dict]) -> dict[str, float | No
 
 def _find_rows(rows: list[dict], bench: str, run: Run, **values: Any) -> list[dict]:
     """Of rows that were made on a GPU like this one, or like here on none."""
-    return record.read(rows, bench=bench, run=asdict(run), **values)
+    return record.read_run(rows, asdict(run), bench=bench, **values)
 
 
 def _identify_training(row: dict) -> tuple:

@@ -45,7 +45,7 @@ def shorten_kernel(name: str) -> str:
 # apart: how far ours is from upstream's; U, W, G: of DRAM, see `sweep.read_latest`; loss: of a training of its own
 _COLUMNS = {
     **make_columns("shape", "mode", "variant", "part", "step", "launches", "against", "workload", "preset", "mixer", "batch",
-                   "dtype", "unit", "graph", "states", "note"),
+                   "dtype", "unit", "graph", "states", "note", "kind", "ratio", "score", "finetune", "bridged", "parameters"),
     "ms": ("p50_us", write_number(3, 1e-3)), "same %": ("same_tokens", write_number(1, 100)), "prompt": ("seqlen", write_text),
     "chunk": ("chunk_size", write_text), "option": ("changed", write_text), "tokens": ("seqlen", write_text),
     "options": ("options", record.describe_options),
@@ -57,8 +57,11 @@ _COLUMNS = {
     "of copy %": ("sol", write_number(1, 100)), "copy %": ("sol", write_number(1, 100)),
     "SSM %": ("share", write_number(1, 100)), **{f"{name} %": (name, write_number(1)) for name in "UWG"},
     "MiB": ("peak_mib", write_number(0)), "saved MiB": ("saved_mib", write_number(0)),
+    "weights MiB": ("weights_mib", write_number(0)),
     "relative": ("relative", write_number(2)), "speed-up": ("speedup", write_number(2)),
     "graph speed-up": ("graph_speedup", write_number(2)), "loss": ("loss", write_number(3)),
+    "whole": ("loss_whole", write_number(3)), "pruned": ("loss_pruned", write_number(3)),
+    "after bridge": ("loss_bridged", write_number(3)), "fine-tuned": ("loss", write_number(3)),
     "error": ("err_rms", write_scientific), "apart": ("apart", write_scientific)}
 # Of what ncu counted, which rows measured before a counter was read lack. U is the mean over kernels, W weighted with time.
 _COUNTED = {header: (key, write_number(digits, scale, missing="-")) for header, key, digits, scale in (
@@ -84,6 +87,10 @@ BLOCK = _pick(f"part, shape, mode, variant, {_TIMES}, launches, MiB, against, sp
 DECODE = _pick("preset, batch, mode, prompt, variant, graph, states, ms, a second, same %, against, speed-up, note")
 STEPS = _pick("workload, preset, mixer, batch, tokens, dtype, variant, options, step ms, a second, unit, SSM ms, SSM %, "
               "SSM GB/s, U %, W %, G %, MiB, loss, speed-up")
+PRUNING = _pick("workload, preset, variant, kind, ratio, score, parameters, whole, pruned, after bridge, bridged, fine-tuned, "
+                "finetune, step ms, MiB")
+PRUNING_SPEED = _pick("part, preset, mode, variant, kind, ratio, batch, tokens, us, graph us, weights MiB, MiB, speed-up, "
+                      "graph speed-up")
 COUNTERS = _pick(f"{_CALL}, launches, DRAM MB, U %, W %, {_WORK}", _COLUMNS | _COUNTED)
 COUNTERS_BY_KERNEL = _pick(f"{_CALL}, kernel, time %, launches, DRAM MB, U %, W %, {_WORK}", _COLUMNS | _COUNTED)
 KERNELS = _pick(f"kernel, launches, DRAM MB, DRAM %, {_WORK}", _COUNTED)
@@ -95,12 +102,15 @@ NARROW = {
     "BLOCK": _pick("part, shape, mode, variant, GPU us, eager us, copy %, speed-up", _BY_GRAPH),
     "DECODE": _pick("preset, batch, mode, prompt, variant, graph, states, ms, a second, same %, speed-up"),
     "STEPS": _pick("workload, preset, mixer, batch, variant, options, step ms, SSM ms, MiB, loss, speed-up"),
+    "PRUNING": _pick("kind, ratio, score, parameters, whole, pruned, after bridge, fine-tuned, step ms, MiB"),
+    "PRUNING_SPEED": _pick("part, mode, ratio, tokens, GPU us, eager us, weights MiB, MiB, speed-up, graph speed-up"),
     "COUNTERS": _pick("shape, mode, variant, launches, DRAM MB, U %, W %, occupancy %, tensor %", COUNTERS),
     "KERNELS": _pick("kernel, DRAM MB, DRAM %, blocks, registers, occupancy %, tensor %", KERNELS),
 }
 _COMPARED = ("gpu", "shape", "mode", "dtype")  # what rows that compare share
 _LEFT_ALIGNED = ("stage", "worst in", "bound by", "tool", "shape", "mode", "variant", "options", "against", "step", "option",
-                 "kernel", "part", "workload", "preset", "mixer", "dtype", "unit", "bench", "what", "verdict", "note")
+                 "kernel", "part", "workload", "preset", "mixer", "dtype", "unit", "bench", "what", "verdict", "note", "kind",
+                 "score")
 
 
 def identify(row: dict) -> tuple:

@@ -44,6 +44,7 @@ class Run:
         compile: use torch.compile.
         seed: of weights and data.
         save_every: steps between checkpoints; the last step is saved, too. 0: save only when a signal ends the run.
+        start: a folder that `ssd.pruning.save` wrote, whose weights and sizes the model starts with.
 
     Raises:
         ValueError: naming the option, what came and what is accepted.
@@ -70,6 +71,7 @@ class Run:
     compile: bool = False
     seed: int = 0
     save_every: int = 1000
+    start: str | None = None
 
     def __post_init__(self):
         workload = get_workload(self.workload)

@@ -16,6 +16,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
+from ssd.pruning import load
+
 from .characterize.scopes import BACKWARD, FORWARD, scope
 from .packages import import_package
 from .parallel import Team
@@ -31,6 +33,8 @@ def build_model(run: Run, workload: Workload, team: Team) -> tuple[nn.Module, to
     torch.manual_seed(run.seed)
     with team.device:
         model = workload.build(run.sizes, run.variant, run.checkpoint_activations)
+    if run.start:
+        _load_start(model, run.start)
     decay, parameters = find_decaying(model), sum(parameter.numel() for parameter in model.parameters())
     model = team.spread(model)
     groups = {True: [], False: []}
@@ -40,6 +44,13 @@ def build_model(run: Run, workload: Workload, team: Team) -> tuple[nn.Module, to
     if run.optimizer == "lamb":
         return model, find_lamb()(groups, run.lr, betas=_BETAS), parameters
     return model, torch.optim.AdamW(groups, run.lr, _BETAS, fused=team.device.type == "cuda"), parameters
+
+
+def _load_start(model: nn.Module, folder: str) -> None:
+    try:
+        load(model, folder)
+    except (FileNotFoundError, ValueError) as reason:
+        raise ValueError(f"--start: {reason}") from reason
 
 
 def unwrap(model: nn.Module) -> nn.Module:

@@ -75,6 +75,9 @@ class Mamba2LMConfig:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Mamba2LMConfig:
         """From what a config.json holds, where a missing ssm_cfg is upstream's default, which is Mamba-1."""
+        if "pruning" in values:
+            raise ValueError("config: got pruning, that of a pruned checkpoint, expected a whole model's; "
+                             "ssd.pruning.load_language_model reads it")
         known = {f.name: f for f in fields(cls)}
         if unknown := values.keys() - known.keys():
             raise ValueError(f"config: got {', '.join(sorted(unknown))}, expected some of {', '.join(known)}")

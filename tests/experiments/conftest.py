@@ -28,6 +28,8 @@ def small(monkeypatch, in_torch, one_thread):
     for name, pattern in (("mamba2", "MM"), ("hybrid", "M-*M")):
         presets = get_workload(name).presets
         monkeypatch.setitem(presets, "small", Preset(sizes(pattern), batch=4, seqlen=64, lr=1e-2))
+        # with enough states to remove half of them
+        monkeypatch.setitem(presets, "states", Preset(sizes(pattern, d_state=32), batch=2, seqlen=32, lr=1e-2))
     monkeypatch.setitem(get_workload("mambavision").presets, "small", Preset(vision_sizes(), batch=16, lr=5e-3))
     small_graphs = Preset(graph_sizes(), batch=4, lr=1e-2, weight_decay=0.01)
     monkeypatch.setitem(get_workload("graphmamba").presets, "small", small_graphs)

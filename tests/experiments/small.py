@@ -50,5 +50,5 @@ def read_saved(out: Path) -> dict[str, torch.Tensor]:
     return checkpoints.read_tensors(checkpoints.latest(out / "checkpoints"))
 
 
-def small_run(workload: str = "mamba2", **settings) -> Run:
-    return make_run(workload, "small", **{"variant": VARIANT, "mixer": "ssd", "steps": 6} | settings)
+def small_run(workload: str = "mamba2", preset: str = "small", **settings) -> Run:
+    return make_run(workload, preset, **{"variant": VARIANT, "mixer": "ssd", "steps": 6} | settings)

@@ -1,0 +1,1 @@
+"""A trained workload without its least active states or heads: what that costs in loss, and gains in time and memory."""
