@@ -71,13 +71,13 @@ def make_problem(c: Common, tensors: Tensors, run: Callable, truth: Callable, mi
     """
     wanted = tuple(name for name in c.wanted if tensors[name] is not None)
     given = {name: dtype for name, dtype in ({"out": DTYPES[c.dtype]} | (ways or {})).items() if name in c.ways}
-    usual = {"mirrors": (_make_mirror(partial(mirror, c)),), "eps": c.eps, "coarsest": c.eps, "seed": c.seed}
+    usual = {"mirrors": (make_mirror(partial(mirror, c)),), "eps": c.eps, "coarsest": c.eps, "seed": c.seed}
     layouts = {name: c.layouts.get(f"d{name}", "contiguous") for name in given}
     return Problem(tensors, wanted, given if wanted else {}, run=partial(run, c), truth=partial(truth, c), axes=axes,
                    layouts=layouts, **usual | more)
 
 
-def _make_mirror(call: Call) -> Callable[[Tensors, tuple[str, ...], dict[str, Tensor]], dict[str, Tensor]]:
+def make_mirror(call: Call) -> Callable[[Tensors, tuple[str, ...], dict[str, Tensor]], dict[str, Tensor]]:
     """A mirror: what `call`, in torch, gives by autograd."""
 
     def mirror(tensors: Tensors, wanted: tuple[str, ...], ways: dict[str, Tensor]) -> dict[str, Tensor]:

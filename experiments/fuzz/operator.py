@@ -16,7 +16,7 @@ from ssd.reference_stages import Precision
 from ssd.registry import get_variant
 from ssd.types import SUB_CHUNK, SSDInputs
 
-from .common import Common, Values, make_problem
+from .common import Common, Values, make_mirror, make_problem
 from .layouts import lay_out, pack
 from .problem import DTYPES, Problem, Refused, Tensors
 
@@ -99,8 +99,9 @@ def problem(c: Config, turn: int, device: str) -> Problem:
         raise Refused(reason)
     tf32 = c.options.get("tf32", False) and c.dtype == "fp32"
     eps = _TF32_EPS if tf32 else c.eps
+    run = partial(_run, Options(**c.options))  # made here: in torch 2.11 torch.compile makes none
     return make_problem(
-        c, tensors, _run, _truth, _run, _AXES | {"dD": "hp" if c.D == "hp" else "h"},
+        c, tensors, run, _truth, run, _AXES | {"dD": "hp" if c.D == "hp" else "h"},
         {"final_states": torch.float32} if c.final_states else {}, mirrors=_list_mirrors(c, tf32), eps=eps,
         coarsest=max(eps, torch.finfo(inputs.states_dtype).eps), summed=("dA", "dD", "ddt_bias"), tokens=c.batch * c.seqlen,
         exponent=largest_exponent(inputs) + _add_for_documents(inputs), exact=c.variant != "torch" or device == "cpu")
@@ -117,15 +118,15 @@ def _list_mirrors(c: Config, tf32: bool) -> tuple[Callable, ...]:
     """
     whole = (partial(_mirror, replace(c, chunk_size=size), tf32) for size in _mirror_chunks(c))
     in_parts = c.dstate > WIDTHS[-1] and c.dtype != "fp32" and c.documents not in ("varlen", "both")
-    return *whole, *([partial(_mirror_in_parts, c)] if in_parts else [])
+    return *whole, *([make_mirror(partial(_run_in_parts, c))] if in_parts else [])
 
 
-def _run(c: Config, tensors: Tensors) -> dict[str, Tensor]:
+def _run(options: Options, c: Config, tensors: Tensors) -> dict[str, Tensor]:
     varlen = c.documents in ("varlen", "both")
     results = ssd_chunk_scan(
         **tensors, chunk_size=c.chunk_size, dt_softplus=c.dt_softplus, dt_limit=_limit(c),
         return_final_states=c.final_states, return_varlen_states=varlen,
-        state_dtype=None if c.state_dtype is None else DTYPES[c.state_dtype], variant=c.variant, options=Options(**c.options))
+        state_dtype=None if c.state_dtype is None else DTYPES[c.state_dtype], variant=c.variant, options=options)
     names = ("out", *(("final_states",) if c.final_states else ()), *(("varlen_states",) if varlen else ()))
     return dict(zip(names, results if isinstance(results, tuple) else (results,), strict=True))
 
@@ -182,21 +183,17 @@ def _mirror(c: Config, tf32: bool, tensors: Tensors, wanted: tuple[str, ...], wa
     return results | {f"d{name}": getattr(grads, f"d{name}").to(tensors[name].dtype) for name in wanted}
 
 
-@torch.enable_grad()
-def _mirror_in_parts(c: Config, tensors: Tensors, wanted: tuple[str, ...], ways: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Variant torch on each part of dstate, added up in the dtype of x, by autograd."""
-    leaves = {name: t if t is None else t.detach().requires_grad_(name in wanted) for name, t in tensors.items()}
+def _run_in_parts(c: Config, tensors: Tensors) -> dict[str, Tensor]:
+    """Variant torch on each part of dstate, added up in the dtype of x."""
     parts = []
-    for part, skip in ((slice(WIDTHS[-1]), leaves["D"]), (slice(WIDTHS[-1], None), None)):
-        cut = {name: leaves[name][..., part] for name in ("B", "C", "initial_states") if leaves[name] is not None}
-        parts.append(_run(replace(c, variant="torch", options={}), leaves | cut | {"D": skip, "z": None}))
+    for part, skip in ((slice(WIDTHS[-1]), tensors["D"]), (slice(WIDTHS[-1], None), None)):
+        cut = {name: tensors[name][..., part] for name in ("B", "C", "initial_states") if tensors[name] is not None}
+        parts.append(_run(Options(), replace(c, variant="torch"), tensors | cut | {"D": skip, "z": None}))
     results = {name: torch.cat([part[name] for part in parts], -1) for name in parts[0] if name != "out"}
     out = parts[0]["out"] + parts[1]["out"]
-    gate = leaves["z"]
+    gate = tensors["z"]
     results["out"] = out if gate is None else (out.float() * torch.nn.functional.silu(gate.float())).to(out.dtype)
-    grads = torch.autograd.grad([results[name] for name in ways], [leaves[name] for name in wanted], list(ways.values()),
-                                materialize_grads=True) if wanted else ()
-    return {name: t.detach() for name, t in results.items()} | {f"d{name}": t for name, t in zip(wanted, grads, strict=True)}
+    return results
 
 
 def _inputs(c: Config, tensors: Tensors) -> SSDInputs:

@@ -50,6 +50,27 @@ def test_the_same_configuration_has_the_same_inputs():
     assert not torch.equal(first["x"], other["x"]) and not torch.equal(first["seq_idx"], other["seq_idx"])
 
 
+def test_a_compiled_call_makes_no_options(monkeypatch):
+    """torch 2.11 cannot compile a function that makes them."""
+    problem = operator.problem(replace(EVERYTHING, variant="torch", options={"exp2": False}), 0, "cpu")
+    monkeypatch.setattr(operator, "Options", None)
+    assert problem.run(problem.tensors)["out"].isfinite().all()
+
+
+def test_no_step_is_at_a_limit():
+    """Where rounding would decide whether dt has a gradient."""
+    c = replace(EVERYTHING, dt_bias=False, dt_softplus=False, dt_limit=(0.02, 0.06))
+    dt = torch.tensor([0.02, 0.02 - 1e-8, 0.06 + 1e-7, 0.04])
+    moved = operator._keep_off_limits(c, dt, None)
+    assert (moved[:3] / dt[:3] - 1).abs().min() > 1e-3 and moved[3] == dt[3]
+
+
+def test_documents_count_in_the_exponent():
+    """Of 16-bit calls, by those that begin in the same 64 tokens."""
+    c = replace(EVERYTHING, batch=1, seqlen=130, cuts="tokens", decay="none")
+    assert [operator.problem(replace(c, dtype=dtype), 0, "cpu").exponent for dtype in ("bf16", "fp32")] == [64 * 128, 0]
+
+
 def test_draws_reach_everything():
     """Sizes, options, ways of calling and layouts, within a few minutes' worth of draws."""
     configs = drawn(0, 400, variants=("auto", "baseline", "fused", "persistent"))
@@ -159,9 +180,10 @@ def found(fault: str, lines: list[str], timeout: float = 60) -> dict[str, trial.
         return dict(pool.run([line] for line in lines))
 
 
-def test_a_large_dstate_is_mirrored_in_parts_too():
+@pytest.mark.parametrize("wanted", [DIFFERENTIABLE, ("z",)], ids=("all", "z"))
+def test_a_large_dstate_is_mirrored_in_parts_too(wanted):
     """What adds up two roundings of outputs that nearly cancel is judged by a mirror that does."""
-    problem = operator.problem(replace(EVERYTHING, dtype="bf16", seqlen=20, dstate=160), 0, "cpu")
+    problem = operator.problem(replace(EVERYTHING, dtype="bf16", seqlen=20, dstate=160, wanted=wanted), 0, "cpu")
     ways = trial._truth(problem)[1]
     whole, *_, in_parts = [mirror(problem.tensors, problem.wanted, ways) for mirror in problem.mirrors]
     assert in_parts.keys() == whole.keys()
