@@ -132,6 +132,13 @@ def _run_steps(run: Run, out: Path, console: Console, resume: bool, rows: Path |
     return row
 
 
+def check_same_run(run: Run, state: dict[str, Any], out: Path) -> None:
+    """Refuses other settings than those of a checkpoint in `out`, whose state this is, by the option's name."""
+    for field, now in asdict(run).items():
+        if (then := state["run"].get(field)) != now:
+            raise ValueError(f"{option(field)}: got {now!r}, expected {then!r}, with which the run in {out} began")
+
+
 def _check_variant(run: Run, device: torch.device) -> None:
     """Refuses a variant or an optimizer that cannot run here, before data are read and the model is built.
 
@@ -167,9 +174,7 @@ def _check_folder(run: Run, out: Path, resume: bool, console: Console) -> Path |
     if last is None:
         raise FileNotFoundError(f"--resume: got --out {out}, expected a folder with a checkpoint in {out / 'checkpoints'}")
     state = checkpoints.read_state(last)
-    for field, now in asdict(run).items():
-        if (then := state["run"].get(field)) != now:
-            raise ValueError(f"{option(field)}: got {now!r}, expected {then!r}, with which the run in {out} began")
+    check_same_run(run, state, out)
     if state["step"] >= run.steps:
         raise ValueError(f"--resume: the run in {out} has taken all its {run.steps} steps")
     for reason in damaged:

@@ -23,7 +23,7 @@ from ssd import pruning
 
 from .. import checkpoints, record
 from ..parallel import Team, make_single
-from ..train import train
+from ..train import check_same_run, train
 from ..training_run import Run
 from ..training_step import build_model, make_batches
 from ..workloads import Workload, get_workload
@@ -127,6 +127,7 @@ def _train_whole(plan: Plan, workload: Workload, team: Team, console: Console) -
     if last is None or checkpoints.read_state(last)["step"] < plan.run.steps:
         train(plan.run, plan.folder, console, resume=last is not None, rows=plan.folder)
         last, _ = checkpoints.latest_good(saves)
+    check_same_run(plan.run, checkpoints.read_state(last), plan.folder)
     model, optimizer, _ = build_model(plan.run, workload, team)
     checkpoints.restore(last, model, optimizer)
     folder = _choose_folder(plan, 0.0, WHOLE)

@@ -46,7 +46,8 @@ class CapturedStep:
 
     def __init__(self, model: Mamba2LM, cache: Sequence[Mamba2Cache], batch: int, device: torch.device):
         self.model, self.cache = model, [*cache]
-        self.token = torch.zeros(batch, dtype=torch.int64, device=device)
+        with torch.inference_mode(False):  # a cache may keep it for calls outside of inference mode
+            self.token = torch.zeros(batch, dtype=torch.int64, device=device)
         self.logits: Tensor | None = None
         self.replay: Callable[[], object] | None = None
         self.addresses, self.is_warm = _list_addresses(model, cache), False

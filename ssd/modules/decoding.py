@@ -76,7 +76,7 @@ def list_stops(eos_token_id: int | Sequence[int] | None, vocab_size: int) -> tup
     Raises:
         TypeError, ValueError: one of them is no token.
     """
-    stops = () if eos_token_id is None else (eos_token_id,) if isinstance(eos_token_id, int) else tuple(eos_token_id)
+    stops = () if eos_token_id is None else tuple(eos_token_id) if isinstance(eos_token_id, Sequence) else (eos_token_id,)
     for stop in stops:
         if isinstance(stop, bool) or not isinstance(stop, int):
             raise TypeError(f"eos_token_id: got {stop!r}, expected an int, several, or None")

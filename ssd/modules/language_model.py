@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from ..block.arguments import check_size
 from ..runtime import value_checks
 from ..types import Options
 from . import checkpoint, decoding
@@ -96,8 +97,7 @@ class Mamba2LM(nn.Module):
             TypeError, ValueError: at once, naming the argument, what came and what is accepted; or why there is no graph.
             RuntimeError: a step cannot be captured for a reason that only shows in capturing it.
         """
-        if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens: got {max_new_tokens!r}, expected an int of at least 1")
+        check_size("max_new_tokens", max_new_tokens)
         _check_ids(input_ids, "(batch, seqlen)")
         sampling = Sampling(temperature, top_k, top_p, generator)
         sampling.check_device(input_ids.device)
@@ -187,7 +187,8 @@ class _Backbone(nn.Module):
         """One token of each sequence, (batch,) to (batch, d_model)."""
         _check_ids(input_ids, "(batch,)")
         residual = self._embedded(input_ids)
-        rates = -torch.stack([layer.mixer.A_log for layer in self.layers]).float().exp()  # four launches, whatever n_layer
+        A_log = [layer.mixer.A_log for layer in self.layers]  # pruned blocks may have different numbers of heads
+        rates = (-torch.cat(A_log).float().exp()).split([*map(len, A_log)])  # four launches, whatever n_layer
         for layer, its_cache, A in zip(self.layers, self._by_layer(cache), rates, strict=True):
             residual = residual + layer.mixer.step(layer.normed(residual), its_cache, A)
         return _normed(self.norm_f, residual)

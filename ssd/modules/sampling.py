@@ -10,6 +10,8 @@ from torch import Tensor
 
 from ..block.arguments import check_size
 
+_COLDEST = 1e-30  # logits that differ in fp32 are then so far apart that only the likeliest token is drawn
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -60,7 +62,8 @@ class Sampling:
         if not self.temperature:
             return logits.argmax(-1)
         logits = logits.float()
-        logits = (logits - logits.amax(-1, keepdim=True)) / self.temperature  # at most 0: a small temperature overflows nothing
+        # at most 0, so that a small temperature overflows nothing; one that is 0 in fp32 would make 0 / 0
+        logits = (logits - logits.amax(-1, keepdim=True)) / max(self.temperature, _COLDEST)
         if self.top_k is None and self.top_p is None:
             return self._draw(logits.softmax(-1))
         likeliest, ids = logits.topk(min(self.top_k or logits.shape[-1], logits.shape[-1]))

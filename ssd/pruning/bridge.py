@@ -59,7 +59,12 @@ class Bridge:
 
         Returns:
             By block the error on tokens held out, E|r|^2 / E|y|^2, before and after; the same twice where nothing was changed.
+
+        Raises:
+            ValueError: a block was not run; nothing was changed.
         """
+        if missing := self._whole.keys() - self._sums.keys():
+            raise ValueError(f"whole: {', '.join(sorted(missing))} was not run, expected at least one batch within the bridge")
         errors = {}
         for name, sums in self._sums.items():
             zz, zr, held_zz, held_zr, rr, yy = (t.double() for t in sums)

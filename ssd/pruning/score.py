@@ -94,6 +94,7 @@ class Activity:
     @torch.no_grad()
     def _add(self, name: str, block: Block, u: Tensor) -> None:
         rows = u if u.dim() == 3 else u[None]
+        rows = rows * getattr(block.module, "ssm_in_multiplier", 1)  # of Falcon-H1, before it projects
         projected = block.module.in_proj(rows) if ("in_proj.weight", 0) in block.axes else rows
         with torch.autocast(u.device.type, enabled=False):  # sums are in fp32, whatever the model computes in
             found = (_measure_ssd if block.ssd else _measure_scan)(block, projected)

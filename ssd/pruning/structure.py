@@ -91,6 +91,8 @@ def cut(block: Block, kept: Kept) -> None:
     if share < 1 and (eps := find_norm_eps(module)):
         module.norm.weight *= share**-0.5
         setattr(module.norm, eps, getattr(module.norm, eps) / share)
+        if size := getattr(module.norm, "group_size", None):  # of the norm, which need not be the SSD's
+            module.norm.group_size = size * fewer.nheads // block.nheads
     _tell_sizes(fewer)
 
 
@@ -129,8 +131,6 @@ def _tell_sizes(block: Block) -> None:
         linear.out_features, linear.in_features = linear.weight.shape
     if conv := getattr(module, "conv1d", None):
         conv.in_channels = conv.out_channels = conv.groups = conv.weight.shape[0]
-    if hasattr(getattr(module, "norm", None), "group_size"):
-        module.norm.group_size = dim // block.ngroups
     inner = module.out_proj.weight.shape[1] if block.has("heads") else dim
     values = {"dstate": block.dstate, "nheads": block.nheads, "dim": dim, "inner": inner, "convolved": dim + 2 * states,
               "grouped": states}

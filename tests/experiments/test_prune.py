@@ -82,5 +82,14 @@ def test_a_run_that_saves_nothing_is_refused(tmp_path):
         losses.run(losses.Plan(small_run(save_every=0), tmp_path), QUIET)
 
 
+def test_a_run_of_other_settings_is_not_pruned_as_if_it_had_these(tmp_path):
+    run = small_run(steps=2)
+    train(run, tmp_path, QUIET)
+    for settings, said in (({"steps": 1}, "--steps: got 1, expected 2"), ({"seed": 5}, "--seed: got 5, expected")):
+        with pytest.raises(ValueError, match=said):
+            losses.run(losses.Plan(replace(run, **settings), tmp_path, "heads"), QUIET)
+    assert not (tmp_path / "pruned").exists()
+
+
 def test_names_are_the_librarys():
     assert (commands.KINDS, commands.SCORES) == (pruning.KINDS, pruning.SCORES)

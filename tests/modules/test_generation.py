@@ -38,7 +38,8 @@ def captures(monkeypatch, device) -> list:
         if device == "cuda":
             return capture(run, on)
         step = run.__self__
-        token, cache, logits = step.token, step.cache, torch.full((len(step.token), 64), torch.nan)
+        with torch.inference_mode(False):  # a replay is of no mode
+            token, cache, logits = step.token, step.cache, torch.full((len(step.token), 64), torch.nan)
         return lambda: logits.copy_(step.model.step(token, cache)), logits
 
     monkeypatch.setattr(captured_step, "capture", record)
@@ -120,6 +121,15 @@ def test_what_no_graph_can_be_of_is_said_by_name(monkeypatch):
         assert reason in captured_step.explain_refusal(elsewhere, cuda)
 
 
+def test_a_graph_outlasts_the_mode_that_it_was_captured_in(captures, device):
+    model, ids = made(device), tokens(device)
+    cache = model.new_cache(2)
+    with torch.inference_mode():
+        expected = model.generate(ids, 12, cache)
+    cache.reset()
+    assert torch.equal(model.generate(ids, 12, cache), expected) and len(captures) == 1
+
+
 def test_a_capture_that_fails_names_the_way_out(captures, monkeypatch, device):
     monkeypatch.setattr(captured_step, "capture", lambda run, on: 1 / 0)
     with pytest.raises(RuntimeError, match="cannot be captured in a CUDA graph; with graph=False it runs"):
@@ -175,7 +185,8 @@ def test_a_seed_gives_the_same_tokens_again(device):
     one, again, other = (generate(model, ids, 8, temperature=2.0, seed=seed) for seed in (1, 1, 2))
     assert torch.equal(one, again) and not torch.equal(one, other)
     greedy = model.generate(ids, 8)
-    for setting in ({"temperature": 1e-30}, {"temperature": 2.0, "top_k": 1}, {"temperature": 2.0, "top_p": 1e-6}):
+    for setting in ({"temperature": 1e-30}, {"temperature": 1e-320}, {"temperature": 2.0, "top_k": 1},
+                    {"temperature": 2.0, "top_p": 1e-6}):
         assert torch.equal(model.generate(ids, 8, **setting), greedy)
 
 

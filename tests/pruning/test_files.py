@@ -13,6 +13,8 @@ from ssd import patch_transformers
 from ssd.modules import Mamba2LM, Mamba2LMConfig
 from ssd.pruning import (
     KINDS,
+    choose,
+    cut,
     find_blocks,
     is_pruned,
     load,
@@ -61,6 +63,21 @@ def test_round_trip(saved):
     record = json.loads((folder / "config.json").read_text())["pruning"]
     assert record["ratio"] == 0.5 and record["blocks"]["backbone.layers.1.mixer"] == {
         "nheads": 4, "headdim": 8, "ngroups": 2, "dstate": 16, "norm_eps": 2e-5}
+
+
+@torch.no_grad()
+def test_blocks_of_different_sizes(tmp_path):
+    """Some blocks are cut, others are left: files and steps take each block's own sizes."""
+    model = made()
+    first, second = find_blocks(model).values()
+    scores = {first.name: score_magnitude(model, "heads")[first.name]}
+    cut(first, choose({first.name: first}, scores, "heads", 0.5)[first.name])
+    save(model, tmp_path / "pruned", asdict(model.config))
+    read = load_language_model(tmp_path / "pruned", variant="torch")
+    assert [block.nheads for block in find_blocks(read).values()] == [4, 8] and second.nheads == 8
+    cache = read.new_cache(1)
+    steps = torch.stack([read.step(token, cache) for token in IDS.unbind(1)], 1)
+    torch.testing.assert_close(steps, model(IDS), rtol=1e-4, atol=1e-4)
 
 
 def test_no_checkpoint_is_overwritten(saved, tmp_path):

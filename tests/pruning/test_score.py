@@ -155,3 +155,30 @@ def test_sums_are_in_fp32_under_autocast(kind):
         whole(u)
     assert_close(activity.scores("energy")[""], exact, rtol=0.1, atol=0.0)
     assert {t.dtype for t in bridge._sums[""]} == {torch.float32} and all(left <= e for e, left in bridge.apply().values())
+
+
+def test_a_bridge_without_batches_is_refused():
+    whole = Mamba2(**SIZES)
+    with Bridge(whole, copy.deepcopy(whole)) as bridge:
+        pass
+    with pytest.raises(ValueError, match="was not run, expected at least one batch within the bridge"):
+        bridge.apply()
+
+
+def test_falcon_h1_scales_what_it_projects():
+    """A smaller multiplier of a block's input is the same as smaller weights that project it."""
+    pytest.importorskip("transformers", minversion="5.0", reason="transformers 5 is not installed")
+    from tests.interop.families import available, tiny, tokens
+
+    if not available("falcon_h1"):
+        pytest.skip("this transformers has no falcon_h1")
+    scaled, ids = tiny("falcon_h1").eval(), tokens(2, 19)
+    same = copy.deepcopy(scaled)
+    for model in (scaled, same):
+        for block in find_blocks(model).values():
+            block.module.ssm_in_multiplier = 0.25 if model is scaled else 1.0
+            if model is same:
+                block.module.in_proj.weight.data *= 0.25
+    found, expected = (measured(model, "states", ids).scores() for model in (scaled, same))
+    for name, scores in expected.items():
+        assert_close(found[name], scores, rtol=1e-4, atol=0)

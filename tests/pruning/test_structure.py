@@ -137,3 +137,21 @@ def test_what_has_none_of_it_is_refused():
         choose(blocks, {}, "states", 0.5)
     with pytest.raises(ValueError, match=r"scores: got \(3,\) for , expected \(1, 32\), finite"):
         choose(blocks, {"": torch.zeros(3)}, "states", 0.5)
+
+
+@torch.no_grad()
+def test_a_norm_of_other_groups_than_the_ssds(monkeypatch, one_thread):
+    """One mean of all channels, with two groups of B and C."""
+    monkeypatch.setattr("ssd.block.arguments.INTERPRETED", False)
+    for group_size in (None, 64):
+        pruned, zeroed = (fresh(lambda: Mamba2(**SIZES, ngroups=2)) for _ in range(2))
+        pruned.norm.group_size = zeroed.norm.group_size = group_size
+        (kept,) = prune(pruned, score_random(zeroed, "heads"), "heads", 0.5).values()
+        zero(find_blocks(zeroed)[""], kept)
+        steps, cache = [], pruned.new_cache(2)
+        for token in rows().unbind(1):
+            steps.append(pruned.step(token, cache))
+        expected, cache = [], zeroed.new_cache(2)
+        for token in rows().unbind(1):
+            expected.append(zeroed.step(token, cache))
+        assert_close(torch.stack(steps), torch.stack(expected), rtol=1e-5, atol=2e-5)
