@@ -30,6 +30,7 @@ _SCANS = {shape.name: shape for shape in SCANS}
 _BLOCK_MODES = (*DIRECTIONS, "fwd_bwd")
 _TABLES = ("ssd", "ablate", "block", "decode", "step", "prune", "prune_speed", "counters")
 _TOOLS = ("memcheck", "racecheck")
+_PROMPT_VARIANTS = [name for name in VARIANTS if name not in DECODE_RIVALS]
 _FORMATS = ("markdown", "csv", "latex")
 
 
@@ -125,13 +126,13 @@ def decode(
     batch: Annotated[str, typer.Option(help="Sequences at a time, comma-separated.")] = "1,8,64",
     prompt: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 1024,
     tokens: Annotated[int, typer.Option(min=8, help="Tokens generated after the first.")] = 128,
-    variant: Annotated[str, typer.Option(help=f"Of the prompt's SSD, of {VARIANT_LIST}.")] = "auto",
+    variant: Annotated[str, typer.Option(help=f"Of the prompt's SSD, of {', '.join(_PROMPT_VARIANTS)}.")] = "auto",
     against: Annotated[str, typer.Option(help="Libraries beside ours, or none.")] = ",".join(DECODE_RIVALS),
     dtype: flags.Dtype = "bf16", repeats: flags.Repeats = 5, wide: flags.Wide = False, out: flags.Out = RESULTS,
 ) -> None:
     """Measure generation by models of random weights: a prompt, and each token after it, beside other libraries."""
     rivals = [] if against == "none" else split_names("--against", against, DECODE_RIVALS, "none")
-    check_name("--variant", variant, [name for name in VARIANTS if name not in DECODE_RIVALS])
+    check_name("--variant", variant, _PROMPT_VARIANTS)
     batches, console = arguments.split_numbers("--batch", batch), make_console()
     presets = split_names("--preset", preset, get_workload("mamba2").presets)
     require_gpu("decode", "make test ARGS=tests/experiments/test_decode.py generates with tiny models")

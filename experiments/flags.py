@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from .names import refuse_unknown, variant_names
+from .record import RESULTS
 from .shapes import ITEMSIZES, MODES
 from .terminal import refuse, refuse_errors
 from .training_run import DTYPES, OPTIMIZERS
@@ -22,8 +23,10 @@ Dtype = Annotated[str, typer.Option(callback=lambda dtype: check_name("--dtype",
 Repeats = Annotated[int, typer.Option(min=2, help="Timed calls of each candidate; candidates take turns.")]
 Warmup = Annotated[int, typer.Option(min=1, help="Calls of each candidate before timing.")]
 _FOLDER = "Folder of the rows: <out>/<gpu>/<bench>.jsonl."
-Rows = Annotated[Path, typer.Option(file_okay=False, help=_FOLDER)]  # where rows are read
-Out = Annotated[Path, typer.Option(file_okay=False, help=_FOLDER, callback=lambda out: require_writable(out))]
+_RESULTS = str(RESULTS.relative_to(RESULTS.parents[1]))  # as --help shows the default
+Rows = Annotated[Path, typer.Option(file_okay=False, help=_FOLDER, show_default=_RESULTS)]  # where rows are read
+Out = Annotated[Path, typer.Option(file_okay=False, help=_FOLDER, show_default=_RESULTS,
+                                   callback=lambda out: require_writable(out))]
 Wide = Annotated[bool, typer.Option("--wide", help="Show every column, beyond 100 characters.")]
 Counters = Annotated[bool, typer.Option(help="Also read DRAM traffic, blocks and pipes of each kernel with ncu.")]
 ChunkSizes = Annotated[str, typer.Option(help="Ours, of 16 to 256; auto stands for 64, 128 and 256.")]

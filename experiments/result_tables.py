@@ -51,22 +51,25 @@ _EVERY_ROW_HEAD = write_head(
 
 
 def tabulate_speedups(rows: list[dict], steps: list[dict]) -> str:
-    """A paragraph for each GPU; of one, the last by name, also a line for each layer of `HEADLINE`, with `persistent`'s gain.
+    """A paragraph for each GPU. First the GPU of the figure, the last by name that has layers of `HEADLINE`, and a table:
+    `persistent`'s gain at each of these layers.
 
     steps: rows of the sweep, for the training step of the model that has this layer.
     """
     compared, of = [row for row in rows if row.get("graph_speedup")], itemgetter("gpu", "against")
-    paragraphs, lines = [], []
+    paragraphs, first, lines = [], 0, []
     for (gpu, against), group in groupby(sorted(compared, key=of), of):
         group = list(group)
         paragraphs.append(f"Speed-ups over {against} on one {gpu}, in bf16 and GPU time.{_describe_gains(group)}")
-        lines = _list_layers(gpu, group, steps) or lines
+        if layers := _list_layers(gpu, group, steps):
+            first, lines = len(paragraphs) - 1, layers
     if lines:
         dash = "; a dash: not measured" if any("-" in cells for cells in lines) else ""
-        paragraphs[-1] += f" The table is of `{FASTEST}`{dash}."
+        paragraphs.insert(0, f"{paragraphs.pop(first)} The figure's bars and the table are of `{FASTEST}`{dash}.")
     parts = [textwrap.fill(text, _WIDTH) + "\n" for text in paragraphs]
     head = ("layer, batch x tokens", *MODES.values(), "training step")
-    parts += [write_head(" | ".join(head), *head) + render_lines(lines)] if lines else []
+    if lines:
+        parts.insert(1, write_head(" | ".join(head), *head) + render_lines(lines))
     return "\n".join(parts) or "No GPU has run the bench beside mamba_ssm yet.\n"
 
 

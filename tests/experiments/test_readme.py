@@ -99,7 +99,8 @@ def test_speedups():
         return " ".join(result_tables.tabulate_speedups([*rows, *more], []).split())
 
     assert "on one NVIDIA H200" in said() and "the default" not in said()
-    assert "Over 1 shapes, forward and backward together are 1.8x as fast with the fastest variant. The table" in said()
+    assert "Over 1 shapes, forward and backward together are 1.8x as fast with the fastest variant. " in said()
+    assert "The figure's bars and the table are of `persistent`" in said()
     assert "| Mamba-2 8B, 4 x 4096 | **2.0x** 242 µs | **0.8x** 990 µs | | - |" in said().replace("|  |", "| |")
     assert "a dash: not measured" in said()
     slow, fast = (ssd_row("auto", mode="fwd_bwd", shape=shape, **compared(gain)) for shape, gain in
@@ -108,6 +109,9 @@ def test_speedups():
     assert "fastest variant, and 1.5x to 3.2x with the default, `auto`." in said(slow, fast)
     two = said(ssd_row("persistent", **compared(9.0)) | {"gpu": "NVIDIA H100"})
     assert two.count(" on one NVIDIA H") == 2 and "**9.0x**" not in two and "**2.0x**" in two, "one table"
+    forward = ssd_row("persistent", shape="nemotron-nano-9b-v2", **compared(3.0)) | {"gpu": "NVIDIA H100"}
+    shown, table, other = (said(forward).index(part) for part in ("on one NVIDIA H200", "| Mamba-2 8B", "on one NVIDIA H100"))
+    assert shown < table < other, "the GPU of the figure and the table first"
 
 
 def test_workloads(root):
