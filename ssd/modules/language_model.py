@@ -155,7 +155,14 @@ class Mamba2LM(nn.Module):
         """Writes config.json and model.safetensors, which `from_pretrained` reads; a tied head is left out.
 
         Each file is replaced when the new one is whole.
+
+        Raises:
+            ValueError: the weights are not of the config's sizes, as of a pruned model, which `ssd.pruning.save` writes.
         """
+        for name, expected in Mamba2LM(self.config, device="meta").named_parameters():
+            if (got := self.get_parameter(name).shape) != expected.shape:
+                raise ValueError(f"{name}: got {tuple(got)}, expected {tuple(expected.shape)} by the model's config; "
+                                 "ssd.pruning.save writes a pruned model")
         weights = {name: parameter.detach().contiguous() for name, parameter in self.named_parameters()}
         checkpoint.write(Path(folder), asdict(self.config), weights)
 

@@ -80,6 +80,14 @@ def test_blocks_of_different_sizes(tmp_path):
     torch.testing.assert_close(steps, model(IDS), rtol=1e-4, atol=1e-4)
 
 
+def test_a_pruned_model_is_not_saved_as_a_whole_one(tmp_path):
+    model = made()
+    prune(model, score_magnitude(model, "states"), "states", 0.5)
+    with pytest.raises(ValueError, match=r"got \(.*ssd.pruning.save"):
+        model.save_pretrained(tmp_path / "whole")
+    assert not (tmp_path / "whole").exists()
+
+
 def test_no_checkpoint_is_overwritten(saved, tmp_path):
     model, folder = saved
     whole = made()
