@@ -18,10 +18,9 @@ import re
 import shutil
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from functools import cache
 from pathlib import Path
 from unittest.mock import patch
 
@@ -33,7 +32,6 @@ import torch
 import triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
-from triton.runtime.cache import get_cache_manager
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
@@ -41,7 +39,7 @@ from fused import hopper
 from ssd.registry import Variant, config_spaces, get_variant
 from ssd.runtime import launch, tuning
 from ssd.runtime.lost_operands import find_lost_operands
-from ssd.runtime.machine_code import inspect, lanes_apart, list_ptx_loops
+from ssd.runtime.machine_code import find_once, inspect, lanes_apart, list_ptx_loops
 from ssd.runtime.unset_registers import find_unset_registers
 from ssd.types import Options, SSDGrads, SSDInputs
 from tests.inputs import EVERYTHING, Case, Shape, random_inputs
@@ -167,7 +165,7 @@ def _measure(kernel, disassemble: bool) -> Compiled:
     ptx = kernel.asm["ptx"]
     groups = late = lost = unset = None
     if disassemble and "wgmma.mma_async" in ptx:
-        groups, late, lost, unset = _find_once(_search, kernel.kernel)
+        groups, late, lost, unset = find_once(_search, kernel.kernel, late_loads, find_lost_operands, find_unset_registers)
         lost = lost if "ttir" in kernel.asm else []
     return Compiled(triton.__version__, kernel.name, " ".join(config), registers, spills, kernel.metadata.shared,
                     ptx.count("wgmma.mma_async"), groups, ptx.count("mma.sync") + ptx.count("tcgen05.mma"),
@@ -183,25 +181,8 @@ def _unfenced(ptx: str) -> int:
 
 def resources(cubin: bytes) -> tuple[int, int]:
     """Registers and bytes of stack per thread. Triton's kernels have no arrays: what is on the stack was spilled."""
-    registers, stack = _find_once(_read_resources, cubin)
+    registers, stack = find_once(_read_resources, cubin)
     return registers, stack
-
-
-def _find_once(find: Callable[[bytes], tuple], cubin: bytes) -> tuple:
-    """find(cubin), kept beside what Triton keeps on disk: the tools that read machine code take longer than all else."""
-    kept = get_cache_manager(hashlib.sha256(_read_searches() + find.__name__.encode() + cubin).hexdigest())
-    if path := kept.get_file("found.json"):
-        return json.loads(Path(path).read_text())
-    found = find(cubin)
-    kept.put(json.dumps(found), "found.json", binary=False)
-    return found
-
-
-@cache
-def _read_searches() -> bytes:
-    """Of what searches: what was found by others does not count."""
-    modules = {search.__module__ for search in (_search, inspect, late_loads, find_lost_operands, find_unset_registers)}
-    return b"".join(Path(sys.modules[name].__file__).read_bytes() for name in sorted(modules)) + triton.__version__.encode()
 
 
 def _read_resources(cubin: bytes) -> tuple[int, int]:

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 import subprocess
+import sys
 import tempfile
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.runtime.cache import get_cache_manager
 
 _LABEL, _INSTRUCTION = re.compile(r"^\s*\.(L_x_\d+):"), re.compile(r"/\*[0-9a-f]{4,}\*/\s+(.*?);")
 _BRANCH = re.compile(r"BRA.*\(\.(L_x_\d+)\)")
@@ -30,6 +40,25 @@ def inspect(tool: str, option: str, cubin: bytes) -> str:
         file.write(cubin)
         file.flush()
         return subprocess.run([tool, option, file.name], capture_output=True, text=True, check=True).stdout
+
+
+def find_once(find: Callable[[bytes], Any], cubin: bytes, *searches: Callable) -> Any:
+    """find(cubin), as JSON gives it back, kept beside what Triton keeps on disk: the tools that read machine code are slow.
+
+    What was found by other code, that of `find` and of the `searches` that it calls, or with another Triton, does not count.
+    """
+    modules = tuple(sorted({__name__, *(search.__module__ for search in (find, *searches))}))
+    kept = get_cache_manager(hashlib.sha256(_read_modules(modules) + find.__name__.encode() + cubin).hexdigest())
+    if path := kept.get_file("found.json"):
+        return json.loads(Path(path).read_text())
+    found = find(cubin)
+    kept.put(json.dumps(found), "found.json", binary=False)
+    return found
+
+
+@cache
+def _read_modules(names: tuple[str, ...]) -> bytes:
+    return b"".join(Path(sys.modules[name].__file__).read_bytes() for name in names) + triton.__version__.encode()
 
 
 def list_ptx_loops(ptx: str) -> tuple[list[str], list[tuple[int, int]]]:

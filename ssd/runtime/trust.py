@@ -17,29 +17,24 @@ newer ptxas, or that cannot be searched, for want of nvdisasm.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from pathlib import Path
 
 from triton import knobs
 from triton.compiler import CompiledKernel
-from triton.runtime.cache import get_cache_manager
 
 from .lost_operands import find_lost_operands
-from .machine_code import inspect
+from .machine_code import find_once, inspect
 from .ptxas import OLDEST, choose_ptxas
 from .toolchain import mark
 from .unset_registers import find_unset_registers
 from .versions import release
 
 _SWITCH = "DISABLE_MMA_V3"  # of Triton, which has it in its keys on disk, but not in memory
-_SEARCHES = ("machine_code.py", "unset_registers.py", "lost_operands.py")
 _log = logging.getLogger("ssd")
 
 
@@ -49,9 +44,9 @@ def find_fault(compiled: CompiledKernel) -> str | None:
         return None
     if release(version := choose_ptxas().version) < OLDEST:
         return f"ptxas {version} makes products read at addresses that are not theirs, which 12.9 and newer do not"
-    if (nvdisasm := _find_nvdisasm()) is None:
+    if _find_nvdisasm() is None:
         return "nvdisasm, which comes with Triton and with the CUDA toolkit, is not there to show what ptxas made of it"
-    return _find(compiled.kernel, nvdisasm)
+    return find_once(_search, compiled.kernel, find_unset_registers, find_lost_operands)
 
 
 @contextmanager
@@ -68,26 +63,14 @@ def forbid_warpgroups(kernel: str, why: str) -> Iterator[dict]:
         os.environ.pop(_SWITCH) if before is None else os.environ.update({_SWITCH: before})
 
 
-def _find(cubin: bytes, nvdisasm: str) -> str | None:
-    """The first fault in a kernel's machine code; found once, and kept beside what Triton keeps on disk."""
-    kept = get_cache_manager(hashlib.sha256(_read_searches() + cubin).hexdigest())
-    if path := kept.get_file("fault.json"):
-        return json.loads(Path(path).read_text())
-    sass = inspect(nvdisasm, "-c", cubin)
-    unset, lost = find_unset_registers(sass), find_lost_operands(sass)
-    found = None
-    if unset:
-        found = f"ptxas makes the address of a product of what nothing has written ({unset[0]})"
-    elif lost:
-        found = f"ptxas overwrites what the next turn of a loop multiplies by ({lost[0]})"
-    kept.put(json.dumps(found), "fault.json", binary=False)
-    return found
-
-
-@cache
-def _read_searches() -> bytes:
-    """Of the searches: what was found by others does not count."""
-    return b"".join((Path(__file__).parent / name).read_bytes() for name in _SEARCHES)
+def _search(cubin: bytes) -> str | None:
+    """The first fault in a kernel's machine code."""
+    sass = inspect(_find_nvdisasm(), "-c", cubin)
+    if unset := find_unset_registers(sass):
+        return f"ptxas makes the address of a product of what nothing has written ({unset[0]})"
+    if lost := find_lost_operands(sass):
+        return f"ptxas overwrites what the next turn of a loop multiplies by ({lost[0]})"
+    return None
 
 
 @cache
