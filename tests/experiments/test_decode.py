@@ -77,6 +77,7 @@ def test_another_library_generates_the_same_tokens(rival, tmp_path, monkeypatch)
         return load(ours)
 
     monkeypatch.setitem(decode.RIVALS, rival, spread)
-    rows, said = run(tmp_path, (rival,), (2,))
+    with torch.backends.cudnn.flags(allow_tf32=False):  # by which transformers' convolution rounds, and a token goes astray
+        rows, said = run(tmp_path, (rival,), (2,))
     assert {row["same_tokens"] for row in rows if row["variant"] in ("torch", rival)} == {1.0}, said
     assert rival in {row["variant"] for row in rows}

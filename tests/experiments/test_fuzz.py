@@ -193,7 +193,7 @@ def test_a_large_dstate_is_mirrored_in_parts_too(wanted):
 
 def test_what_ends_its_process_is_named():
     """And the batch after it is run, by another process."""
-    lines = [to_json(EVERYTHING), to_json(replace(EVERYTHING, variant="auto", seed=4))]
+    lines = [to_json(EVERYTHING), to_json(replace(EVERYTHING, seed=4))]
     outcomes = found("ends its process", lines)
     assert list(outcomes) == lines
     assert all(outcome.failed and "died: signal SIGSEGV" in outcome.why for outcome in outcomes.values())

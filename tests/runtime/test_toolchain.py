@@ -25,11 +25,12 @@ INPUTS = (Shape(1, 80, 2, headdim=64, dstate=64, chunk_size=64), Case(), torch.f
 def lacking(monkeypatch):
     """Takes names from Gluon, as if Triton had been installed without them."""
     def take(owner, *names):
-        toolchain.explain_missing_gluon.cache_clear()
         for name in names:
             monkeypatch.delattr(owner, name, raising=False)
         monkeypatch.delitem(sys.modules, "ssd.runtime.gluon_names", raising=False)
+        toolchain.explain_missing_gluon.cache_clear()
 
+    toolchain.explain_missing_gluon.cache_clear()
     yield take
     monkeypatch.undo()
     toolchain.explain_missing_gluon.cache_clear()
