@@ -19,14 +19,16 @@ from statistics import median
 from typing import NamedTuple
 
 import numpy as np
+import pandas as pd
 
 from ssd import cost
 
 from .. import counters, record, table
 from ..kernel_names import is_of_operator
+from ..shapes import CHUNK_SIZES, MODELS
 from . import classes
 from .definitions import count_vector_flops, keep_one_gpu, make_problem
-from .gpus import GPU, find
+from .gpus import GPU, GPUS, find
 
 TERMS = ("launch", "bytes", "tensor", "vector", "exponentials")
 _KEPT_LAUNCHES = 14  # of a backward whose forward kept its states
@@ -171,3 +173,35 @@ def _count_stages(row: dict) -> dict[str, cost.Cost]:
     if row["mode"] == "fwd":
         return cost.count_forward_stages(make_problem(row))
     return cost.count_backward_stages(make_problem(row), keeps_states=row["launches"] <= _KEPT_LAUNCHES)
+
+
+def freeze(path: Path, out: Path = record.RESULTS) -> None:
+    """Writes what this model says of calls on an H100, before they are measured: microseconds, a line for each call.
+
+    A call that was timed on the H200 is carried over; those of published models, which were not, are predicted outright. The
+    calls of fused and persistent are sums of kernels by counters; theirs have no chunk size, since their kernels on Hopper cut
+    in their own way.
+    """
+    target, lines = GPUS["h100"], []
+    calls, gpu = read_call_samples(out)
+    model = fit(calls, gpu)
+    for one in calls:
+        lines.append((one.variant, one.mode, one.shape, one.chunk_size, one.launches, "carried over",
+                      model.project_us(one, target)))
+    for shape in MODELS:
+        for chunk in CHUNK_SIZES:
+            for mode, launches in (("fwd", 5), ("bwd", 13)):
+                row = {"mode": mode, "shape": shape.name, **shape.sizes, "chunk_size": chunk, "dtype": "bf16",
+                       "launches": launches}
+                one = Sample("baseline", shape.name, mode, chunk, 0.0, launches, cost.total(_count_stages(row)))
+                lines.append(("baseline", mode, shape.name, chunk, launches, "outright", model.us(one, target)))
+    counted, gpu = read_samples_of_counters(out)
+    model = fit(counted, gpu)
+    of_calls = record.group_by([one for one in counted if one.variant in ("fused", "persistent")],
+                               lambda one: (one.variant, one.mode, one.shape))
+    for (variant, mode, shape), kernels in of_calls.items():
+        lines.append((variant, mode, shape, None, sum(one.launches for one in kernels), "carried over",
+                      sum(model.project_us(one, target) for one in kernels)))
+    keys = ("variant", "mode", "shape", "chunk_size", "launches", "basis", "predicted_us")
+    frame = pd.DataFrame(lines, columns=keys).astype({"chunk_size": "Int64"})
+    frame.round({"predicted_us": 2}).to_csv(path, index=False)
