@@ -22,7 +22,7 @@ from .regress import regress
 from .shapes import BLOCK_PARTS, DECODE_RIVALS, DIRECTIONS, MODES, SCANS
 from .terminal import make_console, refuse, refuse_errors
 from .training_run import WAYS, Run, make_run, parse_workload
-from .workloads import get_workload, workload_names
+from .workloads import preset_names, workload_names
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__.splitlines()[0])
 
@@ -134,7 +134,7 @@ def decode(
     rivals = [] if against == "none" else split_names("--against", against, DECODE_RIVALS, "none")
     check_name("--variant", variant, _PROMPT_VARIANTS)
     batches, console = arguments.split_numbers("--batch", batch), make_console()
-    presets = split_names("--preset", preset, get_workload("mamba2").presets)
+    presets = split_names("--preset", preset, preset_names("mamba2"))
     require_gpu("decode", "make test ARGS=tests/experiments/test_decode.py generates with tiny models")
     from . import decode, table
 

@@ -33,11 +33,13 @@ ChunkSizes = Annotated[str, typer.Option(help="Ours, of 16 to 256; auto stands f
 
 # of what is trained, see `training_run.Run`
 Workloads = Annotated[str, typer.Option(help=f"NAME, NAME:PRESET or NAME:PRESET/MIXER, of {', '.join(workload_names())}.")]
-Autocast = Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}; bf16 by autocast.")]
+Autocast = Annotated[str, typer.Option(callback=lambda dtype: check_name("--dtype", dtype, DTYPES),
+                                       help=f"One of {', '.join(DTYPES)}; bf16 by autocast.")]
 Data = Annotated[str, typer.Option(help="synthetic, or a path or name, see docs/workloads.md.")]
 Documents = Annotated[bool, typer.Option(help="Keep documents that share a row of text apart.")]
 Batch = Annotated[int | None, typer.Option(help="Samples of a micro-batch; the preset's unless given.")]
-Optimizer = Annotated[str | None, typer.Option(help=f"{' or '.join(OPTIMIZERS)}; the preset's unless given.")]
+Optimizer = Annotated[str | None, typer.Option(callback=lambda name: name and check_name("--optimizer", name, OPTIMIZERS),
+                                               help=f"{' or '.join(OPTIMIZERS)}; the preset's unless given.")]
 Seed = Annotated[int, typer.Option(help="Of weights and data.")]
 
 

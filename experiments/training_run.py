@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from .names import refuse_unknown, variant_names
-from .workloads import get_workload
+from .workloads import get_workload, preset_names
 
 if TYPE_CHECKING:
     from ssd import Options
@@ -121,8 +121,8 @@ def make_run(workload: str, preset: str = "tiny", *, mixer: str | None = None, s
     A setting that is missing or None is the preset's; warmup a tenth of the steps; the mixer the workload's first. The others
     have the defaults of `Run`.
     """
+    refuse_unknown("--preset", preset, preset_names(workload))
     known = get_workload(workload)
-    refuse_unknown("--preset", preset, known.presets)
     of_preset = {name: getattr(known.presets[preset], name) for name in _OF_PRESET}
     settings = of_preset | {name: value for name, value in given.items() if value is not None}
     return Run(workload=workload, preset=preset, mixer=known.mixers[0] if mixer is None else mixer, steps=steps,

@@ -14,6 +14,7 @@ from ..terminal import first_line
 READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 _COLUMN = "text"
 _ROWS = 1000  # that are tokenized at a time
+_PATIENCE = 10  # seconds for the Hub to answer
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,9 @@ def read(data: str, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
         if reader := READERS.get(Path(data).suffix):
             rows = package.load_dataset(reader, data_files=data, split="train")
         else:
-            rows = package.load_dataset(*data.split(":", 1), split="train")
+            name, *config = data.split(":", 1)
+            _try_hub("dataset", name)
+            rows = package.load_dataset(name, *config, split="train")
     except Exception as reason:  # of many kinds: a reader's, the file system's, the network's
         raise ValueError(f"--data: got {data}, {_explain(data, reason)}") from reason
     if _COLUMN not in rows.column_names:
@@ -60,6 +63,18 @@ def read(data: str, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
     if not lengths.sum():
         raise ValueError(f"--data: {data} has no text in its column {_COLUMN!r}")
     return np.concatenate([chunk.flatten().to_numpy() for chunk in lists]).astype(np.int32), lengths.cumsum()
+
+
+def _try_hub(kind: str, name: str) -> None:
+    """Turns huggingface_hub to what is cached where the Hub does not answer, which would be tried for half a minute."""
+    import huggingface_hub as hub
+
+    try:
+        hub.HfApi().repo_info(name, repo_type=kind, timeout=_PATIENCE)
+    except (hub.errors.HfHubHTTPError, ValueError):
+        pass  # an answer, or no name to ask for: who loads it says which
+    except Exception:  # of the client's own kinds, which differ by version
+        hub.constants.HF_HUB_OFFLINE = True
 
 
 def _explain(data: str, reason: Exception) -> str:
@@ -95,7 +110,11 @@ def load_tokenizer(name: str) -> Tokenizer:
     tokenizer_class = import_package("tokenizers", "splits text into tokens", "pip install tokenizers").Tokenizer
     path = Path(name) / "tokenizer.json" if Path(name).is_dir() else Path(name)
     try:
-        tokenizer = tokenizer_class.from_file(str(path)) if path.is_file() else tokenizer_class.from_pretrained(name)
+        if path.is_file():
+            tokenizer = tokenizer_class.from_file(str(path))
+        else:
+            _try_hub("model", name)
+            tokenizer = tokenizer_class.from_pretrained(name)
     except Exception as reason:  # of the bare kind
         raise ValueError(f"--tokenizer: {name} cannot be loaded ({first_line(reason)}); expected bytes, a tokenizer.json, a "
                          "folder with one, or a model's name") from reason

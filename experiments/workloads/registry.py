@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..names import refuse_unknown
@@ -72,6 +75,20 @@ class Workload:
 
 def workload_names() -> tuple[str, ...]:
     return tuple(_MODULES)
+
+
+def preset_names(workload: str) -> tuple[str, ...]:
+    """Of `get_workload(workload).presets`; from its source alone unless it was imported before, which takes torch's seconds.
+
+    Raises:
+        ValueError: no such workload.
+    """
+    refuse_unknown("--workload", workload, _MODULES)
+    if _MODULES[workload] in sys.modules:
+        return tuple(get_workload(workload).presets)
+    source = ast.parse(Path(__file__).with_name(f"{workload}.py").read_text())
+    presets = next(node.value for node in ast.walk(source) if isinstance(node, ast.keyword) and node.arg == "presets")
+    return tuple(map(ast.literal_eval, presets.keys))
 
 
 def get_workload(name: str) -> Workload:

@@ -106,7 +106,8 @@ class Mamba2LM(nn.Module):
         input_ids, mask = decoding.align_right(input_ids, attention_mask)
         if cache is None:
             cache = self.new_cache(len(input_ids))
-        elif mask is not None and cache[0].conv_state.any():
+        self.backbone.check_cache(cache, len(input_ids))
+        if mask is not None and cache[0].conv_state.any():
             raise ValueError("attention_mask: got padding with a cache that has had tokens, expected a new cache, or one after "
                              "reset()")
         return decoding.decode(self, input_ids, mask, max_new_tokens, cache, stops, sampling, graph)
@@ -206,6 +207,14 @@ class _Backbone(nn.Module):
             _check_vocabulary(input_ids, self.embedding.num_embeddings)
         embedded = self.embedding(input_ids)
         return embedded.float() if self.residual_in_fp32 else embedded
+
+    def check_cache(self, cache: Sequence[Mamba2Cache], batch: int) -> None:
+        """Raises:
+            ValueError: the cache is that of another number of layers or sequences.
+        """
+        for layer in self._by_layer(cache):
+            if len(layer.ssm_state) != batch:
+                raise ValueError(f"cache: got one of batch {len(layer.ssm_state)}, expected batch {batch}, that of input_ids")
 
     def _by_layer(self, cache: Sequence[Mamba2Cache] | None) -> Sequence[Mamba2Cache | None]:
         if cache is not None and len(cache) != len(self.layers):

@@ -11,6 +11,7 @@ import pytest
 from experiments import interpret, names
 from experiments.__main__ import app
 from experiments.accuracy import Error
+from experiments.workloads import get_workload, preset_names, workload_names
 from ssd import Options, variant_names
 from tests.experiments.invoke import invoke
 from tests.experiments.rows import compared, ssd_row, write
@@ -95,27 +96,29 @@ def test_bench_without_gpu_is_short_and_heeds_the_mode(monkeypatch):
 
 LIGHT = """
 import sys
-sys.argv = ["experiments", *{arguments}]
-import runpy
-try:
-    runpy.run_module("experiments", run_name="__main__")
-except SystemExit as end:
-    loaded = {{"torch", "triton", "pandas", "numpy", "matplotlib"}} & sys.modules.keys()
-    sys.exit(f"{{end.code}}: {{sorted(loaded)}}" if loaded or end.code != {status} else 0)
+from typer.testing import CliRunner
+from experiments.__main__ import app
+for line in sys.argv[1:]:
+    status = CliRunner().invoke(app, line.split()).exit_code
+    loaded = {"torch", "triton", "pandas", "numpy", "matplotlib"} & sys.modules.keys()
+    assert status == (0 if "--help" in line else 2) and not loaded, f"{line}: {status}, {sorted(loaded)}"
 """
 
 
-@pytest.mark.parametrize("arguments, status", [
-    (["--help"], 0), (["bench", "--help"], 0), (["train", "--help"], 0), (["bnech"], 2), (["bench", "--variant", "fusde"], 2),
-    (["bench", "--shape", "9b"], 2), (["train", "--workload", "mamba3"], 2), (["fuzz", "--part", "all"], 2)])
-def test_help_and_mistyped_names_wait_for_no_import(arguments, status):
-    ran = subprocess.run([sys.executable, "-c", LIGHT.format(arguments=arguments, status=status)], cwd=ROOT,
-                         capture_output=True, text=True, timeout=60)
+def test_help_and_mistyped_names_wait_for_no_import():
+    lines = ("--help", "bench --help", "train --help", "bnech", "bench --variant fusde", "bench --shape 9b", "fuzz --part all",
+             "decode --preset 9b", "train --workload mamba3", "train --preset 9b", "train --workload hybrid --preset 130m",
+             "train --optimizer sgd", "train --dtype fp8")
+    ran = subprocess.run([sys.executable, "-c", LIGHT, *lines], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert ran.returncode == 0, ran.stderr
 
 
-def test_names_are_the_registrys():
+def test_names_are_the_registrys(monkeypatch):
     assert names.variant_names() == variant_names()
+    for name in workload_names():
+        presets = tuple(get_workload(name).presets)
+        monkeypatch.delitem(sys.modules, f"experiments.workloads.{name}")
+        assert preset_names(name) == presets, "as they are in the source"
 
 
 @pytest.mark.parametrize("command", ("bench", "ablate", "sweep", "fuzz", "train"))

@@ -6,6 +6,7 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
+from huggingface_hub import HfApi, constants
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from experiments.workloads import hub_text
@@ -69,6 +70,7 @@ def test_a_data_set_by_name(monkeypatch):
     asked = []
     monkeypatch.setattr(datasets, "load_dataset", lambda *given, **named: asked.append((given, named)) or
                         datasets.Dataset.from_dict({"text": TEXTS}))
+    monkeypatch.setattr(HfApi, "repo_info", Mock())
     for name in ("wikimedia/wikipedia:20231101.en", "teknium/OpenHermes-2.5"):
         assert len(load_rows(name, SIZES, 4, 0).source.tokens) == 18 + 20 + 8
     assert asked == [(("wikimedia/wikipedia", "20231101.en"), {"split": "train"}),
@@ -92,9 +94,13 @@ def test_what_is_refused(tmp_path, tokenizer, monkeypatch):
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match=r"--tokenizer: .* cannot be loaded .*expected bytes, a tokenizer\.json"):
         load_rows(str(tmp_path / "other.jsonl"), SIZES, 4, 0, tokenizer)
-    monkeypatch.setattr(datasets, "load_dataset", Mock(side_effect=ConnectionError("no network\nat all")))
-    with pytest.raises(ValueError, match=r"--data: got books, which is no path, and .*Hub.* cannot be reached \(no net"):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(HfApi, "repo_info", Mock(side_effect=RuntimeError("no network")))
+    with pytest.raises(ValueError, match=r"--data: got books, which is no path, and .*Hub.* cannot be reached \(Couldn't"):
         load_rows("books", SIZES, 4, 0)
+    with pytest.raises(ValueError, match="--tokenizer: gpt2 cannot be loaded"):
+        hub_text.load_tokenizer("gpt2")
+    assert constants.HF_HUB_OFFLINE, "else it is tried for half a minute"
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ImportError, match=r"datasets, which reads text that is no \.txt file, cannot .*: pip install datasets"):
         load_rows("books", SIZES, 4, 0)
