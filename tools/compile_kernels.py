@@ -38,9 +38,9 @@ from triton.runtime.jit import JITFunction
 from fused import hopper
 from ssd.registry import Variant, config_spaces, get_variant
 from ssd.runtime import launch, tuning
+from ssd.runtime.foreign_descriptors import find_foreign_descriptors
 from ssd.runtime.lost_operands import find_lost_operands
 from ssd.runtime.machine_code import find_once, inspect, lanes_apart, list_ptx_loops
-from ssd.runtime.unset_registers import find_unset_registers
 from ssd.types import Options, SSDGrads, SSDInputs
 from tests.inputs import EVERYTHING, Case, Shape, random_inputs
 from tools.late_loads import late_loads
@@ -77,7 +77,7 @@ class Compiled:
     ptx: str  # a digest, by which two can be told apart
     late: list[str] | None  # loads that an mbarrier does not wait for, see late_loads, if the machine code was read
     lost: list[str] | None  # products whose operand is overwritten, see lost_operands, likewise; not of Gluon kernels
-    unset: list[str] | None  # instructions that read what nothing has written, see unset_registers, likewise
+    foreign: list[str] | None  # instructions with another's descriptor, or none, see foreign_descriptors, likewise
 
 
 class _Driver:
@@ -163,14 +163,15 @@ def _measure(kernel, disassemble: bool) -> Compiled:
     config += [f"warps={kernel.metadata.num_warps}", f"stages={kernel.metadata.num_stages}"]
     registers, spills = resources(kernel.kernel)
     ptx = kernel.asm["ptx"]
-    groups = late = lost = unset = None
+    groups = late = lost = foreign = None
     if disassemble and "wgmma.mma_async" in ptx:
-        groups, late, lost, unset = find_once(_search, kernel.kernel, late_loads, find_lost_operands, find_unset_registers)
+        searches = late_loads, find_lost_operands, find_foreign_descriptors
+        groups, late, lost, foreign = find_once(_search, kernel.kernel, *searches)
         lost = lost if "ttir" in kernel.asm else []
     return Compiled(triton.__version__, kernel.name, " ".join(config), registers, spills, kernel.metadata.shared,
                     ptx.count("wgmma.mma_async"), groups, ptx.count("mma.sync") + ptx.count("tcgen05.mma"),
                     kernel.asm.get("ttir", "").count("tt.dot "), lanes_apart(ptx), _unfenced(ptx),
-                    hashlib.sha256(ptx.encode()).hexdigest()[:16], late, lost, unset)
+                    hashlib.sha256(ptx.encode()).hexdigest()[:16], late, lost, foreign)
 
 
 def _unfenced(ptx: str) -> int:
@@ -192,11 +193,11 @@ def _read_resources(cubin: bytes) -> tuple[int, int]:
 
 
 def _search(cubin: bytes) -> tuple[int, list[str], list[str], list[str]]:
-    """Groups of products that are waited for together, and late loads, lost operands and unset registers."""
+    """Groups of products that are waited for together, and late loads, lost operands and foreign descriptors."""
     sass = inspect(knobs.nvidia.nvdisasm.path, "-c", cubin)
     # the last instruction of a group names the barrier that counts it
     groups = len(re.findall(r"HGMMA.*gsb", sass))
-    return groups, late_loads(sass), find_lost_operands(sass), find_unset_registers(sass)
+    return groups, late_loads(sass), find_lost_operands(sass), find_foreign_descriptors(sass)
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:

@@ -17,6 +17,7 @@ import triton
 from triton.runtime.cache import get_cache_manager
 
 _LABEL, _INSTRUCTION = re.compile(r"^\s*\.(L_x_\d+):"), re.compile(r"/\*[0-9a-f]{4,}\*/\s+(.*?);")
+_LEAVES = re.compile(r"\b(?:BRA|BRX|EXIT|RET)\b")
 _BRANCH = re.compile(r"BRA.*\(\.(L_x_\d+)\)")
 _WIDTH = {"128": 4, "64": 2, "4": 4, "2": 2}  # by the last part of the opcode: LDS.128, LDSM.16.M88.4
 NO_RESULT = ("ST", "RED", "SYNCS", "UTMA", "BAR", "WARPGROUP", "BRA")  # opcodes that begin so write no register
@@ -32,6 +33,26 @@ def read(sass: str) -> tuple[list[str], set[tuple[int, int]]]:
             instructions.append(re.sub(r"^@!?U?P\d+ +", "", instruction[1].strip()))
     branches = ((n, _BRANCH.search(text)) for n, text in enumerate(instructions))
     return instructions, {(labels[b[1]], n) for n, b in branches if b and labels.get(b[1], n) < n}
+
+
+def split_blocks(sass: str) -> tuple[list[str], dict[int, tuple[int, list[int]]]]:
+    """The instructions in order, with their predicates, and the blocks between branches: where each starts, where it ends and
+    which come next."""
+    code, labels = [], {}
+    for line in sass.splitlines():
+        if label := _LABEL.match(line):
+            labels[label[1]] = len(code)
+        elif instruction := _INSTRUCTION.search(line):
+            code.append(instruction[1].strip().replace(".reuse", ""))
+    starts = {0, *labels.values()} | {n + 1 for n, text in enumerate(code) if _LEAVES.search(text)}
+    starts = sorted(start for start in starts if start < len(code))
+    blocks = {}
+    for start, end in zip(starts, [*starts[1:], len(code)], strict=True):
+        last = code[end - 1]
+        always = _LEAVES.match(last) and not re.search(r"BRA\S* !?U?P\d", last)  # without a predicate, of either kind
+        named = [labels[name] for name in re.findall(r"\.(L_x_\d+)", last) if labels.get(name, len(code)) < len(code)]
+        blocks[start] = end, named + ([] if always or end == len(code) else [end])
+    return code, blocks
 
 
 def inspect(tool: str, option: str, cubin: bytes) -> str:

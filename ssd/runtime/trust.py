@@ -8,11 +8,11 @@ while the instructions after it run. Three of its faults have made results wrong
     an unset register   a product's address is made of what nothing has written            12.8
     a lost operand      a loop overwrites what its next turn multiplies by                 12.8 to 13.0
 
-The first cannot be seen without following every value, so nothing that ptxas 12.8 makes of wgmma is launched: `ptxas` takes
-the newer one that Triton brings too. The others are plain to see in machine code, by `unset_registers` and `lost_operands`. A
-kernel in which one is found, at whatever size and by whatever ptxas, is compiled without wgmma instead, and the logger "ssd"
-says so: mma.sync takes its operands from registers alone and has none of these faults. So is a kernel for which there is no
-newer ptxas, or that cannot be searched, for want of nvdisasm.
+The last two are plain to see in machine code, by `lost_operands` and `foreign_descriptors`. Of the first only what reaches the
+upper half of an address is seen, as it did where it was met. So nothing that ptxas 12.8 makes of wgmma is launched: `ptxas`
+takes the newer one that Triton brings too. A kernel in which a fault is found, at whatever size and by whatever ptxas, is
+compiled without wgmma instead, and the logger "ssd" says so: mma.sync takes its operands from registers alone and has none of
+these faults. So is a kernel for which there is no newer ptxas, or that cannot be searched, for want of nvdisasm.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from functools import cache
 from triton import knobs
 from triton.compiler import CompiledKernel
 
+from .foreign_descriptors import find_foreign_descriptors
 from .lost_operands import find_lost_operands
 from .machine_code import find_once, inspect
 from .ptxas import OLDEST, choose_ptxas
 from .toolchain import mark
-from .unset_registers import find_unset_registers
 from .versions import release
 
 _SWITCH = "DISABLE_MMA_V3"  # of Triton, which has it in its keys on disk, but not in memory
@@ -46,7 +46,7 @@ def find_fault(compiled: CompiledKernel) -> str | None:
         return f"ptxas {version} makes products read at addresses that are not theirs, which 12.9 and newer do not"
     if _find_nvdisasm() is None:
         return "nvdisasm, which comes with Triton and with the CUDA toolkit, is not there to show what ptxas made of it"
-    return find_once(_search, compiled.kernel, find_unset_registers, find_lost_operands)
+    return find_once(_search, compiled.kernel, find_foreign_descriptors, find_lost_operands)
 
 
 @contextmanager
@@ -66,8 +66,8 @@ def forbid_warpgroups(kernel: str, why: str) -> Iterator[dict]:
 def _search(cubin: bytes) -> str | None:
     """The first fault in a kernel's machine code."""
     sass = inspect(_find_nvdisasm(), "-c", cubin)
-    if unset := find_unset_registers(sass):
-        return f"ptxas makes the address of a product of what nothing has written ({unset[0]})"
+    if foreign := find_foreign_descriptors(sass):
+        return f"ptxas makes the address of a product of what something else has written, or nothing ({foreign[0]})"
     if lost := find_lost_operands(sass):
         return f"ptxas overwrites what the next turn of a loop multiplies by ({lost[0]})"
     return None

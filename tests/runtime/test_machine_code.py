@@ -4,14 +4,18 @@ from pathlib import Path
 
 import pytest
 
+from ssd.runtime.foreign_descriptors import find_foreign_descriptors
 from ssd.runtime.lost_operands import find_lost_operands
 from ssd.runtime.machine_code import lanes_apart
-from ssd.runtime.unset_registers import find_unset_registers
 from tools.late_loads import late_loads
 
 LOOP = ("HGMMA.64x64x16.F32.BF16 R24, gdesc[UR4], R24", "LDSM.16.M88.4 R8, [R2+0x100]", "FADD R12, R10, R11",
         "BAR.SYNC.DEFER_BLOCKING 0x2, 0x80", "SYNCS.ARRIVE.TRANS64.A1T0 RZ, [UR4], RZ", "IADD3 R3, R3, 0x1, RZ")
 PRODUCT = "HGMMA.64x32x16.F32 R24, R88, gdesc[UR8].tnspB, R24, gsb0"
+SHORT = {  # of machine_code.txt
+    "PRODUCT8": "HGMMA.64x32x16.F32.BF16 R40, gdesc[UR8], RZ, !UPT, gsb0", "PRODUCT": PRODUCT,
+    "UPPER": "UMOV UR9, 0x40000040; UMOV UR11, 0x40000040",  # halves of two descriptors
+    "SWAP": "; ".join(f"ULOP3.LUT {one}, UR4, UR11, URZ, 0x3c, !UPT" for one in ("UR4", "UR11", "UR4"))}
 EXCHANGED = "shfl.sync.bfly.b32 	%r9, %r8, 16, 31, -1;"
 
 
@@ -23,7 +27,9 @@ def sass(*instructions: str, loop: bool = True) -> str:
 def over_cases(section: str):
     """Instructions, and what is found in them, as written in machine_code.txt."""
     text = Path(__file__).with_name("machine_code.txt").read_text().partition(f"[{section}]\n")[2].partition("\n\n")[0]
-    cases = [line.partition(" =>") for line in text.replace("PRODUCT", PRODUCT).splitlines()]
+    for name, instructions in SHORT.items():
+        text = text.replace(name, instructions)
+    cases = [line.partition(" =>") for line in text.splitlines()]
     assert cases
     return pytest.mark.parametrize(("instructions", "found"), [(code.split("; "), found.strip()) for code, _, found in cases])
 
@@ -43,10 +49,24 @@ def test_what_is_no_late_load():
     assert not late_loads(sass(*LOOP, "LDSM.16.M88.4 R8, [R2+0x100]", use))  # loaded again, after the barrier
 
 
-@over_cases("unset")
-def test_unset(instructions, found):
-    lines = [line.partition(" reads ")[2] for line in find_unset_registers(sass(*instructions, loop=False))]
-    assert [set(line.split(", ")) for line in lines] == [set(registers.split(", ")) for registers in filter(None, [found])]
+@over_cases("foreign")
+def test_foreign(instructions, found):
+    lines = [line.partition(" reads ")[2] for line in find_foreign_descriptors(sass(*instructions, loop=False))]
+    assert lines == found.split("; ") if found else not lines
+
+
+@pytest.mark.parametrize("moved", (False, True))
+def test_what_a_turn_of_a_loop_leaves_is_foreign_to_the_next(moved):
+    """The first turn's upper half is right."""
+    start = f"R2UR UR8, R2; R2UR UR10, R3; {SHORT['UPPER']}".split("; ")
+    turn = (SHORT["PRODUCT8"], "S2UR UR11, SR_CTAID.X") if moved else ("S2UR UR12, SR_CTAID.X", SHORT["PRODUCT8"])
+    found = find_foreign_descriptors("\n".join((sass(*start, loop=False).removeprefix(".L_x_1:"), sass(*turn))))
+    assert [line.partition(" reads ")[2] for line in found] == ["UR11"] * moved
+
+
+def test_a_product_to_which_no_way_leads_is_not_trusted():
+    made = f"R2UR UR8, R2; R2UR UR10, R3; {SHORT['UPPER']}".split("; ")
+    assert find_foreign_descriptors(sass(*made, "EXIT", SHORT["PRODUCT8"], loop=False))
 
 
 @over_cases("lost")

@@ -42,7 +42,7 @@ def search(any_ptxas, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("sass, why", [
-    (CLEAN, None), (UNSET, "of what nothing has written (UIADD3 UR14"), (f"{SET}\n{LOST}", "overwrites what the next turn")])
+    (CLEAN, None), (UNSET, "or nothing (UIADD3 UR14"), (f"{SET}\n{LOST}", "overwrites what the next turn")])
 def test_faults_are_found_once(sass, why, search):
     found, ran = search(sass)
     assert (found is None) if why is None else why in found

@@ -81,7 +81,7 @@ def assert_fits(rows: list[dict], arch: int, spills: int, by_walks: int) -> None
         assert not row["apart"], f"{row}: which of several lanes' sums is stored is left to chance"
         assert not row["unfenced"], f"{row}: products may read what the tiles held before"
         assert not row["lost"], f"{row}: the next turn of its loop reads what this one has overwritten"
-        assert not row["unset"], f"{row}: an address of a product is made of what nothing has written"
+        assert not row["foreign"], f"{row}: an address of a product is made of what something else has written, or nothing"
         assert row["registers"] <= 255 and row["spills"] <= most, f"{row}: at most {most} bytes may be spilled"
 
 
