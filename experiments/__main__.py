@@ -172,10 +172,11 @@ def train(
         file_okay=False, help="Folder of the run's row; unless given, the results with a GPU, the run's own without.")] = None,
     start: Annotated[str | None, typer.Option(help="Folder of a pruned model to start with, see docs/pruning.md.")] = None,
     parallel: Annotated[str, typer.Option(help=f"With torchrun, a process for each GPU: {' or '.join(WAYS)}.")] = "ddp",
+    graph: flags.Graph = False,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint in the folder.")] = False,
 ) -> None:
     """Train a workload: log.jsonl and checkpoints in the run's folder, and a row at the end."""
-    given = {name: value for name, value in locals().items() if name not in ("out", "rows", "parallel", "resume")}
+    given = {name: value for name, value in locals().items() if name not in ("out", "rows", "parallel", "graph", "resume")}
     console = make_console()
     with refuse_errors():
         check_name("--variant", variant, VARIANTS), check_name("--parallel", parallel, WAYS)
@@ -184,7 +185,7 @@ def train(
         from .train import Interrupted, Stopped, train
     try:
         with refuse_errors("", Stopped):
-            train(run, out, console, resume, rows and require_writable(rows), parallel)
+            train(run, out, console, resume, rows and require_writable(rows), parallel, graph)
     except Interrupted as reason:
         if os.environ.get("RANK", "0") == "0":
             console.print(str(reason), style="yellow")
@@ -204,6 +205,7 @@ def sweep(
     again: Annotated[bool, typer.Option("--again", help="Also run what has its row.")] = False,
     trains: Annotated[bool, typer.Option("--train/--no-train", help="Also train with each, for its loss.")] = True,
     counters: Annotated[bool, typer.Option(help="Also count bytes of a step's SSM kernels with ncu.")] = False,
+    graph: flags.Graph = False,
     wide: flags.Wide = False, out: flags.Out = RESULTS,
 ) -> None:
     """Put variant after variant inside workloads: step times, side by side, and losses.
@@ -219,7 +221,8 @@ def sweep(
     from . import sweep, table
 
     try:
-        plan = sweep.Plan(tuple(runs), tuple(variants), each_option, repeats, warmup, folder, out, again, trains, counters)
+        plan = sweep.Plan(tuple(runs), tuple(variants), each_option, repeats, warmup, folder, out, again, trains, counters,
+                          graph)
         with refuse_errors():
             failed = sweep.run(plan, console)
     except sweep.Interrupted as reason:

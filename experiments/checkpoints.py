@@ -187,7 +187,8 @@ def restore(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer
     for key in tensors.keys() - own.keys():
         name, _, quantity = key.rpartition("/")
         moments[number[name]][quantity] = tensors[key]
-    groups = [group | numbers for group, numbers in zip(optimizer.state_dict()["param_groups"], state["groups"], strict=True)]
+    groups = [_set_numbers(group, numbers)
+              for group, numbers in zip(optimizer.state_dict()["param_groups"], state["groups"], strict=True)]
     optimizer.load_state_dict({"state": moments, "param_groups": groups})
     model.load_state_dict({name: tensors[name] for name in own}, strict=False)
     return state["step"]
@@ -247,6 +248,13 @@ def _group_numbers(optimizer: torch.optim.Optimizer) -> list[dict[str, float]]:
     """The numbers of each parameter group; timm's LAMB keeps its step there, in a tensor."""
     return [{name: value.item() if isinstance(value, Tensor) else value
              for name, value in group.items() if isinstance(value, (int, float, Tensor))} for group in optimizer.param_groups]
+
+
+def _set_numbers(group: dict[str, Any], numbers: Mapping[str, float]) -> dict[str, Any]:
+    """The group with numbers of `_group_numbers`, in tensors where it has such; switches, capturable say, stay its own."""
+    own = {name: value for name, value in numbers.items() if not isinstance(value, bool)}
+    return group | {name: torch.full_like(group[name], value) if isinstance(group.get(name), Tensor) else value
+                    for name, value in own.items()}
 
 
 def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:

@@ -11,15 +11,17 @@ import numpy as np
 import torch
 from rich.console import Console
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from ssd import Options, cost
 
+from . import step_graph
 from .kernel_names import is_of_operator
 from .parallel import Team, make_single
 from .terminal import first_line, track
-from .timing import list_launches
+from .timing import list_launches, measure_matrix_tflops
 from .training_run import Run
-from .training_step import build_model, compute_gradient, make_batches
+from .training_step import Step, build_model, make_batches
 from .workloads import Workload, get_workload
 
 _BATCHES = 4  # of steps, whose data are drawn before, so that none waits for them
@@ -33,31 +35,49 @@ class Candidate:
     options: Options = Options()  # noqa: RUF009  frozen
 
 
-def measure_steps(base: Run, candidates: list[Candidate], repeats: int, warmup: int, console: Console) -> dict[Candidate, dict]:
+def measure_steps(base: Run, candidates: list[Candidate], repeats: int, warmup: int, console: Console,
+                  graph: bool = False) -> dict[Candidate, dict]:
     """The measured keys of a row for each candidate; of one that cannot run only `note`, which says why.
 
     All take their steps with the same weights, which go on changing. One step of each per round, on the same data, so that a
     change of clocks meets all alike; from the batch on the device to the optimizer's last write.
+
+    graph: steps are replays of CUDA graphs.
     """
     workload = get_workload(base.workload)
     team = make_single()
+    notes = {}
+    if graph:
+        reasons = {candidate: step_graph.explain_refusal(replace(base, variant=candidate.variant), team)
+                   for candidate in candidates}
+        notes = {candidate: {"note": f"--graph: {reason}"} for candidate, reason in reasons.items() if reason}
     dataset = workload.dataset(base)
-    model, optimizer, notes = _build_with_any(base, candidates, workload, team)
+    candidates = [candidate for candidate in candidates if candidate not in notes]
+    model, optimizer, others = _build_with_any(base, candidates, workload, team, graph)
+    notes |= others
     if model is None:
         return notes
     drawn = make_batches(replace(base, steps=_BATCHES, warmup=0), workload, dataset, 0, team)
     held = [list(islice(drawn, base.accumulate)) for _ in range(_BATCHES)]
 
-    def step(candidate: Candidate, number: int = 0) -> float:
-        """Seconds, on data that the number says."""
+    pool = torch.cuda.graph_pool_handle() if graph else None
+    takes: dict[Candidate, Step] = {}
+
+    def make_step(candidate: Candidate) -> Step:
+        run = replace(base, variant=candidate.variant)
+        if graph:
+            return step_graph.CapturedStep(run, workload, model, optimizer, team, pool=pool)
+        return Step(run, workload, model, optimizer, team)
+
+    def step(candidate: Candidate, number: int = 0) -> tuple[float, float]:
+        """Seconds until it is launched and until it is done, on data that the number says."""
         put_inside(model, candidate)
         batches = iter(held[number % _BATCHES])
         began = time.perf_counter()
-        compute_gradient(base, 1, workload, model, optimizer, batches, team)
-        optimizer.step()
-        optimizer.zero_grad()
+        takes[candidate](1, batches)
+        launched = time.perf_counter()
         _wait()
-        return time.perf_counter() - began
+        return launched - began, time.perf_counter() - began
 
     def try_call(candidate: Candidate, act: Callable[[], Any]) -> Any:
         """What `act` gives; None and a note if it fails, which must not cost the measurements of the others."""
@@ -68,9 +88,19 @@ def measure_steps(base: Run, candidates: list[Candidate], repeats: int, warmup: 
             optimizer.zero_grad()
 
     def prepare(candidate: Candidate) -> dict:
+        takes[candidate] = make_step(candidate)
+        peak_mib = None
+        if graph:  # on every held batch, whose shapes may differ; a replay takes no memory, a capture does
+            peak_mib = _measure_peak_mib(lambda: [step(candidate, n) for n in range((step_graph.WARM_UPS + 1) * _BATCHES)])
         for number in range(warmup):
             step(candidate, number)
-        return {"peak_mib": _measure_peak_mib(partial(step, candidate)), "ssm_us": _measure_ssm_us(partial(step, candidate))}
+        if not graph:
+            peak_mib = _measure_peak_mib(partial(step, candidate))
+        launches = list_launches(partial(step, candidate)) if torch.cuda.is_available() else []
+        # what upstream leaves to torch's own kernels is not in it
+        ssm_us = sum(us for name, us in launches if is_of_operator(name))
+        # in one stream kernels follow one another
+        return {"peak_mib": peak_mib, "ssm_us": ssm_us or None, "busy_us": sum(us for _, us in launches) or None}
 
     facts = {candidate: try_call(candidate, partial(prepare, candidate)) for candidate in candidates if candidate not in notes}
     times = {candidate: [] for candidate in candidates}
@@ -81,25 +111,32 @@ def measure_steps(base: Run, candidates: list[Candidate], repeats: int, warmup: 
 
     problems = workload.scans(base.sizes, base.batch, base.seqlen) if workload.scans else []
     problems = [replace(problem, itemsize=2 if base.dtype == "bf16" else 4) for problem in problems]
-    ideal_bytes = sum(cost.ideal(problem, "fwd_bwd").bytes for problem in problems) * base.accumulate
+    ideal = sum((cost.ideal(problem, "fwd_bwd") for problem in problems), cost.Cost())
+    ideal_bytes, on_gpu = ideal.bytes * base.accumulate, torch.cuda.is_available()
+    flops = (3 * _count_forward_flops(base, workload, model, held[0][0]) + ideal.flops) * base.accumulate if on_gpu else None
+    peak_tflops = measure_matrix_tflops() if on_gpu and base.dtype == "bf16" else None
     rows = dict(notes)
     for candidate in [candidate for candidate in candidates if candidate not in notes]:
-        p20, p50, p80 = (np.quantile(times[candidate], (0.2, 0.5, 0.8)) * 1e6).tolist()
-        ssm_us = facts[candidate]["ssm_us"]
+        host, whole = np.array(times[candidate]).T * 1e6
+        p20, p50, p80 = np.quantile(whole, (0.2, 0.5, 0.8)).tolist()
+        busy_us, ssm_us = facts[candidate].pop("busy_us"), facts[candidate]["ssm_us"]
         effective = ideal_bytes / ssm_us / 1e3 if ideal_bytes and ssm_us else None
+        tflops = flops / p50 / 1e6 if flops else None
         rows[candidate] = {
             "p20_us": p20, "p50_us": p50, "p80_us": p80, "unit": workload.unit, "units_per_s": base.units / p50 * 1e6,
-            **facts[candidate], "ideal_bytes": ideal_bytes or None, "effective_gbps": effective}
+            **facts[candidate], "ideal_bytes": ideal_bytes or None, "effective_gbps": effective, "graph": graph,
+            "host_us": float(np.median(host)), "idle_pct": 100 * max(1 - busy_us / p50, 0) if busy_us else None,
+            "tflops": tflops, "peak_tflops": peak_tflops, "mfu_pct": 100 * tflops / peak_tflops if peak_tflops else None}
     return rows
 
 
 def _build_with_any(base: Run, candidates: list[Candidate], workload: Workload,
-                   team: Team) -> tuple[nn.Module | None, torch.optim.Optimizer | None, dict[Candidate, dict]]:
+                   team: Team, graph: bool) -> tuple[nn.Module | None, torch.optim.Optimizer | None, dict[Candidate, dict]]:
     """Model and optimizer with the first candidate that can be built, and notes of those before it."""
     notes = {}
     for candidate in candidates:
         try:
-            model, optimizer, _ = build_model(replace(base, variant=candidate.variant), workload, team)
+            model, optimizer, _ = build_model(replace(base, variant=candidate.variant), workload, team, graph)
             return model, optimizer, notes
         except Exception as reason:  # as above
             notes[candidate] = {"note": first_line(reason)}
@@ -135,8 +172,9 @@ def _measure_peak_mib(step) -> float | None:
     return torch.cuda.max_memory_allocated() / 2**20
 
 
-def _measure_ssm_us(step) -> float | None:
-    """Time of its kernels in a step, None where none is known by name. What upstream leaves to torch's own is not in it."""
-    if not torch.cuda.is_available():
-        return None
-    return sum(us for name, us in list_launches(step) if is_of_operator(name)) or None
+def _count_forward_flops(run: Run, workload: Workload, model: nn.Module, batch: dict[str, torch.Tensor]) -> int:
+    """Of the matrix products and convolutions of a micro-batch's forward that torch makes; of the SSD's kernels none."""
+    cast = torch.autocast(next(iter(batch.values())).device.type, torch.bfloat16, enabled=run.dtype == "bf16")
+    with FlopCounterMode(display=False) as counter, torch.no_grad(), cast:
+        workload.loss(model, workload.prepare(model, batch) if workload.prepare else batch)
+    return counter.get_total_flops()

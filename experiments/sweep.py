@@ -46,6 +46,7 @@ class Plan:
         again: run what has its row, too.
         trains: also train with each variant; else only steps are timed.
         counts: also count bytes of the state-space model's kernels in a step, with ncu: a start of the model for each variant.
+        graph: replay steps as CUDA graphs.
     """
 
     runs: tuple[Run, ...]
@@ -58,6 +59,7 @@ class Plan:
     again: bool = False
     trains: bool = True
     counts: bool = False
+    graph: bool = False
 
 
 def run(plan: Plan, console: Console) -> list[str]:
@@ -98,7 +100,7 @@ def run(plan: Plan, console: Console) -> list[str]:
             if not goes_on and out.exists():  # of a run that was killed, or has its row
                 shutil.rmtree(out)
             try:
-                train(one, out, console, goes_on, plan.out)
+                train(one, out, console, goes_on, plan.out, graph=plan.graph)
             except Interrupted:
                 raise
             except Exception as reason:  # as above
@@ -134,7 +136,7 @@ def read_latest(out: Path = record.RESULTS) -> list[dict]:
 
 
 def _identify_step(row: dict) -> tuple:
-    return _identify_training(row), str(row["options"])
+    return _identify_training(row), str(row["options"]), bool(row.get("graph"))
 
 
 def _drop_alone(rows: list[dict]) -> list[dict]:
@@ -190,13 +192,14 @@ def _time_steps(plan: Plan, base: Run, candidates: list[Candidate], done: list[d
     All or none: times of two sittings do not compare.
     """
     runs = {candidate: replace(base, variant=candidate.variant) for candidate in candidates}
-    if all(_find_rows(done, "step", run, options=run.identity(candidate.options)["options"])
+    alike = [row for row in done if bool(row.get("graph")) == plan.graph]
+    if all(_find_rows(alike, "step", run, options=run.identity(candidate.options)["options"])
            for candidate, run in runs.items()):
         return
     sitting = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    for candidate, values in measure_steps(base, candidates, plan.repeats, plan.warmup, console).items():
+    for candidate, values in measure_steps(base, candidates, plan.repeats, plan.warmup, console, plan.graph).items():
         identity = runs[candidate].identity(candidate.options)
-        record.add([{"bench": "step", **identity, "p50_us": None, **values, "sitting": sitting}], plan.out)
+        record.add([{"bench": "step", **identity, "p50_us": None, "graph": plan.graph, **values, "sitting": sitting}], plan.out)
         if "note" in values:
             yield candidate, values["note"]
 

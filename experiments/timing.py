@@ -19,6 +19,7 @@ Call = Callable[[], object]
 
 _FLUSH_BYTES = 256 * 2**20  # several times any L2
 _COPY_BYTES = 2 * 2**30
+_PRODUCT = 8192
 _IN_A_ROW = 4  # the queue is as full after three calls as it gets in a loop of them, or empty for good
 
 
@@ -168,6 +169,13 @@ def measure_copy_gbps(repeats: int = 20) -> float:
     target = torch.empty_like(source)
     _, p50_us, _ = interleave({"copy": lambda: target.copy_(source)}, repeats, warmup=3)["copy"]
     return 2 * size / p50_us / 1e3
+
+
+def measure_matrix_tflops(repeats: int = 20) -> float:
+    """The matrix ceiling: torch's product of random bf16 matrices, 8192 cubed, in TFLOP/s."""
+    a, b = (torch.randn(_PRODUCT, _PRODUCT, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    _, p50_us, _ = interleave({"product": lambda: a @ b}, repeats, warmup=3)["product"]
+    return 2 * _PRODUCT**3 / p50_us / 1e6
 
 
 def _percentiles(samples: list[float]) -> tuple[float, ...]:

@@ -10,6 +10,7 @@ import resource
 import signal
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import asdict
@@ -25,14 +26,14 @@ from ssd.modules.checkpoint import import_safetensors
 from ssd.registry import get_variant
 from ssd.types import SSDInputs
 
-from . import checkpoints, record
+from . import checkpoints, record, step_graph
 from .inputs import make_inputs
 from .parallel import Team, join_team
 from .shapes import SMALL, Shape
 from .terminal import first_line
 from .train_log import TrainLog
 from .training_run import Run, option
-from .training_step import build_model, compute_gradient, find_lamb, make_batches, unwrap
+from .training_step import Step, build_model, compute_learning_rate, find_lamb, make_batches, send, unwrap
 from .workloads import get_workload
 from .workloads.mamba1 import choose_scan
 
@@ -49,8 +50,8 @@ class Interrupted(Exception):
         self.number = number
 
 
-def train(run: Run, out: Path, console: Console, resume: bool = False, rows: Path | None = None,
-          way: str = "ddp") -> dict[str, Any]:
+def train(run: Run, out: Path, console: Console, resume: bool = False, rows: Path | None = None, way: str = "ddp",
+          graph: bool = False) -> dict[str, Any]:
     """Trains to the last step, saves and appends a row; with other processes, if torchrun started this one with some.
 
     Args:
@@ -59,6 +60,7 @@ def train(run: Run, out: Path, console: Console, resume: bool = False, rows: Pat
         resume: go on from the last checkpoint in `out`; else there must be no run in it.
         rows: folder of the row; unless given the results with a GPU, `out` without.
         way: of several processes, see `parallel`; a run may go on with another number of them, and in the other way.
+        graph: replay steps as CUDA graphs, see `step_graph`. The bits are the same, so that a run may go on with or without.
 
     Returns:
         The row. Its loss is the mean of the last tenth of the steps, its times those of the steps but the first.
@@ -72,21 +74,23 @@ def train(run: Run, out: Path, console: Console, resume: bool = False, rows: Pat
     with join_team(way) as team:
         if run.batch % team.size:
             raise ValueError(f"--batch: got {run.batch}, expected a multiple of {team.size}, so that each process has its part")
-        end = _run_steps(run, out, console if team.rank == 0 else Console(quiet=True), resume, rows, team)
+        end = _run_steps(run, out, console if team.rank == 0 else Console(quiet=True), resume, rows, team, graph)
     if isinstance(end, Interrupted):  # not within, which the processes then would not leave together
         raise end
     return end
 
 
-def _run_steps(run: Run, out: Path, console: Console, resume: bool, rows: Path | None,
-             team: Team) -> dict[str, Any] | Interrupted:
+def _run_steps(run: Run, out: Path, console: Console, resume: bool, rows: Path | None, team: Team,
+             graph: bool) -> dict[str, Any] | Interrupted:
     workload, saves, first = get_workload(run.workload), out / "checkpoints", team.rank == 0
     last = _check_folder(run, out, resume, console)
     _check_variant(run, team.device)
+    if graph and (reason := step_graph.explain_refusal(run, team)):
+        raise ValueError(f"--graph: {reason}; expected --no-graph")
     with team.take_turns():
         dataset = workload.dataset(run)
     with _explain_errors(run, team.device):
-        model, optimizer, parameters = build_model(run, workload, team)
+        model, optimizer, parameters = build_model(run, workload, team, graph)
         done = 0 if last is None else checkpoints.restore(last, unwrap(model), optimizer)
         if run.compile:
             model.compile()
@@ -97,34 +101,38 @@ def _run_steps(run: Run, out: Path, console: Console, resume: bool, rows: Path |
 
     if team.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(team.device)
-    times = []
+    take = (step_graph.CapturedStep if graph else Step)(run, workload, model, optimizer, team)
+    times, launched = [], deque()
     # closed here, whatever happens: the processes that make batches outlast signals, and this one would wait for them at exit
     with (closing(make_batches(run, workload, dataset, done, team)) as batches,
           TrainLog(out, run.steps, workload.unit, done, console, writes=first) as log, _catch_signals(team) as interrupted):
         for step in range(done + 1, run.steps + 1):
-            began = time.perf_counter()
+            if not launched:
+                began = time.perf_counter()
             with _explain_errors(run, team.device):
-                values = compute_gradient(run, step, workload, model, optimizer, batches, team)
-                _check_finite(values, step, saves)
-                optimizer.step()
-            optimizer.zero_grad()
-            if team.device.type == "cuda":
-                torch.cuda.synchronize(team.device)
-            times.append(time.perf_counter() - began)
+                launched.append((step, compute_learning_rate(run, step), send(take(step, batches))))
             number = int(team.max_over(interrupted() or 0))
-            peak_mib = _measure_peak_mib(team)
-            if step == 1 and first:
-                out.mkdir(parents=True, exist_ok=True)
-                (out / "run.json").write_text(json.dumps(asdict(run), indent=2) + "\n")
-            log.step(step, {**values, f"{workload.unit}_per_s": run.units / times[-1], "peak_mib": peak_mib})
             is_due = run.save_every and (step % run.save_every == 0 or step == run.steps)
+            # the GPU begins with a captured step before what the one before it computed is read
+            while len(launched) > (graph and not is_due and not number and step < run.steps):
+                of, rate, read = launched.popleft()
+                with _explain_errors(run, team.device):
+                    loss, norm = read()
+                _check_finite(loss, norm, of, saves)
+                times.append(-began + (began := time.perf_counter()))
+                peak_mib = _measure_peak_mib(team)
+                if of == 1 and first:
+                    out.mkdir(parents=True, exist_ok=True)
+                    (out / "run.json").write_text(json.dumps(asdict(run), indent=2) + "\n")
+                log.step(of, {"loss": loss, "lr": rate, "grad_norm": norm, f"{workload.unit}_per_s": run.units / times[-1],
+                              "peak_mib": peak_mib})
             if is_due or number:
                 log.flush()
                 with _explain_errors(run, team.device):
                     _save(saves, step, run, model, optimizer)
             if number and step < run.steps:
                 return Interrupted(signal.Signals(number), step)
-    row = _make_row(run, workload.unit, log.losses, times[1:] or times, dataset.floor, parameters, peak_mib, team)
+    row = _make_row(run, workload.unit, log.losses, times[1:] or times, dataset.floor, parameters, peak_mib, team, graph)
     if first:
         record.append(row, rows or (record.RESULTS if team.device.type == "cuda" else out))
     loss, speed = f"{row['first_loss']:.3f} to {row['loss']:.3f}", f"{row['units_per_s']:,.0f} {workload.unit}/s"
@@ -183,10 +191,10 @@ def _check_folder(run: Run, out: Path, resume: bool, console: Console) -> Path |
     return last
 
 
-def _check_finite(values: dict[str, float], step: int, saves: Path) -> None:
-    for name, said in (("loss", "loss"), ("grad_norm", "gradient's norm")):
-        if not math.isfinite(values[name]):
-            raise _explain_divergence(step, f"the {said} is {values[name]}", saves)
+def _check_finite(loss: float, norm: float, step: int, saves: Path) -> None:
+    for said, value in (("loss", loss), ("gradient's norm", norm)):
+        if not math.isfinite(value):
+            raise _explain_divergence(step, f"the {said} is {value}", saves)
 
 
 def _save(saves: Path, step: int, run: Run, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -210,6 +218,8 @@ def _explain_errors(run: Run, device: torch.device) -> Iterator[None]:
         yield
     except Stopped:
         raise
+    except step_graph.NotCaptured as error:
+        raise Stopped(str(error)) from error
     except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is the first
         if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator" in str(error):
             name = torch.cuda.get_device_name() if device.type == "cuda" else "this machine"
@@ -265,12 +275,12 @@ def _measure_peak_mib(team: Team) -> float:
 
 
 def _make_row(run: Run, unit: str, losses: list[float], times: list[float], floor: float | None, parameters: int,
-         peak_mib: float, team: Team) -> dict[str, Any]:
+         peak_mib: float, team: Team, graph: bool) -> dict[str, Any]:
     p20, p50, p80 = (np.quantile(times, (0.2, 0.5, 0.8)) * 1e6).tolist()
     return {
         "bench": "train", **run.identity(),
         "loss": statistics.mean(losses[-max(len(losses) // 10, 1):]), "first_loss": losses[0], "floor": floor,
         "p20_us": p20, "p50_us": p50, "p80_us": p80, "unit": unit, "units_per_s": run.units / p50 * 1e6,
         "peak_mib": peak_mib, "parameters": parameters, "gpus": team.size, "way": team.way if team.size > 1 else None,
-        "link_gbps": team.measure_link(), **record.environment(),
+        "link_gbps": team.measure_link(), "graph": graph, **record.environment(),
     }

@@ -1,4 +1,4 @@
-"""What a step of training is made of: the model and its optimizer, the batches, the gradient and the learning rate.
+"""What a step of training is made of: the model and its optimizer, the batches, and the step itself with its learning rate.
 
 A step depends on nothing but the weights, the optimizer's state and the run: its data and its random numbers are drawn by the
 run's seed and the step's number.
@@ -7,7 +7,7 @@ run's seed and the step's number.
 import math
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from ssd.pruning import load
 
-from .characterize.scopes import BACKWARD, FORWARD, scope
+from .characterize.scopes import BACKWARD, FORWARD, OPTIMIZER, scope
 from .packages import import_package
 from .parallel import Team
 from .training_run import Run
@@ -28,8 +28,12 @@ _BETAS = (0.9, 0.95)
 _WORKERS = 4  # processes that make batches while a GPU computes, or as many as half of its share of the cores
 
 
-def build_model(run: Run, workload: Workload, team: Team) -> tuple[nn.Module, torch.optim.Optimizer, int]:
-    """The model as it is to be called, its optimizer, and how many parameters it has."""
+def build_model(run: Run, workload: Workload, team: Team,
+                graph: bool = False) -> tuple[nn.Module, torch.optim.Optimizer, int]:
+    """The model as it is to be called, its optimizer, and how many parameters it has.
+
+    graph: the optimizer is to run in a CUDA graph, so it reads its learning rate from a tensor.
+    """
     torch.manual_seed(run.seed)
     with team.device:
         model = workload.build(run.sizes, run.variant, run.checkpoint_activations)
@@ -43,7 +47,8 @@ def build_model(run: Run, workload: Workload, team: Team) -> tuple[nn.Module, to
     groups = [{"params": groups[True], "weight_decay": run.weight_decay}, {"params": groups[False], "weight_decay": 0.0}]
     if run.optimizer == "lamb":
         return model, find_lamb()(groups, run.lr, betas=_BETAS), parameters
-    return model, torch.optim.AdamW(groups, run.lr, _BETAS, fused=team.device.type == "cuda"), parameters
+    lr = torch.tensor(run.lr, device=team.device) if graph else run.lr
+    return model, torch.optim.AdamW(groups, lr, _BETAS, fused=graph or team.device.type == "cuda", capturable=graph), parameters
 
 
 def _load_start(model: nn.Module, folder: str) -> None:
@@ -91,26 +96,84 @@ def _outlast_signals(_: int) -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-def compute_gradient(run: Run, step: int, workload: Workload, model: nn.Module, optimizer: torch.optim.Optimizer,
-             batches: Iterator[dict[str, Tensor]], team: Team) -> dict[str, float]:
-    """Leaves the gradient, clipped; the optimizer has yet to use it."""
-    torch.manual_seed(int(np.random.SeedSequence([run.seed, step, team.rank]).generate_state(1, np.uint64)[0]))
-    rate = compute_learning_rate(run, step)
-    for group in optimizer.param_groups:
-        group["lr"] = rate
-    total = torch.zeros((), device=team.device)
-    for n in range(run.accumulate):
-        batch = next(batches)
-        with team.average_gradients(model, now=n == run.accumulate - 1):
-            with scope(FORWARD), torch.autocast(team.device.type, torch.bfloat16, enabled=run.dtype == "bf16"):
-                loss = workload.loss(model, batch)
-            part = loss * _weight(workload, batch, team) / run.accumulate
+class Step:
+    """Takes steps of a training, launch by launch; `step_graph.CapturedStep` replays them.
+
+    What `add_gradient` and `finish` launch depends on shapes alone: they read nothing from the device, draw nothing on the host
+    and know neither the step's number nor its learning rate.
+
+    Attributes:
+        loss, norm: of the last step, single numbers on the device: the mean loss of this process's part of the batch, and the
+            gradient's norm before it was clipped.
+    """
+
+    def __init__(self, run: Run, workload: Workload, model: nn.Module, optimizer: torch.optim.Optimizer, team: Team):
+        self.run, self.workload, self.model, self.optimizer, self.team = run, workload, model, optimizer, team
+        self.loss, self.norm = torch.zeros((), device=team.device), torch.zeros((), device=team.device)
+
+    def __call__(self, number: int, batches: Iterator[dict[str, Tensor]]) -> Tensor:
+        """Takes the step of that number, counted from 1; (2,), its loss and norm, on the device."""
+        self.begin(number)
+        for n in range(self.run.accumulate):
+            self.add_gradient(self.prepare(next(batches)), n)
+        self.finish()
+        self.clear()
+        return torch.stack([self.team.sum_over(self.loss), self.norm])
+
+    def begin(self, number: int) -> None:
+        """Seeds what the step draws, and sets its learning rate."""
+        seed = np.random.SeedSequence([self.run.seed, number, self.team.rank])
+        torch.manual_seed(int(seed.generate_state(1, np.uint64)[0]))
+        rate = float(np.float32(compute_learning_rate(self.run, number)))  # a captured step reads it from a tensor of fp32
+        for group in self.optimizer.param_groups:
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+
+    def prepare(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What the workload draws on the host for a batch, done."""
+        return self.workload.prepare(self.model, batch) if self.workload.prepare else batch
+
+    def add_gradient(self, batch: dict[str, Tensor], n: int) -> None:
+        """Adds the n-th micro-batch's loss and gradient to those before it, counted from 0."""
+        if n == 0:
+            self.loss.zero_()
+        last = n == self.run.accumulate - 1
+        with self.team.average_gradients(self.model, now=last):
+            with scope(FORWARD), torch.autocast(self.team.device.type, torch.bfloat16, enabled=self.run.dtype == "bf16"):
+                loss = self.workload.loss(self.model, batch)
+            part = loss * _weight(self.workload, batch, self.team) / self.run.accumulate
             with scope(BACKWARD):
-                (part * team.size).backward()  # parts add up to the loss; averages of gradients are of `size` times that
-        total += part.detach()
-    norm = nn.utils.clip_grad_norm_(model.parameters(), run.clip or math.inf)
-    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm  # which all processes have to ask for
-    return {"loss": team.sum_over(total).item(), "lr": rate, "grad_norm": norm.item()}
+                (part * self.team.size).backward()  # parts add up to the loss; averages of gradients are of `size` times that
+        self.loss += part.detach()
+
+    def finish(self) -> None:
+        """Clips the gradient, and lets the optimizer use it."""
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.run.clip or math.inf)
+        self.norm.copy_(norm.full_tensor() if isinstance(norm, DTensor) else norm)  # which all processes have to ask for
+        with scope(OPTIMIZER):
+            self.optimizer.step()
+
+    def clear(self) -> None:
+        """Forgets the gradient."""
+        self.optimizer.zero_grad()
+
+
+def send(values: Tensor) -> Callable[[], list[float]]:
+    """What gives the values as numbers. It waits for these alone, not for what is launched after them."""
+    if values.device.type != "cuda":
+        return values.tolist
+    arrived = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    arrived.copy_(values, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record()
+
+    def read() -> list[float]:
+        event.synchronize()
+        return arrived.tolist()
+
+    return read
 
 
 def _weight(workload: Workload, batch: dict[str, Tensor], team: Team) -> Tensor | float:

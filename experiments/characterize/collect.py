@@ -19,12 +19,12 @@ from .. import autotuned_configs, counters, record
 from ..kernel_names import operator_pattern
 from ..parallel import make_single
 from ..training_run import Run
-from ..training_step import build_model, compute_gradient, make_batches
+from ..training_step import Step, build_model, make_batches
 from ..workloads import get_workload
 from . import trace
 from .operators import classify
 from .product import multiply
-from .scopes import OPTIMIZER, STEP, scope
+from .scopes import STEP, scope
 
 PROFILED = 3  # steps, each on a batch of its own
 SKIPPED = 2 * PROFILED  # steps before, on the same batches: kernels are compiled and chosen for their lengths, memory is taken
@@ -114,15 +114,13 @@ def _make_step(run: Run) -> Callable[[], None]:
     team = make_single()
     model, optimizer, _ = build_model(run, workload, team)
     drawn = make_batches(run, workload, workload.dataset(run), 0, team)
+    take = Step(run, workload, model, optimizer, team)
     # before, so that no step waits for data
     batches, numbers = itertools.cycle(list(islice(drawn, PROFILED * run.accumulate))), itertools.count(1)
 
     def step() -> None:
         with scope(STEP):
-            compute_gradient(run, next(numbers), workload, model, optimizer, batches, team)
-            with scope(OPTIMIZER):
-                optimizer.step()
-                optimizer.zero_grad()
+            take(next(numbers), batches)
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
 

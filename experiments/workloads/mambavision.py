@@ -12,12 +12,19 @@ from .registry import Preset, Workload
 from .vision_model import VisionModel, VisionSizes
 
 
+def mix_images(model: VisionModel, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The batch with its images normalised and mixed, if its data set is augmented; batch: as `images.Images` has it."""
+    if "augmented" not in batch:
+        return batch
+    images, labels = mix(model.normalise(batch["image"]), batch["label"], model.sizes.classes)
+    return {"image": images, "label": labels}
+
+
 def class_loss(model: VisionModel, batch: dict[str, Tensor]) -> Tensor:
-    """Mean cross-entropy of the smoothed class in nats; batch: as `images.Images` has it."""
-    pixels, labels = model.normalise(batch["image"]), batch["label"]
-    if "augmented" in batch:
-        pixels, labels = mix(pixels, labels, model.sizes.classes)
-    return F.cross_entropy(model(pixels).float(), labels, label_smoothing=SMOOTHING)
+    """Mean cross-entropy of the smoothed class in nats; batch: of `mix_images`."""
+    images = batch["image"]
+    pixels = images if images.is_floating_point() else model.normalise(images)
+    return F.cross_entropy(model(pixels).float(), batch["label"], label_smoothing=SMOOTHING)
 
 
 def _make_published(sizes: VisionSizes) -> Preset:
@@ -40,6 +47,7 @@ WORKLOAD = Workload(
     build=VisionModel,
     dataset=lambda run: load_images(run.data, run.sizes, run.seed),
     loss=class_loss,
+    prepare=mix_images,
     unit="images",
     mixers=("mamba1", "ssd"),
 )

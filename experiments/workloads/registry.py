@@ -55,6 +55,7 @@ class Workload:
         loss: (model, batch) to the mean loss in nats.
         terms: a batch to how many terms that mean has, by which means of parts are weighted; unless given, they weigh the same.
         scans: (sizes, batch, seqlen) to the sizes of the SSD calls that a forward makes; unless given nobody knows.
+        prepare: (model, batch) to the batch that `loss` takes, where the host draws how: it is not captured in a CUDA graph.
         collate: samples to a batch, tensors by name; unless given as torch's DataLoader does it.
         unit: what speed is counted in: the tokens of samples, or samples by another name.
         mixers: what may mix tokens in place of the SSD, the first unless a run says otherwise; where there are several, `sizes`
@@ -68,6 +69,7 @@ class Workload:
     loss: Callable[[nn.Module, dict[str, Tensor]], Tensor]
     terms: Callable[[dict[str, Tensor]], Tensor] | None = None
     scans: Callable[[Any, int, int | None], list[Problem]] | None = None
+    prepare: Callable[[nn.Module, dict[str, Tensor]], dict[str, Tensor]] | None = None
     collate: Callable[[list[Any]], dict[str, Tensor]] | None = None
     unit: str = "tokens"
     mixers: tuple[str, ...] = ("ssd",)

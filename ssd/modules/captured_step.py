@@ -108,11 +108,12 @@ def warm_up(run: Callable[[], Tensor], device: torch.device) -> Tensor:
     return out
 
 
-def capture(run: Callable[[], Tensor], device: torch.device) -> tuple[Callable[[], object], Tensor]:
-    """What replays run(), and where its result then lies. Nothing runs yet."""
+def capture(run: Callable[[], Tensor], device: torch.device,
+            pool: tuple[int, int] | None = None) -> tuple[Callable[[], object], Tensor]:
+    """What replays run(), and where its result then lies. Nothing runs yet. pool: of memory, which graphs may share."""
     graph, side = torch.cuda.CUDAGraph(), _get_side_stream(device)
     # this context as well: a capture that fails leaves its own without going back to the stream before
-    with torch.cuda.stream(side), torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
+    with torch.cuda.stream(side), torch.cuda.graph(graph, pool, side, capture_error_mode="thread_local"):
         out = run()
     return graph.replay, out
 

@@ -13,6 +13,7 @@ from experiments import counters, record, step_time, sweep, table
 from experiments import train as training
 from experiments.characterize.gpus import find
 from experiments.step_time import Candidate, put_inside
+from experiments.training_step import Step
 from experiments.workloads import get_workload
 from ssd import Options
 from tests.experiments.invoke import invoke
@@ -44,12 +45,21 @@ def test_two_variants_give_a_table(plan):
 def test_what_has_its_row_is_not_run_again(plan, monkeypatch):
     sweep.run(replace(plan, variants=("torch",)), QUIET)
     trained = []
-    monkeypatch.setattr(sweep, "train", lambda run, *_: trained.append(run.variant))
+    monkeypatch.setattr(sweep, "train", lambda run, *_, **__: trained.append(run.variant))
     assert sweep.run(plan, QUIET) == [] and trained == ["auto"]
     steps = [row["variant"] for row in record.read(plan.out, bench="step")]
     assert steps == ["torch", "torch", "auto"], "times of two sittings do not compare"
     sweep.run(replace(plan, variants=("torch",), again=True), QUIET)
     assert trained == ["auto", "torch"] and len(record.read(plan.out, bench="step")) == 4
+
+
+@without_gpu
+def test_captured_steps_are_other_steps(plan):
+    plan = replace(plan, trains=False)
+    sweep.run(plan, QUIET)
+    failed = sweep.run(replace(plan, graph=True), QUIET)
+    assert failed == [f"mamba2 small ssd {name}: --graph: a CUDA graph needs a GPU, found none" for name in plan.variants]
+    assert [row["graph"] for row in record.read(plan.out, bench="step")] == [False, False, True, True]
 
 
 def test_steps_are_counted_once(plan, monkeypatch):
@@ -108,12 +118,12 @@ def test_a_step_that_fails_costs_only_itself(plan, monkeypatch):
 
 
 def test_a_sweep_that_was_ended_goes_on(plan, monkeypatch):
-    plan, original = replace(plan, variants=("torch",)), training.compute_gradient
+    plan, original = replace(plan, variants=("torch",)), Step.begin
     with monkeypatch.context() as patch, pytest.raises(training.Interrupted):
         before_step(patch, 2, terminate)
         sweep.run(plan, QUIET)
     taken = []
-    monkeypatch.setattr(training, "compute_gradient", lambda run, step, *rest: taken.append(step) or original(run, step, *rest))
+    monkeypatch.setattr(Step, "begin", lambda self, number: taken.append(number) or original(self, number))
     assert sweep.run(plan, QUIET) == [] and taken == [3]
 
 
@@ -137,14 +147,14 @@ def test_times_of_two_sittings_do_not_compare(plan):
 
 def test_variants_take_the_same_data(plan, monkeypatch):
     """Round by round, the second on other data than the first."""
-    seen, original = {}, step_time.compute_gradient
+    seen, original = {}, Step.__call__
 
-    def gradient(run, step, workload, model, optimizer, batches, team):
+    def take(self, number, batches):
         batches = list(batches)
-        seen.setdefault(model.layers[0].mixer.variant, []).append([batch["input_ids"].sum().item() for batch in batches])
-        return original(run, step, workload, model, optimizer, iter(batches), team)
+        seen.setdefault(self.model.layers[0].mixer.variant, []).append([batch["input_ids"].sum().item() for batch in batches])
+        return original(self, number, iter(batches))
 
-    monkeypatch.setattr(step_time, "compute_gradient", gradient)
+    monkeypatch.setattr(Step, "__call__", take)
     run = small_run(steps=1, accumulate=2)
     step_time.measure_steps(run, [Candidate("torch"), Candidate("auto")], 6, 1, QUIET)
     assert seen["torch"] == seen["auto"] and len({str(sums) for sums in seen["torch"][-6:]}) == 4

@@ -22,7 +22,7 @@ from experiments import checkpoints, record
 from experiments import train as training
 from experiments.train import Interrupted, Stopped, train
 from experiments.training_run import Run
-from experiments.training_step import compute_learning_rate
+from experiments.training_step import Step, compute_learning_rate
 from experiments.workloads import get_workload
 from tests.experiments.invoke import invoke
 from tests.experiments.small import read_log, read_saved, small_run
@@ -45,14 +45,14 @@ def assert_same(out: Path, other: Path):
 
 def before_step(monkeypatch, number: int, act: Callable[[], None]):
     """Something happens at the beginning of a step."""
-    original = training.compute_gradient
+    original = Step.begin
 
-    def step(run, n, *rest):
+    def begin(self, n):
         if n == number:
             act()
-        return original(run, n, *rest)
+        original(self, n)
 
-    monkeypatch.setattr(training, "compute_gradient", step)
+    monkeypatch.setattr(Step, "begin", begin)
 
 
 def start_module(module: str, *arguments: object, **variables: object) -> subprocess.Popen[str]:
@@ -68,11 +68,11 @@ def terminate():
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def interrupt(run: Run, out: Path, step: int):
+def interrupt(run: Run, out: Path, step: int, **given):
     """Trains until a signal comes at that step."""
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Interrupted, match=f"after step {step}, which is saved"):
         before_step(patch, step, terminate)
-        train(run, out, QUIET)
+        train(run, out, QUIET, **given)
 
 
 @pytest.mark.parametrize("workload", ["mamba2", "hybrid"])
@@ -177,7 +177,7 @@ def test_without_a_good_checkpoint_a_run_does_not_go_on(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "place", [(training, "compute_gradient"), (torch.optim.AdamW, "step"), (training, "build_model")], ids=str)
+    "place", [(Step, "add_gradient"), (torch.optim.AdamW, "step"), (training, "build_model")], ids=str)
 def test_what_does_not_fit_the_memory_is_said_in_terms_of_the_run(tmp_path, monkeypatch, place):
     monkeypatch.setattr(*place, Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory")))
     with pytest.raises(Stopped, match=r"--batch: 4 rows of 64 tokens of mamba2 small do not fit .*; expected fewer"):
