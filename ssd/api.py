@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from numbers import Real
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import Tensor
@@ -15,6 +15,9 @@ from .registry import get_variant, is_peer, variant_names
 from .runtime import value_checks
 from .runtime.custom_ops import are_plain, wants_gradient
 from .types import Options, SSDInputs
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 LARGEST_CHUNK, SMALLEST_CHUNK = 256, 16
 _FP32_LARGEST = torch.finfo(torch.float32).max
@@ -46,6 +49,7 @@ def ssd_chunk_scan(
     state_dtype: torch.dtype | None = None,
     variant: str = "auto",
     options: Options | None = None,
+    context_group: ProcessGroup | None = None,
 ):
     """Mamba-2's chunked selective scan (docs/ssd.md, equations 1 to 5), differentiable in every floating-point input.
 
@@ -74,6 +78,7 @@ def ssd_chunk_scan(
             Without effect on fp64 x.
         variant: one of `ssd.variant_names()`, or "auto", which chooses by device and sizes, and tells the logger "ssd".
         options: switches of the kernels, see `ssd.Options`.
+        context_group: the ranks that a sequence is cut over, each of which passes its own tokens (docs/context-parallel.md).
 
     Returns:
         out, shape and dtype of x; then, if asked for, final_states (batch, nheads, headdim, dstate) fp32; then, if asked for,
@@ -89,6 +94,14 @@ def ssd_chunk_scan(
                                    "initial_states": initial_states})
     # a bound that fp32 cannot hold bounds nothing
     dt_limit = (float(dt_limit[0]), float(dt_limit[1]) if dt_limit[1] <= _FP32_LARGEST else math.inf)
+    if context_group is not None:
+        from .distributed import scan_part  # here, so that others do not import torch.distributed
+
+        if return_varlen_states:
+            raise ValueError("return_varlen_states: got True with context_group, expected False")
+        inputs = SSDInputs(x, dt, A, B, C, chunk_size, D, z, dt_bias, initial_states, seq_idx, cu_seqlens, dt_softplus,
+                           dt_limit, state_dtype)
+        return scan_part(inputs, return_final_states, variant, options, context_group)
     if seq_idx is not None or cu_seqlens is not None or return_varlen_states:
         _check_documents(x, seq_idx, cu_seqlens, return_varlen_states)
         seq_idx = number_documents(seq_idx, cu_seqlens, x.shape[1])

@@ -6,6 +6,8 @@ Names, order and meaning are those of the `causal_conv1d` package's `causal_conv
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
@@ -14,6 +16,9 @@ from ..runtime.custom_ops import DifferentiableOp
 from .arguments import check_tensor, takes_kernels
 from .kernels.conv1d_bwd import conv1d_bwd
 from .kernels.conv1d_fwd import conv1d_fwd
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 WIDTHS = (2, 3, 4)
 
@@ -27,6 +32,7 @@ def causal_conv1d_fn(
     return_final_states: bool = False,
     final_states_out: Tensor | None = None,
     activation: str | None = None,
+    context_group: ProcessGroup | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Each channel convolved along its tokens, then SiLU (docs/block.md, equations C1 to C8).
 
@@ -48,6 +54,7 @@ def causal_conv1d_fn(
         final_states_out: (batch, dim, width - 1), where final_states are written and which is returned for them. Not looked at
             unless they are asked for.
         activation: None, "silu" or "swish", which is the same.
+        context_group: the ranks that a sequence is cut over, each of which passes its own tokens (docs/context-parallel.md).
 
     Returns:
         out, shape and dtype of x, channels contiguous; a tuple of it and final_states (batch, dim, width - 1), in the dtype of
@@ -56,9 +63,13 @@ def causal_conv1d_fn(
     Raises:
         TypeError, ValueError: naming the argument, what came and what is accepted.
     """
-    tensors = (x, weight, bias, seq_idx, initial_states)
     check_filter(x, weight, bias, activation, "(batch, dim, seqlen)")
     _check_states(x, weight, seq_idx, initial_states, return_final_states, final_states_out)
+    if context_group is not None:
+        from ..distributed import find_convolution_start  # here, so that others do not import torch.distributed
+
+        initial_states = find_convolution_start(x, weight, bias, seq_idx, initial_states, activation, context_group)
+    tensors = (x, weight, bias, seq_idx, initial_states)
     settings = (activation is not None, return_final_states)
     if not takes_kernels(x):
         out, final_states = compute_in_torch(*tensors, *settings)

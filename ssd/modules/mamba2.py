@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +21,9 @@ from ..block.gated_norm import RMSNormGated
 from ..block.split_conv1d_scan import split_conv1d_scan
 from ..block.state_update import selective_state_update
 from ..types import Options
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 _NO_LIMIT = (0.0, math.inf)
 
@@ -60,6 +64,8 @@ class Mamba2(nn.Module):
         conv_init: the filter is drawn from -conv_init to conv_init; as `nn.Conv1d` does it unless given.
         layer_idx: kept, for those who number their layers.
         variant, options: see `ssd.ssd_chunk_scan`.
+        context_group: the ranks that a sequence is cut over: u is this rank's part of it. Gradients of parameters are those of
+            this part's outputs, for the caller to add up over the group.
 
     Raises:
         TypeError, ValueError: naming the argument, what came and what is accepted.
@@ -70,7 +76,8 @@ class Mamba2(nn.Module):
                  D_has_hdim: bool = False, rmsnorm: bool = True, norm_before_gate: bool = False, dt_min: float = 0.001,
                  dt_max: float = 0.1, dt_init_floor: float = 1e-4, dt_limit: tuple[float, float] = _NO_LIMIT,
                  bias: bool = False, conv_bias: bool = True, chunk_size: int = 256, layer_idx: int | None = None, device=None,
-                 dtype=None, variant: str = "auto", options: Options | None = None):
+                 dtype=None, variant: str = "auto", options: Options | None = None,
+                 context_group: ProcessGroup | None = None):
         super().__init__()
         made = {"device": device, "dtype": dtype}
         check_settings(chunk_size, True, dt_limit, None, variant, options)
@@ -94,6 +101,7 @@ class Mamba2(nn.Module):
         self.headdim, self.nheads, self.ngroups, self.chunk_size = headdim, nheads, ngroups, chunk_size
         self.D_has_hdim, self.rmsnorm, self.norm_before_gate = D_has_hdim, rmsnorm, norm_before_gate
         self.dt_limit, self.layer_idx, self.variant, self.options = tuple(dt_limit), layer_idx, variant, options
+        self.context_group = context_group
         conv_dim = d_ssm + 2 * ngroups * d_state
 
         self.in_proj = nn.Linear(d_model, 2 * (d_inner - d_ssm) + d_ssm + conv_dim + nheads, bias=bias, **made)
@@ -153,7 +161,8 @@ class Mamba2(nn.Module):
             dt_limit=self.dt_limit, rmsnorm_weight=self.norm.weight if self.rmsnorm else None,
             rmsnorm_eps=self.norm.eps if self.rmsnorm else None, outproj_weight=self.out_proj.weight,
             outproj_bias=self.out_proj.bias, headdim=None if self.D_has_hdim else self.headdim, ngroups=self.ngroups,
-            norm_before_gate=self.norm_before_gate, variant=self.variant, options=self.options, **more)
+            norm_before_gate=self.norm_before_gate, variant=self.variant, options=self.options,
+            context_group=self.context_group, **more)
 
     def step(self, u: Tensor, cache: Mamba2Cache, A: Tensor | None = None) -> Tensor:
         """The next token of each sequence, (batch, d_model) to the same shape; for inference.
@@ -202,6 +211,8 @@ class Mamba2(nn.Module):
         dtype = self.in_proj.weight.dtype if type(self.in_proj) is nn.Linear else u.dtype  # else a quantized layer, say
         if u.dtype != dtype and not torch.is_autocast_enabled(u.device.type):
             raise TypeError(f"u: got dtype {u.dtype}, expected {dtype}, that of the weights; or use autocast")
+        if cache is not None and self.context_group is not None:
+            raise ValueError("cache: got one with context_group, expected none: each rank has a part of the sequence")
         if cache is not None and cache.ssm_state.shape[0] != u.shape[0]:
             raise ValueError(f"cache: got one of batch {cache.ssm_state.shape[0]}, expected batch {u.shape[0]}, that of u")
 

@@ -1,0 +1,167 @@
+"""The operator on one rank's part of a sequence (docs/context-parallel.md).
+
+Forward: every rank computes what its part does to the state that passes through it (`part_state`), all ranks exchange this,
+each combines what the ranks before it sent into the state that enters its part, and scans. Backward: the same from the other
+end, with the gradient of the state, before the operator's own backward, which runs once as on one GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..api import ssd_chunk_scan
+from ..block.arguments import check_tensor
+from ..documents import number_documents
+from ..registry import is_peer, resolve
+from ..runtime.custom_ops import wants_gradient
+from ..types import Options, SSDInputs
+from .exchange import INITIAL_STATES, check_alike, find_place, gather
+from .part_state import Decays
+
+_INTEGERS = (torch.int32, torch.int64)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a part is, and how its sums over tokens are computed."""
+
+    group: dist.ProcessGroup
+    rank: int
+    ranks: int
+    in_torch: bool
+    options: Options
+
+
+def scan_part(i: SSDInputs, return_final_states: bool, variant: str, options: Options | None, group: dist.ProcessGroup):
+    """`ssd_chunk_scan` of this rank's tokens; the arguments and results are documented there.
+
+    i: checked but for its documents, which are as the caller gave them.
+    """
+    rank, ranks = find_place(group)
+    if torch.compiler.is_compiling():
+        raise ValueError("context_group: got a group under torch.compile, expected a call outside of what is compiled")
+    if is_peer(variant):
+        raise ValueError(f"variant: got {variant!r} with context_group, expected one of this project's")
+    if ranks > 1:
+        _check_alike(i, variant, options, group, rank)
+        place = _Place(group, rank, ranks, resolve(variant, i, options or Options(), "fwd").name == "torch",
+                       options or Options())
+        with torch.no_grad():
+            i = replace(i, seq_idx=_find_documents(i, place), cu_seqlens=None)
+            i, decays = _enter(i, place)
+    out, final_states = ssd_chunk_scan(
+        i.x, i.dt, i.A, i.B, i.C, i.chunk_size, i.D, i.z, i.dt_bias, i.initial_states, i.seq_idx, i.cu_seqlens, i.dt_softplus,
+        i.dt_limit, return_final_states=True, state_dtype=i.state_dtype, variant=variant, options=options)
+    if ranks > 1 and wants_gradient((out,)):
+        out, final_states = _Leave.apply(out, final_states, place, i.settings, decays, i.z, i.C, i.dt, i.A, i.dt_bias,
+                                         i.seq_idx)
+    return (out, final_states) if return_final_states else out
+
+
+def _check_alike(i: SSDInputs, variant: str, options: Options | None, group: dist.ProcessGroup, rank: int) -> None:
+    names = ("x", "dt", "A", "B", "C", "D", "z", "dt_bias")
+    check_alike(group, {
+        "function": "ssd_chunk_scan", "device of x": i.x.device.type, "batch": i.batch, "nheads": i.nheads,
+        "headdim": i.headdim, "ngroups": i.ngroups, "dstate": i.dstate,
+        **{f"dtype of {name}": None if (t := getattr(i, name)) is None else t.dtype for name in names},
+        "documents": "seq_idx" if i.seq_idx is not None else "cu_seqlens" if i.cu_seqlens is not None else None,
+        INITIAL_STATES: rank > 0 and i.initial_states is not None, "chunk_size": i.chunk_size, "dt_softplus": i.dt_softplus,
+        "dt_limit": i.dt_limit, "state_dtype": i.state_dtype,
+        "variant": variant, "options": options, "a gradient of the inputs": wants_gradient(i.tensors[:9]),
+    })
+
+
+def _find_documents(i: SSDInputs, place: _Place) -> Tensor | None:
+    """(batch, seqlen) integers, the document of each token, counted alike on all ranks."""
+    if i.seq_idx is not None:
+        check_tensor("seq_idx", i.seq_idx, (i.batch, i.seqlen), i.x, _INTEGERS)
+        return i.seq_idx
+    if (bounds := i.cu_seqlens) is None:
+        return None
+    if not isinstance(bounds, Tensor):
+        raise TypeError(f"cu_seqlens: got {type(bounds).__name__}, expected a tensor of int32 or int64")
+    check_tensor("cu_seqlens", bounds, (bounds.numel(),), i.x, _INTEGERS)
+    if i.batch != 1:
+        raise ValueError(f"cu_seqlens: got batch = {i.batch}, expected batch 1: all documents packed in one row")
+    (lengths,) = gather(place.group, torch.tensor([i.seqlen], device=i.x.device))
+    if bounds.device.type == "cpu":
+        values, tokens = bounds.tolist(), int(lengths.sum())
+        if len(values) < 2 or values[0] != 0 or values[-1] != tokens or values != sorted(values):
+            raise ValueError(f"cu_seqlens: got {values}, expected rising numbers from 0 to {tokens}, the tokens of all ranks")
+    return number_documents(None, bounds - lengths[: place.rank].sum().to(bounds.dtype), i.seqlen)
+
+
+def _enter(i: SSDInputs, place: _Place) -> tuple[SSDInputs, Tensor]:
+    """The inputs with the state that enters, documents numbered from it; and the decay of every part, (ranks, batch, nheads).
+
+    The decay is 0 of a part that a document begins in.
+    """
+    of_part, initial, kept, documents = Decays(i, place.in_torch), i.initial_states, None, None
+    if i.seq_idx is not None:
+        runs = number_documents(i.seq_idx, None, i.seqlen)
+        runs = runs - runs[:, :1]
+        kept = runs == runs[:, -1:]
+        documents = torch.stack([i.seq_idx[:, 0].long(), i.seq_idx[:, -1].long(), runs[:, -1].long()])
+    if place.rank + 1 < place.ranks:
+        end = of_part.sum_outer(i.x, i.B, of_part.weigh_to_end(), kept, place.options)
+    else:  # no part comes after it
+        end = of_part.dt.new_zeros(i.batch, i.nheads, i.headdim, i.dstate)
+    if initial is not None:
+        carried = of_part.total
+        if documents is not None:
+            carried = carried * ((documents[0] == 0) & (documents[2] == 0))[:, None]
+        end = end + carried[..., None, None] * initial
+
+    ends, decays, *documents = gather(place.group, end, of_part.total, *([] if documents is None else [documents]))
+    if documents:
+        first, last, others = documents[0].unbind(1)  # [ranks, batch]
+        continues = torch.cat([first[:1] == 0, first[1:] == last[:-1]])
+        decays = decays * (continues & (others == 0))[..., None]
+        i = replace(i, seq_idx=runs + (~continues[place.rank]).to(runs.dtype)[:, None])
+    if place.rank:
+        state = ends[0]
+        for rank in range(1, place.rank):
+            state = decays[rank][..., None, None] * state + ends[rank]
+        i = replace(i, initial_states=state)
+    return i, decays
+
+
+class _Leave(torch.autograd.Function):
+    """Out and the state that leaves, as they are; in the backward, adds to the gradient of this state that of later ranks."""
+
+    @staticmethod
+    def forward(ctx, out, final_states, place, settings, decays, *tensors):
+        ctx.place, ctx.settings, ctx.shape = place, settings, final_states.shape
+        ctx.save_for_backward(decays, *tensors)
+        ctx.mark_dirty(out, final_states)  # so that they are no views, which a caller may not change in place
+        ctx.set_materialize_grads(False)
+        return out, final_states
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dout, dfinal_states):
+        place, (decays, z, C, dt, A, dt_bias, seq_idx) = ctx.place, ctx.saved_tensors
+        if place.rank and dout is not None:
+            dy = dout
+            if z is not None:
+                gate = z.to(decays.dtype)
+                dy = (dout * gate * gate.sigmoid()).to(dout.dtype)
+            of_part = Decays(SSDInputs.of((dy, dt, A, C, C, None, None, dt_bias, None, None, None), ctx.settings),
+                             place.in_torch)
+            start = of_part.sum_outer(dy, C, of_part.weigh_from_start(), None if seq_idx is None else seq_idx == 0,
+                                      place.options)
+        else:  # no part comes before it, or its outputs are not used
+            start = decays.new_zeros(ctx.shape)
+        if dfinal_states is not None:
+            start = start + decays[place.rank][..., None, None] * dfinal_states
+        (starts,) = gather(place.group, start)
+        if place.rank + 1 < place.ranks:
+            later = starts[-1]
+            for rank in range(place.ranks - 2, place.rank, -1):
+                later = decays[rank][..., None, None] * later + starts[rank]
+            dfinal_states = later if dfinal_states is None else dfinal_states + later
+        return dout, dfinal_states, *[None] * 9

@@ -1,0 +1,142 @@
+"""What one rank does in the tests: it makes the whole problem, as every rank does, and takes its part.
+
+Functions give tensors by name. The first word of a name says what the ranks' tensors are of the whole's: "tokens" follow one
+another, of "sum" the whole has the sum, "first" and "last" are the whole's on that rank.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ssd import ssd_chunk_scan
+from ssd.block import causal_conv1d_fn
+from ssd.modules import Mamba2
+from ssd.reference import as_dtype
+from ssd.types import SSDInputs
+from tests.inputs import PLAIN, Case, Shape, arguments, gradients, leaves, random_inputs, random_like
+
+_OF_TOKENS = ("x", "dt", "B", "C", "z")
+Group = dist.ProcessGroup | None
+Found = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """parts: tokens of each rank. variant: of the operator."""
+
+    parts: tuple[int, ...]
+    shape: Shape
+    case: Case = PLAIN
+    dtype: torch.dtype = torch.float64
+    variant: str = "torch"
+
+    def __str__(self) -> str:
+        return f"{'+'.join(map(str, self.parts))}-{self.case}-{self.variant}-{self.dtype}".replace("torch.", "")
+
+    def make(self) -> SSDInputs:
+        inputs = random_inputs(replace(self.shape, seqlen=sum(self.parts)), self.case, self.dtype)
+        return as_dtype(inputs, self.dtype) if self.dtype == torch.float64 else inputs
+
+
+def find_part(group: Group, parts: tuple[int, ...]) -> tuple[slice, bool, bool]:
+    """The tokens of this rank, or all without a group; whether it has the first, and the last."""
+    if group is None:
+        return slice(None), True, True
+    rank, ends = dist.get_rank(group), [0, *accumulate(parts)]
+    return slice(ends[rank], ends[rank + 1]), rank == 0, rank == len(parts) - 1
+
+
+def join(ranks: list[Found]) -> Found:
+    """What all ranks found, as one process finds it."""
+    how = {"tokens": lambda found: torch.cat(found, 1), "sum": sum, "first": lambda found: found[0],
+           "last": lambda found: found[-1]}
+    names = list(dict.fromkeys(name for found in ranks for name in found))
+    return {name: how[name.split()[0]]([found[name] for found in ranks if name in found]) for name in names}
+
+
+def scan(group: Group, problem: Problem) -> Found:
+    whole, (at, first, last) = problem.make(), find_part(group, problem.parts)
+    cut = {name: t[:, at] for name in _OF_TOKENS if (t := getattr(whole, name)) is not None}
+    documents = None if whole.seq_idx is None or whole.cu_seqlens is not None else whole.seq_idx[:, at]
+    inputs = leaves(replace(whole, **cut, seq_idx=documents, initial_states=whole.initial_states if first else None))
+    out, final_states = ssd_chunk_scan(**arguments(inputs) | {"return_varlen_states": False}, variant=problem.variant,
+                                       return_final_states=True, context_group=group)
+    loss = (out * random_like(whole.x)[:, at]).sum()
+    if last:
+        loss = loss + (final_states * random_like(final_states)).sum()
+    loss.backward()
+    joined = dict.fromkeys(_OF_TOKENS, "tokens") | {"initial_states": "first"}
+    grads = {f"{joined.get(name, 'sum')} d{name}": t for name, t in gradients(inputs).items()}
+    return {"tokens out": out.detach(), "last final_states": final_states.detach(), **grads}
+
+
+def convolve(group: Group, parts: tuple[int, ...], kind: str) -> Found:
+    """kind: "states" go in and out; or "documents", or "padding", documents of which some are numbered below 0."""
+    rng = torch.Generator().manual_seed(0)
+    tokens = (2, sum(parts), 6)
+    x, dout, weight, bias, states = (torch.randn(size, generator=rng, dtype=torch.float64)
+                                     for size in (tokens, tokens, (6, 4), (6,), (2, 6, 3)))
+    seq_idx = (torch.rand(tokens[:2], generator=rng) < 0.3).cumsum(1)
+    if kind == "padding":
+        seq_idx = seq_idx.where(seq_idx % 3 != 1, -1)
+    at, first, last = find_part(group, parts)
+    given = {"x": x[:, at], "weight": weight, "bias": bias}
+    if kind == "states" and first:
+        given["initial_states"] = states
+    given = {name: t.requires_grad_() for name, t in given.items()}
+    beside = {"return_final_states": True} if kind == "states" else {"seq_idx": seq_idx[:, at]}
+    out = causal_conv1d_fn(**given | {"x": given["x"].mT}, **beside, activation="silu", context_group=group)
+    out, final_states = out if kind == "states" else (out, out.new_zeros(1))
+    loss = (out.mT * dout[:, at]).sum()
+    if last:
+        loss = loss + final_states.pow(3).sum()
+    loss.backward()
+    joined = {"x": "tokens", "initial_states": "first"}
+    grads = {f"{joined.get(name, 'sum')} d{name}": t.grad for name, t in given.items()}
+    return {"tokens out": out.detach().mT, "last final_states": final_states.detach(), **grads}
+
+
+def mix(group: Group, parts: tuple[int, ...], settings: dict[str, Any]) -> Found:
+    """A whole block, twice: gradients pass through one exchange into another."""
+    torch.manual_seed(0)
+    blocks = torch.nn.Sequential(*(Mamba2(8, d_state=8, headdim=4, chunk_size=16, dtype=torch.float64, context_group=group,
+                                          **settings) for _ in range(2)))
+    u = torch.randn(2, sum(parts), 8, dtype=torch.float64)
+    at, _, _ = find_part(group, parts)
+    u = u[:, at].requires_grad_()
+    out = blocks(u)
+    out.pow(2).sum().backward()
+    grads = {f"sum {name}": parameter.grad for name, parameter in blocks.named_parameters()}
+    return {"tokens out": out.detach(), "tokens du": u.grad, **grads}
+
+
+def scan_bits(group: Group, problem: Problem) -> bool:
+    """Whether two runs give the same bits."""
+    first, second = scan(group, problem), scan(group, problem)
+    return all(torch.equal(first[name], second[name]) for name in first)
+
+
+def scan_otherwise(group: Group, rank: int | None, changed: dict[str, Any]) -> None:
+    """A small scan, for which one rank, or all, pass what they should not; a dtype stands for the tensor in it."""
+    given = arguments(random_inputs(Shape(seqlen=4))) | {"variant": "torch", "context_group": group}
+    if rank in (None, dist.get_rank(group)):
+        for name, value in changed.items():
+            given[name] = given[name].to(value) if isinstance(value, torch.dtype) else value
+    ssd_chunk_scan(**given)
+
+
+def scan_alone(group: Group, rank: int, dies: bool) -> None:
+    """A small scan within a second, in which one rank takes no part."""
+    group = dist.new_group(range(dist.get_world_size(group)), timeout=timedelta(seconds=1))
+    if dist.get_rank(group) != rank:
+        scan_otherwise(group, -1, {})
+    elif dies:
+        os._exit(1)

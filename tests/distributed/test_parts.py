@@ -1,0 +1,104 @@
+"""Ranks that each have a part of a sequence find what one process finds of the whole."""
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from ssd import Options, reference
+from ssd.distributed import part_state
+from tests.distributed.parts import Problem, convolve, join, mix, scan, scan_alone, scan_bits, scan_otherwise
+from tests.distributed.ranks import Ranks
+from tests.inputs import EVERYTHING, OURS, Case, Shape, random_inputs, random_like
+
+SMALL = Shape(batch=2, nheads=4, headdim=8, ngroups=2, dstate=8)
+TINY = Shape(nheads=1, headdim=8, dstate=8)
+PROBLEMS = [
+    Problem((24, 24), SMALL),
+    Problem((5, 32, 1, 17), SMALL, EVERYTHING),
+    Problem((20, 3, 30), SMALL, Case(initial_states=True, z=True, dt_bias=True, dt_softplus=True)),
+    Problem((9, 1, 2, 40), TINY, Case(documents="varlen", D="h")),
+    Problem((30,), TINY, Case(documents="varlen", D="h"), torch.float32),
+    Problem((20, 17), SMALL, Case(strong_decay=True, packed=True), torch.float32),
+    *(Problem((9, 20), TINY, Case(initial_states=True), torch.float32, variant) for variant in OURS),
+]
+PARTS = ((7, 9), (1, 1, 2, 5), (2, 1, 8))
+
+
+def assert_equal_whole(ranks: Ranks, parts: tuple[int, ...], function, *args, rtol: float = 1e-9) -> None:
+    found = ranks.run(len(parts), function, *args)
+    for error in found:
+        if isinstance(error, Exception):
+            raise error
+    whole, expected = join(found), function(None, *args)
+    assert whole.keys() == expected.keys()
+    for name, t in expected.items():
+        assert_close(whole[name], t, rtol=rtol, atol=rtol * t.abs().max().item(), msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("problem", PROBLEMS, ids=str)
+def test_scans(problem, ranks):
+    assert_equal_whole(ranks, problem.parts, scan, problem, rtol=1e-9 if problem.dtype == torch.float64 else 2e-5)
+
+
+@pytest.mark.parametrize("kind", ("states", "documents", "padding"))
+@pytest.mark.parametrize("parts", PARTS, ids=str)
+def test_convolutions(kind, parts, ranks):
+    assert_equal_whole(ranks, parts, convolve, parts, kind)
+
+
+@pytest.mark.parametrize("settings", ({}, {"rmsnorm": False, "D_has_hdim": True, "d_ssm": 8, "ngroups": 2}), ids=str)
+def test_blocks(settings, ranks):
+    assert_equal_whole(ranks, (6, 2, 9), mix, (6, 2, 9), settings, rtol=1e-6)  # A is fp32
+
+
+def test_two_runs_are_the_same_bits(ranks):
+    assert ranks.run(3, scan_bits, Problem((20, 3, 30), SMALL, EVERYTHING, torch.float32)) == [True] * 3
+
+
+@pytest.mark.parametrize("programs", (1, 2048), ids=("long segments", "chunks"))
+def test_sums_by_kernels(programs, monkeypatch, device):
+    """The state after a part from zeros, and the gradient of the state before it."""
+    monkeypatch.setattr(part_state, "_PROGRAMS", programs)
+    i = random_inputs(Shape(seqlen=70, nheads=2, headdim=8, dstate=8), Case(dt_bias=True, dt_softplus=True), device=device)
+    of_part, dy = part_state.Decays(i, in_torch=False), random_like(i.x)
+    end = of_part.sum_outer(i.x, i.B, of_part.weigh_to_end(), None, Options())
+    start = of_part.sum_outer(dy, i.C, of_part.weigh_from_start(), None, Options())
+    truth = reference.compute_grads_in_fp64(replace(i, initial_states=torch.zeros_like(end)), dy).dinitial_states
+    for found, expected in ((end, reference.compute_in_fp64(i)[1]), (start, truth)):
+        assert_close(found.double(), expected, rtol=0, atol=1e-5 * expected.abs().max().item())
+
+
+@pytest.mark.parametrize("size, rank, changed, said", [
+    (2, 1, {"x": torch.float64}, "dtype of x: got torch.float32 on rank 0; torch.float64 on rank 1"),
+    (3, 0, {"dt_softplus": True}, "dt_softplus: got True on rank 0; False on rank 1, 2"),
+    (3, 1, {"seq_idx": torch.zeros(1, 4, dtype=torch.int32)}, "documents: got None on rank 0, 2; seq_idx on rank 1"),
+    (2, 1, {"initial_states": torch.zeros(1, 2, 16, 16)}, "not the first: got False on rank 0; True on rank 1"),
+    (2, 0, {"options": Options(exp2=False)}, "options: got "),
+], ids=("dtype", "setting", "documents", "initial_states", "options"))
+def test_what_ranks_pass_unlike_is_named(size, rank, changed, said, ranks):
+    for error in ranks.run(size, scan_otherwise, rank, changed):
+        assert isinstance(error, ValueError) and said in str(error), error
+
+
+@pytest.mark.parametrize("changed, kind, said", [
+    ({"context_group": "a group"}, TypeError, "context_group: got str"),
+    ({"variant": "mamba_ssm"}, ValueError, "variant: got 'mamba_ssm' with context_group"),
+    ({"cu_seqlens": torch.tensor([0, 3, 4])}, ValueError, r"cu_seqlens: got \[0, 3, 4\], .* to 8, the tokens of all ranks"),
+    ({"cu_seqlens": torch.tensor([0.0, 8.0])}, TypeError, "cu_seqlens: got dtype torch.float32"),
+    ({"seq_idx": torch.zeros(1, 8, dtype=torch.int32)}, ValueError, r"seq_idx: got shape \(1, 8\), expected \(1, 4\)"),
+    ({"return_varlen_states": True}, ValueError, "return_varlen_states: got True with context_group"),
+], ids=lambda value: "+".join(value) if isinstance(value, dict) else "")
+def test_refusals(changed, kind, said, ranks):
+    for error in ranks.run(2, scan_otherwise, None, changed):
+        assert isinstance(error, kind) and re.search(said, str(error)), error
+
+
+@pytest.mark.parametrize("dies", (True, False), ids=("dies", "is silent"))
+def test_a_rank_that_takes_no_part_ends_the_others(dies, tmp_path):
+    few = Ranks(2, tmp_path / "store")
+    error, _ = few.run(2, scan_alone, 1, dies)
+    few.end()
+    assert isinstance(error, RuntimeError) and re.search("(?i)timed out|closed by peer|reset by peer", str(error)), error
