@@ -53,6 +53,7 @@ _CASES = (  # with what is given besides a layer's inputs, of `_make_optional`
     (_PLAIN, torch.float32, ("z", "initial_states", "seq_idx"), Options()),
     (_PLAIN, torch.bfloat16, ("z", "initial_states", "seq_idx"), Options(save_states=False)),
     (_PLAIN, torch.bfloat16, ("z", "initial_states", "seq_idx"), _APART),
+    (replace(_PLAIN, batch=1), torch.bfloat16, ("cu_seqlens", "seq_idx"), Options()),
     (replace(_PLAIN, batch=1), torch.bfloat16, ("cu_seqlens",), Options()),
     (_TILED, torch.bfloat16, (), Options()),
     (_TILED, torch.float16, (), Options(save_states=False)),

@@ -25,7 +25,8 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _DEVICES = ("cpu", "cuda")  # that "auto" and the kernels know
 _OPTIONAL = ("D", "z", "dt_bias", "initial_states")
 # Said with a wrong shape: x of another order of axes makes dt the first to differ, and dstate is not in the shape of x.
-_AXES = {"dt": "(batch, seqlen, nheads) = ", "initial_states": "(batch, nheads, headdim, dstate) = "}
+_AXES = {"dt": "(batch, seqlen, nheads) = ", "initial_states": "(batch, nheads, headdim, dstate), or with cu_seqlens alone "
+                                                               "(ndocs, nheads, headdim, dstate), = "}
 _DEFAULT = Options()
 
 
@@ -66,14 +67,17 @@ def ssd_chunk_scan(
         D: (nheads,) or (nheads, headdim), the skip connection.
         z: shape of x; the output is multiplied by silu(z).
         dt_bias: (nheads,).
-        initial_states: (batch, nheads, headdim, dstate). With seq_idx they reach a leading document 0 only.
+        initial_states: (batch, nheads, headdim, dstate). With seq_idx they reach a leading document 0 only. With cu_seqlens
+            alone (ndocs, nheads, headdim, dstate): each document starts from its own.
         seq_idx: (batch, seqlen) integers, the document of each token. A new document begins wherever the value changes.
-        cu_seqlens: (ndocs + 1,) integers from 0 to seqlen, batch 1: the documents' boundaries, rising. Implies seq_idx if
-            that is absent. Values are checked on the CPU only; on a GPU, one beyond seqlen counts as seqlen.
+        cu_seqlens: (ndocs + 1,) integers from 0 to seqlen, batch 1: the documents' boundaries, rising; two alike leave a
+            document empty. Implies seq_idx if that is absent. Values are checked on the CPU only; on a GPU, one beyond
+            seqlen counts as seqlen.
         dt_softplus: apply softplus to dt + dt_bias.
         dt_limit: (min, max) that the step is clamped to, 0 <= min <= max, min finite.
-        return_final_states: also return the state after the last token.
-        return_varlen_states: also return the state at the end of each document of cu_seqlens (no gradient).
+        return_final_states: also return the state after the last token; with cu_seqlens alone, after the last token of each
+            document. An empty one has the state that it starts from.
+        return_varlen_states: also return the state at the end of each document of cu_seqlens (no gradient), as `mamba_ssm`.
         state_dtype: dtype of the states kept between chunks; C's dtype unless given. fp32 costs bandwidth and adds accuracy.
             Without effect on fp64 x.
         variant: one of `ssd.variant_names()`, or "auto", which chooses by device and sizes, and tells the logger "ssd".
@@ -81,13 +85,14 @@ def ssd_chunk_scan(
         context_group: the ranks that a sequence is cut over, each of which passes its own tokens (docs/context-parallel.md).
 
     Returns:
-        out, shape and dtype of x; then, if asked for, final_states (batch, nheads, headdim, dstate) fp32; then, if asked for,
-        varlen_states (ndocs, nheads, headdim, dstate) fp32 (both fp64 for fp64 x). A tuple when more than out is returned.
+        out, shape and dtype of x; then, if asked for, final_states (batch or ndocs, nheads, headdim, dstate) fp32; then, if
+        asked for, varlen_states (ndocs, nheads, headdim, dstate) fp32 (both fp64 for fp64 x). A tuple when more than out is
+        returned.
 
     Raises:
         TypeError, ValueError: naming the argument, what came and what is accepted, before anything is launched.
     """
-    _check_tensors(x, dt, A, B, C, D, z, dt_bias, initial_states, variant)
+    _check_tensors(x, dt, A, B, C, D, z, dt_bias, initial_states, variant, cu_seqlens if seq_idx is None else None)
     check_settings(chunk_size, dt_softplus, dt_limit, state_dtype, variant, options)
     if value_checks.ENABLED:
         value_checks.check_inputs({"A": A, "x": x, "dt": dt, "B": B, "C": C, "D": D, "z": z, "dt_bias": dt_bias,
@@ -104,8 +109,11 @@ def ssd_chunk_scan(
         return scan_part(inputs, return_final_states, variant, options, context_group)
     if seq_idx is not None or cu_seqlens is not None or return_varlen_states:
         _check_documents(x, seq_idx, cu_seqlens, return_varlen_states)
-        seq_idx = number_documents(seq_idx, cu_seqlens, x.shape[1])
-        cu_seqlens = cu_seqlens.to(torch.int32).contiguous() if return_varlen_states else None
+        if seq_idx is None and (initial_states is not None or return_final_states):
+            cu_seqlens = cu_seqlens.to(torch.int32).contiguous()  # alone: each document has states of its own
+        else:
+            seq_idx = number_documents(seq_idx, cu_seqlens, x.shape[1])
+            cu_seqlens = cu_seqlens.to(torch.int32).contiguous() if return_varlen_states else None
     options = options or _DEFAULT
     if state_dtype is None and not options.low_precision_states:
         state_dtype = torch.float32
@@ -121,6 +129,8 @@ def ssd_chunk_scan(
     else:
         save = wants_gradient((x, dt, A, B, C, D, z, dt_bias, initial_states))
         out, final_states, varlen_states = chunk_scan(inputs, variant, options, save)
+    if inputs.has_document_states and return_varlen_states:
+        varlen_states = final_states.detach().clone()
     if value_checks.ENABLED:
         value_checks.check_outputs((out, final_states, varlen_states))
     results = (out,)
@@ -131,8 +141,11 @@ def ssd_chunk_scan(
     return results if len(results) > 1 else out
 
 
-def _check_tensors(x, dt, A, B, C, D, z, dt_bias, initial_states, variant) -> None:
-    """One pass that compares; what it finds wrong goes to `_refuse`, so that a good call pays for no message."""
+def _check_tensors(x, dt, A, B, C, D, z, dt_bias, initial_states, variant, cu_seqlens) -> None:
+    """One pass that compares; what it finds wrong goes to `_refuse`, so that a good call pays for no message.
+
+    cu_seqlens: of documents with states of their own, not checked yet.
+    """
     for name, t, shape in (("x", x, "(batch, seqlen, nheads, headdim)"), ("B", B, "(batch, seqlen, ngroups, dstate)")):
         if not isinstance(t, Tensor) or t.dtype not in _DTYPES or t.dim() != 4:
             _refuse(name, t, shape, x)
@@ -146,6 +159,7 @@ def _check_tensors(x, dt, A, B, C, D, z, dt_bias, initial_states, variant) -> No
     if device.type not in _DEVICES and variant != "torch" and are_plain((x,)):  # what is only traced may be on any
         raise ValueError(f"x: got a tensor on {device}, expected one on {' or '.join(_DEVICES)}")
     per_head, group_shape = (nheads,), (batch, seqlen, ngroups, dstate)
+    nstates = cu_seqlens.shape[0] - 1 if isinstance(cu_seqlens, Tensor) and cu_seqlens.dim() == 1 < len(cu_seqlens) else batch
     for name, t, shape in (
         ("dt", dt, (batch, seqlen, nheads)),
         ("A", A, per_head),
@@ -154,7 +168,7 @@ def _check_tensors(x, dt, A, B, C, D, z, dt_bias, initial_states, variant) -> No
         ("D", D, (nheads, headdim) if isinstance(D, Tensor) and D.dim() == 2 else per_head),
         ("z", z, x_shape),
         ("dt_bias", dt_bias, per_head),
-        ("initial_states", initial_states, (batch, nheads, headdim, dstate)),
+        ("initial_states", initial_states, (nstates, nheads, headdim, dstate)),
     ):
         if t is None and name in _OPTIONAL:
             continue

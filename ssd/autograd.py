@@ -8,7 +8,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from .registry import adapt_options, find_states_interval, resolve
+from .registry import adapt_options, adapt_to_documents, find_states_interval, resolve
 from .runtime.custom_ops import DifferentiableOp
 from .types import INPUT_TENSORS, Options, SSDGrads, SSDInputs, SSDSaved
 
@@ -50,7 +50,7 @@ def _forward(*args):
     inputs, name, options, save = _unpack(args[:INPUT_TENSORS], args[INPUT_TENSORS:])
     options = adapt_options(name, inputs, options)
     variant = resolve(name, inputs, options, "fwd", save and options.save_states)
-    out, final_states, saved = variant.forward(inputs, options, save)
+    out, final_states, saved = adapt_to_documents(variant, inputs).forward(inputs, options, save)
     return out, final_states, saved.varlen_states, saved.y, saved.prev_states
 
 
@@ -59,9 +59,10 @@ def _forward_fake(*args):
     x, sizes = inputs.x, (inputs.nheads, inputs.headdim, inputs.dstate)
     out = x.new_empty(x.shape)
     accumulator = _get_accumulator(x)
-    final_states = x.new_empty((inputs.batch, *sizes), dtype=accumulator)
-    ndocs = () if inputs.cu_seqlens is None else (inputs.cu_seqlens.shape[0] - 1, *sizes)
-    varlen_states = x.new_empty(ndocs, dtype=accumulator) if ndocs else x.new_empty(0)
+    ndocs = 0 if inputs.cu_seqlens is None else inputs.cu_seqlens.shape[0] - 1
+    nstates, nends = (ndocs, 0) if inputs.has_document_states else (inputs.batch, ndocs)
+    final_states = x.new_empty((nstates, *sizes), dtype=accumulator)
+    varlen_states = x.new_empty((nends, *sizes) if nends else 0, dtype=accumulator)
     y = x.new_empty(x.shape if save and inputs.z is not None else 0)
     every = find_states_interval(name, inputs, options) if save else None
     states = (inputs.batch, -(-inputs.seqlen // every), *sizes) if every else 0
@@ -76,7 +77,7 @@ def _backward(*args):
     y, prev_states = (t if t is not None and t.numel() else None for t in (y, prev_states))
     saved = SSDSaved(inputs, options, y, prev_states=prev_states)
     variant = resolve(name, inputs, options, "bwd", prev_states is not None)
-    g = variant.backward(saved, dout, dfinal_states, SSDGrads())
+    g = adapt_to_documents(variant, inputs).backward(saved, dout, dfinal_states, SSDGrads())
     return g.dx, g.ddt, g.dA, g.dB, g.dC, g.dD, g.dz, g.ddt_bias, g.dinitial_states, None, None
 
 

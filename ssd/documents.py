@@ -1,7 +1,7 @@
-"""The documents that are packed in a row, numbered: seq_idx as `SSDInputs` has it, from what a caller gives.
+"""The documents that are packed in a row: where they begin, and their numbers, seq_idx as `SSDInputs` has it.
 
-An op of its own, which torch.compile does not look into. What inductor makes of torch.searchsorted on a GPU (torch 2.11) had a
-document of one token start at 1, where initial states do not reach.
+The numbers come from an op of their own, which torch.compile does not look into. What inductor makes of torch.searchsorted on a
+GPU (torch 2.11) had a document of one token start at 1, where initial states do not reach.
 """
 
 from __future__ import annotations
@@ -21,6 +21,13 @@ def number_documents(seq_idx: Tensor | None, cu_seqlens: Tensor | None, seqlen: 
     """
     number = _number if are_plain((seq_idx, cu_seqlens)) else _OP
     return number(seq_idx, cu_seqlens, seqlen)
+
+
+def find_bounds(cu_seqlens: Tensor, seqlen: int) -> Tensor:
+    """(ndocs + 1,) int64: cu_seqlens, of which on a GPU nobody has checked the values, made to rise from 0 to seqlen."""
+    inside = cu_seqlens[1:-1].long().clamp(0, seqlen)
+    inside = inside.cummax(0)[0] if inside.numel() else inside
+    return torch.nn.functional.pad(torch.nn.functional.pad(inside, (1, 0)), (0, 1), value=seqlen)
 
 
 def _number(seq_idx: Tensor | None, cu_seqlens: Tensor | None, seqlen: int) -> Tensor:

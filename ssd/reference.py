@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from . import reference_stages as stages
+from .documents import find_bounds
 from .reference_stages import Masks, Precision, into_chunks
 from .types import SSDGrads, SSDInputs
 
@@ -46,6 +47,8 @@ def recurrence(inputs: SSDInputs) -> tuple[Tensor, Tensor]:
 
 def chunked(inputs: SSDInputs, precision: Precision) -> tuple[Tensor, Tensor, Tensor | None]:
     """The five stages in order: out, final_states and, with z, y before the gate; all in the compute dtype."""
+    if inputs.has_document_states:
+        return _chunked_apart(inputs, precision)
     i, masks, operand = _prepare(inputs, precision)
     dt, dA_cumsum, _, prev_states, final_states = _states(i, masks, operand)
     CB = stages.bmm_chunk(operand.C, operand.B)
@@ -60,6 +63,8 @@ def chunked(inputs: SSDInputs, precision: Precision) -> tuple[Tensor, Tensor, Te
 def compute_chunked_grads(inputs: SSDInputs, dout: Tensor, dfinal_states: Tensor | None, y: Tensor | None,
                   precision: Precision) -> SSDGrads:
     """The backward's stages in order, the forward's recomputed. y as `chunked` returned it."""
+    if inputs.has_document_states:
+        return _compute_grads_apart(inputs, dout, dfinal_states, y, precision)
     i, masks, operand = _prepare(inputs, precision)
     dt, dA_cumsum, _, prev_states, _ = _states(i, masks, operand)
     CB = stages.bmm_chunk(operand.C, operand.B)
@@ -91,6 +96,54 @@ def compute_chunked_grads(inputs: SSDInputs, dout: Tensor, dfinal_states: Tensor
         ddt_bias=None if i.dt_bias is None else ddt_bias,
         dinitial_states=None if i.initial_states is None else dinitial_states,
     )
+
+
+def split_documents(inputs: SSDInputs) -> list[tuple[slice, SSDInputs]]:
+    """Each document of `cu_seqlens` with its own state, by itself, and which tokens it has: none where it is empty."""
+    parts = []
+    for d, (start, end) in enumerate(itertools.pairwise(find_bounds(inputs.cu_seqlens, inputs.seqlen).tolist())):
+        cut = {name: t[:, start:end] for name in ("x", "dt", "B", "C", "z") if (t := getattr(inputs, name)) is not None}
+        state = None if inputs.initial_states is None else inputs.initial_states[d : d + 1]
+        parts.append((slice(start, end), replace(inputs, **cut, initial_states=state, cu_seqlens=None)))
+    return parts
+
+
+def _chunked_apart(inputs: SSDInputs, precision: Precision) -> tuple[Tensor, Tensor, Tensor | None]:
+    """As `chunked`, one document after the other."""
+    outs, states, ys = [], [], []
+    for _, part in split_documents(inputs):
+        if part.seqlen:
+            out, state, y = chunked(part, precision)
+            outs.append(out)
+            ys.append(y)
+        elif part.initial_states is None:
+            state = inputs.x.new_zeros(1, inputs.nheads, inputs.headdim, inputs.dstate, dtype=precision.compute)
+        else:
+            state = precision(part.initial_states)
+        states.append(state)
+    return torch.cat(outs, 1), torch.cat(states), None if inputs.z is None else torch.cat(ys, 1)
+
+
+def _compute_grads_apart(inputs: SSDInputs, dout: Tensor, dfinal_states: Tensor | None, y: Tensor | None,
+                         precision: Precision) -> SSDGrads:
+    """As `compute_chunked_grads`, one document after the other. An empty one hands the gradient of its state on."""
+    if dfinal_states is None:
+        ndocs = inputs.cu_seqlens.shape[0] - 1
+        dfinal_states = inputs.x.new_zeros(ndocs, inputs.nheads, inputs.headdim, inputs.dstate, dtype=precision.compute)
+    parts = []
+    for (tokens, part), dfinal in zip(split_documents(inputs), dfinal_states.split(1), strict=True):
+        if part.seqlen:
+            of = None if y is None else y[:, tokens]
+            parts.append(compute_chunked_grads(part, dout[:, tokens], dfinal, of, precision))
+        else:
+            parts.append(SSDGrads(dinitial_states=None if part.initial_states is None else precision(dfinal)))
+    joined = {}
+    for f in fields(SSDGrads):
+        grads = [grad for part in parts if (grad := getattr(part, f.name)) is not None]
+        if grads:
+            joined[f.name] = (sum(grads) if f.name in ("dA", "dD", "ddt_bias") else
+                              torch.cat(grads, 0 if f.name == "dinitial_states" else 1))
+    return SSDGrads(**joined)
 
 
 def varlen_states(inputs: SSDInputs, precision: Precision) -> Tensor:

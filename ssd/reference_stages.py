@@ -96,13 +96,18 @@ def _decay_through(dA_cumsum: Tensor, masks: Masks) -> Tensor:
     return (dA_cumsum[..., -1].exp().transpose(1, 2) * masks.carry[..., None])[..., None, None]
 
 
-def chunk_cumsum(dt, A, chunk_size, dt_bias, dt_softplus, dt_limit) -> tuple[Tensor, Tensor]:
-    """(1), (6): the step and the cumulative decay. dt (batch, seqlen, nheads) and A in the compute dtype."""
+def step(dt, dt_bias, dt_softplus, dt_limit) -> Tensor:
+    """(1): the step of each token, shaped as dt."""
     if dt_bias is not None:
         dt = dt + dt_bias
     if dt_softplus:
         dt = F.softplus(dt)
-    dt = into_chunks(dt.clamp(*dt_limit), chunk_size).permute(0, 3, 1, 2)
+    return dt.clamp(*dt_limit)
+
+
+def chunk_cumsum(dt, A, chunk_size, dt_bias, dt_softplus, dt_limit) -> tuple[Tensor, Tensor]:
+    """(1), (6): the step and the cumulative decay. dt (batch, seqlen, nheads) and A in the compute dtype."""
+    dt = into_chunks(step(dt, dt_bias, dt_softplus, dt_limit), chunk_size).permute(0, 3, 1, 2)
     return dt, (dt * A[:, None, None]).cumsum(-1)
 
 
@@ -221,9 +226,15 @@ def chunk_cumsum_bwd(ddt, r, q, s, row_minus_col, dt, dt_raw, A, dt_bias, dt_sof
     da = forward + (q.cumsum(-1) - q) + s[..., None]
     dA = (dt * da).sum((0, 2, 3))
     ddt = (ddt + da * A[:, None, None]).permute(0, 2, 3, 1).flatten(1, 2)[:, : dt_raw.shape[1]]
-    step = dt_raw if dt_bias is None else dt_raw + dt_bias
+    ddt, ddt_bias = step_bwd(ddt, dt_raw, dt_bias, dt_softplus, dt_limit)
+    return ddt, dA, ddt_bias
+
+
+def step_bwd(ddt, dt_raw, dt_bias, dt_softplus, dt_limit) -> tuple[Tensor, Tensor]:
+    """(25): ddt_raw (batch, seqlen, nheads) and ddt_bias, from ddt, the gradient of the step."""
+    unclamped = dt_raw if dt_bias is None else dt_raw + dt_bias
     if dt_softplus:
-        slope, step = step.sigmoid(), F.softplus(step)
+        slope, unclamped = unclamped.sigmoid(), F.softplus(unclamped)
         ddt = ddt * slope
-    ddt = torch.where((step < dt_limit[0]) | (step > dt_limit[1]), 0.0, ddt)
-    return ddt, dA, ddt.sum((0, 1))
+    ddt = torch.where((unclamped < dt_limit[0]) | (unclamped > dt_limit[1]), 0.0, ddt)
+    return ddt, ddt.sum((0, 1))

@@ -6,7 +6,7 @@ import logging
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -32,6 +32,8 @@ class Variant:
             leaves in `SSDSaved.prev_states`: chunk_size or 64; None: it leaves none.
         kernels: (SSDInputs, Options, mode: "fwd" or "bwd", keeps: bool) -> the name, in the tables of times, of the kernels
             that would run; keeps: whether states are kept between the two. Of variants that "auto" may choose.
+        takes_documents: whether forward and backward take documents with states (`SSDInputs.has_document_states`) as they are.
+            Those of other variants get them in rows, see `baseline.document_rows`.
         adapts: what `apply` does around the peer's own kernels, and so is in its times; None: nothing.
     """
 
@@ -43,6 +45,7 @@ class Variant:
     options: tuple[str, ...] = ()
     states_every: Callable | None = None
     kernels: Callable | None = None
+    takes_documents: bool = False
     adapts: str | None = None
 
 
@@ -119,7 +122,7 @@ def find_states_interval(name: str, inputs: SSDInputs, options: Options) -> int 
     "auto" keeps states as the first of its candidates does, whichever of them runs, where they take at most
     `options.keep_bytes`.
     """
-    if not options.save_states or (name == "auto" and not options.keep_bytes):
+    if not options.save_states or inputs.has_document_states or (name == "auto" and not options.keep_bytes):
         return None
     variant = get_variant(_list_choices(inputs)[0] if name == "auto" else name)
     every = variant.states_every and variant.states_every(inputs, options)
@@ -165,6 +168,16 @@ def resolve(name: str, inputs: SSDInputs, options: Options, mode: str, keeps: bo
     if reason := variant.supports(inputs):
         raise ValueError(f"variant {name!r} cannot run these inputs: {reason}")
     return variant
+
+
+def adapt_to_documents(variant: Variant, inputs: SSDInputs) -> Variant:
+    """The variant as it runs these inputs: documents with states go to most variants in rows."""
+    if variant.takes_documents or not inputs.has_document_states:
+        return variant
+    from .baseline import document_rows
+
+    return replace(variant, forward=partial(document_rows.forward, variant.forward),
+                   backward=partial(document_rows.backward, variant.backward))
 
 
 def _choose(inputs: SSDInputs, options: Options, mode: str, keeps: bool) -> Variant:

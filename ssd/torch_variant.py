@@ -26,7 +26,9 @@ def _forward(inputs: SSDInputs, options: Options, save: bool) -> tuple[Tensor, T
     precision, dtype = _choose_precision(inputs), inputs.x.dtype
     with _disable_autocast(inputs):
         out, final_states, y = reference.chunked(inputs, precision)
-        varlen_states = None if inputs.cu_seqlens is None else reference.varlen_states(inputs, precision)
+        varlen_states = None
+        if inputs.cu_seqlens is not None and not inputs.has_document_states:
+            varlen_states = reference.varlen_states(inputs, precision)
     y = y.to(dtype).contiguous() if save and y is not None else None
     saved = SSDSaved(inputs, options, y, varlen_states)
     return _make_whole(out.to(dtype)), _make_whole(final_states), saved
@@ -52,4 +54,4 @@ def _backward(saved: SSDSaved, dout: Tensor, dfinal_states: Tensor | None, into:
     return SSDGrads(**placed)
 
 
-VARIANT = Variant("torch", supports=lambda inputs: None, forward=_forward, backward=_backward)
+VARIANT = Variant("torch", supports=lambda inputs: None, forward=_forward, backward=_backward, takes_documents=True)

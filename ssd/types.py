@@ -19,6 +19,7 @@ class SSDInputs:
 
     `seq_idx` is canonical here: int32, contiguous, counting documents from 0 along each row, so that two tokens belong
     to one document exactly when their values are equal. Documents that `initial_states` must not reach start at 1.
+    Where `cu_seqlens` stands alone, each document has states of its own (`has_document_states`).
     """
 
     x: Tensor  # (batch, seqlen, nheads, headdim)
@@ -30,9 +31,9 @@ class SSDInputs:
     D: Tensor | None = None  # (nheads,) or (nheads, headdim)
     z: Tensor | None = None  # (batch, seqlen, nheads, headdim)
     dt_bias: Tensor | None = None  # (nheads,)
-    initial_states: Tensor | None = None  # (batch, nheads, headdim, dstate)
+    initial_states: Tensor | None = None  # (batch, nheads, headdim, dstate), or (ndocs, ...) with cu_seqlens alone
     seq_idx: Tensor | None = None  # (batch, seqlen) int32
-    cu_seqlens: Tensor | None = None  # (ndocs + 1,) int32, batch 1: asks for the state at the end of each document
+    cu_seqlens: Tensor | None = None  # (ndocs + 1,) int32, batch 1: with seq_idx, asks for states at ends of documents
     dt_softplus: bool = False
     dt_limit: tuple[float, float] = (0.0, float("inf"))
     state_dtype: torch.dtype | None = None  # of the states between chunks; None: C's
@@ -55,6 +56,11 @@ class SSDInputs:
     def settings(self) -> tuple:
         """All but the tensors; plain values, hashable."""
         return self.chunk_size, self.dt_softplus, *self.dt_limit, self.state_dtype
+
+    @property
+    def has_document_states(self) -> bool:
+        """True when initial_states, if given, and final_states are (ndocs, nheads, headdim, dstate)."""
+        return self.cu_seqlens is not None and self.seq_idx is None
 
     @property
     def batch(self) -> int:

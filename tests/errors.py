@@ -30,7 +30,7 @@ from experiments.accuracy import Error
 from experiments.fuzz.operator import largest_exponent
 from ssd import reference
 from ssd.reference_stages import Precision
-from ssd.registry import Variant, get_variant
+from ssd.registry import Variant, adapt_to_documents, get_variant
 from ssd.types import Options, SSDGrads, SSDInputs, SSDSaved
 from tests.inputs import generator, split
 
@@ -91,6 +91,7 @@ def results(variant: Variant | str, inputs: SSDInputs, dout: Tensor, dfinal_stat
     """Every output and every gradient of a variant, by name."""
     variant = get_variant(variant) if isinstance(variant, str) else variant
     outputs, saved = _forward(variant, inputs, options or Options(), True)
+    variant = adapt_to_documents(variant, inputs)
     return outputs | _present(vars(variant.backward(saved, dout, dfinal_states, SSDGrads())))
 
 
@@ -181,13 +182,15 @@ def _assert_each_accurate(got: dict[str, Tensor], truth: dict[str, Tensor], mirr
 
 
 def _forward(variant: Variant, inputs: SSDInputs, options: Options, save: bool) -> tuple[dict[str, Tensor], SSDSaved]:
-    out, final_states, saved = variant.forward(inputs, options, save)
+    out, final_states, saved = adapt_to_documents(variant, inputs).forward(inputs, options, save)
     return _present({"out": out, "final_states": final_states, "varlen_states": saved.varlen_states}), saved
 
 
 def _forward_truths(inputs: SSDInputs) -> dict[str, Tensor]:
     out, final_states = reference.compute_in_fp64(inputs)
-    ends = None if inputs.cu_seqlens is None else reference.varlen_states(inputs, Precision(torch.float64))
+    ends = None
+    if inputs.cu_seqlens is not None and not inputs.has_document_states:
+        ends = reference.varlen_states(inputs, Precision(torch.float64))
     return _present({"out": out, "final_states": final_states, "varlen_states": ends})
 
 

@@ -44,7 +44,8 @@ class Case:
     Attributes:
         D: "h", "hp" or None.
         documents: "seq_idx" packs several in every row, cut at random places inside chunks, at a chunk's edge, and
-            after one token; "varlen" gives cu_seqlens as well, for the state at the end of each, and wants batch 1.
+            after one token; "varlen" gives cu_seqlens as well, for the state at the end of each, and wants batch 1; "states"
+            gives cu_seqlens alone, for states of each, with an empty document in the middle and one at the end.
         packed: z, x, B, C and dt are slices of one projection, as Mamba-2 has them, hence strided and of one dtype.
         strong_decay: A = -16 and dt about 0.1, from 0.01 to 0.2: |A| dt sums to about 107 over 64 tokens, and leaps within.
         dt_dtype, BC_dtype, C_dtype: other dtypes than that of x; the last goes before the second.
@@ -142,14 +143,18 @@ def random_inputs(shape: Shape, case: Case = PLAIN, dtype: torch.dtype = torch.f
     if case.documents:
         starts = torch.stack([_starts(s, rng) for _ in range(s.batch)])
         seq_idx = starts.cumsum(1, dtype=torch.int32)
+    ends = torch.tensor([s.seqlen], device=device)
     if case.documents == "varlen":
-        ends = torch.tensor([s.seqlen], device=device)
         cu_seqlens = torch.cat([ends * 0, starts[0].nonzero().flatten(), ends]).to(torch.int32)
+    if case.documents == "states":
+        cuts = starts[0].nonzero().flatten()
+        cu_seqlens, seq_idx = torch.cat([ends * 0, cuts[:2], cuts[1:], ends, ends]).to(torch.int32), None
+    nstates = s.batch if cu_seqlens is None or seq_idx is not None else len(cu_seqlens) - 1
     return SSDInputs(
         x=made["x"], dt=made["dt"], A=A, B=made["B"], C=made["C"], chunk_size=s.chunk_size,
         D={None: None, "h": normal(s.nheads), "hp": normal(s.nheads, s.headdim)}[case.D],
         z=made["z"] if case.z else None, dt_bias=dt_bias,
-        initial_states=normal(s.batch, s.nheads, s.headdim, s.dstate) if case.initial_states else None,
+        initial_states=normal(nstates, s.nheads, s.headdim, s.dstate) if case.initial_states else None,
         seq_idx=seq_idx, cu_seqlens=cu_seqlens, dt_softplus=case.dt_softplus, dt_limit=case.dt_limit,
         state_dtype=case.state_dtype,
     )
@@ -179,7 +184,8 @@ def leaves(inputs: SSDInputs) -> SSDInputs:
 
 def arguments(inputs: SSDInputs) -> dict:
     """Keyword arguments of `ssd.ssd_chunk_scan` for these inputs."""
-    return {name: getattr(inputs, name) for name in NAMES} | {"return_varlen_states": inputs.cu_seqlens is not None}
+    varlen = inputs.cu_seqlens is not None and not inputs.has_document_states
+    return {name: getattr(inputs, name) for name in NAMES} | {"return_varlen_states": varlen}
 
 
 def gradients(inputs: SSDInputs) -> dict[str, Tensor]:

@@ -80,6 +80,11 @@ class Config(Common):
     def nheads(self) -> int:
         return self.ngroups * self.heads_per_group
 
+    @property
+    def has_document_states(self) -> bool:
+        """As `SSDInputs.has_document_states`."""
+        return self.documents in ("cu_seqlens", "varlen") and (self.initial_states or self.final_states)
+
     def dtype_of(self, name: str) -> torch.dtype:
         default = self.dtype if name in _TOKENS else "fp32"
         return DTYPES[self.dtypes.get(name, default)]
@@ -136,10 +141,15 @@ def _truth(c: Config, tensors: Tensors) -> dict[str, Tensor]:
     by running it alone.
     """
     inputs = replace(_inputs(c, tensors), chunk_size=_TRUTH_CHUNK, state_dtype=None)
-    by = reference.recurrence if c.seqlen <= _SHORT else reference.compute_in_fp64
-    out, final_states = by(replace(inputs, cu_seqlens=None))
+    if c.has_document_states:
+        out, final_states = reference.compute_in_fp64(inputs)
+    else:
+        by = reference.recurrence if c.seqlen <= _SHORT else reference.compute_in_fp64
+        out, final_states = by(replace(inputs, cu_seqlens=None))
     results = {"out": out} | ({"final_states": final_states} if c.final_states else {})
-    if inputs.cu_seqlens is not None:
+    if c.has_document_states and c.documents == "varlen":
+        results["varlen_states"] = final_states.detach()
+    elif c.documents in ("varlen", "both"):
         with torch.no_grad():
             bounds = pairwise(inputs.cu_seqlens.tolist())
             results["varlen_states"] = torch.stack([_end_state(inputs, start, end) for start, end in bounds])
@@ -173,8 +183,8 @@ def _mirror(c: Config, tf32: bool, tensors: Tensors, wanted: tuple[str, ...], wa
     precision = _TF32(torch.float32, torch.float32) if tf32 else Precision(torch.float32, i.x.dtype)
     out, final_states, y = reference.chunked(i, precision)
     results = {"out": out.to(i.x.dtype)} | ({"final_states": final_states} if c.final_states else {})
-    if i.cu_seqlens is not None:
-        results["varlen_states"] = reference.varlen_states(i, precision)
+    if c.documents in ("varlen", "both"):
+        results["varlen_states"] = final_states if c.has_document_states else reference.varlen_states(i, precision)
     if not wanted:
         return results
     dout = ways.get("out", torch.zeros_like(i.x))
@@ -200,13 +210,13 @@ def _inputs(c: Config, tensors: Tensors) -> SSDInputs:
     """As the variants get them, from documents that are numbered here, not by the code under test."""
     given = {f.name: tensors[f.name] for f in fields(SSDInputs) if tensors.get(f.name) is not None}
     ids, ends = tensors["seq_idx"], tensors["cu_seqlens"]
-    if ids is None and ends is not None:
+    if ids is None and ends is not None and not c.has_document_states:
         lengths = ends.diff().to(torch.int64)
         ids = torch.arange(len(lengths), device=ends.device).repeat_interleave(lengths)[None]
     if ids is not None:
         given["seq_idx"] = torch.stack([torch.unique_consecutive(row, return_inverse=True)[1] + int(row[0] != 0)
                                         for row in ids]).to(torch.int32)
-    given["cu_seqlens"] = ends.to(torch.int32) if c.documents in ("varlen", "both") else None
+    given["cu_seqlens"] = ends.to(torch.int32) if c.documents in ("varlen", "both") or c.has_document_states else None
     state_dtype = DTYPES.get(c.state_dtype)
     if state_dtype is None and not c.options.get("low_precision_states", True):
         state_dtype = torch.float32
@@ -240,6 +250,8 @@ def _add_for_documents(inputs: SSDInputs) -> float:
 def _tensors(c: Config, turn: int, device: str) -> Tensors:
     """Arguments of the operator by name."""
     values, h, p, g, n = Values(c, turn, device), c.nheads, c.headdim, c.ngroups, c.dstate
+    documents = _document_tensors(c, turn, device)
+    nstates = len(documents["cu_seqlens"]) - 1 if c.has_document_states else c.batch
     normal, uniform = values.normal, values.uniform
     mean = 0.1 if c.decay == "strong" else 0.04
     step = mean * uniform(0.1, 2.0, c.batch, c.seqlen, h)
@@ -253,7 +265,7 @@ def _tensors(c: Config, turn: int, device: str) -> Tensors:
               "none": torch.zeros(h, device=device)}[c.decay],
         "D": None if c.D is None else normal(h, p) if c.D == "hp" else normal(h),
         "dt_bias": uniform(-0.5, 0.5, h) * (1.0 if c.dt_softplus else mean) if c.dt_bias else None,
-        "initial_states": normal(c.batch, h, p, n) if c.initial_states else None}
+        "initial_states": normal(nstates, h, p, n) if c.initial_states else None}
     made = {name: None if t is None else t.to(c.dtype_of(name)) for name, t in made.items()}
     if c.dt_limit:
         made["dt"] = _keep_off_limits(c, made["dt"], made["dt_bias"])
@@ -264,7 +276,7 @@ def _tensors(c: Config, turn: int, device: str) -> Tensors:
     made = {name: t if t is None or name in packed else lay_out(t, c.layouts.get(name, "contiguous"))
             for name, t in made.items()} | packed
     made = {name: None if t is None else t.detach() for name, t in made.items()}
-    return made | _document_tensors(c, turn, device)
+    return made | documents
 
 
 def _keep_off_limits(c: Config, dt: Tensor, dt_bias: Tensor | None) -> Tensor:

@@ -59,7 +59,7 @@ def _supports(inputs: SSDInputs) -> str | None:
         return (f"it takes x, B and C in one dtype of {', '.join(map(str, _DTYPES))}, got {i.x.dtype}, {i.B.dtype} and "
                 f"{i.C.dtype}")
     if i.cu_seqlens is not None:
-        return "its varlen_states come without gradients, so they are not asked for"
+        return "it starts no documents from states, and its varlen_states come without gradients"
     if i.state_dtype not in (None, i.C.dtype) and not _HAS_STATE_DTYPE:
         return f"this version has no state_dtype, got {i.state_dtype}; it keeps states in the dtype of C"
     return None
