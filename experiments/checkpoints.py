@@ -245,7 +245,7 @@ def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> di
 
 
 def _group_numbers(optimizer: torch.optim.Optimizer) -> list[dict[str, float]]:
-    """The numbers of each parameter group; timm's LAMB keeps its step there, in a tensor."""
+    """The numbers of each parameter group; LAMB keeps its step there, in a tensor."""
     return [{name: value.item() if isinstance(value, Tensor) else value
              for name, value in group.items() if isinstance(value, (int, float, Tensor))} for group in optimizer.param_groups]
 

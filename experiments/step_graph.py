@@ -40,8 +40,6 @@ def explain_refusal(run: Run, team: Team) -> str | None:
         return "batches of graphs differ in their shapes"
     if run.checkpoint_activations and run.workload == "mambavision":
         return "with --checkpoint-activations the backward restores the generator's state to drop the same paths, on the host"
-    if run.optimizer != "adamw":
-        return f"got --optimizer {run.optimizer}, which counts its steps on the host; steps with adamw are captured"
     if run.variant == "fla" and run.documents and workload.unit == "tokens":
         return "got --variant fla, which asks the GPU where documents end"
     if value_checks.ENABLED:

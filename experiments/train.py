@@ -33,7 +33,7 @@ from .shapes import SMALL, Shape
 from .terminal import first_line
 from .train_log import TrainLog
 from .training_run import Run, option
-from .training_step import Step, build_model, compute_learning_rate, find_lamb, make_batches, send, unwrap
+from .training_step import Step, build_model, compute_learning_rate, make_batches, send, unwrap
 from .workloads import get_workload
 from .workloads.mamba1 import choose_scan
 
@@ -148,14 +148,12 @@ def check_same_run(run: Run, state: dict[str, Any], out: Path) -> None:
 
 
 def _check_variant(run: Run, device: torch.device) -> None:
-    """Refuses a variant or an optimizer that cannot run here, before data are read and the model is built.
+    """Refuses a variant that cannot run here, before data are read and the model is built.
 
     Raises:
         ImportError: a package is missing.
         ValueError: the variant cannot run a call of such sizes, dtype and device; the message says why.
     """
-    if run.optimizer == "lamb":
-        find_lamb()
     if run.mixer != "ssd":
         choose_scan(run.variant)
     elif run.variant != "auto":

@@ -37,7 +37,7 @@ class Run:
         accumulate: micro-batches of a step, whose gradients are averaged.
         lr, warmup: the highest learning rate, and the steps until it is reached; see `training_step.compute_learning_rate`.
         clip: the largest norm of the gradient; 0 for no clipping.
-        optimizer: "adamw", or "lamb" (timm's).
+        optimizer: "adamw" or "lamb".
         weight_decay: of matrices and filters alone.
         dtype: "fp32", or "bf16" for autocast; weights are fp32.
         checkpoint_activations: compute layers again in the backward instead of keeping their activations.

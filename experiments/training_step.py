@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 from ssd.pruning import load
 
 from .characterize.scopes import BACKWARD, FORWARD, OPTIMIZER, scope
-from .packages import import_package
+from .lamb import Lamb
 from .parallel import Team
 from .training_run import Run
 from .workloads import Workload
@@ -45,9 +45,9 @@ def build_model(run: Run, workload: Workload, team: Team,
     for name, parameter in unwrap(model).named_parameters():
         groups[name in decay].append(parameter)
     groups = [{"params": groups[True], "weight_decay": run.weight_decay}, {"params": groups[False], "weight_decay": 0.0}]
-    if run.optimizer == "lamb":
-        return model, find_lamb()(groups, run.lr, betas=_BETAS), parameters
     lr = torch.tensor(run.lr, device=team.device) if graph else run.lr
+    if run.optimizer == "lamb":
+        return model, Lamb(groups, lr, _BETAS), parameters
     return model, torch.optim.AdamW(groups, lr, _BETAS, fused=graph or team.device.type == "cuda", capturable=graph), parameters
 
 
@@ -61,15 +61,6 @@ def _load_start(model: nn.Module, folder: str) -> None:
 def unwrap(model: nn.Module) -> nn.Module:
     """The model by whose names weights are saved, of what `Team.spread` gives."""
     return model.module if isinstance(model, DistributedDataParallel) else model
-
-
-def find_lamb() -> type[torch.optim.Optimizer]:
-    """timm's LAMB.
-
-    Raises:
-        ImportError: timm cannot be imported.
-    """
-    return import_package("timm.optim", "has the optimizer", "pip install timm torchvision, or --optimizer adamw").Lamb
 
 
 def make_batches(run: Run, workload: Workload, dataset: Dataset, done: int, team: Team) -> Iterator[dict[str, Tensor]]:

@@ -20,7 +20,7 @@ def made(seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
     model[2].weight = model[0].weight
     groups = [{"params": [p for p in model.parameters() if p.dim() < 2]}, {"params": [model[0].weight], "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, 0.1)
-    optimizer.param_groups[0]["calls"] = torch.tensor(float(seed))  # as timm's LAMB counts steps
+    optimizer.param_groups[0]["calls"] = torch.tensor(float(seed))  # as LAMB counts steps
     model(torch.randn(4, 3)).square().sum().backward()
     optimizer.step()
     return model, optimizer
