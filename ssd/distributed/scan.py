@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..api import ssd_chunk_scan
-from ..block.arguments import check_tensor
+from ..block.arguments import check_tensor, takes_kernels
 from ..documents import number_documents
-from ..registry import is_peer, resolve
+from ..registry import is_peer
 from ..runtime.custom_ops import wants_gradient
 from ..types import Options, SSDInputs
 from .exchange import INITIAL_STATES, check_alike, find_place, gather
@@ -48,8 +48,8 @@ def scan_part(i: SSDInputs, return_final_states: bool, variant: str, options: Op
         raise ValueError(f"variant: got {variant!r} with context_group, expected one of this project's")
     if ranks > 1:
         _check_alike(i, variant, options, group, rank)
-        place = _Place(group, rank, ranks, resolve(variant, i, options or Options(), "fwd").name == "torch",
-                       options or Options())
+        in_torch = variant == "torch" or not takes_kernels(i.x) or (variant == "auto" and not i.x.is_cuda)
+        place = _Place(group, rank, ranks, in_torch, options or Options())
         with torch.no_grad():
             i = replace(i, seq_idx=_find_documents(i, place), cu_seqlens=None)
             i, decays = _enter(i, place)

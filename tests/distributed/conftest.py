@@ -9,3 +9,11 @@ def ranks(tmp_path_factory):
     started = Ranks(4, tmp_path_factory.mktemp("ranks") / "store")
     yield started
     started.end()
+
+
+@pytest.fixture(scope="session")
+def gpus(tmp_path_factory):
+    """Two ranks with a GPU each."""
+    started = Ranks(2, tmp_path_factory.mktemp("gpus") / "store", "nccl")
+    yield started
+    started.end()

@@ -21,7 +21,8 @@ from ssd.block import causal_conv1d_fn
 from ssd.modules import Mamba2
 from ssd.reference import as_dtype
 from ssd.types import SSDInputs
-from tests.inputs import PLAIN, Case, Shape, arguments, gradients, leaves, random_inputs, random_like
+from tests.errors import cotangents
+from tests.inputs import PLAIN, Case, Shape, arguments, gradients, leaves, random_inputs
 
 _OF_TOKENS = ("x", "dt", "B", "C", "z")
 Group = dist.ProcessGroup | None
@@ -30,20 +31,25 @@ Found = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Problem:
-    """parts: tokens of each rank. variant: of the operator."""
+    """parts: tokens of each rank. variant: of the operator. device: "cuda" is a GPU for each rank."""
 
     parts: tuple[int, ...]
     shape: Shape
     case: Case = PLAIN
     dtype: torch.dtype = torch.float64
     variant: str = "torch"
+    device: str = "cpu"
 
     def __str__(self) -> str:
         return f"{'+'.join(map(str, self.parts))}-{self.case}-{self.variant}-{self.dtype}".replace("torch.", "")
 
-    def make(self) -> SSDInputs:
+    def make(self) -> tuple[SSDInputs, Tensor, Tensor]:
+        """The whole, with gradients of out and of the final states; the same on every GPU."""
         inputs = random_inputs(replace(self.shape, seqlen=sum(self.parts)), self.case, self.dtype)
-        return as_dtype(inputs, self.dtype) if self.dtype == torch.float64 else inputs
+        inputs = as_dtype(inputs, self.dtype) if self.dtype == torch.float64 else inputs
+        dout, dfinal_states = (t.to(self.device) for t in cotangents(inputs))
+        inputs = SSDInputs.of(tuple(t if t is None else t.to(self.device) for t in inputs.tensors), inputs.settings)
+        return inputs, dout, dfinal_states
 
 
 def find_part(group: Group, parts: tuple[int, ...]) -> tuple[slice, bool, bool]:
@@ -54,8 +60,11 @@ def find_part(group: Group, parts: tuple[int, ...]) -> tuple[slice, bool, bool]:
     return slice(ends[rank], ends[rank + 1]), rank == 0, rank == len(parts) - 1
 
 
-def join(ranks: list[Found]) -> Found:
+def join(ranks: list[Found | Exception]) -> Found:
     """What all ranks found, as one process finds it."""
+    for error in ranks:
+        if isinstance(error, Exception):
+            raise error
     how = {"tokens": lambda found: torch.cat(found, 1), "sum": sum, "first": lambda found: found[0],
            "last": lambda found: found[-1]}
     names = list(dict.fromkeys(name for found in ranks for name in found))
@@ -63,19 +72,17 @@ def join(ranks: list[Found]) -> Found:
 
 
 def scan(group: Group, problem: Problem) -> Found:
-    whole, (at, first, last) = problem.make(), find_part(group, problem.parts)
+    (whole, dout, dfinal_states), (at, first, last) = problem.make(), find_part(group, problem.parts)
     cut = {name: t[:, at] for name in _OF_TOKENS if (t := getattr(whole, name)) is not None}
     documents = None if whole.seq_idx is None or whole.cu_seqlens is not None else whole.seq_idx[:, at]
     inputs = leaves(replace(whole, **cut, seq_idx=documents, initial_states=whole.initial_states if first else None))
     out, final_states = ssd_chunk_scan(**arguments(inputs) | {"return_varlen_states": False}, variant=problem.variant,
                                        return_final_states=True, context_group=group)
-    loss = (out * random_like(whole.x)[:, at]).sum()
-    if last:
-        loss = loss + (final_states * random_like(final_states)).sum()
-    loss.backward()
+    leaving = ((final_states, dfinal_states.to(final_states.dtype)),) if last else ()
+    torch.autograd.backward(*zip((out, dout[:, at]), *leaving, strict=True))
     joined = dict.fromkeys(_OF_TOKENS, "tokens") | {"initial_states": "first"}
-    grads = {f"{joined.get(name, 'sum')} d{name}": t for name, t in gradients(inputs).items()}
-    return {"tokens out": out.detach(), "last final_states": final_states.detach(), **grads}
+    grads = {f"{joined.get(name, 'sum')} d{name}": t.cpu() for name, t in gradients(inputs).items()}
+    return {"tokens out": out.detach().cpu(), "last final_states": final_states.detach().cpu(), **grads}
 
 
 def convolve(group: Group, parts: tuple[int, ...], kind: str) -> Found:

@@ -1,4 +1,4 @@
-"""Processes that are ranks of gloo groups on the CPU, started once for many tests."""
+"""Processes that are ranks of groups, of gloo on the CPU or of NCCL with a GPU each, started once for many tests."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class Ranks:
     They are forked from a process that has imported what they need: importing torch takes longer than most tests.
     """
 
-    def __init__(self, size: int, store: Path, timeout_s: float = _PATIENCE_S):
+    def __init__(self, size: int, store: Path, backend: str = "gloo"):
         server = multiprocessing.get_context("forkserver")
         server.set_forkserver_preload(["tests.distributed.parts"])
         self.connections, self.processes = [], []
         for rank in range(size):
             ours, theirs = server.Pipe()
-            process = server.Process(target=_serve, args=(theirs, rank, size, store, timeout_s), daemon=True)
+            process = server.Process(target=_serve, args=(theirs, rank, size, store, backend), daemon=True)
             process.start()
             theirs.close()
             self.connections.append(ours)
@@ -59,11 +59,13 @@ class Ranks:
             process.kill()
 
 
-def _serve(connection: Connection, rank: int, size: int, store: Path, timeout_s: float) -> None:
+def _serve(connection: Connection, rank: int, size: int, store: Path, backend: str) -> None:
     torch.set_num_threads(1)
-    timeout = timedelta(seconds=timeout_s)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timeout)
-    groups = {n: dist.new_group(range(n), timeout=timeout) for n in range(1, size + 1)}
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=size,
+                            timeout=timedelta(seconds=_PATIENCE_S))
+    groups = {n: dist.new_group(range(n)) for n in range(1, size + 1)}
     while True:
         try:
             number, function, args = pickle.loads(connection.recv_bytes())

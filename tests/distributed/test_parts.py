@@ -11,7 +11,9 @@ from ssd import Options, reference
 from ssd.distributed import part_state
 from tests.distributed.parts import Problem, convolve, join, mix, scan, scan_alone, scan_bits, scan_otherwise
 from tests.distributed.ranks import Ranks
-from tests.inputs import EVERYTHING, OURS, Case, Shape, random_inputs, random_like
+from tests.errors import assert_all_accurate, truths
+from tests.experiments.small import without_gpu
+from tests.inputs import EVERYTHING, HALF, OURS, PLAIN, Case, Shape, random_inputs, random_like
 
 SMALL = Shape(batch=2, nheads=4, headdim=8, ngroups=2, dstate=8)
 TINY = Shape(nheads=1, headdim=8, dstate=8)
@@ -22,17 +24,12 @@ PROBLEMS = [
     Problem((9, 1, 2, 40), TINY, Case(documents="varlen", D="h")),
     Problem((30,), TINY, Case(documents="varlen", D="h"), torch.float32),
     Problem((20, 17), SMALL, Case(strong_decay=True, packed=True), torch.float32),
-    *(Problem((9, 20), TINY, Case(initial_states=True), torch.float32, variant) for variant in OURS),
 ]
 PARTS = ((7, 9), (1, 1, 2, 5), (2, 1, 8))
 
 
 def assert_equal_whole(ranks: Ranks, parts: tuple[int, ...], function, *args, rtol: float = 1e-9) -> None:
-    found = ranks.run(len(parts), function, *args)
-    for error in found:
-        if isinstance(error, Exception):
-            raise error
-    whole, expected = join(found), function(None, *args)
+    whole, expected = join(ranks.run(len(parts), function, *args)), function(None, *args)
     assert whole.keys() == expected.keys()
     for name, t in expected.items():
         assert_close(whole[name], t, rtol=rtol, atol=rtol * t.abs().max().item(), msg=lambda text, name=name: f"{name}: {text}")
@@ -41,6 +38,32 @@ def assert_equal_whole(ranks: Ranks, parts: tuple[int, ...], function, *args, rt
 @pytest.mark.parametrize("problem", PROBLEMS, ids=str)
 def test_scans(problem, ranks):
     assert_equal_whole(ranks, problem.parts, scan, problem, rtol=1e-9 if problem.dtype == torch.float64 else 2e-5)
+
+
+def assert_scan_accurate(ranks: Ranks, problem: Problem) -> None:
+    inputs, *gradients = problem.make()
+    found = {name.split()[1]: t.to(problem.device) for name, t in join(ranks.run(2, scan, problem)).items()}
+    assert_all_accurate(found, truths(inputs, *gradients), inputs, *gradients)
+
+
+@without_gpu
+@pytest.mark.parametrize("variant", OURS)
+def test_kernels(variant, ranks):
+    assert_scan_accurate(ranks, Problem((9, 20), TINY, Case(initial_states=True), torch.float32, variant))
+
+
+@pytest.mark.gpu(count=2)
+@pytest.mark.parametrize("variant", (*OURS, "auto"))
+@pytest.mark.parametrize("case", (PLAIN, EVERYTHING), ids=("plain", "everything"))
+def test_kernels_on_two_gpus(variant, case, gpus):
+    shape = Shape(nheads=8, headdim=64, ngroups=2, dstate=128, chunk_size=256)
+    assert_scan_accurate(gpus, Problem((1500, 900), shape, case, HALF, variant, "cuda"))
+
+
+@pytest.mark.gpu(count=2)
+def test_two_runs_on_two_gpus_are_the_same_bits(gpus):
+    shape = Shape(nheads=8, headdim=64, dstate=128, chunk_size=256)
+    assert gpus.run(2, scan_bits, Problem((1500, 900), shape, EVERYTHING, HALF, "auto", "cuda")) == [True, True]
 
 
 @pytest.mark.parametrize("kind", ("states", "documents", "padding"))
