@@ -143,6 +143,7 @@ def load_transformers(ours: Mamba2LM) -> Side:
 
     Raises:
         ImportError: it is not installed.
+        ValueError: it computes another model of several groups, as older versions do.
     """
     transformers = import_package("transformers", "generates beside ours", "pip install transformers")
     c, mixer = ours.config, ours.backbone.layers[0].mixer
@@ -153,6 +154,9 @@ def load_transformers(ours: Mamba2LM) -> Side:
         pad_token_id=0)
     with torch.device(ours.lm_head.weight.device):
         model = transformers.Mamba2ForCausalLM(config).eval()
+    if mixer.ngroups > 1 and not hasattr(model.backbone.layers[0].mixer.norm, "group_size"):
+        raise ValueError(f"transformers {transformers.__version__} normalises all groups together; expected 1 group, or a "
+                         "newer transformers")
     weights = {name.replace("backbone.embedding.", "backbone.embeddings."): t for name, t in ours.state_dict().items()}
     model.load_state_dict(weights, assign=True)
     return Side("transformers", False, None, lambda ids, new: model.generate(ids, max_new_tokens=new, do_sample=False))
