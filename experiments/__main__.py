@@ -5,6 +5,7 @@ A command imports what it runs when it runs: torch and pandas take seconds that 
 
 import json
 import os
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated
@@ -28,7 +29,10 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__.split
 
 _SCANS = {shape.name: shape for shape in SCANS}
 _BLOCK_MODES = (*DIRECTIONS, "fwd_bwd")
-_TABLES = ("ssd", "ablate", "block", "decode", "step", "prune", "prune_speed", "counters")
+# of `table`: whose `read_latest` gives a bench's rows, and the columns of `table` that show them
+_TABLES = {"ssd": ("table", "COLUMNS"), "ablate": ("ablate", "ABLATION"), "block": ("block", "BLOCK"),
+           "decode": ("decode", "DECODE"), "step": ("sweep", "STEPS"), "prune": ("pruning.losses", "PRUNING"),
+           "prune_speed": ("pruning.speed", "PRUNING_SPEED"), "counters": ("counters", "COUNTERS")}
 _TOOLS = ("memcheck", "racecheck")
 _PROMPT_VARIANTS = [name for name in VARIANTS if name not in DECODE_RIVALS]
 _FORMATS = ("markdown", "csv", "latex")
@@ -254,22 +258,14 @@ def render_table(
     if kernels and bench != "counters":
         refuse(f"--kernels: got --bench {bench}, expected --bench counters")
     has_gpu()
-    from . import ablate, block, counters, decode, sweep, table
-    from .pruning import losses, speed
+    from . import table
 
-    read, columns = {
-        "ssd": (lambda: table.read_latest(out, all_chunks), table.COLUMNS),
-        "ablate": (lambda: ablate.read_latest(out), table.ABLATION),
-        "block": (lambda: block.read_latest(out), table.BLOCK),
-        "decode": (lambda: decode.read_latest(out), table.DECODE),
-        "step": (lambda: sweep.read_latest(out), table.STEPS),
-        "prune": (lambda: losses.read_latest(out), table.PRUNING),
-        "prune_speed": (lambda: speed.read_latest(out), table.PRUNING_SPEED),
-        "counters": (lambda: counters.read_latest(out, kernels), table.COUNTERS_BY_KERNEL if kernels else table.COUNTERS),
-    }[bench]
+    module, columns = _TABLES[bench]
+    more = {"ssd": {"all_chunks": all_chunks}, "counters": {"by_kernel": kernels}}.get(bench, {})
+    read = partial(import_module(f"{__package__}.{module}").read_latest, out, **more)
     rows = [row for row in read_rows(read, out)
             if all(names is None or row.get(key) in names for key, names in wanted.items())]
-    typer.echo(table.render(rows, kind, columns), nl=False)
+    typer.echo(table.render(rows, kind, getattr(table, "COUNTERS_BY_KERNEL" if kernels else columns)), nl=False)
 
 
 @app.command()

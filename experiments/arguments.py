@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,12 +42,14 @@ def split_names(option: str, text: str, known: Iterable[str], *also: str) -> lis
     return items
 
 
-def split_numbers(option: str, text: str) -> tuple[int, ...]:
-    """The positive numbers of a comma-separated list."""
-    items = text.split(",")
-    if not all(item.isdecimal() and int(item) for item in items):
-        refuse(f"{option}: got {text!r}, expected positive numbers, as in 64,1024")
-    return tuple(map(int, items))
+def split_numbers(option: str, text: str, kind: type = int, below: float = math.inf,
+                  expected: str = "positive numbers, as in 64,1024") -> tuple:
+    """The numbers of a comma-separated list, more than 0 and less than `below`."""
+    with suppress(ValueError):
+        numbers = tuple(map(kind, text.split(",")))
+        if all(0 < number < below for number in numbers):
+            return numbers
+    refuse(f"{option}: got {text!r}, expected {expected}")
 
 
 def split_shapes(names: str) -> list[Shape]:

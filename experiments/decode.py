@@ -23,6 +23,7 @@ import ssd
 from ssd.modules import Mamba2LM, Mamba2LMConfig
 
 from . import record
+from .block import choose_device
 from .inputs import DTYPES
 from .packages import import_package
 from .shapes import DECODE_RIVALS
@@ -72,7 +73,7 @@ def run(presets: Sequence[str], batches: Sequence[int], prompt: int, tokens: int
         sizes = get_workload("mamba2").presets[preset].sizes
         call = {"bench": "decode", "workload": "mamba2", "preset": preset, "batch": batch, "seqlen": prompt, "tokens": tokens,
                 "dtype": dtype, "unit": "tokens"}
-        ids = torch.randint(sizes.vocab_size, (batch, prompt), generator=torch.Generator().manual_seed(0)).to(_get_device())
+        ids = torch.randint(sizes.vocab_size, (batch, prompt), generator=torch.Generator().manual_seed(0)).to(choose_device())
         sides = make_sides(sizes, batch, variant, rivals, dtype, leave_out)
         for row in list_rows(measure(sides, ids, tokens, repeats, leave_out), rivals):
             rows.append(call | row | record.environment())
@@ -98,7 +99,7 @@ def make_sides(sizes: LanguageSizes, batch: int, variant: str, rivals: Sequence[
     config = Mamba2LMConfig(
         sizes.d_model, len(sizes.pattern), sizes.vocab_size, tie_embeddings=sizes.tie_embeddings, pad_vocab_size_multiple=16,
         ssm_cfg={"layer": "Mamba2", **{name: getattr(sizes, name) for name in ("d_state", "headdim", "ngroups", "chunk_size")}})
-    model = Mamba2LM(config, _get_device(), DTYPES[dtype], variant).eval()
+    model = Mamba2LM(config, choose_device(), DTYPES[dtype], variant).eval()
 
     def make_ours(graph: bool, states: str) -> Side:
         cache = model.new_cache(batch, state_dtype=DTYPES[states])
@@ -109,7 +110,7 @@ def make_sides(sizes: LanguageSizes, batch: int, variant: str, rivals: Sequence[
 
         return Side(variant, graph, states, generate)
 
-    sides = [make_ours(True, states) for states in dict.fromkeys(("fp32", dtype))] if _get_device() == "cuda" else []
+    sides = [make_ours(True, states) for states in dict.fromkeys(("fp32", dtype))] if choose_device() == "cuda" else []
     sides.append(make_ours(False, "fp32"))
     for rival in rivals:
         try:
@@ -207,10 +208,6 @@ def list_rows(measured: dict[tuple[Side, str], dict], rivals: Sequence[str]) -> 
             row |= {"against": found[0], "against_p50_us": us, "speedup": us / values["p50_us"]}
         rows.append(row)
     return rows
-
-
-def _get_device() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _time(generate: Generate, ids: Tensor, new: int) -> float:

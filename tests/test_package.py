@@ -84,10 +84,18 @@ assert not [name for name in {_NOT_NEEDED} if name in sys.modules]
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("variant", ["fused", "persistent"])
-def test_a_module_that_hides_a_package_is_named(installed, project, variant):
-    done = start(installed, f"import ssd; ssd.get_variant({variant!r})", project)
-    assert "ImportError" in done.stderr and str(project / "fused.py") in done.stderr
+HIDDEN = """
+import ssd
+for variant in ("fused", "persistent"):
+    try:
+        print(ssd.get_variant(variant))
+    except ImportError as error:
+        print(error)
+"""
+
+
+def test_a_module_that_hides_a_package_is_named(installed, project):
+    assert start(installed, HIDDEN, project).stdout.count(str(project / "fused.py")) == 2
 
 
 def test_a_variant_is_found_where_nothing_hides_it(installed, tmp_path):

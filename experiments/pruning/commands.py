@@ -1,5 +1,6 @@
 """The commands of pruning, which `__main__` adds to the command line; each imports what it runs."""
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -10,12 +11,14 @@ from ..arguments import require_gpu, split_names, split_numbers
 from ..flags import VARIANT_LIST, VARIANTS, check_name, require_writable
 from ..record import RESULTS
 from ..shapes import SEQLENS
-from ..terminal import make_console, refuse, refuse_errors
+from ..terminal import make_console, refuse_errors
 from ..training_run import Run, make_run, parse_workload
 
 # as `ssd.pruning` has them, which imports torch
 KINDS, SCORES = ("states", "heads"), ("activity", "energy", "magnitude", "random")
 PARTS = ("mamba1", "mamba2", "model", "step")  # as `speed` has them
+_split_ratios = partial(split_numbers, "--ratio", kind=float, below=1,
+                        expected="numbers of more than 0 and less than 1, commas between")
 _Ratio = Annotated[str, typer.Option(help="Parts that are removed, each more than 0 and less than 1.")]
 _Kind = Annotated[str, typer.Option(callback=lambda kind: check_name("--kind", kind, KINDS),
                                     help=f"What is removed: {' or '.join(KINDS)}.")]
@@ -40,7 +43,7 @@ def prune(
         file_okay=False, help="Folder of the rows; unless given, the results with a GPU, the run's own without.")] = None,
 ) -> None:
     """Train a workload, remove its least active states, bridge, fine-tune, and append a row with the losses for each."""
-    scores, ratios, console = tuple(split_names("--score", score, SCORES)), _parse_ratios(ratio), make_console()
+    scores, ratios, console = tuple(split_names("--score", score, SCORES)), _split_ratios(ratio), make_console()
     with refuse_errors():
         check_name("--variant", variant, VARIANTS)
         name, preset, mixer = parse_workload(workload)
@@ -73,7 +76,7 @@ def prune_speed(
     out: flags.Out = RESULTS,
 ) -> None:
     """Measure time and memory of blocks, a model and its training step without part of their states, by sequence length."""
-    parts, ratios, seqlens = tuple(split_names("--part", part, PARTS)), _parse_ratios(ratio), split_numbers("--seqlen", seqlen)
+    parts, ratios, seqlens = tuple(split_names("--part", part, PARTS)), _split_ratios(ratio), split_numbers("--seqlen", seqlen)
     with refuse_errors():
         check_name("--variant", variant, VARIANTS)
         name, preset, mixer = parse_workload(workload)
@@ -85,14 +88,3 @@ def prune_speed(
     console = make_console()
     rows = speed.run(speed.Plan(run, kind, ratios, parts, seqlens, repeats, warmup, out), console)
     table.show(console, rows, "medians, speed-up over the whole", table.PRUNING_SPEED, wide)
-
-
-def _parse_ratios(text: str) -> tuple[float, ...]:
-    """The numbers between 0 and 1 of a comma-separated list."""
-    try:
-        ratios = tuple(map(float, text.split(",")))
-    except ValueError:
-        ratios = ()
-    if not ratios or not all(0 < ratio < 1 for ratio in ratios):
-        refuse(f"--ratio: got {text!r}, expected numbers of more than 0 and less than 1, commas between")
-    return ratios

@@ -1,12 +1,13 @@
 """SSD_CHECK=1: values that are not finite, and A > 0, are refused by name where they come from."""
 
+from runpy import run_path
+
 import pytest
 import torch
 
 from ssd import ssd_chunk_scan
 from ssd.runtime import value_checks
 from tests.inputs import EVERYTHING, Shape, arguments, random_inputs
-from tests.programs import run_python
 
 SHAPE = Shape(2, 20, 4, 8, 2, 16, 16)
 
@@ -51,6 +52,6 @@ def test_a_gradient_that_is_not_finite_is_named(call):
 
 
 @pytest.mark.parametrize("value, enabled", [("1", True), ("0", False), ("", False)])
-def test_the_switch(value, enabled):
-    code = f"from ssd.runtime import value_checks; assert value_checks.ENABLED is {enabled}"
-    run_python("-c", code, environment={"SSD_CHECK": value, "PATH": ""})
+def test_the_switch(value, enabled, monkeypatch):
+    monkeypatch.setenv("SSD_CHECK", value)
+    assert run_path(value_checks.__file__)["ENABLED"] is enabled
