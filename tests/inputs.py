@@ -4,6 +4,7 @@ import zlib
 from dataclasses import dataclass, fields, replace
 from itertools import combinations, product
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -15,6 +16,12 @@ HALF = torch.bfloat16 if GPU else torch.float16  # the interpreter's bf16 arithm
 NAMES = tuple(f.name for f in fields(SSDInputs))
 OURS = tuple(name for name in variant_names() if name != "torch" and not is_peer(name))  # those with kernels
 DIFFERENTIABLE = ("x", "dt", "A", "B", "C", "D", "z", "dt_bias", "initial_states")
+
+
+# The variants share the kernels of these tests: in the interpreter each takes one of the dtypes.
+over_variants_in_turn = pytest.mark.parametrize(("name", "dtype"), [
+    (name, dtype) for name in ("fused", "persistent") for dtype in (HALF, torch.float32)
+    if GPU or (name == "persistent") == (dtype == torch.float32)], ids=str)
 
 
 def describe(case: object) -> str:

@@ -3,31 +3,26 @@
 from dataclasses import replace
 
 import pytest
-import torch
 
 from fused import plain_states
 from ssd.types import Options
 from tests.errors import assert_right
-from tests.inputs import EVERYTHING, GPU, HALF, Case, Shape, random_inputs
+from tests.inputs import EVERYTHING, GPU, HALF, Case, Shape, over_variants_in_turn, random_inputs
 
 pytestmark = pytest.mark.usefixtures("poison")
 CASES = {"plain": Case(), "everything": EVERYTHING, "varlen": replace(EVERYTHING, documents="varlen"),
          "strong_decay": Case(strong_decay=True, initial_states=True)}
-SHAPES = [Shape(1, 150, 2, 20, 1, 24, 32), Shape(2, 70, 2, 16, 1, 16, 64)]
+LONG, ROWS = Shape(1, 150, 2, 20, 1, 24, 32), Shape(2, 70, 2, 16, 1, 16, 64)
+CALLS = [*((LONG, case) for case in CASES), (ROWS, "everything")]
 if GPU:
-    SHAPES = [Shape(1, 19328, 6, 32, 1, 16, 64), Shape(2, 4096, 4, 64, 2, 128, 256), *SHAPES]
+    SHAPES = Shape(1, 19328, 6, 32, 1, 16, 64), Shape(2, 4096, 4, 64, 2, 128, 256), LONG, ROWS
+    CALLS = [(shape, case) for case in CASES for shape in SHAPES if case != "varlen" or shape.batch == 1]
 
 
 @pytest.mark.parametrize("save", (True, False), ids=("states kept", "computed again"))
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("dtype", (HALF, torch.float32), ids=str)
-@pytest.mark.parametrize("name", ("fused", "persistent"))
+@pytest.mark.parametrize(("shape", "case"), CALLS, ids=str)
+@over_variants_in_turn
 def test_right_without_walks(name, dtype, shape, case, save, device, monkeypatch):
-    if case == "varlen" and shape.batch > 1:
-        pytest.skip("documents of one row")
-    if not GPU and (name == "persistent") == (dtype == HALF):
-        pytest.skip("the same kernels: every other one will do")
     for where in ("fused.plain_states.should_walk", "fused.forward.should_walk"):
         monkeypatch.setattr(where, lambda i, kernel: False)
     monkeypatch.setattr(plain_states, "dstates_passing", _no_walk)

@@ -10,7 +10,7 @@ from ssd import ssd_chunk_scan
 from ssd.registry import get_variant
 from ssd.types import Options, SSDSaved
 from tests.errors import assert_lands, assert_right
-from tests.inputs import GPU, HALF, Case, Shape, random_inputs
+from tests.inputs import GPU, HALF, Case, Shape, over_variants_in_turn, random_inputs
 
 pytestmark = pytest.mark.usefixtures("poison")
 RECOMPUTED = Options(save_states=False)
@@ -33,11 +33,8 @@ def small(monkeypatch):
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("dtype", (HALF, torch.float32), ids=str)
-@pytest.mark.parametrize("name", ("fused", "persistent"))
+@over_variants_in_turn
 def test_right(name, dtype, shape, case, device, small):
-    if not GPU and (name == "persistent") == (dtype == HALF):
-        pytest.skip("the same kernels: every other one will do")
     inputs = random_inputs(shape, CASES[case], dtype, device)
     assert_right(name, inputs, options=RECOMPUTED)
     assert small
