@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .autograd import chunk_scan
-from .documents import number_documents
+from .documents import check_bounds, check_numbers, number_documents
 from .registry import get_variant, is_peer, variant_names
 from .runtime import value_checks
 from .runtime.custom_ops import are_plain, wants_gradient
@@ -92,7 +92,8 @@ def ssd_chunk_scan(
     Raises:
         TypeError, ValueError: naming the argument, what came and what is accepted, before anything is launched.
     """
-    _check_tensors(x, dt, A, B, C, D, z, dt_bias, initial_states, variant, cu_seqlens if seq_idx is None else None)
+    alone = cu_seqlens if seq_idx is None and context_group is None else None
+    _check_tensors(x, dt, A, B, C, D, z, dt_bias, initial_states, variant, alone)
     check_settings(chunk_size, dt_softplus, dt_limit, state_dtype, variant, options)
     if value_checks.ENABLED:
         value_checks.check_inputs({"A": A, "x": x, "dt": dt, "B": B, "C": C, "D": D, "z": z, "dt_bias": dt_bias,
@@ -215,24 +216,11 @@ def _is_real(v: object) -> bool:
 
 
 def _check_documents(x, seq_idx, cu_seqlens, return_varlen_states) -> None:
-    for name, t in (("seq_idx", seq_idx), ("cu_seqlens", cu_seqlens)):
-        if t is None:
-            continue
-        if not isinstance(t, Tensor):
-            raise TypeError(f"{name}: got {type(t).__name__}, expected a tensor of int32 or int64")
-        if t.dtype not in (torch.int32, torch.int64):
-            raise TypeError(f"{name}: got dtype {t.dtype}, expected torch.int32 or torch.int64")
-        if t.device != x.device:
-            raise ValueError(f"{name}: got a tensor on {t.device}, expected {x.device}, the device of x")
+    if seq_idx is not None:
+        check_numbers("seq_idx", seq_idx, x)
     if seq_idx is not None and seq_idx.shape != x.shape[:2]:
         raise ValueError(f"seq_idx: got shape {tuple(seq_idx.shape)}, expected (batch, seqlen) = {tuple(x.shape[:2])}")
-    if cu_seqlens is not None and (cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2):
-        raise ValueError(f"cu_seqlens: got shape {tuple(cu_seqlens.shape)}, expected (ndocs + 1,) with at least one document")
-    if cu_seqlens is not None and x.shape[0] != 1:
-        raise ValueError(f"cu_seqlens: got batch = {x.shape[0]}, expected batch 1: all documents packed in one row")
-    if cu_seqlens is not None and cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
-        bounds = cu_seqlens.tolist()
-        if bounds[0] != 0 or bounds[-1] != x.shape[1] or bounds != sorted(bounds):
-            raise ValueError(f"cu_seqlens: got {bounds}, expected rising numbers from 0 to seqlen = {x.shape[1]}")
+    if cu_seqlens is not None:
+        check_bounds(cu_seqlens, x, x.shape[1])
     if return_varlen_states and cu_seqlens is None:
         raise ValueError("return_varlen_states: got True without cu_seqlens, expected cu_seqlens to give the boundaries")

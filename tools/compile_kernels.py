@@ -36,7 +36,7 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from fused import hopper
-from ssd.registry import Variant, config_spaces, get_variant
+from ssd.registry import Variant, adapt_to_documents, config_spaces, get_variant
 from ssd.runtime import launch, tuning
 from ssd.runtime.foreign_descriptors import find_foreign_descriptors
 from ssd.runtime.lost_operands import find_lost_operands
@@ -213,6 +213,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
                         "spread over all")
     parser.add_argument("--initial-states", action="store_true")
     parser.add_argument("--documents", action="store_true", help="packed by seq_idx")
+    parser.add_argument("--document-states", action="store_true", help="packed by cu_seqlens, with a state of each")
     parser.add_argument("--C-dtype", choices=DTYPES, help="of C, where it is not that of x")
     parser.add_argument("--distrust", action="store_true", help="as if a fault were found in each kernel with wgmma")
     parser.add_argument("--state-dtype", choices=DTYPES, help="of the states between chunks")
@@ -231,10 +232,12 @@ def asked_for(a: argparse.Namespace) -> list[Compiled]:
     case = replace(case, initial_states=case.initial_states or a.initial_states, state_dtype=DTYPES.get(a.state_dtype),
                    C_dtype=DTYPES.get(a.C_dtype), documents="seq_idx" if a.documents else case.documents)
     case = replace(case, z=case.z or a.z)
+    if a.document_states:
+        case = replace(case, documents="states", initial_states=True)
     inputs = random_inputs(shape, case, DTYPES[a.dtype])
     trusted = (lambda kernel: ("wgmma" in kernel.asm["ptx"] and "distrusted") or None) if a.distrust else launch.find_fault
     with patch.object(launch, "find_fault", trusted):
-        return compile_all(get_variant(a.variant), inputs, a.arch, Options(**a.off), a.configs)
+        return compile_all(adapt_to_documents(get_variant(a.variant), inputs), inputs, a.arch, Options(**a.off), a.configs)
 
 
 def serve() -> None:

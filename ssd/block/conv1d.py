@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ..documents import check_bounds, number_documents, place_states
 from ..kernels.arguments import contiguous
 from ..runtime.custom_ops import DifferentiableOp
 from .arguments import check_tensor, takes_kernels
@@ -33,6 +34,7 @@ def causal_conv1d_fn(
     final_states_out: Tensor | None = None,
     activation: str | None = None,
     context_group: ProcessGroup | None = None,
+    cu_seqlens: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Each channel convolved along its tokens, then SiLU (docs/block.md, equations C1 to C8).
 
@@ -54,6 +56,9 @@ def causal_conv1d_fn(
         final_states_out: (batch, dim, width - 1), where final_states are written and which is returned for them. Not looked at
             unless they are asked for.
         activation: None, "silu" or "swish", which is the same.
+        cu_seqlens: (ndocs + 1,) integers from 0 to seqlen, batch 1, as in `ssd.ssd_chunk_scan`: each document has states of its
+            own, and initial_states, final_states_out and final_states are (ndocs, dim, width - 1); the first are rounded to
+            the dtype of x. Not with seq_idx or context_group.
         context_group: the ranks that a sequence is cut over, each of which passes its own tokens (docs/context-parallel.md).
 
     Returns:
@@ -64,7 +69,17 @@ def causal_conv1d_fn(
         TypeError, ValueError: naming the argument, what came and what is accepted.
     """
     check_filter(x, weight, bias, activation, "(batch, dim, seqlen)")
-    _check_states(x, weight, seq_idx, initial_states, return_final_states, final_states_out)
+    if cu_seqlens is not None:
+        _check_documents(x, cu_seqlens, seq_idx, context_group)
+    nstates = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    _check_states(x, weight, seq_idx, initial_states, return_final_states, final_states_out, nstates)
+    if cu_seqlens is not None and initial_states is None and not return_final_states:
+        seq_idx = number_documents(None, cu_seqlens, x.shape[2])
+    elif cu_seqlens is not None:
+        out, final_states = _convolve_documents(x, weight, bias, initial_states, cu_seqlens, activation)
+        if not return_final_states:
+            return out
+        return out, final_states if final_states_out is None else final_states_out.copy_(final_states)
     if context_group is not None:
         from ..distributed import find_convolution_start  # here, so that others do not import torch.distributed
 
@@ -78,6 +93,19 @@ def causal_conv1d_fn(
     if not return_final_states:
         return out
     return out, final_states if final_states_out is None else final_states_out.copy_(final_states)
+
+
+def _convolve_documents(x: Tensor, weight: Tensor, bias: Tensor | None, initial_states: Tensor | None, cu_seqlens: Tensor,
+                        activation: str | None) -> tuple[Tensor, Tensor]:
+    """out and final_states. The state of each document is put before its tokens, so that they see nothing else before them."""
+    (_, dim, seqlen), held, ndocs = x.shape, weight.shape[1] - 1, cu_seqlens.shape[0] - 1
+    state, token, last = place_states(cu_seqlens, seqlen, held)
+    if initial_states is None:
+        initial_states = x.new_zeros(ndocs, dim, held)
+    rows = torch.cat([initial_states.mT.flatten(0, 1).to(x.dtype), x[0].mT])  # [tokens, dim]
+    rows = torch.empty_like(rows).index_copy(0, torch.cat([state, token]), rows)
+    out = causal_conv1d_fn(rows.mT[None], weight, bias, activation=activation)
+    return out.mT.index_select(1, token).mT, rows.index_select(0, last).unflatten(0, (ndocs, held)).mT
 
 
 def compute_in_torch(x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor | None, initial_states: Tensor | None,
@@ -121,9 +149,16 @@ def check_filter(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str
         raise ValueError(f"activation: got {activation!r}, expected None, 'silu' or 'swish'")
 
 
-def _check_states(x, weight, seq_idx, initial_states, return_final_states, final_states_out) -> None:
+def _check_documents(x, cu_seqlens, seq_idx, context_group) -> None:
+    for name, other in (("seq_idx", seq_idx), ("context_group", context_group)):
+        if other is not None:
+            raise ValueError(f"cu_seqlens: got a tensor with {name}, expected one of the two")
+    check_bounds(cu_seqlens, x, x.shape[2])
+
+
+def _check_states(x, weight, seq_idx, initial_states, return_final_states, final_states_out, nstates) -> None:
     batch, dim, seqlen = x.shape
-    states = (batch, dim, weight.shape[1] - 1)
+    states = (nstates, dim, weight.shape[1] - 1)
     if not isinstance(return_final_states, bool):
         raise TypeError(f"return_final_states: got {return_final_states!r}, expected True or False")
     if seq_idx is not None:

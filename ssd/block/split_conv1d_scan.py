@@ -47,6 +47,7 @@ def split_conv1d_scan(
     conv_states: Tensor | None = None,
     return_conv_states: bool = False,
     context_group: ProcessGroup | None = None,
+    cu_seqlens: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
     """Names, order and meaning are those of mamba_ssm's `mamba_split_conv1d_scan_combined`; from `variant` on they are ours.
 
@@ -66,6 +67,8 @@ def split_conv1d_scan(
         rmsnorm_weight: (dim,) or None: y is gated, y silu(z), without a norm, and rmsnorm_eps is not looked at.
         norm_before_gate: norm(y) silu(z), else norm(y silu(z)); groups of dim / ngroups channels are normed each by itself.
         outproj_weight: (out_dim, d_mlp + dim) or None: no projection. Under autocast, in its dtype.
+        cu_seqlens: (ndocs + 1,), documents with states of their own, see `ssd.ssd_chunk_scan`: initial_states, conv_states and
+            what is returned of both are (ndocs, ...).
         chunk_size, seq_idx, state_dtype, variant, options, context_group: as in `ssd.ssd_chunk_scan`.
 
     Returns:
@@ -83,14 +86,14 @@ def split_conv1d_scan(
 
     xBC, *conv_states = _make_tuple(causal_conv1d_fn(
         xBC.mT, conv1d_weight, conv1d_bias, seq_idx=seq_idx, initial_states=conv_states, return_final_states=return_conv_states,
-        activation=activation, context_group=context_group))
+        activation=activation, context_group=context_group, cu_seqlens=cu_seqlens))
     x, B, C = xBC.mT.split([dim, group, group], -1)
     gate_in_scan = z.unflatten(-1, (nheads, headdim)) if rmsnorm_weight is None else None
     y, *final_states = _make_tuple(ssd_chunk_scan(
         x.unflatten(-1, (nheads, headdim)), dt, A, B.unflatten(-1, (ngroups, dstate)), C.unflatten(-1, (ngroups, dstate)),
         chunk_size, D=D, z=gate_in_scan, dt_bias=dt_bias, initial_states=initial_states, seq_idx=seq_idx, dt_softplus=True,
         dt_limit=dt_limit, return_final_states=return_final_states, state_dtype=state_dtype, variant=variant,
-        options=options, context_group=context_group))
+        options=options, context_group=context_group, cu_seqlens=cu_seqlens))
 
     out = y.flatten(2)
     if rmsnorm_weight is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..api import LARGEST_CHUNK, SMALLEST_CHUNK, ssd_chunk_scan
-from ..block.conv1d import causal_conv1d_fn
+from ..block import conv1d
 from ..block.conv1d_update import causal_conv1d_update
 from ..block.mamba_inner import mamba_inner_fn
 from ..block.selective_scan import selective_scan_fn
@@ -44,6 +44,12 @@ def functions(variant: Callable[[], str]) -> dict[str, Callable]:
             rmsnorm_weight=rmsnorm_weight, rmsnorm_eps=rmsnorm_eps, outproj_weight=outproj_weight,
             outproj_bias=outproj_bias, headdim=headdim, ngroups=ngroups, norm_before_gate=norm_before_gate,
             state_dtype=state_dtype, variant=variant())
+
+    def causal_conv1d_fn(x, weight, bias=None, seq_idx=None, initial_states=None, return_final_states=False,
+                         final_states_out=None, activation=None):
+        """`ssd.block.conv1d.causal_conv1d_fn`."""
+        return conv1d.causal_conv1d_fn(x, weight, bias, seq_idx, initial_states, return_final_states, final_states_out,
+                                       activation)
 
     placed = (mamba_chunk_scan_combined, mamba_split_conv1d_scan_combined, causal_conv1d_fn, causal_conv1d_update,
               selective_state_update, selective_scan_fn, mamba_inner_fn)

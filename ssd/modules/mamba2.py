@@ -20,6 +20,7 @@ from ..block.conv1d_update import causal_conv1d_update
 from ..block.gated_norm import RMSNormGated
 from ..block.split_conv1d_scan import split_conv1d_scan
 from ..block.state_update import selective_state_update
+from ..documents import check_bounds
 from ..types import Options
 
 if TYPE_CHECKING:
@@ -119,26 +120,43 @@ class Mamba2(nn.Module):
             self.norm = RMSNormGated(d_ssm, eps=1e-5, group_size=d_ssm // ngroups, norm_before_gate=norm_before_gate, **made)
         self.out_proj = nn.Linear(d_inner, d_model, bias=bias, **made)
 
-    def forward(self, u: Tensor, seq_idx: Tensor | None = None, cache: Mamba2Cache | None = None) -> Tensor:
+    def forward(self, u: Tensor, seq_idx: Tensor | None = None, cache: Mamba2Cache | None = None,
+                cu_seqlens: Tensor | None = None, states: Mamba2Cache | None = None,
+                return_states: bool = False) -> Tensor | tuple[Tensor, Mamba2Cache]:
         """Args:
             u: (batch, seqlen, d_model).
-            seq_idx: (batch, seqlen), the document of each token; not with a cache.
+            seq_idx: (batch, seqlen), the document of each token; with nothing of what follows.
             cache: the tokens before u, whose place those of u then take. Not for training: its states are overwritten.
+            cu_seqlens: (ndocs + 1,), boundaries of the documents that u, batch 1, is packed of: a cache, or states, are then
+                those of ndocs sequences.
+            states: the tokens before u, as a cache has them; they are not overwritten, and have gradients. Not with a cache.
+            return_states: also return the states after u, with gradients. To train in pieces, detach them.
 
         Returns:
-            (batch, seqlen, d_model).
+            (batch, seqlen, d_model); with return_states, a tuple of it and the states.
         """
-        self._check(u, ("batch", "seqlen"), cache)
-        if cache is not None and seq_idx is not None:
-            raise ValueError("seq_idx: got a tensor with a cache, expected one of the two: a cache goes on with one document")
-        if cache is None:
-            return self._mix(self.in_proj(u), seq_idx=seq_idx)
-        out, ssm_state, conv_state = self._mix(
-            self.in_proj(u), initial_states=cache.ssm_state.float(), return_final_states=True, conv_states=cache.conv_state,
-            return_conv_states=True)
-        cache.ssm_state.copy_(ssm_state)
-        cache.conv_state.copy_(conv_state)
-        return out
+        before = cache if states is None else states
+        self._check(u, ("batch", "seqlen"), before, cu_seqlens)
+        for name, other in (("a cache", cache), ("cu_seqlens", cu_seqlens), ("states", states)):
+            if seq_idx is not None and other is not None:
+                raise ValueError(f"seq_idx: got a tensor with {name}, expected one of the two: "
+                                 "a cache or states go on with one document, or with those of cu_seqlens")
+        if cache is not None and states is not None:
+            raise ValueError("states: got them with a cache, expected one of the two")
+        if return_states and seq_idx is not None:
+            raise ValueError("return_states: got True with seq_idx, expected False, or cu_seqlens in place of seq_idx")
+        if before is None and not return_states:
+            return self._mix(self.in_proj(u), seq_idx=seq_idx, cu_seqlens=cu_seqlens)
+        given = {}
+        if before is not None:
+            half = before.ssm_state.dtype.itemsize < 4
+            given = {"initial_states": before.ssm_state.float() if half else before.ssm_state, "conv_states": before.conv_state}
+        out, ssm_state, conv_state = self._mix(self.in_proj(u), cu_seqlens=cu_seqlens, return_final_states=True,
+                                               return_conv_states=True, **given)
+        if cache is not None:
+            cache.ssm_state.copy_(ssm_state)
+            cache.conv_state.copy_(conv_state)
+        return (out, Mamba2Cache(conv_state, ssm_state)) if return_states else out
 
     def prefill(self, u: Tensor, mask: Tensor, cache: Mamba2Cache) -> Tensor:
         """Prompts of unequal lengths, padded on the left, as `forward` with a cache that has had no token; for inference.
@@ -201,7 +219,7 @@ class Mamba2(nn.Module):
         conv_state = weight.new_zeros(batch, weight.shape[0], self.d_conv - 1, dtype=dtype or weight.dtype)
         return Mamba2Cache(conv_state, weight.new_zeros(batch, self.nheads, self.headdim, self.d_state, dtype=state_dtype))
 
-    def _check(self, u: Tensor, axes: tuple[str, ...], cache: Mamba2Cache | None) -> None:
+    def _check(self, u: Tensor, axes: tuple[str, ...], cache: Mamba2Cache | None, cu_seqlens: Tensor | None = None) -> None:
         """axes: of u, before that of its channels."""
         if not isinstance(u, Tensor):
             raise TypeError(f"u: got {type(u).__name__}, expected a tensor ({', '.join(axes)}, d_model = {self.d_model})")
@@ -213,8 +231,11 @@ class Mamba2(nn.Module):
             raise TypeError(f"u: got dtype {u.dtype}, expected {dtype}, that of the weights; or use autocast")
         if cache is not None and self.context_group is not None:
             raise ValueError("cache: got one with context_group, expected none: each rank has a part of the sequence")
-        if cache is not None and cache.ssm_state.shape[0] != u.shape[0]:
-            raise ValueError(f"cache: got one of batch {cache.ssm_state.shape[0]}, expected batch {u.shape[0]}, that of u")
+        if cu_seqlens is not None:
+            check_bounds(cu_seqlens, u, u.shape[1])
+        batch, what = (u.shape[0], "that of u") if cu_seqlens is None else (len(cu_seqlens) - 1, "the documents of cu_seqlens")
+        if cache is not None and cache.ssm_state.shape[0] != batch:
+            raise ValueError(f"cache: got one of batch {cache.ssm_state.shape[0]}, expected batch {batch}, {what}")
 
     def _filter(self) -> Tensor:
         return self.conv1d.weight.squeeze(1)

@@ -1,6 +1,8 @@
 """The causal convolution against its definition in fp64: values, every gradient, and how it behaves inside torch."""
 
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
 
 import pytest
 import torch
@@ -198,3 +200,31 @@ def test_longest_pieces(case, device, monkeypatch):
     monkeypatch.setattr(kernels, "_SHORTEST", 256)
     assert kernels.pieces(torch.empty(1, 262, 3, device=device), 1) == (256, 2)
     assert_right(inputs(replace(case, batch=1, seqlen=262), device))
+
+
+@pytest.mark.parametrize("width", (2, 4))
+def test_documents_with_states(width, device):
+    """As each run alone, bit for bit, with every gradient; empty ones, and some shorter than the filter."""
+    bounds = (0, 0, 1, 3, 3, 36, 40, 40)
+    given = inputs(replace(CONTINUED, batch=7, width=width), device)
+    given["x"] = given["x"][:1]
+
+    def run_alone(x, initial_states, **others):
+        outs, states = [], []
+        for state, (start, end) in zip(initial_states.split(1), pairwise(bounds), strict=True):
+            if start < end:
+                out, state = causal_conv1d_fn(x[:, :, start:end], initial_states=state, **others)
+                outs.append(out)
+            states.append(state)
+        return torch.cat(outs, 2), torch.cat(states)
+
+    cu_seqlens = torch.tensor(bounds, device=device)
+    alone, ways = run(run_alone, given)
+    got, _ = run(partial(causal_conv1d_fn, cu_seqlens=cu_seqlens), given, ways)
+    assert torch.equal(got["out"], alone["out"]) and torch.equal(got["final_states"], alone["final_states"])
+    for name in ("dx", "dweight", "dbias", "dinitial_states"):
+        assert_close(got[name], alone[name], rtol=1e-5, atol=1e-5)
+    del given["initial_states"], given["return_final_states"]
+    none, cu_seqlens = torch.zeros(7, 20, width - 1, device=device), cu_seqlens.int()
+    assert_close(causal_conv1d_fn(**given, cu_seqlens=cu_seqlens),
+                 causal_conv1d_fn(**given, cu_seqlens=cu_seqlens, initial_states=none))

@@ -82,6 +82,44 @@ def test_packed_documents_are_apart(settings, device):
 
 
 @over_settings
+def test_packed_pieces_with_states(settings, device):
+    """Training in pieces, and prefill: pieces of three sequences, packed, with states in and out, and every gradient."""
+    block, rows = made(device, **settings), [tokens(device, 1, seqlen) for seqlen in (5, 23, 8)]
+    expected = [block(u) for u in rows]
+    sum(out.square().sum() for out in expected).backward()
+    whole = {name: parameter.grad for name, parameter in block.named_parameters()}
+    block.zero_grad()
+    states, cache, outs = None, block.new_cache(3), [[], [], []]
+    for cuts in ((2, 0, 8), (3, 14, 0), (0, 9, 0)):
+        taken = [sum(out.shape[1] for out in parts) for parts in outs]
+        u = torch.cat([row[:, start : start + cut] for row, start, cut in zip(rows, taken, cuts, strict=True)], 1)
+        cu_seqlens = torch.tensor([0, *cuts], device=device).cumsum(0)
+        out, states = block(u, cu_seqlens=cu_seqlens, states=states, return_states=True)
+        with torch.no_grad():
+            assert_close(block(u, cu_seqlens=cu_seqlens, cache=cache), out)
+        for parts, part in zip(outs, out.split(cuts, 1), strict=True):
+            parts.append(part)
+    for parts, row in zip(outs, expected, strict=True):
+        assert_close(torch.cat(parts, 1), row, rtol=1e-4, atol=1e-5)
+    sum(torch.cat(parts, 1).square().sum() for parts in outs).backward()
+    assert_close({name: parameter.grad for name, parameter in block.named_parameters()}, whole, rtol=1e-3, atol=1e-4)
+    assert_close(cache.ssm_state, states.ssm_state)
+
+
+def test_bad_states(device):
+    block, u = made(device), tokens(device, 1)
+    ends, cache = torch.tensor([0, 10, 23], device=device), block.new_cache(1)
+    for given, message in (
+            ({"cu_seqlens": ends, "states": cache}, "cache: got one of batch 1, expected batch 2, the documents of cu_seqlens"),
+            ({"cache": cache, "states": cache}, "states: got them with a cache"),
+            ({"seq_idx": ends, "return_states": True}, "return_states: got True with seq_idx"),
+            ({"seq_idx": ends, "cu_seqlens": ends}, "seq_idx: got a tensor with cu_seqlens"),
+            ({"cu_seqlens": ends[:1]}, r"cu_seqlens: got shape \(1,\)")):
+        with pytest.raises(ValueError, match=message):
+            block(u, **given)
+
+
+@over_settings
 def test_every_parameter_has_a_gradient(settings, device):
     block = made(device, **settings)
     block(tokens(device)).square().sum().backward()
