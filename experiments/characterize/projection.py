@@ -1,81 +1,92 @@
-"""What kernels would take on other GPUs: a time made of five terms, fitted to one GPU's rows and carried over.
+"""What a call would take on another GPU: constants fitted to the rows of one GPU, carried over, and put to the test there.
 
-    t = c0 launches + c1 bytes / B + c2 tensor / T + c3 vector / V + c4 exps / E
+    t = launches l + sum over launches of (exposed / B + ((hidden / B)^4 + (sum of c work)^4)^(1/4))
 
-B, T, V and E are the data sheet's rates of the GPU, and c >= 0 are how far from them the kernels are: c0 in microseconds, the
-others 1 where a rate is reached and nothing overlaps. They minimise the sum of squared relative errors. A term that overlaps
-another perfectly gets a small c, one that stands for more than it counts a large one (vector: latency and addresses too).
+B is the GPU's measured copy. Bytes that warps of their own fetch are hidden: the shorter of them and the work all but vanishes,
+as in `fused.time_model`. All others are exposed: the work waits for them. `CONSTANTS` are l and the c, in microseconds; `calls`
+counts what they are multiplied with. The matrix units' rate is none of them: no kernel that ncu counted keeps them busy for
+half of its time.
 
-On the GPU that was measured the model is tested by leaving out what it then predicts: every row of one kernel, or of one shape.
-On any other GPU the c are assumed to be the same and nothing is tested, so those times are extrapolated; they are the measured
-time times the model's ratio of the two GPUs, which cancels what the model misses of a kernel on both.
+Constants minimise the sum of squared relative errors, by Gauss and Newton's method on their logarithms, from 1 each; one that
+no row depends on stays there and predicts nothing.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from itertools import combinations
-from pathlib import Path
-from statistics import median
+from dataclasses import asdict, dataclass
+from statistics import median, mode
 from typing import NamedTuple
 
 import numpy as np
-import pandas as pd
 
 from ssd import cost
 
-from .. import counters, record, table
-from ..kernel_names import is_of_operator
-from ..shapes import CHUNK_SIZES, MODELS
-from . import classes
-from .definitions import count_vector_flops, keep_one_gpu, make_problem
+from .. import record, table
+from ..shapes import MODELS
+from ..workloads import get_workload
+from . import calls
+from .definitions import make_problem
 from .gpus import GPU, GPUS, find
 
-TERMS = ("launch", "bytes", "tensor", "vector", "exponentials")
-_KEPT_LAUNCHES = 14  # of a backward whose forward kept its states
+CONSTANTS = {
+    "launch": "a launch in a CUDA graph, its beginning and its end",
+    "chunk of baseline": "a chunk of the recurrence between chunks, after the one before",
+    "chunk of mamba_ssm": "the same",
+    "L2 of baseline": "CB from L2 for each head, with its exponentials; fitted in µs a MB",
+    "L2 of mamba_ssm": "the same",
+    "states": "a step of hopper_states",
+    "scan": "a step of hopper_scan",
+    "group": "a slice of a tile of hopper_group",
+}
+_OVERLAP = 4
+_TURNS, _NUDGE, _RANK, _CONVERGED = 200, 1e-5, 1e-6, 1e-9
 
 
-@dataclass(frozen=True)
-class Sample:
-    """Something that was timed, and what it does."""
+class Sample(NamedTuple):
+    """Something that was timed, and what it does. gpu: a key of GPUS."""
 
-    what: str
-    shape: str
+    gpu: str
+    variant: str
     mode: str
-    chunk_size: int
+    shape: str
+    chunk_size: int | None
     us: float
     launches: int
-    work: cost.Cost
-    variant: str = "baseline"
-
-    def terms_us(self, gpu: GPU) -> tuple[float, ...]:
-        """The terms at the data sheet's rates, in microseconds; the first is a number of launches."""
-        return (self.launches, self.work.bytes / gpu.hbm_gbps.value / 1e3, self.work.flops / gpu.bf16_tflops.value / 1e6,
-                self.work.vector / gpu.fp32_tflops.value / 1e6, self.work.exps / gpu.exps_per_s * 1e6)
+    parts: list[calls.Part]
 
 
 @dataclass(frozen=True)
 class Model:
-    """Coefficients of the terms, as fitted on a GPU."""
+    """What a time on one GPU is made of.
 
-    coefficients: tuple[float, ...]
-    gpu: GPU
+    Attributes:
+        memory_gbps: its copy's rate.
+        constants: in microseconds, in the order of CONSTANTS.
+        spreads: how far each constant is from fixed by the rows: its standard error, relative.
+    """
 
-    def us(self, sample: Sample, gpu: GPU | None = None) -> float:
-        """The model's time on a GPU, its own unless given."""
-        return sum(c * term for c, term in zip(self.coefficients, sample.terms_us(gpu or self.gpu), strict=True))
+    memory_gbps: float
+    constants: tuple[float, ...]
+    spreads: tuple[float, ...] = ()
 
-    def project_us(self, sample: Sample, gpu: GPU) -> float:
-        """The sample's measured time, carried over to another GPU."""
-        return sample.us * self.us(sample, gpu) / self.us(sample)
+    def predict(self, samples: list[Sample]) -> np.ndarray:
+        """Microseconds of each."""
+        return _prepare(samples, self.memory_gbps)(np.array(self.constants))
 
-    def parts_us(self, sample: Sample) -> dict[str, float]:
-        """What each term contributes."""
-        return {name: c * term for name, c, term in zip(TERMS, self.coefficients, sample.terms_us(self.gpu), strict=True)}
+    def carry(self, source: GPU, target: GPU, memory_gbps: float | None = None) -> "Model":
+        """The constants of another GPU: steps as its clock is, L2 as its clock and its SMs are; a launch stays a launch.
+
+        memory_gbps: the other's copy; None if nobody measured it: the same share of the data sheet's rate.
+        """
+        clock = source.clock_ghz / target.clock_ghz
+        factors = [1.0 if name == "launch" else clock * source.sms.value / target.sms.value if name.startswith("L2") else clock
+                   for name in CONSTANTS]
+        memory_gbps = memory_gbps or self.memory_gbps * target.hbm_gbps.value / source.hbm_gbps.value
+        return Model(memory_gbps, tuple(c * factor for c, factor in zip(self.constants, factors, strict=True)))
 
 
 @dataclass(frozen=True)
-class Left:
-    """A sample that was left out of the fit that predicted it."""
+class Outcome:
+    """A sample, and what constants fitted to other rows said of it."""
 
     sample: Sample
     predicted_us: float
@@ -86,122 +97,161 @@ class Left:
         return self.predicted_us / self.sample.us - 1
 
 
-def fit(samples: list[Sample], gpu: GPU) -> Model:
-    """The coefficients that are nearest to the samples' times on their GPU.
-
-    Non-negative least squares over every subset of the terms: there are 31.
-
-    Raises:
-        ValueError: fewer samples than terms.
-    """
-    if len(samples) < len(TERMS):
-        raise ValueError(f"got {len(samples)} samples, expected at least {len(TERMS)}, one for each term")
-    matrix = np.array([sample.terms_us(gpu) for sample in samples]) / np.array([[sample.us] for sample in samples])
-    best, found = np.inf, np.zeros(len(TERMS))
-    for count in range(1, len(TERMS) + 1):
-        for chosen in map(list, combinations(range(len(TERMS)), count)):
-            values = np.linalg.lstsq(matrix[:, chosen], np.ones(len(samples)), rcond=None)[0]
-            error = float(np.square(matrix[:, chosen] @ values - 1).sum())
-            if (values >= 0).all() and error < best:
-                best, found = error, np.zeros(len(TERMS))
-                found[chosen] = values
-    return Model(tuple(found.tolist()), gpu)
-
-
-def leave_out(samples: list[Sample], gpu: GPU, key: Callable[[Sample], str]) -> list[Left]:
-    """Every sample, predicted by a fit to those of other keys alone."""
-    result = []
-    for group in dict.fromkeys(map(key, samples)):
-        model = fit([sample for sample in samples if key(sample) != group], gpu)
-        result += [Left(sample, model.us(sample)) for sample in samples if key(sample) == group]
-    return result
-
-
 class Errors(NamedTuple):
     """Relative, without sign. weighted: the sum of the errors in microseconds over that of the measured times."""
 
     median: float
-    largest: float
     weighted: float
+    worst: float
 
 
-def summarise(left: list[Left]) -> Errors:
-    """Of rows alike, and weighted with time, as long kernels count in a step."""
-    errors = [abs(one.error) for one in left]
-    apart = sum(abs(one.predicted_us - one.sample.us) for one in left)
-    return Errors(median(errors), max(errors), apart / sum(one.sample.us for one in left))
+def summarise(outcomes: list[Outcome]) -> Errors:
+    """Of calls alike, and weighted with time, as long ones count in a step."""
+    errors = [abs(one.error) for one in outcomes]
+    apart = sum(abs(one.predicted_us - one.sample.us) for one in outcomes)
+    return Errors(median(errors), apart / sum(one.sample.us for one in outcomes), max(errors))
 
 
-def read_kernel_samples(out: Path = record.RESULTS) -> tuple[list[Sample], GPU | None]:
-    """The baseline's kernels, all that were ever counted on a GPU: times and bytes by ncu, the rest by the cost model. And the
-    GPU; None without rows, or if it is not in the table.
+def fit(samples: list[Sample], memory_gbps: float) -> Model:
+    """The constants that are nearest to the samples' times.
+
+    Raises:
+        ValueError: fewer samples than constants.
     """
-    rows = keep_one_gpu([row for row in record.read(out, bench="counters", variant="baseline") if classes.model(row)])
-    return _make_samples(rows, lambda row: replace(classes.model(row), bytes=row["dram_bytes"]))
+    if len(samples) < len(CONSTANTS):
+        raise ValueError(f"got {len(samples)} samples, expected at least {len(CONSTANTS)}, one for each constant")
+    predict, us = _prepare(samples, memory_gbps), np.array([one.us for one in samples])
+
+    def miss(at: np.ndarray) -> np.ndarray:
+        return predict(np.exp(at)) / us - 1
+
+    at = np.zeros(len(CONSTANTS))
+    for _ in range(_TURNS):
+        missed = miss(at)
+        slopes = np.stack([(miss(at + move) - miss(at - move)) / (2 * _NUDGE) for move in _NUDGE * np.eye(len(at))], 1)
+        step = np.clip(np.linalg.lstsq(slopes, -missed, rcond=_RANK)[0], -1, 1)
+        while np.abs(step).max() > _CONVERGED and (miss(at + step) ** 2).sum() > (missed**2).sum():
+            step = step / 2
+        at = at + step
+        if np.abs(step).max() <= _CONVERGED:
+            break
+    noise = (missed**2).sum() / max(1, len(samples) - len(at))
+    spreads = np.where(slopes.any(0), np.sqrt(noise * np.diag(np.linalg.pinv(slopes.T @ slopes))), np.inf)
+    return Model(memory_gbps, tuple(np.exp(at).tolist()), tuple(spreads.tolist()))
 
 
-def read_samples_of_counters(out: Path = record.RESULTS) -> tuple[list[Sample], GPU | None]:
-    """The operator's kernels of every variant, upstream's among them, of calls in bf16 with every option, as ncu counted them
-    last: all terms are its. And their GPU, likewise.
+def find_fixed(samples: list[Sample]) -> set[str]:
+    """The constants that some sample depends on."""
+    return {"launch"} | {name for one in samples for part in one.parts for name, often in part.work.items() if often}
+
+
+def choose_fitted(samples: list[Sample]) -> list[Sample]:
+    """What a fit sees: not the shapes of published models, unless the others leave a constant open that those fix."""
+    models = {shape.name for shape in MODELS}
+    others = [one for one in samples if one.shape not in models]
+    return others if find_fixed(others) == find_fixed(samples) else samples
+
+
+def predict_across(samples: list[Sample], memory: dict[str, float], source: str, target: str) -> list[Outcome]:
+    """Every sample of one GPU, predicted from the rows of another and from the one's copy alone."""
+    model = fit(choose_fitted([one for one in samples if one.gpu == source]), memory[source])
+    return apply(model.carry(GPUS[source], GPUS[target], memory[target]), [one for one in samples if one.gpu == target])
+
+
+def apply(model: Model, samples: list[Sample]) -> list[Outcome]:
+    """What a model says of samples."""
+    return [Outcome(one, us) for one, us in zip(samples, model.predict(samples).tolist(), strict=True)] if samples else []
+
+
+def read_memory(rows: list[dict]) -> dict[str, float]:
+    """{GPU: GB/s of its copy, the median over the rows of the bench ssd}."""
+    found: dict[str, list[float]] = {}
+    for row in record.read(rows, bench="ssd"):
+        found.setdefault(_name_gpu(row), []).append(row["copy_gbps"])
+    return {name: median(values) for name, values in found.items() if name in GPUS}
+
+
+def find_interval(outcomes: list[Outcome]) -> tuple[float, float]:
+    """Between which multiples of its prediction nine of ten calls were measured."""
+    low, high = np.quantile([one.sample.us / one.predicted_us for one in outcomes], (0.05, 0.95)).tolist()
+    return low, high
+
+
+def read_calls(rows: list[dict]) -> list[Sample]:
+    """Forwards and backwards in CUDA graphs, of GPUs whose copy is known, as they were timed last: of the bench ssd, and of
+    `regress` where that timed one at a chunk size of its own.
+
+    Of fused and persistent those that ran the kernels for Hopper. Older rows do not say what ran: kernels then took these sizes
+    alone.
     """
-    rows = keep_one_gpu([row for row in counters.read_latest(out, by_kernel=True)
-                       if row["dtype"] == "bf16" and record.has_default_options(row)
-                       and is_of_operator(row["kernel"]) and classes.read_counters(row) and "exps" in row])
-    return _make_samples(rows, lambda row: cost.Cost(row["dram_bytes"], row["tensor_flops"], row["exps"],
-                                                     count_vector_flops(row)))
+    memory = read_memory(rows)
+    timed = [row for row in record.read(rows, bench="ssd") if record.has_default_options(row)]
+    timed = record.latest(table.keep_last_commit(timed), table.identify)
+    timed += record.latest(record.read(rows, bench="regress"), table.identify)
+    return [_make_sample(row, row, row["graph_p50_us"], [(row["mode"], make_problem(row), row.get("launches"))])
+            for row in timed if row["mode"] in calls.MODES and row["graph_p50_us"] and _is_covered(row, memory)]
 
 
-def read_call_samples(out: Path = record.RESULTS) -> tuple[list[Sample], GPU | None]:
-    """Whole forwards and backwards of the baseline in CUDA graphs, at every shape and chunk size; all by the cost model. And
-    their GPU, likewise.
+def read_steps(rows: list[dict]) -> list[Sample]:
+    """The kernels of the operator in one training step, where the workload can list its scans: a forward that a backward
+    follows and that backward for each. As they were measured last.
     """
-    rows = record.latest(table.keep_last_commit(record.read(out, bench="ssd", variant="baseline")), table.identify)
-    rows = keep_one_gpu([row for row in rows if row["mode"] in ("fwd", "bwd") and row["graph_p50_us"] and row["launches"]
-                       and record.has_default_options(row)])
-    return _make_samples(rows, lambda row: cost.total(_count_stages(row)))
+    memory = read_memory(rows)
+    steps = [row for row in record.read(rows, bench="step") if row.get("ssm_us") and row["run"]["mixer"] == "ssd"]
+    steps = record.latest(steps, lambda row: (row["gpu"], row["workload"], row["preset"], row["variant"]))
+    usual = {key: mode(row["launches"] for row in of) for key, of in record.group_by(
+        record.read(rows, bench="ssd"), lambda row: (row["variant"], row["mode"])).items() if key[0] in calls.PLAIN}
+    found = []
+    for row in steps:
+        workload = get_workload(row["workload"])
+        if workload.scans is None:
+            continue
+        scans = workload.scans(workload.presets[row["preset"]].sizes, row["batch"], row["seqlen"])
+        if not all(_is_covered(row | asdict(problem), memory) for problem in scans):
+            continue
+        made = [(of, problem, usual.get((row["variant"], of))) for problem in scans for of in ("fwd_train", "bwd")]
+        what = {"mode": "step", "shape": f"{row['workload']} {row['preset']}", "chunk_size": None}
+        found.append(_make_sample(row, what, row["ssm_us"], made * row["run"]["accumulate"]))
+    return found
 
 
-def _make_samples(rows: list[dict], work_of: Callable[[dict], cost.Cost]) -> tuple[list[Sample], GPU | None]:
-    """Of kernels or calls on one GPU, and that."""
-    return [Sample(classes.name_stage(row) if "kernel" in row else row["variant"], row["shape"], row["mode"], row["chunk_size"],
-                   row["ncu_us"] if "kernel" in row else row["graph_p50_us"], row["launches"], work_of(row), row["variant"])
-            for row in rows], find(rows[0]["gpu"]) if rows else None
+def _make_sample(row: dict, what: dict, us: float, made: list[tuple[str, cost.Problem, int | None]]) -> Sample:
+    """made: direction, sizes and launches of each call; of fused and persistent launches are counted where they are None."""
+    parts, launches, gpu = [], 0, _name_gpu(row)
+    for direction, problem, known in made:
+        if row["variant"] in calls.HOPPER:
+            counted = calls.count_hopper(row["variant"], direction, problem, int(GPUS[gpu].sms.value))
+        else:
+            counted = calls.count_plain(row["variant"], direction, problem, known)
+        parts += counted
+        launches += known or len(counted)
+    return Sample(gpu, row["variant"], what["mode"], what["shape"], what["chunk_size"], us, launches, parts)
 
 
-def _count_stages(row: dict) -> dict[str, cost.Cost]:
-    """Of a call of the baseline, whose backward does without two stages where its launches are too few for them."""
-    if row["mode"] == "fwd":
-        return cost.count_forward_stages(make_problem(row))
-    return cost.count_backward_stages(make_problem(row), keeps_states=row["launches"] <= _KEPT_LAUNCHES)
+def _is_covered(row: dict, memory: dict[str, float]) -> bool:
+    """Whether `calls` counts the kernels that ran, and the copy of their GPU is known."""
+    if row["dtype"] != "bf16" or _name_gpu(row) not in memory:
+        return False
+    ran = row.get("ran")
+    on_hopper = ran.endswith("on Hopper") if ran else (row["headdim"], row["dstate"]) == (64, 128)
+    return row["variant"] in calls.PLAIN or (row["variant"] in calls.HOPPER and on_hopper)
 
 
-def freeze(path: Path, out: Path = record.RESULTS) -> None:
-    """Writes what this model says of calls on an H100, before they are measured: microseconds, a line for each call.
+def _name_gpu(row: dict) -> str | None:
+    gpu = find(row["gpu"])
+    return next((key for key, known in GPUS.items() if known is gpu), None) if gpu else None
 
-    A call that was timed on the H200 is carried over; those of published models, which were not, are predicted outright. The
-    calls of fused and persistent are sums of kernels by counters; theirs have no chunk size, since their kernels on Hopper cut
-    in their own way.
-    """
-    target, lines = GPUS["h100"], []
-    calls, gpu = read_call_samples(out)
-    model = fit(calls, gpu)
-    for one in calls:
-        lines.append((one.variant, one.mode, one.shape, one.chunk_size, one.launches, "carried over",
-                      model.project_us(one, target)))
-    for shape in MODELS:
-        for chunk in CHUNK_SIZES:
-            for mode, launches in (("fwd", 5), ("bwd", 13)):
-                row = {"mode": mode, "shape": shape.name, **shape.sizes, "chunk_size": chunk, "dtype": "bf16",
-                       "launches": launches}
-                one = Sample("baseline", shape.name, mode, chunk, 0.0, launches, cost.total(_count_stages(row)))
-                lines.append(("baseline", mode, shape.name, chunk, launches, "outright", model.us(one, target)))
-    counted, gpu = read_samples_of_counters(out)
-    model = fit(counted, gpu)
-    of_calls = record.group_by([one for one in counted if one.variant in ("fused", "persistent")],
-                               lambda one: (one.variant, one.mode, one.shape))
-    for (variant, mode, shape), kernels in of_calls.items():
-        lines.append((variant, mode, shape, None, sum(one.launches for one in kernels), "carried over",
-                      sum(model.project_us(one, target) for one in kernels)))
-    keys = ("variant", "mode", "shape", "chunk_size", "launches", "basis", "predicted_us")
-    frame = pd.DataFrame(lines, columns=keys).astype({"chunk_size": "Int64"})
-    frame.round({"predicted_us": 2}).to_csv(path, index=False)
+
+def _prepare(samples: list[Sample], memory_gbps: float) -> Callable[[np.ndarray], np.ndarray]:
+    """From constants to the microseconds of each sample."""
+    parts = [part for one in samples for part in one.parts]
+    owner = np.repeat(np.arange(len(samples)), [len(one.parts) for one in samples])
+    launches = np.array([one.launches for one in samples], float)
+    exposed, hidden = (np.array([getattr(part, name) for part in parts]) / memory_gbps / 1e3 for name in ("exposed", "hidden"))
+    work = np.array([[part.work.get(name, 0.0) for name in CONSTANTS] for part in parts])
+
+    def predict(constants: np.ndarray) -> np.ndarray:
+        times = exposed + (hidden**_OVERLAP + (work @ constants) ** _OVERLAP) ** (1 / _OVERLAP)
+        return constants[0] * launches + np.bincount(owner, times, len(samples))
+
+    return predict

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from ... import record
 from ...shapes import DIRECTIONS
-from .. import classes, definitions
+from .. import classes, definitions, frozen, projection
 from ..gpus import GPUS
 from . import bandwidth, draw, kernels, page, paper, projected, roofline, scaling, steps
 
@@ -38,7 +38,8 @@ def render(facts: dict[str, object]) -> str:
     environment.filters |= {"num": format_number, "share_reasons": paper.share_reasons, "name": kernels.shorten}
     environment.globals |= {"DIRECTIONS": DIRECTIONS, "GPUS": GPUS, "classes": classes, "definitions": definitions,
                             "main_peak": bandwidth.main_peak, "kernels": kernels, "of_bandwidth": bandwidth, "of_paper": paper,
-                            "of_steps": steps, "ENOUGH": projected.ENOUGH}
+                            "of_steps": steps, "ENOUGH": projected.ENOUGH,
+                            "is_met": projected.is_met, "summarise": projection.summarise, "frozen": frozen}
     return page.join_lines(environment.get_template("report.md.jinja").render(facts))
 
 

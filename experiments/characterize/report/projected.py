@@ -1,100 +1,129 @@
-"""What kernels would take on other GPUs, and how far the model that says so is off where it can be tested."""
+"""What calls would take on other GPUs, and how far the models that say so were off where they were put to the test."""
 
-from collections import Counter
+import math
+from itertools import permutations
 
-import numpy as np
-
-from ... import record
-from ...shapes import DIRECTIONS
-from .. import projection
-from ..gpus import EXPS_PER_CLOCK, GPU, GPUS
+from ...shapes import DIRECTIONS, MODELS
+from .. import calls, frozen, projection
+from ..gpus import EXPS_PER_CLOCK, GPUS
 from . import draw
 from .parts import Figure
 
-_GPUS = ("a100", "h100", "h200", "b200")
-_HOPPER = ("h100", "h200")  # where the kernels of fused and persistent run that were counted
-_ON_HOPPER = ("fused", "persistent")
-_SHAPE = "8b-b4"  # whose kernels were counted
-_ITS_OWN = 0.1  # of a term's sum of squares; with less that the other terms cannot make up, its coefficient is arbitrary
-ENOUGH = 2 * len(projection.TERMS)
-Samples = list[projection.Sample]
+ENOUGH = 2 * len(projection.CONSTANTS)
+LIMITS = projection.Errors(median=0.10, weighted=0.12, worst=0.35)
+_NEXT = "b200"  # which nobody here has measured
+_SHAPES = ("8b-b4", "2.7b-b4")
+_SETTLES = ("sweep-64", "sweep-512", "sweep-4096", "graphs", "vision-196", "8b-b1", "8b-b4", "2.7b-b4", "130m-b8")
+Outcomes = list[projection.Outcome]
 
 
 def collect(rows: list[dict]) -> dict:
-    """Fits, tests, and times of the baseline's kernels, and of those of fused and persistent on Hopper; nothing where one GPU
-    has not enough rows.
+    """The first predictions, the fits, their tests, and times on a GPU that was not measured; nothing without a GPU that has
+    enough calls.
     """
-    (kernels, gpu), *others = (read(rows) for read in (
-        projection.read_kernel_samples, projection.read_call_samples, projection.read_samples_of_counters))
-    (calls, _), (counted, _) = others
-    if gpu is None or any(other is not gpu for _, other in others) or min(map(len, (kernels, calls, counted))) < ENOUGH:
+    samples, memory = projection.read_calls(rows), projection.read_memory(rows)
+    of_gpus = {key: [one for one in samples if one.gpu == key] for key in GPUS}
+    measured = sorted((key for key, of in of_gpus.items() if len(of) >= ENOUGH), key=lambda key: -len(of_gpus[key]))
+    if not measured:
         return {}
-    tests = {"a kernel left out": projection.leave_out(kernels, gpu, lambda one: one.what),
-             "a shape left out": projection.leave_out(calls, gpu, lambda one: one.shape),
-             "a kernel left out, by counters": projection.leave_out(counted, gpu, lambda one: one.what)}
-    data = [{"test": test, **_list_facts(left)} for test, found in tests.items() for left in found]
+    fitted = {key: projection.choose_fitted(of_gpus[key]) for key in measured}
+    models = {key: projection.fit(of, memory[key]) for key, of in fitted.items()}
+    tests = {(source, target): projection.predict_across(samples, memory, source, target)
+             for source, target in permutations(measured, 2)}
+    first, steps = frozen.compare(samples), projection.read_steps(rows)
+    figures = {}
+    if first:
+        figures["projection-first"] = _plot({"first model": first}, "µs measured on the H100")
+    if tests:
+        named = {f"{GPUS[source].name} to {GPUS[target].name}": found for (source, target), found in tests.items()}
+        figures["projection-test"] = _plot(named, "µs measured")
+    known = [one for (source, _), found in tests.items() for one in find_within(found, fitted[source])]
+    return {
+        "figures": figures, "first": first,
+        "constants": _list_constants(models),
+        "counts": {GPUS[key].name: len(of) for key, of in fitted.items()},
+        "tests": [(GPUS[source].name, GPUS[target].name, what, part, projection.summarise(part))
+                  for source in measured for target in measured
+                  for what, part in (*_divide(tests.get((source, target), []), fitted[source]),
+                                     ("the operator in training steps",
+                                      _predict_steps(steps, models[source], source, target, memory))) if part],
+        "worst": {key: max(found, key=lambda one: abs(one.error)) for key, found in tests.items()},
+        "missing": [(GPUS[key].name, min(one.us for one in fitted[key]), _list_missing(of_gpus[key])) for key in measured],
+        "settles": ",".join(_SETTLES), "limits": LIMITS, "next": GPUS[_NEXT].name,
+        "interval": projection.find_interval(known) if known else None,
+        "projected": _project(models[measured[0]], measured[0], of_gpus[measured[0]]),
+        "source": GPUS[measured[0]].name,
+    }
 
+
+def is_met(errors: projection.Errors) -> bool:
+    """Whether none is above its limit."""
+    return all(error <= limit for error, limit in zip(errors, LIMITS, strict=True))
+
+
+def find_within(outcomes: Outcomes, fitted: list[projection.Sample]) -> Outcomes:
+    """Those that take no less than what was fitted took: a fit to long calls says little of launches."""
+    least = min(one.us for one in fitted)
+    return [one for one in outcomes if one.sample.us >= least]
+
+
+def _divide(found: Outcomes, fitted: list[projection.Sample]) -> list[tuple[str, Outcomes]]:
+    """What is told apart in the table of tests."""
+    models, seen = {shape.name for shape in MODELS}, {one.shape for one in fitted}
+    return [("every call", found), ("calls no shorter than those fitted", find_within(found, fitted)),
+            ("shapes of published models, which the fit has not seen",
+             [one for one in found if one.sample.shape in models - seen])]
+
+
+def _predict_steps(steps: list[projection.Sample], model: projection.Model, source: str, target: str,
+                   memory: dict[str, float]) -> Outcomes:
+    return projection.apply(model.carry(GPUS[source], GPUS[target], memory[target]),
+                            [one for one in steps if one.gpu == target])
+
+
+def _plot(outcomes: dict[str, Outcomes], label: str) -> Figure:
     def plot(ax) -> None:
         ax.plot([5, 1e4], [5, 1e4], color=draw.MUTED, linewidth=1)
-        for test, marker, shade in zip(tests, "os^", draw.SERIES, strict=False):
-            ax.plot([left.sample.us for left in tests[test]], [left.predicted_us for left in tests[test]], marker, color=shade,
-                    markersize=4, label=test, alpha=0.8)
+        for (name, found), marker, shade in zip(outcomes.items(), "os^", draw.SERIES, strict=False):
+            ax.plot([one.sample.us for one in found], [one.predicted_us for one in found], marker, color=shade, markersize=4,
+                    label=name, alpha=0.6)
         ax.grid(which="major")
 
-    svg = draw.chart(plot, 3.6, xscale="log", yscale="log", xlabel=f"µs measured on {gpu.name}", ylabel="µs predicted")
-    fitted = {f"{len(kernels)} rows of {len({one.what for one in kernels})} kernels": kernels,
-              f"{len(calls)} calls of {len({one.shape for one in calls})} shapes": calls,
-              f"{len(counted)} rows of {len({one.what for one in counted})} kernels of any variant": counted}
-    models = {name: projection.fit(samples, gpu) for name, samples in fitted.items()}
-    of_baseline, _, of_any = models.values()
-    latest = {(one.mode, one.what, one.chunk_size): one for one in kernels if one.shape == _SHAPE}
-    return {
-        "figures": {"projection-test": Figure(svg, data)}, "gpu": gpu, "models": models, "shape": _SHAPE,
-        "tests": [(test, of, projection.summarise(found)) for (test, found), of in zip(tests.items(), fitted, strict=True)],
-        "worst": max(tests["a kernel left out"], key=lambda left: abs(left.error)),
-        "not_told_apart": {name: terms for name, samples in fitted.items() if len(terms := find_alike(samples, gpu)) > 1},
-        "gpus": _name_gpus(gpu, _GPUS), "hopper": _name_gpus(gpu, _HOPPER), "on_hopper": _ON_HOPPER,
-        "kernels": [(one.what, DIRECTIONS.get(one.mode, one.mode), one.chunk_size, *_project(of_baseline, [one], _GPUS))
-                    for one in latest.values()],
-        "calls": _list_calls([one for one in counted if one.variant in _ON_HOPPER and one.shape == _SHAPE], of_any)}
+    data = [{"test": name, **_list_facts(one)} for name, found in outcomes.items() for one in found]
+    return Figure(draw.chart(plot, 3.6, xscale="log", yscale="log", xlabel=label, ylabel="µs predicted"), data)
 
 
-def _list_facts(left: projection.Left) -> dict:
-    one = left.sample
-    return {"variant": one.variant, "what": one.what, "shape": one.shape, "mode": one.mode, "chunk_size": one.chunk_size,
-            "measured_us": one.us, "predicted_us": round(left.predicted_us, 2), "error": round(left.error, 4)}
+def _list_facts(outcome: projection.Outcome) -> dict:
+    one = outcome.sample
+    return {"variant": one.variant, "shape": one.shape, "mode": one.mode, "chunk_size": one.chunk_size,
+            "measured_us": round(one.us, 2), "predicted_us": round(outcome.predicted_us, 1), "error": round(outcome.error, 3)}
 
 
-def find_alike(samples: Samples, gpu: GPU) -> list[str]:
-    """Terms that a combination of the others nearly equals in every sample: rows do not fix their coefficients."""
-    matrix = np.array([sample.terms_us(gpu) for sample in samples]) / np.array([[sample.us] for sample in samples])
-    found = []
-    for n, name in enumerate(projection.TERMS):
-        term, others = matrix[:, n], np.delete(matrix, n, axis=1)
-        left = term - others @ np.linalg.lstsq(others, term, rcond=None)[0]
-        if left @ left < _ITS_OWN * (term @ term):
-            found.append(name)
-    return found
+def _list_constants(models: dict[str, projection.Model]) -> list[tuple[str, str, list[str]]]:
+    """What it is, its unit, and for each GPU its value and how far it is from fixed."""
+    lines = [("memory: a copy on the device, measured", "GB/s", [f"{model.memory_gbps:,.0f}" for model in models.values()])]
+    for n, (name, meaning) in enumerate(projection.CONSTANTS.items()):
+        rate = name.startswith("L2")
+        values = []
+        for value, spread in ((model.constants[n], model.spreads[n]) for model in models.values()):
+            known = f"{1e3 / value:,.0f}" if rate else f"{value:.2f}"
+            values.append(f"{known} ± {100 * spread:.0f} %" if math.isfinite(spread) else "no call has it")
+        lines.append((f"{name}: {meaning}", "GB/s" if rate else "µs", values))
+    return lines
 
 
-def _list_calls(kernels: Samples, model: projection.Model) -> list[tuple]:
-    """Each kernel, and their sum, of each call."""
-    calls = record.group_by(kernels, lambda one: (one.variant, one.mode, one.chunk_size))
-    return [(variant, DIRECTIONS.get(mode, mode), chunk, name, *_project(model, part, _HOPPER))
-            for (variant, mode, chunk), of in calls.items() for name, part in (*((one.what, [one]) for one in of), ("all", of))]
+def _list_missing(samples: list[projection.Sample]) -> list[str]:
+    """Variants and directions that no row of a GPU is of."""
+    there = {(one.variant, one.mode) for one in samples}
+    return [f"{variant} {direction}" for variant in calls.PLAIN + calls.HOPPER for mode, direction in DIRECTIONS.items()
+            if (variant, mode) not in there]
 
 
-def _project(model: projection.Model, kernels: Samples, keys: tuple[str, ...]) -> tuple[str, list[float]]:
-    """The term that the model has most of the kernels' time from; and their time on each GPU, measured or carried over."""
-    parts = Counter()
-    for one in kernels:
-        parts.update(model.parts_us(one))
-    return max(parts, key=parts.get), [sum(one.us if GPUS[key] is model.gpu else model.project_us(one, GPUS[key])
-                                           for one in kernels) for key in keys]
-
-
-def _name_gpus(measured: GPU, keys: tuple[str, ...]) -> list[str]:
-    return [f"{GPUS[key].name}, {'measured' if GPUS[key] is measured else 'extrapolated'}" for key in keys]
+def _project(model: projection.Model, source: str, samples: list[projection.Sample]) -> list[tuple]:
+    """Calls of the plain kernels, which run on any GPU: here, and outright on the next one."""
+    chosen = [one for one in samples if one.variant in calls.PLAIN and one.shape in _SHAPES and one.mode in DIRECTIONS]
+    return [(one.sample.variant, DIRECTIONS[one.sample.mode], one.sample.shape, one.sample.chunk_size, one.sample.us,
+             one.predicted_us) for one in projection.apply(model.carry(GPUS[source], GPUS[_NEXT]), chosen)]
 
 
 def list_sheet() -> list[tuple[str, str, str, str, str]]:

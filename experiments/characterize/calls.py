@@ -1,0 +1,99 @@
+"""What one call does, launch by launch, as far as `projection` needs it for a time; counted, so that nothing here is fitted.
+
+Plain kernels, of baseline and mamba_ssm: bytes and exponentials by the cost model. Each exponential of a pair of tokens goes
+with 4 bytes of CB that come from L2, once for each tile of 64 channels; mamba_ssm's tiles are as wide as a head. The
+recurrence between chunks takes them one after the other.
+
+Kernels on Hopper, of fused and persistent: bytes from their tensors, and the steps of the thread block that does most, from the
+very tables by which the launchers deal sequences out. A step is 64 tokens of two slices of 64 channels, or of one slice for
+hopper_group. Warps of their own fetch what these kernels read; what they write is written by those that work.
+"""
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+
+from fused import schedule
+from fused.hopper import BLOCK_M, SLICE, count_pairs, count_parts
+from fused.time_model import FALLBACK, get_time_model
+from ssd import cost
+from ssd.kernels.arguments import cdiv
+
+PLAIN, HOPPER = ("baseline", "mamba_ssm"), ("fused", "persistent")
+MODES = ("fwd", "fwd_train", "bwd")
+_KEPT_LAUNCHES = 14  # of the baseline's backward after a forward that kept its states, at most
+_CB_ITEMSIZE = 4
+_MODEL = get_time_model(FALLBACK)  # the launchers' own for a GPU without constants, as an H100
+
+
+class Part(NamedTuple):
+    """One launch, or several that are alike.
+
+    Attributes:
+        work: {constant: how often}, for the constants of `projection.CONSTANTS`; L2 in MB.
+        exposed: bytes of memory that are waited for beside the work.
+        hidden: bytes that warps of their own fetch, while others work.
+    """
+
+    work: dict[str, float]
+    exposed: float = 0.0
+    hidden: float = 0.0
+
+
+def count_plain(variant: str, mode: str, p: cost.Problem, launches: int) -> list[Part]:
+    """A call of `baseline` or `mamba_ssm`. launches: tells whether the backward computes states again."""
+    keeps = variant == "baseline" and launches <= _KEPT_LAUNCHES
+    whole = cost.total(cost.count_backward_stages(p, keeps) if mode == "bwd" else cost.count_forward_stages(p))
+    tiles = cdiv(p.headdim, SLICE) if variant == "baseline" else 1
+    walks = 2 if mode == "bwd" else 1
+    return [Part({f"L2 of {variant}": _CB_ITEMSIZE * tiles * whole.exps / 1e6, f"chunk of {variant}": walks * p.nchunks},
+                 whole.bytes)]
+
+
+@cache
+def count_hopper(variant: str, mode: str, p: cost.Problem, sms: int) -> list[Part]:
+    """A call of `fused` or `persistent` by the Gluon kernels, a part for each launch; they heed no chunk size."""
+    nsub, pairs, parts = cdiv(p.seqlen, BLOCK_M), count_pairs(p), count_parts(p.dstate)
+    x, groups, steps = p.itemsize * p.X, p.itemsize * p.K, 8 * p.D  # bytes; steps: dt and dA_cumsum
+    states, inputs = p.itemsize * nsub * p.state, x + groups + steps
+    prepared = [Part({}, (p.itemsize + 8) * p.D)]
+    if mode == "bwd":
+        tiles, heads = p.batch * nsub * p.ngroups, p.nheads // p.ngroups
+        splits = schedule.choose_splits(tiles, heads, sms, FALLBACK)
+        slices = cdiv(tiles * splits, sms) * (cdiv(heads, splits) + _MODEL.group_tile) * cdiv(p.headdim, SLICE)
+        sums = 8 * splits * p.K if splits > 1 else 0  # of dB and dC in fp32
+        group = Part({"group": slices}, (x + 2 * groups + steps + sums) / parts, (2 * (x + groups + states) + steps) / parts)
+        after = [Part({}, (2 * p.itemsize + 20) * p.D), *[Part({}, sums / 2)] * (2 * (splits > 1))]
+        walks = _walk(p, pairs * parts, 1, "every_state_step", "states", inputs, states, sms)
+        return [*prepared, *walks, *[group] * parts, *after]
+    again = (parts - 1) * 2 * x  # the second part of dstate adds to what the first wrote
+    kept = states if mode == "fwd_train" else 0
+    if variant == "persistent":
+        return [*prepared, *_walk(p, pairs, parts, "scan_step", "scan", inputs + groups + again / 2, kept + x + again / 2, sms)]
+    segment = schedule.choose_two_level_segment(p.batch * pairs, nsub, sms, FALLBACK)
+    walked = _MODEL.time_two_level(p.batch * pairs, nsub, sms, segment)
+    scan = Part({"scan": walked}, (x + again / 2) / parts, (inputs + groups + states / segment + again / 2) / parts)
+    step = "every_state_step" if kept else "few_states_step"
+    return [*prepared, *_walk(p, pairs * parts, 1, step, "states", inputs, kept or states / segment, sms), *[scan] * parts]
+
+
+def _walk(p: cost.Problem, pairs: int, parts: int, step: str, constant: str, fetched: float, written: float,
+          sms: int) -> list[Part]:
+    """Launches that walk every sequence, one for each of the parts; and before them the pieces of sequences that are cut.
+
+    fetched, written: bytes, of all launches.
+    """
+    nsub = cdiv(p.seqlen, BLOCK_M)
+    runs = schedule.deal(p.batch, pairs, nsub, sms, FALLBACK, step, True, parts, torch.device("cpu"))
+    walks = [Part({constant: _count_steps(runs.sequences)}, written / parts, fetched / parts)] * parts
+    if runs.pieces is None:
+        return walks
+    walked = float((runs.pieces[..., 3] - runs.pieces[..., 2]).sum()) / (p.batch * pairs * nsub * parts)
+    return [Part({"states": _count_steps(runs.pieces)}, hidden=walked * p.itemsize * (p.X + p.K)), *walks]
+
+
+def _count_steps(runs: torch.Tensor) -> float:
+    """Of the thread block that has most, the start of each run among them. runs: (blocks, nruns, RUN_FIELDS)."""
+    steps = runs[..., 3] - runs[..., 2]
+    return float((steps + _MODEL.two_level_start * (steps > 0)).sum(1).max())
