@@ -46,20 +46,29 @@ def scan_part(i: SSDInputs, return_final_states: bool, variant: str, options: Op
         raise ValueError("context_group: got a group under torch.compile, expected a call outside of what is compiled")
     if is_peer(variant):
         raise ValueError(f"variant: got {variant!r} with context_group, expected one of this project's")
-    if ranks > 1:
-        _check_alike(i, variant, options, group, rank)
-        in_torch = variant == "torch" or not takes_kernels(i.x) or (variant == "auto" and not i.x.is_cuda)
-        place = _Place(group, rank, ranks, in_torch, options or Options())
-        with torch.no_grad():
-            i = replace(i, seq_idx=_find_documents(i, place), cu_seqlens=None)
-            i, decays = _enter(i, place)
-    out, final_states = ssd_chunk_scan(
-        i.x, i.dt, i.A, i.B, i.C, i.chunk_size, i.D, i.z, i.dt_bias, i.initial_states, i.seq_idx, i.cu_seqlens, i.dt_softplus,
-        i.dt_limit, return_final_states=True, state_dtype=i.state_dtype, variant=variant, options=options)
-    if ranks > 1 and wants_gradient((out,)):
+    if i.cu_seqlens is not None and i.seq_idx is None and (return_final_states or i.initial_states is not None):
+        name = "return_final_states" if return_final_states else "initial_states"
+        raise ValueError(f"{name}: got it with cu_seqlens and context_group, expected seq_idx in place of cu_seqlens: documents "
+                         "have no states of their own here")
+    if ranks == 1:
+        return _scan(i, return_final_states, variant, options)
+    _check_alike(i, variant, options, group, rank)
+    in_torch = variant == "torch" or not takes_kernels(i.x) or (variant == "auto" and not i.x.is_cuda)
+    place = _Place(group, rank, ranks, in_torch, options or Options())
+    with torch.no_grad():
+        i = replace(i, seq_idx=_find_documents(i, place), cu_seqlens=None)
+        i, decays = _enter(i, place)
+    out, final_states = _scan(i, True, variant, options)
+    if wants_gradient((out,)):
         out, final_states = _Leave.apply(out, final_states, place, i.settings, decays, i.z, i.C, i.dt, i.A, i.dt_bias,
                                          i.seq_idx)
     return (out, final_states) if return_final_states else out
+
+
+def _scan(i: SSDInputs, return_final_states: bool, variant: str, options: Options | None):
+    return ssd_chunk_scan(
+        i.x, i.dt, i.A, i.B, i.C, i.chunk_size, i.D, i.z, i.dt_bias, i.initial_states, i.seq_idx, i.cu_seqlens, i.dt_softplus,
+        i.dt_limit, return_final_states, state_dtype=i.state_dtype, variant=variant, options=options)
 
 
 def _check_alike(i: SSDInputs, variant: str, options: Options | None, group: dist.ProcessGroup, rank: int) -> None:

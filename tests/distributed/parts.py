@@ -76,13 +76,14 @@ def scan(group: Group, problem: Problem) -> Found:
     cut = {name: t[:, at] for name in _OF_TOKENS if (t := getattr(whole, name)) is not None}
     documents = None if whole.seq_idx is None or whole.cu_seqlens is not None else whole.seq_idx[:, at]
     inputs = leaves(replace(whole, **cut, seq_idx=documents, initial_states=whole.initial_states if first else None))
-    out, final_states = ssd_chunk_scan(**arguments(inputs) | {"return_varlen_states": False}, variant=problem.variant,
-                                       return_final_states=True, context_group=group)
-    leaving = ((final_states, dfinal_states.to(final_states.dtype)),) if last else ()
-    torch.autograd.backward(*zip((out, dout[:, at]), *leaving, strict=True))
+    given = arguments(inputs) | {"return_varlen_states": False, "return_final_states": whole.cu_seqlens is None}
+    out = ssd_chunk_scan(**given, variant=problem.variant, context_group=group)
+    results = {"tokens out": (out, dout[:, at])} if whole.cu_seqlens is not None else {
+        "tokens out": (out[0], dout[:, at]), "last final_states": (out[1], dfinal_states.to(out[1].dtype) if last else None)}
+    torch.autograd.backward(*zip(*[pair for pair in results.values() if pair[1] is not None], strict=True))
     joined = dict.fromkeys(_OF_TOKENS, "tokens") | {"initial_states": "first"}
     grads = {f"{joined.get(name, 'sum')} d{name}": t.cpu() for name, t in gradients(inputs).items()}
-    return {"tokens out": out.detach().cpu(), "last final_states": final_states.detach().cpu(), **grads}
+    return {name: t.detach().cpu() for name, (t, _) in results.items()} | grads
 
 
 def convolve(group: Group, parts: tuple[int, ...], kind: str) -> Found:

@@ -112,6 +112,7 @@ def test_what_ranks_pass_unlike_is_named(size, rank, changed, said, ranks):
     ({"cu_seqlens": torch.tensor([0, 3, 4])}, ValueError, r"cu_seqlens: got \[0, 3, 4\], .* to 8, the tokens of all ranks"),
     ({"cu_seqlens": torch.tensor([0.0, 8.0])}, TypeError, "cu_seqlens: got dtype torch.float32"),
     ({"seq_idx": torch.zeros(1, 8, dtype=torch.int32)}, ValueError, r"seq_idx: got shape \(1, 8\), expected \(1, 4\)"),
+    ({"cu_seqlens": torch.tensor([0, 3, 8]), "return_final_states": True}, ValueError, "return_final_states: got it with"),
     ({"return_varlen_states": True}, ValueError, "return_varlen_states: got True with context_group"),
 ], ids=lambda value: "+".join(value) if isinstance(value, dict) else "")
 def test_refusals(changed, kind, said, ranks):
