@@ -1,7 +1,8 @@
 """One model trained by several processes, a GPU each, as torchrun starts them; or by this one alone.
 
-A micro-batch is dealt out in equal parts. With "ddp" every process has the whole model, and they average gradients; with "fsdp"
-each has a part of every tensor, and they gather a layer when it is its turn.
+A micro-batch is dealt out: its samples in equal parts, or with "cp" and "cp-fsdp" the tokens of every sample (context
+parallelism). With "ddp" and "cp" every process has the whole model, and they average gradients; with "fsdp" and "cp-fsdp" each
+has a part of every tensor, and they gather a layer when it is its turn.
 """
 
 import os
@@ -17,7 +18,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from .training_run import WAYS
+from ssd.modules import Mamba2
+from ssd.registry import is_peer
+
+from .training_run import WAYS, Run
 
 _SUMMED_BYTES, _SUMS = 256 * 2**20, 5
 _PATIENCE = timedelta(hours=1)  # with the first process, which writes checkpoints
@@ -45,9 +49,13 @@ class Team:
         """
         if self.size == 1:
             return model
+        if self.cuts_tokens:
+            for module in model.modules():
+                if isinstance(module, Mamba2):
+                    module.context_group = dist.group.WORLD
         if self.device.type == "cuda":  # torch has none on CPUs, where each process takes the statistics of its own part
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-        if self.way == "ddp":
+        if self.way in ("ddp", "cp"):
             return _Copy(model, [self.device] if self.device.type == "cuda" else None)
         for layers in reversed([module for module in model.modules() if isinstance(module, nn.ModuleList)]):
             for layer in layers:
@@ -65,8 +73,38 @@ class Team:
             model.set_requires_gradient_sync(now)
         yield
 
+    @property
+    def cuts_tokens(self) -> bool:
+        return self.size > 1 and self.way.startswith("cp")
+
+    def check(self, run: Run) -> None:
+        """Refuses a run whose micro-batches cannot be dealt out, by the option's name."""
+        if not self.cuts_tokens:
+            if run.batch % self.size:
+                raise ValueError(f"--batch: got {run.batch}, expected a multiple of {self.size}, so that each process has its "
+                                 "part")
+            return
+        if run.workload != "mamba2":
+            raise ValueError(f"--parallel: got {self.way} with the workload {run.workload}, expected mamba2: other layers take "
+                             "whole sequences")
+        if run.compile:
+            raise ValueError(f"--compile: got it with --parallel {self.way}, expected none: exchanges are not compiled")
+        if is_peer(run.variant):
+            raise ValueError(f"--variant: got {run.variant!r} with --parallel {self.way}, expected one of this project's")
+        if run.seqlen < self.size:
+            raise ValueError(f"--seqlen: got {run.seqlen}, expected at least {self.size}, so that each process has its part")
+
+    def cut(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """This process's tokens of each sample; a batch of tensors (batch, seqlen)."""
+        if not self.cuts_tokens:
+            return batch
+        return {name: t[:, t.shape[1] * self.rank // self.size : t.shape[1] * (self.rank + 1) // self.size]
+                for name, t in batch.items()}
+
     def part(self, batch: range) -> range:
-        """This process's samples of a batch whose length `size` divides."""
+        """This process's samples of a batch whose length `size` divides; all where it has a part of each."""
+        if self.cuts_tokens:
+            return batch
         each = len(batch) // self.size
         return batch[self.rank * each : (self.rank + 1) * each]
 

@@ -72,8 +72,7 @@ def train(run: Run, out: Path, console: Console, resume: bool = False, rows: Pat
         Interrupted: by SIGTERM or SIGINT. It finished the step and saved.
     """
     with join_team(way) as team:
-        if run.batch % team.size:
-            raise ValueError(f"--batch: got {run.batch}, expected a multiple of {team.size}, so that each process has its part")
+        team.check(run)
         end = _run_steps(run, out, console if team.rank == 0 else Console(quiet=True), resume, rows, team, graph)
     if isinstance(end, Interrupted):  # not within, which the processes then would not leave together
         raise end

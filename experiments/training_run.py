@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 DTYPES = ("fp32", "bf16")
 OPTIMIZERS = ("adamw", "lamb")
-WAYS = ("ddp", "fsdp")  # of several processes, see `parallel`
+WAYS = ("ddp", "fsdp", "cp", "cp-fsdp")  # of several processes, see `parallel`
 _AT_LEAST = {"steps": 1, "batch": 1, "seqlen": 2, "accumulate": 1, "warmup": 0, "save_every": 0, "clip": 0, "weight_decay": 0,
              "seed": 0}
 _OF_PRESET = ("batch", "seqlen", "lr", "optimizer", "weight_decay")  # the preset's unless given

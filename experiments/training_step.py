@@ -72,7 +72,7 @@ def make_batches(run: Run, workload: Workload, dataset: Dataset, done: int, team
                         generator=torch.Generator())  # not the one that steps draw from
     try:
         for batch in loader:
-            yield {name: t.to(team.device, non_blocking=True) for name, t in batch.items()}
+            yield {name: t.to(team.device, non_blocking=True) for name, t in team.cut(batch).items()}
     except ValueError as error:  # a worker's is a traceback, whose last line says what happened
         raise ValueError(str(error).strip().rpartition("\n")[2].removeprefix("ValueError: ")) from error
 

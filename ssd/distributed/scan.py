@@ -48,8 +48,8 @@ def scan_part(i: SSDInputs, return_final_states: bool, variant: str, options: Op
         raise ValueError(f"variant: got {variant!r} with context_group, expected one of this project's")
     if i.cu_seqlens is not None and i.seq_idx is None and (return_final_states or i.initial_states is not None):
         name = "return_final_states" if return_final_states else "initial_states"
-        raise ValueError(f"{name}: got it with cu_seqlens and context_group, expected seq_idx in place of cu_seqlens: documents "
-                         "have no states of their own here")
+        raise ValueError(f"{name}: got it with cu_seqlens and context_group, expected seq_idx in its place: documents have no "
+                         "states of their own here")
     if ranks == 1:
         return _scan(i, return_final_states, variant, options)
     _check_alike(i, variant, options, group, rank)

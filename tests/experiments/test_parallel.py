@@ -15,13 +15,13 @@ import torch
 from rich.console import Console
 
 from experiments import checkpoints, record
-from experiments.parallel import WAYS
+from experiments.parallel import Team
 from experiments.train import train
 from experiments.training_run import make_run
 from ssd.block import arguments
 from tests.experiments.small import VARIANT, needs_graphs, read_log, read_saved
 from tests.experiments.test_train import start_module
-from tests.experiments.undrawn import runs_of, train_undrawn
+from tests.experiments.undrawn import runs_of, train_undrawn, ways_of
 
 needs_two = pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.device_count() == 1, reason="needs no GPU, or two")
 needs_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs: on CPUs torch syncs no batch norms")
@@ -129,7 +129,7 @@ def test_every_workload_in_either_way(workload, tmp_path):
     train_undrawn(workload, tmp_path / "one", "ddp")
     ranks = [start_module("tests.experiments.undrawn", workload, tmp_path / "two", **environment) for environment in two()]
     said_by(ranks)
-    for way in WAYS:
+    for way in ways_of(workload):
         for name in runs_of(workload):
             out, by_one = tmp_path / "two" / way / name, tmp_path / "one" / "ddp" / name
             assert_same_steps(out, by_one)
@@ -137,6 +137,17 @@ def test_every_workload_in_either_way(workload, tmp_path):
             for batch_norm, t in saved(out).items():
                 if batch_norm.endswith(("num_batches_tracked", "running_var")):
                     torch.testing.assert_close(t, expected[batch_norm], rtol=1e-2, atol=0)
+
+
+@pytest.mark.parametrize("way, changed, said", [
+    ("ddp", {"batch": 3}, "--batch: got 3, expected a multiple of 2"),
+    ("cp", {"workload": "hybrid"}, "--parallel: got cp with the workload hybrid, expected mamba2"),
+    ("cp-fsdp", {"compile": True}, "--compile: got it with --parallel cp-fsdp"),
+    ("cp", {"variant": "fla"}, "--variant: got 'fla' with --parallel cp"),
+], ids=("batch", "workload", "compile", "variant"))
+def test_runs_that_cannot_be_dealt_out(way, changed, said):
+    with pytest.raises(ValueError, match=said):
+        Team(0, 2, torch.device("cpu"), way).check(make_run(**{"workload": "mamba2"} | changed))
 
 
 @needs_two
