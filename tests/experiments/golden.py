@@ -12,7 +12,7 @@ from experiments.workloads import get_workload, workload_names
 from tests.experiments.small import read_log
 
 GOLDEN = Path(__file__).with_suffix(".json")
-STEPS = 30
+STEPS = 12
 CASES = [(name, mixer) for name in workload_names() for mixer in get_workload(name).mixers]
 
 
