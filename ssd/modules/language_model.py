@@ -104,6 +104,7 @@ class Mamba2LM(nn.Module):
         stops = decoding.list_stops(eos_token_id, self.config.vocab_size)
         decoding.check_graph(self, input_ids.device, graph)
         input_ids, mask = decoding.align_right(input_ids, attention_mask)
+        self.backbone.check_vocabulary(input_ids)
         if cache is None:
             cache = self.new_cache(len(input_ids))
         self.backbone.check_cache(cache, len(input_ids))
@@ -201,10 +202,18 @@ class _Backbone(nn.Module):
             residual = residual + layer.mixer.step(layer.normed(residual), its_cache, A)
         return _normed(self.norm_f, residual)
 
-    def _embedded(self, input_ids: Tensor) -> Tensor:
-        # reading a GPU's tokens waits for it
+    def check_vocabulary(self, input_ids: Tensor) -> None:
+        """Raises:
+            ValueError: a token beyond the vocabulary. Not looked for on a GPU, since reading its tokens waits for it.
+        """
         if (input_ids.device.type == "cpu" or value_checks.ENABLED) and not torch.compiler.is_compiling():
-            _check_vocabulary(input_ids, self.embedding.num_embeddings)
+            low, high = (int(end) for end in input_ids.aminmax())
+            size = self.embedding.num_embeddings
+            if low < 0 or high >= size:
+                raise ValueError(f"input_ids: got {low if low < 0 else high}, expected tokens from 0 to {size - 1}")
+
+    def _embedded(self, input_ids: Tensor) -> Tensor:
+        self.check_vocabulary(input_ids)
         embedded = self.embedding(input_ids)
         return embedded.float() if self.residual_in_fp32 else embedded
 
@@ -256,12 +265,6 @@ def _check_ids(input_ids: Tensor, shape: str) -> None:
         raise TypeError(f"input_ids: got {input_ids.dtype}, expected torch.int32 or torch.int64")
     if input_ids.dim() != (2 if "seqlen" in shape else 1) or 0 in input_ids.shape:
         raise ValueError(f"input_ids: got shape {tuple(input_ids.shape)}, expected {shape}, each at least 1")
-
-
-def _check_vocabulary(input_ids: Tensor, size: int) -> None:
-    low, high = (int(end) for end in input_ids.aminmax())
-    if low < 0 or high >= size:
-        raise ValueError(f"input_ids: got {low if low < 0 else high}, expected tokens from 0 to {size - 1}")
 
 
 def _check_tied(head: Tensor, embedding: Tensor | None) -> None:

@@ -153,7 +153,7 @@ def test_sequences_end(device):
 ])
 def test_bad_ids(ids, error, message):
     model = made()
-    for call in (model, lambda ids: model.generate(ids, 1)):
+    for call in (model, lambda ids: model.stream(ids, 1)):
         with pytest.raises(error, match=message):
             call(ids)
 
