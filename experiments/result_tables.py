@@ -288,8 +288,10 @@ def tabulate_gains(rows: list[dict]) -> str:
         one, best = theirs[0], min(ours, key=itemgetter("p50_us"))
         if one["ssm_us"] and best["ssm_us"]:
             step, ssm = one["p50_us"] - best["p50_us"], one["ssm_us"] - best["ssm_us"]
-            lines.append([*_list_settings(one, "workload", "preset", "mixer", "batch"), *_describe_step(one), best["variant"],
-                          *_describe_step(best), f"{best['speedup']:.2f}", f"{one['ssm_us'] / best['ssm_us']:.2f}",
+            workload, *settings = _list_settings(one, "workload", "preset", "mixer", "batch")
+            workload += ", captured" if one.get("graph") else ""
+            lines.append([workload, *settings, *_describe_step(one), best["variant"], *_describe_step(best),
+                          f"{best['speedup']:.2f}", f"{one['ssm_us'] / best['ssm_us']:.2f}",
                           f"{100 * ssm / step:.0f} %" if step > 0 and ssm > 0 else ""])
     return _GAINS_HEAD + render_lines(lines) if lines else "No rows yet: no GPU has run the sweep beside upstream.\n"
 
@@ -306,7 +308,7 @@ def _describe_step(row: dict) -> tuple[str, str]:
 
 def tabulate_several_gpus(rows: list[dict]) -> str:
     """Markdown of the latest training of each kind on several GPUs beside the same on one: its steps, its loss."""
-    trained = {(_describe_training(row), row["gpus"], row["way"]): row for row in rows if row["gpu"]}
+    trained = {(_describe_training(row), row["gpus"], row["way"]): row for row in rows if row["gpu"] and not row.get("graph")}
     lines = []
     for (alike, gpus, way), row in trained.items():
         if gpus > 1 and (one := trained.get((alike, 1, None))):

@@ -13,6 +13,7 @@ def points(rows: list[dict]) -> dict[str, dict[str, tuple[float, float | None, f
     for row in rows:
         if record.has_default_options(row):
             what = f"{row['workload']} {row['preset']} ({row['mixer']}), batch {row['batch']}, {row['dtype']}, {row['gpu']}"
+            what += ", captured" if row.get("graph") else ""
             ssm = None if row["ssm_us"] is None else row["ssm_us"] / 1e3
             found.setdefault(what, {})[row["variant"]] = row["p50_us"] / 1e3, ssm, row.get("speedup")
     return found

@@ -36,8 +36,8 @@ def explain_refusal(run: Run, team: Team) -> str | None:
         return "a CUDA graph needs a GPU, found none"
     if team.size > 1:
         return f"steps of {team.size} processes are not captured"
-    if workload.unit == "graphs":
-        return "batches of graphs differ in their shapes"
+    if workload.fill_up and not run.buckets:
+        return "batches of graphs differ in their sizes without --buckets"
     if run.checkpoint_activations and run.workload == "mambavision":
         return "with --checkpoint-activations the backward restores the generator's state to drop the same paths, on the host"
     if run.variant == "fla" and run.documents and workload.unit == "tokens":

@@ -23,6 +23,7 @@ from .timing import list_launches, measure_matrix_tflops
 from .training_run import Run
 from .training_step import Step, build_model, make_batches
 from .workloads import Workload, get_workload
+from .workloads.graph_padding import count_fill
 
 _BATCHES = 4  # of steps, whose data are drawn before, so that none waits for them
 
@@ -109,6 +110,7 @@ def measure_steps(base: Run, candidates: list[Candidate], repeats: int, warmup: 
             if candidate not in notes:
                 times[candidate].append(try_call(candidate, partial(step, candidate, number)))
 
+    fill_pct = 100 * float(np.mean([count_fill(batch) for batches in held for batch in batches])) if base.buckets else None
     problems = workload.scans(base.sizes, base.batch, base.seqlen) if workload.scans else []
     problems = [replace(problem, itemsize=2 if base.dtype == "bf16" else 4) for problem in problems]
     ideal = sum((cost.ideal(problem, "fwd_bwd") for problem in problems), cost.Cost())
@@ -125,6 +127,7 @@ def measure_steps(base: Run, candidates: list[Candidate], repeats: int, warmup: 
         rows[candidate] = {
             "p20_us": p20, "p50_us": p50, "p80_us": p80, "unit": workload.unit, "units_per_s": base.units / p50 * 1e6,
             **facts[candidate], "ideal_bytes": ideal_bytes or None, "effective_gbps": effective, "graph": graph,
+            "fill_pct": fill_pct,
             "host_us": float(np.median(host)), "idle_pct": 100 * max(1 - busy_us / p50, 0) if busy_us else None,
             "tflops": tflops, "peak_tflops": peak_tflops, "mfu_pct": 100 * tflops / peak_tflops if peak_tflops else None}
     return rows

@@ -16,7 +16,7 @@ DTYPES = ("fp32", "bf16")
 OPTIMIZERS = ("adamw", "lamb")
 WAYS = ("ddp", "fsdp", "cp", "cp-fsdp")  # of several processes, see `parallel`
 _AT_LEAST = {"steps": 1, "batch": 1, "seqlen": 2, "accumulate": 1, "warmup": 0, "save_every": 0, "clip": 0, "weight_decay": 0,
-             "seed": 0}
+             "seed": 0, "buckets": 1}
 _OF_PRESET = ("batch", "seqlen", "lr", "optimizer", "weight_decay")  # the preset's unless given
 
 
@@ -44,6 +44,7 @@ class Run:
         compile: use torch.compile.
         seed: of weights and data.
         save_every: steps between checkpoints; the last step is saved, too. 0: save only when a signal ends the run.
+        buckets: of graphs: nodes and edges of a batch are filled up to one of so many sizes in each doubling; None: to none.
         start: a folder that `ssd.pruning.save` wrote, whose weights and sizes the model starts with.
 
     Raises:
@@ -71,6 +72,7 @@ class Run:
     compile: bool = False
     seed: int = 0
     save_every: int = 1000
+    buckets: int | None = None
     start: str | None = None
 
     def __post_init__(self):
@@ -81,6 +83,8 @@ class Run:
         if self.seqlen is not None and workload.presets[self.preset].seqlen is None:
             raise ValueError(f"--seqlen: got {self.seqlen}, expected none: {workload.unit} of {self.workload} are as large as "
                              "they are")
+        if self.buckets is not None and workload.fill_up is None:
+            raise ValueError(f"--buckets: got {self.buckets}, expected none: batches of {self.workload} are of one size")
         for name, usual in (("tokenizer", "bytes"), ("documents", True)):
             if getattr(self, name) != usual and workload.unit != "tokens":
                 raise ValueError(f"{option(name)}: got {getattr(self, name)!r}, expected none: {self.workload} reads no text")

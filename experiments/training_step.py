@@ -8,6 +8,8 @@ import math
 import os
 import signal
 from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -68,13 +70,18 @@ def make_batches(run: Run, workload: Workload, dataset: Dataset, done: int, team
     of_step, on_gpu = run.batch * run.accumulate, team.device.type == "cuda"
     parts = [team.part(range(n, n + run.batch)) for n in range(done * of_step, run.steps * of_step, run.batch)]
     loader = DataLoader(dataset, batch_sampler=parts, pin_memory=on_gpu, num_workers=_workers(team) if on_gpu else 0,
-                        collate_fn=workload.collate, worker_init_fn=_outlast_signals,
+                        collate_fn=partial(_collate, run, workload) if run.buckets else workload.collate,
+                        worker_init_fn=_outlast_signals,
                         generator=torch.Generator())  # not the one that steps draw from
     try:
         for batch in loader:
             yield {name: t.to(team.device, non_blocking=True) for name, t in team.cut(batch).items()}
     except ValueError as error:  # a worker's is a traceback, whose last line says what happened
         raise ValueError(str(error).strip().rpartition("\n")[2].removeprefix("ValueError: ")) from error
+
+
+def _collate(run: Run, workload: Workload, samples: list[Any]) -> dict[str, Tensor]:
+    return workload.fill_up(run, workload.collate(samples))
 
 
 def _workers(team: Team) -> int:

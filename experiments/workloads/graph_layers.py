@@ -7,6 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from .graph_mixers import Sequences
+from .graph_padding import normalise
+
+Real = tuple[Tensor | None, Tensor | None]  # nodes and edges, as `graph_padding.find_real` has them
 
 
 class GatedGCN(nn.Module):
@@ -26,7 +29,7 @@ class GatedGCN(nn.Module):
         self.of_edges = nn.Linear(d_model, d_model)  # C
         self.norm_nodes, self.norm_edges = nn.BatchNorm1d(d_model), nn.BatchNorm1d(d_model)
 
-    def forward(self, h: Tensor, e: Tensor, edge_index: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, h: Tensor, e: Tensor, edge_index: Tensor, real: Real = (None, None)) -> tuple[Tensor, Tensor]:
         """h: (nodes, d_model), e: (edges, d_model), edge_index: (2, edges), from where to where; to h and e after it."""
         source, target = edge_index
         d_model = h.shape[1]
@@ -36,8 +39,8 @@ class GatedGCN(nn.Module):
         weight = gate.sigmoid()
         sums = h.new_zeros(len(h), 2 * d_model).index_put((target,), torch.cat([weight * value, weight], 1), accumulate=True)
         weighted, total = sums.chunk(2, 1)
-        h = h + self.norm_nodes(own + weighted / (total + 1e-6)).relu()
-        return h, e + self.norm_edges(gate).relu()
+        h = h + normalise(self.norm_nodes, own + weighted / (total + 1e-6), real[0]).relu()
+        return h, e + normalise(self.norm_edges, gate, real[1]).relu()
 
 
 class GraphMambaLayer(nn.Module):
@@ -54,9 +57,10 @@ class GraphMambaLayer(nn.Module):
         self.norm_messages, self.norm_mixer, self.norm_out = (nn.BatchNorm1d(d_model) for _ in range(3))
         self.ffn = nn.Sequential(nn.Linear(d_model, 2 * d_model), nn.ReLU(), nn.Linear(2 * d_model, d_model))
 
-    def forward(self, h: Tensor, e: Tensor, edge_index: Tensor, graphs: Sequences, orders: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, h: Tensor, e: Tensor, edge_index: Tensor, graphs: Sequences, orders: Tensor,
+                real: Real = (None, None)) -> tuple[Tensor, Tensor]:
         """Args:
-            h, e, edge_index: as `GatedGCN.forward` has them.
+            h, e, edge_index, real: as `GatedGCN.forward` has them.
             graphs: of the nodes.
             orders: (permutations, nodes), of `degree_orders`; the mixer's results are their mean.
 
@@ -64,9 +68,9 @@ class GraphMambaLayer(nn.Module):
             h and e after the layer.
         """
         mixed = torch.stack([mix_in_order(self.mixer, h, graphs, order) for order in orders]).mean(0)
-        local, e = self.messages(h, e, edge_index)
-        h = self.norm_messages(local) + self.norm_mixer(h + mixed)
-        return self.norm_out(h + self.ffn(h)), e
+        local, e = self.messages(h, e, edge_index, real)
+        h = normalise(self.norm_messages, local, real[0]) + normalise(self.norm_mixer, h + mixed, real[0])
+        return normalise(self.norm_out, h + self.ffn(h), real[0]), e
 
 
 def degree_orders(edge_index: Tensor, number: Tensor, noise: Tensor) -> Tensor:
@@ -80,9 +84,14 @@ def degree_orders(edge_index: Tensor, number: Tensor, noise: Tensor) -> Tensor:
     Returns:
         The shape of noise, int64: the node that comes first, the second, ...
     """
-    degree = torch.bincount(edge_index[0], minlength=len(number))
+    degree = count_edges(edge_index, len(number))
     most = edge_index.shape[1] + 1
     return (number * most + degree + noise.double()).argsort(-1)  # exact in fp64, which has room for all three
+
+
+def count_edges(edge_index: Tensor, nodes: int) -> Tensor:
+    """(nodes,) int64, how many edges start at each; torch.bincount would wait for the GPU."""
+    return edge_index.new_zeros(nodes).index_add(0, edge_index[0], torch.ones_like(edge_index[0]))
 
 
 def mix_in_order(mixer: nn.Module, h: Tensor, graphs: Sequences, order: Tensor) -> Tensor:

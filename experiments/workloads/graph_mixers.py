@@ -21,7 +21,7 @@ class Sequences:
     Attributes:
         number, place: (tokens,) int64, the sequence of each token, which rises, and the token's place in it.
         lengths: (sequences,) int64.
-        longest: of the lengths.
+        longest: of the lengths; the last sequence may be longer, and what is beyond is then nobody's.
     """
 
     number: Tensor
@@ -30,11 +30,13 @@ class Sequences:
     longest: int
 
     @classmethod
-    def of(cls, number: Tensor, ends: Tensor) -> Sequences:
-        """number: as above; ends: (sequences + 1,), 0 and the places in the row at which sequences end."""
+    def of(cls, number: Tensor, ends: Tensor, longest: int | None = None) -> Sequences:
+        """number: as above; ends: (sequences + 1,), 0 and the places in the row at which sequences end; longest: as above, read
+        from the lengths unless given.
+        """
         place = torch.arange(len(number), device=number.device) - ends[number]
         lengths = ends.diff()
-        return cls(number, place, lengths, int(lengths.max()))
+        return cls(number, place, lengths, int(lengths.max()) if longest is None else longest)
 
     @classmethod
     def alike(cls, count: int, length: int, device: torch.device) -> Sequences:
@@ -48,15 +50,15 @@ class Sequences:
 
     def pad(self, row: Tensor) -> Tensor:
         """(tokens, channels) as (sequences, longest, channels), zeros after what is shorter."""
-        padded = row.new_zeros(len(self.lengths) * self.longest, row.shape[1])
-        return padded.index_copy(0, self._slots(), row).view(-1, self.longest, row.shape[1])
+        padded = row.new_zeros(len(self.lengths) * self.longest + 1, row.shape[1])  # the last for what is beyond
+        return padded.index_copy(0, self._slots(), row)[:-1].view(-1, self.longest, row.shape[1])
 
     def pack(self, dense: Tensor) -> Tensor:
         """The row that `pad` was given."""
-        return dense.flatten(0, 1).index_select(0, self._slots())
+        return dense.flatten(0, 1).index_select(0, self._slots().clamp(max=len(self.lengths) * self.longest - 1))
 
     def _slots(self) -> Tensor:
-        return self.number * self.longest + self.place
+        return (self.number * self.longest + self.place).clamp(max=len(self.lengths) * self.longest)
 
 
 class Mamba1(nn.Module):

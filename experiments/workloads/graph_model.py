@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .graph_layers import GraphMambaLayer, degree_orders, keep_statistics
 from .graph_mixers import Bidirectional, Mamba1, PackedMamba2, Sequences
+from .graph_padding import find_real, normalise
 from .graph_walks import WalkEncoder, random_walks
 from .graphs import GraphData
 
@@ -75,30 +76,32 @@ class GraphModel(nn.Module):
 
     def forward(self, batch: dict[str, Tensor], noise: Tensor | None = None, walks: Tensor | None = None) -> Tensor:
         """Args:
-            batch: as `graphs.collate` makes it.
+            batch: as `graphs.collate` makes it, or `graph_padding.fill_up`.
             noise: (layers, permutations, nodes), of U[0, 1), for the orders of nodes; unless given, torch's generator draws one
                 permutation, or five in eval mode.
             walks: (hops + 1, nodes, walks), see `graph_walks.random_walks`, which draws them unless given.
 
         Returns:
-            (graphs, outputs), or (nodes, outputs) where the data's task is one of nodes.
+            (graphs, outputs), or (nodes, outputs) where the data's task is one of nodes; of what fills up only nodes.
         """
         edge_index, number, nodes = batch["edge_index"], batch["batch"], len(batch["x"])
-        graphs = Sequences.of(number, batch["ptr"])
-        h, e = self.of_nodes(batch["x"]), self.of_edges(batch["edge_attr"])
+        graphs = Sequences.of(number, batch["ptr"], len(batch["longest"]) if "longest" in batch else None)
+        real = find_real(batch)
+        h, e = self.of_nodes(batch["x"], real[0]), self.of_edges(batch["edge_attr"], real[1])
         if self.of_positions is not None:
-            h = h + self.of_positions(batch["random_walk_pe"])
+            h = h + self.of_positions(batch["random_walk_pe"], real[0])
         h, e = (t.to(self.head[-1].weight.dtype) for t in (h, e))  # under autocast too, whose dtype is too coarse to add up in
         if self.of_walks is not None:
             if walks is None:
                 walks = random_walks(edge_index, nodes, self.sizes.walks, self.sizes.hops)
-            h = self._compute(self.of_walks, h, walks)
+            h = self._compute(self.of_walks, h, walks, real[0])
         if noise is None:
             noise = torch.rand(len(self.layers), 1 if self.training else _PERMUTATIONS, nodes, device=h.device)
         for layer, orders in zip(self.layers, degree_orders(edge_index, number, noise), strict=True):
-            h, e = self._compute(layer, h, e, edge_index, graphs, orders)
+            h, e = self._compute(layer, h, e, edge_index, graphs, orders, real)
         if self.sizes.data.task != "nodes":
             h = torch.segment_reduce(h, self.sizes.pooling, lengths=graphs.lengths, unsafe=True)  # of lengths that add up
+            h = h if real[0] is None else h[:-1]
         return self.head(h)
 
     def _compute(self, part: nn.Module, *given: Any) -> Any:
@@ -116,15 +119,24 @@ class _Categories(nn.Module):
         self.embedding = nn.Embedding(sum(counts), d_model)
         self.register_buffer("first", torch.tensor([sum(counts[:n]) for n in range(len(counts))]), persistent=False)
 
-    def forward(self, columns: Tensor) -> Tensor:
+    def forward(self, columns: Tensor, _: Tensor | None = None) -> Tensor:
         return self.embedding(columns + self.first).sum(1)
 
 
+class _Numbers(nn.Sequential):
+    """Columns of numbers, normed, and so whatever their units are, through a linear map: (rows, columns) to (rows, d_model)."""
+
+    def __init__(self, columns: int, d_model: int):
+        super().__init__(nn.BatchNorm1d(columns), nn.Linear(columns, d_model))
+
+    def forward(self, columns: Tensor, real: Tensor | None = None) -> Tensor:
+        norm, linear = self
+        return linear(normalise(norm, columns, real))
+
+
 def _encoder(features: int | tuple[int, ...], d_model: int) -> nn.Module:
-    """Of columns as `GraphData` describes them. Numbers are normed before a linear map, whatever their units are."""
-    if isinstance(features, tuple):
-        return _Categories(features, d_model)
-    return nn.Sequential(nn.BatchNorm1d(features), nn.Linear(features, d_model))
+    """Of columns as `GraphData` describes them."""
+    return _Categories(features, d_model) if isinstance(features, tuple) else _Numbers(features, d_model)
 
 
 def _mixer(sizes: GraphSizes, variant: str) -> nn.Module:
@@ -147,5 +159,5 @@ def graph_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         case "graphs":
             return F.cross_entropy(logits, y.long())
         case "nodes":
-            others = len(y) - torch.bincount(y.long(), minlength=logits.shape[1])
-            return F.cross_entropy(logits, y.long(), others.clamp(min=1) / len(y))
+            counts = (y[:, None] == torch.arange(logits.shape[1], device=y.device)).sum(0)
+            return F.cross_entropy(logits, y.long(), (counts.sum() - counts).clamp(min=1) / counts.sum())

@@ -5,7 +5,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from .graph_layers import count_edges
 from .graph_mixers import Bidirectional, Sequences
+from .graph_padding import normalise
 
 
 class WalkEncoder(nn.Module):
@@ -20,12 +22,12 @@ class WalkEncoder(nn.Module):
         super().__init__()
         self.mixer, self.norm = Bidirectional(make), nn.BatchNorm1d(d_model)
 
-    def forward(self, h: Tensor, walks: Tensor) -> Tensor:
-        """h: (nodes, d_model), to the same; walks: as `random_walks` has them."""
+    def forward(self, h: Tensor, walks: Tensor, real: Tensor | None = None) -> Tensor:
+        """h: (nodes, d_model), to the same; walks: as `random_walks` has them; real: of `graph_padding.find_real`."""
         tokens = walk_tokens(h, walks)
         nodes, length, _ = tokens.shape
         mixed = self.mixer(tokens.flatten(0, 1), Sequences.alike(nodes, length, h.device))
-        return self.norm(h + mixed.unflatten(0, (nodes, length))[:, -1])
+        return normalise(self.norm, h + mixed.unflatten(0, (nodes, length))[:, -1], real)
 
 
 def walk_tokens(h: Tensor, walks: Tensor) -> Tensor:
@@ -56,7 +58,7 @@ def random_walks(edge_index: Tensor, nodes: int, walks: int, hops: int) -> Tenso
         (hops + 1, nodes, walks) int64, the node after each step.
     """
     itself = torch.arange(nodes, device=edge_index.device)
-    degree = torch.bincount(edge_index[0], minlength=nodes)
+    degree = count_edges(edge_index, nodes)
     by_source = torch.cat([edge_index[0], itself]).argsort(stable=True)
     ends = torch.cat([edge_index[1], itself])[by_source]  # of each node's edges, then the node itself
     first = (degree + 1).cumsum(0) - degree - 1
