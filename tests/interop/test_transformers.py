@@ -13,6 +13,7 @@ pytest.importorskip("transformers", minversion="5.0", reason="transformers 5 is 
 import ssd
 from ssd.interop import transformers as patch
 from ssd.interop.patching import put
+from tests.in_torch import in_torch  # noqa: F401  a fixture
 from tests.interop import families
 from tests.interop.families import available, step, tiny, tokens
 from tests.programs import run_python
@@ -35,12 +36,6 @@ def assert_same(got, expected):
     largest = max(gradient.norm() for gradient in expected[2].values())
     for name, gradient in expected[2].items():
         assert (got[2][name] - gradient).norm() <= GRADIENT * gradient.norm() + 1e-7 * largest, name
-
-
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch, one_thread):
-    """CPU tensors take the forms in torch, as they do outside the tests; these models are too small to share among threads."""
-    monkeypatch.setattr("ssd.block.arguments.INTERPRETED", False)
 
 
 @pytest.fixture

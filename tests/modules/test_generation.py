@@ -7,20 +7,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ssd.block import arguments
 from ssd.modules import Mamba2LM, captured_step, decoding
 from ssd.modules.sampling import Sampling
+from tests.in_torch import in_torch  # noqa: F401  a fixture
 from tests.modules.test_language_model import made, over_settings, tokens
 from tests.refused import over_refusals
 
 WAYS = {"greedy": {}, "drawn": {"temperature": 0.7, "top_k": 20, "top_p": 0.9}, "stopped": {"eos_token_id": [3, 7, 11, 20]}}
 LENGTHS = (23, 1, 2, 9)
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch, one_thread):
-    """CPU tensors take the forms in torch, as they do outside the tests."""
-    monkeypatch.setattr(arguments, "INTERPRETED", False)
 
 
 @pytest.fixture

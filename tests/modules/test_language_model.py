@@ -8,6 +8,7 @@ import torch
 from torch.testing import assert_close
 
 from ssd.modules import Mamba2LM, Mamba2LMConfig
+from tests.in_torch import in_torch  # noqa: F401  a fixture
 
 LAYER = {"layer": "Mamba2", "d_state": 16, "headdim": 8, "chunk_size": 16}
 SIZES = {"d_model": 32, "n_layer": 2, "vocab_size": 61, "ssm_cfg": LAYER}
@@ -38,12 +39,6 @@ def followed(model: Mamba2LM, ids: torch.Tensor, count: int) -> torch.Tensor:
         best = model(ids)[:, -1, : model.config.vocab_size].argmax(-1)
         ids = torch.cat([ids, best[:, None]], 1)
     return ids
-
-
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch):
-    """CPU tensors take the forms in torch, as they do outside the tests."""
-    monkeypatch.setattr("ssd.block.arguments.INTERPRETED", False)
 
 
 def test_parameters_are_called_as_upstreams():

@@ -10,34 +10,16 @@ import torch
 pytest.importorskip("safetensors", reason="safetensors is not installed")
 
 from ssd import patch_transformers
-from ssd.modules import Mamba2LM, Mamba2LMConfig
-from ssd.pruning import (
-    KINDS,
-    choose,
-    cut,
-    find_blocks,
-    is_pruned,
-    load,
-    load_language_model,
-    prune,
-    save,
-    score_magnitude,
-)
+from ssd.modules import Mamba2LM
+from ssd.pruning import KINDS, choose, cut, find_blocks, is_pruned, load, load_language_model, prune, save, score_magnitude
+from tests.in_torch import in_torch  # noqa: F401  a fixture
+from tests.modules.test_language_model import made as make_model
 
 LAYER = {"layer": "Mamba2", "d_state": 32, "headdim": 8, "chunk_size": 16, "ngroups": 2}
 
 
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch, one_thread):
-    monkeypatch.setattr("ssd.block.arguments.INTERPRETED", False)
-
-
 def made(**settings) -> Mamba2LM:
-    torch.manual_seed(0)
-    model = Mamba2LM(Mamba2LMConfig(32, 2, 61, ssm_cfg=LAYER | settings), variant="torch")
-    for parameter in model.parameters():
-        parameter.data += 0.1 * torch.randn_like(parameter)
-    return model
+    return make_model(ssm_cfg=LAYER | settings)
 
 
 @pytest.fixture

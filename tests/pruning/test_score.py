@@ -9,14 +9,8 @@ from torch.testing import assert_close
 
 from ssd.modules import Mamba2
 from ssd.pruning import KINDS, Activity, Bridge, find_blocks, prune, score_magnitude, score_random
+from tests.in_torch import in_torch  # noqa: F401  a fixture
 from tests.pruning.test_structure import SIZES, OfRows, rows, shaken
-
-pytestmark = pytest.mark.usefixtures("quick")
-
-
-@pytest.fixture
-def quick(monkeypatch, one_thread):
-    monkeypatch.setattr("ssd.block.arguments.INTERPRETED", False)
 
 
 def measured(model, kind, *batches):

@@ -11,14 +11,10 @@ from experiments.workloads.graph_mixers import Mamba1, Sequences
 from experiments.workloads.vision_mixers import Mamba1 as VisionMamba1
 from ssd.modules import Mamba2
 from ssd.pruning import KINDS, Block, Kept, choose, find_blocks, prune, score_random
+from tests.in_torch import in_torch  # noqa: F401  a fixture
+from tests.modules.test_mamba2 import SETTINGS
 
 SIZES = {"d_model": 32, "d_state": 32, "headdim": 8, "chunk_size": 16, "variant": "torch"}
-SETTINGS = {
-    "as it comes": {},
-    "no norm": {"rmsnorm": False},
-    "groups, norm first": {"ngroups": 2, "norm_before_gate": True, "bias": True, "conv_bias": False},
-    "an MLP beside it": {"d_ssm": 32, "D_has_hdim": True},
-}
 
 
 class OfRows(nn.Module):
@@ -75,8 +71,7 @@ CASES = {**{name: (lambda settings=settings: Mamba2(**SIZES, **settings), KINDS)
 
 @pytest.mark.parametrize(("make", "kind"), [pytest.param(make, kind, id=f"{name}, {kind}")
                                             for name, (make, kinds) in CASES.items() for kind in kinds])
-def test_a_pruned_block_is_the_whole_one_with_those_channels_zeroed(make, kind, monkeypatch, one_thread):
-    monkeypatch.setattr("ssd.block.arguments.INTERPRETED", False)
+def test_a_pruned_block_is_the_whole_one_with_those_channels_zeroed(make, kind):
     whole, pruned, zeroed = (fresh(make) for _ in range(3))
     u = rows()
     (kept,) = prune(pruned, score_random(whole, kind), kind, 0.5).values()
@@ -99,8 +94,7 @@ def test_a_pruned_block_is_the_whole_one_with_those_channels_zeroed(make, kind, 
     assert (pruned(u) - expected).norm() > 1e-3 * expected.norm()
 
 
-def test_a_pruned_block_decodes(monkeypatch, one_thread):
-    monkeypatch.setattr("ssd.block.arguments.INTERPRETED", False)
+def test_a_pruned_block_decodes():
     block, u = shaken(Mamba2(**SIZES, ngroups=2)), rows()
     for kind in KINDS:
         prune(block, score_random(block, kind), kind, 0.5)
@@ -140,18 +134,13 @@ def test_what_has_none_of_it_is_refused():
 
 
 @torch.no_grad()
-def test_a_norm_of_other_groups_than_the_ssds(monkeypatch, one_thread):
+def test_a_norm_of_other_groups_than_the_ssds():
     """One mean of all channels, with two groups of B and C."""
-    monkeypatch.setattr("ssd.block.arguments.INTERPRETED", False)
     for group_size in (None, 64):
         pruned, zeroed = (fresh(lambda: Mamba2(**SIZES, ngroups=2)) for _ in range(2))
         pruned.norm.group_size = zeroed.norm.group_size = group_size
         (kept,) = prune(pruned, score_random(zeroed, "heads"), "heads", 0.5).values()
         zero(find_blocks(zeroed)[""], kept)
-        steps, cache = [], pruned.new_cache(2)
-        for token in rows().unbind(1):
-            steps.append(pruned.step(token, cache))
-        expected, cache = [], zeroed.new_cache(2)
-        for token in rows().unbind(1):
-            expected.append(zeroed.step(token, cache))
-        assert_close(torch.stack(steps), torch.stack(expected), rtol=1e-5, atol=2e-5)
+        got, expected = (torch.stack([block.step(token, cache) for token in rows().unbind(1)])
+                         for block in (pruned, zeroed) for cache in [block.new_cache(2)])
+        assert_close(got, expected, rtol=1e-5, atol=2e-5)
