@@ -20,7 +20,7 @@ from ..registry import is_peer
 from ..runtime.custom_ops import wants_gradient
 from ..types import Options, SSDInputs
 from .exchange import INITIAL_STATES, check_alike, find_place, gather
-from .part_state import Decays
+from .part_state import compute_end, compute_start
 
 _INTEGERS = (torch.int32, torch.int64)
 
@@ -109,27 +109,22 @@ def _enter(i: SSDInputs, place: _Place) -> tuple[SSDInputs, Tensor]:
 
     The decay is 0 of a part that a document begins in.
     """
-    of_part, initial, kept, documents = Decays(i, place.in_torch), i.initial_states, None, None
+    initial, documents = i.initial_states, None
     if i.seq_idx is not None:
         runs = number_documents(i.seq_idx, None, i.seqlen)
         runs = runs - runs[:, :1]
-        kept = runs == runs[:, -1:]
         documents = torch.stack([i.seq_idx[:, 0].long(), i.seq_idx[:, -1].long(), runs[:, -1].long()])
-    if place.rank + 1 < place.ranks:
-        end = of_part.sum_outer(i.x, i.B, of_part.weigh_to_end(), kept, place.options)
-    else:  # no part comes after it
-        end = of_part.dt.new_zeros(i.batch, i.nheads, i.headdim, i.dstate)
+        i = replace(i, seq_idx=runs)
+    end, decay = compute_end(i, place.in_torch, place.options)
     if initial is not None:
-        carried = of_part.total
-        if documents is not None:
-            carried = carried * ((documents[0] == 0) & (documents[2] == 0))[:, None]
+        carried = decay if documents is None else decay * ((documents[0] == 0) & (documents[2] == 0))[:, None]
         end = end + carried[..., None, None] * initial
 
-    ends, decays, *documents = gather(place.group, end, of_part.total, *([] if documents is None else [documents]))
+    ends, decays, *documents = gather(place.group, end, decay, *([] if documents is None else [documents]))
     if documents:
-        first, last, others = documents[0].unbind(1)  # [ranks, batch]
+        first, last, begun = documents[0].unbind(1)  # [ranks, batch]
         continues = torch.cat([first[:1] == 0, first[1:] == last[:-1]])
-        decays = decays * (continues & (others == 0))[..., None]
+        decays = decays * (continues & (begun == 0))[..., None]
         i = replace(i, seq_idx=runs + (~continues[place.rank]).to(runs.dtype)[:, None])
     if place.rank:
         state = ends[0]
@@ -159,10 +154,8 @@ class _Leave(torch.autograd.Function):
             if z is not None:
                 gate = z.to(decays.dtype)
                 dy = (dout * gate * gate.sigmoid()).to(dout.dtype)
-            of_part = Decays(SSDInputs.of((dy, dt, A, C, C, None, None, dt_bias, None, None, None), ctx.settings),
-                             place.in_torch)
-            start = of_part.sum_outer(dy, C, of_part.weigh_from_start(), None if seq_idx is None else seq_idx == 0,
-                                      place.options)
+            i = SSDInputs.of((dy, dt, A, C, C, None, None, dt_bias, None, seq_idx, None), ctx.settings)
+            start = compute_start(i, dy, place.in_torch, place.options)
         else:  # no part comes before it, or its outputs are not used
             start = decays.new_zeros(ctx.shape)
         if dfinal_states is not None:

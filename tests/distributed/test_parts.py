@@ -81,16 +81,23 @@ def test_two_runs_are_the_same_bits(ranks):
     assert ranks.run(3, scan_bits, Problem((20, 3, 30), SMALL, EVERYTHING, torch.float32)) == [True] * 3
 
 
-@pytest.mark.parametrize("programs", (1, 2048), ids=("long segments", "chunks"))
-def test_sums_by_kernels(programs, monkeypatch, device):
+@pytest.mark.parametrize("programs", (1, 10, 2048), ids=("one segment", "segments", "chunks"))
+@pytest.mark.parametrize("documents", (False, True), ids=("one document", "documents"))
+def test_sums_by_kernels(documents, programs, monkeypatch, device):
     """The state after a part from zeros, and the gradient of the state before it."""
     monkeypatch.setattr(part_state, "_PROGRAMS", programs)
-    i = random_inputs(Shape(seqlen=70, nheads=2, headdim=8, dstate=8), Case(dt_bias=True, dt_softplus=True), device=device)
-    of_part, dy = part_state.Decays(i, in_torch=False), random_like(i.x)
-    end = of_part.sum_outer(i.x, i.B, of_part.weigh_to_end(), None, Options())
-    start = of_part.sum_outer(dy, i.C, of_part.weigh_from_start(), None, Options())
-    truth = reference.compute_grads_in_fp64(replace(i, initial_states=torch.zeros_like(end)), dy).dinitial_states
-    for found, expected in ((end, reference.compute_in_fp64(i)[1]), (start, truth)):
+    i = random_inputs(Shape(batch=3, seqlen=70, nheads=2, headdim=8, dstate=8), Case(dt_bias=True, dt_softplus=True),
+                      device=device)
+    if documents:
+        tokens = torch.arange(70, device=device)
+        i = replace(i, seq_idx=torch.stack([(tokens >= 20).int() + (tokens >= 33), (tokens >= 69).int(), 0 * tokens.int()]))
+    dy = random_like(i.x)
+    end, decay = part_state.compute_end(i, False, Options())
+    start = part_state.compute_start(i, dy, False, Options())
+    with_states = replace(i, initial_states=torch.ones_like(end))
+    truth = reference.compute_grads_in_fp64(with_states, dy).dinitial_states
+    carried = reference.compute_in_fp64(replace(with_states, seq_idx=None, x=0 * i.x))[1][..., 0, 0]
+    for found, expected in ((end, reference.compute_in_fp64(i)[1]), (start, truth), (decay, carried)):
         assert_close(found.double(), expected, rtol=0, atol=1e-5 * expected.abs().max().item())
 
 
