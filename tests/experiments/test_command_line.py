@@ -49,6 +49,15 @@ def test_table_of_rows(tmp_path):
     assert len(result.stdout.splitlines()) == 3 and "baseline" not in result.stdout
 
 
+@pytest.mark.parametrize("bench", ("ssd", "ablate", "block", "step", "counters"))
+def test_each_bench_has_its_table(bench, tmp_path):
+    """Of its own rows: here the last one that was committed."""
+    (tmp_path / "h200").mkdir()
+    last = (ROOT / "experiments/results/h200" / f"{bench}.jsonl").read_text().splitlines()[-1]
+    (tmp_path / "h200" / f"{bench}.jsonl").write_text(last + "\n")
+    assert invoke("table", "--bench", bench, "--out", tmp_path).stdout.count("\n") == 2 + 1
+
+
 @pytest.mark.parametrize(("name", "said"), [("persitent", "'persistent'"), ("pers", "'persistent'"), ("", ""), ("gpt", "")])
 def test_a_near_name_is_suggested(name, said):
     assert names.suggest(name, ("baseline", "persistent")) == (f"; did you mean {said}?" if said else "")
