@@ -93,7 +93,7 @@ def ssd_chunk_scan(
         TypeError, ValueError: naming the argument, what came and what is accepted, before anything is launched.
     """
     alone = cu_seqlens if seq_idx is None and context_group is None else None
-    _check_tensors(x, dt, A, B, C, D, z, dt_bias, initial_states, variant, alone)
+    check_tensors(x, dt, A, B, C, D, z, dt_bias, initial_states, variant, alone)
     check_settings(chunk_size, dt_softplus, dt_limit, state_dtype, variant, options)
     if value_checks.ENABLED:
         value_checks.check_inputs({"A": A, "x": x, "dt": dt, "B": B, "C": C, "D": D, "z": z, "dt_bias": dt_bias,
@@ -142,7 +142,7 @@ def ssd_chunk_scan(
     return results if len(results) > 1 else out
 
 
-def _check_tensors(x, dt, A, B, C, D, z, dt_bias, initial_states, variant, cu_seqlens) -> None:
+def check_tensors(x, dt, A, B, C, D, z, dt_bias, initial_states, variant, cu_seqlens) -> None:
     """One pass that compares; what it finds wrong goes to `_refuse`, so that a good call pays for no message.
 
     cu_seqlens: of documents with states of their own, not checked yet.
@@ -178,7 +178,7 @@ def _check_tensors(x, dt, A, B, C, D, z, dt_bias, initial_states, variant, cu_se
 
 
 def _refuse(name: str, t: object, shape: str | tuple[int, ...], x: Tensor) -> NoReturn:
-    """Raises for a tensor that is not what `_check_tensors` compares it with."""
+    """Raises for a tensor that is not what `check_tensors` compares it with."""
     if not isinstance(t, Tensor):
         raise TypeError(f"{name}: got {type(t).__name__}, expected a tensor of shape {shape}")
     if t.dtype not in _DTYPES:

@@ -33,17 +33,17 @@ def check_numbers(name: str, t: object, x: Tensor) -> None:
         raise ValueError(f"{name}: got a tensor on {t.device}, expected {x.device}, the device of x")
 
 
-def check_bounds(cu_seqlens: object, x: Tensor, seqlen: int) -> None:
+def check_bounds(cu_seqlens: object, x: Tensor, seqlen: int, name: str = "cu_seqlens") -> None:
     """Refuses what are no boundaries of documents in x (1, ...) of that many tokens; looks at values on the CPU only."""
-    check_numbers("cu_seqlens", cu_seqlens, x)
+    check_numbers(name, cu_seqlens, x)
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
-        raise ValueError(f"cu_seqlens: got shape {tuple(cu_seqlens.shape)}, expected (ndocs + 1,) with at least one document")
+        raise ValueError(f"{name}: got shape {tuple(cu_seqlens.shape)}, expected (ndocs + 1,) with at least one document")
     if x.shape[0] != 1:
-        raise ValueError(f"cu_seqlens: got batch = {x.shape[0]}, expected batch 1: all documents packed in one row")
+        raise ValueError(f"{name}: got batch = {x.shape[0]}, expected batch 1: all documents packed in one row")
     if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
         bounds = cu_seqlens.tolist()
         if bounds[0] != 0 or bounds[-1] != seqlen or bounds != sorted(bounds):
-            raise ValueError(f"cu_seqlens: got {bounds}, expected rising numbers from 0 to seqlen = {seqlen}")
+            raise ValueError(f"{name}: got {bounds}, expected rising numbers from 0 to seqlen = {seqlen}")
 
 
 def find_bounds(cu_seqlens: Tensor, seqlen: int) -> Tensor:

@@ -29,13 +29,34 @@ from .kernels.document_passing import pass_states, pass_states_bwd
 
 def forward(run: Callable, i: SSDInputs, options: Options, save: bool) -> tuple[Tensor, Tensor, SSDSaved]:
     """As `Variant.forward`, by `run`, that of a variant. It keeps no states."""
+    out, y, final_states, _ = _run_rows(run, _Rows.of(i), i, options, save)
+    return out, final_states, SSDSaved(i, options, y)
+
+
+def forward_chunks(run: Callable, i: SSDInputs, cu_chunk_seqlens: Tensor, last_chunks: Tensor,
+                   options: Options) -> tuple[Tensor, Tensor]:
+    """out, and the state after each chunk, (nchunks, nheads, headdim, dstate) fp32, of a row cut into the caller's chunks.
+
+    cu_chunk_seqlens: (nchunks + 1,), boundaries of the chunks, of at most chunk_size tokens, which are of one document each.
+    last_chunks: (ndocs,), the last chunk of each document; that of an empty one is the last before it.
+    """
+    rows = _Rows.of_chunks(i, cu_chunk_seqlens, last_chunks)
+    out, _, final_states, prev_states = _run_rows(run, rows, i, options, False)
+    ends = rows.first[1:]
+    chunks = torch.arange(prev_states.shape[0], device=ends.device)
+    document = torch.searchsorted(ends, chunks, right=True)
+    is_last = (chunks + 1 == ends[document])[:, None, None, None]
+    return out, torch.where(is_last, final_states[document], prev_states.roll(-1, 0))
+
+
+def _run_rows(run: Callable, rows: _Rows, i: SSDInputs, options: Options,
+              save: bool) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """out and y of the tokens, final_states of the documents, and the states before the rows."""
     with torch.cuda.device_of(i.x):
-        rows = _Rows.of(i)
         prev_states, final_states = _find_states(rows, i, *chunk_cumsum(rows.whole), options)
     given = replace(rows.whole, z=None if i.z is None else rows.pack(i.z), initial_states=prev_states)
     out, _, saved = run(given, replace(options, save_states=False), save)
-    y = None if saved.y is None else rows.unpack(saved.y)
-    return rows.unpack(out), final_states, SSDSaved(i, options, y)
+    return rows.unpack(out), None if saved.y is None else rows.unpack(saved.y), final_states, prev_states
 
 
 def backward(run: Callable, saved: SSDSaved, dout: Tensor, dfinal_states: Tensor | None, into: SSDGrads) -> SSDGrads:
@@ -84,6 +105,20 @@ class _Rows:
         tokens = torch.arange(i.seqlen, device=i.x.device)
         document = torch.searchsorted(bounds[1:], tokens, right=True)
         slots = first[document] * length + tokens - bounds[document]
+        return cls._pack_inputs(i, slots, first, nrows, length)
+
+    @classmethod
+    def of_chunks(cls, i: SSDInputs, cu_chunk_seqlens: Tensor, last_chunks: Tensor) -> _Rows:
+        """See `forward_chunks`."""
+        tokens = torch.arange(i.seqlen, device=i.x.device)
+        starts = cu_chunk_seqlens.long()
+        chunk = torch.searchsorted(starts[1:].contiguous(), tokens, right=True)
+        slots = chunk * i.chunk_size + tokens - starts[chunk]
+        first = torch.nn.functional.pad(last_chunks.long() + 1, (1, 0))
+        return cls._pack_inputs(i, slots, first, starts.shape[0] - 1, i.chunk_size)
+
+    @classmethod
+    def _pack_inputs(cls, i: SSDInputs, slots: Tensor, first: Tensor, nrows: int, length: int) -> _Rows:
         size = nrows, length
         packed = {"x": i.x, "B": i.B, "C": i.C, "dt": stages.step(*_get_step(i))}
         whole = replace(i, **{name: _pack(t, slots, *size) for name, t in packed.items()}, chunk_size=length, z=None,
