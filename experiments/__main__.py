@@ -197,6 +197,26 @@ def train(
 
 
 @app.command()
+def context(
+    part: Annotated[str, typer.Option(help="scan, block or both.")] = "scan,block",
+    seqlen: Annotated[str, typer.Option(help="Tokens of the whole sequence, comma-separated.")] = "32768,65536,262144",
+    mode: Annotated[str, typer.Option(help="fwd, fwd_bwd or both.")] = "fwd,fwd_bwd",
+    variant: Annotated[str, typer.Option(help=f"One of {VARIANT_LIST}.")] = "auto", dtype: flags.Dtype = "bf16",
+    repeats: flags.Repeats = 20, warmup: flags.Warmup = 5, out: flags.Out = RESULTS,
+) -> None:
+    """Measure one sequence over several GPUs, with torchrun, beside one GPU; without two GPUs it times nothing."""
+    check_name("--variant", variant, VARIANTS)
+    require_gpu("context", "make test ARGS=tests/distributed checks parts of sequences on a CPU")
+    from . import context
+    from .parallel import join_team
+
+    parts, modes = split_names("--part", part, context.PARTS), split_names("--mode", mode, context.MODES)
+    seqlens = arguments.split_numbers("--seqlen", seqlen)
+    with refuse_errors(), join_team("cp") as team:
+        context.run(parts, seqlens, modes, variant, dtype, team, out, make_console(), repeats, warmup)
+
+
+@app.command()
 def sweep(
     workload: flags.Workloads = "mamba2",
     variant: Annotated[str, typer.Option(help=f"To put inside, of {VARIANT_LIST}.")] = "mamba_ssm,persistent,fused,baseline",

@@ -13,6 +13,7 @@ from triton import knobs
 from ssd.registry import is_peer
 
 from . import ablate, block, choose, figure, record, result_tables, speedup_figure, step_figure, sweep, table, terminal_page
+from .context import tabulate_exchanges
 from .decode import read_latest as read_decoding
 from .result_tables import MODES
 from .shapes import DIRECTIONS
@@ -112,6 +113,7 @@ def list_sections(shown: Shown) -> dict[tuple[str, str], str]:
         ("docs/workloads.md", "gpus"): result_tables.tabulate_several_gpus(shown.trainings),
         ("docs/workloads.md", "seeds"): result_tables.tabulate_several_seeds(shown.trainings),
         ("docs/ablation.md", "ablation"): result_tables.tabulate_ablation(shown.ablation),
+        ("docs/context-parallel.md", "exchanges"): tabulate_exchanges(),
         ("docs/drop-in.md", "libraries"): result_tables.tabulate_libraries(shown.bench, shown.blocks),
         (TERMINAL, "terminal-gpu"): terminal_page.print_recorded_run(shown.bench),
     }

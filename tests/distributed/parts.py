@@ -12,12 +12,14 @@ from datetime import timedelta
 from itertools import accumulate
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ssd import ssd_chunk_scan
 from ssd.block import causal_conv1d_fn
+from ssd.distributed import exchange
 from ssd.modules import Mamba2
 from ssd.reference import as_dtype
 from ssd.types import SSDInputs
@@ -124,6 +126,28 @@ def mix(group: Group, parts: tuple[int, ...], settings: dict[str, Any]) -> Found
     out.pow(2).sum().backward()
     grads = {f"sum {name}": parameter.grad for name, parameter in blocks.named_parameters()}
     return {"tokens out": out.detach(), "tokens du": u.grad, **grads}
+
+
+def count_exchanges(group: Group, block: dict[str, Any], tokens: int) -> list[tuple[int, int]]:
+    """Messages, and bytes from others, of a block's forward and backward, by what passes through torch.distributed."""
+    others, counted = dist.get_world_size(group) - 1, []
+
+    def gather(received: Tensor, sent: Tensor, **more: Any) -> None:
+        counted.append(others * sent.nbytes)
+        all_gather(received, sent, **more)
+
+    def deal(received: Tensor, sent: Tensor, **more: Any) -> None:
+        counted.append(others * sent.nbytes // (others + 1))
+        all_to_all(received, sent, **more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        all_gather, all_to_all = exchange._all_gather, dist.all_to_all_single
+        patch.setattr(exchange, "_all_gather", gather)
+        patch.setattr(dist, "all_to_all_single", deal)
+        out = Mamba2(**block, context_group=group)(torch.randn(1, tokens, block["d_model"]).requires_grad_())
+        forward, counted = counted, []
+        out.sum().backward()
+    return [(len(forward), sum(forward)), (len(counted), sum(counted))]
 
 
 def scan_bits(group: Group, problem: Problem) -> bool:

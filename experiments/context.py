@@ -1,0 +1,143 @@
+"""Context parallelism: one sequence over several GPUs beside one GPU, and beside all-to-alls from tokens to heads.
+
+Times are medians of GPU time, of the slowest rank. Every rank also runs the whole sequence alone, in turn with the others' way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from torch import Tensor
+
+from ssd import ssd_chunk_scan
+from ssd.distributed.cost import count_all_to_alls, count_states
+from ssd.modules import Mamba2
+
+from . import record, timing
+from .inputs import DTYPES, make_inputs
+from .parallel import Team
+from .shapes import SHAPES, Shape
+from .table import render_lines, write_head
+
+MODES = ("fwd", "fwd_bwd")
+PARTS = ("scan", "block")
+_MIXER = replace(SHAPES["8b-b1"], name="8b")
+_CHUNK_SIZE = 256
+_EXPANDED = 2  # channels of a block inside, for each outside
+_TABLE_TOKENS, _TABLE_RANKS = (65536, 1048576), (2, 8, 64, 512)
+
+
+def run(parts: Sequence[str], seqlens: Sequence[int], modes: Sequence[str], variant: str, dtype: str, team: Team, out: Path,
+        console: Console, repeats: int = 20, warmup: int = 5) -> list[dict]:
+    """Measures the operator and whole blocks at the 8B mixer's sizes; the first rank appends rows.
+
+    seqlens: tokens of the whole sequence, of which each rank has as many.
+
+    Raises:
+        ValueError: fewer than two GPUs, or tokens that they cannot have as many of.
+    """
+    if team.size < 2 or team.device.type != "cuda":
+        raise ValueError(f"context: got {team.size} process on {team.device.type}, expected one for each of two or more GPUs: "
+                         "python -m torch.distributed.run --standalone --nproc-per-node 2 -m experiments context. Nothing was "
+                         "timed")
+    if uneven := [seqlen for seqlen in seqlens if seqlen % team.size]:
+        raise ValueError(f"--seqlen: got {uneven[0]}, expected a multiple of {team.size}, the number of GPUs")
+    rows, console = [], console if team.rank == 0 else Console(quiet=True)
+    with timing.side_stream():
+        for seqlen in seqlens:
+            shape = replace(_MIXER, seqlen=seqlen)
+            for part in parts:
+                for mode in modes:
+                    calls = (_list_scans if part == "scan" else _list_blocks)(shape, mode, variant, DTYPES[dtype], team)
+                    rows.append(_measure(shape, part, mode, variant, dtype, calls, team, repeats, warmup))
+                    if team.rank == 0:
+                        record.append(rows[-1], out)
+                    console.print(_describe(rows[-1]), markup=False)
+                    del calls
+                    torch.cuda.empty_cache()
+    return rows
+
+
+def _measure(shape: Shape, part: str, mode: str, variant: str, dtype: str, calls: dict[str, Callable], team: Team, repeats: int,
+             warmup: int) -> dict:
+    dist.barrier()
+    times = {name: [team.max_over(value) for value in values] for name, values in
+             timing.interleave(calls, repeats, warmup).items()}
+    p20, p50, p80 = times["parts"]
+    forward, backward = count_states(shape.problem(_CHUNK_SIZE, dtype), team.size)
+    alone, dealt = times["alone"][1], times["all_to_all"][1] if "all_to_all" in times else None
+    return {
+        "bench": "context", "part": part, "mode": mode, "shape": shape.name, **shape.sizes, "dtype": dtype, "variant": variant,
+        "chunk_size": _CHUNK_SIZE, "ranks": team.size, "p20_us": p20, "p50_us": p50, "p80_us": p80, "alone_p50_us": alone,
+        "efficiency": alone / p50 / team.size, "all_to_all_p50_us": dealt,
+        "bytes_received": forward.bytes + (backward.bytes if mode == "fwd_bwd" else 0),
+        "peak_mib": team.max_over(timing.measure_peak_mib(calls["parts"])), "link_gbps": team.measure_link(),
+        **record.environment()}
+
+
+def _list_scans(shape: Shape, mode: str, variant: str, dtype: torch.dtype, team: Team) -> dict[str, Callable]:
+    """{way: call}. All-to-alls: without the copies that put tokens and heads in their order, and not the convolution's."""
+    scan = partial(ssd_chunk_scan, chunk_size=_CHUNK_SIZE, variant=variant)
+    ranks = team.size
+
+    def make(shape: Shape, group: dist.ProcessGroup | None = None) -> Callable:
+        inputs = make_inputs(shape, dtype, str(team.device), requires_grad=True)
+        leaves = [t for t in inputs.values() if isinstance(t, Tensor)]
+        return timing.make_call(partial(scan, **inputs, context_group=group), mode, leaves, torch.randn_like(inputs["x"]))
+
+    calls = {"parts": make(replace(shape, seqlen=shape.seqlen // ranks), dist.group.WORLD), "alone": make(shape)}
+    if shape.nheads % ranks or shape.ngroups % ranks:
+        return calls
+    dealt = make(replace(shape, nheads=shape.nheads // ranks, ngroups=shape.ngroups // ranks))
+    inner, group = shape.nheads * shape.headdim, shape.ngroups * shape.dstate
+    sent = [torch.randn(ranks, shape.batch * shape.seqlen // ranks, channels // ranks, device=team.device, dtype=dtype)
+            for channels in (2 * inner + 2 * group + shape.nheads, inner)]
+    received = [torch.empty_like(t) for t in sent]
+
+    def deal() -> None:
+        for _ in range(1 if mode == "fwd" else 2):  # the gradients, the other way
+            for given, got in zip(sent, received, strict=True):
+                dist.all_to_all_single(got, given)
+        dealt()
+
+    return calls | {"all_to_all": deal}
+
+
+def _list_blocks(shape: Shape, mode: str, variant: str, dtype: torch.dtype, team: Team) -> dict[str, Callable]:
+    d_model = shape.nheads * shape.headdim // _EXPANDED
+
+    def make(seqlen: int, group: dist.ProcessGroup | None) -> Callable:
+        block = Mamba2(d_model, d_state=shape.dstate, headdim=shape.headdim, ngroups=shape.ngroups, chunk_size=_CHUNK_SIZE,
+                       expand=_EXPANDED, variant=variant, device=team.device, dtype=dtype, context_group=group)
+        u = torch.randn(shape.batch, seqlen, d_model, device=team.device, dtype=dtype, requires_grad=True)
+        return timing.make_call(partial(block, u), mode, [u, *block.parameters()], torch.randn_like(u))
+
+    return {"parts": make(shape.seqlen // team.size, dist.group.WORLD), "alone": make(shape.seqlen, None)}
+
+
+def _describe(row: dict) -> str:
+    faster = row["alone_p50_us"] / row["p50_us"]
+    dealt = "" if row["all_to_all_p50_us"] is None else f", {row['all_to_all_p50_us']:.0f} us by all-to-alls"
+    return (f"{row['part']} {row['mode']}, {row['seqlen']} tokens on {row['ranks']} GPUs: {row['p50_us']:.0f} us, "
+            f"{faster:.2f}x of one GPU{dealt}; {row['bytes_received'] / 1e6:.1f} MB received")
+
+
+def tabulate_exchanges() -> str:
+    """What a rank receives in a layer, by `ssd.distributed.cost`."""
+    rows = []
+    for tokens in _TABLE_TOKENS:
+        problem = replace(_MIXER, seqlen=tokens).problem(_CHUNK_SIZE, "bf16")
+        for ranks in _TABLE_RANKS:
+            forward, backward = count_states(problem, ranks)
+            dealt = f"{count_all_to_alls(problem, ranks).bytes / 1e6:,.1f}" if problem.nheads % ranks == 0 else ""
+            rows.append((f"{tokens:,}", ranks, f"{forward.bytes / 1e6:,.1f}", f"{backward.bytes / 1e6:,.1f}", dealt))
+    head = write_head("tokens | ranks | states, forward | states, backward | all-to-alls, forward or backward")
+    return (f"MB that a rank receives in one mixer of {_MIXER.nheads} heads of {_MIXER.headdim} channels, dstate "
+            f"{_MIXER.dstate}, {_MIXER.ngroups} groups, batch 1, bf16.\nThese are computed and extrapolated: no GPU sent them. "
+            f"Each number is two messages.\n\n{head}{render_lines(rows)}")
