@@ -112,10 +112,11 @@ def read_latest(out: Path = record.RESULTS) -> list[dict]:
     """The last row of each step, with the loss of the last training with the same settings, and `share`, `speedup`, `U`, `W`
     and `G`; of a step that was timed beside others the last such row.
 
-    share: of the state-space model in the step. speedup: over upstream's step of the same sitting. U, W, G: of the memory's
-    data-sheet rate by the state-space model's kernels, see `characterize.definitions`, where --counters, of a sweep or of
-    `characterize`, counted them, at whichever commit. The time of G is theirs in the timed step: what lies between them there
-    is others' work.
+    share: of the state-space model in the step. without_ssm_us: the step without it, the least that any of its kernels could
+    make of it; of captured steps alone, since others wait for the host all the same. speedup: over upstream's step of the same
+    sitting. U, W, G: of the memory's data-sheet rate by the state-space model's kernels, see `characterize.definitions`, where
+    --counters, of a sweep or of `characterize`, counted them, at whichever commit. The time of G is theirs in the timed step:
+    what lies between them there is others' work.
     """
     losses = {_identify_training(row): row["loss"] for row in record.read(out, bench="train") if row["gpus"] == 1}
     rows = [row for row in record.read(out, bench="step") if row["p50_us"] is not None]
@@ -129,6 +130,7 @@ def read_latest(out: Path = record.RESULTS) -> list[dict]:
             "mixer": row["run"]["mixer"],
             "loss": losses.get(_identify_training(row)) if record.has_default_options(row) else None,
             "share": row["ssm_us"] / row["p50_us"] if row["ssm_us"] is not None else None,
+            "without_ssm_us": row["p50_us"] - row["ssm_us"] if row.get("graph") and row["ssm_us"] is not None else None,
             "speedup": rival / row["p50_us"] if rival and row["variant"] != "mamba_ssm" else None,
             **_compute_utilisation(row, counted.get(_identify_counters(row), [])),
         })

@@ -52,8 +52,8 @@ _COLUMNS = {
     "us": ("p50_us", write_microseconds), "graph us": ("graph_p50_us", write_microseconds),
     "eager us": ("p50_us", write_microseconds), "GPU us": ("graph_p50_us", write_microseconds),
     "step ms": ("p50_us", write_number(1, 1e-3)), "SSM ms": ("ssm_us", write_number(1, 1e-3)),
-    "host ms": ("host_us", write_number(1, 1e-3)), **{f"{name} %": (f"{name.lower()}_pct", write_number(1))
-                                                      for name in ("idle", "fill", "MFU")},
+    "host ms": ("host_us", write_number(1, 1e-3)), "no SSM ms": ("without_ssm_us", write_number(1, 1e-3)),
+    **{f"{name} %": (f"{name.lower()}_pct", write_number(1)) for name in ("idle", "fill", "MFU")},
     "a second": ("units_per_s", write_number(0)), "TFLOP/s": ("tflops", write_number(0)),
     "GB/s": ("effective_gbps", write_number(0)), "SSM GB/s": ("effective_gbps", write_number(0)),
     "of copy %": ("sol", write_number(1, 100)), "copy %": ("sol", write_number(1, 100)),
@@ -88,7 +88,7 @@ ABLATION = _pick("shape, mode, variant, chunk, step, option, us, graph us, relat
 BLOCK = _pick(f"part, shape, mode, variant, {_TIMES}, launches, MiB, against, speed-up, graph speed-up, apart")
 DECODE = _pick("preset, batch, mode, prompt, variant, graph, states, ms, a second, same %, against, speed-up, note")
 STEPS = _pick("workload, preset, mixer, batch, tokens, dtype, variant, options, step ms, a second, unit, SSM ms, SSM %, "
-              "SSM GB/s, U %, W %, G %, graph, host ms, idle %, fill %, TFLOP/s, MFU %, MiB, loss, speed-up")
+              "SSM GB/s, U %, W %, G %, graph, no SSM ms, host ms, idle %, fill %, TFLOP/s, MFU %, MiB, loss, speed-up")
 PRUNING = _pick("workload, preset, variant, kind, ratio, score, parameters, whole, pruned, after bridge, bridged, fine-tuned, "
                 "finetune, step ms, MiB")
 PRUNING_SPEED = _pick("part, preset, mode, variant, kind, ratio, batch, tokens, us, graph us, weights MiB, MiB, speed-up, "

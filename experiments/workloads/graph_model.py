@@ -108,7 +108,9 @@ class GraphModel(nn.Module):
         """Its results, for which the backward may compute it again."""
         if not (self.checkpoint_activations and self.training):
             return part(*given)
-        return checkpoint(part, *given, use_reentrant=False, context_fn=lambda: (nullcontext(), keep_statistics(part)))
+        # no part draws, and a CUDA graph cannot hold what keeps the generator's state
+        return checkpoint(part, *given, use_reentrant=False, preserve_rng_state=False,
+                          context_fn=lambda: (nullcontext(), keep_statistics(part)))
 
 
 class _Categories(nn.Module):

@@ -81,7 +81,8 @@ class LanguageModel(nn.Module):
         residual = self.embedding(input_ids)
         for kind, layer in zip(self.sizes.pattern, self.layers, strict=True):
             if self.checkpoint_activations and self.training:
-                residual = checkpoint(layer, residual, *beside[kind], use_reentrant=False)
+                # no layer draws, and a CUDA graph cannot hold what keeps the generator's state
+                residual = checkpoint(layer, residual, *beside[kind], use_reentrant=False, preserve_rng_state=False)
             else:
                 residual = layer(residual, *beside[kind])
         return self.lm_head(self.norm_f(residual))

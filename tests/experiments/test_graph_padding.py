@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from experiments.parallel import make_single
+from experiments.parallel import Team, make_single
 from experiments.training_run import make_run
 from experiments.training_step import make_batches
 from experiments.workloads import get_workload
@@ -86,6 +86,8 @@ def test_sizes_are_few():
 def test_what_has_one_size_needs_none():
     with pytest.raises(ValueError, match="--buckets: got 4, expected none: batches of mamba2 are of one size"):
         small_run(buckets=4)
+    with pytest.raises(ValueError, match="--buckets: got 4, expected none: norms of 2 processes see every row"):
+        Team(0, 2, torch.device("cpu"), "ddp").check(small_run("graphmamba", buckets=4))
     with pytest.raises(ValueError, match="--buckets: got 0, expected at least 1"):
         small_run("graphmamba", buckets=0)
 

@@ -59,7 +59,12 @@ def test_captured_steps_are_other_steps(plan):
     sweep.run(plan, QUIET)
     failed = sweep.run(replace(plan, graph=True), QUIET)
     assert failed == [f"mamba2 small ssd {name}: --graph: a CUDA graph needs a GPU, found none" for name in plan.variants]
-    assert [row["graph"] for row in record.read(plan.out, bench="step")] == [False, False, True, True]
+    rows = record.read(plan.out, bench="step")
+    assert [row["graph"] for row in rows] == [False, False, True, True]
+    record.append(rows[0] | {"graph": True, "ssm_us": rows[0]["p50_us"] / 4}, plan.out)
+    found = sweep.read_latest(plan.out)
+    assert [row["variant"] for row in found] == ["torch", "auto", "torch"], "a captured step is no repetition of the other"
+    assert found[2]["without_ssm_us"] == 0.75 * rows[0]["p50_us"] and found[0]["without_ssm_us"] is None
 
 
 def test_steps_are_counted_once(plan, monkeypatch):
