@@ -4,7 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from experiments import record
-from tests.experiments.rows import ENVIRONMENT, ssd_row, write
+from tests.experiments.rows import ssd_row
 
 
 def test_append_and_read(tmp_path):
@@ -31,19 +31,6 @@ def test_what_is_no_row_is_refused(tmp_path, added, without, said):
     with pytest.raises(ValueError, match=said):
         record.append({key: value for key, value in ssd_row(**added).items() if key not in without}, tmp_path)
     assert not list(tmp_path.rglob("*.jsonl"))
-
-
-def test_a_bench_of_its_own_keys(tmp_path):
-    row = {"bench": "tests", "passed": 10, "failed": 0, "skipped": 2, "seconds": 3.5, **ENVIRONMENT}
-    assert record.append(row, tmp_path).name == "tests.jsonl"
-
-
-def test_a_broken_line_is_named(tmp_path):
-    write(tmp_path, ssd_row())
-    path = tmp_path / "h200" / "ssd.jsonl"
-    path.write_text(path.read_text() + '{"bench": \n')
-    with pytest.raises(ValueError, match=r"ssd\.jsonl:2: not a JSON row"):
-        record.read(tmp_path)
 
 
 def test_latest():

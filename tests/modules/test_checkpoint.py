@@ -11,15 +11,14 @@ pytest.importorskip("safetensors", reason="safetensors is not installed")
 from safetensors.torch import load_file, save_file
 
 from ssd.modules import Mamba2LM
-from tests.modules.test_language_model import made, over_settings
+from tests.modules import test_language_config
+from tests.modules.test_language_model import LAYER, made, over_settings
 
 EMBEDDING, HEAD, NORM = "backbone.embedding.weight", "lm_head.weight", "backbone.norm_f.weight"
 WHOLE, INDEX, PICKLE = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"
-PUBLISHED = {  # config.json as state-spaces writes it
-    "d_model": 16, "d_intermediate": 0, "n_layer": 1, "vocab_size": 30,
-    "ssm_cfg": {"layer": "Mamba2", "d_state": 16, "headdim": 8, "chunk_size": 16}, "attn_layer_idx": [], "attn_cfg": {},
-    "rms_norm": True, "residual_in_fp32": True, "fused_add_norm": True, "pad_vocab_size_multiple": 16, "tie_embeddings": True,
-}
+LEGACY = {"_use_new_zipfile_serialization": False}
+PUBLISHED = test_language_config.PUBLISHED | {
+    "d_model": 16, "n_layer": 1, "vocab_size": 30, "ssm_cfg": LAYER}
 MIXER = {  # shapes at these sizes: d_inner 32, 4 heads, 64 channels convolved
     "dt_bias": (4,), "A_log": (4,), "D": (4,), "in_proj.weight": (100, 16), "conv1d.weight": (64, 1, 4), "conv1d.bias": (64,),
     "norm.weight": (32,), "out_proj.weight": (16, 32),
@@ -73,10 +72,18 @@ def test_round_trip(settings, tmp_path):
     assert all(parameter._no_weight_decay for parameter in (mixer.dt_bias, mixer.A_log, mixer.D))
 
 
-@pytest.mark.parametrize("head", [True, False], ids=["with the head", "without"])
-def test_weights_by_state_spaces_names(head, tmp_path):
+def without(name: str):
+    return lambda w: {other: t for other, t in w.items() if other != name}
+
+
+@pytest.mark.parametrize("write", [
+    lambda path, w: save_file(w, path / WHOLE), lambda path, w: save_file(without(HEAD)(w), path / WHOLE), shards,
+    lambda path, w: torch.save(w | {HEAD: w[EMBEDDING]}, path / PICKLE), lambda path, w: torch.save(w, path / PICKLE, **LEGACY),
+], ids=("whole", "without the head", "shards", "a pickle with a tied head", "a legacy pickle"))
+def test_weights_by_state_spaces_names(write, tmp_path):
     expected = weights()
-    model = Mamba2LM.from_pretrained(folder(tmp_path, {name: t for name, t in expected.items() if head or name != HEAD}))
+    write(folder(tmp_path), expected)
+    model = Mamba2LM.from_pretrained(tmp_path)
     assert_has(model, expected)
     assert model.lm_head.weight is model.backbone.embedding.weight
     assert model.generate(torch.tensor([[1, 2, 3]]), 2).shape == (1, 5)
@@ -92,19 +99,6 @@ def test_dtypes_and_devices(tmp_path, device):
     assert_has(model.cpu(), {name: t.to(dtypes[name]) for name, t in expected.items()})
     with pytest.raises(TypeError, match=r"dtype: got torch\.int8, expected a floating torch\.dtype or None"):
         Mamba2LM.from_pretrained(tmp_path, dtype=torch.int8)
-
-
-def test_shards(tmp_path):
-    expected = weights()
-    shards(folder(tmp_path), expected)
-    assert_has(Mamba2LM.from_pretrained(tmp_path), expected)
-
-
-def test_a_pickle_of_tensors(tmp_path):
-    """A head tied in it, as state-spaces' files have it."""
-    expected = weights()
-    torch.save(expected | {HEAD: expected[EMBEDDING]}, folder(tmp_path) / PICKLE)
-    assert_has(Mamba2LM.from_pretrained(tmp_path), expected)
 
 
 def test_what_is_not_there(tmp_path):
@@ -126,10 +120,6 @@ def test_without_safetensors(tmp_path, monkeypatch):
     (tmp_path / WHOLE).unlink()
     torch.save(expected, tmp_path / PICKLE)
     assert_has(Mamba2LM.from_pretrained(tmp_path), expected)
-
-
-def without(name: str):
-    return lambda w: {other: t for other, t in w.items() if other != name}
 
 
 @pytest.mark.parametrize(("change", "message"), [

@@ -15,7 +15,7 @@ pytest.importorskip("safetensors", reason="safetensors is not installed")
 from safetensors.torch import save_file
 
 from ssd.modules import Mamba2LM, checkpoint
-from tests.modules.test_checkpoint import HEAD, INDEX, NORM, PICKLE, WHOLE, assert_has, folder, shards, weights
+from tests.modules.test_checkpoint import HEAD, INDEX, LEGACY, NORM, PICKLE, WHOLE, folder, shards, weights
 
 
 class Malicious:
@@ -23,9 +23,6 @@ class Malicious:
 
     def __reduce__(self):
         return os.mkdir, ("victim",)
-
-
-LEGACY = {"_use_new_zipfile_serialization": False}
 
 
 def tar(path):
@@ -58,12 +55,6 @@ def test_pickles_of_other_kinds(write, message, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=rf"pytorch_model\.bin: {message}"):
         Mamba2LM.from_pretrained(folder(tmp_path))
     assert not (tmp_path / "victim").exists()
-
-
-def test_a_legacy_pickle_of_tensors(tmp_path):
-    expected = weights()
-    torch.save(expected, folder(tmp_path) / PICKLE, **LEGACY)
-    assert_has(Mamba2LM.from_pretrained(tmp_path), expected)
 
 
 def damaged(whole: bytes, draw: random.Random):

@@ -193,14 +193,6 @@ def test_bad_arguments_are_refused_before_a_token(refusal):
     refusal.check(stream, {"input_ids": torch.ones(2, 3, dtype=torch.int64), "max_new_tokens": 3})
 
 
-def test_a_cache_of_another_model_or_batch_is_refused_before_a_token():
-    model, ids = made(), tokens("cpu", seqlen=3)
-    for cache, said in ((model.new_cache(3), "got one of batch 3, expected batch 2"),
-                        (model.new_cache(2)[1:], "got that of 1 layers, expected one for each of 2")):
-        with pytest.raises(ValueError, match=f"cache: {said}"):
-            model.stream(ids, 2, cache)
-
-
 def test_padding_after_tokens_is_refused():
     model, ids = made(), tokens("cpu", seqlen=3)
     cache = model.new_cache(2)

@@ -155,6 +155,8 @@ def test_bad_ids(ids, error, message):
 
 @pytest.mark.parametrize(("call", "message"), [
     (lambda model, ids: model(ids, cache=model.new_cache(2)[:1]), "cache: got that of 1 layers, expected one for each of 2"),
+    (lambda model, ids: model.stream(ids, 2, model.new_cache(2)[:1]), "cache: got that of 1 layers, expected"),
+    (lambda model, ids: model.stream(ids, 2, model.new_cache(3)), "cache: got one of batch 3, expected batch 2"),
     (lambda model, ids: model(ids, seq_idx=torch.zeros_like(ids), cache=model.new_cache(2)),
      "seq_idx: got a tensor with a cache"),
     (lambda model, ids: model.step(ids[:, 0], model.new_cache(1)), "cache: got one of batch 1, expected batch 2"),

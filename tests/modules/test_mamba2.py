@@ -54,22 +54,13 @@ def test_how_it_begins():
 
 
 @over_settings
-@pytest.mark.parametrize("pieces", ([23], [1, 12, 10], [22, 1]), ids=str)
-def test_pieces_of_a_prompt_give_the_whole(settings, pieces, device):
+@pytest.mark.parametrize("pieces", ([23], [1, 12, 10], [22, 1], [18]), ids=str)
+def test_pieces_of_a_prompt_and_tokens_after_it_give_the_whole(settings, pieces, device):
     block, u = made(device, **settings), tokens(device)
     cache = block.new_cache(2)
     with torch.no_grad():
-        parts = [block(part, cache=cache) for part in u.split(pieces, 1)]
-        assert_close(torch.cat(parts, 1), block(u), rtol=1e-4, atol=1e-5)
-
-
-@over_settings
-def test_token_by_token(settings, device):
-    """After a prompt."""
-    block, u = made(device, **settings), tokens(device)
-    cache = block.new_cache(2)
-    with torch.no_grad():
-        parts = [block(u[:, :18], cache=cache), *(block.step(token, cache)[:, None] for token in u[:, 18:].unbind(1))]
+        parts = [block(part, cache=cache) for part in u[:, : sum(pieces)].split(pieces, 1)]
+        parts += [block.step(token, cache)[:, None] for token in u[:, sum(pieces) :].unbind(1)]
         assert_close(torch.cat(parts, 1), block(u), rtol=1e-4, atol=1e-5)
 
 
