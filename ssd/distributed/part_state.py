@@ -84,8 +84,9 @@ def _sum_outer(u: Tensor, weights: Tensor, kept: Tensor | None, v: Tensor) -> Te
     weights = weights[..., : u.shape[1]].transpose(1, 2)  # [batch, seqlen, nheads]
     if kept is not None:
         weights = weights * kept[..., None]
-    weighted = (u.to(weights.dtype) * weights[..., None]).to(u.dtype).to(weights.dtype)
-    return torch.einsum("blgrp,blgn->bgrpn", weighted.unflatten(2, (v.shape[2], -1)), v.to(weights.dtype)).flatten(1, 2)
+    weighted = (u.to(weights.dtype) * weights[..., None]).to(u.dtype).to(weights.dtype).unflatten(2, (v.shape[2], -1))
+    with torch.autocast(u.device.type, enabled=False):  # which would round where the kernels do not
+        return torch.einsum("blgrp,blgn->bgrpn", weighted, v.to(weights.dtype)).flatten(1, 2)
 
 
 def _sum_up(t: Tensor) -> Tensor:

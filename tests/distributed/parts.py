@@ -17,7 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from experiments import context
+from experiments.parallel import Team
 from ssd import ssd_chunk_scan
+from ssd.block import arguments as block_arguments
 from ssd.block import causal_conv1d_fn
 from ssd.distributed import exchange
 from ssd.modules import Mamba2
@@ -148,6 +151,19 @@ def count_exchanges(group: Group, block: dict[str, Any], tokens: int) -> list[tu
         forward, counted = counted, []
         out.sum().backward()
     return [(len(forward), sum(forward)), (len(counted), sum(counted))]
+
+
+def call_benched(group: Group, shape: context.Shape) -> list[str]:
+    """Names of the ways that the bench times, each run once."""
+    team, ran = Team(dist.get_rank(group), dist.get_world_size(group), torch.device("cpu"), "cp"), []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(block_arguments, "INTERPRETED", False)
+        for calls in (context._list_scans, context._list_blocks):
+            for mode in context.MODES:
+                for name, call in calls(shape, mode, "torch", torch.float32, team).items():
+                    call()
+                    ran.append(name)
+    return ran
 
 
 def scan_bits(group: Group, problem: Problem) -> bool:

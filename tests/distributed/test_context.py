@@ -3,35 +3,21 @@
 from types import SimpleNamespace
 
 import pytest
-import torch
 import torch.distributed as dist
 from rich.console import Console
 
 from experiments import context, record, timing
-from experiments.parallel import Team, make_single
+from experiments.parallel import make_single
 from experiments.shapes import Shape
-from ssd.block import arguments
+from tests.distributed.parts import call_benched
 from tests.experiments.small import without_gpu
 
 SMALL = Shape("small", batch=1, seqlen=16, nheads=4, headdim=8, dstate=8, ngroups=4)
 
 
-def call_all(group: dist.ProcessGroup) -> list[str]:
-    """Every way of every part, once."""
-    team, ran = Team(dist.get_rank(group), dist.get_world_size(group), torch.device("cpu"), "cp"), []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(arguments, "INTERPRETED", False)
-        for calls in (context._list_scans, context._list_blocks):
-            for mode in context.MODES:
-                for name, call in calls(SMALL, mode, "torch", torch.float32, team).items():
-                    call()
-                    ran.append(name)
-    return ran
-
-
 def test_every_way_runs(ranks):
     names = ["parts", "alone", "all_to_all"] * 2 + ["parts", "alone"] * 2
-    assert ranks.run(4, call_all) == [names] * 4
+    assert ranks.run(4, call_benched, SMALL) == [names] * 4
 
 
 @pytest.mark.parametrize("part", context.PARTS)

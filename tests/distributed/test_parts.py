@@ -9,6 +9,7 @@ from torch.testing import assert_close
 
 from ssd import Options, reference
 from ssd.distributed import part_state
+from ssd.modules import Mamba2
 from tests.distributed.parts import Problem, convolve, join, mix, scan, scan_alone, scan_bits, scan_otherwise
 from tests.distributed.ranks import Ranks
 from tests.errors import assert_all_accurate, truths
@@ -99,6 +100,20 @@ def test_sums_by_kernels(documents, programs, monkeypatch, device):
     carried = reference.compute_in_fp64(replace(with_states, seq_idx=None, x=0 * i.x))[1][..., 0, 0]
     for found, expected in ((end, reference.compute_in_fp64(i)[1]), (start, truth), (decay, carried)):
         assert_close(found.double(), expected, rtol=0, atol=1e-5 * expected.abs().max().item())
+
+
+def test_autocast_does_not_round_sums():
+    i = random_inputs(Shape(nheads=2, headdim=8, dstate=8))
+    expected, _ = part_state.compute_end(i, True, Options())
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(part_state.compute_end(i, True, Options())[0], expected)
+
+
+def test_a_block_with_a_group_takes_no_cache():
+    block = Mamba2(8, d_state=8, headdim=4)
+    cache, block.context_group = block.new_cache(1), object()
+    with pytest.raises(ValueError, match="cache: got one with context_group, expected none"):
+        block(torch.zeros(1, 4, 8), cache=cache)
 
 
 @pytest.mark.parametrize("size, rank, changed, said", [
