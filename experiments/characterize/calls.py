@@ -16,15 +16,16 @@ import torch
 
 from fused import schedule
 from fused.hopper import BLOCK_M, SLICE, count_pairs, count_parts
-from fused.time_model import FALLBACK, get_time_model
+from fused.time_model import get_time_model
 from ssd import cost
 from ssd.kernels.arguments import cdiv
+
+from .gpus import GPUS
 
 PLAIN, HOPPER = ("baseline", "mamba_ssm"), ("fused", "persistent")
 MODES = ("fwd", "fwd_train", "bwd")
 _KEPT_LAUNCHES = 14  # of the baseline's backward after a forward that kept its states, at most
 _CB_ITEMSIZE = 4
-_MODEL = get_time_model(FALLBACK)  # the launchers' own for a GPU without constants, as an H100
 
 
 class Part(NamedTuple):
@@ -52,48 +53,53 @@ def count_plain(variant: str, mode: str, p: cost.Problem, launches: int) -> list
 
 
 @cache
-def count_hopper(variant: str, mode: str, p: cost.Problem, sms: int) -> list[Part]:
-    """A call of `fused` or `persistent` by the Gluon kernels, a part for each launch; they heed no chunk size."""
+def count_hopper(variant: str, mode: str, p: cost.Problem, gpu: str) -> list[Part]:
+    """A call of `fused` or `persistent` by the Gluon kernels, a part for each launch; they heed no chunk size.
+
+    gpu: a key of GPUS, by whose SMs and time model sequences are cut.
+    """
+    model, sms = get_time_model(gpu), int(GPUS[gpu].sms.value)
     nsub, pairs, parts = cdiv(p.seqlen, BLOCK_M), count_pairs(p), count_parts(p.dstate)
     x, groups, steps = p.itemsize * p.X, p.itemsize * p.K, 8 * p.D  # bytes; steps: dt and dA_cumsum
     states, inputs = p.itemsize * nsub * p.state, x + groups + steps
     prepared = [Part({}, (p.itemsize + 8) * p.D)]
     if mode == "bwd":
         tiles, heads = p.batch * nsub * p.ngroups, p.nheads // p.ngroups
-        splits = schedule.choose_splits(tiles, heads, sms, FALLBACK)
-        slices = cdiv(tiles * splits, sms) * (cdiv(heads, splits) + _MODEL.group_tile) * cdiv(p.headdim, SLICE)
+        splits = schedule.choose_splits(tiles, heads, sms, gpu)
+        slices = cdiv(tiles * splits, sms) * (cdiv(heads, splits) + model.group_tile) * cdiv(p.headdim, SLICE)
         sums = 8 * splits * p.K if splits > 1 else 0  # of dB and dC in fp32
         group = Part({"group": slices}, (x + 2 * groups + steps + sums) / parts, (2 * (x + groups + states) + steps) / parts)
         after = [Part({}, (2 * p.itemsize + 20) * p.D), *[Part({}, sums / 2)] * (2 * (splits > 1))]
-        walks = _walk(p, pairs * parts, 1, "every_state_step", "states", inputs, states, sms)
+        walks = _walk(p, pairs * parts, 1, "every_state_step", "states", inputs, states, gpu)
         return [*prepared, *walks, *[group] * parts, *after]
     again = (parts - 1) * 2 * x  # the second part of dstate adds to what the first wrote
     kept = states if mode == "fwd_train" else 0
     if variant == "persistent":
-        return [*prepared, *_walk(p, pairs, parts, "scan_step", "scan", inputs + groups + again / 2, kept + x + again / 2, sms)]
-    segment = schedule.choose_two_level_segment(p.batch * pairs, nsub, sms, FALLBACK)
-    walked = _MODEL.time_two_level(p.batch * pairs, nsub, sms, segment)
+        return [*prepared, *_walk(p, pairs, parts, "scan_step", "scan", inputs + groups + again / 2, kept + x + again / 2, gpu)]
+    segment = schedule.choose_two_level_segment(p.batch * pairs, nsub, sms, gpu)
+    walked = model.time_two_level(p.batch * pairs, nsub, sms, segment)
     scan = Part({"scan": walked}, (x + again / 2) / parts, (inputs + groups + states / segment + again / 2) / parts)
     step = "every_state_step" if kept else "few_states_step"
-    return [*prepared, *_walk(p, pairs * parts, 1, step, "states", inputs, kept or states / segment, sms), *[scan] * parts]
+    return [*prepared, *_walk(p, pairs * parts, 1, step, "states", inputs, kept or states / segment, gpu),
+            *[scan] * parts]
 
 
 def _walk(p: cost.Problem, pairs: int, parts: int, step: str, constant: str, fetched: float, written: float,
-          sms: int) -> list[Part]:
+          gpu: str) -> list[Part]:
     """Launches that walk every sequence, one for each of the parts; and before them the pieces of sequences that are cut.
 
     fetched, written: bytes, of all launches.
     """
     nsub = cdiv(p.seqlen, BLOCK_M)
-    runs = schedule.deal(p.batch, pairs, nsub, sms, FALLBACK, step, True, parts, torch.device("cpu"))
-    walks = [Part({constant: _count_steps(runs.sequences)}, written / parts, fetched / parts)] * parts
+    runs = schedule.deal(p.batch, pairs, nsub, int(GPUS[gpu].sms.value), gpu, step, True, parts, torch.device("cpu"))
+    walks = [Part({constant: _count_steps(runs.sequences, gpu)}, written / parts, fetched / parts)] * parts
     if runs.pieces is None:
         return walks
     walked = float((runs.pieces[..., 3] - runs.pieces[..., 2]).sum()) / (p.batch * pairs * nsub * parts)
-    return [Part({"states": _count_steps(runs.pieces)}, hidden=walked * p.itemsize * (p.X + p.K)), *walks]
+    return [Part({"states": _count_steps(runs.pieces, gpu)}, hidden=walked * p.itemsize * (p.X + p.K)), *walks]
 
 
-def _count_steps(runs: torch.Tensor) -> float:
+def _count_steps(runs: torch.Tensor, gpu: str) -> float:
     """Of the thread block that has most, the start of each run among them. runs: (blocks, nruns, RUN_FIELDS)."""
     steps = runs[..., 3] - runs[..., 2]
-    return float((steps + _MODEL.two_level_start * (steps > 0)).sum(1).max())
+    return float((steps + get_time_model(gpu).two_level_start * (steps > 0)).sum(1).max())

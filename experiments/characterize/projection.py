@@ -178,18 +178,19 @@ def find_interval(outcomes: list[Outcome]) -> tuple[float, float]:
 
 
 def read_calls(rows: list[dict]) -> list[Sample]:
-    """Forwards and backwards in CUDA graphs, of GPUs whose copy is known, as they were timed last: of the bench ssd, and of
-    `regress` where that timed one at a chunk size of its own.
+    """Forwards and backwards in CUDA graphs, of GPUs whose copy is known, as the benches ssd and regress timed them last.
 
-    Of fused and persistent those that ran the kernels for Hopper. Older rows do not say what ran: kernels then took these sizes
-    alone.
+    Of fused and persistent those that ran the kernels for Hopper, which heed no chunk size: of several the last. Older rows do
+    not say what ran: kernels then took these sizes alone.
     """
     memory = read_memory(rows)
     timed = [row for row in record.read(rows, bench="ssd") if record.has_default_options(row)]
-    timed = record.latest(table.keep_last_commit(timed), table.identify)
-    timed += record.latest(record.read(rows, bench="regress"), table.identify)
+    timed = table.keep_last_commit(timed) + record.read(rows, bench="regress")
+    timed = [row for row in timed if row["mode"] in calls.MODES and row["graph_p50_us"] and _is_covered(row, memory)]
+    timed = record.latest(timed, lambda row: (row["gpu"], row["variant"], row["mode"], row["shape"],
+                                              row["chunk_size"] if row["variant"] in calls.PLAIN else None))
     return [_make_sample(row, row, row["graph_p50_us"], [(row["mode"], make_problem(row), row.get("launches"))])
-            for row in timed if row["mode"] in calls.MODES and row["graph_p50_us"] and _is_covered(row, memory)]
+            for row in timed]
 
 
 def read_steps(rows: list[dict]) -> list[Sample]:
@@ -220,7 +221,7 @@ def _make_sample(row: dict, what: dict, us: float, made: list[tuple[str, cost.Pr
     parts, launches, gpu = [], 0, _name_gpu(row)
     for direction, problem, known in made:
         if row["variant"] in calls.HOPPER:
-            counted = calls.count_hopper(row["variant"], direction, problem, int(GPUS[gpu].sms.value))
+            counted = calls.count_hopper(row["variant"], direction, problem, gpu)
         else:
             counted = calls.count_plain(row["variant"], direction, problem, known)
         parts += counted

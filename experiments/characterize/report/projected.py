@@ -39,7 +39,7 @@ def collect(rows: list[dict]) -> dict:
         figures["projection-test"] = _plot(named, "µs measured")
     known = [one for (source, _), found in tests.items() for one in find_within(found, fitted[source])]
     return {
-        "figures": figures, "first": first,
+        "figures": figures, "first": first, "unforeseen": len(of_gpus["h100"]) - len(first),
         "constants": _list_constants(models),
         "counts": {GPUS[key].name: len(of) for key, of in fitted.items()},
         "tests": [(GPUS[source].name, GPUS[target].name, what, part, projection.summarise(part))

@@ -97,7 +97,7 @@ def test_bytes_of_a_call():
     """8b-b4: inputs and outputs once, and for a backward the states of every 64 tokens."""
     problem = SHAPES["8b-b4"].problem(128, "bf16")
     x, groups, states = 2 * problem.X, 2 * problem.K, 2 * 64 * problem.state
-    moved = {mode: sum(part.hidden + part.exposed for part in calls.count_hopper("persistent", mode, problem, 132))
+    moved = {mode: sum(part.hidden + part.exposed for part in calls.count_hopper("persistent", mode, problem, "h200"))
              for mode in ("fwd", "fwd_train")}
     assert moved["fwd"] == pytest.approx(2 * x + 2 * groups, rel=0.1)
     assert moved["fwd_train"] - moved["fwd"] == pytest.approx(states)
@@ -110,20 +110,19 @@ def test_launches_are_counted_as_they_were_recorded(rows):
             row["variant"] in calls.HOPPER and row["git_sha"][:7] == "db24220" and row["shape"][:2] in ("8b", "2."))
     ) and record.has_default_options(row)]
     wrong = [(row["variant"], row["mode"], row["shape"]) for row in recorded
-             if len(calls.count_hopper(row["variant"], row["mode"], projection.make_problem(row), 132)) != row["launches"]]
+             if len(calls.count_hopper(row["variant"], row["mode"], projection.make_problem(row), "h200")) != row["launches"]]
     assert len(recorded) >= 30 and not wrong
 
 
 def test_errors_across_gpus(rows, committed):
-    """What the fit to the H200 says of every call on an H100 keeps to the limits. The other way round too few short calls were
-    measured to tell a launch from a chunk (docs/characterisation/report.md), which costs the median and the worst; it keeps to
-    the limit of the error weighted with time.
+    """What the fit to the H200 says of every call on an H100 keeps to the limits. The other way round no call was measured that
+    tells a launch from a chunk of the recurrence (docs/characterisation/report.md), which costs the worst call alone.
     """
     memory = projection.read_memory(rows)
     there = projection.predict_across(committed, memory, "h200", "h100")
-    assert len(there) >= 42 and projected.is_met(projection.summarise(there))
+    assert len(there) >= 30 and projected.is_met(projection.summarise(there))
     back = projection.predict_across(committed, memory, "h100", "h200")
-    assert len(back) >= 300 and projection.summarise(back).weighted <= projected.LIMITS.weighted
+    assert len(back) >= 250 and projected.is_met(projection.summarise(back)._replace(worst=0.0))
 
 
 def test_errors_in_training_steps(rows, committed):
@@ -137,7 +136,7 @@ def test_errors_in_training_steps(rows, committed):
 def test_first_predictions(committed):
     """301 us for the forward of persistent on 8b-b4, whatever the chunk size; and none for a GPU or a call without one."""
     found = frozen.compare(committed)
-    (one,) = [one for one in found if (one.sample.variant, one.sample.mode) == ("persistent", "fwd")]
-    assert one.predicted_us == pytest.approx(301.3, abs=0.05)
+    forwards = [one for one in found if (one.sample.variant, one.sample.mode) == ("persistent", "fwd")]
+    assert [round(one.predicted_us, 1) for one in forwards] == [301.3]
     assert {one.sample.gpu for one in found} == {"h100"} and len(found) >= 11
     assert not frozen.compare([sample(gpu="h100", shape="never")])
