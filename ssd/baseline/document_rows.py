@@ -42,7 +42,7 @@ def forward_chunks(run: Callable, i: SSDInputs, cu_chunk_seqlens: Tensor, last_c
     """
     rows = _Rows.of_chunks(i, cu_chunk_seqlens, last_chunks)
     out, _, final_states, prev_states = _run_rows(run, rows, i, options, False)
-    ends = rows.first[1:]
+    ends = rows.first[1:].long()
     chunks = torch.arange(prev_states.shape[0], device=ends.device)
     document = torch.searchsorted(ends, chunks, right=True)
     is_last = (chunks + 1 == ends[document])[:, None, None, None]

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from torch import Tensor
+
 from ..api import LARGEST_CHUNK, SMALLEST_CHUNK, ssd_chunk_scan
 from ..block import conv1d
 from ..block.conv1d_update import causal_conv1d_update
@@ -15,6 +17,7 @@ from ..block.mamba_inner import mamba_inner_fn
 from ..block.selective_scan import selective_scan_fn
 from ..block.split_conv1d_scan import split_conv1d_scan
 from ..block.state_update import selective_state_update
+from ..documents import check_bounds, number_documents
 from ..runtime.tuning import next_power_of_2
 
 
@@ -26,7 +29,10 @@ def functions(variant: Callable[[], str]) -> dict[str, Callable]:
         dt_softplus=False, dt_limit=(0.0, float("inf")), return_final_states=False, return_varlen_states=False,
         state_dtype=None,
     ):
-        """`ssd.ssd_chunk_scan`, for any chunk_size: it does not change the result."""
+        """`ssd.ssd_chunk_scan`, for any chunk_size: it does not change the result. Documents have no states of their own."""
+        if cu_seqlens is not None and seq_idx is None and isinstance(x, Tensor) and x.dim() == 4:
+            check_bounds(cu_seqlens, x, x.shape[1])
+            seq_idx = number_documents(None, cu_seqlens, x.shape[1])
         return ssd_chunk_scan(
             x, dt, A, B, C, _chunk(chunk_size), D=D, z=z, dt_bias=dt_bias, initial_states=initial_states, seq_idx=seq_idx,
             cu_seqlens=cu_seqlens, dt_softplus=dt_softplus, dt_limit=dt_limit, return_final_states=return_final_states,

@@ -47,6 +47,14 @@ def test_signatures_of_the_installed_mamba_ssm(monkeypatch):
         assert UPSTREAM[name].startswith(plain_signature(found[name]).removesuffix(")"))
 
 
+def test_cu_seqlens_give_no_document_a_state():
+    """As upstream: the states given reach the first, and the one after the last token is returned."""
+    inputs = random_inputs(Shape(), Case(initial_states=True, documents="varlen"))
+    given = arguments(inputs) | {"seq_idx": None, "return_final_states": True}
+    expected = ssd_chunk_scan(**given | {"seq_idx": inputs.seq_idx})
+    torch.testing.assert_close(OURS["mamba_chunk_scan_combined"](**given), expected)
+
+
 @pytest.mark.parametrize("chunk_size", [1, 8, 24, 48, 512])
 def test_any_chunk_size(chunk_size):
     inputs = random_inputs(Shape(), EVERYTHING)
