@@ -96,10 +96,7 @@ def make_sides(sizes: LanguageSizes, batch: int, variant: str, rivals: Sequence[
     """Ours with a graph, with states in fp32 and in the weights' dtype, and without one; then rivals, but for those that cannot
     be had. On a CPU there are no graphs.
     """
-    config = Mamba2LMConfig(
-        sizes.d_model, len(sizes.pattern), sizes.vocab_size, tie_embeddings=sizes.tie_embeddings, pad_vocab_size_multiple=16,
-        ssm_cfg={"layer": "Mamba2", **{name: getattr(sizes, name) for name in ("d_state", "headdim", "ngroups", "chunk_size")}})
-    model = Mamba2LM(config, choose_device(), DTYPES[dtype], variant).eval()
+    model = Mamba2LM(make_config(sizes), choose_device(), DTYPES[dtype], variant).eval()
 
     def make_ours(graph: bool, states: str) -> Side:
         cache = model.new_cache(batch, state_dtype=DTYPES[states])
@@ -118,6 +115,13 @@ def make_sides(sizes: LanguageSizes, batch: int, variant: str, rivals: Sequence[
         except Exception as reason:  # the other sides are measured all the same
             leave_out(rival, reason)
     return sides
+
+
+def make_config(sizes: LanguageSizes) -> Mamba2LMConfig:
+    """Of a workload's model, all of whose layers are Mamba-2."""
+    layer = {"layer": "Mamba2", **{name: getattr(sizes, name) for name in ("d_state", "headdim", "ngroups", "chunk_size")}}
+    return Mamba2LMConfig(sizes.d_model, len(sizes.pattern), sizes.vocab_size, layer, tie_embeddings=sizes.tie_embeddings,
+                          pad_vocab_size_multiple=16)
 
 
 def load_mamba_ssm(ours: Mamba2LM) -> Side:

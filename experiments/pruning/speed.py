@@ -17,10 +17,11 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from ssd import pruning
-from ssd.modules import Mamba2, Mamba2LM, Mamba2LMConfig
+from ssd.modules import Mamba2, Mamba2LM
 
 from .. import record, timing
 from ..block import choose_device
+from ..decode import make_config
 from ..inputs import DTYPES
 from ..step_time import Candidate, measure_steps
 from ..terminal import leave_out, track
@@ -119,10 +120,7 @@ def _build(plan: Plan, part: str) -> nn.Module:
     sizes = plan.run.sizes
     if not isinstance(sizes, LanguageSizes) or {*sizes.pattern} != {MAMBA}:
         raise ValueError(f"--workload: got {plan.run.workload}, expected mamba2 with --part model: others decode otherwise")
-    layer = {"layer": "Mamba2", "d_state": sizes.d_state, "headdim": sizes.headdim, "ngroups": sizes.ngroups,
-             "chunk_size": sizes.chunk_size}
-    config = Mamba2LMConfig(sizes.d_model, len(sizes.pattern), sizes.vocab_size, layer, tie_embeddings=sizes.tie_embeddings)
-    return Mamba2LM(config, variant=plan.run.variant, **made)
+    return Mamba2LM(make_config(sizes), variant=plan.run.variant, **made)
 
 
 def _make_call(model: nn.Module, part: str, mode: str, batch: int, seqlen: int) -> Callable[[], Tensor]:
