@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from ssd.modules import Mamba2
 from ssd.registry import is_peer
 
 from .training_run import WAYS, Run
@@ -51,7 +50,7 @@ class Team:
             return model
         if self.cuts_tokens:
             for module in model.modules():
-                if isinstance(module, Mamba2):
+                if hasattr(module, "context_group"):
                     module.context_group = dist.group.WORLD
         if self.device.type == "cuda":  # torch has none on CPUs, where each process takes the statistics of its own part
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
@@ -86,9 +85,16 @@ class Team:
                 raise ValueError(f"--batch: got {run.batch}, expected a multiple of {self.size}, so that each process has its "
                                  "part")
             return
-        if run.workload != "mamba2":
-            raise ValueError(f"--parallel: got {self.way} with the workload {run.workload}, expected mamba2: other layers take "
-                             "whole sequences")
+        if run.workload not in ("mamba2", "hybrid"):
+            raise ValueError(f"--parallel: got {self.way} with the workload {run.workload}, expected mamba2 or hybrid, whose "
+                             "samples are sequences of tokens")
+        kv_heads = run.sizes.kv_heads
+        if kv_heads % self.size:
+            raise ValueError(f"--parallel: got {self.way} on {self.size} GPUs with {kv_heads} heads of keys, expected a "
+                             "divisor of these: attention deals them out")
+        if kv_heads and run.seqlen % self.size:
+            raise ValueError(f"--seqlen: got {run.seqlen}, expected a multiple of {self.size}, so that attention has "
+                             "equal parts")
         if run.compile:
             raise ValueError(f"--compile: got it with --parallel {self.way}, expected none: exchanges are not compiled")
         if is_peer(run.variant):

@@ -5,9 +5,11 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import checkpoint
 
 from ssd.cost import Problem
+from ssd.distributed import gather
 from ssd.modules import Mamba2
 
 from .layers import MLP, Attention, document_mask
@@ -55,7 +57,12 @@ class LanguageModel(nn.Module):
         sizes: of the model.
         variant: of the Mamba-2 layers, see `ssd.ssd_chunk_scan`.
         checkpoint_activations: the backward computes each layer again, from the residual stream, which alone is kept.
+
+    Attributes:
+        context_group: the ranks that sequences are cut over; None unless it is set, here and in the mixers.
     """
+
+    context_group: ProcessGroup | None = None
 
     def __init__(self, sizes: LanguageSizes, variant: str = "auto", checkpoint_activations: bool = False):
         super().__init__()
@@ -77,7 +84,7 @@ class LanguageModel(nn.Module):
             (batch, seqlen, vocab_size), in the dtype of the weights or of autocast.
         """
         packed = seq_idx is not None and ATTENTION in self.sizes.pattern
-        beside = {MAMBA: (seq_idx,), ATTENTION: (document_mask(seq_idx) if packed else None,), MLP_LAYER: ()}
+        beside = {MAMBA: (seq_idx,), ATTENTION: (document_mask(self._gather(seq_idx)) if packed else None,), MLP_LAYER: ()}
         residual = self.embedding(input_ids)
         for kind, layer in zip(self.sizes.pattern, self.layers, strict=True):
             if self.checkpoint_activations and self.training:
@@ -86,6 +93,12 @@ class LanguageModel(nn.Module):
             else:
                 residual = layer(residual, *beside[kind])
         return self.lm_head(self.norm_f(residual))
+
+    def _gather(self, seq_idx: Tensor) -> Tensor:
+        """The documents of all tokens, of which this rank may have a part."""
+        if self.context_group is None:
+            return seq_idx
+        return gather(self.context_group, seq_idx)[0].transpose(0, 1).flatten(1)
 
     @torch.no_grad()
     def _initialise(self) -> None:

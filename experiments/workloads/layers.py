@@ -1,6 +1,7 @@
 """The layers of a hybrid that are not Mamba-2: attention and MLP, as arXiv:2406.07887 has them."""
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -12,7 +13,13 @@ class Attention(nn.Module):
         d_model: channels in and out.
         heads, kv_heads: of the queries, and of keys and values, each of which serves heads / kv_heads consecutive queries.
         headdim: channels of a head.
+
+    Attributes:
+        context_group: the ranks that sequences are cut over, in parts of one length; None unless it is set. Each then attends
+            with its share of the heads, whose number the ranks divide, from all tokens.
     """
+
+    context_group: dist.ProcessGroup | None = None
 
     def __init__(self, d_model: int, heads: int, kv_heads: int, headdim: int):
         super().__init__()
@@ -26,10 +33,40 @@ class Attention(nn.Module):
         """mask: of `document_mask`; None where a row is one document."""
         heads = self.in_proj(u).unflatten(-1, (-1, self.headdim)).transpose(1, 2)  # [batch, heads, seqlen, headdim]
         q, k, v = heads.split([self.heads, self.kv_heads, self.kv_heads], 1)
+        if self.context_group is not None:
+            q, k, v = (_gather_tokens(t, self.context_group) for t in (q, k, v))
         # torch's attention that takes a mask and keeps no scores does not know groups
         k, v = (t.repeat_interleave(self.heads // self.kv_heads, 1) for t in (k, v))
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+        if self.context_group is not None:
+            y = _gather_heads(y, self.context_group)
         return self.out_proj(y.transpose(1, 2).flatten(2))
+
+
+class _Deal(torch.autograd.Function):
+    """(ranks, ...), of which each rank is sent its own, to what every rank sent this one."""
+
+    @staticmethod
+    def forward(ctx, t: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group, received = group, torch.empty_like(t, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(received, t.contiguous(), group=group)
+        return received
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        return _Deal.apply(grad, ctx.group), None
+
+
+def _gather_tokens(t: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """(batch, heads, tokens of this rank, headdim) to (batch, heads of this rank, tokens, headdim)."""
+    by_heads = t.unflatten(1, (dist.get_world_size(group), -1)).movedim(1, 0)
+    return _Deal.apply(by_heads, group).movedim(0, 2).flatten(2, 3)
+
+
+def _gather_heads(t: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The other way."""
+    by_tokens = t.unflatten(2, (dist.get_world_size(group), -1)).movedim(2, 0)
+    return _Deal.apply(by_tokens, group).movedim(0, 1).flatten(1, 2)
 
 
 class MLP(nn.Module):

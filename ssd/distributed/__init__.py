@@ -5,6 +5,7 @@ package imports torch.distributed; `ssd_chunk_scan` and `causal_conv1d_fn` do so
 """
 
 from .conv1d import find_convolution_start
+from .exchange import gather
 from .scan import scan_part
 
-__all__ = ["find_convolution_start", "scan_part"]
+__all__ = ["find_convolution_start", "gather", "scan_part"]

@@ -10,7 +10,7 @@ from torch.testing import assert_close
 from ssd import Options, reference
 from ssd.distributed import part_state
 from ssd.modules import Mamba2
-from tests.distributed.parts import Problem, convolve, join, mix, scan, scan_alone, scan_bits, scan_otherwise
+from tests.distributed.parts import Problem, attend, convolve, join, mix, scan, scan_alone, scan_bits, scan_otherwise
 from tests.distributed.ranks import Ranks
 from tests.errors import assert_all_accurate, truths
 from tests.experiments.small import without_gpu
@@ -76,6 +76,11 @@ def test_convolutions(kind, parts, ranks):
 @pytest.mark.parametrize("settings", ({}, {"rmsnorm": False, "D_has_hdim": True, "d_ssm": 8, "ngroups": 2}), ids=str)
 def test_blocks(settings, ranks):
     assert_equal_whole(ranks, (6, 2, 9), mix, (6, 2, 9), settings, rtol=1e-6)  # A is fp32
+
+
+@pytest.mark.parametrize("packed", (False, True), ids=("one document", "documents"))
+def test_attention_of_the_hybrid(packed, ranks):
+    assert_equal_whole(ranks, (6, 6), attend, (6, 6), packed)
 
 
 def test_two_runs_are_the_same_bits(ranks):

@@ -141,13 +141,19 @@ def test_every_workload_in_either_way(workload, tmp_path):
 
 @pytest.mark.parametrize("way, changed, said", [
     ("ddp", {"batch": 3}, "--batch: got 3, expected a multiple of 2"),
-    ("cp", {"workload": "hybrid"}, "--parallel: got cp with the workload hybrid, expected mamba2"),
+    ("cp", {"workload": "mambavision"}, "--parallel: got cp with the workload mambavision, expected mamba2 or hybrid"),
+    ("cp", {"workload": "hybrid", "seqlen": 33}, "--seqlen: got 33, expected a multiple of 2"),
     ("cp-fsdp", {"compile": True}, "--compile: got it with --parallel cp-fsdp"),
     ("cp", {"variant": "fla"}, "--variant: got 'fla' with --parallel cp"),
-], ids=("batch", "workload", "compile", "variant"))
+], ids=("batch", "workload", "seqlen", "compile", "variant"))
 def test_runs_that_cannot_be_dealt_out(way, changed, said):
     with pytest.raises(ValueError, match=said):
         Team(0, 2, torch.device("cpu"), way).check(make_run(**{"workload": "mamba2"} | changed))
+
+
+def test_more_gpus_than_heads_of_keys():
+    with pytest.raises(ValueError, match="--parallel: got cp on 3 GPUs with 2 heads of keys"):
+        Team(0, 3, torch.device("cpu"), "cp").check(make_run("hybrid"))
 
 
 @needs_two

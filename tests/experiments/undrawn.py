@@ -14,7 +14,7 @@ from rich.console import Console
 from torch import Tensor
 
 from experiments import train as training
-from experiments.parallel import WAYS, join_team
+from experiments.parallel import join_team
 from experiments.training_run import Run, make_run
 from experiments.workloads import get_workload, graph_model
 from ssd.block import arguments
@@ -36,8 +36,8 @@ def runs_of(workload: str) -> dict[str, Run]:
 
 
 def ways_of(workload: str) -> tuple[str, ...]:
-    """Of `WAYS`; only mamba2 is cut along its tokens."""
-    return WAYS if workload == "mamba2" else tuple(way for way in WAYS if not way.startswith("cp"))
+    """Of `WAYS`: both that deal out samples, and one that cuts sequences where the workload has any."""
+    return ("ddp", "fsdp", *{"mamba2": ("cp-fsdp",), "hybrid": ("cp",)}.get(workload, ()))
 
 
 def train_undrawn(workload: str, out: Path, *ways: str) -> None:
