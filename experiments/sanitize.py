@@ -127,17 +127,16 @@ def check(variant: str, tool: str) -> tuple[int, int, str, list[str], str]:
 def _is_start_of_roles(report: str) -> bool:
     """Whether every access of racecheck's report is known to be at a kernel's `def` or at its `warp_specialize`."""
     found = _ACCESS.findall(report)
-    theirs = (_read_line(file, int(number)).strip().startswith((f"def {kernel}(", "gl.warp_specialize("))
+    theirs = (_read_line(kernel, file, int(number)).strip().startswith((f"def {kernel}(", "gl.warp_specialize("))
               for kernel, file, number in found)
     return 1 < len(found) == report.count("access at ") and all(theirs)
 
 
-def _read_line(file: str, number: int) -> str:
-    """The line of one of our files, whose folder racecheck may leave out; nothing if it is none of ours."""
+def _read_line(kernel: str, file: str, number: int) -> str:
+    """The line of the file that defines the kernel; nothing if the file is another. racecheck may leave out its folder."""
     folders = (Path(package.__file__).parent for package in (ssd, fused, persistent))
-    found = [path for folder in (*folders, Path(__file__).parent) for path in folder.rglob(Path(file).name)]
-    found = [path for path in found if path.as_posix().endswith(file)] or found
-    lines = found[0].read_text().splitlines() if len(found) == 1 else []
+    texts = (path.read_text() for folder in (*folders, Path(__file__).parent) for path in folder.rglob(Path(file).name))
+    lines = next((text.splitlines() for text in texts if f"def {kernel}(" in text), [])
     return lines[number - 1] if number <= len(lines) else ""
 
 
