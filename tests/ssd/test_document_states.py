@@ -107,10 +107,11 @@ def test_pieces_go_on_where_others_ended(variant, device):
         out, states = scan(replace(split, **cut, cu_seqlens=ends, initial_states=states), variant=variant)
         outs.append(out)
     out = torch.cat([outs[0][:, :11], outs[1][:, :19], outs[0][:, 11:], outs[1][:, 19:]], 1)
-    assert_close((out, states), expected, rtol=1e-5, atol=1e-5)
+    near = 1e-5 if variant == "torch" else 1e-4  # kernels multiply fp32 in three products of TF32
+    assert_close((out, states), expected, rtol=near, atol=near)
     for found in ((out, states), expected):
         torch.autograd.backward(found, [random_like(t, str(t.shape)) for t in found])
-    assert_close(gradients(split), gradients(whole), rtol=1e-4, atol=1e-4)
+    assert_close(gradients(split), gradients(whole), rtol=10 * near, atol=10 * near)
 
 
 def test_what_is_returned(device):
