@@ -1,5 +1,6 @@
 """Documents with states of their own, in and out: each is as if run alone, with every gradient."""
 
+import logging
 from dataclasses import replace
 
 import pytest
@@ -7,10 +8,13 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing import assert_close
 
+from fused import hopper
 from ssd import reference, ssd_chunk_scan
 from ssd.registry import adapt_to_documents, get_variant
 from ssd.types import Options
 from tests.errors import assert_right, one_cotangent, results
+from tests.executor import Executor
+from tests.fused.hopper_on_cpu import KERNELS, hopper_on_cpu
 from tests.inputs import GPU, HALF, OURS, Case, Shape, arguments, gradients, leaves, random_inputs, random_like
 from tests.refused import assert_refused
 
@@ -69,6 +73,17 @@ def test_reference_is_each_document_alone(bounds):
 def test_variants(name, bounds, case, dtype, device):
     """Every variant gets the same rows, so that in the interpreter one takes most of the cases."""
     assert_right(name, draw(bounds, case, dtype, device))
+
+
+@pytest.mark.skipif(GPU, reason="the interpreter runs the other kernels")
+@pytest.mark.parametrize("name", ("fused", "persistent"))
+def test_hopper(name, caplog):
+    """Its kernels take the rows, which is not said to fail."""
+    hopper._say_plain.cache_clear()
+    inputs = draw((0, 30, 30, 120), PACKED, HALF, shape=Shape(1, 120, 2, 64, 1, 64, 64))
+    with hopper_on_cpu(Executor(*KERNELS)), caplog.at_level(logging.INFO, "ssd"):
+        assert_right(name, inputs)
+    assert not caplog.messages
 
 
 @pytest.mark.gpu
