@@ -92,11 +92,11 @@ def scan(group: Group, problem: Problem) -> Found:
     return {name: t.detach().cpu() for name, (t, _) in results.items()} | grads
 
 
-def convolve(group: Group, parts: tuple[int, ...], kind: str) -> Found:
+def convolve(group: Group, parts: tuple[int, ...], kind: str, dtype: torch.dtype = torch.float64) -> Found:
     """kind: "states" go in and out; or "documents", or "padding", documents of which some are numbered below 0."""
     rng = torch.Generator().manual_seed(0)
     tokens = (2, sum(parts), 6)
-    x, dout, weight, bias, states = (torch.randn(size, generator=rng, dtype=torch.float64)
+    x, dout, weight, bias, states = (torch.randn(size, generator=rng, dtype=dtype)
                                      for size in (tokens, tokens, (6, 4), (6,), (2, 6, 3)))
     seq_idx = (torch.rand(tokens[:2], generator=rng) < 0.3).cumsum(1)
     if kind == "padding":

@@ -21,6 +21,7 @@ TINY = Shape(nheads=1, headdim=8, dstate=8)
 PROBLEMS = [
     Problem((24, 24), SMALL),
     Problem((5, 32, 1, 17), SMALL, EVERYTHING),
+    Problem((40, 3, 14), SMALL, EVERYTHING),
     Problem((20, 3, 30), SMALL, Case(initial_states=True, z=True, dt_bias=True, dt_softplus=True)),
     Problem((9, 1, 2, 40), TINY, Case(documents="varlen", D="h")),
     Problem((30,), TINY, Case(documents="varlen", D="h"), torch.float32),
@@ -71,6 +72,12 @@ def test_two_runs_on_two_gpus_are_the_same_bits(gpus):
 @pytest.mark.parametrize("parts", PARTS, ids=str)
 def test_convolutions(kind, parts, ranks):
     assert_equal_whole(ranks, parts, convolve, parts, kind)
+
+
+@without_gpu
+@pytest.mark.parametrize("kind", ("states", "documents"))
+def test_convolutions_by_kernels(kind, ranks):
+    assert_equal_whole(ranks, (1, 7), convolve, (1, 7), kind, torch.float32, rtol=1e-5)
 
 
 @pytest.mark.parametrize("settings", ({}, {"rmsnorm": False, "D_has_hdim": True, "d_ssm": 8, "ngroups": 2}), ids=str)
