@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ssd.kernels.arguments import Strides, allocate_outputs, cdiv, get_sizes, strides
+from ssd.kernels.arguments import COUNTS, Strides, allocate_outputs, cdiv, get_sizes, strides
 from ssd.kernels.device import load_state_t, state_offset, unpack
 from ssd.runtime.launch import launch
 from ssd.runtime.tuning import ConfigSpace
@@ -43,7 +43,7 @@ def scan_chunk(number, tokens, prev_states, out, y, strides, seqlen, nchunks, SI
                  seqlen, nchunks, SIZES, EXP2, PRECISION, BLOCK_M)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def bmm_chunk_scan_kernel(x, z, B, C, CB, D, dt, dA_cumsum, seq_idx, prev_states, out, y, strides, seqlen, nchunks, ntiles,
                           SIZES: tl.constexpr, EXP2: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
                           BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr):

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ssd.kernels.arguments import Strides, allocate_outputs, cdiv, get_sizes, strides
+from ssd.kernels.arguments import COUNTS, Strides, allocate_outputs, cdiv, get_sizes, strides
 from ssd.kernels.device import (
     CB_offset,
     causal,
@@ -43,7 +43,7 @@ CONFIGS = ConfigSpace(
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def bmm_chunk_scan_rows_kernel(x, z, B, C, CB, D, dt, dA_cumsum, seq_idx, prev_states, out, y, strides, seqlen, nchunks,
                                SIZES: tl.constexpr, CAUSAL_BLOCKS: tl.constexpr, EXP2: tl.constexpr, PRECISION: tl.constexpr,
                                BLOCK_M: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr):

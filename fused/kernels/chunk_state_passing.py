@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ssd.kernels.arguments import Strides, cdiv, get_sizes, strides
+from ssd.kernels.arguments import COUNTS, Strides, cdiv, get_sizes, strides
 from ssd.kernels.device import state_tile_t, unpack_program
 from ssd.runtime.launch import launch
 from ssd.runtime.tuning import ConfigSpace
@@ -36,7 +36,7 @@ CONFIGS = ConfigSpace(
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def chunk_state_passing_kernel(x, B, dt, dA_cumsum, seq_idx, starts, prev_states, ends, factors, strides, starts_strides,
                                seqlen, nchunks, segment, nsegments, SIZES: tl.constexpr, CUMSUM: tl.constexpr,
                                EXP2: tl.constexpr, PRECISION: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,

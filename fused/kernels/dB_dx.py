@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ssd.kernels.arguments import Strides, get_sizes, output, strides
+from ssd.kernels.arguments import COUNTS, Strides, get_sizes, output, strides
 from ssd.kernels.device import decay, load_skip, load_state, product, split_heads, unpack_program
 from ssd.kernels.sum_parts import sum_first
 from ssd.runtime.launch import launch
@@ -99,7 +99,7 @@ def head_grads(dB_j, B_j, pairs, to_end, dt_j, head, strides, h, token, offs_m, 
     return dB_j, u_v_x, v_x
 
 
-@triton.jit(do_not_specialize=["nblocks"])  # where it is 1, `nothing` above would be known
+@triton.jit(do_not_specialize=COUNTS)
 def dB_dx_kernel(x, dy, B, C, D, dt, dA_cumsum, seq_idx, dstates, dCB, dx, dB_parts, u_v_x, q, dD_tiles, strides, parts_strides,
                  seqlen, nblocks, SIZES: tl.constexpr, SPLITS: tl.constexpr, EXP2: tl.constexpr, PRECISION: tl.constexpr,
                  BLOCK_M: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr):

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ssd.kernels.arguments import Strides, get_sizes
+from ssd.kernels.arguments import COUNTS, Strides, get_sizes
 from ssd.kernels.device import decay, load_state, split_heads, unpack_program
 from ssd.runtime.launch import launch
 from ssd.runtime.tuning import ConfigSpace, head_splits
@@ -53,7 +53,7 @@ def head_products(x, dy, strides, prev_states, token, offs_m, offs_n, seqlen, SI
     return dy_x, e_i
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def dC_dCB_kernel(x, dy, B, C, dt, dA_cumsum, seq_idx, prev_states, dC_parts, dCB, net, strides, parts_strides, seqlen, nblocks,
                   SIZES: tl.constexpr, SPLITS: tl.constexpr, EXP2: tl.constexpr, PRECISION: tl.constexpr,
                   BLOCK_M: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr):

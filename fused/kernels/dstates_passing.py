@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ssd.kernels.arguments import Strides, cdiv, get_sizes, output, strides
+from ssd.kernels.arguments import COUNTS, Strides, cdiv, get_sizes, output, strides
 from ssd.kernels.device import state_tile_t, unpack_program
 from ssd.runtime.launch import launch
 from ssd.runtime.tuning import ConfigSpace
@@ -33,7 +33,7 @@ CONFIGS = ConfigSpace(
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def dstates_passing_kernel(dy, C, dA_cumsum, seq_idx, prev_states, dfinal_states, dstates, dinitial_states, s_tiles, strides,
                            dfinal_strides, dinitial_strides, seqlen, nblocks, SIZES: tl.constexpr, EXP2: tl.constexpr,
                            PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr):

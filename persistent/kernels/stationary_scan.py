@@ -23,7 +23,7 @@ from torch import Tensor
 
 from fused.kernels.segment import Tokens, load_initial, scan_segment
 from fused.schedule import Schedule
-from ssd.kernels.arguments import Strides, allocate_outputs, cdiv, get_sizes, strides
+from ssd.kernels.arguments import COUNTS, Strides, allocate_outputs, cdiv, get_sizes, strides
 from ssd.kernels.device import state_tile_t, unpack_program
 from ssd.runtime.launch import launch
 from ssd.runtime.tuning import ConfigSpace
@@ -56,7 +56,7 @@ def state_before(s, pieces, ends, factors, b, h, state, at, inside, nsegments, N
     return state
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def stationary_scan_kernel(x, z, B, C, CB, D, dt, dA_cumsum, seq_idx, initial_states, ends, factors, prev_states, out, y,
                            final_states, strides, initial_strides, seqlen, nchunks, cut, SIZES: tl.constexpr,
                            EXP2: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_P: tl.constexpr,

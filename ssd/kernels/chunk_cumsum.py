@@ -12,7 +12,7 @@ import triton.language as tl
 from ..runtime.launch import launch
 from ..runtime.tuning import ConfigSpace
 from ..types import SSDInputs
-from .arguments import cdiv, contiguous
+from .arguments import COUNTS, cdiv, contiguous
 from .device import softplus, unpack_program
 
 # What dA_cumsum falls by at the first token of a document: 2^-184.7, and so 0 for every decay and step times decay that begins
@@ -42,7 +42,7 @@ def step(dt, dt_strides, dt_bias, b, c, offs_h, seqlen, dt_min, dt_max, NHEADS: 
     return raw, unclamped, tl.where(inside, clamped, 0.0), inside
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def chunk_cumsum_kernel(dt, dt_strides, A, dt_bias, seq_idx, dt_out, dA_cumsum, arrivals, seqlen, nchunks, dt_min, dt_max,
                         NHEADS: tl.constexpr, CHUNK: tl.constexpr, SOFTPLUS: tl.constexpr, BLOCK_H: tl.constexpr):
     tile, _, c, b = unpack_program((NHEADS + BLOCK_H - 1) // BLOCK_H, 1, nchunks)

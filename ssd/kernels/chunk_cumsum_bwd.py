@@ -15,7 +15,7 @@ from torch import Tensor
 from ..runtime.launch import launch
 from ..runtime.tuning import ConfigSpace, next_power_of_2
 from ..types import SSDInputs
-from .arguments import cdiv, contiguous, output
+from .arguments import COUNTS, cdiv, contiguous, output
 from .chunk_cumsum import step
 from .device import product, sigmoid, unpack_program
 
@@ -41,7 +41,7 @@ def add_chunks(parts, sums, nparts, offs_h, NHEADS: tl.constexpr, NSUMS: tl.cons
     tl.store(sums + n * NHEADS + offs_h[None, :], tl.sum(total, 1), mask=(n < NSUMS) & (offs_h < NHEADS)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def chunk_cumsum_bwd_kernel(dt, dt_strides, A, dt_bias, u_v_x, r_tiles, q, s_tiles, row, col_tiles, dy_x, ddt, ddt_strides,
                             parts, sums, arrivals, seqlen, nchunks, tile_stride, dt_min, dt_max, NHEADS: tl.constexpr,
                             CHUNK: tl.constexpr, SOFTPLUS: tl.constexpr, R_TILES: tl.constexpr, S_TILES: tl.constexpr,

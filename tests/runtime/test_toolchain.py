@@ -12,6 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from fused import hopper
+from ssd.kernels.arguments import COUNTS
 from ssd.registry import get_variant
 from ssd.runtime import gluon_names, toolchain
 from ssd.types import Options
@@ -111,3 +112,17 @@ def test_masks_made_of_numbers(device):
     x = torch.zeros(8, device=device)
     _mask_kernel[(1,)](x, 4, 8)
     assert x.tolist() == [0, 1, 1, 1, 8, 8, 8, 8]
+
+
+def test_no_kernel_is_compiled_for_a_count_of_its_own():
+    """Such as a single chunk, at which it would be another kernel than the tests have run."""
+    kernels = {}
+    for folder in ("ssd", "fused", "persistent"):
+        for path in (ROOT / folder).rglob("kernels/*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel"):
+                    names = {argument.arg for argument in node.args.args}
+                    [jit] = map(ast.unparse, node.decorator_list)
+                    if names & set(COUNTS) and jit.startswith("triton"):
+                        kernels[node.name] = jit
+    assert len(kernels) > 20 and set(kernels.values()) == {"triton.jit(do_not_specialize=COUNTS)"}

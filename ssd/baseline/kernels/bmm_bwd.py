@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...kernels.arguments import cdiv, get_sizes, output
+from ...kernels.arguments import COUNTS, cdiv, get_sizes, output
 from ...kernels.device import CB_offset, chunk_offset, load_tokens, store_tokens, unpack_program
 from ...runtime.launch import launch
 from ...runtime.tuning import ConfigSpace
@@ -24,7 +24,7 @@ CONFIGS = ConfigSpace(
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def bmm_bwd_kernel(dCB, other, parts, grad, other_strides, grad_strides, seqlen, nchunks, part_stride, SIZES: tl.constexpr,
                    NPARTS: tl.constexpr, TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
                    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):

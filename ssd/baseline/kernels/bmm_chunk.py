@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ...kernels.arguments import Strides, get_sizes, triton_dtype
+from ...kernels.arguments import COUNTS, Strides, get_sizes, triton_dtype
 from ...kernels.device import CB_offset, chunk_offset, load_tokens, load_tokens_t, unpack_program
 from ...runtime.launch import launch
 from ...runtime.tuning import ConfigSpace
@@ -22,7 +22,7 @@ CONFIGS = ConfigSpace(
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def bmm_chunk_kernel(B, C, CB, strides, seqlen, nchunks, SIZES: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
                      BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
     NTILES_N: tl.constexpr = SIZES.chunk // BLOCK_N

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...kernels.arguments import Strides, allocate_outputs, cdiv, get_sizes, strides
+from ...kernels.arguments import COUNTS, Strides, allocate_outputs, cdiv, get_sizes, strides
 from ...kernels.device import (
     CB_offset,
     causal,
@@ -41,7 +41,7 @@ CONFIGS = ConfigSpace(
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def chunk_scan_kernel(CB, x, z, C, D, dt, dA_cumsum, seq_idx, prev_states, out, y, strides, seqlen, nchunks,
                       SIZES: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_P: tl.constexpr,
                       BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr):

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...kernels.arguments import Strides, get_sizes, output, strides
+from ...kernels.arguments import COUNTS, Strides, get_sizes, output, strides
 from ...kernels.device import (
     CB_offset,
     causal,
@@ -45,7 +45,7 @@ CONFIGS = ConfigSpace(
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def chunk_scan_chunk_state_dx_kernel(
         CB, x, B, dy, D, dt, dA_cumsum, seq_idx, dstates, dx, u_v_x, q, dD_tiles, strides, seqlen, nchunks, SIZES: tl.constexpr,
         PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr):

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...kernels.arguments import Strides, cdiv, get_sizes
+from ...kernels.arguments import COUNTS, Strides, cdiv, get_sizes
 from ...kernels.device import (
     chunk_offset,
     decays_from_start,
@@ -38,7 +38,7 @@ CONFIGS = ConfigSpace(
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def chunk_scan_dC_kernel(dy, C, dA_cumsum, seq_idx, prev_states, dC_parts, r_tiles, strides, seqlen, nchunks, part_stride,
                          r_stride, SIZES: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
                          BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr):

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...kernels.arguments import Strides, get_sizes, output
+from ...kernels.arguments import COUNTS, Strides, get_sizes, output
 from ...kernels.device import (
     CB_offset,
     causal,
@@ -53,7 +53,7 @@ def pair_grads(x, dy, strides, dt, dA_cumsum, offs_i, offs_j, rows, HEADDIM: tl.
     return acc * tl.load(dt + offs_j)[None, :]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def chunk_scan_dCB_kernel(x, dy, dt, dA_cumsum, seq_idx, dCB_parts, strides, seqlen, nchunks, part_stride, SIZES: tl.constexpr,
                           SPLITS: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
                           BLOCK_P: tl.constexpr):

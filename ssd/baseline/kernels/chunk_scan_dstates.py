@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...kernels.arguments import Strides, get_sizes
+from ...kernels.arguments import COUNTS, Strides, get_sizes
 from ...kernels.device import chunk_offset, document_before, state_offset, step_offset
 from ...runtime.launch import launch
 from ...runtime.tuning import ConfigSpace
@@ -27,7 +27,7 @@ CONFIGS = ConfigSpace(
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def chunk_scan_dstates_kernel(dy, C, dA_cumsum, seq_idx, dprev_states, strides, seqlen, nchunks, SIZES: tl.constexpr,
                               PRECISION: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
     offs_p, offs_n, h, c, b = unpack_state_tile(nchunks, SIZES, BLOCK_P, BLOCK_N)

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...kernels.arguments import Strides, cdiv, get_sizes
+from ...kernels.arguments import COUNTS, Strides, cdiv, get_sizes
 from ...kernels.device import (
     chunk_offset,
     decay,
@@ -76,7 +76,7 @@ def weighted_outer(u, u_strides, v, v_strides, dt, dA_cumsum, seq_idx, document,
     return acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def chunk_state_kernel(x, B, dt, dA_cumsum, seq_idx, states, strides, seqlen, nchunks, SIZES: tl.constexpr,
                        PRECISION: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
     offs_p, offs_n, h, c, b = unpack_state_tile(nchunks, SIZES, BLOCK_P, BLOCK_N)
@@ -94,7 +94,7 @@ def chunk_state_kernel(x, B, dt, dA_cumsum, seq_idx, states, strides, seqlen, nc
     store_state(states + state_offset(b, c, h, nchunks, SIZES), offs_p, offs_n, acc, SIZES)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def varlen_states_kernel(x, B, dt, dA_cumsum, seq_idx, cu_seqlens, prev_states, states, strides, seqlen, nchunks,
                          SIZES: tl.constexpr, PRECISION: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
                          BLOCK_K: tl.constexpr):

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...kernels.arguments import cdiv, get_sizes
+from ...kernels.arguments import COUNTS, cdiv, get_sizes
 from ...kernels.device import (
     chunk_offset,
     decays_to_end,
@@ -36,7 +36,7 @@ CONFIGS = ConfigSpace(
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def chunk_state_dB_kernel(x, dt, dA_cumsum, seq_idx, dstates, dB_parts, x_strides, seqlen, nchunks, part_stride,
                           SIZES: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
                           BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr):

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...kernels.arguments import Strides, get_sizes
+from ...kernels.arguments import COUNTS, Strides, get_sizes
 from ...kernels.device import CB_offset, causal, chunk_offset, step_offset, unpack_program
 from ...runtime.launch import launch
 from ...runtime.tuning import ConfigSpace
@@ -29,7 +29,7 @@ CONFIGS = ConfigSpace(
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def ddA_cumsum_kernel(x, dy, dt, dA_cumsum, CB, seq_idx, row, col_tiles, strides, seqlen, nchunks, col_stride,
                       SIZES: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
                       BLOCK_P: tl.constexpr):

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...kernels.arguments import cdiv, get_sizes, strides
+from ...kernels.arguments import COUNTS, cdiv, get_sizes, strides
 from ...kernels.device import decay, unpack_program
 from ...runtime.launch import launch
 from ...types import SSDInputs
@@ -24,7 +24,7 @@ from .state_passing import offsets_any_strides
 _BLOCK = 1024  # elements of a state that a program takes
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def document_passing_kernel(entering, added, dA_cumsum, first_rows, kept, leaving, entering_strides, ndocs, BACK: tl.constexpr,
                             SIZES: tl.constexpr, BLOCK: tl.constexpr):
     """BACK: from the last row of a document to its first."""

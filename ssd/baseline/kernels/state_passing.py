@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...kernels.arguments import cdiv, get_sizes, strides
+from ...kernels.arguments import COUNTS, cdiv, get_sizes, strides
 from ...kernels.device import decay, document_before, unpack_program
 from ...runtime.launch import launch
 from ...runtime.tuning import ConfigSpace
@@ -42,7 +42,7 @@ def offsets_any_strides(strides, b, h, offs, DSTATE: tl.constexpr):
     return b * strides[0] + h * strides[1] + wide // DSTATE * strides[2] + wide % DSTATE * strides[3]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def state_passing_kernel(states, dA_cumsum, initial_states, seq_idx, prev_states, final_states, initial_strides, seqlen,
                          nchunks, SIZES: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr):
     SIZE: tl.constexpr = SIZES.headdim * SIZES.dstate

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...kernels.arguments import cdiv, get_sizes, output, strides
+from ...kernels.arguments import COUNTS, cdiv, get_sizes, output, strides
 from ...kernels.device import unpack_program
 from ...runtime.launch import launch
 from ...runtime.tuning import ConfigSpace
@@ -27,7 +27,7 @@ CONFIGS = ConfigSpace(
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def state_passing_bwd_kernel(dprev_states, prev_states, dA_cumsum, dfinal_states, seq_idx, dstates, dinitial_states, s_tiles,
                              dfinal_strides, dinitial_strides, seqlen, nchunks, SIZES: tl.constexpr, BLOCK: tl.constexpr,
                              STAGES: tl.constexpr):

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...kernels.arguments import cdiv, strides
+from ...kernels.arguments import COUNTS, cdiv, strides
 from ...kernels.sum_parts import add_parts, tile
 from ...runtime.launch import launch
 from .conv1d import (
@@ -82,7 +82,7 @@ def store_position_grads(dpre, documents, position, first, end, weights, dfinal_
             tl.store(dinitial_states + at, grad.to(dinitial_states.dtype.element_ty), mask=in_dim & (p < 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def conv1d_bwd_kernel(x, x_strides, dout, dout_strides, weight, weight_strides, bias, seq_idx, initial_states, initial_strides,
                       dfinal_states, dfinal_strides, dx, dinitial_states, parts, seqlen, npieces, tokens, UNIT: tl.constexpr,
                       DIM: tl.constexpr, WIDTH: tl.constexpr, SILU: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
@@ -129,7 +129,7 @@ def conv1d_bwd_kernel(x, x_strides, dout, dout_strides, weight, weight_strides, 
         tl.store(parts + at, sums[i], mask=in_dim)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def conv1d_filter_grads_kernel(parts, dweight, dbias, npieces, DIM: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
                                COLUMNS: tl.constexpr):
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)

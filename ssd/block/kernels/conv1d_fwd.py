@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...kernels.arguments import cdiv, strides
+from ...kernels.arguments import COUNTS, cdiv, strides
 from ...runtime.launch import launch
 from .conv1d import (
     BLOCK,
@@ -32,7 +32,7 @@ _WARPS = 32  # programs that run side by side on an SM, as many as an SM takes
 _LONGEST = 128  # tokens of a piece: longer ones fill rounds better and are slower
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def conv1d_fwd_kernel(x, x_strides, weight, weight_strides, bias, seq_idx, initial_states, initial_strides, out, final_states,
                       seqlen, npieces, tokens, UNIT: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, SILU: tl.constexpr,
                       BLOCK: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr):

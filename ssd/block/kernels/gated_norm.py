@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...kernels.arguments import cdiv
+from ...kernels.arguments import COUNTS, cdiv
 from ...kernels.sum_parts import sum_first
 from ...runtime import tuning
 from ...runtime.launch import launch
@@ -53,7 +53,7 @@ def load_channels(t, group, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N:
     return tl.load(t + group * WIDTH + offs_n, mask=offs_n < WIDTH, other=0.0).to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def gated_norm_kernel(x, x_stride, z, z_stride, weight, bias, out, rstd, rows, eps, UNIT: tl.constexpr, NGROUPS: tl.constexpr,
                       WIDTH: tl.constexpr, NORM_BEFORE_GATE: tl.constexpr, PIECES: tl.constexpr, BLOCK_M: tl.constexpr,
                       BLOCK_N: tl.constexpr):
@@ -108,7 +108,7 @@ def gated_norm(x: Tensor, weight: Tensor, bias: Tensor | None, z: Tensor | None,
     return out, rstd
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def gated_norm_bwd_kernel(dout, dout_stride, x, x_stride, z, z_stride, weight, bias, rstd, dx, dz, dweight, dbias, rows, slots,
                           UNIT: tl.constexpr, NGROUPS: tl.constexpr, WIDTH: tl.constexpr, NORM_BEFORE_GATE: tl.constexpr,
                           STAGES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):

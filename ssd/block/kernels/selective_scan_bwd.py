@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...kernels.arguments import cdiv, output, strides
+from ...kernels.arguments import COUNTS, cdiv, output, strides
 from ...kernels.device import LOG2E, product, sigmoid, softplus
 from ...kernels.sum_parts import sum_first
 from ...runtime import tuning
@@ -38,7 +38,7 @@ _PROGRAMS = 4  # of grads, for each SM
 _WARPS = 8  # of grads, for a tile of 4096
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def selective_scan_dstates_kernel(delta, delta_strides, A, A_strides, C, C_strides, z, z_strides, delta_bias, bias_strides,
                                   dout, dout_strides, dlast_state, dlast_strides, dstates, seqlen, nchunks, DIM: tl.constexpr,
                                   NGROUPS: tl.constexpr, DSTATE: tl.constexpr, UNIT: tl.constexpr, SOFTPLUS: tl.constexpr,
@@ -80,7 +80,7 @@ def selective_scan_dstates_kernel(delta, delta_strides, A, A_strides, C, C_strid
     tl.store(dstates + at, dstate, mask=in_state)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def selective_scan_grads_kernel(u, u_strides, delta, delta_strides, A, A_strides, B, B_strides, C, C_strides, D, D_strides, z,
                                 z_strides, delta_bias, bias_strides, dout, dout_strides, states, dstates, du, ddelta, dz, dA,
                                 dB, dC, dD, ddelta_bias, seqlen, nchunks, batch, DIM: tl.constexpr, NGROUPS: tl.constexpr,

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...kernels.arguments import cdiv, strides
+from ...kernels.arguments import COUNTS, cdiv, strides
 from ...kernels.device import LOG2E
 from ...runtime.launch import launch
 from ...runtime.tuning import next_power_of_2
@@ -29,7 +29,7 @@ from .selective_scan import (
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def selective_scan_fwd_kernel(u, u_strides, delta, delta_strides, A, A_strides, B, B_strides, C, C_strides, D, D_strides, z,
                               z_strides, delta_bias, bias_strides, out, last_state, states, seqlen, nchunks, DIM: tl.constexpr,
                               NGROUPS: tl.constexpr, DSTATE: tl.constexpr, UNIT: tl.constexpr, SOFTPLUS: tl.constexpr,

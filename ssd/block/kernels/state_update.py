@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...kernels.arguments import cdiv, strides
+from ...kernels.arguments import COUNTS, cdiv, strides
 from ...kernels.device import LOG2E, product, sigmoid, softplus, unpack_program
 from ...runtime.launch import launch
 from ...runtime.tuning import next_power_of_2
@@ -24,7 +24,7 @@ def load_vector(t, stride, offs, inside):
     return tl.load(t + offs * stride, mask=inside, other=0.0).to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def state_update_kernel(state, state_strides, x, x_strides, dt, dt_strides, A, A_strides, B, B_strides, C, C_strides, D,
                         D_strides, z, z_strides, dt_bias, dt_bias_strides, state_batch_indices, out, rows,
                         NHEADS: tl.constexpr, NGROUPS: tl.constexpr, DIM: tl.constexpr, DSTATE: tl.constexpr,
