@@ -104,11 +104,10 @@ def test_every_kernel_with_other_tritons(triton, arch, compiled):
     assert arch != 90 or kernels >= set(HOPPER)
 
 
-@pytest.mark.parametrize("arch", SHARED)
-def test_states_of_few_heads(arch, compiled):
+def test_states_of_few_heads(compiled):
     """By chunks of a kernel's own sub-chunks, where walks are not worth it."""
-    rows = compiled("fused", "--off", "gluon", "--arch", str(arch), "--nheads", "2", "--seqlen", "16384")
-    assert_fits(rows, arch, spills=64, by_walks=1152)
+    rows = compiled("fused", "--off", "gluon", "--arch", "90", "--nheads", "2", "--seqlen", "16384")
+    assert_fits(rows, 90, spills=64, by_walks=1152)
     kernels = {row["kernel"] for row in rows}
     assert {"chunk_state_kernel", "state_passing_kernel", "state_passing_bwd_kernel"} <= kernels
     assert "dstates_passing_kernel" not in kernels
@@ -116,8 +115,8 @@ def test_states_of_few_heads(arch, compiled):
 
 FUSED = "fused --off gluon --arch 90"
 FITS = {  # name: what is compiled, architecture, bytes that may be spilled, and by walks
-    **{f"{''.join(way)}, every option, sm_{arch}": (" ".join(way) + f" --arch {arch} --every-option", arch, 64, 1152)
-       for way in WAYS for arch in SHARED},
+    # on other chips, the oldest and the newest Triton compile them
+    **{f"{''.join(way)}, every option": (" ".join(way) + " --arch 90 --every-option", 90, 64, 1152) for way in WAYS},
     # the largest tiles in bytes, on the chip with the least room for them as well
     **{f"{variant}, fp32, sm_{arch}": (f"{variant} --off gluon --arch {arch} --dtype fp32 {sizes}", arch, spills, by_walks)
        for arch, sizes, spills, by_walks in ((90, "--headdim 64 --dstate 128", 0, 256),
@@ -168,7 +167,7 @@ def test_without_wgmma(way, compiled):
 @over_ways
 def test_configs_on_hopper(way, compiled):
     """Of those that a tuner may try, some: a GPU's tests run all. Matrix products use the warpgroup instruction."""
-    rows = compiled(*way, "--configs", "4")
+    rows = compiled(*way, "--configs", "2")
     assert_fits(rows, 90, spills=256, by_walks=320)
     for row in rows:
         assert not row["dots"] or row["wgmma"], f"{row}: its products do not use wgmma"
