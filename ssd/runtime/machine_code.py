@@ -25,25 +25,17 @@ NO_RESULT = ("ST", "RED", "SYNCS", "UTMA", "BAR", "WARPGROUP", "BRA")  # opcodes
 
 def read(sass: str) -> tuple[list[str], set[tuple[int, int]]]:
     """The instructions in order, and the loops: first and last of each."""
-    instructions, labels = [], {}
-    for line in sass.splitlines():
-        if label := _LABEL.match(line):
-            labels[label[1]] = len(instructions)
-        elif instruction := _INSTRUCTION.search(line):
-            instructions.append(re.sub(r"^@!?U?P\d+ +", "", instruction[1].strip()))
-    branches = ((n, _BRANCH.search(text)) for n, text in enumerate(instructions))
-    return instructions, {(labels[b[1]], n) for n, b in branches if b and labels.get(b[1], n) < n}
+    code, labels = _list_code(sass)
+    branches = ((n, _BRANCH.search(text)) for n, text in enumerate(code))
+    loops = {(labels[b[1]], n) for n, b in branches if b and labels.get(b[1], n) < n}
+    return [re.sub(r"^@!?U?P\d+ +", "", text) for text in code], loops
 
 
 def split_blocks(sass: str) -> tuple[list[str], dict[int, tuple[int, list[int]]]]:
     """The instructions in order, with their predicates, and the blocks between branches: where each starts, where it ends and
     which come next."""
-    code, labels = [], {}
-    for line in sass.splitlines():
-        if label := _LABEL.match(line):
-            labels[label[1]] = len(code)
-        elif instruction := _INSTRUCTION.search(line):
-            code.append(instruction[1].strip().replace(".reuse", ""))
+    code, labels = _list_code(sass)
+    code = [text.replace(".reuse", "") for text in code]
     starts = {0, *labels.values()} | {n + 1 for n, text in enumerate(code) if _LEAVES.search(text)}
     starts = sorted(start for start in starts if start < len(code))
     blocks = {}
@@ -53,6 +45,17 @@ def split_blocks(sass: str) -> tuple[list[str], dict[int, tuple[int, list[int]]]
         named = [labels[name] for name in re.findall(r"\.(L_x_\d+)", last) if labels.get(name, len(code)) < len(code)]
         blocks[start] = end, named + ([] if always or end == len(code) else [end])
     return code, blocks
+
+
+def _list_code(sass: str) -> tuple[list[str], dict[str, int]]:
+    """The instructions in order, with their predicates, and which of them each label stands before."""
+    code, labels = [], {}
+    for line in sass.splitlines():
+        if label := _LABEL.match(line):
+            labels[label[1]] = len(code)
+        elif instruction := _INSTRUCTION.search(line):
+            code.append(instruction[1].strip())
+    return code, labels
 
 
 def inspect(tool: str, option: str, cubin: bytes) -> str:
