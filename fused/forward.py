@@ -29,7 +29,7 @@ def forward(i: SSDInputs, options: Options, save: bool) -> tuple[Tensor, Tensor,
     """Returns out (shape and dtype of x), final_states (batch, nheads, headdim, dstate) fp32, and, if `save`, what a backward
     needs.
     """
-    keep = save and options.save_states and choose_states_every(i, options) is not None
+    keep = i.keeps_states(options, save) and choose_states_every(i, options) is not None
     if hopper.can_run(_explain_no_hopper(i, options), "fused"):
         return hopper.run_two_level(i, options, save, keep)
     return _run_plain(i, options, save, keep)

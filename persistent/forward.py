@@ -26,7 +26,7 @@ def forward(inputs: SSDInputs, options: Options, save: bool) -> tuple[Tensor, Te
     """Returns out (shape and dtype of x), final_states (batch, nheads, headdim, dstate) fp32, and, if `save`, what a backward
     needs.
     """
-    keep = save and options.save_states and choose_states_every(inputs, options) is not None
+    keep = inputs.keeps_states(options, save) and choose_states_every(inputs, options) is not None
     if not hopper.can_run(_explain_no_hopper(inputs, options, keep), "persistent"):
         return _run_plain(inputs, options, save, keep)
     if options.stationary:

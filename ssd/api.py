@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .autograd import chunk_scan
 from .documents import check_bounds, check_numbers, number_documents
+from .positions import check_states_every, take_states
 from .registry import get_variant, is_peer, variant_names
 from .runtime import value_checks
 from .runtime.custom_ops import are_plain, wants_gradient
@@ -51,10 +52,11 @@ def ssd_chunk_scan(
     variant: str = "auto",
     options: Options | None = None,
     context_group: ProcessGroup | None = None,
+    return_states_every: int | None = None,
 ):
     """Mamba-2's chunked selective scan (docs/ssd.md, equations 1 to 5), differentiable in every floating-point input.
 
-    Names, order and meaning are those of `mamba_ssm`'s `mamba_chunk_scan_combined`; `variant` and `options` are ours.
+    Names, order and meaning are those of `mamba_ssm`'s `mamba_chunk_scan_combined`; those from `variant` on are ours.
 
     Args:
         x: (batch, seqlen, nheads, headdim), fp16, bf16 or fp32 (fp64 too with variant "torch"); matrix products take their
@@ -83,11 +85,16 @@ def ssd_chunk_scan(
         variant: one of `ssd.variant_names()`, or "auto", which chooses by device and sizes, and tells the logger "ssd".
         options: switches of the kernels, see `ssd.Options`.
         context_group: the ranks that a sequence is cut over, each of which passes its own tokens (docs/context-parallel.md).
+        return_states_every: also return the states after every so many tokens, a multiple of chunk_size, as prefix caches want
+            them (no gradient). docs/drop-in.md says what it costs. Not with
+            cu_seqlens, context_group or another project's variant.
 
     Returns:
         out, shape and dtype of x; then, if asked for, final_states (batch or ndocs, nheads, headdim, dstate) fp32; then, if
-        asked for, varlen_states (ndocs, nheads, headdim, dstate) fp32 (both fp64 for fp64 x). A tuple when more than out is
-        returned.
+        asked for, varlen_states (ndocs, nheads, headdim, dstate) fp32 (both fp64 for fp64 x); then, if asked for, states
+        (batch, seqlen // return_states_every, nheads, headdim, dstate) in state_dtype (C's dtype unless given): states[:, k] is
+        the state after (k + 1) * return_states_every tokens, with seq_idx that of the document there. A tuple when more than
+        out is returned.
 
     Raises:
         TypeError, ValueError: naming the argument, what came and what is accepted, before anything is launched.
@@ -100,6 +107,8 @@ def ssd_chunk_scan(
                                    "initial_states": initial_states})
     # a bound that fp32 cannot hold bounds nothing
     dt_limit = (float(dt_limit[0]), float(dt_limit[1]) if dt_limit[1] <= _FP32_LARGEST else math.inf)
+    if return_states_every is not None:
+        check_states_every(return_states_every, chunk_size, cu_seqlens, context_group, variant)
     if context_group is not None:
         from .distributed import scan_part  # here, so that others do not import torch.distributed
 
@@ -120,25 +129,28 @@ def ssd_chunk_scan(
         state_dtype = torch.float32
 
     inputs = SSDInputs(x, dt, A, B, C, chunk_size, D, z, dt_bias, initial_states, seq_idx, cu_seqlens, dt_softplus, dt_limit,
-                       state_dtype)
+                       state_dtype, return_states_every)
     if is_peer(variant):
         peer = get_variant(variant)
         if reason := peer.supports(inputs):
             raise ValueError(f"variant {variant!r} cannot run these inputs: {reason}")
         out, final_states = peer.apply(inputs)
-        varlen_states = None
+        varlen_states = prev_states = None
     else:
         save = wants_gradient((x, dt, A, B, C, D, z, dt_bias, initial_states))
-        out, final_states, varlen_states = chunk_scan(inputs, variant, options, save)
+        out, final_states, varlen_states, prev_states = chunk_scan(inputs, variant, options, save)
     if inputs.has_document_states and return_varlen_states:
         varlen_states = final_states.detach().clone()
+    states = None if return_states_every is None else take_states(inputs, prev_states, final_states)
     if value_checks.ENABLED:
-        value_checks.check_outputs((out, final_states, varlen_states))
+        value_checks.check_outputs((out, final_states, varlen_states, states))
     results = (out,)
     if return_final_states:
         results += (final_states,)
     if return_varlen_states:
         results += (varlen_states,)
+    if states is not None:
+        results += (states,)
     return results if len(results) > 1 else out
 
 

@@ -15,13 +15,14 @@ from .types import INPUT_TENSORS, Options, SSDGrads, SSDInputs, SSDSaved
 _OPTIONS = {f.name: f.type for f in fields(Options)}  # bool or int
 
 
-def chunk_scan(i: SSDInputs, variant: str, options: Options, save: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Returns out, final_states, varlen_states (an absent one is None or empty) of inputs that `api` has checked.
+def chunk_scan(i: SSDInputs, variant: str, options: Options, save: bool) -> tuple[Tensor | None, ...]:
+    """Returns out, final_states, varlen_states and prev_states (None or empty if absent) of inputs that `api` has checked.
 
     save: whether a backward may follow, so that what it needs must be kept.
     """
     encode = _encode if torch.compiler.is_compiling() else _encode_once
-    return _CHUNK_SCAN(i.tensors, (*i.settings, variant, encode(options), save), save)[:3]
+    *outputs, _, prev_states = _CHUNK_SCAN(i.tensors, (*i.settings, variant, encode(options), save), save)
+    return *outputs, prev_states
 
 
 def _encode(options: Options) -> str:
@@ -48,8 +49,11 @@ def _unpack(tensors: tuple, settings: tuple) -> tuple[SSDInputs, str, Options, b
 
 def _forward(*args):
     inputs, name, options, save = _unpack(args[:INPUT_TENSORS], args[INPUT_TENSORS:])
+    if inputs.return_states_every and find_states_interval(name, inputs, options) is None:
+        raise ValueError(f"return_states_every: got {inputs.return_states_every} with variant {name!r}, which leaves no states "
+                         "between chunks, expected None")
     options = adapt_options(name, inputs, options)
-    variant = resolve(name, inputs, options, "fwd", save and options.save_states)
+    variant = resolve(name, inputs, options, "fwd", inputs.keeps_states(options, save))
     out, final_states, saved = adapt_to_documents(variant, inputs).forward(inputs, options, save)
     return out, final_states, saved.varlen_states, saved.y, saved.prev_states
 
@@ -64,7 +68,7 @@ def _forward_fake(*args):
     final_states = x.new_empty((nstates, *sizes), dtype=accumulator)
     varlen_states = x.new_empty((nends, *sizes) if nends else 0, dtype=accumulator)
     y = x.new_empty(x.shape if save and inputs.z is not None else 0)
-    every = find_states_interval(name, inputs, options) if save else None
+    every = find_states_interval(name, inputs, options) if save or inputs.return_states_every else None
     states = (inputs.batch, -(-inputs.seqlen // every), *sizes) if every else 0
     return out, final_states, varlen_states, y, x.new_empty(states, dtype=inputs.states_dtype if states else x.dtype)
 
@@ -99,7 +103,7 @@ _CHUNK_SCAN = DifferentiableOp(
     "chunk_scan",
     "Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? z, Tensor? dt_bias, Tensor? initial_states, "
     "Tensor? seq_idx, Tensor? cu_seqlens",
-    "int chunk_size, bool dt_softplus, float dt_min, float dt_max, ScalarType? state_dtype, str variant, str options, "
-    "bool save",
+    "int chunk_size, bool dt_softplus, float dt_min, float dt_max, ScalarType? state_dtype, "
+    "int? return_states_every, str variant, str options, bool save",
     outputs=("out", "final_states"), extra=("varlen_states",), kept=("y", "prev_states"),
     forward=_forward, fake=_forward_fake, backward=_backward, fake_backward=_backward_fake, replays=_replays)

@@ -165,6 +165,11 @@ def varlen_states(inputs: SSDInputs, precision: Precision) -> Tensor:
     return torch.stack(result)
 
 
+def compute_prev_states(inputs: SSDInputs, precision: Precision) -> Tensor:
+    """The state before each chunk, (batch, nchunks, nheads, headdim, dstate)."""
+    return _states(*_prepare(inputs, precision))[3]
+
+
 def compute_in_fp64(inputs: SSDInputs) -> tuple[Tensor, Tensor]:
     """The truth: out and final_states in fp64, from the inputs as they are rounded."""
     return chunked(inputs, _FP64)[:2]

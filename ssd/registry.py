@@ -28,8 +28,8 @@ class Variant:
         backward: (SSDSaved, dout, dfinal_states, into: SSDGrads) -> SSDGrads.
         apply: (SSDInputs) -> (out, final_states), differentiable by itself.
         options: names of the fields of `Options` that this variant knows, in the order in which an ablation adds them.
-        states_every: (SSDInputs, Options) -> tokens between the states that a forward with save and `Options.save_states`
-            leaves in `SSDSaved.prev_states`: chunk_size or 64; None: it leaves none.
+        states_every: (SSDInputs, Options) -> tokens between the states that a forward leaves in `SSDSaved.prev_states` where
+            `SSDInputs.keeps_states`: chunk_size or 64; None: it leaves none.
         kernels: (SSDInputs, Options, mode: "fwd" or "bwd", keeps: bool) -> the name, in the tables of times, of the kernels
             that would run; keeps: whether states are kept between the two. Of variants that "auto" may choose.
         takes_documents: whether forward and backward take documents with states (`SSDInputs.has_document_states`) as they are.
@@ -120,13 +120,14 @@ def find_states_interval(name: str, inputs: SSDInputs, options: Options) -> int 
     """Tokens between the states that a forward of the variant of that name keeps; None if it keeps none.
 
     "auto" keeps states as the first of its candidates does, whichever of them runs, where they take at most
-    `options.keep_bytes`.
+    `options.keep_bytes`, and as many as there are for `inputs.return_states_every`.
     """
-    if not options.save_states or inputs.has_document_states or (name == "auto" and not options.keep_bytes):
+    asked = inputs.return_states_every is not None
+    if inputs.has_document_states or not (asked or (options.save_states and (name != "auto" or options.keep_bytes))):
         return None
     variant = get_variant(_list_choices(inputs)[0] if name == "auto" else name)
     every = variant.states_every and variant.states_every(inputs, options)
-    if name == "auto" and every is not None and _count_bytes(inputs, every) > options.keep_bytes:
+    if name == "auto" and every is not None and not asked and _count_bytes(inputs, every) > options.keep_bytes:
         return None
     return every
 

@@ -26,17 +26,24 @@ def _forward(inputs: SSDInputs, options: Options, save: bool) -> tuple[Tensor, T
     precision, dtype = _choose_precision(inputs), inputs.x.dtype
     with _disable_autocast(inputs):
         out, final_states, y = reference.chunked(inputs, precision)
-        varlen_states = None
+        varlen_states = prev_states = None
         if inputs.cu_seqlens is not None and not inputs.has_document_states:
             varlen_states = reference.varlen_states(inputs, precision)
+        if inputs.return_states_every is not None:
+            prev_states = reference.compute_prev_states(inputs, precision).to(inputs.states_dtype)
     y = y.to(dtype).contiguous() if save and y is not None else None
-    saved = SSDSaved(inputs, options, y, varlen_states)
+    saved = SSDSaved(inputs, options, y, varlen_states, prev_states)
     return _make_whole(out.to(dtype)), _make_whole(final_states), saved
 
 
 def _make_whole(t: Tensor) -> Tensor:
     """t, contiguous and no view, which autograd would not let a caller change in place."""
     return t.clone(memory_format=torch.contiguous_format) if t._is_view() else t.contiguous()
+
+
+def _find_states_every(inputs: SSDInputs, options: Options) -> int | None:
+    """As `Variant.states_every`. The backward reads none, so that none are kept for it."""
+    return None if inputs.return_states_every is None else inputs.chunk_size
 
 
 def _backward(saved: SSDSaved, dout: Tensor, dfinal_states: Tensor | None, into: SSDGrads) -> SSDGrads:
@@ -54,4 +61,5 @@ def _backward(saved: SSDSaved, dout: Tensor, dfinal_states: Tensor | None, into:
     return SSDGrads(**placed)
 
 
-VARIANT = Variant("torch", supports=lambda inputs: None, forward=_forward, backward=_backward, takes_documents=True)
+VARIANT = Variant("torch", supports=lambda inputs: None, forward=_forward, backward=_backward,
+                  states_every=_find_states_every, takes_documents=True)

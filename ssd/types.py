@@ -37,14 +37,15 @@ class SSDInputs:
     dt_softplus: bool = False
     dt_limit: tuple[float, float] = (0.0, float("inf"))
     state_dtype: torch.dtype | None = None  # of the states between chunks; None: C's
+    return_states_every: int | None = None  # asks for `SSDSaved.prev_states`, whether or not a backward may follow
 
     @classmethod
     def of(cls, tensors: tuple[Tensor | None, ...], settings: tuple) -> SSDInputs:
         """What `tensors` and `settings` were taken from."""
         x, dt, A, B, C, D, z, dt_bias, initial_states, seq_idx, cu_seqlens = tensors
-        chunk_size, dt_softplus, dt_min, dt_max, state_dtype = settings
+        chunk_size, dt_softplus, dt_min, dt_max, state_dtype, return_states_every = settings
         return cls(x, dt, A, B, C, chunk_size, D, z, dt_bias, initial_states, seq_idx, cu_seqlens, dt_softplus,
-                   (dt_min, dt_max), state_dtype)
+                   (dt_min, dt_max), state_dtype, return_states_every)
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
@@ -55,12 +56,16 @@ class SSDInputs:
     @property
     def settings(self) -> tuple:
         """All but the tensors; plain values, hashable."""
-        return self.chunk_size, self.dt_softplus, *self.dt_limit, self.state_dtype
+        return self.chunk_size, self.dt_softplus, *self.dt_limit, self.state_dtype, self.return_states_every
 
     @property
     def has_document_states(self) -> bool:
         """True when initial_states, if given, and final_states are (ndocs, nheads, headdim, dstate)."""
         return self.cu_seqlens is not None and self.seq_idx is None
+
+    def keeps_states(self, options: Options, save: bool) -> bool:
+        """True when a forward is to leave `SSDSaved.prev_states`. save: a backward may follow."""
+        return self.return_states_every is not None or (save and options.save_states)
 
     @property
     def batch(self) -> int:
@@ -95,6 +100,11 @@ class SSDInputs:
         return self.state_dtype or self.C.dtype
 
 
+def count_between(i: SSDInputs, prev_states: Tensor) -> int:
+    """Tokens between `SSDSaved.prev_states`: a chunk, or a sub-chunk where there are more of them than chunks."""
+    return i.chunk_size if prev_states.shape[1] == i.nchunks else SUB_CHUNK
+
+
 @dataclass(frozen=True)
 class SSDSaved:
     """What a forward leaves beside its two outputs.
@@ -105,7 +115,8 @@ class SSDSaved:
         varlen_states: (ndocs, nheads, headdim, dstate) fp32, the state at the end of each document of `cu_seqlens`;
             None where that was not given.
         prev_states: (batch, nspans, nheads, headdim, dstate) in `inputs.states_dtype`, the state before each span of
-            `states_every` tokens, for the backward; None from variants that do not keep it, or without `options.save_states`.
+            `states_every` tokens, for the backward and for `inputs.return_states_every`; None from variants that do not keep
+            it, or where neither that nor `options.save_states` asks for it.
     """
 
     inputs: SSDInputs
@@ -116,8 +127,8 @@ class SSDSaved:
 
     @property
     def states_every(self) -> int:
-        """Tokens between prev_states: a chunk, or a sub-chunk where there are more of them than chunks."""
-        return self.inputs.chunk_size if self.prev_states.shape[1] == self.inputs.nchunks else SUB_CHUNK
+        """Tokens between prev_states."""
+        return count_between(self.inputs, self.prev_states)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from ssd.types import SSDInputs
 
 GPU = torch.cuda.is_available()
 HALF = torch.bfloat16 if GPU else torch.float16  # the interpreter's bf16 arithmetic is wrong
-NAMES = tuple(f.name for f in fields(SSDInputs))
+NAMES = tuple(f.name for f in fields(SSDInputs) if f.name != "return_states_every")
 OURS = tuple(name for name in variant_names() if name != "torch" and not is_peer(name))  # those with kernels
 DIFFERENTIABLE = ("x", "dt", "A", "B", "C", "D", "z", "dt_bias", "initial_states")
 

@@ -34,7 +34,7 @@ def check_outputs(tensors: tuple[Tensor | None, ...]) -> None:
         ValueError: a value that is not finite although every input is: it left the range of its dtype.
     """
     if not _is_off():
-        for name, t in zip(("out", "final_states", "varlen_states"), tensors, strict=True):
+        for name, t in zip(("out", "final_states", "varlen_states", "states"), tensors, strict=True):
             if t is not None:
                 _check_finite(name, t, "output")
 
