@@ -14,7 +14,7 @@
 #   make fuzz SECONDS=500 SEED=7 VARIANT=fused,persistent   configurations drawn at random, judged against fp64
 #   make test ARGS='tests/ssd -k cost'
 #   make test ARGS='--numprocesses=14 --shard=2/3'   the second of three parts of the tests, on 14 cores
-#   make test TRITON=all    the tests of compilation with every version of Triton; TRITON=3.8.0,3.9.0 with some
+#   make test TRITON=all    compile everything, with every version of Triton; TRITON=3.8.0,3.9.0 with some
 
 PYTHON ?= python3
 VENV ?= .venv

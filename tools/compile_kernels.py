@@ -21,7 +21,9 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 if __name__ == "__main__":
@@ -37,10 +39,10 @@ from triton.runtime.jit import JITFunction
 
 from fused import hopper
 from ssd.registry import Variant, adapt_to_documents, config_spaces, get_variant
-from ssd.runtime import launch, tuning
+from ssd.runtime import launch, machine_code, trust, tuning
 from ssd.runtime.foreign_descriptors import find_foreign_descriptors
 from ssd.runtime.lost_operands import find_lost_operands
-from ssd.runtime.machine_code import find_once, inspect, lanes_apart, list_ptx_loops
+from ssd.runtime.machine_code import find_once, lanes_apart, list_ptx_loops
 from ssd.types import Options, SSDGrads, SSDInputs
 from tests.inputs import EVERYTHING, Case, Shape, random_inputs
 from tools.late_loads import late_loads
@@ -54,6 +56,8 @@ CHIPS = {
 }
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _measurements: dict[tuple[str, bool], Compiled] = {}
+_LEFT_OUT = SimpleNamespace(asm={"ptx": ""})  # in place of a kernel that is not compiled
+inspect = lru_cache(maxsize=256)(machine_code.inspect)  # by launches, and by what measures what they compiled
 USUAL = Case(D="h", dt_bias=True, dt_softplus=True)  # what models use most, and what is timed
 
 
@@ -97,11 +101,16 @@ class _Driver:
 
 
 @contextmanager
-def compiling(arch: int) -> Iterator[dict[str, object]]:
-    """Launches compile for `arch` and do not run; yields what was compiled, by its hash."""
+def compiling(arch: int, only: tuple[str, ...] = (), once: bool = False) -> Iterator[dict[str, object]]:
+    """Launches compile for `arch` and do not run; yields what was compiled, by its hash. only: parts of kernels' names, if any,
+    of which a name must have one; once: a kernel is compiled in the first of its forms alone.
+    """
     compiled, launch, current_device, is_hopper = {}, JITFunction.run, tuning.current_device, hopper.is_hopper
 
     def compile_only(self, *args, grid, warmup, **kwargs):
+        unwanted = only and not any(part in self.__name__ for part in only)
+        if unwanted or (once and any(kernel.name == self.__name__ for kernel in compiled.values())):
+            return _LEFT_OUT
         kernel = launch(self, *args, grid=grid, warmup=True, **kwargs)
         if not warmup:  # a trial, of what may not be launched
             compiled[kernel.hash] = kernel
@@ -135,10 +144,13 @@ def forward_backward(variant: Variant, inputs: SSDInputs, options: Options) -> N
     variant.backward(saved, torch.empty_like(out), torch.empty_like(final_states), SSDGrads())
 
 
-def compile_all(variant: Variant, inputs: SSDInputs, arch: int, options: Options, configs: int) -> list[Compiled]:
-    """Every kernel of one forward and backward; and with `configs`, each in so many of those that a tuner may try."""
+def compile_all(variant: Variant, inputs: SSDInputs, arch: int, options: Options, configs: int,
+                **which: object) -> list[Compiled]:
+    """Every kernel of one forward and backward; and with `configs`, each in so many of those that a tuner may try. which: as
+    `compiling` takes it.
+    """
     sizes = (inputs.x.dtype, inputs.headdim, inputs.dstate, inputs.chunk_size, CHIPS[arch])
-    with compiling(arch) as compiled:
+    with compiling(arch, **which) as compiled:
         forward_backward(variant, inputs, options)
         for kernel, space in config_spaces().items() if configs else ():
             tried = space.configs(*sizes)
@@ -220,6 +232,9 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--off", type=lambda names: dict.fromkeys(names.split(","), False), default={},
                         help="fields of ssd.Options to switch off, separated by commas")
     parser.add_argument("--z", action="store_true")
+    parser.add_argument("--only", type=lambda parts: tuple(parts.split(",")), default=(), help="kernels whose names "
+                        "have one of these in them, separated by commas")
+    parser.add_argument("--once", action="store_true", help="each kernel in one form, where there are several")
     parser.add_argument("--triton", metavar="V", help="fail unless this is the version of Triton")
     parser.add_argument("--serve", action="store_true", help="for each line of input, a JSON list of arguments, answer with a "
                         "line, a JSON list of what would be printed, or a string that says what failed")
@@ -236,8 +251,9 @@ def asked_for(a: argparse.Namespace) -> list[Compiled]:
         case = replace(case, documents="states", initial_states=True)
     inputs = random_inputs(shape, case, DTYPES[a.dtype])
     trusted = (lambda kernel: ("wgmma" in kernel.asm["ptx"] and "distrusted") or None) if a.distrust else launch.find_fault
-    with patch.object(launch, "find_fault", trusted):
-        return compile_all(adapt_to_documents(get_variant(a.variant), inputs), inputs, a.arch, Options(**a.off), a.configs)
+    with patch.object(launch, "find_fault", trusted), patch.object(trust, "inspect", inspect):
+        return compile_all(adapt_to_documents(get_variant(a.variant), inputs), inputs, a.arch, Options(**a.off), a.configs,
+                           only=a.only, once=a.once)
 
 
 def serve() -> None:

@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 
 PINNED = ("3.6.0", "3.9.0")  # the oldest and the newest that pyproject.toml takes
+CHIPS = dict(zip(PINNED, ((80, 90, 120), (90, 100)), strict=True))  # for which tests use these, unless --triton is given
 ALL = ("3.6.0", "3.8.0", "3.9.0")  # of those between, the last of each minor version, but for the locked one
 
 

@@ -9,14 +9,14 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
 import triton
 from triton.runtime.cache import get_cache_manager
 
-_LABEL, _INSTRUCTION = re.compile(r"^\s*\.(L_x_\d+):"), re.compile(r"/\*[0-9a-f]{4,}\*/\s+(.*?);")
+_LINE = re.compile(r"^[ \t]*\.(L_x_\d+):|/\*[0-9a-f]{4,}\*/\s+(.*?);", re.MULTILINE)  # a label, or an instruction
 _LEAVES = re.compile(r"\b(?:BRA|BRX|EXIT|RET)\b")
 _BRANCH = re.compile(r"BRA.*\(\.(L_x_\d+)\)")
 _WIDTH = {"128": 4, "64": 2, "4": 4, "2": 2}  # by the last part of the opcode: LDS.128, LDSM.16.M88.4
@@ -47,14 +47,15 @@ def split_blocks(sass: str) -> tuple[list[str], dict[int, tuple[int, list[int]]]
     return code, blocks
 
 
+@lru_cache(maxsize=1)  # for searches of one kernel, one after another; nothing changes what it returns
 def _list_code(sass: str) -> tuple[list[str], dict[str, int]]:
     """The instructions in order, with their predicates, and which of them each label stands before."""
     code, labels = [], {}
-    for line in sass.splitlines():
-        if label := _LABEL.match(line):
-            labels[label[1]] = len(code)
-        elif instruction := _INSTRUCTION.search(line):
-            code.append(instruction[1].strip())
+    for label, instruction in _LINE.findall(sass):
+        if label:
+            labels[label] = len(code)
+        else:
+            code.append(instruction.strip())
     return code, labels
 
 

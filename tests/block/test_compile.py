@@ -29,6 +29,7 @@ from tests.block import test_conv1d, test_gated_norm, test_selective_scan, test_
 from tools import tritons
 
 ROOT = Path(__file__).parents[2]
+# Of each case's chips, the last every time, the others where --triton is given.
 NORMS = {  # name: width, group_size, dtype, gate, bias, chips. z is a slice of rows longer by a multiple of 8 alone
     "8b": (8192, 1024, torch.bfloat16, "before", False, (80, 90)),
     "8b, gate first": (8192, 1024, torch.bfloat16, "after", False, (90,)),
@@ -46,9 +47,9 @@ UPDATES = {  # name: sizes, tied, indexed, state_dtype, chips
     "odd": ((4, 4, 2, 20, 24), TIED, False, torch.float32, (80, 90)),
 }
 SCANS = {  # name: case, chips
-    "mamba": (test_selective_scan.Case(2, 64, 2048, 16, 1, dtype=torch.bfloat16), (80, 90, 100, 120)),
+    "mamba": (test_selective_scan.Case(2, 64, 2048, 16, 1, dtype=torch.bfloat16), (80, 100, 120, 90)),
     "vision": (test_selective_scan.Case(2, 160, 196, 8, 1, ("D", "delta_bias"), dtype=torch.bfloat16), (90,)),
-    "large state": (test_selective_scan.Case(1, 10, 300, 256, 2), (90, 120)),
+    "large state": (test_selective_scan.Case(1, 10, 300, 256, 2), (120, 90)),
 }
 WALKS = {  # name: case, chips
     "mamba": (test_selective_scan.Case(1, 32768, 1024, 16, 1, dtype=torch.bfloat16), (80, 90)),
@@ -66,7 +67,7 @@ CONVS = {  # name: case, chips. x is a slice of a projection whose width 16 divi
     "continued": (replace(test_conv1d.CONTINUED, dim=10240, packed=8320), (80,)),
     "odd": (test_conv1d.Case(dim=131, packed=2, seqlen=1, width=2, dtype=torch.float16), (90,)),
 }
-# A case of each of these, for all chips, where another Triton than the locked one compiles.
+# A case of each of these where another Triton than the locked one compiles: for all chips with --triton, else for its CHIPS.
 FEW = (NORMS, "three pieces"), (UPDATES, "Mamba-2"), (SCANS, "vision"), (WALKS, "vision"), (CONVS, "8b")
 SHARED = {80: 166_912, 90: 232_448, 100: 232_448, 120: 101_376}  # bytes of shared memory that one block may ask for
 REGISTERS = 65536  # of an SM
@@ -108,8 +109,8 @@ def compile_conv(case):
                   torch.empty_like(x))
 
 
-def main(few: list[int]):
-    """few: chips to compile FEW for; none: everything for its own."""
+def main(few: list[int], every: bool):
+    """few: chips to compile FEW for; none: everything for its own, for the last of them or for every one."""
     from tools.compile_kernels import compiling, resources, use_installed_tools
 
     use_installed_tools()
@@ -117,7 +118,7 @@ def main(few: list[int]):
     for compile_one, cases in ((compile_norm, NORMS), (compile_update, UPDATES), (compile_scan, SCANS), (compile_walk, WALKS),
                                (compile_conv, CONVS)):
         for name, (*case, chips) in cases.items():
-            for arch in () if few and (cases, name) not in FEW else few or chips:
+            for arch in () if few and (cases, name) not in FEW else few or chips[0 if every else -1 :]:
                 with compiling(arch) as found:
                     compile_one(*case)
                 for kernel in found.values():
@@ -130,9 +131,9 @@ def main(few: list[int]):
     print(json.dumps(rows))
 
 
-def compiled(version, few=()):
-    """What `main` prints, from a process of its own: this one may interpret kernels."""
-    done = subprocess.run([sys.executable, "-m", __name__, *map(str, few)], env=tritons.environment(version), cwd=ROOT,
+def compiled(version, *given):
+    """What `main` prints, from a process of its own: this one may interpret kernels. given: chips as numbers, or "every"."""
+    done = subprocess.run([sys.executable, "-m", __name__, *map(str, given)], env=tritons.environment(version), cwd=ROOT,
                           capture_output=True, text=True)
     assert done.returncode == 0 and "error:" not in done.stderr, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
@@ -147,17 +148,18 @@ def assert_fits(rows, spills=0):
 
 
 @pytest.mark.other_tritons
-def test_kernels_fit_with_other_tritons(triton):
-    found = compiled(triton, tuple(SHARED))
+def test_kernels_fit_with_other_tritons(triton, request):
+    chips = SHARED if request.config.option.triton else tritons.CHIPS[triton]
+    found = compiled(triton, *chips)
     assert_fits(found, spills=8)  # sum_parts's, by the Blackwell ptxas of Triton 3.6
     assert {row["triton"] for row in found} == {triton}
-    kernels = [{row["kernel"] for row in found if row["arch"] == arch} for arch in SHARED]
+    kernels = [{row["kernel"] for row in found if row["arch"] == arch} for arch in chips]
     assert all(one == kernels[0] for one in kernels) and len(kernels[0]) >= 12
 
 
-def test_kernels_fit_and_load_wide(triton):
+def test_kernels_fit_and_load_wide(triton, request):
     """And what a launcher counts on to run side by side finds its registers and shared memory."""
-    found = compiled(triton)
+    found = compiled(triton, *(["every"] if request.config.option.triton else ()))
     assert_fits(found)
     side_by_side = {  # warps on an SM
         "conv1d_fwd_kernel": FORWARD_WARPS, "conv1d_bwd_kernel": BACKWARD_WARPS, "gated_norm_bwd_kernel": 16,
@@ -179,4 +181,4 @@ def test_kernels_fit_and_load_wide(triton):
 
 
 if __name__ == "__main__":
-    main(few=[int(chip) for chip in sys.argv[1:]])
+    main(few=[int(chip) for chip in sys.argv[1:] if chip != "every"], every="every" in sys.argv)

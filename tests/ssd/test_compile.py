@@ -1,7 +1,7 @@
 """Every kernel compiles for GPUs that are not here, fits their shared memory and their registers.
 
-With the locked Triton all of this file; with the oldest and the newest each kernel for each architecture as it is by default,
-or all of it as well where --triton says so.
+With the locked Triton all of this file but for MORE forms; with the oldest and the newest each kernel in one form for Hopper,
+and for each other architecture with one of the two. With --triton, all of it, with the versions that it names as well.
 """
 
 import atexit
@@ -42,7 +42,12 @@ GLUON = [("fused",), ("persistent",)]  # on Hopper
 HOPPER = ("hopper_states_kernel", "hopper_scan_kernel", "hopper_group_kernel")
 MOST_GROUPS = 12  # of wgmma that are waited for together, in one of these; where ptxas serialises them, as many as instructions
 
-over_ways = pytest.mark.parametrize("way", WAYS, ids="".join)
+# In names of tests of forms that differ little from others'.
+MORE = ("fp32, sm_120", "narrow tiles, 16 x 64", "narrow tiles, 32 x 16", "--dtype fp16")
+PRODUCTS = "--only scan,state,dC_dCB,dB_dx"  # kernels that a fault of ptxas may reach
+
+# Those that have kernels in common together: two workers would compile these twice.
+over_ways = pytest.mark.parametrize("ways", (WAYS[:1], WAYS[1:]), ids=("baseline", "others"))
 
 
 @cache
@@ -65,7 +70,9 @@ def _compiled(version: str | None, *arguments: str) -> list[dict]:
 
 
 @pytest.fixture
-def compiled(triton) -> Callable[..., list[dict]]:
+def compiled(triton, request) -> Callable[..., list[dict]]:
+    if any(name in request.node.name for name in MORE) and not request.config.option.triton:
+        pytest.skip("not needed every time: make test TRITON=all compiles it")
     return partial(_compiled, triton, "--variant")
 
 
@@ -86,27 +93,29 @@ def assert_fits(rows: list[dict], arch: int, spills: int, by_walks: int) -> None
 
 
 @pytest.mark.other_tritons
-@pytest.mark.parametrize("arch", SHARED)
-def test_every_kernel_with_other_tritons(triton, arch, compiled):
-    """The oldest and the newest that the package takes, whatever --triton says: kernels as models use them most, or baseline's
-    with every option.
+def test_every_kernel_with_other_tritons(triton, compiled, request):
+    """The oldest and the newest that the package takes, whatever --triton says: each kernel once, as models use it most, or
+    baseline's with every option.
     """
-    ways = [(*WAYS[0], "--every-option"), *WAYS[1:], *(GLUON if arch == 90 else ())]
-    rows = [row for way in ways for row in compiled(*way, "--arch", str(arch))]
-    assert {row["triton"] for row in rows} == {triton}
-    assert_fits(rows, arch, spills=64, by_walks=1152)
-    kernels = {row["kernel"] for row in rows}
-    assert kernels >= {f"{kernel}_kernel" for kernel in config_spaces()}
-    for row in rows if arch == 90 else ():
-        assert bool(row["wgmma"]) == bool(row["dots"] or row["kernel"] in HOPPER) and not row["mma"], row
-        assert row["kernel"] not in HOPPER or row["groups"] <= MOST_GROUPS, row
-        assert not row["late"], row
-    assert arch != 90 or kernels >= set(HOPPER)
+    for arch in SHARED if request.config.option.triton else tritons.CHIPS[triton]:
+        baseline, fused, persistent, by_rows, _ = WAYS
+        ways = [(*baseline, "--every-option"), fused, (*persistent, "--only", "stationary"), (*by_rows, "--only", "rows"),
+                *(GLUON if arch == 90 else ())]
+        rows = [row for way in ways for row in compiled(*way, "--arch", str(arch), "--once")]
+        assert {row["triton"] for row in rows} == {triton}
+        assert_fits(rows, arch, spills=64, by_walks=1152)
+        kernels = {row["kernel"] for row in rows}
+        assert kernels >= {f"{kernel}_kernel" for kernel in config_spaces()}
+        for row in rows if arch == 90 else ():
+            assert bool(row["wgmma"]) == bool(row["dots"] or row["kernel"] in HOPPER) and not row["mma"], row
+            assert row["kernel"] not in HOPPER or row["groups"] <= MOST_GROUPS, row
+            assert not row["late"], row
+        assert arch != 90 or kernels >= set(HOPPER)
 
 
 def test_states_of_few_heads(compiled):
     """By chunks of a kernel's own sub-chunks, where walks are not worth it."""
-    rows = compiled("fused", "--off", "gluon", "--arch", "90", "--nheads", "2", "--seqlen", "16384")
+    rows = compiled("fused", "--off", "gluon", "--arch", "90", "--nheads", "2", "--seqlen", "16384", "--only", "state")
     assert_fits(rows, 90, spills=64, by_walks=1152)
     kernels = {row["kernel"] for row in rows}
     assert {"chunk_state_kernel", "state_passing_kernel", "state_passing_bwd_kernel"} <= kernels
@@ -115,23 +124,28 @@ def test_states_of_few_heads(compiled):
 
 FUSED = "fused --off gluon --arch 90"
 FITS = {  # name: what is compiled, architecture, bytes that may be spilled, and by walks
-    # on other chips, the oldest and the newest Triton compile them
-    **{f"{''.join(way)}, every option": (" ".join(way) + " --arch 90 --every-option", 90, 64, 1152) for way in WAYS},
     # the largest tiles in bytes, on the chip with the least room for them as well
     **{f"{variant}, fp32, sm_{arch}": (f"{variant} --off gluon --arch {arch} --dtype fp32 {sizes}", arch, spills, by_walks)
        for arch, sizes, spills, by_walks in ((90, "--headdim 64 --dstate 128", 0, 256),
                                              (120, "--headdim 256 --dstate 256", 1024, 7168)) for variant in OURS},
     # two heads to a group, and D: what ptxas took for an address at 16 channels and 16 states came with these
     **{f"narrow tiles, {headdim} x {dstate}": (
-        f"{FUSED} --headdim {headdim} --dstate {dstate} --nheads 2 --chunk-size 64 --seqlen 4096 --every-option", 90, 64, 1152)
+        f"{FUSED} --headdim {headdim} --dstate {dstate} --nheads 2 --chunk-size 64 --seqlen 4096 --every-option {PRODUCTS}", 90,
+        64, 1152)
        for headdim in (16, 32) for dstate in (16, 64)},
     # sizes at which ptxas 12.8, or any up to 13.0, was found to make products of the wrong operands: it is not launched
     "one head a group": (
-        f"{FUSED} --headdim 48 --dstate 32 --nheads 3 --ngroups 3 --seqlen 257 --C-dtype fp16", 90, 64, 1152),
-    "one state": (f"{FUSED} --headdim 8 --dstate 1 --nheads 5 --chunk-size 64 --seqlen 256 --dtype fp16", 90, 64, 1152),
+        f"{FUSED} --headdim 48 --dstate 32 --nheads 3 --ngroups 3 --seqlen 257 --C-dtype fp16 {PRODUCTS}", 90, 64, 1152),
+    "one state": (
+        f"{FUSED} --headdim 8 --dstate 1 --nheads 5 --chunk-size 64 --seqlen 256 --dtype fp16 {PRODUCTS}", 90, 64, 1152),
     "wide heads": (
-        f"{FUSED} --headdim 256 --dstate 64 --nheads 6 --chunk-size 128 --seqlen 64 --every-option", 90, 64, 1152),
+        f"{FUSED} --headdim 256 --dstate 64 --nheads 6 --chunk-size 128 --seqlen 64 --every-option {PRODUCTS}", 90, 64, 1152),
 }
+
+
+@over_ways
+def test_every_option(ways, compiled):
+    assert_fits([row for way in ways for row in compiled(*way, "--arch", "90", "--every-option")], 90, spills=64, by_walks=1152)
 
 
 @pytest.mark.parametrize(("arguments", "arch", "spills", "by_walks"), FITS.values(), ids=FITS)
@@ -149,25 +163,26 @@ def test_documents_on_hopper(compiled):
 
 
 @over_ways
-def test_one_token_of_one_head(way, compiled):
+def test_one_token_of_one_head(ways, compiled):
     """Triton takes sizes of 1 for constants, which have no methods."""
     small = ("--headdim", "16", "--dstate", "16", "--chunk-size", "16")
-    assert compiled(*way, *small, "--arch", "90", "--seqlen", "1", "--nheads", "1", "--every-option")
+    for way in ways:
+        assert compiled(*way, *small, "--arch", "90", "--seqlen", "1", "--nheads", "1", "--every-option")
 
 
 @over_ways
-def test_without_wgmma(way, compiled):
+def test_without_wgmma(ways, compiled):
     """What a kernel in which a fault is found is compiled to: it fits as well, and has its products all the same."""
-    rows = compiled(*way, "--arch", "90", "--distrust")
+    rows = [row for way in ways for row in compiled(*way, "--arch", "90", "--distrust")]
     assert_fits(rows, 90, spills=1024, by_walks=4096)
     assert not any(row["wgmma"] for row in rows)
     assert all(row["mma"] for row in rows if row["dots"])
 
 
 @over_ways
-def test_configs_on_hopper(way, compiled):
+def test_configs_on_hopper(ways, compiled):
     """Of those that a tuner may try, some: a GPU's tests run all. Matrix products use the warpgroup instruction."""
-    rows = compiled(*way, "--configs", "2")
+    rows = [row for way in ways for row in compiled(*way, "--configs", "2")]
     assert_fits(rows, 90, spills=256, by_walks=320)
     for row in rows:
         assert not row["dots"] or row["wgmma"], f"{row}: its products do not use wgmma"
@@ -182,8 +197,9 @@ def test_no_kernel_is_left_out(compiled):
 def test_backward_in_group_loops(compiled):
     """On Hopper in bf16, at the sizes that models have: next to nothing is spilled, and no product is without warpgroups."""
     many = ("--seqlen", "4096", "--nheads", "128", "--ngroups", "8")  # heads, so that there is a loop over them
-    rows = {row["kernel"]: row for row in compiled("fused", "--off", "gluon", "--arch", "90", *many)}
-    for row in (rows[kernel] for kernel in ("dstates_passing_kernel", *GROUP_LOOPS)):
+    rows = compiled("fused", "--off", "gluon", "--arch", "90", *many, "--only", "dstates_passing,dC_dCB,dB_dx")
+    assert {row["kernel"] for row in rows} == {"dstates_passing_kernel", *GROUP_LOOPS}
+    for row in rows:
         assert row["wgmma"] and not row["mma"] and not row["unfenced"] and row["spills"] <= max(32, spilled(row)), row
 
 
@@ -191,7 +207,7 @@ def test_backward_in_group_loops(compiled):
 def test_products_keep_their_operands(sizes, compiled):
     """Heads too wide for one tile: a loop over their channels reads the same weights each turn."""
     options = ("--off", "gluon", "--arch", "90", "--headdim", sizes[0], "--dstate", sizes[1], "--ngroups", "8")
-    (row,) = [row for row in compiled("fused", *options) if row["kernel"] == "dB_dx_kernel"]
+    (row,) = compiled("fused", *options, "--only", "dB_dx")
     assert row["lost"] == [] and row["wgmma"]
 
 
@@ -212,9 +228,7 @@ def test_gluon_kernels(arguments, compiled):
     """Four warpgroups at 128 registers a thread fill the register file, three at 160 nearly. The group spills addresses of
     shared memory.
     """
-    rows = compiled(*arguments.split(), "--arch", "90")
-    assert not [row for row in rows if row["kernel"] in WALKS]
-    rows = [row for row in rows if row["kernel"].startswith("hopper")]
+    rows = compiled(*arguments.split(), "--arch", "90", "--only", "hopper,bmm_chunk_scan,stationary_scan")
     assert {row["kernel"] for row in rows} == set(HOPPER)
     assert_fits(rows, 90, spills=256, by_walks=0)
     spills = dict(zip(("hopper_scan_kernel", "hopper_states_kernel"), GLUON_FORMS[arguments], strict=True))
