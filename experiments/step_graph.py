@@ -48,7 +48,7 @@ def explain_refusal(run: Run, team: Team) -> str | None:
 
 
 class CapturedStep(Step):
-    """Steps that are replayed, but for the first two, and micro-batches of a shape that came fewer than two times before.
+    """Steps that are replayed, but for micro-batches of a shape that came fewer than two times before.
 
     Args:
         pool: of memory, see `torch.cuda.graph_pool_handle`; one of its own unless given. Steps that share one must take turns.
@@ -60,15 +60,14 @@ class CapturedStep(Step):
     def __init__(self, *given: Any, pool: tuple[int, int] | None = None):
         super().__init__(*given)
         self._pool = pool or torch.cuda.graph_pool_handle()
-        self._taken, self._warm = 0, Counter()
+        self._warm = Counter()
         self._inputs: dict[tuple, dict[str, Tensor]] = {}
         self._replays: dict[tuple, Callable[[], object]] = {}
 
     def begin(self, number: int) -> None:
         super().begin(number)
-        if self._taken <= WARM_UPS:  # the first that is captured makes the gradients, which then stay where they are
+        if not self._replays:  # the first that is captured makes the gradients, in the graphs' memory, where they then stay
             self.optimizer.zero_grad()
-        self._taken += 1
 
     def add_gradient(self, batch: dict[str, Tensor], n: int) -> None:
         shapes = tuple((name, t.shape, t.dtype) for name, t in batch.items())
@@ -82,7 +81,7 @@ class CapturedStep(Step):
             super(CapturedStep, self).add_gradient(inputs, n)
             return self.loss
 
-        self._run((shapes, n == 0), launch)
+        self._run((shapes, n == 0), launch, makes_gradients=n == 0)
 
     def finish(self) -> None:
         def launch() -> Tensor:
@@ -94,9 +93,12 @@ class CapturedStep(Step):
     def clear(self) -> None:
         """Gradients stay where they are."""
 
-    def _run(self, part: tuple, launch: Callable[[], Tensor]) -> None:
-        """Launches a part of a step, or captures it where it was launched twice, and replays it."""
-        if self._taken <= WARM_UPS or self._warm[part] < WARM_UPS:
+    def _run(self, part: tuple, launch: Callable[[], Tensor], makes_gradients: bool = False) -> None:
+        """Launches a part of a step, or captures it where it was launched twice, and replays it.
+
+        A part that makes the gradients is captured first: others would read and write what another candidate's steps free.
+        """
+        if self._warm[part] < WARM_UPS or not (self._replays or makes_gradients):
             self._warm[part] += 1
             warm_up(launch, self.team.device)
             return

@@ -36,7 +36,8 @@ class Function(NamedTuple):
 
 def scan(variant, case=EVERYTHING):
     def inputs(tokens, device, dtype):
-        i = random_inputs(Shape(1 if case.documents == "varlen" else 2, tokens, 2, 8, 1, 16, 16), case, dtype, device)
+        batch = 1 if case.documents in ("varlen", "states") else 2
+        i = random_inputs(Shape(batch, tokens, 2, 8, 1, 16, 16), case, dtype, device)
         return arguments(i) | {"return_final_states": True}
 
     return Function(partial(ssd_chunk_scan, variant=variant), inputs, DIFFERENTIABLE, ("out", "final_states"))
@@ -74,6 +75,7 @@ TRACED = {name: function for name, function in FUNCTIONS.items() if GPU or name 
 MORE_CALLS = {  # of other ops, or of other forms of their arguments
     **{f"scan of documents, {variant}": scan(variant, replace(EVERYTHING, documents="varlen", state_dtype=torch.float32))
        for variant in (*OURS, "torch")},
+    "scan of documents with states": scan("baseline", replace(EVERYTHING, documents="states")),
     **{f"plain scan, {variant}": scan(variant, PLAIN) for variant in (*OURS, "torch")},
     "conv1d of documents": convolution(test_conv1d.EVERYTHING),
     **{f"norm, gate {gate}, bias {bias}": norm(gate, bias) for gate, bias in test_gated_norm.SETTINGS},

@@ -73,7 +73,8 @@ def backward(run: Callable, saved: SSDSaved, dout: Tensor, dfinal_states: Tensor
         dstates, dinitial_states = pass_states_bwd(rows.whole, dfinal_states, dprev_states, dA_cumsum, rows.first)
     grads = run(SSDSaved(replace(rows.whole, initial_states=prev_states), options), dy, dstates, SSDGrads())
     ddt, ddt_bias = stages.step_bwd(rows.unpack(grads.ddt), *_get_step(i))
-    found = {name: rows.unpack(getattr(grads, name)) for name in ("dx", "dB", "dC")} | {"ddt": ddt.to(i.dt.dtype)}
+    found = {name: rows.unpack(getattr(grads, name)) for name in ("dx", "dB", "dC")} | {
+        "ddt": ddt.to(i.dt.dtype).contiguous()}  # arithmetic keeps the strides of dt, which may be any
     if i.initial_states is not None:
         found["dinitial_states"] = dinitial_states
     placed = {name: grad if (place := getattr(into, name)) is None else place.copy_(grad) for name, grad in found.items()}

@@ -111,6 +111,22 @@ def test_a_run_goes_on_in_either_way(tmp_path, captures, monkeypatch, first):
     assert_same(tmp_path / "whole", tmp_path / "parts")
 
 
+def test_the_first_capture_makes_the_gradients(captures, monkeypatch):
+    """Where shapes differ as well: gradients from outside of the graphs' memory are freed by another candidate's steps."""
+    take, batches = prepare(small_run(), CapturedStep)
+    long, missing, capture = next(batches), [], step_graph.capture
+
+    def record(*given):
+        missing.append(all(parameter.grad is None for parameter in take.model.parameters()))
+        return capture(*given)
+
+    monkeypatch.setattr(step_graph, "capture", record)
+    short = {name: t[:, : t.shape[1] // 2].contiguous() for name, t in long.items()}
+    for number in range(8):
+        take(1 + number, iter([(long, short)[number % 2]]))
+    assert missing == [True, False, False]
+
+
 class Dropping(nn.Module):
     """Its loss says what was dropped."""
 
