@@ -6,6 +6,7 @@ from itertools import groupby
 from operator import itemgetter
 
 from ssd.interop import patch_mamba_ssm as mamba_ssm_patch
+from ssd.interop import patch_vllm as vllm_patch
 from ssd.interop import transformers as transformers_patch
 from ssd.registry import is_peer
 
@@ -242,14 +243,15 @@ def tabulate_libraries(rows: list[dict], parts: list[dict]) -> str:
     mamba1 = [text for text in gains if text.startswith("Mamba-1")]
     mamba2 = [text for text in gains if text not in mamba1]
     versions = [f"{'.'.join(map(str, module.FIRST))} to {'.'.join(map(str, module.LAST))}"
-                for module in (transformers_patch, mamba_ssm_patch)]
+                for module in (transformers_patch, mamba_ssm_patch, vllm_patch)]
     whole, alone = "; ".join(mamba2) or "no rows yet", "; ".join(mamba2[:1]) or "no rows yet"
     head = ("library", "versions", "one line", "what is faster")
     return write_head(" | ".join(head), *head) + render_lines((
         ("transformers", versions[0], "`ssd.patch_transformers()`", whole),
         ("mamba_ssm", versions[1], "`ssd.patch_mamba_ssm()`", "; ".join((whole, *mamba1))),
         ("Megatron-LM", "any beside such a mamba_ssm", "`ssd.patch_mamba_ssm()`", f"{alone}; the rest as above"),
-        ("flash-linear-attention", "any beside such a mamba_ssm", "`ssd.patch_mamba_ssm()`", alone)))
+        ("flash-linear-attention", "any beside such a mamba_ssm", "`ssd.patch_mamba_ssm()`", alone),
+        ("vLLM", versions[2], "`ssd.patch_vllm()`", "the scan of prompts; not measured inside vLLM")))
 
 
 def _write_range(values: list[float]) -> str:

@@ -11,9 +11,11 @@ from .registry import get_variant, variant_names
 from .types import Options
 
 __version__ = "0.1.0"
-__all__ = ["Options", "get_variant", "patch_mamba_ssm", "patch_transformers", "patched", "ssd_chunk_scan", "variant_names"]
+__all__ = ["Options", "get_variant", "patch_mamba_ssm", "patch_transformers", "patch_vllm", "patched", "ssd_chunk_scan",
+           "variant_names"]
 
-_LAZY = {"patch_mamba_ssm": "ssd.interop.patch_mamba_ssm", "patch_transformers": "ssd.interop.transformers"}
+_LAZY = {"patch_mamba_ssm": "ssd.interop.patch_mamba_ssm", "patch_transformers": "ssd.interop.transformers",
+         "patch_vllm": "ssd.interop.patch_vllm"}
 
 
 def __getattr__(name: str):

@@ -34,9 +34,10 @@ def functions(variant: Callable[[], str]) -> dict[str, Callable]:
             check_bounds(cu_seqlens, x, x.shape[1])
             seq_idx = number_documents(None, cu_seqlens, x.shape[1])
         return ssd_chunk_scan(
-            x, dt, A, B, C, _chunk(chunk_size), D=D, z=z, dt_bias=dt_bias, initial_states=initial_states, seq_idx=seq_idx,
-            cu_seqlens=cu_seqlens, dt_softplus=dt_softplus, dt_limit=dt_limit, return_final_states=return_final_states,
-            return_varlen_states=return_varlen_states, state_dtype=state_dtype, variant=variant())
+            x, dt, A, B, C, fit_chunk_size(chunk_size), D=D, z=z, dt_bias=dt_bias, initial_states=initial_states,
+            seq_idx=seq_idx, cu_seqlens=cu_seqlens, dt_softplus=dt_softplus, dt_limit=dt_limit,
+            return_final_states=return_final_states, return_varlen_states=return_varlen_states, state_dtype=state_dtype,
+            variant=variant())
 
     def mamba_split_conv1d_scan_combined(
         zxbcdt, conv1d_weight, conv1d_bias, dt_bias, A, D, chunk_size, initial_states=None, seq_idx=None,
@@ -45,7 +46,7 @@ def functions(variant: Callable[[], str]) -> dict[str, Callable]:
     ):
         """`ssd.block.split_conv1d_scan.split_conv1d_scan`, for any chunk_size: it does not change the result."""
         return split_conv1d_scan(
-            zxbcdt, conv1d_weight, conv1d_bias, dt_bias, A, D, _chunk(chunk_size), initial_states=initial_states,
+            zxbcdt, conv1d_weight, conv1d_bias, dt_bias, A, D, fit_chunk_size(chunk_size), initial_states=initial_states,
             seq_idx=seq_idx, dt_limit=dt_limit, return_final_states=return_final_states, activation=activation,
             rmsnorm_weight=rmsnorm_weight, rmsnorm_eps=rmsnorm_eps, outproj_weight=outproj_weight,
             outproj_bias=outproj_bias, headdim=headdim, ngroups=ngroups, norm_before_gate=norm_before_gate,
@@ -62,7 +63,7 @@ def functions(variant: Callable[[], str]) -> dict[str, Callable]:
     return {function.__name__: function for function in placed}
 
 
-def _chunk(chunk_size: int) -> int:
+def fit_chunk_size(chunk_size: int) -> int:
     """The next chunk size that the kernels have, or their largest: models are configured with others, small ones in tests."""
     if not isinstance(chunk_size, int) or chunk_size < 1:
         return chunk_size  # for `ssd_chunk_scan` to refuse

@@ -7,7 +7,6 @@ Megatron-LM and flash-linear-attention, which import it from there. One that is 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from importlib import import_module
 from importlib.machinery import ModuleSpec
@@ -15,7 +14,7 @@ from importlib.util import find_spec
 from types import ModuleType
 
 from .functions import functions
-from .patching import INSTALL_MAMBA_SSM, Library, Patch, check_version, put
+from .patching import INSTALL_MAMBA_SSM, Library, Patch, check_version, put, replace_functions
 
 FIRST, LAST = (2, 2), (2, 3)
 _HOLDERS = ("mamba_ssm", "causal_conv1d", "megatron", "fla")
@@ -67,8 +66,7 @@ def _install(undo: ExitStack) -> None:
                 put(undo, module, name, _FUNCTIONS[name])
             else:
                 upstream[name] = module[name]
-    undo.callback(_replace, [(_FUNCTIONS[name], function) for name, function in upstream.items()])
-    _replace([(function, _FUNCTIONS[name]) for name, function in upstream.items()])
+    replace_functions(undo, _HOLDERS, [(function, _FUNCTIONS[name]) for name, function in upstream.items()])
 
 
 def _put_aside() -> None:
@@ -87,22 +85,6 @@ def _import_whole(package: str) -> None:
             if name.split(".")[0] == package:
                 del sys.modules[name]
         raise ImportError(f"{package} cannot be imported: {error}", name=package) from error
-
-
-def _replace(pairs: list[tuple[Callable, Callable]]) -> None:
-    """Puts the second of a pair wherever a global of the modules in question is the first."""
-    for where in _find_holders():
-        for name, value in list(where.items()):
-            for old, new in pairs:
-                if value is old:
-                    where[name] = new
-
-
-def _find_holders() -> Iterator[dict]:
-    """Globals of the loaded modules that may hold upstream's functions."""
-    for name, module in list(sys.modules.items()):
-        if name.split(".")[0] in _HOLDERS and isinstance(module, ModuleType):
-            yield vars(module)
 
 
 def _make_absent_extension() -> ModuleType:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from importlib import metadata
+from types import ModuleType
 
 from ..registry import get_variant
 
@@ -104,6 +105,23 @@ def put(undo: ExitStack, where: dict, name: str, value: object) -> None:
 
     where[name] = value
     undo.callback(put_back)
+
+
+def replace_functions(undo: ExitStack, packages: tuple[str, ...], pairs: list[tuple[Callable, Callable]]) -> None:
+    """Puts the second of a pair wherever a global of these packages' loaded modules is the first; `undo` does the opposite,
+    in modules too that were loaded since.
+    """
+    undo.callback(_swap, packages, [(new, old) for old, new in pairs])
+    _swap(packages, pairs)
+
+
+def _swap(packages: tuple[str, ...], pairs: list[tuple[Callable, Callable]]) -> None:
+    for module_name, module in list(sys.modules.items()):
+        if module_name.split(".")[0] in packages and isinstance(module, ModuleType):
+            for name, value in list(vars(module).items()):
+                for old, new in pairs:
+                    if value is old:
+                        setattr(module, name, new)
 
 
 def check_version(package: str, first: tuple[int, int], last: tuple[int, int], install: str) -> tuple[int, int]:

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from ..api import check_settings, check_tensors, ssd_chunk_scan
-from ..block.arguments import check_tensor
+from ..block.arguments import check_rows, check_tensor
 from ..documents import check_bounds
 from ..registry import resolve
 from ..types import Options, SSDInputs
+from .functions import fit_chunk_size
 
 _INTEGERS = (torch.int32, torch.int64)
 
@@ -41,15 +42,18 @@ def mamba_chunk_scan_combined_varlen(
     dt_limit: tuple[float, float] = (0.0, float("inf")),
     return_intermediate_states: bool = False,
     state_dtype: torch.dtype | None = None,
+    final_states_out: Tensor | None = None,
+    final_state_indices: Tensor | None = None,
     variant: str = "auto",
-) -> Tensor:
+) -> Tensor | None:
     """`ssd.ssd_chunk_scan` of requests with states, without an axis for the batch. `variant` is ours.
 
     Args:
         x, z, out: (seqlen, nheads, headdim); out is written.
         dt: (seqlen, nheads).
         B, C: (seqlen, ngroups, dstate).
-        chunk_size: tokens of a chunk at most, a power of two from 16 to 256.
+        chunk_size: tokens of a chunk at most. With intermediate states a power of two from 16 to 256, else any: it does not
+            change the result.
         cu_seqlens: (nrequests + 1,), boundaries of the requests.
         cu_chunk_seqlens: (nchunks + 1,), boundaries of the chunks, each of one request.
         last_chunk_indices: (nrequests,), the last chunk of each request. Like the chunks, it is read only where intermediate
@@ -58,9 +62,12 @@ def mamba_chunk_scan_combined_varlen(
         initial_states: (nrequests, nheads, headdim, dstate), zeros unless given.
         return_intermediate_states: return the state after each chunk, not after each request.
         state_dtype: of what is returned; C's dtype unless given.
+        final_states_out: (nslots, nheads, headdim, dstate), any strides: the states after requests are written here, and not
+            returned. Not with intermediate states.
+        final_state_indices: (nrequests,), the slot of each, with final_states_out.
 
     Returns:
-        (nrequests or nchunks, nheads, headdim, dstate).
+        (nrequests or nchunks, nheads, headdim, dstate); None with final_states_out.
 
     Raises:
         TypeError, ValueError: naming the argument, what came and what is accepted.
@@ -73,6 +80,10 @@ def mamba_chunk_scan_combined_varlen(
             if t.dim() != axes:
                 raise ValueError(f"{name}: got shape {tuple(t.shape)}, expected {axes} axes, seqlen the first")
     check_tensor("out", out, tuple(x.shape), x)
+    if final_states_out is not None or final_state_indices is not None:
+        if return_intermediate_states:
+            raise ValueError("final_states_out: got one with return_intermediate_states, expected one of the two")
+        _check_slots(final_states_out, final_state_indices, (*x.shape[1:], B.shape[2]), cu_seqlens, x)
     x, dt, B, C, gate = x[None], dt[None], B[None], C[None], None if z is None else z[None]
     if return_intermediate_states:
         check_tensors(x, dt, A, B, C, D, gate, dt_bias, initial_states, variant, cu_seqlens)
@@ -84,10 +95,21 @@ def mamba_chunk_scan_combined_varlen(
         y, states = _scan_chunks(inputs, cu_chunk_seqlens, last_chunk_indices, variant)
     else:
         y, states = ssd_chunk_scan(
-            x, dt, A, B, C, chunk_size, D=D, z=gate, dt_bias=dt_bias, initial_states=initial_states, cu_seqlens=cu_seqlens,
-            dt_softplus=dt_softplus, dt_limit=dt_limit, return_final_states=True, state_dtype=torch.float32, variant=variant)
+            x, dt, A, B, C, fit_chunk_size(chunk_size), D=D, z=gate, dt_bias=dt_bias, initial_states=initial_states,
+            cu_seqlens=cu_seqlens, dt_softplus=dt_softplus, dt_limit=dt_limit, return_final_states=True,
+            state_dtype=torch.float32, variant=variant)
     out.copy_(y[0])
+    if final_states_out is not None:
+        final_states_out[final_state_indices.long()] = states.to(final_states_out.dtype)
+        return None
     return states.to(state_dtype or C.dtype)
+
+
+def _check_slots(slots, indices, state: tuple[int, ...], cu_seqlens, x) -> None:
+    rows = slots.shape[:1] if isinstance(slots, Tensor) else ("nslots",)
+    check_tensor("final_states_out", slots, (*rows, *state), x)
+    check_tensor("final_state_indices", indices, (len(cu_seqlens) - 1,), x, _INTEGERS)
+    check_rows("final_state_indices", indices, "final_states_out", slots.shape[0])
 
 
 def _check_chunks(cu_chunk_seqlens, last_chunk_indices, cu_seqlens, chunk_size, x) -> None:

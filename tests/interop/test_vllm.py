@@ -9,10 +9,11 @@ from torch.testing import assert_close
 
 from ssd import reference
 from ssd.interop.vllm import mamba_chunk_scan_combined_varlen as scan
-from tests.inputs import OURS, Case, Shape, random_inputs
+from tests.inputs import HALF, OURS, Case, Shape, random_inputs
 from tests.refused import assert_refused
 
 CHUNK = 16
+SLOTS = {"final_state_indices": torch.tensor([0, 1]), "return_intermediate_states": False}
 CASE = Case(D="h", z=True, dt_bias=True, dt_softplus=True, initial_states=True, documents="states")
 
 
@@ -93,11 +94,24 @@ def test_prompts_in_pieces(device):
     assert_close(states, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("chunk_size", (8, 512))
+def test_states_in_slots(chunk_size, device):
+    """Written in the cache of states, in its dtype and strides; of a chunk size that no kernel has."""
+    given = draw([0, 30, 30, 53], device)
+    expected = scan(**given)
+    cache = torch.full((2, 5, 2, 16, 16), float("nan"), dtype=HALF, device=device)[1]
+    slots = torch.tensor([4, 0, 2], dtype=torch.int32, device=device)
+    assert scan(**given | {"final_states_out": cache, "final_state_indices": slots, "chunk_size": chunk_size}) is None
+    assert_close(cache[slots.long()], expected.to(HALF))
+    assert cache[[1, 3]].isnan().all()
+
+
 def test_signature():
     """vLLM's names in vLLM's order, and `variant`."""
     assert [*inspect.signature(scan).parameters] == [
         "x", "dt", "A", "B", "C", "chunk_size", "cu_seqlens", "cu_chunk_seqlens", "last_chunk_indices", "seq_idx", "out", "D",
-        "z", "dt_bias", "initial_states", "dt_softplus", "dt_limit", "return_intermediate_states", "state_dtype", "variant"]
+        "z", "dt_bias", "initial_states", "dt_softplus", "dt_limit", "return_intermediate_states", "state_dtype",
+        "final_states_out", "final_state_indices", "variant"]
 
 
 @pytest.mark.parametrize(("changed", "came", "accepted"), [
@@ -106,7 +120,12 @@ def test_signature():
     ({"initial_states": torch.zeros(3, 2, 16, 16)}, "(3, 2, 16, 16)", "(2, 2, 16, 16)"),
     ({"cu_chunk_seqlens": torch.tensor([0, 20])}, "[0, 20]", "at most chunk_size = 16"),
     ({"cu_chunk_seqlens": torch.tensor([0, 10, 21])}, "[0, 10, 21]", "rising numbers from 0 to seqlen = 20"),
-    ({"last_chunk_indices": torch.tensor([0, 5])}, "[0, 5]", "[12, 20]")], ids=str)
+    ({"last_chunk_indices": torch.tensor([0, 5])}, "[0, 5]", "[12, 20]"),
+    ({"final_states_out": torch.zeros(3, 2, 16, 16)}, "with return_intermediate_states", "one of the two"),
+    ({"final_states_out": torch.zeros(3, 2, 16, 8), **SLOTS}, "(3, 2, 16, 8)", "(3, 2, 16, 16)"),
+    ({"final_states_out": None, **SLOTS}, "NoneType", "a tensor"),
+    ({"final_state_indices": torch.tensor([0, 3]), "final_states_out": torch.zeros(3, 2, 16, 16),
+      "return_intermediate_states": False}, "3", "below 3")], ids=str)
 def test_refusals(changed, came, accepted):
     given = draw([0, 12, 20], "cpu") | {"return_intermediate_states": True}
     assert_refused(scan, given | changed, next(iter(changed)), (TypeError, ValueError), came, accepted)
