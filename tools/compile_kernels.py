@@ -39,9 +39,7 @@ from triton.runtime.jit import JITFunction
 
 from fused import hopper
 from ssd.registry import Variant, adapt_to_documents, config_spaces, get_variant
-from ssd.runtime import launch, machine_code, trust, tuning
-from ssd.runtime.foreign_descriptors import find_foreign_descriptors
-from ssd.runtime.lost_operands import find_lost_operands
+from ssd.runtime import foreign_descriptors, launch, lost_operands, machine_code, trust, tuning
 from ssd.runtime.machine_code import find_once, lanes_apart, list_ptx_loops
 from ssd.types import Options, SSDGrads, SSDInputs
 from tests.inputs import EVERYTHING, Case, Shape, random_inputs
@@ -57,7 +55,9 @@ CHIPS = {
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _measurements: dict[tuple[str, bool], Compiled] = {}
 _LEFT_OUT = SimpleNamespace(asm={"ptx": ""})  # in place of a kernel that is not compiled
-inspect = lru_cache(maxsize=256)(machine_code.inspect)  # by launches, and by what measures what they compiled
+# Called by launches, and again by what measures what they compiled.
+inspect, find_foreign_descriptors, find_lost_operands = map(lru_cache(maxsize=256), (
+    machine_code.inspect, foreign_descriptors.find_foreign_descriptors, lost_operands.find_lost_operands))
 USUAL = Case(D="h", dt_bias=True, dt_softplus=True)  # what models use most, and what is timed
 
 
@@ -251,7 +251,8 @@ def asked_for(a: argparse.Namespace) -> list[Compiled]:
         case = replace(case, documents="states", initial_states=True)
     inputs = random_inputs(shape, case, DTYPES[a.dtype])
     trusted = (lambda kernel: ("wgmma" in kernel.asm["ptx"] and "distrusted") or None) if a.distrust else launch.find_fault
-    with patch.object(launch, "find_fault", trusted), patch.object(trust, "inspect", inspect):
+    with patch.object(launch, "find_fault", trusted), patch.multiple(
+            trust, inspect=inspect, find_foreign_descriptors=find_foreign_descriptors, find_lost_operands=find_lost_operands):
         return compile_all(adapt_to_documents(get_variant(a.variant), inputs), inputs, a.arch, Options(**a.off), a.configs,
                            only=a.only, once=a.once)
 

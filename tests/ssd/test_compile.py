@@ -42,8 +42,8 @@ GLUON = [("fused",), ("persistent",)]  # on Hopper
 HOPPER = ("hopper_states_kernel", "hopper_scan_kernel", "hopper_group_kernel")
 MOST_GROUPS = 12  # of wgmma that are waited for together, in one of these; where ptxas serialises them, as many as instructions
 
-# In names of tests of forms that differ little from others'.
-MORE = ("fp32, sm_120", "narrow tiles, 16 x 64", "narrow tiles, 32 x 16", "--dtype fp16")
+# In names of tests that run where --triton is given alone: of forms that differ little from others', or are less used.
+MORE = ("fp32, sm_120", "16 x 64", "32 x 16", "32 x 64", "--dtype fp16", "test_without_wgmma[locked-baseline]")
 PRODUCTS = "--only scan,state,dC_dCB,dB_dx"  # kernels that a fault of ptxas may reach
 
 # Those that have kernels in common together: two workers would compile these twice.
