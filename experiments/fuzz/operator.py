@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from itertools import accumulate, pairwise
+from math import gcd
 from random import Random
 
 import torch
@@ -24,8 +25,8 @@ _TOKENS = ("x", "dt", "B", "C", "z")
 DIFFERENTIABLE = ("x", "dt", "A", "B", "C", "D", "z", "dt_bias", "initial_states")
 DOCUMENTS = ("seq_idx", "cu_seqlens", "varlen", "both")
 CUTS = ("random", "borders", "tokens")
-_AXES = {"out": "blhp", "final_states": "bhpn", "varlen_states": "bhpn", "dx": "blhp", "ddt": "blh", "dA": "h", "dB": "blhn",
-         "dC": "blhn", "dz": "blhp", "ddt_bias": "h", "dinitial_states": "bhpn"}
+_AXES = {"out": "blhp", "final_states": "bhpn", "varlen_states": "bhpn", "states": "bkhpn", "dx": "blhp", "ddt": "blh",
+         "dA": "h", "dB": "blhn", "dC": "blhn", "dz": "blhp", "ddt_bias": "h", "dinitial_states": "bhpn"}
 _TRUTH_CHUNK, _SHORT = 64, 24  # up to so many tokens the truth is the recurrence
 _OTHER = {16: 64, 32: 64, 64: 128, 128: 64, 256: 64}  # chunk sizes of the second mirror; sub-chunks of kernels are 64 tokens
 _BLOCK_FP32 = 16  # tokens between the states that the plain backward rounds and keeps, where x is in fp32
@@ -46,6 +47,7 @@ class Config(Common):
         cuts: where documents end: at random places, at the edges of chunks, or after every token.
         dt_limit: without an upper end that is None.
         ids: how seq_idx counts documents: "rising" from 0, "repeating" 0 and 1, or "offset", which begins at 5.
+        states_every: tokens between the states that are also returned; 0: none are.
         decay: "spread" over heads, "strong" or "none".
         options: fields of `ssd.Options` that are not as they come.
         wanted: inputs whose gradients are taken.
@@ -73,6 +75,7 @@ class Config(Common):
     cuts: str = "random"
     ids: str = "rising"
     int64: bool = False
+    states_every: int = 0
     decay: str = "spread"
     options: dict[str, bool] = field(default_factory=dict)
 
@@ -131,8 +134,10 @@ def _run(options: Options, c: Config, tensors: Tensors) -> dict[str, Tensor]:
     results = ssd_chunk_scan(
         **tensors, chunk_size=c.chunk_size, dt_softplus=c.dt_softplus, dt_limit=_limit(c),
         return_final_states=c.final_states, return_varlen_states=varlen,
+        return_states_every=c.states_every or None,
         state_dtype=None if c.state_dtype is None else DTYPES[c.state_dtype], variant=c.variant, options=options)
-    names = ("out", *(("final_states",) if c.final_states else ()), *(("varlen_states",) if varlen else ()))
+    names = ("out", *(("final_states",) if c.final_states else ()), *(("varlen_states",) if varlen else ()),
+             *(("states",) if c.states_every else ()))
     return dict(zip(names, results if isinstance(results, tuple) else (results,), strict=True))
 
 
@@ -147,6 +152,8 @@ def _truth(c: Config, tensors: Tensors) -> dict[str, Tensor]:
         by = reference.recurrence if c.seqlen <= _SHORT else reference.compute_in_fp64
         out, final_states = by(replace(inputs, cu_seqlens=None))
     results = {"out": out} | ({"final_states": final_states} if c.final_states else {})
+    if c.states_every:
+        results["states"] = _take_states(c.states_every, inputs, final_states, _FP64)
     if c.has_document_states and c.documents == "varlen":
         results["varlen_states"] = final_states.detach()
     elif c.documents in ("varlen", "both"):
@@ -154,6 +161,14 @@ def _truth(c: Config, tensors: Tensors) -> dict[str, Tensor]:
             bounds = pairwise(inputs.cu_seqlens.tolist())
             results["varlen_states"] = torch.stack([_end_state(inputs, start, end) for start, end in bounds])
     return results
+
+
+@torch.no_grad()
+def _take_states(every: int, i: SSDInputs, final_states: Tensor, precision: Precision) -> Tensor:
+    """Those after every so many tokens."""
+    size = gcd(i.chunk_size, every)
+    inside = reference.compute_prev_states(replace(i, chunk_size=size), precision)[:, every // size :: every // size]
+    return inside if i.seqlen % every else torch.cat((inside, final_states.detach()[:, None].to(inside.dtype)), 1)
 
 
 def _end_state(i: SSDInputs, start: int, end: int) -> Tensor:
@@ -185,6 +200,8 @@ def _mirror(c: Config, tf32: bool, tensors: Tensors, wanted: tuple[str, ...], wa
     results = {"out": out.to(i.x.dtype)} | ({"final_states": final_states} if c.final_states else {})
     if c.documents in ("varlen", "both"):
         results["varlen_states"] = final_states if c.has_document_states else reference.varlen_states(i, precision)
+    if c.states_every:
+        results["states"] = _take_states(c.states_every, i, final_states, precision).to(i.states_dtype)
     if not wanted:
         return results
     dout = ways.get("out", torch.zeros_like(i.x))
