@@ -12,7 +12,8 @@ def points(rows: list[dict]) -> dict[str, dict[str, tuple[float, float | None, f
     found: dict[str, dict[str, tuple[float, float | None, float | None]]] = {}
     for row in rows:
         if record.has_default_options(row):
-            what = f"{row['workload']} {row['preset']} ({row['mixer']}), batch {row['batch']}, {row['dtype']}, {row['gpu']}"
+            gpu = row["gpu"].removeprefix("NVIDIA ").split()[0]  # H100, of "NVIDIA H100 80GB HBM3"
+            what = f"{row['workload']} {row['preset']} ({row['mixer']}), batch {row['batch']}, {row['dtype']}, {gpu}"
             what += ", captured" if row.get("graph") else ""
             ssm = None if row["ssm_us"] is None else row["ssm_us"] / 1e3
             found.setdefault(what, {})[row["variant"]] = row["p50_us"] / 1e3, ssm, row.get("speedup")

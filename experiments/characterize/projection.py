@@ -181,11 +181,13 @@ def read_calls(rows: list[dict]) -> list[Sample]:
     """Forwards and backwards in CUDA graphs, of GPUs whose copy is known, as the benches ssd and regress timed them last.
 
     Of fused and persistent those that ran the kernels for Hopper, which heed no chunk size: of several the last. Older rows do
-    not say what ran: kernels then took these sizes alone.
+    not say what ran: kernels then took these sizes alone. Those of regress do not say how many launches were made, as others
+    need to.
     """
     memory = read_memory(rows)
     timed = [row for row in record.read(rows, bench="ssd") if record.has_default_options(row)]
-    timed = table.keep_last_commit(timed) + record.read(rows, bench="regress")
+    timed = table.keep_last_commit(timed) + [row for row in record.read(rows, bench="regress")
+                                             if row["variant"] not in calls.PLAIN]
     timed = [row for row in timed if row["mode"] in calls.MODES and row["graph_p50_us"] and _is_covered(row, memory)]
     timed = record.latest(timed, lambda row: (row["gpu"], row["variant"], row["mode"], row["shape"],
                                               row["chunk_size"] if row["variant"] in calls.PLAIN else None))
