@@ -30,7 +30,8 @@ _DECODE = {header: column for header, column in table.DECODE.items() if header n
 _LIBRARY_PARTS = {"conv1d": ("convolution", "fwd_bwd"), "gated_norm": ("gated norm", "fwd_bwd"),
                   "state_update": ("decoding of a token", "fwd"), "block": ("a whole `Mamba2`", "fwd_bwd"),
                   "selective_scan": ("Mamba-1's scan", "fwd_bwd")}
-_STEPS = {header: column for header, column in table.STEPS.items() if header != "options"}
+_SETTINGS = ("workload", "preset", "mixer", "batch", "tokens", "dtype", "variant")
+_STEPS = {header: table.STEPS[header] for header in (*_SETTINGS, "step ms", "speed-up", *table.STEPS) if header != "options"}
 _whole, _tenths = write_number(0), write_number(1)
 _SHAPE = itemgetter("shape")
 
@@ -40,8 +41,8 @@ _COSTS_HEAD = write_head("`variant=` | forward and backward, µs | backward, µs
 _MEMORY_HEAD = write_head("variant | chunk | kept, MiB | at most, MiB | in a CUDA graph, µs", "variant")
 _ABLATION_HEAD = write_head("option | without, µs | relative | up to, µs | relative", "option")
 _GAINS_HEAD = write_head(
-    "workload | preset | mixer | batch | upstream's step, ms | SSM in it | variant | step, ms | SSM in it | step faster | "
-    "SSM faster | SSM in the gain", "workload", "preset", "mixer", "variant")
+    "workload | batch | mamba_ssm's step, ms | SSM in it, % | variant | step, ms | SSM in it, % | step faster | SSM faster | "
+    "SSM in the gain, %", "workload", "variant")
 _GPUS_HEAD = write_head(
     "workload | preset | variant | batch | GPUs | way | link, GB/s | step, ms | on one | faster | efficiency | loss | on one",
     "workload", "preset", "variant", "GPUs", "way")
@@ -187,8 +188,7 @@ def tabulate_steps(rows: list[dict], figure_path: str) -> str:
     if not rows:
         return "No rows yet: no GPU has run the sweep for this table.\n"
     figure = f"![A training step of each workload with each variant, and the state-space model's part]({figure_path})\n"
-    columns = {header: column for header, column in _STEPS.items() if any(row.get(column[0]) is not None for row in rows)}
-    return "\n".join([figure, *_render_by_gpu(rows, columns)])
+    return "\n".join([figure, *_render_by_gpu(rows, _STEPS)])
 
 
 def tabulate_memory(rows: list[dict]) -> str:
@@ -290,11 +290,11 @@ def tabulate_gains(rows: list[dict]) -> str:
         one, best = theirs[0], min(ours, key=itemgetter("p50_us"))
         if one["ssm_us"] and best["ssm_us"]:
             step, ssm = one["p50_us"] - best["p50_us"], one["ssm_us"] - best["ssm_us"]
-            workload, *settings = _list_settings(one, "workload", "preset", "mixer", "batch")
-            workload += ", captured" if one.get("graph") else ""
-            lines.append([workload, *settings, *_describe_step(one), best["variant"], *_describe_step(best),
-                          f"{best['speedup']:.2f}", f"{one['ssm_us'] / best['ssm_us']:.2f}",
-                          f"{100 * ssm / step:.0f} %" if step > 0 and ssm > 0 else ""])
+            workload, preset, mixer, batch = _list_settings(one, "workload", "preset", "mixer", "batch")
+            captured = ", captured" if one.get("graph") else ""
+            lines.append([f"{workload} {preset} ({mixer}){captured}", batch, *_describe_step(one), best["variant"],
+                          *_describe_step(best), f"{best['speedup']:.2f}", f"{one['ssm_us'] / best['ssm_us']:.2f}",
+                          f"{100 * ssm / step:.0f}" if step > 0 and ssm > 0 else ""])
     return _GAINS_HEAD + render_lines(lines) if lines else "No rows yet: no GPU has run the sweep beside upstream.\n"
 
 
@@ -305,7 +305,7 @@ def _list_settings(row: dict, *names: str) -> list[str]:
 
 def _describe_step(row: dict) -> tuple[str, str]:
     """A step's milliseconds, and the SSM kernels' share of them."""
-    return _tenths(row["p50_us"] / 1e3), f"{100 * row['share']:.1f} %"
+    return _tenths(row["p50_us"] / 1e3), f"{100 * row['share']:.1f}"
 
 
 def tabulate_several_gpus(rows: list[dict]) -> str:
@@ -344,14 +344,17 @@ def _describe_training(row: dict) -> tuple:
 
 
 def _render_by_gpu(rows: list[dict], columns: dict) -> list[str]:
-    """Markdown of each GPU's rows."""
-    return [f"{where}:\n\n{table.render(group, 'markdown', columns)}" for where, group in group_by_gpu(rows)]
+    """Markdown of each GPU's rows, without columns that are empty there."""
+    parts = []
+    for where, group in group_by_gpu(rows):
+        filled = {header: column for header, column in columns.items() if any(row.get(column[0]) is not None for row in group)}
+        parts.append(f"{where}:\n\n{table.render(group, 'markdown', filled)}")
+    return parts
 
 
 def group_by_gpu(rows: list[dict]) -> Iterator[tuple[str, list[dict]]]:
-    """Each GPU with the versions that its rows were measured with, and these rows."""
-    for gpu, group in groupby(rows, lambda row: row["gpu"]):
-        group = list(group)
+    """Each GPU with the versions that its rows were measured with, and these rows; the last by name first, as in the README."""
+    for gpu, group in reversed(record.group_by(sorted(rows, key=itemgetter("gpu")), itemgetter("gpu")).items()):
         versions = sorted({f"torch {row['torch']}, Triton {row['triton']}" for row in group})
         yield f"{gpu}, {'; '.join(versions)}", group
 

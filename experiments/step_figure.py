@@ -8,7 +8,10 @@ _PALE = 0.35  # of what is not the state-space model's
 
 
 def points(rows: list[dict]) -> dict[str, dict[str, tuple[float, float | None, float | None]]]:
-    """{what is trained, how: {variant as it comes: milliseconds of a step, of the SSM in it, speed-up over mamba_ssm}}"""
+    """{what is trained, how: {variant as it comes: milliseconds of a step, of the SSM in it, speed-up over mamba_ssm}}
+
+    What has a speed-up comes first; variants in the order of `figure.COLOURS`.
+    """
     found: dict[str, dict[str, tuple[float, float | None, float | None]]] = {}
     for row in rows:
         if record.has_default_options(row):
@@ -17,7 +20,9 @@ def points(rows: list[dict]) -> dict[str, dict[str, tuple[float, float | None, f
             what += ", captured" if row.get("graph") else ""
             ssm = None if row["ssm_us"] is None else row["ssm_us"] / 1e3
             found.setdefault(what, {})[row["variant"]] = row["p50_us"] / 1e3, ssm, row.get("speedup")
-    return found
+    order = [*figure.COLOURS]
+    panels = [(what, {name: variants[name] for name in sorted(variants, key=order.index)}) for what, variants in found.items()]
+    return dict(sorted(panels, key=lambda panel: not any(speedup for *_, speedup in panel[1].values())))
 
 
 def draw(rows: list[dict], path: Path) -> None:

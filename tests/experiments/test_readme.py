@@ -2,7 +2,7 @@
 
 import pytest
 
-from experiments import figure, readme, result_tables, speedup_figure, terminal_page
+from experiments import figure, readme, result_tables, speedup_figure, step_figure, terminal_page
 from experiments.characterize.report import draw
 from experiments.readme import Shown, list_sections, write
 from tests.experiments import rows as rows_of
@@ -124,8 +124,14 @@ def test_workloads(root):
     write(Shown(steps=steps), root)
     drawn = (root / "docs/workloads.svg").read_text()
     assert "mamba2 1.3b (ssd)" in drawn and "160 ms, 1.25x" in drawn
+    alone = step_row("fused", 150.0, 12.0) | {"gpu": "NVIDIA H100"}
+    first, second = step_figure.points([alone, *steps[::-1]]).items()
+    assert first[0].endswith("H200") and [*first[1]] == ["mamba_ssm", "fused"], "what has a speed-up first"
+    assert second[0].endswith("H100")
+    tables = result_tables.tabulate_steps([alone, *steps], "workloads.svg").split("NVIDIA H100")
+    assert ["speed-up" in table for table in tables] == [True, False], "no empty columns, and the last GPU by name first"
     (line,) = lines_of(result_tables.tabulate_gains(steps))[2:]
-    assert line == ["mamba2", "1.3b", "ssd", "4", "200.0", "25.0 %", "fused", "160.0", "7.5 %", "1.25", "4.17", "95 %"]
+    assert line == ["mamba2 1.3b (ssd)", "4", "200.0", "25.0", "fused", "160.0", "7.5", "1.25", "4.17", "95"]
 
 
 def test_terminal(root, monkeypatch):
