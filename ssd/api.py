@@ -86,8 +86,8 @@ def ssd_chunk_scan(
         options: switches of the kernels, see `ssd.Options`.
         context_group: the ranks that a sequence is cut over, each of which passes its own tokens (docs/context-parallel.md).
         return_states_every: also return the states after every so many tokens, a multiple of chunk_size, as prefix caches want
-            them (no gradient). docs/drop-in.md says what it costs. Not with
-            cu_seqlens, context_group or another project's variant.
+            them (no gradient). docs/drop-in.md says what it costs. Not with cu_seqlens, context_group or another project's
+            variant.
 
     Returns:
         out, shape and dtype of x; then, if asked for, final_states (batch or ndocs, nheads, headdim, dstate) fp32; then, if

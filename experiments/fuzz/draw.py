@@ -110,11 +110,12 @@ def _draw_member(rng: Random, shared: Config, layouts: dict[str, str], even: boo
     if cuts == "tokens":  # the truth runs each document alone
         batch, seqlen = min(batch, 2), min(seqlen, 12 if shared.documents in ("varlen", "both") else 100)
     seed = rng.randrange(2**24)
-    asked = shared.documents in (None, "seq_idx") and Random(seed).random() < 0.25
+    has_rows = shared.documents in (None, "seq_idx")
+    asked = has_rows and Random(seed).random() < 0.25
     return replace(
         shared, seed=seed, states_every=shared.chunk_size * (1 + seed % 3) if asked else 0,
-        batch=1 if shared.documents not in (None, "seq_idx") else batch, seqlen=seqlen,
-        layouts=layouts, cuts=cuts, ndocs=rng.randint(1, 8) if shared.documents else 1,
+        batch=batch if has_rows else 1, seqlen=seqlen, layouts=layouts, cuts=cuts,
+        ndocs=rng.randint(1, 8) if shared.documents else 1,
         ids=rng.choice(("rising", "repeating", "offset")) if shared.documents == "seq_idx" else "rising",
         decay=rng.choices(("spread", "strong", "none"), (80, 15, 5))[0], wanted=wanted, mode=mode,
         ways=ways if rng.random() < 0.7 else (rng.choice(ways),), calls=limits.calls)
