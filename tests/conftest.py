@@ -53,6 +53,7 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     config.addinivalue_line("markers", "gpu(count=1): needs that many CUDA devices")
     config.addinivalue_line("markers", "other_tritons: compiles with the oldest and the newest Triton, not the locked one")
+    config.addinivalue_line("markers", "rare: compiles what differs little from others, or is less used; runs with --triton")
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(_Failures(config))
 

@@ -1,7 +1,7 @@
 """Every kernel compiles for GPUs that are not here, fits their shared memory and their registers.
 
-With the locked Triton all of this file but for MORE forms; with the oldest and the newest each kernel in one form for Hopper,
-and for each other architecture with one of the two. With --triton, all of it, with the versions that it names as well.
+With the locked Triton all of this file but what is marked rare; with the oldest and the newest each kernel in one form for
+Hopper, and for each other architecture with one of the two. With --triton, all of it, with the versions that it names as well.
 """
 
 import atexit
@@ -42,12 +42,14 @@ GLUON = [("fused",), ("persistent",)]  # on Hopper
 HOPPER = ("hopper_states_kernel", "hopper_scan_kernel", "hopper_group_kernel")
 MOST_GROUPS = 12  # of wgmma that are waited for together, in one of these; where ptxas serialises them, as many as instructions
 
-# In names of tests that run where --triton is given alone: of forms that differ little from others', or are less used.
-MORE = ("fp32, sm_120", "16 x 64", "32 x 16", "32 x 64", "--dtype fp16", "test_without_wgmma[locked-baseline]")
 PRODUCTS = "--only scan,state,dC_dCB,dB_dx"  # kernels that a fault of ptxas may reach
 
 # Those that have kernels in common together: two workers would compile these twice.
 over_ways = pytest.mark.parametrize("ways", (WAYS[:1], WAYS[1:]), ids=("baseline", "others"))
+
+
+def param(*values: object, rare: bool, **given: object):
+    return pytest.param(*values, marks=pytest.mark.rare if rare else (), **given)
 
 
 @cache
@@ -71,7 +73,7 @@ def _compiled(version: str | None, *arguments: str) -> list[dict]:
 
 @pytest.fixture
 def compiled(triton, request) -> Callable[..., list[dict]]:
-    if any(name in request.node.name for name in MORE) and not request.config.option.triton:
+    if request.node.get_closest_marker("rare") and not request.config.option.triton:
         pytest.skip("not needed every time: make test TRITON=all compiles it")
     return partial(_compiled, triton, "--variant")
 
@@ -123,24 +125,24 @@ def test_states_of_few_heads(compiled):
 
 
 FUSED = "fused --off gluon --arch 90"
-FITS = {  # name: what is compiled, architecture, bytes that may be spilled, and by walks
+FITS = [  # what is compiled, architecture, bytes that may be spilled, and by walks
     # the largest tiles in bytes, on the chip with the least room for them as well
-    **{f"{variant}, fp32, sm_{arch}": (f"{variant} --off gluon --arch {arch} --dtype fp32 {sizes}", arch, spills, by_walks)
-       for arch, sizes, spills, by_walks in ((90, "--headdim 64 --dstate 128", 0, 256),
-                                             (120, "--headdim 256 --dstate 256", 1024, 7168)) for variant in OURS},
+    *(param(f"{variant} --off gluon --arch {arch} --dtype fp32 {sizes}", arch, spills, by_walks, rare=arch == 120,
+            id=f"{variant}, fp32, sm_{arch}")
+      for arch, sizes, spills, by_walks in ((90, "--headdim 64 --dstate 128", 0, 256),
+                                            (120, "--headdim 256 --dstate 256", 1024, 7168)) for variant in OURS),
     # two heads to a group, and D: what ptxas took for an address at 16 channels and 16 states came with these
-    **{f"narrow tiles, {headdim} x {dstate}": (
-        f"{FUSED} --headdim {headdim} --dstate {dstate} --nheads 2 --chunk-size 64 --seqlen 4096 --every-option {PRODUCTS}", 90,
-        64, 1152)
-       for headdim in (16, 32) for dstate in (16, 64)},
+    *(param(f"{FUSED} --headdim {headdim} --dstate {dstate} --nheads 2 --chunk-size 64 --seqlen 4096 --every-option {PRODUCTS}",
+            90, 64, 1152, rare=(headdim, dstate) != (16, 16), id=f"narrow tiles, {headdim} x {dstate}")
+      for headdim in (16, 32) for dstate in (16, 64)),
     # sizes at which ptxas 12.8, or any up to 13.0, was found to make products of the wrong operands: it is not launched
-    "one head a group": (
-        f"{FUSED} --headdim 48 --dstate 32 --nheads 3 --ngroups 3 --seqlen 257 --C-dtype fp16 {PRODUCTS}", 90, 64, 1152),
-    "one state": (
-        f"{FUSED} --headdim 8 --dstate 1 --nheads 5 --chunk-size 64 --seqlen 256 --dtype fp16 {PRODUCTS}", 90, 64, 1152),
-    "wide heads": (
-        f"{FUSED} --headdim 256 --dstate 64 --nheads 6 --chunk-size 128 --seqlen 64 --every-option {PRODUCTS}", 90, 64, 1152),
-}
+    pytest.param(f"{FUSED} --headdim 48 --dstate 32 --nheads 3 --ngroups 3 --seqlen 257 --C-dtype fp16 {PRODUCTS}",
+                 90, 64, 1152, id="one head a group"),
+    pytest.param(f"{FUSED} --headdim 8 --dstate 1 --nheads 5 --chunk-size 64 --seqlen 256 --dtype fp16 {PRODUCTS}",
+                 90, 64, 1152, id="one state"),
+    pytest.param(f"{FUSED} --headdim 256 --dstate 64 --nheads 6 --chunk-size 128 --seqlen 64 --every-option {PRODUCTS}",
+                 90, 64, 1152, id="wide heads"),
+]
 
 
 @over_ways
@@ -148,7 +150,7 @@ def test_every_option(ways, compiled):
     assert_fits([row for way in ways for row in compiled(*way, "--arch", "90", "--every-option")], 90, spills=64, by_walks=1152)
 
 
-@pytest.mark.parametrize(("arguments", "arch", "spills", "by_walks"), FITS.values(), ids=FITS)
+@pytest.mark.parametrize(("arguments", "arch", "spills", "by_walks"), FITS)
 def test_what_fits(arguments, arch, spills, by_walks, compiled):
     assert_fits(compiled(*arguments.split()), arch, spills, by_walks)
 
@@ -170,7 +172,7 @@ def test_one_token_of_one_head(ways, compiled):
         assert compiled(*way, *small, "--arch", "90", "--seqlen", "1", "--nheads", "1", "--every-option")
 
 
-@over_ways
+@pytest.mark.parametrize("ways", (param(WAYS[:1], rare=True, id="baseline"), pytest.param(WAYS[1:], id="others")))
 def test_without_wgmma(ways, compiled):
     """What a kernel in which a fault is found is compiled to: it fits as well, and has its products all the same."""
     rows = [row for way in ways for row in compiled(*way, "--arch", "90", "--distrust")]
@@ -223,7 +225,7 @@ GLUON_FORMS = {
 }
 
 
-@pytest.mark.parametrize("arguments", GLUON_FORMS)
+@pytest.mark.parametrize("arguments", [param(form, rare="fp16" in form) for form in GLUON_FORMS])
 def test_gluon_kernels(arguments, compiled):
     """Four warpgroups at 128 registers a thread fill the register file, three at 160 nearly. The group spills addresses of
     shared memory.
