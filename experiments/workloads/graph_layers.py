@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from .graph_mixers import Sequences
-from .graph_padding import normalise
+from .graph_padding import Real, normalise
 
-Real = tuple[Tensor | None, Tensor | None]  # nodes and edges, as `graph_padding.find_real` has them
+Reals = tuple[Real | None, Real | None]  # of nodes and of edges
 
 
 class GatedGCN(nn.Module):
@@ -29,7 +29,7 @@ class GatedGCN(nn.Module):
         self.of_edges = nn.Linear(d_model, d_model)  # C
         self.norm_nodes, self.norm_edges = nn.BatchNorm1d(d_model), nn.BatchNorm1d(d_model)
 
-    def forward(self, h: Tensor, e: Tensor, edge_index: Tensor, real: Real = (None, None)) -> tuple[Tensor, Tensor]:
+    def forward(self, h: Tensor, e: Tensor, edge_index: Tensor, real: Reals = (None, None)) -> tuple[Tensor, Tensor]:
         """h: (nodes, d_model), e: (edges, d_model), edge_index: (2, edges), from where to where; to h and e after it."""
         source, target = edge_index
         d_model = h.shape[1]
@@ -58,7 +58,7 @@ class GraphMambaLayer(nn.Module):
         self.ffn = nn.Sequential(nn.Linear(d_model, 2 * d_model), nn.ReLU(), nn.Linear(2 * d_model, d_model))
 
     def forward(self, h: Tensor, e: Tensor, edge_index: Tensor, graphs: Sequences, orders: Tensor,
-                real: Real = (None, None)) -> tuple[Tensor, Tensor]:
+                real: Reals = (None, None)) -> tuple[Tensor, Tensor]:
         """Args:
             h, e, edge_index, real: as `GatedGCN.forward` has them.
             graphs: of the nodes.

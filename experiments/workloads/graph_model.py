@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .graph_layers import GraphMambaLayer, degree_orders, keep_statistics
 from .graph_mixers import Bidirectional, Mamba1, PackedMamba2, Sequences
-from .graph_padding import find_real, normalise
+from .graph_padding import Real, find_real, normalise
 from .graph_walks import WalkEncoder, random_walks
 from .graphs import GraphData
 
@@ -86,11 +86,12 @@ class GraphModel(nn.Module):
         """
         edge_index, number, nodes = batch["edge_index"], batch["batch"], len(batch["x"])
         graphs = Sequences.of(number, batch["ptr"], len(batch["longest"]) if "longest" in batch else None)
-        real = find_real(batch)
+        dtype = self.head[-1].weight.dtype
+        real = tuple(Real.of(rows, dtype) for rows in find_real(batch))
         h, e = self.of_nodes(batch["x"], real[0]), self.of_edges(batch["edge_attr"], real[1])
         if self.of_positions is not None:
             h = h + self.of_positions(batch["random_walk_pe"], real[0])
-        h, e = (t.to(self.head[-1].weight.dtype) for t in (h, e))  # under autocast too, whose dtype is too coarse to add up in
+        h, e = (t.to(dtype) for t in (h, e))  # under autocast too, whose dtype is too coarse to add up in
         if self.of_walks is not None:
             if walks is None:
                 walks = random_walks(edge_index, nodes, self.sizes.walks, self.sizes.hops)
@@ -131,7 +132,7 @@ class _Numbers(nn.Sequential):
     def __init__(self, columns: int, d_model: int):
         super().__init__(nn.BatchNorm1d(columns), nn.Linear(columns, d_model))
 
-    def forward(self, columns: Tensor, real: Tensor | None = None) -> Tensor:
+    def forward(self, columns: Tensor, real: Real | None = None) -> Tensor:
         norm, linear = self
         return linear(normalise(norm, columns, real))
 

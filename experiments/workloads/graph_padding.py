@@ -3,17 +3,38 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 if TYPE_CHECKING:
     from ..training_run import Run
 
 IGNORED = -100  # the class of a node that is none
 _MULTIPLE = 8
+
+
+class Real(NamedTuple):
+    """What rows count for in a mean over those that fill nothing up.
+
+    Attributes:
+        share: (rows, 1), one over the number of such rows in each of them, 0 in others.
+        unbias: (), what makes a mean of squares about the mean an unbiased variance.
+    """
+
+    share: Tensor
+    unbias: Tensor
+
+    @classmethod
+    def of(cls, rows: Tensor | None, dtype: torch.dtype) -> Real | None:
+        """rows: (rows, 1) bool, of `find_real`."""
+        if rows is None:
+            return None
+        count = rows.sum()
+        return cls(rows.to(dtype) / count.clamp(min=1), (count / (count - 1).clamp(min=1)).to(dtype))
 
 
 def fill_up(run: Run, batch: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -55,18 +76,41 @@ def count_fill(batch: dict[str, Tensor]) -> float:
     return 1 - real.double().mean().item()
 
 
-def normalise(norm: nn.BatchNorm1d, x: Tensor, real: Tensor | None) -> Tensor:
-    """norm(x) with the statistics of real rows, (rows, 1); of every row where that is None."""
+def normalise(norm: nn.BatchNorm1d, x: Tensor, real: Real | None) -> Tensor:
+    """norm(x) with the statistics of real rows; of every row where `real` is None."""
     if real is None or not norm.training:
         return norm(x)
-    count = real.sum()
-    mean = (x * real).sum(0) / count.clamp(min=1)
-    variance = ((x - mean) * real).square().sum(0) / count.clamp(min=1)
+    out, mean, variance = _Normalise.apply(x, norm.weight, norm.bias, real.share, norm.eps)
     with torch.no_grad():
         norm.num_batches_tracked.add_(1)
-        norm.running_mean.lerp_(mean.to(norm.running_mean), norm.momentum)
-        norm.running_var.lerp_((variance * (count / (count - 1).clamp(min=1))).to(norm.running_var), norm.momentum)
-    return (x - mean) * (norm.weight * (variance + norm.eps).rsqrt()) + norm.bias
+        norm.running_mean.lerp_(mean, norm.momentum)
+        norm.running_var.lerp_(variance * real.unbias, norm.momentum)
+    return out
+
+
+class _Normalise(torch.autograd.Function):
+    """Batch norm with the statistics of some rows. Its backward is its own, of half as many kernels as torch's: a step is
+    launches of small ones.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor, share: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+        mean = (x * share).sum(0)
+        centred = x - mean
+        variance = (centred.square() * share).sum(0)
+        rate = (variance + eps).rsqrt()
+        scale = weight * rate
+        ctx.save_for_backward(centred, share, rate, scale)
+        ctx.mark_non_differentiable(mean, variance)
+        return torch.addcmul(bias, centred, scale), mean, variance
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        """dx = weight rate (dout - share (sum dout + n sum dout n)), with n = (x - mean) rate."""
+        centred, share, rate, scale = ctx.saved_tensors
+        dbias, dweight = dout.sum(0), (dout * centred).sum(0) * rate
+        return scale * (dout - share * torch.addcmul(dbias, centred, rate * dweight)), dweight, dbias, None, None
 
 
 def _extend(t: Tensor, length: int, value: int) -> Tensor:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from .graph_layers import count_edges
 from .graph_mixers import Bidirectional, Sequences
-from .graph_padding import normalise
+from .graph_padding import Real, normalise
 
 
 class WalkEncoder(nn.Module):
@@ -22,8 +22,8 @@ class WalkEncoder(nn.Module):
         super().__init__()
         self.mixer, self.norm = Bidirectional(make), nn.BatchNorm1d(d_model)
 
-    def forward(self, h: Tensor, walks: Tensor, real: Tensor | None = None) -> Tensor:
-        """h: (nodes, d_model), to the same; walks: as `random_walks` has them; real: of `graph_padding.find_real`."""
+    def forward(self, h: Tensor, walks: Tensor, real: Real | None = None) -> Tensor:
+        """h: (nodes, d_model), to the same; walks: as `random_walks` has them; real: of nodes."""
         tokens = walk_tokens(h, walks)
         nodes, length, _ = tokens.shape
         mixed = self.mixer(tokens.flatten(0, 1), Sequences.alike(nodes, length, h.device))
