@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from .graph_edges import Ends
 from .graph_mixers import Sequences
 from .graph_padding import Real, normalise
 
@@ -16,8 +17,7 @@ class GatedGCN(nn.Module):
     """Message passing with a gate for each edge (arXiv:1711.07553, with edges' features as arXiv:2003.00982 has them).
 
     An edge from j to i with features e has the gate sigma(D h_i + E h_j + C e); node i adds to A h_i the mean of its B h_j
-    weighted by the gates. Sums are taken by indices that repeat, not by torch_geometric's scatter: on a GPU that adds in an
-    order that changes, and bits with it.
+    weighted by the gates.
 
     Args:
         d_model: channels of nodes and of edges.
@@ -29,16 +29,15 @@ class GatedGCN(nn.Module):
         self.of_edges = nn.Linear(d_model, d_model)  # C
         self.norm_nodes, self.norm_edges = nn.BatchNorm1d(d_model), nn.BatchNorm1d(d_model)
 
-    def forward(self, h: Tensor, e: Tensor, edge_index: Tensor, real: Reals = (None, None)) -> tuple[Tensor, Tensor]:
-        """h: (nodes, d_model), e: (edges, d_model), edge_index: (2, edges), from where to where; to h and e after it."""
-        source, target = edge_index
+    def forward(self, h: Tensor, e: Tensor, edges: tuple[Ends, Ends], real: Reals = (None, None)) -> tuple[Tensor, Tensor]:
+        """h: (nodes, d_model), e: (edges, d_model), edges: from where to where; to h and e after it."""
+        source, target = edges
         d_model = h.shape[1]
         own, at_target, at_source = self.of_nodes(h).split([d_model, d_model, 2 * d_model], 1)
-        value, from_source = at_source[source].chunk(2, 1)
-        gate = (at_target[target] + from_source + self.of_edges(e)).to(h.dtype)  # autocast's is too coarse to sum in
+        value, from_source = source.take(at_source).chunk(2, 1)
+        gate = (target.take(at_target) + from_source + self.of_edges(e)).to(h.dtype)  # autocast's is too coarse to sum in
         weight = gate.sigmoid()
-        sums = h.new_zeros(len(h), 2 * d_model).index_put((target,), torch.cat([weight * value, weight], 1), accumulate=True)
-        weighted, total = sums.chunk(2, 1)
+        weighted, total = target.add_up(torch.cat([weight * value, weight], 1)).chunk(2, 1)
         h = h + normalise(self.norm_nodes, own + weighted / (total + 1e-6), real[0]).relu()
         return h, e + normalise(self.norm_edges, gate, real[1]).relu()
 
@@ -57,10 +56,10 @@ class GraphMambaLayer(nn.Module):
         self.norm_messages, self.norm_mixer, self.norm_out = (nn.BatchNorm1d(d_model) for _ in range(3))
         self.ffn = nn.Sequential(nn.Linear(d_model, 2 * d_model), nn.ReLU(), nn.Linear(2 * d_model, d_model))
 
-    def forward(self, h: Tensor, e: Tensor, edge_index: Tensor, graphs: Sequences, orders: Tensor,
+    def forward(self, h: Tensor, e: Tensor, edges: tuple[Ends, Ends], graphs: Sequences, orders: Tensor,
                 real: Reals = (None, None)) -> tuple[Tensor, Tensor]:
         """Args:
-            h, e, edge_index, real: as `GatedGCN.forward` has them.
+            h, e, edges, real: as `GatedGCN.forward` has them.
             graphs: of the nodes.
             orders: (permutations, nodes), of `degree_orders`; the mixer's results are their mean.
 
@@ -68,7 +67,7 @@ class GraphMambaLayer(nn.Module):
             h and e after the layer.
         """
         mixed = torch.stack([mix_in_order(self.mixer, h, graphs, order) for order in orders]).mean(0)
-        local, e = self.messages(h, e, edge_index, real)
+        local, e = self.messages(h, e, edges, real)
         h = normalise(self.norm_messages, local, real[0]) + normalise(self.norm_mixer, h + mixed, real[0])
         return normalise(self.norm_out, h + self.ffn(h), real[0]), e
 

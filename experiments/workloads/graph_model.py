@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from .graph_edges import Ends
 from .graph_layers import GraphMambaLayer, degree_orders, keep_statistics
 from .graph_mixers import Bidirectional, Mamba1, PackedMamba2, Sequences
 from .graph_padding import Real, find_real, normalise
@@ -87,7 +88,8 @@ class GraphModel(nn.Module):
         edge_index, number, nodes = batch["edge_index"], batch["batch"], len(batch["x"])
         graphs = Sequences.of(number, batch["ptr"], len(batch["longest"]) if "longest" in batch else None)
         dtype = self.head[-1].weight.dtype
-        real = tuple(Real.of(rows, dtype) for rows in find_real(batch))
+        of_nodes, of_edges = find_real(batch)
+        real = Real.of(of_nodes, dtype), Real.of(of_edges, dtype)
         h, e = self.of_nodes(batch["x"], real[0]), self.of_edges(batch["edge_attr"], real[1])
         if self.of_positions is not None:
             h = h + self.of_positions(batch["random_walk_pe"], real[0])
@@ -98,8 +100,9 @@ class GraphModel(nn.Module):
             h = self._compute(self.of_walks, h, walks, real[0])
         if noise is None:
             noise = torch.rand(len(self.layers), 1 if self.training else _PERMUTATIONS, nodes, device=h.device)
+        edges = Ends.of_both(edge_index, nodes, of_edges)
         for layer, orders in zip(self.layers, degree_orders(edge_index, number, noise), strict=True):
-            h, e = self._compute(layer, h, e, edge_index, graphs, orders, real)
+            h, e = self._compute(layer, h, e, edges, graphs, orders, real)
         if self.sizes.data.task != "nodes":
             h = torch.segment_reduce(h, self.sizes.pooling, lengths=graphs.lengths, unsafe=True)  # of lengths that add up
             h = h if real[0] is None else h[:-1]

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from experiments.workloads.graph_edges import Ends
 from experiments.workloads.graph_layers import GatedGCN, degree_orders, mix_in_order
 from experiments.workloads.graph_mixers import Bidirectional, Mamba1, PackedMamba2, Sequences
 from experiments.workloads.graph_walks import random_walks
@@ -38,7 +39,7 @@ def test_messages_are_those_of_a_loop():
         into = [(raw[n].sigmoid(), B @ h[i] + b) for n, (i, j) in enumerate(edge_index.T.tolist()) if j == node]
         weighted, weights = sum((w * v for w, v in into), torch.zeros(6)), sum((w for w, _ in into), torch.zeros(6))
         expected.append(A @ h[node] + a + weighted / (weights + 1e-6))
-    after_h, after_e = layer(h, e, edge_index)
+    after_h, after_e = layer(h, e, Ends.of_both(edge_index, 5))
     torch.testing.assert_close(after_h, h + layer.norm_nodes(torch.stack(expected)).relu(), **EXACT)
     torch.testing.assert_close(after_e, e + layer.norm_edges(torch.stack(raw)).relu(), **EXACT)
 

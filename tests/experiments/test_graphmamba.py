@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from experiments.train import train
 from experiments.workloads import Preset, get_workload
+from experiments.workloads.graph_edges import Ends
 from experiments.workloads.graph_layers import degree_orders
 from experiments.workloads.graph_mixers import Sequences
 from experiments.workloads.graph_model import GraphModel, graph_loss
@@ -77,7 +78,7 @@ def test_the_model_is_its_parts(pooling, tokens):
         h = model.of_walks(h, random["walks"])
     for layer, noise in zip(model.layers, random["noise"], strict=True):
         orders = degree_orders(batch["edge_index"], batch["batch"], noise)
-        h, e = layer(h, e, batch["edge_index"], Sequences.of(batch["batch"], batch["ptr"]), orders)
+        h, e = layer(h, e, Ends.of_both(batch["edge_index"], len(h)), Sequences.of(batch["batch"], batch["ptr"]), orders)
     pooled = torch.stack([nodes.mean(0) if pooling == "mean" else nodes.amax(0) for nodes in h.split(NODES)])
     torch.testing.assert_close(model(batch, **random), model.head(pooled))
 
