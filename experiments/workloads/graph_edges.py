@@ -26,9 +26,7 @@ class Ends(NamedTuple):
     @classmethod
     def of(cls, node: Tensor, nodes: int, real: Tensor | None = None) -> "Ends":
         """real: (edges, 1) bool, which fill nothing up; others are at the last node, and nobody's."""
-        counted = torch.ones_like(node) if real is None else real[:, 0].long()
-        # torch.bincount would wait for the GPU
-        return cls(node, node.argsort(stable=True), node.new_zeros(nodes).index_add(0, node, counted))
+        return cls(node, node.argsort(stable=True), count_edges(node, nodes, real))
 
     @classmethod
     def of_both(cls, edge_index: Tensor, nodes: int, real: Tensor | None = None) -> "tuple[Ends, Ends]":
@@ -42,6 +40,12 @@ class Ends(NamedTuple):
     def add_up(self, t: Tensor) -> Tensor:
         """(edges, channels) to (nodes, channels): the sum over each node's edges."""
         return _AddUp.apply(t, *self)
+
+
+def count_edges(node: Tensor, nodes: int, real: Tensor | None = None) -> Tensor:
+    """(nodes,) int64, how many edges each has at the end that `node` names, of those that are real, as in `Ends.of`."""
+    counted = torch.ones_like(node) if real is None else real[:, 0].long()
+    return node.new_zeros(nodes).index_add(0, node, counted)  # torch.bincount would wait for the GPU
 
 
 class _Take(torch.autograd.Function):

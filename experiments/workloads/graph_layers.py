@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from .graph_edges import Ends
+from .graph_edges import Ends, count_edges
 from .graph_mixers import Sequences
 from .graph_padding import Real, normalise
 
@@ -83,14 +83,9 @@ def degree_orders(edge_index: Tensor, number: Tensor, noise: Tensor) -> Tensor:
     Returns:
         The shape of noise, int64: the node that comes first, the second, ...
     """
-    degree = count_edges(edge_index, len(number))
+    degree = count_edges(edge_index[0], len(number))
     most = edge_index.shape[1] + 1
     return (number * most + degree + noise.double()).argsort(-1)  # exact in fp64, which has room for all three
-
-
-def count_edges(edge_index: Tensor, nodes: int) -> Tensor:
-    """(nodes,) int64, how many edges start at each; torch.bincount would wait for the GPU."""
-    return edge_index.new_zeros(nodes).index_add(0, edge_index[0], torch.ones_like(edge_index[0]))
 
 
 def mix_in_order(mixer: nn.Module, h: Tensor, graphs: Sequences, order: Tensor) -> Tensor:

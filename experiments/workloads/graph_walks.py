@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from .graph_layers import count_edges
+from .graph_edges import count_edges
 from .graph_mixers import Bidirectional, Sequences
 from .graph_padding import Real, normalise
 
@@ -58,7 +58,7 @@ def random_walks(edge_index: Tensor, nodes: int, walks: int, hops: int) -> Tenso
         (hops + 1, nodes, walks) int64, the node after each step.
     """
     itself = torch.arange(nodes, device=edge_index.device)
-    degree = count_edges(edge_index, nodes)
+    degree = count_edges(edge_index[0], nodes)
     by_source = torch.cat([edge_index[0], itself]).argsort(stable=True)
     ends = torch.cat([edge_index[1], itself])[by_source]  # of each node's edges, then the node itself
     first = (degree + 1).cumsum(0) - degree - 1
