@@ -63,7 +63,8 @@ class _AddUp(torch.autograd.Function):
     @staticmethod
     def forward(ctx, t: Tensor, node: Tensor, order: Tensor, counts: Tensor) -> Tensor:
         ctx.save_for_backward(node, order, counts)
-        return torch.segment_reduce(t.index_select(0, order), "sum", lengths=counts, unsafe=True, initial=0)  # reads no length
+        summands = t.index_select(0, order).to(torch.promote_types(t.dtype, torch.float32))  # sums are in their dtype
+        return torch.segment_reduce(summands, "sum", lengths=counts, unsafe=True, initial=0).to(t.dtype)  # reads no length
 
     @staticmethod
     def backward(ctx, dout: Tensor) -> tuple[Tensor | None, ...]:

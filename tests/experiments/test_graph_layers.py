@@ -44,6 +44,14 @@ def test_messages_are_those_of_a_loop():
     torch.testing.assert_close(after_e, e + layer.norm_edges(torch.stack(raw)).relu(), **EXACT)
 
 
+def test_sums_of_many_edges_are_no_coarser_than_their_dtype():
+    """Under autocast what nodes send is bf16, and so are its gradients: one after another, ones in bf16 add up to 256."""
+    ends = Ends.of(torch.zeros(1000, dtype=torch.long), 2)
+    sent = torch.ones(2, 3, dtype=torch.bfloat16, requires_grad=True)
+    ends.take(sent).sum().backward()
+    assert torch.equal(sent.grad, torch.tensor([[1000.0] * 3, [0.0] * 3]).bfloat16())
+
+
 def test_orders_are_by_graph_then_degree_and_are_undone():
     graphs = sequences()
     nodes = sum(LENGTHS)
