@@ -63,8 +63,9 @@ class _AddUp(torch.autograd.Function):
     @staticmethod
     def forward(ctx, t: Tensor, node: Tensor, order: Tensor, counts: Tensor) -> Tensor:
         ctx.save_for_backward(node, order, counts)
-        summands = t.index_select(0, order).to(torch.promote_types(t.dtype, torch.float32))  # sums are in their dtype
-        return torch.segment_reduce(summands, "sum", lengths=counts, unsafe=True, initial=0).to(t.dtype)  # reads no length
+        # segment_reduce adds in the dtype that it is given; unsafe: to check the lengths would be to wait for the GPU
+        summands = t.index_select(0, order).to(torch.promote_types(t.dtype, torch.float32))
+        return torch.segment_reduce(summands, "sum", lengths=counts, unsafe=True, initial=0).to(t.dtype)
 
     @staticmethod
     def backward(ctx, dout: Tensor) -> tuple[Tensor | None, ...]:

@@ -48,7 +48,8 @@ PRODUCTS = "--only scan,state,dC_dCB,dB_dx"  # kernels that a fault of ptxas may
 over_ways = pytest.mark.parametrize("ways", (WAYS[:1], WAYS[1:]), ids=("baseline", "others"))
 
 
-def param(*values: object, rare: bool, **given: object):
+def param(*values: object, rare: bool = False, **given: object):
+    """As pytest.param, with the mark of what is rare."""
     return pytest.param(*values, marks=pytest.mark.rare if rare else (), **given)
 
 
@@ -136,12 +137,12 @@ FITS = [  # what is compiled, architecture, bytes that may be spilled, and by wa
             90, 64, 1152, rare=(headdim, dstate) != (16, 16), id=f"narrow tiles, {headdim} x {dstate}")
       for headdim in (16, 32) for dstate in (16, 64)),
     # sizes at which ptxas 12.8, or any up to 13.0, was found to make products of the wrong operands: it is not launched
-    pytest.param(f"{FUSED} --headdim 48 --dstate 32 --nheads 3 --ngroups 3 --seqlen 257 --C-dtype fp16 {PRODUCTS}",
-                 90, 64, 1152, id="one head a group"),
-    pytest.param(f"{FUSED} --headdim 8 --dstate 1 --nheads 5 --chunk-size 64 --seqlen 256 --dtype fp16 {PRODUCTS}",
-                 90, 64, 1152, id="one state"),
-    pytest.param(f"{FUSED} --headdim 256 --dstate 64 --nheads 6 --chunk-size 128 --seqlen 64 --every-option {PRODUCTS}",
-                 90, 64, 1152, id="wide heads"),
+    param(f"{FUSED} --headdim 48 --dstate 32 --nheads 3 --ngroups 3 --seqlen 257 --C-dtype fp16 {PRODUCTS}",
+          90, 64, 1152, id="one head a group"),
+    param(f"{FUSED} --headdim 8 --dstate 1 --nheads 5 --chunk-size 64 --seqlen 256 --dtype fp16 {PRODUCTS}",
+          90, 64, 1152, id="one state"),
+    param(f"{FUSED} --headdim 256 --dstate 64 --nheads 6 --chunk-size 128 --seqlen 64 --every-option {PRODUCTS}",
+          90, 64, 1152, id="wide heads"),
 ]
 
 
@@ -172,7 +173,7 @@ def test_one_token_of_one_head(ways, compiled):
         assert compiled(*way, *small, "--arch", "90", "--seqlen", "1", "--nheads", "1", "--every-option")
 
 
-@pytest.mark.parametrize("ways", (param(WAYS[:1], rare=True, id="baseline"), pytest.param(WAYS[1:], id="others")))
+@pytest.mark.parametrize("ways", (param(WAYS[:1], rare=True, id="baseline"), param(WAYS[1:], id="others")))
 def test_without_wgmma(ways, compiled):
     """What a kernel in which a fault is found is compiled to: it fits as well, and has its products all the same."""
     rows = [row for way in ways for row in compiled(*way, "--arch", "90", "--distrust")]
