@@ -51,6 +51,8 @@ def cannot_run(i: SSDInputs, options: Options, by_chunk: bool) -> str | None:
         return reason
     if i.x.dtype not in (torch.bfloat16, torch.float16) or not i.x.dtype == i.B.dtype == i.C.dtype:
         return f"x, B, C: got dtypes {i.x.dtype}, {i.B.dtype}, {i.C.dtype}, takes bf16 or fp16, all alike"
+    if i.z is not None and i.z.itemsize > 4:
+        return f"z: got {i.z.dtype}, takes fp32, bf16 or fp16"
     if not has_tiles(i.x.dtype.itemsize, i.headdim, i.dstate):
         return (f"got headdim = {i.headdim}, dstate = {i.dstate}, takes multiples of 8 up to {MOST_HEADDIM} and {MOST_DSTATE} "
                 f"that fill an eighth of tiles of {SLICE} channels and {' or '.join(map(str, WIDTHS))} states")

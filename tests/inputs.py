@@ -55,7 +55,7 @@ class Case:
             gives cu_seqlens alone, for states of each, with an empty document in the middle and one at the end.
         packed: z, x, B, C and dt are slices of one projection, as Mamba-2 has them, hence strided and of one dtype.
         strong_decay: A = -16 and dt about 0.1, from 0.01 to 0.2: |A| dt sums to about 107 over 64 tokens, and leaps within.
-        dt_dtype, BC_dtype, C_dtype: other dtypes than that of x; the last goes before the second.
+        dt_dtype, BC_dtype, C_dtype, z_dtype: other dtypes than that of x; the third goes before the second.
     """
 
     D: str | None = None
@@ -71,6 +71,7 @@ class Case:
     dt_dtype: torch.dtype | None = None
     BC_dtype: torch.dtype | None = None
     C_dtype: torch.dtype | None = None
+    z_dtype: torch.dtype | None = None
 
     def __str__(self) -> str:
         return describe(self)
@@ -135,7 +136,8 @@ def random_inputs(shape: Shape, case: Case = PLAIN, dtype: torch.dtype = torch.f
         slices = normal(*tokens, sum(widths), dtype=dtype).split(widths, -1)
         made = {name: t.unflatten(-1, size) for (name, size), t in zip(sizes.items(), slices, strict=True)}
     else:
-        dtypes = {"B": case.BC_dtype or dtype, "C": case.C_dtype or case.BC_dtype or dtype, "dt": case.dt_dtype or dtype}
+        dtypes = {"B": case.BC_dtype or dtype, "C": case.C_dtype or case.BC_dtype or dtype, "dt": case.dt_dtype or dtype,
+                  "z": case.z_dtype or dtype}
         made = {name: normal(*tokens, *size, dtype=dtypes.get(name, dtype)) for name, size in sizes.items()}
 
     mean = 0.1 if case.strong_decay else 0.04

@@ -118,6 +118,7 @@ WAYS |= {
     "headdim 96, documents": other_form(replace(START, documents="seq_idx"), headdim=96, nheads=2),
     "D by channel": other_form(replace(START, D="hp"), (SCAN,), torch.float16, headdim=80, nheads=2),
     "gate": other_form(GATE, SAVED, torch.float16),
+    "gate in fp32": other_form(replace(GATE, z_dtype=torch.float32), dtype=torch.float16),
     "gate, headdim 80, recomputed": other_form(GATE, SAVED, torch.float16, headdim=80, nheads=2, options=AGAIN),
     "gate, states in fp32": other_form(replace(GATE, state_dtype=torch.float32), (SCAN,), torch.float16, headdim=96, dstate=80,
                                        nheads=2, options=Options(fuse_backward=False)),

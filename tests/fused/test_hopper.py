@@ -86,6 +86,8 @@ FORMS = {
     "dstate 256, gate": (replace(SHAPE, dstate=256), replace(START, z=True)),
     "dstate 256, states in fp32": (replace(SHAPE, dstate=256), replace(START, z=True, state_dtype=torch.float32)),
     "gate": (SHAPE, replace(START, z=True)),
+    "gate in fp32": (SHAPE, replace(START, z=True, z_dtype=torch.float32)),
+    "dstate 256, gate in fp32": (replace(SHAPE, headdim=32, dstate=256), replace(START, z=True, z_dtype=torch.float32)),
     "gate, headdim 80": (replace(SHAPE, headdim=80), replace(START, z=True)),
     "D by channel": (replace(SHAPE, headdim=80), replace(START, D="hp")),
 }

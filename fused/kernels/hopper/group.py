@@ -42,9 +42,9 @@ from ssd.runtime.gluon_names import async_load, block_barrier, store_wait
 from ssd.runtime.launch import launch
 from ssd.types import SSDInputs
 
-from .group_tiles import Rings, Sizes, Sums, Tiles, Vectors, find_tile, store_rows
+from .group_tiles import Rings, Sizes, Sums, Tiles, Vectors, as_box, find_tile, store_rows
 from .ring import make_barriers, make_ring, mark_empty, mark_full, next_empty, next_full, slot_of, wait_empty, wait_full
-from .roles import LOG2E, allocate_tiles, as_box, clamp_to, decay, fetch_slice, get_tile, log2, make_form, write_slice
+from .roles import LOG2E, allocate_tiles, clamp_to, decay, fetch_slice, get_tile, log2, make_form, tile_bytes, write_slice
 
 # One kernel for all sizes: that a size is 1 or divisible by 16 would not make it faster. Offsets into sums are int32: x of as
 # many rows, 2^31, would take 256 GiB.
@@ -172,7 +172,7 @@ def compute_dx(dx_desc, rings, tiles, vectors, D, sums, before, sizes, form: gl.
             if PART:  # dx of the part before, into the tile that dx leaves from
                 store_wait(0)
                 block_barrier()
-                mbarrier.expect(rings.dx, BLOCK_M * ROWS * 2)
+                mbarrier.expect(rings.dx, tile_bytes(dx_desc))
                 fetch_slice(dx_desc, tile.b, tile.c * BLOCK_M, tile.head * form.SLICES + k, form.SLICES, rings.dx,
                             tiles.dx.index(0))
             wait_full(rings.vectors, step)
@@ -316,14 +316,14 @@ def fetch_tiles(x_desc, dy_desc, B_desc, C_desc, H_desc, G_desc, ring, tiles, si
         kept, phases = next_empty(slot, kept, phases, ring)
         slot = kept
         bar = ring.full.index(kept)
-        mbarrier.expect(bar, 2 * BLOCK_M * WIDTH * 2)
+        mbarrier.expect(bar, tile_bytes(B_desc) + tile_bytes(C_desc))
         part = tile.group * form.PARTS + PART
         fetch_slice(B_desc, tile.b, tile.c * BLOCK_M, part, form.PARTS, bar, as_box(tiles.H.index(kept), B_desc))
         fetch_slice(C_desc, tile.b, tile.c * BLOCK_M, part, form.PARTS, bar, as_box(tiles.G.index(kept), C_desc))
         for k in range(tile.head * form.SLICES, (tile.head + tile.count) * form.SLICES):
             slot, phases = next_empty(slot, kept, phases, ring)
             bar = ring.full.index(slot)
-            mbarrier.expect(bar, 2 * ROWS * (BLOCK_M + WIDTH) * 2)
+            mbarrier.expect(bar, tile_bytes(x_desc) + tile_bytes(dy_desc) + tile_bytes(H_desc) + tile_bytes(G_desc))
             fetch_slice(x_desc, tile.b, tile.c * BLOCK_M, k, form.SLICES, bar, tiles.x.index(slot))
             fetch_slice(dy_desc, tile.b, tile.c * BLOCK_M, k, form.SLICES, bar, tiles.dy.index(slot))
             state = (tile.b * sizes.nsub + tile.c) * nheads + k // form.SLICES

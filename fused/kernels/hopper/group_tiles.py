@@ -7,6 +7,8 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from ssd.runtime.gluon_names import reinterpret
+
 from .ring import Ring
 
 
@@ -105,3 +107,13 @@ def store_rows(to, tile, values, sizes, PART: gl.constexpr, form: gl.constexpr, 
     if form.DSTATE % WIDTH:
         mask = mask & gl.expand_dims(n < form.DSTATE, 0)
     gl.store(at, values.to(to.dtype.element_ty), mask=mask)
+
+
+@gluon.jit
+def as_box(buffer, desc):
+    """A tile [1, 64, width] as one of `desc`, which has as many elements."""
+    if len(desc.block_shape) == 4:
+        shape: gl.constexpr = [desc.block_shape[0], desc.block_shape[1], desc.block_shape[2], desc.block_shape[3]]
+        LAYOUT: gl.constexpr = desc.layout  # in Triton 3.6 no constexpr by itself
+        buffer = reinterpret(buffer, shape, LAYOUT)
+    return buffer

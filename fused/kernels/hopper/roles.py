@@ -107,6 +107,17 @@ def split_pair(pair, form: gl.constexpr):
     return pair, part
 
 
+@gluon.constexpr_function
+def tile_bytes(desc):
+    """What an mbarrier is to expect of a tile of the descriptor, whatever its dtype; 0 of None."""
+    if desc is None:
+        return 0
+    elements = desc.dtype.primitive_bitwidth // 8
+    for size in desc.block_shape:
+        elements *= int(size)
+    return elements
+
+
 @gluon.jit
 def fetch_slice(desc, b, token, k, SLICES: gl.constexpr, bar, buffer):
     """Into buffer [64, width]: the tokens from `token` on of slice k of all heads. Rows past seqlen and channels past a head's
@@ -181,13 +192,3 @@ def get_tile(tiles, slot, ROWS: gl.constexpr, WIDTH: gl.constexpr):
     """Tile `slot` of those of `allocate_tiles`, which the TMA fills or reads, as [ROWS, WIDTH]."""
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, WIDTH], tiles.dtype)
     return reinterpret(tiles.index(slot), [ROWS, WIDTH], LAYOUT)
-
-
-@gluon.jit
-def as_box(buffer, desc):
-    """A tile [1, 64, width] as one of `desc`, which has as many elements."""
-    if len(desc.block_shape) == 4:
-        shape: gl.constexpr = [desc.block_shape[0], desc.block_shape[1], desc.block_shape[2], desc.block_shape[3]]
-        LAYOUT: gl.constexpr = desc.layout  # in Triton 3.6 no constexpr by itself
-        buffer = reinterpret(buffer, shape, LAYOUT)
-    return buffer

@@ -55,6 +55,7 @@ from .roles import (
     state_mask,
     state_offsets,
     store_masked,
+    tile_bytes,
     write_slice,
 )
 from .start import Start, load_start
@@ -134,9 +135,7 @@ def and_bits(a, b):
 def fetch_tiles(x_desc, B_desc, C_desc, z_desc, before_desc, ring, tiles, work, PART: gl.constexpr, form: gl.constexpr):
     """The producer: of each sub-chunk B, C, and of both slices x, z and the output so far, into the next free slot."""
     BLOCK_M: gl.constexpr = x_desc.block_shape[1]
-    ROWS: gl.constexpr = x_desc.block_shape[-1]
-    WIDTH: gl.constexpr = B_desc.block_shape[-1]
-    CHANNELS: gl.constexpr = ROWS * (1 + (z_desc is not None) + (before_desc is not None))
+    BYTES: gl.constexpr = 2 * (tile_bytes(B_desc) + tile_bytes(x_desc) + tile_bytes(z_desc) + tile_bytes(before_desc))
     step = 0
     for k in range(gl.program_id(0) * work.nruns, gl.program_id(0) * work.nruns + work.nruns):
         run = load_run(work.runs, k)
@@ -145,7 +144,7 @@ def fetch_tiles(x_desc, B_desc, C_desc, z_desc, before_desc, ring, tiles, work, 
             slot = slot_of(ring, step)
             wait_empty(ring, step)
             bar = ring.full.index(slot)
-            mbarrier.expect(bar, BLOCK_M * 2 * (2 * CHANNELS + 2 * WIDTH))
+            mbarrier.expect(bar, BYTES)
             fetch_slice(B_desc, run.b, c * BLOCK_M, group * form.PARTS + PART, form.PARTS, bar, tiles.B.index(slot))
             fetch_slice(C_desc, run.b, c * BLOCK_M, group * form.PARTS + PART, form.PARTS, bar, tiles.C.index(slot))
             for u in gl.static_range(2):
@@ -352,15 +351,17 @@ def hopper_scan_kernel(x_desc, B_desc, C_desc, z_desc, before_desc, out_desc, y_
 
 
 def choose_slots(i: SSDInputs, width: int, beside: int, keeps_y: bool, states_desc, starts) -> Slots:
-    """The most that shared memory holds. beside: how many tiles like x each slot has more; keeps_y: whether y goes out too."""
+    """The most that shared memory holds. beside: bytes of an element of all the tiles that each slot has beside x, B and C;
+    keeps_y: whether y goes out too.
+    """
     heads = 1 if i.headdim > _SLICE else 2
-    tile, line = 2 * 2 * SUB_CHUNK * _SLICE, 4 * SUB_CHUNK  # bytes: of both slices, of a vector
+    tile, line = 2 * SUB_CHUNK * _SLICE, 4 * SUB_CHUNK  # elements of both slices, bytes of a vector
     states = 0 if states_desc is None else 2 * _SLICE * width * i.states_dtype.itemsize
     states += 0 if starts is None else _TURNED
     for slots in _SLOTS:
-        ring = slots.tiles * (tile * (1 + beside) + 2 * 2 * SUB_CHUNK * width)
+        ring = slots.tiles * (tile * (2 + beside) + 2 * 2 * SUB_CHUNK * width)
         masks = heads * (slots.masks * (2 * SUB_CHUNK**2 + 2 * line) + 2 * line)
-        if ring + masks + tile * (1 + keeps_y) + states <= _SHARED:
+        if ring + masks + 2 * tile * (1 + keeps_y) + states <= _SHARED:
             break
     return slots
 
@@ -377,7 +378,7 @@ def hopper_scan(i: SSDInputs, x_desc, B_desc, C_desc, out_desc, dt, dA_cumsum, r
     for part in range(parts):
         z, y = (z_desc, y_desc) if part == parts - 1 else (None, None)
         before = out_desc if part else None
-        beside = (z is not None) + (before is not None)
+        beside = sum(desc.base.itemsize for desc in (z, before) if desc is not None)
         slots = choose_slots(i, B_desc.block_shape[-1], beside, y is not None, states_desc, starts)
         launch(
             hopper_scan_kernel, runs.shape[0], x_desc, B_desc, C_desc, z, before, out_desc, y, states_desc, dA_cumsum, dt,

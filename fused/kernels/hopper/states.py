@@ -48,6 +48,7 @@ from .roles import (
     state_mask,
     state_offsets,
     store_masked,
+    tile_bytes,
 )
 from .start import add_pieces, load_given_state, piece_offsets
 
@@ -187,8 +188,7 @@ def walk_slice(ring, tiles, states_desc, dA_cumsum, dt, start, final_states, wor
 def fetch_tiles(x_desc, B_desc, dy_desc, C_desc, ring, tiles, work, form: gl.constexpr, BACKWARDS: gl.constexpr):
     """The producer: B and x of both slices of each sub-chunk into the next free slot; of walks backwards C and dy."""
     BLOCK_M: gl.constexpr = x_desc.block_shape[1]
-    ROWS: gl.constexpr = x_desc.block_shape[-1]
-    WIDTH: gl.constexpr = B_desc.block_shape[-1]
+    BYTES: gl.constexpr = 2 * tile_bytes(x_desc) + tile_bytes(B_desc)
     step = 0
     for k in range(gl.program_id(0) * work.nruns, gl.program_id(0) * work.nruns + work.nruns):
         run = load_run(work.runs, k)
@@ -197,7 +197,7 @@ def fetch_tiles(x_desc, B_desc, dy_desc, C_desc, ring, tiles, work, form: gl.con
             slot = slot_of(ring, step)
             wait_empty(ring, step)
             bar, token = ring.full.index(slot), get_sub_chunk(c, b, work, BACKWARDS) * BLOCK_M
-            mbarrier.expect(bar, BLOCK_M * 2 * (2 * ROWS + WIDTH))
+            mbarrier.expect(bar, BYTES)
             if BACKWARDS and b >= work.forwards:
                 fetch_pair(dy_desc, C_desc, b - work.forwards, token, run.pair, work, form, bar, tiles, slot)
             else:
