@@ -29,6 +29,7 @@ _AXES = {"out": "blhp", "final_states": "bhpn", "varlen_states": "bhpn", "states
          "dA": "h", "dB": "blhn", "dC": "blhn", "dz": "blhp", "ddt_bias": "h", "dinitial_states": "bhpn"}
 _TRUTH_CHUNK, _SHORT = 64, 24  # up to so many tokens the truth is the recurrence
 _OTHER = {16: 64, 32: 64, 64: 128, 128: 64, 256: 64}  # chunk sizes of the second mirror; sub-chunks of kernels are 64 tokens
+_SHARED_OUT = 1024  # tokens of a call, of all rows
 _BLOCK_FP32 = 16  # tokens between the states that the plain backward rounds and keeps, where x is in fp32
 _TF32_EPS = 2.0**-10
 _FP64 = Precision(torch.float64)
@@ -123,11 +124,13 @@ def _mirror_chunks(c: Config) -> list[int]:
 
 def _list_mirrors(c: Config, tf32: bool) -> tuple[Callable, ...]:
     """One for each number of tokens between states; and where the kernels for Hopper take dstate in parts, between which they
-    round outputs and dx, one that does so too.
+    round outputs and dx, one that does so too. Where tokens are few, kernels share out a group's heads, and so does another.
     """
     whole = (partial(_mirror, replace(c, chunk_size=size), tf32) for size in _mirror_chunks(c))
     in_parts = c.dstate > WIDTHS[-1] and c.dtype != "fp32" and c.documents not in ("varlen", "both")
-    return *whole, *([make_mirror(partial(_run_in_parts, c))] if in_parts else [])
+    by_head = c.heads_per_group > 1 and c.dtype != "fp32" and c.batch * c.seqlen <= _SHARED_OUT
+    return (*whole, *([make_mirror(partial(_run_in_parts, c))] if in_parts else []),
+            *([partial(_mirror_by_head, c)] if by_head else []))
 
 
 def _run(options: Options, c: Config, tensors: Tensors) -> dict[str, Tensor]:
@@ -209,6 +212,14 @@ def _mirror(c: Config, tf32: bool, tensors: Tensors, wanted: tuple[str, ...], wa
     y = None if y is None else y.to(i.x.dtype)
     grads = reference.compute_chunked_grads(i, dout, ways.get("final_states"), y, precision)
     return results | {f"d{name}": getattr(grads, f"d{name}").to(tensors[name].dtype) for name in wanted}
+
+
+def _mirror_by_head(c: Config, tensors: Tensors, wanted: tuple[str, ...], ways: dict[str, Tensor]) -> dict[str, Tensor]:
+    """`_mirror` with B and C of each head, whose part of dB and dC is rounded before heads are added up."""
+    each = {name: tensors[name].float().repeat_interleave(c.heads_per_group, 2) for name in ("B", "C")}
+    results = _mirror(replace(c, ngroups=c.nheads, heads_per_group=1), False, tensors | each, wanted, ways)
+    return results | {f"d{name}": results[f"d{name}"].unflatten(2, (c.ngroups, -1)).sum(3).to(tensors[name].dtype)
+                      for name in each if name in wanted}
 
 
 def _run_in_parts(c: Config, tensors: Tensors) -> dict[str, Tensor]:
