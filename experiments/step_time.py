@@ -60,6 +60,7 @@ def measure_steps(base: Run, candidates: list[Candidate], repeats: int, warmup: 
         return notes
     drawn = make_batches(replace(base, steps=_BATCHES, warmup=0), workload, dataset, 0, team)
     held = [list(islice(drawn, base.accumulate)) for _ in range(_BATCHES)]
+    sizes = min(_BATCHES, repeats) if workload.fill_up else 1  # batches that differ in size, of which a row has the mean
 
     pool = torch.cuda.graph_pool_handle() if graph else None
     takes: dict[Candidate, Step] = {}
@@ -97,11 +98,13 @@ def measure_steps(base: Run, candidates: list[Candidate], repeats: int, warmup: 
             step(candidate, number)
         if not graph:
             peak_mib = _measure_peak_mib(partial(step, candidate))
-        launches = list_launches(partial(step, candidate)) if torch.cuda.is_available() else []
+        launches = []
+        if torch.cuda.is_available():
+            launches = list_launches(lambda: [step(candidate, number) for number in range(sizes)])
         # what upstream leaves to torch's own kernels is not in it
-        ssm_us = sum(us for name, us in launches if is_of_operator(name))
+        ssm_us = sum(us for name, us in launches if is_of_operator(name)) / sizes
         # in one stream kernels follow one another
-        return {"peak_mib": peak_mib, "ssm_us": ssm_us or None, "busy_us": sum(us for _, us in launches) or None}
+        return {"peak_mib": peak_mib, "ssm_us": ssm_us or None, "busy_us": sum(us for _, us in launches) / sizes or None}
 
     facts = {candidate: try_call(candidate, partial(prepare, candidate)) for candidate in candidates if candidate not in notes}
     times = {candidate: [] for candidate in candidates}
@@ -126,7 +129,7 @@ def measure_steps(base: Run, candidates: list[Candidate], repeats: int, warmup: 
     peak_tflops = measure_matrix_tflops() if flops and base.dtype == "bf16" else None
     for candidate in able:
         host, whole = np.array(times[candidate]).T * 1e6
-        p20, p50, p80 = np.quantile(whole, (0.2, 0.5, 0.8)).tolist()
+        p20, p50, p80 = np.mean([np.quantile(whole[n::sizes], (0.2, 0.5, 0.8)) for n in range(sizes)], axis=0).tolist()
         busy_us, ssm_us = facts[candidate].pop("busy_us"), facts[candidate]["ssm_us"]
         effective = ideal_bytes / ssm_us / 1e3 if ideal_bytes and ssm_us else None
         tflops = flops / p50 / 1e6 if flops else None
