@@ -167,7 +167,7 @@ def train(
     weight_decay: Annotated[float | None, typer.Option(help="On matrices and filters; the preset's unless given.")] = None,
     dtype: flags.Autocast = Run.dtype,
     checkpoint_activations: Annotated[bool, typer.Option("--checkpoint-activations", help="Keep less, compute more.")] = False,
-    compile: Annotated[bool, typer.Option("--compile", help="Run the model through torch.compile.")] = False,
+    compile: flags.Compile = False,
     seed: flags.Seed = Run.seed,
     save_every: Annotated[int, typer.Option(help="Steps between checkpoints; the last two are kept.")] = Run.save_every,
     out: Annotated[Path | None, typer.Option(
@@ -229,7 +229,7 @@ def sweep(
     again: Annotated[bool, typer.Option("--again", help="Also run what has its row.")] = False,
     trains: Annotated[bool, typer.Option("--train/--no-train", help="Also train with each, for its loss.")] = True,
     counters: Annotated[bool, typer.Option(help="Also count bytes of a step's SSM kernels with ncu.")] = False,
-    buckets: flags.Buckets = None, graph: flags.Graph = False,
+    buckets: flags.Buckets = None, compile: flags.Compile = False, graph: flags.Graph = False,
     wide: flags.Wide = False, out: flags.Out = RESULTS,
 ) -> None:
     """Put variant after variant inside workloads: step times, side by side, and losses.
@@ -239,7 +239,7 @@ def sweep(
     variants, console = split_names("--variant", variant, VARIANTS), make_console()
     with refuse_errors():
         runs = [make_run(name, preset, mixer=mixer, data=data, documents=documents, steps=steps, batch=batch,
-                         optimizer=optimizer, dtype=dtype, seed=seed, save_every=0, buckets=buckets)
+                         optimizer=optimizer, dtype=dtype, seed=seed, save_every=0, buckets=buckets, compile=compile)
                 for name, preset, mixer in map(parse_workload, workload.split(","))]
     require_gpu("sweep", "make train trains on a CPU, too")
     from . import sweep, table

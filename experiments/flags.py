@@ -41,6 +41,7 @@ Batch = Annotated[int | None, typer.Option(help="Samples of a micro-batch; the p
 Optimizer = Annotated[str | None, typer.Option(callback=lambda name: name and check_name("--optimizer", name, OPTIMIZERS),
                                                help=f"{' or '.join(OPTIMIZERS)}; the preset's unless given.")]
 Buckets = Annotated[int | None, typer.Option(help="Of graphs: fill batches up to so many sizes a doubling; none unless given.")]
+Compile = Annotated[bool, typer.Option("--compile", help="Run the layers through torch.compile.")]
 Graph = Annotated[bool, typer.Option(help="Replay steps as CUDA graphs: the same bits, without waiting for the host.")]
 Seed = Annotated[int, typer.Option(help="Of weights and data.")]
 

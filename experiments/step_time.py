@@ -21,7 +21,7 @@ from .parallel import Team, make_single
 from .terminal import first_line, track
 from .timing import list_launches, measure_matrix_tflops
 from .training_run import Run
-from .training_step import Step, build_model, make_batches
+from .training_step import Step, build_model, compile_layers, make_batches
 from .workloads import Workload, get_workload
 from .workloads.graph_padding import count_fill
 
@@ -149,6 +149,8 @@ def _build_with_any(base: Run, candidates: list[Candidate], workload: Workload,
     for candidate in candidates:
         try:
             model, optimizer, _ = build_model(replace(base, variant=candidate.variant), workload, team, graph)
+            if base.compile:
+                compile_layers(model)
             return model, optimizer, notes
         except Exception as reason:  # as above
             notes[candidate] = {"note": first_line(reason)}

@@ -33,7 +33,7 @@ from .shapes import SMALL, Shape
 from .terminal import first_line
 from .train_log import TrainLog
 from .training_run import Run, option
-from .training_step import Step, build_model, compute_learning_rate, make_batches, send, unwrap
+from .training_step import Step, build_model, compile_layers, compute_learning_rate, make_batches, send, unwrap
 from .workloads import get_workload
 from .workloads.mamba1 import choose_scan
 
@@ -92,7 +92,7 @@ def _run_steps(run: Run, out: Path, console: Console, resume: bool, rows: Path |
         model, optimizer, parameters = build_model(run, workload, team, graph)
         done = 0 if last is None else checkpoints.restore(last, unwrap(model), optimizer)
         if run.compile:
-            model.compile()
+            compile_layers(model)
     where = f"{team.device}" if team.size == 1 else f"{team.size} x {team.device.type} by {team.way}"
     console.print(f"{run.workload} {run.preset}: {parameters:,} parameters, variant {run.variant}, on {where}", markup=False)
     if dataset.floor is not None:

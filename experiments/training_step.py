@@ -27,6 +27,7 @@ from .training_run import Run
 from .workloads import Workload
 
 _BETAS = (0.9, 0.95)
+_MOST_COMPILED = 64  # forms of a layer: of sizes, kinds and variants; beyond its limit torch.compile gives up in silence
 _WORKERS = 4  # processes that make batches while a GPU computes, or as many as half of its share of the cores
 
 
@@ -63,6 +64,16 @@ def _load_start(model: nn.Module, folder: str) -> None:
 def unwrap(model: nn.Module) -> nn.Module:
     """The model by whose names weights are saved, of what `Team.spread` gives."""
     return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+def compile_layers(model: nn.Module) -> None:
+    """Puts each layer through torch.compile, so that layers which are alike are compiled once."""
+    torch._dynamo.config.recompile_limit = _MOST_COMPILED
+    for layers in model.modules():
+        if isinstance(layers, nn.ModuleList):
+            for layer in layers:
+                if not any(isinstance(inner, nn.ModuleList) for inner in layer.modules()):
+                    layer.compile(dynamic=False)
 
 
 def make_batches(run: Run, workload: Workload, dataset: Dataset, done: int, team: Team) -> Iterator[dict[str, Tensor]]:

@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 import torch
 
-from experiments.training_step import find_decaying
+from experiments.training_step import compile_layers, find_decaying
 from experiments.workloads import get_workload, workload_names
 from experiments.workloads.hybrid import allocate
 from experiments.workloads.language_model import LanguageModel
@@ -118,3 +118,13 @@ def test_what_decays():
 def test_the_variant_reaches_every_mixer():
     model = LanguageModel(sizes("M-*M"), "persistent")
     assert [layer.mixer.variant for layer in model.layers if hasattr(layer.mixer, "variant")] == ["persistent"] * 2
+
+
+@pytest.mark.parametrize(("workload", "sizes", "layers"), [("mamba2", sizes("M*-M"), 4), ("mambavision", vision_sizes(), 4),
+                                                           ("graphmamba", graph_sizes(), 2)])
+def test_each_layer_is_compiled_by_itself(workload, sizes, layers, monkeypatch):
+    compiled = []
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **settings: compiled.append((self, settings)))
+    compile_layers(get_workload(workload).build(sizes, "torch", False))
+    assert len(compiled) == len({layer for layer, _ in compiled}) == layers
+    assert all(settings == {"dynamic": False} for _, settings in compiled)
