@@ -1,15 +1,14 @@
 """The figure of all shapes, time of each variant beside mamba_ssm's and the bandwidth bound; and what all figures share."""
 
 import hashlib
+import io
 import json
 import re
 from pathlib import Path
 
+from . import palette
 from .shapes import DIRECTIONS, NAMED, WORKLOADS
 
-# One colour for a variant in every figure; `characterize.report.draw` has the same.
-COLOURS = {"mamba_ssm": "#7d7d7d", "fla": "#a8800f", "baseline": "#0b6e99", "fused": "#b5372b", "persistent": "#3a7d44",
-           "auto": "#7b4fa3", "torch": "#8a6d5b"}
 WIDTH = 6  # inches: scaled to a phone's 360 pixels, text of 11 points is 9 pixels high
 _MARKERS = {"mamba_ssm": "o", "fla": "s"}
 _OURS = "D"
@@ -50,11 +49,11 @@ def draw(rows: list[dict], path: Path) -> None:
     figure, axes = plt.subplots(len(panels), 1, figsize=(WIDTH, 1 + 0.4 * sum(heights)), layout="constrained", sharex=True,
                                 height_ratios=heights)
     present = {name for shapes in panels.values() for times in shapes.values() for name in times}
-    styles = [(name, colour) for name, colour in COLOURS.items() if name in present]
+    styles = [(name, colour) for name, colour in palette.VARIANTS.items() if name in present]
     for ax, (mode, shapes) in zip(axes, panels.items(), strict=True):
         for y, times in enumerate(reversed(shapes.values())):
-            ax.hlines(y, min(times.values()), max(times.values()), color="#dddddd", zorder=1)
-            ax.plot(times[_BOUND], y, "|", color="black", markersize=13, markeredgewidth=2, label=_BOUND, zorder=2)
+            ax.hlines(y, min(times.values()), max(times.values()), color=palette.MUTED, linewidth=1, alpha=0.5, zorder=1)
+            ax.plot(times[_BOUND], y, "|", color=palette.INK, markersize=13, markeredgewidth=2, label=_BOUND, zorder=2)
             for n, (name, colour) in enumerate(styles):
                 if name in times:  # beside, not upon, others that take as long
                     above = 0.13 * ((len(styles) - 1) / 2 - n)
@@ -62,7 +61,7 @@ def draw(rows: list[dict], path: Path) -> None:
         ax.set(xscale="log", yticks=range(len(shapes)), yticklabels=[*shapes][::-1])
         ax.xaxis.set_major_formatter("{x:,.0f}")
         ax.set_title(DIRECTIONS[mode], loc="left")
-        ax.grid(axis="x", which="both", color="#f0f0f0")
+        ax.grid(axis="x", which="both", linewidth=0.5)
         ax.set_axisbelow(True)
         hide_frame(ax)
         ax.tick_params(labelbottom=True)
@@ -75,7 +74,7 @@ def pyplot():
     import matplotlib
 
     matplotlib.use("svg")
-    matplotlib.rcParams |= {"svg.hashsalt": "ssd", "svg.fonttype": "none", "font.size": 11}
+    matplotlib.rcParams |= palette.make_style() | {"font.size": 11}
     import matplotlib.pyplot as plt
 
     return plt
@@ -88,7 +87,7 @@ def hide_frame(ax) -> None:
 
 
 def save(figure, path: Path, shown: dict, legend_columns: int = 0) -> None:
-    """As SVG on white, which a dark page shows as well, with the fingerprint of what it shows.
+    """As SVG that is light or dark as its reader prefers, with the fingerprint of what it shows.
 
     legend_columns: of a legend of all that has a label, each label once; 0: none.
     """
@@ -96,5 +95,8 @@ def save(figure, path: Path, shown: dict, legend_columns: int = 0) -> None:
         labelled = [zip(*ax.get_legend_handles_labels(), strict=True) for ax in figure.axes]
         handles = {label: handle for of_ax in labelled for handle, label in of_ax}
         figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=legend_columns, frameon=False)
-    figure.savefig(path, metadata={"Date": None, "Description": f"rows {compute_fingerprint(shown)}"})
+    drawn = io.StringIO()
+    figure.savefig(drawn, format="svg", transparent=True,
+                   metadata={"Date": None, "Description": f"rows {compute_fingerprint(shown)}"})
+    path.write_text(palette.follow_reader(drawn.getvalue()))
     pyplot().close(figure)

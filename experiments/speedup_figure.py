@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from . import figure
+from . import figure, palette
 
 # {shape: (a layer of what, tokens, the workload that trains the model)}
 HEADLINE = {
@@ -30,6 +30,7 @@ def points(rows: list[dict]) -> dict[str, dict[str, dict[str, float]]]:
 def draw(rows: list[dict], path: Path) -> None:
     """Write the SVG: for each layer a bar forward and a paler one backward, and a mark where `auto` is."""
     plt = figure.pyplot()
+    of_fastest, of_default = palette.VARIANTS[FASTEST], palette.VARIANTS[DEFAULT]
     shown = points(rows)
     labels = list(shown["fwd"])
     drawn, ax = plt.subplots(figsize=(figure.WIDTH, 0.9 + 0.62 * len(labels)), layout="constrained")
@@ -37,11 +38,11 @@ def draw(rows: list[dict], path: Path) -> None:
         for y, times in enumerate(reversed(layers.values())):
             at = y + (0.2, -0.2)[n]
             if fastest := times.get(FASTEST):
-                ax.barh(at, fastest, 0.38, color=figure.COLOURS[FASTEST], alpha=(1, 0.5)[n], label=f"{FASTEST}, {_SHOWN[mode]}")
+                ax.barh(at, fastest, 0.38, color=of_fastest, alpha=(1, 0.5)[n], label=f"{FASTEST}, {_SHOWN[mode]}")
                 ax.annotate(f"{fastest:.1f}x", (max(times.values()), at), (8, 0), textcoords="offset points", va="center")
             if default := times.get(DEFAULT):
-                ax.plot(default, at, "D", color=figure.COLOURS[DEFAULT], markersize=5, label=f"{DEFAULT}, the default")
-    ax.axvline(1, color=figure.COLOURS["mamba_ssm"], linewidth=2, label="mamba_ssm")
+                ax.plot(default, at, "D", color=of_default, markersize=5, label=f"{DEFAULT}, the default")
+    ax.axvline(1, color=palette.VARIANTS["mamba_ssm"], linewidth=2, label="mamba_ssm")
     ax.set(yticks=range(len(labels)), yticklabels=labels[::-1], xlabel="times as fast as mamba_ssm", xlim=(0, None))
     ax.margins(x=0.12)
     figure.hide_frame(ax)

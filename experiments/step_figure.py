@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from . import figure, record
+from . import figure, palette, record
 
 _PALE = 0.35  # of what is not the state-space model's
 
@@ -10,7 +10,7 @@ _PALE = 0.35  # of what is not the state-space model's
 def points(rows: list[dict]) -> dict[str, dict[str, tuple[float, float | None, float | None]]]:
     """{what is trained, how: {variant as it comes: milliseconds of a step, of the SSM in it, speed-up over mamba_ssm}}
 
-    What has a speed-up comes first; variants in the order of `figure.COLOURS`.
+    What has a speed-up comes first; variants in the order of `palette.VARIANTS`.
     """
     found: dict[str, dict[str, tuple[float, float | None, float | None]]] = {}
     for row in rows:
@@ -20,7 +20,7 @@ def points(rows: list[dict]) -> dict[str, dict[str, tuple[float, float | None, f
             what += ", captured" if row.get("graph") else ""
             ssm = None if row["ssm_us"] is None else row["ssm_us"] / 1e3
             found.setdefault(what, {})[row["variant"]] = row["p50_us"] / 1e3, ssm, row.get("speedup")
-    order = [*figure.COLOURS]
+    order = [*palette.VARIANTS]
     panels = [(what, {name: variants[name] for name in sorted(variants, key=order.index)}) for what, variants in found.items()]
     return dict(sorted(panels, key=lambda panel: not any(speedup for *_, speedup in panel[1].values())))
 
@@ -34,7 +34,7 @@ def draw(rows: list[dict], path: Path) -> None:
                                squeeze=False, height_ratios=heights)
     for ax, (title, variants) in zip(axes[:, 0], panels.items(), strict=True):
         for y, (name, (step, ssm, speedup)) in enumerate(reversed(variants.items())):
-            colour = figure.COLOURS[name]
+            colour = palette.VARIANTS[name]
             ax.barh(y, step, color=colour, alpha=_PALE)
             ax.barh(y, ssm or 0, color=colour)
             faster = f", {speedup:.2f}x" if speedup else ""

@@ -1,5 +1,6 @@
 """How much of the memory's bandwidth the kernels use, and what becomes of the paper's advice."""
 
+from ... import palette
 from .. import definitions
 from ..definitions import DATASHEET, NCU, Call, Utilisation, count_vector_flops, gbps
 from ..gpus import find
@@ -26,7 +27,7 @@ def collect(calls: list[Call]) -> dict:
 
     def plot(ax) -> None:
         draw.plot_bars(ax, labels, {f"{name}, {what}": [line[name] for line in shown] for name, what in _MEANS.items()})
-        ax.axvline(PAPER_PERCENT, color=draw.MUTED, linewidth=1, linestyle="--", label=f"{PAPER_PERCENT} %, the paper's")
+        ax.axvline(PAPER_PERCENT, color=palette.MUTED, linewidth=1, linestyle="--", label=f"{PAPER_PERCENT} %, the paper's")
 
     svg = draw.chart(plot, 1.0 + 0.5 * len(shown), xlabel=f"per cent of {peak}", xlim=(0, 80))
     return {

@@ -4,27 +4,15 @@ import io
 import re
 from collections.abc import Callable
 
-# What matplotlib draws with, the page's name for it, and what that is on a light and on a dark page.
-THEME = {
-    "#010101": ("--ink", "#1c2126", "#e4e7ea"),
-    "#020202": ("--muted", "#626b73", "#9aa4ad"),
-    "#030303": ("--grid", "#e3e6e9", "#343b42"),
-    "#040401": ("--s1", "#0b6e99", "#4fb0db"),
-    "#040402": ("--s2", "#b5372b", "#ee7f72"),
-    "#040403": ("--s3", "#3a7d44", "#72bf7d"),
-    "#040404": ("--s4", "#7b4fa3", "#b993dd"),
-    "#040405": ("--s5", "#a8800f", "#dcb94a"),
-    "#040406": ("--s6", "#7d7d7d", "#a9a9a9"),
-}
-INK, MUTED, GRID, *SERIES = THEME
-_COLOURS = {"baseline": SERIES[0], "fused": SERIES[1], "persistent": SERIES[2], "auto": SERIES[3], "mamba_ssm": SERIES[5]}
+from ...palette import GRID, MUTED, SERIES, THEME, VARIANTS, follow_reader, make_style
+
 _WIDTH = 4.1  # inches: text of 8 points is then 9 pixels on a phone
 _LEGEND = 62  # characters that a line of the legend holds, with six for each mark
 
 
 def colour(variant: str) -> str:
     """The same for a variant in every chart."""
-    return _COLOURS.get(variant, SERIES[3])
+    return VARIANTS.get(variant, VARIANTS["auto"])
 
 
 def chart(draw: Callable, height: float = 3.0, **axes) -> str:
@@ -34,10 +22,8 @@ def chart(draw: Callable, height: float = 3.0, **axes) -> str:
     matplotlib.use("svg")
     import matplotlib.pyplot as plt
 
-    style = {"svg.hashsalt": "ssd", "svg.fonttype": "none", "font.size": 8, "text.color": INK, "axes.labelcolor": INK,
-             "axes.edgecolor": MUTED, "xtick.color": MUTED, "ytick.color": MUTED, "xtick.labelcolor": INK,
-             "ytick.labelcolor": INK, "grid.color": GRID, "axes.spines.top": False, "axes.spines.right": False,
-             "axes.axisbelow": True, "legend.frameon": False, "legend.fontsize": 8}
+    style = make_style() | {"font.size": 8, "legend.fontsize": 8, "axes.spines.top": False, "axes.spines.right": False,
+                            "axes.axisbelow": True, "legend.frameon": False}
     with plt.rc_context(style):
         figure, ax = plt.subplots(figsize=(_WIDTH, height), layout="constrained")
         draw(ax)
@@ -104,10 +90,10 @@ def place_lines(labels: list[tuple[str, str]]) -> list[int]:
 
 
 def make_standalone(svg: str) -> str:
-    """As a file of its own, which knows no page: on a white one."""
-    for _, (name, light, _) in THEME.items():
+    """As a file of its own, which knows no page but whether its reader prefers dark ones."""
+    for light, (name, _) in THEME.items():
         svg = svg.replace(f"var({name})", light)
-    return svg.replace("<svg ", '<svg style="background: #ffffff" ', 1)
+    return follow_reader(svg)
 
 
 def _inline(svg: str) -> str:
@@ -117,6 +103,6 @@ def _inline(svg: str) -> str:
                  lambda found: found[1] or found[2] + found[3], svg, count=1)
     svg = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", svg, flags=re.S)
     svg = re.sub(r"\s*\n\s*", "\n", svg)
-    for drawn, (name, _, _) in THEME.items():
-        svg = svg.replace(drawn, f"var({name})")
+    for light, (name, _) in THEME.items():
+        svg = svg.replace(light, f"var({name})")
     return svg

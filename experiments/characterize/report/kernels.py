@@ -2,6 +2,7 @@
 
 from collections import Counter
 
+from ... import palette
 from ...shapes import DIRECTIONS
 from .. import classes
 from ..definitions import Call
@@ -35,7 +36,7 @@ def collect_ratios(calls: list[Call]) -> dict:
     def plot(ax) -> None:
         draw.plot_bars(ax, labels, {"ratio": [line["ratio"] for line in lines]})
         ax.set_xlim(1, 4 * max(line["ratio"] for line in lines))
-        ax.axvline(FMA_RATIO, color=draw.SERIES[1], linewidth=1, linestyle="--", label=f"{FMA_RATIO}, the paper's line")
+        ax.axvline(FMA_RATIO, color=palette.SERIES[1], linewidth=1, linestyle="--", label=f"{FMA_RATIO}, the paper's line")
 
     svg = draw.chart(plot, 1.0 + 0.3 * len(lines), xscale="log", xlabel="tensor over vector FLOPs")
     groups = {name: [line for line in lines if (line["variant"] == BASELINE) == own]

@@ -8,7 +8,7 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markdown_it import MarkdownIt
 
-from .draw import THEME
+from ...palette import THEME
 from .parts import Figure
 
 _FIGURE = re.compile(r"!\[[^\]]*\]\((?P<name>[\w-]+)\.svg\)\n\n(?P<see>.*) \[Data\]\((?P=name)\.csv\)")
@@ -48,8 +48,9 @@ def render_html(text: str, figures: dict[str, Figure]) -> str:
     body = re.sub(_LONG, r'<\1 class="long"\2>', body)
     body = body.replace("<table>", '<div class="scroll"><table>').replace("</table>", "</table></div>")
     opening, section, rest = body.partition('<h2 id="s0">')
-    return make_environment().get_template("page.html.jinja").render(opening=opening, sections=section + rest, titles=titles,
-                                                                     colours=THEME.values())
+    colours = [(name, light, dark) for light, (name, dark) in THEME.items()]
+    return make_environment().get_template("page.html.jinja").render(
+        opening=opening, sections=section + rest, titles=titles, colours=colours)
 
 
 def _own_ids(svg: str, name: str) -> str:

@@ -14,7 +14,7 @@ class Figure:
     """A chart.
 
     Attributes:
-        svg: with the colours of `draw.THEME`.
+        svg: with the names of `palette.THEME` for colours.
         data: its numbers, a dict for each line of the CSV.
     """
 

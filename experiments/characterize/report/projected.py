@@ -3,6 +3,7 @@
 import math
 from itertools import permutations
 
+from ... import palette
 from ...shapes import DIRECTIONS, MODELS
 from .. import calls, frozen, projection
 from ..gpus import EXPS_PER_CLOCK, GPUS
@@ -83,8 +84,8 @@ def _predict_steps(steps: list[projection.Sample], model: projection.Model, sour
 
 def _plot(outcomes: dict[str, Outcomes], label: str) -> Figure:
     def plot(ax) -> None:
-        ax.plot([5, 1e4], [5, 1e4], color=draw.MUTED, linewidth=1)
-        for (name, found), marker, shade in zip(outcomes.items(), "os^", draw.SERIES, strict=False):
+        ax.plot([5, 1e4], [5, 1e4], color=palette.MUTED, linewidth=1)
+        for (name, found), marker, shade in zip(outcomes.items(), "os^", palette.SERIES, strict=False):
             ax.plot([one.sample.us for one in found], [one.predicted_us for one in found], marker, color=shade, markersize=4,
                     label=name, alpha=0.6)
         ax.grid(which="major")

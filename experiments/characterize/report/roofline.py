@@ -4,7 +4,7 @@ from operator import itemgetter
 
 from ssd import cost
 
-from ... import record
+from ... import palette, record
 from .. import classes
 from ..definitions import Call, gbps
 from ..gpus import find
@@ -55,7 +55,7 @@ def _label(ax, lines: list[dict]) -> None:
             height = max(height * _APART, line["tflops"])
             ax.annotate(line["variant"] if line["kernel"] == "all" else line["kernel"], (line["intensity"], line["tflops"]),
                         (at, height), ha=align, va="center",
-                        arrowprops={"arrowstyle": "-", "color": draw.MUTED, "linewidth": 0.5, "shrinkB": 3})
+                        arrowprops={"arrowstyle": "-", "color": palette.MUTED, "linewidth": 0.5, "shrinkB": 3})
 
 
 def collect(calls: list[Call], rows: list[dict]) -> dict:
@@ -77,8 +77,8 @@ def collect(calls: list[Call], rows: list[dict]) -> dict:
     def plot(ax) -> None:
         for n, (name, (memory, tensor)) in enumerate(bounds.items()):
             ridge = tensor * 1e3 / memory
-            ax.plot([_LEFT, ridge, _RIGHT], [_LEFT * memory / 1e3, tensor, tensor], color=draw.MUTED, linestyle=("-", "--")[n],
-                    linewidth=1, label=name)
+            ax.plot([_LEFT, ridge, _RIGHT], [_LEFT * memory / 1e3, tensor, tensor], color=palette.MUTED, linewidth=1,
+                    linestyle=("-", "--")[n], label=name)
         for line in chosen:
             whole = line["kernel"] == "all"
             ax.plot(line["intensity"], line["tflops"], "D" if whole else "o", color=draw.colour(line["variant"]),

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable
 from itertools import product
 
-from ... import record, table
+from ... import palette, record, table
 from ...shapes import DIRECTIONS
 from .. import components
 from ..definitions import keep_one_gpu
@@ -16,7 +16,7 @@ _BLOCKS = {"mamba1": "Mamba-1", "mamba2": "Mamba-2"}
 # what components are summed to
 _KINDS = {"projections": ("in_proj", "x_proj", "dt_proj", "out_proj"), "convolution": ("conv1d",), "SSM": ("ssm",),
           "norm": ("norm",)}
-_COMPONENT_SHADES = dict(zip(product(_BLOCKS.values(), _KINDS), 2 * draw.SERIES[: len(_KINDS)], strict=True))
+_COMPONENT_SHADES = dict(zip(product(_BLOCKS.values(), _KINDS), 2 * palette.SERIES[: len(_KINDS)], strict=True))
 
 
 def collect_operator(rows: list[dict]) -> dict:
