@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .names import suggest
+from .known_names import suggest
 from .shapes import CHUNK_SIZES, Shape, find_shapes
 from .terminal import refuse, refuse_errors
 

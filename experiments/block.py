@@ -253,9 +253,9 @@ def make_block(shape: Shape, dtype: torch.dtype) -> Work:
 
 def _mamba_ssm(module: str) -> ModuleType:
     """A module of mamba_ssm, without what its package imports besides."""
-    from ssd.interop.mamba_ssm import without_its_init
+    from ssd.interop.mamba_ssm import skip_its_init
 
-    with without_its_init():
+    with skip_its_init():
         return import_module(f"mamba_ssm.{module}")
 
 

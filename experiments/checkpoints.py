@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
 from ssd.files import flush
-from ssd.modules.checkpoint import import_safetensors, listed
+from ssd.modules.checkpoint import import_safetensors, list_few
 
 from .terminal import first_line
 
@@ -57,7 +57,7 @@ def save(folder: Path, step: int, run: Mapping[str, Any], model: nn.Module, opti
     final, part = folder / f"step-{step:08d}", folder / f".step-{step:08d}"
     weights, moments = _model_tensors(model), _optimizer_tensors(model, optimizer)
     if odd := _find_odd(weights) or _find_odd(moments):  # moments are odd as well where a weight is
-        raise NotFinite(listed({*odd}))
+        raise NotFinite(list_few({*odd}))
     import_safetensors()
     if _is_first():
         for left in folder.glob(".step-*"):  # by a process that was killed
@@ -81,7 +81,7 @@ def save(folder: Path, step: int, run: Mapping[str, Any], model: nn.Module, opti
             shutil.rmtree(part, ignore_errors=True)
     if _is_first():
         flush(folder)
-        for old in [path for path in _all(folder) if path <= final][:-_KEPT]:  # a later one is damaged
+        for old in [path for path in _list_all(folder) if path <= final][:-_KEPT]:  # a later one is damaged
             shutil.rmtree(old)
     _wait()  # a process that ends earlier would make torchrun end the first one
     return final
@@ -89,13 +89,13 @@ def save(folder: Path, step: int, run: Mapping[str, Any], model: nn.Module, opti
 
 def latest(folder: Path) -> Path | None:
     """The checkpoint of the last step; None where there is none."""
-    return max(_all(folder), default=None)
+    return max(_list_all(folder), default=None)
 
 
 def latest_good(folder: Path) -> tuple[Path | None, list[Damaged]]:
     """The last checkpoint that `verify` accepts, and what is wrong with those after it."""
     damaged = []
-    for checkpoint in reversed(_all(folder)):
+    for checkpoint in reversed(_list_all(folder)):
         try:
             verify(checkpoint)
         except Damaged as reason:
@@ -181,7 +181,7 @@ def restore(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer
 
     tensors = read_tensors(checkpoint, like)
     if missing := own.keys() - tensors.keys():
-        raise Damaged(checkpoint / _SUMS, KeyError(f"another model's: it lacks {listed(missing)}"))
+        raise Damaged(checkpoint / _SUMS, KeyError(f"another model's: it lacks {list_few(missing)}"))
     number = {name: n for n, name in enumerate(_names(model, optimizer))}
     moments: dict[int, dict[str, Tensor]] = {n: {} for n in range(len(number))}
     for key in tensors.keys() - own.keys():
@@ -263,5 +263,5 @@ def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
     return [name_of[parameter] for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _all(folder: Path) -> list[Path]:
+def _list_all(folder: Path) -> list[Path]:
     return sorted(folder.glob("step-*"))

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .names import refuse_unknown, variant_names
+from .known_names import refuse_unknown, variant_names
 from .record import RESULTS
 from .shapes import ITEMSIZES, MODES
 from .terminal import refuse, refuse_errors

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .names import suggest
+from .known_names import suggest
 
 if TYPE_CHECKING:
     from ssd.cost import Problem

@@ -6,7 +6,7 @@ import math
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from .names import refuse_unknown, variant_names
+from .known_names import refuse_unknown, variant_names
 from .workloads import get_workload, preset_names
 
 if TYPE_CHECKING:

@@ -48,7 +48,7 @@ def recurrence(inputs: SSDInputs) -> tuple[Tensor, Tensor]:
 def chunked(inputs: SSDInputs, precision: Precision) -> tuple[Tensor, Tensor, Tensor | None]:
     """The five stages in order: out, final_states and, with z, y before the gate; all in the compute dtype."""
     if inputs.has_document_states:
-        return _chunked_apart(inputs, precision)
+        return _compute_apart(inputs, precision)
     i, masks, operand = _prepare(inputs, precision)
     dt, dA_cumsum, _, prev_states, final_states = _states(i, masks, operand)
     CB = stages.bmm_chunk(operand.C, operand.B)
@@ -108,7 +108,7 @@ def split_documents(inputs: SSDInputs) -> list[tuple[slice, SSDInputs]]:
     return parts
 
 
-def _chunked_apart(inputs: SSDInputs, precision: Precision) -> tuple[Tensor, Tensor, Tensor | None]:
+def _compute_apart(inputs: SSDInputs, precision: Precision) -> tuple[Tensor, Tensor, Tensor | None]:
     """As `chunked`, one document after the other."""
     outs, states, ys = [], [], []
     for _, part in split_documents(inputs):

@@ -17,9 +17,9 @@ import torch
 from filelock import FileLock
 
 if "PYTEST_XDIST_WORKER" in os.environ:
-    from tests.gpus import own_first
+    from tests.gpus import number_own_first
 
-    own_first(os.environ["PYTEST_XDIST_WORKER"])
+    number_own_first(os.environ["PYTEST_XDIST_WORKER"])
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
@@ -46,7 +46,7 @@ def pytest_addoption(parser):
     parser.addoption("--shard", metavar="K/N", help="run the K-th of N parts of the tests, each group of variants in one")
     parser.addoption("--row", action="store_true",
                      help="leave a row also where paths or -k choose some of the tests, or where there is no GPU")
-    parser.addoption("--triton", metavar="V,V", type=tritons.versions, default=(),
+    parser.addoption("--triton", metavar="V,V", type=tritons.parse_versions, default=(),
                      help="run the tests of compilation with these versions of Triton as well, or with all")
 
 
@@ -125,7 +125,7 @@ def device() -> str:
 @pytest.fixture
 def triton(request) -> str | None:
     """The version of Triton that a test compiles with, in a process of its own; None for the locked one."""
-    if reason := request.param and tritons.missing(request.param):
+    if reason := request.param and tritons.explain_missing(request.param):
         pytest.skip(reason)
     return request.param
 
@@ -136,7 +136,7 @@ def _seed():
 
 
 @pytest.fixture(autouse=True)
-def _no_tapes():
+def _forget_recordings():
     """What a test patches must not be missed because another recorded the call without it."""
     from ssd.runtime import replay
 
@@ -189,7 +189,7 @@ def pytest_terminal_summary(terminalreporter, exitstatus, config):
     """
     if hasattr(config, "workerinput"):
         return
-    chosen = _chosen(config)
+    chosen = _describe_choice(config)
     partial = any(getattr(config.option, name, None) for name in ("lf", "collectonly", "maxfail"))
     partial |= exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
     unasked = (chosen or not torch.cuda.is_available()) and not config.option.row
@@ -208,7 +208,7 @@ def pytest_terminal_summary(terminalreporter, exitstatus, config):
     terminalreporter.write_line(f"row added to {path}")
 
 
-def _chosen(config: pytest.Config) -> str:
+def _describe_choice(config: pytest.Config) -> str:
     """What some of the tests were chosen by, as one would type it; nothing if all of them run."""
     given = {"-k": [config.option.keyword], "-m": [config.option.markexpr], "--deselect": config.option.deselect or [],
              "--ignore": config.option.ignore or []}

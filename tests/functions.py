@@ -49,7 +49,7 @@ def convolution(case=test_conv1d.CONTINUED):
 
 
 def norm(gate="after", bias=True):
-    return Function(gated_norm.rms_norm_gated, lambda tokens, device, dtype: test_gated_norm.named(
+    return Function(gated_norm.rms_norm_gated, lambda tokens, device, dtype: test_gated_norm.name_arguments(
         test_gated_norm.inputs((2, tokens), 24, gate, bias, dtype, device), 12, gate), test_gated_norm.NAMES)
 
 

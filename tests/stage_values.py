@@ -110,11 +110,11 @@ def as_stored(name: str, at: SimpleNamespace, i: SSDInputs) -> Tensor:
     if name in ("y", "dx", "dB", "dC"):
         return t.flatten(1, 2)[:, : i.seqlen]
     if name == "CB":
-        return torch.where(written_pairs(i), t, 0)
+        return torch.where(find_written_pairs(i), t, 0)
     return t.sum(-1) if name == "dD" and i.D.dim() == 1 else t
 
 
-def written_pairs(i: SSDInputs) -> Tensor:
+def find_written_pairs(i: SSDInputs) -> Tensor:
     """(1, nchunks, 1, i, j): the elements of CB and dCB that are read, j <= i < rows of the chunk."""
     token = torch.arange(i.nchunks * i.chunk_size, device=i.x.device).view(-1, i.chunk_size)
     below = torch.ones(i.chunk_size, i.chunk_size, dtype=torch.bool, device=i.x.device).tril()

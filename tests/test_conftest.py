@@ -10,7 +10,7 @@ import torch
 from experiments import record
 from tests import conftest
 from tests.experiments.rows import ENVIRONMENT
-from tests.gpus import rotated
+from tests.gpus import rotate
 from tests.inputs import OURS
 
 pytest_plugins = "pytester"
@@ -114,6 +114,6 @@ def test_only_a_whole_run_or_one_that_is_asked_leaves_a_row(run, arguments, expe
 
 def test_workers_share_out_the_gpus():
     """Each has one of its own in front, and sees all of them."""
-    assert [rotated(["4", "5", "7"], worker) for worker in ("gw0", "gw1", "gw5")] == [
+    assert [rotate(["4", "5", "7"], worker) for worker in ("gw0", "gw1", "gw5")] == [
         ["4", "5", "7"], ["5", "7", "4"], ["7", "4", "5"]]
-    assert rotated(["0"], "gw11") == ["0"]
+    assert rotate(["0"], "gw11") == ["0"]

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ssd.block import gated_norm, selective_scan, state_update
 from tests.block import test_conv1d, test_gated_norm, test_selective_scan
-from tests.block.calls import assert_same_bits, doubled
+from tests.block.calls import assert_same_bits, convert_to_fp64
 from tests.functions import BLOCK, FUNCTIONS, MORE_CALLS, TRACED, UPDATES, VARIANTS, Function, convolution, norm, over
 from tests.inputs import GPU, HALF
 from tests.refused import assert_refused
@@ -90,12 +90,12 @@ def test_opcheck(function, device):
 def test_a_checkpoint_gives_the_same_bits_as_does_every_run(function, use_reentrant, device):
     given, first = function.inputs(5, device, HALF), function.leaves[0]
 
-    def recomputed(**arguments):
+    def run_checkpointed(**arguments):
         x = arguments.pop(first)
         return checkpoint(lambda x: function.call(**{first: x}, **arguments), x, use_reentrant=use_reentrant)
 
     plain, ways = function.results(given)
-    assert_same_bits(function.results(given, recomputed, ways)[0], plain)
+    assert_same_bits(function.results(given, run_checkpointed, ways)[0], plain)
     assert_same_bits(function.results(given, ways=ways)[0], plain)
 
 
@@ -225,7 +225,7 @@ def test_second_device(function):
 ], ids=("conv1d", "conv1d of documents", "norm", "norm before gate", "norm after gate", "selective_scan"))
 def test_torch_form(function, tokens, form, definition):
     """What CPU tensors and fp64 take: the definition in fp64, and its gradients against finite differences."""
-    given = doubled(function.inputs(tokens, "cpu", torch.float32), function.leaves)
+    given = convert_to_fp64(function.inputs(tokens, "cpu", torch.float32), function.leaves)
     assert_close(form(**given), definition(**given), rtol=1e-12, atol=1e-12)
     names = [leaf for leaf in function.leaves if given[leaf] is not None]
     tensors = [given[leaf].contiguous().requires_grad_() for leaf in names]

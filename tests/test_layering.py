@@ -19,7 +19,7 @@ def name(path: Path) -> str:
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
-def imported(source: str, module: str, is_package: bool) -> set[str]:
+def list_imported(source: str, module: str, is_package: bool) -> set[str]:
     """Absolute names of the modules that a source imports; relative imports are resolved."""
     found = set()
     for node in ast.walk(ast.parse(source)):
@@ -32,7 +32,7 @@ def imported(source: str, module: str, is_package: bool) -> set[str]:
 
 
 def imports(path: Path) -> set[str]:
-    return imported(path.read_text(), name(path), path.name == "__init__.py")
+    return list_imported(path.read_text(), name(path), path.name == "__init__.py")
 
 
 def layer(module: str) -> int:
@@ -44,9 +44,9 @@ def layer(module: str) -> int:
 
 def test_imports_are_resolved():
     """The judge itself: relative imports of modules and of packages."""
-    assert imported("from ..types import A\nfrom . import b", "ssd.kernels.x", False) == {"ssd.types.A", "ssd.kernels.b"}
-    assert imported("from .api import f\nimport torch.nn", "ssd", True) == {"ssd.api.f", "torch.nn"}
-    assert imported("def f():\n from fused.variant import V", "ssd.registry", False) == {"fused.variant.V"}
+    assert list_imported("from ..types import A\nfrom . import b", "ssd.kernels.x", False) == {"ssd.types.A", "ssd.kernels.b"}
+    assert list_imported("from .api import f\nimport torch.nn", "ssd", True) == {"ssd.api.f", "torch.nn"}
+    assert list_imported("def f():\n from fused.variant import V", "ssd.registry", False) == {"fused.variant.V"}
     found = map(layer, ("torch", "ssd.types.SSDInputs", "ssd.kernels.chunk_cumsum", "ssd.baseline.forward", "fused", "tests.a"))
     assert [*found] == [-1, 0, 2, 3, 4, 7]
 

@@ -101,7 +101,7 @@ class _Driver:
 
 
 @contextmanager
-def compiling(arch: int, only: tuple[str, ...] = (), once: bool = False) -> Iterator[dict[str, object]]:
+def collect_compiled(arch: int, only: tuple[str, ...] = (), once: bool = False) -> Iterator[dict[str, object]]:
     """Launches compile for `arch` and do not run; yields what was compiled, by its hash. only: parts of kernels' names, if any,
     of which a name must have one; once: a kernel is compiled in the first of its forms alone.
     """
@@ -147,20 +147,20 @@ def forward_backward(variant: Variant, inputs: SSDInputs, options: Options) -> N
 def compile_all(variant: Variant, inputs: SSDInputs, arch: int, options: Options, configs: int,
                 **which: object) -> list[Compiled]:
     """Every kernel of one forward and backward; and with `configs`, each in so many of those that a tuner may try. which: as
-    `compiling` takes it.
+    `collect_compiled` takes it.
     """
     sizes = (inputs.x.dtype, inputs.headdim, inputs.dstate, inputs.chunk_size, CHIPS[arch])
-    with compiling(arch, **which) as compiled:
+    with collect_compiled(arch, **which) as compiled:
         forward_backward(variant, inputs, options)
         for kernel, space in config_spaces().items() if configs else ():
             tried = space.configs(*sizes)
             for config in tried[:: -(-len(tried) // configs)]:
                 with tuning.forced(kernel, config):
                     forward_backward(variant, inputs, options)
-    return sorted((_measured(kernel, not configs) for kernel in compiled.values()), key=lambda c: (c.kernel, c.config))
+    return sorted((_measure_once(kernel, not configs) for kernel in compiled.values()), key=lambda c: (c.kernel, c.config))
 
 
-def _measured(kernel, disassemble: bool) -> Compiled:
+def _measure_once(kernel, disassemble: bool) -> Compiled:
     """_measure, once for each kernel, of which most are compiled again and again."""
     key = kernel.hash, disassemble
     if key not in _measurements:
@@ -173,7 +173,7 @@ def _measure(kernel, disassemble: bool) -> Compiled:
     constants = {names[path[0]]: value for path, value in kernel.src.constants.items()}
     config = [f"{k.removeprefix('BLOCK_')}={v}" for k, v in constants.items() if k.startswith(("BLOCK", "STAGES"))]
     config += [f"warps={kernel.metadata.num_warps}", f"stages={kernel.metadata.num_stages}"]
-    registers, spills = resources(kernel.kernel)
+    registers, spills = find_resources(kernel.kernel)
     ptx = kernel.asm["ptx"]
     groups = late = lost = foreign = None
     if disassemble and "wgmma.mma_async" in ptx:
@@ -182,17 +182,17 @@ def _measure(kernel, disassemble: bool) -> Compiled:
         lost = lost if "ttir" in kernel.asm else []
     return Compiled(triton.__version__, kernel.name, " ".join(config), registers, spills, kernel.metadata.shared,
                     ptx.count("wgmma.mma_async"), groups, ptx.count("mma.sync") + ptx.count("tcgen05.mma"),
-                    kernel.asm.get("ttir", "").count("tt.dot "), lanes_apart(ptx), _unfenced(ptx),
+                    kernel.asm.get("ttir", "").count("tt.dot "), lanes_apart(ptx), _count_unfenced(ptx),
                     hashlib.sha256(ptx.encode()).hexdigest()[:16], late, lost, foreign)
 
 
-def _unfenced(ptx: str) -> int:
+def _count_unfenced(ptx: str) -> int:
     lines, loops = list_ptx_loops(ptx)
     loops = ["\n".join(lines[first:last]) for first, last in loops]
     return sum("wgmma.mma_async" in loop and "cp.async.wait" in loop and "fence.proxy.async" not in loop for loop in loops)
 
 
-def resources(cubin: bytes) -> tuple[int, int]:
+def find_resources(cubin: bytes) -> tuple[int, int]:
     """Registers and bytes of stack per thread. Triton's kernels have no arrays: what is on the stack was spilled."""
     registers, stack = find_once(_read_resources, cubin)
     return registers, stack
@@ -241,7 +241,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(given)
 
 
-def asked_for(a: argparse.Namespace) -> list[Compiled]:
+def compile_asked(a: argparse.Namespace) -> list[Compiled]:
     shape = Shape(1, a.seqlen, a.nheads, a.headdim, a.ngroups, a.dstate, a.chunk_size)
     case = replace(EVERYTHING, documents="varlen") if a.every_option else USUAL
     case = replace(case, initial_states=case.initial_states or a.initial_states, state_dtype=DTYPES.get(a.state_dtype),
@@ -260,7 +260,7 @@ def asked_for(a: argparse.Namespace) -> list[Compiled]:
 def serve() -> None:
     for line in sys.stdin:
         try:
-            answer = [asdict(row) for row in asked_for(arguments(json.loads(line)))]
+            answer = [asdict(row) for row in compile_asked(arguments(json.loads(line)))]
         except Exception:
             answer = traceback.format_exc()
         print(json.dumps(answer), flush=True)
@@ -274,7 +274,7 @@ def main() -> None:
     if a.serve:
         serve()
         return
-    rows = asked_for(a)
+    rows = compile_asked(a)
     width, config = (max(len(getattr(row, name)) for row in rows) for name in ("kernel", "config"))
     print(f"{'kernel':{width}} {'config':{config}} registers spills shared wgmma groups mma")
     for r in rows:

@@ -10,7 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..names import refuse_unknown
+from ..known_names import refuse_unknown
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -32,8 +32,8 @@ def count_states(p: Problem, ranks: int, width: int = 4) -> tuple[Exchange, Exch
     tokens = p.batch * (p.nheads * p.headdim + 2 * p.ngroups * p.dstate) * (width - 1) * p.itemsize
     present = width - 1  # a byte for each token, whether there is one
     others = ranks - 1
-    return (Exchange(2, others * (_aligned(state + decay) + _aligned(tokens + present))),
-            Exchange(2, others * (_aligned(state) + tokens)))
+    return (Exchange(2, others * (_align(state + decay) + _align(tokens + present))),
+            Exchange(2, others * (_align(state) + tokens)))
 
 
 def count_all_to_alls(p: Problem, ranks: int) -> Exchange:
@@ -43,6 +43,6 @@ def count_all_to_alls(p: Problem, ranks: int) -> Exchange:
     return Exchange(2, p.batch * p.seqlen / ranks * (1 - 1 / ranks) * channels * p.itemsize)
 
 
-def _aligned(size: int) -> int:
+def _align(size: int) -> int:
     """As `exchange.gather` pads a message."""
     return -(-size // 8) * 8

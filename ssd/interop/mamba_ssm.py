@@ -20,7 +20,7 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 @contextmanager
-def without_its_init() -> Iterator[None]:
+def skip_its_init() -> Iterator[None]:
     """Lets modules of mamba_ssm be imported though its `__init__` cannot.
 
     That loads every model it has, and with them compiled extensions, transformers and more. An empty package stands in
@@ -43,7 +43,7 @@ def without_its_init() -> Iterator[None]:
 
 
 try:
-    with without_its_init():
+    with skip_its_init():
         from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
 except ImportError as error:
     raise ImportError(f"mamba_ssm cannot be imported ({error}); {INSTALL_MAMBA_SSM}", name="mamba_ssm") from error

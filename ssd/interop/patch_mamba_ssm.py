@@ -92,11 +92,11 @@ def _make_absent_extension() -> ModuleType:
     module = ModuleType(_CUDA)
     module.__spec__ = ModuleSpec(_CUDA, loader=None)
 
-    def missing(name: str):
+    def refuse(name: str):
         raise AttributeError(f"{_CUDA}.{name}: Mamba-1's CUDA extension is not installed. Under ssd.patch_mamba_ssm() Mamba-1 "
                              "runs without it, through selective_scan_fn and mamba_inner_fn; only direct calls of it do not")
 
-    module.__getattr__ = missing
+    module.__getattr__ = refuse
     return module
 
 

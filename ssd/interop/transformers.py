@@ -91,10 +91,10 @@ def _keep_known_arguments(function: Callable) -> Callable:
     known = tuple(signature(function).parameters)
 
     @wraps(function)
-    def placed(*args, **kwargs):
+    def pass_known(*args, **kwargs):
         return function(*args, **{name: value for name, value in kwargs.items() if name in known})
 
-    return placed
+    return pass_known
 
 
 class _AfterImport(MetaPathFinder):

@@ -92,7 +92,7 @@ def _read_shards(index: Path) -> dict[str, Tensor]:
         weights |= part
         found |= {(name, shard) for name in part}
     if differing := found ^ shard_of.items():
-        raise ValueError(f"{index}: disagrees with its files about {listed({name for name, _ in differing})}")
+        raise ValueError(f"{index}: disagrees with its files about {list_few({name for name, _ in differing})}")
     return weights
 
 
@@ -141,6 +141,6 @@ def import_safetensors() -> ModuleType:
     return safetensors
 
 
-def listed(names: set[str], most: int = 4) -> str:
+def list_few(names: set[str], most: int = 4) -> str:
     """A few names for a message."""
     return ", ".join(sorted(names)[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

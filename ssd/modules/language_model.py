@@ -185,22 +185,22 @@ class _Backbone(nn.Module):
                 mask: Tensor | None = None) -> Tensor:
         """mask: of `Mamba2.prefill`, with a cache that has had no token."""
         _check_ids(input_ids, "(batch, seqlen)")
-        residual = self._embedded(input_ids)
+        residual = self._embed(input_ids)
         for layer, its_cache in zip(self.layers, self._by_layer(cache), strict=True):
-            normed = layer.normed(residual)
+            normed = layer.apply_norm(residual)
             residual = residual + (layer.mixer(normed, seq_idx, its_cache) if mask is None else
                                    layer.mixer.prefill(normed, mask, its_cache))
-        return _normed(self.norm_f, residual)
+        return _apply_norm(self.norm_f, residual)
 
     def step(self, input_ids: Tensor, cache: Sequence[Mamba2Cache]) -> Tensor:
         """One token of each sequence, (batch,) to (batch, d_model)."""
         _check_ids(input_ids, "(batch,)")
-        residual = self._embedded(input_ids)
+        residual = self._embed(input_ids)
         A_log = [layer.mixer.A_log for layer in self.layers]  # pruned blocks may have different numbers of heads
         rates = (-torch.cat(A_log).float().exp()).split([*map(len, A_log)])  # four launches, whatever n_layer
         for layer, its_cache, A in zip(self.layers, self._by_layer(cache), rates, strict=True):
-            residual = residual + layer.mixer.step(layer.normed(residual), its_cache, A)
-        return _normed(self.norm_f, residual)
+            residual = residual + layer.mixer.step(layer.apply_norm(residual), its_cache, A)
+        return _apply_norm(self.norm_f, residual)
 
     def check_vocabulary(self, input_ids: Tensor) -> None:
         """Raises:
@@ -212,7 +212,7 @@ class _Backbone(nn.Module):
             if low < 0 or high >= size:
                 raise ValueError(f"input_ids: got {low if low < 0 else high}, expected tokens from 0 to {size - 1}")
 
-    def _embedded(self, input_ids: Tensor) -> Tensor:
+    def _embed(self, input_ids: Tensor) -> Tensor:
         self.check_vocabulary(input_ids)
         embedded = self.embedding(input_ids)
         return embedded.float() if self.residual_in_fp32 else embedded
@@ -245,15 +245,15 @@ class _Layer(nn.Module):
                 if projection.bias is not None:
                     projection.bias.zero_()
 
-    def normed(self, residual: Tensor) -> Tensor:
-        return _normed(self.norm, residual)
+    def apply_norm(self, residual: Tensor) -> Tensor:
+        return _apply_norm(self.norm, residual)
 
 
 def _norm(config: Mamba2LMConfig, device, dtype) -> nn.RMSNorm | nn.LayerNorm:
     return (nn.RMSNorm if config.rms_norm else nn.LayerNorm)(config.d_model, eps=1e-5, device=device, dtype=dtype)
 
 
-def _normed(norm: nn.RMSNorm | nn.LayerNorm, residual: Tensor) -> Tensor:
+def _apply_norm(norm: nn.RMSNorm | nn.LayerNorm, residual: Tensor) -> Tensor:
     return norm(residual.to(norm.weight.dtype))  # as upstream does without `fused_add_norm`; the norm itself computes in fp32
 
 
@@ -275,9 +275,9 @@ def _check_tied(head: Tensor, embedding: Tensor | None) -> None:
 def _check_weights(weights: dict[str, Tensor], parameters: dict[str, nn.Parameter]) -> None:
     """Names and shapes are those of the model, and all are floating-point."""
     if missing := parameters.keys() - weights.keys():
-        raise ValueError(f"weights: got none for {checkpoint.listed(missing)}, expected all of the model's {len(parameters)}")
+        raise ValueError(f"weights: got none for {checkpoint.list_few(missing)}, expected all of the model's {len(parameters)}")
     if unexpected := weights.keys() - parameters.keys():
-        raise ValueError(f"weights: got {checkpoint.listed(unexpected)}, expected only those of the model")
+        raise ValueError(f"weights: got {checkpoint.list_few(unexpected)}, expected only those of the model")
     for name, parameter in parameters.items():
         weight = weights[name]
         if weight.shape != parameter.shape:

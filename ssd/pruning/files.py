@@ -63,8 +63,8 @@ def load(model: nn.Module, folder: str | PathLike[str]) -> dict[str, Any]:
     sizes = _read_record(folder, config)
     blocks = find_blocks(model)
     if sizes.keys() != blocks.keys():
-        raise ValueError(f"folder: got {folder}, with the blocks {checkpoint.listed({*sizes})}, expected those of the model, "
-                         f"{checkpoint.listed({*blocks})}")
+        raise ValueError(f"folder: got {folder}, with the blocks {checkpoint.list_few({*sizes})}, expected those of the model, "
+                         f"{checkpoint.list_few({*blocks})}")
     for name, block in blocks.items():
         own, saved = block.sizes(), sizes[name]
         if any(own[size] != saved[size] for size in ("headdim", "ngroups")) or any(
@@ -73,7 +73,7 @@ def load(model: nn.Module, folder: str | PathLike[str]) -> dict[str, Any]:
     weights = checkpoint.read_weights(folder)
     before = {name: t.shape for name, t in _tensors(model).items()}
     if differing := before.keys() ^ weights.keys():
-        raise ValueError(f"{folder}: disagrees with the model about {checkpoint.listed({*differing})}")
+        raise ValueError(f"{folder}: disagrees with the model about {checkpoint.list_few({*differing})}")
     expected = _find_shapes(model, sizes)
     for name, t in weights.items():
         if t.shape != expected[name]:

@@ -72,12 +72,12 @@ class Activity:
 
     def score_pairs(self, name: str) -> Tensor:
         """(R3) of a block, (nheads, dstate)."""
-        mean, block = self._means(name), self._blocks[name]
+        mean, block = self._compute_means(name), self._blocks[name]
         read = mean["read"].repeat_interleave(block.nheads // block.ngroups, 0)
         return mean["written_by_head"] * read / mean["forgotten"].clamp(min=torch.finfo(torch.float32).tiny)
 
     def _score(self, name: str, block: Block, score: str) -> Tensor:
-        mean = self._means(name)
+        mean = self._compute_means(name)
         if score == "activity" and block.ssd:
             return mean["renewed"] if self.kind == "heads" else mean["written"] * mean["read"]
         pairs = self.score_pairs(name)
@@ -85,7 +85,7 @@ class Activity:
             return pairs.view(block.ngroups, -1, block.dstate).sum(1)
         return pairs.sum(1) + (mean["skipped"] if score == "energy" else 0)
 
-    def _means(self, name: str) -> dict[str, Tensor]:
+    def _compute_means(self, name: str) -> dict[str, Tensor]:
         sums = self._sums[name]
         if not sums:
             raise ValueError(f"model: {name} was not run, expected at least one batch within the block")

@@ -25,7 +25,7 @@ def run(function: Callable, given: dict, leaves: tuple[str, ...], named: tuple[s
     return got | {f"d{name}": leaf.grad for name, leaf in wanted.items()}, ways
 
 
-def doubled(given: dict, leaves: tuple[str, ...]) -> dict:
+def convert_to_fp64(given: dict, leaves: tuple[str, ...]) -> dict:
     """The same arguments with fp64 leaves."""
     return given | {name: given[name].double() for name in leaves if given[name] is not None}
 
@@ -37,7 +37,7 @@ def assert_right(function: Callable, mirror: Callable, definition: Callable, giv
     """
     got, ways = run(function, given, leaves, named)
     expected, _ = run(mirror, given, leaves, named, ways)
-    truth, _ = run(definition, doubled(given, leaves), leaves, named, ways)
+    truth, _ = run(definition, convert_to_fp64(given, leaves), leaves, named, ways)
     assert got.keys() == expected.keys() == truth.keys()
     for name, value in got.items():
         assert_near(name, value, truth[name], expected[name], tokens if name in sums else 1)
@@ -47,7 +47,7 @@ def assert_within(function: Callable, definition: Callable, given: dict, named: 
     """All outputs and gradients are off by less than `bound` of their norms, and a gradient has the dtype of its tensor."""
     leaves = tuple(name for name, t in given.items() if isinstance(t, Tensor) and t.is_floating_point())
     got, ways = run(function, given, leaves, named, pull=0.0)
-    truth, _ = run(definition, doubled(given, leaves), leaves, named, ways)
+    truth, _ = run(definition, convert_to_fp64(given, leaves), leaves, named, ways)
     assert [t.dtype for t in (got[f"d{name}"] for name in leaves)] == [given[name].dtype for name in leaves]
     for name, t in truth.items():
         assert got[name].shape == t.shape and (got[name] - t).norm() <= bound * t.norm(), name

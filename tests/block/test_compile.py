@@ -75,7 +75,7 @@ REGISTERS = 65536  # of an SM
 
 def compile_norm(width, group_size, dtype, gate, bias):
     x, weight, bias, z = test_gated_norm.inputs((300,), width, gate, bias, dtype, "cpu")
-    z = test_gated_norm.strided(z, "packed+8")
+    z = test_gated_norm.lay_out(z, "packed+8")
     out, rstd = gated_norm(x, weight, bias, z, 1e-5, group_size, gate != "after", x.shape)
     gated_norm_bwd(out, x, weight, bias, z, rstd, group_size, gate != "after")
 
@@ -111,7 +111,7 @@ def compile_conv(case):
 
 def main(few: list[int], every: bool):
     """few: chips to compile FEW for; none: everything for its own, for the last of them or for every one."""
-    from tools.compile_kernels import compiling, resources, use_installed_tools
+    from tools.compile_kernels import collect_compiled, find_resources, use_installed_tools
 
     use_installed_tools()
     rows = []
@@ -119,10 +119,10 @@ def main(few: list[int], every: bool):
                                (compile_conv, CONVS)):
         for name, (*case, chips) in cases.items():
             for arch in () if few and (cases, name) not in FEW else few or chips[0 if every else -1 :]:
-                with compiling(arch) as found:
+                with collect_compiled(arch) as found:
                     compile_one(*case)
                 for kernel in found.values():
-                    registers, spills = resources(kernel.kernel)
+                    registers, spills = find_resources(kernel.kernel)
                     counted = {what: len(re.findall(what, kernel.asm["ptx"])) for what in
                                ("ld.global", "(?:ld|st).global.v[24]", "cp.async.c[ag]", "ex2.approx")}
                     rows.append({"triton": triton.__version__, "arch": arch, "case": name, "kernel": kernel.name,
@@ -133,7 +133,7 @@ def main(few: list[int], every: bool):
 
 def compiled(version, *given):
     """What `main` prints, from a process of its own: this one may interpret kernels. given: chips as numbers, or "every"."""
-    done = subprocess.run([sys.executable, "-m", __name__, *map(str, given)], env=tritons.environment(version), cwd=ROOT,
+    done = subprocess.run([sys.executable, "-m", __name__, *map(str, given)], env=tritons.make_environment(version), cwd=ROOT,
                           capture_output=True, text=True)
     assert done.returncode == 0 and "error:" not in done.stderr, done.stderr
     return json.loads(done.stdout.splitlines()[-1])

@@ -75,14 +75,14 @@ def inputs(case: Case, device: str) -> dict:
         "x": projection[..., case.packed :].mT,
         "weight": normal(case.dim, case.width, dtype=case.parameter_dtype),
         "bias": normal(case.dim, dtype=case.parameter_dtype) if case.bias else None,
-        "seq_idx": numbered(case, device) if case.documents else None,
+        "seq_idx": number_documents(case, device) if case.documents else None,
         "initial_states": normal(case.batch, case.dim, case.width - 1) if case.initial_states else None,
         "return_final_states": case.final_states,
         "activation": case.activation,
     }
 
 
-def numbered(case: Case, device: str) -> Tensor:
+def number_documents(case: Case, device: str) -> Tensor:
     """seq_idx; row b begins with the b-th of the documents, whose numbers are neither in order nor those of another row."""
     rows = []
     for b in range(case.batch):

@@ -36,7 +36,7 @@ def inputs(step, extra, ring, indexed, device, width=4, dtype=torch.float32, sta
     }
 
 
-def expected(x, conv_state, weight, bias, activation, cache_seqlens, conv_state_indices):
+def compute_expected(x, conv_state, weight, bias, activation, cache_seqlens, conv_state_indices):
     """out in fp64 and the new state, a sequence at a time: its last tokens as a list, the oldest first."""
     tokens = x[..., None] if x.dim() == 2 else x
     out, conv_state = torch.zeros(tokens.shape, dtype=torch.float64, device=x.device), conv_state.clone()
@@ -58,7 +58,7 @@ def expected(x, conv_state, weight, bias, activation, cache_seqlens, conv_state_
 
 def assert_right(given):
     """The state bit for bit; out by tests/errors.py's rule, with `compute_in_torch` for the mirror."""
-    truth, state = expected(**given)
+    truth, state = compute_expected(**given)
     mirror = torch.empty_like(given["x"])
     view = mirror[..., None] if mirror.dim() == 2 else mirror
     tensors = [t.clone() for t in (given["x"].reshape(view.shape), given["conv_state"], given["weight"], given["bias"])]

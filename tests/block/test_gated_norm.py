@@ -31,7 +31,7 @@ def inputs(lead, width, gate, bias, dtype, device, parameter_dtype=torch.float32
             normal(*lead, width, dtype=dtype) if gate != "none" else None)
 
 
-def named(tensors, group_size, gate, eps=EPS) -> dict:
+def name_arguments(tensors, group_size, gate, eps=EPS) -> dict:
     """Arguments of `rms_norm_gated` by name."""
     return {**dict(zip(NAMES, tensors, strict=True)), "eps": eps, "group_size": group_size or tensors[0].shape[-1],
             "norm_before_gate": gate != "after"}
@@ -39,12 +39,12 @@ def named(tensors, group_size, gate, eps=EPS) -> dict:
 
 def run(function, tensors, group_size, gate, dout=None):
     """out and the gradients, by name, and the cotangent."""
-    got, (dout,) = calls.run(function, named(tensors, group_size, gate), NAMES, ways=None if dout is None else (dout,))
+    got, (dout,) = calls.run(function, name_arguments(tensors, group_size, gate), NAMES, ways=None if dout is None else (dout,))
     return got, dout
 
 
 def assert_right(tensors, group_size, gate):
-    calls.assert_right(rms_norm_gated, compute_in_torch, definition, named(tensors, group_size, gate), NAMES, ("out",),
+    calls.assert_right(rms_norm_gated, compute_in_torch, definition, name_arguments(tensors, group_size, gate), NAMES, ("out",),
                        ("dweight", "dbias"), tensors[0].shape[:-1].numel())
 
 
@@ -84,7 +84,7 @@ def test_the_device_alone_decides_how_many_partial_sums(device, monkeypatch):
     assert count(5_000, 128, 32, 10) == count(50_000, 128, 32, 10) > count(5_000, 128, 32, 5)
 
 
-def strided(t, layout):
+def lay_out(t, layout):
     """The same values, laid out as the name says."""
     if layout.startswith("packed"):  # a slice of rows that are longer by a multiple of 16, 8 or 1
         wide = torch.randn(*t.shape[:-1], 2 * t.shape[-1] + int(layout.split("+")[1]), device=t.device).to(t.dtype)
@@ -109,8 +109,8 @@ def test_strides(gate, layout, device):
     dout = torch.ones((), dtype=HALF, device=device).expand(x.shape)
     plain, _ = run(rms_norm_gated, (x, weight, bias, z), 20, gate, dout=dout.contiguous())
     assert dout.stride() == (0, 0, 0)
-    for given in ((strided(x, layout), weight, bias, z), (x, weight, bias, strided(z, layout)),
-                  (strided(x, "packed+8"), weight.repeat_interleave(2)[::2], bias.flip(0).flip(0), strided(z, layout))):
+    for given in ((lay_out(x, layout), weight, bias, z), (x, weight, bias, lay_out(z, layout)),
+                  (lay_out(x, "packed+8"), weight.repeat_interleave(2)[::2], bias.flip(0).flip(0), lay_out(z, layout))):
         got, _ = run(rms_norm_gated, given, 20, gate, dout=dout)
         assert all(torch.equal(got[name], plain[name]) for name in plain) and got["out"].is_contiguous()
 

@@ -24,7 +24,7 @@ USUAL = Case(D="h", dt_softplus=True, initial_states=True)
 GATED = Case(D="h", dt_softplus=True, initial_states=True, z=True)
 
 
-def composed(call, drawn, **settings) -> Function:
+def compose(call, drawn, **settings) -> Function:
     """A function whose tensors are all leaves, drawn on the CPU in fp32."""
     leaves = tuple(name for name, t in drawn().items() if isinstance(t, Tensor))
     return Function(lambda **given: call(**given, **settings), lambda tokens, device, dtype: {
@@ -38,17 +38,17 @@ def module(made: nn.Module, **sizes) -> Function:
     def call(**given):
         return functional_call(made, {name: given[name] for name in parameters}, tuple(given[name] for name in sizes))
 
-    return composed(call, lambda: {name: t.detach() for name, t in parameters.items()} | {
+    return compose(call, lambda: {name: t.detach() for name, t in parameters.items()} | {
         name: torch.randn(size) for name, size in sizes.items()})
 
 
 def norm_of(*rows: int) -> Function:
     inputs = test_gated_norm.inputs(rows, 32, "before", True, torch.float32, "cpu")
-    return composed(BLOCK["gated_norm"].call, lambda: test_gated_norm.named(inputs, 16, "before"))
+    return compose(BLOCK["gated_norm"].call, lambda: test_gated_norm.name_arguments(inputs, 16, "before"))
 
 
 def split(**settings) -> Function:
-    return composed(split_conv1d_scan, lambda: test_split.drawn(conv_bias=False, final=True, **settings),
+    return compose(split_conv1d_scan, lambda: test_split.draw_arguments(conv_bias=False, final=True, **settings),
                     return_conv_states=True)
 
 
@@ -62,7 +62,7 @@ FUNCTIONS = {
     "norm of rows": norm_of(9),
     "norm of one row": norm_of(),
     "norm, a module": module(RMSNormGated(32), x=(2, 9, 32), z=(2, 9, 32)),
-    "inner": composed(mamba_inner_fn, test_mamba_inner.drawn),
+    "inner": compose(mamba_inner_fn, test_mamba_inner.draw_arguments),
     "split, a gate": split(norm=False, outproj=False, outproj_bias=False),
     "split, a norm": split(outproj=False, outproj_bias=False),
     "split, projected": split(),

@@ -30,8 +30,8 @@ FUNCTIONS = {  # and arguments that are good on a device
         (2, 3), 24, "before", True, torch.float32, device), strict=True)),
     selective_state_update: lambda device: test_state_update.inputs(device=device),
     selective_scan_fn: lambda device: test_selective_scan.inputs(test_selective_scan.Case(), device),
-    mamba_inner_fn: lambda device: test_mamba_inner.drawn(),
-    split_conv1d_scan: lambda device: test_split.drawn(),
+    mamba_inner_fn: lambda device: test_mamba_inner.draw_arguments(),
+    split_conv1d_scan: lambda device: test_split.draw_arguments(),
 }
 BY_NAME = {function.__name__: (function, inputs) for function, inputs in FUNCTIONS.items()}
 

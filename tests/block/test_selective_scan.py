@@ -129,8 +129,8 @@ def run(function, given: dict, ways: tuple[Tensor, ...] | None = None):
     return calls.run(function, given, LEAVES, ("out", "last_state"), ways)
 
 
-def doubled(given: dict) -> dict:
-    return calls.doubled(given, LEAVES)
+def convert_to_fp64(given: dict) -> dict:
+    return calls.convert_to_fp64(given, LEAVES)
 
 
 def assert_right(given: dict) -> None:
@@ -181,7 +181,7 @@ def test_gradients_without_that_of_the_last_state(dtypes, device):
         return lambda **arguments: function(**arguments)[:1]
 
     got, ways = run(out_of(selective_scan_fn), given)
-    truth, _ = run(out_of(definition), doubled(given), ways)
+    truth, _ = run(out_of(definition), convert_to_fp64(given), ways)
     for name in LEAVES:
         assert got[f"d{name}"].dtype == given[name].dtype
         assert_close(got[f"d{name}"].double(), truth[f"d{name}"], rtol=1e-2 if dtypes else 1e-4, atol=1e-2 if dtypes else 1e-4)
@@ -192,7 +192,7 @@ def test_what_does_not_vary_with_the_token(device):
     given = inputs(Case(), device)
     B, C = (torch.randn(6, 3, device=device)[None, :, :, None].expand(2, 6, 3, 20) for _ in range(2))
     got, ways = run(selective_scan_fn, given | {"B": B, "C": C})
-    truth, _ = run(definition, doubled(given | {"B": B, "C": C}), ways)
+    truth, _ = run(definition, convert_to_fp64(given | {"B": B, "C": C}), ways)
     for name in got:
         assert_close(got[name].double(), truth[name], rtol=1e-4, atol=1e-4)
 
@@ -203,7 +203,7 @@ def test_an_infinite_rate_forgets(device):
     got, _ = run(selective_scan_fn, given)
     assert all(t.isfinite().all() for t in got.values())
     given["A"][0, 0] = -1e30
-    truth, _ = run(definition, doubled(given))
+    truth, _ = run(definition, convert_to_fp64(given))
     assert_close(got["out"].double(), truth["out"], rtol=1e-4, atol=1e-4)
 
 

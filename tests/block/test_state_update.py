@@ -163,7 +163,7 @@ def test_padding_may_hold_anything(device):
 SEQUENCE = Case(D="hp", z=True, dt_bias=True, dt_softplus=True, initial_states=True)
 
 
-def decoded(i, state, function=selective_state_update):
+def decode(i, state, function=selective_state_update):
     """Outputs of a sequence, a token at a time, as Mamba-2's step calls the update; `state` is taken along."""
     A = i.A[:, None, None].expand(i.nheads, i.headdim, i.dstate)
     dt_bias, dt = i.dt_bias[:, None].expand(i.nheads, i.headdim), i.dt[..., None].expand(i.x.shape)
@@ -177,7 +177,7 @@ def test_tokens_add_up_to_the_operator(dtype, device):
     """Every output and the last state of a sequence, against the recurrence that defines the operator."""
     i = random_inputs(Shape(1, 12, 4, 8, 2, 24, 16), SEQUENCE, dtype, device)
     states = [i.initial_states.clone() for _ in range(2)]
-    outs = decoded(i, states[0]), decoded(i, states[1], compute_in_torch)
+    outs = decode(i, states[0]), decode(i, states[1], compute_in_torch)
     assert_all_near((outs[0], states[0]), (outs[1], states[1]), reference.recurrence(i))
 
 

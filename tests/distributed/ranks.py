@@ -25,7 +25,7 @@ class Ranks:
 
     def __init__(self, size: int, store: Path, backend: str = "gloo"):
         server = multiprocessing.get_context("forkserver")
-        server.set_forkserver_preload(["tests.distributed.parts"])
+        server.set_forkserver_preload(["tests.distributed.rank_calls"])
         self.connections, self.processes = [], []
         for rank in range(size):
             ours, theirs = server.Pipe()

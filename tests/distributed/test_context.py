@@ -9,7 +9,7 @@ from rich.console import Console
 from experiments import context, record, timing
 from experiments.parallel import make_single
 from experiments.shapes import Shape
-from tests.distributed.parts import call_benched
+from tests.distributed.rank_calls import call_benched
 from tests.experiments.small import without_gpu
 
 SMALL = Shape("small", batch=1, seqlen=16, nheads=4, headdim=8, dstate=8, ngroups=4)

@@ -4,7 +4,7 @@ import pytest
 
 from ssd.cost import Problem
 from ssd.distributed.cost import count_all_to_alls, count_states
-from tests.distributed.parts import count_exchanges
+from tests.distributed.rank_calls import count_exchanges
 
 MIXER = Problem(1, 65536, 128, 64, 128, 8, 256)  # of the 8B hybrid
 

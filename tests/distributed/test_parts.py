@@ -10,7 +10,7 @@ from torch.testing import assert_close
 from ssd import Options, reference
 from ssd.distributed import part_state
 from ssd.modules import Mamba2
-from tests.distributed.parts import Problem, attend, convolve, join, mix, scan, scan_alone, scan_bits, scan_otherwise
+from tests.distributed.rank_calls import Problem, attend, convolve, join, mix, scan, scan_alone, scan_bits, scan_otherwise
 from tests.distributed.ranks import Ranks
 from tests.errors import assert_all_accurate, truths
 from tests.experiments.small import without_gpu

@@ -68,7 +68,7 @@ class Pointer:
     def elements(self) -> tuple[Tensor, Tensor]:
         """All of the memory, and the offsets in it."""
         memory = self.t.as_strided((self.t.untyped_storage().nbytes() // self.t.itemsize,), (1,), 0)
-        at = self.offsets.used() if isinstance(self.offsets, Value) else torch.tensor(int(self.offsets))
+        at = self.offsets.take_tensor() if isinstance(self.offsets, Value) else torch.tensor(int(self.offsets))
         return memory, at
 
 
@@ -79,7 +79,7 @@ def _load(pointers: Pointer, mask: Value | None = None, other: float = 0) -> Val
         assert int(at.min()) >= 0, "an address before the tensor's memory"
         value = memory[at]
     else:
-        kept = mask.used().expand(at.shape)
+        kept = mask.take_tensor().expand(at.shape)
         value = torch.full(at.shape, other, dtype=memory.dtype)
         value[kept] = memory[at[kept]]
     return Int(value) if value.dim() == 0 and not value.is_floating_point() else Value(value, layout)
@@ -87,10 +87,10 @@ def _load(pointers: Pointer, mask: Value | None = None, other: float = 0) -> Val
 
 def _store(pointers: Pointer, value: Value, mask: Value | None = None) -> None:
     memory, at = pointers.elements()
-    new = value.used()
+    new = value.take_tensor()
     assert new.dtype == memory.dtype, f"{new.dtype} stored into {memory.dtype}"
     new = new.expand(at.shape)
-    kept = torch.ones(at.shape, dtype=torch.bool) if mask is None else mask.used().expand(at.shape)
+    kept = torch.ones(at.shape, dtype=torch.bool) if mask is None else mask.take_tensor().expand(at.shape)
     assert bool((at[kept] >= 0).all()), "an address before the tensor's memory"
     memory[at[kept]] = new[kept]
 

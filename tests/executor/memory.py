@@ -135,7 +135,7 @@ class Buffer:
 
     def store(self, value: Value) -> None:
         role = block().pause()
-        tensor = value.used()
+        tensor = value.take_tensor()
         assert tensor.shape == self.view.shape and value.dtype == self.dtype, f"{value.dtype} {tensor.shape} into {self.name}"
         self.touch(role, "store", value.layout)
         self.view.copy_(tensor)

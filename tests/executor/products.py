@@ -37,8 +37,8 @@ def multiply(a: Value | Buffer, b: Buffer, acc: Value, use_acc: bool = True, is_
     role = block().pause()
     assert a.dtype == b.dtype and TORCH[a.dtype].itemsize == 2, f"operands of {a.dtype} and {b.dtype}"
     product = Product([operand.touch(role, "product") for operand in (a, b) if isinstance(operand, Buffer)])
-    in_registers = a.used() if isinstance(a, Value) else None
-    before = acc.product if isinstance(acc, Accumulator) else acc.used()
+    in_registers = a.take_tensor() if isinstance(a, Value) else None
+    before = acc.product if isinstance(acc, Accumulator) else acc.take_tensor()
 
     def run() -> None:
         left = a.view if in_registers is None else in_registers

@@ -42,10 +42,10 @@ def statements(kernel: str) -> list[tuple[int, int]]:
     """First and last line, from 0, of the simple statements that call one of CALLS in a kernel or a part of one."""
     functions = [node for node in ast.parse(source(kernel)).body if isinstance(node, ast.FunctionDef) and node.decorator_list]
     simple = [node for function in functions for node in ast.walk(function) if isinstance(node, ast.Expr | ast.Assign)]
-    return sorted((node.lineno - 1, node.end_lineno) for node in simple if _called(node) & CALLS)
+    return sorted((node.lineno - 1, node.end_lineno) for node in simple if _find_called(node) & CALLS)
 
 
-def _called(statement: ast.stmt) -> set[str]:
+def _find_called(statement: ast.stmt) -> set[str]:
     functions = [node.func for node in ast.walk(statement) if isinstance(node, ast.Call)]
     return {getattr(function, "attr", getattr(function, "id", "")) for function in functions}
 

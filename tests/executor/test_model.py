@@ -39,7 +39,7 @@ def play(*roles, seed: int = 0) -> None:
     Block(0, 1, kernel, seed).run()
 
 
-def described(t: torch.Tensor) -> Descriptor:
+def describe(t: torch.Tensor) -> Descriptor:
     return Descriptor(TensorDescriptor(t, list(t.shape), list(t.stride()), [1, 64, 64], TILE))
 
 
@@ -68,7 +68,7 @@ def assert_fine(*roles) -> None:
 def test_rows_out_of_bounds(rows):
     """Are zeros on the way in, and not written on the way out."""
     x, out = torch.randn(1, rows, 64).half(), torch.full((2, 128, 64), 7.0).half()
-    source, sink = described(x), described(out[:, :rows])
+    source, sink = describe(x), describe(out[:, :rows])
 
     def fetch(vector, tiles, bars):
         for n in range(2):
@@ -79,7 +79,7 @@ def test_rows_out_of_bounds(rows):
         for n in range(2):
             mbarrier.wait(bars.index(n), 0)
             tma.async_copy_shared_to_global(sink, [0, n * 64, 0], tiles.index(n))
-            seen.append(tiles.index(n).load(None).used())
+            seen.append(tiles.index(n).load(None).take_tensor())
         tma.store_wait(0)
 
     for seed in SEEDS:
@@ -104,7 +104,7 @@ def load(layout):
 
 def use(layout):
     def step(vector, tiles, bars):
-        assert vector.load(layout).used().eq(1).all()
+        assert vector.load(layout).take_tensor().eq(1).all()
     return step
 
 
@@ -172,7 +172,7 @@ def test_barriers_and_vectors(names, says):
 
 
 def test_a_load_is_on_its_way_until_it_is_used():
-    source, kept = described(torch.randn(1, 64, 64).half()), torch.empty(64, 64)
+    source, kept = describe(torch.randn(1, 64, 64).half()), torch.empty(64, 64)
 
     def fetch(vector, tiles, bars):
         for n in range(2):
@@ -217,13 +217,13 @@ def test_products_run_in_order_and_add_to_each_other():
         second = hopper.warpgroup_mma(square(tiles, 0), square(tiles, 0).permute((1, 0)), first, is_async=True)
         third = hopper.warpgroup_mma(square(tiles, 0), square(tiles, 0), one, is_async=True)
         second = hopper.warpgroup_mma_wait(1, deps=(second,))
-        assert torch.equal(second.used(), torch.ones(64, 64) + torch.eye(64))
+        assert torch.equal(second.take_tensor(), torch.ones(64, 64) + torch.eye(64))
         gl.barrier()
         return third
 
     def right(vector, tiles, bars):
         third = hopper.warpgroup_mma_wait(0, deps=(multiply(tiles),))
-        assert torch.equal(third.used(), torch.ones(64, 64) + torch.eye(64))
+        assert torch.equal(third.take_tensor(), torch.ones(64, 64) + torch.eye(64))
         gl.barrier()
         square(tiles, 0).store(third.to(gl.float16))
 
@@ -259,7 +259,7 @@ def test_products_run_in_order_and_add_to_each_other():
 
 @pytest.mark.parametrize("bytes, says", ((64 * 64, "complete with 1 copies|nothing|told"), (64 * 64 * 3, "deadlock")))
 def test_bytes_that_are_not_copied(bytes, says):
-    source = described(torch.randn(1, 64, 64).half())
+    source = describe(torch.randn(1, 64, 64).half())
 
     def fetch(vector, tiles, bars):
         mbarrier.expect(bars.index(0), bytes * 2)

@@ -49,7 +49,7 @@ class Value:
         wanted = TORCH[dtype]
         return apply((lambda t: t.view(wanted)) if bitcast else (lambda t: t.to(wanted)), self)
 
-    def used(self) -> Tensor:
+    def take_tensor(self) -> Tensor:
         """The tensor, for something that leaves the registers: what it was loaded from has been read by then."""
         for load in self.loads:
             load.finished = True
@@ -57,7 +57,7 @@ class Value:
         return self.tensor
 
     def __bool__(self) -> bool:
-        return bool(self.used())
+        return bool(self.take_tensor())
 
     def __neg__(self) -> Value:
         return apply(operator.neg, self)

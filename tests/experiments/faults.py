@@ -40,7 +40,7 @@ def _at(t, index, change):
     return t
 
 
-def _swapped(t, axis):
+def _swap(t, axis):
     return t.index_select(axis, torch.tensor([1, 0, *range(2, t.shape[axis])]))
 
 
@@ -71,9 +71,9 @@ FAULTS = {
        for name in ("dx", "ddt", "dA", "dB", "dC", "dD", "dz", "ddt_bias", "dinitial_states")},
     "one head's dx scaled": _edit(grads=lambda g: {"dx": _at(g.dx, (slice(None), slice(None), 2), lambda t: t * 1.1)}),
     "one group's dB scaled": _edit(grads=lambda g: {"dB": _at(g.dB, (slice(None), slice(None), 1), lambda t: t * 1.1)}),
-    "heads of out swapped": _edit(lambda out, f: (_swapped(out, 2), f)),
-    "heads of final_states swapped": _edit(lambda out, f: (out, _swapped(f, 1))),
-    "heads of dA swapped": _edit(grads=lambda g: {"dA": _swapped(g.dA, 0)}),
+    "heads of out swapped": _edit(lambda out, f: (_swap(out, 2), f)),
+    "heads of final_states swapped": _edit(lambda out, f: (out, _swap(f, 1))),
+    "heads of dA swapped": _edit(grads=lambda g: {"dA": _swap(g.dA, 0)}),
     "last token of out skipped": _edit(lambda out, f: (_at(out, LATE, torch.zeros_like), f)),
     "last token of dx skipped": _edit(grads=lambda g: {"dx": _at(g.dx, LATE, torch.zeros_like)}),
     "last token of one head of dz skipped": _edit(grads=lambda g: {"dz": _at(g.dz, (*LATE, 3), torch.zeros_like)}),

@@ -16,7 +16,7 @@ STEPS = 12
 CASES = [(name, mixer) for name in workload_names() for mixer in get_workload(name).mixers]
 
 
-def trained(workload: str, mixer: str, variant: str = "torch", steps: int = STEPS, **settings) -> list[float]:
+def train_small(workload: str, mixer: str, variant: str = "torch", steps: int = STEPS, **settings) -> list[float]:
     """Losses of every step; settings: of the run."""
     run = make_run(workload, mixer=mixer, variant=variant, steps=steps, save_every=0, **settings)
     with TemporaryDirectory() as folder:
@@ -26,7 +26,7 @@ def trained(workload: str, mixer: str, variant: str = "torch", steps: int = STEP
 
 
 def main() -> None:
-    found = {f"{workload} {mixer}": trained(workload, mixer) for workload, mixer in CASES}
+    found = {f"{workload} {mixer}": train_small(workload, mixer) for workload, mixer in CASES}
     lines = (f'  "{name}": {json.dumps([round(loss, 5) for loss in losses])}' for name, losses in found.items())
     GOLDEN.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 

@@ -19,7 +19,7 @@ def ssd_row(variant: str = "baseline", shape: str = "8b-b4", mode: str = "fwd", 
     } | other
 
 
-def compared(speedup: float = 1.25) -> dict:
+def compare(speedup: float = 1.25) -> dict:
     """The keys that a row has beside a rival's."""
     return {"against": "mamba_ssm", "against_p50_us": 1250.0, "against_graph_p50_us": 1237.5, "speedup": speedup,
             "graph_speedup": speedup}

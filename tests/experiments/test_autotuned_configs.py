@@ -32,7 +32,7 @@ def tuner(fastest: int, seen: list[int] | None = None) -> Autotuner:
 OUT = torch.zeros(1, device="cuda" if torch.cuda.is_available() else "cpu")
 
 
-def launched(kernel: Autotuner, n: int = 1) -> int:
+def launch(kernel: Autotuner, n: int = 1) -> int:
     """The size that it runs with."""
     kernel[1,](OUT, n)
     return int(OUT)
@@ -55,7 +55,7 @@ def ran(monkeypatch):
 def test_configs_of_one_process_are_those_of_the_next(ran):
     def first():
         with autotuned_configs.hand_over_configs():
-            assert launched(tuner(32)) == 32 and launched(tuner(64), n=2) == 64
+            assert launch(tuner(32)) == 32 and launch(tuner(64), n=2) == 64
 
     ran.does = first
     run, bench = Autotuner.run, Autotuner._bench
@@ -65,9 +65,9 @@ def test_configs_of_one_process_are_those_of_the_next(ran):
             with autotuned_configs.hand_over_configs():
                 seen: list[int] = []
                 kernel = tuner(16, seen)
-                assert (launched(kernel), launched(kernel, n=2), seen) == (32, 64, [])
+                assert (launch(kernel), launch(kernel, n=2), seen) == (32, 64, [])
                 with pytest.raises(RuntimeError, match="tuned_kernel was not tuned to this call before"):
-                    launched(kernel, n=3)
+                    launch(kernel, n=3)
     assert (Autotuner.run, Autotuner._bench) == (run, bench) and autotuned_configs._FILE not in autotuned_configs.os.environ
     with autotuned_configs.hand_over_configs():
-        assert launched(tuner(16)) == 16
+        assert launch(tuner(16)) == 16

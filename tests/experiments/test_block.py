@@ -31,11 +31,11 @@ def run(tmp_path, console):
 def upstream(monkeypatch):
     """For every part: ours, off by a thousandth."""
     def off(part):
-        def made(shape, dtype):
+        def make(shape, dtype):
             work = part(shape, dtype)
             return block.Work(work.ours, ("rival", lambda: lambda: 1.001 * work.ours()), work.leaves, work.nbytes)
 
-        return made
+        return make
 
     monkeypatch.setattr(block, "PARTS", {name: off(part) for name, part in block.PARTS.items() if name != "state_update"})
 

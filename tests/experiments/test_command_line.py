@@ -8,13 +8,13 @@ from unittest.mock import Mock
 
 import pytest
 
-from experiments import interpret, names
+from experiments import interpret, known_names
 from experiments.__main__ import app
 from experiments.accuracy import Error
 from experiments.workloads import get_workload, preset_names, workload_names
 from ssd import Options, variant_names
 from tests.experiments.invoke import invoke
-from tests.experiments.rows import compared, ssd_row, write
+from tests.experiments.rows import compare, ssd_row, write
 from tests.experiments.small import without_gpu
 
 ROOT = Path(__file__).parents[2]
@@ -43,7 +43,7 @@ def test_a_bad_option_is_refused_by_name_and_nothing_is_written(line, said, tmp_
 
 
 def test_table_of_rows(tmp_path):
-    write(tmp_path, ssd_row(**compared()), ssd_row("mamba_ssm"), ssd_row("mamba_ssm", "2.7b-b4"))
+    write(tmp_path, ssd_row(**compare()), ssd_row("mamba_ssm"), ssd_row("mamba_ssm", "2.7b-b4"))
     result = invoke("table", "--out", tmp_path, "--variant", "mamba_ssm", "--shape", "8b-b4")
     assert result.exit_code == 0
     assert len(result.stdout.splitlines()) == 3 and "baseline" not in result.stdout
@@ -60,7 +60,7 @@ def test_each_bench_has_its_table(bench, tmp_path):
 
 @pytest.mark.parametrize(("name", "said"), [("persitent", "'persistent'"), ("pers", "'persistent'"), ("", ""), ("gpt", "")])
 def test_a_near_name_is_suggested(name, said):
-    assert names.suggest(name, ("baseline", "persistent")) == (f"; did you mean {said}?" if said else "")
+    assert known_names.suggest(name, ("baseline", "persistent")) == (f"; did you mean {said}?" if said else "")
 
 
 @without_gpu
@@ -123,7 +123,7 @@ def test_help_and_mistyped_names_wait_for_no_import():
 
 
 def test_names_are_the_registrys(monkeypatch):
-    assert names.variant_names() == variant_names()
+    assert known_names.variant_names() == variant_names()
     for name in workload_names():
         presets = tuple(get_workload(name).presets)
         monkeypatch.delitem(sys.modules, f"experiments.workloads.{name}")

@@ -39,7 +39,7 @@ def raw(*launches, names=NAMES) -> str:
     return "==PROF== Profiling\n" + "".join(",".join(f'"{cell}"' for cell in line) + "\n" for line in lines)
 
 
-def without(metric: str, *launches) -> str:
+def leave_out(metric: str, *launches) -> str:
     """ncu's output where it leaves out a metric that it does not know."""
     kept = [n for n, name in enumerate(NAMES) if name != metric]
     return raw(*([launch[n] for n in kept] for launch in launches), names=[NAMES[n] for n in kept])
@@ -60,14 +60,14 @@ def test_a_metric_that_ncu_does_not_know(key, cell):
     metric = (counters._WARM | counters._COLD)[key]
     place = NAMES.index(metric)
     unknown = [(*launch[:place], cell, *launch[place + 1 :]) for launch in LAUNCHES]
-    kernels = counters.merge_by_kernel(read(without(metric, *LAUNCHES) if cell is None else raw(*unknown)))
+    kernels = counters.merge_by_kernel(read(leave_out(metric, *LAUNCHES) if cell is None else raw(*unknown)))
     known = counters.merge_by_kernel(read(raw(*LAUNCHES)))
     assert kernels == [{name: value for name, value in kernel.items() if name != key} for kernel in known]
 
 
 def test_what_there_must_be():
     with pytest.raises(ValueError, match="_chunk_state has no dram__bytes_read"):
-        read(without(counters._READ, *LAUNCHES))
+        read(leave_out(counters._READ, *LAUNCHES))
 
 
 def test_kernels_are_weighted_with_time():

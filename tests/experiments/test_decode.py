@@ -51,10 +51,10 @@ def test_rows(tmp_path, clock):
 
 
 def test_a_model_generates_and_what_is_missing_is_said_once(tmp_path, monkeypatch):
-    def absent(model):
+    def refuse(model):
         raise ImportError("rival is not installed")
 
-    monkeypatch.setitem(decode.RIVALS, "mamba_ssm", absent)
+    monkeypatch.setitem(decode.RIVALS, "mamba_ssm", refuse)
     rows, said = run(tmp_path, ("mamba_ssm",))
     assert {(row["batch"], row["mode"]) for row in rows} == {(b, m) for b in (1, 2) for m in ("prefill", "token")}
     assert all(row["p50_us"] > 0 and "speedup" not in row for row in rows if not row["graph"])

@@ -33,13 +33,13 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 IN_PROCESSES = ("ends its process", "hangs")
 
 
-def drawn(seed: int, families: int, device: str = "cuda", part: str = "operator", variants=("fused", "persistent")) -> list:
+def draw(seed: int, families: int, device: str = "cuda", part: str = "operator", variants=("fused", "persistent")) -> list:
     return [c for index in range(families) for c in DRAWS[part](seed, index, list(variants), device, 6)]
 
 
 def test_a_seed_draws_the_same():
-    assert drawn(1, 5) == drawn(1, 5)
-    assert drawn(1, 5) != drawn(2, 5)
+    assert draw(1, 5) == draw(1, 5)
+    assert draw(1, 5) != draw(2, 5)
 
 
 def test_the_same_configuration_has_the_same_inputs():
@@ -73,7 +73,7 @@ def test_documents_count_in_the_exponent():
 
 def test_draws_reach_everything():
     """Sizes, options, ways of calling and layouts, within a few minutes' worth of draws."""
-    configs = drawn(0, 400, variants=("auto", "baseline", "fused", "persistent"))
+    configs = draw(0, 400, variants=("auto", "baseline", "fused", "persistent"))
     assert {c.variant for c in configs} == {"auto", "baseline", "fused", "persistent"}
     assert {c.mode for c in configs} == {"plain", "capture", "streams", "no_grad", "inference", "checkpoint", "compile"}
     assert {name for c in configs for name in c.options} >= {"tf32", *get_variant("fused").options,
@@ -119,7 +119,7 @@ def small(configs: list) -> list:
 
 def test_no_false_alarms():
     """Of what is right in every dtype, with any options."""
-    ratios(small(drawn(1, 3, "cpu", variants=("torch",))))
+    ratios(small(draw(1, 3, "cpu", variants=("torch",))))
 
 
 @pytest.mark.parametrize("index", range(len(BLOCK_PARTS)), ids=BLOCK_PARTS)
@@ -175,7 +175,7 @@ def test_faults_are_found(fault, dtype, monkeypatch):
     assert outcome.why.splitlines()[0].startswith(result)
 
 
-def found(fault: str, lines: list[str], timeout: float = 60) -> dict[str, trial.Outcome]:
+def find(fault: str, lines: list[str], timeout: float = 60) -> dict[str, trial.Outcome]:
     with Pool(1, timeout, partial(run_worker, fault)) as pool:
         return dict(pool.run([line] for line in lines))
 
@@ -194,14 +194,14 @@ def test_a_large_dstate_is_mirrored_in_parts_too(wanted):
 def test_what_ends_its_process_is_named():
     """And the batch after it is run, by another process."""
     lines = [to_json(EVERYTHING), to_json(replace(EVERYTHING, seed=4))]
-    outcomes = found("ends its process", lines)
+    outcomes = find("ends its process", lines)
     assert list(outcomes) == lines
     assert all(outcome.failed and "died: signal SIGSEGV" in outcome.why for outcome in outcomes.values())
 
 
 def test_what_hangs_is_named():
     line = to_json(EVERYTHING)
-    (outcome,) = found("hangs", [line], timeout=1).values()
+    (outcome,) = find("hangs", [line], timeout=1).values()
     assert outcome.failed and outcome.why.startswith("hung: no result after 1 s")
 
 
@@ -246,12 +246,12 @@ def test_one_wrong_head_of_many_is_told_by_number():
     problem = trial.PARTS["operator"].problem(EVERYTHING, 0, "cpu")
     problem = replace(problem, eps=2**-7, coarsest=2**-7)
 
-    def failed(value):
+    def list_failures(value):
         checks = judge.compare("out", value, truth, [rounded], problem)
         return [check.what for check in checks if not check.passed]
 
-    assert not failed(rounded)
-    assert any(what.startswith("out, head (0, 7)") for what in failed(wrong))
+    assert not list_failures(rounded)
+    assert any(what.startswith("out, head (0, 7)") for what in list_failures(wrong))
 
 
 def test_a_configuration_again(tmp_path):

@@ -13,7 +13,7 @@ from experiments.workloads.graph_model import GraphModel, graph_loss
 from experiments.workloads.graph_padding import count_fill, fill_up, round_up
 from experiments.workloads.graphs import MALNET_TINY, MNIST, PEPTIDES_FUNC, VOC_SP
 from tests.experiments.small import graph_sizes, needs_graphs, small_run
-from tests.experiments.test_graphmamba import KINDS, batch_of, doubled
+from tests.experiments.test_graphmamba import KINDS, batch_of, convert_to_fp64
 
 pytestmark = pytest.mark.usefixtures("small")
 
@@ -44,7 +44,7 @@ def compute(model: GraphModel, batch, **drawn) -> list[torch.Tensor]:
 def test_nothing_of_what_fills_a_batch_up_is_seen(data, mixer, tokens):
     torch.manual_seed(0)
     model = GraphModel(graph_sizes(data=data, mixer=mixer, tokens=tokens, pooling="max"), "torch").double()
-    state, batch = {name: t.clone() for name, t in model.state_dict().items()}, doubled(batch_of(data=data))
+    state, batch = {name: t.clone() for name, t in model.state_dict().items()}, convert_to_fp64(batch_of(data=data))
     filled = fill(batch, data, mixer)
     nodes, most = len(batch["x"]), len(filled["x"])
     noise, walks = torch.rand(2, 1, most), torch.randint(nodes, (3, nodes, 2))
@@ -65,8 +65,8 @@ def test_losses_are_of_what_is_real(data):
     """In eval mode, where the order of nodes of one degree is all that is drawn: each has one of its own here."""
     torch.manual_seed(0)
     model = GraphModel(graph_sizes(data=data, mixer="ssd"), "torch").double().eval()
-    batch = doubled(batch_of((2, 1, 1), data, edges=0))
-    batch |= {"edge_index": torch.tensor([[0], [1]]), "edge_attr": doubled(batch_of((2,), data, edges=1))["edge_attr"][:1]}
+    batch, edges = convert_to_fp64(batch_of((2, 1, 1), data, edges=0)), convert_to_fp64(batch_of((2,), data, edges=1))
+    batch |= {"edge_index": torch.tensor([[0], [1]]), "edge_attr": edges["edge_attr"][:1]}
     filled = fill(batch, data, "ssd")
     assert len(filled["x"]) == 8 and len(filled["edge_attr"]) == 8
     torch.testing.assert_close(graph_loss(model, filled), graph_loss(model, batch))

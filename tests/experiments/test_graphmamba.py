@@ -42,7 +42,7 @@ def batch_of(nodes=NODES, data: GraphData = PEPTIDES_FUNC, edges: int = 3) -> di
             "ptr": ptr}
 
 
-def doubled(batch):
+def convert_to_fp64(batch):
     return {name: t.double() if t.is_floating_point() else t for name, t in batch.items()}
 
 
@@ -51,13 +51,13 @@ def trained(request, small):
     """A model in fp64 and eval mode, with norms that have seen the batch, the batch, and random numbers for both."""
     torch.manual_seed(0)
     mixer, tokens = request.param
-    model, batch = GraphModel(graph_sizes(mixer=mixer, tokens=tokens), "torch").double(), doubled(batch_of())
+    model, batch = GraphModel(graph_sizes(mixer=mixer, tokens=tokens), "torch").double(), convert_to_fp64(batch_of())
     with torch.no_grad():
         model(batch)
-    return model.eval(), batch, drawn(batch)
+    return model.eval(), batch, draw(batch)
 
 
-def drawn(batch) -> dict[str, torch.Tensor]:
+def draw(batch) -> dict[str, torch.Tensor]:
     """The random numbers of `GraphModel.forward` in eval mode; walks go to any node of the graph."""
     number, ptr = batch["batch"], batch["ptr"]
     low, high = ptr[number, None], ptr[number + 1, None]
@@ -71,7 +71,7 @@ def drawn(batch) -> dict[str, torch.Tensor]:
 def test_the_model_is_its_parts(pooling, tokens):
     torch.manual_seed(0)
     batch = batch_of()
-    random = drawn(batch)
+    random = draw(batch)
     model = GraphModel(graph_sizes(mixer="ssd", tokens=tokens, pooling=pooling), "torch").eval()
     h, e = model.of_nodes(batch["x"]) + model.of_positions(batch["random_walk_pe"]), model.of_edges(batch["edge_attr"])
     if tokens == "walks":

@@ -39,7 +39,7 @@ def two() -> list[dict[str, object]]:
              "PYTHONFAULTHANDLER": 1} for rank in range(2)]
 
 
-def said_by(ranks: list[Popen[str]], status: int = 0) -> list[tuple[str, str]]:
+def collect_output(ranks: list[Popen[str]], status: int = 0) -> list[tuple[str, str]]:
     """What they said until they ended with that status; where one does not end, all are, and the test fails with what they
     were at.
     """
@@ -58,10 +58,10 @@ def said_by(ranks: list[Popen[str]], status: int = 0) -> list[tuple[str, str]]:
     return said
 
 
-def trained_by_two(out: Path, way: str, *more: str) -> None:
+def train_by_two(out: Path, way: str, *more: str) -> None:
     ranks = [start_module("experiments", *LINE, "--out", out, "--rows", out / "rows", "--parallel", way, *more, **environment)
              for environment in two()]
-    _, (said, _) = said_by(ranks)
+    _, (said, _) = collect_output(ranks)
     assert said == "", "the second process speaks, too"
 
 
@@ -85,14 +85,14 @@ def assert_same_steps(out: Path, by_one: Path) -> None:
         assert read_log(out, value) == pytest.approx(read_log(by_one, value), rel=1e-3), out
 
 
-def saved(out: Path) -> dict[str, torch.Tensor]:
+def load_saved(out: Path) -> dict[str, torch.Tensor]:
     """Weights and buffers."""
     return {name: t for name, t in read_saved(out).items() if "/" not in name}
 
 
 def assert_ends_alike(out: Path, by_one: Path) -> None:
     assert_same_steps(out, by_one)
-    weights, expected = saved(out), saved(by_one)
+    weights, expected = load_saved(out), load_saved(by_one)
     assert weights.keys() == expected.keys()
     for name, t in weights.items():
         apart = (t - expected[name]).norm() / expected[name].norm()
@@ -101,7 +101,7 @@ def assert_ends_alike(out: Path, by_one: Path) -> None:
 
 @needs_two
 def test_two_whole_models(by_one, tmp_path):
-    trained_by_two(tmp_path, "ddp")
+    train_by_two(tmp_path, "ddp")
     assert_ends_alike(tmp_path, by_one)
     (row,) = record.read(tmp_path / "rows")
     assert (row["gpus"], row["way"]) == (2, "ddp") and (row["link_gbps"] is None) != torch.cuda.is_available()
@@ -116,7 +116,7 @@ def test_two_halves_go_on_with_what_one_has_saved(by_one, tmp_path):
     out = tmp_path / "run"
     shutil.copytree(by_one, out)
     shutil.rmtree(out / "checkpoints" / "step-00000004")
-    trained_by_two(out, "fsdp", "--resume")
+    train_by_two(out, "fsdp", "--resume")
     assert_ends_alike(out, by_one)
 
 
@@ -128,13 +128,13 @@ def test_every_workload_in_either_way(workload, tmp_path):
     """Not by its weights: biases before a batch norm have gradients of rounding alone, of which AdamW makes whole steps."""
     train_undrawn(workload, tmp_path / "one", "ddp")
     ranks = [start_module("tests.experiments.undrawn", workload, tmp_path / "two", **environment) for environment in two()]
-    said_by(ranks)
+    collect_output(ranks)
     for way in ways_of(workload):
         for name in runs_of(workload):
             out, by_one = tmp_path / "two" / way / name, tmp_path / "one" / "ddp" / name
             assert_same_steps(out, by_one)
-            expected = saved(by_one)
-            for batch_norm, t in saved(out).items():
+            expected = load_saved(by_one)
+            for batch_norm, t in load_saved(out).items():
                 if batch_norm.endswith(("num_batches_tracked", "running_var")):
                     torch.testing.assert_close(t, expected[batch_norm], rtol=1e-2, atol=0)
 
@@ -167,6 +167,6 @@ def test_a_signal_to_all_processes_saves(tmp_path):
     for _ in range(2):
         for rank in ranks:
             rank.terminate()
-    said = said_by(ranks, 128 + signal.SIGTERM)
+    said = collect_output(ranks, 128 + signal.SIGTERM)
     step = checkpoints.read_state(checkpoints.latest(tmp_path / "checkpoints"))["step"]
     assert f"SIGTERM after step {step}" in said[0][0] and said[1][0] == "" and len(read_log(tmp_path)) == step

@@ -7,11 +7,11 @@ import pytest
 from experiments import figure, readme, result_tables, speedup_figure, step_figure, terminal_page
 from experiments.readme import Shown, list_sections, write
 from tests.experiments import rows as rows_of
-from tests.experiments.rows import ENVIRONMENT, compared, ssd_row
+from tests.experiments.rows import ENVIRONMENT, compare, ssd_row
 
 ROWS = [
-    ssd_row(mode="fwd", p50_us=1100.0, **compared(1.05)), ssd_row(mode="bwd", p50_us=4400.0, **compared(0.91)),
-    ssd_row(shape="8b-b1", p50_us=300.0, **compared(1.0)), ssd_row("mamba_ssm", mode="fwd", p50_us=1150.0),
+    ssd_row(mode="fwd", p50_us=1100.0, **compare(1.05)), ssd_row(mode="bwd", p50_us=4400.0, **compare(0.91)),
+    ssd_row(shape="8b-b1", p50_us=300.0, **compare(1.0)), ssd_row("mamba_ssm", mode="fwd", p50_us=1150.0),
     ssd_row("mamba_ssm", mode="bwd", p50_us=4000.0)]
 PRINTED = "persistent  fp32   dA          9.2e-07    8.9e-07  1e-04  agrees"
 
@@ -45,7 +45,7 @@ def test_check_finds_what_is_stale_and_changes_nothing(root):
     after = read(root)
     assert "stale" not in "".join(after.values()) and all(text.startswith(("before\n", "<?xml")) for text in after.values())
     assert write(shown, root, check=True)
-    newer = [*ROWS, ssd_row("persistent", mode="bwd", **compared(3.0))]
+    newer = [*ROWS, ssd_row("persistent", mode="bwd", **compare(3.0))]
     assert not write(Shown(newer), root, check=True) and read(root) == after
     for path, drawing in (("docs/results.svg", figure), ("docs/speedups.svg", speedup_figure)):
         old, new = (figure.compute_fingerprint(drawing.points(rows)) for rows in (ROWS, newer))
@@ -92,26 +92,26 @@ def test_results_have_losses_too():
 
 def test_speedups():
     """Ranges are of the fastest variant at each shape, by its time in a graph; lines are `persistent`'s alone."""
-    rows = [*ROWS, ssd_row("fused", **compared(2.5)), ssd_row("persistent", shape="8b-b1", **compared(3.25) | {"speedup": 9.0}),
-            ssd_row("fused", mode="fwd_bwd", **compared(1.75)), ssd_row("fused", shape="8b-b8"),
-            ssd_row("persistent", p50_us=252.0, **compared(2.0)), ssd_row("persistent", mode="bwd", **compared(0.75))]
+    rows = [*ROWS, ssd_row("fused", **compare(2.5)), ssd_row("persistent", shape="8b-b1", **compare(3.25) | {"speedup": 9.0}),
+            ssd_row("fused", mode="fwd_bwd", **compare(1.75)), ssd_row("fused", shape="8b-b8"),
+            ssd_row("persistent", p50_us=252.0, **compare(2.0)), ssd_row("persistent", mode="bwd", **compare(0.75))]
 
-    def said(*more):
+    def render(*more):
         return " ".join(result_tables.tabulate_speedups([*rows, *more], []).split())
 
-    assert "on one NVIDIA H200" in said() and "the default" not in said()
-    assert "Over 1 shapes, forward and backward together are 1.8x as fast with the fastest variant. " in said()
-    assert "The figure's bars and the table are of `persistent`" in said()
-    assert "| Mamba-2 8B, 4 x 4096 | **2.0x** 242 µs | **0.8x** 990 µs | | - |" in said().replace("|  |", "| |")
-    assert "a dash: not measured" in said()
-    slow, fast = (ssd_row("auto", mode="fwd_bwd", shape=shape, **compared(gain)) for shape, gain in
+    assert "on one NVIDIA H200" in render() and "the default" not in render()
+    assert "Over 1 shapes, forward and backward together are 1.8x as fast with the fastest variant. " in render()
+    assert "The figure's bars and the table are of `persistent`" in render()
+    assert "| Mamba-2 8B, 4 x 4096 | **2.0x** 242 µs | **0.8x** 990 µs | | - |" in render().replace("|  |", "| |")
+    assert "a dash: not measured" in render()
+    slow, fast = (ssd_row("auto", mode="fwd_bwd", shape=shape, **compare(gain)) for shape, gain in
                   (("8b-b4", 1.5), ("8b-b1", 3.25)))
-    assert "Over 2 shapes, " in said(slow, fast) and "are 1.8x to 3.2x as fast" in said(slow, fast)
-    assert "fastest variant, and 1.5x to 3.2x with the default, `auto`." in said(slow, fast)
-    two = said(ssd_row("persistent", **compared(9.0)) | {"gpu": "NVIDIA H100"})
+    assert "Over 2 shapes, " in render(slow, fast) and "are 1.8x to 3.2x as fast" in render(slow, fast)
+    assert "fastest variant, and 1.5x to 3.2x with the default, `auto`." in render(slow, fast)
+    two = render(ssd_row("persistent", **compare(9.0)) | {"gpu": "NVIDIA H100"})
     assert two.count(" on one NVIDIA H") == 2 and "**9.0x**" not in two and "**2.0x**" in two, "one table"
-    forward = ssd_row("persistent", shape="nemotron-nano-9b-v2", **compared(3.0)) | {"gpu": "NVIDIA H100"}
-    shown, table, other = (said(forward).index(part) for part in ("on one NVIDIA H200", "| Mamba-2 8B", "on one NVIDIA H100"))
+    forward = ssd_row("persistent", shape="nemotron-nano-9b-v2", **compare(3.0)) | {"gpu": "NVIDIA H100"}
+    shown, table, other = (render(forward).index(part) for part in ("on one NVIDIA H200", "| Mamba-2 8B", "on one NVIDIA H100"))
     assert shown < table < other, "the GPU of the figure and the table first"
 
 
@@ -137,7 +137,7 @@ def test_workloads(root):
 
 def test_terminal(root, monkeypatch):
     """As printed; errors may differ in their digits from machine to machine, and no more than that."""
-    write(Shown([ssd_row("persistent", **compared(2.0)), ssd_row("fused")]), root)
+    write(Shown([ssd_row("persistent", **compare(2.0)), ssd_row("fused")]), root)
     text = (root / readme.TERMINAL).read_text()
     assert " 8b-b4  fwd   persistent    128     990" in text and "fused" not in text and "NVIDIA H200, bf16" in text
     assert max(map(len, text.splitlines())) <= 100

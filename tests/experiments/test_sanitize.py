@@ -99,18 +99,18 @@ def test_a_kernel_that_never_ran_is_no_pass(says, tmp_path, console, monkeypatch
     """Where all that launches kernels is run."""
     monkeypatch.setattr(sanitize, "is_hopper", lambda device: True)
 
-    def launching(names: set[str]) -> dict[str, str]:
+    def fake_launches(names: set[str]) -> dict[str, str]:
         return {"memcheck": f"launched {' '.join(sorted(names))}\n{CLEAN['memcheck']}"}
 
     every = [*sanitize.list_candidates(), sanitize.BLOCK]
-    says(launching(sanitize.list_ours()))
+    says(fake_launches(sanitize.list_ours()))
     assert sanitize.run(every, ["memcheck"], tmp_path / "rows", console)
-    says(launching(sanitize.list_ours() - {"bmm_chunk_kernel"}))
+    says(fake_launches(sanitize.list_ours() - {"bmm_chunk_kernel"}))
     assert sanitize.run(["baseline"], ["memcheck"], tmp_path / "rows", console), "of one variant nothing is missing"
     assert not sanitize.run(every, ["memcheck"], tmp_path / "rows", console)
     assert "never launched: bmm_chunk_kernel" in console.export_text()
     monkeypatch.setattr(sanitize, "is_hopper", lambda device: False)
-    says(launching({name for name in sanitize.list_ours() if "hopper" not in name}))
+    says(fake_launches({name for name in sanitize.list_ours() if "hopper" not in name}))
     assert sanitize.run(every, ["memcheck"], tmp_path / "rows", console), "which no other GPU can run"
     rows = record.read(tmp_path / "rows", bench="sanitize")
     assert set(rows[0]["launched"]) == sanitize.list_ours() and rows[0]["kernels"] == ""

@@ -5,7 +5,7 @@ import pytest
 from rich.console import Console
 
 from experiments import table
-from tests.experiments.rows import compared, ssd_row, write
+from tests.experiments.rows import compare, ssd_row, write
 
 
 def test_best_chunk_of_the_latest_rows(tmp_path):
@@ -25,7 +25,7 @@ def test_the_kernels_decide_and_not_their_launches(tmp_path):
 
 def test_rows_beside_a_rival(tmp_path):
     """A later one without does not take the place of a comparison; what has none is shown as it is."""
-    write(tmp_path, ssd_row("fused", p50_us=800.0, **compared()), ssd_row("fused"), ssd_row("mamba_ssm"), ssd_row("persistent"))
+    write(tmp_path, ssd_row("fused", p50_us=800.0, **compare()), ssd_row("fused"), ssd_row("mamba_ssm"), ssd_row("persistent"))
     found = {row["variant"]: row["p50_us"] for row in table.read_latest(tmp_path, compared=True)}
     assert found == {"fused": 800.0, "mamba_ssm": 1000.0, "persistent": 1000.0}
     assert {row["variant"]: row["p50_us"] for row in table.read_latest(tmp_path)}["fused"] == 1000.0
@@ -39,7 +39,7 @@ def test_commits_are_not_mixed(tmp_path):
 
 
 def test_markdown():
-    text = table.render([ssd_row(**compared()), ssd_row("mamba_ssm", p50_us=1250.0)], "markdown")
+    text = table.render([ssd_row(**compare()), ssd_row("mamba_ssm", p50_us=1250.0)], "markdown")
     header, rule, ours, peer = text.splitlines()
     assert "graph speed-up" in header and set(rule) <= set("| :-") and len(rule.split("|")) == len(header.split("|"))
     cells = [cell.strip() for cell in ours.strip("|").split("|")]
@@ -49,7 +49,7 @@ def test_markdown():
 
 
 def test_csv_keeps_every_key():
-    row = ssd_row(**compared())
+    row = ssd_row(**compare())
     (parsed,) = csv.DictReader(io.StringIO(table.render([row], "csv")))
     assert parsed.keys() == row.keys()
     assert float(parsed["p50_us"]) == 1000.0
@@ -64,7 +64,7 @@ def test_a_table_fits_100_columns_and_cuts_nothing(name):
         "part": "selective_scan", "workload": "mambavision", "preset": "malnet-tiny", "mixer": "mamba1", "step": "without",
         "mean_dram_pct": 57.25, "changed": "low_precision_CB", "kernel": "selective_scan_walk_bwd_kernel", "dram_pct": 100.0,
         "ssm_us": 1234.5e3}
-    row = ssd_row(p50_us=116431.0, **compared(), seqlen=1048576, relative=0.5, unit="tokens", dram_bytes=123456e6,
+    row = ssd_row(p50_us=116431.0, **compare(), seqlen=1048576, relative=0.5, unit="tokens", dram_bytes=123456e6,
                   occupancy_pct=99.9, tensor_pct=99.9, registers=255, blocks=100000, loss=10.123) | long
     console = Console(width=100, record=True, file=io.StringIO())
     table.show(console, [row], "medians", columns)
@@ -81,7 +81,7 @@ def test_a_table_fits_100_columns_and_cuts_nothing(name):
 
 def test_the_least_of_a_rival_counts():
     """Where its last rows say less than the run that a row is of: in GPU time, and of the same shape and direction."""
-    rows = [ssd_row(p50_us=110.0, **compared(2.0)), ssd_row(p50_us=110.0, mode="bwd", **compared(2.0)), ssd_row("fused")]
+    rows = [ssd_row(p50_us=110.0, **compare(2.0)), ssd_row(p50_us=110.0, mode="bwd", **compare(2.0)), ssd_row("fused")]
     rivals = [ssd_row("mamba_ssm", p50_us=us, chunk_size=size) for us, size in ((160.0, 64), (1000.0, 128))]
     better, same, alone = table.compare_with_least(rows, rivals)
     assert better["graph_speedup"] == pytest.approx(1.5) and better["speedup"] == 2.0

@@ -36,10 +36,10 @@ def test_signatures_of_the_installed_mamba_ssm(monkeypatch):
     """Its releases up to 2.3.2 end before state_dtype, which its main branch has, and earlier ones sooner."""
     if find_spec("mamba_ssm") is None:
         pytest.skip("mamba_ssm is not installed")
-    from ssd.interop.mamba_ssm import without_its_init
+    from ssd.interop.mamba_ssm import skip_its_init
 
     monkeypatch.setitem(sys.modules, "selective_scan_cuda", ModuleType("selective_scan_cuda"))
-    with without_its_init():
+    with skip_its_init():
         found = {**vars(import_module("mamba_ssm.ops.triton.ssd_combined")),
                  **vars(import_module("mamba_ssm.ops.triton.selective_state_update")),
                  **vars(import_module("mamba_ssm.ops.selective_scan_interface"))}

@@ -22,7 +22,7 @@ def spread(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
-def generated(how: AbstractContextManager, model: torch.nn.Module, ids: torch.Tensor, **settings) -> torch.Tensor:
+def run_generate(how: AbstractContextManager, model: torch.nn.Module, ids: torch.Tensor, **settings) -> torch.Tensor:
     with how:
         return model.generate(ids, **settings)
 
@@ -45,7 +45,7 @@ def test_transformers(variant):
         tie_word_embeddings=True)
     model, ids = spread(transformers.Mamba2ForCausalLM(config)).eval().cuda(), prompt()
     settings = {"max_new_tokens": NEW, "do_sample": False}
-    expected, got = (generated(how, model, ids, **settings) for how in (nullcontext(), ssd.patch_transformers(variant)))
+    expected, got = (run_generate(how, model, ids, **settings) for how in (nullcontext(), ssd.patch_transformers(variant)))
     assert_same(got, expected)
 
 
@@ -57,7 +57,7 @@ def test_mamba_ssm():
         from mamba_ssm.models.config_mamba import MambaConfig
     config = MambaConfig(d_model=768, n_layer=24, vocab_size=VOCAB, ssm_cfg={"layer": "Mamba2"})
     model, ids = spread(MambaLMHeadModel(config, device="cuda")), prompt()
-    expected, got = (generated(how, model, ids, max_length=PROMPT + NEW) for how in (nullcontext(), ssd.patch_mamba_ssm()))
+    expected, got = (run_generate(how, model, ids, max_length=PROMPT + NEW) for how in (nullcontext(), ssd.patch_mamba_ssm()))
     assert_same(got, expected)
 
 

@@ -36,7 +36,7 @@ def files(tmp_path, monkeypatch):
         yield tmp_path
 
 
-def named(module: str) -> dict:
+def get_names(module: str) -> dict:
     return vars(importlib.import_module(module))
 
 
@@ -60,14 +60,14 @@ HOLDERS = {
 def test_functions_are_replaced_wherever_they_are(files):
     """And put back; the convolutions are None without causal_conv1d. A later patch finds the same modules."""
     with ssd.patch_mamba_ssm():
-        found = {holder: named(holder) for holder in HOLDERS}
+        found = {holder: get_names(holder) for holder in HOLDERS}
         assert all(found[holder][name] is OURS[name] for holder, names in HOLDERS.items() for name in names)
         assert ssd.patched() == {"mamba_ssm": "auto"}
     for holder, names in HOLDERS.items():
         homes = {name: getattr(found[holder][name], "__module__", None) for name in names if found[holder][name]}
         assert homes == {name: HOMES[name] for name in names if name in HOMES}, holder
     with ssd.patch_mamba_ssm():
-        assert all(named(holder) is found[holder] for holder in HOLDERS if holder.startswith("mamba_ssm.modules"))
+        assert all(get_names(holder) is found[holder] for holder in HOLDERS if holder.startswith("mamba_ssm.modules"))
         assert all(found[holder][name] is OURS[name] for holder, names in HOLDERS.items() for name in names
                    if holder.startswith("mamba_ssm.modules"))
 
@@ -75,21 +75,21 @@ def test_functions_are_replaced_wherever_they_are(files):
 def test_modules_that_are_not_looked_through(files):
     """As MambaVision's: what one took before the patch is upstream's, what it took under it remains ours."""
     sys.modules["selective_scan_cuda"] = ModuleType("selective_scan_cuda")
-    upstream = {name: named("vision.mixer")[name] for name in MAMBA_1}
+    upstream = {name: get_names("vision.mixer")[name] for name in MAMBA_1}
     with ssd.patch_mamba_ssm():
-        assert all(named("vision.mixer")[name] is upstream[name] for name in MAMBA_1)
+        assert all(get_names("vision.mixer")[name] is upstream[name] for name in MAMBA_1)
         del sys.modules["vision.mixer"]
-        mixer = named("vision.mixer")
+        mixer = get_names("vision.mixer")
     assert all(mixer[name] is OURS[name] for name in MAMBA_1)
 
 
 def test_megatron_before_and_after(files):
     """Imported first it has upstream's functions, imported later ours; both end with the patch."""
     sys.modules["selective_scan_cuda"] = ModuleType("selective_scan_cuda")
-    upstream = {name: named("mamba_ssm.ops.triton.ssd_combined")[name] for name in SCANS}
-    for first in (named("megatron.core.mixer"), None):
+    upstream = {name: get_names("mamba_ssm.ops.triton.ssd_combined")[name] for name in SCANS}
+    for first in (get_names("megatron.core.mixer"), None):
         with ssd.patch_mamba_ssm():
-            mixer = named("megatron.core.mixer")
+            mixer = get_names("megatron.core.mixer")
             assert first in (None, mixer) and all(mixer[name] is OURS[name] for name in SCANS)
         assert all(mixer[name] is upstream[name] for name in SCANS)
         del sys.modules["megatron.core.mixer"]
@@ -116,19 +116,19 @@ def test_installed_extensions_are_used(files):
         (files / f"{name}.py").write_text(source)
     for name in ("selective_scan_cuda", "causal_conv1d"):
         importlib.import_module(name)
-    theirs = {name: named("causal_conv1d")[name] for name in CONVS}
+    theirs = {name: get_names("causal_conv1d")[name] for name in CONVS}
     with ssd.patch_mamba_ssm():
         for module in holders:
-            assert all(named(module)[name] is OURS[name] for name in CONVS)
+            assert all(get_names(module)[name] is OURS[name] for name in CONVS)
         assert sys.modules["selective_scan_cuda"].__file__
     for module in holders:
-        assert all(named(module)[name] is theirs[name] for name in CONVS)
+        assert all(get_names(module)[name] is theirs[name] for name in CONVS)
     assert "selective_scan_cuda" in sys.modules
 
 
 def test_the_peer_keeps_upstreams_function(files):
     with ssd.patch_mamba_ssm():
-        assert named("ssd.interop.mamba_ssm")["mamba_chunk_scan_combined"].__module__ == "mamba_ssm.ops.triton.ssd_combined"
+        assert get_names("ssd.interop.mamba_ssm")["mamba_chunk_scan_combined"].__module__ == "mamba_ssm.ops.triton.ssd_combined"
 
 
 def test_no_half_patch(files):
@@ -158,11 +158,11 @@ def real():
 @contextmanager
 def definitions(monkeypatch) -> Iterator[None]:
     """Mamba-1's blocks run mamba_ssm's own definitions in torch, around a convolution of this file's."""
-    interface = named("mamba_ssm.ops.selective_scan_interface")
+    interface = get_names("mamba_ssm.ops.selective_scan_interface")
     with monkeypatch.context() as patched:
         patched.setitem(interface, "causal_conv1d_fn", convolution)
         patched.setitem(interface, "selective_scan_fn", interface["selective_scan_ref"])
-        patched.setitem(named("mamba_ssm.modules.mamba_simple"), "mamba_inner_fn", interface["mamba_inner_ref"])
+        patched.setitem(get_names("mamba_ssm.modules.mamba_simple"), "mamba_inner_fn", interface["mamba_inner_ref"])
         yield
 
 

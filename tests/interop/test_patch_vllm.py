@@ -38,7 +38,7 @@ def install(tmp_path, monkeypatch):
     assert ssd.patched() == {}
 
 
-def named(module: str):
+def find_function(module: str):
     return getattr(importlib.import_module(module), NAME)
 
 
@@ -46,11 +46,11 @@ def named(module: str):
 def test_replaced_wherever_it_is(install, version, arguments):
     """In a module that is loaded before, and in one that is loaded under the patch; and everywhere put back."""
     install(version, arguments)
-    theirs = named(MIXER)
+    theirs = find_function(MIXER)
     with ssd.patch_vllm("torch"):
         assert ssd.patched() == {"vllm": "torch"}
-        assert named(OPS) is named(MIXER) is named(LATER) is patch._scan
-    assert named(OPS) is named(MIXER) is named(LATER) is theirs and theirs(*range(11)) == "theirs"
+        assert find_function(OPS) is find_function(MIXER) is find_function(LATER) is patch._scan
+    assert find_function(OPS) is find_function(MIXER) is find_function(LATER) is theirs and theirs(*range(11)) == "theirs"
 
 
 def test_it_runs_the_variant_of_the_patch(install, device, monkeypatch):
@@ -58,10 +58,10 @@ def test_it_runs_the_variant_of_the_patch(install, device, monkeypatch):
     given, ran = draw([0, 20], device), []
     monkeypatch.setattr(patch, NAME, lambda *args, **named: ran.append(named["variant"]) or scan(*args, **named))
     with ssd.patch_vllm(), ssd.patch_vllm("torch"):
-        found = named(MIXER)(**given)
+        found = find_function(MIXER)(**given)
     assert ran == ["torch"]
     assert_close(found, scan(**given | {"out": torch.empty_like(given["out"])}, variant="torch"))
-    assert str(signature(named(MIXER))).startswith(f"({ARGUMENTS[:20]}")
+    assert str(signature(find_function(MIXER))).startswith(f"({ARGUMENTS[:20]}")
 
 
 @pytest.mark.parametrize(("installed", "variant", "kind", "said"), [
@@ -75,4 +75,4 @@ def test_refusals_change_nothing(install, installed, variant, kind, said):
     install(**installed)
     with pytest.raises(kind, match=said):
         ssd.patch_vllm(variant)
-    assert named(MIXER) is named(OPS) and named(OPS) is not patch._scan
+    assert find_function(MIXER) is find_function(OPS) and find_function(OPS) is not patch._scan

@@ -25,8 +25,8 @@ CASES = {
 }
 
 
-def drawn(norm=True, outproj=True, outproj_bias=True, conv_bias=True, D_hp=False, seq_idx=False, initial_states=False, mlp=0,
-          final=False, **settings) -> dict:
+def draw_arguments(norm=True, outproj=True, outproj_bias=True, conv_bias=True, D_hp=False, seq_idx=False, initial_states=False,
+                   mlp=0, final=False, **settings) -> dict:
     """Arguments with random tensors in fp32."""
     rng = generator("cpu", norm, outproj, D_hp, seq_idx, mlp)
 
@@ -77,14 +77,14 @@ def definition(zxbcdt, conv1d_weight, conv1d_bias, dt_bias, A, D, chunk_size, in
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_outputs_states_and_gradients(case, device):
-    given = move(drawn(**case), device)
+    given = move(draw_arguments(**case), device)
     got, final = split_conv1d_scan(**given), given["return_final_states"]
     assert isinstance(got, tuple) == final and all(t.dtype == torch.float32 for t in (got if final else (got,)))
     assert_within(split_conv1d_scan, definition, given, ("out", "final_states") if final else ("out",), BOUND)
 
 
 def test_the_projection_under_autocast(device):
-    given = move(drawn(), device)
+    given = move(draw_arguments(), device)
     with torch.autocast(device, torch.bfloat16):
         got, _ = run(split_conv1d_scan, given, ("outproj_weight",))
     assert got["out"].dtype == torch.bfloat16 and got["doutproj_weight"].dtype == torch.float32

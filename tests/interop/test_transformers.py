@@ -24,7 +24,7 @@ GRADIENT = 2e-5  # of a gradient's norm, beside 1e-7 of the largest norm
 at_import = pytest.mark.skipif(families.VERSION < (5, 15), reason="before 5.15 a model on the CPU calls no kernels")
 
 
-def modelling(family: str) -> ModuleType:
+def import_modelling(family: str) -> ModuleType:
     return importlib.import_module(f"transformers.models.{family}.modeling_{family}")
 
 
@@ -44,11 +44,11 @@ def calls(monkeypatch):
     seen = []
     for name, function in list(patch._FUNCTIONS.items()):
 
-        def counted(*args, name=name, function=function, **kwargs):
+        def count(*args, name=name, function=function, **kwargs):
             seen.append(name)
             return function(*args, **kwargs)
 
-        monkeypatch.setitem(patch._FUNCTIONS, name, counted)
+        monkeypatch.setitem(patch._FUNCTIONS, name, count)
     return seen
 
 
@@ -154,7 +154,7 @@ def test_other_calls(family, changes, more):
 
 @at_import
 def test_undo_restores_every_global():
-    files = [modelling(family) for family in FAMILIES]
+    files = [import_modelling(family) for family in FAMILIES]
     before = [dict(vars(file)) for file in files]
     finders = list(sys.meta_path)
     with ssd.patch_transformers():
@@ -170,13 +170,13 @@ def test_undo_restores_every_global():
 @at_import
 def test_modelling_files_imported_later(monkeypatch):
     """They are patched when they are imported, and restored with the others."""
-    old = modelling("bamba")
+    old = import_modelling("bamba")
     package = sys.modules["transformers.models.bamba"]
     monkeypatch.setattr(package, "modeling_bamba", old)
     monkeypatch.delitem(sys.modules, old.__name__)
     with ssd.patch_transformers():
         assert old.__name__ not in sys.modules
-        new = modelling("bamba")
+        new = import_modelling("bamba")
         assert new is not old and new.mamba2_chunk_scan is patch._FUNCTIONS["mamba_chunk_scan_combined"]
         assert "exec_module" not in vars(new.__spec__.loader)
     assert new.mamba2_chunk_scan.__module__ == old.__name__

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from ssd.modules import Mamba2LM
 from tests.modules import test_language_config
-from tests.modules.test_language_model import LAYER, made, over_settings
+from tests.modules.test_language_model import LAYER, make_model, over_settings
 
 EMBEDDING, HEAD, NORM = "backbone.embedding.weight", "lm_head.weight", "backbone.norm_f.weight"
 WHOLE, INDEX, PICKLE = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"
@@ -60,7 +60,7 @@ def assert_has(model: Mamba2LM, expected: dict[str, torch.Tensor]):
 
 @over_settings
 def test_round_trip(settings, tmp_path):
-    model = made(**settings)
+    model = make_model(**settings)
     model.save_pretrained(tmp_path / "a" / "b")
     read = Mamba2LM.from_pretrained(str(tmp_path / "a" / "b"), variant="torch")
     assert_has(read, model.state_dict())
@@ -72,12 +72,12 @@ def test_round_trip(settings, tmp_path):
     assert all(parameter._no_weight_decay for parameter in (mixer.dt_bias, mixer.A_log, mixer.D))
 
 
-def without(name: str):
+def leave_out(name: str):
     return lambda w: {other: t for other, t in w.items() if other != name}
 
 
 @pytest.mark.parametrize("write", [
-    lambda path, w: save_file(w, path / WHOLE), lambda path, w: save_file(without(HEAD)(w), path / WHOLE), shards,
+    lambda path, w: save_file(w, path / WHOLE), lambda path, w: save_file(leave_out(HEAD)(w), path / WHOLE), shards,
     lambda path, w: torch.save(w | {HEAD: w[EMBEDDING]}, path / PICKLE), lambda path, w: torch.save(w, path / PICKLE, **LEGACY),
 ], ids=("whole", "without the head", "shards", "a pickle with a tied head", "a legacy pickle"))
 def test_weights_by_state_spaces_names(write, tmp_path):
@@ -114,7 +114,7 @@ def test_without_safetensors(tmp_path, monkeypatch):
     expected = weights()
     folder(tmp_path, expected)
     monkeypatch.setitem(sys.modules, "safetensors.torch", None)
-    for call in (lambda: Mamba2LM.from_pretrained(tmp_path), lambda: made().save_pretrained(tmp_path)):
+    for call in (lambda: Mamba2LM.from_pretrained(tmp_path), lambda: make_model().save_pretrained(tmp_path)):
         with pytest.raises(ImportError, match=r"safetensors is not installed.*pip install safetensors"):
             call()
     (tmp_path / WHOLE).unlink()
@@ -123,8 +123,8 @@ def test_without_safetensors(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("change", "message"), [
-    (without(NORM), f"weights: got none for {NORM}, expected all of the model's 11"),
-    (without(EMBEDDING), f"weights: got none for {EMBEDDING}"),
+    (leave_out(NORM), f"weights: got none for {NORM}, expected all of the model's 11"),
+    (leave_out(EMBEDDING), f"weights: got none for {EMBEDDING}"),
     (lambda w: {}, "weights: got none for backbone.embedding.weight, .* and 7 more"),
     (lambda w: w | {"backbone.layers.1.norm.weight": w[NORM].clone()},
      "weights: got backbone.layers.1.norm.weight, expected only those of the model"),
@@ -143,7 +143,7 @@ def test_shards_that_do_not_agree_with_their_index(tmp_path):
     shard_of = shards(folder(tmp_path), expected)
     for changed, message in (
         ({**shard_of, "more": shard_of[HEAD]}, "disagrees with its files about more$"),
-        (without(HEAD)(shard_of), f"disagrees with its files about {HEAD}$"),
+        (leave_out(HEAD)(shard_of), f"disagrees with its files about {HEAD}$"),
         ({**shard_of, HEAD: shard_of[EMBEDDING]}, f"disagrees with its files about {HEAD}$"),
         ({**shard_of, HEAD: 1}, "got no weight_map"),
         (None, "got no weight_map, expected one, of the weights' names to their files' names"),
@@ -158,7 +158,7 @@ def test_shards_that_do_not_agree_with_their_index(tmp_path):
 
 
 def test_a_write_that_fails_leaves_what_was(tmp_path, monkeypatch):
-    model = made()
+    model = make_model()
     model.save_pretrained(tmp_path)
     before = model.state_dict()[NORM].clone()
     model.backbone.norm_f.weight.data.add_(1)

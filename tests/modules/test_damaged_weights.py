@@ -57,7 +57,7 @@ def test_pickles_of_other_kinds(write, message, tmp_path, monkeypatch):
     assert not (tmp_path / "victim").exists()
 
 
-def damaged(whole: bytes, draw: random.Random):
+def damage(whole: bytes, draw: random.Random):
     """The file cut everywhere, and with bits flipped."""
     step = max(1, len(whole) // 150)
     yield from (whole[:length] for length in sorted({*range(0, len(whole), step), 1, 2, 3, len(whole) - 1}))
@@ -81,7 +81,7 @@ def test_damage_anywhere(kind, tmp_path):
         save_file(small, tmp_path / ("one" if kind == "index" else name))
         (tmp_path / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(small, "one")}))
     path, refused, read = tmp_path / name, 0, 0
-    for content in damaged(path.read_bytes(), random.Random(0)):
+    for content in damage(path.read_bytes(), random.Random(0)):
         path.write_bytes(content)
         try:
             found = checkpoint.read_weights(tmp_path)

@@ -10,7 +10,7 @@ import torch
 from ssd.modules import Mamba2LM, captured_step, decoding
 from ssd.modules.sampling import Sampling
 from tests.in_torch import in_torch  # noqa: F401  a fixture
-from tests.modules.test_language_model import made, over_settings, tokens
+from tests.modules.test_language_model import make_model, over_settings, tokens
 from tests.refused import over_refusals
 
 WAYS = {"greedy": {}, "drawn": {"temperature": 0.7, "top_k": 20, "top_p": 0.9}, "stopped": {"eos_token_id": [3, 7, 11, 20]}}
@@ -52,7 +52,7 @@ def generate(model: Mamba2LM, *given, seed: int = 0, **settings) -> torch.Tensor
 @over_settings
 @pytest.mark.parametrize("side", ("left", "right"))
 def test_a_padded_row_goes_on_as_it_would_alone(settings, side, device):
-    model, ids = made(device, **settings), tokens(device, len(LENGTHS))
+    model, ids = make_model(device, **settings), tokens(device, len(LENGTHS))
     alone = torch.cat([model.generate(ids[n : n + 1, :length], 6)[:, length:] for n, length in enumerate(LENGTHS)])
     padded, mask = torch.full_like(ids, -1), torch.zeros_like(ids)
     for n, length in enumerate(LENGTHS):
@@ -67,7 +67,7 @@ def test_a_padded_row_goes_on_as_it_would_alone(settings, side, device):
 @pytest.mark.parametrize("way", WAYS)
 def test_a_captured_step_gives_the_same_tokens(way, captures, device):
     """Replayed for one prompt after another, a padded one among them."""
-    model, mask = made(device), torch.ones(2, 23, dtype=torch.bool, device=device)
+    model, mask = make_model(device), torch.ones(2, 23, dtype=torch.bool, device=device)
     mask[1, :20] = False
     cache = model.new_cache(2)
     for seed, more in enumerate(({}, {"attention_mask": mask}, {})):
@@ -80,7 +80,7 @@ def test_a_captured_step_gives_the_same_tokens(way, captures, device):
 
 
 def test_a_graph_is_of_its_weights_and_states(captures, device):
-    model, ids = made(device), tokens(device)
+    model, ids = make_model(device), tokens(device)
     cache = model.new_cache(2)
     model.generate(ids, 8, cache)
     assert not captures, "seven steps are not worth it"
@@ -100,7 +100,7 @@ def test_a_graph_is_of_its_weights_and_states(captures, device):
 
 
 def test_what_no_graph_can_be_of_is_said_by_name(monkeypatch):
-    model, cuda = made(), torch.device("cuda:0")
+    model, cuda = make_model(), torch.device("cuda:0")
     layer = SimpleNamespace(mixer=SimpleNamespace(A_log=SimpleNamespace(device=cuda)))
     elsewhere = SimpleNamespace(modules=model.modules, backbone=SimpleNamespace(layers=[layer]))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -116,7 +116,7 @@ def test_what_no_graph_can_be_of_is_said_by_name(monkeypatch):
 
 
 def test_a_graph_outlasts_the_mode_that_it_was_captured_in(captures, device):
-    model, ids = made(device), tokens(device)
+    model, ids = make_model(device), tokens(device)
     cache = model.new_cache(2)
     with torch.inference_mode():
         expected = model.generate(ids, 12, cache)
@@ -127,12 +127,12 @@ def test_a_graph_outlasts_the_mode_that_it_was_captured_in(captures, device):
 def test_a_capture_that_fails_names_the_way_out(captures, monkeypatch, device):
     monkeypatch.setattr(captured_step, "capture", lambda run, on: 1 / 0)
     with pytest.raises(RuntimeError, match="cannot be captured in a CUDA graph; with graph=False it runs"):
-        made(device).generate(tokens(device), 12)
+        make_model(device).generate(tokens(device), 12)
 
 
 def test_states_in_half_precision(device):
     """They are rounded at each token, and go on in pieces and steps."""
-    model, ids = made(device), tokens(device)
+    model, ids = make_model(device), tokens(device)
     cache = model.new_cache(2, state_dtype=torch.bfloat16)
     with torch.no_grad():
         expected = model(ids)
@@ -143,7 +143,7 @@ def test_states_in_half_precision(device):
 
 
 def test_a_stream_is_what_is_generated(device):
-    model, ids = made(device), tokens(device)
+    model, ids = make_model(device), tokens(device)
     cache, expected = model.new_cache(2), model.generate(ids, 6)[:, 23:]
     stream = model.stream(ids, 6, cache)
     first = torch.stack([next(stream) for _ in range(3)], 1)
@@ -152,7 +152,7 @@ def test_a_stream_is_what_is_generated(device):
 
 
 def test_each_of_several_tokens_ends_a_sequence(device):
-    model, ids = made(device), tokens(device)
+    model, ids = make_model(device), tokens(device)
     free = model.generate(ids, 8)[:, 23:]
     ends = [int(free[1, 4]), int(free[0, 2])]
     ended = torch.isin(free, torch.tensor(ends, device=device)).cumsum(1)
@@ -175,7 +175,7 @@ def test_tokens_are_drawn_by_their_probabilities(device):
 
 
 def test_a_seed_gives_the_same_tokens_again(device):
-    model, ids = made(device), tokens(device)
+    model, ids = make_model(device), tokens(device)
     one, again, other = (generate(model, ids, 8, temperature=2.0, seed=seed) for seed in (1, 1, 2))
     assert torch.equal(one, again) and not torch.equal(one, other)
     greedy = model.generate(ids, 8)
@@ -188,13 +188,13 @@ def test_a_seed_gives_the_same_tokens_again(device):
 def test_bad_arguments_are_refused_before_a_token(refusal):
     def stream(attention_mask=None, **given):
         mask = torch.tensor(attention_mask) if isinstance(attention_mask, tuple) else attention_mask
-        return made().stream(attention_mask=mask, **given)
+        return make_model().stream(attention_mask=mask, **given)
 
     refusal.check(stream, {"input_ids": torch.ones(2, 3, dtype=torch.int64), "max_new_tokens": 3})
 
 
 def test_padding_after_tokens_is_refused():
-    model, ids = made(), tokens("cpu", seqlen=3)
+    model, ids = make_model(), tokens("cpu", seqlen=3)
     cache = model.new_cache(2)
     model.generate(ids, 2, cache)
     with pytest.raises(ValueError, match="attention_mask: got padding with a cache that has had tokens"):
@@ -203,7 +203,7 @@ def test_padding_after_tokens_is_refused():
 
 @pytest.mark.gpu
 def test_on_a_gpu_what_cannot_be_had_is_refused_and_hooks_are_called():
-    model, ids, called = made("cuda"), tokens("cuda"), []
+    model, ids, called = make_model("cuda"), tokens("cuda"), []
     with torch.autocast("cuda", torch.bfloat16), pytest.raises(ValueError, match=r"graph: got True, .*: autocast"):
         model.generate(ids, 12, graph=True)
     with pytest.raises(ValueError, match="generator: got one on cpu, expected one on cuda"):

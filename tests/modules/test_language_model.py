@@ -20,7 +20,7 @@ SETTINGS = {
 over_settings = pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 
 
-def made(device: str = "cpu", **settings) -> Mamba2LM:
+def make_model(device: str = "cpu", **settings) -> Mamba2LM:
     """Weights large enough for the likeliest token to stand out."""
     torch.manual_seed(0)
     model = Mamba2LM(Mamba2LMConfig(**(SIZES | settings)))
@@ -33,7 +33,7 @@ def tokens(device: str, batch: int = 2, seqlen: int = 23) -> torch.Tensor:
     return torch.randint(61, (batch, seqlen), generator=torch.Generator().manual_seed(1)).to(device)
 
 
-def followed(model: Mamba2LM, ids: torch.Tensor, count: int) -> torch.Tensor:
+def follow(model: Mamba2LM, ids: torch.Tensor, count: int) -> torch.Tensor:
     """What `generate` gives, from the logits of all tokens so far each time."""
     for _ in range(count):
         best = model(ids)[:, -1, : model.config.vocab_size].argmax(-1)
@@ -44,11 +44,11 @@ def followed(model: Mamba2LM, ids: torch.Tensor, count: int) -> torch.Tensor:
 def test_parameters_are_called_as_upstreams():
     mixer = ("dt_bias", "A_log", "D", "in_proj.weight", "conv1d.weight", "conv1d.bias", "norm.weight", "out_proj.weight")
     layers = {f"backbone.layers.{n}.{name}" for n in (0, 1) for name in ("norm.weight", *(f"mixer.{name}" for name in mixer))}
-    model = made()
+    model = make_model()
     assert model.state_dict().keys() == layers | {"backbone.embedding.weight", "backbone.norm_f.weight", "lm_head.weight"}
     assert model.lm_head.weight is model.backbone.embedding.weight and model.lm_head.weight.shape == (64, 32)
     more = {"backbone.norm_f.bias", *(f"backbone.layers.{n}.norm.bias" for n in (0, 1))}
-    untied = made(rms_norm=False, tie_embeddings=False, pad_vocab_size_multiple=1)
+    untied = make_model(rms_norm=False, tie_embeddings=False, pad_vocab_size_multiple=1)
     assert untied.state_dict().keys() == model.state_dict().keys() | more
     assert untied.lm_head.weight is not untied.backbone.embedding.weight and untied.lm_head.weight.shape == (61, 32)
 
@@ -56,10 +56,10 @@ def test_parameters_are_called_as_upstreams():
 @over_settings
 def test_steps_are_the_whole(settings, device):
     """Greedy generation gives the tokens that the logits of all tokens so far give."""
-    model, ids = made(device, **settings), tokens(device)
+    model, ids = make_model(device, **settings), tokens(device)
     cache = model.new_cache(2)
     with torch.no_grad():
-        expected = followed(model, ids, 6)
+        expected = follow(model, ids, 6)
         steps = torch.stack([model.step(token, cache) for token in ids.unbind(1)], 1)
         assert_close(steps, model(ids), rtol=1e-4, atol=1e-5)
     assert torch.equal(model.generate(ids, 6), expected)
@@ -69,7 +69,7 @@ def test_steps_are_the_whole(settings, device):
 @over_settings
 @pytest.mark.parametrize("pieces", ([1, 12, 10], [22, 1]), ids=str)
 def test_a_prompt_in_pieces_gives_the_tokens_of_the_whole(settings, pieces, device):
-    model, ids = made(device, **settings), tokens(device)
+    model, ids = make_model(device, **settings), tokens(device)
     *first, last = ids.split(pieces, 1)
     cache = model.new_cache(len(ids))
     with torch.no_grad():
@@ -85,9 +85,9 @@ def test_a_prompt_in_pieces_gives_the_tokens_of_the_whole(settings, pieces, devi
 def test_generation_by_kernels(variant, device, monkeypatch):
     """Of every kind: of a block's functions and of the SSD."""
     monkeypatch.setattr("ssd.block.arguments.INTERPRETED", device == "cpu")
-    model, ids = made(device, n_layer=1), tokens(device)
+    model, ids = make_model(device, n_layer=1), tokens(device)
     with torch.no_grad():
-        expected = followed(model, ids, 2)
+        expected = follow(model, ids, 2)
     model.backbone.layers[0].mixer.variant = variant
     cache = model.new_cache(2)
     with torch.no_grad():
@@ -98,7 +98,7 @@ def test_generation_by_kernels(variant, device, monkeypatch):
 
 @over_settings
 def test_packed_documents_are_apart(settings, device):
-    model, ids = made(device, **settings), tokens(device, 1)
+    model, ids = make_model(device, **settings), tokens(device, 1)
     seq_idx = torch.tensor([[0] * 10 + [1] * 13], dtype=torch.int32, device=device)
     apart = torch.cat([model(part) for part in ids.split([10, 13], 1)], 1)
     assert_close(model(ids, seq_idx=seq_idx), apart, rtol=1e-4, atol=1e-5)
@@ -107,7 +107,7 @@ def test_packed_documents_are_apart(settings, device):
 
 def test_half_precision(device):
     """Weights in it; the residual stream in fp32 where the config says so."""
-    model, ids = made(device), tokens(device)
+    model, ids = make_model(device), tokens(device)
     expected, cache = model(ids), model.bfloat16().new_cache(2)
     seen = []
     model.backbone.layers[1].mixer.register_forward_pre_hook(lambda _, args: seen.append(args[0].dtype))
@@ -119,7 +119,7 @@ def test_half_precision(device):
 
 
 def test_padding_of_the_vocabulary_is_never_generated(device):
-    model, ids = made(device, rms_norm=False, tie_embeddings=False), tokens(device)
+    model, ids = make_model(device, rms_norm=False, tie_embeddings=False), tokens(device)
     model.lm_head.weight.data[61:] = 100 * model.lm_head.weight.data[:3]
     logits = model(ids)
     assert logits.shape == (2, 23, 64) and (logits.argmax(-1) >= 61).any()
@@ -128,7 +128,7 @@ def test_padding_of_the_vocabulary_is_never_generated(device):
 
 def test_sequences_end(device):
     """One that has ended is filled up, until all have."""
-    model, ids = made(device), tokens(device)
+    model, ids = make_model(device), tokens(device)
     free = model.generate(ids, 8)[:, 23:]
     end = free[0, 2]
     ended = (free == end).cumsum(1) > 0
@@ -147,7 +147,7 @@ def test_sequences_end(device):
       for token in (-1, 64)),
 ])
 def test_bad_ids(ids, error, message):
-    model = made()
+    model = make_model()
     for call in (model, lambda ids: model.stream(ids, 1)):
         with pytest.raises(error, match=message):
             call(ids)
@@ -163,7 +163,7 @@ def test_bad_ids(ids, error, message):
 ])
 def test_other_bad_arguments_are_refused_by_name(call, message):
     with pytest.raises(ValueError, match=message):
-        call(made(), tokens("cpu"))
+        call(make_model(), tokens("cpu"))
 
 
 def test_the_examples_of_the_docs_run(tmp_path, monkeypatch):

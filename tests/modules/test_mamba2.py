@@ -21,7 +21,7 @@ SETTINGS = {
 over_settings = pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 
 
-def made(device: str, **settings) -> Mamba2:
+def make_mixer(device: str, **settings) -> Mamba2:
     torch.manual_seed(0)
     block = Mamba2(**SIZES, **settings, device=device)
     for parameter in block.parameters():  # ones and zeros would hide what they multiply
@@ -56,7 +56,7 @@ def test_how_it_begins():
 @over_settings
 @pytest.mark.parametrize("pieces", ([23], [1, 12, 10], [22, 1], [18]), ids=str)
 def test_pieces_of_a_prompt_and_tokens_after_it_give_the_whole(settings, pieces, device):
-    block, u = made(device, **settings), tokens(device)
+    block, u = make_mixer(device, **settings), tokens(device)
     cache = block.new_cache(2)
     with torch.no_grad():
         parts = [block(part, cache=cache) for part in u[:, : sum(pieces)].split(pieces, 1)]
@@ -66,7 +66,7 @@ def test_pieces_of_a_prompt_and_tokens_after_it_give_the_whole(settings, pieces,
 
 @over_settings
 def test_packed_documents_are_apart(settings, device):
-    block, u = made(device, **settings), tokens(device, 1)
+    block, u = make_mixer(device, **settings), tokens(device, 1)
     seq_idx = torch.tensor([[0] * 10 + [1] * 13], device=device)
     apart = torch.cat([block(part) for part in u.split([10, 13], 1)], 1)
     assert_close(block(u, seq_idx=seq_idx), apart, rtol=1e-4, atol=1e-5)
@@ -75,7 +75,7 @@ def test_packed_documents_are_apart(settings, device):
 @over_settings
 def test_packed_pieces_with_states(settings, device):
     """Training in pieces, and prefill: pieces of three sequences, packed, with states in and out, and every gradient."""
-    block, rows = made(device, **settings), [tokens(device, 1, seqlen) for seqlen in (5, 23, 8)]
+    block, rows = make_mixer(device, **settings), [tokens(device, 1, seqlen) for seqlen in (5, 23, 8)]
     expected = [block(u) for u in rows]
     sum(out.square().sum() for out in expected).backward()
     whole = {name: parameter.grad for name, parameter in block.named_parameters()}
@@ -98,7 +98,7 @@ def test_packed_pieces_with_states(settings, device):
 
 
 def test_bad_states(device):
-    block, u = made(device), tokens(device, 1)
+    block, u = make_mixer(device), tokens(device, 1)
     ends, cache = torch.tensor([0, 10, 23], device=device), block.new_cache(1)
     for given, message in (
             ({"cu_seqlens": ends, "states": cache}, "cache: got one of batch 1, expected batch 2, the documents of cu_seqlens"),
@@ -112,7 +112,7 @@ def test_bad_states(device):
 
 @over_settings
 def test_every_parameter_has_a_gradient(settings, device):
-    block = made(device, **settings)
+    block = make_mixer(device, **settings)
     block(tokens(device)).square().sum().backward()
     assert all(parameter.grad is not None and parameter.grad.abs().sum() > 0 for parameter in block.parameters())
 
@@ -120,7 +120,7 @@ def test_every_parameter_has_a_gradient(settings, device):
 def test_half_precision(device):
     """Weights and tokens in it; steps, rates and the state in fp32."""
     half = torch.bfloat16 if device == "cuda" else torch.float16
-    block, u = made(device), tokens(device)
+    block, u = make_mixer(device), tokens(device)
     expected = block(u)
     cache = block.to(half).new_cache(2)
     assert cache.conv_state.dtype == half and cache.ssm_state.dtype == torch.float32
@@ -139,18 +139,18 @@ def test_bad_settings(refusal):
 def test_bad_tokens(shape, device):
     expected = r"expected \(batch, seqlen, d_model = 32\), each at least 1"
     with pytest.raises(ValueError, match=rf"u: got shape {re.escape(str(shape))}, {expected}"):
-        made(device)(torch.zeros(shape, device=device))
+        make_mixer(device)(torch.zeros(shape, device=device))
 
 
 def test_a_cache_of_another_batch(device):
-    block, u = made(device), tokens(device)
+    block, u = make_mixer(device), tokens(device)
     for call in (lambda: block(u, cache=block.new_cache(1)), lambda: block.step(u[:, 0], block.new_cache(1))):
         with pytest.raises(ValueError, match="cache: got one of batch 1, expected batch 2, that of u"):
             call()
 
 
 def test_an_input_of_another_dtype_is_named():
-    block, u = made("cpu"), tokens("cpu").double()
+    block, u = make_mixer("cpu"), tokens("cpu").double()
     for call in (block, lambda u: block.step(u[:, 0], block.new_cache(2))):
         with pytest.raises(TypeError, match=r"u: got dtype torch\.float64, expected torch\.float32, that of the weights"):
             call(u)

@@ -13,19 +13,19 @@ from ssd import patch_transformers
 from ssd.modules import Mamba2LM
 from ssd.pruning import KINDS, choose, cut, find_blocks, is_pruned, load, load_language_model, prune, save, score_magnitude
 from tests.in_torch import in_torch  # noqa: F401  a fixture
-from tests.modules.test_language_model import made as make_model
+from tests.modules.test_language_model import make_model
 
 LAYER = {"layer": "Mamba2", "d_state": 32, "headdim": 8, "chunk_size": 16, "ngroups": 2}
 
 
-def made(**settings) -> Mamba2LM:
+def make_pruned(**settings) -> Mamba2LM:
     return make_model(ssm_cfg=LAYER | settings)
 
 
 @pytest.fixture
 def saved(tmp_path):
     """A model without half of its states and heads, and its folder."""
-    model = made()
+    model = make_pruned()
     for kind in KINDS:
         prune(model, score_magnitude(model, kind), kind, 0.5)
     save(model, tmp_path / "pruned", asdict(model.config), ratio=0.5)
@@ -50,7 +50,7 @@ def test_round_trip(saved):
 @torch.no_grad()
 def test_blocks_of_different_sizes(tmp_path):
     """Some blocks are cut, others are left: files and steps take each block's own sizes."""
-    model = made()
+    model = make_pruned()
     first, second = find_blocks(model).values()
     scores = {first.name: score_magnitude(model, "heads")[first.name]}
     cut(first, choose({first.name: first}, scores, "heads", 0.5)[first.name])
@@ -63,7 +63,7 @@ def test_blocks_of_different_sizes(tmp_path):
 
 
 def test_a_pruned_model_is_not_saved_as_a_whole_one(tmp_path):
-    model = made()
+    model = make_pruned()
     prune(model, score_magnitude(model, "states"), "states", 0.5)
     with pytest.raises(ValueError, match=r"got \(.*ssd.pruning.save"):
         model.save_pretrained(tmp_path / "whole")
@@ -72,7 +72,7 @@ def test_a_pruned_model_is_not_saved_as_a_whole_one(tmp_path):
 
 def test_no_checkpoint_is_overwritten(saved, tmp_path):
     model, folder = saved
-    whole = made()
+    whole = make_pruned()
     whole.save_pretrained(tmp_path / "whole")
     for taken in (folder, tmp_path / "whole"):
         before = {path.name: path.read_bytes() for path in taken.iterdir()}
@@ -85,7 +85,7 @@ def test_what_does_not_fit_is_refused_and_the_model_as_it_was(saved, tmp_path):
     _, folder = saved
     with pytest.raises(ValueError, match=r"config: got pruning, that of a pruned checkpoint, expected a whole model's; ssd\."):
         Mamba2LM.from_pretrained(folder)
-    made().save_pretrained(tmp_path / "whole")
+    make_pruned().save_pretrained(tmp_path / "whole")
     with pytest.raises(ValueError, match=r"folder: got .*whole, a checkpoint that was not pruned, expected one that ssd"):
         load_language_model(tmp_path / "whole")
     for settings, said in (
@@ -93,14 +93,14 @@ def test_what_does_not_fit_is_refused_and_the_model_as_it_was(saved, tmp_path):
             ({"headdim": 16}, "mixer: got nheads 4, headdim 8,"),
             ({"bias": True}, r"disagrees with the model about backbone\.layers\.0\.mixer\.in_proj\.bias, "),
             ({"d_conv": 3}, r"conv1d.weight: got shape \(96, 1, 4\) in .*, expected \(96, 1, 3\)")):
-        other = made(**settings)
+        other = make_pruned(**settings)
         before = copy.deepcopy(other.state_dict())
         with pytest.raises(ValueError, match=said):
             load(other, folder)
         assert all(torch.equal(t, before[name]) for name, t in other.state_dict().items())
     (folder / "config.json").write_text(json.dumps({"pruning": {"blocks": {"a": {"nheads": 0}}}}))
     with pytest.raises(ValueError, match=r"config\.json: pruning: got no sizes of blocks, expected nheads"):
-        load(made(), folder)
+        load(make_pruned(), folder)
 
 
 @torch.no_grad()

@@ -10,17 +10,17 @@ from torch.testing import assert_close
 from ssd.modules import Mamba2
 from ssd.pruning import KINDS, Activity, Bridge, find_blocks, prune, score_magnitude, score_random
 from tests.in_torch import in_torch  # noqa: F401  a fixture
-from tests.pruning.test_structure import SIZES, OfRows, rows, shaken
+from tests.pruning.test_structure import SIZES, OfRows, rows, shake
 
 
-def measured(model, kind, *batches):
+def measure_scores(model, kind, *batches):
     with Activity(model, kind) as activity, torch.no_grad():
         for u in batches:
             model(u)
     return activity
 
 
-def convolved(module, rows):
+def convolve(module, rows):
     """Token by token, with zeros before the first."""
     weight, width = module.conv1d.weight[:, 0], module.conv1d.weight.shape[-1]
     padded = F.pad(rows, (0, 0, width - 1, 0))
@@ -30,9 +30,9 @@ def convolved(module, rows):
 
 @torch.no_grad()
 def test_scores_of_mamba2():
-    block, u = shaken(Mamba2(**SIZES, ngroups=2)), rows()
+    block, u = shake(Mamba2(**SIZES, ngroups=2)), rows()
     _, xBC, dt = block.in_proj(u).split([64, 64 + 4 * 32, 8], -1)
-    x, B, C = convolved(block, xBC).split([64, 64, 64], -1)
+    x, B, C = convolve(block, xBC).split([64, 64, 64], -1)
     dt = F.softplus(dt + block.dt_bias)
     A = -block.A_log.exp()
     heads = torch.stack([(1 - (dt[..., h] * A[h]).exp()).mean() for h in range(8)])
@@ -50,16 +50,16 @@ def test_scores_of_mamba2():
     # two batches of which one is half of the other weigh by their tokens
     for kind, expected, energy in (("heads", heads, pairs.sum(1) + skipped),
                                    ("states", states, torch.stack([pairs[:4].sum(0), pairs[4:].sum(0)]))):
-        activity = measured(block, kind, u[:1], u[1:])
+        activity = measure_scores(block, kind, u[:1], u[1:])
         assert_close(activity.scores()[""].float(), expected, rtol=1e-4, atol=1e-12)
         assert_close(activity.scores("energy")[""].float(), energy, rtol=1e-4, atol=1e-12)
 
 
 @torch.no_grad()
 def test_scores_of_mamba1():
-    model, u = shaken(OfRows()), rows()[:1]
-    block, activity = model.mixer, measured(model, "states", u)
-    x = convolved(block, block.in_proj(u).chunk(2, -1)[0])
+    model, u = shake(OfRows()), rows()[:1]
+    block, activity = model.mixer, measure_scores(model, "states", u)
+    x = convolve(block, block.in_proj(u).chunk(2, -1)[0])
     dt, B, C = block.x_proj(x).split(block.splits, -1)
     dt, A = F.softplus(block.dt_proj(dt)), -block.A_log.exp()
     pairs = torch.empty(A.shape)
@@ -69,7 +69,7 @@ def test_scores_of_mamba1():
             pairs[c, n] = written * (C[..., n] ** 2).mean() / (1 - (2 * dt[..., c] * A[c, n]).exp()).mean()
     assert_close(activity.score_pairs("mixer").float(), pairs, rtol=1e-4, atol=1e-12)
     assert_close(activity.scores()["mixer"].float(), pairs.sum(0, keepdim=True), rtol=1e-4, atol=1e-12)
-    of_heads = measured(model, "heads", u)
+    of_heads = measure_scores(model, "heads", u)
     assert_close(of_heads.scores()["mixer"].float(), pairs.sum(1), rtol=1e-4, atol=1e-12)
     energy = pairs.sum(1) + ((block.D * x) ** 2).mean((0, 1))
     assert_close(of_heads.scores("energy")["mixer"].float(), energy, rtol=1e-4, atol=1e-12)
@@ -79,12 +79,12 @@ def test_scores_of_mamba1():
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_score_of_a_block(make, kind):
     """Random ones are the same again; of the others, what is planted as small is least."""
-    model = shaken(make())
+    model = shake(make())
     ((name, block),), random = find_blocks(model, kind).items(), score_random(model, kind, 3)
     projection = "in_proj.weight" if block.ssd or kind == "heads" else "x_proj.weight"
     block.split(block.parameter(projection).data, projection, dim=0)["B" if kind == "states" else "x"][:4] *= 1e-6
     model.get_submodule(name).conv1d.bias.data.zero_()
-    activity = measured(model, kind, rows())
+    activity = measure_scores(model, kind, rows())
     scores = [score_magnitude(model, kind), activity.scores("energy")]
     scores += [activity.scores()] if kind == "states" or not block.ssd else []  # (R1) looks at steps alone
     for (score,) in (s.values() for s in scores):
@@ -104,7 +104,7 @@ def test_a_model_that_was_not_run_has_no_scores():
 def test_a_bridge_fits_what_is_linear_in_what_is_left():
     """Heads in pairs that compute the same: without one of each the other can do its work."""
     torch.manual_seed(0)
-    whole, u = shaken(Mamba2(**SIZES, rmsnorm=False)), torch.randn(4, 64, 32)
+    whole, u = shake(Mamba2(**SIZES, rmsnorm=False)), torch.randn(4, 64, 32)
     block = find_blocks(whole)[""]
     for label in ("z", "x", "dt"):
         part = block.split(whole.in_proj.weight, "in_proj.weight", dim=0)[label]
@@ -127,7 +127,7 @@ def test_a_bridge_fits_what_is_linear_in_what_is_left():
 @torch.no_grad()
 def test_a_bridge_that_does_not_help_changes_nothing():
     """Fewer tokens than features: what fits those does not fit others."""
-    whole, u = shaken(Mamba2(**SIZES)), torch.randn(1, 8, 32)
+    whole, u = shake(Mamba2(**SIZES)), torch.randn(1, 8, 32)
     pruned = copy.deepcopy(whole)
     prune(pruned, score_random(whole, "heads"), "heads", 0.25)
     before = pruned.out_proj.weight.clone()
@@ -141,10 +141,10 @@ def test_a_bridge_that_does_not_help_changes_nothing():
 @pytest.mark.parametrize("kind", KINDS)
 def test_sums_are_in_fp32_under_autocast(kind):
     """Else every matrix product of calibration would round to bf16."""
-    whole, u = shaken(Mamba2(**SIZES)), rows()
+    whole, u = shake(Mamba2(**SIZES)), rows()
     pruned = copy.deepcopy(whole)
     prune(pruned, score_random(whole, "heads"), "heads", 0.5)
-    exact = measured(whole, kind, u).scores("energy")[""]
+    exact = measure_scores(whole, kind, u).scores("energy")[""]
     with torch.autocast("cpu", torch.bfloat16), Activity(whole, kind) as activity, Bridge(whole, pruned) as bridge:
         whole(u)
     assert_close(activity.scores("energy")[""], exact, rtol=0.1, atol=0.0)
@@ -173,6 +173,6 @@ def test_falcon_h1_scales_what_it_projects():
             block.module.ssm_in_multiplier = 0.25 if model is scaled else 1.0
             if model is same:
                 block.module.in_proj.weight.data *= 0.25
-    found, expected = (measured(model, "states", ids).scores() for model in (scaled, same))
+    found, expected = (measure_scores(model, "states", ids).scores() for model in (scaled, same))
     for name, scores in expected.items():
         assert_close(found[name], scores, rtol=1e-4, atol=0)

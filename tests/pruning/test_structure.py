@@ -28,7 +28,7 @@ class OfRows(nn.Module):
         return self.mixer(u.flatten(0, 1), Sequences.alike(*u.shape[:2], u.device)).view(u.shape)
 
 
-def shaken(model: nn.Module) -> nn.Module:
+def shake(model: nn.Module) -> nn.Module:
     """Ones and zeros would hide what they multiply."""
     for parameter in model.parameters():
         parameter.data += 0.2 * torch.randn_like(parameter)
@@ -38,28 +38,28 @@ def shaken(model: nn.Module) -> nn.Module:
 def fresh(make: Callable[[], nn.Module]) -> nn.Module:
     """The same each time; a copy would lack marks of parameters."""
     torch.manual_seed(0)
-    return shaken(make())
+    return shake(make())
 
 
 def rows() -> Tensor:
     return torch.randn(2, 23, 32, generator=torch.Generator().manual_seed(1))
 
 
-def removed(kept: Tensor, count: int) -> list[int]:
+def list_removed(kept: Tensor, count: int) -> list[int]:
     return sorted({*range(count)} - {*kept.tolist()})
 
 
 def zero(block: Block, kept: Kept) -> None:
     """By the layout that mamba_ssm's blocks have, not by the library's tables of it: what x, B and C are made of."""
-    module, heads = block.module, removed(kept.heads, block.nheads)
+    module, heads = block.module, list_removed(kept.heads, block.nheads)
     if block.ssd:
         dim, n = block.nheads * block.headdim, block.dstate
         gone = [h * block.headdim + p for h in heads for p in range(block.headdim)]
         gone += [dim + first + g * n + s for first in (0, block.ngroups * n) for g in range(block.ngroups)
-                 for s in removed(kept.states[g], n)]
+                 for s in list_removed(kept.states[g], n)]
     else:
         gone = heads
-        module.x_proj.weight.data[[module.dt_proj.weight.shape[1] + s for s in removed(kept.states[0], block.dstate)]] = 0
+        module.x_proj.weight.data[[module.dt_proj.weight.shape[1] + s for s in list_removed(kept.states[0], block.dstate)]] = 0
     for parameter in (module.conv1d.weight, module.conv1d.bias) if hasattr(module, "conv1d") else ():
         if parameter is not None:
             parameter.data[gone] = 0
@@ -95,7 +95,7 @@ def test_a_pruned_block_is_the_whole_one_with_those_channels_zeroed(make, kind):
 
 
 def test_a_pruned_block_decodes():
-    block, u = shaken(Mamba2(**SIZES, ngroups=2)), rows()
+    block, u = shake(Mamba2(**SIZES, ngroups=2)), rows()
     for kind in KINDS:
         prune(block, score_random(block, kind), kind, 0.5)
     with torch.no_grad():

@@ -17,14 +17,14 @@ OLDEST = tritons.PINNED[0]
 
 def main() -> None:
     """Prints how many fences the same kernel has without the hook and, compiled behind it, with it."""
-    from tools.compile_kernels import compiling, use_installed_tools
+    from tools.compile_kernels import collect_compiled, use_installed_tools
 
     use_installed_tools()
     inputs = random_inputs(Shape(1, 256, 2, dstate=128, chunk_size=256), Case(), torch.bfloat16)
     add_fences = launch.add_fences
     for context in (lambda: nullcontext(()), add_fences):
         launch.add_fences = context
-        with compiling(90) as found:
+        with collect_compiled(90) as found:
             bmm_chunk(inputs, Options())
         (kernel,) = found.values()
         ptx = kernel.asm["ptx"]
@@ -33,9 +33,9 @@ def main() -> None:
 
 def test_kernels_compiled_without_it_are_not_taken(tmp_path):
     """By a process that knew nothing of it, into the same folder of compiled kernels, or earlier in this process."""
-    if reason := tritons.missing(OLDEST):
+    if reason := tritons.explain_missing(OLDEST):
         pytest.skip(reason)
-    printed = run_python("-m", __name__, environment={**tritons.environment(OLDEST), "TRITON_CACHE_DIR": str(tmp_path)})
+    printed = run_python("-m", __name__, environment={**tritons.make_environment(OLDEST), "TRITON_CACHE_DIR": str(tmp_path)})
     (without, groups), (with_hook, _) = ([int(count) for count in line.split()] for line in printed.splitlines())
     assert with_hook == without + groups > 0
 

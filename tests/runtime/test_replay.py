@@ -79,7 +79,7 @@ def tensor(n=N):
     return torch.arange(n, dtype=torch.float32)
 
 
-def scaled(x, factor):
+def scale(x, factor):
     target = torch.empty(N)
     launch(KERNEL, 1, x, target, factor=factor)
     return target
@@ -88,9 +88,9 @@ def scaled(x, factor):
 def test_results_and_what_is_between():
     def body(x, y, factor):
         parts = torch.empty(2, N)
-        launch(KERNEL, 1, scaled(x, factor), parts[0], factor=1.0)
-        launch(KERNEL, 1, scaled(y, 2.0), parts[1], factor=1.0)
-        return parts[1], None, scaled(x, factor), parts[0], torch.empty(0)
+        launch(KERNEL, 1, scale(x, factor), parts[0], factor=1.0)
+        launch(KERNEL, 1, scale(y, 2.0), parts[1], factor=1.0)
+        return parts[1], None, scale(x, factor), parts[0], torch.empty(0)
 
     Call(body).check(lambda x, y: (2 * y, None, 3 * x, 3 * x, torch.empty(0)), 2, tensor(), tensor() + 50)
 
@@ -113,7 +113,7 @@ def test_a_result_of_any_layout_is_no_view(shape, strides):
 
 
 def test_one_tensor_twice_is_another_form():
-    call = Call(lambda x, y, factor: (scaled(y, factor),))
+    call = Call(lambda x, y, factor: (scale(y, factor),))
     x = tensor()
     for _ in range(4):
         assert torch.equal(replay.replay(call, (x, x), (3.0,))[0], 3 * x)
@@ -127,8 +127,8 @@ def test_one_tensor_twice_is_another_form():
     (tensor(8)[:N], False), (torch.zeros(2, N), True), (torch.zeros(2 * N)[::2], True),
     (torch.zeros(N, dtype=torch.float64), True), (tensor(N + 1)[1:], True),
 ], ids=("the same", "shape", "strides", "dtype", "alignment"))
-def test_another_form_or_setting_is_another_tape(other, is_other):
-    call = Call(lambda x, factor: (scaled(x, factor),))
+def test_another_form_or_setting_is_another_recording(other, is_other):
+    call = Call(lambda x, factor: (scale(x, factor),))
     for _ in range(4):
         replay.replay(call, (tensor(),), (3.0,))
     replay.replay(call, (other,), (3.0,))
@@ -137,12 +137,12 @@ def test_another_form_or_setting_is_another_tape(other, is_other):
     assert call.count == 3 + is_other
 
 
-def test_tables_are_held_by_their_tape():
+def test_tables_are_held_by_their_recording():
     """Also when those who made them have let go."""
     table = torch.full((N,), 10.0)
     ref = weakref.ref(table)
     made = [table]
-    call = Call(lambda x, factor: (scaled(made[0], factor),))
+    call = Call(lambda x, factor: (scale(made[0], factor),))
     for _ in range(2):
         replay.replay(call, (tensor(),), (3.0,))
     del table, made[0]
@@ -153,7 +153,7 @@ def test_tables_are_held_by_their_tape():
 
 def test_tables_that_a_graph_reads_are_held_for_good(monkeypatch):
     monkeypatch.setattr(tables, "_held", {})
-    call = Call(lambda x, factor: (scaled(TABLE, factor),))
+    call = Call(lambda x, factor: (scale(TABLE, factor),))
     for _ in range(3):
         replay.replay(call, (tensor(),), (3.0,))
     assert not tables._held
@@ -163,8 +163,8 @@ def test_tables_that_a_graph_reads_are_held_for_good(monkeypatch):
     assert call.count == 2 and [t is TABLE for t in tables._held.values()] == [True]
 
 
-def test_tables_of_all_tapes_are_bounded(monkeypatch):
-    """Those of the newest tape stay, whatever their size; a table that tapes share counts once."""
+def test_tables_of_all_recordings_are_bounded(monkeypatch):
+    """Those of the newest recording stay, whatever their size; a table that recordings share counts once."""
     monkeypatch.setattr(replay, "_MOST_TABLE_BYTES", 3 * TABLE.nbytes)
     refs = []
 
@@ -172,7 +172,7 @@ def test_tables_of_all_tapes_are_bounded(monkeypatch):
         with ThreadPoolExecutor(1) as elsewhere:  # as `tables` makes them, which no recording sees
             table = elsewhere.submit(torch.full, (N,), number).result() if own else TABLE
         refs.append(weakref.ref(table))
-        return (scaled(table, number),)
+        return (scale(table, number),)
 
     for own, least, most in ((False, 8, 8), (True, 1, 3)):
         replay.clear()
@@ -183,9 +183,9 @@ def test_tables_of_all_tapes_are_bounded(monkeypatch):
         assert sum(ref() is not None for ref in refs[1::2]) in range(least, most + 1) and own == (len(replay._recordings) < 8)
 
 
-def test_a_tape_belongs_to_a_stream(monkeypatch):
+def test_a_recording_belongs_to_a_stream(monkeypatch):
     """The tables that it reads were allocated there."""
-    call = Call(lambda x, factor: (scaled(x, factor),))
+    call = Call(lambda x, factor: (scale(x, factor),))
     for stream, count in ((7, 2), (8, 4), (7, 4)):
         monkeypatch.setitem(STREAM, "current", stream)
         for _ in range(3):
@@ -204,11 +204,11 @@ def test_descriptors():
 
 
 @pytest.mark.parametrize("body", [
-    lambda x, factor: (scaled(x + 1, factor),),
-    lambda x, factor: (scaled(x, factor).add_(factor),),
-    lambda x, factor: (scaled(x, factor), x),
-    lambda x, factor: (scaled(torch.zeros(N), factor),),
-    lambda x, factor: (scaled(x[4:10], factor),),
+    lambda x, factor: (scale(x + 1, factor),),
+    lambda x, factor: (scale(x, factor).add_(factor),),
+    lambda x, factor: (scale(x, factor), x),
+    lambda x, factor: (scale(torch.zeros(N), factor),),
+    lambda x, factor: (scale(x[4:10], factor),),
 ], ids=("arithmetic", "in place", "an argument comes back", "memory that is filled", "part of an argument"))
 def test_what_cannot_be_repeated_is_called(body):
     Call(body).check(lambda x: tuple(t.clone() for t in body(x, 3.0)), 5, tensor(12))
@@ -216,7 +216,7 @@ def test_what_cannot_be_repeated_is_called(body):
 
 def test_a_part_that_begins_where_another_argument_does():
     """Of one projection; in the next call they are apart."""
-    call = Call(lambda x, y, factor: (scaled(x[8:14], factor), scaled(y, factor)))
+    call = Call(lambda x, y, factor: (scale(x[8:14], factor), scale(y, factor)))
     for whole in (tensor(20), tensor(20), None, None):
         x = tensor(20) + 30 if whole is None else whole
         y = tensor() if whole is None else whole[8:14]
@@ -226,7 +226,7 @@ def test_a_part_that_begins_where_another_argument_does():
 
 
 def test_slices_of_one_projection():
-    call = Call(lambda x, y, factor: (scaled(x, factor), scaled(y, factor)))
+    call = Call(lambda x, y, factor: (scale(x, factor), scale(y, factor)))
     for k in range(5):
         whole = tensor(20) + k
         x, y = whole[:N], whole[8 : 8 + N]
@@ -236,7 +236,7 @@ def test_slices_of_one_projection():
 
 def test_forced_configs_are_not_recorded(monkeypatch):
     monkeypatch.setitem(tuning._forced, "kernel", None)
-    Call(lambda x, factor: (scaled(x, factor),)).check(lambda x: (3 * x,), 5, tensor())
+    Call(lambda x, factor: (scale(x, factor),)).check(lambda x: (3 * x,), 5, tensor())
 
 
 @pytest.mark.parametrize("around", [False, True])
@@ -248,27 +248,27 @@ def test_what_cannot_be_recorded_is_not_held(around, monkeypatch):
     def chain(x, factor):
         refs = []
         for _ in range(6):
-            x = scaled(x, factor)
+            x = scale(x, factor)
             refs.append(weakref.ref(x))
         alive.append(sum(ref() is not None for ref in refs))
         return (x,)
 
-    def twice(x, factor):
+    def double(x, factor):
         for t in (x, x + 0):
             (y,) = replay.replay(chain, (t,), (factor,))
-        return (scaled(y, 1.0),)
+        return (scale(y, 1.0),)
 
-    Call(twice if around else chain).check(lambda x: (3.0**6 * x,), 5, tensor())
+    Call(double if around else chain).check(lambda x: (3.0**6 * x,), 5, tensor())
     assert set(alive) == {1}
 
 
-def test_calls_inside_have_tapes_of_their_own():
+def test_calls_inside_have_recordings_of_their_own():
     """The one around them is called each time, and holds nothing of theirs."""
-    inner = Call(lambda x, factor: (scaled(x, factor),))
+    inner = Call(lambda x, factor: (scale(x, factor),))
 
     def body(x, factor):
         first, second = (replay.replay(inner, (t,), (factor,))[0] for t in (x, x + 0))
-        return scaled(first, 2.0), second
+        return scale(first, 2.0), second
 
     Call(body).check(lambda x: (6 * x, 3 * x), 5, tensor())
     assert inner.count == 2
@@ -276,18 +276,18 @@ def test_calls_inside_have_tapes_of_their_own():
 
 @pytest.mark.parametrize("known", (False, True))
 def test_a_call_inside_is_enough(known):
-    """Whether or not it has a tape already, which launches behind the recorder's back."""
-    inner = Call(lambda x, factor: (scaled(x, factor),))
+    """Whether or not it has a recording already, which launches behind the recorder's back."""
+    inner = Call(lambda x, factor: (scale(x, factor),))
     for _ in range(3 * known):
         replay.replay(inner, (tensor(),), (3.0,))
-    Call(lambda x, factor: (scaled(*replay.replay(inner, (x,), (factor,)), factor=2.0),)).check(lambda x: (6 * x,), 5, tensor())
+    Call(lambda x, factor: (scale(*replay.replay(inner, (x,), (factor,)), factor=2.0),)).check(lambda x: (6 * x,), 5, tensor())
     assert inner.count == 2
 
 
 def test_what_is_kept_is_bounded(monkeypatch):
     monkeypatch.setattr(replay, "_MOST", 3)
     for k in range(8):
-        replay.replay(lambda x, factor: (scaled(x, factor),), (tensor(),), (float(k),))
+        replay.replay(lambda x, factor: (scale(x, factor),), (tensor(),), (float(k),))
     assert len(replay._recordings) <= 3
 
 

@@ -54,8 +54,8 @@ def test_recorded():
     assert [type(t) for t in replay._recordings.values()] == [replay.Recording] * 3
 
 
-@pytest.mark.parametrize("batch, tapes", [(3, 2), (1, 3)])
-def test_halves_are_recorded(batch, tapes, monkeypatch):
+@pytest.mark.parametrize("batch, recordings", [(3, 2), (1, 3)])
+def test_halves_are_recorded(batch, recordings, monkeypatch):
     """Each by itself, and of one row the state between them."""
     monkeypatch.setattr("fused.split_backward._MOST_BYTES", 0)
     i = random_inputs(Shape(batch, 700, 8, 64, 2, 128, 128), CASES["D"], torch.bfloat16, "cuda")
@@ -64,4 +64,4 @@ def test_halves_are_recorded(batch, tapes, monkeypatch):
     replay.clear()
     for _ in range(4):
         torch.autograd.grad(out, x, torch.randn_like(out), retain_graph=True)
-    assert [type(t) for t in replay._recordings.values()].count(replay.Recording) == tapes
+    assert [type(t) for t in replay._recordings.values()].count(replay.Recording) == recordings

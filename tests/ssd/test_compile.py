@@ -57,13 +57,13 @@ def param(*values: object, rare: bool = False, **given: object):
 def compiler(version: str | None) -> subprocess.Popen[str]:
     """A process that compiles, for this one may interpret kernels; one for all tests, since it takes seconds to start."""
     process = subprocess.Popen([sys.executable, str(TOOL), "--serve", *(["--triton", version] if version else [])],
-                               env=tritons.environment(version), text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+                               env=tritons.make_environment(version), text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     atexit.register(process.kill)
     return process
 
 
 @cache
-def _compiled(version: str | None, *arguments: str) -> list[dict]:
+def _compile(version: str | None, *arguments: str) -> list[dict]:
     process = compiler(version)
     process.stdin.write(json.dumps(arguments) + "\n")
     process.stdin.flush()
@@ -76,10 +76,10 @@ def _compiled(version: str | None, *arguments: str) -> list[dict]:
 def compiled(triton, request) -> Callable[..., list[dict]]:
     if request.node.get_closest_marker("rare") and not request.config.option.triton:
         pytest.skip("not needed every time: make test TRITON=all compiles it")
-    return partial(_compiled, triton, "--variant")
+    return partial(_compile, triton, "--variant")
 
 
-def spilled(row: dict) -> int:
+def allow_spills(row: dict) -> int:
     return SPILLED.get(row["triton"].rpartition(".")[0], {}).get(row["kernel"], 0)
 
 
@@ -87,7 +87,7 @@ def assert_fits(rows: list[dict], arch: int, spills: int, by_walks: int) -> None
     for row in rows:
         assert row["shared"] <= SHARED[arch], f"{row}: a block on sm_{arch} has {SHARED[arch]} bytes of shared memory"
         most = by_walks if row["kernel"] in (*WALKS, *GROUP_LOOPS) else spills
-        most = max(most, spilled(row))
+        most = max(most, allow_spills(row))
         assert not row["apart"], f"{row}: which of several lanes' sums is stored is left to chance"
         assert not row["unfenced"], f"{row}: products may read what the tiles held before"
         assert not row["lost"], f"{row}: the next turn of its loop reads what this one has overwritten"
@@ -203,7 +203,7 @@ def test_backward_in_group_loops(compiled):
     rows = compiled("fused", "--off", "gluon", "--arch", "90", *many, "--only", "dstates_passing,dC_dCB,dB_dx")
     assert {row["kernel"] for row in rows} == {"dstates_passing_kernel", *GROUP_LOOPS}
     for row in rows:
-        assert row["wgmma"] and not row["mma"] and not row["unfenced"] and row["spills"] <= max(32, spilled(row)), row
+        assert row["wgmma"] and not row["mma"] and not row["unfenced"] and row["spills"] <= max(32, allow_spills(row)), row
 
 
 @pytest.mark.parametrize("sizes", [("128", "64"), ("256", "256")], ids="x".join)
@@ -236,7 +236,7 @@ def test_gluon_kernels(arguments, compiled):
     assert_fits(rows, 90, spills=256, by_walks=0)
     spills = dict(zip(("hopper_scan_kernel", "hopper_states_kernel"), GLUON_FORMS[arguments], strict=True))
     for row in rows:
-        assert row["spills"] <= max(spills.get(row["kernel"], 256), spilled(row)), row
+        assert row["spills"] <= max(spills.get(row["kernel"], 256), allow_spills(row)), row
         assert row["registers"] <= (160 if row["kernel"] == "hopper_states_kernel" else 128) and not row["mma"] and row["wgmma"]
         assert not row["late"], f"{row['kernel']}: {row['late']}"
         assert row["groups"] <= MOST_GROUPS, f"{row}: ptxas serialised its products, for want of registers or by C7514"

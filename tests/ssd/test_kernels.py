@@ -24,7 +24,7 @@ from ssd.kernels.sum_parts import sum_first
 from ssd.reference_stages import into_chunks
 from ssd.types import Options
 from tests.inputs import HALF, Case, Shape, random_inputs, random_like
-from tests.stage_values import Values, assert_stages, name_results, over_values, written_pairs
+from tests.stage_values import Values, assert_stages, find_written_pairs, name_results, over_values
 
 OPTIONS = Options()
 
@@ -51,7 +51,7 @@ def launch_ddA_cumsum(v):
 KERNELS = {  # by the stage that each is
     "chunk_state": lambda v: {"states": chunk_state(v.inputs, v.dt, v.dA_cumsum, OPTIONS)},
     "state_passing": lambda v: name_results("prev_states final_states", *state_passing(v.inputs, v.states, v.dA_cumsum)),
-    "bmm_chunk": lambda v: {"CB": torch.where(written_pairs(v.inputs), bmm_chunk(v.inputs, OPTIONS), 0)},
+    "bmm_chunk": lambda v: {"CB": torch.where(find_written_pairs(v.inputs), bmm_chunk(v.inputs, OPTIONS), 0)},
     "chunk_scan": lambda v: name_results(
         "out y", *chunk_scan(v.inputs, v.CB, v.dt, v.dA_cumsum, v.prev_states, OPTIONS, True)),
     "chunk_scan_dstates": lambda v: {"dprev_states": chunk_scan_dstates(v.inputs, v.dy, v.dA_cumsum, OPTIONS)},
@@ -61,7 +61,7 @@ KERNELS = {  # by the stage that each is
     "chunk_state_dB": lambda v: {"dB": chunk_state_dB(v.inputs, v.dt, v.dA_cumsum, v.dstates, OPTIONS).sum(0)},
     "chunk_scan_dC": launch_chunk_scan_dC,
     "chunk_scan_dCB": lambda v: {
-        "dCB": torch.where(written_pairs(v.inputs), chunk_scan_dCB(v.inputs, v.dt, v.dA_cumsum, v.dy, OPTIONS), 0)},
+        "dCB": torch.where(find_written_pairs(v.inputs), chunk_scan_dCB(v.inputs, v.dt, v.dA_cumsum, v.dy, OPTIONS), 0)},
     "ddA_cumsum": launch_ddA_cumsum,
 }
 
@@ -96,7 +96,7 @@ def test_bmm_bwd(case, dtype, device):
         more = into_chunks(at.precision(parts).sum(0), at.chunk_size)
         at.dB, at.dC = at.dB_pairs + more, at.dC_pairs + more
 
-    assert_stages(v, got, "bmm_bwd", add_parts, dCB=torch.where(written_pairs(v.inputs), v.dCB, 0))
+    assert_stages(v, got, "bmm_bwd", add_parts, dCB=torch.where(find_written_pairs(v.inputs), v.dCB, 0))
 
 
 @over_values

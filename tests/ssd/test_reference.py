@@ -20,7 +20,7 @@ def inputs64(shape, case):
     return reference.as_dtype(random_inputs(shape, case, FP64), FP64)
 
 
-def one_row(shape, case):
+def make_one_row(shape, case):
     return replace(shape, batch=1) if case.documents == "varlen" else shape
 
 
@@ -38,7 +38,7 @@ def by_name(grads: SSDGrads) -> dict:
                                    Shape(1, 40, 3, 2, 3, 4, 64)], ids=str)
 def test_chunked_form_is_the_recurrence(shape, case):
     """Outputs, and gradients: those derived in docs/ssd.md against autograd through the recurrence."""
-    inputs = leaves(inputs64(one_row(shape, case), case))
+    inputs = leaves(inputs64(make_one_row(shape, case), case))
     dout, dfinal_states = cotangents(inputs)
     out, final_states = reference.recurrence(inputs)
     with torch.no_grad():

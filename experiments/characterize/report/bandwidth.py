@@ -5,7 +5,7 @@ from .. import definitions
 from ..definitions import DATASHEET, NCU, Call, Utilisation, count_vector_flops, gbps
 from ..gpus import find
 from . import draw
-from .parts import Figure
+from .figure import Figure
 
 PAPER_PERCENT = 57.5
 _MEANS = {"U": "mean of kernels", "W": "weighted with time", "G": "bytes over time"}

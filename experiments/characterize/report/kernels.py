@@ -8,7 +8,7 @@ from .. import classes
 from ..definitions import Call
 from ..gpus import find
 from . import draw
-from .parts import Figure, shorten
+from .figure import Figure, shorten
 
 BASELINE = "baseline"
 HIT_RATES = {"L2": "l2_hit_pct", "L2, warm": "l2_warm_hit_pct", "L1": "l1_hit_pct", "L1, warm": "l1_warm_hit_pct"}

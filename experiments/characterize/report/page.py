@@ -9,7 +9,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markdown_it import MarkdownIt
 
 from ...palette import THEME
-from .parts import Figure
+from .figure import Figure
 
 _FIGURE = re.compile(r"!\[[^\]]*\]\((?P<name>[\w-]+)\.svg\)\n\n(?P<see>.*) \[Data\]\((?P=name)\.csv\)")
 _LONG = r"<(t[hd])([^>]*)>(?=[^<]{25})"  # a cell that is a sentence
@@ -39,7 +39,7 @@ def render_html(text: str, figures: dict[str, Figure]) -> str:
         figure = figures[name]
         data = base64.b64encode(figure.csv.encode()).decode()
         label = re.sub("<.*?>", "", see)
-        svg = _own_ids(figure.svg, name).replace("<svg ", f'<svg role="img" aria-label="{label}" ', 1)
+        svg = _prefix_ids(figure.svg, name).replace("<svg ", f'<svg role="img" aria-label="{label}" ', 1)
         return (f"<figure>{svg}<figcaption>Figure {next(numbers)}. {see} "
                 f'<a download="{name}.csv" href="data:text/csv;base64,{data}">Data as CSV</a></figcaption></figure>')
 
@@ -53,7 +53,7 @@ def render_html(text: str, figures: dict[str, Figure]) -> str:
         opening=opening, sections=section + rest, titles=titles, colours=colours)
 
 
-def _own_ids(svg: str, name: str) -> str:
+def _prefix_ids(svg: str, name: str) -> str:
     """Ids are the document's: two figures may not share one."""
     svg = re.sub(r'\bid="([^"]+)"', rf'id="{name}-\1"', svg)
     return re.sub(r'(href="#|url\(#)([^")]+)', rf"\1{name}-\2", svg)

@@ -14,7 +14,7 @@ from ..classes import BOTH, TENSOR, VECTOR
 from ..definitions import Call
 from ..gpus import GPUS
 from . import bandwidth, kernels, steps
-from .parts import shorten
+from .figure import shorten
 
 # Table II: {mode: {class: (kernels, per cent of the time)}}
 TABLE_TWO = {"fwd": {TENSOR: (1, 2.40), VECTOR: (2, 8.55), BOTH: (2, 89.03)},

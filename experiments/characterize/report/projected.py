@@ -8,7 +8,7 @@ from ...shapes import DIRECTIONS, MODELS
 from .. import calls, frozen, projection
 from ..gpus import EXPS_PER_CLOCK, GPUS
 from . import draw
-from .parts import Figure
+from .figure import Figure
 
 ENOUGH = 2 * len(projection.CONSTANTS)
 LIMITS = projection.Errors(median=0.10, weighted=0.12, worst=0.35)

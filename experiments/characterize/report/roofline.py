@@ -9,7 +9,7 @@ from .. import classes
 from ..definitions import Call, gbps
 from ..gpus import find
 from . import draw
-from .parts import Figure, keep_last_runs, shorten
+from .figure import Figure, keep_last_runs, shorten
 
 _APART = 1.48  # heights of two labels, the higher over the lower: a line of text
 _LEFT, _RIGHT, _LOW, _HIGH = 0.002, 1e4, 0.3, 2e3  # of the axes

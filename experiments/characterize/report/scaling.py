@@ -9,7 +9,7 @@ from ...shapes import DIRECTIONS
 from .. import components
 from ..definitions import keep_one_gpu
 from . import draw
-from .parts import Figure
+from .figure import Figure
 
 _SWEEP = "sweep-"
 _BLOCKS = {"mamba1": "Mamba-1", "mamba2": "Mamba-2"}

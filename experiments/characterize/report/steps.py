@@ -4,7 +4,7 @@ from ... import record
 from .. import operators
 from ..scopes import BACKWARD, FORWARD, OPTIMIZER
 from . import draw
-from .parts import Figure, keep_last_runs, name_run
+from .figure import Figure, keep_last_runs, name_run
 
 # What a bar is made of: few enough that each has a colour of its own.
 BARS = {"GEMM": ("gemm",), "SSM": ("ssm",), "convolution": ("conv1d", "conv"), "attention": ("attention",),
@@ -17,8 +17,8 @@ WAITS = 25  # per cent of a step that is idle, from which on a workload is said 
 
 
 def collect(rows: list[dict]) -> dict:
-    """Shares of steps, {`parts.name_run`: {class: per cent of kernels' time and idle time}}, workload by workload; the steps by
-    phase; and what there is to say of them. Nothing without rows.
+    """Shares of steps, {`figure.name_run`: {class: per cent of kernels' time and idle time}}, workload by workload; the
+    steps by phase; and what there is to say of them. Nothing without rows.
     """
     runs = keep_last_runs(record.read(rows, bench="characterize"))
     runs = dict(sorted(runs.items(), key=lambda run: (_place(run[1][0]), run[0])))

@@ -20,7 +20,7 @@ TRACES = sorted((Path(__file__).parent / "traces").glob("*.json*"))
 SYNTHETIC = Path(__file__).parent / "traces" / "synthetic_step.json"
 
 
-def summed(found: trace.Trace, key: str) -> dict[str, float]:
+def sum_by(found: trace.Trace, key: str) -> dict[str, float]:
     """Microseconds of the kernels by their kind or phase."""
     times = Counter()
     for kernel in found.kernels:
@@ -31,21 +31,21 @@ def summed(found: trace.Trace, key: str) -> dict[str, float]:
 @pytest.mark.parametrize("path", TRACES, ids=lambda path: path.name)
 def test_any_trace(path):
     found = trace.read(path)
-    times = summed(found, "kind")
+    times = sum_by(found, "kind")
     assert times.get("other", 0.0) < 0.02 * found.total_us and found.idle_us >= 0
-    assert times.keys() <= {*CLASSES} and {"forward", "backward", "optimizer"} <= summed(found, "phase").keys()
+    assert times.keys() <= {*CLASSES} and {"forward", "backward", "optimizer"} <= sum_by(found, "phase").keys()
 
 
 def test_synthetic_step():
     found = trace.read(SYNTHETIC)
-    assert summed(found, "kind") == {
+    assert sum_by(found, "kind") == {
         "memcpy": 10, "embedding": 20, "gemm": 600, "norm": 30, "conv1d": 40, "ssm": 330, "conv": 60, "attention": 50,
         "elementwise": 45, "loss": 15, "reduce": 15, "optimizer": 78, "other": 5}
     assert found.idle_us == pytest.approx(116)
     assert found.total_us == pytest.approx(1414), "the step's, not the warm-up's before it"
-    assert summed(found, "phase") == {"": 15, "forward": 575, "loss": 15, "backward": 615, "optimizer": 78}
+    assert sum_by(found, "phase") == {"": 15, "forward": 575, "loss": 15, "backward": 615, "optimizer": 78}
     backward = trace.Trace(tuple(kernel for kernel in found.kernels if kernel.phase == "backward"), found.total_us)
-    assert summed(backward, "kind") == {"gemm": 400, "ssm": 180, "elementwise": 20, "reduce": 15}
+    assert sum_by(backward, "kind") == {"gemm": 400, "ssm": 180, "elementwise": 20, "reduce": 15}
 
 
 def test_a_backward_on_another_thread_is_found_by_time():

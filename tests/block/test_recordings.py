@@ -18,7 +18,7 @@ def tokens_apart(function: Function) -> Function:
         for name, t in function.inputs(*of).items()})
 
 
-FUNCTIONS = {  # and how many tapes: a scan's forward keeps states only for a backward
+FUNCTIONS = {  # and how many recordings: a scan's forward keeps states only for a backward
     "conv1d": (BLOCK["conv1d"], 2),
     "conv1d without bias": (convolution(replace(CONTINUED, bias=False)), 2),
     "conv1d of documents": (MORE_CALLS["conv1d of documents"], 2),
@@ -29,13 +29,13 @@ FUNCTIONS = {  # and how many tapes: a scan's forward keeps states only for a ba
 }
 
 
-@pytest.mark.parametrize(("function", "tapes"), FUNCTIONS.values(), ids=FUNCTIONS)
-def test_recorded(function, tapes, monkeypatch):
-    """A forward and a backward, each one tape."""
+@pytest.mark.parametrize(("function", "recordings"), FUNCTIONS.values(), ids=FUNCTIONS)
+def test_recorded(function, recordings, monkeypatch):
+    """A forward and a backward, each one recording."""
     monkeypatch.setattr("ssd.block.selective_scan.takes_walk", lambda u, B: True)
     record_without_gpu(monkeypatch)
     given = function.inputs(40, "cpu", torch.float32)
     for _ in range(3):
         outs = function.call(**given)
         function.results(given, ways=tuple(map(torch.randn_like, outs if isinstance(outs, tuple) else (outs,))))
-    assert [type(t) for t in replay._recordings.values()] == [replay.Recording] * tapes
+    assert [type(t) for t in replay._recordings.values()] == [replay.Recording] * recordings
