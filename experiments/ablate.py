@@ -31,12 +31,12 @@ class Step:
 
 
 def list_steps(names: tuple[str, ...]) -> list[Step]:
-    """The sets of options to measure for a variant that heeds those of these names, in their order."""
+    """The sets of options to measure for a variant with options of these names, in their order."""
     every = replace(Options(), **dict.fromkeys(names, True))
     plain = {"gluon": False} if "gluon" in names else {}
 
     def without(name: str) -> Options:
-        """What the Gluon kernels cannot be without is taken from the plain ones, and compared with all of those."""
+        """An option that the Gluon kernels need is taken from the plain kernels, and compared with all options of those."""
         return replace(every, **({} if name in hopper.OPTIONS else plain), **{name: False})
 
     bare = replace(Options(), **dict.fromkeys(names, False))

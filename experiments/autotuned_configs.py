@@ -70,7 +70,7 @@ def hand_over_configs() -> Iterator[None]:
 
 
 def _run_after(act: Callable[[Autotuner], None]) -> Callable:
-    """What a tuner runs by, once `act` has been done to it."""
+    """A tuner's `run` that calls `act` on the tuner first."""
     run = Autotuner.run
 
     def run_after(tuner: Autotuner, *args, **kwargs):

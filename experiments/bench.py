@@ -26,7 +26,7 @@ _TRUTH_TOKENS = 16384
 
 @dataclass(frozen=True)
 class Candidate:
-    """One of the things that run side by side. A peer has no use for options."""
+    """One of the implementations that run side by side. A peer takes no options."""
 
     variant: str
     chunk_size: int
@@ -144,7 +144,7 @@ def _compare_with(against: str | None, measured: dict[Candidate, dict]) -> dict:
 
 
 def _add_derived(row: dict, problem: cost.Problem, ceiling_gbps: float) -> dict:
-    """The row with what follows from its times: against the ideal operator, the copy ceiling and the rival."""
+    """The row with what its times say beside the ideal operator, the copy ceiling and the rival."""
     ideal = cost.ideal(problem, row["mode"])
     effective = ideal.bytes / row["p50_us"] / 1e3
     row |= {

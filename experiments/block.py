@@ -157,7 +157,7 @@ def choose_device() -> str:
 
 
 def draw_normal(*size: int, dtype: torch.dtype = torch.float32, requires_grad: bool = True) -> Tensor:
-    """Of N(0, 1)."""
+    """Numbers drawn from N(0, 1)."""
     return torch.randn(*size, device=choose_device(), dtype=dtype, requires_grad=requires_grad)
 
 
@@ -210,7 +210,7 @@ def make_state_update(shape: Shape, dtype: torch.dtype) -> Work:
 
 
 def make_selective_scan(shape: Shape, dtype: torch.dtype) -> Work:
-    """As a Mamba-1 block calls it, but for a gate where its model has none."""
+    """The scan as a Mamba-1 block calls it; without a gate where the model has none."""
     (batch, seqlen, dim, _, dstate, _), normal = shape.sizes.values(), partial(draw_normal, dtype=dtype)
     u, delta, B, C = normal(batch, dim, seqlen), normal(batch, dim, seqlen), *(normal(batch, dstate, seqlen) for _ in range(2))
     A = (-torch.arange(1.0, dstate + 1, device=u.device).repeat(dim, 1)).requires_grad_()
@@ -252,7 +252,7 @@ def make_block(shape: Shape, dtype: torch.dtype) -> Work:
 
 
 def _mamba_ssm(module: str) -> ModuleType:
-    """A module of mamba_ssm, without what its package imports besides."""
+    """A module of mamba_ssm, imported without the rest of its package."""
     from ssd.interop.mamba_ssm import skip_its_init
 
     with skip_its_init():

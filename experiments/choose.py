@@ -110,12 +110,12 @@ class Choice:
 
     @property
     def cost(self) -> float:
-        """What the choice takes longer than the best, as a part of the best."""
+        """How much longer the choice takes than the best, relative to the best."""
         return self.measured[self.chosen] / self.measured[self.best] - 1
 
     @property
     def errors(self) -> list[float]:
-        """Of the expected times, as parts of the measured ones."""
+        """The errors of the expected times, relative to the measured ones."""
         return [abs(us / self.measured[kernels] - 1) for kernels, us in self.expected.items()]
 
 
@@ -173,7 +173,7 @@ def _describe_call(row: dict, options: Options) -> Call:
 
 
 def _list_kernels(gpu: str, call: Call, options: Options) -> set[str]:
-    """The kernels that there are to choose from."""
+    """The sets of kernels to choose from."""
     return {_name_kernels(gpu, name, call, options) for name in list_candidates()}
 
 
@@ -224,5 +224,5 @@ def _solve(rows: Tensor) -> dict[str, float]:
 
 
 def _get_sizes(call: Call) -> Call:
-    """The call but for what is not of its sizes."""
+    """The call's sizes alone."""
     return replace(call, mode="fwd", keeps=False, chunk_size=1)

@@ -118,7 +118,7 @@ def make_sides(sizes: LanguageSizes, batch: int, variant: str, rivals: Sequence[
 
 
 def make_config(sizes: LanguageSizes) -> Mamba2LMConfig:
-    """Of a workload's model, all of whose layers are Mamba-2."""
+    """The config of a workload's model, all of whose layers are Mamba-2."""
     layer = {"layer": "Mamba2", **{name: getattr(sizes, name) for name in ("d_state", "headdim", "ngroups", "chunk_size")}}
     return Mamba2LMConfig(sizes.d_model, len(sizes.pattern), sizes.vocab_size, layer, tie_embeddings=sizes.tie_embeddings,
                           pad_vocab_size_multiple=16)

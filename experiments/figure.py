@@ -81,7 +81,7 @@ def pyplot():
 
 
 def hide_frame(ax) -> None:
-    """But for the axis below."""
+    """Hide the frame, but not the axis below."""
     ax.spines[["top", "right", "left"]].set_visible(False)
     ax.tick_params(left=False)
 

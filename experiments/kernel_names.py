@@ -1,4 +1,4 @@
-"""Whose a kernel is, by the name that profilers give it."""
+"""Which part of the code a kernel belongs to, by the name that profilers give it."""
 
 import re
 from functools import cache
@@ -40,12 +40,12 @@ def present_name(name: str) -> str:
 
 
 def list_ours() -> frozenset[str]:
-    """Of all kernels of this repository, the operator's and those around it."""
+    """The names of all kernels of this repository, the operator's and those around it."""
     return names(_OF_OPERATOR + _OF_BLOCK)
 
 
 @cache
 def names(folders: tuple[str, ...]) -> frozenset[str]:
-    """Of the kernels that are written in these folders of the repository."""
+    """The names of the kernels that are defined in these folders."""
     files = (file for folder in folders for file in (_ROOT / folder).rglob("*.py"))
     return frozenset(name for file in files for name in re.findall(r"^def (\w+_kernel)\(", file.read_text(), re.M))

@@ -126,14 +126,14 @@ class Team:
             dist.barrier()
 
     def sum_over(self, value: Tensor) -> Tensor:
-        """The sum of every process's."""
+        """The sum over all processes."""
         if self.size > 1:
             value = value.clone()
             dist.all_reduce(value)
         return value
 
     def max_over(self, value: float) -> float:
-        """The largest of every process's."""
+        """The largest over all processes."""
         if self.size == 1:
             return value
         found = torch.tensor(value, dtype=torch.float64, device=self.device)
@@ -156,7 +156,7 @@ class Team:
 
 
 class _Copy(DistributedDataParallel):
-    """With what a loss asks of the model besides calling it."""
+    """Passes on what a loss asks of the model besides calling it."""
 
     def __getattr__(self, name: str):
         try:

@@ -211,12 +211,12 @@ def _collect_kept(rows: list[dict]) -> dict[tuple, float]:
 
 
 def _describe_call(row: dict) -> tuple:
-    """What the rows of several modes share that ran the same; last, which options were changed."""
+    """What rows of the same call share, whatever their mode; last, the changed options."""
     return *(row[key] for key in ("gpu", "shape", "variant", "chunk_size")), record.describe_options(record.options(row))
 
 
 def _graph_us(row: dict) -> float:
-    """In a CUDA graph, where the call could be captured."""
+    """Microseconds in a CUDA graph, where the call could be captured."""
     return row["graph_p50_us"] or row["p50_us"]
 
 
@@ -299,7 +299,7 @@ def tabulate_gains(rows: list[dict]) -> str:
 
 
 def _list_settings(row: dict, *names: str) -> list[str]:
-    """Of the run that a row is of."""
+    """The settings of a row's run."""
     return [str(row["run"][name]) for name in names]
 
 

@@ -176,7 +176,7 @@ def _run_block() -> None:
 
 
 def _make_optional(shape: Shape, dtype: torch.dtype, names: tuple[str, ...]) -> dict[str, torch.Tensor]:
-    """Of the options that models use seldom those named: a gate, a state to start from, documents, and states at their ends."""
+    """Rare arguments by name: a gate, a state to start from, documents, and states at their ends."""
     b, l, h, p, n, _ = shape.sizes.values()
     made = {
         "z": lambda: torch.randn(b, l, h, p, device="cuda", dtype=dtype, requires_grad=True),

@@ -42,7 +42,7 @@ class Shape:
 
 
 def _read_shapes() -> dict[str, list[Shape]]:
-    """Those of shapes.txt, by group."""
+    """The shapes of shapes.txt, by group."""
     found: dict[str, list[Shape]] = {}
     for line in Path(__file__).with_suffix(".txt").read_text().splitlines():
         if line and not line.startswith("#"):

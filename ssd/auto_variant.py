@@ -39,7 +39,7 @@ def rank_variants(inputs: SSDInputs, options: Options, mode: str, keeps: bool, n
 
 
 def _rank(call: Call, kernels: dict[str, str], gpu: str) -> tuple[tuple[str, ...], str]:
-    """Those variants come last of whose kernels nothing is known."""
+    """Rank the variants; those whose kernels' times are unknown come last."""
     table = get_table(gpu)
     known = table or get_fallback()
     expected = {name: known.estimate(call, of) for name, of in kernels.items()}

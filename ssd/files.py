@@ -1,4 +1,4 @@
-"""Files that are whole or as they were."""
+"""Replaces files in one step: a reader finds the old file or the whole new one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def flush(path: Path) -> None:
-    """Through to the disk, a file or a folder's entries."""
+    """Write a file, or the entries of a folder, through to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

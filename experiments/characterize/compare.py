@@ -83,7 +83,7 @@ def compare(old: Iterable[dict], new: Iterable[dict], noise: float = NOISE) -> C
 
 
 def terminal(comparison: Comparison) -> Table:
-    """For rich; what is slower is red, what is faster green."""
+    """A table for the terminal: red where slower, green where faster."""
     result = table.make_table(comparison.pairs, "times of both, the slowest first", _COLUMNS)
     result.caption = comparison.summary()
     for row, pair in zip(result.rows, comparison.pairs, strict=True):
@@ -92,7 +92,7 @@ def terminal(comparison: Comparison) -> Table:
 
 
 def markdown(comparison: Comparison) -> str:
-    """As a table and a sentence; what is slower is bold."""
+    """A table in Markdown and a sentence; bold where slower."""
     pairs = [pair | {"verdict": f"**{pair['verdict']}**"} if pair["verdict"] == "slower" else pair for pair in comparison.pairs]
     return table.render(pairs, "markdown", _COLUMNS) + f"\n{comparison.summary()}.\n"
 

@@ -54,7 +54,7 @@ def _make_shape(name: str, seqlen: int) -> Shape:
 
 
 def _make_linear(inputs: int, outputs: Callable[[Shape], int] | int) -> Callable[[Shape, torch.dtype], block.Work]:
-    """A projection of every token."""
+    """A linear layer on every token."""
 
     def make(shape: Shape, dtype: torch.dtype) -> block.Work:
         x = block.draw_normal(shape.batch, shape.seqlen, inputs, dtype=dtype)

@@ -1,4 +1,4 @@
-"""A matrix product whose FLOPs are known, for counters to be checked by. cuBLAS's tiles may reach beyond a matrix's edge: of a
+"""A matrix product of known FLOPs, by which counters are checked. cuBLAS's tiles may reach beyond a matrix's edge: of a
 product of 8192 cubed, Nsight Compute counts 1/64 more than 2 n^3, as tiles of 320 would have it.
 """
 

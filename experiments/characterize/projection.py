@@ -69,7 +69,7 @@ class Model:
     spreads: tuple[float, ...] = ()
 
     def predict(self, samples: list[Sample]) -> np.ndarray:
-        """Microseconds of each."""
+        """The predicted microseconds of each sample."""
         return _prepare(samples, self.memory_gbps)(np.array(self.constants))
 
     def carry(self, source: GPU, target: GPU, memory_gbps: float | None = None) -> "Model":
@@ -93,7 +93,7 @@ class Outcome:
 
     @property
     def error(self) -> float:
-        """Relative: 0.1 is a tenth too long."""
+        """The relative error of the prediction: 0.1 is a tenth too long."""
         return self.predicted_us / self.sample.us - 1
 
 
@@ -106,7 +106,7 @@ class Errors(NamedTuple):
 
 
 def summarise(outcomes: list[Outcome]) -> Errors:
-    """Of calls alike, and weighted with time, as long ones count in a step."""
+    """The median error of a call, the error weighted with time, as calls count in a step, and the largest."""
     errors = [abs(one.error) for one in outcomes]
     apart = sum(abs(one.predicted_us - one.sample.us) for one in outcomes)
     return Errors(median(errors), apart / sum(one.sample.us for one in outcomes), max(errors))
@@ -141,7 +141,7 @@ def fit(samples: list[Sample], memory_gbps: float) -> Model:
 
 
 def find_fixed(samples: list[Sample]) -> set[str]:
-    """The constants that some sample depends on."""
+    """The constants that the samples can fix: some sample depends on them."""
     return {"launch"} | {name for one in samples for part in one.parts for name, often in part.work.items() if often}
 
 
@@ -159,7 +159,7 @@ def predict_across(samples: list[Sample], memory: dict[str, float], source: str,
 
 
 def apply(model: Model, samples: list[Sample]) -> list[Outcome]:
-    """What a model says of samples."""
+    """A model's prediction for each sample."""
     return [Outcome(one, us) for one, us in zip(samples, model.predict(samples).tolist(), strict=True)] if samples else []
 
 
@@ -172,7 +172,7 @@ def read_memory(rows: list[dict]) -> dict[str, float]:
 
 
 def find_interval(outcomes: list[Outcome]) -> tuple[float, float]:
-    """Between which multiples of its prediction nine of ten calls were measured."""
+    """The multiples of a prediction between which nine of ten measured times lie."""
     low, high = np.quantile([one.sample.us / one.predicted_us for one in outcomes], (0.05, 0.95)).tolist()
     return low, high
 

@@ -32,7 +32,7 @@ def draw(seed: int, index: int, variants: list[str], device: str, size: int) -> 
 
 
 def _draw_shared(rng: Random, variant: str, limits: Limits) -> Config:
-    """What the kernels are compiled for."""
+    """Draw what the kernels are compiled for: sizes, dtypes and options."""
     favoured = (16, 32, 64, 128, 256)
     dtype = rng.choices(limits.dtypes, [{"bf16": 45, "fp16": 25, "fp32": 30}[name] for name in limits.dtypes])[0]
     heads_per_group = draw_size(rng, min(16, limits.nheads), (1, 8))
@@ -52,7 +52,7 @@ def _draw_shared(rng: Random, variant: str, limits: Limits) -> Config:
 
 
 def _fit_to_hopper(rng: Random, c: Config) -> Config:
-    """Such that nothing keeps it from the kernels for Hopper: in their commonest form, or in any."""
+    """Change the draw so that the kernels for Hopper take it: in their commonest form, or in any."""
     options = {name: value for name, value in c.options.items() if name not in ("exp2", "fuse_bmm", "gluon", "tf32")}
     common, pairs = rng.random() < 0.6, 2 * rng.randint(1, 8)
     heads = pairs if common else rng.randint(1, 16)
@@ -66,7 +66,7 @@ def _fit_to_hopper(rng: Random, c: Config) -> Config:
 
 
 def _draw_dtypes(rng: Random, limits: Limits) -> dict[str, str]:
-    """Dtypes of inputs that are not as they mostly come."""
+    """Draw unusual dtypes for some inputs."""
     every = (*limits.dtypes, *limits.dtypes, "fp64")
     if rng.random() < 0.65:
         return {}
@@ -74,7 +74,7 @@ def _draw_dtypes(rng: Random, limits: Limits) -> dict[str, str]:
 
 
 def _draw_options(rng: Random, variant: str, dtype: str) -> dict[str, bool]:
-    """One to three switches in half of draws, of those that the variant heeds."""
+    """Draw one to three of the variant's switches, in half of draws."""
     of = _OPTION_VARIANTS if variant == "auto" else (variant,)
     names = list(dict.fromkeys(name for one in of for name in get_variant(one).options))
     chosen = dict.fromkeys(rng.sample(names, min(len(names), rng.randint(1, 3))), False) if rng.random() < 0.5 else {}
@@ -140,7 +140,7 @@ def _draw_tokens(rng: Random, c: Config, limits: Limits, even: bool | None) -> t
 
 
 def _draw_long(rng: Random, variant: str, limits: Limits) -> Config:
-    """One sequence beyond what any test but those of offsets has."""
+    """Draw one sequence that is longer than those of all tests but the tests of offsets."""
     return Config(
         variant=variant, seed=rng.randrange(2**24), seqlen=limits.long + 21, heads_per_group=2, headdim=64, dstate=128,
         chunk_size=256, dtype="bf16", D="h", dt_bias=True, dt_softplus=True, final_states=True, layouts={"x": "packed"},

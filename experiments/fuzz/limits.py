@@ -32,7 +32,7 @@ class Limits:
 
     @staticmethod
     def of(variant: str, device: str) -> Limits:
-        """Of a variant on a device; kernels on a CPU are interpreted, which takes a thousand times as long."""
+        """The limits of a variant on a device. On a CPU kernels are interpreted, a thousand times as slowly."""
         if device == "cuda":
             return Limits()
         if variant in ("torch", "auto"):
@@ -41,7 +41,7 @@ class Limits:
 
     @staticmethod
     def of_block(device: str) -> Limits:
-        """Of what surrounds the operator, which knows no variants."""
+        """The limits of what surrounds the operator, which has no variants."""
         return Limits() if device == "cuda" else _INTERPRETED if arguments.INTERPRETED else _ON_CPU
 
 

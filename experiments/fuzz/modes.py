@@ -55,7 +55,7 @@ def _prepare_call(problem: Problem, mode: str) -> Callable[[Tensors], Results]:
 
 @contextmanager
 def _surround_calls(mode: str, problem: Problem) -> Iterator[Callable]:
-    """What the n-th call is made inside of."""
+    """The context in which the n-th call is made."""
     if mode == "streams" and _on_gpu(problem):
         streams = [torch.cuda.Stream() for _ in range(2)]
         for stream in streams:

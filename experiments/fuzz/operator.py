@@ -169,14 +169,14 @@ def _truth(c: Config, tensors: Tensors) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def _take_states(every: int, i: SSDInputs, final_states: Tensor, precision: Precision) -> Tensor:
-    """Those after every so many tokens."""
+    """The states after every so many tokens."""
     size = gcd(i.chunk_size, every)
     inside = reference.compute_prev_states(replace(i, chunk_size=size), precision)[:, every // size :: every // size]
     return inside if i.seqlen % every else torch.cat((inside, final_states.detach()[:, None].to(inside.dtype)), 1)
 
 
 def _end_state(i: SSDInputs, start: int, end: int) -> Tensor:
-    """Of the document of these tokens, (nheads, headdim, dstate)."""
+    """The state at the end of the document of these tokens, (nheads, headdim, dstate)."""
     if start == end:
         return i.x.new_zeros(i.nheads, i.headdim, i.dstate)
     cut = {name: getattr(i, name)[:, start:end] for name in ("x", "dt", "B", "C")}
@@ -236,7 +236,7 @@ def _run_in_parts(c: Config, tensors: Tensors) -> dict[str, Tensor]:
 
 
 def _inputs(c: Config, tensors: Tensors) -> SSDInputs:
-    """As the variants get them, from documents that are numbered here, not by the code under test."""
+    """The inputs as variants get them. Documents are numbered here, not by the code under test."""
     given = {f.name: tensors[f.name] for f in fields(SSDInputs) if tensors.get(f.name) is not None}
     ids, ends = tensors["seq_idx"], tensors["cu_seqlens"]
     if ids is None and ends is not None and not c.has_document_states:
@@ -309,7 +309,7 @@ def _tensors(c: Config, turn: int, device: str) -> Tensors:
 
 
 def _keep_off_limits(c: Config, dt: Tensor, dt_bias: Tensor | None) -> Tensor:
-    """dt whose steps are not so near to a limit, where gradients jump, that rounding decides on which side of it they are."""
+    """dt with no step within rounding of a limit, where its gradient jumps."""
     step = dt.double() if dt_bias is None else dt.double() + dt_bias.double()
     step = torch.nn.functional.softplus(step) if c.dt_softplus else step
     near = torch.stack([(step - limit).abs() < 1e-4 * max(limit, 0.01) for limit in _limit(c)]).any(0)
@@ -317,7 +317,7 @@ def _keep_off_limits(c: Config, dt: Tensor, dt_bias: Tensor | None) -> Tensor:
 
 
 def _document_tensors(c: Config, turn: int, device: str) -> Tensors:
-    """seq_idx and cu_seqlens, as far as they are asked for."""
+    """seq_idx and cu_seqlens, those that the configuration asks for."""
     made: Tensors = {"seq_idx": None, "cu_seqlens": None}
     if c.documents is None:
         return made

@@ -19,7 +19,7 @@ def part_of(config: object) -> str:
 
 
 def label(config: object) -> str:
-    """What a configuration is counted by: the variant of the operator, or what of the block it is."""
+    """The name under which a configuration is counted: the operator's variant, or the part of the block."""
     name, variant = part_of(config), getattr(config, "variant", None)
     return variant if name == "operator" else name if variant is None else f"{name} {variant}"
 

@@ -132,7 +132,7 @@ class Pool:
 
 
 def _environment(number: int) -> dict[str, str]:
-    """What a worker's has besides: GPUs are dealt out in turn, and it has one thread, since there are as many as cores."""
+    """The environment of a worker: a GPU of its own in turn, and one thread, since there is a worker for each core."""
     environment = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     count = torch.cuda.device_count()
     if count > 1:

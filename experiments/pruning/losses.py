@@ -136,14 +136,14 @@ def _train_whole(plan: Plan, workload: Workload, team: Team, console: Console) -
 
 
 def _save(plan: Plan, model: nn.Module, folder: Path, ratio: float, score: str) -> None:
-    """Unless an earlier call, of a plan that was broken off, say, did."""
+    """Save the model, unless an earlier call did, of a plan that was broken off, say."""
     if plan.again or not (folder / "config.json").exists():  # which is written last
         shutil.rmtree(folder.parent, ignore_errors=True)
         pruning.save(model, folder, {"run": asdict(plan.run)}, kind=plan.kind, ratio=ratio, score=score)
 
 
 def _draw(plan: Plan, workload: Workload, team: Team) -> list[dict[str, Tensor]]:
-    """Micro-batches after all that any training here takes."""
+    """Draw micro-batches that come after those of all trainings here."""
     done = max(plan.run.steps, plan.finetune)
     later = replace(plan.run, steps=done + math.ceil((plan.calibration + plan.evaluation) / plan.run.accumulate))
     with closing(make_batches(later, workload, workload.dataset(later), done, team)) as batches:
@@ -167,7 +167,7 @@ def _evaluate(run: Run, workload: Workload, model: nn.Module, batches: list[dict
 
 def _score(plan: Plan, workload: Workload, model: nn.Module,
            calibration: list[dict[str, Tensor]]) -> dict[str, Mapping[str, Tensor]]:
-    """By the names of scores."""
+    """The scores by their names."""
     with pruning.Activity(model, plan.kind) as activity:
         list(_forward(plan.run, workload, model, calibration))
     others = {"magnitude": lambda: pruning.score_magnitude(model, plan.kind),

@@ -95,7 +95,7 @@ class LanguageModel(nn.Module):
         return self.lm_head(self.norm_f(residual))
 
     def _gather(self, seq_idx: Tensor) -> Tensor:
-        """The documents of all tokens, of which this rank may have a part."""
+        """The documents of all tokens, gathered where a rank has a part of them."""
         if self.context_group is None:
             return seq_idx
         return gather(self.context_group, seq_idx)[0].transpose(0, 1).flatten(1)
@@ -110,7 +110,7 @@ class LanguageModel(nn.Module):
 
 
 class _Layer(nn.Module):
-    """What it adds to the residual stream is made of the normed stream."""
+    """A mixer and the norm before it; adds its result to the residual stream."""
 
     def __init__(self, sizes: LanguageSizes, kind: str, variant: str):
         super().__init__()
@@ -137,7 +137,7 @@ def next_token_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 def list_scans(sizes: LanguageSizes, batch: int, seqlen: int) -> list[Problem]:
-    """Of each Mamba-2 layer."""
+    """The scan of each Mamba-2 layer."""
     nheads = 2 * sizes.d_model // sizes.headdim
     one = Problem(batch, seqlen, nheads, sizes.headdim, sizes.d_state, sizes.ngroups, sizes.chunk_size)
     return [one] * sizes.pattern.count(MAMBA)

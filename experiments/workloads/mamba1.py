@@ -37,7 +37,7 @@ def choose_scan(variant: str) -> Callable[..., Tensor]:
 
 
 def draw_step_bias(count: int) -> Tensor:
-    """(count,), of which softplus makes steps, uniform in their logarithm between two: as arXiv:2312.00752 draws them."""
+    """(count,) biases whose softplus is log-uniform between two bounds, as arXiv:2312.00752 draws them."""
     steps = torch.empty(count).uniform_(*map(math.log, _STEPS)).exp()
     return steps + torch.log(-torch.expm1(-steps))
 

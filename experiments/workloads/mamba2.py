@@ -12,7 +12,7 @@ def _make_published(d_model: int, layers: int, lr: float) -> Preset:
 
 
 def _wide(layers: int, vocab_size: int) -> Preset:
-    """As wide as the 8B model, whose groups of B and C are dealt to as many GPUs."""
+    """As wide as the 8B model, with its eight groups of B and C, by which up to eight GPUs can share a layer."""
     return Preset(LanguageSizes(4096, MAMBA * layers, vocab_size), batch=4, seqlen=4096, lr=1e-4)
 
 

@@ -44,5 +44,5 @@ def count_all_to_alls(p: Problem, ranks: int) -> Exchange:
 
 
 def _align(size: int) -> int:
-    """As `exchange.gather` pads a message."""
+    """The size of a message as `exchange.gather` pads it."""
     return -(-size // 8) * 8

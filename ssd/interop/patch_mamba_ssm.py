@@ -70,7 +70,7 @@ def _install(undo: ExitStack) -> None:
 
 
 def _put_aside() -> None:
-    """As long as mamba_ssm is loaded, transformers takes its kernels, for the CPU too, where they do not run."""
+    """Hide mamba_ssm from transformers, which else takes its kernels on the CPU too, where they do not run."""
     for name in [name for name in sys.modules if name.split(".")[0] == "mamba_ssm"]:
         _aside[name] = sys.modules.pop(name)
 

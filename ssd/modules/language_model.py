@@ -170,7 +170,7 @@ class Mamba2LM(nn.Module):
 
 
 class _Backbone(nn.Module):
-    """Token ids to normed channels, (batch, seqlen) to (batch, seqlen, d_model)."""
+    """Token ids (batch, seqlen) to normalised channels (batch, seqlen, d_model)."""
 
     def __init__(self, config: Mamba2LMConfig, device, dtype, **how):
         super().__init__()
@@ -232,7 +232,7 @@ class _Backbone(nn.Module):
 
 
 class _Layer(nn.Module):
-    """A block and the norm before it, as they are called in checkpoints."""
+    """A block and the norm before it, under the names that checkpoints have."""
 
     def __init__(self, config: Mamba2LMConfig, index: int, device, dtype, **how):
         super().__init__()

@@ -220,7 +220,7 @@ class Mamba2(nn.Module):
         return Mamba2Cache(conv_state, weight.new_zeros(batch, self.nheads, self.headdim, self.d_state, dtype=state_dtype))
 
     def _check(self, u: Tensor, axes: tuple[str, ...], cache: Mamba2Cache | None, cu_seqlens: Tensor | None = None) -> None:
-        """axes: of u, before that of its channels."""
+        """axes: the axes of u before its channels."""
         if not isinstance(u, Tensor):
             raise TypeError(f"u: got {type(u).__name__}, expected a tensor ({', '.join(axes)}, d_model = {self.d_model})")
         if u.dim() != len(axes) + 1 or u.shape[-1] != self.d_model or 0 in u.shape:

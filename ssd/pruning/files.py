@@ -122,7 +122,7 @@ def _shrink(model: nn.Module, sizes: Mapping[str, Mapping[str, float]]) -> None:
 
 
 def _find_shapes(model: nn.Module, sizes: Mapping[str, Mapping[str, float]]) -> dict[str, tuple[int, ...]]:
-    """Of every tensor once the model is shrunk."""
+    """The shape of every tensor of the shrunk model."""
     shapes = {name: list(t.shape) for name, t in _tensors(model).items()}
     for name, block in find_blocks(model).items():
         smaller = replace(block, **{size: sizes[name][size] for size in ("nheads", "dstate")})

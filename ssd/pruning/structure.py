@@ -97,7 +97,7 @@ def cut(block: Block, kept: Kept) -> None:
 
 
 def list_ratios(block: Block, kind: str) -> list[float]:
-    """Those that leave a whole number that the fast kernels take, and at least one."""
+    """The ratios that leave a number that the fast kernels take, and at least one."""
     count, unit = block.count(kind), block.unit(kind)
     return [1 - left / count for left in range(unit, count, unit)][::-1]
 
@@ -114,7 +114,7 @@ def _check_ratio(block: Block, kind: str, ratio: float) -> int:
 
 
 def _put(module: nn.Module, name: str, t: Tensor) -> None:
-    """In place of a parameter, with its marks, such as `_no_weight_decay`, or of a buffer."""
+    """Replace a parameter, keeping its marks such as `_no_weight_decay`, or a buffer."""
     owner, _, last = name.rpartition(".")
     owner = module.get_submodule(owner)
     old = getattr(owner, last)
@@ -125,7 +125,7 @@ def _put(module: nn.Module, name: str, t: Tensor) -> None:
 
 
 def _tell_sizes(block: Block) -> None:
-    """What modules keep of sizes beside their parameters."""
+    """Update the sizes that modules keep beside their parameters."""
     module, dim, states = block.module, block.nheads * block.headdim, block.ngroups * block.dstate
     for linear in (child for child in module.children() if isinstance(child, nn.Linear)):
         linear.out_features, linear.in_features = linear.weight.shape

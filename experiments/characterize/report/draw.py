@@ -11,7 +11,7 @@ _LEGEND = 62  # characters that a line of the legend holds, with six for each ma
 
 
 def colour(variant: str) -> str:
-    """The same for a variant in every chart."""
+    """A variant's colour, the same in every chart."""
     return VARIANTS.get(variant, VARIANTS["auto"])
 
 
@@ -90,14 +90,14 @@ def place_lines(labels: list[tuple[str, str]]) -> list[int]:
 
 
 def make_standalone(svg: str) -> str:
-    """As a file of its own, which knows no page but whether its reader prefers dark ones."""
+    """The figure as a file of its own, dark for a reader who prefers dark pages."""
     for light, (name, _) in THEME.items():
         svg = svg.replace(f"var({name})", light)
     return follow_reader(svg)
 
 
 def _inline(svg: str) -> str:
-    """Without what is only for files, and as wide as its place."""
+    """The SVG without headers and size, to stand inside a page."""
     svg = svg[svg.index("<svg"):]
     svg = re.sub(r'(<svg [^>]*?)width="[\d.]+pt" height="[\d.]+pt"|(<svg [^>]*?)height="[\d.]+pt"([^>]*?)width="[\d.]+pt"',
                  lambda found: found[1] or found[2] + found[3], svg, count=1)

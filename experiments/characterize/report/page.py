@@ -16,7 +16,7 @@ _LONG = r"<(t[hd])([^>]*)>(?=[^<]{25})"  # a cell that is a sentence
 
 
 def make_environment() -> Environment:
-    """Of the templates beside this file."""
+    """The environment of the templates beside this file."""
     return Environment(loader=FileSystemLoader(Path(__file__).parent), undefined=StrictUndefined, trim_blocks=True,
                        lstrip_blocks=True)
 
@@ -54,6 +54,6 @@ def render_html(text: str, figures: dict[str, Figure]) -> str:
 
 
 def _prefix_ids(svg: str, name: str) -> str:
-    """Ids are the document's: two figures may not share one."""
+    """Make a figure's ids its own: in one document no two may be the same."""
     svg = re.sub(r'\bid="([^"]+)"', rf'id="{name}-\1"', svg)
     return re.sub(r'(href="#|url\(#)([^")]+)', rf"\1{name}-\2", svg)

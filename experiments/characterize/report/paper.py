@@ -113,6 +113,6 @@ def _count_below(ratios: Iterable[float]) -> int:
 
 
 def _find_range(rows: Iterable[dict]) -> str:
-    """Of the sequences' lengths; nothing without rows."""
+    """The range of the sequences' lengths; nothing without rows."""
     lengths = {row["seqlen"] for row in rows}
     return f"{min(lengths)} to {max(lengths)}" if lengths else ""

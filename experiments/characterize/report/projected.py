@@ -58,7 +58,7 @@ def collect(rows: list[dict]) -> dict:
 
 
 def is_met(errors: projection.Errors) -> bool:
-    """Whether none is above its limit."""
+    """True when no error is above its limit."""
     return all(error <= limit for error, limit in zip(errors, LIMITS, strict=True))
 
 
@@ -69,7 +69,7 @@ def find_within(outcomes: Outcomes, fitted: list[projection.Sample]) -> Outcomes
 
 
 def _divide(found: Outcomes, fitted: list[projection.Sample]) -> list[tuple[str, Outcomes]]:
-    """What is told apart in the table of tests."""
+    """The groups that the table of tests shows apart."""
     models, seen = {shape.name for shape in MODELS}, {one.shape for one in fitted}
     return [("every call", found), ("calls no shorter than those fitted", find_within(found, fitted)),
             ("shapes of published models, which the fit has not seen",
@@ -101,7 +101,7 @@ def _list_facts(outcome: projection.Outcome) -> dict:
 
 
 def _list_constants(models: dict[str, projection.Model]) -> list[tuple[str, str, list[str]]]:
-    """What it is, its unit, and for each GPU its value and how far it is from fixed."""
+    """A line for each constant: meaning, unit, and for each GPU its value and standard error."""
     lines = [("memory: a copy on the device, measured", "GB/s", [f"{model.memory_gbps:,.0f}" for model in models.values()])]
     for n, (name, meaning) in enumerate(projection.CONSTANTS.items()):
         rate = name.startswith("L2")
@@ -114,7 +114,7 @@ def _list_constants(models: dict[str, projection.Model]) -> list[tuple[str, str,
 
 
 def _list_missing(samples: list[projection.Sample]) -> list[str]:
-    """Variants and directions that no row of a GPU is of."""
+    """Variants and directions without a row of a GPU."""
     there = {(one.variant, one.mode) for one in samples}
     return [f"{variant} {direction}" for variant in calls.PLAIN + calls.HOPPER for mode, direction in DIRECTIONS.items()
             if (variant, mode) not in there]

@@ -20,7 +20,7 @@ _COMPONENT_SHADES = dict(zip(product(_BLOCKS.values(), _KINDS), 2 * palette.SERI
 
 
 def collect_operator(rows: list[dict]) -> dict:
-    """Of the SSD operator; nothing without rows."""
+    """Times of the SSD operator over the length; nothing without rows."""
     rows = sorted((row for row in table.read_latest(rows) if row["shape"].startswith(_SWEEP) and row["mode"] in DIRECTIONS),
                   key=lambda row: row["seqlen"])
     data = [{"variant": row["variant"], "mode": row["mode"], "seqlen": row["seqlen"], "chunk_size": row["chunk_size"],
@@ -51,7 +51,7 @@ def _draw(data: list[dict], key: str, look: Callable[[dict], dict], ylabel: str,
 
 
 def _growth(data: list[dict], key: str) -> list[tuple[str, str, float]]:
-    """Of each variant and mode, the longest sequence over the shortest; of those alone that are measured at both."""
+    """Time of the longest sequence over that of the shortest, for each variant and mode measured at both."""
     ends, found = (data[0]["seqlen"], data[-1]["seqlen"]), []
     for (variant, mode), lines in record.group_by(data, lambda line: (line["variant"], line["mode"])).items():
         values = {line["seqlen"]: line[key] for line in lines}
@@ -61,7 +61,7 @@ def _growth(data: list[dict], key: str) -> list[tuple[str, str, float]]:
 
 
 def collect_components(rows: list[dict]) -> dict:
-    """Of the components of blocks; nothing without rows."""
+    """Times of the components of blocks over the length; nothing without rows."""
     rows = keep_one_gpu(components.read_latest(rows))
     dtype = Counter(row["dtype"] for row in rows).most_common(1)[0][0] if rows else None
     data = _sum_parts([row for row in rows if row["dtype"] == dtype])

@@ -55,12 +55,12 @@ def _compare_upstream(shares: dict[str, dict[str, float]]) -> tuple[float, float
 
 
 def _percent(rows: list[dict], **keys: str) -> float:
-    """What the rows that have these values take of the step."""
+    """The share of the step, in per cent, of the rows with these values."""
     return 100 * sum(row["share"] for row in rows if all(row[key] == value for key, value in keys.items()))
 
 
 def _split_phases(runs: dict[str, list[dict]]) -> dict[str, list[float | None]]:
-    """Of each run the phases, idle time and the rest; last, what SSM kernels take of the two phases that have any."""
+    """Each run's phases, idle time and the rest; last, the SSM kernels' share of forward and backward."""
     found = {}
     for name, run in runs.items():
         kernels = [row for row in run if row["operator"] != "idle"]
@@ -73,7 +73,7 @@ def _split_phases(runs: dict[str, list[dict]]) -> dict[str, list[float | None]]:
 
 
 def _place(row: dict) -> tuple:
-    """Where a row's run comes in the order."""
+    """The place of a row's run in the order."""
     variant = row["variant"]
     return (row["workload"], row["preset"], row["mixer"], _VARIANTS.index(variant) if variant in _VARIANTS else len(_VARIANTS))
 
