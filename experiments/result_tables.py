@@ -85,7 +85,8 @@ def _describe_gains(rows: list[dict]) -> str:
     if not both:
         gains = {row["shape"]: row["graph_speedup"] for row in rows if row["mode"] == "fwd" and row["variant"] == FASTEST}
         listed = ", ".join(f"{shape} {gain:.1f}x" for shape, gain in gains.items())
-        return f" The forward of `{FASTEST}`: {listed}." if gains else ""
+        what = "The forward of" if any(row["mode"] == "bwd" for row in rows) else "Only forwards were measured there. With"
+        return f" {what} `{FASTEST}`: {listed}." if gains else ""
     of_default = f", and {default} with the default, `{DEFAULT}`" if default else ""
     return (f" Over {len({row['shape'] for row in both})} shapes, forward and backward together are {find_ends(both)} as fast "
             f"with the fastest variant{of_default}.")
