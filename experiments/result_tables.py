@@ -30,8 +30,12 @@ _DECODE = {header: column for header, column in table.DECODE.items() if header n
 _LIBRARY_PARTS = {"conv1d": ("convolution", "fwd_bwd"), "gated_norm": ("gated norm", "fwd_bwd"),
                   "state_update": ("decoding of a token", "fwd"), "block": ("a whole `Mamba2`", "fwd_bwd"),
                   "selective_scan": ("Mamba-1's scan", "fwd_bwd")}
-_SETTINGS = ("workload", "preset", "mixer", "batch", "tokens", "dtype", "variant")
-_STEPS = {header: table.STEPS[header] for header in (*_SETTINGS, "step ms", "speed-up", *table.STEPS) if header != "options"}
+# Of steps in two tables: what was run and how fast; where the time goes. `_describe_run` stands in the first column.
+_SETTINGS = ("workload", "batch", "dtype", "variant")
+_SPEED = ("tokens", "step ms", "speed-up", "a second", "unit", "MiB", "loss")
+_LEFT_OUT = {*_SPEED, "options", "preset", "mixer", "graph"}
+_STEPS = {header: table.STEPS[header] for header in (*_SETTINGS, *_SPEED)}
+_STEP_PARTS = {header: table.STEPS[header] for header in (*_SETTINGS, *table.STEPS) if header not in _LEFT_OUT}
 _whole, _tenths = write_number(0), write_number(1)
 _SHAPE = itemgetter("shape")
 
@@ -189,7 +193,9 @@ def tabulate_steps(rows: list[dict], figure_path: str) -> str:
     if not rows:
         return "No rows yet: no GPU has run the sweep for this table.\n"
     figure = f"![A training step of each workload with each variant, and the state-space model's part]({figure_path})\n"
-    return "\n".join([figure, *_render_by_gpu(rows, _STEPS)])
+    named = [row | {"workload": _describe_run(row)} for row in rows]
+    return "\n".join([figure, *_render_by_gpu(named, _STEPS), "Where the time of these steps goes:\n",
+                      *_render_by_gpu(named, _STEP_PARTS)])
 
 
 def tabulate_memory(rows: list[dict]) -> str:
@@ -291,12 +297,16 @@ def tabulate_gains(rows: list[dict]) -> str:
         one, best = theirs[0], min(ours, key=itemgetter("p50_us"))
         if one["ssm_us"] and best["ssm_us"]:
             step, ssm = one["p50_us"] - best["p50_us"], one["ssm_us"] - best["ssm_us"]
-            workload, preset, mixer, batch = _list_settings(one, "workload", "preset", "mixer", "batch")
-            captured = ", captured" if one.get("graph") else ""
-            lines.append([f"{workload} {preset} ({mixer}){captured}", batch, *_describe_step(one), best["variant"],
+            lines.append([_describe_run(one), one["run"]["batch"], *_describe_step(one), best["variant"],
                           *_describe_step(best), f"{best['speedup']:.2f}", f"{one['ssm_us'] / best['ssm_us']:.2f}",
                           f"{100 * ssm / step:.0f}" if step > 0 and ssm > 0 else ""])
     return _GAINS_HEAD + render_lines(lines) if lines else "No rows yet: no GPU has run the sweep beside upstream.\n"
+
+
+def _describe_run(row: dict) -> str:
+    """mamba2 1.3b (ssd), captured"""
+    workload, preset, mixer = _list_settings(row, "workload", "preset", "mixer")
+    return f"{workload} {preset} ({mixer}){', captured' if row.get('graph') else ''}"
 
 
 def _list_settings(row: dict, *names: str) -> list[str]:

@@ -119,10 +119,10 @@ def test_speedups():
 def test_workloads(root):
     """Every variant has its line, its bar and its speed-up."""
     steps = [step_row("mamba_ssm", 200.0, 50.0), step_row("fused", 160.0, 12.0, speedup=1.25)]
-    header, _, _, line = lines_of(result_tables.tabulate_steps(steps, "workloads.svg"))
-    found = dict(zip(header, line, strict=True))
+    header, _, _, line, parts, _, _, parts_of = lines_of(result_tables.tabulate_steps(steps, "workloads.svg"))
+    found = dict(zip(header, line, strict=True)) | dict(zip(parts, parts_of, strict=True))
     assert [found[name] for name in ("workload", "variant", "step ms", "SSM %", "speed-up")] == [
-        "mamba2", "fused", "160.0", "7.5", "1.25"]
+        "mamba2 1.3b (ssd)", "fused", "160.0", "7.5", "1.25"]
     write(Shown(steps=steps), root)
     drawn = (root / "docs/workloads.svg").read_text()
     assert "mamba2 1.3b (ssd)" in drawn and "160 ms, 1.25x" in drawn
@@ -130,8 +130,9 @@ def test_workloads(root):
     first, second = step_figure.points([alone, *steps[::-1]]).items()
     assert first[0].endswith("H200") and [*first[1]] == ["mamba_ssm", "fused"], "what has a speed-up first"
     assert second[0].endswith("H100")
-    tables = result_tables.tabulate_steps([alone, *steps], "workloads.svg").split("NVIDIA H100")
-    assert ["speed-up" in table for table in tables] == [True, False], "no empty columns, and the last GPU by name first"
+    tables = result_tables.tabulate_steps([alone, *steps], "workloads.svg").split("NVIDIA H")[1:]
+    assert [("speed-up" in table, "SSM %" in table) for table in tables] == [
+        (True, False), (False, False), (False, True), (False, True)], "no empty columns, and the last GPU by name first"
     (line,) = lines_of(result_tables.tabulate_gains(steps))[2:]
     assert line == ["mamba2 1.3b (ssd)", "4", "200.0", "25.0", "fused", "160.0", "7.5", "1.25", "4.17", "95"]
 
