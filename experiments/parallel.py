@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from ssd.modules.captured_step import get_side_stream
 from ssd.registry import is_peer
 
 from .training_run import WAYS, Run
@@ -55,7 +56,14 @@ class Team:
         if self.device.type == "cuda":  # torch has none on CPUs, where each process takes the statistics of its own part
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
         if self.way in ("ddp", "cp"):
-            return _Copy(model, [self.device] if self.device.type == "cuda" else None)
+            if self.device.type == "cpu":
+                return _Copy(model)
+            side, current = get_side_stream(self.device), torch.cuda.current_stream(self.device)
+            side.wait_stream(current)
+            with torch.cuda.stream(side):  # in which a step may be captured, and the gradients' sums then must be
+                model = _Copy(model, [self.device])
+            current.wait_stream(side)
+            return model
         for layers in reversed([module for module in model.modules() if isinstance(module, nn.ModuleList)]):
             for layer in layers:
                 fully_shard(layer)
@@ -136,7 +144,7 @@ class Team:
         """The largest over all processes."""
         if self.size == 1:
             return value
-        found = torch.tensor(value, dtype=torch.float64, device=self.device)
+        found = torch.tensor(value, dtype=torch.float64)  # on the host, which must not wait for its GPU in each step
         dist.all_reduce(found, dist.ReduceOp.MAX)
         return found.item()
 
@@ -189,7 +197,7 @@ def join_team(way: str = "ddp") -> Iterator[Team]:
     device = torch.device("cuda", number) if gpus else torch.device("cpu")
     if gpus:
         torch.cuda.set_device(device)
-    dist.init_process_group(device_id=device if gpus else None, timeout=_PATIENCE)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo", device_id=device if gpus else None, timeout=_PATIENCE)
     yield Team(dist.get_rank(), dist.get_world_size(), device, way)
     dist.destroy_process_group()  # not after an error, which the others may wait for: torchrun ends them
 

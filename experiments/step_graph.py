@@ -23,6 +23,7 @@ from .training_step import Step
 from .workloads import get_workload
 
 WARM_UPS = 2  # steps in which kernels are compiled, tuned and loaded, and the optimizer makes its state
+_WARM_UPS_OF_TWO = 11  # in which DistributedDataParallel lays out its buckets and times itself (torch, "CUDA semantics")
 
 
 class NotCaptured(RuntimeError):
@@ -34,8 +35,8 @@ def explain_refusal(run: Run, team: Team) -> str | None:
     workload = get_workload(run.workload)
     if team.device.type != "cuda":
         return "a CUDA graph needs a GPU, found none"
-    if team.size > 1:
-        return f"steps of {team.size} processes are not captured"
+    if team.size > 1 and team.way != "ddp":
+        return f"steps of {team.size} processes are captured with --parallel ddp alone, got {team.way}"
     if workload.fill_up and not run.buckets:
         return "batches of graphs differ in their sizes without --buckets"
     if run.checkpoint_activations and run.workload == "mambavision":
@@ -48,7 +49,8 @@ def explain_refusal(run: Run, team: Team) -> str | None:
 
 
 class CapturedStep(Step):
-    """Steps that are replayed, but for micro-batches of a shape that came fewer than two times before.
+    """Steps that are replayed, but for micro-batches of a shape that came fewer than two times before, or of several processes
+    fewer than eleven times. Their exchanges are captured, too.
 
     Args:
         pool: of memory, see `torch.cuda.graph_pool_handle`; one of its own unless given. Steps that share one must take turns.
@@ -60,6 +62,7 @@ class CapturedStep(Step):
     def __init__(self, *given: Any, pool: tuple[int, int] | None = None):
         super().__init__(*given)
         self._pool = pool or torch.cuda.graph_pool_handle()
+        self._warm_ups = WARM_UPS if self.team.size == 1 else _WARM_UPS_OF_TWO
         self._warm = Counter()
         self._inputs: dict[tuple, dict[str, Tensor]] = {}
         self._replays: dict[tuple, Callable[[], object]] = {}
@@ -94,11 +97,11 @@ class CapturedStep(Step):
         """Gradients stay where they are."""
 
     def _run(self, part: tuple, launch: Callable[[], Tensor], makes_gradients: bool = False) -> None:
-        """Launches a part of a step, or captures it where it was launched twice, and replays it.
+        """Launches a part of a step, or captures it where it was launched often enough, and replays it.
 
         A part that makes the gradients is captured first: others would read and write what another candidate's steps free.
         """
-        if self._warm[part] < WARM_UPS or not (self._replays or makes_gradients):
+        if self._warm[part] < self._warm_ups or not (self._replays or makes_gradients):
             self._warm[part] += 1
             warm_up(launch, self.team.device)
             return

@@ -99,7 +99,7 @@ def explain_refusal(model: Mamba2LM, device: torch.device) -> str | None:
 
 def warm_up(run: Callable[[], Tensor], device: torch.device) -> Tensor:
     """run(), in the stream that will capture it."""
-    side, current = _get_side_stream(device), torch.cuda.current_stream(device)
+    side, current = get_side_stream(device), torch.cuda.current_stream(device)
     side.wait_stream(current)
     with torch.cuda.stream(side):
         out = run()
@@ -111,7 +111,7 @@ def warm_up(run: Callable[[], Tensor], device: torch.device) -> Tensor:
 def capture(run: Callable[[], Tensor], device: torch.device,
             pool: tuple[int, int] | None = None) -> tuple[Callable[[], object], Tensor]:
     """What replays run(), and where its result then lies. Nothing runs yet. pool: of memory, which graphs may share."""
-    graph, side = torch.cuda.CUDAGraph(), _get_side_stream(device)
+    graph, side = torch.cuda.CUDAGraph(), get_side_stream(device)
     # this context as well: a capture that fails leaves its own without going back to the stream before
     with torch.cuda.stream(side), torch.cuda.graph(graph, pool, side, capture_error_mode="thread_local"):
         out = run()
@@ -119,7 +119,8 @@ def capture(run: Callable[[], Tensor], device: torch.device,
 
 
 @cached
-def _get_side_stream(device: torch.device) -> torch.cuda.Stream:
+def get_side_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream of a device that captures."""
     return torch.cuda.Stream(device)
 
 

@@ -111,6 +111,15 @@ def test_two_whole_models(by_one, tmp_path):
     assert_ends_alike(tmp_path, by_one)
 
 
+@needs_gpus
+def test_two_captured(tmp_path):
+    """The steps of two processes, with what they exchange, in CUDA graphs."""
+    long = {"steps": 16, "save_every": 16}
+    train(make_run(**SETTINGS | long), tmp_path / "one", Console(quiet=True), False, tmp_path / "rows")
+    train_by_two(tmp_path / "two", "ddp", "--graph", "--steps=16", "--save-every=16")
+    assert_same_steps(tmp_path / "two", tmp_path / "one")
+
+
 @needs_two
 def test_two_halves_go_on_with_what_one_has_saved(by_one, tmp_path):
     out = tmp_path / "run"

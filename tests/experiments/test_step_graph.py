@@ -186,16 +186,16 @@ def test_what_cannot_be_captured_is_said(tmp_path, captures, monkeypatch):
 
 
 @pytest.mark.parametrize("settings, size, said", [
-    ({}, 2, "steps of 2 processes are not captured"),
+    ({}, 2, "steps of 2 processes are captured with --parallel ddp alone, got fsdp"),
     ({"variant": "fla"}, 1, "got --variant fla, which asks the GPU where documents end"),
     ({"workload": "graphmamba"}, 1, "batches of graphs differ in their sizes without --buckets"),
     ({"workload": "mambavision", "checkpoint_activations": True}, 1, "with --checkpoint-activations the backward restores"),
     ], ids=str)
 def test_refusals(settings, size, said):
     run = small_run(**settings)
-    assert explain_refusal(run, Team(0, size, torch.device("cuda"), "ddp")).startswith(said)
+    assert explain_refusal(run, Team(0, size, torch.device("cuda"), "fsdp")).startswith(said)
     assert explain_refusal(run, Team(0, 1, torch.device("cpu"), "ddp")) == "a CUDA graph needs a GPU, found none"
-    assert explain_refusal(small_run(), Team(0, 1, torch.device("cuda"), "ddp")) is None
+    assert all(explain_refusal(small_run(), Team(0, n, torch.device("cuda"), "ddp")) is None for n in (1, 2))
 
 
 def test_the_flops_of_a_model_are_those_of_its_weights():
