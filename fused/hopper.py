@@ -23,11 +23,12 @@ from ssd.runtime.toolchain import copy_descriptor, explain_missing_gluon, get_de
 from ssd.runtime.tuning import current_device
 from ssd.types import SUB_CHUNK, Options, SSDInputs, SSDSaved
 
-from .schedule import choose_two_level_segment, deal, deal_two_level
+from .schedule import choose_two_level_segment, deal, deal_end_to_end, deal_two_level, saves_end_to_end
 
 BLOCK_M = SUB_CHUNK
 SLICE = 64  # channels of a head that a warpgroup takes
 WIDTHS = 64, 128  # states that a tile may be wide
+WIDE = 2 * WIDTHS[-1]  # states of a tile that has both parts of dstate
 MOST_HEADDIM, MOST_DSTATE = 2 * SLICE, 2 * WIDTHS[-1]  # a block takes two slices; dstate goes in one part or two
 _LEAST_FILLED = 0.125  # of its tiles, by a state: the least that was measured, where these kernels were faster
 _ALIGNMENT = 16  # bytes, of what a TMA descriptor describes
@@ -91,8 +92,6 @@ def _say_plain(variant: str, reason: str) -> None:
 
 def run_stationary(inputs: SSDInputs, options: Options, save: bool, keep: bool) -> tuple[Tensor, Tensor, SSDSaved]:
     """As `Variant.forward`, keeping states or not: a block walks two slices through a sequence, or what `deal` cuts of it."""
-    from .kernels.hopper.scan import hopper_scan
-
     with torch.cuda.device_of(inputs.x):
         call = _Call.of(inputs, save)
         final_states = call.new_states(())
@@ -100,15 +99,13 @@ def run_stationary(inputs: SSDInputs, options: Options, save: bool, keep: bool) 
         if keep:
             prev_states = call.new_states((call.nsub,), inputs.states_dtype)
         runs, *entering = call.get_runs(options, "scan_step", scan=True)
-        hopper_scan(inputs, *call.descriptors, *call.steps, runs, call.initial_states, *entering, final_states,
-                    None if prev_states is None else describe_states(prev_states), **call.gate_descriptors)
+        call.scan(runs, call.initial_states, *entering, final_states, prev_states)
     return call.out, final_states, SSDSaved(inputs, options, call.y, None, prev_states)
 
 
 def run_two_level(inputs: SSDInputs, options: Options, save: bool, keep: bool,
               blocks: int | None = None) -> tuple[Tensor, Tensor, SSDSaved]:
     """As `Variant.forward`, keeping states or not: a block walks two slices through a segment; `blocks`: so many take turns."""
-    from .kernels.hopper.scan import hopper_scan
     from .kernels.hopper.states import all_states
 
     i, pairs = inputs, count_pairs(inputs)
@@ -120,10 +117,17 @@ def run_two_level(inputs: SSDInputs, options: Options, save: bool, keep: bool,
         final_states, prev_states = call.new_states(()), call.new_states((cdiv(i.seqlen, every),), i.states_dtype)
         runs, *entering = call.get_runs(options, "every_state_step" if keep else "few_states_step")
         all_states(i, call.descriptors[:2], describe_states(prev_states), *call.steps, runs, (call.initial_states, None),
-                   *entering, final_states, i.batch, every)
+                   *entering, final_states, i.batch, every, runs_wide(i.dstate))
         runs = get_tables(deal_two_level, (i.batch, pairs, call.nsub, each, blocks), i.x.device).sequences
-        hopper_scan(i, *call.descriptors, *call.steps, runs, starts=prev_states, every=every, **call.gate_descriptors)
+        call.scan(runs, starts=prev_states, every=every)
     return call.out, final_states, SSDSaved(inputs, options, call.y, None, prev_states if keep else None)
+
+
+def runs_wide(dstate: int) -> bool:
+    """Whether both parts of dstate are scanned in one launch, by a kernel of its own."""
+    from .kernels.hopper.wide_scan import RUN_UNMEASURED
+
+    return RUN_UNMEASURED and count_parts(dstate) == 2
 
 
 def count_pairs(i: SSDInputs) -> int:
@@ -156,6 +160,19 @@ class _Call:
         z, y = self.inputs.z, self.y
         return {"z_desc": None if z is None else describe(make_describable(z)), "y_desc": None if y is None else describe(y)}
 
+    def scan(self, runs: Tensor, initial_states: Tensor | None = None, ends: Tensor | None = None,
+             factors: Tensor | None = None, final_states: Tensor | None = None, kept: Tensor | None = None, **starts) -> None:
+        """Launches what scans. kept: the states before each sub-chunk, where they are written; starts: as hopper_scan."""
+        from .kernels.hopper.scan import hopper_scan
+        from .kernels.hopper.wide_scan import QUARTER, hopper_wide_scan
+
+        launch, width, (x, B, C, out) = hopper_scan, None, self.descriptors
+        if runs_wide(self.inputs.dstate):
+            launch, width, B, C = hopper_wide_scan, QUARTER, describe(B.base, WIDE), describe(C.base, WIDE)
+        states_desc = None if kept is None else describe_states(kept, width)
+        launch(self.inputs, x, B, C, out, *self.steps, runs, initial_states, ends, factors, final_states, states_desc,
+               **self.gate_descriptors, **starts)
+
     @property
     def nsub(self) -> int:
         return self.steps[0].shape[2]
@@ -180,14 +197,20 @@ def make_runs(i: SSDInputs, rows: int, descriptors: tuple, dt: Tensor, dA_cumsum
     from .kernels.hopper.states import piece_states
 
     device = current_device(i.x.device.index)
-    pairs, parts = count_pairs(i), count_parts(i.dstate)
+    pairs, parts, wide = count_pairs(i), count_parts(i.dstate), runs_wide(i.dstate)
     if not scan:
         pairs, parts = pairs * parts, 1
-    settings = rows, pairs, dt.shape[2], device.sms, device.name, step, options.segments, parts
-    runs, piece_runs, npieces = get_tables(deal, settings, i.x.device)
+    elif wide:  # a block of the state pass has both slices of a pair and both parts
+        parts, descriptors = 1, (descriptors[0], describe(descriptors[1].base, WIDE))
+    sizes, gpu = (rows, pairs, dt.shape[2], device.sms), (device.name, step)
+    if scan and options.segments and wide and saves_end_to_end(*sizes, *gpu):
+        dealt = get_tables(deal_end_to_end, (*sizes, parts), i.x.device)
+    else:
+        dealt = get_tables(deal, (*sizes, *gpu, options.segments, parts), i.x.device)
+    runs, piece_runs, npieces = dealt
     if not npieces:
         return runs, None, None
-    return runs, *piece_states(i, descriptors, dt, dA_cumsum, npieces, piece_runs, forwards)
+    return runs, *piece_states(i, descriptors, dt, dA_cumsum, npieces, piece_runs, forwards, wide and not scan)
 
 
 def make_describable(t: Tensor) -> Tensor:
@@ -244,10 +267,12 @@ def describe(t: Tensor, width: int = SLICE):
     return copy_descriptor(TensorDescriptor, fields, t)
 
 
-def describe_states(states: Tensor):
-    """TMA descriptor of contiguous states (..., headdim, dstate) in tiles of a slice of one state."""
+def describe_states(states: Tensor, width: int | None = None):
+    """TMA descriptor of contiguous states (..., headdim, dstate) in tiles of a slice of one state, `width` states wide or as
+    wide as a part.
+    """
     headdim, dstate = states.shape[-2:]
-    return describe(states.view(-1, headdim, 1, dstate), get_width(dstate))
+    return describe(states.view(-1, headdim, 1, dstate), width or get_width(dstate))
 
 
 @cache

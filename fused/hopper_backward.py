@@ -20,7 +20,7 @@ from ssd.runtime.tuning import current_device
 from ssd.types import Options, SSDGrads, SSDInputs, SSDSaved
 
 from . import hopper
-from .hopper import BLOCK_M, describe, describe_inputs, describe_states, is_describable, make_runs
+from .hopper import BLOCK_M, describe, describe_inputs, describe_states, is_describable, make_runs, runs_wide
 from .kernels.head_sums import add_splits, allocate_splits
 from .schedule import choose_splits
 
@@ -89,7 +89,8 @@ def compute_last_state(i: SSDInputs, options: Options) -> Tensor:
         last = dt.new_empty(i.batch, *sizes)
         runs, *entering = make_runs(i, i.batch, tokens, dt, dA_cumsum, i.batch, options, "few_states_step")
         starts = contiguous(i.initial_states), None
-        all_states(i, tokens, describe_states(kept), dt, dA_cumsum, runs, starts, *entering, last, i.batch, _RARELY * BLOCK_M)
+        all_states(i, tokens, describe_states(kept), dt, dA_cumsum, runs, starts, *entering, last, i.batch, _RARELY * BLOCK_M,
+                   runs_wide(i.dstate))
     return last
 
 
@@ -110,7 +111,8 @@ def _compute_states(saved: SSDSaved, tokens: tuple, dt: Tensor, dA_cumsum: Tenso
         dinitial_states = output(i.initial_states, _keep_contiguous(into), torch.float32)
     states = torch.empty(rows, nsub, i.nheads, i.headdim, i.dstate, device=dt.device, dtype=i.x.dtype)
     runs, *entering = make_runs(i, rows, tokens, dt, dA_cumsum, forwards, saved.options, "every_state_step")
-    all_states(i, tokens, describe_states(states), dt, dA_cumsum, runs, starts, *entering, dinitial_states, forwards, BLOCK_M)
+    all_states(i, tokens, describe_states(states), dt, dA_cumsum, runs, starts, *entering, dinitial_states, forwards, BLOCK_M,
+               runs_wide(i.dstate))
     return kept if reads else states[:forwards], states[forwards:], dinitial_states
 
 

@@ -38,6 +38,7 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from fused import hopper
+from fused.kernels.hopper import wide_scan
 from ssd.registry import Variant, adapt_to_documents, config_spaces, get_variant
 from ssd.runtime import foreign_descriptors, launch, lost_operands, machine_code, trust, tuning
 from ssd.runtime.machine_code import find_once, lanes_apart, list_ptx_loops
@@ -234,6 +235,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--z", action="store_true")
     parser.add_argument("--only", type=lambda parts: tuple(parts.split(",")), default=(), help="kernels whose names "
                         "have one of these in them, separated by commas")
+    parser.add_argument("--unmeasured", action="store_true", help="forms of Hopper kernels that are off until measured")
     parser.add_argument("--once", action="store_true", help="each kernel in one form, where there are several")
     parser.add_argument("--triton", metavar="V", help="fail unless this is the version of Triton")
     parser.add_argument("--serve", action="store_true", help="for each line of input, a JSON list of arguments, answer with a "
@@ -250,6 +252,7 @@ def compile_asked(a: argparse.Namespace) -> list[Compiled]:
     if a.document_states:
         case = replace(case, documents="states", initial_states=True)
     inputs = random_inputs(shape, case, DTYPES[a.dtype])
+    wide_scan.RUN_UNMEASURED = a.unmeasured
     trusted = (lambda kernel: ("wgmma" in kernel.asm["ptx"] and "distrusted") or None) if a.distrust else launch.find_fault
     with patch.object(launch, "find_fault", trusted), patch.multiple(
             trust, inspect=inspect, find_foreign_descriptors=find_foreign_descriptors, find_lost_operands=find_lost_operands):

@@ -114,6 +114,10 @@ def _reshape(value: Value, shape: list[int]) -> Value:
     return Value(value.tensor.reshape(tuple(shape)), None, value.loads)
 
 
+def _permute(value: Value, order: tuple[int, ...]) -> Value:
+    return Value(value.tensor.permute(tuple(order)), None, value.loads)
+
+
 def _join(a: Value, b: Value) -> Value:
     return _reshape(apply(lambda a, b: torch.stack((a, b), -1), a, b), [*a.shape, 2])
 
@@ -195,7 +199,7 @@ def _language() -> types.ModuleType:
     gl.arange = lambda start, stop, layout: Value(torch.arange(start, stop), layout)
     gl.zeros = lambda shape, dtype, layout: Value(torch.zeros(tuple(shape), dtype=TORCH[dtype]), layout)
     gl.where, gl.minimum = _where, _minimum
-    gl.expand_dims, gl.sum, gl.reshape, gl.join, gl.split = _expand_dims, _sum, _reshape, _join, _split
+    gl.expand_dims, gl.sum, gl.reshape, gl.permute, gl.join, gl.split = _expand_dims, _sum, _reshape, _permute, _join, _split
     gl.abs, gl.exp2 = (lambda value: apply(torch.abs, value)), (lambda value: apply(torch.exp2, value))
     gl.convert_layout = lambda value, layout: Value(value.tensor, layout, value.loads)
     gl.inline_asm_elementwise = lambda asm, constraints, args, *rest: apply(_ASSEMBLY[asm.split()[0]], *args)

@@ -29,8 +29,11 @@ SHAPE = Shape(1, 5 * 64 - 7, 4, 64, 1, 64, 64)
 WAYS = {"recomputed": (Options(save_states=False), {}), "saved": (Options(), {}),
         "a head in each part": (Options(save_states=False), {"splits": 4}),
         "cut": (Options(), {"blocks": 5, "cut": (2, 2)}),
-        "headdim 80": (Options(), {}), "dstate 256": (Options(), {})}
-SIZES = {"headdim 80": {"headdim": 80, "nheads": 2}, "dstate 256": {"dstate": 256, "nheads": 2, "seqlen": 2 * 64 + 7}}
+        "headdim 80": (Options(), {}), "dstate 256": (Options(), {}), "both parts": (Options(), {"unmeasured": True}),
+        "both parts, recomputed": (Options(save_states=False), {"unmeasured": True})}
+SIZES = {"headdim 80": {"headdim": 80, "nheads": 2}, "dstate 256": {"dstate": 256, "nheads": 2, "seqlen": 2 * 64 + 7},
+         "both parts": {"dstate": 256, "nheads": 4, "seqlen": 3 * 64 + 7},
+         "both parts, recomputed": {"dstate": 256, "nheads": 2, "seqlen": 2 * 64 + 7}}
 
 
 @functools.cache

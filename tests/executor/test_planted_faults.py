@@ -4,6 +4,7 @@
 """
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,7 +21,9 @@ from tests.inputs import Case, Shape, random_inputs
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs the other kernels")
 SEEDS = range(3)
 # Rings go round: a block of the scan has 10 sub-chunks, one of the group several tiles.
-INPUTS = random_inputs(Shape(1, 5 * 64 - 7, 4, 64, 1, 64, 64), Case(D="h", dt_dtype=torch.float32), torch.bfloat16)
+SHAPE = Shape(1, 5 * 64 - 7, 4, 64, 1, 64, 64)
+# where both parts of a dstate above 128 are in one block
+BOTH_PARTS = "wide_scan", "states: both parts"
 
 
 class Plant(NamedTuple):
@@ -54,11 +57,13 @@ def read_side(hunk: str, marks: str) -> str:
 PLANTS = read_plants()
 
 
-def run(executor: Executor, seed: int, splits: int | None = None) -> None:
+def run(executor: Executor, seed: int, splits: int | None = None, wide: bool = False) -> None:
     executor.seed = seed
-    ways = torch.randn_like(INPUTS.x), torch.randn(1, 4, 64, 64)
-    with hopper_on_cpu(executor, blocks=1, splits=splits):
-        results(get_variant("persistent"), INPUTS, *ways, Options(save_states=False))
+    shape = replace(SHAPE, dstate=256, nheads=2) if wide else SHAPE
+    inputs = random_inputs(shape, Case(D="h", dt_dtype=torch.float32), torch.bfloat16)
+    ways = torch.randn_like(inputs.x), torch.randn(1, shape.nheads, 64, shape.dstate)
+    with hopper_on_cpu(executor, blocks=1, splits=splits, unmeasured=wide):
+        results(get_variant("persistent"), inputs, *ways, Options(save_states=wide))
 
 
 @pytest.mark.parametrize("name", PLANTS)
@@ -67,12 +72,13 @@ def test_found(name):
     executor = Executor(*KERNELS, edits={planted.kernel: planted.edits})
     for seed in SEEDS:
         with pytest.raises(Fault) as found:
-            run(executor, seed, planted.splits)
+            run(executor, seed, planted.splits, name.startswith(BOTH_PARTS))
         print(seed, found.value)
         assert re.search(planted.says, str(found.value)), found.value
 
 
-def test_without_one_there_is_none():
+@pytest.mark.parametrize("wide", (False, True))
+def test_without_one_there_is_none(wide):
     executor = Executor(*KERNELS)
     for seed in SEEDS:
-        run(executor, seed)
+        run(executor, seed, wide=wide)

@@ -32,8 +32,8 @@ SPILLED = {"3.7": {"bmm_bwd_kernel": 64, "dB_dx_kernel": 40, "dC_dCB_kernel": 40
                    "chunk_scan_chunk_state_dx_kernel": 224, "chunk_scan_dstates_kernel": 168, "chunk_state_dB_kernel": 160,
                    "ddA_cumsum_kernel": 136, "chunk_state_kernel": 24},
            "3.8": {"dC_dCB_kernel": 344, "chunk_scan_dC_kernel": 8},
-           "3.9": {"hopper_group_kernel": 216, "hopper_scan_kernel": 88, "bmm_bwd_kernel": 72, "dB_dx_kernel": 80,
-                   "dC_dCB_kernel": 464, "chunk_scan_dC_kernel": 72}}
+           "3.9": {"hopper_group_kernel": 216, "hopper_scan_kernel": 88, "hopper_wide_scan_kernel": 232, "bmm_bwd_kernel": 72,
+                   "dB_dx_kernel": 80, "dC_dCB_kernel": 464, "chunk_scan_dC_kernel": 72}}
 # Variants, and the optimisations without which other kernels of theirs run. What runs with Gluon has tests of its own.
 PLAIN = [(name, "--off", "gluon") for name in OURS]
 WAYS = [*PLAIN, ("fused", "--off", "gluon,two_level"), ("persistent", "--off", "gluon,stationary")]
@@ -224,6 +224,28 @@ GLUON_FORMS = {
     "persistent --headdim 80 --dstate 256 --z": (104, 32),
     "fused --dstate 64 --z": (104, 32),
 }
+
+
+# Forms that are off until a GPU has measured them: the sizes, and bytes that the wide scan may spill: addresses and masks of
+# states that enter or leave a run, and where a gate, kept outputs and tiles that heads do not fill meet, a few in its loop.
+UNMEASURED = {
+    "persistent --seqlen 4096 --headdim 128 --dstate 256": 64,
+    "persistent --seqlen 4096 --headdim 64 --dstate 256": 64,
+    "persistent --headdim 80 --dstate 192 --nheads 25 --z --initial-states": 528,
+    "fused --headdim 128 --dstate 256": 64,
+}
+
+
+@pytest.mark.parametrize("arguments", UNMEASURED)
+def test_unmeasured_gluon_kernels(arguments, compiled):
+    """Products run in as many groups as the design has: of each slice four quarters and the last two; one of the masks."""
+    rows = compiled(*arguments.split(), "--arch", "90", "--only", "hopper_wide,hopper_states", "--unmeasured")
+    assert {row["kernel"] for row in rows} == {"hopper_wide_scan_kernel", "hopper_states_kernel"}
+    assert_fits(rows, 90, spills=528, by_walks=0)
+    for row in rows:
+        assert row["spills"] <= max(UNMEASURED[arguments] if "wide" in row["kernel"] else 32, allow_spills(row)), row
+        assert not row["mma"] and row["wgmma"] and not row["late"] and not row["foreign"], row
+        assert row["groups"] <= 13, f"{row}: ptxas serialised its products, for want of registers or by C7514"
 
 
 @pytest.mark.parametrize("arguments", [param(form, rare="fp16" in form) for form in GLUON_FORMS])

@@ -1,0 +1,363 @@
+"""hopper_wide_scan: hopper_scan for a dstate above 128, both parts of it in one launch, in Gluon, for Hopper.
+
+The formulas, the arguments and what is read and written are those of `scan`. A warpgroup holds a slice of a state [64, 256],
+which takes 128 registers of a thread. What else it needs comes one after the other: S is wgmma's operand a quarter at a time,
+x is loaded when S is done with, and x^T L reads x from shared memory. So a sub-chunk has five groups of products, and each is
+waited for before the next one:
+
+    make_masks (1 warpgroup):       L_h = (B C^T) exp(A_i - A_j) dt_j for i >= j, [j, i], for its heads from one B C^T
+    scan_slice (1 warpgroup each):  y^T += S_n C_n^T for each quarter n of dstate
+                                    y^T <- y^T exp(A_i) + x^T L, with S <- exp(A_last) S + (x dt_j exp(A_last - A_j))^T B
+                                    y^T += D x^T
+    fetch_tiles (1 warp):           B, C and x of both slices by TMA
+"""
+
+from typing import NamedTuple
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ssd.kernels.arguments import contiguous
+from ssd.runtime.gluon_names import async_store, block_barrier, store_wait
+from ssd.runtime.launch import launch
+from ssd.types import SUB_CHUNK, SSDInputs
+
+from .ring import make_ring, mark_empty, mark_full, slot_of, wait_empty, wait_full
+from .roles import (
+    LOG2E,
+    allocate_tiles,
+    decay,
+    fetch_slice,
+    get_head,
+    get_tile,
+    load_run,
+    load_steps,
+    log2,
+    make_form,
+    state_mask,
+    state_offsets,
+    store_masked,
+    tile_bytes,
+    write_slice,
+)
+from .scan import SIZES, Outputs, Rings, Slots, Vectors, Work, load_D
+from .start import Start, load_given_state, load_kept_state
+
+RUN_UNMEASURED = False  # whether dstate above 128 takes this kernel, which is right on an H100 but was never timed
+QUARTER = 64  # states that are wgmma's operand at a time, and of a tile of a state on its way out
+PART = gl.constexpr(128)  # states of a part, as hopper_states has them
+_SLOTS = Slots(2, 2), Slots(2, 1), Slots(1, 2), Slots(1, 1)  # the first that fits
+_SLICE, _DSTATE = 64, 256  # channels of a slice, and states, of tiles
+_TURNED = 16384  # bytes in which Triton turns states from memory into another layout, of every size and dtype
+_SHARED = 232448 - 1024  # bytes of a block, less what mbarriers and alignment may take
+_REGISTERS = 128  # of a thread at launch; the roles then share them out: 208 scan_slice, 72 make_masks, 24 fetch_tiles
+
+
+class Tiles(NamedTuple):
+    """Shared memory, by slot: x, z, B, C of `tiles`, L of `masks`; y and quarters of states on their way out."""
+
+    x: gl.shared_memory_descriptor  # [2 STAGES, 1, 64, headdim]: both slices of a slot in a row
+    B: gl.shared_memory_descriptor  # [STAGES, 1, 64, 256], and C
+    C: gl.shared_memory_descriptor
+    z: gl.shared_memory_descriptor  # as x, or None
+    L: gl.shared_memory_descriptor  # [HEADS SLOTS, 64, 64]
+    y: gl.shared_memory_descriptor  # [2, 1, 64, headdim]; [4, ...] where y before the gate goes out too
+    states: gl.shared_memory_descriptor  # [4, 1, headdim, 64]: two a slice; or None
+
+
+@gluon.jit
+def fetch_tiles(x_desc, B_desc, C_desc, z_desc, ring, tiles, work, form: gl.constexpr):
+    """The producer: of each sub-chunk B and C, and of both slices x and z, into the next free slot."""
+    BLOCK_M: gl.constexpr = x_desc.block_shape[1]
+    BYTES: gl.constexpr = 2 * (tile_bytes(B_desc) + tile_bytes(x_desc) + tile_bytes(z_desc))
+    step = 0
+    for k in range(gl.program_id(0) * work.nruns, gl.program_id(0) * work.nruns + work.nruns):
+        run = load_run(work.runs, k)
+        group = get_head(run.pair, 0, work.heads_per_group, form) // work.heads_per_group
+        for c in range(run.first, run.last):
+            slot = slot_of(ring, step)
+            wait_empty(ring, step)
+            bar = ring.full.index(slot)
+            mbarrier.expect(bar, BYTES)
+            fetch_slice(B_desc, run.b, c * BLOCK_M, group, 1, bar, tiles.B.index(slot))
+            fetch_slice(C_desc, run.b, c * BLOCK_M, group, 1, bar, tiles.C.index(slot))
+            for u in gl.static_range(2):
+                head_slice = get_head(run.pair, u, work.heads_per_group, form) * form.SLICES + u * (form.SLICES - 1)
+                fetch_slice(x_desc, run.b, c * BLOCK_M, head_slice, form.SLICES, bar, tiles.x.index(2 * slot + u))
+                if z_desc is not None:
+                    fetch_slice(z_desc, run.b, c * BLOCK_M, head_slice, form.SLICES, bar, tiles.z.index(2 * slot + u))
+            step += 1
+
+
+@gluon.jit
+def make_masks(rings, tiles, vectors, A_rows, A_columns, dA_cumsum, dt, work, form: gl.constexpr, BLOCK_M: gl.constexpr,
+               WIDTH: gl.constexpr):
+    """As `scan.make_masks`, with fewer registers: what is causal is computed anew for each mask."""
+    HEADS: gl.constexpr = 2 // form.SLICES
+    DTYPE: gl.constexpr = tiles.B.dtype
+    JI: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    m = gl.arange(0, BLOCK_M, gl.BlockedLayout([1], [32], [4], [0]))
+    j, i = gl.arange(0, BLOCK_M, gl.SliceLayout(1, JI)), gl.arange(0, BLOCK_M, gl.SliceLayout(0, JI))
+    step = 0
+    for k in range(gl.program_id(0) * work.nruns, gl.program_id(0) * work.nruns + work.nruns):
+        run = load_run(work.runs, k)
+        first, last = run.first, run.last
+        h = get_head(run.pair, 0, work.heads_per_group, form)
+        row = (run.b * work.nheads + h).to(gl.int64) * work.nsub * BLOCK_M
+        other = work.nsub * BLOCK_M  # from a head's row to the next one's
+        if form.ODD and HEADS == 2:
+            other *= get_head(run.pair, 1, work.heads_per_group, form) - h
+        a0, dt0, end0 = load_steps(dA_cumsum, dt, row + first * BLOCK_M, m, BLOCK_M)
+        if HEADS == 2:
+            a1, dt1, end1 = load_steps(dA_cumsum, dt, row + other + first * BLOCK_M, m, BLOCK_M)
+        for c in range(first, last):
+            slot = slot_of(rings.tiles, step)
+            wait_full(rings.tiles, step)
+            B, C = get_tile(tiles.B, slot, BLOCK_M, WIDTH), get_tile(tiles.C, slot, BLOCK_M, WIDTH)
+            BC = warpgroup_mma(B, C.permute((1, 0)), gl.zeros([BLOCK_M, BLOCK_M], gl.float32, JI), use_acc=False, is_async=True)
+            for u in gl.static_range(HEADS):
+                wait_empty(rings.masks, step, u, HEADS)
+            for u in gl.static_range(HEADS):
+                a, dt_u, end = (a0 if u == 0 else a1) * LOG2E, dt0 if u == 0 else dt1, (end0 if u == 0 else end1) * LOG2E
+                A_columns.index(u).store(a)
+                A_rows.index(u).store(a - log2(dt_u))
+                vectors.from_start.index(slot_of(rings.masks, step, u, HEADS)).store(gl.exp2(a))
+                vectors.to_end.index(slot_of(rings.masks, step, u, HEADS)).store(dt_u * decay(end - a))
+            # the next sub-chunk's, into the same registers: a load into others would wait here for itself
+            ahead = row + gl.minimum(c + 1, last - 1) * BLOCK_M
+            a0, dt0, end0 = load_steps(dA_cumsum, dt, ahead, m, BLOCK_M)
+            if HEADS == 2:
+                a1, dt1, end1 = load_steps(dA_cumsum, dt, ahead + other, m, BLOCK_M)
+            block_barrier()
+            BC = warpgroup_mma_wait(0, deps=(BC,))
+            mark_empty(rings.tiles, slot)
+            for u in gl.static_range(HEADS):
+                A_i, A_j = A_columns.index(u).load(gl.SliceLayout(0, JI)), A_rows.index(u).load(gl.SliceLayout(1, JI))
+                L = BC * gl.exp2(gl.expand_dims(A_i, 0) - gl.expand_dims(A_j, 1))
+                L = gl.where(gl.expand_dims(i, 0) >= gl.expand_dims(j, 1), L, 0.0).to(DTYPE)
+                tiles.L.index(slot_of(rings.masks, step, u, HEADS)).store(L)
+                fence_async_shared()
+                block_barrier()
+                mark_full(rings.masks, slot_of(rings.masks, step, u, HEADS))
+            step += 1
+
+
+@gluon.jit
+def split_columns(t):
+    """The left and the right half of a tensor. In a layout of wgmma threads keep what they have, by no instruction."""
+    ROWS: gl.constexpr = t.shape[0]
+    WIDTH: gl.constexpr = t.shape[1]
+    return gl.split(gl.permute(gl.reshape(t, [ROWS, 2, WIDTH // 2]), (0, 2, 1)))
+
+
+@gluon.jit
+def join_columns(a, b, LAYOUT: gl.constexpr):
+    """Undoes `split_columns`."""
+    ROWS: gl.constexpr = a.shape[0]
+    WIDTH: gl.constexpr = a.shape[1]
+    return gl.convert_layout(gl.reshape(gl.permute(gl.join(a, b), (0, 2, 1)), [ROWS, 2 * WIDTH]), LAYOUT)
+
+
+@gluon.jit
+def load_half(start, run, h, bh, work, U: gl.constexpr, SLICE: gl.constexpr, HALF: gl.constexpr, EVERY: gl.constexpr,
+              form: gl.constexpr, ROWS: gl.constexpr):
+    """As `start.load_start`, of a half of dstate; of what pieces leave, ends (npieces, 2, ROWS, 256)."""
+    STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
+    if start.starts is not None:
+        state = load_kept_state(start.starts, run.b, h, run.first, work, EVERY, STATE, SLICE, HALF, form, ROWS, PART)
+    else:
+        state = load_given_state(start.initial_states, bh, STATE, SLICE, HALF, form, ROWS, PART)
+        if start.ends is not None:
+            p, n = gl.arange(0, ROWS, gl.SliceLayout(1, STATE)), gl.arange(0, PART, gl.SliceLayout(0, STATE))
+            offsets = gl.expand_dims(p, 1) * (2 * PART) + gl.expand_dims(HALF * PART + n, 0)
+            for i in range(2 * run.piece + U, 2 * (run.piece + run.npieces) + U, 2):
+                end = gl.load(start.ends + i.to(gl.int64) * (ROWS * 2 * PART) + offsets)
+                state = state * gl.load(start.factors + i) + end
+    return state
+
+
+@gluon.jit
+def write_quarter(states_desc, b, c, h, state, tiles, work, form: gl.constexpr, U: gl.constexpr, N: gl.constexpr,
+                  ROWS: gl.constexpr):
+    """A quarter of the state of a slice before sub-chunk c leaves by one of the slice's two tiles, in turn."""
+    if states_desc is not None:
+        SLICE: gl.constexpr = U if form.SLICES == 2 else 0
+        QUARTER: gl.constexpr = state.shape[1]
+        store_wait(1)
+        block_barrier()
+        get_tile(tiles.states, 2 * U + N % 2, ROWS, QUARTER).store(state.to(states_desc.dtype))
+        fence_async_shared()
+        block_barrier()
+        at = (b * work.nsub + c) * work.nheads + h
+        async_store(states_desc, [at, SLICE * ROWS, N * QUARTER], tiles.states.index(2 * U + N % 2))
+
+
+@gluon.jit
+def multiply_quarter(state, factor, C, N: gl.constexpr, y, OPERAND: gl.constexpr):
+    """y^T + S C^T of a quarter of the state, and that quarter times the factor meanwhile.
+
+    The product is waited for, and its operand is free: there are no registers for two.
+    """
+    QUARTER: gl.constexpr = state.shape[1]
+    S = gl.convert_layout(state.to(C.dtype), OPERAND)
+    C_t = C.slice(N * QUARTER, QUARTER, dim=1).permute((1, 0))
+    y = warpgroup_mma(S, C_t, y, use_acc=N > 0, is_async=True)  # [P, N] @ [N, M]
+    state = state * factor
+    return warpgroup_mma_wait(0, deps=(y,)), state
+
+
+@gluon.jit
+def scan_slice(outputs, rings, tiles, vectors, dA_cumsum, D, start, work, form: gl.constexpr, U: gl.constexpr,
+               EVERY: gl.constexpr, BLOCK_M: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr):
+    """The consumer warpgroup of slice U of a pair: its state and its output."""
+    SLICE: gl.constexpr = U if form.SLICES == 2 else 0
+    HEAD: gl.constexpr = U - SLICE  # the lane of `masks`
+    HEADS: gl.constexpr = 2 // form.SLICES
+    DTYPE: gl.constexpr = tiles.x.dtype
+    PI: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])  # y^T
+    STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
+    HALF: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, PI, 2)
+    step = 0
+    for k in range(gl.program_id(0) * work.nruns, gl.program_id(0) * work.nruns + work.nruns):
+        run = load_run(work.runs, k)
+        b, first, last = run.b, run.first, run.last
+        h = get_head(run.pair, U, work.heads_per_group, form)
+        bh = (b * work.nheads + h).to(gl.int64)
+        state = join_columns(load_half(start, run, h, bh, work, U, SLICE, 0, EVERY, form, ROWS),
+                             load_half(start, run, h, bh, work, U, SLICE, 1, EVERY, form, ROWS), STATE)
+        A_last = dA_cumsum + bh * work.nsub * BLOCK_M + BLOCK_M - 1
+        end = gl.load(A_last + first * BLOCK_M)
+        if D is not None:
+            D_h = load_D(D, h, SLICE, form, PI, ROWS)
+        for c in range(first, last):
+            slot, mask = slot_of(rings.tiles, step), slot_of(rings.masks, step, HEAD, HEADS)
+            x_t = get_tile(tiles.x, 2 * slot + U, BLOCK_M, ROWS).permute((1, 0))
+            B, C = get_tile(tiles.B, slot, BLOCK_M, WIDTH), get_tile(tiles.C, slot, BLOCK_M, WIDTH)
+            wait_full(rings.tiles, step)
+            y = gl.zeros([ROWS, BLOCK_M], gl.float32, PI)
+            factor = gl.exp2(end * LOG2E)
+            left, right = split_columns(state)
+            state0, state1 = split_columns(left)
+            state2, state3 = split_columns(right)
+            write_quarter(outputs.states, b, c, h, state0, tiles, work, form, U, 0, ROWS)
+            y, state0 = multiply_quarter(state0, factor, C, 0, y, OPERAND)
+            write_quarter(outputs.states, b, c, h, state1, tiles, work, form, U, 1, ROWS)
+            y, state1 = multiply_quarter(state1, factor, C, 1, y, OPERAND)
+            write_quarter(outputs.states, b, c, h, state2, tiles, work, form, U, 2, ROWS)
+            y, state2 = multiply_quarter(state2, factor, C, 2, y, OPERAND)
+            write_quarter(outputs.states, b, c, h, state3, tiles, work, form, U, 3, ROWS)
+            y, state3 = multiply_quarter(state3, factor, C, 3, y, OPERAND)
+            end = gl.load(A_last + gl.minimum(c + 1, last - 1) * BLOCK_M)
+            wait_full(rings.masks, step, HEAD, HEADS)
+            y = y * gl.expand_dims(vectors.from_start.index(mask).load(gl.SliceLayout(0, PI)), 0)
+            w = gl.expand_dims(vectors.to_end.index(mask).load(gl.SliceLayout(0, OPERAND)), 0)
+            x_end = (x_t.load(OPERAND).to(gl.float32) * w).to(DTYPE)
+            state = join_columns(join_columns(state0, state1, HALF), join_columns(state2, state3, HALF), STATE)
+            # both in flight before anything else touches an accumulator: ptxas would insert a wait
+            y = warpgroup_mma(x_t, tiles.L.index(mask), y, is_async=True)  # [P, M] @ [M, M]
+            state = warpgroup_mma(x_end, B, state, is_async=True)  # [P, M] @ [M, N]
+            y, state = warpgroup_mma_wait(0, deps=(y, state))
+            if D is not None:
+                y += D_h * x_t.load(PI).to(gl.float32)
+            store_wait(0)
+            block_barrier()
+            mark_empty(rings.masks, mask)
+            if outputs.y is not None:
+                get_tile(tiles.y, 2 + U, BLOCK_M, ROWS).permute((1, 0)).store(y.to(DTYPE))
+            if tiles.z is not None:
+                z = get_tile(tiles.z, 2 * slot + U, BLOCK_M, ROWS).permute((1, 0)).load(PI).to(gl.float32)
+                y = y * z / (1.0 + gl.exp2(-LOG2E * z))
+            get_tile(tiles.y, U, BLOCK_M, ROWS).permute((1, 0)).store(y.to(DTYPE))
+            fence_async_shared()
+            block_barrier()
+            # not before y is there: a load from x that is only on its way would find the next tile (docs/log/hopper-scan.md)
+            mark_empty(rings.tiles, slot)
+            write_slice(outputs.out, b, c * BLOCK_M, h * form.SLICES + SLICE, form.SLICES, tiles.y.index(U))
+            if outputs.y is not None:
+                write_slice(outputs.y, b, c * BLOCK_M, h * form.SLICES + SLICE, form.SLICES, tiles.y.index(2 + U))
+            step += 1
+        if outputs.final_states is not None and last == work.nsub:
+            at = outputs.final_states + bh * (form.HEADDIM * form.DSTATE) + state_offsets(STATE, SLICE, 0, form, ROWS, WIDTH)
+            store_masked(at, state, state_mask(STATE, SLICE, 0, form, ROWS, WIDTH))
+    store_wait(0)
+
+
+@gluon.jit(do_not_specialize=SIZES)
+def hopper_wide_scan_kernel(x_desc, B_desc, C_desc, z_desc, out_desc, y_desc, states_desc, dA_cumsum, dt, D, initial_states,
+                            ends, factors, final_states, starts, runs, nruns, nsub, nheads, heads_per_group,
+                            HEADDIM: gl.constexpr, DSTATE: gl.constexpr, ODD: gl.constexpr, D_ROWS: gl.constexpr,
+                            STAGES: gl.constexpr, SLOTS: gl.constexpr, EVERY: gl.constexpr):
+    DTYPE: gl.constexpr = x_desc.dtype
+    BLOCK_M: gl.constexpr = x_desc.block_shape[1]
+    ROWS: gl.constexpr = x_desc.block_shape[-1]
+    WIDTH: gl.constexpr = B_desc.block_shape[-1]
+    FORM: gl.constexpr = make_form(HEADDIM, DSTATE, ROWS, PART, ODD, D_ROWS)
+    HEADS: gl.constexpr = 2 // FORM.SLICES
+    SQUARE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, BLOCK_M], DTYPE)
+    LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    Xs = allocate_tiles(x_desc, 2 * STAGES)
+    Bs = allocate_tiles(B_desc, STAGES)
+    Cs = allocate_tiles(C_desc, STAGES)
+    Ls = gl.allocate_shared_memory(DTYPE, [HEADS * SLOTS, BLOCK_M, BLOCK_M], SQUARE)
+    Ys = allocate_tiles(out_desc, 2 if y_desc is None else 4)
+    if z_desc is None:
+        Zs: gl.constexpr = None
+    else:
+        Zs = allocate_tiles(z_desc, 2 * STAGES)
+    if states_desc is None:
+        Ss: gl.constexpr = None
+    else:
+        Ss = allocate_tiles(states_desc, 4)
+    from_start = gl.allocate_shared_memory(gl.float32, [HEADS * SLOTS, BLOCK_M], LINE)
+    to_end = gl.allocate_shared_memory(gl.float32, [HEADS * SLOTS, BLOCK_M], LINE)
+    A_rows = gl.allocate_shared_memory(gl.float32, [HEADS, BLOCK_M], LINE)
+    A_columns = gl.allocate_shared_memory(gl.float32, [HEADS, BLOCK_M], LINE)
+    rings = Rings(make_ring(STAGES, 3), make_ring(HEADS * SLOTS, FORM.SLICES))
+    fence_async_shared()
+    tiles, vectors = Tiles(Xs, Bs, Cs, Zs, Ls, Ys, Ss), Vectors(from_start, to_end)
+    work, start = Work(runs, nruns, nsub, nheads, heads_per_group), Start(initial_states, ends, factors, starts)
+    outputs = Outputs(out_desc, y_desc, states_desc, final_states)
+    gl.warp_specialize([
+        (scan_slice, (outputs, rings, tiles, vectors, dA_cumsum, D, start, work, FORM, 0, EVERY, BLOCK_M, ROWS,
+                      WIDTH)),
+        (scan_slice, (outputs, rings, tiles, vectors, dA_cumsum, D, start, work, FORM, 1, EVERY, BLOCK_M, ROWS,
+                      WIDTH)),
+        (make_masks, (rings, tiles, vectors, A_rows, A_columns, dA_cumsum, dt, work, FORM, BLOCK_M, WIDTH)),
+        (fetch_tiles, (x_desc, B_desc, C_desc, z_desc, rings.tiles, tiles, work, FORM)),
+    ], [4, 4, 1], [208, 72, 24])
+
+
+def choose_slots(i: SSDInputs, beside: int, keeps_y: bool, states_desc, starts) -> Slots:
+    """As `scan.choose_slots`: the most that shared memory holds."""
+    heads = 1 if i.headdim > _SLICE else 2
+    tile, line = 2 * SUB_CHUNK * _SLICE, 4 * SUB_CHUNK  # elements of both slices, bytes of a vector
+    states = 0 if states_desc is None else 4 * _SLICE * QUARTER * i.states_dtype.itemsize
+    states += 0 if starts is None else _TURNED
+    for slots in _SLOTS:
+        ring = slots.tiles * (tile * (2 + beside) + 2 * 2 * SUB_CHUNK * _DSTATE)
+        masks = heads * (slots.masks * (2 * SUB_CHUNK**2 + 2 * line) + 2 * line)
+        if ring + masks + 2 * tile * (1 + keeps_y) + states <= _SHARED:
+            break
+    return slots
+
+
+def hopper_wide_scan(i: SSDInputs, x_desc, B_desc, C_desc, out_desc, dt, dA_cumsum, runs: torch.Tensor, initial_states=None,
+                     ends=None, factors=None, final_states=None, states_desc=None, starts=None, every: int = SUB_CHUNK,
+                     z_desc=None, y_desc=None) -> None:
+    """As `scan.hopper_scan`, in one launch."""
+    heads_per_group = i.nheads // i.ngroups
+    slots = choose_slots(i, 0 if z_desc is None else z_desc.base.itemsize, y_desc is not None, states_desc, starts)
+    launch(
+        hopper_wide_scan_kernel, runs.shape[0], x_desc, B_desc, C_desc, z_desc, out_desc, y_desc, states_desc, dA_cumsum, dt,
+        contiguous(i.D), initial_states, ends, factors, final_states, starts, runs, runs.shape[1], dt.shape[2], i.nheads,
+        heads_per_group, HEADDIM=i.headdim, DSTATE=i.dstate, ODD=heads_per_group % 2 == 1,
+        D_ROWS=i.D is not None and i.D.dim() == 2, STAGES=slots.tiles, SLOTS=slots.masks, EVERY=every // dt.shape[3],
+        num_warps=4, maxnreg=_REGISTERS)
