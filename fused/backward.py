@@ -36,7 +36,7 @@ def backward(saved: SSDSaved, dout: Tensor, dfinal_states: Tensor | None, into: 
     run, last_state = _run_group_kernels, _compute_last_state
     if hopper_backward.can_run(saved.inputs, saved.options):
         run, last_state = hopper_backward.backward, hopper_backward.compute_last_state
-    if saved.options.split_backward and should_split(saved):
+    if saved.options.split_backward and not saved.inputs.has_document_states and should_split(saved):
         return run_in_halves(run, last_state, saved, dout, dfinal_states, into)
     return run(saved, dout, dfinal_states, into)
 

@@ -31,6 +31,7 @@ def forward(i: SSDInputs, options: Options, save: bool) -> tuple[Tensor, Tensor,
     """
     keep = i.keeps_states(options, save) and choose_states_every(i, options) is not None
     if hopper.can_run(_explain_no_hopper(i, options), "fused"):
+        keep = keep and not hopper.writes_asked_states(i, options, save)
         return hopper.run_two_level(i, options, save, keep)
     return _run_plain(i, options, save, keep)
 
@@ -38,6 +39,11 @@ def forward(i: SSDInputs, options: Options, save: bool) -> tuple[Tensor, Tensor,
 def choose_states_every(i: SSDInputs, options: Options) -> int | None:
     """As `Variant.states_every`."""
     return worth_keeping(i, options, i.chunk_size if _explain_no_hopper(i, options) else SUB_CHUNK)
+
+
+def writes_states(i: SSDInputs, options: Options) -> bool:
+    """As `Variant.writes_states`."""
+    return hopper.writes_asked_states(i, options, False) and _explain_no_hopper(i, options) is None
 
 
 def name_forward(i: SSDInputs, options: Options) -> str:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ssd.kernels.arguments import cdiv, contiguous
 from ssd.kernels.chunk_cumsum import chunk_cumsum
+from ssd.kernels.document_blocks import document_blocks
 from ssd.runtime.devices import is_hopper
 from ssd.runtime.tables import get_tables
 from ssd.runtime.toolchain import copy_descriptor, explain_missing_gluon, get_descriptor_fields
@@ -32,6 +33,12 @@ WIDE = 2 * WIDTHS[-1]  # states of a tile that has both parts of dstate
 MOST_HEADDIM, MOST_DSTATE = 2 * SLICE, 2 * WIDTHS[-1]  # a block takes two slices; dstate goes in one part or two
 _LEAST_FILLED = 0.125  # of its tiles, by a state: the least that was measured, where these kernels were faster
 _ALIGNMENT = 16  # bytes, of what a TMA descriptor describes
+# Whether hopper_scan writes by itself the states that `return_states_every` asks for, and no others, if a backward needs none.
+# Off until it is timed: until then states are kept every 64 tokens, and those that are asked for copied.
+WRITES_ASKED_STATES = False
+# Whether these kernels take documents with states as they are. Off until they are timed: until then such documents
+# are cut into rows (`ssd/baseline/document_rows.py`).
+TAKES_DOCUMENTS = False
 _MOST_DESCRIBED = 1024  # callers whose sizes never repeat must not fill the memory
 _described: dict[tuple, dict] = {}
 # that these kernels can be without
@@ -57,7 +64,9 @@ def cannot_run(i: SSDInputs, options: Options, by_chunk: bool) -> str | None:
     if not has_tiles(i.x.dtype.itemsize, i.headdim, i.dstate):
         return (f"got headdim = {i.headdim}, dstate = {i.dstate}, takes multiples of 8 up to {MOST_HEADDIM} and {MOST_DSTATE} "
                 f"that fill an eighth of tiles of {SLICE} channels and {' or '.join(map(str, WIDTHS))} states")
-    if i.cu_seqlens is not None:
+    if i.has_document_states and not TAKES_DOCUMENTS:
+        return "documents with states are cut into rows"
+    if i.cu_seqlens is not None and not i.has_document_states:
         return "varlen states of cu_seqlens are not in it"
     if by_chunk and i.chunk_size % BLOCK_M:
         return f"chunk_size: got {i.chunk_size}, keeps states every {BLOCK_M} tokens or a multiple"
@@ -90,17 +99,23 @@ def _say_plain(variant: str, reason: str) -> None:
     logging.getLogger("ssd").log(level, "variant %r runs its plain Triton kernels, not those for Hopper: %s", variant, reason)
 
 
+def writes_asked_states(i: SSDInputs, options: Options, save: bool) -> bool:
+    """Whether these kernels, where they run, write `SSDSaved.states`. save: a backward may follow."""
+    asked = i.return_states_every is not None and not (save and options.save_states)
+    return asked and WRITES_ASKED_STATES and i.return_states_every % BLOCK_M == 0
+
+
 def run_stationary(inputs: SSDInputs, options: Options, save: bool, keep: bool) -> tuple[Tensor, Tensor, SSDSaved]:
     """As `Variant.forward`, keeping states or not: a block walks two slices through a sequence, or what `deal` cuts of it."""
     with torch.cuda.device_of(inputs.x):
         call = _Call.of(inputs, save)
-        final_states = call.new_states(())
+        final_states, asked = call.new_final_states(), call.new_asked_states(options, save)
         prev_states = None
         if keep:
             prev_states = call.new_states((call.nsub,), inputs.states_dtype)
         runs, *entering = call.get_runs(options, "scan_step", scan=True)
-        call.scan(runs, call.initial_states, *entering, final_states, prev_states)
-    return call.out, final_states, SSDSaved(inputs, options, call.y, None, prev_states)
+        call.scan(runs, call.initial_states, *entering, final_states, prev_states, asked if prev_states is None else None)
+    return call.out, final_states, SSDSaved(inputs, options, call.y, None, prev_states, asked)
 
 
 def run_two_level(inputs: SSDInputs, options: Options, save: bool, keep: bool,
@@ -115,19 +130,22 @@ def run_two_level(inputs: SSDInputs, options: Options, save: bool, keep: bool,
         each = choose_two_level_segment(i.batch * pairs, call.nsub, device.sms, device.name)
         every = BLOCK_M if keep else each * BLOCK_M  # tokens between the states that are written; each span starts from one
         final_states, prev_states = call.new_states(()), call.new_states((cdiv(i.seqlen, every),), i.states_dtype)
+        asked = call.new_asked_states(options, save)
         runs, *entering = call.get_runs(options, "every_state_step" if keep else "few_states_step")
         all_states(i, call.descriptors[:2], describe_states(prev_states), *call.steps, runs, (call.initial_states, None),
-                   *entering, final_states, i.batch, every, runs_wide(i.dstate))
+                   *entering, final_states, i.batch, every, runs_wide(i))
         runs = get_tables(deal_two_level, (i.batch, pairs, call.nsub, each, blocks), i.x.device).sequences
-        call.scan(runs, starts=prev_states, every=every)
-    return call.out, final_states, SSDSaved(inputs, options, call.y, None, prev_states if keep else None)
+        call.scan(runs, asked=asked, starts=prev_states, every=every)
+    return call.out, final_states, SSDSaved(inputs, options, call.y, None, prev_states if keep else None, asked)
 
 
-def runs_wide(dstate: int) -> bool:
-    """Whether both parts of dstate are scanned in one launch, by a kernel of its own."""
+def runs_wide(i: SSDInputs) -> bool:
+    """Whether both parts of dstate are scanned in one launch, by a kernel of its own, which knows nothing of documents' states
+    and of states that are asked for.
+    """
     from .kernels.hopper.wide_scan import RUN_UNMEASURED
 
-    return RUN_UNMEASURED and count_parts(dstate) == 2
+    return RUN_UNMEASURED and count_parts(i.dstate) == 2 and not i.has_document_states and i.return_states_every is None
 
 
 def count_pairs(i: SSDInputs) -> int:
@@ -145,14 +163,16 @@ class _Call:
     descriptors: tuple  # of x, B, C, out
     steps: tuple[Tensor, Tensor]  # dt, dA_cumsum (batch, nheads, nsub, 64)
     initial_states: Tensor | None
+    blocks: Tensor | None  # of documents with states of their own, in place of sub-chunks
 
     @classmethod
     def of(cls, i: SSDInputs, save: bool) -> _Call:
         out = torch.empty(i.x.shape, device=i.x.device, dtype=i.x.dtype)
         initial_states = contiguous(i.initial_states)
-        steps = chunk_cumsum(replace(i, chunk_size=BLOCK_M), apart=True)
+        blocks = document_blocks(i) if i.has_document_states else None
+        steps = chunk_cumsum(replace(i, chunk_size=BLOCK_M), apart=True, blocks=blocks)
         y = None if i.z is None or not save else torch.empty_like(out)
-        return cls(i, out, y, (*describe_inputs(i.x, i.B, i.C), describe(out)), steps, initial_states)
+        return cls(i, out, y, (*describe_inputs(i.x, i.B, i.C), describe(out)), steps, initial_states, blocks)
 
     @property
     def gate_descriptors(self) -> dict:
@@ -161,17 +181,25 @@ class _Call:
         return {"z_desc": None if z is None else describe(make_describable(z)), "y_desc": None if y is None else describe(y)}
 
     def scan(self, runs: Tensor, initial_states: Tensor | None = None, ends: Tensor | None = None,
-             factors: Tensor | None = None, final_states: Tensor | None = None, kept: Tensor | None = None, **starts) -> None:
-        """Launches what scans. kept: the states before each sub-chunk, where they are written; starts: as hopper_scan."""
+             factors: Tensor | None = None, final_states: Tensor | None = None, kept: Tensor | None = None,
+             asked: Tensor | None = None, **starts) -> None:
+        """Launches what scans. kept: the states before each sub-chunk, where they are written; asked: of `new_asked_states`;
+        starts: as hopper_scan.
+        """
         from .kernels.hopper.scan import hopper_scan
         from .kernels.hopper.wide_scan import QUARTER, hopper_wide_scan
 
         launch, width, (x, B, C, out) = hopper_scan, None, self.descriptors
-        if runs_wide(self.inputs.dstate):
+        if runs_wide(self.inputs):
             launch, width, B, C = hopper_wide_scan, QUARTER, describe(B.base, WIDE), describe(C.base, WIDE)
-        states_desc = None if kept is None else describe_states(kept, width)
-        launch(self.inputs, x, B, C, out, *self.steps, runs, initial_states, ends, factors, final_states, states_desc,
-               **self.gate_descriptors, **starts)
+        states = describe_asked(asked) if kept is None else {"states_desc": describe_states(kept, width)}
+        launch(self.inputs, x, B, C, out, *self.steps, runs, initial_states, ends, factors, final_states, **states,
+               **self.gate_descriptors, **self.document_arguments, **starts)
+
+    @property
+    def document_arguments(self) -> dict:
+        """What hopper_scan takes more for documents with states of their own."""
+        return {} if self.blocks is None else {"blocks": self.blocks, "out": self.out, "y": self.y}
 
     @property
     def nsub(self) -> int:
@@ -181,23 +209,39 @@ class _Call:
         i = self.inputs
         return torch.empty(i.batch, *between, i.nheads, i.headdim, i.dstate, device=i.x.device, dtype=dtype)
 
+    def new_final_states(self) -> Tensor:
+        """Of the rows, or of the documents."""
+        i = self.inputs
+        ends = i.cu_seqlens.shape[0] - 1 if i.has_document_states else i.batch
+        return torch.empty(ends, i.nheads, i.headdim, i.dstate, device=i.x.device, dtype=torch.float32)
+
+    def new_asked_states(self, options: Options, save: bool) -> Tensor | None:
+        """For the states of `return_states_every`; None where nobody asks, or a backward needs those between them too."""
+        i = self.inputs
+        if not writes_asked_states(i, options, save):
+            return None
+        return self.new_states((i.seqlen // i.return_states_every,), i.states_dtype)
+
     def get_runs(self, options: Options, step: str, scan: bool = False) -> tuple[Tensor, Tensor | None, Tensor | None]:
         i = self.inputs
-        return make_runs(i, i.batch, self.descriptors[:2], *self.steps, i.batch, options, step, scan)
+        return make_runs(i, i.batch, self.descriptors[:2], *self.steps, i.batch, options, step, scan, self.blocks,
+                         (self.initial_states, None))
 
 
 def make_runs(i: SSDInputs, rows: int, descriptors: tuple, dt: Tensor, dA_cumsum: Tensor, forwards: int,
-            options: Options, step: str, scan: bool = False) -> tuple[Tensor, Tensor | None, Tensor | None]:
+            options: Options, step: str, scan: bool = False, blocks: Tensor | None = None,
+              starts: tuple[Tensor | None, ...] = (None, None)) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Runs of whole sequences, or cut ones; and ends and factors of the pieces that enter those that begin inside one.
 
     rows: sequences of a pair of heads, of which those from `forwards` on are walked backwards; descriptors: as hopper_states
     takes them; step: the name of the `Step` in the time model that says what the runs will do; scan: whether they are
-    hopper_scan's, which takes the parts of dstate one launch after the other, or hopper_states'.
+    hopper_scan's, which takes the parts of dstate one launch after the other, or hopper_states'. blocks, starts: of documents,
+    as `piece_states` takes them.
     """
     from .kernels.hopper.states import piece_states
 
     device = current_device(i.x.device.index)
-    pairs, parts, wide = count_pairs(i), count_parts(i.dstate), runs_wide(i.dstate)
+    pairs, parts, wide = count_pairs(i), count_parts(i.dstate), runs_wide(i)
     if not scan:
         pairs, parts = pairs * parts, 1
     elif wide:  # a block of the state pass has both slices of a pair and both parts
@@ -210,7 +254,9 @@ def make_runs(i: SSDInputs, rows: int, descriptors: tuple, dt: Tensor, dA_cumsum
     runs, piece_runs, npieces = dealt
     if not npieces:
         return runs, None, None
-    return runs, *piece_states(i, descriptors, dt, dA_cumsum, npieces, piece_runs, forwards, wide and not scan)
+    if blocks is None:
+        starts = None, None
+    return runs, *piece_states(i, descriptors, dt, dA_cumsum, npieces, piece_runs, forwards, wide and not scan, blocks, starts)
 
 
 def make_describable(t: Tensor) -> Tensor:
@@ -265,6 +311,11 @@ def describe(t: Tensor, width: int = SLICE):
             _described.clear()
         _described[key] = fields
     return copy_descriptor(TensorDescriptor, fields, t)
+
+
+def describe_asked(states: Tensor | None) -> dict:
+    """What hopper_scan needs to write the states of `_Call.new_asked_states`, by its names."""
+    return {} if states is None or not states.numel() else {"states_desc": describe_states(states), "nasked": states.shape[1]}
 
 
 def describe_states(states: Tensor, width: int | None = None):

@@ -16,6 +16,7 @@ from ssd.baseline.kernels.chunk_scan_dz import chunk_scan_dz
 from ssd.kernels.arguments import cdiv, contiguous, fitted, output
 from ssd.kernels.chunk_cumsum import chunk_cumsum
 from ssd.kernels.chunk_cumsum_bwd import chunk_cumsum_bwd
+from ssd.kernels.document_blocks import document_blocks
 from ssd.runtime.tuning import current_device
 from ssd.types import Options, SSDGrads, SSDInputs, SSDSaved
 
@@ -40,6 +41,11 @@ def worth_keeping(i: SSDInputs, options: Options, every: int) -> int | None:
     return None if unread and i.return_states_every is None else every
 
 
+def takes_documents(i: SSDInputs, options: Options) -> bool:
+    """Whether `backward` takes these documents with states as they are."""
+    return options.fuse_backward and cannot_run(i, options) is None
+
+
 def cannot_run(i: SSDInputs, options: Options) -> str | None:
     """As `hopper.cannot_run`, of the backward."""
     if i.D is not None and i.D.dim() == 2:
@@ -57,20 +63,23 @@ def backward(saved: SSDSaved, dout: Tensor, dfinal_states: Tensor | None, into: 
         dz, dy = (None, dout) if i.z is None else chunk_scan_dz(i, dout, saved.y, into.dz)
         spans = replace(i, chunk_size=BLOCK_M)
         arrivals = i.A.new_empty(i.nheads, dtype=torch.int32)
-        dt, dA_cumsum = chunk_cumsum(spans, apart=True, arrivals=arrivals)
+        blocks = document_blocks(i) if i.has_document_states else None
+        dt, dA_cumsum = chunk_cumsum(spans, apart=True, arrivals=arrivals, blocks=blocks)
         (x, B), (dy, C) = describe_inputs(i.x, i.B), describe_inputs(dy, i.C)
-        H, G, dinitial_states = _compute_states(saved, (x, B, dy, C), dt, dA_cumsum, dfinal_states, into.dinitial_states)
+        H, G, dinitial_states = _compute_states(saved, (x, B, dy, C), dt, dA_cumsum, dfinal_states, into.dinitial_states,
+                                                blocks)
 
         device = current_device(i.x.device.index)
-        splits = choose_splits(i.batch * spans.nchunks * i.ngroups, i.nheads // i.ngroups, device.sms, device.name)
+        splits = choose_splits(i.batch * dt.shape[2] * i.ngroups, i.nheads // i.ngroups, device.sms, device.name)
         dB_parts = allocate_splits(i.B, _keep_contiguous(into.dB), splits)
         dC_parts = allocate_splits(i.C, _keep_contiguous(into.dC), splits)
         dx = output(i.x, into.dx if into.dx is not None and is_describable(into.dx) else None)
         sums = hopper_group(i, x, dy, B, C, describe_states(H), describe_states(G), describe(dx), dt, dA_cumsum, dB_parts,
-                            dC_parts, device.sms)
+                            dC_parts, device.sms, blocks, dx)
         no_parts = dt.new_empty(0, *dt.shape)  # of r, which is in the sums of outputs
         ddt, dA, ddt_bias, dD = chunk_cumsum_bwd(spans, sums.step, no_parts, sums.state, sums.s[..., None], sums.output,
-                                                 sums.pair[None], arrivals, into.ddt, None if i.D is None else sums.skip)
+                                                 sums.pair[None], arrivals, into.ddt, None if i.D is None else sums.skip,
+                                                 blocks)
         dB, dC = add_splits(dB_parts, i.B, into.dB), add_splits(dC_parts, i.C, into.dC)
     if dinitial_states is not None:
         dinitial_states = _copy_into(dinitial_states, into.dinitial_states)
@@ -90,14 +99,14 @@ def compute_last_state(i: SSDInputs, options: Options) -> Tensor:
         runs, *entering = make_runs(i, i.batch, tokens, dt, dA_cumsum, i.batch, options, "few_states_step")
         starts = contiguous(i.initial_states), None
         all_states(i, tokens, describe_states(kept), dt, dA_cumsum, runs, starts, *entering, last, i.batch, _RARELY * BLOCK_M,
-                   runs_wide(i.dstate))
+                   runs_wide(i))
     return last
 
 
 def _compute_states(saved: SSDSaved, tokens: tuple, dt: Tensor, dA_cumsum: Tensor, dfinal_states: Tensor | None,
-            into: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+                    into: Tensor | None, blocks: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """The state before each sub-chunk and the gradient of that after it, (batch, nsub, nheads, headdim, dstate), and
-    dinitial_states (None without initial_states). tokens: descriptors of x, B, dy, C.
+    dinitial_states (None without initial_states). tokens: descriptors of x, B, dy, C. blocks: of documents.
     """
     from .kernels.hopper.states import all_states
 
@@ -110,9 +119,10 @@ def _compute_states(saved: SSDSaved, tokens: tuple, dt: Tensor, dA_cumsum: Tenso
     if i.initial_states is not None:
         dinitial_states = output(i.initial_states, _keep_contiguous(into), torch.float32)
     states = torch.empty(rows, nsub, i.nheads, i.headdim, i.dstate, device=dt.device, dtype=i.x.dtype)
-    runs, *entering = make_runs(i, rows, tokens, dt, dA_cumsum, forwards, saved.options, "every_state_step")
+    runs, *entering = make_runs(i, rows, tokens, dt, dA_cumsum, forwards, saved.options, "every_state_step", blocks=blocks,
+                                starts=starts)
     all_states(i, tokens, describe_states(states), dt, dA_cumsum, runs, starts, *entering, dinitial_states, forwards, BLOCK_M,
-               runs_wide(i.dstate))
+               runs_wide(i), blocks)
     return kept if reads else states[:forwards], states[forwards:], dinitial_states
 
 

@@ -27,11 +27,18 @@ def forward(inputs: SSDInputs, options: Options, save: bool) -> tuple[Tensor, Te
     needs.
     """
     keep = inputs.keeps_states(options, save) and choose_states_every(inputs, options) is not None
+    if hopper.writes_asked_states(inputs, options, save) and writes_states(inputs, options):
+        keep = False
     if not hopper.can_run(_explain_no_hopper(inputs, options, keep), "persistent"):
         return _run_plain(inputs, options, save, keep)
     if options.stationary:
         return hopper.run_stationary(inputs, options, save, keep)
     return hopper.run_two_level(inputs, options, save, keep, blocks=device_of(inputs).sms)
+
+
+def takes_documents(inputs: SSDInputs, options: Options) -> bool:
+    """Whether `forward` takes these documents with states as they are."""
+    return options.stationary and _explain_no_hopper(inputs, options, False) is None
 
 
 def name_forward(inputs: SSDInputs, options: Options, keeps: bool) -> str:
@@ -51,6 +58,11 @@ def choose_states_every(inputs: SSDInputs, options: Options) -> int | None:
     """As `Variant.states_every`."""
     every = inputs.chunk_size if hopper.cannot_run(inputs, options, by_chunk=True) else SUB_CHUNK
     return worth_keeping(inputs, options, every)
+
+
+def writes_states(inputs: SSDInputs, options: Options) -> bool:
+    """As `Variant.writes_states`."""
+    return hopper.writes_asked_states(inputs, options, False) and _explain_no_hopper(inputs, options, False) is None
 
 
 def _run_plain(i: SSDInputs, options: Options, save: bool, keep: bool) -> tuple[Tensor, Tensor, SSDSaved]:

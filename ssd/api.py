@@ -135,13 +135,14 @@ def ssd_chunk_scan(
         if reason := peer.supports(inputs):
             raise ValueError(f"variant {variant!r} cannot run these inputs: {reason}")
         out, final_states = peer.apply(inputs)
-        varlen_states = prev_states = None
+        varlen_states = states = prev_states = None
     else:
         save = wants_gradient((x, dt, A, B, C, D, z, dt_bias, initial_states))
-        out, final_states, varlen_states, prev_states = chunk_scan(inputs, variant, options, save)
+        out, final_states, varlen_states, states, prev_states = chunk_scan(inputs, variant, options, save)
     if inputs.has_document_states and return_varlen_states:
         varlen_states = final_states.detach().clone()
-    states = None if return_states_every is None else take_states(inputs, prev_states, final_states)
+    if return_states_every is not None and prev_states is not None and prev_states.numel():
+        states = take_states(inputs, prev_states, final_states)
     if value_checks.ENABLED:
         value_checks.check_outputs((out, final_states, varlen_states, states))
     results = (out,)
@@ -149,7 +150,7 @@ def ssd_chunk_scan(
         results += (final_states,)
     if return_varlen_states:
         results += (varlen_states,)
-    if states is not None:
+    if return_states_every is not None:
         results += (states,)
     return results if len(results) > 1 else out
 

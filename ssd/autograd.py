@@ -8,7 +8,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from .registry import adapt_options, adapt_to_documents, find_states_interval, resolve
+from .registry import adapt_options, adapt_to_documents, find_states_interval, resolve, writes_asked_states
 from .runtime.custom_ops import DifferentiableOp
 from .types import INPUT_TENSORS, Options, SSDGrads, SSDInputs, SSDSaved
 
@@ -16,7 +16,7 @@ _OPTIONS = {f.name: f.type for f in fields(Options)}  # bool or int
 
 
 def chunk_scan(i: SSDInputs, variant: str, options: Options, save: bool) -> tuple[Tensor | None, ...]:
-    """Returns out, final_states, varlen_states and prev_states (None or empty if absent) of inputs that `api` has checked.
+    """Returns out, final_states, varlen_states, states and prev_states (None or empty if absent) of checked inputs.
 
     save: whether a backward may follow, so that what it needs must be kept.
     """
@@ -49,13 +49,14 @@ def _unpack(tensors: tuple, settings: tuple) -> tuple[SSDInputs, str, Options, b
 
 def _forward(*args):
     inputs, name, options, save = _unpack(args[:INPUT_TENSORS], args[INPUT_TENSORS:])
-    if inputs.return_states_every and find_states_interval(name, inputs, options) is None:
+    writes = writes_asked_states(name, inputs, options, save)
+    if inputs.return_states_every and not writes and find_states_interval(name, inputs, options) is None:
         raise ValueError(f"return_states_every: got {inputs.return_states_every} with variant {name!r}, which leaves no states "
                          "between chunks, expected None")
     options = adapt_options(name, inputs, options)
-    variant = resolve(name, inputs, options, "fwd", inputs.keeps_states(options, save))
+    variant = resolve(name, inputs, options, "fwd", inputs.keeps_states(options, save) and not writes, writes)
     out, final_states, saved = adapt_to_documents(variant, inputs).forward(inputs, options, save)
-    return out, final_states, saved.varlen_states, saved.y, saved.prev_states
+    return out, final_states, saved.varlen_states, saved.states, saved.y, saved.prev_states
 
 
 def _forward_fake(*args):
@@ -68,9 +69,14 @@ def _forward_fake(*args):
     final_states = x.new_empty((nstates, *sizes), dtype=accumulator)
     varlen_states = x.new_empty((nends, *sizes) if nends else 0, dtype=accumulator)
     y = x.new_empty(x.shape if save and inputs.z is not None else 0)
+    writes = writes_asked_states(name, inputs, options, save)
+    states = x.new_empty(0)
+    if writes:
+        states = x.new_empty((inputs.batch, inputs.seqlen // inputs.return_states_every, *sizes), dtype=inputs.states_dtype)
     every = find_states_interval(name, inputs, options) if save or inputs.return_states_every else None
-    states = (inputs.batch, -(-inputs.seqlen // every), *sizes) if every else 0
-    return out, final_states, varlen_states, y, x.new_empty(states, dtype=inputs.states_dtype if states else x.dtype)
+    kept = (inputs.batch, -(-inputs.seqlen // every), *sizes) if every and not writes else 0
+    prev_states = x.new_empty(kept, dtype=inputs.states_dtype if kept else x.dtype)
+    return out, final_states, varlen_states, states, y, prev_states
 
 
 def _backward(*args):
@@ -105,5 +111,5 @@ _CHUNK_SCAN = DifferentiableOp(
     "Tensor? seq_idx, Tensor? cu_seqlens",
     "int chunk_size, bool dt_softplus, float dt_min, float dt_max, ScalarType? state_dtype, "
     "int? return_states_every, str variant, str options, bool save",
-    outputs=("out", "final_states"), extra=("varlen_states",), kept=("y", "prev_states"),
+    outputs=("out", "final_states"), extra=("varlen_states", "states"), kept=("y", "prev_states"),
     forward=_forward, fake=_forward_fake, backward=_backward, fake_backward=_backward_fake, replays=_replays)

@@ -6,14 +6,14 @@ import logging
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache, partial
+from functools import cache, lru_cache
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
 from . import auto_variant
 from .runtime.tuning import SPACES, ConfigSpace
-from .types import Options, SSDInputs
+from .types import Options, SSDGrads, SSDInputs, SSDSaved
 from .variants import VARIANTS
 
 
@@ -30,10 +30,13 @@ class Variant:
         options: names of the fields of `Options` that this variant knows, in the order in which an ablation adds them.
         states_every: (SSDInputs, Options) -> tokens between the states that a forward leaves in `SSDSaved.prev_states` where
             `SSDInputs.keeps_states`: chunk_size or 64; None: it leaves none.
+        writes_states: (SSDInputs, Options) -> whether a forward writes the states that `SSDInputs.return_states_every` asks for
+            into `SSDSaved.states`, and leaves no others, where none are kept for a backward. None: never.
         kernels: (SSDInputs, Options, mode: "fwd" or "bwd", keeps: bool) -> the name, in the tables of times, of the kernels
             that would run; keeps: whether states are kept between the two. Of variants that "auto" may choose.
         takes_documents: whether forward and backward take documents with states (`SSDInputs.has_document_states`) as they are.
             Those of other variants get them in rows, see `baseline.document_rows`.
+        takes_these: (SSDInputs, Options, mode: "fwd" or "bwd") -> the same of such inputs, of a variant that does not take all.
         adapts: what `apply` does around the peer's own kernels, and so is in its times; None: nothing.
     """
 
@@ -44,8 +47,10 @@ class Variant:
     apply: Callable | None = None
     options: tuple[str, ...] = ()
     states_every: Callable | None = None
+    writes_states: Callable | None = None
     kernels: Callable | None = None
     takes_documents: bool = False
+    takes_these: Callable | None = None
     adapts: str | None = None
 
 
@@ -132,6 +137,17 @@ def find_states_interval(name: str, inputs: SSDInputs, options: Options) -> int 
     return every
 
 
+def writes_asked_states(name: str, inputs: SSDInputs, options: Options, save: bool) -> bool:
+    """True when a forward of the variant of that name writes `SSDSaved.states`. save: a backward may follow."""
+    if inputs.return_states_every is None or (save and options.save_states):
+        return False
+    return _writes_states(get_variant(_list_choices(inputs)[0] if name == "auto" else name), inputs, options)
+
+
+def _writes_states(variant: Variant, inputs: SSDInputs, options: Options) -> bool:
+    return variant.writes_states is not None and variant.writes_states(inputs, options)
+
+
 def adapt_options(name: str, inputs: SSDInputs, options: Options) -> Options:
     """The options that a forward of the variant of that name gets: with "auto", save_states says whether it keeps states."""
     if name == "auto" and find_states_interval(name, inputs, options) is None:
@@ -154,17 +170,18 @@ def _list_choices(inputs: SSDInputs) -> tuple[str, ...]:
     return ("torch",) if inputs.x.device.type == "cpu" else list_candidates()
 
 
-def resolve(name: str, inputs: SSDInputs, options: Options, mode: str, keeps: bool = False) -> Variant:
+def resolve(name: str, inputs: SSDInputs, options: Options, mode: str, keeps: bool = False, writes: bool = False) -> Variant:
     """The variant that runs these inputs: the one named, or with "auto" the best that can, which is said once.
 
     mode: "fwd" or "bwd". "auto" may choose another variant for each, since `SSDSaved` has one form.
     keeps: whether states are kept between the two.
+    writes: whether a forward must write `SSDSaved.states`.
 
     Raises:
         ValueError: the variant named cannot run them, or none that "auto" may choose; the message gives the reasons.
     """
     if name == "auto":
-        return _choose(inputs, options, mode, keeps)
+        return _choose(inputs, options, mode, keeps, writes)
     variant = get_variant(name)
     if reason := variant.supports(inputs):
         raise ValueError(f"variant {name!r} cannot run these inputs: {reason}")
@@ -177,11 +194,20 @@ def adapt_to_documents(variant: Variant, inputs: SSDInputs) -> Variant:
         return variant
     from .baseline import document_rows
 
-    return replace(variant, forward=partial(document_rows.forward, variant.forward),
-                   backward=partial(document_rows.backward, variant.backward))
+    def forward(i: SSDInputs, options: Options, save: bool) -> tuple:
+        if variant.takes_these is not None and variant.takes_these(i, options, "fwd"):
+            return variant.forward(i, options, save)
+        return document_rows.forward(variant.forward, i, options, save)
+
+    def backward(saved: SSDSaved, *args) -> SSDGrads:
+        if variant.takes_these is not None and variant.takes_these(saved.inputs, saved.options, "bwd"):
+            return variant.backward(saved, *args)
+        return document_rows.backward(variant.backward, saved, *args)
+
+    return replace(variant, forward=forward, backward=backward)
 
 
-def _choose(inputs: SSDInputs, options: Options, mode: str, keeps: bool) -> Variant:
+def _choose(inputs: SSDInputs, options: Options, mode: str, keeps: bool, writes: bool) -> Variant:
     names, why = auto_variant.rank_variants(inputs, options, mode, keeps, list_candidates(), get_variant)
     every = find_states_interval("auto", inputs, options) if keeps and mode == "fwd" else None
     refused = ()
@@ -192,6 +218,8 @@ def _choose(inputs: SSDInputs, options: Options, mode: str, keeps: bool) -> Vari
             refused += (f"{name} cannot run these inputs: {reason}",)
         elif every is not None and variant.states_every(inputs, options) != every:
             refused += (f"{name} does not keep a state every {every} tokens",)
+        elif writes and not _writes_states(variant, inputs, options):
+            refused += (f"{name} does not write the states that are asked for alone",)
         else:
             _say(name, f"{mode}, states kept" if keeps else mode, why, refused)
             return variant

@@ -37,7 +37,7 @@ class SSDInputs:
     dt_softplus: bool = False
     dt_limit: tuple[float, float] = (0.0, float("inf"))
     state_dtype: torch.dtype | None = None  # of the states between chunks; None: C's
-    return_states_every: int | None = None  # asks for `SSDSaved.prev_states`, whether or not a backward may follow
+    return_states_every: int | None = None  # asks for `SSDSaved.states` or `prev_states`, also where no backward may follow
 
     @classmethod
     def of(cls, tensors: tuple[Tensor | None, ...], settings: tuple) -> SSDInputs:
@@ -117,6 +117,9 @@ class SSDSaved:
         prev_states: (batch, nspans, nheads, headdim, dstate) in `inputs.states_dtype`, the state before each span of
             `states_every` tokens, for the backward and for `inputs.return_states_every`; None from variants that do not keep
             it, or where neither that nor `options.save_states` asks for it.
+        states: (batch, seqlen // every, nheads, headdim, dstate) in `inputs.states_dtype`, those that
+            `inputs.return_states_every` asks for, from variants that write them apart where a backward needs none
+            (`Variant.writes_states`); else None.
     """
 
     inputs: SSDInputs
@@ -124,6 +127,7 @@ class SSDSaved:
     y: Tensor | None = None
     varlen_states: Tensor | None = None
     prev_states: Tensor | None = None
+    states: Tensor | None = None
 
     @property
     def states_every(self) -> int:

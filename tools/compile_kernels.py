@@ -19,7 +19,7 @@ import shutil
 import sys
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -227,6 +227,8 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--initial-states", action="store_true")
     parser.add_argument("--documents", action="store_true", help="packed by seq_idx")
     parser.add_argument("--document-states", action="store_true", help="packed by cu_seqlens, with a state of each")
+    parser.add_argument("--on", type=lambda names: dict.fromkeys(names.split(","), True), default={},
+                        help="constants of fused/hopper.py to switch on, TAKES_DOCUMENTS say, separated by commas")
     parser.add_argument("--C-dtype", choices=DTYPES, help="of C, where it is not that of x")
     parser.add_argument("--distrust", action="store_true", help="as if a fault were found in each kernel with wgmma")
     parser.add_argument("--state-dtype", choices=DTYPES, help="of the states between chunks")
@@ -255,7 +257,8 @@ def compile_asked(a: argparse.Namespace) -> list[Compiled]:
     wide_scan.RUN_UNMEASURED = a.unmeasured
     trusted = (lambda kernel: ("wgmma" in kernel.asm["ptx"] and "distrusted") or None) if a.distrust else launch.find_fault
     with patch.object(launch, "find_fault", trusted), patch.multiple(
-            trust, inspect=inspect, find_foreign_descriptors=find_foreign_descriptors, find_lost_operands=find_lost_operands):
+            trust, inspect=inspect, find_foreign_descriptors=find_foreign_descriptors,
+            find_lost_operands=find_lost_operands), patch.multiple(hopper, **a.on) if a.on else nullcontext():
         return compile_all(adapt_to_documents(get_variant(a.variant), inputs), inputs, a.arch, Options(**a.off), a.configs,
                            only=a.only, once=a.once)
 

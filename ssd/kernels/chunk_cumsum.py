@@ -1,8 +1,9 @@
 """chunk_cumsum, equations (1), (2), (6): the step dt and the cumulative decay dA_cumsum.
 
 Reads dt (batch, seqlen, nheads), any dtype and strides; and seq_idx (batch, seqlen), where documents are to be kept apart by
-decay alone. Writes dt and dA_cumsum, both (batch, nheads, nchunks, chunk_size), fp32, contiguous; tokens past seqlen get
-dt = 0 and so keep the last cumulative sum. Sets arrivals (nheads,) int32, which a later kernel counts in, to 0.
+decay alone; or blocks, those of documents, in place of chunks. Writes dt and dA_cumsum, both (batch, nheads, nchunks,
+chunk_size), fp32, contiguous; tokens past seqlen get dt = 0 and so keep the last cumulative sum. Sets arrivals (nheads,) int32,
+which a later kernel counts in, to 0.
 """
 
 import torch
@@ -28,11 +29,31 @@ CONFIGS = ConfigSpace(
 
 
 @triton.jit
-def step(dt, dt_strides, dt_bias, b, c, offs_h, seqlen, dt_min, dt_max, NHEADS: tl.constexpr, CHUNK: tl.constexpr,
+def find_tokens(blocks, c, CHUNK: tl.constexpr):
+    """The tokens [CHUNK] of chunk c, or of block c of documents."""
+    if blocks is None:  # noqa: SIM108
+        offs_q = c * CHUNK + tl.arange(0, CHUNK)
+    else:
+        offs_q = tl.load(blocks + 4 * c).to(tl.int64) + tl.arange(0, CHUNK)
+    return offs_q
+
+
+@triton.jit
+def are_there(blocks, c, offs_q, seqlen, CHUNK: tl.constexpr):
+    """Which of those tokens exist, or are the block's. offs_q: [1, CHUNK]."""
+    if blocks is None:  # noqa: SIM108
+        exist = offs_q < seqlen
+    else:
+        exist = (tl.arange(0, CHUNK) >= CHUNK - tl.load(blocks + 4 * c + 1))[None, :]
+    return exist
+
+
+@triton.jit
+def step(dt, dt_strides, dt_bias, blocks, b, c, offs_h, seqlen, dt_min, dt_max, NHEADS: tl.constexpr, CHUNK: tl.constexpr,
          SOFTPLUS: tl.constexpr):
     """dt with its bias, then after softplus, then after the clamp, each [BLOCK_H, CHUNK] fp32; and which elements exist."""
-    offs_q = c * CHUNK + tl.arange(0, CHUNK)
-    inside = (offs_h[:, None] < NHEADS) & (offs_q[None, :] < seqlen)
+    offs_q = find_tokens(blocks, c, CHUNK)
+    inside = (offs_h[:, None] < NHEADS) & are_there(blocks, c, offs_q[None, :], seqlen, CHUNK)
     at = offs_q[None, :] * dt_strides[1] + offs_h.to(tl.int64)[:, None] * dt_strides[2]
     raw = tl.load(dt + b * dt_strides[0] + at, mask=inside, other=0.0).to(tl.float32)
     if dt_bias is not None:
@@ -43,11 +64,11 @@ def step(dt, dt_strides, dt_bias, b, c, offs_h, seqlen, dt_min, dt_max, NHEADS: 
 
 
 @triton.jit(do_not_specialize=COUNTS)
-def chunk_cumsum_kernel(dt, dt_strides, A, dt_bias, seq_idx, dt_out, dA_cumsum, arrivals, seqlen, nchunks, dt_min, dt_max,
-                        NHEADS: tl.constexpr, CHUNK: tl.constexpr, SOFTPLUS: tl.constexpr, BLOCK_H: tl.constexpr):
+def chunk_cumsum_kernel(dt, dt_strides, A, dt_bias, seq_idx, blocks, dt_out, dA_cumsum, arrivals, seqlen, nchunks, dt_min,
+                        dt_max, NHEADS: tl.constexpr, CHUNK: tl.constexpr, SOFTPLUS: tl.constexpr, BLOCK_H: tl.constexpr):
     tile, _, c, b = unpack_program((NHEADS + BLOCK_H - 1) // BLOCK_H, 1, nchunks)
     offs_h = tile * BLOCK_H + tl.arange(0, BLOCK_H)
-    _, _, clamped, _ = step(dt, dt_strides, dt_bias, b, c, offs_h, seqlen, dt_min, dt_max, NHEADS, CHUNK, SOFTPLUS)
+    _, _, clamped, _ = step(dt, dt_strides, dt_bias, blocks, b, c, offs_h, seqlen, dt_min, dt_max, NHEADS, CHUNK, SOFTPLUS)
     in_h = offs_h < NHEADS
     rate = tl.load(A + offs_h, mask=in_h, other=0.0).to(tl.float32)
     dA = clamped * rate[:, None]
@@ -59,18 +80,27 @@ def chunk_cumsum_kernel(dt, dt_strides, A, dt_bias, seq_idx, dt_out, dA_cumsum, 
         dA += tl.where((here != before) & (token < seqlen), _BOUNDARY, 0.0)[None, :]
     offs = ((b * NHEADS + offs_h[:, None]) * nchunks + c) * CHUNK + tl.arange(0, CHUNK)[None, :]
     tl.store(dt_out + offs, clamped, mask=in_h[:, None])
-    tl.store(dA_cumsum + offs, tl.cumsum(dA, axis=1), mask=in_h[:, None])
+    dA_cumsum += offs
+    dA = tl.cumsum(dA, axis=1)
+    if blocks is not None:  # nothing of what lies before the tokens of a block is left, forwards (dt is 0) or backwards
+        last = tl.arange(0, CHUNK) == CHUNK - 1  # through a block without tokens states pass as they are
+        dA = tl.where(are_there(blocks, c, None, seqlen, CHUNK) | last[None, :], dA, _BOUNDARY)
+    tl.store(dA_cumsum, dA, mask=in_h[:, None])
     if arrivals is not None:
         tl.store(arrivals + offs_h, 0, mask=in_h & (c == 0) & (b == 0))
 
 
-def chunk_cumsum(i: SSDInputs, apart: bool = False, arrivals: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns dt and dA_cumsum; apart: in which documents are, for kernels that do not read seq_idx."""
-    dt = torch.empty(i.batch, i.nheads, i.nchunks, i.chunk_size, device=i.x.device, dtype=torch.float32)
+def chunk_cumsum(i: SSDInputs, apart: bool = False, arrivals: torch.Tensor | None = None,
+                 blocks: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns dt and dA_cumsum; apart: in which documents are, for kernels that do not read seq_idx. blocks: of documents, in
+    place of chunks, each as long as a chunk.
+    """
+    nchunks = i.nchunks if blocks is None else blocks.shape[0] - 1
+    dt = torch.empty(i.batch, i.nheads, nchunks, i.chunk_size, device=i.x.device, dtype=torch.float32)
     dA_cumsum = torch.empty_like(dt)
     config = CONFIGS.pick(i)
     launch(
-        chunk_cumsum_kernel, cdiv(i.nheads, config["BLOCK_H"]) * i.nchunks * i.batch,
-        i.dt, i.dt.stride(), i.A.contiguous(), contiguous(i.dt_bias), i.seq_idx if apart else None, dt, dA_cumsum, arrivals,
-        i.seqlen, i.nchunks, *i.dt_limit, i.nheads, i.chunk_size, i.dt_softplus, **config.launch)
+        chunk_cumsum_kernel, cdiv(i.nheads, config["BLOCK_H"]) * nchunks * i.batch,
+        i.dt, i.dt.stride(), i.A.contiguous(), contiguous(i.dt_bias), i.seq_idx if apart else None, blocks, dt, dA_cumsum,
+        arrivals, i.seqlen, nchunks, *i.dt_limit, i.nheads, i.chunk_size, i.dt_softplus, **config.launch)
     return dt, dA_cumsum

@@ -16,7 +16,7 @@ from ..runtime.launch import launch
 from ..runtime.tuning import ConfigSpace, next_power_of_2
 from ..types import SSDInputs
 from .arguments import COUNTS, cdiv, contiguous, output
-from .chunk_cumsum import step
+from .chunk_cumsum import find_tokens, step
 from .device import product, sigmoid, unpack_program
 
 _ELEMENTS = 1024  # of the parts of each sum, which the last program adds up at a time
@@ -42,16 +42,16 @@ def add_chunks(parts, sums, nparts, offs_h, NHEADS: tl.constexpr, NSUMS: tl.cons
 
 
 @triton.jit(do_not_specialize=COUNTS)
-def chunk_cumsum_bwd_kernel(dt, dt_strides, A, dt_bias, u_v_x, r_tiles, q, s_tiles, row, col_tiles, dy_x, ddt, ddt_strides,
-                            parts, sums, arrivals, seqlen, nchunks, tile_stride, dt_min, dt_max, NHEADS: tl.constexpr,
-                            CHUNK: tl.constexpr, SOFTPLUS: tl.constexpr, R_TILES: tl.constexpr, S_TILES: tl.constexpr,
-                            COL_TILES: tl.constexpr, NSUMS: tl.constexpr, NSUMS_PADDED: tl.constexpr, ROWS: tl.constexpr,
-                            BLOCK_H: tl.constexpr):
+def chunk_cumsum_bwd_kernel(dt, dt_strides, A, dt_bias, blocks, u_v_x, r_tiles, q, s_tiles, row, col_tiles, dy_x, ddt,
+                            ddt_strides, parts, sums, arrivals, seqlen, nchunks, tile_stride, dt_min, dt_max,
+                            NHEADS: tl.constexpr, CHUNK: tl.constexpr, SOFTPLUS: tl.constexpr, R_TILES: tl.constexpr,
+                            S_TILES: tl.constexpr, COL_TILES: tl.constexpr, NSUMS: tl.constexpr,
+                            NSUMS_PADDED: tl.constexpr, ROWS: tl.constexpr, BLOCK_H: tl.constexpr):
     TILES: tl.constexpr = (NHEADS + BLOCK_H - 1) // BLOCK_H
     tile, _, c, b = unpack_program(TILES, 1, nchunks)
     offs_h, offs_q = tile * BLOCK_H + tl.arange(0, BLOCK_H), tl.arange(0, CHUNK)
     in_h = offs_h < NHEADS
-    raw, unclamped, clamped, inside = step(dt, dt_strides, dt_bias, b, c, offs_h, seqlen, dt_min, dt_max, NHEADS, CHUNK,
+    raw, unclamped, clamped, inside = step(dt, dt_strides, dt_bias, blocks, b, c, offs_h, seqlen, dt_min, dt_max, NHEADS, CHUNK,
                                            SOFTPLUS)
     rate = tl.load(A + offs_h, mask=in_h, other=0.0).to(tl.float32)[:, None]
     chunk = (b * NHEADS + offs_h.to(tl.int64)[:, None]) * nchunks + c
@@ -68,13 +68,15 @@ def chunk_cumsum_bwd_kernel(dt, dt_strides, A, dt_bias, u_v_x, r_tiles, q, s_til
     s = tl.zeros([BLOCK_H], tl.float32)
     for n in tl.static_range(S_TILES):
         s += tl.load(s_tiles + ((b * NHEADS + offs_h.to(tl.int64)) * nchunks + c) * S_TILES + n, mask=in_h, other=0.0)
+    if blocks is not None:  # of blocks that are none, nobody has written s
+        s = tl.where(tl.load(blocks + 4 * c + 1) > 0, s, 0.0)
     da = tl.cumsum(from_here_on, axis=1, reverse=True) + (tl.cumsum(q_j, axis=1) - q_j) + s[:, None]
 
     grad = tl.load(u_v_x + at, mask=inside, other=0.0) + da * rate
     if SOFTPLUS:
         grad *= sigmoid(raw)
     grad = tl.where(inside & (unclamped >= dt_min) & (unclamped <= dt_max), grad, 0.0)
-    at = (c * CHUNK + offs_q[None, :]) * ddt_strides[1] + offs_h.to(tl.int64)[:, None] * ddt_strides[2]
+    at = find_tokens(blocks, c, CHUNK)[None, :] * ddt_strides[1] + offs_h.to(tl.int64)[:, None] * ddt_strides[2]
     tl.store(ddt + b * ddt_strides[0] + at, grad.to(ddt.dtype.element_ty), mask=inside)
 
     nparts = tl.cast(tl.num_programs(0) // TILES, tl.int64)
@@ -95,17 +97,19 @@ def chunk_cumsum_bwd_kernel(dt, dt_strides, A, dt_bias, u_v_x, r_tiles, q, s_til
 
 
 def chunk_cumsum_bwd(i: SSDInputs, u_v_x: Tensor, r_tiles: Tensor, q: Tensor, s_tiles: Tensor, row: Tensor, col_tiles: Tensor,
-                     arrivals: Tensor, into: Tensor | None, dy_x: Tensor | None = None) -> tuple[Tensor | None, ...]:
+                     arrivals: Tensor, into: Tensor | None, dy_x: Tensor | None = None,
+                     blocks: Tensor | None = None) -> tuple[Tensor | None, ...]:
     """Returns ddt, dA, ddt_bias (None without dt_bias) and dD (None without dy_x). arrivals: as chunk_cumsum leaves them."""
     ddt = output(i.dt, into)
     wanted = (True, i.dt_bias is not None, dy_x is not None)
-    parts = torch.empty(sum(wanted), i.batch * i.nchunks, i.nheads, device=i.x.device, dtype=torch.float32)
+    nchunks = row.shape[2]
+    parts = torch.empty(sum(wanted), i.batch * nchunks, i.nheads, device=i.x.device, dtype=torch.float32)
     sums = parts.new_empty(sum(wanted), i.nheads)
     config = CONFIGS.pick(i)
     launch(
-        chunk_cumsum_bwd_kernel, cdiv(i.nheads, config["BLOCK_H"]) * i.nchunks * i.batch,
-        i.dt, i.dt.stride(), i.A.contiguous(), contiguous(i.dt_bias), u_v_x, r_tiles, q, s_tiles, row, col_tiles, dy_x,
-        ddt, ddt.stride(), parts, sums, arrivals, i.seqlen, i.nchunks, row.numel(), *i.dt_limit, i.nheads, i.chunk_size,
+        chunk_cumsum_bwd_kernel, cdiv(i.nheads, config["BLOCK_H"]) * nchunks * i.batch,
+        i.dt, i.dt.stride(), i.A.contiguous(), contiguous(i.dt_bias), blocks, u_v_x, r_tiles, q, s_tiles, row, col_tiles, dy_x,
+        ddt, ddt.stride(), parts, sums, arrivals, i.seqlen, nchunks, row.numel(), *i.dt_limit, i.nheads, i.chunk_size,
         i.dt_softplus, r_tiles.shape[0], s_tiles.shape[-1], col_tiles.shape[0], sum(wanted), next_power_of_2(sum(wanted)),
         _ELEMENTS // config["BLOCK_H"], **config.launch)
     each = iter(sums)

@@ -37,8 +37,8 @@ _ASSEMBLY = {
     "ex2.approx.ftz.f32": torch.exp2,
     "lg2.approx.f32": torch.log2,
     "rcp.approx.ftz.f32": torch.reciprocal,
-    "max.NaN.f32": lambda v, least: v.clamp(min=least),
-    "min.NaN.f32": lambda v, most: v.clamp(max=most),
+    "max.NaN.f32": lambda v, least: torch.as_tensor(v).clamp(min=least),
+    "min.NaN.f32": lambda v, most: torch.as_tensor(v).clamp(max=most),
 }
 
 

@@ -8,10 +8,12 @@ import functools
 import importlib.util
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 
+from fused import hopper
 from ssd.registry import get_variant
 from ssd.types import Options
 from tests.errors import results
@@ -29,9 +31,11 @@ SHAPE = Shape(1, 5 * 64 - 7, 4, 64, 1, 64, 64)
 WAYS = {"recomputed": (Options(save_states=False), {}), "saved": (Options(), {}),
         "a head in each part": (Options(save_states=False), {"splits": 4}),
         "cut": (Options(), {"blocks": 5, "cut": (2, 2)}),
+        "asked states": (Options(save_states=False, stationary=False), {}),
         "headdim 80": (Options(), {}), "dstate 256": (Options(), {}), "both parts": (Options(), {"unmeasured": True}),
         "both parts, recomputed": (Options(save_states=False), {"unmeasured": True})}
-SIZES = {"headdim 80": {"headdim": 80, "nheads": 2}, "dstate 256": {"dstate": 256, "nheads": 2, "seqlen": 2 * 64 + 7},
+SIZES = {"asked states": {"seqlen": 10 * 64},
+         "headdim 80": {"headdim": 80, "nheads": 2}, "dstate 256": {"dstate": 256, "nheads": 2, "seqlen": 2 * 64 + 7},
          "both parts": {"dstate": 256, "nheads": 4, "seqlen": 3 * 64 + 7},
          "both parts, recomputed": {"dstate": 256, "nheads": 2, "seqlen": 2 * 64 + 7}}
 
@@ -72,9 +76,11 @@ def _is_faulty(executor: Executor, way: str) -> bool:
     options, dealing = WAYS[way]
     shape = replace(SHAPE, **SIZES.get(way, {}))
     inputs = random_inputs(shape, Case(D="h", dt_dtype=torch.float32), torch.bfloat16)
+    if way == "asked states":
+        inputs = replace(inputs, return_states_every=64)
     ways = torch.randn_like(inputs.x), torch.randn(1, shape.nheads, shape.headdim, shape.dstate)
     try:
-        with hopper_on_cpu(executor, **({"blocks": 1} | dealing)):
+        with patch.object(hopper, "WRITES_ASKED_STATES", True), hopper_on_cpu(executor, **({"blocks": 1} | dealing)):
             results(get_variant("persistent"), inputs, *ways, options)
     except Fault:
         return True

@@ -7,10 +7,12 @@ import re
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
+from unittest.mock import patch
 
 import pytest
 import torch
 
+from fused import hopper
 from ssd.registry import get_variant
 from ssd.types import Options
 from tests.errors import results
@@ -22,6 +24,11 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpret
 SEEDS = range(3)
 # Rings go round: a block of the scan has 10 sub-chunks, one of the group several tiles.
 SHAPE = Shape(1, 5 * 64 - 7, 4, 64, 1, 64, 64)
+INPUTS = random_inputs(SHAPE, Case(D="h", dt_dtype=torch.float32), torch.bfloat16)
+WIDE = random_inputs(replace(SHAPE, dstate=256, nheads=2), Case(D="h", dt_dtype=torch.float32), torch.bfloat16)
+DOCUMENTS = replace(random_inputs(Shape(1, 100, 4, 64, 1, 64, 64), Case(dt_dtype=torch.float32), torch.bfloat16),
+                    cu_seqlens=torch.tensor([0, 20, 50, 60, 100], dtype=torch.int32))
+ALIGNED = random_inputs(Shape(1, 10 * 64, 4, 64, 1, 64, 64), Case(dt_dtype=torch.float32), torch.bfloat16)
 # where both parts of a dstate above 128 are in one block
 BOTH_PARTS = "wide_scan", "states: both parts"
 
@@ -30,12 +37,15 @@ class Plant(NamedTuple):
     """Lines of a kernel's source and what takes their place, and what the fault must name.
 
     splits: of the heads in the backward; a ring that is shared by more heads comes round only after its slots have been read.
+    asked: as `return_states_every`. documents: of few tokens and with states of their own.
     """
 
     kernel: str
     edits: list[tuple[str, str]]
     says: str
     splits: int | None
+    asked: int | None
+    documents: int | None
 
 
 def read_plants() -> dict[str, Plant]:
@@ -44,9 +54,11 @@ def read_plants() -> dict[str, Plant]:
     text = Path(__file__).with_name("planted.txt").read_text()
     for name, body in re.findall(r"^== ([^\n]*)\n(.*?\n)(?=\n== |\Z)", text, re.M | re.S):
         head, *hunks = body.split("@@\n")
-        says, _, splits = head.strip().partition("\nsplits ")
+        says, *settings = head.strip().split("\n")
+        settings = {name: int(value) for name, value in map(str.split, settings)}
         edits = [(read_side(hunk, " -"), read_side(hunk, " +")) for hunk in hunks]
-        plants[name] = Plant(f"fused.kernels.hopper.{name.partition(':')[0]}", edits, says, int(splits) if splits else None)
+        kernel = f"fused.kernels.hopper.{name.partition(':')[0]}"
+        plants[name] = Plant(kernel, edits, says, *map(settings.get, ("splits", "asked", "documents")))
     return plants
 
 
@@ -57,13 +69,18 @@ def read_side(hunk: str, marks: str) -> str:
 PLANTS = read_plants()
 
 
-def run(executor: Executor, seed: int, splits: int | None = None, wide: bool = False) -> None:
+def run(executor: Executor, seed: int, splits: int | None = None, asked: int | None = None,
+        documents: int | None = None, wide: bool = False) -> None:
     executor.seed = seed
-    shape = replace(SHAPE, dstate=256, nheads=2) if wide else SHAPE
-    inputs = random_inputs(shape, Case(D="h", dt_dtype=torch.float32), torch.bfloat16)
-    ways = torch.randn_like(inputs.x), torch.randn(1, shape.nheads, 64, shape.dstate)
-    with hopper_on_cpu(executor, blocks=1, splits=splits, unmeasured=wide):
-        results(get_variant("persistent"), inputs, *ways, Options(save_states=wide))
+    inputs, options = WIDE if wide else INPUTS, Options(save_states=wide)
+    if asked:  # at the end of a row too, behind which the block begins inside another
+        inputs, options = replace(ALIGNED, return_states_every=asked), replace(options, stationary=False)
+    if documents:
+        inputs = DOCUMENTS
+    ways = torch.randn_like(inputs.x), torch.randn(4 if documents else 1, inputs.nheads, 64, inputs.dstate)
+    with (patch.multiple(hopper, WRITES_ASKED_STATES=True, TAKES_DOCUMENTS=True),
+          hopper_on_cpu(executor, blocks=1, splits=splits, unmeasured=wide)):
+        results(get_variant("persistent"), inputs, *ways, options)
 
 
 @pytest.mark.parametrize("name", PLANTS)
@@ -72,7 +89,7 @@ def test_found(name):
     executor = Executor(*KERNELS, edits={planted.kernel: planted.edits})
     for seed in SEEDS:
         with pytest.raises(Fault) as found:
-            run(executor, seed, planted.splits, name.startswith(BOTH_PARTS))
+            run(executor, seed, planted.splits, planted.asked, planted.documents, name.startswith(BOTH_PARTS))
         print(seed, found.value)
         assert re.search(planted.says, str(found.value)), found.value
 

@@ -47,6 +47,8 @@ class Value:
 
     def to(self, dtype: real.dtype, bitcast: bool = False) -> Value:
         wanted = TORCH[dtype]
+        if dtype.is_int() and not self.tensor.dim() and not bitcast:
+            return Int(self.take_tensor())
         return apply((lambda t: t.view(wanted)) if bitcast else (lambda t: t.to(wanted)), self)
 
     def take_tensor(self) -> Tensor:

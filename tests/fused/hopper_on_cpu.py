@@ -5,11 +5,12 @@ from contextlib import contextmanager, nullcontext
 from unittest.mock import patch
 
 from fused import hopper, hopper_backward, schedule
+from persistent import forward as persistent
 from ssd.runtime import tables
 from ssd.runtime.tuning import Device
 from tests.executor import Executor
 
-KERNELS = tuple(f"fused.kernels.hopper.{name}" for name in ("ring", "scan", "wide_scan", "states", "group"))
+KERNELS = tuple(f"fused.kernels.hopper.{name}" for name in ("ring", "scan_tiles", "scan", "wide_scan", "states", "group"))
 
 
 @contextmanager
@@ -29,7 +30,7 @@ def hopper_on_cpu(executor: Executor, blocks: int = 4, cut: tuple[int, int] | No
     choose_splits.cache_clear()
     try:
         with (executor.installed(), patch.dict(tables._kept, clear=True), chosen(hopper, "is_hopper", True),
-              chosen(hopper, "current_device", device),
+              chosen(hopper, "current_device", device), chosen(persistent, "device_of", device),
               patch.object(executor.modules["fused.kernels.hopper.wide_scan"], "RUN_UNMEASURED", unmeasured),
               chosen(hopper_backward, "current_device", device),
               chosen(schedule, "_choose_cut", cut) if cut else nullcontext(),

@@ -262,3 +262,16 @@ def test_gluon_kernels(arguments, compiled):
         assert row["registers"] <= (160 if row["kernel"] == "hopper_states_kernel" else 128) and not row["mma"] and row["wgmma"]
         assert not row["late"], f"{row['kernel']}: {row['late']}"
         assert row["groups"] <= MOST_GROUPS, f"{row}: ptxas serialised its products, for want of registers or by C7514"
+
+
+@pytest.mark.parametrize("sizes", ["--dstate 128", param("--headdim 80 --dstate 256 --z", rare=True)])
+def test_documents_with_states_on_hopper(sizes, compiled):
+    """As they are, which is off until measured."""
+    form = f"persistent --document-states --on TAKES_DOCUMENTS --seqlen 4096 {sizes}"
+    rows = compiled(*form.split(), "--off", "save_states", "--arch", "90", "--only", "hopper,chunk_cumsum,document_blocks")
+    kernels = {row["kernel"] for row in rows}
+    assert kernels == {*HOPPER, "document_blocks_kernel", "chunk_cumsum_kernel", "chunk_cumsum_bwd_kernel"}
+    assert_fits(rows, 90, spills=320, by_walks=0)
+    for row in rows:
+        assert not row["late"] and (row["groups"] or 0) <= MOST_GROUPS, row
+        assert row["kernel"] in ("hopper_scan_kernel", "hopper_group_kernel") or row["spills"] <= 40, row

@@ -7,7 +7,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing import assert_close
 
+from fused import hopper
 from ssd import Options, reference, ssd_chunk_scan
+from ssd.registry import get_variant
 from tests.errors import assert_accurate
 from tests.executor import Executor
 from tests.fused.hopper_on_cpu import KERNELS, hopper_on_cpu
@@ -52,11 +54,22 @@ def test_variants(variant, case, dtype, tokens, device):
 
 
 @pytest.mark.skipif(GPU, reason="the interpreter runs the other kernels")
-@pytest.mark.parametrize(("variant", "stationary"), [("fused", True), ("persistent", True), ("persistent", False)])
-def test_hopper(variant, stationary):
-    inputs = random_inputs(HOPPER, replace(CASE, initial_states=False, documents=None), HALF)
-    with hopper_on_cpu(Executor(*KERNELS)):
-        assert_right(inputs, variant, 128, options=Options(stationary=stationary))
+@pytest.mark.parametrize(("variant", "stationary", "every", "more", "dealt"), [
+    ("fused", True, 128, {}, {}), ("persistent", True, 128, {}, {}), ("persistent", False, 128, {}, {}),
+    ("fused", True, 192, {"seqlen": 190 + 192}, {}),  # no multiple of the scan's segments
+    ("persistent", True, 64, {"batch": 2, "seqlen": 129}, {"blocks": 1}),
+    ("persistent", True, 128, {"seqlen": 9 * 64, "dstate": 256}, {"blocks": 8, "cut": (3, 2)})], ids=str)
+def test_hopper(variant, stationary, every, more, dealt, monkeypatch):
+    """None are in memory but those that are asked for."""
+    monkeypatch.setattr(hopper, "WRITES_ASKED_STATES", True)
+    inputs = random_inputs(replace(HOPPER, **more), replace(CASE, initial_states=False, documents=None), HALF)
+    executor = Executor(*KERNELS)
+    for executor.seed in range(2):
+        with hopper_on_cpu(executor, **dealt):
+            asking = replace(inputs, return_states_every=every)
+            saved = get_variant(variant).forward(asking, Options(stationary=stationary), False)[2]
+            assert saved.prev_states is None and saved.states.is_contiguous()
+            assert_right(inputs, variant, every, options=Options(stationary=stationary))
 
 
 @pytest.mark.parametrize("variant", (*OURS, "torch", "auto") if GPU else (OURS[0], "auto"))

@@ -42,9 +42,10 @@ from ssd.runtime.gluon_names import async_load, block_barrier, store_wait
 from ssd.runtime.launch import launch
 from ssd.types import SSDInputs
 
-from .group_tiles import Rings, Sizes, Sums, Tiles, Vectors, as_box, find_tile, store_rows
+from .documents import FIELDS
+from .group_tiles import Rings, Sizes, Sums, Tiles, Vectors, as_box, find_tile, get_token, store_rows, write_dx
 from .ring import make_barriers, make_ring, mark_empty, mark_full, next_empty, next_full, slot_of, wait_empty, wait_full
-from .roles import LOG2E, allocate_tiles, clamp_to, decay, fetch_slice, get_tile, log2, make_form, tile_bytes, write_slice
+from .roles import LOG2E, allocate_tiles, clamp_to, decay, fetch_slice, get_tile, log2, make_form, tile_bytes
 
 # One kernel for all sizes: that a size is 1 or divisible by 16 would not make it faster. Offsets into sums are int32: x of as
 # many rows, 2^31, would take 256 GiB.
@@ -132,7 +133,7 @@ def compute_dC(rings, tiles, vectors, dC, sums, before, sizes, form: gl.constexp
 
 
 @gluon.jit
-def compute_dx(dx_desc, rings, tiles, vectors, D, sums, before, sizes, form: gl.constexpr, PART: gl.constexpr,
+def compute_dx(dx_desc, dx_at, rings, tiles, vectors, D, sums, before, sizes, form: gl.constexpr, PART: gl.constexpr,
                SPLITS: gl.constexpr):
     """The consumer warpgroup with tokens j as rows: dx and all that is summed over a token's channels."""
     BLOCK_M: gl.constexpr = tiles.x.shape[2]
@@ -173,8 +174,8 @@ def compute_dx(dx_desc, rings, tiles, vectors, D, sums, before, sizes, form: gl.
                 store_wait(0)
                 block_barrier()
                 mbarrier.expect(rings.dx, tile_bytes(dx_desc))
-                fetch_slice(dx_desc, tile.b, tile.c * BLOCK_M, tile.head * form.SLICES + k, form.SLICES, rings.dx,
-                            tiles.dx.index(0))
+                fetch_slice(dx_desc, tile.b, get_token(tile, sizes, BLOCK_M), tile.head * form.SLICES + k, form.SLICES,
+                            rings.dx, tiles.dx.index(0))
             wait_full(rings.vectors, step)
             A_i = gl.expand_dims(vectors.A_columns.index(line).load(gl.SliceLayout(0, JI)), 0)
             A_j = vectors.A_columns.index(line).load(ROW)
@@ -215,7 +216,7 @@ def compute_dx(dx_desc, rings, tiles, vectors, D, sums, before, sizes, form: gl.
             block_barrier()  # all that was loaded from the stage went into what is stored by now
             mark_empty(rings.tiles, slot)
             mark_empty(rings.vectors, line)
-            write_slice(dx_desc, tile.b, tile.c * BLOCK_M, tile.head * form.SLICES + k, form.SLICES, tiles.dx.index(0))
+            write_dx(dx_desc, dx_at, tile, k, tiles, sizes, form, BLOCK_M, ROWS)
             step += 1
         block_barrier()
         mark_empty(rings.tiles, kept)
@@ -318,14 +319,15 @@ def fetch_tiles(x_desc, dy_desc, B_desc, C_desc, H_desc, G_desc, ring, tiles, si
         bar = ring.full.index(kept)
         mbarrier.expect(bar, tile_bytes(B_desc) + tile_bytes(C_desc))
         part = tile.group * form.PARTS + PART
-        fetch_slice(B_desc, tile.b, tile.c * BLOCK_M, part, form.PARTS, bar, as_box(tiles.H.index(kept), B_desc))
-        fetch_slice(C_desc, tile.b, tile.c * BLOCK_M, part, form.PARTS, bar, as_box(tiles.G.index(kept), C_desc))
+        token = get_token(tile, sizes, BLOCK_M)
+        fetch_slice(B_desc, tile.b, token, part, form.PARTS, bar, as_box(tiles.H.index(kept), B_desc))
+        fetch_slice(C_desc, tile.b, token, part, form.PARTS, bar, as_box(tiles.G.index(kept), C_desc))
         for k in range(tile.head * form.SLICES, (tile.head + tile.count) * form.SLICES):
             slot, phases = next_empty(slot, kept, phases, ring)
             bar = ring.full.index(slot)
             mbarrier.expect(bar, tile_bytes(x_desc) + tile_bytes(dy_desc) + tile_bytes(H_desc) + tile_bytes(G_desc))
-            fetch_slice(x_desc, tile.b, tile.c * BLOCK_M, k, form.SLICES, bar, tiles.x.index(slot))
-            fetch_slice(dy_desc, tile.b, tile.c * BLOCK_M, k, form.SLICES, bar, tiles.dy.index(slot))
+            fetch_slice(x_desc, tile.b, token, k, form.SLICES, bar, tiles.x.index(slot))
+            fetch_slice(dy_desc, tile.b, token, k, form.SLICES, bar, tiles.dy.index(slot))
             state = (tile.b * sizes.nsub + tile.c) * nheads + k // form.SLICES
             async_load(H_desc, [state, k % form.SLICES * ROWS, PART * WIDTH], bar, tiles.H.index(slot))
             async_load(G_desc, [state, k % form.SLICES * ROWS, PART * WIDTH], bar, tiles.G.index(slot))
@@ -334,9 +336,9 @@ def fetch_tiles(x_desc, dy_desc, B_desc, C_desc, H_desc, G_desc, ring, tiles, si
 @gluon.jit(do_not_specialize=SIZES)
 def hopper_group_kernel(x_desc, dy_desc, B_desc, C_desc, H_desc, G_desc, dx_desc, dA_cumsum, dt, D, dB, dC, step_sums,
                         state_sums, output_sums, pair_sums, skip_sums, s, step_before, state_before, output_before,
-                        pair_before, s_before, ntiles, batch, seqlen, nsub, ngroups, heads_per_group, HEADDIM: gl.constexpr,
-                        DSTATE: gl.constexpr, PART: gl.constexpr, SPLITS: gl.constexpr, SLOTS: gl.constexpr,
-                        LINES: gl.constexpr):
+                        pair_before, s_before, ntiles, batch, seqlen, nsub, ngroups, heads_per_group, blocks, dx_at,
+                        HEADDIM: gl.constexpr, DSTATE: gl.constexpr, PART: gl.constexpr, SPLITS: gl.constexpr,
+                        SLOTS: gl.constexpr, LINES: gl.constexpr):
     DTYPE: gl.constexpr = x_desc.dtype
     BLOCK_M: gl.constexpr = x_desc.block_shape[1]
     ROWS: gl.constexpr = H_desc.block_shape[1]
@@ -360,18 +362,21 @@ def hopper_group_kernel(x_desc, dy_desc, B_desc, C_desc, H_desc, G_desc, dx_desc
     tiles, vectors = Tiles(Xs, dYs, Hs, Gs, dXs, CBs, dCBs), Vectors(A_columns, A_rows, steps)
     sums = Sums(step_sums, state_sums, output_sums, pair_sums, skip_sums, s)
     before = Sums(step_before, state_before, output_before, pair_before, None, s_before)
-    sizes = Sizes(ntiles, batch, seqlen, nsub, ngroups, heads_per_group)
+    if blocks is not None:
+        ntiles = gl.load(blocks + nsub * FIELDS) * ngroups * SPLITS
+    sizes = Sizes(ntiles, batch, seqlen, nsub, ngroups, heads_per_group, blocks)
     FORM: gl.constexpr = make_form(HEADDIM, DSTATE, ROWS, H_desc.block_shape[2])
     gl.warp_specialize([
         (compute_dC, (rings, tiles, vectors, dC, sums, before, sizes, FORM, PART, SPLITS)),
-        (compute_dx, (dx_desc, rings, tiles, vectors, D, sums, before, sizes, FORM, PART, SPLITS)),
+        (compute_dx, (dx_desc, dx_at, rings, tiles, vectors, D, sums, before, sizes, FORM, PART, SPLITS)),
         (compute_dB, (rings, tiles, vectors, dA_cumsum, dB, sums, before, sizes, FORM, PART, SPLITS)),
         (fetch_vectors, (rings.vectors, vectors, dA_cumsum, dt, sizes, FORM, BLOCK_M, SPLITS)),
         (fetch_tiles, (x_desc, dy_desc, B_desc, C_desc, H_desc, G_desc, rings.tiles, tiles, sizes, FORM, PART, SPLITS)),
     ], [4, 4, 2, 1], [168, 128, 24, 24])
 
 
-def hopper_group(i: SSDInputs, x_desc, dy_desc, B_desc, C_desc, H_desc, G_desc, dx_desc, dt, dA_cumsum, dB, dC, blocks: int):
+def hopper_group(i: SSDInputs, x_desc, dy_desc, B_desc, C_desc, H_desc, G_desc, dx_desc, dt, dA_cumsum, dB, dC, programs: int,
+                 blocks: torch.Tensor | None = None, dx: torch.Tensor | None = None):
     """Fills what dx_desc describes, and dB, dC (splits, batch, seqlen, ngroups, dstate); returns Sums.
 
     A launch for each part of dstate; all but the first add dx and the sums of the one before.
@@ -383,9 +388,10 @@ def hopper_group(i: SSDInputs, x_desc, dy_desc, B_desc, C_desc, H_desc, G_desc, 
         step, state, output, pair = torch.empty(4, *dt.shape, device=dt.device, dtype=torch.float32)
         sums = Sums(step, state, output, pair, skip, torch.empty(dt.shape[:3], device=dt.device, dtype=torch.float32))
         launch(
-            hopper_group_kernel, min(ntiles, blocks), x_desc, dy_desc, B_desc, C_desc, H_desc, G_desc, dx_desc, dA_cumsum, dt,
+            hopper_group_kernel, min(ntiles, programs), x_desc, dy_desc, B_desc, C_desc, H_desc, G_desc, dx_desc, dA_cumsum, dt,
             None if part else contiguous(i.D), dB, dC, *sums, *((None,) * 5 if before is None else (*before[:4], before.s)),
-            ntiles, i.batch, i.seqlen, nsub, i.ngroups, i.nheads // i.ngroups, HEADDIM=i.headdim, DSTATE=i.dstate, PART=part,
+            ntiles, i.batch, i.seqlen, nsub, i.ngroups, i.nheads // i.ngroups, blocks,
+            None if blocks is None else dx, HEADDIM=i.headdim, DSTATE=i.dstate, PART=part,
             SPLITS=splits, SLOTS=SLOTS, LINES=LINES, num_warps=4, maxnreg=_REGISTERS)
         before = sums
     return sums

@@ -9,7 +9,9 @@ from triton.experimental.gluon import language as gl
 
 from ssd.runtime.gluon_names import reinterpret
 
+from .documents import FIELDS, write_block
 from .ring import Ring
+from .roles import write_slice
 
 
 class Sizes(NamedTuple):
@@ -21,6 +23,7 @@ class Sizes(NamedTuple):
     nsub: gl.tensor
     ngroups: gl.tensor
     heads_per_group: gl.tensor
+    blocks: gl.tensor  # of documents with states of their own, in place of sub-chunks, or None
 
 
 class Tile(NamedTuple):
@@ -91,6 +94,28 @@ def find_tile(t, sizes, SPLITS: gl.constexpr):
 
 
 @gluon.jit
+def get_token(tile, sizes, BLOCK_M: gl.constexpr):
+    """The first token of a tile."""
+    return tile.c * BLOCK_M if sizes.blocks is None else gl.load(sizes.blocks + tile.c * FIELDS)
+
+
+@gluon.jit
+def get_ntokens(tile, sizes):
+    """How many tokens of a tile, the last ones, are its block's. Loaded where it is used, for want of registers."""
+    return gl.load(sizes.blocks + tile.c * FIELDS + 1)
+
+
+@gluon.jit
+def write_dx(dx_desc, dx, tile, k, tiles, sizes, form: gl.constexpr, BLOCK_M: gl.constexpr, ROWS: gl.constexpr):
+    """dx of slice k of a tile's heads, from shared memory. dx: its memory, where blocks of documents are."""
+    if sizes.blocks is None:
+        write_slice(dx_desc, tile.b, tile.c * BLOCK_M, tile.head * form.SLICES + k, form.SLICES, tiles.dx.index(0))
+    else:
+        write_block(dx_desc, dx, get_token(tile, sizes, BLOCK_M), get_ntokens(tile, sizes), tile.head + k // form.SLICES,
+                    k % form.SLICES, sizes.ngroups * sizes.heads_per_group, form, tiles.dx, 0, BLOCK_M, ROWS)
+
+
+@gluon.jit
 def store_rows(to, tile, values, sizes, PART: gl.constexpr, form: gl.constexpr, LAYOUT: gl.constexpr):
     """`values` [M, N] of a tile and a part of dstate into a contiguous (splits, batch, seqlen, ngroups, dstate).
 
@@ -99,11 +124,14 @@ def store_rows(to, tile, values, sizes, PART: gl.constexpr, form: gl.constexpr, 
     BLOCK_M: gl.constexpr = values.shape[0]
     WIDTH: gl.constexpr = values.shape[1]
     row = tile.split * sizes.batch + tile.b
-    m = tile.c * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(1, LAYOUT))
+    m = get_token(tile, sizes, BLOCK_M) + gl.arange(0, BLOCK_M, gl.SliceLayout(1, LAYOUT))
     n = PART * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
     token = gl.expand_dims((row.to(gl.int64) * sizes.seqlen + m) * sizes.ngroups + tile.group, 1)
     at = to + token * form.DSTATE + gl.expand_dims(n, 0)
-    mask = gl.expand_dims(m < sizes.seqlen, 1)
+    if sizes.blocks is None:
+        mask = gl.expand_dims(m < sizes.seqlen, 1)
+    else:
+        mask = gl.expand_dims(m >= get_token(tile, sizes, BLOCK_M) + BLOCK_M - get_ntokens(tile, sizes), 1)
     if form.DSTATE % WIDTH:
         mask = mask & gl.expand_dims(n < form.DSTATE, 0)
     gl.store(at, values.to(to.dtype.element_ty), mask=mask)

@@ -20,7 +20,8 @@ through TMA descriptors that fill rows past seqlen with 0; dt, dA_cumsum (batch,
 every sub-chunk; D (nheads,) or (nheads, headdim); initial_states (batch, nheads, headdim, dstate); ends, factors as
 hopper_states writes them.
 Writes out as x, final_states (batch, nheads, headdim, dstate) fp32, and the state before every sub-chunk, (batch, nsub, nheads,
-headdim, dstate); or starts each run from one of `starts`, such states of every EVERY sub-chunks.
+headdim, dstate); or starts each run from one of `starts`, such states of every EVERY sub-chunks. With `asked` it writes the
+states after every so many sub-chunks instead, (batch, nasked, nheads, headdim, dstate).
 """
 
 from typing import NamedTuple
@@ -40,7 +41,19 @@ from ssd.runtime.gluon_names import async_store, block_barrier, store_wait
 from ssd.runtime.launch import launch
 from ssd.types import SUB_CHUNK, SSDInputs
 
-from .ring import Ring, make_ring, mark_empty, mark_full, slot_of, wait_empty, wait_full
+from .documents import (
+    FIELDS,
+    Documents,
+    get_run,
+    load_begun,
+    load_count,
+    load_document_state,
+    load_ended,
+    load_token,
+    store_document_state,
+    write_block,
+)
+from .ring import make_ring, mark_empty, mark_full, slot_of, wait_empty, wait_full
 from .roles import (
     LOG2E,
     allocate_tiles,
@@ -48,7 +61,6 @@ from .roles import (
     fetch_slice,
     get_head,
     get_tile,
-    load_run,
     load_steps,
     log2,
     make_form,
@@ -58,6 +70,7 @@ from .roles import (
     tile_bytes,
     write_slice,
 )
+from .scan_tiles import Outputs, Rings, Tiles, Vectors, Work, load_D, write_asked_state
 from .start import Start, load_start
 
 
@@ -69,60 +82,12 @@ class Slots(NamedTuple):
 
 
 # One kernel for all sizes: that a size is 1 or divisible by 16 would not make it faster.
-SIZES = ("nruns", "nsub", "nheads", "heads_per_group")
+SIZES = ("nruns", "nsub", "nheads", "heads_per_group", "asked", "nasked")
 _SLOTS = Slots(3, 2), Slots(2, 2), Slots(2, 1), Slots(1, 1)  # the first that fits
 _SLICE = 64  # channels
 _TURNED = 16384  # bytes in which Triton turns states from memory into another layout, of every size and dtype
 _SHARED = 232448 - 1024  # bytes of a block, less what mbarriers and alignment may take
 _REGISTERS = 128  # of a thread at launch; the roles then share them out: 192 scan_slice, 104 make_masks, 24 fetch_tiles
-
-
-class Rings(NamedTuple):
-    """Which slots of shared memory are full or empty."""
-
-    tiles: Ring
-    masks: Ring  # a lane a head
-
-
-class Tiles(NamedTuple):
-    """Shared memory, by slot: x, B, C of `tiles`, L of `masks`; y and states, a slot a head, on their way out."""
-
-    x: gl.shared_memory_descriptor  # [2 STAGES, 1, 64, headdim]: both heads of a slot in a row
-    B: gl.shared_memory_descriptor  # [STAGES, 1, 64, dstate], and C
-    C: gl.shared_memory_descriptor
-    z: gl.shared_memory_descriptor  # as x, or None
-    before: gl.shared_memory_descriptor  # as x: the output of the part of dstate before, or None
-    L: gl.shared_memory_descriptor  # [2 SLOTS, 64, 64]
-    y: gl.shared_memory_descriptor  # [2, 1, 64, headdim]; [4, ...] where y before the gate goes out too
-    states: gl.shared_memory_descriptor  # [2, 1, headdim, dstate], or None
-
-
-class Vectors(NamedTuple):
-    """Shared memory [2 SLOTS, 64] fp32, by slot of `masks`: the decays of a head's tokens."""
-
-    from_start: gl.shared_memory_descriptor  # exp(A_i)
-    to_end: gl.shared_memory_descriptor  # dt_j exp(A_last - A_j)
-
-
-class Work(NamedTuple):
-    """The runs of all blocks, nruns of them for each, and the sizes that tell where a head's tokens are."""
-
-    runs: gl.tensor
-    nruns: gl.tensor
-    nsub: gl.tensor
-    nheads: gl.tensor
-    heads_per_group: gl.tensor
-
-
-class Outputs(NamedTuple):
-    """Descriptors of out, of out without the gate z and of the states before each sub-chunk; final_states. All but out may be
-    None.
-    """
-
-    out: gl.tensor
-    y: gl.tensor
-    states: gl.tensor
-    final_states: gl.tensor
 
 
 @gluon.jit
@@ -138,22 +103,26 @@ def fetch_tiles(x_desc, B_desc, C_desc, z_desc, before_desc, ring, tiles, work, 
     BYTES: gl.constexpr = 2 * (tile_bytes(B_desc) + tile_bytes(x_desc) + tile_bytes(z_desc) + tile_bytes(before_desc))
     step = 0
     for k in range(gl.program_id(0) * work.nruns, gl.program_id(0) * work.nruns + work.nruns):
-        run = load_run(work.runs, k)
+        run = get_run(work, k)
         group = get_head(run.pair, 0, work.heads_per_group, form) // work.heads_per_group
         for c in range(run.first, run.last):
+            if work.documents.blocks is not None:
+                token = load_token(work.documents, c)
             slot = slot_of(ring, step)
             wait_empty(ring, step)
             bar = ring.full.index(slot)
             mbarrier.expect(bar, BYTES)
-            fetch_slice(B_desc, run.b, c * BLOCK_M, group * form.PARTS + PART, form.PARTS, bar, tiles.B.index(slot))
-            fetch_slice(C_desc, run.b, c * BLOCK_M, group * form.PARTS + PART, form.PARTS, bar, tiles.C.index(slot))
+            if work.documents.blocks is None:
+                token = c * BLOCK_M
+            fetch_slice(B_desc, run.b, token, group * form.PARTS + PART, form.PARTS, bar, tiles.B.index(slot))
+            fetch_slice(C_desc, run.b, token, group * form.PARTS + PART, form.PARTS, bar, tiles.C.index(slot))
             for u in gl.static_range(2):
                 head_slice = get_head(run.pair, u, work.heads_per_group, form) * form.SLICES + u * (form.SLICES - 1)
-                fetch_slice(x_desc, run.b, c * BLOCK_M, head_slice, form.SLICES, bar, tiles.x.index(2 * slot + u))
+                fetch_slice(x_desc, run.b, token, head_slice, form.SLICES, bar, tiles.x.index(2 * slot + u))
                 if z_desc is not None:
-                    fetch_slice(z_desc, run.b, c * BLOCK_M, head_slice, form.SLICES, bar, tiles.z.index(2 * slot + u))
+                    fetch_slice(z_desc, run.b, token, head_slice, form.SLICES, bar, tiles.z.index(2 * slot + u))
                 if before_desc is not None:
-                    fetch_slice(before_desc, run.b, c * BLOCK_M, head_slice, form.SLICES, bar, tiles.before.index(2 * slot + u))
+                    fetch_slice(before_desc, run.b, token, head_slice, form.SLICES, bar, tiles.before.index(2 * slot + u))
             step += 1
 
 
@@ -175,7 +144,7 @@ def make_masks(rings, tiles, vectors, A_rows, A_columns, dA_cumsum, dt, work, fo
     causal = gl.where(gl.expand_dims(i, 0) >= gl.expand_dims(j, 1), -1, 0).to(gl.int16).to(DTYPE, bitcast=True)
     step = 0
     for k in range(gl.program_id(0) * work.nruns, gl.program_id(0) * work.nruns + work.nruns):
-        run = load_run(work.runs, k)
+        run = get_run(work, k)
         first, last = run.first, run.last
         h = get_head(run.pair, 0, work.heads_per_group, form)
         row = (run.b * work.nheads + h).to(gl.int64) * work.nsub * BLOCK_M
@@ -217,17 +186,6 @@ def make_masks(rings, tiles, vectors, A_rows, A_columns, dA_cumsum, dt, work, fo
 
 
 @gluon.jit
-def load_D(D, h, SLICE: gl.constexpr, form: gl.constexpr, PI: gl.constexpr, ROWS: gl.constexpr):
-    """D of a head, or of a slice of its channels [P, 1] where D has two dimensions."""
-    if form.D_ROWS:
-        p = SLICE * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, PI))
-        D_h = gl.expand_dims(gl.load(D + h * form.HEADDIM + p, mask=p < form.HEADDIM, other=0.0).to(gl.float32), 1)
-    else:
-        D_h = gl.load(D + h).to(gl.float32)
-    return D_h
-
-
-@gluon.jit
 def scan_slice(outputs, rings, tiles, vectors, dA_cumsum, D, start, work, form: gl.constexpr, U: gl.constexpr,
                PART: gl.constexpr, EVERY: gl.constexpr, BLOCK_M: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr):
     """The consumer warpgroup of slice U of a pair: its state and its output."""
@@ -240,7 +198,7 @@ def scan_slice(outputs, rings, tiles, vectors, dA_cumsum, D, start, work, form: 
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, PI, 2)
     step = 0
     for k in range(gl.program_id(0) * work.nruns, gl.program_id(0) * work.nruns + work.nruns):
-        run = load_run(work.runs, k)
+        run = get_run(work, k)
         b, first, last = run.b, run.first, run.last
         h = get_head(run.pair, U, work.heads_per_group, form)
         bh = (b * work.nheads + h).to(gl.int64)
@@ -250,8 +208,17 @@ def scan_slice(outputs, rings, tiles, vectors, dA_cumsum, D, start, work, form: 
         if D is not None:
             D_h = load_D(D, h, SLICE, form, PI, ROWS)
         for c in range(first, last):
+            if work.documents.blocks is not None:
+                # loaded where they are used, for want of registers: fetch_tiles has just brought the block's row into L1
+                begun = load_begun(work.documents, c)
+                if begun >= 0:
+                    state = load_document_state(work.documents.initial_states, begun, h, work.nheads, STATE, SLICE, PART, form,
+                                                ROWS, WIDTH)
             slot, mask = slot_of(rings.tiles, step), slot_of(rings.masks, step, HEAD, HEADS)
-            if outputs.states is not None:
+            if outputs.asked is not None:
+                if c > 0 and c % outputs.asked == 0:
+                    write_asked_state(outputs, tiles, state, b, h, c, work, U, SLICE, PART, ROWS, WIDTH)
+            elif outputs.states is not None:
                 # the wait for the store of y, below, was one for that of the last state too
                 get_tile(tiles.states, U, ROWS, WIDTH).store(state.to(outputs.states.dtype))
                 fence_async_shared()
@@ -293,11 +260,25 @@ def scan_slice(outputs, rings, tiles, vectors, dA_cumsum, D, start, work, form: 
             block_barrier()
             # not before y is there: a load from x that is only on its way would find the next tile (docs/log/hopper-scan.md)
             mark_empty(rings.tiles, slot)
-            write_slice(outputs.out, b, c * BLOCK_M, h * form.SLICES + SLICE, form.SLICES, tiles.y.index(U))
-            if outputs.y is not None:
-                write_slice(outputs.y, b, c * BLOCK_M, h * form.SLICES + SLICE, form.SLICES, tiles.y.index(2 + U))
+            if work.documents.blocks is not None:
+                token, count = load_token(work.documents, c), load_count(work.documents, c)
+                write_block(outputs.out, outputs.out_at, token, count, h, SLICE, work.nheads, form, tiles.y, U, BLOCK_M, ROWS)
+                if outputs.y is not None:
+                    write_block(outputs.y, outputs.y_at, token, count, h, SLICE, work.nheads, form, tiles.y, 2 + U, BLOCK_M,
+                                ROWS)
+                ended = load_ended(work.documents, c)
+                if ended >= 0:
+                    store_document_state(work.documents.final_states, state, ended, h, work.nheads, STATE, SLICE, PART, form,
+                                         ROWS, WIDTH)
+            else:
+                write_slice(outputs.out, b, c * BLOCK_M, h * form.SLICES + SLICE, form.SLICES, tiles.y.index(U))
+                if outputs.y is not None:
+                    write_slice(outputs.y, b, c * BLOCK_M, h * form.SLICES + SLICE, form.SLICES, tiles.y.index(2 + U))
             step += 1
-        if outputs.final_states is not None and last == work.nsub:
+        if outputs.asked is not None:  # noqa: SIM102
+            if last == work.nsub and last == outputs.asked * outputs.nasked:
+                write_asked_state(outputs, tiles, state, b, h, last, work, U, SLICE, PART, ROWS, WIDTH)
+        if outputs.final_states is not None and work.documents.blocks is None and last == work.nsub:
             at = outputs.final_states + bh * (form.HEADDIM * form.DSTATE) + state_offsets(STATE, SLICE, PART, form, ROWS, WIDTH)
             store_masked(at, state, state_mask(STATE, SLICE, PART, form, ROWS, WIDTH))
     store_wait(0)
@@ -306,7 +287,8 @@ def scan_slice(outputs, rings, tiles, vectors, dA_cumsum, D, start, work, form: 
 @gluon.jit(do_not_specialize=SIZES)
 def hopper_scan_kernel(x_desc, B_desc, C_desc, z_desc, before_desc, out_desc, y_desc, states_desc, dA_cumsum, dt, D,
                        initial_states, ends, factors, final_states, starts, runs, nruns, nsub, nheads, heads_per_group,
-                       HEADDIM: gl.constexpr, DSTATE: gl.constexpr, PART: gl.constexpr, ODD: gl.constexpr,
+                       asked, nasked, blocks, out_at, y_at, HEADDIM: gl.constexpr, DSTATE: gl.constexpr, PART: gl.constexpr,
+                       ODD: gl.constexpr,
                        D_ROWS: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr, EVERY: gl.constexpr):
     DTYPE: gl.constexpr = x_desc.dtype
     BLOCK_M: gl.constexpr = x_desc.block_shape[1]
@@ -340,8 +322,14 @@ def hopper_scan_kernel(x_desc, B_desc, C_desc, z_desc, before_desc, out_desc, y_
     rings = Rings(make_ring(STAGES, 3), make_ring(HEADS * SLOTS, FORM.SLICES))
     fence_async_shared()
     tiles, vectors = Tiles(Xs, Bs, Cs, Zs, befores, Ls, Ys, Ss), Vectors(from_start, to_end)
-    work, start = Work(runs, nruns, nsub, nheads, heads_per_group), Start(initial_states, ends, factors, starts)
-    outputs = Outputs(out_desc, y_desc, states_desc, final_states)
+    if blocks is None:
+        documents = Documents(None, None, None, None, None)
+        start = Start(initial_states, ends, factors, starts)
+    else:
+        documents = Documents(blocks, gl.load(blocks + nsub * FIELDS), initial_states, None, final_states)
+        start = Start(None, ends, factors, None)
+    work = Work(runs, nruns, nsub, nheads, heads_per_group, documents)
+    outputs = Outputs(out_desc, y_desc, states_desc, final_states, out_at, y_at, asked, nasked)
     gl.warp_specialize([
         (scan_slice, (outputs, rings, tiles, vectors, dA_cumsum, D, start, work, FORM, 0, PART, EVERY, BLOCK_M, ROWS, WIDTH)),
         (scan_slice, (outputs, rings, tiles, vectors, dA_cumsum, D, start, work, FORM, 1, PART, EVERY, BLOCK_M, ROWS, WIDTH)),
@@ -368,21 +356,28 @@ def choose_slots(i: SSDInputs, width: int, beside: int, keeps_y: bool, states_de
 
 def hopper_scan(i: SSDInputs, x_desc, B_desc, C_desc, out_desc, dt, dA_cumsum, runs: torch.Tensor, initial_states=None,
                 ends=None, factors=None, final_states=None, states_desc=None, starts=None, every: int = SUB_CHUNK, z_desc=None,
-                y_desc=None) -> None:
-    """Fills what out_desc and states_desc describe, and final_states, the last two where given; y_desc: out without the gate z.
+                y_desc=None, nasked: int | None = None,
+                blocks: torch.Tensor | None = None, out: torch.Tensor | None = None, y: torch.Tensor | None = None) -> None:
+    """Fills what out_desc and states_desc describe, and final_states, the last two where given; y_desc: out without the gate.
+
+    blocks: those of documents, in place of sub-chunks; initial_states and final_states are then the documents'. out, y: what
+    out_desc and y_desc describe.
+    nasked: how many states of `i.return_states_every` a row of states_desc has; None: it has one for each sub-chunk.
 
     runs: (blocks, nruns, 6) int32. starts: a state every `every` tokens; runs begin there if they start from them. A launch for
     each part of dstate: the first has D in it, the next adds the output before it, the last has the gate.
     """
     parts, heads_per_group = cdiv(i.dstate, B_desc.block_shape[-1]), i.nheads // i.ngroups
+    asked = None if nasked is None else i.return_states_every // dt.shape[3]
     for part in range(parts):
-        z, y = (z_desc, y_desc) if part == parts - 1 else (None, None)
+        z, kept = (z_desc, y_desc) if part == parts - 1 else (None, None)
         before = out_desc if part else None
         beside = sum(desc.base.itemsize for desc in (z, before) if desc is not None)
-        slots = choose_slots(i, B_desc.block_shape[-1], beside, y is not None, states_desc, starts)
+        slots = choose_slots(i, B_desc.block_shape[-1], beside, kept is not None, states_desc, starts)
         launch(
-            hopper_scan_kernel, runs.shape[0], x_desc, B_desc, C_desc, z, before, out_desc, y, states_desc, dA_cumsum, dt,
+            hopper_scan_kernel, runs.shape[0], x_desc, B_desc, C_desc, z, before, out_desc, kept, states_desc, dA_cumsum, dt,
             None if part else contiguous(i.D), initial_states, ends, factors, final_states, starts, runs, runs.shape[1],
-            dt.shape[2], i.nheads, heads_per_group, HEADDIM=i.headdim, DSTATE=i.dstate, PART=part, ODD=heads_per_group % 2 == 1,
-            D_ROWS=not part and i.D is not None and i.D.dim() == 2, STAGES=slots.tiles, SLOTS=slots.masks,
-            EVERY=every // dt.shape[3], num_warps=4, maxnreg=_REGISTERS)
+            dt.shape[2], i.nheads, heads_per_group, asked, nasked, blocks, out,
+            None if kept is None else y, HEADDIM=i.headdim, DSTATE=i.dstate, PART=part,
+            ODD=heads_per_group % 2 == 1, D_ROWS=not part and i.D is not None and i.D.dim() == 2, STAGES=slots.tiles,
+            SLOTS=slots.masks, EVERY=every // dt.shape[3], num_warps=4, maxnreg=_REGISTERS)

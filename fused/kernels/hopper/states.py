@@ -36,6 +36,17 @@ from ssd.runtime.gluon_names import async_store, block_barrier, store_wait
 from ssd.runtime.launch import launch
 from ssd.types import SSDInputs
 
+from .documents import (
+    FIELDS,
+    Documents,
+    get_run,
+    is_run,
+    load_begun,
+    load_document_state,
+    load_ended,
+    load_token,
+    store_document_state,
+)
 from .ring import make_ring, mark_empty, slot_of, wait_empty, wait_full
 from .roles import (
     LOG2E,
@@ -44,7 +55,6 @@ from .roles import (
     fetch_slice,
     get_head,
     get_tile,
-    load_run,
     load_steps,
     make_form,
     split_pair,
@@ -80,6 +90,7 @@ class Work(NamedTuple):
     nsub: gl.tensor
     nheads: gl.tensor
     heads_per_group: gl.tensor
+    documents: Documents
 
 
 class Start(NamedTuple):
@@ -95,7 +106,10 @@ class Start(NamedTuple):
 def get_sub_chunk(c, b, work, BACKWARDS: gl.constexpr):
     """The sub-chunk at step c of a walk of row b."""
     if BACKWARDS:
-        c = gl.where(b >= work.forwards, work.nsub - 1 - c, c)
+        if work.documents.blocks is None:
+            c = gl.where(b >= work.forwards, work.nsub - 1 - c, c)
+        else:
+            c = gl.where(b >= work.forwards, work.documents.total - 1 - c, c)
     return c
 
 
@@ -112,6 +126,44 @@ def find_share(pair, U: gl.constexpr, BOTH: gl.constexpr, form: gl.constexpr):
     """The pair of slices, the slice of it and the part of dstate that warpgroup U has."""
     pair, part = split_pair(pair, form)
     return (pair, part, U) if BOTH else (pair, U, part)
+
+
+@gluon.jit
+def get_token(c, b, work, BLOCK_M: gl.constexpr, BACKWARDS: gl.constexpr):
+    """The first token at step c of a walk of row b."""
+    c = get_sub_chunk(c, b, work, BACKWARDS)
+    return c * BLOCK_M if work.documents.blocks is None else load_token(work.documents, c)
+
+
+@gluon.jit
+def load_entered(c, b, work, BACKWARDS: gl.constexpr):
+    """The document whose state sets that of a walk of row b at block c, or -1."""
+    document = load_begun(work.documents, c)
+    if BACKWARDS:
+        document = gl.where(b >= work.forwards, load_ended(work.documents, c), document)
+    return document
+
+
+@gluon.jit
+def load_left(c, b, work, BACKWARDS: gl.constexpr):
+    """The document whose state a walk of row b has behind block c, or -1."""
+    document = load_ended(work.documents, c)
+    if BACKWARDS:
+        document = gl.where(b >= work.forwards, load_begun(work.documents, c), document)
+    return document
+
+
+@gluon.jit
+def load_entering_state(entered, b, h, part, work, BACKWARDS: gl.constexpr, STATE: gl.constexpr, SLICE,
+                        form: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr):
+    """A slice [P, N] fp32 of the state of that document, or of the gradient of the one that it leaves."""
+    if BACKWARDS and b >= work.forwards:
+        state = load_document_state(work.documents.dfinal_states, entered, h, work.nheads, STATE, SLICE, part, form, ROWS,
+                                    WIDTH)
+    else:
+        state = load_document_state(work.documents.initial_states, entered, h, work.nheads, STATE, SLICE, part, form, ROWS,
+                                    WIDTH)
+    return state
 
 
 @gluon.jit
@@ -137,7 +189,7 @@ def walk_slice(ring, tiles, states_desc, dA_cumsum, dt, start, final_states, wor
     step = 0
     kept = 0
     for k in range(gl.program_id(0) * work.nruns, gl.program_id(0) * work.nruns + work.nruns):
-        run = load_run(work.runs, k)
+        run = get_run(work, k)
         b, first, last = run.b, run.first, run.last
         pair, side, part = find_share(run.pair, U, BOTH, form)
         SLICE = side if form.SLICES == 2 else 0
@@ -149,8 +201,17 @@ def walk_slice(ring, tiles, states_desc, dA_cumsum, dt, start, final_states, wor
         else:
             state = load_start(start, run, bh, part, work, U, SLICE, BACKWARDS, STATE, form, ROWS, WIDTH)
         total = 0.0
+        if work.documents.blocks is not None:
+            entered = load_entered(get_sub_chunk(first, b, work, BACKWARDS), b, work, BACKWARDS)
         a, dt_c, end = load_steps(dA_cumsum, dt, row + get_sub_chunk(first, b, work, BACKWARDS) * BLOCK_M, m, BLOCK_M)
         for c in range(first, last):
+            if work.documents.blocks is not None:
+                if entered >= 0:
+                    state = load_entering_state(entered, b, h, part, work, BACKWARDS, STATE, SLICE, form, ROWS, WIDTH)
+                    total = -1e30  # what came before is not in it
+                next_block = get_sub_chunk(gl.minimum(c + 1, last - 1), b, work, BACKWARDS)
+                entered = load_entered(next_block, b, work, BACKWARDS)
+                left = load_left(get_sub_chunk(c, b, work, BACKWARDS), b, work, BACKWARDS)
             slot, line = slot_of(ring, step), 2 * U + step % 2
             w = dt_c * decay((end - a) * LOG2E)
             if BACKWARDS:
@@ -183,13 +244,17 @@ def walk_slice(ring, tiles, states_desc, dA_cumsum, dt, start, final_states, wor
             state = warpgroup_mma_wait(0, deps=(state,))
             block_barrier()
             mark_empty(ring, slot)
+            if work.documents.blocks is not None and work.documents.final_states is not None:  # noqa: SIM102
+                if left >= 0 and (not BACKWARDS or b >= work.forwards):
+                    store_document_state(work.documents.final_states, state, left, h, work.nheads, STATE, SLICE, part, form,
+                                         ROWS, WIDTH)
             step += 1
         if states_desc is None:
-            if first < last:
+            if is_run(work, k, run):
                 piece = run.piece * 2 + U
                 gl.store(start.ends + piece.to(gl.int64) * (ROWS * WIDTH) + piece_offsets(STATE, ROWS, WIDTH), state)
                 gl.store(start.factors + piece, decay(total * LOG2E))
-        elif final_states is not None:  # noqa: SIM102
+        elif final_states is not None and work.documents.blocks is None:  # noqa: SIM102
             if last == work.nsub and (not BACKWARDS or b >= work.forwards):
                 at = final_states + bh * (form.HEADDIM * form.DSTATE) + state_offsets(STATE, SLICE, part, form, ROWS, WIDTH)
                 store_masked(at, state, state_mask(STATE, SLICE, part, form, ROWS, WIDTH))
@@ -204,12 +269,16 @@ def fetch_tiles(x_desc, B_desc, dy_desc, C_desc, ring, tiles, work, form: gl.con
     BYTES: gl.constexpr = (1 if BOTH else 2) * tile_bytes(x_desc) + (2 if BOTH else 1) * tile_bytes(B_desc)
     step = 0
     for k in range(gl.program_id(0) * work.nruns, gl.program_id(0) * work.nruns + work.nruns):
-        run = load_run(work.runs, k)
+        run = get_run(work, k)
         b = run.b
         for c in range(run.first, run.last):
+            if work.documents.blocks is not None:
+                token = get_token(c, b, work, BLOCK_M, BACKWARDS)
             slot = slot_of(ring, step)
             wait_empty(ring, step)
-            bar, token = ring.full.index(slot), get_sub_chunk(c, b, work, BACKWARDS) * BLOCK_M
+            bar = ring.full.index(slot)
+            if work.documents.blocks is None:
+                token = get_token(c, b, work, BLOCK_M, BACKWARDS)
             mbarrier.expect(bar, BYTES)
             if BACKWARDS and b >= work.forwards:
                 fetch_pair(dy_desc, C_desc, b - work.forwards, token, run.pair, work, form, BOTH, bar, tiles, slot)
@@ -238,7 +307,7 @@ def fetch_pair(x_desc, B_desc, b, token, pair, work, form: gl.constexpr, BOTH: g
 @gluon.jit(do_not_specialize=SIZES)
 def hopper_states_kernel(x_desc, B_desc, dy_desc, C_desc, states_desc, dA_cumsum, dt, initial_states, dfinal_states,
                          ends, factors, final_states, runs, nruns, forwards, nsub, nheads, heads_per_group,
-                         HEADDIM: gl.constexpr, DSTATE: gl.constexpr, ODD: gl.constexpr, BOTH: gl.constexpr,
+                         blocks, HEADDIM: gl.constexpr, DSTATE: gl.constexpr, ODD: gl.constexpr, BOTH: gl.constexpr,
                          EVERY: gl.constexpr, STAGES: gl.constexpr):
     BACKWARDS: gl.constexpr = dy_desc is not None
     gl.static_assert(EVERY == 1 or not BACKWARDS, "walks backwards keep the state of each sub-chunk")
@@ -256,8 +325,13 @@ def hopper_states_kernel(x_desc, B_desc, dy_desc, C_desc, states_desc, dA_cumsum
     weights = gl.allocate_shared_memory(gl.float32, [4, BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     ring = make_ring(STAGES, 2)
     fence_async_shared()
-    tiles, work = Tiles(Xs, Bs, Ss, weights), Work(runs, nruns, forwards, nsub, nheads, heads_per_group)
-    start = Start(initial_states, dfinal_states, ends, factors)
+    if blocks is None:
+        documents = Documents(None, None, None, None, None)
+        start = Start(initial_states, dfinal_states, ends, factors)
+    else:
+        documents = Documents(blocks, gl.load(blocks + nsub * FIELDS), initial_states, dfinal_states, final_states)
+        start = Start(None, None, ends, factors)
+    tiles, work = Tiles(Xs, Bs, Ss, weights), Work(runs, nruns, forwards, nsub, nheads, heads_per_group, documents)
     gl.warp_specialize([
         (walk_slice, (ring, tiles, states_desc, dA_cumsum, dt, start, final_states, work, FORM, BOTH, 0, EVERY, BACKWARDS,
                       BLOCK_M, ROWS, WIDTH)),
@@ -267,33 +341,35 @@ def hopper_states_kernel(x_desc, B_desc, dy_desc, C_desc, states_desc, dA_cumsum
     ], [4, 1], [152 if WIDTH <= 128 else 224, 24])
 
 
-def piece_states(i: SSDInputs, descriptors, dt, dA_cumsum, npieces: int, runs,
-                 forwards: int, both: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def piece_states(i: SSDInputs, descriptors, dt, dA_cumsum, npieces: int, runs, forwards: int, both: bool, blocks=None,
+                 starts=(None, None)) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns ends and factors. descriptors: of x, B, and of dy, C if rows from `forwards` on are walked backwards.
 
-    runs: (blocks, nruns, 6) int32. both: whether a block has both parts of dstate.
+    runs: (blocks, nruns, 6) int32. both: whether a block has both parts of dstate. blocks: those of documents, in place of
+    sub-chunks; starts: their initial_states and dfinal_states, contiguous, each or None for zeros.
     """
     ends = torch.empty(npieces, 2, *(d.block_shape[-1] for d in descriptors[:2]), device=i.x.device, dtype=torch.float32)
     factors = torch.empty(npieces, 2, device=i.x.device, dtype=torch.float32)
-    _launch(i, descriptors, None, dt, dA_cumsum, runs, (None, None), ends, factors, None, forwards, dt.shape[3],
-            both)
+    _launch(i, descriptors, None, dt, dA_cumsum, runs, starts, ends, factors, None, forwards, dt.shape[3], both, blocks)
     return ends, factors
 
 
 def all_states(i: SSDInputs, descriptors, states_desc, dt, dA_cumsum, runs, starts, ends, factors, final_states, forwards: int,
-               every: int, both: bool) -> None:
+               every: int, both: bool, blocks=None) -> None:
     """Fills what states_desc describes, states every `every` tokens, and final_states unless None.
 
     descriptors, runs: as above. starts: initial_states and dfinal_states, contiguous, each or None for zeros. ends and factors:
-    of the pieces that enter the runs, if any do.
+    of the pieces that enter the runs, if any do. blocks: those of documents, in place of sub-chunks; starts and final_states
+    are then the documents'.
     """
-    _launch(i, descriptors, states_desc, dt, dA_cumsum, runs, starts, ends, factors, final_states, forwards, every, both)
+    _launch(i, descriptors, states_desc, dt, dA_cumsum, runs, starts, ends, factors, final_states, forwards, every, both,
+            blocks)
 
 
 def _launch(i: SSDInputs, descriptors, states_desc, dt, dA_cumsum, runs, starts, ends, factors, final_states, forwards: int,
-            every: int, both: bool) -> None:
+            every: int, both: bool, blocks) -> None:
     descriptors = (*descriptors, None, None)[:4]
     launch(hopper_states_kernel, runs.shape[0], *descriptors, states_desc, dA_cumsum, dt, *starts, ends, factors, final_states,
-           runs, runs.shape[1], forwards, dt.shape[2], i.nheads, i.nheads // i.ngroups, HEADDIM=i.headdim, DSTATE=i.dstate,
-           ODD=i.nheads // i.ngroups % 2 == 1, BOTH=both, EVERY=every // dt.shape[3], STAGES=STAGES, num_warps=4,
-           maxnreg=_REGISTERS)
+           runs, runs.shape[1], forwards, dt.shape[2], i.nheads, i.nheads // i.ngroups, blocks, HEADDIM=i.headdim,
+           DSTATE=i.dstate, ODD=i.nheads // i.ngroups % 2 == 1, BOTH=both, EVERY=every // dt.shape[3], STAGES=STAGES,
+           num_warps=4, maxnreg=_REGISTERS)

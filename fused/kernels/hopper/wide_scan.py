@@ -47,7 +47,8 @@ from .roles import (
     tile_bytes,
     write_slice,
 )
-from .scan import SIZES, Outputs, Rings, Slots, Vectors, Work, load_D
+from .scan import SIZES, Slots
+from .scan_tiles import Outputs, Rings, Vectors, Work, load_D
 from .start import Start, load_given_state, load_kept_state
 
 RUN_UNMEASURED = False  # whether dstate above 128 takes this kernel, which is right on an H100 but was never timed
@@ -323,8 +324,8 @@ def hopper_wide_scan_kernel(x_desc, B_desc, C_desc, z_desc, out_desc, y_desc, st
     rings = Rings(make_ring(STAGES, 3), make_ring(HEADS * SLOTS, FORM.SLICES))
     fence_async_shared()
     tiles, vectors = Tiles(Xs, Bs, Cs, Zs, Ls, Ys, Ss), Vectors(from_start, to_end)
-    work, start = Work(runs, nruns, nsub, nheads, heads_per_group), Start(initial_states, ends, factors, starts)
-    outputs = Outputs(out_desc, y_desc, states_desc, final_states)
+    work, start = Work(runs, nruns, nsub, nheads, heads_per_group, None), Start(initial_states, ends, factors, starts)
+    outputs = Outputs(out_desc, y_desc, states_desc, final_states, None, None, None, None)
     gl.warp_specialize([
         (scan_slice, (outputs, rings, tiles, vectors, dA_cumsum, D, start, work, FORM, 0, EVERY, BLOCK_M, ROWS,
                       WIDTH)),

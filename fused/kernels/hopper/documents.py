@@ -1,0 +1,123 @@
+"""Documents with states of their own, in Gluon, for Hopper: what the roles of the kernels do in place of walking a row.
+
+A walk goes through blocks of up to 64 tokens of one document each (`ssd/kernels/document_blocks.py`) instead of the sub-chunks
+of a row. A block that begins a document sets the state to the document's own, one that ends it stores the state; backwards the
+other way round. Tiles are fetched whole, so a short block has tokens of the document before it, first. Their steps are 0 and
+their A is -128, so nothing of theirs enters a state, forwards or backwards, unless it is not finite. What leaves by the TMA
+would overwrite theirs, so what a short block leaves is stored from shared memory.
+
+Runs are dealt as if there were as many blocks as the worst documents need. Each goes over its share of those that there are.
+"""
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from .roles import Run, get_tile, load_run, state_mask, state_offsets, store_masked, write_slice
+from .start import load_given_state, row_layout
+
+FIELDS = gl.constexpr(4)  # of a block: first token of its tiles, number of its own, document that it begins, that it ends
+
+
+class Documents(NamedTuple):
+    """Where the blocks of documents lie, `total` of them, and the documents' states (ndocs, nheads, headdim, dstate). All None
+    where rows are walked.
+
+    States that are None are zero, or final_states not asked for. Of walks backwards these are the gradients of initial_states.
+    """
+
+    blocks: gl.tensor
+    total: gl.tensor
+    initial_states: gl.tensor
+    dfinal_states: gl.tensor
+    final_states: gl.tensor
+
+
+@gluon.jit
+def scale_bound(work, c):
+    """Where a run that was dealt from c on begins among the blocks that there are. In fp32, which keeps the order of bounds."""
+    total = work.documents.total
+    scaled = (c.to(gl.float32) * (total.to(gl.float32) / work.nsub.to(gl.float32))).to(gl.int32)
+    return gl.where(c == work.nsub, total, gl.minimum(scaled, total - 1))
+
+
+@gluon.jit
+def get_run(work, k):
+    """Run k of the table; of documents, that share of their blocks."""
+    run = load_run(work.runs, k)
+    if work.documents.blocks is not None:
+        first, last = scale_bound(work, run.first), scale_bound(work, run.last)
+        run = Run(run.b, run.pair, first, last, run.piece, run.npieces)
+    return run
+
+
+@gluon.jit
+def is_run(work, k, run):
+    """Whether run k, which `get_run` gave, is none of the empty ones that fill up the table."""
+    if work.documents.blocks is None:
+        filled = run.first < run.last
+    else:
+        dealt = load_run(work.runs, k)
+        filled = dealt.first < dealt.last
+    return filled
+
+
+@gluon.jit
+def load_token(documents, c):
+    """The first token of the tiles of block c."""
+    return gl.load(documents.blocks + c * FIELDS)
+
+
+@gluon.jit
+def load_count(documents, c):
+    """How many tokens of its tiles, the last ones, are block c's."""
+    return gl.load(documents.blocks + c * FIELDS + 1)
+
+
+@gluon.jit
+def load_begun(documents, c):
+    """The document that block c begins, or -1."""
+    return gl.load(documents.blocks + c * FIELDS + 2)
+
+
+@gluon.jit
+def load_ended(documents, c):
+    """The document that block c ends, or -1."""
+    return gl.load(documents.blocks + c * FIELDS + 3)
+
+
+@gluon.jit
+def load_document_state(states, document, h, nheads, STATE: gl.constexpr, SLICE: gl.constexpr, part, form: gl.constexpr,
+                        ROWS: gl.constexpr, WIDTH: gl.constexpr):
+    """A slice [P, N] fp32 of a part of the state of head h of a document; zero if `states` is None."""
+    return load_given_state(states, document.to(gl.int64) * nheads + h, STATE, SLICE, part, form, ROWS, WIDTH)
+
+
+@gluon.jit
+def store_document_state(states, state, document, h, nheads, STATE: gl.constexpr, SLICE: gl.constexpr, part,
+                         form: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr):
+    """The other way. states: fp32."""
+    at = (document.to(gl.int64) * nheads + h) * (form.HEADDIM * form.DSTATE)
+    store_masked(states + at + state_offsets(STATE, SLICE, part, form, ROWS, WIDTH), state,
+                 state_mask(STATE, SLICE, part, form, ROWS, WIDTH))
+
+
+@gluon.jit
+def write_block(desc, to, token, count, head, slice, nheads, form: gl.constexpr, tiles, k: gl.constexpr,
+                BLOCK_M: gl.constexpr, ROWS: gl.constexpr):
+    """From tile k, a slice of a head of a block's tokens, to `to`, contiguous, which desc describes.
+
+    The warps must meet before they store into the tile again.
+    """
+    if count == BLOCK_M:
+        write_slice(desc, 0, token, head * form.SLICES + slice, form.SLICES, tiles.index(k))
+    else:
+        LAYOUT: gl.constexpr = row_layout(ROWS)
+        m, p = gl.arange(0, BLOCK_M, gl.SliceLayout(1, LAYOUT)), gl.arange(0, ROWS, gl.SliceLayout(0, LAYOUT))
+        first = to + ((token.to(gl.int64) * nheads + head) * form.HEADDIM + slice * ROWS)
+        at = first + (gl.expand_dims(m * (nheads * form.HEADDIM), 1) + gl.expand_dims(p, 0))
+        mask = gl.expand_dims(m >= BLOCK_M - count, 1)
+        if form.HEADDIM % ROWS:
+            mask = mask & gl.expand_dims(p < form.HEADDIM - slice * ROWS, 0)
+        gl.store(at, get_tile(tiles, k, BLOCK_M, ROWS).load(LAYOUT), mask=mask)

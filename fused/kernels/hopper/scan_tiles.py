@@ -1,0 +1,90 @@
+"""What the roles of the scan on Hopper share: its memory, its results, and what a slice reads and writes beside its loop."""
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+
+from ssd.runtime.gluon_names import async_store, block_barrier, store_wait
+
+from .documents import Documents
+from .ring import Ring
+from .roles import get_tile
+
+
+class Rings(NamedTuple):
+    """Which slots of shared memory are full or empty."""
+
+    tiles: Ring
+    masks: Ring  # a lane a head
+
+
+class Tiles(NamedTuple):
+    """Shared memory, by slot: x, B, C of `tiles`, L of `masks`; y and states, a slot a head, on their way out."""
+
+    x: gl.shared_memory_descriptor  # [2 STAGES, 1, 64, headdim]: both heads of a slot in a row
+    B: gl.shared_memory_descriptor  # [STAGES, 1, 64, dstate], and C
+    C: gl.shared_memory_descriptor
+    z: gl.shared_memory_descriptor  # as x, or None
+    before: gl.shared_memory_descriptor  # as x: the output of the part of dstate before, or None
+    L: gl.shared_memory_descriptor  # [2 SLOTS, 64, 64]
+    y: gl.shared_memory_descriptor  # [2, 1, 64, headdim]; [4, ...] where y before the gate goes out too
+    states: gl.shared_memory_descriptor  # [2, 1, headdim, dstate], or None
+
+
+class Vectors(NamedTuple):
+    """Shared memory [2 SLOTS, 64] fp32, by slot of `masks`: the decays of a head's tokens."""
+
+    from_start: gl.shared_memory_descriptor  # exp(A_i)
+    to_end: gl.shared_memory_descriptor  # dt_j exp(A_last - A_j)
+
+
+class Work(NamedTuple):
+    """The runs of all blocks, nruns of them for each, and the sizes that tell where a head's tokens are."""
+
+    runs: gl.tensor
+    nruns: gl.tensor
+    nsub: gl.tensor
+    nheads: gl.tensor
+    heads_per_group: gl.tensor
+    documents: Documents
+
+
+class Outputs(NamedTuple):
+    """Descriptors of out, of out without the gate z and of the states before each sub-chunk; final_states. All but out may be
+    None. asked: sub-chunks between the states that are written after them, nasked of them a row; None: before each.
+    """
+
+    out: gl.tensor
+    y: gl.tensor
+    states: gl.tensor
+    final_states: gl.tensor
+    out_at: gl.tensor  # the memory of out and y, where documents end inside tiles
+    y_at: gl.tensor
+    asked: gl.tensor
+    nasked: gl.tensor
+
+
+@gluon.jit
+def load_D(D, h, SLICE: gl.constexpr, form: gl.constexpr, PI: gl.constexpr, ROWS: gl.constexpr):
+    """D of a head, or of a slice of its channels [P, 1] where D has two dimensions."""
+    if form.D_ROWS:
+        p = SLICE * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, PI))
+        D_h = gl.expand_dims(gl.load(D + h * form.HEADDIM + p, mask=p < form.HEADDIM, other=0.0).to(gl.float32), 1)
+    else:
+        D_h = gl.load(D + h).to(gl.float32)
+    return D_h
+
+
+@gluon.jit
+def write_asked_state(outputs, tiles, state, b, h, c, work, U: gl.constexpr, SLICE: gl.constexpr, PART: gl.constexpr,
+                      ROWS: gl.constexpr, WIDTH: gl.constexpr):
+    """A slice of the state before sub-chunk c, a multiple of `asked`; after the last one, the row may have one more."""
+    store_wait(0)
+    block_barrier()
+    get_tile(tiles.states, U, ROWS, WIDTH).store(state.to(outputs.states.dtype))
+    fence_async_shared()
+    block_barrier()
+    at = (b * outputs.nasked + c // outputs.asked - 1) * work.nheads + h
+    async_store(outputs.states, [at, SLICE * ROWS, PART * WIDTH], tiles.states.index(U))

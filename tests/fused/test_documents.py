@@ -1,0 +1,162 @@
+"""Documents with states in the Hopper kernels as they are, in `tests.executor`; and the blocks that they are walked in.
+
+Off by default until measured; here switched on.
+"""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+
+from fused import hopper
+from ssd.documents import find_bounds
+from ssd.kernels.document_blocks import document_blocks
+from ssd.registry import get_variant
+from ssd.types import Options
+from tests.errors import assert_all_accurate, cotangents, one_cotangent, results, truths
+from tests.executor import Executor
+from tests.fused.hopper_on_cpu import KERNELS, hopper_on_cpu
+from tests.inputs import GPU, Case, Shape
+from tests.ssd.test_document_states import draw
+
+pytestmark = pytest.mark.usefixtures("poison", "documents")
+SHAPE = Shape(1, 300, 4, 64, 2, 64, 64)
+CASE = Case(D="h", dt_bias=True, dt_softplus=True, initial_states=True, documents="states", dt_dtype=torch.float32)
+BOUNDS = (0, 30, 30, 95, 96, 224, 300)
+SCAN, STATES, GROUP = "hopper_scan_kernel", "hopper_states_kernel", "hopper_group_kernel"
+WHOLE, CUT = (SCAN, STATES, GROUP), (STATES, SCAN, STATES, STATES, GROUP)
+TWO_PARTS = SCAN, SCAN, STATES, GROUP, GROUP
+GATE = replace(CASE, z=True)
+WAYS = {
+    "several rounds": (BOUNDS, CASE, {}, WHOLE, {"blocks": 1}),
+    "cut": (BOUNDS, CASE, {}, CUT, {"blocks": 5, "cut": (3, 2)}),
+    "cut into blocks": (BOUNDS, CASE, {"nheads": 2, "ngroups": 1}, CUT, {"blocks": 12, "cut": (1, 1)}),
+    "one document": ((0, 300), CASE, {}, CUT, {"blocks": 5, "cut": (2, 2)}),
+    "whole blocks": ((0, 64, 192, 256), CASE, {}, WHOLE, {"blocks": 2}),
+    "one token each": (range(20), CASE, {}, WHOLE, {"blocks": 2}),
+    "one token each, cut": (range(20), CASE, {}, CUT, {"blocks": 5, "cut": (6, 5)}),
+    "empty at both ends": ((0, 0, 0, 70, 70, 70), CASE, {}, WHOLE, {"blocks": 2}),
+    "all empty but one": ((0, 0, 0, 0, 100, 100), CASE, {}, CUT, {"blocks": 5, "cut": (2, 1)}),
+    "many": (range(0, 140, 2), CASE, {"nheads": 4, "ngroups": 1}, WHOLE, {"blocks": 2}),
+    "no states given": (BOUNDS, replace(CASE, initial_states=False), {}, CUT, {"blocks": 5, "cut": (3, 2)}),
+    "strong decay": (BOUNDS, replace(CASE, strong_decay=True), {}, CUT, {"blocks": 5, "cut": (3, 2)}),
+    "gate": (BOUNDS, GATE, {}, CUT, {"blocks": 5, "cut": (3, 2)}),
+    "packed": (BOUNDS, Case(D="h", packed=True, dt_limit=(0.02, 0.08), initial_states=True, documents="states"), {}, WHOLE,
+               {"blocks": 2}),
+    "odd heads in splits": (BOUNDS, CASE, {"nheads": 3, "ngroups": 1}, WHOLE, {"blocks": 2, "splits": 2}),
+    "headdim 80": (BOUNDS, CASE, {"headdim": 80, "nheads": 2}, CUT, {"blocks": 5, "cut": (3, 2)}),
+    "headdim 128": (BOUNDS, CASE, {"headdim": 128, "nheads": 2, "dstate": 128}, WHOLE, {"blocks": 2}),
+    "headdim 24, dstate 48": (BOUNDS, CASE, {"headdim": 24, "dstate": 48}, WHOLE, {"blocks": 2}),
+    "dstate 160, gate": (BOUNDS, GATE, {"dstate": 160, "nheads": 2, "ngroups": 1}, TWO_PARTS, {"blocks": 2}),
+    "dstate 256, cut": ((0, 90, 200), CASE, {"dstate": 256, "nheads": 2, "ngroups": 1},
+                        (STATES, SCAN, SCAN, STATES, STATES, GROUP, GROUP), {"blocks": 8, "cut": (3, 2)}),
+}
+
+
+@pytest.fixture
+def documents(monkeypatch):
+    monkeypatch.setattr(hopper, "TAKES_DOCUMENTS", True)
+
+
+@pytest.fixture(scope="module")
+def executor() -> Executor:
+    return Executor(*KERNELS)
+
+
+@pytest.mark.skipif(GPU, reason="the kernels themselves run on a GPU")
+@pytest.mark.parametrize("way", WAYS)
+def test_right(way, executor):
+    bounds, case, sizes, runs, dealing = WAYS[way]
+    dtype = torch.float16 if case.packed or case.z else torch.bfloat16  # the interpreter rounds to bf16 in its own way
+    inputs = draw(bounds, replace(case, initial_states=True), dtype, shape=replace(SHAPE, **sizes))
+    if not case.initial_states:
+        inputs = replace(inputs, initial_states=None)
+    ways, first = cotangents(inputs), None
+    for executor.seed in range(2):
+        executor.launched.clear()
+        with hopper_on_cpu(executor, **dealing):
+            got = results("persistent", inputs, *ways)
+        assert tuple(executor.launched) == runs
+        first = first or got
+        assert all(torch.equal(t, first[name]) for name, t in got.items())
+    assert_all_accurate(first, truths(inputs, *ways), inputs, *ways)
+
+
+@pytest.mark.skipif(GPU, reason="the kernels themselves run on a GPU")
+@pytest.mark.parametrize("gradient", ("dout", "dfinal_states"))
+def test_one_gradient_alone(gradient, executor):
+    inputs = draw(BOUNDS, CASE, torch.bfloat16, shape=replace(SHAPE, nheads=2, ngroups=1))
+    ways = one_cotangent(inputs, gradient)
+    with hopper_on_cpu(executor, 2):
+        got = results("persistent", inputs, *ways)
+    assert_all_accurate(got, truths(inputs, *ways), inputs, *ways)
+
+
+@pytest.mark.skipif(GPU, reason="the kernels themselves run on a GPU")
+def test_documents_do_not_meet(executor):
+    """A document's results are the same bits whatever the others hold, and however they are cut apart."""
+    inputs = draw(BOUNDS, CASE, torch.bfloat16, shape=replace(SHAPE, nheads=2, ngroups=1))
+    dout, dfinal_states = cotangents(inputs)
+    start, end = BOUNDS[-3:-1]
+    other = {name: torch.randn_like(t) for name in ("x", "B", "C") if (t := getattr(inputs, name)) is not None}
+    for name, t in other.items():
+        t[:, start:end] = getattr(inputs, name)[:, start:end]
+    dother = torch.randn_like(dout)
+    dother[:, start:end] = dout[:, start:end]
+    with hopper_on_cpu(executor, 2):
+        alone = results("persistent", inputs, dout, dfinal_states)
+        beside = results("persistent", replace(inputs, **other), dother, dfinal_states)
+    for name in ("out", "dx", "ddt", "dB", "dC"):
+        assert torch.equal(alone[name][:, start:end], beside[name][:, start:end]), name
+    for name in ("final_states", "dinitial_states"):
+        assert torch.equal(alone[name][4], beside[name][4]), name
+
+
+@pytest.mark.skipif(GPU, reason="the kernels themselves run on a GPU")
+def test_fused_takes_them_in_the_backward(executor):
+    """Its forward cuts them into rows."""
+    inputs = draw((0, 70, 100), CASE, torch.float16, shape=replace(SHAPE, nheads=2, ngroups=1))
+    ways = cotangents(inputs)
+    executor.launched.clear()
+    with hopper_on_cpu(executor, 2):
+        got = results("fused", inputs, *ways)
+    assert tuple(executor.launched) == (STATES, SCAN, STATES, GROUP)
+    assert_all_accurate(got, truths(inputs, *ways), inputs, *ways)
+
+
+def list_blocks(bounds, nblocks, seqlen):
+    """As document_blocks writes them, the long way."""
+    rows = []
+    for d, (start, end) in enumerate(pairwise(bounds)):
+        n = max(1, -(-(end - start) // 64))
+        for k in range(n):
+            token = end - (n - k) * 64 if end > start else seqlen
+            count = min(64, token + 64 - start) if end > start else 0
+            rows.append([token, count, d if k == 0 else -1, d if k == n - 1 else -1])
+    total = len(rows)
+    rows += [[seqlen, 0, -1, -1]] * (nblocks - total)
+    return [*rows, [total, 0, -1, -1]]
+
+
+@pytest.mark.parametrize("bounds", [
+    BOUNDS, (0, 0, 0, 64, 64), (0, 1), (0, 300), tuple(range(200)), (0, *[130] * 70, 4000), (3, 10, -4, 99, 5, 70)], ids=str)
+def test_blocks(bounds, device):
+    """Of any bounds, those from outside of the row and those that fall too."""
+    seqlen = 70 if bounds[0] else bounds[-1]
+    case, shape = Case(initial_states=True, documents="states"), Shape(1, 1, 1, 8, 1, 8, 16)
+    inputs = draw((0, seqlen), case, torch.float32, device, shape)
+    inputs = replace(inputs, cu_seqlens=torch.tensor(bounds, dtype=torch.int32, device=device))
+    blocks = document_blocks(inputs)
+    rising = find_bounds(inputs.cu_seqlens, seqlen).tolist()
+    assert blocks.tolist() == list_blocks(rising, len(blocks) - 1, seqlen)
+
+
+def test_off_until_measured(monkeypatch):
+    """They are cut into rows."""
+    monkeypatch.undo()
+    monkeypatch.setattr(hopper, "is_hopper", lambda device: True)
+    inputs = draw(BOUNDS, CASE, torch.float16, shape=SHAPE)
+    assert not hopper.TAKES_DOCUMENTS
+    for takes in (get_variant(name).takes_these for name in ("fused", "persistent")):
+        assert not takes(inputs, Options(), "fwd") and not takes(inputs, Options(), "bwd")
