@@ -1,6 +1,7 @@
 """Context parallelism: one sequence over several GPUs beside one GPU, and beside all-to-alls from tokens to heads.
 
-Times are medians of GPU time, of the slowest rank. Every rank also runs the whole sequence alone, in turn with the others' way.
+Times are medians of GPU time, of the slowest rank, eager and in CUDA graphs, which hold the exchanges too. Every rank also runs
+the whole sequence alone, in turn with the others' way.
 """
 
 from __future__ import annotations
@@ -67,18 +68,41 @@ def run(parts: Sequence[str], seqlens: Sequence[int], modes: Sequence[str], vari
 def _measure(shape: Shape, part: str, mode: str, variant: str, dtype: str, calls: dict[str, Callable], team: Team, repeats: int,
              warmup: int) -> dict:
     dist.barrier()
-    times = {name: [team.max_over(value) for value in values] for name, values in
-             timing.interleave(calls, repeats, warmup).items()}
-    p20, p50, p80 = times["parts"]
+    times = _time(calls, team, repeats, warmup)
+    graphs = _time(_capture(calls, team), team, repeats, warmup)
+    (p20, p50, p80), graph_p50 = times["parts"], graphs["parts"][1] if "parts" in graphs else None
     forward, backward = count_states(shape.problem(_CHUNK_SIZE, dtype), team.size)
-    alone, dealt = times["alone"][1], times["all_to_all"][1] if "all_to_all" in times else None
+    alone, dealt, *in_graphs = (of[name][1] if name in of else None
+                                for of in (times, graphs) for name in ("alone", "all_to_all"))
+    efficiency = in_graphs[0] / graph_p50 / team.size if graph_p50 and in_graphs[0] else alone / p50 / team.size
     return {
         "bench": "context", "part": part, "mode": mode, "shape": shape.name, **shape.sizes, "dtype": dtype, "variant": variant,
         "chunk_size": _CHUNK_SIZE, "ranks": team.size, "p20_us": p20, "p50_us": p50, "p80_us": p80, "alone_p50_us": alone,
-        "efficiency": alone / p50 / team.size, "all_to_all_p50_us": dealt,
+        "graph_p50_us": graph_p50, "alone_graph_p50_us": in_graphs[0], "all_to_all_graph_p50_us": in_graphs[1],
+        "efficiency": efficiency, "all_to_all_p50_us": dealt,
         "bytes_received": forward.bytes + (backward.bytes if mode == "fwd_bwd" else 0),
         "peak_mib": team.max_over(timing.measure_peak_mib(calls["parts"])), "link_gbps": team.measure_link(),
         **record.environment()}
+
+
+def _time(calls: dict[str, Callable], team: Team, repeats: int, warmup: int) -> dict[str, list[float]]:
+    """20th, 50th and 80th percentile of each, of the slowest rank."""
+    return {name: [team.max_over(value) for value in values]
+            for name, values in timing.interleave(calls, repeats, warmup).items()}
+
+
+def _capture(calls: dict[str, Callable], team: Team) -> dict[str, Callable]:
+    """Those that every rank could capture: what one rank replays, others must."""
+    graphs = {}
+    for name, call in calls.items():
+        try:
+            graph, failed = timing.capture(call), 0
+        except Exception:  # memory, for one
+            failed = 1
+            torch.cuda.synchronize()
+        if not team.max_over(failed):
+            graphs[name] = graph
+    return graphs
 
 
 def _list_scans(shape: Shape, mode: str, variant: str, dtype: torch.dtype, team: Team) -> dict[str, Callable]:
@@ -122,10 +146,27 @@ def _list_blocks(shape: Shape, mode: str, variant: str, dtype: torch.dtype, team
 
 
 def _describe(row: dict) -> str:
-    faster = row["alone_p50_us"] / row["p50_us"]
-    dealt = "" if row["all_to_all_p50_us"] is None else f", {row['all_to_all_p50_us']:.0f} us by all-to-alls"
-    return (f"{row['part']} {row['mode']}, {row['seqlen']} tokens on {row['ranks']} GPUs: {row['p50_us']:.0f} us, "
-            f"{faster:.2f}x of one GPU{dealt}; {row['bytes_received'] / 1e6:.1f} MB received")
+    kind = "graph_" if row["graph_p50_us"] else ""
+    faster, dealt = row["efficiency"] * row["ranks"], row[f"all_to_all_{kind}p50_us"]
+    beside = "" if dealt is None else f", {dealt:.0f} us by all-to-alls"
+    return (f"{row['part']} {row['mode']}, {row['seqlen']} tokens on {row['ranks']} GPUs: {row[f'{kind}p50_us']:.0f} us"
+            f"{' in a CUDA graph' if kind else ''}, {faster:.2f}x of one GPU{beside}; "
+            f"{row['bytes_received'] / 1e6:.1f} MB received")
+
+
+def tabulate_times(rows: list[dict]) -> str:
+    """The last row of each part, mode and length, by GPU and ranks; of CUDA graphs, where there are such times."""
+    rows = record.latest(rows, lambda row: tuple(row[key] for key in ("gpu", "ranks", "part", "mode", "seqlen", "variant")))
+    lines = []
+    for row in sorted(rows, key=lambda row: (row["gpu"], row["ranks"], row["part"], row["seqlen"], row["mode"])):
+        kind = "graph_" if row.get("graph_p50_us") else ""
+        times = (row[f"{kind}p50_us"], row[f"alone_{kind}p50_us"], row[f"all_to_all_{kind}p50_us"])
+        lines.append((row["part"], row["mode"], f"{row['ranks']} x {row['gpu'].removeprefix('NVIDIA ')}", f"{row['seqlen']:,}",
+                      "graph" if kind else "eager", *("" if us is None else f"{us:,.0f}" for us in times),
+                      f"{row['efficiency'] * row['ranks']:.2f}"))
+    head = write_head("what | mode | GPUs | tokens | timed | parts, µs | one GPU, µs | all-to-alls, µs | times one GPU's speed",
+                      "what", "mode", "GPUs", "timed")
+    return f"{head}{render_lines(lines)}" if lines else "No rows yet: no two GPUs have run the bench of this table.\n"
 
 
 def tabulate_exchanges() -> str:

@@ -12,8 +12,20 @@ from triton import knobs
 
 from ssd.registry import is_peer
 
-from . import ablate, block, choose, figure, record, result_tables, speedup_figure, step_figure, sweep, table, terminal_page
-from .context import tabulate_exchanges
+from . import (
+    ablate,
+    block,
+    choose,
+    context,
+    figure,
+    record,
+    result_tables,
+    speedup_figure,
+    step_figure,
+    sweep,
+    table,
+    terminal_page,
+)
 from .decode import read_latest as read_decoding
 from .result_tables import MODES
 from .shapes import DIRECTIONS
@@ -41,6 +53,7 @@ class Shown:
         trainings: every one.
         checks: set-ups, and runs of all tests, without a GPU.
         choices: what "auto" chooses by.
+        contexts: sequences over several GPUs.
     """
 
     bench: Rows = field(default_factory=list)
@@ -52,6 +65,7 @@ class Shown:
     trainings: Rows = field(default_factory=list)
     checks: Rows = field(default_factory=list)
     choices: Rows = field(default_factory=list)
+    contexts: Rows = field(default_factory=list)
 
     @staticmethod
     def read(out: Path = record.RESULTS) -> Shown:
@@ -73,7 +87,7 @@ class Shown:
             sorted(ablation, key=itemgetter("gpu", "shape", "mode", "variant")), sorted(steps, key=itemgetter("gpu")),
             record.read(rows, bench="train"), [*record.read(out, bench="setup", gpu=None), *record.read(
                 out, bench="tests", gpu=None, only=None, shard=None, failed=0)],
-            [row for row in rows if row["bench"] in choose.BENCHES])
+            [row for row in rows if row["bench"] in choose.BENCHES], record.read(rows, bench="context"))
 
 
 def write(shown: Shown, root: Path = ROOT, check: bool = False) -> bool:
@@ -113,7 +127,8 @@ def list_sections(shown: Shown) -> dict[tuple[str, str], str]:
         ("docs/workloads.md", "gpus"): result_tables.tabulate_several_gpus(shown.trainings),
         ("docs/workloads.md", "seeds"): result_tables.tabulate_several_seeds(shown.trainings),
         ("docs/ablation.md", "ablation"): result_tables.tabulate_ablation(shown.ablation),
-        ("docs/context-parallel.md", "exchanges"): tabulate_exchanges(),
+        ("docs/context-parallel.md", "exchanges"): context.tabulate_exchanges(),
+        ("docs/context-parallel.md", "times"): context.tabulate_times(shown.contexts),
         ("docs/drop-in.md", "libraries"): result_tables.tabulate_libraries(shown.bench, shown.blocks),
         (TERMINAL, "terminal-gpu"): terminal_page.print_recorded_run(shown.bench),
     }

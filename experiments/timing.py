@@ -92,7 +92,8 @@ def make_call(scan: Call, mode: str, leaves: Sequence[torch.Tensor], dout: torch
 def capture(call: Call) -> Call:
     """The call as a CUDA graph; calling the result replays it. The call must have run before."""
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+    # the mode of this thread alone: NCCL watches from another what ranks exchange
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
         call()
     return graph.replay
 

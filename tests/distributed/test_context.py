@@ -24,12 +24,14 @@ def test_every_way_runs(ranks):
 def test_a_row(part, monkeypatch, tmp_path):
     monkeypatch.setattr(timing, "interleave", lambda calls, *_: dict.fromkeys(calls, (90.0, 100.0, 110.0)))
     monkeypatch.setattr(timing, "measure_peak_mib", lambda call: 1.0)
+    monkeypatch.setattr(timing, "capture", lambda call: call)
     monkeypatch.setattr(dist, "barrier", lambda: None)
     team = SimpleNamespace(rank=0, size=2, max_over=lambda value: value, measure_link=lambda: 400.0)
     ways = ("parts", "alone", "all_to_all") if part == "scan" else ("parts", "alone")
     row = context._measure(SMALL, part, "fwd", "auto", "bf16", dict.fromkeys(ways), team, 2, 1)
     record.append(row, tmp_path)
-    assert row["efficiency"] == 0.5 and context._describe(row).startswith(f"{part} fwd, 16 tokens on 2 GPUs: 100 us, 1.00x")
+    said = f"{part} fwd, 16 tokens on 2 GPUs: 100 us in a CUDA graph, 1.00x"
+    assert row["efficiency"] == 0.5 and context._describe(row).startswith(said)
 
 
 @without_gpu

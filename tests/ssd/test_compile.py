@@ -26,14 +26,15 @@ SHARED = {80: 166_912, 90: 232_448, 100: 232_448, 120: 101_376}  # bytes that on
 WALKS = ("bmm_chunk_scan_kernel", "stationary_scan_kernel")
 # Those that hold sums over the heads of a group there, in the same way.
 GROUP_LOOPS = ("dC_dCB_kernel", "dB_dx_kernel")
-# Bytes that a Triton spills of a kernel where 3.6 spills fewer, most of them in fp32. The ptxas of 3.9, and of plain kernels in
-# 3.7, is CUDA 13's, and is given --regAllocOptLevel=2, without which hopper_group spills 56 in place of 216.
-SPILLED = {"3.7": {"bmm_bwd_kernel": 64, "dB_dx_kernel": 40, "dC_dCB_kernel": 408, "chunk_scan_dC_kernel": 296,
+# Bytes that a Triton spills of a kernel beyond what tests allow all, most of them in fp32. The ptxas of 3.9, and of plain
+# kernels in 3.7, is CUDA 13's, and is given --regAllocOptLevel=2, without which hopper_group spills 56 in place of 216.
+SPILLED = {"3.6": {"bmm_bwd_kernel": 248, "chunk_cumsum_bwd_kernel": 800, "dC_dCB_kernel": 384, "chunk_scan_dC_kernel": 8},
+           "3.7": {"bmm_bwd_kernel": 64, "dB_dx_kernel": 40, "dC_dCB_kernel": 408, "chunk_scan_dC_kernel": 296,
                    "chunk_scan_chunk_state_dx_kernel": 224, "chunk_scan_dstates_kernel": 168, "chunk_state_dB_kernel": 160,
                    "ddA_cumsum_kernel": 136, "chunk_state_kernel": 24},
-           "3.8": {"dC_dCB_kernel": 344, "chunk_scan_dC_kernel": 8},
+           "3.8": {"bmm_bwd_kernel": 32, "dC_dCB_kernel": 400, "chunk_scan_dC_kernel": 24},
            "3.9": {"hopper_group_kernel": 216, "hopper_scan_kernel": 88, "hopper_wide_scan_kernel": 232, "bmm_bwd_kernel": 72,
-                   "dB_dx_kernel": 80, "dC_dCB_kernel": 464, "chunk_scan_dC_kernel": 72}}
+                   "dB_dx_kernel": 80, "dC_dCB_kernel": 520, "chunk_scan_dC_kernel": 72}}
 # Variants, and the optimisations without which other kernels of theirs run. What runs with Gluon has tests of its own.
 PLAIN = [(name, "--off", "gluon") for name in OURS]
 WAYS = [*PLAIN, ("fused", "--off", "gluon,two_level"), ("persistent", "--off", "gluon,stationary")]
