@@ -198,6 +198,8 @@ def pytest_terminal_summary(terminalreporter, exitstatus, config):
     from experiments import record
 
     only = {"only": chosen} if chosen else {}
+    if config.option.triton:
+        only["only"] = f"{chosen} --triton {','.join(config.option.triton)}".strip()
     shard = {"shard": config.option.shard} if config.option.shard else {}
     counts = {outcome: len(terminalreporter.stats.get(outcome, ())) for outcome in _OUTCOMES}
     counts["failed"] += len(terminalreporter.stats.get("error", ()))
