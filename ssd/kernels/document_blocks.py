@@ -17,7 +17,7 @@ import triton.language as tl
 
 from ..runtime.launch import launch
 from ..types import SUB_CHUNK, SSDInputs
-from .arguments import cdiv
+from .arguments import COUNTS, cdiv
 
 FIELDS = 4
 _ROWS, _DOCUMENTS = 64, 64
@@ -28,7 +28,7 @@ def _larger(a, b):
     return tl.maximum(a, b)
 
 
-@triton.jit(do_not_specialize=("ndocs", "seqlen", "nblocks"))
+@triton.jit(do_not_specialize=COUNTS)
 def document_blocks_kernel(cu_seqlens, blocks, ndocs, seqlen, nblocks, TOKENS: tl.constexpr, ROWS: tl.constexpr,
                            DOCUMENTS: tl.constexpr):
     """Each program goes through all documents: those whose first block is at most v are those up to the one of block v."""
