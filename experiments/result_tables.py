@@ -14,6 +14,7 @@ from . import record, table
 from .setup_size import describe
 from .shapes import DIRECTIONS, SHAPES
 from .speedup_figure import DEFAULT, FASTEST, HEADLINE
+from .sweep import describe_way
 from .table import render_lines, write_head, write_number, write_scientific
 
 MODES = DIRECTIONS | {"fwd_bwd": "forward and backward"}
@@ -33,7 +34,7 @@ _LIBRARY_PARTS = {"conv1d": ("convolution", "fwd_bwd"), "gated_norm": ("gated no
 # Of steps in two tables: what was run and how fast; where the time goes. `_describe_run` stands in the first column.
 _SETTINGS = ("workload", "batch", "dtype", "variant")
 _SPEED = ("tokens", "step ms", "speed-up", "a second", "unit", "MiB", "loss")
-_LEFT_OUT = {*_SPEED, "options", "preset", "mixer", "graph"}
+_LEFT_OUT = {*_SPEED, "options", "preset", "mixer", "graph", "compile"}
 _STEPS = {header: table.STEPS[header] for header in (*_SETTINGS, *_SPEED)}
 _STEP_PARTS = {header: table.STEPS[header] for header in (*_SETTINGS, *table.STEPS) if header not in _LEFT_OUT}
 _whole, _tenths = write_number(0), write_number(1)
@@ -306,7 +307,7 @@ def tabulate_gains(rows: list[dict]) -> str:
 def _describe_run(row: dict) -> str:
     """mamba2 1.3b (ssd), captured"""
     workload, preset, mixer = _list_settings(row, "workload", "preset", "mixer")
-    return f"{workload} {preset} ({mixer}){', captured' if row.get('graph') else ''}"
+    return f"{workload} {preset} ({mixer}){describe_way(row)}"
 
 
 def _list_settings(row: dict, *names: str) -> list[str]:

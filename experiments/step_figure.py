@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from . import figure, palette, record
+from . import figure, palette, record, sweep
 
 _PALE = 0.35  # of what is not the state-space model's
 
@@ -17,7 +17,7 @@ def points(rows: list[dict]) -> dict[str, dict[str, tuple[float, float | None, f
         if record.has_default_options(row):
             gpu = row["gpu"].removeprefix("NVIDIA ").split()[0]  # H100, of "NVIDIA H100 80GB HBM3"
             what = f"{row['workload']} {row['preset']} ({row['mixer']}), batch {row['batch']}, {row['dtype']}, {gpu}"
-            what += ", captured" if row.get("graph") else ""
+            what += sweep.describe_way(row)
             ssm = None if row["ssm_us"] is None else row["ssm_us"] / 1e3
             found.setdefault(what, {})[row["variant"]] = row["p50_us"] / 1e3, ssm, row.get("speedup")
     order = [*palette.VARIANTS]

@@ -127,7 +127,7 @@ def read_latest(out: Path = record.RESULTS) -> list[dict]:
     for row in rows:
         rival = theirs.get(_identify_sitting(row))
         found.append(row | {
-            "mixer": row["run"]["mixer"],
+            "mixer": row["run"]["mixer"], "compile": row["run"].get("compile") or None,
             "loss": losses.get(_identify_training(row)) if record.has_default_options(row) else None,
             "share": row["ssm_us"] / row["p50_us"] if row["ssm_us"] is not None else None,
             "without_ssm_us": row["p50_us"] - row["ssm_us"] if row.get("graph") and row["ssm_us"] is not None else None,
@@ -135,6 +135,11 @@ def read_latest(out: Path = record.RESULTS) -> list[dict]:
             **_compute_utilisation(row, counted.get(_identify_counters(row), [])),
         })
     return found
+
+
+def describe_way(row: dict) -> str:
+    """", captured", ", compiled", both or nothing, of a row of `read_latest`."""
+    return (", captured" if row.get("graph") else "") + (", compiled" if row.get("compile") else "")
 
 
 def _identify_step(row: dict) -> tuple:

@@ -45,7 +45,8 @@ def shorten_kernel(name: str) -> str:
 # apart: how far ours is from upstream's; U, W, G: of DRAM, see `sweep.read_latest`; loss: of a training of its own
 _COLUMNS = {
     **make_columns("shape", "mode", "variant", "part", "step", "launches", "against", "workload", "preset", "mixer", "batch",
-                   "dtype", "unit", "graph", "states", "note", "kind", "ratio", "score", "finetune", "bridged", "parameters"),
+                   "dtype", "unit", "graph", "compile", "states", "note", "kind", "ratio", "score", "finetune", "bridged",
+                   "parameters"),
     "ms": ("p50_us", write_number(3, 1e-3)), "same %": ("same_tokens", write_number(1, 100)), "prompt": ("seqlen", write_text),
     "chunk": ("chunk_size", write_text), "option": ("changed", write_text), "tokens": ("seqlen", write_text),
     "options": ("options", record.describe_options),
@@ -88,7 +89,8 @@ ABLATION = _pick("shape, mode, variant, chunk, step, option, us, graph us, relat
 BLOCK = _pick(f"part, shape, mode, variant, {_TIMES}, launches, MiB, against, speed-up, graph speed-up, apart")
 DECODE = _pick("preset, batch, mode, prompt, variant, graph, states, ms, a second, same %, against, speed-up, note")
 STEPS = _pick("workload, preset, mixer, batch, tokens, dtype, variant, options, step ms, a second, unit, SSM ms, SSM %, "
-              "SSM GB/s, U %, W %, G %, graph, no SSM ms, host ms, idle %, fill %, TFLOP/s, MFU %, MiB, loss, speed-up")
+              "SSM GB/s, U %, W %, G %, graph, compile, no SSM ms, host ms, idle %, fill %, TFLOP/s, MFU %, MiB, loss, "
+              "speed-up")
 PRUNING = _pick("workload, preset, variant, kind, ratio, score, parameters, whole, pruned, after bridge, bridged, fine-tuned, "
                 "finetune, step ms, MiB")
 PRUNING_SPEED = _pick("part, preset, mode, variant, kind, ratio, batch, tokens, us, graph us, weights MiB, MiB, speed-up, "
@@ -103,7 +105,8 @@ NARROW = {
     "ABLATION": _pick("shape, mode, variant, step, option, GPU us, relative, error"),
     "BLOCK": _pick("part, shape, mode, variant, GPU us, eager us, copy %, speed-up", _BY_GRAPH),
     "DECODE": _pick("preset, batch, mode, prompt, variant, graph, states, ms, a second, same %, speed-up"),
-    "STEPS": _pick("workload, preset, mixer, batch, variant, options, graph, step ms, SSM ms, idle %, MFU %, loss, speed-up"),
+    "STEPS": _pick("workload, preset, mixer, batch, variant, options, graph, compile, step ms, SSM ms, idle %, MFU %, loss, "
+                   "speed-up"),
     "PRUNING": _pick("kind, ratio, score, parameters, whole, pruned, after bridge, fine-tuned, step ms, MiB"),
     "PRUNING_SPEED": _pick("part, mode, ratio, tokens, GPU us, eager us, weights MiB, MiB, speed-up, graph speed-up"),
     "COUNTERS": _pick("shape, mode, variant, launches, DRAM MB, U %, W %, occupancy %, tensor %", COUNTERS),

@@ -10,7 +10,8 @@ from experiments import hand_over, record, sanitize
 from experiments.kernel_names import present_name
 from fused.kernels.hopper import scan as hopper_scan
 
-UNSEEN = {"document_passing_kernel", "document_blocks_kernel", "hopper_wide_scan_kernel"}  # newer than the committed rows: to be emptied with the next
+# newer than the committed rows: to be emptied with the next
+UNSEEN = {"document_passing_kernel", "document_blocks_kernel", "hopper_wide_scan_kernel"}
 CLEAN = {
     "memcheck": "========= ERROR SUMMARY: 0 errors",
     "racecheck": "========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)"}
