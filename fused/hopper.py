@@ -114,7 +114,7 @@ def run_stationary(inputs: SSDInputs, options: Options, save: bool, keep: bool) 
         if keep:
             prev_states = call.new_states((call.nsub,), inputs.states_dtype)
         runs, *entering = call.get_runs(options, "scan_step", scan=True)
-        call.scan(runs, call.initial_states, *entering, final_states, prev_states, asked if prev_states is None else None)
+        call.scan(runs, call.initial_states, *entering, final_states, prev_states, asked)
     return call.out, final_states, SSDSaved(inputs, options, call.y, None, prev_states, asked)
 
 

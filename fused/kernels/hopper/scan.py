@@ -127,21 +127,22 @@ def fetch_tiles(x_desc, B_desc, C_desc, z_desc, before_desc, ring, tiles, work, 
 
 
 @gluon.jit
-def make_masks(rings, tiles, vectors, A_rows, A_columns, dA_cumsum, dt, work, form: gl.constexpr, BLOCK_M: gl.constexpr,
-               WIDTH: gl.constexpr):
+def make_masks(rings, tiles, vectors, A_rows, A_columns, dA_cumsum, dt, work, form: gl.constexpr, KEPT: gl.constexpr,
+               BLOCK_M: gl.constexpr, WIDTH: gl.constexpr):
     """The consumer warpgroup that makes L and the vectors of the pair's heads, of which there are two or one.
 
     dt_j is in the exponent of L as log2(dt_j). That exponent cannot be clamped at 0: where A falls by more than 1e7 in a
     sub-chunk, fp32 sums of it are no longer monotone, and L may overflow. A_rows, A_columns [2, 64] fp32 in shared memory turn
-    a vector of a head into rows and columns of L: A_j - log2(dt_j) and A_i.
+    a vector of a head into rows and columns of L: A_j - log2(dt_j) and A_i. KEPT: which pairs are causal stays in registers.
     """
     HEADS: gl.constexpr = 2 // form.SLICES
     DTYPE: gl.constexpr = tiles.B.dtype
     JI: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     m = gl.arange(0, BLOCK_M, gl.BlockedLayout([1], [32], [4], [0]))
     j, i = gl.arange(0, BLOCK_M, gl.SliceLayout(1, JI)), gl.arange(0, BLOCK_M, gl.SliceLayout(0, JI))
-    # all bits of an element or none: one instruction then masks two elements, whatever exp2 made of those above the diagonal
-    causal = gl.where(gl.expand_dims(i, 0) >= gl.expand_dims(j, 1), -1, 0).to(gl.int16).to(DTYPE, bitcast=True)
+    if KEPT:
+        # all bits of an element or none: one instruction masks two elements, whatever exp2 made of those above the diagonal
+        causal = gl.where(gl.expand_dims(i, 0) >= gl.expand_dims(j, 1), -1, 0).to(gl.int16).to(DTYPE, bitcast=True)
     step = 0
     for k in range(gl.program_id(0) * work.nruns, gl.program_id(0) * work.nruns + work.nruns):
         run = get_run(work, k)
@@ -177,8 +178,12 @@ def make_masks(rings, tiles, vectors, A_rows, A_columns, dA_cumsum, dt, work, fo
             mark_empty(rings.tiles, slot)
             for u in gl.static_range(HEADS):
                 A_i, A_j = A_columns.index(u).load(gl.SliceLayout(0, JI)), A_rows.index(u).load(gl.SliceLayout(1, JI))
-                L = (BC * gl.exp2(gl.expand_dims(A_i, 0) - gl.expand_dims(A_j, 1))).to(DTYPE)
-                tiles.L.index(slot_of(rings.masks, step, u, HEADS)).store(and_bits(L, causal))
+                L = BC * gl.exp2(gl.expand_dims(A_i, 0) - gl.expand_dims(A_j, 1))
+                if KEPT:
+                    L = and_bits(L.to(DTYPE), causal)
+                else:
+                    L = gl.where(gl.expand_dims(i, 0) >= gl.expand_dims(j, 1), L, 0.0).to(DTYPE)
+                tiles.L.index(slot_of(rings.masks, step, u, HEADS)).store(L)
                 fence_async_shared()
                 block_barrier()
                 mark_full(rings.masks, slot_of(rings.masks, step, u, HEADS))
@@ -333,7 +338,7 @@ def hopper_scan_kernel(x_desc, B_desc, C_desc, z_desc, before_desc, out_desc, y_
     gl.warp_specialize([
         (scan_slice, (outputs, rings, tiles, vectors, dA_cumsum, D, start, work, FORM, 0, PART, EVERY, BLOCK_M, ROWS, WIDTH)),
         (scan_slice, (outputs, rings, tiles, vectors, dA_cumsum, D, start, work, FORM, 1, PART, EVERY, BLOCK_M, ROWS, WIDTH)),
-        (make_masks, (rings, tiles, vectors, A_rows, A_columns, dA_cumsum, dt, work, FORM, BLOCK_M, WIDTH)),
+        (make_masks, (rings, tiles, vectors, A_rows, A_columns, dA_cumsum, dt, work, FORM, True, BLOCK_M, WIDTH)),
         (fetch_tiles, (x_desc, B_desc, C_desc, z_desc, before_desc, rings.tiles, tiles, work, PART, FORM)),
     ], [4, 4, 1], [192, 104, 24])
 

@@ -136,20 +136,12 @@ def get_token(c, b, work, BLOCK_M: gl.constexpr, BACKWARDS: gl.constexpr):
 
 
 @gluon.jit
-def load_entered(c, b, work, BACKWARDS: gl.constexpr):
-    """The document whose state sets that of a walk of row b at block c, or -1."""
-    document = load_begun(work.documents, c)
+def load_document(c, b, work, ENTERED: gl.constexpr, BACKWARDS: gl.constexpr):
+    """The document that a walk of row b enters at block c, or else leaves there; -1 if there is none."""
+    document = load_begun(work.documents, c) if ENTERED else load_ended(work.documents, c)
     if BACKWARDS:
-        document = gl.where(b >= work.forwards, load_ended(work.documents, c), document)
-    return document
-
-
-@gluon.jit
-def load_left(c, b, work, BACKWARDS: gl.constexpr):
-    """The document whose state a walk of row b has behind block c, or -1."""
-    document = load_ended(work.documents, c)
-    if BACKWARDS:
-        document = gl.where(b >= work.forwards, load_begun(work.documents, c), document)
+        other = load_ended(work.documents, c) if ENTERED else load_begun(work.documents, c)
+        document = gl.where(b >= work.forwards, other, document)
     return document
 
 
@@ -202,7 +194,7 @@ def walk_slice(ring, tiles, states_desc, dA_cumsum, dt, start, final_states, wor
             state = load_start(start, run, bh, part, work, U, SLICE, BACKWARDS, STATE, form, ROWS, WIDTH)
         total = 0.0
         if work.documents.blocks is not None:
-            entered = load_entered(get_sub_chunk(first, b, work, BACKWARDS), b, work, BACKWARDS)
+            entered = load_document(get_sub_chunk(first, b, work, BACKWARDS), b, work, True, BACKWARDS)
         a, dt_c, end = load_steps(dA_cumsum, dt, row + get_sub_chunk(first, b, work, BACKWARDS) * BLOCK_M, m, BLOCK_M)
         for c in range(first, last):
             if work.documents.blocks is not None:
@@ -210,8 +202,8 @@ def walk_slice(ring, tiles, states_desc, dA_cumsum, dt, start, final_states, wor
                     state = load_entering_state(entered, b, h, part, work, BACKWARDS, STATE, SLICE, form, ROWS, WIDTH)
                     total = -1e30  # what came before is not in it
                 next_block = get_sub_chunk(gl.minimum(c + 1, last - 1), b, work, BACKWARDS)
-                entered = load_entered(next_block, b, work, BACKWARDS)
-                left = load_left(get_sub_chunk(c, b, work, BACKWARDS), b, work, BACKWARDS)
+                entered = load_document(next_block, b, work, True, BACKWARDS)
+                left = load_document(get_sub_chunk(c, b, work, BACKWARDS), b, work, False, BACKWARDS)
             slot, line = slot_of(ring, step), 2 * U + step % 2
             w = dt_c * decay((end - a) * LOG2E)
             if BACKWARDS:

@@ -29,17 +29,15 @@ from ssd.runtime.gluon_names import async_store, block_barrier, store_wait
 from ssd.runtime.launch import launch
 from ssd.types import SUB_CHUNK, SSDInputs
 
-from .ring import make_ring, mark_empty, mark_full, slot_of, wait_empty, wait_full
+from .documents import Documents
+from .ring import make_ring, mark_empty, slot_of, wait_empty, wait_full
 from .roles import (
     LOG2E,
     allocate_tiles,
-    decay,
     fetch_slice,
     get_head,
     get_tile,
     load_run,
-    load_steps,
-    log2,
     make_form,
     state_mask,
     state_offsets,
@@ -47,7 +45,7 @@ from .roles import (
     tile_bytes,
     write_slice,
 )
-from .scan import SIZES, Slots
+from .scan import SIZES, Slots, make_masks
 from .scan_tiles import Outputs, Rings, Vectors, Work, load_D
 from .start import Start, load_given_state, load_kept_state
 
@@ -94,59 +92,6 @@ def fetch_tiles(x_desc, B_desc, C_desc, z_desc, ring, tiles, work, form: gl.cons
                 fetch_slice(x_desc, run.b, c * BLOCK_M, head_slice, form.SLICES, bar, tiles.x.index(2 * slot + u))
                 if z_desc is not None:
                     fetch_slice(z_desc, run.b, c * BLOCK_M, head_slice, form.SLICES, bar, tiles.z.index(2 * slot + u))
-            step += 1
-
-
-@gluon.jit
-def make_masks(rings, tiles, vectors, A_rows, A_columns, dA_cumsum, dt, work, form: gl.constexpr, BLOCK_M: gl.constexpr,
-               WIDTH: gl.constexpr):
-    """As `scan.make_masks`, with fewer registers: what is causal is computed anew for each mask."""
-    HEADS: gl.constexpr = 2 // form.SLICES
-    DTYPE: gl.constexpr = tiles.B.dtype
-    JI: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
-    m = gl.arange(0, BLOCK_M, gl.BlockedLayout([1], [32], [4], [0]))
-    j, i = gl.arange(0, BLOCK_M, gl.SliceLayout(1, JI)), gl.arange(0, BLOCK_M, gl.SliceLayout(0, JI))
-    step = 0
-    for k in range(gl.program_id(0) * work.nruns, gl.program_id(0) * work.nruns + work.nruns):
-        run = load_run(work.runs, k)
-        first, last = run.first, run.last
-        h = get_head(run.pair, 0, work.heads_per_group, form)
-        row = (run.b * work.nheads + h).to(gl.int64) * work.nsub * BLOCK_M
-        other = work.nsub * BLOCK_M  # from a head's row to the next one's
-        if form.ODD and HEADS == 2:
-            other *= get_head(run.pair, 1, work.heads_per_group, form) - h
-        a0, dt0, end0 = load_steps(dA_cumsum, dt, row + first * BLOCK_M, m, BLOCK_M)
-        if HEADS == 2:
-            a1, dt1, end1 = load_steps(dA_cumsum, dt, row + other + first * BLOCK_M, m, BLOCK_M)
-        for c in range(first, last):
-            slot = slot_of(rings.tiles, step)
-            wait_full(rings.tiles, step)
-            B, C = get_tile(tiles.B, slot, BLOCK_M, WIDTH), get_tile(tiles.C, slot, BLOCK_M, WIDTH)
-            BC = warpgroup_mma(B, C.permute((1, 0)), gl.zeros([BLOCK_M, BLOCK_M], gl.float32, JI), use_acc=False, is_async=True)
-            for u in gl.static_range(HEADS):
-                wait_empty(rings.masks, step, u, HEADS)
-            for u in gl.static_range(HEADS):
-                a, dt_u, end = (a0 if u == 0 else a1) * LOG2E, dt0 if u == 0 else dt1, (end0 if u == 0 else end1) * LOG2E
-                A_columns.index(u).store(a)
-                A_rows.index(u).store(a - log2(dt_u))
-                vectors.from_start.index(slot_of(rings.masks, step, u, HEADS)).store(gl.exp2(a))
-                vectors.to_end.index(slot_of(rings.masks, step, u, HEADS)).store(dt_u * decay(end - a))
-            # the next sub-chunk's, into the same registers: a load into others would wait here for itself
-            ahead = row + gl.minimum(c + 1, last - 1) * BLOCK_M
-            a0, dt0, end0 = load_steps(dA_cumsum, dt, ahead, m, BLOCK_M)
-            if HEADS == 2:
-                a1, dt1, end1 = load_steps(dA_cumsum, dt, ahead + other, m, BLOCK_M)
-            block_barrier()
-            BC = warpgroup_mma_wait(0, deps=(BC,))
-            mark_empty(rings.tiles, slot)
-            for u in gl.static_range(HEADS):
-                A_i, A_j = A_columns.index(u).load(gl.SliceLayout(0, JI)), A_rows.index(u).load(gl.SliceLayout(1, JI))
-                L = BC * gl.exp2(gl.expand_dims(A_i, 0) - gl.expand_dims(A_j, 1))
-                L = gl.where(gl.expand_dims(i, 0) >= gl.expand_dims(j, 1), L, 0.0).to(DTYPE)
-                tiles.L.index(slot_of(rings.masks, step, u, HEADS)).store(L)
-                fence_async_shared()
-                block_barrier()
-                mark_full(rings.masks, slot_of(rings.masks, step, u, HEADS))
             step += 1
 
 
@@ -324,14 +269,15 @@ def hopper_wide_scan_kernel(x_desc, B_desc, C_desc, z_desc, out_desc, y_desc, st
     rings = Rings(make_ring(STAGES, 3), make_ring(HEADS * SLOTS, FORM.SLICES))
     fence_async_shared()
     tiles, vectors = Tiles(Xs, Bs, Cs, Zs, Ls, Ys, Ss), Vectors(from_start, to_end)
-    work, start = Work(runs, nruns, nsub, nheads, heads_per_group, None), Start(initial_states, ends, factors, starts)
+    work = Work(runs, nruns, nsub, nheads, heads_per_group, Documents(None, None, None, None, None))
+    start = Start(initial_states, ends, factors, starts)
     outputs = Outputs(out_desc, y_desc, states_desc, final_states, None, None, None, None)
     gl.warp_specialize([
         (scan_slice, (outputs, rings, tiles, vectors, dA_cumsum, D, start, work, FORM, 0, EVERY, BLOCK_M, ROWS,
                       WIDTH)),
         (scan_slice, (outputs, rings, tiles, vectors, dA_cumsum, D, start, work, FORM, 1, EVERY, BLOCK_M, ROWS,
                       WIDTH)),
-        (make_masks, (rings, tiles, vectors, A_rows, A_columns, dA_cumsum, dt, work, FORM, BLOCK_M, WIDTH)),
+        (make_masks, (rings, tiles, vectors, A_rows, A_columns, dA_cumsum, dt, work, FORM, False, BLOCK_M, WIDTH)),
         (fetch_tiles, (x_desc, B_desc, C_desc, z_desc, rings.tiles, tiles, work, FORM)),
     ], [4, 4, 1], [208, 72, 24])
 
