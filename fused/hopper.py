@@ -24,7 +24,7 @@ from ssd.runtime.toolchain import copy_descriptor, explain_missing_gluon, get_de
 from ssd.runtime.tuning import current_device
 from ssd.types import SUB_CHUNK, Options, SSDInputs, SSDSaved
 
-from .schedule import choose_two_level_segment, deal, deal_end_to_end, deal_two_level, saves_end_to_end
+from .schedule import choose_two_level_segment, deal, deal_two_level
 
 BLOCK_M = SUB_CHUNK
 SLICE = 64  # channels of a head that a warpgroup takes
@@ -33,12 +33,6 @@ WIDE = 2 * WIDTHS[-1]  # states of a tile that has both parts of dstate
 MOST_HEADDIM, MOST_DSTATE = 2 * SLICE, 2 * WIDTHS[-1]  # a block takes two slices; dstate goes in one part or two
 _LEAST_FILLED = 0.125  # of its tiles, by a state: the least that was measured, where these kernels were faster
 _ALIGNMENT = 16  # bytes, of what a TMA descriptor describes
-# Whether hopper_scan writes by itself the states that `return_states_every` asks for, and no others, if a backward needs none.
-# Off until it is timed: until then states are kept every 64 tokens, and those that are asked for copied.
-WRITES_ASKED_STATES = False
-# Whether these kernels take documents with states as they are. Off until they are timed: until then such documents
-# are cut into rows (`ssd/baseline/document_rows.py`).
-TAKES_DOCUMENTS = False
 _MOST_DESCRIBED = 1024  # callers whose sizes never repeat must not fill the memory
 _described: dict[tuple, dict] = {}
 # that these kernels can be without
@@ -64,8 +58,6 @@ def cannot_run(i: SSDInputs, options: Options, by_chunk: bool) -> str | None:
     if not has_tiles(i.x.dtype.itemsize, i.headdim, i.dstate):
         return (f"got headdim = {i.headdim}, dstate = {i.dstate}, takes multiples of 8 up to {MOST_HEADDIM} and {MOST_DSTATE} "
                 f"that fill an eighth of tiles of {SLICE} channels and {' or '.join(map(str, WIDTHS))} states")
-    if i.has_document_states and not TAKES_DOCUMENTS:
-        return "documents with states are cut into rows"
     if i.cu_seqlens is not None and not i.has_document_states:
         return "varlen states of cu_seqlens are not in it"
     if by_chunk and i.chunk_size % BLOCK_M:
@@ -102,7 +94,7 @@ def _say_plain(variant: str, reason: str) -> None:
 def writes_asked_states(i: SSDInputs, options: Options, save: bool) -> bool:
     """Whether these kernels, where they run, write `SSDSaved.states`. save: a backward may follow."""
     asked = i.return_states_every is not None and not (save and options.save_states)
-    return asked and WRITES_ASKED_STATES and i.return_states_every % BLOCK_M == 0
+    return asked and i.return_states_every % BLOCK_M == 0
 
 
 def run_stationary(inputs: SSDInputs, options: Options, save: bool, keep: bool) -> tuple[Tensor, Tensor, SSDSaved]:
@@ -133,19 +125,15 @@ def run_two_level(inputs: SSDInputs, options: Options, save: bool, keep: bool,
         asked = call.new_asked_states(options, save)
         runs, *entering = call.get_runs(options, "every_state_step" if keep else "few_states_step")
         all_states(i, call.descriptors[:2], describe_states(prev_states), *call.steps, runs, (call.initial_states, None),
-                   *entering, final_states, i.batch, every, runs_wide(i))
+                   *entering, final_states, i.batch, every)
         runs = get_tables(deal_two_level, (i.batch, pairs, call.nsub, each, blocks), i.x.device).sequences
         call.scan(runs, asked=asked, starts=prev_states, every=every)
     return call.out, final_states, SSDSaved(inputs, options, call.y, None, prev_states if keep else None, asked)
 
 
 def runs_wide(i: SSDInputs) -> bool:
-    """Whether both parts of dstate are scanned in one launch, by a kernel of its own, which knows nothing of documents' states
-    and of states that are asked for.
-    """
-    from .kernels.hopper.wide_scan import RUN_UNMEASURED
-
-    return RUN_UNMEASURED and count_parts(i.dstate) == 2 and not i.has_document_states and i.return_states_every is None
+    """Whether both parts of dstate are scanned in one launch, by a kernel that knows nothing of documents' states."""
+    return count_parts(i.dstate) == 2 and not i.has_document_states
 
 
 def count_pairs(i: SSDInputs) -> int:
@@ -192,7 +180,7 @@ class _Call:
         launch, width, (x, B, C, out) = hopper_scan, None, self.descriptors
         if runs_wide(self.inputs):
             launch, width, B, C = hopper_wide_scan, QUARTER, describe(B.base, WIDE), describe(C.base, WIDE)
-        states = describe_asked(asked) if kept is None else {"states_desc": describe_states(kept, width)}
+        states = describe_asked(asked, width) if kept is None else {"states_desc": describe_states(kept, width)}
         launch(self.inputs, x, B, C, out, *self.steps, runs, initial_states, ends, factors, final_states, **states,
                **self.gate_descriptors, **self.document_arguments, **starts)
 
@@ -246,17 +234,13 @@ def make_runs(i: SSDInputs, rows: int, descriptors: tuple, dt: Tensor, dA_cumsum
         pairs, parts = pairs * parts, 1
     elif wide:  # a block of the state pass has both slices of a pair and both parts
         parts, descriptors = 1, (descriptors[0], describe(descriptors[1].base, WIDE))
-    sizes, gpu = (rows, pairs, dt.shape[2], device.sms), (device.name, step)
-    if scan and options.segments and wide and saves_end_to_end(*sizes, *gpu):
-        dealt = get_tables(deal_end_to_end, (*sizes, parts), i.x.device)
-    else:
-        dealt = get_tables(deal, (*sizes, *gpu, options.segments, parts), i.x.device)
-    runs, piece_runs, npieces = dealt
+    dealing = rows, pairs, dt.shape[2], device.sms, device.name, step, options.segments, parts
+    runs, piece_runs, npieces = get_tables(deal, dealing, i.x.device)
     if not npieces:
         return runs, None, None
     if blocks is None:
         starts = None, None
-    return runs, *piece_states(i, descriptors, dt, dA_cumsum, npieces, piece_runs, forwards, wide and not scan, blocks, starts)
+    return runs, *piece_states(i, descriptors, dt, dA_cumsum, npieces, piece_runs, forwards, blocks, starts)
 
 
 def make_describable(t: Tensor) -> Tensor:
@@ -313,9 +297,11 @@ def describe(t: Tensor, width: int = SLICE):
     return copy_descriptor(TensorDescriptor, fields, t)
 
 
-def describe_asked(states: Tensor | None) -> dict:
+def describe_asked(states: Tensor | None, width: int | None) -> dict:
     """What hopper_scan needs to write the states of `_Call.new_asked_states`, by its names."""
-    return {} if states is None or not states.numel() else {"states_desc": describe_states(states), "nasked": states.shape[1]}
+    if states is None or not states.numel():
+        return {}
+    return {"states_desc": describe_states(states, width), "nasked": states.shape[1]}
 
 
 def describe_states(states: Tensor, width: int | None = None):

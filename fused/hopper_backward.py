@@ -21,7 +21,7 @@ from ssd.runtime.tuning import current_device
 from ssd.types import Options, SSDGrads, SSDInputs, SSDSaved
 
 from . import hopper
-from .hopper import BLOCK_M, describe, describe_inputs, describe_states, is_describable, make_runs, runs_wide
+from .hopper import BLOCK_M, describe, describe_inputs, describe_states, is_describable, make_runs
 from .kernels.head_sums import add_splits, allocate_splits
 from .schedule import choose_splits
 
@@ -98,8 +98,7 @@ def compute_last_state(i: SSDInputs, options: Options) -> Tensor:
         last = dt.new_empty(i.batch, *sizes)
         runs, *entering = make_runs(i, i.batch, tokens, dt, dA_cumsum, i.batch, options, "few_states_step")
         starts = contiguous(i.initial_states), None
-        all_states(i, tokens, describe_states(kept), dt, dA_cumsum, runs, starts, *entering, last, i.batch, _RARELY * BLOCK_M,
-                   runs_wide(i))
+        all_states(i, tokens, describe_states(kept), dt, dA_cumsum, runs, starts, *entering, last, i.batch, _RARELY * BLOCK_M)
     return last
 
 
@@ -122,7 +121,7 @@ def _compute_states(saved: SSDSaved, tokens: tuple, dt: Tensor, dA_cumsum: Tenso
     runs, *entering = make_runs(i, rows, tokens, dt, dA_cumsum, forwards, saved.options, "every_state_step", blocks=blocks,
                                 starts=starts)
     all_states(i, tokens, describe_states(states), dt, dA_cumsum, runs, starts, *entering, dinitial_states, forwards, BLOCK_M,
-               runs_wide(i), blocks)
+               blocks)
     return kept if reads else states[:forwards], states[forwards:], dinitial_states
 
 

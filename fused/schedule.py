@@ -14,10 +14,8 @@ walk that writes every state, for one, uses up the memory's bandwidth with 70 bl
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -33,8 +31,6 @@ TWO_LEVEL_SEGMENTS = (8, 4, 2)  # sub-chunks that a block of the two-level scan 
 MOST_SPLITS = 16  # of a group's heads
 RUN_FIELDS = 6
 
-_SWITCH = 3  # sub-chunks that it takes to end a run and begin another
-_NEAR = 3  # sub-chunks of a run that is not worth that
 WARPS_PER_SM = 8  # that run at once: blocks of the plain walks take every register that a thread may have
 _WORTH = 0.9  # of the time of whole sequences: a plain cut that saves less is not worth a launch
 _MOST_SEGMENTS = 16
@@ -69,84 +65,33 @@ def deal(batch: int, pairs: int, nsub: int, blocks: int, gpu: str, step: str, cu
     whole = batch * pairs // blocks * blocks
     rest = range(whole, batch * pairs)
     each, share = _choose_cut(get_time_model(gpu), step, len(rest), nsub, blocks) if cut and rest else (nsub, nsub)
-    cuts = [list(range(0, nsub, each))] * len(rest)
-    pieces = _Pieces.of(cuts, share)
-    segments = [pieces.enter(n, pairs, whole, first, min(first + each, nsub)) for first in range(0, nsub, each)
-                for n in range(len(rest))]
+    before = range(0, nsub, each)[-1]  # sub-chunks of a sequence that pieces walk
+    # Laid end to end, what the pieces walk is cut where a segment begins and where a share does.
+    end = len(rest) * before
+    bounds = sorted({*range(0, end, each), *range(0, end, share)})
+    number = {bound: piece for piece, bound in enumerate([*bounds, end])}
+
+    def make_run(sequence: int, first: int) -> Run:
+        start = (sequence - whole) * before
+        entering = (number[start], number[start + first] - number[start]) if first else (0, 0)
+        return *divmod(sequence, pairs), first, min(first + each, nsub), *entering
+
+    segments = [make_run(sequence, first) for first in range(0, nsub, each) for sequence in rest]
     sequence = torch.arange(whole, dtype=torch.int32, device=device)
     runs = sequence.new_zeros(whole + len(segments), RUN_FIELDS)
     runs[:whole, 0], runs[:whole, 1], runs[:whole, 3] = sequence // pairs, sequence % pairs, nsub
     if segments:
         runs[whole:] = _to_table(segments, device)
-    return Runs(_take_turns(runs, blocks), *pieces.deal(pairs, whole, parts, device))
-
-
-def deal_end_to_end(batch: int, pairs: int, nsub: int, blocks: int, parts: int, device: torch.device) -> Runs:
-    """As `deal`, of fewer sequences than blocks: they are laid end to end, and each block walks an equal share of that.
-
-    A block walks the end of a sequence and the beginning of the next one, or a part of one. No SM is idle, but blocks are at
-    different places of their sequences, whose rows then share no pages of memory.
-    """
-    total = batch * pairs * nsub
-    bounds = [_snap(round(total * block / blocks), nsub) for block in range(blocks + 1)]
-    cuts = [sorted({0, *(bound - n * nsub for bound in bounds if 0 < bound - n * nsub < nsub)}) for n in range(batch * pairs)]
-    pieces = _Pieces.of(cuts, max(SHORTEST, cdiv(sum(of[-1] for of in cuts), blocks)))
-    walks: list[list[Run]] = []
-    for start, end in pairwise(bounds):
-        firsts = [start, *range(cdiv(start + 1, nsub) * nsub, end, nsub)]
-        walks.append([pieces.enter(first // nsub, pairs, 0, first % nsub, last - first // nsub * nsub)
-                      for first, last in zip(firsts, [*firsts[1:], end], strict=True) if first < last])
-    return Runs(_fill_up(walks, device), *pieces.deal(pairs, 0, parts, device))
-
-
-def saves_end_to_end(batch: int, pairs: int, nsub: int, blocks: int, gpu: str, step: str) -> bool:
-    """True where `deal_end_to_end` gives each block clearly fewer sub-chunks than `deal`, which cuts."""
-    sequences = batch * pairs
-    each, _ = _choose_cut(get_time_model(gpu), step, sequences, nsub, blocks) if sequences < blocks else (nsub, nsub)
-    return each < nsub and cdiv(sequences * nsub, blocks) + _SWITCH <= cdiv(sequences * cdiv(nsub, each), blocks) * each
-
-
-@dataclass(frozen=True)
-class _Pieces:
-    """What the state pass walks of some sequences, laid end to end: of each all that is before its last cut.
-
-    Attributes:
-        starts: where each sequence begins in that, and where the last one ends.
-        share: sub-chunks that a block walks.
-        number: by where they begin, the numbers of the pieces; a piece ends where a run begins or a share does.
-    """
-
-    starts: list[int]
-    share: int
-    number: dict[int, int]
-
-    @classmethod
-    def of(cls, cuts: list[list[int]], share: int) -> _Pieces:
-        """cuts: of each sequence the sub-chunks at which runs begin, from 0 on."""
-        starts = [0, *accumulate(of[-1] for of in cuts)]
-        end = starts[-1]
-        bounds = sorted({*range(0, end, share), *(start + first for start, of in zip(starts, cuts, strict=False)
-                                                  for first in of[:-1])})
-        return cls(starts, share, {bound: piece for piece, bound in enumerate([*bounds, end])})
-
-    def enter(self, n: int, pairs: int, before: int, first: int, last: int) -> Run:
-        """A run of sequence n of these, which is number before + n of all, with the pieces that enter it."""
-        start = self.starts[n]
-        entering = (self.number[start], self.number[start + first] - self.number[start]) if first else (0, 0)
-        return *divmod(before + n, pairs), first, last, *entering
-
-    def deal(self, pairs: int, before: int, parts: int, device: torch.device) -> tuple[Tensor | None, int]:
-        """The table of pieces, and how many there are."""
-        *bounds, end = self.number
-        if not bounds:
-            return None, 0
-        shares: list[list[Run]] = [[] for _ in range(0, end, self.share)]
-        for piece, (bound, after) in enumerate(pairwise(self.number)):
-            n = bisect_right(self.starts, bound) - 1
-            (b, pair), first, last = divmod(before + n, pairs), bound - self.starts[n], after - self.starts[n]
-            shares[bound // self.share] += [(b, pair * parts + part, first, last, piece * parts + part, 0)
-                                            for part in range(parts)]
-        return _fill_up(shares, device), parts * len(bounds)
+    if not bounds:
+        return Runs(_take_turns(runs, blocks), None, 0)
+    shares: list[list[Run]] = [[] for _ in range(0, end, share)]
+    for piece, (bound, after) in enumerate(zip(bounds, [*bounds[1:], end], strict=True)):
+        first = bound % before
+        (b, pair), last = divmod(whole + bound // before, pairs), first + after - bound
+        shares[bound // share] += [(b, pair * parts + part, first, last, piece * parts + part, 0) for part in range(parts)]
+    longest = max(map(len, shares))
+    filled = [run for of in shares for run in (*of, *[(0,) * RUN_FIELDS] * (longest - len(of)))]
+    return Runs(_take_turns(runs, blocks), _to_table(filled, device).view(-1, longest, RUN_FIELDS), parts * len(bounds))
 
 
 def choose_two_level_segment(sequences: int, nsub: int, blocks: int, gpu: str) -> int:
@@ -252,19 +197,6 @@ def _list_shares(sequences: int, nsub: int, segment: int, blocks: int) -> tuple[
     if before <= blocks:
         shares.append(cdiv(segment, blocks // before))
     return tuple(max(SHORTEST, share) for share in shares)
-
-
-def _snap(bound: int, nsub: int) -> int:
-    """The bound, or where a sequence begins if that is so near that a run would be too short."""
-    near = round(bound / nsub) * nsub
-    return near if abs(bound - near) < _NEAR else bound
-
-
-def _fill_up(runs: list[list[Run]], device: torch.device) -> Tensor:
-    """The table of each block's runs."""
-    longest = max(map(len, runs))
-    filled = [run for of in runs for run in (*of, *[(0,) * RUN_FIELDS] * (longest - len(of)))]
-    return _to_table(filled, device).view(-1, longest, RUN_FIELDS)
 
 
 def _to_table(runs: list[Run], device: torch.device) -> Tensor:

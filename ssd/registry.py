@@ -195,21 +195,26 @@ def adapt_to_documents(variant: Variant, inputs: SSDInputs) -> Variant:
     from .baseline import document_rows
 
     def forward(i: SSDInputs, options: Options, save: bool) -> tuple:
-        if variant.takes_these is not None and variant.takes_these(i, options, "fwd"):
+        if _takes_these(variant, i, options, "fwd"):
             return variant.forward(i, options, save)
         return document_rows.forward(variant.forward, i, options, save)
 
     def backward(saved: SSDSaved, *args) -> SSDGrads:
-        if variant.takes_these is not None and variant.takes_these(saved.inputs, saved.options, "bwd"):
+        if _takes_these(variant, saved.inputs, saved.options, "bwd"):
             return variant.backward(saved, *args)
         return document_rows.backward(variant.backward, saved, *args)
 
     return replace(variant, forward=forward, backward=backward)
 
 
+def _takes_these(variant: Variant, inputs: SSDInputs, options: Options, mode: str) -> bool:
+    return variant.takes_documents or (variant.takes_these is not None and variant.takes_these(inputs, options, mode))
+
+
 def _choose(inputs: SSDInputs, options: Options, mode: str, keeps: bool, writes: bool) -> Variant:
     names, why = auto_variant.rank_variants(inputs, options, mode, keeps, list_candidates(), get_variant)
     every = find_states_interval("auto", inputs, options) if keeps and mode == "fwd" else None
+    whole = inputs.has_document_states and any(_takes_these(get_variant(name), inputs, options, mode) for name in names)
     refused = ()
     for name in names:
         variant = get_variant(name)
@@ -220,6 +225,8 @@ def _choose(inputs: SSDInputs, options: Options, mode: str, keeps: bool, writes:
             refused += (f"{name} does not keep a state every {every} tokens",)
         elif writes and not _writes_states(variant, inputs, options):
             refused += (f"{name} does not write the states that are asked for alone",)
+        elif whole and not _takes_these(variant, inputs, options, mode):
+            refused += (f"{name} cuts documents with states into rows",)
         else:
             _say(name, f"{mode}, states kept" if keeps else mode, why, refused)
             return variant

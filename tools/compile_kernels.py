@@ -19,7 +19,7 @@ import shutil
 import sys
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -38,7 +38,6 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from fused import hopper
-from fused.kernels.hopper import wide_scan
 from ssd.registry import Variant, adapt_to_documents, config_spaces, get_variant
 from ssd.runtime import foreign_descriptors, launch, lost_operands, machine_code, trust, tuning
 from ssd.runtime.machine_code import find_once, lanes_apart, list_ptx_loops
@@ -227,8 +226,6 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--initial-states", action="store_true")
     parser.add_argument("--documents", action="store_true", help="packed by seq_idx")
     parser.add_argument("--document-states", action="store_true", help="packed by cu_seqlens, with a state of each")
-    parser.add_argument("--on", type=lambda names: dict.fromkeys(names.split(","), True), default={},
-                        help="constants of fused/hopper.py to switch on, TAKES_DOCUMENTS say, separated by commas")
     parser.add_argument("--C-dtype", choices=DTYPES, help="of C, where it is not that of x")
     parser.add_argument("--distrust", action="store_true", help="as if a fault were found in each kernel with wgmma")
     parser.add_argument("--state-dtype", choices=DTYPES, help="of the states between chunks")
@@ -237,7 +234,6 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--z", action="store_true")
     parser.add_argument("--only", type=lambda parts: tuple(parts.split(",")), default=(), help="kernels whose names "
                         "have one of these in them, separated by commas")
-    parser.add_argument("--unmeasured", action="store_true", help="forms of Hopper kernels that are off until measured")
     parser.add_argument("--once", action="store_true", help="each kernel in one form, where there are several")
     parser.add_argument("--triton", metavar="V", help="fail unless this is the version of Triton")
     parser.add_argument("--serve", action="store_true", help="for each line of input, a JSON list of arguments, answer with a "
@@ -254,11 +250,10 @@ def compile_asked(a: argparse.Namespace) -> list[Compiled]:
     if a.document_states:
         case = replace(case, documents="states", initial_states=True)
     inputs = random_inputs(shape, case, DTYPES[a.dtype])
-    wide_scan.RUN_UNMEASURED = a.unmeasured
     trusted = (lambda kernel: ("wgmma" in kernel.asm["ptx"] and "distrusted") or None) if a.distrust else launch.find_fault
     with patch.object(launch, "find_fault", trusted), patch.multiple(
             trust, inspect=inspect, find_foreign_descriptors=find_foreign_descriptors,
-            find_lost_operands=find_lost_operands), patch.multiple(hopper, **a.on) if a.on else nullcontext():
+            find_lost_operands=find_lost_operands):
         return compile_all(adapt_to_documents(get_variant(a.variant), inputs), inputs, a.arch, Options(**a.off), a.configs,
                            only=a.only, once=a.once)
 

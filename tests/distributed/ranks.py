@@ -20,16 +20,18 @@ _PATIENCE_S = 120
 class Ranks:
     """`size` processes, of which the first 2, 3, ... are groups of their own.
 
-    They are forked from a process that has imported what they need: importing torch takes longer than most tests.
+    On the CPU they are forked from a process that has imported what they need: importing torch takes longer than most tests.
+    With GPUs each imports it anew: CUDA works in no fork of a process where it has started, which an import may do.
     """
 
     def __init__(self, size: int, store: Path, backend: str = "gloo"):
-        server = multiprocessing.get_context("forkserver")
-        server.set_forkserver_preload(["tests.distributed.rank_calls"])
+        context = multiprocessing.get_context("spawn" if backend == "nccl" else "forkserver")
+        if backend != "nccl":
+            context.set_forkserver_preload(["tests.distributed.rank_calls"])
         self.connections, self.processes = [], []
         for rank in range(size):
-            ours, theirs = server.Pipe()
-            process = server.Process(target=_serve, args=(theirs, rank, size, store, backend), daemon=True)
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, rank, size, store, backend), daemon=True)
             process.start()
             theirs.close()
             self.connections.append(ours)

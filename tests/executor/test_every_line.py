@@ -8,12 +8,10 @@ import functools
 import importlib.util
 from dataclasses import replace
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 import torch
 
-from fused import hopper
 from ssd.registry import get_variant
 from ssd.types import Options
 from tests.errors import results
@@ -32,12 +30,11 @@ WAYS = {"recomputed": (Options(save_states=False), {}), "saved": (Options(), {})
         "a head in each part": (Options(save_states=False), {"splits": 4}),
         "cut": (Options(), {"blocks": 5, "cut": (2, 2)}),
         "asked states": (Options(save_states=False, stationary=False), {}),
-        "headdim 80": (Options(), {}), "dstate 256": (Options(), {}), "both parts": (Options(), {"unmeasured": True}),
-        "both parts, recomputed": (Options(save_states=False), {"unmeasured": True})}
+        "headdim 80": (Options(), {}), "dstate 256": (Options(), {}),
+        "dstate 256, recomputed": (Options(save_states=False), {})}
 SIZES = {"asked states": {"seqlen": 10 * 64},
-         "headdim 80": {"headdim": 80, "nheads": 2}, "dstate 256": {"dstate": 256, "nheads": 2, "seqlen": 2 * 64 + 7},
-         "both parts": {"dstate": 256, "nheads": 4, "seqlen": 3 * 64 + 7},
-         "both parts, recomputed": {"dstate": 256, "nheads": 2, "seqlen": 2 * 64 + 7}}
+         "headdim 80": {"headdim": 80, "nheads": 2}, "dstate 256": {"dstate": 256, "nheads": 4, "seqlen": 3 * 64 + 7},
+         "dstate 256, recomputed": {"dstate": 256, "nheads": 2, "seqlen": 2 * 64 + 7}}
 
 
 @functools.cache
@@ -80,7 +77,7 @@ def _is_faulty(executor: Executor, way: str) -> bool:
         inputs = replace(inputs, return_states_every=64)
     ways = torch.randn_like(inputs.x), torch.randn(1, shape.nheads, shape.headdim, shape.dstate)
     try:
-        with patch.object(hopper, "WRITES_ASKED_STATES", True), hopper_on_cpu(executor, **({"blocks": 1} | dealing)):
+        with hopper_on_cpu(executor, **({"blocks": 1} | dealing)):
             results(get_variant("persistent"), inputs, *ways, options)
     except Fault:
         return True

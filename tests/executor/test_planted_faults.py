@@ -7,12 +7,10 @@ import re
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
-from unittest.mock import patch
 
 import pytest
 import torch
 
-from fused import hopper
 from ssd.registry import get_variant
 from ssd.types import Options
 from tests.errors import results
@@ -29,8 +27,6 @@ WIDE = random_inputs(replace(SHAPE, dstate=256, nheads=2), Case(D="h", dt_dtype=
 DOCUMENTS = replace(random_inputs(Shape(1, 100, 4, 64, 1, 64, 64), Case(dt_dtype=torch.float32), torch.bfloat16),
                     cu_seqlens=torch.tensor([0, 20, 50, 60, 100], dtype=torch.int32))
 ALIGNED = random_inputs(Shape(1, 10 * 64, 4, 64, 1, 64, 64), Case(dt_dtype=torch.float32), torch.bfloat16)
-# where both parts of a dstate above 128 are in one block
-BOTH_PARTS = "wide_scan", "states: both parts"
 
 
 class Plant(NamedTuple):
@@ -78,8 +74,7 @@ def run(executor: Executor, seed: int, splits: int | None = None, asked: int | N
     if documents:
         inputs = DOCUMENTS
     ways = torch.randn_like(inputs.x), torch.randn(4 if documents else 1, inputs.nheads, 64, inputs.dstate)
-    with (patch.multiple(hopper, WRITES_ASKED_STATES=True, TAKES_DOCUMENTS=True),
-          hopper_on_cpu(executor, blocks=1, splits=splits, unmeasured=wide)):
+    with hopper_on_cpu(executor, blocks=1, splits=splits):
         results(get_variant("persistent"), inputs, *ways, options)
 
 
@@ -89,7 +84,7 @@ def test_found(name):
     executor = Executor(*KERNELS, edits={planted.kernel: planted.edits})
     for seed in SEEDS:
         with pytest.raises(Fault) as found:
-            run(executor, seed, planted.splits, planted.asked, planted.documents, name.startswith(BOTH_PARTS))
+            run(executor, seed, planted.splits, planted.asked, planted.documents, name.startswith("wide_scan"))
         print(seed, found.value)
         assert re.search(planted.says, str(found.value)), found.value
 

@@ -15,12 +15,11 @@ KERNELS = tuple(f"fused.kernels.hopper.{name}" for name in ("ring", "scan_tiles"
 
 @contextmanager
 def hopper_on_cpu(executor: Executor, blocks: int = 4, cut: tuple[int, int] | None = None,
-                  splits: int | None = None, unmeasured: bool = False) -> Iterator[None]:
+                  splits: int | None = None) -> Iterator[None]:
     """Variants take the Hopper path.
 
     blocks: that run side by side. cut: sub-chunks of a segment of each sequence and of a share of the state pass;
-    None: as `schedule` chooses them. splits: of a group's heads in the backward, likewise. unmeasured: forms run
-    that no GPU has measured.
+    None: as `schedule` chooses them. splits: of a group's heads in the backward, likewise.
     """
     def chosen(owner: object, name: str, value: object):
         return patch.object(owner, name, lambda *args: value)
@@ -31,7 +30,6 @@ def hopper_on_cpu(executor: Executor, blocks: int = 4, cut: tuple[int, int] | No
     try:
         with (executor.installed(), patch.dict(tables._kept, clear=True), chosen(hopper, "is_hopper", True),
               chosen(hopper, "current_device", device), chosen(persistent, "device_of", device),
-              patch.object(executor.modules["fused.kernels.hopper.wide_scan"], "RUN_UNMEASURED", unmeasured),
               chosen(hopper_backward, "current_device", device),
               chosen(schedule, "_choose_cut", cut) if cut else nullcontext(),
               chosen(hopper_backward, "choose_splits", splits) if splits else nullcontext()):

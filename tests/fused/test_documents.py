@@ -1,6 +1,4 @@
 """Documents with states in the Hopper kernels as they are, in `tests.executor`; and the blocks that they are walked in.
-
-Off by default until measured; here switched on.
 """
 
 from dataclasses import replace
@@ -9,18 +7,15 @@ from itertools import pairwise
 import pytest
 import torch
 
-from fused import hopper
 from ssd.documents import find_bounds
 from ssd.kernels.document_blocks import document_blocks
-from ssd.registry import get_variant
-from ssd.types import Options
 from tests.errors import assert_all_accurate, cotangents, one_cotangent, results, truths
 from tests.executor import Executor
 from tests.fused.hopper_on_cpu import KERNELS, hopper_on_cpu
 from tests.inputs import GPU, Case, Shape
 from tests.ssd.test_document_states import draw
 
-pytestmark = pytest.mark.usefixtures("poison", "documents")
+pytestmark = pytest.mark.usefixtures("poison")
 SHAPE = Shape(1, 300, 4, 64, 2, 64, 64)
 CASE = Case(D="h", dt_bias=True, dt_softplus=True, initial_states=True, documents="states", dt_dtype=torch.float32)
 BOUNDS = (0, 30, 30, 95, 96, 224, 300)
@@ -52,11 +47,6 @@ WAYS = {
     "dstate 256, cut": ((0, 90, 200), CASE, {"dstate": 256, "nheads": 2, "ngroups": 1},
                         (STATES, SCAN, SCAN, STATES, STATES, GROUP, GROUP), {"blocks": 8, "cut": (3, 2)}),
 }
-
-
-@pytest.fixture
-def documents(monkeypatch):
-    monkeypatch.setattr(hopper, "TAKES_DOCUMENTS", True)
 
 
 @pytest.fixture(scope="module")
@@ -150,13 +140,3 @@ def test_blocks(bounds, device):
     blocks = document_blocks(inputs)
     rising = find_bounds(inputs.cu_seqlens, seqlen).tolist()
     assert blocks.tolist() == list_blocks(rising, len(blocks) - 1, seqlen)
-
-
-def test_off_until_measured(monkeypatch):
-    """They are cut into rows."""
-    monkeypatch.undo()
-    monkeypatch.setattr(hopper, "is_hopper", lambda device: True)
-    inputs = draw(BOUNDS, CASE, torch.float16, shape=SHAPE)
-    assert not hopper.TAKES_DOCUMENTS
-    for takes in (get_variant(name).takes_these for name in ("fused", "persistent")):
-        assert not takes(inputs, Options(), "fwd") and not takes(inputs, Options(), "bwd")

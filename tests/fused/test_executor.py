@@ -48,7 +48,6 @@ class Way:
     blocks: int = 2
     cut: tuple[int, int] | None = None
     splits: int | None = None
-    unmeasured: bool = False
 
 
 AGAIN = Options(save_states=False)
@@ -87,18 +86,7 @@ def other_form(case: Case = START, runs: tuple[str, ...] = SAVED, dtype: torch.d
 
 
 GATE = replace(START, z=True)
-TWO_PARTS, TWO_PARTS_CUT = (SCAN, SCAN, STATES, GROUP, GROUP), (STATES, SCAN, SCAN, STATES, STATES, GROUP, GROUP)
 WAYS |= {
-    "dstate 256": other_form(START, TWO_PARTS, dstate=256, nheads=2, ngroups=1),
-    "dstate 256, headdim 128, recomputed, cut": other_form(START, TWO_PARTS_CUT, torch.float16, shape=LONG, headdim=128,
-                                                           dstate=256, nheads=1, options=AGAIN, blocks=8, cut=(4, 3)),
-    "dstate 192, spans": other_form(START, (STATES, SCAN, SCAN, STATES, GROUP, GROUP), variant="fused", dstate=192,
-                                    nheads=4, ngroups=2),
-    "dstate 160, gate": other_form(GATE, TWO_PARTS, torch.float16, dstate=160, headdim=80, nheads=2, ngroups=1),
-    "dstate 256, gate, states in fp32": other_form(replace(GATE, state_dtype=torch.float32), (SCAN, SCAN), torch.float16,
-                                                   dstate=256, nheads=2, ngroups=1,
-                                                   options=Options(fuse_backward=False)),
-    "dstate 136, odd heads in splits": other_form(START, TWO_PARTS, dstate=136, nheads=3, ngroups=1, splits=2),
     "odd heads": other_form(nheads=6),
     "odd heads, cut": other_form(START, CUT, shape=LONG, nheads=3, blocks=5, cut=(3, 2)),
     "odd heads, spans": other_form(START, TWO_LEVEL, torch.float16, variant="fused", nheads=3, ngroups=1),
@@ -125,33 +113,25 @@ WAYS |= {
                                        nheads=2, options=Options(fuse_backward=False)),
     "gate, spans": other_form(GATE, TWO_LEVEL, torch.float16, variant="fused", nheads=2),
 }
+# Above a dstate of 128 one launch scans both parts, and the backward has one for each.
 WIDE_SCAN = "hopper_wide_scan_kernel"
-
-
-def scan_wide(case: Case, runs: tuple[str, ...], dtype: torch.dtype = torch.bfloat16, **of) -> Way:
-    """As `other_form`, with the scans of both parts in one launch."""
-    scan = runs.index(SCAN)
-    return other_form(case, (*runs[:scan], WIDE_SCAN, *runs[scan + 2:]), dtype, unmeasured=True, **of)
-
-
-SPANS_OF_PARTS = STATES, SCAN, SCAN, STATES, GROUP, GROUP
+PARTS, PARTS_CUT = (WIDE_SCAN, STATES, GROUP, GROUP), (STATES, WIDE_SCAN, STATES, STATES, GROUP, GROUP)
 WAYS |= {
-    "both parts": scan_wide(START, TWO_PARTS, dstate=256, nheads=2, ngroups=1),
-    "both parts, headdim 128, cut": scan_wide(START, TWO_PARTS_CUT, torch.float16, shape=LONG, headdim=128, dstate=256,
-                                              nheads=1, options=AGAIN, blocks=8, cut=(4, 3)),
-    "both parts, headdim 128, D by channel": scan_wide(replace(START, D="hp"), TWO_PARTS_CUT[:3], torch.float16, shape=LONG,
-                                                       headdim=128, dstate=256, nheads=1, blocks=8, cut=(4, 4)),
-    "both parts, end to end": scan_wide(START, TWO_PARTS_CUT, shape=LONG, headdim=128, dstate=256, nheads=3, blocks=5,
-                                        cut=(5, 3)),
-    "both parts, dstate 192, spans": scan_wide(START, SPANS_OF_PARTS, variant="fused", dstate=192, nheads=4, ngroups=2),
-    "both parts, headdim 80, gate": scan_wide(GATE, TWO_PARTS, torch.float16, dstate=160, headdim=80, nheads=2, ngroups=1),
-    "both parts, gate in fp32": scan_wide(replace(GATE, z_dtype=torch.float32), TWO_PARTS, torch.float16, dstate=256, nheads=2,
-                                          ngroups=1),
-    "both parts, states in fp32": scan_wide(replace(GATE, state_dtype=torch.float32), (SCAN, SCAN), torch.float16, headdim=96,
-                                            dstate=256, nheads=2, ngroups=1, options=Options(fuse_backward=False)),
-    "both parts, odd heads": scan_wide(START, TWO_PARTS, headdim=32, dstate=136, nheads=3, ngroups=1, splits=2),
-    "both parts, documents": scan_wide(replace(START, documents="seq_idx"), TWO_PARTS, batch=3, dstate=256, nheads=4,
-                                       ngroups=2, blocks=2),
+    "dstate 256": other_form(START, PARTS, dstate=256, nheads=2, ngroups=1),
+    "dstate 256, headdim 128, recomputed, cut": other_form(START, PARTS_CUT, torch.float16, shape=LONG, headdim=128, dstate=256,
+                                                           nheads=1, options=AGAIN, blocks=8, cut=(4, 3)),
+    "dstate 256, headdim 128, D by channel": other_form(replace(START, D="hp"), PARTS_CUT[:2], torch.float16, shape=LONG,
+                                                        headdim=128, dstate=256, nheads=1, blocks=8, cut=(4, 4)),
+    "dstate 192, spans": other_form(START, (STATES, *PARTS), variant="fused", dstate=192, nheads=4, ngroups=2),
+    "dstate 160, headdim 80, gate": other_form(GATE, PARTS, torch.float16, dstate=160, headdim=80, nheads=2, ngroups=1),
+    "dstate 256, gate in fp32": other_form(replace(GATE, z_dtype=torch.float32), PARTS, torch.float16, dstate=256, nheads=2,
+                                           ngroups=1),
+    "dstate 256, gate, states in fp32": other_form(replace(GATE, state_dtype=torch.float32), (WIDE_SCAN,), torch.float16,
+                                                   headdim=96, dstate=256, nheads=2, ngroups=1,
+                                                   options=Options(fuse_backward=False)),
+    "dstate 136, odd heads in splits": other_form(START, PARTS, headdim=32, dstate=136, nheads=3, ngroups=1, splits=2),
+    "dstate 256, documents": other_form(replace(START, documents="seq_idx"), PARTS, batch=3, dstate=256, nheads=4, ngroups=2,
+                                        blocks=2),
 }
 
 
@@ -169,7 +149,7 @@ def under_schedules(executor: Executor, way: Way, run: Callable[[], dict[str, to
     first = None
     for executor.seed in SEEDS:
         executor.launched.clear()
-        with hopper_on_cpu(executor, way.blocks, way.cut, way.splits, way.unmeasured):
+        with hopper_on_cpu(executor, way.blocks, way.cut, way.splits):
             got = run()
         assert tuple(executor.launched) == way.runs
         first = first or got

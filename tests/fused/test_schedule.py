@@ -67,26 +67,6 @@ def test_random_sizes():
     assert sum(cuts) > 40
 
 
-def test_random_sizes_end_to_end():
-    """Each sub-chunk is walked once, runs are entered by what lies before them, and no block has more than its share."""
-    draw, saved = random.Random(0), 0
-    for _ in range(100):
-        batch, pairs, nsub = draw.choice((1, 2, 3)), draw.choice((1, 2, 12, 24, 40)), draw.choice((5, 16, 64, 100))
-        blocks = batch * pairs + draw.choice((1, 7, 66, 132))
-        runs = schedule.deal_end_to_end(batch, pairs, nsub, blocks, 1, CPU)
-        turns, pieces = check(runs, batch, pairs, nsub, blocks)
-        for b, pair, first, _, piece, npieces in turns:
-            spans = [(start, end) for *owner, start, end, _, _ in pieces[piece : piece + npieces] if owner == [b, pair]]
-            assert len(spans) == npieces and [0, *[end for _, end in spans]] == [*[start for start, _ in spans], first]
-        longest = max(sum(last - first for _, _, first, last, *_ in of) for of in list_runs(runs.sequences))
-        assert longest <= batch * pairs * nsub / blocks + 6
-        saved += schedule.saves_end_to_end(batch, pairs, nsub, blocks, GPU, "scan_step")
-    assert saved > 10
-    assert schedule.saves_end_to_end(2, 24, 64, 132, GPU, "scan_step")  # 24 sub-chunks for 32
-    assert not schedule.saves_end_to_end(2, 32, 64, 132, GPU, "scan_step")  # 31 for 32
-    assert not schedule.saves_end_to_end(2, 128, 64, 132, GPU, "scan_step")
-
-
 def test_random_sizes_in_two_levels():
     """Pairs run fastest, then segments."""
     draw = random.Random(0)

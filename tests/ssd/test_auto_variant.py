@@ -190,12 +190,24 @@ def test_the_next_runs_where_the_first_cannot(monkeypatch, caplog):
     monkeypatch.setattr(registry, "get_variant", made.get)
     rank_as(monkeypatch, "persistent", "fused")
     registry._say.cache_clear()
+    inputs = inputs_on_meta()
     with caplog.at_level("INFO", "ssd"):
-        assert registry.resolve("auto", None, Options(), "bwd") is made["fused"]
+        assert registry.resolve("auto", inputs, Options(), "bwd") is made["fused"]
     assert caplog.messages == ["variant 'auto' runs 'fused' (bwd): a test says so; persistent cannot run these inputs: too odd"]
     made["fused"] = replace(made["fused"], supports=lambda inputs: "too even")
     with pytest.raises(ValueError, match=r"variant 'auto': persistent cannot .* too odd; fused cannot .* too even"):
-        registry.resolve("auto", None, Options(), "fwd")
+        registry.resolve("auto", inputs, Options(), "fwd")
+
+
+def test_documents_with_states_go_where_they_need_no_rows(as_if_hopper, monkeypatch):
+    """The forward of `persistent` takes them as they are, and either's backward; nobody does on other GPUs."""
+    inputs = inputs_on_meta()
+    halves = {name: getattr(inputs, name).half() for name in ("x", "B", "C")}  # which the interpreter takes
+    inputs = replace(inputs, **halves, cu_seqlens=torch.empty(2, device="meta"))
+    rank_as(monkeypatch, "baseline", "fused", "persistent")
+    assert [registry.resolve("auto", inputs, Options(), mode).name for mode in ("fwd", "bwd")] == ["persistent", "fused"]
+    monkeypatch.setattr(hopper, "is_hopper", lambda device: False)
+    assert registry.resolve("auto", inputs, Options(), "fwd").name == "baseline"
 
 
 @pytest.mark.parametrize("path", sorted(variant_times.TABLES.glob("*.json")), ids=lambda path: path.stem)

@@ -222,14 +222,13 @@ GLUON_FORMS = {
     **{f"{variant} --seqlen 4096 --dstate {dstate}": (spills, spills) for variant in ("fused", "persistent")
        for dstate, spills in LONG.items()},
     "persistent --nheads 25 --headdim 48": (104, 32),
-    "persistent --headdim 80 --dstate 256 --z": (104, 32),
     "fused --dstate 64 --z": (104, 32),
 }
 
 
-# Forms that are off until a GPU has measured them: the sizes, and bytes that the wide scan may spill: addresses and masks of
-# states that enter or leave a run, and where a gate, kept outputs and tiles that heads do not fill meet, a few in its loop.
-UNMEASURED = {
+# The sizes, and bytes that the wide scan may spill: addresses and masks of states that enter or leave a run, and where a gate,
+# kept outputs and tiles that heads do not fill meet, a few in its loop.
+WIDE_FORMS = {
     "persistent --seqlen 4096 --headdim 128 --dstate 256": 64,
     "persistent --seqlen 4096 --headdim 64 --dstate 256": 64,
     "persistent --headdim 80 --dstate 192 --nheads 25 --z --initial-states": 560,
@@ -237,14 +236,15 @@ UNMEASURED = {
 }
 
 
-@pytest.mark.parametrize("arguments", UNMEASURED)
-def test_unmeasured_gluon_kernels(arguments, compiled):
+@pytest.mark.parametrize("arguments", WIDE_FORMS)
+def test_wide_gluon_kernels(arguments, compiled):
     """Products run in as many groups as the design has: of each slice four quarters and the last two; one of the masks."""
-    rows = compiled(*arguments.split(), "--arch", "90", "--only", "hopper_wide,hopper_states", "--unmeasured")
-    assert {row["kernel"] for row in rows} == {"hopper_wide_scan_kernel", "hopper_states_kernel"}
+    rows = compiled(*arguments.split(), "--arch", "90", "--only", "hopper")
+    spills = {"hopper_wide_scan_kernel": WIDE_FORMS[arguments], "hopper_states_kernel": 32, "hopper_group_kernel": 256}
+    assert {row["kernel"] for row in rows} == set(spills)
     assert_fits(rows, 90, spills=560, by_walks=0)
     for row in rows:
-        assert row["spills"] <= max(UNMEASURED[arguments] if "wide" in row["kernel"] else 32, allow_spills(row)), row
+        assert row["spills"] <= max(spills[row["kernel"]], allow_spills(row)), row
         assert not row["mma"] and row["wgmma"] and not row["late"] and not row["foreign"], row
         assert row["groups"] <= 13, f"{row}: ptxas serialised its products, for want of registers or by C7514"
 
@@ -267,8 +267,8 @@ def test_gluon_kernels(arguments, compiled):
 
 @pytest.mark.parametrize("sizes", ["--dstate 128", param("--headdim 80 --dstate 256 --z", rare=True)])
 def test_documents_with_states_on_hopper(sizes, compiled):
-    """As they are, which is off until measured."""
-    form = f"persistent --document-states --on TAKES_DOCUMENTS --seqlen 4096 {sizes}"
+    """As they are."""
+    form = f"persistent --document-states --seqlen 4096 {sizes}"
     rows = compiled(*form.split(), "--off", "save_states", "--arch", "90", "--only", "hopper,chunk_cumsum,document_blocks")
     kernels = {row["kernel"] for row in rows}
     assert kernels == {*HOPPER, "document_blocks_kernel", "chunk_cumsum_kernel", "chunk_cumsum_bwd_kernel"}

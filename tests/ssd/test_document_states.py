@@ -78,7 +78,7 @@ def test_variants(name, bounds, case, dtype, device):
 @pytest.mark.skipif(GPU, reason="the interpreter runs the other kernels")
 @pytest.mark.parametrize("name", ("fused", "persistent"))
 def test_hopper(name, caplog):
-    """Its kernels take the rows, which is not said to fail."""
+    """Its kernels take them, or their rows, which is not said to fail."""
     hopper._say_plain.cache_clear()
     inputs = draw((0, 30, 30, 120), PACKED, HALF, shape=Shape(1, 120, 2, 64, 1, 64, 64))
     with hopper_on_cpu(Executor(*KERNELS)), caplog.at_level(logging.INFO, "ssd"):

@@ -85,7 +85,7 @@ def load_steps(dA_cumsum, dt, at, m, BLOCK_M: gl.constexpr):
 
 
 @gluon.jit
-def get_head(pair, U, heads_per_group, form: gl.constexpr):
+def get_head(pair, U: gl.constexpr, heads_per_group, form: gl.constexpr):
     """The head of slice U of a pair. Pairs of a group are neighbours; a lone last head is both heads of its pair."""
     if form.SLICES == 2:
         head = pair
@@ -153,7 +153,7 @@ def allocate_tiles(desc, N: gl.constexpr):
 
 
 @gluon.jit
-def state_offsets(LAYOUT: gl.constexpr, SLICE, part, form: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr):
+def state_offsets(LAYOUT: gl.constexpr, SLICE: gl.constexpr, part, form: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr):
     """Offsets of a slice's elements [ROWS, WIDTH] of a part in a state (headdim, dstate)."""
     p = SLICE * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
     n = part * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
@@ -161,7 +161,7 @@ def state_offsets(LAYOUT: gl.constexpr, SLICE, part, form: gl.constexpr, ROWS: g
 
 
 @gluon.jit
-def state_mask(LAYOUT: gl.constexpr, SLICE, part, form: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr):
+def state_mask(LAYOUT: gl.constexpr, SLICE: gl.constexpr, part, form: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr):
     """Which of a slice's elements [ROWS, WIDTH] of a part are in the state; None if all are."""
     if form.HEADDIM % ROWS == 0 and form.DSTATE % WIDTH == 0:
         mask = None

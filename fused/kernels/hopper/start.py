@@ -32,7 +32,7 @@ def row_layout(dstate):
 
 
 @gluon.jit
-def load_given_state(states, bh, STATE: gl.constexpr, SLICE, part, form: gl.constexpr, ROWS: gl.constexpr,
+def load_given_state(states, bh, STATE: gl.constexpr, SLICE: gl.constexpr, part, form: gl.constexpr, ROWS: gl.constexpr,
                      WIDTH: gl.constexpr):
     """A slice [P, N] fp32 of a part of the state that the caller gave for row and head bh; zero if `states` is None."""
     if states is None:

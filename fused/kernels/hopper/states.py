@@ -8,9 +8,6 @@ exp(A_i) in the places of x, B and dt_j exp(A_last - A_j): then the gradient of 
     walk_slice (1 warpgroup a slice): S <- exp(A_last) S + (x dt_j exp(A_last - A_j))^T B
     fetch_tiles (1 warp):             B and x of both heads by TMA
 
-With BOTH a block has one slice and both parts of dstate, a warpgroup each, so that x is read once: a run's pair is
-2 pair + slice, and in what pieces leave parts and slices have changed places.
-
 The kernel does one of two things:
 
     pieces:  a run starts from a zero state and writes ends (npieces, 2, 64, dstate) fp32, the state at its end, and factors
@@ -75,8 +72,8 @@ _REGISTERS = 160
 class Tiles(NamedTuple):
     """Shared memory: x and B by slot of the ring; states of each head on their way out; the weights of each head's tokens."""
 
-    x: gl.shared_memory_descriptor  # [2 STAGES, 1, 64, headdim]: both heads of a slot in a row; of one slice [STAGES, ...]
-    B: gl.shared_memory_descriptor  # [STAGES, 1, 64, dstate]; of both parts [2 STAGES, ...]
+    x: gl.shared_memory_descriptor  # [2 STAGES, 1, 64, headdim]: both heads of a slot in a row
+    B: gl.shared_memory_descriptor  # [STAGES, 1, 64, dstate]
     states: gl.shared_memory_descriptor  # [2 or 4, 1, headdim, dstate], or None
     weights: gl.shared_memory_descriptor  # [4, 64] fp32: of two steps in turn
 
@@ -122,13 +119,6 @@ def get_batch_row(b, work, BACKWARDS: gl.constexpr):
 
 
 @gluon.jit
-def find_share(pair, U: gl.constexpr, BOTH: gl.constexpr, form: gl.constexpr):
-    """The pair of slices, the slice of it and the part of dstate that warpgroup U has."""
-    pair, part = split_pair(pair, form)
-    return (pair, part, U) if BOTH else (pair, U, part)
-
-
-@gluon.jit
 def get_token(c, b, work, BLOCK_M: gl.constexpr, BACKWARDS: gl.constexpr):
     """The first token at step c of a walk of row b."""
     c = get_sub_chunk(c, b, work, BACKWARDS)
@@ -146,8 +136,8 @@ def load_document(c, b, work, ENTERED: gl.constexpr, BACKWARDS: gl.constexpr):
 
 
 @gluon.jit
-def load_entering_state(entered, b, h, part, work, BACKWARDS: gl.constexpr, STATE: gl.constexpr, SLICE,
-                        form: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr):
+def load_entering_state(entered, b, h, part, work, BACKWARDS: gl.constexpr, STATE: gl.constexpr,
+                        SLICE: gl.constexpr, form: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr):
     """A slice [P, N] fp32 of the state of that document, or of the gradient of the one that it leaves."""
     if BACKWARDS and b >= work.forwards:
         state = load_document_state(work.documents.dfinal_states, entered, h, work.nheads, STATE, SLICE, part, form, ROWS,
@@ -159,7 +149,7 @@ def load_entering_state(entered, b, h, part, work, BACKWARDS: gl.constexpr, STAT
 
 
 @gluon.jit
-def load_start(start, run, bh, part, work, U: gl.constexpr, SLICE, BACKWARDS: gl.constexpr, STATE: gl.constexpr,
+def load_start(start, run, bh, part, work, U: gl.constexpr, SLICE: gl.constexpr, BACKWARDS: gl.constexpr, STATE: gl.constexpr,
                form: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr):
     """A slice [P, N] fp32 of the state before a run, or of the gradient of that after it."""
     if BACKWARDS and run.b >= work.forwards:
@@ -170,22 +160,21 @@ def load_start(start, run, bh, part, work, U: gl.constexpr, SLICE, BACKWARDS: gl
 
 
 @gluon.jit
-def walk_slice(ring, tiles, states_desc, dA_cumsum, dt, start, final_states, work, form: gl.constexpr, BOTH: gl.constexpr,
-               U: gl.constexpr, EVERY: gl.constexpr, BACKWARDS: gl.constexpr, BLOCK_M: gl.constexpr, ROWS: gl.constexpr,
-               WIDTH: gl.constexpr):
-    """The consumer warpgroup of slice U of a pair, or of part U: S <- exp(A_last) S + (x dt_j exp(A_last - A_j))^T B."""
+def walk_slice(ring, tiles, states_desc, dA_cumsum, dt, start, final_states, work, form: gl.constexpr, U: gl.constexpr,
+               EVERY: gl.constexpr, BACKWARDS: gl.constexpr, BLOCK_M: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr):
+    """The consumer warpgroup of slice U of a pair: S <- exp(A_last) S + (x dt_j exp(A_last - A_j))^T B."""
     DTYPE: gl.constexpr = tiles.x.dtype
     STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, STATE, 2)
+    SLICE: gl.constexpr = U if form.SLICES == 2 else 0
     m = gl.arange(0, BLOCK_M, gl.BlockedLayout([1], [32], [4], [0]))
     step = 0
     kept = 0
     for k in range(gl.program_id(0) * work.nruns, gl.program_id(0) * work.nruns + work.nruns):
         run = get_run(work, k)
         b, first, last = run.b, run.first, run.last
-        pair, side, part = find_share(run.pair, U, BOTH, form)
-        SLICE = side if form.SLICES == 2 else 0
-        h = get_head(pair, side, work.heads_per_group, form)
+        pair, part = split_pair(run.pair, form)
+        h = get_head(pair, U, work.heads_per_group, form)
         bh = (get_batch_row(b, work, BACKWARDS) * work.nheads + h).to(gl.int64)
         row = bh * work.nsub * BLOCK_M
         if states_desc is None:
@@ -229,9 +218,9 @@ def walk_slice(ring, tiles, states_desc, dA_cumsum, dt, start, final_states, wor
             block_barrier()
             w = gl.expand_dims(tiles.weights.index(line).load(gl.SliceLayout(0, OPERAND)), 0)
             wait_full(ring, step)
-            x = get_tile(tiles.x, slot if BOTH else 2 * slot + U, BLOCK_M, ROWS).permute((1, 0)).load(OPERAND)
+            x = get_tile(tiles.x, 2 * slot + U, BLOCK_M, ROWS).permute((1, 0)).load(OPERAND)
             x_end = (x.to(gl.float32) * w).to(DTYPE)
-            B = get_tile(tiles.B, 2 * slot + U if BOTH else slot, BLOCK_M, WIDTH)
+            B = get_tile(tiles.B, slot, BLOCK_M, WIDTH)
             state = warpgroup_mma(x_end, B, state * factor, is_async=True)  # [P, M] @ [M, N]
             state = warpgroup_mma_wait(0, deps=(state,))
             block_barrier()
@@ -254,11 +243,10 @@ def walk_slice(ring, tiles, states_desc, dA_cumsum, dt, start, final_states, wor
 
 
 @gluon.jit
-def fetch_tiles(x_desc, B_desc, dy_desc, C_desc, ring, tiles, work, form: gl.constexpr, BOTH: gl.constexpr,
-                BACKWARDS: gl.constexpr):
-    """The producer: B and x of what the block has of each sub-chunk into the next free slot; of walks backwards C and dy."""
+def fetch_tiles(x_desc, B_desc, dy_desc, C_desc, ring, tiles, work, form: gl.constexpr, BACKWARDS: gl.constexpr):
+    """The producer: B and x of both heads of each sub-chunk into the next free slot; of walks backwards C and dy."""
     BLOCK_M: gl.constexpr = x_desc.block_shape[1]
-    BYTES: gl.constexpr = (1 if BOTH else 2) * tile_bytes(x_desc) + (2 if BOTH else 1) * tile_bytes(B_desc)
+    BYTES: gl.constexpr = 2 * tile_bytes(x_desc) + tile_bytes(B_desc)
     step = 0
     for k in range(gl.program_id(0) * work.nruns, gl.program_id(0) * work.nruns + work.nruns):
         run = get_run(work, k)
@@ -273,42 +261,36 @@ def fetch_tiles(x_desc, B_desc, dy_desc, C_desc, ring, tiles, work, form: gl.con
                 token = get_token(c, b, work, BLOCK_M, BACKWARDS)
             mbarrier.expect(bar, BYTES)
             if BACKWARDS and b >= work.forwards:
-                fetch_pair(dy_desc, C_desc, b - work.forwards, token, run.pair, work, form, BOTH, bar, tiles, slot)
+                fetch_pair(dy_desc, C_desc, b - work.forwards, token, run.pair, work, form, bar, tiles, slot)
             else:
-                fetch_pair(x_desc, B_desc, b, token, run.pair, work, form, BOTH, bar, tiles, slot)
+                fetch_pair(x_desc, B_desc, b, token, run.pair, work, form, bar, tiles, slot)
             step += 1
 
 
 @gluon.jit
-def fetch_pair(x_desc, B_desc, b, token, pair, work, form: gl.constexpr, BOTH: gl.constexpr, bar, tiles, slot):
-    """Into one slot: B and x of both slices of one sub-chunk, or both parts of B and x of one slice."""
+def fetch_pair(x_desc, B_desc, b, token, pair, work, form: gl.constexpr, bar, tiles, slot):
+    """Into one slot: B and x of both slices of one sub-chunk."""
     pair, part = split_pair(pair, form)
     group = get_head(pair, 0, work.heads_per_group, form) // work.heads_per_group
-    if BOTH:
-        for n in gl.static_range(2):
-            fetch_slice(B_desc, b, token, group * form.PARTS + n, form.PARTS, bar, tiles.B.index(2 * slot + n))
-        part = get_head(pair, part, work.heads_per_group, form) * form.SLICES + part * (form.SLICES - 1)
-        fetch_slice(x_desc, b, token, part, form.SLICES, bar, tiles.x.index(slot))
-    else:
-        fetch_slice(B_desc, b, token, group * form.PARTS + part, form.PARTS, bar, tiles.B.index(slot))
-        for u in gl.static_range(2):
-            part = get_head(pair, u, work.heads_per_group, form) * form.SLICES + u * (form.SLICES - 1)
-            fetch_slice(x_desc, b, token, part, form.SLICES, bar, tiles.x.index(2 * slot + u))
+    fetch_slice(B_desc, b, token, group * form.PARTS + part, form.PARTS, bar, tiles.B.index(slot))
+    for u in gl.static_range(2):
+        part = get_head(pair, u, work.heads_per_group, form) * form.SLICES + u * (form.SLICES - 1)
+        fetch_slice(x_desc, b, token, part, form.SLICES, bar, tiles.x.index(2 * slot + u))
 
 
 @gluon.jit(do_not_specialize=SIZES)
 def hopper_states_kernel(x_desc, B_desc, dy_desc, C_desc, states_desc, dA_cumsum, dt, initial_states, dfinal_states,
                          ends, factors, final_states, runs, nruns, forwards, nsub, nheads, heads_per_group,
-                         blocks, HEADDIM: gl.constexpr, DSTATE: gl.constexpr, ODD: gl.constexpr, BOTH: gl.constexpr,
-                         EVERY: gl.constexpr, STAGES: gl.constexpr):
+                         blocks, HEADDIM: gl.constexpr, DSTATE: gl.constexpr, ODD: gl.constexpr, EVERY: gl.constexpr,
+                         STAGES: gl.constexpr):
     BACKWARDS: gl.constexpr = dy_desc is not None
     gl.static_assert(EVERY == 1 or not BACKWARDS, "walks backwards keep the state of each sub-chunk")
     BLOCK_M: gl.constexpr = x_desc.block_shape[1]
     ROWS: gl.constexpr = x_desc.block_shape[-1]
     WIDTH: gl.constexpr = B_desc.block_shape[-1]
     FORM: gl.constexpr = make_form(HEADDIM, DSTATE, ROWS, WIDTH, ODD)
-    Xs = allocate_tiles(x_desc, STAGES if BOTH else 2 * STAGES)
-    Bs = allocate_tiles(B_desc, 2 * STAGES if BOTH else STAGES)
+    Xs = allocate_tiles(x_desc, 2 * STAGES)
+    Bs = allocate_tiles(B_desc, STAGES)
     if states_desc is None:
         Ss: gl.constexpr = None
     else:
@@ -325,43 +307,42 @@ def hopper_states_kernel(x_desc, B_desc, dy_desc, C_desc, states_desc, dA_cumsum
         start = Start(None, None, ends, factors)
     tiles, work = Tiles(Xs, Bs, Ss, weights), Work(runs, nruns, forwards, nsub, nheads, heads_per_group, documents)
     gl.warp_specialize([
-        (walk_slice, (ring, tiles, states_desc, dA_cumsum, dt, start, final_states, work, FORM, BOTH, 0, EVERY, BACKWARDS,
-                      BLOCK_M, ROWS, WIDTH)),
-        (walk_slice, (ring, tiles, states_desc, dA_cumsum, dt, start, final_states, work, FORM, BOTH, 1, EVERY, BACKWARDS,
-                      BLOCK_M, ROWS, WIDTH)),
-        (fetch_tiles, (x_desc, B_desc, dy_desc, C_desc, ring, tiles, work, FORM, BOTH, BACKWARDS)),
+        (walk_slice, (ring, tiles, states_desc, dA_cumsum, dt, start, final_states, work, FORM, 0, EVERY, BACKWARDS, BLOCK_M,
+                      ROWS, WIDTH)),
+        (walk_slice, (ring, tiles, states_desc, dA_cumsum, dt, start, final_states, work, FORM, 1, EVERY, BACKWARDS, BLOCK_M,
+                      ROWS, WIDTH)),
+        (fetch_tiles, (x_desc, B_desc, dy_desc, C_desc, ring, tiles, work, FORM, BACKWARDS)),
     ], [4, 1], [152 if WIDTH <= 128 else 224, 24])
 
 
-def piece_states(i: SSDInputs, descriptors, dt, dA_cumsum, npieces: int, runs, forwards: int, both: bool, blocks=None,
+def piece_states(i: SSDInputs, descriptors, dt, dA_cumsum, npieces: int, runs, forwards: int, blocks=None,
                  starts=(None, None)) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns ends and factors. descriptors: of x, B, and of dy, C if rows from `forwards` on are walked backwards.
 
-    runs: (blocks, nruns, 6) int32. both: whether a block has both parts of dstate. blocks: those of documents, in place of
-    sub-chunks; starts: their initial_states and dfinal_states, contiguous, each or None for zeros.
+    runs: (blocks, nruns, 6) int32. blocks: those of documents, in place of sub-chunks; starts: their initial_states and
+    dfinal_states, contiguous, each or None for zeros.
     """
     ends = torch.empty(npieces, 2, *(d.block_shape[-1] for d in descriptors[:2]), device=i.x.device, dtype=torch.float32)
     factors = torch.empty(npieces, 2, device=i.x.device, dtype=torch.float32)
-    _launch(i, descriptors, None, dt, dA_cumsum, runs, starts, ends, factors, None, forwards, dt.shape[3], both, blocks)
+    _launch(i, descriptors, None, dt, dA_cumsum, runs, starts, ends, factors, None, forwards, dt.shape[3], blocks)
     return ends, factors
 
 
 def all_states(i: SSDInputs, descriptors, states_desc, dt, dA_cumsum, runs, starts, ends, factors, final_states, forwards: int,
-               every: int, both: bool, blocks=None) -> None:
+               every: int, blocks=None) -> None:
     """Fills what states_desc describes, states every `every` tokens, and final_states unless None.
 
     descriptors, runs: as above. starts: initial_states and dfinal_states, contiguous, each or None for zeros. ends and factors:
     of the pieces that enter the runs, if any do. blocks: those of documents, in place of sub-chunks; starts and final_states
     are then the documents'.
     """
-    _launch(i, descriptors, states_desc, dt, dA_cumsum, runs, starts, ends, factors, final_states, forwards, every, both,
-            blocks)
+    _launch(i, descriptors, states_desc, dt, dA_cumsum, runs, starts, ends, factors, final_states, forwards, every, blocks)
 
 
 def _launch(i: SSDInputs, descriptors, states_desc, dt, dA_cumsum, runs, starts, ends, factors, final_states, forwards: int,
-            every: int, both: bool, blocks) -> None:
+            every: int, blocks) -> None:
     descriptors = (*descriptors, None, None)[:4]
     launch(hopper_states_kernel, runs.shape[0], *descriptors, states_desc, dA_cumsum, dt, *starts, ends, factors, final_states,
            runs, runs.shape[1], forwards, dt.shape[2], i.nheads, i.nheads // i.ngroups, blocks, HEADDIM=i.headdim,
-           DSTATE=i.dstate, ODD=i.nheads // i.ngroups % 2 == 1, BOTH=both, EVERY=every // dt.shape[3], STAGES=STAGES,
-           num_warps=4, maxnreg=_REGISTERS)
+           DSTATE=i.dstate, ODD=i.nheads // i.ngroups % 2 == 1, EVERY=every // dt.shape[3], STAGES=STAGES, num_warps=4,
+           maxnreg=_REGISTERS)

@@ -49,7 +49,6 @@ from .scan import SIZES, Slots, make_masks
 from .scan_tiles import Outputs, Rings, Vectors, Work, load_D
 from .start import Start, load_given_state, load_kept_state
 
-RUN_UNMEASURED = False  # whether dstate above 128 takes this kernel, which is right on an H100 but was never timed
 QUARTER = 64  # states that are wgmma's operand at a time, and of a tile of a state on its way out
 PART = gl.constexpr(128)  # states of a part, as hopper_states has them
 _SLOTS = Slots(2, 2), Slots(2, 1), Slots(1, 2), Slots(1, 1)  # the first that fits
@@ -130,19 +129,29 @@ def load_half(start, run, h, bh, work, U: gl.constexpr, SLICE: gl.constexpr, HAL
 
 
 @gluon.jit
-def write_quarter(states_desc, b, c, h, state, tiles, work, form: gl.constexpr, U: gl.constexpr, N: gl.constexpr,
+def write_quarter(outputs, b, c, h, state, tiles, work, form: gl.constexpr, U: gl.constexpr, N: gl.constexpr,
                   ROWS: gl.constexpr):
-    """A quarter of the state of a slice before sub-chunk c leaves by one of the slice's two tiles, in turn."""
-    if states_desc is not None:
-        SLICE: gl.constexpr = U if form.SLICES == 2 else 0
-        QUARTER: gl.constexpr = state.shape[1]
-        store_wait(1)
-        block_barrier()
-        get_tile(tiles.states, 2 * U + N % 2, ROWS, QUARTER).store(state.to(states_desc.dtype))
-        fence_async_shared()
-        block_barrier()
-        at = (b * work.nsub + c) * work.nheads + h
-        async_store(states_desc, [at, SLICE * ROWS, N * QUARTER], tiles.states.index(2 * U + N % 2))
+    """A quarter of the state of a slice before sub-chunk c leaves, if that state does."""
+    if outputs.states is not None:
+        if outputs.asked is None:
+            store_quarter(outputs.states, (b * work.nsub + c) * work.nheads + h, state, tiles, form, U, N, ROWS)
+        else:
+            if c > 0 and c % outputs.asked == 0:
+                row = b * outputs.nasked + c // outputs.asked - 1
+                store_quarter(outputs.states, row * work.nheads + h, state, tiles, form, U, N, ROWS)
+
+
+@gluon.jit
+def store_quarter(states_desc, at, state, tiles, form: gl.constexpr, U: gl.constexpr, N: gl.constexpr, ROWS: gl.constexpr):
+    """It leaves by one of the slice's two tiles, in turn."""
+    SLICE: gl.constexpr = U if form.SLICES == 2 else 0
+    QUARTER: gl.constexpr = state.shape[1]
+    store_wait(1)
+    block_barrier()
+    get_tile(tiles.states, 2 * U + N % 2, ROWS, QUARTER).store(state.to(states_desc.dtype))
+    fence_async_shared()
+    block_barrier()
+    async_store(states_desc, [at, SLICE * ROWS, N * QUARTER], tiles.states.index(2 * U + N % 2))
 
 
 @gluon.jit
@@ -193,13 +202,13 @@ def scan_slice(outputs, rings, tiles, vectors, dA_cumsum, D, start, work, form: 
             left, right = split_columns(state)
             state0, state1 = split_columns(left)
             state2, state3 = split_columns(right)
-            write_quarter(outputs.states, b, c, h, state0, tiles, work, form, U, 0, ROWS)
+            write_quarter(outputs, b, c, h, state0, tiles, work, form, U, 0, ROWS)
             y, state0 = multiply_quarter(state0, factor, C, 0, y, OPERAND)
-            write_quarter(outputs.states, b, c, h, state1, tiles, work, form, U, 1, ROWS)
+            write_quarter(outputs, b, c, h, state1, tiles, work, form, U, 1, ROWS)
             y, state1 = multiply_quarter(state1, factor, C, 1, y, OPERAND)
-            write_quarter(outputs.states, b, c, h, state2, tiles, work, form, U, 2, ROWS)
+            write_quarter(outputs, b, c, h, state2, tiles, work, form, U, 2, ROWS)
             y, state2 = multiply_quarter(state2, factor, C, 2, y, OPERAND)
-            write_quarter(outputs.states, b, c, h, state3, tiles, work, form, U, 3, ROWS)
+            write_quarter(outputs, b, c, h, state3, tiles, work, form, U, 3, ROWS)
             y, state3 = multiply_quarter(state3, factor, C, 3, y, OPERAND)
             end = gl.load(A_last + gl.minimum(c + 1, last - 1) * BLOCK_M)
             wait_full(rings.masks, step, HEAD, HEADS)
@@ -230,6 +239,15 @@ def scan_slice(outputs, rings, tiles, vectors, dA_cumsum, D, start, work, form: 
             if outputs.y is not None:
                 write_slice(outputs.y, b, c * BLOCK_M, h * form.SLICES + SLICE, form.SLICES, tiles.y.index(2 + U))
             step += 1
+        if outputs.asked is not None:  # noqa: SIM102
+            if last == work.nsub and last == outputs.asked * outputs.nasked:
+                left, right = split_columns(state)
+                state0, state1 = split_columns(left)
+                state2, state3 = split_columns(right)
+                write_quarter(outputs, b, last, h, state0, tiles, work, form, U, 0, ROWS)
+                write_quarter(outputs, b, last, h, state1, tiles, work, form, U, 1, ROWS)
+                write_quarter(outputs, b, last, h, state2, tiles, work, form, U, 2, ROWS)
+                write_quarter(outputs, b, last, h, state3, tiles, work, form, U, 3, ROWS)
         if outputs.final_states is not None and last == work.nsub:
             at = outputs.final_states + bh * (form.HEADDIM * form.DSTATE) + state_offsets(STATE, SLICE, 0, form, ROWS, WIDTH)
             store_masked(at, state, state_mask(STATE, SLICE, 0, form, ROWS, WIDTH))
@@ -238,7 +256,7 @@ def scan_slice(outputs, rings, tiles, vectors, dA_cumsum, D, start, work, form: 
 
 @gluon.jit(do_not_specialize=SIZES)
 def hopper_wide_scan_kernel(x_desc, B_desc, C_desc, z_desc, out_desc, y_desc, states_desc, dA_cumsum, dt, D, initial_states,
-                            ends, factors, final_states, starts, runs, nruns, nsub, nheads, heads_per_group,
+                            ends, factors, final_states, starts, runs, nruns, nsub, nheads, heads_per_group, asked, nasked,
                             HEADDIM: gl.constexpr, DSTATE: gl.constexpr, ODD: gl.constexpr, D_ROWS: gl.constexpr,
                             STAGES: gl.constexpr, SLOTS: gl.constexpr, EVERY: gl.constexpr):
     DTYPE: gl.constexpr = x_desc.dtype
@@ -271,7 +289,7 @@ def hopper_wide_scan_kernel(x_desc, B_desc, C_desc, z_desc, out_desc, y_desc, st
     tiles, vectors = Tiles(Xs, Bs, Cs, Zs, Ls, Ys, Ss), Vectors(from_start, to_end)
     work = Work(runs, nruns, nsub, nheads, heads_per_group, Documents(None, None, None, None, None))
     start = Start(initial_states, ends, factors, starts)
-    outputs = Outputs(out_desc, y_desc, states_desc, final_states, None, None, None, None)
+    outputs = Outputs(out_desc, y_desc, states_desc, final_states, None, None, asked, nasked)
     gl.warp_specialize([
         (scan_slice, (outputs, rings, tiles, vectors, dA_cumsum, D, start, work, FORM, 0, EVERY, BLOCK_M, ROWS,
                       WIDTH)),
@@ -298,13 +316,14 @@ def choose_slots(i: SSDInputs, beside: int, keeps_y: bool, states_desc, starts) 
 
 def hopper_wide_scan(i: SSDInputs, x_desc, B_desc, C_desc, out_desc, dt, dA_cumsum, runs: torch.Tensor, initial_states=None,
                      ends=None, factors=None, final_states=None, states_desc=None, starts=None, every: int = SUB_CHUNK,
-                     z_desc=None, y_desc=None) -> None:
+                     z_desc=None, y_desc=None, nasked: int | None = None) -> None:
     """As `scan.hopper_scan`, in one launch."""
     heads_per_group = i.nheads // i.ngroups
+    asked = None if nasked is None else i.return_states_every // dt.shape[3]
     slots = choose_slots(i, 0 if z_desc is None else z_desc.base.itemsize, y_desc is not None, states_desc, starts)
     launch(
         hopper_wide_scan_kernel, runs.shape[0], x_desc, B_desc, C_desc, z_desc, out_desc, y_desc, states_desc, dA_cumsum, dt,
         contiguous(i.D), initial_states, ends, factors, final_states, starts, runs, runs.shape[1], dt.shape[2], i.nheads,
-        heads_per_group, HEADDIM=i.headdim, DSTATE=i.dstate, ODD=heads_per_group % 2 == 1,
+        heads_per_group, asked, nasked, HEADDIM=i.headdim, DSTATE=i.dstate, ODD=heads_per_group % 2 == 1,
         D_ROWS=i.D is not None and i.D.dim() == 2, STAGES=slots.tiles, SLOTS=slots.masks, EVERY=every // dt.shape[3],
         num_warps=4, maxnreg=_REGISTERS)
