@@ -217,6 +217,29 @@ def context(
 
 
 @app.command()
+def documents(
+    variant: Annotated[str, typer.Option(help=f"Variants, of {VARIANT_LIST}.")] = "persistent",
+    shape: Annotated[str, typer.Option(help="Shapes, as of bench, whose tokens make one row.")] = "8b-b4",
+    mode: Annotated[str, typer.Option(help="fwd, bwd or both.")] = "fwd,bwd", dtype: flags.Dtype = "bf16",
+    mean: Annotated[int, typer.Option(min=64, max=4096, help="Tokens of a document, of 64 to 4,096.")] = 700,
+    every: Annotated[str, typer.Option(help="Tokens between states that a forward is asked for, comma-separated.")] = "1024",
+    against: Annotated[str, typer.Option(help="A peer to run once a document, or none.")] = "none",
+    repeats: flags.Repeats = 20, warmup: flags.Warmup = 5, seed: flags.Seed = 0, out: flags.Out = RESULTS,
+) -> None:
+    """Measure packed documents with states, and states at positions, beside one sequence of as many tokens."""
+    variants, modes = split_names("--variant", variant, VARIANTS), split_names("--mode", mode, DIRECTIONS)
+    shapes, intervals, console = split_shapes(shape), arguments.split_numbers("--every", every), make_console()
+    check_name("--against", against, (*VARIANTS[1:], "none"))
+    require_gpu("documents", "make test ARGS=tests/ssd/test_document_states.py checks documents on a CPU")
+    from . import documents
+
+    with refuse_errors():
+        rows = documents.run(variants, shapes, modes, dtype, mean, intervals, None if against == "none" else against, out,
+                             console, repeats, warmup, seed)
+    console.print(documents.tabulate(rows), markup=False)
+
+
+@app.command()
 def sweep(
     workload: flags.Workloads = "mamba2",
     variant: Annotated[str, typer.Option(help=f"To put inside, of {VARIANT_LIST}.")] = "mamba_ssm,persistent,fused,baseline",

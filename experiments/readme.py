@@ -17,6 +17,7 @@ from . import (
     block,
     choose,
     context,
+    documents,
     figure,
     record,
     result_tables,
@@ -54,6 +55,7 @@ class Shown:
         checks: set-ups, and runs of all tests, without a GPU.
         choices: what "auto" chooses by.
         contexts: sequences over several GPUs.
+        documents: packed ones with states, and states at positions.
     """
 
     bench: Rows = field(default_factory=list)
@@ -66,6 +68,7 @@ class Shown:
     checks: Rows = field(default_factory=list)
     choices: Rows = field(default_factory=list)
     contexts: Rows = field(default_factory=list)
+    documents: Rows = field(default_factory=list)
 
     @staticmethod
     def read(out: Path = record.RESULTS) -> Shown:
@@ -87,7 +90,8 @@ class Shown:
             sorted(ablation, key=itemgetter("gpu", "shape", "mode", "variant")), sorted(steps, key=itemgetter("gpu")),
             record.read(rows, bench="train"), [*record.read(out, bench="setup", gpu=None), *record.read(
                 out, bench="tests", gpu=None, only=None, shard=None, failed=0)],
-            [row for row in rows if row["bench"] in choose.BENCHES], record.read(rows, bench="context"))
+            [row for row in rows if row["bench"] in choose.BENCHES], record.read(rows, bench="context"),
+            record.read(rows, bench="documents"))
 
 
 def write(shown: Shown, root: Path = ROOT, check: bool = False) -> bool:
@@ -129,6 +133,7 @@ def list_sections(shown: Shown) -> dict[tuple[str, str], str]:
         ("docs/ablation.md", "ablation"): result_tables.tabulate_ablation(shown.ablation),
         ("docs/context-parallel.md", "exchanges"): context.tabulate_exchanges(),
         ("docs/context-parallel.md", "times"): context.tabulate_times(shown.contexts),
+        ("docs/drop-in.md", "documents"): documents.tabulate(shown.documents),
         ("docs/drop-in.md", "libraries"): result_tables.tabulate_libraries(shown.bench, shown.blocks),
         (TERMINAL, "terminal-gpu"): terminal_page.print_recorded_run(shown.bench),
     }
