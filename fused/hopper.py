@@ -93,8 +93,7 @@ def _say_plain(variant: str, reason: str) -> None:
 
 def writes_asked_states(i: SSDInputs, options: Options, save: bool) -> bool:
     """Whether these kernels, where they run, write `SSDSaved.states`. save: a backward may follow."""
-    asked = i.return_states_every is not None and not (save and options.save_states)
-    return asked and i.return_states_every % BLOCK_M == 0
+    return i.asks_for_states_alone(options, save) and i.return_states_every % BLOCK_M == 0
 
 
 def run_stationary(inputs: SSDInputs, options: Options, save: bool, keep: bool) -> tuple[Tensor, Tensor, SSDSaved]:

@@ -139,7 +139,7 @@ def find_states_interval(name: str, inputs: SSDInputs, options: Options) -> int 
 
 def writes_asked_states(name: str, inputs: SSDInputs, options: Options, save: bool) -> bool:
     """True when a forward of the variant of that name writes `SSDSaved.states`. save: a backward may follow."""
-    if inputs.return_states_every is None or (save and options.save_states):
+    if not inputs.asks_for_states_alone(options, save):
         return False
     return _writes_states(get_variant(_list_choices(inputs)[0] if name == "auto" else name), inputs, options)
 

@@ -67,6 +67,10 @@ class SSDInputs:
         """True when a forward is to leave `SSDSaved.prev_states`. save: a backward may follow."""
         return self.return_states_every is not None or (save and options.save_states)
 
+    def asks_for_states_alone(self, options: Options, save: bool) -> bool:
+        """Whether a forward is asked for states, and none are kept for a backward. save: a backward may follow."""
+        return self.return_states_every is not None and not (save and options.save_states)
+
     @property
     def batch(self) -> int:
         return self.x.shape[0]
