@@ -25,6 +25,7 @@ from .inputs import DTYPES, make_inputs
 from .parallel import Team
 from .shapes import SHAPES, Shape
 from .table import render_lines, write_head
+from .terminal import first_line
 
 MODES = ("fwd", "fwd_bwd")
 PARTS = ("scan", "block")
@@ -69,7 +70,8 @@ def _measure(shape: Shape, part: str, mode: str, variant: str, dtype: str, calls
              warmup: int) -> dict:
     dist.barrier()
     times = _time(calls, team, repeats, warmup)
-    graphs = _time(_capture(calls, team), team, repeats, warmup)
+    captured, note = _capture(calls, team)
+    graphs = _time(captured, team, repeats, warmup)
     (p20, p50, p80), graph_p50 = times["parts"], graphs["parts"][1] if "parts" in graphs else None
     forward, backward = count_states(shape.problem(_CHUNK_SIZE, dtype), team.size)
     alone, dealt, *in_graphs = (of[name][1] if name in of else None
@@ -82,7 +84,7 @@ def _measure(shape: Shape, part: str, mode: str, variant: str, dtype: str, calls
         "efficiency": efficiency, "all_to_all_p50_us": dealt,
         "bytes_received": forward.bytes + (backward.bytes if mode == "fwd_bwd" else 0),
         "peak_mib": team.max_over(timing.measure_peak_mib(calls["parts"])), "link_gbps": team.measure_link(),
-        **record.environment()}
+        "note": note, **record.environment()}
 
 
 def _time(calls: dict[str, Callable], team: Team, repeats: int, warmup: int) -> dict[str, list[float]]:
@@ -91,18 +93,19 @@ def _time(calls: dict[str, Callable], team: Team, repeats: int, warmup: int) -> 
             for name, values in timing.interleave(calls, repeats, warmup).items()}
 
 
-def _capture(calls: dict[str, Callable], team: Team) -> dict[str, Callable]:
-    """Those that every rank could capture: what one rank replays, others must."""
-    graphs = {}
+def _capture(calls: dict[str, Callable], team: Team) -> tuple[dict[str, Callable], str | None]:
+    """Those that every rank could capture: what one rank replays, others must. And why this rank could not capture others."""
+    graphs, notes = {}, []
     for name, call in calls.items():
         try:
             graph, failed = timing.capture(call), 0
-        except Exception:  # memory, for one
+        except Exception as reason:  # memory, for one
             failed = 1
+            notes.append(f"no CUDA graph of {name}: {first_line(reason)}")
             torch.cuda.synchronize()
         if not team.max_over(failed):
             graphs[name] = graph
-    return graphs
+    return graphs, "; ".join(notes) or None
 
 
 def _list_scans(shape: Shape, mode: str, variant: str, dtype: torch.dtype, team: Team) -> dict[str, Callable]:
