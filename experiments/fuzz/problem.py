@@ -26,7 +26,8 @@ class Problem:
         run: the call under test, outputs by name.
         truth: the same outputs of fp64 arguments, differentiable.
         mirrors: each (tensors, wanted, gradients of `ways`) -> outputs and gradients ("d" and the argument's name) of torch
-            code that rounds where kernels may. Several, since the errors of one may be small by luck.
+            code that rounds where kernels may; the first has all, others may have some. Several, since the errors of one may
+            be small by luck.
         axes: a letter for each axis of a result: b batch or document, l tokens, h heads or groups; others are not looked at
             one by one.
         summed: results that are sums over tokens, whose errors cancel by luck.
