@@ -115,8 +115,7 @@ def problem(c: Config, turn: int, device: str) -> Problem:
         c, tensors, run, _truth, run, _AXES | {"dD": "hp" if c.D == "hp" else "h"},
         {"final_states": torch.float32} if c.final_states else {}, mirrors=_list_mirrors(c, tf32), eps=eps,
         coarsest=max(eps, torch.finfo(inputs.states_dtype).eps), summed=("dA", "dD", "ddt_bias"), tokens=c.batch * c.seqlen,
-        over_heads=("B", "C"), exponent=largest_exponent(inputs) + _add_for_documents(inputs),
-        exact=c.variant != "torch" or device == "cpu")
+        exponent=largest_exponent(inputs) + _add_for_documents(inputs), exact=c.variant != "torch" or device == "cpu")
 
 
 def _mirror_chunks(c: Config) -> list[int]:

@@ -214,6 +214,16 @@ def test_heads_are_mirrored_in_splits(each):
     assert all(torch.equal(got[name], value.bfloat16()) for name, value in sums.items())
 
 
+@pytest.mark.parametrize("dtype", ("fp32", "fp16"))
+def test_faults_in_one_token_of_one_head_are_found(dtype, monkeypatch):
+    """Though D x makes the output large, and dB is small beside it."""
+    config = Config(seed=6, dtype=dtype, headdim=4, D="h", state_dtype="bf16", wanted=("B", "C"))
+    assert trial.run(config, "cpu").status == "passed"
+    monkeypatch.setattr(torch_variant, "VARIANT", FAULTS["dB scaled"])
+    outcome = trial.run(config, "cpu")
+    assert outcome.failed and outcome.why.startswith("dB")
+
+
 def test_what_ends_its_process_is_named():
     """And the batch after it is run, by another process."""
     lines = [to_json(EVERYTHING), to_json(replace(EVERYTHING, seed=4))]
