@@ -74,15 +74,9 @@ def compute_slacks(problem: Problem, outputs: dict[str, Tensor], cotangents: dic
     """By the gradient's name, the norm of an error that rounding terms which cancel may leave in it.
 
     An output that is linear in an argument w has <dw, w> = <dout, out>, so |dout| |out| / |w| is what such terms add up to.
-    Where each head's part is rounded before heads are added up (`Problem.over_heads`), these roundings are independent: of n
-    terms they come to |dout| |out| / (sqrt(n) |w|). Only gradients of few tokens, few numbers for all of dstate, are so small.
     """
-    sizes = {name: float(t.double().norm() * outputs[name].norm()) for name, t in cotangents.items()}
-    exact = _CANCELLED * _FP32 * sum(sizes.values())
-    heads = _LUCK * _Rounding.of(problem.coarsest).rms * sum(
-        size / max(cotangents[name].numel(), 1) ** 0.5 for name, size in sizes.items())
-    return {f"d{name}": (exact + (heads if name in problem.over_heads else 0)) / max(
-                float(t.detach().double().norm()), _SMALL * t.numel() ** 0.5)
+    scale = sum(float(t.double().norm() * outputs[name].norm()) for name, t in cotangents.items())
+    return {f"d{name}": _CANCELLED * _FP32 * scale / max(float(t.detach().double().norm()), _SMALL * t.numel() ** 0.5)
             for name, t in problem.tensors.items() if name in problem.wanted}
 
 

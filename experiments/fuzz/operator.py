@@ -30,6 +30,8 @@ _AXES = {"out": "blhp", "final_states": "bhpn", "varlen_states": "bhpn", "states
 _TRUTH_CHUNK, _SHORT = 64, 24  # up to so many tokens the truth is the recurrence
 _OTHER = {16: 64, 32: 64, 64: 128, 128: 64, 256: 64}  # chunk sizes of the second mirror; sub-chunks of kernels are 64 tokens
 _SHARED_OUT = 1024  # tokens of a call, of all rows
+_HEADS_OF_SPLITS = (1, 2)  # where tokens are few: kernels cut a group's heads into the largest power of two, or one by one
+_HEAD_AXES = {"x": 2, "dt": 2, "z": 2, "A": 0, "D": 0, "dt_bias": 0, "initial_states": 1, "out": 2, "final_states": 1}
 _BLOCK_FP32 = 16  # tokens between the states that the plain backward rounds and keeps, where x is in fp32
 _TF32_EPS = 2.0**-10
 _FP64 = Precision(torch.float64)
@@ -113,8 +115,7 @@ def problem(c: Config, turn: int, device: str) -> Problem:
         c, tensors, run, _truth, run, _AXES | {"dD": "hp" if c.D == "hp" else "h"},
         {"final_states": torch.float32} if c.final_states else {}, mirrors=_list_mirrors(c, tf32), eps=eps,
         coarsest=max(eps, torch.finfo(inputs.states_dtype).eps), summed=("dA", "dD", "ddt_bias"), tokens=c.batch * c.seqlen,
-        over_heads=("B", "C"), exponent=largest_exponent(inputs) + _add_for_documents(inputs),
-        exact=c.variant != "torch" or device == "cpu")
+        exponent=largest_exponent(inputs) + _add_for_documents(inputs), exact=c.variant != "torch" or device == "cpu")
 
 
 def _mirror_chunks(c: Config) -> list[int]:
@@ -124,13 +125,13 @@ def _mirror_chunks(c: Config) -> list[int]:
 
 def _list_mirrors(c: Config, tf32: bool) -> tuple[Callable, ...]:
     """One for each number of tokens between states; and where the kernels for Hopper take dstate in parts, between which they
-    round outputs and dx, one that does so too. Where tokens are few, kernels share out a group's heads, and so does another.
+    round outputs and dx, one that does so too. Where tokens are few, kernels share out a group's heads, and so do others.
     """
     whole = (partial(_mirror, replace(c, chunk_size=size), tf32) for size in _mirror_chunks(c))
     in_parts = c.dstate > WIDTHS[-1] and c.dtype != "fp32" and c.documents not in ("varlen", "both")
-    by_head = c.heads_per_group > 1 and c.dtype != "fp32" and c.batch * c.seqlen <= _SHARED_OUT
+    shared_out = c.dtype != "fp32" and c.batch * c.seqlen <= _SHARED_OUT
     return (*whole, *([make_mirror(partial(_run_in_parts, c))] if in_parts else []),
-            *([partial(_mirror_by_head, c)] if by_head else []))
+            *(partial(_mirror_by_split, c, heads) for heads in _HEADS_OF_SPLITS if shared_out and heads < c.heads_per_group))
 
 
 def _run(options: Options, c: Config, tensors: Tensors) -> dict[str, Tensor]:
@@ -214,12 +215,32 @@ def _mirror(c: Config, tf32: bool, tensors: Tensors, wanted: tuple[str, ...], wa
     return results | {f"d{name}": getattr(grads, f"d{name}").to(tensors[name].dtype) for name in wanted}
 
 
-def _mirror_by_head(c: Config, tensors: Tensors, wanted: tuple[str, ...], ways: dict[str, Tensor]) -> dict[str, Tensor]:
-    """`_mirror` with B and C of each head, whose part of dB and dC is rounded before heads are added up."""
-    each = {name: tensors[name].float().repeat_interleave(c.heads_per_group, 2) for name in ("B", "C")}
-    results = _mirror(replace(c, ngroups=c.nheads, heads_per_group=1), False, tensors | each, wanted, ways)
-    return results | {f"d{name}": results[f"d{name}"].unflatten(2, (c.ngroups, -1)).sum(3).to(tensors[name].dtype)
-                      for name in each if name in wanted}
+@torch.no_grad()
+def _mirror_by_split(c: Config, each: int, tensors: Tensors, wanted: tuple[str, ...],
+                     ways: dict[str, Tensor]) -> dict[str, Tensor]:
+    """dB and dC alone: `_mirror` with B and C of every `each` heads, whose parts are rounded before they are added up.
+
+    Heads that fill up a group's last split have no x and no gradients, and so no part.
+    """
+    splits = -(-c.heads_per_group // each)
+    slots = torch.arange(splits * each, device=tensors["x"].device).repeat(c.ngroups)
+    groups = torch.arange(c.ngroups, device=slots.device).repeat_interleave(splits * each)
+    heads = groups * c.heads_per_group + slots.clamp(max=c.heads_per_group - 1)
+    filling = (slots >= c.heads_per_group).nonzero()[:, 0]
+
+    def cut(name: str, t: Tensor | None) -> Tensor | None:
+        if t is None or name not in _HEAD_AXES:
+            return t
+        t = t.index_select(_HEAD_AXES[name], heads)
+        return t.index_fill(_HEAD_AXES[name], filling, 0.0) if name in ("x", "out", "final_states") else t
+
+    states = c.state_dtype or ("fp32" if c.options.get("low_precision_states") is False else c.dtypes.get("C", c.dtype))
+    names = tuple(name for name in ("B", "C") if name in wanted)
+    given = {name: cut(name, t) for name, t in tensors.items()}
+    given |= {name: tensors[name].float().repeat_interleave(splits, 2) for name in ("B", "C")}
+    parts = _mirror(replace(c, ngroups=c.ngroups * splits, heads_per_group=each, state_dtype=states), False, given, names,
+                    {name: cut(name, t) for name, t in ways.items()})
+    return {f"d{name}": parts[f"d{name}"].unflatten(2, (c.ngroups, splits)).sum(3).to(tensors[name].dtype) for name in names}
 
 
 def _run_in_parts(c: Config, tensors: Tensors) -> dict[str, Tensor]:

@@ -26,12 +26,12 @@ class Problem:
         run: the call under test, outputs by name.
         truth: the same outputs of fp64 arguments, differentiable.
         mirrors: each (tensors, wanted, gradients of `ways`) -> outputs and gradients ("d" and the argument's name) of torch
-            code that rounds where kernels may. Several, since the errors of one may be small by luck.
+            code that rounds where kernels may; the first has all, others may have some. Several, since the errors of one may
+            be small by luck.
         axes: a letter for each axis of a result: b batch or document, l tokens, h heads or groups; others are not looked at
             one by one.
         summed: results that are sums over tokens, whose errors cancel by luck.
         tokens: summands of these.
-        over_heads: arguments whose gradients are sums over heads, each of which is rounded as an operand before.
         eps: spacing of the operands of matrix products; coarsest: of these and of states that are kept.
         exponent: the largest magnitude of a cumulative decay, known to one fp32 rounding.
         exact: two calls on the same inputs give the same bits.
@@ -48,7 +48,6 @@ class Problem:
     coarsest: float
     summed: tuple[str, ...] = ()
     tokens: int = 1
-    over_heads: tuple[str, ...] = ()
     exponent: float = 0.0
     exact: bool = True
     layouts: dict[str, str] = field(default_factory=dict)  # of the gradients of `ways`, by the output's name

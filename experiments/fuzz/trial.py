@@ -92,7 +92,7 @@ def _results(config: object, device: str) -> tuple[list[judge.Check], list[str]]
                           for name, value in got.items() if not _same(value, first[turn][1][name])]
         elif turn not in first or not problems[turn].exact:
             for name, value in got.items():
-                others = [mirror[name] for mirror in mirrors[turn]]
+                others = [mirror[name] for mirror in mirrors[turn] if name in mirror]
                 checks += judge.compare(name, value, truths[turn][name], others, problems[turn], slacks[turn].get(name, 0.0))
         first.setdefault(turn, (call, got))
     return checks, differing

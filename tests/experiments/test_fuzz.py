@@ -183,12 +183,45 @@ def find(fault: str, lines: list[str], timeout: float = 60) -> dict[str, trial.O
 @pytest.mark.parametrize("wanted", [DIFFERENTIABLE, ("z",)], ids=("all", "z"))
 def test_a_large_dstate_is_mirrored_in_parts_too(wanted):
     """What adds up two roundings of outputs that nearly cancel is judged by a mirror that does."""
-    problem = operator.problem(replace(EVERYTHING, dtype="bf16", seqlen=20, dstate=160, wanted=wanted), 0, "cpu")
+    config = replace(EVERYTHING, heads_per_group=1, dtype="bf16", seqlen=20, dstate=160, wanted=wanted)
+    problem = operator.problem(config, 0, "cpu")
     ways = trial._truth(problem)[1]
     whole, *_, in_parts = [mirror(problem.tensors, problem.wanted, ways) for mirror in problem.mirrors]
     assert in_parts.keys() == whole.keys()
     for name, t in in_parts.items():
         assert t.dtype == whole[name].dtype and (t.double() - whole[name].double()).norm() < 0.02 * t.double().norm(), name
+
+
+@pytest.mark.parametrize("each", (1, 2))
+def test_heads_are_mirrored_in_splits(each):
+    """The gradients of B and C are those of each split alone, added up; the last of three heads is a split by itself."""
+    config = replace(EVERYTHING, dtype="bf16", seqlen=3, ngroups=1, heads_per_group=3, wanted=("B", "C"))
+    problem = operator.problem(config, 0, "cpu")
+    ways = trial._truth(problem)[1]
+    mirrors = [mirror for mirror in problem.mirrors if mirror.func is operator._mirror_by_split]
+    assert [mirror.args[1] for mirror in mirrors] == [1, 2]
+    sums = {"dB": 0.0, "dC": 0.0}
+    for heads in torch.arange(3).split(each):
+        cut = {name: t.index_select(axis, heads) for name, axis in operator._HEAD_AXES.items()
+               if (t := problem.tensors.get(name)) is not None}
+        wide = {name: problem.tensors[name].float() for name in ("B", "C")}
+        alone = replace(config, heads_per_group=len(heads), state_dtype="bf16")
+        parts = operator._mirror(alone, False, problem.tensors | cut | wide, problem.wanted, {
+            name: t.index_select(operator._HEAD_AXES[name], heads) for name, t in ways.items()})
+        sums = {name: value + parts[name] for name, value in sums.items()}
+    got = mirrors[each - 1](problem.tensors, problem.wanted, ways)
+    assert got.keys() == sums.keys()
+    assert all(torch.equal(got[name], value.bfloat16()) for name, value in sums.items())
+
+
+@pytest.mark.parametrize("dtype", ("fp32", "fp16"))
+def test_faults_in_one_token_of_one_head_are_found(dtype, monkeypatch):
+    """Though D x makes the output large, and dB is small beside it."""
+    config = Config(seed=6, dtype=dtype, headdim=4, D="h", state_dtype="bf16", wanted=("B", "C"))
+    assert trial.run(config, "cpu").status == "passed"
+    monkeypatch.setattr(torch_variant, "VARIANT", FAULTS["dB scaled"])
+    outcome = trial.run(config, "cpu")
+    assert outcome.failed and outcome.why.startswith("dB")
 
 
 def test_what_ends_its_process_is_named():
