@@ -90,7 +90,7 @@ def _describe_gains(rows: list[dict]) -> str:
     if not both:
         gains = {row["shape"]: row["graph_speedup"] for row in rows if row["mode"] == "fwd" and row["variant"] == FASTEST}
         listed = ", ".join(f"{shape} {gain:.1f}x" for shape, gain in gains.items())
-        what = "The forward of" if any(row["mode"] == "bwd" for row in rows) else "Only forwards were measured there. With"
+        what = "The forward of" if any(row["mode"] == "bwd" for row in rows) else "Only forwards were compared there. With"
         return f" {what} `{FASTEST}`: {listed}." if gains else ""
     of_default = f", and {default} with the default, `{DEFAULT}`" if default else ""
     return (f" Over {len({row['shape'] for row in both})} shapes, forward and backward together are {find_ends(both)} as fast "
@@ -140,8 +140,10 @@ def tabulate_costs(rows: list[dict]) -> str:
     for row in sorted(shown, key=itemgetter("graph_p50_us")):
         best.setdefault((row["gpu"], row["variant"], str(record.options(row))), row)
     parts = []
-    for gpu, group in groupby(sorted(best.values(), key=lambda row: (row["gpu"], -row["graph_p50_us"])), itemgetter("gpu")):
-        lines = []
+    for gpu, of in groupby(sorted(best.values(), key=lambda row: (row["gpu"], -row["graph_p50_us"])), itemgetter("gpu")):
+        group, lines = list(of), []
+        if not {DEFAULT, FASTEST} <= {row["variant"] for row in group}:
+            continue  # nothing to choose between
         for row in group:
             *_, changed = call = _describe_call(row)
             lines.append([f"`{row['variant']}`{f' with `{changed}`' if changed else ''}", _whole(row["graph_p50_us"]),

@@ -25,6 +25,7 @@ from .gpus import GPUS
 PLAIN, HOPPER = ("baseline", "mamba_ssm"), ("fused", "persistent")
 MODES = ("fwd", "fwd_train", "bwd")
 _KEPT_LAUNCHES = 14  # of the baseline's backward after a forward that kept its states, at most
+_WIDE_STEP = 1.7  # a step of hopper_wide_scan, in steps of hopper_scan (docs/log/hopper-breadth.md)
 _CB_ITEMSIZE = 4
 
 
@@ -68,31 +69,31 @@ def count_hopper(variant: str, mode: str, p: cost.Problem, gpu: str) -> list[Par
         splits = schedule.choose_splits(tiles, heads, sms, gpu)
         slices = cdiv(tiles * splits, sms) * (cdiv(heads, splits) + model.group_tile) * cdiv(p.headdim, SLICE)
         sums = 8 * splits * p.K if splits > 1 else 0  # of dB and dC in fp32
-        group = Part({"group": slices}, (x + 2 * groups + steps + sums) / parts, (2 * (x + groups + states) + steps) / parts)
+        # each launch has x and dy whole and writes dx, which the second fetches, too; the rest is cut by parts of dstate
+        group = [Part({"group": slices}, x + steps + (2 * groups + sums) / parts,
+                      (2 + part) * x + steps + 2 * (groups + states) / parts) for part in range(parts)]
         after = [Part({}, (2 * p.itemsize + 20) * p.D), *[Part({}, sums / 2)] * (2 * (splits > 1))]
         walks = _walk(p, pairs * parts, 1, "every_state_step", "states", inputs, states, gpu)
-        return [*prepared, *walks, *[group] * parts, *after]
-    again = (parts - 1) * 2 * x  # the second part of dstate adds to what the first wrote
-    kept = states if mode == "fwd_train" else 0
+        return [*prepared, *walks, *group, *after]
+    kept, step = states if mode == "fwd_train" else 0, _WIDE_STEP if parts == 2 else 1.0
     if variant == "persistent":
-        return [*prepared, *_walk(p, pairs, parts, "scan_step", "scan", inputs + groups + again / 2, kept + x + again / 2, gpu)]
+        return [*prepared, *_walk(p, pairs, 1, "scan_step", "scan", inputs + groups, kept + x, gpu, step)]
     segment = schedule.choose_two_level_segment(p.batch * pairs, nsub, sms, gpu)
     walked = model.time_two_level(p.batch * pairs, nsub, sms, segment)
-    scan = Part({"scan": walked}, (x + again / 2) / parts, (inputs + groups + states / segment + again / 2) / parts)
-    step = "every_state_step" if kept else "few_states_step"
-    return [*prepared, *_walk(p, pairs * parts, 1, step, "states", inputs, kept or states / segment, gpu),
-            *[scan] * parts]
+    scan = Part({"scan": step * walked}, x, inputs + groups + states / segment)
+    walk = "every_state_step" if kept else "few_states_step"
+    return [*prepared, *_walk(p, pairs * parts, 1, walk, "states", inputs, kept or states / segment, gpu), scan]
 
 
-def _walk(p: cost.Problem, pairs: int, parts: int, step: str, constant: str, fetched: float, written: float,
-          gpu: str) -> list[Part]:
+def _walk(p: cost.Problem, pairs: int, parts: int, step: str, constant: str, fetched: float, written: float, gpu: str,
+          longer: float = 1.0) -> list[Part]:
     """Launches that walk every sequence, one for each of the parts; and before them the pieces of sequences that are cut.
 
-    fetched, written: bytes, of all launches.
+    fetched, written: bytes, of all launches. longer: the time of a step in that of the constant's.
     """
     nsub = cdiv(p.seqlen, BLOCK_M)
     runs = schedule.deal(p.batch, pairs, nsub, int(GPUS[gpu].sms.value), gpu, step, True, parts, torch.device("cpu"))
-    walks = [Part({constant: _count_steps(runs.sequences, gpu)}, written / parts, fetched / parts)] * parts
+    walks = [Part({constant: longer * _count_steps(runs.sequences, gpu)}, written / parts, fetched / parts)] * parts
     if runs.pieces is None:
         return walks
     walked = float((runs.pieces[..., 3] - runs.pieces[..., 2]).sum()) / (p.batch * pairs * nsub * parts)

@@ -113,7 +113,7 @@ def test_speedups():
     forward = ssd_row("persistent", shape="nemotron-nano-9b-v2", **compare(3.0)) | {"gpu": "NVIDIA H100"}
     shown, table, other = (render(forward).index(part) for part in ("on one NVIDIA H200", "| Mamba-2 8B", "on one NVIDIA H100"))
     assert shown < table < other, "the GPU of the figure and the table first"
-    assert "Only forwards were measured there. With `persistent`: nemotron-nano-9b-v2 3.0x." in render(forward)
+    assert "Only forwards were compared there. With `persistent`: nemotron-nano-9b-v2 3.0x." in render(forward)
 
 
 def test_workloads(root):
