@@ -179,7 +179,7 @@ class _Call:
         launch, width, (x, B, C, out) = hopper_scan, None, self.descriptors
         if runs_wide(self.inputs):
             launch, width, B, C = hopper_wide_scan, QUARTER, describe(B.base, WIDE), describe(C.base, WIDE)
-        states = describe_asked(asked, width) if kept is None else {"states_desc": describe_states(kept, width)}
+        states = describe_asked(asked) if kept is None else {"states_desc": describe_states(kept, width)}
         launch(self.inputs, x, B, C, out, *self.steps, runs, initial_states, ends, factors, final_states, **states,
                **self.gate_descriptors, **self.document_arguments, **starts)
 
@@ -296,11 +296,13 @@ def describe(t: Tensor, width: int = SLICE):
     return copy_descriptor(TensorDescriptor, fields, t)
 
 
-def describe_asked(states: Tensor | None, width: int | None) -> dict:
-    """What hopper_scan needs to write the states of `_Call.new_asked_states`, by its names."""
+def describe_asked(states: Tensor | None) -> dict:
+    """What hopper_scan or hopper_wide_scan needs to write the states of `_Call.new_asked_states`, by its names."""
+    from .kernels.hopper.scan_tiles import COLUMNS
+
     if states is None or not states.numel():
         return {}
-    return {"states_desc": describe_states(states, width), "nasked": states.shape[1]}
+    return {"states_desc": describe_states(states, COLUMNS), "nasked": states.shape[1]}
 
 
 def describe_states(states: Tensor, width: int | None = None):

@@ -226,6 +226,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--initial-states", action="store_true")
     parser.add_argument("--documents", action="store_true", help="packed by seq_idx")
     parser.add_argument("--document-states", action="store_true", help="packed by cu_seqlens, with a state of each")
+    parser.add_argument("--asked", type=int, help="as return_states_every")
     parser.add_argument("--C-dtype", choices=DTYPES, help="of C, where it is not that of x")
     parser.add_argument("--distrust", action="store_true", help="as if a fault were found in each kernel with wgmma")
     parser.add_argument("--state-dtype", choices=DTYPES, help="of the states between chunks")
@@ -249,7 +250,7 @@ def compile_asked(a: argparse.Namespace) -> list[Compiled]:
     case = replace(case, z=case.z or a.z)
     if a.document_states:
         case = replace(case, documents="states", initial_states=True)
-    inputs = random_inputs(shape, case, DTYPES[a.dtype])
+    inputs = replace(random_inputs(shape, case, DTYPES[a.dtype]), return_states_every=a.asked)
     trusted = (lambda kernel: ("wgmma" in kernel.asm["ptx"] and "distrusted") or None) if a.distrust else launch.find_fault
     with patch.object(launch, "find_fault", trusted), patch.multiple(
             trust, inspect=inspect, find_foreign_descriptors=find_foreign_descriptors,

@@ -223,6 +223,7 @@ GLUON_FORMS = {
        for dstate, spills in LONG.items()},
     "persistent --nheads 25 --headdim 48": (104, 32),
     "fused --dstate 64 --z": (104, 32),
+    "persistent --seqlen 4096 --asked 1024 --off save_states": (104, 32),
 }
 
 

@@ -222,7 +222,7 @@ def scan_slice(outputs, rings, tiles, vectors, dA_cumsum, D, start, work, form: 
             slot, mask = slot_of(rings.tiles, step), slot_of(rings.masks, step, HEAD, HEADS)
             if outputs.asked is not None:
                 if c > 0 and c % outputs.asked == 0:
-                    write_asked_state(outputs, tiles, state, b, h, c, work, U, SLICE, PART, ROWS, WIDTH)
+                    write_asked_state(outputs, tiles, state, b, h, c, work, U, SLICE, ROWS)
             elif outputs.states is not None:
                 # the wait for the store of y, below, was one for that of the last state too
                 get_tile(tiles.states, U, ROWS, WIDTH).store(state.to(outputs.states.dtype))
@@ -282,7 +282,7 @@ def scan_slice(outputs, rings, tiles, vectors, dA_cumsum, D, start, work, form: 
             step += 1
         if outputs.asked is not None:  # noqa: SIM102
             if last == work.nsub and last == outputs.asked * outputs.nasked:
-                write_asked_state(outputs, tiles, state, b, h, last, work, U, SLICE, PART, ROWS, WIDTH)
+                write_asked_state(outputs, tiles, state, b, h, last, work, U, SLICE, ROWS)
         if outputs.final_states is not None and work.documents.blocks is None and last == work.nsub:
             at = outputs.final_states + bh * (form.HEADDIM * form.DSTATE) + state_offsets(STATE, SLICE, PART, form, ROWS, WIDTH)
             store_masked(at, state, state_mask(STATE, SLICE, PART, form, ROWS, WIDTH))
@@ -349,7 +349,7 @@ def choose_slots(i: SSDInputs, width: int, beside: int, keeps_y: bool, states_de
     """
     heads = 1 if i.headdim > _SLICE else 2
     tile, line = 2 * SUB_CHUNK * _SLICE, 4 * SUB_CHUNK  # elements of both slices, bytes of a vector
-    states = 0 if states_desc is None else 2 * _SLICE * width * i.states_dtype.itemsize
+    states = 0 if states_desc is None else 2 * _SLICE * states_desc.block_shape[-1] * i.states_dtype.itemsize
     states += 0 if starts is None else _TURNED
     for slots in _SLOTS:
         ring = slots.tiles * (tile * (2 + beside) + 2 * 2 * SUB_CHUNK * width)

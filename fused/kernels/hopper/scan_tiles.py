@@ -12,6 +12,8 @@ from .documents import Documents
 from .ring import Ring
 from .roles import get_tile
 
+COLUMNS = 64  # states of a tile by which those that are asked for leave
+
 
 class Rings(NamedTuple):
     """Which slots of shared memory are full or empty."""
@@ -78,13 +80,32 @@ def load_D(D, h, SLICE: gl.constexpr, form: gl.constexpr, PI: gl.constexpr, ROWS
 
 
 @gluon.jit
-def write_asked_state(outputs, tiles, state, b, h, c, work, U: gl.constexpr, SLICE: gl.constexpr, PART: gl.constexpr,
-                      ROWS: gl.constexpr, WIDTH: gl.constexpr):
+def split_columns(t):
+    """The left and the right half of a tensor. In a layout of wgmma threads keep what they have, by no instruction."""
+    ROWS: gl.constexpr = t.shape[0]
+    WIDTH: gl.constexpr = t.shape[1]
+    return gl.split(gl.permute(gl.reshape(t, [ROWS, 2, WIDTH // 2]), (0, 2, 1)))
+
+
+@gluon.jit
+def write_asked_state(outputs, tiles, state, b, h, c, work, U: gl.constexpr, SLICE: gl.constexpr, ROWS: gl.constexpr):
     """A slice of the state before sub-chunk c, a multiple of `asked`; after the last one, the row may have one more."""
+    at = (b * outputs.nasked + c // outputs.asked - 1) * work.nheads + h
+    if state.shape[1] == outputs.states.block_shape[-1]:
+        write_columns(outputs, tiles, state, at, U, SLICE, 0, ROWS)
+    else:
+        left, right = split_columns(state)
+        write_columns(outputs, tiles, left, at, U, SLICE, 0, ROWS)
+        write_columns(outputs, tiles, right, at, U, SLICE, 1, ROWS)
+
+
+@gluon.jit
+def write_columns(outputs, tiles, state, at, U: gl.constexpr, SLICE: gl.constexpr, N: gl.constexpr, ROWS: gl.constexpr):
+    """The whole slice or its half N by the slice's tile, which has room for no more: two would cost a stage of the ring."""
+    WIDTH: gl.constexpr = state.shape[1]
     store_wait(0)
     block_barrier()
     get_tile(tiles.states, U, ROWS, WIDTH).store(state.to(outputs.states.dtype))
     fence_async_shared()
     block_barrier()
-    at = (b * outputs.nasked + c // outputs.asked - 1) * work.nheads + h
-    async_store(outputs.states, [at, SLICE * ROWS, PART * WIDTH], tiles.states.index(U))
+    async_store(outputs.states, [at, SLICE * ROWS, N * WIDTH], tiles.states.index(U))

@@ -46,7 +46,7 @@ from .roles import (
     write_slice,
 )
 from .scan import SIZES, Slots, make_masks
-from .scan_tiles import Outputs, Rings, Vectors, Work, load_D
+from .scan_tiles import Outputs, Rings, Vectors, Work, load_D, split_columns
 from .start import Start, load_given_state, load_kept_state
 
 QUARTER = 64  # states that are wgmma's operand at a time, and of a tile of a state on its way out
@@ -92,14 +92,6 @@ def fetch_tiles(x_desc, B_desc, C_desc, z_desc, ring, tiles, work, form: gl.cons
                 if z_desc is not None:
                     fetch_slice(z_desc, run.b, c * BLOCK_M, head_slice, form.SLICES, bar, tiles.z.index(2 * slot + u))
             step += 1
-
-
-@gluon.jit
-def split_columns(t):
-    """The left and the right half of a tensor. In a layout of wgmma threads keep what they have, by no instruction."""
-    ROWS: gl.constexpr = t.shape[0]
-    WIDTH: gl.constexpr = t.shape[1]
-    return gl.split(gl.permute(gl.reshape(t, [ROWS, 2, WIDTH // 2]), (0, 2, 1)))
 
 
 @gluon.jit
