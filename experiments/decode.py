@@ -28,6 +28,7 @@ from .inputs import DTYPES
 from .packages import import_package
 from .shapes import DECODE_RIVALS
 from .terminal import first_line, track
+from .timing import wait_for_gpu
 from .workloads import get_workload
 from .workloads.language_model import LanguageSizes
 
@@ -216,13 +217,8 @@ def list_rows(measured: dict[tuple[Side, str], dict], rivals: Sequence[str]) -> 
 
 def _time(generate: Generate, ids: Tensor, new: int) -> float:
     """Seconds."""
-    _wait()
+    wait_for_gpu()
     began = time.perf_counter()
     generate(ids, new)
-    _wait()
+    wait_for_gpu()
     return time.perf_counter() - began
-
-
-def _wait() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()

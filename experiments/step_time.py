@@ -19,7 +19,7 @@ from . import step_graph
 from .kernel_names import is_of_operator
 from .parallel import Team, make_single
 from .terminal import first_line, track
-from .timing import list_launches, measure_matrix_tflops
+from .timing import list_launches, measure_matrix_tflops, wait_for_gpu
 from .training_run import Run
 from .training_step import Step, build_model, compile_layers, make_batches
 from .workloads import Workload, get_workload
@@ -78,7 +78,7 @@ def measure_steps(base: Run, candidates: list[Candidate], repeats: int, warmup: 
         began = time.perf_counter()
         takes[candidate](1, batches)
         launched = time.perf_counter()
-        _wait()
+        wait_for_gpu()
         return launched - began, time.perf_counter() - began
 
     def try_call(candidate: Candidate, act: Callable[[], Any]) -> Any:
@@ -170,11 +170,6 @@ def put_inside(model: nn.Module, candidate: Candidate) -> None:
         if candidate.options != Options() and not hasattr(mixer, "options"):
             raise ValueError(f"{type(mixer).__name__} knows no options")
         mixer.variant, mixer.options = candidate.variant, candidate.options
-
-
-def _wait() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 def _measure_peak_mib(step) -> float | None:

@@ -23,6 +23,12 @@ _PRODUCT = 8192
 _IN_A_ROW = 4  # the queue is as full after three calls as it gets in a loop of them, or empty for good
 
 
+def wait_for_gpu() -> None:
+    """Until the current GPU, if there is one, has done all that was launched."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
 @contextmanager
 def side_stream():
     """Runs its body on a stream of its own."""

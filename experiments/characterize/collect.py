@@ -18,6 +18,7 @@ from ssd.registry import is_peer
 from .. import autotuned_configs, counters, record
 from ..kernel_names import operator_pattern
 from ..parallel import make_single
+from ..timing import wait_for_gpu
 from ..training_run import Run
 from ..training_step import Step, build_model, make_batches
 from ..workloads import get_workload
@@ -121,8 +122,7 @@ def _make_step(run: Run) -> Callable[[], None]:
     def step() -> None:
         with scope(STEP):
             take(next(numbers), batches)
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
+            wait_for_gpu()
 
     return step
 
