@@ -15,8 +15,8 @@ from ssd import Options, ssd_chunk_scan
 from ssd.runtime import launch as launching
 from tests.executor import Executor
 from tests.fused.hopper_on_cpu import KERNELS, hopper_on_cpu
+from tests.programs import ROOT
 
-ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs/kernels.md").read_text()
 PLAIN, HOPPER = "plain Triton", "Hopper"
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from tests.programs import ROOT
+
 # Each imports its own and earlier ones. What of ssd is in no layer of its own is in the last: "ssd".
 LAYERS = ({"ssd.types", "ssd.options", "ssd.variants"}, {"ssd.runtime"}, {"ssd.kernels"}, {"ssd"}, {"fused"}, {"persistent"},
           {"experiments"}, {"tools", "tests"})

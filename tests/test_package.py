@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from tests.programs import ROOT
+
 pytest.importorskip("build", reason="build is not installed")
 pytest.importorskip("twine", reason="twine is not installed")
 
-ROOT = Path(__file__).parents[1]
 NEEDED = {"torch", "triton"}
 
 

@@ -5,7 +5,6 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -26,9 +25,9 @@ from ssd.block.kernels.selective_scan_walk_fwd import selective_scan_walk_fwd
 from ssd.block.kernels.state_update import state_update
 from ssd.runtime.machine_code import lanes_apart
 from tests.block import test_conv1d, test_gated_norm, test_selective_scan, test_state_update
+from tests.programs import ROOT
 from tools import tritons
 
-ROOT = Path(__file__).parents[2]
 # Of each case's chips, the last every time, the others where --triton is given.
 NORMS = {  # name: width, group_size, dtype, gate, bias, chips. z is a slice of rows longer by a multiple of 8 alone
     "8b": (8192, 1024, torch.bfloat16, "before", False, (80, 90)),

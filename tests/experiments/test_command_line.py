@@ -1,6 +1,5 @@
 """What the command line accepts, refuses and prints; without a GPU the bench itself too."""
 
-import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -16,8 +15,7 @@ from ssd import Options, variant_names
 from tests.experiments.invoke import invoke
 from tests.experiments.rows import compare, ssd_row, write
 from tests.experiments.small import without_gpu
-
-ROOT = Path(__file__).parents[2]
+from tests.programs import ROOT, run_python
 
 
 @pytest.mark.parametrize("command", [command.name or command.callback.__name__ for command in app.registered_commands])
@@ -118,8 +116,7 @@ def test_help_and_mistyped_names_wait_for_no_import():
     lines = ("--help", "bench --help", "train --help", "bnech", "bench --variant fusde", "bench --shape 9b", "fuzz --part all",
              "decode --preset 9b", "train --workload mamba3", "train --preset 9b", "train --workload hybrid --preset 130m",
              "train --optimizer sgd", "train --dtype fp8")
-    ran = subprocess.run([sys.executable, "-c", LIGHT, *lines], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert ran.returncode == 0, ran.stderr
+    run_python("-c", LIGHT, *lines)
 
 
 def test_names_are_the_registrys(monkeypatch):

@@ -13,7 +13,6 @@ from ssd.types import Options, SSDInputs
 from tests.runtime.without_gpu import record_without_gpu
 
 MIB = 1 << 20
-NEVER = Buffer(0, 99, 99)
 
 
 def test_buffers_apart_in_time_share():

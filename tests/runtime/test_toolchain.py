@@ -2,7 +2,6 @@
 
 import ast
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,8 +16,8 @@ from ssd.registry import get_variant
 from ssd.runtime import gluon_names, toolchain
 from ssd.types import Options
 from tests.inputs import Case, Shape, random_inputs
+from tests.programs import ROOT
 
-ROOT = Path(__file__).parents[2]
 INPUTS = (Shape(1, 80, 2, headdim=64, dstate=64, chunk_size=64), Case(), torch.float16)
 
 

@@ -3,16 +3,14 @@
 import re
 import sys
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
 import triton
 
 from ssd.runtime.versions import TESTED, check, release
+from tests.programs import ROOT
 from tools import tritons
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("version, expected", [("3.7.1", (3, 7)), ("2.11.0+cu130", (2, 11)), ("3.10.0a0+git12", (3, 10))])

@@ -9,9 +9,7 @@ import pytest
 from experiments.characterize.operators import CLASSES, KERNEL_RULES, OP_RULES, SCOPE_RULES, classify
 from experiments.kernel_names import RENAMED, is_of_operator, list_ours
 from experiments.table import shorten_kernel
-
-ROOT = Path(__file__).parents[3]
-
+from tests.programs import ROOT
 
 OWN = (0, 1, 2)  # rules whose names are those of the source tree
 EXAMPLES = json.loads((Path(__file__).parent / "kernel_examples.json").read_text())  # names by class, some shortened at `...`
