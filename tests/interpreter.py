@@ -1,4 +1,4 @@
-"""Triton's interpreter, made to take 13 seconds for what takes it 39: it does without what says nothing new.
+"""Triton's interpreter, made about twice as fast: it does without what says nothing new.
 
 It prepares the language again in every call of a function inside a kernel, where once for each module does. It watches sums
 and products of integers for overflows, which only tensors larger than any here could have. And it makes the type of every
