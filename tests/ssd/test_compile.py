@@ -184,9 +184,10 @@ def test_without_wgmma(ways, compiled):
 
 
 @over_ways
-def test_configs_on_hopper(ways, compiled):
+@pytest.mark.parametrize("configs", ("1", param("2", rare=True)))
+def test_configs_on_hopper(configs, ways, compiled):
     """Of those that a tuner may try, some: a GPU's tests run all. Matrix products use the warpgroup instruction."""
-    rows = [row for way in ways for row in compiled(*way, "--configs", "2")]
+    rows = [row for way in ways for row in compiled(*way, "--configs", configs)]
     assert_fits(rows, 90, spills=256, by_walks=320)
     for row in rows:
         assert not row["dots"] or row["wgmma"], f"{row}: its products do not use wgmma"
@@ -237,7 +238,7 @@ WIDE_FORMS = {
 }
 
 
-@pytest.mark.parametrize("arguments", WIDE_FORMS)
+@pytest.mark.parametrize("arguments", [param(form, rare="4096" not in form) for form in WIDE_FORMS])
 def test_wide_gluon_kernels(arguments, compiled):
     """Products run in as many groups as the design has: of each slice four quarters and the last two; one of the masks."""
     rows = compiled(*arguments.split(), "--arch", "90", "--only", "hopper")
