@@ -73,30 +73,26 @@ def _list_calls(shape: Shape, mode: str, variant: str, dtype: torch.dtype, lengt
                  "return_final_states": True}
     seq_idx = torch.repeat_interleave(torch.arange(len(lengths), device="cuda"), torch.tensor(lengths, device="cuda"))
     scan = partial(ssd_chunk_scan, **given, chunk_size=_CHUNK_SIZE, variant=variant)
-    make = partial(_make_call, mode=mode, leaves=[t for t in given.values() if isinstance(t, Tensor)])
-    calls = {"one": make(scan), "packed": make(partial(scan, seq_idx=seq_idx.int()[None])),
-             "states": make(partial(scan, **documents), more=[states]), "copy": states.clone}
+    leaves = [t for t in given.values() if isinstance(t, Tensor)]
+    dout, dstates = torch.randn_like(given["x"]), torch.randn_like(states)
+    calls = {"one": timing.make_call(scan, mode, leaves, dout),
+             "packed": timing.make_call(partial(scan, seq_idx=seq_idx.int()[None]), mode, leaves, dout),
+             "states": timing.make_call(partial(scan, **documents), mode, [*leaves, states], (dout, dstates)),
+             "copy": states.clone}
     if mode == "fwd":
-        calls |= {f"every {n}": make(partial(scan, return_states_every=n)) for n in every}
+        calls |= {f"every {n}": timing.make_call(partial(scan, return_states_every=n), mode, leaves, None) for n in every}
     if against:
-        calls["alone"] = make(partial(_scan_alone, given, states, [0, *ends.tolist()], against), more=[states])
+        bounds = list(pairwise([0, *ends.tolist()]))
+        douts = [t for n, (start, end) in enumerate(bounds) for t in (dout[:, start:end], dstates[n : n + 1])]
+        calls["alone"] = timing.make_call(partial(_scan_alone, given, states, bounds, against), mode, [*leaves, states], douts)
     return calls
 
 
-def _make_call(scan: Callable, mode: str, leaves: list[Tensor], more: Sequence[Tensor] = ()) -> Callable:
-    """As `timing.make_call`, of a scan that may give several results, and takes more leaves."""
-    if mode == "fwd":
-        return torch.no_grad()(scan)
-    results = scan()
-    results = [results] if isinstance(results, Tensor) else [*results]
-    return partial(torch.autograd.grad, results, [*leaves, *more], [torch.randn_like(t) for t in results], retain_graph=True)
-
-
-def _scan_alone(given: dict, states: Tensor, bounds: list[int], variant: str) -> list[Tensor]:
+def _scan_alone(given: dict, states: Tensor, bounds: list[tuple[int, int]], variant: str) -> list[Tensor]:
     """Each document in a call of its own: outputs and final states."""
     shared = {name: t for name, t in given.items() if name not in _TOKEN_TENSORS}
     results = []
-    for n, (start, end) in enumerate(pairwise(bounds)):
+    for n, (start, end) in enumerate(bounds):
         cut = {name: given[name][:, start:end] for name in _TOKEN_TENSORS if name in given}
         results += ssd_chunk_scan(**cut, **shared, chunk_size=_CHUNK_SIZE, variant=variant, initial_states=states[n : n + 1],
                                   return_final_states=True)

@@ -80,9 +80,10 @@ def _flush() -> tuple[torch.Tensor, float]:
     return flush, _percentiles([1e3 * a.elapsed_time(b) for a, b in pairwise(events)])[1]
 
 
-def make_call(scan: Call, mode: str, leaves: Sequence[torch.Tensor], dout: torch.Tensor | None) -> Call:
+def make_call(scan: Call, mode: str, leaves: Sequence[torch.Tensor],
+              dout: torch.Tensor | Sequence[torch.Tensor] | None) -> Call:
     """What one measurement of a mode of `shapes.MODES` runs. scan: a forward; leaves: the inputs whose gradients are taken;
-    dout: the gradient of its output, None without a backward.
+    dout: the gradient of its output, or of each if it has several; None without a backward.
     """
     match mode:
         case "fwd":

@@ -174,12 +174,17 @@ class _Call:
         starts: as hopper_scan.
         """
         from .kernels.hopper.scan import hopper_scan
+        from .kernels.hopper.scan_tiles import COLUMNS
         from .kernels.hopper.wide_scan import QUARTER, hopper_wide_scan
 
         launch, width, (x, B, C, out) = hopper_scan, None, self.descriptors
         if runs_wide(self.inputs):
             launch, width, B, C = hopper_wide_scan, QUARTER, describe(B.base, WIDE), describe(C.base, WIDE)
-        states = describe_asked(asked) if kept is None else {"states_desc": describe_states(kept, width)}
+        states = {}
+        if kept is not None:
+            states = {"states_desc": describe_states(kept, width)}
+        elif asked is not None and asked.numel():
+            states = {"states_desc": describe_states(asked, COLUMNS), "nasked": asked.shape[1]}
         launch(self.inputs, x, B, C, out, *self.steps, runs, initial_states, ends, factors, final_states, **states,
                **self.gate_descriptors, **self.document_arguments, **starts)
 
@@ -216,7 +221,7 @@ class _Call:
 
 
 def make_runs(i: SSDInputs, rows: int, descriptors: tuple, dt: Tensor, dA_cumsum: Tensor, forwards: int,
-            options: Options, step: str, scan: bool = False, blocks: Tensor | None = None,
+              options: Options, step: str, scan: bool = False, blocks: Tensor | None = None,
               starts: tuple[Tensor | None, ...] = (None, None)) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Runs of whole sequences, or cut ones; and ends and factors of the pieces that enter those that begin inside one.
 
@@ -294,15 +299,6 @@ def describe(t: Tensor, width: int = SLICE):
             _described.clear()
         _described[key] = fields
     return copy_descriptor(TensorDescriptor, fields, t)
-
-
-def describe_asked(states: Tensor | None) -> dict:
-    """What hopper_scan or hopper_wide_scan needs to write the states of `_Call.new_asked_states`, by its names."""
-    from .kernels.hopper.scan_tiles import COLUMNS
-
-    if states is None or not states.numel():
-        return {}
-    return {"states_desc": describe_states(states, COLUMNS), "nasked": states.shape[1]}
 
 
 def describe_states(states: Tensor, width: int | None = None):

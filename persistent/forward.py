@@ -27,7 +27,7 @@ def forward(inputs: SSDInputs, options: Options, save: bool) -> tuple[Tensor, Te
     needs.
     """
     keep = inputs.keeps_states(options, save) and choose_states_every(inputs, options) is not None
-    if hopper.writes_asked_states(inputs, options, save) and writes_states(inputs, options):
+    if inputs.asks_for_states_alone(options, save) and writes_states(inputs, options):
         keep = False
     if not hopper.can_run(_explain_no_hopper(inputs, options, keep), "persistent"):
         return _run_plain(inputs, options, save, keep)

@@ -76,13 +76,13 @@ def load_count(documents, c):
 
 
 @gluon.jit
-def load_begun(documents, c):
+def load_beginning_document(documents, c):
     """The document that block c begins, or -1."""
     return gl.load(documents.blocks + c * FIELDS + 2)
 
 
 @gluon.jit
-def load_ended(documents, c):
+def load_ending_document(documents, c):
     """The document that block c ends, or -1."""
     return gl.load(documents.blocks + c * FIELDS + 3)
 

@@ -142,8 +142,10 @@ def write_slice(desc, b, token, k, SLICES: gl.constexpr, buffer):
 
 @gluon.jit
 def allocate_tiles(desc, N: gl.constexpr):
-    """Shared memory for N tiles of a descriptor, [N, 1, 64, width] or [N, 1, 64, 1, width]."""
-    if len(desc.block_shape) == 3:
+    """Shared memory for N tiles of a descriptor, [N, 1, 64, width] or [N, 1, 64, 1, width]; None if that is None."""
+    if desc is None:
+        tiles = None
+    elif len(desc.block_shape) == 3:
         tiles = gl.allocate_shared_memory(
             desc.dtype, [N, desc.block_shape[0], desc.block_shape[1], desc.block_shape[2]], desc.layout)
     else:

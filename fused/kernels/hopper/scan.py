@@ -45,10 +45,10 @@ from .documents import (
     FIELDS,
     Documents,
     get_run,
-    load_begun,
+    load_beginning_document,
     load_count,
     load_document_state,
-    load_ended,
+    load_ending_document,
     load_token,
     store_document_state,
     write_block,
@@ -215,7 +215,7 @@ def scan_slice(outputs, rings, tiles, vectors, dA_cumsum, D, start, work, form: 
         for c in range(first, last):
             if work.documents.blocks is not None:
                 # loaded where they are used, for want of registers: fetch_tiles has just brought the block's row into L1
-                begun = load_begun(work.documents, c)
+                begun = load_beginning_document(work.documents, c)
                 if begun >= 0:
                     state = load_document_state(work.documents.initial_states, begun, h, work.nheads, STATE, SLICE, PART, form,
                                                 ROWS, WIDTH)
@@ -271,7 +271,7 @@ def scan_slice(outputs, rings, tiles, vectors, dA_cumsum, D, start, work, form: 
                 if outputs.y is not None:
                     write_block(outputs.y, outputs.y_at, token, count, h, SLICE, work.nheads, form, tiles.y, 2 + U, BLOCK_M,
                                 ROWS)
-                ended = load_ended(work.documents, c)
+                ended = load_ending_document(work.documents, c)
                 if ended >= 0:
                     store_document_state(work.documents.final_states, state, ended, h, work.nheads, STATE, SLICE, PART, form,
                                          ROWS, WIDTH)
@@ -308,18 +308,9 @@ def hopper_scan_kernel(x_desc, B_desc, C_desc, z_desc, before_desc, out_desc, y_
     Cs = allocate_tiles(C_desc, STAGES)
     Ls = gl.allocate_shared_memory(DTYPE, [HEADS * SLOTS, BLOCK_M, BLOCK_M], SQUARE)
     Ys = allocate_tiles(out_desc, 2 if y_desc is None else 4)
-    if z_desc is None:
-        Zs: gl.constexpr = None
-    else:
-        Zs = allocate_tiles(z_desc, 2 * STAGES)
-    if before_desc is None:
-        befores: gl.constexpr = None
-    else:
-        befores = allocate_tiles(before_desc, 2 * STAGES)
-    if states_desc is None:
-        Ss: gl.constexpr = None
-    else:
-        Ss = allocate_tiles(states_desc, 2)
+    Zs = allocate_tiles(z_desc, 2 * STAGES)
+    befores = allocate_tiles(before_desc, 2 * STAGES)
+    Ss = allocate_tiles(states_desc, 2)
     from_start = gl.allocate_shared_memory(gl.float32, [HEADS * SLOTS, BLOCK_M], LINE)
     to_end = gl.allocate_shared_memory(gl.float32, [HEADS * SLOTS, BLOCK_M], LINE)
     A_rows = gl.allocate_shared_memory(gl.float32, [HEADS, BLOCK_M], LINE)

@@ -38,9 +38,9 @@ from .documents import (
     Documents,
     get_run,
     is_run,
-    load_begun,
+    load_beginning_document,
     load_document_state,
-    load_ended,
+    load_ending_document,
     load_token,
     store_document_state,
 )
@@ -128,9 +128,9 @@ def get_token(c, b, work, BLOCK_M: gl.constexpr, BACKWARDS: gl.constexpr):
 @gluon.jit
 def load_document(c, b, work, ENTERED: gl.constexpr, BACKWARDS: gl.constexpr):
     """The document that a walk of row b enters at block c, or else leaves there; -1 if there is none."""
-    document = load_begun(work.documents, c) if ENTERED else load_ended(work.documents, c)
+    document = load_beginning_document(work.documents, c) if ENTERED else load_ending_document(work.documents, c)
     if BACKWARDS:
-        other = load_ended(work.documents, c) if ENTERED else load_begun(work.documents, c)
+        other = load_ending_document(work.documents, c) if ENTERED else load_beginning_document(work.documents, c)
         document = gl.where(b >= work.forwards, other, document)
     return document
 

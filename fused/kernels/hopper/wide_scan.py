@@ -264,14 +264,8 @@ def hopper_wide_scan_kernel(x_desc, B_desc, C_desc, z_desc, out_desc, y_desc, st
     Cs = allocate_tiles(C_desc, STAGES)
     Ls = gl.allocate_shared_memory(DTYPE, [HEADS * SLOTS, BLOCK_M, BLOCK_M], SQUARE)
     Ys = allocate_tiles(out_desc, 2 if y_desc is None else 4)
-    if z_desc is None:
-        Zs: gl.constexpr = None
-    else:
-        Zs = allocate_tiles(z_desc, 2 * STAGES)
-    if states_desc is None:
-        Ss: gl.constexpr = None
-    else:
-        Ss = allocate_tiles(states_desc, 4)
+    Zs = allocate_tiles(z_desc, 2 * STAGES)
+    Ss = allocate_tiles(states_desc, 4)
     from_start = gl.allocate_shared_memory(gl.float32, [HEADS * SLOTS, BLOCK_M], LINE)
     to_end = gl.allocate_shared_memory(gl.float32, [HEADS * SLOTS, BLOCK_M], LINE)
     A_rows = gl.allocate_shared_memory(gl.float32, [HEADS, BLOCK_M], LINE)
