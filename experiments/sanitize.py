@@ -46,8 +46,9 @@ VARIANTS = (*list_candidates(), BLOCK, CONTROL)
 TOOLS = ("memcheck", "racecheck")
 _EXECUTABLE = "compute-sanitizer"
 _CHUNK_SIZE = 64
-# The first for the plain kernels, ragged in every axis; the second for those for Hopper, long enough to be cut in pieces.
+# The first for the plain kernels, ragged in every axis; the others for those for Hopper, long enough to be cut in pieces.
 _PLAIN, _TILED = replace(SMALL, headdim=20, dstate=24), Shape("tiled", 1, 600, nheads=8, headdim=64, dstate=128, ngroups=2)
+_WIDE = replace(_TILED, dstate=256)
 _APART = Options(two_level=False, stationary=False, fuse_states=False, fuse_bmm=False, fuse_backward=False)
 _CASES = (  # with what is given besides a layer's inputs, of `_make_optional`
     (_PLAIN, torch.float32, ("z", "initial_states", "seq_idx"), Options()),
@@ -59,6 +60,9 @@ _CASES = (  # with what is given besides a layer's inputs, of `_make_optional`
     (_TILED, torch.float16, (), Options(save_states=False)),
     (_TILED, torch.bfloat16, ("initial_states", "seq_idx"), Options()),
     (_TILED, torch.bfloat16, ("initial_states", "seq_idx"), Options(stationary=False)),
+    (_TILED, torch.bfloat16, ("initial_states", "cu_seqlens"), Options()),
+    (replace(_PLAIN, batch=1), torch.bfloat16, ("initial_states", "cu_seqlens"), Options()),
+    (_WIDE, torch.bfloat16, ("initial_states",), Options()),
 )
 # of `block.PARTS`; a scan of few channels and one of many
 _PARTS = (("conv1d", _PLAIN), ("gated_norm", _PLAIN), ("state_update", _PLAIN),
@@ -178,10 +182,12 @@ def _run_block() -> None:
 def _make_optional(shape: Shape, dtype: torch.dtype, names: tuple[str, ...]) -> dict[str, torch.Tensor]:
     """Rare arguments by name: a gate, a state to start from, documents, and states at their ends."""
     b, l, h, p, n, _ = shape.sizes.values()
+    ends = [0, 5, l // 2, l]
+    nstates = len(ends) - 1 if "cu_seqlens" in names else b
     made = {
         "z": lambda: torch.randn(b, l, h, p, device="cuda", dtype=dtype, requires_grad=True),
-        "initial_states": lambda: torch.randn(b, h, p, n, device="cuda", requires_grad=True),
+        "initial_states": lambda: torch.randn(nstates, h, p, n, device="cuda", requires_grad=True),
         "seq_idx": lambda: (torch.arange(l, device="cuda") // 37).to(torch.int32).expand(b, l).contiguous(),
-        "cu_seqlens": lambda: torch.tensor([0, 5, l // 2, l], device="cuda", dtype=torch.int32),
+        "cu_seqlens": lambda: torch.tensor(ends, device="cuda", dtype=torch.int32),
     }
     return {name: made[name]() for name in names}
