@@ -18,7 +18,7 @@ from ssd.types import Options, SSDGrads, SSDInputs
 from tests.errors import assert_all_accurate, cotangents, error, one_cotangent, results, truths, truths_apart
 from tests.executor import Executor
 from tests.fused.hopper_on_cpu import KERNELS, hopper_on_cpu
-from tests.fused.test_hopper import over_forms_of_states
+from tests.fused.test_hopper import assert_dA_precise, over_forms_of_states, short_documents
 from tests.inputs import Case, Shape, random_inputs, split
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels themselves run here")
@@ -269,6 +269,13 @@ def test_documents_of_a_row_are_as_if_run_apart(executor):
     got = under_schedules(executor, way, lambda: results(variant, inputs, last, dfinal_states))
     for name in ("dx", "dB", "dC"):
         assert not got[name][:, : ends[-2]].any() and got[name][:, ends[-2] :].any()
+
+
+def test_dA_of_short_documents(executor):
+    inputs = short_documents("cpu")
+    ways = cotangents(inputs)
+    got = under_schedules(executor, WAYS["documents"], lambda: results(get_variant("persistent"), inputs, *ways))
+    assert_dA_precise(got, inputs, ways)
 
 
 @pytest.mark.parametrize("batch", (1, 2))

@@ -127,6 +127,26 @@ def assert_same_bits_again(inputs: SSDInputs, options: Options | None = None) ->
     return first
 
 
+def short_documents(device: str) -> SSDInputs:
+    """Of two tokens, so that dA_cumsum falls to -4096 and by as little as 0.2 within a document."""
+    case = Case(strong_decay=True, dt_dtype=torch.float32)
+    inputs = random_inputs(Shape(2, 128, 4, 64, 1, 64, 64), case, torch.float16, device)
+    return replace(inputs, seq_idx=(torch.arange(128, device=device, dtype=torch.int32) // 2).expand(2, 128).contiguous())
+
+
+def assert_dA_precise(got: dict[str, torch.Tensor], inputs: SSDInputs, ways: tuple[torch.Tensor, torch.Tensor]) -> None:
+    """Its terms nearly cancel: with weights that differ by what dA_cumsum is rounded by, the error is 3e-3."""
+    assert errors.error(got["dA"], errors.truths(inputs, *ways)["dA"]).rms < 2e-4
+
+
+@needs_hopper
+@over_ways
+def test_dA_of_short_documents(variant, options):
+    inputs = short_documents("cuda")
+    ways = cotangents(inputs)
+    assert_dA_precise(results(get_variant(variant), inputs, *ways, options), inputs, ways)
+
+
 @needs_hopper
 @over_ways
 def test_D_of_any_stride(variant, options):

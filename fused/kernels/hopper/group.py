@@ -45,7 +45,7 @@ from ssd.types import SSDInputs
 from .documents import FIELDS
 from .group_tiles import Rings, Sizes, Sums, Tiles, Vectors, as_box, find_tile, get_token, store_rows, write_dx
 from .ring import make_barriers, make_ring, mark_empty, mark_full, next_empty, next_full, slot_of, wait_empty, wait_full
-from .roles import LOG2E, allocate_tiles, clamp_to, decay, fetch_slice, get_tile, log2, make_form, tile_bytes
+from .roles import LOG2E, allocate_tiles, decay, fetch_slice, get_tile, make_form, tile_bytes
 
 # One kernel for all sizes: that a size is 1 or divisible by 16 would not make it faster. Offsets into sums are int32: x of as
 # many rows, 2^31, would take 256 GiB.
@@ -93,13 +93,14 @@ def compute_dC(rings, tiles, vectors, dC, sums, before, sizes, form: gl.constexp
             K = gl.zeros([BLOCK_M, BLOCK_M], gl.float32, IJ)
             K = warpgroup_mma(dy, x.permute((1, 0)), K, use_acc=False, is_async=True)
             wait_full(rings.vectors, step)
-            w = gl.expand_dims(decay(vectors.A_columns.index(line).load(gl.SliceLayout(1, OPERAND))), 1)
+            w = gl.expand_dims(decay(vectors.A.index(line).load(gl.SliceLayout(1, OPERAND))), 1)
             sum_dC = warpgroup_mma((dy.to(gl.float32) * w).to(DTYPE), H, sum_dC, is_async=True)
             K = warpgroup_mma_wait(1, deps=(K,))
-            A_i = vectors.A_columns.index(line).load(gl.SliceLayout(1, IJ))
-            A_j = gl.expand_dims(vectors.A_rows.index(line).load(gl.SliceLayout(0, IJ)), 0)
-            # above the diagonal anything finite: masked where it is used
-            K *= gl.exp2(clamp_to(gl.expand_dims(A_i, 1) - A_j, 64.0))
+            A_i = vectors.A.index(line).load(gl.SliceLayout(1, IJ))
+            A_j = gl.expand_dims(vectors.A.index(line).load(gl.SliceLayout(0, IJ)), 0)
+            # The exponent to the bit as in compute_dx, or row - col would keep what A is rounded by (docs/ssd.md).
+            K *= decay(gl.expand_dims(A_i, 1) - A_j)
+            K *= gl.expand_dims(vectors.dt.index(line).load(gl.SliceLayout(0, IJ)), 0)
             sum_dCB += K
             outputs = gl.sum(K * tiles.CB.load(IJ), 1)
             CH = warpgroup_mma(C, H.permute((1, 0)), gl.zeros([BLOCK_M, ROWS], gl.float32, IP), use_acc=False, is_async=True)
@@ -177,8 +178,8 @@ def compute_dx(dx_desc, dx_at, rings, tiles, vectors, D, sums, before, sizes, fo
                 fetch_slice(dx_desc, tile.b, get_token(tile, sizes, BLOCK_M), tile.head * form.SLICES + k, form.SLICES,
                             rings.dx, tiles.dx.index(0))
             wait_full(rings.vectors, step)
-            A_i = gl.expand_dims(vectors.A_columns.index(line).load(gl.SliceLayout(0, JI)), 0)
-            A_j = vectors.A_columns.index(line).load(ROW)
+            A_i = gl.expand_dims(vectors.A.index(line).load(gl.SliceLayout(0, JI)), 0)
+            A_j = vectors.A.index(line).load(ROW)
             L = BC * decay(A_i - gl.expand_dims(A_j, 1))
             dt_j = vectors.dt.index(line).load(ROW)
             pairs = gl.convert_layout(L.to(DTYPE), OPERAND)
@@ -186,7 +187,7 @@ def compute_dx(dx_desc, dx_at, rings, tiles, vectors, D, sums, before, sizes, fo
             u_x = gl.sum(L * x_dy, 1)  # u_j . x_j is a sum over pairs of weights and dy_i . x_j, as col_j is
             x = x_tile.load(JI).to(gl.float32)
             v = warpgroup_mma_wait(0, deps=(v,))
-            to_end = decay(vectors.A_columns.index(line).slice(BLOCK_M - 1, 1).load(ROW) - A_j)
+            to_end = decay(vectors.A.index(line).slice(BLOCK_M - 1, 1).load(ROW) - A_j)
             v_x = to_end * gl.sum(v * x, 1)  # before the product adds to v: after it, v would have to be copied
             u_v = warpgroup_mma(pairs, dy, v * gl.expand_dims(to_end, 1), is_async=True)
             dy_j = dy.load(JI).to(gl.float32)
@@ -261,7 +262,7 @@ def compute_dB(rings, tiles, vectors, dA_cumsum, dB, sums, before, sizes, form: 
                 s += gl.load(before.s + tile.row + k // form.SLICES * sizes.nsub)
             gl.store(sums.s + tile.row + k // form.SLICES * sizes.nsub, s)
             wait_full(rings.vectors, step)
-            w = gl.expand_dims(decay(end - vectors.A_columns.index(line).load(TOKEN)) * vectors.dt.index(line).load(TOKEN), 1)
+            w = gl.expand_dims(decay(end - vectors.A.index(line).load(TOKEN)) * vectors.dt.index(line).load(TOKEN), 1)
             x = (get_tile(tiles.x, slot, BLOCK_M, ROWS).load(OPERAND).to(gl.float32) * w).to(DTYPE)
             sum_dB = warpgroup_mma(x, G, sum_dB, is_async=True)
             sum_dB = warpgroup_mma_wait(0, deps=(sum_dB,))
@@ -293,8 +294,7 @@ def fetch_vectors(ring, vectors, dA_cumsum, dt, sizes, form: gl.constexpr, BLOCK
         for k in range(tile.count * form.SLICES):
             line = slot_of(ring, step)
             wait_empty(ring, step)
-            vectors.A_columns.index(line).store(a * LOG2E)
-            vectors.A_rows.index(line).store(a * LOG2E - log2(dt_k))
+            vectors.A.index(line).store(a * LOG2E)
             vectors.dt.index(line).store(dt_k)
             block_barrier()
             mark_full(ring, line)
@@ -350,8 +350,7 @@ def hopper_group_kernel(x_desc, dy_desc, B_desc, C_desc, H_desc, G_desc, dx_desc
     CBs = gl.allocate_shared_memory(gl.float32, [BLOCK_M, BLOCK_M], gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
     dCBs = gl.allocate_shared_memory(DTYPE, [BLOCK_M, BLOCK_M], SQUARE)
     dXs = allocate_tiles(dx_desc, 1)
-    A_columns = gl.allocate_shared_memory(gl.float32, [LINES, BLOCK_M], LINE)
-    A_rows = gl.allocate_shared_memory(gl.float32, [LINES, BLOCK_M], LINE)
+    As = gl.allocate_shared_memory(gl.float32, [LINES, BLOCK_M], LINE)
     steps = gl.allocate_shared_memory(gl.float32, [LINES, BLOCK_M], LINE)
     if PART:
         dx_bar = make_barriers(1, 1).index(0)
@@ -359,7 +358,7 @@ def hopper_group_kernel(x_desc, dy_desc, B_desc, C_desc, H_desc, G_desc, dx_desc
         dx_bar: gl.constexpr = None
     rings = Rings(make_ring(SLOTS, 3), make_ring(LINES, 3), make_ring(1, 1), dx_bar)
     fence_async_shared()
-    tiles, vectors = Tiles(Xs, dYs, Hs, Gs, dXs, CBs, dCBs), Vectors(A_columns, A_rows, steps)
+    tiles, vectors = Tiles(Xs, dYs, Hs, Gs, dXs, CBs, dCBs), Vectors(As, steps)
     sums = Sums(step_sums, state_sums, output_sums, pair_sums, skip_sums, s)
     before = Sums(step_before, state_before, output_before, pair_before, None, s_before)
     if blocks is not None:

@@ -62,10 +62,9 @@ class Tiles(NamedTuple):
 
 
 class Vectors(NamedTuple):
-    """Shared memory [LINES, 64] fp32 by slot of `vectors`, in binary logarithms: A, A - log2(dt); and dt."""
+    """Shared memory [LINES, 64] fp32 by slot of `vectors`: A, for powers of 2, and dt."""
 
-    A_columns: gl.shared_memory_descriptor
-    A_rows: gl.shared_memory_descriptor
+    A: gl.shared_memory_descriptor
     dt: gl.shared_memory_descriptor
 
 
