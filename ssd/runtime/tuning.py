@@ -115,14 +115,15 @@ class ConfigSpace:
         lengths = self.axis_lengths(headdim, dstate, chunk_size)
         blocks = {b: min(n, max(_SMALLEST, next_power_of_2(lengths[b]))) if b in lengths else n for b, n in blocks.items()}
         cut = [block for block in blocks if not (block == "BLOCK_N" and self.whole_dstate)]
-        while self.shared(blocks, itemsize, num_stages) > device.shared:
+        while self.count_shared_bytes(blocks, itemsize, num_stages) > device.shared:
             if num_stages > (1 if self.whole_dstate else 2):
                 num_stages -= 1
                 continue
             largest = max(cut, key=blocks.get)
             if blocks[largest] == _SMALLEST:
-                raise ValueError(f"{self.kernel}: its smallest tiles need {self.shared(blocks, itemsize, num_stages)} bytes of "
-                                 f"shared memory; a block on {device.name} may have {device.shared}")
+                needed = self.count_shared_bytes(blocks, itemsize, num_stages)
+                raise ValueError(f"{self.kernel}: its smallest tiles need {needed} bytes of shared memory; a block on "
+                                 f"{device.name} may have {device.shared}")
             blocks[largest] //= 2
         return Config(tuple(blocks.items()), num_warps, num_stages)
 
@@ -133,7 +134,7 @@ class ConfigSpace:
             lengths["headdim"] = min(headdim, _STATE_ELEMENTS // next_power_of_2(dstate))
         return {block: lengths[axis] for block, axis in self.axes.items() if axis}
 
-    def shared(self, blocks: dict[str, int], itemsize: int, num_stages: int) -> int:
+    def count_shared_bytes(self, blocks: dict[str, int], itemsize: int, num_stages: int) -> int:
         """An upper estimate of a thread block's shared memory in bytes.
 
         fp32 tiles of a pipeline count once more: a computed operand passes through shared memory into its three products.
@@ -221,7 +222,7 @@ def is_forced(kernel: str | None = None) -> bool:
 
 
 @contextmanager
-def forced(kernel: str, config: Config):
+def force_config(kernel: str, config: Config):
     """Launches of `kernel` take `config` inside this context: for the tuner and for tests that try every config."""
     _forced[kernel] = config
     try:
