@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from ..types import SSDInputs
+from .devices import HOPPER
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 
@@ -55,7 +56,7 @@ class Device:
     name: str
     shared: int
     sms: int = 132
-    major: int = 9
+    major: int = HOPPER
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,7 +110,7 @@ class ConfigSpace:
             # all of dstate is an operand of three products each, for which the state is split in two
             blocks["BLOCK_M"] = _SMALLEST
             blocks["BLOCK_P"] = min(blocks["BLOCK_P"], _STATE_ELEMENTS // 2 // next_power_of_2(dstate))
-        elif self.state_in_registers and device.major != 9:
+        elif self.state_in_registers and device.major != HOPPER:
             # without Hopper's products from shared memory, operands pass through registers beside the state
             num_warps, blocks["BLOCK_M"] = 8, 32
         lengths = self.axis_lengths(headdim, dstate, chunk_size)
