@@ -70,7 +70,7 @@ def tabulate_speedups(rows: list[dict], steps: list[dict]) -> str:
             first, lines = len(paragraphs) - 1, layers
     if lines:
         dash = "; a dash: not measured" if any("-" in cells for cells in lines) else ""
-        paragraphs.insert(0, f"{paragraphs.pop(first)} The figure's bars and the table are of `{FASTEST}`{dash}.")
+        paragraphs.insert(0, f"{paragraphs.pop(first)} The figure's bars and the table show `{FASTEST}`{dash}.")
     parts = [textwrap.fill(text, _WIDTH) + "\n" for text in paragraphs]
     head = ("layer, batch x tokens", "for&shy;ward, µs", "back&shy;ward, µs", "training step, ms")  # broken on narrow screens
     if lines:
