@@ -20,7 +20,6 @@ from .table import render_lines, write_head, write_number, write_scientific
 MODES = DIRECTIONS | {"fwd_bwd": "forward and backward"}
 COSTS = "8b-b4"  # the shape at which the README says what the default costs
 _WIDTH = 128  # of a line of prose
-_SPACE = "\N{NO-BREAK SPACE}"
 # options that change nothing of what a mode times
 _UNREAD = {"fwd": {"save_states", "fuse_backward"},
            "bwd": {"fuse_states", "low_precision_CB", "causal_blocks", "fuse_bmm", "two_level", "stationary"}}
@@ -41,8 +40,7 @@ _whole, _tenths = write_number(0), write_number(1)
 _SHAPE = itemgetter("shape")
 
 
-_COSTS_HEAD = write_head("`variant=` | forward and backward, µs | backward, µs | kept between them, MiB | peak, MiB",
-                          "`variant=`")
+_COSTS_HEAD = write_head("`variant=` | time, µs | kept, MiB | peak, MiB", "`variant=`")
 _MEMORY_HEAD = write_head("variant | chunk | kept, MiB | at most, MiB | in a CUDA graph, µs", "variant")
 _ABLATION_HEAD = write_head("option | without, µs | relative | up to, µs | relative", "option")
 _GAINS_HEAD = write_head(
@@ -72,9 +70,9 @@ def tabulate_speedups(rows: list[dict], steps: list[dict]) -> str:
             first, lines = len(paragraphs) - 1, layers
     if lines:
         dash = "; a dash: not measured" if any("-" in cells for cells in lines) else ""
-        paragraphs.insert(0, f"{paragraphs.pop(first)} The figure's bars and the table are of `{FASTEST}`{dash}.")
+        paragraphs.insert(0, f"{paragraphs.pop(first)} The figure's bars and the table show `{FASTEST}`{dash}.")
     parts = [textwrap.fill(text, _WIDTH) + "\n" for text in paragraphs]
-    head = ("layer, batch x tokens", *MODES.values(), "training step")
+    head = ("layer, batch x tokens", "for&shy;ward, µs", "back&shy;ward, µs", "training step, ms")  # broken on narrow screens
     if lines:
         parts.insert(1, write_head(" | ".join(head), *head) + render_lines(lines))
     return "\n".join(parts) or "No GPU has run the bench beside mamba_ssm yet.\n"
@@ -101,8 +99,8 @@ def _list_layers(gpu: str, rows: list[dict], steps: list[dict]) -> list[list[str
     found = {(row["shape"], row["mode"]): row for row in rows if row["variant"] == FASTEST}
     lines = []
     for shape, (model, tokens, workload) in HEADLINE.items():
-        of_modes = [found.get((shape, mode)) for mode in MODES]
-        cells = [f"**{row['graph_speedup']:.1f}x** {row['graph_p50_us']:.0f}{_SPACE}µs" if row else "" for row in of_modes]
+        of_modes = [found.get((shape, mode)) for mode in DIRECTIONS]
+        cells = [f"**{row['graph_speedup']:.1f}x** {row['graph_p50_us']:.0f}" if row else "" for row in of_modes]
         if any(cells):
             lines.append([f"{model}, {tokens}", *cells, _compare_step(gpu, workload, steps)])
     return lines
@@ -115,7 +113,7 @@ def _compare_step(gpu: str, workload: tuple[str, str] | None, steps: list[dict])
     if not found:
         return "-"
     row = max(found, key=itemgetter("batch"))
-    return f"**{row['speedup']:.1f}x** {row['p50_us'] / 1e3:.0f}{_SPACE}ms"
+    return f"**{row['speedup']:.1f}x** {row['p50_us'] / 1e3:.0f}"
 
 
 def describe_setup(rows: list[dict]) -> str:
@@ -133,7 +131,6 @@ def describe_setup(rows: list[dict]) -> str:
 def tabulate_costs(rows: list[dict]) -> str:
     """What the default and the fastest setting take at one shape: time, what is kept between layers, and the peak."""
     kept = _collect_kept(rows)
-    backward = {_describe_call(row): row["graph_p50_us"] for row in rows if row["mode"] == "bwd"}
     shown = [row for row in rows if (row["shape"], row["dtype"], row["mode"]) == (COSTS, "bf16", "fwd_bwd")
              and row["graph_p50_us"] and (row["variant"] in (DEFAULT, FASTEST) or is_peer(row["variant"]))]
     best: dict[tuple, dict] = {}
@@ -146,9 +143,10 @@ def tabulate_costs(rows: list[dict]) -> str:
             continue  # nothing to choose between
         for row in group:
             *_, changed = call = _describe_call(row)
-            lines.append([f"`{row['variant']}`{f' with `{changed}`' if changed else ''}", _whole(row["graph_p50_us"]),
-                          _whole(backward.get(call)), _whole(kept.get(call)), _whole(row["peak_mib"])])
-        parts.append(f"Shape `{COSTS}` on one {gpu}:\n\n{_COSTS_HEAD}{render_lines(lines)}")
+            with_options = f" with `{changed.replace('=', ' = ')}`" if changed else ""
+            lines.append([f"`{row['variant']}`{with_options}", _whole(row["graph_p50_us"]), _whole(kept.get(call)),
+                          _whole(row["peak_mib"])])
+        parts.append(f"Forward and backward at shape `{COSTS}` on one {gpu}:\n\n{_COSTS_HEAD}{render_lines(lines)}")
     return "\n".join(parts) or f"No rows yet: no GPU has run forward and backward of {COSTS}.\n"
 
 

@@ -61,7 +61,7 @@ def _measure(shape, dtype, chunk_size, sizes, device, repeats, console) -> dict[
         trial = {kernel: space[turn] for kernel, space in spaces.items() if turn < len(space)}
         with ExitStack() as stack:
             for kernel, config in trial.items():
-                stack.enter_context(tuning.forced(kernel, config))
+                stack.enter_context(tuning.force_config(kernel, config))
 
             launch_all(inputs, dout)
             spent = measure_kernels(partial(launch_all, inputs, dout), repeats)

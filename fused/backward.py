@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ssd.baseline import backward as baseline
 from ssd.baseline.kernels.chunk_scan_dz import chunk_scan_dz
-from ssd.kernels.arguments import LONGEST_TILE, fitted
+from ssd.kernels.arguments import LONGEST_TILE, fit_to_tiles
 from ssd.kernels.chunk_cumsum import chunk_cumsum
 from ssd.kernels.chunk_cumsum_bwd import chunk_cumsum_bwd
 from ssd.runtime.tuning import pick
@@ -59,7 +59,7 @@ def _run_group_kernels(saved: SSDSaved, dout: Tensor, dfinal_states: Tensor | No
     i, options = saved.inputs, saved.options
     # as long as the tiles of every kernel here allow
     spans = replace(i, chunk_size=min(pick(kernel, i)["BLOCK_M"] for kernel in _KERNELS))
-    dout = fitted(dout)
+    dout = fit_to_tiles(dout)
     with torch.cuda.device_of(i.x):
         arrivals = i.A.new_empty(i.nheads, dtype=torch.int32)
         dt, dA_cumsum = chunk_cumsum(spans, arrivals=arrivals)

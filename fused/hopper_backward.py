@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ssd.baseline.kernels.chunk_scan_dz import chunk_scan_dz
-from ssd.kernels.arguments import cdiv, contiguous, fitted, output
+from ssd.kernels.arguments import cdiv, contiguous, fit_to_tiles, output
 from ssd.kernels.chunk_cumsum import chunk_cumsum
 from ssd.kernels.chunk_cumsum_bwd import chunk_cumsum_bwd
 from ssd.kernels.document_blocks import document_blocks
@@ -59,7 +59,7 @@ def backward(saved: SSDSaved, dout: Tensor, dfinal_states: Tensor | None, into: 
 
     i = saved.inputs
     with torch.cuda.device_of(i.x):
-        dout = fitted(dout)
+        dout = fit_to_tiles(dout)
         dz, dy = (None, dout) if i.z is None else chunk_scan_dz(i, dout, saved.y, into.dz)
         spans = replace(i, chunk_size=BLOCK_M)
         arrivals = i.A.new_empty(i.nheads, dtype=torch.int32)

@@ -29,7 +29,7 @@ SHORTEST = 4  # sub-chunks that a segment or a share has at least
 ROUNDS = 3  # of segments, at most
 TWO_LEVEL_SEGMENTS = (8, 4, 2)  # sub-chunks that a block of the two-level scan may walk; with more it would be stationary
 MOST_SPLITS = 16  # of a group's heads
-RUN_FIELDS = 6
+RUN_FIELDS = 6  # see `Runs`
 
 WARPS_PER_SM = 8  # that run at once: blocks of the plain walks take every register that a thread may have
 _WORTH = 0.9  # of the time of whole sequences: a plain cut that saves less is not worth a launch

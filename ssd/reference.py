@@ -45,7 +45,7 @@ def recurrence(inputs: SSDInputs) -> tuple[Tensor, Tensor]:
     return (y if i.z is None else y * torch.nn.functional.silu(i.z)), state
 
 
-def chunked(inputs: SSDInputs, precision: Precision) -> tuple[Tensor, Tensor, Tensor | None]:
+def compute_chunked(inputs: SSDInputs, precision: Precision) -> tuple[Tensor, Tensor, Tensor | None]:
     """The five stages in order: out, final_states and, with z, y before the gate; all in the compute dtype."""
     if inputs.has_document_states:
         return _compute_apart(inputs, precision)
@@ -62,7 +62,7 @@ def chunked(inputs: SSDInputs, precision: Precision) -> tuple[Tensor, Tensor, Te
 
 def compute_chunked_grads(inputs: SSDInputs, dout: Tensor, dfinal_states: Tensor | None, y: Tensor | None,
                   precision: Precision) -> SSDGrads:
-    """The backward's stages in order, the forward's recomputed. y as `chunked` returned it."""
+    """The backward's stages in order, the forward's recomputed. y as `compute_chunked` returned it."""
     if inputs.has_document_states:
         return _compute_grads_apart(inputs, dout, dfinal_states, y, precision)
     i, masks, operand = _prepare(inputs, precision)
@@ -109,11 +109,11 @@ def split_documents(inputs: SSDInputs) -> list[tuple[slice, SSDInputs]]:
 
 
 def _compute_apart(inputs: SSDInputs, precision: Precision) -> tuple[Tensor, Tensor, Tensor | None]:
-    """As `chunked`, one document after the other."""
+    """As `compute_chunked`, one document after the other."""
     outs, states, ys = [], [], []
     for _, part in split_documents(inputs):
         if part.seqlen:
-            out, state, y = chunked(part, precision)
+            out, state, y = compute_chunked(part, precision)
             outs.append(out)
             ys.append(y)
         elif part.initial_states is None:
@@ -172,12 +172,12 @@ def compute_prev_states(inputs: SSDInputs, precision: Precision) -> Tensor:
 
 def compute_in_fp64(inputs: SSDInputs) -> tuple[Tensor, Tensor]:
     """The truth: out and final_states in fp64, from the inputs as they are rounded."""
-    return chunked(inputs, _FP64)[:2]
+    return compute_chunked(inputs, _FP64)[:2]
 
 
 def compute_grads_in_fp64(inputs: SSDInputs, dout: Tensor, dfinal_states: Tensor | None = None) -> SSDGrads:
     """The truth for every gradient, in fp64."""
-    y = chunked(inputs, _FP64)[2] if inputs.z is not None else None
+    y = compute_chunked(inputs, _FP64)[2] if inputs.z is not None else None
     return compute_chunked_grads(inputs, dout, dfinal_states, y, _FP64)
 
 

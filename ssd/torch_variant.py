@@ -25,7 +25,7 @@ def _disable_autocast(inputs: SSDInputs) -> torch.autocast:
 def _forward(inputs: SSDInputs, options: Options, save: bool) -> tuple[Tensor, Tensor, SSDSaved]:
     precision, dtype = _choose_precision(inputs), inputs.x.dtype
     with _disable_autocast(inputs):
-        out, final_states, y = reference.chunked(inputs, precision)
+        out, final_states, y = reference.compute_chunked(inputs, precision)
         varlen_states = prev_states = None
         if inputs.cu_seqlens is not None and not inputs.has_document_states:
             varlen_states = reference.varlen_states(inputs, precision)

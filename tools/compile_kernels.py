@@ -101,7 +101,7 @@ class _Driver:
 
 
 @contextmanager
-def collect_compiled(arch: int, only: tuple[str, ...] = (), once: bool = False) -> Iterator[dict[str, object]]:
+def collect_kernels(arch: int, only: tuple[str, ...] = (), once: bool = False) -> Iterator[dict[str, object]]:
     """Launches compile for `arch` and do not run; yields what was compiled, by its hash. only: parts of kernels' names, if any,
     of which a name must have one; once: a kernel is compiled in the first of its forms alone.
     """
@@ -147,15 +147,15 @@ def forward_backward(variant: Variant, inputs: SSDInputs, options: Options) -> N
 def compile_all(variant: Variant, inputs: SSDInputs, arch: int, options: Options, configs: int,
                 **which: object) -> list[Compiled]:
     """Every kernel of one forward and backward; and with `configs`, each in so many of those that a tuner may try. which: as
-    `collect_compiled` takes it.
+    `collect_kernels` takes it.
     """
     sizes = (inputs.x.dtype, inputs.headdim, inputs.dstate, inputs.chunk_size, CHIPS[arch])
-    with collect_compiled(arch, **which) as compiled:
+    with collect_kernels(arch, **which) as compiled:
         forward_backward(variant, inputs, options)
         for kernel, space in config_spaces().items() if configs else ():
             tried = space.configs(*sizes)
             for config in tried[:: -(-len(tried) // configs)]:
-                with tuning.forced(kernel, config):
+                with tuning.force_config(kernel, config):
                     forward_backward(variant, inputs, options)
     return sorted((_measure_once(kernel, not configs) for kernel in compiled.values()), key=lambda c: (c.kernel, c.config))
 
@@ -242,7 +242,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(given)
 
 
-def compile_asked(a: argparse.Namespace) -> list[Compiled]:
+def compile_kernels(a: argparse.Namespace) -> list[Compiled]:
     shape = Shape(1, a.seqlen, a.nheads, a.headdim, a.ngroups, a.dstate, a.chunk_size)
     case = replace(EVERYTHING, documents="varlen") if a.every_option else USUAL
     case = replace(case, initial_states=case.initial_states or a.initial_states, state_dtype=DTYPES.get(a.state_dtype),
@@ -262,7 +262,7 @@ def compile_asked(a: argparse.Namespace) -> list[Compiled]:
 def serve() -> None:
     for line in sys.stdin:
         try:
-            answer = [asdict(row) for row in compile_asked(arguments(json.loads(line)))]
+            answer = [asdict(row) for row in compile_kernels(arguments(json.loads(line)))]
         except Exception:
             answer = traceback.format_exc()
         print(json.dumps(answer), flush=True)
@@ -276,7 +276,7 @@ def main() -> None:
     if a.serve:
         serve()
         return
-    rows = compile_asked(a)
+    rows = compile_kernels(a)
     width, config = (max(len(getattr(row, name)) for row in rows) for name in ("kernel", "config"))
     print(f"{'kernel':{width}} {'config':{config}} registers spills shared wgmma groups mma")
     for r in rows:

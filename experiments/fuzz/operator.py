@@ -201,7 +201,7 @@ def _mirror(c: Config, tf32: bool, tensors: Tensors, wanted: tuple[str, ...], wa
     """Variant torch, step by step: its rounding points, and TF32's where that is asked for."""
     i = _inputs(c, tensors)
     precision = _TF32(torch.float32, torch.float32) if tf32 else Precision(torch.float32, i.x.dtype)
-    out, final_states, y = reference.chunked(i, precision)
+    out, final_states, y = reference.compute_chunked(i, precision)
     results = {"out": out.to(i.x.dtype)} | ({"final_states": final_states} if c.final_states else {})
     if c.documents in ("varlen", "both"):
         results["varlen_states"] = final_states if c.has_document_states else reference.varlen_states(i, precision)

@@ -39,7 +39,7 @@ class Sequences:
         return cls(number, place, lengths, int(lengths.max()) if longest is None else longest)
 
     @classmethod
-    def alike(cls, count: int, length: int, device: torch.device) -> Sequences:
+    def make_alike(cls, count: int, length: int, device: torch.device) -> Sequences:
         """That many sequences of one length."""
         tokens = torch.arange(count * length, device=device)
         return cls(tokens // length, tokens % length, torch.full((count,), length, device=device), length)

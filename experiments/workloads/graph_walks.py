@@ -26,7 +26,7 @@ class WalkEncoder(nn.Module):
         """h: (nodes, d_model), to the same; walks: as `random_walks` has them; real: of nodes."""
         tokens = walk_tokens(h, walks)
         nodes, length, _ = tokens.shape
-        mixed = self.mixer(tokens.flatten(0, 1), Sequences.alike(nodes, length, h.device))
+        mixed = self.mixer(tokens.flatten(0, 1), Sequences.make_alike(nodes, length, h.device))
         return normalise(self.norm, h + mixed.unflatten(0, (nodes, length))[:, -1], real)
 
 

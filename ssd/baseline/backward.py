@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..kernels.arguments import fitted
+from ..kernels.arguments import fit_to_tiles
 from ..kernels.chunk_cumsum import chunk_cumsum
 from ..kernels.chunk_cumsum_bwd import chunk_cumsum_bwd
 from ..types import SSDGrads, SSDSaved
@@ -28,7 +28,7 @@ from .kernels.state_passing_bwd import state_passing_bwd
 def backward(saved: SSDSaved, dout: Tensor, dfinal_states: Tensor | None, into: SSDGrads) -> SSDGrads:
     """Gradients of every input that is present; dout has the shape and dtype of x, any strides."""
     i, options = saved.inputs, saved.options
-    dout = fitted(dout)
+    dout = fit_to_tiles(dout)
     with torch.cuda.device_of(i.x):
         arrivals = i.A.new_empty(i.nheads, dtype=torch.int32)
         dt, dA_cumsum = chunk_cumsum(i, arrivals=arrivals)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .. import reference_stages as stages
 from ..documents import find_bounds
-from ..kernels.arguments import fitted
+from ..kernels.arguments import fit_to_tiles
 from ..kernels.chunk_cumsum import chunk_cumsum
 from ..runtime.tuning import next_power_of_2
 from ..types import SUB_CHUNK, Options, SSDGrads, SSDInputs, SSDSaved
@@ -62,7 +62,7 @@ def _run_rows(run: Callable, rows: _Rows, i: SSDInputs, options: Options,
 def backward(run: Callable, saved: SSDSaved, dout: Tensor, dfinal_states: Tensor | None, into: SSDGrads) -> SSDGrads:
     """As `Variant.backward`, by `run`, that of a variant."""
     i, options = saved.inputs, saved.options
-    dout = fitted(dout)
+    dout = fit_to_tiles(dout)
     with torch.cuda.device_of(i.x):
         dz, dy = (None, dout) if i.z is None else chunk_scan_dz(i, dout, saved.y, into.dz)
         rows = _Rows.of(i)

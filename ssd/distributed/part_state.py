@@ -20,7 +20,7 @@ from torch import Tensor
 from .. import reference_stages as stages
 from ..baseline.kernels.chunk_scan_dstates import chunk_scan_dstates
 from ..baseline.kernels.chunk_state import chunk_state
-from ..kernels.arguments import fitted
+from ..kernels.arguments import fit_to_tiles
 from ..kernels.chunk_cumsum import chunk_cumsum
 from ..types import Options, SSDInputs
 
@@ -38,7 +38,7 @@ def compute_end(i: SSDInputs, in_torch: bool, options: Options) -> tuple[Tensor,
     decay = chunks.sum(-1).exp()
     if in_torch:
         return _sum_outer(i.x, dt * rest.clamp(min=0).neg().exp(), None if last is None else i.seq_idx == last, i.B), decay
-    i = replace(i, x=fitted(i.x), B=fitted(i.B))
+    i = replace(i, x=fit_to_tiles(i.x), B=fit_to_tiles(i.B))
     i = replace(i, chunk_size=_choose_segment(i, i.x, i.B))
     dt, rest = _pad(dt, i), _pad(rest, i)
     with torch.cuda.device_of(i.x):
@@ -59,7 +59,7 @@ def compute_start(i: SSDInputs, dy: Tensor, in_torch: bool, options: Options) ->
     upto = (dA_cumsum + F.pad(_sum_up(dA_cumsum[..., :-1, -1]), (1, 0))[..., None]).flatten(2)
     if in_torch:
         return _sum_outer(dy, upto.clamp(max=0).exp(), None if i.seq_idx is None else i.seq_idx == 0, i.C)
-    dy, i = fitted(dy), replace(i, C=fitted(i.C))
+    dy, i = fit_to_tiles(dy), replace(i, C=fit_to_tiles(i.C))
     i = replace(i, chunk_size=_choose_segment(i, dy, i.C))
     with torch.cuda.device_of(dy):
         starts = chunk_scan_dstates(i, dy, _pad(upto, i), options)  # of each segment, at the part's start

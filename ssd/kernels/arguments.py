@@ -75,7 +75,7 @@ def fits_tiles(t: Tensor | None) -> bool:
     return LONGEST_TILE * (along_seqlen + along_channels) < 2**31
 
 
-def fitted(t: Tensor) -> Tensor:
+def fit_to_tiles(t: Tensor) -> Tensor:
     """t, or a copy where its offsets do not fit tiles."""
     return t if fits_tiles(t) else t.contiguous()
 

@@ -15,6 +15,7 @@ from ..runtime.tuning import ConfigSpace
 from ..types import SSDInputs
 from .arguments import COUNTS, cdiv, contiguous
 from .device import softplus, unpack_program
+from .document_blocks import FIELDS
 
 # What dA_cumsum falls by at the first token of a document: 2^-184.7, and so 0 for every decay and step times decay that begins
 # before it. Differences inside a document lose 2^-16 of a binary log in RMS, and four times that at most, for each document
@@ -31,10 +32,10 @@ CONFIGS = ConfigSpace(
 @triton.jit
 def find_tokens(blocks, c, CHUNK: tl.constexpr):
     """The tokens [CHUNK] of chunk c, or of block c of documents."""
-    if blocks is None:  # noqa: SIM108
+    if blocks is None:
         offs_q = c * CHUNK + tl.arange(0, CHUNK)
     else:
-        offs_q = tl.load(blocks + 4 * c).to(tl.int64) + tl.arange(0, CHUNK)
+        offs_q = tl.load(blocks + FIELDS * c).to(tl.int64) + tl.arange(0, CHUNK)
     return offs_q
 
 
@@ -44,7 +45,7 @@ def are_there(blocks, c, offs_q, seqlen, CHUNK: tl.constexpr):
     if blocks is None:  # noqa: SIM108
         exist = offs_q < seqlen
     else:
-        exist = (tl.arange(0, CHUNK) >= CHUNK - tl.load(blocks + 4 * c + 1))[None, :]
+        exist = (tl.arange(0, CHUNK) >= CHUNK - tl.load(blocks + FIELDS * c + 1))[None, :]
     return exist
 
 

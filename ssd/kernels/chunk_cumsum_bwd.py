@@ -18,6 +18,7 @@ from ..types import SSDInputs
 from .arguments import COUNTS, cdiv, contiguous, output
 from .chunk_cumsum import find_tokens, step
 from .device import product, sigmoid, unpack_program
+from .document_blocks import FIELDS
 
 _ELEMENTS = 1024  # of the parts of each sum, which the last program adds up at a time
 
@@ -69,7 +70,7 @@ def chunk_cumsum_bwd_kernel(dt, dt_strides, A, dt_bias, blocks, u_v_x, r_tiles, 
     for n in tl.static_range(S_TILES):
         s += tl.load(s_tiles + ((b * NHEADS + offs_h.to(tl.int64)) * nchunks + c) * S_TILES + n, mask=in_h, other=0.0)
     if blocks is not None:  # of blocks that are none, nobody has written s
-        s = tl.where(tl.load(blocks + 4 * c + 1) > 0, s, 0.0)
+        s = tl.where(tl.load(blocks + FIELDS * c + 1) > 0, s, 0.0)
     da = tl.cumsum(from_here_on, axis=1, reverse=True) + (tl.cumsum(q_j, axis=1) - q_j) + s[:, None]
 
     grad = tl.load(u_v_x + at, mask=inside, other=0.0) + da * rate

@@ -19,7 +19,7 @@ from ..runtime.launch import launch
 from ..types import SUB_CHUNK, SSDInputs
 from .arguments import COUNTS, cdiv
 
-FIELDS = 4
+FIELDS = tl.constexpr(4)
 _ROWS, _DOCUMENTS = 64, 64
 
 
@@ -55,7 +55,7 @@ def document_blocks_kernel(cu_seqlens, blocks, ndocs, seqlen, nblocks, TOKENS: t
         highest = tl.maximum(highest, tl.max(tl.where(d < ndocs, starts, 0), 0))
     inside = v < total
     token = tl.where(inside & (end > start), end - (past - v) * TOKENS, seqlen)
-    row = blocks + v * 4
+    row = blocks + v * FIELDS
     tl.store(row, tl.where(v == nblocks, total, token), mask=v <= nblocks)
     tl.store(row + 1, tl.where(token < seqlen, token + TOKENS - tl.maximum(token, start), 0), mask=v <= nblocks)
     tl.store(row + 2, tl.where(inside & (v == first), document, -1), mask=v <= nblocks)
@@ -66,7 +66,7 @@ def document_blocks(i: SSDInputs) -> torch.Tensor:
     """Returns blocks, as many as documents of the worst lengths need."""
     ndocs = i.cu_seqlens.shape[0] - 1
     nblocks = i.seqlen // SUB_CHUNK + ndocs
-    blocks = torch.empty(nblocks + 1, FIELDS, device=i.x.device, dtype=torch.int32)
+    blocks = torch.empty(nblocks + 1, FIELDS.value, device=i.x.device, dtype=torch.int32)
     launch(document_blocks_kernel, cdiv(nblocks + 1, _ROWS), i.cu_seqlens, blocks, ndocs, i.seqlen, nblocks, SUB_CHUNK, _ROWS,
            _DOCUMENTS, num_warps=4)
     return blocks

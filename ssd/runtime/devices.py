@@ -6,10 +6,10 @@ from functools import cache
 
 import torch
 
-_HOPPER = 9  # compute capability
+HOPPER = 9  # compute capability
 
 
 @cache
 def is_hopper(device: torch.device) -> bool:
     """True for a GPU that has Hopper's instructions: TMA, mbarriers and wgmma. AMD GPUs number their capabilities otherwise."""
-    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == _HOPPER
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == HOPPER

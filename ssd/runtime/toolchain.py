@@ -15,7 +15,7 @@ from triton import knobs
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
 
-from .versions import TESTED, release, tested
+from .versions import TESTED, describe_tested, release
 
 TRITON = release(triton.__version__)
 
@@ -71,7 +71,7 @@ def explain_missing_gluon() -> str | None:
     """Why kernels in Gluon, which Triton may change as it likes, do not run with this Triton; None if they do."""
     newest = TESTED["triton"][1]
     if newest < TRITON:
-        return f"Gluon kernels are tested with Triton {tested('triton')}, got {triton.__version__}"
+        return f"Gluon kernels are tested with Triton {describe_tested('triton')}, got {triton.__version__}"
     try:
         from .gluon_names import check
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from ..types import SSDInputs
+from .devices import HOPPER
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 
@@ -55,7 +56,7 @@ class Device:
     name: str
     shared: int
     sms: int = 132
-    major: int = 9
+    major: int = HOPPER
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,20 +110,21 @@ class ConfigSpace:
             # all of dstate is an operand of three products each, for which the state is split in two
             blocks["BLOCK_M"] = _SMALLEST
             blocks["BLOCK_P"] = min(blocks["BLOCK_P"], _STATE_ELEMENTS // 2 // next_power_of_2(dstate))
-        elif self.state_in_registers and device.major != 9:
+        elif self.state_in_registers and device.major != HOPPER:
             # without Hopper's products from shared memory, operands pass through registers beside the state
             num_warps, blocks["BLOCK_M"] = 8, 32
         lengths = self.axis_lengths(headdim, dstate, chunk_size)
         blocks = {b: min(n, max(_SMALLEST, next_power_of_2(lengths[b]))) if b in lengths else n for b, n in blocks.items()}
         cut = [block for block in blocks if not (block == "BLOCK_N" and self.whole_dstate)]
-        while self.shared(blocks, itemsize, num_stages) > device.shared:
+        while self.count_shared_bytes(blocks, itemsize, num_stages) > device.shared:
             if num_stages > (1 if self.whole_dstate else 2):
                 num_stages -= 1
                 continue
             largest = max(cut, key=blocks.get)
             if blocks[largest] == _SMALLEST:
-                raise ValueError(f"{self.kernel}: its smallest tiles need {self.shared(blocks, itemsize, num_stages)} bytes of "
-                                 f"shared memory; a block on {device.name} may have {device.shared}")
+                needed = self.count_shared_bytes(blocks, itemsize, num_stages)
+                raise ValueError(f"{self.kernel}: its smallest tiles need {needed} bytes of shared memory; a block on "
+                                 f"{device.name} may have {device.shared}")
             blocks[largest] //= 2
         return Config(tuple(blocks.items()), num_warps, num_stages)
 
@@ -133,7 +135,7 @@ class ConfigSpace:
             lengths["headdim"] = min(headdim, _STATE_ELEMENTS // next_power_of_2(dstate))
         return {block: lengths[axis] for block, axis in self.axes.items() if axis}
 
-    def shared(self, blocks: dict[str, int], itemsize: int, num_stages: int) -> int:
+    def count_shared_bytes(self, blocks: dict[str, int], itemsize: int, num_stages: int) -> int:
         """An upper estimate of a thread block's shared memory in bytes.
 
         fp32 tiles of a pipeline count once more: a computed operand passes through shared memory into its three products.
@@ -221,7 +223,7 @@ def is_forced(kernel: str | None = None) -> bool:
 
 
 @contextmanager
-def forced(kernel: str, config: Config):
+def force_config(kernel: str, config: Config):
     """Launches of `kernel` take `config` inside this context: for the tuner and for tests that try every config."""
     _forced[kernel] = config
     try:

@@ -15,7 +15,7 @@ def release(version: str) -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def tested(package: str) -> str:
+def describe_tested(package: str) -> str:
     """The versions that the package is tested with, as messages have them: "3.6 to 3.9"."""
     return " to ".join(f"{major}.{minor}" for major, minor in TESTED[package])
 
@@ -27,7 +27,7 @@ def check() -> None:
         ImportError: one is missing or older; the message names what came and what is accepted.
     """
     for package, (oldest, newest) in TESTED.items():
-        accepted = f"expected {package} {oldest[0]}.{oldest[1]} or newer (tested: {tested(package)})"
+        accepted = f"expected {package} {oldest[0]}.{oldest[1]} or newer (tested: {describe_tested(package)})"
         try:
             version = import_module(package).__version__
         except ModuleNotFoundError as error:
@@ -35,4 +35,4 @@ def check() -> None:
         if release(version) < oldest:
             raise ImportError(f"got {package} {version}, {accepted}")
         if release(version) > newest:
-            warnings.warn(f"ssd is untested with {package} {version}: tested are {tested(package)}", stacklevel=2)
+            warnings.warn(f"ssd is untested with {package} {version}: tested are {describe_tested(package)}", stacklevel=2)

@@ -110,7 +110,7 @@ def compile_conv(case):
 
 def main(few: list[int], every: bool):
     """few: chips to compile FEW for; none: everything for its own, for the last of them or for every one."""
-    from tools.compile_kernels import collect_compiled, find_resources, use_installed_tools
+    from tools.compile_kernels import collect_kernels, find_resources, use_installed_tools
 
     use_installed_tools()
     rows = []
@@ -118,7 +118,7 @@ def main(few: list[int], every: bool):
                                (compile_conv, CONVS)):
         for name, (*case, chips) in cases.items():
             for arch in () if few and (cases, name) not in FEW else few or chips[0 if every else -1 :]:
-                with collect_compiled(arch) as found:
+                with collect_kernels(arch) as found:
                     compile_one(*case)
                 for kernel in found.values():
                     registers, spills = find_resources(kernel.kernel)
@@ -130,7 +130,7 @@ def main(few: list[int], every: bool):
     print(json.dumps(rows))
 
 
-def compiled(version, *given):
+def compile_kernels(version, *given):
     """What `main` prints, from a process of its own: this one may interpret kernels. given: chips as numbers, or "every"."""
     done = subprocess.run([sys.executable, "-m", __name__, *map(str, given)], env=tritons.make_environment(version), cwd=ROOT,
                           capture_output=True, text=True)
@@ -150,7 +150,7 @@ def assert_fits(rows, spills=0):
 @pytest.mark.other_tritons
 def test_kernels_fit_with_other_tritons(triton, request):
     chips = SHARED if request.config.option.triton else tritons.CHIPS[triton]
-    found = compiled(triton, *chips)
+    found = compile_kernels(triton, *chips)
     assert_fits(found, spills=8)  # sum_parts's, by the Blackwell ptxas of Triton 3.6
     assert {row["triton"] for row in found} == {triton}
     kernels = [{row["kernel"] for row in found if row["arch"] == arch} for arch in chips]
@@ -159,7 +159,7 @@ def test_kernels_fit_with_other_tritons(triton, request):
 
 def test_kernels_fit_and_load_wide(triton, request):
     """And what a launcher counts on to run side by side finds its registers and shared memory."""
-    found = compiled(triton, *(["every"] if request.config.option.triton else ()))
+    found = compile_kernels(triton, *(["every"] if request.config.option.triton else ()))
     assert_fits(found, spills=24 if triton else 0)
     side_by_side = {  # warps on an SM
         "conv1d_fwd_kernel": FORWARD_WARPS, "conv1d_bwd_kernel": BACKWARD_WARPS, "gated_norm_bwd_kernel": 16,

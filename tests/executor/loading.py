@@ -26,7 +26,7 @@ class Executor:
     """Modules whose Gluon kernels run on CPU tensors, one block after the other.
 
     Attributes:
-        modules: by name. `installed` puts them where others import them from.
+        modules: by name. `install` puts them where others import them from.
         seed: of the schedules of the launches to come.
         launched: the names of the kernels that ran, in order.
     """
@@ -40,7 +40,7 @@ class Executor:
             if hasattr(module, "launch"):
                 module.launch = self._launcher(module.launch)
 
-    def installed(self):
+    def install(self):
         """Context in which imports find these modules."""
         return patch.dict(sys.modules, self.modules)
 

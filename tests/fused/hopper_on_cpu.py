@@ -21,18 +21,18 @@ def hopper_on_cpu(executor: Executor, blocks: int = 4, cut: tuple[int, int] | No
     blocks: that run side by side. cut: sub-chunks of a segment of each sequence and of a share of the state pass;
     None: as `schedule` chooses them. splits: of a group's heads in the backward, likewise.
     """
-    def chosen(owner: object, name: str, value: object):
+    def choose(owner: object, name: str, value: object):
         return patch.object(owner, name, lambda *args: value)
 
     device = Device("test", 232448, blocks)
     choose_splits = schedule.choose_splits
     choose_splits.cache_clear()
     try:
-        with (executor.installed(), patch.dict(tables._kept, clear=True), chosen(hopper, "is_hopper", True),
-              chosen(hopper, "current_device", device), chosen(persistent, "device_of", device),
-              chosen(hopper_backward, "current_device", device),
-              chosen(schedule, "_choose_cut", cut) if cut else nullcontext(),
-              chosen(hopper_backward, "choose_splits", splits) if splits else nullcontext()):
+        with (executor.install(), patch.dict(tables._kept, clear=True), choose(hopper, "is_hopper", True),
+              choose(hopper, "current_device", device), choose(persistent, "device_of", device),
+              choose(hopper_backward, "current_device", device),
+              choose(schedule, "_choose_cut", cut) if cut else nullcontext(),
+              choose(hopper_backward, "choose_splits", splits) if splits else nullcontext()):
             yield
     finally:
         choose_splits.cache_clear()

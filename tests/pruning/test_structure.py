@@ -25,7 +25,7 @@ class OfRows(nn.Module):
         self.mixer = Mamba1(32, 16, "torch")
 
     def forward(self, u: Tensor) -> Tensor:
-        return self.mixer(u.flatten(0, 1), Sequences.alike(*u.shape[:2], u.device)).view(u.shape)
+        return self.mixer(u.flatten(0, 1), Sequences.make_alike(*u.shape[:2], u.device)).view(u.shape)
 
 
 def shake(model: nn.Module) -> nn.Module:

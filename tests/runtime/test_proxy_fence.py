@@ -17,14 +17,14 @@ OLDEST = tritons.PINNED[0]
 
 def main() -> None:
     """Prints how many fences the same kernel has without the hook and, compiled behind it, with it."""
-    from tools.compile_kernels import collect_compiled, use_installed_tools
+    from tools.compile_kernels import collect_kernels, use_installed_tools
 
     use_installed_tools()
     inputs = random_inputs(Shape(1, 256, 2, dstate=128, chunk_size=256), Case(), torch.bfloat16)
     add_fences = launch.add_fences
     for context in (lambda: nullcontext(()), add_fences):
         launch.add_fences = context
-        with collect_compiled(90) as found:
+        with collect_kernels(90) as found:
             bmm_chunk(inputs, Options())
         (kernel,) = found.values()
         ptx = kernel.asm["ptx"]

@@ -50,13 +50,13 @@ def test_a_user_may_choose_which_then_must_be_trusted(bring, monkeypatch):
 
 def main() -> None:
     """Prints by what a kernel with products is compiled for Hopper and for Ampere, and one without for Hopper."""
-    from tools.compile_kernels import collect_compiled, use_installed_tools
+    from tools.compile_kernels import collect_kernels, use_installed_tools
 
     use_installed_tools()
     inputs, run = random_inputs(Shape(1, 256, 2, dstate=128, chunk_size=256), Case(), torch.bfloat16), subprocess.run
     for arch, kernel in ((90, partial(bmm_chunk, inputs, Options())), (80, partial(bmm_chunk, inputs, Options())),
                          (90, partial(chunk_cumsum, inputs))):
-        with collect_compiled(arch), patch.object(subprocess, "run", side_effect=run) as ran:
+        with collect_kernels(arch), patch.object(subprocess, "run", side_effect=run) as ran:
             kernel()
         commands = [call.args[0] for call in ran.call_args_list]
         print(*(Path(command[0]).name for command in commands if any(word.startswith("--gpu-name") for word in command)))

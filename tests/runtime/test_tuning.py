@@ -55,7 +55,7 @@ def test_no_tile_is_longer_than_its_axis_nor_beyond_the_device(space):
         for sizes in SIZES:
             for config in space.configs(dtype, *sizes, small):
                 blocks = dict(config.blocks)
-                assert space.shared(blocks, dtype.itemsize, config.num_stages) <= small.shared
+                assert space.count_shared_bytes(blocks, dtype.itemsize, config.num_stages) <= small.shared
                 for block, length in space.axis_lengths(*sizes).items():
                     assert 16 <= blocks[block] <= max(16, tuning.next_power_of_2(length))
 
@@ -74,14 +74,14 @@ def test_a_frozen_choice_shrinks_to_a_smaller_device(chosen_on):
     frozen = {tuning.size_key("bmm_chunk", torch.bfloat16, 64, 128, 256): [128, 128, 64, 8, 4]}
     small = tuning.Device("small", 32 * 1024)
     config = chosen_on("bmm_chunk", small, frozen)
-    assert bmm_chunk.CONFIGS.shared(dict(config.blocks), 2, config.num_stages) <= small.shared
+    assert bmm_chunk.CONFIGS.count_shared_bytes(dict(config.blocks), 2, config.num_stages) <= small.shared
 
 
 def test_a_forced_config_ends_with_its_context():
     inputs = random_inputs(Shape(), device="cpu")
     before = bmm_chunk.CONFIGS.pick(inputs)
     forced = tuning.Config((("BLOCK_M", 16), ("BLOCK_N", 16), ("BLOCK_K", 16)), 2, 1)
-    with tuning.forced("bmm_chunk", forced):
+    with tuning.force_config("bmm_chunk", forced):
         assert bmm_chunk.CONFIGS.pick(inputs) is forced
         assert forced["BLOCK_M"] == 16 and forced.launch["num_warps"] == 2
     assert bmm_chunk.CONFIGS.pick(inputs) == before

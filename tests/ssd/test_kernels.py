@@ -21,6 +21,7 @@ from ssd.baseline.kernels.state_passing_bwd import state_passing_bwd
 from ssd.kernels.chunk_cumsum import chunk_cumsum
 from ssd.kernels.chunk_cumsum_bwd import chunk_cumsum_bwd
 from ssd.kernels.sum_parts import sum_first
+from ssd.kernels.sum_several import sum_several
 from ssd.reference_stages import into_chunks
 from ssd.types import Options
 from tests.inputs import HALF, Case, Shape, random_inputs, random_like
@@ -121,7 +122,10 @@ def test_sum_parts(case, dtype, device):
     def add_up(at):
         at.sum = at.parts.sum(0)
 
-    assert_stages(v, {"sum": sum_first(parts, torch.empty_like(parts[0]))}, add_up, parts=parts)
+    other, several = torch.empty_like(parts[0, 0]), torch.empty_like(parts[0])
+    sum_several((parts[0], other), (parts, several))  # the second after the tiles of the first
+    for found in (sum_first(parts, torch.empty_like(parts[0])), several):
+        assert_stages(v, {"sum": found}, add_up, parts=parts)
 
 
 @pytest.mark.usefixtures("poison")

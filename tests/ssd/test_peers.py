@@ -128,7 +128,7 @@ def test_what_fla_does_not_support(fla):
     assert "got x on cpu" in fla.supports(random_inputs(SHAPE))
 
 
-def installed(peer):
+def import_installed(peer):
     try:
         return get_variant(peer)
     except ImportError as missing:
@@ -140,7 +140,7 @@ def installed(peer):
 @pytest.mark.parametrize("case", [Case(D="h", dt_bias=True, dt_softplus=True), EVERYTHING], ids=str)
 def test_installed_peers_are_near_the_truth(peer, case, device):
     """Near enough to be what it is compared with: they round in more places than our mirror."""
-    variant = installed(peer)
+    variant = import_installed(peer)
     inputs = leaves(random_inputs(Shape(1, 300, 8, 64, 2, 128, 64), case, torch.bfloat16, device))
     assert variant.supports(inputs) is None
     with torch.no_grad():

@@ -40,7 +40,7 @@ def assert_right(inputs, variant, every, **more):
     for k, state in enumerate(states.unbind(1)):
         upto = cut(inputs, (k + 1) * every)
         truth = (reference.recurrence if upto.seqlen < 200 else reference.compute_in_fp64)(upto)[1]
-        mirror = reference.chunked(upto, reference.Precision(torch.float32, inputs.x.dtype))[1].to(state.dtype)
+        mirror = reference.compute_chunked(upto, reference.Precision(torch.float32, inputs.x.dtype))[1].to(state.dtype)
         assert_accurate("final_states", state, truth, mirror, inputs)
 
 

@@ -14,10 +14,12 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from ssd.kernels import document_blocks
+
 from .roles import Run, get_tile, load_run, state_mask, state_offsets, store_masked, write_slice
 from .start import load_given_state, row_layout
 
-FIELDS = gl.constexpr(4)  # of a block: first token of its tiles, number of its own, document that it begins, that it ends
+FIELDS = gl.constexpr(document_blocks.FIELDS.value)
 
 
 class Documents(NamedTuple):

@@ -18,8 +18,10 @@ from triton.experimental.gluon import language as gl
 
 from ssd.runtime.gluon_names import async_load, async_store, reinterpret
 
+from ... import schedule
+
 LOG2E = gl.constexpr(1.4426950408889634)
-RUN_FIELDS = gl.constexpr(6)
+RUN_FIELDS = gl.constexpr(schedule.RUN_FIELDS)
 
 
 class Form(NamedTuple):

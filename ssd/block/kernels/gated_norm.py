@@ -177,10 +177,10 @@ def gated_norm_bwd(dout: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None,
         dout, dout_stride, x, x_stride, z, z_stride, weight, bias, rstd, dx, dz, parts[0], None if bias is None else parts[1],
         rows, slots, unit, ngroups, group_size, norm_before_gate, stages, **tile, maxnreg=registers)
 
-    def added(part: int, parameter: Tensor | None) -> Tensor | None:
+    def add_up(part: int, parameter: Tensor | None) -> Tensor | None:
         return None if parameter is None else sum_first(parts[part], torch.empty_like(parameter))
 
-    return dx, added(0, weight), added(1, bias), dz
+    return dx, add_up(0, weight), add_up(1, bias), dz
 
 
 def _pieces(group_size: int) -> int:

@@ -87,10 +87,10 @@ def state_update(state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: 
         state_update_kernel, cdiv(dim, block_p) * nheads * batch,
         state, state.stride(), x, x.stride(), dt, dt.stride(), A, A.stride(), B, B.stride(), C, C.stride(), D, strides(D),
         z, strides(z), dt_bias, strides(dt_bias), state_batch_indices, out, rows, nheads, ngroups, dim, dstate, dt_softplus,
-        _tied(dt, A, dt_bias), BLOCK_P=block_p, BLOCK_N=columns, num_warps=min(32, max(1, block_p * columns // _PER_WARP)))
+        _is_tied(dt, A, dt_bias), BLOCK_P=block_p, BLOCK_N=columns, num_warps=min(32, max(1, block_p * columns // _PER_WARP)))
     return out
 
 
-def _tied(dt: Tensor, A: Tensor, dt_bias: Tensor | None) -> bool:
+def _is_tied(dt: Tensor, A: Tensor, dt_bias: Tensor | None) -> bool:
     """Whether step and rate are one number for each head, as Mamba-2 has them, repeated with strides of 0."""
     return A.stride()[1:] == (0, 0) and dt.stride(2) == 0 and (dt_bias is None or dt_bias.stride(1) == 0)
