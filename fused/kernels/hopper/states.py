@@ -42,6 +42,7 @@ from .documents import (
     load_document_state,
     load_ending_document,
     load_token,
+    prefetch_document_states,
     store_document_state,
 )
 from .ring import make_ring, mark_empty, slot_of, wait_empty, wait_full
@@ -146,6 +147,16 @@ def load_entering_state(entered, b, h, part, work, BACKWARDS: gl.constexpr, STAT
         state = load_document_state(work.documents.initial_states, entered, h, work.nheads, STATE, SLICE, part, form, ROWS,
                                     WIDTH)
     return state
+
+
+@gluon.jit
+def prefetch_entering_states(c, b, pair, work, form: gl.constexpr, BACKWARDS: gl.constexpr):
+    """Begins to bring what `load_entering_state` will load at step c of a walk of row b into L2."""
+    entered = load_document(get_sub_chunk(c, b, work, BACKWARDS), b, work, True, BACKWARDS)
+    if BACKWARDS and b >= work.forwards:
+        prefetch_document_states(work.documents.dfinal_states, entered, pair, work.nheads, work.heads_per_group, form)
+    else:
+        prefetch_document_states(work.documents.initial_states, entered, pair, work.nheads, work.heads_per_group, form)
 
 
 @gluon.jit
@@ -254,6 +265,7 @@ def fetch_tiles(x_desc, B_desc, dy_desc, C_desc, ring, tiles, work, form: gl.con
         for c in range(run.first, run.last):
             if work.documents.blocks is not None:
                 token = get_token(c, b, work, BLOCK_M, BACKWARDS)
+                prefetch_entering_states(c, b, run.pair, work, form, BACKWARDS)
             slot = slot_of(ring, step)
             wait_empty(ring, step)
             bar = ring.full.index(slot)
