@@ -198,12 +198,14 @@ def walk_slice(ring, tiles, states_desc, dA_cumsum, dt, start, final_states, wor
         a, dt_c, end = load_steps(dA_cumsum, dt, row + get_sub_chunk(first, b, work, BACKWARDS) * BLOCK_M, m, BLOCK_M)
         for c in range(first, last):
             if work.documents.blocks is not None:
+                # before the state, or they would wait for it
+                next_block = get_sub_chunk(gl.minimum(c + 1, last - 1), b, work, BACKWARDS)
+                next_entered = load_document(next_block, b, work, True, BACKWARDS)
+                left = load_document(get_sub_chunk(c, b, work, BACKWARDS), b, work, False, BACKWARDS)
                 if entered >= 0:
                     state = load_entering_state(entered, b, h, part, work, BACKWARDS, STATE, SLICE, form, ROWS, WIDTH)
                     total = -1e30  # what came before is not in it
-                next_block = get_sub_chunk(gl.minimum(c + 1, last - 1), b, work, BACKWARDS)
-                entered = load_document(next_block, b, work, True, BACKWARDS)
-                left = load_document(get_sub_chunk(c, b, work, BACKWARDS), b, work, False, BACKWARDS)
+                entered = next_entered
             slot, line = slot_of(ring, step), 2 * U + step % 2
             w = dt_c * decay((end - a) * LOG2E)
             if BACKWARDS:
