@@ -17,6 +17,7 @@ Modelled, and a `Fault` where a kernel relies on more:
 - Loads from shared memory (`values`) are on their way until what they brought is used: stored, or given to a product. The
   compiler may sink them so far, below an mbarrier.arrive too.
 - The proxies: products and copies out see a store only after fence_async_shared and a barrier of the warps, in this order.
+- Prefetches into L2: that all of one lies in its tensor, in steps of 16 bytes.
 - Deadlocks: who waits for what, and in which line.
 
 Assumed: outside of roles the compiler's own barriers keep ordinary accesses in order. In them it adds some as well, which

@@ -26,14 +26,28 @@ NAMES = ("triton.experimental.gluon", "triton.experimental.gluon.language", "tri
          "triton.experimental.gluon.language.nvidia.hopper")
 _LAYOUTS = ("SliceLayout", "BlockedLayout", "DistributedLinearLayout", "SwizzledSharedLayout", "NVMMASharedLayout",
             "NVMMADistributedLayout", "DotOperandLayout")
+PREFETCH = "cp.async.bulk.prefetch.L2.global"
 
 
 def _bits_of_both(a: Tensor, b: Tensor) -> Tensor:
     return (a.view(torch.int16) & b.view(torch.int16)).view(a.dtype)
 
 
-_ASSEMBLY = {
+def prefetch(pointer: Pointer, nbytes: int) -> Tensor:
+    """Changes nothing but what is in L2: asserts that all of it lies in the tensor, which is contiguous."""
+    memory, first = pointer.t, int(pointer.offsets - pointer.t.storage_offset()) * pointer.t.itemsize
+    assert first % 16 == 0 and nbytes % 16 == 0, f"prefetch of {nbytes} bytes from byte {first} on: not in steps of 16"
+    assert 0 <= first < first + nbytes <= memory.nbytes, f"prefetch of {nbytes} bytes from byte {first} on of {memory.nbytes}"
+    return torch.tensor(0)
+
+
+def _run_assembly(asm: str, constraints: str, args: list, *rest: object) -> Value:
+    return apply(next(function for name, function in ASSEMBLY.items() if f"{name} " in asm), *args)
+
+
+ASSEMBLY = {
     "and.b32": _bits_of_both,
+    PREFETCH: prefetch,
     "ex2.approx.ftz.f32": torch.exp2,
     "lg2.approx.f32": torch.log2,
     "rcp.approx.ftz.f32": torch.reciprocal,
@@ -202,7 +216,7 @@ def _language() -> types.ModuleType:
     gl.expand_dims, gl.sum, gl.reshape, gl.permute, gl.join, gl.split = _expand_dims, _sum, _reshape, _permute, _join, _split
     gl.abs, gl.exp2 = (lambda value: apply(torch.abs, value)), (lambda value: apply(torch.exp2, value))
     gl.convert_layout = lambda value, layout: Value(value.tensor, layout, value.loads)
-    gl.inline_asm_elementwise = lambda asm, constraints, args, *rest: apply(_ASSEMBLY[asm.split()[0]], *args)
+    gl.inline_asm_elementwise = _run_assembly
     gl.load, gl.store = _load, _store
     gl.allocate_shared_memory, gl.warp_specialize, gl.shared_memory_descriptor = _allocate, _warp_specialize, Buffer
     gl.tensor = Value

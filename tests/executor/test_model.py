@@ -9,7 +9,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tests.executor import Executor, Fault
 from tests.executor.copies import Descriptor
-from tests.executor.language import NAMES, Jit, Pointer, stand_ins
+from tests.executor.language import NAMES, Jit, Pointer, prefetch, stand_ins
 from tests.executor.schedule import Block
 from tests.executor.values import Int
 
@@ -311,3 +311,12 @@ def test_integers_round_as_in_Triton():
 def test_an_edit_must_fit():
     with pytest.raises(AssertionError, match="has 0 times: nonsense"):
         Executor("fused.kernels.hopper.scan", edits={"fused.kernels.hopper.scan": [("nonsense", "")]})
+
+
+@pytest.mark.parametrize(("first", "nbytes"), ((-4, 16), (0, 96), (12, 32), (1, 16), (0, 24)))
+def test_prefetch_outside_of_a_tensor(first, nbytes):
+    """Or not in steps of 16 bytes, which the hardware wants."""
+    middle = torch.zeros(3, 16)[1]
+    prefetch(Pointer(middle, Int(middle.storage_offset())), 64)
+    with pytest.raises(AssertionError, match="prefetch of"):
+        prefetch(Pointer(middle, Int(middle.storage_offset() + first)), nbytes)

@@ -3,6 +3,7 @@
 
 from dataclasses import replace
 from itertools import pairwise
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ import torch
 from ssd.documents import find_bounds
 from ssd.kernels.document_blocks import document_blocks
 from tests.errors import assert_all_accurate, cotangents, one_cotangent, results, truths
-from tests.executor import Executor
+from tests.executor import Executor, language
+from tests.executor.language import PREFETCH, prefetch
 from tests.fused.hopper_on_cpu import KERNELS, hopper_on_cpu
 from tests.inputs import GPU, Case, Shape
 from tests.ssd.test_document_states import draw
@@ -81,6 +83,24 @@ def test_one_gradient_alone(gradient, executor):
     with hopper_on_cpu(executor, 2):
         got = results("persistent", inputs, *ways)
     assert_all_accurate(got, truths(inputs, *ways), inputs, *ways)
+
+
+@pytest.mark.skipif(GPU, reason="the kernels themselves run on a GPU")
+@pytest.mark.parametrize("way", ("several rounds", "cut", "empty at both ends", "odd heads in splits", "headdim 80"))
+def test_all_states_are_prefetched(way, executor):
+    """Each document's, of all heads: initial_states, and their gradients' like, dfinal_states."""
+    bounds, case, sizes, _, dealing = WAYS[way]
+    inputs = draw(bounds, case, torch.bfloat16, shape=replace(SHAPE, **sizes))
+    dout, dfinal_states = cotangents(inputs)
+    prefetched = {inputs.initial_states.data_ptr(): {}, dfinal_states.data_ptr(): {}}
+
+    def note(pointer, nbytes):
+        prefetched[pointer.t.data_ptr()][pointer.offsets] = nbytes
+        return prefetch(pointer, nbytes)
+
+    with patch.dict(language.ASSEMBLY, {PREFETCH: note}), hopper_on_cpu(executor, **dealing):
+        results("persistent", inputs, dout, dfinal_states)
+    assert [sum(pieces.values()) for pieces in prefetched.values()] == [inputs.initial_states.nbytes, dfinal_states.nbytes]
 
 
 @pytest.mark.skipif(GPU, reason="the kernels themselves run on a GPU")

@@ -2,9 +2,10 @@
 
 A walk goes through blocks of up to 64 tokens of one document each (`ssd/kernels/document_blocks.py`) instead of the sub-chunks
 of a row. A block that begins a document sets the state to the document's own, one that ends it stores the state; backwards the
-other way round. Tiles are fetched whole, so a short block has tokens of the document before it, first. Their steps are 0 and
-their A is -128, so nothing of theirs enters a state, forwards or backwards, unless it is not finite. What leaves by the TMA
-would overwrite theirs, so what a short block leaves is stored from shared memory.
+other way round. The producer prefetches that state into L2 when it fetches the block's tiles. Tiles are fetched whole, so a
+short block has tokens of the document before it, first. Their steps are 0 and their A is -128, so nothing of theirs enters a
+state, forwards or backwards, unless it is not finite. What leaves by the TMA would overwrite theirs, so what a short block
+leaves is stored from shared memory.
 
 Runs are dealt as if there were as many blocks as the worst documents need. Each goes over its share of those that there are.
 """
@@ -16,7 +17,7 @@ from triton.experimental.gluon import language as gl
 
 from ssd.kernels import document_blocks
 
-from .roles import Run, get_tile, load_run, state_mask, state_offsets, store_masked, write_slice
+from .roles import Run, get_head, get_tile, load_run, prefetch, state_mask, state_offsets, store_masked, write_slice
 from .start import load_given_state, row_layout
 
 FIELDS = gl.constexpr(document_blocks.FIELDS.value)
@@ -94,6 +95,20 @@ def load_document_state(states, document, h, nheads, STATE: gl.constexpr, SLICE:
                         ROWS: gl.constexpr, WIDTH: gl.constexpr):
     """A slice [P, N] fp32 of a part of the state of head h of a document; zero if `states` is None."""
     return load_given_state(states, document.to(gl.int64) * nheads + h, STATE, SLICE, part, form, ROWS, WIDTH)
+
+
+@gluon.jit
+def prefetch_document_states(states, document, pair, nheads, heads_per_group, form: gl.constexpr):
+    """Begins to bring what `load_document_state` will load for a pair of slices into L2: all of a head, or of two.
+
+    Not with parts of dstate, where it has gaps.
+    """
+    if states is not None and form.PARTS == 1:  # noqa: SIM102
+        if document >= 0:
+            SIZE: gl.constexpr = form.HEADDIM * form.DSTATE
+            for u in gl.static_range(2 // form.SLICES):
+                head = document.to(gl.int64) * nheads + get_head(pair, u, heads_per_group, form)
+                prefetch(states + head * SIZE, SIZE * states.dtype.element_ty.primitive_bitwidth // 8)
 
 
 @gluon.jit

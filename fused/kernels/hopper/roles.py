@@ -81,6 +81,20 @@ def log2(v):
 
 
 @gluon.jit
+def prefetch(at, nbytes):
+    """Begins to bring memory into L2, once for a warp; does nothing unless `at` is on 16 bytes. nbytes: a multiple of 16."""
+    gl.inline_asm_elementwise("""{
+        .reg .pred is_one, is_aligned;
+        .reg .b64 rest;
+        and.b64 rest, $1, 15;
+        elect.sync _|is_one, 0xffffffff;
+        setp.eq.and.s64 is_aligned, rest, 0, is_one;
+        @is_aligned cp.async.bulk.prefetch.L2.global [$1], $2;
+        mov.b32 $0, 0;
+        }""", "=r,l,r", [at, nbytes], gl.int32, False, 1)
+
+
+@gluon.jit
 def load_steps(dA_cumsum, dt, at, m, BLOCK_M: gl.constexpr):
     """Of the sub-chunk of one head at offset `at`: dA_cumsum [M], dt [M], and the last dA_cumsum."""
     return gl.load(dA_cumsum + at + m), gl.load(dt + at + m), gl.load(dA_cumsum + at + BLOCK_M - 1)

@@ -50,6 +50,7 @@ from .documents import (
     load_document_state,
     load_ending_document,
     load_token,
+    prefetch_document_states,
     store_document_state,
     write_block,
 )
@@ -108,6 +109,8 @@ def fetch_tiles(x_desc, B_desc, C_desc, z_desc, before_desc, ring, tiles, work, 
         for c in range(run.first, run.last):
             if work.documents.blocks is not None:
                 token = load_token(work.documents, c)
+                prefetch_document_states(work.documents.initial_states, load_beginning_document(work.documents, c), run.pair,
+                                         work.nheads, work.heads_per_group, form)
             slot = slot_of(ring, step)
             wait_empty(ring, step)
             bar = ring.full.index(slot)

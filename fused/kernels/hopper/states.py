@@ -42,6 +42,7 @@ from .documents import (
     load_document_state,
     load_ending_document,
     load_token,
+    prefetch_document_states,
     store_document_state,
 )
 from .ring import make_ring, mark_empty, slot_of, wait_empty, wait_full
@@ -149,6 +150,16 @@ def load_entering_state(entered, b, h, part, work, BACKWARDS: gl.constexpr, STAT
 
 
 @gluon.jit
+def prefetch_entering_states(c, b, pair, work, form: gl.constexpr, BACKWARDS: gl.constexpr):
+    """Begins to bring what `load_entering_state` will load at step c of a walk of row b into L2."""
+    entered = load_document(get_sub_chunk(c, b, work, BACKWARDS), b, work, True, BACKWARDS)
+    if BACKWARDS and b >= work.forwards:
+        prefetch_document_states(work.documents.dfinal_states, entered, pair, work.nheads, work.heads_per_group, form)
+    else:
+        prefetch_document_states(work.documents.initial_states, entered, pair, work.nheads, work.heads_per_group, form)
+
+
+@gluon.jit
 def load_start(start, run, bh, part, work, U: gl.constexpr, SLICE: gl.constexpr, BACKWARDS: gl.constexpr, STATE: gl.constexpr,
                form: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr):
     """A slice [P, N] fp32 of the state before a run, or of the gradient of that after it."""
@@ -187,12 +198,14 @@ def walk_slice(ring, tiles, states_desc, dA_cumsum, dt, start, final_states, wor
         a, dt_c, end = load_steps(dA_cumsum, dt, row + get_sub_chunk(first, b, work, BACKWARDS) * BLOCK_M, m, BLOCK_M)
         for c in range(first, last):
             if work.documents.blocks is not None:
+                # before the state, or they would wait for it
+                next_block = get_sub_chunk(gl.minimum(c + 1, last - 1), b, work, BACKWARDS)
+                next_entered = load_document(next_block, b, work, True, BACKWARDS)
+                left = load_document(get_sub_chunk(c, b, work, BACKWARDS), b, work, False, BACKWARDS)
                 if entered >= 0:
                     state = load_entering_state(entered, b, h, part, work, BACKWARDS, STATE, SLICE, form, ROWS, WIDTH)
                     total = -1e30  # what came before is not in it
-                next_block = get_sub_chunk(gl.minimum(c + 1, last - 1), b, work, BACKWARDS)
-                entered = load_document(next_block, b, work, True, BACKWARDS)
-                left = load_document(get_sub_chunk(c, b, work, BACKWARDS), b, work, False, BACKWARDS)
+                entered = next_entered
             slot, line = slot_of(ring, step), 2 * U + step % 2
             w = dt_c * decay((end - a) * LOG2E)
             if BACKWARDS:
@@ -254,6 +267,7 @@ def fetch_tiles(x_desc, B_desc, dy_desc, C_desc, ring, tiles, work, form: gl.con
         for c in range(run.first, run.last):
             if work.documents.blocks is not None:
                 token = get_token(c, b, work, BLOCK_M, BACKWARDS)
+                prefetch_entering_states(c, b, run.pair, work, form, BACKWARDS)
             slot = slot_of(ring, step)
             wait_empty(ring, step)
             bar = ring.full.index(slot)
