@@ -26,10 +26,11 @@ def run(*command: str | Path, **how) -> subprocess.CompletedProcess:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
-    """Built from a copy of what git tracks, or of everything where there is no git."""
+    """Built from a copy of what git tracks, or of the files at the top and of all packages where there is no git."""
     source, out = (tmp_path_factory.mktemp(name) for name in ("source", "dist"))
-    listed = run("git", "-C", ROOT, "ls-files").stdout.split() or [str(p.relative_to(ROOT)) for p in ROOT.rglob("*.py")]
-    for name in listed:
+    packages = [path for name in ("ssd", "fused", "persistent", "experiments") for path in (ROOT / name).rglob("*.*")]
+    found = [str(path.relative_to(ROOT)) for path in (*ROOT.glob("[!.]*"), *packages) if path.suffix != ".pyc"]
+    for name in run("git", "-C", ROOT, "ls-files").stdout.split() or found:
         if not name.startswith(("tests/", "docs/", "experiments/results/")) and (ROOT / name).is_file():
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             (source / name).write_bytes((ROOT / name).read_bytes())
