@@ -14,7 +14,8 @@ and the mirror's error spread evenly over the tensor, all added up:
 where e, m and t are the result's error, the mirror's and the truth, n counts elements, and s is of the slice. In a result of
 few elements luck can leave the mirror without an error, so two roundings of the operands over sqrt(n) come on top everywhere;
 of a result with a row for each token, n counts rows: C B^T of a pair is rounded once for a whole row. So is the exponent of a
-decay, for a whole state: one fp32 rounding of the largest over the square root of the number of rows comes on top as well.
+decay, for a whole state: one fp32 rounding of the largest over the square root of the number of rows comes on top as well, of
+those whose truth is not 0: with a document a token and a gradient of the last state alone, that is one row a head.
 In the maximum and in slices, one rounding is at least that of the operands and of the states that are kept: where a document is
 a token, a result of any dtype is a product of two of them, and kernels keep states at tokens where the mirror has none.
 A gradient that is zero because two terms cancel may be a few fp32 roundings of these (`compute_slacks`).
@@ -104,7 +105,7 @@ def compare(name: str, value: Tensor, truth: Tensor, mirrors: list[Tensor], prob
     one, count, axes = _find_rounding(name, value, problem), value.numel(), problem.axes[name]
     rows = prod(size for size, axis in zip(value.shape, axes, strict=True) if axis in "blh")
     lucky = _LUCK * problem.coarsest * (rows if {"l", "h"} <= set(axes) else count) ** -0.5
-    lucky += problem.exponent * _FP32 * rows**-0.5
+    lucky += problem.exponent * _FP32 * _count_rows(truth, axes) ** -0.5
     operand = _Rounding.of(problem.coarsest)
     rms, of_slices = (v + problem.exponent * _FP32 / 4 for v in (one.rms, max(one.rms, operand.rms)))
     e, t = (_sum_by_slice(v.square(), axes) for v in (off, truth))
@@ -147,6 +148,14 @@ def _find_rounding(name: str, value: Tensor, problem: Problem) -> _Rounding:
     if eps <= 2 * _FP32:
         eps *= _FP32_ROUNDINGS * (problem.tokens**0.5 if name in problem.summed else 1)
     return _Rounding.of(eps)
+
+
+def _count_rows(truth: Tensor, axes: str) -> int:
+    """Tokens of heads, or heads where there is no axis of tokens, whose truth is not 0; at least 1."""
+    there = truth != 0
+    for axis in reversed([n for n, letter in enumerate(axes) if letter not in "blh"]):
+        there = there.any(axis)
+    return max(int(there.sum()), 1)
 
 
 def _sum_by_slice(squares: Tensor, axes: str) -> dict[str, Tensor]:

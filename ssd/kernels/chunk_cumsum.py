@@ -18,7 +18,7 @@ from .device import softplus, unpack_program
 from .document_blocks import FIELDS
 
 # What dA_cumsum falls by at the first token of a document: 2^-184.7, and so 0 for every decay and step times decay that begins
-# before it. Differences inside a document lose 2^-16 of a binary log in RMS, and four times that at most, for each document
+# before it. Differences inside a document lose 2^-17 of a binary log in RMS, and four times that at most, for each document
 # that began in the same 64 tokens (docs/ssd.md).
 _BOUNDARY = tl.constexpr(-128.0)
 
@@ -72,17 +72,17 @@ def chunk_cumsum_kernel(dt, dt_strides, A, dt_bias, seq_idx, blocks, dt_out, dA_
     _, _, clamped, _ = step(dt, dt_strides, dt_bias, blocks, b, c, offs_h, seqlen, dt_min, dt_max, NHEADS, CHUNK, SOFTPLUS)
     in_h = offs_h < NHEADS
     rate = tl.load(A + offs_h, mask=in_h, other=0.0).to(tl.float32)
-    dA = clamped * rate[:, None]
+    dA = tl.cumsum(clamped * rate[:, None], axis=1)
     if seq_idx is not None:
         token = c * CHUNK + tl.arange(0, CHUNK)
         seq_idx += b * seqlen + token
         before = tl.load(seq_idx - 1, mask=(token > 0) & (token < seqlen), other=0)  # what initial_states reach is document 0
         here = tl.load(seq_idx, mask=token < seqlen, other=0)
-        dA += tl.where((here != before) & (token < seqlen), _BOUNDARY, 0.0)[None, :]
+        begun = tl.cumsum(((here != before) & (token < seqlen)).to(tl.int32), axis=0)
+        dA += (begun * _BOUNDARY)[None, :]  # behind the sum, which would round at each of them
     offs = ((b * NHEADS + offs_h[:, None]) * nchunks + c) * CHUNK + tl.arange(0, CHUNK)[None, :]
     tl.store(dt_out + offs, clamped, mask=in_h[:, None])
     dA_cumsum += offs
-    dA = tl.cumsum(dA, axis=1)
     if blocks is not None:  # nothing of what lies before the tokens of a block is left, forwards (dt is 0) or backwards
         last = tl.arange(0, CHUNK) == CHUNK - 1  # through a block without tokens states pass as they are
         dA = tl.where(are_there(blocks, c, None, seqlen, CHUNK) | last[None, :], dA, _BOUNDARY)
