@@ -1,11 +1,11 @@
 """document_blocks: where the blocks of 64 tokens lie that documents are walked in, each of one document.
 
 Reads cu_seqlens (ndocs + 1,) int32, whose values nobody has checked: they count as made to rise from 0 to seqlen. Writes
-blocks (nblocks + 1, 4) int32, a row a block: the token that is 64 before its end, which may be below 0; how many of those 64
-are its own, the last ones; the document that it begins, or -1; the document that it ends, or -1. A document has a block for
-each 64 of its tokens, of which the first may be short. An empty one has a block without tokens, at seqlen, so that every
-document is begun and ended once. The first number of the row behind all blocks is how many there are. In between rows are
-(seqlen, 0, -1, -1).
+blocks (nblocks + 1, 6) int32, a row a block: the token that is 64 before its end, which may be below 0; how many of those 64
+are its own, the last ones; the document that it begins, or -1; the document that it ends, or -1; the first and the last block
+of its document. A document has a block for each 64 of its tokens, of which the first may be short. An empty one has a block
+without tokens, at seqlen, so that every document is begun and ended once. The first number of the row behind all blocks is how
+many there are. Rows in between begin with (seqlen, 0, -1, -1).
 
 A short block comes first and has its tokens last. So A_last, the last of 64, is that of a token, and those before can be told
 to have decayed: whatever lies there, its gradients reach no state.
@@ -19,7 +19,7 @@ from ..runtime.launch import launch
 from ..types import SUB_CHUNK, SSDInputs
 from .arguments import COUNTS, cdiv
 
-FIELDS = tl.constexpr(4)
+FIELDS = tl.constexpr(6)
 _ROWS, _DOCUMENTS = 64, 64
 
 
@@ -60,6 +60,8 @@ def document_blocks_kernel(cu_seqlens, blocks, ndocs, seqlen, nblocks, TOKENS: t
     tl.store(row + 1, tl.where(token < seqlen, token + TOKENS - tl.maximum(token, start), 0), mask=v <= nblocks)
     tl.store(row + 2, tl.where(inside & (v == first), document, -1), mask=v <= nblocks)
     tl.store(row + 3, tl.where(inside & (v == past - 1), document, -1), mask=v <= nblocks)
+    tl.store(row + 4, first, mask=v <= nblocks)
+    tl.store(row + 5, past - 1, mask=v <= nblocks)
 
 
 def document_blocks(i: SSDInputs) -> torch.Tensor:

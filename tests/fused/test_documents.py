@@ -10,6 +10,8 @@ import torch
 
 from ssd.documents import find_bounds
 from ssd.kernels.document_blocks import document_blocks
+from ssd.registry import get_variant
+from ssd.types import Options
 from tests.errors import assert_all_accurate, cotangents, one_cotangent, results, truths
 from tests.executor import Executor, language
 from tests.executor.language import PREFETCH, prefetch
@@ -104,6 +106,21 @@ def test_all_states_are_prefetched(way, executor):
 
 
 @pytest.mark.skipif(GPU, reason="the kernels themselves run on a GPU")
+def test_the_state_pass_walks_a_document_alone(executor):
+    """Of the four before the cut the last one, whose state it is that crosses: it loads one state of each head, not four."""
+    inputs = draw(range(0, 513, 64), CASE, torch.bfloat16, shape=replace(SHAPE, nheads=2, ngroups=1))
+    loaded = []
+
+    def note(pointer, nbytes):
+        loaded.append(pointer.offsets)
+        return prefetch(pointer, nbytes)
+
+    with patch.dict(language.ASSEMBLY, {PREFETCH: note}), hopper_on_cpu(executor, 5, cut=(8, 8)):
+        get_variant("persistent").forward(inputs, Options(), False)
+    assert len(loaded) == 2 * (8 + 1)
+
+
+@pytest.mark.skipif(GPU, reason="the kernels themselves run on a GPU")
 def test_documents_do_not_meet(executor):
     """A document's results are the same bits whatever the others hold, and however they are cut apart."""
     inputs = draw(BOUNDS, CASE, torch.bfloat16, shape=replace(SHAPE, nheads=2, ngroups=1))
@@ -135,18 +152,16 @@ def test_fused_takes_them_in_the_backward(executor):
     assert_all_accurate(got, truths(inputs, *ways), inputs, *ways)
 
 
-def list_blocks(bounds, nblocks, seqlen):
+def list_blocks(bounds, seqlen):
     """As document_blocks writes them, the long way."""
     rows = []
     for d, (start, end) in enumerate(pairwise(bounds)):
-        n = max(1, -(-(end - start) // 64))
+        n, first = max(1, -(-(end - start) // 64)), len(rows)
         for k in range(n):
             token = end - (n - k) * 64 if end > start else seqlen
             count = min(64, token + 64 - start) if end > start else 0
-            rows.append([token, count, d if k == 0 else -1, d if k == n - 1 else -1])
-    total = len(rows)
-    rows += [[seqlen, 0, -1, -1]] * (nblocks - total)
-    return [*rows, [total, 0, -1, -1]]
+            rows.append([token, count, d if k == 0 else -1, d if k == n - 1 else -1, first, first + n - 1])
+    return rows
 
 
 @pytest.mark.parametrize("bounds", [
@@ -159,4 +174,8 @@ def test_blocks(bounds, device):
     inputs = replace(inputs, cu_seqlens=torch.tensor(bounds, dtype=torch.int32, device=device))
     blocks = document_blocks(inputs)
     rising = find_bounds(inputs.cu_seqlens, seqlen).tolist()
-    assert blocks.tolist() == list_blocks(rising, len(blocks) - 1, seqlen)
+    expected = list_blocks(rising, seqlen)
+    total = len(expected)
+    assert blocks[:total].tolist() == expected
+    assert blocks[total:-1, :4].tolist() == [[seqlen, 0, -1, -1]] * (len(blocks) - 1 - total)
+    assert blocks[-1, :4].tolist() == [total, 0, -1, -1]

@@ -91,6 +91,18 @@ def load_ending_document(documents, c):
 
 
 @gluon.jit
+def load_first_block(documents, c):
+    """The first block of block c's document."""
+    return gl.load(documents.blocks + c * FIELDS + 4)
+
+
+@gluon.jit
+def load_last_block(documents, c):
+    """The last block of block c's document."""
+    return gl.load(documents.blocks + c * FIELDS + 5)
+
+
+@gluon.jit
 def load_document_state(states, document, h, nheads, STATE: gl.constexpr, SLICE: gl.constexpr, part, form: gl.constexpr,
                         ROWS: gl.constexpr, WIDTH: gl.constexpr):
     """A slice [P, N] fp32 of a part of the state of head h of a document; zero if `states` is None."""

@@ -41,6 +41,8 @@ from .documents import (
     load_beginning_document,
     load_document_state,
     load_ending_document,
+    load_first_block,
+    load_last_block,
     load_token,
     prefetch_document_states,
     store_document_state,
@@ -48,6 +50,7 @@ from .documents import (
 from .ring import make_ring, mark_empty, slot_of, wait_empty, wait_full
 from .roles import (
     LOG2E,
+    Run,
     allocate_tiles,
     decay,
     fetch_slice,
@@ -137,6 +140,19 @@ def load_document(c, b, work, ENTERED: gl.constexpr, BACKWARDS: gl.constexpr):
 
 
 @gluon.jit
+def get_walk(work, k, PIECES: gl.constexpr, BACKWARDS: gl.constexpr):
+    """Run k. A piece begins where its walk enters the last of its documents, since nothing before that reaches its end."""
+    run = get_run(work, k)
+    if PIECES and work.documents.blocks is not None:
+        c = get_sub_chunk(gl.where(run.last > 0, run.last - 1, 0), run.b, work, BACKWARDS)
+        entry = load_first_block(work.documents, c)
+        if BACKWARDS:
+            entry = gl.where(run.b >= work.forwards, work.documents.total - 1 - load_last_block(work.documents, c), entry)
+        run = Run(run.b, run.pair, gl.where(entry > run.first, entry, run.first), run.last, run.piece, run.npieces)
+    return run
+
+
+@gluon.jit
 def load_entering_state(entered, b, h, part, work, BACKWARDS: gl.constexpr, STATE: gl.constexpr,
                         SLICE: gl.constexpr, form: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr):
     """A slice [P, N] fp32 of the state of that document, or of the gradient of the one that it leaves."""
@@ -182,7 +198,7 @@ def walk_slice(ring, tiles, states_desc, dA_cumsum, dt, start, final_states, wor
     step = 0
     kept = 0
     for k in range(gl.program_id(0) * work.nruns, gl.program_id(0) * work.nruns + work.nruns):
-        run = get_run(work, k)
+        run = get_walk(work, k, states_desc is None, BACKWARDS)
         b, first, last = run.b, run.first, run.last
         pair, part = split_pair(run.pair, form)
         h = get_head(pair, U, work.heads_per_group, form)
@@ -256,13 +272,14 @@ def walk_slice(ring, tiles, states_desc, dA_cumsum, dt, start, final_states, wor
 
 
 @gluon.jit
-def fetch_tiles(x_desc, B_desc, dy_desc, C_desc, ring, tiles, work, form: gl.constexpr, BACKWARDS: gl.constexpr):
+def fetch_tiles(x_desc, B_desc, dy_desc, C_desc, ring, tiles, work, form: gl.constexpr, PIECES: gl.constexpr,
+                BACKWARDS: gl.constexpr):
     """The producer: B and x of both heads of each sub-chunk into the next free slot; of walks backwards C and dy."""
     BLOCK_M: gl.constexpr = x_desc.block_shape[1]
     BYTES: gl.constexpr = 2 * tile_bytes(x_desc) + tile_bytes(B_desc)
     step = 0
     for k in range(gl.program_id(0) * work.nruns, gl.program_id(0) * work.nruns + work.nruns):
-        run = get_run(work, k)
+        run = get_walk(work, k, PIECES, BACKWARDS)
         b = run.b
         for c in range(run.first, run.last):
             if work.documents.blocks is not None:
@@ -325,7 +342,7 @@ def hopper_states_kernel(x_desc, B_desc, dy_desc, C_desc, states_desc, dA_cumsum
                       ROWS, WIDTH)),
         (walk_slice, (ring, tiles, states_desc, dA_cumsum, dt, start, final_states, work, FORM, 1, EVERY, BACKWARDS, BLOCK_M,
                       ROWS, WIDTH)),
-        (fetch_tiles, (x_desc, B_desc, dy_desc, C_desc, ring, tiles, work, FORM, BACKWARDS)),
+        (fetch_tiles, (x_desc, B_desc, dy_desc, C_desc, ring, tiles, work, FORM, states_desc is None, BACKWARDS)),
     ], [4, 1], [152 if WIDTH <= 128 else 224, 24])
 
 
