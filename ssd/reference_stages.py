@@ -213,11 +213,17 @@ def bmm_bwd(dCB, B, C) -> tuple[Tensor, Tensor]:
     return torch.einsum("bcgij,bcign->bcjgn", dCB, C), torch.einsum("bcgij,bcjgn->bcign", dCB, B)
 
 
-def ddA_cumsum(x, dt, dA_cumsum, dy, CB, masks) -> Tensor:
-    """row - col of (23): (batch, nheads, nchunks, chunk_size)."""
+def sum_pairs(x, dt, dA_cumsum, dy, CB, masks) -> tuple[Tensor, Tensor]:
+    """row and col of (23), (batch, nheads, nchunks, chunk_size), without pairs of a token with itself, which cancel."""
     pairs = _split_groups(_pair_grads(x, dt, dA_cumsum, dy, masks), CB.shape[2], 1) * CB.transpose(1, 2)[:, :, None]
     pairs = pairs.flatten(1, 2).tril(-1)
-    return pairs.sum(-1) - pairs.sum(-2)
+    return pairs.sum(-1), pairs.sum(-2)
+
+
+def ddA_cumsum(x, dt, dA_cumsum, dy, CB, masks) -> Tensor:
+    """row - col of (23): (batch, nheads, nchunks, chunk_size)."""
+    row, col = sum_pairs(x, dt, dA_cumsum, dy, CB, masks)
+    return row - col
 
 
 def chunk_cumsum_bwd(ddt, r, q, s, row_minus_col, dt, dt_raw, A, dt_bias, dt_softplus, dt_limit):

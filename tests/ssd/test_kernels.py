@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from ssd import reference
 from ssd.baseline.kernels.bmm_bwd import bmm_bwd_dB, bmm_bwd_dC
 from ssd.baseline.kernels.bmm_chunk import bmm_chunk
 from ssd.baseline.kernels.chunk_scan import chunk_scan
@@ -13,19 +14,20 @@ from ssd.baseline.kernels.chunk_scan_dC import chunk_scan_dC
 from ssd.baseline.kernels.chunk_scan_dCB import chunk_scan_dCB
 from ssd.baseline.kernels.chunk_scan_dstates import chunk_scan_dstates
 from ssd.baseline.kernels.chunk_scan_dz import chunk_scan_dz
-from ssd.baseline.kernels.chunk_state import chunk_state
+from ssd.baseline.kernels.chunk_state import chunk_state, varlen_states
 from ssd.baseline.kernels.chunk_state_dB import chunk_state_dB
 from ssd.baseline.kernels.ddA_cumsum import ddA_cumsum
+from ssd.baseline.kernels.document_passing import pass_states, pass_states_bwd
 from ssd.baseline.kernels.state_passing import state_passing
 from ssd.baseline.kernels.state_passing_bwd import state_passing_bwd
 from ssd.kernels.chunk_cumsum import chunk_cumsum
 from ssd.kernels.chunk_cumsum_bwd import chunk_cumsum_bwd
 from ssd.kernels.sum_parts import sum_first
 from ssd.kernels.sum_several import sum_several
-from ssd.reference_stages import into_chunks
+from ssd.reference_stages import Precision, into_chunks
 from ssd.types import Options
 from tests.inputs import HALF, Case, Shape, random_inputs, random_like
-from tests.stage_values import Values, assert_stages, find_written_pairs, name_results, over_values
+from tests.stage_values import SHAPE, Values, assert_stages, find_written_pairs, name_results, over_values
 
 OPTIONS = Options()
 
@@ -84,6 +86,38 @@ def test_chunk_scan_dz(device):
     v = Values.draw("every option", HALF, device)
     y = random_like(v.inputs.x, "y")
     assert_stages(v, name_results("dz dy", *chunk_scan_dz(v.inputs, v.dy, y, None)), "chunk_scan_dz", dout=v.dy, y=y)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, HALF), ids=str)
+def test_document_passing(dtype, device):
+    """A row of the batch is a document, and one chunk more belongs to none."""
+    v = Values.draw("one document", dtype, device)
+    i = v.inputs
+    first_rows = torch.tensor([0, i.nchunks, 2 * i.nchunks, 2 * i.nchunks + 1], dtype=torch.int32, device=device)
+    states, dprev_states, dA_cumsum = (torch.cat([t.flatten(0, 1), t[0, :1]])[:, None]
+                                       for t in (v.states, v.dprev_states, v.dA_cumsum.transpose(1, 2)))
+    dA_cumsum, found = dA_cumsum.transpose(1, 2).contiguous(), []
+    for kept, leaving in (pass_states(i, i.initial_states, states, dA_cumsum, first_rows),
+                          pass_states_bwd(i, v.dfinal_states, dprev_states, dA_cumsum, first_rows)):
+        assert not kept[-1].any()
+        found += kept[:-1].unflatten(0, (2, -1)), leaving
+    assert_stages(v, name_results("prev_states final_states dstates dinitial_states", *found),
+                  "state_passing", "state_passing_bwd")
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, HALF), ids=str)
+def test_varlen_states(dtype, device):
+    """Of documents that begin in the chunk that they end in, or before it, and of an empty one."""
+    v = Values.draw("every option", dtype, device, replace(SHAPE, batch=1))
+    ends = torch.tensor([0, 20, 50, 60, 76, 76], dtype=torch.int32, device=device)
+    documents = torch.bucketize(torch.arange(76, device=device), ends, out_int32=True, right=True)
+    i = replace(v.inputs, cu_seqlens=ends, seq_idx=documents[None])
+    prev_states = reference.compute_prev_states(i, Precision(torch.float32)).to(dtype).contiguous()
+
+    def compute_ends(at):
+        at.varlen_states = reference.varlen_states(i, at.precision)
+
+    assert_stages(v, {"varlen_states": varlen_states(i, v.dt, v.dA_cumsum, prev_states, OPTIONS)}, compute_ends)
 
 
 @over_values
