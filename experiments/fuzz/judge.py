@@ -152,16 +152,19 @@ def _find_rounding(name: str, value: Tensor, problem: Problem) -> _Rounding:
 
 def _count_rows(truth: Tensor, axes: str) -> int:
     """Tokens of heads, or heads where there is no axis of tokens, whose truth is not 0; at least 1."""
-    there = truth != 0
+    return max(int(_sum_within_rows(truth != 0, axes).count_nonzero()), 1)
+
+
+def _sum_within_rows(t: Tensor, axes: str) -> Tensor:
+    """Over all axes but batch, tokens and heads."""
     for axis in reversed([n for n, letter in enumerate(axes) if letter not in "blh"]):
-        there = there.any(axis)
-    return max(int(there.sum()), 1)
+        t = t.sum(axis)
+    return t
 
 
 def _sum_by_slice(squares: Tensor, axes: str) -> dict[str, Tensor]:
     """Sums of squares: of the whole, by batch and head, and by batch and block of tokens. axes: as `Problem.axes`."""
-    for axis in reversed([n for n, letter in enumerate(axes) if letter not in "blh"]):
-        squares = squares.sum(axis)
+    squares = _sum_within_rows(squares, axes)
     kept = "".join(letter for letter in axes if letter in "blh")
     found = {"whole": squares.sum()}
     if "h" in kept:

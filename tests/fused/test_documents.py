@@ -1,6 +1,8 @@
 """Documents with states in the Hopper kernels as they are, in `tests.executor`; and the blocks that they are walked in.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
 from unittest.mock import patch
@@ -87,6 +89,19 @@ def test_one_gradient_alone(gradient, executor):
     assert_all_accurate(got, truths(inputs, *ways), inputs, *ways)
 
 
+@contextmanager
+def noted_prefetches() -> Iterator[list]:
+    """Where each began, and its bytes."""
+    noted = []
+
+    def note(pointer, nbytes):
+        noted.append((pointer, nbytes))
+        return prefetch(pointer, nbytes)
+
+    with patch.dict(language.ASSEMBLY, {PREFETCH: note}):
+        yield noted
+
+
 @pytest.mark.skipif(GPU, reason="the kernels themselves run on a GPU")
 @pytest.mark.parametrize("way", ("several rounds", "cut", "empty at both ends", "odd heads in splits", "headdim 80"))
 def test_all_states_are_prefetched(way, executor):
@@ -94,14 +109,11 @@ def test_all_states_are_prefetched(way, executor):
     bounds, case, sizes, _, dealing = WAYS[way]
     inputs = draw(bounds, case, torch.bfloat16, shape=replace(SHAPE, **sizes))
     dout, dfinal_states = cotangents(inputs)
-    prefetched = {inputs.initial_states.data_ptr(): {}, dfinal_states.data_ptr(): {}}
-
-    def note(pointer, nbytes):
-        prefetched[pointer.t.data_ptr()][pointer.offsets] = nbytes
-        return prefetch(pointer, nbytes)
-
-    with patch.dict(language.ASSEMBLY, {PREFETCH: note}), hopper_on_cpu(executor, **dealing):
+    with noted_prefetches() as noted, hopper_on_cpu(executor, **dealing):
         results("persistent", inputs, dout, dfinal_states)
+    prefetched = {inputs.initial_states.data_ptr(): {}, dfinal_states.data_ptr(): {}}
+    for pointer, nbytes in noted:
+        prefetched[pointer.t.data_ptr()][pointer.offsets] = nbytes
     assert [sum(pieces.values()) for pieces in prefetched.values()] == [inputs.initial_states.nbytes, dfinal_states.nbytes]
 
 
@@ -109,15 +121,9 @@ def test_all_states_are_prefetched(way, executor):
 def test_the_state_pass_walks_a_document_alone(executor):
     """Of the four before the cut the last one, whose state it is that crosses: it loads one state of each head, not four."""
     inputs = draw(range(0, 513, 64), CASE, torch.bfloat16, shape=replace(SHAPE, nheads=2, ngroups=1))
-    loaded = []
-
-    def note(pointer, nbytes):
-        loaded.append(pointer.offsets)
-        return prefetch(pointer, nbytes)
-
-    with patch.dict(language.ASSEMBLY, {PREFETCH: note}), hopper_on_cpu(executor, 5, cut=(8, 8)):
+    with noted_prefetches() as noted, hopper_on_cpu(executor, 5, cut=(8, 8)):
         get_variant("persistent").forward(inputs, Options(), False)
-    assert len(loaded) == 2 * (8 + 1)
+    assert len(noted) == 2 * (8 + 1)
 
 
 @pytest.mark.skipif(GPU, reason="the kernels themselves run on a GPU")

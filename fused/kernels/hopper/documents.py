@@ -21,6 +21,9 @@ from .roles import Run, get_head, get_tile, load_run, prefetch, state_mask, stat
 from .start import load_given_state, row_layout
 
 FIELDS = gl.constexpr(document_blocks.FIELDS.value)
+# Of a block: the first token of its tiles; how many of these tokens, the last ones, are its own; the document that it begins,
+# and that it ends, or -1; the first and the last block of its document. Behind all blocks, TOKEN is how many there are.
+TOKEN, COUNT, BEGUN, ENDED, FIRST_BLOCK, LAST_BLOCK = map(gl.constexpr, range(document_blocks.FIELDS.value))
 
 
 class Documents(NamedTuple):
@@ -67,39 +70,9 @@ def is_run(work, k, run):
 
 
 @gluon.jit
-def load_token(documents, c):
-    """The first token of the tiles of block c."""
-    return gl.load(documents.blocks + c * FIELDS)
-
-
-@gluon.jit
-def load_count(documents, c):
-    """How many tokens of its tiles, the last ones, are block c's."""
-    return gl.load(documents.blocks + c * FIELDS + 1)
-
-
-@gluon.jit
-def load_beginning_document(documents, c):
-    """The document that block c begins, or -1."""
-    return gl.load(documents.blocks + c * FIELDS + 2)
-
-
-@gluon.jit
-def load_ending_document(documents, c):
-    """The document that block c ends, or -1."""
-    return gl.load(documents.blocks + c * FIELDS + 3)
-
-
-@gluon.jit
-def load_first_block(documents, c):
-    """The first block of block c's document."""
-    return gl.load(documents.blocks + c * FIELDS + 4)
-
-
-@gluon.jit
-def load_last_block(documents, c):
-    """The last block of block c's document."""
-    return gl.load(documents.blocks + c * FIELDS + 5)
+def load_field(blocks, c, FIELD: gl.constexpr):
+    """A number of block c."""
+    return gl.load(blocks + c * FIELDS + FIELD)
 
 
 @gluon.jit

@@ -42,7 +42,7 @@ from ssd.runtime.gluon_names import async_load, block_barrier, store_wait
 from ssd.runtime.launch import launch
 from ssd.types import SSDInputs
 
-from .documents import FIELDS
+from .documents import TOKEN, load_field
 from .group_tiles import Rings, Sizes, Sums, Tiles, Vectors, as_box, find_tile, get_token, store_rows, write_dx
 from .ring import make_barriers, make_ring, mark_empty, mark_full, next_empty, next_full, slot_of, wait_empty, wait_full
 from .roles import LOG2E, allocate_tiles, decay, fetch_slice, get_tile, make_form, tile_bytes
@@ -362,7 +362,7 @@ def hopper_group_kernel(x_desc, dy_desc, B_desc, C_desc, H_desc, G_desc, dx_desc
     sums = Sums(step_sums, state_sums, output_sums, pair_sums, skip_sums, s)
     before = Sums(step_before, state_before, output_before, pair_before, None, s_before)
     if blocks is not None:
-        ntiles = gl.load(blocks + nsub * FIELDS) * ngroups * SPLITS
+        ntiles = load_field(blocks, nsub, TOKEN) * ngroups * SPLITS
     sizes = Sizes(ntiles, batch, seqlen, nsub, ngroups, heads_per_group, blocks)
     FORM: gl.constexpr = make_form(HEADDIM, DSTATE, ROWS, H_desc.block_shape[2])
     gl.warp_specialize([

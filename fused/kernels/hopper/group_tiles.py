@@ -9,7 +9,7 @@ from triton.experimental.gluon import language as gl
 
 from ssd.runtime.gluon_names import reinterpret
 
-from .documents import FIELDS, write_block
+from .documents import COUNT, TOKEN, load_field, write_block
 from .ring import Ring
 from .roles import write_slice
 
@@ -95,13 +95,13 @@ def find_tile(t, sizes, SPLITS: gl.constexpr):
 @gluon.jit
 def get_token(tile, sizes, BLOCK_M: gl.constexpr):
     """The first token of a tile."""
-    return tile.c * BLOCK_M if sizes.blocks is None else gl.load(sizes.blocks + tile.c * FIELDS)
+    return tile.c * BLOCK_M if sizes.blocks is None else load_field(sizes.blocks, tile.c, TOKEN)
 
 
 @gluon.jit
 def get_ntokens(tile, sizes):
     """How many tokens of a tile, the last ones, are its block's. Loaded where it is used, for want of registers."""
-    return gl.load(sizes.blocks + tile.c * FIELDS + 1)
+    return load_field(sizes.blocks, tile.c, COUNT)
 
 
 @gluon.jit

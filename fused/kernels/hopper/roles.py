@@ -63,15 +63,9 @@ def load_run(runs, k):
 
 
 @gluon.jit
-def clamp_to(v, limit: gl.constexpr):
-    """The smaller of v and a number, or NaN if v is: one instruction."""
-    return gl.inline_asm_elementwise("min.NaN.f32 $0, $1, $2;", "=r,r,r", [v, limit], gl.float32, True, 1)
-
-
-@gluon.jit
 def decay(exponent):
-    """2^exponent of an exponent that only rounding makes positive: clamped at 0. NaN stays NaN."""
-    return gl.exp2(clamp_to(exponent, 0.0))
+    """2^exponent of an exponent that only rounding makes positive: clamped at 0, in one instruction. NaN stays NaN."""
+    return gl.exp2(gl.inline_asm_elementwise("min.NaN.f32 $0, $1, $2;", "=r,r,r", [exponent, 0.0], gl.float32, True, 1))
 
 
 @gluon.jit

@@ -42,14 +42,14 @@ from ssd.runtime.launch import launch
 from ssd.types import SUB_CHUNK, SSDInputs
 
 from .documents import (
-    FIELDS,
+    BEGUN,
+    COUNT,
+    ENDED,
+    TOKEN,
     Documents,
     get_run,
-    load_beginning_document,
-    load_count,
     load_document_state,
-    load_ending_document,
-    load_token,
+    load_field,
     prefetch_document_states,
     store_document_state,
     write_block,
@@ -108,8 +108,8 @@ def fetch_tiles(x_desc, B_desc, C_desc, z_desc, before_desc, ring, tiles, work, 
         group = get_head(run.pair, 0, work.heads_per_group, form) // work.heads_per_group
         for c in range(run.first, run.last):
             if work.documents.blocks is not None:
-                token = load_token(work.documents, c)
-                prefetch_document_states(work.documents.initial_states, load_beginning_document(work.documents, c), run.pair,
+                token = load_field(work.documents.blocks, c, TOKEN)
+                prefetch_document_states(work.documents.initial_states, load_field(work.documents.blocks, c, BEGUN), run.pair,
                                          work.nheads, work.heads_per_group, form)
             slot = slot_of(ring, step)
             wait_empty(ring, step)
@@ -218,7 +218,7 @@ def scan_slice(outputs, rings, tiles, vectors, dA_cumsum, D, start, work, form: 
         for c in range(first, last):
             if work.documents.blocks is not None:
                 # loaded where they are used, for want of registers: fetch_tiles has just brought the block's row into L1
-                begun = load_beginning_document(work.documents, c)
+                begun = load_field(work.documents.blocks, c, BEGUN)
                 if begun >= 0:
                     state = load_document_state(work.documents.initial_states, begun, h, work.nheads, STATE, SLICE, PART, form,
                                                 ROWS, WIDTH)
@@ -269,12 +269,12 @@ def scan_slice(outputs, rings, tiles, vectors, dA_cumsum, D, start, work, form: 
             # not before y is there: a load from x that is only on its way would find the next tile (docs/log/hopper-scan.md)
             mark_empty(rings.tiles, slot)
             if work.documents.blocks is not None:
-                token, count = load_token(work.documents, c), load_count(work.documents, c)
+                token, count = load_field(work.documents.blocks, c, TOKEN), load_field(work.documents.blocks, c, COUNT)
                 write_block(outputs.out, outputs.out_at, token, count, h, SLICE, work.nheads, form, tiles.y, U, BLOCK_M, ROWS)
                 if outputs.y is not None:
                     write_block(outputs.y, outputs.y_at, token, count, h, SLICE, work.nheads, form, tiles.y, 2 + U, BLOCK_M,
                                 ROWS)
-                ended = load_ending_document(work.documents, c)
+                ended = load_field(work.documents.blocks, c, ENDED)
                 if ended >= 0:
                     store_document_state(work.documents.final_states, state, ended, h, work.nheads, STATE, SLICE, PART, form,
                                          ROWS, WIDTH)
@@ -325,7 +325,7 @@ def hopper_scan_kernel(x_desc, B_desc, C_desc, z_desc, before_desc, out_desc, y_
         documents = Documents(None, None, None, None, None)
         start = Start(initial_states, ends, factors, starts)
     else:
-        documents = Documents(blocks, gl.load(blocks + nsub * FIELDS), initial_states, None, final_states)
+        documents = Documents(blocks, load_field(blocks, nsub, TOKEN), initial_states, None, final_states)
         start = Start(None, ends, factors, None)
     work = Work(runs, nruns, nsub, nheads, heads_per_group, documents)
     outputs = Outputs(out_desc, y_desc, states_desc, final_states, out_at, y_at, asked, nasked)

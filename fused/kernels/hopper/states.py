@@ -34,16 +34,16 @@ from ssd.runtime.launch import launch
 from ssd.types import SSDInputs
 
 from .documents import (
-    FIELDS,
+    BEGUN,
+    ENDED,
+    FIRST_BLOCK,
+    LAST_BLOCK,
+    TOKEN,
     Documents,
     get_run,
     is_run,
-    load_beginning_document,
     load_document_state,
-    load_ending_document,
-    load_first_block,
-    load_last_block,
-    load_token,
+    load_field,
     prefetch_document_states,
     store_document_state,
 )
@@ -126,15 +126,15 @@ def get_batch_row(b, work, BACKWARDS: gl.constexpr):
 def get_token(c, b, work, BLOCK_M: gl.constexpr, BACKWARDS: gl.constexpr):
     """The first token at step c of a walk of row b."""
     c = get_sub_chunk(c, b, work, BACKWARDS)
-    return c * BLOCK_M if work.documents.blocks is None else load_token(work.documents, c)
+    return c * BLOCK_M if work.documents.blocks is None else load_field(work.documents.blocks, c, TOKEN)
 
 
 @gluon.jit
 def load_document(c, b, work, ENTERED: gl.constexpr, BACKWARDS: gl.constexpr):
     """The document that a walk of row b enters at block c, or else leaves there; -1 if there is none."""
-    document = load_beginning_document(work.documents, c) if ENTERED else load_ending_document(work.documents, c)
+    document = load_field(work.documents.blocks, c, BEGUN if ENTERED else ENDED)
     if BACKWARDS:
-        other = load_ending_document(work.documents, c) if ENTERED else load_beginning_document(work.documents, c)
+        other = load_field(work.documents.blocks, c, ENDED if ENTERED else BEGUN)
         document = gl.where(b >= work.forwards, other, document)
     return document
 
@@ -145,9 +145,10 @@ def get_walk(work, k, PIECES: gl.constexpr, BACKWARDS: gl.constexpr):
     run = get_run(work, k)
     if PIECES and work.documents.blocks is not None:
         c = get_sub_chunk(gl.where(run.last > 0, run.last - 1, 0), run.b, work, BACKWARDS)
-        entry = load_first_block(work.documents, c)
+        entry = load_field(work.documents.blocks, c, FIRST_BLOCK)
         if BACKWARDS:
-            entry = gl.where(run.b >= work.forwards, work.documents.total - 1 - load_last_block(work.documents, c), entry)
+            last_block = load_field(work.documents.blocks, c, LAST_BLOCK)
+            entry = gl.where(run.b >= work.forwards, work.documents.total - 1 - last_block, entry)
         run = Run(run.b, run.pair, gl.where(entry > run.first, entry, run.first), run.last, run.piece, run.npieces)
     return run
 
@@ -334,7 +335,7 @@ def hopper_states_kernel(x_desc, B_desc, dy_desc, C_desc, states_desc, dA_cumsum
         documents = Documents(None, None, None, None, None)
         start = Start(initial_states, dfinal_states, ends, factors)
     else:
-        documents = Documents(blocks, gl.load(blocks + nsub * FIELDS), initial_states, dfinal_states, final_states)
+        documents = Documents(blocks, load_field(blocks, nsub, TOKEN), initial_states, dfinal_states, final_states)
         start = Start(None, None, ends, factors)
     tiles, work = Tiles(Xs, Bs, Ss, weights), Work(runs, nruns, forwards, nsub, nheads, heads_per_group, documents)
     gl.warp_specialize([
