@@ -5,6 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from math import ceil
 from pathlib import Path
 from textwrap import shorten
 
@@ -32,7 +33,7 @@ class Plan:
     """What a run is of.
 
     Attributes:
-        seconds: after which no more is counted; configs: as many are enough. Whichever comes first.
+        seconds: after which no more is counted; configs: how many are drawn, of which all run, the slow ones too.
         family: configurations that share their kernels.
         timeout: seconds that one configuration may take.
         shrinking: seconds for making failures small.
@@ -93,18 +94,17 @@ def run(plan: Plan, console: Console) -> Tally:
     started, tally = time.monotonic(), Tally()
 
     def over() -> bool:
-        return time.monotonic() - started >= plan.seconds or tally.configs >= plan.configs
+        return time.monotonic() - started >= plan.seconds
 
     def draws() -> Iterator[Batch]:
-        index, device, draw = 0, "cuda" if torch.cuda.is_available() else "cpu", DRAWS[plan.part]
-        while True:
+        device, draw = "cuda" if torch.cuda.is_available() else "cpu", DRAWS[plan.part]
+        for index in range(ceil(plan.configs / plan.family)):
             yield [to_json(c) for c in draw(plan.seed, index, list(plan.variants), device, plan.family)]
-            index += 1
 
     with Pool(plan.workers, plan.timeout, plan.main) as pool:
         _follow(pool, draws(), tally, over, started, console)
         seconds = round(time.monotonic() - started, 1)
-        ended = "seconds" if tally.configs < plan.configs else "configs"
+        ended = "seconds" if over() else "configs"
         shrunk = _shrink_failures(pool, tally.failures, plan.shrinking, console)
     console.print(_make_table(plan, tally, seconds, ended, pool.replaced))
     _print_failures(shrunk, console)

@@ -19,8 +19,8 @@ _WORKERS_ON_GPU, _TIMEOUT = 14, 240.0
 
 
 def fuzz(
-    seconds: Annotated[float, typer.Option(min=1, help="How long to draw; or until --configs, whichever comes first.")] = 60,
-    configs: Annotated[int, typer.Option(min=1, help="As many configurations are enough.")] = 100_000,
+    seconds: Annotated[float, typer.Option(min=1, help="When to break off, unless all --configs have run before.")] = 60,
+    configs: Annotated[int, typer.Option(min=1, help="How many to draw. Slow ones are waited for.")] = 100_000,
     seed: Annotated[int, typer.Option(min=0, help="Of what is drawn: the same seed draws the same.")] = 0,
     variant: Annotated[str, typer.Option(
         help=f"Variants, a share each, of {', '.join(_VARIANTS)}.")] = "auto,baseline,fused,persistent",
