@@ -176,7 +176,7 @@ def train(
         file_okay=False, help="Folder of the run's row; unless given, the results with a GPU, the run's own without.")] = None,
     start: Annotated[str | None, typer.Option(help="Folder of a pruned model to start with, see docs/pruning.md.")] = None,
     parallel: Annotated[str, typer.Option(help=f"With torchrun, a process for each GPU: {' or '.join(WAYS)}.")] = "ddp",
-    buckets: flags.Buckets = None, graph: flags.Graph = False,
+    buckets: flags.Buckets = None, graph: flags.Graph = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint in the folder.")] = False,
 ) -> None:
     """Train a workload: log.jsonl and checkpoints in the run's folder, and a row at the end."""
@@ -252,7 +252,7 @@ def sweep(
     again: Annotated[bool, typer.Option("--again", help="Also run what has its row.")] = False,
     trains: Annotated[bool, typer.Option("--train/--no-train", help="Also train with each, for its loss.")] = True,
     counters: Annotated[bool, typer.Option(help="Also count bytes of a step's SSM kernels with ncu.")] = False,
-    buckets: flags.Buckets = None, compile: flags.Compile = False, graph: flags.Graph = False,
+    buckets: flags.Buckets = None, compile: flags.Compile = False, graph: flags.Graph = None,
     wide: flags.Wide = False, out: flags.Out = RESULTS,
 ) -> None:
     """Put variant after variant inside workloads: step times, side by side, and losses.

@@ -42,7 +42,8 @@ Optimizer = Annotated[str | None, typer.Option(callback=lambda name: name and ch
                                                help=f"{' or '.join(OPTIMIZERS)}; the preset's unless given.")]
 Buckets = Annotated[int | None, typer.Option(help="Of graphs: fill batches up to so many sizes a doubling; none unless given.")]
 Compile = Annotated[bool, typer.Option("--compile", help="Run the layers through torch.compile.")]
-Graph = Annotated[bool, typer.Option(help="Replay steps as CUDA graphs: the same bits, without waiting for the host.")]
+Graph = Annotated[bool | None, typer.Option("--graph/--no-graph", help="Replay steps as CUDA graphs: the same bits, without "
+                                            "waiting for the host. Unless given, where a run's steps can be.")]
 Seed = Annotated[int, typer.Option(help="Of weights and data.")]
 
 

@@ -7,10 +7,11 @@ replay fills from the generator's state. So the bits are those of steps launch b
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from rich.console import Console
 from torch import Tensor
 
 from ssd.modules.captured_step import capture, warm_up
@@ -46,6 +47,20 @@ def explain_refusal(run: Run, team: Team) -> str | None:
     if value_checks.ENABLED:
         return "SSD_CHECK=1 reads every tensor"
     return None
+
+
+def choose(asked: bool | None, runs: Iterable[Run], team: Team, console: Console) -> bool:
+    """Whether to capture steps of runs that are compared, or of one: as asked, and else where all can be; says why not.
+
+    Raises:
+        ValueError: it was asked for, and one cannot.
+    """
+    reason = next(filter(None, (explain_refusal(run, team) for run in runs)), None)
+    if asked and reason:
+        raise ValueError(f"--graph: {reason}; expected --no-graph")
+    if asked is None and reason and team.device.type == "cuda":
+        console.print(f"steps are launched kernel by kernel: {reason}", style="dim", markup=False)
+    return reason is None if asked is None else asked
 
 
 class CapturedStep(Step):

@@ -21,11 +21,12 @@ from rich.console import Console
 from ssd import Options
 from ssd.registry import get_variant, is_peer
 
-from . import ablate, checkpoints, record
+from . import ablate, checkpoints, record, step_graph
 from .characterize.collect import append_counts
 from .characterize.definitions import percent_of_peak
 from .characterize.gpus import find
 from .kernel_names import UNKNOWN, is_of_operator, list_ours
+from .parallel import make_single
 from .step_time import Candidate, measure_steps
 from .terminal import first_line
 from .train import Interrupted, train
@@ -46,7 +47,7 @@ class Plan:
         again: run what has its row, too.
         trains: also train with each variant; else only steps are timed.
         counts: also count bytes of the state-space model's kernels in a step, with ncu: a start of the model for each variant.
-        graph: replay steps as CUDA graphs.
+        graph: replay steps as CUDA graphs; None: of workloads where those with every variant can be.
     """
 
     runs: tuple[Run, ...]
@@ -59,7 +60,7 @@ class Plan:
     again: bool = False
     trains: bool = True
     counts: bool = False
-    graph: bool = False
+    graph: bool | None = False
 
 
 def run(plan: Plan, console: Console) -> list[str]:
@@ -73,8 +74,11 @@ def run(plan: Plan, console: Console) -> list[str]:
     for base in plan.runs:
         where = f"{base.workload} {base.preset} {base.mixer}"
         candidates = [candidate for name in plan.variants for candidate in _list_candidates(name, plan.each_option)]
+        graph = plan.graph
+        if graph is None:
+            graph = step_graph.choose(None, [replace(base, variant=name) for name in plan.variants], make_single(), console)
         try:
-            for candidate, note in _time_steps(plan, base, candidates, done, console):
+            for candidate, note in _time_steps(replace(plan, graph=graph), base, candidates, done, console):
                 failed.append(f"{where} {candidate.variant}: {note}")
         except Exception as reason:  # must not cost the measurements of the others
             failed.append(f"{where}: {first_line(reason)}")
@@ -100,7 +104,7 @@ def run(plan: Plan, console: Console) -> list[str]:
             if not goes_on and out.exists():  # of a run that was killed, or has its row
                 shutil.rmtree(out)
             try:
-                train(one, out, console, goes_on, plan.out, graph=plan.graph)
+                train(one, out, console, goes_on, plan.out, graph=graph)
             except Interrupted:
                 raise
             except Exception as reason:  # as above

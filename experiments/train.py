@@ -51,7 +51,7 @@ class Interrupted(Exception):
 
 
 def train(run: Run, out: Path, console: Console, resume: bool = False, rows: Path | None = None, way: str = "ddp",
-          graph: bool = False) -> dict[str, Any]:
+          graph: bool | None = False) -> dict[str, Any]:
     """Trains to the last step, saves and appends a row; with other processes, if torchrun started this one with some.
 
     Args:
@@ -60,7 +60,8 @@ def train(run: Run, out: Path, console: Console, resume: bool = False, rows: Pat
         resume: go on from the last checkpoint in `out`; else there must be no run in it.
         rows: folder of the row; unless given the results with a GPU, `out` without.
         way: of several processes, see `parallel`; a run may go on with another number of them, and in the other way.
-        graph: replay steps as CUDA graphs, see `step_graph`. The bits are the same, so that a run may go on with or without.
+        graph: replay steps as CUDA graphs, see `step_graph`; None: where they can be. The bits are the same, so that a run may
+            go on with or without.
 
     Returns:
         The row. Its loss is the mean of the last tenth of the steps, its times those of the steps but the first.
@@ -80,12 +81,11 @@ def train(run: Run, out: Path, console: Console, resume: bool = False, rows: Pat
 
 
 def _run_steps(run: Run, out: Path, console: Console, resume: bool, rows: Path | None, team: Team,
-             graph: bool) -> dict[str, Any] | Interrupted:
+             graph: bool | None) -> dict[str, Any] | Interrupted:
     workload, saves, first = get_workload(run.workload), out / "checkpoints", team.rank == 0
     last = _check_folder(run, out, resume, console)
     _check_variant(run, team.device)
-    if graph and (reason := step_graph.explain_refusal(run, team)):
-        raise ValueError(f"--graph: {reason}; expected --no-graph")
+    graph = step_graph.choose(graph, [run], team, console)
     with team.take_turns():
         dataset = workload.dataset(run)
     with _explain_errors(run, team.device):

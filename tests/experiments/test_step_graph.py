@@ -9,13 +9,14 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from rich.console import Console
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from experiments import step_graph
 from experiments import train as training
 from experiments.parallel import Team, make_single
-from experiments.step_graph import CapturedStep, explain_refusal
+from experiments.step_graph import CapturedStep, choose, explain_refusal
 from experiments.step_time import Candidate, count_forward_flops, measure_steps
 from experiments.train import Stopped, train
 from experiments.training_step import Step, build_model, make_batches
@@ -196,6 +197,20 @@ def test_refusals(settings, size, said):
     assert explain_refusal(run, Team(0, size, torch.device("cuda"), "fsdp")).startswith(said)
     assert explain_refusal(run, Team(0, 1, torch.device("cpu"), "ddp")) == "a CUDA graph needs a GPU, found none"
     assert all(explain_refusal(small_run(), Team(0, n, torch.device("cuda"), "ddp")) is None for n in (1, 2))
+
+
+def test_steps_are_captured_where_all_can_be(capsys):
+    """Unless it is said whether; and why they are not is said where it may surprise."""
+    gpu, cpu = (Team(0, 1, torch.device(kind), "ddp") for kind in ("cuda", "cpu"))
+    able, unable = small_run(), small_run("graphmamba")
+    console = Console(width=200)
+    assert choose(None, [able], gpu, console) and not choose(None, [able], cpu, console)
+    assert not choose(False, [able], gpu, console)
+    assert capsys.readouterr().out == ""
+    assert not choose(None, [able, unable], gpu, console)
+    assert "kernel by kernel: batches of graphs differ in their sizes without --buckets" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="--graph: a CUDA graph needs a GPU, found none; expected --no-graph"):
+        choose(True, [able], cpu, console)
 
 
 def test_the_flops_of_a_model_are_those_of_its_weights():
