@@ -227,8 +227,8 @@ def make_runs(i: SSDInputs, rows: int, descriptors: tuple, dt: Tensor, dA_cumsum
 
     rows: sequences of a pair of heads, of which those from `forwards` on are walked backwards; descriptors: as hopper_states
     takes them; step: the name of the `Step` in the time model that says what the runs will do; scan: whether they are
-    hopper_scan's, which takes the parts of dstate one launch after the other, or hopper_states'. blocks, starts: of documents,
-    as `piece_states` takes them.
+    hopper_scan's, which takes the parts of dstate one launch after the other, or hopper_states'. blocks: of documents; starts:
+    their initial_states and dfinal_states, contiguous, each or None for zeros.
     """
     from .kernels.hopper.states import piece_states
 
@@ -242,8 +242,7 @@ def make_runs(i: SSDInputs, rows: int, descriptors: tuple, dt: Tensor, dA_cumsum
     runs, piece_runs, npieces = get_tables(deal, dealing, i.x.device)
     if not npieces:
         return runs, None, None
-    if blocks is None:
-        starts = None, None
+    starts = (None, None) if blocks is None else map(describe_document_states, starts)
     return runs, *piece_states(i, descriptors, dt, dA_cumsum, npieces, piece_runs, forwards, blocks, starts)
 
 
@@ -307,6 +306,13 @@ def describe_states(states: Tensor, width: int | None = None):
     """
     headdim, dstate = states.shape[-2:]
     return describe(states.view(-1, headdim, 1, dstate), width or get_width(dstate))
+
+
+def describe_document_states(states: Tensor | None, width: int | None = None):
+    """As `describe_states`, of any contiguous states, or of a copy that the TMA can take; None of None."""
+    if states is None:
+        return None
+    return describe_states(make_describable(states.float() if states.itemsize > 4 else states), width)
 
 
 @cache

@@ -21,7 +21,16 @@ from ssd.runtime.tuning import current_device
 from ssd.types import Options, SSDGrads, SSDInputs, SSDSaved
 
 from . import hopper
-from .hopper import BLOCK_M, describe, describe_inputs, describe_states, is_describable, make_runs
+from .hopper import (
+    BLOCK_M,
+    describe,
+    describe_document_states,
+    describe_inputs,
+    describe_states,
+    get_width,
+    is_describable,
+    make_runs,
+)
 from .kernels.head_sums import add_splits, allocate_splits
 from .schedule import choose_splits
 
@@ -116,12 +125,16 @@ def _compute_states(saved: SSDSaved, tokens: tuple, dt: Tensor, dA_cumsum: Tenso
     starts = None if reads else contiguous(i.initial_states), contiguous(dfinal_states)
     dinitial_states = None
     if i.initial_states is not None:
-        dinitial_states = output(i.initial_states, _keep_contiguous(into), torch.float32)
+        place = _keep_contiguous(into)
+        takes = place is None or blocks is None or is_describable(place)
+        dinitial_states = output(i.initial_states, place if takes else None, torch.float32)
     states = torch.empty(rows, nsub, i.nheads, i.headdim, i.dstate, device=dt.device, dtype=i.x.dtype)
     runs, *entering = make_runs(i, rows, tokens, dt, dA_cumsum, forwards, saved.options, "every_state_step", blocks=blocks,
                                 starts=starts)
-    all_states(i, tokens, describe_states(states), dt, dA_cumsum, runs, starts, *entering, dinitial_states, forwards, BLOCK_M,
-               blocks)
+    to = dinitial_states
+    if blocks is not None:
+        starts, to = map(describe_document_states, starts), describe_document_states(to, get_width(i.dstate) // 2)
+    all_states(i, tokens, describe_states(states), dt, dA_cumsum, runs, starts, *entering, to, forwards, BLOCK_M, blocks)
     return kept if reads else states[:forwards], states[forwards:], dinitial_states
 
 

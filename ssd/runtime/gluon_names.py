@@ -32,9 +32,10 @@ _PUBLIC = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))  # s
 
 
 @gluon.jit
-def reinterpret(buffer, shape, LAYOUT: gl.constexpr):
-    """Shared memory as another shape and layout of the same elements."""
-    return buffer.reinterpret(buffer.dtype, shape, LAYOUT) if _PUBLIC else buffer._reinterpret(buffer.dtype, shape, LAYOUT)
+def reinterpret(buffer, shape, LAYOUT: gl.constexpr, DTYPE: gl.constexpr = None):
+    """Shared memory as another shape and layout, of the same elements unless DTYPE says of which."""
+    dtype: gl.constexpr = buffer.dtype if DTYPE is None else DTYPE
+    return buffer.reinterpret(dtype, shape, LAYOUT) if _PUBLIC else buffer._reinterpret(dtype, shape, LAYOUT)
 
 
 def check() -> None:

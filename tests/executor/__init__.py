@@ -25,7 +25,7 @@ nothing here relies on. Stricter than hardware may be: a wait for products count
 that their operands are free only after a barrier of the warps; CUTLASS gives them back without one.
 
 Not modelled: layouts, but to tell whether a thread finds its own elements; so swizzles and conversions that Triton refuses go
-unnoticed. Shared memory that is written before the roles begin, has gaps or another dtype. Registers, bank conflicts, anything
+unnoticed. Shared memory that is written before the roles begin, or has gaps. Registers, bank conflicts, anything
 that takes time. Races in global memory, also between blocks, which run one after the other. Overflow of int32, the rounding of
 approximate instructions, clusters, multicast. And machine code has faults of its own, for which `tools/late_loads.py` and
 others look.

@@ -15,6 +15,7 @@ class Descriptor:
     """A host's TensorDescriptor, as a kernel sees it."""
 
     def __init__(self, host: TensorDescriptor):
+        assert host.base.data_ptr() % 16 == 0, "a descriptor of memory that is not on 16 bytes"
         self.memory = host.base.as_strided(host.shape, host.strides)
         self.dtype, self.layout = TRITON[host.base.dtype], host.layout
         self.block_shape = tuple(map(Int, host.block_shape))

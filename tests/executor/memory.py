@@ -7,6 +7,7 @@ every schedule, whichever of the two happens to come first.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -14,12 +15,12 @@ from torch import Tensor
 from triton.experimental.gluon import language as real
 
 from tests.executor.schedule import Fault, Line, Role, block
-from tests.executor.values import TORCH, Int, Value
+from tests.executor.values import TORCH, TRITON, Int, Value
 
 
 @dataclass(eq=False)
 class Access:
-    """Of elements `start` to `stop` of an allocation.
+    """Of bytes `start` to `stop` of an allocation.
 
     Attributes:
         kind: "load" or "store", ordinary ones; "product" or "copy out", asynchronous reads; "copy in".
@@ -105,7 +106,7 @@ class Buffer:
 
     def __init__(self, allocation: Allocation, view: Tensor, name: str = ""):
         self.allocation, self.view, self._name = allocation, view, name
-        self.dtype, self.shape = allocation.dtype, tuple(map(Int, view.shape))
+        self.dtype, self.shape = TRITON[view.dtype], tuple(map(Int, view.shape))
 
     @property
     def name(self) -> str:
@@ -123,8 +124,8 @@ class Buffer:
         return Buffer(self.allocation, self.view.permute(order), self._name)
 
     def reinterpret(self, dtype: real.dtype, shape: list[int], layout: object) -> Buffer:
-        assert dtype == self.dtype, "memory of another dtype is not modelled"
-        return Buffer(self.allocation, self.view.view(shape), self._name)
+        elements = self.view.view(-1).view(TORCH[dtype])[: math.prod(shape)]  # all, or the first
+        return Buffer(self.allocation, elements.view(tuple(shape)), self._name)
 
     _reinterpret = reinterpret
 
@@ -145,12 +146,13 @@ class Buffer:
         """Notes an access that the role issues. Outside of roles there is none: there the compiler's barriers keep order."""
         if not role.is_partition:
             return None
-        start = self.view.storage_offset()
+        size = self.view.element_size()
+        start = self.view.storage_offset() * size
         extent = sum((n - 1) * stride for n, stride in zip(self.view.shape, self.view.stride(), strict=True)) + 1
         # what is read with gaps counts as read with what is between
         assert extent == self.view.numel() or kind in ("load", "product"), "writes with gaps are not modelled"
-        elements = layout and (layout, self.view.shape, self.view.stride())
-        access = Access(kind, role.line(), self.name, start, start + extent, actor or role, elements, over=over)
+        elements = layout and (layout, self.dtype, self.view.shape, self.view.stride())
+        access = Access(kind, role.line(), self.name, start, start + extent * size, actor or role, elements, over=over)
         access.finished = kind == "store"
         self.allocation.touch(role, access)
         if over is None:

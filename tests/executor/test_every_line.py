@@ -30,13 +30,13 @@ WAYS = {"recomputed": (Options(save_states=False), {}), "saved": (Options(), {})
         "a head in each part": (Options(save_states=False), {"splits": 4}),
         "cut": (Options(), {"blocks": 5, "cut": (2, 2)}),
         "asked states": (Options(save_states=False, stationary=False), {}),
-        "headdim 80": (Options(), {}), "dstate 256": (Options(), {}),
+        "documents": (Options(save_states=False), {}), "headdim 80": (Options(), {}), "dstate 256": (Options(), {}),
         "dstate 256, recomputed": (Options(save_states=False), {})}
-SIZES = {"asked states": {"seqlen": 10 * 64},
+SIZES = {"asked states": {"seqlen": 10 * 64}, "documents": {"seqlen": 100, "nheads": 2},
          "headdim 80": {"headdim": 80, "nheads": 2}, "dstate 256": {"dstate": 256, "nheads": 4, "seqlen": 3 * 64 + 7},
          "dstate 256, recomputed": {"dstate": 256, "nheads": 2, "seqlen": 2 * 64 + 7}}
 # The ways that reach all lines of a kernel are tried first, for speed: any order finds the same.
-FIRST = {"wide_scan": "dstate 256", "scan_tiles": "asked states", "group": "dstate 256"}
+FIRST = {"wide_scan": "dstate 256", "scan_tiles": "asked states", "document_states": "documents", "group": "dstate 256"}
 
 
 @functools.cache
@@ -78,7 +78,10 @@ def _is_faulty(executor: Executor, way: str) -> bool:
     inputs = random_inputs(shape, Case(D="h", dt_dtype=torch.float32), torch.bfloat16)
     if way == "asked states":
         inputs = replace(inputs, return_states_every=64)
-    ways = torch.randn_like(inputs.x), torch.randn(1, shape.nheads, shape.headdim, shape.dstate)
+    ends = 1
+    if way == "documents":  # that begin at zero, and end with a gradient
+        inputs, ends = replace(inputs, cu_seqlens=torch.tensor([0, 20, 20, 100], dtype=torch.int32)), 3
+    ways = torch.randn_like(inputs.x), torch.randn(ends, shape.nheads, shape.headdim, shape.dstate)
     try:
         with hopper_on_cpu(executor, **({"blocks": 1} | dealing)):
             results(get_variant("persistent"), inputs, *ways, options)

@@ -25,7 +25,7 @@ SHAPE = Shape(1, 5 * 64 - 7, 4, 64, 1, 64, 64)
 INPUTS = random_inputs(SHAPE, Case(D="h", dt_dtype=torch.float32), torch.bfloat16)
 WIDE = random_inputs(replace(SHAPE, dstate=256, nheads=2), Case(D="h", dt_dtype=torch.float32), torch.bfloat16)
 DOCUMENTS = replace(random_inputs(Shape(1, 100, 4, 64, 1, 64, 64), Case(dt_dtype=torch.float32), torch.bfloat16),
-                    cu_seqlens=torch.tensor([0, 20, 50, 60, 100], dtype=torch.int32))
+                    cu_seqlens=torch.tensor([0, 20, 50, 60, 100], dtype=torch.int32), initial_states=torch.randn(4, 4, 64, 64))
 ALIGNED = random_inputs(Shape(1, 10 * 64, 4, 64, 1, 64, 64), Case(dt_dtype=torch.float32), torch.bfloat16)
 
 

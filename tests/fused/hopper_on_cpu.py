@@ -10,7 +10,8 @@ from ssd.runtime import tables
 from ssd.runtime.tuning import Device
 from tests.executor import Executor
 
-KERNELS = tuple(f"fused.kernels.hopper.{name}" for name in ("ring", "scan_tiles", "scan", "wide_scan", "states", "group"))
+KERNELS = tuple(f"fused.kernels.hopper.{name}"
+                for name in ("ring", "scan_tiles", "scan", "wide_scan", "document_states", "states", "group"))
 
 
 @contextmanager

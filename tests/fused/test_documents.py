@@ -13,11 +13,13 @@ import torch
 from ssd.documents import find_bounds
 from ssd.kernels.document_blocks import document_blocks
 from ssd.registry import get_variant
-from ssd.types import Options
+from ssd.types import Options, SSDGrads
 from tests.errors import assert_all_accurate, cotangents, one_cotangent, results, truths
 from tests.executor import Executor, language
+from tests.executor.copies import Descriptor
 from tests.executor.language import PREFETCH, prefetch
 from tests.fused.hopper_on_cpu import KERNELS, hopper_on_cpu
+from tests.fused.test_hopper import over_forms_of_states
 from tests.inputs import GPU, Case, Shape
 from tests.ssd.test_document_states import draw
 
@@ -89,6 +91,80 @@ def test_one_gradient_alone(gradient, executor):
     assert_all_accurate(got, truths(inputs, *ways), inputs, *ways)
 
 
+@pytest.mark.skipif(GPU, reason="the kernels themselves run on a GPU")
+@pytest.mark.parametrize("given", ("both", "initial_states", "dfinal_states"))
+@pytest.mark.parametrize("way", ("several rounds", "odd heads in splits", "many", "headdim 24, dstate 48"))
+def test_recomputed(way, given, executor):
+    """Walks of both directions in one launch, each with states to begin with or with none."""
+    bounds, case, sizes, _, dealing = WAYS[way]
+    inputs = draw(bounds, case, torch.bfloat16, shape=replace(SHAPE, **sizes))
+    dout, dfinal_states = cotangents(inputs)
+    if given == "initial_states":
+        dfinal_states = None
+    if given == "dfinal_states":
+        inputs = replace(inputs, initial_states=None)
+    with hopper_on_cpu(executor, **dealing):
+        got = results("persistent", inputs, dout, dfinal_states, Options(save_states=False))
+    assert_all_accurate(got, truths(inputs, dout, dfinal_states), inputs, dout, dfinal_states)
+
+
+def misalign(t: torch.Tensor) -> torch.Tensor:
+    """The same, where the TMA cannot take it."""
+    return torch.empty(t.numel() + 1, dtype=t.dtype)[1:].view(t.shape).copy_(t)
+
+
+@over_forms_of_states
+@pytest.mark.skipif(GPU, reason="the kernels themselves run on a GPU")
+@pytest.mark.parametrize("which", (0, 1))
+def test_states_of_any_form(which, like, executor):
+    """initial_states or dfinal_states, beside others in fp32."""
+    check_states_of_form(which, like, executor)
+
+
+@pytest.mark.skipif(GPU, reason="the kernels themselves run on a GPU")
+@pytest.mark.parametrize(("which", "like"), ((0, misalign), (1, misalign), (1, torch.Tensor.double)))
+def test_states_that_are_copied(which, like, executor):
+    check_states_of_form(which, like, executor)
+
+
+def check_states_of_form(which, like, executor):
+    inputs = draw((0, 30, 30, 95, 96), CASE, torch.bfloat16, shape=replace(SHAPE, nheads=2, ngroups=1))
+    dout, dfinal_states = cotangents(inputs)
+    if which:
+        dfinal_states = like(dfinal_states)
+    else:
+        inputs = replace(inputs, initial_states=like(inputs.initial_states))
+    for options in (Options(), Options(save_states=False)):
+        with hopper_on_cpu(executor, 2):
+            got = results("persistent", inputs, dout, dfinal_states, options)
+        assert_all_accurate(got, truths(inputs, dout, dfinal_states), inputs, dout, dfinal_states)
+
+
+@pytest.mark.skipif(GPU, reason="the kernels themselves run on a GPU")
+@pytest.mark.parametrize("like", (torch.empty_like, lambda t: misalign(torch.empty_like(t))), ids=("aligned", "misaligned"))
+def test_gradient_where_it_is_asked_to_be(like, executor):
+    inputs = draw((0, 30, 30, 96), CASE, torch.bfloat16, shape=replace(SHAPE, nheads=2, ngroups=1))
+    variant, ways = get_variant("persistent"), cotangents(inputs)
+    with hopper_on_cpu(executor, 2):
+        expected = results(variant, inputs, *ways)["dinitial_states"]
+        place = like(expected)
+        grads = variant.backward(variant.forward(inputs, Options(), True)[2], *ways, SSDGrads(dinitial_states=place))
+    assert grads.dinitial_states is place and torch.equal(place, expected)
+
+
+@contextmanager
+def noted_copies() -> Iterator[list]:
+    """By the TMA: the memory that each is of or to, and where in it the box begins."""
+    noted, check = [], Descriptor.check
+
+    def note(descriptor, at, buffer):
+        noted.append((descriptor.memory.data_ptr(), tuple(at)))
+        check(descriptor, at, buffer)
+
+    with patch.object(Descriptor, "check", note):
+        yield noted
+
+
 @contextmanager
 def noted_prefetches() -> Iterator[list]:
     """Where each began, and its bytes."""
@@ -104,26 +180,27 @@ def noted_prefetches() -> Iterator[list]:
 
 @pytest.mark.skipif(GPU, reason="the kernels themselves run on a GPU")
 @pytest.mark.parametrize("way", ("several rounds", "cut", "empty at both ends", "odd heads in splits", "headdim 80"))
-def test_all_states_are_prefetched(way, executor):
-    """Each document's, of all heads: initial_states, and their gradients' like, dfinal_states."""
+def test_each_state_is_brought(way, executor):
+    """Of each document and head: initial_states into L2 for the scan, dfinal_states by the TMA."""
     bounds, case, sizes, _, dealing = WAYS[way]
     inputs = draw(bounds, case, torch.bfloat16, shape=replace(SHAPE, **sizes))
     dout, dfinal_states = cotangents(inputs)
-    with noted_prefetches() as noted, hopper_on_cpu(executor, **dealing):
+    with noted_prefetches() as prefetched, noted_copies() as copied, hopper_on_cpu(executor, **dealing):
         results("persistent", inputs, dout, dfinal_states)
-    prefetched = {inputs.initial_states.data_ptr(): {}, dfinal_states.data_ptr(): {}}
-    for pointer, nbytes in noted:
-        prefetched[pointer.t.data_ptr()][pointer.offsets] = nbytes
-    assert [sum(pieces.values()) for pieces in prefetched.values()] == [inputs.initial_states.nbytes, dfinal_states.nbytes]
+    assert {pointer.t.data_ptr() for pointer, _ in prefetched} == {inputs.initial_states.data_ptr()}
+    assert sum({pointer.offsets: nbytes for pointer, nbytes in prefetched}.values()) == inputs.initial_states.nbytes
+    boxes = {at for memory, at in copied if memory == dfinal_states.data_ptr()}
+    states, slices = range(len(dfinal_states) * inputs.nheads), range(0, inputs.headdim, 64)
+    assert boxes == {(state, row, 0) for state in states for row in slices}
 
 
 @pytest.mark.skipif(GPU, reason="the kernels themselves run on a GPU")
 def test_the_state_pass_walks_a_document_alone(executor):
     """Of the four before the cut the last one, whose state it is that crosses: it loads one state of each head, not four."""
     inputs = draw(range(0, 513, 64), CASE, torch.bfloat16, shape=replace(SHAPE, nheads=2, ngroups=1))
-    with noted_prefetches() as noted, hopper_on_cpu(executor, 5, cut=(8, 8)):
+    with noted_copies() as noted, hopper_on_cpu(executor, 5, cut=(8, 8)):
         get_variant("persistent").forward(inputs, Options(), False)
-    assert len(noted) == 2 * (8 + 1)
+    assert [memory for memory, _ in noted].count(inputs.initial_states.data_ptr()) == 2
 
 
 @pytest.mark.skipif(GPU, reason="the kernels themselves run on a GPU")

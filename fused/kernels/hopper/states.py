@@ -33,20 +33,8 @@ from ssd.runtime.gluon_names import async_store, block_barrier, store_wait
 from ssd.runtime.launch import launch
 from ssd.types import SSDInputs
 
-from .documents import (
-    BEGUN,
-    ENDED,
-    FIRST_BLOCK,
-    LAST_BLOCK,
-    TOKEN,
-    Documents,
-    get_run,
-    is_run,
-    load_document_state,
-    load_field,
-    prefetch_document_states,
-    store_document_state,
-)
+from .document_states import Entries, as_box, as_tile, fetch_document_states, take_document_state
+from .documents import BEGUN, ENDED, FIRST_BLOCK, LAST_BLOCK, TOKEN, Documents, get_run, is_run, load_field
 from .ring import make_ring, mark_empty, slot_of, wait_empty, wait_full
 from .roles import (
     LOG2E,
@@ -64,6 +52,7 @@ from .roles import (
     store_masked,
     tile_bytes,
 )
+from .scan_tiles import split_columns
 from .start import add_pieces, load_given_state, piece_offsets
 
 # One kernel for all sizes: that a size is 1 or divisible by 16 would not make it faster.
@@ -154,26 +143,27 @@ def get_walk(work, k, PIECES: gl.constexpr, BACKWARDS: gl.constexpr):
 
 
 @gluon.jit
-def load_entering_state(entered, b, h, part, work, BACKWARDS: gl.constexpr, STATE: gl.constexpr,
-                        SLICE: gl.constexpr, form: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr):
-    """A slice [P, N] fp32 of the state of that document, or of the gradient of the one that it leaves."""
-    if BACKWARDS and b >= work.forwards:
-        state = load_document_state(work.documents.dfinal_states, entered, h, work.nheads, STATE, SLICE, part, form, ROWS,
-                                    WIDTH)
-    else:
-        state = load_document_state(work.documents.initial_states, entered, h, work.nheads, STATE, SLICE, part, form, ROWS,
-                                    WIDTH)
-    return state
+def fetch_entering_states(c, b, pair, entries, entry, work, form: gl.constexpr, BACKWARDS: gl.constexpr):
+    """At step c of a walk of row b, the states of the document that it enters, if it does; returns the next entry's number."""
+    entered = load_document(get_sub_chunk(c, b, work, BACKWARDS), b, work, True, BACKWARDS)
+    if entered >= 0:
+        if BACKWARDS and b >= work.forwards:
+            fetch_document_states(work.documents.dfinal_states, entered, pair, entries, entry, work, form)
+        else:
+            fetch_document_states(work.documents.initial_states, entered, pair, entries, entry, work, form)
+        entry += 1
+    return entry
 
 
 @gluon.jit
-def prefetch_entering_states(c, b, pair, work, form: gl.constexpr, BACKWARDS: gl.constexpr):
-    """Begins to bring what `load_entering_state` will load at step c of a walk of row b into L2."""
-    entered = load_document(get_sub_chunk(c, b, work, BACKWARDS), b, work, True, BACKWARDS)
+def take_entering_state(b, entries, entry, work, BACKWARDS: gl.constexpr, STATE: gl.constexpr, U: gl.constexpr,
+                        ROWS: gl.constexpr, WIDTH: gl.constexpr):
+    """A slice [P, N] fp32 of the state of that document, or of the gradient of the one that it leaves."""
     if BACKWARDS and b >= work.forwards:
-        prefetch_document_states(work.documents.dfinal_states, entered, pair, work.nheads, work.heads_per_group, form)
+        state = take_document_state(work.documents.dfinal_states, entries, entry, STATE, U, ROWS, WIDTH)
     else:
-        prefetch_document_states(work.documents.initial_states, entered, pair, work.nheads, work.heads_per_group, form)
+        state = take_document_state(work.documents.initial_states, entries, entry, STATE, U, ROWS, WIDTH)
+    return state
 
 
 @gluon.jit
@@ -188,7 +178,21 @@ def load_start(start, run, bh, part, work, U: gl.constexpr, SLICE: gl.constexpr,
 
 
 @gluon.jit
-def walk_slice(ring, tiles, states_desc, dA_cumsum, dt, start, final_states, work, form: gl.constexpr, U: gl.constexpr,
+def fill_tile(desc, state, tiles, U: gl.constexpr, kept):
+    """A state, or half of one, in slice U's tile number `kept`, in turn, once what left by it before has: a box of `desc`."""
+    KEPT: gl.constexpr = tiles.shape[0] // 2
+    out = U * KEPT + kept % KEPT
+    store_wait(KEPT - 1)
+    block_barrier()
+    tile = tiles.index(out)
+    as_tile(tile, desc).store(state.to(desc.dtype))
+    fence_async_shared()
+    block_barrier()
+    return as_box(tile, desc)
+
+
+@gluon.jit
+def walk_slice(ring, entries, tiles, states_desc, dA_cumsum, dt, start, final_states, work, form: gl.constexpr, U: gl.constexpr,
                EVERY: gl.constexpr, BACKWARDS: gl.constexpr, BLOCK_M: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr):
     """The consumer warpgroup of slice U of a pair: S <- exp(A_last) S + (x dt_j exp(A_last - A_j))^T B."""
     DTYPE: gl.constexpr = tiles.x.dtype
@@ -196,8 +200,7 @@ def walk_slice(ring, tiles, states_desc, dA_cumsum, dt, start, final_states, wor
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, STATE, 2)
     SLICE: gl.constexpr = U if form.SLICES == 2 else 0
     m = gl.arange(0, BLOCK_M, gl.BlockedLayout([1], [32], [4], [0]))
-    step = 0
-    kept = 0
+    step, entry, kept = 0, 0, 0
     for k in range(gl.program_id(0) * work.nruns, gl.program_id(0) * work.nruns + work.nruns):
         run = get_walk(work, k, states_desc is None, BACKWARDS)
         b, first, last = run.b, run.first, run.last
@@ -220,9 +223,8 @@ def walk_slice(ring, tiles, states_desc, dA_cumsum, dt, start, final_states, wor
                 next_entered = load_document(next_block, b, work, True, BACKWARDS)
                 left = load_document(get_sub_chunk(c, b, work, BACKWARDS), b, work, False, BACKWARDS)
                 if entered >= 0:
-                    state = load_entering_state(entered, b, h, part, work, BACKWARDS, STATE, SLICE, form, ROWS, WIDTH)
+                    state = take_entering_state(b, entries, entry, work, BACKWARDS, STATE, U, ROWS, WIDTH)
                     total = -1e30  # what came before is not in it
-                entered = next_entered
             slot, line = slot_of(ring, step), 2 * U + step % 2
             w = dt_c * decay((end - a) * LOG2E)
             if BACKWARDS:
@@ -233,17 +235,11 @@ def walk_slice(ring, tiles, states_desc, dA_cumsum, dt, start, final_states, wor
             ahead = get_sub_chunk(gl.minimum(c + 1, last - 1), b, work, BACKWARDS)
             a, dt_c, end = load_steps(dA_cumsum, dt, row + ahead * BLOCK_M, m, BLOCK_M)
             if states_desc is not None:
-                KEPT: gl.constexpr = tiles.states.shape[0] // 2
                 at = get_sub_chunk(c, b, work, BACKWARDS)
                 if at % EVERY == 0:
-                    out = U * KEPT + kept % KEPT
-                    store_wait(KEPT - 1)
-                    block_barrier()
-                    get_tile(tiles.states, out, ROWS, WIDTH).store(state.to(states_desc.dtype))
-                    fence_async_shared()
-                    block_barrier()
+                    tile = fill_tile(states_desc, state, tiles.states, U, kept)
                     chunk = b * ((work.nsub + EVERY - 1) // EVERY) + at // EVERY
-                    async_store(states_desc, [chunk * work.nheads + h, SLICE * ROWS, part * WIDTH], tiles.states.index(out))
+                    async_store(states_desc, [chunk * work.nheads + h, SLICE * ROWS, part * WIDTH], tile)
                     kept += 1
             block_barrier()
             w = gl.expand_dims(tiles.weights.index(line).load(gl.SliceLayout(0, OPERAND)), 0)
@@ -255,10 +251,19 @@ def walk_slice(ring, tiles, states_desc, dA_cumsum, dt, start, final_states, wor
             state = warpgroup_mma_wait(0, deps=(state,))
             block_barrier()
             mark_empty(ring, slot)
-            if work.documents.blocks is not None and work.documents.final_states is not None:  # noqa: SIM102
-                if left >= 0 and (not BACKWARDS or b >= work.forwards):
-                    store_document_state(work.documents.final_states, state, left, h, work.nheads, STATE, SLICE, part, form,
-                                         ROWS, WIDTH)
+            if work.documents.blocks is not None:
+                if entered >= 0:  # not before the product, which is the first to use the state where none are kept
+                    mark_empty(entries.ring, 0)
+                    entry += 1
+                entered = next_entered
+                if work.documents.final_states is not None:  # noqa: SIM102
+                    if left >= 0 and (not BACKWARDS or b >= work.forwards):
+                        halves = split_columns(state)
+                        for n in gl.static_range(2):
+                            half = fill_tile(work.documents.final_states, halves[n], tiles.states, U, kept + n)
+                            async_store(work.documents.final_states, [left * work.nheads + h, SLICE * ROWS,
+                                                                      part * WIDTH + n * (WIDTH // 2)], half)
+                        kept += 2
             step += 1
         if states_desc is None:
             if is_run(work, k, run):
@@ -273,19 +278,19 @@ def walk_slice(ring, tiles, states_desc, dA_cumsum, dt, start, final_states, wor
 
 
 @gluon.jit
-def fetch_tiles(x_desc, B_desc, dy_desc, C_desc, ring, tiles, work, form: gl.constexpr, PIECES: gl.constexpr,
+def fetch_tiles(x_desc, B_desc, dy_desc, C_desc, ring, entries, tiles, work, form: gl.constexpr, PIECES: gl.constexpr,
                 BACKWARDS: gl.constexpr):
     """The producer: B and x of both heads of each sub-chunk into the next free slot; of walks backwards C and dy."""
     BLOCK_M: gl.constexpr = x_desc.block_shape[1]
     BYTES: gl.constexpr = 2 * tile_bytes(x_desc) + tile_bytes(B_desc)
-    step = 0
+    step, entry = 0, 0
     for k in range(gl.program_id(0) * work.nruns, gl.program_id(0) * work.nruns + work.nruns):
         run = get_walk(work, k, PIECES, BACKWARDS)
         b = run.b
         for c in range(run.first, run.last):
             if work.documents.blocks is not None:
                 token = get_token(c, b, work, BLOCK_M, BACKWARDS)
-                prefetch_entering_states(c, b, run.pair, work, form, BACKWARDS)
+                entry = fetch_entering_states(c, b, run.pair, entries, entry, work, form, BACKWARDS)
             slot = slot_of(ring, step)
             wait_empty(ring, step)
             bar = ring.full.index(slot)
@@ -330,6 +335,11 @@ def hopper_states_kernel(x_desc, B_desc, dy_desc, C_desc, states_desc, dA_cumsum
         Ss = allocate_tiles(states_desc, 2 * KEPT)
     weights = gl.allocate_shared_memory(gl.float32, [4, BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     ring = make_ring(STAGES, 2)
+    entries = Entries(None, None)
+    if blocks is not None:
+        LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, WIDTH], gl.float32)
+        Es = gl.allocate_shared_memory(gl.float32, [2, ROWS, WIDTH], LAYOUT)
+        entries = Entries(Es, make_ring(1, 2))
     fence_async_shared()
     if blocks is None:
         documents = Documents(None, None, None, None, None)
@@ -339,11 +349,11 @@ def hopper_states_kernel(x_desc, B_desc, dy_desc, C_desc, states_desc, dA_cumsum
         start = Start(None, None, ends, factors)
     tiles, work = Tiles(Xs, Bs, Ss, weights), Work(runs, nruns, forwards, nsub, nheads, heads_per_group, documents)
     gl.warp_specialize([
-        (walk_slice, (ring, tiles, states_desc, dA_cumsum, dt, start, final_states, work, FORM, 0, EVERY, BACKWARDS, BLOCK_M,
-                      ROWS, WIDTH)),
-        (walk_slice, (ring, tiles, states_desc, dA_cumsum, dt, start, final_states, work, FORM, 1, EVERY, BACKWARDS, BLOCK_M,
-                      ROWS, WIDTH)),
-        (fetch_tiles, (x_desc, B_desc, dy_desc, C_desc, ring, tiles, work, FORM, states_desc is None, BACKWARDS)),
+        (walk_slice, (ring, entries, tiles, states_desc, dA_cumsum, dt, start, final_states, work, FORM, 0, EVERY, BACKWARDS,
+                      BLOCK_M, ROWS, WIDTH)),
+        (walk_slice, (ring, entries, tiles, states_desc, dA_cumsum, dt, start, final_states, work, FORM, 1, EVERY, BACKWARDS,
+                      BLOCK_M, ROWS, WIDTH)),
+        (fetch_tiles, (x_desc, B_desc, dy_desc, C_desc, ring, entries, tiles, work, FORM, states_desc is None, BACKWARDS)),
     ], [4, 1], [152 if WIDTH <= 128 else 224, 24])
 
 
@@ -351,8 +361,8 @@ def piece_states(i: SSDInputs, descriptors, dt, dA_cumsum, npieces: int, runs, f
                  starts=(None, None)) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns ends and factors. descriptors: of x, B, and of dy, C if rows from `forwards` on are walked backwards.
 
-    runs: (blocks, nruns, 6) int32. blocks: those of documents, in place of sub-chunks; starts: their initial_states and
-    dfinal_states, contiguous, each or None for zeros.
+    runs: (blocks, nruns, 6) int32. blocks: those of documents, in place of sub-chunks; starts: descriptors of their
+    initial_states and dfinal_states, each or None for zeros.
     """
     ends = torch.empty(npieces, 2, *(d.block_shape[-1] for d in descriptors[:2]), device=i.x.device, dtype=torch.float32)
     factors = torch.empty(npieces, 2, device=i.x.device, dtype=torch.float32)
@@ -366,7 +376,7 @@ def all_states(i: SSDInputs, descriptors, states_desc, dt, dA_cumsum, runs, star
 
     descriptors, runs: as above. starts: initial_states and dfinal_states, contiguous, each or None for zeros. ends and factors:
     of the pieces that enter the runs, if any do. blocks: those of documents, in place of sub-chunks; starts and final_states
-    are then the documents'.
+    are then descriptors of the documents', the last in tiles half as wide as a part.
     """
     _launch(i, descriptors, states_desc, dt, dA_cumsum, runs, starts, ends, factors, final_states, forwards, every, blocks)
 
