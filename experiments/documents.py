@@ -105,10 +105,9 @@ _SAID = {"one": "one sequence, no states", "packed": "packed by `seq_idx`, no st
 
 def tabulate(rows: list[dict]) -> str:
     """The last row of each way, in CUDA graphs, beside one sequence in the same run."""
-    rows = record.latest(rows, lambda row: tuple(row[key] for key in ("gpu", "shape", "ndocs", "mode", "variant", "way")))
     one = {(row["gpu"], row["shape"], row["mode"], row["variant"], row["time"]): row for row in rows if row["way"] == "one"}
     lines = []
-    for row in rows:
+    for row in record.latest(rows, lambda row: tuple(row[key] for key in ("gpu", "shape", "ndocs", "mode", "variant", "way"))):
         us = row["graph_p50_us"] or row["p50_us"]
         base = one.get((row["gpu"], row["shape"], row["mode"], row["variant"], row["time"]))
         relative = f"{us / (base['graph_p50_us'] or base['p50_us']):.2f}" if base and row["way"] != "copy" else ""

@@ -145,7 +145,7 @@ def forward_backward(variant: Variant, inputs: SSDInputs, options: Options) -> N
     variant.backward(saved, torch.empty_like(out), torch.empty_like(final_states), SSDGrads())
 
 
-def sum_part(_: Variant, inputs: SSDInputs, options: Options) -> None:
+def sum_part(inputs: SSDInputs, options: Options) -> None:
     part_state.compute_end(inputs, False, options)
     part_state.compute_start(inputs, inputs.x, False, options)
 
@@ -261,9 +261,8 @@ def compile_kernels(a: argparse.Namespace) -> list[Compiled]:
     with patch.object(launch, "find_fault", trusted), patch.multiple(
             trust, inspect=inspect, find_foreign_descriptors=find_foreign_descriptors,
             find_lost_operands=find_lost_operands):
-        run = partial(sum_part if a.part else forward_backward, adapt_to_documents(get_variant(a.variant), inputs), inputs,
-                      Options(**a.off))
-        return compile_all(run, inputs, a.arch, a.configs, only=a.only, once=a.once)
+        run = sum_part if a.part else partial(forward_backward, adapt_to_documents(get_variant(a.variant), inputs))
+        return compile_all(partial(run, inputs, Options(**a.off)), inputs, a.arch, a.configs, only=a.only, once=a.once)
 
 
 def serve() -> None:

@@ -31,6 +31,10 @@ def test_table():
                                row("one", 999.0, mode="bwd", time="before")])
     assert "| documents with states | persistent | fwd | 16,384 in 24 documents | H100 | 450 | 1.50 |" in said
     assert "| copy of those states | persistent | fwd | 16,384 in 24 documents | H100 | 80 |  |" in said
+    later = [row("one", 200.0, time="later"), row("states", 900.0, ndocs=99)]
+    said = documents.tabulate([row("one", 300.0), row("states", 450.0), row("every 256", 330.0), *later])
+    assert "256 tokens | persistent | fwd | 16,384 in 24 documents | H100 | 330 | 1.10 |" in said, "beside its own run"
+    assert "24 documents | H100 | 450 |" in said and "99 documents | H100 | 900 |" in said
     assert "No rows yet" in documents.tabulate([])
 
 
