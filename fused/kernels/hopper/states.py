@@ -58,7 +58,8 @@ from .start import add_pieces, load_given_state, piece_offsets
 # One kernel for all sizes: that a size is 1 or divisible by 16 would not make it faster.
 SIZES = ("nruns", "forwards", "nsub", "nheads", "heads_per_group")
 STAGES = 3
-# Of a thread at launch; the roles then share them out: 152 walk_slice, or 224 where tiles have 256 states, 24 fetch_tiles.
+# Of a thread at launch; the roles then share them out: 152 walk_slice, or 224 where tiles have 256 states; 24 fetch_tiles, or 40
+# where it fetches documents' states too.
 _REGISTERS = 160
 
 
@@ -354,7 +355,7 @@ def hopper_states_kernel(x_desc, B_desc, dy_desc, C_desc, states_desc, dA_cumsum
         (walk_slice, (ring, entries, tiles, states_desc, dA_cumsum, dt, start, final_states, work, FORM, 1, EVERY, BACKWARDS,
                       BLOCK_M, ROWS, WIDTH)),
         (fetch_tiles, (x_desc, B_desc, dy_desc, C_desc, ring, entries, tiles, work, FORM, states_desc is None, BACKWARDS)),
-    ], [4, 1], [152 if WIDTH <= 128 else 224, 24])
+    ], [4, 1], [152 if WIDTH <= 128 else 224, 24 if blocks is None else 40])
 
 
 def piece_states(i: SSDInputs, descriptors, dt, dA_cumsum, npieces: int, runs, forwards: int, blocks=None,
