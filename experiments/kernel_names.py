@@ -5,7 +5,7 @@ from functools import cache
 from pathlib import Path
 
 _ROOT = Path(__file__).parent.parent
-_OF_OPERATOR = ("ssd/kernels", "ssd/baseline/kernels", "fused/kernels", "persistent/kernels")
+OF_OPERATOR = ("ssd/kernels", "ssd/baseline/kernels", "ssd/distributed/kernels", "fused/kernels", "persistent/kernels")
 _OF_BLOCK = ("ssd/block/kernels",)
 # Old name -> present one. Rows keep the names that they were measured under; tables and classes go by the present ones.
 RENAMED = {
@@ -26,7 +26,7 @@ def operator_pattern() -> str:
     """A regular expression that is found in the names of the SSD's kernels and those of Mamba-1's selective scan, ours and
     mamba_ssm's.
     """
-    return rf"^({'|'.join(sorted(names(_OF_OPERATOR)))}|{_UPSTREAM})$|selective_scan"
+    return rf"^({'|'.join(sorted(names(OF_OPERATOR)))}|{_UPSTREAM})$|selective_scan"
 
 
 def is_of_operator(name: str) -> bool:
@@ -41,7 +41,7 @@ def present_name(name: str) -> str:
 
 def list_ours() -> frozenset[str]:
     """The names of all kernels of this repository, the operator's and those around it."""
-    return names(_OF_OPERATOR + _OF_BLOCK)
+    return names(OF_OPERATOR + _OF_BLOCK)
 
 
 @cache

@@ -29,8 +29,10 @@ import persistent
 import ssd
 from ssd import Options, ssd_chunk_scan
 from ssd.block import causal_conv1d_update
+from ssd.distributed.part_state import compute_end, compute_start
 from ssd.registry import list_candidates
 from ssd.runtime.devices import is_hopper
+from ssd.types import SSDInputs
 
 from . import record
 from .block import PARTS, WIDTH
@@ -177,6 +179,10 @@ def _run_block() -> None:
             out.float().sum().backward()
     x, state, weight = (torch.randn(*size, device="cuda") for size in ((2, 70), (2, 70, WIDTH - 1), (70, WIDTH)))
     causal_conv1d_update(x, state, weight, activation="silu")
+    i = SSDInputs(**make_inputs(_PLAIN, torch.bfloat16, "cuda"), **_make_optional(_PLAIN, torch.bfloat16, ("seq_idx",)),
+                  chunk_size=_CHUNK_SIZE)
+    compute_end(i, False, Options())  # of a rank's part of a sequence
+    compute_start(i, i.x, False, Options())
 
 
 def _make_optional(shape: Shape, dtype: torch.dtype, names: tuple[str, ...]) -> dict[str, torch.Tensor]:

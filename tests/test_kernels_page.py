@@ -114,8 +114,7 @@ def test_kernels_are_in_the_files_that_are_named():
 
 
 def test_every_kernel_of_the_operator_is_named():
-    folders = ("ssd/kernels", "ssd/baseline/kernels", "fused/kernels", "persistent/kernels")
-    kernels = {name for folder in folders for path in (ROOT / folder).rglob("*.py")
+    kernels = {name for folder in kernel_names.OF_OPERATOR for path in (ROOT / folder).rglob("*.py")
                for name in re.findall(r"^def (\w+)_kernel\(", path.read_text(), re.M)}
     assert kernels == FILES.keys()
 

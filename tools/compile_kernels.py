@@ -18,10 +18,10 @@ import re
 import shutil
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -38,6 +38,7 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from fused import hopper
+from ssd.distributed import part_state
 from ssd.registry import Variant, adapt_to_documents, config_spaces, get_variant
 from ssd.runtime import foreign_descriptors, launch, lost_operands, machine_code, trust, tuning
 from ssd.runtime.machine_code import find_once, lanes_apart, list_ptx_loops
@@ -144,19 +145,23 @@ def forward_backward(variant: Variant, inputs: SSDInputs, options: Options) -> N
     variant.backward(saved, torch.empty_like(out), torch.empty_like(final_states), SSDGrads())
 
 
-def compile_all(variant: Variant, inputs: SSDInputs, arch: int, options: Options, configs: int,
-                **which: object) -> list[Compiled]:
-    """Every kernel of one forward and backward; and with `configs`, each in so many of those that a tuner may try. which: as
+def sum_part(_: Variant, inputs: SSDInputs, options: Options) -> None:
+    part_state.compute_end(inputs, False, options)
+    part_state.compute_start(inputs, inputs.x, False, options)
+
+
+def compile_all(run: Callable[[], None], inputs: SSDInputs, arch: int, configs: int, **which: object) -> list[Compiled]:
+    """Every kernel that `run` launches on inputs; and with `configs`, each in so many of those that a tuner may try. which: as
     `collect_kernels` takes it.
     """
     sizes = (inputs.x.dtype, inputs.headdim, inputs.dstate, inputs.chunk_size, CHIPS[arch])
     with collect_kernels(arch, **which) as compiled:
-        forward_backward(variant, inputs, options)
+        run()
         for kernel, space in config_spaces().items() if configs else ():
             tried = space.configs(*sizes)
             for config in tried[:: -(-len(tried) // configs)]:
                 with tuning.force_config(kernel, config):
-                    forward_backward(variant, inputs, options)
+                    run()
     return sorted((_measure_once(kernel, not configs) for kernel in compiled.values()), key=lambda c: (c.kernel, c.config))
 
 
@@ -233,6 +238,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--off", type=lambda names: dict.fromkeys(names.split(","), False), default={},
                         help="fields of ssd.Options to switch off, separated by commas")
     parser.add_argument("--z", action="store_true")
+    parser.add_argument("--part", action="store_true", help="what sums up a part of a sequence over several GPUs instead")
     parser.add_argument("--only", type=lambda parts: tuple(parts.split(",")), default=(), help="kernels whose names "
                         "have one of these in them, separated by commas")
     parser.add_argument("--once", action="store_true", help="each kernel in one form, where there are several")
@@ -255,8 +261,9 @@ def compile_kernels(a: argparse.Namespace) -> list[Compiled]:
     with patch.object(launch, "find_fault", trusted), patch.multiple(
             trust, inspect=inspect, find_foreign_descriptors=find_foreign_descriptors,
             find_lost_operands=find_lost_operands):
-        return compile_all(adapt_to_documents(get_variant(a.variant), inputs), inputs, a.arch, Options(**a.off), a.configs,
-                           only=a.only, once=a.once)
+        run = partial(sum_part if a.part else forward_backward, adapt_to_documents(get_variant(a.variant), inputs), inputs,
+                      Options(**a.off))
+        return compile_all(run, inputs, a.arch, a.configs, only=a.only, once=a.once)
 
 
 def serve() -> None:

@@ -53,7 +53,8 @@ def gather(group: dist.ProcessGroup, *tensors: Tensor) -> list[Tensor]:
     """Each tensor of every rank, (ranks, *shape), by one message. Shapes and dtypes are alike on all ranks."""
     order = sorted(range(len(tensors)), key=lambda n: -tensors[n].element_size())  # so that each is aligned
     packed = torch.cat([tensors[n].contiguous().flatten().view(torch.uint8) for n in order])
-    packed = torch.nn.functional.pad(packed, (0, -packed.numel() % _ALIGNMENT))
+    if missing := -packed.numel() % _ALIGNMENT:
+        packed = torch.nn.functional.pad(packed, (0, missing))
     ranks = dist.get_world_size(group)
     received = packed.new_empty(ranks * packed.numel())
     _all_gather(received, packed, group=group)

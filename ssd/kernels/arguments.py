@@ -10,7 +10,7 @@ from ..types import SSDInputs
 
 # Arguments that count something, by which Triton is not to specialise: a kernel then serves all lengths that 16 divides, and is
 # at one chunk or block what it is at several.
-COUNTS = ("batch", "nblocks", "nchunks", "ndocs", "npieces", "ntiles", "rows")
+COUNTS = ("batch", "nblocks", "nchunks", "ndocs", "npieces", "nsums", "ntiles", "rows")
 LONGEST_TILE = 256  # tokens of a chunk, or channels
 _DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 

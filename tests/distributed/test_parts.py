@@ -9,6 +9,7 @@ from torch.testing import assert_close
 
 from ssd import Options, reference
 from ssd.distributed import part_state
+from ssd.distributed.kernels import part_sum
 from ssd.modules import Mamba2
 from tests.distributed.rank_calls import Problem, attend, convolve, join, mix, scan, scan_alone, scan_bits, scan_otherwise
 from tests.distributed.ranks import Ranks
@@ -94,11 +95,11 @@ def test_two_runs_are_the_same_bits(ranks):
     assert ranks.run(3, scan_bits, Problem((20, 3, 30), SMALL, EVERYTHING, torch.float32)) == [True] * 3
 
 
-@pytest.mark.parametrize("programs", (1, 10, 2048), ids=("one segment", "segments", "chunks"))
+@pytest.mark.parametrize("programs", (1, 10, 2048), ids=("one sum", "sums", "chunks"))
 @pytest.mark.parametrize("documents", (False, True), ids=("one document", "documents"))
 def test_sums_by_kernels(documents, programs, monkeypatch, device):
     """The state after a part from zeros, and the gradient of the state before it."""
-    monkeypatch.setattr(part_state, "_PROGRAMS", programs)
+    monkeypatch.setattr(part_sum, "PROGRAMS", programs)
     i = random_inputs(Shape(batch=3, seqlen=70, nheads=2, headdim=8, dstate=8), Case(dt_bias=True, dt_softplus=True),
                       device=device)
     if documents:
@@ -112,6 +113,18 @@ def test_sums_by_kernels(documents, programs, monkeypatch, device):
     carried = reference.compute_in_fp64(replace(with_states, seq_idx=None, x=0 * i.x))[1][..., 0, 0]
     for found, expected in ((end, reference.compute_in_fp64(i)[1]), (start, truth), (decay, carried)):
         assert_close(found.double(), expected, rtol=0, atol=1e-5 * expected.abs().max().item())
+
+
+def test_chunks_whose_decay_is_0_are_not_read(device):
+    """Nor do they make NaN of their zeros."""
+    i = random_inputs(Shape(batch=1, seqlen=2100, nheads=1, headdim=8, dstate=8), Case(), device=device)
+    i = replace(i, dt=torch.full_like(i.dt, 0.5), A=torch.full_like(i.A, -1.0))
+    late = [t[:, -1000:] for t in (i.x, i.dt, i.B)]
+    expected, _ = part_state.compute_end(replace(i, **dict(zip(("x", "dt", "B"), late, strict=True))), True, Options())
+    i.x[:, :1000], i.C[:, 1000:] = float("nan"), float("nan")
+    assert_close(part_state.compute_end(i, False, Options())[0], expected, rtol=0, atol=1e-5)
+    dy = random_like(i.x)
+    assert part_state.compute_start(i, dy, False, Options()).isfinite().all()
 
 
 def test_autocast_does_not_round_sums():

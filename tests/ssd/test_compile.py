@@ -103,8 +103,8 @@ def test_every_kernel_with_other_tritons(triton, compiled, request):
     """
     for arch in SHARED if request.config.option.triton else tritons.CHIPS[triton]:
         baseline, fused, persistent, by_rows, _ = WAYS
-        ways = [(*baseline, "--every-option"), fused, (*persistent, "--only", "stationary"), (*by_rows, "--only", "rows"),
-                *(GLUON if arch == 90 else ())]
+        ways = [(*baseline, "--every-option"), (*baseline, "--part"), fused, (*persistent, "--only", "stationary"),
+                (*by_rows, "--only", "rows"), *(GLUON if arch == 90 else ())]
         rows = [row for way in ways for row in compiled(*way, "--arch", str(arch), "--once")]
         assert {row["triton"] for row in rows} == {triton}
         assert_fits(rows, arch, spills=64, by_walks=1152)
@@ -115,6 +115,14 @@ def test_every_kernel_with_other_tritons(triton, compiled, request):
             assert row["kernel"] not in HOPPER or row["groups"] <= MOST_GROUPS, row
             assert not row["late"], row
         assert arch != 90 or kernels >= set(HOPPER)
+
+
+@pytest.mark.parametrize("arch, given", (param(90, "--documents"), param(120, ""), param(80, "", rare=True),
+                                         param(100, "--documents", rare=True)))
+def test_part_of_a_sequence(arch, given, compiled):
+    rows = compiled("baseline", "--part", "--only", "part_sum", "--arch", str(arch), *given.split())
+    assert len(rows) == 2  # forwards and backwards
+    assert_fits(rows, arch, spills=64, by_walks=0)
 
 
 def test_states_of_few_heads(compiled):

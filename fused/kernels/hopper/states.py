@@ -58,8 +58,8 @@ from .start import add_pieces, load_given_state, piece_offsets
 # One kernel for all sizes: that a size is 1 or divisible by 16 would not make it faster.
 SIZES = ("nruns", "forwards", "nsub", "nheads", "heads_per_group")
 STAGES = 3
-# Of a thread at launch; the roles then share them out: 152 walk_slice, or 224 where tiles have 256 states; 24 fetch_tiles, or 40
-# where it fetches documents' states too.
+# Of a thread at launch; the roles then share them out: 152 walk_slice, or 224 where tiles have 256 states; 24
+# fetch_tiles, or 40 where documents have states.
 _REGISTERS = 160
 
 

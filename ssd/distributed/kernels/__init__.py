@@ -1,0 +1,1 @@
+"""The kernel of a sequence over several GPUs."""
