@@ -120,6 +120,19 @@ def test_two_captured(tmp_path):
     assert_same_steps(tmp_path / "graph", tmp_path / "eager")
 
 
+@needs_gpus
+def test_fifty_steps_of_a_published_size_by_parts(tmp_path):
+    """Each GPU has half of every sequence."""
+    line = ("train", "--workload=hybrid", "--preset=1b", "--batch=1", "--seqlen=8192", "--steps=50", "--dtype=bf16",
+            "--save-every=0", "--rows", tmp_path)
+    collect_output([start_module("experiments", *line, "--out", tmp_path / "one")])
+    collect_output([start_module("experiments", *line, "--out", tmp_path / "two", "--parallel", "cp", **environment)
+                    for environment in two()])
+    losses = zip(read_log(tmp_path / "two"), read_log(tmp_path / "one"), strict=True)
+    apart = [abs(loss / expected - 1) for loss, expected in losses]
+    assert len(apart) == 50 and max(apart) < 1e-3, apart
+
+
 @needs_two
 def test_two_halves_go_on_with_what_one_has_saved(by_one, tmp_path):
     out = tmp_path / "run"
