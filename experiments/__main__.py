@@ -199,7 +199,7 @@ def train(
 @app.command()
 def context(
     part: Annotated[str, typer.Option(help="scan, block or both.")] = "scan,block",
-    seqlen: Annotated[str, typer.Option(help="Tokens of the whole sequence, comma-separated.")] = "32768,65536,262144",
+    seqlen: Annotated[str, typer.Option(help="Tokens of the whole sequence; blocks up to 65536.")] = "32768,65536,262144",
     mode: Annotated[str, typer.Option(help="fwd, fwd_bwd or both.")] = "fwd,fwd_bwd",
     variant: Annotated[str, typer.Option(help=f"One of {VARIANT_LIST}.")] = "auto", dtype: flags.Dtype = "bf16",
     repeats: flags.Repeats = 20, warmup: flags.Warmup = 5, out: flags.Out = RESULTS,

@@ -31,6 +31,7 @@ MODES = ("fwd", "fwd_bwd")
 PARTS = ("scan", "block")
 _MIXER = replace(SHAPES["8b-b1"], name="8b")
 _CHUNK_SIZE = 256
+_LONGEST_BLOCK = 65536  # tokens of a block that one GPU has the memory for, beside its half
 _EXPANDED = 2  # channels of a block inside, for each outside
 _TABLE_TOKENS, _TABLE_RANKS = (65536, 1048576), (2, 8, 64, 512)
 
@@ -39,7 +40,7 @@ def run(parts: Sequence[str], seqlens: Sequence[int], modes: Sequence[str], vari
         console: Console, repeats: int = 20, warmup: int = 5) -> list[dict]:
     """Measures the operator and whole blocks at the 8B mixer's sizes; the first rank appends rows.
 
-    seqlens: tokens of the whole sequence, of which each rank has as many.
+    seqlens: tokens of the whole sequence, of which each rank has as many. A block has 65,536 at most.
 
     Raises:
         ValueError: fewer than two GPUs, or tokens that they cannot have as many of.
@@ -54,7 +55,7 @@ def run(parts: Sequence[str], seqlens: Sequence[int], modes: Sequence[str], vari
     with timing.side_stream():
         for seqlen in seqlens:
             shape = replace(_MIXER, seqlen=seqlen)
-            for part in parts:
+            for part in (part for part in parts if part == "scan" or seqlen <= _LONGEST_BLOCK):
                 for mode in modes:
                     calls = (_list_scans if part == "scan" else _list_blocks)(shape, mode, variant, DTYPES[dtype], team)
                     rows.append(_measure(shape, part, mode, variant, dtype, calls, team, repeats, warmup))
@@ -70,6 +71,8 @@ def _measure(shape: Shape, part: str, mode: str, variant: str, dtype: str, calls
              warmup: int) -> dict:
     dist.barrier()
     times = _time(calls, team, repeats, warmup)
+    peak_mib = team.max_over(timing.measure_peak_mib(calls["parts"]))
+    torch.cuda.empty_cache()  # graphs keep memory of their own
     captured, note = _capture(calls, team)
     graphs = _time(captured, team, repeats, warmup)
     (p20, p50, p80), graph_p50 = times["parts"], graphs["parts"][1] if "parts" in graphs else None
@@ -83,8 +86,7 @@ def _measure(shape: Shape, part: str, mode: str, variant: str, dtype: str, calls
         "graph_p50_us": graph_p50, "alone_graph_p50_us": in_graphs[0], "all_to_all_graph_p50_us": in_graphs[1],
         "efficiency": efficiency, "all_to_all_p50_us": dealt,
         "bytes_received": forward.bytes + (backward.bytes if mode == "fwd_bwd" else 0),
-        "peak_mib": team.max_over(timing.measure_peak_mib(calls["parts"])), "link_gbps": team.measure_link(),
-        "note": note, **record.environment()}
+        "peak_mib": peak_mib, "link_gbps": team.measure_link(), "note": note, **record.environment()}
 
 
 def _time(calls: dict[str, Callable], team: Team, repeats: int, warmup: int) -> dict[str, list[float]]:

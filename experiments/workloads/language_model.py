@@ -1,5 +1,6 @@
 """A language model of pre-norm residual layers, which a pattern names one by one: Mamba-2, attention or MLP."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +17,7 @@ from .layers import MLP, Attention, document_mask
 
 MAMBA, ATTENTION, MLP_LAYER = "M", "*", "-"
 IGNORED = -100  # the label of a token after which no other of its document comes
+_LOGIT_TOKENS = 4096  # whose logits are held at a time, where activations are computed again
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,8 @@ class LanguageModel(nn.Module):
     Args:
         sizes: of the model.
         variant: of the Mamba-2 layers, see `ssd.ssd_chunk_scan`.
-        checkpoint_activations: the backward computes each layer again, from the residual stream, which alone is kept.
+        checkpoint_activations: the backward computes each layer, and the logits of 4,096 tokens at a time, again from the
+            residual stream, which alone is kept.
 
     Attributes:
         context_group: the ranks that sequences are cut over; None unless it is set, here and in the mixers.
@@ -75,24 +78,35 @@ class LanguageModel(nn.Module):
             self.lm_head.weight = self.embedding.weight
         self._initialise()
 
-    def forward(self, input_ids: Tensor, seq_idx: Tensor | None = None) -> Tensor:
+    def forward(self, input_ids: Tensor, seq_idx: Tensor | None = None, labels: Tensor | None = None) -> Tensor:
         """Args:
             input_ids: (batch, seqlen) int64.
             seq_idx: (batch, seqlen) int32, the document of each token, which rises along a row.
+            labels: (batch, seqlen) int64, IGNORED where there is none.
 
         Returns:
-            (batch, seqlen, vocab_size), in the dtype of the weights or of autocast.
+            Logits (batch, seqlen, vocab_size), in the dtype of the weights or of autocast; with labels, the sum of their
+            cross-entropies in nats, () fp32.
         """
         packed = seq_idx is not None and ATTENTION in self.sizes.pattern
         beside = {MAMBA: (seq_idx,), ATTENTION: (document_mask(self._gather(seq_idx)) if packed else None,), MLP_LAYER: ()}
-        residual = self.embedding(input_ids)
+        residual, again = self.embedding(input_ids), self.checkpoint_activations and self.training
         for kind, layer in zip(self.sizes.pattern, self.layers, strict=True):
-            if self.checkpoint_activations and self.training:
-                # no layer draws, and a CUDA graph cannot hold what keeps the generator's state
-                residual = checkpoint(layer, residual, *beside[kind], use_reentrant=False, preserve_rng_state=False)
-            else:
-                residual = layer(residual, *beside[kind])
-        return self.lm_head(self.norm_f(residual))
+            residual = _compute_again(layer, residual, *beside[kind]) if again else layer(residual, *beside[kind])
+        if labels is None:
+            return self.lm_head(self.norm_f(residual))
+        residual, labels = residual.flatten(0, 1), labels.flatten()
+        if not again:
+            return self._sum_losses(residual, labels)
+        pieces = zip(residual.split(_LOGIT_TOKENS), labels.split(_LOGIT_TOKENS), strict=True)
+        return torch.stack([_compute_again(self._sum_losses, *piece) for piece in pieces]).sum()
+
+    def _sum_losses(self, residual: Tensor, labels: Tensor) -> Tensor:
+        device = residual.device.type
+        # without autocast's cache, by which the head's gradients of all pieces would be added up in bf16
+        with torch.autocast(device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device), cache_enabled=False):
+            logits = self.lm_head(self.norm_f(residual))
+        return F.cross_entropy(logits.float(), labels, ignore_index=IGNORED, reduction="sum")
 
     def _gather(self, seq_idx: Tensor) -> Tensor:
         """The documents of all tokens, gathered where a rank has a part of them."""
@@ -107,6 +121,12 @@ class LanguageModel(nn.Module):
             if isinstance(module, nn.Linear):
                 is_output = name.endswith("out_proj")
                 nn.init.normal_(module.weight, std=0.02 / (len(self.layers) ** 0.5 if is_output else 1))
+
+
+def _compute_again(function: Callable[..., Tensor], *args: Tensor | None) -> Tensor:
+    """function(*args), of which the backward keeps the arguments alone."""
+    # nothing here draws, and a CUDA graph cannot hold what keeps the generator's state
+    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
 
 
 class _Layer(nn.Module):
@@ -131,8 +151,7 @@ class _Layer(nn.Module):
 
 def next_token_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """Mean cross-entropy of the next token in nats, over the tokens that have one; batch: as `text.Rows` has it."""
-    logits = model(batch["input_ids"], batch.get("seq_idx"))
-    total = F.cross_entropy(logits.flatten(0, 1).float(), batch["labels"].flatten(), ignore_index=IGNORED, reduction="sum")
+    total = model(batch["input_ids"], batch.get("seq_idx"), batch["labels"])
     return total / count_labelled(batch).clamp(min=1)  # of documents of one token nothing can be learnt
 
 

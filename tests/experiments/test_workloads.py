@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from experiments.training_step import compile_layers, find_decaying
-from experiments.workloads import get_workload, workload_names
+from experiments.workloads import get_workload, language_model, workload_names
 from experiments.workloads.hybrid import allocate
 from experiments.workloads.language_model import LanguageModel
 from ssd.modules import Mamba2LM, Mamba2LMConfig
@@ -104,6 +104,20 @@ def test_computing_again_changes_nothing(workload, sizes, small):
         results.append([*(p.grad for p in model.parameters() if p.grad is not None), *model.buffers()])
         assert all(norm.momentum == 0.1 for norm in model.modules() if isinstance(norm, torch.nn.BatchNorm1d))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_few_logits_are_held_where_they_are_computed_again(monkeypatch, small):
+    monkeypatch.setattr(language_model, "_LOGIT_TOKENS", 30)
+    batch, results = {name: torch.randint(256, (2, 40)) for name in ("input_ids", "labels")}, []
+    for again in (False, True):
+        torch.manual_seed(0)
+        model, held = LanguageModel(sizes("M"), "torch", again), []
+        model.lm_head.register_forward_hook(lambda *given, held=held: held.append(len(given[-1])))
+        loss = language_model.next_token_loss(model, batch)
+        loss.backward()
+        results.append([loss, *(p.grad for p in model.parameters())])
+    assert held == [30, 30, 20, 20, 30, 30]  # forwards, then backwards
+    torch.testing.assert_close(*results)
 
 
 def test_what_decays():
