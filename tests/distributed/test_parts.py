@@ -95,11 +95,12 @@ def test_two_runs_are_the_same_bits(ranks):
     assert ranks.run(3, scan_bits, Problem((20, 3, 30), SMALL, EVERYTHING, torch.float32)) == [True] * 3
 
 
-@pytest.mark.parametrize("programs", (1, 10, 2048), ids=("one sum", "sums", "chunks"))
+@pytest.mark.parametrize("programs", (1, 20, 2048), ids=("one sum", "sums", "chunks"))
 @pytest.mark.parametrize("documents", (False, True), ids=("one document", "documents"))
 def test_sums_by_kernels(documents, programs, monkeypatch, device):
     """The state after a part from zeros, and the gradient of the state before it."""
-    monkeypatch.setattr(part_sum, "PROGRAMS", programs)
+    monkeypatch.setattr(part_sum, "MOST_PROGRAMS", programs)
+    monkeypatch.setattr(part_sum, "LEAST_TOKENS", 1)
     i = random_inputs(Shape(batch=3, seqlen=70, nheads=2, headdim=8, dstate=8), Case(dt_bias=True, dt_softplus=True),
                       device=device)
     if documents:

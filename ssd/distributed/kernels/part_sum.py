@@ -5,9 +5,12 @@ It is (7), or (13), of docs/ssd.md, summed over all chunks of the part:
     end = sum_c exp(A of the chunks behind c) S_c,    start = sum_c exp(A of the chunks before c) dH_c
 
 Reads u and v, which are x (batch, seqlen, nheads, headdim) and B (batch, seqlen, ngroups, dstate), or dy and C, any strides; dt
-and dA_cumsum (batch, nheads, nchunks, chunk_size) fp32. A chunk from which nothing is left, because its decay is 0 in fp32 or
-another document lies between, is not read. Writes sums (batch, nsums, nheads, headdim, dstate) fp32, to be added up. Each is of
-every nsums-th chunk, so that all programs have their share of those that are read.
+and dA_cumsum (batch, nheads, nchunks, chunk_size) fp32. Writes total, end or start, (batch, nheads, headdim, dstate) fp32.
+
+A chunk from which nothing is left, because its decay is 0 in fp32 or another document lies between, is not read. Most heads
+forget within a few chunks, and some never do. So the chunks of each head that are read are shared out evenly among as many
+programs as they are worth, at most nsums; each writes one of sums (batch, nsums, nheads, headdim, dstate) fp32, and part_total
+adds up those that were written, in their order.
 """
 
 import torch
@@ -15,20 +18,56 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...baseline.kernels.chunk_state import CONFIGS, count_state_tiles, store_state, unpack_state_tile, weighted_outer
+from ...baseline.kernels.chunk_state import CONFIGS, count_state_tiles, store_state, unpack_state_tile
 from ...kernels.arguments import COUNTS, Strides, cdiv, get_sizes
-from ...kernels.device import chunk_offset, decay, state_offset, step_offset
+from ...kernels.device import (
+    chunk_offset,
+    decay,
+    decays_from_start,
+    decays_to_end,
+    load_tokens,
+    load_tokens_t,
+    state_offset,
+    step_offset,
+)
 from ...runtime.launch import launch
 from ...types import Options, SSDInputs
 
-PROGRAMS = 1024  # that fill any GPU, while the sums that they write stay few
+MOST_PROGRAMS = 4096  # of one launch: few of them have chunks to read
+LEAST_TOKENS = 1024  # that a program reads, if its head remembers as many
 _TOTALS = tl.constexpr(128)  # that are loaded at once
+_BLOCK = 1024  # of part_total
+
+
+@triton.jit
+def load_totals(dA_cumsum, n, last, nchunks, TO_END: tl.constexpr, SIZES: tl.constexpr):
+    """A of chunks n, those before `last`, counted from the end or from the start; 0 for others."""
+    c = tl.cast(nchunks - 1 - n if TO_END else n, tl.int64)
+    return tl.load(dA_cumsum + c * SIZES.chunk + SIZES.chunk - 1, mask=n < last, other=0.0)
+
+
+@triton.jit
+def count_remembered(dA_cumsum, seq_idx, document, seqlen, nchunks, TO_END: tl.constexpr, SIZES: tl.constexpr):
+    """How many chunks, from the end or from the start on, something is left of."""
+    found, first = 0, 0
+    between = tl.full([], 0.0, tl.float32)
+    while (first < nchunks) & (decay(between) != 0.0):
+        n = first + tl.arange(0, _TOTALS)
+        totals = load_totals(dA_cumsum, n, nchunks, nchunks, TO_END, SIZES)
+        left = (decay(between + tl.cumsum(totals, 0) - totals) != 0.0) & (n < nchunks)
+        if seq_idx is not None:
+            nearest = tl.minimum((nchunks - n) * SIZES.chunk, seqlen) - 1 if TO_END else n * SIZES.chunk
+            left &= tl.load(seq_idx + nearest, mask=n < nchunks, other=-1) == document
+        found += tl.sum(left.to(tl.int32))
+        between += tl.sum(totals)
+        first += _TOTALS
+    return found
 
 
 @triton.jit(do_not_specialize=COUNTS)
-def part_sum_kernel(u, v, dt, dA_cumsum, seq_idx, sums, strides, seqlen, nchunks, nsums, TO_END: tl.constexpr,
-                    SIZES: tl.constexpr, PRECISION: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
-                    BLOCK_K: tl.constexpr):
+def part_sum_kernel(u, v, dt, dA_cumsum, seq_idx, sums, nsummed, strides, seqlen, nchunks, nsums, TO_END: tl.constexpr,
+                    SIZES: tl.constexpr, LEAST_CHUNKS: tl.constexpr, PRECISION: tl.constexpr, BLOCK_P: tl.constexpr,
+                    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
     offs_p, offs_n, h, which, b = unpack_state_tile(nsums, SIZES, BLOCK_P, BLOCK_N)
     dA_cumsum += step_offset(b, h, 0, nchunks, SIZES)
     document = 0  # before the start: documents are numbered from the one that goes on
@@ -36,39 +75,62 @@ def part_sum_kernel(u, v, dt, dA_cumsum, seq_idx, sums, strides, seqlen, nchunks
         seq_idx += b * seqlen
         if TO_END:
             document = tl.load(seq_idx + seqlen - 1)
-    acc = tl.zeros([BLOCK_P, BLOCK_N], tl.float32)
-    between = tl.full([], 0.0, tl.float32)  # A of the chunks between this one and the end, or the start
-    summed = 0
-    for n in range(tl.cast(which, tl.int32), nchunks, nsums):  # chunks are counted from the end, or the start
-        for first in range(summed, n, _TOTALS):
-            other = first + tl.arange(0, _TOTALS)
-            other_c = tl.cast(nchunks - 1 - other if TO_END else other, tl.int64)
-            between += tl.sum(tl.load(dA_cumsum + other_c * SIZES.chunk + SIZES.chunk - 1, mask=other < n, other=0.0))
-        summed = n
-        c = tl.cast(nchunks - 1 - n if TO_END else n, tl.int64)
-        token = c * SIZES.chunk
-        rows = tl.minimum(SIZES.chunk, seqlen - token).to(tl.int32)
-        left, at = decay(between), None
-        if seq_idx is not None:
-            at = seq_idx + token
-            nearest = tl.load(at + (rows - 1 if TO_END else 0))
-            left = tl.where(nearest == document, left, 0.0)
-        if left != 0.0:
-            acc += left * weighted_outer(
-                u + chunk_offset(strides.x, b, token, h), strides.x,
-                v + chunk_offset(strides.B, b, token, h // (SIZES.nheads // SIZES.ngroups)), strides.B,
-                dt + step_offset(b, h, c, nchunks, SIZES), dA_cumsum + token, at, document, rows, offs_p, offs_n, TO_END, SIZES,
-                BLOCK_K, PRECISION)
-    store_state(sums + state_offset(b, which, h, nsums, SIZES), offs_p, offs_n, acc, SIZES)
+    remembered = count_remembered(dA_cumsum, seq_idx, document, seqlen, nchunks, TO_END, SIZES)
+    programs = tl.minimum(tl.maximum(tl.cdiv(remembered, LEAST_CHUNKS), 1), nsums)
+    tl.store(nsummed + b * SIZES.nheads + h, programs)  # by all the same
+    if which < programs:
+        number = which.to(tl.int32)  # in 64 bits a division is a call
+        begin, end = number * remembered // programs, (number + 1) * remembered // programs
+        between = tl.full([], 0.0, tl.float32)  # A of the chunks between this one and the end, or the start
+        for first in range(0, begin, _TOTALS):
+            between += tl.sum(load_totals(dA_cumsum, first + tl.arange(0, _TOTALS), begin, nchunks, TO_END, SIZES))
+        u += chunk_offset(strides.x, b, 0, h)
+        v += chunk_offset(strides.B, b, 0, h // (SIZES.nheads // SIZES.ngroups))
+        dt += step_offset(b, h, 0, nchunks, SIZES)
+        acc = tl.zeros([BLOCK_P, BLOCK_N], tl.float32)
+        BLOCKS: tl.constexpr = (SIZES.chunk + BLOCK_K - 1) // BLOCK_K  # of a chunk
+        for step in range(begin * BLOCKS, end * BLOCKS):
+            n, k = step // BLOCKS, step % BLOCKS * BLOCK_K + tl.arange(0, BLOCK_K)
+            token = tl.cast(nchunks - 1 - n if TO_END else n, tl.int64) * SIZES.chunk
+            rows = tl.minimum(SIZES.chunk, seqlen - token).to(tl.int32)
+            at = None if seq_idx is None else seq_idx + token
+            u_t = load_tokens_t(u + token * strides.x[1], strides.x, k, offs_p, rows, SIZES.headdim)  # [BLOCK_P, BLOCK_K]
+            v_k = load_tokens(v + token * strides.B[1], strides.B, k, offs_n, rows, SIZES.dstate)  # [BLOCK_K, BLOCK_N]
+            if TO_END:
+                w = decays_to_end(k, dt + token, dA_cumsum + token, at, rows - 1, document)
+            else:
+                w = decays_from_start(k, dA_cumsum + token, at, rows, document)
+            w *= decay(between)
+            acc = tl.dot((u_t.to(tl.float32) * w[None, :]).to(u_t.dtype), v_k.to(u_t.dtype), acc, input_precision=PRECISION)
+            if step % BLOCKS == BLOCKS - 1:
+                between += tl.load(dA_cumsum + token + SIZES.chunk - 1)
+        store_state(sums + state_offset(b, which, h, nsums, SIZES), offs_p, offs_n, acc, SIZES)
+
+
+@triton.jit(do_not_specialize=COUNTS)
+def part_total_kernel(sums, nsummed, total, nsums, SIZES: tl.constexpr, BLOCK: tl.constexpr):
+    STATE: tl.constexpr = SIZES.headdim * SIZES.dstate
+    NBLOCKS: tl.constexpr = (STATE + BLOCK - 1) // BLOCK
+    number = tl.cast(tl.program_id(0), tl.int64)
+    head, offs = number // NBLOCKS, number % NBLOCKS * BLOCK + tl.arange(0, BLOCK)  # of all rows
+    sums += state_offset(head // SIZES.nheads, 0, head % SIZES.nheads, nsums, SIZES)
+    acc = tl.zeros([BLOCK], tl.float32)
+    for s in range(tl.load(nsummed + head)):
+        acc += tl.load(sums + tl.cast(s, tl.int64) * SIZES.nheads * STATE + offs, mask=offs < STATE, other=0.0)
+    tl.store(total + head * STATE + offs, acc, mask=offs < STATE)
 
 
 def part_sum(i: SSDInputs, u: Tensor, v: Tensor, dt: Tensor, dA_cumsum: Tensor, to_end: bool, options: Options) -> Tensor:
-    """Returns end, or start, (batch, nheads, headdim, dstate) fp32. i: of it, sizes and seq_idx are read."""
-    config = CONFIGS.pick(i)
-    programs = count_state_tiles(i, config) * i.nheads * i.batch
-    nsums = min(i.nchunks, cdiv(PROGRAMS, programs))
+    """Returns end, or start. i: of it, sizes and seq_idx are read."""
+    config, sizes = CONFIGS.pick(i), get_sizes(i)
+    programs, least = count_state_tiles(i, config) * i.nheads * i.batch, cdiv(LEAST_TOKENS, i.chunk_size)
+    nsums = max(1, min(cdiv(i.nchunks, least), MOST_PROGRAMS // programs))
     sums = torch.empty(i.batch, nsums, i.nheads, i.headdim, i.dstate, device=u.device, dtype=torch.float32)
+    nsummed = torch.empty(i.batch, i.nheads, device=u.device, dtype=torch.int32)
     launch(
-        part_sum_kernel, programs * nsums, u, v, dt, dA_cumsum, i.seq_idx, sums, Strides(x=u.stride(), B=v.stride()), i.seqlen,
-        i.nchunks, nsums, to_end, get_sizes(i), options.precision, **config.launch)
-    return sums.sum(1)
+        part_sum_kernel, programs * nsums, u, v, dt, dA_cumsum, i.seq_idx, sums, nsummed, Strides(x=u.stride(), B=v.stride()),
+        i.seqlen, i.nchunks, nsums, to_end, sizes, least, options.precision, **config.launch)
+    total = torch.empty_like(sums[:, 0])
+    blocks = i.batch * i.nheads * cdiv(i.headdim * i.dstate, _BLOCK)
+    launch(part_total_kernel, blocks, sums, nsummed, total, nsums, sizes, _BLOCK)
+    return total
