@@ -13,13 +13,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ssd.kernels.arguments import COUNTS, Strides, allocate_outputs, cdiv, get_sizes, strides
+from ssd.kernels.arguments import COUNTS, Strides, allocate_outputs, cdiv, strides
 from ssd.kernels.device import load_state_t, state_offset, unpack
 from ssd.runtime.launch import launch
 from ssd.runtime.tuning import ConfigSpace
 from ssd.types import Options, SSDInputs
 
-from .segment import Tokens, scan_segment
+from .segment import Tokens, get_form, scan_segment
 
 CONFIGS = ConfigSpace(
     "bmm_chunk_scan",
@@ -32,29 +32,26 @@ CONFIGS = ConfigSpace(
 
 
 @triton.jit
-def scan_chunk(number, tokens, prev_states, out, y, strides, seqlen, nchunks, SIZES: tl.constexpr, EXP2: tl.constexpr,
-               PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr):
+def scan_chunk(number, tokens, prev_states, out, y, strides, seqlen, nchunks, FORM: tl.constexpr,
+               BLOCK_M: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr):
     """Writes out, and y unless it is None, of one chunk and one tile of headdim, those of that number."""
-    tile, h, c, b = unpack(number, (SIZES.headdim + BLOCK_P - 1) // BLOCK_P, SIZES.nheads, nchunks)
+    tile, h, c, b = unpack(number, (FORM.headdim + BLOCK_P - 1) // BLOCK_P, FORM.nheads, nchunks)
     offs_n, offs_p = tl.arange(0, BLOCK_N), tile * BLOCK_P + tl.arange(0, BLOCK_P)
-    state = load_state_t(prev_states + state_offset(b, c, h, nchunks, SIZES), offs_p, offs_n, SIZES).to(tl.float32)
-    first = c.to(tl.int32) * SIZES.chunk
-    scan_segment(state, first, tl.minimum(first + SIZES.chunk, seqlen), b, h, offs_n, offs_p, tokens, None, out, y, strides,
-                 seqlen, nchunks, SIZES, EXP2, PRECISION, BLOCK_M)
+    state = load_state_t(prev_states + state_offset(b, c, h, nchunks, FORM), offs_p, offs_n, FORM).to(tl.float32)
+    first = c.to(tl.int32) * FORM.chunk
+    scan_segment(state, first, tl.minimum(first + FORM.chunk, seqlen), b, h, offs_n, offs_p, tokens, None, out, y, strides,
+                 seqlen, nchunks, FORM, BLOCK_M)
 
 
 @triton.jit(do_not_specialize=COUNTS)
 def bmm_chunk_scan_kernel(x, z, B, C, CB, D, dt, dA_cumsum, seq_idx, prev_states, out, y, strides, seqlen, nchunks, ntiles,
-                          SIZES: tl.constexpr, EXP2: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
-                          BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr):
+                          FORM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr):
     tokens = Tokens(x, z, B, C, D, CB, dt, dA_cumsum, seq_idx)
     if ntiles is None:
-        scan_chunk(tl.program_id(0), tokens, prev_states, out, y, strides, seqlen, nchunks, SIZES, EXP2, PRECISION, BLOCK_M,
-                   BLOCK_P, BLOCK_N)
+        scan_chunk(tl.program_id(0), tokens, prev_states, out, y, strides, seqlen, nchunks, FORM, BLOCK_M, BLOCK_P, BLOCK_N)
     else:
         for number in range(tl.program_id(0), ntiles, tl.num_programs(0)):
-            scan_chunk(number, tokens, prev_states, out, y, strides, seqlen, nchunks, SIZES, EXP2, PRECISION, BLOCK_M, BLOCK_P,
-                       BLOCK_N)
+            scan_chunk(number, tokens, prev_states, out, y, strides, seqlen, nchunks, FORM, BLOCK_M, BLOCK_P, BLOCK_N)
 
 
 def bmm_chunk_scan(i: SSDInputs, CB: Tensor | None, dt: Tensor, dA_cumsum: Tensor, prev_states: Tensor, options: Options,
@@ -72,5 +69,5 @@ def bmm_chunk_scan(i: SSDInputs, CB: Tensor | None, dt: Tensor, dA_cumsum: Tenso
         bmm_chunk_scan_kernel, min(ntiles, programs or ntiles),
         i.x, i.z, i.B, i.C, CB, i.D, dt, dA_cumsum, i.seq_idx, prev_states, out, y,
         Strides(x=i.x.stride(), z=strides(i.z), B=i.B.stride(), C=i.C.stride(), D=strides(i.D)), i.seqlen, i.nchunks,
-        programs and ntiles, get_sizes(i), options.exp2, options.precision, **config.launch)
+        programs and ntiles, get_form(i, options), **config.launch)
     return out, y

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ssd.kernels.arguments import COUNTS, Strides, allocate_outputs, cdiv, get_sizes, strides
+from ssd.kernels.arguments import COUNTS, Strides, allocate_outputs, cdiv, strides
 from ssd.kernels.device import (
     CB_offset,
     causal,
@@ -31,7 +31,7 @@ from ssd.runtime.launch import launch
 from ssd.runtime.tuning import ConfigSpace
 from ssd.types import Options, SSDInputs
 
-from .segment import load_block
+from .segment import get_form, load_block
 
 CONFIGS = ConfigSpace(
     "bmm_chunk_scan_rows",
@@ -45,14 +45,14 @@ CONFIGS = ConfigSpace(
 
 @triton.jit(do_not_specialize=COUNTS)
 def bmm_chunk_scan_rows_kernel(x, z, B, C, CB, D, dt, dA_cumsum, seq_idx, prev_states, out, y, strides, seqlen, nchunks,
-                               SIZES: tl.constexpr, CAUSAL_BLOCKS: tl.constexpr, EXP2: tl.constexpr, PRECISION: tl.constexpr,
-                               BLOCK_M: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr):
+                               FORM: tl.constexpr, CAUSAL_BLOCKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_P: tl.constexpr,
+                               BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr):
     DTYPE: tl.constexpr = x.dtype.element_ty
-    NTILES_P: tl.constexpr = (SIZES.headdim + BLOCK_P - 1) // BLOCK_P
-    tile, h, c, b = unpack_program(SIZES.chunk // BLOCK_M * NTILES_P, SIZES.nheads, nchunks)
-    g = h // (SIZES.nheads // SIZES.ngroups)
-    token = c.to(tl.int32) * SIZES.chunk
-    rows, first = tl.minimum(SIZES.chunk, seqlen - token), tile // NTILES_P * BLOCK_M
+    NTILES_P: tl.constexpr = (FORM.headdim + BLOCK_P - 1) // BLOCK_P
+    tile, h, c, b = unpack_program(FORM.chunk // BLOCK_M * NTILES_P, FORM.nheads, nchunks)
+    g = h // (FORM.nheads // FORM.ngroups)
+    token = c.to(tl.int32) * FORM.chunk
+    rows, first = tl.minimum(FORM.chunk, seqlen - token), tile // NTILES_P * BLOCK_M
     if first >= rows:
         return
     offs_m, offs_k, offs_n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_N)
@@ -60,46 +60,46 @@ def bmm_chunk_scan_rows_kernel(x, z, B, C, CB, D, dt, dA_cumsum, seq_idx, prev_s
     x += b * strides.x[0] + h * strides.x[2]
     B += b * strides.B[0] + g * strides.B[2]
     C += b * strides.C[0] + g * strides.C[2]
-    dt += step_offset(b, h, c, nchunks, SIZES)
-    dA_cumsum += step_offset(b, h, c, nchunks, SIZES)
+    dt += step_offset(b, h, c, nchunks, FORM)
+    dA_cumsum += step_offset(b, h, c, nchunks, FORM)
     if CB is not None:
-        CB += CB_offset(b, c, g, nchunks, SIZES)
+        CB += CB_offset(b, c, g, nchunks, FORM)
     document = 0
     if seq_idx is not None:
         seq_idx += b * seqlen
         document = document_before(seq_idx, token)
         seq_idx += token
 
-    C_i = load_block(C, strides.C, token + first, offs_m, offs_n, seqlen, SIZES.dstate).to(DTYPE)
-    H_t = load_state_t(prev_states + state_offset(b, c, h, nchunks, SIZES), offs_p, offs_n, SIZES).to(DTYPE)
-    A_i = scale_exponent(tl.load(dA_cumsum + offs_i), EXP2)
-    from_start = keep_document(decay(A_i, EXP2), seq_idx, offs_i, offs_i < rows, document)
-    acc = tl.dot(C_i, H_t, input_precision=PRECISION) * from_start[:, None]  # [M, N] @ [N, P]
+    C_i = load_block(C, strides.C, token + first, offs_m, offs_n, seqlen, FORM.dstate).to(DTYPE)
+    H_t = load_state_t(prev_states + state_offset(b, c, h, nchunks, FORM), offs_p, offs_n, FORM).to(DTYPE)
+    A_i = scale_exponent(tl.load(dA_cumsum + offs_i), FORM.exp2)
+    from_start = keep_document(decay(A_i, FORM.exp2), seq_idx, offs_i, offs_i < rows, document)
+    acc = tl.dot(C_i, H_t, input_precision=FORM.precision) * from_start[:, None]  # [M, N] @ [N, P]
 
     for start in range(0, tl.minimum(first + BLOCK_M, rows) if CAUSAL_BLOCKS else rows, BLOCK_K):
         j = start + offs_k
-        x_j = load_block(x, strides.x, token + start, offs_k, offs_p, seqlen, SIZES.headdim)
+        x_j = load_block(x, strides.x, token + start, offs_k, offs_p, seqlen, FORM.headdim)
         if CB is None:
-            B_j = load_block(B, strides.B, token + start, offs_k, offs_n, seqlen, SIZES.dstate).to(DTYPE)
-            CB_ij = tl.dot(C_i, tl.trans(B_j), input_precision=PRECISION)  # [M, N] @ [N, K]
+            B_j = load_block(B, strides.B, token + start, offs_k, offs_n, seqlen, FORM.dstate).to(DTYPE)
+            CB_ij = tl.dot(C_i, tl.trans(B_j), input_precision=FORM.precision)  # [M, N] @ [N, K]
         else:
-            CB_ij = tl.load(CB + offs_i[:, None] * SIZES.chunk + j[None, :]).to(tl.float32)
-        A_j = scale_exponent(tl.load(dA_cumsum + j), EXP2)
-        weights = CB_ij * decay(A_i[:, None] - A_j[None, :], EXP2) * tl.load(dt + j)[None, :]
+            CB_ij = tl.load(CB + offs_i[:, None] * FORM.chunk + j[None, :]).to(tl.float32)
+        A_j = scale_exponent(tl.load(dA_cumsum + j), FORM.exp2)
+        weights = CB_ij * decay(A_i[:, None] - A_j[None, :], FORM.exp2) * tl.load(dt + j)[None, :]
         # selected, not multiplied by 0: above the diagonal CB may never have been written
         weights = tl.where(causal(offs_i, j, seq_idx, rows, False), weights, 0.0)
-        acc = tl.dot(weights.to(DTYPE), x_j, acc, input_precision=PRECISION)  # [M, K] @ [K, P]
+        acc = tl.dot(weights.to(DTYPE), x_j, acc, input_precision=FORM.precision)  # [M, K] @ [K, P]
 
-    inside = (offs_i < rows)[:, None] & (offs_p < SIZES.headdim)[None, :]
+    inside = (offs_i < rows)[:, None] & (offs_p < FORM.headdim)[None, :]
     if D is not None:
-        skip = load_skip(D, strides.D, h, offs_p, SIZES.headdim)
-        acc += skip * load_block(x, strides.x, token + first, offs_m, offs_p, seqlen, SIZES.headdim).to(tl.float32)
-    at = ((b * seqlen + token + offs_i[:, None]) * SIZES.nheads + h) * SIZES.headdim + offs_p[None, :]
+        skip = load_skip(D, strides.D, h, offs_p, FORM.headdim)
+        acc += skip * load_block(x, strides.x, token + first, offs_m, offs_p, seqlen, FORM.headdim).to(tl.float32)
+    at = ((b * seqlen + token + offs_i[:, None]) * FORM.nheads + h) * FORM.headdim + offs_p[None, :]
     if y is not None:
         tl.store(y + at, acc.to(DTYPE), mask=inside)
     if z is not None:
         z += b * strides.z[0] + h * strides.z[2]
-        z_i = load_block(z, strides.z, token + first, offs_m, offs_p, seqlen, SIZES.headdim).to(tl.float32)
+        z_i = load_block(z, strides.z, token + first, offs_m, offs_p, seqlen, FORM.headdim).to(tl.float32)
         acc *= z_i * sigmoid(z_i)
     tl.store(out + at, acc.to(DTYPE), mask=inside)
 
@@ -114,5 +114,5 @@ def bmm_chunk_scan_rows(i: SSDInputs, CB: Tensor | None, dt: Tensor, dA_cumsum: 
         bmm_chunk_scan_rows_kernel, tiles * i.nheads * i.nchunks * i.batch,
         i.x, i.z, i.B, i.C, CB, i.D, dt, dA_cumsum, i.seq_idx, prev_states, out, y,
         Strides(x=i.x.stride(), z=strides(i.z), B=i.B.stride(), C=i.C.stride(), D=strides(i.D)), i.seqlen, i.nchunks,
-        get_sizes(i), options.causal_blocks, options.exp2, options.precision, **config.launch)
+        get_form(i, options), options.causal_blocks, **config.launch)
     return out, y

@@ -18,13 +18,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ssd.kernels.arguments import COUNTS, Strides, cdiv, get_sizes, strides
+from ssd.kernels.arguments import COUNTS, Strides, cdiv, strides
 from ssd.kernels.device import state_tile_t, unpack_program
 from ssd.runtime.launch import launch
 from ssd.runtime.tuning import ConfigSpace
 from ssd.types import Options, SSDInputs
 
-from .segment import add_to_state, block_decays, load_block, load_initial, store_prev_state
+from .segment import add_to_state, block_decays, get_form, load_block, load_initial, store_prev_state
 
 CONFIGS = ConfigSpace(
     "chunk_state_passing",
@@ -38,47 +38,46 @@ CONFIGS = ConfigSpace(
 
 @triton.jit(do_not_specialize=COUNTS)
 def chunk_state_passing_kernel(x, B, dt, dA_cumsum, seq_idx, starts, prev_states, ends, factors, strides, starts_strides,
-                               seqlen, nchunks, segment, nsegments, SIZES: tl.constexpr, CUMSUM: tl.constexpr,
-                               EXP2: tl.constexpr, PRECISION: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
-                               BLOCK_K: tl.constexpr):
-    NTILES_N: tl.constexpr = (SIZES.dstate + BLOCK_N - 1) // BLOCK_N
-    tile, h, s, b = unpack_program((SIZES.headdim + BLOCK_P - 1) // BLOCK_P * NTILES_N, SIZES.nheads, nsegments)
+                               seqlen, nchunks, segment, nsegments, FORM: tl.constexpr, CUMSUM: tl.constexpr,
+                               BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    NTILES_N: tl.constexpr = (FORM.dstate + BLOCK_N - 1) // BLOCK_N
+    tile, h, s, b = unpack_program((FORM.headdim + BLOCK_P - 1) // BLOCK_P * NTILES_N, FORM.nheads, nsegments)
     offs_n = tile % NTILES_N * BLOCK_N + tl.arange(0, BLOCK_N)
     offs_p = tile // NTILES_N * BLOCK_P + tl.arange(0, BLOCK_P)
     first = s.to(tl.int32) * segment
     end = tl.minimum(first + segment, seqlen)
     if ends is None:
-        end = (end - 1) // SIZES.chunk * SIZES.chunk
+        end = (end - 1) // FORM.chunk * FORM.chunk
     if starts is not None:
         starts += s * starts_strides[4]
-    state = load_initial(starts, starts_strides, b, h, offs_n, offs_p, SIZES)
+    state = load_initial(starts, starts_strides, b, h, offs_n, offs_p, FORM)
 
     padded = tl.cast(tl.cdiv(seqlen, CUMSUM), tl.int64) * CUMSUM
     x += b * strides.x[0] + h * strides.x[2]
-    B += b * strides.B[0] + h // (SIZES.nheads // SIZES.ngroups) * strides.B[2]
-    dt += (b * SIZES.nheads + h) * padded
-    dA_cumsum += (b * SIZES.nheads + h) * padded
+    B += b * strides.B[0] + h // (FORM.nheads // FORM.ngroups) * strides.B[2]
+    dt += (b * FORM.nheads + h) * padded
+    dA_cumsum += (b * FORM.nheads + h) * padded
     if seq_idx is not None:
         seq_idx += b * seqlen
     if prev_states is not None:
-        prev_states += (b * nchunks * SIZES.nheads + h) * SIZES.headdim * SIZES.dstate
+        prev_states += (b * nchunks * FORM.nheads + h) * FORM.headdim * FORM.dstate
     offs_m = tl.arange(0, BLOCK_K)
     factor = 1.0
     for token in tl.range(first, end, BLOCK_K):
         if prev_states is not None:
-            store_prev_state(prev_states, state, token, offs_n, offs_p, SIZES)
-        x_j = load_block(x, strides.x, token, offs_m, offs_p, seqlen, SIZES.headdim)
-        B_j = load_block(B, strides.B, token, offs_m, offs_n, seqlen, SIZES.dstate)
-        _, _, to_end, carried = block_decays(dA_cumsum, seq_idx, token, offs_m, seqlen, CUMSUM, EXP2)
-        state = add_to_state(state, x_j, B_j, to_end * tl.load(dt + token + offs_m), carried, PRECISION)
+            store_prev_state(prev_states, state, token, offs_n, offs_p, FORM)
+        x_j = load_block(x, strides.x, token, offs_m, offs_p, seqlen, FORM.headdim)
+        B_j = load_block(B, strides.B, token, offs_m, offs_n, seqlen, FORM.dstate)
+        _, _, to_end, carried = block_decays(dA_cumsum, seq_idx, token, offs_m, seqlen, CUMSUM, FORM)
+        state = add_to_state(state, x_j, B_j, to_end * tl.load(dt + token + offs_m), carried, FORM)
         factor *= carried
 
-    slot = (b * nsegments + s) * SIZES.nheads + h
+    slot = (b * nsegments + s) * FORM.nheads + h
     if ends is None:
-        store_prev_state(prev_states, state, end, offs_n, offs_p, SIZES)
+        store_prev_state(prev_states, state, end, offs_n, offs_p, FORM)
     else:
-        at, inside = state_tile_t(offs_p, offs_n, SIZES)
-        tl.store(ends + slot * SIZES.headdim * SIZES.dstate + at, state, mask=inside)
+        at, inside = state_tile_t(offs_p, offs_n, FORM)
+        tl.store(ends + slot * FORM.headdim * FORM.dstate + at, state, mask=inside)
     if factors is not None:
         tl.store(factors + slot, factor)
 
@@ -116,5 +115,5 @@ def _launch(i: SSDInputs, dt: Tensor, dA_cumsum: Tensor, starts: Tensor | None, 
     launch(
         chunk_state_passing_kernel, tiles * i.nheads * nsegments * i.batch,
         i.x, i.B, dt, dA_cumsum, i.seq_idx, starts, prev_states, ends, factors, Strides(x=i.x.stride(), B=i.B.stride()),
-        strides(starts), i.seqlen, i.nchunks, segment, nsegments, get_sizes(i), cumsum, options.exp2, options.precision,
+        strides(starts), i.seqlen, i.nchunks, segment, nsegments, get_form(i, options), cumsum,
         **config.launch | {"BLOCK_K": min(config["BLOCK_K"], cumsum)})

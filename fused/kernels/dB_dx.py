@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ssd.kernels.arguments import COUNTS, Strides, get_sizes, output, strides
+from ssd.kernels.arguments import COUNTS, Strides, output, strides
 from ssd.kernels.device import decay, load_skip, load_state, product, split_heads, unpack_program
 from ssd.kernels.sum_parts import sum_first
 from ssd.runtime.launch import launch
@@ -29,7 +29,7 @@ from ssd.runtime.tuning import ConfigSpace
 from ssd.types import Options, SSDInputs
 
 from .head_sums import add_splits, allocate_splits
-from .segment import block_decays, load_block, store_block, visible
+from .segment import block_decays, get_form, load_block, store_block, visible
 
 CONFIGS = ConfigSpace(
     "dB_dx",
@@ -62,8 +62,8 @@ def skip_grads(dD_tiles, dy_j, x_j, offs_p, HEADDIM: tl.constexpr, PER_CHANNEL: 
 
 
 @triton.jit
-def head_grads(dB_j, B_j, pairs, to_end, dt_j, head, strides, h, token, offs_m, offs_n, seqlen, SIZES: tl.constexpr,
-               PRECISION: tl.constexpr, BLOCK_P: tl.constexpr):
+def head_grads(dB_j, B_j, pairs, to_end, dt_j, head, strides, h, token, offs_m, offs_n, seqlen, FORM: tl.constexpr,
+               BLOCK_P: tl.constexpr):
     """One head: writes dx and dD, adds to dB_j [M, N]; returns it, (u + v) . x and v . x [M].
 
     pairs: the weights of dy_i in u_j, [j, i] in the dtype of x.
@@ -72,28 +72,28 @@ def head_grads(dB_j, B_j, pairs, to_end, dt_j, head, strides, h, token, offs_m, 
     u_v_x = tl.zeros([offs_m.shape[0]], tl.float32)
     v_x = tl.zeros([offs_m.shape[0]], tl.float32)
     dD = 0.0
-    for first in range(0, SIZES.headdim, BLOCK_P):
+    for first in range(0, FORM.headdim, BLOCK_P):
         offs_p = first + tl.arange(0, BLOCK_P)
-        G = load_state(dstates, offs_p, offs_n, SIZES)
-        dy_j = load_block(dy, strides.dy, token, offs_m, offs_p, seqlen, SIZES.headdim)
-        x_j = load_block(x, strides.x, token, offs_m, offs_p, seqlen, SIZES.headdim).to(tl.float32)
-        u_v = tl.dot(B_j, tl.trans(G), input_precision=PRECISION) * to_end[:, None]  # [M, N] @ [N, P]
+        G = load_state(dstates, offs_p, offs_n, FORM)
+        dy_j = load_block(dy, strides.dy, token, offs_m, offs_p, seqlen, FORM.headdim)
+        x_j = load_block(x, strides.x, token, offs_m, offs_p, seqlen, FORM.headdim).to(tl.float32)
+        u_v = tl.dot(B_j, tl.trans(G), input_precision=FORM.precision) * to_end[:, None]  # [M, N] @ [N, P]
         v_x += tl.sum(u_v * x_j, 1)
         weights = pairs
-        if SIZES.headdim > BLOCK_P and pairs.dtype.primitive_bitwidth == 16:
+        if FORM.headdim > BLOCK_P and pairs.dtype.primitive_bitwidth == 16:
             # ptxas 12.8 gives away the registers of a product's left operand that a loop does not write: write them
             nothing = ((token + first) >> 31).to(tl.int16)
             weights = (pairs.to(tl.int16, bitcast=True) | nothing).to(pairs.dtype, bitcast=True)
-        u_v = tl.dot(weights, dy_j, u_v, input_precision=PRECISION)  # [M, M] @ [M, P]
+        u_v = tl.dot(weights, dy_j, u_v, input_precision=FORM.precision)  # [M, M] @ [M, P]
         u_v_x += tl.sum(u_v * x_j, 1)
         dx_j = u_v * dt_j[:, None]
         if D is not None:
             dy_f = dy_j.to(tl.float32)
-            dx_j += load_skip(D, strides.D, h, offs_p, SIZES.headdim) * dy_f
-            dD += skip_grads(dD_tiles, dy_f, x_j, offs_p, SIZES.headdim, len(strides.D) == 2)
-        store_block(dx, strides.dx, token, offs_m, offs_p, seqlen, dx_j, SIZES.headdim)
+            dx_j += load_skip(D, strides.D, h, offs_p, FORM.headdim) * dy_f
+            dD += skip_grads(dD_tiles, dy_f, x_j, offs_p, FORM.headdim, len(strides.D) == 2)
+        store_block(dx, strides.dx, token, offs_m, offs_p, seqlen, dx_j, FORM.headdim)
         weighted = (x_j * (dt_j * to_end)[:, None]).to(G.dtype)
-        dB_j = tl.dot(weighted, G, dB_j, input_precision=PRECISION)  # [M, P] @ [P, N]
+        dB_j = tl.dot(weighted, G, dB_j, input_precision=FORM.precision)  # [M, P] @ [P, N]
     if D is not None and len(strides.D) == 1:
         tl.store(dD_tiles, dD)
     return dB_j, u_v_x, v_x
@@ -101,12 +101,12 @@ def head_grads(dB_j, B_j, pairs, to_end, dt_j, head, strides, h, token, offs_m, 
 
 @triton.jit(do_not_specialize=COUNTS)
 def dB_dx_kernel(x, dy, B, C, D, dt, dA_cumsum, seq_idx, dstates, dCB, dx, dB_parts, u_v_x, q, dD_tiles, strides, parts_strides,
-                 seqlen, nblocks, SIZES: tl.constexpr, SPLITS: tl.constexpr, EXP2: tl.constexpr, PRECISION: tl.constexpr,
-                 BLOCK_M: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr):
+                 seqlen, nblocks, FORM: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_P: tl.constexpr,
+                 BLOCK_N: tl.constexpr):
     DTYPE: tl.constexpr = x.dtype.element_ty
-    HEADS: tl.constexpr = SIZES.nheads // SIZES.ngroups
-    D_WIDTH: tl.constexpr = SIZES.headdim if D is not None and len(strides.D) == 2 else 1
-    _, slot, c, b = unpack_program(1, SIZES.ngroups * SPLITS, nblocks)
+    HEADS: tl.constexpr = FORM.nheads // FORM.ngroups
+    D_WIDTH: tl.constexpr = FORM.headdim if D is not None and len(strides.D) == 2 else 1
+    _, slot, c, b = unpack_program(1, FORM.ngroups * SPLITS, nblocks)
     g, split, head, count = split_heads(slot, HEADS, SPLITS)
     token = c.to(tl.int32) * BLOCK_M
     offs_m, offs_n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
@@ -117,32 +117,33 @@ def dB_dx_kernel(x, dy, B, C, D, dt, dA_cumsum, seq_idx, dstates, dCB, dx, dB_pa
     C += b * strides.C[0] + g * strides.C[2]
     part_strides = parts_strides[1:]
     dB_parts += split * parts_strides[0] + b * part_strides[0] + g * part_strides[2]
-    dCB += ((b * nblocks + c) * SIZES.ngroups * SPLITS + slot) * BLOCK_M * BLOCK_M
-    dstates += (b * nblocks + c) * SIZES.nheads * SIZES.headdim * SIZES.dstate
+    dCB += ((b * nblocks + c) * FORM.ngroups * SPLITS + slot) * BLOCK_M * BLOCK_M
+    dstates += (b * nblocks + c) * FORM.nheads * FORM.headdim * FORM.dstate
     if D is not None:
-        dD_tiles += (b * nblocks + c) * SIZES.nheads * D_WIDTH
+        dD_tiles += (b * nblocks + c) * FORM.nheads * D_WIDTH
     if seq_idx is not None:
         seq_idx += b * seqlen
 
-    B_j = load_block(B, strides.B, token, offs_m, offs_n, seqlen, SIZES.dstate).to(DTYPE)
-    C_i = load_block(C, strides.C, token, offs_m, offs_n, seqlen, SIZES.dstate).to(DTYPE)
-    BC = tl.where(visible(seq_idx, token, offs_m, seqlen, True), tl.dot(B_j, tl.trans(C_i), input_precision=PRECISION), 0.0)
+    B_j = load_block(B, strides.B, token, offs_m, offs_n, seqlen, FORM.dstate).to(DTYPE)
+    C_i = load_block(C, strides.C, token, offs_m, offs_n, seqlen, FORM.dstate).to(DTYPE)
+    seen = visible(seq_idx, token, offs_m, seqlen, True)
+    BC = tl.where(seen, tl.dot(B_j, tl.trans(C_i), input_precision=FORM.precision), 0.0)
     dCB_ij = tl.load(dCB + offs_m[:, None] * BLOCK_M + offs_m[None, :])
-    dB_j = tl.dot(tl.trans(dCB_ij), C_i, input_precision=PRECISION)  # [M, M] @ [M, N]
+    dB_j = tl.dot(tl.trans(dCB_ij), C_i, input_precision=FORM.precision)  # [M, M] @ [M, N]
     for k in tl.range(0, count):
         h = g * HEADS + head + k
-        per_head = (b * SIZES.nheads + h) * nblocks * BLOCK_M
-        A_j, _from_start, to_end, _carried = block_decays(dA_cumsum + per_head, seq_idx, token, offs_m, seqlen, BLOCK_M, EXP2)
+        per_head = (b * FORM.nheads + h) * nblocks * BLOCK_M
+        A_j, _from_start, to_end, _carried = block_decays(dA_cumsum + per_head, seq_idx, token, offs_m, seqlen, BLOCK_M, FORM)
         at = per_head + token + offs_m
         dt_j = tl.load(dt + at)
-        pairs = (BC * decay(A_j[None, :] - A_j[:, None], EXP2)).to(DTYPE)
-        of_head = Head(x + h * strides.x[2], dy + h * strides.dy[2], D, dstates + h * SIZES.headdim * SIZES.dstate,
+        pairs = (BC * decay(A_j[None, :] - A_j[:, None], FORM.exp2)).to(DTYPE)
+        of_head = Head(x + h * strides.x[2], dy + h * strides.dy[2], D, dstates + h * FORM.headdim * FORM.dstate,
                        dx + h * strides.dx[2], None if D is None else dD_tiles + h * D_WIDTH)
         dB_j, u_v_x_j, v_x_j = head_grads(dB_j, B_j, pairs, to_end, dt_j, of_head, strides, h, token, offs_m, offs_n, seqlen,
-                                          SIZES, PRECISION, BLOCK_P)
+                                          FORM, BLOCK_P)
         tl.store(u_v_x + at, u_v_x_j)
         tl.store(q + at, dt_j * v_x_j)
-    store_block(dB_parts, part_strides, token, offs_m, offs_n, seqlen, dB_j, SIZES.dstate)
+    store_block(dB_parts, part_strides, token, offs_m, offs_n, seqlen, dB_j, FORM.dstate)
 
 
 def dB_dx(i: SSDInputs, dt: Tensor, dA_cumsum: Tensor, dy: Tensor, dstates: Tensor, dCB: Tensor, options: Options,
@@ -158,7 +159,6 @@ def dB_dx(i: SSDInputs, dt: Tensor, dA_cumsum: Tensor, dy: Tensor, dstates: Tens
         dB_dx_kernel, i.ngroups * splits * nblocks * i.batch,
         i.x, dy, i.B, i.C, i.D, dt, dA_cumsum, i.seq_idx, dstates, dCB, dx, parts, u_v_x, q, dD_tiles,
         Strides(x=i.x.stride(), B=i.B.stride(), C=i.C.stride(), D=strides(i.D), dy=dy.stride(), dx=dx.stride()), parts.stride(),
-        i.seqlen, nblocks, get_sizes(i), splits, options.exp2, options.precision,
-        **CONFIGS.pick(i).launch | {"BLOCK_M": block})
+        i.seqlen, nblocks, get_form(i, options), splits, **CONFIGS.pick(i).launch | {"BLOCK_M": block})
     dD = None if dD_tiles is None else sum_first(dD_tiles, output(dD_tiles[0]))
     return dx, add_splits(parts, i.B, into_dB), dD, u_v_x, q

@@ -16,13 +16,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ssd.kernels.arguments import COUNTS, Strides, cdiv, get_sizes, output, strides
+from ssd.kernels.arguments import COUNTS, Strides, cdiv, output, strides
 from ssd.kernels.device import state_tile_t, unpack_program
 from ssd.runtime.launch import launch
 from ssd.runtime.tuning import ConfigSpace
 from ssd.types import Options, SSDInputs
 
-from .segment import add_to_state, block_decays, load_block, load_initial
+from .segment import add_to_state, block_decays, get_form, load_block, load_initial
 
 CONFIGS = ConfigSpace(
     "dstates_passing",
@@ -35,39 +35,39 @@ CONFIGS = ConfigSpace(
 
 @triton.jit(do_not_specialize=COUNTS)
 def dstates_passing_kernel(dy, C, dA_cumsum, seq_idx, prev_states, dfinal_states, dstates, dinitial_states, s_tiles, strides,
-                           dfinal_strides, dinitial_strides, seqlen, nblocks, SIZES: tl.constexpr, EXP2: tl.constexpr,
-                           PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr):
+                           dfinal_strides, dinitial_strides, seqlen, nblocks, FORM: tl.constexpr, BLOCK_M: tl.constexpr,
+                           BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr):
     DTYPE: tl.constexpr = dy.dtype.element_ty
-    NTILES_N: tl.constexpr = (SIZES.dstate + BLOCK_N - 1) // BLOCK_N
-    NTILES: tl.constexpr = (SIZES.headdim + BLOCK_P - 1) // BLOCK_P * NTILES_N
-    tile, h, _, b = unpack_program(NTILES, SIZES.nheads, 1)
+    NTILES_N: tl.constexpr = (FORM.dstate + BLOCK_N - 1) // BLOCK_N
+    NTILES: tl.constexpr = (FORM.headdim + BLOCK_P - 1) // BLOCK_P * NTILES_N
+    tile, h, _, b = unpack_program(NTILES, FORM.nheads, 1)
     offs_m = tl.arange(0, BLOCK_M)
     offs_n = tile % NTILES_N * BLOCK_N + tl.arange(0, BLOCK_N)
     offs_p = tile // NTILES_N * BLOCK_P + tl.arange(0, BLOCK_P)
     dy += b * strides.dy[0] + h * strides.dy[2]
-    C += b * strides.C[0] + h // (SIZES.nheads // SIZES.ngroups) * strides.C[2]
-    dA_cumsum += (b * SIZES.nheads + h) * nblocks * BLOCK_M
-    s_tiles += (b * SIZES.nheads + h) * nblocks * NTILES + tile
+    C += b * strides.C[0] + h // (FORM.nheads // FORM.ngroups) * strides.C[2]
+    dA_cumsum += (b * FORM.nheads + h) * nblocks * BLOCK_M
+    s_tiles += (b * FORM.nheads + h) * nblocks * NTILES + tile
     if seq_idx is not None:
         seq_idx += b * seqlen
-    at, inside = state_tile_t(offs_p, offs_n, SIZES)
-    state = (b * nblocks + nblocks - 1) * SIZES.nheads + h
-    prev_states += state * SIZES.headdim * SIZES.dstate
-    dstates += state * SIZES.headdim * SIZES.dstate
+    at, inside = state_tile_t(offs_p, offs_n, FORM)
+    state = (b * nblocks + nblocks - 1) * FORM.nheads + h
+    prev_states += state * FORM.headdim * FORM.dstate
+    dstates += state * FORM.headdim * FORM.dstate
 
-    grad = load_initial(dfinal_states, dfinal_strides, b, h, offs_n, offs_p, SIZES)
+    grad = load_initial(dfinal_states, dfinal_strides, b, h, offs_n, offs_p, FORM)
     for step in tl.range(0, nblocks):
         block = nblocks - 1 - step
         token = block * BLOCK_M
         tl.store(dstates + at, grad.to(DTYPE), mask=inside)
-        C_i = load_block(C, strides.C, token, offs_m, offs_n, seqlen, SIZES.dstate)
-        dy_i = load_block(dy, strides.dy, token, offs_m, offs_p, seqlen, SIZES.headdim)
+        C_i = load_block(C, strides.C, token, offs_m, offs_n, seqlen, FORM.dstate)
+        dy_i = load_block(dy, strides.dy, token, offs_m, offs_p, seqlen, FORM.headdim)
         H_t = tl.load(prev_states + at, mask=inside, other=0.0).to(tl.float32)
-        _A_i, from_start, _to_end, carried = block_decays(dA_cumsum, seq_idx, token, offs_m, seqlen, BLOCK_M, EXP2)
+        _A_i, from_start, _to_end, carried = block_decays(dA_cumsum, seq_idx, token, offs_m, seqlen, BLOCK_M, FORM)
         tl.store(s_tiles + block * NTILES, carried * tl.sum(tl.sum(H_t * grad, 1), 0))
-        grad = add_to_state(grad, dy_i, C_i, from_start, carried, PRECISION)
-        prev_states -= SIZES.nheads * SIZES.headdim * SIZES.dstate
-        dstates -= SIZES.nheads * SIZES.headdim * SIZES.dstate
+        grad = add_to_state(grad, dy_i, C_i, from_start, carried, FORM)
+        prev_states -= FORM.nheads * FORM.headdim * FORM.dstate
+        dstates -= FORM.nheads * FORM.headdim * FORM.dstate
     if dinitial_states is not None:
         dinitial_states += b * dinitial_strides[0] + h * dinitial_strides[1]
         at_any = offs_p.to(tl.int64)[None, :] * dinitial_strides[2] + offs_n.to(tl.int64)[:, None] * dinitial_strides[3]
@@ -87,5 +87,5 @@ def dstates_passing(i: SSDInputs, dy: Tensor, dA_cumsum: Tensor, prev_states: Te
         dstates_passing_kernel, ntiles * i.nheads * i.batch,
         dy, i.C, dA_cumsum, i.seq_idx, prev_states, dfinal_states, dstates, dinitial_states, s_tiles,
         Strides(C=i.C.stride(), dy=dy.stride()), strides(dfinal_states), strides(dinitial_states), i.seqlen, nblocks,
-        get_sizes(i), options.exp2, options.precision, **config)
+        get_form(i, options), **config)
     return dstates, dinitial_states, s_tiles

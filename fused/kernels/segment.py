@@ -9,11 +9,13 @@ are fp32, contiguous (batch, nheads, seqlen rounded up); dA_cumsum restarts ever
 The functions here know no schedule: kernels say which tokens a program takes, and from which state.
 """
 
+from collections import namedtuple
 from typing import NamedTuple
 
 import triton
 import triton.language as tl
 
+from ssd.kernels.arguments import Sizes, get_sizes
 from ssd.kernels.device import (
     decay,
     document_before,
@@ -24,6 +26,10 @@ from ssd.kernels.device import (
     state_tile_t,
     store_tokens,
 )
+from ssd.types import Options, SSDInputs
+
+# What a kernel is compiled for, as one constexpr argument; device functions of ssd take it for their sizes.
+Form = namedtuple("Form", (*Sizes._fields, "exp2", "precision"))
 
 
 class Tokens(NamedTuple):
@@ -40,6 +46,10 @@ class Tokens(NamedTuple):
     seq_idx: object
 
 
+def get_form(i: SSDInputs, options: Options) -> Form:
+    return Form(*get_sizes(i), options.exp2, options.precision)
+
+
 @triton.jit
 def load_block(t, strides, token, offs_m, offs_c, seqlen, WIDTH: tl.constexpr):
     """Tokens token + offs_m of a row and channels offs_c of one head or group: [M, C], 0 outside. t points at its token 0."""
@@ -53,17 +63,17 @@ def store_block(t, strides, token, offs_m, offs_c, seqlen, values, WIDTH: tl.con
 
 
 @triton.jit
-def block_decays(dA_cumsum, seq_idx, token, offs_m, seqlen, CUMSUM: tl.constexpr, EXP2: tl.constexpr):
+def block_decays(dA_cumsum, seq_idx, token, offs_m, seqlen, CUMSUM: tl.constexpr, FORM: tl.constexpr):
     """Of a block: A_i in units of `decay` and, with documents, m(prev, i) exp(A_i), m(i, last) exp(A_last - A_i), all [M], and
     m(prev, last) exp(A_last). dA_cumsum points at the head, seq_idx at the row.
     """
     BLOCK_M: tl.constexpr = offs_m.shape[0]
-    A_i = scale_exponent(tl.load(dA_cumsum + token + offs_m), EXP2)
-    A_last = scale_exponent(tl.load(dA_cumsum + token + BLOCK_M - 1), EXP2)
+    A_i = scale_exponent(tl.load(dA_cumsum + token + offs_m), FORM.exp2)
+    A_last = scale_exponent(tl.load(dA_cumsum + token + BLOCK_M - 1), FORM.exp2)
     if BLOCK_M < CUMSUM:
-        before = scale_exponent(tl.load(dA_cumsum + token - 1, mask=token % CUMSUM != 0, other=0.0), EXP2)
+        before = scale_exponent(tl.load(dA_cumsum + token - 1, mask=token % CUMSUM != 0, other=0.0), FORM.exp2)
         A_i, A_last = A_i - before, A_last - before
-    from_start, to_end, carried = decay(A_i, EXP2), decay(A_last - A_i, EXP2), decay(A_last, EXP2)
+    from_start, to_end, carried = decay(A_i, FORM.exp2), decay(A_last - A_i, FORM.exp2), decay(A_last, FORM.exp2)
     if seq_idx is not None:
         end = tl.minimum(token + BLOCK_M, seqlen) - 1
         own = tl.load(seq_idx + token + offs_m, mask=token + offs_m <= end, other=-1)
@@ -88,36 +98,36 @@ def visible(seq_idx, token, offs_m, seqlen, TRANSPOSED: tl.constexpr):
 
 
 @triton.jit
-def add_to_state(state, x_j, B_j, weights, carried, PRECISION: tl.constexpr):
+def add_to_state(state, x_j, B_j, weights, carried, FORM: tl.constexpr):
     """(27): carried H + sum_j weights_j B_j^T x_j."""
     weighted = (x_j.to(tl.float32) * weights[:, None]).to(x_j.dtype)
-    return tl.dot(tl.trans(B_j).to(x_j.dtype), weighted, state * carried, input_precision=PRECISION)  # [N, M] @ [M, P]
+    return tl.dot(tl.trans(B_j).to(x_j.dtype), weighted, state * carried, input_precision=FORM.precision)  # [N, M] @ [M, P]
 
 
 @triton.jit
-def load_initial(initial_states, strides, b, h, offs_n, offs_p, SIZES: tl.constexpr):
+def load_initial(initial_states, strides, b, h, offs_n, offs_p, FORM: tl.constexpr):
     """initial_states (batch, nheads, headdim, dstate), any strides, as [N, P] fp32; zeros for None."""
     if initial_states is None:
         state = tl.zeros([offs_n.shape[0], offs_p.shape[0]], tl.float32)
     else:
         at = offs_p.to(tl.int64)[None, :] * strides[2] + offs_n.to(tl.int64)[:, None] * strides[3]
-        _, inside = state_tile_t(offs_p, offs_n, SIZES)
+        _, inside = state_tile_t(offs_p, offs_n, FORM)
         state = tl.load(initial_states + b * strides[0] + h * strides[1] + at, mask=inside, other=0.0).to(tl.float32)
     return state
 
 
 @triton.jit
-def store_prev_state(prev_states, state, token, offs_n, offs_p, SIZES: tl.constexpr):
+def store_prev_state(prev_states, state, token, offs_n, offs_p, FORM: tl.constexpr):
     """The state before `token`, if a chunk begins there; prev_states points at the head in the row's first chunk."""
-    if token % SIZES.chunk == 0:
-        at, inside = state_tile_t(offs_p, offs_n, SIZES)
-        chunk = tl.cast(token // SIZES.chunk, tl.int64) * SIZES.nheads * SIZES.headdim * SIZES.dstate
+    if token % FORM.chunk == 0:
+        at, inside = state_tile_t(offs_p, offs_n, FORM)
+        chunk = tl.cast(token // FORM.chunk, tl.int64) * FORM.nheads * FORM.headdim * FORM.dstate
         tl.store(prev_states + chunk + at, state.to(prev_states.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def scan_segment(state, first, end, b, h, offs_n, offs_p, tokens, prev_states, out, y, strides, seqlen, nchunks,
-                 SIZES: tl.constexpr, EXP2: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr):
+                 FORM: tl.constexpr, BLOCK_M: tl.constexpr):
     """(26), (27) and (5) over tokens [first, end): writes out, and y unless it is None; returns the state after them.
 
     dA_cumsum restarts every BLOCK_M tokens. CB (batch, blocks, ngroups, BLOCK_M, BLOCK_M) is read from memory, or computed
@@ -126,59 +136,59 @@ def scan_segment(state, first, end, b, h, offs_n, offs_p, tokens, prev_states, o
     """
     x, z, B, C, D, CB, dt, dA_cumsum, seq_idx = tokens
     DTYPE: tl.constexpr = x.dtype.element_ty
-    g = h // (SIZES.nheads // SIZES.ngroups)
+    g = h // (FORM.nheads // FORM.ngroups)
     nblocks = tl.cast(tl.cdiv(seqlen, BLOCK_M), tl.int64)
     x += b * strides.x[0] + h * strides.x[2]
     B += b * strides.B[0] + g * strides.B[2]
     C += b * strides.C[0] + g * strides.C[2]
-    dt += (b * SIZES.nheads + h) * nblocks * BLOCK_M
-    dA_cumsum += (b * SIZES.nheads + h) * nblocks * BLOCK_M
-    out += (b * seqlen * SIZES.nheads + h) * SIZES.headdim
+    dt += (b * FORM.nheads + h) * nblocks * BLOCK_M
+    dA_cumsum += (b * FORM.nheads + h) * nblocks * BLOCK_M
+    out += (b * seqlen * FORM.nheads + h) * FORM.headdim
     if z is not None:
         z += b * strides.z[0] + h * strides.z[2]
     if y is not None:
-        y += (b * seqlen * SIZES.nheads + h) * SIZES.headdim
+        y += (b * seqlen * FORM.nheads + h) * FORM.headdim
     if CB is not None:
-        CB += (b * nblocks * SIZES.ngroups + g) * BLOCK_M * BLOCK_M
+        CB += (b * nblocks * FORM.ngroups + g) * BLOCK_M * BLOCK_M
     if seq_idx is not None:
         seq_idx += b * seqlen
     if prev_states is not None:
-        prev_states += (b * nchunks * SIZES.nheads + h) * SIZES.headdim * SIZES.dstate
-    in_p = offs_p < SIZES.headdim
+        prev_states += (b * nchunks * FORM.nheads + h) * FORM.headdim * FORM.dstate
+    in_p = offs_p < FORM.headdim
     if D is not None:
-        skip = load_skip(D, strides.D, h, offs_p, SIZES.headdim)
+        skip = load_skip(D, strides.D, h, offs_p, FORM.headdim)
     offs_m = tl.arange(0, BLOCK_M)
     for token in tl.range(first, end, BLOCK_M):
         if prev_states is not None:
-            store_prev_state(prev_states, state, token, offs_n, offs_p, SIZES)
-        C_i = load_block(C, strides.C, token, offs_m, offs_n, seqlen, SIZES.dstate).to(DTYPE)
-        B_j = load_block(B, strides.B, token, offs_m, offs_n, seqlen, SIZES.dstate).to(DTYPE)
-        x_j = load_block(x, strides.x, token, offs_m, offs_p, seqlen, SIZES.headdim)
-        A_i, from_start, to_end, carried = block_decays(dA_cumsum, seq_idx, token, offs_m, seqlen, BLOCK_M, EXP2)
+            store_prev_state(prev_states, state, token, offs_n, offs_p, FORM)
+        C_i = load_block(C, strides.C, token, offs_m, offs_n, seqlen, FORM.dstate).to(DTYPE)
+        B_j = load_block(B, strides.B, token, offs_m, offs_n, seqlen, FORM.dstate).to(DTYPE)
+        x_j = load_block(x, strides.x, token, offs_m, offs_p, seqlen, FORM.headdim)
+        A_i, from_start, to_end, carried = block_decays(dA_cumsum, seq_idx, token, offs_m, seqlen, BLOCK_M, FORM)
         dt_j = tl.load(dt + token + offs_m)
 
-        acc = tl.dot(C_i, state.to(DTYPE), input_precision=PRECISION) * from_start[:, None]  # [M, N] @ [N, P]
+        acc = tl.dot(C_i, state.to(DTYPE), input_precision=FORM.precision) * from_start[:, None]  # [M, N] @ [N, P]
         # before the pairs are weighted: the next block waits for the state alone, and fewer registers are alive at once
-        state = add_to_state(state, x_j, B_j, to_end * dt_j, carried, PRECISION)
+        state = add_to_state(state, x_j, B_j, to_end * dt_j, carried, FORM)
         pairs = visible(seq_idx, token, offs_m, seqlen, False)
         if CB is None:
-            CB_ij = tl.dot(C_i, tl.trans(B_j), input_precision=PRECISION)  # [M, N] @ [N, M]
+            CB_ij = tl.dot(C_i, tl.trans(B_j), input_precision=FORM.precision)  # [M, N] @ [N, M]
         else:
-            block = tl.cast(token // BLOCK_M, tl.int64) * (SIZES.ngroups * BLOCK_M * BLOCK_M)
+            block = tl.cast(token // BLOCK_M, tl.int64) * (FORM.ngroups * BLOCK_M * BLOCK_M)
             CB_ij = tl.load(CB + block + offs_m[:, None] * BLOCK_M + offs_m[None, :]).to(tl.float32)
         # selected, not multiplied by 0: above the diagonal CB may never have been written
-        weights = tl.where(pairs, CB_ij * decay(A_i[:, None] - A_i[None, :], EXP2), 0.0) * dt_j[None, :]
-        acc = tl.dot(weights.to(DTYPE), x_j, acc, input_precision=PRECISION)  # [M, M] @ [M, P]
+        weights = tl.where(pairs, CB_ij * decay(A_i[:, None] - A_i[None, :], FORM.exp2), 0.0) * dt_j[None, :]
+        acc = tl.dot(weights.to(DTYPE), x_j, acc, input_precision=FORM.precision)  # [M, M] @ [M, P]
         if D is not None:
             acc += skip * x_j.to(tl.float32)
 
         inside = (offs_m < seqlen - token)[:, None] & in_p[None, :]
-        row = tl.cast(token, tl.int64) * (SIZES.nheads * SIZES.headdim)
-        at = offs_m[:, None] * (SIZES.nheads * SIZES.headdim) + offs_p[None, :]
+        row = tl.cast(token, tl.int64) * (FORM.nheads * FORM.headdim)
+        at = offs_m[:, None] * (FORM.nheads * FORM.headdim) + offs_p[None, :]
         if y is not None:
             tl.store(y + row + at, acc.to(DTYPE), mask=inside)
         if z is not None:
-            z_i = load_block(z, strides.z, token, offs_m, offs_p, seqlen, SIZES.headdim).to(tl.float32)
+            z_i = load_block(z, strides.z, token, offs_m, offs_p, seqlen, FORM.headdim).to(tl.float32)
             acc *= z_i * sigmoid(z_i)
         tl.store(out + row + at, acc.to(DTYPE), mask=inside)
     return state

@@ -21,9 +21,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fused.kernels.segment import Tokens, load_initial, scan_segment
+from fused.kernels.segment import Tokens, get_form, load_initial, scan_segment
 from fused.schedule import Schedule
-from ssd.kernels.arguments import COUNTS, Strides, allocate_outputs, cdiv, get_sizes, strides
+from ssd.kernels.arguments import COUNTS, Strides, allocate_outputs, cdiv, strides
 from ssd.kernels.device import state_tile_t, unpack_program
 from ssd.runtime.launch import launch
 from ssd.runtime.tuning import ConfigSpace
@@ -58,22 +58,21 @@ def state_before(s, pieces, ends, factors, b, h, state, at, inside, nsegments, N
 
 @triton.jit(do_not_specialize=COUNTS)
 def stationary_scan_kernel(x, z, B, C, CB, D, dt, dA_cumsum, seq_idx, initial_states, ends, factors, prev_states, out, y,
-                           final_states, strides, initial_strides, seqlen, nchunks, cut, SIZES: tl.constexpr,
-                           EXP2: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_P: tl.constexpr,
-                           BLOCK_N: tl.constexpr):
-    tile, h, s, b = unpack_program((SIZES.headdim + BLOCK_P - 1) // BLOCK_P, SIZES.nheads, cut.nsegments)
+                           final_states, strides, initial_strides, seqlen, nchunks, cut, FORM: tl.constexpr,
+                           BLOCK_M: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr):
+    tile, h, s, b = unpack_program((FORM.headdim + BLOCK_P - 1) // BLOCK_P, FORM.nheads, cut.nsegments)
     offs_n, offs_p = tl.arange(0, BLOCK_N), tile * BLOCK_P + tl.arange(0, BLOCK_P)
-    at, inside = state_tile_t(offs_p, offs_n, SIZES)
-    state = load_initial(initial_states, initial_strides, b, h, offs_n, offs_p, SIZES)
+    at, inside = state_tile_t(offs_p, offs_n, FORM)
+    state = load_initial(initial_states, initial_strides, b, h, offs_n, offs_p, FORM)
     if ends is not None:
-        state = state_before(s, cut.pieces, ends, factors, b, h, state, at, inside, cut.nsegments, SIZES.nheads,
-                             SIZES.headdim * SIZES.dstate)
+        state = state_before(s, cut.pieces, ends, factors, b, h, state, at, inside, cut.nsegments, FORM.nheads,
+                             FORM.headdim * FORM.dstate)
     first = s.to(tl.int32) * cut.segment
     end = tl.minimum(first + cut.segment, seqlen)
     tokens = Tokens(x, z, B, C, D, CB, dt, dA_cumsum, seq_idx)
     state = scan_segment(state, first, end, b, h, offs_n, offs_p, tokens, prev_states, out, y, strides, seqlen, nchunks,
-                         SIZES, EXP2, PRECISION, BLOCK_M)
-    tl.store(final_states + (b * SIZES.nheads + h) * SIZES.headdim * SIZES.dstate + at, state, mask=inside & (end == seqlen))
+                         FORM, BLOCK_M)
+    tl.store(final_states + (b * FORM.nheads + h) * FORM.headdim * FORM.dstate + at, state, mask=inside & (end == seqlen))
 
 
 def stationary_scan(i: SSDInputs, CB: Tensor | None, dt: Tensor, dA_cumsum: Tensor, ends: Tensor | None, factors: Tensor | None,
@@ -95,5 +94,5 @@ def stationary_scan(i: SSDInputs, CB: Tensor | None, dt: Tensor, dA_cumsum: Tens
         i.x, i.z, i.B, i.C, CB, i.D, dt, dA_cumsum, i.seq_idx, i.initial_states, ends, factors, prev_states, out, y,
         final_states, Strides(x=i.x.stride(), z=strides(i.z), B=i.B.stride(), C=i.C.stride(), D=strides(i.D)),
         strides(i.initial_states), i.seqlen, i.nchunks, Cut(schedule.nsegments, schedule.segment, schedule.pieces),
-        get_sizes(i), options.exp2, options.precision, **config.launch)
+        get_form(i, options), **config.launch)
     return out, y, final_states, prev_states
