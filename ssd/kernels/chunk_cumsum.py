@@ -6,6 +6,8 @@ chunk_size), fp32, contiguous; tokens past seqlen get dt = 0 and so keep the las
 which a later kernel counts in, to 0.
 """
 
+from collections import namedtuple
+
 import torch
 import triton
 import triton.language as tl
@@ -27,6 +29,9 @@ CONFIGS = ConfigSpace(
     axes={"BLOCK_H": None},
     entries=((16, 4, 1), (8, 4, 1), (32, 4, 1), (16, 8, 1)),
 )
+
+# What a kernel is compiled for, as one constexpr argument.
+Form = namedtuple("Form", "nheads chunk softplus")
 
 
 @triton.jit
@@ -50,27 +55,27 @@ def are_there(blocks, c, offs_q, seqlen, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def step(dt, dt_strides, dt_bias, blocks, b, c, offs_h, seqlen, dt_min, dt_max, NHEADS: tl.constexpr, CHUNK: tl.constexpr,
-         SOFTPLUS: tl.constexpr):
+def step(dt, dt_strides, dt_bias, blocks, b, c, offs_h, seqlen, dt_limit, FORM: tl.constexpr):
     """dt with its bias, then after softplus, then after the clamp, each [BLOCK_H, CHUNK] fp32; and which elements exist."""
-    offs_q = find_tokens(blocks, c, CHUNK)
-    inside = (offs_h[:, None] < NHEADS) & are_there(blocks, c, offs_q[None, :], seqlen, CHUNK)
+    offs_q = find_tokens(blocks, c, FORM.chunk)
+    inside = (offs_h[:, None] < FORM.nheads) & are_there(blocks, c, offs_q[None, :], seqlen, FORM.chunk)
     at = offs_q[None, :] * dt_strides[1] + offs_h.to(tl.int64)[:, None] * dt_strides[2]
     raw = tl.load(dt + b * dt_strides[0] + at, mask=inside, other=0.0).to(tl.float32)
     if dt_bias is not None:
-        raw += tl.load(dt_bias + offs_h, mask=offs_h < NHEADS, other=0.0).to(tl.float32)[:, None]
-    unclamped = softplus(raw) if SOFTPLUS else raw
-    clamped = tl.clamp(unclamped, dt_min, dt_max, propagate_nan=tl.PropagateNan.ALL)
+        raw += tl.load(dt_bias + offs_h, mask=offs_h < FORM.nheads, other=0.0).to(tl.float32)[:, None]
+    unclamped = softplus(raw) if FORM.softplus else raw
+    clamped = tl.clamp(unclamped, dt_limit[0], dt_limit[1], propagate_nan=tl.PropagateNan.ALL)
     return raw, unclamped, tl.where(inside, clamped, 0.0), inside
 
 
 @triton.jit(do_not_specialize=COUNTS)
-def chunk_cumsum_kernel(dt, dt_strides, A, dt_bias, seq_idx, blocks, dt_out, dA_cumsum, arrivals, seqlen, nchunks, dt_min,
-                        dt_max, NHEADS: tl.constexpr, CHUNK: tl.constexpr, SOFTPLUS: tl.constexpr, BLOCK_H: tl.constexpr):
-    tile, _, c, b = unpack_program((NHEADS + BLOCK_H - 1) // BLOCK_H, 1, nchunks)
+def chunk_cumsum_kernel(dt, dt_strides, A, dt_bias, seq_idx, blocks, dt_out, dA_cumsum, arrivals, seqlen, nchunks, dt_limit,
+                        FORM: tl.constexpr, BLOCK_H: tl.constexpr):
+    CHUNK: tl.constexpr = FORM.chunk
+    tile, _, c, b = unpack_program((FORM.nheads + BLOCK_H - 1) // BLOCK_H, 1, nchunks)
     offs_h = tile * BLOCK_H + tl.arange(0, BLOCK_H)
-    _, _, clamped, _ = step(dt, dt_strides, dt_bias, blocks, b, c, offs_h, seqlen, dt_min, dt_max, NHEADS, CHUNK, SOFTPLUS)
-    in_h = offs_h < NHEADS
+    _, _, clamped, _ = step(dt, dt_strides, dt_bias, blocks, b, c, offs_h, seqlen, dt_limit, FORM)
+    in_h = offs_h < FORM.nheads
     rate = tl.load(A + offs_h, mask=in_h, other=0.0).to(tl.float32)
     dA = tl.cumsum(clamped * rate[:, None], axis=1)
     if seq_idx is not None:
@@ -80,7 +85,7 @@ def chunk_cumsum_kernel(dt, dt_strides, A, dt_bias, seq_idx, blocks, dt_out, dA_
         here = tl.load(seq_idx, mask=token < seqlen, other=0)
         begun = tl.cumsum(((here != before) & (token < seqlen)).to(tl.int32), axis=0)
         dA += (begun * _BOUNDARY)[None, :]  # behind the sum, which would round at each of them
-    offs = ((b * NHEADS + offs_h[:, None]) * nchunks + c) * CHUNK + tl.arange(0, CHUNK)[None, :]
+    offs = ((b * FORM.nheads + offs_h[:, None]) * nchunks + c) * CHUNK + tl.arange(0, CHUNK)[None, :]
     tl.store(dt_out + offs, clamped, mask=in_h[:, None])
     dA_cumsum += offs
     if blocks is not None:  # nothing of what lies before the tokens of a block is left, forwards (dt is 0) or backwards
@@ -103,5 +108,5 @@ def chunk_cumsum(i: SSDInputs, apart: bool = False, arrivals: torch.Tensor | Non
     launch(
         chunk_cumsum_kernel, cdiv(i.nheads, config["BLOCK_H"]) * nchunks * i.batch,
         i.dt, i.dt.stride(), i.A.contiguous(), contiguous(i.dt_bias), i.seq_idx if apart else None, blocks, dt, dA_cumsum,
-        arrivals, i.seqlen, nchunks, *i.dt_limit, i.nheads, i.chunk_size, i.dt_softplus, **config.launch)
+        arrivals, i.seqlen, nchunks, i.dt_limit, Form(i.nheads, i.chunk_size, i.dt_softplus), **config.launch)
     return dt, dA_cumsum

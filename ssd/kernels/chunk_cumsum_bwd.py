@@ -13,14 +13,14 @@ import triton.language as tl
 from torch import Tensor
 
 from ..runtime.launch import launch
-from ..runtime.tuning import ConfigSpace, next_power_of_2
+from ..runtime.tuning import ConfigSpace
 from ..types import SSDInputs
 from .arguments import COUNTS, cdiv, contiguous, output
-from .chunk_cumsum import find_tokens, step
+from .chunk_cumsum import Form, find_tokens, step
 from .device import product, sigmoid, unpack_program
 from .document_blocks import FIELDS
 
-_ELEMENTS = 1024  # of the parts of each sum, which the last program adds up at a time
+_ELEMENTS = tl.constexpr(1024)  # of the parts of each sum, which the last program adds up at a time
 
 CONFIGS = ConfigSpace(
     "chunk_cumsum_bwd",
@@ -30,9 +30,10 @@ CONFIGS = ConfigSpace(
 
 
 @triton.jit
-def add_chunks(parts, sums, nparts, offs_h, NHEADS: tl.constexpr, NSUMS: tl.constexpr, NSUMS_PADDED: tl.constexpr,
-               ROWS: tl.constexpr, BLOCK_H: tl.constexpr):
+def add_chunks(parts, sums, nparts, offs_h, NHEADS: tl.constexpr, NSUMS: tl.constexpr, BLOCK_H: tl.constexpr):
     """The sums over chunks of these heads, of parts (NSUMS, nparts, NHEADS)"""
+    NSUMS_PADDED: tl.constexpr = triton.next_power_of_2(NSUMS)
+    ROWS: tl.constexpr = _ELEMENTS // BLOCK_H
     n, k, h = tl.arange(0, NSUMS_PADDED)[:, None, None], tl.arange(0, ROWS)[None, :, None], offs_h[None, None, :]
     total = tl.zeros((NSUMS_PADDED, ROWS, BLOCK_H), tl.float32)
     for first in range(0, nparts, ROWS):
@@ -44,16 +45,16 @@ def add_chunks(parts, sums, nparts, offs_h, NHEADS: tl.constexpr, NSUMS: tl.cons
 
 @triton.jit(do_not_specialize=COUNTS)
 def chunk_cumsum_bwd_kernel(dt, dt_strides, A, dt_bias, blocks, u_v_x, r_tiles, q, s_tiles, row, col_tiles, dy_x, ddt,
-                            ddt_strides, parts, sums, arrivals, seqlen, nchunks, tile_stride, dt_min, dt_max,
-                            NHEADS: tl.constexpr, CHUNK: tl.constexpr, SOFTPLUS: tl.constexpr, R_TILES: tl.constexpr,
-                            S_TILES: tl.constexpr, COL_TILES: tl.constexpr, NSUMS: tl.constexpr,
-                            NSUMS_PADDED: tl.constexpr, ROWS: tl.constexpr, BLOCK_H: tl.constexpr):
+                            ddt_strides, parts, sums, arrivals, seqlen, nchunks, tile_stride, dt_limit, FORM: tl.constexpr,
+                            R_TILES: tl.constexpr, S_TILES: tl.constexpr, COL_TILES: tl.constexpr, BLOCK_H: tl.constexpr):
+    NHEADS: tl.constexpr = FORM.nheads
+    CHUNK: tl.constexpr = FORM.chunk
     TILES: tl.constexpr = (NHEADS + BLOCK_H - 1) // BLOCK_H
+    NSUMS: tl.constexpr = 1 + (dt_bias is not None) + (dy_x is not None)
     tile, _, c, b = unpack_program(TILES, 1, nchunks)
     offs_h, offs_q = tile * BLOCK_H + tl.arange(0, BLOCK_H), tl.arange(0, CHUNK)
     in_h = offs_h < NHEADS
-    raw, unclamped, clamped, inside = step(dt, dt_strides, dt_bias, blocks, b, c, offs_h, seqlen, dt_min, dt_max, NHEADS, CHUNK,
-                                           SOFTPLUS)
+    raw, unclamped, clamped, inside = step(dt, dt_strides, dt_bias, blocks, b, c, offs_h, seqlen, dt_limit, FORM)
     rate = tl.load(A + offs_h, mask=in_h, other=0.0).to(tl.float32)[:, None]
     chunk = (b * NHEADS + offs_h.to(tl.int64)[:, None]) * nchunks + c
     at = chunk * CHUNK + offs_q[None, :]
@@ -74,9 +75,9 @@ def chunk_cumsum_bwd_kernel(dt, dt_strides, A, dt_bias, blocks, u_v_x, r_tiles, 
     da = tl.cumsum(from_here_on, axis=1, reverse=True) + (tl.cumsum(q_j, axis=1) - q_j) + s[:, None]
 
     grad = tl.load(u_v_x + at, mask=inside, other=0.0) + da * rate
-    if SOFTPLUS:
+    if FORM.softplus:
         grad *= sigmoid(raw)
-    grad = tl.where(inside & (unclamped >= dt_min) & (unclamped <= dt_max), grad, 0.0)
+    grad = tl.where(inside & (unclamped >= dt_limit[0]) & (unclamped <= dt_limit[1]), grad, 0.0)
     at = find_tokens(blocks, c, CHUNK)[None, :] * ddt_strides[1] + offs_h.to(tl.int64)[:, None] * ddt_strides[2]
     tl.store(ddt + b * ddt_strides[0] + at, grad.to(ddt.dtype.element_ty), mask=inside)
 
@@ -93,7 +94,7 @@ def chunk_cumsum_bwd_kernel(dt, dt_strides, A, dt_bias, blocks, u_v_x, r_tiles, 
 
     tl.debug_barrier()  # all of the block has stored before one of its threads says so
     if tl.atomic_add(arrivals + tile, 1, sem="acq_rel") == nparts - 1:
-        add_chunks(parts, sums, nparts, offs_h, NHEADS, NSUMS, NSUMS_PADDED, ROWS, BLOCK_H)
+        add_chunks(parts, sums, nparts, offs_h, NHEADS, NSUMS, BLOCK_H)
         tl.store(arrivals + tile, 0)  # whoever launches it again, to time it say, finds it as it was
 
 
@@ -110,8 +111,7 @@ def chunk_cumsum_bwd(i: SSDInputs, u_v_x: Tensor, r_tiles: Tensor, q: Tensor, s_
     launch(
         chunk_cumsum_bwd_kernel, cdiv(i.nheads, config["BLOCK_H"]) * nchunks * i.batch,
         i.dt, i.dt.stride(), i.A.contiguous(), contiguous(i.dt_bias), blocks, u_v_x, r_tiles, q, s_tiles, row, col_tiles, dy_x,
-        ddt, ddt.stride(), parts, sums, arrivals, i.seqlen, nchunks, row.numel(), *i.dt_limit, i.nheads, i.chunk_size,
-        i.dt_softplus, r_tiles.shape[0], s_tiles.shape[-1], col_tiles.shape[0], sum(wanted), next_power_of_2(sum(wanted)),
-        _ELEMENTS // config["BLOCK_H"], **config.launch)
+        ddt, ddt.stride(), parts, sums, arrivals, i.seqlen, nchunks, row.numel(), i.dt_limit,
+        Form(i.nheads, i.chunk_size, i.dt_softplus), r_tiles.shape[0], s_tiles.shape[-1], col_tiles.shape[0], **config.launch)
     each = iter(sums)
     return ddt, *[next(each) if want else None for want in wanted]
