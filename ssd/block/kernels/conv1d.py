@@ -5,11 +5,12 @@ width - 1 rows that a token shares with those before it stay in registers, so ev
 next STAGES - 1 steps are on their way to shared memory while this one is computed: in registers there is room for one, too few
 bytes under way to keep the memory busy. A row is a vector [BLOCK] of channels; rows, weights and documents come in tuples.
 
-x and dout are (batch, seqlen, dim) with contiguous channels. Their strides of batch and token come in units of UNIT elements:
-Triton knows of a stride only whether 16 divides it, and wide loads need less. Positions count tokens from 0; the initial
-states are positions -(width - 1) to -1.
+x and dout are (batch, seqlen, dim) with contiguous channels. Their strides of batch and token come in units of FORM.unit
+elements: Triton knows of a stride only whether 16 divides it, and wide loads need less. Positions count tokens from 0; the
+initial states are positions -(width - 1) to -1.
 """
 
+from collections import namedtuple
 from math import gcd
 
 import triton
@@ -28,6 +29,12 @@ _START = 12  # tokens that a program would walk in the time in which its filter 
 _ROUNDS = 8  # of programs, at most
 _ALIGNMENT = 16  # elements
 
+# () for what is absent. Those of x and dout are of batch and token, in units of Form.unit.
+Strides = namedtuple("Strides", "x weight initial_states dout dfinal_states", defaults=((), ()))
+
+# What a walk is compiled for, as one constexpr argument. unit: elements.
+Form = namedtuple("Form", "unit dim width silu block step stages", defaults=(BLOCK, STEP, STAGES))
+
 
 @triton.jit
 def sigmoid(v):
@@ -37,14 +44,14 @@ def sigmoid(v):
 
 
 @triton.jit
-def locate(npieces, tokens, seqlen, DIM: tl.constexpr, BLOCK: tl.constexpr):
+def locate(npieces, tokens, seqlen, FORM: tl.constexpr):
     """Of this program: its sequence (int64), the number of its piece among all, the piece's first token and the token after its
     last, the channels [BLOCK] and which of them exist. Programs of the same tokens are neighbours."""
-    NTILES: tl.constexpr = (DIM + BLOCK - 1) // BLOCK
+    NTILES: tl.constexpr = (FORM.dim + FORM.block - 1) // FORM.block
     piece = tl.program_id(0) // NTILES
     first = piece % npieces * tokens
-    channels = tl.program_id(0) % NTILES * BLOCK + tl.arange(0, BLOCK)
-    return tl.cast(piece // npieces, tl.int64), piece, first, tl.minimum(first + tokens, seqlen), channels, channels < DIM
+    channels = tl.program_id(0) % NTILES * FORM.block + tl.arange(0, FORM.block)
+    return tl.cast(piece // npieces, tl.int64), piece, first, tl.minimum(first + tokens, seqlen), channels, channels < FORM.dim
 
 
 @triton.jit
@@ -118,7 +125,7 @@ def convolve(taps, weights, bias, WIDTH: tl.constexpr):
 
 
 def count_in_units(*tensors: Tensor) -> tuple[int, list[tuple[int, ...]]]:
-    """UNIT, and for each tensor (batch, seqlen, dim) its strides of batch and token in units of it."""
+    """Form.unit, and for each tensor (batch, seqlen, dim) its strides of batch and token in units of it."""
     strides = [t.stride()[:2] for t in tensors]
     unit = gcd(_ALIGNMENT, *(stride for pair in strides for stride in pair))
     return unit, [tuple(stride // unit for stride in pair) for pair in strides]

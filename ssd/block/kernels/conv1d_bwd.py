@@ -16,8 +16,8 @@ from ...kernels.sum_parts import add_parts, tile
 from ...runtime.launch import launch
 from .conv1d import (
     BLOCK,
-    STAGES,
-    STEP,
+    Form,
+    Strides,
     convolve,
     count_in_units,
     load_documents,
@@ -82,50 +82,51 @@ def store_position_grads(dpre, documents, position, first, end, weights, dfinal_
             tl.store(dinitial_states + at, grad.to(dinitial_states.dtype.element_ty), mask=in_dim & (p < 0))
 
 
+# strides behind what is read: behind all tensors, ptxas takes up to 8 registers more on sm_80
 @triton.jit(do_not_specialize=COUNTS)
-def conv1d_bwd_kernel(x, x_strides, dout, dout_strides, weight, weight_strides, bias, seq_idx, initial_states, initial_strides,
-                      dfinal_states, dfinal_strides, dx, dinitial_states, parts, seqlen, npieces, tokens, UNIT: tl.constexpr,
-                      DIM: tl.constexpr, WIDTH: tl.constexpr, SILU: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
-                      STAGES: tl.constexpr):
-    b, piece, first, end, channels, in_dim = locate(npieces, tokens, seqlen, DIM, BLOCK)
-    x_stride, dout_stride = tl.cast(x_strides[1], tl.int64) * UNIT, tl.cast(dout_strides[1], tl.int64) * UNIT
-    x += b * x_strides[0] * UNIT
+def conv1d_bwd_kernel(x, dout, weight, bias, seq_idx, initial_states, dfinal_states, strides, dx, dinitial_states, parts,
+                      seqlen, npieces, tokens, FORM: tl.constexpr):
+    WIDTH: tl.constexpr = FORM.width
+    STEP: tl.constexpr = FORM.step
+    b, piece, first, end, channels, in_dim = locate(npieces, tokens, seqlen, FORM)
+    x_stride, dout_stride = tl.cast(strides.x[1], tl.int64) * FORM.unit, tl.cast(strides.dout[1], tl.int64) * FORM.unit
+    x += b * strides.x[0] * FORM.unit
     if seq_idx is not None:
         seq_idx += b * seqlen
     if initial_states is not None:
-        initial_states += b * initial_strides[0]
-        dinitial_states += b * (WIDTH - 1) * DIM
+        initial_states += b * strides.initial_states[0]
+        dinitial_states += b * (WIDTH - 1) * FORM.dim
     if dfinal_states is not None:
-        dfinal_states += b * dfinal_strides[0]
-    weights, offset = load_filter(weight, weight_strides, bias, channels, in_dim, WIDTH)
+        dfinal_states += b * strides.dfinal_states[0]
+    weights, offset = load_filter(weight, strides.weight, bias, channels, in_dim, WIDTH)
 
-    past = load_positions(x, x_stride, initial_states, initial_strides, first - (WIDTH - 1), channels, in_dim, WIDTH)
+    past = load_positions(x, x_stride, initial_states, strides.initial_states, first - (WIDTH - 1), channels, in_dim, WIDTH)
     late, sums = (), ()
     for _ in tl.static_range(WIDTH - 1):
-        late += (tl.zeros([BLOCK], tl.float32),)
+        late += (tl.zeros(channels.shape, tl.float32),)
     for _ in tl.static_range(WIDTH + 1):
-        sums += (tl.zeros([BLOCK], tl.float32),)
-    dout += b * dout_strides[0] * UNIT
-    dx_row = dx + (b * seqlen + first - (WIDTH - 1)) * DIM
+        sums += (tl.zeros(channels.shape, tl.float32),)
+    dout += b * strides.dout[0] * FORM.unit
+    dx_row = dx + (b * seqlen + first - (WIDTH - 1)) * FORM.dim
     # one step more than the piece has: its last width - 1 tokens are seen by those after it
-    for token in tl.range(first, end + STEP, STEP, num_stages=STAGES):
+    for token in tl.range(first, end + STEP, STEP, num_stages=FORM.stages):
         x_rows = load_rows(x + token * x_stride, x_stride, token, seqlen, channels, in_dim, STEP)
         dout_rows = load_rows(dout + token * dout_stride, dout_stride, token, seqlen, channels, in_dim, STEP)
         rows = past
         for r in tl.static_range(STEP):
             rows += (x_rows[r].to(tl.float32),)
         documents = load_documents(seq_idx, token - (WIDTH - 1), seqlen, WIDTH - 1 + STEP)
-        dpre = pre_grads(rows, documents, dout_rows, weights, offset, WIDTH, SILU, STEP)
+        dpre = pre_grads(rows, documents, dout_rows, weights, offset, WIDTH, FORM.silu, STEP)
         if token < end:
             sums = add_filter_grads(sums, rows, documents, dpre, WIDTH, STEP)
         dpre = late + dpre
-        store_position_grads(dpre, documents, token - (WIDTH - 1), first, end, weights, dfinal_states, dfinal_strides, dx_row,
-                             dinitial_states, seqlen, channels, in_dim, DIM, WIDTH, STEP)
-        dx_row += STEP * DIM
+        store_position_grads(dpre, documents, token - (WIDTH - 1), first, end, weights, dfinal_states, strides.dfinal_states,
+                             dx_row, dinitial_states, seqlen, channels, in_dim, FORM.dim, WIDTH, STEP)
+        dx_row += STEP * FORM.dim
         past, late = rows[STEP:], dpre[STEP:]
 
     for i in tl.static_range(WIDTH + 1):
-        at = (tl.cast(piece, tl.int64) * (WIDTH + 1) + i) * DIM + channels
+        at = (tl.cast(piece, tl.int64) * (WIDTH + 1) + i) * FORM.dim + channels
         tl.store(parts + at, sums[i], mask=in_dim)
 
 
@@ -154,9 +155,9 @@ def conv1d_bwd(x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor |
     parts = torch.empty(batch * npieces, width + 1, dim, device=x.device, dtype=torch.float32)
     launch(
         conv1d_bwd_kernel, batch * npieces * cdiv(dim, BLOCK),
-        x, x_strides, dout, dout_strides, weight, weight.stride(), bias, seq_idx, initial_states, strides(initial_states),
-        dfinal_states, strides(dfinal_states), dx, dinitial_states, parts, seqlen, npieces, tokens, unit, dim, width, silu,
-        BLOCK=BLOCK, STEP=STEP, STAGES=STAGES, num_warps=1)
+        x, dout, weight, bias, seq_idx, initial_states, dfinal_states,
+        Strides(x_strides, weight.stride(), strides(initial_states), dout_strides, strides(dfinal_states)), dx, dinitial_states,
+        parts, seqlen, npieces, tokens, Form(unit, dim, width, silu), num_warps=1)
     dweight = torch.empty(dim, width, device=x.device, dtype=weight.dtype)
     dbias = None if bias is None else torch.empty(dim, device=x.device, dtype=bias.dtype)
     rows, columns = tile(batch * npieces, (width + 1) * dim)

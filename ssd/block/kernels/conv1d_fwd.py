@@ -14,8 +14,8 @@ from ...kernels.arguments import COUNTS, cdiv, strides
 from ...runtime.launch import launch
 from .conv1d import (
     BLOCK,
-    STAGES,
-    STEP,
+    Form,
+    Strides,
     convolve,
     count_in_units,
     load_documents,
@@ -33,21 +33,22 @@ _LONGEST = 128  # tokens of a piece: longer ones fill rounds better and are slow
 
 
 @triton.jit(do_not_specialize=COUNTS)
-def conv1d_fwd_kernel(x, x_strides, weight, weight_strides, bias, seq_idx, initial_states, initial_strides, out, final_states,
-                      seqlen, npieces, tokens, UNIT: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, SILU: tl.constexpr,
-                      BLOCK: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr):
-    b, _, first, end, channels, in_dim = locate(npieces, tokens, seqlen, DIM, BLOCK)
-    stride = tl.cast(x_strides[1], tl.int64) * UNIT
-    x += b * x_strides[0] * UNIT
+def conv1d_fwd_kernel(x, weight, bias, seq_idx, initial_states, out, final_states, strides, seqlen, npieces, tokens,
+                      FORM: tl.constexpr):
+    WIDTH: tl.constexpr = FORM.width
+    STEP: tl.constexpr = FORM.step
+    b, _, first, end, channels, in_dim = locate(npieces, tokens, seqlen, FORM)
+    stride = tl.cast(strides.x[1], tl.int64) * FORM.unit
+    x += b * strides.x[0] * FORM.unit
     if seq_idx is not None:
         seq_idx += b * seqlen
     if initial_states is not None:
-        initial_states += b * initial_strides[0]
-    weights, offset = load_filter(weight, weight_strides, bias, channels, in_dim, WIDTH)
+        initial_states += b * strides.initial_states[0]
+    weights, offset = load_filter(weight, strides.weight, bias, channels, in_dim, WIDTH)
 
-    past = load_positions(x, stride, initial_states, initial_strides, first - (WIDTH - 1), channels, in_dim, WIDTH)
-    out_row = out + (b * seqlen + first) * DIM
-    for token in tl.range(first, end, STEP, num_stages=STAGES):
+    past = load_positions(x, stride, initial_states, strides.initial_states, first - (WIDTH - 1), channels, in_dim, WIDTH)
+    out_row = out + (b * seqlen + first) * FORM.dim
+    for token in tl.range(first, end, STEP, num_stages=FORM.stages):
         x_rows = load_rows(x + token * stride, stride, token, end, channels, in_dim, STEP)
         rows = past
         for r in tl.static_range(STEP):
@@ -55,19 +56,19 @@ def conv1d_fwd_kernel(x, x_strides, weight, weight_strides, bias, seq_idx, initi
         documents = load_documents(seq_idx, token - (WIDTH - 1), seqlen, WIDTH - 1 + STEP)
         for r in tl.static_range(STEP):
             y = convolve(visible(rows, documents, r, r + WIDTH - 1, WIDTH), weights, offset, WIDTH)
-            if SILU:
+            if FORM.silu:
                 y *= sigmoid(y)
             if seq_idx is not None:
                 y = tl.where(documents[r + WIDTH - 1] >= 0, y, 0.0)
-            tl.store(out_row + r * DIM + channels, y.to(out.dtype.element_ty), mask=in_dim & (token + r < end))
-        out_row += STEP * DIM
+            tl.store(out_row + r * FORM.dim + channels, y.to(out.dtype.element_ty), mask=in_dim & (token + r < end))
+        out_row += STEP * FORM.dim
         past = rows[STEP:]
 
     if final_states is not None:
         in_last = in_dim & (end == seqlen)
-        last = load_positions(x, stride, initial_states, initial_strides, seqlen - (WIDTH - 1), channels, in_last, WIDTH)
+        last = load_positions(x, stride, initial_states, strides.initial_states, seqlen - (WIDTH - 1), channels, in_last, WIDTH)
         for i in tl.static_range(WIDTH - 1):
-            at = (b * (WIDTH - 1) + i) * DIM + channels
+            at = (b * (WIDTH - 1) + i) * FORM.dim + channels
             tl.store(final_states + at, last[i].to(final_states.dtype.element_ty), mask=in_last)
 
 
@@ -85,6 +86,7 @@ def conv1d_fwd(x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor |
     tokens, npieces = pieces(x, _WARPS, _LONGEST)
     launch(
         conv1d_fwd_kernel, batch * npieces * cdiv(dim, BLOCK),
-        x, x_strides, weight, weight.stride(), bias, seq_idx, initial_states, strides(initial_states), out, final_states,
-        seqlen, npieces, tokens, unit, dim, width, silu, BLOCK=BLOCK, STEP=STEP, STAGES=STAGES, num_warps=1)
+        x, weight, bias, seq_idx, initial_states, out, final_states,
+        Strides(x_strides, weight.stride(), strides(initial_states)), seqlen, npieces, tokens, Form(unit, dim, width, silu),
+        num_warps=1)
     return out, final_states
