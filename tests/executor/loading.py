@@ -67,7 +67,8 @@ def _of_kernel(arg):
     if isinstance(arg, TensorDescriptor):
         return Descriptor(arg)
     if isinstance(arg, tuple):
-        return tuple(map(_of_kernel, arg))
+        given = map(_of_kernel, arg)
+        return type(arg)(*given) if hasattr(arg, "_fields") else tuple(given)
     return Int(arg) if type(arg) is int else arg
 
 

@@ -1,11 +1,11 @@
 """Mamba-1's selective scan, docs/block.md, section "Selective scan": what its kernels share.
 
-Sequences are cut into chunks of CHUNK tokens. Inside one, (S2) is a scan over pairs: a token takes the state h to a h + b, and
-tokens in a row compose to a pair again.
+Sequences are cut into chunks of FORM.chunk tokens. Inside one, (S2) is a scan over pairs: a token takes the state h to
+a h + b, and tokens in a row compose to a pair again.
 
-u, delta, z and dout are (batch, dim, seqlen), B and C (batch, ngroups, dstate, seqlen), their tokens to be read UNIT at a time,
-see `pad_to_units`; their other strides come in units of as many elements, or Triton would not know what divides them. A (dim,
-dstate), D and delta_bias (dim,) have any strides. `dim / ngroups` channels share a group.
+u, delta, z and dout are (batch, dim, seqlen), B and C (batch, ngroups, dstate, seqlen), their tokens to be read FORM.unit at a
+time, see `pad_to_units`; their other strides come in units of as many elements, or Triton would not know what divides them.
+A (dim, dstate), D and delta_bias (dim,) have any strides. `dim / ngroups` channels share a group.
 """
 
 import torch.nn.functional as F
@@ -17,19 +17,19 @@ from ...kernels.arguments import cdiv
 from ...kernels.device import sigmoid, softplus
 from ...runtime.tuning import next_power_of_2
 
-_TILE = 4096  # elements [dstate, CHUNK]: 16 a thread of 8 warps
+_TILE = 4096  # elements [dstate, chunk]: 16 a thread of 8 warps
 _LANES, _SHORTEST = 32, 16
 LARGEST_STATE = 256
 CHANNELS = 4  # of a program that walks, one a warp: B and C of a token are loaded once for them
 
 
 def unit_of(seqlen: int) -> int:
-    """UNIT: tokens that a thread reads at once."""
+    """Form.unit: tokens that a thread reads at once."""
     return 4 if seqlen % 8 else 8
 
 
 def chunk_of(seqlen: int, dstate: int) -> int:
-    """CHUNK: what a warp reads at once, unless the tile of a channel's states is too large for it or the sequence too short."""
+    """Form.chunk: what a warp reads at once, unless a channel's tile of states is too large for it, or the sequence short."""
     most = min(_LANES * unit_of(seqlen), max(_SHORTEST, _TILE // next_power_of_2(dstate)))
     chunk = min(most, _SHORTEST)
     while chunk < most and chunk < seqlen:  # in comparisons, which torch.compile need not know a seqlen for
@@ -42,36 +42,34 @@ def walkers(batch: int, dim: int, ngroups: int) -> int:
     return cdiv(dim // ngroups, CHANNELS) * ngroups * batch
 
 
-def pad_to_units(*tensors: Tensor | None) -> list[tuple[Tensor | None, tuple[int, ...] | None]]:
-    """Each tensor (..., seqlen), or a copy with zeros behind its rows, where these begin and end with whole units; and its
+def pad_to_units(*tensors: Tensor | None) -> tuple[list[Tensor | None], list[tuple[int, ...]]]:
+    """Tensors (..., seqlen), or copies with zeros behind their rows, where these begin and end with whole units; and their
     strides in units, but for the last, 1.
     """
-    given = []
+    given, strides = [], []
     for t in tensors:
-        if t is None:
-            given.append((None, None))
-            continue
-        unit = unit_of(t.shape[-1])
-        if t.stride(-1) != 1 or t.shape[-1] % unit or any(stride % unit for stride in t.stride()[:-1]):
+        unit = 1 if t is None else unit_of(t.shape[-1])
+        if t is not None and (t.stride(-1) != 1 or t.shape[-1] % unit or any(stride % unit for stride in t.stride()[:-1])):
             t = F.pad(t, (0, -t.shape[-1] % unit)).contiguous()
-        given.append((t, tuple(stride // unit for stride in t.stride()[:-1])))
-    return given
+        given.append(t)
+        strides.append(() if t is None else tuple(stride // unit for stride in t.stride()[:-1]))
+    return given, strides
 
 
 @triton.jit
-def locate(DIM: tl.constexpr, NGROUPS: tl.constexpr, CHANNELS: tl.constexpr, CHUNK: tl.constexpr):
-    """Of a program that walks CHANNELS channels of one group: the batch row, the group, the channels [D, 1], all int64; whether
-    channels exist, of which one that does not stands for the group's first; and the tokens of a chunk [D, T].
+def locate(FORM: tl.constexpr):
+    """Of a program that walks FORM.channels channels of one group: the batch row, the group, the channels [D, 1], all int64;
+    whether channels exist, of which one that does not stands for the group's first; and the tokens of a chunk [D, T].
 
     The tokens are the same in every row: so each warp loads B and C for itself, and none waits for another.
     """
-    EACH: tl.constexpr = DIM // NGROUPS
-    TILES: tl.constexpr = (EACH + CHANNELS - 1) // CHANNELS
-    g, b = tl.program_id(0) // TILES % NGROUPS, tl.program_id(0) // (TILES * NGROUPS)
-    in_group = tl.program_id(0) % TILES * CHANNELS + tl.arange(0, CHANNELS)[:, None]
+    EACH: tl.constexpr = FORM.dim // FORM.ngroups
+    TILES: tl.constexpr = (EACH + FORM.channels - 1) // FORM.channels
+    g, b = tl.program_id(0) // TILES % FORM.ngroups, tl.program_id(0) // (TILES * FORM.ngroups)
+    in_group = tl.program_id(0) % TILES * FORM.channels + tl.arange(0, FORM.channels)[:, None]
     in_d = in_group < EACH
     d = g * EACH + tl.where(in_d, in_group, 0)
-    offs_t = tl.arange(0, CHUNK)[None, :] + tl.zeros([CHANNELS, 1], tl.int32)
+    offs_t = tl.arange(0, FORM.chunk)[None, :] + tl.zeros([d.shape[0], 1], tl.int32)
     return b.to(tl.int64), g.to(tl.int64), d.to(tl.int64), in_d, offs_t
 
 
@@ -116,17 +114,17 @@ def finite(rate):
 
 
 @triton.jit
-def load_tokens(t, first, offs_t, seqlen, UNIT: tl.constexpr):
+def load_tokens(t, first, offs_t, seqlen, FORM: tl.constexpr):
     """Tokens first + offs_t of a row that t points at: [T] fp32, or [D, T] for a column of rows; 0 after the last unit."""
     tokens = tl.cast(first, tl.int64) + offs_t
-    return tl.load(t + tokens, mask=tokens // UNIT < (seqlen + UNIT - 1) // UNIT, other=0.0).to(tl.float32)
+    return tl.load(t + tokens, mask=tokens // FORM.unit < (seqlen + FORM.unit - 1) // FORM.unit, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def load_step(delta, bias, first, offs_t, seqlen, UNIT: tl.constexpr, SOFTPLUS: tl.constexpr):
+def load_step(delta, bias, first, offs_t, seqlen, FORM: tl.constexpr):
     """(S1): delta with its bias, and the step, which is 0 after the last token and so changes no state."""
-    raw = load_tokens(delta, first, offs_t, seqlen, UNIT) + bias
-    step = softplus(raw) if SOFTPLUS else raw
+    raw = load_tokens(delta, first, offs_t, seqlen, FORM) + bias
+    step = softplus(raw) if FORM.softplus else raw
     return raw, tl.where(first + offs_t < seqlen, step, 0.0)
 
 

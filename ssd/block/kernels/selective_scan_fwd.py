@@ -27,54 +27,53 @@ from .selective_scan import (
     unit_of,
     walkers,
 )
+from .selective_scan_arguments import Form, Strides
 
 
 @triton.jit(do_not_specialize=COUNTS)
-def selective_scan_fwd_kernel(u, u_strides, delta, delta_strides, A, A_strides, B, B_strides, C, C_strides, D, D_strides, z,
-                              z_strides, delta_bias, bias_strides, out, last_state, states, seqlen, nchunks, DIM: tl.constexpr,
-                              NGROUPS: tl.constexpr, DSTATE: tl.constexpr, UNIT: tl.constexpr, SOFTPLUS: tl.constexpr,
-                              CHANNELS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr):
-    b, g, d, in_d, offs_t = locate(DIM, NGROUPS, CHANNELS, CHUNK)
-    offs_n = tl.arange(0, BLOCK_N)[None, :]
-    at, in_state = (b * DIM + d) * DSTATE + offs_n, in_d & (offs_n < DSTATE)
-    u += (b * u_strides[0] + d * u_strides[1]) * UNIT
-    delta += (b * delta_strides[0] + d * delta_strides[1]) * UNIT
-    B += (b * B_strides[0] + g * B_strides[1]) * UNIT
-    C += (b * C_strides[0] + g * C_strides[1]) * UNIT
-    out += (b * DIM + d) * seqlen
-    A += d * A_strides[0]
+def selective_scan_fwd_kernel(u, delta, A, B, C, D, z, delta_bias, out, last_state, states, strides, seqlen, nchunks,
+                              FORM: tl.constexpr):
+    b, g, d, in_d, offs_t = locate(FORM)
+    offs_n = tl.arange(0, FORM.columns)[None, :]
+    at, in_state = (b * FORM.dim + d) * FORM.dstate + offs_n, in_d & (offs_n < FORM.dstate)
+    u += (b * strides.u[0] + d * strides.u[1]) * FORM.unit
+    delta += (b * strides.delta[0] + d * strides.delta[1]) * FORM.unit
+    B += (b * strides.B[0] + g * strides.B[1]) * FORM.unit
+    C += (b * strides.C[0] + g * strides.C[1]) * FORM.unit
+    out += (b * FORM.dim + d) * seqlen
+    A += d * strides.A[0]
     if z is not None:
-        z += (b * z_strides[0] + d * z_strides[1]) * UNIT
+        z += (b * strides.z[0] + d * strides.z[1]) * FORM.unit
     bias, skip = 0.0, 0.0
     if delta_bias is not None:
-        bias = tl.load(delta_bias + d * bias_strides[0]).to(tl.float32)
+        bias = tl.load(delta_bias + d * strides.delta_bias[0]).to(tl.float32)
     if D is not None:
-        skip = tl.load(D + d * D_strides[0]).to(tl.float32)
+        skip = tl.load(D + d * strides.D[0]).to(tl.float32)
 
-    state = tl.zeros([CHANNELS, BLOCK_N], tl.float32)
+    state = tl.zeros([d.shape[0], offs_n.shape[1]], tl.float32)
     for c in range(nchunks):
-        first = c * CHUNK
+        first = c * FORM.chunk
         if states is not None:
-            tl.store(states + (b * (nchunks - 1) + c) * DIM * DSTATE + at, state, mask=in_state)
-        u_t = load_tokens(u, first, offs_t, seqlen, UNIT)
-        _, step = load_step(delta, bias, first, offs_t, seqlen, UNIT, SOFTPLUS)
+            tl.store(states + (b * (nchunks - 1) + c) * FORM.dim * FORM.dstate + at, state, mask=in_state)
+        u_t = load_tokens(u, first, offs_t, seqlen, FORM)
+        _, step = load_step(delta, bias, first, offs_t, seqlen, FORM)
         weighted = step * u_t
         y = skip * u_t
-        for n in range(DSTATE):
+        for n in range(FORM.dstate):
             row = tl.cast(n, tl.int64)
-            rate = finite(tl.load(A + row * A_strides[1]).to(tl.float32)) * LOG2E
-            B_t = load_tokens(B + row * B_strides[2] * UNIT, first, offs_t, seqlen, UNIT)
-            C_t = load_tokens(C + row * C_strides[2] * UNIT, first, offs_t, seqlen, UNIT)
+            rate = finite(tl.load(A + row * strides.A[1]).to(tl.float32)) * LOG2E
+            B_t = load_tokens(B + row * strides.B[2] * FORM.unit, first, offs_t, seqlen, FORM)
+            C_t = load_tokens(C + row * strides.C[2] * FORM.unit, first, offs_t, seqlen, FORM)
             before = tl.sum(tl.where(offs_n == n, state, 0.0), 1)[:, None]
             decay, entering = tl.math.exp2(step * rate), weighted * B_t
             # the state enters with the first token: one product, where the pairs of all tokens would take one each
             entering = tl.where(offs_t == 0, entering + decay * before, entering)
             _, h = tl.associative_scan((decay, entering), 1, compose)
             y += h * C_t
-            after = tl.sum(tl.where(offs_t == CHUNK - 1, h, 0.0), 1)[:, None]
+            after = tl.sum(tl.where(offs_t == FORM.chunk - 1, h, 0.0), 1)[:, None]
             state = tl.where(offs_n == n, after, state)
         if z is not None:
-            gate, _ = gate_and_slope(load_tokens(z, first, offs_t, seqlen, UNIT))
+            gate, _ = gate_and_slope(load_tokens(z, first, offs_t, seqlen, FORM))
             y *= gate
         tokens = tl.cast(first, tl.int64) + offs_t
         tl.store(out + tokens, y.to(out.dtype.element_ty), mask=in_d & (tokens < seqlen))
@@ -90,10 +89,10 @@ def selective_scan_fwd(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor
     out = torch.empty(u.shape, device=u.device, dtype=u.dtype)
     last_state = torch.empty(batch, dim, dstate, device=u.device, dtype=torch.float32)
     states = torch.empty(batch, nchunks, dim, dstate, device=u.device, dtype=torch.float32) if save else None
-    (u, u_units), (delta, delta_units), (B, B_units), (C, C_units), (z, z_units) = pad_to_units(u, delta, B, C, z)
+    (u, delta, B, C, z), units = pad_to_units(u, delta, B, C, z)
     launch(
         selective_scan_fwd_kernel, walkers(batch, dim, ngroups),
-        u, u_units, delta, delta_units, A, A.stride(), B, B_units, C, C_units, D, strides(D), z, z_units, delta_bias,
-        strides(delta_bias), out, last_state, states, seqlen, nchunks, dim, ngroups, dstate, unit_of(seqlen), softplus,
-        CHANNELS=CHANNELS, CHUNK=chunk, BLOCK_N=next_power_of_2(dstate), num_warps=CHANNELS)
+        u, delta, A, B, C, D, z, delta_bias, out, last_state, states,
+        Strides(*units, A.stride(), strides(D), strides(delta_bias)), seqlen, nchunks,
+        Form(dim, ngroups, dstate, unit_of(seqlen), softplus, chunk, CHANNELS, next_power_of_2(dstate)), num_warps=CHANNELS)
     return out, last_state, states

@@ -1,12 +1,12 @@
 """Mamba-1's selective scan, token by token, in Gluon: what its forward and backward share (docs/block.md, "The walk").
 
-A program is one warp that walks the tokens of CHANNELS channels of one group of one batch row. The states [channels, dstate]
-of these stay in registers: a thread holds R channels and a part of their states, neighbouring lanes the rest of these. What a
-token has is read from shared memory, where tiles of TOKENS tokens lie with tokens outermost; they come from memory along
-tokens.
+A program is one warp that walks the tokens of FORM.channels channels of one group of one batch row. The states [channels,
+dstate] of these stay in registers: a thread holds R channels and a part of their states, neighbouring lanes the rest of these.
+What a token has is read from shared memory, where tiles of FORM.chunk tokens lie with tokens outermost; they come from memory
+along tokens.
 
 u, delta, z, dout (batch, dim, seqlen), B and C (batch, ngroups, dstate, seqlen) have contiguous tokens and otherwise any
-strides, given in units of UNIT elements, see `choose_unit`. A (dim, dstate), D and delta_bias (dim,) have any strides.
+strides, given in units of FORM.unit elements, see `choose_unit`. A (dim, dstate), D and delta_bias (dim,) have any strides.
 """
 
 import math
@@ -26,9 +26,9 @@ _LARGE = 1 << 28  # bytes of partial sums
 
 
 def channels_and_rows(batch: int, dim: int, seqlen: int, dstate: int) -> tuple[int, int]:
-    """CHANNELS of a program and R of a thread: small warps where channels are few, since a token takes a warp less time the
-    fewer it has. Larger ones where the partial sums of dB and dC, 8 bytes for each program's tokens and states, would be large;
-    but the largest only where there are enough of them: fewer take twice the time (docs/log/selective-scan.md).
+    """Form.channels of a program and R of a thread: small warps where channels are few, since a token takes a warp less time
+    the fewer it has. Larger ones where the partial sums of dB and dC, 8 bytes for each program's tokens and states, would be
+    large; but the largest only where there are enough of them: fewer take twice the time (docs/log/selective-scan.md).
     """
     channels = 64 // columns(dstate)  # a thread has two states: of one Triton's compiler complains
     while channels < 16 and batch * dim // channels >= _PROGRAMS:
@@ -40,19 +40,19 @@ def channels_and_rows(batch: int, dim: int, seqlen: int, dstate: int) -> tuple[i
 
 
 def columns(dstate: int) -> int:
-    """N, what tiles of states are padded to: all lanes that share channels have some."""
+    """Form.columns, what tiles of states are padded to: all lanes that share channels have some."""
     return max(4, next_power_of_2(dstate))
 
 
-def choose_unit(*tensors: Tensor | None) -> tuple[int, list[tuple[Tensor | None, tuple[int, ...] | None]]]:
-    """UNIT, and each tensor (..., seqlen), copied if its tokens are not contiguous, with its strides in units but for the last.
+def choose_unit(*tensors: Tensor | None) -> tuple[int, list[Tensor | None], list[tuple[int, ...]]]:
+    """Form.unit; tensors (..., seqlen), copied if their tokens are not contiguous; and their strides in units but for the last.
 
-    UNIT, at most 8, divides seqlen and all strides, which Triton could not tell from their products.
+    The unit, at most 8, divides seqlen and all strides, which Triton could not tell from their products.
     """
     given = [t if t is None or t.stride(-1) == 1 else t.contiguous() for t in tensors]
     present = [t for t in given if t is not None]
     unit = math.gcd(8, present[0].shape[-1], *[stride for t in present for stride in t.stride()[:-1]])
-    return unit, [(t, None if t is None else tuple([stride // unit for stride in t.stride()[:-1]])) for t in given]
+    return unit, given, [() if t is None else tuple([stride // unit for stride in t.stride()[:-1]]) for t in given]
 
 
 @gluon.constexpr_function
@@ -99,21 +99,29 @@ def softplus(v):
 
 
 @gluon.jit
-def step_of(raw, first, tokens, seqlen, SOFTPLUS: gl.constexpr):
+def step_of(raw, first, tokens, seqlen, FORM: gl.constexpr):
     """(S1), of delta with its bias; 0 after the last token, and so changes no state."""
     step = raw
-    if SOFTPLUS:
+    if FORM.softplus:
         step = softplus(raw)
     return gl.where(gl.expand_dims(first + tokens < seqlen, 0), step, 0.0)
 
 
 @gluon.jit
-def locate(DIM: gl.constexpr, NGROUPS: gl.constexpr, CHANNELS: gl.constexpr):
-    """The batch row and the group that a program has, int64, and its first channel in the group."""
-    PROGRAMS: gl.constexpr = (DIM // NGROUPS + CHANNELS - 1) // CHANNELS
+def locate(FORM: gl.constexpr, TILE: gl.constexpr, SHARED_TILE: gl.constexpr):
+    """Of this program: its batch row and group, int64, and its first channel in the group; channels d [channels], states n
+    [dstate], int64, and which of them exist; and the tokens of a tile, as tiles of channels and of states have them.
+    """
+    EACH: gl.constexpr = FORM.dim // FORM.ngroups
+    PROGRAMS: gl.constexpr = (EACH + FORM.channels - 1) // FORM.channels
     number = gl.program_id(0)
-    g, b = number // PROGRAMS % NGROUPS, number // (PROGRAMS * NGROUPS)
-    return b.to(gl.int64), g.to(gl.int64), number % PROGRAMS * CHANNELS
+    g, b = number // PROGRAMS % FORM.ngroups, number // (PROGRAMS * FORM.ngroups)
+    b, g, first_channel = b.to(gl.int64), g.to(gl.int64), number % PROGRAMS * FORM.channels
+    k = first_channel + gl.arange(0, FORM.channels, gl.SliceLayout(1, TILE))
+    d, in_d = g * EACH + k, k < EACH
+    n = gl.arange(0, FORM.columns, gl.SliceLayout(1, SHARED_TILE)).to(gl.int64)
+    in_n, tokens = n < FORM.dstate, gl.arange(0, FORM.chunk, gl.SliceLayout(0, TILE))
+    return b, g, first_channel, d, in_d, n, in_n, tokens, gl.arange(0, FORM.chunk, gl.SliceLayout(0, SHARED_TILE))
 
 
 @gluon.jit
@@ -126,66 +134,68 @@ def load_of_channels(t, strides, d, in_d):
 
 
 @gluon.jit
-def load_rates(A, strides, d, in_d, DSTATE: gl.constexpr, N: gl.constexpr, STATES: gl.constexpr):
+def load_rates(A, strides, d, in_d, FORM: gl.constexpr, STATES: gl.constexpr):
     """log2(e) A of channels d [channels], [channels, dstate]. A step of 0, as after the last token, makes no NaN of an infinite
     one.
     """
-    n = gl.arange(0, N, gl.SliceLayout(0, STATES)).to(gl.int64)
-    inside = gl.expand_dims(in_d, 1) & gl.expand_dims(n < DSTATE, 0)
+    n = gl.arange(0, FORM.columns, gl.SliceLayout(0, STATES)).to(gl.int64)
+    inside = gl.expand_dims(in_d, 1) & gl.expand_dims(n < FORM.dstate, 0)
     at = gl.expand_dims(d.to(gl.int64) * strides[0], 1) + gl.expand_dims(n * strides[1], 0)
     rate = gl.load(A + at, mask=inside, other=0.0).to(gl.float32)
     return gl.inline_asm_elementwise("max.NaN.f32 $0, $1, $2;", "=r,r,r", [rate, -1e30], gl.float32, True, 1) * LOG2E
 
 
 @gluon.jit
-def row_pointers(t, strides, b, rows, tokens, UNIT: gl.constexpr):
+def row_pointers(t, strides, b, rows, tokens, FORM: gl.constexpr):
     """Pointers [rows, tokens] at `tokens` of rows of batch row b."""
-    start = (b * strides[0] + rows * strides[1]) * UNIT
+    start = (b * strides[0] + rows * strides[1]) * FORM.unit
     return t + gl.expand_dims(start, 1) + gl.expand_dims(tokens, 0)
 
 
 @gluon.jit
-def state_pointers(t, strides, b, g, n, tokens, UNIT: gl.constexpr):
+def state_pointers(t, strides, b, g, n, tokens, FORM: gl.constexpr):
     """Pointers [dstate, tokens] at `tokens` of states n of B or C, of batch row b and group g."""
-    return row_pointers(t + g * strides[1] * UNIT, (strides[0], strides[2]), b, n, tokens, UNIT)
+    return row_pointers(t + g * strides[1] * FORM.unit, (strides[0], strides[2]), b, n, tokens, FORM)
 
 
 @gluon.jit
-def locate_states(g, first_channel, EACH: gl.constexpr, DSTATE: gl.constexpr, CHANNELS: gl.constexpr, N: gl.constexpr,
-                  STATES: gl.constexpr):
+def locate_states(g, first_channel, FORM: gl.constexpr, STATES: gl.constexpr):
     """Where a program's states are: channels d [channels], whether they are of group g, states n [dstate]; offsets [channels,
     dstate] in the (dim, dstate) of a batch row, and which of these exist.
     """
-    k = first_channel + gl.arange(0, CHANNELS, gl.SliceLayout(1, STATES))
+    EACH: gl.constexpr = FORM.dim // FORM.ngroups
+    k = first_channel + gl.arange(0, FORM.channels, gl.SliceLayout(1, STATES))
     d, in_d = g.to(gl.int32) * EACH + k, k < EACH
-    n = gl.arange(0, N, gl.SliceLayout(0, STATES))
-    at = gl.expand_dims(d * DSTATE, 1) + gl.expand_dims(n, 0)
-    return d, in_d, n, at, gl.expand_dims(in_d, 1) & gl.expand_dims(n < DSTATE, 0)
+    n = gl.arange(0, FORM.columns, gl.SliceLayout(0, STATES))
+    at = gl.expand_dims(d * FORM.dstate, 1) + gl.expand_dims(n, 0)
+    return d, in_d, n, at, gl.expand_dims(in_d, 1) & gl.expand_dims(n < FORM.dstate, 0)
 
 
 @gluon.jit
-def contiguous(rows, tokens, seqlen, UNIT: gl.constexpr):
+def contiguous(rows, tokens, seqlen, FORM: gl.constexpr):
     """Offsets [rows, tokens] in a contiguous tensor (rows, seqlen)."""
-    return gl.expand_dims(rows * (seqlen // UNIT) * UNIT, 1) + gl.expand_dims(tokens, 0)
+    return gl.expand_dims(rows * (seqlen // FORM.unit) * FORM.unit, 1) + gl.expand_dims(tokens, 0)
 
 
 @gluon.jit
-def load_tile(pointers, first, in_rows, tokens, seqlen, UNIT: gl.constexpr):
-    """A tile [rows, tokens] from token `first` on; zeros where there is nothing. UNIT divides seqlen, and the mask shows it."""
-    inside = gl.expand_dims(in_rows, 1) & gl.expand_dims((first + tokens) // UNIT < seqlen // UNIT, 0)
+def load_tile(pointers, first, in_rows, tokens, seqlen, FORM: gl.constexpr):
+    """A tile [rows, tokens] from token `first` on; zeros where there is nothing. The unit divides seqlen: the mask shows it."""
+    inside = gl.expand_dims(in_rows, 1) & gl.expand_dims((first + tokens) // FORM.unit < seqlen // FORM.unit, 0)
     return gl.load(pointers + first, mask=inside, other=0.0)
 
 
 @gluon.jit
-def store_tile(t, offsets, first, in_rows, tokens, seqlen, value, UNIT: gl.constexpr):
+def store_tile(t, offsets, first, in_rows, tokens, seqlen, value, FORM: gl.constexpr):
     """The same of a contiguous tensor. `first` goes to the offsets, which tensors share: pointers would fill registers."""
-    inside = gl.expand_dims(in_rows, 1) & gl.expand_dims((first + tokens) // UNIT < seqlen // UNIT, 0)
+    inside = gl.expand_dims(in_rows, 1) & gl.expand_dims((first + tokens) // FORM.unit < seqlen // FORM.unit, 0)
     gl.store(t + (offsets + first), value.to(t.dtype.element_ty), mask=inside)
 
 
 @gluon.jit
-def tokens_last(buffer, TOKENS: gl.constexpr, WIDTH: gl.constexpr):
-    """A buffer [TOKENS, WIDTH], that a walk indexes by its token, as one tile [WIDTH, TOKENS]."""
+def tokens_last(buffer):
+    """A buffer [tokens, width], that a walk indexes by its token, as one tile [width, tokens]."""
+    TOKENS: gl.constexpr = buffer.shape[0]
+    WIDTH: gl.constexpr = buffer.shape[1]
     return reinterpret(buffer, [TOKENS, WIDTH], ROWS).permute((1, 0))
 
 

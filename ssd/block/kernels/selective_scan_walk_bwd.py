@@ -18,6 +18,7 @@ from triton.experimental.gluon import language as gl
 from ...kernels.arguments import cdiv, output, strides
 from ...kernels.sum_several import sum_several
 from ...runtime.launch import launch
+from .selective_scan_arguments import Form, Strides
 from .selective_scan_dispatch import TOKENS
 from .selective_scan_walk import (
     FLAT,
@@ -95,84 +96,74 @@ def sum_across(across, values):
     return gl.reshape(gl.sum(gl.reshape(rows, [LANES, N * 4]), 0), [N, 2, 2])
 
 
+# strides behind what is read: behind all tensors, ptxas spills 8 bytes more on sm_90
 @gluon.jit
-def selective_scan_walk_bwd_kernel(u, u_strides, delta, delta_strides, A, A_strides, B, B_strides, C, C_strides, D, D_strides,
-                                   z, z_strides, delta_bias, bias_strides, dout, dout_strides, states, dlast_state,
-                                   dlast_strides, du, ddelta, dz, dA, dB, dC, dD, ddelta_bias, seqlen, batch,
-                                   DIM: gl.constexpr, NGROUPS: gl.constexpr, DSTATE: gl.constexpr, UNIT: gl.constexpr,
-                                   SOFTPLUS: gl.constexpr, TOKENS: gl.constexpr, CHANNELS: gl.constexpr, R: gl.constexpr,
-                                   N: gl.constexpr):
+def selective_scan_walk_bwd_kernel(u, delta, A, B, C, D, z, delta_bias, dout, states, dlast_state, strides, du, ddelta, dz, dA,
+                                   dB, dC, dD, ddelta_bias, seqlen, batch, FORM: gl.constexpr, R: gl.constexpr):
     TURN: gl.constexpr = 4
-    STATES: gl.constexpr = lanes_and_states(CHANNELS, R, N)
-    TILE: gl.constexpr = tile_layout(CHANNELS, TOKENS)
-    SHARED_TILE: gl.constexpr = tile_layout(N, TOKENS)
-    EACH: gl.constexpr = DIM // NGROUPS
-    b, g, first_channel = locate(DIM, NGROUPS, CHANNELS)
-    k = first_channel + gl.arange(0, CHANNELS, gl.SliceLayout(1, TILE))
-    d, in_d = g * EACH + k, k < EACH
-    n = gl.arange(0, N, gl.SliceLayout(1, SHARED_TILE)).to(gl.int64)
-    in_n = n < DSTATE
-    tokens = gl.arange(0, TOKENS, gl.SliceLayout(0, TILE))
-    shared_tokens = gl.arange(0, TOKENS, gl.SliceLayout(0, SHARED_TILE))
-    u = row_pointers(u, u_strides, b, d, tokens, UNIT)
-    delta = row_pointers(delta, delta_strides, b, d, tokens, UNIT)
-    dout = row_pointers(dout, dout_strides, b, d, tokens, UNIT)
-    B = state_pointers(B, B_strides, b, g, n, shared_tokens, UNIT)
-    C = state_pointers(C, C_strides, b, g, n, shared_tokens, UNIT)
-    of_row = contiguous(b * DIM + d, tokens, seqlen, UNIT)
-    part = (first_channel // CHANNELS * batch + b) * NGROUPS + g
-    of_part = contiguous(part * DSTATE + n, shared_tokens, seqlen, UNIT)
+    STATES: gl.constexpr = lanes_and_states(FORM.channels, R, FORM.columns)
+    TILE: gl.constexpr = tile_layout(FORM.channels, FORM.chunk)
+    SHARED_TILE: gl.constexpr = tile_layout(FORM.columns, FORM.chunk)
+    b, g, first_channel, d, in_d, n, in_n, tokens, shared_tokens = locate(FORM, TILE, SHARED_TILE)
+    u = row_pointers(u, strides.u, b, d, tokens, FORM)
+    delta = row_pointers(delta, strides.delta, b, d, tokens, FORM)
+    dout = row_pointers(dout, strides.dout, b, d, tokens, FORM)
+    B = state_pointers(B, strides.B, b, g, n, shared_tokens, FORM)
+    C = state_pointers(C, strides.C, b, g, n, shared_tokens, FORM)
+    of_row = contiguous(b * FORM.dim + d, tokens, seqlen, FORM)
+    part = (first_channel // FORM.channels * batch + b) * FORM.ngroups + g
+    of_part = contiguous(part * FORM.dstate + n, shared_tokens, seqlen, FORM)
     if z is not None:
-        z = row_pointers(z, z_strides, b, d, tokens, UNIT)
-    bias = load_of_channels(delta_bias, bias_strides, d, in_d)
-    skip = load_of_channels(D, D_strides, d, in_d)
+        z = row_pointers(z, strides.z, b, d, tokens, FORM)
+    bias = load_of_channels(delta_bias, strides.delta_bias, d, in_d)
+    skip = load_of_channels(D, strides.D, d, in_d)
 
-    d_states, in_states, n_states, at, exists = locate_states(g, first_channel, EACH, DSTATE, CHANNELS, N, STATES)
-    rate = load_rates(A, A_strides, d_states, in_states, DSTATE, N, STATES)
-    dstate = gl.zeros([CHANNELS, N], gl.float32, STATES)
+    d_states, in_states, n_states, at, exists = locate_states(g, first_channel, FORM, STATES)
+    rate = load_rates(A, strides.A, d_states, in_states, FORM, STATES)
+    dstate = gl.zeros(rate.shape, gl.float32, STATES)
     if dlast_state is not None:
-        dlast_state += gl.expand_dims(b * dlast_strides[0] + d_states.to(gl.int64) * dlast_strides[1], 1)
-        dlast_state += gl.expand_dims(n_states.to(gl.int64) * dlast_strides[2], 0)
+        dlast_state += gl.expand_dims(b * strides.dlast_state[0] + d_states.to(gl.int64) * strides.dlast_state[1], 1)
+        dlast_state += gl.expand_dims(n_states.to(gl.int64) * strides.dlast_state[2], 0)
         dstate += gl.load(dlast_state, mask=exists, other=0.0).to(gl.float32)
-    drate = gl.zeros([CHANNELS, N], gl.float32, STATES)
-    dskip = gl.zeros([CHANNELS], gl.float32, gl.SliceLayout(1, TILE))
-    dbias = gl.zeros([CHANNELS], gl.float32, gl.SliceLayout(1, TILE))
+    drate = gl.zeros(rate.shape, gl.float32, STATES)
+    dskip = gl.zeros(d.shape, gl.float32, gl.SliceLayout(1, TILE))
+    dbias = gl.zeros(d.shape, gl.float32, gl.SliceLayout(1, TILE))
 
-    steps = gl.allocate_shared_memory(gl.float32, [TOKENS, CHANNELS], FLAT)
-    weights = gl.allocate_shared_memory(gl.float32, [TOKENS, CHANNELS], FLAT)
-    dys = gl.allocate_shared_memory(gl.float32, [TOKENS, CHANNELS], FLAT)
-    Bs = gl.allocate_shared_memory(gl.float32, [TOKENS, N], FLAT)
-    Cs = gl.allocate_shared_memory(gl.float32, [TOKENS, N], FLAT)
-    starts = gl.allocate_shared_memory(gl.float32, [TOKENS // TURN, CHANNELS, N], start_rows(N))
-    ys = gl.allocate_shared_memory(gl.float32, [TOKENS, CHANNELS], FLAT)
-    across_dB = gl.allocate_shared_memory(gl.float32, [32, CHANNELS // R * N // 8], across_rows(CHANNELS // R, N))
-    across_dC = gl.allocate_shared_memory(gl.float32, [32, CHANNELS // R * N // 8], across_rows(CHANNELS // R, N))
+    steps = gl.allocate_shared_memory(gl.float32, [FORM.chunk, FORM.channels], FLAT)
+    weights = gl.allocate_shared_memory(gl.float32, [FORM.chunk, FORM.channels], FLAT)
+    dys = gl.allocate_shared_memory(gl.float32, [FORM.chunk, FORM.channels], FLAT)
+    Bs = gl.allocate_shared_memory(gl.float32, [FORM.chunk, FORM.columns], FLAT)
+    Cs = gl.allocate_shared_memory(gl.float32, [FORM.chunk, FORM.columns], FLAT)
+    starts = gl.allocate_shared_memory(gl.float32, [FORM.chunk // TURN, FORM.channels, FORM.columns], start_rows(FORM.columns))
+    ys = gl.allocate_shared_memory(gl.float32, [FORM.chunk, FORM.channels], FLAT)
+    ACROSS: gl.constexpr = across_rows(FORM.channels // R, FORM.columns)
+    across_dB = gl.allocate_shared_memory(gl.float32, [32, FORM.channels // R * FORM.columns // 8], ACROSS)
+    across_dC = gl.allocate_shared_memory(gl.float32, [32, FORM.channels // R * FORM.columns // 8], ACROSS)
 
-    nchunks = (seqlen + TOKENS - 1) // TOKENS
+    nchunks = (seqlen + FORM.chunk - 1) // FORM.chunk
     for c in range(nchunks):
-        first = (nchunks - 1 - c) * TOKENS
-        state = gl.load(states + (b * nchunks + (nchunks - 1 - c)) * (DIM * DSTATE) + at, mask=exists, other=0.0)
-        step = step_of(load_tile(delta, first, in_d, tokens, seqlen, UNIT).to(gl.float32) + bias, first, tokens, seqlen,
-                       SOFTPLUS)
-        tokens_last(steps, TOKENS, CHANNELS).store(step)
-        tokens_last(weights, TOKENS, CHANNELS).store(step * load_tile(u, first, in_d, tokens, seqlen, UNIT).to(gl.float32))
-        dy = load_tile(dout, first, in_d, tokens, seqlen, UNIT).to(gl.float32)
+        first = (nchunks - 1 - c) * FORM.chunk
+        state = gl.load(states + (b * nchunks + (nchunks - 1 - c)) * (FORM.dim * FORM.dstate) + at, mask=exists, other=0.0)
+        step = step_of(load_tile(delta, first, in_d, tokens, seqlen, FORM).to(gl.float32) + bias, first, tokens, seqlen, FORM)
+        tokens_last(steps).store(step)
+        tokens_last(weights).store(step * load_tile(u, first, in_d, tokens, seqlen, FORM).to(gl.float32))
+        dy = load_tile(dout, first, in_d, tokens, seqlen, FORM).to(gl.float32)
         if z is not None:
-            z_t = load_tile(z, first, in_d, tokens, seqlen, UNIT).to(gl.float32)
+            z_t = load_tile(z, first, in_d, tokens, seqlen, FORM).to(gl.float32)
             dy *= z_t * sigmoid(z_t)
-        tokens_last(dys, TOKENS, CHANNELS).store(dy)
-        tokens_last(Bs, TOKENS, N).store(load_tile(B, first, in_n, shared_tokens, seqlen, UNIT).to(gl.float32))
-        tokens_last(Cs, TOKENS, N).store(load_tile(C, first, in_n, shared_tokens, seqlen, UNIT).to(gl.float32))
+        tokens_last(dys).store(dy)
+        tokens_last(Bs).store(load_tile(B, first, in_n, shared_tokens, seqlen, FORM).to(gl.float32))
+        tokens_last(Cs).store(load_tile(C, first, in_n, shared_tokens, seqlen, FORM).to(gl.float32))
 
-        for turn in range(TOKENS // TURN):
+        for turn in range(FORM.chunk // TURN):
             starts.index(turn).store(state)
             for i in gl.static_range(TURN):
                 t = turn * TURN + i
                 decay = exp2(of_channels(steps, t, STATES) * rate)
                 state = decay * state + of_channels(weights, t, STATES) * of_states(Bs, t, STATES)
 
-        for back in range(TOKENS // TURN):
-            turn = TOKENS // TURN - 1 - back
+        for back in range(FORM.chunk // TURN):
+            turn = FORM.chunk // TURN - 1 - back
             state = starts.index(turn).load(STATES)
             before, decays, y, dC_turn = (), (), (), ()
             for i in gl.static_range(TURN):
@@ -204,32 +195,32 @@ def selective_scan_walk_bwd_kernel(u, u_strides, delta, delta_strides, A, A_stri
             store_turn(weights, turn, stack(dweight))
             store_turn(dys, turn, stack(dstep))
 
-        u_t = load_tile(u, first, in_d, tokens, seqlen, UNIT).to(gl.float32)
-        raw = load_tile(delta, first, in_d, tokens, seqlen, UNIT).to(gl.float32) + bias
-        dy = load_tile(dout, first, in_d, tokens, seqlen, UNIT).to(gl.float32)
+        u_t = load_tile(u, first, in_d, tokens, seqlen, FORM).to(gl.float32)
+        raw = load_tile(delta, first, in_d, tokens, seqlen, FORM).to(gl.float32) + bias
+        dy = load_tile(dout, first, in_d, tokens, seqlen, FORM).to(gl.float32)
         if z is not None:
-            z_t = load_tile(z, first, in_d, tokens, seqlen, UNIT).to(gl.float32)
+            z_t = load_tile(z, first, in_d, tokens, seqlen, FORM).to(gl.float32)
             s = sigmoid(z_t)
-            y_t = tokens_last(ys, TOKENS, CHANNELS).load(TILE) + skip * u_t
-            store_tile(dz, of_row, first, in_d, tokens, seqlen, dy * y_t * (s * (1.0 + z_t * (1.0 - s))), UNIT)
+            y_t = tokens_last(ys).load(TILE) + skip * u_t
+            store_tile(dz, of_row, first, in_d, tokens, seqlen, dy * y_t * (s * (1.0 + z_t * (1.0 - s))), FORM)
             dy *= z_t * s
-        dweight_t = tokens_last(weights, TOKENS, CHANNELS).load(TILE)
-        dstep_t = u_t * dweight_t + tokens_last(dys, TOKENS, CHANNELS).load(TILE) * (1 / LOG2E)
-        step = tokens_last(steps, TOKENS, CHANNELS).load(TILE)
-        if SOFTPLUS:
+        dweight_t = tokens_last(weights).load(TILE)
+        dstep_t = u_t * dweight_t + tokens_last(dys).load(TILE) * (1 / LOG2E)
+        step = tokens_last(steps).load(TILE)
+        if FORM.softplus:
             dstep_t *= sigmoid(raw)
-        store_tile(du, of_row, first, in_d, tokens, seqlen, step * dweight_t + skip * dy, UNIT)
-        store_tile(ddelta, of_row, first, in_d, tokens, seqlen, dstep_t, UNIT)
-        store_tile(dB, of_part, first, in_n, shared_tokens, seqlen, tokens_last(Bs, TOKENS, N).load(SHARED_TILE), UNIT)
-        store_tile(dC, of_part, first, in_n, shared_tokens, seqlen, tokens_last(Cs, TOKENS, N).load(SHARED_TILE), UNIT)
+        store_tile(du, of_row, first, in_d, tokens, seqlen, step * dweight_t + skip * dy, FORM)
+        store_tile(ddelta, of_row, first, in_d, tokens, seqlen, dstep_t, FORM)
+        store_tile(dB, of_part, first, in_n, shared_tokens, seqlen, tokens_last(Bs).load(SHARED_TILE), FORM)
+        store_tile(dC, of_part, first, in_n, shared_tokens, seqlen, tokens_last(Cs).load(SHARED_TILE), FORM)
         dskip += gl.sum(dy * u_t, 1)
         dbias += gl.sum(gl.where(gl.expand_dims(first + tokens < seqlen, 0), dstep_t, 0.0), 1)
 
-    gl.store(dA + b * (DIM * DSTATE) + at, drate, mask=exists)
+    gl.store(dA + b * (FORM.dim * FORM.dstate) + at, drate, mask=exists)
     if dD is not None:
-        gl.store(dD + b * DIM + d, dskip, mask=in_d)
+        gl.store(dD + b * FORM.dim + d, dskip, mask=in_d)
     if ddelta_bias is not None:
-        gl.store(ddelta_bias + b * DIM + d, dbias, mask=in_d)
+        gl.store(ddelta_bias + b * FORM.dim + d, dbias, mask=in_d)
 
 
 def selective_scan_walk_bwd(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None,
@@ -247,14 +238,13 @@ def selective_scan_walk_bwd(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: T
     programs = cdiv(dim // ngroups, channels)
     dA_parts, dB_parts, dC_parts = parts(batch, dim, dstate), parts(programs, *dB.shape), parts(programs, *dC.shape)
     dD_parts, bias_parts = (None if t is None else parts(batch, dim) for t in (D, delta_bias))
-    unit, given = choose_unit(u, delta, B, C, z, dout)
-    (u, u_units), (delta, delta_units), (B, B_units), (C, C_units), (z, z_units), (dout, dout_units) = given
+    unit, (u, delta, B, C, z, dout), (*units, dout_units) = choose_unit(u, delta, B, C, z, dout)
     launch(
         selective_scan_walk_bwd_kernel, programs * ngroups * batch,
-        u, u_units, delta, delta_units, A, A.stride(), B, B_units, C, C_units, D, strides(D), z, z_units, delta_bias,
-        strides(delta_bias), dout, dout_units, states, dlast_state, strides(dlast_state), du, ddelta, dz, dA_parts, dB_parts,
-        dC_parts, dD_parts, bias_parts, seqlen, batch, dim, ngroups, dstate, unit, softplus, TOKENS,
-        CHANNELS=channels, R=rows, N=columns(dstate), num_warps=1)
+        u, delta, A, B, C, D, z, delta_bias, dout, states, dlast_state,
+        Strides(*units, A.stride(), strides(D), strides(delta_bias), dout_units, strides(dlast_state)),
+        du, ddelta, dz, dA_parts, dB_parts, dC_parts, dD_parts, bias_parts, seqlen, batch,
+        Form(dim, ngroups, dstate, unit, softplus, TOKENS, channels, columns(dstate)), R=rows, num_warps=1)
     dA, dD, ddelta_bias = (None if t is None else torch.empty(t.shape, device=u.device, dtype=t.dtype)
                            for t in (A, D, delta_bias))
     pairs = ((dB_parts, dB), (dC_parts, dC), (dA_parts, dA), (dD_parts, dD), (bias_parts, ddelta_bias))
