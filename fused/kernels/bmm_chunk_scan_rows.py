@@ -15,12 +15,12 @@ from torch import Tensor
 from ssd.kernels.arguments import COUNTS, Strides, allocate_outputs, cdiv, strides
 from ssd.kernels.device import (
     CB_offset,
-    causal,
     decay,
     document_before,
     keep_document,
     load_skip,
     load_state_t,
+    pair_weights,
     scale_exponent,
     sigmoid,
     state_offset,
@@ -84,10 +84,7 @@ def bmm_chunk_scan_rows_kernel(x, z, B, C, CB, D, dt, dA_cumsum, seq_idx, prev_s
             CB_ij = tl.dot(C_i, tl.trans(B_j), input_precision=FORM.precision)  # [M, N] @ [N, K]
         else:
             CB_ij = tl.load(CB + offs_i[:, None] * FORM.chunk + j[None, :]).to(tl.float32)
-        A_j = scale_exponent(tl.load(dA_cumsum + j), FORM.exp2)
-        weights = CB_ij * decay(A_i[:, None] - A_j[None, :], FORM.exp2) * tl.load(dt + j)[None, :]
-        # selected, not multiplied by 0: above the diagonal CB may never have been written
-        weights = tl.where(causal(offs_i, j, seq_idx, rows, False), weights, 0.0)
+        weights = pair_weights(CB_ij, A_i, dt, dA_cumsum, offs_i, j, seq_idx, rows, FORM.exp2)
         acc = tl.dot(weights.to(DTYPE), x_j, acc, input_precision=FORM.precision)  # [M, K] @ [K, P]
 
     inside = (offs_i < rows)[:, None] & (offs_p < FORM.headdim)[None, :]

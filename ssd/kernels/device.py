@@ -196,6 +196,17 @@ def causal(offs_i, offs_j, seq_idx, rows, TRANSPOSED: tl.constexpr):
 
 
 @triton.jit
+def pair_weights(CB_ij, A_i, dt, dA_cumsum, offs_i, j, seq_idx, rows, SCALED: tl.constexpr = False):
+    """m(j, i) CB_ij exp(A_i - A_j) dt_j for j <= i < rows, else 0: [i, j]. Pointers at the chunk's first token; A_i as `decay`
+    takes it.
+    """
+    A_j = scale_exponent(tl.load(dA_cumsum + j), SCALED)
+    weights = CB_ij * decay(A_i[:, None] - A_j[None, :], SCALED) * tl.load(dt + j)[None, :]
+    # selected, not multiplied by 0: above the diagonal CB may never have been written
+    return tl.where(causal(offs_i, j, seq_idx, rows, False), weights, 0.0)
+
+
+@triton.jit
 def load_skip(D, strides, h, offs_p, HEADDIM: tl.constexpr):
     """D (nheads,) as a number, which takes one register, or (nheads, headdim) as [1, P]; fp32."""
     if len(strides) == 1:

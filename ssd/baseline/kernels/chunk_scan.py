@@ -15,14 +15,13 @@ from torch import Tensor
 from ...kernels.arguments import COUNTS, Strides, allocate_outputs, cdiv, get_sizes, strides
 from ...kernels.device import (
     CB_offset,
-    causal,
     chunk_offset,
-    decay,
     decays_from_start,
     document_before,
     load_skip,
     load_state_t,
     load_tokens,
+    pair_weights,
     sigmoid,
     state_offset,
     step_offset,
@@ -74,13 +73,11 @@ def chunk_scan_kernel(CB, x, z, C, D, dt, dA_cumsum, seq_idx, prev_states, out, 
         acc = tl.dot(C_i.to(DTYPE), H_t.to(DTYPE), acc, input_precision=PRECISION)
     acc *= decays_from_start(offs_i, dA_cumsum, seq_idx, rows, document)[:, None]
 
-    dA_i = tl.load(dA_cumsum + offs_i)
+    A_i = tl.load(dA_cumsum + offs_i)
     for start in range(0, tl.minimum(first + BLOCK_M, rows), BLOCK_K):
         j = start + tl.arange(0, BLOCK_K)
         CB_ij = tl.load(CB + offs_i[:, None] * SIZES.chunk + j[None, :])
-        weights = CB_ij * decay(dA_i[:, None] - tl.load(dA_cumsum + j)[None, :]) * tl.load(dt + j)[None, :]
-        # selected, not multiplied by 0: above the diagonal CB may never have been written
-        weights = tl.where(causal(offs_i, j, seq_idx, rows, False), weights, 0.0)
+        weights = pair_weights(CB_ij, A_i, dt, dA_cumsum, offs_i, j, seq_idx, rows)
         x_j = load_tokens(x, strides.x, j, offs_p, rows, SIZES.headdim)
         acc = tl.dot(weights.to(DTYPE), x_j, acc, input_precision=PRECISION)  # [BLOCK_M, BLOCK_K] @ [BLOCK_K, BLOCK_P]
 
