@@ -69,7 +69,7 @@ def locate(FORM: tl.constexpr):
     in_group = tl.program_id(0) % TILES * FORM.channels + tl.arange(0, FORM.channels)[:, None]
     in_d = in_group < EACH
     d = g * EACH + tl.where(in_d, in_group, 0)
-    offs_t = tl.arange(0, FORM.chunk)[None, :] + tl.zeros([d.shape[0], 1], tl.int32)
+    offs_t = tl.arange(0, FORM.chunk)[None, :] + tl.full([FORM.channels, 1], 0, tl.int32)
     return b.to(tl.int64), g.to(tl.int64), d.to(tl.int64), in_d, offs_t
 
 

@@ -55,7 +55,7 @@ def selective_scan_dstates_kernel(delta, A, C, z, delta_bias, dout, dlast_state,
     if delta_bias is not None:
         bias = tl.load(delta_bias + d * strides.delta_bias[0]).to(tl.float32)
 
-    dstate = tl.zeros([d.shape[0], offs_n.shape[1]], tl.float32)
+    dstate = tl.full([FORM.channels, FORM.columns], 0.0, tl.float32)
     if dlast_state is not None:
         last = b * strides.dlast_state[0] + d * strides.dlast_state[1] + offs_n.to(tl.int64) * strides.dlast_state[2]
         dstate += tl.load(dlast_state + last, mask=in_state, other=0.0).to(tl.float32)

@@ -50,7 +50,7 @@ def selective_scan_fwd_kernel(u, delta, A, B, C, D, z, delta_bias, out, last_sta
     if D is not None:
         skip = tl.load(D + d * strides.D[0]).to(tl.float32)
 
-    state = tl.zeros([d.shape[0], offs_n.shape[1]], tl.float32)
+    state = tl.full([FORM.channels, FORM.columns], 0.0, tl.float32)
     for c in range(nchunks):
         first = c * FORM.chunk
         if states is not None:
