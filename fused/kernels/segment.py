@@ -9,13 +9,12 @@ are fp32, contiguous (batch, nheads, seqlen rounded up); dA_cumsum restarts ever
 The functions here know no schedule: kernels say which tokens a program takes, and from which state.
 """
 
-from collections import namedtuple
 from typing import NamedTuple
 
 import triton
 import triton.language as tl
 
-from ssd.kernels.arguments import Sizes, get_sizes
+from ssd.kernels.arguments import get_sizes
 from ssd.kernels.device import (
     decay,
     document_before,
@@ -28,8 +27,17 @@ from ssd.kernels.device import (
 )
 from ssd.types import Options, SSDInputs
 
-# What a kernel is compiled for, as one constexpr argument; device functions of ssd take it for their sizes.
-Form = namedtuple("Form", (*Sizes._fields, "exp2", "precision"))
+
+class Form(NamedTuple):
+    """What a kernel is compiled for, as one constexpr argument. Device functions of ssd take it as their `Sizes`."""
+
+    nheads: int
+    ngroups: int
+    headdim: int
+    dstate: int
+    chunk: int
+    exp2: bool
+    precision: str
 
 
 class Tokens(NamedTuple):

@@ -6,7 +6,7 @@ chunk_size), fp32, contiguous; tokens past seqlen get dt = 0 and so keep the las
 which a later kernel counts in, to 0.
 """
 
-from collections import namedtuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -30,8 +30,13 @@ CONFIGS = ConfigSpace(
     entries=((16, 4, 1), (8, 4, 1), (32, 4, 1), (16, 8, 1)),
 )
 
-# What a kernel is compiled for, as one constexpr argument.
-Form = namedtuple("Form", "nheads chunk softplus")
+
+class Form(NamedTuple):
+    """What a kernel is compiled for, as one constexpr argument."""
+
+    nheads: int
+    chunk: int
+    softplus: bool
 
 
 @triton.jit

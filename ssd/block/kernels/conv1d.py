@@ -10,8 +10,8 @@ elements: Triton knows of a stride only whether 16 divides it, and wide loads ne
 initial states are positions -(width - 1) to -1.
 """
 
-from collections import namedtuple
 from math import gcd
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -29,11 +29,27 @@ _START = 12  # tokens that a program would walk in the time in which its filter 
 _ROUNDS = 8  # of programs, at most
 _ALIGNMENT = 16  # elements
 
-# () for what is absent. Those of x and dout are of batch and token, in units of Form.unit.
-Strides = namedtuple("Strides", "x weight initial_states dout dfinal_states", defaults=((), ()))
 
-# What a walk is compiled for, as one constexpr argument. unit: elements.
-Form = namedtuple("Form", "unit dim width silu block step stages", defaults=(BLOCK, STEP, STAGES))
+class Strides(NamedTuple):
+    """The strides of a walk's tensors, as one argument; () for those that are absent."""
+
+    x: tuple[int, ...]  # of batch and token, in units of Form.unit
+    weight: tuple[int, ...]
+    initial_states: tuple[int, ...]
+    dout: tuple[int, ...] = ()  # as x
+    dfinal_states: tuple[int, ...] = ()
+
+
+class Form(NamedTuple):
+    """What a walk is compiled for, as one constexpr argument."""
+
+    unit: int  # elements
+    dim: int
+    width: int
+    silu: bool
+    block: int = BLOCK
+    step: int = STEP
+    stages: int = STAGES
 
 
 @triton.jit

@@ -5,7 +5,7 @@ ngroups, dstate), D, dt_bias (nheads, dim), each fp16, bf16 or fp32, any strides
 out (batch, nheads, dim) in the dtype of x, contiguous, from the state in fp32, before that is rounded to its dtype.
 """
 
-from collections import namedtuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -20,11 +20,30 @@ from ...runtime.tuning import next_power_of_2
 _TILE = 2048  # elements of the state
 _PER_WARP = 512
 
-# Of what may have any, of all axes; () for what is absent.
-Strides = namedtuple("Strides", "state x dt A B C D z dt_bias")
 
-# What the kernel is compiled for, as one constexpr argument.
-Form = namedtuple("Form", "nheads ngroups dim dstate softplus tied")
+class Strides(NamedTuple):
+    """The strides of the tensors that may have any, as one argument; () for those that are absent."""
+
+    state: tuple[int, ...]
+    x: tuple[int, ...]
+    dt: tuple[int, ...]
+    A: tuple[int, ...]
+    B: tuple[int, ...]
+    C: tuple[int, ...]
+    D: tuple[int, ...]
+    z: tuple[int, ...]
+    dt_bias: tuple[int, ...]
+
+
+class Form(NamedTuple):
+    """What the kernel is compiled for, as one constexpr argument."""
+
+    nheads: int
+    ngroups: int
+    dim: int
+    dstate: int
+    softplus: bool
+    tied: bool  # see `_is_tied`
 
 
 @triton.jit
