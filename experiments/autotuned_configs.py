@@ -1,4 +1,4 @@
-"""To which configs kernels that tune themselves, as upstream's do, were tuned: handed from one process to the next.
+"""Kernels that tune themselves, as upstream's do: their configs compiled side by side, or handed from one process to the next.
 
 A launch takes longer under ncu than a small kernel does, so that what is tuned there is left to chance. So a call is made once
 without ncu, and leaves its configs; under ncu it takes those, and tunes nothing.
@@ -9,11 +9,13 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from unittest.mock import patch
 
+from triton import AsyncCompileMode, Config
 from triton.runtime import Autotuner
 
 _FILE = "SSD_KERNELS_TUNED"  # in the environment
@@ -38,6 +40,22 @@ def tune_first(arguments: list[str], seconds: float) -> Iterator[None]:
             raise ValueError(f"without ncu: exit status {ran.returncode}: {ran.stderr.strip()[-400:]}")
         if not Path(os.environ[_FILE]).exists():
             raise ValueError("without ncu: it left no configs")
+        yield
+
+
+@contextmanager
+def compile_together() -> Iterator[None]:
+    """Inside, a kernel that is to be tuned compiles all its configs at a time, before it times them one by one as ever."""
+    prune = Autotuner.prune_configs
+
+    def compile_all(tuner: Autotuner, given: dict) -> list[Config]:
+        configs = prune(tuner, given)
+        with AsyncCompileMode(pool, ignore_errors=True):  # the tuner meets errors where it would have
+            for config in configs:
+                tuner.fn.run(*tuner.nargs.values(), **given | config.all_kwargs() | {"warmup": True})
+        return configs
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool, patch.object(Autotuner, "prune_configs", compile_all):
         yield
 
 

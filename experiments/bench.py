@@ -16,6 +16,7 @@ from ssd.registry import is_peer
 
 from . import choose, record, timing
 from .accuracy import Error, Part, Truth, leaves_of
+from .autotuned_configs import compile_together
 from .inputs import DTYPES, make_inputs
 from .shapes import CHUNK_SIZES, Shape
 from .terminal import leave_out, track
@@ -67,7 +68,7 @@ def run(variants: Sequence[str], against: str | None, shapes: Sequence[Shape], m
 def list_settings(shapes: Sequence[Shape], modes: Sequence[str], dtype: str,
                   console: Console) -> Iterator[tuple[Setting, str, float]]:
     """Every shape in every mode, and the copy rate in GB/s. The caller's code runs on a side stream, and progress is shown."""
-    with timing.side_stream():
+    with timing.side_stream(), compile_together():
         ceiling, setting = timing.measure_copy_gbps(), None
         every = [(shape, mode) for shape in shapes for mode in modes]
         for shape, mode in track(every, console, lambda one: f"{one[0].name} {one[1]}"):

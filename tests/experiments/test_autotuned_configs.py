@@ -71,3 +71,19 @@ def test_configs_of_one_process_are_those_of_the_next(ran):
     assert (Autotuner.run, Autotuner._bench) == (run, bench) and autotuned_configs._FILE not in autotuned_configs.os.environ
     with autotuned_configs.hand_over_configs():
         assert launch(tuner(16)) == 16
+
+
+def test_configs_are_compiled_before_they_are_timed(monkeypatch):
+    kernel, noted = tuner(32, seen := []), []
+    run = kernel.fn.run
+
+    def note(*args, warmup: bool, BLOCK: int, **more):
+        noted.append(("compiled" if warmup else "run", BLOCK))
+        return run(*args, warmup=warmup, BLOCK=BLOCK, **more)
+
+    monkeypatch.setattr(kernel.fn, "run", note)
+    with autotuned_configs.compile_together():
+        assert launch(kernel) == launch(kernel) == 32, "once for both calls"
+    assert seen == [16, 32, 64]
+    assert noted == [(what, size) for what in ("compiled", "run") for size in seen] + [("run", 32)] * 2
+    assert launch(kernel, n=2) == 32 and ("compiled", 16) not in noted[8:]
