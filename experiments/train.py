@@ -35,6 +35,7 @@ from .train_log import TrainLog
 from .training_run import Run, option
 from .training_step import Step, build_model, compile_layers, compute_learning_rate, make_batches, send, unwrap
 from .workloads import get_workload
+from .workloads.language_model import ATTENTION
 from .workloads.mamba1 import choose_scan
 
 
@@ -208,6 +209,19 @@ def _explain_divergence(step: int, said: str, saves: Path) -> Stopped:
                    + (f"The last good checkpoint is {last}" if last else "There is no good checkpoint yet"))
 
 
+def _list_smaller(run: Run) -> Iterator[str]:
+    """What takes less memory than the run does."""
+    if run.batch > 1:
+        yield "fewer, with a larger --accumulate instead"
+    if run.seqlen:
+        yield "a shorter --seqlen"
+    if run.documents and ATTENTION in getattr(run.sizes, "pattern", ""):
+        yield f"--no-documents, without which a mask takes {run.batch * run.seqlen**2 / 2**30:.1f} GiB"
+    if not run.checkpoint_activations:
+        yield "--checkpoint-activations"
+    yield "a smaller --preset"
+
+
 @contextmanager
 def _explain_errors(run: Run, device: torch.device) -> Iterator[None]:
     """Says in terms of the run what torch says in its own: that memory does not suffice, or that it cannot compile."""
@@ -220,10 +234,9 @@ def _explain_errors(run: Run, device: torch.device) -> Iterator[None]:
     except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is the first
         if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator" in str(error):
             name = torch.cuda.get_device_name() if device.type == "cuda" else "this machine"
-            samples, shorter = (f"rows of {run.seqlen} tokens", "a shorter --seqlen, ") if run.seqlen else ("samples", "")
+            samples = f"rows of {run.seqlen} tokens" if run.seqlen else "samples"
             raise Stopped(f"--batch: {run.batch} {samples} of {run.workload} {run.preset} do not fit the memory of {name}; "
-                          f"expected fewer, with a larger --accumulate instead, {shorter}a smaller --preset, or "
-                          "--checkpoint-activations") from error
+                          f"expected {', or '.join(_list_smaller(run))}") from error
         if run.compile:
             raise Stopped(f"--compile: {first_line(error)}; leave it out") from error
         raise

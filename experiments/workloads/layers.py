@@ -90,6 +90,4 @@ def document_mask(seq_idx: Tensor) -> Tensor:
     Returns:
         (batch, 1, seqlen, seqlen), True where the token of the row attends to that of the column.
     """
-    seqlen = seq_idx.shape[1]
-    causal = torch.ones(seqlen, seqlen, dtype=torch.bool, device=seq_idx.device).tril()
-    return ((seq_idx[:, :, None] == seq_idx[:, None, :]) & causal)[:, None]
+    return (seq_idx[:, :, None] == seq_idx[:, None, :]).tril_()[:, None]
