@@ -18,6 +18,7 @@ from ...kernels.device import (
     chunk_offset,
     decays_from_start,
     document_before,
+    load_state,
     load_tokens,
     split_heads,
     state_offset,
@@ -27,7 +28,6 @@ from ...kernels.device import (
 from ...runtime.launch import launch
 from ...runtime.tuning import ConfigSpace, head_splits
 from ...types import Options, SSDInputs
-from .chunk_state_dB import add_weighted
 
 CONFIGS = ConfigSpace(
     "chunk_scan_dC",
@@ -42,6 +42,7 @@ CONFIGS = ConfigSpace(
 def chunk_scan_dC_kernel(dy, C, dA_cumsum, seq_idx, prev_states, dC_parts, r_tiles, strides, seqlen, nchunks, part_stride,
                          r_stride, SIZES: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
                          BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr):
+    DTYPE: tl.constexpr = dy.dtype.element_ty
     NTILES_N: tl.constexpr = (SIZES.dstate + BLOCK_N - 1) // BLOCK_N
     HEADS: tl.constexpr = SIZES.nheads // SIZES.ngroups
     tile, slot, c, b = unpack_program(SIZES.chunk // BLOCK_M * NTILES_N, SIZES.ngroups * SPLITS, nchunks)
@@ -64,7 +65,11 @@ def chunk_scan_dC_kernel(dy, C, dA_cumsum, seq_idx, prev_states, dC_parts, r_til
     for _ in range(count):
         w = decays_from_start(offs_i, dA_cumsum, seq_idx, rows, document)[:, None]
         e_i = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        e_i = add_weighted(e_i, dy, strides.dy, w, prev_states, offs_i, n, rows, SIZES, BLOCK_P, PRECISION)
+        for start in range(0, SIZES.headdim, BLOCK_P):
+            p = start + tl.arange(0, BLOCK_P)
+            dy_i = load_tokens(dy, strides.dy, offs_i, p, rows, SIZES.headdim)  # [BLOCK_M, BLOCK_P]
+            H = load_state(prev_states, p, n, SIZES)  # [BLOCK_P, BLOCK_N]
+            e_i = tl.dot((dy_i.to(tl.float32) * w).to(DTYPE), H.to(DTYPE), e_i, input_precision=PRECISION)
         tl.store(r_tiles + offs_i, tl.sum(e_i * C_i.to(tl.float32), 1))
         acc += e_i
         dy += strides.dy[2]

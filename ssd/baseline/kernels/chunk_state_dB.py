@@ -36,23 +36,11 @@ CONFIGS = ConfigSpace(
 )
 
 
-@triton.jit
-def add_weighted(acc, u, u_strides, w, states, offs_m, n, rows, SIZES: tl.constexpr, BLOCK_P: tl.constexpr,
-                 PRECISION: tl.constexpr):
-    """acc + (w u) @ state, [BLOCK_M, BLOCK_N], of one head and tokens offs_m of a chunk, at whose first token u points."""
-    DTYPE: tl.constexpr = u.dtype.element_ty
-    for start in range(0, SIZES.headdim, BLOCK_P):
-        p = start + tl.arange(0, BLOCK_P)
-        u_m = load_tokens(u, u_strides, offs_m, p, rows, SIZES.headdim)  # [BLOCK_M, BLOCK_P]
-        state = load_state(states, p, n, SIZES)  # [BLOCK_P, BLOCK_N]
-        acc = tl.dot((u_m.to(tl.float32) * w).to(DTYPE), state.to(DTYPE), acc, input_precision=PRECISION)
-    return acc
-
-
 @triton.jit(do_not_specialize=COUNTS)
 def chunk_state_dB_kernel(x, dt, dA_cumsum, seq_idx, dstates, dB_parts, x_strides, seqlen, nchunks, part_stride,
                           SIZES: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
                           BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr):
+    DTYPE: tl.constexpr = x.dtype.element_ty
     NTILES_N: tl.constexpr = (SIZES.dstate + BLOCK_N - 1) // BLOCK_N
     HEADS: tl.constexpr = SIZES.nheads // SIZES.ngroups
     tile, slot, c, b = unpack_program(SIZES.chunk // BLOCK_M * NTILES_N, SIZES.ngroups * SPLITS, nchunks)
@@ -75,7 +63,11 @@ def chunk_state_dB_kernel(x, dt, dA_cumsum, seq_idx, dstates, dB_parts, x_stride
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for _ in range(count):
         w = decays_to_end(offs_j, dt, dA_cumsum, seq_idx, rows - 1, document)[:, None]
-        acc = add_weighted(acc, x, x_strides, w, dstates, offs_j, n, rows, SIZES, BLOCK_P, PRECISION)
+        for start in range(0, SIZES.headdim, BLOCK_P):
+            p = start + tl.arange(0, BLOCK_P)
+            x_j = load_tokens(x, x_strides, offs_j, p, rows, SIZES.headdim)  # [BLOCK_M, BLOCK_P]
+            dS = load_state(dstates, p, n, SIZES)  # [BLOCK_P, BLOCK_N]
+            acc = tl.dot((x_j.to(tl.float32) * w).to(DTYPE), dS.to(DTYPE), acc, input_precision=PRECISION)
         x += x_strides[2]
         dt += nchunks * SIZES.chunk
         dA_cumsum += nchunks * SIZES.chunk
