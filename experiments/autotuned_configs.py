@@ -45,7 +45,7 @@ def tune_first(arguments: list[str], seconds: float) -> Iterator[None]:
 
 @contextmanager
 def compile_together() -> Iterator[None]:
-    """Inside, a kernel that is to be tuned compiles all its configs at a time, before it times them one by one as ever."""
+    """Inside, a kernel that is to be tuned compiles all its configs at once, then times them one by one as before."""
     prune = Autotuner.prune_configs
 
     def compile_all(tuner: Autotuner, given: dict) -> list[Config]:
@@ -55,7 +55,7 @@ def compile_together() -> Iterator[None]:
                 tuner.fn.run(*tuner.nargs.values(), **given | config.all_kwargs() | {"warmup": True})
         return configs
 
-    with ThreadPoolExecutor(os.cpu_count()) as pool, patch.object(Autotuner, "prune_configs", compile_all):
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool, patch.object(Autotuner, "prune_configs", compile_all):
         yield
 
 

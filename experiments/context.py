@@ -31,7 +31,7 @@ MODES = ("fwd", "fwd_bwd")
 PARTS = ("scan", "block")
 _MIXER = replace(SHAPES["8b-b1"], name="8b")
 _CHUNK_SIZE = 256
-_LONGEST_BLOCK = 65536  # tokens of a block that one GPU has the memory for, beside its half
+_LONGEST_BLOCK = 65536  # tokens: a GPU holds the whole sequence's block and its part's
 _EXPANDED = 2  # channels of a block inside, for each outside
 _TABLE_TOKENS, _TABLE_RANKS = (65536, 1048576), (2, 8, 64, 512)
 
@@ -43,7 +43,7 @@ def run(parts: Sequence[str], seqlens: Sequence[int], modes: Sequence[str], vari
     seqlens: tokens of the whole sequence, of which each rank has as many. A block has 65,536 at most.
 
     Raises:
-        ValueError: fewer than two GPUs, or tokens that they cannot have as many of.
+        ValueError: fewer than two GPUs, tokens that they cannot have as many of, or nothing to time.
     """
     if team.size < 2 or team.device.type != "cuda":
         raise ValueError(f"context: got {team.size} process on {team.device.type}, expected one for each of two or more GPUs: "
@@ -51,6 +51,8 @@ def run(parts: Sequence[str], seqlens: Sequence[int], modes: Sequence[str], vari
                          "timed")
     if uneven := [seqlen for seqlen in seqlens if seqlen % team.size]:
         raise ValueError(f"--seqlen: got {uneven[0]}, expected a multiple of {team.size}, the number of GPUs")
+    if parts == ["block"] and min(seqlens) > _LONGEST_BLOCK:
+        raise ValueError(f"--seqlen: got {min(seqlens)} of a block, expected at most {_LONGEST_BLOCK}")
     rows, console = [], console if team.rank == 0 else Console(quiet=True)
     with timing.side_stream():
         for seqlen in seqlens:
@@ -168,9 +170,10 @@ def tabulate_times(rows: list[dict]) -> str:
         times = (row[f"{kind}p50_us"], row[f"alone_{kind}p50_us"], row[f"all_to_all_{kind}p50_us"])
         lines.append((row["part"], row["mode"], f"{row['ranks']} x {row['gpu'].removeprefix('NVIDIA ')}", f"{row['seqlen']:,}",
                       "graph" if kind else "eager", *("" if us is None else f"{us:,.0f}" for us in times),
-                      f"{row['efficiency'] * row['ranks']:.2f}"))
-    head = write_head("what | mode | GPUs | tokens | timed | parts, µs | one GPU, µs | all-to-alls, µs | times one GPU's speed",
-                      "what", "mode", "GPUs", "timed")
+                      f"{row['efficiency'] * row['ranks']:.2f}", row["git_sha"][:7]))
+    columns = ("what", "mode", "GPUs", "tokens", "timed", "parts, µs", "one GPU, µs", "all-to-alls, µs", "times one GPU's speed",
+               "commit")
+    head = write_head(" | ".join(columns), "what", "mode", "GPUs", "timed", "commit")
     return f"{head}{render_lines(lines)}" if lines else "No rows yet: no two GPUs have run the bench of this table.\n"
 
 

@@ -216,7 +216,7 @@ def _list_smaller(run: Run) -> Iterator[str]:
     if run.seqlen:
         yield "a shorter --seqlen"
     if run.documents and ATTENTION in getattr(run.sizes, "pattern", ""):
-        yield f"--no-documents, without which a mask takes {run.batch * run.seqlen**2 / 2**30:.1f} GiB"
+        yield "--no-documents, which saves attention's mask of seqlen x seqlen a row"
     if not run.checkpoint_activations:
         yield "--checkpoint-activations"
     yield "a smaller --preset"
@@ -236,7 +236,7 @@ def _explain_errors(run: Run, device: torch.device) -> Iterator[None]:
             name = torch.cuda.get_device_name() if device.type == "cuda" else "this machine"
             samples = f"rows of {run.seqlen} tokens" if run.seqlen else "samples"
             raise Stopped(f"--batch: {run.batch} {samples} of {run.workload} {run.preset} do not fit the memory of {name}; "
-                          f"expected {', or '.join(_list_smaller(run))}") from error
+                          f"expected {'; or '.join(_list_smaller(run))}") from error
         if run.compile:
             raise Stopped(f"--compile: {first_line(error)}; leave it out") from error
         raise

@@ -96,7 +96,7 @@ class LanguageModel(nn.Module):
         if labels is None:
             return self.lm_head(self.norm_f(residual))
         residual, labels = residual.flatten(0, 1), labels.flatten()
-        if not again:
+        if not self.checkpoint_activations:
             return self._sum_losses(residual, labels)
         pieces = zip(residual.split(_LOGIT_TOKENS), labels.split(_LOGIT_TOKENS), strict=True)
         return torch.stack([_compute_again(self._sum_losses, *piece) for piece in pieces]).sum()

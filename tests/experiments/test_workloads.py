@@ -120,6 +120,19 @@ def test_few_logits_are_held_where_they_are_computed_again(monkeypatch, small):
     torch.testing.assert_close(*results)
 
 
+def test_gradients_of_pieces_are_added_up_in_fp32(monkeypatch, small):
+    """Under autocast, whose cache would add them up in bf16."""
+    batch, found = {name: torch.randint(256, (2, 40)) for name in ("input_ids", "labels")}, []
+    for tokens in (80, 1):
+        monkeypatch.setattr(language_model, "_LOGIT_TOKENS", tokens)
+        torch.manual_seed(0)
+        model = LanguageModel(sizes("M"), "torch", checkpoint_activations=True)
+        with torch.autocast("cpu", torch.bfloat16):
+            language_model.next_token_loss(model, batch).backward()
+        found.append(model.lm_head.weight.grad)
+    assert (found[1] - found[0]).norm() < 4e-3 * found[0].norm()
+
+
 def test_what_decays():
     model = LanguageModel(sizes("M-*M"))
     names = {name for name, _ in model.named_parameters()}

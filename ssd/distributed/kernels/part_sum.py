@@ -8,8 +8,8 @@ Reads u and v, which are x (batch, seqlen, nheads, headdim) and B (batch, seqlen
 and dA_cumsum (batch, nheads, nchunks, chunk_size) fp32. Writes total, end or start, (batch, nheads, headdim, dstate) fp32.
 
 A chunk from which nothing is left, because its decay is 0 in fp32 or another document lies between, is not read. Most heads
-forget within a few chunks, and some never do. So the chunks of each head that are read are shared out evenly among as many
-programs as they are worth, at most nsums; each writes one of sums (batch, nsums, nheads, headdim, dstate) fp32, and part_total
+forget within a few chunks; some remember the whole part. So a head gets a program for every 1,024 tokens that it remembers, at
+most nsums, which share its chunks evenly. Each writes one of sums (batch, nsums, nheads, headdim, dstate) fp32, and part_total
 adds up those that were written, in their order.
 """
 
@@ -34,7 +34,7 @@ from ...runtime.launch import launch
 from ...types import Options, SSDInputs
 
 MOST_PROGRAMS = 4096  # of one launch: few of them have chunks to read
-LEAST_TOKENS = 1024  # that a program reads, if its head remembers as many
+LEAST_TOKENS = 1024  # that a program reads at least, if its head remembers that many
 _TOTALS = tl.constexpr(128)  # that are loaded at once
 _BLOCK = 1024  # of part_total
 
@@ -48,7 +48,7 @@ def load_totals(dA_cumsum, n, last, nchunks, TO_END: tl.constexpr, SIZES: tl.con
 
 @triton.jit
 def count_remembered(dA_cumsum, seq_idx, document, seqlen, nchunks, TO_END: tl.constexpr, SIZES: tl.constexpr):
-    """How many chunks, from the end or from the start on, something is left of."""
+    """How many chunks, counted from the end or the start, still contribute: decay not 0, same document."""
     found, first = 0, 0
     between = tl.full([], 0.0, tl.float32)
     while (first < nchunks) & (decay(between) != 0.0):
@@ -77,7 +77,7 @@ def part_sum_kernel(u, v, dt, dA_cumsum, seq_idx, sums, nsummed, strides, seqlen
             document = tl.load(seq_idx + seqlen - 1)
     remembered = count_remembered(dA_cumsum, seq_idx, document, seqlen, nchunks, TO_END, SIZES)
     programs = tl.minimum(tl.maximum(tl.cdiv(remembered, LEAST_CHUNKS), 1), nsums)
-    tl.store(nsummed + b * SIZES.nheads + h, programs)  # by all the same
+    tl.store(nsummed + b * SIZES.nheads + h, programs)  # every program of a head stores the same number
     if which < programs:
         number = which.to(tl.int32)  # in 64 bits a division is a call
         begin, end = number * remembered // programs, (number + 1) * remembered // programs
