@@ -171,8 +171,8 @@ def tabulate_times(rows: list[dict]) -> str:
         lines.append((row["part"], row["mode"], f"{row['ranks']} x {row['gpu'].removeprefix('NVIDIA ')}", f"{row['seqlen']:,}",
                       "graph" if kind else "eager", *("" if us is None else f"{us:,.0f}" for us in times),
                       f"{row['efficiency'] * row['ranks']:.2f}", row["git_sha"][:7]))
-    columns = ("what", "mode", "GPUs", "tokens", "timed", "parts, µs", "one GPU, µs", "all-to-alls, µs", "times one GPU's speed",
-               "commit")
+    columns = ("what", "mode", "GPUs", "tokens", "timed", "parts, µs", "one GPU, µs", "all-to-alls, µs",
+               "times one GPU's speed", "commit")
     head = write_head(" | ".join(columns), "what", "mode", "GPUs", "timed", "commit")
     return f"{head}{render_lines(lines)}" if lines else "No rows yet: no two GPUs have run the bench of this table.\n"
 

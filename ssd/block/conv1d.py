@@ -83,7 +83,7 @@ def causal_conv1d_fn(
     if context_group is not None:
         from ..distributed import find_convolution_start  # here, so that others do not import torch.distributed
 
-        initial_states = find_convolution_start(x, weight, bias, seq_idx, initial_states, activation, context_group)
+        x, initial_states = find_convolution_start(x, weight, bias, seq_idx, initial_states, activation, context_group)
     tensors = (x, weight, bias, seq_idx, initial_states)
     settings = (activation is not None, return_final_states)
     if not takes_kernels(x):
