@@ -80,6 +80,7 @@ decode: peers  ## Measure generation by models of random weights, beside mamba_s
 	$(RUN) decode $(call with,PRESET,preset) $(call with,BATCH,batch) $(given) $(ARGS)
 
 train: $(READY)  ## Train a workload; GPUS=2 for two processes
+	@case '$(GPUS)' in ''|[1-9]|[1-9][0-9]) ;; *) echo 'error: GPUS: got $(GPUS), expected 1 to 99' >&2; exit 2 ;; esac
 	@$(if $(GPUS),$(PY) -m torch.distributed.run --standalone --nproc-per-node $(GPUS) -m experiments,$(PY) -m experiments) train \
 	  $(call with,PARALLEL,parallel) $(call with,WORKLOAD,workload) $(call with,PRESET,preset) $(given) $(call with,STEPS,steps) $(ARGS)
 

@@ -189,7 +189,7 @@ def train(
         from .train import Interrupted, Stopped, train
     try:
         with refuse_errors("", Stopped):
-            train(run, out, console, resume, rows and require_writable(rows), parallel, graph)
+            train(run, out, console, resume, rows and require_writable(rows, "--rows"), parallel, graph)
     except Interrupted as reason:
         if os.environ.get("RANK", "0") == "0":
             console.print(str(reason), style="yellow")

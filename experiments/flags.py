@@ -54,11 +54,11 @@ def check_name(option: str, name: str, known: Iterable[str]) -> str:
     return name
 
 
-def require_writable(out: Path) -> Path:
+def require_writable(out: Path, flag: str = "--out") -> Path:
     """Refuses a folder of rows that cannot be made or written to, before anything is measured for it."""
     nearest = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
     try:  # os.access says yes to root even where nothing can be made, as in /proc
         with TemporaryDirectory(dir=nearest):
             return out
     except OSError:
-        refuse(f"--out: got {out}, expected a folder that can be written: {nearest} cannot")
+        refuse(f"{flag}: got {out}, expected a folder that can be written: {nearest} cannot")

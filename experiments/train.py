@@ -47,8 +47,8 @@ class Interrupted(Exception):
     """A run that a signal ended, after it was saved."""
 
     def __init__(self, number: signal.Signals, step: int):
-        super().__init__(f"{number.name} after step {step}, which is saved; the same command with --resume goes on")
-        self.number = number
+        self.number, self.saved = number, f"{number.name} after step {step}, which is saved"
+        super().__init__(f"{self.saved}; the same command with --resume goes on")
 
 
 def train(run: Run, out: Path, console: Console, resume: bool = False, rows: Path | None = None, way: str = "ddp",
@@ -71,7 +71,7 @@ def train(run: Run, out: Path, console: Console, resume: bool = False, rows: Pat
         FileExistsError, FileNotFoundError, ValueError, OSError: settings, data and files, by name; nothing was overwritten.
         ImportError: the package safetensors is missing.
         Stopped: the loss or a weight is not finite, or memory does not suffice; checkpoints are as they were.
-        Interrupted: by SIGTERM or SIGINT. It finished the step and saved.
+        Interrupted: by SIGTERM, SIGINT or SIGHUP. It finished the step and saved.
     """
     with join_team(way) as team:
         team.check(run)
@@ -144,7 +144,8 @@ def check_same_run(run: Run, state: dict[str, Any], out: Path) -> None:
     """Refuses other settings than those of a checkpoint in `out`, whose state this is, by the option's name."""
     for field, now in asdict(run).items():
         if (then := state["run"].get(field)) != now:
-            raise ValueError(f"{option(field)}: got {now!r}, expected {then!r}, with which the run in {out} began")
+            raise ValueError(f"{option(field)}: got {now!r}, expected {then!r}, with which the run in {out} began; remove that "
+                             "folder to begin anew")
 
 
 def _check_variant(run: Run, device: torch.device) -> None:
@@ -170,15 +171,19 @@ def _check_folder(run: Run, out: Path, resume: bool, console: Console) -> Path |
     """The checkpoint to go on from, the last that is not damaged; refused where the folder is not what the run needs."""
     import_safetensors()
     if not resume:
-        if checkpoints.latest(out / "checkpoints") or (out / "log.jsonl").exists():
+        if checkpoints.latest(out / "checkpoints"):
             raise FileExistsError(f"--out: got {out}, which has a run in it, expected another folder, or --resume to go on")
+        if (out / "log.jsonl").exists():
+            raise FileExistsError(f"--out: got {out}, where a run ended before it was saved, expected another folder, or that "
+                                  "it is removed")
         return None
     last, damaged = checkpoints.latest_good(out / "checkpoints")
     if last is None and damaged:
         raise ValueError(f"--resume: got --out {out}, expected a checkpoint in it that can be read; "
                          + "; ".join(reason.what for reason in damaged))
     if last is None:
-        raise FileNotFoundError(f"--resume: got --out {out}, expected a folder with a checkpoint in {out / 'checkpoints'}")
+        raise FileNotFoundError(f"--resume: got --out {out}, expected a folder with a checkpoint in {out / 'checkpoints'}; "
+                                "where a run ended before it was saved, remove its folder and start anew")
     state = checkpoints.read_state(last)
     check_same_run(run, state, out)
     if state["step"] >= run.steps:
@@ -244,13 +249,14 @@ def _explain_errors(run: Run, device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def _catch_signals(team: Team) -> Iterator[Callable[[], signal.Signals | None]]:
-    """What came of SIGTERM and SIGINT, which within end nothing. A second one acts as ever, unless there are other processes:
-    those get what is sent to all and what torchrun passes on.
+    """What came of SIGTERM, SIGINT and SIGHUP, which within end nothing. A second one acts as ever, unless there are other
+    processes: those get what is sent to all and what torchrun passes on. What is ignored, as under nohup, still is.
 
     To be asked after every step: LLVM, which Triton compiles with, puts handlers of its own in place with the first kernel.
     They pass the first signal on, but a second that comes at once ends the process.
     """
-    came, before = [], {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    numbers = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
+    came, before = [], {number: handler for number in numbers if (handler := signal.getsignal(number)) != signal.SIG_IGN}
 
     def note(number: int, _frame: object) -> None:
         came.append(signal.Signals(number))

@@ -92,7 +92,9 @@ class Run:
             if getattr(self, name) is not None and not least <= getattr(self, name) < math.inf:
                 raise ValueError(f"{option(name)}: got {getattr(self, name)}, expected at least {least}")
         if not 0 < self.lr < math.inf:
-            raise ValueError(f"--lr: got {self.lr}, expected more than 0")
+            raise ValueError(f"--lr: got {self.lr}, expected a finite number of more than 0")
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"--seed: got {self.seed}, expected 0 to 2^63 - 1")
         if self.warmup > self.steps:
             raise ValueError(f"--warmup: got {self.warmup}, expected at most --steps, {self.steps}")
 

@@ -40,7 +40,8 @@ def prune(
     dtype: flags.Autocast = Run.dtype, seed: flags.Seed = Run.seed,
     again: Annotated[bool, typer.Option("--again", help="Also run what has its row.")] = False, wide: flags.Wide = False,
     out: Annotated[Path | None, typer.Option(
-        file_okay=False, help="Folder of the rows; unless given, the results with a GPU, the run's own without.")] = None,
+        file_okay=False, help="Folder of the rows; unless given, the results with a GPU, the run's own without. Models go to "
+                              "runs/prune-... in any case.")] = None,
 ) -> None:
     """Train a workload, remove its least active states, bridge, fine-tune, and append a row with the losses for each."""
     scores, ratios, console = tuple(split_names("--score", score, SCORES)), _split_ratios(ratio), make_console()
@@ -61,7 +62,7 @@ def prune(
             rows = losses.run(losses.Plan(run, folder, kind, ratios, scores, finetune, calibration, evaluation, bridge, out,
                                           again), console)
     except Interrupted as reason:
-        console.print(str(reason), style="yellow")
+        console.print(f"{reason.saved}; the same command goes on", style="yellow")
         raise typer.Exit(128 + reason.number) from None
     table.show(console, rows, f"losses of {run.workload} {run.preset}", table.PRUNING, wide)
 

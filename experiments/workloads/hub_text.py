@@ -55,6 +55,8 @@ def read(data: str, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
         raise ValueError(f"--data: got {data}, {_explain(data, reason)}") from reason
     if _COLUMN not in rows.column_names:
         raise ValueError(f"--data: {data} has the columns {', '.join(rows.column_names)}, expected {_COLUMN!r} among them")
+    if (kind := getattr(rows.features[_COLUMN], "dtype", "list")) not in ("string", "large_string", "null"):
+        raise ValueError(f"--data: {data} has {kind} in its column {_COLUMN!r}, expected strings")
     key = package.fingerprint.Hasher.hash([rows._fingerprint, tokenizer.key])
     rows = rows.map(lambda batch: {"tokens": tokenizer.encode([text or "" for text in batch[_COLUMN]])}, batched=True,
                     batch_size=_ROWS, remove_columns=rows.column_names, new_fingerprint=key, desc="tokenizing")

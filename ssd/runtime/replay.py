@@ -15,7 +15,6 @@ a call that has recorded calls in it.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -26,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from .launch import forget, record_launches
 from .scratch import SCRATCH, Buffer, Place, check_apart, place_buffers
+from .switches import is_on
 from .tables import hold
 from .toolchain import DescriptorAt, get_current_stream, get_descriptor_fields, launch_compiled
 from .tuning import is_forced
@@ -40,7 +40,7 @@ _MOST_TABLE_BYTES = 64 << 20  # of the tables that all recordings hold
 _TOLD_APART = 16  # bytes, up to which launches tell alignments apart
 _ONCE, _NEVER = "seen once", "cannot be recorded"
 _ALLOCATING = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
-_ENABLED = os.environ.get("SSD_REPLAY") != "0"
+_ENABLED = is_on("SSD_REPLAY", True)
 _recordings: dict[tuple, Recording | str] = {}
 
 Results = tuple["Tensor | None", ...]

@@ -5,12 +5,12 @@ Reading waits for the GPU, so the checks are off by default, and never run while
 
 from __future__ import annotations
 
-import os
-
 import torch
 from torch import Tensor
 
-ENABLED = os.environ.get("SSD_CHECK", "") not in ("", "0")
+from .switches import is_on
+
+ENABLED = is_on("SSD_CHECK", False)
 
 
 def check_inputs(tensors: dict[str, Tensor | None]) -> None:

@@ -82,9 +82,11 @@ def test_what_is_refused(tmp_path, tokenizer, monkeypatch):
     (tmp_path / "cut.jsonl").write_text('{"text": "a"}\n{"text": "b"\n')
     (tmp_path / "other.jsonl").write_text('{"body": "x"}\n')
     (tmp_path / "empty.jsonl").write_text('{"text": ""}\n')
+    (tmp_path / "numbers.jsonl").write_text('{"text": 5}\n')
     for name, said in (("broken.parquet", "which datasets cannot read: .*[Pp]arquet"),
                        ("cut.jsonl", "line 2 of which is not JSON: "),
                        ("empty.jsonl", "has no text in its column 'text'"),
+                       ("numbers.jsonl", "has int64 in its column 'text', expected strings"),
                        ("other.jsonl", "has the columns body, expected 'text'")):
         with pytest.raises(ValueError, match=f"--data: .*{name}.* {said}") as error:
             load_rows(str(tmp_path / name), SIZES, 4, 0)

@@ -4,6 +4,7 @@ import io
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -66,6 +67,14 @@ def start_module(module: str, *arguments: object, **variables: object) -> subpro
 
 def terminate():
     os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_lost_terminal_is_no_lost_run(tmp_path):
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Interrupted, match="SIGHUP after step 2, which is saved"):
+        before_step(patch, 2, lambda: os.kill(os.getpid(), signal.SIGHUP))
+        train(small_run(steps=3), tmp_path / "run", QUIET)
+    signal.signal(signal.SIGHUP, before)
 
 
 def interrupt(run: Run, out: Path, step: int, **given):
@@ -198,8 +207,12 @@ def test_the_command_line(tmp_path):
     assert finished.exit_code == 2 and finished.stderr.endswith("has taken all its 2 steps\n")
     other = invoke(*given, "--resume", "--weight-decay", "0.2")
     assert other.exit_code == 2
-    assert other.stderr == (f"error: --weight-decay: got 0.2, expected 0.1, with which the run in {tmp_path / 'run'} began\n")
+    assert other.stderr == (f"error: --weight-decay: got 0.2, expected 0.1, with which the run in {tmp_path / 'run'} began; "
+                            "remove that folder to begin anew\n")
     assert len(read_log(tmp_path / "run")) == 2 and len(record.read(tmp_path / "rows")) == 1
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    assert "where a run ended before it was saved, expected another folder, or that it is removed" in invoke(*given).stderr
+    assert "remove its folder and start anew" in invoke(*given, "--resume").stderr
 
 
 def test_the_learning_rate():
