@@ -25,7 +25,7 @@ from .terminal import make_console, refuse, refuse_errors
 from .training_run import WAYS, Run, make_run, parse_workload
 from .workloads import preset_names, workload_names
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__.splitlines()[0])
+app = typer.Typer(no_args_is_help=True, add_completion=False)
 
 _SCANS = {shape.name: shape for shape in SCANS}
 _BLOCK_MODES = (*DIRECTIONS, "fwd_bwd")
@@ -36,6 +36,14 @@ _TABLES = {"ssd": ("table", "COLUMNS"), "ablate": ("ablate", "ABLATION"), "block
 _TOOLS = ("memcheck", "racecheck")
 _PROMPT_VARIANTS = [name for name in VARIANTS if name not in DECODE_RIVALS]
 _FORMATS = ("markdown", "csv", "latex")
+
+
+@app.callback(help=__doc__.splitlines()[0])
+def refuse_ranks(context: typer.Context) -> None:
+    """Several processes of one command that each measure would disturb each other, and write rows for one machine."""
+    ranks = os.environ.get("WORLD_SIZE", "1")
+    if ranks != "1" and context.invoked_subcommand not in ("train", "context"):
+        refuse(f"torchrun: got {ranks} processes of {context.invoked_subcommand}, expected one; train and context take several")
 
 
 @app.command()

@@ -40,6 +40,12 @@ def test_a_bad_option_is_refused_by_name_and_nothing_is_written(line, said, tmp_
     assert not list(tmp_path.iterdir())
 
 
+def test_several_processes_are_for_training(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for line, said in ((["table"], "torchrun: got 2 processes of table, expected one"), (["train", "--steps", "0"], "--steps: got 0")):
+        assert said in invoke(*line).stderr
+
+
 def test_table_of_rows(tmp_path):
     write(tmp_path, ssd_row(**compare()), ssd_row("mamba_ssm"), ssd_row("mamba_ssm", "2.7b-b4"))
     result = invoke("table", "--out", tmp_path, "--variant", "mamba_ssm", "--shape", "8b-b4")
