@@ -105,7 +105,8 @@ def _run_steps(run: Run, out: Path, console: Console, resume: bool, rows: Path |
     times, launched = [], deque()
     # closed here, whatever happens: the processes that make batches outlast signals, and this one would wait for them at exit
     with (closing(make_batches(run, workload, dataset, done, team)) as batches,
-          TrainLog(out, run.steps, workload.unit, done, console, writes=first) as log, _catch_signals(team) as interrupted):
+          TrainLog(out, run.steps, workload.unit, done, console, writes=first) as log,
+              _catch_signals(team, console) as interrupted):
         for step in range(done + 1, run.steps + 1):
             if not launched:
                 began = time.perf_counter()
@@ -248,7 +249,7 @@ def _explain_errors(run: Run, device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def _catch_signals(team: Team) -> Iterator[Callable[[], signal.Signals | None]]:
+def _catch_signals(team: Team, console: Console) -> Iterator[Callable[[], signal.Signals | None]]:
     """What came of SIGTERM, SIGINT and SIGHUP, which within end nothing. A second one acts as ever, unless there are other
     processes: those get what is sent to all and what torchrun passes on. What is ignored, as under nohup, still is.
 
@@ -260,6 +261,8 @@ def _catch_signals(team: Team) -> Iterator[Callable[[], signal.Signals | None]]:
 
     def note(number: int, _frame: object) -> None:
         came.append(signal.Signals(number))
+        again = "; a second one ends it now" if team.size == 1 else ""
+        console.print(f"{came[0].name}: the run saves after this step, and ends{again}", style="yellow")
         if team.size == 1:
             restore()
 

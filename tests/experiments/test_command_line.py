@@ -42,8 +42,8 @@ def test_a_bad_option_is_refused_by_name_and_nothing_is_written(line, said, tmp_
 
 def test_several_processes_are_for_training(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    for line, said in ((["table"], "torchrun: got 2 processes of table, expected one"), (["train", "--steps", "0"], "--steps: got 0")):
-        assert said in invoke(*line).stderr
+    assert "torchrun: got 2 processes of table, expected one" in invoke("table").stderr
+    assert "--steps: got 0" in invoke("train", "--steps", "0").stderr
 
 
 def test_table_of_rows(tmp_path):
