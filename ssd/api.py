@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from numbers import Real
+from operator import index
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from .autograd import chunk_scan
 from .documents import check_bounds, check_numbers, number_documents
+from .options import suggest
 from .positions import check_states_every, take_states
 from .registry import get_variant, is_peer, variant_names
 from .runtime import value_checks
@@ -18,6 +20,8 @@ from .runtime.custom_ops import are_plain, wants_gradient
 from .types import Options, SSDInputs
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch.distributed import ProcessGroup
 
 LARGEST_CHUNK, SMALLEST_CHUNK = 256, 16
@@ -101,13 +105,17 @@ def ssd_chunk_scan(
     """
     alone = cu_seqlens if seq_idx is None and context_group is None else None
     check_tensors(x, dt, A, B, C, D, z, dt_bias, initial_states, variant, alone)
-    check_settings(chunk_size, dt_softplus, dt_limit, state_dtype, variant, options)
+    chunk_size = take_int("chunk_size", chunk_size)
+    flags = {"dt_softplus": dt_softplus, "return_final_states": return_final_states,
+             "return_varlen_states": return_varlen_states}
+    check_settings(chunk_size, flags, dt_limit, state_dtype, variant, options)
     if value_checks.ENABLED:
         value_checks.check_inputs({"A": A, "x": x, "dt": dt, "B": B, "C": C, "D": D, "z": z, "dt_bias": dt_bias,
                                    "initial_states": initial_states})
     # a bound that fp32 cannot hold bounds nothing
     dt_limit = (float(dt_limit[0]), float(dt_limit[1]) if dt_limit[1] <= _FP32_LARGEST else math.inf)
     if return_states_every is not None:
+        return_states_every = take_int("return_states_every", return_states_every)
         check_states_every(return_states_every, chunk_size, cu_seqlens, context_group, variant)
     if context_group is not None:
         from .distributed import scan_part  # here, so that others do not import torch.distributed
@@ -205,21 +213,42 @@ def _refuse(name: str, t: object, shape: str | tuple[int, ...], x: Tensor) -> No
     raise ValueError(f"{name}: got a tensor on {t.device}, expected {x.device}, the device of x")
 
 
-def check_settings(chunk_size, dt_softplus, dt_limit, state_dtype, variant, options) -> None:
-    if not isinstance(dt_softplus, bool):
-        raise TypeError(f"dt_softplus: got {dt_softplus!r}, expected True or False")
-    if isinstance(chunk_size, bool) or not isinstance(chunk_size, int):
-        raise TypeError(f"chunk_size: got {chunk_size!r}, expected an int")
+def take_int(name: str, value: object) -> int:
+    """The int that it is, or stands for, as one of numpy's does; True and False are none."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    try:
+        return index(None if isinstance(value, bool) else value)
+    except TypeError:
+        raise TypeError(f"{name}: got {value!r}, expected an int") from None
+
+
+def check_flags(flags: Mapping[str, object]) -> None:
+    """Refuses, by its name, what is not True or False."""
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise TypeError(f"{name}: got {flag!r}, expected True or False")
+
+
+def check_pair(name: str, pair: object) -> None:
+    """Refuses what is not two numbers."""
+    if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not all(map(_is_real, pair)):
+        raise TypeError(f"{name}: got {pair!r}, expected two numbers (min, max)")
+
+
+def check_settings(chunk_size: int, flags: Mapping[str, object], dt_limit, state_dtype, variant, options) -> None:
+    """flags: arguments that are True or False, by name."""
+    check_flags(flags)
     if not SMALLEST_CHUNK <= chunk_size <= LARGEST_CHUNK or chunk_size & (chunk_size - 1):
         raise ValueError(f"chunk_size: got {chunk_size}, expected a power of two from {SMALLEST_CHUNK} to {LARGEST_CHUNK}")
-    if not isinstance(dt_limit, (tuple, list)) or len(dt_limit) != 2 or not all(map(_is_real, dt_limit)):
-        raise TypeError(f"dt_limit: got {dt_limit!r}, expected two numbers (min, max)")
+    check_pair("dt_limit", dt_limit)
     if not (0 <= dt_limit[0] <= dt_limit[1] and dt_limit[0] < math.inf):
         raise ValueError(f"dt_limit: got {tuple(dt_limit)}, expected 0 <= min <= max, min finite")
     if state_dtype is not None and state_dtype not in _DTYPES:
         raise TypeError(f"state_dtype: got {state_dtype!r}, expected None or one of {', '.join(map(str, _DTYPES))}")
     if variant != "auto" and variant not in variant_names():
-        raise ValueError(f"variant: got {variant!r}, expected one of {(*variant_names(), 'auto')}")
+        known = (*variant_names(), "auto")
+        raise ValueError(f"variant: got {variant!r}, expected one of {known}{suggest(variant, known)}")
     if options is not None and not isinstance(options, Options):
         raise TypeError(f"options: got {type(options).__name__}, expected ssd.Options")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import make_dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -24,12 +25,17 @@ _BESIDE_SSD = Path(__file__).parents[1]
 _OFF = ("tf32",)  # unless asked for; every other switch is on
 
 
+def suggest(name: object, known: Iterable[str]) -> str:
+    """`; did you mean 'tf32'?`, for the end of a message, or nothing where no known name is near."""
+    near = get_close_matches(str(name), known, 1)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
 class _Switches:
     def __new__(cls, *_, **given):
         for name in given.keys() - cls.__dataclass_fields__.keys():
-            near = get_close_matches(name, cls.__dataclass_fields__, 1)
-            raise TypeError(f"options: got {name!r}, expected one of {', '.join(cls.__dataclass_fields__)}"
-                            + (f"; did you mean {near[0]!r}?" if near else ""))
+            known = cls.__dataclass_fields__
+            raise TypeError(f"options: got {name!r}, expected one of {', '.join(known)}{suggest(name, known)}")
         return super().__new__(cls)
 
     def __post_init__(self):

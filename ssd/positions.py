@@ -9,10 +9,8 @@ from .registry import is_peer
 from .types import SSDInputs, count_between
 
 
-def check_states_every(every: object, chunk_size: int, cu_seqlens: object, context_group: object, variant: str) -> None:
+def check_states_every(every: int, chunk_size: int, cu_seqlens: object, context_group: object, variant: str) -> None:
     """Refuses a `return_states_every` that is no multiple of the chunk size, and what it does not go with."""
-    if isinstance(every, bool) or not isinstance(every, int):
-        raise TypeError(f"return_states_every: got {every!r}, expected None or an int")
     if every < 1 or every % chunk_size:
         raise ValueError(f"return_states_every: got {every}, expected a multiple of chunk_size = {chunk_size}")
     for name, given in (("cu_seqlens", cu_seqlens), ("context_group", context_group)):

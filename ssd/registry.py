@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from . import auto_variant
+from .options import suggest
 from .runtime.tuning import SPACES, ConfigSpace
 from .types import Options, SSDGrads, SSDInputs, SSDSaved
 from .variants import VARIANTS
@@ -88,7 +89,8 @@ def get_variant(name: str) -> Variant:
     if name in _ADDED:
         return _ADDED[name]
     if name not in VARIANTS:
-        raise ValueError(f"variant: got {name!r}, expected one of {', '.join(map(repr, (*variant_names(), 'auto')))}")
+        known = (*variant_names(), "auto")
+        raise ValueError(f"variant: got {name!r}, expected one of {', '.join(map(repr, known))}{suggest(name, known)}")
     module = VARIANTS[name].module
     try:
         return (sys.modules.get(module) or import_module(module)).VARIANT

@@ -38,6 +38,12 @@ def check_dtype(name: str, t: Tensor, dtypes: tuple[torch.dtype, ...] = DTYPES) 
         raise TypeError(f"{name}: got dtype {t.dtype}, expected one of {', '.join(map(str, dtypes))}")
 
 
+def check_floating(name: str, dtype: object) -> None:
+    """Refuses what is no dtype that tensors of a block may have."""
+    if dtype not in DTYPES:
+        raise TypeError(f"{name}: got {dtype!r}, expected one of {', '.join(map(str, DTYPES))}")
+
+
 def check_interpretable(name: str, t: Tensor) -> None:
     if INTERPRETED and t.dtype == torch.bfloat16:
         raise TypeError(f"{name}: got {t.dtype}, expected fp16 or fp32 with TRITON_INTERPRET=1, which gets bf16 wrong")

@@ -11,7 +11,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from ..api import check_settings, check_tensors, ssd_chunk_scan
+from ..api import check_settings, check_tensors, ssd_chunk_scan, take_int
 from ..block.arguments import check_rows, check_tensor
 from ..documents import check_bounds
 from ..registry import resolve
@@ -87,7 +87,8 @@ def mamba_chunk_scan_combined_varlen(
     x, dt, B, C, gate = x[None], dt[None], B[None], C[None], None if z is None else z[None]
     if return_intermediate_states:
         check_tensors(x, dt, A, B, C, D, gate, dt_bias, initial_states, variant, cu_seqlens)
-        check_settings(chunk_size, dt_softplus, dt_limit, state_dtype, variant, None)
+        chunk_size = take_int("chunk_size", chunk_size)
+        check_settings(chunk_size, {"dt_softplus": dt_softplus}, dt_limit, state_dtype, variant, None)
         check_bounds(cu_seqlens, x, x.shape[1])
         _check_chunks(cu_chunk_seqlens, last_chunk_indices, cu_seqlens, chunk_size, x)
         inputs = SSDInputs(x, dt, A, B, C, chunk_size, D, gate, dt_bias, initial_states, None, cu_seqlens, dt_softplus,

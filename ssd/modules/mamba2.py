@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..api import check_settings
-from ..block.arguments import check_size
+from ..api import check_flags, check_pair, check_settings, take_int
+from ..block.arguments import check_dtype, check_floating, check_interpretable, check_size, check_tensor
 from ..block.conv1d import WIDTHS
 from ..block.conv1d_update import causal_conv1d_update
 from ..block.gated_norm import RMSNormGated
@@ -81,7 +81,12 @@ class Mamba2(nn.Module):
                  context_group: ProcessGroup | None = None):
         super().__init__()
         made = {"device": device, "dtype": dtype}
-        check_settings(chunk_size, True, dt_limit, None, variant, options)
+        chunk_size = take_int("chunk_size", chunk_size)
+        flags = {"D_has_hdim": D_has_hdim, "rmsnorm": rmsnorm, "norm_before_gate": norm_before_gate, "bias": bias,
+                 "conv_bias": conv_bias}
+        check_settings(chunk_size, flags, dt_limit, None, variant, options)
+        if dtype is not None:
+            check_floating("dtype", dtype)
         for name, size in {"d_model": d_model, "d_state": d_state, "expand": expand, "headdim": headdim,
                            "ngroups": ngroups}.items():
             check_size(name, size)
@@ -96,8 +101,10 @@ class Mamba2(nn.Module):
         nheads = d_ssm // headdim
         if nheads % ngroups:
             raise ValueError(f"ngroups: got {ngroups}, expected a divisor of d_ssm / headdim = {nheads}")
-        if not 0 < A_init_range[0] <= A_init_range[1]:
-            raise ValueError(f"A_init_range: got {tuple(A_init_range)}, expected 0 < min <= max")
+        for name, pair in {"A_init_range": A_init_range, "dt_min, dt_max": (dt_min, dt_max)}.items():
+            check_pair(name, pair)
+            if not 0 < pair[0] <= pair[1] < math.inf:
+                raise ValueError(f"{name}: got {tuple(pair)}, expected 0 < min <= max, max finite")
         self.d_model, self.d_inner, self.d_ssm, self.d_state, self.d_conv = d_model, d_inner, d_ssm, d_state, d_conv
         self.headdim, self.nheads, self.ngroups, self.chunk_size = headdim, nheads, ngroups, chunk_size
         self.D_has_hdim, self.rmsnorm, self.norm_before_gate = D_has_hdim, rmsnorm, norm_before_gate
@@ -134,9 +141,19 @@ class Mamba2(nn.Module):
 
         Returns:
             (batch, seqlen, d_model); with return_states, a tuple of it and the states.
+
+        Raises:
+            TypeError, ValueError: naming the argument, what came and what is accepted, before the cache is touched.
         """
-        before = cache if states is None else states
-        self._check(u, ("batch", "seqlen"), before, cu_seqlens)
+        check_flags({"return_states": return_states})
+        self._check(u, ("batch", "seqlen"))
+        batch, beside = u.shape[0], "that of u"
+        if cu_seqlens is not None:
+            check_bounds(cu_seqlens, u, u.shape[1])
+            batch, beside = len(cu_seqlens) - 1, "the documents of cu_seqlens"
+        name, before = ("cache", cache) if states is None else ("states", states)
+        if before is not None:
+            self.check_cache(before, batch, beside, u.device, name)
         for name, other in (("a cache", cache), ("cu_seqlens", cu_seqlens), ("states", states)):
             if seq_idx is not None and other is not None:
                 raise ValueError(f"seq_idx: got a tensor with {name}, expected one of the two: "
@@ -163,12 +180,13 @@ class Mamba2(nn.Module):
 
         mask: (batch, seqlen) bool, False for padding, of which the results are without meaning.
         """
-        self._check(u, ("batch", "seqlen"), cache)
+        self._check(u, ("batch", "seqlen"))
+        self.check_cache(cache, len(u), "that of u", u.device)
         zxbcdt = self.in_proj(u)
         out, ssm_state = self._mix(zxbcdt, seq_idx=mask.int(), return_final_states=True)  # padding is a document of its own
-        cache.ssm_state.copy_(ssm_state)
         width, start = self.d_conv - 1, 2 * (self.d_inner - self.d_ssm) + self.d_ssm
         last = zxbcdt[:, -width:, start : start + cache.conv_state.shape[1]].masked_fill(~mask[:, -width:, None], 0)
+        cache.ssm_state.copy_(ssm_state)
         cache.conv_state.copy_(F.pad(last.mT, (width - last.shape[1], 0)))
         return out
 
@@ -186,8 +204,14 @@ class Mamba2(nn.Module):
         """The next token of each sequence, (batch, d_model) to the same shape; for inference.
 
         A: -exp(A_log), (nheads,) fp32, where a model computes it for all of its blocks at once.
+
+        Raises:
+            TypeError, ValueError: naming the argument, what came and what is accepted, before the cache is touched.
         """
-        self._check(u, ("batch",), cache)
+        self._check(u, ("batch",))
+        self.check_cache(cache, len(u), "that of u", u.device)
+        if A is not None:
+            check_tensor("A", A, (self.nheads,), u, beside="u")
         d_mlp, group = self.d_inner - self.d_ssm, self.ngroups * self.d_state
         z0, x0, z, xBC, dt = self.in_proj(u).split([d_mlp, d_mlp, self.d_ssm, self.d_ssm + 2 * group, self.nheads], -1)
         xBC = causal_conv1d_update(xBC, cache.conv_state, self._filter(), self.conv1d.bias, activation="silu")
@@ -214,28 +238,63 @@ class Mamba2(nn.Module):
         Args:
             dtype: of the activations, that of the weights unless given.
             state_dtype: of the SSD's states. In fp16 or bf16 a step moves half the bytes, and rounds the states at each token.
+
+        Raises:
+            TypeError, ValueError: naming the argument, what came and what is accepted.
         """
         weight = self.conv1d.weight
-        conv_state = weight.new_zeros(batch, weight.shape[0], self.d_conv - 1, dtype=dtype or weight.dtype)
-        return Mamba2Cache(conv_state, weight.new_zeros(batch, self.nheads, self.headdim, self.d_state, dtype=state_dtype))
+        dtype = weight.dtype if dtype is None else dtype
+        check_size("batch", batch)
+        check_floating("dtype", dtype)
+        check_floating("state_dtype", state_dtype)
+        conv_state, ssm_state = self._list_shapes(batch).values()
+        return Mamba2Cache(weight.new_zeros(conv_state, dtype=dtype), weight.new_zeros(ssm_state, dtype=state_dtype))
 
-    def _check(self, u: Tensor, axes: tuple[str, ...], cache: Mamba2Cache | None, cu_seqlens: Tensor | None = None) -> None:
+    def check_cache(self, cache: object, batch: int, beside: str, device: torch.device | None = None,
+                    name: str = "cache") -> None:
+        """Refuses what is no cache of this block for so many sequences.
+
+        Args:
+            beside: whose number of sequences it is, for the message.
+            device: the cache's, where that is to be looked at.
+            name: of the argument that the cache came as.
+
+        Raises:
+            TypeError, ValueError: naming the argument, what came and what is accepted.
+        """
+        if not isinstance(cache, Mamba2Cache):
+            raise TypeError(f"{name}: got {type(cache).__name__}, expected a Mamba2Cache, as new_cache makes them")
+        if self.context_group is not None:
+            raise ValueError(f"{name}: got one with context_group, expected none: each rank has a part of the sequence")
+        for field, shape in self._list_shapes(batch).items():
+            t = getattr(cache, field)
+            if not isinstance(t, Tensor):
+                raise TypeError(f"{name}.{field}: got {type(t).__name__}, expected a tensor of shape {shape}")
+            if t.shape != shape:
+                if t.shape[1:] == shape[1:]:
+                    raise ValueError(f"{name}: got one of batch {t.shape[0]}, expected batch {batch}, {beside}")
+                raise ValueError(f"{name}.{field}: got shape {tuple(t.shape)}, expected {shape} for this block")
+            check_dtype(f"{name}.{field}", t)
+            check_interpretable(f"{name}.{field}", t)
+            if device is not None and t.device != device:
+                raise ValueError(f"{name}.{field}: got a tensor on {t.device}, expected {device}, the device of u")
+
+    def _list_shapes(self, batch: int) -> dict[str, tuple[int, ...]]:
+        """Of the tensors of a cache."""
+        return {"conv_state": (batch, self.d_ssm + 2 * self.ngroups * self.d_state, self.d_conv - 1),
+                "ssm_state": (batch, self.nheads, self.headdim, self.d_state)}
+
+    def _check(self, u: Tensor, axes: tuple[str, ...]) -> None:
         """axes: the axes of u before its channels."""
         if not isinstance(u, Tensor):
             raise TypeError(f"u: got {type(u).__name__}, expected a tensor ({', '.join(axes)}, d_model = {self.d_model})")
         if u.dim() != len(axes) + 1 or u.shape[-1] != self.d_model or 0 in u.shape:
             raise ValueError(f"u: got shape {tuple(u.shape)}, expected ({', '.join(axes)}, d_model = {self.d_model}), "
                              "each at least 1")
-        dtype = self.in_proj.weight.dtype if type(self.in_proj) is nn.Linear else u.dtype  # else a quantized layer, say
+        in_proj = self.in_proj
+        dtype = in_proj.weight.dtype if type(in_proj) is nn.Linear else u.dtype  # else a quantized layer, say
         if u.dtype != dtype and not torch.is_autocast_enabled(u.device.type):
             raise TypeError(f"u: got dtype {u.dtype}, expected {dtype}, that of the weights; or use autocast")
-        if cache is not None and self.context_group is not None:
-            raise ValueError("cache: got one with context_group, expected none: each rank has a part of the sequence")
-        if cu_seqlens is not None:
-            check_bounds(cu_seqlens, u, u.shape[1])
-        batch, what = (u.shape[0], "that of u") if cu_seqlens is None else (len(cu_seqlens) - 1, "the documents of cu_seqlens")
-        if cache is not None and cache.ssm_state.shape[0] != batch:
-            raise ValueError(f"cache: got one of batch {cache.ssm_state.shape[0]}, expected batch {batch}, {what}")
 
     def _filter(self) -> Tensor:
         return self.conv1d.weight.squeeze(1)

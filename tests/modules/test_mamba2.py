@@ -1,6 +1,7 @@
 """The block against itself: whole, in pieces, token by token, and packed; and what its parameters are called."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -101,7 +102,8 @@ def test_bad_states(device):
     block, u = make_mixer(device), tokens(device, 1)
     ends, cache = torch.tensor([0, 10, 23], device=device), block.new_cache(1)
     for given, message in (
-            ({"cu_seqlens": ends, "states": cache}, "cache: got one of batch 1, expected batch 2, the documents of cu_seqlens"),
+            ({"cu_seqlens": ends, "states": cache}, "states: got one of batch 1, expected batch 2, the documents of cu"),
+            ({"states": block.new_cache(2)}, "states: got one of batch 2, expected batch 1, that of u"),
             ({"cache": cache, "states": cache}, "states: got them with a cache"),
             ({"seq_idx": ends, "return_states": True}, "return_states: got True with seq_idx"),
             ({"seq_idx": ends, "cu_seqlens": ends}, "seq_idx: got a tensor with cu_seqlens"),
@@ -147,6 +149,44 @@ def test_a_cache_of_another_batch(device):
     for call in (lambda: block(u, cache=block.new_cache(1)), lambda: block.step(u[:, 0], block.new_cache(1))):
         with pytest.raises(ValueError, match="cache: got one of batch 1, expected batch 2, that of u"):
             call()
+
+
+@pytest.mark.parametrize(("change", "error", "message"), [
+    (lambda good: None, TypeError, ": got NoneType, expected a Mamba2Cache"),
+    (lambda good: good.ssm_state, TypeError, ": got Tensor, expected a Mamba2Cache"),
+    (lambda good: replace(good, ssm_state=good.ssm_state.view(2, 4, 16, 16)), ValueError,
+     r".ssm_state: got shape \(2, 4, 16, 16\), expected \(2, 8, 8, 16\) for this block"),
+    (lambda good: replace(good, conv_state=good.conv_state[..., 1:]), ValueError, r".conv_state: got shape \(2, 96, 2\)"),
+    (lambda good: replace(good, ssm_state=good.ssm_state.int()), TypeError, ".ssm_state: got dtype torch.int32"),
+    (lambda good: replace(good, ssm_state=good.ssm_state.to("meta")), ValueError, ".ssm_state: got a tensor on meta, expected"),
+    (lambda good: replace(good, ssm_state=0), TypeError, ".ssm_state: got int, expected a tensor of shape"),
+], ids=("none", "a tensor", "other heads", "another width", "integers", "another device", "no tensor"))
+def test_what_is_no_cache_of_this_block_is_not_written(change, error, message, device):
+    block, u = make_mixer(device), tokens(device)
+    good = block.new_cache(2)
+    bad = change(good)
+    calls = {"cache": [lambda: block.step(u[:, 0], bad), lambda: block.prefill(u, torch.ones(2, 23, device=device) > 0, bad)]}
+    if bad is not None:
+        calls["cache"].append(lambda: block(u, cache=bad))
+        calls["states"] = [lambda: block(u, states=bad)]
+    for name, called in calls.items():
+        for call in called:
+            with pytest.raises(error, match=f"^{name}{message}"), torch.no_grad():
+                call()
+    assert not good.conv_state.any() and not good.ssm_state.any()
+
+
+def test_bad_rates_of_a_step_leave_the_cache(device):
+    block, u = make_mixer(device), tokens(device)
+    cache = block.new_cache(2)
+    with pytest.raises(ValueError, match=r"A: got shape \(3,\), expected \(8,\)"), torch.no_grad():
+        block.step(u[:, 0], cache, torch.zeros(3, device=device))
+    assert not cache.conv_state.any()
+
+
+@over_refusals(Path(__file__).with_name("refused.txt"), "new_cache")
+def test_a_cache_that_cannot_be(refusal):
+    refusal.check(make_mixer("cpu").new_cache, {"batch": 2})
 
 
 def test_an_input_of_another_dtype_is_named():

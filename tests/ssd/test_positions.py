@@ -90,6 +90,14 @@ def test_shorter_sequence(device):
     assert out.shape[1] == EVERY - 1 and states.shape[:2] == (2, 0)
 
 
+def test_sizes_of_numpy():
+    np = pytest.importorskip("numpy")
+    inputs = random_inputs(Shape(1, 40, 2, 16, 1, 16, 16))
+    expected, got = (scan(inputs, chunk_size=kind(16), return_states_every=kind(32), variant="torch")[1]
+                     for kind in (int, np.int64))
+    assert torch.equal(got, expected)
+
+
 def test_traced(device):
     """What torch.compile sees has the shapes of what is computed."""
     inputs = random_inputs(SHAPE, CASE, device=device)
