@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 from collections.abc import Callable, Mapping
+from os import PathLike
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,6 +18,15 @@ from ..files import replace_file
 _CONFIG = "config.json"
 _WHOLE, _INDEX, _PICKLE = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"
 _NOT_IN_NAMES = frozenset("/\\\0")  # of files; Windows' separator as well, wherever the file was written
+
+
+def take_folder(folder: object) -> Path:
+    """Raises:
+        TypeError: it is no path.
+    """
+    if not isinstance(folder, (str, PathLike)):
+        raise TypeError(f"folder: got {folder!r}, expected a path")
+    return Path(folder)
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -52,9 +62,16 @@ def write(folder: Path, config: Mapping[str, Any], weights: Mapping[str, Tensor]
 
     Args:
         weights: contiguous, no two in the same memory.
+
+    Raises:
+        FileExistsError: the folder, or one above it, is a file.
     """
     save_file = import_safetensors().torch.save_file
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise FileExistsError(f"folder: got {folder}, which is or lies under a file, expected a folder or a path to make one "
+                              "at") from error
     with replace_file(folder / _WHOLE) as path:
         save_file(dict(weights), path, metadata={"format": "pt"})  # without which transformers does not read the file
     with replace_file(folder / _CONFIG) as path:

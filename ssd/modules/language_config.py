@@ -8,6 +8,7 @@ from inspect import signature
 from typing import Any
 
 from ..block.arguments import check_size
+from ..options import suggest
 from .mamba2 import Mamba2
 
 _SIZES = ("d_model", "n_layer", "vocab_size", "pad_vocab_size_multiple")
@@ -63,11 +64,15 @@ class Mamba2LMConfig:
             raise ValueError(f"d_intermediate: got {self.d_intermediate!r}, expected 0: no MLPs follow the blocks here")
         if self.attn_layer_idx:
             raise ValueError(f"attn_layer_idx: got {self.attn_layer_idx!r}, expected none: every layer here is Mamba-2")
-        layer = self.ssm_cfg.get("layer", "Mamba1")  # what upstream takes none for
-        if layer != "Mamba2":
-            raise ValueError(f"ssm_cfg['layer']: got {layer!r}, expected 'Mamba2'")
-        if unknown := self.ssm_cfg.keys() - _MIXER - _WITHOUT_EFFECT - {"layer", "process_group"}:
-            raise ValueError(f"ssm_cfg: got {', '.join(sorted(unknown))}, expected some of {', '.join(sorted(_MIXER))}")
+        wrong = []
+        if (layer := self.ssm_cfg.get("layer")) != "Mamba2":
+            came = repr(layer) if "layer" in self.ssm_cfg else "none, which mamba_ssm takes for 'Mamba1'"
+            wrong.append(f"ssm_cfg['layer']: got {came}, expected 'Mamba2'")
+        if unknown := sorted(map(str, self.ssm_cfg.keys() - _MIXER - _WITHOUT_EFFECT - {"layer", "process_group"})):
+            wrong.append(f"ssm_cfg: got {', '.join(unknown)}, expected some of {', '.join(sorted(_MIXER))}"
+                         + suggest(unknown[0], _MIXER))
+        if wrong:
+            raise ValueError("; ".join(wrong))
         if self.ssm_cfg.get("process_group") is not None:
             raise ValueError(f"ssm_cfg['process_group']: got {self.ssm_cfg['process_group']!r}, expected None: "
                              "there is no tensor parallelism here")

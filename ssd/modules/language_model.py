@@ -8,12 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from os import PathLike
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from ..block.arguments import check_size
+from ..block.arguments import check_floating, check_size
 from ..runtime import value_checks
 from ..types import Options
 from . import checkpoint, decoding
@@ -32,11 +31,16 @@ class Mamba2LM(nn.Module):
         config: sizes and switches.
         device, dtype: of the weights, but for each block's D, which is fp32, as in `Mamba2`.
         variant, options: see `ssd.ssd_chunk_scan`.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what came and what is accepted.
     """
 
     def __init__(self, config: Mamba2LMConfig, device=None, dtype: torch.dtype | None = None, variant: str = "auto",
                  options: Options | None = None):
         super().__init__()
+        if dtype is not None:
+            check_floating("dtype", dtype)
         made = {"device": device, "dtype": dtype}
         self.config = config
         self.backbone = _Backbone(config, variant=variant, options=options, **made)
@@ -52,11 +56,15 @@ class Mamba2LM(nn.Module):
 
         Returns:
             (batch, seqlen, config.padded_vocab_size), in the dtype of the weights.
+
+        Raises:
+            TypeError, ValueError: naming the argument, what came and what is accepted, before a cache is touched.
         """
         return self.lm_head(self.backbone(input_ids, seq_idx, cache))
 
     def step(self, input_ids: Tensor, cache: Sequence[Mamba2Cache]) -> Tensor:
-        """The next token of each sequence, (batch,), to (batch, config.padded_vocab_size); for inference."""
+        """The next token of each sequence, (batch,), to (batch, config.padded_vocab_size); for inference. Raises as `forward`.
+        """
         return self.lm_head(self.backbone.step(input_ids, cache))
 
     def generate(self, input_ids: Tensor, max_new_tokens: int, cache: Sequence[Mamba2Cache] | None = None,
@@ -115,7 +123,7 @@ class Mamba2LM(nn.Module):
 
     def new_cache(self, batch: int, dtype: torch.dtype | None = None,
                   state_dtype: torch.dtype = torch.float32) -> Mamba2LMCache:
-        """Of sequences that have had no token, for each block; dtypes as in `Mamba2.new_cache`."""
+        """Of sequences that have had no token, for each block; dtypes and errors as in `Mamba2.new_cache`."""
         return Mamba2LMCache(layer.mixer.new_cache(batch, dtype, state_dtype) for layer in self.backbone.layers)
 
     @classmethod
@@ -132,12 +140,13 @@ class Mamba2LM(nn.Module):
 
         Raises:
             FileNotFoundError: the folder, its config.json or its weights are missing.
-            TypeError, ValueError: a field of the config, a weight or a file that is not as it should be, by name.
+            TypeError, ValueError: an argument, a field of the config, a weight or a file that is not as it should be, by name.
             ImportError: safetensors is needed and not installed.
         """
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise TypeError(f"dtype: got {dtype!r}, expected a floating torch.dtype or None")
-        folder = Path(folder)
+        folder, device = checkpoint.take_folder(folder), "cpu" if device is None else device
+        _check_device(device)
         config = Mamba2LMConfig.from_dict(checkpoint.read_config(folder))
         model = cls(config, device="meta", dtype=dtype, variant=variant)
         weights = checkpoint.read_weights(folder)
@@ -145,7 +154,6 @@ class Mamba2LM(nn.Module):
         if config.tie_embeddings and _HEAD in weights:
             _check_tied(weights.pop(_HEAD), weights.get(_EMBEDDING))
         _check_weights(weights, parameters)
-        device = "cpu" if device is None else device
         for name, made in parameters.items():
             weight = weights.pop(name)
             parameters[name] = nn.Parameter(weight.to(device, made.dtype if dtype else weight.dtype))
@@ -159,14 +167,16 @@ class Mamba2LM(nn.Module):
         Each file is replaced when the new one is whole.
 
         Raises:
+            TypeError, FileExistsError: folder is no path, or that of a file.
             ValueError: the weights are not of the config's sizes, as of a pruned model, which `ssd.pruning.save` writes.
         """
+        folder = checkpoint.take_folder(folder)
         for name, expected in Mamba2LM(self.config, device="meta").named_parameters():
             if (got := self.get_parameter(name).shape) != expected.shape:
                 raise ValueError(f"{name}: got {tuple(got)}, expected {tuple(expected.shape)} by the model's config; "
                                  "ssd.pruning.save writes a pruned model")
         weights = {name: parameter.detach().contiguous() for name, parameter in self.named_parameters()}
-        checkpoint.write(Path(folder), asdict(self.config), weights)
+        checkpoint.write(folder, asdict(self.config), weights)
 
 
 class _Backbone(nn.Module):
@@ -185,8 +195,10 @@ class _Backbone(nn.Module):
                 mask: Tensor | None = None) -> Tensor:
         """mask: of `Mamba2.prefill`, with a cache that has had no token."""
         _check_ids(input_ids, "(batch, seqlen)")
+        if cache is not None:
+            self.check_cache(cache, len(input_ids))
         residual = self._embed(input_ids)
-        for layer, its_cache in zip(self.layers, self._by_layer(cache), strict=True):
+        for layer, its_cache in zip(self.layers, [None] * len(self.layers) if cache is None else cache, strict=True):
             normed = layer.apply_norm(residual)
             residual = residual + (layer.mixer(normed, seq_idx, its_cache) if mask is None else
                                    layer.mixer.prefill(normed, mask, its_cache))
@@ -195,10 +207,11 @@ class _Backbone(nn.Module):
     def step(self, input_ids: Tensor, cache: Sequence[Mamba2Cache]) -> Tensor:
         """One token of each sequence, (batch,) to (batch, d_model)."""
         _check_ids(input_ids, "(batch,)")
+        self.check_cache(cache, len(input_ids))
         residual = self._embed(input_ids)
         A_log = [layer.mixer.A_log for layer in self.layers]  # pruned blocks may have different numbers of heads
         rates = (-torch.cat(A_log).float().exp()).split([*map(len, A_log)])  # four launches, whatever n_layer
-        for layer, its_cache, A in zip(self.layers, self._by_layer(cache), rates, strict=True):
+        for layer, its_cache, A in zip(self.layers, cache, rates, strict=True):
             residual = residual + layer.mixer.step(layer.apply_norm(residual), its_cache, A)
         return _apply_norm(self.norm_f, residual)
 
@@ -219,16 +232,15 @@ class _Backbone(nn.Module):
 
     def check_cache(self, cache: Sequence[Mamba2Cache], batch: int) -> None:
         """Raises:
-            ValueError: the cache is that of another number of layers or sequences.
+            TypeError, ValueError: it is none, or that of other layers or another number of sequences. Devices are looked at
+                in each block, since blocks may be on several.
         """
-        for layer in self._by_layer(cache):
-            if len(layer.ssm_state) != batch:
-                raise ValueError(f"cache: got one of batch {len(layer.ssm_state)}, expected batch {batch}, that of input_ids")
-
-    def _by_layer(self, cache: Sequence[Mamba2Cache] | None) -> Sequence[Mamba2Cache | None]:
-        if cache is not None and len(cache) != len(self.layers):
+        if not isinstance(cache, Sequence):
+            raise TypeError(f"cache: got {type(cache).__name__}, expected a Mamba2Cache for each of {len(self.layers)} layers")
+        if len(cache) != len(self.layers):
             raise ValueError(f"cache: got that of {len(cache)} layers, expected one for each of {len(self.layers)}")
-        return [None] * len(self.layers) if cache is None else cache
+        for layer, its_cache in zip(self.layers, cache, strict=True):
+            layer.mixer.check_cache(its_cache, batch, "that of input_ids")
 
 
 class _Layer(nn.Module):
@@ -265,6 +277,15 @@ def _check_ids(input_ids: Tensor, shape: str) -> None:
         raise TypeError(f"input_ids: got {input_ids.dtype}, expected torch.int32 or torch.int64")
     if input_ids.dim() != (2 if "seqlen" in shape else 1) or 0 in input_ids.shape:
         raise ValueError(f"input_ids: got shape {tuple(input_ids.shape)}, expected {shape}, each at least 1")
+
+
+def _check_device(device: object) -> None:
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, TypeError) as error:  # torch has one for each way to have no such device
+        reason = str(error).partition("\n")[0]
+        raise (TypeError if isinstance(error, TypeError) else ValueError)(
+            f"device: got {device!r}, expected one that torch has here: {reason}") from error
 
 
 def _check_tied(head: Tensor, embedding: Tensor | None) -> None:

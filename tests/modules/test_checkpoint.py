@@ -110,6 +110,22 @@ def test_what_is_not_there(tmp_path):
         Mamba2LM.from_pretrained(folder(tmp_path))
 
 
+@pytest.mark.parametrize(("device", "error"), [("gpu", ValueError), ("cuda:99", ValueError), (3.5, TypeError)])
+def test_devices_that_are_not_there(device, error, tmp_path):
+    with pytest.raises(error, match=f"device: got {device!r}, expected one that torch has here: "):
+        Mamba2LM.from_pretrained(tmp_path, device=device)
+
+
+def test_what_is_no_folder(tmp_path):
+    (tmp_path / "file").touch()
+    for name in ("file", "file/below"):
+        with pytest.raises(FileExistsError, match=r"folder: got .*, expected a folder or a path to make one at"):
+            make_model().save_pretrained(tmp_path / name)
+    for call in (make_model().save_pretrained, Mamba2LM.from_pretrained):
+        with pytest.raises(TypeError, match="folder: got 5, expected a path"):
+            call(5)
+
+
 def test_without_safetensors(tmp_path, monkeypatch):
     expected = weights()
     folder(tmp_path, expected)

@@ -1,13 +1,14 @@
 """The language model: its names, its logits, and generation whole, in pieces, step by step and packed."""
 
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from torch.testing import assert_close
 
-from ssd.modules import Mamba2LM, Mamba2LMConfig
+from ssd.modules import Mamba2, Mamba2LM, Mamba2LMConfig
 from tests.in_torch import in_torch  # noqa: F401  a fixture
 
 LAYER = {"layer": "Mamba2", "d_state": 16, "headdim": 8, "chunk_size": 16}
@@ -164,6 +165,26 @@ def test_bad_ids(ids, error, message):
 def test_other_bad_arguments_are_refused_by_name(call, message):
     with pytest.raises(ValueError, match=message):
         call(make_model(), tokens("cpu"))
+
+
+@pytest.mark.parametrize("name", ["step", "forward"])
+def test_a_bad_cache_of_one_layer_leaves_the_others(name):
+    model, ids = make_model(), tokens("cpu")
+    other, good = Mamba2(32, d_state=16, headdim=16), model.new_cache(2)
+    call = partial(model.step, ids[:, 0]) if name == "step" else partial(model, ids)
+    for cache, error, message in (([good[0], other.new_cache(2)], ValueError, r"cache.ssm_state: got shape \(2, 4, 16, 16\)"),
+                                  ("xx", TypeError, "cache: got str, expected a Mamba2Cache"),
+                                  (3, TypeError, "cache: got int, expected a Mamba2Cache for each of 2 layers")):
+        with pytest.raises(error, match=message), torch.no_grad():
+            call(cache=cache)
+    with pytest.raises(TypeError, match="cache: got NoneType, expected a Mamba2Cache for each of 2 layers"):
+        model.step(ids[:, 0], None)
+    assert not good[0].conv_state.any()
+
+
+def test_a_dtype_that_is_not_floating_is_refused():
+    with pytest.raises(TypeError, match=r"dtype: got torch\.int8, expected one of"):
+        Mamba2LM(Mamba2LMConfig(**SIZES), dtype=torch.int8)
 
 
 def test_the_examples_of_the_docs_run(tmp_path, monkeypatch):
