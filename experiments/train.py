@@ -222,7 +222,7 @@ def _list_smaller(run: Run) -> Iterator[str]:
     if run.seqlen:
         yield "a shorter --seqlen"
     if run.documents and ATTENTION in getattr(run.sizes, "pattern", ""):
-        yield "--no-documents, which saves attention's mask of seqlen x seqlen a row"
+        yield "--no-documents, which saves attention's masks"
     if not run.checkpoint_activations:
         yield "--checkpoint-activations"
     yield "a smaller --preset"

@@ -13,7 +13,7 @@ from ssd.cost import Problem
 from ssd.distributed import gather
 from ssd.modules import Mamba2
 
-from .layers import MLP, Attention, document_mask
+from .layers import MLP, Attention
 
 MAMBA, ATTENTION, MLP_LAYER = "M", "*", "-"
 IGNORED = -100  # the label of a token after which no other of its document comes
@@ -89,7 +89,7 @@ class LanguageModel(nn.Module):
             cross-entropies in nats, () fp32.
         """
         packed = seq_idx is not None and ATTENTION in self.sizes.pattern
-        beside = {MAMBA: (seq_idx,), ATTENTION: (document_mask(self._gather(seq_idx)) if packed else None,), MLP_LAYER: ()}
+        beside = {MAMBA: (seq_idx,), ATTENTION: (self._gather(seq_idx) if packed else None,), MLP_LAYER: ()}
         residual, again = self.embedding(input_ids), self.checkpoint_activations and self.training
         for kind, layer in zip(self.sizes.pattern, self.layers, strict=True):
             residual = _compute_again(layer, residual, *beside[kind]) if again else layer(residual, *beside[kind])

@@ -4,6 +4,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+_QUERIES = 4096  # that attend at a time, where documents are kept apart
 
 
 class Attention(nn.Module):
@@ -29,18 +32,38 @@ class Attention(nn.Module):
         self.in_proj = nn.Linear(d_model, (heads + 2 * kv_heads) * headdim, bias=False)
         self.out_proj = nn.Linear(heads * headdim, d_model, bias=False)
 
-    def forward(self, u: Tensor, mask: Tensor | None = None) -> Tensor:
-        """mask: of `document_mask`; None where a row is one document."""
+    def forward(self, u: Tensor, documents: Tensor | None = None) -> Tensor:
+        """documents: (batch, seqlen), that of each token, of all ranks' tokens; None where a row is one document."""
         heads = self.in_proj(u).unflatten(-1, (-1, self.headdim)).transpose(1, 2)  # [batch, heads, seqlen, headdim]
         q, k, v = heads.split([self.heads, self.kv_heads, self.kv_heads], 1)
         if self.context_group is not None:
             q, k, v = (_gather_tokens(t, self.context_group) for t in (q, k, v))
         # torch's attention that takes a mask and keeps no scores does not know groups
         k, v = (t.repeat_interleave(self.heads // self.kv_heads, 1) for t in (k, v))
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True) if documents is None else _attend(q, k, v, documents)
         if self.context_group is not None:
             y = _gather_heads(y, self.context_group)
         return self.out_proj(y.transpose(1, 2).flatten(2))
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, documents: Tensor) -> Tensor:
+    """Causal attention within documents; all (batch, heads, seqlen, headdim). Few queries at a time, and again in the backward:
+    a mask of all pairs of tokens would grow with their square.
+    """
+    if q.shape[2] <= _QUERIES:
+        return _attend_from(0, q, k, v, documents)
+    parts = []
+    for queries in q.split(_QUERIES, 2):
+        first = len(parts) * _QUERIES
+        end = first + queries.shape[2]
+        parts.append(checkpoint(_attend_from, first, queries, k[:, :, :end], v[:, :, :end], documents[:, :end],
+                                use_reentrant=False, preserve_rng_state=False))
+    return torch.cat(parts, 2)
+
+
+def _attend_from(first: int, q: Tensor, k: Tensor, v: Tensor, documents: Tensor) -> Tensor:
+    """q: of the tokens from `first` on."""
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=document_mask(documents, first))
 
 
 class _Deal(torch.autograd.Function):
@@ -81,13 +104,13 @@ class MLP(nn.Module):
         return self.out_proj(F.gelu(self.in_proj(u)))
 
 
-def document_mask(seq_idx: Tensor) -> Tensor:
-    """What each token attends to: itself and those before it in its document.
+def document_mask(documents: Tensor, first: int = 0) -> Tensor:
+    """What each token from `first` on attends to: itself and those before it in its document.
 
     Args:
-        seq_idx: (batch, seqlen), the document of each token.
+        documents: (batch, seqlen), that of each token.
 
     Returns:
-        (batch, 1, seqlen, seqlen), True where the token of the row attends to that of the column.
+        (batch, 1, seqlen - first, seqlen), True where the token of the row attends to that of the column.
     """
-    return (seq_idx[:, :, None] == seq_idx[:, None, :]).tril_()[:, None]
+    return (documents[:, first:, None] == documents[:, None, :]).tril_(first)[:, None]

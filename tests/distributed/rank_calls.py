@@ -19,7 +19,7 @@ from torch import Tensor
 
 from experiments import context
 from experiments.parallel import Team
-from experiments.workloads.layers import Attention, document_mask
+from experiments.workloads.layers import Attention
 from ssd import ssd_chunk_scan
 from ssd.block import arguments as block_arguments
 from ssd.block import causal_conv1d_fn
@@ -137,10 +137,10 @@ def attend(group: Group, parts: tuple[int, ...], packed: bool) -> Found:
     layer = Attention(8, heads=8, kv_heads=4, headdim=4).double()
     layer.context_group = group
     u, dout = torch.randn(2, 2, sum(parts), 8, dtype=torch.float64)
-    mask = document_mask(torch.arange(sum(parts)).expand(2, -1) // 5) if packed else None
+    documents = torch.arange(sum(parts)).expand(2, -1) // 5 if packed else None
     at, _, _ = find_part(group, parts)
     u = u[:, at].requires_grad_()
-    out = layer(u, mask)
+    out = layer(u, documents)
     out.backward(dout[:, at])
     grads = {f"sum {name}": parameter.grad for name, parameter in layer.named_parameters()}
     return {"tokens out": out.detach(), "tokens du": u.grad, **grads}

@@ -10,6 +10,7 @@ from experiments.training_step import compile_layers, find_decaying
 from experiments.workloads import get_workload, language_model, workload_names
 from experiments.workloads.hybrid import allocate
 from experiments.workloads.language_model import LanguageModel
+from experiments.workloads.layers import Attention
 from ssd.modules import Mamba2LM, Mamba2LMConfig
 from tests.experiments.small import graph_sizes, sizes, vision_sizes
 from tests.experiments.test_graphmamba import KINDS, batch_of
@@ -104,6 +105,19 @@ def test_computing_again_changes_nothing(workload, sizes, small):
         results.append([*(p.grad for p in model.parameters() if p.grad is not None), *model.buffers()])
         assert all(norm.momentum == 0.1 for norm in model.modules() if isinstance(norm, torch.nn.BatchNorm1d))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_few_queries_attend_at_a_time(monkeypatch):
+    """As all at once."""
+    documents, results = torch.tensor([[0] * 7 + [1] * 3 + [2] * 13, [0] * 23]), []
+    for queries in (23, 5):
+        monkeypatch.setattr("experiments.workloads.layers._QUERIES", queries)
+        torch.manual_seed(0)
+        attention, u = Attention(8, heads=4, kv_heads=2, headdim=4).double(), torch.randn(2, 23, 8).double()
+        y = attention(u.requires_grad_(), documents)
+        y.pow(2).sum().backward()
+        results.append([y, u.grad, *(p.grad for p in attention.parameters())])
+    torch.testing.assert_close(*results)
 
 
 def test_few_logits_are_held_where_they_are_computed_again(monkeypatch, small):
