@@ -49,6 +49,7 @@ class Work:
     nbytes: dict[str, int]
 
 
+@autotuned_configs.compile_together()
 def run(parts: Sequence[str], shapes: Sequence[Shape], scans: Sequence[Shape], modes: Sequence[str], dtype: str, out: Path,
         console: Console, repeats: int = 50, warmup: int = 10) -> list[dict]:
     """Measures parts at shapes and returns the rows, each appended to its file as soon as it is known.

@@ -23,6 +23,7 @@ import ssd
 from ssd.modules import Mamba2LM, Mamba2LMConfig
 
 from . import record
+from .autotuned_configs import compile_together
 from .block import choose_device
 from .inputs import DTYPES
 from .packages import import_package
@@ -55,6 +56,7 @@ class Side:
         return f"{self.variant} {'with' if self.graph else 'without'} a graph, states {self.states}"
 
 
+@compile_together()
 def run(presets: Sequence[str], batches: Sequence[int], prompt: int, tokens: int, variant: str, rivals: Sequence[str],
         dtype: str, out: Path, console: Console, repeats: int = 5) -> list[dict]:
     """Measures models and returns the rows, each appended to its file as soon as it is known.

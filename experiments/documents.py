@@ -18,6 +18,7 @@ from torch import Tensor
 from ssd import ssd_chunk_scan
 
 from . import record, timing
+from .autotuned_configs import compile_together
 from .inputs import DTYPES, make_inputs
 from .shapes import Shape
 from .table import render_lines, write_head
@@ -39,6 +40,7 @@ def draw_lengths(tokens: int, mean: int, seed: int) -> list[int]:
     return lengths
 
 
+@compile_together()
 def run(variants: Sequence[str], shapes: Sequence[Shape], modes: Sequence[str], dtype: str, mean: int, every: Sequence[int],
         against: str | None, out: Path, console: Console, repeats: int = 20, warmup: int = 5, seed: int = 0) -> list[dict]:
     """Measures the tokens of each shape as one row; appends a row of results for each way, also to return them.

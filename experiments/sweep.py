@@ -22,6 +22,7 @@ from ssd import Options
 from ssd.registry import get_variant, is_peer
 
 from . import ablate, checkpoints, record, step_graph
+from .autotuned_configs import compile_together
 from .characterize.collect import append_counts
 from .characterize.definitions import percent_of_peak
 from .characterize.gpus import find
@@ -63,6 +64,7 @@ class Plan:
     graph: bool | None = False
 
 
+@compile_together()
 def run(plan: Plan, console: Console) -> list[str]:
     """Runs the plan and returns what failed, a line each; the rest goes on.
 
