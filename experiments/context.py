@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -51,21 +52,20 @@ def run(parts: Sequence[str], seqlens: Sequence[int], modes: Sequence[str], vari
                          "timed")
     if uneven := [seqlen for seqlen in seqlens if seqlen % team.size]:
         raise ValueError(f"--seqlen: got {uneven[0]}, expected a multiple of {team.size}, the number of GPUs")
-    if parts == ["block"] and min(seqlens) > _LONGEST_BLOCK:
+    settings = [(replace(_MIXER, seqlen=seqlen), part, mode) for seqlen, part, mode in product(seqlens, parts, modes)
+                if part == "scan" or seqlen <= _LONGEST_BLOCK]
+    if not settings:
         raise ValueError(f"--seqlen: got {min(seqlens)} of a block, expected at most {_LONGEST_BLOCK}")
     rows, console = [], console if team.rank == 0 else Console(quiet=True)
     with timing.side_stream():
-        for seqlen in seqlens:
-            shape = replace(_MIXER, seqlen=seqlen)
-            for part in (part for part in parts if part == "scan" or seqlen <= _LONGEST_BLOCK):
-                for mode in modes:
-                    calls = (_list_scans if part == "scan" else _list_blocks)(shape, mode, variant, DTYPES[dtype], team)
-                    rows.append(_measure(shape, part, mode, variant, dtype, calls, team, repeats, warmup))
-                    if team.rank == 0:
-                        record.append(rows[-1], out)
-                    console.print(_describe(rows[-1]), markup=False)
-                    del calls
-                    torch.cuda.empty_cache()
+        for shape, part, mode in settings:
+            calls = (_list_scans if part == "scan" else _list_blocks)(shape, mode, variant, DTYPES[dtype], team)
+            rows.append(_measure(shape, part, mode, variant, dtype, calls, team, repeats, warmup))
+            if team.rank == 0:
+                record.append(rows[-1], out)
+            console.print(_describe(rows[-1]), markup=False)
+            del calls
+            torch.cuda.empty_cache()
     return rows
 
 

@@ -1,19 +1,17 @@
 """A language model of pre-norm residual layers, which a pattern names one by one: Mamba-2, attention or MLP."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.utils.checkpoint import checkpoint
 
 from ssd.cost import Problem
 from ssd.distributed import gather
 from ssd.modules import Mamba2
 
-from .layers import MLP, Attention
+from .layers import MLP, Attention, compute_again
 
 MAMBA, ATTENTION, MLP_LAYER = "M", "*", "-"
 IGNORED = -100  # the label of a token after which no other of its document comes
@@ -92,14 +90,14 @@ class LanguageModel(nn.Module):
         beside = {MAMBA: (seq_idx,), ATTENTION: (self._gather(seq_idx) if packed else None,), MLP_LAYER: ()}
         residual, again = self.embedding(input_ids), self.checkpoint_activations and self.training
         for kind, layer in zip(self.sizes.pattern, self.layers, strict=True):
-            residual = _compute_again(layer, residual, *beside[kind]) if again else layer(residual, *beside[kind])
+            residual = compute_again(layer, residual, *beside[kind]) if again else layer(residual, *beside[kind])
         if labels is None:
             return self.lm_head(self.norm_f(residual))
         residual, labels = residual.flatten(0, 1), labels.flatten()
         if not self.checkpoint_activations:
             return self._sum_losses(residual, labels)
         pieces = zip(residual.split(_LOGIT_TOKENS), labels.split(_LOGIT_TOKENS), strict=True)
-        return torch.stack([_compute_again(self._sum_losses, *piece) for piece in pieces]).sum()
+        return torch.stack([compute_again(self._sum_losses, *piece) for piece in pieces]).sum()
 
     def _sum_losses(self, residual: Tensor, labels: Tensor) -> Tensor:
         device = residual.device.type
@@ -121,12 +119,6 @@ class LanguageModel(nn.Module):
             if isinstance(module, nn.Linear):
                 is_output = name.endswith("out_proj")
                 nn.init.normal_(module.weight, std=0.02 / (len(self.layers) ** 0.5 if is_output else 1))
-
-
-def _compute_again(function: Callable[..., Tensor], *args: Tensor | None) -> Tensor:
-    """function(*args), of which the backward keeps the arguments alone."""
-    # nothing here draws, and a CUDA graph cannot hold what keeps the generator's state
-    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
 
 
 class _Layer(nn.Module):

@@ -1,5 +1,7 @@
 """The layers of a hybrid that are not Mamba-2: attention and MLP, as arXiv:2406.07887 has them."""
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -53,11 +55,9 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, documents: Tensor) -> Tensor:
     if q.shape[2] <= _QUERIES:
         return _attend_from(0, q, k, v, documents)
     parts = []
-    for queries in q.split(_QUERIES, 2):
-        first = len(parts) * _QUERIES
-        end = first + queries.shape[2]
-        parts.append(checkpoint(_attend_from, first, queries, k[:, :, :end], v[:, :, :end], documents[:, :end],
-                                use_reentrant=False, preserve_rng_state=False))
+    for first, queries in zip(range(0, q.shape[2], _QUERIES), q.split(_QUERIES, 2), strict=True):
+        end = first + _QUERIES
+        parts.append(compute_again(_attend_from, first, queries, k[:, :, :end], v[:, :, :end], documents[:, :end]))
     return torch.cat(parts, 2)
 
 
@@ -102,6 +102,12 @@ class MLP(nn.Module):
 
     def forward(self, u: Tensor) -> Tensor:
         return self.out_proj(F.gelu(self.in_proj(u)))
+
+
+def compute_again(function: Callable[..., Tensor], *args: object) -> Tensor:
+    """function(*args), of which the backward keeps the arguments alone."""
+    # nothing here draws, and a CUDA graph cannot hold what keeps the generator's state
+    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
 
 
 def document_mask(documents: Tensor, first: int = 0) -> Tensor:
