@@ -19,19 +19,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...baseline.kernels.chunk_state import CONFIGS, count_state_tiles, store_state, unpack_state_tile
+from ...baseline.kernels.chunk_state import CONFIGS, add_tokens, count_state_tiles, store_state, unpack_state_tile
 from ...kernels.arguments import COUNTS, Strides, cdiv, get_sizes
-from ...kernels.device import (
-    chunk_offset,
-    decay,
-    decays_from_start,
-    decays_to_end,
-    load_tokens,
-    load_tokens_t,
-    state_offset,
-    step_offset,
-    unpack_program,
-)
+from ...kernels.device import chunk_offset, decay, state_offset, step_offset, unpack_program
 from ...runtime.launch import launch
 from ...types import Options, SSDInputs
 
@@ -117,14 +107,8 @@ def part_sum_kernel(u, v, dt, dA_cumsum, seq_idx, sums, nsummed, strides, seqlen
             token = first_token(n, nchunks, TO_END, SIZES)
             rows = tl.minimum(SIZES.chunk, seqlen - token).to(tl.int32)
             at = None if seq_idx is None else seq_idx + token
-            u_t = load_tokens_t(u + token * strides.x[1], strides.x, k, offs_p, rows, SIZES.headdim)  # [BLOCK_P, BLOCK_K]
-            v_k = load_tokens(v + token * strides.B[1], strides.B, k, offs_n, rows, SIZES.dstate)  # [BLOCK_K, BLOCK_N]
-            if TO_END:
-                w = decays_to_end(k, dt + token, dA_cumsum + token, at, rows - 1, document)
-            else:
-                w = decays_from_start(k, dA_cumsum + token, at, rows, document)
-            w *= decay(between)
-            acc = tl.dot((u_t.to(tl.float32) * w[None, :]).to(u_t.dtype), v_k.to(u_t.dtype), acc, input_precision=PRECISION)
+            acc = add_tokens(acc, k, u + token * strides.x[1], strides.x, v + token * strides.B[1], strides.B, dt + token,
+                             dA_cumsum + token, at, document, rows, between, offs_p, offs_n, TO_END, SIZES, PRECISION)
             if step % BLOCKS == BLOCKS - 1:
                 between += tl.load(dA_cumsum + token + SIZES.chunk - 1)
         store_state(sums + state_offset(b, which, h, nsums, SIZES), offs_p, offs_n, acc, SIZES)
