@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..cost import Problem
+from .exchange import align
 
 _ACCUMULATOR = 4  # bytes of an element of a state, and of a decay
 
@@ -32,8 +33,8 @@ def count_states(p: Problem, ranks: int, width: int = 4) -> tuple[Exchange, Exch
     tokens = p.batch * (p.nheads * p.headdim + 2 * p.ngroups * p.dstate) * (width - 1) * p.itemsize
     present = width - 1  # a byte for each token, whether there is one
     others = ranks - 1
-    return (Exchange(2, others * (_align(state + decay) + _align(tokens + present))),
-            Exchange(2, others * (_align(state) + tokens)))
+    return (Exchange(2, others * (align(state) + align(decay) + align(tokens) + align(present))),
+            Exchange(2, others * (align(state) + tokens)))
 
 
 def count_all_to_alls(p: Problem, ranks: int) -> Exchange:
@@ -41,8 +42,3 @@ def count_all_to_alls(p: Problem, ranks: int) -> Exchange:
     inner, group = p.nheads * p.headdim, p.ngroups * p.dstate
     channels = 2 * inner + 2 * group + p.nheads + inner
     return Exchange(2, p.batch * p.seqlen / ranks * (1 - 1 / ranks) * channels * p.itemsize)
-
-
-def _align(size: int) -> int:
-    """The size of a message as `exchange.gather` pads it."""
-    return -(-size // 8) * 8

@@ -18,35 +18,50 @@ from .. import reference_stages as stages
 from ..kernels.arguments import fit_to_tiles
 from ..kernels.chunk_cumsum import chunk_cumsum
 from ..types import Options, SSDInputs
+from .exchange import Message
 from .kernels.part_sum import part_sum
 
 
-def compute_end(i: SSDInputs, in_torch: bool, options: Options) -> tuple[Tensor, Tensor]:
-    """end, (batch, nheads, headdim, dstate); and decay, (batch, nheads), as if no document began. fp32, fp64 for fp64 x."""
+def compute_end(i: SSDInputs, in_torch: bool, options: Options, *others: tuple[tuple[int, ...], torch.dtype]) -> Message:
+    """A message of end, (batch, nheads, headdim, dstate); decay, (batch, nheads), as if no document began; and others, of these
+    shapes and dtypes, still to be written. end and decay are fp32, fp64 for fp64 x.
+    """
     dt, dA_cumsum = _accumulate(i, in_torch)
-    chunks = dA_cumsum[..., -1]
-    decay = chunks.sum(-1).exp()
+    message = Message(i.x.device, (_get_shape(i), dt.dtype), ((i.batch, i.nheads), dt.dtype), *others)
+    end, decay = message.tensors[:2]
     if not in_torch:
         with torch.cuda.device_of(i.x):
-            return part_sum(i, fit_to_tiles(i.x), fit_to_tiles(i.B), dt, dA_cumsum, True, options), decay
+            part_sum(i, fit_to_tiles(i.x), fit_to_tiles(i.B), dt, dA_cumsum, end, decay, options)
+        return message
+    chunks = dA_cumsum[..., -1]
+    decay.copy_(chunks.sum(-1).exp())
     # minus what is added up after a token. Added up from the end: what counts most is rounded least
     after = F.pad(_sum_up(chunks[..., 1:].flip(-1)).flip(-1), (0, 1))
     rest = (dA_cumsum - (chunks + after)[..., None]).flatten(2)
     weights = dt.flatten(2) * rest.clamp(min=0).neg().exp()
-    return _sum_outer(i.x, weights, None if i.seq_idx is None else i.seq_idx == i.seq_idx[:, -1:], i.B), decay
+    end.copy_(_sum_outer(i.x, weights, None if i.seq_idx is None else i.seq_idx == i.seq_idx[:, -1:], i.B))
+    return message
 
 
-def compute_start(i: SSDInputs, dy: Tensor, in_torch: bool, options: Options) -> Tensor:
-    """start, (batch, nheads, headdim, dstate) fp32 (fp64 for fp64 x), of dy, (batch, seqlen, nheads, headdim).
+def compute_start(i: SSDInputs, dy: Tensor, in_torch: bool, options: Options) -> Message:
+    """A message of start, (batch, nheads, headdim, dstate) fp32 (fp64 for fp64 x), of dy, (batch, seqlen, nheads, headdim).
 
     i: seq_idx is 0 in the document that the part goes on with. Of x only shape and dtype are read.
     """
     dt, dA_cumsum = _accumulate(i, in_torch)
+    message = Message(dy.device, (_get_shape(i), dt.dtype))
+    (start,) = message.tensors
     if not in_torch:
         with torch.cuda.device_of(dy):
-            return part_sum(i, fit_to_tiles(dy), fit_to_tiles(i.C), dt, dA_cumsum, False, options)
+            part_sum(i, fit_to_tiles(dy), fit_to_tiles(i.C), dt, dA_cumsum, start, None, options)
+        return message
     upto = (dA_cumsum + F.pad(_sum_up(dA_cumsum[..., :-1, -1]), (1, 0))[..., None]).flatten(2)
-    return _sum_outer(dy, upto.clamp(max=0).exp(), None if i.seq_idx is None else i.seq_idx == 0, i.C)
+    start.copy_(_sum_outer(dy, upto.clamp(max=0).exp(), None if i.seq_idx is None else i.seq_idx == 0, i.C))
+    return message
+
+
+def _get_shape(i: SSDInputs) -> tuple[int, ...]:
+    return i.batch, i.nheads, i.headdim, i.dstate
 
 
 def _accumulate(i: SSDInputs, in_torch: bool) -> tuple[Tensor, Tensor]:

@@ -19,7 +19,7 @@ from ..documents import number_documents
 from ..registry import is_peer
 from ..runtime.custom_ops import wants_gradient
 from ..types import Options, SSDInputs
-from .exchange import INITIAL_STATES, check_alike, find_place, gather
+from .exchange import INITIAL_STATES, Message, check_alike, find_place, gather
 from .part_state import compute_end, compute_start
 
 _INTEGERS = (torch.int32, torch.int64)
@@ -109,18 +109,21 @@ def _enter(i: SSDInputs, place: _Place) -> tuple[SSDInputs, Tensor]:
 
     The decay is 0 of a part that a document begins in.
     """
-    initial, documents = i.initial_states, None
+    initial, bounds = i.initial_states, []
     if i.seq_idx is not None:
         runs = number_documents(i.seq_idx, None, i.seqlen)
         runs = runs - runs[:, :1]
-        documents = torch.stack([i.seq_idx[:, 0].long(), i.seq_idx[:, -1].long(), runs[:, -1].long()])
+        bounds = [i.seq_idx[:, 0].long(), i.seq_idx[:, -1].long(), runs[:, -1].long()]
         i = replace(i, seq_idx=runs)
-    end, decay = compute_end(i, place.in_torch, place.options)
+    message = compute_end(i, place.in_torch, place.options, *([((3, i.batch), torch.long)] if bounds else []))
+    end, decay, *documents = message.tensors
+    if documents:
+        torch.stack(bounds, out=documents[0])
     if initial is not None:
-        carried = decay if documents is None else decay * ((documents[0] == 0) & (documents[2] == 0))[:, None]
-        end = end + carried[..., None, None] * initial
+        carried = decay * ((bounds[0] == 0) & (bounds[2] == 0))[:, None] if bounds else decay
+        end += carried[..., None, None] * initial
 
-    ends, decays, *documents = gather(place.group, end, decay, *([] if documents is None else [documents]))
+    ends, decays, *documents = message.gather(place.group)
     if documents:
         first, last, begun = documents[0].unbind(1)  # [ranks, batch]
         continues = torch.cat([first[:1] == 0, first[1:] == last[:-1]])
@@ -155,12 +158,13 @@ class _Leave(torch.autograd.Function):
                 gate = z.to(decays.dtype)
                 dy = (dout * gate * gate.sigmoid()).to(dout.dtype)
             i = SSDInputs.of((dy, dt, A, C, C, None, None, dt_bias, None, seq_idx, None), ctx.settings)
-            start = compute_start(i, dy, place.in_torch, place.options)
+            message = compute_start(i, dy, place.in_torch, place.options)
         else:  # no part comes before it, or its outputs are not used
-            start = decays.new_zeros(ctx.shape)
+            message = Message(decays.device, (ctx.shape, decays.dtype))
+            message.tensors[0].zero_()
         if dfinal_states is not None:
-            start = start + decays[place.rank][..., None, None] * dfinal_states
-        (starts,) = gather(place.group, start)
+            message.tensors[0].add_(decays[place.rank][..., None, None] * dfinal_states)
+        (starts,) = message.gather(place.group)
         if place.rank + 1 < place.ranks:
             later = starts[-1]
             for rank in range(place.ranks - 2, place.rank, -1):

@@ -5,6 +5,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from torch.testing import assert_close
 
 from ssd import Options, reference
@@ -107,8 +109,8 @@ def test_sums_by_kernels(documents, programs, monkeypatch, device):
         tokens = torch.arange(70, device=device)
         i = replace(i, seq_idx=torch.stack([(tokens >= 20).int() + (tokens >= 33), (tokens >= 69).int(), 0 * tokens.int()]))
     dy = random_like(i.x)
-    end, decay = part_state.compute_end(i, False, Options())
-    start = part_state.compute_start(i, dy, False, Options())
+    end, decay = part_state.compute_end(i, False, Options()).tensors
+    (start,) = part_state.compute_start(i, dy, False, Options()).tensors
     with_states = replace(i, initial_states=torch.ones_like(end))
     truth = reference.compute_grads_in_fp64(with_states, dy).dinitial_states
     carried = reference.compute_in_fp64(replace(with_states, seq_idx=None, x=0 * i.x))[1][..., 0, 0]
@@ -116,23 +118,51 @@ def test_sums_by_kernels(documents, programs, monkeypatch, device):
         assert_close(found.double(), expected, rtol=0, atol=1e-5 * expected.abs().max().item())
 
 
+@pytest.mark.gpu
+def test_sums_of_tokens_far_apart(device):
+    """Their offsets do not fit int32."""
+    i = random_inputs(Shape(seqlen=600, nheads=1, headdim=8, dstate=8, chunk_size=64), Case(), HALF, device=device)
+    far = torch.empty(600 * 2**22, dtype=HALF, device=device)
+    spread = replace(i, x=far.as_strided(i.x.shape, (0, 2**22, 8, 1)).copy_(i.x))
+    for found, expected in zip(*(part_state.compute_end(of, False, Options()).tensors for of in (spread, i)), strict=True):
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("remembered", (1, 5000, 2**29 + 5))
+def test_programs_share_all_chunks(remembered, device):
+    """Evenly, also where a program's number times the chunks does not fit int32."""
+    shares = torch.empty(2, 4096, dtype=torch.int32, device=device)
+    _find_shares[(1,)](shares, min(remembered, 4001), remembered, 4096)
+    begin, end = shares[:, : min(remembered, 4001)].tolist()
+    assert [*begin, remembered] == [0, *end]
+    assert max(lengths := [b - a for a, b in zip(begin, end, strict=True)]) - min(lengths) <= 1
+
+
+@triton.jit
+def _find_shares(shares, programs, remembered, SIZE: tl.constexpr):
+    numbers = tl.arange(0, SIZE)
+    begin, end = part_sum.find_share(numbers, programs, remembered)
+    tl.store(shares + numbers, begin)
+    tl.store(shares + SIZE + numbers, end)
+
+
 def test_chunks_whose_decay_is_0_are_not_read(device):
     """Nor do they make NaN of their zeros."""
     i = random_inputs(Shape(batch=1, seqlen=2100, nheads=1, headdim=8, dstate=8), Case(), device=device)
     i = replace(i, dt=torch.full_like(i.dt, 0.5), A=torch.full_like(i.A, -1.0))
     late = [t[:, -1000:] for t in (i.x, i.dt, i.B)]
-    expected, _ = part_state.compute_end(replace(i, **dict(zip(("x", "dt", "B"), late, strict=True))), True, Options())
+    expected, _ = part_state.compute_end(replace(i, **dict(zip(("x", "dt", "B"), late, strict=True))), True, Options()).tensors
     i.x[:, :1000], i.C[:, 1000:] = float("nan"), float("nan")
-    assert_close(part_state.compute_end(i, False, Options())[0], expected, rtol=0, atol=1e-5)
+    assert_close(part_state.compute_end(i, False, Options()).tensors[0], expected, rtol=0, atol=1e-5)
     dy = random_like(i.x)
-    assert part_state.compute_start(i, dy, False, Options()).isfinite().all()
+    assert part_state.compute_start(i, dy, False, Options()).tensors[0].isfinite().all()
 
 
 def test_autocast_does_not_round_sums():
     i = random_inputs(Shape(nheads=2, headdim=8, dstate=8))
-    expected, _ = part_state.compute_end(i, True, Options())
+    expected, _ = part_state.compute_end(i, True, Options()).tensors
     with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(part_state.compute_end(i, True, Options())[0], expected)
+        assert torch.equal(part_state.compute_end(i, True, Options()).tensors[0], expected)
 
 
 def test_a_block_with_a_group_takes_no_cache():

@@ -55,24 +55,32 @@ def store_state(states, offs_p, offs_n, values, SIZES: tl.constexpr):
 
 
 @triton.jit
-def weighted_outer(u, u_strides, v, v_strides, dt, dA_cumsum, seq_idx, document, rows, offs_p, offs_n, TO_END: tl.constexpr,
-                   SIZES: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr):
-    """sum_k w_k u_k^T v_k over the first `rows` tokens of a chunk, [BLOCK_P, BLOCK_N] fp32.
+def add_tokens(acc, k, u, u_strides, v, v_strides, dt, dA_cumsum, seq_idx, document, rows, behind, offs_p, offs_n,
+               TO_END: tl.constexpr, SIZES: tl.constexpr, PRECISION: tl.constexpr):
+    """acc + sum_k w_k u_k^T v_k over those tokens k of a chunk, [BLOCK_K], that are before `rows`.
 
     u (of a head), v (of its group), dt, dA_cumsum and seq_idx point at the chunk's first token. w is `decays_to_end` with the
-    last of the rows as the end, or `decays_from_start`.
+    last of the rows as the end, or `decays_from_start`; times the decay by `behind`, unless that is None.
     """
-    DTYPE: tl.constexpr = u.dtype.element_ty
+    u_t = load_tokens_t(u, u_strides, k, offs_p, rows, SIZES.headdim)  # [BLOCK_P, BLOCK_K]
+    v_k = load_tokens(v, v_strides, k, offs_n, rows, SIZES.dstate)  # [BLOCK_K, BLOCK_N]
+    if TO_END:
+        w = decays_to_end(k, dt, dA_cumsum, seq_idx, rows - 1, document)
+    else:
+        w = decays_from_start(k, dA_cumsum, seq_idx, rows, document)
+    if behind is not None:
+        w *= decay(behind)
+    return tl.dot((u_t.to(tl.float32) * w[None, :]).to(u_t.dtype), v_k.to(u_t.dtype), acc, input_precision=PRECISION)
+
+
+@triton.jit
+def weighted_outer(u, u_strides, v, v_strides, dt, dA_cumsum, seq_idx, document, rows, offs_p, offs_n, TO_END: tl.constexpr,
+                   SIZES: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr):
+    """What `add_tokens` adds for all tokens of a chunk, [BLOCK_P, BLOCK_N] fp32."""
     acc = tl.zeros([offs_p.shape[0], offs_n.shape[0]], tl.float32)
     for start in range(0, rows, BLOCK_K):
-        k = start + tl.arange(0, BLOCK_K)
-        u_t = load_tokens_t(u, u_strides, k, offs_p, rows, SIZES.headdim)  # [BLOCK_P, BLOCK_K]
-        v_k = load_tokens(v, v_strides, k, offs_n, rows, SIZES.dstate)  # [BLOCK_K, BLOCK_N]
-        if TO_END:
-            w = decays_to_end(k, dt, dA_cumsum, seq_idx, rows - 1, document)
-        else:
-            w = decays_from_start(k, dA_cumsum, seq_idx, rows, document)
-        acc = tl.dot((u_t.to(tl.float32) * w[None, :]).to(DTYPE), v_k.to(DTYPE), acc, input_precision=PRECISION)
+        acc = add_tokens(acc, start + tl.arange(0, BLOCK_K), u, u_strides, v, v_strides, dt, dA_cumsum, seq_idx, document, rows,
+                         None, offs_p, offs_n, TO_END, SIZES, PRECISION)
     return acc
 
 
