@@ -161,8 +161,6 @@ def make_masks(rings, tiles, vectors, A_rows, A_columns, dA_cumsum, dt, work, fo
         for c in range(first, last):
             slot = slot_of(rings.tiles, step)
             wait_full(rings.tiles, step)
-            if rings.C is not None:
-                wait_full(rings.C, step)
             B, C = get_tile(tiles.B, slot, BLOCK_M, WIDTH), get_tile(tiles.C, slot, BLOCK_M, WIDTH)
             BC = warpgroup_mma(B, C.permute((1, 0)), gl.zeros([BLOCK_M, BLOCK_M], gl.float32, JI), use_acc=False, is_async=True)
             for u in gl.static_range(HEADS):
@@ -181,8 +179,6 @@ def make_masks(rings, tiles, vectors, A_rows, A_columns, dA_cumsum, dt, work, fo
             block_barrier()
             BC = warpgroup_mma_wait(0, deps=(BC,))
             mark_empty(rings.tiles, slot)
-            if rings.C is not None:
-                mark_empty(rings.C, slot)
             for u in gl.static_range(HEADS):
                 A_i, A_j = A_columns.index(u).load(gl.SliceLayout(0, JI)), A_rows.index(u).load(gl.SliceLayout(1, JI))
                 L = BC * gl.exp2(gl.expand_dims(A_i, 0) - gl.expand_dims(A_j, 1))
@@ -322,7 +318,7 @@ def hopper_scan_kernel(x_desc, B_desc, C_desc, z_desc, before_desc, out_desc, y_
     to_end = gl.allocate_shared_memory(gl.float32, [HEADS * SLOTS, BLOCK_M], LINE)
     A_rows = gl.allocate_shared_memory(gl.float32, [HEADS, BLOCK_M], LINE)
     A_columns = gl.allocate_shared_memory(gl.float32, [HEADS, BLOCK_M], LINE)
-    rings = Rings(make_ring(STAGES, 3), make_ring(HEADS * SLOTS, FORM.SLICES), None)
+    rings = Rings(make_ring(STAGES, 3), make_ring(HEADS * SLOTS, FORM.SLICES))
     fence_async_shared()
     tiles, vectors = Tiles(Xs, Bs, Cs, Zs, befores, Ls, Ys, Ss), Vectors(from_start, to_end)
     if blocks is None:

@@ -20,7 +20,6 @@ class Rings(NamedTuple):
 
     tiles: Ring
     masks: Ring  # a lane a head
-    C: Ring  # of C alone, where `tiles` has all but C; or None
 
 
 class Tiles(NamedTuple):

@@ -71,24 +71,21 @@ class Tiles(NamedTuple):
 
 
 @gluon.jit
-def fetch_tiles(x_desc, B_desc, C_desc, z_desc, rings, tiles, work, form: gl.constexpr):
-    """The producer: of each sub-chunk C, then B, and of both slices x and z, into the next free slots of their rings."""
+def fetch_tiles(x_desc, B_desc, C_desc, z_desc, ring, tiles, work, form: gl.constexpr):
+    """The producer: of each sub-chunk B and C, and of both slices x and z, into the next free slot."""
     BLOCK_M: gl.constexpr = x_desc.block_shape[1]
-    BYTES: gl.constexpr = tile_bytes(B_desc) + 2 * (tile_bytes(x_desc) + tile_bytes(z_desc))
+    BYTES: gl.constexpr = 2 * (tile_bytes(B_desc) + tile_bytes(x_desc) + tile_bytes(z_desc))
     step = 0
     for k in range(gl.program_id(0) * work.nruns, gl.program_id(0) * work.nruns + work.nruns):
         run = load_run(work.runs, k)
         group = get_head(run.pair, 0, work.heads_per_group, form) // work.heads_per_group
         for c in range(run.first, run.last):
-            slot = slot_of(rings.tiles, step)
-            wait_empty(rings.C, step)
-            bar = rings.C.full.index(slot)
-            mbarrier.expect(bar, tile_bytes(C_desc))
-            fetch_slice(C_desc, run.b, c * BLOCK_M, group, 1, bar, tiles.C.index(slot))
-            wait_empty(rings.tiles, step)
-            bar = rings.tiles.full.index(slot)
+            slot = slot_of(ring, step)
+            wait_empty(ring, step)
+            bar = ring.full.index(slot)
             mbarrier.expect(bar, BYTES)
             fetch_slice(B_desc, run.b, c * BLOCK_M, group, 1, bar, tiles.B.index(slot))
+            fetch_slice(C_desc, run.b, c * BLOCK_M, group, 1, bar, tiles.C.index(slot))
             for u in gl.static_range(2):
                 head_slice = get_head(run.pair, u, work.heads_per_group, form) * form.SLICES + u * (form.SLICES - 1)
                 fetch_slice(x_desc, run.b, c * BLOCK_M, head_slice, form.SLICES, bar, tiles.x.index(2 * slot + u))
@@ -191,7 +188,7 @@ def scan_slice(outputs, rings, tiles, vectors, dA_cumsum, D, start, work, form: 
             slot, mask = slot_of(rings.tiles, step), slot_of(rings.masks, step, HEAD, HEADS)
             x_t = get_tile(tiles.x, 2 * slot + U, BLOCK_M, ROWS).permute((1, 0))
             B, C = get_tile(tiles.B, slot, BLOCK_M, WIDTH), get_tile(tiles.C, slot, BLOCK_M, WIDTH)
-            wait_full(rings.C, step)
+            wait_full(rings.tiles, step)
             y = gl.zeros([ROWS, BLOCK_M], gl.float32, PI)
             factor = gl.exp2(end * LOG2E)
             left, right = split_columns(state)
@@ -206,16 +203,14 @@ def scan_slice(outputs, rings, tiles, vectors, dA_cumsum, D, start, work, form: 
             write_quarter(outputs, b, c, h, state3, tiles, work, form, U, 3, ROWS)
             y, state3 = multiply_quarter(state3, factor, C, 3, y, OPERAND)
             end = gl.load(A_last + gl.minimum(c + 1, last - 1) * BLOCK_M)
-            wait_full(rings.tiles, step)
             wait_full(rings.masks, step, HEAD, HEADS)
+            y = y * gl.expand_dims(vectors.from_start.index(mask).load(gl.SliceLayout(0, PI)), 0)
             w = gl.expand_dims(vectors.to_end.index(mask).load(gl.SliceLayout(0, OPERAND)), 0)
             x_end = (x_t.load(OPERAND).to(gl.float32) * w).to(DTYPE)
             state = join_columns(join_columns(state0, state1, HALF), join_columns(state2, state3, HALF), STATE)
-            state = warpgroup_mma(x_end, B, state, is_async=True)  # [P, M] @ [M, N]
-            y = y * gl.expand_dims(vectors.from_start.index(mask).load(gl.SliceLayout(0, PI)), 0)
+            # both in flight before anything else touches an accumulator: ptxas would insert a wait
             y = warpgroup_mma(x_t, tiles.L.index(mask), y, is_async=True)  # [P, M] @ [M, M]
-            block_barrier()
-            mark_empty(rings.C, slot)
+            state = warpgroup_mma(x_end, B, state, is_async=True)  # [P, M] @ [M, N]
             y, state = warpgroup_mma_wait(0, deps=(y, state))
             if D is not None:
                 y += D_h * x_t.load(PI).to(gl.float32)
@@ -275,7 +270,7 @@ def hopper_wide_scan_kernel(x_desc, B_desc, C_desc, z_desc, out_desc, y_desc, st
     to_end = gl.allocate_shared_memory(gl.float32, [HEADS * SLOTS, BLOCK_M], LINE)
     A_rows = gl.allocate_shared_memory(gl.float32, [HEADS, BLOCK_M], LINE)
     A_columns = gl.allocate_shared_memory(gl.float32, [HEADS, BLOCK_M], LINE)
-    rings = Rings(make_ring(STAGES, 3), make_ring(HEADS * SLOTS, FORM.SLICES), make_ring(STAGES, 3))
+    rings = Rings(make_ring(STAGES, 3), make_ring(HEADS * SLOTS, FORM.SLICES))
     fence_async_shared()
     tiles, vectors = Tiles(Xs, Bs, Cs, Zs, Ls, Ys, Ss), Vectors(from_start, to_end)
     work = Work(runs, nruns, nsub, nheads, heads_per_group, Documents(None, None, None, None, None))
@@ -287,7 +282,7 @@ def hopper_wide_scan_kernel(x_desc, B_desc, C_desc, z_desc, out_desc, y_desc, st
         (scan_slice, (outputs, rings, tiles, vectors, dA_cumsum, D, start, work, FORM, 1, EVERY, BLOCK_M, ROWS,
                       WIDTH)),
         (make_masks, (rings, tiles, vectors, A_rows, A_columns, dA_cumsum, dt, work, FORM, False, BLOCK_M, WIDTH)),
-        (fetch_tiles, (x_desc, B_desc, C_desc, z_desc, rings, tiles, work, FORM)),
+        (fetch_tiles, (x_desc, B_desc, C_desc, z_desc, rings.tiles, tiles, work, FORM)),
     ], [4, 4, 1], [208, 72, 24])
 
 
