@@ -28,6 +28,7 @@ from ...types import Options, SSDInputs
 MOST_PROGRAMS = 4096  # of one launch: few of them have chunks to read
 LEAST_TOKENS = 1024  # that a program reads at least, if its head remembers that many
 _TOTALS = tl.constexpr(128)  # that are loaded at once
+FORGOTTEN = tl.constexpr(-128.0)  # A of chunks behind which a state is 0 in fp32, however A is rounded: exp(-104) is
 _BLOCK = 1024  # of part_total
 
 
@@ -86,6 +87,8 @@ def part_sum_kernel(u, v, dt, dA_cumsum, seq_idx, sums, nsummed, strides, seqlen
                     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
     offs_p, offs_n, h, which, b = unpack_state_tile(nsums, SIZES, BLOCK_P, BLOCK_N)
     dA_cumsum += step_offset(b, h, 0, nchunks, SIZES)
+    if sum_totals(dA_cumsum, tl.minimum(which * LEAST_CHUNKS, nchunks), nchunks, TO_END, SIZES) < FORGOTTEN:
+        return  # as most programs do: nothing is left of the chunks from there on
     document = 0  # before the start: documents are numbered from the one that goes on
     if seq_idx is not None:
         seq_idx += b * seqlen
@@ -93,7 +96,7 @@ def part_sum_kernel(u, v, dt, dA_cumsum, seq_idx, sums, nsummed, strides, seqlen
             document = tl.load(seq_idx + seqlen - 1)
     remembered = count_remembered(dA_cumsum, seq_idx, document, seqlen, nchunks, TO_END, SIZES)
     programs = tl.minimum(tl.maximum(tl.cdiv(remembered, LEAST_CHUNKS), 1), nsums)
-    tl.store(nsummed + b * SIZES.nheads + h, programs)  # every program of a head stores the same number
+    tl.store(nsummed + b * SIZES.nheads + h, programs)  # every program that comes here stores the same number for its head
     if which < programs:
         begin, end = find_share(which.to(tl.int32), programs, remembered)
         between = sum_totals(dA_cumsum, begin, nchunks, TO_END, SIZES)  # A of the chunks up to the end, or the start
