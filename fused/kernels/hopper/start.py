@@ -18,16 +18,10 @@ class Start(NamedTuple):
 
 
 @gluon.jit
-def locate_end(ends, i, LAYOUT: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr, COLUMNS: gl.constexpr,
-               FIRST: gl.constexpr = 0):
-    """Where columns FIRST to FIRST + COLUMNS of slice i of what pieces leave are, pointers [ROWS, COLUMNS].
-
-    Elements lie in the order in which a warpgroup's threads hold those of an accumulator: a warp reads or writes whole lines.
-    """
-    gl.static_assert(ROWS == 64)
-    p, n = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT)), gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
-    rows, columns = p // 16 * 64 + p % 16 // 8 * 256 + p % 8 * 8, (FIRST + n) // 8 * 512 + n % 8
-    return (ends + i.to(gl.int64) * (ROWS * WIDTH) + gl.expand_dims(rows, 1)) + gl.expand_dims(columns, 0)
+def piece_offsets(LAYOUT: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr):
+    """Offsets of a slice's elements in what a piece leaves, [ROWS, WIDTH]."""
+    p, n = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT)), gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
+    return gl.expand_dims(p, 1) * WIDTH + gl.expand_dims(n, 0)
 
 
 @gluon.constexpr_function
@@ -54,13 +48,14 @@ def add_pieces(state, ends, factors, run, STATE: gl.constexpr, U: gl.constexpr, 
                PART: gl.constexpr = 0, PARTS: gl.constexpr = 1):
     """Equation (28): slice U of a pair [P, N] fp32 before a run, from that before the pieces that enter the run.
 
-    ends (npieces, 2, ROWS * WIDTH), factors (npieces, 2): what each piece adds, and its decay; None if there are no pieces.
+    ends (npieces, 2, ROWS, WIDTH), factors (npieces, 2): what each piece adds, and its decay; None if there are no pieces.
     PARTS: how many parts of each piece lie side by side, of which PART is added.
     """
     if ends is not None:
+        offsets = piece_offsets(STATE, ROWS, WIDTH)
         lane: gl.constexpr = 2 * PART + U
         for i in range(2 * PARTS * run.piece + lane, 2 * PARTS * (run.piece + run.npieces) + lane, 2 * PARTS):
-            state = state * gl.load(factors + i) + gl.load(locate_end(ends, i, STATE, ROWS, WIDTH, WIDTH))
+            state = state * gl.load(factors + i) + gl.load(ends + i.to(gl.int64) * ROWS * WIDTH + offsets)
     return state
 
 

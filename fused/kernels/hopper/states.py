@@ -53,7 +53,7 @@ from .roles import (
     tile_bytes,
 )
 from .scan_tiles import split_columns
-from .start import add_pieces, load_given_state, locate_end
+from .start import add_pieces, load_given_state, piece_offsets
 
 # One kernel for all sizes: that a size is 1 or divisible by 16 would not make it faster.
 SIZES = ("nruns", "forwards", "nsub", "nheads", "heads_per_group")
@@ -269,7 +269,7 @@ def walk_slice(ring, entries, tiles, states_desc, dA_cumsum, dt, start, final_st
         if states_desc is None:
             if is_run(work, k, run):
                 piece = run.piece * 2 + U
-                gl.store(locate_end(start.ends, piece, STATE, ROWS, WIDTH, WIDTH), state)
+                gl.store(start.ends + piece.to(gl.int64) * (ROWS * WIDTH) + piece_offsets(STATE, ROWS, WIDTH), state)
                 gl.store(start.factors + piece, decay(total * LOG2E))
         elif final_states is not None and work.documents.blocks is None:  # noqa: SIM102
             if last == work.nsub and (not BACKWARDS or b >= work.forwards):
