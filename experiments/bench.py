@@ -51,21 +51,27 @@ def run(variants: Sequence[str], against: str | None, shapes: Sequence[Shape], m
 
     chunk_sizes and options are ours; a peer runs at its own.
     """
-    rows, candidates = [], []
+    rows, present = [], []
     for name in dict.fromkeys((*variants, *([against] if against else []))):
         with leave_out(console, name, ImportError):
             _describe_adapter(name)
-            candidates += [Candidate(name, size, options) for size in _PEER_CHUNK_SIZES.get(name, chunk_sizes)]
+            present.append(name)
     for setting, mode, ceiling in list_settings(shapes, modes, dtype, console):
-        apt = [c for c in candidates
-               if (c.variant, c.chunk_size) != ("mamba_ssm", 64) or setting.shape.seqlen <= _SHORT_SEQLEN]
-        measured = measure(setting, mode, apt, repeats, warmup, console)
+        candidates = [Candidate(name, size, options) for name in present
+                      for size in _list_chunk_sizes(name, setting.shape.seqlen, chunk_sizes)]
+        measured = measure(setting, mode, candidates, repeats, warmup, console)
         rival = _compare_with(against, measured)
         for candidate, values in measured.items():
             compared = rival if candidate.variant != against else {}
             rows.append(make_row("ssd", setting, mode, candidate, values | compared, ceiling))
             record.append(rows[-1], out)
     return rows
+
+
+def _list_chunk_sizes(variant: str, seqlen: int, ours: Sequence[int]) -> list[int]:
+    """At which a variant is measured on sequences of so many tokens."""
+    slow = {64} if variant == "mamba_ssm" and seqlen > _SHORT_SEQLEN else set()
+    return [size for size in _PEER_CHUNK_SIZES.get(variant, ours) if size not in slow]
 
 
 def list_settings(shapes: Sequence[Shape], modes: Sequence[str], dtype: str,

@@ -58,10 +58,11 @@ def scan_part(i: SSDInputs, return_final_states: bool, variant: str, options: Op
     with torch.no_grad():
         i = replace(i, seq_idx=_find_documents(i, place), cu_seqlens=None)
         i, decays = _enter(i, place)
-    if not (return_final_states or wants_gradient(i.tensors[:9])):
+    trains = wants_gradient(i.tensors[:9])
+    if not (return_final_states or trains):
         return _scan(i, False, variant, options)
     out, final_states = _scan(i, True, variant, options)
-    if wants_gradient((out,)):
+    if trains:
         out, final_states = _Leave.apply(out, final_states, place, i.settings, decays, i.z, i.C, i.dt, i.A, i.dt_bias,
                                          i.seq_idx)
     return (out, final_states) if return_final_states else out

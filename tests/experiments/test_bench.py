@@ -121,3 +121,11 @@ def test_a_wrong_result_is_recorded_as_such(run, rival, monkeypatch):
     monkeypatch.setattr(bench, "ssd_chunk_scan", lambda **arguments: scan(**arguments) * float("nan"))
     rows, _ = run()
     assert rows[0]["err_rms"] is None and rows[0]["note"] == "the result is not finite"
+
+
+def test_mamba_ssm_at_chunks_of_64_in_short_sequences_alone():
+    from experiments.bench import _list_chunk_sizes
+
+    assert _list_chunk_sizes("mamba_ssm", 512, (16,)) == [64, 128, 256]
+    assert _list_chunk_sizes("mamba_ssm", 513, (16,)) == [128, 256]
+    assert _list_chunk_sizes("persistent", 4096, (16, 64)) == [16, 64]
