@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import prod
 from weakref import WeakKeyDictionary
 
@@ -59,7 +60,7 @@ class Message:
     """What each rank sends at once: contiguous tensors of these shapes and dtypes, which are alike on all ranks.
 
     Attributes:
-        tensors: to be written before `gather`. They lie in the buffer that is sent.
+        tensors: to be written before `send`. They lie in the buffer that is sent.
     """
 
     def __init__(self, device: torch.device, *forms: tuple[tuple[int, ...], torch.dtype]):
@@ -67,11 +68,17 @@ class Message:
         self._buffer = torch.empty(sum(map(_count_bytes, forms)), device=device, dtype=torch.uint8)
         self.tensors = [t[0] for t in self._split(self._buffer[None])]
 
+    def send(self, group: dist.ProcessGroup) -> tuple[list[Tensor], Callable[[], object]]:
+        """Each tensor of every rank, (ranks, *shape), and what to call before they are read."""
+        received = self._buffer.new_empty(dist.get_world_size(group) * self._buffer.numel())
+        work = _all_gather(received, self._buffer, group=group, async_op=True)
+        return self._split(received.view(-1, self._buffer.numel())), work.wait
+
     def gather(self, group: dist.ProcessGroup) -> list[Tensor]:
         """Each tensor of every rank, (ranks, *shape)."""
-        received = self._buffer.new_empty(dist.get_world_size(group) * self._buffer.numel())
-        _all_gather(received, self._buffer, group=group)
-        return self._split(received.view(-1, self._buffer.numel()))
+        tensors, wait = self.send(group)
+        wait()
+        return tensors
 
     def _split(self, buffers: Tensor) -> list[Tensor]:
         """The tensors in buffers, [ranks, bytes]."""

@@ -1,12 +1,14 @@
 """The operator on one rank's part of a sequence (docs/context-parallel.md).
 
 Forward: every rank computes what its part does to the state that passes through it (`part_state`), all ranks exchange this,
-each combines what the ranks before it sent into the state that enters its part, and scans. Backward: the same from the other
-end, with the gradient of the state, before the operator's own backward, which runs once as on one GPU.
+each combines what the ranks before it sent into the state that enters its part, and scans. Where no documents are, the scan
+starts before the state is there, and waits where it reads it. Backward: the same from the other end, with the gradient of the
+state, before the operator's own backward, which runs once as on one GPU.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,7 +19,9 @@ from ..api import ssd_chunk_scan
 from ..block.arguments import check_tensor, takes_kernels
 from ..documents import number_documents
 from ..registry import is_peer
-from ..runtime.custom_ops import wants_gradient
+from ..runtime import value_checks
+from ..runtime.custom_ops import are_plain, wants_gradient
+from ..runtime.late import deliver_late
 from ..types import Options, SSDInputs
 from .exchange import INITIAL_STATES, Message, check_alike, find_place, gather
 from .part_state import compute_end, compute_start
@@ -57,11 +61,13 @@ def scan_part(i: SSDInputs, return_final_states: bool, variant: str, options: Op
     place = _Place(group, rank, ranks, in_torch, options or Options())
     with torch.no_grad():
         i = replace(i, seq_idx=_find_documents(i, place), cu_seqlens=None)
-        i, decays = _enter(i, place)
+        i, decays, bring = _enter(i, place)
     trains = wants_gradient(i.tensors[:9])
+    with deliver_late(i.initial_states if rank else None, bring):
+        results = _scan(i, return_final_states or trains, variant, options)
     if not (return_final_states or trains):
-        return _scan(i, False, variant, options)
-    out, final_states = _scan(i, True, variant, options)
+        return results
+    out, final_states = results
     if trains:
         out, final_states = _Leave.apply(out, final_states, place, i.settings, decays, i.z, i.C, i.dt, i.A, i.dt_bias,
                                          i.seq_idx)
@@ -107,8 +113,9 @@ def _find_documents(i: SSDInputs, place: _Place) -> Tensor | None:
     return number_documents(None, bounds - lengths[: place.rank].sum().to(bounds.dtype), i.seqlen)
 
 
-def _enter(i: SSDInputs, place: _Place) -> tuple[SSDInputs, Tensor]:
-    """The inputs with the state that enters, documents numbered from it; and the decay of every part, (ranks, batch, nheads).
+def _enter(i: SSDInputs, place: _Place) -> tuple[SSDInputs, Tensor, Callable[[], None]]:
+    """The inputs with the state that enters, documents numbered from it; the decay of every part, (ranks, batch, nheads); and
+    what brings the values of the state and of the decays, if they are not there yet.
 
     The decay is 0 of a part that a document begins in.
     """
@@ -126,18 +133,30 @@ def _enter(i: SSDInputs, place: _Place) -> tuple[SSDInputs, Tensor]:
         carried = decay * ((bounds[0] == 0) & (bounds[2] == 0))[:, None] if bounds else decay
         end += carried[..., None, None] * initial
 
-    ends, decays, *documents = message.gather(place.group)
+    (ends, decays, *documents), wait = message.send(place.group)
     if documents:
+        wait()
         first, last, begun = documents[0].unbind(1)  # [ranks, batch]
         continues = torch.cat([first[:1] == 0, first[1:] == last[:-1]])
         decays = decays * (continues & (begun == 0))[..., None]
         i = replace(i, seq_idx=runs + (~continues[place.rank]).to(runs.dtype)[:, None])
     if place.rank:
-        state = ends[0]
+        i = replace(i, initial_states=ends[0] if place.rank == 1 else torch.empty_like(ends[0]))
+
+    def bring() -> None:
+        wait()
         for rank in range(1, place.rank):
-            state = decays[rank][..., None, None] * state + ends[rank]
-        i = replace(i, initial_states=state)
-    return i, decays
+            state = ends[0] if rank == 1 else i.initial_states
+            torch.addcmul(ends[rank], decays[rank][..., None, None], state, out=i.initial_states)
+
+    if documents or place.in_torch or value_checks.ENABLED or not are_plain(i.tensors):  # else launches alone read the state
+        bring()
+        bring = _do_nothing
+    return i, decays, bring
+
+
+def _do_nothing() -> None:
+    pass
 
 
 class _Leave(torch.autograd.Function):

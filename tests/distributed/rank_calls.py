@@ -150,9 +150,9 @@ def count_exchanges(group: Group, block: dict[str, Any], tokens: int) -> list[tu
     """Messages, and bytes from others, of a block's forward and backward, by what passes through torch.distributed."""
     others, counted = dist.get_world_size(group) - 1, []
 
-    def gather(received: Tensor, sent: Tensor, **more: Any) -> None:
+    def gather(received: Tensor, sent: Tensor, **more: Any) -> dist.Work:
         counted.append(others * sent.nbytes)
-        all_gather(received, sent, **more)
+        return all_gather(received, sent, **more)
 
     def deal(received: Tensor, sent: Tensor, **more: Any) -> None:
         counted.append(others * sent.nbytes // (others + 1))
