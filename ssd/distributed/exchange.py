@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .peers import can_copy, copy_from_all
+
 INITIAL_STATES = "initial_states on a rank that is not the first"  # of a signature: True is refused, since rank 0 has False
 _ALIGNMENT = 16  # bytes: what lets a kernel read and write four fp32 at once
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name from torch 2.13 on
@@ -69,16 +71,24 @@ class Message:
         self.tensors = [t[0] for t in self._split(self._buffer[None])]
 
     def send(self, group: dist.ProcessGroup) -> tuple[list[Tensor], Callable[[], object]]:
-        """Each tensor of every rank, (ranks, *shape), and what to call before they are read."""
-        received = self._buffer.new_empty(dist.get_world_size(group) * self._buffer.numel())
-        work = _all_gather(received, self._buffer, group=group, async_op=True)
-        return self._split(received.view(-1, self._buffer.numel())), work.wait
+        """Each tensor of every rank, (ranks, *shape), and what to call before they are read. The message runs beside what is
+        launched until then.
+        """
+        if can_copy(group, self._buffer.device):
+            received, wait = copy_from_all(self._buffer, group)
+        else:
+            received = self._new_received(group)
+            wait = _all_gather(received, self._buffer, group=group, async_op=True).wait
+        return self._split(received.view(-1, self._buffer.numel())), wait
 
     def gather(self, group: dist.ProcessGroup) -> list[Tensor]:
         """Each tensor of every rank, (ranks, *shape)."""
-        tensors, wait = self.send(group)
-        wait()
-        return tensors
+        received = self._new_received(group)
+        _all_gather(received, self._buffer, group=group)
+        return self._split(received.view(-1, self._buffer.numel()))
+
+    def _new_received(self, group: dist.ProcessGroup) -> Tensor:
+        return self._buffer.new_empty(dist.get_world_size(group) * self._buffer.numel())
 
     def _split(self, buffers: Tensor) -> list[Tensor]:
         """The tensors in buffers, [ranks, bytes]."""

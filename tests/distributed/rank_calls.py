@@ -23,7 +23,7 @@ from experiments.workloads.layers import Attention
 from ssd import ssd_chunk_scan
 from ssd.block import arguments as block_arguments
 from ssd.block import causal_conv1d_fn
-from ssd.distributed import exchange
+from ssd.distributed import exchange, peers
 from ssd.modules import Mamba2
 from ssd.reference import as_dtype
 from ssd.types import SSDInputs
@@ -185,6 +185,15 @@ def scan_bits(group: Group, problem: Problem) -> bool:
     """Whether two runs give the same bits."""
     first, second = scan(group, problem), scan(group, problem)
     return all(torch.equal(first[name], second[name]) for name in first)
+
+
+def scan_by_either_way(group: Group, problem: Problem) -> tuple[bool, bool]:
+    """Whether GPUs copied the first run's message from each other, and whether the bits are those of a message by NCCL."""
+    first, copied = scan(group, problem), peers.can_copy(group, torch.device("cuda", torch.cuda.current_device()))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exchange, "can_copy", lambda *_: False)
+        second = scan(group, problem)
+    return copied, all(torch.equal(first[name], second[name]) for name in first)
 
 
 def scan_otherwise(group: Group, rank: int | None, changed: dict[str, Any]) -> None:

@@ -13,7 +13,18 @@ from ssd import Options, reference
 from ssd.distributed import part_state
 from ssd.distributed.kernels import part_sum
 from ssd.modules import Mamba2
-from tests.distributed.rank_calls import Problem, attend, convolve, join, mix, scan, scan_alone, scan_bits, scan_otherwise
+from tests.distributed.rank_calls import (
+    Problem,
+    attend,
+    convolve,
+    join,
+    mix,
+    scan,
+    scan_alone,
+    scan_bits,
+    scan_by_either_way,
+    scan_otherwise,
+)
 from tests.distributed.ranks import Ranks
 from tests.errors import assert_all_accurate, truths
 from tests.experiments.small import without_gpu
@@ -69,6 +80,16 @@ def test_kernels_on_two_gpus(variant, case, gpus):
 def test_two_runs_on_two_gpus_are_the_same_bits(gpus):
     shape = Shape(nheads=8, headdim=64, dstate=128, chunk_size=256)
     assert gpus.run(2, scan_bits, Problem((1500, 900), shape, EVERYTHING, HALF, "auto", "cuda")) == [True, True]
+
+
+@pytest.mark.gpu(count=2)
+@pytest.mark.parametrize("case", (PLAIN, EVERYTHING), ids=("plain", "everything"))
+def test_messages_by_copies_are_those_of_nccl(case, gpus):
+    """Where the host's GPUs cannot copy from each other, both are NCCL's."""
+    shape = Shape(nheads=8, headdim=64, dstate=128, chunk_size=256)
+    found = gpus.run(2, scan_by_either_way, Problem((1500, 900), shape, case, HALF, "persistent", "cuda"))
+    assert [equal for _, equal in found] == [True, True]
+    assert len({copied for copied, _ in found}) == 1
 
 
 @pytest.mark.parametrize("kind", ("states", "documents", "padding"))
