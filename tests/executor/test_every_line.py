@@ -32,7 +32,7 @@ WAYS = {"recomputed": (Options(save_states=False), {}), "saved": (Options(), {})
         "asked states": (Options(save_states=False, stationary=False), {}),
         "documents": (Options(save_states=False), {}), "headdim 80": (Options(), {}), "dstate 256": (Options(), {}),
         "dstate 256, recomputed": (Options(save_states=False), {})}
-SIZES = {"asked states": {"seqlen": 10 * 64}, "documents": {"seqlen": 100, "nheads": 2},
+SIZES = {"asked states": {"seqlen": 4 * 64, "dstate": 128}, "documents": {"seqlen": 100, "nheads": 2},
          "headdim 80": {"headdim": 80, "nheads": 2}, "dstate 256": {"dstate": 256, "nheads": 4, "seqlen": 3 * 64 + 7},
          "dstate 256, recomputed": {"dstate": 256, "nheads": 2, "seqlen": 2 * 64 + 7}}
 # The ways that reach all lines of a kernel are tried first, for speed: any order finds the same.

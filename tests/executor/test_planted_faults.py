@@ -26,7 +26,7 @@ INPUTS = random_inputs(SHAPE, Case(D="h", dt_dtype=torch.float32), torch.bfloat1
 WIDE = random_inputs(replace(SHAPE, dstate=256, nheads=2), Case(D="h", dt_dtype=torch.float32), torch.bfloat16)
 DOCUMENTS = replace(random_inputs(Shape(1, 100, 4, 64, 1, 64, 64), Case(dt_dtype=torch.float32), torch.bfloat16),
                     cu_seqlens=torch.tensor([0, 20, 50, 60, 100], dtype=torch.int32), initial_states=torch.randn(4, 4, 64, 64))
-ALIGNED = random_inputs(Shape(1, 10 * 64, 4, 64, 1, 64, 64), Case(dt_dtype=torch.float32), torch.bfloat16)
+ALIGNED = random_inputs(Shape(1, 4 * 64, 4, 64, 1, 128, 64), Case(dt_dtype=torch.float32), torch.bfloat16)
 
 
 class Plant(NamedTuple):
@@ -69,7 +69,7 @@ def run(executor: Executor, seed: int, splits: int | None = None, asked: int | N
         documents: int | None = None, wide: bool = False) -> None:
     executor.seed = seed
     inputs, options = WIDE if wide else INPUTS, Options(save_states=wide)
-    if asked:  # at the end of a row too, behind which the block begins inside another
+    if asked:  # by halves, of which the second must wait for the first
         inputs, options = replace(ALIGNED, return_states_every=asked), replace(options, stationary=False)
     if documents:
         inputs = DOCUMENTS

@@ -98,6 +98,9 @@ def test_pieces(dstate, device):
     tokens = (*describe_inputs(i.x, i.B), *describe_inputs(v.dy, i.C))
     steps = chunk_cumsum(replace(i, chunk_size=BLOCK_M), apart=True)
     ends, factors = piece_states(i, tokens, *steps, len(runs), runs, 2)
+    p, n = torch.arange(ends.shape[2], device=device), torch.arange(ends.shape[3], device=device)
+    rows, columns = p // 16 * 64 + p % 16 // 8 * 256 + p % 8 * 8, n // 8 * 512 + n % 8  # where a warpgroup's threads put them
+    ends = ends.flatten(2)[..., rows[:, None] + columns]
     heads = i.nheads // i.ngroups  # of a group, whose pieces have a place more for the lone head
     ends = ends.view(2, 2, i.nchunks, i.ngroups, -1, parts, 2, *ends.shape[2:]).movedim(5, -2)  # [..., pair, 2, P, part, N]
     ends = ends.flatten(-2).flatten(4, 5)[:, :, :, :, :heads, :i.headdim, :dstate].flatten(3, 4)

@@ -17,7 +17,7 @@ from triton.experimental.gluon import language as gl
 
 from ssd.kernels import document_blocks
 
-from .roles import Run, get_head, get_tile, load_run, prefetch, state_mask, state_offsets, store_masked, write_slice
+from .roles import Run, get_head, get_tile, load_run, locate_state, prefetch, state_mask, store_masked, write_slice
 from .start import load_given_state, row_layout
 
 FIELDS = gl.constexpr(document_blocks.FIELDS.value)
@@ -101,9 +101,8 @@ def prefetch_document_states(states, document, pair, nheads, heads_per_group, fo
 def store_document_state(states, state, document, h, nheads, STATE: gl.constexpr, SLICE: gl.constexpr, part,
                          form: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr):
     """The other way. states: fp32."""
-    at = (document.to(gl.int64) * nheads + h) * (form.HEADDIM * form.DSTATE)
-    store_masked(states + at + state_offsets(STATE, SLICE, part, form, ROWS, WIDTH), state,
-                 state_mask(STATE, SLICE, part, form, ROWS, WIDTH))
+    at = locate_state(states, document.to(gl.int64) * nheads + h, STATE, SLICE, part, form, ROWS, WIDTH)
+    store_masked(at, state, state_mask(STATE, SLICE, part, form, ROWS, WIDTH))
 
 
 @gluon.jit

@@ -165,11 +165,15 @@ def allocate_tiles(desc, N: gl.constexpr):
 
 
 @gluon.jit
-def state_offsets(LAYOUT: gl.constexpr, SLICE: gl.constexpr, part, form: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr):
-    """Offsets of a slice's elements [ROWS, WIDTH] of a part in a state (headdim, dstate)."""
-    p = SLICE * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
-    n = part * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
-    return gl.expand_dims(p, 1) * form.DSTATE + gl.expand_dims(n, 0)
+def locate_state(states, at, LAYOUT: gl.constexpr, SLICE: gl.constexpr, part, form: gl.constexpr, ROWS: gl.constexpr,
+                 WIDTH: gl.constexpr):
+    """Where a slice's elements of a part of state number `at` are, pointers [ROWS, WIDTH].
+
+    Added up in this order, an address takes one register and a constant; as one offset, a register for each column.
+    """
+    p, n = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT)), gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
+    first = states + at.to(gl.int64) * (form.HEADDIM * form.DSTATE) + (SLICE * ROWS * form.DSTATE + part * WIDTH)
+    return (first + gl.expand_dims(p, 1) * form.DSTATE) + gl.expand_dims(n, 0)
 
 
 @gluon.jit

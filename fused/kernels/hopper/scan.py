@@ -63,10 +63,10 @@ from .roles import (
     get_head,
     get_tile,
     load_steps,
+    locate_state,
     log2,
     make_form,
     state_mask,
-    state_offsets,
     store_masked,
     tile_bytes,
     write_slice,
@@ -223,10 +223,7 @@ def scan_slice(outputs, rings, tiles, vectors, dA_cumsum, D, start, work, form: 
                     state = load_document_state(work.documents.initial_states, begun, h, work.nheads, STATE, SLICE, PART, form,
                                                 ROWS, WIDTH)
             slot, mask = slot_of(rings.tiles, step), slot_of(rings.masks, step, HEAD, HEADS)
-            if outputs.asked is not None:
-                if c > 0 and c % outputs.asked == 0:
-                    write_asked_state(outputs, tiles, state, b, h, c, work, U, SLICE, ROWS)
-            elif outputs.states is not None:
+            if outputs.states is not None and outputs.asked is None:
                 # the wait for the store of y, below, was one for that of the last state too
                 get_tile(tiles.states, U, ROWS, WIDTH).store(state.to(outputs.states.dtype))
                 fence_async_shared()
@@ -282,12 +279,11 @@ def scan_slice(outputs, rings, tiles, vectors, dA_cumsum, D, start, work, form: 
                 write_slice(outputs.out, b, c * BLOCK_M, h * form.SLICES + SLICE, form.SLICES, tiles.y.index(U))
                 if outputs.y is not None:
                     write_slice(outputs.y, b, c * BLOCK_M, h * form.SLICES + SLICE, form.SLICES, tiles.y.index(2 + U))
+            if outputs.asked is not None:
+                write_asked_state(outputs, tiles, state, b, h, c + 1, work, U, SLICE, ROWS)
             step += 1
-        if outputs.asked is not None:  # noqa: SIM102
-            if last == work.nsub and last == outputs.asked * outputs.nasked:
-                write_asked_state(outputs, tiles, state, b, h, last, work, U, SLICE, ROWS)
         if outputs.final_states is not None and work.documents.blocks is None and last == work.nsub:
-            at = outputs.final_states + bh * (form.HEADDIM * form.DSTATE) + state_offsets(STATE, SLICE, PART, form, ROWS, WIDTH)
+            at = locate_state(outputs.final_states, bh, STATE, SLICE, PART, form, ROWS, WIDTH)
             store_masked(at, state, state_mask(STATE, SLICE, PART, form, ROWS, WIDTH))
     store_wait(0)
 

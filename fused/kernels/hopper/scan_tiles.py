@@ -89,14 +89,15 @@ def split_columns(t):
 
 @gluon.jit
 def write_asked_state(outputs, tiles, state, b, h, c, work, U: gl.constexpr, SLICE: gl.constexpr, ROWS: gl.constexpr):
-    """A slice of the state before sub-chunk c, a multiple of `asked`; after the last one, the row may have one more."""
-    at = (b * outputs.nasked + c // outputs.asked - 1) * work.nheads + h
-    if state.shape[1] == outputs.states.block_shape[-1]:
-        write_columns(outputs, tiles, state, at, U, SLICE, 0, ROWS)
-    else:
-        left, right = split_columns(state)
-        write_columns(outputs, tiles, left, at, U, SLICE, 0, ROWS)
-        write_columns(outputs, tiles, right, at, U, SLICE, 1, ROWS)
+    """A slice of the state before sub-chunk c, if it is one of those asked for."""
+    if c % outputs.asked == 0 and c <= outputs.asked * outputs.nasked:
+        at = (b * outputs.nasked + c // outputs.asked - 1) * work.nheads + h
+        if state.shape[1] == outputs.states.block_shape[-1]:
+            write_columns(outputs, tiles, state, at, U, SLICE, 0, ROWS)
+        else:
+            left, right = split_columns(state)
+            write_columns(outputs, tiles, left, at, U, SLICE, 0, ROWS)
+            write_columns(outputs, tiles, right, at, U, SLICE, 1, ROWS)
 
 
 @gluon.jit

@@ -5,7 +5,7 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .roles import load_masked, state_mask, state_offsets
+from .roles import load_masked, locate_state, state_mask
 
 
 class Start(NamedTuple):
@@ -18,10 +18,16 @@ class Start(NamedTuple):
 
 
 @gluon.jit
-def piece_offsets(LAYOUT: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr):
-    """Offsets of a slice's elements in what a piece leaves, [ROWS, WIDTH]."""
-    p, n = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT)), gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
-    return gl.expand_dims(p, 1) * WIDTH + gl.expand_dims(n, 0)
+def locate_end(ends, i, LAYOUT: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr, COLUMNS: gl.constexpr,
+               FIRST: gl.constexpr = 0):
+    """Where columns FIRST to FIRST + COLUMNS of slice i of what pieces leave are, pointers [ROWS, COLUMNS].
+
+    Elements lie in the order in which a warpgroup's threads hold those of an accumulator: a warp reads or writes whole lines.
+    """
+    gl.static_assert(ROWS == 64)
+    p, n = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT)), gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
+    rows, columns = p // 16 * 64 + p % 16 // 8 * 256 + p % 8 * 8, (FIRST + n) // 8 * 512 + n % 8
+    return (ends + (i * (ROWS * WIDTH) + gl.expand_dims(rows, 1))) + gl.expand_dims(columns, 0)
 
 
 @gluon.constexpr_function
@@ -38,7 +44,7 @@ def load_given_state(states, bh, STATE: gl.constexpr, SLICE: gl.constexpr, part,
     if states is None:
         state = gl.zeros([ROWS, WIDTH], gl.float32, STATE)
     else:
-        at = states + bh * (form.HEADDIM * form.DSTATE) + state_offsets(STATE, SLICE, part, form, ROWS, WIDTH)
+        at = locate_state(states, bh, STATE, SLICE, part, form, ROWS, WIDTH)
         state = load_masked(at, state_mask(STATE, SLICE, part, form, ROWS, WIDTH)).to(gl.float32)
     return state
 
@@ -48,14 +54,13 @@ def add_pieces(state, ends, factors, run, STATE: gl.constexpr, U: gl.constexpr, 
                PART: gl.constexpr = 0, PARTS: gl.constexpr = 1):
     """Equation (28): slice U of a pair [P, N] fp32 before a run, from that before the pieces that enter the run.
 
-    ends (npieces, 2, ROWS, WIDTH), factors (npieces, 2): what each piece adds, and its decay; None if there are no pieces.
+    ends (npieces, 2, ROWS * WIDTH), factors (npieces, 2): what each piece adds, and its decay; None if there are no pieces.
     PARTS: how many parts of each piece lie side by side, of which PART is added.
     """
     if ends is not None:
-        offsets = piece_offsets(STATE, ROWS, WIDTH)
         lane: gl.constexpr = 2 * PART + U
         for i in range(2 * PARTS * run.piece + lane, 2 * PARTS * (run.piece + run.npieces) + lane, 2 * PARTS):
-            state = state * gl.load(factors + i) + gl.load(ends + i.to(gl.int64) * ROWS * WIDTH + offsets)
+            state = state * gl.load(factors + i) + gl.load(locate_end(ends, i, STATE, ROWS, WIDTH, WIDTH))
     return state
 
 
@@ -65,7 +70,7 @@ def load_kept_state(starts, b, h, c, work, EVERY: gl.constexpr, STATE: gl.conste
     """A slice [P, N] fp32 of a part of the state before the chunk of sub-chunk c."""
     LAYOUT: gl.constexpr = row_layout(WIDTH)
     row = (b * ((work.nsub + EVERY - 1) // EVERY) + c // EVERY).to(gl.int64) * work.nheads + h
-    at = starts + row * (form.HEADDIM * form.DSTATE) + state_offsets(LAYOUT, SLICE, PART, form, ROWS, WIDTH)
+    at = locate_state(starts, row, LAYOUT, SLICE, PART, form, ROWS, WIDTH)
     return gl.convert_layout(load_masked(at, state_mask(LAYOUT, SLICE, PART, form, ROWS, WIDTH)), STATE).to(gl.float32)
 
 

@@ -45,15 +45,15 @@ from .roles import (
     get_head,
     get_tile,
     load_steps,
+    locate_state,
     make_form,
     split_pair,
     state_mask,
-    state_offsets,
     store_masked,
     tile_bytes,
 )
 from .scan_tiles import split_columns
-from .start import add_pieces, load_given_state, piece_offsets
+from .start import add_pieces, load_given_state, locate_end
 
 # One kernel for all sizes: that a size is 1 or divisible by 16 would not make it faster.
 SIZES = ("nruns", "forwards", "nsub", "nheads", "heads_per_group")
@@ -269,11 +269,11 @@ def walk_slice(ring, entries, tiles, states_desc, dA_cumsum, dt, start, final_st
         if states_desc is None:
             if is_run(work, k, run):
                 piece = run.piece * 2 + U
-                gl.store(start.ends + piece.to(gl.int64) * (ROWS * WIDTH) + piece_offsets(STATE, ROWS, WIDTH), state)
+                gl.store(locate_end(start.ends, piece, STATE, ROWS, WIDTH, WIDTH), state)
                 gl.store(start.factors + piece, decay(total * LOG2E))
         elif final_states is not None and work.documents.blocks is None:  # noqa: SIM102
             if last == work.nsub and (not BACKWARDS or b >= work.forwards):
-                at = final_states + bh * (form.HEADDIM * form.DSTATE) + state_offsets(STATE, SLICE, part, form, ROWS, WIDTH)
+                at = locate_state(final_states, bh, STATE, SLICE, part, form, ROWS, WIDTH)
                 store_masked(at, state, state_mask(STATE, SLICE, part, form, ROWS, WIDTH))
     store_wait(0)
 

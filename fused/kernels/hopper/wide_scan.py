@@ -38,16 +38,16 @@ from .roles import (
     get_head,
     get_tile,
     load_run,
+    locate_state,
     make_form,
     state_mask,
-    state_offsets,
     store_masked,
     tile_bytes,
     write_slice,
 )
 from .scan import SIZES, Slots, make_masks
 from .scan_tiles import Outputs, Rings, Vectors, Work, load_D, split_columns
-from .start import Start, load_given_state, load_kept_state
+from .start import Start, load_given_state, load_kept_state, locate_end
 
 QUARTER = 64  # states that are wgmma's operand at a time, and of a tile of a state on its way out
 PART = gl.constexpr(128)  # states of a part, as hopper_states has them
@@ -105,17 +105,15 @@ def join_columns(a, b, LAYOUT: gl.constexpr):
 @gluon.jit
 def load_half(start, run, h, bh, work, U: gl.constexpr, SLICE: gl.constexpr, HALF: gl.constexpr, EVERY: gl.constexpr,
               form: gl.constexpr, ROWS: gl.constexpr):
-    """As `start.load_start`, of a half of dstate; of what pieces leave, ends (npieces, 2, ROWS, 256)."""
+    """As `start.load_start`, of a half of dstate; of what pieces leave, ends (npieces, 2, ROWS * 256)."""
     STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
     if start.starts is not None:
         state = load_kept_state(start.starts, run.b, h, run.first, work, EVERY, STATE, SLICE, HALF, form, ROWS, PART)
     else:
         state = load_given_state(start.initial_states, bh, STATE, SLICE, HALF, form, ROWS, PART)
         if start.ends is not None:
-            p, n = gl.arange(0, ROWS, gl.SliceLayout(1, STATE)), gl.arange(0, PART, gl.SliceLayout(0, STATE))
-            offsets = gl.expand_dims(p, 1) * (2 * PART) + gl.expand_dims(HALF * PART + n, 0)
             for i in range(2 * run.piece + U, 2 * (run.piece + run.npieces) + U, 2):
-                end = gl.load(start.ends + i.to(gl.int64) * (ROWS * 2 * PART) + offsets)
+                end = gl.load(locate_end(start.ends, i, STATE, ROWS, 2 * PART, PART, HALF * PART))
                 state = state * gl.load(start.factors + i) + end
     return state
 
@@ -241,7 +239,7 @@ def scan_slice(outputs, rings, tiles, vectors, dA_cumsum, D, start, work, form: 
                 write_quarter(outputs, b, last, h, state2, tiles, work, form, U, 2, ROWS)
                 write_quarter(outputs, b, last, h, state3, tiles, work, form, U, 3, ROWS)
         if outputs.final_states is not None and last == work.nsub:
-            at = outputs.final_states + bh * (form.HEADDIM * form.DSTATE) + state_offsets(STATE, SLICE, 0, form, ROWS, WIDTH)
+            at = locate_state(outputs.final_states, bh, STATE, SLICE, 0, form, ROWS, WIDTH)
             store_masked(at, state, state_mask(STATE, SLICE, 0, form, ROWS, WIDTH))
     store_wait(0)
 
