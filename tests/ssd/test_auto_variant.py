@@ -16,6 +16,7 @@ from ssd.types import Options, SSDGrads, SSDInputs, SSDSaved
 from ssd.variant_times import Call, TimeTable, count_work
 from ssd.variants import VARIANTS
 from tests.errors import cotangents
+from tests.experiments.small import without_gpu
 from tests.inputs import EVERYTHING, OURS, Case, Shape, arguments, leaves, random_inputs
 
 CANDIDATES = ("persistent", "fused", "baseline")
@@ -199,6 +200,7 @@ def test_the_next_runs_where_the_first_cannot(monkeypatch, caplog):
         registry.resolve("auto", inputs, Options(), "fwd")
 
 
+@without_gpu
 def test_documents_with_states_go_where_they_need_no_rows(as_if_hopper, monkeypatch):
     """The forward of `persistent` takes them as they are, and either's backward; nobody does on other GPUs."""
     inputs = inputs_on_meta()

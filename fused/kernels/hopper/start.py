@@ -27,7 +27,7 @@ def locate_end(ends, i, LAYOUT: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.cons
     gl.static_assert(ROWS == 64)
     p, n = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT)), gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
     rows, columns = p // 16 * 64 + p % 16 // 8 * 256 + p % 8 * 8, (FIRST + n) // 8 * 512 + n % 8
-    return (ends + (i * (ROWS * WIDTH) + gl.expand_dims(rows, 1))) + gl.expand_dims(columns, 0)
+    return (ends + i.to(gl.int64) * (ROWS * WIDTH) + gl.expand_dims(rows, 1)) + gl.expand_dims(columns, 0)
 
 
 @gluon.constexpr_function
