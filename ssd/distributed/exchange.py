@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .peers import can_copy, copy_from_all
+from .peers import find_window
 
 INITIAL_STATES = "initial_states on a rank that is not the first"  # of a signature: True is refused, since rank 0 has False
 _ALIGNMENT = 16  # bytes: what lets a kernel read and write four fp32 at once
@@ -62,24 +62,16 @@ class Message:
     """What each rank sends at once: contiguous tensors of these shapes and dtypes, which are alike on all ranks.
 
     Attributes:
-        tensors: to be written before `send`. They lie in the buffer that is sent.
+        tensors: to be written before the message is sent. They lie in the memory that is sent.
     """
 
     def __init__(self, device: torch.device, *forms: tuple[tuple[int, ...], torch.dtype]):
         self._forms = forms
-        self._buffer = torch.empty(sum(map(_count_bytes, forms)), device=device, dtype=torch.uint8)
+        self._buffer = self._new_buffer(sum(map(_count_bytes, forms)), device)
         self.tensors = [t[0] for t in self._split(self._buffer[None])]
 
-    def send(self, group: dist.ProcessGroup) -> tuple[list[Tensor], Callable[[], object]]:
-        """Each tensor of every rank, (ranks, *shape), and what to call before they are read. The message runs beside what is
-        launched until then.
-        """
-        if can_copy(group, self._buffer.device):
-            received, wait = copy_from_all(self._buffer, group)
-        else:
-            received = self._new_received(group)
-            wait = _all_gather(received, self._buffer, group=group, async_op=True).wait
-        return self._split(received.view(-1, self._buffer.numel())), wait
+    def _new_buffer(self, nbytes: int, device: torch.device) -> Tensor:
+        return torch.empty(nbytes, device=device, dtype=torch.uint8)
 
     def gather(self, group: dist.ProcessGroup) -> list[Tensor]:
         """Each tensor of every rank, (ranks, *shape)."""
@@ -95,6 +87,27 @@ class Message:
         parts = buffers.split([_count_bytes(form) for form in self._forms], 1)
         return [part[:, : prod(shape) * dtype.itemsize].view(dtype).unflatten(1, shape)
                 for part, (shape, dtype) in zip(parts, self._forms, strict=True)]
+
+
+class EarlyMessage(Message):
+    """A message that is on its way while something else is launched. One of a group at a time."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, *forms: tuple[tuple[int, ...], torch.dtype]):
+        self._group = group
+        super().__init__(device, *forms)
+
+    def _new_buffer(self, nbytes: int, device: torch.device) -> Tensor:
+        self._window = find_window(self._group, nbytes, device)
+        return super()._new_buffer(nbytes, device) if self._window is None else self._window.open(nbytes)
+
+    def send(self) -> tuple[list[Tensor], Callable[[], object], Callable[[], object]]:
+        """Each tensor of every rank, (ranks, *shape); and what to call before they are read, and at the end."""
+        received = self._new_received(self._group)
+        if self._window is None:
+            wait = release = _all_gather(received, self._buffer, group=self._group, async_op=True).wait
+        else:
+            wait, release = self._window.send(received.view(-1, self._buffer.numel()))
+        return self._split(received.view(-1, self._buffer.numel())), wait, release
 
 
 def _count_bytes(form: tuple[tuple[int, ...], torch.dtype]) -> int:

@@ -10,6 +10,8 @@ On a GPU the kernel part_sum adds them up.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -22,12 +24,13 @@ from .exchange import Message
 from .kernels.part_sum import part_sum
 
 
-def compute_end(i: SSDInputs, in_torch: bool, options: Options, *others: tuple[tuple[int, ...], torch.dtype]) -> Message:
+def compute_end(i: SSDInputs, in_torch: bool, options: Options, *others: tuple[tuple[int, ...], torch.dtype],
+                make: Callable[..., Message] = Message) -> Message:
     """A message of end, (batch, nheads, headdim, dstate); decay, (batch, nheads), as if no document began; and others, of these
-    shapes and dtypes, still to be written. end and decay are fp32, fp64 for fp64 x.
+    shapes and dtypes, still to be written. end and decay are fp32, fp64 for fp64 x. make: the kind of message.
     """
     dt, dA_cumsum = _accumulate(i, in_torch)
-    message = Message(i.x.device, (_get_shape(i), dt.dtype), ((i.batch, i.nheads), dt.dtype), *others)
+    message = make(i.x.device, (_get_shape(i), dt.dtype), ((i.batch, i.nheads), dt.dtype), *others)
     end, decay = message.tensors[:2]
     if not in_torch:
         with torch.cuda.device_of(i.x):

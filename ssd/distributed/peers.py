@@ -1,4 +1,4 @@
-"""A message that GPUs of one host copy from each other, without a kernel: NCCL's take SMs from what runs beside them.
+"""Memory that the GPUs of one host copy from each other, without a kernel: NCCL's take SMs from what runs beside them.
 
 `SSD_PEER_COPIES=0` in the environment leaves all messages to NCCL.
 """
@@ -18,48 +18,89 @@ from torch import Tensor
 from ..runtime.switches import is_on
 
 _ENABLED = is_on("SSD_PEER_COPIES", True)
-_found: WeakKeyDictionary[dist.ProcessGroup, bool] = WeakKeyDictionary()
+_LEAST_BYTES = 1 << 20
+_can_copy: WeakKeyDictionary[dist.ProcessGroup, bool] = WeakKeyDictionary()
+_windows: WeakKeyDictionary[dist.ProcessGroup, dict[int, Window]] = WeakKeyDictionary()  # for good: CUDA graphs know them
 
 
-def can_copy(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether the ranks can copy from each other. The first call for a group asks all of its ranks."""
-    if device.type != "cuda" or dist.get_backend(group) != "nccl":
-        return False
-    if group not in _found:
-        _found[group] = _ask(group, device)
-    return _found[group]
+class Window:
+    """Memory of each rank of a group that the others can read, for one message at a time."""
+
+    def __init__(self, group: dist.ProcessGroup, nbytes: int, device: torch.device):
+        from torch.distributed import _symmetric_memory as symmetric
+
+        self._own = symmetric.empty(nbytes, dtype=torch.uint8, device=device)
+        self._handle = symmetric.rendezvous(self._own, group.group_name)
+        self._stream = torch.cuda.Stream(device, priority=-1)
+        self._rank = dist.get_rank(group)
+        self._all = [self._handle.get_buffer(rank, (nbytes,), torch.uint8) for rank in range(dist.get_world_size(group))]
+        self._over: torch.cuda.Event | None = None  # the last message outside of captures
+
+    def open(self, nbytes: int) -> Tensor:
+        """Where to write a message of so many bytes."""
+        if self._over is not None and not torch.cuda.is_current_stream_capturing():
+            self._wait(self._over)
+        return self._own[:nbytes]
+
+    def send(self, received: Tensor) -> tuple[Callable[[], None], Callable[[], None]]:
+        """Begins to copy every rank's message into received, (ranks, nbytes). Returns what to call before it is read, and what
+        to call when nothing is left to be launched beside it.
+        """
+        self._stream.wait_stream(torch.cuda.current_stream(self._own.device))
+        received[self._rank].copy_(self._own[: received.shape[1]])  # by a kernel, so while there are SMs for it
+        with torch.cuda.stream(self._stream):
+            self._handle.barrier()  # all have written
+            for rank, theirs in enumerate(self._all):
+                if rank != self._rank:
+                    received[rank].copy_(theirs[: received.shape[1]])
+            there = self._stream.record_event()
+            self._handle.barrier()  # all have read
+            over = self._stream.record_event()
+        self._over = None if torch.cuda.is_current_stream_capturing() else over
+        return partial(self._wait, there), partial(self._wait, over)
+
+    def _wait(self, event: torch.cuda.Event) -> None:
+        event.wait(torch.cuda.current_stream(self._own.device))
 
 
-def copy_from_all(t: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Callable[[], object]]:
-    """What every rank has as t, one after the other, and what to call before it is read. `can_copy` has said yes.
-
-    t: contiguous, with one axis, of the same size on every rank.
+def find_window(group: dist.ProcessGroup, nbytes: int, device: torch.device) -> Window | None:
+    """A window of at least so many bytes; None where ranks cannot copy from each other, and in a capture before which none was
+    made. All ranks ask for as many: the first time they exchange addresses.
     """
-    import torch.distributed._symmetric_memory  # which has the op
-
-    received = torch.ops.symm_mem._low_contention_all_gather(t, group.group_name)
-    return received, partial(torch.ops._c10d_functional.wait_tensor, received)
+    if device.type != "cuda" or dist.get_backend(group) != "nccl":
+        return None
+    windows, size = _windows.setdefault(group, {}), max(_LEAST_BYTES, 1 << (nbytes - 1).bit_length())
+    if size not in windows and not torch.cuda.is_current_stream_capturing() and _ask(group, device):
+        windows[size] = Window(group, size, device)
+    return windows.get(size)
 
 
 def _ask(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether all ranks can copy from each other. They are asked once."""
+    if group not in _can_copy:
+        _can_copy[group] = _is_one_host(group, device) and all(_tell(group, _try_window(group, device)))
+    return _can_copy[group]
+
+
+def _is_one_host(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether each rank sees, and reaches, the GPUs of all."""
     own = (socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid)) if _ENABLED else None
     everyone = _tell(group, own)
     if None in everyone or len({host for host, _ in everyone}) > 1:
         return False
     here = {str(torch.cuda.get_device_properties(n).uuid): n for n in range(torch.cuda.device_count())}
     peers = [here.get(uuid) for _, uuid in everyone if uuid != own[1]]
-    reached = all(n is not None and torch.cuda.can_device_access_peer(device, n) for n in peers)
-    if not all(_tell(group, reached)):
-        return False
+    return all(_tell(group, all(n is not None and torch.cuda.can_device_access_peer(device, n) for n in peers)))
+
+
+def _try_window(group: dist.ProcessGroup, device: torch.device) -> bool:
     try:
-        _, wait = copy_from_all(torch.zeros(16, device=device, dtype=torch.uint8), group)
-        wait()
-        works = True
-    except RuntimeError as error:  # where the system lets no process see another's memory
+        Window(group, 16, device)
+    except RuntimeError as error:  # the system may let no process see another's memory
         logging.getLogger("ssd").warning("context parallelism leaves its messages to NCCL: GPUs of this host cannot copy from "
                                          "each other: %s", str(error).splitlines()[0])
-        works = False
-    return all(_tell(group, works))
+        return False
+    return True
 
 
 def _tell(group: dist.ProcessGroup, value: object) -> list:

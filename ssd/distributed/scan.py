@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -23,7 +24,7 @@ from ..runtime import value_checks
 from ..runtime.custom_ops import are_plain, wants_gradient
 from ..runtime.late import deliver_late
 from ..types import Options, SSDInputs
-from .exchange import INITIAL_STATES, Message, check_alike, find_place, gather
+from .exchange import INITIAL_STATES, EarlyMessage, Message, check_alike, find_place, gather
 from .part_state import compute_end, compute_start
 
 _INTEGERS = (torch.int32, torch.int64)
@@ -61,10 +62,11 @@ def scan_part(i: SSDInputs, return_final_states: bool, variant: str, options: Op
     place = _Place(group, rank, ranks, in_torch, options or Options())
     with torch.no_grad():
         i = replace(i, seq_idx=_find_documents(i, place), cu_seqlens=None)
-        i, decays, bring = _enter(i, place)
+        i, decays, bring, release = _enter(i, place)
     trains = wants_gradient(i.tensors[:9])
     with deliver_late(i.initial_states if rank else None, bring):
         results = _scan(i, return_final_states or trains, variant, options)
+    release()
     if not (return_final_states or trains):
         return results
     out, final_states = results
@@ -113,9 +115,9 @@ def _find_documents(i: SSDInputs, place: _Place) -> Tensor | None:
     return number_documents(None, bounds - lengths[: place.rank].sum().to(bounds.dtype), i.seqlen)
 
 
-def _enter(i: SSDInputs, place: _Place) -> tuple[SSDInputs, Tensor, Callable[[], None]]:
-    """The inputs with the state that enters, documents numbered from it; the decay of every part, (ranks, batch, nheads); and
-    what brings the values of the state and of the decays, if they are not there yet.
+def _enter(i: SSDInputs, place: _Place) -> tuple[SSDInputs, Tensor, Callable[[], None], Callable[[], object]]:
+    """The inputs with the state that enters, documents numbered from it; the decay of every part, (ranks, batch, nheads); what
+    brings the values of the state and of the decays, if they are not there yet; and what to call when all is launched.
 
     The decay is 0 of a part that a document begins in.
     """
@@ -125,7 +127,8 @@ def _enter(i: SSDInputs, place: _Place) -> tuple[SSDInputs, Tensor, Callable[[],
         runs = runs - runs[:, :1]
         bounds = [i.seq_idx[:, 0].long(), i.seq_idx[:, -1].long(), runs[:, -1].long()]
         i = replace(i, seq_idx=runs)
-    message = compute_end(i, place.in_torch, place.options, *([((3, i.batch), torch.long)] if bounds else []))
+    message = compute_end(i, place.in_torch, place.options, *([((3, i.batch), torch.long)] if bounds else []),
+                          make=partial(EarlyMessage, place.group))
     end, decay, *documents = message.tensors
     if documents:
         torch.stack(bounds, out=documents[0])
@@ -133,7 +136,7 @@ def _enter(i: SSDInputs, place: _Place) -> tuple[SSDInputs, Tensor, Callable[[],
         carried = decay * ((bounds[0] == 0) & (bounds[2] == 0))[:, None] if bounds else decay
         end += carried[..., None, None] * initial
 
-    (ends, decays, *documents), wait = message.send(place.group)
+    (ends, decays, *documents), wait, release = message.send()
     if documents:
         wait()
         first, last, begun = documents[0].unbind(1)  # [ranks, batch]
@@ -152,7 +155,7 @@ def _enter(i: SSDInputs, place: _Place) -> tuple[SSDInputs, Tensor, Callable[[],
     if documents or place.in_torch or value_checks.ENABLED or not are_plain(i.tensors):  # else launches alone read the state
         bring()
         bring = _do_nothing
-    return i, decays, bring
+    return i, decays, bring, release
 
 
 def _do_nothing() -> None:
