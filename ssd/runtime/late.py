@@ -14,13 +14,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 
 class _Late(threading.local):
-    """Of this thread's tensor: its address, 0 if there is none; and what brings its values."""
+    """Of this thread's tensor: its address, 0 if nothing is on its way; and what brings its values."""
 
     address: int = 0
     bring: Callable[[], None] | None = None
 
 
-_late = _Late()
+late = _Late()
 
 
 @contextmanager
@@ -29,28 +29,28 @@ def deliver_late(t: Tensor | None, bring: Callable[[], None]) -> Iterator[None]:
 
     t: contiguous. Only launches that are given it, not a descriptor of it, may read it before `bring` was called.
     """
-    _late.address, _late.bring = 0 if t is None else t.data_ptr(), bring
+    late.address, late.bring = 0 if t is None else t.data_ptr(), bring
     try:
         yield
-        if _late.bring is not None:
+        if late.bring is not None:
             receive()
     finally:
-        _late.address, _late.bring = 0, None
+        late.address, late.bring = 0, None
 
 
 def find_late(addresses: Sequence[int]) -> int:
     """Which of these addresses is that of the tensor whose values are not there yet; -1 if none is."""
-    return addresses.index(_late.address) if _late.address and _late.address in addresses else -1
+    return addresses.index(late.address) if late.address in addresses else -1
 
 
 def receive_if_given(args: tuple) -> None:
     """Brings the values if the tensor is among the arguments of a launch."""
-    if _late.address and _late.address in [arg.data_ptr() for arg in args if isinstance(arg, Tensor)]:
+    if late.address in [arg.data_ptr() for arg in args if isinstance(arg, Tensor)]:
         receive()
 
 
 def receive() -> None:
     """Brings the values."""
-    bring, _late.address, _late.bring = _late.bring, 0, None
+    bring, late.address, late.bring = late.bring, 0, None
     with _disable_current_modes():  # so that a recording of the call has no part in it
         bring()

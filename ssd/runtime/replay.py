@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
-from .late import find_late, receive
+from .late import find_late, late, receive
 from .launch import forget, record_launches
 from .scratch import SCRATCH, Buffer, Place, check_apart, place_buffers
 from .switches import is_on
@@ -138,11 +138,11 @@ class Recording:
             kept = [empty_strided(shape, strides, dtype) for shape, strides, dtype in self.kept]
             scratch = empty_strided((self.nbytes,), (1,), torch.uint8)
             bases = [*addresses, *[t.data_ptr() for t in kept], scratch.data_ptr()]
-            late = find_late(addresses)
+            awaited = find_late(addresses) if late.address else -1
             for compiled, programs, args, places in self.launches:
-                if late >= 0 and late in [place.base for place in places]:
+                if awaited >= 0 and awaited in [place.base for place in places]:
                     receive()
-                    late = -1
+                    awaited = -1
                 args = list(args)
                 for at, base, offset, descriptors in places:
                     address = bases[base] + offset
