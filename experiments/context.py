@@ -1,7 +1,8 @@
 """Context parallelism: one sequence over several GPUs beside one GPU, and beside all-to-alls from tokens to heads.
 
-Times are medians of GPU time, of the slowest rank, eager and in CUDA graphs, which hold the exchanges too. Every rank also runs
-the whole sequence alone, in turn with the others' way.
+Times are medians of GPU time, of the slowest rank, eager and in CUDA graphs, which hold the exchanges too. Before each call the
+GPUs wait for each other, so that no rank's time is a wait for a host that came later. Every rank also runs the whole sequence
+alone, in turn with the others' way.
 """
 
 from __future__ import annotations
@@ -93,8 +94,9 @@ def _measure(shape: Shape, part: str, mode: str, variant: str, dtype: str, calls
 
 def _time(calls: dict[str, Callable], team: Team, repeats: int, warmup: int) -> dict[str, list[float]]:
     """20th, 50th and 80th percentile of each, of the slowest rank."""
-    return {name: [team.max_over(value) for value in values]
-            for name, values in timing.interleave(calls, repeats, warmup).items()}
+    token = torch.zeros(1, device=team.device)
+    times = timing.interleave(calls, repeats, warmup, partial(dist.all_reduce, token))
+    return {name: [team.max_over(value) for value in values] for name, values in times.items()}
 
 
 def _capture(calls: dict[str, Callable], team: Team) -> tuple[dict[str, Callable], str | None]:

@@ -39,13 +39,13 @@ def side_stream():
     torch.cuda.synchronize()
 
 
-def interleave(calls: dict, repeats: int, warmup: int) -> dict:
+def interleave(calls: dict, repeats: int, warmup: int, align: Call = lambda: None) -> dict:
     """{name: call} -> {name: (p20, p50, p80) in microseconds} between events around each call, L2 flushed before it.
 
     Calls are timed in turn, so that a change of clocks meets all alike, and each behind itself: made a few times from an idle
     GPU, of which the last is timed. So launches are hidden as far as they would be in a loop of this call, whatever the others
     are: where the GPU is the slower side, as in training, wholly. While the GPU flushes, the host waits for as long, or else it
-    would be that much ahead.
+    would be that much ahead. align: launched before each call that is timed, such as what several GPUs wait for each other in.
     """
     flush, flush_us = _flush()
     for call in calls.values():
@@ -61,6 +61,7 @@ def interleave(calls: dict, repeats: int, warmup: int) -> dict:
                 flush.zero_()
                 while perf_counter() < flushed:
                     pass
+                align()
                 start.record()
                 call()
                 end.record()

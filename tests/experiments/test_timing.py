@@ -57,3 +57,10 @@ def test_a_loop_of_the_call(host, gpu, machine):
     calls = {"this": lambda: machine.work(host, gpu), "long": lambda: machine.work(10, 5000)}
     low, middle, high = timing.interleave(calls, repeats=5, warmup=1)["this"]
     assert low == pytest.approx(high, abs=2) and middle == pytest.approx(max(host, gpu), abs=2)
+
+
+def test_a_wait_before_each_call_is_not_timed(machine):
+    calls = {"this": lambda: machine.work(10, 400)}
+    (_, alone, _), (_, aligned, _) = (timing.interleave(calls, 5, 1, *align)["this"]
+                                      for align in ((), (lambda: machine.work(ENQUEUE, 900),)))
+    assert aligned == pytest.approx(alone, abs=2)
