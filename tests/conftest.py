@@ -53,6 +53,7 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     config.addinivalue_line("markers", "gpu(count=1): needs that many CUDA devices")
     config.addinivalue_line("markers", "other_tritons: compiles with the oldest and the newest Triton, not the locked one")
+    config.addinivalue_line("markers", "slow: takes a minute or more, so it begins first, or one worker ends with it alone")
     config.addinivalue_line("markers", "rare: compiles what differs little from others, or is less used; runs with --triton")
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(_Failures(config))
@@ -66,7 +67,7 @@ def pytest_generate_tests(metafunc):
 
 
 def pytest_collection_modifyitems(config, items):
-    items.sort(key=lambda item: "test_compile.py" not in item.nodeid)  # the slowest first, or one worker ends with them alone
+    items.sort(key=lambda item: "test_compile.py" not in item.nodeid and item.get_closest_marker("slow") is None)
     found = torch.cuda.device_count() if torch.cuda.is_available() else 0
     for item in items:
         if marker := item.get_closest_marker("gpu"):
@@ -89,6 +90,7 @@ def pytest_xdist_make_scheduler(config, log):
     """
     if not torch.cuda.is_available() or config.getvalue("dist") != "load":
         return None
+    config.option.loadscopereorder = False  # which would put the largest groups first, and with them the slowest last
     from xdist.scheduler import LoadScopeScheduling
 
     class ByGroup(LoadScopeScheduling):

@@ -1,5 +1,6 @@
 """How the tests are run: groups for xdist's workers, parts of the suite, failures told at once, and the row on a GPU."""
 
+import re
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -77,6 +78,16 @@ def test_a_group_runs_in_one_worker(run, pytester):
     workers = ran(pytester.path)
     assert all(len(set(of_group)) == 1 for of_group in workers.values())
     assert {worker for of_group in workers.values() for worker in of_group} == {"gw0", "gw1"}
+
+
+@needs_xdist
+@pytest.mark.parametrize("workers", ((), ("--numprocesses=2",)), ids=("alone", "workers"))
+def test_slow_tests_begin_first(workers, run):
+    """Also where others are in larger groups."""
+    slow = SUITE + "\n@pytest.mark.slow\ndef test_slow():\n    pass\n"
+    ended = [line for line in run(slow, "test_it.py", "-v", *workers).outlines if re.search("PASSED|SKIPPED", line)]
+    (worker,) = (line.partition("]")[0] for line in ended if "::test_slow" in line) if workers else ("",)
+    assert "::test_slow" in next(line for line in ended if line.startswith(worker))
 
 
 def test_a_failure_is_told_at_once_also_by_a_run_that_dies(run, pytester, monkeypatch):

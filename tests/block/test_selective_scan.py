@@ -141,6 +141,7 @@ def assert_right(given: dict) -> None:
                        given["u"].shape[0] * given["u"].shape[2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES + HALVES, ids=str)
 def test_every_option(case, device, request):
     if case.batch * case.dim * case.seqlen * case.dstate > 1 << 26:  # the definition keeps every state, twice
@@ -265,6 +266,7 @@ def test_large_warps(device, monkeypatch):
 
 
 @pytest.mark.gpu
+@pytest.mark.slow
 def test_offsets_beyond_int32(device, much_memory):
     """2^31 elements of u and of its gradient: the last channels of the last row, judged by themselves.
 

@@ -143,6 +143,7 @@ def test_two_halves_go_on_with_what_one_has_saved(by_one, tmp_path):
 
 
 @needs_two
+@pytest.mark.slow
 @pytest.mark.parametrize("workload", [
     "mamba2", "hybrid", pytest.param("mambavision", marks=needs_gpus),
     pytest.param("graphmamba", marks=[needs_graphs, needs_gpus])])

@@ -130,6 +130,7 @@ def spaces(inputs):
     return {kernel: space.configs(*sizes) for kernel, space in config_spaces().items()}
 
 
+@pytest.mark.slow
 @over_variants
 @over_dtypes
 @pytest.mark.parametrize("documents", (None, "seq_idx"))
@@ -148,6 +149,7 @@ def test_every_config(name, documents, dtype, device, monkeypatch):
 
 
 @pytest.mark.gpu
+@pytest.mark.slow
 @over_variants
 @pytest.mark.parametrize("batch, packed, ngroups", [(1, True, 16), (1, True, 8), (3, False, 8)])
 def test_offsets_beyond_int32(name, batch, packed, ngroups, device, much_memory):
