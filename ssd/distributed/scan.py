@@ -64,9 +64,11 @@ def scan_part(i: SSDInputs, return_final_states: bool, variant: str, options: Op
         i = replace(i, seq_idx=_find_documents(i, place), cu_seqlens=None)
         i, decays, bring, release = _enter(i, place)
     trains = wants_gradient(i.tensors[:9])
-    with deliver_late(i.initial_states if rank else None, bring):
-        results = _scan(i, return_final_states or trains, variant, options)
-    release()
+    try:
+        with deliver_late(i.initial_states if rank else None, bring):
+            results = _scan(i, return_final_states or trains, variant, options)
+    finally:
+        release()  # after an error too: what was received may not be freed before it has all arrived
     if not (return_final_states or trains):
         return results
     out, final_states = results
