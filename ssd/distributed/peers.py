@@ -1,4 +1,4 @@
-"""Memory that the GPUs of one host copy from each other, without a kernel: NCCL's take SMs from what runs beside them.
+"""Memory that the GPUs of one host copy from each other, without a kernel: NCCL's kernels take SMs from what runs beside them.
 
 `SSD_PEER_COPIES=0` in the environment leaves all messages to NCCL.
 """
@@ -19,8 +19,10 @@ from ..runtime.switches import is_on
 
 _ENABLED = is_on("SSD_PEER_COPIES", True)
 _LEAST_BYTES = 1 << 20
+_TIMEOUT_MS = 600_000  # NCCL's default: after it, a GPU whose peers do not come ends with an error
+_Windows = dict[tuple[torch.device, int], "Window"]  # by bytes
 _can_copy: WeakKeyDictionary[dist.ProcessGroup, bool] = WeakKeyDictionary()
-_windows: WeakKeyDictionary[dist.ProcessGroup, dict[int, Window]] = WeakKeyDictionary()  # for good: CUDA graphs know them
+_windows: WeakKeyDictionary[dist.ProcessGroup, _Windows] = WeakKeyDictionary()  # as long as the group: CUDA graphs know them
 
 
 class Window:
@@ -29,7 +31,8 @@ class Window:
     def __init__(self, group: dist.ProcessGroup, nbytes: int, device: torch.device):
         from torch.distributed import _symmetric_memory as symmetric
 
-        self._own = symmetric.empty(nbytes, dtype=torch.uint8, device=device)
+        # not `symmetric.empty`, whose pool may put several into one segment, with signals in common
+        self._own = symmetric._SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, device)
         self._handle = symmetric.rendezvous(self._own, group.group_name)
         self._stream = torch.cuda.Stream(device, priority=-1)
         self._rank = dist.get_rank(group)
@@ -43,18 +46,18 @@ class Window:
         return self._own[:nbytes]
 
     def send(self, received: Tensor) -> tuple[Callable[[], None], Callable[[], None]]:
-        """Begins to copy every rank's message into received, (ranks, nbytes). Returns what to call before it is read, and what
-        to call when nothing is left to be launched beside it.
+        """Begins to copy every rank's message into received, (ranks, nbytes). Returns wait, to be called before it is read, and
+        release, to be called after the last launch beside it.
         """
         self._stream.wait_stream(torch.cuda.current_stream(self._own.device))
         received[self._rank].copy_(self._own[: received.shape[1]])  # by a kernel, so while there are SMs for it
         with torch.cuda.stream(self._stream):
-            self._handle.barrier()  # all have written
+            self._handle.barrier(timeout_ms=_TIMEOUT_MS)  # all have written
             for rank, theirs in enumerate(self._all):
                 if rank != self._rank:
                     received[rank].copy_(theirs[: received.shape[1]])
             there = self._stream.record_event()
-            self._handle.barrier()  # all have read
+            self._handle.barrier(timeout_ms=_TIMEOUT_MS)  # all have read
             over = self._stream.record_event()
         self._over = None if torch.cuda.is_current_stream_capturing() else over
         return partial(self._wait, there), partial(self._wait, over)
@@ -65,14 +68,14 @@ class Window:
 
 def find_window(group: dist.ProcessGroup, nbytes: int, device: torch.device) -> Window | None:
     """A window of at least so many bytes; None where ranks cannot copy from each other, and in a capture before which none was
-    made. All ranks ask for as many: the first time they exchange addresses.
+    made. All ranks must ask for the same number of bytes: the first time they exchange addresses.
     """
     if device.type != "cuda" or dist.get_backend(group) != "nccl":
         return None
     windows, size = _windows.setdefault(group, {}), max(_LEAST_BYTES, 1 << (nbytes - 1).bit_length())
-    if size not in windows and not torch.cuda.is_current_stream_capturing() and _ask(group, device):
-        windows[size] = Window(group, size, device)
-    return windows.get(size)
+    if (device, size) not in windows and not torch.cuda.is_current_stream_capturing() and _ask(group, device):
+        windows[device, size] = Window(group, size, device)
+    return windows.get((device, size))
 
 
 def _ask(group: dist.ProcessGroup, device: torch.device) -> bool:
@@ -83,8 +86,12 @@ def _ask(group: dist.ProcessGroup, device: torch.device) -> bool:
 
 
 def _is_one_host(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether each rank sees, and reaches, the GPUs of all."""
-    own = (socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid)) if _ENABLED else None
+    """Whether each rank sees, and reaches, the GPUs of all, and has no windows of another group: torch counts the exchanges of
+    addresses by process, and ranks that have made unlike many of them would wait for each other in vain.
+    """
+    own = None
+    if _ENABLED and not any(_can_copy.values()):
+        own = socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid)
     everyone = _tell(group, own)
     if None in everyone or len({host for host, _ in everyone}) > 1:
         return False

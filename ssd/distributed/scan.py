@@ -9,6 +9,7 @@ state, before the operator's own backward, which runs once as on one GPU.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -19,7 +20,7 @@ from torch import Tensor
 from ..api import ssd_chunk_scan
 from ..block.arguments import check_tensor, takes_kernels
 from ..documents import number_documents
-from ..registry import is_peer
+from ..registry import is_peer, list_candidates
 from ..runtime import value_checks
 from ..runtime.custom_ops import are_plain, wants_gradient
 from ..runtime.late import deliver_late
@@ -32,12 +33,13 @@ _INTEGERS = (torch.int32, torch.int64)
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a part is, and how its sums over tokens are computed."""
+    """Where a part is, how its sums over tokens are computed, and whether launches alone will read the state that enters."""
 
     group: dist.ProcessGroup
     rank: int
     ranks: int
     in_torch: bool
+    launches_alone: bool
     options: Options
 
 
@@ -59,13 +61,14 @@ def scan_part(i: SSDInputs, return_final_states: bool, variant: str, options: Op
         return _scan(i, return_final_states, variant, options)
     _check_alike(i, variant, options, group, rank)
     in_torch = variant == "torch" or not takes_kernels(i.x) or (variant == "auto" and not i.x.is_cuda)
-    place = _Place(group, rank, ranks, in_torch, options or Options())
+    launches_alone = not in_torch and variant in ("auto", *list_candidates())  # a variant of the user's may use torch
+    place = _Place(group, rank, ranks, in_torch, launches_alone, options or Options())
     with torch.no_grad():
         i = replace(i, seq_idx=_find_documents(i, place), cu_seqlens=None)
         i, decays, bring, release = _enter(i, place)
     trains = wants_gradient(i.tensors[:9])
     try:
-        with deliver_late(i.initial_states if rank else None, bring):
+        with deliver_late(i.initial_states if rank else None, bring) if bring else nullcontext():
             results = _scan(i, return_final_states or trains, variant, options)
     finally:
         release()  # after an error too: what was received may not be freed before it has all arrived
@@ -73,6 +76,7 @@ def scan_part(i: SSDInputs, return_final_states: bool, variant: str, options: Op
         return results
     out, final_states = results
     if trains:
+        decays = decays.clone()  # or all that was received would be kept for the backward
         out, final_states = _Leave.apply(out, final_states, place, i.settings, decays, i.z, i.C, i.dt, i.A, i.dt_bias,
                                          i.seq_idx)
     return (out, final_states) if return_final_states else out
@@ -117,9 +121,9 @@ def _find_documents(i: SSDInputs, place: _Place) -> Tensor | None:
     return number_documents(None, bounds - lengths[: place.rank].sum().to(bounds.dtype), i.seqlen)
 
 
-def _enter(i: SSDInputs, place: _Place) -> tuple[SSDInputs, Tensor, Callable[[], None], Callable[[], object]]:
-    """The inputs with the state that enters, documents numbered from it; the decay of every part, (ranks, batch, nheads); what
-    brings the values of the state and of the decays, if they are not there yet; and what to call when all is launched.
+def _enter(i: SSDInputs, place: _Place) -> tuple[SSDInputs, Tensor, Callable[[], None] | None, Callable[[], object]]:
+    """The inputs with the state that enters, documents numbered from it; the decay of every part, (ranks, batch, nheads); and
+    bring, to be called before both are read, None if they are there; and release, to be called after the last launch.
 
     The decay is 0 of a part that a document begins in.
     """
@@ -138,6 +142,7 @@ def _enter(i: SSDInputs, place: _Place) -> tuple[SSDInputs, Tensor, Callable[[],
         carried = decay * ((bounds[0] == 0) & (bounds[2] == 0))[:, None] if bounds else decay
         end += carried[..., None, None] * initial
 
+    state = torch.empty_like(end)
     (ends, decays, *documents), wait, release = message.send()
     if documents:
         wait()
@@ -146,22 +151,19 @@ def _enter(i: SSDInputs, place: _Place) -> tuple[SSDInputs, Tensor, Callable[[],
         decays = decays * (continues & (begun == 0))[..., None]
         i = replace(i, seq_idx=runs + (~continues[place.rank]).to(runs.dtype)[:, None])
     if place.rank:
-        i = replace(i, initial_states=ends[0] if place.rank == 1 else torch.empty_like(ends[0]))
+        i = replace(i, initial_states=state)
 
     def bring() -> None:
         wait()
+        if place.rank:
+            state.copy_(ends[0])
         for rank in range(1, place.rank):
-            state = ends[0] if rank == 1 else i.initial_states
-            torch.addcmul(ends[rank], decays[rank][..., None, None], state, out=i.initial_states)
+            torch.addcmul(ends[rank], decays[rank][..., None, None], state, out=state)
 
-    if documents or place.in_torch or value_checks.ENABLED or not are_plain(i.tensors):  # else launches alone read the state
+    if documents or not place.launches_alone or value_checks.ENABLED or not are_plain(i.tensors):
         bring()
-        bring = _do_nothing
+        bring = None
     return i, decays, bring, release
-
-
-def _do_nothing() -> None:
-    pass
 
 
 class _Leave(torch.autograd.Function):

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 
 class _Late(threading.local):
-    """Of this thread's tensor: its address, 0 if nothing is on its way; and what brings its values."""
+    """Address of the tensor that is awaited in this thread, or 0; and what brings its values."""
 
     address: int = 0
     bring: Callable[[], None] | None = None
@@ -25,7 +25,7 @@ late = _Late()
 
 @contextmanager
 def deliver_late(t: Tensor | None, bring: Callable[[], None]) -> Iterator[None]:
-    """Within, `bring` is called before the first launch that is given t, or else at the end.
+    """Within, `bring` is called before the first launch that is given t, or else at the end, unless there was an error.
 
     t: contiguous. Only launches that are given it, not a descriptor of it, may read it before `bring` was called.
     """

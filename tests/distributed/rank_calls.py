@@ -24,8 +24,11 @@ from ssd import ssd_chunk_scan
 from ssd.block import arguments as block_arguments
 from ssd.block import causal_conv1d_fn
 from ssd.distributed import exchange, peers
+from ssd.distributed import scan as part_scan
 from ssd.modules import Mamba2
 from ssd.reference import as_dtype
+from ssd.registry import add_variant, get_variant
+from ssd.runtime.late import late
 from ssd.types import SSDInputs
 from tests.errors import cotangents
 from tests.inputs import PLAIN, Case, Shape, arguments, gradients, leaves, random_inputs
@@ -194,6 +197,15 @@ def scan_by_either_way(group: Group, problem: Problem) -> tuple[bool, bool]:
         patch.setattr(exchange, "find_window", lambda *_: None)
         second = scan(group, problem)
     return copied, all(torch.equal(first[name], second[name]) for name in first)
+
+
+def awaits_state(group: Group, variant: str) -> bool:
+    """Whether the scan begins before the state that enters is there. "own" is a variant that a user has added."""
+    add_variant(replace(get_variant("torch"), name="own"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(part_scan, "_scan", lambda *_: late.address != 0)
+        given = arguments(random_inputs(Shape(seqlen=4), PLAIN, torch.float32))
+        return ssd_chunk_scan(**given, variant=variant, context_group=group)
 
 
 def scan_otherwise(group: Group, rank: int | None, changed: dict[str, Any]) -> None:

@@ -16,6 +16,7 @@ from ssd.modules import Mamba2
 from tests.distributed.rank_calls import (
     Problem,
     attend,
+    awaits_state,
     convolve,
     join,
     mix,
@@ -66,6 +67,12 @@ def assert_scan_accurate(ranks: Ranks, problem: Problem) -> None:
 @pytest.mark.parametrize("variant", OURS)
 def test_kernels(variant, ranks):
     assert_scan_accurate(ranks, Problem((9, 20), TINY, Case(initial_states=True), torch.float32, variant))
+
+
+@without_gpu
+@pytest.mark.parametrize("variant, awaited", [("persistent", True), ("torch", False), ("own", False)])
+def test_the_state_is_awaited_where_launches_alone_read_it(variant, awaited, ranks):
+    assert ranks.run(2, awaits_state, variant) == [False, awaited]
 
 
 @pytest.mark.gpu(count=2)
