@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .peers import find_window
+from .peers import find_window, gather_objects
 
 INITIAL_STATES = "initial_states on a rank that is not the first"  # of a signature: True is refused, since rank 0 has False
 _ALIGNMENT = 16  # bytes: what lets a kernel read and write four fp32 at once
@@ -46,8 +46,7 @@ def check_alike(group: dist.ProcessGroup, signature: dict[str, object]) -> None:
     key, checked = tuple(signature.items()), _checked.setdefault(group, set())
     if key in checked:
         return
-    everyone: list = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, {name: str(value) for name, value in signature.items()}, group=group)
+    everyone = gather_objects(group, {name: str(value) for name, value in signature.items()})
     for name in signature:
         ranks: dict[str, list[int]] = {}
         for rank, theirs in enumerate(everyone):
@@ -75,11 +74,11 @@ class Message:
 
     def gather(self, group: dist.ProcessGroup) -> list[Tensor]:
         """Each tensor of every rank, (ranks, *shape)."""
-        received = self._new_received(group)
+        received = self._make_room(group)
         _all_gather(received, self._buffer, group=group)
         return self._split(received.view(-1, self._buffer.numel()))
 
-    def _new_received(self, group: dist.ProcessGroup) -> Tensor:
+    def _make_room(self, group: dist.ProcessGroup) -> Tensor:
         return self._buffer.new_empty(dist.get_world_size(group) * self._buffer.numel())
 
     def _split(self, buffers: Tensor) -> list[Tensor]:
@@ -102,7 +101,7 @@ class EarlyMessage(Message):
 
     def send(self) -> tuple[list[Tensor], Callable[[], object], Callable[[], object]]:
         """Each tensor of every rank, (ranks, *shape); and what to call before they are read, and at the end."""
-        received = self._new_received(self._group)
+        received = self._make_room(self._group)
         if self._window is None:
             wait = release = _all_gather(received, self._buffer, group=self._group, async_op=True).wait
         else:

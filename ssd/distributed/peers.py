@@ -20,7 +20,7 @@ from ..runtime.switches import is_on
 _ENABLED = is_on("SSD_PEER_COPIES", True)
 _LEAST_BYTES = 1 << 20
 _TIMEOUT_MS = 600_000  # NCCL's default: after it, a GPU whose peers do not come ends with an error
-_Windows = dict[tuple[torch.device, int], "Window"]  # by bytes
+_Windows = dict[tuple[torch.device, int], "Window"]  # by device and bytes
 _can_copy: WeakKeyDictionary[dist.ProcessGroup, bool] = WeakKeyDictionary()
 _windows: WeakKeyDictionary[dist.ProcessGroup, _Windows] = WeakKeyDictionary()  # as long as the group: CUDA graphs know them
 
@@ -66,6 +66,13 @@ class Window:
         event.wait(torch.cuda.current_stream(self._own.device))
 
 
+def gather_objects(group: dist.ProcessGroup, value: object) -> list:
+    """Every rank's value, in the order of ranks."""
+    everyone: list = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, value, group=group)
+    return everyone
+
+
 def find_window(group: dist.ProcessGroup, nbytes: int, device: torch.device) -> Window | None:
     """A window of at least so many bytes; None where ranks cannot copy from each other, and in a capture before which none was
     made. All ranks must ask for the same number of bytes: the first time they exchange addresses.
@@ -81,7 +88,7 @@ def find_window(group: dist.ProcessGroup, nbytes: int, device: torch.device) -> 
 def _ask(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether all ranks can copy from each other. They are asked once."""
     if group not in _can_copy:
-        _can_copy[group] = _is_one_host(group, device) and all(_tell(group, _try_window(group, device)))
+        _can_copy[group] = _is_one_host(group, device) and all(gather_objects(group, _try_window(group, device)))
     return _can_copy[group]
 
 
@@ -92,12 +99,12 @@ def _is_one_host(group: dist.ProcessGroup, device: torch.device) -> bool:
     own = None
     if _ENABLED and not any(_can_copy.values()):
         own = socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid)
-    everyone = _tell(group, own)
+    everyone = gather_objects(group, own)
     if None in everyone or len({host for host, _ in everyone}) > 1:
         return False
     here = {str(torch.cuda.get_device_properties(n).uuid): n for n in range(torch.cuda.device_count())}
     peers = [here.get(uuid) for _, uuid in everyone if uuid != own[1]]
-    return all(_tell(group, all(n is not None and torch.cuda.can_device_access_peer(device, n) for n in peers)))
+    return all(gather_objects(group, all(n is not None and torch.cuda.can_device_access_peer(device, n) for n in peers)))
 
 
 def _try_window(group: dist.ProcessGroup, device: torch.device) -> bool:
@@ -108,9 +115,3 @@ def _try_window(group: dist.ProcessGroup, device: torch.device) -> bool:
                                          "each other: %s", str(error).splitlines()[0])
         return False
     return True
-
-
-def _tell(group: dist.ProcessGroup, value: object) -> list:
-    everyone: list = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, value, group=group)
-    return everyone

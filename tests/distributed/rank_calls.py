@@ -209,7 +209,7 @@ def awaits_state(group: Group, variant: str) -> bool:
 
 
 def scan_otherwise(group: Group, rank: int | None, changed: dict[str, Any]) -> None:
-    """A group's first small scan, for which one rank, or all, pass what they should not; a dtype stands for the tensor in it."""
+    """A group's first small scan, of which a rank, or all, pass what they should not; a dtype stands for the tensor in it."""
     exchange._checked.pop(group, None)  # ranks compare only what is new to them, and another test may have passed the same
     given = arguments(random_inputs(Shape(seqlen=4))) | {"variant": "torch", "context_group": group}
     if rank in (None, dist.get_rank(group)):
