@@ -101,14 +101,15 @@ def _list_facts(outcome: projection.Outcome) -> dict:
 
 
 def _list_constants(models: dict[str, projection.Model]) -> list[tuple[str, str, list[str]]]:
-    """A line for each constant: meaning, unit, and for each GPU its value and standard error."""
+    """A line for each constant: meaning, unit, and for each GPU its value and standard error, "open" where that is larger."""
     lines = [("memory: a copy on the device, measured", "GB/s", [f"{model.memory_gbps:,.0f}" for model in models.values()])]
     for n, (name, meaning) in enumerate(projection.CONSTANTS.items()):
         rate = name.startswith("L2")
         values = []
         for value, spread in ((model.constants[n], model.spreads[n]) for model in models.values()):
             known = f"{1e3 / value:,.0f}" if rate else f"{value:.2f}"
-            values.append(f"{known} ± {100 * spread:.0f} %" if math.isfinite(spread) else "no call has it")
+            values.append(f"{known} ± {100 * spread:.0f} %" if spread < 1 else
+                          f"{known}, open" if math.isfinite(spread) else "no call has it")
         lines.append((f"{name}: {meaning}", "GB/s" if rate else "µs", values))
     return lines
 

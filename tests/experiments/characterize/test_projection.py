@@ -54,6 +54,13 @@ def test_a_constant_that_no_row_has_is_open():
     assert found.constants[-1] == 1 and found.spreads[-1] == np.inf
 
 
+def test_a_constant_is_shown_with_its_error_or_as_open():
+    """An error of a million per cent would be another on another machine."""
+    model = Model(4000.0, (3.0,) * 8, (0.1, 66597.82, np.inf, *[0.2] * 5))
+    assert [values for _, _, (values,) in projected._list_constants({"h200": model})][1:4] == [
+        "3.00 ± 10 %", "3.00, open", "no call has it"]
+
+
 def test_too_few_samples():
     with pytest.raises(ValueError, match="got 7 samples, expected at least 8"):
         projection.fit(samples()[:7], TRUE.memory_gbps)
