@@ -54,6 +54,9 @@ def param(*values: object, rare: bool = False, **given: object):
     return pytest.param(*values, marks=pytest.mark.rare if rare else (), **given)
 
 
+mostly_others = pytest.mark.parametrize("ways", (param(WAYS[:1], rare=True, id="baseline"), param(WAYS[1:], id="others")))
+
+
 @cache
 def compiler(version: str | None) -> subprocess.Popen[str]:
     """A process that compiles, for this one may interpret kernels; one for all tests, since it takes seconds to start."""
@@ -110,6 +113,7 @@ def test_every_kernel_with_other_tritons(triton, compiled, request):
         assert_fits(rows, arch, spills=64, by_walks=1152)
         kernels = {row["kernel"] for row in rows}
         assert kernels >= {f"{kernel}_kernel" for kernel in config_spaces()}
+        assert len({row["kernel"] for row in rows if row["dots"]}) >= 15
         for row in rows if arch == 90 else ():
             assert bool(row["wgmma"]) == bool(row["dots"] or row["kernel"] in HOPPER) and not row["mma"], row
             assert row["kernel"] not in HOPPER or row["groups"] <= MOST_GROUPS, row
@@ -183,7 +187,7 @@ def test_one_token_of_one_head(ways, compiled):
         assert compiled(*way, *small, "--arch", "90", "--seqlen", "1", "--nheads", "1", "--every-option")
 
 
-@pytest.mark.parametrize("ways", (param(WAYS[:1], rare=True, id="baseline"), param(WAYS[1:], id="others")))
+@mostly_others
 def test_without_wgmma(ways, compiled):
     """What a kernel in which a fault is found is compiled to: it fits as well, and has its products all the same."""
     rows = [row for way in ways for row in compiled(*way, "--arch", "90", "--distrust")]
@@ -192,7 +196,7 @@ def test_without_wgmma(ways, compiled):
     assert all(row["mma"] for row in rows if row["dots"])
 
 
-@over_ways
+@mostly_others
 @pytest.mark.parametrize("configs", ("1", param("2", rare=True)))
 def test_configs_on_hopper(configs, ways, compiled):
     """Of those that a tuner may try, some: a GPU's tests run all. Matrix products use the warpgroup instruction."""
@@ -200,12 +204,6 @@ def test_configs_on_hopper(configs, ways, compiled):
     assert_fits(rows, 90, spills=256, by_walks=320)
     for row in rows:
         assert not row["dots"] or row["wgmma"], f"{row}: its products do not use wgmma"
-
-
-def test_no_kernel_is_left_out(compiled):
-    rows = [row for way in WAYS for row in compiled(*way, "--arch", "90", "--every-option")]
-    assert {row["kernel"] for row in rows} >= {f"{kernel}_kernel" for kernel in config_spaces()}
-    assert len({row["kernel"] for row in rows if row["dots"]}) >= 15
 
 
 def test_backward_in_group_loops(compiled):
