@@ -160,8 +160,9 @@ FITS = [  # what is compiled, architecture, bytes that may be spilled, and by wa
 ]
 
 
-@over_ways
+@mostly_others
 def test_every_option(ways, compiled):
+    """Baseline's are among what the oldest and the newest Triton compile."""
     assert_fits([row for way in ways for row in compiled(*way, "--arch", "90", "--every-option")], 90, spills=64, by_walks=1152)
 
 
@@ -187,7 +188,8 @@ def test_one_token_of_one_head(ways, compiled):
         assert compiled(*way, *small, "--arch", "90", "--seqlen", "1", "--nheads", "1", "--every-option")
 
 
-@mostly_others
+@pytest.mark.rare
+@over_ways
 def test_without_wgmma(ways, compiled):
     """What a kernel in which a fault is found is compiled to: it fits as well, and has its products all the same."""
     rows = [row for way in ways for row in compiled(*way, "--arch", "90", "--distrust")]
