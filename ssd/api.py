@@ -103,7 +103,7 @@ def ssd_chunk_scan(
     Raises:
         TypeError, ValueError: naming the argument, what came and what is accepted, before anything is launched.
     """
-    alone = cu_seqlens if seq_idx is None and context_group is None else None
+    alone = cu_seqlens if seq_idx is None else None
     check_tensors(x, dt, A, B, C, D, z, dt_bias, initial_states, variant, alone)
     chunk_size = take_int("chunk_size", chunk_size)
     flags = {"dt_softplus": dt_softplus, "return_final_states": return_final_states,

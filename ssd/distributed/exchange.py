@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..runtime import value_checks
 from .peers import find_window, gather_objects
 
 INITIAL_STATES = "initial_states on a rank that is not the first"  # of a signature: True is refused, since rank 0 has False
@@ -37,24 +38,32 @@ def align(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
-def check_alike(group: dist.ProcessGroup, signature: dict[str, object]) -> None:
-    """Compares what every rank passes. Ranks speak only of a signature that this group has not had before.
+def check_alike(group: dist.ProcessGroup, signature: dict[str, object], error: Exception | None = None) -> None:
+    """Compares what every rank passes. Ranks speak only of a signature that this group has not had before, or, with
+    SSD_CHECK=1, of each.
+
+    error: what this rank has found wrong with its own arguments.
 
     Raises:
         ValueError: on every rank, naming what differs, with the ranks.
+        Exception: `error`, if every rank has found the same, or this rank alone has in a call that is not compared.
     """
     key, checked = tuple(signature.items()), _checked.setdefault(group, set())
-    if key in checked:
-        return
-    everyone = gather_objects(group, {name: str(value) for name, value in signature.items()})
-    for name in signature:
+    if key not in checked or value_checks.ENABLED:
+        _compare(gather_objects(group, {name: str(value) for name, value in (signature | {"an error": error}).items()}))
+    if error is not None:
+        raise error
+    checked.add(key)
+
+
+def _compare(everyone: list[dict[str, str]]) -> None:
+    for name in everyone[0]:
         ranks: dict[str, list[int]] = {}
         for rank, theirs in enumerate(everyone):
             ranks.setdefault(theirs.get(name, "nothing"), []).append(rank)
         if len(ranks) > 1:
             got = "; ".join(f"{value} on rank {', '.join(map(str, of))}" for value, of in ranks.items())
             raise ValueError(f"context_group: {name}: got {got}; expected the same on every rank of the group")
-    checked.add(key)
 
 
 class Message:

@@ -8,6 +8,7 @@ state, before the operator's own backward, which runs once as on one GPU.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -59,7 +60,7 @@ def scan_part(i: SSDInputs, return_final_states: bool, variant: str, options: Op
                          "states of their own here")
     if ranks == 1:
         return _scan(i, return_final_states, variant, options)
-    _check_alike(i, variant, options, group, rank)
+    _check_alike(i, variant, options, group, rank, _find_error(i))
     in_torch = variant == "torch" or not takes_kernels(i.x) or (variant == "auto" and not i.x.is_cuda)
     launches_alone = not in_torch and variant in ("auto", *list_candidates())  # a variant of the user's may use torch
     place = _Place(group, rank, ranks, in_torch, launches_alone, options or Options())
@@ -88,34 +89,53 @@ def _scan(i: SSDInputs, return_final_states: bool, variant: str, options: Option
         i.dt_limit, return_final_states, state_dtype=i.state_dtype, variant=variant, options=options)
 
 
-def _check_alike(i: SSDInputs, variant: str, options: Options | None, group: dist.ProcessGroup, rank: int) -> None:
+def _check_alike(i: SSDInputs, variant: str, options: Options | None, group: dist.ProcessGroup, rank: int,
+                 error: Exception | None) -> None:
     names = ("x", "dt", "A", "B", "C", "D", "z", "dt_bias")
     check_alike(group, {
         "function": "ssd_chunk_scan", "device of x": i.x.device.type, "batch": i.batch, "nheads": i.nheads,
         "headdim": i.headdim, "ngroups": i.ngroups, "dstate": i.dstate,
         **{f"dtype of {name}": None if (t := getattr(i, name)) is None else t.dtype for name in names},
+        "dimensions of D": None if i.D is None else i.D.dim(),
         "documents": "seq_idx" if i.seq_idx is not None else "cu_seqlens" if i.cu_seqlens is not None else None,
         INITIAL_STATES: rank > 0 and i.initial_states is not None, "chunk_size": i.chunk_size, "dt_softplus": i.dt_softplus,
         "dt_limit": i.dt_limit, "state_dtype": i.state_dtype,
         "variant": variant, "options": options, "a gradient of the inputs": wants_gradient(i.tensors[:9]),
-    })
+    }, error)
+
+
+def _find_error(i: SSDInputs) -> Exception | None:
+    """What is wrong with the documents, as far as this rank can tell."""
+    bounds = i.cu_seqlens
+    try:
+        if i.seq_idx is not None:
+            check_tensor("seq_idx", i.seq_idx, (i.batch, i.seqlen), i.x, _INTEGERS)
+        elif bounds is not None:
+            if not isinstance(bounds, Tensor):
+                raise TypeError(f"cu_seqlens: got {type(bounds).__name__}, expected a tensor of int32 or int64")
+            check_tensor("cu_seqlens", bounds, (bounds.numel(),), i.x, _INTEGERS)
+            if i.batch != 1:
+                raise ValueError(f"cu_seqlens: got batch = {i.batch}, expected batch 1: all documents packed in one row")
+    except (TypeError, ValueError) as error:
+        return error
+    return None
 
 
 def _find_documents(i: SSDInputs, place: _Place) -> Tensor | None:
-    """(batch, seqlen) integers, the document of each token, counted alike on all ranks."""
-    if i.seq_idx is not None:
-        check_tensor("seq_idx", i.seq_idx, (i.batch, i.seqlen), i.x, _INTEGERS)
+    """(batch, seqlen) integers, the document of each token, counted alike on all ranks. Boundaries are compared on the CPU and
+    with SSD_CHECK=1: reading them waits for the GPU.
+    """
+    if i.seq_idx is not None or (bounds := i.cu_seqlens) is None:
         return i.seq_idx
-    if (bounds := i.cu_seqlens) is None:
-        return None
-    if not isinstance(bounds, Tensor):
-        raise TypeError(f"cu_seqlens: got {type(bounds).__name__}, expected a tensor of int32 or int64")
-    check_tensor("cu_seqlens", bounds, (bounds.numel(),), i.x, _INTEGERS)
-    if i.batch != 1:
-        raise ValueError(f"cu_seqlens: got batch = {i.batch}, expected batch 1: all documents packed in one row")
-    (lengths,) = gather(place.group, torch.tensor([i.seqlen], device=i.x.device))
-    if bounds.device.type == "cpu":
-        values, tokens = bounds.tolist(), int(lengths.sum())
+    values = bounds.tolist() if bounds.device.type == "cpu" or value_checks.ENABLED else None
+    own = [i.seqlen, zlib.crc32(str(values).encode())]
+    (everyone,) = gather(place.group, torch.tensor(own, device=i.x.device))
+    lengths, sums = everyone.unbind(1)
+    if values is not None:
+        if other := (sums != sums[0]).nonzero().flatten().tolist():
+            raise ValueError(f"context_group: cu_seqlens: got other boundaries on rank {', '.join(map(str, other))} than on "
+                             "rank 0; expected the same on every rank of the group")
+        tokens = int(lengths.sum())
         if len(values) < 2 or values[0] != 0 or values[-1] != tokens or values != sorted(values):
             raise ValueError(f"cu_seqlens: got {values}, expected rising numbers from 0 to {tokens}, the tokens of all ranks")
     return number_documents(None, bounds - lengths[: place.rank].sum().to(bounds.dtype), i.seqlen)

@@ -28,6 +28,7 @@ from ssd.distributed import scan as part_scan
 from ssd.modules import Mamba2
 from ssd.reference import as_dtype
 from ssd.registry import add_variant, get_variant
+from ssd.runtime import value_checks
 from ssd.runtime.late import late
 from ssd.types import SSDInputs
 from tests.errors import cotangents
@@ -208,10 +209,22 @@ def awaits_state(group: Group, variant: str) -> bool:
         return ssd_chunk_scan(**given, variant=variant, context_group=group)
 
 
-def scan_otherwise(group: Group, rank: int | None, changed: dict[str, Any]) -> None:
+def scan_otherwise(group: Group, rank: int | None, changed: dict[str, Any], common: dict[str, Any] | None = None) -> None:
     """A group's first small scan, of which a rank, or all, pass what they should not; a dtype stands for the tensor in it."""
     exchange._checked.pop(group, None)  # ranks compare only what is new to them, and another test may have passed the same
-    given = arguments(random_inputs(Shape(seqlen=4))) | {"variant": "torch", "context_group": group}
+    _scan_small(group, rank, changed, common or {})
+
+
+def scan_again_otherwise(group: Group, rank: int, changed: dict[str, Any]) -> None:
+    """A small scan, and with SSD_CHECK=1 the same again, of which a rank passes what it should not."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(value_checks, "ENABLED", True)
+        _scan_small(group, None, {}, {})
+        _scan_small(group, rank, changed, {})
+
+
+def _scan_small(group: Group, rank: int | None, changed: dict[str, Any], common: dict[str, Any]) -> None:
+    given = arguments(random_inputs(Shape(seqlen=4))) | {"variant": "torch", "context_group": group} | common
     if rank in (None, dist.get_rank(group)):
         for name, value in changed.items():
             given[name] = given[name].to(value) if isinstance(value, torch.dtype) else value

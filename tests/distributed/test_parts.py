@@ -21,6 +21,7 @@ from tests.distributed.rank_calls import (
     join,
     mix,
     scan,
+    scan_again_otherwise,
     scan_alone,
     scan_bits,
     scan_by_either_way,
@@ -213,6 +214,23 @@ def test_what_ranks_pass_unlike_is_named(size, rank, changed, said, ranks):
         assert isinstance(error, ValueError) and said in str(error), error
 
 
+@pytest.mark.parametrize("name, others, one, said", [
+    ("D", torch.ones(2), torch.ones(2, 16), "dimensions of D: got 1 on rank 0, 2; 2 on rank 1"),
+    ("cu_seqlens", torch.tensor([0, 3, 12]), torch.tensor([0, 2, 12]), "got other boundaries on rank 1 than on rank 0"),
+    ("cu_seqlens", torch.tensor([0, 3, 12]), torch.tensor([0, 2, 3, 12]), "got other boundaries on rank 1 than on rank 0"),
+    ("cu_seqlens", torch.tensor([0, 3, 12]), torch.tensor([0.0, 12.0]),
+     "an error: got None on rank 0, 2; cu_seqlens: got dtype torch.float32, expected"),
+], ids=("axes", "boundaries", "documents", "error"))
+def test_tensors_that_ranks_pass_unlike_are_named(name, others, one, said, ranks):
+    for error in ranks.run(3, scan_otherwise, 1, {name: one}, {name: others}):
+        assert isinstance(error, ValueError) and said in str(error), error
+
+
+def test_calls_of_a_known_kind_are_compared_where_values_are_checked(ranks):
+    for error in ranks.run(2, scan_again_otherwise, 1, {"dt_softplus": True}):
+        assert isinstance(error, ValueError) and "dt_softplus: got False on rank 0; True on rank 1" in str(error), error
+
+
 @pytest.mark.parametrize("changed, kind, said", [
     ({"context_group": "a group"}, TypeError, "context_group: got str"),
     ({"variant": "mamba_ssm"}, ValueError, "variant: got 'mamba_ssm' with context_group"),
@@ -220,6 +238,8 @@ def test_what_ranks_pass_unlike_is_named(size, rank, changed, said, ranks):
     ({"cu_seqlens": torch.tensor([0.0, 8.0])}, TypeError, "cu_seqlens: got dtype torch.float32"),
     ({"seq_idx": torch.zeros(1, 8, dtype=torch.int32)}, ValueError, r"seq_idx: got shape \(1, 8\), expected \(1, 4\)"),
     ({"cu_seqlens": torch.tensor([0, 3, 8]), "return_final_states": True}, ValueError, "return_final_states: got it with"),
+    ({"cu_seqlens": torch.tensor([0, 3, 8]), "initial_states": torch.zeros(2, 2, 16, 16)}, ValueError,
+     "initial_states: got it with cu_seqlens and context_group"),
     ({"return_varlen_states": True}, ValueError, "return_varlen_states: got True with context_group"),
 ], ids=lambda value: "+".join(value) if isinstance(value, dict) else "")
 def test_refusals(changed, kind, said, ranks):
