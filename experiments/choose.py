@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fused import hopper
+from ssd.auto_variant import rank_kernels
 from ssd.registry import get_variant, list_candidates
 from ssd.runtime.tuning import device_slug
 from ssd.types import Options, SSDInputs
@@ -57,7 +58,9 @@ def make_tables(rows: list[dict]) -> dict[str, TimeTable]:
     found: dict[str, dict[Call, dict[str, float]]] = defaultdict(lambda: defaultdict(dict))
     for row in rows:  # oldest first
         options = _read_options(row) if row["bench"] in BENCHES and row.get("shape") in SHAPES and row["gpu"] else None
-        if options is None or row["variant"] not in list_candidates() or row["mode"] not in _TIMED:
+        if options is None or row["variant"] not in ("auto", *list_candidates()) or row["mode"] not in _TIMED:
+            continue
+        if row["variant"] == "auto" and not row.get("ran"):
             continue
         call = _describe_call(row, options)
         first = (call.itemsize, call.headdim, call.dstate) in _FIRST_ON_HOPPER
@@ -67,15 +70,22 @@ def make_tables(rows: list[dict]) -> dict[str, TimeTable]:
 
 
 def name_kernels(row: dict, options: Options | None = None) -> str | None:
-    """As `Variant.kernels`, of what a row of the bench is about, by the code as it is. None: of peers, of "auto", and of modes
-    that run several sets of kernels.
+    """As `Variant.kernels`, of what a row of the bench is about, by the code as it is. None: of peers, of modes that run
+    several sets of kernels, and of "auto" with keep_bytes, by which calls differ.
 
     options: by default the row's.
     """
-    if not row["gpu"] or row["variant"] not in list_candidates() or row["mode"] not in _TIMED:
+    if not row["gpu"] or row["variant"] not in ("auto", *list_candidates()) or row["mode"] not in _TIMED:
         return None
-    options = options or Options(**record.options(row))
-    return _name_kernels(device_slug(row["gpu"]), row["variant"], _describe_call(row, options), options)
+    options, gpu = options or Options(**record.options(row)), device_slug(row["gpu"])
+    call = _describe_call(row, options)
+    if row["variant"] != "auto":
+        return _name_kernels(gpu, row["variant"], call, options)
+    if options.keep_bytes:
+        return None
+    kernels = {name: _name_kernels(gpu, name, call, replace(options, save_states=False)) for name in list_candidates()}
+    (first, *_), _ = rank_kernels(call, kernels, gpu)
+    return kernels[first]
 
 
 def write_tables(tables: dict[str, TimeTable], folder: Path = TABLES) -> list[Path]:
@@ -167,7 +177,7 @@ def _read_options(row: dict) -> Options | None:
 
 def _describe_call(row: dict, options: Options) -> Call:
     sizes = {name: row[name] for name in record.SIZES}
-    keeps = row["mode"] != "fwd" and options.save_states
+    keeps = row["mode"] != "fwd" and options.save_states and row["variant"] != "auto"
     return Call(_TIMED[row["mode"]], keeps, ITEMSIZES[row["dtype"]], **sizes, chunk_size=row["chunk_size"],
                 gated=row["shape"] in SHAPES and SHAPES[row["shape"]].gated)
 

@@ -35,11 +35,11 @@ def rank_variants(inputs: SSDInputs, options: Options, mode: str, keeps: bool, n
         if len(_ranked) >= _MOST:
             _ranked.clear()
         kernels = {name: get_variant(name).kernels(i, options, mode, keeps) for name in names}
-        ranked = _ranked[form] = _rank(Call.of(i, mode, keeps), kernels, tuning.device_of(i).name)
+        ranked = _ranked[form] = rank_kernels(Call.of(i, mode, keeps), kernels, tuning.device_of(i).name)
     return ranked
 
 
-def _rank(call: Call, kernels: dict[str, str], gpu: str) -> tuple[tuple[str, ...], str]:
+def rank_kernels(call: Call, kernels: dict[str, str], gpu: str) -> tuple[tuple[str, ...], str]:
     """Rank the variants; those whose kernels' times are unknown come last."""
     table = get_table(gpu)
     known = table or get_fallback()

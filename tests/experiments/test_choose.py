@@ -48,6 +48,7 @@ def test_the_latest_row_of_each_kernels_counts():
 
 
 @pytest.mark.parametrize(("row", "call", "kernels"), [
+    ({"variant": "auto", "mode": "bwd", "ran": "fused on Hopper"}, {"mode": "bwd"}, "fused on Hopper"),
     ({"mode": "fwd_train"}, {"keeps": True}, "persistent on Hopper"),
     ({"mode": "bwd"}, {"mode": "bwd", "keeps": True}, "fused on Hopper"),
     ({"mode": "bwd", "options": {"save_states": False}}, {"mode": "bwd"}, "fused on Hopper"),
@@ -60,7 +61,7 @@ def test_the_latest_row_of_each_kernels_counts():
 ], ids=str)
 def test_a_row_is_of_a_call_and_of_kernels(row, call, kernels):
     """Those that it names, or, of a row too old for that, those of its time."""
-    row = ssd_row("persistent", p50_us=110.0, **row)
+    row = ssd_row(**{"variant": "persistent"} | row, p50_us=110.0)
     assert choose.make_tables([row])["h200"].calls == {replace(CALL, **call): {kernels: 100.0}}
 
 
@@ -69,7 +70,10 @@ def test_a_row_names_the_kernels_that_ran(monkeypatch):
     row = ssd_row("persistent", mode="bwd", options=vars(Options()))
     assert choose.name_kernels(row) == "fused on Hopper"
     assert choose.name_kernels(row | {"gpu": "NVIDIA A100-SXM4-40GB"}) == "fused"
-    for other in ({"mode": "fwd_bwd"}, {"variant": "auto"}, {"variant": "mamba_ssm", "options": None}, {"gpu": None}):
+    auto = row | {"variant": "auto"}
+    assert choose.name_kernels(auto | {"mode": "fwd"}) == "persistent on Hopper"
+    for other in ({"mode": "fwd_bwd"}, {"variant": "mamba_ssm", "options": None}, {"gpu": None},
+                  {"variant": "auto", "options": vars(Options(keep_bytes=1))}):
         assert choose.name_kernels(row | other) is None
     monkeypatch.setattr(record, "environment", lambda: ENVIRONMENT)
     setting = SimpleNamespace(shape=choose.SHAPES["8b-b4"], dtype_name="bf16")

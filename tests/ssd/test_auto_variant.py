@@ -51,7 +51,7 @@ def rank(monkeypatch, tmp_path):
     (tmp_path / "l4.json").write_text(TimeTable({("fwd", "fused"): model(launch=1.0)}, {}).write())
     for cached in (variant_times.get_table, variant_times.get_fallback):
         cached.cache_clear()
-    yield auto_variant._rank
+    yield auto_variant.rank_kernels
     for cached in (variant_times.get_table, variant_times.get_fallback):
         cached.cache_clear()
 
