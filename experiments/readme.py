@@ -121,6 +121,7 @@ def list_sections(shown: Shown) -> dict[tuple[str, str], str]:
         ("README.md", "speedups"): picture + result_tables.tabulate_speedups(timed, shown.steps),
         ("README.md", "costs"): result_tables.tabulate_costs(shown.memory),
         ("README.md", "setup"): result_tables.describe_setup(shown.checks),
+        ("docs/results.md", "models"): result_tables.tabulate_models(timed),
         ("docs/results.md", "results"): result_tables.tabulate_results(timed, Path(FIGURE).name),
         ("docs/results.md", "memory"): result_tables.tabulate_memory([row for row in shown.memory if row["shape"] in _MEMORY]),
         ("docs/results.md", "choices"): choose.tabulate_choices(choose.make_tables(shown.choices)),

@@ -12,7 +12,7 @@ from ssd.registry import is_peer
 
 from . import record, table
 from .setup_size import describe
-from .shapes import DIRECTIONS, SHAPES
+from .shapes import DIRECTIONS, MODELS, SHAPES
 from .speedup_figure import DEFAULT, FASTEST, HEADLINE
 from .sweep import describe_way
 from .table import render_lines, write_head, write_number, write_scientific
@@ -36,6 +36,7 @@ _SPEED = ("tokens", "step ms", "speed-up", "a second", "unit", "MiB", "loss")
 _LEFT_OUT = {*_SPEED, "options", "preset", "mixer", "graph", "compile"}
 _STEPS = {header: table.STEPS[header] for header in (*_SETTINGS, *_SPEED)}
 _STEP_PARTS = {header: table.STEPS[header] for header in (*_SETTINGS, *table.STEPS) if header not in _LEFT_OUT}
+_MODELS = {shape.name: shape for shape in MODELS}
 _whole, _tenths = write_number(0), write_number(1)
 _SHAPE = itemgetter("shape")
 
@@ -50,6 +51,9 @@ _GPUS_HEAD = write_head(
     "workload | preset | variant | batch | GPUs | way | link, GB/s | step, ms | on one | faster | efficiency | loss | on one",
     "workload", "preset", "variant", "GPUs", "way")
 _SEEDS_HEAD = write_head("workload | preset | mixer | steps | seed | losses | apart", "workload", "preset", "mixer", "losses")
+_MODELS_HEAD = write_head(
+    "model | headdim x dstate | heads / groups | forward: mamba_ssm | `persistent` | `auto` | "
+    "forward and backward: mamba_ssm | `persistent` | `auto`", "model", "headdim x dstate", "heads / groups")
 _EVERY_ROW_HEAD = write_head(
     "shape | | variant | chunk | µs | in a CUDA graph, µs | share of bound | error | against | speed-up",
     "shape", "", "variant", "against")
@@ -151,7 +155,9 @@ def tabulate_costs(rows: list[dict]) -> str:
 
 
 def tabulate_results(rows: list[dict], figure_path: str) -> str:
-    """Markdown of the latest rows, the faster chunk size of each variant: losses beside wins."""
+    """Markdown of the latest rows, the faster chunk size of each variant: losses beside wins. Models have a table of their own,
+    but for each measurement.
+    """
     if not rows:
         return "No rows yet: no GPU has run the bench for this table.\n"
     parts = [f"![Time of each variant and of mamba_ssm at each shape, and the bandwidth bound]({figure_path})\n"]
@@ -161,7 +167,7 @@ def tabulate_results(rows: list[dict], figure_path: str) -> str:
         parts.append(f"{where}, device copy {copy:.0f} GB/s, rows of {join_words([*commits])}. In a CUDA graph, µs, with the "
                      "speed-up over mamba_ssm:\n")
         for mode, name in MODES.items():
-            if of := [row for row in group if row["mode"] == mode]:
+            if of := [row for row in group if row["mode"] == mode and row["shape"] not in _MODELS]:
                 parts += [f"**{name.capitalize()}**\n", _tabulate_by_shape(of)]
         parts += ["**Each measurement**: eager times, chunk sizes, the share of the bandwidth bound, errors\n",
                   _EVERY_ROW_HEAD + render_lines(map(_list_row, group))]
@@ -171,12 +177,36 @@ def tabulate_results(rows: list[dict], figure_path: str) -> str:
     return "\n".join(parts)
 
 
+def tabulate_models(rows: list[dict]) -> str:
+    """A line for each published model's layer: what the fastest variant and the default gain there, losses beside wins."""
+    parts = []
+    for where, group in group_by_gpu([row for row in rows if row["shape"] in _MODELS]):
+        found = {(row["shape"], row["mode"], row["variant"]): row for row in group}
+        for (batch, seqlen), shapes in record.group_by(_MODELS.values(), lambda shape: (shape.batch, shape.seqlen)).items():
+            lines = []
+            for shape in shapes:
+                cells = [_write_gain(found.get((shape.name, mode, variant)))
+                         for mode in ("fwd", "fwd_bwd") for variant in ("mamba_ssm", FASTEST, DEFAULT)]
+                if any(cells):
+                    sizes = f"{shape.headdim} x {shape.dstate}", f"{shape.nheads} / {shape.ngroups}"
+                    lines.append([shape.name.removesuffix("-32k"), *sizes, *cells])
+            if lines:
+                parts.append(f"{where}, batch {batch} of {seqlen} tokens:\n\n{_MODELS_HEAD}{render_lines(lines)}")
+    return "\n".join(parts) or "No rows yet: no GPU has run `make bench SHAPE=models`.\n"
+
+
+def _write_gain(row: dict | None) -> str:
+    """The time in a CUDA graph, with the speed-up where there is one."""
+    if row is None:
+        return ""
+    return _whole(_graph_us(row)) + (f" ({row['graph_speedup']:.2f})" if row.get("graph_speedup") else "")
+
+
 def _tabulate_by_shape(rows: list[dict]) -> str:
     """A line for each shape, a column for each variant."""
     variants, lines = [*dict.fromkeys(row["variant"] for row in rows)], []
     for shape, group in groupby(rows, _SHAPE):
-        cells = {row["variant"]: _whole(_graph_us(row)) + (f" ({row['graph_speedup']:.2f})" if row.get("graph_speedup") else "")
-                 for row in group}
+        cells = {row["variant"]: _write_gain(row) for row in group}
         lines.append([shape, *(cells.get(variant, "") for variant in variants)])
     return write_head(" | ".join(("shape", *variants)), "shape") + render_lines(lines)
 

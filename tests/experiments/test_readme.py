@@ -90,6 +90,17 @@ def test_results_have_losses_too():
     assert ["8b-b4", "4390 (0.91)", "3990"] in lines
 
 
+def test_models_have_a_table_of_their_own():
+    rows = [ssd_row(variant, shape=shape, **compare(gain) if gain else {}) for variant, shape, gain in (
+        ("persistent", "falcon-h1-7b", 0.5), ("auto", "falcon-h1-7b-32k", None), ("mamba_ssm", "falcon-h1-7b", None))]
+    text = result_tables.tabulate_models([*rows, *ROWS])
+    _, _, short, _, _, long = lines_of(text)
+    assert short[:5] == ["falcon-h1-7b", "128 x 256", "24 / 1", "990", "990 (0.50)"] and long[:5] == [*short[:3], "", ""]
+    assert long[5] == "990" and "batch 2 of 4096 tokens" in text and "batch 1 of 32768 tokens" in text
+    results = result_tables.tabulate_results(rows, "results.svg")
+    assert "**Forward**" not in results and "falcon-h1-7b | forward | persistent" in results
+
+
 def test_speedups():
     """Ranges are of the fastest variant at each shape, by its time in a graph; lines are `persistent`'s alone."""
     rows = [*ROWS, ssd_row("fused", **compare(2.5)), ssd_row("persistent", shape="8b-b1", **compare(3.25) | {"speedup": 9.0}),
