@@ -36,7 +36,7 @@ with = $(if $($(1)),--$(2) $($(1)))
 given = $(if $(filter-out file,$(origin VARIANT)),--variant $(VARIANT))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup peers tritons bench ablate block decode train prune prune-speed table readme characterize scaling report \
+.PHONY: help setup peers tritons bench ablate block patches decode train prune prune-speed table readme characterize scaling report \
   tune choose sanitize fuzz test coverage lint dist
 
 help:  ## List the targets
@@ -75,6 +75,9 @@ ablate: peers  ## Measure what each option of a variant is worth; WORKLOAD= for 
 
 block: peers  ## Measure what surrounds the operator, and whole blocks, beside upstream's
 	$(RUN) block $(call with,PART,part) $(call with,SHAPE,shape) $(call with,MODE,mode) $(ARGS)
+
+patches: peers  ## Measure layers of transformers' models under the patch, beside mamba_ssm's kernels
+	$(RUN) patches $(given) $(call with,MODE,mode) $(ARGS)
 
 decode: peers  ## Measure generation by models of random weights, beside mamba_ssm's and transformers'
 	$(RUN) decode $(call with,PRESET,preset) $(call with,BATCH,batch) $(given) $(ARGS)

@@ -20,7 +20,7 @@ from .fuzz.commands import fuzz
 from .pruning.commands import prune, prune_speed
 from .record import RESULTS
 from .regress import regress
-from .shapes import BLOCK_PARTS, DECODE_RIVALS, DIRECTIONS, MODES, SCANS
+from .shapes import BLOCK_PARTS, DECODE_RIVALS, DIRECTIONS, MODES, PATCHED_MODELS, SCANS
 from .terminal import make_console, refuse, refuse_errors
 from .training_run import WAYS, Run, make_run, parse_workload
 from .workloads import preset_names, workload_names
@@ -130,6 +130,24 @@ def block(
     if counters:
         block.count(rows, out, console)
     raise typer.Exit(0 if {row["part"] for row in rows} == set(parts) else 1)
+
+
+@app.command()
+def patches(
+    model: Annotated[str, typer.Option(help=f"Of {', '.join(PATCHED_MODELS)}.")] = ",".join(PATCHED_MODELS),
+    variant: Annotated[str, typer.Option(help=f"To patch with, of {', '.join(_PROMPT_VARIANTS)}.")] = "auto,persistent",
+    mode: Annotated[str, typer.Option(help="fwd, fwd_bwd or both.")] = "fwd,fwd_bwd", dtype: flags.Dtype = "bf16",
+    repeats: flags.Repeats = 20, warmup: flags.Warmup = 5, out: flags.Out = RESULTS,
+) -> None:
+    """Measure two layers of transformers' models under the patch, beside mamba_ssm's kernels where they are installed."""
+    names, variants = split_names("--model", model, PATCHED_MODELS), split_names("--variant", variant, _PROMPT_VARIANTS)
+    modes, console = split_names("--mode", mode, ("fwd", "fwd_bwd")), make_console()
+    require_gpu("patches", "make test ARGS=tests/interop runs patched models on a CPU")
+    from . import patches
+
+    with refuse_errors():
+        rows = patches.run(names, variants, modes, dtype, out, console, repeats, warmup)
+    console.print(patches.tabulate(rows), markup=False)
 
 
 @app.command()

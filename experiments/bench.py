@@ -60,7 +60,7 @@ def run(variants: Sequence[str], against: str | None, shapes: Sequence[Shape], m
         candidates = [Candidate(name, size, options) for name in present
                       for size in _list_chunk_sizes(name, setting.shape.seqlen, chunk_sizes)]
         measured = measure(setting, mode, candidates, repeats, warmup, console)
-        rival = _compare_with(against, measured)
+        rival = compare_with(against, measured)
         for candidate, values in measured.items():
             compared = rival if candidate.variant != against else {}
             rows.append(make_row("ssd", setting, mode, candidate, values | compared, ceiling))
@@ -143,7 +143,7 @@ def measure(setting: Setting, mode: str, candidates: list[Candidate], repeats: i
             for candidate, values in timing.measure(calls, repeats, warmup).items()}
 
 
-def _compare_with(against: str | None, measured: dict[Candidate, dict]) -> dict:
+def compare_with(against: str | None, measured: dict[Candidate, dict]) -> dict:
     """The keys that compare with a rival, at its better chunk size; none where it was not measured."""
     rival = [values for candidate, values in measured.items() if candidate.variant == against]
     if not rival:

@@ -19,6 +19,7 @@ from . import (
     context,
     documents,
     figure,
+    patches,
     record,
     result_tables,
     speedup_figure,
@@ -56,6 +57,7 @@ class Shown:
         choices: what "auto" chooses by.
         contexts: sequences over several GPUs.
         documents: packed ones with states, and states at positions.
+        patches: layers of transformers' models.
     """
 
     bench: Rows = field(default_factory=list)
@@ -69,6 +71,7 @@ class Shown:
     choices: Rows = field(default_factory=list)
     contexts: Rows = field(default_factory=list)
     documents: Rows = field(default_factory=list)
+    patches: Rows = field(default_factory=list)
 
     @staticmethod
     def read(out: Path = record.RESULTS) -> Shown:
@@ -91,7 +94,7 @@ class Shown:
             record.read(rows, bench="train"), [*record.read(out, bench="setup", gpu=None), *record.read(
                 out, bench="tests", gpu=None, only=None, shard=None, failed=0)],
             [row for row in rows if row["bench"] in choose.BENCHES], record.read(rows, bench="context"),
-            record.read(rows, bench="documents"))
+            record.read(rows, bench="documents"), record.read(rows, bench="patches"))
 
 
 def write(shown: Shown, root: Path = ROOT, check: bool = False) -> bool:
@@ -135,6 +138,7 @@ def list_sections(shown: Shown) -> dict[tuple[str, str], str]:
         ("docs/context-parallel.md", "exchanges"): context.tabulate_exchanges(),
         ("docs/context-parallel.md", "times"): context.tabulate_times(shown.contexts),
         ("docs/drop-in.md", "documents"): documents.tabulate(shown.documents),
+        ("docs/drop-in.md", "patches"): patches.tabulate(shown.patches),
         ("docs/drop-in.md", "libraries"): result_tables.tabulate_libraries(shown.bench, shown.blocks),
         (TERMINAL, "terminal-gpu"): terminal_page.print_recorded_run(shown.bench),
     }

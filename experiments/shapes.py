@@ -57,6 +57,7 @@ _2_7B = next(shape for shape in NAMED if shape.name == "2.7b-b4")
 SWEEP = tuple(replace(_2_7B, name=f"sweep-{seqlen}", batch=1, seqlen=seqlen) for seqlen in SEQLENS)
 MODELS = (*_SHORT, *(replace(shape, name=f"{shape.name}-32k", batch=1, seqlen=32768) for shape in _SHORT))
 BLOCK_PARTS = ("conv1d", "gated_norm", "state_update", "selective_scan", "block")  # that `block` measures; a scan at SCANS
+PATCHED_MODELS = ("falcon-h1-7b", "nemotron-nano-9b-v2")  # models of transformers that `patches` measures layers of
 DECODE_RIVALS = ("mamba_ssm", "transformers")  # libraries that `decode` knows
 
 # Small enough for Triton's interpreter; ragged, with two heads to a group and more than one chunk.

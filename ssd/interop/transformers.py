@@ -7,7 +7,7 @@ mixer is built. So the globals are overwritten, in files that are loaded at once
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import wraps
 from importlib.abc import MetaPathFinder
@@ -67,17 +67,20 @@ def _place(undo: ExitStack, module: ModuleType, version: tuple[int, int]) -> Non
     if version >= _BOUND_AT_IMPORT:
         if missing := _GLOBALS.keys() - found.keys():
             raise RuntimeError(f"{module.__name__} has no {', '.join(sorted(missing))}, as it should from transformers 5.15 on")
-        for name, upstream in _GLOBALS.items():
-            put(undo, found, name, _FUNCTIONS[upstream])
-        return
-    # A mixer built under the patch outlives it, so names that only its `__init__` makes are left as without kernels.
-    for name in (*_FUNCTIONS, "is_fast_path_available"):
-        found.setdefault(name, None)
-    for name, function in _FUNCTIONS.items():
-        put(undo, found, name, function)
-    put(undo, found, "is_fast_path_available", True)
-    if load := found.get("lazy_load_kernel"):
-        put(undo, found, "lazy_load_kernel", _load_ours(load))
+    else:  # a mixer built under the patch outlives it, so names that only its `__init__` makes are left as without kernels
+        for name in (*_FUNCTIONS, "is_fast_path_available"):
+            found.setdefault(name, None)
+        if load := found.get("lazy_load_kernel"):
+            put(undo, found, "lazy_load_kernel", _load_ours(load))
+    for name, value in list_globals(_FUNCTIONS, version).items():
+        put(undo, found, name, value)
+
+
+def list_globals(functions: dict[str, Callable], version: tuple[int, int]) -> dict[str, object]:
+    """What globals of a modelling file become, so that it calls these functions, which have upstream's names."""
+    if version >= _BOUND_AT_IMPORT:
+        return {name: functions[upstream] for name, upstream in _GLOBALS.items()}
+    return {**functions, "is_fast_path_available": True}
 
 
 def _load_ours(load: Callable) -> Callable:
@@ -95,6 +98,11 @@ def _keep_known_arguments(function: Callable) -> Callable:
         return function(*args, **{name: value for name, value in kwargs.items() if name in known})
 
     return pass_known
+
+
+def choose_functions(known: Mapping[str, Callable]) -> dict[str, Callable]:
+    """Those that transformers' mixers call, as they call them."""
+    return {name: _keep_known_arguments(known[name]) for name in _GLOBALS.values()}
 
 
 class _AfterImport(MetaPathFinder):
@@ -125,4 +133,4 @@ class _AfterImport(MetaPathFinder):
 
 _LIBRARY = Library("transformers", _install)
 _OURS = functions(lambda: _LIBRARY.variant)
-_FUNCTIONS = {name: _keep_known_arguments(_OURS[name]) for name in _GLOBALS.values()}
+_FUNCTIONS = choose_functions(_OURS)
