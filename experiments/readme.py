@@ -27,6 +27,7 @@ from . import (
     sweep,
     table,
     terminal_page,
+    training_tables,
 )
 from .decode import read_latest as read_decoding
 from .result_tables import MODES
@@ -130,10 +131,10 @@ def list_sections(shown: Shown) -> dict[tuple[str, str], str]:
         ("docs/results.md", "choices"): choose.tabulate_choices(choose.make_tables(shown.choices)),
         ("docs/results.md", "blocks"): result_tables.tabulate_blocks(shown.blocks),
         ("docs/results.md", "decoding"): result_tables.tabulate_decoding(shown.decoding),
-        ("docs/results.md", "workloads"): result_tables.tabulate_steps(shown.steps, Path(STEPS_FIGURE).name),
-        ("docs/workloads.md", "gains"): result_tables.tabulate_gains(shown.steps),
-        ("docs/workloads.md", "gpus"): result_tables.tabulate_several_gpus(shown.trainings),
-        ("docs/workloads.md", "seeds"): result_tables.tabulate_several_seeds(shown.trainings),
+        ("docs/results.md", "workloads"): training_tables.tabulate_steps(shown.steps, Path(STEPS_FIGURE).name),
+        ("docs/workloads.md", "gains"): training_tables.tabulate_gains(shown.steps),
+        ("docs/workloads.md", "gpus"): training_tables.tabulate_several_gpus(shown.trainings),
+        ("docs/workloads.md", "seeds"): training_tables.tabulate_several_seeds(shown.trainings),
         ("docs/ablation.md", "ablation"): result_tables.tabulate_ablation(shown.ablation),
         ("docs/context-parallel.md", "exchanges"): context.tabulate_exchanges(),
         ("docs/context-parallel.md", "times"): context.tabulate_times(shown.contexts),

@@ -1,4 +1,4 @@
-"""Tables of README and docs in Markdown, each from committed rows: losses beside wins."""
+"""Tables of what calls take, for README and docs, in Markdown, each from committed rows: losses beside wins."""
 
 import textwrap
 from collections.abc import Iterator
@@ -14,7 +14,6 @@ from . import record, table
 from .setup_size import describe
 from .shapes import DIRECTIONS, MODELS, SHAPES
 from .speedup_figure import DEFAULT, FASTEST, HEADLINE
-from .sweep import describe_way
 from .table import render_lines, write_head, write_number, write_scientific
 
 MODES = DIRECTIONS | {"fwd_bwd": "forward and backward"}
@@ -30,27 +29,14 @@ _DECODE = {header: column for header, column in table.DECODE.items() if header n
 _LIBRARY_PARTS = {"conv1d": ("convolution", "fwd_bwd"), "gated_norm": ("gated norm", "fwd_bwd"),
                   "state_update": ("decoding of a token", "fwd"), "block": ("a whole `Mamba2`", "fwd_bwd"),
                   "selective_scan": ("Mamba-1's scan", "fwd_bwd")}
-# Of steps in two tables: what was run and how fast; where the time goes. `_describe_run` stands in the first column.
-_SETTINGS = ("workload", "batch", "dtype", "variant")
-_SPEED = ("tokens", "step ms", "speed-up", "a second", "unit", "MiB", "loss")
-_LEFT_OUT = {*_SPEED, "options", "preset", "mixer", "graph", "compile"}
-_STEPS = {header: table.STEPS[header] for header in (*_SETTINGS, *_SPEED)}
-_STEP_PARTS = {header: table.STEPS[header] for header in (*_SETTINGS, *table.STEPS) if header not in _LEFT_OUT}
 _MODELS = {shape.name: shape for shape in MODELS}
-_whole, _tenths = write_number(0), write_number(1)
+_whole = write_number(0)
 _SHAPE = itemgetter("shape")
 
 
 _COSTS_HEAD = write_head("`variant=` | time, µs | kept, MiB | peak, MiB", "`variant=`")
 _MEMORY_HEAD = write_head("variant | chunk | kept, MiB | at most, MiB | in a CUDA graph, µs", "variant")
 _ABLATION_HEAD = write_head("option | without, µs | relative | up to, µs | relative", "option")
-_GAINS_HEAD = write_head(
-    "workload | batch | mamba_ssm's step, ms | SSM in it, % | variant | step, ms | SSM in it, % | step faster | SSM faster | "
-    "SSM in the gain, %", "workload", "variant")
-_GPUS_HEAD = write_head(
-    "workload | preset | variant | batch | GPUs | way | link, GB/s | step, ms | on one | faster | efficiency | loss | on one",
-    "workload", "preset", "variant", "GPUs", "way")
-_SEEDS_HEAD = write_head("workload | preset | mixer | steps | seed | losses | apart", "workload", "preset", "mixer", "losses")
 _MODELS_HEAD = write_head(
     "model | headdim x dstate | heads / groups | forward: mamba_ssm | `persistent` | `auto` | "
     "forward and backward: mamba_ssm | `persistent` | `auto`", "model", "headdim x dstate", "heads / groups")
@@ -219,16 +205,6 @@ def _list_row(row: dict) -> tuple:
             row.get("against") or "", " / ".join(speedups))
 
 
-def tabulate_steps(rows: list[dict], figure_path: str) -> str:
-    """Markdown of the latest steps of each workload, variants as they come: losses beside wins."""
-    if not rows:
-        return "No rows yet: no GPU has run the sweep for this table.\n"
-    figure = f"![A training step of each workload with each variant, and the state-space model's part]({figure_path})\n"
-    named = [row | {"workload": _describe_run(row)} for row in rows]
-    return "\n".join([figure, *_render_by_gpu(named, _STEPS), "Where the time of these steps goes:\n",
-                      *_render_by_gpu(named, _STEP_PARTS)])
-
-
 def tabulate_memory(rows: list[dict]) -> str:
     """Markdown of what forward and backward hold at most, and what the forward keeps, a line for each way that was timed."""
     kept, parts = _collect_kept(rows), []
@@ -260,12 +236,12 @@ def _graph_us(row: dict) -> float:
 
 def tabulate_blocks(rows: list[dict]) -> str:
     """Markdown of the latest rows of each part of a block, ours beside upstream's: losses beside wins."""
-    return "\n".join(_render_by_gpu(rows, _BLOCK)) or "No rows yet: no GPU has run `make block` for this table.\n"
+    return "\n".join(render_by_gpu(rows, _BLOCK)) or "No rows yet: no GPU has run `make block` for this table.\n"
 
 
 def tabulate_decoding(rows: list[dict]) -> str:
     """Markdown of the latest generation of each model in a CUDA graph, beside another library's: losses beside wins."""
-    return "\n".join(_render_by_gpu(rows, _DECODE)) or "No rows yet: no GPU has run `make decode` for this table.\n"
+    return "\n".join(render_by_gpu(rows, _DECODE)) or "No rows yet: no GPU has run `make decode` for this table.\n"
 
 
 def tabulate_libraries(rows: list[dict], parts: list[dict]) -> str:
@@ -315,77 +291,7 @@ def tabulate_ablation(rows: list[dict]) -> str:
     return "\n".join(parts) or "No rows yet: no GPU has run `make ablate` for this table.\n"
 
 
-def tabulate_gains(rows: list[dict]) -> str:
-    """Markdown of what the fastest variant gains over upstream in each workload, in the step and in its SSM kernels, of steps
-    that were timed side by side: losses beside wins.
-    """
-    lines = []
-    for group in record.group_by(rows, lambda row: (row["gpu"], row["sitting"], record.settings(row, "variant"))).values():
-        theirs = [row for row in group if row["variant"] == "mamba_ssm"]
-        ours = [row for row in group if row["speedup"] and not is_peer(row["variant"])]
-        if not (theirs and ours):
-            continue
-        one, best = theirs[0], min(ours, key=itemgetter("p50_us"))
-        if one["ssm_us"] and best["ssm_us"]:
-            step, ssm = one["p50_us"] - best["p50_us"], one["ssm_us"] - best["ssm_us"]
-            lines.append([_describe_run(one), one["run"]["batch"], *_describe_step(one), best["variant"],
-                          *_describe_step(best), f"{best['speedup']:.2f}", f"{one['ssm_us'] / best['ssm_us']:.2f}",
-                          f"{100 * ssm / step:.0f}" if step > 0 and ssm > 0 else ""])
-    return _GAINS_HEAD + render_lines(lines) if lines else "No rows yet: no GPU has run the sweep beside upstream.\n"
-
-
-def _describe_run(row: dict) -> str:
-    """mamba2 1.3b (ssd), captured"""
-    workload, preset, mixer = _list_settings(row, "workload", "preset", "mixer")
-    return f"{workload} {preset} ({mixer}){describe_way(row)}"
-
-
-def _list_settings(row: dict, *names: str) -> list[str]:
-    """The settings of a row's run."""
-    return [str(row["run"][name]) for name in names]
-
-
-def _describe_step(row: dict) -> tuple[str, str]:
-    """A step's milliseconds, and the SSM kernels' share of them."""
-    return _tenths(row["p50_us"] / 1e3), f"{100 * row['share']:.1f}"
-
-
-def tabulate_several_gpus(rows: list[dict]) -> str:
-    """Markdown of the latest training of each kind on several GPUs beside the same on one: its steps, its loss."""
-    trained = {(_describe_training(row), row["gpus"], row["way"]): row for row in rows if row["gpu"] and not row.get("graph")}
-    lines = []
-    for (alike, gpus, way), row in trained.items():
-        if gpus > 1 and (one := trained.get((alike, 1, None))):
-            faster = one["p50_us"] / row["p50_us"]
-            lines.append([*_list_settings(row, "workload", "preset", "variant", "batch"), f"{gpus} {row['gpu']}", way,
-                          _whole(row.get("link_gbps")), _tenths(row["p50_us"] / 1e3), _tenths(one["p50_us"] / 1e3),
-                          f"{faster:.2f}", f"{100 * faster / gpus:.0f} %", f"{row['loss']:.3f}", f"{one['loss']:.3f}"])
-    return _GPUS_HEAD + render_lines(lines) if lines else "No rows yet: no GPUs have run `make train GPUS=2` for this table.\n"
-
-
-def tabulate_several_seeds(rows: list[dict]) -> str:
-    """Markdown of the latest losses of trainings on one GPU that differ in seed and variant alone, where there are several; of
-    any commit, since no time is compared.
-    """
-    alone, lines = [row for row in rows if row["gpu"] and row["gpus"] == 1], []
-    kinds = record.group_by(alone, lambda row: (row["gpu"], record.settings(row, "save_every", "seed", "variant")))
-    for group in kinds.values():
-        seeds = {seed: {row["variant"]: row["loss"] for row in sorted(of, key=itemgetter("variant"))}
-                 for seed, of in sorted(record.group_by(group, lambda row: row["run"]["seed"]).items())}
-        compared = {seed: losses for seed, losses in seeds.items() if len(losses) > 1}
-        for seed, losses in compared.items() if len(compared) > 1 else ():
-            lines.append([*_list_settings(group[0], "workload", "preset", "mixer", "steps"), seed,
-                          ", ".join(f"{variant} {loss:.3f}" for variant, loss in losses.items()),
-                          f"{100 * (max(losses.values()) / min(losses.values()) - 1):.2f} %"])
-    return _SEEDS_HEAD + render_lines(lines) if lines else "No rows yet: no GPU has trained one model from several seeds.\n"
-
-
-def _describe_training(row: dict) -> tuple:
-    """What trainings share that compare: every setting but how often they are saved, the machine and the code."""
-    return *(row[name] for name in ("gpu", "git_sha", "torch", "triton")), record.settings(row, "save_every")
-
-
-def _render_by_gpu(rows: list[dict], columns: dict) -> list[str]:
+def render_by_gpu(rows: list[dict], columns: dict) -> list[str]:
     """Markdown of each GPU's rows, without columns that are empty there."""
     parts = []
     for where, group in group_by_gpu(rows):

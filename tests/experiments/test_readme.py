@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from experiments import figure, readme, result_tables, speedup_figure, step_figure, terminal_page
+from experiments import figure, readme, result_tables, speedup_figure, step_figure, terminal_page, training_tables
 from experiments.readme import Shown, list_sections, write
 from tests.experiments import rows as rows_of
 from tests.experiments.rows import ENVIRONMENT, compare, ssd_row
@@ -130,7 +130,7 @@ def test_speedups():
 def test_workloads(root):
     """Every variant has its line, its bar and its speed-up."""
     steps = [step_row("mamba_ssm", 200.0, 50.0), step_row("fused", 160.0, 12.0, speedup=1.25)]
-    header, _, _, line, parts, _, _, parts_of = lines_of(result_tables.tabulate_steps(steps, "workloads.svg"))
+    header, _, _, line, parts, _, _, parts_of = lines_of(training_tables.tabulate_steps(steps, "workloads.svg"))
     found = dict(zip(header, line, strict=True)) | dict(zip(parts, parts_of, strict=True))
     assert [found[name] for name in ("workload", "variant", "step ms", "SSM %", "speed-up")] == [
         "mamba2 1.3b (ssd)", "fused", "160.0", "7.5", "1.25"]
@@ -141,10 +141,10 @@ def test_workloads(root):
     first, second = step_figure.points([alone, *steps[::-1]]).items()
     assert first[0].endswith("H200") and [*first[1]] == ["mamba_ssm", "fused"], "what has a speed-up first"
     assert second[0].endswith("H100")
-    tables = result_tables.tabulate_steps([alone, *steps], "workloads.svg").split("NVIDIA H")[1:]
+    tables = training_tables.tabulate_steps([alone, *steps], "workloads.svg").split("NVIDIA H")[1:]
     assert [("speed-up" in table, "SSM %" in table) for table in tables] == [
         (True, False), (False, False), (False, True), (False, True)], "no empty columns, and the last GPU by name first"
-    (line,) = lines_of(result_tables.tabulate_gains(steps))[2:]
+    (line,) = lines_of(training_tables.tabulate_gains(steps))[2:]
     assert line == ["mamba2 1.3b (ssd)", "4", "200.0", "25.0", "fused", "160.0", "7.5", "1.25", "4.17", "95"]
 
 
@@ -178,10 +178,10 @@ def test_several_gpus():
     one = {**ENVIRONMENT, "run": run, "variant": "fused", "gpus": 1, "way": None, "p50_us": 1e5, "loss": 6.0}
     two = one | {"gpus": 2, "way": "ddp", "link_gbps": 300.0, "p50_us": 6e4, "loss": 6.01}
     other = two | {"run": run | {"preset": "1.3b"}}
-    (line,) = lines_of(result_tables.tabulate_several_gpus([one | {"p50_us": 9e9}, one, two, other]))[2:]
+    (line,) = lines_of(training_tables.tabulate_several_gpus([one | {"p50_us": 9e9}, one, two, other]))[2:]
     assert line == ["mamba2", "370m", "fused", "8", "2 NVIDIA H200", "ddp", "300", "60.0", "100.0", "1.67", "83 %", "6.010",
                     "6.000"]
-    assert "No rows yet" in result_tables.tabulate_several_gpus([other])
+    assert "No rows yet" in training_tables.tabulate_several_gpus([other])
 
 
 def test_a_figure_is_dark_where_its_reader_prefers_it(tmp_path):
