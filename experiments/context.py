@@ -31,11 +31,11 @@ from .terminal import first_line
 
 MODES = ("fwd", "fwd_bwd")
 PARTS = ("scan", "block")
-_MIXER = replace(SHAPES["8b-b1"], name="8b")
-_CHUNK_SIZE = 256
+MIXER = replace(SHAPES["8b-b1"], name="8b")
+CHUNK_SIZE = 256
 _LONGEST_BLOCK = 65536  # tokens: a GPU holds the whole sequence's block and its part's
 _EXPANDED = 2  # channels of a block inside, for each outside
-_TABLE_TOKENS, _TABLE_RANKS = (65536, 1048576), (2, 8, 64, 512)
+TABLE_TOKENS, TABLE_RANKS = (65536, 1048576), (2, 8, 64, 512)
 
 
 def run(parts: Sequence[str], seqlens: Sequence[int], modes: Sequence[str], variant: str, dtype: str, team: Team, out: Path,
@@ -53,7 +53,7 @@ def run(parts: Sequence[str], seqlens: Sequence[int], modes: Sequence[str], vari
                          "timed")
     if uneven := [seqlen for seqlen in seqlens if seqlen % team.size]:
         raise ValueError(f"--seqlen: got {uneven[0]}, expected a multiple of {team.size}, the number of GPUs")
-    settings = [(replace(_MIXER, seqlen=seqlen), part, mode) for seqlen, part, mode in product(seqlens, parts, modes)
+    settings = [(replace(MIXER, seqlen=seqlen), part, mode) for seqlen, part, mode in product(seqlens, parts, modes)
                 if part == "scan" or seqlen <= _LONGEST_BLOCK]
     if not settings:
         raise ValueError(f"--seqlen: got {min(seqlens)} of a block, expected at most {_LONGEST_BLOCK}")
@@ -79,13 +79,13 @@ def _measure(shape: Shape, part: str, mode: str, variant: str, dtype: str, calls
     captured, note = _capture(calls, team)
     graphs = _time(captured, team, repeats, warmup)
     (p20, p50, p80), graph_p50 = times["parts"], graphs["parts"][1] if "parts" in graphs else None
-    forward, backward = count_states(shape.problem(_CHUNK_SIZE, dtype), team.size)
+    forward, backward = count_states(shape.problem(CHUNK_SIZE, dtype), team.size)
     alone, dealt, *in_graphs = (of[name][1] if name in of else None
                                 for of in (times, graphs) for name in ("alone", "all_to_all"))
     efficiency = in_graphs[0] / graph_p50 / team.size if graph_p50 and in_graphs[0] else alone / p50 / team.size
     return {
         "bench": "context", "part": part, "mode": mode, "shape": shape.name, **shape.sizes, "dtype": dtype, "variant": variant,
-        "chunk_size": _CHUNK_SIZE, "ranks": team.size, "p20_us": p20, "p50_us": p50, "p80_us": p80, "alone_p50_us": alone,
+        "chunk_size": CHUNK_SIZE, "ranks": team.size, "p20_us": p20, "p50_us": p50, "p80_us": p80, "alone_p50_us": alone,
         "graph_p50_us": graph_p50, "alone_graph_p50_us": in_graphs[0], "all_to_all_graph_p50_us": in_graphs[1],
         "efficiency": efficiency, "all_to_all_p50_us": dealt,
         "bytes_received": forward.bytes + (backward.bytes if mode == "fwd_bwd" else 0),
@@ -116,7 +116,7 @@ def _capture(calls: dict[str, Callable], team: Team) -> tuple[dict[str, Callable
 
 def _list_scans(shape: Shape, mode: str, variant: str, dtype: torch.dtype, team: Team) -> dict[str, Callable]:
     """{way: call}. All-to-alls: without the copies that put tokens and heads in their order, and not the convolution's."""
-    scan = partial(ssd_chunk_scan, chunk_size=_CHUNK_SIZE, variant=variant)
+    scan = partial(ssd_chunk_scan, chunk_size=CHUNK_SIZE, variant=variant)
     ranks = team.size
 
     def make(shape: Shape, group: dist.ProcessGroup | None = None) -> Callable:
@@ -146,7 +146,7 @@ def _list_blocks(shape: Shape, mode: str, variant: str, dtype: torch.dtype, team
     d_model = shape.nheads * shape.headdim // _EXPANDED
 
     def make(seqlen: int, group: dist.ProcessGroup | None) -> Callable:
-        block = Mamba2(d_model, d_state=shape.dstate, headdim=shape.headdim, ngroups=shape.ngroups, chunk_size=_CHUNK_SIZE,
+        block = Mamba2(d_model, d_state=shape.dstate, headdim=shape.headdim, ngroups=shape.ngroups, chunk_size=CHUNK_SIZE,
                        expand=_EXPANDED, variant=variant, device=team.device, dtype=dtype, context_group=group)
         u = torch.randn(shape.batch, seqlen, d_model, device=team.device, dtype=dtype, requires_grad=True)
         return timing.make_call(partial(block, u), mode, [u, *block.parameters()], torch.randn_like(u))
@@ -182,13 +182,13 @@ def tabulate_times(rows: list[dict]) -> str:
 def tabulate_exchanges() -> str:
     """What a rank receives in a layer, by `ssd.distributed.cost`."""
     rows = []
-    for tokens in _TABLE_TOKENS:
-        problem = replace(_MIXER, seqlen=tokens).problem(_CHUNK_SIZE, "bf16")
-        for ranks in _TABLE_RANKS:
+    for tokens in TABLE_TOKENS:
+        problem = replace(MIXER, seqlen=tokens).problem(CHUNK_SIZE, "bf16")
+        for ranks in TABLE_RANKS:
             forward, backward = count_states(problem, ranks)
             dealt = f"{count_all_to_alls(problem, ranks).bytes / 1e6:,.1f}" if problem.nheads % ranks == 0 else ""
             rows.append((f"{tokens:,}", ranks, f"{forward.bytes / 1e6:,.1f}", f"{backward.bytes / 1e6:,.1f}", dealt))
     head = write_head("tokens | ranks | states, forward | states, backward | all-to-alls, forward or backward")
-    return (f"MB that a rank receives in one mixer of {_MIXER.nheads} heads of {_MIXER.headdim} channels, dstate "
-            f"{_MIXER.dstate}, {_MIXER.ngroups} groups, batch 1, bf16.\nThese are computed and extrapolated: no GPU sent them. "
+    return (f"MB that a rank receives in one mixer of {MIXER.nheads} heads of {MIXER.headdim} channels, dstate "
+            f"{MIXER.dstate}, {MIXER.ngroups} groups, batch 1, bf16.\nThese are computed and extrapolated: no GPU sent them. "
             f"Each number is two messages.\n\n{head}{render_lines(rows)}")
