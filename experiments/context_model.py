@@ -94,8 +94,10 @@ def tabulate(rows: list[dict]) -> str:
     head = write_head(f"tokens | ranks | forward: {of} | forward and backward: {of}")
     said = [f"{model.start:,.0f} + {1e3 * model.token:,.1f} a thousand tokens, and {model.cut:,.0f} for the cut"
             for model in models.values()]
-    return (f"µs of one GPU, forward: {said[0]}; forward and backward: {said[1]}.\nThe link: {models['fwd'].link_gbps:,.0f} GB/s"
-            f" as measured, and beyond {_OF_ONE_HOST} GPUs {_NETWORK_GBPS:.0f}, which is assumed.\n\n{head}{render_lines(lines)}")
+    link = (f"The link: {models['fwd'].link_gbps:,.0f} GB/s as measured, and beyond {_OF_ONE_HOST} GPUs {_NETWORK_GBPS:.0f}, "
+            "which is assumed.")
+    return (f"µs of one GPU, forward: {said[0]}; forward and backward: {said[1]}.\n{link}\n\n"
+            f"{head}{render_lines(lines)}")
 
 
 def _make_problem(seqlen: int):
