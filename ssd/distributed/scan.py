@@ -127,7 +127,7 @@ def _find_documents(i: SSDInputs, place: _Place) -> Tensor | None:
     """
     if i.seq_idx is not None or (bounds := i.cu_seqlens) is None:
         return i.seq_idx
-    values = bounds.tolist() if bounds.device.type == "cpu" or value_checks.ENABLED else None
+    values = bounds.tolist() if bounds.device.type == "cpu" or value_checks.reads_values() else None
     own = [i.seqlen, zlib.crc32(str(values).encode())]
     (everyone,) = gather(place.group, torch.tensor(own, device=i.x.device))
     lengths, sums = everyone.unbind(1)

@@ -39,6 +39,11 @@ def check_outputs(tensors: tuple[Tensor | None, ...]) -> None:
                 _check_finite(name, t, "output")
 
 
+def reads_values() -> bool:
+    """True when a call may wait for the GPU to read what it was given."""
+    return ENABLED and not _is_off()
+
+
 def _is_off() -> bool:
     return torch.compiler.is_compiling() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
 
