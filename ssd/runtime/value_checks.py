@@ -45,7 +45,8 @@ def reads_values() -> bool:
 
 
 def _is_off() -> bool:
-    return torch.compiler.is_compiling() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+    # a process that has not started CUDA captures nothing, and a fork of one that has cannot even ask
+    return torch.compiler.is_compiling() or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
 
 
 def _check_finite(name: str, t: Tensor, what: str) -> None:

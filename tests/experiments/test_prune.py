@@ -56,7 +56,7 @@ def test_a_model_is_trained_pruned_and_fine_tuned(tmp_path, monkeypatch):
 
 def test_heads_of_a_run_that_was_trained_before(tmp_path):
     run = small_run(steps=2)
-    train(run, tmp_path / "run", QUIET)
+    train(run, tmp_path / "run", QUIET, rows=tmp_path / "trained")
     kept = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
     done = invoke("prune", "--trained", tmp_path / "run", "--kind", "heads", "--score", "activity", "--no-bridge", *SHORT,
                    "--out", tmp_path / "rows")
@@ -84,7 +84,7 @@ def test_a_run_that_saves_nothing_is_refused(tmp_path):
 
 def test_a_run_of_other_settings_is_not_pruned_as_if_it_had_these(tmp_path):
     run = small_run(steps=2)
-    train(run, tmp_path, QUIET)
+    train(run, tmp_path, QUIET, rows=tmp_path / "trained")
     for settings, said in (({"steps": 1}, "--steps: got 1, expected 2"), ({"seed": 5}, "--seed: got 5, expected")):
         with pytest.raises(ValueError, match=said):
             losses.run(losses.Plan(replace(run, **settings), tmp_path, "heads"), QUIET)
