@@ -134,11 +134,12 @@ def test_fifty_steps_of_a_published_size_by_parts(tmp_path):
 
 
 @needs_two
-def test_two_halves_go_on_with_what_one_has_saved(by_one, tmp_path):
+@pytest.mark.parametrize("way", ["fsdp", "cp"])
+def test_two_go_on_with_what_one_has_saved(way, by_one, tmp_path):
     out = tmp_path / "run"
     shutil.copytree(by_one, out)
     shutil.rmtree(out / "checkpoints" / "step-00000004")
-    train_by_two(out, "fsdp", "--resume")
+    train_by_two(out, way, "--resume")
     assert_ends_alike(out, by_one)
 
 
