@@ -1,6 +1,7 @@
 """The command `fuzz`, which `__main__` adds to the command line."""
 
 import sys
+from math import inf
 from pathlib import Path
 from typing import Annotated
 
@@ -16,11 +17,13 @@ _PARTS = ("operator", "block")
 _PEERS = ("mamba_ssm", "fla")  # which the fuzz does not judge
 _VARIANTS = tuple(name for name in VARIANTS if name not in _PEERS)
 _WORKERS_ON_GPU, _TIMEOUT = 14, 240.0
+_SECONDS, _CONFIGS = 60, 100_000  # unless told otherwise
 
 
 def fuzz(
-    seconds: Annotated[float, typer.Option(min=1, help="When to break off, unless all --configs have run before.")] = 60,
-    configs: Annotated[int, typer.Option(min=1, help="How many to draw. Slow ones are waited for.")] = 100_000,
+    seconds: Annotated[float | None, typer.Option(
+        min=1, help="When to break off; 60, or with --configs not before all have run.")] = None,
+    configs: Annotated[int | None, typer.Option(min=1, help="How many to draw. Slow ones are waited for.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of what is drawn: the same seed draws the same.")] = 0,
     variant: Annotated[str, typer.Option(
         help=f"Variants, a share each, of {', '.join(_VARIANTS)}.")] = "auto,baseline,fused,persistent",
@@ -40,10 +43,11 @@ def fuzz(
     variants = tuple(split_names("--variant", variant, _VARIANTS))
     check_name("--part", part, _PARTS)
     workers = workers or (_WORKERS_ON_GPU if has_gpu() else 1)
+    seconds = seconds or (_SECONDS if configs is None else inf)
     from . import campaign
     from .parts import from_json, to_json
 
-    plan = campaign.Plan(part, variants, seed, seconds, configs, workers, family, timeout, shrink, out)
+    plan = campaign.Plan(part, variants, seed, seconds, configs or _CONFIGS, workers, family, timeout, shrink, out)
     console = make_console()
     if config is None:
         raise typer.Exit(1 if campaign.run(plan, console).failures else 0)

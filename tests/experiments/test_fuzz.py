@@ -1,6 +1,7 @@
 """The fuzz: what it draws, that it raises no false alarms, that planted faults are found, named and made small."""
 
 import json
+import math
 from dataclasses import fields, replace
 from functools import partial
 
@@ -236,6 +237,13 @@ def test_what_hangs_is_named():
     line = to_json(EVERYTHING)
     (outcome,) = find("hangs", [line], timeout=1).values()
     assert outcome.failed and outcome.why.startswith("hung: no result after 1 s")
+
+
+@pytest.mark.parametrize("given, seconds", [((), 60), (("--configs", 9), math.inf), (("--configs", 9, "--seconds", 5), 5)])
+def test_what_is_asked_for_by_number_runs_whole(given, seconds, monkeypatch):
+    plans = []
+    monkeypatch.setattr(campaign, "run", lambda plan, console: plans.append(plan) or campaign.Tally())
+    assert invoke("fuzz", *given).exit_code == 0 and plans[0].seconds == seconds
 
 
 def test_a_whole_run(tmp_path, monkeypatch, console):
