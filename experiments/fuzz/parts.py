@@ -15,7 +15,7 @@ DRAWS: dict[str, Callable] = {"operator": draw.draw, "block": draw_block}  # by 
 
 def part_of(config: object) -> str:
     """The name of the part that a configuration is of."""
-    return next(name for name, part in PARTS.items() if isinstance(config, part.Config))
+    return next(name for name, part in PARTS.items() if type(config) is part.Config)
 
 
 def label(config: object) -> str:
