@@ -13,7 +13,7 @@ from ..flags import VARIANTS, check_name
 from ..record import RESULTS
 from ..terminal import make_console, refuse_errors
 
-_PARTS = ("operator", "block")
+_PARTS = ("operator", "block", "serving")
 _PEERS = ("mamba_ssm", "fla")  # which the fuzz does not judge
 _VARIANTS = tuple(name for name in VARIANTS if name not in _PEERS)
 _WORKERS_ON_GPU, _TIMEOUT = 14, 240.0

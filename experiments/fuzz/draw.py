@@ -26,12 +26,12 @@ def draw(seed: int, index: int, variants: list[str], device: str, size: int) -> 
     limits = Limits.of(variant, device)
     if limits.long and index == seed % len(variants):
         return [_draw_long(rng, variant, limits)]
-    shared = _draw_shared(rng, variant, limits)
-    compiled_for = (_draw_layouts(rng, shared), rng.random() < 0.5), (_draw_layouts(rng, shared), None)
+    shared = draw_shared(rng, variant, limits)
+    compiled_for = (draw_layouts(rng, shared), rng.random() < 0.5), (draw_layouts(rng, shared), None)
     return [_draw_member(rng, shared, *compiled_for[rng.random() < _SECOND], limits) for _ in range(size)]
 
 
-def _draw_shared(rng: Random, variant: str, limits: Limits) -> Config:
+def draw_shared(rng: Random, variant: str, limits: Limits) -> Config:
     """Draw what the kernels are compiled for: sizes, dtypes and options."""
     favoured = (16, 32, 64, 128, 256)
     dtype = rng.choices(limits.dtypes, [{"bf16": 45, "fp16": 25, "fp32": 30}[name] for name in limits.dtypes])[0]
@@ -83,7 +83,7 @@ def _draw_options(rng: Random, variant: str, dtype: str) -> dict[str, bool]:
     return chosen
 
 
-def _draw_layouts(rng: Random, c: Config) -> dict[str, str]:
+def draw_layouts(rng: Random, c: Config) -> dict[str, str]:
     if rng.random() < 0.35:
         return {"x": "packed"}
     if rng.random() < 0.35:
@@ -96,7 +96,7 @@ def _draw_member(rng: Random, shared: Config, layouts: dict[str, str], even: boo
     """One of a family. Kernels are compiled for strides, alignments and lengths that are multiples of 16 or not, so a family
     has two sets of layouts, and most of its lengths are all such multiples or all not.
     """
-    batch, seqlen = _draw_tokens(rng, shared, limits, even)
+    batch, seqlen = draw_tokens(rng, shared, limits, even)
     mode = draw_mode(rng, limits)
     present = tuple(name for name in DIFFERENTIABLE
                     if name not in ("D", "z", "dt_bias", "initial_states") or getattr(shared, name))
@@ -121,7 +121,7 @@ def _draw_member(rng: Random, shared: Config, layouts: dict[str, str], even: boo
         ways=ways if rng.random() < 0.7 else (rng.choice(ways),), calls=limits.calls)
 
 
-def _draw_tokens(rng: Random, c: Config, limits: Limits, even: bool | None) -> tuple[int, int]:
+def draw_tokens(rng: Random, c: Config, limits: Limits, even: bool | None) -> tuple[int, int]:
     """batch and seqlen that the limits allow: half of the lengths lie at the edge of a chunk or next to it. even: whether they
     are multiples of 16; None: either, and shorter than a chunk as well.
     """

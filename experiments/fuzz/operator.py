@@ -18,6 +18,7 @@ from ssd.registry import get_variant
 from ssd.types import SUB_CHUNK, SSDInputs
 
 from .common import Common, Values, make_mirror, make_problem
+from .documents import draw_bounds
 from .layouts import lay_out, pack
 from .problem import DTYPES, Problem, Refused, Tensors
 
@@ -34,6 +35,7 @@ _HEADS_OF_SPLITS = (1, 2)  # where tokens are few: kernels cut a group's heads i
 _HEAD_AXES = {"x": 2, "dt": 2, "z": 2, "A": 0, "D": 0, "dt_bias": 0, "initial_states": 1, "out": 2, "final_states": 1}
 _BLOCK_FP32 = 16  # tokens between the states that the plain backward rounds and keeps, where x is in fp32
 _TF32_EPS = 2.0**-10
+_NEAR = 3  # tokens between boundaries of documents
 _FP64 = Precision(torch.float64)
 
 
@@ -47,7 +49,7 @@ class Config(Common):
             of x packs z, x, B, C and dt, as far as they have one dtype, into one projection.
         documents: None, "seq_idx", "cu_seqlens", "varlen" (these, and the states at their ends) or "both" of the first and
             the third.
-        cuts: where documents end: at random places, at the edges of chunks, or after every token.
+        cuts: where documents end: at random places, at the edges of chunks, or after every token; "near": many near others.
         dt_limit: without an upper end that is None.
         ids: how seq_idx counts documents: "rising" from 0, "repeating" 0 and 1, or "offset", which begins at 5.
         states_every: tokens between the states that are also returned; 0: none are.
@@ -91,6 +93,12 @@ class Config(Common):
         """As `SSDInputs.has_document_states`."""
         return self.documents in ("cu_seqlens", "varlen") and (self.initial_states or self.final_states)
 
+    @property
+    def limits(self) -> tuple[float, float]:
+        """dt_limit as the operator takes it."""
+        low, high = self.dt_limit or (0.0, None)
+        return low, float("inf") if high is None else high
+
     def dtype_of(self, name: str) -> torch.dtype:
         default = self.dtype if name in _TOKENS else "fp32"
         return DTYPES[self.dtypes.get(name, default)]
@@ -102,10 +110,10 @@ def problem(c: Config, turn: int, device: str) -> Problem:
     Raises:
         Refused: the variant cannot run it.
     """
-    tensors = _tensors(c, turn, device)
+    tensors = make_tensors(c, turn, device)
     for t in (tensors[name] for name in c.wanted if tensors[name] is not None):
         t.requires_grad_()
-    inputs = _inputs(c, tensors)
+    inputs = make_inputs(c, tensors)
     if c.variant != "auto" and (reason := get_variant(c.variant).supports(inputs)):
         raise Refused(reason)
     tf32 = c.options.get("tf32", False) and c.dtype == "fp32"
@@ -113,7 +121,7 @@ def problem(c: Config, turn: int, device: str) -> Problem:
     run = partial(_run, Options(**c.options))  # made here: in torch 2.11 torch.compile makes none
     return make_problem(
         c, tensors, run, _truth, run, _AXES | {"dD": "hp" if c.D == "hp" else "h"},
-        {"final_states": torch.float32} if c.final_states else {}, mirrors=_list_mirrors(c, tf32), eps=eps,
+        {"final_states": torch.float32} if c.final_states else {}, mirrors=list_mirrors(c, tf32), eps=eps,
         coarsest=max(eps, torch.finfo(inputs.states_dtype).eps), summed=("dA", "dD", "ddt_bias"), tokens=c.batch * c.seqlen,
         exponent=largest_exponent(inputs) + _add_for_documents(inputs), exact=c.variant != "torch" or device == "cpu")
 
@@ -123,7 +131,7 @@ def _mirror_chunks(c: Config) -> list[int]:
     return sorted({c.chunk_size, _OTHER[c.chunk_size]} | ({_BLOCK_FP32} if c.dtype == "fp32" else set()))
 
 
-def _list_mirrors(c: Config, tf32: bool) -> tuple[Callable, ...]:
+def list_mirrors(c: Config, tf32: bool) -> tuple[Callable, ...]:
     """One for each number of tokens between states; and where the kernels for Hopper take dstate in parts, between which they
     round outputs and dx, one that does so too. Where tokens are few, kernels share out a group's heads, and so do others.
     """
@@ -137,7 +145,7 @@ def _list_mirrors(c: Config, tf32: bool) -> tuple[Callable, ...]:
 def _run(options: Options, c: Config, tensors: Tensors) -> dict[str, Tensor]:
     varlen = c.documents in ("varlen", "both")
     results = ssd_chunk_scan(
-        **tensors, chunk_size=c.chunk_size, dt_softplus=c.dt_softplus, dt_limit=_limit(c),
+        **tensors, chunk_size=c.chunk_size, dt_softplus=c.dt_softplus, dt_limit=c.limits,
         return_final_states=c.final_states, return_varlen_states=varlen,
         return_states_every=c.states_every or None,
         state_dtype=None if c.state_dtype is None else DTYPES[c.state_dtype], variant=c.variant, options=options)
@@ -150,7 +158,7 @@ def _truth(c: Config, tensors: Tensors) -> dict[str, Tensor]:
     """By autograd, through the recurrence where that is short, and else through the chunked form; each document's end state
     by running it alone.
     """
-    inputs = replace(_inputs(c, tensors), chunk_size=_TRUTH_CHUNK, state_dtype=None)
+    inputs = replace(make_inputs(c, tensors), chunk_size=_TRUTH_CHUNK, state_dtype=None)
     if c.has_document_states:
         out, final_states = reference.compute_in_fp64(inputs)
     else:
@@ -199,7 +207,7 @@ class _TF32(Precision):
 @torch.no_grad()
 def _mirror(c: Config, tf32: bool, tensors: Tensors, wanted: tuple[str, ...], ways: dict[str, Tensor]) -> dict[str, Tensor]:
     """Variant torch, step by step: its rounding points, and TF32's where that is asked for."""
-    i = _inputs(c, tensors)
+    i = make_inputs(c, tensors)
     precision = _TF32(torch.float32, torch.float32) if tf32 else Precision(torch.float32, i.x.dtype)
     out, final_states, y = reference.compute_chunked(i, precision)
     results = {"out": out.to(i.x.dtype)} | ({"final_states": final_states} if c.final_states else {})
@@ -256,7 +264,7 @@ def _run_in_parts(c: Config, tensors: Tensors) -> dict[str, Tensor]:
     return results
 
 
-def _inputs(c: Config, tensors: Tensors) -> SSDInputs:
+def make_inputs(c: Config, tensors: Tensors) -> SSDInputs:
     """The inputs as variants get them. Documents are numbered here, not by the code under test."""
     given = {f.name: tensors[f.name] for f in fields(SSDInputs) if tensors.get(f.name) is not None}
     ids, ends = tensors["seq_idx"], tensors["cu_seqlens"]
@@ -270,13 +278,8 @@ def _inputs(c: Config, tensors: Tensors) -> SSDInputs:
     state_dtype = DTYPES.get(c.state_dtype)
     if state_dtype is None and not c.options.get("low_precision_states", True):
         state_dtype = torch.float32
-    return SSDInputs(**given, chunk_size=c.chunk_size, dt_softplus=c.dt_softplus, dt_limit=_limit(c),
+    return SSDInputs(**given, chunk_size=c.chunk_size, dt_softplus=c.dt_softplus, dt_limit=c.limits,
                      state_dtype=state_dtype)
-
-
-def _limit(c: Config) -> tuple[float, float]:
-    low, high = c.dt_limit or (0.0, None)
-    return low, float("inf") if high is None else high
 
 
 def largest_exponent(inputs: SSDInputs) -> float:
@@ -297,7 +300,7 @@ def _add_for_documents(inputs: SSDInputs) -> float:
     return 128.0 * float(begins.unflatten(1, (-1, SUB_CHUNK)).sum(2).amax())
 
 
-def _tensors(c: Config, turn: int, device: str) -> Tensors:
+def make_tensors(c: Config, turn: int, device: str) -> Tensors:
     """Arguments of the operator by name."""
     values, h, p, g, n = Values(c, turn, device), c.nheads, c.headdim, c.ngroups, c.dstate
     documents = _document_tensors(c, turn, device)
@@ -333,7 +336,7 @@ def _keep_off_limits(c: Config, dt: Tensor, dt_bias: Tensor | None) -> Tensor:
     """dt with no step within rounding of a limit, where its gradient jumps."""
     step = dt.double() if dt_bias is None else dt.double() + dt_bias.double()
     step = torch.nn.functional.softplus(step) if c.dt_softplus else step
-    near = torch.stack([(step - limit).abs() < 1e-4 * max(limit, 0.01) for limit in _limit(c)]).any(0)
+    near = torch.stack([(step - limit).abs() < 1e-4 * max(limit, 0.01) for limit in c.limits]).any(0)
     return torch.where(near, dt * 1.1, dt)
 
 
@@ -358,5 +361,7 @@ def _ends(c: Config, rng: Random) -> list[int]:
     """Rising, c.ndocs of them, the last seqlen; two alike leave a document empty. One a token if cuts are "tokens"."""
     if c.cuts == "tokens":
         return list(accumulate([1] * c.seqlen))
+    if c.cuts == "near":
+        return draw_bounds(rng, c.seqlen, c.ndocs, _NEAR)[1:]
     every = c.chunk_size if c.cuts == "borders" else 1
     return [*sorted(min(c.seqlen, every * rng.randint(0, c.seqlen // every)) for _ in range(c.ndocs - 1)), c.seqlen]

@@ -5,12 +5,12 @@ from collections.abc import Callable
 from dataclasses import asdict, fields
 from types import ModuleType
 
-from . import draw, operator
+from . import draw, operator, serving
 from .block import BLOCK_PARTS
 from .block import draw as draw_block
 
-PARTS: dict[str, ModuleType | type] = {"operator": operator, **BLOCK_PARTS}
-DRAWS: dict[str, Callable] = {"operator": draw.draw, "block": draw_block}  # by what --part may say
+PARTS: dict[str, ModuleType | type] = {"operator": operator, **BLOCK_PARTS, "serving": serving}
+DRAWS: dict[str, Callable] = {"operator": draw.draw, "block": draw_block, "serving": serving.draw}  # by what --part may say
 
 
 def part_of(config: object) -> str:
