@@ -17,6 +17,13 @@ def takes_kernels(x: Tensor) -> bool:
 
 def check_tensor(name: str, t: object, shape: tuple[int, ...], x: Tensor, dtypes: tuple[torch.dtype, ...] = DTYPES,
                  beside: str = "x") -> None:
+    """As `check_form`; where kernels are interpreted, also refuses what they would get wrong."""
+    check_form(name, t, shape, x, dtypes, beside)
+    check_interpretable(name, t)
+
+
+def check_form(name: str, t: object, shape: tuple[int, ...], x: Tensor, dtypes: tuple[torch.dtype, ...] = DTYPES,
+               beside: str = "x") -> None:
     """Refuses what is not a tensor of this shape, one of the dtypes, and on the device of x, whose name is `beside`."""
     if not isinstance(t, Tensor):
         raise TypeError(f"{name}: got {type(t).__name__}, expected a tensor of shape {shape}")
@@ -25,7 +32,6 @@ def check_tensor(name: str, t: object, shape: tuple[int, ...], x: Tensor, dtypes
         raise ValueError(f"{name}: got shape {tuple(t.shape)}, expected {shape} to go with {beside} {tuple(x.shape)}")
     if t.device != x.device:
         raise ValueError(f"{name}: got a tensor on {t.device}, expected {x.device}, the device of {beside}")
-    check_interpretable(name, t)
 
 
 def check_size(name: str, size: object) -> None:

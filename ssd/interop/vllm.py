@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..api import check_settings, check_tensors, ssd_chunk_scan, take_int
-from ..block.arguments import check_rows, check_tensor
+from ..block.arguments import check_form, check_rows
 from ..documents import check_bounds
 from ..registry import resolve
 from ..types import Options, SSDInputs
@@ -79,7 +79,7 @@ def mamba_chunk_scan_combined_varlen(
                 raise TypeError(f"{name}: got {type(t).__name__}, expected a tensor of {axes} axes, seqlen the first")
             if t.dim() != axes:
                 raise ValueError(f"{name}: got shape {tuple(t.shape)}, expected {axes} axes, seqlen the first")
-    check_tensor("out", out, tuple(x.shape), x)
+    check_form("out", out, tuple(x.shape), x)
     if final_states_out is not None or final_state_indices is not None:
         if return_intermediate_states:
             raise ValueError("final_states_out: got one with return_intermediate_states, expected one of the two")
@@ -108,14 +108,14 @@ def mamba_chunk_scan_combined_varlen(
 
 def _check_slots(slots, indices, state: tuple[int, ...], cu_seqlens, x) -> None:
     rows = slots.shape[:1] if isinstance(slots, Tensor) else ("nslots",)
-    check_tensor("final_states_out", slots, (*rows, *state), x)
-    check_tensor("final_state_indices", indices, (len(cu_seqlens) - 1,), x, _INTEGERS)
+    check_form("final_states_out", slots, (*rows, *state), x)
+    check_form("final_state_indices", indices, (len(cu_seqlens) - 1,), x, _INTEGERS)
     check_rows("final_state_indices", indices, "final_states_out", slots.shape[0])
 
 
 def _check_chunks(cu_chunk_seqlens, last_chunk_indices, cu_seqlens, chunk_size, x) -> None:
     check_bounds(cu_chunk_seqlens, x, x.shape[1], "cu_chunk_seqlens")
-    check_tensor("last_chunk_indices", last_chunk_indices, (len(cu_seqlens) - 1,), x, _INTEGERS)
+    check_form("last_chunk_indices", last_chunk_indices, (len(cu_seqlens) - 1,), x, _INTEGERS)
     if x.device.type != "cpu":
         return
     bounds, ends = cu_chunk_seqlens.tolist(), cu_seqlens.tolist()

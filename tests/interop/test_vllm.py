@@ -106,6 +106,18 @@ def test_states_in_slots(chunk_size, device):
     assert cache[[1, 3]].isnan().all()
 
 
+@pytest.mark.parametrize("variant", ("auto", "torch"))
+def test_bf16_without_kernels(variant):
+    """Also where kernels are interpreted, which have no part in it and would get bf16 wrong."""
+    given = draw([0, 30, 30, 53], "cpu")
+    expected = scan(**given, variant=variant)
+    rounded = {name: given[name].bfloat16() for name in ("x", "B", "C", "z", "out")}
+    cache = {"final_states_out": torch.zeros(3, 2, 16, 16, dtype=torch.bfloat16), "final_state_indices": torch.arange(3)}
+    scan(**given | rounded | cache, variant=variant)
+    assert_close(rounded["out"].float(), given["out"], rtol=0.05, atol=0.2)
+    assert_close(cache["final_states_out"].float(), expected, rtol=0.05, atol=0.1)
+
+
 def test_signature():
     """vLLM's names in vLLM's order, and `variant`."""
     assert [*inspect.signature(scan).parameters] == [
