@@ -42,7 +42,8 @@ def fuzz(
     """
     variants = tuple(split_names("--variant", variant, _VARIANTS))
     check_name("--part", part, _PARTS)
-    workers = workers or (_WORKERS_ON_GPU if has_gpu() else 1)
+    on_gpu = has_gpu()  # if not, kernels are interpreted from here on
+    workers = workers or (_WORKERS_ON_GPU if on_gpu else 1)
     seconds = seconds or (_SECONDS if configs is None else inf)
     from . import campaign
     from .parts import from_json, to_json

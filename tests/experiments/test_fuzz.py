@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from dataclasses import fields, replace
 from functools import partial
 
@@ -244,6 +245,13 @@ def test_what_is_asked_for_by_number_runs_whole(given, seconds, monkeypatch):
     plans = []
     monkeypatch.setattr(campaign, "run", lambda plan, console: plans.append(plan) or campaign.Tally())
     assert invoke("fuzz", *given).exit_code == 0 and plans[0].seconds == seconds
+
+
+def test_kernels_are_interpreted_whatever_the_workers(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    monkeypatch.setattr(campaign, "run", lambda plan, console: campaign.Tally())
+    assert invoke("fuzz", "--workers", 1).exit_code == 0 and os.environ["TRITON_INTERPRET"] == "1"
 
 
 def test_a_whole_run(tmp_path, monkeypatch, console):
