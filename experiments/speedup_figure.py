@@ -6,12 +6,12 @@ from . import figure, palette
 
 # {shape: (a layer of what, tokens, the workload that trains the model)}
 HEADLINE = {
-    "8b-b4": ("Mamba-2 8B", "4 x 4096", ("mamba2", "8b-width")),
+    "8b-b4": ("Mamba-2 8B", "4 x 4096", ("mamba2", "8b-width", 4)),
     "2.7b-b4": ("Mamba-2 2.7B", "4 x 4096", None),
     "2.7b-64k": ("Mamba-2 2.7B", "1 x 65536", None),
     "130m-b8": ("Mamba-2 130M", "8 x 2048", None),
-    "vision-196": ("MambaVision-T", "128 x 196", ("mambavision", "T")),
-    "graphs": ("GraphMamba", "128 graphs", ("graphmamba", "peptides-func")),
+    "vision-196": ("MambaVision-T", "128 x 196", ("mambavision", "T", 128)),
+    "graphs": ("GraphMamba", "128 graphs", ("graphmamba", "peptides-func", 128)),
 }
 _SHOWN = {"fwd": "forward", "bwd": "backward"}
 FASTEST, DEFAULT = "persistent", "auto"
