@@ -133,7 +133,8 @@ def _run_steps(run: Run, out: Path, console: Console, resume: bool, rows: Path |
                     _save(saves, step, run, model, optimizer)
             if number and step < run.steps:
                 return Interrupted(signal.Signals(number), step)
-    row = _make_row(run, workload.unit, log.losses, times[1:] or times, dataset.floor, parameters, peak_mib, team, graph)
+    warm = times[len(times) // 2 if graph else 1 :] or times  # the first steps of a captured run are warmed up and captured
+    row = _make_row(run, workload.unit, log.losses, warm, dataset.floor, parameters, peak_mib, team, graph)
     if first:
         record.append(row, rows or (record.RESULTS if team.device.type == "cuda" else out))
     loss, speed = f"{row['first_loss']:.3f} to {row['loss']:.3f}", f"{row['units_per_s']:,.0f} {workload.unit}/s"

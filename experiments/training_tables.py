@@ -71,16 +71,23 @@ def _describe_step(row: dict) -> tuple[str, str]:
 
 
 def tabulate_several_gpus(rows: list[dict]) -> str:
-    """Markdown of the latest training of each kind on several GPUs beside the same on one: its steps, its loss."""
-    trained = {(_describe_training(row), row["gpus"], row["way"]): row for row in rows if row["gpu"] and not row.get("graph")}
+    """Markdown of the latest training of each kind on several GPUs beside the same on one, captured alike if there is such a
+    run, else the other: its steps, its loss.
+    """
+    trained = {(_describe_training(row), row["gpus"], row["way"], bool(row.get("graph"))): row for row in rows if row["gpu"]}
     lines = []
-    for (alike, gpus, way), row in trained.items():
-        if gpus > 1 and (one := trained.get((alike, 1, None))):
+    for (alike, gpus, way, graph), row in trained.items():
+        one = trained.get((alike, 1, None, graph)) or trained.get((alike, 1, None, not graph))
+        if gpus > 1 and one:
             faster = one["p50_us"] / row["p50_us"]
             lines.append([*_list_settings(row, "workload", "preset", "variant", "batch"), f"{gpus} {row['gpu']}", way,
-                          _whole(row.get("link_gbps")), _tenths(row["p50_us"] / 1e3), _tenths(one["p50_us"] / 1e3),
+                          _whole(row.get("link_gbps")), *map(_describe_trained_step, (row, one)),
                           f"{faster:.2f}", f"{100 * faster / gpus:.0f} %", f"{row['loss']:.3f}", f"{one['loss']:.3f}"])
     return _GPUS_HEAD + render_lines(lines) if lines else "No rows yet: no GPUs have run `make train GPUS=2` for this table.\n"
+
+
+def _describe_trained_step(row: dict) -> str:
+    return _tenths(row["p50_us"] / 1e3) + describe_way({"graph": row.get("graph")})
 
 
 def tabulate_several_seeds(rows: list[dict]) -> str:

@@ -182,6 +182,11 @@ def test_several_gpus():
     assert line == ["mamba2", "370m", "fused", "8", "2 NVIDIA H200", "ddp", "300", "60.0", "100.0", "1.67", "83 %", "6.010",
                     "6.000"]
     assert "No rows yet" in training_tables.tabulate_several_gpus([other])
+    captured = [one | {"graph": True, "p50_us": 5e4}, two | {"graph": True, "p50_us": 3e4}]
+    tables = [lines_of(training_tables.tabulate_several_gpus(of))[2:] for of in ([one, two, *captured], [captured[0], two])]
+    assert [[line[7:11] for line in lines] for lines in tables] == [
+        [["60.0", "100.0", "1.67", "83 %"], ["30.0, captured", "50.0, captured", "1.67", "83 %"]],
+        [["60.0", "50.0, captured", "0.83", "42 %"]]]
 
 
 def test_a_figure_is_dark_where_its_reader_prefers_it(tmp_path):
