@@ -63,7 +63,8 @@ def bench(
     shapes, sizes, console = split_shapes(shape), split_chunk_sizes(chunk_size), make_console()
     if not has_gpu():
         if "auto" in variants:
-            refuse(f"--variant: got 'auto', which is torch's form without a GPU, expected any of {', '.join(VARIANTS[1:])}")
+            refuse("--variant: got 'auto', which needs a GPU (without one it is 'torch'), expected any of "
+                   f"{', '.join(VARIANTS[1:])}")
         if counters:
             refuse("--counters: needs a CUDA GPU, found none")
         from . import interpret
@@ -145,6 +146,8 @@ def train(
     console = make_console()
     with refuse_errors():
         check_name("--variant", variant, VARIANTS), check_name("--parallel", parallel, WAYS)
+        if parallel != "ddp" and "LOCAL_RANK" not in os.environ:
+            raise ValueError(f"--parallel: got {parallel} and one process, expected several, by torchrun: make train GPUS=2")
         run = make_run(**given)
         out = require_writable(out or Path("runs", f"{workload}-{preset}-{run.mixer}-{variant}-{seed}"))
         from .train import Interrupted, Stopped, train

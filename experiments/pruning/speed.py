@@ -19,10 +19,11 @@ from torch import Tensor, nn
 from ssd import pruning
 from ssd.modules import Mamba2, Mamba2LM
 
-from .. import record, timing
+from .. import record, step_graph, timing
 from ..block import choose_device
 from ..decode import make_config
 from ..inputs import DTYPES
+from ..parallel import make_single
 from ..step_time import Candidate, measure_steps
 from ..terminal import leave_out, track
 from ..training_run import Run
@@ -80,15 +81,19 @@ def read_latest(out: Path = record.RESULTS) -> list[dict]:
 
 
 def _compare(plan: Plan, part: str, mode: str, seqlen: int, measured: dict[float, dict]) -> Iterator[dict]:
-    """Rows of one part, mode and length. speedup and graph_speedup are of the whole's time over the pruned one's."""
-    whole = measured[0.0]
+    """Rows of one part, mode and length. speedup and graph_speedup are of the whole's time over the pruned one's, if it ran."""
+    whole = measured.get(0.0)
     of_model = part in ("model", "step")
     for ratio, values in measured.items():
-        times = (side.get(key) for side in (values, whole) for key in ("p50_us", "graph_p50_us"))
         yield {"bench": "prune_speed", "part": part, "workload": plan.run.workload if of_model else None,
                "preset": plan.run.preset if of_model else None, "variant": plan.run.variant, "mode": mode, "kind": plan.kind,
                "ratio": ratio, "batch": plan.run.batch, "seqlen": seqlen, "dtype": plan.run.dtype, **values,
-               **({"against": "whole", **timing.compare_times(*times)} if ratio else {})}
+               **(_compare_with(whole, values) if ratio and whole else {})}
+
+
+def _compare_with(whole: dict, values: dict) -> dict:
+    times = (side.get(key) for side in (values, whole) for key in ("p50_us", "graph_p50_us"))
+    return {"against": "whole", **timing.compare_times(*times)}
 
 
 def _measure_calls(plan: Plan, part: str, mode: str, seqlen: int, console: Console) -> dict[float, dict]:
@@ -139,25 +144,32 @@ def _make_call(model: nn.Module, part: str, mode: str, batch: int, seqlen: int) 
 
 
 def _measure_steps(plan: Plan, part: str, mode: str, seqlen: int, console: Console) -> dict[float, dict]:
-    """Of a training step, one ratio after another: memory is that of one model with its optimizer. peak_mib is of all of it."""
+    """Of a training step, captured where it can be, one ratio after another: memory is that of one model with its optimizer.
+    peak_mib is of all of it. A ratio whose step cannot run, for want of memory, say, is left out, and said.
+    """
     found, base = {}, replace(plan.run, seqlen=seqlen)
-    candidate = Candidate(base.variant)
+    graph = step_graph.choose(None, [base], make_single(), console)
     with TemporaryDirectory() as folder:
         for ratio in (0.0, *plan.ratios):
-            model, start = get_workload(base.workload).build(base.sizes, base.variant, False), Path(folder, f"{ratio}")
-            if ratio:
-                pruning.save(_prune(model, plan, ratio), start, {})
-            facts = _describe(model, plan.kind)
-            del model
-            one = replace(base, start=str(start) if ratio else None)
-            (values,) = measure_steps(one, [candidate], plan.repeats, plan.warmup, console).values()
-            if "note" in values:
-                raise RuntimeError(values["note"])
-            found[ratio] = {key: values[key] for key in _OF_STEP} | facts
+            with leave_out(console, f"{part} {seqlen} without {ratio} of its {plan.kind}"):
+                found[ratio] = _measure_step(plan, base, ratio, Path(folder, f"{ratio}"), graph, console)
     return found
 
 
-_OF_STEP = ("p20_us", "p50_us", "p80_us", "unit", "units_per_s", "peak_mib", "ssm_us")
+def _measure_step(plan: Plan, base: Run, ratio: float, start: Path, graph: bool, console: Console) -> dict:
+    model = get_workload(base.workload).build(base.sizes, base.variant, False)
+    if ratio:
+        pruning.save(_prune(model, plan, ratio), start, {})
+    facts = _describe(model, plan.kind)
+    del model
+    one = replace(base, start=str(start) if ratio else None)
+    (values,) = measure_steps(one, [Candidate(base.variant)], plan.repeats, plan.warmup, console, graph).values()
+    if "note" in values:
+        raise RuntimeError(values["note"])
+    return {key: values[key] for key in _OF_STEP} | facts
+
+
+_OF_STEP = ("p20_us", "p50_us", "p80_us", "unit", "units_per_s", "peak_mib", "ssm_us", "graph", "idle_pct")
 
 
 def _describe(model: nn.Module, kind: str) -> dict[str, Any]:

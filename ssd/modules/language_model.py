@@ -39,6 +39,8 @@ class Mamba2LM(nn.Module):
     def __init__(self, config: Mamba2LMConfig, device=None, dtype: torch.dtype | None = None, variant: str = "auto",
                  options: Options | None = None):
         super().__init__()
+        if not isinstance(config, Mamba2LMConfig):
+            raise TypeError(f"config: got {type(config).__name__}, expected Mamba2LMConfig, as its from_dict makes")
         if dtype is not None:
             check_floating("dtype", dtype)
         made = {"device": device, "dtype": dtype}

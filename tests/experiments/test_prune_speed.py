@@ -1,6 +1,7 @@
 """Times of what was pruned: every part and mode leaves rows beside the whole's, by a made-up clock."""
 
 import pytest
+import torch
 
 from experiments import record, table
 from experiments.pruning import commands, speed
@@ -38,3 +39,17 @@ def test_what_a_part_does_not_allow_is_left_out(tmp_path, monkeypatch, console):
     plan = speed.Plan(small_run(batch=1), "states", (0.125, 0.25), ("mamba1",), (8,), 2, 1, tmp_path)
     assert {row["ratio"] for row in speed.run(plan, console)} == {0.0, 0.25}
     assert "mamba1 without 0.125 of its states is left out: ratio: got 0.125, which leaves 14" in console.export_text()
+
+
+def test_a_step_that_cannot_run_costs_no_other(tmp_path, monkeypatch, console):
+    original = speed.measure_steps
+
+    def measure(run, *others):
+        return original(run, *others) if run.start else {None: {"note": "out of memory"}}
+
+    monkeypatch.setattr(speed, "measure_steps", measure)
+    plan = speed.Plan(small_run(preset="states", batch=1), "states", (0.3, 0.5), ("step",), (8,), 2, 1, tmp_path)
+    (row,) = speed.run(plan, console)
+    assert row["ratio"] == 0.5 and "speedup" not in row and row["graph"] == torch.cuda.is_available()
+    said = console.export_text()
+    assert "step 8 without 0.0 of its states is left out: out of memory" in said and "step 8 without 0.3 of its states" in said

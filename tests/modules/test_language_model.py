@@ -182,6 +182,11 @@ def test_a_bad_cache_of_one_layer_leaves_the_others(name):
     assert not good[0].conv_state.any()
 
 
+def test_a_config_that_is_none_is_refused():
+    with pytest.raises(TypeError, match="config: got dict, expected Mamba2LMConfig"):
+        Mamba2LM({"d_model": 32})
+
+
 def test_a_dtype_that_is_not_floating_is_refused():
     with pytest.raises(TypeError, match=r"dtype: got torch\.int8, expected one of"):
         Mamba2LM(Mamba2LMConfig(**SIZES), dtype=torch.int8)
