@@ -31,6 +31,9 @@ from . import (
     training_tables,
 )
 from .decode import read_latest as read_decoding
+from .pruning import losses as pruning_losses
+from .pruning import speed as pruning_speed
+from .pruning import tables as pruning_tables
 from .result_tables import MODES
 from .shapes import DIRECTIONS
 
@@ -60,6 +63,7 @@ class Shown:
         contexts: sequences over several GPUs.
         documents: packed ones with states, and states at positions.
         patches: layers of transformers' models.
+        pruned, pruned_losses: times, and losses, of pruned models.
     """
 
     bench: Rows = field(default_factory=list)
@@ -74,6 +78,8 @@ class Shown:
     contexts: Rows = field(default_factory=list)
     documents: Rows = field(default_factory=list)
     patches: Rows = field(default_factory=list)
+    pruned: Rows = field(default_factory=list)
+    pruned_losses: Rows = field(default_factory=list)
 
     @staticmethod
     def read(out: Path = record.RESULTS) -> Shown:
@@ -96,7 +102,8 @@ class Shown:
             record.read(rows, bench="train"), [*record.read(out, bench="setup", gpu=None), *record.read(
                 out, bench="tests", gpu=None, only=None, shard=None, failed=0)],
             [row for row in rows if row["bench"] in choose.BENCHES], record.read(rows, bench="context"),
-            record.read(rows, bench="documents"), record.read(rows, bench="patches"))
+            record.read(rows, bench="documents"), record.read(rows, bench="patches"),
+            pruning_speed.read_latest(rows), pruning_losses.read_latest(rows))
 
 
 def write(shown: Shown, root: Path = ROOT, check: bool = False) -> bool:
@@ -143,6 +150,8 @@ def list_sections(shown: Shown) -> dict[tuple[str, str], str]:
         ("docs/drop-in.md", "documents"): documents.tabulate(shown.documents),
         ("docs/drop-in.md", "patches"): patches.tabulate(shown.patches),
         ("docs/drop-in.md", "libraries"): result_tables.tabulate_libraries(shown.bench, shown.blocks),
+        ("docs/pruning.md", "pruned"): pruning_tables.tabulate_speed(shown.pruned),
+        ("docs/pruning.md", "losses"): pruning_tables.tabulate_losses(shown.pruned_losses),
         (TERMINAL, "terminal-gpu"): terminal_page.print_recorded_run(shown.bench),
     }
 

@@ -125,7 +125,7 @@ def _train_whole(plan: Plan, workload: Workload, team: Team, console: Console) -
     saves = plan.folder / "checkpoints"
     last, _ = checkpoints.latest_good(saves)
     if last is None or checkpoints.read_state(last)["step"] < plan.run.steps:
-        train(plan.run, plan.folder, console, resume=last is not None, rows=plan.folder)
+        train(plan.run, plan.folder, console, resume=last is not None, rows=plan.folder, graph=None)
         last, _ = checkpoints.latest_good(saves)
     check_same_run(plan.run, checkpoints.read_state(last), plan.folder)
     model, optimizer, _ = build_model(plan.run, workload, team)
@@ -202,7 +202,7 @@ def _fine_tune(plan: Plan, workload: Workload, team: Team, start: Path, held: li
     out = start.with_name(f"tuned-{plan.finetune}")
     last, _ = checkpoints.latest_good(out / "checkpoints")
     if last is None or checkpoints.read_state(last)["step"] < tuned.steps:
-        train(tuned, out, console, resume=last is not None, rows=out)
+        train(tuned, out, console, resume=last is not None, rows=out, graph=None)
         last, _ = checkpoints.latest_good(out / "checkpoints")
     (*_, row) = record.read(out, bench="train")
     model, optimizer, _ = build_model(tuned, workload, team)
@@ -228,7 +228,7 @@ def _identify(plan: Plan, ratio: float, score: str) -> dict[str, Any]:
             "evaluation": plan.evaluation, "finetune": plan.finetune}
 
 
-def read_latest(out: Path = record.RESULTS) -> list[dict]:
+def read_latest(out: Path | list[dict] = record.RESULTS) -> list[dict]:
     """The last row of each run, ratio, score and way."""
     keys = ("kind", "ratio", "score", "bridge", "calibration", "evaluation", "finetune")
     return record.latest(record.read(out, bench="prune"), lambda row: (

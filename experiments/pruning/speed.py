@@ -74,7 +74,7 @@ def run(plan: Plan, console: Console) -> list[dict]:
     return rows
 
 
-def read_latest(out: Path = record.RESULTS) -> list[dict]:
+def read_latest(out: Path | list[dict] = record.RESULTS) -> list[dict]:
     """The last row of each part, ratio, length and mode."""
     key = itemgetter("gpu", "part", "workload", "preset", "mode", "kind", "ratio", "variant", "dtype", "batch", "seqlen")
     return record.latest(record.read(out, bench="prune_speed"), key)

@@ -1,0 +1,105 @@
+"""Tables of what pruning costs in loss and gains in time and memory, in Markdown, each from committed rows."""
+
+from __future__ import annotations
+
+from statistics import mean
+from typing import Any
+
+from .. import record
+from ..table import render_lines, write_head
+from .losses import WHOLE
+
+PAPER_SPEEDUP, PAPER_SAVED = 1.14, 0.115  # of arXiv:2511.22849
+_SPEED_HEAD = write_head("what | mode | tokens | removed | µs | faster | MiB | less memory", "what", "mode", "removed")
+_LOSS_HEAD = write_head("model | removed | by | seeds | whole | pruned | with bridge | fine-tuned | seeds apart",
+                        "model", "removed", "by")
+_SAYS = {"mamba1": "block of Mamba-1", "mamba2": "block of Mamba-2", "model": "model", "step": "training step"}
+
+
+def tabulate_speed(rows: list[dict]) -> str:
+    """rows: of `speed.read_latest`. Memory: what a call holds, weights and all."""
+    lines, reached = [], []
+    wholes = {_identify_call(row): row for row in rows if not row["ratio"]}
+    for row in sorted((row for row in rows if row["ratio"]), key=lambda row: (*map(str, _identify_call(row)), row["ratio"])):
+        if not (whole := wholes.get(_identify_call(row))):
+            continue
+        faster = _get_us(whole) / _get_us(row)
+        saved = 1 - _get_mib(row) / _get_mib(whole)
+        what = f"{_SAYS[row['part']]} {row['preset'] or ''}".strip()
+        removed = f"{row['ratio']:.1%} of the {row['kind']}"
+        lines.append([f"{what}, {row['gpu'].removeprefix('NVIDIA ')}", row["mode"], f"{row['seqlen']:,}", removed,
+                      f"{_get_us(row):,.0f}", f"{faster:.2f}", f"{_get_mib(row):,.0f}", f"{saved:.1%}"])
+        if faster >= PAPER_SPEEDUP and saved >= PAPER_SAVED:
+            reached.append(f"{what}, {row['mode']}, {row['seqlen']:,} tokens, without {removed}")
+    if not lines:
+        return "No rows yet: no GPU has run `make prune-speed` for this table.\n"
+    paper = f"{PAPER_SPEEDUP} times as fast with {PAPER_SAVED:.1%} less memory"
+    said = f"The paper's {paper} is reached by: {'; '.join(reached)}."
+    return f"{_SPEED_HEAD}{render_lines(lines)}\n{said if reached else f'None of these is {paper}, as the paper says.'}\n"
+
+
+def tabulate_losses(rows: list[dict]) -> str:
+    """rows: of `losses.read_latest`. Means over the seeds that there are; of each score, whether it beats a random choice."""
+    lines, said = [], []
+    pruned = [row for row in rows if row["score"] != WHOLE]
+    of_models = record.group_by(pruned, lambda row: (*_describe_model(row), row["ratio"]))
+    for (model, kind, ratio), group in sorted(of_models.items()):
+        group = list({(row["score"], row["run"]["seed"]): row for row in group}.values())  # of several GPUs, the last
+        scores = record.group_by(group, lambda row: row["score"])
+        removed = f"{ratio:.1%} of the {kind}"
+        for score, of in sorted(scores.items()):
+            spread = _spread(of)
+            losses = (_write_mean(of, name) for name in ("loss_whole", "loss_pruned", "loss_bridged", "loss"))
+            lines.append([model, removed, score, len(of), *losses, "" if spread is None else f"{spread:.3f}"])
+        said += _compare_with_random(f"{model}, {removed}", scores)
+    if not lines:
+        return "No rows yet: no GPU has run `make prune` for this table.\n"
+    return _LOSS_HEAD + render_lines(lines) + "".join(f"\n{sentence}\n" for sentence in said)
+
+
+def _compare_with_random(what: str, scores: dict[str, list[dict]]) -> list[str]:
+    """A sentence on each score where it and a random choice have two seeds or more, after fine-tuning if there was any."""
+    if (apart := _spread(scores.get("random", []))) is None:
+        return []
+    sentences = []
+    for score in sorted(scores.keys() - {"random"}):
+        if (spread := _spread(scores[score])) is None:
+            continue
+        gain, widest = mean(map(_get_loss, scores["random"])) - mean(map(_get_loss, scores[score])), max(apart, spread)
+        beats = "beats" if gain > widest else "does not beat"
+        sentences.append(f"{what}: {score} {beats} a random choice by more than seeds differ ({gain:.3f}, seeds {widest:.3f}).")
+    return sentences
+
+
+def _identify_call(row: dict) -> tuple:
+    return tuple(row[key] for key in (
+        "gpu", "part", "workload", "preset", "mode", "kind", "variant", "dtype", "batch", "seqlen"))
+
+
+def _describe_model(row: dict) -> tuple[str, str]:
+    run = row["run"]
+    steps = f"{run['steps']} steps, {row['finetune']} of fine-tuning" if row["finetune"] else f"{run['steps']} steps"
+    return f"{run['workload']} {run['preset']} ({run['mixer']}), {steps}", row["kind"]
+
+
+def _get_us(row: dict) -> float:
+    return row.get("graph_p50_us") or row["p50_us"]
+
+
+def _get_mib(row: dict) -> float:
+    return row["peak_mib"] + (0 if row["part"] == "step" else row["weights_mib"])
+
+
+def _get_loss(row: dict) -> float:
+    return next(row[name] for name in ("loss", "loss_bridged", "loss_pruned") if row[name] is not None)
+
+
+def _spread(rows: list[dict]) -> float | None:
+    """How far losses of several seeds lie apart."""
+    losses = list(map(_get_loss, rows))
+    return max(losses) - min(losses) if len(losses) > 1 else None
+
+
+def _write_mean(rows: list[dict], name: str) -> str:
+    values: list[Any] = [row[name] for row in rows]
+    return "" if None in values else f"{mean(values):.3f}"
