@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from rich.console import Console
-from torch import nn
+from torch import Tensor, nn
 
 from ssd.modules.checkpoint import import_safetensors
 from ssd.registry import get_variant
@@ -102,16 +102,18 @@ def _run_steps(run: Run, out: Path, console: Console, resume: bool, rows: Path |
     if team.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(team.device)
     take = (step_graph.CapturedStep if graph else Step)(run, workload, model, optimizer, team)
-    times, launched = [], deque()
+    times, waits, launched = [], [], deque()
     # closed here, whatever happens: the processes that make batches outlast signals, and this one would wait for them at exit
     with (closing(make_batches(run, workload, dataset, done, team)) as batches,
           TrainLog(out, run.steps, workload.unit, done, console, writes=first) as log,
               _catch_signals(team, console) as interrupted):
+        timed = _TimedBatches(batches)
         for step in range(done + 1, run.steps + 1):
             if not launched:
                 began = time.perf_counter()
             with _explain_errors(run, team.device):
-                launched.append((step, compute_learning_rate(run, step), send(take(step, batches))))
+                launched.append((step, compute_learning_rate(run, step), send(take(step, timed))))
+            waits.append(timed.waited)
             number = int(team.max_over(interrupted() or 0))
             is_due = run.save_every and (step % run.save_every == 0 or step == run.steps)
             # the GPU begins with a captured step before what the one before it computed is read
@@ -133,13 +135,31 @@ def _run_steps(run: Run, out: Path, console: Console, resume: bool, rows: Path |
                     _save(saves, step, run, model, optimizer)
             if number and step < run.steps:
                 return Interrupted(signal.Signals(number), step)
-    warm = times[len(times) // 2 if graph else 1 :] or times  # the first steps of a captured run are warmed up and captured
-    row = _make_row(run, workload.unit, log.losses, warm, dataset.floor, parameters, peak_mib, team, graph)
+    cold = min(len(times) // 2 if graph else 1, len(times) - 1)  # the first steps of a captured run are warmed up and captured
+    waited = (waits[-1] - (waits[cold - 1] if cold else 0)) / sum(times[cold:])
+    row = _make_row(run, workload.unit, log.losses, times[cold:], waited, dataset.floor, parameters, peak_mib, team, graph)
     if first:
         record.append(row, rows or (record.RESULTS if team.device.type == "cuda" else out))
     loss, speed = f"{row['first_loss']:.3f} to {row['loss']:.3f}", f"{row['units_per_s']:,.0f} {workload.unit}/s"
     console.print(f"loss {loss}, {speed}; all of it is in {out}", markup=False)
     return row
+
+
+class _TimedBatches:
+    """Batches, and how many seconds somebody has waited for them, `waited`."""
+
+    def __init__(self, batches: Iterator[dict[str, Tensor]]):
+        self.batches, self.waited = batches, 0.0
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        return self
+
+    def __next__(self) -> dict[str, Tensor]:
+        began = time.perf_counter()
+        try:
+            return next(self.batches)
+        finally:
+            self.waited += time.perf_counter() - began
 
 
 def check_same_run(run: Run, state: dict[str, Any], out: Path) -> None:
@@ -294,13 +314,14 @@ def _measure_peak_mib(team: Team) -> float:
     return team.max_over(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10)
 
 
-def _make_row(run: Run, unit: str, losses: list[float], times: list[float], floor: float | None, parameters: int,
-         peak_mib: float, team: Team, graph: bool) -> dict[str, Any]:
+def _make_row(run: Run, unit: str, losses: list[float], times: list[float], waited: float, floor: float | None,
+         parameters: int, peak_mib: float, team: Team, graph: bool) -> dict[str, Any]:
     p20, p50, p80 = (np.quantile(times, (0.2, 0.5, 0.8)) * 1e6).tolist()
     return {
         "bench": "train", **run.identity(),
         "loss": statistics.mean(losses[-max(len(losses) // 10, 1):]), "first_loss": losses[0], "floor": floor,
         "p20_us": p20, "p50_us": p50, "p80_us": p80, "unit": unit, "units_per_s": run.units / p50 * 1e6,
-        "peak_mib": peak_mib, "parameters": parameters, "gpus": team.size, "way": team.way if team.size > 1 else None,
+        "data_pct": 100 * waited, "peak_mib": peak_mib, "parameters": parameters, "gpus": team.size,
+        "way": team.way if team.size > 1 else None,
         "link_gbps": team.measure_link(), "graph": graph, **record.environment(),
     }

@@ -28,7 +28,7 @@ from .workloads import Workload
 
 _BETAS = (0.9, 0.95)
 _MOST_COMPILED = 64  # forms of a layer: of sizes, kinds and variants; beyond its limit torch.compile gives up in silence
-_WORKERS = 4  # processes that make batches while a GPU computes, or as many as half of its share of the cores
+_WORKERS = 16  # processes that make batches while a GPU computes, or three for four of its share of the cores
 
 
 def build_model(run: Run, workload: Workload, team: Team,
@@ -96,7 +96,7 @@ def _collate(run: Run, workload: Workload, samples: list[Any]) -> dict[str, Tens
 
 
 def _workers(team: Team) -> int:
-    return min(_WORKERS, max((os.cpu_count() or 2) // (2 * team.size), 1))
+    return min(_WORKERS, max(3 * (os.cpu_count() or 2) // (4 * team.size), 1))
 
 
 def _outlast_signals(_: int) -> None:

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from importlib.util import find_spec
@@ -116,6 +117,19 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path, monkeypatch, workload, 
     assert len(read_log(tmp_path / "parts")) == 4 and len(record.read(tmp_path / "rows")) == 1
     train(run, tmp_path / "parts", QUIET, resume=True, rows=tmp_path / "rows")
     assert_same(tmp_path / "whole", tmp_path / "parts")
+
+
+def test_a_row_says_how_long_steps_waited_for_data(tmp_path, monkeypatch):
+    def make_late(*given):
+        for batch in make_batches(*given):
+            time.sleep(0.5)
+            yield batch
+
+    make_batches = training.make_batches
+    quick = train(small_run(steps=3), tmp_path / "quick", QUIET, rows=tmp_path)
+    monkeypatch.setattr(training, "make_batches", make_late)
+    slow = train(small_run(steps=3), tmp_path / "slow", QUIET, rows=tmp_path)
+    assert 0 <= quick["data_pct"] < 50 < slow["data_pct"] <= 100
 
 
 def test_a_killed_run_takes_its_unsaved_steps_again(tmp_path, monkeypatch):
