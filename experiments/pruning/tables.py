@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from statistics import mean
-from typing import Any
+from typing import Any, NamedTuple
 
 from .. import record
 from ..table import render_lines, write_head
@@ -16,21 +16,39 @@ _LOSS_HEAD = write_head("model | removed | by | seeds | whole | pruned | with br
 _SAYS = {"mamba1": "block of Mamba-1", "mamba2": "block of Mamba-2", "model": "model", "step": "training step"}
 
 
+class Gain(NamedTuple):
+    """What a row has over the whole's: how many times as fast it is, and the share of the memory that it saves."""
+
+    row: dict
+    faster: float
+    saved: float
+
+    @property
+    def what(self) -> str:
+        return f"{_SAYS[self.row['part']]} {self.row['preset'] or ''}".strip()
+
+    @property
+    def removed(self) -> str:
+        return f"{self.row['ratio']:.1%} of the {self.row['kind']}"
+
+
+def list_gains(rows: list[dict]) -> list[Gain]:
+    """Of each pruned row whose whole was measured."""
+    wholes = {_identify_call(row): row for row in rows if not row["ratio"]}
+    pruned = sorted((row for row in rows if row["ratio"]), key=lambda row: (*map(str, _identify_call(row)), row["ratio"]))
+    return [Gain(row, _get_us(whole) / _get_us(row), 1 - _get_mib(row) / _get_mib(whole))
+            for row in pruned if (whole := wholes.get(_identify_call(row)))]
+
+
 def tabulate_speed(rows: list[dict]) -> str:
     """rows: of `speed.read_latest`. Memory: what a call holds, weights and all."""
     lines, reached = [], []
-    wholes = {_identify_call(row): row for row in rows if not row["ratio"]}
-    for row in sorted((row for row in rows if row["ratio"]), key=lambda row: (*map(str, _identify_call(row)), row["ratio"])):
-        if not (whole := wholes.get(_identify_call(row))):
-            continue
-        faster = _get_us(whole) / _get_us(row)
-        saved = 1 - _get_mib(row) / _get_mib(whole)
-        what = f"{_SAYS[row['part']]} {row['preset'] or ''}".strip()
-        removed = f"{row['ratio']:.1%} of the {row['kind']}"
-        lines.append([f"{what}, {row['gpu'].removeprefix('NVIDIA ')}", row["mode"], f"{row['seqlen']:,}", removed,
-                      f"{_get_us(row):,.0f}", f"{faster:.2f}", f"{_get_mib(row):,.0f}", f"{saved:.1%}"])
-        if faster >= PAPER_SPEEDUP and saved >= PAPER_SAVED:
-            reached.append(f"{what}, {row['mode']}, {row['seqlen']:,} tokens, without {removed}")
+    for gain in list_gains(rows):
+        row = gain.row
+        lines.append([f"{gain.what}, {row['gpu'].removeprefix('NVIDIA ')}", row["mode"], f"{row['seqlen']:,}", gain.removed,
+                      f"{_get_us(row):,.0f}", f"{gain.faster:.2f}", f"{_get_mib(row):,.0f}", f"{gain.saved:.1%}"])
+        if gain.faster >= PAPER_SPEEDUP and gain.saved >= PAPER_SAVED:
+            reached.append(f"{gain.what}, {row['mode']}, {row['seqlen']:,} tokens, without {gain.removed}")
     if not lines:
         return "No rows yet: no GPU has run `make prune-speed` for this table.\n"
     paper = f"{PAPER_SPEEDUP} times as fast with {PAPER_SAVED:.1%} less memory"

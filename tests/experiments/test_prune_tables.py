@@ -1,5 +1,6 @@
 """Tables of pruning, from made-up rows."""
 
+from experiments.characterize.report import build
 from experiments.pruning import tables
 from tests.experiments.test_readme import lines_of
 
@@ -37,3 +38,12 @@ def test_losses_and_what_a_random_choice_loses():
     assert "activity beats a random choice by more than seeds differ (0.950, seeds 0.200)." in written
     assert "magnitude does not beat a random choice by more than seeds differ (0.100, seeds 0.200)." in written
     assert "beat" not in tables.tabulate_losses(rows[:1] + rows[2:3]) and "No rows yet" in tables.tabulate_losses([])
+
+
+def test_the_step_that_gains_most_stands_beside_the_paper():
+    made = {"bench": "prune_speed", "git_sha": "0" * 40}
+    rows = [made | WHOLE, *(
+        made | WHOLE | {"ratio": ratio, "p50_us": us, "peak_mib": 800.0} for ratio, us in ((0.25, 1100.0), (0.5, 1000.0)))]
+    text = build.render(build.collect(rows))
+    assert "| 1.20 times |" in text and "the training step 1.3b of 4096 tokens without 50.0% of the states" in text
+    assert "| 20.0 % |" in text and "1.20 times" not in build.render(build.collect(rows[:1]))

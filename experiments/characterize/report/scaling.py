@@ -20,9 +20,9 @@ _COMPONENT_SHADES = dict(zip(product(_BLOCKS.values(), _KINDS), 2 * palette.SERI
 
 
 def collect_operator(rows: list[dict]) -> dict:
-    """Times of the SSD operator over the length; nothing without rows."""
-    rows = sorted((row for row in table.read_latest(rows) if row["shape"].startswith(_SWEEP) and row["mode"] in DIRECTIONS),
-                  key=lambda row: row["seqlen"])
+    """Times of the SSD operator over the length, on one GPU; nothing without rows."""
+    swept = [row for row in table.read_latest(rows) if row["shape"].startswith(_SWEEP) and row["mode"] in DIRECTIONS]
+    rows = sorted(keep_one_gpu(swept), key=lambda row: row["seqlen"])
     data = [{"variant": row["variant"], "mode": row["mode"], "seqlen": row["seqlen"], "chunk_size": row["chunk_size"],
              "us": row["graph_p50_us"] or row["p50_us"], "eager_us": row["p50_us"], "peak_mib": row["peak_mib"],
              "floor_us": row["ideal_bytes"] / row["copy_gbps"] / 1e3} for row in rows]
