@@ -101,7 +101,7 @@ class Mamba2LM(nn.Module):
                 tokens. False: each launch by itself. The tokens are the same.
 
         Yields:
-            (batch,) ids below config.vocab_size, at most max_new_tokens times.
+            (batch,) ids below config.vocab_size, at most max_new_tokens times. If changed in place, the next step takes that.
 
         Raises:
             TypeError, ValueError: at once, naming the argument, what came and what is accepted; or why there is no graph.
