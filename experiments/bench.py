@@ -157,12 +157,16 @@ def _add_derived(row: dict, problem: cost.Problem, ceiling_gbps: float) -> dict:
     """The row with what its times say beside the ideal operator, the copy ceiling and the rival."""
     ideal = cost.ideal(problem, row["mode"])
     effective = ideal.bytes / row["p50_us"] / 1e3
-    row |= {
+    return add_speedups(row | {
         "ideal_bytes": ideal.bytes, "effective_gbps": effective, "copy_gbps": ceiling_gbps,
-        "sol": effective / ceiling_gbps, "tflops": ideal.flops / row["p50_us"] / 1e6}
-    if row.get("against"):
-        row |= timing.compare_times(row["p50_us"], row["graph_p50_us"], row["against_p50_us"], row["against_graph_p50_us"])
-    return row
+        "sol": effective / ceiling_gbps, "tflops": ideal.flops / row["p50_us"] / 1e6})
+
+
+def add_speedups(row: dict) -> dict:
+    """The row, with the speed-ups over the rival whose keys of `compare_with` it has, if it has them."""
+    if not row.get("against"):
+        return row
+    return row | timing.compare_times(row["p50_us"], row["graph_p50_us"], row["against_p50_us"], row["against_graph_p50_us"])
 
 
 def _describe_adapter(variant: str) -> str | None:

@@ -65,7 +65,7 @@ def make_tables(rows: list[dict]) -> dict[str, TimeTable]:
         call = _describe_call(row, options)
         first = (call.itemsize, call.headdim, call.dstate) in _FIRST_ON_HOPPER
         ran = row.get("ran") or name_kernels(row, options if first else replace(options, gluon=False))
-        found[device_slug(row["gpu"])][call][ran] = round(row["graph_p50_us"] or row["p50_us"], 2)
+        found[device_slug(row["gpu"])][call][ran] = round(record.get_us(row), 2)
     return {gpu: TimeTable(_fit(calls), dict(calls)) for gpu, calls in found.items() if len(calls) >= FEWEST}
 
 

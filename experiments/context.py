@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
+from operator import itemgetter
 from pathlib import Path
 
 import torch
@@ -163,11 +164,15 @@ def _describe(row: dict) -> str:
             f"{row['bytes_received'] / 1e6:.1f} MB received")
 
 
+def keep_latest(rows: list[dict]) -> list[dict]:
+    """The last row of each part, mode and length, by GPU, ranks and variant."""
+    return record.latest(rows, itemgetter("gpu", "ranks", "part", "mode", "seqlen", "variant"))
+
+
 def tabulate_times(rows: list[dict]) -> str:
-    """The last row of each part, mode and length, by GPU and ranks; of CUDA graphs, where there are such times."""
-    rows = record.latest(rows, lambda row: tuple(row[key] for key in ("gpu", "ranks", "part", "mode", "seqlen", "variant")))
+    """Of the last rows; of CUDA graphs, where there are such times."""
     lines = []
-    for row in sorted(rows, key=lambda row: (row["gpu"], row["ranks"], row["part"], row["seqlen"], row["mode"])):
+    for row in sorted(keep_latest(rows), key=lambda row: (row["gpu"], row["ranks"], row["part"], row["seqlen"], row["mode"])):
         kind = "graph_" if row.get("graph_p50_us") else ""
         times = (row[f"{kind}p50_us"], row[f"alone_{kind}p50_us"], row[f"all_to_all_{kind}p50_us"])
         lines.append((row["part"], row["mode"], f"{row['ranks']} x {row['gpu'].removeprefix('NVIDIA ')}", f"{row['seqlen']:,}",

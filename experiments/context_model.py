@@ -17,7 +17,7 @@ import numpy as np
 from ssd.distributed.cost import count_all_to_alls, count_states
 
 from . import record
-from .context import CHUNK_SIZE, MIXER, MODES, TABLE_RANKS, TABLE_TOKENS
+from .context import CHUNK_SIZE, MIXER, MODES, TABLE_RANKS, TABLE_TOKENS, keep_latest
 from .table import render_lines, write_head
 
 _OF_ONE_HOST = 8  # GPUs; more are reached through a network
@@ -59,8 +59,7 @@ class Model:
 
 def fit(rows: list[dict]) -> dict[str, Model]:
     """{mode: model}, of the GPU with the most lengths of the operator in CUDA graphs, if there are enough."""
-    latest = record.latest([row for row in rows if row["part"] == "scan" and row.get("graph_p50_us") and row["link_gbps"]],
-                           lambda row: tuple(row[key] for key in ("gpu", "ranks", "mode", "seqlen", "variant")))
+    latest = keep_latest([row for row in rows if row["part"] == "scan" and row.get("graph_p50_us") and row["link_gbps"]])
     groups = record.group_by(latest, lambda row: (row["mode"], row["gpu"], row["ranks"], row["variant"])).items()
     most = {mode: max((group for key, group in groups if key[0] == mode), key=len, default=[]) for mode in MODES}
     return {mode: _fit(mode, group) for mode, group in most.items() if len(group) >= _FEWEST}

@@ -110,9 +110,9 @@ def tabulate(rows: list[dict]) -> str:
     one = {(row["gpu"], row["shape"], row["mode"], row["variant"], row["time"]): row for row in rows if row["way"] == "one"}
     lines = []
     for row in record.latest(rows, lambda row: tuple(row[key] for key in ("gpu", "shape", "ndocs", "mode", "variant", "way"))):
-        us = row["graph_p50_us"] or row["p50_us"]
+        us = record.get_us(row)
         base = one.get((row["gpu"], row["shape"], row["mode"], row["variant"], row["time"]))
-        relative = f"{us / (base['graph_p50_us'] or base['p50_us']):.2f}" if base and row["way"] != "copy" else ""
+        relative = f"{us / record.get_us(base):.2f}" if base and row["way"] != "copy" else ""
         said = _SAID.get(row["way"], f"one sequence, its states {row['way']} tokens")
         lines.append((said, row["variant"], row["mode"], f"{row['seqlen']:,} in {row['ndocs']} documents",
                       row["gpu"].removeprefix("NVIDIA "), f"{us:,.0f}", relative))

@@ -19,9 +19,10 @@ from ssd.interop.transformers import FIRST, LAST, choose_functions, list_globals
 
 from . import record, timing
 from .autotuned_configs import compile_together
-from .bench import Candidate, compare_with
+from .bench import Candidate, add_speedups, compare_with
 from .block import choose_device
 from .inputs import DTYPES
+from .result_tables import MODES
 from .shapes import PATCHED_MODELS, SHAPES, Shape
 from .table import render_lines, write_head, write_number
 from .terminal import leave_out, track
@@ -105,11 +106,10 @@ def run(names: Sequence[str], variants: Sequence[str], modes: Sequence[str], dty
             measured = timing.measure(calls, repeats, warmup)
             rival = compare_with(RIVAL, measured)
             for candidate, values in measured.items():
-                if rival and candidate.variant != RIVAL:
-                    values |= rival | timing.compare_times(values["p50_us"], values["graph_p50_us"], rival["against_p50_us"],
-                                                           rival["against_graph_p50_us"])
-                rows += record.add([{"bench": "patches", "shape": name, "layers": LAYERS, **shape.sizes, "dtype": dtype,
-                                     "mode": mode, **candidate.identity(), **values}], out)
+                compared = rival if candidate.variant != RIVAL else {}
+                rows += record.add([add_speedups({
+                    "bench": "patches", "shape": name, "layers": LAYERS, **shape.sizes, "dtype": dtype, "mode": mode,
+                    **candidate.identity(), **values, **compared})], out)
     return rows
 
 
@@ -124,8 +124,7 @@ def tabulate(rows: list[dict]) -> str:
         best.setdefault(tuple(row[key] for key in ("gpu", "shape", "mode", "variant")), row)
     head = write_head("model, two layers | GPU | what | variant | µs | in a CUDA graph, µs | speed-up | in a CUDA graph",
                       "model, two layers", "GPU", "what", "variant")
-    told = {"fwd": "forward", "fwd_bwd": "forward and backward"}
-    lines = [(shape, gpu.removeprefix("NVIDIA "), told[mode], f"`{variant}`", _US(row["p50_us"]), _US(row["graph_p50_us"]),
+    lines = [(shape, gpu.removeprefix("NVIDIA "), MODES[mode], f"`{variant}`", _US(row["p50_us"]), _US(row["graph_p50_us"]),
               *(f"{row[key]:.2f}" if row.get(key) else "" for key in ("speedup", "graph_speedup")))
              for (gpu, shape, mode, variant), row in sorted(best.items())]
     return head + render_lines(lines) if lines else "No rows yet: no GPU has run `make patches`.\n"

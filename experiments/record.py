@@ -76,6 +76,11 @@ def read(source: Path | list[dict] = RESULTS, **where) -> list[dict]:
     return [row for row in rows if all(row.get(key) == value for key, value in where.items())]
 
 
+def get_us(row: dict) -> float:
+    """The time in a CUDA graph, or launch by launch where there is none."""
+    return row.get("graph_p50_us") or row["p50_us"]
+
+
 def read_gpus(out: Path = RESULTS) -> list[dict]:
     """The rows of a folder that were measured on a GPU: what documents are written from. Raises as `read`."""
     return [row for row in _load(out) if row.get("gpu")]

@@ -185,7 +185,7 @@ def _write_gain(row: dict | None) -> str:
     """The time in a CUDA graph, with the speed-up where there is one."""
     if row is None:
         return ""
-    return _whole(_graph_us(row)) + (f" ({row['graph_speedup']:.2f})" if row.get("graph_speedup") else "")
+    return _whole(record.get_us(row)) + (f" ({row['graph_speedup']:.2f})" if row.get("graph_speedup") else "")
 
 
 def _tabulate_by_shape(rows: list[dict]) -> str:
@@ -201,7 +201,7 @@ def _list_row(row: dict) -> tuple:
     speedups = [f"{row[key]:.2f}" for key in ("speedup", "graph_speedup") if row.get("against") and row[key]]
     bound = row["ideal_bytes"] / row["copy_gbps"] / 1e3
     return (row["shape"], MODES[row["mode"]], row["variant"], row["chunk_size"], _whole(row["p50_us"]),
-            _whole(row["graph_p50_us"]), f"{100 * bound / _graph_us(row):.0f} %", write_scientific(row["err_rms"]),
+            _whole(row["graph_p50_us"]), f"{100 * bound / record.get_us(row):.0f} %", write_scientific(row["err_rms"]),
             row.get("against") or "", " / ".join(speedups))
 
 
@@ -214,7 +214,7 @@ def tabulate_memory(rows: list[dict]) -> str:
         for row in group:
             *_, changed = call = _describe_call(row)
             lines.append([", ".join(filter(None, (row["variant"], changed))), row["chunk_size"], _whole(kept.get(call)),
-                          _whole(row["peak_mib"]), _whole(_graph_us(row))])
+                          _whole(row["peak_mib"]), _whole(record.get_us(row))])
         parts.append(f"{shape}, {where}:\n\n{_MEMORY_HEAD}{render_lines(lines)}")
     return "\n".join(parts) or "No rows yet: no GPU has run forward and backward of these shapes.\n"
 
@@ -227,11 +227,6 @@ def _collect_kept(rows: list[dict]) -> dict[tuple, float]:
 def _describe_call(row: dict) -> tuple:
     """What rows of the same call share, whatever their mode; last, the changed options."""
     return *(row[key] for key in ("gpu", "shape", "variant", "chunk_size")), record.describe_options(record.options(row))
-
-
-def _graph_us(row: dict) -> float:
-    """Microseconds in a CUDA graph, where the call could be captured."""
-    return row["graph_p50_us"] or row["p50_us"]
 
 
 def tabulate_blocks(rows: list[dict]) -> str:
@@ -278,7 +273,7 @@ def tabulate_ablation(rows: list[dict]) -> str:
     """Markdown of the latest rows of the ablation, a table for each shape, mode and variant."""
     parts = []
     for (gpu, shape, mode, variant), group in groupby(rows, itemgetter("gpu", "shape", "mode", "variant")):
-        cells = {(row["step"], row["changed"]): (_whole(_graph_us(row)),
+        cells = {(row["step"], row["changed"]): (_whole(record.get_us(row)),
                                                  f"{row['relative']:.2f}{' †' if row.get('plain') else ''}")
                  for row in group if row["relative"] is not None}
         nothing = ("", "")

@@ -87,7 +87,7 @@ def tabulate_several_gpus(rows: list[dict]) -> str:
 
 
 def _describe_trained_step(row: dict) -> str:
-    return _tenths(row["p50_us"] / 1e3) + describe_way({"graph": row.get("graph")})
+    return _tenths(row["p50_us"] / 1e3) + describe_way(row)
 
 
 def tabulate_several_seeds(rows: list[dict]) -> str:

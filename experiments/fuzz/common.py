@@ -35,6 +35,11 @@ class Common:
         return torch.finfo(DTYPES[self.dtype]).eps
 
 
+def get_integers(c: Common) -> torch.dtype:
+    """Of bounds and indices, of a configuration with `int64`."""
+    return torch.int64 if c.int64 else torch.int32
+
+
 class Values:
     """Random values of a configuration's inputs in one turn."""
 

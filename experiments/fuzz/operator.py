@@ -17,7 +17,7 @@ from ssd.reference_stages import Precision
 from ssd.registry import get_variant
 from ssd.types import SUB_CHUNK, SSDInputs
 
-from .common import Common, Values, make_mirror, make_problem
+from .common import Common, Values, get_integers, make_mirror, make_problem
 from .documents import draw_bounds
 from .layouts import lay_out, pack
 from .problem import DTYPES, Problem, Refused, Tensors
@@ -346,7 +346,7 @@ def _document_tensors(c: Config, turn: int, device: str) -> Tensors:
     if c.documents is None:
         return made
     rows = [_ends(c, Random(f"{c.seed} {turn} {row}")) for row in range(c.batch)]
-    dtype = torch.int64 if c.int64 else torch.int32
+    dtype = get_integers(c)
     if c.documents in ("seq_idx", "both"):
         numbers = torch.stack([torch.arange(len(ends)).repeat_interleave(torch.tensor(ends).diff(prepend=torch.tensor([0])))
                                for ends in rows])

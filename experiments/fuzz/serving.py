@@ -17,7 +17,7 @@ from ssd.registry import get_variant
 from ssd.types import SSDInputs
 
 from . import operator
-from .common import draw_call, make_problem
+from .common import draw_call, get_integers, make_problem
 from .draw import draw_layouts, draw_shared, draw_tokens
 from .layouts import LAYOUTS, lay_out
 from .limits import Limits
@@ -127,7 +127,7 @@ def _make_chunks(c: Config, cu_seqlens: Tensor, rng: Random, device: str) -> Ten
 def _make_slots(c: Config, rng: Random, device: str) -> Tensors:
     """A cache of states, of which each request has a slot."""
     nslots = c.ndocs + _SPARE
-    slots = torch.tensor(rng.sample(range(nslots), c.ndocs), device=device, dtype=torch.int64 if c.int64 else torch.int32)
+    slots = torch.tensor(rng.sample(range(nslots), c.ndocs), device=device, dtype=get_integers(c))
     had = torch.arange(nslots, device=device, dtype=DTYPES[c.dtypes.get("final_states_out", "fp32")])
     return {"final_states_out": had[:, None, None, None].expand(-1, c.nheads, c.headdim, c.dstate).contiguous(),
             "final_state_indices": slots}

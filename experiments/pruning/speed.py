@@ -34,6 +34,8 @@ from .mamba1_block import Mamba1
 MODES = {"mamba1": ("fwd", "fwd_bwd", "decode"), "mamba2": ("fwd", "fwd_bwd", "decode"), "model": ("fwd", "decode"),
          "step": ("step",)}  # of each part
 D_MODEL = 2048  # of the blocks
+# of a row: what rows of several ratios share
+identify_call = itemgetter("gpu", "part", "workload", "preset", "mode", "kind", "variant", "dtype", "batch", "seqlen")
 
 
 @dataclass(frozen=True)
@@ -76,8 +78,7 @@ def run(plan: Plan, console: Console) -> list[dict]:
 
 def read_latest(out: Path | list[dict] = record.RESULTS) -> list[dict]:
     """The last row of each part, ratio, length and mode."""
-    key = itemgetter("gpu", "part", "workload", "preset", "mode", "kind", "ratio", "variant", "dtype", "batch", "seqlen")
-    return record.latest(record.read(out, bench="prune_speed"), key)
+    return record.latest(record.read(out, bench="prune_speed"), lambda row: (identify_call(row), row["ratio"]))
 
 
 def _compare(plan: Plan, part: str, mode: str, seqlen: int, measured: dict[float, dict]) -> Iterator[dict]:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from .. import record
 from ..table import render_lines, write_head
 from .losses import WHOLE
+from .speed import identify_call
 
 PAPER_SPEEDUP, PAPER_SAVED = 1.14, 0.115  # of arXiv:2511.22849
 _SPEED_HEAD = write_head("what | mode | tokens | removed | µs | faster | MiB | less memory", "what", "mode", "removed")
@@ -28,16 +29,16 @@ class Gain(NamedTuple):
         return f"{_SAYS[self.row['part']]} {self.row['preset'] or ''}".strip()
 
     @property
-    def removed(self) -> str:
-        return f"{self.row['ratio']:.1%} of the {self.row['kind']}"
+    def share(self) -> str:
+        return _describe_ratio(self.row["ratio"], self.row["kind"])
 
 
 def list_gains(rows: list[dict]) -> list[Gain]:
     """Of each pruned row whose whole was measured."""
-    wholes = {_identify_call(row): row for row in rows if not row["ratio"]}
-    pruned = sorted((row for row in rows if row["ratio"]), key=lambda row: (*map(str, _identify_call(row)), row["ratio"]))
-    return [Gain(row, _get_us(whole) / _get_us(row), 1 - _get_mib(row) / _get_mib(whole))
-            for row in pruned if (whole := wholes.get(_identify_call(row)))]
+    wholes = {identify_call(row): row for row in rows if not row["ratio"]}
+    pruned = sorted((row for row in rows if row["ratio"]), key=lambda row: (*map(str, identify_call(row)), row["ratio"]))
+    return [Gain(row, record.get_us(whole) / record.get_us(row), 1 - _get_mib(row) / _get_mib(whole))
+            for row in pruned if (whole := wholes.get(identify_call(row)))]
 
 
 def tabulate_speed(rows: list[dict]) -> str:
@@ -45,10 +46,10 @@ def tabulate_speed(rows: list[dict]) -> str:
     lines, reached = [], []
     for gain in list_gains(rows):
         row = gain.row
-        lines.append([f"{gain.what}, {row['gpu'].removeprefix('NVIDIA ')}", row["mode"], f"{row['seqlen']:,}", gain.removed,
-                      f"{_get_us(row):,.0f}", f"{gain.faster:.2f}", f"{_get_mib(row):,.0f}", f"{gain.saved:.1%}"])
+        lines.append([f"{gain.what}, {row['gpu'].removeprefix('NVIDIA ')}", row["mode"], f"{row['seqlen']:,}", gain.share,
+                      f"{record.get_us(row):,.0f}", f"{gain.faster:.2f}", f"{_get_mib(row):,.0f}", f"{gain.saved:.1%}"])
         if gain.faster >= PAPER_SPEEDUP and gain.saved >= PAPER_SAVED:
-            reached.append(f"{gain.what}, {row['mode']}, {row['seqlen']:,} tokens, without {gain.removed}")
+            reached.append(f"{gain.what}, {row['mode']}, {row['seqlen']:,} tokens, without {gain.share}")
     if not lines:
         return "No rows yet: no GPU has run `make prune-speed` for this table.\n"
     paper = f"{PAPER_SPEEDUP} times as fast with {PAPER_SAVED:.1%} less memory"
@@ -64,7 +65,7 @@ def tabulate_losses(rows: list[dict]) -> str:
     for (model, kind, ratio), group in sorted(of_models.items()):
         group = list({(row["score"], row["run"]["seed"]): row for row in group}.values())  # of several GPUs, the last
         scores = record.group_by(group, lambda row: row["score"])
-        removed = f"{ratio:.1%} of the {kind}"
+        removed = _describe_ratio(ratio, kind)
         for score, of in sorted(scores.items()):
             spread = _spread(of)
             losses = (_write_mean(of, name) for name in ("loss_whole", "loss_pruned", "loss_bridged", "loss"))
@@ -89,19 +90,14 @@ def _compare_with_random(what: str, scores: dict[str, list[dict]]) -> list[str]:
     return sentences
 
 
-def _identify_call(row: dict) -> tuple:
-    return tuple(row[key] for key in (
-        "gpu", "part", "workload", "preset", "mode", "kind", "variant", "dtype", "batch", "seqlen"))
-
-
 def _describe_model(row: dict) -> tuple[str, str]:
     run = row["run"]
     steps = f"{run['steps']} steps, {row['finetune']} of fine-tuning" if row["finetune"] else f"{run['steps']} steps"
     return f"{run['workload']} {run['preset']} ({run['mixer']}), {steps}", row["kind"]
 
 
-def _get_us(row: dict) -> float:
-    return row.get("graph_p50_us") or row["p50_us"]
+def _describe_ratio(ratio: float, kind: str) -> str:
+    return f"{ratio:.1%} of the {kind}"
 
 
 def _get_mib(row: dict) -> float:

@@ -24,7 +24,7 @@ def collect_operator(rows: list[dict]) -> dict:
     swept = [row for row in table.read_latest(rows) if row["shape"].startswith(_SWEEP) and row["mode"] in DIRECTIONS]
     rows = sorted(keep_one_gpu(swept), key=lambda row: row["seqlen"])
     data = [{"variant": row["variant"], "mode": row["mode"], "seqlen": row["seqlen"], "chunk_size": row["chunk_size"],
-             "us": row["graph_p50_us"] or row["p50_us"], "eager_us": row["p50_us"], "peak_mib": row["peak_mib"],
+             "us": record.get_us(row), "eager_us": row["p50_us"], "peak_mib": row["peak_mib"],
              "floor_us": row["ideal_bytes"] / row["copy_gbps"] / 1e3} for row in rows]
     if not data:
         return {}
@@ -91,7 +91,7 @@ def _sum_parts(rows: list[dict]) -> list[dict]:
         wanted = sum((name, part) in components.COMPONENTS for part in parts)
         if wanted and len(have) == wanted:
             found.append({"block": _BLOCKS[name], "component": kind, "phase": components.MODES[mode], "seqlen": seqlen,
-                          "us": sum(row["graph_p50_us"] or row["p50_us"] for row in have),
+                          "us": sum(record.get_us(row) for row in have),
                           "eager_us": sum(row["p50_us"] for row in have), "peak_mib": sum(row["peak_mib"] for row in have)})
     return found
 

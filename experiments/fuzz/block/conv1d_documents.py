@@ -12,7 +12,7 @@ from torch import Tensor
 from ssd.block import causal_conv1d_fn
 from ssd.block.conv1d import compute_in_torch
 
-from ..common import Common, Values, draw_call, draw_dtypes, draw_layouts, draw_sizes, make_problem
+from ..common import Common, Values, draw_call, draw_dtypes, draw_layouts, draw_sizes, get_integers, make_problem
 from ..documents import draw_bounds
 from ..layouts import lay_out
 from ..limits import Limits, draw_size
@@ -69,7 +69,7 @@ def problem(c: Config, turn: int, device: str) -> Problem:
         "x": values.normal(1, c.dim, c.seqlen), "weight": values.normal(c.dim, c.width),
         "bias": values.normal(c.dim) if c.bias else None,
         "initial_states": values.normal(c.ndocs, c.dim, c.width - 1) if c.initial_states else None,
-        "cu_seqlens": torch.tensor(bounds, device=device, dtype=torch.int64 if c.int64 else torch.int32)}, ("weight", "bias"))
+        "cu_seqlens": torch.tensor(bounds, device=device, dtype=get_integers(c))}, ("weight", "bias"))
     return make_problem(c, tensors, _run, _truth, _mirror, _AXES, {"final_states": c.final_dtype} if c.final_states else {},
                         summed=("dweight", "dbias"), tokens=c.seqlen)
 

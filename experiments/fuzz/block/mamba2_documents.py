@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ssd.modules import Mamba2
 from ssd.modules.mamba2 import Mamba2Cache
 
-from ..common import Values, draw_call, draw_dtypes, draw_layouts, make_problem
+from ..common import Values, draw_call, draw_dtypes, draw_layouts, get_integers, make_problem
 from ..documents import draw_bounds
 from ..limits import Limits, draw_size
 from ..problem import DTYPES, Problem, Tensors
@@ -59,7 +59,7 @@ def problem(c: Config, turn: int, device: str) -> Problem:
     bounds = draw_bounds(values.random, c.seqlen, c.ndocs, c.d_conv)
     conv_dim = len(made["conv1d.weight"])
     tensors = values.finish(made | {
-        "cu_seqlens": torch.tensor(bounds, device=device, dtype=torch.int64 if c.int64 else torch.int32),
+        "cu_seqlens": torch.tensor(bounds, device=device, dtype=get_integers(c)),
         "conv_states": values.normal(c.ndocs, conv_dim, c.d_conv - 1) if c.states else None,
         "ssm_states": values.normal(c.ndocs, c.nheads, c.headdim, c.dstate) if c.states else None},
         (*OFTEN_FP32, "ssm_states"))
