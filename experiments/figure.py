@@ -6,7 +6,7 @@ import json
 import re
 from pathlib import Path
 
-from . import palette
+from . import palette, record
 from .shapes import DIRECTIONS, NAMED, WORKLOADS
 
 WIDTH = 6  # inches: scaled to a phone's 360 pixels, text of 11 points is 9 pixels high
@@ -25,7 +25,7 @@ def points(rows: list[dict]) -> dict[str, dict[str, dict[str, float]]]:
     for row in rows:
         if row["mode"] in result and row["shape"] in order:
             here = result[row["mode"]][row["shape"]]
-            here[row["variant"]] = row["graph_p50_us"] or row["p50_us"]
+            here[row["variant"]] = record.get_us(row)
             here[_BOUND] = row["ideal_bytes"] / row["copy_gbps"] / 1e3
     return {mode: {name: times for name, times in shapes.items() if times} for mode, shapes in result.items()}
 

@@ -128,7 +128,7 @@ def keep_best_chunk(rows: list[dict]) -> list[dict]:
     where a graph gave it.
     """
     groups = record.group_by(rows, lambda row: identify(row)[:-1])
-    return [min(group, key=lambda row: (row["graph_p50_us"] is None, row["graph_p50_us"] or row["p50_us"]))
+    return [min(group, key=lambda row: (row["graph_p50_us"] is None, record.get_us(row)))
             for group in groups.values()]
 
 

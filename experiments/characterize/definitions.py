@@ -47,7 +47,7 @@ class Call:
     @property
     def wall_us(self) -> float | None:
         """T."""
-        return self.timed and (self.timed["graph_p50_us"] or self.timed["p50_us"])
+        return self.timed and record.get_us(self.timed)
 
     @property
     def same_commit(self) -> bool:
