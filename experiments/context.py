@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ssd import ssd_chunk_scan
 from ssd.distributed.cost import count_all_to_alls, count_states
+from ssd.distributed.peers import has_window
 from ssd.modules import Mamba2
 
 from . import record, timing
@@ -90,7 +91,8 @@ def _measure(shape: Shape, part: str, mode: str, variant: str, dtype: str, calls
         "graph_p50_us": graph_p50, "alone_graph_p50_us": in_graphs[0], "all_to_all_graph_p50_us": in_graphs[1],
         "efficiency": efficiency, "all_to_all_p50_us": dealt,
         "bytes_received": forward.bytes + (backward.bytes if mode == "fwd_bwd" else 0),
-        "peak_mib": peak_mib, "link_gbps": team.measure_link(), "note": note, **record.environment()}
+        "copied": has_window(dist.group.WORLD), "peak_mib": peak_mib,
+        "link_gbps": team.measure_link(), "note": note, **record.environment()}
 
 
 def _time(calls: dict[str, Callable], team: Team, repeats: int, warmup: int) -> dict[str, list[float]]:
@@ -161,7 +163,7 @@ def _describe(row: dict) -> str:
     beside = "" if dealt is None else f", {dealt:.0f} us by all-to-alls"
     return (f"{row['part']} {row['mode']}, {row['seqlen']} tokens on {row['ranks']} GPUs: {row[f'{kind}p50_us']:.0f} us"
             f"{' in a CUDA graph' if kind else ''}, {faster:.2f}x of one GPU{beside}; "
-            f"{row['bytes_received'] / 1e6:.1f} MB received")
+            f"{row['bytes_received'] / 1e6:.1f} MB received, {'copied' if row['copied'] else 'by collectives'}")
 
 
 def keep_latest(rows: list[dict]) -> list[dict]:

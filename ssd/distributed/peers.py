@@ -75,14 +75,20 @@ def gather_objects(group: dist.ProcessGroup, value: object) -> list:
 
 def find_window(group: dist.ProcessGroup, nbytes: int, device: torch.device) -> Window | None:
     """A window of at least so many bytes; None where ranks cannot copy from each other, and in a capture before which none was
-    made. All ranks must ask for the same number of bytes: the first time they exchange addresses.
+    made. All ranks must ask for the same number of bytes: the first time they exchange addresses. Groups are of NCCL on GPUs,
+    whatever they are on CPUs: torch names the backend of a group of both after neither.
     """
-    if device.type != "cuda" or dist.get_backend(group) != "nccl":
+    if "cuda:nccl" not in dist.get_backend_config(group).split(",") or device.type != "cuda":
         return None
     windows, size = _windows.setdefault(group, {}), max(_LEAST_BYTES, 1 << (nbytes - 1).bit_length())
     if (device, size) not in windows and not torch.cuda.is_current_stream_capturing() and _ask(group, device):
         windows[device, size] = Window(group, size, device)
     return windows.get((device, size))
+
+
+def has_window(group: dist.ProcessGroup) -> bool:
+    """Whether this rank has copied a message of the group."""
+    return bool(_windows.get(group))
 
 
 def _ask(group: dist.ProcessGroup, device: torch.device) -> bool:

@@ -13,7 +13,7 @@ def ranks(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def gpus(tmp_path_factory):
-    """Two ranks with a GPU each."""
-    started = Ranks(2, tmp_path_factory.mktemp("gpus") / "store", "nccl")
+    """Two ranks with a GPU each, in groups of the kind that torch makes unless told another."""
+    started = Ranks(2, tmp_path_factory.mktemp("gpus") / "store", "cpu:gloo,cuda:nccl")
     yield started
     started.end()

@@ -193,7 +193,7 @@ def scan_bits(group: Group, problem: Problem) -> bool:
 
 def scan_by_either_way(group: Group, problem: Problem) -> tuple[bool, bool]:
     """Whether GPUs copied the first run's message from each other, and whether the bits are those of a message by NCCL."""
-    first, copied = scan(group, problem), bool(peers._windows.get(group))
+    first, copied = scan(group, problem), peers.has_window(group)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(exchange, "find_window", lambda *_: None)
         second = scan(group, problem)

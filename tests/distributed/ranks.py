@@ -25,8 +25,8 @@ class Ranks:
     """
 
     def __init__(self, size: int, store: Path, backend: str = "gloo"):
-        context = multiprocessing.get_context("spawn" if backend == "nccl" else "forkserver")
-        if backend != "nccl":
+        context = multiprocessing.get_context("spawn" if "nccl" in backend else "forkserver")
+        if "nccl" not in backend:
             context.set_forkserver_preload(["tests.distributed.rank_calls"])
         self.connections, self.processes = [], []
         for rank in range(size):
@@ -63,7 +63,7 @@ class Ranks:
 
 def _serve(connection: Connection, rank: int, size: int, store: Path, backend: str) -> None:
     torch.set_num_threads(1)
-    if backend == "nccl":
+    if "nccl" in backend:
         torch.cuda.set_device(rank)
     dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=size,
                             timeout=timedelta(seconds=_PATIENCE_S))

@@ -26,6 +26,7 @@ def test_a_row(part, monkeypatch, tmp_path):
     monkeypatch.setattr(timing, "measure_peak_mib", lambda call: 1.0)
     monkeypatch.setattr(timing, "capture", lambda call: call)
     monkeypatch.setattr(dist, "barrier", lambda: None)
+    monkeypatch.setattr(context, "has_window", lambda group: True)
     team = SimpleNamespace(rank=0, size=2, device="cpu", max_over=lambda value: value, measure_link=lambda: 400.0)
     ways = ("parts", "alone", "all_to_all") if part == "scan" else ("parts", "alone")
     row = context._measure(SMALL, part, "fwd", "auto", "bf16", dict.fromkeys(ways), team, 2, 1)

@@ -94,10 +94,20 @@ def test_two_runs_on_two_gpus_are_the_same_bits(gpus):
 @pytest.mark.parametrize("case", (PLAIN, EVERYTHING), ids=("plain", "everything"))
 def test_messages_by_copies_are_those_of_nccl(case, gpus):
     """Where the host's GPUs cannot copy from each other, both are NCCL's."""
+    assert_either_way_equal(gpus, case)
+
+
+@pytest.mark.gpu(count=2)
+def test_groups_of_nccl_alone_copy_too(tmp_path):
+    few = Ranks(2, tmp_path / "store", "nccl")
+    assert_either_way_equal(few, PLAIN)
+    few.end()
+
+
+def assert_either_way_equal(ranks: Ranks, case: Case) -> None:
     shape = Shape(nheads=8, headdim=64, dstate=128, chunk_size=256)
-    found = gpus.run(2, scan_by_either_way, Problem((1500, 900), shape, case, HALF, "persistent", "cuda"))
-    assert [equal for _, equal in found] == [True, True]
-    assert len({copied for copied, _ in found}) == 1
+    found = ranks.run(2, scan_by_either_way, Problem((1500, 900), shape, case, HALF, "persistent", "cuda"))
+    assert found == [(torch.cuda.can_device_access_peer(0, 1), True)] * 2
 
 
 @pytest.mark.parametrize("kind", ("states", "documents", "padding"))
