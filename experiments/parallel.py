@@ -2,7 +2,7 @@
 
 A micro-batch is dealt out: its samples in equal parts, or with "cp" and "cp-fsdp" the tokens of every sample (context
 parallelism). With "ddp" and "cp" every process has the whole model, and they average gradients; with "fsdp" and "cp-fsdp" each
-has a part of every tensor, and they gather a layer when it is its turn.
+has a part of every tensor, and they gather some layers when it is their turn.
 """
 
 import os
@@ -24,6 +24,7 @@ from ssd.registry import is_peer
 from .training_run import WAYS, Run
 
 _SUMMED_BYTES, _SUMS = 256 * 2**20, 5
+_GATHERED = 2**28  # parameters that FSDP2 gathers at once: 1 GiB in fp32
 _PATIENCE = timedelta(hours=1)  # with the first process, which writes checkpoints
 
 
@@ -65,8 +66,8 @@ class Team:
             current.wait_stream(side)
             return model
         for layers in reversed([module for module in model.modules() if isinstance(module, nn.ModuleList)]):
-            for layer in layers:
-                fully_shard(layer)
+            for group in _group_layers(layers):
+                fully_shard(group)
         return fully_shard(model)
 
     @contextmanager
@@ -161,6 +162,20 @@ class Team:
         torch.cuda.synchronize(self.device)
         sent = _SUMS * _SUMMED_BYTES * 2 * (self.size - 1) / self.size  # once to add up, once to hand out
         return sent / (time.perf_counter() - began) / 1e9
+
+
+def _group_layers(layers: nn.ModuleList) -> Iterator[list[nn.Module]]:
+    """Layers next to each other that are gathered at once: of each group the host makes three exchanges a step."""
+    group, held = [], 0
+    for layer in layers:
+        size = sum(parameter.numel() for parameter in layer.parameters())
+        if group and held + size > _GATHERED:
+            yield group
+            group, held = [], 0
+        group.append(layer)
+        held += size
+    if group:
+        yield group
 
 
 class _Copy(DistributedDataParallel):

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
@@ -23,6 +22,7 @@ from ssd.pruning import load
 from .characterize.scopes import BACKWARD, FORWARD, OPTIMIZER, scope
 from .lamb import Lamb
 from .parallel import Team
+from .shards import AdamW, clip_gradient
 from .training_run import Run
 from .workloads import Workload
 
@@ -51,7 +51,7 @@ def build_model(run: Run, workload: Workload, team: Team,
     lr = torch.tensor(run.lr, device=team.device) if graph else run.lr
     if run.optimizer == "lamb":
         return model, Lamb(groups, lr, _BETAS), parameters
-    return model, torch.optim.AdamW(groups, lr, _BETAS, fused=graph or team.device.type == "cuda", capturable=graph), parameters
+    return model, AdamW(groups, lr, _BETAS, fused=graph or team.device.type == "cuda", capturable=graph), parameters
 
 
 def _load_start(model: nn.Module, folder: str) -> None:
@@ -159,8 +159,7 @@ class Step:
 
     def finish(self) -> None:
         """Clips the gradient, and lets the optimizer use it."""
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.run.clip or math.inf)
-        self.norm.copy_(norm.full_tensor() if isinstance(norm, DTensor) else norm)  # which all processes have to ask for
+        self.norm.copy_(clip_gradient(self.model.parameters(), self.run.clip, self.team))
         with scope(OPTIMIZER):
             self.optimizer.step()
 

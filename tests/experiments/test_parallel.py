@@ -13,9 +13,10 @@ from subprocess import Popen, TimeoutExpired
 import pytest
 import torch
 from rich.console import Console
+from torch import nn
 
 from experiments import checkpoints, record
-from experiments.parallel import Team
+from experiments.parallel import Team, _group_layers
 from experiments.train import train
 from experiments.training_run import make_run
 from ssd.block import arguments
@@ -194,3 +195,9 @@ def test_a_signal_to_all_processes_saves(tmp_path):
     said = collect_output(ranks, 128 + signal.SIGTERM)
     step = checkpoints.read_state(checkpoints.latest(tmp_path / "checkpoints"))["step"]
     assert f"SIGTERM after step {step}" in said[0][0] and said[1][0] == "" and len(read_log(tmp_path)) == step
+
+
+def test_layers_are_gathered_in_groups_of_a_size():
+    layers = nn.ModuleList(nn.Linear(n, 2**20, bias=False, device="meta") for n in (100, 100, 56, 1, 300, 5))
+    assert [[layer.in_features for layer in group] for group in _group_layers(layers)] == [[100, 100, 56], [1], [300], [5]]
+    assert list(_group_layers(nn.ModuleList())) == []

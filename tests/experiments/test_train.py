@@ -22,6 +22,7 @@ from rich.console import Console
 
 from experiments import checkpoints, record
 from experiments import train as training
+from experiments.shards import AdamW
 from experiments.train import Interrupted, Stopped, train
 from experiments.training_run import Run
 from experiments.training_step import Step, compute_learning_rate
@@ -200,7 +201,7 @@ def test_without_a_good_checkpoint_a_run_does_not_go_on(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "place", [(Step, "add_gradient"), (torch.optim.AdamW, "step"), (training, "build_model")], ids=str)
+    "place", [(Step, "add_gradient"), (AdamW, "step"), (training, "build_model")], ids=str)
 def test_what_does_not_fit_the_memory_is_said_in_terms_of_the_run(tmp_path, monkeypatch, place):
     monkeypatch.setattr(*place, Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory")))
     with pytest.raises(Stopped, match=r"--batch: 4 rows of 64 tokens of mamba2 small do not fit .*; expected fewer"):
