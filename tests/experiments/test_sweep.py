@@ -193,18 +193,22 @@ def test_the_command_line(tmp_path, monkeypatch):
 
 
 def test_the_committed_losses_agree():
-    """Whichever variant trained, and on however many GPUs, to the bands of docs/workloads.md."""
+    """Whichever variant trained, and on however many GPUs, to the bands of docs/workloads.md. What one GPU has no memory for is
+    held to other ways on several.
+    """
     def settle(row: dict) -> tuple:
         """A step's samples may be one micro-batch or several."""
         run = row["run"]
         return row["git_sha"], run["batch"] * run["accumulate"], *record.settings(row, "save_every", "batch", "accumulate")
 
     rows, losses = record.read(bench="train"), {}
-    alone = {settle(row): row["loss"] for row in rows if row["gpus"] == 1}
+    alike = record.group_by(rows, settle)
     drawn = ("mambavision", "graphmamba")  # drop paths, dropout, orders of nodes: each process draws its own
     for row in rows:
         if row["gpus"] > 1:
-            assert row["loss"] == pytest.approx(alone[settle(row)], rel=0.05 if row["workload"] in drawn else 0.01), row
+            others = [other for other in alike[settle(row)] if (other["gpus"], other["way"]) != (row["gpus"], row["way"])]
+            beside = ([other for other in others if other["gpus"] == 1] or others)[-1]
+            assert row["loss"] == pytest.approx(beside["loss"], rel=0.05 if row["workload"] in drawn else 0.01), row
         else:
             run = [str(value) for name, value in row["run"].items() if name != "variant"]
             losses.setdefault((row["workload"], row["preset"], *run), []).append(row["loss"])
