@@ -87,8 +87,6 @@ class Team:
 
     def check(self, run: Run) -> None:
         """Refuses a run whose micro-batches cannot be dealt out, by the option's name."""
-        if run.buckets and self.size > 1:
-            raise ValueError(f"--buckets: got {run.buckets}, expected none: norms of {self.size} processes see every row")
         if not self.cuts_tokens:
             if run.batch % self.size:
                 raise ValueError(f"--batch: got {run.batch}, expected a multiple of {self.size}, so that each process has its "

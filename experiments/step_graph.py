@@ -25,6 +25,7 @@ from .workloads import get_workload
 
 WARM_UPS = 2  # steps in which kernels are compiled, tuned and loaded, and the optimizer makes its state
 _WARM_UPS_OF_TWO = 11  # in which DistributedDataParallel lays out its buckets and times itself (torch, "CUDA semantics")
+_FINISH = ("finish",)
 
 
 class NotCaptured(RuntimeError):
@@ -64,8 +65,8 @@ def choose(asked: bool | None, runs: Iterable[Run], team: Team, console: Console
 
 
 class CapturedStep(Step):
-    """Steps that are replayed, but for micro-batches of a shape that came fewer than two times before, or of several processes
-    fewer than eleven times. Their exchanges are captured, too.
+    """Steps that are replayed, but for micro-batches of a shape that came fewer than two times before, and the first eleven of
+    several processes. Their exchanges are captured, too; processes may replay, and launch, steps of other shapes.
 
     Args:
         pool: of memory, see `torch.cuda.graph_pool_handle`; one of its own unless given. Steps that share one must take turns.
@@ -77,7 +78,7 @@ class CapturedStep(Step):
     def __init__(self, *given: Any, pool: tuple[int, int] | None = None):
         super().__init__(*given)
         self._pool = pool or torch.cuda.graph_pool_handle()
-        self._warm_ups = WARM_UPS if self.team.size == 1 else _WARM_UPS_OF_TWO
+        self._warm_steps = WARM_UPS if self.team.size == 1 else _WARM_UPS_OF_TWO
         self._warm = Counter()
         self._inputs: dict[tuple, dict[str, Tensor]] = {}
         self._replays: dict[tuple, Callable[[], object]] = {}
@@ -106,7 +107,7 @@ class CapturedStep(Step):
             super(CapturedStep, self).finish()
             return self.norm
 
-        self._run(("finish",), launch)
+        self._run(_FINISH, launch)
 
     def clear(self) -> None:
         """Gradients stay where they are."""
@@ -116,7 +117,7 @@ class CapturedStep(Step):
 
         A part that makes the gradients is captured first: others would read and write what another candidate's steps free.
         """
-        if self._warm[part] < self._warm_ups or not (self._replays or makes_gradients):
+        if self._warm[part] < WARM_UPS or self._warm[_FINISH] < self._warm_steps or not (self._replays or makes_gradients):
             self._warm[part] += 1
             warm_up(launch, self.team.device)
             return

@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
@@ -21,20 +22,24 @@ class Real(NamedTuple):
     """What rows count for in a mean over those that fill nothing up.
 
     Attributes:
-        share: (rows, 1), one over the number of such rows in each of them, 0 in others.
+        share: (rows, 1), one over the number of such rows, of all processes, in each of them, 0 in others.
         unbias: (), what makes a mean of squares about the mean an unbiased variance.
+        of_ranks: (ranks, 1), the share of such rows that each process has; None where this one has all.
     """
 
     share: Tensor
     unbias: Tensor
+    of_ranks: Tensor | None
 
     @classmethod
-    def of(cls, rows: Tensor | None, dtype: torch.dtype) -> Real | None:
-        """rows: (rows, 1) bool, of `find_real`."""
+    def of(cls, rows: Tensor | None, dtype: torch.dtype, alone: bool = True) -> Real | None:
+        """rows: (rows, 1) bool, of `find_real`; alone: no other process has rows."""
         if rows is None:
             return None
-        count = rows.sum()
-        return cls(rows.to(dtype) / count.clamp(min=1), (count / (count - 1).clamp(min=1)).to(dtype))
+        counts = rows.sum() if alone else _gather(rows.sum())
+        count = counts.sum()
+        return cls(rows.to(dtype) / count.clamp(min=1), (count / (count - 1).clamp(min=1)).to(dtype),
+                   None if alone else (counts / count.clamp(min=1)).to(dtype)[:, None])
 
 
 def fill_up(run: Run, batch: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -77,10 +82,10 @@ def count_fill(batch: dict[str, Tensor]) -> float:
 
 
 def normalise(norm: nn.BatchNorm1d, x: Tensor, real: Real | None) -> Tensor:
-    """norm(x) with the statistics of real rows; of every row where `real` is None."""
+    """norm(x) with the statistics of real rows, of all processes if so `real`; of every row where that is None."""
     if real is None or not norm.training:
         return norm(x)
-    out, mean, variance = _Normalise.apply(x, norm.weight, norm.bias, real.share, norm.eps)
+    out, mean, variance = _Normalise.apply(x, norm.weight, norm.bias, real.share, real.of_ranks, norm.eps)
     with torch.no_grad():
         norm.num_batches_tracked.add_(1)
         norm.running_mean.lerp_(mean, norm.momentum)
@@ -89,17 +94,23 @@ def normalise(norm: nn.BatchNorm1d, x: Tensor, real: Real | None) -> Tensor:
 
 
 class _Normalise(torch.autograd.Function):
-    """Batch norm with the statistics of some rows. Its backward is its own, of half as many kernels as torch's: a step is
-    launches of small ones.
+    """Batch norm with the statistics of some rows, of all processes. Its backward is its own, of half as many kernels as
+    torch's: a step is launches of small ones.
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor, share: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor, share: Tensor, of_ranks: Tensor | None,
+                eps: float) -> tuple[Tensor, Tensor, Tensor]:
         mean = (x * share).sum(0)
-        centred = x - mean
-        variance = (centred.square() * share).sum(0)
+        if of_ranks is None:
+            centred = x - mean
+            variance = (centred.square() * share).sum(0)
+        else:
+            mean, variance = _join_moments(x, mean, share, of_ranks)
+            centred = x - mean
         rate = (variance + eps).rsqrt()
         scale = weight * rate
+        ctx.alone = of_ranks is None
         ctx.save_for_backward(centred, share, rate, scale)
         ctx.mark_non_differentiable(mean, variance)
         return torch.addcmul(bias, centred, scale), mean, variance
@@ -107,10 +118,29 @@ class _Normalise(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dout: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        """dx = weight rate (dout - share (sum dout + n sum dout n)), with n = (x - mean) rate."""
+        """dx = weight rate (dout - share (sum dout + n sum dout n)), with n = (x - mean) rate, and sums over all processes."""
         centred, share, rate, scale = ctx.saved_tensors
-        dbias, dweight = dout.sum(0), (dout * centred).sum(0) * rate
-        return scale * (dout - share * torch.addcmul(dbias, centred, rate * dweight)), dweight, dbias, None, None
+        own = dout.sum(0), (dout * centred).sum(0) * rate
+        dbias, dweight = own if ctx.alone else _gather(torch.stack(own)).sum(0)
+        return scale * (dout - share * torch.addcmul(dbias, centred, rate * dweight)), own[1], own[0], None, None, None
+
+
+def _join_moments(x: Tensor, part: Tensor, share: Tensor, of_ranks: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and variance over all processes' rows by one exchange: of their parts of the mean, and of their variances about
+    means of their own. part: this process's of the mean.
+    """
+    own = part / of_ranks[dist.get_rank()].clamp(min=torch.finfo(of_ranks.dtype).tiny)  # no rows, no part
+    parts, variances = _gather(torch.stack([part, ((x - own).square() * share).sum(0)])).unbind(1)
+    mean = parts.sum(0)
+    apart = parts / of_ranks.clamp(min=torch.finfo(of_ranks.dtype).tiny) - mean
+    return mean, (variances + of_ranks * apart.square()).sum(0)
+
+
+def _gather(t: Tensor) -> Tensor:
+    """The tensors of all processes, (ranks, *shape)."""
+    every = t.new_empty(dist.get_world_size(), *t.shape)
+    dist.all_gather_into_tensor(every.view(-1), t.reshape(-1))
+    return every
 
 
 def _extend(t: Tensor, length: int, value: int) -> Tensor:

@@ -59,8 +59,8 @@ def collect_output(ranks: list[Popen[str]], status: int = 0) -> list[tuple[str, 
     return said
 
 
-def train_by_two(out: Path, way: str, *more: str) -> None:
-    ranks = [start_module("experiments", *LINE, "--out", out, "--rows", out / "rows", "--parallel", way, *more, **environment)
+def train_by_two(out: Path, way: str, *more: str, line: list[str] = LINE) -> None:
+    ranks = [start_module("experiments", *line, "--out", out, "--rows", out / "rows", "--parallel", way, *more, **environment)
              for environment in two()]
     _, (said, _) = collect_output(ranks)
     assert said == "", "the second process speaks, too"
@@ -113,11 +113,14 @@ def test_two_whole_models(by_one, tmp_path):
 
 
 @needs_gpus
-def test_two_captured(tmp_path):
-    """The steps of two processes, with what they exchange, in CUDA graphs and without."""
-    long = "--steps=16", "--save-every=16"
-    train_by_two(tmp_path / "eager", "ddp", *long)
-    train_by_two(tmp_path / "graph", "ddp", "--graph", *long)
+@pytest.mark.parametrize("line", [
+    LINE, pytest.param(["train", "--workload=graphmamba", f"--variant={VARIANT}", "--batch=4", "--buckets=1"], marks=needs_graphs),
+], ids=("tokens", "graphs"))
+def test_two_captured(line, tmp_path):
+    """The steps of two processes, with what they exchange, in CUDA graphs and without; of graphs processes are at other sizes."""
+    long = "--steps=24", "--save-every=24"
+    train_by_two(tmp_path / "eager", "ddp", "--no-graph", *long, line=line)
+    train_by_two(tmp_path / "graph", "ddp", "--graph", *long, line=line)
     assert_same_steps(tmp_path / "graph", tmp_path / "eager")
 
 

@@ -25,14 +25,16 @@ degree_orders = graph_model.degree_orders
 
 
 def runs_of(workload: str) -> dict[str, Run]:
-    """Of the preset `tiny`, by name: with the first mixer, and with the last while layers are computed again."""
+    """Of the preset `tiny`, by name: with the first mixer, and with the last while layers are computed again, of graphs in
+    batches that are filled up.
+    """
     known = get_workload(workload)
     short = {} if known.presets["tiny"].seqlen is None else {"seqlen": 32}
     runs = {}
     for again, mixer in ((False, known.mixers[0]), (True, known.mixers[-1])):
         runs[f"{mixer}-again" if again else mixer] = make_run(
             workload, variant=VARIANT if mixer == "ssd" else "auto", mixer=mixer, batch=4, accumulate=2, steps=3,
-            checkpoint_activations=again, **short)
+            checkpoint_activations=again, buckets=1 if again and known.fill_up else None, **short)
     return runs
 
 
