@@ -29,6 +29,7 @@ needs_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two
 SETTINGS = {"workload": "hybrid", "variant": VARIANT, "batch": 4, "seqlen": 32, "accumulate": 2, "steps": 4, "save_every": 2}
 _LONGEST_S = 300
 LINE = ["train", *(f"--{name.replace('_', '-')}={value}" for name, value in SETTINGS.items())]
+GRAPHS = ["train", "--workload=graphmamba", f"--variant={VARIANT}", "--batch=4", "--buckets=1"]
 
 
 def two() -> list[dict[str, object]]:
@@ -113,11 +114,9 @@ def test_two_whole_models(by_one, tmp_path):
 
 
 @needs_gpus
-@pytest.mark.parametrize("line", [
-    LINE, pytest.param(["train", "--workload=graphmamba", f"--variant={VARIANT}", "--batch=4", "--buckets=1"], marks=needs_graphs),
-], ids=("tokens", "graphs"))
+@pytest.mark.parametrize("line", [LINE, pytest.param(GRAPHS, marks=needs_graphs)], ids=("tokens", "graphs"))
 def test_two_captured(line, tmp_path):
-    """The steps of two processes, with what they exchange, in CUDA graphs and without; of graphs processes are at other sizes."""
+    """The steps of two processes, with what they exchange, in CUDA graphs and without; batches of graphs differ in size."""
     long = "--steps=24", "--save-every=24"
     train_by_two(tmp_path / "eager", "ddp", "--no-graph", *long, line=line)
     train_by_two(tmp_path / "graph", "ddp", "--graph", *long, line=line)
