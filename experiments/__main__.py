@@ -169,6 +169,8 @@ def sweep(
     batch: flags.Batch = None, optimizer: flags.Optimizer = None, seed: flags.Seed = 0,
     repeats: flags.Repeats = 20, warmup: flags.Warmup = 3,
     each_option: Annotated[bool, typer.Option("--each-option", help="Also time each variant without each option.")] = False,
+    each_step_option: Annotated[bool, typer.Option(
+        "--each-step-option", help="Also time each variant's step with each of the step's settings changed.")] = False,
     folder: Annotated[Path, typer.Option(file_okay=False, help="Of the training runs' folders.")] = Path("runs"),
     again: Annotated[bool, typer.Option("--again", help="Also run what has its row.")] = False,
     trains: Annotated[bool, typer.Option("--train/--no-train", help="Also train with each, for its loss.")] = True,
@@ -190,7 +192,7 @@ def sweep(
 
     try:
         plan = sweep.Plan(tuple(runs), tuple(variants), each_option, repeats, warmup, folder, out, again, trains, counters,
-                          graph)
+                          graph, each_step_option)
         with refuse_errors():
             failed = sweep.run(plan, console)
     except sweep.Interrupted as reason:

@@ -25,6 +25,7 @@ from . import (
     result_tables,
     speedup_figure,
     step_figure,
+    step_options,
     sweep,
     table,
     terminal_page,
@@ -57,6 +58,7 @@ class Shown:
         decoding: generation in a CUDA graph, beside a rival.
         ablation: sorted by setting.
         steps: of the sweep, each variant as it comes.
+        step_changes: steps with one of their settings changed.
         trainings: every one.
         checks: set-ups, and runs of all tests, without a GPU.
         choices: what "auto" chooses by.
@@ -72,6 +74,7 @@ class Shown:
     decoding: Rows = field(default_factory=list)
     ablation: Rows = field(default_factory=list)
     steps: Rows = field(default_factory=list)
+    step_changes: Rows = field(default_factory=list)
     trainings: Rows = field(default_factory=list)
     checks: Rows = field(default_factory=list)
     choices: Rows = field(default_factory=list)
@@ -99,8 +102,9 @@ class Shown:
             [row for row in block.read_latest(rows) if row.get("against")],
             [row for row in read_decoding(rows) if row.get("against") and row["graph"]],
             sorted(ablation, key=itemgetter("gpu", "shape", "mode", "variant")), sorted(steps, key=itemgetter("gpu")),
-            record.read(rows, bench="train"), [*record.read(out, bench="setup", gpu=None), *record.read(
-                out, bench="tests", gpu=None, only=None, shard=None, failed=0)],
+            record.read(rows, bench="step_ablate"), record.read(rows, bench="train"),
+            [*record.read(out, bench="setup", gpu=None),
+             *record.read(out, bench="tests", gpu=None, only=None, shard=None, failed=0)],
             [row for row in rows if row["bench"] in choose.BENCHES], record.read(rows, bench="context"),
             record.read(rows, bench="documents"), record.read(rows, bench="patches"),
             pruning_speed.read_latest(rows), pruning_losses.read_latest(rows))
@@ -144,6 +148,7 @@ def list_sections(shown: Shown) -> dict[tuple[str, str], str]:
         ("docs/workloads.md", "gpus"): training_tables.tabulate_several_gpus(shown.trainings),
         ("docs/workloads.md", "seeds"): training_tables.tabulate_several_seeds(shown.trainings),
         ("docs/ablation.md", "ablation"): result_tables.tabulate_ablation(shown.ablation),
+        ("docs/ablation.md", "steps"): step_options.tabulate(shown.step_changes),
         ("docs/context-parallel.md", "exchanges"): context.tabulate_exchanges(),
         ("docs/context-parallel.md", "times"): context.tabulate_times(shown.contexts),
         ("docs/context-parallel.md", "many"): context_model.tabulate(shown.contexts),

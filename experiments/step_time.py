@@ -37,13 +37,13 @@ class Candidate:
 
 
 def measure_steps(base: Run, candidates: list[Candidate], repeats: int, warmup: int, console: Console,
-                  graph: bool = False) -> dict[Candidate, dict]:
+                  graph: bool = False, fused: bool = True) -> dict[Candidate, dict]:
     """The measured keys of a row for each candidate; of one that cannot run only `note`, which says why.
 
     All take their steps with the same weights, which go on changing. One step of each per round, on the same data, so that a
     change of clocks meets all alike; from the batch on the device to the optimizer's last write.
 
-    graph: steps are replays of CUDA graphs.
+    graph: steps are replays of CUDA graphs; fused: the optimizer is one kernel on a GPU, where it can be.
     """
     workload = get_workload(base.workload)
     team = make_single()
@@ -54,7 +54,7 @@ def measure_steps(base: Run, candidates: list[Candidate], repeats: int, warmup: 
         notes = {candidate: {"note": f"--graph: {reason}"} for candidate, reason in reasons.items() if reason}
     dataset = workload.dataset(base)
     candidates = [candidate for candidate in candidates if candidate not in notes]
-    model, optimizer, others = _build_with_any(base, candidates, workload, team, graph)
+    model, optimizer, others = _build_with_any(base, candidates, workload, team, graph, fused)
     notes |= others
     if model is None:
         return notes
@@ -142,13 +142,13 @@ def measure_steps(base: Run, candidates: list[Candidate], repeats: int, warmup: 
     return rows
 
 
-def _build_with_any(base: Run, candidates: list[Candidate], workload: Workload,
-                   team: Team, graph: bool) -> tuple[nn.Module | None, torch.optim.Optimizer | None, dict[Candidate, dict]]:
+def _build_with_any(base: Run, candidates: list[Candidate], workload: Workload, team: Team, graph: bool,
+                   fused: bool) -> tuple[nn.Module | None, torch.optim.Optimizer | None, dict[Candidate, dict]]:
     """Model and optimizer with the first candidate that can be built, and notes of those before it."""
     notes = {}
     for candidate in candidates:
         try:
-            model, optimizer, _ = build_model(replace(base, variant=candidate.variant), workload, team, graph)
+            model, optimizer, _ = build_model(replace(base, variant=candidate.variant), workload, team, graph, fused)
             if base.compile:
                 compile_layers(model)
             return model, optimizer, notes

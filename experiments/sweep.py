@@ -21,7 +21,7 @@ from rich.console import Console
 from ssd import Options
 from ssd.registry import get_variant, is_peer
 
-from . import ablate, checkpoints, record, step_graph
+from . import ablate, checkpoints, record, step_graph, step_options
 from .autotuned_configs import compile_together
 from .characterize.collect import append_counts
 from .characterize.definitions import percent_of_peak
@@ -42,6 +42,7 @@ class Plan:
         runs: a workload each, with any variant.
         variants: to put inside.
         each_option: also measure steps of every variant without each of its options.
+        each_step_option: also measure steps with each of their own settings changed, see `step_options`.
         repeats, warmup: steps of each that are timed, and before.
         folder: of the training runs' own folders.
         out: of the rows.
@@ -62,6 +63,7 @@ class Plan:
     trains: bool = True
     counts: bool = False
     graph: bool | None = False
+    each_step_option: bool = False
 
 
 @compile_together()
@@ -84,6 +86,8 @@ def run(plan: Plan, console: Console) -> list[str]:
                 failed.append(f"{where} {candidate.variant}: {note}")
         except Exception as reason:  # must not cost the measurements of the others
             failed.append(f"{where}: {first_line(reason)}")
+        if plan.each_step_option:
+            failed += step_options.time_changes(base, plan.variants, graph, plan.repeats, plan.warmup, plan.out, console)
         for name in plan.variants if plan.counts else ():
             one = replace(base, variant=name)
             if _find_rows(done, "ssm_counters", one) or _find_rows(done, "step_counters", one):

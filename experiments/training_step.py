@@ -32,10 +32,11 @@ _WORKERS = 16  # processes that make batches while a GPU computes, or three for 
 
 
 def build_model(run: Run, workload: Workload, team: Team,
-                graph: bool = False) -> tuple[nn.Module, torch.optim.Optimizer, int]:
+                graph: bool = False, fused: bool = True) -> tuple[nn.Module, torch.optim.Optimizer, int]:
     """The model as it is to be called, its optimizer, and how many parameters it has.
 
-    graph: the optimizer is to run in a CUDA graph, so it reads its learning rate from a tensor.
+    graph: the optimizer is to run in a CUDA graph, so it reads its learning rate from a tensor; fused: AdamW is one kernel on a
+    GPU.
     """
     torch.manual_seed(run.seed)
     with team.device:
@@ -51,7 +52,8 @@ def build_model(run: Run, workload: Workload, team: Team,
     lr = torch.tensor(run.lr, device=team.device) if graph else run.lr
     if run.optimizer == "lamb":
         return model, Lamb(groups, lr, _BETAS), parameters
-    return model, AdamW(groups, lr, _BETAS, fused=graph or team.device.type == "cuda", capturable=graph), parameters
+    fused &= graph or team.device.type == "cuda"
+    return model, AdamW(groups, lr, _BETAS, fused=fused, capturable=graph), parameters
 
 
 def _load_start(model: nn.Module, folder: str) -> None:

@@ -60,7 +60,7 @@ def captures(monkeypatch, device) -> list:
         monkeypatch.setattr(step_graph, "explain_refusal", lambda *_: None)
         monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
         # on a CPU the optimizer of a captured step is another kernel
-        monkeypatch.setattr(training, "build_model", lambda run, workload, team, _: build_model(run, workload, team, True))
+        monkeypatch.setattr(training, "build_model", lambda run, workload, team, *_: build_model(run, workload, team, True))
     return found
 
 
