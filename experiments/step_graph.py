@@ -50,13 +50,18 @@ def explain_refusal(run: Run, team: Team) -> str | None:
     return None
 
 
+def find_refusal(runs: Iterable[Run], team: Team) -> str | None:
+    """Why steps of the first that cannot be captured cannot; None where nothing is known that prevents any."""
+    return next(filter(None, (explain_refusal(run, team) for run in runs)), None)
+
+
 def choose(asked: bool | None, runs: Iterable[Run], team: Team, console: Console) -> bool:
     """Whether to capture steps of runs that are compared, or of one: as asked, and else where all can be; says why not.
 
     Raises:
         ValueError: it was asked for, and one cannot.
     """
-    reason = next(filter(None, (explain_refusal(run, team) for run in runs)), None)
+    reason = find_refusal(runs, team)
     if asked and reason:
         raise ValueError(f"--graph: {reason}; expected --no-graph")
     if asked is None and reason and team.device.type == "cuda":

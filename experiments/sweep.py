@@ -78,11 +78,13 @@ def run(plan: Plan, console: Console) -> list[str]:
     for base in plan.runs:
         where = f"{base.workload} {base.preset} {base.mixer}"
         candidates = [candidate for name in plan.variants for candidate in _list_candidates(name, plan.each_option)]
-        graph = plan.graph
+        graph, refusal = plan.graph, None
         if graph is None:
-            graph = step_graph.choose(None, [replace(base, variant=name) for name in plan.variants], make_single(), console)
+            beside = [replace(base, variant=name) for name in plan.variants]
+            refusal = step_graph.find_refusal(beside, make_single())
+            graph = step_graph.choose(None, beside, make_single(), console)
         try:
-            for candidate, note in _time_steps(replace(plan, graph=graph), base, candidates, done, console):
+            for candidate, note in _time_steps(replace(plan, graph=graph), base, candidates, done, refusal, console):
                 failed.append(f"{where} {candidate.variant}: {note}")
         except Exception as reason:  # must not cost the measurements of the others
             failed.append(f"{where}: {first_line(reason)}")
@@ -202,9 +204,10 @@ def _identify_sitting(row: dict) -> tuple:
     return row["gpu"], row["sitting"], record.settings(row, "variant")
 
 
-def _time_steps(plan: Plan, base: Run, candidates: list[Candidate], done: list[dict],
+def _time_steps(plan: Plan, base: Run, candidates: list[Candidate], done: list[dict], refusal: str | None,
                 console: Console) -> Iterator[tuple[Candidate, str]]:
-    """Appends a row for each; yields those that could not run, and why.
+    """Appends a row for each; yields those that could not run, and why. refusal: why one of them cannot be captured, and so
+    none is.
 
     All or none: times of two sittings do not compare.
     """
@@ -216,7 +219,8 @@ def _time_steps(plan: Plan, base: Run, candidates: list[Candidate], done: list[d
     sitting = datetime.now(timezone.utc).isoformat(timespec="seconds")
     for candidate, values in measure_steps(base, candidates, plan.repeats, plan.warmup, console, plan.graph).items():
         identity = runs[candidate].identity(candidate.options)
-        record.add([{"bench": "step", **identity, "p50_us": None, "graph": plan.graph, **values, "sitting": sitting}], plan.out)
+        record.add([{"bench": "step", **identity, "p50_us": None, "graph": plan.graph, **values, "sitting": sitting,
+                     **({"not_captured": refusal} if refusal else {})}], plan.out)
         if "note" in values:
             yield candidate, values["note"]
 
