@@ -56,7 +56,7 @@ def make_model(name: str, shape: Shape, dtype: torch.dtype, **changes: object) -
 
 def list_sides(variants: Sequence[str], console: Console) -> dict[str, dict[str, Callable]]:
     """{variant: functions by upstream's names}; the rival's where it can be imported."""
-    sides = {variant: choose_functions(functions(lambda variant=variant: variant)) for variant in variants}
+    sides = {variant: choose_functions(functions(lambda variant=variant: {"variant": variant})) for variant in variants}
     with leave_out(console, RIVAL, ImportError):
         import causal_conv1d
         from mamba_ssm.ops.triton import selective_state_update, ssd_combined

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .autograd import chunk_scan
 from .documents import check_bounds, check_numbers, number_documents
-from .options import suggest
+from .options import check_options, suggest
 from .positions import check_states_every, take_states
 from .registry import get_variant, is_peer, variant_names
 from .runtime import value_checks
@@ -249,8 +249,7 @@ def check_settings(chunk_size: int, flags: Mapping[str, object], dt_limit, state
     if variant != "auto" and variant not in variant_names():
         known = (*variant_names(), "auto")
         raise ValueError(f"variant: got {variant!r}, expected one of {known}{suggest(variant, known)}")
-    if options is not None and not isinstance(options, Options):
-        raise TypeError(f"options: got {type(options).__name__}, expected ssd.Options")
+    check_options(options)
 
 
 def _is_real(v: object) -> bool:

@@ -79,3 +79,11 @@ Raises:
 
 
 Options = _declare()
+
+
+def check_options(options: object) -> None:
+    """Raises:
+        TypeError: they are neither None nor `Options`.
+    """
+    if options is not None and not isinstance(options, Options):
+        raise TypeError(f"options: got {type(options).__name__}, expected ssd.Options")

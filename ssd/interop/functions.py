@@ -21,8 +21,8 @@ from ..documents import check_bounds, number_documents
 from ..runtime.tuning import next_power_of_2
 
 
-def functions(variant: Callable[[], str]) -> dict[str, Callable]:
-    """The seven functions by upstream's names. `variant` is asked at each call for the one to run."""
+def functions(settings: Callable[[], dict[str, object]]) -> dict[str, Callable]:
+    """The seven functions by upstream's names. `settings` is asked at each call for the variant to run and its options."""
 
     def mamba_chunk_scan_combined(
         x, dt, A, B, C, chunk_size, D=None, z=None, dt_bias=None, initial_states=None, seq_idx=None, cu_seqlens=None,
@@ -37,7 +37,7 @@ def functions(variant: Callable[[], str]) -> dict[str, Callable]:
             x, dt, A, B, C, fit_chunk_size(chunk_size), D=D, z=z, dt_bias=dt_bias, initial_states=initial_states,
             seq_idx=seq_idx, cu_seqlens=cu_seqlens, dt_softplus=dt_softplus, dt_limit=dt_limit,
             return_final_states=return_final_states, return_varlen_states=return_varlen_states, state_dtype=state_dtype,
-            variant=variant())
+            **settings())
 
     def mamba_split_conv1d_scan_combined(
         zxbcdt, conv1d_weight, conv1d_bias, dt_bias, A, D, chunk_size, initial_states=None, seq_idx=None,
@@ -50,7 +50,7 @@ def functions(variant: Callable[[], str]) -> dict[str, Callable]:
             seq_idx=seq_idx, dt_limit=dt_limit, return_final_states=return_final_states, activation=activation,
             rmsnorm_weight=rmsnorm_weight, rmsnorm_eps=rmsnorm_eps, outproj_weight=outproj_weight,
             outproj_bias=outproj_bias, headdim=headdim, ngroups=ngroups, norm_before_gate=norm_before_gate,
-            state_dtype=state_dtype, variant=variant())
+            state_dtype=state_dtype, **settings())
 
     def causal_conv1d_fn(x, weight, bias=None, seq_idx=None, initial_states=None, return_final_states=False,
                          final_states_out=None, activation=None):

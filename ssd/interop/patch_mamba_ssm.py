@@ -13,6 +13,7 @@ from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType
 
+from ..options import Options
 from .functions import functions
 from .patching import INSTALL_MAMBA_SSM, Library, Patch, check_version, put, replace_functions
 
@@ -28,13 +29,13 @@ _CONVOLVING = ("mamba_ssm.modules.mamba2", "mamba_ssm.modules.mamba_simple")  # 
 _CONVOLUTIONS = ("causal_conv1d_fn", "causal_conv1d_update")
 
 
-def patch_mamba_ssm(variant: str = "auto") -> Patch:
+def patch_mamba_ssm(variant: str = "auto", options: Options | None = None) -> Patch:
     """Runs mamba_ssm's SSD and selective scan, its `Mamba2`, `Mamba` and what else calls them on this repository's functions.
 
     mamba_ssm need not have been built with CUDA: `selective_scan_cuda`, which nothing calls under the patch, may be absent, and
     so may causal_conv1d. `with patch_mamba_ssm():` undoes it at the end of the block; as a plain call it lasts until `.undo()`.
-    Patches nest: the newest one's variant runs. mamba_ssm is imported; what could not be without the patch is out of
-    `sys.modules` while none is in force, and the same modules come back with the next, with the models built from them.
+    Patches nest: the newest one's variant and options count. mamba_ssm is imported; what could not be without the patch is out
+    of `sys.modules` while none is in force, and the same modules come back with the next, with the models built from them.
 
     Modules of mamba_ssm, causal_conv1d, Megatron-LM and fla are patched whenever they were imported. A name that another
     module took by `from mamba_ssm... import` before the patch is upstream's, and one that it took under it remains ours.
@@ -42,12 +43,16 @@ def patch_mamba_ssm(variant: str = "auto") -> Patch:
     Args:
         variant: what runs the SSD, one of `ssd.variant_names()`, or "auto"; with "mamba_ssm" upstream's own kernels.
 
+        options: of the variant, such as `ssd.Options(keep_bytes=2**29)` for faster training with states kept; the defaults
+            unless given.
+
     Raises:
         ValueError: no such variant.
+        TypeError: options that are none.
         ImportError: mamba_ssm is missing, cannot be imported, or is of a version that this was not tested with; nothing was
             changed.
     """
-    return _LIBRARY.patch(variant)
+    return _LIBRARY.patch(variant, options)
 
 
 def _install(undo: ExitStack) -> None:
@@ -102,4 +107,4 @@ def _make_absent_extension() -> ModuleType:
 
 _aside: dict[str, ModuleType] = {}
 _LIBRARY = Library("mamba_ssm", _install)
-_FUNCTIONS = functions(lambda: _LIBRARY.variant)
+_FUNCTIONS = functions(lambda: _LIBRARY.settings)

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from importlib import metadata
 from types import ModuleType
 
+from ..options import Options, check_options
 from ..registry import get_variant
 
 INSTALL_MAMBA_SSM = (
@@ -23,7 +24,8 @@ class Library:
     """A library that can be patched, and the patches of it that nobody has undone, the newest last.
 
     The first patch puts functions in place and the last to be undone takes them out; in between nothing moves, since those
-    functions ask for the newest patch's variant whenever they are called. So patches nest, and may be undone in any order.
+    functions ask for the newest patch's variant and options whenever they are called. So patches nest, and may be undone in any
+    order.
     """
 
     def __init__(self, name: str, install: Callable[[ExitStack], None]):
@@ -39,20 +41,26 @@ class Library:
         return self._patches[-1].variant if self._patches else "auto"
 
     @property
+    def settings(self) -> dict[str, object]:
+        """The newest patch's variant and options, as `ssd.ssd_chunk_scan` takes them."""
+        return {"variant": self.variant, "options": self._patches[-1].options if self._patches else None}
+
+    @property
     def patched(self) -> bool:
         return bool(self._patches)
 
-    def patch(self, variant: str) -> Patch:
+    def patch(self, variant: str, options: Options | None = None) -> Patch:
         """Puts a patch in force, all of it or, when this raises, nothing."""
         if variant != "auto":
             get_variant(variant)
+        check_options(options)
         if not self._patches:
             try:
                 self._install(self._undo)
             except BaseException:
                 self._undo.close()
                 raise
-        self._patches.append(Patch(self, variant))
+        self._patches.append(Patch(self, variant, options))
         return self._patches[-1]
 
     def remove(self, patch: Patch) -> None:
@@ -68,8 +76,8 @@ class Library:
 class Patch:
     """A patch in force, until `undo` is called or a `with` block of it ends. One that was undone is not used again."""
 
-    def __init__(self, library: Library, variant: str):
-        self.variant, self._library = variant, library
+    def __init__(self, library: Library, variant: str, options: Options | None):
+        self.variant, self.options, self._library = variant, options, library
 
     def undo(self) -> None:
         """Takes the patch out; again does nothing. What other patches of the library put in place stays."""

@@ -15,6 +15,7 @@ from importlib.machinery import ModuleSpec
 from inspect import signature
 from types import ModuleType, SimpleNamespace
 
+from ..options import Options
 from .functions import functions
 from .patching import Library, Patch, check_version, put
 
@@ -31,21 +32,25 @@ _GLOBALS = {  # from 5.15 on: what a modelling file calls them -> upstream's nam
 }
 
 
-def patch_transformers(variant: str = "auto") -> Patch:
+def patch_transformers(variant: str = "auto", options: Options | None = None) -> Patch:
     """Runs the Mamba-2 layers of transformers' models on this repository's functions, on GPUs and on the CPU.
 
     For models built before or after, and modelling files imported before or after. `with patch_transformers():` undoes it
-    at the end of the block; as a plain call it lasts until `.undo()`. Patches nest: the newest one's variant runs.
+    at the end of the block; as a plain call it lasts until `.undo()`. Patches nest: the newest one's settings count.
 
     Args:
         variant: what runs the SSD, one of `ssd.variant_names()`, or "auto".
 
+        options: of the variant, such as `ssd.Options(keep_bytes=2**29)` for faster training with states kept; the defaults
+            unless given.
+
     Raises:
         ValueError: no such variant.
+        TypeError: options that are none.
         ImportError: transformers is missing, or of a version that this was not tested with; nothing was changed.
         RuntimeError: a modelling file has not the functions that files of its version have; nothing was changed.
     """
-    return _LIBRARY.patch(variant)
+    return _LIBRARY.patch(variant, options)
 
 
 def _install(undo: ExitStack) -> None:
@@ -132,5 +137,5 @@ class _AfterImport(MetaPathFinder):
 
 
 _LIBRARY = Library("transformers", _install)
-_OURS = functions(lambda: _LIBRARY.variant)
+_OURS = functions(lambda: _LIBRARY.settings)
 _FUNCTIONS = choose_functions(_OURS)

@@ -20,7 +20,7 @@ def test_sides_run_the_same_model(name):
     more = {"mamba_d_ssm": 32} if name == "falcon-h1-7b" else {}
     torch.manual_seed(0)
     model = patches.make_model(name, shape, torch.float32, **SMALL | more)
-    u, ours = patches.make_input(model, shape), choose_functions(functions(lambda: "torch"))
+    u, ours = patches.make_input(model, shape), choose_functions(functions(lambda: {"variant": "torch"}))
     counting = {of: lambda *args, function=function, **given: called.append(1) or function(*args, **given)
                 for of, function in ours.items()}
     (grads, *_), (found, *_) = (patches.make_call(model, side, size, "fwd_bwd", u)()

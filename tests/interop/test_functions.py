@@ -11,12 +11,12 @@ from types import ModuleType
 import pytest
 import torch
 
-from ssd import ssd_chunk_scan
+from ssd import Options, ssd_chunk_scan
 from ssd.interop.functions import functions
 from tests.inputs import EVERYTHING, Case, Shape, arguments, random_inputs
 
 UPSTREAM = dict(re.findall(r"(\w+)(\(.*\))\n", Path(__file__).with_name("signatures.txt").read_text()))
-OURS = functions(lambda: "auto")
+OURS = functions(lambda: {"variant": "auto"})
 
 
 def plain_signature(function) -> str:
@@ -68,3 +68,14 @@ def test_odd_strides_and_limits_as_a_list():
     x = torch.empty_strided(inputs.x.shape, (2432, 1, 152, 19)).copy_(inputs.x)
     got = OURS["mamba_chunk_scan_combined"](**arguments(inputs) | {"x": x, "dt_limit": [0.01, 0.05]})
     assert torch.equal(got, ssd_chunk_scan(**arguments(inputs) | {"dt_limit": (0.01, 0.05)}))
+
+
+def test_settings_reach_the_scan(monkeypatch):
+    settings, seen = {"variant": "torch", "options": Options(keep_bytes=100)}, []
+    for name in ("ssd_chunk_scan", "split_conv1d_scan"):
+        monkeypatch.setattr(f"ssd.interop.functions.{name}",
+                            lambda *args, **given: seen.append({n: given[n] for n in settings}))
+    ours = functions(lambda: settings)
+    ours["mamba_chunk_scan_combined"](*[None] * 5, chunk_size=64)
+    ours["mamba_split_conv1d_scan_combined"](*[None] * 6, chunk_size=64)
+    assert seen == [settings] * 2

@@ -38,6 +38,18 @@ def test_nested_blocks(library, names):
     assert names == {"scan": "theirs"}
 
 
+def test_options(library):
+    few = ssd.Options(keep_bytes=100)
+    assert library.settings == {"variant": "auto", "options": None}
+    with library.patch("torch", few):
+        assert library.settings == {"variant": "torch", "options": few}
+        with library.patch("auto"):
+            assert library.settings == {"variant": "auto", "options": None}, "each patch has its own"
+    with pytest.raises(TypeError, match=r"options: got dict, expected ssd\.Options"):
+        library.patch("torch", {"keep_bytes": 100})
+    assert not library.patched
+
+
 @pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (2, 0, 1), (2, 1, 0)])
 def test_any_order(library, names, order):
     variants = ["torch", "auto", "baseline"]
