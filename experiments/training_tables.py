@@ -37,9 +37,9 @@ def tabulate_steps(rows: list[dict], figure_path: str) -> str:
 
 def tabulate_gains(rows: list[dict]) -> str:
     """Markdown of what the fastest variant gains over upstream in each workload, in the step and in its SSM kernels, of steps
-    that were timed side by side: losses beside wins.
+    that were timed side by side: losses beside wins, a table for each GPU.
     """
-    lines = []
+    lines: dict[str, list[list]] = {}
     for group in record.group_by(rows, lambda row: (row["gpu"], row["sitting"], record.settings(row, "variant"))).values():
         theirs = [row for row in group if row["variant"] == "mamba_ssm"]
         ours = [row for row in group if row["speedup"] and not is_peer(row["variant"])]
@@ -48,10 +48,12 @@ def tabulate_gains(rows: list[dict]) -> str:
         one, best = theirs[0], min(ours, key=itemgetter("p50_us"))
         if one["ssm_us"] and best["ssm_us"]:
             step, ssm = one["p50_us"] - best["p50_us"], one["ssm_us"] - best["ssm_us"]
-            lines.append([_describe_run(one), one["run"]["batch"], *_describe_step(one), best["variant"],
-                          *_describe_step(best), f"{best['speedup']:.2f}", f"{one['ssm_us'] / best['ssm_us']:.2f}",
-                          f"{100 * ssm / step:.0f}" if step > 0 and ssm > 0 else ""])
-    return _GAINS_HEAD + render_lines(lines) if lines else "No rows yet: no GPU has run the sweep beside upstream.\n"
+            lines.setdefault(one["gpu"], []).append(
+                [_describe_run(one), one["run"]["batch"], *_describe_step(one), best["variant"], *_describe_step(best),
+                 f"{best['speedup']:.2f}", f"{one['ssm_us'] / best['ssm_us']:.2f}",
+                 f"{100 * ssm / step:.0f}" if step > 0 and ssm > 0 else ""])
+    parts = [f"On one {gpu}:\n\n{_GAINS_HEAD}{render_lines(of)}" for gpu, of in lines.items()]
+    return "\n".join(parts) or "No rows yet: no GPU has run the sweep beside upstream.\n"
 
 
 def _describe_run(row: dict) -> str:

@@ -146,6 +146,8 @@ def test_workloads(root):
         (True, False), (False, False), (False, True), (False, True)], "no empty columns, and the last GPU by name first"
     (line,) = lines_of(training_tables.tabulate_gains(steps))[2:]
     assert line == ["mamba2 1.3b (ssd)", "4", "200.0", "25.0", "fused", "160.0", "7.5", "1.25", "4.17", "95"]
+    both = training_tables.tabulate_gains(steps + [row | {"gpu": "NVIDIA H100"} for row in steps])
+    assert [part.partition(":")[0] for part in both.split("On one ")[1:]] == ["NVIDIA H200", "NVIDIA H100"]
 
 
 def test_terminal(root, monkeypatch):
