@@ -121,8 +121,8 @@ def run(plan: Plan, console: Console) -> list[str]:
 
 
 def read_latest(out: Path = record.RESULTS) -> list[dict]:
-    """The last row of each step, with the loss of the last training with the same settings, and `share`, `speedup`, `U`, `W`
-    and `G`; of a step that was timed beside others the last such row.
+    """The last row of each step, with the loss of the last training with the same settings, and `share`, `speedup`, `U`, `W`,
+    `G` and `dram_bytes`; of a step that was timed beside others the last such row.
 
     share: of the state-space model in the step. without_ssm_us: the step without it, the least that any of its kernels could
     make of it; of captured steps alone, since others wait for the host all the same. speedup: over upstream's step of the same
@@ -182,11 +182,11 @@ def _identify_counters(row: dict) -> tuple:
 def _compute_utilisation(row: dict, kernels: list[dict]) -> dict[str, float | None]:
     gpu = find(row["gpu"])
     if not kernels or gpu is None:
-        return dict.fromkeys("UWG")
+        return dict.fromkeys(("U", "W", "G", "dram_bytes"))
     peak, (nbytes, us) = gpu.hbm_gbps.value, ([kernel[key] for kernel in kernels] for key in ("dram_bytes", "ncu_us"))
     return {"U": mean(percent_of_peak(*one, peak) for one in zip(nbytes, us, strict=True)),
             "W": percent_of_peak(sum(nbytes), sum(us), peak),
-            "G": percent_of_peak(sum(nbytes), row["ssm_us"], peak) if row["ssm_us"] else None}
+            "G": percent_of_peak(sum(nbytes), row["ssm_us"], peak) if row["ssm_us"] else None, "dram_bytes": sum(nbytes)}
 
 
 def _find_rows(rows: list[dict], bench: str, run: Run, **values: Any) -> list[dict]:

@@ -19,7 +19,7 @@ T is the time in a CUDA graph where there is one, else of an eager call; where n
 was counted, at another (`Call.same_commit`).
 """
 
-from collections import Counter
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 from ssd import cost
 
-from .. import counters, record
+from .. import counters, record, table
 from ..shapes import Shape
 from .gpus import find
 
@@ -92,10 +92,10 @@ def read_calls(out: Path = record.RESULTS) -> list[Call]:
     return [Call(row, tuple(kernels), _find_time(row, timed)) for row, kernels in counters.read_calls(out)]
 
 
-def keep_one_gpu(rows: list[dict]) -> list[dict]:
-    """The rows of the GPU that most of them are of, since times of two do not compare."""
-    names = Counter(row["gpu"] for row in rows)
-    return [row for row in rows if row["gpu"] == max(names, key=names.get)]
+def keep_fastest_chunk(calls: Iterable[Call]) -> list[Call]:
+    """Of calls that differ in nothing but the chunk size the fastest, as far as they were timed."""
+    groups = record.group_by(calls, lambda call: table.identify(call.row)[:-1])
+    return [min(group, key=lambda call: call.wall_us or math.inf) for group in groups.values()]
 
 
 def compute_utilisations(call: Call) -> dict[str, Utilisation]:

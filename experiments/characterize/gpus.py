@@ -1,10 +1,13 @@
 """What data sheets say of GPUs, in gpus.json: a source for each number. Rates are dense and at the boost clock."""
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from ssd.runtime.tuning import device_slug
+
+from ..record import group_by
 
 EXPS_PER_CLOCK = 16  # of one SM: CUDA C++ Programming Guide, "Throughput of Native Arithmetic Instructions"
 
@@ -54,3 +57,20 @@ GPUS = {key: GPU(sheet.pop("name"), **{what: Cell(*cell) for what, cell in sheet
 def find(name: str | None) -> GPU | None:
     """The GPU of a row's `gpu`, `NVIDIA H200`, say; None if it is not in the table."""
     return GPUS.get(device_slug(name)) if name else None
+
+
+def name_gpu(name: str) -> str:
+    """As the table calls the GPU of a row's `gpu`; the row's own name where it is not in the table."""
+    gpu = find(name)
+    return gpu.name if gpu else name
+
+
+def split_by_gpu(rows: Iterable[dict]) -> dict[str, list[dict]]:
+    """The rows of each GPU, by its name, in the table's order; those that are not in it come last."""
+    order, groups = list(GPUS), group_by(rows, lambda row: row["gpu"])
+
+    def place(name: str) -> tuple:
+        slug = device_slug(name)
+        return order.index(slug) if slug in GPUS else len(order), name
+
+    return {name_gpu(name): groups[name] for name in sorted(groups, key=place)}

@@ -5,7 +5,6 @@ from .. import definitions
 from ..definitions import DATASHEET, NCU, Call, Utilisation, count_vector_flops, gbps
 from ..gpus import find
 from . import draw
-from .figure import Figure
 
 PAPER_PERCENT = 57.5
 _MEANS = {"U": "mean of kernels", "W": "weighted with time", "G": "bytes over time"}
@@ -16,22 +15,24 @@ _UNITS = {"DRAM": "dram_pct", "tensor cores": "tensor_pct", ISSUE: "issue_pct", 
 
 
 def collect(calls: list[Call]) -> dict:
-    """Utilisation by three definitions against three peaks, and what each call did; nothing without calls."""
+    """Utilisation by three definitions against three peaks, and what each call did; nothing without calls, which are of one
+    GPU.
+    """
     if not calls:
         return {}
-    lines = [{"variant": call.row["variant"], "mode": call.row["mode"], "peak": name, **found._asdict()}
+    lines = [{"variant": call.row["variant"], "mode": call.row["mode"], "us": call.wall_us, "peak": name, **found._asdict()}
              for call in calls for name, found in definitions.compute_utilisations(call).items()]
     peak, _ = main_peak(calls[0])
     shown = [line for line in lines if line["peak"] == DATASHEET] or [line for line in lines if line["peak"] == NCU]
-    labels = [f"{line['variant']}, {line['mode']}" for line in shown]
+    labels = [f"{line['variant']}, {line['mode']}" + (f"\n{line['us']:,.0f} µs" if line["us"] else "") for line in shown]
 
     def plot(ax) -> None:
         draw.plot_bars(ax, labels, {f"{name}, {what}": [line[name] for line in shown] for name, what in _MEANS.items()})
         ax.axvline(PAPER_PERCENT, color=palette.MUTED, linewidth=1, linestyle="--", label=f"{PAPER_PERCENT} %, the paper's")
 
-    svg = draw.chart(plot, 1.0 + 0.5 * len(shown), xlabel=f"per cent of {peak}", xlim=(0, 80))
+    panel = draw.Panel(plot, lines, 1.0 + 0.5 * len(shown), {"xlabel": f"per cent of {peak}", "xlim": (0, 100)})
     return {
-        "figures": {"utilisation": Figure(svg, lines)}, "lines": lines, "peak": peak, "work": list(map(_describe_work, calls)),
+        "panels": {"utilisation": panel}, "lines": lines, "peak": peak, "work": list(map(_describe_work, calls)),
         "apart": max(shown, key=lambda line: abs(line["U"] - line["W"])),
         "other_runs": [f"{call.row['variant']} {call.row['mode']}" for call in calls if _mixes_runs(call)]}
 

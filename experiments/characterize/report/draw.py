@@ -3,6 +3,7 @@
 import io
 import re
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from ...palette import GRID, MUTED, SERIES, THEME, VARIANTS, follow_reader, make_style
 
@@ -15,8 +16,25 @@ def colour(variant: str) -> str:
     return VARIANTS.get(variant, VARIANTS["auto"])
 
 
-def chart(draw: Callable, height: float = 3.0, **axes) -> str:
-    """The SVG of one pair of axes; `draw` is given them, `axes` are set on them afterwards. height: inches."""
+@dataclass(frozen=True)
+class Panel:
+    """One pair of axes.
+
+    Attributes:
+        plot: draws on the axes that it is given.
+        data: what it draws, a dict for each line of the CSV.
+        height: inches.
+        axes: what is set on the axes afterwards.
+    """
+
+    plot: Callable
+    data: list[dict]
+    height: float = 3.0
+    axes: dict = field(default_factory=dict)
+
+
+def chart(panels: dict[str, Panel]) -> str:
+    """The SVG of panels, one below the other, with one legend; their titles are shown where there are several."""
     import matplotlib
 
     matplotlib.use("svg")
@@ -24,18 +42,23 @@ def chart(draw: Callable, height: float = 3.0, **axes) -> str:
 
     style = make_style() | {"font.size": 8, "legend.fontsize": 8, "axes.spines.top": False, "axes.spines.right": False,
                             "axes.axisbelow": True, "legend.frameon": False}
+    heights, handles = [panel.height for panel in panels.values()], {}
     with plt.rc_context(style):
-        figure, ax = plt.subplots(figsize=(_WIDTH, height), layout="constrained")
-        draw(ax)
-        ax.set(**axes)
-        ax.minorticks_off()  # a logarithmic axis would write over itself
-        for axis in (ax.xaxis, ax.yaxis):
-            if axis.get_scale() == "log":
-                axis.set_major_formatter("{x:,g}")  # an exponent would be too small for a phone
-        handles, labels = ax.get_legend_handles_labels()
+        figure, axes = plt.subplots(len(panels), figsize=(_WIDTH, sum(heights)), layout="constrained", squeeze=False,
+                                    height_ratios=heights)
+        for ax, (title, panel) in zip(axes[:, 0], panels.items(), strict=True):
+            panel.plot(ax)
+            ax.set(**panel.axes)
+            ax.minorticks_off()  # a logarithmic axis would write over itself
+            for axis in (ax.xaxis, ax.yaxis):
+                if axis.get_scale() == "log":
+                    axis.set_major_formatter("{x:,g}")  # an exponent would be too small for a phone
+            if len(panels) > 1:
+                ax.set_title(title, loc="left", fontsize="medium", fontweight="bold")
+            handles |= {label: handle for handle, label in zip(*ax.get_legend_handles_labels(), strict=True)}
         if handles:
-            columns = _LEGEND // (max(map(len, labels)) + 6)
-            figure.legend(handles, labels, loc="outside lower center", ncols=max(1, min(len(labels), columns)))
+            columns = _LEGEND // (max(map(len, handles)) + 6)
+            figure.legend(handles.values(), handles, loc="outside lower center", ncols=max(1, min(len(handles), columns)))
         text = io.StringIO()
         figure.savefig(text, format="svg", transparent=True, metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
         plt.close(figure)

@@ -1,12 +1,10 @@
 """What the sections of the report share."""
 
-from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 import pandas as pd
 
-from ... import record
-from ..definitions import keep_one_gpu
+from . import draw
 
 
 @dataclass(frozen=True)
@@ -29,16 +27,16 @@ class Figure:
         return pd.DataFrame(cells, dtype=object).to_csv(index=False)
 
 
+def stack_panels(panels: dict[str, draw.Panel]) -> Figure:
+    """A panel for each GPU, by its name, which stands in every line of the data as well."""
+    return Figure(draw.chart(panels), [{"gpu": gpu, **line} for gpu, panel in panels.items() for line in panel.data])
+
+
 def name_run(row: dict) -> str:
     """What a row of a training step is about, for a label."""
     run = row["run"]
     apart = "" if run["documents"] else ", documents joined"
     return f"{row['workload']} {row['preset']} {row['mixer']} {row['variant']}, {row['dtype']}, batch {row['batch']}{apart}"
-
-
-def keep_last_runs(rows: list[dict], named: Callable[[dict], Hashable] = name_run) -> dict[Hashable, list[dict]]:
-    """{what rows are about: its rows}, as it was measured last on the GPU of most rows."""
-    return record.keep_last_runs(keep_one_gpu(rows), named)
 
 
 def shorten(kernel: str) -> str:

@@ -8,7 +8,7 @@ from .. import classes
 from ..definitions import Call
 from ..gpus import find
 from . import draw
-from .figure import Figure, shorten
+from .figure import shorten
 
 BASELINE = "baseline"
 HIT_RATES = {"L2": "l2_hit_pct", "L2, warm": "l2_warm_hit_pct", "L1": "l1_hit_pct", "L1, warm": "l1_warm_hit_pct"}
@@ -38,11 +38,11 @@ def collect_ratios(calls: list[Call]) -> dict:
         ax.set_xlim(1, 4 * max(line["ratio"] for line in lines))
         ax.axvline(FMA_RATIO, color=palette.SERIES[1], linewidth=1, linestyle="--", label=f"{FMA_RATIO}, the paper's line")
 
-    svg = draw.chart(plot, 1.0 + 0.3 * len(lines), xscale="log", xlabel="tensor over vector FLOPs")
+    panel = draw.Panel(plot, lines, 1.0 + 0.3 * len(lines), {"xscale": "log", "xlabel": "tensor over vector FLOPs"})
     groups = {name: [line for line in lines if (line["variant"] == BASELINE) == own]
               for name, own in (("The baseline", True), ("Other variants", False))}
     return {
-        "figures": {"tensor-vector": Figure(svg, lines)}, "count": len(lines), "gpu": gpu, "sheet": sheet,
+        "panels": {"tensor-vector": panel}, "count": len(lines), "gpu": gpu, "sheet": sheet,
         "between": sum(min(sheet, FMA_RATIO) <= line["ratio"] < max(sheet, FMA_RATIO) for line in lines) if sheet else 0,
         "modelled": sum(line["source"] != "counters" for line in lines),
         "groups": {name: {"count": len(found), "below": sum(line["ratio"] < FMA_RATIO for line in found),
@@ -86,10 +86,10 @@ def collect_hit_rates(calls: list[Call]) -> dict:
     labels = [f"{line['kernel']} ({line['variant']})" for line in forward]
     series = {name: [line[key] for line in forward] for name, key in HIT_RATES.items()}
     series = {name: values for name, values in series.items() if any(value is not None for value in values)}
-    svg = draw.chart(lambda ax: draw.plot_bars(ax, labels, series), 0.8 + 0.13 * len(series) * len(forward),
-                     xlabel="per cent of sectors that hit", xlim=(0, 108))
+    panel = draw.Panel(lambda ax: draw.plot_bars(ax, labels, series), lines, 0.8 + 0.13 * len(series) * len(forward),
+                       {"xlabel": "per cent of sectors that hit", "xlim": (0, 108)})
     return {
-        "figures": {"hit-rates": Figure(svg, lines)}, "odd": odd, "missing": [name for name in HIT_RATES if name not in series],
+        "panels": {"hit-rates": panel}, "odd": odd, "missing": [name for name in HIT_RATES if name not in series],
         "gained": max((line["l2_warm_hit_pct"] - line["l2_hit_pct"] for line in forward
                        if None not in (line["l2_hit_pct"], line["l2_warm_hit_pct"])), default=None)}
 

@@ -13,7 +13,7 @@ from ...shapes import DIRECTIONS
 from .. import classes, components, definitions
 from ..classes import BOTH, TENSOR, VECTOR
 from ..definitions import Call
-from ..gpus import GPUS
+from ..gpus import GPUS, find
 from . import bandwidth, kernels, steps
 from .figure import shorten
 
@@ -21,12 +21,13 @@ from .figure import shorten
 TABLE_TWO = {"fwd": {TENSOR: (1, 2.40), VECTOR: (2, 8.55), BOTH: (2, 89.03)},
              "bwd": {TENSOR: (1, 1.26), VECTOR: (2, 6.86), BOTH: (6, 91.87)}}
 UPSTREAM = "mamba_ssm"
+TABLE_LINES = sum(map(len, TABLE_TWO.values()))
 FP8_PER_CLOCK = 8192  # dense FP8 operations of an SM, NVIDIA H100 Tensor Core GPU Architecture white paper
 
 
 def collect(calls: list[Call], rows: list[dict]) -> dict:
-    """What was counted of the kernels that stand beside the paper's: whose, by mode; their ratios; the training step that gains
-    most by pruning; and which lengths were measured.
+    """What was counted on one GPU of the kernels that stand beside the paper's: whose, by mode; their ratios; the training
+    step that gains most by pruning; and which lengths were measured.
     """
     whose, found = _choose_calls(calls)
     done = [(classes.work(kernel), kernel) for call in found.values() for kernel in call.kernels]
@@ -42,6 +43,25 @@ def collect(calls: list[Call], rows: list[dict]) -> dict:
                       key=lambda gain: gain.faster, default=None),
         "lengths": _find_range(components.read_latest(rows)),
         "operator_lengths": _find_range(row for row in table.read_latest(rows) if row["shape"].startswith("sweep-"))}
+
+
+def choose_columns(of_gpus: dict[str, dict]) -> dict[str, dict]:
+    """What each GPU's rows say, by its name, of the GPUs that have any for the table; one without a name where none has."""
+    found = {gpu: of for gpu, of in of_gpus.items()
+             if of["steps"] or any(of["paper"][key] for key in ("used", "pruned", "lengths", "operator_lengths"))}
+    return found or {"": {"steps": {}, "paper": collect([], [])}}
+
+
+def write_line(what: str, paper: str, cells: list[tuple[str, str]]) -> str:
+    """A line of the table before `share_reasons`: what it is of, the paper's number, one of each GPU, and why they differ.
+
+    cells: of each GPU its name, and `number | reason; reason`. A reason that not all GPUs with one have is marked by its GPU.
+    """
+    split = [(gpu, *(part.strip() for part in cell.partition("|")[::2])) for gpu, cell in cells]
+    reasons = {gpu: why.split("; ") for gpu, _, why in split if why}
+    shared = [reason for reason in next(iter(reasons.values()), []) if all(reason in why for why in reasons.values())]
+    own = [f"{gpu}: {reason}" for gpu, why in reasons.items() for reason in why if reason not in shared]
+    return " | ".join([what, paper, *(number for _, number, _ in split), "; ".join(own + shared)])
 
 
 def share_reasons(text: str) -> str:
@@ -81,8 +101,12 @@ def _choose_calls(calls: list[Call]) -> tuple[str, dict[str, Call]]:
 
 
 def _describe_use(call: Call) -> dict:
-    """What a call uses of its GPU's peak, and U of an H100's at as many bytes a second, but no kernel beyond the peak."""
+    """What a call uses of its GPU's peak; and, on another GPU than the paper's, U of an H100's at as many bytes a second, but
+    no kernel beyond the peak.
+    """
     peak, of_peak = bandwidth.main_peak(call)
+    if find(call.row["gpu"]) is GPUS["h100"]:
+        return {"peak": peak, "U": of_peak.U, "W": of_peak.W, "there": None}
     used = (definitions.percent_of_peak(kernel["dram_bytes"], kernel["ncu_us"], GPUS["h100"].hbm_gbps.value)
             for kernel in call.kernels)
     return {"peak": peak, "U": of_peak.U, "W": of_peak.W, "there": mean(min(100, one) for one in used)}

@@ -91,7 +91,8 @@ def _plot(outcomes: dict[str, Outcomes], label: str) -> Figure:
         ax.grid(which="major")
 
     data = [{"test": name, **_list_facts(one)} for name, found in outcomes.items() for one in found]
-    return Figure(draw.chart(plot, 3.6, xscale="log", yscale="log", xlabel=label, ylabel="µs predicted"), data)
+    axes = {"xscale": "log", "yscale": "log", "xlabel": label, "ylabel": "µs predicted"}
+    return Figure(draw.chart({"": draw.Panel(plot, data, 3.6, axes)}), data)
 
 
 def _list_facts(outcome: projection.Outcome) -> dict:

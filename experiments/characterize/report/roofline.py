@@ -7,9 +7,9 @@ from ssd import cost
 from ... import palette, record
 from .. import classes
 from ..definitions import Call, gbps
-from ..gpus import find
+from ..gpus import GPU, GPUS, find
 from . import draw
-from .figure import Figure, keep_last_runs, shorten
+from .figure import name_run, shorten
 
 _APART = 1.48  # heights of two labels, the higher over the lower: a line of text
 _LEFT, _RIGHT, _LOW, _HIGH = 0.002, 1e4, 0.3, 2e3  # of the axes
@@ -59,19 +59,18 @@ def _label(ax, lines: list[dict]) -> None:
 
 
 def collect(calls: list[Call], rows: list[dict]) -> dict:
-    """Rates of whole models and of Mamba-1's scan, by counters; of the SSM kernels the figure and its lines, where counted."""
+    """Rates of whole models and of Mamba-1's scan, by counters; of the SSM kernels the figure and its lines, where counted.
+    All of one GPU, under its own roofs.
+    """
     of_scan = record.read(rows, bench="block_counters", part="selective_scan")
-    scans = keep_last_runs(of_scan, itemgetter("shape", "mode", "variant"))
-    models = keep_last_runs(record.read(rows, bench="step_counters"))
+    scans = record.keep_last_runs(of_scan, itemgetter("shape", "mode", "variant"))
+    models = record.keep_last_runs(record.read(rows, bench="step_counters"), name_run)
     found = {"models": {name: _rates(kernels) for name, kernels in models.items()},
              "scans": {which: _rates(kernels) for which, kernels in sorted(scans.items())}, "lines": []}
     gpu, lines = find(calls[0].row["gpu"]) if calls else None, points(calls)
     if gpu is None or not lines:
         return found
-    copy = next((call.timed["copy_gbps"] for call in calls if call.timed), None)
-    bounds = {"data sheet": (gpu.hbm_gbps.value, gpu.bf16_tflops.value)}
-    if copy:
-        bounds["measured"] = (copy, cost.H200.flops / 1e12)
+    bounds = find_roofs(gpu, calls, rows)
     chosen = [line for line in lines if line["mode"] == "fwd"]
 
     def plot(ax) -> None:
@@ -86,9 +85,22 @@ def collect(calls: list[Call], rows: list[dict]) -> dict:
         _label(ax, chosen)
         ax.grid(which="major")
 
-    svg = draw.chart(plot, 3.6, xscale="log", yscale="log", xlabel="FLOPs a byte of DRAM traffic", ylabel="TFLOP/s",
-                     xlim=(_LEFT, _RIGHT), ylim=(_LOW, _HIGH))
+    axes = {"xscale": "log", "yscale": "log", "xlabel": "FLOPs a byte of DRAM traffic", "ylabel": "TFLOP/s",
+            "xlim": (_LEFT, _RIGHT), "ylim": (_LOW, _HIGH)}
     ridge = gpu.bf16_tflops.value * 1e3 / gpu.hbm_gbps.value
-    return found | {"figures": {"roofline": Figure(svg, chosen)}, "lines": lines, "ridge": ridge, "shown": len(chosen),
+    return found | {"panels": {"roofline": draw.Panel(plot, chosen, 3.6, axes)}, "lines": lines, "ridge": ridge,
+                    "shown": len(chosen), "bounds": bounds,
                     "below": sum(line["intensity"] < ridge for line in chosen),
                     "calibrations": record.read(rows, bench="calibration")}
+
+
+def find_roofs(gpu: GPU, calls: list[Call], rows: list[dict]) -> dict[str, tuple[float, float]]:
+    """{roof: (GB/s, TFLOP/s)}: the data sheet's, and what was measured on this GPU, where both are known: the copy beside a
+    call, and the fastest matmul beside training steps; of an H200, whose older rows have none, that in `ssd.cost`.
+    """
+    copies = [call.timed["copy_gbps"] for call in calls if call.timed]
+    products = [row["peak_tflops"] for row in record.read(rows, bench="step") if row.get("peak_tflops")]
+    if not products and gpu is GPUS["h200"]:
+        products = [cost.H200.flops / 1e12]
+    measured = {"measured": (copies[0], max(products))} if copies and products else {}
+    return {"data sheet": (gpu.hbm_gbps.value, gpu.bf16_tflops.value)} | measured

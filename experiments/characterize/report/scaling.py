@@ -7,9 +7,7 @@ from itertools import product
 from ... import palette, record, table
 from ...shapes import DIRECTIONS
 from .. import components
-from ..definitions import keep_one_gpu
 from . import draw
-from .figure import Figure
 
 _SWEEP = "sweep-"
 _BLOCKS = {"mamba1": "Mamba-1", "mamba2": "Mamba-2"}
@@ -20,9 +18,9 @@ _COMPONENT_SHADES = dict(zip(product(_BLOCKS.values(), _KINDS), 2 * palette.SERI
 
 
 def collect_operator(rows: list[dict]) -> dict:
-    """Times of the SSD operator over the length, on one GPU; nothing without rows."""
+    """Times of the SSD operator over the length; nothing without rows. rows: of one GPU."""
     swept = [row for row in table.read_latest(rows) if row["shape"].startswith(_SWEEP) and row["mode"] in DIRECTIONS]
-    rows = sorted(keep_one_gpu(swept), key=lambda row: row["seqlen"])
+    rows = sorted(swept, key=lambda row: row["seqlen"])
     data = [{"variant": row["variant"], "mode": row["mode"], "seqlen": row["seqlen"], "chunk_size": row["chunk_size"],
              "us": record.get_us(row), "eager_us": row["p50_us"], "peak_mib": row["peak_mib"],
              "floor_us": row["ideal_bytes"] / row["copy_gbps"] / 1e3} for row in rows]
@@ -34,12 +32,12 @@ def collect_operator(rows: list[dict]) -> dict:
                 "marker": "o" if line["mode"] == "fwd" else "s", "linestyle": "-" if line["mode"] == "fwd" else "--"}
 
     return {
-        "figures": {"scaling-time": _draw(data, "us", look, "µs in a CUDA graph", 3.4),
+        "panels": {"scaling-time": _draw(data, "us", look, "µs in a CUDA graph", 3.4),
                     "scaling-memory": _draw(data, "peak_mib", look, "MiB at most", 3.4)},
         "times": data[-1]["seqlen"] / data[0]["seqlen"], "growth": {key: _growth(data, key) for key in ("us", "peak_mib")}}
 
 
-def _draw(data: list[dict], key: str, look: Callable[[dict], dict], ylabel: str, height: float = 3.6) -> Figure:
+def _draw(data: list[dict], key: str, look: Callable[[dict], dict], ylabel: str, height: float = 3.6) -> draw.Panel:
     """A line over the tokens for each look."""
     def plot(ax) -> None:
         for lines in record.group_by(data, lambda line: look(line)["label"]).values():
@@ -47,7 +45,7 @@ def _draw(data: list[dict], key: str, look: Callable[[dict], dict], ylabel: str,
                     **look(lines[0]))
         ax.grid(which="major")
 
-    return Figure(draw.chart(plot, height, xscale="log", yscale="log", xlabel="tokens", ylabel=ylabel), data)
+    return draw.Panel(plot, data, height, {"xscale": "log", "yscale": "log", "xlabel": "tokens", "ylabel": ylabel})
 
 
 def _growth(data: list[dict], key: str) -> list[tuple[str, str, float]]:
@@ -61,8 +59,8 @@ def _growth(data: list[dict], key: str) -> list[tuple[str, str, float]]:
 
 
 def collect_components(rows: list[dict]) -> dict:
-    """Times of the components of blocks over the length; nothing without rows."""
-    rows = keep_one_gpu(components.read_latest(rows))
+    """Times of the components of blocks over the length; nothing without rows. rows: of one GPU."""
+    rows = components.read_latest(rows)
     dtype = Counter(row["dtype"] for row in rows).most_common(1)[0][0] if rows else None
     data = _sum_parts([row for row in rows if row["dtype"] == dtype])
     if not data:
@@ -75,7 +73,7 @@ def collect_components(rows: list[dict]) -> dict:
 
     of_phase = {phase: [line for line in data if line["phase"] == phase] for phase in ("training", "inference")}
     return {
-        "figures": {**{f"scaling-{phase}": _draw(lines, "us", look, "µs") for phase, lines in of_phase.items()},
+        "panels": {**{f"scaling-{phase}": _draw(lines, "us", look, "µs") for phase, lines in of_phase.items()},
                     "scaling-components-memory": _draw(of_phase["training"], "peak_mib", look, "MiB at most")},
         "dtype": dtype, "shares": {phase: _shares(lines, "us") for phase, lines in of_phase.items()},
         "memory": _shares(of_phase["training"], "peak_mib")}

@@ -4,7 +4,7 @@ from ... import record
 from .. import operators
 from ..scopes import BACKWARD, FORWARD, OPTIMIZER
 from . import draw
-from .figure import Figure, keep_last_runs, name_run
+from .figure import name_run
 
 # What a bar is made of: few enough that each has a colour of its own.
 BARS = {"GEMM": ("gemm",), "SSM": ("ssm",), "convolution": ("conv1d", "conv"), "attention": ("attention",),
@@ -18,9 +18,9 @@ WAITS = 25  # per cent of a step that is idle, from which on a workload is said 
 
 def collect(rows: list[dict]) -> dict:
     """Shares of steps, {`figure.name_run`: {class: per cent of kernels' time and idle time}}, workload by workload; the
-    steps by phase; and what there is to say of them. Nothing without rows.
+    steps by phase; and what there is to say of them. Nothing without rows; rows: of one GPU.
     """
-    runs = keep_last_runs(record.read(rows, bench="characterize"))
+    runs = record.keep_last_runs(record.read(rows, bench="characterize"), name_run)
     runs = dict(sorted(runs.items(), key=lambda run: (_place(run[1][0]), run[0])))
     shares = {name: {kind: _percent(found, operator=kind) for kind in _ORDER} for name, found in runs.items()}
     if not shares:
@@ -30,13 +30,13 @@ def collect(rows: list[dict]) -> dict:
     series = {bar: [sum(values[kind] for kind in of_bar) for values in shares.values()] for bar, of_bar in BARS.items()}
     series = {bar: values for bar, values in series.items() if max(values) >= 0.05}
     labels = [_label(found[0]) for found in runs.values()]
-    svg = draw.chart(lambda ax: draw.stack(ax, labels, series, pale="idle"), 1.0 + 0.17 * (draw.place_lines(labels)[-1] + 2),
-                     xlabel="per cent of the step", xlim=(0, 100))
+    panel = draw.Panel(lambda ax: draw.stack(ax, labels, series, pale="idle"), data,
+                       1.0 + 0.17 * (draw.place_lines(labels)[-1] + 2), {"xlabel": "per cent of the step", "xlim": (0, 100)})
     of_workload = record.group_by((found[0] for found in runs.values()), lambda row: row["workload"])
     idle = {workload: [shares[name_run(row)]["idle"] for row in found] for workload, found in of_workload.items()}
     without = [workload for workload, found in of_workload.items() if all(row["variant"] != "mamba_ssm" for row in found)]
     return {
-        "figures": {"operators": Figure(svg, data)}, "shares": shares, "kinds": kinds, "phases": _split_phases(runs),
+        "panels": {"operators": panel}, "shares": shares, "kinds": kinds, "phases": _split_phases(runs),
         "most": max(shares, key=lambda name: shares[name]["gemm"]),
         "largest": {kind: max(values[kind] for values in shares.values()) for kind in _ORDER},
         "waiting": {workload: _span(found) for workload, found in idle.items() if max(found) > WAITS},

@@ -43,7 +43,7 @@ def test_rows(measured):
 def test_report(measured):
     """Four projections of Mamba-1 are one line, of 8 us, beside 2 us each of the convolution and the scan."""
     found = scaling.collect_components(record.read(measured[0]))
-    figures = found["figures"]
+    figures = found["panels"]
     assert [*figures] == ["scaling-training", "scaling-inference", "scaling-components-memory"]
     lines = {(line["block"], line["component"]): line for line in figures["scaling-training"].data if line["seqlen"] == 8}
     assert lines["Mamba-1", "projections"]["us"] == 8 and lines["Mamba-2", "projections"]["peak_mib"] == 3

@@ -10,12 +10,14 @@ import pytest
 
 from experiments import record
 from experiments.characterize import operators
+from experiments.characterize.gpus import split_by_gpu
 from experiments.characterize.report import build, draw, page, paper, steps
 from tests.experiments.invoke import invoke
 from tests.experiments.rows import ENVIRONMENT, kernel_row, ssd_row, write
 
 STEP = {"workload": "mamba2", "preset": "1.3b", "mixer": "ssd", "variant": "fused", "dtype": "bf16", "batch": 4,
         "run": {"documents": False}, **ENVIRONMENT}
+H100 = "NVIDIA H100 80GB HBM3"
 COMMITTED = Path(__file__).parents[3] / "docs" / "characterisation"
 LINKS = ("href", "src", "xlink:href", "action", "poster", "srcset", "data")
 NOT_YET = "not measured yet"
@@ -94,7 +96,7 @@ def test_every_number_of_the_paper_has_its_row():
 
 def test_without_rows_every_section_says_so():
     found = sections_of([])
-    assert len(found) == 11 and "![" not in "".join(found.values())
+    assert len(found) == 12 and "![" not in "".join(found.values())
     assert [title for title, text in found.items() if NOT_YET not in text] == []
 
 
@@ -123,14 +125,15 @@ def step_rows(shares: dict[tuple[str, str], float], **other) -> list[dict]:
 
 
 def test_steps_of_workloads():
-    """The last run's, on the GPU of most rows."""
+    """The last run's; another GPU's stand apart."""
     last = {("forward", "gemm"): 0.4, ("backward", "gemm"): 0.15, ("forward", "ssm"): 0.25, ("forward", "other"): 0.01,
             ("", "idle"): 0.19}
-    rows = [*step_rows({("forward", "gemm"): 0.9}, time="2025-01-01T00:00:00+00:00"),
-            *step_rows({("forward", "gemm"): 1.0}, gpu="NVIDIA H100"), *step_rows(last)]
-    figure = steps.collect(rows)["figures"]["operators"]
-    assert figure.data == [{"run": NAME, "gemm": 55.0, "ssm": 25.0, "other": 1.0, "idle": 19.0}]
-    assert [*figure.data[0]] == ["run", "idle", "gemm", "ssm", "other"]
+    rows = [*step_rows({("forward", "gemm"): 0.9}, time="2025-01-01T00:00:00+00:00"), *step_rows(last)]
+    figure = build.collect(rows)["figures"]["operators"]
+    assert figure.data == [{"gpu": "H200", "run": NAME, "gemm": 55.0, "ssm": 25.0, "other": 1.0, "idle": 19.0}]
+    assert [*figure.data[0]] == ["gpu", "run", "idle", "gemm", "ssm", "other"]
+    both = build.collect(step_rows({("forward", "gemm"): 1.0}, gpu=H100) + rows)["figures"]["operators"]
+    assert [(line["gpu"], line["gemm"]) for line in both.data] == [("H100 SXM", 100.0), ("H200", 55.0)]
     found = sections_of(rows)
     text = found["What a training step spends its time on"]
     assert "at most 55 % of a step" in text and "at most 1.0 % is of no known class" in text
@@ -180,3 +183,57 @@ def test_command(tmp_path):
     assert result.exit_code == 0 and (tmp_path / "to" / "index.html").exists() and "index.html and 1 files" in result.stdout
     result = invoke("report", "--out", tmp_path / "none")
     assert result.exit_code == 2 and "expected a folder that exists" in result.stderr
+
+
+def copy_rows(rows: list[dict], **scales: float) -> list[dict]:
+    """As another GPU would have measured them: an H100's, each of these keys times a number."""
+    return [row | {"gpu": H100} | {key: scale * row[key] for key, scale in scales.items() if row.get(key)} for row in rows]
+
+
+@pytest.fixture
+def counted() -> list[dict]:
+    """Calls of an H200: mamba_ssm moves 48 MB in 20 us, persistent half of it in a quarter of the time."""
+    units = {"block_cycles": 1000.0, "tensor_pct": 1.0, "issue_pct": 40.0, "shared_pct": 1.0, "fadds": 1e6, "fmuls": 0.0,
+             "ffmas": 0.0, "tensor_flops": 1e9, "l2_warm_hit_pct": 61.0}
+    kernels = {"mamba_ssm": "_chunk_scan_fwd_kernel", "baseline": "chunk_scan_kernel", "fused": "chunk_scan_kernel",
+               "persistent": "hopper_scan_kernel"}
+    rows = [kernel_row(name, variant, mode, **units | ({"dram_bytes": 24e6, "ncu_us": 5.0} if variant == "persistent" else {}))
+            for variant, name in kernels.items() for mode in ("fwd", "bwd")]
+    times = [ssd_row(variant, mode=mode, graph_p50_us=10.0 if variant == "persistent" else 25.0)
+             for variant in kernels for mode in ("fwd", "bwd")]
+    return rows + times + step_rows({("forward", "gemm"): 0.8, ("forward", "ssm"): 0.2})
+
+
+def test_gpus_stand_apart(counted):
+    """With rows of two GPUs each has what it has alone, and its own column, panel and table."""
+    slower = copy_rows(counted, ncu_us=2.0, graph_p50_us=2.0, copy_gbps=0.7)
+    alone, both = build.collect(counted), build.collect(counted + slower)
+    assert [*both["of_gpus"]] == ["H100 SXM", "H200"], "in a fixed order"
+    assert build.collect(slower + counted)["figures"].keys() == both["figures"].keys()
+    for name, figure in alone["figures"].items():
+        lines = [line for line in both["figures"][name].data if line["gpu"] == "H200"]
+        assert lines == figure.data and len(both["figures"][name].data) == 2 * len(lines), name
+        assert ">H100 SXM</text>" in both["figures"][name].svg and "H200</text>" not in figure.svg
+    found = sections_of(counted + slower)
+    table = found["Paper / ours"]
+    assert "ours, on one H100 SXM | ours, on one H200 |" in table and "ours, on one H200 | difference" in sections_of(counted)[
+        "Paper / ours"]
+    # 48 MB in 40 us are 1200 GB/s, of 3350; in 20 us 2400, of 4800
+    assert "forward U 35.8 %, W 35.8 %" in table and "forward U 50.0 %, W 50.0 %" in table
+    assert "H200: another GPU" in table and "H100 SXM: another GPU" not in table
+    for title in ("Arithmetic intensity and roofline", "Bandwidth, and how long blocks live", "The paper's 57.5 %",
+                  "Kernels by the units they use, and their shares of time", "What a training step spends its time on"):
+        assert "### H100 SXM" in found[title] and "### H200" in found[title], title
+        assert "###" not in sections_of(counted)[title]
+
+
+def test_roofs_are_of_the_rows_own_gpu(counted):
+    settings = ("batch", "seqlen", "accumulate", "checkpoint_activations", "compile")
+    step = STEP | {"bench": "step", "sitting": "", "p50_us": 1.0, "ssm_us": 1.0, "options": None,
+                   "run": STEP | {"documents": True} | dict.fromkeys(settings)}
+    more = [*copy_rows(counted, copy_gbps=0.7), step | {"gpu": H100, "peak_tflops": 650.0}]
+    of_gpus = {gpu: build.collect_gpu(rows)["roofline"]["bounds"] for gpu, rows in split_by_gpu(counted + more).items()}
+    assert of_gpus["H100 SXM"] == {"data sheet": (3350, 989), "measured": (pytest.approx(0.7 * 4270), 650.0)}
+    assert of_gpus["H200"] == {"data sheet": (4800, 989), "measured": (4270.0, 790.0)}
+    without = build.collect_gpu(copy_rows(counted))["roofline"]["bounds"]
+    assert [*without] == ["data sheet"], "an H200's matmul is no roof of an H100"
