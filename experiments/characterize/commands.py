@@ -70,7 +70,7 @@ def report(
 def characterize(
     workload: flags.Workloads = _WORKLOADS,
     variant: Annotated[str, typer.Option(help="Of the SSD; Mamba-1's scans run auto, and mamba_ssm if given.")] = _VARIANTS,
-    dtype: flags.Autocast = "bf16", documents: flags.Documents = True,
+    dtype: flags.Autocast = "bf16", documents: flags.Documents = True, batch: flags.Batch = None,
     traces: Annotated[Path | None, typer.Option(file_okay=False, help="Folder to keep traces in, for Perfetto.")] = None,
     counters: Annotated[bool, typer.Option(help="Also count each kernel's bytes and FLOPs with ncu: minutes a run.")] = False,
     out: flags.Out = RESULTS,
@@ -78,7 +78,7 @@ def characterize(
     """Profile training steps and append what they spend their time on; and check ncu's FLOP counter where ncu is installed."""
     variants = split_names("--variant", variant, VARIANTS)
     with refuse_errors():
-        runs = list(_list_runs(workload, variants, dtype, documents))
+        runs = list(_list_runs(workload, variants, dtype, documents, batch))
     require_gpu("characterize", "make report shows the rows that there are")
     from . import collect
 
@@ -124,11 +124,11 @@ def scaling(
     typer.echo(f"{len(rows)} rows under {out}; make report shows them")
 
 
-def _list_runs(workloads: str, variants: list[str], dtype: str, documents: bool) -> Iterator[Run]:
+def _list_runs(workloads: str, variants: list[str], dtype: str, documents: bool, batch: int | None = None) -> Iterator[Run]:
     """What is profiled: each workload with each variant; where its mixer is no SSD, with upstream's kernels or with ours."""
     of_scan = list(dict.fromkeys(name if name == "mamba_ssm" else "auto" for name in variants))
     for name, preset, mixer in map(parse_workload, workloads.split(",")):
         text = {"documents": documents} if get_workload(name).unit == "tokens" else {}
-        run = make_run(name, preset, mixer=mixer, dtype=dtype, steps=_STEPS, **text)
+        run = make_run(name, preset, mixer=mixer, dtype=dtype, steps=_STEPS, batch=batch, **text)
         for variant in variants if run.mixer == "ssd" else of_scan:
             yield replace(run, variant=variant)

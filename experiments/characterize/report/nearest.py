@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from ... import palette, record, sweep
 from ...kernel_names import is_of_operator
 from ...shapes import DIRECTIONS
+from ...workloads import workload_names
 from ..definitions import Call, Utilisation, percent_of_peak
 from . import bandwidth, draw
 from .bandwidth import PAPER_PERCENT
@@ -161,3 +162,14 @@ def count_above(compared: list[Compared]) -> list[tuple[str, str, int, int, Comp
     groups = record.group_by(compared, lambda one: (one.name, one.use.variant))
     return [(*which, sum(one.above > 0 for one in of), len(of), max(of, key=lambda one: one.above))
             for which, of in sorted(groups.items())]
+
+
+def list_missing(places: dict[str, list[Use]]) -> list[str]:
+    """Of SHAPES in each direction, and of the workloads' steps, those of which not all four variants were counted."""
+    def is_whole(place: str) -> bool:
+        return {use.variant for use in places[place]} >= {*UNFUSED, *FUSED}
+
+    whole = [place for place in places if is_whole(place)]
+    calls = [f"{shape} {direction}" for shape in SHAPES for direction in DIRECTIONS.values()]
+    return [call for call in calls if call not in whole] + [
+        f"steps of {name}" for name in workload_names() if not any(place.startswith(f"step of {name} ") for place in whole)]

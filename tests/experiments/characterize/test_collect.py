@@ -57,4 +57,5 @@ def test_runs():
                      ("T", "ssd", "baseline")]
     assert [run.variant for run in commands._list_runs("mambavision:T", ["fused", "mamba_ssm", "auto"], "bf16", True)] == [
         "auto", "mamba_ssm"]
+    assert [run.batch for run in commands._list_runs("mamba2:1.3b", ["fused"], "bf16", True, 1)] == [1]
     assert {run.workload for run in commands._list_runs(commands._WORKLOADS, ["fused"], "bf16", False)} == {*workload_names()}

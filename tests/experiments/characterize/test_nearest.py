@@ -79,3 +79,11 @@ def test_steps_are_places_too():
 
 def test_without_unfused_kernels_nothing_is_near():
     assert collect(call_rows("persistent", 10.0, HALF)) == {} == collect([])
+
+
+def test_what_is_still_to_be_counted():
+    rows = [row for variant in ("mamba_ssm", "baseline", "fused", "persistent")
+            for row in (*call_rows(variant, 10.0, HALF), *step_rows(variant, 10.0, 1e6))]
+    missing = nearest.list_missing(collect(rows)["places"])
+    assert "8b-b4 backward" in missing and "8b-b1 forward" in missing and "steps of graphmamba" in missing
+    assert not {"8b-b4 forward", "steps of mamba2"} & {*missing}
