@@ -114,8 +114,8 @@ NARROW = {
 }
 _COMPARED = ("gpu", "shape", "mode", "dtype")  # what rows that compare share
 _LEFT_ALIGNED = ("stage", "worst in", "bound by", "tool", "shape", "mode", "variant", "options", "against", "step", "option",
-                 "kernel", "part", "workload", "preset", "mixer", "dtype", "unit", "bench", "what", "verdict", "note", "kind",
-                 "score")
+                 "kernel", "part", "workload", "preset", "GPU", "mixer", "dtype", "unit", "bench", "what", "verdict", "note",
+                 "kind", "score")
 
 
 def identify(row: dict) -> tuple:
@@ -213,11 +213,15 @@ def _describe_commits(rows: list[dict]) -> str:
 
 
 def render(rows: list[dict], kind: str, columns: dict = COLUMNS) -> str:
-    """As text of one of FORMATS. CSV has every key as it was recorded, the others the columns given."""
+    """As text of one of FORMATS. CSV has every key as it was recorded, the others the columns given, with each row's GPU where
+    there are several.
+    """
     import pandas as pd  # half a second that --help need not wait
 
     if kind == "csv":
         return pd.DataFrame(rows).to_csv(index=False)
+    if len({row.get("gpu") for row in rows}) > 1:
+        columns = {"GPU": ("gpu", write_text)} | columns
     cells = [[write(row.get(key)) for key, write in columns.values()] for row in rows]
     if kind == "latex":
         frame = pd.DataFrame(cells, columns=list(columns))

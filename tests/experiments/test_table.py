@@ -48,6 +48,14 @@ def test_markdown():
     assert [cell.strip() for cell in peer.strip("|").split("|")][-3:] == ["", "", ""]
 
 
+def test_gpus_are_named_where_there_are_several():
+    rows = [ssd_row(), ssd_row(gpu="NVIDIA H100 80GB HBM3")]
+    header, _, *lines = table.render(rows, "markdown").splitlines()
+    assert header.startswith("| GPU | shape |") and [line.split(" | ")[0] for line in lines] == [
+        "| NVIDIA H200", "| NVIDIA H100 80GB HBM3"]
+    assert "GPU" not in table.render(rows[:1], "markdown").splitlines()[0]
+
+
 def test_csv_keeps_every_key():
     row = ssd_row(**compare())
     (parsed,) = csv.DictReader(io.StringIO(table.render([row], "csv")))
