@@ -170,7 +170,8 @@ def sweep(
     repeats: flags.Repeats = 20, warmup: flags.Warmup = 3,
     each_option: Annotated[bool, typer.Option("--each-option", help="Also time each variant without each option.")] = False,
     each_step_option: Annotated[bool, typer.Option(
-        "--each-step-option", help="Also time each variant's step with each of the step's settings changed.")] = False,
+        "--each-step-option", help="Also time each variant's step with capture, torch.compile, kept activations and the "
+        "optimizer's kernel changed, one at a time.")] = False,
     folder: Annotated[Path, typer.Option(file_okay=False, help="Of the training runs' folders.")] = Path("runs"),
     again: Annotated[bool, typer.Option("--again", help="Also run what has its row.")] = False,
     trains: Annotated[bool, typer.Option("--train/--no-train", help="Also train with each, for its loss.")] = True,

@@ -177,12 +177,13 @@ def tabulate_times(rows: list[dict]) -> str:
     for row in sorted(keep_latest(rows), key=lambda row: (row["gpu"], row["ranks"], row["part"], row["seqlen"], row["mode"])):
         kind = "graph_" if row.get("graph_p50_us") else ""
         times = (row[f"{kind}p50_us"], row[f"alone_{kind}p50_us"], row[f"all_to_all_{kind}p50_us"])
+        sent = "copies" if row.get("copied") else "NCCL"  # rows without it are older
         lines.append((row["part"], row["mode"], f"{row['ranks']} x {row['gpu'].removeprefix('NVIDIA ')}", f"{row['seqlen']:,}",
-                      "graph" if kind else "eager", *("" if us is None else f"{us:,.0f}" for us in times),
+                      "graph" if kind else "eager", sent, *("" if us is None else f"{us:,.0f}" for us in times),
                       f"{row['efficiency'] * row['ranks']:.2f}", row["git_sha"][:7]))
-    columns = ("what", "mode", "GPUs", "tokens", "timed", "parts, µs", "one GPU, µs", "all-to-alls, µs",
+    columns = ("what", "mode", "GPUs", "tokens", "timed", "states by", "parts, µs", "one GPU, µs", "all-to-alls, µs",
                "times one GPU's speed", "commit")
-    head = write_head(" | ".join(columns), "what", "mode", "GPUs", "timed", "commit")
+    head = write_head(" | ".join(columns), "what", "mode", "GPUs", "timed", "states by", "commit")
     return f"{head}{render_lines(lines)}" if lines else "No rows yet: no two GPUs have run the bench of this table.\n"
 
 

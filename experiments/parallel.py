@@ -25,6 +25,7 @@ from .training_run import WAYS, Run
 
 _SUMMED_BYTES, _SUMS = 256 * 2**20, 5
 _GATHERED = 2**28  # parameters that FSDP2 gathers at once: 1 GiB in fp32
+_NEVER = 2**31 - 1
 _PATIENCE = timedelta(hours=1)  # with the first process, which writes checkpoints
 
 
@@ -63,6 +64,7 @@ class Team:
             side.wait_stream(current)
             with torch.cuda.stream(side):  # in which a step may be captured, and the gradients' sums then must be
                 model = _Copy(model, [self.device])
+                model._set_ddp_runtime_logging_sample_rate(_NEVER)  # it reads its times in steps, of which any may be captured
             current.wait_stream(side)
             return model
         for layers in reversed([module for module in model.modules() if isinstance(module, nn.ModuleList)]):
@@ -146,6 +148,14 @@ class Team:
         found = torch.tensor(value, dtype=torch.float64)  # on the host, which must not wait for its GPU in each step
         dist.all_reduce(found, dist.ReduceOp.MAX)
         return found.item()
+
+    def find_largest(self, values: list[int]) -> list[int]:
+        """Of each, over all processes."""
+        if self.size == 1:
+            return values
+        found = torch.tensor(values)  # on the host, as above
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        return found.tolist()
 
     def measure_link(self) -> float | None:
         """What each GPU sends while all of them sum a tensor (NCCL's bus bandwidth); None alone, or without GPUs."""

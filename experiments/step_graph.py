@@ -71,7 +71,8 @@ def choose(asked: bool | None, runs: Iterable[Run], team: Team, console: Console
 
 class CapturedStep(Step):
     """Steps that are replayed, but for micro-batches of a shape that came fewer than two times before, and the first eleven of
-    several processes. Their exchanges are captured, too; processes may replay, and launch, steps of other shapes.
+    several processes. Their exchanges are captured, too, so all processes' micro-batches must have one shape: NCCL wants what
+    one process captures or replays of all (its guide, "Using NCCL with CUDA Graphs").
 
     Args:
         pool: of memory, see `torch.cuda.graph_pool_handle`; one of its own unless given. Steps that share one must take turns.

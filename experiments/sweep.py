@@ -42,7 +42,7 @@ class Plan:
         runs: a workload each, with any variant.
         variants: to put inside.
         each_option: also measure steps of every variant without each of its options.
-        each_step_option: also measure steps with each of their own settings changed, see `step_options`.
+        each_step_option: also measure steps with each setting of `step_options` changed.
         repeats, warmup: steps of each that are timed, and before.
         folder: of the training runs' own folders.
         out: of the rows.
@@ -89,7 +89,7 @@ def run(plan: Plan, console: Console) -> list[str]:
         except Exception as reason:  # must not cost the measurements of the others
             failed.append(f"{where}: {first_line(reason)}")
         if plan.each_step_option:
-            failed += step_options.time_changes(base, plan.variants, graph, plan.repeats, plan.warmup, plan.out, console)
+            failed += step_options.time_changes(base, plan.variants, graph, plan.repeats, plan.warmup, plan.out, done, console)
         for name in plan.variants if plan.counts else ():
             one = replace(base, variant=name)
             if _find_rows(done, "ssm_counters", one) or _find_rows(done, "step_counters", one):

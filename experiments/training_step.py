@@ -52,8 +52,8 @@ def build_model(run: Run, workload: Workload, team: Team,
     lr = torch.tensor(run.lr, device=team.device) if graph else run.lr
     if run.optimizer == "lamb":
         return model, Lamb(groups, lr, _BETAS), parameters
-    fused &= graph or team.device.type == "cuda"
-    return model, AdamW(groups, lr, _BETAS, fused=fused, capturable=graph), parameters
+    one_kernel = fused and (graph or team.device.type == "cuda")
+    return model, AdamW(groups, lr, _BETAS, fused=one_kernel or None, capturable=graph), parameters
 
 
 def _load_start(model: nn.Module, folder: str) -> None:
@@ -82,12 +82,15 @@ def make_batches(run: Run, workload: Workload, dataset: Dataset, done: int, team
     """This process's parts of micro-batches on its device, from the first of the step after `done`."""
     of_step, on_gpu = run.batch * run.accumulate, team.device.type == "cuda"
     parts = [team.part(range(n, n + run.batch)) for n in range(done * of_step, run.steps * of_step, run.batch)]
+    fill = bool(run.buckets)
     loader = DataLoader(dataset, batch_sampler=parts, pin_memory=on_gpu, num_workers=_workers(team) if on_gpu else 0,
-                        collate_fn=partial(_collate, run, workload) if run.buckets else workload.collate,
+                        collate_fn=partial(_collate, run, workload) if fill and team.size == 1 else workload.collate,
                         worker_init_fn=_outlast_signals,
                         generator=torch.Generator())  # not the one that steps draw from
     try:
         for batch in loader:
+            if fill and team.size > 1:  # not where it is made, since all processes' batches are to have one size
+                batch = workload.fill_up(run, batch, team.find_largest)
             yield {name: t.to(team.device, non_blocking=True) for name, t in team.cut(batch).items()}
     except ValueError as error:  # a worker's is a traceback, whose last line says what happened
         raise ValueError(str(error).strip().rpartition("\n")[2].removeprefix("ValueError: ")) from error

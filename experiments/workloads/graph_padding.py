@@ -11,7 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from ssd.distributed.exchange import all_gather
+
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from ..training_run import Run
 
 IGNORED = -100  # the class of a node that is none
@@ -36,23 +40,25 @@ class Real(NamedTuple):
         """rows: (rows, 1) bool, of `find_real`; alone: no other process has rows."""
         if rows is None:
             return None
-        counts = rows.sum() if alone else _gather(rows.sum())
+        counts = (rows.sum() if alone else _gather(rows.sum())).to(dtype)
         count = counts.sum()
-        return cls(rows.to(dtype) / count.clamp(min=1), (count / (count - 1).clamp(min=1)).to(dtype),
-                   None if alone else (counts / count.clamp(min=1)).to(dtype)[:, None])
+        return cls(rows.to(dtype) / count.clamp(min=1), count / (count - 1).clamp(min=1),
+                   None if alone else (counts / count.clamp(min=1))[:, None])
 
 
-def fill_up(run: Run, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+def fill_up(run: Run, batch: dict[str, Tensor],
+            find_largest: Callable[[list[int]], list[int]] | None = None) -> dict[str, Tensor]:
     """A batch of `graphs.collate` with one more graph, of at least a node, which takes nodes and edges to a size of `round_up`.
 
     Its edges are from its last node to itself. Classes of its nodes are -100. It has no label and no class of its own.
+    find_largest: of several processes, whose batches are to have one size, what the largest of each number is.
 
     Returns:
         The batch, and longest (longest, 0), whose length is that of the longest graph, rounded up, or 1 where no mixer asks.
     """
-    nodes, edges = (round_up(max(count, 1), run.buckets) for count in (len(batch["x"]) + 1, batch["edge_index"].shape[1]))
-    graphs = len(batch["ptr"]) - 1
-    longest = round_up(int(batch["ptr"].diff().max()), run.buckets) if run.mixer == "mamba1" else 1
+    counts = [len(batch["x"]) + 1, max(batch["edge_index"].shape[1], 1), int(batch["ptr"].diff().max())]
+    nodes, edges, longest = (round_up(count, run.buckets) for count in (find_largest(counts) if find_largest else counts))
+    graphs, longest = len(batch["ptr"]) - 1, longest if run.mixer == "mamba1" else 1
     sizes = {"x": (nodes, 0), "batch": (nodes, graphs), "random_walk_pe": (nodes, 0), "edge_attr": (edges, 0)}
     if run.sizes.data.task == "nodes":
         sizes["y"] = nodes, IGNORED
@@ -139,7 +145,7 @@ def _join_moments(x: Tensor, part: Tensor, share: Tensor, of_ranks: Tensor) -> t
 def _gather(t: Tensor) -> Tensor:
     """The tensors of all processes, (ranks, *shape)."""
     every = t.new_empty(dist.get_world_size(), *t.shape)
-    dist.all_gather_into_tensor(every.view(-1), t.reshape(-1))
+    all_gather(every.view(-1), t.reshape(-1))
     return every
 
 

@@ -15,7 +15,7 @@ from .peers import find_window, gather_objects
 
 INITIAL_STATES = "initial_states on a rank that is not the first"  # of a signature: True is refused, since rank 0 has False
 _ALIGNMENT = 16  # bytes: what lets a kernel read and write four fp32 at once
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name from torch 2.13 on
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name from torch 2.13 on
 _checked: WeakKeyDictionary[dist.ProcessGroup, set[tuple]] = WeakKeyDictionary()
 
 
@@ -84,7 +84,7 @@ class Message:
     def gather(self, group: dist.ProcessGroup) -> list[Tensor]:
         """Each tensor of every rank, (ranks, *shape)."""
         received = self._make_room(group)
-        _all_gather(received, self._buffer, group=group)
+        all_gather(received, self._buffer, group=group)
         return self._split(received.view(-1, self._buffer.numel()))
 
     def _make_room(self, group: dist.ProcessGroup) -> Tensor:
@@ -112,7 +112,7 @@ class EarlyMessage(Message):
         """Each tensor of every rank, (ranks, *shape); and what to call before they are read, and at the end."""
         received = self._make_room(self._group)
         if self._window is None:
-            wait = release = _all_gather(received, self._buffer, group=self._group, async_op=True).wait
+            wait = release = all_gather(received, self._buffer, group=self._group, async_op=True).wait
         else:
             wait, release = self._window.send(received.view(-1, self._buffer.numel()))
         return self._split(received.view(-1, self._buffer.numel())), wait, release

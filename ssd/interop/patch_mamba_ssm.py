@@ -42,9 +42,8 @@ def patch_mamba_ssm(variant: str = "auto", options: Options | None = None) -> Pa
 
     Args:
         variant: what runs the SSD, one of `ssd.variant_names()`, or "auto"; with "mamba_ssm" upstream's own kernels.
-
         options: of the variant, such as `ssd.Options(keep_bytes=2**29)` for faster training with states kept; the defaults
-            unless given.
+            unless given; without effect on upstream's.
 
     Raises:
         ValueError: no such variant.

@@ -40,7 +40,6 @@ def patch_transformers(variant: str = "auto", options: Options | None = None) ->
 
     Args:
         variant: what runs the SSD, one of `ssd.variant_names()`, or "auto".
-
         options: of the variant, such as `ssd.Options(keep_bytes=2**29)` for faster training with states kept; the defaults
             unless given.
 

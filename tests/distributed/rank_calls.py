@@ -163,8 +163,8 @@ def count_exchanges(group: Group, block: dict[str, Any], tokens: int) -> list[tu
         all_to_all(received, sent, **more)
 
     with pytest.MonkeyPatch.context() as patch:
-        all_gather, all_to_all = exchange._all_gather, dist.all_to_all_single
-        patch.setattr(exchange, "_all_gather", gather)
+        all_gather, all_to_all = exchange.all_gather, dist.all_to_all_single
+        patch.setattr(exchange, "all_gather", gather)
         patch.setattr(dist, "all_to_all_single", deal)
         out = Mamba2(**block, context_group=group)(torch.randn(1, tokens, block["d_model"]).requires_grad_())
         forward, counted = counted, []

@@ -117,6 +117,18 @@ def test_sizes_are_few():
     assert count_fill(batch) == pytest.approx((5 + 15) / 64) and count_fill(batch_of()) == 0
 
 
+def test_several_processes_fill_up_to_the_largest():
+    """Each number is of the process that has most of it: here nodes and the longest graph of one, edges of the other."""
+    run, asked = make_run("graphmamba", "small", mixer="mamba1", buckets=2), []
+    batches = batch_of((30, 2)), batch_of((5, 5), edges=40)
+    for batch in batches:
+        fill_up(run, batch, lambda counts: asked.append(counts) or counts)
+    largest = [max(counts) for counts in zip(*asked, strict=True)]
+    assert asked[0] != largest != asked[1]
+    one, other = ({name: t.shape for name, t in fill_up(run, batch, lambda _: largest).items()} for batch in batches)
+    assert one == other
+
+
 def test_what_has_one_size_needs_none():
     with pytest.raises(ValueError, match="--buckets: got 4, expected none: batches of mamba2 are of one size"):
         small_run(buckets=4)

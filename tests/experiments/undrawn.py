@@ -52,8 +52,8 @@ def train_undrawn(workload: str, out: Path, *ways: str) -> None:
         presets = get_workload("mambavision").presets
         patch.setitem(presets, "tiny", replace(presets["tiny"], sizes=replace(presets["tiny"].sizes, drop_path=0.0)))
         for way in ways:
-            for name, run in runs_of(workload).items():  # in one group of layers, and in a group for each
-                patch.setattr(parallel, "_GATHERED", 1 if run.checkpoint_activations else 2**28)
+            for name, run in runs_of(workload).items():  # in a group for each layer, and in one group
+                patch.setattr(parallel, "_GATHERED", 2**28 if run.checkpoint_activations else 1)
                 training.train(run, out / way / name, Console(quiet=True), rows=out / way / name / "rows", way=way)
 
 
