@@ -89,7 +89,7 @@ class GraphModel(nn.Module):
         graphs = Sequences.of(number, batch["ptr"], len(batch["longest"]) if "longest" in batch else None)
         dtype = self.head[-1].weight.dtype
         of_nodes, of_edges = find_real(batch)
-        alone = not isinstance(self.layers[0].norm_out, nn.SyncBatchNorm)
+        alone = not self.training or not isinstance(self.layers[0].norm_out, nn.SyncBatchNorm)
         real = Real.of(of_nodes, dtype, alone), Real.of(of_edges, dtype, alone)
         h, e = self.of_nodes(batch["x"], real[0]), self.of_edges(batch["edge_attr"], real[1])
         if self.of_positions is not None:
