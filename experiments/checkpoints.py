@@ -21,11 +21,11 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.tensor import DTensor
 
 from ssd.files import flush
 from ssd.modules.checkpoint import import_safetensors, list_few
 
+from .shards import get_shard
 from .terminal import first_line
 
 _STATE, _SUMS = "state.json", "SHA256SUMS"
@@ -216,7 +216,7 @@ def _wait() -> None:
 
 def _find_odd(tensors: Mapping[str, Tensor]) -> list[str]:
     """The names of tensors that are not finite in any process; all processes have to ask."""
-    own = [name for name, t in tensors.items() if not (t.to_local() if isinstance(t, DTensor) else t).isfinite().all()]
+    own = [name for name, t in tensors.items() if not get_shard(t).isfinite().all()]
     if not dist.is_initialized():
         return own
     every: list[list[str]] = [[]] * dist.get_world_size()

@@ -143,17 +143,14 @@ class Team:
 
     def max_over(self, value: float) -> float:
         """The largest over all processes."""
-        if self.size == 1:
-            return value
-        found = torch.tensor(value, dtype=torch.float64)  # on the host, which must not wait for its GPU in each step
-        dist.all_reduce(found, dist.ReduceOp.MAX)
-        return found.item()
+        return self.find_largest([value])[0]
 
-    def find_largest(self, values: list[int]) -> list[int]:
-        """Of each, over all processes."""
+    def find_largest(self, values: list[float]) -> list[float]:
+        """Of each, all floats or all integers, over all processes."""
         if self.size == 1:
             return values
-        found = torch.tensor(values)  # on the host, as above
+        # on the host, which must not wait for its GPU in each step
+        found = torch.tensor(values, dtype=torch.float64 if isinstance(values[0], float) else torch.int64)
         dist.all_reduce(found, dist.ReduceOp.MAX)
         return found.tolist()
 
