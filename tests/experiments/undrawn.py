@@ -33,7 +33,7 @@ def runs_of(workload: str) -> dict[str, Run]:
     runs = {}
     for again, mixer in ((False, known.mixers[0]), (True, known.mixers[-1])):
         runs[f"{mixer}-again" if again else mixer] = make_run(
-            workload, variant=VARIANT if mixer == "ssd" else "auto", mixer=mixer, batch=4, accumulate=2, steps=2,
+            workload, variant=VARIANT if mixer == "ssd" else "auto", mixer=mixer, batch=4, accumulate=2, steps=3,
             checkpoint_activations=again, buckets=1 if again and known.fill_up else None, **short)
     return runs
 

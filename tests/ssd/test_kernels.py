@@ -163,9 +163,8 @@ def test_sum_parts(case, dtype, device):
 
 
 @pytest.mark.usefixtures("poison")
-@pytest.mark.parametrize("batch, seqlen, bias, D", [
-    *((*sizes, bias, D) for sizes in ((1, 16), (2, 40)) for bias in (False, True) for D in (False, True)),
-    (1, 2100, False, False), (1, 2100, True, True)])
+@pytest.mark.parametrize("batch, seqlen", [(1, 16), (2, 40), (1, 2100)])
+@pytest.mark.parametrize("bias, D", [(False, False), (True, False), (False, True), (True, True)])
 def test_sums_that_the_last_program_adds_up(batch, seqlen, bias, D, device):
     """Of one part, of fewer than are read at a time and of more. As often as it is launched, the bits are the same."""
     i = random_inputs(Shape(batch, seqlen, 11, 16, 1, 16, 16), Case(dt_bias=bias), torch.float32, device)
