@@ -20,6 +20,7 @@ from .captured_step import Mamba2LMCache
 from .language_config import Mamba2LMConfig
 from .mamba2 import Mamba2, Mamba2Cache
 from .sampling import Sampling
+from .token_step import apply_norm, step_layers
 
 _EMBEDDING, _HEAD = "backbone.embedding.weight", "lm_head.weight"
 
@@ -201,21 +202,18 @@ class _Backbone(nn.Module):
             self.check_cache(cache, len(input_ids))
         residual = self._embed(input_ids)
         for layer, its_cache in zip(self.layers, [None] * len(self.layers) if cache is None else cache, strict=True):
-            normed = layer.apply_norm(residual)
+            normed = apply_norm(layer.norm, residual)
             residual = residual + (layer.mixer(normed, seq_idx, its_cache) if mask is None else
                                    layer.mixer.prefill(normed, mask, its_cache))
-        return _apply_norm(self.norm_f, residual)
+        return apply_norm(self.norm_f, residual)
 
     def step(self, input_ids: Tensor, cache: Sequence[Mamba2Cache]) -> Tensor:
         """One token of each sequence, (batch,) to (batch, d_model)."""
         _check_ids(input_ids, "(batch,)")
         self.check_cache(cache, len(input_ids))
-        residual = self._embed(input_ids)
         A_log = [layer.mixer.A_log for layer in self.layers]  # pruned blocks may have different numbers of heads
         rates = (-torch.cat(A_log).float().exp()).split([*map(len, A_log)])  # four launches, whatever n_layer
-        for layer, its_cache, A in zip(self.layers, cache, rates, strict=True):
-            residual = residual + layer.mixer.step(layer.apply_norm(residual), its_cache, A)
-        return _apply_norm(self.norm_f, residual)
+        return step_layers(self.layers, self.norm_f, self._embed(input_ids), cache, rates)
 
     def check_vocabulary(self, input_ids: Tensor) -> None:
         """Raises:
@@ -259,16 +257,9 @@ class _Layer(nn.Module):
                 if projection.bias is not None:
                     projection.bias.zero_()
 
-    def apply_norm(self, residual: Tensor) -> Tensor:
-        return _apply_norm(self.norm, residual)
-
 
 def _norm(config: Mamba2LMConfig, device, dtype) -> nn.RMSNorm | nn.LayerNorm:
     return (nn.RMSNorm if config.rms_norm else nn.LayerNorm)(config.d_model, eps=1e-5, device=device, dtype=dtype)
-
-
-def _apply_norm(norm: nn.RMSNorm | nn.LayerNorm, residual: Tensor) -> Tensor:
-    return norm(residual.to(norm.weight.dtype))  # as upstream does without `fused_add_norm`; the norm itself computes in fp32
 
 
 def _check_ids(input_ids: Tensor, shape: str) -> None:

@@ -212,25 +212,28 @@ class Mamba2(nn.Module):
         self.check_cache(cache, len(u), "that of u", u.device)
         if A is not None:
             check_tensor("A", A, (self.nheads,), u, beside="u")
-        d_mlp, group = self.d_inner - self.d_ssm, self.ngroups * self.d_state
-        z0, x0, z, xBC, dt = self.in_proj(u).split([d_mlp, d_mlp, self.d_ssm, self.d_ssm + 2 * group, self.nheads], -1)
+        d_mlp = self.d_inner - self.d_ssm
+        z0, x0, z, xBC, dt = self.in_proj(u).split([d_mlp, d_mlp, self.d_ssm, cache.conv_state.shape[1], self.nheads], -1)
         xBC = causal_conv1d_update(xBC, cache.conv_state, self._filter(), self.conv1d.bias, activation="silu")
+        y = self.update_states(xBC, dt, z, cache, self._A() if A is None else A)
+        if self.rmsnorm:
+            y = self.norm(y, z)
+        return self.out_proj(torch.cat([F.silu(z0) * x0, y], -1) if d_mlp else y)
+
+    def update_states(self, xBC: Tensor, dt: Tensor, z: Tensor, cache: Mamba2Cache, A: Tensor) -> Tensor:
+        """The SSD of one token, (batch, d_ssm), gated where no norm follows. xBC: after the convolution. A: of `step`."""
+        group = self.ngroups * self.d_state
         x, B, C = xBC.split([self.d_ssm, group, group], -1)
         x = x.unflatten(-1, (self.nheads, self.headdim))
         dt_bias, softplus = self.dt_bias, True
         if self.dt_limit != _NO_LIMIT:
             dt, dt_bias, softplus = F.softplus(dt.float() + dt_bias.float()).clamp(*self.dt_limit), None, False
         channels, D = x.shape[1:], self._D()
-        A = self._A() if A is None else A
-        y = selective_state_update(
+        return selective_state_update(
             cache.ssm_state, x, dt[..., None].expand(x.shape), A[:, None, None].expand(*channels, self.d_state),
             B.unflatten(-1, (self.ngroups, self.d_state)), C.unflatten(-1, (self.ngroups, self.d_state)),
-            D=D if D.dim() == 2 else D[:, None].expand(channels), z=None if self.rmsnorm else z.view(x.shape),
-            dt_bias=None if dt_bias is None else dt_bias[:, None].expand(channels), dt_softplus=softplus)
-        y = y.flatten(-2)
-        if self.rmsnorm:
-            y = self.norm(y, z)
-        return self.out_proj(torch.cat([F.silu(z0) * x0, y], -1) if d_mlp else y)
+            D=D if D.dim() == 2 else D[:, None].expand(channels), z=None if self.rmsnorm else z.reshape(x.shape),
+            dt_bias=None if dt_bias is None else dt_bias[:, None].expand(channels), dt_softplus=softplus).flatten(-2)
 
     def new_cache(self, batch: int, dtype: torch.dtype | None = None, state_dtype: torch.dtype = torch.float32) -> Mamba2Cache:
         """The cache of sequences that have had no token.

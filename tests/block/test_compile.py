@@ -16,6 +16,7 @@ from ssd.block.kernels.conv1d_fwd import _WARPS as FORWARD_WARPS
 from ssd.block.kernels.conv1d_fwd import conv1d_fwd
 from ssd.block.kernels.conv1d_update import conv1d_update
 from ssd.block.kernels.gated_norm import gated_norm, gated_norm_bwd
+from ssd.block.kernels.residual_norm import residual_norm
 from ssd.block.kernels.selective_scan import chunk_of
 from ssd.block.kernels.selective_scan_bwd import selective_scan_bwd
 from ssd.block.kernels.selective_scan_dispatch import TOKENS
@@ -23,6 +24,7 @@ from ssd.block.kernels.selective_scan_fwd import selective_scan_fwd
 from ssd.block.kernels.selective_scan_walk_bwd import selective_scan_walk_bwd
 from ssd.block.kernels.selective_scan_walk_fwd import selective_scan_walk_fwd
 from ssd.block.kernels.state_update import state_update
+from ssd.block.kernels.token_projections import project_in, project_out
 from ssd.runtime.machine_code import lanes_apart
 from tests.block import test_conv1d, test_gated_norm, test_selective_scan, test_state_update
 from tests.programs import ROOT
@@ -37,6 +39,11 @@ NORMS = {  # name: width, group_size, dtype, gate, bias, chips. z is a slice of 
     "five pieces": (5120, 5120, torch.bfloat16, "after", False, (90,)),
     "odd": (640, 80, torch.bfloat16, "before", True, (80, 90)),
     "fp32": (8192, 1024, torch.float32, "before", False, (90,)),
+}
+TOKENS_OF = {  # name: d_model, nheads, ngroups, chips. Heads of 64 channels with 128 states
+    "130m": (768, 24, 1, (80, 90)),
+    "2.7b": (2560, 80, 1, (90,)),
+    "8b": (4096, 128, 8, (80, 90)),
 }
 TIED = test_state_update.TIED
 UPDATES = {  # name: sizes, tied, indexed, state_dtype, chips
@@ -67,7 +74,7 @@ CONVS = {  # name: case, chips. x is a slice of a projection whose width 16 divi
     "odd": (test_conv1d.Case(dim=131, packed=2, seqlen=1, width=2, dtype=torch.float16), (90,)),
 }
 # A case of each of these where another Triton than the locked one compiles: for all chips with --triton, else for its CHIPS.
-FEW = (NORMS, "three pieces"), (UPDATES, "Mamba-2"), (SCANS, "vision"), (WALKS, "vision"), (CONVS, "8b")
+FEW = (NORMS, "three pieces"), (UPDATES, "Mamba-2"), (SCANS, "vision"), (WALKS, "vision"), (CONVS, "8b"), (TOKENS_OF, "8b")
 SHARED = {80: 166_912, 90: 232_448, 100: 232_448, 120: 101_376}  # bytes of shared memory that one block may ask for
 REGISTERS = 65536  # of an SM
 
@@ -108,6 +115,20 @@ def compile_conv(case):
                   torch.empty_like(x))
 
 
+def compile_token(d_model, nheads, ngroups):
+    dtype, d_ssm, conv_dim = torch.bfloat16, 64 * nheads, 64 * nheads + 256 * ngroups
+
+    def weight(*size):
+        return torch.empty(size, dtype=dtype)
+
+    residual, width = torch.empty(4, d_model), d_ssm + conv_dim + nheads
+    zxbcdt = project_in(residual, weight(d_model), 1e-5, weight(width, d_model), None, weight(4, conv_dim, 3),
+                        weight(conv_dim, 4), weight(conv_dim), d_ssm)
+    y, z = weight(4, d_ssm), zxbcdt[:, :d_ssm]
+    project_out(y, z, weight(d_ssm), 1e-5, d_ssm // ngroups, False, weight(d_model, d_ssm), None, residual)
+    residual_norm(residual, weight(4, d_model), weight(d_model), 1e-5)
+
+
 def main(few: list[int], every: bool):
     """few: chips to compile FEW for; none: everything for its own, for the last of them or for every one."""
     from tools.compile_kernels import collect_kernels, find_resources, use_installed_tools
@@ -115,7 +136,7 @@ def main(few: list[int], every: bool):
     use_installed_tools()
     rows = []
     for compile_one, cases in ((compile_norm, NORMS), (compile_update, UPDATES), (compile_scan, SCANS), (compile_walk, WALKS),
-                               (compile_conv, CONVS)):
+                               (compile_conv, CONVS), (compile_token, TOKENS_OF)):
         for name, (*case, chips) in cases.items():
             for arch in () if few and (cases, name) not in FEW else few or chips[0 if every else -1 :]:
                 with collect_kernels(arch) as found:
@@ -175,6 +196,8 @@ def test_kernels_fit_and_load_wide(triton, request):
             assert row["(?:ld|st).global.v[24]"] > 0, f"{row}: no thread loads several elements at once"
         if row["kernel"] in ("conv1d_fwd_kernel", "conv1d_bwd_kernel", "gated_norm_bwd_kernel") and not is_odd:
             assert row["cp.async.c[ag]"] > 0, f"{row}: the rows of the next steps are not under way"
+        if row["kernel"].startswith("project_"):
+            assert row["cp.async.c[ag]"] > 0, f"{row}: the weights of the next steps are not under way"
         if row["kernel"] == "state_update_kernel" and not is_odd:
             tied = UPDATES[row["case"]][1]  # then one exponential is a head's
             assert (row["ex2.approx"] < 16) == bool(tied), row

@@ -1,0 +1,96 @@
+"""One token through the layers of a language model, in as few launches as its sizes allow.
+
+A few sequences take three launches a layer (docs/block.md, "One token in three launches"). More take six: then cuBLAS is faster
+at the projections, and the norm before a layer takes one launch with the sum before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from ..block.arguments import takes_kernels
+from ..block.gated_norm import RMSNormGated
+from ..block.kernels.residual_norm import WIDEST, residual_norm
+from ..block.kernels.token_projections import MOST, project_in, project_out
+from ..runtime.custom_ops import are_plain, wants_gradient
+from .mamba2 import Mamba2, Mamba2Cache
+
+if TYPE_CHECKING:
+    from .language_model import _Layer
+
+_SHORTEST_GROUP = 64  # channels of a norm's group, a multiple of as many: what one step of a product takes
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def step_layers(layers: Iterable[_Layer], norm_f: nn.Module, residual: Tensor, cache: Iterable[Mamba2Cache],
+                rates: Iterable[Tensor]) -> Tensor:
+    """(batch, d_model), embedded tokens, which are overwritten, to what norm_f makes of the last layer's. For inference.
+
+    rates: A of each layer.
+    """
+    added = None  # to the residual stream, by the layer before
+    for layer, its_cache, A in zip(layers, cache, rates, strict=True):
+        if takes_three_launches(layer, residual, its_cache):
+            residual = residual if added is None else residual + added
+            added = None
+            _step_in_three(layer, residual, its_cache, A)
+        else:
+            residual, normed = _add_and_norm(layer.norm, residual, added)
+            added = layer.mixer.step(normed, its_cache, A)
+    return _add_and_norm(norm_f, residual, added)[1]
+
+
+def takes_three_launches(layer: _Layer, residual: Tensor, cache: Mamba2Cache) -> bool:
+    """Whether a layer is what their kernels take: weights of 16 bits as they were made, and few sequences."""
+    norm, mixer = layer.norm, layer.mixer
+    if len(residual) > MOST or not _takes_norm(norm, residual) or type(mixer) is not Mamba2 or mixer.d_inner != mixer.d_ssm:
+        return False
+    if mixer.rmsnorm and (type(mixer.norm) is not RMSNormGated or mixer.norm.group_size % _SHORTEST_GROUP):
+        return False
+    if not type(mixer.in_proj) is type(mixer.out_proj) is nn.Linear or type(mixer.conv1d) is not nn.Conv1d:
+        return False
+    dtype, tensors = mixer.in_proj.weight.dtype, (*mixer.parameters(), cache.conv_state)
+    return (dtype in _HALF and norm.weight.dtype == mixer.out_proj.weight.dtype == dtype
+            and are_plain(tensors) and all(t.device == residual.device for t in tensors)
+            and mixer.in_proj.weight.is_contiguous() and mixer.out_proj.weight.is_contiguous()
+            and not torch.is_autocast_enabled(residual.device.type) and not _has_hooks(layer))
+
+
+def _step_in_three(layer: _Layer, residual: Tensor, cache: Mamba2Cache, A: Tensor) -> None:
+    """Adds to residual what the layer makes of it."""
+    mixer, norm = layer.mixer, layer.norm
+    zxbcdt = project_in(residual, norm.weight, norm.eps, mixer.in_proj.weight, mixer.in_proj.bias, cache.conv_state,
+                        mixer.conv1d.weight.squeeze(1), mixer.conv1d.bias, mixer.d_ssm)
+    torch.autograd.graph.increment_version(cache.conv_state)
+    z, xBC, dt = zxbcdt.split([mixer.d_ssm, cache.conv_state.shape[1], mixer.nheads], -1)
+    y = mixer.update_states(xBC, dt, z, cache, A)
+    group, eps, before = (mixer.norm.group_size, mixer.norm.eps, mixer.norm_before_gate) if mixer.rmsnorm else (0, 0.0, False)
+    project_out(y, z, mixer.norm.weight if mixer.rmsnorm else None, eps, group, before, mixer.out_proj.weight,
+                mixer.out_proj.bias, residual)
+
+
+def _add_and_norm(norm: nn.Module, residual: Tensor, added: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The residual stream with what is added, and its norm in the dtype of the norm's weight."""
+    plain = (residual,) if added is None else (residual, added)
+    if _takes_norm(norm, residual) and are_plain((*plain, norm.weight)) and all(t.device == norm.weight.device for t in plain):
+        return residual, residual_norm(residual, added, norm.weight, norm.eps)
+    residual = residual if added is None else residual + added
+    return residual, apply_norm(norm, residual)
+
+
+def apply_norm(norm: nn.Module, residual: Tensor) -> Tensor:
+    return norm(residual.to(norm.weight.dtype))  # as upstream does without `fused_add_norm`; the norm itself computes in fp32
+
+
+def _takes_norm(norm: nn.Module, residual: Tensor) -> bool:
+    return (type(norm) is nn.RMSNorm and takes_kernels(residual) and norm.weight.dtype != torch.float64
+            and residual.shape[1] <= WIDEST and not wants_gradient((residual, norm.weight)) and not norm._forward_hooks
+            and not norm._forward_pre_hooks)
+
+
+def _has_hooks(layer: nn.Module) -> bool:
+    return any(module._forward_hooks or module._forward_pre_hooks for module in layer.modules())

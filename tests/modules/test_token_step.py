@@ -1,0 +1,75 @@
+"""A token's launches: a few sequences take three a layer, more take six, and both are the step of the block's functions."""
+
+import pytest
+import torch
+
+from ssd.modules import token_step
+from tests.errors import assert_near
+from tests.in_torch import in_torch  # noqa: F401  a fixture
+from tests.inputs import GPU
+from tests.modules.test_language_model import LAYER, make_model, tokens
+
+TOKENS = 5 if GPU else 2
+WIDE = LAYER | {"headdim": 32, "d_state": 16}
+SETTINGS = {
+    "as it comes": {"ssm_cfg": WIDE},
+    "norms of groups": {"ssm_cfg": WIDE | {"ngroups": 2, "expand": 4}},
+    "norm first, biases, limits": {"ssm_cfg": WIDE | {"norm_before_gate": True, "bias": True, "dt_limit": [0.01, 0.05]}},
+    "no norm, no bias, two taps": {"ssm_cfg": WIDE | {"rmsnorm": False, "conv_bias": False, "d_conv": 2}},
+    "a residual stream of 16 bits": {"ssm_cfg": WIDE, "residual_in_fp32": False},
+}
+
+
+@pytest.fixture
+def kernels(monkeypatch, device) -> list[str]:
+    """Where kernels are interpreted on a CPU too; the functions of `token_step` that were called."""
+    monkeypatch.setattr("ssd.block.arguments.INTERPRETED", device == "cpu")
+    found = []
+    for name in ("project_in", "project_out", "residual_norm"):
+        call = getattr(token_step, name)
+        monkeypatch.setattr(token_step, name, lambda *given, call=call, name=name: (found.append(name), call(*given))[1])
+    return found
+
+
+@pytest.mark.parametrize("batch", (1, 3, 8, 9, 70) if GPU else (3, 9))
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+@torch.no_grad()
+def test_launches_are_the_step(settings, batch, device, kernels, monkeypatch):
+    """As near to the step in fp32 as the block's functions are with the same weights of 16 bits."""
+    model, ids = make_model(device, d_model=64, **settings).half(), tokens(device, batch, TOKENS)
+    cache = model.new_cache(batch)
+    got = torch.stack([model.step(token, cache) for token in ids.unbind(1)])
+    few = batch <= 8
+    assert kernels.count("project_in") == kernels.count("project_out") == 2 * TOKENS * few
+    assert kernels.count("residual_norm") == TOKENS * (1 if few else 3)
+    monkeypatch.setattr(token_step, "takes_three_launches", lambda *_: False)
+    monkeypatch.setattr(token_step, "_takes_norm", lambda *_: False)
+    results = {}
+    for name, other in (("half", model), ("fp32", make_model(device, d_model=64, **settings).half().float())):
+        its_cache = other.new_cache(batch)
+        results[name] = torch.stack([other.step(token, its_cache) for token in ids.unbind(1)])
+        results[name, "cache"] = its_cache
+    assert_near("logits", got, results["fp32"], results["half"])
+    for ours, half, fp32 in zip(cache, results["half", "cache"], results["fp32", "cache"], strict=True):
+        for name in ("conv_state", "ssm_state"):
+            assert_near(name, getattr(ours, name), getattr(fp32, name), getattr(half, name))
+
+
+def test_what_takes_more_launches(device, kernels):
+    """Weights in fp32, an MLP beside the SSD, LayerNorm, a projection of another kind, hooks, and gradients that are wanted."""
+    half = make_model(device, d_model=64).half()
+    others = {"fp32": make_model(device, d_model=64), "an MLP": make_model(device, ssm_cfg=LAYER | {"d_ssm": 32}).half(),
+              "LayerNorm": make_model(device, rms_norm=False).half()}
+    hooked, wrapped = make_model(device).half(), make_model(device).half()
+    hooked.backbone.layers[0].mixer.out_proj.register_forward_hook(lambda *_: None)
+    wrapped.backbone.layers[0].mixer.in_proj = torch.nn.Sequential(wrapped.backbone.layers[0].mixer.in_proj)
+    others |= {"a hook": hooked, "another projection": wrapped}
+
+    def takes(model):
+        layer, residual = model.backbone.layers[0], torch.zeros(2, model.config.d_model, device=device)
+        return token_step.takes_three_launches(layer, residual, model.new_cache(2)[0])
+
+    with torch.no_grad():
+        assert takes(half)
+        assert not [name for name, model in others.items() if takes(model)]
+    assert not takes(half)
