@@ -215,13 +215,13 @@ class Mamba2(nn.Module):
         d_mlp = self.d_inner - self.d_ssm
         z0, x0, z, xBC, dt = self.in_proj(u).split([d_mlp, d_mlp, self.d_ssm, cache.conv_state.shape[1], self.nheads], -1)
         xBC = causal_conv1d_update(xBC, cache.conv_state, self._filter(), self.conv1d.bias, activation="silu")
-        y = self.update_states(xBC, dt, z, cache, self._A() if A is None else A)
+        y = self.update_states(xBC, dt, None if self.rmsnorm else z, cache, self._A() if A is None else A)
         if self.rmsnorm:
             y = self.norm(y, z)
         return self.out_proj(torch.cat([F.silu(z0) * x0, y], -1) if d_mlp else y)
 
-    def update_states(self, xBC: Tensor, dt: Tensor, z: Tensor, cache: Mamba2Cache, A: Tensor) -> Tensor:
-        """The SSD of one token, (batch, d_ssm), gated where no norm follows. xBC: after the convolution. A: of `step`."""
+    def update_states(self, xBC: Tensor, dt: Tensor, z: Tensor | None, cache: Mamba2Cache, A: Tensor) -> Tensor:
+        """The SSD of one token, (batch, d_ssm), gated by z. xBC: after the convolution. A: of `step`."""
         group = self.ngroups * self.d_state
         x, B, C = xBC.split([self.d_ssm, group, group], -1)
         x = x.unflatten(-1, (self.nheads, self.headdim))
@@ -232,7 +232,7 @@ class Mamba2(nn.Module):
         return selective_state_update(
             cache.ssm_state, x, dt[..., None].expand(x.shape), A[:, None, None].expand(*channels, self.d_state),
             B.unflatten(-1, (self.ngroups, self.d_state)), C.unflatten(-1, (self.ngroups, self.d_state)),
-            D=D if D.dim() == 2 else D[:, None].expand(channels), z=None if self.rmsnorm else z.reshape(x.shape),
+            D=D if D.dim() == 2 else D[:, None].expand(channels), z=None if z is None else z.reshape(x.shape),
             dt_bias=None if dt_bias is None else dt_bias[:, None].expand(channels), dt_softplus=softplus).flatten(-2)
 
     def new_cache(self, batch: int, dtype: torch.dtype | None = None, state_dtype: torch.dtype = torch.float32) -> Mamba2Cache:

@@ -1,7 +1,7 @@
 """One token through the layers of a language model, in as few launches as its sizes allow.
 
-A few sequences take three launches a layer (docs/block.md, "One token in three launches"). More take six: then cuBLAS is faster
-at the projections, and the norm before a layer takes one launch with the sum before it.
+A few sequences take three launches a layer (docs/block.md, "One token in three launches"). More take six: cuBLAS is faster then at
+the projections, and the norm before a layer takes one launch with the sum before it.
 """
 
 from __future__ import annotations
@@ -15,14 +15,13 @@ from torch import Tensor, nn
 from ..block.arguments import takes_kernels
 from ..block.gated_norm import RMSNormGated
 from ..block.kernels.residual_norm import WIDEST, residual_norm
-from ..block.kernels.token_projections import MOST, project_in, project_out
+from ..block.kernels.token_projections import MOST, SHORTEST_GROUP, project_in, project_out
 from ..runtime.custom_ops import are_plain, wants_gradient
 from .mamba2 import Mamba2, Mamba2Cache
 
 if TYPE_CHECKING:
     from .language_model import _Layer
 
-_SHORTEST_GROUP = 64  # channels of a norm's group, a multiple of as many: what one step of a product takes
 _HALF = (torch.float16, torch.bfloat16)
 
 
@@ -49,7 +48,8 @@ def takes_three_launches(layer: _Layer, residual: Tensor, cache: Mamba2Cache) ->
     norm, mixer = layer.norm, layer.mixer
     if len(residual) > MOST or not _takes_norm(norm, residual) or type(mixer) is not Mamba2 or mixer.d_inner != mixer.d_ssm:
         return False
-    if mixer.rmsnorm and (type(mixer.norm) is not RMSNormGated or mixer.norm.group_size % _SHORTEST_GROUP):
+    if mixer.rmsnorm and (type(mixer.norm) is not RMSNormGated or mixer.norm_before_gate
+                          or mixer.norm.group_size % SHORTEST_GROUP and mixer.ngroups > 1):
         return False
     if not type(mixer.in_proj) is type(mixer.out_proj) is nn.Linear or type(mixer.conv1d) is not nn.Conv1d:
         return False
@@ -68,9 +68,8 @@ def _step_in_three(layer: _Layer, residual: Tensor, cache: Mamba2Cache, A: Tenso
     torch.autograd.graph.increment_version(cache.conv_state)
     z, xBC, dt = zxbcdt.split([mixer.d_ssm, cache.conv_state.shape[1], mixer.nheads], -1)
     y = mixer.update_states(xBC, dt, z, cache, A)
-    group, eps, before = (mixer.norm.group_size, mixer.norm.eps, mixer.norm_before_gate) if mixer.rmsnorm else (0, 0.0, False)
-    project_out(y, z, mixer.norm.weight if mixer.rmsnorm else None, eps, group, before, mixer.out_proj.weight,
-                mixer.out_proj.bias, residual)
+    weight, eps, group = (mixer.norm.weight, mixer.norm.eps, mixer.norm.group_size) if mixer.rmsnorm else (None, 0.0, 0)
+    project_out(y, weight, eps, group, mixer.out_proj.weight, mixer.out_proj.bias, residual)
 
 
 def _add_and_norm(norm: nn.Module, residual: Tensor, added: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from ssd.modules import token_step
-from tests.errors import assert_near
 from tests.in_torch import in_torch  # noqa: F401  a fixture
 from tests.inputs import GPU
 from tests.modules.test_language_model import LAYER, make_model, tokens
@@ -14,7 +13,8 @@ WIDE = LAYER | {"headdim": 32, "d_state": 16}
 SETTINGS = {
     "as it comes": {"ssm_cfg": WIDE},
     "norms of groups": {"ssm_cfg": WIDE | {"ngroups": 2, "expand": 4}},
-    "norm first, biases, limits": {"ssm_cfg": WIDE | {"norm_before_gate": True, "bias": True, "dt_limit": [0.01, 0.05]}},
+    "biases, limits": {"ssm_cfg": WIDE | {"bias": True, "dt_limit": [0.01, 0.05]}},
+    "norm first": {"ssm_cfg": WIDE | {"norm_before_gate": True}},
     "no norm, no bias, two taps": {"ssm_cfg": WIDE | {"rmsnorm": False, "conv_bias": False, "d_conv": 2}},
     "a residual stream of 16 bits": {"ssm_cfg": WIDE, "residual_in_fp32": False},
 }
@@ -31,15 +31,15 @@ def kernels(monkeypatch, device) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("batch", (1, 3, 8, 9, 70) if GPU else (3, 9))
+@pytest.mark.parametrize("batch", (1, 3, 4, 5, 70) if GPU else (3, 5))
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 @torch.no_grad()
 def test_launches_are_the_step(settings, batch, device, kernels, monkeypatch):
-    """As near to the step in fp32 as the block's functions are with the same weights of 16 bits."""
+    """About as near to the step in fp32 as the block's functions are with the same weights of 16 bits."""
     model, ids = make_model(device, d_model=64, **settings).half(), tokens(device, batch, TOKENS)
     cache = model.new_cache(batch)
     got = torch.stack([model.step(token, cache) for token in ids.unbind(1)])
-    few = batch <= 8
+    few = batch <= 4 and not settings["ssm_cfg"].get("norm_before_gate")
     assert kernels.count("project_in") == kernels.count("project_out") == 2 * TOKENS * few
     assert kernels.count("residual_norm") == TOKENS * (1 if few else 3)
     monkeypatch.setattr(token_step, "takes_three_launches", lambda *_: False)
@@ -49,10 +49,11 @@ def test_launches_are_the_step(settings, batch, device, kernels, monkeypatch):
         its_cache = other.new_cache(batch)
         results[name] = torch.stack([other.step(token, its_cache) for token in ids.unbind(1)])
         results[name, "cache"] = its_cache
-    assert_near("logits", got, results["fp32"], results["half"])
-    for ours, half, fp32 in zip(cache, results["half", "cache"], results["fp32", "cache"], strict=True):
-        for name in ("conv_state", "ssm_state"):
-            assert_near(name, getattr(ours, name), getattr(fp32, name), getattr(half, name))
+    for name, ours, half, truth in (("logits", got, results["half"], results["fp32"]), *(
+            (name, getattr(ours, name), getattr(half, name), getattr(truth, name)) for ours, half, truth in
+            zip(cache, results["half", "cache"], results["fp32", "cache"], strict=True) for name in ("conv_state", "ssm_state"))):
+        off, other = ((t.double() - truth.double()).norm() for t in (ours, half))
+        assert off < 2 * other + 1e-4 * truth.norm(), name
 
 
 def test_what_takes_more_launches(device, kernels):

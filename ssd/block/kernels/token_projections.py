@@ -1,13 +1,13 @@
 """The two projections of a Mamba-2 block for one token of a few sequences, each with what is beside it, docs/block.md, (T1) to
-(T6): the norm before the first and the convolution after it, the gated norm before the second and the sum after it.
+(T6): the norm before the first and the convolution after it, the norm before the second and the sum after it.
 
-Reads residual (batch, d_model), y and zxbcdt (batch, channels), rows of any stride; weights of 16 bits as `nn.Linear` and the
-block have them, contiguous. Writes zxbcdt (batch, width) in the dtype of the weights, moves conv_state (batch, conv_dim,
-width of the filter - 1), any strides, one token on, and adds to residual in place.
+Reads residual (batch, d_model) and y (batch, channels), rows of any stride; weights of 16 bits as `nn.Linear` and the block have
+them, contiguous. Writes zxbcdt (batch, columns) in the dtype of the weights, moves conv_state (batch, conv_dim, width of the filter
+- 1), any strides, one token on, and adds to residual in place.
 
-A norm is one number for a row (and group), so it is multiplied to the product's sum: the inputs need to be read but once, with
-the weights, which are nearly all that is moved. A program takes some columns and all of the batch, which is a side of 8 of the
-tensor cores' tile, whatever it is.
+A norm is one number for a row (and group), so it is multiplied to the sum of products: what goes in is read but once, along
+with the weights, which are nearly all that is moved. A program takes a few columns, each of its threads 8 channels of each: sums
+go through registers alone until the last one over threads. Loads of several programs of an SM are under way at a time.
 """
 
 from typing import NamedTuple
@@ -17,122 +17,139 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...kernels.arguments import COUNTS, cdiv
+from ...kernels.arguments import cdiv
 from ...runtime import tuning
 from ...runtime.launch import launch
 from .conv1d import load_filter, sigmoid
 
-MOST = 8  # sequences
-_COLUMNS = 32  # of a program, where these fill the GPU, else half as many
-_DEPTH = 256  # channels of a step
-_STAGES = 5  # steps under way
+MOST = 4  # sequences; cuBLAS is faster at more
+SHORTEST_GROUP = 128  # channels of a norm's group, which is a multiple of as many
 _WARPS = 4
-_ALIGNMENT = 64  # elements
+_EACH = 8  # channels of a thread, 16 bytes
+_COLUMNS = 8  # of a program, where there are enough of them, else half as many
+_PROGRAMS = 4  # of an SM, that are enough
 
 
 class Form(NamedTuple):
     """What a kernel is compiled for, as one constexpr argument."""
 
+    batch: int
     channels: int  # that go in
     columns: int  # that go out
-    group: int  # channels that are normed together; of the second projection, 0 for none
+    group: int  # channels that are normed together
     first: int = 0  # column of the first channel that is convolved
     conv_dim: int = 0
     width: int = 0  # of the filter
-    norm_before_gate: bool = False
 
 
 @triton.jit
-def load_weight(weight, columns, channels, inside, FORM: tl.constexpr):
+def add_products(sums, w, v, BLOCK_N: tl.constexpr, EACH: tl.constexpr):
+    """sums [N, K / EACH] with those of w [N, K] times v [K]."""
+    products = w.to(tl.float32) * v[None, :]
+    return sums + tl.sum(tl.reshape(products, [BLOCK_N, products.shape[1] // EACH, EACH]), 2)
+
+
+@triton.jit
+def load_weight(weight, columns, k, in_k, FORM: tl.constexpr):
     """A tile [N, K]."""
-    at = columns.to(tl.int64)[:, None] * FORM.channels + channels[None, :]
-    return tl.load(weight + at, mask=(columns < FORM.columns)[:, None] & inside[None, :], other=0.0)
+    at = columns.to(tl.int64)[:, None] * FORM.channels + k[None, :]
+    return tl.load(weight + at, mask=(columns < FORM.columns)[:, None] & in_k[None, :], other=0.0)
 
 
-@triton.jit(do_not_specialize=COUNTS)
+@triton.jit
 def project_in_kernel(residual, residual_stride, norm_weight, weight, bias, conv_state, state_strides, conv_weight,
-                      weight_strides, conv_bias, out, out_stride, batch, eps, FORM: tl.constexpr, BATCH: tl.constexpr,
-                      BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr):
+                      weight_strides, conv_bias, out, out_stride, eps, FORM: tl.constexpr, BLOCK_N: tl.constexpr,
+                      BLOCK_K: tl.constexpr, EACH: tl.constexpr):
     dtype: tl.constexpr = weight.dtype.element_ty
-    rows = tl.arange(0, BATCH).to(tl.int64)
+    BATCH: tl.constexpr = FORM.batch
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside = (columns < FORM.columns)[:, None] & (rows < batch)[None, :]
     channels = columns - FORM.first
-    convolved = (channels >= 0) & (channels < FORM.conv_dim)
-    live = convolved[:, None] & (rows < batch)[None, :]
-    taps, offset = load_filter(conv_weight, weight_strides, conv_bias, channels, convolved, FORM.width)
-    conv_state += rows[None, :] * state_strides[0] + channels.to(tl.int64)[:, None] * state_strides[1]
-    past = ()
-    for i in tl.static_range(FORM.width - 1):
-        past += (tl.load(conv_state + i * state_strides[2], mask=live, other=0.0),)
+    live = (channels >= 0) & (channels < FORM.conv_dim)
+    taps, offset = load_filter(conv_weight, weight_strides, conv_bias, channels, live, FORM.width)
+    conv_state += channels.to(tl.int64) * state_strides[1]
+    past, sums, squares = (), (), ()
+    for b in tl.static_range(BATCH):
+        for i in tl.static_range(FORM.width - 1):
+            past += (tl.load(conv_state + b * state_strides[0] + i * state_strides[2], mask=live, other=0.0),)
+        sums += (tl.zeros([BLOCK_N, BLOCK_K // EACH], tl.float32),)
+        squares += (tl.zeros([BLOCK_K], tl.float32),)
 
-    total = tl.zeros([BLOCK_N, BATCH], tl.float32)
-    squares = tl.zeros([BATCH], tl.float32)
-    for start in tl.range(0, FORM.channels, BLOCK_K, num_stages=STAGES):
+    for start in range(0, FORM.channels, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
         in_k = k < FORM.channels
-        v = tl.load(residual + rows[:, None] * residual_stride + k[None, :], mask=(rows < batch)[:, None] & in_k[None, :],
-                    other=0.0).to(dtype).to(tl.float32)
-        squares += tl.sum(v * v, 1)
-        v *= tl.load(norm_weight + k, mask=in_k, other=0.0).to(tl.float32)[None, :]
-        total = tl.dot(load_weight(weight, columns, k, in_k, FORM), tl.trans(v.to(dtype)), total)
-    y = total * tl.math.rsqrt(squares / FORM.channels + eps)[None, :]
+        w = load_weight(weight, columns, k, in_k, FORM)
+        scale = tl.load(norm_weight + k, mask=in_k, other=0.0).to(tl.float32)
+        new_sums, new_squares = (), ()
+        for b in tl.static_range(BATCH):
+            v = tl.load(residual + b * residual_stride + k, mask=in_k, other=0.0).to(dtype).to(tl.float32)
+            new_squares += (squares[b] + v * v,)
+            new_sums += (add_products(sums[b], w, (v * scale).to(dtype).to(tl.float32), BLOCK_N, EACH),)
+        sums, squares = new_sums, new_squares
+
+    offset_out = tl.zeros([BLOCK_N], tl.float32)
     if bias is not None:
-        y += tl.load(bias + columns, mask=columns < FORM.columns, other=0.0).to(tl.float32)[:, None]
-    y = y.to(dtype)
+        offset_out += tl.load(bias + columns, mask=columns < FORM.columns, other=0.0).to(tl.float32)
+    tl.debug_barrier()  # what was read of conv_state may now be overwritten, by whichever thread
+    for b in tl.static_range(BATCH):
+        norm = tl.math.rsqrt(tl.sum(squares[b], 0) / FORM.channels + eps)
+        y = (tl.sum(sums[b], 1) * norm + offset_out).to(dtype)
+        pre = y.to(tl.float32) * taps[FORM.width - 1] + offset
+        for i in tl.static_range(FORM.width - 1):
+            entry = past[b * (FORM.width - 1) + i]
+            pre += entry.to(tl.float32) * taps[i]
+            if i > 0:
+                tl.store(conv_state + b * state_strides[0] + (i - 1) * state_strides[2], entry, mask=live)
+        tl.store(conv_state + b * state_strides[0] + (FORM.width - 2) * state_strides[2], y.to(conv_state.dtype.element_ty),
+                 mask=live)
+        y = tl.where(live, (pre * sigmoid(pre)).to(dtype), y)
+        tl.store(out + b * out_stride + columns, y, mask=columns < FORM.columns)
 
-    pre = y.to(tl.float32) * taps[FORM.width - 1][:, None] + offset[:, None]
-    for i in tl.static_range(FORM.width - 1):
-        pre += past[i].to(tl.float32) * taps[i][:, None]
-    tl.debug_barrier()  # what was read may now be overwritten, by whichever thread
-    for i in tl.static_range(FORM.width - 2):
-        tl.store(conv_state + i * state_strides[2], past[i + 1], mask=live)
-    tl.store(conv_state + (FORM.width - 2) * state_strides[2], y.to(conv_state.dtype.element_ty), mask=live)
-    y = tl.where(convolved[:, None], (pre * sigmoid(pre)).to(dtype), y)
-    tl.store(out + rows[None, :] * out_stride + columns[:, None], y, mask=inside)
 
-
-@triton.jit(do_not_specialize=COUNTS)
-def project_out_kernel(y, y_stride, z, z_stride, norm_weight, weight, bias, residual, residual_stride, batch, eps,
-                       FORM: tl.constexpr, BATCH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-                       STAGES: tl.constexpr):
+@triton.jit
+def project_out_kernel(y, y_stride, norm_weight, weight, bias, residual, residual_stride, eps, FORM: tl.constexpr,
+                       BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EACH: tl.constexpr):
     dtype: tl.constexpr = weight.dtype.element_ty
-    rows = tl.arange(0, BATCH).to(tl.int64)
+    BATCH: tl.constexpr = FORM.batch
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside = (columns < FORM.columns)[:, None] & (rows < batch)[None, :]
-    residual += rows[None, :] * residual_stride + columns[:, None]
-    before = tl.load(residual, mask=inside, other=0.0)
+    inside = columns < FORM.columns
+    residual += columns
+    before, totals = (), ()
+    for b in tl.static_range(BATCH):
+        before += (tl.load(residual + b * residual_stride, mask=inside, other=0.0),)
+        totals += (tl.zeros([BLOCK_N], tl.float32),)
 
-    total = tl.zeros([BLOCK_N, BATCH], tl.float32)
-    part = tl.zeros([BLOCK_N, BATCH], tl.float32)  # of a group
-    squares = tl.zeros([BATCH], tl.float32)
-    for start in tl.range(0, FORM.channels, BLOCK_K, num_stages=STAGES):
-        k = start + tl.arange(0, BLOCK_K)
-        in_k = k < FORM.channels
-        at_rows = (rows < batch)[:, None] & in_k[None, :]
-        v = tl.load(y + rows[:, None] * y_stride + k[None, :], mask=at_rows, other=0.0).to(tl.float32)
-        if norm_weight is not None:
-            gate = tl.load(z + rows[:, None] * z_stride + k[None, :], mask=at_rows, other=0.0).to(tl.float32)
-            gate *= sigmoid(gate)
-            if not FORM.norm_before_gate:
-                v *= gate
-            squares += tl.sum(v * v, 1)
-            v *= tl.load(norm_weight + k, mask=in_k, other=0.0).to(tl.float32)[None, :]
-            if FORM.norm_before_gate:
-                v *= gate
-        part = tl.dot(load_weight(weight, columns, k, in_k, FORM), tl.trans(v.to(dtype)), part)
-        if FORM.group < FORM.channels:
-            ends = (start + BLOCK_K) % FORM.group == 0
-            total += tl.where(ends, part * tl.math.rsqrt(squares / FORM.group + eps)[None, :], 0.0)
-            part, squares = tl.where(ends, 0.0, part), tl.where(ends, 0.0, squares)
-    if FORM.group == FORM.channels:
-        total = part
-        if norm_weight is not None:
-            total *= tl.math.rsqrt(squares / FORM.group + eps)[None, :]
+    for first in range(0, FORM.channels, FORM.group):
+        sums, squares = (), ()
+        for b in tl.static_range(BATCH):
+            sums += (tl.zeros([BLOCK_N, BLOCK_K // EACH], tl.float32),)
+            squares += (tl.zeros([BLOCK_K], tl.float32),)
+        for start in range(0, FORM.group, BLOCK_K):
+            k = start + tl.arange(0, BLOCK_K)
+            in_k = k < FORM.group
+            k += first
+            w = load_weight(weight, columns, k, in_k, FORM)
+            new_sums, new_squares = (), ()
+            for b in tl.static_range(BATCH):
+                v = tl.load(y + b * y_stride + k, mask=in_k, other=0.0).to(tl.float32)
+                new_squares += (squares[b] + v * v,)
+                if norm_weight is not None:
+                    v = (v * tl.load(norm_weight + k, mask=in_k, other=0.0).to(tl.float32)).to(dtype).to(tl.float32)
+                new_sums += (add_products(sums[b], w, v, BLOCK_N, EACH),)
+            sums, squares = new_sums, new_squares
+        new_totals = ()
+        for b in tl.static_range(BATCH):
+            part = tl.sum(sums[b], 1)
+            if norm_weight is not None:
+                part *= tl.math.rsqrt(tl.sum(squares[b], 0) / FORM.group + eps)
+            new_totals += (totals[b] + part,)
+        totals = new_totals
+
+    offset = tl.zeros([BLOCK_N], tl.float32)
     if bias is not None:
-        total += tl.load(bias + columns, mask=columns < FORM.columns, other=0.0).to(tl.float32)[:, None]
-    after = before.to(tl.float32) + total.to(dtype).to(tl.float32)
-    tl.store(residual, after.to(residual.dtype.element_ty), mask=inside)
+        offset += tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
+    for b in tl.static_range(BATCH):
+        after = before[b].to(tl.float32) + (totals[b] + offset).to(dtype).to(tl.float32)
+        tl.store(residual + b * residual_stride, after.to(residual.dtype.element_ty), mask=inside)
 
 
 def project_in(residual: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None, conv_state: Tensor,
@@ -140,30 +157,30 @@ def project_in(residual: Tensor, norm_weight: Tensor, eps: float, weight: Tensor
     """(T1) to (T3): returns the projection, of which the conv_dim columns from `first` on are convolved."""
     columns, channels = weight.shape
     batch, conv_dim, past = conv_state.shape
-    aligned = cdiv(columns, _ALIGNMENT) * _ALIGNMENT  # or the second projection could not load its rows ahead
-    out = torch.empty(batch, aligned, device=weight.device, dtype=weight.dtype)[:, :columns]
-    form = Form(channels, columns, channels, first, conv_dim, past + 1)
+    out = torch.empty(batch, columns, device=weight.device, dtype=weight.dtype)
+    form = Form(batch, channels, columns, channels, first, conv_dim, past + 1)
     programs, tile = _choose_tile(form, weight)
     launch(
         project_in_kernel, programs, residual, residual.stride(0), norm_weight, weight, bias, conv_state, conv_state.stride(),
-        conv_weight, conv_weight.stride(), conv_bias, out, aligned, batch, eps, form, MOST, **tile)
+        conv_weight, conv_weight.stride(), conv_bias, out, columns, eps, form, **tile)
     return out
 
 
-def project_out(y: Tensor, z: Tensor, norm_weight: Tensor | None, eps: float, group: int, norm_before_gate: bool,
-                weight: Tensor, bias: Tensor | None, residual: Tensor) -> None:
-    """(T4) to (T6): adds to residual. Without norm_weight, y is gated already."""
+def project_out(y: Tensor, norm_weight: Tensor | None, eps: float, group: int, weight: Tensor, bias: Tensor | None,
+                residual: Tensor) -> None:
+    """(T5) and (T6): adds to residual. group: channels that are normed together, with a norm_weight."""
     columns, channels = weight.shape
-    form = Form(channels, columns, group if norm_weight is not None else channels, norm_before_gate=norm_before_gate)
+    form = Form(len(y), channels, columns, group if norm_weight is not None else channels)
     programs, tile = _choose_tile(form, weight)
     launch(
-        project_out_kernel, programs, y, y.stride(0), z, z.stride(0), norm_weight, weight, bias, residual, residual.stride(0),
-        len(y), eps, form, MOST, **tile)
+        project_out_kernel, programs, y, y.stride(0), norm_weight, weight, bias, residual, residual.stride(0), eps, form, **tile)
 
 
 def _choose_tile(form: Form, weight: Tensor) -> tuple[int, dict[str, int]]:
-    """How many programs, and the size of their tiles: a step is of one group."""
-    fills = cdiv(form.columns, _COLUMNS) >= tuning.current_device(weight.device.index).sms
-    block_n = _COLUMNS if fills else _COLUMNS // 2
-    block_k = _DEPTH if form.group == form.channels else min(_DEPTH, form.group & -form.group)
-    return cdiv(form.columns, block_n), {"BLOCK_N": block_n, "BLOCK_K": block_k, "STAGES": _STAGES, "num_warps": _WARPS}
+    """How many programs, and the size of their tiles."""
+    enough = cdiv(form.columns, _COLUMNS) >= _PROGRAMS * tuning.current_device(weight.device.index).sms
+    block_n, block_k = _COLUMNS if enough else _COLUMNS // 2, 32 * _WARPS * _EACH
+    if form.group < form.channels:
+        block_k = min(block_k, form.group & -form.group)
+    return cdiv(form.columns, block_n), {
+        "BLOCK_N": block_n, "BLOCK_K": block_k, "EACH": _EACH, "num_warps": max(1, block_k // (32 * _EACH))}
