@@ -1,7 +1,7 @@
 """One token through the layers of a language model, in as few launches as its sizes allow.
 
-A few sequences take three launches a layer (docs/block.md, "One token in three launches"). More take six: cuBLAS is faster then at
-the projections, and the norm before a layer takes one launch with the sum before it.
+A few sequences take three launches a layer (docs/block.md, "One token in three launches"). More take six: cuBLAS is faster then
+at the projections, and the norm before a layer takes one launch with the sum before it.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def takes_three_launches(layer: _Layer, residual: Tensor, cache: Mamba2Cache) ->
     if len(residual) > MOST or not _takes_norm(norm, residual) or type(mixer) is not Mamba2 or mixer.d_inner != mixer.d_ssm:
         return False
     if mixer.rmsnorm and (type(mixer.norm) is not RMSNormGated or mixer.norm_before_gate
-                          or mixer.norm.group_size % SHORTEST_GROUP and mixer.ngroups > 1):
+                          or (mixer.ngroups > 1 and mixer.norm.group_size % SHORTEST_GROUP)):
         return False
     if not type(mixer.in_proj) is type(mixer.out_proj) is nn.Linear or type(mixer.conv1d) is not nn.Conv1d:
         return False

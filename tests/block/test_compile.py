@@ -24,7 +24,7 @@ from ssd.block.kernels.selective_scan_fwd import selective_scan_fwd
 from ssd.block.kernels.selective_scan_walk_bwd import selective_scan_walk_bwd
 from ssd.block.kernels.selective_scan_walk_fwd import selective_scan_walk_fwd
 from ssd.block.kernels.state_update import state_update
-from ssd.block.kernels.token_projections import project_in, project_out
+from ssd.block.kernels.token_projections import MOST, project_in, project_out
 from ssd.runtime.machine_code import lanes_apart
 from tests.block import test_conv1d, test_gated_norm, test_selective_scan, test_state_update
 from tests.programs import ROOT
@@ -121,11 +121,11 @@ def compile_token(d_model, nheads, ngroups):
     def weight(*size):
         return torch.empty(size, dtype=dtype)
 
-    residual, width = torch.empty(4, d_model), d_ssm + conv_dim + nheads
-    zxbcdt = project_in(residual, weight(d_model), 1e-5, weight(width, d_model), None, weight(4, conv_dim, 3),
+    residual, width = torch.empty(MOST, d_model), d_ssm + conv_dim + nheads
+    zxbcdt = project_in(residual, weight(d_model), 1e-5, weight(width, d_model), None, weight(MOST, conv_dim, 3),
                         weight(conv_dim, 4), weight(conv_dim), d_ssm)
     project_out(zxbcdt[:, :d_ssm], weight(d_ssm), 1e-5, d_ssm // ngroups, weight(d_model, d_ssm), None, residual)
-    residual_norm(residual, weight(4, d_model), weight(d_model), 1e-5)
+    residual_norm(residual, weight(MOST, d_model), weight(d_model), 1e-5)
 
 
 def main(few: list[int], every: bool):

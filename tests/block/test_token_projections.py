@@ -34,14 +34,14 @@ class Case:
 CASES = {
     "one sequence": Case(1),
     "every sequence": Case(MOST, columns=90, d_model=1100),
-    "groups": Case(3, ngroups=3),
+    "groups": Case(ngroups=3),
     "many groups, of whole steps": Case(1, d_ssm=4096, ngroups=2, columns=9, conv_dim=4),
     "biases, two taps": Case(bias=True, width=2),
     "no norm": Case(norm=False, residual=torch.float16, width=3),
 }
 if GPU:
     published = Case(1, 2560, 5120, 1, 5376, 10576, dtype=torch.bfloat16)
-    CASES |= {"2.7b": published, "2.7b, four": replace(published, batch=4),
+    CASES |= {"2.7b": published, "2.7b, most": replace(published, batch=MOST),
               "8b": Case(2, 4096, 8192, 8, 10240, 18560, dtype=torch.bfloat16, residual=torch.bfloat16)}
 over_cases = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 
@@ -127,8 +127,9 @@ def test_the_second_projection(case, device):
 @pytest.mark.parametrize("added", (True, False), ids=("added", "first"))
 def test_the_sum_and_its_norm(added, residual, width, device):
     rng = generator(device, added, str(residual), width)
-    r, o, w = (torch.randn(3, width, generator=rng, device=device).to(dtype) for dtype in (residual, torch.float16, torch.float16))
-    stream, w = r.clone(), w[0]
+    r, o, w = torch.randn(3, 3, width, generator=rng, device=device)
+    r, o, w = r.to(residual), o.half(), w[0].half()
+    stream = r.clone()
     got = residual_norm(stream, o if added else None, w, EPS)
     after = (r.float() + (o.float() if added else 0)).to(residual)
     assert torch.equal(stream, after)

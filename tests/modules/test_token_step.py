@@ -31,7 +31,7 @@ def kernels(monkeypatch, device) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("batch", (1, 3, 4, 5, 70) if GPU else (3, 5))
+@pytest.mark.parametrize("batch", (1, 2, 3, 70) if GPU else (2, 3))
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 @torch.no_grad()
 def test_launches_are_the_step(settings, batch, device, kernels, monkeypatch):
@@ -39,7 +39,7 @@ def test_launches_are_the_step(settings, batch, device, kernels, monkeypatch):
     model, ids = make_model(device, d_model=64, **settings).half(), tokens(device, batch, TOKENS)
     cache = model.new_cache(batch)
     got = torch.stack([model.step(token, cache) for token in ids.unbind(1)])
-    few = batch <= 4 and not settings["ssm_cfg"].get("norm_before_gate")
+    few = batch <= 2 and not settings["ssm_cfg"].get("norm_before_gate")
     assert kernels.count("project_in") == kernels.count("project_out") == 2 * TOKENS * few
     assert kernels.count("residual_norm") == TOKENS * (1 if few else 3)
     monkeypatch.setattr(token_step, "takes_three_launches", lambda *_: False)
@@ -51,7 +51,8 @@ def test_launches_are_the_step(settings, batch, device, kernels, monkeypatch):
         results[name, "cache"] = its_cache
     for name, ours, half, truth in (("logits", got, results["half"], results["fp32"]), *(
             (name, getattr(ours, name), getattr(half, name), getattr(truth, name)) for ours, half, truth in
-            zip(cache, results["half", "cache"], results["fp32", "cache"], strict=True) for name in ("conv_state", "ssm_state"))):
+            zip(cache, results["half", "cache"], results["fp32", "cache"], strict=True)
+            for name in ("conv_state", "ssm_state"))):
         off, other = ((t.double() - truth.double()).norm() for t in (ours, half))
         assert off < 2 * other + 1e-4 * truth.norm(), name
 

@@ -1,13 +1,13 @@
 """The two projections of a Mamba-2 block for one token of a few sequences, each with what is beside it, docs/block.md, (T1) to
 (T6): the norm before the first and the convolution after it, the norm before the second and the sum after it.
 
-Reads residual (batch, d_model) and y (batch, channels), rows of any stride; weights of 16 bits as `nn.Linear` and the block have
-them, contiguous. Writes zxbcdt (batch, columns) in the dtype of the weights, moves conv_state (batch, conv_dim, width of the filter
-- 1), any strides, one token on, and adds to residual in place.
+Reads residual (batch, d_model) and y (batch, channels), rows of any stride; weights of 16 bits as `nn.Linear` and the block
+have them, contiguous. Writes zxbcdt (batch, columns) in the dtype of the weights, moves conv_state (batch, conv_dim, past), any
+strides, one token on, and adds to residual in place.
 
 A norm is one number for a row (and group), so it is multiplied to the sum of products: what goes in is read but once, along
-with the weights, which are nearly all that is moved. A program takes a few columns, each of its threads 8 channels of each: sums
-go through registers alone until the last one over threads. Loads of several programs of an SM are under way at a time.
+with the weights, which are nearly all that is moved. A program takes a few columns, each of its threads 8 channels of each:
+sums go through registers alone until the last one over threads. Loads of several programs of an SM are under way at a time.
 """
 
 from typing import NamedTuple
@@ -22,11 +22,11 @@ from ...runtime import tuning
 from ...runtime.launch import launch
 from .conv1d import load_filter, sigmoid
 
-MOST = 4  # sequences; cuBLAS is faster at more
+MOST = 2  # sequences; cuBLAS is faster at more
 SHORTEST_GROUP = 128  # channels of a norm's group, which is a multiple of as many
 _WARPS = 4
 _EACH = 8  # channels of a thread, 16 bytes
-_COLUMNS = 8  # of a program, where there are enough of them, else half as many
+_COLUMNS = 8  # of a program, where there are enough of them and one sequence, else half as many
 _PROGRAMS = 4  # of an SM, that are enough
 
 
@@ -120,7 +120,7 @@ def project_out_kernel(y, y_stride, norm_weight, weight, bias, residual, residua
 
     for first in range(0, FORM.channels, FORM.group):
         sums, squares = (), ()
-        for b in tl.static_range(BATCH):
+        for _ in tl.static_range(BATCH):
             sums += (tl.zeros([BLOCK_N, BLOCK_K // EACH], tl.float32),)
             squares += (tl.zeros([BLOCK_K], tl.float32),)
         for start in range(0, FORM.group, BLOCK_K):
@@ -173,12 +173,13 @@ def project_out(y: Tensor, norm_weight: Tensor | None, eps: float, group: int, w
     form = Form(len(y), channels, columns, group if norm_weight is not None else channels)
     programs, tile = _choose_tile(form, weight)
     launch(
-        project_out_kernel, programs, y, y.stride(0), norm_weight, weight, bias, residual, residual.stride(0), eps, form, **tile)
+        project_out_kernel, programs, y, y.stride(0), norm_weight, weight, bias, residual, residual.stride(0), eps, form,
+        **tile)
 
 
 def _choose_tile(form: Form, weight: Tensor) -> tuple[int, dict[str, int]]:
     """How many programs, and the size of their tiles."""
-    enough = cdiv(form.columns, _COLUMNS) >= _PROGRAMS * tuning.current_device(weight.device.index).sms
+    enough = form.batch == 1 and cdiv(form.columns, _COLUMNS) >= _PROGRAMS * tuning.current_device(weight.device.index).sms
     block_n, block_k = _COLUMNS if enough else _COLUMNS // 2, 32 * _WARPS * _EACH
     if form.group < form.channels:
         block_k = min(block_k, form.group & -form.group)
