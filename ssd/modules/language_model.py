@@ -20,7 +20,7 @@ from .captured_step import Mamba2LMCache
 from .language_config import Mamba2LMConfig
 from .mamba2 import Mamba2, Mamba2Cache
 from .sampling import Sampling
-from .token_step import apply_norm, step_layers
+from .token_step import add_and_norm, step_layers
 
 _EMBEDDING, _HEAD = "backbone.embedding.weight", "lm_head.weight"
 
@@ -200,12 +200,11 @@ class _Backbone(nn.Module):
         _check_ids(input_ids, "(batch, seqlen)")
         if cache is not None:
             self.check_cache(cache, len(input_ids))
-        residual = self._embed(input_ids)
+        residual, added = self._embed(input_ids), None  # to it, by the layer before
         for layer, its_cache in zip(self.layers, [None] * len(self.layers) if cache is None else cache, strict=True):
-            normed = apply_norm(layer.norm, residual)
-            residual = residual + (layer.mixer(normed, seq_idx, its_cache) if mask is None else
-                                   layer.mixer.prefill(normed, mask, its_cache))
-        return apply_norm(self.norm_f, residual)
+            residual, normed = add_and_norm(layer.norm, residual, added)
+            added = layer.mixer(normed, seq_idx, its_cache) if mask is None else layer.mixer.prefill(normed, mask, its_cache)
+        return add_and_norm(self.norm_f, residual, added)[1]
 
     def step(self, input_ids: Tensor, cache: Sequence[Mamba2Cache]) -> Tensor:
         """One token of each sequence, (batch,) to (batch, d_model)."""
@@ -228,7 +227,8 @@ class _Backbone(nn.Module):
     def _embed(self, input_ids: Tensor) -> Tensor:
         self.check_vocabulary(input_ids)
         embedded = self.embedding(input_ids)
-        return embedded.float() if self.residual_in_fp32 else embedded
+        # a copy, since inference overwrites it, and a hook may have kept what the embedding gave
+        return embedded.to(torch.float32 if self.residual_in_fp32 else embedded.dtype, copy=True)
 
     def check_cache(self, cache: Sequence[Mamba2Cache], batch: int) -> None:
         """Raises:

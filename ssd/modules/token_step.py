@@ -38,9 +38,9 @@ def step_layers(layers: Iterable[_Layer], norm_f: nn.Module, residual: Tensor, c
             added = None
             _step_in_three(layer, residual, its_cache, A)
         else:
-            residual, normed = _add_and_norm(layer.norm, residual, added)
+            residual, normed = add_and_norm(layer.norm, residual, added)
             added = layer.mixer.step(normed, its_cache, A)
-    return _add_and_norm(norm_f, residual, added)[1]
+    return add_and_norm(norm_f, residual, added)[1]
 
 
 def takes_three_launches(layer: _Layer, residual: Tensor, cache: Mamba2Cache) -> bool:
@@ -57,7 +57,7 @@ def takes_three_launches(layer: _Layer, residual: Tensor, cache: Mamba2Cache) ->
     return (dtype in _HALF and norm.weight.dtype == mixer.out_proj.weight.dtype == dtype
             and are_plain(tensors) and all(t.device == residual.device for t in tensors)
             and mixer.in_proj.weight.is_contiguous() and mixer.out_proj.weight.is_contiguous()
-            and not torch.is_autocast_enabled(residual.device.type) and not _has_hooks(layer))
+            and not _has_hooks(layer))
 
 
 def _step_in_three(layer: _Layer, residual: Tensor, cache: Mamba2Cache, A: Tensor) -> None:
@@ -72,23 +72,23 @@ def _step_in_three(layer: _Layer, residual: Tensor, cache: Mamba2Cache, A: Tenso
     project_out(y, weight, eps, group, mixer.out_proj.weight, mixer.out_proj.bias, residual)
 
 
-def _add_and_norm(norm: nn.Module, residual: Tensor, added: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The residual stream with what is added, and its norm in the dtype of the norm's weight."""
-    plain = (residual,) if added is None else (residual, added)
-    if _takes_norm(norm, residual) and are_plain((*plain, norm.weight)) and all(t.device == norm.weight.device for t in plain):
+def add_and_norm(norm: nn.Module, residual: Tensor, added: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The residual stream with what is added, and its norm in the dtype of the norm's weight. In inference by one launch, which
+    overwrites residual.
+    """
+    if _takes_norm(norm, residual, added):
         return residual, residual_norm(residual, added, norm.weight, norm.eps)
     residual = residual if added is None else residual + added
-    return residual, apply_norm(norm, residual)
+    return residual, norm(residual.to(norm.weight.dtype))  # as upstream without `fused_add_norm`; it computes in fp32
 
 
-def apply_norm(norm: nn.Module, residual: Tensor) -> Tensor:
-    return norm(residual.to(norm.weight.dtype))  # as upstream does without `fused_add_norm`; the norm itself computes in fp32
-
-
-def _takes_norm(norm: nn.Module, residual: Tensor) -> bool:
-    return (type(norm) is nn.RMSNorm and takes_kernels(residual) and norm.weight.dtype != torch.float64
-            and residual.shape[1] <= WIDEST and not wants_gradient((residual, norm.weight)) and not norm._forward_hooks
-            and not norm._forward_pre_hooks)
+def _takes_norm(norm: nn.Module, *stream: Tensor | None) -> bool:
+    tensors = (norm.weight, *(t for t in stream if t is not None))
+    return (type(norm) is nn.RMSNorm and takes_kernels(stream[0]) and norm.weight.dtype != torch.float64
+            and len(norm.weight) <= WIDEST and not wants_gradient(tensors) and are_plain(tensors)
+            and all(t.device == norm.weight.device and t.is_contiguous() for t in tensors)
+            and not torch.is_autocast_enabled(norm.weight.device.type)
+            and not norm._forward_hooks and not norm._forward_pre_hooks)
 
 
 def _has_hooks(layer: nn.Module) -> bool:

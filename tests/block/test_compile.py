@@ -40,10 +40,10 @@ NORMS = {  # name: width, group_size, dtype, gate, bias, chips. z is a slice of 
     "odd": (640, 80, torch.bfloat16, "before", True, (80, 90)),
     "fp32": (8192, 1024, torch.float32, "before", False, (90,)),
 }
-TOKENS_OF = {  # name: d_model, nheads, ngroups, chips. Heads of 64 channels with 128 states
-    "130m": (768, 24, 1, (80, 90)),
-    "2.7b": (2560, 80, 1, (90,)),
-    "8b": (4096, 128, 8, (80, 90)),
+TOKENS_OF = {  # name: d_model, nheads, ngroups, batch, chips. Heads of 64 channels with 128 states
+    "130m": (768, 24, 1, 1, (80, 90)),
+    "2.7b": (2560, 80, 1, 1, (90,)),
+    "8b": (4096, 128, 8, MOST, (80, 90)),
 }
 TIED = test_state_update.TIED
 UPDATES = {  # name: sizes, tied, indexed, state_dtype, chips
@@ -115,17 +115,17 @@ def compile_conv(case):
                   torch.empty_like(x))
 
 
-def compile_token(d_model, nheads, ngroups):
+def compile_token(d_model, nheads, ngroups, batch):
     dtype, d_ssm, conv_dim = torch.bfloat16, 64 * nheads, 64 * nheads + 256 * ngroups
 
     def weight(*size):
         return torch.empty(size, dtype=dtype)
 
-    residual, width = torch.empty(MOST, d_model), d_ssm + conv_dim + nheads
-    zxbcdt = project_in(residual, weight(d_model), 1e-5, weight(width, d_model), None, weight(MOST, conv_dim, 3),
+    residual, width = torch.empty(batch, d_model), d_ssm + conv_dim + nheads
+    zxbcdt = project_in(residual, weight(d_model), 1e-5, weight(width, d_model), None, weight(batch, conv_dim, 3),
                         weight(conv_dim, 4), weight(conv_dim), d_ssm)
     project_out(zxbcdt[:, :d_ssm], weight(d_ssm), 1e-5, d_ssm // ngroups, weight(d_model, d_ssm), None, residual)
-    residual_norm(residual, weight(MOST, d_model), weight(d_model), 1e-5)
+    residual_norm(residual, weight(batch, d_model), weight(d_model), 1e-5)
 
 
 def main(few: list[int], every: bool):
@@ -159,10 +159,13 @@ def compile_kernels(version, *given):
 
 
 def assert_fits(rows, spills=0):
-    """Nothing is spilled, or so many bytes, but by a walk outside its loops; by Triton 3.8 and 3.9, 360 bytes."""
+    """Nothing is spilled, or so many bytes, but by a walk outside its loops, by Triton 3.8 and 3.9 360 bytes, and two registers
+    by the first projection of a token.
+    """
     for row in rows:
         of_walk = 360 if spills else 64
-        assert row["spills"] <= (of_walk if row["case"] == "mamba" and "walk_bwd" in row["kernel"] else spills), row
+        allowed = of_walk if row["case"] == "mamba" and "walk_bwd" in row["kernel"] else spills
+        assert row["spills"] <= max(allowed, 8 * (row["kernel"] == "project_in_kernel")), row
         assert row["shared"] <= SHARED[row["arch"]], row
         assert not row["apart"], f"{row}: which of several lanes' sums is stored is left to chance"
 

@@ -140,9 +140,12 @@ def test_the_sum_and_its_norm(added, residual, width, device):
     assert_near("out", got, norm(after.double()), norm(after.half().float()).half())
 
 
-def test_programs_are_as_many_as_fill_a_gpu():
-    def count(columns):
-        return token_projections._choose_tile(token_projections.Form(1, 64, columns, 64), torch.empty(0))
-
+def test_tiles_are_those_that_measured_best():
     sms = token_projections.tuning.current_device(None).sms
-    assert [count(columns)[1]["BLOCK_N"] for columns in (8, 32 * sms - 8, 32 * sms)] == [4, 4, 8]
+
+    def choose(columns, channels=64, batch=1):
+        form = token_projections.Form(batch, channels, columns, channels)
+        return token_projections._choose_tile(form, torch.empty(0))[1]["BLOCK_N"]
+
+    assert [choose(columns) for columns in (80, 32 * sms - 8, 32 * sms)] == [4, 4, 8]
+    assert choose(64, 128) == 2 and choose(32 * sms, batch=2) == choose(64, 128, batch=2) == 4

@@ -45,6 +45,7 @@ def test_launches_are_the_step(settings, batch, device, kernels, monkeypatch):
     monkeypatch.setattr(token_step, "takes_three_launches", lambda *_: False)
     monkeypatch.setattr(token_step, "_takes_norm", lambda *_: False)
     results = {}
+    kernels.clear()
     for name, other in (("half", model), ("fp32", make_model(device, d_model=64, **settings).half().float())):
         its_cache = other.new_cache(batch)
         results[name] = torch.stack([other.step(token, its_cache) for token in ids.unbind(1)])
@@ -75,3 +76,15 @@ def test_what_takes_more_launches(device, kernels):
         assert takes(half)
         assert not [name for name, model in others.items() if takes(model)]
     assert not takes(half)
+
+
+@pytest.mark.parametrize("residual_in_fp32", (True, False))
+@torch.no_grad()
+def test_what_a_hook_kept_is_not_overwritten(residual_in_fp32, device, kernels):
+    model, ids, kept = make_model(device, d_model=64, residual_in_fp32=residual_in_fp32, ssm_cfg=WIDE).half(), tokens(device), []
+    model.backbone.embedding.register_forward_hook(lambda module, given, out: kept.append((given[0], out)))
+    cache = model.new_cache(2)
+    model.step(ids[:, 0], cache)
+    model.float()(ids[:, 1:5])
+    assert {"project_out", "residual_norm"} <= set(kernels)
+    assert all(torch.equal(out, model.backbone.embedding.weight[tokens].to(out.dtype)) for tokens, out in kept)

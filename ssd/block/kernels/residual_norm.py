@@ -1,6 +1,6 @@
-"""The residual stream with what a block adds to it, and its RMSNorm, docs/block.md, (T7), in one launch: for decoding.
+"""The residual stream with what a block adds to it, and its RMSNorm, docs/block.md, (T7), in one launch: for inference.
 
-Reads and writes residual (rows, width); reads added (rows, width) and weight (width,); all contiguous, fp16, bf16 or fp32.
+Reads and writes residual (..., width); reads added, of its shape, and weight (width,); all contiguous, fp16, bf16 or fp32.
 Returns the norm in the dtype of the weight. A program takes a row, and holds it between its sum of squares and its scaling.
 """
 
@@ -33,9 +33,9 @@ def residual_norm_kernel(residual, added, weight, out, eps, WIDTH: tl.constexpr,
 
 def residual_norm(residual: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> Tensor:
     """Adds to residual, and returns the norm of that."""
-    rows, width = residual.shape
-    out = torch.empty(rows, width, device=residual.device, dtype=weight.dtype)
+    width = len(weight)
+    out = torch.empty(residual.shape, device=residual.device, dtype=weight.dtype)
     block = next_power_of_2(width)
-    launch(residual_norm_kernel, rows, residual, added, weight, out, eps, width, block,
+    launch(residual_norm_kernel, residual.numel() // width, residual, added, weight, out, eps, width, block,
            num_warps=min(32, max(1, block // _PER_WARP)))
     return out

@@ -26,7 +26,7 @@ MOST = 2  # sequences; cuBLAS is faster at more
 SHORTEST_GROUP = 128  # channels of a norm's group, which is a multiple of as many
 _WARPS = 4
 _EACH = 8  # channels of a thread, 16 bytes
-_COLUMNS = 8  # of a program, where there are enough of them and one sequence, else half as many
+_COLUMNS = 4  # of a program; of one sequence 8 where that leaves enough programs
 _PROGRAMS = 4  # of an SM, that are enough
 
 
@@ -178,10 +178,14 @@ def project_out(y: Tensor, norm_weight: Tensor | None, eps: float, group: int, w
 
 
 def _choose_tile(form: Form, weight: Tensor) -> tuple[int, dict[str, int]]:
-    """How many programs, and the size of their tiles."""
-    enough = form.batch == 1 and cdiv(form.columns, _COLUMNS) >= _PROGRAMS * tuning.current_device(weight.device.index).sms
-    block_n, block_k = _COLUMNS if enough else _COLUMNS // 2, 32 * _WARPS * _EACH
+    """How many programs, and the size of their tiles, of measured times (docs/log/decoding.md)."""
+    columns, warps = _COLUMNS, _WARPS
+    if form.batch == 1 and form.columns < form.channels:  # the second projection
+        columns, warps = _COLUMNS // 2, 2 * _WARPS
+    elif form.batch == 1 and cdiv(form.columns, 2 * columns) >= _PROGRAMS * tuning.current_device(weight.device.index).sms:
+        columns *= 2
+    depth = 32 * warps * _EACH
     if form.group < form.channels:
-        block_k = min(block_k, form.group & -form.group)
-    return cdiv(form.columns, block_n), {
-        "BLOCK_N": block_n, "BLOCK_K": block_k, "EACH": _EACH, "num_warps": max(1, block_k // (32 * _EACH))}
+        depth = min(depth, form.group & -form.group)
+    return cdiv(form.columns, columns), {
+        "BLOCK_N": columns, "BLOCK_K": depth, "EACH": _EACH, "num_warps": max(1, depth // (32 * _EACH))}
