@@ -81,7 +81,8 @@ def test_what_takes_more_launches(device, kernels):
 @pytest.mark.parametrize("residual_in_fp32", (True, False))
 @torch.no_grad()
 def test_what_a_hook_kept_is_not_overwritten(residual_in_fp32, device, kernels):
-    model, ids, kept = make_model(device, d_model=64, residual_in_fp32=residual_in_fp32, ssm_cfg=WIDE).half(), tokens(device), []
+    model, ids, kept = make_model(device, d_model=64, residual_in_fp32=residual_in_fp32, ssm_cfg=WIDE), tokens(device), []
+    model.half()
     model.backbone.embedding.register_forward_hook(lambda module, given, out: kept.append((given[0], out)))
     cache = model.new_cache(2)
     model.step(ids[:, 0], cache)
