@@ -20,7 +20,7 @@ from .captured_step import Mamba2LMCache
 from .language_config import Mamba2LMConfig
 from .mamba2 import Mamba2, Mamba2Cache
 from .sampling import Sampling
-from .token_step import add_and_norm, step_layers
+from .token_step import add_and_norm, compute_rates, step_layers
 
 _EMBEDDING, _HEAD = "backbone.embedding.weight", "lm_head.weight"
 
@@ -201,18 +201,18 @@ class _Backbone(nn.Module):
         if cache is not None:
             self.check_cache(cache, len(input_ids))
         residual, added = self._embed(input_ids), None  # to it, by the layer before
-        for layer, its_cache in zip(self.layers, [None] * len(self.layers) if cache is None else cache, strict=True):
+        caches = [None] * len(self.layers) if cache is None else cache
+        for layer, its_cache, A in zip(self.layers, caches, compute_rates(self.layers), strict=True):
             residual, normed = add_and_norm(layer.norm, residual, added)
-            added = layer.mixer(normed, seq_idx, its_cache) if mask is None else layer.mixer.prefill(normed, mask, its_cache)
+            added = (layer.mixer(normed, seq_idx, its_cache, A=A) if mask is None else
+                     layer.mixer.prefill(normed, mask, its_cache, A))
         return add_and_norm(self.norm_f, residual, added)[1]
 
     def step(self, input_ids: Tensor, cache: Sequence[Mamba2Cache]) -> Tensor:
         """One token of each sequence, (batch,) to (batch, d_model)."""
         _check_ids(input_ids, "(batch,)")
         self.check_cache(cache, len(input_ids))
-        A_log = [layer.mixer.A_log for layer in self.layers]  # pruned blocks may have different numbers of heads
-        rates = (-torch.cat(A_log).float().exp()).split([*map(len, A_log)])  # four launches, whatever n_layer
-        return step_layers(self.layers, self.norm_f, self._embed(input_ids), cache, rates)
+        return step_layers(self.layers, self.norm_f, self._embed(input_ids), cache)
 
     def check_vocabulary(self, input_ids: Tensor) -> None:
         """Raises:

@@ -129,7 +129,7 @@ class Mamba2(nn.Module):
 
     def forward(self, u: Tensor, seq_idx: Tensor | None = None, cache: Mamba2Cache | None = None,
                 cu_seqlens: Tensor | None = None, states: Mamba2Cache | None = None,
-                return_states: bool = False) -> Tensor | tuple[Tensor, Mamba2Cache]:
+                return_states: bool = False, A: Tensor | None = None) -> Tensor | tuple[Tensor, Mamba2Cache]:
         """Args:
             u: (batch, seqlen, d_model).
             seq_idx: (batch, seqlen), the document of each token; with nothing of what follows.
@@ -138,6 +138,7 @@ class Mamba2(nn.Module):
                 those of ndocs sequences.
             states: the tokens before u, as a cache has them; they are not overwritten, and have gradients. Not with a cache.
             return_states: also return the states after u, with gradients. To train in pieces, detach them.
+            A: see `step`.
 
         Returns:
             (batch, seqlen, d_model); with return_states, a tuple of it and the states.
@@ -146,7 +147,7 @@ class Mamba2(nn.Module):
             TypeError, ValueError: naming the argument, what came and what is accepted, before the cache is touched.
         """
         check_flags({"return_states": return_states})
-        self._check(u, ("batch", "seqlen"))
+        self._check(u, ("batch", "seqlen"), A)
         batch, beside = u.shape[0], "that of u"
         if cu_seqlens is not None:
             check_bounds(cu_seqlens, u, u.shape[1])
@@ -163,37 +164,37 @@ class Mamba2(nn.Module):
         if return_states and seq_idx is not None:
             raise ValueError("return_states: got True with seq_idx, expected False, or cu_seqlens in place of seq_idx")
         if before is None and not return_states:
-            return self._mix(self.in_proj(u), seq_idx=seq_idx, cu_seqlens=cu_seqlens)
+            return self._mix(self.in_proj(u), A, seq_idx=seq_idx, cu_seqlens=cu_seqlens)
         given = {}
         if before is not None:
             half = before.ssm_state.dtype.itemsize < 4
             given = {"initial_states": before.ssm_state.float() if half else before.ssm_state, "conv_states": before.conv_state}
-        out, ssm_state, conv_state = self._mix(self.in_proj(u), cu_seqlens=cu_seqlens, return_final_states=True,
+        out, ssm_state, conv_state = self._mix(self.in_proj(u), A, cu_seqlens=cu_seqlens, return_final_states=True,
                                                return_conv_states=True, **given)
         if cache is not None:
             cache.ssm_state.copy_(ssm_state)
             cache.conv_state.copy_(conv_state)
         return (out, Mamba2Cache(conv_state, ssm_state)) if return_states else out
 
-    def prefill(self, u: Tensor, mask: Tensor, cache: Mamba2Cache) -> Tensor:
+    def prefill(self, u: Tensor, mask: Tensor, cache: Mamba2Cache, A: Tensor | None = None) -> Tensor:
         """Prompts of unequal lengths, padded on the left, as `forward` with a cache that has had no token; for inference.
 
-        mask: (batch, seqlen) bool, False for padding, of which the results are without meaning.
+        mask: (batch, seqlen) bool, False for padding, of which the results are without meaning. A: see `step`.
         """
-        self._check(u, ("batch", "seqlen"))
+        self._check(u, ("batch", "seqlen"), A)
         self.check_cache(cache, len(u), "that of u", u.device)
         zxbcdt = self.in_proj(u)
-        out, ssm_state = self._mix(zxbcdt, seq_idx=mask.int(), return_final_states=True)  # padding is a document of its own
+        out, ssm_state = self._mix(zxbcdt, A, seq_idx=mask.int(), return_final_states=True)  # padding is a document of its own
         width, start = self.d_conv - 1, 2 * (self.d_inner - self.d_ssm) + self.d_ssm
         last = zxbcdt[:, -width:, start : start + cache.conv_state.shape[1]].masked_fill(~mask[:, -width:, None], 0)
         cache.ssm_state.copy_(ssm_state)
         cache.conv_state.copy_(F.pad(last.mT, (width - last.shape[1], 0)))
         return out
 
-    def _mix(self, zxbcdt: Tensor, **more) -> Tensor | tuple[Tensor, ...]:
-        """What follows the input projection. more: of `split_conv1d_scan`."""
+    def _mix(self, zxbcdt: Tensor, A: Tensor | None, **more) -> Tensor | tuple[Tensor, ...]:
+        """What follows the input projection. A: of `step`; more: of `split_conv1d_scan`."""
         return split_conv1d_scan(
-            zxbcdt, self._filter(), self.conv1d.bias, self.dt_bias, self._A(), self._D(), self.chunk_size,
+            zxbcdt, self._filter(), self.conv1d.bias, self.dt_bias, self._A() if A is None else A, self._D(), self.chunk_size,
             dt_limit=self.dt_limit, rmsnorm_weight=self.norm.weight if self.rmsnorm else None,
             rmsnorm_eps=self.norm.eps if self.rmsnorm else None, outproj_weight=self.out_proj.weight,
             outproj_bias=self.out_proj.bias, headdim=None if self.D_has_hdim else self.headdim, ngroups=self.ngroups,
@@ -208,19 +209,17 @@ class Mamba2(nn.Module):
         Raises:
             TypeError, ValueError: naming the argument, what came and what is accepted, before the cache is touched.
         """
-        self._check(u, ("batch",))
+        self._check(u, ("batch",), A)
         self.check_cache(cache, len(u), "that of u", u.device)
-        if A is not None:
-            check_tensor("A", A, (self.nheads,), u, beside="u")
         d_mlp = self.d_inner - self.d_ssm
         z0, x0, z, xBC, dt = self.in_proj(u).split([d_mlp, d_mlp, self.d_ssm, cache.conv_state.shape[1], self.nheads], -1)
         xBC = causal_conv1d_update(xBC, cache.conv_state, self._filter(), self.conv1d.bias, activation="silu")
-        y = self.update_states(xBC, dt, None if self.rmsnorm else z, cache, self._A() if A is None else A)
+        y = self.update_states(xBC, dt, None if self.rmsnorm else z, cache, A)
         if self.rmsnorm:
             y = self.norm(y, z)
         return self.out_proj(torch.cat([F.silu(z0) * x0, y], -1) if d_mlp else y)
 
-    def update_states(self, xBC: Tensor, dt: Tensor, z: Tensor | None, cache: Mamba2Cache, A: Tensor) -> Tensor:
+    def update_states(self, xBC: Tensor, dt: Tensor, z: Tensor | None, cache: Mamba2Cache, A: Tensor | None) -> Tensor:
         """The SSD of one token, (batch, d_ssm), gated by z. xBC: after the convolution. A: of `step`."""
         group = self.ngroups * self.d_state
         x, B, C = xBC.split([self.d_ssm, group, group], -1)
@@ -228,7 +227,7 @@ class Mamba2(nn.Module):
         dt_bias, softplus = self.dt_bias, True
         if self.dt_limit != _NO_LIMIT:
             dt, dt_bias, softplus = F.softplus(dt.float() + dt_bias.float()).clamp(*self.dt_limit), None, False
-        channels, D = x.shape[1:], self._D()
+        channels, D, A = x.shape[1:], self._D(), self._A() if A is None else A
         return selective_state_update(
             cache.ssm_state, x, dt[..., None].expand(x.shape), A[:, None, None].expand(*channels, self.d_state),
             B.unflatten(-1, (self.ngroups, self.d_state)), C.unflatten(-1, (self.ngroups, self.d_state)),
@@ -287,7 +286,7 @@ class Mamba2(nn.Module):
         return {"conv_state": (batch, self.d_ssm + 2 * self.ngroups * self.d_state, self.d_conv - 1),
                 "ssm_state": (batch, self.nheads, self.headdim, self.d_state)}
 
-    def _check(self, u: Tensor, axes: tuple[str, ...]) -> None:
+    def _check(self, u: Tensor, axes: tuple[str, ...], A: Tensor | None) -> None:
         """axes: the axes of u before its channels."""
         if not isinstance(u, Tensor):
             raise TypeError(f"u: got {type(u).__name__}, expected a tensor ({', '.join(axes)}, d_model = {self.d_model})")
@@ -298,6 +297,8 @@ class Mamba2(nn.Module):
         dtype = in_proj.weight.dtype if type(in_proj) is nn.Linear else u.dtype  # else a quantized layer, say
         if u.dtype != dtype and not torch.is_autocast_enabled(u.device.type):
             raise TypeError(f"u: got dtype {u.dtype}, expected {dtype}, that of the weights; or use autocast")
+        if A is not None:
+            check_tensor("A", A, (self.nheads,), u, beside="u")
 
     def _filter(self) -> Tensor:
         return self.conv1d.weight.squeeze(1)

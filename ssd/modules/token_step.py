@@ -6,7 +6,7 @@ at the projections, and the norm before a layer takes one launch with the sum be
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,14 +25,20 @@ if TYPE_CHECKING:
 _HALF = (torch.float16, torch.bfloat16)
 
 
-def step_layers(layers: Iterable[_Layer], norm_f: nn.Module, residual: Tensor, cache: Iterable[Mamba2Cache],
-                rates: Iterable[Tensor]) -> Tensor:
-    """(batch, d_model), embedded tokens, which are overwritten, to what norm_f makes of the last layer's. For inference.
-
-    rates: A of each layer.
+def compute_rates(layers: Sequence[_Layer]) -> Sequence[Tensor | None]:
+    """A of each layer, by four launches however many layers there are; None, for a layer to compute its own, where a backward
+    may follow, and where layers are on several GPUs.
     """
+    A_log = [layer.mixer.A_log for layer in layers]  # pruned blocks may have different numbers of heads
+    if wants_gradient(A_log) or len({(t.device, t.dtype) for t in A_log}) > 1:
+        return [None] * len(A_log)
+    return (-torch.cat(A_log).float().exp()).split([*map(len, A_log)])
+
+
+def step_layers(layers: Sequence[_Layer], norm_f: nn.Module, residual: Tensor, cache: Sequence[Mamba2Cache]) -> Tensor:
+    """(batch, d_model), embedded tokens, which are overwritten, to what norm_f makes of the last layer's. For inference."""
     added = None  # to the residual stream, by the layer before
-    for layer, its_cache, A in zip(layers, cache, rates, strict=True):
+    for layer, its_cache, A in zip(layers, cache, compute_rates(layers), strict=True):
         if takes_three_launches(layer, residual, its_cache):
             residual = residual if added is None else residual + added
             added = None
@@ -60,7 +66,7 @@ def takes_three_launches(layer: _Layer, residual: Tensor, cache: Mamba2Cache) ->
             and not _has_hooks(layer))
 
 
-def _step_in_three(layer: _Layer, residual: Tensor, cache: Mamba2Cache, A: Tensor) -> None:
+def _step_in_three(layer: _Layer, residual: Tensor, cache: Mamba2Cache, A: Tensor | None) -> None:
     """Adds to residual what the layer makes of it."""
     mixer, norm = layer.mixer, layer.norm
     zxbcdt = project_in(residual, norm.weight, norm.eps, mixer.in_proj.weight, mixer.in_proj.bias, cache.conv_state,

@@ -89,3 +89,15 @@ def test_what_a_hook_kept_is_not_overwritten(residual_in_fp32, device, kernels):
     model.float()(ids[:, 1:5])
     assert {"project_out", "residual_norm"} <= set(kernels)
     assert all(torch.equal(out, model.backbone.embedding.weight[tokens].to(out.dtype)) for tokens, out in kept)
+
+
+def test_rates_of_all_layers(device):
+    """At once in inference; each layer's by itself where a backward may follow."""
+    model = make_model(device)
+    layers = model.backbone.layers
+    assert token_step.compute_rates(layers) == [None, None]
+    with torch.no_grad():
+        rates = token_step.compute_rates(layers)
+    assert all(torch.equal(A, -layer.mixer.A_log.exp()) for A, layer in zip(rates, layers, strict=True))
+    model(tokens(device)).sum().backward()
+    assert all(layer.mixer.A_log.grad.abs().sum() > 0 for layer in layers)
