@@ -30,6 +30,7 @@ import ssd
 from ssd import Options, ssd_chunk_scan
 from ssd.block import causal_conv1d_update
 from ssd.distributed.part_state import compute_end, compute_start
+from ssd.modules import Mamba2LM, Mamba2LMConfig
 from ssd.registry import list_candidates
 from ssd.runtime.devices import is_hopper
 from ssd.types import SSDInputs
@@ -179,6 +180,10 @@ def _run_block() -> None:
             out.float().sum().backward()
     x, state, weight = (torch.randn(*size, device="cuda") for size in ((2, 70), (2, 70, WIDTH - 1), (70, WIDTH)))
     causal_conv1d_update(x, state, weight, activation="silu")
+    config = Mamba2LMConfig(d_model=72, n_layer=1, vocab_size=20, ssm_cfg={"layer": "Mamba2", "headdim": 24, "d_state": 20})
+    model = Mamba2LM(config, "cuda", torch.bfloat16)
+    with torch.no_grad():
+        model.step(torch.zeros(2, dtype=torch.int64, device="cuda"), model.new_cache(2))  # few enough for three launches
     part = replace(_PLAIN, seqlen=2100)  # which several programs share
     i = SSDInputs(**make_inputs(part, torch.bfloat16, "cuda"), chunk_size=_CHUNK_SIZE)
     compute_end(i, False, Options())  # of a rank's part of a sequence
