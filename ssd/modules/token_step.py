@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from ..block.arguments import takes_kernels
 from ..block.gated_norm import RMSNormGated
@@ -61,9 +62,9 @@ def takes_three_launches(layer: _Layer, residual: Tensor, cache: Mamba2Cache) ->
         return False
     dtype, tensors = mixer.in_proj.weight.dtype, (*mixer.parameters(), cache.conv_state)
     return (dtype in _HALF and norm.weight.dtype == mixer.out_proj.weight.dtype == dtype
-            and are_plain(tensors) and all(t.device == residual.device for t in tensors)
-            and mixer.in_proj.weight.is_contiguous() and mixer.out_proj.weight.is_contiguous()
-            and not _has_hooks(layer))
+            and are_plain(tensors) and not wants_gradient(tensors) and not _has_hooks(layer)
+            and all(t.device == residual.device for t in tensors)
+            and all(t.is_contiguous() for t in mixer.parameters()))
 
 
 def _step_in_three(layer: _Layer, residual: Tensor, cache: Mamba2Cache, A: Tensor | None) -> None:
@@ -90,12 +91,12 @@ def add_and_norm(norm: nn.Module, residual: Tensor, added: Tensor | None) -> tup
 
 def _takes_norm(norm: nn.Module, *stream: Tensor | None) -> bool:
     tensors = (norm.weight, *(t for t in stream if t is not None))
-    return (type(norm) is nn.RMSNorm and takes_kernels(stream[0]) and norm.weight.dtype != torch.float64
-            and len(norm.weight) <= WIDEST and not wants_gradient(tensors) and are_plain(tensors)
+    return (type(norm) is nn.RMSNorm and norm.eps is not None and takes_kernels(stream[0])
+            and norm.weight.dtype != torch.float64 and len(norm.weight) <= WIDEST and not wants_gradient(tensors) and are_plain(tensors)
             and all(t.device == norm.weight.device and t.is_contiguous() for t in tensors)
-            and not torch.is_autocast_enabled(norm.weight.device.type)
-            and not norm._forward_hooks and not norm._forward_pre_hooks)
+            and not torch.is_autocast_enabled(norm.weight.device.type) and not _has_hooks(norm))
 
 
-def _has_hooks(layer: nn.Module) -> bool:
-    return any(module._forward_hooks or module._forward_pre_hooks for module in layer.modules())
+def _has_hooks(module: nn.Module) -> bool:
+    """Whether calling the module, or one in it, calls somebody else too."""
+    return _has_any_global_hook() or any(inner._forward_hooks or inner._forward_pre_hooks for inner in module.modules())

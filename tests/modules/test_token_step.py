@@ -75,7 +75,13 @@ def test_what_takes_more_launches(device, kernels):
     with torch.no_grad():
         assert takes(half)
         assert not [name for name, model in others.items() if takes(model)]
+        with torch.nn.modules.module.register_module_forward_hook(lambda *_: None):
+            assert not takes(half), "a hook of all modules"
     assert not takes(half)
+    half.requires_grad_(False)
+    assert takes(half)
+    half.backbone.layers[0].mixer.in_proj.weight.requires_grad_()
+    assert not takes(half), "as in fine-tuning that leaves the norms as they are"
 
 
 @pytest.mark.parametrize("residual_in_fp32", (True, False))
