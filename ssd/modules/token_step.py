@@ -91,8 +91,9 @@ def add_and_norm(norm: nn.Module, residual: Tensor, added: Tensor | None) -> tup
 
 def _takes_norm(norm: nn.Module, *stream: Tensor | None) -> bool:
     tensors = (norm.weight, *(t for t in stream if t is not None))
-    return (type(norm) is nn.RMSNorm and norm.eps is not None and takes_kernels(stream[0])
-            and norm.weight.dtype != torch.float64 and len(norm.weight) <= WIDEST and not wants_gradient(tensors) and are_plain(tensors)
+    return (type(norm) is nn.RMSNorm and norm.eps is not None and norm.weight.dtype != torch.float64
+            and len(norm.weight) <= WIDEST and takes_kernels(stream[0])
+            and not wants_gradient(tensors) and are_plain(tensors)
             and all(t.device == norm.weight.device and t.is_contiguous() for t in tensors)
             and not torch.is_autocast_enabled(norm.weight.device.type) and not _has_hooks(norm))
 
