@@ -20,7 +20,7 @@ from .captured_step import Mamba2LMCache
 from .language_config import Mamba2LMConfig
 from .mamba2 import Mamba2, Mamba2Cache
 from .sampling import Sampling
-from .token_step import add_and_norm, compute_rates, step_layers
+from .token_step import add_and_norm, compute_rates, is_seen, step_layers
 
 _EMBEDDING, _HEAD = "backbone.embedding.weight", "lm_head.weight"
 
@@ -201,18 +201,18 @@ class _Backbone(nn.Module):
         if cache is not None:
             self.check_cache(cache, len(input_ids))
         residual, added = self._embed(input_ids), None  # to it, by the layer before
-        caches = [None] * len(self.layers) if cache is None else cache
+        caches, seen = [None] * len(self.layers) if cache is None else cache, is_seen(self)
         for layer, its_cache, A in zip(self.layers, caches, compute_rates(self.layers), strict=True):
-            residual, normed = add_and_norm(layer.norm, residual, added)
+            residual, normed = add_and_norm(layer.norm, residual, added, seen)
             added = (layer.mixer(normed, seq_idx, its_cache, A=A) if mask is None else
                      layer.mixer.prefill(normed, mask, its_cache, A))
-        return add_and_norm(self.norm_f, residual, added)[1]
+        return add_and_norm(self.norm_f, residual, added, seen)[1]
 
     def step(self, input_ids: Tensor, cache: Sequence[Mamba2Cache]) -> Tensor:
         """One token of each sequence, (batch,) to (batch, d_model)."""
         _check_ids(input_ids, "(batch,)")
         self.check_cache(cache, len(input_ids))
-        return step_layers(self.layers, self.norm_f, self._embed(input_ids), cache)
+        return step_layers(self.layers, self.norm_f, self._embed(input_ids), cache, is_seen(self))
 
     def check_vocabulary(self, input_ids: Tensor) -> None:
         """Raises:
@@ -227,8 +227,7 @@ class _Backbone(nn.Module):
     def _embed(self, input_ids: Tensor) -> Tensor:
         self.check_vocabulary(input_ids)
         embedded = self.embedding(input_ids)
-        # a copy, since inference overwrites it, and a hook may have kept what the embedding gave
-        return embedded.to(torch.float32 if self.residual_in_fp32 else embedded.dtype, copy=True)
+        return embedded.float() if self.residual_in_fp32 else embedded
 
     def check_cache(self, cache: Sequence[Mamba2Cache], batch: int) -> None:
         """Raises:

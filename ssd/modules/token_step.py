@@ -23,7 +23,15 @@ from .mamba2 import Mamba2, Mamba2Cache
 if TYPE_CHECKING:
     from .language_model import _Layer
 
-_HALF = (torch.float16, torch.bfloat16)
+_DTYPES = (torch.bfloat16,)
+
+
+def is_seen(module: nn.Module) -> bool:
+    """Whether calling the module, or one in it, calls somebody else's code, which may keep what it is given: hooks, and a
+    `forward` that was put into its place. Then modules are called as they are, and nothing is overwritten.
+    """
+    return _has_any_global_hook() or any(inner._forward_hooks or inner._forward_pre_hooks or "forward" in vars(inner)
+                                         for inner in module.modules())
 
 
 def compute_rates(layers: Sequence[_Layer]) -> Sequence[Tensor | None]:
@@ -36,33 +44,37 @@ def compute_rates(layers: Sequence[_Layer]) -> Sequence[Tensor | None]:
     return (-torch.cat(A_log).float().exp()).split([*map(len, A_log)])
 
 
-def step_layers(layers: Sequence[_Layer], norm_f: nn.Module, residual: Tensor, cache: Sequence[Mamba2Cache]) -> Tensor:
-    """(batch, d_model), embedded tokens, which are overwritten, to what norm_f makes of the last layer's. For inference."""
+def step_layers(layers: Sequence[_Layer], norm_f: nn.Module, residual: Tensor, cache: Sequence[Mamba2Cache],
+                seen: bool) -> Tensor:
+    """(batch, d_model), embedded tokens, to what norm_f makes of the last layer's. For inference. seen: of `is_seen`."""
     added = None  # to the residual stream, by the layer before
     for layer, its_cache, A in zip(layers, cache, compute_rates(layers), strict=True):
-        if takes_three_launches(layer, residual, its_cache):
+        if not seen and takes_three_launches(layer, residual, its_cache):
             residual = residual if added is None else residual + added
             added = None
             _step_in_three(layer, residual, its_cache, A)
         else:
-            residual, normed = add_and_norm(layer.norm, residual, added)
+            residual, normed = add_and_norm(layer.norm, residual, added, seen)
             added = layer.mixer.step(normed, its_cache, A)
-    return add_and_norm(norm_f, residual, added)[1]
+    return add_and_norm(norm_f, residual, added, seen)[1]
 
 
 def takes_three_launches(layer: _Layer, residual: Tensor, cache: Mamba2Cache) -> bool:
-    """Whether a layer is what their kernels take: weights of 16 bits as they were made, and few sequences."""
+    """Whether a layer is what their kernels take: weights in bf16 as they were made, and few sequences. Not in fp16, which gated
+    outputs may exceed before they are normed.
+    """
     norm, mixer = layer.norm, layer.mixer
     if len(residual) > MOST or not _takes_norm(norm, residual) or type(mixer) is not Mamba2 or mixer.d_inner != mixer.d_ssm:
         return False
-    if mixer.rmsnorm and (type(mixer.norm) is not RMSNormGated or mixer.norm_before_gate
-                          or (mixer.ngroups > 1 and mixer.norm.group_size % SHORTEST_GROUP)):
+    if mixer.rmsnorm and (type(mixer.norm) is not RMSNormGated or mixer.norm.norm_before_gate
+                          or mixer.norm.bias is not None
+                          or (mixer.norm.group_size != mixer.d_ssm and (mixer.norm.group_size or 1) % SHORTEST_GROUP)):
         return False
     if not type(mixer.in_proj) is type(mixer.out_proj) is nn.Linear or type(mixer.conv1d) is not nn.Conv1d:
         return False
     dtype, tensors = mixer.in_proj.weight.dtype, (*mixer.parameters(), cache.conv_state)
-    return (dtype in _HALF and norm.weight.dtype == mixer.out_proj.weight.dtype == dtype
-            and are_plain(tensors) and not wants_gradient(tensors) and not _has_hooks(layer)
+    return (dtype in _DTYPES and norm.weight.dtype == mixer.out_proj.weight.dtype == dtype
+            and are_plain(tensors) and not wants_gradient(tensors)
             and all(t.device == residual.device for t in tensors)
             and all(t.is_contiguous() for t in mixer.parameters()))
 
@@ -79,11 +91,11 @@ def _step_in_three(layer: _Layer, residual: Tensor, cache: Mamba2Cache, A: Tenso
     project_out(y, weight, eps, group, mixer.out_proj.weight, mixer.out_proj.bias, residual)
 
 
-def add_and_norm(norm: nn.Module, residual: Tensor, added: Tensor | None) -> tuple[Tensor, Tensor]:
+def add_and_norm(norm: nn.Module, residual: Tensor, added: Tensor | None, seen: bool) -> tuple[Tensor, Tensor]:
     """The residual stream with what is added, and its norm in the dtype of the norm's weight. In inference by one launch, which
-    overwrites residual.
+    overwrites residual. seen: of `is_seen`.
     """
-    if _takes_norm(norm, residual, added):
+    if not seen and _takes_norm(norm, residual, added):
         return residual, residual_norm(residual, added, norm.weight, norm.eps)
     residual = residual if added is None else residual + added
     return residual, norm(residual.to(norm.weight.dtype))  # as upstream without `fused_add_norm`; it computes in fp32
@@ -95,9 +107,4 @@ def _takes_norm(norm: nn.Module, *stream: Tensor | None) -> bool:
             and len(norm.weight) <= WIDEST and takes_kernels(stream[0])
             and not wants_gradient(tensors) and are_plain(tensors)
             and all(t.device == norm.weight.device and t.is_contiguous() for t in tensors)
-            and not torch.is_autocast_enabled(norm.weight.device.type) and not _has_hooks(norm))
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    """Whether calling the module, or one in it, calls somebody else too."""
-    return _has_any_global_hook() or any(inner._forward_hooks or inner._forward_pre_hooks for inner in module.modules())
+            and not torch.is_autocast_enabled(norm.weight.device.type))

@@ -24,6 +24,7 @@ SETTINGS = {
 def kernels(monkeypatch, device) -> list[str]:
     """Where kernels are interpreted on a CPU too; the functions of `token_step` that were called."""
     monkeypatch.setattr("ssd.block.arguments.INTERPRETED", device == "cpu")
+    monkeypatch.setattr(token_step, "_DTYPES", (torch.float16,))  # which the interpreter gets right
     found = []
     for name in ("project_in", "project_out", "residual_norm"):
         call = getattr(token_step, name)
@@ -58,15 +59,16 @@ def test_launches_are_the_step(settings, batch, device, kernels, monkeypatch):
         assert off < 2 * other + 1e-4 * truth.norm(), name
 
 
-def test_what_takes_more_launches(device, kernels):
-    """Weights in fp32, an MLP beside the SSD, LayerNorm, a projection of another kind, hooks, and gradients that are wanted."""
+def test_what_takes_more_launches(device, kernels, monkeypatch):
+    """Weights in fp32, an MLP beside the SSD, LayerNorm, modules of another kind, and gradients that are wanted."""
     half = make_model(device, d_model=64).half()
     others = {"fp32": make_model(device, d_model=64), "an MLP": make_model(device, ssm_cfg=LAYER | {"d_ssm": 32}).half(),
               "LayerNorm": make_model(device, rms_norm=False).half()}
-    hooked, wrapped = make_model(device).half(), make_model(device).half()
-    hooked.backbone.layers[0].mixer.out_proj.register_forward_hook(lambda *_: None)
+    wrapped, biased, grouped = (make_model(device, d_model=64).half() for _ in range(3))
     wrapped.backbone.layers[0].mixer.in_proj = torch.nn.Sequential(wrapped.backbone.layers[0].mixer.in_proj)
-    others |= {"a hook": hooked, "another projection": wrapped}
+    biased.backbone.layers[0].mixer.norm.bias = torch.nn.Parameter(torch.ones(128, device=device).half())
+    grouped.backbone.layers[0].mixer.norm.group_size = 32
+    others |= {"another projection": wrapped, "a bias of the norm": biased, "short groups": grouped}
 
     def takes(model):
         layer, residual = model.backbone.layers[0], torch.zeros(2, model.config.d_model, device=device)
@@ -75,8 +77,9 @@ def test_what_takes_more_launches(device, kernels):
     with torch.no_grad():
         assert takes(half)
         assert not [name for name, model in others.items() if takes(model)]
-        with torch.nn.modules.module.register_module_forward_hook(lambda *_: None):
-            assert not takes(half), "a hook of all modules"
+        with monkeypatch.context() as patch:
+            patch.setattr(token_step, "_DTYPES", (torch.bfloat16,))
+            assert not takes(half), "fp16, which gated outputs may exceed"
     assert not takes(half)
     half.requires_grad_(False)
     assert takes(half)
@@ -84,17 +87,28 @@ def test_what_takes_more_launches(device, kernels):
     assert not takes(half), "as in fine-tuning that leaves the norms as they are"
 
 
-@pytest.mark.parametrize("residual_in_fp32", (True, False))
+@pytest.mark.parametrize("way", ("hook", "hook of all", "forward"))
 @torch.no_grad()
-def test_what_a_hook_kept_is_not_overwritten(residual_in_fp32, device, kernels):
-    model, ids, kept = make_model(device, d_model=64, residual_in_fp32=residual_in_fp32, ssm_cfg=WIDE), tokens(device), []
-    model.half()
-    model.backbone.embedding.register_forward_hook(lambda module, given, out: kept.append((given[0], out)))
-    cache = model.new_cache(2)
-    model.step(ids[:, 0], cache)
-    model.float()(ids[:, 1:5])
-    assert {"project_out", "residual_norm"} <= set(kernels)
-    assert all(torch.equal(out, model.backbone.embedding.weight[tokens].to(out.dtype)) for tokens, out in kept)
+def test_what_somebody_keeps_is_not_overwritten(way, device, kernels, monkeypatch):
+    """Of a norm, and by whoever wraps the forward of a module, as accelerate does."""
+    model, ids, kept = make_model(device, d_model=64, ssm_cfg=WIDE, residual_in_fp32=False).half(), tokens(device), []
+
+    def keep(module, given):
+        kept.append((given[0], given[0].clone()))
+
+    norm = model.backbone.layers[1].norm
+    if way == "forward":
+        monkeypatch.setattr(norm, "forward", lambda t, forward=norm.forward: (keep(norm, (t,)), forward(t))[1])
+    elif way == "hook":
+        norm.register_forward_pre_hook(keep)
+    handle = torch.nn.modules.module.register_module_forward_pre_hook(keep) if way == "hook of all" else None
+    try:
+        model.step(ids[:, 0], model.new_cache(2))
+        model.float()(ids[:, 1:5])
+    finally:
+        if handle:
+            handle.remove()
+    assert len(kept) >= 2 and not kernels and all(torch.equal(t, before) for t, before in kept)
 
 
 def test_rates_of_all_layers(device):
