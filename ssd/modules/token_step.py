@@ -60,14 +60,13 @@ def step_layers(layers: Sequence[_Layer], norm_f: nn.Module, residual: Tensor, c
 
 
 def takes_three_launches(layer: _Layer, residual: Tensor, cache: Mamba2Cache) -> bool:
-    """Whether a layer is what their kernels take: weights in bf16 as they were made, and few sequences. Not in fp16, which gated
-    outputs may exceed before they are normed.
+    """Whether a layer is what their kernels take: weights in bf16 as they were made, and few sequences. Not in fp16, which
+    gated outputs may exceed before they are normed.
     """
     norm, mixer = layer.norm, layer.mixer
     if len(residual) > MOST or not _takes_norm(norm, residual) or type(mixer) is not Mamba2 or mixer.d_inner != mixer.d_ssm:
         return False
-    if mixer.rmsnorm and (type(mixer.norm) is not RMSNormGated or mixer.norm.norm_before_gate
-                          or mixer.norm.bias is not None
+    if mixer.rmsnorm and (type(mixer.norm) is not RMSNormGated or mixer.norm.norm_before_gate or mixer.norm.bias is not None
                           or (mixer.norm.group_size != mixer.d_ssm and (mixer.norm.group_size or 1) % SHORTEST_GROUP)):
         return False
     if not type(mixer.in_proj) is type(mixer.out_proj) is nn.Linear or type(mixer.conv1d) is not nn.Conv1d:
