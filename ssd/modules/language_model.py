@@ -204,8 +204,9 @@ class _Backbone(nn.Module):
         caches, seen = [None] * len(self.layers) if cache is None else cache, is_seen(self)
         for layer, its_cache, A in zip(self.layers, caches, compute_rates(self.layers), strict=True):
             residual, normed = add_and_norm(layer.norm, residual, added, seen)
-            added = (layer.mixer(normed, seq_idx, its_cache, A=A) if mask is None else
-                     layer.mixer.prefill(normed, mask, its_cache, A))
+            rate = {} if A is None else {"A": A}
+            added = (layer.mixer(normed, seq_idx, its_cache, **rate) if mask is None else
+                     layer.mixer.prefill(normed, mask, its_cache, **rate))
         return add_and_norm(self.norm_f, residual, added, seen)[1]
 
     def step(self, input_ids: Tensor, cache: Sequence[Mamba2Cache]) -> Tensor:
@@ -227,7 +228,8 @@ class _Backbone(nn.Module):
     def _embed(self, input_ids: Tensor) -> Tensor:
         self.check_vocabulary(input_ids)
         embedded = self.embedding(input_ids)
-        return embedded.float() if self.residual_in_fp32 else embedded
+        # a copy, since inference overwrites it, and the embedding may keep what it gives
+        return embedded.to(torch.float32 if self.residual_in_fp32 else embedded.dtype, copy=True)
 
     def check_cache(self, cache: Sequence[Mamba2Cache], batch: int) -> None:
         """Raises:

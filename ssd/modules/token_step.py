@@ -36,10 +36,12 @@ def is_seen(module: nn.Module) -> bool:
 
 def compute_rates(layers: Sequence[_Layer]) -> Sequence[Tensor | None]:
     """A of each layer, by four launches however many layers there are; None, for a layer to compute its own, where a backward
-    may follow, and where layers are on several GPUs.
+    may follow, and where layers are on several GPUs or of other classes.
     """
+    if any(type(layer.mixer) is not Mamba2 for layer in layers):
+        return [None] * len(layers)
     A_log = [layer.mixer.A_log for layer in layers]  # pruned blocks may have different numbers of heads
-    if wants_gradient(A_log) or len({(t.device, t.dtype) for t in A_log}) > 1:
+    if wants_gradient(A_log) or not are_plain(A_log) or len({(t.device, t.dtype) for t in A_log}) > 1:
         return [None] * len(A_log)
     return (-torch.cat(A_log).float().exp()).split([*map(len, A_log)])
 
@@ -66,13 +68,18 @@ def takes_three_launches(layer: _Layer, residual: Tensor, cache: Mamba2Cache) ->
     norm, mixer = layer.norm, layer.mixer
     if len(residual) > MOST or not _takes_norm(norm, residual) or type(mixer) is not Mamba2 or mixer.d_inner != mixer.d_ssm:
         return False
+    if "step" in vars(mixer):  # replaced
+        return False
     if mixer.rmsnorm and (type(mixer.norm) is not RMSNormGated or mixer.norm.norm_before_gate or mixer.norm.bias is not None
-                          or (mixer.norm.group_size != mixer.d_ssm and (mixer.norm.group_size or 1) % SHORTEST_GROUP)):
+                          or (mixer.norm.group_size != mixer.d_ssm and (
+                              (mixer.norm.group_size or 1) % SHORTEST_GROUP or mixer.d_ssm % mixer.norm.group_size))):
         return False
     if not type(mixer.in_proj) is type(mixer.out_proj) is nn.Linear or type(mixer.conv1d) is not nn.Conv1d:
         return False
     dtype, tensors = mixer.in_proj.weight.dtype, (*mixer.parameters(), cache.conv_state)
-    return (dtype in _DTYPES and norm.weight.dtype == mixer.out_proj.weight.dtype == dtype
+    matrices = mixer.in_proj.weight, mixer.out_proj.weight
+    return (dtype in _DTYPES and all(type(t) is nn.Parameter for t in matrices)
+            and norm.weight.dtype == mixer.out_proj.weight.dtype == dtype
             and are_plain(tensors) and not wants_gradient(tensors)
             and all(t.device == residual.device for t in tensors)
             and all(t.is_contiguous() for t in mixer.parameters()))
@@ -81,13 +88,15 @@ def takes_three_launches(layer: _Layer, residual: Tensor, cache: Mamba2Cache) ->
 def _step_in_three(layer: _Layer, residual: Tensor, cache: Mamba2Cache, A: Tensor | None) -> None:
     """Adds to residual what the layer makes of it."""
     mixer, norm = layer.mixer, layer.norm
-    zxbcdt = project_in(residual, norm.weight, norm.eps, mixer.in_proj.weight, mixer.in_proj.bias, cache.conv_state,
-                        mixer.conv1d.weight.squeeze(1), mixer.conv1d.bias, mixer.d_ssm)
+    with torch.cuda.device_of(residual):
+        zxbcdt = project_in(residual, norm.weight, norm.eps, mixer.in_proj.weight, mixer.in_proj.bias, cache.conv_state,
+                            mixer.conv1d.weight.squeeze(1), mixer.conv1d.bias, mixer.d_ssm)
     torch.autograd.graph.increment_version(cache.conv_state)
     z, xBC, dt = zxbcdt.split([mixer.d_ssm, cache.conv_state.shape[1], mixer.nheads], -1)
     y = mixer.update_states(xBC, dt, z, cache, A)
     weight, eps, group = (mixer.norm.weight, mixer.norm.eps, mixer.norm.group_size) if mixer.rmsnorm else (None, 0.0, 0)
-    project_out(y, weight, eps, group, mixer.out_proj.weight, mixer.out_proj.bias, residual)
+    with torch.cuda.device_of(residual):
+        project_out(y, weight, eps, group, mixer.out_proj.weight, mixer.out_proj.bias, residual)
 
 
 def add_and_norm(norm: nn.Module, residual: Tensor, added: Tensor | None, seen: bool) -> tuple[Tensor, Tensor]:
@@ -95,13 +104,16 @@ def add_and_norm(norm: nn.Module, residual: Tensor, added: Tensor | None, seen: 
     overwrites residual. seen: of `is_seen`.
     """
     if not seen and _takes_norm(norm, residual, added):
-        return residual, residual_norm(residual, added, norm.weight, norm.eps)
+        with torch.cuda.device_of(residual):
+            return residual, residual_norm(residual, added, norm.weight, norm.eps)
     residual = residual if added is None else residual + added
     return residual, norm(residual.to(norm.weight.dtype))  # as upstream without `fused_add_norm`; it computes in fp32
 
 
 def _takes_norm(norm: nn.Module, *stream: Tensor | None) -> bool:
     tensors = (norm.weight, *(t for t in stream if t is not None))
+    if any(torch.promote_types(stream[0].dtype, t.dtype) != stream[0].dtype for t in tensors[1:]):
+        return False  # the sum would be in another dtype
     return (type(norm) is nn.RMSNorm and norm.eps is not None and norm.weight.dtype != torch.float64
             and len(norm.weight) <= WIDEST and takes_kernels(stream[0])
             and not wants_gradient(tensors) and are_plain(tensors)
