@@ -228,8 +228,7 @@ class _Backbone(nn.Module):
     def _embed(self, input_ids: Tensor) -> Tensor:
         self.check_vocabulary(input_ids)
         embedded = self.embedding(input_ids)
-        # a copy, since inference overwrites it, and the embedding may keep what it gives
-        return embedded.to(torch.float32 if self.residual_in_fp32 else embedded.dtype, copy=True)
+        return embedded.float() if self.residual_in_fp32 else embedded
 
     def check_cache(self, cache: Sequence[Mamba2Cache], batch: int) -> None:
         """Raises:

@@ -27,8 +27,8 @@ _DTYPES = (torch.bfloat16,)
 
 
 def is_seen(module: nn.Module) -> bool:
-    """Whether calling the module, or one in it, calls somebody else's code, which may keep what it is given: hooks, and a
-    `forward` that was put into its place. Then modules are called as they are, and nothing is overwritten.
+    """Whether calling the module, or one in it, calls somebody else's code: hooks, and a `forward` that was put into its place.
+    Then modules are called, and no launch does their work.
     """
     return _has_any_global_hook() or any(inner._forward_hooks or inner._forward_pre_hooks or "forward" in vars(inner)
                                          for inner in module.modules())
@@ -52,9 +52,7 @@ def step_layers(layers: Sequence[_Layer], norm_f: nn.Module, residual: Tensor, c
     added = None  # to the residual stream, by the layer before
     for layer, its_cache, A in zip(layers, cache, compute_rates(layers), strict=True):
         if not seen and takes_three_launches(layer, residual, its_cache):
-            residual = residual if added is None else residual + added
-            added = None
-            _step_in_three(layer, residual, its_cache, A)
+            residual, added = _step_in_three(layer, residual if added is None else residual + added, its_cache, A), None
         else:
             residual, normed = add_and_norm(layer.norm, residual, added, seen)
             added = layer.mixer.step(normed, its_cache, A)
@@ -76,36 +74,36 @@ def takes_three_launches(layer: _Layer, residual: Tensor, cache: Mamba2Cache) ->
         return False
     if not type(mixer.in_proj) is type(mixer.out_proj) is nn.Linear or type(mixer.conv1d) is not nn.Conv1d:
         return False
-    dtype, tensors = mixer.in_proj.weight.dtype, (*mixer.parameters(), cache.conv_state)
-    matrices = mixer.in_proj.weight, mixer.out_proj.weight
-    return (dtype in _DTYPES and all(type(t) is nn.Parameter for t in matrices)
-            and norm.weight.dtype == mixer.out_proj.weight.dtype == dtype
-            and are_plain(tensors) and not wants_gradient(tensors)
-            and all(t.device == residual.device for t in tensors)
-            and all(t.is_contiguous() for t in mixer.parameters()))
+    dtype, linear = mixer.in_proj.weight.dtype, (mixer.in_proj, mixer.conv1d, mixer.out_proj)
+    weights = [t for module in linear for t in (module.weight, module.bias) if t is not None]
+    if mixer.rmsnorm:
+        weights.append(mixer.norm.weight)
+    tensors = (*weights, mixer.dt_bias, mixer.A_log, mixer.D, cache.conv_state)
+    return (dtype in _DTYPES and norm.weight.dtype == mixer.out_proj.weight.dtype == dtype
+            and all(t.is_contiguous() for t in weights) and are_plain(tensors) and not wants_gradient(tensors)
+            and all(t.device == residual.device for t in tensors))
 
 
-def _step_in_three(layer: _Layer, residual: Tensor, cache: Mamba2Cache, A: Tensor | None) -> None:
-    """Adds to residual what the layer makes of it."""
+def _step_in_three(layer: _Layer, residual: Tensor, cache: Mamba2Cache, A: Tensor | None) -> Tensor:
+    """The residual stream with what the layer makes of it."""
     mixer, norm = layer.mixer, layer.norm
+    weight, eps, group = (mixer.norm.weight, mixer.norm.eps, mixer.norm.group_size) if mixer.rmsnorm else (None, 0.0, 0)
     with torch.cuda.device_of(residual):
         zxbcdt = project_in(residual, norm.weight, norm.eps, mixer.in_proj.weight, mixer.in_proj.bias, cache.conv_state,
                             mixer.conv1d.weight.squeeze(1), mixer.conv1d.bias, mixer.d_ssm)
-    torch.autograd.graph.increment_version(cache.conv_state)
-    z, xBC, dt = zxbcdt.split([mixer.d_ssm, cache.conv_state.shape[1], mixer.nheads], -1)
-    y = mixer.update_states(xBC, dt, z, cache, A)
-    weight, eps, group = (mixer.norm.weight, mixer.norm.eps, mixer.norm.group_size) if mixer.rmsnorm else (None, 0.0, 0)
-    with torch.cuda.device_of(residual):
-        project_out(y, weight, eps, group, mixer.out_proj.weight, mixer.out_proj.bias, residual)
+        torch.autograd.graph.increment_version(cache.conv_state)
+        z, xBC, dt = zxbcdt.split([mixer.d_ssm, cache.conv_state.shape[1], mixer.nheads], -1)
+        y = mixer.update_states(xBC, dt, z, cache, A)
+        return project_out(y, weight, eps, group, mixer.out_proj.weight, mixer.out_proj.bias, residual)
 
 
 def add_and_norm(norm: nn.Module, residual: Tensor, added: Tensor | None, seen: bool) -> tuple[Tensor, Tensor]:
-    """The residual stream with what is added, and its norm in the dtype of the norm's weight. In inference by one launch, which
-    overwrites residual. seen: of `is_seen`.
+    """The residual stream with what is added, and its norm in the dtype of the norm's weight. In inference by one launch.
+    seen: of `is_seen`.
     """
     if not seen and _takes_norm(norm, residual, added):
         with torch.cuda.device_of(residual):
-            return residual, residual_norm(residual, added, norm.weight, norm.eps)
+            return residual_norm(residual, added, norm.weight, norm.eps)
     residual = residual if added is None else residual + added
     return residual, norm(residual.to(norm.weight.dtype))  # as upstream without `fused_add_norm`; it computes in fp32
 

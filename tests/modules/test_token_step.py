@@ -121,3 +121,33 @@ def test_rates_of_all_layers(device):
     assert all(torch.equal(A, -layer.mixer.A_log.exp()) for A, layer in zip(rates, layers, strict=True))
     model(tokens(device)).sum().backward()
     assert all(layer.mixer.A_log.grad.abs().sum() > 0 for layer in layers)
+
+
+@torch.no_grad()
+def test_nothing_is_overwritten(device, kernels):
+    """What the embedding gives, and what a norm of somebody's own keeps, by a step and by a prompt."""
+    kept = []
+
+    class Keeping(torch.nn.RMSNorm):
+        def forward(self, x):
+            kept.append((x, x.clone()))
+            return super().forward(x)
+
+    class Prompt(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.num_embeddings, self.given = 64, torch.randn(2, 64, device=device).half()
+
+        def forward(self, ids):
+            return self.given if ids.dim() == 1 else self.given[:, None]
+
+    model, ids = make_model(device, d_model=64, n_layer=3, ssm_cfg=WIDE, residual_in_fp32=False).half(), tokens(device)
+    model.backbone.embedding = Prompt()
+    own = Keeping(64, eps=1e-5).to(device).half()
+    model.backbone.layers[1].norm = own
+    before = model.backbone.embedding.given.clone()
+    model.step(ids[:, 0], model.new_cache(2))
+    model(ids[:, :1])
+    assert {"project_out", "residual_norm"} <= set(kernels)
+    assert torch.equal(model.backbone.embedding.given, before)
+    assert len(kept) == 2 and all(torch.equal(t, copy) for t, copy in kept)

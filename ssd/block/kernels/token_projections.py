@@ -3,11 +3,12 @@
 
 Reads residual (batch, d_model) and y (batch, channels), rows of any stride; weights of 16 bits as `nn.Linear` and the block
 have them, contiguous. Writes zxbcdt (batch, columns) in the dtype of the weights, moves conv_state (batch, conv_dim, past), any
-strides, one token on, and adds to residual in place.
+strides, one token on, and writes the residual stream with what is added to it.
 
-A norm is one number for a row (and group), so it is multiplied to the sum of products: what goes in is read but once, along
-with the weights, which are nearly all that is moved. A program takes a few columns, each of its threads 8 channels of each:
-sums go through registers alone until the last one over threads. Loads of several programs of an SM are under way at a time.
+A norm is one number for a row (and group), so it scales the sum of products at the end: a program goes through its input
+once, along with the weights, which are nearly all that is moved. A program takes a few columns, each of its threads 8 channels
+of each: sums go through registers alone until the last one over threads. Loads of several programs of an SM are under way at a
+time.
 """
 
 from typing import NamedTuple
@@ -20,14 +21,14 @@ from torch import Tensor
 from ...kernels.arguments import cdiv
 from ...runtime import tuning
 from ...runtime.launch import launch
-from .conv1d import load_filter, sigmoid
+from .conv1d import convolve, load_filter, sigmoid
 
 MOST = 2  # sequences; cuBLAS is faster at more
-SHORTEST_GROUP = 128  # channels of a norm's group, which is a multiple of as many
+SHORTEST_GROUP = 128  # channels; groups of a norm are multiples of it, or all channels
 _WARPS = 4
 _EACH = 8  # channels of a thread, 16 bytes
-_COLUMNS = 4  # of a program; of one sequence 8 where that leaves enough programs
-_PROGRAMS = 4  # of an SM, that are enough
+_COLUMNS = 4  # of a program; of one sequence 8 where that leaves enough programs, and 2 of the second projection
+_PROGRAMS = 4  # for each SM are enough
 
 
 class Form(NamedTuple):
@@ -57,9 +58,18 @@ def load_weight(weight, columns, k, in_k, FORM: tl.constexpr):
 
 
 @triton.jit
+def load_bias(bias, columns, FORM: tl.constexpr):
+    """Of the columns [N] in fp32, zeros for None."""
+    offset = tl.zeros([columns.shape[0]], tl.float32)
+    if bias is not None:
+        offset += tl.load(bias + columns, mask=columns < FORM.columns, other=0.0).to(tl.float32)
+    return offset
+
+
+@triton.jit
 def project_in_kernel(residual, residual_stride, norm_weight, weight, bias, conv_state, state_strides, conv_weight,
-                      weight_strides, conv_bias, out, out_stride, eps, FORM: tl.constexpr, BLOCK_N: tl.constexpr,
-                      BLOCK_K: tl.constexpr, EACH: tl.constexpr):
+                      weight_strides, conv_bias, out, eps, FORM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+                      EACH: tl.constexpr):
     dtype: tl.constexpr = weight.dtype.element_ty
     BATCH: tl.constexpr = FORM.batch
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -86,36 +96,35 @@ def project_in_kernel(residual, residual_stride, norm_weight, weight, bias, conv
             new_sums += (add_products(sums[b], w, (v * scale).to(dtype).to(tl.float32), BLOCK_N, EACH),)
         sums, squares = new_sums, new_squares
 
-    offset_out = tl.zeros([BLOCK_N], tl.float32)
-    if bias is not None:
-        offset_out += tl.load(bias + columns, mask=columns < FORM.columns, other=0.0).to(tl.float32)
+    offset_out = load_bias(bias, columns, FORM)
     tl.debug_barrier()  # what was read of conv_state may now be overwritten, by whichever thread
     for b in tl.static_range(BATCH):
         norm = tl.math.rsqrt(tl.sum(squares[b], 0) / FORM.channels + eps)
         y = (tl.sum(sums[b], 1) * norm + offset_out).to(dtype)
-        pre = y.to(tl.float32) * taps[FORM.width - 1] + offset
+        rows = ()
         for i in tl.static_range(FORM.width - 1):
             entry = past[b * (FORM.width - 1) + i]
-            pre += entry.to(tl.float32) * taps[i]
+            rows += (entry.to(tl.float32),)
             if i > 0:
                 tl.store(conv_state + b * state_strides[0] + (i - 1) * state_strides[2], entry, mask=live)
         tl.store(conv_state + b * state_strides[0] + (FORM.width - 2) * state_strides[2], y.to(conv_state.dtype.element_ty),
                  mask=live)
+        rows += (y.to(tl.float32),)
+        pre = convolve(rows, taps, offset, FORM.width)
         y = tl.where(live, (pre * sigmoid(pre)).to(dtype), y)
-        tl.store(out + b * out_stride + columns, y, mask=columns < FORM.columns)
+        tl.store(out + b * FORM.columns + columns, y, mask=columns < FORM.columns)
 
 
 @triton.jit
-def project_out_kernel(y, y_stride, norm_weight, weight, bias, residual, residual_stride, eps, FORM: tl.constexpr,
+def project_out_kernel(y, y_stride, norm_weight, weight, bias, residual, residual_stride, out, eps, FORM: tl.constexpr,
                        BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EACH: tl.constexpr):
     dtype: tl.constexpr = weight.dtype.element_ty
     BATCH: tl.constexpr = FORM.batch
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = columns < FORM.columns
-    residual += columns
     before, totals = (), ()
     for b in tl.static_range(BATCH):
-        before += (tl.load(residual + b * residual_stride, mask=inside, other=0.0),)
+        before += (tl.load(residual + b * residual_stride + columns, mask=inside, other=0.0),)
         totals += (tl.zeros([BLOCK_N], tl.float32),)
 
     for first in range(0, FORM.channels, FORM.group):
@@ -144,12 +153,10 @@ def project_out_kernel(y, y_stride, norm_weight, weight, bias, residual, residua
             new_totals += (totals[b] + part,)
         totals = new_totals
 
-    offset = tl.zeros([BLOCK_N], tl.float32)
-    if bias is not None:
-        offset += tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
+    offset = load_bias(bias, columns, FORM)
     for b in tl.static_range(BATCH):
         after = before[b].to(tl.float32) + (totals[b] + offset).to(dtype).to(tl.float32)
-        tl.store(residual + b * residual_stride, after.to(residual.dtype.element_ty), mask=inside)
+        tl.store(out + b * FORM.columns + columns, after.to(out.dtype.element_ty), mask=inside)
 
 
 def project_in(residual: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None, conv_state: Tensor,
@@ -162,19 +169,21 @@ def project_in(residual: Tensor, norm_weight: Tensor, eps: float, weight: Tensor
     programs, tile = _choose_tile(form, weight)
     launch(
         project_in_kernel, programs, residual, residual.stride(0), norm_weight, weight, bias, conv_state, conv_state.stride(),
-        conv_weight, conv_weight.stride(), conv_bias, out, columns, eps, form, **tile)
+        conv_weight, conv_weight.stride(), conv_bias, out, eps, form, **tile)
     return out
 
 
 def project_out(y: Tensor, norm_weight: Tensor | None, eps: float, group: int, weight: Tensor, bias: Tensor | None,
-                residual: Tensor) -> None:
-    """(T5) and (T6): adds to residual. group: channels that are normed together, with a norm_weight."""
+                residual: Tensor) -> Tensor:
+    """(T5) and (T6): returns the residual stream afterwards. group: channels normed together, with a norm_weight."""
     columns, channels = weight.shape
+    out = torch.empty(len(y), columns, device=residual.device, dtype=residual.dtype)
     form = Form(len(y), channels, columns, group if norm_weight is not None else channels)
     programs, tile = _choose_tile(form, weight)
     launch(
-        project_out_kernel, programs, y, y.stride(0), norm_weight, weight, bias, residual, residual.stride(0), eps, form,
-        **tile)
+        project_out_kernel, programs, y, y.stride(0), norm_weight, weight, bias, residual, residual.stride(0), out, eps,
+        form, **tile)
+    return out
 
 
 def _choose_tile(form: Form, weight: Tensor) -> tuple[int, dict[str, int]]:
