@@ -15,7 +15,7 @@ from ssd.baseline.kernels.chunk_state import chunk_state, varlen_states
 from ssd.baseline.kernels.state_passing import state_passing
 from ssd.kernels.chunk_cumsum import chunk_cumsum
 from ssd.runtime.tuning import pick
-from ssd.types import SUB_CHUNK, Options, SSDInputs, SSDSaved
+from ssd.types import Options, SSDInputs, SSDSaved
 
 from . import hopper
 from .hopper_backward import worth_keeping
@@ -38,7 +38,8 @@ def forward(i: SSDInputs, options: Options, save: bool) -> tuple[Tensor, Tensor,
 
 def choose_states_every(i: SSDInputs, options: Options) -> int | None:
     """As `Variant.states_every`."""
-    return worth_keeping(i, options, i.chunk_size if _explain_no_hopper(i, options) else SUB_CHUNK)
+    every = i.chunk_size if _explain_no_hopper(i, options) else hopper.states_every(i, options)
+    return worth_keeping(i, options, every)
 
 
 def writes_states(i: SSDInputs, options: Options) -> bool:

@@ -22,7 +22,7 @@ from ssd.runtime.devices import is_hopper
 from ssd.runtime.tables import get_tables
 from ssd.runtime.toolchain import copy_descriptor, explain_missing_gluon, get_descriptor_fields
 from ssd.runtime.tuning import current_device
-from ssd.types import SUB_CHUNK, Options, SSDInputs, SSDSaved
+from ssd.types import SPAN, SUB_CHUNK, Options, SSDInputs, SSDSaved
 
 from .schedule import choose_two_level_segment, deal, deal_two_level
 
@@ -102,10 +102,12 @@ def run_stationary(inputs: SSDInputs, options: Options, save: bool, keep: bool) 
         call = _Call.of(inputs, save)
         final_states, asked = call.new_final_states(), call.new_asked_states(options, save)
         prev_states = None
+        every = states_every(inputs, options)
         if keep:
-            prev_states = call.new_states((call.nsub,), inputs.states_dtype)
+            prev_states = call.new_states((cdiv(inputs.seqlen, every),), inputs.states_dtype)
         runs, *entering = call.get_runs(options, "scan_step", scan=True)
-        call.scan(runs, call.initial_states, *entering, final_states, prev_states, asked)
+        spaced = {"every": every} if keep else {}
+        call.scan(runs, call.initial_states, *entering, final_states, prev_states, asked, **spaced)
     return call.out, final_states, SSDSaved(inputs, options, call.y, None, prev_states, asked)
 
 
@@ -119,7 +121,8 @@ def run_two_level(inputs: SSDInputs, options: Options, save: bool, keep: bool,
         call = _Call.of(i, save)
         device = current_device(i.x.device.index)
         each = choose_two_level_segment(i.batch * pairs, call.nsub, device.sms, device.name)
-        every = BLOCK_M if keep else each * BLOCK_M  # tokens between the states that are written; each span starts from one
+        # tokens between the states that are written; each segment starts from one
+        every = states_every(i, options) if keep else each * BLOCK_M
         final_states, prev_states = call.new_states(()), call.new_states((cdiv(i.seqlen, every),), i.states_dtype)
         asked = call.new_asked_states(options, save)
         runs, *entering = call.get_runs(options, "every_state_step" if keep else "few_states_step")
@@ -128,6 +131,12 @@ def run_two_level(inputs: SSDInputs, options: Options, save: bool, keep: bool,
         runs = get_tables(deal_two_level, (i.batch, pairs, call.nsub, each, blocks), i.x.device).sequences
         call.scan(runs, asked=asked, starts=prev_states, every=every)
     return call.out, final_states, SSDSaved(inputs, options, call.y, None, prev_states if keep else None, asked)
+
+
+def states_every(i: SSDInputs, options: Options) -> int:
+    """Tokens between the states that a forward here keeps: as the backward here reads them, where others can use those, too."""
+    asked = i.return_states_every or SPAN
+    return SPAN if runs_wide(i) and options.fuse_backward and not (asked % SPAN or i.chunk_size % SPAN) else BLOCK_M
 
 
 def runs_wide(i: SSDInputs) -> bool:
@@ -259,9 +268,10 @@ def is_describable(t: Tensor) -> bool:
     return aligned and apart and strides[2:] == (channels, 1)
 
 
-def describe_inputs(x: Tensor, *groups: Tensor) -> tuple:
-    """TMA descriptors of x and of B, C or both, or of copies of them."""
-    return describe(make_describable(x)), *(describe(make_describable(t), get_width(t.shape[-1])) for t in groups)
+def describe_inputs(x: Tensor, *groups: Tensor, rows: int = BLOCK_M) -> tuple:
+    """TMA descriptors of x and of B, C or both, or of copies of them, in tiles of so many tokens."""
+    described = (describe(make_describable(t), get_width(t.shape[-1]), rows) for t in groups)
+    return describe(make_describable(x), rows=rows), *described
 
 
 def get_width(dstate: int) -> int:
@@ -274,8 +284,8 @@ def count_parts(dstate: int) -> int:
     return cdiv(dstate, get_width(dstate))
 
 
-def describe(t: Tensor, width: int = SLICE):
-    """TMA descriptor of a tensor (batch, seqlen, heads, channels) in tiles of a sub-chunk and `width` channels of one head.
+def describe(t: Tensor, width: int = SLICE, rows: int = BLOCK_M):
+    """TMA descriptor of a tensor (batch, seqlen, heads, channels) in tiles of so many tokens and `width` channels of one head.
 
     It has three dimensions where tiles fill the heads, which are one after the other. Else it has four: then what lies outside
     of a head is neither read nor written.
@@ -284,14 +294,14 @@ def describe(t: Tensor, width: int = SLICE):
     """
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    key = t.shape, t.stride(), t.dtype, width
+    key = t.shape, t.stride(), t.dtype, width, rows
     fields = _described.get(key)
     if fields is None:
         batch, seqlen, heads, channels = t.shape
         if channels % width and heads > 1:
-            box = [batch, seqlen, heads, channels], [*t.stride()[:2], channels, 1], [1, BLOCK_M, 1, width]
+            box = [batch, seqlen, heads, channels], [*t.stride()[:2], channels, 1], [1, rows, 1, width]
         else:
-            box = [batch, seqlen, heads * channels], [*t.stride()[:2], 1], [1, BLOCK_M, width]
+            box = [batch, seqlen, heads * channels], [*t.stride()[:2], 1], [1, rows, width]
         # without the tensor, or it would live as long as this
         fields = get_descriptor_fields(TensorDescriptor(t, *box, _get_layout(*box[2], dtype=t.dtype)))
         if len(_described) >= _MOST_DESCRIBED:

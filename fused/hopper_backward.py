@@ -17,8 +17,8 @@ from ssd.kernels.arguments import cdiv, contiguous, fit_to_tiles, output
 from ssd.kernels.chunk_cumsum import chunk_cumsum
 from ssd.kernels.chunk_cumsum_bwd import chunk_cumsum_bwd
 from ssd.kernels.document_blocks import document_blocks
-from ssd.runtime.tuning import current_device
-from ssd.types import Options, SSDGrads, SSDInputs, SSDSaved
+from ssd.runtime.tuning import Device, current_device
+from ssd.types import SPAN, Options, SSDGrads, SSDInputs, SSDSaved
 
 from . import hopper
 from .hopper import (
@@ -30,9 +30,11 @@ from .hopper import (
     get_width,
     is_describable,
     make_runs,
+    runs_wide,
 )
-from .kernels.head_sums import add_splits, allocate_splits
+from .kernels.head_sums import add_splits, allocate_splits, keep_contiguous
 from .schedule import choose_splits
+from .span_backward import run_spans
 
 _RARELY = 8  # sub-chunks between the states that are written where only the last is wanted
 
@@ -64,36 +66,45 @@ def cannot_run(i: SSDInputs, options: Options) -> str | None:
 
 def backward(saved: SSDSaved, dout: Tensor, dfinal_states: Tensor | None, into: SSDGrads) -> SSDGrads:
     """As `Variant.backward`."""
-    from .kernels.hopper.group import hopper_group
-
     i = saved.inputs
     with torch.cuda.device_of(i.x):
         dout = fit_to_tiles(dout)
         dz, dy = (None, dout) if i.z is None else chunk_scan_dz(i, dout, saved.y, into.dz)
-        spans = replace(i, chunk_size=BLOCK_M)
+        spans = replace(i, chunk_size=SPAN if runs_wide(i) else BLOCK_M)
         arrivals = i.A.new_empty(i.nheads, dtype=torch.int32)
         blocks = document_blocks(i) if i.has_document_states else None
         dt, dA_cumsum = chunk_cumsum(spans, apart=True, arrivals=arrivals, blocks=blocks)
-        (x, B), (dy, C) = describe_inputs(i.x, i.B), describe_inputs(dy, i.C)
+        (x, B), (dy, C) = (describe_inputs(*of, rows=spans.chunk_size) for of in ((i.x, i.B), (dy, i.C)))
         H, G, dinitial_states = _compute_states(saved, (x, B, dy, C), dt, dA_cumsum, dfinal_states, into.dinitial_states,
                                                 blocks)
-
+        descriptors = x, dy, B, C
         device = current_device(i.x.device.index)
-        splits = choose_splits(i.batch * dt.shape[2] * i.ngroups, i.nheads // i.ngroups, device.sms, device.name)
-        dB_parts = allocate_splits(i.B, _keep_contiguous(into.dB), splits)
-        dC_parts = allocate_splits(i.C, _keep_contiguous(into.dC), splits)
-        dx = output(i.x, into.dx if into.dx is not None and is_describable(into.dx) else None)
-        sums = hopper_group(i, x, dy, B, C, describe_states(H), describe_states(G), describe(dx), dt, dA_cumsum, dB_parts,
-                            dC_parts, device.sms, blocks, dx)
-        no_parts = dt.new_empty(0, *dt.shape)  # of r, which is in the sums of outputs
-        ddt, dA, ddt_bias, dD = chunk_cumsum_bwd(spans, sums.step, no_parts, sums.state, sums.s[..., None], sums.output,
-                                                 sums.pair[None], arrivals, into.ddt, None if i.D is None else sums.skip,
-                                                 blocks)
-        dB, dC = add_splits(dB_parts, i.B, into.dB), add_splits(dC_parts, i.C, into.dC)
+        if runs_wide(i):
+            gradients = run_spans(spans, descriptors, H, G, dt, dA_cumsum, arrivals, device, into)
+        else:
+            gradients = _run_group(spans, descriptors, H, G, dt, dA_cumsum, arrivals, device, into, blocks)
+    dx, dB, dC, ddt, dA, ddt_bias, dD = gradients
     if dinitial_states is not None:
         dinitial_states = _copy_into(dinitial_states, into.dinitial_states)
     dx, dB, dC = _copy_into(dx, into.dx), _copy_into(dB, into.dB), _copy_into(dC, into.dC)
     return SSDGrads(dx, ddt, dA, dB, dC, dD, dz, ddt_bias, dinitial_states)
+
+
+def _run_group(i: SSDInputs, descriptors: tuple, H: Tensor, G: Tensor, dt: Tensor, dA_cumsum: Tensor, arrivals: Tensor,
+               device: Device, into: SSDGrads, blocks: Tensor | None) -> tuple[Tensor | None, ...]:
+    """As `run_spans`, by sub-chunks, which are the chunks of these inputs."""
+    from .kernels.hopper.group import hopper_group
+
+    splits = choose_splits(i.batch * dt.shape[2] * i.ngroups, i.nheads // i.ngroups, device.sms, device.name)
+    dB_parts = allocate_splits(i.B, keep_contiguous(into.dB), splits)
+    dC_parts = allocate_splits(i.C, keep_contiguous(into.dC), splits)
+    dx = output(i.x, into.dx if into.dx is not None and is_describable(into.dx) else None)
+    sums = hopper_group(i, *descriptors, describe_states(H), describe_states(G), describe(dx), dt, dA_cumsum, dB_parts,
+                        dC_parts, device.sms, blocks, dx)
+    no_parts = dt.new_empty(0, *dt.shape)  # of r, which is in the sums of outputs
+    of_steps = chunk_cumsum_bwd(i, sums.step, no_parts, sums.state, sums.s[..., None], sums.output, sums.pair[None], arrivals,
+                                into.ddt, None if i.D is None else sums.skip, blocks)
+    return dx, add_splits(dB_parts, i.B, into.dB), add_splits(dC_parts, i.C, into.dC), *of_steps
 
 
 def compute_last_state(i: SSDInputs, options: Options) -> Tensor:
@@ -113,8 +124,9 @@ def compute_last_state(i: SSDInputs, options: Options) -> Tensor:
 
 def _compute_states(saved: SSDSaved, tokens: tuple, dt: Tensor, dA_cumsum: Tensor, dfinal_states: Tensor | None,
                     into: Tensor | None, blocks: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The state before each sub-chunk and the gradient of that after it, (batch, nsub, nheads, headdim, dstate), and
-    dinitial_states (None without initial_states). tokens: descriptors of x, B, dy, C. blocks: of documents.
+    """The state before each sub-chunk or span, as dt has them, and the gradient of that after it, (batch, nsub, nheads,
+    headdim, dstate), of kept states perhaps more; and dinitial_states (None without initial_states). tokens: descriptors of x, B, dy, C.
+    blocks: of documents.
     """
     from .kernels.hopper.states import all_states
 
@@ -125,7 +137,7 @@ def _compute_states(saved: SSDSaved, tokens: tuple, dt: Tensor, dA_cumsum: Tenso
     starts = None if reads else contiguous(i.initial_states), contiguous(dfinal_states)
     dinitial_states = None
     if i.initial_states is not None:
-        place = _keep_contiguous(into)
+        place = keep_contiguous(into)
         takes = place is None or blocks is None or is_describable(place)
         dinitial_states = output(i.initial_states, place if takes else None, torch.float32)
     states = torch.empty(rows, nsub, i.nheads, i.headdim, i.dstate, device=dt.device, dtype=i.x.dtype)
@@ -134,18 +146,13 @@ def _compute_states(saved: SSDSaved, tokens: tuple, dt: Tensor, dA_cumsum: Tenso
     to = dinitial_states
     if blocks is not None:
         starts, to = map(describe_document_states, starts), describe_document_states(to, get_width(i.dstate) // 2)
-    all_states(i, tokens, describe_states(states), dt, dA_cumsum, runs, starts, *entering, to, forwards, BLOCK_M, blocks)
+    all_states(i, tokens, describe_states(states), dt, dA_cumsum, runs, starts, *entering, to, forwards, dt.shape[3], blocks)
     return kept if reads else states[:forwards], states[forwards:], dinitial_states
 
 
 def _can_read(i: SSDInputs, every: int) -> bool:
-    """Whether states that a forward kept every so many tokens are of use: one for each sub-chunk, in the dtype of x."""
-    return every == BLOCK_M and i.states_dtype == i.x.dtype
-
-
-def _keep_contiguous(into: Tensor | None) -> Tensor | None:
-    """The place that was asked for, if the kernels, which write contiguous gradients, can write there."""
-    return into if into is not None and into.is_contiguous() else None
+    """Whether states that a forward kept every so many tokens are of use: one for each sub-chunk or span, in the dtype of x."""
+    return (every == BLOCK_M or (every == SPAN and runs_wide(i))) and i.states_dtype == i.x.dtype
 
 
 def _copy_into(gradient: Tensor, into: Tensor | None) -> Tensor:

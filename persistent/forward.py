@@ -17,7 +17,7 @@ from ssd.baseline.kernels.chunk_state import varlen_states
 from ssd.kernels.arguments import cdiv
 from ssd.kernels.chunk_cumsum import chunk_cumsum
 from ssd.runtime.tuning import device_of, pick
-from ssd.types import SUB_CHUNK, Options, SSDInputs, SSDSaved
+from ssd.types import Options, SSDInputs, SSDSaved
 
 from .kernels.stationary_scan import stationary_scan
 
@@ -56,7 +56,7 @@ def _explain_no_hopper(inputs: SSDInputs, options: Options, keeps: bool) -> str 
 
 def choose_states_every(inputs: SSDInputs, options: Options) -> int | None:
     """As `Variant.states_every`."""
-    every = inputs.chunk_size if hopper.cannot_run(inputs, options, by_chunk=True) else SUB_CHUNK
+    every = inputs.chunk_size if hopper.cannot_run(inputs, options, by_chunk=True) else hopper.states_every(inputs, options)
     return worth_keeping(inputs, options, every)
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from .options import Options
 
 SUB_CHUNK = 64  # tokens that a walk takes at a time
+SPAN = 2 * SUB_CHUNK  # tokens between the states that a backward reads where a state is large
 INPUT_TENSORS = 11  # in `SSDInputs.tensors`
 
 
@@ -107,8 +108,8 @@ class SSDInputs:
 
 
 def count_between(i: SSDInputs, prev_states: Tensor) -> int:
-    """Tokens between `SSDSaved.prev_states`: a chunk, or a sub-chunk where there are more of them than chunks."""
-    return i.chunk_size if prev_states.shape[1] == i.nchunks else SUB_CHUNK
+    """Tokens between `SSDSaved.prev_states`: a chunk; or a span or a sub-chunk, as many as there are."""
+    return next(every for every in (i.chunk_size, SPAN, SUB_CHUNK) if -(-i.seqlen // every) == prev_states.shape[1])
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,11 @@ def allocate_splits(like: Tensor, into: Tensor | None, splits: int) -> Tensor:
     return torch.empty(splits, *like.shape, device=like.device, dtype=torch.float32)
 
 
+def keep_contiguous(into: Tensor | None) -> Tensor | None:
+    """The place that was asked for, if kernels that write contiguous gradients can write there."""
+    return into if into is not None and into.is_contiguous() else None
+
+
 def add_splits(parts: Tensor, like: Tensor, into: Tensor | None) -> Tensor:
     """The gradient, from its parts."""
     if parts.shape[0] == 1:

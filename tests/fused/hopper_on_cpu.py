@@ -4,14 +4,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from unittest.mock import patch
 
-from fused import hopper, hopper_backward, schedule
+from fused import hopper, hopper_backward, schedule, span_backward
 from persistent import forward as persistent
 from ssd.runtime import tables
 from ssd.runtime.tuning import Device
 from tests.executor import Executor
 
 KERNELS = tuple(f"fused.kernels.hopper.{name}"
-                for name in ("ring", "scan_tiles", "scan", "wide_scan", "document_states", "states", "group"))
+                for name in ("ring", "scan_tiles", "scan", "wide_scan", "document_states", "states", "group", "ends", "pairs"))
 
 
 @contextmanager
@@ -33,7 +33,8 @@ def hopper_on_cpu(executor: Executor, blocks: int = 4, cut: tuple[int, int] | No
               choose(hopper, "current_device", device), choose(persistent, "device_of", device),
               choose(hopper_backward, "current_device", device),
               choose(schedule, "_choose_cut", cut) if cut else nullcontext(),
-              choose(hopper_backward, "choose_splits", splits) if splits else nullcontext()):
+              choose(hopper_backward, "choose_splits", splits) if splits else nullcontext(),
+              choose(span_backward, "choose_splits", splits) if splits else nullcontext()):
             yield
     finally:
         choose_splits.cache_clear()

@@ -113,9 +113,9 @@ WAYS |= {
                                        nheads=2, options=Options(fuse_backward=False)),
     "gate, spans": other_form(GATE, TWO_LEVEL, torch.float16, variant="fused", nheads=2),
 }
-# Above a dstate of 128 one launch scans both parts, and the backward has one for each.
-WIDE_SCAN = "hopper_wide_scan_kernel"
-PARTS, PARTS_CUT = (WIDE_SCAN, STATES, GROUP, GROUP), (STATES, WIDE_SCAN, STATES, STATES, GROUP, GROUP)
+# Above a dstate of 128 one launch scans both parts, and the backward goes by spans.
+WIDE_SCAN, SPANS = "hopper_wide_scan_kernel", ("hopper_ends_kernel", "hopper_pairs_kernel")
+PARTS, PARTS_CUT = (WIDE_SCAN, STATES, *SPANS), (STATES, WIDE_SCAN, STATES, STATES, *SPANS)
 WAYS |= {
     "dstate 256": other_form(START, PARTS, dstate=256, nheads=2, ngroups=1),
     "dstate 256, headdim 128, recomputed, cut": other_form(START, PARTS_CUT, torch.float16, shape=LONG, headdim=128, dstate=256,

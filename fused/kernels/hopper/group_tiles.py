@@ -138,9 +138,12 @@ def store_rows(to, tile, values, sizes, PART: gl.constexpr, form: gl.constexpr, 
 
 @gluon.jit
 def as_box(buffer, desc):
-    """A tile [1, 64, width] as one of `desc`, which has as many elements."""
-    if len(desc.block_shape) == 4:
-        shape: gl.constexpr = [desc.block_shape[0], desc.block_shape[1], desc.block_shape[2], desc.block_shape[3]]
+    """A tile [1, 64, width] or [1, 64, 1, width] as one of `desc`, which has as many elements."""
+    if len(desc.block_shape) != len(buffer.shape):
         LAYOUT: gl.constexpr = desc.layout  # in Triton 3.6 no constexpr by itself
+        if len(desc.block_shape) == 4:
+            shape: gl.constexpr = [desc.block_shape[0], desc.block_shape[1], desc.block_shape[2], desc.block_shape[3]]
+        else:
+            shape: gl.constexpr = [desc.block_shape[0], desc.block_shape[1], desc.block_shape[2]]
         buffer = reinterpret(buffer, shape, LAYOUT)
     return buffer

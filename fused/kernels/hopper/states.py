@@ -31,7 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ssd.runtime.gluon_names import async_store, block_barrier, store_wait
 from ssd.runtime.launch import launch
-from ssd.types import SSDInputs
+from ssd.types import SUB_CHUNK, SSDInputs
 
 from .document_states import Entries, as_box, as_tile, fetch_document_states, take_document_state
 from .documents import BEGUN, ENDED, FIRST_BLOCK, LAST_BLOCK, TOKEN, Documents, get_run, is_run, load_field
@@ -57,7 +57,7 @@ from .start import add_pieces, load_given_state, locate_end
 
 # One kernel for all sizes: that a size is 1 or divisible by 16 would not make it faster.
 SIZES = ("nruns", "forwards", "nsub", "nheads", "heads_per_group")
-STAGES = 3
+STAGES = 3  # or 2 of tiles of more tokens than a sub-chunk
 # Of a thread at launch; the roles then share them out: 152 walk_slice, or 224 where tiles have 256 states; 24
 # fetch_tiles, or 40 where documents have states.
 _REGISTERS = 160
@@ -387,5 +387,6 @@ def _launch(i: SSDInputs, descriptors, states_desc, dt, dA_cumsum, runs, starts,
     descriptors = (*descriptors, None, None)[:4]
     launch(hopper_states_kernel, runs.shape[0], *descriptors, states_desc, dA_cumsum, dt, *starts, ends, factors, final_states,
            runs, runs.shape[1], forwards, dt.shape[2], i.nheads, i.nheads // i.ngroups, blocks, HEADDIM=i.headdim,
-           DSTATE=i.dstate, ODD=i.nheads // i.ngroups % 2 == 1, EVERY=every // dt.shape[3], STAGES=STAGES, num_warps=4,
+           DSTATE=i.dstate, ODD=i.nheads // i.ngroups % 2 == 1, EVERY=every // dt.shape[3],
+           STAGES=STAGES if dt.shape[3] == SUB_CHUNK else 2, num_warps=4,
            maxnreg=_REGISTERS)

@@ -120,11 +120,13 @@ def load_half(start, run, h, bh, work, U: gl.constexpr, SLICE: gl.constexpr, HAL
 
 @gluon.jit
 def write_quarter(outputs, b, c, h, state, tiles, work, form: gl.constexpr, U: gl.constexpr, N: gl.constexpr,
-                  ROWS: gl.constexpr):
+                  EVERY: gl.constexpr, ROWS: gl.constexpr):
     """A quarter of the state of a slice before sub-chunk c leaves, if that state does."""
     if outputs.states is not None:
         if outputs.asked is None:
-            store_quarter(outputs.states, (b * work.nsub + c) * work.nheads + h, state, tiles, form, U, N, ROWS)
+            if c % EVERY == 0:
+                row = b * ((work.nsub + EVERY - 1) // EVERY) + c // EVERY
+                store_quarter(outputs.states, row * work.nheads + h, state, tiles, form, U, N, ROWS)
         else:
             if c > 0 and c % outputs.asked == 0:
                 row = b * outputs.nasked + c // outputs.asked - 1
@@ -192,13 +194,13 @@ def scan_slice(outputs, rings, tiles, vectors, dA_cumsum, D, start, work, form: 
             left, right = split_columns(state)
             state0, state1 = split_columns(left)
             state2, state3 = split_columns(right)
-            write_quarter(outputs, b, c, h, state0, tiles, work, form, U, 0, ROWS)
+            write_quarter(outputs, b, c, h, state0, tiles, work, form, U, 0, EVERY, ROWS)
             y, state0 = multiply_quarter(state0, factor, C, 0, y, OPERAND)
-            write_quarter(outputs, b, c, h, state1, tiles, work, form, U, 1, ROWS)
+            write_quarter(outputs, b, c, h, state1, tiles, work, form, U, 1, EVERY, ROWS)
             y, state1 = multiply_quarter(state1, factor, C, 1, y, OPERAND)
-            write_quarter(outputs, b, c, h, state2, tiles, work, form, U, 2, ROWS)
+            write_quarter(outputs, b, c, h, state2, tiles, work, form, U, 2, EVERY, ROWS)
             y, state2 = multiply_quarter(state2, factor, C, 2, y, OPERAND)
-            write_quarter(outputs, b, c, h, state3, tiles, work, form, U, 3, ROWS)
+            write_quarter(outputs, b, c, h, state3, tiles, work, form, U, 3, EVERY, ROWS)
             y, state3 = multiply_quarter(state3, factor, C, 3, y, OPERAND)
             end = gl.load(A_last + gl.minimum(c + 1, last - 1) * BLOCK_M)
             wait_full(rings.masks, step, HEAD, HEADS)
@@ -234,10 +236,10 @@ def scan_slice(outputs, rings, tiles, vectors, dA_cumsum, D, start, work, form: 
                 left, right = split_columns(state)
                 state0, state1 = split_columns(left)
                 state2, state3 = split_columns(right)
-                write_quarter(outputs, b, last, h, state0, tiles, work, form, U, 0, ROWS)
-                write_quarter(outputs, b, last, h, state1, tiles, work, form, U, 1, ROWS)
-                write_quarter(outputs, b, last, h, state2, tiles, work, form, U, 2, ROWS)
-                write_quarter(outputs, b, last, h, state3, tiles, work, form, U, 3, ROWS)
+                write_quarter(outputs, b, last, h, state0, tiles, work, form, U, 0, EVERY, ROWS)
+                write_quarter(outputs, b, last, h, state1, tiles, work, form, U, 1, EVERY, ROWS)
+                write_quarter(outputs, b, last, h, state2, tiles, work, form, U, 2, EVERY, ROWS)
+                write_quarter(outputs, b, last, h, state3, tiles, work, form, U, 3, EVERY, ROWS)
         if outputs.final_states is not None and last == work.nsub:
             at = locate_state(outputs.final_states, bh, STATE, SLICE, 0, form, ROWS, WIDTH)
             store_masked(at, state, state_mask(STATE, SLICE, 0, form, ROWS, WIDTH))

@@ -1,0 +1,45 @@
+"""The backward on Hopper where a state is large, above a dstate of 128: in spans of 128 tokens, so that half as many states are
+read and written as in sub-chunks.
+
+    chunk_cumsum and the walks of hopper_states, of spans; hopper_ends for what passes through the states at the ends of spans,
+    hopper_pairs for pairs of tokens in one; chunk_cumsum_bwd; and sum_parts of dB and of dC.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ssd.kernels.arguments import output
+from ssd.kernels.chunk_cumsum_bwd import chunk_cumsum_bwd
+from ssd.runtime.tuning import Device
+from ssd.types import SSDGrads, SSDInputs
+
+from .hopper import describe, describe_states, get_width, is_describable
+from .kernels.head_sums import add_splits
+from .schedule import choose_splits
+
+
+def run_spans(i: SSDInputs, descriptors: tuple, H: Tensor, G: Tensor, dt: Tensor, dA_cumsum: Tensor, arrivals: Tensor,
+              device: Device, into: SSDGrads) -> tuple[Tensor | None, ...]:
+    """Returns dx, dB, dC, ddt, dA, ddt_bias and dD of inputs whose chunks are spans. H: the states before each span or
+    sub-chunk; G: the gradients of those after each span; into: places, of which those are taken that the kernels can write to.
+    """
+    from .kernels.hopper.ends import hopper_ends
+    from .kernels.hopper.pairs import hopper_pairs
+
+    x, dy, B, C = (t.base for t in descriptors)
+    dx = output(i.x, into.dx if into.dx is not None and is_describable(into.dx) else None)
+    tiles, heads = i.batch * dt.shape[2] * i.ngroups, i.nheads // i.ngroups
+    of_ends, of_pairs = (choose_splits(n * tiles, heads, device.sms, device.name) for n in (2, 1))
+    dB_parts, dC_parts = torch.empty(2, of_ends + of_pairs, *i.B.shape, device=dt.device, dtype=torch.float32)
+    width = get_width(i.dstate)
+    v_x, r, s = hopper_ends(i, describe(x), describe(dy), describe(B, width), describe(C, width), describe_states(H),
+                            describe_states(G), dt, dA_cumsum, H.shape[1], dx, dB_parts[:of_ends], dC_parts[:of_ends],
+                            device.sms)
+    step, state, inner, skip = hopper_pairs(i, describe(x), describe(dy), describe(B), describe(C), describe(dx), dt,
+                                            dA_cumsum, v_x, r[-1], dB_parts[of_ends:], dC_parts[of_ends:], device.sms)
+    no_parts = dt.new_empty(0, *dt.shape)  # of col, which is in `inner`
+    ddt, dA, ddt_bias, dD = chunk_cumsum_bwd(i, step, r, state, s, inner, no_parts, arrivals, into.ddt, skip)
+    dB, dC = add_splits(dB_parts, i.B, into.dB), add_splits(dC_parts, i.C, into.dC)
+    return dx, dB, dC, ddt, dA, ddt_bias, dD
