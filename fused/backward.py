@@ -17,7 +17,7 @@ from ssd.kernels.arguments import LONGEST_TILE, fit_to_tiles
 from ssd.kernels.chunk_cumsum import chunk_cumsum
 from ssd.kernels.chunk_cumsum_bwd import chunk_cumsum_bwd
 from ssd.runtime.tuning import pick
-from ssd.types import Options, SSDGrads, SSDInputs, SSDSaved
+from ssd.types import SUB_CHUNK, Options, SSDGrads, SSDInputs, SSDSaved
 
 from . import hopper_backward
 from .kernels.chunk_state_passing import refine_states
@@ -33,10 +33,11 @@ def backward(saved: SSDSaved, dout: Tensor, dfinal_states: Tensor | None, into: 
     """Gradients of every input that is present; dout has the shape and dtype of x, any strides."""
     if not saved.options.fuse_backward:
         return baseline.backward(saved, dout, dfinal_states, into)
-    run, last_state = _run_group_kernels, _compute_last_state
+    run, last_state, every = _run_group_kernels, _compute_last_state, SUB_CHUNK
     if hopper_backward.can_run(saved.inputs, saved.options):
         run, last_state = hopper_backward.backward, hopper_backward.compute_last_state
-    if saved.options.split_backward and not saved.inputs.has_document_states and should_split(saved):
+        every = hopper_backward.tokens_between_states(saved.inputs)
+    if saved.options.split_backward and not saved.inputs.has_document_states and should_split(saved, every):
         return run_in_halves(run, last_state, saved, dout, dfinal_states, into)
     return run(saved, dout, dfinal_states, into)
 

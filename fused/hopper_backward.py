@@ -57,6 +57,11 @@ def takes_documents(i: SSDInputs, options: Options) -> bool:
     return options.fuse_backward and cannot_run(i, options) is None
 
 
+def tokens_between_states(i: SSDInputs) -> int:
+    """Of those that the backward reads."""
+    return SPAN if runs_wide(i) else BLOCK_M
+
+
 def cannot_run(i: SSDInputs, options: Options) -> str | None:
     """As `hopper.cannot_run`, of the backward."""
     if i.D is not None and i.D.dim() == 2:
@@ -70,7 +75,7 @@ def backward(saved: SSDSaved, dout: Tensor, dfinal_states: Tensor | None, into: 
     with torch.cuda.device_of(i.x):
         dout = fit_to_tiles(dout)
         dz, dy = (None, dout) if i.z is None else chunk_scan_dz(i, dout, saved.y, into.dz)
-        spans = replace(i, chunk_size=SPAN if runs_wide(i) else BLOCK_M)
+        spans = replace(i, chunk_size=tokens_between_states(i))
         arrivals = i.A.new_empty(i.nheads, dtype=torch.int32)
         blocks = document_blocks(i) if i.has_document_states else None
         dt, dA_cumsum = chunk_cumsum(spans, apart=True, arrivals=arrivals, blocks=blocks)
@@ -125,8 +130,9 @@ def compute_last_state(i: SSDInputs, options: Options) -> Tensor:
 def _compute_states(saved: SSDSaved, tokens: tuple, dt: Tensor, dA_cumsum: Tensor, dfinal_states: Tensor | None,
                     into: Tensor | None, blocks: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """The state before each sub-chunk or span, as dt has them, and the gradient of that after it, (batch, nsub, nheads,
-    headdim, dstate), of kept states perhaps more; and dinitial_states (None without initial_states). tokens: descriptors of x, B, dy, C.
-    blocks: of documents.
+    headdim, dstate), of kept states perhaps more; and dinitial_states (None without initial_states).
+
+    tokens: descriptors of x, B, dy, C. blocks: of documents.
     """
     from .kernels.hopper.states import all_states
 

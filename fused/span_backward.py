@@ -12,11 +12,12 @@ from torch import Tensor
 
 from ssd.kernels.arguments import output
 from ssd.kernels.chunk_cumsum_bwd import chunk_cumsum_bwd
+from ssd.kernels.sum_parts import sum_first
 from ssd.runtime.tuning import Device
 from ssd.types import SSDGrads, SSDInputs
 
 from .hopper import describe, describe_states, get_width, is_describable
-from .kernels.head_sums import add_splits
+from .kernels.head_sums import keep_contiguous
 from .schedule import choose_splits
 
 
@@ -32,14 +33,20 @@ def run_spans(i: SSDInputs, descriptors: tuple, H: Tensor, G: Tensor, dt: Tensor
     dx = output(i.x, into.dx if into.dx is not None and is_describable(into.dx) else None)
     tiles, heads = i.batch * dt.shape[2] * i.ngroups, i.nheads // i.ngroups
     of_ends, of_pairs = (choose_splits(n * tiles, heads, device.sms, device.name) for n in (2, 1))
-    dB_parts, dC_parts = torch.empty(2, of_ends + of_pairs, *i.B.shape, device=dt.device, dtype=torch.float32)
+    # the first split of the pairs adds to the last of the ends
+    parts = torch.empty(2, of_ends + of_pairs - 1, *i.B.shape, device=dt.device, dtype=torch.float32)
+    dB_parts, dC_parts = parts
+    dB, dC = output(i.B, keep_contiguous(into.dB)), output(i.C, keep_contiguous(into.dC))
+    to = (dB[None], dC[None]) if parts.shape[1] == 1 else parts[:, of_ends - 1 :]
     width = get_width(i.dstate)
     v_x, r, s = hopper_ends(i, describe(x), describe(dy), describe(B, width), describe(C, width), describe_states(H),
                             describe_states(G), dt, dA_cumsum, H.shape[1], dx, dB_parts[:of_ends], dC_parts[:of_ends],
                             device.sms)
     step, state, inner, skip = hopper_pairs(i, describe(x), describe(dy), describe(B), describe(C), describe(dx), dt,
-                                            dA_cumsum, v_x, r[-1], dB_parts[of_ends:], dC_parts[of_ends:], device.sms)
+                                            dA_cumsum, v_x, r[-1], *to, *parts[:, of_ends - 1], device.sms)
     no_parts = dt.new_empty(0, *dt.shape)  # of col, which is in `inner`
     ddt, dA, ddt_bias, dD = chunk_cumsum_bwd(i, step, r, state, s, inner, no_parts, arrivals, into.ddt, skip)
-    dB, dC = add_splits(dB_parts, i.B, into.dB), add_splits(dC_parts, i.C, into.dC)
+    if parts.shape[1] > 1:
+        sum_first(dB_parts, dB)
+        sum_first(dC_parts, dC)
     return dx, dB, dC, ddt, dA, ddt_bias, dD

@@ -30,12 +30,12 @@ Backward = Callable[[SSDSaved, Tensor, Tensor | None, SSDGrads], SSDGrads]
 LastState = Callable[[SSDInputs, Options], Tensor]
 
 
-def should_split(saved: SSDSaved) -> bool:
-    """Whether the states that a backward computes again are large, and can be had in halves."""
+def should_split(saved: SSDSaved, every: int) -> bool:
+    """Whether the states that a backward computes again, every so many tokens, are large, and can be had in halves."""
     i = saved.inputs
     if saved.prev_states is not None or (i.batch == 1 and i.seqlen < 2 * SUB_CHUNK):
         return False
-    return i.batch * -(-i.seqlen // SUB_CHUNK) * i.nheads * i.headdim * i.dstate * i.x.element_size() >= _MOST_BYTES
+    return i.batch * -(-i.seqlen // every) * i.nheads * i.headdim * i.dstate * i.x.element_size() >= _MOST_BYTES
 
 
 def run_in_halves(backward: Backward, last_state: LastState, saved: SSDSaved, dout: Tensor, dfinal_states: Tensor | None,

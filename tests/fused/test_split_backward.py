@@ -8,7 +8,7 @@ import torch
 from fused import split_backward as halves
 from ssd import ssd_chunk_scan
 from ssd.registry import get_variant
-from ssd.types import Options, SSDSaved
+from ssd.types import SUB_CHUNK, Options, SSDSaved
 from tests.errors import assert_lands, assert_right
 from tests.inputs import GPU, HALF, Case, Shape, over_variants_in_turn, random_inputs
 
@@ -102,4 +102,4 @@ def test_where_it_is_worth_it(worth, change, monkeypatch):
     saved = SSDSaved(inputs, RECOMPUTED)
     if "kept" in change:
         saved = replace(saved, prev_states=torch.empty(1, 4, 2, 16, 16))
-    assert halves.should_split(saved) == worth
+    assert halves.should_split(saved, SUB_CHUNK) == worth

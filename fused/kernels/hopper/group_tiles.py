@@ -115,8 +115,9 @@ def write_dx(dx_desc, dx, tile, k, tiles, sizes, form: gl.constexpr, BLOCK_M: gl
 
 
 @gluon.jit
-def store_rows(to, tile, values, sizes, PART: gl.constexpr, form: gl.constexpr, LAYOUT: gl.constexpr):
-    """`values` [M, N] of a tile and a part of dstate into a contiguous (splits, batch, seqlen, ngroups, dstate).
+def store_rows(to, tile, values, sizes, PART: gl.constexpr, form: gl.constexpr, LAYOUT: gl.constexpr, before=None):
+    """`values` [M, N] of a tile and a part of dstate into a contiguous (splits, batch, seqlen, ngroups, dstate). To the first
+    split's, what is in `before`, (batch, seqlen, ngroups, dstate), is added.
 
     Stored from the layout that they are in: once a tile, and another layout would take shared memory.
     """
@@ -126,14 +127,17 @@ def store_rows(to, tile, values, sizes, PART: gl.constexpr, form: gl.constexpr, 
     m = get_token(tile, sizes, BLOCK_M) + gl.arange(0, BLOCK_M, gl.SliceLayout(1, LAYOUT))
     n = PART * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
     token = gl.expand_dims((row.to(gl.int64) * sizes.seqlen + m) * sizes.ngroups + tile.group, 1)
-    at = to + token * form.DSTATE + gl.expand_dims(n, 0)
+    at = token * form.DSTATE + gl.expand_dims(n, 0)
     if sizes.blocks is None:
         mask = gl.expand_dims(m < sizes.seqlen, 1)
     else:
         mask = gl.expand_dims(m >= get_token(tile, sizes, BLOCK_M) + BLOCK_M - get_ntokens(tile, sizes), 1)
     if form.DSTATE % WIDTH:
         mask = mask & gl.expand_dims(n < form.DSTATE, 0)
-    gl.store(at, values.to(to.dtype.element_ty), mask=mask)
+    if before is not None:  # noqa: SIM102
+        if tile.split == 0:
+            values += gl.load(before + at, mask=mask, other=0.0)
+    gl.store(to + at, values.to(to.dtype.element_ty), mask=mask)
 
 
 @gluon.jit
