@@ -104,7 +104,7 @@ def run_stationary(inputs: SSDInputs, options: Options, save: bool, keep: bool) 
         prev_states = None
         every = states_every(inputs, options)
         if keep:
-            prev_states = call.new_states((cdiv(inputs.seqlen, every),), inputs.states_dtype)
+            prev_states = call.new_states((cdiv(call.nsub, every // BLOCK_M),), inputs.states_dtype)
         runs, *entering = call.get_runs(options, "scan_step", scan=True)
         spaced = {"every": every} if keep else {}
         call.scan(runs, call.initial_states, *entering, final_states, prev_states, asked, **spaced)

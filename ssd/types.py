@@ -108,8 +108,8 @@ class SSDInputs:
 
 
 def count_between(i: SSDInputs, prev_states: Tensor) -> int:
-    """Tokens between `SSDSaved.prev_states`: a chunk; or a span or a sub-chunk, as many as there are."""
-    return next(every for every in (i.chunk_size, SPAN, SUB_CHUNK) if -(-i.seqlen // every) == prev_states.shape[1])
+    """Tokens between `SSDSaved.prev_states`: a chunk or a span where there are as many, else a sub-chunk."""
+    return next((every for every in (i.chunk_size, SPAN) if -(-i.seqlen // every) == prev_states.shape[1]), SUB_CHUNK)
 
 
 @dataclass(frozen=True)
