@@ -4,9 +4,10 @@ Plain kernels, of baseline and mamba_ssm: bytes and exponentials by the cost mod
 with 4 bytes of CB that come from L2, once for each tile of 64 channels; mamba_ssm's tiles are as wide as a head. The
 recurrence between chunks takes them one after the other.
 
-Kernels on Hopper, of fused and persistent: bytes from their tensors, and the steps of the thread block that does most, from the
-very tables by which the launchers deal sequences out. A step is 64 tokens of two slices of 64 channels, or of one slice for
-hopper_group. Warps of their own fetch what these kernels read; what they write is written by those that work.
+Kernels on Hopper, of fused and persistent: bytes from their tensors, and steps of the thread block that does most, from the very
+tables by which the launchers deal sequences out. A step is 64 tokens of two slices of 64 channels, or of one slice for
+hopper_group; in the backward of a dstate above 128 it is a span of 128 tokens. Warps of their own fetch what these kernels read;
+what they write is written by those that work.
 """
 
 from functools import cache
@@ -19,6 +20,7 @@ from fused.hopper import BLOCK_M, SLICE, count_pairs, count_parts
 from fused.time_model import get_time_model
 from ssd import cost
 from ssd.kernels.arguments import cdiv
+from ssd.types import SPAN
 
 from .gpus import GPUS
 
@@ -26,6 +28,7 @@ PLAIN, HOPPER = ("baseline", "mamba_ssm"), ("fused", "persistent")
 MODES = ("fwd", "fwd_train", "bwd")
 _KEPT_LAUNCHES = 14  # of the baseline's backward after a forward that kept its states, at most
 _WIDE_STEP = 1.7  # a step of hopper_wide_scan, in steps of hopper_scan (docs/log/hopper-breadth.md)
+_ENDS_SLICE, _PAIRS_SLICE = 1.4, 1.6  # a slice of hopper_ends and of hopper_pairs, in slices of hopper_group (likewise)
 _CB_ITEMSIZE = 4
 
 
@@ -65,17 +68,17 @@ def count_hopper(variant: str, mode: str, p: cost.Problem, gpu: str) -> list[Par
     states, inputs = p.itemsize * nsub * p.state, x + groups + steps
     prepared = [Part({}, (p.itemsize + 8) * p.D)]
     if mode == "bwd":
+        after = [Part({}, (2 * p.itemsize + 20) * p.D)]
+        if parts == 2:
+            return [*prepared, *_count_spans(p, pairs * parts, x, groups, steps, gpu), *after]
         tiles, heads = p.batch * nsub * p.ngroups, p.nheads // p.ngroups
         splits = schedule.choose_splits(tiles, heads, sms, gpu)
         slices = cdiv(tiles * splits, sms) * (cdiv(heads, splits) + model.group_tile) * cdiv(p.headdim, SLICE)
         sums = 8 * splits * p.K if splits > 1 else 0  # of dB and dC in fp32
-        # each launch has x and dy whole and writes dx, which the second fetches, too; the rest is cut by parts of dstate
-        group = [Part({"group": slices}, x + steps + (2 * groups + sums) / parts,
-                      (2 + part) * x + steps + 2 * (groups + states) / parts) for part in range(parts)]
-        after = [Part({}, (2 * p.itemsize + 20) * p.D), *[Part({}, sums / 2)] * (2 * (splits > 1))]
-        walks = _walk(p, pairs * parts, 1, "every_state_step", "states", inputs, states, gpu)
-        return [*prepared, *walks, *group, *after]
-    kept, step = states if mode == "fwd_train" else 0, _WIDE_STEP if parts == 2 else 1.0
+        group = Part({"group": slices}, x + steps + 2 * groups + sums, 2 * x + steps + 2 * (groups + states))
+        walks = _walk(p, pairs, 1, "every_state_step", "states", inputs, states, gpu)
+        return [*prepared, *walks, group, *after, *[Part({}, sums / 2)] * (2 * (splits > 1))]
+    kept, step = states / parts if mode == "fwd_train" else 0, _WIDE_STEP if parts == 2 else 1.0  # above 128 of each span
     if variant == "persistent":
         return [*prepared, *_walk(p, pairs, 1, "scan_step", "scan", inputs + groups, kept + x, gpu, step)]
     segment = schedule.choose_two_level_segment(p.batch * pairs, nsub, sms, gpu)
@@ -85,13 +88,27 @@ def count_hopper(variant: str, mode: str, p: cost.Problem, gpu: str) -> list[Par
     return [*prepared, *_walk(p, pairs * parts, 1, walk, "states", inputs, kept or states / segment, gpu), scan]
 
 
+def _count_spans(p: cost.Problem, walks: int, x: float, groups: float, steps: float, gpu: str) -> list[Part]:
+    """The backward of a dstate above 128, without its first and last launch. walks: of a row; x, groups, steps: bytes."""
+    nspans, heads, sms = cdiv(p.seqlen, SPAN), p.nheads // p.ngroups, int(GPUS[gpu].sms.value)
+    states, tiles = p.itemsize * nspans * p.state, p.batch * nspans * p.ngroups
+    of_ends, of_pairs = (schedule.choose_splits(n * tiles, heads, sms, gpu) for n in (2, 1))
+    ends, pairs = (cdiv(tiles * n * splits, sms) * cdiv(heads, splits) * cdiv(p.headdim, SLICE)
+                   for n, splits in ((2, of_ends), (1, of_pairs)))
+    sums = 8 * p.K  # of a part of dB and dC in fp32
+    return [*_walk(p, walks, 1, "every_state_step", "states", x + groups + steps, states, gpu, tokens=SPAN),
+            Part({"group": _ENDS_SLICE * ends}, x + steps + of_ends * sums, 2 * (x + groups + states)),
+            Part({"group": _PAIRS_SLICE * pairs}, x + steps + of_pairs * sums, 3 * x + steps + sums + 2 * groups),
+            *[Part({}, (of_ends + of_pairs - 1) * sums / 2 + groups)] * (2 * (of_ends + of_pairs > 2))]
+
+
 def _walk(p: cost.Problem, pairs: int, parts: int, step: str, constant: str, fetched: float, written: float, gpu: str,
-          longer: float = 1.0) -> list[Part]:
+          longer: float = 1.0, tokens: int = BLOCK_M) -> list[Part]:
     """Launches that walk every sequence, one for each of the parts; and before them the pieces of sequences that are cut.
 
-    fetched, written: bytes, of all launches. longer: the time of a step in that of the constant's.
+    fetched, written: bytes, of all launches. longer: the time of a step in that of the constant's; tokens: of a step.
     """
-    nsub = cdiv(p.seqlen, BLOCK_M)
+    nsub = cdiv(p.seqlen, tokens)
     runs = schedule.deal(p.batch, pairs, nsub, int(GPUS[gpu].sms.value), gpu, step, True, parts, torch.device("cpu"))
     walks = [Part({constant: longer * _count_steps(runs.sequences, gpu)}, written / parts, fetched / parts)] * parts
     if runs.pieces is None:
