@@ -4,10 +4,10 @@ Plain kernels, of baseline and mamba_ssm: bytes and exponentials by the cost mod
 with 4 bytes of CB that come from L2, once for each tile of 64 channels; mamba_ssm's tiles are as wide as a head. The
 recurrence between chunks takes them one after the other.
 
-Kernels on Hopper, of fused and persistent: bytes from their tensors, and steps of the thread block that does most, from the very
-tables by which the launchers deal sequences out. A step is 64 tokens of two slices of 64 channels, or of one slice for
-hopper_group; in the backward of a dstate above 128 it is a span of 128 tokens. Warps of their own fetch what these kernels read;
-what they write is written by those that work.
+Kernels on Hopper, of fused and persistent: bytes from their tensors, and steps of the thread block that does most, from the
+very tables by which the launchers deal sequences out. A step is 64 tokens of two slices of 64 channels, or of one slice for
+hopper_group; in the backward of a dstate above 128 it is a span of 128 tokens. Warps of their own fetch what these kernels
+read; what they write is written by those that work.
 """
 
 from functools import cache

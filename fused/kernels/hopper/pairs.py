@@ -7,13 +7,13 @@
 of equations (18), (19), (21), (22), (30) and (31) of docs/ssd.md. A block takes tiles: a span of one group, or of a split of
 its heads. It takes their heads in order and keeps dCB in registers. Rows are tokens j of one half of the span. Roles:
 
-    compute_half (1 warpgroup a half): the pairs of its tokens j with the i of their own half, and all dx, dB, dC of its tokens
-    compute_across (1 warpgroup):      the pairs of the j of the first half with the i of the second
-    fetch_vectors (2 warps):           A and dt of each head, as vectors in shared memory
-    fetch_tiles (1 warp):              x, dy, dx of each slice of a head by TMA, and B and C before and after a tile's heads
+    multiply_pairs (1 warpgroup a half): the pairs of its rows with the i of their own half, and those of the first half with
+                                         the i of the second as well; then dB of its rows and dC of its half
+    fetch_vectors (4 warps):             A and dt of each head, as vectors in shared memory
+    fetch_tiles (1 warp):                x, dy, dx of each slice of a head by TMA, and B and C before and after a tile's heads
 
 B and C go through the same slots in the places of x and dy, 64 states at a time: B C^T is then made as x dy^T is, and dB as u.
-What compute_across hands to the halves goes through shared memory: weights of each head, and at the end of a tile its dCB.
+The second half's dC needs what the first half's rows have summed: it is handed over in shared memory at the end of a tile.
 
 Reads x, dy, dx (batch, seqlen, nheads, headdim), B, C (batch, seqlen, ngroups, dstate), bf16 or fp16, through TMA descriptors;
 dt, dA_cumsum (batch, nheads, nspans, 128) fp32; v . x (slices, batch, nheads, nspans, 128) fp32; D (nheads,). Adds to dx;
@@ -44,7 +44,7 @@ from .roles import LOG2E, allocate_tiles, decay, fetch_slice, get_tile, make_for
 
 SIZES = ("ntiles", "batch", "seqlen", "nspans", "ngroups", "heads_per_group", "stride")
 SLOTS, LINES = 4, 2  # slots of the ring of tiles, and of that of vectors
-_REGISTERS = 128  # of a thread at launch; the roles then share them out: 160 compute_half, compute_across, 24 the rest
+_REGISTERS = 128  # of a thread at launch; the roles then share them out: 232 multiply_pairs, 24 the rest
 
 
 class Rings(NamedTuple):
@@ -52,8 +52,7 @@ class Rings(NamedTuple):
 
     tiles: Ring
     vectors: Ring
-    weights: Ring  # one slot, of a head: those between the halves, and their sums
-    pairs: Ring  # the same memory at the end of a tile: dCB between the halves
+    pairs: Ring  # one slot: dCB of the pairs between the halves
 
 
 class Tiles(NamedTuple):
@@ -62,8 +61,7 @@ class Tiles(NamedTuple):
     x: gl.shared_memory_descriptor
     dy: gl.shared_memory_descriptor
     dx: gl.shared_memory_descriptor  # on its way in, and out
-    pairs: gl.shared_memory_descriptor  # [3, 64, 64]: B C^T [j, i], then dCB of each half; and the slot of `weights`
-    across: gl.shared_memory_descriptor  # [64] fp32: the sums of that slot
+    pairs: gl.shared_memory_descriptor  # [3, 64, 64]: B C^T [j, i] of the first half, of the second and between them; then dCB
 
 
 class Sums(NamedTuple):
@@ -88,52 +86,40 @@ class Gradients(NamedTuple):
 
 
 @gluon.jit
-def multiply_rows(tiles, slot, J: gl.constexpr, I: gl.constexpr, product):
-    """`product` [j, i] and x_j . dy_i of a slice, j of half J and i of half I; or B_j . C_i. Not waited for."""
-    M: gl.constexpr = tiles.pairs.shape[1]
-    x, dy = get_tile(tiles.x, 2 * slot + J, M, M), get_tile(tiles.dy, 2 * slot + I, M, M)
-    return warpgroup_mma(x, dy.permute((1, 0)), product, is_async=True)
-
-
-@gluon.jit
-def multiply_states(rings, tiles, step, J: gl.constexpr, I: gl.constexpr, PARTS: gl.constexpr, M: gl.constexpr,
-                    LAYOUT: gl.constexpr):
-    """B_j . C_i, [j, i], and the step after those that brought them."""
-    CB = gl.zeros([M, M], gl.float32, LAYOUT)
-    for _n in gl.static_range(PARTS):
-        wait_full(rings.tiles, step)
-        CB = warpgroup_mma_wait(0, deps=(multiply_rows(tiles, slot_of(rings.tiles, step), J, I, CB),))
-        block_barrier()
-        mark_empty(rings.tiles, slot_of(rings.tiles, step))
-        step += 1
-    return CB, step
-
-
-@gluon.jit
-def weigh(x_dy, CB, dCB, A_i, A_j, dt_j):
+def weigh(x_dy, CB, dCB, A_i, A_j, dt_j, OPERAND: gl.constexpr):
     """dCB with a head's K; the weights of dy_i in u_j; those times x_j . dy_i summed over i, and times dt_j over j."""
     L = decay(gl.expand_dims(A_i, 0) - gl.expand_dims(A_j, 1))
     dCB += x_dy * L * gl.expand_dims(dt_j, 1)
     L = L * CB.to(gl.float32)
-    weights = L.to(CB.dtype)
+    weights = gl.convert_layout(L.to(CB.dtype), OPERAND)
     L = L * x_dy
     return dCB, weights, gl.sum(L, 1), gl.sum(L * gl.expand_dims(dt_j, 1), 0)
 
 
 @gluon.jit
-def weigh_rows(own, tiles, slot, U: gl.constexpr, LAYOUT: gl.constexpr):
-    """The sum over i of weights times dy_i, or C_i, of a slice: of `own` ones and, for the first half, of those across."""
-    M: gl.constexpr = tiles.pairs.shape[1]
-    total = gl.zeros([M, M], gl.float32, LAYOUT)
-    total = warpgroup_mma(own, get_tile(tiles.dy, 2 * slot + U, M, M), total, use_acc=False, is_async=True)
+def multiply_rows(left, right, U: gl.constexpr, slot, SIZE: gl.constexpr, total):
+    """Into `total`: x_j . dy_i of a slice, of the rows' own half and, for the first half, between the halves."""
+    own, other = total
+    x = get_tile(left, 2 * slot + U, SIZE, SIZE)
+    own = warpgroup_mma(x, get_tile(right, 2 * slot + U, SIZE, SIZE).permute((1, 0)), own, is_async=True)
     if U == 0:
-        total = warpgroup_mma(tiles.pairs.index(2), get_tile(tiles.dy, 2 * slot + 1, M, M), total, is_async=True)
+        other = warpgroup_mma(x, get_tile(right, 2 * slot + 1, SIZE, SIZE).permute((1, 0)), other, is_async=True)
+    return own, other
+
+
+@gluon.jit
+def weigh_rows(own, other, right, U: gl.constexpr, slot, SIZE: gl.constexpr, LAYOUT: gl.constexpr):
+    """The sum over i of weights and the rows dy_i of a slice, of `own` weights and, for the first half, of `other` ones."""
+    total = gl.zeros([SIZE, SIZE], gl.float32, LAYOUT)
+    total = warpgroup_mma(own, get_tile(right, 2 * slot + U, SIZE, SIZE), total, use_acc=False, is_async=True)
+    if U == 0:
+        total = warpgroup_mma(other, get_tile(right, 2 * slot + 1, SIZE, SIZE), total, is_async=True)
     return warpgroup_mma_wait(0, deps=(total,))
 
 
 @gluon.jit
-def compute_half(dx_desc, rings, tiles, vectors, D, gradients, sums, sizes, form: gl.constexpr, U: gl.constexpr,
-                 SPLITS: gl.constexpr):
+def multiply_pairs(dx_desc, rings, tiles, vectors, D, gradients, sums, sizes, form: gl.constexpr, U: gl.constexpr,
+                   SPLITS: gl.constexpr):
     """The consumer warpgroup of half U."""
     M: gl.constexpr = tiles.pairs.shape[1]
     SPAN: gl.constexpr = 2 * M
@@ -150,40 +136,56 @@ def compute_half(dx_desc, rings, tiles, vectors, D, gradients, sums, sizes, form
     for t in range(gl.program_id(0), sizes.ntiles, gl.num_programs(0)):
         turn = t // gl.num_programs(0)
         tile = find_tile(t, sizes, SPLITS)
-        CB, step = multiply_states(rings, tiles, step, U, U, PARTS, M, JI)
+        zeros = gl.zeros([M, M], gl.float32, JI)
+        CB, CB_other = zeros, zeros
+        for _n in gl.static_range(PARTS):
+            slot = slot_of(rings.tiles, step)
+            wait_full(rings.tiles, step)
+            CB, CB_other = multiply_rows(tiles.x, tiles.dy, U, slot, M, (CB, CB_other))
+            CB, CB_other = warpgroup_mma_wait(0, deps=(CB, CB_other))
+            block_barrier()
+            mark_empty(rings.tiles, slot)
+            step += 1
         own = gl.sum(gl.where(same, CB, 0.0), 1)  # B_j . C_j
         # a token's pair with itself cancels in row - col, and u gets it by itself
         tiles.pairs.index(U).store(gl.where(gl.expand_dims(i, 0) > gl.expand_dims(j, 1), CB, 0.0).to(DTYPE))
+        if U == 0:
+            wait_empty(rings.pairs, turn)
+            tiles.pairs.index(2).store(CB_other.to(DTYPE))
         block_barrier()
-        dCB = gl.zeros([M, M], gl.float32, JI)
+        dCB, dCB_other = zeros, zeros
         for k in range(tile.count):
             line = slot_of(rings.vectors, head_step)
             at = (tile.row + k * sizes.nsub) * SPAN + U * M
             v_x, v_x_second = gl.load(sums.v_x + at + j), own * 0.0
-            if SLICES == 2:
+            if form.SLICES == 2:
                 v_x_second = gl.load(sums.v_x + sums.stride + at + j)
             skip = own * 0.0
             if D is not None:
                 skip += gl.load(D + tile.head + k).to(gl.float32)
-            x_dy = gl.zeros([M, M], gl.float32, JI)
+            x_dy, x_dy_other = zeros, zeros
             for n in gl.static_range(SLICES):
                 wait_full(rings.tiles, step + n)
-                x_dy = multiply_rows(tiles, slot_of(rings.tiles, step + n), U, U, x_dy)
+                slot = slot_of(rings.tiles, step + n)
+                x_dy, x_dy_other = multiply_rows(tiles.x, tiles.dy, U, slot, M, (x_dy, x_dy_other))
             wait_full(rings.vectors, head_step)
-            A, dt = vectors.A.index(line).slice(U * M, M), vectors.dt.index(line).slice(U * M, M)
-            dt_j = dt.load(ROW)
-            x_dy = warpgroup_mma_wait(0, deps=(x_dy,))
+            A, dt = vectors.A.index(line), vectors.dt.index(line)
+            A_j, dt_j = A.slice(U * M, M).load(ROW), dt.slice(U * M, M).load(ROW)
+            x_dy, x_dy_other = warpgroup_mma_wait(0, deps=(x_dy, x_dy_other))
             own_x_dy = gl.sum(gl.where(same, x_dy, 0.0), 1)
-            dCB, weights, u_x, row = weigh(x_dy, tiles.pairs.index(U).load(JI), dCB, A.load(COLUMN), A.load(ROW), dt_j)
-            weights = gl.convert_layout(weights, OPERAND)
+            v_x += v_x_second
+            dCB, weights, u_x, row = weigh(x_dy, tiles.pairs.index(U).load(JI), dCB, A.slice(U * M, M).load(COLUMN), A_j, dt_j,
+                                           OPERAND)
+            weights_other = weights
             if U == 0:
-                wait_full(rings.weights, head_step)
-                u_x += tiles.across.load(ROW)
+                dCB_other, weights_other, u_x_other, row_other = weigh(
+                    x_dy_other, tiles.pairs.index(2).load(JI), dCB_other, A.slice(M, M).load(COLUMN), A_j, dt_j, OPERAND)
+                u_x += u_x_other
                 gl.store(sums.outer + at + i, row)
+                gl.store(sums.outer + at + M + i, row_other)
                 gl.store(sums.inner + at + j, -dt_j * u_x)
             else:
                 gl.store(sums.inner + at + j, gl.convert_layout(row, ROW) - dt_j * u_x)
-            v_x += v_x_second
             gl.store(sums.step + at + j, u_x + v_x + own * own_x_dy)
             gl.store(sums.state + at + j, dt_j * v_x)
             if sums.skip is not None:
@@ -191,39 +193,41 @@ def compute_half(dx_desc, rings, tiles, vectors, D, gradients, sums, sizes, form
             skip += dt_j * own
             for n in gl.static_range(SLICES):
                 slot = slot_of(rings.tiles, step + n)
-                u = weigh_rows(weights, tiles, slot, U, JI)
+                u = weigh_rows(weights, weights_other, tiles.dy, U, slot, M, JI)
                 dx_tile = get_tile(tiles.dx, 2 * slot + U, M, M)
                 dx = dx_tile.load(JI).to(gl.float32) + u * gl.expand_dims(dt_j, 1)
                 dx += get_tile(tiles.dy, 2 * slot + U, M, M).load(JI).to(gl.float32) * gl.expand_dims(skip, 1)
                 dx_tile.store(dx.to(DTYPE))
                 fence_async_shared()
                 block_barrier()
-                write_slice(dx_desc, tile.b, tile.c * SPAN + U * M, (tile.head + k) * SLICES + n, SLICES,
+                write_slice(dx_desc, tile.b, tile.c * SPAN + U * M, (tile.head + k) * form.SLICES + n, form.SLICES,
                             as_box(tiles.dx.index(2 * slot + U), dx_desc))
             mark_empty(rings.vectors, line)
-            if U == 0:
-                mark_empty(rings.weights, 0)
             store_wait(0)  # before what it reads is filled again
             block_barrier()
             for n in gl.static_range(SLICES):
                 mark_empty(rings.tiles, slot_of(rings.tiles, step + n))
-            step += SLICES
+            step += form.SLICES
             head_step += 1
         pairs = gl.where(gl.expand_dims(i, 0) >= gl.expand_dims(j, 1), dCB, 0.0).to(DTYPE)
         tiles.pairs.index(U).store(pairs)
+        if U == 0:
+            tiles.pairs.index(2).store(dCB_other.to(DTYPE))
         fence_async_shared()
         block_barrier()
-        wait_full(rings.pairs, turn)
-        pairs = gl.convert_layout(pairs, OPERAND)
+        if U == 0:
+            mark_full(rings.pairs, 0)
+        else:
+            wait_full(rings.pairs, turn)
+        pairs, pairs_other = gl.convert_layout(pairs, OPERAND), gl.convert_layout(dCB_other.to(DTYPE), OPERAND)
         half = Tile(tile.b, tile.c * 2 + U, tile.group, tile.split, tile.head, tile.count, tile.row)
         for n in gl.static_range(PARTS):
-            slot = slot_of(rings.tiles, step)
             wait_full(rings.tiles, step)
-            rows = weigh_rows(pairs, tiles, slot, U, JI)
+            slot = slot_of(rings.tiles, step)
+            rows = weigh_rows(pairs, pairs_other, tiles.dy, U, slot, M, JI)
             store_rows(gradients.dB, half, rows, sizes, n, form, JI, gradients.dB_before)
-            rows = gl.zeros([M, M], gl.float32, JI)
             B = get_tile(tiles.x, 2 * slot + U, M, M)
-            rows = warpgroup_mma(tiles.pairs.index(U).permute((1, 0)), B, rows, use_acc=False, is_async=True)
+            rows = warpgroup_mma(tiles.pairs.index(U).permute((1, 0)), B, zeros, use_acc=False, is_async=True)
             if U == 1:
                 B = get_tile(tiles.x, 2 * slot, M, M)
                 rows = warpgroup_mma(tiles.pairs.index(2).permute((1, 0)), B, rows, is_async=True)
@@ -232,67 +236,14 @@ def compute_half(dx_desc, rings, tiles, vectors, D, gradients, sums, sizes, form
             mark_empty(rings.tiles, slot)
             store_rows(gradients.dC, half, rows, sizes, n, form, JI, gradients.dC_before)
             step += 1
-        mark_empty(rings.pairs, 0)
-
-
-@gluon.jit
-def compute_across(rings, tiles, vectors, sums, sizes, form: gl.constexpr, SPLITS: gl.constexpr):
-    """The consumer warpgroup of pairs between the halves."""
-    M: gl.constexpr = tiles.pairs.shape[1]
-    SPAN: gl.constexpr = 2 * M
-    SLICES: gl.constexpr = form.SLICES
-    PARTS: gl.constexpr = form.PARTS
-    DTYPE: gl.constexpr = tiles.x.dtype
-    JI: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, M, 16])
-    ROW: gl.constexpr = gl.SliceLayout(1, JI)
-    COLUMN: gl.constexpr = gl.SliceLayout(0, JI)
-    i = gl.arange(0, M, COLUMN)
-    step, head_step = 0, 0
-    for t in range(gl.program_id(0), sizes.ntiles, gl.num_programs(0)):
-        turn = t // gl.num_programs(0)
-        tile = find_tile(t, sizes, SPLITS)
-        CB, step = multiply_states(rings, tiles, step, 0, 1, PARTS, M, JI)
-        CB = CB.to(DTYPE)
-        dCB = gl.zeros([M, M], gl.float32, JI)
-        wait_empty(rings.pairs, turn)
-        for k in range(tile.count):
-            line = slot_of(rings.vectors, head_step)
-            x_dy = gl.zeros([M, M], gl.float32, JI)
-            for n in gl.static_range(SLICES):
-                wait_full(rings.tiles, step + n)
-                x_dy = multiply_rows(tiles, slot_of(rings.tiles, step + n), 0, 1, x_dy)
-            wait_full(rings.vectors, head_step)
-            A_i, A_j = vectors.A.index(line).slice(M, M).load(COLUMN), vectors.A.index(line).slice(0, M).load(ROW)
-            dt_j = vectors.dt.index(line).slice(0, M).load(ROW)
-            x_dy = warpgroup_mma_wait(0, deps=(x_dy,))
-            dCB, weights, u_x, row = weigh(x_dy, CB, dCB, A_i, A_j, dt_j)
-            gl.store(sums.outer + (tile.row + k * sizes.nsub) * SPAN + M + i, row)
-            wait_empty(rings.weights, head_step)
-            tiles.pairs.index(2).store(weights)
-            tiles.across.store(u_x)
-            fence_async_shared()
-            block_barrier()
-            mark_full(rings.weights, 0)
-            mark_empty(rings.vectors, line)
-            for n in gl.static_range(SLICES):
-                mark_empty(rings.tiles, slot_of(rings.tiles, step + n))
-            step += SLICES
-            head_step += 1
-        wait_empty(rings.weights, head_step)
-        tiles.pairs.index(2).store(dCB.to(DTYPE))
-        fence_async_shared()
-        block_barrier()
-        mark_full(rings.pairs, 0)
-        for _n in gl.static_range(PARTS):  # which the halves read alone
-            wait_full(rings.tiles, step)
-            mark_empty(rings.tiles, slot_of(rings.tiles, step))
-            step += 1
+        if U == 1:
+            mark_empty(rings.pairs, 0)
 
 
 @gluon.jit
 def fetch_vectors(ring, vectors, dA_cumsum, dt, sizes, SPAN: gl.constexpr, SPLITS: gl.constexpr):
-    """The producer of vectors, of each head. Two warps: racecheck takes the barrier of one for none (docs/log/sanitizer.md)."""
-    m = gl.arange(0, SPAN, gl.BlockedLayout([SPAN // 64], [32], [2], [0]))
+    """The producer of vectors, of each head. A token a thread."""
+    m = gl.arange(0, SPAN, gl.BlockedLayout([1], [32], [SPAN // 32], [0]))
     step = 0
     for t in range(gl.program_id(0), sizes.ntiles, gl.num_programs(0)):
         tile = find_tile(t, sizes, SPLITS)
@@ -355,23 +306,21 @@ def hopper_pairs_kernel(x_desc, dy_desc, B_desc, C_desc, dx_desc, dA_cumsum, dt,
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     FORM: gl.constexpr = make_form(HEADDIM, DSTATE, M, M)
     pairs = gl.allocate_shared_memory(DTYPE, [3, M, M], SQUARE)
-    across = gl.allocate_shared_memory(gl.float32, [M], LINE)
     tiles = Tiles(allocate_tiles(x_desc, 2 * SLOTS), allocate_tiles(dy_desc, 2 * SLOTS), allocate_tiles(dx_desc, 2 * SLOTS),
-                  pairs, across)
+                  pairs)
     vectors = Vectors(gl.allocate_shared_memory(gl.float32, [LINES, 2 * M], LINE),
                       gl.allocate_shared_memory(gl.float32, [LINES, 2 * M], LINE))
-    rings = Rings(make_ring(SLOTS, 3), make_ring(LINES, 3), make_ring(1, 1), make_ring(1, 2))
+    rings = Rings(make_ring(SLOTS, 2), make_ring(LINES, 2), make_ring(1, 1))
     fence_async_shared()
     sums = Sums(step_sums, state_sums, inner, outer, skip_sums, v_x, stride)
     gradients = Gradients(dB, dC, dB_before, dC_before)
     sizes = Sizes(ntiles, batch, seqlen, nspans, ngroups, heads_per_group, None)
     gl.warp_specialize([
-        (compute_half, (dx_desc, rings, tiles, vectors, D, gradients, sums, sizes, FORM, 0, SPLITS)),
-        (compute_half, (dx_desc, rings, tiles, vectors, D, gradients, sums, sizes, FORM, 1, SPLITS)),
-        (compute_across, (rings, tiles, vectors, sums, sizes, FORM, SPLITS)),
+        (multiply_pairs, (dx_desc, rings, tiles, vectors, D, gradients, sums, sizes, FORM, 0, SPLITS)),
+        (multiply_pairs, (dx_desc, rings, tiles, vectors, D, gradients, sums, sizes, FORM, 1, SPLITS)),
         (fetch_vectors, (rings.vectors, vectors, dA_cumsum, dt, sizes, 2 * M, SPLITS)),
         (fetch_tiles, (x_desc, dy_desc, B_desc, C_desc, dx_desc, rings.tiles, tiles, sizes, FORM, SPLITS)),
-    ], [4, 4, 2, 1], [160, 160, 24, 24])
+    ], [4, 4, 1], [232, 24, 24])
 
 
 def hopper_pairs(i: SSDInputs, x_desc, dy_desc, B_desc, C_desc, dx_desc, dt, dA_cumsum, v_x, outer, dB, dC, dB_before,
