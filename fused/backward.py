@@ -19,7 +19,7 @@ from ssd.kernels.chunk_cumsum_bwd import chunk_cumsum_bwd
 from ssd.runtime.tuning import pick
 from ssd.types import SUB_CHUNK, Options, SSDGrads, SSDInputs, SSDSaved
 
-from . import hopper_backward
+from . import hopper, hopper_backward
 from .kernels.chunk_state_passing import refine_states
 from .kernels.dB_dx import dB_dx
 from .kernels.dC_dCB import dC_dCB
@@ -36,7 +36,7 @@ def backward(saved: SSDSaved, dout: Tensor, dfinal_states: Tensor | None, into: 
     run, last_state, every = _run_group_kernels, _compute_last_state, SUB_CHUNK
     if hopper_backward.can_run(saved.inputs, saved.options):
         run, last_state = hopper_backward.backward, hopper_backward.compute_last_state
-        every = hopper_backward.tokens_between_states(saved.inputs)
+        every = hopper.tokens_between_states(saved.inputs)
     if saved.options.split_backward and not saved.inputs.has_document_states and should_split(saved, every):
         return run_in_halves(run, last_state, saved, dout, dfinal_states, into)
     return run(saved, dout, dfinal_states, into)

@@ -101,13 +101,11 @@ def run_stationary(inputs: SSDInputs, options: Options, save: bool, keep: bool) 
     with torch.cuda.device_of(inputs.x):
         call = _Call.of(inputs, save)
         final_states, asked = call.new_final_states(), call.new_asked_states(options, save)
-        prev_states = None
-        every = states_every(inputs, options)
+        prev_states, every = None, states_every(inputs, options)
         if keep:
             prev_states = call.new_states((cdiv(call.nsub, every // BLOCK_M),), inputs.states_dtype)
         runs, *entering = call.get_runs(options, "scan_step", scan=True)
-        spaced = {"every": every} if keep else {}
-        call.scan(runs, call.initial_states, *entering, final_states, prev_states, asked, **spaced)
+        call.scan(runs, call.initial_states, *entering, final_states, prev_states, asked, every=every if keep else BLOCK_M)
     return call.out, final_states, SSDSaved(inputs, options, call.y, None, prev_states, asked)
 
 
@@ -135,8 +133,14 @@ def run_two_level(inputs: SSDInputs, options: Options, save: bool, keep: bool,
 
 def states_every(i: SSDInputs, options: Options) -> int:
     """Tokens between the states that a forward here keeps: as the backward here reads them, where others can use those, too."""
-    asked = i.return_states_every or SPAN
-    return SPAN if runs_wide(i) and options.fuse_backward and not (asked % SPAN or i.chunk_size % SPAN) else BLOCK_M
+    every = tokens_between_states(i)
+    fits = options.fuse_backward and not i.chunk_size % every and not (i.return_states_every or every) % every
+    return every if fits else BLOCK_M
+
+
+def tokens_between_states(i: SSDInputs) -> int:
+    """Of those that the backward here reads."""
+    return SPAN if runs_wide(i) else BLOCK_M
 
 
 def runs_wide(i: SSDInputs) -> bool:

@@ -18,7 +18,7 @@ from ssd.kernels.chunk_cumsum import chunk_cumsum
 from ssd.kernels.chunk_cumsum_bwd import chunk_cumsum_bwd
 from ssd.kernels.document_blocks import document_blocks
 from ssd.runtime.tuning import Device, current_device
-from ssd.types import SPAN, Options, SSDGrads, SSDInputs, SSDSaved
+from ssd.types import Options, SSDGrads, SSDInputs, SSDSaved
 
 from . import hopper
 from .hopper import (
@@ -31,6 +31,7 @@ from .hopper import (
     is_describable,
     make_runs,
     runs_wide,
+    tokens_between_states,
 )
 from .kernels.head_sums import add_splits, allocate_splits, keep_contiguous
 from .schedule import choose_splits
@@ -55,11 +56,6 @@ def worth_keeping(i: SSDInputs, options: Options, every: int) -> int | None:
 def takes_documents(i: SSDInputs, options: Options) -> bool:
     """Whether `backward` takes these documents with states as they are."""
     return options.fuse_backward and cannot_run(i, options) is None
-
-
-def tokens_between_states(i: SSDInputs) -> int:
-    """Of those that the backward reads."""
-    return SPAN if runs_wide(i) else BLOCK_M
 
 
 def cannot_run(i: SSDInputs, options: Options) -> str | None:
@@ -158,7 +154,7 @@ def _compute_states(saved: SSDSaved, tokens: tuple, dt: Tensor, dA_cumsum: Tenso
 
 def _can_read(i: SSDInputs, every: int) -> bool:
     """Whether states that a forward kept every so many tokens are of use: one for each sub-chunk or span, in the dtype of x."""
-    return (every == BLOCK_M or (every == SPAN and runs_wide(i))) and i.states_dtype == i.x.dtype
+    return every in (BLOCK_M, tokens_between_states(i)) and i.states_dtype == i.x.dtype
 
 
 def _copy_into(gradient: Tensor, into: Tensor | None) -> Tensor:
