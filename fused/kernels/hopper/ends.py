@@ -116,7 +116,8 @@ def compute_dC(rings, tiles, dA_cumsum, dC, sums, sizes, form: gl.constexpr, SPL
             end = gl.load(dA_cumsum + at + SPAN - 1)
             wait_full(rings.tiles, step)
             dy_tile = get_tile(tiles.dy, slot, M, M)
-            e = warpgroup_mma_wait(0, deps=(multiply_states(tiles.C, tiles.H, slot, M, WIDTH, IP),))
+            e = multiply_states(tiles.C, tiles.H, slot, M, WIDTH, IP)
+            e = warpgroup_mma_wait(0, deps=(e,))
             r = gl.sum(e * dy_tile.load(IP).to(gl.float32), 1) * decay(A_i * LOG2E)
             row = (tile.row + n // form.SLICES * sizes.nsub) * SPAN
             gl.store(sums.r + n % form.SLICES * sums.stride + row + half * M + i, r)
@@ -171,7 +172,8 @@ def compute_dB(rings, tiles, dA_cumsum, dt, dx, dx_strides, dB, sums, sizes, for
             slot = slot_of(rings.tiles, step)
             wait_full(rings.tiles, step)
             x_tile = get_tile(tiles.x, slot, M, M)
-            v = warpgroup_mma_wait(0, deps=(multiply_states(tiles.B, tiles.G, slot, M, WIDTH, JP),))
+            v = multiply_states(tiles.B, tiles.G, slot, M, WIDTH, JP)
+            v = warpgroup_mma_wait(0, deps=(v,))
             v = v * gl.expand_dims(decay((end - A_j) * LOG2E), 1)
             row = (tile.row + n // form.SLICES * sizes.nsub) * SPAN
             v_x = gl.sum(v * x_tile.load(JP).to(gl.float32), 1)

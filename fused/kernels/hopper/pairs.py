@@ -152,7 +152,6 @@ def multiply_pairs(dx_desc, rings, tiles, vectors, D, gradients, sums, sizes, fo
         if U == 0:
             wait_empty(rings.pairs, turn)
             tiles.pairs.index(2).store(CB_other.to(DTYPE))
-        block_barrier()
         dCB, dCB_other = zeros, zeros
         for k in range(tile.count):
             line = slot_of(rings.vectors, head_step)
