@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...kernels.arguments import cdiv
+from ...runtime.dependent_launch import begin_early, let_next_begin, wait_for_last
 from ...runtime.launch import launch
 from .conv1d import BLOCK, convolve, load_filter, sigmoid
 
@@ -16,7 +17,9 @@ from .conv1d import BLOCK, convolve, load_filter, sigmoid
 @triton.jit
 def conv1d_update_kernel(x, x_strides, conv_state, state_strides, weight, weight_strides, bias, cache_seqlens,
                          conv_state_indices, out, out_strides, seqlen, state_len, nslots, DIM: tl.constexpr,
-                         WIDTH: tl.constexpr, SILU: tl.constexpr, BLOCK: tl.constexpr):
+                         WIDTH: tl.constexpr, SILU: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    let_next_begin(EARLY)
+    wait_for_last(EARLY)
     NTILES: tl.constexpr = (DIM + BLOCK - 1) // BLOCK
     b = tl.cast(tl.program_id(0) // NTILES, tl.int64)
     channels = tl.program_id(0) % NTILES * BLOCK + tl.arange(0, BLOCK).to(tl.int64)
@@ -66,4 +69,5 @@ def conv1d_update(x: Tensor, conv_state: Tensor, weight: Tensor, bias: Tensor | 
     launch(
         conv1d_update_kernel, batch * cdiv(dim, BLOCK),
         x, x.stride(), conv_state, conv_state.stride(), weight, weight.stride(), bias, cache_seqlens, conv_state_indices,
-        out, out.stride(), seqlen, state_len, nslots, dim, width, silu, BLOCK=BLOCK, num_warps=1)
+        out, out.stride(), seqlen, state_len, nslots, dim, width, silu, BLOCK=BLOCK, num_warps=1,
+        **begin_early(x.device.index))

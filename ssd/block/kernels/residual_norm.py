@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...runtime.dependent_launch import begin_early, let_next_begin, wait_for_last
 from ...runtime.launch import launch
 from ...runtime.tuning import next_power_of_2
 
@@ -18,7 +19,10 @@ _PER_WARP = 256
 
 
 @triton.jit
-def residual_norm_kernel(residual, added, weight, total, out, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def residual_norm_kernel(residual, added, weight, total, out, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+                         EARLY: tl.constexpr):
+    let_next_begin(EARLY)
+    wait_for_last(EARLY)
     channels = tl.arange(0, BLOCK)
     inside = channels < WIDTH
     at = tl.program_id(0).to(tl.int64) * WIDTH + channels
@@ -39,5 +43,5 @@ def residual_norm(residual: Tensor, added: Tensor | None, weight: Tensor, eps: f
     out = torch.empty(residual.shape, device=residual.device, dtype=weight.dtype)
     block = next_power_of_2(width)
     launch(residual_norm_kernel, residual.numel() // width, residual, added, weight, total, out, eps, width, block,
-           num_warps=min(32, max(1, block // _PER_WARP)))
+           num_warps=min(32, max(1, block // _PER_WARP)), **begin_early(residual.device.index))
     return total, out

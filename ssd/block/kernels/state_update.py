@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ...kernels.arguments import COUNTS, cdiv, strides
 from ...kernels.device import LOG2E, product, sigmoid, softplus, unpack_program
+from ...runtime.dependent_launch import begin_early, let_next_begin, wait_for_last
 from ...runtime.launch import launch
 from ...runtime.tuning import next_power_of_2
 
@@ -53,7 +54,9 @@ def load_vector(t, stride, offs, inside):
 
 @triton.jit(do_not_specialize=COUNTS)
 def state_update_kernel(state, x, dt, A, B, C, D, z, dt_bias, state_batch_indices, out, strides, rows, FORM: tl.constexpr,
-                        BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr):
+                        BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, EARLY: tl.constexpr):
+    let_next_begin(EARLY)
+    wait_for_last(EARLY)
     tile, h, _, b = unpack_program((FORM.dim + BLOCK_P - 1) // BLOCK_P, FORM.nheads, 1)
     g = h // (FORM.nheads // FORM.ngroups)
     offs_p = (tile * BLOCK_P + tl.arange(0, BLOCK_P)).to(tl.int64)
@@ -113,7 +116,8 @@ def state_update(state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: 
     launch(
         state_update_kernel, cdiv(dim, block_p) * nheads * batch,
         *tensors, state_batch_indices, out, Strides(*map(strides, tensors)), rows, form,
-        BLOCK_P=block_p, BLOCK_N=columns, num_warps=min(32, max(1, block_p * columns // _PER_WARP)))
+        BLOCK_P=block_p, BLOCK_N=columns, num_warps=min(32, max(1, block_p * columns // _PER_WARP)),
+        **begin_early(x.device.index))
     return out
 
 

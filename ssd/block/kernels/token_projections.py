@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ...kernels.arguments import cdiv
 from ...runtime import tuning
+from ...runtime.dependent_launch import begin_early, let_next_begin, wait_for_last
 from ...runtime.launch import launch
 from .conv1d import convolve, load_filter, sigmoid
 
@@ -69,13 +70,17 @@ def load_bias(bias, columns, FORM: tl.constexpr):
 @triton.jit
 def project_in_kernel(residual, residual_stride, norm_weight, weight, bias, conv_state, state_strides, conv_weight,
                       weight_strides, conv_bias, out, eps, FORM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-                      EACH: tl.constexpr):
+                      EACH: tl.constexpr, EARLY: tl.constexpr):
+    let_next_begin(EARLY)
     dtype: tl.constexpr = weight.dtype.element_ty
     BATCH: tl.constexpr = FORM.batch
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     channels = columns - FORM.first
     live = (channels >= 0) & (channels < FORM.conv_dim)
     taps, offset = load_filter(conv_weight, weight_strides, conv_bias, channels, live, FORM.width)
+    k = tl.arange(0, BLOCK_K)
+    w = load_weight(weight, columns, k, k < FORM.channels, FORM)  # those of a step are loaded in the one before
+    wait_for_last(EARLY)
     conv_state += channels.to(tl.int64) * state_strides[1]
     past, sums, squares = (), (), ()
     for b in tl.static_range(BATCH):
@@ -84,17 +89,16 @@ def project_in_kernel(residual, residual_stride, norm_weight, weight, bias, conv
         sums += (tl.zeros([BLOCK_N, BLOCK_K // EACH], tl.float32),)
         squares += (tl.zeros([BLOCK_K], tl.float32),)
 
-    for start in range(0, FORM.channels, BLOCK_K):
-        k = start + tl.arange(0, BLOCK_K)
+    for _ in range(0, FORM.channels, BLOCK_K):
         in_k = k < FORM.channels
-        w = load_weight(weight, columns, k, in_k, FORM)
+        next_w = load_weight(weight, columns, k + BLOCK_K, k + BLOCK_K < FORM.channels, FORM)
         scale = tl.load(norm_weight + k, mask=in_k, other=0.0).to(tl.float32)
         new_sums, new_squares = (), ()
         for b in tl.static_range(BATCH):
             v = tl.load(residual + b * residual_stride + k, mask=in_k, other=0.0).to(dtype).to(tl.float32)
             new_squares += (squares[b] + v * v,)
             new_sums += (add_products(sums[b], w, (v * scale).to(dtype).to(tl.float32), BLOCK_N, EACH),)
-        sums, squares = new_sums, new_squares
+        sums, squares, w, k = new_sums, new_squares, next_w, k + BLOCK_K
 
     offset_out = load_bias(bias, columns, FORM)
     tl.debug_barrier()  # what was read of conv_state may now be overwritten, by whichever thread
@@ -117,26 +121,29 @@ def project_in_kernel(residual, residual_stride, norm_weight, weight, bias, conv
 
 @triton.jit
 def project_out_kernel(y, y_stride, norm_weight, weight, bias, residual, residual_stride, out, eps, FORM: tl.constexpr,
-                       BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EACH: tl.constexpr):
+                       BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EACH: tl.constexpr, EARLY: tl.constexpr):
+    let_next_begin(EARLY)
     dtype: tl.constexpr = weight.dtype.element_ty
     BATCH: tl.constexpr = FORM.batch
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = columns < FORM.columns
+    k = tl.arange(0, BLOCK_K)
+    w = load_weight(weight, columns, k, k < FORM.group, FORM)  # those of a step are loaded in the one before
+    wait_for_last(EARLY)
     before, totals = (), ()
     for b in tl.static_range(BATCH):
         before += (tl.load(residual + b * residual_stride + columns, mask=inside, other=0.0),)
         totals += (tl.zeros([BLOCK_N], tl.float32),)
 
-    for first in range(0, FORM.channels, FORM.group):
+    for _ in range(0, FORM.channels, FORM.group):
         sums, squares = (), ()
         for _ in tl.static_range(BATCH):
             sums += (tl.zeros([BLOCK_N, BLOCK_K // EACH], tl.float32),)
             squares += (tl.zeros([BLOCK_K], tl.float32),)
-        for start in range(0, FORM.group, BLOCK_K):
-            k = start + tl.arange(0, BLOCK_K)
-            in_k = k < FORM.group
-            k += first
-            w = load_weight(weight, columns, k, in_k, FORM)
+        for _ in range(0, FORM.group, BLOCK_K):
+            in_k = k < FORM.channels
+            # a group is of whole steps, or the only one
+            next_w = load_weight(weight, columns, k + BLOCK_K, k + BLOCK_K < FORM.channels, FORM)
             new_sums, new_squares = (), ()
             for b in tl.static_range(BATCH):
                 v = tl.load(y + b * y_stride + k, mask=in_k, other=0.0).to(tl.float32)
@@ -144,7 +151,7 @@ def project_out_kernel(y, y_stride, norm_weight, weight, bias, residual, residua
                 if norm_weight is not None:
                     v = (v * tl.load(norm_weight + k, mask=in_k, other=0.0).to(tl.float32)).to(dtype).to(tl.float32)
                 new_sums += (add_products(sums[b], w, v, BLOCK_N, EACH),)
-            sums, squares = new_sums, new_squares
+            sums, squares, w, k = new_sums, new_squares, next_w, k + BLOCK_K
         new_totals = ()
         for b in tl.static_range(BATCH):
             part = tl.sum(sums[b], 1)
@@ -197,4 +204,5 @@ def _choose_tile(form: Form, weight: Tensor) -> tuple[int, dict[str, int]]:
     if form.group < form.channels:
         depth = min(depth, form.group & -form.group)
     return cdiv(form.columns, columns), {
-        "BLOCK_N": columns, "BLOCK_K": depth, "EACH": _EACH, "num_warps": max(1, depth // (32 * _EACH))}
+        "BLOCK_N": columns, "BLOCK_K": depth, "EACH": _EACH, "num_warps": max(1, depth // (32 * _EACH)),
+        **begin_early(weight.device.index)}
