@@ -1,17 +1,22 @@
-"""Triton's interpreter, made about twice as fast: it does without what says nothing new.
+"""Triton's interpreter, made about three times as fast: it does without what says nothing new.
 
 It prepares the language again in every call of a function inside a kernel, where once for each module does. It watches sums
-and products of integers for overflows, which only tensors larger than any here could have. And it makes the type of every
-value anew, where a kernel has few different ones.
+and products of integers for overflows, which only tensors larger than any here could have. It makes the type of every value
+anew, where a kernel has few different ones. And it makes operands alike again that are so, and constants that it has made.
 """
 
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache, wraps
+from functools import cache, partial, wraps
 
+import numpy as np
 from triton.language import core
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
+
+_LISTS = list, tuple, core.tuple
+_NUMBERS = int, float, bool
 
 
 class _Scope:
@@ -43,6 +48,9 @@ def quicken() -> None:
     core._unwrap_if_constexpr = _look_into_lists(core._unwrap_if_constexpr)
     core.block_type.__init__ = _make_once(core.block_type.__init__)
     core.tensor.__init__ = _set_tensor
+    interpreter.TensorHandle.__post_init__ = lambda self: None  # a check of its own results
+    interpreter._patch_attr = _bind_semantic
+    TritonSemantic.binary_op_type_checking_impl = _remember_types(TritonSemantic.binary_op_type_checking_impl)
 
 
 def _find_once(find_dtype: Callable) -> Callable:
@@ -56,9 +64,59 @@ def _look_into_lists(unwrap: Callable) -> Callable:
     def unwrap_quickly(value):
         if type(value) is core.constexpr:
             return value.value
-        return unwrap(value) if isinstance(value, list | tuple | core.tuple) else value
+        return unwrap(value) if isinstance(value, _LISTS) else value
 
     return unwrap_quickly
+
+
+def _bind_semantic(obj: object, name: str, member: Callable, builder: object, scope: object) -> None:
+    """Gives a builtin its last argument, which nothing here leaves out, without a look at the others."""
+    function = getattr(member, "__wrapped__", member)
+
+    def call(*args, **kwargs):
+        kwargs["_semantic"] = interpreter.interpreter_semantic
+        return function(*args, **kwargs)
+
+    scope.set_attr(obj, name, call)
+
+
+def _remember_types(make_alike: Callable) -> Callable:
+    """make_alike, which gives both operands of an operation types that fit: it finds out which once for each pair of types,
+    and makes a number a tensor once for each type of the other operand.
+    """
+    constants, fitting = {}, {}
+
+    def make_quickly(self, lhs, rhs, *rules):
+        left, right = type(lhs), type(rhs)
+        if left is core.tensor and right is core.tensor:
+            key = lhs.type.name, rhs.type.name, rules
+            if key not in fitting:
+                fitting[key] = tuple(t.type for t in make_alike(self, lhs, rhs, *rules))
+            return tuple(map(partial(_give_type, self), (lhs, rhs), fitting[key]))
+        if left in _NUMBERS and right is core.tensor or right in _NUMBERS and left is core.tensor:
+            number, tensor = (lhs, rhs) if right is core.tensor else (rhs, lhs)
+            key = number, type(number), math.copysign(1, number), tensor.type.name, left, rules
+            if key not in constants:
+                alike = make_alike(self, lhs, rhs, *rules)
+                if (alike[1] if number is lhs else alike[0]) is not tensor:
+                    return alike
+                constants[key] = alike[0] if number is lhs else alike[1]
+            return (constants[key], tensor) if number is lhs else (tensor, constants[key])
+        return make_alike(self, lhs, rhs, *rules)
+
+    return make_quickly
+
+
+def _give_type(semantic: TritonSemantic, t: core.tensor, wanted: core.dtype) -> core.tensor:
+    """The tensor cast and broadcast."""
+    if t.type.name == wanted.name:
+        return t
+    if t.dtype.name != wanted.scalar.name:
+        t = semantic.cast(t, wanted.scalar)
+    if t.type.name == wanted.name:
+        return t
+    data = np.broadcast_to(t.handle.data, [size.value if type(size) is core.constexpr else size for size in wanted.shape])
+    return core.tensor(interpreter.TensorHandle(data, t.handle.dtype), wanted)
 
 
 def _make_once(set_type: Callable) -> Callable:
