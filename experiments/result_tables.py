@@ -19,7 +19,9 @@ from .table import render_lines, write_head, write_number, write_scientific
 MODES = DIRECTIONS | {"fwd_bwd": "forward and backward"}
 COSTS = "8b-b4"  # the shape at which the README says what the default costs
 _WIDTH = 128  # of a line of prose
-_MIXERS = "MambaVision's and GraphMamba's steps are with Mamba-2 mixers, not Mamba-1's."
+_FEW = 6  # shapes, which are named
+_STEPS = ("Training steps are wall time, with Mamba-2 mixers; launched kernel by kernel, they gain from fewer launches as well: "
+          "[docs/workloads.md](docs/workloads.md#what-the-variants-gain).")
 # options that change nothing of what a mode times
 _UNREAD = {"fwd": {"save_states", "fuse_backward"},
            "bwd": {"fuse_states", "low_precision_CB", "causal_blocks", "fuse_bmm", "two_level", "stationary"}}
@@ -28,7 +30,7 @@ _BLOCK = {header: table.BLOCK[header] for header in _BLOCK_HEADERS}
 _DECODE = {header: column for header, column in table.DECODE.items() if header not in ("graph", "same %", "note")}
 # {part of a block: (what a reader calls it, the mode whose speed-up is told)}
 _LIBRARY_PARTS = {"conv1d": ("convolution", "fwd_bwd"), "gated_norm": ("gated norm", "fwd_bwd"),
-                  "state_update": ("decoding of a token", "fwd"), "block": ("a whole `Mamba2`", "fwd_bwd"),
+                  "state_update": ("`selective_state_update`", "fwd"), "block": ("a whole `Mamba2`", "fwd_bwd"),
                   "selective_scan": ("Mamba-1's scan", "fwd_bwd")}
 _MODELS = {shape.name: shape for shape in MODELS}
 _whole = write_number(0)
@@ -61,7 +63,7 @@ def tabulate_speedups(rows: list[dict], steps: list[dict]) -> str:
             first, lines = len(paragraphs) - 1, layers
     if lines:
         dash = "; a dash: not measured" if any("-" in cells for cells in lines) else ""
-        paragraphs.insert(0, f"{paragraphs.pop(first)} The figure's bars and the table show `{FASTEST}`{dash}. {_MIXERS}")
+        paragraphs.insert(0, f"{paragraphs.pop(first)} The figure's bars and the table show `{FASTEST}`{dash}. {_STEPS}")
     parts = [textwrap.fill(text, _WIDTH) + "\n" for text in paragraphs]
     head = ("layer, batch x tokens", "for&shy;ward, µs", "back&shy;ward, µs", "training step, ms")  # broken on narrow screens
     if lines:
@@ -82,7 +84,9 @@ def _describe_gains(rows: list[dict]) -> str:
         what = "The forward of" if any(row["mode"] == "bwd" for row in rows) else "Only forwards were compared there. With"
         return f" {what} `{FASTEST}`: {listed}." if gains else ""
     of_default = f", and {default} with the default, `{DEFAULT}`" if default else ""
-    return (f" Over {len({row['shape'] for row in both})} shapes, forward and backward together are {find_ends(both)} as fast "
+    shapes = [*dict.fromkeys(row["shape"] for row in both)]
+    over = f"{len(shapes)} shapes" if len(shapes) > _FEW else join_words(shapes)
+    return (f" Over {over}, forward and backward together are {find_ends(both)} as fast "
             f"with the fastest variant{of_default}.")
 
 

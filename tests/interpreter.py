@@ -93,7 +93,7 @@ def _remember_types(make_alike: Callable) -> Callable:
             if key not in fitting:
                 fitting[key] = tuple(t.type for t in make_alike(self, lhs, rhs, *rules))
             return tuple(map(partial(_give_type, self), (lhs, rhs), fitting[key]))
-        if left in _NUMBERS and right is core.tensor or right in _NUMBERS and left is core.tensor:
+        if (left in _NUMBERS and right is core.tensor) or (right in _NUMBERS and left is core.tensor):
             number, tensor = (lhs, rhs) if right is core.tensor else (rhs, lhs)
             key = number, type(number), math.copysign(1, number), tensor.type.name, left, rules
             if key not in constants:

@@ -111,7 +111,7 @@ def test_speedups():
         return " ".join(result_tables.tabulate_speedups([*rows, *more], []).split())
 
     assert "on one NVIDIA H200" in render() and "the default" not in render()
-    assert "Over 1 shapes, forward and backward together are 1.8x as fast with the fastest variant. " in render()
+    assert "Over 8b-b4, forward and backward together are 1.8x as fast with the fastest variant. " in render()
     assert "The figure's bars and the table show `persistent`" in render()
     assert "| Mamba-2 8B, 4 x 4096 | **2.0x** 242 | **0.8x** 990 | - |" in render()
     assert "a dash: not measured" in render()

@@ -27,7 +27,7 @@ FP8_PER_CLOCK = 8192  # dense FP8 operations of an SM, NVIDIA H100 Tensor Core G
 
 def collect(calls: list[Call], rows: list[dict]) -> dict:
     """What was counted on one GPU of the kernels that stand beside the paper's: whose, by mode; their ratios; the training
-    step that gains most by pruning; and which lengths were measured.
+    step that gains most without some states; and which lengths were measured.
     """
     whose, found = _choose_calls(calls)
     done = [(classes.work(kernel), kernel) for call in found.values() for kernel in call.kernels]
@@ -39,8 +39,8 @@ def collect(calls: list[Call], rows: list[dict]) -> dict:
         "by_counters": any(work.source == "counters" for work, _ in mixed),
         "below_with_exps": _count_below(work.tensor / (work.vector + kernel["exps"]) for work, kernel in mixed)
         if mixed and all("exps" in kernel for _, kernel in mixed) else None,
-        "pruned": max((gain for gain in tables.list_gains(speed.read_latest(rows)) if gain.row["part"] == "step"),
-                      key=lambda gain: gain.faster, default=None),
+        "pruned": max((gain for gain in tables.list_gains(speed.read_latest(rows))
+                       if (gain.row["part"], gain.row["kind"]) == ("step", "states")), key=lambda gain: gain.faster, default=None),
         "lengths": _find_range(components.read_latest(rows)),
         "operator_lengths": _find_range(row for row in table.read_latest(rows) if row["shape"].startswith("sweep-"))}
 
