@@ -80,32 +80,32 @@ def backward(saved: SSDSaved, dout: Tensor, dfinal_states: Tensor | None, into: 
                                                 blocks)
         descriptors = x, dy, B, C
         device = current_device(i.x.device.index)
+        dx = output(i.x, into.dx if into.dx is not None and is_describable(into.dx) else None)
         if runs_wide(i):
-            gradients = run_spans(spans, descriptors, H, G, dt, dA_cumsum, arrivals, device, into)
+            gradients = run_spans(spans, descriptors, dx, H, G, dt, dA_cumsum, arrivals, device, into)
         else:
-            gradients = _run_group(spans, descriptors, H, G, dt, dA_cumsum, arrivals, device, into, blocks)
-    dx, dB, dC, ddt, dA, ddt_bias, dD = gradients
+            gradients = _run_group(spans, descriptors, dx, H, G, dt, dA_cumsum, arrivals, device, into, blocks)
+    dB, dC, ddt, dA, ddt_bias, dD = gradients
     if dinitial_states is not None:
         dinitial_states = _copy_into(dinitial_states, into.dinitial_states)
     dx, dB, dC = _copy_into(dx, into.dx), _copy_into(dB, into.dB), _copy_into(dC, into.dC)
     return SSDGrads(dx, ddt, dA, dB, dC, dD, dz, ddt_bias, dinitial_states)
 
 
-def _run_group(i: SSDInputs, descriptors: tuple, H: Tensor, G: Tensor, dt: Tensor, dA_cumsum: Tensor, arrivals: Tensor,
-               device: Device, into: SSDGrads, blocks: Tensor | None) -> tuple[Tensor | None, ...]:
+def _run_group(i: SSDInputs, descriptors: tuple, dx: Tensor, H: Tensor, G: Tensor, dt: Tensor, dA_cumsum: Tensor,
+               arrivals: Tensor, device: Device, into: SSDGrads, blocks: Tensor | None) -> tuple[Tensor | None, ...]:
     """As `run_spans`, by sub-chunks, which are the chunks of these inputs."""
     from .kernels.hopper.group import hopper_group
 
     splits = choose_splits(i.batch * dt.shape[2] * i.ngroups, i.nheads // i.ngroups, device.sms, device.name)
     dB_parts = allocate_splits(i.B, keep_contiguous(into.dB), splits)
     dC_parts = allocate_splits(i.C, keep_contiguous(into.dC), splits)
-    dx = output(i.x, into.dx if into.dx is not None and is_describable(into.dx) else None)
     sums = hopper_group(i, *descriptors, describe_states(H), describe_states(G), describe(dx), dt, dA_cumsum, dB_parts,
                         dC_parts, device.sms, blocks, dx)
     no_parts = dt.new_empty(0, *dt.shape)  # of r, which is in the sums of outputs
     of_steps = chunk_cumsum_bwd(i, sums.step, no_parts, sums.state, sums.s[..., None], sums.output, sums.pair[None], arrivals,
                                 into.ddt, None if i.D is None else sums.skip, blocks)
-    return dx, add_splits(dB_parts, i.B, into.dB), add_splits(dC_parts, i.C, into.dC), *of_steps
+    return add_splits(dB_parts, i.B, into.dB), add_splits(dC_parts, i.C, into.dC), *of_steps
 
 
 def compute_last_state(i: SSDInputs, options: Options) -> Tensor:

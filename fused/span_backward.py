@@ -16,21 +16,20 @@ from ssd.kernels.sum_parts import sum_first
 from ssd.runtime.tuning import Device
 from ssd.types import SSDGrads, SSDInputs
 
-from .hopper import describe, describe_states, get_width, is_describable
+from .hopper import describe, describe_states, get_width
 from .kernels.head_sums import keep_contiguous
 from .schedule import choose_splits
 
 
-def run_spans(i: SSDInputs, descriptors: tuple, H: Tensor, G: Tensor, dt: Tensor, dA_cumsum: Tensor, arrivals: Tensor,
-              device: Device, into: SSDGrads) -> tuple[Tensor | None, ...]:
-    """Returns dx, dB, dC, ddt, dA, ddt_bias and dD of inputs whose chunks are spans. H: the states before each span or
+def run_spans(i: SSDInputs, descriptors: tuple, dx: Tensor, H: Tensor, G: Tensor, dt: Tensor, dA_cumsum: Tensor,
+              arrivals: Tensor, device: Device, into: SSDGrads) -> tuple[Tensor | None, ...]:
+    """Fills dx; returns dB, dC, ddt, dA, ddt_bias and dD of inputs whose chunks are spans. H: the states before each span or
     sub-chunk; G: the gradients of those after each span; into: places, of which those are taken that the kernels can write to.
     """
     from .kernels.hopper.ends import hopper_ends
     from .kernels.hopper.pairs import hopper_pairs
 
     x, dy, B, C = (t.base for t in descriptors)
-    dx = output(i.x, into.dx if into.dx is not None and is_describable(into.dx) else None)
     tiles, heads = i.batch * dt.shape[2] * i.ngroups, i.nheads // i.ngroups
     of_ends, of_pairs = (choose_splits(n * tiles, heads, device.sms, device.name) for n in (2, 1))
     # the first split of the pairs adds to the last of the ends
@@ -49,4 +48,4 @@ def run_spans(i: SSDInputs, descriptors: tuple, H: Tensor, G: Tensor, dt: Tensor
     if parts.shape[1] > 1:
         sum_first(dB_parts, dB)
         sum_first(dC_parts, dC)
-    return dx, dB, dC, ddt, dA, ddt_bias, dD
+    return dB, dC, ddt, dA, ddt_bias, dD

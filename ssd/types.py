@@ -109,7 +109,7 @@ class SSDInputs:
 
 def count_between(i: SSDInputs, prev_states: Tensor) -> int:
     """Tokens between `SSDSaved.prev_states`: a chunk or a span where there are as many, else a sub-chunk."""
-    return next((every for every in (i.chunk_size, SPAN) if -(-i.seqlen // every) == prev_states.shape[1]), SUB_CHUNK)
+    return next((n for n in sorted((i.chunk_size, SUB_CHUNK, SPAN)) if -(-i.seqlen // n) == prev_states.shape[1]), SUB_CHUNK)
 
 
 @dataclass(frozen=True)

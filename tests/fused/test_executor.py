@@ -198,6 +198,21 @@ def test_steps_of_zero(executor):
     check(executor, way, inputs)
 
 
+@pytest.mark.parametrize("dstate", (128, 256))
+def test_products_beyond_fp16_that_decay_takes_back(dstate, executor):
+    """C B^T is then rounded after the decay alone."""
+    way = replace(WAYS["dstate 256"], shape=Shape(1, 100, 2, 64, 1, dstate, 128), case=replace(PLAIN, D="h"), dtype=torch.float16)
+    inputs, variant = draw(way)
+    large = (1.1 * 2**16 / dstate) ** 0.5
+    inputs = replace(inputs, B=torch.full_like(inputs.B, large), C=torch.full_like(inputs.C, large),
+                     A=torch.full_like(inputs.A, -16.0), dt=torch.full_like(inputs.dt, 0.1))
+    dout = torch.randn_like(inputs.x) * 0.01
+    with hopper_on_cpu(executor):
+        got = results(variant, inputs, dout, None)
+    assert all(t.isfinite().all() for t in got.values())
+    assert error(got["ddt"], truths(inputs, dout, None)["ddt"]).rms < 1e-2
+
+
 def test_last_state(executor):
     """As a split backward asks for it: few states are written on the way there."""
     inputs = random_inputs(replace(LONG, seqlen=LONG.seqlen + 64), START, torch.bfloat16)

@@ -11,6 +11,7 @@ from fused.hopper import BLOCK_M, count_pairs, count_parts, describe, describe_i
 from fused.schedule import deal_two_level
 from ssd.kernels.arguments import cdiv
 from ssd.kernels.chunk_cumsum import chunk_cumsum
+from ssd.types import SPAN
 from tests.executor import Executor
 from tests.fused import test_hopper
 from tests.fused.hopper_on_cpu import KERNELS
@@ -114,6 +115,16 @@ def test_pieces(dstate, device):
                   "chunk_scan_dstates", compute_backwards)
 
 
+def add_sums(at):
+    at.dB, at.dC = at.dB + at.dB_pairs, at.dC + at.dC_pairs
+    at.s = at.dA_cumsum[..., -1].exp() * (at.prev_states * at.dstates).sum((-2, -1)).transpose(1, 2)
+    at.output, at.dy_x = at.r + at.row, (at.dy * at.x).sum(-1).permute(0, 3, 1, 2)
+
+
+GROUP = ("bmm_chunk", "chunk_scan_chunk_state_dx", "chunk_state_dB", "chunk_scan_dC", "chunk_scan_dCB", round_dCB, "bmm_bwd",
+         "sum_pairs", add_sums)
+
+
 @over_dstate
 def test_group(dstate, device):
     """Heads of a group in two splits. Where dstate has two parts, the second launch adds the sums of the first."""
@@ -127,11 +138,25 @@ def test_group(dstate, device):
     sums = hopper_group(i, x, dy, B, C, describe_states(v.prev_states), describe_states(v.dstates), describe(dx), v.dt,
                         v.dA_cumsum, dB, dC, 3)
 
-    def add_sums(at):
-        at.dB, at.dC = at.dB + at.dB_pairs, at.dC + at.dC_pairs
-        at.s = at.dA_cumsum[..., -1].exp() * (at.prev_states * at.dstates).sum((-2, -1)).transpose(1, 2)
-        at.output, at.dy_x = at.r + at.row, (at.dy * at.x).sum(-1).permute(0, 3, 1, 2)
+    assert_stages(v, name_results("dx dB dC u_v_x q output col dy_x s", dx, dB.sum(0), dC.sum(0), *sums), *GROUP)
 
-    assert_stages(v, name_results("dx dB dC u_v_x q output col dy_x s", dx, dB.sum(0), dC.sum(0), *sums),
-                  "bmm_chunk", "chunk_scan_chunk_state_dx", "chunk_state_dB", "chunk_scan_dC", "chunk_scan_dCB", round_dCB,
-                  "bmm_bwd", "sum_pairs", add_sums)
+
+def test_spans(device):
+    """hopper_ends, with a group's heads in two splits, and hopper_pairs, whose first split adds to the second of these."""
+    from fused.kernels.hopper.ends import hopper_ends
+    from fused.kernels.hopper.pairs import hopper_pairs
+
+    v = draw("plain", device, 200, SPAN // BLOCK_M)
+    i, states = v.inputs, (describe_states(v.prev_states), describe_states(v.dstates))
+    dB, dC = torch.empty(2, 3, *i.B.shape, device=device)
+    dx = torch.empty_like(v.dy)
+    (x, B), (dy, C) = describe_inputs(i.x, i.B), describe_inputs(v.dy, i.C)
+    v_x, r, s = hopper_ends(i, x, dy, B, C, *states, v.dt, v.dA_cumsum, v.prev_states.shape[1], dx, dB[:2], dC[:2], 3)
+    sums = hopper_pairs(i, x, dy, describe(B.base), describe(C.base), describe(dx), v.dt, v.dA_cumsum, v_x, r[-1], dB[1:],
+                        dC[1:], dB[1], dC[1], 3)
+
+    def take_together(at):
+        at.net, at.s = at.output - at.col, at.s[..., None]
+
+    got = name_results("dx dB dC u_v_x q net dy_x s", dx, dB.sum(0), dC.sum(0), *sums, s.sum(-1, keepdim=True))
+    assert_stages(v, got | {"net": got["net"] + r.sum(0)}, *GROUP, take_together)

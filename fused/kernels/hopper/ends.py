@@ -119,13 +119,12 @@ def compute_dC(rings, tiles, dA_cumsum, dC, sums, sizes, form: gl.constexpr, SPL
             e = multiply_states(tiles.C, tiles.H, slot, M, WIDTH, IP)
             e = warpgroup_mma_wait(0, deps=(e,))
             r = gl.sum(e * dy_tile.load(IP).to(gl.float32), 1) * decay(A_i * LOG2E)
-            row = (tile.row + n // form.SLICES * sizes.nsub) * SPAN
-            gl.store(sums.r + n % form.SLICES * sums.stride + row + half * M + i, r)
+            gl.store(sums.r + n % form.SLICES * sums.stride + at + half * M + i, r)
             # <H, G> of a part as the trace of H G^T
             H, G = get_tile(tiles.H, 2 * slot + half, M, WIDTH), get_tile(tiles.G, 2 * slot + half, M, WIDTH)
             HG = warpgroup_mma(H, G.permute((1, 0)), gl.zeros([M, M], gl.float32, IP), use_acc=False, is_async=True)
             HG = gl.where(gl.expand_dims(i, 1) == gl.expand_dims(p, 0), warpgroup_mma_wait(0, deps=(HG,)), 0.0)
-            part = (row // SPAN * form.SLICES + n % form.SLICES) * 2 + half
+            part = (at // SPAN * form.SLICES + n % form.SLICES) * 2 + half
             gl.store(sums.s + part, gl.sum(gl.sum(HG, 1), 0) * decay(end * LOG2E))
             dy = (dy_tile.load(OPERAND).to(gl.float32) * gl.expand_dims(decay(A_operand * LOG2E), 1)).to(DTYPE)
             dC0 = warpgroup_mma(dy, get_tile(tiles.H, 2 * slot, M, WIDTH), dC0, is_async=True)
@@ -175,9 +174,8 @@ def compute_dB(rings, tiles, dA_cumsum, dt, dx, dx_strides, dB, sums, sizes, for
             v = multiply_states(tiles.B, tiles.G, slot, M, WIDTH, JP)
             v = warpgroup_mma_wait(0, deps=(v,))
             v = v * gl.expand_dims(decay((end - A_j) * LOG2E), 1)
-            row = (tile.row + n // form.SLICES * sizes.nsub) * SPAN
             v_x = gl.sum(v * x_tile.load(JP).to(gl.float32), 1)
-            gl.store(sums.v_x + n % form.SLICES * sums.stride + row + half * M + j, v_x)
+            gl.store(sums.v_x + n % form.SLICES * sums.stride + at + half * M + j, v_x)
             channel = n % form.SLICES * M + p
             inside = gl.expand_dims(token < sizes.seqlen, 1)
             if form.HEADDIM % M:

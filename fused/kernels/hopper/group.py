@@ -43,7 +43,7 @@ from ssd.runtime.launch import launch
 from ssd.types import SSDInputs
 
 from .documents import TOKEN, load_field
-from .group_tiles import Rings, Sizes, Sums, Tiles, Vectors, as_box, find_tile, get_token, store_rows, write_dx
+from .group_tiles import Rings, Sizes, Sums, Tiles, Vectors, as_box, fetch_vectors, find_tile, get_token, store_rows, write_dx
 from .ring import make_barriers, make_ring, mark_empty, mark_full, next_empty, next_full, slot_of, wait_empty, wait_full
 from .roles import LOG2E, allocate_tiles, decay, fetch_slice, get_tile, make_form, tile_bytes
 
@@ -280,30 +280,6 @@ def compute_dB(rings, tiles, vectors, dA_cumsum, dB, sums, before, sizes, form: 
 
 
 @gluon.jit
-def fetch_vectors(ring, vectors, dA_cumsum, dt, sizes, form: gl.constexpr, BLOCK_M: gl.constexpr, SPLITS: gl.constexpr):
-    """The producer of vectors, of each head.
-
-    Two warps, a token a thread: racecheck takes the barrier of one for none (docs/log/sanitizer.md).
-    """
-    m = gl.arange(0, BLOCK_M, gl.BlockedLayout([1], [32], [BLOCK_M // 32], [0]))
-    step = 0
-    for t in range(gl.program_id(0), sizes.ntiles, gl.num_programs(0)):
-        tile = find_tile(t, sizes, SPLITS)
-        at = tile.row * BLOCK_M + m
-        a, dt_k = gl.load(dA_cumsum + at), gl.load(dt + at)
-        for k in range(tile.count * form.SLICES):
-            line = slot_of(ring, step)
-            wait_empty(ring, step)
-            vectors.A.index(line).store(a * LOG2E)
-            vectors.dt.index(line).store(dt_k)
-            block_barrier()
-            mark_full(ring, line)
-            at = (tile.row + gl.minimum(k + 1, tile.count * form.SLICES - 1) // form.SLICES * sizes.nsub) * BLOCK_M + m
-            a, dt_k = gl.load(dA_cumsum + at), gl.load(dt + at)
-            step += 1
-
-
-@gluon.jit
 def fetch_tiles(x_desc, dy_desc, B_desc, C_desc, H_desc, G_desc, ring, tiles, sizes, form: gl.constexpr, PART: gl.constexpr,
                 SPLITS: gl.constexpr):
     """The producer: B and C of each tile in the places of an H and a G, then x, dy, H and G of each of its heads."""
@@ -365,11 +341,12 @@ def hopper_group_kernel(x_desc, dy_desc, B_desc, C_desc, H_desc, G_desc, dx_desc
         ntiles = load_field(blocks, nsub, TOKEN) * ngroups * SPLITS
     sizes = Sizes(ntiles, batch, seqlen, nsub, ngroups, heads_per_group, blocks)
     FORM: gl.constexpr = make_form(HEADDIM, DSTATE, ROWS, H_desc.block_shape[2])
+    SLICES: gl.constexpr = FORM.SLICES
     gl.warp_specialize([
         (compute_dC, (rings, tiles, vectors, dC, sums, before, sizes, FORM, PART, SPLITS)),
         (compute_dx, (dx_desc, dx_at, rings, tiles, vectors, D, sums, before, sizes, FORM, PART, SPLITS)),
         (compute_dB, (rings, tiles, vectors, dA_cumsum, dB, sums, before, sizes, FORM, PART, SPLITS)),
-        (fetch_vectors, (rings.vectors, vectors, dA_cumsum, dt, sizes, FORM, BLOCK_M, SPLITS)),
+        (fetch_vectors, (rings.vectors, vectors, dA_cumsum, dt, sizes, SLICES, BLOCK_M, SPLITS)),
         (fetch_tiles, (x_desc, dy_desc, B_desc, C_desc, H_desc, G_desc, rings.tiles, tiles, sizes, FORM, PART, SPLITS)),
     ], [4, 4, 2, 1], [168, 128, 24, 24])
 

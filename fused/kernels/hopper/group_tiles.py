@@ -7,11 +7,11 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ssd.runtime.gluon_names import reinterpret
+from ssd.runtime.gluon_names import block_barrier, reinterpret
 
 from .documents import COUNT, TOKEN, load_field, write_block
-from .ring import Ring
-from .roles import write_slice
+from .ring import Ring, mark_full, slot_of, wait_empty
+from .roles import LOG2E, write_slice
 
 
 class Sizes(NamedTuple):
@@ -90,6 +90,30 @@ def find_tile(t, sizes, SPLITS: gl.constexpr):
     head = group * sizes.heads_per_group + split * each
     at = (b * sizes.ngroups * sizes.heads_per_group + head) * sizes.nsub + c
     return Tile(b, c, group, split, head, gl.minimum(each, sizes.heads_per_group - split * each), at)
+
+
+@gluon.jit
+def fetch_vectors(ring, vectors, dA_cumsum, dt, sizes, SLICES: gl.constexpr, BLOCK_M: gl.constexpr, SPLITS: gl.constexpr):
+    """The producer of vectors, of each head, or of each slice of it anew.
+
+    A token a thread, of two warps at least: racecheck takes the barrier of one for none (docs/log/sanitizer.md).
+    """
+    m = gl.arange(0, BLOCK_M, gl.BlockedLayout([1], [32], [BLOCK_M // 32], [0]))
+    step = 0
+    for t in range(gl.program_id(0), sizes.ntiles, gl.num_programs(0)):
+        tile = find_tile(t, sizes, SPLITS)
+        at = tile.row * BLOCK_M + m
+        a, dt_k = gl.load(dA_cumsum + at), gl.load(dt + at)
+        for k in range(tile.count * SLICES):
+            line = slot_of(ring, step)
+            wait_empty(ring, step)
+            vectors.A.index(line).store(a * LOG2E)
+            vectors.dt.index(line).store(dt_k)
+            block_barrier()
+            mark_full(ring, line)
+            at = (tile.row + gl.minimum(k + 1, tile.count * SLICES - 1) // SLICES * sizes.nsub) * BLOCK_M + m
+            a, dt_k = gl.load(dA_cumsum + at), gl.load(dt + at)
+            step += 1
 
 
 @gluon.jit

@@ -38,12 +38,12 @@ from ssd.runtime.gluon_names import block_barrier, store_wait
 from ssd.runtime.launch import launch
 from ssd.types import SSDInputs
 
-from .group_tiles import Sizes, Tile, Vectors, as_box, find_tile, store_rows
+from .group_tiles import Sizes, Tile, Vectors, as_box, fetch_vectors, find_tile, store_rows
 from .ring import Ring, make_ring, mark_empty, mark_full, slot_of, wait_empty, wait_full
-from .roles import LOG2E, allocate_tiles, decay, fetch_slice, get_tile, make_form, tile_bytes, write_slice
+from .roles import allocate_tiles, decay, fetch_slice, get_tile, make_form, tile_bytes, write_slice
 
 SIZES = ("ntiles", "batch", "seqlen", "nspans", "ngroups", "heads_per_group", "stride")
-SLOTS, LINES = 4, 2  # slots of the ring of tiles, and of that of vectors
+SLOTS, LINES = 3, 2  # slots of the ring of tiles, and of that of vectors
 _REGISTERS = 128  # of a thread at launch; the roles then share them out: 232 multiply_pairs, 24 the rest
 
 
@@ -61,7 +61,8 @@ class Tiles(NamedTuple):
     x: gl.shared_memory_descriptor
     dy: gl.shared_memory_descriptor
     dx: gl.shared_memory_descriptor  # on its way in, and out
-    pairs: gl.shared_memory_descriptor  # [3, 64, 64]: B C^T [j, i] of the first half, of the second and between them; then dCB
+    CB: gl.shared_memory_descriptor  # [3, 64, 64] fp32: B C^T [j, i] of the first half, of the second and between them
+    pairs: gl.shared_memory_descriptor  # [3, 64, 64]: likewise dCB
 
 
 class Sums(NamedTuple):
@@ -86,12 +87,12 @@ class Gradients(NamedTuple):
 
 
 @gluon.jit
-def weigh(x_dy, CB, dCB, A_i, A_j, dt_j, OPERAND: gl.constexpr):
+def weigh(x_dy, CB, dCB, A_i, A_j, dt_j, DTYPE: gl.constexpr, OPERAND: gl.constexpr):
     """dCB with a head's K; the weights of dy_i in u_j; those times x_j . dy_i summed over i, and times dt_j over j."""
     L = decay(gl.expand_dims(A_i, 0) - gl.expand_dims(A_j, 1))
     dCB += x_dy * L * gl.expand_dims(dt_j, 1)
-    L = L * CB.to(gl.float32)
-    weights = gl.convert_layout(L.to(CB.dtype), OPERAND)
+    L = L * CB
+    weights = gl.convert_layout(L.to(DTYPE), OPERAND)
     L = L * x_dy
     return dCB, weights, gl.sum(L, 1), gl.sum(L * gl.expand_dims(dt_j, 1), 0)
 
@@ -148,10 +149,9 @@ def multiply_pairs(dx_desc, rings, tiles, vectors, D, gradients, sums, sizes, fo
             step += 1
         own = gl.sum(gl.where(same, CB, 0.0), 1)  # B_j . C_j
         # a token's pair with itself cancels in row - col, and u gets it by itself
-        tiles.pairs.index(U).store(gl.where(gl.expand_dims(i, 0) > gl.expand_dims(j, 1), CB, 0.0).to(DTYPE))
+        tiles.CB.index(U).store(gl.where(gl.expand_dims(i, 0) > gl.expand_dims(j, 1), CB, 0.0))
         if U == 0:
-            wait_empty(rings.pairs, turn)
-            tiles.pairs.index(2).store(CB_other.to(DTYPE))
+            tiles.CB.index(2).store(CB_other)
         dCB, dCB_other = zeros, zeros
         for k in range(tile.count):
             line = slot_of(rings.vectors, head_step)
@@ -173,12 +173,12 @@ def multiply_pairs(dx_desc, rings, tiles, vectors, D, gradients, sums, sizes, fo
             x_dy, x_dy_other = warpgroup_mma_wait(0, deps=(x_dy, x_dy_other))
             own_x_dy = gl.sum(gl.where(same, x_dy, 0.0), 1)
             v_x += v_x_second
-            dCB, weights, u_x, row = weigh(x_dy, tiles.pairs.index(U).load(JI), dCB, A.slice(U * M, M).load(COLUMN), A_j, dt_j,
-                                           OPERAND)
+            dCB, weights, u_x, row = weigh(x_dy, tiles.CB.index(U).load(JI), dCB, A.slice(U * M, M).load(COLUMN), A_j, dt_j,
+                                           DTYPE, OPERAND)
             weights_other = weights
             if U == 0:
                 dCB_other, weights_other, u_x_other, row_other = weigh(
-                    x_dy_other, tiles.pairs.index(2).load(JI), dCB_other, A.slice(M, M).load(COLUMN), A_j, dt_j, OPERAND)
+                    x_dy_other, tiles.CB.index(2).load(JI), dCB_other, A.slice(M, M).load(COLUMN), A_j, dt_j, DTYPE, OPERAND)
                 u_x += u_x_other
                 gl.store(sums.outer + at + i, row)
                 gl.store(sums.outer + at + M + i, row_other)
@@ -200,7 +200,7 @@ def multiply_pairs(dx_desc, rings, tiles, vectors, D, gradients, sums, sizes, fo
                 fence_async_shared()
                 block_barrier()
                 write_slice(dx_desc, tile.b, tile.c * SPAN + U * M, (tile.head + k) * form.SLICES + n, form.SLICES,
-                            as_box(tiles.dx.index(2 * slot + U), dx_desc))
+                            tiles.dx.index(2 * slot + U))
             mark_empty(rings.vectors, line)
             store_wait(0)  # before what it reads is filled again
             block_barrier()
@@ -211,6 +211,7 @@ def multiply_pairs(dx_desc, rings, tiles, vectors, D, gradients, sums, sizes, fo
         pairs = gl.where(gl.expand_dims(i, 0) >= gl.expand_dims(j, 1), dCB, 0.0).to(DTYPE)
         tiles.pairs.index(U).store(pairs)
         if U == 0:
+            wait_empty(rings.pairs, turn)
             tiles.pairs.index(2).store(dCB_other.to(DTYPE))
         fence_async_shared()
         block_barrier()
@@ -237,27 +238,6 @@ def multiply_pairs(dx_desc, rings, tiles, vectors, D, gradients, sums, sizes, fo
             step += 1
         if U == 1:
             mark_empty(rings.pairs, 0)
-
-
-@gluon.jit
-def fetch_vectors(ring, vectors, dA_cumsum, dt, sizes, SPAN: gl.constexpr, SPLITS: gl.constexpr):
-    """The producer of vectors, of each head. A token a thread."""
-    m = gl.arange(0, SPAN, gl.BlockedLayout([1], [32], [SPAN // 32], [0]))
-    step = 0
-    for t in range(gl.program_id(0), sizes.ntiles, gl.num_programs(0)):
-        tile = find_tile(t, sizes, SPLITS)
-        at = tile.row * SPAN + m
-        a, dt_k = gl.load(dA_cumsum + at), gl.load(dt + at)
-        for k in range(tile.count):
-            line = slot_of(ring, step)
-            wait_empty(ring, step)
-            vectors.A.index(line).store(a * LOG2E)
-            vectors.dt.index(line).store(dt_k)
-            block_barrier()
-            mark_full(ring, line)
-            at = (tile.row + gl.minimum(k + 1, tile.count - 1) * sizes.nsub) * SPAN + m
-            a, dt_k = gl.load(dA_cumsum + at), gl.load(dt + at)
-            step += 1
 
 
 @gluon.jit
@@ -306,7 +286,7 @@ def hopper_pairs_kernel(x_desc, dy_desc, B_desc, C_desc, dx_desc, dA_cumsum, dt,
     FORM: gl.constexpr = make_form(HEADDIM, DSTATE, M, M)
     pairs = gl.allocate_shared_memory(DTYPE, [3, M, M], SQUARE)
     tiles = Tiles(allocate_tiles(x_desc, 2 * SLOTS), allocate_tiles(dy_desc, 2 * SLOTS), allocate_tiles(dx_desc, 2 * SLOTS),
-                  pairs)
+                  gl.allocate_shared_memory(gl.float32, [3, M, M], gl.SwizzledSharedLayout(8, 1, 8, [1, 0])), pairs)
     vectors = Vectors(gl.allocate_shared_memory(gl.float32, [LINES, 2 * M], LINE),
                       gl.allocate_shared_memory(gl.float32, [LINES, 2 * M], LINE))
     rings = Rings(make_ring(SLOTS, 2), make_ring(LINES, 2), make_ring(1, 1))
@@ -317,7 +297,7 @@ def hopper_pairs_kernel(x_desc, dy_desc, B_desc, C_desc, dx_desc, dA_cumsum, dt,
     gl.warp_specialize([
         (multiply_pairs, (dx_desc, rings, tiles, vectors, D, gradients, sums, sizes, FORM, 0, SPLITS)),
         (multiply_pairs, (dx_desc, rings, tiles, vectors, D, gradients, sums, sizes, FORM, 1, SPLITS)),
-        (fetch_vectors, (rings.vectors, vectors, dA_cumsum, dt, sizes, 2 * M, SPLITS)),
+        (fetch_vectors, (rings.vectors, vectors, dA_cumsum, dt, sizes, 1, 2 * M, SPLITS)),
         (fetch_tiles, (x_desc, dy_desc, B_desc, C_desc, dx_desc, rings.tiles, tiles, sizes, FORM, SPLITS)),
     ], [4, 4, 1], [232, 24, 24])
 
