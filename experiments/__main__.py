@@ -10,7 +10,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import Annotated
 
-import typer
+try:
+    import typer
+except ModuleNotFoundError as missing:
+    raise SystemExit(f"python -m experiments needs {missing.name}: pip install '.[bench]', or after `make setup` take "
+                     ".venv/bin/python") from None
 
 from . import flags
 from .arguments import has_gpu, parse_options, read_rows, require_gpu, split_chunk_sizes, split_names, split_shapes

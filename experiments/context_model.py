@@ -91,7 +91,8 @@ def tabulate(rows: list[dict]) -> str:
         lines.append((f"{seqlen:,}", ranks, *cells))
     of = "parts, µs | times one GPU's speed | all-to-alls, µs"
     head = write_head(f"tokens | ranks | forward: {of} | forward and backward: {of}")
-    said = [f"{model.start:,.0f} + {1e3 * model.token:,.1f} a thousand tokens, and {model.cut:,.0f} for the cut"
+    said = [(f"{model.start:,.0f} and " if model.start >= 0.5 else "")
+            + f"{1e3 * model.token:,.1f} for each thousand tokens, and {model.cut:,.0f} for the cut"
             for model in models.values()]
     link = (f"The link: {models['fwd'].link_gbps:,.0f} GB/s as measured, and beyond {_OF_ONE_HOST} GPUs {_NETWORK_GBPS:.0f}, "
             "which is assumed.")

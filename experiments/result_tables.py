@@ -20,7 +20,7 @@ MODES = DIRECTIONS | {"fwd_bwd": "forward and backward"}
 COSTS = "8b-b4"  # the shape at which the README says what the default costs
 _WIDTH = 128  # of a line of prose
 _FEW = 6  # shapes, which are named
-_STEPS = ("Training steps are wall time, with Mamba-2 mixers; launched kernel by kernel, they gain from fewer launches as well: "
+_STEPS = ("Training steps are wall time, with Mamba-2 mixers; launched kernel by kernel, they gain from fewer launches too: "
           "[docs/workloads.md](docs/workloads.md#what-the-variants-gain).")
 # options that change nothing of what a mode times
 _UNREAD = {"fwd": {"save_states", "fuse_backward"},

@@ -82,5 +82,6 @@ def find_shapes(names: str) -> list[Shape]:
         else:
             known, single = (*_GROUPS, *SHAPES), ", ".join(shape.name for shape in (*NAMED, *WORKLOADS))
             raise ValueError(f"shape: got {name!r}, expected {', '.join(_GROUPS)}, or one of theirs: {single}, sweep-<seqlen>, "
-                             f"or a model as {_SHORT[0].name}{suggest(name, known)}")
+                             f"or a model as {_SHORT[0].name}; sizes of your own are a line more in experiments/shapes.txt"
+                             f"{suggest(name, known)}")
     return list(found.values())

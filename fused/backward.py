@@ -51,29 +51,29 @@ def name_backward(i: SSDInputs, options: Options) -> str:
 
 def _compute_last_state(i: SSDInputs, options: Options) -> Tensor:
     """The state after the last token, (batch, nheads, headdim, dstate) fp32; of those before it, few are in memory."""
-    spans = replace(i, chunk_size=LONGEST_TILE)
+    cut = replace(i, chunk_size=LONGEST_TILE)
     with torch.cuda.device_of(i.x):
-        return compute_states(spans, *chunk_cumsum(spans), options)[1]
+        return compute_states(cut, *chunk_cumsum(cut), options)[1]
 
 
 def _run_group_kernels(saved: SSDSaved, dout: Tensor, dfinal_states: Tensor | None, into: SSDGrads) -> SSDGrads:
     i, options = saved.inputs, saved.options
     # as long as the tiles of every kernel here allow
-    spans = replace(i, chunk_size=min(pick(kernel, i)["BLOCK_M"] for kernel in _KERNELS))
+    cut = replace(i, chunk_size=min(pick(kernel, i)["BLOCK_M"] for kernel in _KERNELS))
     dout = fit_to_tiles(dout)
     with torch.cuda.device_of(i.x):
         arrivals = i.A.new_empty(i.nheads, dtype=torch.int32)
-        dt, dA_cumsum = chunk_cumsum(spans, arrivals=arrivals)
+        dt, dA_cumsum = chunk_cumsum(cut, arrivals=arrivals)
         prev_states = saved.prev_states
         if prev_states is None:
-            prev_states, _ = compute_states(spans, dt, dA_cumsum, options)
-        elif spans.chunk_size < saved.states_every:
-            prev_states = refine_states(spans, dt, dA_cumsum, prev_states, saved.states_every, options)
+            prev_states, _ = compute_states(cut, dt, dA_cumsum, options)
+        elif cut.chunk_size < saved.states_every:
+            prev_states = refine_states(cut, dt, dA_cumsum, prev_states, saved.states_every, options)
         dz, dy = (None, dout) if i.z is None else chunk_scan_dz(i, dout, saved.y, into.dz)
         G, dinitial_states, s_tiles = compute_dstates(i, dy, dA_cumsum, prev_states, dfinal_states, options,
                                                       into.dinitial_states)
         dC, dCB, net = dC_dCB(i, dt, dA_cumsum, dy, prev_states, options, into.dC)
         dx, dB, dD, u_v_x, q = dB_dx(i, dt, dA_cumsum, dy, G, dCB, options, into.dx, into.dB)
         no_parts = net.new_empty(0, *net.shape)  # of r and col, which are in net
-        ddt, dA, ddt_bias, _ = chunk_cumsum_bwd(spans, u_v_x, no_parts, q, s_tiles, net, no_parts, arrivals, into.ddt)
+        ddt, dA, ddt_bias, _ = chunk_cumsum_bwd(cut, u_v_x, no_parts, q, s_tiles, net, no_parts, arrivals, into.ddt)
     return SSDGrads(dx, ddt, dA, dB, dC, dD, dz, ddt_bias, dinitial_states)

@@ -3,7 +3,7 @@ Launches of the Gluon kernels in order:
 
     stationary: chunk_cumsum, hopper_states of the pieces where sequences are cut, hopper_scan of whole sequences.
     two_level:  chunk_cumsum, hopper_states of the pieces where sequences are cut, hopper_states of whole sequences, and
-                hopper_scan of spans of up to 512 tokens, whatever chunk_size is.
+                hopper_scan of pieces of up to 512 tokens, whatever chunk_size is.
 """
 
 from __future__ import annotations
@@ -139,12 +139,14 @@ def states_every(i: SSDInputs, options: Options) -> int:
 
 
 def tokens_between_states(i: SSDInputs) -> int:
-    """Of those that the backward here reads."""
+    """Tokens between the states that the backward here reads."""
     return SPAN if runs_wide(i) else BLOCK_M
 
 
 def runs_wide(i: SSDInputs) -> bool:
-    """Whether both parts of dstate are scanned in one launch, by a kernel that knows nothing of documents' states."""
+    """Whether both parts of dstate are taken at once: by hopper_wide_scan, which knows nothing of documents' states, and in the
+    backward by spans.
+    """
     return count_parts(i.dstate) == 2 and not i.has_document_states
 
 
@@ -183,8 +185,8 @@ class _Call:
     def scan(self, runs: Tensor, initial_states: Tensor | None = None, ends: Tensor | None = None,
              factors: Tensor | None = None, final_states: Tensor | None = None, kept: Tensor | None = None,
              asked: Tensor | None = None, **starts) -> None:
-        """Launches what scans. kept: the states before each sub-chunk, where they are written; asked: of `new_asked_states`;
-        starts: as hopper_scan.
+        """Launches what scans. kept: the states before every `every` tokens, where they are written; asked: of
+        `new_asked_states`; starts: as hopper_scan.
         """
         from .kernels.hopper.scan import hopper_scan
         from .kernels.hopper.scan_tiles import COLUMNS

@@ -1,8 +1,9 @@
 """The backward on Hopper, which `fused` and `persistent` take where the inputs allow:
 
     chunk_cumsum, hopper_states backwards for the gradients of the states and, where the forward kept none, forwards for the
-    states (two launches where sequences are cut), hopper_group, chunk_cumsum_bwd; with a gate chunk_scan_dz before them, and
-    where a group's heads are shared out to several blocks sum_parts of dB and of dC after them.
+    states (two launches where sequences are cut), hopper_group (above a dstate of 128 the kernels of `span_backward`),
+    chunk_cumsum_bwd; with a gate chunk_scan_dz before them, and where a group's heads are shared out to several blocks
+    sum_parts of dB and of dC after them.
 """
 
 from __future__ import annotations
@@ -71,20 +72,20 @@ def backward(saved: SSDSaved, dout: Tensor, dfinal_states: Tensor | None, into: 
     with torch.cuda.device_of(i.x):
         dout = fit_to_tiles(dout)
         dz, dy = (None, dout) if i.z is None else chunk_scan_dz(i, dout, saved.y, into.dz)
-        spans = replace(i, chunk_size=tokens_between_states(i))
+        cut = replace(i, chunk_size=tokens_between_states(i))
         arrivals = i.A.new_empty(i.nheads, dtype=torch.int32)
         blocks = document_blocks(i) if i.has_document_states else None
-        dt, dA_cumsum = chunk_cumsum(spans, apart=True, arrivals=arrivals, blocks=blocks)
-        (x, B), (dy, C) = (describe_inputs(*of, rows=spans.chunk_size) for of in ((i.x, i.B), (dy, i.C)))
+        dt, dA_cumsum = chunk_cumsum(cut, apart=True, arrivals=arrivals, blocks=blocks)
+        (x, B), (dy, C) = (describe_inputs(*of, rows=cut.chunk_size) for of in ((i.x, i.B), (dy, i.C)))
         H, G, dinitial_states = _compute_states(saved, (x, B, dy, C), dt, dA_cumsum, dfinal_states, into.dinitial_states,
                                                 blocks)
         descriptors = x, dy, B, C
         device = current_device(i.x.device.index)
         dx = output(i.x, into.dx if into.dx is not None and is_describable(into.dx) else None)
         if runs_wide(i):
-            gradients = run_spans(spans, descriptors, dx, H, G, dt, dA_cumsum, arrivals, device, into)
+            gradients = run_spans(cut, descriptors, dx, H, G, dt, dA_cumsum, arrivals, device, into)
         else:
-            gradients = _run_group(spans, descriptors, dx, H, G, dt, dA_cumsum, arrivals, device, into, blocks)
+            gradients = _run_group(cut, descriptors, dx, H, G, dt, dA_cumsum, arrivals, device, into, blocks)
     dB, dC, ddt, dA, ddt_bias, dD = gradients
     if dinitial_states is not None:
         dinitial_states = _copy_into(dinitial_states, into.dinitial_states)

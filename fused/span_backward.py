@@ -31,18 +31,18 @@ def run_spans(i: SSDInputs, descriptors: tuple, dx: Tensor, H: Tensor, G: Tensor
 
     x, dy, B, C = (t.base for t in descriptors)
     tiles, heads = i.batch * dt.shape[2] * i.ngroups, i.nheads // i.ngroups
-    of_ends, of_pairs = (choose_splits(n * tiles, heads, device.sms, device.name) for n in (2, 1))
+    ends_splits, pairs_splits = (choose_splits(n * tiles, heads, device.sms, device.name) for n in (2, 1))
     # the first split of the pairs adds to the last of the ends
-    parts = torch.empty(2, of_ends + of_pairs - 1, *i.B.shape, device=dt.device, dtype=torch.float32)
+    parts = torch.empty(2, ends_splits + pairs_splits - 1, *i.B.shape, device=dt.device, dtype=torch.float32)
     dB_parts, dC_parts = parts
     dB, dC = output(i.B, keep_contiguous(into.dB)), output(i.C, keep_contiguous(into.dC))
-    to = (dB[None], dC[None]) if parts.shape[1] == 1 else parts[:, of_ends - 1 :]
+    places = (dB[None], dC[None]) if parts.shape[1] == 1 else parts[:, ends_splits - 1 :]
     width = get_width(i.dstate)
     v_x, r, s = hopper_ends(i, describe(x), describe(dy), describe(B, width), describe(C, width), describe_states(H),
-                            describe_states(G), dt, dA_cumsum, H.shape[1], dx, dB_parts[:of_ends], dC_parts[:of_ends],
-                            device.sms)
+                            describe_states(G), dt, dA_cumsum, H.shape[1], dx, dB_parts[:ends_splits],
+                            dC_parts[:ends_splits], device.sms)
     step, state, inner, skip = hopper_pairs(i, describe(x), describe(dy), describe(B), describe(C), describe(dx), dt,
-                                            dA_cumsum, v_x, r[-1], *to, *parts[:, of_ends - 1], device.sms)
+                                            dA_cumsum, v_x, r[-1], *places, *parts[:, ends_splits - 1], device.sms)
     no_parts = dt.new_empty(0, *dt.shape)  # of col, which is in `inner`
     ddt, dA, ddt_bias, dD = chunk_cumsum_bwd(i, step, r, state, s, inner, no_parts, arrivals, into.ddt, skip)
     if parts.shape[1] > 1:

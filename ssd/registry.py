@@ -30,7 +30,7 @@ class Variant:
         apply: (SSDInputs) -> (out, final_states), differentiable by itself.
         options: names of the fields of `Options` that this variant knows, in the order in which an ablation adds them.
         states_every: (SSDInputs, Options) -> tokens between the states that a forward leaves in `SSDSaved.prev_states` where
-            `SSDInputs.keeps_states`: chunk_size or 64; None: it leaves none.
+            `SSDInputs.keeps_states`: chunk_size, 128 or 64; None: it leaves none.
         writes_states: (SSDInputs, Options) -> whether a forward writes the states that `SSDInputs.return_states_every` asks for
             into `SSDSaved.states`, and leaves no others, where none are kept for a backward. None: never.
         kernels: (SSDInputs, Options, mode: "fwd" or "bwd", keeps: bool) -> the name, in the tables of times, of the kernels

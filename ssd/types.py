@@ -108,7 +108,7 @@ class SSDInputs:
 
 
 def count_between(i: SSDInputs, prev_states: Tensor) -> int:
-    """Tokens between `SSDSaved.prev_states`: a chunk or a span where there are as many, else a sub-chunk."""
+    """Tokens between `SSDSaved.prev_states`: the fewest that make so many states."""
     return next((n for n in sorted((i.chunk_size, SUB_CHUNK, SPAN)) if -(-i.seqlen // n) == prev_states.shape[1]), SUB_CHUNK)
 
 

@@ -43,18 +43,24 @@ def list_gains(rows: list[dict]) -> list[Gain]:
 
 def tabulate_speed(rows: list[dict]) -> str:
     """rows: of `speed.read_latest`. Memory: what a call holds, weights and all."""
-    lines, reached = [], []
-    for gain in list_gains(rows):
+    lines, reached, gains = [], [], list_gains(rows)
+    kinds = {gain.row["kind"] for gain in gains}  # of which it is not reached
+    for gain in gains:
         row = gain.row
         lines.append([f"{gain.what}, {row['gpu'].removeprefix('NVIDIA ')}", row["mode"], f"{row['seqlen']:,}", gain.share,
                       f"{record.get_us(row):,.0f}", f"{gain.faster:.2f}", f"{_get_mib(row):,.0f}", f"{gain.saved:.1%}"])
         if gain.faster >= PAPER_SPEEDUP and gain.saved >= PAPER_SAVED:
             reached.append(f"{gain.what}, {row['mode']}, {row['seqlen']:,} tokens, without {gain.share}")
+            kinds.discard(row["kind"])
     if not lines:
         return "No rows yet: no GPU has run `make prune-speed` for this table.\n"
     paper = f"{PAPER_SPEEDUP} times as fast with {PAPER_SAVED:.1%} less memory"
-    said = f"The paper's {paper} is reached by: {'; '.join(reached)}."
-    return f"{_SPEED_HEAD}{render_lines(lines)}\n{said if reached else f'None of these is {paper}, as the paper says.'}\n"
+    said = [f"The paper's {paper} is reached by: {'; '.join(reached)}." if reached else
+            f"None of these is {paper}, as the paper says."]
+    for kind in sorted(kinds):
+        best = max((gain for gain in gains if gain.row["kind"] == kind), key=lambda gain: gain.faster)
+        said.append(f"Without {best.share} it is at most {best.faster:.2f} times as fast with {best.saved:.1%} less memory.")
+    return f"{_SPEED_HEAD}{render_lines(lines)}\n{' '.join(said)}\n"
 
 
 def tabulate_losses(rows: list[dict]) -> str:
@@ -77,17 +83,17 @@ def tabulate_losses(rows: list[dict]) -> str:
 
 
 def _compare_with_random(what: str, scores: dict[str, list[dict]]) -> list[str]:
-    """A sentence on each score where it and a random choice have two seeds or more, after fine-tuning if there was any."""
-    if (apart := _spread(scores.get("random", []))) is None:
+    """A sentence on the scores with two seeds or more, where a random choice has as many; after any fine-tuning."""
+    spreads = {score: spread for score, of in sorted(scores.items()) if (spread := _spread(of)) is not None}
+    if "random" not in spreads or len(spreads) == 1:
         return []
-    sentences = []
-    for score in sorted(scores.keys() - {"random"}):
-        if (spread := _spread(scores[score])) is None:
-            continue
-        gain, widest = mean(map(_get_loss, scores["random"])) - mean(map(_get_loss, scores[score])), max(apart, spread)
-        beats = "beats" if gain > widest else "does not beat"
-        sentences.append(f"{what}: {score} {beats} a random choice by more than seeds differ ({gain:.3f}, seeds {widest:.3f}).")
-    return sentences
+    widest, losses = max(spreads.values()), {score: mean(map(_get_loss, scores[score])) for score in spreads}
+    gains = {score: losses["random"] - loss for score, loss in losses.items() if score != "random"}
+    better, others = ([f"{score} ({gain:.3f})" for score, gain in gains.items() if (gain > widest) == beats]
+                      for beats in (True, False))
+    told = ", ".join(better) or "none"
+    return [f"{what}, better than a random choice by more than seeds differ ({widest:.3f}): {told}"
+            f"{'; not ' if others else ''}{', '.join(others)}."]
 
 
 def _describe_model(row: dict) -> tuple[str, str]:

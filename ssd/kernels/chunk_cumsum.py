@@ -21,7 +21,7 @@ from .document_blocks import FIELDS
 
 # What dA_cumsum falls by at the first token of a document: 2^-184.7, and so 0 for every decay and step times decay that begins
 # before it. Differences inside a document lose 1e-5 of a binary log in RMS, and four times that at most, for each document
-# that began in the same 64 tokens (docs/ssd.md).
+# that began in the same chunk (docs/ssd.md).
 _BOUNDARY = tl.constexpr(-128.0)
 
 CONFIGS = ConfigSpace(

@@ -1,10 +1,11 @@
 """chunk_cumsum_bwd, equations (20) to (25): the gradients of the step and of A, from the sums the other kernels left.
 
-Reads dt_raw (batch, seqlen, nheads), any strides; (u + v) . x, q and row (batch, nheads, nchunks, chunk_size); r and
-col, the same with partial sums in front; s (batch, nheads, nchunks, ntiles); all fp32; and dy . x as q, if dD is to be its sum.
-Writes ddt (batch, seqlen, nheads), any strides, and dA, ddt_bias and dD, (nheads,) fp32. Each program leaves its chunk's part
-of these sums; the last to arrive of those of the same heads adds the parts up, in the same order whichever it is. They count in
-arrivals (nheads,) int32: 0 on entry, and again on exit, of a tile of heads at its number. Without it no sum is ever written.
+Reads dt_raw (batch, seqlen, nheads), any strides; (u + v) . x, q and row (batch, nheads, nchunks, chunk_size); r and col, the
+same with partial sums in front; s (batch, nheads, nchunks, ntiles); all fp32; and dy . x, shaped as q, of which dD is the sum,
+or None. Writes ddt (batch, seqlen, nheads), any strides, and dA, ddt_bias and dD, (nheads,) fp32. Each program leaves its
+chunk's part of these sums; the last to arrive of those of the same heads adds the parts up, in the same order whichever it is.
+They count in arrivals (nheads,) int32, of a tile of heads at its number: 0 on exit, and on entry, without which no sum is
+written.
 """
 
 import torch

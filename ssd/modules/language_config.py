@@ -83,6 +83,9 @@ class Mamba2LMConfig:
         if "pruning" in values:
             raise ValueError("config: got pruning, that of a pruned checkpoint, expected a whole model's; "
                              "ssd.pruning.load_language_model reads it")
+        if "run" in values:
+            raise ValueError("config: got run, that of a folder of `make prune`, expected one that `save_pretrained` or "
+                             "`MambaLMHeadModel` wrote; `make train ARGS='--start FOLDER'` reads such folders")
         known = {f.name: f for f in fields(cls)}
         if unknown := values.keys() - known.keys():
             raise ValueError(f"config: got {', '.join(sorted(unknown))}, expected some of {', '.join(known)}")

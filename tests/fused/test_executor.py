@@ -201,7 +201,7 @@ def test_steps_of_zero(executor):
 @pytest.mark.parametrize("dstate", (128, 256))
 def test_products_beyond_fp16_that_decay_takes_back(dstate, executor):
     """C B^T is then rounded after the decay alone."""
-    way = replace(WAYS["dstate 256"], shape=Shape(1, 100, 2, 64, 1, dstate, 128), case=replace(PLAIN, D="h"), dtype=torch.float16)
+    way = Way(Shape(1, 100, 2, 64, 1, dstate, 128), replace(PLAIN, D="h"), (), torch.float16)
     inputs, variant = draw(way)
     large = (1.1 * 2**16 / dstate) ** 0.5
     inputs = replace(inputs, B=torch.full_like(inputs.B, large), C=torch.full_like(inputs.C, large),
@@ -245,9 +245,11 @@ def test_same_bits_saved_or_not(executor):
 
 
 @pytest.mark.parametrize("step", (1, 2))
-def test_gradients_where_they_are_asked_to_be(step, executor):
+@pytest.mark.parametrize(("dstate", "runs"), ((64, (STATES, GROUP)), (192, PARTS[1:])))
+def test_gradients_where_they_are_asked_to_be(dstate, runs, step, executor):
     """In contiguous places, which the kernels write, and in others."""
-    way = replace(WAYS["ragged, recomputed"], runs=(STATES, GROUP))
+    way = WAYS["ragged, recomputed"]
+    way = replace(way, shape=replace(way.shape, dstate=dstate), runs=runs)
     inputs, variant = draw(way)
     ways = cotangents(inputs)
     with hopper_on_cpu(executor, way.blocks):
@@ -286,10 +288,11 @@ def test_documents_of_a_row_are_as_if_run_apart(executor):
         assert not got[name][:, : ends[-2]].any() and got[name][:, ends[-2] :].any()
 
 
-def test_dA_of_short_documents(executor):
-    inputs = short_documents("cpu")
-    ways = cotangents(inputs)
-    got = under_schedules(executor, WAYS["documents"], lambda: results(get_variant("persistent"), inputs, *ways))
+@pytest.mark.parametrize(("dstate", "runs"), ((64, SAVED), (192, PARTS)))
+def test_dA_of_short_documents(dstate, runs, executor):
+    inputs = short_documents("cpu", dstate)
+    ways, way = cotangents(inputs), replace(WAYS["documents"], runs=runs)
+    got = under_schedules(executor, way, lambda: results(get_variant("persistent"), inputs, *ways))
     assert_dA_precise(got, inputs, ways)
 
 

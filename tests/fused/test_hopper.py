@@ -127,10 +127,10 @@ def assert_same_bits_again(inputs: SSDInputs, options: Options | None = None) ->
     return first
 
 
-def short_documents(device: str) -> SSDInputs:
+def short_documents(device: str, dstate: int = 64) -> SSDInputs:
     """Of two tokens, so that dA_cumsum falls to -4096 and by as little as 0.2 within a document."""
     case = Case(strong_decay=True, dt_dtype=torch.float32)
-    inputs = random_inputs(Shape(2, 128, 4, 64, 1, 64, 64), case, torch.float16, device)
+    inputs = random_inputs(Shape(2, 128, 4, 64, 1, dstate, 64), case, torch.float16, device)
     return replace(inputs, seq_idx=(torch.arange(128, device=device, dtype=torch.int32) // 2).expand(2, 128).contiguous())
 
 
@@ -141,8 +141,9 @@ def assert_dA_precise(got: dict[str, torch.Tensor], inputs: SSDInputs, ways: tup
 
 @needs_hopper
 @over_ways
-def test_dA_of_short_documents(variant, options):
-    inputs = short_documents("cuda")
+@pytest.mark.parametrize("dstate", (64, 192))
+def test_dA_of_short_documents(dstate, variant, options):
+    inputs = short_documents("cuda", dstate)
     ways = cotangents(inputs)
     assert_dA_precise(results(get_variant(variant), inputs, *ways, options), inputs, ways)
 

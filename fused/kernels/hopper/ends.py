@@ -11,13 +11,14 @@ its heads. It takes slices of 64 channels of their heads in order and keeps dC a
     compute_dB (1 warpgroup): the second
     fetch_tiles (1 warp):     dy, x, H and G of each slice by TMA, and before a tile's slices its C and B
 
-Both halves of a span are neighbours, do the same and so find each other's H and G in L2; <H, G> is one half's in turn.
+Both halves of a span are neighbours, do the same and so find each other's H and G in L2; each half has <H, G> of one part of
+dstate.
 
 Reads dy, x (batch, seqlen, nheads, headdim), B, C (batch, seqlen, ngroups, dstate) and H, G (batch, n, nheads, headdim,
 dstate), all bf16 or fp16, through TMA descriptors; of H there may be two for each span; dt, dA_cumsum (batch, nheads, nspans,
 128) fp32. Writes dx, heads and channels contiguous; dC and dB contiguous (splits, batch, seqlen, ngroups, dstate); r and v . x,
-a part for each slice, (slices, batch, nheads, nspans, 128) fp32; and s, for each slice and half, (batch, nheads, nspans,
-2 slices) fp32.
+a part for each slice, (slices, batch, nheads, nspans, 128) fp32; and s, for each slice and part of dstate, (batch, nheads,
+nspans, 2 slices) fp32.
 """
 
 from typing import NamedTuple

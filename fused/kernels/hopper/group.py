@@ -17,8 +17,9 @@ which compute_dC hands dCB to compute_dB at the end of a tile.
 
 B and C take the places of an H and a G in a slot of `tiles` that is kept until the tile is done, while the heads go round
 through the others: so the next tile's are there before this one is done. Pairs of a token with itself cancel in row - col and
-are in neither; u gets them as (B_j . C_j) dy_j. A dstate above 128 takes a launch for each part of it: all but
-dB and dC is a sum over parts, so the second launch adds dx and the sums that the first one wrote.
+are in neither; u gets them as (B_j . C_j) dy_j. A dstate above 128, of documents with states, takes a launch for each part of
+it: all but dB and dC is a sum over parts, so the second launch adds dx and the sums that the first one wrote. `span_backward`
+has the rest.
 
 Reads x, dy (batch, seqlen, nheads, headdim), B, C (batch, seqlen, ngroups, dstate), bf16 or fp16, and H, G (batch, nsub,
 nheads, headdim, dstate), the state before each sub-chunk and the gradient of that after it, in the same dtype, through TMA
@@ -47,8 +48,8 @@ from .group_tiles import Rings, Sizes, Sums, Tiles, Vectors, as_box, fetch_vecto
 from .ring import make_barriers, make_ring, mark_empty, mark_full, next_empty, next_full, slot_of, wait_empty, wait_full
 from .roles import LOG2E, allocate_tiles, decay, fetch_slice, get_tile, make_form, tile_bytes
 
-# One kernel for all sizes: that a size is 1 or divisible by 16 would not make it faster. Offsets into sums are int32: x of as
-# many rows, 2^31, would take 256 GiB.
+# One kernel for all sizes: that a size is 1 or divisible by 16 would not make it faster. Offsets into sums are int32, as in
+# `ends` and `pairs`: x, dy, dx, five sums and states of as many rows, 2^31, fill more memory than a GPU has.
 SIZES = ("ntiles", "batch", "seqlen", "nsub", "ngroups", "heads_per_group")
 SLOTS, LINES = 4, 3  # slots of the ring of tiles, and of that of vectors
 # Of a thread at launch; the roles then share them out: 192 dC, 168 dx, 128 dB, 24 the rest. With fewer for dB, ptxas runs every

@@ -1,5 +1,5 @@
-"""What the roles of the backward's group loop on Hopper share: its memory, and how its tiles are numbered: which part of dB and
-dC each is, and which heads it sums over.
+"""What the kernels of the backward on Hopper share: memory, vectors, and how tiles are numbered: which part of dB and dC each
+is, and which heads it sums over. "Sub-chunk" is a span where these are of 128 tokens.
 """
 
 from typing import NamedTuple
@@ -62,7 +62,7 @@ class Tiles(NamedTuple):
 
 
 class Vectors(NamedTuple):
-    """Shared memory [LINES, 64] fp32 by slot of `vectors`: A, for powers of 2, and dt."""
+    """Shared memory [LINES, 64 or 128] fp32 by slot of `vectors`: A, for powers of 2, and dt."""
 
     A: gl.shared_memory_descriptor
     dt: gl.shared_memory_descriptor

@@ -39,7 +39,7 @@ from ssd.runtime.launch import launch
 from ssd.types import SSDInputs
 
 from .group_tiles import Sizes, Tile, Vectors, as_box, fetch_vectors, find_tile, store_rows
-from .ring import Ring, make_ring, mark_empty, mark_full, slot_of, wait_empty, wait_full
+from .ring import Ring, make_barriers, make_ring, mark_empty, slot_of, wait_empty, wait_full
 from .roles import allocate_tiles, decay, fetch_slice, get_tile, make_form, tile_bytes, write_slice
 
 SIZES = ("ntiles", "batch", "seqlen", "nspans", "ngroups", "heads_per_group", "stride")
@@ -52,7 +52,7 @@ class Rings(NamedTuple):
 
     tiles: Ring
     vectors: Ring
-    pairs: Ring  # one slot: dCB of the pairs between the halves
+    pairs: gl.shared_memory_descriptor  # the mbarrier of dCB of the pairs between the halves, in each tile
 
 
 class Tiles(NamedTuple):
@@ -88,7 +88,7 @@ class Gradients(NamedTuple):
 
 @gluon.jit
 def weigh(x_dy, CB, dCB, A_i, A_j, dt_j, DTYPE: gl.constexpr, OPERAND: gl.constexpr):
-    """dCB with a head's K; the weights of dy_i in u_j; those times x_j . dy_i summed over i, and times dt_j over j."""
+    """dCB with a head's K added; the weights of dy_i in u_j; u_j . x_j; and row_i. The last two are without the diagonal."""
     L = decay(gl.expand_dims(A_i, 0) - gl.expand_dims(A_j, 1))
     dCB += x_dy * L * gl.expand_dims(dt_j, 1)
     L = L * CB
@@ -211,14 +211,14 @@ def multiply_pairs(dx_desc, rings, tiles, vectors, D, gradients, sums, sizes, fo
         pairs = gl.where(gl.expand_dims(i, 0) >= gl.expand_dims(j, 1), dCB, 0.0).to(DTYPE)
         tiles.pairs.index(U).store(pairs)
         if U == 0:
-            wait_empty(rings.pairs, turn)
+            # half 1 has read that of the tile before: the slots of all PARTS since, no fewer than SLOTS, have been given back
             tiles.pairs.index(2).store(dCB_other.to(DTYPE))
         fence_async_shared()
         block_barrier()
         if U == 0:
-            mark_full(rings.pairs, 0)
+            mbarrier.arrive(rings.pairs.index(0), count=1)
         else:
-            wait_full(rings.pairs, turn)
+            mbarrier.wait(rings.pairs.index(0), turn & 1)
         pairs, pairs_other = gl.convert_layout(pairs, OPERAND), gl.convert_layout(dCB_other.to(DTYPE), OPERAND)
         half = Tile(tile.b, tile.c * 2 + U, tile.group, tile.split, tile.head, tile.count, tile.row)
         for n in gl.static_range(PARTS):
@@ -236,8 +236,6 @@ def multiply_pairs(dx_desc, rings, tiles, vectors, D, gradients, sums, sizes, fo
             mark_empty(rings.tiles, slot)
             store_rows(gradients.dC, half, rows, sizes, n, form, JI, gradients.dC_before)
             step += 1
-        if U == 1:
-            mark_empty(rings.pairs, 0)
 
 
 @gluon.jit
@@ -289,7 +287,7 @@ def hopper_pairs_kernel(x_desc, dy_desc, B_desc, C_desc, dx_desc, dA_cumsum, dt,
                   gl.allocate_shared_memory(gl.float32, [3, M, M], gl.SwizzledSharedLayout(8, 1, 8, [1, 0])), pairs)
     vectors = Vectors(gl.allocate_shared_memory(gl.float32, [LINES, 2 * M], LINE),
                       gl.allocate_shared_memory(gl.float32, [LINES, 2 * M], LINE))
-    rings = Rings(make_ring(SLOTS, 2), make_ring(LINES, 2), make_ring(1, 1))
+    rings = Rings(make_ring(SLOTS, 2), make_ring(LINES, 2), make_barriers(1, 1))
     fence_async_shared()
     sums = Sums(step_sums, state_sums, inner, outer, skip_sums, v_x, stride)
     gradients = Gradients(dB, dC, dB_before, dC_before)

@@ -32,7 +32,7 @@ class Form(NamedTuple):
     SLICES: int  # of a head: 1 or 2
     ODD: bool  # whether the number of heads of a group is
     D_ROWS: bool  # whether D has two dimensions
-    PARTS: int  # of dstate, each as wide as a tile: 1 or 2
+    PARTS: int  # of dstate, each as wide as a tile
 
 
 @gluon.constexpr_function

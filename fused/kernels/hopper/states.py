@@ -1,20 +1,21 @@
 """hopper_states: the paper's chunk_state and state_passing in one kernel, forwards and backwards, in Gluon, for Hopper.
 
 Equations (27) and (29) of docs/ssd.md: states, or gradients of states, without anything else. One block walks runs of
-sub-chunks of two heads (`roles` says what a run is; with two parts of dstate, a run's pair is 2 pair + part) and reads x, B,
-dt and dA_cumsum as hopper_scan does. Rows from `forwards` on are walked from the last sub-chunk to the first, with dy, C and
-exp(A_i) in the places of x, B and dt_j exp(A_last - A_j): then the gradient of the state is what is computed. Roles:
+sub-chunks, or of spans where dt is of 128 tokens, of two heads (`roles` says what a run is; with two parts of dstate, a run's
+pair is 2 pair + part) and reads x, B, dt and dA_cumsum as hopper_scan does. Rows from `forwards` on are walked from the last
+sub-chunk to the first, with dy, C and exp(A_i) in the places of x, B and dt_j exp(A_last - A_j): then the gradient of the state
+is what is computed. Roles:
 
     walk_slice (1 warpgroup a slice): S <- exp(A_last) S + (x dt_j exp(A_last - A_j))^T B
     fetch_tiles (1 warp):             B and x of both heads by TMA
 
 The kernel does one of two things:
 
-    pieces:  a run starts from a zero state and writes ends (npieces, 2, 64, dstate) fp32, the state at its end, and factors
-             (npieces, 2) fp32, the decay over it, in row `piece`: (28) joins them.
+    pieces:  a run starts from a zero state and writes ends (npieces, 2, 64, dstate) fp32, the state at its end, and
+             factors (npieces, 2) fp32, the decay over it, in row `piece`: (28) joins them.
     states:  a run starts as one of hopper_scan does, backwards from dfinal_states, and writes states (rows, nchunks, nheads,
-             64, dstate), that before the first of every EVERY sub-chunks (1 where rows are walked backwards), and, unless it
-             is None, final_states (batch, nheads, 64, dstate) fp32: dinitial_states where rows are walked backwards.
+             headdim, dstate), that before the first of every EVERY sub-chunks (1 where rows are walked backwards), and, unless
+             it is None, final_states (batch, nheads, headdim, dstate) fp32: dinitial_states where rows are walked backwards.
 """
 
 from typing import NamedTuple
@@ -57,19 +58,19 @@ from .start import add_pieces, load_given_state, locate_end
 
 # One kernel for all sizes: that a size is 1 or divisible by 16 would not make it faster.
 SIZES = ("nruns", "forwards", "nsub", "nheads", "heads_per_group")
-STAGES = 3  # or 2 of tiles of more tokens than a sub-chunk
-# Of a thread at launch; the roles then share them out: 152 walk_slice, or 224 where tiles have 256 states; 24
-# fetch_tiles, or 40 where documents have states.
+STAGES = 3  # of sub-chunks, or 2 of spans
+# Of a thread at launch; the roles then share them out: 152 walk_slice of slice 1, or 224 where tiles have 256 states; 24
+# fetch_tiles, or 40 where documents have states; what is left, up to 256, walk_slice of slice 0.
 _REGISTERS = 160
 
 
 class Tiles(NamedTuple):
     """Shared memory: x and B by slot of the ring; states of each head on their way out; the weights of each head's tokens."""
 
-    x: gl.shared_memory_descriptor  # [2 STAGES, 1, 64, headdim]: both heads of a slot in a row
-    B: gl.shared_memory_descriptor  # [STAGES, 1, 64, dstate]
+    x: gl.shared_memory_descriptor  # [2 STAGES, 1, 64 or 128, headdim]: both heads of a slot in a row
+    B: gl.shared_memory_descriptor  # [STAGES, 1, 64 or 128, dstate]
     states: gl.shared_memory_descriptor  # [2 or 4, 1, headdim, dstate], or None
-    weights: gl.shared_memory_descriptor  # [4, 64] fp32: of two steps in turn
+    weights: gl.shared_memory_descriptor  # [4, 64 or 128] fp32: of two steps in turn
 
 
 class Work(NamedTuple):
