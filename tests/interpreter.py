@@ -5,6 +5,7 @@ and products of integers for overflows, which only tensors larger than any here 
 anew, where a kernel has few different ones. And it makes operands alike again that are so, and constants that it has made.
 """
 
+import inspect
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -49,8 +50,9 @@ def quicken() -> None:
     core.block_type.__init__ = _make_once(core.block_type.__init__)
     core.tensor.__init__ = _set_tensor
     interpreter.TensorHandle.__post_init__ = lambda self: None  # a check of its own results
-    interpreter._patch_attr = _bind_semantic
-    TritonSemantic.binary_op_type_checking_impl = _remember_types(TritonSemantic.binary_op_type_checking_impl)
+    interpreter._patch_attr, interpreter._patch_builtin = _bind_semantic, _patch_builtins
+    for name in ("binary_op_type_checking_impl", "broadcast_impl_value"):
+        setattr(TritonSemantic, name, _remember_types(getattr(TritonSemantic, name)))
 
 
 def _find_once(find_dtype: Callable) -> Callable:
@@ -67,6 +69,17 @@ def _look_into_lists(unwrap: Callable) -> Callable:
         return unwrap(value) if isinstance(value, _LISTS) else value
 
     return unwrap_quickly
+
+
+@cache
+def _find_builtins(package: object) -> list[tuple[str, Callable]]:
+    return [(name, member) for name, member in inspect.getmembers(package) if core.is_builtin(member)]
+
+
+def _patch_builtins(package: object, builder: object, scope: object) -> None:
+    """As they were when they were first looked for, which was before any was patched."""
+    for name, member in _find_builtins(package):
+        _bind_semantic(package, name, member, builder, scope)
 
 
 def _bind_semantic(obj: object, name: str, member: Callable, builder: object, scope: object) -> None:

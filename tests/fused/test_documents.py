@@ -41,7 +41,7 @@ WAYS = {
     "one token each, cut": (range(20), CASE, {}, CUT, {"blocks": 5, "cut": (6, 5)}),
     "empty at both ends": ((0, 0, 0, 70, 70, 70), CASE, {}, WHOLE, {"blocks": 2}),
     "all empty but one": ((0, 0, 0, 0, 100, 100), CASE, {}, CUT, {"blocks": 5, "cut": (2, 1)}),
-    "many": (range(0, 140, 2), CASE, {"nheads": 4, "ngroups": 1}, WHOLE, {"blocks": 2}),
+    "many": (range(0, 140, 4), CASE, {"nheads": 4, "ngroups": 1}, WHOLE, {"blocks": 2}),
     "no states given": (BOUNDS, replace(CASE, initial_states=False), {}, CUT, {"blocks": 5, "cut": (3, 2)}),
     "strong decay": (BOUNDS, replace(CASE, strong_decay=True), {}, CUT, {"blocks": 5, "cut": (3, 2)}),
     "gate": (BOUNDS, GATE, {}, CUT, {"blocks": 5, "cut": (3, 2)}),
