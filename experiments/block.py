@@ -21,7 +21,7 @@ from ssd.modules import Mamba2
 
 from . import autotuned_configs, counters, record, timing
 from .inputs import DTYPES
-from .shapes import BLOCK_PARTS, SCANS, SHAPES, Shape
+from .shapes import BLOCK_PARTS, SCANS, Shape, find_shapes
 from .terminal import leave_out, track
 
 OURS = "ssd"
@@ -78,7 +78,8 @@ def count(rows: list[dict], out: Path, console: Console) -> None:
 
 def run_call(part: str, shape: str, mode: str, dtype: str, variant: str) -> None:
     """One call of a side: what `block --counters` runs under ncu."""
-    work = PARTS[part]({shape.name: shape for shape in (*SHAPES.values(), *SCANS)}[shape], DTYPES[dtype])
+    sizes = {scan.name: scan for scan in SCANS}.get(shape) or find_shapes(shape)[0]
+    work = PARTS[part](sizes, DTYPES[dtype])
     with autotuned_configs.hand_over_configs(), timing.side_stream():
         counters.run_between_marks(_make_call(work, work.ours if variant == OURS else work.theirs[1](), mode))
 

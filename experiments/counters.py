@@ -34,7 +34,7 @@ from ssd.registry import is_peer
 
 from . import autotuned_configs, record, table, timing
 from .bench import Candidate, Setting
-from .shapes import SHAPES
+from .shapes import find_shapes
 
 _TIME, _READ, _WRITE = "gpu__time_duration.sum", "dram__bytes_read.sum", "dram__bytes_write.sum"
 _METRICS = ConfigParser()
@@ -95,7 +95,7 @@ def run_call(variant: str, shape: str, mode: str, dtype: str, chunk_size: int, o
     """One call: what `bench --counters` runs under ncu. options: None of a peer."""
     candidate = Candidate(variant, chunk_size, Options(**(options or {})))
     with autotuned_configs.hand_over_configs(), timing.side_stream():
-        run_between_marks(Setting(SHAPES[shape], dtype).call(candidate, mode))
+        run_between_marks(Setting(*find_shapes(shape), dtype).call(candidate, mode))
 
 
 def read_latest(out: Path = record.RESULTS, by_kernel: bool = False) -> list[dict]:

@@ -16,7 +16,8 @@ from .workloads import workload_names
 
 VARIANTS = ("auto", *variant_names())
 VARIANT_LIST = ", ".join(VARIANTS)
-Shape = Annotated[str, typer.Option(help="Shapes, of named, workloads, sweep, models, or single ones of theirs.")]
+Shape = Annotated[str, typer.Option(help="Shapes, of named, workloads, sweep, models, single ones of theirs, or sizes as "
+                                         "2x4096x24x64x128x1: batch, seqlen, nheads, headdim, dstate, ngroups.")]
 Mode = Annotated[str, typer.Option(help=f"Modes, of {', '.join(MODES)}.")]
 Dtype = Annotated[str, typer.Option(callback=lambda dtype: check_name("--dtype", dtype, ITEMSIZES),
                                     help=f"Dtype of activations: {', '.join(ITEMSIZES)}.")]

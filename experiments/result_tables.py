@@ -12,7 +12,7 @@ from ssd.registry import is_peer
 
 from . import record, table
 from .setup_size import describe
-from .shapes import DIRECTIONS, MODELS, SHAPES
+from .shapes import DIRECTIONS, MODELS, find_shapes
 from .speedup_figure import DEFAULT, FASTEST, HEADLINE
 from .table import render_lines, write_head, write_number, write_scientific
 
@@ -161,7 +161,7 @@ def tabulate_results(rows: list[dict], figure_path: str) -> str:
                 parts += [f"**{name.capitalize()}**\n", _tabulate_by_shape(of)]
         parts += ["**Each measurement**: eager times, chunk sizes, the share of the bandwidth bound, errors\n",
                   _EVERY_ROW_HEAD + render_lines(map(_list_row, group))]
-    sizes = {name: SHAPES[name].sizes for name in dict.fromkeys(row["shape"] for row in rows)}
+    sizes = {name: find_shapes(name)[0].sizes for name in dict.fromkeys(row["shape"] for row in rows)}
     head = write_head(" | ".join(("shape", *record.SIZES)), "shape")
     parts += ["**The shapes**\n", head + render_lines((name, *of.values()) for name, of in sizes.items())]
     return "\n".join(parts)

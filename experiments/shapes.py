@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -68,10 +69,11 @@ SHAPES = {shape.name: shape for group in _GROUPS.values() for shape in group}
 
 
 def find_shapes(names: str) -> list[Shape]:
-    """Shapes of a comma-separated list of names; `named`, `workloads`, `sweep` and `models` stand for all of theirs.
+    """Shapes of a comma-separated list of names, or of sizes as `BATCHxSEQLENxNHEADSxHEADDIMxDSTATExNGROUPS`; `named`,
+    `workloads`, `sweep` and `models` stand for all of theirs.
 
     Raises:
-        ValueError: an unknown name; the message lists the known ones.
+        ValueError: an unknown name, with the known ones; sizes of 0, or heads that are no multiple of the groups.
     """
     found = {}
     for name in names.split(","):
@@ -79,9 +81,14 @@ def find_shapes(names: str) -> list[Shape]:
             found |= {shape.name: shape for shape in _GROUPS[name]}
         elif name in SHAPES:
             found[name] = SHAPES[name]
+        elif re.fullmatch(r"\d+(x\d+){5}", name):
+            found[name] = shape = Shape(name, *map(int, name.split("x")))
+            if 0 in shape.sizes.values() or shape.nheads % shape.ngroups:
+                raise ValueError(f"shape: got {name!r}, expected positive sizes and nheads a multiple of ngroups, in the order "
+                                 f"{' x '.join(shape.sizes)}")
         else:
             known, single = (*_GROUPS, *SHAPES), ", ".join(shape.name for shape in (*NAMED, *WORKLOADS))
             raise ValueError(f"shape: got {name!r}, expected {', '.join(_GROUPS)}, or one of theirs: {single}, sweep-<seqlen>, "
-                             f"or a model as {_SHORT[0].name}; sizes of your own are a line more in experiments/shapes.txt"
+                             f"a model as {_SHORT[0].name}, or sizes of your own as BATCHxSEQLENxNHEADSxHEADDIMxDSTATExNGROUPS"
                              f"{suggest(name, known)}")
     return list(found.values())

@@ -13,6 +13,16 @@ def test_find_shapes():
         find_shapes("8b-b1,9b")
 
 
+def test_sizes_of_ones_own():
+    _, shape = find_shapes("8b-b1,2x4096x24x64x128x3")
+    assert shape.name == "2x4096x24x64x128x3" and [*shape.sizes.values()] == [2, 4096, 24, 64, 128, 3] and not shape.gated
+    for wrong in ("2x4096x24x64x128x5", "0x4096x24x64x128x1"):
+        with pytest.raises(ValueError, match="batch x seqlen x nheads x headdim x dstate x ngroups"):
+            find_shapes(wrong)
+    with pytest.raises(ValueError, match="sizes of your own as BATCHxSEQLEN"):
+        find_shapes("2x4096x24x64x128")
+
+
 def test_models_have_a_short_and_a_long_call_each():
     assert len(MODELS) == 2 * 24 and find_shapes("models") == list(MODELS)
     assert list(SHAPES["falcon-h1-7b"].sizes.values()) == [2, 4096, 24, 128, 256, 1]
