@@ -4,8 +4,8 @@ What a forward or backward launches depends on the form of its arguments alone: 
 that works it out takes longer than the kernels of a small problem: 390 us of a backward whose kernels take 180
 (docs/log/launches.md). So the second call of a form is recorded: each launch with its arguments, and where each of them lies.
 That is in a tensor that came in, in memory that was allocated, or elsewhere, as tables of runs do, which the recording holds.
-A later call allocates results and scratch memory (`scratch.py`), launches the same with the addresses of its own tensors, and
-gives the same bits. A recording belongs to one stream, as the tables do that it reads (`tables.py`).
+A later call allocates results and scratch memory (`buffer_places.py`), launches the same with the addresses of its own tensors,
+and gives the same bits. A recording belongs to one stream, as the tables do that it reads (`tables.py`).
 
 A call that does anything else to tensors than allocate, look at and launch is not recorded, nor is any of its form. Neither is
 a call that has recorded calls in it.
@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
+from .buffer_places import SCRATCH, Buffer, Place, check_apart, place_buffers
 from .late import find_late, late, receive
 from .launch import forget, record_launches
-from .scratch import SCRATCH, Buffer, Place, check_apart, place_buffers
 from .switches import is_on
 from .tables import hold
 from .toolchain import DescriptorAt, get_current_stream, get_descriptor_fields, launch_compiled

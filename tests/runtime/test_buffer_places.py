@@ -7,8 +7,8 @@ import torch
 
 from ssd import autograd
 from ssd.registry import get_variant
-from ssd.runtime import replay, scratch
-from ssd.runtime.scratch import SCRATCH, Buffer, Place, check_apart, place_buffers
+from ssd.runtime import buffer_places, replay
+from ssd.runtime.buffer_places import SCRATCH, Buffer, Place, check_apart, place_buffers
 from ssd.types import Options, SSDInputs
 from tests.runtime.without_gpu import record_without_gpu
 
@@ -38,9 +38,9 @@ def test_random_lifetimes():
         check_apart(buffers, places, results)
         most = max((sum(b.nbytes for b in buffers if b.first <= now <= b.last) for now in range(10)), default=0)
         lent = sum(b.nbytes for b, place in zip(buffers, places, strict=True) if place.room != SCRATCH)
-        assert most - lent <= nbytes <= sum(scratch._round_up(b.nbytes) for b in buffers)
+        assert most - lent <= nbytes <= sum(buffer_places._round_up(b.nbytes) for b in buffers)
         for b, place in zip(buffers, places, strict=True):
-            assert place.offset % scratch.ALIGNMENT == 0
+            assert place.offset % buffer_places.ALIGNMENT == 0
             assert place.room == SCRATCH or place.offset + b.nbytes <= results[place.room].nbytes
 
 
