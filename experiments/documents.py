@@ -106,16 +106,13 @@ _SAID = {"one": "one sequence, no states", "packed": "packed by `seq_idx`, no st
 
 
 def tabulate(rows: list[dict]) -> str:
-    """The last row of each way, in CUDA graphs, beside one sequence of ours: in the same run, or else in the last."""
-    one = {}
-    for row in (row for row in rows if row["way"] == "one"):
-        one |= dict.fromkeys([(row["gpu"], row["shape"], row["mode"], time) for time in (row["time"], None)], row)
-    lines = []
+    """The last row of each way, in CUDA graphs, beside one sequence: of the same variant in the same run, or else the last."""
+    lines, ones = [], [row for row in rows if row["way"] == "one"]
     latest = record.latest(rows, lambda row: tuple(row[key] for key in ("gpu", "shape", "ndocs", "mode", "variant", "way")))
     for row in sorted(latest, key=lambda row: (row["gpu"], row["ndocs"], row["mode"] == "bwd")):
         us = record.get_us(row)
-        call = row["gpu"], row["shape"], row["mode"]
-        base = one.get((*call, row["time"]), one.get((*call, None)))
+        alike = [one for one in ones if all(one[key] == row[key] for key in ("gpu", "shape", "mode"))]
+        base = next((one for one in alike if all(one[key] == row[key] for key in ("variant", "time"))), (alike or [None])[-1])
         relative = f"{us / record.get_us(base):.2f}" if base and row["way"] != "copy" else ""
         said = _SAID.get(row["way"], f"one sequence, its states {row['way']} tokens")
         lines.append((said, row["variant"], row["mode"], f"{row['seqlen']:,} in {row['ndocs']} documents",

@@ -32,6 +32,8 @@ def collect(calls: list[Call], rows: list[dict]) -> dict:
     whose, found = _choose_calls(calls)
     done = [(classes.work(kernel), kernel) for call in found.values() for kernel in call.kernels]
     mixed = [(work, kernel) for work, kernel in done if work.tensor and work.ratio is not None]
+    of_states = [gain for gain in tables.list_gains(speed.read_latest(rows))
+                 if (gain.row["part"], gain.row["kind"]) == ("step", "states")]
     return {
         "whose": whose, "used": {mode: _describe_use(call) for mode, call in found.items()},
         "table_two": [line for mode in TABLE_TWO for line in _list_shares(mode, found.get(mode))],
@@ -39,15 +41,9 @@ def collect(calls: list[Call], rows: list[dict]) -> dict:
         "by_counters": any(work.source == "counters" for work, _ in mixed),
         "below_with_exps": _count_below(work.tensor / (work.vector + kernel["exps"]) for work, kernel in mixed)
         if mixed and all("exps" in kernel for _, kernel in mixed) else None,
-        "pruned": max((gain for gain in tables.list_gains(speed.read_latest(rows)) if is_of_states(gain.row)),
-                      key=lambda gain: gain.faster, default=None),
+        "pruned": max(of_states, key=lambda gain: gain.faster, default=None),
         "lengths": _find_range(components.read_latest(rows)),
         "operator_lengths": _find_range(row for row in table.read_latest(rows) if row["shape"].startswith("sweep-"))}
-
-
-def is_of_states(row: dict) -> bool:
-    """Whether a row of pruning is of a training step without some states."""
-    return (row["part"], row["kind"]) == ("step", "states")
 
 
 def choose_columns(of_gpus: dict[str, dict]) -> dict[str, dict]:
