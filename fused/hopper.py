@@ -157,12 +157,15 @@ def count_pairs(i: SSDInputs) -> int:
 
 @dataclass(frozen=True)
 class _Call:
-    """What the launches of one call share."""
+    """What the launches of one call share. All that is copied for them is copied here: nothing may come between the state pass
+    and what scans, which begins beside it.
+    """
 
     inputs: SSDInputs
     out: Tensor
     y: Tensor | None  # out without the gate, where a backward needs it
     descriptors: tuple  # of x, B, C, out
+    gate_descriptors: dict  # of the gate and of what it is applied to, by the names that hopper_scan gives them; or None
     steps: tuple[Tensor, Tensor]  # dt, dA_cumsum (batch, nheads, nsub, 64)
     initial_states: Tensor | None
     blocks: Tensor | None  # of documents with states of their own, in place of sub-chunks
@@ -174,13 +177,9 @@ class _Call:
         blocks = document_blocks(i) if i.has_document_states else None
         steps = chunk_cumsum(replace(i, chunk_size=BLOCK_M), apart=True, blocks=blocks)
         y = None if i.z is None or not save else torch.empty_like(out)
-        return cls(i, out, y, (*describe_inputs(i.x, i.B, i.C), describe(out)), steps, initial_states, blocks)
-
-    @property
-    def gate_descriptors(self) -> dict:
-        """Descriptors of the gate and of what it is applied to, by the names that hopper_scan gives them."""
-        z, y = self.inputs.z, self.y
-        return {"z_desc": None if z is None else describe(make_describable(z)), "y_desc": None if y is None else describe(y)}
+        gate = {"z_desc": None if i.z is None else describe(make_describable(i.z)), "y_desc": None if y is None else describe(y)}
+        descriptors = (*describe_inputs(i.x, i.B, i.C), describe(out))
+        return cls(replace(i, D=contiguous(i.D)), out, y, descriptors, gate, steps, initial_states, blocks)
 
     def scan(self, runs: Tensor, initial_states: Tensor | None = None, ends: Tensor | None = None,
              factors: Tensor | None = None, final_states: Tensor | None = None, kept: Tensor | None = None,
@@ -231,8 +230,8 @@ class _Call:
 
     def get_runs(self, options: Options, step: str, scan: bool = False) -> tuple[Tensor, Tensor | None, Tensor | None]:
         i = self.inputs
-        return make_runs(i, i.batch, self.descriptors[:2], *self.steps, i.batch, options, step, scan, self.blocks,
-                         (self.initial_states, None))
+        starts = (None if self.blocks is None else describe_document_states(self.initial_states)), None
+        return make_runs(i, i.batch, self.descriptors[:2], *self.steps, i.batch, options, step, scan, self.blocks, starts)
 
 
 def make_runs(i: SSDInputs, rows: int, descriptors: tuple, dt: Tensor, dA_cumsum: Tensor, forwards: int,
@@ -243,7 +242,9 @@ def make_runs(i: SSDInputs, rows: int, descriptors: tuple, dt: Tensor, dA_cumsum
     rows: sequences of a pair of heads, of which those from `forwards` on are walked backwards; descriptors: as hopper_states
     takes them; step: the name of the `Step` in the time model that says what the runs will do; scan: whether they are
     hopper_scan's, which takes the parts of dstate one launch after the other, or hopper_states'. blocks: of documents; starts:
-    their initial_states and dfinal_states, contiguous, each or None for zeros.
+    descriptors of their initial_states and dfinal_states, each or None for zeros.
+
+    The next launch must be that of the runs: it begins beside the state pass.
     """
     from .kernels.hopper.states import piece_states
 
@@ -257,7 +258,7 @@ def make_runs(i: SSDInputs, rows: int, descriptors: tuple, dt: Tensor, dA_cumsum
     runs, piece_runs, npieces = get_tables(deal, dealing, i.x.device)
     if not npieces:
         return runs, None, None
-    starts = (None, None) if blocks is None else map(describe_document_states, starts)
+    starts = (None, None) if blocks is None else starts
     return runs, *piece_states(i, descriptors, dt, dA_cumsum, npieces, piece_runs, forwards, blocks, starts)
 
 

@@ -41,7 +41,7 @@ def prefetch(pointer: Pointer, nbytes: int) -> Tensor:
     return torch.tensor(0)
 
 
-def _run_assembly(asm: str, constraints: str, args: list, *rest: object) -> Value:
+def _run_assembly(asm: str, constraints: str, args: list, *rest: object, **more: object) -> Value:
     return apply(next(function for name, function in ASSEMBLY.items() if f"{name} " in asm), *args)
 
 
@@ -50,6 +50,8 @@ ASSEMBLY = {
     PREFETCH: prefetch,
     "ex2.approx.ftz.f32": torch.exp2,
     "lg2.approx.f32": torch.log2,
+    "griddepcontrol.launch_dependents;": lambda: torch.tensor(0),
+    "griddepcontrol.wait;": lambda: torch.tensor(0),
     "rcp.approx.ftz.f32": torch.reciprocal,
     "max.NaN.f32": lambda v, least: torch.as_tensor(v).clamp(min=least),
     "min.NaN.f32": lambda v, most: torch.as_tensor(v).clamp(max=most),

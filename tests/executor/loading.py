@@ -18,7 +18,7 @@ from tests.executor.language import NAMES, Jit, Pointer, stand_ins
 from tests.executor.schedule import Block
 from tests.executor.values import Int, count
 
-_OPTIONS = ("num_warps", "maxnreg")
+_OPTIONS = ("num_warps", "maxnreg", "launch_pdl")
 Edits = dict[str, list[tuple[str, str]]]
 
 

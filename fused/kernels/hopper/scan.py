@@ -36,7 +36,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ssd.kernels.arguments import cdiv, contiguous
+from ssd.kernels.arguments import cdiv
 from ssd.runtime.gluon_names import async_store, block_barrier, store_wait
 from ssd.runtime.launch import launch
 from ssd.types import SUB_CHUNK, SSDInputs
@@ -371,8 +371,9 @@ def hopper_scan(i: SSDInputs, x_desc, B_desc, C_desc, out_desc, dt, dA_cumsum, r
         slots = choose_slots(i, B_desc.block_shape[-1], beside, kept is not None, states_desc, starts)
         launch(
             hopper_scan_kernel, runs.shape[0], x_desc, B_desc, C_desc, z, before, out_desc, kept, states_desc, dA_cumsum, dt,
-            None if part else contiguous(i.D), initial_states, ends, factors, final_states, starts, runs, runs.shape[1],
+            None if part else i.D, initial_states, ends, factors, final_states, starts, runs, runs.shape[1],
             dt.shape[2], i.nheads, heads_per_group, asked, nasked, blocks, out,
             None if kept is None else y, HEADDIM=i.headdim, DSTATE=i.dstate, PART=part,
             ODD=heads_per_group % 2 == 1, D_ROWS=not part and i.D is not None and i.D.dim() == 2, STAGES=slots.tiles,
-            SLOTS=slots.masks, EVERY=every // dt.shape[3], num_warps=4, maxnreg=_REGISTERS)
+            SLOTS=slots.masks, EVERY=every // dt.shape[3], num_warps=4, maxnreg=_REGISTERS,
+            launch_pdl=ends is not None and part == 0)

@@ -5,6 +5,7 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from .early import wait_for_last
 from .roles import load_masked, locate_state, state_mask
 
 
@@ -58,6 +59,8 @@ def add_pieces(state, ends, factors, run, STATE: gl.constexpr, U: gl.constexpr, 
     PARTS: how many parts of each piece lie side by side, of which PART is added.
     """
     if ends is not None:
+        if run.npieces > 0:
+            wait_for_last()
         lane: gl.constexpr = 2 * PART + U
         for i in range(2 * PARTS * run.piece + lane, 2 * PARTS * (run.piece + run.npieces) + lane, 2 * PARTS):
             state = state * gl.load(factors + i) + gl.load(locate_end(ends, i, STATE, ROWS, WIDTH, WIDTH))

@@ -24,12 +24,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ssd.kernels.arguments import contiguous
 from ssd.runtime.gluon_names import async_store, block_barrier, store_wait
 from ssd.runtime.launch import launch
 from ssd.types import SUB_CHUNK, SSDInputs
 
 from .documents import Documents
+from .early import wait_for_last
 from .ring import make_ring, mark_empty, slot_of, wait_empty, wait_full
 from .roles import (
     LOG2E,
@@ -112,6 +112,8 @@ def load_half(start, run, h, bh, work, U: gl.constexpr, SLICE: gl.constexpr, HAL
     else:
         state = load_given_state(start.initial_states, bh, STATE, SLICE, HALF, form, ROWS, PART)
         if start.ends is not None:
+            if run.npieces > 0:
+                wait_for_last()
             for i in range(2 * run.piece + U, 2 * (run.piece + run.npieces) + U, 2):
                 end = gl.load(locate_end(start.ends, i, STATE, ROWS, 2 * PART, PART, HALF * PART))
                 state = state * gl.load(start.factors + i) + end
@@ -309,7 +311,7 @@ def hopper_wide_scan(i: SSDInputs, x_desc, B_desc, C_desc, out_desc, dt, dA_cums
     slots = choose_slots(i, 0 if z_desc is None else z_desc.base.itemsize, y_desc is not None, states_desc, starts)
     launch(
         hopper_wide_scan_kernel, runs.shape[0], x_desc, B_desc, C_desc, z_desc, out_desc, y_desc, states_desc, dA_cumsum, dt,
-        contiguous(i.D), initial_states, ends, factors, final_states, starts, runs, runs.shape[1], dt.shape[2], i.nheads,
+        i.D, initial_states, ends, factors, final_states, starts, runs, runs.shape[1], dt.shape[2], i.nheads,
         heads_per_group, asked, nasked, HEADDIM=i.headdim, DSTATE=i.dstate, ODD=heads_per_group % 2 == 1,
         D_ROWS=i.D is not None and i.D.dim() == 2, STAGES=slots.tiles, SLOTS=slots.masks, EVERY=every // dt.shape[3],
-        num_warps=4, maxnreg=_REGISTERS)
+        num_warps=4, maxnreg=_REGISTERS, launch_pdl=ends is not None)

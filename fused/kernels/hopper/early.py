@@ -1,0 +1,19 @@
+"""A launch that begins while the one before ends (`ssd.runtime.dependent_launch`), in Gluon.
+
+What scans begins beside the state pass: blocks whose runs begin a sequence wait for nothing that the pass writes.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+
+@gluon.jit
+def let_next_begin():
+    """The next launch may begin once every block has come here. Until then its blocks are not there."""
+    gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def wait_for_last():
+    """What the launch before wrote may be read from here on by the warps that came here."""
+    gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], gl.int32, is_pure=False, pack=1)
