@@ -177,7 +177,8 @@ class _Call:
         blocks = document_blocks(i) if i.has_document_states else None
         steps = chunk_cumsum(replace(i, chunk_size=BLOCK_M), apart=True, blocks=blocks)
         y = None if i.z is None or not save else torch.empty_like(out)
-        gate = {"z_desc": None if i.z is None else describe(make_describable(i.z)), "y_desc": None if y is None else describe(y)}
+        z = None if i.z is None else describe(make_describable(i.z))
+        gate = {"z_desc": z, "y_desc": None if y is None else describe(y)}
         descriptors = (*describe_inputs(i.x, i.B, i.C), describe(out))
         return cls(replace(i, D=contiguous(i.D)), out, y, descriptors, gate, steps, initial_states, blocks)
 
