@@ -6,9 +6,8 @@ segments go first: blocks then walk side by side through neighbouring heads, who
 laid end to end they do not, and took a third longer for each sub-chunk (docs/log/schedule.md).
 
 The state that enters a segment comes from the state pass, a launch that walks the sub-chunks before it. The pass is dealt out
-in equal shares; a piece is what one share has of one segment. First segments wait for no state, so they begin beside the pass
-and may be longer than the others. Nothing is cut where the pass would cost more than it saves. A walk that writes every state,
-for one, uses up the memory's bandwidth with 70 blocks, and more blocks only wait for each other.
+in equal shares; a piece is what one share has of one segment. Nothing is cut where the pass would cost more than it saves. A
+walk that writes every state, for one, uses up the memory's bandwidth with 70 blocks, and more blocks only wait for each other.
 
 `time_model` says how long each cut takes; here the one that takes least is chosen.
 """
@@ -17,7 +16,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -25,10 +23,9 @@ from torch import Tensor
 
 from ssd.kernels.arguments import cdiv
 
-from .time_model import Cut, Step, TimeModel, get_time_model
+from .time_model import Step, TimeModel, get_time_model
 
 SHORTEST = 4  # sub-chunks that a segment or a share has at least
-FIRSTS = 16  # lengths of the first segment that are tried
 ROUNDS = 3  # of segments, at most
 TWO_LEVEL_SEGMENTS = (8, 4, 2)  # sub-chunks that a block of the two-level scan may walk; with more it would be stationary
 MOST_SPLITS = 16  # of a group's heads
@@ -67,21 +64,19 @@ def deal(batch: int, pairs: int, nsub: int, blocks: int, gpu: str, step: str, cu
     """
     whole = batch * pairs // blocks * blocks
     rest = range(whole, batch * pairs)
-    chosen = Cut(nsub, nsub)
-    if cut and rest:
-        chosen = _choose_cut(get_time_model(gpu), step, len(rest), nsub, blocks, longer_first=not whole)
-    *inner, before = starts = chosen.list_starts(nsub)  # before: sub-chunks of a sequence that pieces walk
+    each, share = _choose_cut(get_time_model(gpu), step, len(rest), nsub, blocks) if cut and rest else (nsub, nsub)
+    before = range(0, nsub, each)[-1]  # sub-chunks of a sequence that pieces walk
     # Laid end to end, what the pieces walk is cut where a segment begins and where a share does.
-    end, share = len(rest) * before, chosen.share
-    bounds = sorted({*(begin + start for begin in range(0, end, before or 1) for start in inner), *range(0, end, share)})
+    end = len(rest) * before
+    bounds = sorted({*range(0, end, each), *range(0, end, share)})
     number = {bound: piece for piece, bound in enumerate([*bounds, end])}
 
-    def make_run(sequence: int, first: int, last: int) -> Run:
+    def make_run(sequence: int, first: int) -> Run:
         start = (sequence - whole) * before
         entering = (number[start], number[start + first] - number[start]) if first else (0, 0)
-        return *divmod(sequence, pairs), first, last, *entering
+        return *divmod(sequence, pairs), first, min(first + each, nsub), *entering
 
-    segments = [make_run(sequence, *ends) for ends in pairwise([*starts, nsub]) for sequence in rest]
+    segments = [make_run(sequence, first) for first in range(0, nsub, each) for sequence in rest]
     sequence = torch.arange(whole, dtype=torch.int32, device=device)
     runs = sequence.new_zeros(whole + len(segments), RUN_FIELDS)
     runs[:whole, 0], runs[:whole, 1], runs[:whole, 3] = sequence // pairs, sequence % pairs, nsub
@@ -184,29 +179,15 @@ def cut_evenly(seqlen: int, block: int, programs: int, resident: int, gpu: str) 
     return Schedule(cdiv(nblocks, pieces * length), pieces, length * block)
 
 
-def _choose_cut(model: TimeModel, step: str, sequences: int, nsub: int, blocks: int, longer_first: bool) -> Cut:
-    """The cut with which the last block is done soonest; segments of nsub leave the sequences whole.
-
-    longer_first: no block has another sequence before these, so that first segments do begin beside the state pass.
+def _choose_cut(model: TimeModel, step: str, sequences: int, nsub: int, blocks: int) -> tuple[int, int]:
+    """Sub-chunks of a segment of each sequence, nsub to leave them whole, and of a share of the state pass, so that the last
+    block is done soonest.
     """
     taken: Step = getattr(model, step)
     most = min(ROUNDS * blocks // sequences, nsub // SHORTEST)
     segments = dict.fromkeys(cdiv(nsub, nsegments) for nsegments in range(2, most + 1))
-    cuts = [Cut(segment, share) for segment in segments for share in _list_shares(sequences, nsub, segment, blocks)]
-    if longer_first:
-        cuts += [cut for nsegments in range(2, min(most, blocks // sequences) + 1)
-                 for cut in _list_longer_firsts(sequences, nsub, nsegments, blocks)]
-    return min([Cut(nsub, nsub), *cuts], key=lambda cut: model.time_cut(taken, sequences, nsub, blocks, cut))
-
-
-def _list_longer_firsts(sequences: int, nsub: int, nsegments: int, blocks: int) -> list[Cut]:
-    """Cuts in so many segments, the first longer, and the state pass on the blocks that no first segment has."""
-    beside, most = blocks - sequences, nsub // nsegments
-    cuts = []
-    for each in range(max(SHORTEST, most // 2), most + 1, cdiv(most, 2 * FIRSTS)):
-        first = nsub - (nsegments - 1) * each
-        cuts.append(Cut(each, max(SHORTEST, cdiv(sequences * (nsub - each), beside)), first))
-    return cuts
+    cuts = [(segment, share) for segment in segments for share in _list_shares(sequences, nsub, segment, blocks)]
+    return min([(nsub, nsub), *cuts], key=lambda cut: model.time_cut(taken, sequences, nsub, blocks, *cut))
 
 
 def _list_shares(sequences: int, nsub: int, segment: int, blocks: int) -> tuple[int, ...]:

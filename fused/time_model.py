@@ -36,24 +36,6 @@ class Step(NamedTuple):
         return (self.alone**4 + (self.shared * blocks) ** 4) ** 0.25
 
 
-class Cut(NamedTuple):
-    """How sequences on Hopper are cut, and the state pass dealt out; in sub-chunks.
-
-    Attributes:
-        each: of a segment, of which the last may be shorter.
-        share: that a block of the state pass walks.
-        first: of the first segment, which waits for nobody and so may be longer; 0: as the others.
-    """
-
-    each: int
-    share: int
-    first: int = 0
-
-    def list_starts(self, nsub: int) -> list[int]:
-        """The first sub-chunk of each segment of nsub sub-chunks."""
-        return [0, *range(self.first or self.each, nsub, self.each)]
-
-
 @dataclass(frozen=True)
 class TimeModel:
     """The constants of one GPU, in microseconds unless said otherwise.
@@ -112,22 +94,21 @@ class TimeModel:
         lines = ",\n".join(f'  "{f.name}": {json.dumps(getattr(self, f.name))}' for f in fields(self))
         return f"{{\n{lines}\n}}\n"
 
-    def time_cut(self, step: Step, sequences: int, nsub: int, blocks: int, cut: Cut) -> float:
-        """Sequences of nsub sub-chunks on Hopper, cut so; `each` is nsub where nothing is cut.
+    def time_cut(self, step: Step, sequences: int, nsub: int, blocks: int, segment: int, share: int) -> float:
+        """Sequences of nsub sub-chunks on Hopper, cut into segments; `share`: sub-chunks that a block takes of the state pass.
 
-        First segments begin beside the state pass, where one round has all segments.
+        segment: its sub-chunks; nsub where nothing is cut.
         """
-        *_, before = starts = cut.list_starts(nsub)  # before: sub-chunks of a sequence that the pass walks
-        runs = sequences * len(starts)
-        rounds, taken = cdiv(runs, blocks), step.among(min(runs, blocks))
-        scan = rounds * (self.segment_start + cut.each * taken)
+        before = cdiv(nsub, segment) - 1  # segments that others follow
+        runs = sequences * (before + 1)
+        rounds = cdiv(runs, blocks)
+        scan = rounds * (self.segment_start + segment * step.among(min(runs, blocks)))
         if not before:
             return scan
-        straddling = (cut.first or cut.each) % cut.share > 0  # shares then end inside a segment
-        joins = (cdiv(before, cut.share) + straddling) * (rounds + 1) / 2
-        scan += (self.piece_join * joins + self.state_pass_launch + self.segment_start * (1 + straddling)
-                 + self.state_pass_step * cut.share)
-        return max(scan, self.segment_start + cut.first * taken)
+        straddling = segment % share > 0  # shares then end inside a segment
+        joins = (cdiv(before * segment, share) + straddling) * (rounds + 1) / 2
+        return (scan + self.piece_join * joins + self.state_pass_launch + self.segment_start * (1 + straddling)
+                + self.state_pass_step * share)
 
     def time_two_level(self, sequences: int, nsub: int, blocks: int, segment: int) -> float:
         """The two-level scan on Hopper in segments of so many sub-chunks; in sub-chunks."""

@@ -118,10 +118,6 @@ def _walk(p: cost.Problem, pairs: int, parts: int, step: str, constant: str, fet
 
 
 def _count_steps(runs: torch.Tensor, gpu: str) -> float:
-    """Of the thread block that has most, the start of each run among them. runs: (blocks, nruns, RUN_FIELDS).
-
-    Where some wait for the state pass, others begin beside it, and are not counted.
-    """
-    steps, waits = runs[..., 3] - runs[..., 2], (runs[..., 5] > 0).any(1)
-    steps = (steps + get_time_model(gpu).two_level_start * (steps > 0)).sum(1)
-    return float((steps[waits] if waits.any() else steps).max())
+    """Of the thread block that has most, the start of each run among them. runs: (blocks, nruns, RUN_FIELDS)."""
+    steps = runs[..., 3] - runs[..., 2]
+    return float((steps + get_time_model(gpu).two_level_start * (steps > 0)).sum(1).max())

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from experiments import fit_times
 from fused import time_model
-from fused.time_model import Cut, Step, TimeModel, get_time_model
+from fused.time_model import Step, TimeModel, get_time_model
 from ssd.runtime import tuning
 
 MODEL = get_time_model("h200")
@@ -20,7 +20,7 @@ def test_constants_of_cuts_are_found():
     observations = []
     for sequences, cut in product((8, 33, 99), ((128, 128), (64, 16), (64, 64), (43, 10), (32, 32))):
         def formula(model: TimeModel, sequences=sequences, cut=cut) -> float:
-            return model.time_cut(model.scan_step, sequences, 128, 132, Cut(*cut))
+            return model.time_cut(model.scan_step, sequences, 128, 132, *cut)
 
         coefficients, rest = fit_times.find_coefficients(MODEL, names, formula)
         assert rest + sum(n * getattr(MODEL, name) for name, n in coefficients.items()) == pytest.approx(formula(MODEL))

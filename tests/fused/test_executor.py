@@ -45,7 +45,7 @@ class Way:
     variant: str = "persistent"
     options: Options = USUAL
     blocks: int = 2
-    cut: tuple[int, ...] | None = None
+    cut: tuple[int, int] | None = None
     splits: int | None = None
     schedules: int = 1
 
@@ -60,7 +60,6 @@ WAYS = {
     "several rounds": Way(replace(RAGGED, batch=3), START, SAVED, options=AGAIN),
     "cut": Way(LONG, START, CUT, blocks=5, cut=(3, 2)),
     "cut, recomputed": Way(LONG, START, CUT, torch.float16, options=AGAIN, blocks=8, cut=(4, 4), schedules=2),
-    "a longer first segment": Way(LONG, START, CUT, blocks=7, cut=(3, 2, 4), options=AGAIN),
     "whole and cut": Way(replace(RAGGED, batch=3, nheads=2, ngroups=1), START, CUT, cut=(2, 1)),
     "wide": Way(WIDE, START, SAVED),
     "wide, recomputed": Way(WIDE, PLAIN, CUT, torch.float16, options=AGAIN, blocks=4, cut=(2, 2)),

@@ -89,13 +89,6 @@ def test_cuts_where_it_pays():
     assert longest == 64 + 64 // 4  # the 28 left over in 4 parts on 112 blocks
 
 
-def test_first_segments_are_longer_where_they_begin_beside_the_pass():
-    runs = schedule.deal(1, 48, 64, 132, GPU, "scan_step", True, 1, CPU)
-    lengths = (runs.sequences[:, 0, 3] - runs.sequences[:, 0, 2]).tolist()
-    assert lengths == [lengths[0]] * 48 + [64 - lengths[0]] * 48 and lengths[0] > 32
-    assert len(runs.pieces) <= 132 - 48  # or the pass would wait for SMs
-
-
 def test_spans_are_as_long_as_fill_the_gpu():
     assert choose_two_level_segment(64, 32, 132, GPU) == 8  # two rounds instead of four
     assert choose_two_level_segment(12, 32, 132, GPU) == 4  # one round of 96 blocks; 8 would leave 84 SMs idle
