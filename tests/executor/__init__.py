@@ -17,6 +17,8 @@ Modelled, and a `Fault` where a kernel relies on more:
 - Loads from shared memory (`values`) are on their way until what they brought is used: stored, or given to a product. The
   compiler may sink them so far, below an mbarrier.arrive too.
 - The proxies: products and copies out see a store only after fence_async_shared and a barrier of the warps, in this order.
+- Launches that begin early: that the one before lets them, that nothing came between, and that a role waits for its end
+  before it reads what that one wrote, or writes what it touched.
 - Prefetches into L2: that all of one lies in its tensor, in steps of 16 bytes.
 - Deadlocks: who waits for what, and in which line.
 

@@ -42,6 +42,7 @@ def copy_in(descriptor: Descriptor, at: list[int], barrier: Barrier, buffer: Buf
     """Global to shared; lands bytes on the barrier, in the phase in which it was issued. Zeros where there is no memory."""
     role = block().pause()
     descriptor.check(at, buffer)
+    block().touch(descriptor.memory, writes=False)
     if not barrier.fenced:
         raise Fault(f"{role.line()}: no fence_async_shared followed the init of {barrier.name}")
     access = buffer.touch(role, "copy in", actor=barrier, over=barrier.phase + 1)
@@ -63,6 +64,7 @@ def copy_out(descriptor: Descriptor, at: list[int], buffer: Buffer) -> None:
     """Shared to global; the shared memory is read at any time until a wait. Nothing is written outside the tensor."""
     role = block().pause()
     descriptor.check(at, buffer)
+    block().touch(descriptor.memory, writes=True)
     access = buffer.touch(role, "copy out")
 
     def write() -> None:

@@ -41,6 +41,17 @@ def prefetch(pointer: Pointer, nbytes: int) -> Tensor:
     return torch.tensor(0)
 
 
+def _let_next_begin() -> Tensor:
+    """The next launch, which begins at the end of this one otherwise."""
+    block().lets_next_begin = True
+    return torch.tensor(0)
+
+
+def _wait_for_last() -> Tensor:
+    block().running.alone = True
+    return torch.tensor(0)
+
+
 def _run_assembly(asm: str, constraints: str, args: list, *rest: object, **more: object) -> Value:
     return apply(next(function for name, function in ASSEMBLY.items() if f"{name} " in asm), *args)
 
@@ -50,8 +61,8 @@ ASSEMBLY = {
     PREFETCH: prefetch,
     "ex2.approx.ftz.f32": torch.exp2,
     "lg2.approx.f32": torch.log2,
-    "griddepcontrol.launch_dependents;": lambda: torch.tensor(0),
-    "griddepcontrol.wait;": lambda: torch.tensor(0),
+    "griddepcontrol.launch_dependents;": _let_next_begin,
+    "griddepcontrol.wait;": _wait_for_last,
     "rcp.approx.ftz.f32": torch.reciprocal,
     "max.NaN.f32": lambda v, least: torch.as_tensor(v).clamp(min=least),
     "min.NaN.f32": lambda v, most: torch.as_tensor(v).clamp(max=most),
@@ -89,6 +100,7 @@ class Pointer:
 
 
 def _load(pointers: Pointer, mask: Value | None = None, other: float = 0) -> Value | Int:
+    block().touch(pointers.t, writes=False)
     memory, at = pointers.elements()
     layout = getattr(pointers.offsets, "layout", None)
     if mask is None:
@@ -102,6 +114,7 @@ def _load(pointers: Pointer, mask: Value | None = None, other: float = 0) -> Val
 
 
 def _store(pointers: Pointer, value: Value, mask: Value | None = None) -> None:
+    block().touch(pointers.t, writes=True)
     memory, at = pointers.elements()
     new = value.take_tensor()
     assert new.dtype == memory.dtype, f"{new.dtype} stored into {memory.dtype}"

@@ -4,21 +4,23 @@ import importlib
 import importlib.util
 import linecache
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from types import ModuleType
 from unittest.mock import patch
 
 import torch
 import triton.experimental
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from ssd.runtime import launch
 from tests.executor.copies import Descriptor
 from tests.executor.language import NAMES, Jit, Pointer, stand_ins
-from tests.executor.schedule import Block
+from tests.executor.schedule import Block, Fault, Touched
 from tests.executor.values import Int, count
 
-_OPTIONS = ("num_warps", "maxnreg", "launch_pdl")
+_OPTIONS = ("num_warps", "maxnreg")
 Edits = dict[str, list[tuple[str, str]]]
 
 
@@ -36,28 +38,64 @@ class Executor:
         must be there, once.
         """
         self.modules, self.seed, self.launched = _load(names, edits or {}), 0, []
+        self.beside: Touched | None = None  # what the last launch touched, if it let the next one begin and nothing came since
         for module in self.modules.values():
             if hasattr(module, "launch"):
                 module.launch = self._launcher(module.launch)
 
+    @contextmanager
     def install(self):
-        """Context in which imports find these modules."""
-        return patch.dict(sys.modules, self.modules)
+        """Context in which imports find these modules, and in which it is seen what comes between launches."""
+        def launch_other(*args):
+            self.beside = None
+            return compile_and_launch(*args)
+
+        compile_and_launch = launch._compile_and_launch
+        with (patch.dict(sys.modules, self.modules), _Watch(self),
+              patch.object(launch, "_compile_and_launch", launch_other)):
+            yield
 
     def _launcher(self, launch):
         return lambda kernel, *args, **config: (self._launch if isinstance(kernel, Jit) else launch)(kernel, *args, **config)
 
-    def _launch(self, kernel: Jit, programs: int, *args, **config) -> None:
+    def _launch(self, kernel: Jit, programs: int, *args, launch_pdl: bool = False, **config) -> None:
         given = [_of_kernel(arg) for arg in args]
         config = {name: _of_kernel(value) for name, value in config.items() if name not in _OPTIONS}
-        self.launched.append(kernel.function.__name__)
-        threads = torch.get_num_threads()
+        name, beside = kernel.function.__name__, self.beside if launch_pdl else None
+        if launch_pdl and beside is None:
+            raise Fault(f"{name} begins early, which what came before it does not let it")
+        self.launched.append(name)
+        threads, touched, lets = torch.get_num_threads(), Touched(), True
         torch.set_num_threads(1)  # the tiles are small
         try:
             for number in range(programs):
-                Block(number, programs, kernel.function, (self.seed, len(self.launched), number)).run(*given, **config)
+                block = Block(number, programs, kernel.function, (self.seed, len(self.launched), number), beside)
+                block.run(*given, **config)
+                touched.add(block.touched)
+                lets = lets and block.lets_next_begin
         finally:
             torch.set_num_threads(threads)
+        self.beside = touched if lets else None
+
+
+class _Watch(TorchFunctionMode):
+    """Notes that torch computed a tensor between two launches, which on a GPU is a launch, too."""
+
+    def __init__(self, executor: Executor):
+        super().__init__()
+        self.executor = executor
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **kwargs or {})
+        name = function.__name__
+        if name.endswith("_") > name.endswith("__") or (isinstance(result, Tensor) and not _is_view(result, args)
+                                                        and "empty" not in name):
+            self.executor.beside = None
+        return result
+
+
+def _is_view(t: Tensor, of: tuple) -> bool:
+    return t.untyped_storage().data_ptr() in [other.untyped_storage().data_ptr() for other in of if isinstance(other, Tensor)]
 
 
 def _of_kernel(arg):

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 _WEIGHTS = (0.03, 1.0, 30.0)
 _BLOCKS = threading.local()
@@ -64,6 +65,18 @@ class Work:
         return not self.done and (self.after is None or self.after.done)
 
 
+@dataclass
+class Touched:
+    """What blocks read and wrote, as addresses of storages."""
+
+    read: set[int] = field(default_factory=set)
+    written: set[int] = field(default_factory=set)
+
+    def add(self, other: Touched) -> None:
+        self.read |= other.read
+        self.written |= other.written
+
+
 @dataclass(eq=False)
 class Role:
     """A warp group of a block, or in a kernel without roles the whole of it.
@@ -74,6 +87,7 @@ class Role:
         open: its accesses to shared memory that are not yet over for others.
         products, stores: those in flight, oldest first.
         blocked: whether it may go on, and what it waits for, if it waits.
+        alone: the launch before has ended, for all that the role knows.
     """
 
     name: str
@@ -85,6 +99,7 @@ class Role:
     stores: list = field(default_factory=list)
     blocked: tuple[Callable[[], bool], Callable[[], str], Line] | None = None
     finished: bool = False
+    alone: bool = True
     baton: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
 
     @property
@@ -103,13 +118,14 @@ class Role:
 
 
 class Block:
-    """A program of a launch."""
+    """A program of a launch. beside: what the launch before touched, if this one began before its end."""
 
-    def __init__(self, number: int, programs: int, kernel: Callable, seed: object):
+    def __init__(self, number: int, programs: int, kernel: Callable, seed: object, beside: Touched | None = None):
         self.number, self.programs = number, programs
+        self.beside, self.touched, self.lets_next_begin = beside, Touched(), False
         self.chance = random.Random(str(seed))
         self.weights: dict[str, float] = {}
-        self.running = Role(kernel.__name__, kernel, is_partition=False)
+        self.running = Role(kernel.__name__, kernel, is_partition=False, alone=beside is None)
         self.roles: list[Role] = []
         self.work: list[Work] = []
         self.barriers: list = []  # mbarriers that were made
@@ -123,7 +139,8 @@ class Block:
 
     def specialize(self, parts: list[tuple[Callable, tuple]]) -> None:
         """Runs functions with their arguments as roles, side by side; returns when all have ended."""
-        self.roles = [Role(f"role {n} ({function.__name__})", function, clock=dict(self.running.clock))
+        kernel = self.running
+        self.roles = [Role(f"role {n} ({function.__name__})", function, clock=dict(kernel.clock), alone=kernel.alone)
                       for n, (function, _) in enumerate(parts)]
         threads = [threading.Thread(target=self._play, args=(role, part[1]), daemon=True)
                    for role, part in zip(self.roles, parts, strict=True)]
@@ -154,6 +171,14 @@ class Block:
         self.pause()
         me.blocked = None
         return me
+
+    def touch(self, t: Tensor, writes: bool) -> None:
+        """The running role reads or writes global memory. The launch before may still write, and read what is written now."""
+        at, role = t.untyped_storage().data_ptr(), self.running
+        if not role.alone and (at in self.beside.written or (writes and at in self.beside.read)):
+            does = "writes" if writes else "reads"
+            raise Fault(f"{role.line()}: {does} what the launch before may still be at, whose end it has not waited for")
+        (self.touched.written if writes else self.touched.read).add(at)
 
     def _play(self, role: Role, args: tuple) -> None:
         _BLOCKS.current = self

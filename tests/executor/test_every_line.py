@@ -1,4 +1,5 @@
-"""Each wait, arrival, fence, barrier and copy in of the Hopper kernels is needed: without it the executor finds a fault.
+"""Each wait, arrival, fence, barrier and copy in of the Hopper kernels is needed: without it the executor finds a fault. So is
+what lets the next launch begin.
 
 So it sees them all; and one that it would not miss is either superfluous or beyond it.
 """
@@ -21,7 +22,8 @@ from tests.inputs import Case, Shape, random_inputs
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs the other kernels")
 CALLS = {"wait", "arrive", "expect", "fence_async_shared", "block_barrier", "store_wait", "warpgroup_mma_wait",
-         "async_copy_global_to_shared", "async_load", "wait_full", "wait_empty", "mark_full", "mark_empty"}
+         "async_copy_global_to_shared", "async_load", "wait_full", "wait_empty", "mark_full", "mark_empty", "let_next_begin",
+         "wait_for_last"}
 # A barrier of the warps after a loop that ends with one. It runs at least once.
 NOT_MISSED = ("step += 1", "block_barrier()", "mark_empty(rings.tiles, kept)")
 SHAPE = Shape(1, 5 * 64 - 7, 4, 64, 1, 64, 64)
@@ -30,7 +32,8 @@ WAYS = {"recomputed": (Options(save_states=False), {}), "saved": (Options(), {})
         "a head in each part": (Options(save_states=False), {"splits": 4}),
         "cut": (Options(), {"blocks": 5, "cut": (2, 2)}),
         "asked states": (Options(save_states=False, stationary=False), {}),
-        "documents": (Options(save_states=False), {}), "headdim 80": (Options(), {}), "dstate 256": (Options(), {}),
+        "documents": (Options(save_states=False), {}), "headdim 80": (Options(), {}),
+        "dstate 256": (Options(), {"blocks": 3, "cut": (2, 2)}),
         "dstate 192, recomputed": (Options(save_states=False), {}), "documents, dstate 256": (Options(), {})}
 SIZES = {"asked states": {"seqlen": 4 * 64, "dstate": 128}, "documents": {"seqlen": 100, "nheads": 2},
          "headdim 80": {"headdim": 80, "nheads": 2}, "dstate 256": {"dstate": 256, "nheads": 4, "seqlen": 3 * 64 + 7},

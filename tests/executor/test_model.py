@@ -1,6 +1,7 @@
 """What the executor takes for right and for wrong, in kernels of a few lines."""
 
 import re
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from tests.executor import Executor, Fault
 from tests.executor.copies import Descriptor
 from tests.executor.language import NAMES, Jit, Pointer, prefetch, stand_ins
-from tests.executor.schedule import Block
+from tests.executor.schedule import Block, Touched
 from tests.executor.values import Int
 
 _MODULES = stand_ins()
@@ -320,3 +321,39 @@ def test_prefetch_outside_of_a_tensor(first, nbytes):
     prefetch(Pointer(middle, Int(middle.storage_offset())), 64)
     with pytest.raises(AssertionError, match="prefetch of"):
         prefetch(Pointer(middle, Int(middle.storage_offset() + first)), nbytes)
+
+
+@pytest.mark.parametrize("touched", ("read", "written", None))
+@pytest.mark.parametrize("waits", (True, False))
+def test_what_the_launch_before_touched_is_written_after_its_end(touched, waits):
+    t, beside = torch.zeros(64), Touched()
+    if touched:
+        getattr(beside, touched).add(t.untyped_storage().data_ptr())
+
+    def role():
+        if waits:
+            gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], gl.int32, is_pure=False, pack=1)
+        gl.store(Pointer(t, Int(0)) + gl.arange(0, 64, WIDE), ones())
+
+    block = Block(0, 1, lambda: gl.warp_specialize([(Jit(role), ())], []), 0, beside)
+    with pytest.raises(Fault, match="writes what the launch before may") if touched and not waits else nullcontext():
+        block.run()
+    assert t.all() == (waits or not touched)
+
+
+@pytest.mark.parametrize("lets", (True, False))
+@pytest.mark.parametrize("between", (None, torch.clone, torch.Tensor.zero_, torch.numel, torch.t, torch.empty_like))
+def test_launches_begin_beside_the_one_before(between, lets):
+    executor, t = Executor(), torch.zeros(2, 2)
+
+    def kernel():
+        if lets:
+            gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], gl.int32, is_pure=False, pack=1)
+
+    may = lets and between not in (torch.clone, torch.Tensor.zero_)
+    with executor.install():
+        executor._launch(Jit(kernel), 2)
+        if between:
+            between(t)
+        with nullcontext() if may else pytest.raises(Fault, match="kernel begins early"):
+            executor._launch(Jit(kernel), 2, launch_pdl=True)
