@@ -11,6 +11,7 @@
 #   make scaling ARGS='--seqlen 64,1024'   the components of a Mamba-1 and a Mamba-2 block over the sequence length
 #   make prune WORKLOAD=mamba2:130m RATIO=0.125,0.25,0.5   losses without the least active states; ARGS='--kind heads'
 #   make train GPUS=2 PARALLEL=fsdp PRESET=1.3b   two processes by torchrun
+#   make export FROM=runs/mamba2-130m-ssd-auto-0 TO=weights   the trained model, for generation and other programs
 #   make fuzz SECONDS=500 SEED=7 VARIANT=fused,persistent   configurations drawn at random, judged against fp64
 #   make test ARGS='tests/ssd -k cost'
 #   make test ARGS='--numprocesses=14 --shard=2/3'   the second of three parts of the tests, on 14 cores
@@ -36,8 +37,8 @@ with = $(if $($(1)),--$(2) $($(1)))
 given = $(if $(filter-out file,$(origin VARIANT)),--variant $(VARIANT))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup peers tritons bench ablate block patches decode train prune prune-speed table readme characterize scaling report \
-  tune choose sanitize fuzz test coverage lint dist
+.PHONY: help setup peers tritons bench ablate block patches decode train export prune prune-speed table readme characterize \
+  scaling report tune choose sanitize fuzz test coverage lint dist
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-13s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -86,6 +87,9 @@ train: $(READY)  ## Train a workload; GPUS=2 for two processes
 	@case '$(GPUS)' in ''|[1-9]|[1-9][0-9]) ;; *) echo 'error: GPUS: got $(GPUS), expected 1 to 99' >&2; exit 2 ;; esac
 	@$(if $(GPUS),$(PY) -m torch.distributed.run --standalone --nproc-per-node $(GPUS) -m experiments,$(PY) -m experiments) train \
 	  $(call with,PARALLEL,parallel) $(call with,WORKLOAD,workload) $(call with,PRESET,preset) $(given) $(call with,STEPS,steps) $(ARGS)
+
+export: $(READY)  ## Write a trained mamba2 as Mamba2LM.from_pretrained and mamba_ssm read it
+	$(RUN) export $(call with,FROM,from) $(call with,TO,to) $(ARGS)
 
 prune: $(READY)  ## Remove a workload's least active states, bridge, fine-tune, and record the losses
 	$(RUN) prune $(call with,WORKLOAD,workload) $(call with,RATIO,ratio) $(given) $(call with,STEPS,steps) $(ARGS)
