@@ -1,7 +1,8 @@
 """Where the buffers of a recorded call lie: those that no launch needs at the same time share memory.
 
 A buffer lives from the first launch that uses it to the last. The launches of one stream run one after the other, so what comes
-after that may use its memory. A result's memory, too, is free until the first launch that uses the result.
+after that may use its memory; but one that begins early does so beside the launch before, and what it uses lives from then on.
+A result's memory, too, is free until the first launch that uses the result.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from .late import find_late, late, receive
 from .launch import forget, record_launches
 from .switches import is_on
 from .tables import hold
-from .toolchain import DescriptorAt, get_current_stream, get_descriptor_fields, launch_compiled
+from .toolchain import DescriptorAt, begins_early, get_current_stream, get_descriptor_fields, launch_compiled
 from .tuning import is_forced
 
 # as Inductor's code allocates, on the current device, in half the time of torch's function of that name
@@ -284,11 +284,13 @@ def _place_scratch(allocated: dict[int, int], kept: list[int], launches: list[tu
     allocated: bytes of each memory; kept: the memory of results.
     """
     used: dict[int, list[int]] = {}
-    for number, (_, _, args) in enumerate(launches):
+    begun = 0  # the launch with whose beginning the one at hand may begin
+    for number, (compiled, _, args) in enumerate(launches):
+        begun = begun if begins_early(compiled) else number
         for arg in args:
             arg = getattr(arg, "base", arg) if hasattr(arg, "block_shape") else arg
             if isinstance(arg, Tensor) and _get_memory(arg) in allocated:
-                used.setdefault(_get_memory(arg), []).append(number)
+                used.setdefault(_get_memory(arg), []).extend((begun, number))
     never = [0, len(launches)]  # what is kept and in no launch: its memory is not to be used
 
     def describe(memory: int) -> Buffer:

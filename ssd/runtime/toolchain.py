@@ -88,6 +88,11 @@ def launch_compiled(compiled: CompiledKernel, programs: int, stream: int, args: 
     compiled.run(programs, 1, 1, stream, compiled.function, compiled.packed_metadata, metadata, enter, leave, *args)
 
 
+def begins_early(compiled: CompiledKernel) -> bool:
+    """Whether its launches may begin before the one before has ended."""
+    return compiled.metadata.launch_pdl
+
+
 def _skip_if_empty(hook: Callable | None) -> Callable | None:
     """A hook that calls somebody; Triton would call an empty chain of them for nothing, at every launch."""
     return hook if getattr(hook, "calls", True) else None

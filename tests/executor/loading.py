@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ssd.runtime import launch
+from ssd.runtime import late, launch
 from tests.executor.copies import Descriptor
 from tests.executor.language import NAMES, Jit, Pointer, stand_ins
 from tests.executor.schedule import Block, Fault, Touched
@@ -61,9 +61,15 @@ class Executor:
     def _launch(self, kernel: Jit, programs: int, *args, launch_pdl: bool = False, **config) -> None:
         given = [_of_kernel(arg) for arg in args]
         config = {name: _of_kernel(value) for name, value in config.items() if name not in _OPTIONS}
-        name, beside = kernel.function.__name__, self.beside if launch_pdl else None
-        if launch_pdl and beside is None:
-            raise Fault(f"{name} begins early, which what came before it does not let it")
+        name, beside = kernel.function.__name__, None
+        if launch_pdl:
+            if self.beside is None:
+                raise Fault(f"{name} begins early, which what came before it does not let it")
+            beside = self.beside
+        if awaited := [arg for arg in args if isinstance(arg, Tensor) and arg.data_ptr() == late.late.address]:
+            late.receive()
+            if launch_pdl:
+                beside.written.add(awaited[0].untyped_storage().data_ptr())
         self.launched.append(name)
         threads, touched, lets = torch.get_num_threads(), Touched(), True
         torch.set_num_threads(1)  # the tiles are small

@@ -11,6 +11,7 @@ import torch
 
 from ssd.runtime import launch as module
 from ssd.runtime import replay, tables, tuning
+from ssd.runtime.buffer_places import ALIGNMENT
 from ssd.runtime.launch import launch
 from tests.runtime.without_gpu import record_without_gpu
 
@@ -29,13 +30,18 @@ class Compiled:
 
     function = packed_metadata = None
 
+    def __init__(self, early: bool = False):
+        self.metadata = SimpleNamespace(launch_pdl=early)
+
     def run(self, x, y, z, stream, function, packed_metadata, metadata, enter, leave, source, target, factor):
         memory(target)[:] = memory(source) * factor
 
 
 class Kernel:
     arg_names = ("source", "target", "factor")
-    compiled = Compiled()
+
+    def __init__(self, early: bool = False):
+        self.compiled = Compiled(early)
 
     def __getitem__(self, grid):
         def run(source, target, factor, **options):
@@ -45,7 +51,7 @@ class Kernel:
         return run
 
 
-KERNEL = Kernel()
+KERNEL, EARLY = Kernel(), Kernel(early=True)
 TABLE = torch.full((N,), 10.0)
 STREAM = {"current": 7}
 
@@ -93,6 +99,23 @@ def test_results_and_what_is_between():
         return parts[1], None, scale(x, factor), parts[0], torch.empty(0)
 
     Call(body).check(lambda x, y: (2 * y, None, 3 * x, 3 * x, torch.empty(0)), 2, tensor(), tensor() + 50)
+
+
+@pytest.mark.parametrize(("kernels", "buffers"), [((KERNEL, KERNEL), 1), ((EARLY, KERNEL), 2), ((EARLY, EARLY), 2),
+                                                  ((KERNEL, EARLY), 1)])
+def test_what_an_early_launch_uses_lies_apart_from_what_the_one_before_does(kernels, buffers):
+    """y = 3 x by one buffer, z = 3 x by another, which may have the same memory unless their launches run side by side."""
+    def body(x, factor):
+        y, z = torch.empty(2, N)
+        launch(KERNEL, 1, scale(x, factor), y, factor=1.0)
+        other = torch.empty(N)
+        launch(kernels[0], 1, x, other, factor=factor)
+        launch(kernels[1], 1, other, z, factor=1.0)
+        return y, z
+
+    Call(body).check(lambda x: (3 * x, 3 * x), 2, tensor())
+    (recording,) = replay._recordings.values()
+    assert recording.nbytes == buffers * ALIGNMENT
 
 
 @pytest.mark.parametrize(("shape", "strides"), [

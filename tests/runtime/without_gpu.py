@@ -1,5 +1,7 @@
 """A stand-in for Triton and the GPU: calls are recorded and replayed on CPU tensors."""
 
+from types import SimpleNamespace
+
 import torch
 
 from ssd.runtime import launch, replay
@@ -9,6 +11,7 @@ class Compiled:
     """Any kernel, which computes nothing: memory that nobody writes takes none."""
 
     function = packed_metadata = None
+    metadata = SimpleNamespace(launch_pdl=False)
 
     def run(self, *args):
         pass

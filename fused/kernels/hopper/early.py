@@ -1,6 +1,7 @@
 """A launch that begins while the one before ends (`ssd.runtime.dependent_launch`), in Gluon.
 
-What scans begins beside the state pass: blocks whose runs begin a sequence wait for nothing that the pass writes.
+What scans begins beside the state pass: blocks whose runs begin a sequence wait for nothing that the pass writes. They read
+what was there before the pass began, and write what nobody else touches.
 """
 
 from triton.experimental import gluon
