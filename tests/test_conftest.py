@@ -72,21 +72,24 @@ def test_parts_are_the_whole_and_keep_groups_together(run, pytester):
     assert seen == 6
 
 
+SLOW = SUITE + "\n@pytest.mark.slow\ndef test_slow():\n    pass\n"
+
+
+def test_slow_tests_begin_first(run):
+    """Also where others are in larger groups."""
+    ended = [line for line in run(SLOW, "test_it.py", "-v").outlines if re.search("PASSED|SKIPPED", line)]
+    assert "::test_slow" in ended[0]
+
+
 @needs_xdist
-def test_a_group_runs_in_one_worker(run, pytester):
-    run(SUITE, "test_it.py", "--numprocesses=2").assert_outcomes(passed=17, skipped=1)
+def test_a_group_runs_in_one_worker_and_slow_tests_begin_first(run, pytester):
+    result = run(SLOW, "test_it.py", "-v", "--numprocesses=2")
+    result.assert_outcomes(passed=18, skipped=1)
     workers = ran(pytester.path)
     assert all(len(set(of_group)) == 1 for of_group in workers.values())
     assert {worker for of_group in workers.values() for worker in of_group} == {"gw0", "gw1"}
-
-
-@needs_xdist
-@pytest.mark.parametrize("workers", ((), ("--numprocesses=2",)), ids=("alone", "workers"))
-def test_slow_tests_begin_first(workers, run):
-    """Also where others are in larger groups."""
-    slow = SUITE + "\n@pytest.mark.slow\ndef test_slow():\n    pass\n"
-    ended = [line for line in run(slow, "test_it.py", "-v", *workers).outlines if re.search("PASSED|SKIPPED", line)]
-    (worker,) = (line.partition("]")[0] for line in ended if "::test_slow" in line) if workers else ("",)
+    ended = [line for line in result.outlines if re.search("PASSED|SKIPPED", line)]
+    (worker,) = (line.partition("]")[0] for line in ended if "::test_slow" in line)
     assert "::test_slow" in next(line for line in ended if line.startswith(worker))
 
 

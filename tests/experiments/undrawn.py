@@ -40,7 +40,7 @@ def runs_of(workload: str) -> dict[str, Run]:
 
 def ways_of(workload: str) -> tuple[str, ...]:
     """Of `WAYS`: both that deal out samples, and one that cuts sequences where the workload has any."""
-    return ("ddp", "fsdp", *{"mamba2": ("cp-fsdp",), "hybrid": ("cp",)}.get(workload, ()))
+    return ("ddp", "fsdp", *{"mamba2": ("cp",), "hybrid": ("cp-fsdp",)}.get(workload, ()))
 
 
 def train_undrawn(workload: str, out: Path, *ways: str) -> None:
