@@ -88,7 +88,7 @@ train: $(READY)  ## Train a workload; GPUS=2 for two processes
 	@$(if $(GPUS),$(PY) -m torch.distributed.run --standalone --nproc-per-node $(GPUS) -m experiments,$(PY) -m experiments) train \
 	  $(call with,PARALLEL,parallel) $(call with,WORKLOAD,workload) $(call with,PRESET,preset) $(given) $(call with,STEPS,steps) $(ARGS)
 
-export: $(READY)  ## Write a trained mamba2 as Mamba2LM.from_pretrained and mamba_ssm read it
+export: $(READY)  ## Write a trained mamba2 as Mamba2LM.from_pretrained reads it
 	$(RUN) export $(call with,FROM,from) $(call with,TO,to) $(ARGS)
 
 prune: $(READY)  ## Remove a workload's least active states, bridge, fine-tune, and record the losses

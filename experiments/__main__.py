@@ -169,13 +169,13 @@ def export(
     run: Annotated[Path, typer.Option("--from", file_okay=False, help="Folder of a run of `train`.")],
     to: Annotated[Path, typer.Option(file_okay=False, help="A new folder, for config.json and model.safetensors.")],
 ) -> None:
-    """Write a trained mamba2 as Mamba2LM.from_pretrained and mamba_ssm read it."""
+    """Write a trained mamba2 as Mamba2LM.from_pretrained reads it."""
     with refuse_errors():
         from .checkpoints import Damaged
         from .export import export
     with refuse_errors("", Damaged):
-        step = export(run, require_writable(to, "--to"))
-    make_console().print(f"step {step} of {run} is in {to}: ssd.modules.Mamba2LM.from_pretrained({str(to)!r})", markup=False)
+        step = export(run, require_writable(to, "--to"), console := make_console())
+    console.print(f"step {step} of {run} is in {to}: ssd.modules.Mamba2LM.from_pretrained({str(to)!r})", markup=False)
 
 
 @app.command()

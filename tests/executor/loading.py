@@ -71,16 +71,18 @@ class Executor:
             if launch_pdl:
                 beside.written.add(awaited[0].untyped_storage().data_ptr())
         self.launched.append(name)
-        threads, touched, lets = torch.get_num_threads(), Touched(), True
+        threads, touched, lets, waited = torch.get_num_threads(), Touched(), True, not launch_pdl
         torch.set_num_threads(1)  # the tiles are small
         try:
             for number in range(programs):
                 block = Block(number, programs, kernel.function, (self.seed, len(self.launched), number), beside)
                 block.run(*given, **config)
                 touched.add(block.touched)
-                lets = lets and block.lets_next_begin
+                lets, waited = lets and block.lets_next_begin, waited or block.has_waited
         finally:
             torch.set_num_threads(threads)
+        if not waited:
+            raise Fault(f"{name} may end before the launch before, which the next one would not know")
         self.beside = touched if lets else None
 
 

@@ -122,7 +122,7 @@ class Block:
 
     def __init__(self, number: int, programs: int, kernel: Callable, seed: object, beside: Touched | None = None):
         self.number, self.programs = number, programs
-        self.beside, self.touched, self.lets_next_begin = beside, Touched(), False
+        self.beside, self.touched, self.lets_next_begin, self.has_waited = beside, Touched(), False, False
         self.chance = random.Random(str(seed))
         self.weights: dict[str, float] = {}
         self.running = Role(kernel.__name__, kernel, is_partition=False, alone=beside is None)

@@ -48,6 +48,14 @@ def square(tiles, n: int):
     return tiles.index(n).reinterpret(gl.float16, [64, 64], SQUARE)
 
 
+def let_next_begin():
+    gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], gl.int32, is_pure=False, pack=1)
+
+
+def wait_for_last():
+    gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], gl.int32, is_pure=False, pack=1)
+
+
 def ones():
     return gl.zeros([64], gl.float32, WIDE) + 1.0
 
@@ -332,7 +340,7 @@ def test_what_the_launch_before_touched_is_written_after_its_end(touched, waits)
 
     def role():
         if waits:
-            gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], gl.int32, is_pure=False, pack=1)
+            wait_for_last()
         gl.store(Pointer(t, Int(0)) + gl.arange(0, 64, WIDE), ones())
 
     block = Block(0, 1, lambda: gl.warp_specialize([(Jit(role), ())], []), 0, beside)
@@ -345,15 +353,17 @@ def test_what_the_launch_before_touched_is_written_after_its_end(touched, waits)
 @pytest.mark.parametrize("between", (None, torch.clone, torch.Tensor.zero_, torch.numel, torch.t, torch.empty_like))
 def test_launches_begin_beside_the_one_before(between, lets):
     executor, t = Executor(), torch.zeros(2, 2)
-
-    def kernel():
-        if lets:
-            gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], gl.int32, is_pure=False, pack=1)
-
     may = lets and between not in (torch.clone, torch.Tensor.zero_)
     with executor.install():
-        executor._launch(Jit(kernel), 2)
+        executor._launch(Jit(let_next_begin if lets else lambda: None), 2)
         if between:
             between(t)
-        with nullcontext() if may else pytest.raises(Fault, match="kernel begins early"):
-            executor._launch(Jit(kernel), 2, launch_pdl=True)
+        with nullcontext() if may else pytest.raises(Fault, match="begins early, which what came before it does not let it"):
+            executor._launch(Jit(wait_for_last), 2, launch_pdl=True)
+
+
+def test_one_that_begins_early_ends_after_the_one_before():
+    executor = Executor()
+    with executor.install(), pytest.raises(Fault, match="may end before the launch before"):
+        for early in (False, True):
+            executor._launch(Jit(let_next_begin), 2, launch_pdl=early)

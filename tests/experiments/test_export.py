@@ -24,7 +24,7 @@ def test_the_trained_model(tied, tmp_path, monkeypatch):
     monkeypatch.setitem(vars(preset.sizes), "tie_embeddings", tied)  # frozen
     run = small_run(steps=2)
     train(run, tmp_path / "run", QUIET)
-    assert export(tmp_path / "run", tmp_path / "weights") == 2
+    assert export(tmp_path / "run", tmp_path / "weights", QUIET) == 2
     trained = get_workload("mamba2").build(run.sizes, "torch")
     trained.load_state_dict(read_saved(tmp_path / "run"), strict=False)
     if tied:
@@ -33,10 +33,22 @@ def test_the_trained_model(tied, tmp_path, monkeypatch):
     torch.testing.assert_close(Mamba2LM.from_pretrained(tmp_path / "weights", variant="torch")(ids), trained(ids))
 
 
-def test_the_last_good_checkpoint_is_taken(tmp_path):
+def test_the_last_good_checkpoint_is_taken(tmp_path, console):
     train(small_run(steps=2, save_every=1), tmp_path / "run", QUIET)
     (checkpoints.latest(tmp_path / "run/checkpoints") / "state.json").write_text("{")
-    assert export(tmp_path / "run", tmp_path / "weights") == 1
+    assert export(tmp_path / "run", tmp_path / "weights", console) == 1
+    assert "step-00000002" in console.export_text()
+
+
+@pytest.mark.parametrize("change, says", [({"of_another_version": 1}, "of another version of this program"),
+                                          ({"preset": "states"}, "whose backbone.layers.0.mixer.* are not those")])
+def test_a_run_that_is_not_what_it_was(change, says, tmp_path, monkeypatch):
+    train(small_run(steps=1), tmp_path, QUIET)
+    read = checkpoints.read_state
+    monkeypatch.setattr(checkpoints, "read_state", lambda path: (state := read(path)) | {"run": state["run"] | change})
+    with pytest.raises(ValueError, match=says):
+        export(tmp_path, tmp_path / "weights", QUIET)
+    assert not (tmp_path / "weights").exists()
 
 
 def test_what_cannot_be_exported(tmp_path):
