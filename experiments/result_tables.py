@@ -43,9 +43,6 @@ _ABLATION_HEAD = write_head("option | without, µs | relative | up to, µs | rel
 _MODELS_HEAD = write_head(
     "model | headdim x dstate | heads / groups | forward: mamba_ssm | `persistent` | `auto` | "
     "forward and backward: mamba_ssm | `persistent` | `auto`", "model", "headdim x dstate", "heads / groups")
-_EVERY_ROW_HEAD = write_head(
-    "shape | | variant | chunk | µs | in a CUDA graph, µs | share of bound | error | against | speed-up",
-    "shape", "", "variant", "against")
 
 
 def tabulate_speedups(rows: list[dict], steps: list[dict]) -> str:
@@ -145,8 +142,7 @@ def tabulate_costs(rows: list[dict]) -> str:
 
 
 def tabulate_results(rows: list[dict], figure_path: str) -> str:
-    """Markdown of the latest rows, the faster chunk size of each variant: losses beside wins. Models have a table of their own,
-    but for each measurement.
+    """Markdown of the latest rows, the faster chunk size of each variant: losses beside wins. Models have a table of their own.
     """
     if not rows:
         return "No rows yet: no GPU has run the bench for this table.\n"
@@ -156,14 +152,18 @@ def tabulate_results(rows: list[dict], figure_path: str) -> str:
         commits = dict.fromkeys(str(row["git_sha"])[:7] for row in sorted(group, key=itemgetter("time")))
         parts.append(f"{where}, device copy {copy:.0f} GB/s, rows of {join_words([*commits])}. In a CUDA graph, µs, with the "
                      "speed-up over mamba_ssm:\n")
+        shown = [row for row in group if row["shape"] not in _MODELS]
         for mode, name in MODES.items():
-            if of := [row for row in group if row["mode"] == mode and row["shape"] not in _MODELS]:
+            if of := [row for row in shown if row["mode"] == mode]:
                 parts += [f"**{name.capitalize()}**\n", _tabulate_by_shape(of)]
-        parts += ["**Each measurement**: eager times, chunk sizes, the share of the bandwidth bound, errors\n",
-                  _EVERY_ROW_HEAD + render_lines(map(_list_row, group))]
-    sizes = {name: find_shapes(name)[0].sizes for name in dict.fromkeys(row["shape"] for row in rows)}
-    head = write_head(" | ".join(("shape", *record.SIZES)), "shape")
-    parts += ["**The shapes**\n", head + render_lines((name, *of.values()) for name, of in sizes.items())]
+        if of := [row for row in shown if row["mode"] == "fwd_bwd"]:
+            parts += ["**Forward and backward, eager**\n", _tabulate_by_shape(of, "p50_us", "speedup")]
+        errors = [f"{write_scientific(max(row['err_rms'] for row in of))} in a {name}" for mode, name in DIRECTIONS.items()
+                  if (of := [row for row in group if row["mode"] == mode and not is_peer(row["variant"])])]
+        parts.append(f"Errors of ours, models among them, are at most {join_words(errors)}.\n" if errors else "")
+    if sizes := {row["shape"]: find_shapes(row["shape"])[0].sizes for row in rows if row["shape"] not in _MODELS}:
+        head = write_head(" | ".join(("shape", *record.SIZES)), "shape")
+        parts += ["**The shapes**\n", head + render_lines((name, *of.values()) for name, of in sizes.items())]
     return "\n".join(parts)
 
 
@@ -185,28 +185,20 @@ def tabulate_models(rows: list[dict]) -> str:
     return "\n".join(parts) or "No rows yet: no GPU has run `make bench SHAPE=models`.\n"
 
 
-def _write_gain(row: dict | None) -> str:
-    """The time in a CUDA graph, with the speed-up where there is one."""
+def _write_gain(row: dict | None, time: str = "graph_p50_us", speedup: str = "graph_speedup") -> str:
+    """The time, in a CUDA graph unless another is asked for or there is none, with the speed-up where there is one."""
     if row is None:
         return ""
-    return _whole(record.get_us(row)) + (f" ({row['graph_speedup']:.2f})" if row.get("graph_speedup") else "")
+    return _whole(row[time] or record.get_us(row)) + (f" ({row[speedup]:.2f})" if row.get(speedup) else "")
 
 
-def _tabulate_by_shape(rows: list[dict]) -> str:
-    """A line for each shape, a column for each variant."""
+def _tabulate_by_shape(rows: list[dict], *columns: str) -> str:
+    """A line for each shape, a column for each variant. columns: as `_write_gain` takes them."""
     variants, lines = [*dict.fromkeys(row["variant"] for row in rows)], []
     for shape, group in groupby(rows, _SHAPE):
-        cells = {row["variant"]: _write_gain(row) for row in group}
+        cells = {row["variant"]: _write_gain(row, *columns) for row in group}
         lines.append([shape, *(cells.get(variant, "") for variant in variants)])
     return write_head(" | ".join(("shape", *variants)), "shape") + render_lines(lines)
-
-
-def _list_row(row: dict) -> tuple:
-    speedups = [f"{row[key]:.2f}" for key in ("speedup", "graph_speedup") if row.get("against") and row[key]]
-    bound = row["ideal_bytes"] / row["copy_gbps"] / 1e3
-    return (row["shape"], MODES[row["mode"]], row["variant"], row["chunk_size"], _whole(row["p50_us"]),
-            _whole(row["graph_p50_us"]), f"{100 * bound / record.get_us(row):.0f} %", write_scientific(row["err_rms"]),
-            row.get("against") or "", " / ".join(speedups))
 
 
 def tabulate_memory(rows: list[dict]) -> str:

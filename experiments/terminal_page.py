@@ -1,4 +1,4 @@
-"""What `make bench VARIANT=persistent` prints, as text in docs/terminal.md: without a GPU, and of a recorded run on one."""
+"""What `make bench VARIANT=persistent SHAPE=8b-b4` prints, as text in docs/terminal.md: without a GPU, and of recorded rows."""
 
 import re
 from io import StringIO
@@ -9,9 +9,9 @@ from ssd import Options
 
 from . import interpret, record, table
 from .result_tables import MODES
-from .shapes import NAMED
+from .shapes import find_shapes
 
-VARIANT, AGAINST = "persistent", "mamba_ssm"
+VARIANT, AGAINST, SHAPE = "persistent", "mamba_ssm", "8b-b4"
 _CHUNK_SIZE, _WIDTH = 256, 100
 _ERRORS = re.compile(r"(fp\d\d +)\w+( +)\S+( +)\S+")  # of a judged dtype: where it is worst, and the two errors
 
@@ -19,15 +19,17 @@ _ERRORS = re.compile(r"(fp\d\d +)\w+( +)\S+( +)\S+")  # of a judged dtype: where
 def print_without_gpu() -> str:
     """Checks the kernels in Triton's interpreter, which takes seconds; costs are from committed rows."""
     console = _make_console()
-    interpret.run([VARIANT], list(NAMED), list(MODES), "bf16", _CHUNK_SIZE, Options(), record.RESULTS, console)
+    interpret.run([VARIANT], find_shapes(SHAPE), list(MODES), "bf16", _CHUNK_SIZE, Options(), record.RESULTS, console)
     return _read(console)
 
 
 def print_recorded_run(rows: list[dict]) -> str:
-    """The last rows of the named shapes, as the bench shows them when it ends."""
-    console, names = _make_console(), {shape.name for shape in NAMED}
-    table.show(console, [row for row in rows if row["shape"] in names and row["variant"] in (VARIANT, AGAINST)
-                         and row["mode"] in MODES and record.has_default_options(row)], "medians")
+    """The last rows of the shape on GPUs that have run both, as the bench shows them when it ends."""
+    console = _make_console()
+    found = [row for row in rows if row["shape"] == SHAPE and row["variant"] in (VARIANT, AGAINST)
+             and row["mode"] in MODES and record.has_default_options(row)]
+    beside = {row["gpu"] for row in found if row["variant"] == AGAINST}
+    table.show(console, [row for row in found if row["gpu"] in beside], "medians")
     return _read(console)
 
 

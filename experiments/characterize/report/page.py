@@ -38,7 +38,7 @@ def render_html(text: str, figures: dict[str, Figure]) -> str:
         name, see = found.groups()
         figure = figures[name]
         data = base64.b64encode(figure.csv.encode()).decode()
-        label = re.sub("<.*?>", "", see)
+        label = name.replace("-", " ")
         svg = _prefix_ids(figure.svg, name).replace("<svg ", f'<svg role="img" aria-label="{label}" ', 1)
         return (f"<figure>{svg}<figcaption>Figure {next(numbers)}. {see} "
                 f'<a download="{name}.csv" href="data:text/csv;base64,{data}">Data as CSV</a></figcaption></figure>')

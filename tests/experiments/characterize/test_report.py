@@ -78,7 +78,7 @@ def test_every_figure_has_its_data_and_a_sentence(report):
     images = sorted(path.stem for path in report.glob("*.svg"))
     assert images == sorted(path.stem for path in report.glob("*.csv")) and len(images) >= 6
     for name in images:
-        (see,) = re.findall(rf"!\[([^]]*)\]\({name}\.svg\)", markdown)
+        (see,) = re.findall(rf"!\[[^]]+\]\({name}\.svg\)\n\n(.*) \[Data\]", markdown)
         assert see.endswith(".") and len(see) > 40
         assert len(list(csv.DictReader((report / f"{name}.csv").open()))) >= 2
         svg = (report / f"{name}.svg").read_text()
