@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ssd.runtime import late, launch
+from ssd.runtime import launch
 from tests.executor.copies import Descriptor
 from tests.executor.language import NAMES, Jit, Pointer, stand_ins
 from tests.executor.schedule import Block, Fault, Touched
@@ -66,10 +66,6 @@ class Executor:
             if self.beside is None:
                 raise Fault(f"{name} begins early, which what came before it does not let it")
             beside = self.beside
-        if awaited := [arg for arg in args if isinstance(arg, Tensor) and arg.data_ptr() == late.late.address]:
-            late.receive()
-            if launch_pdl:
-                beside.written.add(awaited[0].untyped_storage().data_ptr())
         self.launched.append(name)
         threads, touched, lets, waited = torch.get_num_threads(), Touched(), True, not launch_pdl
         torch.set_num_threads(1)  # the tiles are small

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from ssd.registry import get_variant
-from ssd.runtime.late import deliver_late
 from ssd.types import Options
 from tests.errors import results
 from tests.executor import Executor, Fault
@@ -31,7 +30,7 @@ SHAPE = Shape(1, 5 * 64 - 7, 4, 64, 1, 64, 64)
 # Some lines are needed where others do not happen to do their work: in more stages, for one head alone, in cut sequences.
 WAYS = {"recomputed": (Options(save_states=False), {}), "saved": (Options(), {}),
         "a head in each part": (Options(save_states=False), {"splits": 4}),
-        "cut": (Options(), {"blocks": 5, "cut": (2, 2)}), "cut, a late state": (Options(), {"blocks": 5, "cut": (2, 2)}),
+        "cut": (Options(), {"blocks": 5, "cut": (2, 2)}),
         "asked states": (Options(save_states=False, stationary=False), {}),
         "documents": (Options(save_states=False), {}),
         "dstate 256": (Options(), {"blocks": 3, "cut": (2, 2)}),
@@ -41,7 +40,7 @@ SIZES = {"asked states": {"seqlen": 4 * 64, "dstate": 128}, "documents": {"seqle
          "dstate 192, recomputed": {"dstate": 192, "nheads": 5, "seqlen": 3 * 64 + 7},
          "documents, dstate 256": {"dstate": 256, "seqlen": 100, "nheads": 2}}
 # The ways that are tried for a line of a module, first what found the last fault there.
-WAYS_OF = {"ring": ["recomputed"], "start": ["cut", "cut, a late state"], "scan_tiles": ["asked states"],
+WAYS_OF = {"ring": ["recomputed"], "start": ["cut"], "scan_tiles": ["asked states"],
            "scan": ["saved", "recomputed"], "wide_scan": ["dstate 256", "dstate 192, recomputed"],
            "document_states": ["documents"], "states": ["recomputed", "cut", "documents"], "group_tiles": ["recomputed"],
            "group": ["recomputed", "documents, dstate 256", "a head in each part"], "ends": ["dstate 256"],
@@ -85,8 +84,7 @@ def test_needed(kernel, first, last):
 def _is_faulty(executor: Executor, way: str) -> bool:
     options, dealing = WAYS[way]
     shape = replace(SHAPE, **SIZES.get(way, {}))
-    late = "late" in way
-    inputs = random_inputs(shape, Case(D="h", dt_dtype=torch.float32, initial_states=late), torch.bfloat16)
+    inputs = random_inputs(shape, Case(D="h", dt_dtype=torch.float32), torch.bfloat16)
     if way == "asked states":
         inputs = replace(inputs, return_states_every=64)
     ends = 1
@@ -94,8 +92,7 @@ def _is_faulty(executor: Executor, way: str) -> bool:
         inputs, ends = replace(inputs, cu_seqlens=torch.tensor([0, 20, 20, 100], dtype=torch.int32)), 3
     ways = torch.randn_like(inputs.x), torch.randn(ends, shape.nheads, shape.headdim, shape.dstate)
     try:
-        with (hopper_on_cpu(executor, **({"blocks": 1} | dealing)),
-              deliver_late(inputs.initial_states if late else None, lambda: None)):
+        with hopper_on_cpu(executor, **({"blocks": 1} | dealing)):
             results(get_variant("persistent"), inputs, *ways, options)
     except Fault:
         return True

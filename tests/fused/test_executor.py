@@ -28,6 +28,7 @@ WIDE = Shape(1, 5 * 64 - 1, 2, 64, 1, 128, 128)
 USUAL = Options()
 PLAIN = Case(dt_dtype=torch.float32)  # the interpreter, which runs the other kernels, rounds to bf16 in its own way
 START = Case(D="h", dt_bias=True, dt_softplus=True, initial_states=True, dt_dtype=torch.float32)
+NO_START = replace(START, initial_states=False)
 SCAN, STATES, GROUP = "hopper_scan_kernel", "hopper_states_kernel", "hopper_group_kernel"
 
 
@@ -58,7 +59,8 @@ WAYS = {
     "ragged, recomputed": Way(RAGGED, START, SAVED, torch.float16, options=AGAIN, schedules=3),
     "one token": Way(replace(RAGGED, batch=8, seqlen=1), START, SAVED, blocks=3),
     "several rounds": Way(replace(RAGGED, batch=3), START, SAVED, options=AGAIN),
-    "cut": Way(LONG, START, CUT, blocks=5, cut=(3, 2)),
+    "cut": Way(LONG, NO_START, CUT, blocks=5, cut=(3, 2)),
+    "cut, states given": Way(LONG, START, CUT, blocks=5, cut=(3, 2)),
     "cut, recomputed": Way(LONG, START, CUT, torch.float16, options=AGAIN, blocks=8, cut=(4, 4), schedules=2),
     "whole and cut": Way(replace(RAGGED, batch=3, nheads=2, ngroups=1), START, CUT, cut=(2, 1)),
     "wide": Way(WIDE, START, SAVED),
@@ -72,7 +74,8 @@ WAYS = {
     "spans, recomputed": Way(LONG, START, TWO_LEVEL, torch.float16, variant="fused", options=AGAIN),
     "spans in turn": Way(LONG, PLAIN, TWO_LEVEL, options=Options(stationary=False)),
     "states in fp32": Way(RAGGED, replace(START, state_dtype=torch.float32), TWO_LEVEL, variant="fused"),
-    "cut for spans": Way(LONG, START, (STATES, *TWO_LEVEL[:2], *CUT[2:]), variant="fused", options=AGAIN, blocks=5, cut=(3, 2)),
+    "cut for spans": Way(LONG, NO_START, (STATES, *TWO_LEVEL[:2], *CUT[2:]), variant="fused", options=AGAIN, blocks=5,
+                         cut=(3, 2)),
     "heads in parts": Way(replace(RAGGED, batch=1, nheads=6, ngroups=1), START, SAVED, torch.float16, splits=2),
     "a head in each part": Way(replace(RAGGED, batch=1, ngroups=1), START, SAVED, torch.float16, splits=4),
 }
@@ -120,7 +123,7 @@ WAYS |= {
     "dstate 256": other_form(START, PARTS, dstate=256, nheads=2, ngroups=1, schedules=3),
     "dstate 256, headdim 128, recomputed, cut": other_form(START, PARTS_CUT, torch.float16, shape=LONG, headdim=128, dstate=256,
                                                            nheads=1, options=AGAIN, blocks=8, cut=(4, 3)),
-    "dstate 256, headdim 128, D by channel": other_form(replace(START, D="hp"), PARTS_CUT[:2], torch.float16, shape=LONG,
+    "dstate 256, headdim 128, D by channel": other_form(replace(NO_START, D="hp"), PARTS_CUT[:2], torch.float16, shape=LONG,
                                                         headdim=128, dstate=256, nheads=1, blocks=8, cut=(4, 4)),
     "dstate 192, spans": other_form(START, (STATES, *PARTS), variant="fused", dstate=192, nheads=4, ngroups=2),
     "dstate 160, headdim 80, gate": other_form(GATE, PARTS, torch.float16, dstate=160, headdim=80, nheads=2, ngroups=1),

@@ -1,11 +1,17 @@
 """A launch that begins while the one before ends (`ssd.runtime.dependent_launch`), in Gluon.
 
 What scans begins beside the state pass: blocks whose runs begin a sequence wait for nothing that the pass writes. They read
-what was there before the pass began, and write what nobody else touches.
+what was there before the pass began, and write what nobody else touches. Not where the caller gave states: they may be brought
+between the two launches (`ssd.runtime.late`).
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+
+
+def begins_early(ends, *given) -> bool:
+    """Whether a launch may begin beside the state pass: there was one, and no states were given."""
+    return ends is not None and not any(states is not None for states in given)
 
 
 @gluon.jit

@@ -45,7 +45,6 @@ def load_given_state(states, bh, STATE: gl.constexpr, SLICE: gl.constexpr, part,
     if states is None:
         state = gl.zeros([ROWS, WIDTH], gl.float32, STATE)
     else:
-        wait_for_last()  # its values may have come since the state pass began (`ssd.runtime.late`)
         at = locate_state(states, bh, STATE, SLICE, part, form, ROWS, WIDTH)
         state = load_masked(at, state_mask(STATE, SLICE, part, form, ROWS, WIDTH)).to(gl.float32)
     return state
