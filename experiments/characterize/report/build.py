@@ -19,7 +19,7 @@ def collect(rows: list[dict]) -> dict[str, object]:
     found, timed = projected.collect(rows), [row for row in rows if row["bench"] not in _TIMELESS]
     return {
         "of_gpus": of_gpus, "projected": found, "figures": _draw_figures(of_gpus) | found.get("figures", {}),
-        "sheet": projected.list_sheet(), "shape": _SHAPE, "dtype": _DTYPE,
+        "sheet": projected.list_sheet(of_gpus), "shape": _SHAPE, "dtype": _DTYPE,
         "count": len(timed), "gpus": sorted({row["gpu"] for row in timed}),
         "commits": sorted({row["git_sha"][:7] for row in timed if row["git_sha"]}),
     }

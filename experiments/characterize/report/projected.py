@@ -1,6 +1,7 @@
 """What calls would take on other GPUs, and how far the models that say so were off where they were put to the test."""
 
 import math
+from collections.abc import Iterable
 from itertools import permutations
 
 from ... import palette
@@ -129,10 +130,10 @@ def _project(model: projection.Model, source: str, samples: list[projection.Samp
              one.predicted_us) for one in projection.apply(model.carry(GPUS[source], GPUS[_NEXT]), chosen)]
 
 
-def list_sheet() -> list[tuple[str, str, str, str, str]]:
-    """The GPU table with a source for each number."""
+def list_sheet(measured: Iterable[str]) -> list[tuple[str, str, str, str, str]]:
+    """The GPU table with a source for each number: of GPUs with rows, by name, and of the one that is projected."""
     lines = []
-    for gpu in GPUS.values():
+    for gpu in (gpu for key, gpu in GPUS.items() if gpu.name in measured or key == _NEXT):
         cells = (("SMs", gpu.sms, ""), ("memory", gpu.hbm_gbps, " GB/s"), ("dense bf16", gpu.bf16_tflops, " TFLOP/s"),
                  ("FP32", gpu.fp32_tflops, " TFLOP/s"), ("L2", gpu.l2_mb, " MB"), ("FP32 lanes an SM", gpu.fp32_lanes, ""))
         lines += [(gpu.name, what, f"{cell.value:g}{unit}", cell.confidence, cell.source) for what, cell, unit in cells]

@@ -49,7 +49,7 @@ def _compare_upstream(shares: dict[str, dict[str, float]]) -> tuple[float, float
     """The largest share of the SSM kernels in a step with mamba_ssm inside, that in the same with `persistent`, and what it is
     a step of; None where no step was profiled with both.
     """
-    pairs = [(values["ssm"], shares[other]["ssm"], name.partition(" mamba_ssm,")[0]) for name, values in shares.items()
+    pairs = [(values["ssm"], shares[other]["ssm"], name.replace(" mamba_ssm,", ",")) for name, values in shares.items()
              if " mamba_ssm," in name and (other := name.replace(" mamba_ssm,", " persistent,")) in shares]
     return max(pairs, default=None)
 
