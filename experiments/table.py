@@ -57,7 +57,7 @@ _COLUMNS = {
     **{f"{name} %": (f"{name.lower()}_pct", write_number(1)) for name in ("idle", "fill", "MFU")},
     "a second": ("units_per_s", write_number(0)), "TFLOP/s": ("tflops", write_number(0)),
     "GB/s": ("effective_gbps", write_number(0)), "SSM GB/s": ("effective_gbps", write_number(0)),
-    "of copy %": ("sol", write_number(1, 100)), "copy %": ("sol", write_number(1, 100)),
+    "of copy %": ("sol", write_number(1, 100)), "copy %": ("of_copy", write_number(1, 100)),
     "SSM %": ("share", write_number(1, 100)), **{f"{name} %": (name, write_number(1)) for name in "UWG"},
     "MiB": ("peak_mib", write_number(0)), "saved MiB": ("saved_mib", write_number(0)),
     "weights MiB": ("weights_mib", write_number(0)),
@@ -194,6 +194,8 @@ def make_table(rows: list[dict], title: str, columns: dict = COLUMNS, wide: bool
     """For rich; no cell is cut. As in `show`."""
     narrow = next((narrow for name, narrow in NARROW.items() if globals()[name] is columns), columns)
     chosen = columns if wide else narrow
+    if "copy %" in chosen:
+        rows = [row | {"of_copy": compare_with_copy(row)} for row in rows]
     cells = {header: [write(row.get(key)) for row in rows] for header, (key, write) in chosen.items()}
     table = make_empty_table(title=title)
     for header in (header for header, values in cells.items() if wide or any(values) or not rows):
@@ -202,6 +204,11 @@ def make_table(rows: list[dict], title: str, columns: dict = COLUMNS, wide: bool
     for row, values in zip(rows, zip(*shown, strict=True), strict=False):
         table.add_row(*values, style="dim" if columns is COLUMNS and not row.get("against") else None)
     return table
+
+
+def compare_with_copy(row: dict) -> float | None:
+    """The rate at which a call reads its inputs and writes its outputs once, in GPU time, over that of a copy."""
+    return row["ideal_bytes"] / row["copy_gbps"] / 1e3 / record.get_us(row) if row.get("ideal_bytes") else None
 
 
 def _describe_commits(rows: list[dict]) -> str:

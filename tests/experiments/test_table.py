@@ -74,6 +74,7 @@ def test_a_table_fits_100_columns_and_cuts_nothing(name):
         "ssm_us": 1234.5e3}
     row = ssd_row(p50_us=116431.0, **compare(), seqlen=1048576, relative=0.5, unit="tokens", dram_bytes=123456e6,
                   occupancy_pct=99.9, tensor_pct=99.9, registers=255, blocks=100000, loss=10.123) | long
+    row["of_copy"] = table.compare_with_copy(row)
     console = Console(width=100, record=True, file=io.StringIO())
     table.show(console, [row], "medians", columns)
     text = console.export_text(clear=False)
@@ -95,3 +96,8 @@ def test_the_least_of_a_rival_counts():
     assert better["graph_speedup"] == pytest.approx(1.5) and better["speedup"] == 2.0
     assert (same, alone) == tuple(rows[1:])
     assert table.compare_with_least(rows, []) == rows
+
+
+def test_the_share_of_a_copy_is_of_the_time_beside_it():
+    row = ssd_row(graph_p50_us=500.0, p50_us=1000.0, ideal_bytes=1e9, copy_gbps=4000.0)
+    assert table.compare_with_copy(row) == 0.5 and table.compare_with_copy(row | {"graph_p50_us": None}) == 0.25
