@@ -231,8 +231,8 @@ class _Call:
 
     def get_runs(self, options: Options, step: str, scan: bool = False) -> tuple[Tensor, Tensor | None, Tensor | None]:
         i = self.inputs
-        starts = (None if self.blocks is None else describe_document_states(self.initial_states)), None
-        return make_runs(i, i.batch, self.descriptors[:2], *self.steps, i.batch, options, step, scan, self.blocks, starts)
+        return make_runs(i, i.batch, self.descriptors[:2], *self.steps, i.batch, options, step, scan, self.blocks,
+                         (self.initial_states, None))
 
 
 def make_runs(i: SSDInputs, rows: int, descriptors: tuple, dt: Tensor, dA_cumsum: Tensor, forwards: int,
@@ -243,7 +243,7 @@ def make_runs(i: SSDInputs, rows: int, descriptors: tuple, dt: Tensor, dA_cumsum
     rows: sequences of a pair of heads, of which those from `forwards` on are walked backwards; descriptors: as hopper_states
     takes them; step: the name of the `Step` in the time model that says what the runs will do; scan: whether they are
     hopper_scan's, which takes the parts of dstate one launch after the other, or hopper_states'. blocks: of documents; starts:
-    descriptors of their initial_states and dfinal_states, each or None for zeros.
+    their initial_states and dfinal_states, contiguous, each or None for zeros.
 
     The next launch must be that of the runs: it begins beside the state pass.
     """
@@ -259,7 +259,7 @@ def make_runs(i: SSDInputs, rows: int, descriptors: tuple, dt: Tensor, dA_cumsum
     runs, piece_runs, npieces = get_tables(deal, dealing, i.x.device)
     if not npieces:
         return runs, None, None
-    starts = (None, None) if blocks is None else starts
+    starts = (None, None) if blocks is None else tuple(map(describe_document_states, starts))
     return runs, *piece_states(i, descriptors, dt, dA_cumsum, npieces, piece_runs, forwards, blocks, starts)
 
 

@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 
-def begins_early(ends, *given) -> bool:
+def may_begin_early(ends, *given) -> bool:
     """Whether a launch may begin beside the state pass: there was one, and no states were given."""
     return ends is not None and not any(states is not None for states in given)
 

@@ -54,7 +54,7 @@ from .documents import (
     store_document_state,
     write_block,
 )
-from .early import begins_early
+from .early import may_begin_early
 from .ring import make_ring, mark_empty, mark_full, slot_of, wait_empty, wait_full
 from .roles import (
     LOG2E,
@@ -377,4 +377,4 @@ def hopper_scan(i: SSDInputs, x_desc, B_desc, C_desc, out_desc, dt, dA_cumsum, r
             None if kept is None else y, HEADDIM=i.headdim, DSTATE=i.dstate, PART=part,
             ODD=heads_per_group % 2 == 1, D_ROWS=not part and i.D is not None and i.D.dim() == 2, STAGES=slots.tiles,
             SLOTS=slots.masks, EVERY=every // dt.shape[3], num_warps=4, maxnreg=_REGISTERS,
-            launch_pdl=begins_early(ends, initial_states) and part == 0)
+            launch_pdl=may_begin_early(ends, initial_states) and part == 0)

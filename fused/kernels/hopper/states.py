@@ -36,7 +36,7 @@ from ssd.types import SUB_CHUNK, SSDInputs
 
 from .document_states import Entries, as_box, as_tile, fetch_document_states, take_document_state
 from .documents import BEGUN, ENDED, FIRST_BLOCK, LAST_BLOCK, TOKEN, Documents, get_run, is_run, load_field
-from .early import begins_early, let_next_begin
+from .early import let_next_begin, may_begin_early
 from .ring import make_ring, mark_empty, slot_of, wait_empty, wait_full
 from .roles import (
     LOG2E,
@@ -393,4 +393,4 @@ def _launch(i: SSDInputs, descriptors, states_desc, dt, dA_cumsum, runs, starts,
            runs, runs.shape[1], forwards, dt.shape[2], i.nheads, i.nheads // i.ngroups, blocks, HEADDIM=i.headdim,
            DSTATE=i.dstate, ODD=i.nheads // i.ngroups % 2 == 1, EVERY=every // dt.shape[3],
            STAGES=STAGES if dt.shape[3] == SUB_CHUNK else 2, num_warps=4,
-           maxnreg=_REGISTERS, launch_pdl=states_desc is not None and begins_early(ends, *starts))
+           maxnreg=_REGISTERS, launch_pdl=states_desc is not None and may_begin_early(ends, *starts))

@@ -29,7 +29,7 @@ from ssd.runtime.launch import launch
 from ssd.types import SUB_CHUNK, SSDInputs
 
 from .documents import Documents
-from .early import begins_early, wait_for_last
+from .early import may_begin_early, wait_for_last
 from .ring import make_ring, mark_empty, slot_of, wait_empty, wait_full
 from .roles import (
     LOG2E,
@@ -314,4 +314,4 @@ def hopper_wide_scan(i: SSDInputs, x_desc, B_desc, C_desc, out_desc, dt, dA_cums
         i.D, initial_states, ends, factors, final_states, starts, runs, runs.shape[1], dt.shape[2], i.nheads,
         heads_per_group, asked, nasked, HEADDIM=i.headdim, DSTATE=i.dstate, ODD=heads_per_group % 2 == 1,
         D_ROWS=i.D is not None and i.D.dim() == 2, STAGES=slots.tiles, SLOTS=slots.masks, EVERY=every // dt.shape[3],
-        num_warps=4, maxnreg=_REGISTERS, launch_pdl=begins_early(ends, initial_states))
+        num_warps=4, maxnreg=_REGISTERS, launch_pdl=may_begin_early(ends, initial_states))
