@@ -68,8 +68,7 @@ class Calls(TorchDispatchMode):
         return op(*args, **(kwargs or {}))
 
 
-TRACED_BY_OPCHECK = [function for name, function in {**BLOCK, **UPDATES, **MORE_CALLS}.items()
-                     if "scan" not in name or name.endswith(("_scan", "baseline"))]
+OTHER_VARIANTS = [function for name, function in MORE_CALLS.items() if name.endswith((", fused", ", persistent", ", torch"))]
 
 
 @over(BLOCK | UPDATES | MORE_CALLS)
@@ -78,7 +77,7 @@ def test_opcheck(function, device):
 
     That torch traces an op is shown once for all variants: to it they are a setting.
     """
-    traced = {} if function in TRACED_BY_OPCHECK else {"test_utils": ("test_schema", "test_faketensor")}
+    checks = {"test_utils": ("test_schema", "test_faketensor")} if function in OTHER_VARIANTS else {}
     given = {name: t.detach().mT.contiguous().mT.requires_grad_(t.requires_grad)
              if isinstance(t, torch.Tensor) and t.dim() > 1 else t
              for name, t in function.inputs(5, device, torch.float32).items()}
@@ -90,7 +89,7 @@ def test_opcheck(function, device):
         for t in args:
             if isinstance(t, torch.Tensor) and t.is_floating_point() and not function.state and not is_backward:
                 t.requires_grad_()
-        torch.library.opcheck(op, tuple(args), **traced)
+        torch.library.opcheck(op, tuple(args), **checks)
 
 
 @over(TRACED)

@@ -61,11 +61,9 @@ class Executor:
     def _launch(self, kernel: Jit, programs: int, *args, launch_pdl: bool = False, **config) -> None:
         given = [_of_kernel(arg) for arg in args]
         config = {name: _of_kernel(value) for name, value in config.items() if name not in _OPTIONS}
-        name, beside = kernel.function.__name__, None
-        if launch_pdl:
-            if self.beside is None:
-                raise Fault(f"{name} begins early, which what came before it does not let it")
-            beside = self.beside
+        name, beside = kernel.function.__name__, self.beside if launch_pdl else None
+        if launch_pdl and beside is None:
+            raise Fault(f"{name} begins early, which what came before it does not let it")
         self.launched.append(name)
         threads, touched, lets, waited = torch.get_num_threads(), Touched(), True, not launch_pdl
         torch.set_num_threads(1)  # the tiles are small
@@ -92,8 +90,9 @@ class _Watch(TorchFunctionMode):
     def __torch_function__(self, function, types, args=(), kwargs=None):
         result = function(*args, **kwargs or {})
         name = function.__name__
-        if name.endswith("_") > name.endswith("__") or (isinstance(result, Tensor) and not _is_view(result, args)
-                                                        and "empty" not in name):
+        in_place = name.endswith("_") and not name.endswith("__")
+        made = isinstance(result, Tensor) and not _is_view(result, args) and "empty" not in name
+        if in_place or made:
             self.executor.beside = None
         return result
 

@@ -86,6 +86,11 @@ def test_what_is_shown(tmp_path):
 def test_results_have_losses_too():
     lines = lines_of(result_tables.tabulate_results(ROWS, "results.svg"))
     assert ["8b-b4", "4390 (0.91)", "3990"] in lines
+    ours, rival = ssd_row("persistent", mode="fwd_bwd", p50_us=900.0, **compare(1.5)), ssd_row("mamba_ssm", mode="fwd_bwd")
+    wrong = ssd_row("mamba_ssm", err_rms=1.0)
+    text = result_tables.tabulate_results([*ROWS, ours, rival, wrong], "results.svg")
+    assert ["8b-b4", "900 (1.50)", "1000"] in lines_of(text.partition("eager**")[2])
+    assert "at most 2.1e-03 in a forward and 2.1e-03 in a backward" in text, "ours alone"
 
 
 def test_models_have_a_table_of_their_own():

@@ -263,7 +263,7 @@ def test_wide_gluon_kernels(arguments, compiled):
         assert row["groups"] <= most, f"{row}: ptxas serialised its products, for want of registers or by C7514"
 
 
-@pytest.mark.parametrize("arguments", [param(form, rare="fp16" in form or "dstate 64" in form) for form in GLUON_FORMS])
+@pytest.mark.parametrize("arguments", [param(form, rare="fp16" in form) for form in GLUON_FORMS])
 def test_gluon_kernels(arguments, compiled):
     """Four warpgroups at 128 registers a thread fill the register file, three at 160 nearly. The group spills addresses of
     shared memory.
