@@ -23,7 +23,7 @@ from ssd.types import Options, SSDInputs
 from ssd.variant_times import TABLES, Call, TimeTable, count_work
 
 from . import record
-from .shapes import ITEMSIZES, SHAPES
+from .shapes import ITEMSIZES, SHAPES, is_gated
 from .table import render_lines, write_head
 
 BENCHES = ("ssd", "ablate")
@@ -179,7 +179,7 @@ def _describe_call(row: dict, options: Options) -> Call:
     sizes = {name: row[name] for name in record.SIZES}
     keeps = row["mode"] != "fwd" and options.save_states and row["variant"] != "auto"
     return Call(_TIMED[row["mode"]], keeps, ITEMSIZES[row["dtype"]], **sizes, chunk_size=row["chunk_size"],
-                gated=row["shape"] in SHAPES and SHAPES[row["shape"]].gated)
+                gated=is_gated(row["shape"]))
 
 
 def _list_kernels(gpu: str, call: Call, options: Options) -> set[str]:

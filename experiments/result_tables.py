@@ -37,7 +37,6 @@ _whole = write_number(0)
 _SHAPE = itemgetter("shape")
 
 
-_COSTS_HEAD = write_head("`variant=` | time, µs | kept, MiB | peak, MiB", "`variant=`")
 _MEMORY_HEAD = write_head("variant | chunk | kept, MiB | at most, MiB | in a CUDA graph, µs", "variant")
 _ABLATION_HEAD = write_head("option | without, µs | relative | up to, µs | relative", "option")
 _MODELS_HEAD = write_head(
@@ -120,25 +119,25 @@ def describe_setup(rows: list[dict]) -> str:
 
 
 def tabulate_costs(rows: list[dict]) -> str:
-    """What the default and the fastest setting take at one shape: time, what is kept between layers, and the peak."""
-    kept = _collect_kept(rows)
+    """What the default and the fastest setting take at one shape: time and peak on each GPU, what is kept between layers."""
+    known = _collect_kept(rows)
     shown = [row for row in rows if (row["shape"], row["dtype"], row["mode"]) == (COSTS, "bf16", "fwd_bwd")
              and row["graph_p50_us"] and (row["variant"] in (DEFAULT, FASTEST) or is_peer(row["variant"]))]
-    best: dict[tuple, dict] = {}
+    settings: dict[str, dict[str, dict]] = {}  # the fastest row of each GPU
     for row in sorted(shown, key=itemgetter("graph_p50_us")):
-        best.setdefault((row["gpu"], row["variant"], str(record.options(row))), row)
-    parts = []
-    for gpu, of in groupby(sorted(best.values(), key=lambda row: (row["gpu"], -row["graph_p50_us"])), itemgetter("gpu")):
-        group, lines = list(of), []
-        if not {DEFAULT, FASTEST} <= {row["variant"] for row in group}:
-            continue  # nothing to choose between
-        for row in group:
-            *_, changed = call = _describe_call(row)
-            with_options = f" with `{changed.replace('=', ' = ')}`" if changed else ""
-            lines.append([f"`{row['variant']}`{with_options}", _whole(row["graph_p50_us"]), _whole(kept.get(call)),
-                          _whole(row["peak_mib"])])
-        parts.append(f"Forward and backward at shape `{COSTS}` on one {gpu}:\n\n{_COSTS_HEAD}{render_lines(lines)}")
-    return "\n".join(parts) or f"No rows yet: no GPU has run forward and backward of {COSTS}.\n"
+        *_, changed = _describe_call(row)
+        setting = f"`{row['variant']}`" + (f" with `{changed.replace('=', ' = ')}`" if changed else "")
+        settings.setdefault(setting, {}).setdefault(row["gpu"], row)
+    if not {f"`{DEFAULT}`", f"`{FASTEST}`"} <= set(settings):
+        return f"No rows yet: no GPU has run forward and backward of {COSTS}.\n"
+    gpus, lines = sorted({gpu for of in settings.values() for gpu in of}), []
+    for setting, of in reversed(settings.items()):
+        times = [_whole(of.get(gpu, {}).get(key)) for gpu in gpus for key in ("graph_p50_us", "peak_mib")]
+        kept = [known[call] for row in of.values() if (call := _describe_call(row)) in known]
+        lines.append([setting, *times, _whole(max(kept, default=None))])
+    columns = [f"{gpu.removeprefix('NVIDIA ').split()[0]}: {what}" for gpu in gpus for what in ("µs", "peak, MiB")]
+    head = write_head(" | ".join(["`variant=`", *columns, "kept, MiB"]), "`variant=`")
+    return f"Forward and backward at shape `{COSTS}`:\n\n{head}{render_lines(lines)}"
 
 
 def tabulate_results(rows: list[dict], figure_path: str) -> str:

@@ -68,6 +68,11 @@ _GROUPS = {"named": NAMED, "workloads": WORKLOADS, "sweep": SWEEP, "models": MOD
 SHAPES = {shape.name: shape for group in _GROUPS.values() for shape in group}
 
 
+def is_gated(name: str) -> bool:
+    """Whether the scan of the shape of that name is given z, which rows say by the name alone."""
+    return name in SHAPES and SHAPES[name].gated
+
+
 def find_shapes(names: str) -> list[Shape]:
     """Shapes of a comma-separated list of names, or of sizes as `BATCHxSEQLENxNHEADSxHEADDIMxDSTATExNGROUPS`; `named`,
     `workloads`, `sweep` and `models` stand for all of theirs.

@@ -1,8 +1,9 @@
 """What one call does, launch by launch, as far as `projection` needs it for a time; counted, so that nothing here is fitted.
 
 Plain kernels, of baseline and mamba_ssm: bytes and exponentials by the cost model. Each exponential of a pair of tokens goes
-with 4 bytes of CB that come from L2, once for each tile of 64 channels; mamba_ssm's tiles are as wide as a head. The
-recurrence between chunks takes them one after the other.
+with 4 bytes of CB that come from L2, once for each tile of 64 channels; mamba_ssm's tiles are as wide as a head. In mamba_ssm
+B or C come from L2 for each head as well, in chunk_state and chunk_scan, and in the backward in five launches. The recurrence
+between chunks takes them one after the other.
 
 Kernels on Hopper, of fused and persistent: bytes from their tensors, and steps of the thread block that does most, from the
 very tables by which the launchers deal sequences out. A step is 64 tokens of two slices of 64 channels, or of one slice for
@@ -30,6 +31,7 @@ _KEPT_LAUNCHES = 14  # of the baseline's backward after a forward that kept its 
 _WIDE_STEP = 1.7  # a step of hopper_wide_scan, in steps of hopper_scan (docs/log/hopper-breadth.md)
 _ENDS_SLICE, _PAIRS_SLICE = 1.4, 1.6  # a slice of hopper_ends and of hopper_pairs, in slices of hopper_group (likewise)
 _CB_ITEMSIZE = 4
+_READ_FOR_EACH_HEAD = {"fwd": 2, "fwd_train": 2, "bwd": 5}  # launches of mamba_ssm 2.3.2 that read B or C so
 
 
 class Part(NamedTuple):
@@ -52,8 +54,10 @@ def count_plain(variant: str, mode: str, p: cost.Problem, launches: int) -> list
     whole = cost.total(cost.count_backward_stages(p, keeps) if mode == "bwd" else cost.count_forward_stages(p))
     tiles = cdiv(p.headdim, SLICE) if variant == "baseline" else 1
     walks = 2 if mode == "bwd" else 1
-    return [Part({f"L2 of {variant}": _CB_ITEMSIZE * tiles * whole.exps / 1e6, f"chunk of {variant}": walks * p.nchunks},
-                 whole.bytes)]
+    from_l2 = _CB_ITEMSIZE * tiles * whole.exps
+    if variant == "mamba_ssm":
+        from_l2 += _READ_FOR_EACH_HEAD[mode] * p.itemsize * p.D * p.dstate
+    return [Part({f"L2 of {variant}": from_l2 / 1e6, f"chunk of {variant}": walks * p.nchunks}, whole.bytes)]
 
 
 @cache
@@ -65,9 +69,10 @@ def count_hopper(variant: str, mode: str, p: cost.Problem, gpu: str) -> list[Par
     model, sms = get_time_model(gpu), int(GPUS[gpu].sms.value)
     nsub, pairs, parts = cdiv(p.seqlen, BLOCK_M), count_pairs(p), count_parts(p.dstate)
     x, groups, steps = p.itemsize * p.X, p.itemsize * p.K, 8 * p.D  # bytes; steps: dt and dA_cumsum
-    states, inputs = p.itemsize * nsub * p.state, x + groups + steps
+    states, inputs, gate = p.itemsize * nsub * p.state, x + groups + steps, x * p.gated
     prepared = [Part({}, (p.itemsize + 8) * p.D)]
     if mode == "bwd":
+        prepared += [Part({}, 5 * gate)] * p.gated
         after = [Part({}, (2 * p.itemsize + 20) * p.D)]
         if parts == 2:
             return [*prepared, *_count_spans(p, pairs * parts, x, groups, steps, gpu), *after]
@@ -78,12 +83,13 @@ def count_hopper(variant: str, mode: str, p: cost.Problem, gpu: str) -> list[Par
         group = Part({"group": slices}, x + steps + 2 * groups + sums, 2 * x + steps + 2 * (groups + states))
         walks = _walk(p, pairs, 1, "every_state_step", "states", inputs, states, gpu)
         return [*prepared, *walks, group, *after, *[Part({}, sums / 2)] * (2 * (splits > 1))]
-    kept, step = states / parts if mode == "fwd_train" else 0, _WIDE_STEP if parts == 2 else 1.0  # above 128 of each span
+    kept, y = (states / parts, gate) if mode == "fwd_train" else (0, 0)  # above 128 states of each span
+    step = _WIDE_STEP if parts == 2 else 1.0
     if variant == "persistent":
-        return [*prepared, *_walk(p, pairs, 1, "scan_step", "scan", inputs + groups, kept + x, gpu, step)]
+        return [*prepared, *_walk(p, pairs, 1, "scan_step", "scan", inputs + groups + gate, kept + x + y, gpu, step)]
     segment = schedule.choose_two_level_segment(p.batch * pairs, nsub, sms, gpu)
     walked = model.time_two_level(p.batch * pairs, nsub, sms, segment)
-    scan = Part({"scan": step * walked}, x, inputs + groups + states / segment)
+    scan = Part({"scan": step * walked}, x + y, inputs + groups + gate + states / segment)
     walk = "every_state_step" if kept else "few_states_step"
     return [*prepared, *_walk(p, pairs * parts, 1, walk, "states", inputs, kept or states / segment, gpu), scan]
 

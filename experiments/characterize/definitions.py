@@ -29,7 +29,7 @@ from typing import NamedTuple
 from ssd import cost
 
 from .. import counters, record, table
-from ..shapes import Shape
+from ..shapes import Shape, is_gated
 from .gpus import find
 
 NCU, DATASHEET, COPY = "ncu", "data sheet", "copy"
@@ -82,7 +82,7 @@ class Utilisation(NamedTuple):
 
 def make_problem(row: dict) -> cost.Problem:
     """The sizes of a row's call, for the cost model."""
-    shape = Shape(row["shape"], **{key: row[key] for key in record.SIZES})
+    shape = Shape(row["shape"], **{key: row[key] for key in record.SIZES}, gated=is_gated(row["shape"]))
     return shape.problem(row["chunk_size"], row["dtype"])
 
 

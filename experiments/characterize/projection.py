@@ -32,7 +32,7 @@ CONSTANTS = {
     "chunk of baseline": "a chunk of the recurrence between chunks, after the one before",
     "chunk of mamba_ssm": "the same",
     "L2 of baseline": "CB from L2 for each head, with its exponentials; fitted in µs a MB",
-    "L2 of mamba_ssm": "the same",
+    "L2 of mamba_ssm": "the same, with B and C for each head",
     "states": "a step of hopper_states",
     "scan": "a step of hopper_scan",
     "group": "a slice of a tile of hopper_group",
