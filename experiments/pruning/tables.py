@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from operator import itemgetter
 from statistics import mean
 from typing import Any, NamedTuple
 
 from .. import record
+from ..result_tables import join_words
 from ..table import render_lines, write_head
 from .losses import WHOLE
 from .speed import identify_call
 
 PAPER_SPEEDUP, PAPER_SAVED = 1.14, 0.115  # of arXiv:2511.22849
 _SPEED_HEAD = write_head("what | mode | tokens | removed | µs | faster | MiB | less memory", "what", "mode", "removed")
-_LOSS_HEAD = write_head("model | removed | by | seeds | whole | pruned | with bridge | fine-tuned | seeds apart",
+_LOSS_HEAD = write_head("model | removed | by | seeds | whole | pruned | with bridge | fine-tuned | less than random",
                         "model", "removed", "by")
 _SAYS = {"mamba1": "block of Mamba-1", "mamba2": "block of Mamba-2", "model": "model", "step": "training step"}
 
@@ -64,7 +67,10 @@ def tabulate_speed(rows: list[dict]) -> str:
 
 
 def tabulate_losses(rows: list[dict]) -> str:
-    """rows: of `losses.read_latest`. Means over the seeds that there are; of each score, whether it beats a random choice."""
+    """rows: of `losses.read_latest`. Means over the seeds that there are; of each score, whether it beats a random choice.
+
+    Seeds draw the text, too, so losses are compared within a seed, and what is compared between seeds are these gains.
+    """
     lines, said = [], []
     pruned = [row for row in rows if row["score"] != WHOLE]
     of_models = record.group_by(pruned, lambda row: (*_describe_model(row), row["ratio"]))
@@ -73,9 +79,9 @@ def tabulate_losses(rows: list[dict]) -> str:
         scores = record.group_by(group, lambda row: row["score"])
         removed = _describe_ratio(ratio, kind)
         for score, of in sorted(scores.items()):
-            spread = _spread(of)
             losses = (_write_mean(of, name) for name in ("loss_whole", "loss_pruned", "loss_bridged", "loss"))
-            lines.append([model, removed, score, len(of), *losses, "" if spread is None else f"{spread:.3f}"])
+            gains = [] if score == "random" else _list_gains(of, scores.get("random", []), _get_loss)
+            lines.append([model, removed, score, len(of), *losses, _write_range(gains)])
         said += _compare_with_random(f"{model}, {removed}", scores)
     if not lines:
         return "No rows yet: no GPU has run `make prune` for this table.\n"
@@ -83,17 +89,27 @@ def tabulate_losses(rows: list[dict]) -> str:
 
 
 def _compare_with_random(what: str, scores: dict[str, list[dict]]) -> list[str]:
-    """A sentence on the scores with two seeds or more, where a random choice has as many; after any fine-tuning."""
-    spreads = {score: spread for score, of in sorted(scores.items()) if (spread := _spread(of)) is not None}
-    if "random" not in spreads or len(spreads) == 1:
-        return []
-    widest, losses = max(spreads.values()), {score: mean(map(_get_loss, scores[score])) for score in spreads}
-    gains = {score: losses["random"] - loss for score, loss in losses.items() if score != "random"}
-    better, others = ([f"{score} ({gain:.3f})" for score, gain in gains.items() if (gain > widest) == beats]
-                      for beats in (True, False))
-    told = ", ".join(better) or "none"
-    return [f"{what}, better than a random choice by more than seeds differ ({widest:.3f}): {told}"
-            f"{'; not ' if others else ''}{', '.join(others)}."]
+    """A sentence on the scores that share two seeds or more with a random choice, just pruned and at the end."""
+    told = []
+    for when, get in (("just pruned", itemgetter("loss_pruned")), ("at the end", _get_loss)):
+        gains = {score: found for score, of in sorted(scores.items()) if score != "random"
+                 and len(found := _list_gains(of, scores.get("random", []), get)) > 1}
+        better, others = ([score for score, found in gains.items() if (mean(found) > max(found) - min(found)) == beats]
+                          for beats in (True, False))
+        if gains:
+            told.append(f"{when} {join_words(better or ['none'])}{', not ' + join_words(others) if others else ''}")
+    rule = "better than a random choice, by more than that gain differs between seeds:"
+    return [f"{what}, {rule} {'; '.join(told)}."] if told else []
+
+
+def _list_gains(rows: list[dict], random: list[dict], get: Callable[[dict], float]) -> list[float]:
+    """How much lower the loss is than that of a random choice, by seed."""
+    of_random = {row["run"]["seed"]: get(row) for row in random}
+    return [of_random[seed] - get(row) for row in rows if (seed := row["run"]["seed"]) in of_random]
+
+
+def _write_range(gains: list[float]) -> str:
+    return f"{mean(gains):.4f} ({min(gains):.4f} to {max(gains):.4f})" if len(gains) > 1 else ""
 
 
 def _describe_model(row: dict) -> tuple[str, str]:
@@ -112,12 +128,6 @@ def _get_mib(row: dict) -> float:
 
 def _get_loss(row: dict) -> float:
     return next(row[name] for name in ("loss", "loss_bridged", "loss_pruned") if row[name] is not None)
-
-
-def _spread(rows: list[dict]) -> float | None:
-    """How far losses of several seeds lie apart."""
-    losses = list(map(_get_loss, rows))
-    return max(losses) - min(losses) if len(losses) > 1 else None
 
 
 def _write_mean(rows: list[dict], name: str) -> str:

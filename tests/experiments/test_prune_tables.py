@@ -32,12 +32,12 @@ def test_times_and_memory():
 
 def test_losses_and_what_a_random_choice_loses():
     rows = [make_loss("random", 0, 5.0), make_loss("random", 1, 5.2), make_loss("activity", 0, 4.1),
-            make_loss("activity", 1, 4.2), make_loss("magnitude", 0, 4.9), make_loss("magnitude", 1, 5.1),
+            make_loss("activity", 1, 4.2), make_loss("magnitude", 0, 4.9), make_loss("magnitude", 1, 5.2),
             make_loss("none", 0, 4.0) | {"ratio": 0.0}]
     written = tables.tabulate_losses(rows)
     assert lines_of(written)[2] == ["mamba2 130m (ssd), 200 steps, 20 of fine-tuning", "50.0% of the states", "activity", "2",
-                                    "4.000", "5.150", "", "4.150", "0.100"]
-    assert "than a random choice by more than seeds differ (0.200): activity (0.950); not magnitude (0.100)." in written
+                                    "4.000", "5.150", "", "4.150", "0.9500 (0.9000 to 1.0000)"]
+    assert "between seeds: just pruned activity, not magnitude; at the end activity, not magnitude." in written
     assert "better" not in tables.tabulate_losses(rows[:1] + rows[2:3]) and "No rows yet" in tables.tabulate_losses([])
 
 
