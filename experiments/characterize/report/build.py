@@ -7,7 +7,7 @@ from ...shapes import DIRECTIONS
 from .. import classes, definitions, frozen, projection
 from ..gpus import GPUS, split_by_gpu
 from . import bandwidth, draw, kernels, nearest, page, paper, projected, roofline, scaling, steps
-from .figure import Figure, stack_panels
+from .figure import Figure, stack_lines, stack_panels
 
 _SHAPE, _DTYPE = "8b-b4", "bf16"  # what counters are shown of: the paper's sizes, at a batch that fills a GPU
 _TIMELESS = ("tests", "fuzz")  # benches that say nothing of times
@@ -40,13 +40,15 @@ def collect_gpu(rows: list[dict]) -> dict[str, object]:
 
 
 def _draw_figures(of_gpus: dict[str, dict]) -> dict[str, Figure]:
-    """{name: figure}, a panel for each GPU that has one of that name."""
-    panels: dict[str, dict[str, draw.Panel]] = {}
+    """{name: figure}, a panel, or lines of a table, for each GPU that has some of that name."""
+    found: dict[str, dict[str, dict]] = {"panels": {}, "tables": {}}
     for gpu, of in of_gpus.items():
-        for section in of.values():
-            for name, panel in section.get("panels", {}).items() if isinstance(section, dict) else ():
-                panels.setdefault(name, {})[gpu] = panel
-    return {name: stack_panels(found) for name, found in panels.items()}
+        for section in filter(lambda section: isinstance(section, dict), of.values()):
+            for kind, by_name in found.items():
+                for name, one in section.get(kind, {}).items():
+                    by_name.setdefault(name, {})[gpu] = one
+    return {name: stack_panels(of) for name, of in found["panels"].items()} | {
+        name: stack_lines(of) for name, of in found["tables"].items()}
 
 
 def find_measured(of_gpus: dict[str, dict], section: str, key: str | None = None) -> dict[str, dict]:
@@ -72,13 +74,16 @@ def format_number(value: float | None, digits: int = 0) -> str:
 
 
 def write(folder: Path, rows: list[dict]) -> list[Path]:
-    """Writes index.html, report.md, and an SVG and a CSV for each figure; returns the paths, the page first. rows: of GPUs."""
+    """Writes index.html, report.md, a CSV for each figure and long table, and an SVG for each figure; returns the paths, the
+    page first. rows: of GPUs.
+    """
     facts = collect(rows)
     figures = facts["figures"]
     text = render(facts)
     texts = {"index.html": page.render_html(text, figures), "report.md": text}
     for name, figure in figures.items():
-        texts |= {f"{name}.svg": draw.make_standalone(figure.svg), f"{name}.csv": figure.csv}
+        texts |= {f"{name}.svg": draw.make_standalone(figure.svg)} if figure.svg else {}
+        texts[f"{name}.csv"] = figure.csv
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in texts.items():
         (folder / name).write_text(content)

@@ -9,14 +9,14 @@ from . import draw
 
 @dataclass(frozen=True)
 class Figure:
-    """A chart.
+    """A chart, or a table too long for the text.
 
     Attributes:
-        svg: with the names of `palette.THEME` for colours.
+        svg: with the names of `palette.THEME` for colours; None for a table.
         data: its numbers, a dict for each line of the CSV.
     """
 
-    svg: str
+    svg: str | None
     data: list[dict]
 
     @property
@@ -29,7 +29,12 @@ class Figure:
 
 def stack_panels(panels: dict[str, draw.Panel]) -> Figure:
     """A panel for each GPU, by its name, which stands in every line of the data as well."""
-    return Figure(draw.chart(panels), [{"gpu": gpu, **line} for gpu, panel in panels.items() for line in panel.data])
+    return stack_lines({gpu: panel.data for gpu, panel in panels.items()}, draw.chart(panels))
+
+
+def stack_lines(tables: dict[str, list[dict]], svg: str | None = None) -> Figure:
+    """The lines of each GPU, by its name."""
+    return Figure(svg, [{"gpu": gpu, **line} for gpu, lines in tables.items() for line in lines])
 
 
 def name_run(row: dict) -> str:

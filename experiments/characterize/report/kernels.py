@@ -15,6 +15,7 @@ HIT_RATES = {"L2": "l2_hit_pct", "L2, warm": "l2_warm_hit_pct", "L1": "l1_hit_pc
 STALLS = {"stall_long_scoreboard": "global memory (long scoreboard)", "stall_barrier": "other warps (barrier)",
           "stall_wait": "a fixed latency (wait)", "stall_math_pipe_throttle": "a busy unit (math pipe throttle)",
           "stall_gmma": "tensor cores (gmma)", "stall_no_instruction": "instructions (no instruction)"}
+_OCCUPIED = ("registers", "occupancy_pct", "blocks", "block_cycles", "tensor_pct", "issue_pct", "shared_pct")
 FMA_RATIO = 16  # the paper's: fused multiply-adds of an H100's tensor cores for one of its vector units, each clock
 
 
@@ -101,5 +102,9 @@ def collect_stalls(calls: list[Call]) -> dict:
         for kernel in call.kernels:
             counted = {name: kernel[key] for key, name in STALLS.items() if key in kernel}
             reason = max(counted, key=counted.get, default=None)
-            lines.append({"call": call.row, "kernel": kernel, "reason": reason, "warps": counted.get(reason)})
-    return {"lines": lines, "reasons": Counter(line["reason"] for line in lines if line["reason"]).most_common()}
+            lines.append({
+                "variant": call.row["variant"], "mode": call.row["mode"], "kernel": shorten(kernel["kernel"]),
+                "waits_most_for": reason, "warps_waiting": counted.get(reason),
+                "time_pct": 100 * kernel["ncu_us"] / call.row["ncu_us"], **{key: kernel.get(key) for key in _OCCUPIED}})
+    reasons = Counter(line["waits_most_for"] for line in lines if line["waits_most_for"])
+    return {"tables": {"kernels": lines}, "reasons": reasons.most_common()} if lines else {}

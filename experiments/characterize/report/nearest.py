@@ -98,7 +98,9 @@ def collect(calls: list[Call], rows: list[dict]) -> dict:
                 for one in found if one.variant in FUSED for mean_of in ("U", "W")]
     panels = {"utilisation-time": _plot(of_calls)} if any(one.us for one in of_calls) else {}
     return {
-        "panels": panels, "places": places, "use": use, "name": name, "value": value, "count": len(candidates),
+        "panels": panels, "tables": {"places": list(map(_list_facts, uses))},
+        "places": places, "variants": [*dict.fromkeys(one.variant for one in uses)],
+        "use": use, "name": name, "value": value, "count": len(candidates),
         "alone": min(alone, key=lambda one: abs(one[2] - PAPER_PERCENT), default=None), "beside": beside, "compared": compared,
         "falls": sorted((one for one in compared if one.falls), key=lambda one: one.values[1] - one.values[0])}
 
@@ -151,10 +153,12 @@ def _plot(uses: list[Use]) -> draw.Panel:
         ax.axhline(PAPER_PERCENT, color=palette.MUTED, linewidth=1, linestyle="--", label=f"{PAPER_PERCENT} %, the paper's")
         ax.grid(which="major")
 
-    data = [{"place": use.place, "variant": use.variant, "us": use.us, "dram_mb": use.n_bytes / 1e6, **use.used._asdict()}
-            for use in timed]
-    return draw.Panel(plot, data, 3.2, {"xscale": "log", "xlabel": "µs of the call", "ylabel": "per cent of the peak",
-                                        "xlim": _SHOWN_US, "ylim": (0, 100)})
+    axes = {"xscale": "log", "xlabel": "µs of the call", "ylabel": "per cent of the peak", "xlim": _SHOWN_US, "ylim": (0, 100)}
+    return draw.Panel(plot, list(map(_list_facts, timed)), 3.2, axes)
+
+
+def _list_facts(use: Use) -> dict:
+    return {"place": use.place, "variant": use.variant, "us": use.us, "dram_mb": use.n_bytes / 1e6, **use.used._asdict()}
 
 
 def count_above(compared: list[Compared]) -> list[tuple[str, str, int, int, Compared]]:

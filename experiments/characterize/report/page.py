@@ -37,13 +37,13 @@ def render_html(text: str, figures: dict[str, Figure]) -> str:
     def draw(found: re.Match) -> str:
         name, see = found.groups()
         figure = figures[name]
-        data = base64.b64encode(figure.csv.encode()).decode()
         label = name.replace("-", " ")
         svg = _prefix_ids(figure.svg, name).replace("<svg ", f'<svg role="img" aria-label="{label}" ', 1)
         return (f"<figure>{svg}<figcaption>Figure {next(numbers)}. {see} "
-                f'<a download="{name}.csv" href="data:text/csv;base64,{data}">Data as CSV</a></figcaption></figure>')
+                f"<a {_embed(name, figures)}>Data as CSV</a></figcaption></figure>")
 
     body = re.sub(r"<p>FIGURE ([\w-]+) (.*)</p>", draw, body)
+    body = re.sub(r'href="([\w-]+)\.csv"', lambda found: _embed(found[1], figures), body)
     body = re.sub("<h2>", lambda _: f'<h2 id="s{next(places)}">', body)
     body = re.sub(_LONG, r'<\1 class="long"\2>', body)
     body = body.replace("<table>", '<div class="scroll"><table>').replace("</table>", "</table></div>")
@@ -51,6 +51,11 @@ def render_html(text: str, figures: dict[str, Figure]) -> str:
     colours = [(name, light, dark) for light, (name, dark) in THEME.items()]
     return make_environment().get_template("page.html.jinja").render(
         opening=opening, sections=section + rest, titles=titles, colours=colours)
+
+
+def _embed(name: str, figures: dict[str, Figure]) -> str:
+    """The attributes of a link to a CSV, which the page holds."""
+    return f'download="{name}.csv" href="data:text/csv;base64,{base64.b64encode(figures[name].csv.encode()).decode()}"'
 
 
 def _prefix_ids(svg: str, name: str) -> str:

@@ -32,7 +32,8 @@ def points(calls: list[Call]) -> list[dict]:
         if call.wall_us:
             found.append(("all", call.ideal.flops, call.dram_bytes, call.wall_us, call.ideal.bytes))
         lines += [{"variant": call.row["variant"], "mode": call.row["mode"], "kernel": name, "flops": flops, "bytes": n_bytes,
-                   "us": us, "intensity": flops / n_bytes, "by_model": flops / model_bytes, "tflops": flops / us / 1e6}
+                   "us": us, "intensity": flops / n_bytes, "by_model": flops / model_bytes, "tflops": flops / us / 1e6,
+                   "gbps": gbps(n_bytes, us)}
                   for name, flops, n_bytes, us, model_bytes in found]
     return lines
 
@@ -88,7 +89,7 @@ def collect(calls: list[Call], rows: list[dict]) -> dict:
     axes = {"xscale": "log", "yscale": "log", "xlabel": "FLOPs a byte of DRAM traffic", "ylabel": "TFLOP/s",
             "xlim": (_LEFT, _RIGHT), "ylim": (_LOW, _HIGH)}
     ridge = gpu.bf16_tflops.value * 1e3 / gpu.hbm_gbps.value
-    return found | {"panels": {"roofline": draw.Panel(plot, chosen, 3.6, axes)}, "lines": lines, "ridge": ridge,
+    return found | {"panels": {"roofline": draw.Panel(plot, lines, 3.6, axes)}, "lines": lines, "ridge": ridge,
                     "shown": len(chosen), "bounds": bounds,
                     "below": sum(line["intensity"] < ridge for line in chosen),
                     "calibrations": record.read(rows, bench="calibration")}

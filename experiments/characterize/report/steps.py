@@ -26,7 +26,9 @@ def collect(rows: list[dict]) -> dict:
     if not shares:
         return {}
     kinds = [kind for kind in _ORDER if any(values[kind] >= 0.05 for values in shares.values())]
-    data = [{"run": name, **{kind: round(values[kind], 3) for kind in kinds}} for name, values in shares.items()]
+    phases = _split_phases(runs)
+    data = [{"run": name, **{kind: round(values[kind], 3) for kind in kinds}, **phases[name]}
+            for name, values in shares.items()]
     series = {bar: [sum(values[kind] for kind in of_bar) for values in shares.values()] for bar, of_bar in BARS.items()}
     series = {bar: values for bar, values in series.items() if max(values) >= 0.05}
     labels = [_label(found[0]) for found in runs.values()]
@@ -36,7 +38,7 @@ def collect(rows: list[dict]) -> dict:
     idle = {workload: [shares[name_run(row)]["idle"] for row in found] for workload, found in of_workload.items()}
     without = [workload for workload, found in of_workload.items() if all(row["variant"] != "mamba_ssm" for row in found)]
     return {
-        "panels": {"operators": panel}, "shares": shares, "kinds": kinds, "phases": _split_phases(runs),
+        "panels": {"operators": panel}, "shares": shares, "kinds": kinds,
         "most": max(shares, key=lambda name: shares[name]["gemm"]),
         "largest": {kind: max(values[kind] for values in shares.values()) for kind in _ORDER},
         "waiting": {workload: _span(found) for workload, found in idle.items() if max(found) > WAITS},
@@ -59,16 +61,16 @@ def _percent(rows: list[dict], **keys: str) -> float:
     return 100 * sum(row["share"] for row in rows if all(row[key] == value for key, value in keys.items()))
 
 
-def _split_phases(runs: dict[str, list[dict]]) -> dict[str, list[float | None]]:
-    """Each run's phases, idle time and the rest; last, the SSM kernels' share of forward and backward."""
+def _split_phases(runs: dict[str, list[dict]]) -> dict[str, dict[str, float | None]]:
+    """Each run's phases and what is between them; last, the SSM kernels' share of forward and backward."""
     found = {}
     for name, run in runs.items():
         kernels = [row for row in run if row["operator"] != "idle"]
         whole = {phase: _percent(kernels, phase=phase) for phase in _PHASES}
         rest = _percent([row for row in kernels if row["phase"] not in _PHASES])
-        ssm = [100 * _percent(kernels, phase=phase, operator="ssm") / whole[phase] if whole[phase] else None
-               for phase in (FORWARD, BACKWARD)]
-        found[name] = [*whole.values(), _percent(run, operator="idle"), rest, *ssm]
+        ssm = {f"ssm of {phase}": 100 * _percent(kernels, phase=phase, operator="ssm") / whole[phase] if whole[phase] else None
+               for phase in (FORWARD, BACKWARD)}
+        found[name] = {f"in {phase}": share for phase, share in whole.items()} | {"between phases": rest} | ssm
     return found
 
 
