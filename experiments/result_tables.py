@@ -201,15 +201,17 @@ def _tabulate_by_shape(rows: list[dict], *columns: str) -> str:
 
 
 def tabulate_memory(rows: list[dict]) -> str:
-    """Markdown of what forward and backward hold at most, and what the forward keeps, a line for each way that was timed."""
+    """Markdown of what forward and backward hold at most and what the forward keeps: each way, the slowest first."""
     kept, parts = _collect_kept(rows), []
     whole = sorted((row for row in rows if row["mode"] == "fwd_bwd"), key=_SHAPE)
     for shape, where, group in ((shape, *part) for shape, of in groupby(whole, _SHAPE) for part in group_by_gpu(list(of))):
-        lines = []
-        for row in group:
+        ways: dict[str, list] = {}  # at the fastest chunk size
+        for row in sorted(group, key=record.get_us):
             *_, changed = call = _describe_call(row)
-            lines.append([", ".join(filter(None, (row["variant"], changed))), row["chunk_size"], _whole(kept.get(call)),
-                          _whole(row["peak_mib"]), _whole(record.get_us(row))])
+            name = ", ".join(filter(None, (row["variant"], changed)))
+            ways.setdefault(name, [name, row["chunk_size"], _whole(kept.get(call)), _whole(row["peak_mib"]),
+                                   _whole(record.get_us(row))])
+        lines = reversed(ways.values())
         parts.append(f"{shape}, {where}:\n\n{_MEMORY_HEAD}{render_lines(lines)}")
     return "\n".join(parts) or "No rows yet: no GPU has run forward and backward of these shapes.\n"
 
