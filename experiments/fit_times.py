@@ -4,7 +4,8 @@ Each constant stands in a formula of the model that is linear in it. So kernels 
 formulas are solved for their constants by least squares of relative errors.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from unittest.mock import patch
 
@@ -90,6 +91,13 @@ def _time(call: Callable, *kernels: str) -> float:
     return timing.interleave({"call": graph}, _REPEATS, 3)["call"][1]
 
 
+@contextmanager
+def _choose(function: str, choice: object) -> Iterator[None]:
+    """Has a function of the schedules choose so, whatever tables an earlier choice has left."""
+    with patch(function, lambda *_: choice), patch.dict("ssd.runtime.tables._kept", clear=True):
+        yield
+
+
 def _forward(name: str, inputs: SSDInputs, save: bool = False, **options) -> Callable:
     return lambda: get_variant(name).forward(inputs, Options(**options), save)
 
@@ -121,7 +129,7 @@ def _fit_cuts(model: TimeModel, sms: int) -> dict[str, float]:
         forward = _forward("persistent", _inputs(1, SUB_CHUNK * nsub, 2 * pairs))
         around = _time(forward, "chunk_cumsum")
         for cut in ((nsub, nsub), (64, 16), (64, 64), (43, 10), (32, 32)):
-            with patch.object(schedule, "_choose_cut", lambda *_, cut=cut: cut):
+            with _choose("fused.schedule._choose_cut", cut):
                 us = _time(forward) - around
             coefficients, rest = find_coefficients(
                 model, names, lambda m, pairs=pairs, cut=cut: m.time_cut(m.scan_step, pairs, nsub, sms, *cut))
@@ -135,7 +143,7 @@ def _fit_two_level(sms: int) -> dict[str, float]:
         forward = _forward("fused", _inputs(1, SUB_CHUNK * nsub, 2 * pairs))
         for segment in schedule.TWO_LEVEL_SEGMENTS:
             rounds = cdiv(pairs * cdiv(nsub, segment), sms)
-            with patch("fused.hopper.choose_two_level_segment", lambda *_, segment=segment: segment):
+            with _choose("fused.hopper.choose_two_level_segment", segment):
                 us = _time(forward, "hopper_scan")
             observations.append(({"step": rounds * segment, "start": rounds}, us))
     found = solve(observations)
@@ -149,7 +157,7 @@ def _fit_group(sms: int) -> dict[str, float]:
         variant, dout = get_variant("fused"), torch.randn_like(inputs.x)
         saved, tiles = variant.forward(inputs, Options(), True)[2], cdiv(seqlen, SUB_CHUNK)
         for splits in (1, 2, 4):
-            with patch("fused.hopper_backward.choose_splits", lambda *_, splits=splits: splits):
+            with _choose("fused.hopper_backward.choose_splits", splits):
                 kernels = ("hopper_group", "sum_parts") if splits > 1 else ("hopper_group",)
                 us = _time(_backward(saved, dout), *kernels)
             rounds = cdiv(tiles * splits, sms)

@@ -8,9 +8,10 @@ import torch
 from rich.console import Console
 
 from experiments import fit_times
-from fused import time_model
+from fused import schedule, time_model
 from fused.time_model import Step, TimeModel, get_time_model
 from ssd.runtime import tuning
+from ssd.runtime.tables import get_tables
 
 MODEL = get_time_model("h200")
 
@@ -27,6 +28,17 @@ def test_constants_of_cuts_are_found():
         observations.append(({**coefficients, "overhead": 1.0}, formula(MODEL) + 5.0 - rest))
     found = fit_times.solve(observations)
     assert found == pytest.approx({name: getattr(MODEL, name) for name in names} | {"overhead": 5.0})
+
+
+def test_every_choice_is_dealt_anew():
+    """Tables are kept by sizes alone, so a fit would time one cut again and again."""
+    settings, cuts = (1, 8, 128, 132, "h200", "scan_step", True, 1), ((128, 128), (64, 16), (43, 10))
+    before = get_tables(schedule.deal, settings, torch.device("cpu"))
+    for cut in cuts:
+        with fit_times._choose("fused.schedule._choose_cut", cut):
+            runs = get_tables(schedule.deal, settings, torch.device("cpu")).sequences
+            assert int((runs[..., 3] - runs[..., 2]).max()) == cut[0]
+    assert get_tables(schedule.deal, settings, torch.device("cpu")) is before
 
 
 @pytest.mark.parametrize("step", (MODEL.scan_step, MODEL.every_state_step, MODEL.few_states_step))
