@@ -15,8 +15,9 @@ from .speed import identify_call
 
 PAPER_SPEEDUP, PAPER_SAVED = 1.14, 0.115  # of arXiv:2511.22849
 _SPEED_HEAD = write_head("what | mode | tokens | removed | µs | faster | MiB | less memory", "what", "mode", "removed")
-_LOSS_HEAD = write_head("model | removed | by | seeds | whole | pruned | with bridge | fine-tuned | less than random",
-                        "model", "removed", "by")
+_LOSS_HEAD = write_head(
+    "model | removed | by | seeds | whole | pruned | with bridge | fine-tuned | whole, trained on | less than random",
+    "model", "removed", "by")
 _SAYS = {"mamba1": "block of Mamba-1", "mamba2": "block of Mamba-2", "model": "model", "step": "training step"}
 
 
@@ -73,6 +74,7 @@ def tabulate_losses(rows: list[dict]) -> str:
     """
     lines, said = [], []
     pruned = [row for row in rows if row["score"] != WHOLE]
+    wholes = {(_describe_model(row), row["run"]["seed"]): row["loss"] for row in rows if row["score"] == WHOLE}
     of_models = record.group_by(pruned, lambda row: (*_describe_model(row), row["ratio"]))
     for (model, kind, ratio), group in sorted(of_models.items()):
         group = list({(row["score"], row["run"]["seed"]): row for row in group}.values())  # of several GPUs, the last
@@ -81,7 +83,9 @@ def tabulate_losses(rows: list[dict]) -> str:
         for score, of in sorted(scores.items()):
             losses = (_write_mean(of, name) for name in ("loss_whole", "loss_pruned", "loss_bridged", "loss"))
             gains = [] if score == "random" else _list_gains(of, scores.get("random", []), _get_loss)
-            lines.append([model, removed, score, len(of), *losses, _write_range(gains)])
+            trained_on = [wholes.get(((model, kind), row["run"]["seed"])) for row in of]  # for as many steps as the pruned ones
+            last = "" if None in trained_on else f"{mean(trained_on):.3f}"
+            lines.append([model, removed, score, len(of), *losses, last, _write_range(gains)])
         said += _compare_with_random(f"{model}, {removed}", scores)
     if not lines:
         return "No rows yet: no GPU has run `make prune` for this table.\n"

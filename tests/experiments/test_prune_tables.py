@@ -36,7 +36,9 @@ def test_losses_and_what_a_random_choice_loses():
             make_loss("none", 0, 4.0) | {"ratio": 0.0}]
     written = tables.tabulate_losses(rows)
     assert lines_of(written)[2] == ["mamba2 130m (ssd), 200 steps, 20 of fine-tuning", "50.0% of the states", "activity", "2",
-                                    "4.000", "5.150", "", "4.150", "0.9500 (0.9000 to 1.0000)"]
+                                    "4.000", "5.150", "", "4.150", "", "0.9500 (0.9000 to 1.0000)"]
+    whole = [make_loss("none", seed, 3.9 + seed / 10) | {"ratio": 0.0} for seed in range(2)]
+    assert lines_of(tables.tabulate_losses(rows + whole))[2][-2] == "3.950"
     assert "between seeds: just pruned activity, not magnitude; at the end activity, not magnitude." in written
     assert "better" not in tables.tabulate_losses(rows[:1] + rows[2:3]) and "No rows yet" in tables.tabulate_losses([])
 
