@@ -52,18 +52,21 @@ def load_given_state(states, bh, STATE: gl.constexpr, SLICE: gl.constexpr, part,
 
 @gluon.jit
 def add_pieces(state, ends, factors, run, STATE: gl.constexpr, U: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr,
-               PART: gl.constexpr = 0, PARTS: gl.constexpr = 1):
+               PART: gl.constexpr = 0, PARTS: gl.constexpr = 1, WHOLE: gl.constexpr = False):
     """Equation (28): slice U of a pair [P, N] fp32 before a run, from that before the pieces that enter the run.
 
     ends (npieces, 2, ROWS * WIDTH), factors (npieces, 2): what each piece adds, and its decay; None if there are no pieces.
-    PARTS: how many parts of each piece lie side by side, of which PART is added.
+    PARTS: how many parts each piece has, of which PART is added: side by side, or with WHOLE the columns of one end.
     """
     if ends is not None:
         if run.npieces > 0:
             wait_for_last()
-        lane: gl.constexpr = 2 * PART + U
-        for i in range(2 * PARTS * run.piece + lane, 2 * PARTS * (run.piece + run.npieces) + lane, 2 * PARTS):
-            state = state * gl.load(factors + i) + gl.load(locate_end(ends, i, STATE, ROWS, WIDTH, WIDTH))
+        lanes: gl.constexpr = 2 if WHOLE else 2 * PARTS
+        lane: gl.constexpr = U if WHOLE else 2 * PART + U
+        width: gl.constexpr = PARTS * WIDTH if WHOLE else WIDTH
+        for i in range(lanes * run.piece + lane, lanes * (run.piece + run.npieces) + lane, lanes):
+            end = gl.load(locate_end(ends, i, STATE, ROWS, width, WIDTH, PART * WIDTH if WHOLE else 0))
+            state = state * gl.load(factors + i) + end
     return state
 
 
@@ -79,11 +82,11 @@ def load_kept_state(starts, b, h, c, work, EVERY: gl.constexpr, STATE: gl.conste
 
 @gluon.jit
 def load_start(start, run, h, bh, work, U: gl.constexpr, SLICE: gl.constexpr, PART: gl.constexpr, EVERY: gl.constexpr,
-               STATE: gl.constexpr, form: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr):
-    """A slice [P, N] fp32 of a part of the state of head h before a run."""
+               STATE: gl.constexpr, form: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr, WHOLE: gl.constexpr = False):
+    """A slice [P, N] fp32 of a part of the state of head h before a run. WHOLE: as `add_pieces` has it."""
     if start.starts is not None:
         state = load_kept_state(start.starts, run.b, h, run.first, work, EVERY, STATE, SLICE, PART, form, ROWS, WIDTH)
     else:
         state = load_given_state(start.initial_states, bh, STATE, SLICE, PART, form, ROWS, WIDTH)
-        state = add_pieces(state, start.ends, start.factors, run, STATE, U, ROWS, WIDTH, PART, form.PARTS)
+        state = add_pieces(state, start.ends, start.factors, run, STATE, U, ROWS, WIDTH, PART, form.PARTS, WHOLE)
     return state

@@ -29,7 +29,7 @@ from ssd.runtime.launch import launch
 from ssd.types import SUB_CHUNK, SSDInputs
 
 from .documents import Documents
-from .early import may_begin_early, wait_for_last
+from .early import may_begin_early
 from .ring import make_ring, mark_empty, slot_of, wait_empty, wait_full
 from .roles import (
     LOG2E,
@@ -47,7 +47,7 @@ from .roles import (
 )
 from .scan import SIZES, Slots, make_masks
 from .scan_tiles import Outputs, Rings, Vectors, Work, load_D, split_columns
-from .start import Start, load_given_state, load_kept_state, locate_end
+from .start import Start, load_start
 
 QUARTER = 64  # states that are wgmma's operand at a time, and of a tile of a state on its way out
 PART = gl.constexpr(128)  # states of a part, as hopper_states has them
@@ -100,24 +100,6 @@ def join_columns(a, b, LAYOUT: gl.constexpr):
     ROWS: gl.constexpr = a.shape[0]
     WIDTH: gl.constexpr = a.shape[1]
     return gl.convert_layout(gl.reshape(gl.permute(gl.join(a, b), (0, 2, 1)), [ROWS, 2 * WIDTH]), LAYOUT)
-
-
-@gluon.jit
-def load_half(start, run, h, bh, work, U: gl.constexpr, SLICE: gl.constexpr, HALF: gl.constexpr, EVERY: gl.constexpr,
-              form: gl.constexpr, ROWS: gl.constexpr):
-    """As `start.load_start`, of a half of dstate; of what pieces leave, ends (npieces, 2, ROWS * 256)."""
-    STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
-    if start.starts is not None:
-        state = load_kept_state(start.starts, run.b, h, run.first, work, EVERY, STATE, SLICE, HALF, form, ROWS, PART)
-    else:
-        state = load_given_state(start.initial_states, bh, STATE, SLICE, HALF, form, ROWS, PART)
-        if start.ends is not None:
-            if run.npieces > 0:
-                wait_for_last()
-            for i in range(2 * run.piece + U, 2 * (run.piece + run.npieces) + U, 2):
-                end = gl.load(locate_end(start.ends, i, STATE, ROWS, 2 * PART, PART, HALF * PART))
-                state = state * gl.load(start.factors + i) + end
-    return state
 
 
 @gluon.jit
@@ -180,8 +162,8 @@ def scan_slice(outputs, rings, tiles, vectors, dA_cumsum, D, start, work, form: 
         b, first, last = run.b, run.first, run.last
         h = get_head(run.pair, U, work.heads_per_group, form)
         bh = (b * work.nheads + h).to(gl.int64)
-        state = join_columns(load_half(start, run, h, bh, work, U, SLICE, 0, EVERY, form, ROWS),
-                             load_half(start, run, h, bh, work, U, SLICE, 1, EVERY, form, ROWS), STATE)
+        state = join_columns(load_start(start, run, h, bh, work, U, SLICE, 0, EVERY, STATE, form, ROWS, PART, True),
+                             load_start(start, run, h, bh, work, U, SLICE, 1, EVERY, STATE, form, ROWS, PART, True), STATE)
         A_last = dA_cumsum + bh * work.nsub * BLOCK_M + BLOCK_M - 1
         end = gl.load(A_last + first * BLOCK_M)
         if D is not None:
