@@ -31,15 +31,19 @@ Observation = tuple[dict[str, float], float]  # of each constant how often it is
 
 
 def run(console: Console) -> None:
-    """Times kernels, a minute or two, and writes the file."""
+    """Times kernels, a minute or two, and writes the file. A constant for which the times leave nothing stays as it was."""
     gpu = torch.cuda.current_device()
     device = tuning.current_device(gpu)
     model = get_time_model(device.name)
     found = _fit_plain(device)
     if is_hopper(torch.device("cuda", gpu)):
         found |= _fit_hopper(replace(model, **found), device.sms)
-    for name, value in found.items():
-        console.print(f"{name}: {getattr(model, name)} -> {value}")
+    for name, value in list(found.items()):
+        if value == 0:
+            console.print(f"{name}: {getattr(model, name)} stays; the times leave nothing for it")
+            del found[name]
+        else:
+            console.print(f"{name}: {getattr(model, name)} -> {value}")
     CONFIGS.mkdir(exist_ok=True)
     with replace_file(CONFIGS / f"{device.name}.json") as part:
         part.write_text(replace(model, **found).write())

@@ -57,8 +57,11 @@ def test_what_was_found_is_written(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(tuning, "current_device", lambda index: tuning.Device("a new one", 232_448))
     monkeypatch.setattr(fit_times, "is_hopper", lambda device: False)
-    monkeypatch.setattr(fit_times, "_fit_plain", lambda device: {"chunks_step": 0.5})
-    fit_times.run(Console(quiet=True))
+    monkeypatch.setattr(fit_times, "_fit_plain", lambda device: {"chunks_step": 0.5, "chunks_launch": 0.0})
+    console = Console(width=100)
+    with console.capture() as said:
+        fit_times.run(console)
+    assert "chunks_launch: 8 stays; the times leave nothing for it" in said.get() and "-> 0.5" in said.get()
     monkeypatch.setattr(time_model, "CONFIGS", tmp_path)
     written = get_time_model.__wrapped__("a new one")
     assert written == replace(MODEL, chunks_step=0.5) and isinstance(written.scan_step, Step)
