@@ -38,12 +38,10 @@ def run(console: Console) -> None:
     found = _fit_plain(device)
     if is_hopper(torch.device("cuda", gpu)):
         found |= _fit_hopper(replace(model, **found), device.sms)
-    for name, value in list(found.items()):
-        if value == 0:
-            console.print(f"{name}: {getattr(model, name)} stays; the times leave nothing for it")
-            del found[name]
-        else:
-            console.print(f"{name}: {getattr(model, name)} -> {value}")
+    for name, value in found.items():
+        becomes = f"-> {value}" if value else "stays; the times leave nothing for it"
+        console.print(f"{name}: {getattr(model, name)} {becomes}")
+    found = {name: value for name, value in found.items() if value}
     CONFIGS.mkdir(exist_ok=True)
     with replace_file(CONFIGS / f"{device.name}.json") as part:
         part.write_text(replace(model, **found).write())

@@ -72,7 +72,8 @@ def count_hopper(variant: str, mode: str, p: cost.Problem, gpu: str) -> list[Par
     states, inputs, gate = p.itemsize * nsub * p.state, x + groups + steps, x * p.gated
     prepared = [Part({}, (p.itemsize + 8) * p.D)]
     if mode == "bwd":
-        prepared += [Part({}, 5 * gate)] * p.gated
+        if p.gated:
+            prepared.append(Part({}, cost.count_backward_stages(p)["chunk_scan_dz"].bytes))
         after = [Part({}, (2 * p.itemsize + 20) * p.D)]
         if parts == 2:
             return [*prepared, *_count_spans(p, pairs * parts, x, groups, steps, gpu), *after]

@@ -81,11 +81,10 @@ def tabulate_losses(rows: list[dict]) -> str:
         scores = record.group_by(group, lambda row: row["score"])
         removed = _describe_ratio(ratio, kind)
         for score, of in sorted(scores.items()):
-            losses = (_write_mean(of, name) for name in ("loss_whole", "loss_pruned", "loss_bridged", "loss"))
+            losses = [[row[name] for row in of] for name in ("loss_whole", "loss_pruned", "loss_bridged", "loss")]
+            losses.append([wholes.get(((model, kind), row["run"]["seed"])) for row in of])  # as long as the pruned
             gains = [] if score == "random" else _list_gains(of, scores.get("random", []), _get_loss)
-            trained_on = [wholes.get(((model, kind), row["run"]["seed"])) for row in of]  # for as many steps as the pruned ones
-            last = "" if None in trained_on else f"{mean(trained_on):.3f}"
-            lines.append([model, removed, score, len(of), *losses, last, _write_range(gains)])
+            lines.append([model, removed, score, len(of), *map(_write_mean, losses), _write_range(gains)])
         said += _compare_with_random(f"{model}, {removed}", scores)
     if not lines:
         return "No rows yet: no GPU has run `make prune` for this table.\n"
@@ -134,6 +133,5 @@ def _get_loss(row: dict) -> float:
     return next(row[name] for name in ("loss", "loss_bridged", "loss_pruned") if row[name] is not None)
 
 
-def _write_mean(rows: list[dict], name: str) -> str:
-    values: list[Any] = [row[name] for row in rows]
+def _write_mean(values: list[Any]) -> str:
     return "" if None in values else f"{mean(values):.3f}"

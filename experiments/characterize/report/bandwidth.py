@@ -32,7 +32,7 @@ def collect(calls: list[Call]) -> dict:
 
     panel = draw.Panel(plot, lines, 1.0 + 0.5 * len(shown), {"xlabel": f"per cent of {peak}", "xlim": (0, 100)})
     return {
-        "panels": {"utilisation": panel}, "lines": lines, "peak": peak, "work": list(map(_describe_work, calls)),
+        "panels": {"utilisation": panel}, "peak": peak, "work": list(map(_describe_work, calls)),
         "apart": max(shown, key=lambda line: abs(line["U"] - line["W"])),
         "other_runs": [f"{call.row['variant']} {call.row['mode']}" for call in calls if _mixes_runs(call)]}
 

@@ -41,14 +41,18 @@ def collect_gpu(rows: list[dict]) -> dict[str, object]:
 
 def _draw_figures(of_gpus: dict[str, dict]) -> dict[str, Figure]:
     """{name: figure}, a panel, or lines of a table, for each GPU that has some of that name."""
-    found: dict[str, dict[str, dict]] = {"panels": {}, "tables": {}}
+    return {name: stack_panels(of) for name, of in _gather(of_gpus, "panels").items()} | {
+        name: stack_lines(of) for name, of in _gather(of_gpus, "tables").items()}
+
+
+def _gather(of_gpus: dict[str, dict], kind: str) -> dict[str, dict]:
+    """{name: {GPU: what its sections have of this kind by that name}}."""
+    found: dict[str, dict] = {}
     for gpu, of in of_gpus.items():
-        for section in filter(lambda section: isinstance(section, dict), of.values()):
-            for kind, by_name in found.items():
-                for name, one in section.get(kind, {}).items():
-                    by_name.setdefault(name, {})[gpu] = one
-    return {name: stack_panels(of) for name, of in found["panels"].items()} | {
-        name: stack_lines(of) for name, of in found["tables"].items()}
+        for section in of.values():
+            for name, one in section.get(kind, {}).items() if isinstance(section, dict) else ():
+                found.setdefault(name, {})[gpu] = one
+    return found
 
 
 def find_measured(of_gpus: dict[str, dict], section: str, key: str | None = None) -> dict[str, dict]:
@@ -59,10 +63,10 @@ def find_measured(of_gpus: dict[str, dict], section: str, key: str | None = None
 def render(facts: dict[str, object]) -> str:
     """The report in Markdown."""
     environment = page.make_environment()
-    environment.filters |= {"num": format_number, "share_reasons": paper.share_reasons, "name": kernels.shorten}
-    environment.globals |= {"DIRECTIONS": DIRECTIONS, "GPUS": GPUS, "classes": classes, "definitions": definitions,
+    environment.filters |= {"num": format_number, "share_reasons": paper.share_reasons}
+    environment.globals |= {"DIRECTIONS": DIRECTIONS, "GPUS": GPUS, "classes": classes,
                             "main_peak": bandwidth.main_peak, "kernels": kernels, "of_bandwidth": bandwidth, "of_paper": paper,
-                            "of_steps": steps, "of_nearest": nearest, "ENOUGH": projected.ENOUGH,
+                            "of_nearest": nearest, "ENOUGH": projected.ENOUGH,
                             "is_met": projected.is_met, "find_measured": find_measured, "summarise": projection.summarise,
                             "frozen": frozen}
     return page.join_lines(environment.get_template("report.md.jinja").render(facts))
@@ -82,8 +86,9 @@ def write(folder: Path, rows: list[dict]) -> list[Path]:
     text = render(facts)
     texts = {"index.html": page.render_html(text, figures), "report.md": text}
     for name, figure in figures.items():
-        texts |= {f"{name}.svg": draw.make_standalone(figure.svg)} if figure.svg else {}
         texts[f"{name}.csv"] = figure.csv
+        if figure.svg:
+            texts[f"{name}.svg"] = draw.make_standalone(figure.svg)
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in texts.items():
         (folder / name).write_text(content)

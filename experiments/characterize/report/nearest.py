@@ -94,7 +94,7 @@ def collect(calls: list[Call], rows: list[dict]) -> dict:
     groups = record.group_by(uses, lambda one: one.place)
     places = {place: groups[place] for place in dict.fromkeys([one.place for one in of_calls] + sorted(groups))}
     beside = [Compared(name, one, use) for one in places[use.place] if one.variant in FUSED]
-    compared = [Compared(mean_of, one, rival) for found in places.values() if (rival := find_rival(found))
+    compared = [Compared(mean_of, one, rival) for found in places.values() if (rival := _find_rival(found))
                 for one in found if one.variant in FUSED for mean_of in ("U", "W")]
     panels = {"utilisation-time": _plot(of_calls)} if any(one.us for one in of_calls) else {}
     return {
@@ -105,7 +105,7 @@ def collect(calls: list[Call], rows: list[dict]) -> dict:
         "falls": sorted((one for one in compared if one.falls), key=lambda one: one.values[1] - one.values[0])}
 
 
-def find_rival(uses: Iterable[Use]) -> Use | None:
+def _find_rival(uses: Iterable[Use]) -> Use | None:
     """The use of upstream's kernels at a place, or else of the baseline's; None if neither was counted there."""
     found = {use.variant: use for use in uses}
     return next((found[variant] for variant in UNFUSED if variant in found), None)

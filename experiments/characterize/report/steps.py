@@ -38,7 +38,7 @@ def collect(rows: list[dict]) -> dict:
     idle = {workload: [shares[name_run(row)]["idle"] for row in found] for workload, found in of_workload.items()}
     without = [workload for workload, found in of_workload.items() if all(row["variant"] != "mamba_ssm" for row in found)]
     return {
-        "panels": {"operators": panel}, "shares": shares, "kinds": kinds,
+        "panels": {"operators": panel}, "shares": shares,
         "most": max(shares, key=lambda name: shares[name]["gemm"]),
         "largest": {kind: max(values[kind] for values in shares.values()) for kind in _ORDER},
         "waiting": {workload: _span(found) for workload, found in idle.items() if max(found) > WAITS},
