@@ -90,7 +90,7 @@ def _time(call: Callable, *kernels: str) -> float:
         spent = measure_kernels(call, _REPEATS)
         return sum(spent[f"{kernel}_kernel"] for kernel in kernels)
     graph = timing.capture(call)
-    return timing.interleave({"call": graph}, _REPEATS, 3)["call"][1]
+    return timing.interleave({"call": graph}, _REPEATS, 3, ahead=True)["call"][1]
 
 
 @contextmanager

@@ -59,8 +59,11 @@ def list_sides(variants: Sequence[str], console: Console) -> dict[str, dict[str,
     sides = {variant: choose_functions(functions(lambda variant=variant: {"variant": variant})) for variant in variants}
     with leave_out(console, RIVAL, ImportError):
         import causal_conv1d
-        from mamba_ssm.ops.triton import selective_state_update, ssd_combined
 
+        from ssd.interop.mamba_ssm import skip_its_init
+
+        with skip_its_init():
+            from mamba_ssm.ops.triton import selective_state_update, ssd_combined
         sides[RIVAL] = choose_functions(vars(causal_conv1d) | vars(ssd_combined) | vars(selective_state_update))
     return sides
 

@@ -11,7 +11,7 @@ from experiments import record, timing
 def install(patch: pytest.MonkeyPatch, us_of: Callable[[Hashable, bool], float], gpu: str | None = None) -> None:
     """us_of: microseconds of a call by its name, in a CUDA graph or not. gpu: that rows are of."""
 
-    def interleave(calls, repeats, warmup):
+    def interleave(calls, repeats, warmup, ahead=False):
         in_graphs = all(hasattr(call, "captured") for call in calls.values())
         for call in calls.values():
             call()

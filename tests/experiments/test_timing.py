@@ -59,6 +59,12 @@ def test_a_loop_of_the_call(host, gpu, machine):
     assert low == pytest.approx(high, abs=2) and middle == pytest.approx(max(host, gpu), abs=2)
 
 
+@pytest.mark.parametrize("host, gpu", [(30, 14), (60, 5), (10, 400)])
+def test_the_launch_of_a_graph_is_not_timed(host, gpu, machine):
+    (_, us, _) = timing.interleave({"this": lambda: machine.work(host, gpu)}, 5, 1, ahead=True)["this"]
+    assert us == pytest.approx(gpu, abs=2)
+
+
 def test_a_wait_before_each_call_is_not_timed(machine):
     calls = {"this": lambda: machine.work(10, 400)}
     (_, alone, _), (_, aligned, _) = (timing.interleave(calls, 5, 1, *align)["this"]
