@@ -2,8 +2,9 @@
 
 Plain kernels, of baseline and mamba_ssm: bytes and exponentials by the cost model. Each exponential of a pair of tokens goes
 with 4 bytes of CB that come from L2, once for each tile of 64 channels; mamba_ssm's tiles are as wide as a head. In mamba_ssm
-B or C come from L2 for each head as well, in chunk_state and chunk_scan, and in the backward in five launches. The recurrence
-between chunks takes them one after the other.
+B or C come from L2 for each head as well, in chunk_state and chunk_scan, and in the backward in five launches. Its backward also
+reads x and the gradient of y from L2 for each pair of tiles of a chunk, in two launches each, computes the last chunk as if it
+were whole, and leaves sums and zeros to torch. The recurrence between chunks takes them one after the other.
 
 Kernels on Hopper, of fused and persistent: bytes from their tensors, and steps of the thread block that does most, from the
 very tables by which the launchers deal sequences out. A step is 64 tokens of two slices of 64 channels, or of one slice for
@@ -11,6 +12,7 @@ hopper_group; in the backward of a dstate above 128 it is a span of 128 tokens. 
 read; what they write is written by those that work.
 """
 
+from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
@@ -32,6 +34,9 @@ _WIDE_STEP = 1.7  # a step of hopper_wide_scan, in steps of hopper_scan (docs/lo
 _ENDS_SLICE, _PAIRS_SLICE = 1.4, 1.6  # a slice of hopper_ends and of hopper_pairs, in slices of hopper_group (likewise)
 _CB_ITEMSIZE = 4
 _READ_FOR_EACH_HEAD = {"fwd": 2, "fwd_train": 2, "bwd": 5}  # launches of mamba_ssm 2.3.2 that read B or C so
+_READ_FOR_EACH_PAIR = 4  # tensors as large as x, by launches of its backward
+OWN_LAUNCHES = 14  # of its backward; torch has the others
+TORCH = "launch of torch"  # not among the launches of a sample
 
 
 class Part(NamedTuple):
@@ -49,15 +54,20 @@ class Part(NamedTuple):
 
 
 def count_plain(variant: str, mode: str, p: cost.Problem, launches: int) -> list[Part]:
-    """A call of `baseline` or `mamba_ssm`. launches: tells whether the backward computes states again."""
+    """A call of `baseline` or `mamba_ssm`. launches: tells whether the backward computes states again, and what torch has."""
     keeps = variant == "baseline" and launches <= _KEPT_LAUNCHES
     whole = cost.total(cost.count_backward_stages(p, keeps) if mode == "bwd" else cost.count_forward_stages(p))
     tiles = cdiv(p.headdim, SLICE) if variant == "baseline" else 1
     walks = 2 if mode == "bwd" else 1
-    from_l2 = _CB_ITEMSIZE * tiles * whole.exps
+    from_l2, of_torch = _CB_ITEMSIZE * tiles * whole.exps, {}
     if variant == "mamba_ssm":
+        if mode == "bwd":
+            p = replace(p, seqlen=p.nchunks * p.chunk_size)
+            from_l2 = _CB_ITEMSIZE * cost.total(cost.count_backward_stages(p, False)).exps
+            from_l2 += _READ_FOR_EACH_PAIR * p.itemsize * p.X * (max(p.chunk_size // SLICE, 1) + 1) / 2
+            of_torch = {TORCH: launches - OWN_LAUNCHES}
         from_l2 += _READ_FOR_EACH_HEAD[mode] * p.itemsize * p.D * p.dstate
-    return [Part({f"L2 of {variant}": from_l2 / 1e6, f"chunk of {variant}": walks * p.nchunks}, whole.bytes)]
+    return [Part({f"L2 of {variant}": from_l2 / 1e6, f"chunk of {variant}": walks * p.nchunks, **of_torch}, whole.bytes)]
 
 
 @cache

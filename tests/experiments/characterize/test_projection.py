@@ -13,7 +13,7 @@ from experiments.shapes import SHAPES
 from tests.experiments.rows import ssd_row, write
 
 H200, B200 = GPUS["h200"], GPUS["b200"]
-TRUE = Model(4000.0, (3.0, 0.1, 0.3, 0.4, 0.5, 0.8, 1.2, 2.0))
+TRUE = Model(4000.0, (3.0, 2.0, 0.1, 0.3, 0.4, 0.5, 0.8, 1.2, 2.0))
 
 
 def sample(*parts: Part, us=1.0, launches=1, shape="8b-b4", gpu="h200") -> Sample:
@@ -56,14 +56,14 @@ def test_a_constant_that_no_row_has_is_open():
 
 def test_a_constant_is_shown_with_its_error_or_as_open():
     """An error of a million per cent would be another on another machine."""
-    model = Model(4000.0, (3.0,) * 8, (0.1, 66597.82, np.inf, *[0.2] * 5))
+    model = Model(4000.0, (3.0,) * 9, (0.1, 66597.82, np.inf, *[0.2] * 6))
     assert [values for _, _, (values,) in projected._list_constants({"h200": model})][1:4] == [
         "3.00 ± 10 %", "3.00, open", "no call has it"]
 
 
 def test_too_few_samples():
-    with pytest.raises(ValueError, match="got 7 samples, expected at least 8"):
-        projection.fit(samples()[:7], TRUE.memory_gbps)
+    with pytest.raises(ValueError, match="got 8 samples, expected at least 9"):
+        projection.fit(samples()[:8], TRUE.memory_gbps)
 
 
 def test_constants_of_another_gpu():
@@ -72,7 +72,8 @@ def test_constants_of_another_gpu():
     clock = H200.clock_ghz / B200.clock_ghz
     assert carried.memory_gbps == pytest.approx(4000 * 8000 / 4800)
     assert carried.constants[0] == 3.0 and carried.constants[-1] == pytest.approx(2.0 * clock)
-    assert carried.constants[3] == pytest.approx(0.4 * clock * 132 / 148)
+    assert carried.constants[4] == pytest.approx(0.4 * clock * 132 / 148)
+    assert carried.constants[1] == 2.0
     assert TRUE.carry(H200, B200, 7000.0).memory_gbps == 7000
 
 
