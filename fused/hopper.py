@@ -1,8 +1,8 @@
 """The forward on Hopper, which `fused` and `persistent` take where the inputs allow, and what `hopper_backward` shares with it.
 Launches of the Gluon kernels in order:
 
-    stationary: chunk_cumsum, hopper_states of the pieces where sequences are cut, hopper_scan of whole sequences.
-    two_level:  chunk_cumsum, hopper_states of the pieces where sequences are cut, hopper_states of whole sequences, and
+    stationary: chunk_cumsum, hopper_pieces where sequences are cut, hopper_scan of whole sequences.
+    two_level:  chunk_cumsum, hopper_pieces where sequences are cut, hopper_states of whole sequences, and
                 hopper_scan of pieces of up to 512 tokens, whatever chunk_size is.
 """
 
@@ -247,7 +247,7 @@ def make_runs(i: SSDInputs, rows: int, descriptors: tuple, dt: Tensor, dA_cumsum
 
     The next launch must be that of the runs: it begins beside the state pass.
     """
-    from .kernels.hopper.states import piece_states
+    from .kernels.hopper.pieces import piece_states
 
     device = current_device(i.x.device.index)
     pairs, parts, wide = count_pairs(i), count_parts(i.dstate), runs_wide(i)

@@ -1,7 +1,7 @@
 """The backward on Hopper, which `fused` and `persistent` take where the inputs allow:
 
     chunk_cumsum, hopper_states backwards for the gradients of the states and, where the forward kept none, forwards for the
-    states (two launches where sequences are cut), hopper_group (above a dstate of 128 the kernels of `span_backward`),
+    states (after hopper_pieces where sequences are cut), hopper_group (above a dstate of 128 the kernels of `span_backward`),
     chunk_cumsum_bwd; with a gate chunk_scan_dz before them, and where a group's heads are shared out to several blocks
     sum_parts of dB and of dC after them.
 """

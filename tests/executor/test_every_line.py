@@ -33,18 +33,21 @@ WAYS = {"recomputed": (Options(save_states=False), {}), "saved": (Options(), {})
         "cut": (Options(), {"blocks": 5, "cut": (2, 2)}),
         "asked states": (Options(save_states=False, stationary=False), {}),
         "documents": (Options(save_states=False), {}),
+        "documents, cut": (Options(), {"blocks": 5, "cut": (1, 4)}),
+        "long pieces": (Options(), {"blocks": 5, "cut": (4, 4)}), "few states": (Options(save_states=False), {}),
         "dstate 256": (Options(), {"blocks": 3, "cut": (2, 2)}),
         "dstate 192, recomputed": (Options(save_states=False), {}), "documents, dstate 256": (Options(), {})}
 SIZES = {"asked states": {"seqlen": 4 * 64, "dstate": 128}, "documents": {"seqlen": 100, "nheads": 2},
+         "documents, cut": {"seqlen": 100, "nheads": 2},
          "dstate 256": {"dstate": 256, "nheads": 4, "seqlen": 3 * 64 + 7},
          "dstate 192, recomputed": {"dstate": 192, "nheads": 5, "seqlen": 3 * 64 + 7},
          "documents, dstate 256": {"dstate": 256, "seqlen": 100, "nheads": 2}}
 # The ways that are tried for a line of a module, first what found the last fault there.
 WAYS_OF = {"ring": ["recomputed"], "start": ["cut"], "scan_tiles": ["asked states"],
            "scan": ["saved", "recomputed"], "wide_scan": ["dstate 256", "dstate 192, recomputed"],
-           "document_states": ["documents"], "states": ["recomputed", "cut", "documents"], "group_tiles": ["recomputed"],
+           "document_states": ["documents"], "states": ["recomputed", "documents", "few states"], "group_tiles": ["recomputed"],
            "group": ["recomputed", "documents, dstate 256", "a head in each part"], "ends": ["dstate 256"],
-           "pairs": ["dstate 256"]}
+           "pairs": ["dstate 256"], "walks": ["documents", "recomputed"], "pieces": ["long pieces", "cut", "documents, cut"]}
 
 
 @functools.cache
@@ -89,11 +92,12 @@ def _is_faulty(executor: Executor, way: str) -> bool:
         inputs = replace(inputs, return_states_every=64)
     ends = 1
     if way.startswith("documents"):  # that begin at zero, and end with a gradient
-        inputs, ends = replace(inputs, cu_seqlens=torch.tensor([0, 20, 20, 100], dtype=torch.int32)), 3
+        bounds = [0, 20, 60, 100] if way == "documents, cut" else [0, 20, 20, 100]
+        inputs, ends = replace(inputs, cu_seqlens=torch.tensor(bounds, dtype=torch.int32)), 3
     ways = torch.randn_like(inputs.x), torch.randn(ends, shape.nheads, shape.headdim, shape.dstate)
     try:
         with hopper_on_cpu(executor, **({"blocks": 1} | dealing)):
-            results(get_variant("persistent"), inputs, *ways, options)
+            results(get_variant("fused" if way == "few states" else "persistent"), inputs, *ways, options)
     except Fault:
         return True
     return False

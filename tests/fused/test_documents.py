@@ -28,7 +28,8 @@ SHAPE = Shape(1, 300, 4, 64, 2, 64, 64)
 CASE = Case(D="h", dt_bias=True, dt_softplus=True, initial_states=True, documents="states", dt_dtype=torch.float32)
 BOUNDS = (0, 30, 30, 95, 96, 224, 300)
 SCAN, STATES, GROUP = "hopper_scan_kernel", "hopper_states_kernel", "hopper_group_kernel"
-WHOLE, CUT = (SCAN, STATES, GROUP), (STATES, SCAN, STATES, STATES, GROUP)
+PIECES = "hopper_pieces_kernel"
+WHOLE, CUT = (SCAN, STATES, GROUP), (PIECES, SCAN, PIECES, STATES, GROUP)
 TWO_PARTS = SCAN, SCAN, STATES, GROUP, GROUP
 GATE = replace(CASE, z=True)
 WAYS = {
@@ -53,7 +54,7 @@ WAYS = {
     "headdim 24, dstate 48": (BOUNDS, CASE, {"headdim": 24, "dstate": 48}, WHOLE, {"blocks": 2}),
     "dstate 160, gate": (BOUNDS, GATE, {"dstate": 160, "nheads": 2, "ngroups": 1}, TWO_PARTS, {"blocks": 2}),
     "dstate 256, cut": ((0, 90, 200), CASE, {"dstate": 256, "nheads": 2, "ngroups": 1},
-                        (STATES, SCAN, SCAN, STATES, STATES, GROUP, GROUP), {"blocks": 8, "cut": (3, 2)}),
+                        (PIECES, SCAN, SCAN, PIECES, STATES, GROUP, GROUP), {"blocks": 8, "cut": (3, 2)}),
 }
 SEVERAL_SCHEDULES = "cut into blocks", "odd heads in splits"
 

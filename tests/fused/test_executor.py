@@ -30,6 +30,7 @@ PLAIN = Case(dt_dtype=torch.float32)  # the interpreter, which runs the other ke
 START = Case(D="h", dt_bias=True, dt_softplus=True, initial_states=True, dt_dtype=torch.float32)
 NO_START = replace(START, initial_states=False)
 SCAN, STATES, GROUP = "hopper_scan_kernel", "hopper_states_kernel", "hopper_group_kernel"
+PIECES = "hopper_pieces_kernel"
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Way:
 
 
 AGAIN = Options(save_states=False)
-SAVED, CUT = (SCAN, STATES, GROUP), (STATES, SCAN, STATES, STATES, GROUP)
+SAVED, CUT = (SCAN, STATES, GROUP), (PIECES, SCAN, PIECES, STATES, GROUP)
 TWO_LEVEL = STATES, SCAN, STATES, GROUP
 WAYS = {
     "ragged": Way(RAGGED, PLAIN, SAVED),
@@ -61,7 +62,7 @@ WAYS = {
     "several rounds": Way(replace(RAGGED, batch=3), START, SAVED, options=AGAIN),
     "cut": Way(LONG, NO_START, CUT, blocks=5, cut=(3, 2)),
     "cut, states given": Way(LONG, START, CUT, blocks=5, cut=(3, 2)),
-    "cut for spans, none given": Way(LONG, NO_START, (STATES, *TWO_LEVEL[:2], *CUT[2:]), variant="fused", options=AGAIN,
+    "cut for spans, none given": Way(LONG, NO_START, (PIECES, *TWO_LEVEL[:2], *CUT[2:]), variant="fused", options=AGAIN,
                                      blocks=5, cut=(3, 2)),
     "cut, recomputed": Way(LONG, START, CUT, torch.float16, options=AGAIN, blocks=8, cut=(4, 4), schedules=2),
     "whole and cut": Way(replace(RAGGED, batch=3, nheads=2, ngroups=1), START, CUT, cut=(2, 1)),
@@ -76,7 +77,7 @@ WAYS = {
     "spans, recomputed": Way(LONG, START, TWO_LEVEL, torch.float16, variant="fused", options=AGAIN),
     "spans in turn": Way(LONG, PLAIN, TWO_LEVEL, options=Options(stationary=False)),
     "states in fp32": Way(RAGGED, replace(START, state_dtype=torch.float32), TWO_LEVEL, variant="fused"),
-    "cut for spans": Way(LONG, START, (STATES, *TWO_LEVEL[:2], *CUT[2:]), variant="fused", options=AGAIN, blocks=5, cut=(3, 2)),
+    "cut for spans": Way(LONG, START, (PIECES, *TWO_LEVEL[:2], *CUT[2:]), variant="fused", options=AGAIN, blocks=5, cut=(3, 2)),
     "heads in parts": Way(replace(RAGGED, batch=1, nheads=6, ngroups=1), START, SAVED, torch.float16, splits=2),
     "a head in each part": Way(replace(RAGGED, batch=1, ngroups=1), START, SAVED, torch.float16, splits=4),
 }
@@ -119,7 +120,7 @@ WAYS |= {
 }
 # Above a dstate of 128 one launch scans both parts, and the backward goes by spans.
 WIDE_SCAN, SPANS = "hopper_wide_scan_kernel", ("hopper_ends_kernel", "hopper_pairs_kernel")
-PARTS, PARTS_CUT = (WIDE_SCAN, STATES, *SPANS), (STATES, WIDE_SCAN, STATES, STATES, *SPANS)
+PARTS, PARTS_CUT = (WIDE_SCAN, STATES, *SPANS), (PIECES, WIDE_SCAN, PIECES, STATES, *SPANS)
 WAYS |= {
     "dstate 256": other_form(START, PARTS, dstate=256, nheads=2, ngroups=1, schedules=3),
     "dstate 256, headdim 128, recomputed, cut": other_form(START, PARTS_CUT, torch.float16, shape=LONG, headdim=128, dstate=256,
@@ -220,7 +221,7 @@ def test_products_beyond_fp16_that_decay_takes_back(dstate, executor):
 def test_last_state(executor):
     """As a split backward asks for it: few states are written on the way there."""
     inputs = random_inputs(replace(LONG, seqlen=LONG.seqlen + 64), START, torch.bfloat16)
-    way = Way(LONG, START, (STATES, STATES), blocks=5, cut=(3, 2))
+    way = Way(LONG, START, (PIECES, STATES), blocks=5, cut=(3, 2))
     got = under_schedules(executor, way, lambda: {"last": hopper_backward.compute_last_state(inputs, Options())})
     assert error(got["last"], truths(inputs, *cotangents(inputs))["final_states"]).rms < 1e-2
 
@@ -238,7 +239,7 @@ def test_states_in_fp32_for_other_backwards(executor):
 
 
 def test_same_bits_saved_or_not(executor):
-    way = replace(WAYS["whole and cut"], runs=(STATES, SCAN))
+    way = replace(WAYS["whole and cut"], runs=(PIECES, SCAN))
     inputs, variant = draw(way)
 
     def run(save: bool) -> dict[str, torch.Tensor]:

@@ -90,7 +90,7 @@ def test_pieces(dstate, device):
     """(28): from zeros, a piece leaves its own part and the factor of the state before it. Chunks are the pieces, and those
     that are walked backwards come in that order.
     """
-    from fused.kernels.hopper.states import piece_states
+    from fused.kernels.hopper.pieces import piece_states
 
     v, parts = draw("one document", device, dstate, 2), count_parts(dstate)
     i = v.inputs

@@ -66,3 +66,10 @@ def take_document_state(desc, entries, entry, STATE: gl.constexpr, U: gl.constex
     else:
         state = as_tile(entries.states.index(U), desc).load(STATE).to(gl.float32)
     return state
+
+
+@gluon.jit
+def allocate_entry(ROWS: gl.constexpr, WIDTH: gl.constexpr):
+    """The slot of `Entries`, for the states of both slices of a pair."""
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, WIDTH], gl.float32)
+    return gl.allocate_shared_memory(gl.float32, [2, ROWS, WIDTH], LAYOUT)
