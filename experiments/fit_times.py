@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 
 from fused import schedule
-from fused.time_model import CONFIGS, Step, TimeModel, get_time_model
+from fused.time_model import CONFIGS, Cut, Step, TimeModel, get_time_model
 from ssd.files import replace_file
 from ssd.kernels.arguments import cdiv
 from ssd.registry import get_variant
@@ -130,11 +130,11 @@ def _fit_cuts(model: TimeModel, sms: int) -> dict[str, float]:
     for pairs in (sms // 16, sms // 4, 3 * sms // 4):
         forward = _forward("persistent", _inputs(1, SUB_CHUNK * nsub, 2 * pairs))
         around = _time(forward, "chunk_cumsum")
-        for cut in ((nsub, nsub), (64, 16), (64, 64), (43, 10), (32, 32)):
+        for cut in (Cut(nsub, nsub), Cut(64, 16), Cut(64, 64), Cut(43, 10), Cut(32, 32), Cut(cdiv(pairs * nsub, sms), 0, True)):
             with _choose("fused.schedule._choose_cut", cut):
                 us = _time(forward) - around
             coefficients, rest = find_coefficients(
-                model, names, lambda m, pairs=pairs, cut=cut: m.time_cut(m.scan_step, pairs, nsub, sms, *cut))
+                model, names, lambda m, pairs=pairs, cut=cut: m.time_cut(m.scan_step, pairs, nsub, sms, cut))
             observations.append(({**coefficients, "overhead": 1.0}, us - rest))
     return _round({name: value for name, value in solve(observations).items() if name != "overhead"})
 

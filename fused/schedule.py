@@ -3,19 +3,23 @@
 A sequence is one pair of heads of one batch row on Hopper. Sequences go to the blocks whole, in as many rounds as there are.
 The rest fills no round, so each sequence of it is cut into the same segments. All are cut in the same places and the first
 segments go first: blocks then walk side by side through neighbouring heads, whose rows share pages of memory. In equal shares
-laid end to end they do not, and took a third longer for each sub-chunk (docs/log/schedule.md).
+laid end to end they do not: walks that write every state took a third longer for each sub-chunk, and are not cut so. The scan
+is, where the same segments for all would leave many blocks idle (docs/log/schedule.md).
 
 The state that enters a segment comes from the state pass, a launch that walks the sub-chunks before it. The pass is dealt out
-in equal shares; a piece is what one share has of one segment. Nothing is cut where the pass would cost more than it saves. A
-walk that writes every state, for one, uses up the memory's bandwidth with 70 blocks, and more blocks only wait for each other.
+in equal shares, or where segments lie end to end one share for each; a piece is what one share has of one segment. Nothing is
+cut where the pass would cost more than it saves. A walk that writes every state, for one, uses up the memory's bandwidth with
+70 blocks, and more blocks only wait for each other.
 
 `time_model` says how long each cut takes; here the one that takes least is chosen.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate, pairwise, zip_longest
 from typing import NamedTuple
 
 import torch
@@ -23,7 +27,7 @@ from torch import Tensor
 
 from ssd.kernels.arguments import cdiv
 
-from .time_model import Step, TimeModel, get_time_model
+from .time_model import Cut, Step, TimeModel, get_time_model
 
 SHORTEST = 4  # sub-chunks that a segment or a share has at least
 ROUNDS = 3  # of segments, at most
@@ -37,6 +41,7 @@ _MOST_SEGMENTS = 16
 _MOST_PIECES = 4  # of a plain segment; the next one starts by reading them all
 
 Run = tuple[int, int, int, int, int, int]
+_EMPTY: Run = (0,) * RUN_FIELDS
 
 
 class Runs(NamedTuple):
@@ -63,20 +68,29 @@ def deal(batch: int, pairs: int, nsub: int, blocks: int, gpu: str, step: str, cu
     they are few, and Python is done before torch's threads have met.
     """
     whole = batch * pairs // blocks * blocks
-    rest = range(whole, batch * pairs)
-    each, share = _choose_cut(get_time_model(gpu), step, len(rest), nsub, blocks) if cut and rest else (nsub, nsub)
-    before = range(0, nsub, each)[-1]  # sub-chunks of a sequence that pieces walk
+    rest = batch * pairs - whole
+    chosen = _choose_cut(get_time_model(gpu), step, rest, nsub, blocks) if cut and rest else Cut(nsub, nsub)
+    starts = [chosen.list_starts(n, nsub) for n in range(rest)]
     # Laid end to end, what the pieces walk is cut where a segment begins and where a share does.
-    end = len(rest) * before
-    bounds = sorted({*range(0, end, each), *range(0, end, share)})
-    number = {bound: piece for piece, bound in enumerate([*bounds, end])}
+    *begin, end = accumulate((of[-1] for of in starts), initial=0)
+    bounds = {begin[n] + start for n, of in enumerate(starts) for start in of[:-1]}
+    if chosen.share:
+        bounds.update(range(0, end, chosen.share))
+    ends = [*sorted(bounds), end]
+    number = {bound: piece for piece, bound in enumerate(ends)}
 
-    def make_run(sequence: int, first: int) -> Run:
-        start = (sequence - whole) * before
-        entering = (number[start], number[start + first] - number[start]) if first else (0, 0)
-        return *divmod(sequence, pairs), first, min(first + each, nsub), *entering
+    def make_run(n: int, first: int, last: int) -> Run:
+        entering = (number[begin[n]], number[begin[n] + first] - number[begin[n]]) if first else (0, 0)
+        return *divmod(whole + n, pairs), first, last, *entering
 
-    segments = [make_run(sequence, first) for first in range(0, nsub, each) for sequence in rest]
+    cuts = sorted((0 if chosen.end_to_end else first, n, first, last)
+                  for n, of in enumerate(starts) for first, last in pairwise([*of, nsub]))
+    segments = [make_run(*cut) for _, *cut in cuts]
+    if chosen.end_to_end:
+        dealt: list[list[Run]] = [[] for _ in range(blocks)]
+        for (_, n, first, _), run in zip(cuts, segments, strict=True):
+            dealt[(n * nsub + first) // chosen.each].append(run)
+        segments = [run for turn in zip_longest(*dealt, fillvalue=_EMPTY) for run in turn]
     sequence = torch.arange(whole, dtype=torch.int32, device=device)
     runs = sequence.new_zeros(whole + len(segments), RUN_FIELDS)
     runs[:whole, 0], runs[:whole, 1], runs[:whole, 3] = sequence // pairs, sequence % pairs, nsub
@@ -84,13 +98,14 @@ def deal(batch: int, pairs: int, nsub: int, blocks: int, gpu: str, step: str, cu
         runs[whole:] = _to_table(segments, device)
     if not bounds:
         return Runs(_take_turns(runs, blocks), None, 0)
-    shares: list[list[Run]] = [[] for _ in range(0, end, share)]
-    for piece, (bound, after) in enumerate(zip(bounds, [*bounds[1:], end], strict=True)):
-        first = bound % before
-        (b, pair), last = divmod(whole + bound // before, pairs), first + after - bound
-        shares[bound // share] += [(b, pair * parts + part, first, last, piece * parts + part, 0) for part in range(parts)]
+    shares: list[list[Run]] = [[] for _ in (range(0, end, chosen.share) if chosen.share else bounds)]
+    for piece, (bound, after) in enumerate(pairwise(ends)):
+        n = bisect_right(begin, bound) - 1
+        (b, pair), first, last = divmod(whole + n, pairs), bound - begin[n], after - begin[n]
+        shares[bound // chosen.share if chosen.share else piece] += [
+            (b, pair * parts + part, first, last, piece * parts + part, 0) for part in range(parts)]
     longest = max(map(len, shares))
-    filled = [run for of in shares for run in (*of, *[(0,) * RUN_FIELDS] * (longest - len(of)))]
+    filled = [run for of in shares for run in (*of, *[_EMPTY] * (longest - len(of)))]
     return Runs(_take_turns(runs, blocks), _to_table(filled, device).view(-1, longest, RUN_FIELDS), parts * len(bounds))
 
 
@@ -179,15 +194,16 @@ def cut_evenly(seqlen: int, block: int, programs: int, resident: int, gpu: str) 
     return Schedule(cdiv(nblocks, pieces * length), pieces, length * block)
 
 
-def _choose_cut(model: TimeModel, step: str, sequences: int, nsub: int, blocks: int) -> tuple[int, int]:
-    """Sub-chunks of a segment of each sequence, nsub to leave them whole, and of a share of the state pass, so that the last
-    block is done soonest.
-    """
+def _choose_cut(model: TimeModel, step: str, sequences: int, nsub: int, blocks: int) -> Cut:
+    """The cut with which the last block is done soonest; segments of nsub leave the sequences whole."""
     taken: Step = getattr(model, step)
     most = min(ROUNDS * blocks // sequences, nsub // SHORTEST)
     segments = dict.fromkeys(cdiv(nsub, nsegments) for nsegments in range(2, most + 1))
-    cuts = [(segment, share) for segment in segments for share in _list_shares(sequences, nsub, segment, blocks)]
-    return min([(nsub, nsub), *cuts], key=lambda cut: model.time_cut(taken, sequences, nsub, blocks, *cut))
+    cuts = [Cut(segment, share) for segment in segments for share in _list_shares(sequences, nsub, segment, blocks)]
+    each = cdiv(sequences * nsub, blocks)
+    if step == "scan_step" and SHORTEST <= each < nsub:
+        cuts.append(Cut(each, 0, end_to_end=True))
+    return min([Cut(nsub, nsub), *cuts], key=lambda cut: model.time_cut(taken, sequences, nsub, blocks, cut))
 
 
 def _list_shares(sequences: int, nsub: int, segment: int, blocks: int) -> tuple[int, ...]:

@@ -36,6 +36,25 @@ class Step(NamedTuple):
         return (self.alone**4 + (self.shared * blocks) ** 4) ** 0.25
 
 
+class Cut(NamedTuple):
+    """How sequences on Hopper are cut, and the state pass dealt out; in sub-chunks.
+
+    Attributes:
+        each: of a segment, of which the last of a sequence may be shorter.
+        share: that a block of the state pass walks; 0: what leads from one segment to the next.
+        end_to_end: sequences lie end to end, and a segment ends where its block has `each`: all blocks have as much to do.
+    """
+
+    each: int
+    share: int
+    end_to_end: bool = False
+
+    def list_starts(self, n: int, nsub: int) -> list[int]:
+        """The first sub-chunk of each segment of the n-th sequence."""
+        begun = n * nsub if self.end_to_end else 0  # sub-chunks before the sequence, in the order that is cut
+        return [0, *range(-begun % self.each or self.each, nsub, self.each)]
+
+
 @dataclass(frozen=True)
 class TimeModel:
     """The constants of one GPU, in microseconds unless said otherwise.
@@ -94,21 +113,21 @@ class TimeModel:
         lines = ",\n".join(f'  "{f.name}": {json.dumps(getattr(self, f.name))}' for f in fields(self))
         return f"{{\n{lines}\n}}\n"
 
-    def time_cut(self, step: Step, sequences: int, nsub: int, blocks: int, segment: int, share: int) -> float:
-        """Sequences of nsub sub-chunks on Hopper, cut into segments; `share`: sub-chunks that a block takes of the state pass.
-
-        segment: its sub-chunks; nsub where nothing is cut.
-        """
-        before = cdiv(nsub, segment) - 1  # segments that others follow
+    def time_cut(self, step: Step, sequences: int, nsub: int, blocks: int, cut: Cut) -> float:
+        """Sequences of nsub sub-chunks on Hopper, cut so; `each` is nsub where nothing is cut."""
+        before = cdiv(nsub, cut.each) - 1  # segments that others follow
         runs = sequences * (before + 1)
         rounds = cdiv(runs, blocks)
-        scan = rounds * (self.segment_start + segment * step.among(min(runs, blocks)))
+        if cut.end_to_end:  # a block has two runs, of which one begins a sequence
+            return (2 * self.segment_start + cut.each * step.among(blocks) + self.piece_join * (before + 1)
+                    + self.state_pass_launch + self.segment_start + self.state_pass_step * cut.each)
+        scan = rounds * (self.segment_start + cut.each * step.among(min(runs, blocks)))
         if not before:
             return scan
-        straddling = segment % share > 0  # shares then end inside a segment
-        joins = (cdiv(before * segment, share) + straddling) * (rounds + 1) / 2
+        straddling = cut.each % cut.share > 0  # shares then end inside a segment
+        joins = (cdiv(before * cut.each, cut.share) + straddling) * (rounds + 1) / 2
         return (scan + self.piece_join * joins + self.state_pass_launch + self.segment_start * (1 + straddling)
-                + self.state_pass_step * share)
+                + self.state_pass_step * cut.share)
 
     def time_two_level(self, sequences: int, nsub: int, blocks: int, segment: int) -> float:
         """The two-level scan on Hopper in segments of so many sub-chunks; in sub-chunks."""

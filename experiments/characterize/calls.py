@@ -2,9 +2,9 @@
 
 Plain kernels, of baseline and mamba_ssm: bytes and exponentials by the cost model. Each exponential of a pair of tokens goes
 with 4 bytes of CB that come from L2, once for each tile of 64 channels; mamba_ssm's tiles are as wide as a head. In mamba_ssm
-B or C come from L2 for each head as well, in chunk_state and chunk_scan, and in the backward in five launches. Its backward also
-reads x and the gradient of y from L2 for each pair of tiles of a chunk, in two launches each, computes the last chunk as if it
-were whole, and leaves sums and zeros to torch. The recurrence between chunks takes them one after the other.
+B or C come from L2 for each head as well, in chunk_state and chunk_scan, and in the backward in five launches. Its backward
+reads x and the gradient of y from L2 for each pair of tiles of a chunk too, in two launches each, computes the last chunk as if
+it were whole, and leaves sums and zeros to torch. The recurrence between chunks takes them one after the other.
 
 Kernels on Hopper, of fused and persistent: bytes from their tensors, and steps of the thread block that does most, from the
 very tables by which the launchers deal sequences out. A step is 64 tokens of two slices of 64 channels, or of one slice for

@@ -79,7 +79,8 @@ class Model:
         memory_gbps: the other's copy; None if nobody measured it: the same share of the data sheet's rate.
         """
         clock = source.clock_ghz / target.clock_ghz
-        factors = [1.0 if name in ("launch", calls.TORCH) else clock * source.sms.value / target.sms.value if name.startswith("L2") else clock
+        sms = source.sms.value / target.sms.value
+        factors = [1.0 if name in ("launch", calls.TORCH) else clock * sms if name.startswith("L2") else clock
                    for name in CONSTANTS]
         memory_gbps = memory_gbps or self.memory_gbps * target.hbm_gbps.value / source.hbm_gbps.value
         return Model(memory_gbps, tuple(c * factor for c, factor in zip(self.constants, factors, strict=True)))

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from experiments import fit_times
 from fused import schedule, time_model
-from fused.time_model import Step, TimeModel, get_time_model
+from fused.time_model import Cut, Step, TimeModel, get_time_model
 from ssd.runtime import tuning
 from ssd.runtime.tables import get_tables
 
@@ -21,7 +21,7 @@ def test_constants_of_cuts_are_found():
     observations = []
     for sequences, cut in product((8, 33, 99), ((128, 128), (64, 16), (64, 64), (43, 10), (32, 32))):
         def formula(model: TimeModel, sequences=sequences, cut=cut) -> float:
-            return model.time_cut(model.scan_step, sequences, 128, 132, *cut)
+            return model.time_cut(model.scan_step, sequences, 128, 132, Cut(*cut))
 
         coefficients, rest = fit_times.find_coefficients(MODEL, names, formula)
         assert rest + sum(n * getattr(MODEL, name) for name, n in coefficients.items()) == pytest.approx(formula(MODEL))
@@ -32,12 +32,12 @@ def test_constants_of_cuts_are_found():
 
 def test_every_choice_is_dealt_anew():
     """Tables are kept by sizes alone, so a fit would time one cut again and again."""
-    settings, cuts = (1, 8, 128, 132, "h200", "scan_step", True, 1), ((128, 128), (64, 16), (43, 10))
+    settings, cuts = (1, 8, 128, 132, "h200", "scan_step", True, 1), (Cut(128, 128), Cut(64, 16), Cut(43, 10))
     before = get_tables(schedule.deal, settings, torch.device("cpu"))
     for cut in cuts:
         with fit_times._choose("fused.schedule._choose_cut", cut):
             runs = get_tables(schedule.deal, settings, torch.device("cpu")).sequences
-            assert int((runs[..., 3] - runs[..., 2]).max()) == cut[0]
+            assert int((runs[..., 3] - runs[..., 2]).max()) == cut.each
     assert get_tables(schedule.deal, settings, torch.device("cpu")) is before
 
 

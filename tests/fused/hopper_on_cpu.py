@@ -5,6 +5,7 @@ from contextlib import contextmanager, nullcontext
 from unittest.mock import patch
 
 from fused import hopper, hopper_backward, schedule, span_backward
+from fused.time_model import Cut
 from persistent import forward as persistent
 from ssd.runtime import tables
 from ssd.runtime.tuning import Device
@@ -16,12 +17,12 @@ KERNELS = tuple(f"fused.kernels.hopper.{name}"
 
 
 @contextmanager
-def hopper_on_cpu(executor: Executor, blocks: int = 4, cut: tuple[int, int] | None = None,
+def hopper_on_cpu(executor: Executor, blocks: int = 4, cut: tuple | None = None,
                   splits: int | None = None) -> Iterator[None]:
     """Variants take the Hopper path.
 
-    blocks: that run side by side. cut: sub-chunks of a segment of each sequence and of a share of the state pass;
-    None: as `schedule` chooses them. splits: of a group's heads in the backward, likewise.
+    blocks: that run side by side. cut: fields of a `Cut` of each sequence; None: as `schedule` chooses it.
+    splits: of a group's heads in the backward, likewise.
     """
     def choose(owner: object, name: str, value: object):
         return patch.object(owner, name, lambda *args: value)
@@ -33,7 +34,7 @@ def hopper_on_cpu(executor: Executor, blocks: int = 4, cut: tuple[int, int] | No
         with (executor.install(), patch.dict(tables._kept, clear=True), choose(hopper, "is_hopper", True),
               choose(hopper, "current_device", device), choose(persistent, "device_of", device),
               choose(hopper_backward, "current_device", device),
-              choose(schedule, "_choose_cut", cut) if cut else nullcontext(),
+              choose(schedule, "_choose_cut", Cut(*cut)) if cut else nullcontext(),
               choose(hopper_backward, "choose_splits", splits) if splits else nullcontext(),
               choose(span_backward, "choose_splits", splits) if splits else nullcontext()):
             yield

@@ -47,7 +47,7 @@ class Way:
     variant: str = "persistent"
     options: Options = USUAL
     blocks: int = 2
-    cut: tuple[int, int] | None = None
+    cut: tuple | None = None
     splits: int | None = None
     schedules: int = 1
 
@@ -64,6 +64,7 @@ WAYS = {
     "cut, states given": Way(LONG, START, CUT, blocks=5, cut=(3, 2)),
     "cut for spans, none given": Way(LONG, NO_START, (PIECES, *TWO_LEVEL[:2], *CUT[2:]), variant="fused", options=AGAIN,
                                      blocks=5, cut=(3, 2)),
+    "end to end": Way(replace(LONG, nheads=6), START, CUT, blocks=4, cut=(8, 0, True), options=AGAIN),
     "cut, recomputed": Way(LONG, START, CUT, torch.float16, options=AGAIN, blocks=8, cut=(4, 4), schedules=2),
     "whole and cut": Way(replace(RAGGED, batch=3, nheads=2, ngroups=1), START, CUT, cut=(2, 1)),
     "wide": Way(WIDE, START, SAVED),

@@ -2,12 +2,15 @@
 
 import random
 from itertools import product, zip_longest
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from fused import schedule
 from fused.schedule import choose_two_level_segment, count_resident_blocks, cut_evenly, deal_two_level, keep_whole
+from fused.time_model import Cut, get_time_model
+from ssd.kernels.arguments import cdiv
 
 RESIDENT = count_resident_blocks(132, 4)
 CPU, GPU = torch.device("cpu"), "h200"
@@ -24,9 +27,10 @@ def list_runs(table: torch.Tensor | None) -> list[list[tuple[int, ...]]]:
     return [[tuple(run) for run in block if run[2] < run[3]] for block in table.tolist()]
 
 
-def check(runs: schedule.Runs, batch: int, pairs: int, nsub: int, blocks: int) -> tuple[list[tuple[int, ...]], ...]:
-    """Every sub-chunk is walked once, and pieces lie in shares of one length, but for the last. Returns the runs in the order
-    in which blocks take them, and the pieces.
+def check(runs: schedule.Runs, batch: int, pairs: int, nsub: int, blocks: int,
+          even: bool = True) -> tuple[list[tuple[int, ...]], ...]:
+    """Every sub-chunk is walked once, and pieces lie in shares of one length, but for the last, if `even`. Returns the runs in
+    the order in which blocks take them, and the pieces.
     """
     sequences, shares = list_runs(runs.sequences), list_runs(runs.pieces)
     assert len(sequences) <= blocks and len(shares) <= blocks
@@ -36,16 +40,19 @@ def check(runs: schedule.Runs, batch: int, pairs: int, nsub: int, blocks: int) -
     pieces = [piece for share in shares for piece in share]
     assert [piece[4] for piece in pieces] == list(range(runs.npieces)) and (runs.pieces is None) == (not pieces)
     lengths = [sum(last - first for _, _, first, last, *_ in share) for share in shares]
-    assert all(length == lengths[0] for length in lengths[:-1]) and lengths[-1:] <= lengths[:1]
+    assert not even or (all(length == lengths[0] for length in lengths[:-1]) and lengths[-1:] <= lengths[:1])
     return turns, pieces
 
 
 def check_deal(batch: int, pairs: int, nsub: int, blocks: int, walk: str, cut: bool) -> bool:
-    """Whole sequences go first, then first segments; each is entered by exactly the pieces before it. Whether any is cut."""
-    runs = schedule.deal(batch, pairs, nsub, blocks, GPU, walk, cut, 1, CPU)
-    turns, pieces = check(runs, batch, pairs, nsub, blocks)
+    """Whole sequences go first, then first segments, unless these lie end to end; each is entered by exactly the pieces before
+    it. Whether any is cut.
+    """
+    runs, rest = schedule.deal(batch, pairs, nsub, blocks, GPU, walk, cut, 1, CPU), batch * pairs % blocks
+    even = not (cut and rest and schedule._choose_cut(get_time_model(GPU), walk, rest, nsub, blocks).end_to_end)
+    turns, pieces = check(runs, batch, pairs, nsub, blocks, even)
     order = [(last - first < nsub, first, b, pair) for b, pair, first, last, *_ in turns]
-    assert order == sorted(order) and (cut or not pieces)
+    assert (order == sorted(order) or not even) and (cut or not pieces)
     for b, pair, first, _, piece, npieces in turns:
         spans = [span for *owner, start, end, _, _ in pieces[piece : piece + npieces] if owner == [b, pair]
                  for span in [(start, end)]]
@@ -65,6 +72,26 @@ def test_random_sizes():
     cuts = [check_deal(draw.choice((1, 1, 2, 3, 8)), draw.choice((1, 2, 3, 12, 40)), draw.choice((1, 2, 5, 16, 64, 100)),
                        draw.choice((1, 4, 7, 66, 132, 200)), draw.choice(WALKS), draw.random() < 0.9) for _ in range(300)]
     assert sum(cuts) > 40
+
+
+@pytest.mark.parametrize(("batch", "pairs", "nsub", "blocks"), [(2, 24, 64, 132), (1, 3, 10, 7), (3, 2, 9, 4), (5, 7, 16, 32)])
+def test_end_to_end(batch, pairs, nsub, blocks):
+    """All blocks have as much to do, in order, and each run is entered by exactly what lies before it, a piece for each run."""
+    each = cdiv(batch * pairs % blocks * nsub, blocks)
+    with patch.object(schedule, "_choose_cut", lambda *_: Cut(each, 0, end_to_end=True)):
+        runs = schedule.deal(batch, pairs, nsub, blocks, GPU, "scan_step", True, 2, CPU)
+    whole, pieces = batch * pairs // blocks * blocks, {piece[4]: piece for of in list_runs(runs.pieces) for piece in of}
+    dealt = [[run for run in of if run[3] - run[2] < nsub] for of in list_runs(runs.sequences)]
+    walked = [(b * pairs + pair, c) for of in dealt for b, pair, first, last, *_ in of for c in range(first, last)]
+    assert walked == list(product(range(whole, batch * pairs), range(nsub)))
+    lengths = [sum(last - first for _, _, first, last, *_ in of) for of in dealt]
+    assert max(lengths) == each and len(pieces) == runs.npieces == 2 * sum(run[2] > 0 for of in dealt for run in of)
+    assert len(runs.pieces) <= blocks
+    for b, pair, first, _, piece, npieces in (run for of in dealt for run in of if run[2]):
+        for part in range(2):
+            spans = [pieces[2 * n + part][:4] for n in range(piece, piece + npieces)]
+            assert {span[:2] for span in spans} == {(b, 2 * pair + part)}
+            assert [0, *[end for *_, end in spans]] == [*[start for _, _, start, _ in spans], first]
 
 
 def test_random_sizes_in_two_levels():
