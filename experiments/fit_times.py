@@ -109,7 +109,8 @@ def _backward(saved: SSDSaved, dout: torch.Tensor) -> Callable:
 
 
 def _fit_hopper(model: TimeModel, sms: int) -> dict[str, object]:
-    walks = {"scan_step": ("persistent", False, "hopper_scan"), "every_state_step": ("fused", True, "hopper_states"),
+    walks = {"scan_step": ("persistent", False, "hopper_scan"), "kept_scan_step": ("persistent", True, "hopper_scan"),
+             "every_state_step": ("fused", True, "hopper_states"),
              "few_states_step": ("fused", False, "hopper_states")}
     found: dict[str, object] = {}
     for name, (variant, save, kernel) in walks.items():

@@ -61,6 +61,7 @@ class TimeModel:
 
     Attributes:
         scan_step: of a walk on Hopper that writes outputs.
+        kept_scan_step: of one that also writes the state before each sub-chunk.
         every_state_step: of a walk on Hopper that writes the state, or its gradient, before each sub-chunk.
         few_states_step: of a walk on Hopper that writes few states.
         segment_start: the first tiles of a segment.
@@ -79,6 +80,7 @@ class TimeModel:
     """
 
     scan_step: Step
+    kept_scan_step: Step
     every_state_step: Step
     few_states_step: Step
     segment_start: float
@@ -118,9 +120,9 @@ class TimeModel:
         before = cdiv(nsub, cut.each) - 1  # segments that others follow
         runs = sequences * (before + 1)
         rounds = cdiv(runs, blocks)
-        if cut.end_to_end:  # a block has two runs, of which one begins a sequence
+        if cut.end_to_end:  # a block has two runs, of which one begins a sequence: it waits for nothing
             return (2 * self.segment_start + cut.each * step.among(blocks) + self.piece_join * (before + 1)
-                    + self.state_pass_launch + self.segment_start + self.state_pass_step * cut.each)
+                    + self.state_pass_launch + self.state_pass_step * cut.each)
         scan = rounds * (self.segment_start + cut.each * step.among(min(runs, blocks)))
         if not before:
             return scan

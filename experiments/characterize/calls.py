@@ -97,7 +97,8 @@ def count_hopper(variant: str, mode: str, p: cost.Problem, gpu: str) -> list[Par
     kept, y = (states / parts, gate) if mode == "fwd_train" else (0, 0)  # above 128 states of each span
     step = _WIDE_STEP if parts == 2 else 1.0
     if variant == "persistent":
-        return [*prepared, *_walk(p, pairs, 1, "scan_step", "scan", inputs + groups + gate, kept + x + y, gpu, step)]
+        walk = "kept_scan_step" if kept else "scan_step"
+        return [*prepared, *_walk(p, pairs, 1, walk, "scan", inputs + groups + gate, kept + x + y, gpu, step)]
     segment = schedule.choose_two_level_segment(p.batch * pairs, nsub, sms, gpu)
     walked = model.time_two_level(p.batch * pairs, nsub, sms, segment)
     scan = Part({"scan": step * walked}, x + y, inputs + groups + gate + states / segment)

@@ -14,7 +14,7 @@ from ssd.kernels.arguments import cdiv
 
 RESIDENT = count_resident_blocks(132, 4)
 CPU, GPU = torch.device("cpu"), "h200"
-WALKS = ("scan_step", "every_state_step", "few_states_step")
+WALKS = ("scan_step", "kept_scan_step", "every_state_step", "few_states_step")
 SIZES = [(1, 64, 64, 132), (4, 64, 64, 132), (4, 40, 64, 132), (1, 40, 1024, 132), (8, 12, 32, 132), (3, 2, 16, 132),
          (1, 16, 64, 132), (1, 32, 64, 132), (1, 48, 64, 132), (1, 1, 1, 7), (2, 3, 5, 4), (5, 1, 100, 2)]
 
