@@ -136,6 +136,9 @@ def _walk(p: cost.Problem, pairs: int, parts: int, step: str, constant: str, fet
 
 
 def _count_steps(runs: torch.Tensor, gpu: str) -> float:
-    """Of the thread block that has most, the start of each run among them. runs: (blocks, nruns, RUN_FIELDS)."""
-    steps = runs[..., 3] - runs[..., 2]
-    return float((steps + get_time_model(gpu).two_level_start * (steps > 0)).sum(1).max())
+    """Of the thread block that has most, its starts among them: before its first run, and where a state is waited for. Else the
+    next run's tiles come while one is walked. runs: (blocks, nruns, RUN_FIELDS).
+    """
+    steps, waits = runs[..., 3] - runs[..., 2], runs[..., 5] > 0
+    waits[:, 0] = True
+    return float((steps + get_time_model(gpu).two_level_start * waits).sum(1).max())

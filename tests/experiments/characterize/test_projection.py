@@ -112,7 +112,10 @@ def test_bytes_of_a_call():
 
 
 def test_launches_are_counted_as_they_were_recorded(rows):
-    """Of the kernels for Hopper, where rows say that they ran, and of H200's rows by the schedule of today."""
+    """Of the kernels for Hopper, where rows say that they ran, and of H200's rows by the schedule of today. An H100 was dealt
+    work by the H200's constants before it had its own.
+    """
+    own = "2026-11-27T14:21"
     ours = [row for row in record.read(rows, bench="ssd") if row["variant"] in calls.HOPPER and row["mode"] in ("fwd", "bwd")]
     recorded = [row for row in ours if (
         (row.get("ran") or "").endswith("on Hopper") or (
@@ -121,27 +124,26 @@ def test_launches_are_counted_as_they_were_recorded(rows):
     before = "8fc109d", "f9f2904", "e5df6ea"  # where a dstate above 128 took other launches
     recorded = [row for row in recorded if not (row["git_sha"].startswith(before) and row["dstate"] > 128)]
     wrong = [(row["variant"], row["mode"], row["shape"]) for row in recorded
-             if len(calls.count_hopper(row["variant"], row["mode"], projection.make_problem(row), "h200")) != row["launches"]]
+             if len(calls.count_hopper(row["variant"], row["mode"], projection.make_problem(row),
+                                       "h100" if "H100" in row["gpu"] and row["time"] > own else "h200")) != row["launches"]]
     assert len(recorded) >= 30 and not wrong
 
 
 def test_errors_across_gpus(rows, committed):
-    """What the fit to the H200 says of every call on an H100 keeps to the limits. The other way round it does not: no small
-    call was measured there, so that launches come out too long. Weighted with time, of which small calls have little, it does.
-    """
+    """What the fit to one GPU says of every call on the other keeps to the limits, both ways."""
     memory = projection.read_memory(rows)
-    there = projection.predict_across(committed, memory, "h200", "h100")
-    assert len(there) >= 30 and projected.is_met(projection.summarise(there))
-    back = projection.predict_across(committed, memory, "h100", "h200")
-    assert len(back) >= 250 and projected.is_met(projection.summarise(back)._replace(median=0.0, worst=0.0))
+    for source, target in (("h200", "h100"), ("h100", "h200")):
+        outcomes = projection.predict_across(committed, memory, source, target)
+        assert len(outcomes) >= 250 and projected.is_met(projection.summarise(outcomes)), (source, target)
 
 
 def test_errors_in_training_steps(rows, committed):
-    """Sixteen steps on the H200, of which no fit has seen one."""
+    """Of which no fit has seen one: sixteen on the H200, nine on an H100."""
     steps, memory = projection.read_steps(rows), projection.read_memory(rows)
-    model = projection.fit([one for one in committed if one.gpu == "h200"], memory["h200"])
-    outcomes = projection.apply(model, [one for one in steps if one.gpu == "h200"])
-    assert len(outcomes) >= 16 and projected.is_met(projection.summarise(outcomes))
+    for gpu, least in (("h200", 16), ("h100", 9)):
+        model = projection.fit([one for one in committed if one.gpu == gpu], memory[gpu])
+        outcomes = projection.apply(model, [one for one in steps if one.gpu == gpu])
+        assert len(outcomes) >= least and projected.is_met(projection.summarise(outcomes)), gpu
 
 
 def test_first_predictions(committed):
