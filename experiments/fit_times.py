@@ -131,7 +131,7 @@ def _fit_cuts(model: TimeModel, sms: int) -> dict[str, float]:
     for pairs in (sms // 16, sms // 4, 3 * sms // 4):
         forward = _forward("persistent", _inputs(1, SUB_CHUNK * nsub, 2 * pairs))
         around = _time(forward, "chunk_cumsum")
-        for cut in (Cut(nsub, nsub), Cut(64, 16), Cut(64, 64), Cut(43, 10), Cut(32, 32), Cut(cdiv(pairs * nsub, sms), 0, True)):
+        for cut in (Cut(nsub, nsub), Cut(64, 16), Cut(64, 64), Cut(43, 10), Cut(32, 32), Cut(cdiv(pairs * nsub, sms), None)):
             with _choose("fused.schedule._choose_cut", cut):
                 us = _time(forward) - around
             coefficients, rest = find_coefficients(

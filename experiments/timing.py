@@ -47,8 +47,8 @@ def interleave(calls: dict, repeats: int, warmup: int, align: Call = lambda: Non
     are: where the GPU is the slower side, as in training, wholly. While the GPU flushes, the host waits for as long, or else it
     would be that much ahead. align: launched before each call that is timed, such as what several GPUs wait for each other in.
 
-    ahead: let it be ahead, so that launches are hidden and the GPU's time is left: for CUDA graphs, whose launch is shorter
-    than a flush.
+    ahead: the host may be ahead, so that launches are hidden and the GPU's time is left: for CUDA graphs, whose launch is
+    shorter than a flush.
     """
     flush, flush_us = _flush()
     for call in calls.values():

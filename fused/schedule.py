@@ -7,7 +7,7 @@ laid end to end they do not: walks that write every state took a third longer fo
 that keeps none is, where the same segments for all would leave many blocks idle (docs/log/schedule.md).
 
 The state that enters a segment comes from the state pass, a launch that walks the sub-chunks before it. The pass is dealt out
-in equal shares, or where segments lie end to end one share for each; a piece is what one share has of one segment. Nothing is
+in equal shares, or where sequences lie end to end by the segments; a piece is what one share has of one segment. Nothing is
 cut where the pass would cost more than it saves. A walk that writes every state, for one, uses up the memory's bandwidth with
 70 blocks, and more blocks only wait for each other.
 
@@ -202,7 +202,7 @@ def _choose_cut(model: TimeModel, step: str, sequences: int, nsub: int, blocks: 
     cuts = [Cut(segment, share) for segment in segments for share in _list_shares(sequences, nsub, segment, blocks)]
     each = cdiv(sequences * nsub, blocks)
     if step == "scan_step" and SHORTEST <= each < nsub:
-        cuts.append(Cut(each, 0, end_to_end=True))
+        cuts.append(Cut(each, None))
     return min([Cut(nsub, nsub), *cuts], key=lambda cut: model.time_cut(taken, sequences, nsub, blocks, cut))
 
 

@@ -40,14 +40,17 @@ class Cut(NamedTuple):
     """How sequences on Hopper are cut, and the state pass dealt out; in sub-chunks.
 
     Attributes:
-        each: of a segment, of which the last of a sequence may be shorter.
-        share: that a block of the state pass walks; 0: what leads from one segment to the next.
-        end_to_end: sequences lie end to end, and a segment ends where its block has `each`: all blocks have as much to do.
+        each: that a segment has, but the last of a sequence may be shorter.
+        share: that a block of the state pass has. None: the sequences lie end to end, block after block takes the next `each`,
+            and a segment ends where either ends; a block of the pass has what lies between two beginnings of segments.
     """
 
     each: int
-    share: int
-    end_to_end: bool = False
+    share: int | None
+
+    @property
+    def end_to_end(self) -> bool:
+        return self.share is None
 
     def list_starts(self, n: int, nsub: int) -> list[int]:
         """The first sub-chunk of each segment of the n-th sequence."""
@@ -118,11 +121,11 @@ class TimeModel:
     def time_cut(self, step: Step, sequences: int, nsub: int, blocks: int, cut: Cut) -> float:
         """Sequences of nsub sub-chunks on Hopper, cut so; `each` is nsub where nothing is cut."""
         before = cdiv(nsub, cut.each) - 1  # segments that others follow
-        runs = sequences * (before + 1)
-        rounds = cdiv(runs, blocks)
-        if cut.end_to_end:  # a block has two runs, of which one begins a sequence: it waits for nothing
+        if cut.share is None:  # one more of some sequences; the start of the pass and of one of at most two runs
             return (2 * self.segment_start + cut.each * step.among(blocks) + self.piece_join * (before + 1)
                     + self.state_pass_launch + self.state_pass_step * cut.each)
+        runs = sequences * (before + 1)
+        rounds = cdiv(runs, blocks)
         scan = rounds * (self.segment_start + cut.each * step.among(min(runs, blocks)))
         if not before:
             return scan

@@ -35,7 +35,7 @@ _ENDS_SLICE, _PAIRS_SLICE = 1.4, 1.6  # a slice of hopper_ends and of hopper_pai
 _CB_ITEMSIZE = 4
 _READ_FOR_EACH_HEAD = {"fwd": 2, "fwd_train": 2, "bwd": 5}  # launches of mamba_ssm 2.3.2 that read B or C so
 _READ_FOR_EACH_PAIR = 4  # tensors as large as x, by launches of its backward
-OWN_LAUNCHES = 14  # of its backward; torch has the others
+OWN_LAUNCHES = 14  # of its backward without a gate, which has one more; torch has the others
 TORCH = "launch of torch"  # not among the launches of a sample
 
 
@@ -65,7 +65,7 @@ def count_plain(variant: str, mode: str, p: cost.Problem, launches: int) -> list
             p = replace(p, seqlen=p.nchunks * p.chunk_size)
             from_l2 = _CB_ITEMSIZE * cost.total(cost.count_backward_stages(p, False)).exps
             from_l2 += _READ_FOR_EACH_PAIR * p.itemsize * p.X * (max(p.chunk_size // SLICE, 1) + 1) / 2
-            of_torch = {TORCH: launches - OWN_LAUNCHES}
+            of_torch = {TORCH: launches - OWN_LAUNCHES - p.gated}
         from_l2 += _READ_FOR_EACH_HEAD[mode] * p.itemsize * p.D * p.dstate
     return [Part({f"L2 of {variant}": from_l2 / 1e6, f"chunk of {variant}": walks * p.nchunks, **of_torch}, whole.bytes)]
 

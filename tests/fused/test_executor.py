@@ -64,7 +64,7 @@ WAYS = {
     "cut, states given": Way(LONG, START, CUT, blocks=5, cut=(3, 2)),
     "cut for spans, none given": Way(LONG, NO_START, (PIECES, *TWO_LEVEL[:2], *CUT[2:]), variant="fused", options=AGAIN,
                                      blocks=5, cut=(3, 2)),
-    "end to end": Way(replace(LONG, nheads=6), START, CUT, blocks=4, cut=(8, 0, True), options=AGAIN),
+    "end to end": Way(replace(LONG, nheads=6), START, CUT, blocks=4, cut=(8, None), options=AGAIN),
     "cut, recomputed": Way(LONG, START, CUT, torch.float16, options=AGAIN, blocks=8, cut=(4, 4), schedules=2),
     "whole and cut": Way(replace(RAGGED, batch=3, nheads=2, ngroups=1), START, CUT, cut=(2, 1)),
     "wide": Way(WIDE, START, SAVED),
@@ -239,7 +239,19 @@ def test_states_in_fp32_for_other_backwards(executor):
         assert error(states[:, n], compute_in_fp64(split(inputs, 0, 64 * n))[1]).rms < 1e-2
 
 
+@pytest.mark.parametrize(("dtype", "bound"), ((torch.float16, 1e-3), (torch.bfloat16, 4e-3)))
+def test_a_quiet_end_keeps_what_came_before(dtype, bound, executor):
+    """Nine sub-chunks of zeros, over which what came before decays to a hundred-thousandth: less than fp16 has places for."""
+    inputs = random_inputs(Shape(1, 16 * 64, 2, 64, 1, 64, 64), PLAIN, dtype)
+    inputs = replace(inputs, A=torch.full_like(inputs.A, -2.0), dt=torch.full_like(inputs.dt, 0.01))
+    inputs.x[:, -9 * 64 :] = 0
+    with hopper_on_cpu(executor, blocks=5, cut=(15, 15)):
+        _, state, _ = get_variant("persistent").forward(inputs, USUAL, False)
+    assert PIECES in executor.launched and error(state, compute_in_fp64(inputs)[1]).rms < bound
+
+
 def test_same_bits_saved_or_not(executor):
+    """Where both are cut alike."""
     way = replace(WAYS["whole and cut"], runs=(PIECES, SCAN))
     inputs, variant = draw(way)
 

@@ -159,6 +159,7 @@ def test_D_of_any_stride(variant, options):
 @needs_hopper
 @over_ways
 def test_same_bits_twice_and_saved_or_not(variant, options):
+    """Sizes at which a forward is cut alike whether states are kept or not."""
     inputs = random_inputs(SHAPES["whole rounds and cut"], CASES["D"], torch.bfloat16, "cuda")
     first, again = (get_variant(variant).forward(inputs, options, True) for _ in range(2))
     unsaved = get_variant(variant).forward(inputs, options, False)

@@ -78,7 +78,7 @@ def test_random_sizes():
 def test_end_to_end(batch, pairs, nsub, blocks):
     """All blocks have as much to do, in order, and each run is entered by exactly what lies before it, a piece for each run."""
     each = cdiv(batch * pairs % blocks * nsub, blocks)
-    with patch.object(schedule, "_choose_cut", lambda *_: Cut(each, 0, end_to_end=True)):
+    with patch.object(schedule, "_choose_cut", lambda *_: Cut(each, None)):
         runs = schedule.deal(batch, pairs, nsub, blocks, GPU, "scan_step", True, 2, CPU)
     whole, pieces = batch * pairs // blocks * blocks, {piece[4]: piece for of in list_runs(runs.pieces) for piece in of}
     dealt = [[run for run in of if run[3] - run[2] < nsub] for of in list_runs(runs.sequences)]

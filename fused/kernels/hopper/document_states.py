@@ -1,8 +1,8 @@
-"""How documents' states enter the walks of hopper_states, in Gluon, for Hopper: by the TMA.
+"""How documents' states enter the walks of hopper_states and hopper_pieces, in Gluon, for Hopper: by the TMA.
 
 At a block where a walk enters a document, the producer fetches the document's states of both slices of a pair, before the
 block's own tiles, into a slot of their own: as soon as the walks have given back the one before. Where no states are given it
-says that the slot is full all the same, and the walks begin at zero.
+says that the slot is full all the same, and what is taken from there is zero.
 """
 
 from typing import NamedTuple

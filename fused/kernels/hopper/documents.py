@@ -3,7 +3,7 @@
 A walk goes through blocks of up to 64 tokens of one document each (`ssd/kernels/document_blocks.py`) instead of the sub-chunks
 of a row. A block that begins a document sets the state to the document's own, one that ends it stores the state; backwards the
 other way round. The scan loads that state, and its producer prefetches it into L2 when it fetches the block's tiles; in
-hopper_states it comes by the TMA (`document_states`). Tiles are fetched whole, so a short block has tokens of the document
+`walks` it comes by the TMA (`document_states`). Tiles are fetched whole, so a short block has tokens of the document
 before it, first. Their steps are 0 and their A is -128, so nothing of theirs enters a state, forwards or backwards, unless it
 is not finite. What leaves by the TMA would overwrite theirs, so what a short block leaves is stored from shared memory.
 
@@ -31,7 +31,7 @@ class Documents(NamedTuple):
     where rows are walked.
 
     States that are None are zero, or final_states not asked for. Of walks backwards these are the gradients of initial_states.
-    They are TMA descriptors in hopper_states, else pointers.
+    They are TMA descriptors in `walks`, else pointers.
     """
 
     blocks: gl.tensor

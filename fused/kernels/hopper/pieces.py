@@ -5,10 +5,11 @@ Equation (27) of docs/ssd.md over a whole piece, at whose end A is A_end. Roles:
     sum_slice (1 warpgroup a slice): S += (x dt_j exp(A_end - A_j))^T B
     fetch_tiles (1 warp):            B and x of both heads by TMA
 
-Sub-chunks come from the last to the first, so that the decay after each is known and S is only ever added to: nothing is
-scaled on the chain from one product to the next. A run starts from a zero state and writes ends (npieces, 2, 64, dstate) fp32,
-the state at its end, and factors (npieces, 2) fp32, the decay over it, in row `piece`: equation (28) joins them. `walks` says
-what one block walks; gradients come in the opposite order, likewise from the last step to the first.
+In bf16 a run's steps are taken from the last to the first, so that the decay after each is known and S is only ever added to:
+nothing is scaled on the chain from one product to the next. In fp16 what has decayed that far would be lost, so S is walked as
+hopper_states does. `walks` says what one block walks. A run writes ends (npieces, 2, 64, dstate) fp32, the state at its end
+where that before it is zero, and factors (npieces, 2) fp32, the decay over it, in row `piece`: equation (28) joins them. With
+documents a piece begins where the last one that it enters does, and adds that one's own state at its end.
 """
 
 from typing import NamedTuple
@@ -34,6 +35,7 @@ from .walks import (
     count_stages,
     fetch_tiles,
     get_batch_row,
+    get_step,
     get_sub_chunk,
     get_walk,
     load_document,
@@ -53,7 +55,8 @@ class Tiles(NamedTuple):
 
 @gluon.jit
 def sum_slice(ring, entries, tiles, dA_cumsum, dt, ends, factors, work, form: gl.constexpr, U: gl.constexpr,
-              BACKWARDS: gl.constexpr, BLOCK_M: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr):
+              LAST_FIRST: gl.constexpr, BACKWARDS: gl.constexpr, BLOCK_M: gl.constexpr, ROWS: gl.constexpr,
+              WIDTH: gl.constexpr):
     """The consumer warpgroup of slice U of a pair: S += (x dt_j exp(A_end - A_j))^T B."""
     DTYPE: gl.constexpr = tiles.x.dtype
     STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
@@ -63,24 +66,28 @@ def sum_slice(ring, entries, tiles, dA_cumsum, dt, ends, factors, work, form: gl
     for k in range(gl.program_id(0) * work.nruns, gl.program_id(0) * work.nruns + work.nruns):
         run = get_walk(work, k, True, BACKWARDS)
         b, first, last = run.b, run.first, run.last
+        final = gl.where(last > first, last - 1, first)
         pair, _ = split_pair(run.pair, form)
         h = get_head(pair, U, work.heads_per_group, form)
         row = (get_batch_row(b, work, BACKWARDS) * work.nheads + h).to(gl.int64) * work.nsub * BLOCK_M
         state = gl.zeros([ROWS, WIDTH], gl.float32, STATE)
-        after, entered = 0.0, -1  # the log of the decay over what has been walked
+        walked = 0.0  # the log of the decay over the steps that have been taken
         if work.documents.blocks is not None:
             entered = load_document(get_sub_chunk(first, b, work, BACKWARDS), b, work, True, BACKWARDS)
-        at = get_sub_chunk(gl.where(last > first, last - 1, first), b, work, BACKWARDS)
+        at = get_sub_chunk(final if LAST_FIRST else first, b, work, BACKWARDS)
         a, dt_c, end = load_steps(dA_cumsum, dt, row + at * BLOCK_M, m, BLOCK_M)
         for n in range(first, last):
             slot, line = slot_of(ring, step), 2 * U + step % 2
+            after = walked if LAST_FIRST else 0.0
             w = dt_c * decay((after + (end - a)) * LOG2E)
             if BACKWARDS:
                 w = gl.where(b >= work.forwards, decay((after + a) * LOG2E), w)
             tiles.weights.index(line).store(w)
-            after += end
-            ahead = first + last - 2 - n
-            at = get_sub_chunk(gl.where(ahead > first, ahead, first), b, work, BACKWARDS)
+            walked += end
+            if not LAST_FIRST:
+                state = state * decay(end * LOG2E)
+            ahead = get_step(gl.minimum(n + 1, final), run, LAST_FIRST)
+            at = get_sub_chunk(ahead, b, work, BACKWARDS)
             a, dt_c, end = load_steps(dA_cumsum, dt, row + at * BLOCK_M, m, BLOCK_M)
             block_barrier()
             w = gl.expand_dims(tiles.weights.index(line).load(gl.SliceLayout(0, OPERAND)), 0)
@@ -96,12 +103,12 @@ def sum_slice(ring, entries, tiles, dA_cumsum, dt, ends, factors, work, form: gl
         if work.documents.blocks is not None:
             entered = gl.where(first < last, entered, -1)
             if entered >= 0:
-                state += decay(after * LOG2E) * take_entering_state(b, entries, entry, work, BACKWARDS, STATE, U, ROWS, WIDTH)
-                after = -1e30  # what came before is not in it
+                state += decay(walked * LOG2E) * take_entering_state(b, entries, entry, work, BACKWARDS, STATE, U, ROWS, WIDTH)
+                walked = -1e30  # what came before is not in it
         if is_one:
             piece = run.piece * 2 + U
             gl.store(locate_end(ends, piece, STATE, ROWS, WIDTH, WIDTH), state)
-            gl.store(factors + piece, decay(after * LOG2E))
+            gl.store(factors + piece, decay(walked * LOG2E))
         if work.documents.blocks is not None:  # noqa: SIM102
             if entered >= 0:  # not before the store, which is the first to use that state
                 block_barrier()
@@ -115,6 +122,7 @@ def hopper_pieces_kernel(x_desc, B_desc, dy_desc, C_desc, dA_cumsum, dt, initial
                          ODD: gl.constexpr, STAGES: gl.constexpr):
     let_next_begin()
     BACKWARDS: gl.constexpr = dy_desc is not None
+    LAST_FIRST: gl.constexpr = x_desc.dtype == gl.bfloat16
     BLOCK_M: gl.constexpr = x_desc.block_shape[1]
     ROWS: gl.constexpr = x_desc.block_shape[-1]
     WIDTH: gl.constexpr = B_desc.block_shape[-1]
@@ -132,9 +140,11 @@ def hopper_pieces_kernel(x_desc, B_desc, dy_desc, C_desc, dA_cumsum, dt, initial
     fence_async_shared()
     tiles, work = Tiles(Xs, Bs, weights), Work(runs, nruns, forwards, nsub, nheads, heads_per_group, documents)
     gl.warp_specialize([
-        (sum_slice, (ring, entries, tiles, dA_cumsum, dt, ends, factors, work, FORM, 0, BACKWARDS, BLOCK_M, ROWS, WIDTH)),
-        (sum_slice, (ring, entries, tiles, dA_cumsum, dt, ends, factors, work, FORM, 1, BACKWARDS, BLOCK_M, ROWS, WIDTH)),
-        (fetch_tiles, (x_desc, B_desc, dy_desc, C_desc, ring, entries, tiles, work, FORM, True, BACKWARDS)),
+        (sum_slice, (ring, entries, tiles, dA_cumsum, dt, ends, factors, work, FORM, 0, LAST_FIRST, BACKWARDS, BLOCK_M, ROWS,
+                     WIDTH)),
+        (sum_slice, (ring, entries, tiles, dA_cumsum, dt, ends, factors, work, FORM, 1, LAST_FIRST, BACKWARDS, BLOCK_M, ROWS,
+                     WIDTH)),
+        (fetch_tiles, (x_desc, B_desc, dy_desc, C_desc, ring, entries, tiles, work, FORM, True, LAST_FIRST, BACKWARDS)),
     ], [4, 1], [152 if WIDTH <= 128 else 224, 24 if blocks is None else 40])
 
 

@@ -18,7 +18,7 @@ before it, the last has the gate.
 Reads x, z (batch, seqlen, nheads, headdim), B, C (batch, seqlen, ngroups, dstate), bf16 or fp16, channels and heads contiguous,
 through TMA descriptors that fill rows past seqlen with 0; dt, dA_cumsum (batch, nheads, nsub, 64) fp32, dA_cumsum restarting
 every sub-chunk; D (nheads,) or (nheads, headdim); initial_states (batch, nheads, headdim, dstate); ends, factors as
-hopper_states writes them.
+hopper_pieces writes them.
 Writes out as x, final_states (batch, nheads, headdim, dstate) fp32, and the state before every sub-chunk, (batch, nsub, nheads,
 headdim, dstate); or starts each run from one of `starts`, such states of every EVERY sub-chunks. With `asked` it writes the
 states after every so many sub-chunks instead, (batch, nasked, nheads, headdim, dstate).

@@ -1,9 +1,9 @@
 """Walks of sequences that sum up a state, in Gluon, for Hopper: what hopper_pieces and hopper_states share.
 
 One block walks runs of sub-chunks, or of spans where dt is of 128 tokens, of two slices (`roles` says what a run is; with two
-parts of dstate, a run's pair is 2 pair + part) and reads x, B, dt and dA_cumsum as hopper_scan does. Rows from `forwards` on
-are walked from the last sub-chunk to the first, with dy, C and exp(A_i) in the places of x, B and dt_j exp(A_last - A_j): then
-the gradient of the state is what is computed.
+parts of dstate, a run's pair is 2 pair + part) and reads x, B, dt and dA_cumsum as hopper_scan does. Steps of rows from
+`forwards` on go from the last sub-chunk to the first, with dy, C and decays to the token from before in the places of x, B and
+dt times decays from the token on: then the gradient of the state is what is computed.
 """
 
 from typing import NamedTuple
@@ -110,11 +110,17 @@ def take_entering_state(b, entries, entry, work, BACKWARDS: gl.constexpr, STATE:
 
 
 @gluon.jit
+def get_step(n, run, LAST_FIRST: gl.constexpr):
+    """The n-th step of a run, counted from its first one's number on."""
+    return run.first + run.last - 1 - n if LAST_FIRST else n
+
+
+@gluon.jit
 def fetch_tiles(x_desc, B_desc, dy_desc, C_desc, ring, entries, tiles, work, form: gl.constexpr, PIECES: gl.constexpr,
-                BACKWARDS: gl.constexpr):
+                LAST_FIRST: gl.constexpr, BACKWARDS: gl.constexpr):
     """The producer: B and x of both heads of each sub-chunk into the next free slot; of walks backwards C and dy.
 
-    PIECES: from a run's last step to its first.
+    PIECES: whether runs are pieces. LAST_FIRST: from a run's last step to its first.
     """
     BLOCK_M: gl.constexpr = x_desc.block_shape[1]
     BYTES: gl.constexpr = 2 * tile_bytes(x_desc) + tile_bytes(B_desc)
@@ -123,7 +129,7 @@ def fetch_tiles(x_desc, B_desc, dy_desc, C_desc, ring, entries, tiles, work, for
         run = get_walk(work, k, PIECES, BACKWARDS)
         b = run.b
         for n in range(run.first, run.last):
-            c = run.first + run.last - 1 - n if PIECES else n
+            c = get_step(n, run, LAST_FIRST)
             if work.documents.blocks is not None:
                 token = get_token(c, b, work, BLOCK_M, BACKWARDS)
                 entry = fetch_entering_states(c, b, run.pair, entries, entry, work, form, BACKWARDS)

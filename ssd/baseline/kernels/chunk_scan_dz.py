@@ -27,7 +27,7 @@ CONFIGS = ConfigSpace(
 @triton.jit
 def chunk_scan_dz_kernel(dout, y, z, dz, dy, dout_strides, z_strides, dz_strides, tokens, seqlen, CHANNELS: tl.constexpr,
                          HEADDIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr):
-    """A block has channels of all heads, side by side: a row of a tensor is whole pages of memory, that of a head is not."""
+    """A block has neighbouring channels of a token, across heads: longer pieces of memory than a head has."""
     NBLOCKS: tl.constexpr = (CHANNELS + BLOCK_C - 1) // BLOCK_C
     channel = (tl.program_id(0) % NBLOCKS * BLOCK_C + tl.arange(0, BLOCK_C))[None, :]
     row = (tl.program_id(0) // NBLOCKS).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
