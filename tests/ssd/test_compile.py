@@ -248,17 +248,19 @@ WIDE_FORMS = {
 }
 
 
-@pytest.mark.parametrize("arguments", [param(form, rare="--headdim 128" not in form or "fused" in form) for form in WIDE_FORMS])
+@pytest.mark.parametrize("arguments", [param(form, rare="4096" not in form) for form in WIDE_FORMS])
 def test_wide_gluon_kernels(arguments, compiled):
     """Products run in as many groups as the design has: of each slice four quarters and the last two; one of the masks."""
     rows = compiled(*arguments.split(), "--arch", "90", "--only", "hopper")
     spills = {"hopper_wide_scan_kernel": WIDE_FORMS[arguments], "hopper_states_kernel": 32, "hopper_ends_kernel": 112,
               "hopper_pairs_kernel": 240}
     groups = {"hopper_pairs_kernel": 48}  # each of its products by itself, of four instructions
-    assert {row["kernel"] for row in rows} - {PIECES} == set(spills)
+    if "4096" in arguments:
+        spills[PIECES] = 0
+    assert {row["kernel"] for row in rows} == set(spills)
     assert_fits(rows, 90, spills=560, by_walks=0)
     for row in rows:
-        assert row["spills"] <= max(spills.get(row["kernel"], 0), allow_spills(row)), row
+        assert row["spills"] <= max(spills[row["kernel"]], allow_spills(row)), row
         assert not row["mma"] and row["wgmma"] and not row["late"] and not row["foreign"], row
         most = groups.get(row["kernel"], 13)
         assert row["groups"] <= most, f"{row}: ptxas serialised its products, for want of registers or by C7514"
@@ -270,9 +272,9 @@ def test_gluon_kernels(arguments, compiled):
     shared memory.
     """
     rows = compiled(*arguments.split(), "--arch", "90", "--only", "hopper,bmm_chunk_scan,stationary_scan")
-    assert {row["kernel"] for row in rows} - {PIECES} == set(HOPPER)
+    assert {row["kernel"] for row in rows} == {*HOPPER, *([PIECES] if "4096" in arguments else ())}
     assert_fits(rows, 90, spills=256, by_walks=0)
-    spills = dict(zip(("hopper_scan_kernel", "hopper_states_kernel"), GLUON_FORMS[arguments], strict=True))
+    spills = dict(zip(("hopper_scan_kernel", "hopper_states_kernel"), GLUON_FORMS[arguments], strict=True)) | {PIECES: 0}
     for row in rows:
         assert row["spills"] <= max(spills.get(row["kernel"], 256), allow_spills(row)), row
         most = 160 if row["kernel"] in ("hopper_states_kernel", PIECES) else 128
@@ -287,7 +289,7 @@ def test_documents_with_states_on_hopper(sizes, compiled):
     form = f"persistent --document-states --seqlen 4096 {sizes}"
     rows = compiled(*form.split(), "--off", "save_states", "--arch", "90", "--only", "hopper,chunk_cumsum,document_blocks")
     kernels = {row["kernel"] for row in rows}
-    assert kernels - {PIECES} == {*HOPPER, "document_blocks_kernel", "chunk_cumsum_kernel", "chunk_cumsum_bwd_kernel"}
+    assert kernels == {*HOPPER, PIECES, "document_blocks_kernel", "chunk_cumsum_kernel", "chunk_cumsum_bwd_kernel"}
     assert_fits(rows, 90, spills=320, by_walks=0)
     for row in rows:
         assert not row["late"] and (row["groups"] or 0) <= MOST_GROUPS, row
