@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from ssd.runtime.gluon_names import block_barrier
 from ssd.runtime.launch import launch
@@ -26,12 +26,13 @@ from ssd.types import SSDInputs
 from .document_states import Entries, allocate_entry
 from .documents import TOKEN, Documents, is_run, load_field
 from .early import let_next_begin
-from .ring import make_ring, mark_empty, slot_of, wait_full
-from .roles import LOG2E, allocate_tiles, decay, get_head, get_tile, load_steps, make_form, split_pair
+from .ring import make_ring, mark_empty, slot_of
+from .roles import LOG2E, allocate_tiles, decay, get_head, load_steps, make_form, split_pair
 from .start import locate_end
 from .walks import (
     SIZES,
     Work,
+    add_step,
     count_stages,
     fetch_tiles,
     get_batch_row,
@@ -58,9 +59,7 @@ def sum_slice(ring, entries, tiles, dA_cumsum, dt, ends, factors, work, form: gl
               LAST_FIRST: gl.constexpr, BACKWARDS: gl.constexpr, BLOCK_M: gl.constexpr, ROWS: gl.constexpr,
               WIDTH: gl.constexpr):
     """The consumer warpgroup of slice U of a pair: S += (x dt_j exp(A_end - A_j))^T B."""
-    DTYPE: gl.constexpr = tiles.x.dtype
     STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
-    OPERAND: gl.constexpr = gl.DotOperandLayout(0, STATE, 2)
     m = gl.arange(0, BLOCK_M, gl.BlockedLayout([1], [32], [4], [0]))
     step, entry = 0, 0
     for k in range(gl.program_id(0) * work.nruns, gl.program_id(0) * work.nruns + work.nruns):
@@ -84,20 +83,11 @@ def sum_slice(ring, entries, tiles, dA_cumsum, dt, ends, factors, work, form: gl
                 w = gl.where(b >= work.forwards, decay((after + a) * LOG2E), w)
             tiles.weights.index(line).store(w)
             walked += end
-            if not LAST_FIRST:
-                state = state * decay(end * LOG2E)
+            factor = None if LAST_FIRST else decay(end * LOG2E)
             ahead = get_step(gl.minimum(n + 1, final), run, LAST_FIRST)
             at = get_sub_chunk(ahead, b, work, BACKWARDS)
             a, dt_c, end = load_steps(dA_cumsum, dt, row + at * BLOCK_M, m, BLOCK_M)
-            block_barrier()
-            w = gl.expand_dims(tiles.weights.index(line).load(gl.SliceLayout(0, OPERAND)), 0)
-            wait_full(ring, step)
-            x = get_tile(tiles.x, 2 * slot + U, BLOCK_M, ROWS).permute((1, 0)).load(OPERAND)
-            x_end = (x.to(gl.float32) * w).to(DTYPE)
-            state = warpgroup_mma(x_end, get_tile(tiles.B, slot, BLOCK_M, WIDTH), state, is_async=True)  # [P, M] @ [M, N]
-            state = warpgroup_mma_wait(0, deps=(state,))
-            block_barrier()
-            mark_empty(ring, slot)
+            state = add_step(state, factor, ring, tiles, step, slot, line, STATE, U, BLOCK_M, ROWS, WIDTH)
             step += 1
         is_one = is_run(work, k, run)
         if work.documents.blocks is not None:

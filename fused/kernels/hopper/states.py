@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from ssd.runtime.gluon_names import async_store, block_barrier, store_wait
 from ssd.runtime.launch import launch
@@ -24,13 +24,12 @@ from ssd.types import SSDInputs
 from .document_states import Entries, allocate_entry, as_box, as_tile
 from .documents import TOKEN, Documents, get_run, load_field
 from .early import may_begin_early
-from .ring import make_ring, mark_empty, slot_of, wait_full
+from .ring import make_ring, mark_empty, slot_of
 from .roles import (
     LOG2E,
     allocate_tiles,
     decay,
     get_head,
-    get_tile,
     load_steps,
     locate_state,
     make_form,
@@ -43,6 +42,7 @@ from .start import add_pieces, load_given_state
 from .walks import (
     SIZES,
     Work,
+    add_step,
     count_stages,
     fetch_tiles,
     get_batch_row,
@@ -103,9 +103,7 @@ def fill_tile(desc, state, tiles, U: gl.constexpr, kept):
 def walk_slice(ring, entries, tiles, states_desc, dA_cumsum, dt, start, final_states, work, form: gl.constexpr, U: gl.constexpr,
                EVERY: gl.constexpr, BACKWARDS: gl.constexpr, BLOCK_M: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr):
     """The consumer warpgroup of slice U of a pair: S <- exp(A_last) S + (x dt_j exp(A_last - A_j))^T B."""
-    DTYPE: gl.constexpr = tiles.x.dtype
     STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
-    OPERAND: gl.constexpr = gl.DotOperandLayout(0, STATE, 2)
     SLICE: gl.constexpr = U if form.SLICES == 2 else 0
     m = gl.arange(0, BLOCK_M, gl.BlockedLayout([1], [32], [4], [0]))
     step, entry, kept = 0, 0, 0
@@ -142,16 +140,7 @@ def walk_slice(ring, entries, tiles, states_desc, dA_cumsum, dt, start, final_st
                 chunk = b * ((work.nsub + EVERY - 1) // EVERY) + at // EVERY
                 async_store(states_desc, [chunk * work.nheads + h, SLICE * ROWS, part * WIDTH], tile)
                 kept += 1
-            block_barrier()
-            w = gl.expand_dims(tiles.weights.index(line).load(gl.SliceLayout(0, OPERAND)), 0)
-            wait_full(ring, step)
-            x = get_tile(tiles.x, 2 * slot + U, BLOCK_M, ROWS).permute((1, 0)).load(OPERAND)
-            x_end = (x.to(gl.float32) * w).to(DTYPE)
-            B = get_tile(tiles.B, slot, BLOCK_M, WIDTH)
-            state = warpgroup_mma(x_end, B, state * factor, is_async=True)  # [P, M] @ [M, N]
-            state = warpgroup_mma_wait(0, deps=(state,))
-            block_barrier()
-            mark_empty(ring, slot)
+            state = add_step(state, factor, ring, tiles, step, slot, line, STATE, U, BLOCK_M, ROWS, WIDTH)
             if work.documents.blocks is not None:
                 if entered >= 0:
                     mark_empty(entries.ring, 0)

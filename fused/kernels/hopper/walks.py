@@ -10,14 +10,15 @@ from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
+from ssd.runtime.gluon_names import block_barrier
 from ssd.types import SUB_CHUNK
 
 from .document_states import fetch_document_states, take_document_state
 from .documents import BEGUN, ENDED, FIRST_BLOCK, LAST_BLOCK, TOKEN, Documents, get_run, load_field
-from .ring import slot_of, wait_empty
-from .roles import Run, fetch_slice, get_head, split_pair, tile_bytes
+from .ring import mark_empty, slot_of, wait_empty, wait_full
+from .roles import Run, fetch_slice, get_head, get_tile, split_pair, tile_bytes
 
 # One kernel for all sizes: that a size is 1 or divisible by 16 would not make it faster.
 SIZES = ("nruns", "forwards", "nsub", "nheads", "heads_per_group")
@@ -106,6 +107,29 @@ def take_entering_state(b, entries, entry, work, BACKWARDS: gl.constexpr, STATE:
         state = take_document_state(work.documents.dfinal_states, entries, entry, STATE, U, ROWS, WIDTH)
     else:
         state = take_document_state(work.documents.initial_states, entries, entry, STATE, U, ROWS, WIDTH)
+    return state
+
+
+@gluon.jit
+def add_step(state, factor, ring, tiles, step, slot, line, STATE: gl.constexpr, U: gl.constexpr, BLOCK_M: gl.constexpr,
+             ROWS: gl.constexpr, WIDTH: gl.constexpr):
+    """Slice U's S <- factor S + (x w)^T B at this step, whose slot is then given back.
+
+    line: of tiles.weights, where w has been stored. factor: None for 1.
+    """
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, STATE, 2)
+    block_barrier()
+    w = gl.expand_dims(tiles.weights.index(line).load(gl.SliceLayout(0, OPERAND)), 0)
+    wait_full(ring, step)
+    x = get_tile(tiles.x, 2 * slot + U, BLOCK_M, ROWS).permute((1, 0)).load(OPERAND)
+    x_end = (x.to(gl.float32) * w).to(tiles.x.dtype)
+    B = get_tile(tiles.B, slot, BLOCK_M, WIDTH)
+    if factor is not None:
+        state = state * factor
+    state = warpgroup_mma(x_end, B, state, is_async=True)  # [P, M] @ [M, N]
+    state = warpgroup_mma_wait(0, deps=(state,))
+    block_barrier()
+    mark_empty(ring, slot)
     return state
 
 
