@@ -49,9 +49,9 @@ VARIANTS = (*list_candidates(), BLOCK, CONTROL)
 TOOLS = ("memcheck", "racecheck")
 _EXECUTABLE = "compute-sanitizer"
 _CHUNK_SIZE = 64
-# The first for the plain kernels, ragged in every axis; the others for those for Hopper, long enough to be cut in pieces.
+# The first for the plain kernels, ragged in every axis; the others for those for Hopper, CUT long enough to be cut in pieces.
 _PLAIN, _TILED = replace(SMALL, headdim=20, dstate=24), Shape("tiled", 1, 600, nheads=8, headdim=64, dstate=128, ngroups=2)
-_WIDE = replace(_TILED, dstate=256)
+_WIDE, CUT = replace(_TILED, dstate=256), replace(_TILED, seqlen=2000)
 _APART = Options(two_level=False, stationary=False, fuse_states=False, fuse_bmm=False, fuse_backward=False)
 _CASES = (  # with what is given besides a layer's inputs, of `_make_optional`
     (_PLAIN, torch.float32, ("z", "initial_states", "seq_idx"), Options()),
@@ -66,6 +66,10 @@ _CASES = (  # with what is given besides a layer's inputs, of `_make_optional`
     (_TILED, torch.bfloat16, ("initial_states", "cu_seqlens"), Options()),
     (replace(_PLAIN, batch=1), torch.bfloat16, ("initial_states", "cu_seqlens"), Options()),
     (_WIDE, torch.bfloat16, ("initial_states",), Options()),
+    (CUT, torch.bfloat16, (), Options()),
+    (CUT, torch.float16, (), Options(save_states=False)),
+    (CUT, torch.bfloat16, ("initial_states", "cu_seqlens"), Options()),
+    (replace(CUT, dstate=256), torch.bfloat16, (), Options(save_states=False)),
 )
 # of `block.PARTS`; a scan of few channels and one of many
 _PARTS = (("conv1d", _PLAIN), ("gated_norm", _PLAIN), ("state_update", _PLAIN),

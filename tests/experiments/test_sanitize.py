@@ -5,10 +5,13 @@ from itertools import product
 from operator import itemgetter
 
 import pytest
+import torch
 
 from experiments import hand_over, record, sanitize
 from experiments.kernel_names import present_name
 from fused.kernels.hopper import scan as hopper_scan
+from fused.schedule import deal
+from ssd.types import SUB_CHUNK
 
 NEWER = {"hopper_pieces_kernel"}  # than the rows: not run under the tools yet (docs/log/sanitizer.md)
 CLEAN = {
@@ -114,6 +117,14 @@ def test_a_kernel_that_never_ran_is_no_pass(says, tmp_path, console, monkeypatch
     assert sanitize.run(every, ["memcheck"], tmp_path / "rows", console), "which no other GPU can run"
     rows = record.read(tmp_path / "rows", bench="sanitize")
     assert set(rows[0]["launched"]) == sanitize.list_ours() and rows[0]["kernels"] == ""
+
+
+@pytest.mark.parametrize("step", ("scan_step", "kept_scan_step", "every_state_step"))
+@pytest.mark.parametrize("gpu", ("h100", "h200"))
+def test_sequences_are_cut(gpu, step):
+    """Or hopper_pieces would not run, as it did not while these sequences had 600 tokens."""
+    pairs, nsub = sanitize.CUT.nheads // 2, -(-sanitize.CUT.seqlen // SUB_CHUNK)
+    assert deal(sanitize.CUT.batch, pairs, nsub, 132, gpu, step, True, 1, torch.device("cpu")).pieces is not None
 
 
 def test_the_committed_rows_are_clean():
