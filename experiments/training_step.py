@@ -91,6 +91,8 @@ def make_batches(run: Run, workload: Workload, dataset: Dataset, done: int, team
         for batch in loader:
             if fill and team.size > 1:  # not where it is made, since all processes' batches are to have one size
                 batch = workload.fill_up(run, batch, team.find_largest)
+                if on_gpu:  # anew, or the copy would wait for what the GPU is at
+                    batch = {name: t.pin_memory() for name, t in batch.items()}
             yield {name: t.to(team.device, non_blocking=True) for name, t in team.cut(batch).items()}
     except ValueError as error:  # a worker's is a traceback, whose last line says what happened
         raise ValueError(str(error).strip().rpartition("\n")[2].removeprefix("ValueError: ")) from error

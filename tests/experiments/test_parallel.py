@@ -29,7 +29,7 @@ needs_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two
 SETTINGS = {"workload": "hybrid", "variant": VARIANT, "batch": 4, "seqlen": 32, "accumulate": 2, "steps": 4, "save_every": 2}
 _LONGEST_S = 300
 LINE = ["train", *(f"--{name.replace('_', '-')}={value}" for name, value in SETTINGS.items())]
-GRAPHS = ["train", "--workload=graphmamba", f"--variant={VARIANT}", "--batch=4", "--buckets=1"]
+GRAPHS = ["train", "--workload=graphmamba", f"--variant={VARIANT}", "--mixer=ssd", "--batch=4", "--buckets=1"]
 
 
 def two() -> list[dict[str, object]]:
