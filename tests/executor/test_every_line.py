@@ -47,7 +47,8 @@ WAYS_OF = {"ring": ["recomputed"], "start": ["cut"], "scan_tiles": ["asked state
            "scan": ["saved", "recomputed"], "wide_scan": ["dstate 256", "dstate 192, recomputed"],
            "document_states": ["documents"], "states": ["recomputed", "documents", "few states"], "group_tiles": ["recomputed"],
            "group": ["recomputed", "documents, dstate 256", "a head in each part"], "ends": ["dstate 256"],
-           "pairs": ["dstate 256"], "walks": ["documents", "recomputed", "few states", "long pieces"], "pieces": ["long pieces", "cut", "documents, cut"]}
+           "pairs": ["dstate 256"], "walks": ["documents", "recomputed", "few states", "long pieces"],
+           "pieces": ["long pieces", "cut", "documents, cut"]}
 
 
 @functools.cache

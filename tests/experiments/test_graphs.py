@@ -10,7 +10,16 @@ import pytest
 import torch
 
 from experiments.workloads.graph_model import GraphSizes
-from experiments.workloads.graphs import MALNET_TINY, MNIST, PEPTIDES_FUNC, VOC_SP, GraphData, collate, load_graphs
+from experiments.workloads.graphs import (
+    MALNET_TINY,
+    MNIST,
+    PEPTIDES_FUNC,
+    VOC_SP,
+    GraphData,
+    collate,
+    find_returns,
+    load_graphs,
+)
 from experiments.workloads.synthetic_chains import HOPS, SyntheticChains
 from experiments.workloads.synthetic_superpixels import SyntheticSuperpixels
 from tests.experiments.small import needs_graphs
@@ -124,6 +133,22 @@ def test_batches_have_what_the_model_takes(name):
     assert {name: (tuple(t.shape), t.dtype) for name, t in batch.items()} == expected
     assert torch.equal(batch["ptr"].diff(), torch.bincount(batch["batch"]))
     assert torch.equal(batch["edge_index"][:, -samples[-1].num_edges:] - batch["ptr"][-2], samples[-1].edge_index)
+
+
+@needs_graphs
+@pytest.mark.parametrize("data", [data for data in DATA.values() if data.pe_steps], ids=lambda data: data.name)
+def test_returns_are_those_of_the_library(data):
+    from torch_geometric.transforms import AddRandomWalkPE
+
+    for n in range(3):
+        graph = dataset(data)[n]
+        expected = AddRandomWalkPE(data.pe_steps, "expected")(graph.clone()).expected
+        torch.testing.assert_close(graph.random_walk_pe, expected, rtol=1e-5, atol=1e-6)
+
+
+@needs_graphs
+def test_returns_of_nodes_that_none_leave():
+    assert torch.equal(find_returns(torch.tensor([[0, 1, 1], [1, 0, 2]]), 3, 3), torch.tensor([[0, 0.5, 0]] * 2 + [[0.0] * 3]))
 
 
 def raw(root: Path, data: GraphData, count: int = 4) -> Path:

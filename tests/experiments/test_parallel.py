@@ -125,7 +125,11 @@ def test_two_captured(line, tmp_path):
 
 @needs_gpus
 def test_fifty_steps_of_a_published_size_by_parts(tmp_path):
-    """Each GPU has half of every sequence."""
+    """Each GPU has half of every sequence.
+
+    The first loss tells whether they compute the same. What comes later drifts, from run to run of one GPU, too, since torch's
+    attention adds gradients in no fixed order (docs/log/several-gpus.md).
+    """
     line = ("train", "--workload=hybrid", "--preset=1b", "--batch=1", "--seqlen=8192", "--steps=50", "--dtype=bf16",
             "--save-every=0", "--rows", tmp_path)
     collect_output([start_module("experiments", *line, "--out", tmp_path / "one")])
@@ -133,7 +137,7 @@ def test_fifty_steps_of_a_published_size_by_parts(tmp_path):
                     for environment in two()])
     losses = zip(read_log(tmp_path / "two"), read_log(tmp_path / "one"), strict=True)
     apart = [abs(loss / expected - 1) for loss, expected in losses]
-    assert len(apart) == 50 and max(apart) < 1e-3, apart
+    assert len(apart) == 50 and apart[0] < 5e-5 and sum(apart) / 50 < 1e-3, apart
 
 
 @needs_two
