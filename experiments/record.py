@@ -16,6 +16,7 @@ RESULTS = Path(__file__).parent / "results"
 ENVIRONMENT = ("git_sha", "dirty", "gpu", "driver", "torch", "triton", "sm_mhz", "time")
 SIZES = ("batch", "seqlen", "nheads", "headdim", "dstate", "ngroups")
 IDENTITY = ("bench", "variant", "options", "mode", "shape", *SIZES, "dtype", "chunk_size")
+_SLOW = 0.8  # of the highest clock; an H100 at work that is not held back has all of it
 _KEYS = ConfigParser()
 _KEYS.read_string(Path(__file__).with_name("row_keys.ini").read_text())
 
@@ -25,7 +26,7 @@ def environment() -> dict:
     import torch
 
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    driver, sm_mhz = _nvidia_smi() if gpu else (None, None)
+    driver, sm_mhz, _ = _nvidia_smi() if gpu else (None, None, None)
     sha, dirty = _git_state()
     return {
         "git_sha": sha, "dirty": dirty, "gpu": gpu, "driver": driver, "torch": torch.__version__,
@@ -82,8 +83,16 @@ def get_us(row: dict) -> float:
 
 
 def read_gpus(out: Path = RESULTS) -> list[dict]:
-    """The rows of a folder that were measured on a GPU: what documents are written from. Raises as `read`."""
-    return [row for row in _load(out) if row.get("gpu")]
+    """The rows of a folder that were measured on a GPU at its clock: what documents are written from. Raises as `read`."""
+    return [row for row in _load(out) if row.get("gpu") and not row.get("slow_mhz")]
+
+
+def find_slow_clock() -> dict:
+    """Right behind a measurement: {"slow_mhz": clock} where the multiprocessors run at less than 80 % of what they can, too hot
+    or short of power; {} otherwise.
+    """
+    _, now, most = _nvidia_smi()
+    return {"slow_mhz": now} if now and most and now < _SLOW * most else {}
 
 
 def _load(out: Path) -> list[dict]:
@@ -153,17 +162,19 @@ def keep_last_runs(rows: Iterable[dict], key: Callable[[dict], Hashable]) -> dic
     return {shared: [row for row in group if row["time"] == last[shared]] for shared, group in groups.items()}
 
 
-def _nvidia_smi() -> tuple[str | None, int | None]:
-    """Driver version, and the multiprocessors' clock in MHz at this moment."""
+def _nvidia_smi() -> tuple[str | None, int | None, int | None]:
+    """Driver version, the multiprocessors' clock in MHz at this moment, and the highest that they have."""
     import torch
 
     uuid = f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
-    command = ["nvidia-smi", "-i", uuid, "--query-gpu=driver_version,clocks.sm", "--format=csv,noheader,nounits"]
+    command = ["nvidia-smi", "-i", uuid, "--query-gpu=driver_version,clocks.sm,clocks.max.sm",
+               "--format=csv,noheader,nounits"]
     try:
-        driver, clock = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip().split(", ")
+        driver, *clocks = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip().split(", ")
+        now, most = (int(clock) if clock.isdigit() else None for clock in clocks)
     except (OSError, subprocess.CalledProcessError, ValueError):
-        return None, None
-    return driver, int(clock) if clock.isdigit() else None
+        return None, None, None
+    return driver, now, most
 
 
 @cache

@@ -90,6 +90,10 @@ def deal(batch: int, pairs: int, nsub: int, blocks: int, gpu: str, step: str, cu
         dealt: list[list[Run]] = [[] for _ in range(blocks)]
         for (_, n, first, _), run in zip(cuts, segments, strict=True):
             dealt[(n * nsub + first) // chosen.each].append(run)
+        # runs that begin a sequence wait for no piece, and the first blocks find SMs that the state pass leaves
+        for of in dealt:
+            of.sort(key=_is_entered)
+        dealt.sort(key=lambda of: not of or _is_entered(of[0]))
         segments = [run for turn in zip_longest(*dealt, fillvalue=_EMPTY) for run in turn]
     sequence = torch.arange(whole, dtype=torch.int32, device=device)
     runs = sequence.new_zeros(whole + len(segments), RUN_FIELDS)
@@ -213,6 +217,11 @@ def _list_shares(sequences: int, nsub: int, segment: int, blocks: int) -> tuple[
     if before <= blocks:
         shares.append(cdiv(segment, blocks // before))
     return tuple(max(SHORTEST, share) for share in shares)
+
+
+def _is_entered(run: Run) -> bool:
+    """Whether pieces enter it."""
+    return run[5] > 0
 
 
 def _to_table(runs: list[Run], device: torch.device) -> Tensor:

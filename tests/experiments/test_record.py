@@ -1,5 +1,6 @@
 import json
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 
@@ -43,3 +44,23 @@ def test_commit_of_a_copy_without_git(monkeypatch):
     assert record._git_state.__wrapped__() == ("abc", True)
     monkeypatch.setenv("GIT_SHA", "abc")
     assert record._git_state.__wrapped__() == ("abc", False)
+
+
+@pytest.mark.parametrize(("now", "most", "found"), ((1005, 1980, {"slow_mhz": 1005}), (1965, 1980, {}), (None, None, {})))
+def test_rows_of_a_gpu_that_is_held_back(now, most, found, tmp_path, monkeypatch):
+    monkeypatch.setattr(record, "_nvidia_smi", lambda: ("580.1", now, most))
+    assert record.find_slow_clock() == found
+    record.append(ssd_row() | found, tmp_path)
+    assert len(record.read(tmp_path)) == 1 and len(record.read_gpus(tmp_path)) == (not found)
+
+
+def test_clocks_are_read(tmp_path, monkeypatch):
+    said = tmp_path / "nvidia-smi"
+    said.write_text("#!/bin/sh\necho 580.1, 1005, 1980\n")
+    said.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: SimpleNamespace(uuid="0"))
+    assert record._nvidia_smi() == ("580.1", 1005, 1980)
+    said.write_text("#!/bin/sh\necho 580.1, [N/A], [N/A]\n")
+    assert record._nvidia_smi() == ("580.1", None, None)
