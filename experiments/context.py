@@ -199,4 +199,4 @@ def tabulate_exchanges() -> str:
     head = write_head("tokens | ranks | states, forward | states, backward | all-to-alls, forward or backward")
     return (f"MB that a rank receives in one mixer of {MIXER.nheads} heads of {MIXER.headdim} channels, dstate "
             f"{MIXER.dstate}, {MIXER.ngroups} groups, batch 1, bf16.\nThese are computed and extrapolated: no GPU sent them. "
-            f"Each number is two messages.\n\n{head}{render_lines(rows)}")
+            f"Each number is the sum of two messages.\n\n{head}{render_lines(rows)}")

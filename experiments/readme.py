@@ -122,7 +122,8 @@ def write(shown: Shown, root: Path = ROOT, check: bool = False) -> bool:
     every_mode = [row for row in shown.bench if row["mode"] in MODES]
     for path, drawing, rows in ((SPEEDUPS_FIGURE, speedup_figure, every_mode), (FIGURE, figure, every_mode),
                                 (STEPS_FIGURE, step_figure, shown.steps)):
-        same = not rows or figure.read_fingerprint(root / path) == figure.compute_fingerprint(drawing.points(rows))
+        points = drawing.points(rows)
+        same = not points or figure.read_fingerprint(root / path) == figure.compute_fingerprint(points)
         if not check and not same:
             drawing.draw(rows, root / path)
         current &= same

@@ -20,7 +20,8 @@ MODES = DIRECTIONS | {"fwd_bwd": "forward and backward"}
 COSTS = "8b-b4"  # the shape at which the README says what the default costs
 _WIDTH = 128  # of a line of prose
 _FEW = 6  # shapes, which are named
-_STEPS = ("Training steps are wall time, with Mamba-2 mixers; launched kernel by kernel, they gain from fewer launches too: "
+_STEPS = ("Training steps are wall time, with Mamba-2 mixers, launched kernel by kernel, so that part of the gain is fewer "
+          "launches. Captured in CUDA graphs, as `make train` takes them where it can, they gain less: "
           "[docs/workloads.md](docs/workloads.md#what-the-variants-gain).")
 # options that change nothing of what a mode times
 _UNREAD = {"fwd": {"save_states", "fuse_backward"},
@@ -145,7 +146,7 @@ def tabulate_results(rows: list[dict], figure_path: str) -> str:
     """
     if not rows:
         return "No rows yet: no GPU has run the bench for this table.\n"
-    parts = [f"![Time of each variant and of mamba_ssm at each shape, and the bandwidth bound]({figure_path})\n"]
+    parts = [f"![Time in a CUDA graph of each variant and of mamba_ssm at each shape, and the bandwidth's]({figure_path})\n"]
     for where, group in group_by_gpu(rows):
         copy = sorted(row["copy_gbps"] for row in group)[len(group) // 2]
         commits = dict.fromkeys(str(row["git_sha"])[:7] for row in sorted(group, key=itemgetter("time")))

@@ -10,19 +10,24 @@ _PALE = 0.35  # of what is not the state-space model's
 def points(rows: list[dict]) -> dict[str, dict[str, tuple[float, float | None, float | None]]]:
     """{what is trained, how: {variant as it comes: milliseconds of a step, of the SSM in it, speed-up over mamba_ssm}}
 
-    What has a speed-up comes first; variants in the order of `palette.VARIANTS`.
+    Where a speed-up was measured, captured if it was so. In the order of what they say; variants in that of `palette.VARIANTS`.
     """
-    found: dict[str, dict[str, tuple[float, float | None, float | None]]] = {}
+    found: dict[str, dict[str, dict[str, tuple[float, float | None, float | None]]]] = {}
     for row in rows:
         if record.has_default_options(row):
             gpu = row["gpu"].removeprefix("NVIDIA ").split()[0]  # H100, of "NVIDIA H100 80GB HBM3"
-            what = f"{row['workload']} {row['preset']} ({row['mixer']}), batch {row['batch']}, {row['dtype']}, {gpu}"
-            what += sweep.describe_way(row)
+            what = f"{gpu}: {row['workload']} {row['preset']} ({row['mixer']}), batch {row['batch']}, {row['dtype']}"
             ssm = None if row["ssm_us"] is None else row["ssm_us"] / 1e3
-            found.setdefault(what, {})[row["variant"]] = row["p50_us"] / 1e3, ssm, row.get("speedup")
-    order = [*palette.VARIANTS]
-    panels = [(what, {name: variants[name] for name in sorted(variants, key=order.index)}) for what, variants in found.items()]
-    return dict(sorted(panels, key=lambda panel: not any(speedup for *_, speedup in panel[1].values())))
+            of_way = found.setdefault(what, {}).setdefault(sweep.describe_way(row), {})
+            of_way[row["variant"]] = row["p50_us"] / 1e3, ssm, row.get("speedup")
+    panels = {}
+    for what, of_ways in sorted(found.items()):
+        for way in (", captured", *of_ways):
+            variants = of_ways.get(way, {})
+            if any(speedup for *_, speedup in variants.values()):
+                panels[what + way] = {name: variants[name] for name in palette.VARIANTS if name in variants}
+                break
+    return panels
 
 
 def draw(rows: list[dict], path: Path) -> None:
@@ -44,5 +49,5 @@ def draw(rows: list[dict], path: Path) -> None:
         ax.set(yticks=range(len(variants)), yticklabels=[*variants][::-1], xticks=[])
         figure.hide_frame(ax)
         ax.spines["bottom"].set_visible(False)
-    drawn.supxlabel("a training step; dark: the state-space model's kernels", fontsize="medium")
+    drawn.suptitle("a training step; dark: the state-space model's kernels", fontsize="medium")
     figure.save(drawn, path, panels)

@@ -20,7 +20,8 @@ _GAINS_HEAD = write_head(
     "workload | batch | mamba_ssm's step, ms | SSM in it, % | variant | step, ms | SSM in it, % | step faster | SSM faster | "
     "SSM in the gain, %", "workload", "variant")
 _GPUS_HEAD = write_head(
-    "workload | preset | variant | batch | GPUs | way | link, GB/s | step, ms | on one | faster | efficiency | loss | on one",
+    "workload | preset | variant | batch | steps | GPUs | way | link, GB/s | step, ms | on one | faster | efficiency | loss | "
+    "on one",
     "workload", "preset", "variant", "GPUs", "way")
 _SEEDS_HEAD = write_head("workload | preset | mixer | steps | seed | losses | apart", "workload", "preset", "mixer", "losses")
 
@@ -82,7 +83,7 @@ def tabulate_several_gpus(rows: list[dict]) -> str:
         one = trained.get((alike, 1, None, graph)) or trained.get((alike, 1, None, not graph))
         if gpus > 1 and one:
             faster = one["p50_us"] / row["p50_us"]
-            lines.append([*_list_settings(row, "workload", "preset", "variant", "batch"), f"{gpus} {row['gpu']}", way,
+            lines.append([*_list_settings(row, "workload", "preset", "variant", "batch", "steps"), f"{gpus} {row['gpu']}", way,
                           _whole(row.get("link_gbps")), *map(_describe_trained_step, (row, one)),
                           f"{faster:.2f}", f"{100 * faster / gpus:.0f} %", f"{row['loss']:.3f}", f"{one['loss']:.3f}"])
     return _GPUS_HEAD + render_lines(lines) if lines else "No rows yet: no GPUs have run `make train GPUS=2` for this table.\n"

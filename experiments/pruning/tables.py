@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from operator import itemgetter
 from statistics import mean
@@ -40,30 +41,30 @@ class Gain(NamedTuple):
 def list_gains(rows: list[dict]) -> list[Gain]:
     """Of each pruned row whose whole was measured."""
     wholes = {identify_call(row): row for row in rows if not row["ratio"]}
-    pruned = sorted((row for row in rows if row["ratio"]), key=lambda row: (*map(str, identify_call(row)), row["ratio"]))
+    pruned = sorted((row for row in rows if row["ratio"]),
+                    key=lambda row: (row["gpu"], row["part"], row["mode"], row["kind"], row["seqlen"], str(identify_call(row)),
+                                     row["ratio"]))
     return [Gain(row, record.get_us(whole) / record.get_us(row), 1 - _get_mib(row) / _get_mib(whole))
             for row in pruned if (whole := wholes.get(identify_call(row)))]
 
 
 def tabulate_speed(rows: list[dict]) -> str:
     """rows: of `speed.read_latest`. Memory: what a call holds, weights and all."""
-    lines, reached, gains = [], [], list_gains(rows)
-    kinds = {gain.row["kind"] for gain in gains}  # of which it is not reached
+    lines, reached, gains = [], Counter(), list_gains(rows)
     for gain in gains:
         row = gain.row
         lines.append([f"{gain.what}, {row['gpu'].removeprefix('NVIDIA ')}", row["mode"], f"{row['seqlen']:,}", gain.share,
                       f"{record.get_us(row):,.0f}", f"{gain.faster:.2f}", f"{_get_mib(row):,.0f}", f"{gain.saved:.1%}"])
         if gain.faster >= PAPER_SPEEDUP and gain.saved >= PAPER_SAVED:
-            reached.append(f"{gain.what}, {row['mode']}, {row['seqlen']:,} tokens, without {gain.share}")
-            kinds.discard(row["kind"])
+            reached[row["kind"]] += 1
     if not lines:
         return "No rows yet: no GPU has run `make prune-speed` for this table.\n"
     paper = f"{PAPER_SPEEDUP} times as fast with {PAPER_SAVED:.1%} less memory"
-    said = [f"The paper's {paper} is reached by: {'; '.join(reached)}." if reached else
-            f"None of these is {paper}, as the paper says."]
-    for kind in sorted(kinds):
-        best = max((gain for gain in gains if gain.row["kind"] == kind), key=lambda gain: gain.faster)
-        said.append(f"Without {best.share} it is at most {best.faster:.2f} times as fast with {best.saved:.1%} less memory.")
+    said = [f"The paper says {paper}."]
+    for kind, of in sorted(record.group_by(gains, lambda gain: gain.row["kind"]).items()):
+        best = max(of, key=lambda gain: gain.faster)
+        said.append(f"Without {kind}, {reached[kind]} of {len(of)} lines reach that; without {best.share} it is at most "
+                    f"{best.faster:.2f} times as fast with {best.saved:.1%} less memory.")
     return f"{_SPEED_HEAD}{render_lines(lines)}\n{' '.join(said)}\n"
 
 
@@ -94,15 +95,15 @@ def tabulate_losses(rows: list[dict]) -> str:
 def _compare_with_random(what: str, scores: dict[str, list[dict]]) -> list[str]:
     """A sentence on the scores that share two seeds or more with a random choice, just pruned and at the end."""
     told = []
-    for when, get in (("just pruned", itemgetter("loss_pruned")), ("at the end", _get_loss)):
+    for when, get in (("Just pruned", itemgetter("loss_pruned")), ("At the end", _get_loss)):
         gains = {score: found for score, of in sorted(scores.items()) if score != "random"
                  and len(found := _list_gains(of, scores.get("random", []), get)) > 1}
         better, others = ([score for score, found in gains.items() if (mean(found) > max(found) - min(found)) == beats]
                           for beats in (True, False))
         if gains:
-            told.append(f"{when} {join_words(better or ['none'])}{', not ' + join_words(others) if others else ''}")
-    rule = "better than a random choice, by more than that gain differs between seeds:"
-    return [f"{what}, {rule} {'; '.join(told)}."] if told else []
+            told.append(f"{when}: {join_words(better or ['no score'])}{'; not ' + join_words(others) if others else ''}.")
+    rule = "better than a random choice by more than that gain differs between seeds?"
+    return [f"{what}: {rule} {' '.join(told)}"] if told else []
 
 
 def _list_gains(rows: list[dict], random: list[dict], get: Callable[[dict], float]) -> list[float]:
