@@ -57,8 +57,10 @@ def check_name(option: str, name: str, known: Iterable[str]) -> str:
 
 def require_writable(out: Path, flag: str = "--out") -> Path:
     """Refuses a folder of rows that cannot be made or written to, before anything is measured for it."""
-    nearest = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
+    nearest = out.absolute()
     try:  # os.access says yes to root even where nothing can be made, as in /proc
+        while not (nearest.exists() or nearest.is_symlink()):
+            nearest = nearest.parent
         with TemporaryDirectory(dir=nearest):
             return out
     except OSError:

@@ -1,5 +1,6 @@
 """Rows of measurements, one JSON object a line, in results/<gpu>/<bench>.jsonl: every published number's origin."""
 
+import errno
 import json
 import os
 import subprocess
@@ -40,6 +41,7 @@ def append(row: dict, out: Path = RESULTS) -> Path:
 
     Raises:
         ValueError: an unknown key, or one missing that every row has.
+        OSError: the row could not be written; none of it is in the file then.
     """
     from ssd.runtime.tuning import device_slug
 
@@ -49,10 +51,13 @@ def append(row: dict, out: Path = RESULTS) -> Path:
         raise ValueError(f"row: unknown keys {unknown}, missing keys {missing}")
     path = out / device_slug(row["gpu"] or "cpu") / f"{row['bench']}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
-    line = json.dumps(row, allow_nan=False) + "\n"
+    line = (json.dumps(row, allow_nan=False) + "\n").encode()
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     try:
-        os.write(descriptor, line.encode())
+        if (written := os.write(descriptor, line)) < len(line):  # the disk is full
+            if (end := os.lseek(descriptor, 0, os.SEEK_CUR)) == os.fstat(descriptor).st_size:
+                os.ftruncate(descriptor, end - written)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
     finally:
         os.close(descriptor)
     return path
@@ -83,8 +88,15 @@ def get_us(row: dict) -> float:
 
 
 def read_gpus(out: Path = RESULTS) -> list[dict]:
-    """The rows of a folder that were measured on a GPU at its clock: what documents are written from. Raises as `read`."""
-    return [row for row in _load(out) if row.get("gpu") and not row.get("slow_mhz")]
+    """The rows of a folder that were measured on a GPU, and not at a slow clock as far as they say: what documents are written
+    from. Raises as `read`.
+    """
+    return [row for row in _load(out) if row.get("gpu") and not is_slow(row)]
+
+
+def is_slow(row: dict) -> bool:
+    """Whether the row says that it was measured at a slow clock, see `find_slow_clock`."""
+    return bool(row.get("slow_mhz"))
 
 
 def find_slow_clock() -> dict:

@@ -176,7 +176,7 @@ def _keep_last_counts(rows: list[dict]) -> dict[tuple, list[dict]]:
 def _identify_counters(row: dict) -> tuple:
     settings = ("workload", "preset", "mixer", "variant", "batch", "seqlen", "dtype", "documents", "accumulate",
                 "checkpoint_activations", "compile")
-    return row["gpu"], str(record.options(row)), *(row["run"][name] for name in settings)
+    return row["gpu"], str(record.options(row)), row["run"].get("buckets"), *(row["run"][name] for name in settings)
 
 
 def _compute_utilisation(row: dict, kernels: list[dict]) -> dict[str, float | None]:

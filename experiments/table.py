@@ -140,8 +140,11 @@ def keep_last_commit(rows: list[dict]) -> list[dict]:
 
 def read_latest(out: Path | list[dict] = record.RESULTS, all_chunks: bool = False, compared: bool = False,
                 **where) -> list[dict]:
-    """The bench's latest rows; compared: those taken beside a rival, where there are any."""
-    rows = record.read(out, bench="ssd", **where)
+    """The bench's latest rows, those of a slow clock only where there are no others.
+
+    compared: those taken beside a rival, where there are any.
+    """
+    rows = sorted(record.read(out, bench="ssd", **where), key=record.is_slow, reverse=True)
     if compared:
         beside = {identify(row)[:-1] for row in rows if row.get("against")}
         rows = [row for row in rows if row.get("against") or identify(row)[:-1] not in beside]

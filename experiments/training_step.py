@@ -24,7 +24,7 @@ from .lamb import Lamb
 from .parallel import Team
 from .shards import AdamW, clip_gradient
 from .training_run import Run
-from .workloads import Workload
+from .workloads import Workload, get_workload
 
 _BETAS = (0.9, 0.95)
 _MOST_COMPILED = 64  # forms of a layer: of sizes, kinds and variants; beyond its limit torch.compile gives up in silence
@@ -41,7 +41,7 @@ def build_model(run: Run, workload: Workload, team: Team,
     torch.manual_seed(run.seed)
     with team.device:
         model = workload.build(run.sizes, run.variant, run.checkpoint_activations)
-    if run.start:
+    if run.start is not None:
         _load_start(model, run.start)
     decay, parameters = find_decaying(model), sum(parameter.numel() for parameter in model.parameters())
     model = team.spread(model)
@@ -84,7 +84,7 @@ def make_batches(run: Run, workload: Workload, dataset: Dataset, done: int, team
     parts = [team.part(range(n, n + run.batch)) for n in range(done * of_step, run.steps * of_step, run.batch)]
     fill = bool(run.buckets)
     loader = DataLoader(dataset, batch_sampler=parts, pin_memory=on_gpu, num_workers=_workers(team) if on_gpu else 0,
-                        collate_fn=partial(_collate, run, workload) if fill and team.size == 1 else workload.collate,
+                        collate_fn=partial(_collate, run) if fill and team.size == 1 else workload.collate,
                         worker_init_fn=_outlast_signals,
                         generator=torch.Generator())  # not the one that steps draw from
     try:
@@ -98,7 +98,9 @@ def make_batches(run: Run, workload: Workload, dataset: Dataset, done: int, team
         raise ValueError(str(error).strip().rpartition("\n")[2].removeprefix("ValueError: ")) from error
 
 
-def _collate(run: Run, workload: Workload, samples: list[Any]) -> dict[str, Tensor]:
+def _collate(run: Run, samples: list[Any]) -> dict[str, Tensor]:
+    """Without the workload, which cannot be pickled for another process."""
+    workload = get_workload(run.workload)
     return workload.fill_up(run, workload.collate(samples))
 
 

@@ -47,17 +47,17 @@ class Comparison:
 
 
 def rows_of(name: str, out: Path = record.RESULTS) -> list[dict]:
-    """Rows of a result set: a folder of them, or those under `out` that were measured at a commit.
+    """Rows of a result set: a folder of them, or those under `out` that were measured at a commit; none of a slow clock.
 
     Raises:
         FileNotFoundError: neither such a folder nor a commit that has rows.
         ValueError: a line in the folder that is no row, or the start of several commits.
     """
     if Path(name).is_dir():
-        if not (rows := record.read(Path(name))):
+        if not (rows := _read(Path(name))):
             raise FileNotFoundError(f"got {name}, expected a folder with rows in <gpu>/<bench>.jsonl")
         return rows
-    rows = record.read(out)
+    rows = _read(out)
     known = {row["git_sha"] for row in rows if row["git_sha"]}
     found = {sha for sha in known if sha.startswith(name.lower())}
     if len(found) > 1:
@@ -66,6 +66,10 @@ def rows_of(name: str, out: Path = record.RESULTS) -> list[dict]:
         commits = ", ".join(sorted(sha[:_SHORT_SHA] for sha in known)) or "none"
         raise FileNotFoundError(f"got {name}, expected a folder, or a commit that rows in {out} were measured at: {commits}")
     return [row for row in rows if row["git_sha"] in found]
+
+
+def _read(folder: Path) -> list[dict]:
+    return [row for row in record.read(folder) if not record.is_slow(row)]
 
 
 def compare(old: Iterable[dict], new: Iterable[dict], noise: float = NOISE) -> Comparison:

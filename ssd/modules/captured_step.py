@@ -6,6 +6,7 @@ A token takes hundreds of small launches, which a CPU makes more slowly than a G
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from functools import cache as cached
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -36,6 +37,13 @@ class Mamba2LMCache(list[Mamba2Cache]):
 
     def __reduce__(self):
         return type(self), ([*self],)
+
+    def __copy__(self):
+        return deepcopy(self)
+
+    def copy(self):
+        """As copy.copy."""
+        return deepcopy(self)
 
 
 class CapturedStep:

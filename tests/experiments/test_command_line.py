@@ -138,6 +138,10 @@ def test_a_place_that_cannot_be_written_is_named(command, tmp_path):
     (tmp_path / "file").touch()
     result = invoke(command, "--out", tmp_path / "file" / "rows")
     assert result.exit_code == 2 and result.stderr.startswith(f"error: --out: got {tmp_path / 'file' / 'rows'}, expected")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    for odd in (tmp_path / "link", tmp_path / ("x" * 300)):
+        result = invoke(command, "--out", odd)
+        assert result.exit_code == 2 and result.stderr.startswith(f"error: --out: got {odd}, expected")
 
 
 @pytest.mark.parametrize("command", ("table", "readme"))

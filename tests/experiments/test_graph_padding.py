@@ -1,6 +1,8 @@
 """Batches of graphs that are filled up: few sizes, and the same results, statistics and gradients as without."""
 
+import pickle
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ from torch import Tensor, nn
 
 from experiments.parallel import make_single
 from experiments.training_run import make_run
-from experiments.training_step import make_batches
+from experiments.training_step import _collate, make_batches
 from experiments.workloads import get_workload
 from experiments.workloads.graph_model import GraphModel, graph_loss
 from experiments.workloads.graph_padding import Real, count_fill, fill_up, normalise, round_up
@@ -127,6 +129,13 @@ def test_several_processes_fill_up_to_the_largest():
     assert asked[0] != largest != asked[1]
     one, other = ({name: t.shape for name, t in fill_up(run, batch, lambda _: largest).items()} for batch in batches)
     assert one == other
+
+
+def test_what_fills_batches_can_be_sent_to_another_process():
+    """As a DataLoader does where processes are not forked, by default from Python 3.14 on."""
+    run = make_run("graphmamba", "small", mixer="mamba1", buckets=2)
+    sent = pickle.loads(pickle.dumps(partial(_collate, run)))
+    assert sent.args == (run,)
 
 
 def test_what_has_one_size_needs_none():

@@ -1,10 +1,11 @@
 import json
+import os
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
 
-from experiments import record
+from experiments import record, table
 from tests.experiments.rows import ssd_row
 
 
@@ -34,6 +35,17 @@ def test_what_is_no_row_is_refused(tmp_path, added, without, said):
     assert not list(tmp_path.rglob("*.jsonl"))
 
 
+def test_a_row_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
+    """A full disk takes a part of it."""
+    record.append(ssd_row(), tmp_path)
+    write = os.write
+    with monkeypatch.context() as patch, pytest.raises(OSError, match=r"ssd\.jsonl"):
+        patch.setattr(os, "write", lambda descriptor, line: write(descriptor, line[:100]))
+        record.append(ssd_row("torch"), tmp_path)
+    record.append(ssd_row("fused"), tmp_path)
+    assert [row["variant"] for row in record.read(tmp_path)] == ["baseline", "fused"]
+
+
 def test_latest():
     rows = [ssd_row(p50_us=1.0), ssd_row("torch", p50_us=2.0), ssd_row(p50_us=3.0)]
     assert [r["p50_us"] for r in record.latest(rows, lambda r: r["variant"])] == [3.0, 2.0]
@@ -52,6 +64,9 @@ def test_rows_of_a_gpu_that_is_held_back(now, most, found, tmp_path, monkeypatch
     assert record.find_slow_clock() == found
     record.append(ssd_row() | found, tmp_path)
     assert len(record.read(tmp_path)) == 1 and len(record.read_gpus(tmp_path)) == (not found)
+    record.append(ssd_row(time="2025-12-31T00:00:00+00:00", p50_us=500.0), tmp_path)
+    (row,) = table.read_latest(tmp_path)
+    assert row["p50_us"] == (500.0 if found else 1000.0), "the last of those at the highest clock"
 
 
 def test_clocks_are_read(tmp_path, monkeypatch):

@@ -95,8 +95,9 @@ def test_a_graph_is_of_its_weights_and_states(captures, device):
     check(1)
     model.load_state_dict({name: 0.9 * t for name, t in model.state_dict().items()}, assign=True)
     check(2)
-    copied = copy.deepcopy(cache)
-    assert copied.captured is None and torch.equal(copied[0].ssm_state, cache[0].ssm_state)
+    for copied in (copy.deepcopy(cache), copy.copy(cache), cache.copy()):
+        assert copied.captured is None and torch.equal(copied[0].ssm_state, cache[0].ssm_state)
+        assert type(copied) is type(cache) and copied[0].ssm_state.data_ptr() != cache[0].ssm_state.data_ptr()
 
 
 def test_what_no_graph_can_be_of_is_said_by_name(monkeypatch):
