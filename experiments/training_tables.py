@@ -31,7 +31,7 @@ def tabulate_steps(rows: list[dict], figure_path: str) -> str:
     if not rows:
         return "No rows yet: no GPU has run the sweep for this table.\n"
     figure = f"![A training step of each workload with each variant, and the state-space model's part]({figure_path})\n"
-    named = [row | {"workload": _describe_run(row)} for row in rows]
+    named = sorted((row | {"workload": _describe_run(row)} for row in rows), key=itemgetter("workload", "batch", "dtype"))
     return "\n".join([figure, *render_by_gpu(named, _STEPS), "Where the time of these steps goes:\n",
                       *render_by_gpu(named, _STEP_PARTS)])
 
