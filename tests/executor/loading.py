@@ -5,7 +5,9 @@ import importlib.util
 import linecache
 import sys
 from contextlib import ExitStack, contextmanager
-from types import ModuleType
+from functools import cache
+from importlib.machinery import SourceFileLoader
+from types import CodeType, ModuleType
 from unittest.mock import patch
 
 import torch
@@ -121,6 +123,7 @@ def _load(names: tuple[str, ...], edits: Edits) -> dict[str, ModuleType]:
     stale = [name for name, module in sys.modules.items() if name.partition(".")[0] in packages and _uses_gluon(module)]
     standing_in = stand_ins()
     with ExitStack() as stack:
+        stack.enter_context(patch.object(SourceFileLoader, "source_to_code", _compile))
         stack.enter_context(patch.dict(sys.modules, standing_in))
         stack.enter_context(patch.object(triton.experimental, "gluon", standing_in[NAMES[0]]))
         for package in {name.rpartition(".")[0] for name in stale}:
@@ -133,6 +136,16 @@ def _load(names: tuple[str, ...], edits: Edits) -> dict[str, ModuleType]:
     for module in fresh.values():
         module.range = count
     return fresh
+
+
+@cache
+def _compile_once(source: bytes, path: str) -> CodeType:
+    return compile(source, path, "exec", dont_inherit=True)
+
+
+def _compile(self: SourceFileLoader, data: bytes, path: str, **options) -> CodeType:
+    """Instead of a loader's own: the same modules are loaded by many tests, and not everywhere is their bytecode kept."""
+    return _compile_once(data, path)
 
 
 def _uses_gluon(module: ModuleType) -> bool:

@@ -7,6 +7,7 @@ from unittest.mock import patch
 from fused import hopper, hopper_backward, schedule, span_backward
 from fused.time_model import Cut
 from persistent import forward as persistent
+from ssd.registry import get_variant
 from ssd.runtime import tables
 from ssd.runtime.tuning import Device
 from tests.executor import Executor
@@ -30,6 +31,8 @@ def hopper_on_cpu(executor: Executor, blocks: int = 4, cut: tuple | None = None,
     device = Device("test", 232448, blocks)
     choose_splits = schedule.choose_splits
     choose_splits.cache_clear()
+    for name in ("fused", "persistent"):
+        get_variant(name)  # or each use would import it anew, which `install` forgets
     try:
         with (executor.install(), patch.dict(tables._kept, clear=True), choose(hopper, "is_hopper", True),
               choose(hopper, "current_device", device), choose(persistent, "device_of", device),
