@@ -45,10 +45,12 @@ class Barrier:
         It passes whenever the current phase has the other parity. All that the role can be sure of then is the first such phase
         after those that it knew to be completed; so no more is learned, however far the barrier has come.
         """
+        parity = int(parity)
+
         def has_passed() -> bool:
             return self.phase & 1 != parity
 
-        role = block().wait(has_passed, lambda: f"a phase of parity {int(parity)} of {self}")
+        role = block().wait(has_passed, lambda: f"a phase of parity {parity} of {self}")
         known = role.clock.get(self, 0)
         if known & 1 == parity:
             _learn(role.clock, self.told[known])
@@ -75,8 +77,9 @@ class BarrierArray:
         self.barriers, self.shape = [Barrier() for _ in range(number)], (Int(number), Int(1))
 
     def index(self, n: int) -> Barrier:
+        n = int(n)
         if not 0 <= n < len(self.barriers):
-            raise Fault(f"{block().running.line()}: mbarrier {int(n)} of {len(self.barriers)}")
+            raise Fault(f"{block().running.line()}: mbarrier {n} of {len(self.barriers)}")
         return self.barriers[n]
 
 

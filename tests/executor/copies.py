@@ -22,6 +22,7 @@ class Descriptor:
 
     def box(self, at: list[int], shape: tuple[int, ...]) -> tuple[Tensor, tuple[slice, ...]]:
         """What of the box from `at` on is in memory, and where in the box that is."""
+        at = list(map(int, at))
         inside = [(max(0, -first), min(n, size - first)) for first, n, size in zip(at, shape, self.memory.shape, strict=True)]
         inside = [(first, max(first, last)) for first, last in inside]
         of_memory = tuple(slice(first + start, last + start) for start, (first, last) in zip(at, inside, strict=True))
@@ -29,7 +30,8 @@ class Descriptor:
 
     def check(self, at: list[int], buffer: Buffer) -> None:
         assert all(isinstance(n, int) for n in at), f"coordinates {at}"
-        assert buffer.shape == self.block_shape and buffer.dtype == self.dtype, f"a box {self.block_shape} in {buffer.name}"
+        fits = buffer.view.shape == self.block_shape and buffer.dtype == self.dtype
+        assert fits, f"a box {self.block_shape} in {buffer.name}"
 
 
 @dataclass(eq=False)

@@ -6,6 +6,7 @@ there in all of their forms.
 
 from __future__ import annotations
 
+import functools
 import sys
 import types
 from collections.abc import Callable
@@ -24,7 +25,7 @@ from tests.executor.values import TORCH, TRITON, Int, Value, apply, count
 
 NAMES = ("triton.experimental.gluon", "triton.experimental.gluon.language", "triton.experimental.gluon.language.nvidia",
          "triton.experimental.gluon.language.nvidia.hopper")
-_LAYOUTS = ("SliceLayout", "BlockedLayout", "DistributedLinearLayout", "SwizzledSharedLayout", "NVMMASharedLayout",
+_LAYOUTS = ("SliceLayout", "BlockedLayout", "DistributedLinearLayout", "SwizzledSharedLayout",
             "NVMMADistributedLayout", "DotOperandLayout")
 PREFETCH = "cp.async.bulk.prefetch.L2.global"
 
@@ -119,9 +120,11 @@ def _store(pointers: Pointer, value: Value, mask: Value | None = None) -> None:
     new = value.take_tensor()
     assert new.dtype == memory.dtype, f"{new.dtype} stored into {memory.dtype}"
     new = new.expand(at.shape)
-    kept = torch.ones(at.shape, dtype=torch.bool) if mask is None else mask.take_tensor().expand(at.shape)
-    assert bool((at[kept] >= 0).all()), "an address before the tensor's memory"
-    memory[at[kept]] = new[kept]
+    if mask is not None:
+        kept = mask.take_tensor().expand(at.shape)
+        at, new = at[kept], new[kept]
+    assert bool((at >= 0).all()), "an address before the tensor's memory"
+    memory[at] = new
 
 
 def _where(condition: Value | Int, yes: Value | Int, no: Value | Int) -> Value | Int:
@@ -216,6 +219,11 @@ def _name(local: dict[str, object]) -> None:
             _name({f"{name}.{field}": part for field, part in thing._asdict().items() if not isinstance(part, Buffer)})
 
 
+@functools.cache
+def _choose_layout(shape: tuple[int, ...], dtype: real.dtype) -> real.NVMMASharedLayout:
+    return real.NVMMASharedLayout.get_default_for(list(map(int, shape)), dtype)
+
+
 def _language() -> types.ModuleType:
     gl = types.ModuleType(NAMES[1])
     gl.constexpr = lambda value: Int(value) if type(value) is int else value
@@ -223,6 +231,7 @@ def _language() -> types.ModuleType:
         setattr(gl, str(dtype).replace("fp", "float").replace("bf16", "bfloat16"), dtype)
     for name in _LAYOUTS:
         setattr(gl, name, getattr(real, name))
+    gl.NVMMASharedLayout = types.SimpleNamespace(get_default_for=lambda shape, dtype: _choose_layout(tuple(shape), dtype))
     gl.program_id, gl.num_programs = lambda axis: Int(block().number), lambda axis: Int(block().programs)
     gl.static_range, gl.static_assert = count, _static_assert
     gl.arange = lambda start, stop, layout: Value(torch.arange(start, stop), layout)

@@ -113,9 +113,10 @@ class Buffer:
         return self.allocation.name + self._name
 
     def index(self, n: int) -> Buffer:
+        n = int(n)
         if not 0 <= n < self.view.shape[0]:
-            raise Fault(f"{block().running.line()}: {self.name}[{int(n)}] of {self.view.shape[0]}")
-        return Buffer(self.allocation, self.view[int(n)], f"{self._name}[{int(n)}]")
+            raise Fault(f"{block().running.line()}: {self.name}[{n}] of {self.view.shape[0]}")
+        return Buffer(self.allocation, self.view[n], f"{self._name}[{n}]")
 
     def slice(self, start: int, length: int, dim: int = 0) -> Buffer:
         return Buffer(self.allocation, self.view.narrow(dim, start, length), f"{self._name}[{int(start)}:{start + length}]")

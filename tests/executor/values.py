@@ -93,9 +93,11 @@ def _of_ints(name: str) -> Callable:
 
     def operate(self: Int, other):
         result = function(self, other)
-        if is_quotient and result is not NotImplemented:
-            assert self >= 0 and other >= 0, f"{name} of {int(self)} and {int(other)}: Triton rounds towards zero"
-        return Int(result) if isinstance(result, int) else result
+        if result is NotImplemented:
+            return result
+        if is_quotient:
+            assert int(self) >= 0 and int(other) >= 0, f"{name} of {int(self)} and {int(other)}: Triton rounds towards zero"
+        return Int(result)
 
     return operate
 
