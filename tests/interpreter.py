@@ -1,8 +1,9 @@
-"""Triton's interpreter, made about three times as fast: it does without what says nothing new.
+"""Triton's interpreter, made about five times as fast: it does without what says nothing new.
 
 It prepares the language again in every call of a function inside a kernel, where once for each module does. It watches sums
 and products of integers for overflows, which only tensors larger than any here could have. It makes the type of every value
-anew, where a kernel has few different ones. And it makes operands alike again that are so, and constants that it has made.
+anew, where a kernel has few different ones. It makes operands alike again that are so, and constants that it has made. And it
+asks of every operation anew which one of NumPy's it comes to, which types alone decide.
 """
 
 import inspect
@@ -18,6 +19,9 @@ from triton.runtime import interpreter
 
 _LISTS = list, tuple, core.tuple
 _NUMBERS = int, float, bool
+_PLAIN = {"int1", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "fp16", "fp32", "fp64"}  # NumPy's
+_OPERATIONS = ("add", "sub", "mul", "truediv", "mod", "minimum", "maximum", "and_", "or_", "xor_", "less_than", "less_equal",
+               "greater_than", "greater_equal", "equal", "not_equal")
 
 
 class _Scope:
@@ -53,6 +57,10 @@ def quicken() -> None:
     interpreter._patch_attr, interpreter._patch_builtin = _bind_semantic, _patch_builtins
     for name in ("binary_op_type_checking_impl", "broadcast_impl_value"):
         setattr(TritonSemantic, name, _remember_types(getattr(TritonSemantic, name)))
+    for name in _OPERATIONS:
+        setattr(TritonSemantic, name, _plan_once(getattr(TritonSemantic, name)))
+    TritonSemantic.cast = _cast_once(TritonSemantic.cast)
+    interpreter.InterpreterBuilder.create_expand_dims = _expand_dims
 
 
 def _find_once(find_dtype: Callable) -> Callable:
@@ -130,6 +138,115 @@ def _give_type(semantic: TritonSemantic, t: core.tensor, wanted: core.dtype) -> 
         return t
     data = np.broadcast_to(t.handle.data, [size.value if type(size) is core.constexpr else size for size in wanted.shape])
     return core.tensor(interpreter.TensorHandle(data, t.handle.dtype), wanted)
+
+
+def _plan_once(operate: Callable) -> Callable:
+    """operate, of two operands, which plans once for each pair of types, or of a number and a type, what NumPy has to do."""
+    plans = {}
+
+    def operate_by_plan(self, lhs, rhs, *rules, **more):
+        left, right = _identify(lhs), _identify(rhs)
+        within = "binary_op" in vars(self.builder)  # an operation that is being planned
+        if within or more or left is None or right is None:
+            return operate(self, lhs, rhs, *rules, **more)
+        key = left, right, rules
+        if key not in plans:
+            result, plans[key] = _plan(operate, self, lhs, rhs, rules)
+            return result
+        plan = plans[key]
+        return operate(self, lhs, rhs, *rules) if plan is None else plan(lhs, rhs)
+
+    return operate_by_plan
+
+
+def _identify(operand: object) -> object:
+    """The name of a tensor's type, or what distinguishes a number from all others."""
+    if type(operand) is core.tensor:
+        return operand.type.name
+    return (type(operand), operand, math.copysign(1, operand)) if type(operand) in _NUMBERS else None
+
+
+def _plan(operate: Callable, semantic: TritonSemantic, lhs: object, rhs: object,
+          rules: tuple) -> tuple[core.tensor, Callable | None]:
+    """What operate gives, and how to compute it from operands of the same types; None if it is more than one operation."""
+    builder, steps = semantic.builder, []
+
+    def note_operation(left, right, function):
+        steps.append(((left, right), function))
+        return type(builder).binary_op(builder, left, right, function)
+
+    def note_address(pointer, offset):
+        bytes = max(1, pointer.get_element_ty().primitive_bitwidth // 8)
+        steps.append(((pointer, offset), lambda at, n: at + bytes * n.astype(np.uint64)))
+        return type(builder).create_addptr(builder, pointer, offset)
+
+    builder.binary_op, builder.create_addptr = note_operation, note_address
+    try:
+        result = operate(semantic, lhs, rhs, *rules)
+    finally:
+        del builder.binary_op, builder.create_addptr
+    if len(steps) != 1:
+        return result, None
+    (handles, function), = steps
+    takes = [_find_operand(*pair) for pair in zip((lhs, rhs), handles, strict=True)]
+    if None in takes or not any(type(operand) is core.tensor for operand in (lhs, rhs)):
+        return result, None
+    (take_left, take_right), handle, dtype = takes, result.handle.dtype, result.handle.data.dtype
+
+    def compute(lhs: object, rhs: object) -> core.tensor:
+        data = function(take_left(lhs), take_right(rhs))
+        if data.dtype != dtype:
+            data = data.astype(dtype)
+        return core.tensor(interpreter.TensorHandle(data, handle), result.type)
+
+    return result, compute
+
+
+def _find_operand(given: object, taken: interpreter.TensorHandle) -> Callable | None:
+    """What makes NumPy's operand, `taken`, of the given one, but for its shape, which NumPy makes fit. None: it is unclear."""
+    if type(given) is not core.tensor:
+        constant = taken.data if taken.data.ndim < 2 else taken.data.ravel()[:1].copy()
+        return lambda number: constant
+    if given.dtype.name == taken.dtype.scalar.name:
+        return _take_data
+    if given.dtype.name in _PLAIN and taken.dtype.scalar.name in _PLAIN:
+        return partial(_take_cast, taken.data.dtype)
+    return None
+
+
+def _cast_once(cast: Callable) -> Callable:
+    """cast, which looks at both dtypes from all sides; between most of NumPy's it is one conversion."""
+    types = {}
+
+    def cast_quickly(self, input, dst_ty, rounding=None):
+        have, wanted = input.dtype.name, dst_ty.scalar.name
+        if have == wanted:
+            return input
+        several = wanted == "int1" or (have == "fp16" and wanted != "fp32")
+        if several or rounding or have not in _PLAIN or wanted not in _PLAIN:
+            return cast(self, input, dst_ty, rounding)
+        key = input.type.name, wanted
+        if key not in types:
+            result = cast(self, input, dst_ty)
+            types[key] = result.type, result.handle.data.dtype
+            return result
+        type, dtype = types[key]
+        return core.tensor(interpreter.TensorHandle(input.handle.data.astype(dtype), type.scalar), type)
+
+    return cast_quickly
+
+
+def _take_data(tensor: core.tensor) -> np.ndarray:
+    return tensor.handle.data
+
+
+def _take_cast(dtype: np.dtype, tensor: core.tensor) -> np.ndarray:
+    return tensor.handle.data.astype(dtype)
+
+
+def _expand_dims(builder: object, arg: interpreter.TensorHandle, axis: int) -> interpreter.TensorHandle:
+    data = arg.data
+    return interpreter.TensorHandle(data.reshape(*data.shape[:axis], 1, *data.shape[axis:]), arg.dtype.scalar)
 
 
 def _make_once(set_type: Callable) -> Callable:
