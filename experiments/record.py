@@ -101,9 +101,11 @@ def is_slow(row: dict) -> bool:
 
 def find_slow_clock() -> dict:
     """Right behind a measurement: {"slow_mhz": clock} where the multiprocessors run at less than 80 % of what they can, too hot
-    or short of power; {} otherwise.
+    or short of power; {} otherwise, and without a GPU.
     """
-    _, now, most = _nvidia_smi()
+    import torch
+
+    _, now, most = _nvidia_smi() if torch.cuda.is_available() else (None, None, None)
     return {"slow_mhz": now} if now and most and now < _SLOW * most else {}
 
 

@@ -61,6 +61,7 @@ def test_commit_of_a_copy_without_git(monkeypatch):
 @pytest.mark.parametrize(("now", "most", "found"), ((1005, 1980, {"slow_mhz": 1005}), (1965, 1980, {}), (None, None, {})))
 def test_rows_of_a_gpu_that_is_held_back(now, most, found, tmp_path, monkeypatch):
     monkeypatch.setattr(record, "_nvidia_smi", lambda: ("580.1", now, most))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     assert record.find_slow_clock() == found
     record.append(ssd_row() | found, tmp_path)
     assert len(record.read(tmp_path)) == 1 and len(record.read_gpus(tmp_path)) == (not found)
