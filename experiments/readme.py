@@ -123,7 +123,7 @@ def write(shown: Shown, root: Path = ROOT, check: bool = False) -> bool:
     for path, drawing, rows in ((SPEEDUPS_FIGURE, speedup_figure, every_mode), (FIGURE, figure, every_mode),
                                 (STEPS_FIGURE, step_figure, shown.steps)):
         points = drawing.points(rows)
-        same = not points or figure.read_fingerprint(root / path) == figure.compute_fingerprint(points)
+        same = not any(points.values()) or figure.read_fingerprint(root / path) == figure.compute_fingerprint(points)
         if not check and not same:
             drawing.draw(rows, root / path)
         current &= same

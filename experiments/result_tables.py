@@ -146,7 +146,7 @@ def tabulate_results(rows: list[dict], figure_path: str) -> str:
     """
     if not rows:
         return "No rows yet: no GPU has run the bench for this table.\n"
-    parts = [f"![Time in a CUDA graph of each variant and of mamba_ssm at each shape, and the bandwidth's]({figure_path})\n"]
+    parts = [f"![Time in a CUDA graph of each variant and mamba_ssm at each shape, and the bandwidth bound]({figure_path})\n"]
     for where, group in group_by_gpu(rows):
         copy = sorted(row["copy_gbps"] for row in group)[len(group) // 2]
         commits = dict.fromkeys(str(row["git_sha"])[:7] for row in sorted(group, key=itemgetter("time")))

@@ -82,16 +82,17 @@ def make_batches(run: Run, workload: Workload, dataset: Dataset, done: int, team
     """This process's parts of micro-batches on its device, from the first of the step after `done`."""
     of_step, on_gpu = run.batch * run.accumulate, team.device.type == "cuda"
     parts = [team.part(range(n, n + run.batch)) for n in range(done * of_step, run.steps * of_step, run.batch)]
-    fill = bool(run.buckets)
-    loader = DataLoader(dataset, batch_sampler=parts, pin_memory=on_gpu, num_workers=_workers(team) if on_gpu else 0,
-                        collate_fn=partial(_collate, run) if fill and team.size == 1 else workload.collate,
+    fill_here = bool(run.buckets) and team.size > 1  # not where batches are made, since all processes' are to have one size
+    loader = DataLoader(dataset, batch_sampler=parts, pin_memory=on_gpu and not fill_here,
+                        num_workers=_workers(team) if on_gpu else 0,
+                        collate_fn=partial(_collate, run) if run.buckets and team.size == 1 else workload.collate,
                         worker_init_fn=_outlast_signals,
                         generator=torch.Generator())  # not the one that steps draw from
     try:
         for batch in loader:
-            if fill and team.size > 1:  # not where it is made, since all processes' batches are to have one size
+            if fill_here:
                 batch = workload.fill_up(run, batch, team.find_largest)
-                if on_gpu:  # anew, or the copy would wait for what the GPU is at
+                if on_gpu:  # or the copy would wait for what the GPU is at
                     batch = {name: t.pin_memory() for name, t in batch.items()}
             yield {name: t.to(team.device, non_blocking=True) for name, t in team.cut(batch).items()}
     except ValueError as error:  # a worker's is a traceback, whose last line says what happened

@@ -92,8 +92,8 @@ def deal(batch: int, pairs: int, nsub: int, blocks: int, gpu: str, step: str, cu
             dealt[(n * nsub + first) // chosen.each].append(run)
         # runs that begin a sequence wait for no piece, and the first blocks find SMs that the state pass leaves
         for of in dealt:
-            of.sort(key=_is_entered)
-        dealt.sort(key=lambda of: not of or _is_entered(of[0]))
+            of.sort(key=_waits_for_pieces)
+        dealt.sort(key=lambda of: not of or _waits_for_pieces(of[0]))
         segments = [run for turn in zip_longest(*dealt, fillvalue=_EMPTY) for run in turn]
     sequence = torch.arange(whole, dtype=torch.int32, device=device)
     runs = sequence.new_zeros(whole + len(segments), RUN_FIELDS)
@@ -219,8 +219,8 @@ def _list_shares(sequences: int, nsub: int, segment: int, blocks: int) -> tuple[
     return tuple(max(SHORTEST, share) for share in shares)
 
 
-def _is_entered(run: Run) -> bool:
-    """Whether pieces enter it."""
+def _waits_for_pieces(run: Run) -> bool:
+    """Whether it begins inside a sequence, from pieces joined."""
     return run[5] > 0
 
 

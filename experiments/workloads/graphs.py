@@ -143,7 +143,8 @@ class Columns:
 def find_returns(edge_index: Tensor, nodes: int, steps: int) -> Tensor:
     """(nodes, steps) fp32: how likely a random walk from each node is back there after 1, 2, ... steps.
 
-    As torch_geometric's AddRandomWalkPE, in a sixth of its time: a walk's step is a sparse matrix, which that makes dense.
+    As torch_geometric's AddRandomWalkPE where no edge comes twice, in a sixth of its time: a walk's step is a sparse matrix,
+    which that makes dense.
     """
     likely = 1.0 / torch.bincount(edge_index[0], minlength=nodes).clamp(min=1)
     step = torch.sparse_coo_tensor(edge_index, likely[edge_index[0]], (nodes, nodes), check_invariants=False)

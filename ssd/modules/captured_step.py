@@ -38,12 +38,11 @@ class Mamba2LMCache(list[Mamba2Cache]):
     def __reduce__(self):
         return type(self), ([*self],)
 
-    def __copy__(self):
+    def copy(self) -> Mamba2LMCache:
+        """As copy.deepcopy, which copy.copy is, too."""
         return deepcopy(self)
 
-    def copy(self):
-        """As copy.copy."""
-        return deepcopy(self)
+    __copy__ = copy
 
 
 class CapturedStep:

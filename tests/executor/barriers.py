@@ -47,10 +47,10 @@ class Barrier:
         """
         parity = int(parity)
 
-        def has_passed() -> bool:
+        def passes() -> bool:
             return self.phase & 1 != parity
 
-        role = block().wait(has_passed, lambda: f"a phase of parity {parity} of {self}")
+        role = block().wait(passes, lambda: f"a phase of parity {parity} of {self}")
         known = role.clock.get(self, 0)
         if known & 1 == parity:
             _learn(role.clock, self.told[known])

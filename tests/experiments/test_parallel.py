@@ -127,17 +127,18 @@ def test_two_captured(line, tmp_path):
 def test_fifty_steps_of_a_published_size_by_parts(tmp_path):
     """Each GPU has half of every sequence.
 
-    The first loss tells whether they compute the same. What comes later drifts, from run to run of one GPU, too, since torch's
-    attention adds gradients in no fixed order (docs/log/several-gpus.md).
+    The first loss tells whether they compute the same. What comes later drifts, as on one GPU, where another variant rounds
+    otherwise and torch's attention adds gradients in no fixed order (docs/log/several-gpus.md).
     """
     line = ("train", "--workload=hybrid", "--preset=1b", "--batch=1", "--seqlen=8192", "--steps=50", "--dtype=bf16",
             "--save-every=0", "--rows", tmp_path)
-    collect_output([start_module("experiments", *line, "--out", tmp_path / "one")])
+    for name, variant in (("one", "auto"), ("other", "baseline")):
+        collect_output([start_module("experiments", *line, "--variant", variant, "--out", tmp_path / name)])
     collect_output([start_module("experiments", *line, "--out", tmp_path / "two", "--parallel", "cp", **environment)
                     for environment in two()])
-    losses = zip(read_log(tmp_path / "two"), read_log(tmp_path / "one"), strict=True)
-    apart = [abs(loss / expected - 1) for loss, expected in losses]
-    assert len(apart) == 50 and apart[0] < 5e-5 and sum(apart) / 50 < 1e-3, apart
+    apart, drift = ([abs(loss / expected - 1) for loss, expected
+                     in zip(read_log(tmp_path / name), read_log(tmp_path / "one"), strict=True)] for name in ("two", "other"))
+    assert len(apart) == 50 and apart[0] < 5e-5 and max(apart) < max(1e-3, 3 * max(drift)), (apart, drift)
 
 
 @needs_two

@@ -11,6 +11,7 @@ from experiments import hand_over, record, sanitize
 from experiments.kernel_names import present_name
 from fused.kernels.hopper import scan as hopper_scan
 from fused.schedule import deal
+from ssd.kernels.arguments import cdiv
 from ssd.types import SUB_CHUNK
 
 CLEAN = {
@@ -122,7 +123,7 @@ def test_a_kernel_that_never_ran_is_no_pass(says, tmp_path, console, monkeypatch
 @pytest.mark.parametrize("gpu", ("h100", "h200"))
 def test_sequences_are_cut(gpu, step):
     """Or hopper_pieces would not run, as it did not while these sequences had 600 tokens."""
-    pairs, nsub = sanitize.CUT.nheads // 2, -(-sanitize.CUT.seqlen // SUB_CHUNK)
+    pairs, nsub = sanitize.CUT.nheads // 2, cdiv(sanitize.CUT.seqlen, SUB_CHUNK)
     assert deal(sanitize.CUT.batch, pairs, nsub, 132, gpu, step, True, 1, torch.device("cpu")).pieces is not None
 
 
@@ -133,7 +134,7 @@ def test_the_committed_rows_are_clean():
     rows = record.latest(record.read(bench="sanitize"), itemgetter("variant", "tool"))
     assert {(row["variant"], row["tool"]) for row in rows} == set(product(sanitize.VARIANTS, sanitize.TOOLS))
     launched = {present_name(name) for row in rows for name in row["launched"]}
-    assert sanitize.list_ours() - launched == set()
+    assert launched >= sanitize.list_ours()
     assert all(row["found"] == row["of_roles"] for row in rows)
     control = next(row for row in rows if row["variant"] == sanitize.CONTROL and row["tool"] == "racecheck")
     assert control["found"] == 1 and not any(row["found"] for row in rows if row["tool"] == "memcheck")

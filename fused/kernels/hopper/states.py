@@ -196,8 +196,7 @@ def hopper_states_kernel(x_desc, B_desc, dy_desc, C_desc, states_desc, dA_cumsum
                       BLOCK_M, ROWS, WIDTH)),
         (walk_slice, (ring, entries, tiles, states_desc, dA_cumsum, dt, start, final_states, work, FORM, 1, EVERY, BACKWARDS,
                       BLOCK_M, ROWS, WIDTH)),
-        (fetch_tiles, (x_desc, B_desc, dy_desc, C_desc, ring, entries, tiles, work, FORM, False, False,
-                       BACKWARDS)),
+        (fetch_tiles, (x_desc, B_desc, dy_desc, C_desc, ring, entries, tiles, work, FORM, False, False, BACKWARDS)),
     ], [4, 1], [152 if WIDTH <= 128 else 224, 24 if blocks is None else 40])
 
 
