@@ -77,4 +77,4 @@ def _run_plain(i: SSDInputs, options: Options, save: bool, keep: bool) -> tuple[
         scan = bmm_chunk_scan if options.two_level else bmm_chunk_scan_rows
         out, y = scan(i, CB, *steps, prev_states, options, save)
         ends = None if i.cu_seqlens is None else varlen_states(i, *by_chunk, prev_states, options)
-    return out, final_states, SSDSaved(i, options, y, ends, prev_states if keep else None)
+    return out, final_states, SSDSaved(i, options, y, ends, prev_states if keep else None, out=out)

@@ -107,7 +107,7 @@ def run_stationary(inputs: SSDInputs, options: Options, save: bool, keep: bool) 
         writes = keep or asked is not None  # cuts differ, so that outputs with states and without may round otherwise
         runs, *entering = call.get_runs(options, "kept_scan_step" if writes else "scan_step", scan=True)
         call.scan(runs, call.initial_states, *entering, final_states, prev_states, asked, every=every if keep else BLOCK_M)
-    return call.out, final_states, SSDSaved(inputs, options, call.y, None, prev_states, asked)
+    return call.out, final_states, SSDSaved(inputs, options, call.y, None, prev_states, asked, call.out)
 
 
 def run_two_level(inputs: SSDInputs, options: Options, save: bool, keep: bool,
@@ -129,7 +129,7 @@ def run_two_level(inputs: SSDInputs, options: Options, save: bool, keep: bool,
                    *entering, final_states, i.batch, every)
         runs = get_tables(deal_two_level, (i.batch, pairs, call.nsub, each, blocks), i.x.device).sequences
         call.scan(runs, asked=asked, starts=prev_states, every=every)
-    return call.out, final_states, SSDSaved(inputs, options, call.y, None, prev_states if keep else None, asked)
+    return call.out, final_states, SSDSaved(inputs, options, call.y, None, prev_states if keep else None, asked, call.out)
 
 
 def states_every(i: SSDInputs, options: Options) -> int:
@@ -164,7 +164,7 @@ class _Call:
 
     inputs: SSDInputs
     out: Tensor
-    y: Tensor | None  # out without the gate, where a backward needs it
+    y: Tensor | None  # out without the gate, where it is kept
     descriptors: tuple  # of x, B, C, out
     gate_descriptors: dict  # of the gate and of what it is applied to, by the names that hopper_scan gives them; or None
     steps: tuple[Tensor, Tensor]  # dt, dA_cumsum (batch, nheads, nsub, 64)
@@ -177,7 +177,7 @@ class _Call:
         initial_states = contiguous(i.initial_states)
         blocks = document_blocks(i) if i.has_document_states else None
         steps = chunk_cumsum(replace(i, chunk_size=BLOCK_M), apart=True, blocks=blocks)
-        y = None if i.z is None or not save else torch.empty_like(out)
+        y = torch.empty_like(out) if i.keeps_y(save) else None
         z = None if i.z is None else describe(make_describable(i.z))
         gate = {"z_desc": z, "y_desc": None if y is None else describe(y)}
         descriptors = (*describe_inputs(i.x, i.B, i.C), describe(out))

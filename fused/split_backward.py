@@ -51,8 +51,8 @@ def run_in_halves(backward: Backward, last_state: LastState, saved: SSDSaved, do
     def run_half(rows: slice, tokens: slice, start: Tensor | None, dinto: Tensor | None, dfinal: Tensor | None) -> SSDGrads:
         part = replace(_take_part(i, rows, tokens), initial_states=start)
         places = SSDGrads(**{name: t if t is None else t[rows, tokens] for name, t in whole.items()}, dinitial_states=dinto)
-        y = contiguous(None if saved.y is None else saved.y[rows, tokens])
-        return _run_half(backward, options, part, y, dout[rows, tokens], dfinal, places)
+        y, out = (contiguous(None if t is None else t[rows, tokens]) for t in (saved.y, saved.out))
+        return _run_half(backward, options, part, y, out, dout[rows, tokens], dfinal, places)
 
     if i.batch == 1:
         middle = -(-i.seqlen // (2 * SUB_CHUNK)) * SUB_CHUNK
@@ -71,14 +71,14 @@ def run_in_halves(backward: Backward, last_state: LastState, saved: SSDSaved, do
     return SSDGrads(**whole, **sums, dinitial_states=dinitial_states)
 
 
-def _run_half(backward: Backward, options: Options, i: SSDInputs, y: Tensor | None, dout: Tensor, dfinal_states: Tensor | None,
-              into: SSDGrads) -> SSDGrads:
+def _run_half(backward: Backward, options: Options, i: SSDInputs, y: Tensor | None, out: Tensor | None, dout: Tensor,
+              dfinal_states: Tensor | None, into: SSDGrads) -> SSDGrads:
     """The gradients of one half, recorded by itself: recorded together, the second could not take the first's memory.
 
     into: all but the sums, and dinitial_states perhaps.
     """
     places = [getattr(into, name) for name in _PLACES]
-    others = _launch(options, _run_others, (*i.tensors, y, dout, dfinal_states, *places), (*i.settings, backward, options))
+    others = _launch(options, _run_others, (*i.tensors, y, out, dout, dfinal_states, *places), (*i.settings, backward, options))
     return replace(into, **{name: t for name, t in zip(_OTHERS, others, strict=True) if t is not None})
 
 
@@ -89,10 +89,10 @@ def _launch(options: Options, call: Callable, tensors: tuple, settings: tuple) -
 def _run_others(*args) -> tuple[Tensor | None, ...]:
     """The gradients that were given no place."""
     args = iter(args)
-    tensors, (y, dout, dfinal_states), places = (tuple(islice(args, n)) for n in (INPUT_TENSORS, 3, len(_PLACES)))
+    tensors, (y, out, dout, dfinal_states), places = (tuple(islice(args, n)) for n in (INPUT_TENSORS, 4, len(_PLACES)))
     *settings, backward, options = args
     into = SSDGrads(**dict(zip(_PLACES, places, strict=True)))
-    grads = backward(SSDSaved(SSDInputs.of(tensors, settings), options, y), dout, dfinal_states, into)
+    grads = backward(SSDSaved(SSDInputs.of(tensors, settings), options, y, out=out), dout, dfinal_states, into)
     return tuple([getattr(grads, name) if getattr(into, name) is None else None for name in _OTHERS])
 
 

@@ -71,7 +71,7 @@ def _run_plain(i: SSDInputs, options: Options, save: bool, keep: bool) -> tuple[
     with torch.cuda.device_of(i.x):
         out, y, final_states, prev_states = scan(i, options, save, keep)
         ends = None if i.cu_seqlens is None else varlen_states(i, *chunk_cumsum(i), prev_states, options)
-    return out, final_states, SSDSaved(i, options, y, ends, prev_states if keep else None)
+    return out, final_states, SSDSaved(i, options, y, ends, prev_states if keep else None, out=out)
 
 
 def _run_stationary(i: SSDInputs, options: Options, save: bool,

@@ -68,7 +68,7 @@ def _forward_fake(*args):
     nstates, nends = (ndocs, 0) if inputs.has_document_states else (inputs.batch, ndocs)
     final_states = x.new_empty((nstates, *sizes), dtype=accumulator)
     varlen_states = x.new_empty((nends, *sizes) if nends else 0, dtype=accumulator)
-    y = x.new_empty(x.shape if save and inputs.z is not None else 0)
+    y = x.new_empty(x.shape if inputs.keeps_y(save) else 0)
     writes = writes_asked_states(name, inputs, options, save)
     states = x.new_empty(0)
     if writes:
@@ -80,12 +80,12 @@ def _forward_fake(*args):
 
 
 def _backward(*args):
-    tensors, (y, prev_states, dout, dfinal_states, *settings) = args[:INPUT_TENSORS], args[INPUT_TENSORS:]
+    tensors, (out, y, prev_states, dout, dfinal_states, *settings) = args[:INPUT_TENSORS], args[INPUT_TENSORS:]
     inputs, name, options, _ = _unpack(tensors, settings)
     if dout is None:
         dout = torch.zeros_like(inputs.x)
     y, prev_states = (t if t is not None and t.numel() else None for t in (y, prev_states))
-    saved = SSDSaved(inputs, options, y, prev_states=prev_states)
+    saved = SSDSaved(inputs, options, y, prev_states=prev_states, out=out)
     variant = resolve(name, inputs, options, "bwd", prev_states is not None)
     g = adapt_to_documents(variant, inputs).backward(saved, dout, dfinal_states, SSDGrads())
     return g.dx, g.ddt, g.dA, g.dB, g.dC, g.dD, g.dz, g.ddt_bias, g.dinitial_states, None, None
@@ -105,6 +105,11 @@ def _get_accumulator(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
+def _reads_out(tensors: tuple, settings: tuple) -> bool:
+    *settings, _, _, save = settings
+    return save and SSDInputs.of(tensors, settings).reads_out(save)
+
+
 _CHUNK_SCAN = DifferentiableOp(
     "chunk_scan",
     "Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? z, Tensor? dt_bias, Tensor? initial_states, "
@@ -112,4 +117,4 @@ _CHUNK_SCAN = DifferentiableOp(
     "int chunk_size, bool dt_softplus, float dt_min, float dt_max, ScalarType? state_dtype, "
     "int? return_states_every, str variant, str options, bool save",
     outputs=("out", "final_states"), extra=("varlen_states", "states"), kept=("y", "prev_states"),
-    forward=_forward, fake=_forward_fake, backward=_backward, fake_backward=_backward_fake, replays=_replays)
+    forward=_forward, fake=_forward_fake, backward=_backward, fake_backward=_backward_fake, replays=_replays, reads_first=_reads_out)

@@ -114,7 +114,7 @@ def count_forward_stages(p: Problem) -> dict[str, Cost]:
     """The baseline's five forward launches, in order. CB is counted as a full square, an upper bound."""
     X, K, D, S, M, N, Q = p.X, p.K, p.D, p.S, p.M, p.dstate, p.chunk_size
     e, s, pairs = p.itemsize, p.state_itemsize or p.itemsize, p.pairs(_STAGE_TILE)
-    gate = 2 * e * X if p.gated else 0  # z read; y, which a backward will need, written
+    gate = e * X if p.gated else 0  # z read
     return {
         "chunk_cumsum": Cost((e + 8) * D, exps=D, vector=4 * D),
         "chunk_state": Cost(e * X + e * K + 8 * D + 4 * S, 2 * X * N, D, X + 2 * D),

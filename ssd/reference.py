@@ -57,7 +57,7 @@ def compute_chunked(inputs: SSDInputs, precision: Precision) -> tuple[Tensor, Te
     y = y.flatten(1, 2)[:, : i.seqlen]
     if i.z is None:
         return y, final_states, None
-    return y * torch.nn.functional.silu(i.z), final_states, y
+    return y * stages.gate(i.z), final_states, y
 
 
 def compute_chunked_grads(inputs: SSDInputs, dout: Tensor, dfinal_states: Tensor | None, y: Tensor | None,
@@ -70,7 +70,8 @@ def compute_chunked_grads(inputs: SSDInputs, dout: Tensor, dfinal_states: Tensor
     CB = stages.bmm_chunk(operand.C, operand.B)
     dy, dz = precision(dout), None
     if i.z is not None:
-        dz, dy = stages.chunk_scan_dz(dy, precision.round(y), i.z)
+        y = precision.round(y) if inputs.keeps_y(True) else stages.find_y(precision.round(y * stages.gate(i.z)), i.z)
+        dz, dy = stages.chunk_scan_dz(dy, y, i.z)
     dy = into_chunks(operand.round(dy), i.chunk_size)
     D = _per_channel(i.D)
 

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .types import LEAST_Z
+
 
 @dataclass(frozen=True)
 class Precision:
@@ -146,8 +148,19 @@ def chunk_scan(CB, x, dt, dA_cumsum, C, prev_states, D, masks, precision) -> Ten
 
 def chunk_scan_dz(dout, y, z) -> tuple[Tensor, Tensor]:
     """(12): dz, dy."""
-    gate = z.sigmoid()
-    return dout * y * gate * (1 + z * (1 - gate)), dout * z * gate
+    s = z.sigmoid()
+    return dout * y * s * (1 + z * (1 - s)), dout * gate(z)
+
+
+def gate(z) -> Tensor:
+    """silu(z), as `SSDSaved.out` has it."""
+    return torch.nn.functional.silu(torch.where(z.abs() < LEAST_Z, LEAST_Z, z))
+
+
+def find_y(out, z) -> Tensor:
+    """The output before the gate; 0 where the gate has nothing left of it."""
+    by = gate(z)
+    return torch.where(by == 0, 0.0, out / by)
 
 
 def chunk_scan_dstates(dy, C, dA_cumsum, masks, precision) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from . import reference
-from .reference_stages import Precision
+from .reference_stages import Precision, find_y
 from .registry import Variant
 from .types import Options, SSDGrads, SSDInputs, SSDSaved
 
@@ -31,9 +31,9 @@ def _forward(inputs: SSDInputs, options: Options, save: bool) -> tuple[Tensor, T
             varlen_states = reference.varlen_states(inputs, precision)
         if inputs.return_states_every is not None:
             prev_states = reference.compute_prev_states(inputs, precision).to(inputs.states_dtype)
-    y = y.to(dtype).contiguous() if save and y is not None else None
-    saved = SSDSaved(inputs, options, y, varlen_states, prev_states)
-    return _make_whole(out.to(dtype)), _make_whole(final_states), saved
+    y = y.to(dtype).contiguous() if inputs.keeps_y(save) else None
+    out = _make_whole(out.to(dtype))
+    return out, _make_whole(final_states), SSDSaved(inputs, options, y, varlen_states, prev_states, out=out)
 
 
 def _make_whole(t: Tensor) -> Tensor:
@@ -48,9 +48,11 @@ def _find_states_every(inputs: SSDInputs, options: Options) -> int | None:
 
 def _backward(saved: SSDSaved, dout: Tensor, dfinal_states: Tensor | None, into: SSDGrads) -> SSDGrads:
     i = saved.inputs
-    y = None if i.z is None else saved.y
+    precision, y = _choose_precision(i), saved.y
     with _disable_autocast(i):
-        grads = reference.compute_chunked_grads(i, dout, dfinal_states, y, _choose_precision(i))
+        if y is None and i.z is not None:
+            y = find_y(precision(saved.out), precision(i.z))
+        grads = reference.compute_chunked_grads(i, dout, dfinal_states, y, precision)
     placed = {}
     for name in SSDGrads.__dataclass_fields__:
         grad, place, source = getattr(grads, name), getattr(into, name), getattr(i, name[1:])

@@ -11,6 +11,7 @@ from .options import Options
 
 SUB_CHUNK = 64  # tokens that a walk takes at a time
 SPAN = 2 * SUB_CHUNK  # tokens between the states that a backward reads where a state is large
+LEAST_Z = 2.0**-64  # of a gate, in size
 INPUT_TENSORS = 11  # in `SSDInputs.tensors`
 
 
@@ -70,6 +71,18 @@ class SSDInputs:
         """True when a forward is to leave `SSDSaved.prev_states`. save: a backward may follow."""
         return self.return_states_every is not None or (save and options.save_states)
 
+    def keeps_y(self, save: bool) -> bool:
+        """True when a forward is to leave `SSDSaved.y`. save: a backward may follow."""
+        return save and self.z is not None and self.x.dtype == torch.float16
+
+    def reads_out(self, save: bool) -> bool:
+        """True when a backward is to read `SSDSaved.out` in place of y. save: a backward may follow.
+
+        What it finds by dividing by the gate has the relative error of the output's rounding, as y has of its own. In fp16,
+        which has few exponents, small gates would leave too few digits.
+        """
+        return save and self.z is not None and not self.keeps_y(save)
+
     def asks_for_states_alone(self, options: Options, save: bool) -> bool:
         """Whether a forward is asked for states, and none are kept for a backward. save: a backward may follow."""
         return self.return_states_every is not None and not (save and options.save_states)
@@ -117,8 +130,8 @@ class SSDSaved:
     """What a forward leaves beside its two outputs.
 
     Attributes:
-        y: (batch, seqlen, nheads, headdim), the output before the gate z, for the backward; None without z, and where no
-            backward may follow.
+        y: (batch, seqlen, nheads, headdim), the output before the gate z, for the backward, where `inputs.keeps_y` says so;
+            else None.
         varlen_states: (ndocs, nheads, headdim, dstate) fp32, the state at the end of each document of `cu_seqlens`;
             None where that was not given.
         prev_states: (batch, nspans, nheads, headdim, dstate) in `inputs.states_dtype`, the state before each span of
@@ -127,6 +140,8 @@ class SSDSaved:
         states: (batch, seqlen // every, nheads, headdim, dstate) in `inputs.states_dtype`, those that
             `inputs.return_states_every` asks for, from variants that write them apart where a backward needs none
             (`Variant.writes_states`); else None.
+        out: the output, contiguous, for the backward, where `inputs.reads_out`: it was multiplied by silu(z), but where z is
+            smaller than LEAST_Z by silu(LEAST_Z), or y would be lost there.
     """
 
     inputs: SSDInputs
@@ -135,6 +150,7 @@ class SSDSaved:
     varlen_states: Tensor | None = None
     prev_states: Tensor | None = None
     states: Tensor | None = None
+    out: Tensor | None = None
 
     @property
     def states_every(self) -> int:

@@ -17,12 +17,12 @@ from ssd.kernels.device import (
     CB_offset,
     decay,
     document_before,
+    gate,
     keep_document,
     load_skip,
     load_state_t,
     pair_weights,
     scale_exponent,
-    sigmoid,
     state_offset,
     step_offset,
     unpack_program,
@@ -97,7 +97,7 @@ def bmm_chunk_scan_rows_kernel(x, z, B, C, CB, D, dt, dA_cumsum, seq_idx, prev_s
     if z is not None:
         z += b * strides.z[0] + h * strides.z[2]
         z_i = load_block(z, strides.z, token + first, offs_m, offs_p, seqlen, FORM.headdim).to(tl.float32)
-        acc *= z_i * sigmoid(z_i)
+        acc *= gate(z_i)
     tl.store(out + at, acc.to(DTYPE), mask=inside)
 
 

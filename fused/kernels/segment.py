@@ -18,10 +18,10 @@ from ssd.kernels.arguments import get_sizes
 from ssd.kernels.device import (
     decay,
     document_before,
+    gate,
     load_skip,
     load_tokens,
     scale_exponent,
-    sigmoid,
     state_tile_t,
     store_tokens,
 )
@@ -197,6 +197,6 @@ def scan_segment(state, first, end, b, h, offs_n, offs_p, tokens, prev_states, o
             tl.store(y + row + at, acc.to(DTYPE), mask=inside)
         if z is not None:
             z_i = load_block(z, strides.z, token, offs_m, offs_p, seqlen, FORM.headdim).to(tl.float32)
-            acc *= z_i * sigmoid(z_i)
+            acc *= gate(z_i)
         tl.store(out + row + at, acc.to(DTYPE), mask=inside)
     return state

@@ -30,7 +30,7 @@ from .kernels.document_passing import pass_states, pass_states_bwd
 def forward(run: Callable, i: SSDInputs, options: Options, save: bool) -> tuple[Tensor, Tensor, SSDSaved]:
     """As `Variant.forward`, by `run`, that of a variant. It keeps no states."""
     out, y, final_states, _ = _run_rows(run, _Rows.of(i), i, options, save)
-    return out, final_states, SSDSaved(i, options, y)
+    return out, final_states, SSDSaved(i, options, y, out=out)
 
 
 def forward_chunks(run: Callable, i: SSDInputs, cu_chunk_seqlens: Tensor, last_chunks: Tensor,
@@ -64,7 +64,7 @@ def backward(run: Callable, saved: SSDSaved, dout: Tensor, dfinal_states: Tensor
     i, options = saved.inputs, saved.options
     dout = fit_to_tiles(dout)
     with torch.cuda.device_of(i.x):
-        dz, dy = (None, dout) if i.z is None else chunk_scan_dz(i, dout, saved.y, into.dz)
+        dz, dy = chunk_scan_dz(saved, dout, into.dz)
         rows = _Rows.of(i)
         dy = rows.pack(dy)
         dt, dA_cumsum = chunk_cumsum(rows.whole)

@@ -25,4 +25,4 @@ def forward(inputs: SSDInputs, options: Options, save: bool) -> tuple[Tensor, Te
         out, y = chunk_scan(inputs, CB, dt, dA_cumsum, prev_states, options, save)
         ends = None if inputs.cu_seqlens is None else varlen_states(inputs, dt, dA_cumsum, prev_states, options)
     kept = prev_states if inputs.keeps_states(options, save) else None
-    return out, final_states, SSDSaved(inputs, options, y, ends, kept)
+    return out, final_states, SSDSaved(inputs, options, y, ends, kept, out=out)

@@ -78,8 +78,8 @@ def scan_part(i: SSDInputs, return_final_states: bool, variant: str, options: Op
     out, final_states = results
     if trains:
         decays = decays.clone()  # or all that was received would be kept for the backward
-        out, final_states = _Leave.apply(out, final_states, place, i.settings, decays, i.z, i.C, i.dt, i.A, i.dt_bias,
-                                         i.seq_idx)
+        out, final_states = _Leave.apply(out, final_states, place, i.settings, not i.reads_out(True), decays, i.z, i.C, i.dt, i.A,
+                                         i.dt_bias, i.seq_idx)
     return (out, final_states) if return_final_states else out
 
 
@@ -190,10 +190,11 @@ class _Leave(torch.autograd.Function):
     """Out and the state that leaves, as they are; in the backward, adds to the gradient of this state that of later ranks."""
 
     @staticmethod
-    def forward(ctx, out, final_states, place, settings, decays, *tensors):
+    def forward(ctx, out, final_states, place, settings, changeable, decays, *tensors):
         ctx.place, ctx.settings, ctx.shape = place, settings, final_states.shape
         ctx.save_for_backward(decays, *tensors)
-        ctx.mark_dirty(out, final_states)  # so that they are no views, which a caller may not change in place
+        # so that they are no views, which a caller may not change in place; an out that a backward reads nobody may
+        ctx.mark_dirty(*[out] * changeable, final_states)
         ctx.set_materialize_grads(False)
         return out, final_states
 
@@ -219,4 +220,4 @@ class _Leave(torch.autograd.Function):
             for rank in range(place.ranks - 2, place.rank, -1):
                 later = decays[rank][..., None, None] * later + starts[rank]
             dfinal_states = later if dfinal_states is None else dfinal_states + later
-        return dout, dfinal_states, *[None] * 9
+        return dout, dfinal_states, *[None] * 10

@@ -86,6 +86,6 @@ def output(like: Tensor, into: Tensor | None = None, dtype: torch.dtype | None =
 
 
 def allocate_outputs(i: SSDInputs, save: bool) -> tuple[Tensor, Tensor | None]:
-    """out, shaped as x; and y, the output before the gate, where there is a gate and a backward may follow (`save`)."""
+    """out, shaped as x; and y, the output before the gate, where `SSDInputs.keeps_y`."""
     out = torch.empty(i.x.shape, device=i.x.device, dtype=i.x.dtype)
-    return out, torch.empty_like(out) if save and i.z is not None else None
+    return out, torch.empty_like(out) if i.keeps_y(save) else None

@@ -3,7 +3,10 @@
 import triton
 import triton.language as tl
 
+from .. import types
+
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+LEAST_Z: tl.constexpr = tl.constexpr(types.LEAST_Z)
 
 
 @triton.jit
@@ -35,6 +38,19 @@ def product(a, b):
 @triton.jit
 def sigmoid(v):
     return 1.0 / (1.0 + tl.exp(-v))
+
+
+@triton.jit
+def keep_from_zero(z):
+    """z, or LEAST_Z where it is smaller than that: `SSDSaved.out` says why."""
+    return tl.where(tl.abs(z) < LEAST_Z, LEAST_Z, z)
+
+
+@triton.jit
+def gate(z):
+    """silu(z), and never 0 for want of a z."""
+    z = keep_from_zero(z)
+    return z * sigmoid(z)
 
 
 @triton.jit

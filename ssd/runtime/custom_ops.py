@@ -81,20 +81,25 @@ class DifferentiableOp:
         kept: names of outputs for the backward alone.
         forward: (*tensors, *settings) -> (*outputs, *extra, *kept).
         fake: the same, of tensors without memory; absent outputs are empty.
-        backward: (*tensors, *kept, *gradients of outputs, *settings) -> a gradient or None for each of the tensors.
+        backward: (*tensors, first output where `reads_first` is given, *kept, *gradients of outputs, *settings) -> a gradient or
+            None for each of the tensors.
         fake_backward: (*tensors) -> what the op of the backward returns; by default, tensors of their shapes and dtypes.
         arrange: changes a gradient of the first output, outside of what is recorded, before the backward takes it.
         replays: (settings) -> whether launches may be recorded and repeated; by default, always.
+        reads_first: (tensors, settings) -> whether the backward reads the first output, which nobody may then change; else it is
+            given None.
     """
 
     def __init__(self, name: str, tensors: str, settings: str, outputs: tuple[str, ...], forward: Callable, fake: Callable,
                  backward: Callable, extra: tuple[str, ...] = (), kept: tuple[str, ...] = (),
                  fake_backward: Callable | None = None, arrange: Callable[[Tensor], Tensor] | None = None,
-                 replays: Callable[[tuple], bool] | None = None):
+                 replays: Callable[[tuple], bool] | None = None, reads_first: Callable[[Tensors, tuple], bool] | None = None):
         self.forward, self.backward, self.arrange, self.replays = forward, backward, arrange, replays
+        self.reads_first = reads_first
         self.ntensors, self.noutputs, self.nkept = tensors.count("Tensor"), len(outputs), len(kept)
         leaving = ", ".join(f"Tensor {out}" for out in (*outputs, *extra, *kept))
-        entering = ", ".join(f"Tensor? {t}" for t in (*kept, *(f"d{out}" for out in outputs)))
+        read = outputs[: reads_first is not None]
+        entering = ", ".join(f"Tensor? {t}" for t in (*read, *kept, *(f"d{out}" for out in outputs)))
         self.op = define_op(name, f"({tensors}, {settings}) -> ({leaving})", lambda *args: _fill(forward(*args)), fake)
         self.op_backward = define_op(
             f"{name}_bwd", f"({tensors}, {entering}, {settings}) -> ({', '.join(['Tensor'] * self.ntensors)})",
@@ -129,7 +134,8 @@ def _join(name: str, op: DifferentiableOp) -> type[torch.autograd.Function]:
         else:
             with torch._C._AutoDispatchBelowAutograd():
                 outputs = op.op(*args)
-        ctx.save_for_backward(*tensors, *outputs[len(outputs) - op.nkept :])
+        read = () if op.reads_first is None else (outputs[0] if op.reads_first(tensors, settings) else None,)
+        ctx.save_for_backward(*tensors, *read, *outputs[len(outputs) - op.nkept :])
         ctx.settings = settings
         ctx.set_materialize_grads(False)
         absent = [t for t in outputs[1 : op.noutputs] if t is not None and not t.numel()]

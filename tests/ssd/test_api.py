@@ -193,20 +193,21 @@ def test_gradcheck():
     assert torch.autograd.gradcheck(call, [getattr(inputs, name) for name in names])
 
 
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=str)
 @pytest.mark.parametrize("variant", RUNNABLE)
-def test_nothing_is_kept_without_a_gradient(variant, device, monkeypatch):
-    """y and prev_states, which only a backward reads, under no_grad and where nothing requires a gradient."""
+def test_nothing_is_kept_without_a_gradient(variant, dtype, device, monkeypatch):
+    """y, of fp16, and prev_states, which only a backward reads, under no_grad and where nothing requires a gradient."""
     kept = []
     keeps_states = variant != "torch"
     watch_forward(variant, variant, lambda options, saved: kept.append(
         (saved.y is not None, saved.prev_states is not None)), monkeypatch)
-    inputs = random_inputs(ROW, EVERYTHING, torch.float32, device)
+    inputs, keeps_y = random_inputs(ROW, EVERYTHING, dtype, device), dtype == torch.float16
     assert run(leaves(inputs), variant=variant).requires_grad
     run(leaves(inputs), variant=variant, options=ssd.Options(save_states=False))
     run(inputs, variant=variant)
     with torch.no_grad():
         assert not run(leaves(inputs), variant=variant).requires_grad
-    assert kept == [(True, keeps_states), (True, False), (False, False), (False, False)]
+    assert kept == [(keeps_y, keeps_states), (keeps_y, False), (False, False), (False, False)]
 
 
 @pytest.mark.parametrize("variant", RUNNABLE)

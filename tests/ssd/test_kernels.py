@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ssd import reference
+from ssd import reference, reference_stages
 from ssd.baseline.kernels.bmm_bwd import bmm_bwd_dB, bmm_bwd_dC
 from ssd.baseline.kernels.bmm_chunk import bmm_chunk
 from ssd.baseline.kernels.chunk_scan import chunk_scan
@@ -25,7 +25,7 @@ from ssd.kernels.chunk_cumsum_bwd import chunk_cumsum_bwd
 from ssd.kernels.sum_parts import sum_first
 from ssd.kernels.sum_several import sum_several
 from ssd.reference_stages import Precision, into_chunks
-from ssd.types import Options
+from ssd.types import Options, SSDSaved
 from tests.inputs import HALF, Case, Shape, random_inputs, random_like
 from tests.stage_values import SHAPE, Values, assert_stages, find_written_pairs, name_results, over_values
 
@@ -82,10 +82,18 @@ def test_chunk_cumsum(case, dtype, device):
     assert_stages(v, name_results("dt dA_cumsum", *chunk_cumsum(v.inputs)), "chunk_cumsum", dt=v.inputs.dt)
 
 
-def test_chunk_scan_dz(device):
-    v = Values.draw("every option", HALF, device)
+@pytest.mark.parametrize("dtype", (torch.float32, HALF), ids=str)
+def test_chunk_scan_dz(dtype, device):
+    """From y where that is kept, else from the output; of gates near 0 and at it, and of some that leave little."""
+    v = Values.draw("every option", dtype, device)
+    z = v.inputs.z.clone()
+    z[..., :5] = torch.tensor([0.0, -0.0, 1e-30, -1e-4, -20.0], dtype=z.dtype, device=device)
+    v = replace(v, inputs=replace(v.inputs, z=z))
     y = random_like(v.inputs.x, "y")
-    assert_stages(v, name_results("dz dy", *chunk_scan_dz(v.inputs, v.dy, y, None)), "chunk_scan_dz", dout=v.dy, y=y)
+    out = (y.float() * reference_stages.gate(z.float())).to(dtype)
+    saved = SSDSaved(v.inputs, OPTIONS, y if v.inputs.keeps_y(True) else None, out=out)
+    y = y if v.inputs.keeps_y(True) else reference_stages.find_y(out.float(), z.float())
+    assert_stages(v, name_results("dz dy", *chunk_scan_dz(saved, v.dy, None)), "chunk_scan_dz", dout=v.dy, y=y)
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, HALF), ids=str)

@@ -16,11 +16,13 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from ssd import types
 from ssd.runtime.gluon_names import async_load, async_store, reinterpret
 
 from ... import schedule
 
 LOG2E = gl.constexpr(1.4426950408889634)
+LEAST_Z = gl.constexpr(types.LEAST_Z)
 RUN_FIELDS = gl.constexpr(schedule.RUN_FIELDS)
 
 
@@ -66,6 +68,13 @@ def load_run(runs, k):
 def decay(exponent):
     """2^exponent of an exponent that only rounding makes positive: clamped at 0, in one instruction. NaN stays NaN."""
     return gl.exp2(gl.inline_asm_elementwise("min.NaN.f32 $0, $1, $2;", "=r,r,r", [exponent, 0.0], gl.float32, True, 1))
+
+
+@gluon.jit
+def apply_gate(y, z):
+    """y times its gate, as `SSDSaved.out` has it."""
+    z = gl.where(gl.abs(z) < LEAST_Z, LEAST_Z, z)
+    return y * z / (1.0 + gl.exp2(-LOG2E * z))
 
 
 @gluon.jit

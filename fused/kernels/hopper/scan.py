@@ -59,6 +59,7 @@ from .ring import make_ring, mark_empty, mark_full, slot_of, wait_empty, wait_fu
 from .roles import (
     LOG2E,
     allocate_tiles,
+    apply_gate,
     decay,
     fetch_slice,
     get_head,
@@ -260,7 +261,7 @@ def scan_slice(outputs, rings, tiles, vectors, dA_cumsum, D, start, work, form: 
                 get_tile(tiles.y, 2 + U, BLOCK_M, ROWS).permute((1, 0)).store(y.to(DTYPE))
             if tiles.z is not None:
                 z = get_tile(tiles.z, 2 * slot + U, BLOCK_M, ROWS).permute((1, 0)).load(PI).to(gl.float32)
-                y = y * z / (1.0 + gl.exp2(-LOG2E * z))
+                y = apply_gate(y, z)
             get_tile(tiles.y, U, BLOCK_M, ROWS).permute((1, 0)).store(y.to(DTYPE))
             fence_async_shared()
             block_barrier()

@@ -55,7 +55,8 @@ def add_pieces(state, ends, factors, run, STATE: gl.constexpr, U: gl.constexpr, 
                PART: gl.constexpr = 0, PARTS: gl.constexpr = 1, WHOLE: gl.constexpr = False):
     """Equation (28): slice U of a pair [P, N] fp32 before a run, from that before the pieces that enter the run.
 
-    ends (npieces, 2, ROWS * WIDTH), factors (npieces, 2): what each piece adds, and its decay; None if there are no pieces.
+    ends (npieces, 2, ROWS * WIDTH) fp32 or bf16, factors (npieces, 2) fp32: what each piece adds, and its decay; None if there
+    are no pieces.
     PARTS: how many parts each piece has, of which PART is added: side by side, or with WHOLE the columns of one end.
     """
     if ends is not None:
@@ -65,7 +66,7 @@ def add_pieces(state, ends, factors, run, STATE: gl.constexpr, U: gl.constexpr, 
         lane: gl.constexpr = U if WHOLE else 2 * PART + U
         width: gl.constexpr = PARTS * WIDTH if WHOLE else WIDTH
         for i in range(lanes * run.piece + lane, lanes * (run.piece + run.npieces) + lane, lanes):
-            end = gl.load(locate_end(ends, i, STATE, ROWS, width, WIDTH, PART * WIDTH if WHOLE else 0))
+            end = gl.load(locate_end(ends, i, STATE, ROWS, width, WIDTH, PART * WIDTH if WHOLE else 0)).to(gl.float32)
             state = state * gl.load(factors + i) + end
     return state
 

@@ -18,11 +18,11 @@ from ...kernels.device import (
     chunk_offset,
     decays_from_start,
     document_before,
+    gate,
     load_skip,
     load_state_t,
     load_tokens,
     pair_weights,
-    sigmoid,
     state_offset,
     step_offset,
     unpack_program,
@@ -91,7 +91,7 @@ def chunk_scan_kernel(CB, x, z, C, D, dt, dA_cumsum, seq_idx, prev_states, out, 
     if z is not None:
         z += chunk_offset(strides.z, b, token, h)
         z_i = load_tokens(z, strides.z, offs_i, offs_p, rows, SIZES.headdim).to(tl.float32)
-        acc *= z_i * sigmoid(z_i)
+        acc *= gate(z_i)
     tl.store(out + at, acc.to(DTYPE), mask=inside)
 
 
