@@ -27,6 +27,7 @@ from torch import Tensor
 
 from ssd.kernels.arguments import cdiv
 
+from .end_to_end import list_work, place_blocks
 from .time_model import Cut, Step, TimeModel, get_time_model
 
 SHORTEST = 4  # sub-chunks that a segment or a share has at least
@@ -70,7 +71,10 @@ def deal(batch: int, pairs: int, nsub: int, blocks: int, gpu: str, step: str, cu
     whole = batch * pairs // blocks * blocks
     rest = batch * pairs - whole
     chosen = _choose_cut(get_time_model(gpu), step, rest, nsub, blocks) if cut and rest else Cut(nsub, nsub)
-    starts = [chosen.list_starts(n, nsub) for n in range(rest)]
+    places: list[int] = []  # where each block begins, in all sequences in a row
+    if chosen.end_to_end:  # behind whole sequences no block waits for the state pass
+        places = list(range(0, rest * nsub, chosen.each)) if whole else place_blocks(rest, nsub, blocks)
+    starts = _cut_at(places, rest, nsub) if places else [list(range(0, nsub, chosen.each))] * rest
     # Laid end to end, what the pieces walk is cut where a segment begins and where a share does.
     *begin, end = accumulate((of[-1] for of in starts), initial=0)
     bounds = {begin[n] + start for n, of in enumerate(starts) for start in of[:-1]}
@@ -87,13 +91,14 @@ def deal(batch: int, pairs: int, nsub: int, blocks: int, gpu: str, step: str, cu
                   for n, of in enumerate(starts) for first, last in pairwise([*of, nsub]))
     segments = [make_run(*cut) for _, *cut in cuts]
     if chosen.end_to_end:
-        dealt: list[list[Run]] = [[] for _ in range(blocks)]
+        dealt: list[list[Run]] = [[] for _ in places]
         for (_, n, first, _), run in zip(cuts, segments, strict=True):
-            dealt[(n * nsub + first) // chosen.each].append(run)
+            dealt[bisect_right(places, n * nsub + first) - 1].append(run)
         # runs that begin a sequence wait for no piece, and the first blocks find SMs that the state pass leaves
         for of in dealt:
             of.sort(key=_waits_for_pieces)
-        dealt.sort(key=lambda of: not of or _waits_for_pieces(of[0]))
+        work = list_work(places, rest * nsub, nsub)
+        dealt = [dealt[k] for k in sorted(range(len(dealt)), key=lambda k: (work[k].waits, -work[k].work))]
         segments = [run for turn in zip_longest(*dealt, fillvalue=_EMPTY) for run in turn]
     sequence = torch.arange(whole, dtype=torch.int32, device=device)
     runs = sequence.new_zeros(whole + len(segments), RUN_FIELDS)
@@ -217,6 +222,15 @@ def _list_shares(sequences: int, nsub: int, segment: int, blocks: int) -> tuple[
     if before <= blocks:
         shares.append(cdiv(segment, blocks // before))
     return tuple(max(SHORTEST, share) for share in shares)
+
+
+def _cut_at(places: list[int], sequences: int, nsub: int) -> list[list[int]]:
+    """The first sub-chunk of each segment, of each of the sequences, where blocks begin at these places of all in a row."""
+    starts = [[0] for _ in range(sequences)]
+    for place in places:
+        if place % nsub:
+            starts[place // nsub].append(place % nsub)
+    return starts
 
 
 def _waits_for_pieces(run: Run) -> bool:

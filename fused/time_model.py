@@ -41,8 +41,9 @@ class Cut(NamedTuple):
 
     Attributes:
         each: that a segment has, but the last of a sequence may be shorter.
-        share: that a block of the state pass has. None: the sequences lie end to end, block after block takes the next `each`,
-            and a segment ends where either ends; a block of the pass has what lies between two beginnings of segments.
+        share: that a block of the state pass has. None: the sequences lie end to end, block after block takes about as many of
+            the next (`end_to_end`), and a segment ends where either ends; a block of the pass has what lies between two
+            beginnings of segments.
     """
 
     each: int
@@ -51,11 +52,6 @@ class Cut(NamedTuple):
     @property
     def end_to_end(self) -> bool:
         return self.share is None
-
-    def list_starts(self, n: int, nsub: int) -> list[int]:
-        """The first sub-chunk of each segment of the n-th sequence."""
-        begun = n * nsub if self.end_to_end else 0  # sub-chunks before the sequence, in the order that is cut
-        return [0, *range(-begun % self.each or self.each, nsub, self.each)]
 
 
 @dataclass(frozen=True)

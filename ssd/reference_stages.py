@@ -154,7 +154,7 @@ def chunk_scan_dz(dout, y, z) -> tuple[Tensor, Tensor]:
 
 def gate(z) -> Tensor:
     """silu(z), as `SSDSaved.out` has it."""
-    return torch.nn.functional.silu(torch.where(z.abs() < LEAST_Z, LEAST_Z, z))
+    return F.silu(torch.copysign(z.abs().clamp(min=LEAST_Z), z))
 
 
 def find_y(out, z) -> Tensor:

@@ -140,8 +140,8 @@ class SSDSaved:
         states: (batch, seqlen // every, nheads, headdim, dstate) in `inputs.states_dtype`, those that
             `inputs.return_states_every` asks for, from variants that write them apart where a backward needs none
             (`Variant.writes_states`); else None.
-        out: the output, contiguous, for the backward, where `inputs.reads_out`: it was multiplied by silu(z), but where z is
-            smaller than LEAST_Z by silu(LEAST_Z), or y would be lost there.
+        out: the output, contiguous, for the backward, where `inputs.reads_out`: it was multiplied by silu(z), where z
+            has LEAST_Z for its size if that is less, or y would be lost there.
     """
 
     inputs: SSDInputs

@@ -42,8 +42,9 @@ def sigmoid(v):
 
 @triton.jit
 def keep_from_zero(z):
-    """z, or LEAST_Z where it is smaller than that: `SSDSaved.out` says why."""
-    return tl.where(tl.abs(z) < LEAST_Z, LEAST_Z, z)
+    """z, with LEAST_Z for its size where that is less: `SSDSaved.out` says why."""
+    size = tl.maximum(tl.abs(z), LEAST_Z, propagate_nan=tl.PropagateNan.ALL).to(tl.int32, bitcast=True)
+    return (size | z.to(tl.int32, bitcast=True) & -0x80000000).to(tl.float32, bitcast=True)
 
 
 @triton.jit

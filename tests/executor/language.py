@@ -57,6 +57,10 @@ def _run_assembly(asm: str, constraints: str, args: list, *rest: object, **more:
     return apply(next(function for name, function in ASSEMBLY.items() if f"{name} " in asm), *args)
 
 
+def _bound_size(v: Value, least: float = 2.0**-64) -> Tensor:
+    return torch.copysign(torch.as_tensor(v).abs().clamp(min=least), torch.as_tensor(v))
+
+
 ASSEMBLY = {
     "and.b32": _bits_of_both,
     PREFETCH: prefetch,
@@ -65,6 +69,8 @@ ASSEMBLY = {
     "griddepcontrol.launch_dependents;": _let_next_begin,
     "griddepcontrol.wait;": _wait_for_last,
     "rcp.approx.ftz.f32": torch.reciprocal,
+    "max.NaN.xorsign.abs.bf16x2": _bound_size,
+    "max.NaN.xorsign.abs.f32": _bound_size,
     "max.NaN.f32": lambda v, least: torch.as_tensor(v).clamp(min=least),
     "min.NaN.f32": lambda v, most: torch.as_tensor(v).clamp(max=most),
 }

@@ -193,6 +193,34 @@ def test_gradcheck():
     assert torch.autograd.gradcheck(call, [getattr(inputs, name) for name in names])
 
 
+@pytest.mark.parametrize("dtype", (torch.float32, HALF), ids=str)
+@pytest.mark.parametrize("variant", RUNNABLE)
+def test_gates_that_are_nothing(variant, dtype, device):
+    """dz where z is 0, or so small or so far below 0 that the output has nothing of what it was multiplied with."""
+    inputs = random_inputs(ROW, EVERYTHING, dtype, device)
+    inputs.z[:, ::2, :, :4] = torch.tensor([0.0, -0.0, 1e-30, -1000.0], dtype=dtype, device=device)
+    got, ways = backward(leaves(inputs), variant)
+    with torch.no_grad():
+        expected = truths(inputs, *ways)
+        assert_all_accurate(got, expected, inputs, *ways)
+        small, far = got["dz"][:, ::2, :, :3], got["dz"][:, ::2, :, 3]
+        assert_close(small.double(), expected["dz"][:, ::2, :, :3].double(), rtol=0.1, atol=0.02)
+        assert (small != 0).float().mean() > 0.9 and not far.any()
+
+
+@pytest.mark.parametrize("gated", (False, True))
+def test_an_output_that_a_backward_reads_is_not_changed(gated, device):
+    """With a gate, and without one nobody reads it."""
+    inputs = leaves(random_inputs(ROW, replace(EVERYTHING, z=gated), torch.float32, device))
+    out = run(inputs, variant="torch")
+    out.add_(1.0)
+    if gated:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()
+    else:
+        out.sum().backward()
+
+
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=str)
 @pytest.mark.parametrize("variant", RUNNABLE)
 def test_nothing_is_kept_without_a_gradient(variant, dtype, device, monkeypatch):

@@ -8,7 +8,7 @@ Equation (27) of docs/ssd.md over a whole piece, at whose end A is A_end. Roles:
 In bf16 a run's steps are taken from the last to the first, so that the decay after each is known and S is only ever added to:
 nothing is scaled on the chain from one product to the next. In fp16 what has decayed that far would be lost, so S is walked as
 hopper_states does. `walks` says what one block walks. A run writes ends (npieces, 2, 64, dstate), the state at its end where
-that before it is zero, in bf16 where states are kept so, else in fp32; and factors (npieces, 2) fp32, the decay over it, in row
+that before it is zero, in fp32 or in bf16; and factors (npieces, 2) fp32, the decay over it, in row
 `piece`: equation (28) joins them. With
 documents a piece begins where the last one that it enters does, and adds that one's own state at its end.
 """
@@ -140,13 +140,13 @@ def hopper_pieces_kernel(x_desc, B_desc, dy_desc, C_desc, dA_cumsum, dt, initial
 
 
 def piece_states(i: SSDInputs, descriptors, dt, dA_cumsum, npieces: int, runs, forwards: int, blocks=None,
-                 starts=(None, None)) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns ends and factors. descriptors: of x, B, and of dy, C if rows from `forwards` on are walked backwards.
+                 starts=(None, None), dtype=torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns ends, of this dtype, and factors. descriptors: of x, B, and of dy, C if rows from `forwards` on are walked
+    backwards.
 
     runs: (blocks, nruns, 6) int32. blocks: those of documents, in place of sub-chunks; starts: descriptors of their
     initial_states and dfinal_states, each or None for zeros.
     """
-    dtype = torch.bfloat16 if i.states_dtype == torch.bfloat16 else torch.float32  # fp16 might overflow
     ends = torch.empty(npieces, 2, *(d.block_shape[-1] for d in descriptors[:2]), device=i.x.device, dtype=dtype)
     factors = torch.empty(npieces, 2, device=i.x.device, dtype=torch.float32)
     launch(hopper_pieces_kernel, runs.shape[0], *(*descriptors, None, None)[:4], dA_cumsum, dt, *starts, ends, factors, runs,
