@@ -261,8 +261,8 @@ def make_runs(i: SSDInputs, rows: int, descriptors: tuple, dt: Tensor, dA_cumsum
     if not npieces:
         return runs, None, None
     starts = (None, None) if blocks is None else tuple(map(describe_document_states, starts))
-    # what a scan reads is an operand in 16 bits anyway, but fp16 might overflow; states and gradients leave walks in fp32, too
-    dtype = torch.bfloat16 if scan and i.states_dtype == torch.bfloat16 else torch.float32
+    # fp16 is finer than what bf16 makes of operands; walks leave states and gradients that may be exact
+    dtype = torch.float16 if scan and i.x.dtype == torch.bfloat16 else torch.float32
     return runs, *piece_states(i, descriptors, dt, dA_cumsum, npieces, piece_runs, forwards, blocks, starts, dtype)
 
 

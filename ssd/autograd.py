@@ -117,4 +117,5 @@ _CHUNK_SCAN = DifferentiableOp(
     "int chunk_size, bool dt_softplus, float dt_min, float dt_max, ScalarType? state_dtype, "
     "int? return_states_every, str variant, str options, bool save",
     outputs=("out", "final_states"), extra=("varlen_states", "states"), kept=("y", "prev_states"),
-    forward=_forward, fake=_forward_fake, backward=_backward, fake_backward=_backward_fake, replays=_replays, reads_first=_reads_out)
+    forward=_forward, fake=_forward_fake, backward=_backward, fake_backward=_backward_fake, replays=_replays,
+    reads_first=_reads_out)

@@ -78,8 +78,8 @@ def scan_part(i: SSDInputs, return_final_states: bool, variant: str, options: Op
     out, final_states = results
     if trains:
         decays = decays.clone()  # or all that was received would be kept for the backward
-        out, final_states = _Leave.apply(out, final_states, place, i.settings, not i.reads_out(True), decays, i.z, i.C, i.dt, i.A,
-                                         i.dt_bias, i.seq_idx)
+        out, final_states = _Leave.apply(out, final_states, place, i.settings, not i.reads_out(True), decays, i.z, i.C, i.dt,
+                                         i.A, i.dt_bias, i.seq_idx)
     return (out, final_states) if return_final_states else out
 
 

@@ -81,13 +81,13 @@ class DifferentiableOp:
         kept: names of outputs for the backward alone.
         forward: (*tensors, *settings) -> (*outputs, *extra, *kept).
         fake: the same, of tensors without memory; absent outputs are empty.
-        backward: (*tensors, first output where `reads_first` is given, *kept, *gradients of outputs, *settings) -> a gradient or
-            None for each of the tensors.
+        backward: (*tensors, the first output where `reads_first` is given, *kept, *gradients of outputs, *settings) -> a
+            gradient or None for each of the tensors.
         fake_backward: (*tensors) -> what the op of the backward returns; by default, tensors of their shapes and dtypes.
         arrange: changes a gradient of the first output, outside of what is recorded, before the backward takes it.
         replays: (settings) -> whether launches may be recorded and repeated; by default, always.
-        reads_first: (tensors, settings) -> whether the backward reads the first output, which nobody may then change; else it is
-            given None.
+        reads_first: (tensors, settings) -> whether the backward reads the first output, which nobody may then change; else it
+            is given None.
     """
 
     def __init__(self, name: str, tensors: str, settings: str, outputs: tuple[str, ...], forward: Callable, fake: Callable,

@@ -148,6 +148,10 @@ def _sum(value: Value, axis: int) -> Value:
     return Value(value.tensor.sum(axis), value.layout and real.SliceLayout(axis, value.layout), value.loads)
 
 
+def _max(value: Value, axis: int) -> Value:
+    return Value(value.tensor.amax(axis), value.layout and real.SliceLayout(axis, value.layout), value.loads)
+
+
 def _reshape(value: Value, shape: list[int]) -> Value:
     return Value(value.tensor.reshape(tuple(shape)), None, value.loads)
 
@@ -243,6 +247,7 @@ def _language() -> types.ModuleType:
     gl.arange = lambda start, stop, layout: Value(torch.arange(start, stop), layout)
     gl.zeros = lambda shape, dtype, layout: Value(torch.zeros(tuple(shape), dtype=TORCH[dtype]), layout)
     gl.where, gl.minimum = _where, _minimum
+    gl.max = _max
     gl.expand_dims, gl.sum, gl.reshape, gl.permute, gl.join, gl.split = _expand_dims, _sum, _reshape, _permute, _join, _split
     gl.abs, gl.exp2 = (lambda value: apply(torch.abs, value)), (lambda value: apply(torch.exp2, value))
     gl.convert_layout = lambda value, layout: Value(value.tensor, layout, value.loads)

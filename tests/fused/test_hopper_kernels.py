@@ -86,7 +86,8 @@ def test_states(case, every, back, dstate, device):
 
 
 @over_dstate
-def test_pieces(dstate, device):
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=str)
+def test_pieces(dstate, dtype, device):
     """(28): from zeros, a piece leaves its own part and the factor of the state before it. Chunks are the pieces, and those
     that are walked backwards come in that order.
     """
@@ -98,10 +99,11 @@ def test_pieces(dstate, device):
     runs[:, 0, 4] = torch.arange(len(runs), device=device)
     tokens = (*describe_inputs(i.x, i.B), *describe_inputs(v.dy, i.C))
     steps = chunk_cumsum(replace(i, chunk_size=BLOCK_M), apart=True)
-    ends, factors = piece_states(i, tokens, *steps, len(runs), runs, 2)
-    p, n = torch.arange(ends.shape[2], device=device), torch.arange(ends.shape[3], device=device)
+    ends, factors = piece_states(i, tokens, *steps, len(runs), runs, 2, dtype=dtype)
+    p, n = torch.arange(64, device=device), torch.arange(ends.shape[2] // 64 - 1, device=device)
     rows, columns = p // 16 * 64 + p % 16 // 8 * 256 + p % 8 * 8, n // 8 * 512 + n % 8  # where a warpgroup's threads put them
-    ends = ends.flatten(2)[..., rows[:, None] + columns]
+    exponents = ends[..., -64:] if dtype == torch.float16 else torch.zeros(64, device=device)
+    ends = ends[..., rows[:, None] + columns].float() * exponents.float().exp2()[..., None]
     heads = i.nheads // i.ngroups  # of a group, whose pieces have a place more for the lone head
     ends = ends.view(2, 2, i.nchunks, i.ngroups, -1, parts, 2, *ends.shape[2:]).movedim(5, -2)  # [..., pair, 2, P, part, N]
     ends = ends.flatten(-2).flatten(4, 5)[:, :, :, :, :heads, :i.headdim, :dstate].flatten(3, 4)

@@ -77,7 +77,7 @@ def test_random_sizes():
 
 @pytest.mark.parametrize(("batch", "pairs", "nsub", "blocks"), [(2, 24, 64, 132), (1, 3, 10, 7), (3, 2, 9, 4), (5, 7, 16, 32)])
 def test_end_to_end(batch, pairs, nsub, blocks):
-    """Each run is entered by exactly what lies before it, a piece for each run. Behind whole sequences all have as much to do."""
+    """Each run is entered by exactly what lies before it, a piece for each. Behind whole sequences all have as much to do."""
     each = cdiv(batch * pairs % blocks * nsub, blocks)
     with patch.object(schedule, "_choose_cut", lambda *_: Cut(each, None)):
         runs = schedule.deal(batch, pairs, nsub, blocks, GPU, "scan_step", True, 2, CPU)

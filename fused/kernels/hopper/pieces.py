@@ -7,9 +7,8 @@ Equation (27) of docs/ssd.md over a whole piece, at whose end A is A_end. Roles:
 
 In bf16 a run's steps are taken from the last to the first, so that the decay after each is known and S is only ever added to:
 nothing is scaled on the chain from one product to the next. In fp16 what has decayed that far would be lost, so S is walked as
-hopper_states does. `walks` says what one block walks. A run writes ends (npieces, 2, 64, dstate), the state at its end where
-that before it is zero, in fp32 or in bf16; and factors (npieces, 2) fp32, the decay over it, in row
-`piece`: equation (28) joins them. With
+hopper_states does. `walks` says what one block walks. A run writes ends (npieces, 2, 64 (dstate + 1)), the state at its end where
+that before it is zero, and factors (npieces, 2) fp32, the decay over it, in row `piece`: equation (28) joins them. With
 documents a piece begins where the last one that it enters does, and adds that one's own state at its end.
 """
 
@@ -29,7 +28,7 @@ from .documents import TOKEN, Documents, is_run, load_field
 from .early import let_next_begin
 from .ring import make_ring, mark_empty, slot_of
 from .roles import LOG2E, allocate_tiles, decay, get_head, load_steps, make_form, split_pair
-from .start import locate_end
+from .start import store_end
 from .walks import (
     SIZES,
     Work,
@@ -98,7 +97,7 @@ def sum_slice(ring, entries, tiles, dA_cumsum, dt, ends, factors, work, form: gl
                 walked = -1e30  # what came before is not in it
         if is_one:
             piece = run.piece * 2 + U
-            gl.store(locate_end(ends, piece, STATE, ROWS, WIDTH, WIDTH), state.to(ends.dtype.element_ty))
+            store_end(ends, piece, state, STATE, ROWS, WIDTH)
             gl.store(factors + piece, decay(walked * LOG2E))
         if work.documents.blocks is not None:  # noqa: SIM102
             if entered >= 0:  # not before the store, which is the first to use that state
@@ -147,7 +146,8 @@ def piece_states(i: SSDInputs, descriptors, dt, dA_cumsum, npieces: int, runs, f
     runs: (blocks, nruns, 6) int32. blocks: those of documents, in place of sub-chunks; starts: descriptors of their
     initial_states and dfinal_states, each or None for zeros.
     """
-    ends = torch.empty(npieces, 2, *(d.block_shape[-1] for d in descriptors[:2]), device=i.x.device, dtype=dtype)
+    rows, width = (d.block_shape[-1] for d in descriptors[:2])
+    ends = torch.empty(npieces, 2, rows * (width + 1), device=i.x.device, dtype=dtype)
     factors = torch.empty(npieces, 2, device=i.x.device, dtype=torch.float32)
     launch(hopper_pieces_kernel, runs.shape[0], *(*descriptors, None, None)[:4], dA_cumsum, dt, *starts, ends, factors, runs,
            runs.shape[1], forwards, dt.shape[2], i.nheads, i.nheads // i.ngroups, blocks, HEADDIM=i.headdim, DSTATE=i.dstate,

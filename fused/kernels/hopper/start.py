@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .early import wait_for_last
-from .roles import load_masked, locate_state, state_mask
+from .roles import load_masked, locate_state, log2, state_mask
 
 
 class Start(NamedTuple):
@@ -24,11 +24,32 @@ def locate_end(ends, i, LAYOUT: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.cons
     """Where columns FIRST to FIRST + COLUMNS of slice i of what pieces leave are, pointers [ROWS, COLUMNS].
 
     Elements lie in the order in which a warpgroup's threads hold those of an accumulator: a warp reads or writes whole lines.
+    Behind them is a column more, see `store_end`.
     """
     gl.static_assert(ROWS == 64)
     p, n = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT)), gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
     rows, columns = p // 16 * 64 + p % 16 // 8 * 256 + p % 8 * 8, (FIRST + n) // 8 * 512 + n % 8
-    return (ends + i.to(gl.int64) * (ROWS * WIDTH) + gl.expand_dims(rows, 1)) + gl.expand_dims(columns, 0)
+    return (ends + i.to(gl.int64) * (ROWS * (WIDTH + 1)) + gl.expand_dims(rows, 1)) + gl.expand_dims(columns, 0)
+
+
+@gluon.jit
+def locate_exponents(ends, i, LAYOUT: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr):
+    """Where the exponents of rows of slice i are, pointers [ROWS]."""
+    return ends + i.to(gl.int64) * (ROWS * (WIDTH + 1)) + ROWS * WIDTH + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+
+
+@gluon.jit
+def store_end(ends, i, state, LAYOUT: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr):
+    """Slice i [P, N] of what a piece leaves: in fp32, or in fp16 times a power of two for each row, whose exponent is stored too.
+
+    So fp16 has the range of fp32, and rounds eight times as finely as bf16.
+    """
+    if ends.dtype.element_ty == gl.float16:
+        most = gl.max(gl.abs(state), 1)
+        exponent = log2(gl.where(most > 1e-30, most, 1e-30)).to(gl.int32).to(gl.float32) - 14.0  # fp16 ends at 2^16
+        state = state * gl.expand_dims(gl.exp2(-exponent), 1)
+        gl.store(locate_exponents(ends, i, LAYOUT, ROWS, WIDTH), exponent.to(gl.float16))
+    gl.store(locate_end(ends, i, LAYOUT, ROWS, WIDTH, WIDTH), state.to(ends.dtype.element_ty))
 
 
 @gluon.constexpr_function
@@ -55,8 +76,8 @@ def add_pieces(state, ends, factors, run, STATE: gl.constexpr, U: gl.constexpr, 
                PART: gl.constexpr = 0, PARTS: gl.constexpr = 1, WHOLE: gl.constexpr = False):
     """Equation (28): slice U of a pair [P, N] fp32 before a run, from that before the pieces that enter the run.
 
-    ends (npieces, 2, ROWS * WIDTH) fp32 or bf16, factors (npieces, 2) fp32: what each piece adds, and its decay; None if there
-    are no pieces.
+    ends (npieces, 2, ROWS * (WIDTH + 1)), factors (npieces, 2) fp32: what each piece adds, as `store_end` leaves it, and its
+    decay; None if there are no pieces.
     PARTS: how many parts each piece has, of which PART is added: side by side, or with WHOLE the columns of one end.
     """
     if ends is not None:
@@ -67,6 +88,8 @@ def add_pieces(state, ends, factors, run, STATE: gl.constexpr, U: gl.constexpr, 
         width: gl.constexpr = PARTS * WIDTH if WHOLE else WIDTH
         for i in range(lanes * run.piece + lane, lanes * (run.piece + run.npieces) + lane, lanes):
             end = gl.load(locate_end(ends, i, STATE, ROWS, width, WIDTH, PART * WIDTH if WHOLE else 0)).to(gl.float32)
+            if ends.dtype.element_ty == gl.float16:
+                end *= gl.expand_dims(gl.exp2(gl.load(locate_exponents(ends, i, STATE, ROWS, width)).to(gl.float32)), 1)
             state = state * gl.load(factors + i) + end
     return state
 
