@@ -28,7 +28,7 @@ from .workloads import Workload, get_workload
 
 _BETAS = (0.9, 0.95)
 _MOST_COMPILED = 64  # forms of a layer: of sizes, kinds and variants; beyond its limit torch.compile gives up in silence
-_WORKERS = 16  # processes that make batches while a GPU computes, or three for four of its share of the cores
+_WORKERS = 24  # processes that make batches while a GPU computes, or three for four of its share of the cores
 
 
 def build_model(run: Run, workload: Workload, team: Team,
