@@ -69,7 +69,7 @@ def _run_group_kernels(saved: SSDSaved, dout: Tensor, dfinal_states: Tensor | No
             prev_states, _ = compute_states(cut, dt, dA_cumsum, options)
         elif cut.chunk_size < saved.states_every:
             prev_states = refine_states(cut, dt, dA_cumsum, prev_states, saved.states_every, options)
-        dz, dy = chunk_scan_dz(saved, dout, into.dz)
+        dz, dy = (None, dout) if i.z is None else chunk_scan_dz(saved, dout, into.dz)
         G, dinitial_states, s_tiles = compute_dstates(i, dy, dA_cumsum, prev_states, dfinal_states, options,
                                                       into.dinitial_states)
         dC, dCB, net = dC_dCB(i, dt, dA_cumsum, dy, prev_states, options, into.dC)

@@ -71,7 +71,7 @@ def backward(saved: SSDSaved, dout: Tensor, dfinal_states: Tensor | None, into: 
     i = saved.inputs
     with torch.cuda.device_of(i.x):
         dout = fit_to_tiles(dout)
-        dz, dy = chunk_scan_dz(saved, dout, into.dz)
+        dz, dy = (None, dout) if i.z is None else chunk_scan_dz(saved, dout, into.dz)
         cut = replace(i, chunk_size=tokens_between_states(i))
         arrivals = i.A.new_empty(i.nheads, dtype=torch.int32)
         blocks = document_blocks(i) if i.has_document_states else None

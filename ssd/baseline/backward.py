@@ -38,7 +38,7 @@ def backward(saved: SSDSaved, dout: Tensor, dfinal_states: Tensor | None, into: 
             prev_states = saved.prev_states[:, :: i.chunk_size // saved.states_every].contiguous()
         CB = bmm_chunk(i, options)
 
-        dz, dy = chunk_scan_dz(saved, dout, into.dz)
+        dz, dy = (None, dout) if i.z is None else chunk_scan_dz(saved, dout, into.dz)
         dstates, dinitial_states, s_tiles = state_passing_bwd(
             i, chunk_scan_dstates(i, dy, dA_cumsum, options), prev_states, dA_cumsum, dfinal_states, into.dinitial_states)
         dx, u_v_x, q, dD = chunk_scan_chunk_state_dx(i, CB, dt, dA_cumsum, dstates, dy, options, into.dx)

@@ -64,7 +64,7 @@ def backward(run: Callable, saved: SSDSaved, dout: Tensor, dfinal_states: Tensor
     i, options = saved.inputs, saved.options
     dout = fit_to_tiles(dout)
     with torch.cuda.device_of(i.x):
-        dz, dy = chunk_scan_dz(saved, dout, into.dz)
+        dz, dy = (None, dout) if i.z is None else chunk_scan_dz(saved, dout, into.dz)
         rows = _Rows.of(i)
         dy = rows.pack(dy)
         dt, dA_cumsum = chunk_cumsum(rows.whole)

@@ -1,6 +1,7 @@
 """Results may be changed in place in training, as those of torch's own functions: their gradients are then of what they became.
 
-A model does so where it adds a residual or masks tokens. No backward here reads a result that the caller has.
+A model does so where it adds a residual or masks tokens. No backward here reads a result that the caller has, but for that of a
+scan with a gate: there torch raises an error, as it does for its own exp or tanh.
 """
 
 from contextlib import nullcontext
@@ -68,6 +69,7 @@ FUNCTIONS = {
     "split, projected": split(),
     "block": module(Mamba2(32, d_state=16, headdim=16, expand=1, chunk_size=16), u=(2, 9, 32)),
 }
+GATED_SCANS = ("scan with a gate", "split, a gate")
 _KERNELS_ALONE = [f"scan, {variant}" for variant in OURS]
 _NOT_REPLAYED = ("scan, torch", "selective_scan", "inner", "conv1d, channels first")  # what is no launch is between theirs
 # of an output and a leaf of its shape
@@ -106,6 +108,10 @@ def check(function: str, change: str, device: str, dtype: torch.dtype, factor: f
     call, inputs, names = FUNCTIONS[function][:3]
     given = inputs(9, device, torch.float32)
     leaves = {name: (given[name] * factor).to(dtype).requires_grad_() for name in names if given[name] is not None}
+    if function in GATED_SCANS:
+        with pytest.raises(RuntimeError, match=r"modified by an inplace operation.*output 0 of chunk_scan"):
+            gradients(call, CHANGES[change], given, leaves, copied=False)
+        return
     got, wanted = (gradients(call, CHANGES[change], given, leaves, copied) for copied in (False, True))
     assert len(got) == len(wanted) > 2
     for a, b in zip(got, wanted, strict=True):

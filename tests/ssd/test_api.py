@@ -208,19 +208,6 @@ def test_gates_that_are_nothing(variant, dtype, device):
         assert (small != 0).float().mean() > 0.9 and not far.any()
 
 
-@pytest.mark.parametrize("gated", (False, True))
-def test_an_output_that_a_backward_reads_is_not_changed(gated, device):
-    """With a gate, and without one nobody reads it."""
-    inputs = leaves(random_inputs(ROW, replace(EVERYTHING, z=gated), torch.float32, device))
-    out = run(inputs, variant="torch")
-    out.add_(1.0)
-    if gated:
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            out.sum().backward()
-    else:
-        out.sum().backward()
-
-
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=str)
 @pytest.mark.parametrize("variant", RUNNABLE)
 def test_nothing_is_kept_without_a_gradient(variant, dtype, device, monkeypatch):

@@ -54,11 +54,9 @@ def chunk_scan_dz_kernel(dout, y, out, z, dz, dy, dout_strides, z_strides, dz_st
     tl.store(dy + at, (dout_t * z_t * s).to(dy.dtype.element_ty), mask=inside)
 
 
-def chunk_scan_dz(saved: SSDSaved, dout: Tensor, into: Tensor | None) -> tuple[Tensor | None, Tensor]:
-    """Returns dz and dy; without a gate None and dout."""
+def chunk_scan_dz(saved: SSDSaved, dout: Tensor, into: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Returns dz and dy."""
     i = saved.inputs
-    if i.z is None:
-        return None, dout
     dz, dy = output(i.z, into), torch.empty(i.x.shape, device=i.x.device, dtype=i.x.dtype)
     config = CONFIGS.pick(i)
     tokens, channels = i.batch * i.seqlen, i.nheads * i.headdim
