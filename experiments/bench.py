@@ -60,13 +60,10 @@ def run(variants: Sequence[str], against: str | None, shapes: Sequence[Shape], m
         candidates = [Candidate(name, size, options) for name in present
                       for size in _list_chunk_sizes(name, setting.shape.seqlen, chunk_sizes)]
         measured = measure(setting, mode, candidates, repeats, warmup, console)
-        if slow := record.find_slow_clock():
-            console.print(f"{setting.shape.name} {mode}: this GPU's clock fell to {slow['slow_mhz']} MHz, too hot or short of "
-                          "power; the rows say so, and documents leave them out", style="yellow", markup=False)
         rival = compare_with(against, measured)
         for candidate, values in measured.items():
             compared = rival if candidate.variant != against else {}
-            rows.append(make_row("ssd", setting, mode, candidate, values | compared | slow, ceiling))
+            rows.append(make_row("ssd", setting, mode, candidate, values | compared, ceiling))
             record.append(rows[-1], out)
     return rows
 

@@ -80,6 +80,7 @@ def _measure(shape: Shape, part: str, mode: str, variant: str, dtype: str, calls
     torch.cuda.empty_cache()  # graphs keep memory of their own
     captured, note = _capture(calls, team)
     graphs = _time(captured, team, repeats, warmup)
+    slow = record.find_slow_clock()
     (p20, p50, p80), graph_p50 = times["parts"], graphs["parts"][1] if "parts" in graphs else None
     forward, backward = count_states(shape.problem(CHUNK_SIZE, dtype), team.size)
     alone, dealt, *in_graphs = (of[name][1] if name in of else None
@@ -92,7 +93,7 @@ def _measure(shape: Shape, part: str, mode: str, variant: str, dtype: str, calls
         "efficiency": efficiency, "all_to_all_p50_us": dealt,
         "bytes_received": forward.bytes + (backward.bytes if mode == "fwd_bwd" else 0),
         "copied": has_window(dist.group.WORLD), "peak_mib": peak_mib,
-        "link_gbps": team.measure_link(), "note": note, **record.environment()}
+        "link_gbps": team.measure_link(), "note": note, **slow, **record.environment()}
 
 
 def _time(calls: dict[str, Callable], team: Team, repeats: int, warmup: int) -> dict[str, list[float]]:

@@ -192,6 +192,7 @@ def measure(sides: Sequence[Side], ids: Tensor, tokens: int, repeats: int,
             prompt, whole = (_time(side.generate, ids, new) for new in (1, 1 + tokens))
             its["prefill"].append(prompt)
             its["token"].append((whole - prompt) / tokens)
+    slow = record.find_slow_clock()
     first = next(iter(generated.values()), None)
     made = {"prefill": ids.numel(), "token": len(ids)}
     rows = {}
@@ -200,7 +201,7 @@ def measure(sides: Sequence[Side], ids: Tensor, tokens: int, repeats: int,
         for mode, seconds in its.items():
             p20, p50, p80 = (np.quantile(seconds, (0.2, 0.5, 0.8)) * 1e6).tolist()
             rows[side, mode] = {"p20_us": p20, "p50_us": p50, "p80_us": p80, "units_per_s": made[mode] / p50 * 1e6,
-                                "same_tokens": same}
+                                "same_tokens": same, **slow}
     return rows
 
 

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import logging
 import os
 import subprocess
 from collections.abc import Callable, Hashable, Iterable
@@ -45,6 +46,10 @@ def append(row: dict, out: Path = RESULTS) -> Path:
     """
     from ssd.runtime.tuning import device_slug
 
+    if is_slow(row):
+        logging.getLogger("experiments").warning(
+            "%s: this GPU's clock fell to %s MHz, too hot or short of power; the row says so, and documents leave it out",
+            row["bench"], row["slow_mhz"])
     allowed = {key for of in _KEYS.sections() if of == "every bench" or row.get("bench") in of.split() for key in _KEYS[of]}
     unknown, missing = sorted(row.keys() - allowed), sorted({"bench", *ENVIRONMENT} - row.keys())
     if unknown or missing:

@@ -18,6 +18,7 @@ from ssd import Options, cost
 from . import step_graph
 from .kernel_names import is_of_operator
 from .parallel import Team, make_single
+from .record import find_slow_clock
 from .terminal import first_line, track
 from .timing import list_launches, measure_matrix_tflops, wait_for_gpu
 from .training_run import Run
@@ -112,6 +113,7 @@ def measure_steps(base: Run, candidates: list[Candidate], repeats: int, warmup: 
         for candidate in candidates:
             if candidate not in notes:
                 times[candidate].append(try_call(candidate, partial(step, candidate, number)))
+    slow = find_slow_clock()
 
     fill_pct = 100 * float(np.mean([count_fill(batch) for batches in held for batch in batches])) if base.buckets else None
     problems = workload.scans(base.sizes, base.batch, base.seqlen) if workload.scans else []
@@ -136,7 +138,7 @@ def measure_steps(base: Run, candidates: list[Candidate], repeats: int, warmup: 
         rows[candidate] = {
             "p20_us": p20, "p50_us": p50, "p80_us": p80, "unit": workload.unit, "units_per_s": base.units / p50 * 1e6,
             **facts[candidate], "ideal_bytes": ideal_bytes or None, "effective_gbps": effective, "graph": graph,
-            "fill_pct": fill_pct,
+            "fill_pct": fill_pct, **slow,
             "host_us": float(np.median(host)), "idle_pct": 100 * max(1 - busy_us / p50, 0) if busy_us else None,
             "tflops": tflops, "peak_tflops": peak_tflops, "mfu_pct": 100 * tflops / peak_tflops if peak_tflops else None}
     return rows

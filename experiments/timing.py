@@ -13,6 +13,7 @@ from time import perf_counter
 import torch
 from torch.autograd import DeviceType
 
+from .record import find_slow_clock
 from .terminal import first_line
 
 Call = Callable[[], object]
@@ -126,9 +127,10 @@ def measure(calls: dict, repeats: int, warmup: int) -> dict:
             notes[name] = f"no CUDA graph: {first_line(reason)}"
             torch.cuda.synchronize()
     replayed = interleave(graphs, repeats, warmup, ahead=True)
+    slow = find_slow_clock()
     return {
         name: {**dict(zip(("p20_us", "p50_us", "p80_us"), eager[name], strict=True)),
-               "graph_p50_us": replayed.get(name, (None,) * 3)[1], **facts[name], "note": notes.get(name)}
+               "graph_p50_us": replayed.get(name, (None,) * 3)[1], **facts[name], "note": notes.get(name), **slow}
         for name in calls}
 
 

@@ -323,5 +323,6 @@ def _make_row(run: Run, unit: str, losses: list[float], times: list[float], wait
         "p20_us": p20, "p50_us": p50, "p80_us": p80, "unit": unit, "units_per_s": run.units / p50 * 1e6,
         "data_pct": 100 * waited, "peak_mib": peak_mib, "parameters": parameters, "gpus": team.size,
         "way": team.way if team.size > 1 else None,
-        "link_gbps": team.measure_link(), "graph": graph, **record.environment(),
+        "link_gbps": team.measure_link(), "graph": graph, **record.find_slow_clock(),
+        **record.environment(),
     }

@@ -20,8 +20,8 @@ _LAUNCH = 0.8  # until a block has an SM that the pass leaves free
 _WAIT = 1.4  # from the end of the pass to the first step after it, with the state of one piece
 _JOIN = 0.4  # each piece more
 _LATE_JOIN = 1.25  # each piece of a run that is not its block's first
-_TRIALS = 1200  # of lengths, of all blocks together
-_FEWEST, _MOST = 6, 24  # trials of each
+_TRIALS = 700  # of lengths, of all blocks together
+_FEWEST, _MOST = 5, 16  # trials of each
 
 
 class Block(NamedTuple):

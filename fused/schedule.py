@@ -99,6 +99,7 @@ def deal(batch: int, pairs: int, nsub: int, blocks: int, gpu: str, step: str, cu
             of.sort(key=_waits_for_pieces)
         work = list_work(places, rest * nsub, nsub)
         dealt = [dealt[k] for k in sorted(range(len(dealt)), key=lambda k: (work[k].waits, -work[k].work))]
+        dealt += [[]] * (blocks - len(dealt))  # or turns behind whole sequences would be of other blocks
         segments = [run for turn in zip_longest(*dealt, fillvalue=_EMPTY) for run in turn]
     sequence = torch.arange(whole, dtype=torch.int32, device=device)
     runs = sequence.new_zeros(whole + len(segments), RUN_FIELDS)

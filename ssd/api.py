@@ -71,8 +71,8 @@ def ssd_chunk_scan(
         B, C: (batch, seqlen, ngroups, dstate); nheads a multiple of ngroups, consecutive heads share a group.
         chunk_size: tokens per chunk, a power of two from 16 to 256. Changes speed and rounding, not the result.
         D: (nheads,) or (nheads, headdim), the skip connection.
-        z: shape of x; the output is multiplied by silu(z). A backward reads that output, but in fp16: nobody may change it in
-            place before.
+        z: shape of x; the output is multiplied by silu(z), with z at least 2^-64 in size. A backward reads that output, but in
+            fp16: nobody may change it in place before.
         dt_bias: (nheads,).
         initial_states: (batch, nheads, headdim, dstate). With seq_idx they reach a leading document 0 only. With cu_seqlens
             alone (ndocs, nheads, headdim, dstate): each document starts from its own.

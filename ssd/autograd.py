@@ -56,6 +56,8 @@ def _forward(*args):
     options = adapt_options(name, inputs, options)
     variant = resolve(name, inputs, options, "fwd", inputs.keeps_states(options, save) and not writes, writes)
     out, final_states, saved = adapt_to_documents(variant, inputs).forward(inputs, options, save)
+    if inputs.reads_out(save):
+        out = out.contiguous()  # whatever a variant of the user's gives
     return out, final_states, saved.varlen_states, saved.states, saved.y, saved.prev_states
 
 

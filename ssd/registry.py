@@ -25,7 +25,8 @@ class Variant:
     Attributes:
         name: as users and benchmarks write it.
         supports: (SSDInputs) -> None, or the reason why this variant cannot run them.
-        forward: (SSDInputs, Options, save: bool) -> (out, final_states, SSDSaved); save: a backward may follow.
+        forward: (SSDInputs, Options, save: bool) -> (out, final_states, SSDSaved); save: a backward may follow. A gate is that
+            of `SSDSaved.out`, or y is left.
         backward: (SSDSaved, dout, dfinal_states, into: SSDGrads) -> SSDGrads.
         apply: (SSDInputs) -> (out, final_states), differentiable by itself.
         options: names of the fields of `Options` that this variant knows, in the order in which an ablation adds them.

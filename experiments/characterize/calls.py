@@ -94,14 +94,14 @@ def count_hopper(variant: str, mode: str, p: cost.Problem, gpu: str) -> list[Par
         group = Part({"group": slices}, x + steps + 2 * groups + sums, 2 * x + steps + 2 * (groups + states))
         walks = _walk(p, pairs, 1, "every_state_step", "states", inputs, states, gpu)
         return [*prepared, *walks, group, *after, *[Part({}, sums / 2)] * (2 * (splits > 1))]
-    kept, y = (states / parts, gate) if mode == "fwd_train" else (0, 0)  # above 128 states of each span
+    kept = states / parts if mode == "fwd_train" else 0  # above 128 states of each span
     step = _WIDE_STEP if parts == 2 else 1.0
     if variant == "persistent":
         walk = "kept_scan_step" if kept else "scan_step"
-        return [*prepared, *_walk(p, pairs, 1, walk, "scan", inputs + groups + gate, kept + x + y, gpu, step)]
+        return [*prepared, *_walk(p, pairs, 1, walk, "scan", inputs + groups + gate, kept + x, gpu, step)]
     segment = schedule.choose_two_level_segment(p.batch * pairs, nsub, sms, gpu)
     walked = model.time_two_level(p.batch * pairs, nsub, sms, segment)
-    scan = Part({"scan": step * walked}, x + y, inputs + groups + gate + states / segment)
+    scan = Part({"scan": step * walked}, x, inputs + groups + gate + states / segment)
     walk = "every_state_step" if kept else "few_states_step"
     return [*prepared, *_walk(p, pairs * parts, 1, walk, "states", inputs, kept or states / segment, gpu), scan]
 

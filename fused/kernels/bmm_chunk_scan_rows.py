@@ -5,7 +5,7 @@ A program takes BLOCK_M rows of a chunk and meets every BLOCK_K columns before t
 Reads x, z (batch, seqlen, nheads, headdim), B, C (batch, seqlen, ngroups, dstate), any strides; CB (batch, nchunks, ngroups,
 chunk_size, chunk_size), or None to compute it in the tile; D (nheads,) or (nheads, headdim); dt, dA_cumsum (batch, nheads,
 nchunks, chunk_size) fp32; prev_states, H, (batch, nchunks, nheads, headdim, dstate). Writes out (batch, seqlen, nheads,
-headdim) in the dtype of x and, with z, y, the output before the gate.
+headdim) in the dtype of x and, where it is kept, y, the output before the gate.
 """
 
 import triton

@@ -9,9 +9,9 @@ initial_states (batch, nheads, headdim, dstate), any strides; and, where sequenc
 headdim, dstate) and `factors` (batch, pieces, nheads), both fp32, of the pieces of all segments but the last, as
 chunk_state_passing writes them: the program of segment s first combines, in their order, the pieces before it.
 
-Writes out (batch, seqlen, nheads, headdim) in the dtype of x; with z, y, the output before the gate; final_states (batch,
-nheads, headdim, dstate) fp32; and, unless None, prev_states (batch, nchunks, nheads, headdim, dstate), the state before each
-chunk.
+Writes out (batch, seqlen, nheads, headdim) in the dtype of x; y, the output before the gate, where it is kept; final_states
+(batch, nheads, headdim, dstate) fp32; and, unless None, prev_states (batch, nchunks, nheads, headdim, dstate), the state before
+each chunk.
 """
 
 from typing import NamedTuple
@@ -80,7 +80,7 @@ def stationary_scan(i: SSDInputs, CB: Tensor | None, dt: Tensor, dA_cumsum: Tens
                     keep: bool) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
     """Returns out, y, final_states and prev_states, in i.states_dtype.
 
-    y is None without z or unless a backward may follow (`save`), prev_states is None unless they are wanted (`keep`). ends and
+    y is None unless it is kept (`SSDInputs.keeps_y`), prev_states is None unless they are wanted (`keep`). ends and
     factors are None where the schedule has one segment.
     """
     out, y = allocate_outputs(i, save)

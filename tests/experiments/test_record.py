@@ -59,11 +59,12 @@ def test_commit_of_a_copy_without_git(monkeypatch):
 
 
 @pytest.mark.parametrize(("now", "most", "found"), ((1005, 1980, {"slow_mhz": 1005}), (1965, 1980, {}), (None, None, {})))
-def test_rows_of_a_gpu_that_is_held_back(now, most, found, tmp_path, monkeypatch):
+def test_rows_of_a_gpu_that_is_held_back(now, most, found, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(record, "_nvidia_smi", lambda: ("580.1", now, most))
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     assert record.find_slow_clock() == found
     record.append(ssd_row() | found, tmp_path)
+    assert ("clock fell to 1005 MHz" in caplog.text) == bool(found)
     assert len(record.read(tmp_path)) == 1 and len(record.read_gpus(tmp_path)) == (not found)
     record.append(ssd_row(time="2025-12-31T00:00:00+00:00", p50_us=500.0), tmp_path)
     (row,) = table.read_latest(tmp_path)

@@ -179,6 +179,14 @@ def test_right(name, executor):
 
 
 @pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("name", ("gate", "gate in fp32", "gate, headdim 80, recomputed", "dstate 160, headdim 80, gate"))
+def test_y_from_the_output(name, executor, monkeypatch):
+    """As in bf16, which the interpreter rounds wrongly."""
+    monkeypatch.setattr(SSDInputs, "keeps_y", lambda self, save: False)
+    check(executor, WAYS[name])
+
+
+@pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize("gradient", ("dout", "dfinal_states"))
 def test_one_gradient_alone(gradient, executor):
     way = replace(WAYS["ragged"], case=START)

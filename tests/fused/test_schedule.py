@@ -75,7 +75,8 @@ def test_random_sizes():
     assert sum(cuts) > 40
 
 
-@pytest.mark.parametrize(("batch", "pairs", "nsub", "blocks"), [(2, 24, 64, 132), (1, 3, 10, 7), (3, 2, 9, 4), (5, 7, 16, 32)])
+@pytest.mark.parametrize(("batch", "pairs", "nsub", "blocks"), [
+    (2, 24, 64, 132), (1, 3, 10, 7), (3, 2, 9, 4), (5, 7, 16, 32), (4, 40, 128, 132)])
 def test_end_to_end(batch, pairs, nsub, blocks):
     """Each run is entered by exactly what lies before it, a piece for each. Behind whole sequences all have as much to do."""
     each = cdiv(batch * pairs % blocks * nsub, blocks)
@@ -90,6 +91,8 @@ def test_end_to_end(batch, pairs, nsub, blocks):
     assert begins == sorted((sorted(of, reverse=True) for of in begins), key=lambda of: not any(of)), "these wait for nothing"
     lengths = [sum(last - first for _, _, first, last, *_ in of) for of in dealt]
     assert not whole or max(lengths) == each
+    all_steps = [sum(last - first for _, _, first, last, *_ in of) for of in list_runs(runs.sequences)]
+    assert not whole or max(all_steps) == whole // blocks * nsub + each
     assert len(pieces) == runs.npieces == 2 * sum(run[2] > 0 for of in dealt for run in of)
     assert len(runs.pieces) <= blocks
     for b, pair, first, _, piece, npieces in (run for of in dealt for run in of if run[2]):

@@ -84,10 +84,10 @@ def test_chunk_cumsum(case, dtype, device):
 
 @pytest.mark.parametrize("dtype", (torch.float32, HALF), ids=str)
 def test_chunk_scan_dz(dtype, device):
-    """From y where that is kept, else from the output; of gates near 0 and at it, and of some that leave little."""
+    """From y where that is kept, else from the output; of gates near 0 and at it, of some that leave little, and large ones."""
     v = Values.draw("every option", dtype, device)
     z = v.inputs.z.clone()
-    z[..., :5] = torch.tensor([0.0, -0.0, 1e-30, -1e-4, -20.0], dtype=z.dtype, device=device)
+    z[..., :7] = torch.tensor([0.0, -0.0, 1e-30, -1e-4, -20.0, 1e3, 5e4], dtype=z.dtype, device=device)
     v = replace(v, inputs=replace(v.inputs, z=z))
     y = random_like(v.inputs.x, "y")
     out = (y.float() * reference_stages.gate(z.float())).to(dtype)

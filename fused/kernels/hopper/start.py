@@ -41,7 +41,7 @@ def locate_exponents(ends, i, LAYOUT: gl.constexpr, ROWS: gl.constexpr, WIDTH: g
 @gluon.jit
 def store_end(ends, i, state, LAYOUT: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr):
     """Slice i [P, N] of what a piece leaves: in fp32, or in fp16 times a power of two for each row, whose exponent is stored
-    too. So fp16 has the range of fp32, and rounds eight times as finely as bf16.
+    too. So it rounds eight times as finely as bf16, and numbers down to 2^-28 of the largest of their row as finely as that.
     """
     if ends.dtype.element_ty == gl.float16:
         most = gl.max(gl.abs(state), 1)

@@ -2,7 +2,7 @@
 
     dz = dout * y * silu'(z),  dy = dout * silu(z)
 
-Where no y was kept, y = out / silu(z) and silu'(z) / silu(z) = 1 / z + 1 - sigmoid(z), so that nothing is divided by a gate
+Where no y was kept, y = out / silu(z) and silu'(z) / silu(z) = 1 / z + (1 - sigmoid(z)), so that nothing is divided by a gate
 that is nearly 0.
 
 Reads dout, z (batch, seqlen, nheads, headdim), any strides, and y or out, contiguous. Writes dz, any strides, and dy,
@@ -48,7 +48,7 @@ def chunk_scan_dz_kernel(dout, y, out, z, dz, dy, dout_strides, z_strides, dz_st
     if y is not None:
         dz_t = dout_t * tl.load(y + at, mask=inside, other=0.0).to(tl.float32) * s * (1.0 + z_t * (1.0 - s))
     else:
-        dz_t = dout_t * tl.load(out + at, mask=inside, other=0.0).to(tl.float32) * (1.0 / z_t + 1.0 - s)
+        dz_t = dout_t * tl.load(out + at, mask=inside, other=0.0).to(tl.float32) * (1.0 / z_t + (1.0 - s))
     tl.store(dz + b * dz_strides[0] + token * dz_strides[1] + h * dz_strides[2] + p * dz_strides[3],
              dz_t.to(dz.dtype.element_ty), mask=inside)
     tl.store(dy + at, (dout_t * z_t * s).to(dy.dtype.element_ty), mask=inside)
