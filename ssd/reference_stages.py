@@ -153,8 +153,8 @@ def chunk_scan_dz(dout, y, z) -> tuple[Tensor, Tensor]:
 
 
 def gate(z) -> Tensor:
-    """silu(z), as `SSDSaved.out` has it."""
-    return F.silu(torch.copysign(z.abs().clamp(min=LEAST_Z), z))
+    """silu(z), as `SSDSaved.out` has it, with the derivative of silu at z = 0, too."""
+    return F.silu(z + (torch.copysign(z.abs().clamp(min=LEAST_Z), z) - z).detach())
 
 
 def find_y(out, z) -> Tensor:

@@ -54,6 +54,7 @@ class Config(Common):
         ids: how seq_idx counts documents: "rising" from 0, "repeating" 0 and 1, or "offset", which begins at 5.
         states_every: tokens between the states that are also returned; 0: none are.
         decay: "spread" over heads, "strong" or "none".
+        gates: "normal", or "wide": of each three channels one has gates of 0 and one large ones.
         options: fields of `ssd.Options` that are not as they come.
         wanted: inputs whose gradients are taken.
         ways: outputs that receive a gradient.
@@ -69,6 +70,7 @@ class Config(Common):
     chunk_size: int = 16
     D: str | None = None
     z: bool = False
+    gates: str = "normal"
     dt_bias: bool = False
     dt_softplus: bool = False
     dt_limit: tuple[float, float | None] | None = None
@@ -308,8 +310,9 @@ def make_tensors(c: Config, turn: int, device: str) -> Tensors:
     normal, uniform = values.normal, values.uniform
     mean = 0.1 if c.decay == "strong" else 0.04
     step = mean * uniform(0.1, 2.0, c.batch, c.seqlen, h)
+    width = torch.tensor((1.0, 0.0, 100.0) if c.gates == "wide" else (1.0,), device=device)
     made = {
-        "z": normal(c.batch, c.seqlen, h, p) if c.z else None,
+        "z": normal(c.batch, c.seqlen, h, p) * width[torch.arange(p, device=device) % len(width)] if c.z else None,
         "x": normal(c.batch, c.seqlen, h, p),
         "B": normal(c.batch, c.seqlen, g, n),
         "C": normal(c.batch, c.seqlen, g, n),

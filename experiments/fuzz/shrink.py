@@ -6,7 +6,7 @@ from itertools import islice
 
 _KEPT = ("variant", "seed")
 # what takes no other kernels, and so little time; then the rest as it comes
-_FIRST = ("mode", "calls", "batch", "seqlen", "wanted", "ways", "layouts", "decay", "cuts", "ndocs", "decoded")
+_FIRST = ("mode", "calls", "batch", "seqlen", "wanted", "ways", "layouts", "decay", "gates", "cuts", "ndocs", "decoded")
 
 
 def shrink(config: object, failing: Callable[[list], list[bool]], until: Callable[[], bool] = lambda: False,
