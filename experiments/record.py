@@ -46,10 +46,6 @@ def append(row: dict, out: Path = RESULTS) -> Path:
     """
     from ssd.runtime.tuning import device_slug
 
-    if is_slow(row):
-        logging.getLogger("experiments").warning(
-            "%s: this GPU's clock fell to %s MHz, too hot or short of power; the row says so, and documents leave it out",
-            row["bench"], row["slow_mhz"])
     allowed = {key for of in _KEYS.sections() if of == "every bench" or row.get("bench") in of.split() for key in _KEYS[of]}
     unknown, missing = sorted(row.keys() - allowed), sorted({"bench", *ENVIRONMENT} - row.keys())
     if unknown or missing:
@@ -111,7 +107,11 @@ def find_slow_clock() -> dict:
     import torch
 
     _, now, most = _nvidia_smi() if torch.cuda.is_available() else (None, None, None)
-    return {"slow_mhz": now} if now and most and now < _SLOW * most else {}
+    if not (now and most and now < _SLOW * most):
+        return {}
+    logging.getLogger("experiments").warning(
+        "this GPU's clock fell to %s MHz, too hot or short of power; rows say so, and documents leave them out", now)
+    return {"slow_mhz": now}
 
 
 def _load(out: Path) -> list[dict]:

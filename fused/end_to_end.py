@@ -14,7 +14,7 @@ from itertools import accumulate, pairwise
 from math import gcd
 from typing import NamedTuple
 
-PASS_STEP = 0.375  # a step of the state pass
+_PASS_STEP = 0.375  # a step of the state pass
 _PASS_START = 0.65  # the first tiles of a piece, and its end on the way to memory
 _LAUNCH = 0.8  # until a block has an SM that the pass leaves free
 _WAIT = 1.4  # from the end of the pass to the first step after it, with the state of one piece
@@ -41,19 +41,20 @@ class Block(NamedTuple):
 def place_blocks(sequences: int, nsub: int, blocks: int) -> list[int]:
     """Where each block begins, in sub-chunks of all sequences in a row; at most `blocks`, at least one."""
     repeats = gcd(sequences, blocks)
-    total, blocks = sequences // repeats * nsub, blocks // repeats
-    blocks = min(blocks, total)
-    lengths, best = [total / blocks] * blocks, None
+    total = sequences // repeats * nsub
+    blocks = min(blocks // repeats, total)
+    share = total / blocks
+    lengths, best = [share] * blocks, None
     for _ in range(min(_MOST, max(_FEWEST, _TRIALS // blocks))):
         starts = sorted({start for begun in accumulate(lengths[:-1], initial=0.0) if (start := round(begun)) < total})
         work = list_work(starts, total, nsub)
-        ends = _find_ends(work, blocks)
+        ends = find_ends(work, blocks)
         if best is None or max(ends) < best[0]:
             best = max(ends), starts
         if len(starts) < blocks:
             break
-        mean, longest = sum(ends) / blocks, total / blocks
-        lengths = [max(1.0, length + (mean - end) / 2 - 0.75 * max(0.0, of.piece - longest))
+        mean = sum(ends) / blocks
+        lengths = [max(1.0, length + (mean - end) / 2 - 0.75 * max(0.0, of.piece - share))
                    for length, end, of in zip(lengths, ends, work, strict=True)]
         scale = total / sum(lengths)
         lengths = [length * scale for length in lengths]
@@ -77,14 +78,9 @@ def list_work(starts: list[int], total: int, nsub: int) -> list[Block]:
     return found
 
 
-def time_blocks(starts: list[int], total: int, nsub: int, blocks: int) -> float:
-    """When the last block ends, of those that begin there."""
-    return max(_find_ends(list_work(starts, total, nsub), blocks))
-
-
-def _find_ends(work: list[Block], blocks: int) -> list[float]:
+def find_ends(work: list[Block], blocks: int) -> list[float]:
     """When each block ends, where as many run at once: the longest of those that do not wait has the first free SM."""
-    passes = [_PASS_START + PASS_STEP * of.piece for of in work if of.piece]
+    passes = [_PASS_START + _PASS_STEP * of.piece for of in work if of.piece]
     free = sorted([_LAUNCH] * (blocks - len(passes)) + passes)
     ends = [max(passes, default=0.0) + _WAIT + of.work for of in work]
     first = sorted((k for k, of in enumerate(work) if not of.waits), key=lambda k: -work[k].work)

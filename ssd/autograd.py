@@ -13,6 +13,7 @@ from .runtime.custom_ops import DifferentiableOp
 from .types import INPUT_TENSORS, Options, SSDGrads, SSDInputs, SSDSaved
 
 _OPTIONS = {f.name: f.type for f in fields(Options)}  # bool or int
+_GATE = 6  # where z is in `SSDInputs.tensors`
 
 
 def chunk_scan(i: SSDInputs, variant: str, options: Options, save: bool) -> tuple[Tensor | None, ...]:
@@ -109,7 +110,9 @@ def _get_accumulator(x: Tensor) -> torch.dtype:
 
 def _reads_out(tensors: tuple, settings: tuple) -> bool:
     *settings, _, _, save = settings
-    return save and SSDInputs.of(tensors, settings).reads_out(save)
+    if not save or tensors[_GATE] is None:  # spares most calls the rest
+        return False
+    return SSDInputs.of(tensors, settings).reads_out(save)
 
 
 _CHUNK_SCAN = DifferentiableOp(

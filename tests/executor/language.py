@@ -17,6 +17,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as real
 from triton.experimental.gluon.language.nvidia import hopper as real_hopper
 
+from ssd.types import LEAST_Z
 from tests.executor import copies, products
 from tests.executor.barriers import Barrier, BarrierArray
 from tests.executor.memory import Allocation, Buffer, fence, meet
@@ -57,7 +58,7 @@ def _run_assembly(asm: str, constraints: str, args: list, *rest: object, **more:
     return apply(next(function for name, function in ASSEMBLY.items() if f"{name} " in asm), *args)
 
 
-def _bound_size(v: Value, least: float = 2.0**-64) -> Tensor:
+def _bound_size(v: Value, least: float = LEAST_Z) -> Tensor:
     return torch.copysign(torch.as_tensor(v).abs().clamp(min=least), torch.as_tensor(v))
 
 
@@ -144,12 +145,8 @@ def _expand_dims(value: Value, axis: int) -> Value:
     return Value(value.tensor.unsqueeze(axis), layout, value.loads)
 
 
-def _sum(value: Value, axis: int) -> Value:
-    return Value(value.tensor.sum(axis), value.layout and real.SliceLayout(axis, value.layout), value.loads)
-
-
-def _max(value: Value, axis: int) -> Value:
-    return Value(value.tensor.amax(axis), value.layout and real.SliceLayout(axis, value.layout), value.loads)
+def _reduce(function: Callable, value: Value, axis: int) -> Value:
+    return Value(function(value.tensor, axis), value.layout and real.SliceLayout(axis, value.layout), value.loads)
 
 
 def _reshape(value: Value, shape: list[int]) -> Value:
@@ -247,8 +244,8 @@ def _language() -> types.ModuleType:
     gl.arange = lambda start, stop, layout: Value(torch.arange(start, stop), layout)
     gl.zeros = lambda shape, dtype, layout: Value(torch.zeros(tuple(shape), dtype=TORCH[dtype]), layout)
     gl.where, gl.minimum = _where, _minimum
-    gl.max = _max
-    gl.expand_dims, gl.sum, gl.reshape, gl.permute, gl.join, gl.split = _expand_dims, _sum, _reshape, _permute, _join, _split
+    gl.sum, gl.max = (functools.partial(_reduce, function) for function in (torch.sum, torch.amax))
+    gl.expand_dims, gl.reshape, gl.permute, gl.join, gl.split = _expand_dims, _reshape, _permute, _join, _split
     gl.abs, gl.exp2 = (lambda value: apply(torch.abs, value)), (lambda value: apply(torch.exp2, value))
     gl.convert_layout = lambda value, layout: Value(value.tensor, layout, value.loads)
     gl.inline_asm_elementwise = _run_assembly

@@ -74,14 +74,14 @@ def decay(exponent):
 def apply_gate(y, z):
     """y silu(z), with LEAST_Z for the size of z where that is less (`SSDSaved.out`): two elements of bf16 at a time."""
     if z.dtype == gl.bfloat16:
+        gl.static_assert(LEAST_Z == 2.0**-64, "0x1F80 in bf16")
         z = gl.inline_asm_elementwise("""{
             .reg .b32 least;
             mov.b32 least, 0x1F801F80;
             max.NaN.xorsign.abs.bf16x2 $0, $1, least;
             }""", "=r,r", [z], gl.bfloat16, True, 2).to(gl.float32)
     else:
-        least: gl.constexpr = LEAST_Z
-        z = gl.inline_asm_elementwise("max.NaN.xorsign.abs.f32 $0, $1, $2;", "=r,r,r", [z.to(gl.float32), least], gl.float32,
+        z = gl.inline_asm_elementwise("max.NaN.xorsign.abs.f32 $0, $1, $2;", "=r,r,r", [z.to(gl.float32), LEAST_Z], gl.float32,
                                       True, 1)
     return y * z / (1.0 + gl.exp2(-LOG2E * z))
 

@@ -19,23 +19,28 @@ class Start(NamedTuple):
 
 
 @gluon.jit
+def locate_slice(ends, i, ROWS: gl.constexpr, WIDTH: gl.constexpr):
+    """Where slice i of what pieces leave begins. Behind its elements is a column of exponents, see `store_end`."""
+    return ends + i.to(gl.int64) * (ROWS * (WIDTH + 1))
+
+
+@gluon.jit
 def locate_end(ends, i, LAYOUT: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr, COLUMNS: gl.constexpr,
                FIRST: gl.constexpr = 0):
     """Where columns FIRST to FIRST + COLUMNS of slice i of what pieces leave are, pointers [ROWS, COLUMNS].
 
     Elements lie in the order in which a warpgroup's threads hold those of an accumulator: a warp reads or writes whole lines.
-    Behind them is a column more, see `store_end`.
     """
     gl.static_assert(ROWS == 64)
     p, n = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT)), gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
     rows, columns = p // 16 * 64 + p % 16 // 8 * 256 + p % 8 * 8, (FIRST + n) // 8 * 512 + n % 8
-    return (ends + i.to(gl.int64) * (ROWS * (WIDTH + 1)) + gl.expand_dims(rows, 1)) + gl.expand_dims(columns, 0)
+    return (locate_slice(ends, i, ROWS, WIDTH) + gl.expand_dims(rows, 1)) + gl.expand_dims(columns, 0)
 
 
 @gluon.jit
 def locate_exponents(ends, i, LAYOUT: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr):
     """Where the exponents of rows of slice i are, pointers [ROWS]."""
-    return ends + i.to(gl.int64) * (ROWS * (WIDTH + 1)) + ROWS * WIDTH + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    return locate_slice(ends, i, ROWS, WIDTH) + ROWS * WIDTH + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
 
 
 @gluon.jit
@@ -49,6 +54,16 @@ def store_end(ends, i, state, LAYOUT: gl.constexpr, ROWS: gl.constexpr, WIDTH: g
         state = state * gl.expand_dims(gl.exp2(-exponent), 1)
         gl.store(locate_exponents(ends, i, LAYOUT, ROWS, WIDTH), exponent.to(gl.float16))
     gl.store(locate_end(ends, i, LAYOUT, ROWS, WIDTH, WIDTH), state.to(ends.dtype.element_ty))
+
+
+@gluon.jit
+def load_end(ends, i, LAYOUT: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr, COLUMNS: gl.constexpr,
+             FIRST: gl.constexpr):
+    """Columns FIRST to FIRST + COLUMNS of what `store_end` left, fp32."""
+    end = gl.load(locate_end(ends, i, LAYOUT, ROWS, WIDTH, COLUMNS, FIRST)).to(gl.float32)
+    if ends.dtype.element_ty == gl.float16:
+        end *= gl.expand_dims(gl.exp2(gl.load(locate_exponents(ends, i, LAYOUT, ROWS, WIDTH)).to(gl.float32)), 1)
+    return end
 
 
 @gluon.constexpr_function
@@ -86,9 +101,7 @@ def add_pieces(state, ends, factors, run, STATE: gl.constexpr, U: gl.constexpr, 
         lane: gl.constexpr = U if WHOLE else 2 * PART + U
         width: gl.constexpr = PARTS * WIDTH if WHOLE else WIDTH
         for i in range(lanes * run.piece + lane, lanes * (run.piece + run.npieces) + lane, lanes):
-            end = gl.load(locate_end(ends, i, STATE, ROWS, width, WIDTH, PART * WIDTH if WHOLE else 0)).to(gl.float32)
-            if ends.dtype.element_ty == gl.float16:
-                end *= gl.expand_dims(gl.exp2(gl.load(locate_exponents(ends, i, STATE, ROWS, width)).to(gl.float32)), 1)
+            end = load_end(ends, i, STATE, ROWS, width, WIDTH, PART * WIDTH if WHOLE else 0)
             state = state * gl.load(factors + i) + end
     return state
 
