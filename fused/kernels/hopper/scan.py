@@ -74,7 +74,7 @@ from .roles import (
     write_slice,
 )
 from .scan_tiles import Outputs, Rings, Tiles, Vectors, Work, load_D, write_asked_state
-from .start import Start, load_start
+from .start import Start, add_pieces, load_start
 
 
 class Slots(NamedTuple):
@@ -212,7 +212,8 @@ def scan_slice(outputs, rings, tiles, vectors, dA_cumsum, D, start, work, form: 
         b, first, last = run.b, run.first, run.last
         h = get_head(run.pair, U, work.heads_per_group, form)
         bh = (b * work.nheads + h).to(gl.int64)
-        state = load_start(start, run, h, bh, work, U, SLICE, PART, EVERY, STATE, form, ROWS, WIDTH)
+        state = load_start(start, run, h, bh, work, SLICE, PART, EVERY, STATE, form, ROWS, WIDTH)
+        state = add_pieces(state, start.ends, start.factors, run, STATE, U, ROWS, WIDTH, PART, form.PARTS)
         A_last = dA_cumsum + bh * work.nsub * BLOCK_M + BLOCK_M - 1
         end = gl.load(A_last + first * BLOCK_M)
         if D is not None:

@@ -24,17 +24,39 @@ def locate_slice(ends, i, ROWS: gl.constexpr, WIDTH: gl.constexpr):
     return ends + i.to(gl.int64) * (ROWS * (WIDTH + 1))
 
 
-@gluon.jit
-def locate_end(ends, i, LAYOUT: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr, COLUMNS: gl.constexpr,
-               FIRST: gl.constexpr = 0):
-    """Where columns FIRST to FIRST + COLUMNS of slice i of what pieces leave are, pointers [ROWS, COLUMNS].
+@gluon.constexpr_function
+def count_together(dtype):
+    """Elements of 16 bytes, which a thread reads or writes at once."""
+    return 8 if dtype == gl.float16 else 4
 
-    Elements lie in the order in which a warpgroup's threads hold those of an accumulator: a warp reads or writes whole lines.
-    """
-    gl.static_assert(ROWS == 64)
-    p, n = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT)), gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
-    rows, columns = p // 16 * 64 + p % 16 // 8 * 256 + p % 8 * 8, (FIRST + n) // 8 * 512 + n % 8
-    return (locate_slice(ends, i, ROWS, WIDTH) + gl.expand_dims(rows, 1)) + gl.expand_dims(columns, 0)
+
+@gluon.constexpr_function
+def line_layout(dtype):
+    return gl.BlockedLayout([count_together(dtype)], [32], [4], [0])
+
+
+@gluon.jit
+def locate_end(ends, i, ROWS: gl.constexpr, WIDTH: gl.constexpr):
+    """Where slice i of what pieces leave is, pointers [ROWS * WIDTH]: 16 bytes of each thread in turn, as `line_up` has them."""
+    return locate_slice(ends, i, ROWS, WIDTH) + gl.arange(0, ROWS * WIDTH, line_layout(ends.dtype.element_ty))
+
+
+@gluon.jit
+def line_up(state, TOGETHER: gl.constexpr):
+    """A state [64, N] in an accumulator's layout as [64 N], each thread's elements in turn: by no instruction."""
+    gl.static_assert(state.shape[0] == 64)
+    COLUMNS: gl.constexpr = state.shape[1]
+    # of rows: warp, half of its 16, one of 8; of columns: 16 bytes, 8 columns, thread, pair
+    t = gl.reshape(state, [4, 2, 8, COLUMNS // (2 * TOGETHER), TOGETHER // 4, 4, 2])
+    return gl.reshape(gl.permute(t, (3, 0, 2, 5, 4, 1, 6)), [64 * COLUMNS])
+
+
+@gluon.jit
+def undo_line_up(line, TOGETHER: gl.constexpr, LAYOUT: gl.constexpr):
+    """What `line_up` made of a state."""
+    COLUMNS: gl.constexpr = line.shape[0] // 64
+    t = gl.reshape(line, [COLUMNS // (2 * TOGETHER), 4, 8, 4, TOGETHER // 4, 2, 2])
+    return gl.convert_layout(gl.reshape(gl.permute(t, (1, 5, 2, 0, 4, 3, 6)), [64, COLUMNS]), LAYOUT)
 
 
 @gluon.jit
@@ -53,14 +75,15 @@ def store_end(ends, i, state, LAYOUT: gl.constexpr, ROWS: gl.constexpr, WIDTH: g
         exponent = log2(gl.where(most > 1e-30, most, 1e-30)).to(gl.int32).to(gl.float32) - 14.0  # fp16 ends at 2^16
         state = state * gl.expand_dims(gl.exp2(-exponent), 1)
         gl.store(locate_exponents(ends, i, LAYOUT, ROWS, WIDTH), exponent.to(gl.float16))
-    gl.store(locate_end(ends, i, LAYOUT, ROWS, WIDTH, WIDTH), state.to(ends.dtype.element_ty))
+    line = line_up(state.to(ends.dtype.element_ty), count_together(ends.dtype.element_ty))
+    gl.store(locate_end(ends, i, ROWS, WIDTH), gl.convert_layout(line, line_layout(ends.dtype.element_ty)))
 
 
 @gluon.jit
-def load_end(ends, i, LAYOUT: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr, COLUMNS: gl.constexpr,
-             FIRST: gl.constexpr):
-    """Columns FIRST to FIRST + COLUMNS of what `store_end` left, fp32."""
-    end = gl.load(locate_end(ends, i, LAYOUT, ROWS, WIDTH, COLUMNS, FIRST)).to(gl.float32)
+def load_end(ends, i, LAYOUT: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr):
+    """What `store_end` left, fp32."""
+    line = gl.load(locate_end(ends, i, ROWS, WIDTH))
+    end = undo_line_up(line, count_together(ends.dtype.element_ty), LAYOUT).to(gl.float32)
     if ends.dtype.element_ty == gl.float16:
         end *= gl.expand_dims(gl.exp2(gl.load(locate_exponents(ends, i, LAYOUT, ROWS, WIDTH)).to(gl.float32)), 1)
     return end
@@ -87,22 +110,19 @@ def load_given_state(states, bh, STATE: gl.constexpr, SLICE: gl.constexpr, part,
 
 @gluon.jit
 def add_pieces(state, ends, factors, run, STATE: gl.constexpr, U: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr,
-               PART: gl.constexpr = 0, PARTS: gl.constexpr = 1, WHOLE: gl.constexpr = False):
+               PART: gl.constexpr = 0, PARTS: gl.constexpr = 1):
     """Equation (28): slice U of a pair [P, N] fp32 before a run, from that before the pieces that enter the run.
 
     ends (npieces, 2, ROWS * (WIDTH + 1)), factors (npieces, 2) fp32: what each piece adds, as `store_end` leaves it, and its
-    decay; None if there are no pieces.
-    PARTS: how many parts each piece has, of which PART is added: side by side, or with WHOLE the columns of one end.
+    decay; None if there are no pieces. Where pieces have PARTS, side by side, PART is added.
     """
     if ends is not None:
         if run.npieces > 0:
             wait_for_last()
-        lanes: gl.constexpr = 2 if WHOLE else 2 * PARTS
-        lane: gl.constexpr = U if WHOLE else 2 * PART + U
-        width: gl.constexpr = PARTS * WIDTH if WHOLE else WIDTH
+        lanes: gl.constexpr = 2 * PARTS
+        lane: gl.constexpr = 2 * PART + U
         for i in range(lanes * run.piece + lane, lanes * (run.piece + run.npieces) + lane, lanes):
-            end = load_end(ends, i, STATE, ROWS, width, WIDTH, PART * WIDTH if WHOLE else 0)
-            state = state * gl.load(factors + i) + end
+            state = state * gl.load(factors + i) + load_end(ends, i, STATE, ROWS, WIDTH)
     return state
 
 
@@ -117,12 +137,11 @@ def load_kept_state(starts, b, h, c, work, EVERY: gl.constexpr, STATE: gl.conste
 
 
 @gluon.jit
-def load_start(start, run, h, bh, work, U: gl.constexpr, SLICE: gl.constexpr, PART: gl.constexpr, EVERY: gl.constexpr,
-               STATE: gl.constexpr, form: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr, WHOLE: gl.constexpr = False):
-    """A slice [P, N] fp32 of a part of the state of head h before a run. WHOLE: as `add_pieces` has it."""
+def load_start(start, run, h, bh, work, SLICE: gl.constexpr, PART: gl.constexpr, EVERY: gl.constexpr, STATE: gl.constexpr,
+               form: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr):
+    """A slice [P, N] fp32 of a part of the state of head h before a run, but for what pieces add."""
     if start.starts is not None:
         state = load_kept_state(start.starts, run.b, h, run.first, work, EVERY, STATE, SLICE, PART, form, ROWS, WIDTH)
     else:
         state = load_given_state(start.initial_states, bh, STATE, SLICE, PART, form, ROWS, WIDTH)
-        state = add_pieces(state, start.ends, start.factors, run, STATE, U, ROWS, WIDTH, PART, form.PARTS, WHOLE)
     return state

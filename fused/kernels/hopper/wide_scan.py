@@ -48,7 +48,7 @@ from .roles import (
 )
 from .scan import SIZES, Slots, make_masks
 from .scan_tiles import Outputs, Rings, Vectors, Work, load_D, split_columns
-from .start import Start, load_start
+from .start import Start, add_pieces, load_start
 
 QUARTER = 64  # states that are wgmma's operand at a time, and of a tile of a state on its way out
 PART = gl.constexpr(128)  # states of a part, as hopper_states has them
@@ -163,8 +163,9 @@ def scan_slice(outputs, rings, tiles, vectors, dA_cumsum, D, start, work, form: 
         b, first, last = run.b, run.first, run.last
         h = get_head(run.pair, U, work.heads_per_group, form)
         bh = (b * work.nheads + h).to(gl.int64)
-        state = join_columns(load_start(start, run, h, bh, work, U, SLICE, 0, EVERY, STATE, form, ROWS, PART, True),
-                             load_start(start, run, h, bh, work, U, SLICE, 1, EVERY, STATE, form, ROWS, PART, True), STATE)
+        state = join_columns(load_start(start, run, h, bh, work, SLICE, 0, EVERY, STATE, form, ROWS, PART),
+                             load_start(start, run, h, bh, work, SLICE, 1, EVERY, STATE, form, ROWS, PART), STATE)
+        state = add_pieces(state, start.ends, start.factors, run, STATE, U, ROWS, WIDTH)
         A_last = dA_cumsum + bh * work.nsub * BLOCK_M + BLOCK_M - 1
         end = gl.load(A_last + first * BLOCK_M)
         if D is not None:
