@@ -196,6 +196,8 @@ class _Call:
         launch, width, (x, B, C, out) = hopper_scan, None, self.descriptors
         if runs_wide(self.inputs):
             launch, width, B, C = hopper_wide_scan, QUARTER, describe(B.base, WIDE), describe(C.base, WIDE)
+            if ends is not None and ends.itemsize == B.base.itemsize:
+                starts["ends_desc"] = describe_ends(ends)
         states = {}
         if kept is not None:
             states = {"states_desc": describe_states(kept, width)}
@@ -327,6 +329,12 @@ def describe_states(states: Tensor, width: int | None = None):
     """
     headdim, dstate = states.shape[-2:]
     return describe(states.view(-1, headdim, 1, dstate), width or get_width(dstate))
+
+
+def describe_ends(ends: Tensor):
+    """TMA descriptor of what pieces leave, but for the exponents, in tiles of a slice [64, 256]: in the order of memory."""
+    lines = ends.as_strided((ends[..., 0].numel(), SLICE, 1, WIDE), (ends.stride(1), WIDE, WIDE, 1))
+    return describe(lines, WIDE)
 
 
 def describe_document_states(states: Tensor | None, width: int | None = None):

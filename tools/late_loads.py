@@ -22,8 +22,6 @@ def late_loads(sass: str) -> list[str]:
 
 
 def _late_in(loop: list[str]) -> list[str]:
-    if not any(text.startswith("HGMMA") for text in loop):
-        return []
     arrivals = [n for n, text in enumerate(loop) if text.startswith("SYNCS.ARRIVE")]
     barriers = [n for n, text in enumerate(loop) if text.startswith("BAR.SYNC") and arrivals and n < arrivals[-1]]
     if not barriers:

@@ -29,7 +29,7 @@ class Access:
         fenced: of a store, a fence between the proxies has followed it.
         elements: of an ordinary one, which of its thread's elements are which of the memory's.
         ordered: tick from which the role's own ordinary accesses come after it: its warps have met.
-        over: tick from which anything may come after it. visible: from which products and copies out see a store.
+        over: tick from which anything may come after it. visible: from which products and copies see a store.
     """
 
     kind: str
@@ -55,7 +55,7 @@ class Access:
     def is_over_for(self, role: Role, later: Access) -> bool:
         """Whether `later` may touch what this one did, for all that the role, which issues it, knows."""
         known = role.clock.get(self.actor, 0)
-        if self.kind == "store" and later.kind in ("product", "copy out"):
+        if self.kind == "store" and later.kind in ("product", "copy out", "copy in"):
             return self.visible is not None and self.visible <= known
         if self.actor is role and self.elements and later.elements:  # a thread's own accesses stay in order
             same_thread = self.elements == later.elements
@@ -71,9 +71,18 @@ class Access:
             return "which may still be on its way"
         if self.over is None:
             return "which no barrier of its warps has followed"
-        if self.kind == "store" and later.kind in ("product", "copy out") and self.visible is None:
+        if self.kind == "store" and later.kind in ("product", "copy out", "copy in") and self.visible is None:
             return "between which and the barrier of its warps no fence_async_shared was"
         return "of whose end this role has not been told: nobody was at an mbarrier after it, or after the barrier of its warps"
+
+
+def _cover(writes: list[Access], access: Access) -> bool:
+    """Whether these, together, are to all of what the access is to."""
+    reached = access.start
+    for write in sorted(writes, key=lambda write: write.start):
+        if write.start <= reached:
+            reached = max(reached, write.stop)
+    return reached >= access.stop
 
 
 class Allocation:
@@ -96,7 +105,7 @@ class Allocation:
                 raise Fault(f"{access} comes before the end of {a}, {a.why(access)}")
         if access.writes:
             self.accesses = [a for a in self.accesses if a.start < access.start or access.stop < a.stop]
-        elif not any(a.writes and a.start <= access.start and access.stop <= a.stop for a in before):
+        elif not _cover([a for a in before if a.writes], access):
             raise Fault(f"{access} reads what nothing has written")
         self.accesses.append(access)
 
@@ -150,8 +159,12 @@ class Buffer:
         size = self.view.element_size()
         start = self.view.storage_offset() * size
         extent = sum((n - 1) * stride for n, stride in zip(self.view.shape, self.view.stride(), strict=True)) + 1
+        if extent > self.view.numel() and kind == "store":
+            for row in range(self.view.shape[0]):
+                self.index(row).touch(role, kind, layout)
+            return None
         # what is read with gaps counts as read with what is between
-        assert extent == self.view.numel() or kind in ("load", "product"), "writes with gaps are not modelled"
+        assert extent == self.view.numel() or kind in ("load", "product"), "copies in with gaps are not modelled"
         elements = layout and (layout, self.dtype, self.view.shape, self.view.stride())
         access = Access(kind, role.line(), self.name, start, start + extent * size, actor or role, elements, over=over)
         access.finished = kind == "store"

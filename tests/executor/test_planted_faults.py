@@ -33,7 +33,8 @@ class Plant(NamedTuple):
     """Lines of a kernel's source and what takes their place, and what the fault must name.
 
     splits: of the heads in the backward; a ring that is shared by more heads comes round only after its slots have been read.
-    asked: as `return_states_every`. documents: of few tokens and with states of their own.
+    asked: as `return_states_every`. documents: of few tokens and with states of their own. cut: sub-chunks of a run, into which
+    sequences are cut, so that many pieces enter the last one.
     """
 
     kernel: str
@@ -42,6 +43,7 @@ class Plant(NamedTuple):
     splits: int | None
     asked: int | None
     documents: int | None
+    cut: int | None
 
 
 def read_plants() -> dict[str, Plant]:
@@ -54,7 +56,7 @@ def read_plants() -> dict[str, Plant]:
         settings = {name: int(value) for name, value in map(str.split, settings)}
         edits = [(read_side(hunk, " -"), read_side(hunk, " +")) for hunk in hunks]
         kernel = f"fused.kernels.hopper.{name.partition(':')[0]}"
-        plants[name] = Plant(kernel, edits, says, *map(settings.get, ("splits", "asked", "documents")))
+        plants[name] = Plant(kernel, edits, says, *map(settings.get, ("splits", "asked", "documents", "cut")))
     return plants
 
 
@@ -66,7 +68,7 @@ PLANTS = read_plants()
 
 
 def run(executor: Executor, seed: int, splits: int | None = None, asked: int | None = None,
-        documents: int | None = None, wide: bool = False) -> None:
+        documents: int | None = None, cut: int | None = None, wide: bool = False) -> None:
     executor.seed = seed
     inputs, options = WIDE if wide else INPUTS, Options(save_states=wide)
     if asked:  # by halves, of which the second must wait for the first
@@ -74,7 +76,8 @@ def run(executor: Executor, seed: int, splits: int | None = None, asked: int | N
     if documents:
         inputs = DOCUMENTS
     ways = torch.randn_like(inputs.x), torch.randn(4 if documents else 1, inputs.nheads, 64, inputs.dstate)
-    with hopper_on_cpu(executor, blocks=1, splits=splits):
+    dealing = {"blocks": 10, "cut": (cut, cut)} if cut else {"blocks": 1}
+    with hopper_on_cpu(executor, **dealing, splits=splits):
         results(get_variant("persistent"), inputs, *ways, options)
 
 
@@ -84,13 +87,13 @@ def test_found(name):
     executor = Executor(*KERNELS, edits={planted.kernel: planted.edits})
     for seed in SEEDS:
         with pytest.raises(Fault) as found:
-            run(executor, seed, planted.splits, planted.asked, planted.documents, name.startswith("wide_scan"))
+            run(executor, seed, *planted[3:], wide=name.startswith("wide_scan"))
         print(seed, found.value)
         assert re.search(planted.says, str(found.value)), found.value
 
 
-@pytest.mark.parametrize("wide", (False, True))
-def test_without_one_there_is_none(wide):
+@pytest.mark.parametrize("given", ({}, {"wide": True}, {"wide": True, "cut": 1}), ids=str)
+def test_without_one_there_is_none(given):
     executor = Executor(*KERNELS)
     for seed in SEEDS:
-        run(executor, seed, wide=wide)
+        run(executor, seed, **given)

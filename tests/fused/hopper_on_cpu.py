@@ -13,8 +13,8 @@ from ssd.runtime.tuning import Device
 from tests.executor import Executor
 
 KERNELS = tuple(f"fused.kernels.hopper.{name}"
-                for name in ("ring", "start", "scan_tiles", "scan", "wide_scan", "document_states", "walks", "states", "pieces",
-                             "group_tiles", "group", "ends", "pairs"))
+                for name in ("ring", "start", "scan_tiles", "masks", "scan", "wide_scan", "document_states", "walks", "states",
+                             "pieces", "group_tiles", "group", "ends", "pairs"))
 
 
 @contextmanager

@@ -328,3 +328,17 @@ def test_backward_in_halves(batch, executor, monkeypatch):
     monkeypatch.setattr(halves, "_MOST_BYTES", 0)
     parts = (STATES,) * (2 - batch) + (STATES, GROUP) * 2
     check(executor, replace(WAYS["ragged, recomputed"], shape=replace(RAGGED, batch=batch, seqlen=190), runs=(SCAN, *parts)))
+
+
+@pytest.mark.parametrize(("heads", "headdim", "cut"), [(1, 128, (1, 1)), (2, 64, (3, 2)), (2, 128, (3, 3))])
+def test_pieces_in_tiles(heads, headdim, cut, executor):
+    """In bf16 they come to the wide scan as tiles do, more of them than there are slots."""
+    way = Way(Shape(1, 9 * 64 - 1, heads, headdim, 1, 256, 64), START, (PIECES, WIDE_SCAN), torch.bfloat16, blocks=20, cut=cut)
+    inputs, variant = draw(way)
+
+    def run():
+        return dict(zip(("out", "final_states"), variant.forward(inputs, AGAIN, False), strict=False))
+
+    right = truths(inputs, *cotangents(inputs))
+    for name, got in under_schedules(executor, way, run).items():
+        assert error(got, right[name]).rms < 5e-3, name

@@ -101,7 +101,9 @@ def test_pieces(dstate, dtype, device):
     steps = chunk_cumsum(replace(i, chunk_size=BLOCK_M), apart=True)
     ends, factors = piece_states(i, tokens, *steps, len(runs), runs, 2, dtype=dtype)
     p, n = torch.arange(64, device=device), torch.arange(ends.shape[2] // 64 - 1, device=device)
-    rows, columns = p // 16 * 64 + p % 16 // 8 * 256 + p % 8 * 8, n // 8 * 512 + n % 8  # where a warpgroup's threads put them
+    each = 16 // ends.itemsize  # of a thread's elements together
+    rows = p // 16 * 32 * each + p % 8 * 4 * each + p % 16 // 8 * 2
+    columns = n // (2 * each) * 128 * each + n % 8 // 2 * each + n % (2 * each) // 8 * 4 + n % 2
     exponents = ends[..., -64:] if dtype == torch.float16 else torch.zeros(64, device=device)
     ends = ends[..., rows[:, None] + columns].float() * exponents.float().exp2()[..., None]
     heads = i.nheads // i.ngroups  # of a group, whose pieces have a place more for the lone head

@@ -55,18 +55,16 @@ from .documents import (
     write_block,
 )
 from .early import may_begin_early
-from .ring import make_ring, mark_empty, mark_full, slot_of, wait_empty, wait_full
+from .masks import make_masks
+from .ring import make_ring, mark_empty, slot_of, wait_empty, wait_full
 from .roles import (
     LOG2E,
     allocate_tiles,
     apply_gate,
-    decay,
     fetch_slice,
     get_head,
     get_tile,
-    load_steps,
     locate_state,
-    log2,
     make_form,
     state_mask,
     store_masked,
@@ -91,12 +89,6 @@ _SLICE = 64  # channels
 _TURNED = 16384  # bytes in which Triton turns states from memory into another layout, of every size and dtype
 _SHARED = 232448 - 1024  # bytes of a block, less what mbarriers and alignment may take
 _REGISTERS = 128  # of a thread at launch; the roles then share them out: 192 scan_slice, 104 make_masks, 24 fetch_tiles
-
-
-@gluon.jit
-def and_bits(a, b):
-    """Bitwise and of two tensors of 16-bit elements, two at a time."""
-    return gl.inline_asm_elementwise("and.b32 $0, $1, $2;", "=r,r,r", [a, b], a.dtype, True, 2)
 
 
 @gluon.jit
@@ -128,70 +120,6 @@ def fetch_tiles(x_desc, B_desc, C_desc, z_desc, before_desc, ring, tiles, work, 
                     fetch_slice(z_desc, run.b, token, head_slice, form.SLICES, bar, tiles.z.index(2 * slot + u))
                 if before_desc is not None:
                     fetch_slice(before_desc, run.b, token, head_slice, form.SLICES, bar, tiles.before.index(2 * slot + u))
-            step += 1
-
-
-@gluon.jit
-def make_masks(rings, tiles, vectors, A_rows, A_columns, dA_cumsum, dt, work, form: gl.constexpr, KEPT: gl.constexpr,
-               BLOCK_M: gl.constexpr, WIDTH: gl.constexpr):
-    """The consumer warpgroup that makes L and the vectors of the pair's heads, of which there are two or one.
-
-    dt_j is in the exponent of L as log2(dt_j). That exponent cannot be clamped at 0: where A falls by more than 1e7 in a
-    sub-chunk, fp32 sums of it are no longer monotone, and L may overflow. A_rows, A_columns [2, 64] fp32 in shared memory turn
-    a vector of a head into rows and columns of L: A_j - log2(dt_j) and A_i. KEPT: which pairs are causal stays in registers.
-    """
-    HEADS: gl.constexpr = 2 // form.SLICES
-    DTYPE: gl.constexpr = tiles.B.dtype
-    JI: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
-    m = gl.arange(0, BLOCK_M, gl.BlockedLayout([1], [32], [4], [0]))
-    j, i = gl.arange(0, BLOCK_M, gl.SliceLayout(1, JI)), gl.arange(0, BLOCK_M, gl.SliceLayout(0, JI))
-    if KEPT:
-        # all bits of an element or none: one instruction masks two elements, whatever exp2 made of those above the diagonal
-        causal = gl.where(gl.expand_dims(i, 0) >= gl.expand_dims(j, 1), -1, 0).to(gl.int16).to(DTYPE, bitcast=True)
-    step = 0
-    for k in range(gl.program_id(0) * work.nruns, gl.program_id(0) * work.nruns + work.nruns):
-        run = get_run(work, k)
-        first, last = run.first, run.last
-        h = get_head(run.pair, 0, work.heads_per_group, form)
-        row = (run.b * work.nheads + h).to(gl.int64) * work.nsub * BLOCK_M
-        other = work.nsub * BLOCK_M  # from a head's row to the next one's
-        if form.ODD and HEADS == 2:
-            other *= get_head(run.pair, 1, work.heads_per_group, form) - h
-        a0, dt0, end0 = load_steps(dA_cumsum, dt, row + first * BLOCK_M, m, BLOCK_M)
-        if HEADS == 2:
-            a1, dt1, end1 = load_steps(dA_cumsum, dt, row + other + first * BLOCK_M, m, BLOCK_M)
-        for c in range(first, last):
-            slot = slot_of(rings.tiles, step)
-            wait_full(rings.tiles, step)
-            B, C = get_tile(tiles.B, slot, BLOCK_M, WIDTH), get_tile(tiles.C, slot, BLOCK_M, WIDTH)
-            BC = warpgroup_mma(B, C.permute((1, 0)), gl.zeros([BLOCK_M, BLOCK_M], gl.float32, JI), use_acc=False, is_async=True)
-            for u in gl.static_range(HEADS):
-                wait_empty(rings.masks, step, u, HEADS)
-            for u in gl.static_range(HEADS):
-                a, dt_u, end = (a0 if u == 0 else a1) * LOG2E, dt0 if u == 0 else dt1, (end0 if u == 0 else end1) * LOG2E
-                A_columns.index(u).store(a)
-                A_rows.index(u).store(a - log2(dt_u))
-                vectors.from_start.index(slot_of(rings.masks, step, u, HEADS)).store(gl.exp2(a))
-                vectors.to_end.index(slot_of(rings.masks, step, u, HEADS)).store(dt_u * decay(end - a))
-            # the next sub-chunk's, into the same registers: a load into others would wait here for itself
-            ahead = row + gl.minimum(c + 1, last - 1) * BLOCK_M
-            a0, dt0, end0 = load_steps(dA_cumsum, dt, ahead, m, BLOCK_M)
-            if HEADS == 2:
-                a1, dt1, end1 = load_steps(dA_cumsum, dt, ahead + other, m, BLOCK_M)
-            block_barrier()
-            BC = warpgroup_mma_wait(0, deps=(BC,))
-            mark_empty(rings.tiles, slot)
-            for u in gl.static_range(HEADS):
-                A_i, A_j = A_columns.index(u).load(gl.SliceLayout(0, JI)), A_rows.index(u).load(gl.SliceLayout(1, JI))
-                L = BC * gl.exp2(gl.expand_dims(A_i, 0) - gl.expand_dims(A_j, 1))
-                if KEPT:
-                    L = and_bits(L.to(DTYPE), causal)
-                else:
-                    L = gl.where(gl.expand_dims(i, 0) >= gl.expand_dims(j, 1), L, 0.0).to(DTYPE)
-                tiles.L.index(slot_of(rings.masks, step, u, HEADS)).store(L)
-                fence_async_shared()
-                block_barrier()
-                mark_full(rings.masks, slot_of(rings.masks, step, u, HEADS))
             step += 1
 
 
@@ -243,14 +171,15 @@ def scan_slice(outputs, rings, tiles, vectors, dA_cumsum, D, start, work, form: 
             w = gl.expand_dims(vectors.to_end.index(mask).load(gl.SliceLayout(0, OPERAND)), 0)
             x_end = (x.to(gl.float32) * w).to(DTYPE)
             end = gl.load(A_last + gl.minimum(c + 1, last - 1) * BLOCK_M)
-            # both products in flight before anything else touches an accumulator: ptxas would insert a wait
             y = gl.zeros([ROWS, BLOCK_M], gl.float32, PI)
             y = warpgroup_mma(S, C.permute((1, 0)), y, use_acc=False, is_async=True)  # [P, N] @ [N, M]
-            state = warpgroup_mma(x_end, B, state, is_async=True)  # [P, M] @ [M, N]
             w = gl.expand_dims(vectors.from_start.index(mask).load(gl.SliceLayout(0, PI)), 0)
-            y = warpgroup_mma_wait(1, deps=(y,)) * w
+            y, S = warpgroup_mma_wait(0, deps=(y, S))
+            y = y * w
+            # both products in flight before anything else touches an accumulator: ptxas would insert a wait
             y = warpgroup_mma(x, tiles.L.index(mask), y, is_async=True)  # [P, M] @ [M, M]
-            state, y = warpgroup_mma_wait(0, deps=(state, y))
+            state = warpgroup_mma(x_end, B, state, is_async=True)  # [P, M] @ [M, N]
+            y, x = warpgroup_mma_wait(1, deps=(y, x))  # y leaves while the state's product runs
             if D is not None:
                 y += D_h * x_t.load(PI).to(gl.float32)  # read again: x as fp32 does not fit beside the accumulators
             if tiles.before is not None:
@@ -263,6 +192,7 @@ def scan_slice(outputs, rings, tiles, vectors, dA_cumsum, D, start, work, form: 
             if tiles.z is not None:
                 y = apply_gate(y, get_tile(tiles.z, 2 * slot + U, BLOCK_M, ROWS).permute((1, 0)).load(PI))
             get_tile(tiles.y, U, BLOCK_M, ROWS).permute((1, 0)).store(y.to(DTYPE))
+            state, x_end = warpgroup_mma_wait(0, deps=(state, x_end))
             fence_async_shared()
             block_barrier()
             # not before y is there: a load from x that is only on its way would find the next tile (docs/log/hopper-scan.md)
@@ -330,7 +260,7 @@ def hopper_scan_kernel(x_desc, B_desc, C_desc, z_desc, before_desc, out_desc, y_
     gl.warp_specialize([
         (scan_slice, (outputs, rings, tiles, vectors, dA_cumsum, D, start, work, FORM, 0, PART, EVERY, BLOCK_M, ROWS, WIDTH)),
         (scan_slice, (outputs, rings, tiles, vectors, dA_cumsum, D, start, work, FORM, 1, PART, EVERY, BLOCK_M, ROWS, WIDTH)),
-        (make_masks, (rings, tiles, vectors, A_rows, A_columns, dA_cumsum, dt, work, FORM, True, BLOCK_M, WIDTH)),
+        (make_masks, (rings, tiles, vectors, A_rows, A_columns, dA_cumsum, dt, work, FORM, False, False, BLOCK_M, WIDTH)),
         (fetch_tiles, (x_desc, B_desc, C_desc, z_desc, before_desc, rings.tiles, tiles, work, PART, FORM)),
     ], [4, 4, 1], [192, 104, 24])
 

@@ -37,7 +37,7 @@ def line_layout(dtype):
 
 @gluon.jit
 def locate_end(ends, i, ROWS: gl.constexpr, WIDTH: gl.constexpr):
-    """Where slice i of what pieces leave is, pointers [ROWS * WIDTH]: 16 bytes of each thread in turn, as `line_up` has them."""
+    """Where slice i of what pieces leave is, pointers [ROWS * WIDTH]: 16 bytes of each thread in turn, as of `line_up`."""
     return locate_slice(ends, i, ROWS, WIDTH) + gl.arange(0, ROWS * WIDTH, line_layout(ends.dtype.element_ty))
 
 

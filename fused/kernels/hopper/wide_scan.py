@@ -8,8 +8,8 @@ waited for before the next one:
     make_masks (1 warpgroup):       L_h = (B C^T) exp(A_i - A_j) dt_j for i >= j, [j, i], for its heads from one B C^T
     scan_slice (1 warpgroup each):  y^T += S_n C_n^T for each quarter n of dstate
                                     y^T <- y^T exp(A_i) + x^T L, with S <- exp(A_last) S + (x dt_j exp(A_last - A_j))^T B
-                                    y^T += D x^T
-    fetch_tiles (1 warp):           B, C and x of both slices by TMA
+                                    y^T += D x^T, and y leaves while the product with B runs
+    fetch_tiles (1 warp):           B, C and x of both slices by TMA; before them the pieces that enter a run
 """
 
 from typing import NamedTuple
@@ -24,12 +24,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ssd.runtime.gluon_names import async_store, block_barrier, store_wait
+from ssd.runtime.gluon_names import async_load, async_store, block_barrier, reinterpret, store_wait
 from ssd.runtime.launch import launch
 from ssd.types import SUB_CHUNK, SSDInputs
 
+from .document_states import as_box, as_tile
 from .documents import Documents
-from .early import may_begin_early
+from .early import may_begin_early, wait_for_last
+from .masks import make_masks
 from .ring import make_ring, mark_empty, slot_of, wait_empty, wait_full
 from .roles import (
     LOG2E,
@@ -46,9 +48,9 @@ from .roles import (
     tile_bytes,
     write_slice,
 )
-from .scan import SIZES, Slots, make_masks
+from .scan import SIZES, Slots
 from .scan_tiles import Outputs, Rings, Vectors, Work, load_D, split_columns
-from .start import Start, add_pieces, load_start
+from .start import Start, add_pieces, load_start, locate_exponents, undo_line_up
 
 QUARTER = 64  # states that are wgmma's operand at a time, and of a tile of a state on its way out
 PART = gl.constexpr(128)  # states of a part, as hopper_states has them
@@ -72,14 +74,27 @@ class Tiles(NamedTuple):
 
 
 @gluon.jit
-def fetch_tiles(x_desc, B_desc, C_desc, z_desc, ring, tiles, work, form: gl.constexpr):
-    """The producer: of each sub-chunk B and C, and of both slices x and z, into the next free slot."""
+def fetch_tiles(x_desc, B_desc, C_desc, z_desc, ends_desc, ring, tiles, work, form: gl.constexpr):
+    """The producer: of each sub-chunk B and C, and of both slices x and z, into the next free slot. Before a run's first come
+    the pieces that enter it, one a slot: what the first slice adds in the place of B, the second's in that of C.
+    """
     BLOCK_M: gl.constexpr = x_desc.block_shape[1]
     BYTES: gl.constexpr = 2 * (tile_bytes(B_desc) + tile_bytes(x_desc) + tile_bytes(z_desc))
     step = 0
     for k in range(gl.program_id(0) * work.nruns, gl.program_id(0) * work.nruns + work.nruns):
         run = load_run(work.runs, k)
         group = get_head(run.pair, 0, work.heads_per_group, form) // work.heads_per_group
+        if ends_desc is not None:
+            if run.npieces > 0:
+                wait_for_last()
+            for i in range(2 * run.piece, 2 * (run.piece + run.npieces), 2):
+                slot = slot_of(ring, step)
+                wait_empty(ring, step)
+                bar = ring.full.index(slot)
+                mbarrier.expect(bar, 2 * tile_bytes(ends_desc))
+                async_load(ends_desc, [i, 0, 0], bar, as_box(tiles.B.index(slot), ends_desc))
+                async_load(ends_desc, [i + 1, 0, 0], bar, as_box(tiles.C.index(slot), ends_desc))
+                step += 1
         for c in range(run.first, run.last):
             slot = slot_of(ring, step)
             wait_empty(ring, step)
@@ -93,6 +108,30 @@ def fetch_tiles(x_desc, B_desc, C_desc, z_desc, ring, tiles, work, form: gl.cons
                 if z_desc is not None:
                     fetch_slice(z_desc, run.b, c * BLOCK_M, head_slice, form.SLICES, bar, tiles.z.index(2 * slot + u))
             step += 1
+
+
+@gluon.jit
+def add_fetched_pieces(state, start, ends_desc, run, ring, tiles, step, STATE: gl.constexpr, U: gl.constexpr,
+                       ROWS: gl.constexpr, WIDTH: gl.constexpr):
+    """As `add_pieces`, of pieces that `fetch_tiles` brings; and the step after them."""
+    LINES: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])  # in turn, as `line_layout` of fp16
+    LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    if run.npieces > 0:
+        wait_for_last()
+    for i in range(2 * run.piece + U, 2 * (run.piece + run.npieces) + U, 2):
+        factor = gl.load(start.factors + i)
+        scale = gl.exp2(gl.load(locate_exponents(start.ends, i, STATE, ROWS, WIDTH)).to(gl.float32))
+        slot = slot_of(ring, step)
+        wait_full(ring, step)
+        line = gl.reshape(as_tile((tiles.B if U == 0 else tiles.C).index(slot), ends_desc).load(LINES), [ROWS * WIDTH])
+        state = state * factor + undo_line_up(line, 8, STATE).to(gl.float32) * gl.expand_dims(scale, 1)
+        # uses all that was loaded, or a load may still be on its way when the slot is filled again: to x's place, which is free
+        reinterpret(tiles.x.index(2 * slot + U), [ROWS], LINE, gl.float32).store(gl.max(state, 1))
+        fence_async_shared()
+        block_barrier()
+        mark_empty(ring, slot)
+        step += 1
+    return state, step
 
 
 @gluon.jit
@@ -146,7 +185,7 @@ def multiply_quarter(state, factor, C, N: gl.constexpr, y, OPERAND: gl.constexpr
 
 
 @gluon.jit
-def scan_slice(outputs, rings, tiles, vectors, dA_cumsum, D, start, work, form: gl.constexpr, U: gl.constexpr,
+def scan_slice(outputs, rings, tiles, vectors, dA_cumsum, D, start, ends_desc, work, form: gl.constexpr, U: gl.constexpr,
                EVERY: gl.constexpr, BLOCK_M: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr):
     """The consumer warpgroup of slice U of a pair: its state and its output."""
     SLICE: gl.constexpr = U if form.SLICES == 2 else 0
@@ -157,7 +196,7 @@ def scan_slice(outputs, rings, tiles, vectors, dA_cumsum, D, start, work, form: 
     STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
     HALF: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, PI, 2)
-    step = 0
+    step, fetched = 0, 0  # fetched: that of the ring of tiles, where pieces are steps too
     for k in range(gl.program_id(0) * work.nruns, gl.program_id(0) * work.nruns + work.nruns):
         run = load_run(work.runs, k)
         b, first, last = run.b, run.first, run.last
@@ -165,16 +204,20 @@ def scan_slice(outputs, rings, tiles, vectors, dA_cumsum, D, start, work, form: 
         bh = (b * work.nheads + h).to(gl.int64)
         state = join_columns(load_start(start, run, h, bh, work, SLICE, 0, EVERY, STATE, form, ROWS, PART),
                              load_start(start, run, h, bh, work, SLICE, 1, EVERY, STATE, form, ROWS, PART), STATE)
-        state = add_pieces(state, start.ends, start.factors, run, STATE, U, ROWS, WIDTH)
+        if ends_desc is not None:
+            state, fetched = add_fetched_pieces(state, start, ends_desc, run, rings.tiles, tiles, fetched, STATE, U, ROWS,
+                                                WIDTH)
+        else:
+            state = add_pieces(state, start.ends, start.factors, run, STATE, U, ROWS, WIDTH)
         A_last = dA_cumsum + bh * work.nsub * BLOCK_M + BLOCK_M - 1
         end = gl.load(A_last + first * BLOCK_M)
         if D is not None:
             D_h = load_D(D, h, SLICE, form, PI, ROWS)
         for c in range(first, last):
-            slot, mask = slot_of(rings.tiles, step), slot_of(rings.masks, step, HEAD, HEADS)
+            slot, mask = slot_of(rings.tiles, fetched), slot_of(rings.masks, step, HEAD, HEADS)
             x_t = get_tile(tiles.x, 2 * slot + U, BLOCK_M, ROWS).permute((1, 0))
             B, C = get_tile(tiles.B, slot, BLOCK_M, WIDTH), get_tile(tiles.C, slot, BLOCK_M, WIDTH)
-            wait_full(rings.tiles, step)
+            wait_full(rings.tiles, fetched)
             y = gl.zeros([ROWS, BLOCK_M], gl.float32, PI)
             factor = gl.exp2(end * LOG2E)
             left, right = split_columns(state)
@@ -197,7 +240,7 @@ def scan_slice(outputs, rings, tiles, vectors, dA_cumsum, D, start, work, form: 
             # both in flight before anything else touches an accumulator: ptxas would insert a wait
             y = warpgroup_mma(x_t, tiles.L.index(mask), y, is_async=True)  # [P, M] @ [M, M]
             state = warpgroup_mma(x_end, B, state, is_async=True)  # [P, M] @ [M, N]
-            y, state = warpgroup_mma_wait(0, deps=(y, state))
+            y = warpgroup_mma_wait(1, deps=(y,))  # y leaves while the state's product runs
             if D is not None:
                 y += D_h * x_t.load(PI).to(gl.float32)
             store_wait(0)
@@ -208,6 +251,7 @@ def scan_slice(outputs, rings, tiles, vectors, dA_cumsum, D, start, work, form: 
             if tiles.z is not None:
                 y = apply_gate(y, get_tile(tiles.z, 2 * slot + U, BLOCK_M, ROWS).permute((1, 0)).load(PI))
             get_tile(tiles.y, U, BLOCK_M, ROWS).permute((1, 0)).store(y.to(DTYPE))
+            state, x_end = warpgroup_mma_wait(0, deps=(state, x_end))
             fence_async_shared()
             block_barrier()
             # not before y is there: a load from x that is only on its way would find the next tile (docs/log/hopper-scan.md)
@@ -216,6 +260,7 @@ def scan_slice(outputs, rings, tiles, vectors, dA_cumsum, D, start, work, form: 
             if outputs.y is not None:
                 write_slice(outputs.y, b, c * BLOCK_M, h * form.SLICES + SLICE, form.SLICES, tiles.y.index(2 + U))
             step += 1
+            fetched += 1
         if outputs.asked is not None:  # noqa: SIM102
             if last == work.nsub and last == outputs.asked * outputs.nasked:
                 left, right = split_columns(state)
@@ -232,9 +277,9 @@ def scan_slice(outputs, rings, tiles, vectors, dA_cumsum, D, start, work, form: 
 
 
 @gluon.jit(do_not_specialize=SIZES)
-def hopper_wide_scan_kernel(x_desc, B_desc, C_desc, z_desc, out_desc, y_desc, states_desc, dA_cumsum, dt, D, initial_states,
-                            ends, factors, final_states, starts, runs, nruns, nsub, nheads, heads_per_group, asked, nasked,
-                            HEADDIM: gl.constexpr, DSTATE: gl.constexpr, ODD: gl.constexpr, D_ROWS: gl.constexpr,
+def hopper_wide_scan_kernel(x_desc, B_desc, C_desc, z_desc, out_desc, y_desc, states_desc, ends_desc, dA_cumsum, dt, D,
+                            initial_states, ends, factors, final_states, starts, runs, nruns, nsub, nheads, heads_per_group,
+                            asked, nasked, HEADDIM: gl.constexpr, DSTATE: gl.constexpr, ODD: gl.constexpr, D_ROWS: gl.constexpr,
                             STAGES: gl.constexpr, SLOTS: gl.constexpr, EVERY: gl.constexpr):
     DTYPE: gl.constexpr = x_desc.dtype
     BLOCK_M: gl.constexpr = x_desc.block_shape[1]
@@ -262,12 +307,13 @@ def hopper_wide_scan_kernel(x_desc, B_desc, C_desc, z_desc, out_desc, y_desc, st
     start = Start(initial_states, ends, factors, starts)
     outputs = Outputs(out_desc, y_desc, states_desc, final_states, None, None, asked, nasked)
     gl.warp_specialize([
-        (scan_slice, (outputs, rings, tiles, vectors, dA_cumsum, D, start, work, FORM, 0, EVERY, BLOCK_M, ROWS,
+        (scan_slice, (outputs, rings, tiles, vectors, dA_cumsum, D, start, ends_desc, work, FORM, 0, EVERY, BLOCK_M, ROWS,
                       WIDTH)),
-        (scan_slice, (outputs, rings, tiles, vectors, dA_cumsum, D, start, work, FORM, 1, EVERY, BLOCK_M, ROWS,
+        (scan_slice, (outputs, rings, tiles, vectors, dA_cumsum, D, start, ends_desc, work, FORM, 1, EVERY, BLOCK_M, ROWS,
                       WIDTH)),
-        (make_masks, (rings, tiles, vectors, A_rows, A_columns, dA_cumsum, dt, work, FORM, False, BLOCK_M, WIDTH)),
-        (fetch_tiles, (x_desc, B_desc, C_desc, z_desc, rings.tiles, tiles, work, FORM)),
+        (make_masks, (rings, tiles, vectors, A_rows, A_columns, dA_cumsum, dt, work, FORM, HEADS == 2, ends_desc is not None,
+                      BLOCK_M, WIDTH)),
+        (fetch_tiles, (x_desc, B_desc, C_desc, z_desc, ends_desc, rings.tiles, tiles, work, FORM)),
     ], [4, 4, 1], [208, 72, 24])
 
 
@@ -287,14 +333,14 @@ def choose_slots(i: SSDInputs, beside: int, keeps_y: bool, states_desc, starts) 
 
 def hopper_wide_scan(i: SSDInputs, x_desc, B_desc, C_desc, out_desc, dt, dA_cumsum, runs: torch.Tensor, initial_states=None,
                      ends=None, factors=None, final_states=None, states_desc=None, starts=None, every: int = SUB_CHUNK,
-                     z_desc=None, y_desc=None, nasked: int | None = None) -> None:
-    """As `scan.hopper_scan`, in one launch."""
+                     z_desc=None, y_desc=None, nasked: int | None = None, ends_desc=None) -> None:
+    """As `scan.hopper_scan`, in one launch. ends_desc: of ends, where tiles can hold them."""
     heads_per_group = i.nheads // i.ngroups
     asked = None if nasked is None else i.return_states_every // dt.shape[3]
     slots = choose_slots(i, 0 if z_desc is None else z_desc.base.itemsize, y_desc is not None, states_desc, starts)
     launch(
-        hopper_wide_scan_kernel, runs.shape[0], x_desc, B_desc, C_desc, z_desc, out_desc, y_desc, states_desc, dA_cumsum, dt,
-        i.D, initial_states, ends, factors, final_states, starts, runs, runs.shape[1], dt.shape[2], i.nheads,
+        hopper_wide_scan_kernel, runs.shape[0], x_desc, B_desc, C_desc, z_desc, out_desc, y_desc, states_desc, ends_desc,
+        dA_cumsum, dt, i.D, initial_states, ends, factors, final_states, starts, runs, runs.shape[1], dt.shape[2], i.nheads,
         heads_per_group, asked, nasked, HEADDIM=i.headdim, DSTATE=i.dstate, ODD=heads_per_group % 2 == 1,
         D_ROWS=i.D is not None and i.D.dim() == 2, STAGES=slots.tiles, SLOTS=slots.masks, EVERY=every // dt.shape[3],
         num_warps=4, maxnreg=_REGISTERS, launch_pdl=may_begin_early(ends, initial_states))
