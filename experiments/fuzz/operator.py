@@ -310,7 +310,8 @@ def make_tensors(c: Config, turn: int, device: str) -> Tensors:
     normal, uniform = values.normal, values.uniform
     mean = 0.1 if c.decay == "strong" else 0.04
     step = mean * uniform(0.1, 2.0, c.batch, c.seqlen, h)
-    width = torch.tensor((1.0, 0.0, 100.0) if c.gates == "wide" else (1.0,), device=device)
+    large = 30.0 if c.dtype == "fp16" else 100.0  # with those of bf16 gradients of states pass fp16's 65,504 now and then
+    width = torch.tensor((1.0, 0.0, large) if c.gates == "wide" else (1.0,), device=device)
     made = {
         "z": normal(c.batch, c.seqlen, h, p) * width[torch.arange(p, device=device) % len(width)] if c.z else None,
         "x": normal(c.batch, c.seqlen, h, p),
