@@ -40,10 +40,13 @@ def test_late_loads(instructions, found):
     assert bool(late_loads(sass(*LOOP, *instructions))) == (found == "late")
 
 
+def test_a_late_load_in_a_loop_without_products():
+    assert late_loads(sass(*LOOP[1:], "FADD R13, R8, R12"))
+
+
 def test_what_is_no_late_load():
     assert not late_loads(sass(*LOOP))
     use = "FADD R13, R8, R12"
-    assert not late_loads(sass(*LOOP[1:], use))  # no products: not a loop of a role
     assert not late_loads(sass(*LOOP[:4], use))  # nothing is handed back
     assert not late_loads(sass(*LOOP, use, loop=False))  # no loop
     assert not late_loads(sass(*LOOP, "LDSM.16.M88.4 R8, [R2+0x100]", use))  # loaded again, after the barrier
