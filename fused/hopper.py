@@ -193,17 +193,17 @@ class _Call:
         from .kernels.hopper.scan_tiles import COLUMNS
         from .kernels.hopper.wide_scan import QUARTER, hopper_wide_scan
 
-        launch, width, (x, B, C, out) = hopper_scan, None, self.descriptors
+        launch, width, pieces, (x, B, C, out) = hopper_scan, None, {}, self.descriptors
         if runs_wide(self.inputs):
             launch, width, B, C = hopper_wide_scan, QUARTER, describe(B.base, WIDE), describe(C.base, WIDE)
-            if ends is not None and ends.itemsize == B.base.itemsize:
-                starts["ends_desc"] = describe_ends(ends)
+            if ends is not None and ends.dtype == torch.float16:  # a slot of tiles holds those of a piece
+                pieces = {"ends_desc": describe_ends(ends)}
         states = {}
         if kept is not None:
             states = {"states_desc": describe_states(kept, width)}
         elif asked is not None and asked.numel():
             states = {"states_desc": describe_states(asked, COLUMNS), "nasked": asked.shape[1]}
-        launch(self.inputs, x, B, C, out, *self.steps, runs, initial_states, ends, factors, final_states, **states,
+        launch(self.inputs, x, B, C, out, *self.steps, runs, initial_states, ends, factors, final_states, **states, **pieces,
                **self.gate_descriptors, **self.document_arguments, **starts)
 
     @property

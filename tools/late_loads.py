@@ -1,8 +1,8 @@
 """Finds, in machine code, loads from shared memory that may still be on their way when it is handed back to the TMA.
 
 A Gluon role ends each turn of its loop with a barrier and an arrival at an mbarrier, whose completion lets the TMA overwrite
-what the role has read. A barrier does not wait for loads; using what they bring does. So in every such loop, no register that
-was loaded before the barrier may be read first after it (docs/log/hopper-scan.md, "A race").
+what the role has read. A barrier does not wait for loads; using what they bring does. So in every such loop that has no other
+in it, no register that was loaded before the barrier may be read first after it (docs/log/hopper-scan.md, "A race").
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ class Access:
         fenced: of a store, a fence between the proxies has followed it.
         elements: of an ordinary one, which of its thread's elements are which of the memory's.
         ordered: tick from which the role's own ordinary accesses come after it: its warps have met.
-        over: tick from which anything may come after it. visible: from which products and copies see a store.
+        over: tick from which anything may come after it. visible: from which a store comes before products and copies.
     """
 
     kind: str
@@ -186,6 +186,6 @@ def meet(role: Role) -> None:
 
 
 def fence(role: Role) -> None:
-    """Between the proxies: products and copies out see what was stored before it, once the warps have met."""
+    """Between the proxies: what was stored before it comes before products and copies, once the warps have met."""
     for access in role.open:
         access.fenced |= access.kind == "store"

@@ -330,10 +330,12 @@ def test_backward_in_halves(batch, executor, monkeypatch):
     check(executor, replace(WAYS["ragged, recomputed"], shape=replace(RAGGED, batch=batch, seqlen=190), runs=(SCAN, *parts)))
 
 
-@pytest.mark.parametrize(("heads", "headdim", "cut"), [(1, 128, (1, 1)), (2, 64, (3, 2)), (2, 128, (3, 3))])
-def test_pieces_in_tiles(heads, headdim, cut, executor):
-    """In bf16 they come to the wide scan as tiles do, more of them than there are slots."""
-    way = Way(Shape(1, 9 * 64 - 1, heads, headdim, 1, 256, 64), START, (PIECES, WIDE_SCAN), torch.bfloat16, blocks=20, cut=cut)
+@pytest.mark.parametrize(("nsub", "heads", "headdim", "blocks", "cut"), [
+    (9, 1, 128, 20, (1, 1)), (9, 2, 64, 20, (3, 2)), (7, 4, 64, 3, (3, 2)), (7, 3, 128, 4, (2, 1))])
+def test_pieces_in_tiles(nsub, heads, headdim, blocks, cut, executor):
+    """In bf16 they come to the wide scan as tiles do: more of them than there are slots, or to a block's second run too."""
+    way = Way(Shape(1, nsub * 64 - 1, heads, headdim, 1, 256, 64), START, (PIECES, WIDE_SCAN), torch.bfloat16, blocks=blocks,
+              cut=cut)
     inputs, variant = draw(way)
 
     def run():

@@ -37,13 +37,15 @@ def line_layout(dtype):
 
 @gluon.jit
 def locate_end(ends, i, ROWS: gl.constexpr, WIDTH: gl.constexpr):
-    """Where slice i of what pieces leave is, pointers [ROWS * WIDTH]: 16 bytes of each thread in turn, as of `line_up`."""
+    """Where slice i of what pieces leave is, pointers [ROWS * WIDTH]: in the order of `line_up`."""
     return locate_slice(ends, i, ROWS, WIDTH) + gl.arange(0, ROWS * WIDTH, line_layout(ends.dtype.element_ty))
 
 
 @gluon.jit
 def line_up(state, TOGETHER: gl.constexpr):
-    """A state [64, N] in an accumulator's layout as [64 N], each thread's elements in turn: by no instruction."""
+    """A state [64, N] in an accumulator's layout as [64 N]: 16 bytes of one thread, then of the next. Elements stay in their
+    threads, so this costs no instruction.
+    """
     gl.static_assert(state.shape[0] == 64)
     COLUMNS: gl.constexpr = state.shape[1]
     # of rows: warp, half of its 16, one of 8; of columns: 16 bytes, 8 columns, thread, pair

@@ -50,7 +50,7 @@ from .roles import (
 )
 from .scan import SIZES, Slots
 from .scan_tiles import Outputs, Rings, Vectors, Work, load_D, split_columns
-from .start import Start, add_pieces, load_start, locate_exponents, undo_line_up
+from .start import Start, add_pieces, count_together, load_start, locate_exponents, undo_line_up
 
 QUARTER = 64  # states that are wgmma's operand at a time, and of a tile of a state on its way out
 PART = gl.constexpr(128)  # states of a part, as hopper_states has them
@@ -65,7 +65,7 @@ class Tiles(NamedTuple):
     """Shared memory, by slot: x, z, B, C of `tiles`, L of `masks`; y and quarters of states on their way out."""
 
     x: gl.shared_memory_descriptor  # [2 STAGES, 1, 64, headdim]: both slices of a slot in a row
-    B: gl.shared_memory_descriptor  # [STAGES, 1, 64, 256], and C
+    B: gl.shared_memory_descriptor  # [STAGES, 1, 64, 256], and C; or both slices of a piece
     C: gl.shared_memory_descriptor
     z: gl.shared_memory_descriptor  # as x, or None
     L: gl.shared_memory_descriptor  # [HEADS SLOTS, 64, 64]
@@ -114,7 +114,8 @@ def fetch_tiles(x_desc, B_desc, C_desc, z_desc, ends_desc, ring, tiles, work, fo
 def add_fetched_pieces(state, start, ends_desc, run, ring, tiles, step, STATE: gl.constexpr, U: gl.constexpr,
                        ROWS: gl.constexpr, WIDTH: gl.constexpr):
     """As `add_pieces`, of pieces that `fetch_tiles` brings; and the step after them."""
-    LINES: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])  # in turn, as `line_layout` of fp16
+    TOGETHER: gl.constexpr = count_together(ends_desc.dtype)
+    LINES: gl.constexpr = gl.BlockedLayout([1, TOGETHER], [1, 32], [4, 1], [1, 0])  # as `line_layout` has them
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     if run.npieces > 0:
         wait_for_last()
@@ -124,8 +125,8 @@ def add_fetched_pieces(state, start, ends_desc, run, ring, tiles, step, STATE: g
         slot = slot_of(ring, step)
         wait_full(ring, step)
         line = gl.reshape(as_tile((tiles.B if U == 0 else tiles.C).index(slot), ends_desc).load(LINES), [ROWS * WIDTH])
-        state = state * factor + undo_line_up(line, 8, STATE).to(gl.float32) * gl.expand_dims(scale, 1)
-        # uses all that was loaded, or a load may still be on its way when the slot is filled again: to x's place, which is free
+        state = state * factor + undo_line_up(line, TOGETHER, STATE).to(gl.float32) * gl.expand_dims(scale, 1)
+        # so that all loads have been used before the slot is filled again; the place of x in this slot is free
         reinterpret(tiles.x.index(2 * slot + U), [ROWS], LINE, gl.float32).store(gl.max(state, 1))
         fence_async_shared()
         block_barrier()
