@@ -4,9 +4,9 @@ Blocks in which a sequence begins start beside the state pass, as SMs come free;
 first have more to do than the others, and those of the others are shorter pieces for it. The lengths are found by trial: each
 block gets or gives half of what it ends before or after the mean.
 
-Times are in steps of the scan. They were read from clocks in the blocks of Falcon-H1 7B's scan on an H100, whose step takes
-2.6 us (docs/log/schedule.md, "When blocks begin and end"). Read again from the
-kernels as they are now, they made no forward faster ("Pieces that come as tiles do" there), so they stayed.
+Times are in steps of the scan. They were read from clocks in the blocks of Falcon-H1 7B's scan on an H100, whose step took
+2.6 us (docs/log/schedule.md, "When blocks begin and end"). Read again from the kernels as they are now, they made no forward
+faster ("Pieces that come as tiles do" there), so they stayed.
 """
 
 from __future__ import annotations

@@ -52,10 +52,15 @@ class Access:
     def writes(self) -> bool:
         return self.kind in ("store", "copy in")
 
+    @property
+    def by_proxy(self) -> bool:
+        """By the asynchronous proxy, which sees what was stored before a fence alone."""
+        return self.kind in ("product", "copy out", "copy in")
+
     def is_over_for(self, role: Role, later: Access) -> bool:
         """Whether `later` may touch what this one did, for all that the role, which issues it, knows."""
         known = role.clock.get(self.actor, 0)
-        if self.kind == "store" and later.kind in ("product", "copy out", "copy in"):
+        if self.kind == "store" and later.by_proxy:
             return self.visible is not None and self.visible <= known
         if self.actor is role and self.elements and later.elements:  # a thread's own accesses stay in order
             same_thread = self.elements == later.elements
@@ -71,7 +76,7 @@ class Access:
             return "which may still be on its way"
         if self.over is None:
             return "which no barrier of its warps has followed"
-        if self.kind == "store" and later.kind in ("product", "copy out", "copy in") and self.visible is None:
+        if self.kind == "store" and later.by_proxy and self.visible is None:
             return "between which and the barrier of its warps no fence_async_shared was"
         return "of whose end this role has not been told: nobody was at an mbarrier after it, or after the barrier of its warps"
 

@@ -251,10 +251,10 @@ def hopper_scan_kernel(x_desc, B_desc, C_desc, z_desc, before_desc, out_desc, y_
     tiles, vectors = Tiles(Xs, Bs, Cs, Zs, befores, Ls, Ys, Ss), Vectors(from_start, to_end)
     if blocks is None:
         documents = Documents(None, None, None, None, None)
-        start = Start(initial_states, ends, factors, starts)
+        start = Start(initial_states, ends, factors, starts, None)
     else:
         documents = Documents(blocks, load_field(blocks, nsub, TOKEN), initial_states, None, final_states)
-        start = Start(None, ends, factors, None)
+        start = Start(None, ends, factors, None, None)
     work = Work(runs, nruns, nsub, nheads, heads_per_group, documents)
     outputs = Outputs(out_desc, y_desc, states_desc, final_states, out_at, y_at, asked, nasked)
     gl.warp_specialize([

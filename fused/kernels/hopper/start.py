@@ -10,12 +10,16 @@ from .roles import load_masked, locate_state, log2, state_mask
 
 
 class Start(NamedTuple):
-    """Where a run's first state comes from: `starts`, or initial_states and the pieces before it. Each may be None."""
+    """Where a run's first state comes from: `starts`, or initial_states and the pieces before it. Each may be None.
+
+    ends_desc: descriptor of ends, where they come as tiles do.
+    """
 
     initial_states: gl.tensor
     ends: gl.tensor
     factors: gl.tensor
     starts: gl.tensor
+    ends_desc: gl.tensor
 
 
 @gluon.jit
@@ -82,12 +86,18 @@ def store_end(ends, i, state, LAYOUT: gl.constexpr, ROWS: gl.constexpr, WIDTH: g
 
 
 @gluon.jit
+def load_scales(ends, i, LAYOUT: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr):
+    """By what the rows of slice i in fp16 are multiplied, [ROWS, 1] fp32."""
+    return gl.expand_dims(gl.exp2(gl.load(locate_exponents(ends, i, LAYOUT, ROWS, WIDTH)).to(gl.float32)), 1)
+
+
+@gluon.jit
 def load_end(ends, i, LAYOUT: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr):
     """What `store_end` left, fp32."""
     line = gl.load(locate_end(ends, i, ROWS, WIDTH))
     end = undo_line_up(line, count_together(ends.dtype.element_ty), LAYOUT).to(gl.float32)
     if ends.dtype.element_ty == gl.float16:
-        end *= gl.expand_dims(gl.exp2(gl.load(locate_exponents(ends, i, LAYOUT, ROWS, WIDTH)).to(gl.float32)), 1)
+        end *= load_scales(ends, i, LAYOUT, ROWS, WIDTH)
     return end
 
 

@@ -50,7 +50,7 @@ from .roles import (
 )
 from .scan import SIZES, Slots
 from .scan_tiles import Outputs, Rings, Vectors, Work, load_D, split_columns
-from .start import Start, add_pieces, count_together, load_start, locate_exponents, undo_line_up
+from .start import Start, add_pieces, count_together, load_scales, load_start, undo_line_up
 
 QUARTER = 64  # states that are wgmma's operand at a time, and of a tile of a state on its way out
 PART = gl.constexpr(128)  # states of a part, as hopper_states has them
@@ -111,21 +111,21 @@ def fetch_tiles(x_desc, B_desc, C_desc, z_desc, ends_desc, ring, tiles, work, fo
 
 
 @gluon.jit
-def add_fetched_pieces(state, start, ends_desc, run, ring, tiles, step, STATE: gl.constexpr, U: gl.constexpr,
+def add_fetched_pieces(state, start, run, ring, tiles, step, STATE: gl.constexpr, U: gl.constexpr,
                        ROWS: gl.constexpr, WIDTH: gl.constexpr):
     """As `add_pieces`, of pieces that `fetch_tiles` brings; and the step after them."""
-    TOGETHER: gl.constexpr = count_together(ends_desc.dtype)
+    TOGETHER: gl.constexpr = count_together(start.ends_desc.dtype)
     LINES: gl.constexpr = gl.BlockedLayout([1, TOGETHER], [1, 32], [4, 1], [1, 0])  # as `line_layout` has them
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     if run.npieces > 0:
         wait_for_last()
     for i in range(2 * run.piece + U, 2 * (run.piece + run.npieces) + U, 2):
         factor = gl.load(start.factors + i)
-        scale = gl.exp2(gl.load(locate_exponents(start.ends, i, STATE, ROWS, WIDTH)).to(gl.float32))
+        scales = load_scales(start.ends, i, STATE, ROWS, WIDTH)
         slot = slot_of(ring, step)
         wait_full(ring, step)
-        line = gl.reshape(as_tile((tiles.B if U == 0 else tiles.C).index(slot), ends_desc).load(LINES), [ROWS * WIDTH])
-        state = state * factor + undo_line_up(line, TOGETHER, STATE).to(gl.float32) * gl.expand_dims(scale, 1)
+        line = gl.reshape(as_tile((tiles.B if U == 0 else tiles.C).index(slot), start.ends_desc).load(LINES), [ROWS * WIDTH])
+        state = state * factor + undo_line_up(line, TOGETHER, STATE).to(gl.float32) * scales
         # so that all loads have been used before the slot is filled again; the place of x in this slot is free
         reinterpret(tiles.x.index(2 * slot + U), [ROWS], LINE, gl.float32).store(gl.max(state, 1))
         fence_async_shared()
@@ -186,7 +186,7 @@ def multiply_quarter(state, factor, C, N: gl.constexpr, y, OPERAND: gl.constexpr
 
 
 @gluon.jit
-def scan_slice(outputs, rings, tiles, vectors, dA_cumsum, D, start, ends_desc, work, form: gl.constexpr, U: gl.constexpr,
+def scan_slice(outputs, rings, tiles, vectors, dA_cumsum, D, start, work, form: gl.constexpr, U: gl.constexpr,
                EVERY: gl.constexpr, BLOCK_M: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr):
     """The consumer warpgroup of slice U of a pair: its state and its output."""
     SLICE: gl.constexpr = U if form.SLICES == 2 else 0
@@ -195,7 +195,6 @@ def scan_slice(outputs, rings, tiles, vectors, dA_cumsum, D, start, ends_desc, w
     DTYPE: gl.constexpr = tiles.x.dtype
     PI: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])  # y^T
     STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
-    HALF: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, PI, 2)
     step, fetched = 0, 0  # fetched: that of the ring of tiles, where pieces are steps too
     for k in range(gl.program_id(0) * work.nruns, gl.program_id(0) * work.nruns + work.nruns):
@@ -205,9 +204,8 @@ def scan_slice(outputs, rings, tiles, vectors, dA_cumsum, D, start, ends_desc, w
         bh = (b * work.nheads + h).to(gl.int64)
         state = join_columns(load_start(start, run, h, bh, work, SLICE, 0, EVERY, STATE, form, ROWS, PART),
                              load_start(start, run, h, bh, work, SLICE, 1, EVERY, STATE, form, ROWS, PART), STATE)
-        if ends_desc is not None:
-            state, fetched = add_fetched_pieces(state, start, ends_desc, run, rings.tiles, tiles, fetched, STATE, U, ROWS,
-                                                WIDTH)
+        if start.ends_desc is not None:
+            state, fetched = add_fetched_pieces(state, start, run, rings.tiles, tiles, fetched, STATE, U, ROWS, WIDTH)
         else:
             state = add_pieces(state, start.ends, start.factors, run, STATE, U, ROWS, WIDTH)
         A_last = dA_cumsum + bh * work.nsub * BLOCK_M + BLOCK_M - 1
@@ -237,7 +235,7 @@ def scan_slice(outputs, rings, tiles, vectors, dA_cumsum, D, start, ends_desc, w
             y = y * gl.expand_dims(vectors.from_start.index(mask).load(gl.SliceLayout(0, PI)), 0)
             w = gl.expand_dims(vectors.to_end.index(mask).load(gl.SliceLayout(0, OPERAND)), 0)
             x_end = (x_t.load(OPERAND).to(gl.float32) * w).to(DTYPE)
-            state = join_columns(join_columns(state0, state1, HALF), join_columns(state2, state3, HALF), STATE)
+            state = join_columns(join_columns(state0, state1, STATE), join_columns(state2, state3, STATE), STATE)
             # both in flight before anything else touches an accumulator: ptxas would insert a wait
             y = warpgroup_mma(x_t, tiles.L.index(mask), y, is_async=True)  # [P, M] @ [M, M]
             state = warpgroup_mma(x_end, B, state, is_async=True)  # [P, M] @ [M, N]
@@ -305,13 +303,11 @@ def hopper_wide_scan_kernel(x_desc, B_desc, C_desc, z_desc, out_desc, y_desc, st
     fence_async_shared()
     tiles, vectors = Tiles(Xs, Bs, Cs, Zs, Ls, Ys, Ss), Vectors(from_start, to_end)
     work = Work(runs, nruns, nsub, nheads, heads_per_group, Documents(None, None, None, None, None))
-    start = Start(initial_states, ends, factors, starts)
+    start = Start(initial_states, ends, factors, starts, ends_desc)
     outputs = Outputs(out_desc, y_desc, states_desc, final_states, None, None, asked, nasked)
     gl.warp_specialize([
-        (scan_slice, (outputs, rings, tiles, vectors, dA_cumsum, D, start, ends_desc, work, FORM, 0, EVERY, BLOCK_M, ROWS,
-                      WIDTH)),
-        (scan_slice, (outputs, rings, tiles, vectors, dA_cumsum, D, start, ends_desc, work, FORM, 1, EVERY, BLOCK_M, ROWS,
-                      WIDTH)),
+        (scan_slice, (outputs, rings, tiles, vectors, dA_cumsum, D, start, work, FORM, 0, EVERY, BLOCK_M, ROWS, WIDTH)),
+        (scan_slice, (outputs, rings, tiles, vectors, dA_cumsum, D, start, work, FORM, 1, EVERY, BLOCK_M, ROWS, WIDTH)),
         (make_masks, (rings, tiles, vectors, A_rows, A_columns, dA_cumsum, dt, work, FORM, HEADS == 2, ends_desc is not None,
                       BLOCK_M, WIDTH)),
         (fetch_tiles, (x_desc, B_desc, C_desc, z_desc, ends_desc, rings.tiles, tiles, work, FORM)),
