@@ -7,7 +7,9 @@ run's seed and the step's number.
 import math
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -82,21 +84,37 @@ def make_batches(run: Run, workload: Workload, dataset: Dataset, done: int, team
     """This process's parts of micro-batches on its device, from the first of the step after `done`."""
     of_step, on_gpu = run.batch * run.accumulate, team.device.type == "cuda"
     parts = [team.part(range(n, n + run.batch)) for n in range(done * of_step, run.steps * of_step, run.batch)]
-    fill_here = bool(run.buckets) and team.size > 1  # not where batches are made, since all processes' are to have one size
-    loader = DataLoader(dataset, batch_sampler=parts, pin_memory=on_gpu and not fill_here,
-                        num_workers=_workers(team) if on_gpu else 0,
-                        collate_fn=partial(_collate, run) if run.buckets and team.size == 1 else workload.collate,
+    alike = bool(run.buckets) and team.size > 1  # so filled up here, not where batches are made
+    loader = DataLoader(dataset, batch_sampler=parts, pin_memory=on_gpu, num_workers=_workers(team) if on_gpu else 0,
+                        collate_fn=partial(_collate, run) if run.buckets and not alike else workload.collate,
                         worker_init_fn=_outlast_signals,
                         generator=torch.Generator())  # not the one that steps draw from
     try:
-        for batch in loader:
-            if fill_here:
-                batch = workload.fill_up(run, batch, team.find_largest)
-                if on_gpu:  # or the copy would wait for what the GPU is at
-                    batch = {name: t.pin_memory() for name, t in batch.items()}
+        for batch in _fill_alike(run, workload, loader, team) if alike else loader:
             yield {name: t.to(team.device, non_blocking=True) for name, t in team.cut(batch).items()}
     except ValueError as error:  # a worker's is a traceback, whose last line says what happened
         raise ValueError(str(error).strip().rpartition("\n")[2].removeprefix("ValueError: ")) from error
+
+
+def _fill_alike(run: Run, workload: Workload, batches: Iterable[dict[str, Tensor]], team: Team) -> Iterator[dict[str, Tensor]]:
+    """Batches filled up to the size of the largest of all processes, by a thread while the one before is at work.
+
+    Sizes are told here, in the thread that trains, since a process group is for one thread.
+    """
+    def fill(batch: dict[str, Tensor], counts: list[int]) -> dict[str, Tensor]:
+        filled = workload.fill_up(run, batch, counts)
+        return {name: t.pin_memory() for name, t in filled.items()} if on_gpu else filled
+
+    on_gpu = team.device.type == "cuda"
+    set_device = partial(torch.cuda.set_device, team.device) if on_gpu else None  # a thread begins with the first
+    with ThreadPoolExecutor(1, initializer=set_device) as thread:
+        ahead = deque()
+        for batch in batches:
+            ahead.append(thread.submit(fill, batch, team.find_largest(workload.count(batch))))
+            if len(ahead) > 1:
+                yield ahead.popleft().result()
+        while ahead:
+            yield ahead.popleft().result()
 
 
 def _collate(run: Run, samples: list[Any]) -> dict[str, Tensor]:

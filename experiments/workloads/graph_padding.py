@@ -14,8 +14,6 @@ from torch.autograd.function import once_differentiable
 from ssd.distributed.exchange import all_gather
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from ..training_run import Run
 
 IGNORED = -100  # the class of a node that is none
@@ -46,18 +44,22 @@ class Real(NamedTuple):
                    None if alone else (counts / count.clamp(min=1))[:, None])
 
 
-def fill_up(run: Run, batch: dict[str, Tensor],
-            find_largest: Callable[[list[int]], list[int]] | None = None) -> dict[str, Tensor]:
+def count(batch: dict[str, Tensor]) -> list[int]:
+    """What a batch of `graphs.collate` has to have room for: nodes, edges, and nodes of a graph, each at least 1."""
+    return [len(batch["x"]) + 1, max(batch["edge_index"].shape[1], 1), int(batch["ptr"].diff().max())]
+
+
+def fill_up(run: Run, batch: dict[str, Tensor], counts: list[int] | None = None) -> dict[str, Tensor]:
     """A batch of `graphs.collate` with one more graph, of at least a node, which takes nodes and edges to a size of `round_up`.
 
     Its edges are from its last node to itself. Classes of its nodes are -100. It has no label and no class of its own.
-    find_largest: of several processes, whose batches are to have one size, what the largest of each number is.
+    counts: as `count` has them, those of the batch unless given; of several processes, whose batches are to have one size, the
+    largest.
 
     Returns:
         The batch, and longest (longest, 0), whose length is that of the longest graph, rounded up, or 1 where no mixer asks.
     """
-    counts = [len(batch["x"]) + 1, max(batch["edge_index"].shape[1], 1), int(batch["ptr"].diff().max())]
-    nodes, edges, longest = (round_up(count, run.buckets) for count in (find_largest(counts) if find_largest else counts))
+    nodes, edges, longest = (round_up(number, run.buckets) for number in counts or count(batch))
     graphs, longest = len(batch["ptr"]) - 1, longest if run.mixer == "mamba1" else 1
     sizes = {"x": (nodes, 0), "batch": (nodes, graphs), "random_walk_pe": (nodes, 0), "edge_attr": (edges, 0)}
     if run.sizes.data.task == "nodes":

@@ -7,7 +7,7 @@ Sizes, batches, learning rates and weight decays are those of the first paper's 
 from dataclasses import replace
 
 from .graph_model import WALKS, GraphModel, GraphSizes, graph_loss
-from .graph_padding import fill_up
+from .graph_padding import count, fill_up
 from .graphs import MALNET_TINY, MNIST, PEPTIDES_FUNC, VOC_SP, collate, load_graphs
 from .registry import Preset, Workload
 
@@ -37,6 +37,7 @@ WORKLOAD = Workload(
     dataset=lambda run: load_graphs(run.data, run.sizes, run.seed),
     loss=graph_loss,
     collate=collate,
+    count=count,
     fill_up=fill_up,
     unit="graphs",
     mixers=("mamba1", "ssd"),

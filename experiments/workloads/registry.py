@@ -57,7 +57,9 @@ class Workload:
         scans: (sizes, batch, seqlen) to the sizes of the SSD calls that a forward makes; unless given nobody knows.
         prepare: (model, batch) to the batch that `loss` takes, where the host draws how: it is not captured in a CUDA graph.
         collate: samples to a batch, tensors by name; unless given as torch's DataLoader does it.
-        fill_up: (run, batch) to the batch in one of few sizes, see `training_run.Run.buckets`; None: batches have one size.
+        count: a batch to the numbers that its size depends on; None: batches have one size.
+        fill_up: (run, batch, counts) to the batch in one of few sizes, see `training_run.Run.buckets`, with room for counts, or
+            unless given for what it has; None as `count`.
         unit: what speed is counted in: the tokens of samples, or samples by another name.
         mixers: what may mix tokens in place of the SSD, the first unless a run says otherwise; where there are several, `sizes`
             have a field `mixer`.
@@ -72,7 +74,8 @@ class Workload:
     scans: Callable[[Any, int, int | None], list[Problem]] | None = None
     prepare: Callable[[nn.Module, dict[str, Tensor]], dict[str, Tensor]] | None = None
     collate: Callable[[list[Any]], dict[str, Tensor]] | None = None
-    fill_up: Callable[[Run, dict[str, Tensor]], dict[str, Tensor]] | None = None
+    count: Callable[[dict[str, Tensor]], list[int]] | None = None
+    fill_up: Callable[..., dict[str, Tensor]] | None = None
     unit: str = "tokens"
     mixers: tuple[str, ...] = ("ssd",)
 

@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from experiments.parallel import make_single
-from experiments.training_run import make_run
+from experiments.parallel import Team, make_single
+from experiments.training_run import Run, make_run
 from experiments.training_step import _collate, make_batches
 from experiments.workloads import get_workload
 from experiments.workloads.graph_model import GraphModel, graph_loss
-from experiments.workloads.graph_padding import Real, count_fill, fill_up, normalise, round_up
+from experiments.workloads.graph_padding import Real, count, count_fill, fill_up, normalise, round_up
 from experiments.workloads.graphs import MALNET_TINY, MNIST, PEPTIDES_FUNC, VOC_SP
 from tests.distributed.ranks import Ranks
 from tests.experiments.small import graph_sizes, needs_graphs, small_run
@@ -121,13 +121,12 @@ def test_sizes_are_few():
 
 def test_several_processes_fill_up_to_the_largest():
     """Each number is of the process that has most of it: here nodes and the longest graph of one, edges of the other."""
-    run, asked = make_run("graphmamba", "small", mixer="mamba1", buckets=2), []
+    run = make_run("graphmamba", "small", mixer="mamba1", buckets=2)
     batches = batch_of((30, 2)), batch_of((5, 5), edges=40)
-    for batch in batches:
-        fill_up(run, batch, lambda counts: asked.append(counts) or counts)
-    largest = [max(counts) for counts in zip(*asked, strict=True)]
-    assert asked[0] != largest != asked[1]
-    one, other = ({name: t.shape for name, t in fill_up(run, batch, lambda _: largest).items()} for batch in batches)
+    counts = [count(batch) for batch in batches]
+    largest = [max(numbers) for numbers in zip(*counts, strict=True)]
+    assert counts[0] != largest != counts[1]
+    one, other = ({name: t.shape for name, t in fill_up(run, batch, largest).items()} for batch in batches)
     assert one == other
 
 
@@ -151,3 +150,23 @@ def test_batches_come_filled_up():
     plain, filled = (next(make_batches(run, workload, workload.dataset(run), 0, make_single())) for run in runs)
     assert "longest" not in plain and len(filled["x"]) == round_up(len(plain["x"]) + 1, 4)
     assert all(torch.equal(filled[name][: len(t)], t) for name, t in plain.items() if name != "edge_index")
+
+
+def draw_batches(group: dist.ProcessGroup, run: Run) -> list[dict[str, Tensor]]:
+    """This rank's parts of every batch."""
+    workload = get_workload("graphmamba")
+    team = Team(dist.get_rank(group), dist.get_world_size(group), torch.device("cpu"), "ddp")
+    return [*make_batches(run, workload, workload.dataset(run), 0, team)]
+
+
+@needs_graphs
+def test_several_processes_draw_batches_of_one_size(tmp_path):
+    """All of them, in order, the last one too."""
+    run, workload = small_run("graphmamba", "tiny", buckets=4, batch=4, steps=3), get_workload("graphmamba")
+    plain = make_batches(replace(run, buckets=None), workload, workload.dataset(run), 0, make_single())
+    started = Ranks(2, tmp_path / "store")
+    found = started.run(2, draw_batches, run)
+    started.end()
+    for whole, *parts in zip(plain, *found, strict=True):
+        assert len({tuple((name, t.shape) for name, t in part.items()) for part in parts}) == 1
+        torch.testing.assert_close(torch.cat([part["x"][: part["ptr"][-2]] for part in parts]), whole["x"])
