@@ -71,13 +71,13 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def compile_layers(model: nn.Module) -> None:
-    """Puts each layer through torch.compile, so that layers which are alike are compiled once."""
+    """Puts each layer through torch.compile, so that layers which are alike are compiled once, and what else a model names."""
     torch._dynamo.config.recompile_limit = _MOST_COMPILED
-    for layers in model.modules():
-        if isinstance(layers, nn.ModuleList):
-            for layer in layers:
-                if not any(isinstance(inner, nn.ModuleList) for inner in layer.modules()):
-                    layer.compile(dynamic=False)
+    layers = [layer for found in model.modules() if isinstance(found, nn.ModuleList) for layer in found
+              if not any(isinstance(inner, nn.ModuleList) for inner in layer.modules())]
+    for part in (*layers, *getattr(model, "compiled_beside_layers", ())):
+        if not any(isinstance(inner, nn.SyncBatchNorm) for inner in part.modules()):  # whose exchanges are not compiled
+            part.compile(dynamic=False)
 
 
 def make_batches(run: Run, workload: Workload, dataset: Dataset, done: int, team: Team) -> Iterator[dict[str, Tensor]]:

@@ -34,7 +34,7 @@ from .hopper import (
     runs_wide,
     tokens_between_states,
 )
-from .kernels.head_sums import add_splits, allocate_splits, keep_contiguous
+from .kernels.head_sums import add_splits, allocate_splits, keep_contiguous, settle
 from .schedule import choose_splits
 from .span_backward import run_spans
 
@@ -88,8 +88,8 @@ def backward(saved: SSDSaved, dout: Tensor, dfinal_states: Tensor | None, into: 
             gradients = _run_group(cut, descriptors, dx, H, G, dt, dA_cumsum, arrivals, device, into, blocks)
     dB, dC, ddt, dA, ddt_bias, dD = gradients
     if dinitial_states is not None:
-        dinitial_states = _copy_into(dinitial_states, into.dinitial_states)
-    dx, dB, dC = _copy_into(dx, into.dx), _copy_into(dB, into.dB), _copy_into(dC, into.dC)
+        dinitial_states = settle(dinitial_states, into.dinitial_states)
+    dx, dB, dC = settle(dx, into.dx), settle(dB, into.dB), settle(dC, into.dC)
     return SSDGrads(dx, ddt, dA, dB, dC, dD, dz, ddt_bias, dinitial_states)
 
 
@@ -156,10 +156,3 @@ def _compute_states(saved: SSDSaved, tokens: tuple, dt: Tensor, dA_cumsum: Tenso
 def _can_read(i: SSDInputs, every: int) -> bool:
     """Whether states that a forward kept every so many tokens are of use: one for each sub-chunk or span, in the dtype of x."""
     return every in (BLOCK_M, tokens_between_states(i)) and i.states_dtype == i.x.dtype
-
-
-def _copy_into(gradient: Tensor, into: Tensor | None) -> Tensor:
-    """The gradient in the place that was asked for: copied there, if the kernels could not write there."""
-    if into is None:
-        return gradient
-    return into if into.data_ptr() == gradient.data_ptr() else into.copy_(gradient)

@@ -35,8 +35,9 @@ def run_spans(i: SSDInputs, descriptors: tuple, dx: Tensor, H: Tensor, G: Tensor
     # the first split of the pairs adds to the last of the ends
     parts = torch.empty(2, ends_splits + pairs_splits - 1, *i.B.shape, device=dt.device, dtype=torch.float32)
     dB_parts, dC_parts = parts
-    dB, dC = output(i.B, keep_contiguous(into.dB)), output(i.C, keep_contiguous(into.dC))
-    places = (dB[None], dC[None]) if parts.shape[1] == 1 else parts[:, ends_splits - 1 :]
+    is_one = parts.shape[1] == 1
+    dB, dC = (output(t, keep_contiguous(place) if is_one else place) for t, place in ((i.B, into.dB), (i.C, into.dC)))
+    places = (dB[None], dC[None]) if is_one else parts[:, ends_splits - 1 :]
     width = get_width(i.dstate)
     v_x, r, s = hopper_ends(i, describe(x), describe(dy), describe(B, width), describe(C, width), describe_states(H),
                             describe_states(G), dt, dA_cumsum, H.shape[1], dx, dB_parts[:ends_splits],
@@ -45,7 +46,7 @@ def run_spans(i: SSDInputs, descriptors: tuple, dx: Tensor, H: Tensor, G: Tensor
                                             dA_cumsum, v_x, r[-1], *places, *parts[:, ends_splits - 1], device.sms)
     no_parts = dt.new_empty(0, *dt.shape)  # of col, which is in `inner`
     ddt, dA, ddt_bias, dD = chunk_cumsum_bwd(i, step, r, state, s, inner, no_parts, arrivals, into.ddt, skip)
-    if parts.shape[1] > 1:
+    if not is_one:
         sum_first(dB_parts, dB)
         sum_first(dC_parts, dC)
     return dB, dC, ddt, dA, ddt_bias, dD

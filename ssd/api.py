@@ -104,41 +104,13 @@ def ssd_chunk_scan(
     Raises:
         TypeError, ValueError: naming the argument, what came and what is accepted, before anything is launched.
     """
-    alone = cu_seqlens if seq_idx is None else None
-    check_tensors(x, dt, A, B, C, D, z, dt_bias, initial_states, variant, alone)
-    chunk_size = take_int("chunk_size", chunk_size)
-    flags = {"dt_softplus": dt_softplus, "return_final_states": return_final_states,
-             "return_varlen_states": return_varlen_states}
-    check_settings(chunk_size, flags, dt_limit, state_dtype, variant, options)
-    if value_checks.ENABLED:
-        value_checks.check_inputs({"A": A, "x": x, "dt": dt, "B": B, "C": C, "D": D, "z": z, "dt_bias": dt_bias,
-                                   "initial_states": initial_states})
-    # a bound that fp32 cannot hold bounds nothing
-    dt_limit = (float(dt_limit[0]), float(dt_limit[1]) if dt_limit[1] <= _FP32_LARGEST else math.inf)
-    if return_states_every is not None:
-        return_states_every = take_int("return_states_every", return_states_every)
-        check_states_every(return_states_every, chunk_size, cu_seqlens, context_group, variant)
+    options, inputs = take_inputs(
+        x, dt, A, B, C, chunk_size, D, z, dt_bias, initial_states, seq_idx, cu_seqlens, dt_softplus, dt_limit,
+        return_final_states, return_varlen_states, state_dtype, variant, options, context_group, return_states_every)
     if context_group is not None:
         from .distributed import scan_part  # here, so that others do not import torch.distributed
 
-        if return_varlen_states:
-            raise ValueError("return_varlen_states: got True with context_group, expected False")
-        inputs = SSDInputs(x, dt, A, B, C, chunk_size, D, z, dt_bias, initial_states, seq_idx, cu_seqlens, dt_softplus,
-                           dt_limit, state_dtype)
         return scan_part(inputs, return_final_states, variant, options, context_group)
-    if seq_idx is not None or cu_seqlens is not None or return_varlen_states:
-        _check_documents(x, seq_idx, cu_seqlens, return_varlen_states)
-        if seq_idx is None and (initial_states is not None or return_final_states):
-            cu_seqlens = cu_seqlens.to(torch.int32).contiguous()  # alone: each document has states of its own
-        else:
-            seq_idx = number_documents(seq_idx, cu_seqlens, x.shape[1])
-            cu_seqlens = cu_seqlens.to(torch.int32).contiguous() if return_varlen_states else None
-    options = options or _DEFAULT
-    if state_dtype is None and not options.low_precision_states:
-        state_dtype = torch.float32
-
-    inputs = SSDInputs(x, dt, A, B, C, chunk_size, D, z, dt_bias, initial_states, seq_idx, cu_seqlens, dt_softplus, dt_limit,
-                       state_dtype, return_states_every)
     if is_peer(variant):
         peer = get_variant(variant)
         if reason := peer.supports(inputs):
@@ -162,6 +134,43 @@ def ssd_chunk_scan(
     if return_states_every is not None:
         results += (states,)
     return results if len(results) > 1 else out
+
+
+def take_inputs(x, dt, A, B, C, chunk_size, D, z, dt_bias, initial_states, seq_idx, cu_seqlens, dt_softplus, dt_limit,
+                return_final_states, return_varlen_states, state_dtype, variant, options, context_group=None,
+                return_states_every=None) -> tuple[Options | None, SSDInputs]:
+    """Options and inputs of a call of `ssd_chunk_scan`, checked, and as kernels take them but with a context_group."""
+    alone = cu_seqlens if seq_idx is None else None
+    check_tensors(x, dt, A, B, C, D, z, dt_bias, initial_states, variant, alone)
+    chunk_size = take_int("chunk_size", chunk_size)
+    flags = {"dt_softplus": dt_softplus, "return_final_states": return_final_states,
+             "return_varlen_states": return_varlen_states}
+    check_settings(chunk_size, flags, dt_limit, state_dtype, variant, options)
+    if value_checks.ENABLED:
+        value_checks.check_inputs({"A": A, "x": x, "dt": dt, "B": B, "C": C, "D": D, "z": z, "dt_bias": dt_bias,
+                                   "initial_states": initial_states})
+    # a bound that fp32 cannot hold bounds nothing
+    dt_limit = (float(dt_limit[0]), float(dt_limit[1]) if dt_limit[1] <= _FP32_LARGEST else math.inf)
+    if return_states_every is not None:
+        return_states_every = take_int("return_states_every", return_states_every)
+        check_states_every(return_states_every, chunk_size, cu_seqlens, context_group, variant)
+    if context_group is not None:
+        if return_varlen_states:
+            raise ValueError("return_varlen_states: got True with context_group, expected False")
+        return options, SSDInputs(x, dt, A, B, C, chunk_size, D, z, dt_bias, initial_states, seq_idx, cu_seqlens, dt_softplus,
+                                  dt_limit, state_dtype)
+    if seq_idx is not None or cu_seqlens is not None or return_varlen_states:
+        _check_documents(x, seq_idx, cu_seqlens, return_varlen_states)
+        if seq_idx is None and (initial_states is not None or return_final_states):
+            cu_seqlens = cu_seqlens.to(torch.int32).contiguous()  # alone: each document has states of its own
+        else:
+            seq_idx = number_documents(seq_idx, cu_seqlens, x.shape[1])
+            cu_seqlens = cu_seqlens.to(torch.int32).contiguous() if return_varlen_states else None
+    options = options or _DEFAULT
+    if state_dtype is None and not options.low_precision_states:
+        state_dtype = torch.float32
+    return options, SSDInputs(x, dt, A, B, C, chunk_size, D, z, dt_bias, initial_states, seq_idx, cu_seqlens, dt_softplus,
+                              dt_limit, state_dtype, return_states_every)
 
 
 def check_tensors(x, dt, A, B, C, D, z, dt_bias, initial_states, variant, cu_seqlens) -> None:

@@ -13,6 +13,7 @@ from .runtime.custom_ops import DifferentiableOp
 from .types import INPUT_TENSORS, Options, SSDGrads, SSDInputs, SSDSaved
 
 _OPTIONS = {f.name: f.type for f in fields(Options)}  # bool or int
+_NOWHERE = SSDGrads()
 _GATE = 6  # where z is in `SSDInputs.tensors`
 
 
@@ -21,13 +22,16 @@ def chunk_scan(i: SSDInputs, variant: str, options: Options, save: bool) -> tupl
 
     save: whether a backward may follow, so that what it needs must be kept.
     """
-    encode = _encode if torch.compiler.is_compiling() else _encode_once
     *outputs, _, prev_states = _CHUNK_SCAN(i.tensors, (*i.settings, variant, encode(options), save), save)
     return *outputs, prev_states
 
 
-def _encode(options: Options) -> str:
+def encode(options: Options) -> str:
     """Options as a string, which an op's schema allows; in terms that torch.compile can trace, to which an int is a symbol."""
+    return _encode(options) if torch.compiler.is_compiling() else _encode_once(options)
+
+
+def _encode(options: Options) -> str:
     return ",".join([f"{name}={int(getattr(options, name))}" for name in _OPTIONS])
 
 
@@ -39,7 +43,7 @@ def _decode(text: str) -> Options:
     return Options(**{name: _OPTIONS[name](int(value)) for name, value in (item.split("=") for item in text.split(","))})
 
 
-def _replays(settings: tuple) -> bool:
+def replays(settings: tuple) -> bool:
     return _decode(settings[-2]).replay
 
 
@@ -48,7 +52,8 @@ def _unpack(tensors: tuple, settings: tuple) -> tuple[SSDInputs, str, Options, b
     return SSDInputs.of(tensors, settings), variant, _decode(options), save
 
 
-def _forward(*args):
+def forward(*args) -> tuple[Tensor | None, ...]:
+    """out, final_states, varlen_states, states, y, prev_states, None where absent. args: tensors and settings of the op."""
     inputs, name, options, save = _unpack(args[:INPUT_TENSORS], args[INPUT_TENSORS:])
     writes = writes_asked_states(name, inputs, options, save)
     if inputs.return_states_every and not writes and find_states_interval(name, inputs, options) is None:
@@ -62,7 +67,7 @@ def _forward(*args):
     return out, final_states, saved.varlen_states, saved.states, saved.y, saved.prev_states
 
 
-def _forward_fake(*args):
+def forward_fake(*args):
     inputs, name, options, save = _unpack(args[:INPUT_TENSORS], args[INPUT_TENSORS:])
     x, sizes = inputs.x, (inputs.nheads, inputs.headdim, inputs.dstate)
     out = x.new_empty(x.shape)
@@ -82,7 +87,8 @@ def _forward_fake(*args):
     return out, final_states, varlen_states, states, y, prev_states
 
 
-def _backward(*args):
+def backward(*args, into: SSDGrads = _NOWHERE) -> tuple[Tensor | None, ...]:
+    """The gradient of each tensor, None where it has none. args: tensors, what was kept, gradients and settings of the op."""
     tensors, (out, y, prev_states, dout, dfinal_states, *settings) = args[:INPUT_TENSORS], args[INPUT_TENSORS:]
     inputs, name, options, _ = _unpack(tensors, settings)
     if dout is None:
@@ -90,7 +96,7 @@ def _backward(*args):
     y, prev_states = (t if t is not None and t.numel() else None for t in (y, prev_states))
     saved = SSDSaved(inputs, options, y, prev_states=prev_states, out=out)
     variant = resolve(name, inputs, options, "bwd", prev_states is not None)
-    g = adapt_to_documents(variant, inputs).backward(saved, dout, dfinal_states, SSDGrads())
+    g = adapt_to_documents(variant, inputs).backward(saved, dout, dfinal_states, into)
     return g.dx, g.ddt, g.dA, g.dB, g.dC, g.dD, g.dz, g.ddt_bias, g.dinitial_states, None, None
 
 
@@ -122,5 +128,5 @@ _CHUNK_SCAN = DifferentiableOp(
     "int chunk_size, bool dt_softplus, float dt_min, float dt_max, ScalarType? state_dtype, "
     "int? return_states_every, str variant, str options, bool save",
     outputs=("out", "final_states"), extra=("varlen_states", "states"), kept=("y", "prev_states"),
-    forward=_forward, fake=_forward_fake, backward=_backward, fake_backward=_backward_fake, replays=_replays,
+    forward=forward, fake=forward_fake, backward=backward, fake_backward=_backward_fake, replays=replays,
     reads_first=_reads_out)

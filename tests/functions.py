@@ -10,9 +10,11 @@ import torch
 
 from ssd import ssd_chunk_scan
 from ssd.block import conv1d, conv1d_update, gated_norm, selective_scan, state_update
+from ssd.block.split_conv1d_scan import split_conv1d_scan
 from tests.block import test_conv1d, test_conv1d_update, test_gated_norm, test_selective_scan, test_state_update
-from tests.block.calls import run
+from tests.block.calls import move, run
 from tests.inputs import DIFFERENTIABLE, EVERYTHING, GPU, OURS, PLAIN, Shape, arguments, random_inputs
+from tests.interop import test_split
 
 
 class Function(NamedTuple):
@@ -59,8 +61,17 @@ def scan_of_mamba_1(**sizes):
         replace(case, seqlen=tokens, dtype=dtype), device), test_selective_scan.LEAVES, ("out", "last_state"))
 
 
+def middle():
+    """What lies between the projections of a block of Mamba-2, in one op."""
+    leaves = ("zxbcdt", "conv1d_weight", "conv1d_bias", "dt_bias", "A", "D", "rmsnorm_weight", "initial_states", "conv_states")
+    return Function(partial(split_conv1d_scan, variant="fused"), lambda tokens, device, dtype: move(test_split.draw_arguments(
+        outproj=False, outproj_bias=False, initial_states=True, conv_states=True, final=True, return_conv_states=True,
+        seqlen=tokens), device, dtype), leaves, ("out", "final_states", "conv_states"))
+
+
 VARIANTS = {f"scan, {variant}": scan(variant) for variant in (*OURS, "torch")}
-BLOCK = {"conv1d": convolution(), "gated_norm": norm(), "selective_scan": scan_of_mamba_1()}
+BLOCK = {"conv1d": convolution(), "gated_norm": norm(), "selective_scan": scan_of_mamba_1(),
+         "middle": middle()}
 UPDATES = {
     "conv1d_update": Function(
         conv1d_update.causal_conv1d_update, lambda tokens, device, dtype: test_conv1d_update.inputs(

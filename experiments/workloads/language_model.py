@@ -74,7 +74,13 @@ class LanguageModel(nn.Module):
         self.lm_head = nn.Linear(sizes.d_model, sizes.vocab_size, bias=False)
         if sizes.tie_embeddings:
             self.lm_head.weight = self.embedding.weight
+        self.loss = _Loss()
         self._initialise()
+
+    @property
+    def compiled_beside_layers(self) -> list[nn.Module]:
+        """What torch.compile takes besides layers."""
+        return [self.loss]
 
     def forward(self, input_ids: Tensor, seq_idx: Tensor | None = None, labels: Tensor | None = None) -> Tensor:
         """Args:
@@ -104,7 +110,7 @@ class LanguageModel(nn.Module):
         # without autocast's cache, by which the head's gradients of all pieces would be added up in bf16
         with torch.autocast(device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device), cache_enabled=False):
             logits = self.lm_head(self.norm_f(residual))
-        return F.cross_entropy(logits.float(), labels, ignore_index=IGNORED, reduction="sum")
+        return self.loss(logits, labels)
 
     def _gather(self, seq_idx: Tensor) -> Tensor:
         """The documents of all tokens, gathered where a rank has a part of them."""
@@ -139,6 +145,13 @@ class _Layer(nn.Module):
     def forward(self, residual: Tensor, *beside: Tensor | None) -> Tensor:
         """beside: what the mixer takes besides its input."""
         return residual + self.mixer(self.norm(residual), *beside)
+
+
+class _Loss(nn.Module):
+    """Logits (tokens, vocab_size) to the sum of their cross-entropies in nats, fp32; compiled, it makes no logits in fp32."""
+
+    def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(logits.float(), labels, ignore_index=IGNORED, reduction="sum")
 
 
 def next_token_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:

@@ -83,6 +83,11 @@ class VisionModel(nn.Module):
         self.head = nn.Linear(dim, sizes.classes)
         self._initialise()
 
+    @property
+    def compiled_beside_layers(self) -> list[nn.Module]:
+        """What torch.compile takes besides layers."""
+        return [self.stem, *(stage for stage in self.stages if isinstance(stage, _ConvBlock))]
+
     def normalise(self, images: Tensor) -> Tensor:
         """(batch, 3, size, size) uint8 to fp32 with ImageNet's mean 0 and deviation 1."""
         return (images / 255 - self.mean) / self.deviation

@@ -23,10 +23,15 @@ def keep_contiguous(into: Tensor | None) -> Tensor | None:
     return into if into is not None and into.is_contiguous() else None
 
 
+def settle(gradient: Tensor, into: Tensor | None) -> Tensor:
+    """The gradient in the place that was asked for: moved there, if kernels could not write there."""
+    if into is None or into.data_ptr() == gradient.data_ptr():
+        return gradient
+    return sum_first(gradient[None], into)  # which can be recorded, as torch's copy cannot
+
+
 def add_splits(parts: Tensor, like: Tensor, into: Tensor | None) -> Tensor:
     """The gradient, from its parts."""
     if parts.shape[0] == 1:
         return parts[0]
-    if into is not None and not into.is_contiguous():
-        return into.copy_(parts.sum(0))
     return sum_first(parts, output(like, into))

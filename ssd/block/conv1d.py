@@ -68,11 +68,8 @@ def causal_conv1d_fn(
     Raises:
         TypeError, ValueError: naming the argument, what came and what is accepted.
     """
-    check_filter(x, weight, bias, activation, "(batch, dim, seqlen)")
-    if cu_seqlens is not None:
-        _check_documents(x, cu_seqlens, seq_idx, context_group)
-    nstates = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    _check_states(x, weight, seq_idx, initial_states, return_final_states, final_states_out, nstates)
+    check_convolution(x, weight, bias, seq_idx, initial_states, return_final_states, final_states_out, activation,
+                      context_group, cu_seqlens)
     if cu_seqlens is not None and initial_states is None and not return_final_states:
         seq_idx = number_documents(None, cu_seqlens, x.shape[2])
     elif cu_seqlens is not None:
@@ -129,6 +126,16 @@ def compute_in_torch(x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Te
     if seq_idx is not None:
         out = out.where(seq_idx[..., None] >= 0, 0)
     return out.to(x.dtype).mT, positions[:, seqlen:].to(x.dtype).contiguous().mT if return_final_states else None
+
+
+def check_convolution(x, weight, bias, seq_idx, initial_states, return_final_states, final_states_out, activation,
+                      context_group, cu_seqlens) -> None:
+    """Checks of the arguments of `causal_conv1d_fn`."""
+    check_filter(x, weight, bias, activation, "(batch, dim, seqlen)")
+    if cu_seqlens is not None:
+        _check_documents(x, cu_seqlens, seq_idx, context_group)
+    nstates = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    _check_states(x, weight, seq_idx, initial_states, return_final_states, final_states_out, nstates)
 
 
 def check_filter(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, layout: str) -> None:

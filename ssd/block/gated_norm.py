@@ -47,12 +47,10 @@ def rms_norm_gated(
         TypeError, ValueError: naming the argument, what came and what is accepted.
     """
     tensors = (x, weight, bias, z)
-    group_size = _check(*tensors, eps, group_size, norm_before_gate)
+    group_size = check_norm(*tensors, eps, group_size, norm_before_gate)
     settings = (float(eps), group_size, norm_before_gate)
     if not takes_kernels(x):
         return compute_in_torch(*tensors, *settings)
-    if group_size > WIDEST_GROUP:
-        raise ValueError(f"group_size: got {group_size} channels, expected at most {WIDEST_GROUP}, as many as a kernel takes")
     return _RMS_NORM_GATED(tensors, settings)[0]
 
 
@@ -91,8 +89,8 @@ def compute_in_torch(x: Tensor, weight: Tensor, bias: Tensor | None, z: Tensor |
     return y.to(x.dtype).contiguous()
 
 
-def _check(x, weight, bias, z, eps, group_size, norm_before_gate) -> int:
-    """Returns the size of a group."""
+def check_norm(x, weight, bias, z, eps, group_size, norm_before_gate) -> int:
+    """Checks of the norm's arguments; returns the size of a group."""
     if not isinstance(x, Tensor) or x.dim() < 1 or x.shape[-1] < 1:
         came = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
         raise (ValueError if isinstance(x, Tensor) else TypeError)(f"x: got {came}, expected a tensor (..., width), width >= 1")
@@ -105,15 +103,17 @@ def _check(x, weight, bias, z, eps, group_size, norm_before_gate) -> int:
     if not isinstance(norm_before_gate, bool):
         raise TypeError(f"norm_before_gate: got {norm_before_gate!r}, expected True or False")
     if group_size is None:
-        return width
+        group_size = width
     if isinstance(group_size, bool) or not isinstance(group_size, int):
         raise TypeError(f"group_size: got {group_size!r}, expected None or an int")
     if group_size < 1 or width % group_size:
         raise ValueError(f"group_size: got {group_size}, expected a divisor of the width, {width}")
+    if group_size > WIDEST_GROUP and takes_kernels(x):
+        raise ValueError(f"group_size: got {group_size} channels, expected at most {WIDEST_GROUP}, as many as a kernel takes")
     return group_size
 
 
-def _make_rows(t: Tensor | None) -> Tensor | None:
+def make_rows(t: Tensor | None) -> Tensor | None:
     """(rows, width) with contiguous channels: the same memory where it can be."""
     if t is None:
         return None
@@ -123,7 +123,7 @@ def _make_rows(t: Tensor | None) -> Tensor | None:
 
 def _forward(x, weight, bias, z, eps, group_size, norm_before_gate) -> tuple[Tensor, Tensor]:
     with torch.cuda.device_of(x):
-        return gated_norm(_make_rows(x), weight.contiguous(), contiguous(bias), _make_rows(z), eps,
+        return gated_norm(make_rows(x), weight.contiguous(), contiguous(bias), make_rows(z), eps,
                           group_size, norm_before_gate, x.shape)
 
 
@@ -135,7 +135,7 @@ def _forward_fake(x, weight, bias, z, eps, group_size, norm_before_gate):
 def _backward(x, weight, bias, z, rstd, dout, eps, group_size, norm_before_gate) -> tuple[Tensor | None, ...]:
     with torch.cuda.device_of(x):
         dx, dweight, dbias, dz = gated_norm_bwd(
-            _make_rows(dout), _make_rows(x), weight.contiguous(), contiguous(bias), _make_rows(z), rstd,
+            make_rows(dout), make_rows(x), weight.contiguous(), contiguous(bias), make_rows(z), rstd,
             group_size, norm_before_gate)
     return dx.view(x.shape), dweight, dbias, None if z is None else dz.view(x.shape)
 

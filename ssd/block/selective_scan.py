@@ -174,4 +174,4 @@ def _make_tokens_contiguous(dout: Tensor) -> Tensor:
 _SELECTIVE_SCAN = DifferentiableOp(
     "selective_scan", "Tensor u, Tensor delta, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? z, Tensor? delta_bias",
     "bool delta_softplus, bool save", outputs=("out", "last_state"), kept=("states",), forward=_forward, fake=_forward_fake,
-    backward=_backward, arrange=_make_tokens_contiguous)
+    backward=_backward, arrange=_make_tokens_contiguous, any_strides=False)  # what is kept depends on them

@@ -1,7 +1,7 @@
 """split_conv1d_scan: what follows a Mamba-2 block's input projection, in one call.
 
-A composition: causal convolution, SSD, gated RMSNorm, output projection. Autograd keeps the convolved x, B and C and the SSD's
-output for the backward, which upstream computes again.
+Causal convolution, SSD and gated RMSNorm, in one op where kernels run them, and the output projection. Autograd keeps the
+convolved x, B and C and the SSD's output for the backward, which upstream computes again.
 """
 
 from __future__ import annotations
@@ -12,10 +12,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..api import ssd_chunk_scan
+from ..api import ssd_chunk_scan, take_inputs
+from ..autograd import encode
+from ..registry import is_peer
+from ..runtime import value_checks
+from ..runtime.custom_ops import wants_gradient
 from ..types import Options
-from .conv1d import causal_conv1d_fn
-from .gated_norm import rms_norm_gated
+from .arguments import takes_kernels
+from .conv1d import causal_conv1d_fn, check_convolution
+from .conv1d_scan_norm import Settings, conv1d_scan_norm
+from .gated_norm import check_norm, rms_norm_gated
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -81,24 +87,43 @@ def split_conv1d_scan(
     nheads, headdim, dstate, d_mlp = _find_sizes(zxbcdt, conv1d_weight, D, headdim, ngroups)
     if outproj_bias is not None and outproj_weight is None:
         raise ValueError("outproj_bias: got a tensor without outproj_weight, expected both or neither")
-    dim, group = nheads * headdim, ngroups * dstate
-    z0, x0, z, xBC, dt = zxbcdt.split([d_mlp, d_mlp, dim, dim + 2 * group, nheads], -1)
+    dim, conv_dim = nheads * headdim, conv1d_weight.shape[0]
+    z0, x0, z, xBC, dt = zxbcdt.split([d_mlp, d_mlp, dim, conv_dim, nheads], -1)
 
-    xBC, *conv_states = _make_tuple(causal_conv1d_fn(
-        xBC.mT, conv1d_weight, conv1d_bias, seq_idx=seq_idx, initial_states=conv_states, return_final_states=return_conv_states,
-        activation=activation, context_group=context_group, cu_seqlens=cu_seqlens))
-    x, B, C = xBC.mT.split([dim, group, group], -1)
-    gate_in_scan = z.unflatten(-1, (nheads, headdim)) if rmsnorm_weight is None else None
-    y, *final_states = _make_tuple(ssd_chunk_scan(
-        x.unflatten(-1, (nheads, headdim)), dt, A, B.unflatten(-1, (ngroups, dstate)), C.unflatten(-1, (ngroups, dstate)),
-        chunk_size, D=D, z=gate_in_scan, dt_bias=dt_bias, initial_states=initial_states, seq_idx=seq_idx, dt_softplus=True,
-        dt_limit=dt_limit, return_final_states=return_final_states, state_dtype=state_dtype, variant=variant,
-        options=options, context_group=context_group, cu_seqlens=cu_seqlens))
+    def split_xBC(xBC: Tensor) -> list[Tensor]:
+        x, *groups = xBC.split([dim, ngroups * dstate, ngroups * dstate], -1)
+        return [x.unflatten(-1, (nheads, headdim)), *(t.unflatten(-1, (ngroups, dstate)) for t in groups)]
 
-    out = y.flatten(2)
-    if rmsnorm_weight is not None:
-        out = rms_norm_gated(out, rmsnorm_weight, z=z, eps=rmsnorm_eps, group_size=dim // ngroups,
-                             norm_before_gate=norm_before_gate)
+    has_states = initial_states is not None or conv_states is not None or return_final_states or return_conv_states
+    if (rmsnorm_weight is not None and takes_kernels(zxbcdt) and context_group is None and not is_peer(variant)
+            and not value_checks.ENABLED and (cu_seqlens is None or not has_states)):
+        check_convolution(xBC.mT, conv1d_weight, conv1d_bias, seq_idx, conv_states, return_conv_states, None, activation, None,
+                          cu_seqlens)
+        x, B, C = split_xBC(xBC)
+        options, i = take_inputs(x, dt, A, B, C, chunk_size, D, None, dt_bias, initial_states, seq_idx, cu_seqlens, True,
+                                 dt_limit, return_final_states, False, state_dtype, variant, options)
+        check_norm(z, rmsnorm_weight, None, z, rmsnorm_eps, dim // ngroups, norm_before_gate)
+        packed = zxbcdt[..., 2 * d_mlp :] if d_mlp else zxbcdt
+        tensors = (packed if packed.stride(-1) == 1 else packed.contiguous(), conv1d_weight, conv1d_bias, dt_bias, A, D,
+                   rmsnorm_weight, initial_states, conv_states, i.seq_idx if seq_idx is None else seq_idx, i.seq_idx)
+        out, final, conv_final = conv1d_scan_norm(tensors, Settings(
+            activation is not None, return_conv_states, float(rmsnorm_eps), norm_before_gate, headdim, ngroups, i.chunk_size,
+            *i.dt_limit, i.state_dtype, variant, encode(options), wants_gradient(tensors)))
+        final_states, conv_states = [final] * return_final_states, [conv_final] * return_conv_states
+    else:
+        xBC, *conv_states = _make_tuple(causal_conv1d_fn(
+            xBC.mT, conv1d_weight, conv1d_bias, seq_idx=seq_idx, initial_states=conv_states,
+            return_final_states=return_conv_states, activation=activation, context_group=context_group, cu_seqlens=cu_seqlens))
+        x, B, C = split_xBC(xBC.mT)
+        gate_in_scan = z.unflatten(-1, (nheads, headdim)) if rmsnorm_weight is None else None
+        y, *final_states = _make_tuple(ssd_chunk_scan(
+            x, dt, A, B, C, chunk_size, D=D, z=gate_in_scan, dt_bias=dt_bias, initial_states=initial_states, seq_idx=seq_idx,
+            dt_softplus=True, dt_limit=dt_limit, return_final_states=return_final_states, state_dtype=state_dtype,
+            variant=variant, options=options, context_group=context_group, cu_seqlens=cu_seqlens))
+        out = y.flatten(2)
+        if rmsnorm_weight is not None:
+            out = rms_norm_gated(out, rmsnorm_weight, z=z, eps=rmsnorm_eps, group_size=dim // ngroups,
+                                 norm_before_gate=norm_before_gate)
     if d_mlp:
         out = torch.cat([F.silu(z0) * x0, out], -1)
     if outproj_weight is not None:
@@ -120,15 +145,15 @@ def _find_sizes(zxbcdt: Tensor, conv1d_weight: Tensor, D: Tensor, headdim: int |
         raise ValueError("headdim: got None, expected it to be given with D of one dimension")
     nheads, conv_dim = D.shape[0], conv1d_weight.shape[0]
     dim = nheads * headdim
-    dstate, odd_state = divmod(conv_dim - dim, 2 * ngroups)
-    if dstate < 1 or odd_state:
+    dstate = (conv_dim - dim) // (2 * ngroups)
+    if dstate < 1 or (conv_dim - dim) % (2 * ngroups):
         raise ValueError(f"conv1d_weight: got {conv_dim} channels, expected {dim} for x and 2 * ngroups * dstate for B and C, "
                          f"ngroups = {ngroups}")
-    d_mlp, odd_mlp = divmod(zxbcdt.shape[-1] - dim - conv_dim - nheads, 2)
-    if d_mlp < 0 or odd_mlp:
+    rest = zxbcdt.shape[-1] - dim - conv_dim - nheads
+    if rest < 0 or rest % 2:
         raise ValueError(f"zxbcdt: got {zxbcdt.shape[-1]} channels, expected {dim + conv_dim + nheads} for z, x, B, C and dt, "
                          "or more by an even number")
-    return nheads, headdim, dstate, d_mlp
+    return nheads, headdim, dstate, rest // 2
 
 
 def _make_tuple(results: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:

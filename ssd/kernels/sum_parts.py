@@ -1,7 +1,10 @@
 """sum_parts: partial sums added up, in fixed order.
 
-Reads parts (batch, K, N), contiguous fp32; writes their sums over K, (batch, N), contiguous, in any dtype.
+Reads parts (batch, K, N), contiguous; writes their sums over K, (batch, N), in any dtype: contiguous, or those of one batch in
+rows that lie apart.
 """
+
+from math import prod
 
 import triton
 import triton.language as tl
@@ -26,20 +29,27 @@ def add_parts(parts, columns, K, N, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def sum_parts_kernel(parts, sums, K, N, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def sum_parts_kernel(parts, sums, row_stride, K, N, ROW: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     tiles = tl.cdiv(N, COLUMNS)
     batch = tl.cast(tl.program_id(0) // tiles, tl.int64)
     columns = tl.program_id(0) % tiles * COLUMNS + tl.arange(0, COLUMNS)
     total = add_parts(parts + batch * K * N, columns, K, N, ROWS, COLUMNS)
-    tl.store(sums + batch * N + columns, total.to(sums.dtype.element_ty), mask=columns < N)
+    to = batch * N + columns
+    if ROW is not None:
+        to = columns // ROW * tl.cast(row_stride, tl.int64) + columns % ROW
+    tl.store(sums + to, total.to(sums.dtype.element_ty), mask=columns < N)
 
 
 def sum_parts(parts: Tensor, sums: Tensor) -> Tensor:
     """parts (batch, K, ...) into sums (batch, ...), both contiguous; returns sums."""
+    return _launch(parts, sums, 0, None)
+
+
+def _launch(parts: Tensor, sums: Tensor, row_stride: int, row: int | None) -> Tensor:
     batch, K = parts.shape[:2]
-    N = sums[0].numel()
+    N = prod(parts.shape[2:])
     rows, columns = tile(K, N)
-    launch(sum_parts_kernel, batch * cdiv(N, columns), parts, sums, K, N, ROWS=rows, COLUMNS=columns)
+    launch(sum_parts_kernel, batch * cdiv(N, columns), parts, sums, row_stride, K, N, ROW=row, ROWS=rows, COLUMNS=columns)
     return sums
 
 
@@ -50,5 +60,10 @@ def tile(K: int, N: int) -> tuple[int, int]:
 
 
 def sum_first(parts: Tensor, sums: Tensor) -> Tensor:
-    """parts (K, ...) into sums (...), as above."""
-    return sum_parts(parts[None], sums[None])[0]
+    """parts (K, ...) into sums (...), of any strides: by the kernel where one of them leads from row to row."""
+    if sums.is_contiguous():
+        return sum_parts(parts[None], sums[None])[0]
+    (batch, seqlen), (first, second) = sums.shape[:2], sums.stride()[:2]
+    if sums[0, 0].is_contiguous() and (batch == 1 or first == seqlen * second):
+        return _launch(parts[None], sums, second, sums[0, 0].numel())
+    return sums.copy_(parts.sum(0))

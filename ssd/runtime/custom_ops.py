@@ -39,9 +39,12 @@ def wants_gradient(tensors: Tensors) -> bool:
     return torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in tensors])
 
 
-def define_op(name: str, schema: str, run: Callable, fake: Callable) -> Callable:
-    """The op ssd::<name>, which runs `run` and is traced by `fake`. It has no gradient."""
-    torch.library.define(f"ssd::{name}", schema)
+def define_op(name: str, schema: str, run: Callable, fake: Callable, any_strides: bool = False) -> Callable:
+    """The op ssd::<name>, which runs `run` and is traced by `fake`. It has no gradient.
+
+    any_strides: of tensors that come in, whatever `fake` saw. Else torch.compile copies what its matrix products have padded.
+    """
+    torch.library.define(f"ssd::{name}", schema, tags=(torch.Tag.flexible_layout,) if any_strides else ())
     torch.library.impl(f"ssd::{name}", "default", run)
     torch.library.register_fake(f"ssd::{name}", fake)
     return getattr(torch.ops.ssd, name)
@@ -88,23 +91,26 @@ class DifferentiableOp:
         replays: (settings) -> whether launches may be recorded and repeated; by default, always.
         reads_first: (tensors, settings) -> whether the backward reads the first output, which nobody may then change; else it
             is given None.
+        any_strides: of `define_op`.
     """
 
     def __init__(self, name: str, tensors: str, settings: str, outputs: tuple[str, ...], forward: Callable, fake: Callable,
                  backward: Callable, extra: tuple[str, ...] = (), kept: tuple[str, ...] = (),
                  fake_backward: Callable | None = None, arrange: Callable[[Tensor], Tensor] | None = None,
-                 replays: Callable[[tuple], bool] | None = None, reads_first: Callable[[Tensors, tuple], bool] | None = None):
+                 replays: Callable[[tuple], bool] | None = None, reads_first: Callable[[Tensors, tuple], bool] | None = None,
+                 any_strides: bool = True):
         self.forward, self.backward, self.arrange, self.replays = forward, backward, arrange, replays
         self.reads_first = reads_first
         self.ntensors, self.noutputs, self.nkept = tensors.count("Tensor"), len(outputs), len(kept)
         leaving = ", ".join(f"Tensor {out}" for out in (*outputs, *extra, *kept))
         read = outputs[: reads_first is not None]
         entering = ", ".join(f"Tensor? {t}" for t in (*read, *kept, *(f"d{out}" for out in outputs)))
-        self.op = define_op(name, f"({tensors}, {settings}) -> ({leaving})", lambda *args: _fill(forward(*args)), fake)
+        self.op = define_op(name, f"({tensors}, {settings}) -> ({leaving})", lambda *args: _fill(forward(*args)), fake,
+                            any_strides)
         self.op_backward = define_op(
             f"{name}_bwd", f"({tensors}, {entering}, {settings}) -> ({', '.join(['Tensor'] * self.ntensors)})",
             lambda *args: _separate(_fill(backward(*args), like=args[0])),
-            lambda *args: _fill((fake_backward or _make_like)(*args[: self.ntensors]), like=args[0]))
+            lambda *args: _fill((fake_backward or _make_like)(*args[: self.ntensors]), like=args[0]), any_strides)
         self.function = _join(name, self)
         _register_autograd(name, lambda *args: _fill(self.function.apply(*args)))
 

@@ -267,10 +267,12 @@ def _make_recording(tensors: tuple[Tensor | None, ...], results: Results, launch
                 offset = address - arg.untyped_storage().data_ptr() if arg.numel() else 0
                 places.append(_Place(at, base, start + offset, descriptors))
             elif memory in entered:
-                # of one of several slices of the same memory, a part may begin where another slice does
-                if address not in addresses or (len(entered[memory]) > 1 and not any(arg is t for t in tensors)):
-                    return None
-                places.append(_Place(at, addresses[address], 0, descriptors))
+                start = address
+                if len(entered[memory]) == 1:  # a part of the tensor that came in
+                    [start] = entered[memory]
+                elif address not in addresses or not any(arg is t for t in tensors):
+                    return None  # of one of several slices of the same memory, a part may begin where another slice does
+                places.append(_Place(at, addresses[start], address - start, descriptors))
             else:
                 tables[id(arg)] = arg
         steps.append((compiled, programs, _drop_places(args, places), tuple(places)))

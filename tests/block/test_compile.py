@@ -83,7 +83,8 @@ def compile_norm(width, group_size, dtype, gate, bias):
     x, weight, bias, z = test_gated_norm.inputs((300,), width, gate, bias, dtype, "cpu")
     z = test_gated_norm.lay_out(z, "packed+8")
     out, rstd = gated_norm(x, weight, bias, z, 1e-5, group_size, gate != "after", x.shape)
-    gated_norm_bwd(out, x, weight, bias, z, rstd, group_size, gate != "after")
+    for into in (None, z):  # packed, as z is
+        gated_norm_bwd(out, x, weight, bias, z, rstd, group_size, gate != "after", into)
 
 
 def compile_update(sizes, tied, indexed, state_dtype):
@@ -110,7 +111,8 @@ def compile_conv(case):
     x, weight, bias, seq_idx, initial_states = (given[n] for n in ("x", "weight", "bias", "seq_idx", "initial_states"))
     numbers = torch.zeros(case.batch, dtype=torch.int32) if case.documents else None
     out, final_states = conv1d_fwd(x.mT, weight, bias, seq_idx, initial_states, True, case.final_states)
-    conv1d_bwd(x.mT, weight, bias, seq_idx, initial_states, True, out.mT, final_states)
+    for into in (None, x.mT):  # packed, as x is
+        conv1d_bwd(x.mT, weight, bias, seq_idx, initial_states, True, out.mT, final_states, into)
     conv1d_update(x, torch.empty(case.batch, case.dim, 4, dtype=x.dtype), weight, bias, True, numbers, numbers,
                   torch.empty_like(x))
 
@@ -159,10 +161,12 @@ def compile_kernels(version, *given):
 
 
 def assert_fits(rows, spills=0):
-    """Nothing is spilled, or so many bytes, but by a walk outside its loops; by Triton 3.8 and 3.9, 360 bytes."""
+    """Nothing is spilled, or so many bytes, but by a walk outside its loops, by Triton 3.8 and 3.9 360 bytes; and by a norm of
+    80 channels whose dz is packed.
+    """
+    most = {("mamba", "selective_scan_walk_bwd_kernel"): 360 if spills else 64, ("odd", "gated_norm_bwd_kernel"): 56}
     for row in rows:
-        of_walk = 360 if spills else 64
-        assert row["spills"] <= (of_walk if row["case"] == "mamba" and "walk_bwd" in row["kernel"] else spills), row
+        assert row["spills"] <= max(spills, most.get((row["case"], row["kernel"]), 0)), row
         assert row["shared"] <= SHARED[row["arch"]], row
         assert not row["apart"], f"{row}: which of several lanes' sums is stored is left to chance"
 

@@ -22,6 +22,7 @@ FUNCTIONS = {  # and how many recordings: a scan's forward keeps states only for
     "conv1d": (BLOCK["conv1d"], 2),
     "conv1d without bias": (convolution(replace(CONTINUED, bias=False)), 2),
     "conv1d of documents": (MORE_CALLS["conv1d of documents"], 2),
+    "middle": (BLOCK["middle"], 3),
     "gated_norm": (BLOCK["gated_norm"], 2),
     "gated_norm without bias": (MORE_CALLS["norm, gate before, bias False"], 2),
     "selective_scan": (tokens_apart(BLOCK["selective_scan"]), 3),

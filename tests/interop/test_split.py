@@ -5,11 +5,13 @@ import torch
 import torch.nn.functional as F
 
 from ssd import reference
+from ssd.block import split_conv1d_scan as module
+from ssd.block.conv1d_scan_norm import conv1d_scan_norm
 from ssd.block.split_conv1d_scan import split_conv1d_scan
 from ssd.types import SSDInputs
 from tests.block import test_conv1d, test_gated_norm
 from tests.block.calls import assert_within, move, run
-from tests.inputs import generator
+from tests.inputs import OURS, generator
 
 BATCH, SEQLEN, NHEADS, HEADDIM, NGROUPS, DSTATE, WIDTH = 2, 19, 4, 8, 2, 16, 4
 DIM, GROUP = NHEADS * HEADDIM, NGROUPS * DSTATE
@@ -26,7 +28,7 @@ CASES = {
 
 
 def draw_arguments(norm=True, outproj=True, outproj_bias=True, conv_bias=True, D_hp=False, seq_idx=False, initial_states=False,
-                   mlp=0, final=False, **settings) -> dict:
+                   mlp=0, final=False, seqlen=SEQLEN, conv_states=False, **settings) -> dict:
     """Arguments with random tensors in fp32."""
     rng = generator("cpu", norm, outproj, D_hp, seq_idx, mlp)
 
@@ -35,7 +37,7 @@ def draw_arguments(norm=True, outproj=True, outproj_bias=True, conv_bias=True, D
 
     documents = torch.tensor([[0] * 7 + [1] + [2] * 11, [3] * 16 + [4] * 3], dtype=torch.int32)
     return {
-        "zxbcdt": normal(BATCH, SEQLEN, 2 * mlp + 2 * DIM + 2 * GROUP + NHEADS),
+        "zxbcdt": normal(BATCH, seqlen, 2 * mlp + 2 * DIM + 2 * GROUP + NHEADS),
         "conv1d_weight": normal(DIM + 2 * GROUP, WIDTH),
         "conv1d_bias": normal(DIM + 2 * GROUP) if conv_bias else None,
         "dt_bias": normal(NHEADS),
@@ -49,6 +51,7 @@ def draw_arguments(norm=True, outproj=True, outproj_bias=True, conv_bias=True, D
         "rmsnorm_eps": 1e-5 if norm else None,
         "outproj_weight": normal(24, mlp + DIM) if outproj else None,
         "outproj_bias": normal(24) if outproj_bias else None,
+        "conv_states": normal(BATCH, DIM + 2 * GROUP, WIDTH - 1) if conv_states else None,
         "headdim": None if D_hp else HEADDIM,
         "ngroups": NGROUPS,
         **settings,
@@ -89,3 +92,39 @@ def test_the_projection_under_autocast(device):
         got, _ = run(split_conv1d_scan, given, ("outproj_weight",))
     assert got["out"].dtype == torch.bfloat16 and got["doutproj_weight"].dtype == torch.float32
     torch.testing.assert_close(got["out"].float(), split_conv1d_scan(**given), rtol=0.05, atol=0.2)
+
+
+WAYS = {
+    "all": {"D_hp": True, "mlp": 6, "initial_states": True, "final": True, "conv_states": True, "return_conv_states": True},
+    "documents": {"seq_idx": True, "conv_bias": False, "norm_before_gate": False},
+    "bounds": {"cu_seqlens": True, "padded": 5, "activation": None},
+    "padded rows": {"padded": 3, "initial_states": True, "outproj": False, "outproj_bias": False},
+}
+
+
+@pytest.mark.parametrize("variant", OURS)
+@pytest.mark.parametrize("case", WAYS.values(), ids=WAYS)
+def test_one_op_gives_the_bits_of_its_parts(case, variant, device, monkeypatch):
+    """Outputs, states and gradients, though it writes these where others lie beside them."""
+    settings = dict(case)
+    cu_seqlens, padded = (settings.pop(name, None) for name in ("cu_seqlens", "padded"))
+    given = move(draw_arguments(variant=variant, **settings), device)
+    if cu_seqlens:
+        given |= {"zxbcdt": given["zxbcdt"][:1], "cu_seqlens": torch.tensor([0, 5, 5, 16, SEQLEN], device=device)}
+    if padded:
+        given["zxbcdt"] = F.pad(given["zxbcdt"], (0, padded))[..., :-padded]
+
+    def compute() -> list[torch.Tensor]:
+        leaves = {name: t.detach().requires_grad_() for name, t in given.items()
+                  if isinstance(t, torch.Tensor) and t.is_floating_point()}
+        out = split_conv1d_scan(**given | leaves)
+        outs = out if isinstance(out, tuple) else (out,)
+        return [*outs, *torch.autograd.grad(outs, [*leaves.values()], [torch.ones_like(t) + t.detach() for t in outs])]
+
+    calls = []
+    monkeypatch.setattr(module, "conv1d_scan_norm", lambda *args: calls.append(args) or conv1d_scan_norm(*args))
+    in_one = compute()
+    monkeypatch.setattr(module, "takes_kernels", lambda x: False)
+    by_parts = compute()
+    assert len(calls) == 1 and len(in_one) == len(by_parts)
+    assert all(torch.equal(a, b) for a, b in zip(in_one, by_parts, strict=True))

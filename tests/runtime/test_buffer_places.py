@@ -69,7 +69,7 @@ def layer(batch: int, seqlen: int, nheads: int, chunk_size: int) -> SSDInputs:
 
 def record(inputs: SSDInputs, **options) -> replay.Recording | None:
     """The recording of the baseline's forward, whose third call is replayed."""
-    settings = *inputs.settings, "baseline", autograd._encode(Options(**options)), False
+    settings = *inputs.settings, "baseline", autograd.encode(Options(**options)), False
     for _ in range(3):
         autograd._CHUNK_SCAN(inputs.tensors, settings, save=False)
     found = [one for one in replay._recordings.values() if isinstance(one, replay.Recording)]

@@ -38,6 +38,7 @@ class Strides(NamedTuple):
     initial_states: tuple[int, ...]
     dout: tuple[int, ...] = ()  # as x
     dfinal_states: tuple[int, ...] = ()
+    dx: tuple[int, ...] = ()  # in units of Form.dx_unit
 
 
 class Form(NamedTuple):
@@ -47,6 +48,7 @@ class Form(NamedTuple):
     dim: int
     width: int
     silu: bool
+    dx_unit: int = 1
     block: int = BLOCK
     step: int = STEP
     stages: int = STAGES

@@ -1,9 +1,10 @@
 """conv1d_bwd, docs/block.md, equations (C4) to (C8): every gradient in one walk, which computes (C1) again.
 
 Reads what conv1d_fwd reads; dout (batch, seqlen, dim), contiguous channels; dfinal_states (batch, dim, width - 1), any strides.
-Writes dx (batch, seqlen, dim) in the dtype of x and dinitial_states (batch, width - 1, dim) in that of initial_states,
-both contiguous; and of each piece its part of dbias and dweight, (pieces, 1 + width, dim) fp32. conv1d_filter_grads adds these
-up in fixed order: dweight (dim, width), contiguous, in the dtype of weight, and dbias (dim,) in that of bias.
+Writes dx (batch, seqlen, dim) in the dtype of x, contiguous channels, and dinitial_states (batch, width - 1, dim) in that of
+initial_states, contiguous; and of each piece its part of dbias and dweight, (pieces, 1 + width, dim) fp32.
+conv1d_filter_grads adds these up in fixed order: dweight (dim, width), contiguous, in the dtype of weight, and dbias (dim,) in
+that of bias.
 """
 
 import torch
@@ -63,8 +64,8 @@ def add_filter_grads(sums, rows, documents, dpre, WIDTH: tl.constexpr, STEP: tl.
 
 
 @triton.jit
-def store_position_grads(dpre, documents, position, first, end, weights, dfinal_states, dfinal_strides, dx_row, dinitial_states,
-                         seqlen, channels, in_dim, DIM: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr):
+def store_position_grads(dpre, documents, position, first, end, weights, dfinal_states, dfinal_strides, dx_row, dx_stride,
+                         dinitial_states, seqlen, channels, in_dim, DIM: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr):
     """(C5), (C6) for STEP positions, from the tokens that see them. Tokens before `first` are another program's."""
     for r in tl.static_range(STEP):
         p = tl.cast(position + r, tl.int64)
@@ -76,7 +77,7 @@ def store_position_grads(dpre, documents, position, first, end, weights, dfinal_
             kept = p - (seqlen - (WIDTH - 1))
             at = channels.to(tl.int64) * dfinal_strides[1] + kept * dfinal_strides[2]
             grad += tl.load(dfinal_states + at, mask=in_dim & (kept >= 0) & (p < seqlen), other=0.0).to(tl.float32)
-        tl.store(dx_row + r * DIM + channels, grad.to(dx_row.dtype.element_ty), mask=in_dim & (p >= first) & (p < end))
+        tl.store(dx_row + r * dx_stride + channels, grad.to(dx_row.dtype.element_ty), mask=in_dim & (p >= first) & (p < end))
         if dinitial_states is not None:
             at = (p + WIDTH - 1) * DIM + channels
             tl.store(dinitial_states + at, grad.to(dinitial_states.dtype.element_ty), mask=in_dim & (p < 0))
@@ -107,7 +108,8 @@ def conv1d_bwd_kernel(x, dout, weight, bias, seq_idx, initial_states, dfinal_sta
     for _ in tl.static_range(WIDTH + 1):
         sums += (tl.zeros(channels.shape, tl.float32),)
     dout += b * strides.dout[0] * FORM.unit
-    dx_row = dx + (b * seqlen + first - (WIDTH - 1)) * FORM.dim
+    dx_stride = tl.cast(strides.dx[1], tl.int64) * FORM.dx_unit
+    dx_row = dx + b * strides.dx[0] * FORM.dx_unit + (first - (WIDTH - 1)) * dx_stride
     # one step more than the piece has: its last width - 1 tokens are seen by those after it
     for token in tl.range(first, end + STEP, STEP, num_stages=FORM.stages):
         x_rows = load_rows(x + token * x_stride, x_stride, token, seqlen, channels, in_dim, STEP)
@@ -121,8 +123,8 @@ def conv1d_bwd_kernel(x, dout, weight, bias, seq_idx, initial_states, dfinal_sta
             sums = add_filter_grads(sums, rows, documents, dpre, WIDTH, STEP)
         dpre = late + dpre
         store_position_grads(dpre, documents, token - (WIDTH - 1), first, end, weights, dfinal_states, strides.dfinal_states,
-                             dx_row, dinitial_states, seqlen, channels, in_dim, FORM.dim, WIDTH, STEP)
-        dx_row += STEP * FORM.dim
+                             dx_row, dx_stride, dinitial_states, seqlen, channels, in_dim, FORM.dim, WIDTH, STEP)
+        dx_row += STEP * dx_stride
         past, late = rows[STEP:], dpre[STEP:]
 
     for i in tl.static_range(WIDTH + 1):
@@ -143,21 +145,26 @@ def conv1d_filter_grads_kernel(parts, dweight, dbias, npieces, DIM: tl.constexpr
 
 
 def conv1d_bwd(x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor | None, initial_states: Tensor | None,
-               silu: bool, dout: Tensor, dfinal_states: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Returns dx, dweight, dbias (None without bias) and dinitial_states (None without initial_states)."""
+               silu: bool, dout: Tensor, dfinal_states: Tensor | None,
+               into: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Returns dx, dweight, dbias (None without bias) and dinitial_states (None without initial_states).
+
+    into: where dx is to lie.
+    """
     (batch, seqlen, dim), width = x.shape, weight.shape[1]
-    dx = torch.empty(batch, seqlen, dim, device=x.device, dtype=x.dtype)
+    dx = torch.empty(batch, seqlen, dim, device=x.device, dtype=x.dtype) if into is None else into
     dinitial_states = None
     if initial_states is not None:
         dinitial_states = torch.empty(batch, width - 1, dim, device=x.device, dtype=initial_states.dtype)
     unit, (x_strides, dout_strides) = count_in_units(x, dout)
+    dx_unit, (dx_strides,) = count_in_units(dx)
     tokens, npieces = pieces(x, _WARPS)
     parts = torch.empty(batch * npieces, width + 1, dim, device=x.device, dtype=torch.float32)
     launch(
         conv1d_bwd_kernel, batch * npieces * cdiv(dim, BLOCK),
         x, dout, weight, bias, seq_idx, initial_states, dfinal_states,
-        Strides(x_strides, weight.stride(), strides(initial_states), dout_strides, strides(dfinal_states)), dx, dinitial_states,
-        parts, seqlen, npieces, tokens, Form(unit, dim, width, silu), num_warps=1)
+        Strides(x_strides, weight.stride(), strides(initial_states), dout_strides, strides(dfinal_states), dx_strides), dx,
+        dinitial_states, parts, seqlen, npieces, tokens, Form(unit, dim, width, silu, dx_unit), num_warps=1)
     dweight = torch.empty(dim, width, device=x.device, dtype=weight.dtype)
     dbias = None if bias is None else torch.empty(dim, device=x.device, dtype=bias.dtype)
     rows, columns = tile(batch * npieces, (width + 1) * dim)

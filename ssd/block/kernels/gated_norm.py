@@ -1,9 +1,9 @@
 """RMSNorm of each group of channels with a SiLU gate, docs/block.md, equations (N1) to (N8): forward and backward.
 
 Reads x, z (rows, width), any row stride, contiguous channels, and dout like them; weight, bias (width,), contiguous; each fp16,
-bf16 or fp32. Writes out (rows, width) in the dtype of x and rstd (rows, ngroups) fp32; dx and dz in the dtypes of x and z,
-dweight and dbias in those of weight and bias, from partial sums of programs whose number the device alone decides. All
-arithmetic is fp32.
+bf16 or fp32. Writes out (rows, width) in the dtype of x and rstd (rows, ngroups) fp32; dx and dz in the dtypes of x and z, dz
+with any row stride; dweight and dbias in those of weight and bias, from partial sums of programs whose number the device alone
+decides. All arithmetic is fp32.
 
 A tile is some rows of one group. It stays in registers between the sum over its channels and their scaling, so every element
 is read once. Sizes of tiles are powers of two; a group of 3, 5 or 7 times such a size is as many of them in the forward, which
@@ -109,9 +109,9 @@ def gated_norm(x: Tensor, weight: Tensor, bias: Tensor | None, z: Tensor | None,
 
 
 @triton.jit(do_not_specialize=COUNTS)
-def gated_norm_bwd_kernel(dout, dout_stride, x, x_stride, z, z_stride, weight, bias, rstd, dx, dz, dweight, dbias, rows, slots,
-                          UNIT: tl.constexpr, NGROUPS: tl.constexpr, WIDTH: tl.constexpr, NORM_BEFORE_GATE: tl.constexpr,
-                          STAGES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def gated_norm_bwd_kernel(dout, dout_stride, x, x_stride, z, z_stride, weight, bias, rstd, dx, dz, dz_stride, dweight, dbias,
+                          rows, slots, UNIT: tl.constexpr, DZ_UNIT: tl.constexpr, NGROUPS: tl.constexpr, WIDTH: tl.constexpr,
+                          NORM_BEFORE_GATE: tl.constexpr, STAGES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     slot, group = tl.program_id(0) // NGROUPS, tl.program_id(0) % NGROUPS
     w = load_channels(weight, group, WIDTH, BLOCK_M, BLOCK_N)
     if bias is not None:
@@ -122,6 +122,7 @@ def gated_norm_bwd_kernel(dout, dout_stride, x, x_stride, z, z_stride, weight, b
     for tile in tl.range(slot, (rows + BLOCK_M - 1) // BLOCK_M, slots, num_stages=STAGES):
         offs_m, channels, inside = locate(tile, group, rows, WIDTH, BLOCK_M, BLOCK_N)
         at = offs_m * (NGROUPS * WIDTH) + channels
+        dz_at = at if dz_stride is None else offs_m * DZ_UNIT * dz_stride + channels
         scale = tl.load(rstd + offs_m * NGROUPS + group, mask=offs_m < rows, other=0.0)
         dy = load_rows(dout, dout_stride, offs_m, channels, inside, UNIT)
         v = load_rows(x, x_stride, offs_m, channels, inside, UNIT)
@@ -138,7 +139,7 @@ def gated_norm_bwd_kernel(dout, dout_stride, x, x_stride, z, z_stride, weight, b
             y = n * w
             if bias is not None:
                 y += b
-            tl.store(dz + at, (dy * y * slope).to(dz.dtype.element_ty), mask=inside)
+            tl.store(dz + dz_at, (dy * y * slope).to(dz.dtype.element_ty), mask=inside)
             dy *= gate
         dw += dy * n
         if bias is not None:
@@ -146,7 +147,7 @@ def gated_norm_bwd_kernel(dout, dout_stride, x, x_stride, z, z_stride, weight, b
         dn = dy * w
         dv = scale * (dn - n * (tl.sum(dn * n, 1, keep_dims=True) / WIDTH))
         if z is not None and not NORM_BEFORE_GATE:
-            tl.store(dz + at, (dv * slope).to(dz.dtype.element_ty), mask=inside)
+            tl.store(dz + dz_at, (dv * slope).to(dz.dtype.element_ty), mask=inside)
             dv *= gate
         tl.store(dx + at, dv.to(dx.dtype.element_ty), mask=inside)
     offs_n = tl.arange(0, BLOCK_N)
@@ -157,12 +158,13 @@ def gated_norm_bwd_kernel(dout, dout_stride, x, x_stride, z, z_stride, weight, b
 
 
 def gated_norm_bwd(dout: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, z: Tensor | None, rstd: Tensor,
-                   group_size: int, norm_before_gate: bool) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Returns dx, dweight, dbias (None without bias) and dz (None without z)."""
+                   group_size: int, norm_before_gate: bool,
+                   into: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Returns dx, dweight, dbias (None without bias) and dz (None without z). into: where dz is to lie, as z does."""
     rows, width = x.shape
     ngroups = width // group_size
     dx = torch.empty(rows, width, device=x.device, dtype=x.dtype)
-    dz = None if z is None else torch.empty(rows, width, device=x.device, dtype=z.dtype)
+    dz = torch.empty(rows, width, device=x.device, dtype=z.dtype) if into is None and z is not None else into
     tile = _tile(rows, group_size, _PER_WARP)
     device = tuning.current_device(x.device.index)
     blocks = max(1, _WARPS // tile["num_warps"])  # on an SM
@@ -172,10 +174,12 @@ def gated_norm_bwd(dout: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None,
     slots = min(max(1, blocks * device.sms // ngroups), cdiv(rows, tile["BLOCK_M"]))
     parts = torch.empty(1 if bias is None else 2, slots, width, device=x.device, dtype=torch.float32)
     unit, dout_stride, x_stride, z_stride = _strides(dout, x, z)
+    dz_unit, dz_stride = _strides(into)  # one address less where dz lies as dx does
     launch(
         gated_norm_bwd_kernel, slots * ngroups,
-        dout, dout_stride, x, x_stride, z, z_stride, weight, bias, rstd, dx, dz, parts[0], None if bias is None else parts[1],
-        rows, slots, unit, ngroups, group_size, norm_before_gate, stages, **tile, maxnreg=registers)
+        dout, dout_stride, x, x_stride, z, z_stride, weight, bias, rstd, dx, dz, dz_stride, parts[0],
+        None if bias is None else parts[1], rows, slots, unit, dz_unit, ngroups, group_size, norm_before_gate, stages, **tile,
+        maxnreg=registers)
 
     def add_up(part: int, parameter: Tensor | None) -> Tensor | None:
         return None if parameter is None else sum_first(parts[part], torch.empty_like(parameter))
