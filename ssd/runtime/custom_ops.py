@@ -180,11 +180,11 @@ def _fill(results: Tensors, like: Tensor | None = None) -> tuple[Tensor, ...]:
 
 
 def _separate(results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """The results, each in memory of its own, as those of an op must be."""
+    """The results, each in memory of its own and from its beginning, as those of an op must be."""
     separate, taken = [], set()
     for t in results:
         memory = t.untyped_storage().data_ptr()
-        separate.append(t.clone() if memory in taken and t.numel() else t)
+        separate.append(t.clone() if (memory in taken or t.storage_offset()) and t.numel() else t)
         taken.add(memory)
     return tuple(separate)
 

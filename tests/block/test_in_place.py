@@ -70,7 +70,7 @@ FUNCTIONS = {
     "block": module(Mamba2(32, d_state=16, headdim=16, expand=1, chunk_size=16), u=(2, 9, 32)),
 }
 GATED_SCANS = ("scan with a gate", "split, a gate")
-_KERNELS_ALONE = [f"scan, {variant}" for variant in OURS]
+_KERNELS_ALONE = ["middle", *(f"scan, {variant}" for variant in OURS)]
 _NOT_REPLAYED = ("scan, torch", "selective_scan", "inner", "conv1d, channels first")  # what is no launch is between theirs
 # of an output and a leaf of its shape
 CHANGES = {
