@@ -187,7 +187,7 @@ class Step:
 
     def finish(self) -> None:
         """Clips the gradient, and lets the optimizer use it."""
-        self.norm.copy_(clip_gradient(self.model.parameters(), self.run.clip, self.team))
+        self.norm.copy_(clip_gradient(self.model.parameters(), self.run.clip, self.team, self.optimizer))
         with scope(OPTIMIZER):
             self.optimizer.step()
 

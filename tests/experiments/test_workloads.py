@@ -6,6 +6,8 @@ from itertools import product
 import pytest
 import torch
 
+from experiments.parallel import make_single
+from experiments.shards import AdamW, clip_gradient
 from experiments.training_step import compile_layers, find_decaying
 from experiments.workloads import get_workload, language_model, workload_names
 from experiments.workloads.hybrid import allocate
@@ -170,3 +172,20 @@ def test_each_layer_is_compiled_by_itself(workload, sizes, layers, monkeypatch):
     compile_layers(get_workload(workload).build(sizes, "torch", False))
     assert len(compiled) == len({layer for layer, _ in compiled}) == layers
     assert all(settings == {"dynamic": False} for _, settings in compiled)
+
+
+def test_the_optimizers_kernel_clips_as_torch_does():
+    """It divides by a factor where torch's clipping multiplies; some gradients are clipped and some are not."""
+    found = []
+    for fused in (None, True):
+        torch.manual_seed(0)
+        parameters = [torch.nn.Parameter(torch.randn(30, 7)) for _ in range(3)]
+        optimizer, norms = AdamW(parameters, 1e-2, fused=fused), []
+        for size in (3.0, 1e-3, 1.0, 2e-3):
+            for p in parameters:
+                p.grad = size * torch.randn_like(p)
+            norms.append(clip_gradient(parameters, 1.0, make_single(), optimizer))
+            optimizer.step()
+        found.append([*norms, *(p.grad for p in parameters), *parameters])
+    torch.testing.assert_close(*found)
+    assert found[0][0] > 1 > found[0][1]
