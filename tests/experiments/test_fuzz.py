@@ -5,12 +5,14 @@ import math
 import os
 from dataclasses import fields, replace
 from functools import partial
+from multiprocessing import Pipe
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from experiments import record
-from experiments.fuzz import campaign, judge, operator, trial
+from experiments.fuzz import campaign, judge, operator, pool, trial
 from experiments.fuzz.block import BLOCK_PARTS
 from experiments.fuzz.block.conv1d import Config as ConvConfig
 from experiments.fuzz.block.gated_norm import Config as NormConfig
@@ -25,6 +27,7 @@ from ssd import Options, torch_variant
 from ssd.block import conv1d, gated_norm, selective_scan, state_update
 from ssd.registry import get_variant
 from tests.experiments.faults import FAULTS, run_worker
+from tests.experiments.forked import Process
 from tests.experiments.invoke import invoke
 
 EVERYTHING = Config(
@@ -33,6 +36,13 @@ EVERYTHING = Config(
     ways=("out", "final_states"), calls=5)
 pytestmark = pytest.mark.usefixtures("one_thread")
 IN_PROCESSES = ("ends its process", "hangs")
+
+
+@pytest.fixture
+def forked(monkeypatch):
+    """Workers are forked, not spawned."""
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(pool, "get_context", lambda way: SimpleNamespace(Pipe=Pipe, Process=Process))
 
 
 def draw(seed: int, families: int, device: str = "cuda", part: str = "operator", variants=("fused", "persistent")) -> list:
@@ -178,8 +188,8 @@ def test_faults_are_found(fault, dtype, monkeypatch):
 
 
 def find(fault: str, lines: list[str], timeout: float = 60) -> dict[str, trial.Outcome]:
-    with Pool(1, timeout, partial(run_worker, fault)) as pool:
-        return dict(pool.run([line] for line in lines))
+    with Pool(1, timeout, partial(run_worker, fault)) as workers:
+        return dict(workers.run([line] for line in lines))
 
 
 @pytest.mark.parametrize("wanted", [DIFFERENTIABLE, ("z",)], ids=("all", "z"))
@@ -226,7 +236,7 @@ def test_faults_in_one_token_of_one_head_are_found(dtype, monkeypatch):
     assert outcome.failed and outcome.why.startswith("dB")
 
 
-def test_what_ends_its_process_is_named():
+def test_what_ends_its_process_is_named(forked):
     """And the batch after it is run, by another process."""
     lines = [to_json(EVERYTHING), to_json(replace(EVERYTHING, seed=4))]
     outcomes = find("ends its process", lines)
@@ -234,7 +244,7 @@ def test_what_ends_its_process_is_named():
     assert all(outcome.failed and "died: signal SIGSEGV" in outcome.why for outcome in outcomes.values())
 
 
-def test_what_hangs_is_named():
+def test_what_hangs_is_named(forked):
     line = to_json(EVERYTHING)
     (outcome,) = find("hangs", [line], timeout=1).values()
     assert outcome.failed and outcome.why.startswith("hung: no result after 1 s")
@@ -254,7 +264,7 @@ def test_kernels_are_interpreted_whatever_the_workers(monkeypatch):
     assert invoke("fuzz", "--workers", 1).exit_code == 0 and os.environ["TRITON_INTERPRET"] == "1"
 
 
-def test_a_whole_run(tmp_path, monkeypatch, console):
+def test_a_whole_run(tmp_path, monkeypatch, console, forked):
     """Counts, the failures made small, and a row as a GPU's would be."""
     made = replace(EVERYTHING, seqlen=20, mode="checkpoint", layouts={"x": "packed"})
     monkeypatch.setitem(DRAWS, "operator", lambda seed, index, variants, device, size: [

@@ -1,12 +1,13 @@
 """Two processes train as one does: the same losses, and checkpoints that another number of them goes on from, in the other way.
 
-Each starts as torchrun would start it.
+Each starts as torchrun would start it; without a GPU some are forked, and have that environment alone.
 """
 
 import shutil
 import signal
 import socket
 import time
+from collections.abc import Callable
 from pathlib import Path
 from subprocess import Popen, TimeoutExpired
 
@@ -20,6 +21,7 @@ from experiments.parallel import Team, _group_layers
 from experiments.train import train
 from experiments.training_run import make_run
 from ssd.block import arguments
+from tests.experiments.forked import Forked
 from tests.experiments.small import VARIANT, needs_graphs, read_log, read_saved
 from tests.experiments.test_train import start_module
 from tests.experiments.undrawn import runs_of, train_undrawn, ways_of
@@ -28,6 +30,7 @@ needs_two = pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.device_c
 needs_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")  # on CPUs torch syncs no batch norms
 SETTINGS = {"workload": "hybrid", "variant": VARIANT, "batch": 4, "seqlen": 32, "accumulate": 2, "steps": 4, "save_every": 2}
 _LONGEST_S = 300
+start_soon = start_module if torch.cuda.is_available() else Forked
 LINE = ["train", *(f"--{name.replace('_', '-')}={value}" for name, value in SETTINGS.items())]
 GRAPHS = ["train", "--workload=graphmamba", f"--variant={VARIANT}", "--mixer=ssd", "--batch=4", "--buckets=1"]
 
@@ -60,9 +63,9 @@ def collect_output(ranks: list[Popen[str]], status: int = 0) -> list[tuple[str, 
     return said
 
 
-def train_by_two(out: Path, way: str, *more: str, line: list[str] = LINE) -> None:
-    ranks = [start_module("experiments", *line, "--out", out, "--rows", out / "rows", "--parallel", way, *more, **environment)
-             for environment in two()]
+def train_by_two(out: Path, way: str, *more: str, line: list[str] = LINE, start: Callable = start_module) -> None:
+    line = [*line, "--out", out, "--rows", out / "rows", "--parallel", way, *more]
+    ranks = [start("experiments", *line, **environment) for environment in two()]
     _, (said, _) = collect_output(ranks)
     assert said == "", "the second process speaks, too"
 
@@ -147,7 +150,7 @@ def test_two_go_on_with_what_one_has_saved(way, by_one, tmp_path):
     out = tmp_path / "run"
     shutil.copytree(by_one, out)
     shutil.rmtree(out / "checkpoints" / "step-00000004")
-    train_by_two(out, way, "--resume")
+    train_by_two(out, way, "--resume", start=start_soon)
     assert_ends_alike(out, by_one)
 
 
@@ -159,7 +162,7 @@ def test_two_go_on_with_what_one_has_saved(way, by_one, tmp_path):
 def test_every_workload_in_either_way(workload, tmp_path):
     """Not by its weights: biases before a batch norm have gradients of rounding alone, of which AdamW makes whole steps."""
     train_undrawn(workload, tmp_path / "one", "ddp")
-    ranks = [start_module("tests.experiments.undrawn", workload, tmp_path / "two", **environment) for environment in two()]
+    ranks = [start_soon("tests.experiments.undrawn", workload, tmp_path / "two", **environment) for environment in two()]
     collect_output(ranks)
     for way in ways_of(workload):
         for name in runs_of(workload):
@@ -192,7 +195,7 @@ def test_more_gpus_than_heads_of_keys():
 def test_a_signal_to_all_processes_saves(tmp_path):
     """Twice, as from a scheduler and from torchrun."""
     line = (*LINE, "--steps", 1000, "--save-every", 0, "--out", tmp_path)
-    ranks = [start_module("experiments", *line, **environment) for environment in two()]
+    ranks = [start_soon("experiments", *line, **environment) for environment in two()]
     until = time.monotonic() + _LONGEST_S
     while not (tmp_path / "log.jsonl").exists() and ranks[0].poll() is None and time.monotonic() < until:
         time.sleep(0.05)
