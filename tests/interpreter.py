@@ -1,9 +1,9 @@
 """Triton's interpreter, made about five times as fast: it does without what says nothing new.
 
-It prepares the language again in every call of a function inside a kernel, where once for each module does. It watches sums
-and products of integers for overflows, which only tensors larger than any here could have. It makes the type of every value
-anew, where a kernel has few different ones. It makes operands alike again that are so, and constants that it has made. And it
-asks of every operation anew which one of NumPy's it comes to, which types alone decide.
+It prepares the language again in every launch and in every call of a function inside a kernel, where once for each module
+does. It watches sums and products of integers for overflows, which only tensors larger than any here could have. It makes the
+type of every value anew, where a kernel has few different ones. It makes operands alike again that are so, and constants that
+it has made. And it asks of every operation anew which one of NumPy's it comes to, which types alone decide.
 """
 
 import inspect
@@ -24,27 +24,22 @@ _OPERATIONS = ("add", "sub", "mul", "truediv", "mod", "minimum", "maximum", "and
                "greater_than", "greater_equal", "equal", "not_equal")
 
 
-class _Scope:
-    """What a launch changed in the language, to be undone after it."""
-
-    def __init__(self, inner, prepared: set[int]):
-        self.inner, self.prepared = inner, prepared
+class _Kept:
+    """A scope that leaves what a launch changed in the language: here nothing else uses it."""
 
     def restore(self) -> None:
-        self.prepared.clear()
-        self.inner.restore()
+        pass
 
 
 def quicken() -> None:
     """From now on, in this process."""
-    patch, prepared = interpreter._patch_lang, set()
+    patch, prepared, kept = interpreter._patch_lang, {}, _Kept()
 
     def patch_once(function):
-        module = id(function.__globals__)
-        if module in prepared:
-            return None  # a call inside a kernel does not look at it
-        prepared.add(module)
-        return _Scope(patch(function), prepared)
+        module = function.__globals__
+        if id(module) not in prepared:
+            prepared[id(module)] = module, patch(function)
+        return kept
 
     interpreter._patch_lang = patch_once
     builder = interpreter.interpreter_builder
