@@ -100,17 +100,21 @@ class Pointer:
     def __sub__(self, offsets: Value | Int) -> Pointer:
         return Pointer(self.t, self.offsets - offsets)
 
-    def elements(self) -> tuple[Tensor, Tensor]:
-        """All of the memory, and the offsets in it."""
+    def elements(self) -> tuple[Tensor, Tensor | int]:
+        """All of the memory, and the offsets in it, or the one."""
         memory = self.t.as_strided((self.t.untyped_storage().nbytes() // self.t.itemsize,), (1,), 0)
-        at = self.offsets.take_tensor() if isinstance(self.offsets, Value) else torch.tensor(int(self.offsets))
-        return memory, at
+        return memory, self.offsets.take_tensor() if isinstance(self.offsets, Value) else int(self.offsets)
 
 
 def _load(pointers: Pointer, mask: Value | None = None, other: float = 0) -> Value | Int:
     block().touch(pointers.t, writes=False)
     memory, at = pointers.elements()
     layout = getattr(pointers.offsets, "layout", None)
+    if mask is None and isinstance(at, int):
+        assert at >= 0, "an address before the tensor's memory"
+        value = memory[at]
+        return Value(value.clone(), layout) if value.is_floating_point() else Int(value)
+    at = torch.as_tensor(at)
     if mask is None:
         assert int(at.min()) >= 0, "an address before the tensor's memory"
         value = memory[at]
@@ -124,7 +128,7 @@ def _load(pointers: Pointer, mask: Value | None = None, other: float = 0) -> Val
 def _store(pointers: Pointer, value: Value, mask: Value | None = None) -> None:
     block().touch(pointers.t, writes=True)
     memory, at = pointers.elements()
-    new = value.take_tensor()
+    new, at = value.take_tensor(), torch.as_tensor(at)
     assert new.dtype == memory.dtype, f"{new.dtype} stored into {memory.dtype}"
     new = new.expand(at.shape)
     if mask is not None:

@@ -120,7 +120,11 @@ class Buffer:
 
     def __init__(self, allocation: Allocation, view: Tensor, name: str = ""):
         self.allocation, self.view, self._name = allocation, view, name
-        self.dtype, self.shape = TRITON[view.dtype], tuple(map(Int, view.shape))
+        self.dtype = TRITON[view.dtype]
+
+    @property
+    def shape(self) -> tuple[Int, ...]:
+        return tuple(map(Int, self.view.shape))
 
     @property
     def name(self) -> str:
@@ -161,17 +165,18 @@ class Buffer:
         """Notes an access that the role issues. Outside of roles there is none: there the compiler's barriers keep order."""
         if not role.is_partition:
             return None
-        size = self.view.element_size()
+        size, elements = self.view.element_size(), self.view.numel()
         start = self.view.storage_offset() * size
-        extent = sum((n - 1) * stride for n, stride in zip(self.view.shape, self.view.stride(), strict=True)) + 1
-        if extent > self.view.numel() and kind == "store":
+        extent = elements if self.view.is_contiguous() else 1 + sum(
+            (n - 1) * stride for n, stride in zip(self.view.shape, self.view.stride(), strict=True))
+        if extent > elements and kind == "store":
             for row in range(self.view.shape[0]):
                 self.index(row).touch(role, kind, layout)
             return None
         # what is read with gaps counts as read with what is between
-        assert extent == self.view.numel() or kind in ("load", "product"), "copies in with gaps are not modelled"
-        elements = layout and (layout, self.dtype, self.view.shape, self.view.stride())
-        access = Access(kind, role.line(), self.name, start, start + extent * size, actor or role, elements, over=over)
+        assert extent == elements or kind in ("load", "product"), "copies in with gaps are not modelled"
+        of_threads = layout and (layout, self.dtype, self.view.shape, self.view.stride())
+        access = Access(kind, role.line(), self.name, start, start + extent * size, actor or role, of_threads, over=over)
         access.finished = kind == "store"
         self.allocation.touch(role, access)
         if over is None:

@@ -12,6 +12,7 @@ import random
 import sys
 import threading
 from bisect import bisect
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -49,7 +50,7 @@ class Line:
 class Work:
     """Something asynchronous: `run` once, when chance says so or a wait for it, after the piece of work `after`."""
 
-    kind: str
+    name: str
     action: Callable[[], None]
     after: Work | None = None
     done: bool = False
@@ -61,10 +62,6 @@ class Work:
                 self.after = None
             self.done = True
             self.action()
-
-    @property
-    def ready(self) -> bool:
-        return not self.done and (self.after is None or self.after.done)
 
 
 @dataclass
@@ -115,9 +112,6 @@ class Role:
     def tick(self) -> int:
         return self.clock.get(self, 0)
 
-    def can_go_on(self) -> bool:
-        return not self.finished and (self.blocked is None or self.blocked[0]())
-
     def line(self) -> Line:
         """Where it is; called by the thread that runs it."""
         frame = sys._getframe(1)
@@ -133,7 +127,7 @@ class Block:
         self.number, self.programs = number, programs
         self.beside, self.touched, self.lets_next_begin, self.has_waited = beside, Touched(), False, False
         self.chance = random.Random(str(seed))
-        self.weights: dict[str, float] = {}
+        self.weights: dict[str, float] = defaultdict(lambda: self.chance.choice(_WEIGHTS))
         self.running = Role(kernel.__name__, kernel, is_partition=False, alone=beside is None)
         self.roles: list[Role] = []
         self.work: list[Work] = []
@@ -221,22 +215,17 @@ class Block:
         """The role that chance lets run, after as much of the work as it likes."""
         while True:
             self.work = [work for work in self.work if not work.done]
-            choices = [role for role in self.roles if role.can_go_on()] + [work for work in self.work if work.ready]
+            choices = [role for role in self.roles if not role.finished and (role.blocked is None or role.blocked[0]())]
+            choices += [work for work in self.work if work.after is None or work.after.done]
             if not choices:
                 raise Fault("deadlock:\n" + "\n".join(f"  {role.blocked[2]}: waits for {role.blocked[1]()}"
                                                       for role in self.roles if not role.finished))
-            sums = list(accumulate(map(self._weight, choices)))
+            sums = list(accumulate([self.weights[choice.name] for choice in choices]))
             choice = choices[bisect(sums, self.chance.random() * sums[-1], hi=len(sums) - 1)]  # `choices` of random is slower
             if isinstance(choice, Role):
                 self.running = choice
                 return choice
             choice.run()
-
-    def _weight(self, choice: Role | Work) -> float:
-        name = choice.name if isinstance(choice, Role) else choice.kind
-        if name not in self.weights:
-            self.weights[name] = self.chance.choice(_WEIGHTS)
-        return self.weights[name]
 
 
 def block() -> Block:

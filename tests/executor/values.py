@@ -89,17 +89,17 @@ def _of_values(function: Callable) -> tuple[Callable, Callable]:
 
 
 def _of_ints(name: str) -> Callable:
-    function, is_quotient = getattr(int, name), "div" in name or "mod" in name
+    function = getattr(int, name)
 
     def operate(self: Int, other):
         result = function(self, other)
-        if result is NotImplemented:
-            return result
-        if is_quotient:
-            assert int(self) >= 0 and int(other) >= 0, f"{name} of {int(self)} and {int(other)}: Triton rounds towards zero"
-        return Int(result)
+        return result if result is NotImplemented else Int(result)
 
-    return operate
+    def divide(self: Int, other):
+        assert not isinstance(other, int) or min(self, other) >= 0, f"{name} of {self!r}, {other!r}: Triton rounds towards zero"
+        return operate(self, other)
+
+    return divide if "div" in name or "mod" in name else operate
 
 
 for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "and", "or", "xor", "lt", "le", "gt", "ge", "eq", "ne"):
