@@ -9,6 +9,7 @@ states go round in such registers, are not for this.
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 
 from .machine_code import NO_RESULT, read, width
 
@@ -34,14 +35,15 @@ def _find_lost(loop: list[str]) -> list[str]:
     return lost
 
 
-def _list_written(text: str) -> set[int]:
+@lru_cache(maxsize=2**15)  # an instruction is in every loop around it
+def _list_written(text: str) -> frozenset[int]:
     """The registers that an instruction writes."""
     result = _RESULT.match(text)
     if not result or result[1].startswith(NO_RESULT):
-        return set()
+        return frozenset()
     opcode, first = result[1], int(result[2])
     if product := re.match(r"HGMMA\.64x(\d+)", opcode):
         count = int(product[1]) // 2
     else:
         count = 2 if "WIDE" in opcode else width(opcode)
-    return set(range(first, first + count))
+    return frozenset(range(first, first + count))
