@@ -13,6 +13,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from tests.programs import ROOT
+from tests.shared import make_once
 
 pytest.importorskip("build", reason="build is not installed")
 pytest.importorskip("twine", reason="twine is not installed")
@@ -27,7 +28,12 @@ def run(*command: str | Path, **how) -> subprocess.CompletedProcess:
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
     """Built from a copy of what git tracks, or of the files at the top and of all packages where there is no git."""
-    source, out = (tmp_path_factory.mktemp(name) for name in ("source", "dist"))
+    (found,) = make_once(tmp_path_factory, "package", build).glob("dist/*.whl")
+    return found
+
+
+def build(folder: Path) -> None:
+    source, out = folder / "source", folder / "dist"
     packages = [path for name in ("ssd", "fused", "persistent", "experiments") for path in (ROOT / name).rglob("*.*")]
     found = [str(path.relative_to(ROOT)) for path in (*ROOT.glob("[!.]*"), *packages) if path.suffix != ".pyc"]
     for name in run("git", "-C", ROOT, "ls-files").stdout.split() or found:
@@ -38,8 +44,6 @@ def wheel(tmp_path_factory) -> Path:
     assert built.returncode == 0, built.stdout[-2000:] + built.stderr[-2000:]
     checked = run(sys.executable, "-m", "twine", "check", "--strict", *sorted(out.iterdir()))
     assert checked.returncode == 0, checked.stdout + checked.stderr
-    (found,) = out.glob("*.whl")
-    return found
 
 
 def link(names: set[str], site: Path) -> None:
@@ -65,14 +69,15 @@ def list_required(lines: list[str] | None) -> set[str]:
 @pytest.fixture(scope="module")
 def installed(wheel, tmp_path_factory) -> Path:
     """The Python of an environment that holds the wheel, torch, Triton and what these two depend on, and nothing else."""
-    folder = tmp_path_factory.mktemp("environment")
-    venv.create(folder / "venv", with_pip=False, symlinks=True)
-    python = folder / "venv" / "bin" / "python"
-    asked = run(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", wheel)
-    assert asked.returncode == 0, asked.stderr
-    (site,) = (folder / "venv").glob("lib/python*/site-packages")
-    link(NEEDED, site)
-    return python
+    def install(folder: Path) -> None:
+        venv.create(folder, with_pip=False, symlinks=True)
+        python = folder / "bin" / "python"
+        asked = run(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", wheel)
+        assert asked.returncode == 0, asked.stderr
+        (site,) = folder.glob("lib/python*/site-packages")
+        link(NEEDED, site)
+
+    return make_once(tmp_path_factory, "environment", install) / "bin" / "python"
 
 
 @pytest.fixture

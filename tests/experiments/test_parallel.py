@@ -25,6 +25,7 @@ from tests.experiments.forked import Forked
 from tests.experiments.small import VARIANT, needs_graphs, read_log, read_saved
 from tests.experiments.test_train import start_module
 from tests.experiments.undrawn import runs_of, train_undrawn, ways_of
+from tests.shared import make_once
 
 needs_two = pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.device_count() == 1, reason="needs no GPU, or two")
 needs_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")  # on CPUs torch syncs no batch norms
@@ -73,9 +74,7 @@ def train_by_two(out: Path, way: str, *more: str, line: list[str] = LINE, start:
 @pytest.fixture(scope="module")
 def by_one(tmp_path_factory) -> Path:
     """The run, taken by one process."""
-    out = tmp_path_factory.mktemp("one")
-    train_alone(out)
-    return out
+    return make_once(tmp_path_factory, "one", train_alone)
 
 
 def train_alone(out: Path, resume: bool = False) -> None:

@@ -1,7 +1,6 @@
 """The report: well-formed, self-contained, honest about what there are no rows of, and whole in a browser."""
 
 import csv
-import os
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -9,7 +8,6 @@ from unittest.mock import patch
 from xml.etree import ElementTree
 
 import pytest
-from filelock import FileLock
 
 from experiments import record
 from experiments.characterize import operators
@@ -17,6 +15,7 @@ from experiments.characterize.gpus import split_by_gpu
 from experiments.characterize.report import build, draw, page, paper, steps
 from tests.experiments.invoke import invoke
 from tests.experiments.rows import ENVIRONMENT, kernel_row, ssd_row, write
+from tests.shared import make_once
 
 STEP = {"workload": "mamba2", "preset": "1.3b", "mixer": "ssd", "variant": "fused", "dtype": "bf16", "batch": 4,
         "run": {"documents": False}, **ENVIRONMENT}
@@ -29,13 +28,8 @@ NAME = "mamba2 1.3b ssd fused, bf16, batch 4, documents joined"
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory):
-    """From the committed rows; the first of xdist's workers writes it for all."""
-    folder = tmp_path_factory.getbasetemp()
-    folder = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "report"
-    with FileLock(f"{folder}.lock"):
-        if not folder.exists():
-            build.write(folder, record.read_gpus())
-    return folder
+    """From the committed rows."""
+    return make_once(tmp_path_factory, "report", lambda folder: build.write(folder, record.read_gpus()))
 
 
 class Reader(HTMLParser):
