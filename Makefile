@@ -126,6 +126,10 @@ sanitize: $(READY)  ## Run every kernel under compute-sanitizer
 fuzz: $(READY)  ## Judge configurations drawn at random against fp64
 	$(RUN) fuzz $(call with,SECONDS,seconds) $(call with,SEED,seed) $(given) $(call with,PART,part) $(ARGS)
 
+# What Python compiles is kept, for workers and the processes that tests start, in the environment.
+test coverage: export PYTHONDONTWRITEBYTECODE :=
+test coverage: export PYTHONPYCACHEPREFIX := $(if $(VENV),$(abspath $(VENV))/pycache)
+
 test: $(READY) $(TRITONS)  ## Run the tests; the kernels are interpreted where there is no GPU
 	@$(PYTEST) $(call with,TRITON,triton) $(ARGS)
 

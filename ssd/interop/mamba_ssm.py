@@ -73,4 +73,5 @@ def _apply(inputs: SSDInputs) -> tuple[Tensor, Tensor]:
         seq_idx=i.seq_idx, dt_softplus=i.dt_softplus, dt_limit=i.dt_limit, return_final_states=True, **more)
 
 
-VARIANT = Variant("mamba_ssm", supports=_supports, apply=_apply)
+# torch.compile would import the whole package to look into it
+VARIANT = Variant("mamba_ssm", supports=_supports, apply=torch.compiler.disable(_apply))

@@ -164,7 +164,8 @@ def assert_fits(rows, spills=0):
     """Nothing is spilled, or so many bytes, but by a walk outside its loops, by Triton 3.8 and 3.9 360 bytes; and by a norm of
     80 channels whose dz is packed.
     """
-    most = {("mamba", "selective_scan_walk_bwd_kernel"): 360 if spills else 64, ("odd", "gated_norm_bwd_kernel"): 56}
+    most = {("mamba", "selective_scan_walk_bwd_kernel"): 360 if spills else 64,
+            ("odd", "gated_norm_bwd_kernel"): 112 if spills else 56}
     for row in rows:
         assert row["spills"] <= max(spills, most.get((row["case"], row["kernel"]), 0)), row
         assert row["shared"] <= SHARED[row["arch"]], row
