@@ -25,18 +25,18 @@ class AdamW(torch.optim.AdamW):
 
 @torch.no_grad()
 def clip_gradient(parameters: Iterable[nn.Parameter], most: float, team: Team, optimizer: torch.optim.Optimizer) -> Tensor:
-    """Scales the gradient to a norm of at most `most`, none for 0; returns its norm before, a number on the device.
+    """Has the gradient scaled to a norm of at most `most`, none for 0; returns its norm before, a number on the device.
 
-    Where the optimizer is one kernel, that scales it, and no other reads and writes the whole gradient.
+    A fused optimizer scales the gradient in its own kernel, which spares one pass over it: with its next step, not here.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
     shards = [get_shard(grad) for grad in gradients]
     norm = nn.utils.get_total_norm(shards)
     if any(isinstance(grad, DTensor) for grad in gradients):
         norm = team.sum_over(norm.square()).sqrt()
-    if most and optimizer.defaults.get("fused"):
-        optimizer.grad_scale = ((norm + 1e-6) / most).clamp(min=1)  # by which torch's kernel divides
-    elif most:
+    if all(group.get("fused") for group in optimizer.param_groups):
+        optimizer.grad_scale = ((norm.float() + 1e-6) / most).clamp(min=1) if most else None  # by which torch's kernel divides
+    elif most and shards:
         torch._foreach_mul_(shards, (most / (norm + 1e-6)).clamp(max=1))  # as torch clips
     return norm
 

@@ -71,12 +71,15 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def compile_layers(model: nn.Module) -> None:
-    """Puts each layer through torch.compile, so that layers which are alike are compiled once, and what else a model names."""
+    """Compiles each layer by itself, so that like layers are compiled once; and the parts that the model names in
+    `compiled_beside_layers`. What holds batch norms of several processes is left as it is.
+    """
+    torch._dynamo.reset()  # or what was compiled for another model would count towards the limit
     torch._dynamo.config.recompile_limit = _MOST_COMPILED
     layers = [layer for found in model.modules() if isinstance(found, nn.ModuleList) for layer in found
               if not any(isinstance(inner, nn.ModuleList) for inner in layer.modules())]
     for part in (*layers, *getattr(model, "compiled_beside_layers", ())):
-        if not any(isinstance(inner, nn.SyncBatchNorm) for inner in part.modules()):  # whose exchanges are not compiled
+        if not any(isinstance(inner, nn.SyncBatchNorm) for inner in part.modules()):
             part.compile(dynamic=False)
 
 
@@ -99,7 +102,8 @@ def make_batches(run: Run, workload: Workload, dataset: Dataset, done: int, team
 def _fill_alike(run: Run, workload: Workload, batches: Iterable[dict[str, Tensor]], team: Team) -> Iterator[dict[str, Tensor]]:
     """Batches filled up to the size of the largest of all processes, by a thread while the one before is at work.
 
-    Sizes are told here, in the thread that trains, since a process group is for one thread.
+    Sizes are exchanged here, in the thread that trains, since a process group is for one thread. Batches come pinned, so that
+    torch takes them out of its workers' pipe in a thread, too.
     """
     def fill(batch: dict[str, Tensor], counts: list[int]) -> dict[str, Tensor]:
         filled = workload.fill_up(run, batch, counts)

@@ -44,10 +44,15 @@ class Settings(NamedTuple):
 def conv1d_scan_norm(tensors: tuple[Tensor | None, ...], settings: Settings) -> tuple[Tensor | None, ...]:
     """out (batch, seqlen, dim), final_states, and the convolution's states, absent unless asked for; all checked before.
 
-    tensors: zxbcdt, contiguous channels, packed as [z | x B C | dt]; the convolution's weight (conv_dim, width) and bias;
+    tensors: zxbcdt, packed as [z | x B C | dt]; the convolution's weight (conv_dim, width) and bias;
         dt_bias, A, D; the norm's weight; initial_states, the convolution's; seq_idx, and it as `number_documents` gives it.
     """
     return _CONV1D_SCAN_NORM(tensors, settings, settings.save)[:3]
+
+
+def _make_channels_contiguous(zxbcdt: Tensor) -> Tensor:
+    """Within the op: torch.compile gives it whatever strides it likes, also of what was made contiguous before."""
+    return zxbcdt if zxbcdt.stride(2) == 1 else zxbcdt.contiguous()
 
 
 def _slices(t: Tensor, dim: int, conv_dim: int) -> list[Tensor]:
@@ -74,7 +79,7 @@ def _forward(*args):
     tensors, s = args[:_TENSORS], Settings(*args[_TENSORS:])
     zxbcdt, filter, bias, _, _, _, norm_weight, _, conv_states, seq_idx, _ = tensors
     dim = len(norm_weight)
-    z, xBC, dt = _slices(zxbcdt, dim, len(filter))
+    z, xBC, dt = _slices(_make_channels_contiguous(zxbcdt), dim, len(filter))
     with torch.cuda.device_of(zxbcdt):
         convolved, conv_states = conv1d_fwd(xBC, filter, contiguous(bias), contiguous(seq_idx), conv_states, s.silu,
                                             s.return_conv_states)
@@ -105,12 +110,15 @@ def _backward(*args):
     zxbcdt, filter, bias, _, _, _, norm_weight, _, conv_states, seq_idx, _ = tensors
     dim, conv_dim = len(norm_weight), len(filter)
     dzxbcdt = torch.empty(zxbcdt.shape, device=zxbcdt.device, dtype=zxbcdt.dtype)
-    (z, xBC, dt), (dz, dxBC, ddt) = (_slices(t, dim, conv_dim) for t in (zxbcdt, dzxbcdt))
-    dout = torch.zeros_like(z) if dout is None else dout
+    (z, xBC, dt), (dz, dxBC, ddt) = (_slices(t, dim, conv_dim) for t in (_make_channels_contiguous(zxbcdt), dzxbcdt))
     with torch.cuda.device_of(zxbcdt):
-        dy, dnorm_weight, _, _ = gated_norm_bwd(
-            make_rows(dout), make_rows(y.flatten(2)), norm_weight.contiguous(), None, make_rows(z), rstd, dim // s.ngroups,
-            s.norm_before_gate, make_rows(dz))
+        if dout is None:  # of a loss of states alone
+            dz.zero_()
+            dy, dnorm_weight = torch.zeros_like(y), torch.zeros_like(norm_weight)
+        else:
+            dy, dnorm_weight, _, _ = gated_norm_bwd(
+                make_rows(dout), make_rows(y.flatten(2)), norm_weight.contiguous(), None, make_rows(z), rstd, dim // s.ngroups,
+                s.norm_before_gate, make_rows(dz))
         of_scan, settings = _scan_arguments(tensors, convolved.mT, dt, s)
         dconvolved = torch.empty(convolved.mT.shape, device=zxbcdt.device, dtype=zxbcdt.dtype)
         dx, dB, dC = _of_scan(dconvolved, dim, s)
@@ -136,10 +144,9 @@ def _backward_fake(zxbcdt, filter, bias, dt_bias, A, D, norm_weight, initial_sta
             make(initial_states, summed), dconv_states, None, None)
 
 
-
 _CONV1D_SCAN_NORM = DifferentiableOp(
     "conv1d_scan_norm",
-    "Tensor zxbcdt, Tensor filter, Tensor? bias, Tensor dt_bias, Tensor A, Tensor D, Tensor norm_weight, "
+    "Tensor zxbcdt, Tensor filter, Tensor? bias, Tensor? dt_bias, Tensor A, Tensor D, Tensor norm_weight, "
     "Tensor? initial_states, Tensor? conv_states, Tensor? seq_idx, Tensor? documents",
     "bool silu, bool return_conv_states, float eps, bool norm_before_gate, int headdim, int ngroups, int chunk_size, "
     "float dt_min, float dt_max, ScalarType? state_dtype, str variant, str options, bool save",

@@ -104,8 +104,8 @@ def split_conv1d_scan(
                                  dt_limit, return_final_states, False, state_dtype, variant, options)
         check_norm(z, rmsnorm_weight, None, z, rmsnorm_eps, dim // ngroups, norm_before_gate)
         packed = zxbcdt[..., 2 * d_mlp :] if d_mlp else zxbcdt
-        tensors = (packed if packed.stride(-1) == 1 else packed.contiguous(), conv1d_weight, conv1d_bias, dt_bias, A, D,
-                   rmsnorm_weight, initial_states, conv_states, i.seq_idx if seq_idx is None else seq_idx, i.seq_idx)
+        tensors = (packed, conv1d_weight, conv1d_bias, dt_bias, A, D, rmsnorm_weight, initial_states, conv_states,
+                   i.seq_idx if seq_idx is None else seq_idx, i.seq_idx)
         out, final, conv_final = conv1d_scan_norm(tensors, Settings(
             activation is not None, return_conv_states, float(rmsnorm_eps), norm_before_gate, headdim, ngroups, i.chunk_size,
             *i.dt_limit, i.state_dtype, variant, encode(options), wants_gradient(tensors)))

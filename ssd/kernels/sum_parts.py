@@ -60,7 +60,10 @@ def tile(K: int, N: int) -> tuple[int, int]:
 
 
 def sum_first(parts: Tensor, sums: Tensor) -> Tensor:
-    """parts (K, ...) into sums (...), of any strides: by the kernel where one of them leads from row to row."""
+    """parts (K, ...) into sums (...): of any strides if it is a tensor of tokens, (batch, seqlen, ...).
+
+    The kernel writes rows that are evenly apart; torch writes others.
+    """
     if sums.is_contiguous():
         return sum_parts(parts[None], sums[None])[0]
     (batch, seqlen), (first, second) = sums.shape[:2], sums.stride()[:2]

@@ -42,7 +42,8 @@ def wants_gradient(tensors: Tensors) -> bool:
 def define_op(name: str, schema: str, run: Callable, fake: Callable, any_strides: bool = False) -> Callable:
     """The op ssd::<name>, which runs `run` and is traced by `fake`. It has no gradient.
 
-    any_strides: of tensors that come in, whatever `fake` saw. Else torch.compile copies what its matrix products have padded.
+    any_strides: `run` takes tensors of any strides, whatever `fake` saw, and arranges itself what it cannot take. Else
+        torch.compile copies what its matrix products have padded.
     """
     torch.library.define(f"ssd::{name}", schema, tags=(torch.Tag.flexible_layout,) if any_strides else ())
     torch.library.impl(f"ssd::{name}", "default", run)

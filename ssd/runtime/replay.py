@@ -272,7 +272,7 @@ def _make_recording(tensors: tuple[Tensor | None, ...], results: Results, launch
                     [start] = entered[memory]
                 elif address not in addresses or not any(arg is t for t in tensors):
                     return None  # of one of several slices of the same memory, a part may begin where another slice does
-                places.append(_Place(at, addresses[start], address - start, descriptors))
+                places.append(_Place(at, addresses[start], address - start if arg.numel() else 0, descriptors))
             else:
                 tables[id(arg)] = arg
         steps.append((compiled, programs, _drop_places(args, places), tuple(places)))

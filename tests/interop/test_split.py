@@ -128,3 +128,15 @@ def test_one_op_gives_the_bits_of_its_parts(case, variant, device, monkeypatch):
     by_parts = compute()
     assert len(calls) == 1 and len(in_one) == len(by_parts)
     assert all(torch.equal(a, b) for a, b in zip(in_one, by_parts, strict=True))
+
+
+@pytest.mark.parametrize("lay_out", [lambda t: t.mT.contiguous(), lambda t: (t * 2).mT, lambda t: t.mT],
+                         ids=("contiguous", "computed", "a view"))
+def test_compiled_with_other_strides(lay_out, device):
+    """inductor gives an op that takes any strides those that it likes best, whatever the caller made of them."""
+    given = move(draw_arguments(outproj=False, outproj_bias=False, variant=OURS[0]), device)
+    turned = given.pop("zxbcdt").mT.contiguous()
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda t: split_conv1d_scan(lay_out(t), **given), fullgraph=True)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(turned), split_conv1d_scan(lay_out(turned), **given))

@@ -160,7 +160,8 @@ def gated_norm_bwd_kernel(dout, dout_stride, x, x_stride, z, z_stride, weight, b
 def gated_norm_bwd(dout: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, z: Tensor | None, rstd: Tensor,
                    group_size: int, norm_before_gate: bool,
                    into: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Returns dx, dweight, dbias (None without bias) and dz (None without z). into: where dz is to lie, as z does."""
+    """Returns dx, dweight, dbias (None without bias) and dz (None without z). into: where dz is to lie, contiguous channels.
+    """
     rows, width = x.shape
     ngroups = width // group_size
     dx = torch.empty(rows, width, device=x.device, dtype=x.dtype)
