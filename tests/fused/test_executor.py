@@ -296,6 +296,24 @@ def test_gradients_where_they_are_asked_to_be(dstate, runs, step, executor):
     assert all(torch.equal(t, expected[name]) for name, t in got.items())
 
 
+@pytest.mark.parametrize(("dstate", "runs"), ((64, (STATES, GROUP)), (192, PARTS[1:])))
+def test_gradients_in_rows_of_one_tensor(dstate, runs, executor):
+    """As in the gradient of a packed projection, of which nothing else is written."""
+    way = WAYS["ragged, recomputed"]
+    way = replace(way, shape=replace(way.shape, dstate=dstate), runs=runs)
+    inputs, variant = draw(way)
+    ways = cotangents(inputs)
+    with hopper_on_cpu(executor, way.blocks):
+        expected = results(variant, inputs, *ways, AGAIN)
+        saved = variant.forward(inputs, AGAIN, True)[2]
+        names = "dx", "dB", "dC"
+        sizes = [expected[name].shape[2:].numel() for name in names]
+        *parts, rest = torch.zeros(*inputs.x.shape[:2], sum(sizes) + 8, dtype=inputs.x.dtype).split([*sizes, 8], 2)
+        into = {name: t.unflatten(2, expected[name].shape[2:]) for name, t in zip(names, parts, strict=True)}
+        grads = variant.backward(saved, *ways, SSDGrads(**into))
+    assert all(getattr(grads, name) is t and torch.equal(t, expected[name]) for name, t in into.items()) and not rest.any()
+
+
 def test_documents_of_a_row_are_as_if_run_apart(executor):
     """And no gradient crosses from one to another, to the bit."""
     case = replace(START, documents="seq_idx", initial_states=False)
