@@ -18,6 +18,7 @@ from ssd.kernels.arguments import cdiv, contiguous, fit_to_tiles, output
 from ssd.kernels.chunk_cumsum import chunk_cumsum
 from ssd.kernels.chunk_cumsum_bwd import chunk_cumsum_bwd
 from ssd.kernels.document_blocks import document_blocks
+from ssd.kernels.sum_parts import settle
 from ssd.runtime.tuning import Device, current_device
 from ssd.types import Options, SSDGrads, SSDInputs, SSDSaved
 
@@ -34,7 +35,7 @@ from .hopper import (
     runs_wide,
     tokens_between_states,
 )
-from .kernels.head_sums import add_splits, allocate_splits, keep_contiguous, settle
+from .kernels.head_sums import add_splits, allocate_splits, keep_contiguous
 from .schedule import choose_splits
 from .span_backward import run_spans
 

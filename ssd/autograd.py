@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .registry import adapt_options, adapt_to_documents, find_states_interval, resolve, writes_asked_states
-from .runtime.custom_ops import DifferentiableOp
+from .runtime.custom_ops import DifferentiableOp, new_like
 from .types import INPUT_TENSORS, Options, SSDGrads, SSDInputs, SSDSaved
 
 _OPTIONS = {f.name: f.type for f in fields(Options)}  # bool or int
@@ -103,11 +103,8 @@ def backward(*args, into: SSDGrads = _NOWHERE) -> tuple[Tensor | None, ...]:
 def _backward_fake(x, dt, A, B, C, D, z, dt_bias, initial_states, *_):
     accumulator = _get_accumulator(x)
 
-    def make(t: Tensor | None, dtype: torch.dtype | None = None) -> Tensor | None:
-        return None if t is None else t.new_empty(t.shape, dtype=dtype or t.dtype)
-
-    return (make(x), make(dt), make(A, accumulator), make(B), make(C), make(D, accumulator), make(z),
-            make(dt_bias, accumulator), make(initial_states, accumulator), None, None)
+    return (new_like(x), new_like(dt), new_like(A, accumulator), new_like(B), new_like(C), new_like(D, accumulator),
+            new_like(z), new_like(dt_bias, accumulator), new_like(initial_states, accumulator), None, None)
 
 
 def _get_accumulator(x: Tensor) -> torch.dtype:

@@ -62,12 +62,13 @@ class Calls(TorchDispatchMode):
         self.seen = []
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        before = [t.detach().clone(memory_format=torch.preserve_format) if isinstance(t, torch.Tensor) else t for t in args]
+        if op.namespace != "ssd":
+            return op(*args, **(kwargs or {}))
+        self.seen.append((op, [t.detach().clone(memory_format=torch.preserve_format) if isinstance(t, torch.Tensor) else t
+                               for t in args]))
         results = op(*args, **(kwargs or {}))
-        if op.namespace == "ssd":
-            self.seen.append((op, before))
-            for t in results if isinstance(results, (tuple, list)) else (results,):
-                assert not t.storage_offset(), f"{op}: what torch.compile makes of it expects results on 16 bytes"
+        for t in results if isinstance(results, (tuple, list)) else (results,):
+            assert not t.storage_offset(), f"{op}: what torch.compile makes of it expects results on 16 bytes"
         return results
 
 

@@ -23,15 +23,6 @@ def keep_contiguous(into: Tensor | None) -> Tensor | None:
     return into if into is not None and into.is_contiguous() else None
 
 
-def settle(gradient: Tensor, into: Tensor | None) -> Tensor:
-    """The gradient in the place that was asked for: moved there, if kernels could not write there."""
-    if into is None:
-        return gradient
-    if into.data_ptr() != gradient.data_ptr():
-        sum_first(gradient[None], into)  # which can be recorded, as torch's copy cannot
-    return into
-
-
 def add_splits(parts: Tensor, like: Tensor, into: Tensor | None) -> Tensor:
     """The gradient, from its parts."""
     if parts.shape[0] == 1:

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from .. import autograd
 from ..kernels.arguments import contiguous
-from ..runtime.custom_ops import DifferentiableOp
+from ..kernels.sum_parts import settle
+from ..runtime.custom_ops import DifferentiableOp, new_like
 from ..types import SSDGrads
 from .gated_norm import make_rows
 from .kernels.conv1d_bwd import conv1d_bwd
@@ -41,6 +42,9 @@ class Settings(NamedTuple):
     save: bool
 
 
+_SETTINGS = len(Settings._fields)
+
+
 def conv1d_scan_norm(tensors: tuple[Tensor | None, ...], settings: Settings) -> tuple[Tensor | None, ...]:
     """out (batch, seqlen, dim), final_states, and the convolution's states, absent unless asked for; all checked before.
 
@@ -60,17 +64,17 @@ def _slices(t: Tensor, dim: int, conv_dim: int) -> list[Tensor]:
     return t.split([dim, conv_dim, t.shape[2] - dim - conv_dim], 2)
 
 
-def _of_scan(xBC: Tensor, dim: int, s: Settings) -> list[Tensor]:
-    """x, B and C as the SSD has them."""
+def split_xBC(xBC: Tensor, dim: int, headdim: int, ngroups: int) -> list[Tensor]:
+    """x, B and C of (batch, seqlen, conv_dim) as the SSD has them."""
     group = (xBC.shape[2] - dim) // 2
     x, *groups = xBC.split([dim, group, group], 2)
-    return [x.unflatten(2, (-1, s.headdim)), *[t.unflatten(2, (s.ngroups, -1)) for t in groups]]
+    return [x.unflatten(2, (-1, headdim)), *[t.unflatten(2, (ngroups, -1)) for t in groups]]
 
 
 def _scan_arguments(tensors: tuple[Tensor | None, ...], xBC: Tensor, dt: Tensor, s: Settings) -> tuple[tuple, tuple]:
     """Tensors and settings of the SSD's op."""
     _, _, _, dt_bias, A, D, norm_weight, initial_states, _, _, documents = tensors
-    x, B, C = _of_scan(xBC, len(norm_weight), s)
+    x, B, C = split_xBC(xBC, len(norm_weight), s.headdim, s.ngroups)
     return ((x, dt, A, B, C, D, None, dt_bias, initial_states, documents, None),
             (s.chunk_size, True, s.dt_min, s.dt_max, s.state_dtype, None, s.variant, s.options, s.save))
 
@@ -105,8 +109,9 @@ def _forward_fake(*args):
 
 
 def _backward(*args):
-    tensors, s = args[:_TENSORS], Settings(*args[_TENSORS + 7 :])
-    convolved, y, prev_states, rstd, dout, dfinal_states, dconv_states = args[_TENSORS : _TENSORS + 7]
+    tensors, between, settings = args[:_TENSORS], args[_TENSORS : -_SETTINGS], args[-_SETTINGS:]
+    convolved, y, prev_states, rstd, dout, dfinal_states, dconv_states = between
+    s = Settings(*settings)
     zxbcdt, filter, bias, _, _, _, norm_weight, _, conv_states, seq_idx, _ = tensors
     dim, conv_dim = len(norm_weight), len(filter)
     dzxbcdt = torch.empty(zxbcdt.shape, device=zxbcdt.device, dtype=zxbcdt.dtype)
@@ -121,13 +126,12 @@ def _backward(*args):
                 s.norm_before_gate, make_rows(dz))
         of_scan, settings = _scan_arguments(tensors, convolved.mT, dt, s)
         dconvolved = torch.empty(convolved.mT.shape, device=zxbcdt.device, dtype=zxbcdt.dtype)
-        dx, dB, dC = _of_scan(dconvolved, dim, s)
+        dx, dB, dC = split_xBC(dconvolved, dim, s.headdim, s.ngroups)
         gx, gdt, dA, gB, gC, dD, _, ddt_bias, dinitial_states, *_ = autograd.backward(
             *of_scan, None, None, prev_states, dy.view(y.shape), dfinal_states, *settings,
             into=SSDGrads(dx=dx, ddt=ddt, dB=dB, dC=dC))
-        for place, gradient in ((dx, gx), (ddt, gdt), (dB, gB), (dC, gC)):
-            if place.data_ptr() != gradient.data_ptr():  # a variant of the user's need not know places
-                place.copy_(gradient)
+        for gradient, place in ((gx, dx), (gdt, ddt), (gB, dB), (gC, dC)):
+            settle(gradient, place)  # a variant of the user's need not know places
         _, dfilter, dbias, dconv_states = conv1d_bwd(
             xBC, filter, contiguous(bias), contiguous(seq_idx), conv_states, s.silu, dconvolved, dconv_states, dxBC)
     dconv_states = None if dconv_states is None else dconv_states.mT
@@ -135,13 +139,10 @@ def _backward(*args):
 
 
 def _backward_fake(zxbcdt, filter, bias, dt_bias, A, D, norm_weight, initial_states, conv_states, *_):
-    def make(t: Tensor | None, dtype: torch.dtype | None = None) -> Tensor | None:
-        return None if t is None else t.new_empty(t.shape, dtype=dtype or t.dtype)
-
-    summed = torch.float32
     dconv_states = None if conv_states is None else conv_states.new_empty(conv_states.mT.shape).mT
-    return (make(zxbcdt), make(filter), make(bias), make(dt_bias, summed), make(A, summed), make(D, summed), make(norm_weight),
-            make(initial_states, summed), dconv_states, None, None)
+    summed = [new_like(t, torch.float32) for t in (dt_bias, A, D)]
+    return (new_like(zxbcdt), new_like(filter), new_like(bias), *summed, new_like(norm_weight),
+            new_like(initial_states, torch.float32), dconv_states, None, None)
 
 
 _CONV1D_SCAN_NORM = DifferentiableOp(

@@ -20,7 +20,7 @@ from ..runtime.custom_ops import wants_gradient
 from ..types import Options
 from .arguments import takes_kernels
 from .conv1d import causal_conv1d_fn, check_convolution
-from .conv1d_scan_norm import Settings, conv1d_scan_norm
+from .conv1d_scan_norm import Settings, conv1d_scan_norm, split_xBC
 from .gated_norm import check_norm, rms_norm_gated
 
 if TYPE_CHECKING:
@@ -84,22 +84,18 @@ def split_conv1d_scan(
     Raises:
         TypeError, ValueError: naming the argument, what came and what is accepted.
     """
-    nheads, headdim, dstate, d_mlp = _find_sizes(zxbcdt, conv1d_weight, D, headdim, ngroups)
+    nheads, headdim, d_mlp = _find_sizes(zxbcdt, conv1d_weight, D, headdim, ngroups)
     if outproj_bias is not None and outproj_weight is None:
         raise ValueError("outproj_bias: got a tensor without outproj_weight, expected both or neither")
     dim, conv_dim = nheads * headdim, conv1d_weight.shape[0]
     z0, x0, z, xBC, dt = zxbcdt.split([d_mlp, d_mlp, dim, conv_dim, nheads], -1)
-
-    def split_xBC(xBC: Tensor) -> list[Tensor]:
-        x, *groups = xBC.split([dim, ngroups * dstate, ngroups * dstate], -1)
-        return [x.unflatten(-1, (nheads, headdim)), *(t.unflatten(-1, (ngroups, dstate)) for t in groups)]
 
     has_states = initial_states is not None or conv_states is not None or return_final_states or return_conv_states
     if (rmsnorm_weight is not None and takes_kernels(zxbcdt) and context_group is None and not is_peer(variant)
             and not value_checks.ENABLED and (cu_seqlens is None or not has_states)):
         check_convolution(xBC.mT, conv1d_weight, conv1d_bias, seq_idx, conv_states, return_conv_states, None, activation, None,
                           cu_seqlens)
-        x, B, C = split_xBC(xBC)
+        x, B, C = split_xBC(xBC, dim, headdim, ngroups)
         options, i = take_inputs(x, dt, A, B, C, chunk_size, D, None, dt_bias, initial_states, seq_idx, cu_seqlens, True,
                                  dt_limit, return_final_states, False, state_dtype, variant, options)
         check_norm(z, rmsnorm_weight, None, z, rmsnorm_eps, dim // ngroups, norm_before_gate)
@@ -114,7 +110,7 @@ def split_conv1d_scan(
         xBC, *conv_states = _make_tuple(causal_conv1d_fn(
             xBC.mT, conv1d_weight, conv1d_bias, seq_idx=seq_idx, initial_states=conv_states,
             return_final_states=return_conv_states, activation=activation, context_group=context_group, cu_seqlens=cu_seqlens))
-        x, B, C = split_xBC(xBC.mT)
+        x, B, C = split_xBC(xBC.mT, dim, headdim, ngroups)
         gate_in_scan = z.unflatten(-1, (nheads, headdim)) if rmsnorm_weight is None else None
         y, *final_states = _make_tuple(ssd_chunk_scan(
             x, dt, A, B, C, chunk_size, D=D, z=gate_in_scan, dt_bias=dt_bias, initial_states=initial_states, seq_idx=seq_idx,
@@ -132,8 +128,8 @@ def split_conv1d_scan(
 
 
 def _find_sizes(zxbcdt: Tensor, conv1d_weight: Tensor, D: Tensor, headdim: int | None,
-                ngroups: int) -> tuple[int, int, int, int]:
-    """nheads, headdim, dstate and d_mlp; what `ssd_chunk_scan` and the convolution can check themselves is left to them."""
+                ngroups: int) -> tuple[int, int, int]:
+    """nheads, headdim and d_mlp; what `ssd_chunk_scan` and the convolution can check themselves is left to them."""
     for name, t, dims in (("zxbcdt", zxbcdt, (3,)), ("conv1d_weight", conv1d_weight, (2,)), ("D", D, (1, 2))):
         if not isinstance(t, Tensor):
             raise TypeError(f"{name}: got {type(t).__name__}, expected a tensor")
@@ -145,15 +141,14 @@ def _find_sizes(zxbcdt: Tensor, conv1d_weight: Tensor, D: Tensor, headdim: int |
         raise ValueError("headdim: got None, expected it to be given with D of one dimension")
     nheads, conv_dim = D.shape[0], conv1d_weight.shape[0]
     dim = nheads * headdim
-    dstate = (conv_dim - dim) // (2 * ngroups)
-    if dstate < 1 or (conv_dim - dim) % (2 * ngroups):
+    if conv_dim <= dim or (conv_dim - dim) % (2 * ngroups):
         raise ValueError(f"conv1d_weight: got {conv_dim} channels, expected {dim} for x and 2 * ngroups * dstate for B and C, "
                          f"ngroups = {ngroups}")
     rest = zxbcdt.shape[-1] - dim - conv_dim - nheads
     if rest < 0 or rest % 2:
         raise ValueError(f"zxbcdt: got {zxbcdt.shape[-1]} channels, expected {dim + conv_dim + nheads} for z, x, B, C and dt, "
                          "or more by an even number")
-    return nheads, headdim, dstate, rest // 2
+    return nheads, headdim, rest // 2
 
 
 def _make_tuple(results: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:

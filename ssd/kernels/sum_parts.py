@@ -71,3 +71,12 @@ def sum_first(parts: Tensor, sums: Tensor) -> Tensor:
     if sums[0, 0].is_contiguous() and (batch == 1 or first == seqlen * second):
         return _launch(parts[None], sums, second, sums[0, 0].numel())
     return sums.copy_(parts.sum(0))
+
+
+def settle(gradient: Tensor, into: Tensor | None) -> Tensor:
+    """The gradient in the place that was asked for: moved there, if it could not be written there."""
+    if into is None:
+        return gradient
+    if into.data_ptr() != gradient.data_ptr():
+        sum_first(gradient.contiguous()[None], into)  # which can be recorded, as torch's copy cannot
+    return into

@@ -190,5 +190,10 @@ def _separate(results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return tuple(separate)
 
 
+def new_like(t: Tensor | None, dtype: torch.dtype | None = None) -> Tensor | None:
+    """A contiguous tensor of that shape, in its dtype unless given; None for None."""
+    return None if t is None else t.new_empty(t.shape, dtype=dtype or t.dtype)
+
+
 def _make_like(*tensors: Tensor | None) -> Tensors:
-    return tuple([None if t is None or not t.is_floating_point() else t.new_empty(t.shape) for t in tensors])
+    return tuple([None if t is None or not t.is_floating_point() else new_like(t) for t in tensors])

@@ -39,7 +39,7 @@ IN_PROCESSES = ("ends its process", "hangs")
 
 
 @pytest.fixture
-def forked(monkeypatch):
+def fork_workers(monkeypatch):
     """Workers are forked, not spawned."""
     if not torch.cuda.is_available():
         monkeypatch.setattr(pool, "get_context", lambda way: SimpleNamespace(Pipe=Pipe, Process=Process))
@@ -236,7 +236,7 @@ def test_faults_in_one_token_of_one_head_are_found(dtype, monkeypatch):
     assert outcome.failed and outcome.why.startswith("dB")
 
 
-def test_what_ends_its_process_is_named(forked):
+def test_what_ends_its_process_is_named(fork_workers):
     """And the batch after it is run, by another process."""
     lines = [to_json(EVERYTHING), to_json(replace(EVERYTHING, seed=4))]
     outcomes = find("ends its process", lines)
@@ -244,7 +244,7 @@ def test_what_ends_its_process_is_named(forked):
     assert all(outcome.failed and "died: signal SIGSEGV" in outcome.why for outcome in outcomes.values())
 
 
-def test_what_hangs_is_named(forked):
+def test_what_hangs_is_named(fork_workers):
     line = to_json(EVERYTHING)
     (outcome,) = find("hangs", [line], timeout=1).values()
     assert outcome.failed and outcome.why.startswith("hung: no result after 1 s")
@@ -264,7 +264,7 @@ def test_kernels_are_interpreted_whatever_the_workers(monkeypatch):
     assert invoke("fuzz", "--workers", 1).exit_code == 0 and os.environ["TRITON_INTERPRET"] == "1"
 
 
-def test_a_whole_run(tmp_path, monkeypatch, console, forked):
+def test_a_whole_run(tmp_path, monkeypatch, console, fork_workers):
     """Counts, the failures made small, and a row as a GPU's would be."""
     made = replace(EVERYTHING, seqlen=20, mode="checkpoint", layouts={"x": "packed"})
     monkeypatch.setitem(DRAWS, "operator", lambda seed, index, variants, device, size: [

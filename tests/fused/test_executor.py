@@ -270,17 +270,24 @@ def test_same_bits_saved_or_not(executor):
     assert all(torch.equal(saved[name], unsaved[name]) for name in saved)
 
 
-@pytest.mark.parametrize("step", (1, 2))
-@pytest.mark.parametrize(("dstate", "runs"), ((64, (STATES, GROUP)), (192, PARTS[1:])))
-def test_gradients_where_they_are_asked_to_be(dstate, runs, step, executor):
-    """In contiguous places, which the kernels write, and in others."""
+over_backwards = pytest.mark.parametrize(("dstate", "runs"), ((64, (STATES, GROUP)), (192, PARTS[1:])))
+
+
+def prepare_backward(dstate, runs, executor):
+    """A way, its variant, what a forward saved, cotangents, and the results of both without places."""
     way = WAYS["ragged, recomputed"]
     way = replace(way, shape=replace(way.shape, dstate=dstate), runs=runs)
     inputs, variant = draw(way)
     ways = cotangents(inputs)
     with hopper_on_cpu(executor, way.blocks):
-        expected = results(variant, inputs, *ways, AGAIN)
-        saved = variant.forward(inputs, AGAIN, True)[2]
+        return way, variant, variant.forward(inputs, AGAIN, True)[2], ways, results(variant, inputs, *ways, AGAIN)
+
+
+@pytest.mark.parametrize("step", (1, 2))
+@over_backwards
+def test_gradients_where_they_are_asked_to_be(dstate, runs, step, executor):
+    """In contiguous places, which the kernels write, and in others."""
+    way, variant, saved, ways, expected = prepare_backward(dstate, runs, executor)
     names = "dx", "dB", "dC", "dinitial_states"
 
     def run() -> dict[str, torch.Tensor]:
@@ -296,20 +303,15 @@ def test_gradients_where_they_are_asked_to_be(dstate, runs, step, executor):
     assert all(torch.equal(t, expected[name]) for name, t in got.items())
 
 
-@pytest.mark.parametrize(("dstate", "runs"), ((64, (STATES, GROUP)), (192, PARTS[1:])))
+@over_backwards
 def test_gradients_in_rows_of_one_tensor(dstate, runs, executor):
     """As in the gradient of a packed projection, of which nothing else is written."""
-    way = WAYS["ragged, recomputed"]
-    way = replace(way, shape=replace(way.shape, dstate=dstate), runs=runs)
-    inputs, variant = draw(way)
-    ways = cotangents(inputs)
+    way, variant, saved, ways, expected = prepare_backward(dstate, runs, executor)
+    names = "dx", "dB", "dC"
+    sizes = [expected[name].shape[2:].numel() for name in names]
+    *parts, rest = torch.zeros(*expected["dx"].shape[:2], sum(sizes) + 8, dtype=expected["dx"].dtype).split([*sizes, 8], 2)
+    into = {name: t.unflatten(2, expected[name].shape[2:]) for name, t in zip(names, parts, strict=True)}
     with hopper_on_cpu(executor, way.blocks):
-        expected = results(variant, inputs, *ways, AGAIN)
-        saved = variant.forward(inputs, AGAIN, True)[2]
-        names = "dx", "dB", "dC"
-        sizes = [expected[name].shape[2:].numel() for name in names]
-        *parts, rest = torch.zeros(*inputs.x.shape[:2], sum(sizes) + 8, dtype=inputs.x.dtype).split([*sizes, 8], 2)
-        into = {name: t.unflatten(2, expected[name].shape[2:]) for name, t in zip(names, parts, strict=True)}
         grads = variant.backward(saved, *ways, SSDGrads(**into))
     assert all(getattr(grads, name) is t and torch.equal(t, expected[name]) for name, t in into.items()) and not rest.any()
 
