@@ -1,6 +1,7 @@
 """How every function behaves inside torch: traced, captured, computed again, under autocast, without a gradient."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from ssd.block import gated_norm, selective_scan, state_update
+from ssd.runtime.custom_ops import DifferentiableOp
 from tests.block import test_conv1d, test_gated_norm, test_selective_scan
 from tests.block.calls import assert_same_bits, convert_to_fp64
 from tests.functions import BLOCK, FUNCTIONS, MORE_CALLS, TRACED, UPDATES, VARIANTS, Function, convolution, norm, over
@@ -94,6 +96,18 @@ def test_opcheck(function, device):
             if isinstance(t, torch.Tensor) and t.is_floating_point() and not function.state and not is_backward:
                 t.requires_grad_()
         torch.library.opcheck(op, tuple(args), **checks)
+
+
+@over(TRACED | UPDATES)
+def test_launches_are_not_traced_where_torch_compile_left_the_caller_out(function, device, monkeypatch):
+    """Once it has given a function up, it goes on with those that this one calls."""
+    torch._dynamo.reset()
+    leave_out = partial(torch.compiler.disable, recursive=False)
+    monkeypatch.setattr(DifferentiableOp, "__call__", leave_out(DifferentiableOp.__call__))
+    given = function.inputs(5, device, torch.float32)
+    plain, ways = function.results(given)
+    compiled = torch.compile(leave_out(function.call) if function.state else function.call, backend="eager")
+    assert_same_bits(function.results(given, compiled, ways)[0], plain)
 
 
 @over(TRACED)

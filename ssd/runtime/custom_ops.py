@@ -11,6 +11,8 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch._compile import _disable_dynamo
 from torch.autograd import forward_ad
 
 from .replay import replay
@@ -25,6 +27,7 @@ def are_plain(tensors: Tensors) -> bool:
     """True when no tracer, mode, transform or tensor subclass is active; autograd may be."""
     return (
         not torch.compiler.is_compiling()
+        and not get_eval_frame_callback()  # torch.compile left out the caller, but not what it calls
         and not torch._C._len_torch_dispatch_stack()
         and not torch._C._len_torch_function_stack()
         and torch._C._functorch.peek_interpreter_stack() is None
@@ -46,7 +49,7 @@ def define_op(name: str, schema: str, run: Callable, fake: Callable, any_strides
         torch.compile copies what its matrix products have padded.
     """
     torch.library.define(f"ssd::{name}", schema, tags=(torch.Tag.flexible_layout,) if any_strides else ())
-    torch.library.impl(f"ssd::{name}", "default", run)
+    torch.library.impl(f"ssd::{name}", "default", _disable_dynamo(run))
     torch.library.register_fake(f"ssd::{name}", fake)
     return getattr(torch.ops.ssd, name)
 
@@ -171,7 +174,7 @@ def _join(name: str, op: DifferentiableOp) -> type[torch.autograd.Function]:
 
 def _register_autograd(name: str, differentiable: Callable) -> None:
     _libraries.append(torch.library.Library("ssd", "FRAGMENT"))
-    _libraries[-1].impl(name, lambda *args: differentiable(*args), "Autograd")
+    _libraries[-1].impl(name, _disable_dynamo(lambda *args: differentiable(*args)), "Autograd")
 
 
 def _fill(results: Tensors, like: Tensor | None = None) -> tuple[Tensor, ...]:
