@@ -138,7 +138,7 @@ def tabulate_costs(rows: list[dict]) -> str:
         lines.append([setting, *times, _whole(max(kept, default=None))])
     columns = [f"{gpu.removeprefix('NVIDIA ').split()[0]}: {what}" for gpu in gpus for what in ("µs", "peak, MiB")]
     head = write_head(" | ".join(["`variant=`", *columns, "kept, MiB"]), "`variant=`")
-    return f"Forward and backward at shape `{COSTS}`:\n\n{head}{render_lines(lines)}"
+    return f"Forward and backward at shape `{COSTS}` of [shapes.txt](experiments/shapes.txt):\n\n{head}{render_lines(lines)}"
 
 
 def tabulate_results(rows: list[dict], figure_path: str) -> str:

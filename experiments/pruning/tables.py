@@ -63,8 +63,8 @@ def tabulate_speed(rows: list[dict]) -> str:
     said = [f"The paper says {paper}."]
     for kind, of in sorted(record.group_by(gains, lambda gain: gain.row["kind"]).items()):
         best = max(of, key=lambda gain: gain.faster)
-        said.append(f"Without {kind}, {reached[kind]} of {len(of)} lines reach that; without {best.share} it is at most "
-                    f"{best.faster:.2f} times as fast with {best.saved:.1%} less memory.")
+        said.append(f"Of {len(of)} lines with {kind} removed, {reached[kind]} reach both; without {best.share} it is at most "
+                    f"{best.faster:.2f} times as fast, with {best.saved:.1%} less memory.")
     return f"{_SPEED_HEAD}{render_lines(lines)}\n{' '.join(said)}\n"
 
 
@@ -101,8 +101,8 @@ def _compare_with_random(what: str, scores: dict[str, list[dict]]) -> list[str]:
         better, others = ([score for score, found in gains.items() if (mean(found) > max(found) - min(found)) == beats]
                           for beats in (True, False))
         if gains:
-            told.append(f"{when}: {join_words(better or ['no score'])}{'; not ' + join_words(others) if others else ''}.")
-    rule = "better than a random choice by more than that gain differs between seeds?"
+            told.append(f"{when}: {join_words(better or ['none'])}{'; not ' + join_words(others) if others and better else ''}.")
+    rule = "scores whose mean gain over a random choice is larger than its spread between seeds."
     return [f"{what}: {rule} {' '.join(told)}"] if told else []
 
 
