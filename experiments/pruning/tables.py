@@ -101,7 +101,8 @@ def _compare_with_random(what: str, scores: dict[str, list[dict]]) -> list[str]:
         better, others = ([score for score, found in gains.items() if (mean(found) > max(found) - min(found)) == beats]
                           for beats in (True, False))
         if gains:
-            told.append(f"{when}: {join_words(better or ['none'])}{'; not ' + join_words(others) if others and better else ''}.")
+            rest = f"; not {join_words(others)}" if better and others else ""
+            told.append(f"{when}: {join_words(better or ['none'])}{rest}.")
     rule = "scores whose mean gain over a random choice is larger than its spread between seeds."
     return [f"{what}: {rule} {' '.join(told)}"] if told else []
 

@@ -7,6 +7,7 @@ directly, or repeated from a recording (`replay`).
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 
 import torch
@@ -49,7 +50,7 @@ def define_op(name: str, schema: str, run: Callable, fake: Callable, any_strides
         torch.compile copies what its matrix products have padded.
     """
     torch.library.define(f"ssd::{name}", schema, tags=(torch.Tag.flexible_layout,) if any_strides else ())
-    torch.library.impl(f"ssd::{name}", "default", _disable_dynamo(run))
+    torch.library.impl(f"ssd::{name}", "default", _leave_untraced(run))
     torch.library.register_fake(f"ssd::{name}", fake)
     return getattr(torch.ops.ssd, name)
 
@@ -174,7 +175,13 @@ def _join(name: str, op: DifferentiableOp) -> type[torch.autograd.Function]:
 
 def _register_autograd(name: str, differentiable: Callable) -> None:
     _libraries.append(torch.library.Library("ssd", "FRAGMENT"))
-    _libraries[-1].impl(name, _disable_dynamo(lambda *args: differentiable(*args)), "Autograd")
+    _libraries[-1].impl(name, _leave_untraced(differentiable), "Autograd")
+
+
+def _leave_untraced(run: Callable) -> Callable:
+    """`run` for torch's dispatcher, without torch.compile looking into it; without importing that, which takes seconds."""
+    untraced = _disable_dynamo(lambda *args: run(*args))  # a method takes no marks
+    return lambda *args: (untraced if "torch._dynamo" in sys.modules else run)(*args)
 
 
 def _fill(results: Tensors, like: Tensor | None = None) -> tuple[Tensor, ...]:

@@ -22,10 +22,10 @@ def test_times_and_memory():
     of_block, of_step = lines_of(written)[2:]
     assert of_block[3:] == ["50.0% of the states", "900", "1.33", "1,250", "16.7%"]
     assert of_step == ["training step 1.3b, H100", "step", "4,096", "50.0% of the states", "1,000", "1.20", "800", "20.0%"]
-    assert "Without states, 2 of 2 lines reach that; without 50.0% of the states it is at most 1.33 times" in written
+    assert "Of 2 lines with states removed, 2 reach both; without 50.0% of the states it is at most 1.33 times" in written
     slower = tables.tabulate_speed([WHOLE, half | {"p50_us": 1100.0}])
-    assert "The paper says 1.14 times as fast with 11.5% less memory. Without states, 0 of 1 lines reach that;" in slower
-    assert "without 50.0% of the states it is at most 1.09 times as fast with 20.0% less memory." in slower
+    assert "The paper says 1.14 times as fast with 11.5% less memory. Of 1 lines with states removed, 0 reach both;" in slower
+    assert "without 50.0% of the states it is at most 1.09 times as fast, with 20.0% less memory." in slower
     assert "No rows yet" in tables.tabulate_speed([half])
 
 
@@ -38,7 +38,7 @@ def test_losses_and_what_a_random_choice_loses():
                                     "4.000", "5.150", "", "4.150", "", "0.9500 (0.9000 to 1.0000)"]
     whole = [make_loss("none", seed, 3.9 + seed / 10) | {"ratio": 0.0} for seed in range(2)]
     assert lines_of(tables.tabulate_losses(rows + whole))[2][-2] == "3.950"
-    assert "between seeds? Just pruned: activity; not magnitude. At the end: activity; not magnitude." in written
+    assert "between seeds. Just pruned: activity; not magnitude. At the end: activity; not magnitude." in written
     assert "better" not in tables.tabulate_losses(rows[:1] + rows[2:3]) and "No rows yet" in tables.tabulate_losses([])
 
 
