@@ -8,13 +8,14 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from .registry import adapt_options, adapt_to_documents, find_states_interval, resolve, writes_asked_states
+from .registry import adapt_options, adapt_to_documents, find_states_interval, is_added, resolve, writes_asked_states
 from .runtime.custom_ops import DifferentiableOp, new_like
 from .types import INPUT_TENSORS, Options, SSDGrads, SSDInputs, SSDSaved
 
 _OPTIONS = {f.name: f.type for f in fields(Options)}  # bool or int
 _NOWHERE = SSDGrads()
 _GATE = 6  # where z is in `SSDInputs.tensors`
+_ACCUMULATED = 2, 5, 7, 8  # A, D, dt_bias, initial_states, whose gradients are in fp32
 
 
 def chunk_scan(i: SSDInputs, variant: str, options: Options, save: bool) -> tuple[Tensor | None, ...]:
@@ -62,8 +63,8 @@ def forward(*args) -> tuple[Tensor | None, ...]:
     options = adapt_options(name, inputs, options)
     variant = resolve(name, inputs, options, "fwd", inputs.keeps_states(options, save) and not writes, writes)
     out, final_states, saved = adapt_to_documents(variant, inputs).forward(inputs, options, save)
-    if inputs.reads_out(save):
-        out = out.contiguous()  # whatever a variant of the user's gives
+    if is_added(name):
+        out, final_states = _fit(out, inputs.x.dtype), _fit(final_states, _get_accumulator(inputs.x))
     return out, final_states, saved.varlen_states, saved.states, saved.y, saved.prev_states
 
 
@@ -97,14 +98,25 @@ def backward(*args, into: SSDGrads = _NOWHERE) -> tuple[Tensor | None, ...]:
     saved = SSDSaved(inputs, options, y, prev_states=prev_states, out=out)
     variant = resolve(name, inputs, options, "bwd", prev_states is not None)
     g = adapt_to_documents(variant, inputs).backward(saved, dout, dfinal_states, into)
-    return g.dx, g.ddt, g.dA, g.dB, g.dC, g.dD, g.dz, g.ddt_bias, g.dinitial_states, None, None
+    gradients = g.dx, g.ddt, g.dA, g.dB, g.dC, g.dD, g.dz, g.ddt_bias, g.dinitial_states
+    if is_added(name):
+        gradients = map(_fit, gradients, _list_gradient_dtypes(tensors))
+    return *gradients, None, None
 
 
-def _backward_fake(x, dt, A, B, C, D, z, dt_bias, initial_states, *_):
-    accumulator = _get_accumulator(x)
+def _fit(t: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
+    """What a variant of the user's gives, as its op is declared to."""
+    return None if t is None else t.to(dtype).contiguous()
 
-    return (new_like(x), new_like(dt), new_like(A, accumulator), new_like(B), new_like(C), new_like(D, accumulator),
-            new_like(z), new_like(dt_bias, accumulator), new_like(initial_states, accumulator), None, None)
+
+def _backward_fake(*tensors):
+    return *map(new_like, tensors, _list_gradient_dtypes(tensors)), None, None
+
+
+def _list_gradient_dtypes(tensors: tuple[Tensor | None, ...]) -> list[torch.dtype | None]:
+    """Of all that have gradients, which is all but documents."""
+    accumulator = _get_accumulator(tensors[0])
+    return [None if t is None else accumulator if k in _ACCUMULATED else t.dtype for k, t in enumerate(tensors[:-2])]
 
 
 def _get_accumulator(x: Tensor) -> torch.dtype:

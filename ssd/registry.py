@@ -75,6 +75,11 @@ def add_variant(variant: Variant) -> None:
     _ADDED[variant.name] = variant
 
 
+def is_added(name: str) -> bool:
+    """Whether the name is a variant of the user's."""
+    return name in _ADDED
+
+
 def is_peer(name: str) -> bool:
     """Whether the name is another project's implementation, differentiable by itself."""
     return _ADDED[name].apply is not None if name in _ADDED else name in VARIANTS and VARIANTS[name].peer

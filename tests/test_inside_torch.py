@@ -1,18 +1,20 @@
 """How every function behaves inside torch: traced, captured, computed again, under autocast, without a gradient."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from ssd import get_variant, registry, ssd_chunk_scan
 from ssd.block import gated_norm, selective_scan, state_update
 from ssd.runtime.custom_ops import DifferentiableOp
 from tests.block import test_conv1d, test_gated_norm, test_selective_scan
-from tests.block.calls import assert_same_bits, convert_to_fp64
+from tests.block.calls import assert_same_bits, convert_to_fp64, run
 from tests.functions import BLOCK, FUNCTIONS, MORE_CALLS, TRACED, UPDATES, VARIANTS, Function, convolution, norm, over
 from tests.inputs import GPU, HALF
 from tests.refused import assert_refused
@@ -144,9 +146,59 @@ def test_a_graph_only_where_a_gradient_is_wanted_and_of_the_first_order(function
     parameter = given[function.leaves[2]].requires_grad_()
     with torch.no_grad():
         assert first_output(function, given).grad_fn is None
-    (gradient,) = torch.autograd.grad(first_output(function, given).square().sum(), parameter, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        gradient.sum().backward()
+    for loss in (torch.sum, lambda out: out.square().sum()):  # torch's own guard leaves out the first
+        (gradient,) = torch.autograd.grad(loss(first_output(function, given)), parameter, create_graph=True)
+        with pytest.raises(RuntimeError, match="second derivatives: got"):
+            gradient.sum().backward()
+
+
+@over(TRACED)
+def test_what_was_traced_without_a_gradient_has_one(function, device):
+    """torch.export does so under no_grad: what a backward needs is kept by who runs the trace, not by who traced."""
+    given, (leaf, *_) = function.inputs(5, device, torch.float32), function.leaves
+    plain, ways = function.results(given)
+    trace = make_fx(lambda t: function.call(**given | {leaf: t}))(given[leaf])
+    got, _ = run(lambda **arguments: trace(arguments[leaf]), given, (leaf,), function.named, ways)
+    assert_same_bits(got, {name: plain[name] for name in got})
+
+
+@over(TRACED)
+def test_gradients_of_several_ways_at_once(function, device):
+    given, (leaf, *_) = function.inputs(5, device, torch.float32), function.leaves
+    given[leaf].requires_grad_()
+    out = first_output(function, given)
+    ways = torch.randn(3, *out.shape, device=device)
+    (batched,) = torch.autograd.grad(out, given[leaf], ways, is_grads_batched=True, retain_graph=True)
+    for way, gradient in zip(ways, batched, strict=True):
+        assert torch.equal(torch.autograd.grad(out, given[leaf], way, retain_graph=True)[0], gradient)
+
+
+def test_a_variant_of_the_users_gives_what_its_op_is_declared_to(device, monkeypatch):
+    """Else a graph of torch.compile reads it by another dtype or other strides."""
+    torch_variant = get_variant("torch")
+
+    def turn(t):
+        return None if t is None else t.double().mT.contiguous().mT if t.dim() > 1 else t.double()
+
+    def forward(*args):
+        out, final_states, saved = torch_variant.forward(*args)
+        return turn(out), turn(final_states), saved
+
+    def backward(*args):
+        gradients = torch_variant.backward(*args)
+        return replace(gradients, **{f.name: turn(getattr(gradients, f.name)) for f in fields(gradients)})
+
+    monkeypatch.setattr(registry, "_ADDED", {})
+    registry.add_variant(registry.Variant("own", supports=torch_variant.supports, forward=forward, backward=backward))
+    for name in ("own", "torch"):
+        function = VARIANTS["scan, torch"]._replace(call=partial(ssd_chunk_scan, variant=name))
+        with Calls() as calls, torch.autograd.set_multithreading_enabled(False):
+            got, _ = function.results(function.inputs(5, device, torch.float32))
+        if name == "own":
+            own = got
+        for op, args in calls.seen:
+            torch.library.opcheck(op, tuple(args), test_utils="test_faketensor")
+    torch.testing.assert_close(own, got)
 
 
 @pytest.mark.parametrize(("name", "argument"), [

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from ssd.distributed.exchange import all_gather
+from ssd.runtime.custom_ops import differentiate_once
 
 if TYPE_CHECKING:
     from ..training_run import Run
@@ -124,7 +124,7 @@ class _Normalise(torch.autograd.Function):
         return torch.addcmul(bias, centred, scale), mean, variance
 
     @staticmethod
-    @once_differentiable
+    @differentiate_once
     def backward(ctx, dout: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         """dx = weight rate (dout - share (sum dout + n sum dout n)), with n = (x - mean) rate, and sums over all processes."""
         centred, share, rate, scale = ctx.saved_tensors

@@ -6,25 +6,31 @@ convolved x, B and C and the SSD's output for the backward, which upstream compu
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..api import ssd_chunk_scan, take_inputs
+from ..api import ssd_chunk_scan, take_inputs, take_int
 from ..autograd import encode
 from ..registry import is_peer
 from ..runtime import value_checks
 from ..runtime.custom_ops import wants_gradient
 from ..types import Options
-from .arguments import takes_kernels
+from .arguments import check_size, takes_kernels
 from .conv1d import causal_conv1d_fn, check_convolution
 from .conv1d_scan_norm import Settings, conv1d_scan_norm, split_xBC
 from .gated_norm import check_norm, rms_norm_gated
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+# What the functions of the parts call their arguments, and this one its own.
+_OF_CONVOLUTION = {"x": "zxbcdt", "weight": "conv1d_weight", "bias": "conv1d_bias", "initial_states": "conv_states",
+                   "return_final_states": "return_conv_states"}
+_OF_NORM = {"x": "zxbcdt", "z": "zxbcdt", "weight": "rmsnorm_weight", "eps": "rmsnorm_eps"}
 
 
 def split_conv1d_scan(
@@ -84,21 +90,20 @@ def split_conv1d_scan(
     Raises:
         TypeError, ValueError: naming the argument, what came and what is accepted.
     """
-    nheads, headdim, d_mlp = _find_sizes(zxbcdt, conv1d_weight, D, headdim, ngroups)
-    if outproj_bias is not None and outproj_weight is None:
-        raise ValueError("outproj_bias: got a tensor without outproj_weight, expected both or neither")
+    nheads, headdim, ngroups, d_mlp = _find_sizes(zxbcdt, conv1d_weight, D, headdim, ngroups)
+    _check_projection(outproj_weight, outproj_bias, d_mlp + nheads * headdim)
     dim, conv_dim = nheads * headdim, conv1d_weight.shape[0]
     z0, x0, z, xBC, dt = zxbcdt.split([d_mlp, d_mlp, dim, conv_dim, nheads], -1)
 
     has_states = initial_states is not None or conv_states is not None or return_final_states or return_conv_states
     if (rmsnorm_weight is not None and takes_kernels(zxbcdt) and context_group is None and not is_peer(variant)
             and not value_checks.ENABLED and (cu_seqlens is None or not has_states)):
-        check_convolution(xBC.mT, conv1d_weight, conv1d_bias, seq_idx, conv_states, return_conv_states, None, activation, None,
-                          cu_seqlens)
+        _call(check_convolution, _OF_CONVOLUTION, xBC.mT, conv1d_weight, conv1d_bias, seq_idx, conv_states, return_conv_states,
+              None, activation, None, cu_seqlens)
         x, B, C = split_xBC(xBC, dim, headdim, ngroups)
         options, i = take_inputs(x, dt, A, B, C, chunk_size, D, None, dt_bias, initial_states, seq_idx, cu_seqlens, True,
                                  dt_limit, return_final_states, False, state_dtype, variant, options)
-        check_norm(z, rmsnorm_weight, None, z, rmsnorm_eps, dim // ngroups, norm_before_gate)
+        _call(check_norm, _OF_NORM, z, rmsnorm_weight, None, z, rmsnorm_eps, dim // ngroups, norm_before_gate)
         packed = zxbcdt[..., 2 * d_mlp :] if d_mlp else zxbcdt
         tensors = (packed, conv1d_weight, conv1d_bias, dt_bias, A, D, rmsnorm_weight, initial_states, conv_states,
                    i.seq_idx if seq_idx is None else seq_idx, i.seq_idx)
@@ -107,8 +112,8 @@ def split_conv1d_scan(
             *i.dt_limit, i.state_dtype, variant, encode(options), wants_gradient(tensors)))
         final_states, conv_states = [final] * return_final_states, [conv_final] * return_conv_states
     else:
-        xBC, *conv_states = _make_tuple(causal_conv1d_fn(
-            xBC.mT, conv1d_weight, conv1d_bias, seq_idx=seq_idx, initial_states=conv_states,
+        xBC, *conv_states = _make_tuple(_call(
+            causal_conv1d_fn, _OF_CONVOLUTION, xBC.mT, conv1d_weight, conv1d_bias, seq_idx=seq_idx, initial_states=conv_states,
             return_final_states=return_conv_states, activation=activation, context_group=context_group, cu_seqlens=cu_seqlens))
         x, B, C = split_xBC(xBC.mT, dim, headdim, ngroups)
         gate_in_scan = z.unflatten(-1, (nheads, headdim)) if rmsnorm_weight is None else None
@@ -118,8 +123,8 @@ def split_conv1d_scan(
             variant=variant, options=options, context_group=context_group, cu_seqlens=cu_seqlens))
         out = y.flatten(2)
         if rmsnorm_weight is not None:
-            out = rms_norm_gated(out, rmsnorm_weight, z=z, eps=rmsnorm_eps, group_size=dim // ngroups,
-                                 norm_before_gate=norm_before_gate)
+            out = _call(rms_norm_gated, _OF_NORM, out, rmsnorm_weight, z=z, eps=rmsnorm_eps, group_size=dim // ngroups,
+                        norm_before_gate=norm_before_gate)
     if d_mlp:
         out = torch.cat([F.silu(z0) * x0, out], -1)
     if outproj_weight is not None:
@@ -128,8 +133,8 @@ def split_conv1d_scan(
 
 
 def _find_sizes(zxbcdt: Tensor, conv1d_weight: Tensor, D: Tensor, headdim: int | None,
-                ngroups: int) -> tuple[int, int, int]:
-    """nheads, headdim and d_mlp; what `ssd_chunk_scan` and the convolution can check themselves is left to them."""
+                ngroups: int) -> tuple[int, int, int, int]:
+    """nheads, headdim, ngroups and d_mlp; what `ssd_chunk_scan` and the convolution can check themselves is left to them."""
     for name, t, dims in (("zxbcdt", zxbcdt, (3,)), ("conv1d_weight", conv1d_weight, (2,)), ("D", D, (1, 2))):
         if not isinstance(t, Tensor):
             raise TypeError(f"{name}: got {type(t).__name__}, expected a tensor")
@@ -139,6 +144,9 @@ def _find_sizes(zxbcdt: Tensor, conv1d_weight: Tensor, D: Tensor, headdim: int |
         headdim = D.shape[1]
     elif headdim is None:
         raise ValueError("headdim: got None, expected it to be given with D of one dimension")
+    headdim, ngroups = take_int("headdim", headdim), take_int("ngroups", ngroups)
+    check_size("headdim", headdim)
+    check_size("ngroups", ngroups)
     nheads, conv_dim = D.shape[0], conv1d_weight.shape[0]
     dim = nheads * headdim
     if conv_dim <= dim or (conv_dim - dim) % (2 * ngroups):
@@ -148,7 +156,30 @@ def _find_sizes(zxbcdt: Tensor, conv1d_weight: Tensor, D: Tensor, headdim: int |
     if rest < 0 or rest % 2:
         raise ValueError(f"zxbcdt: got {zxbcdt.shape[-1]} channels, expected {dim + conv_dim + nheads} for z, x, B, C and dt, "
                          "or more by an even number")
-    return nheads, headdim, rest // 2
+    return nheads, headdim, ngroups, rest // 2
+
+
+def _check_projection(weight: Tensor | None, bias: Tensor | None, channels: int) -> None:
+    if bias is not None and weight is None:
+        raise ValueError("outproj_bias: got a tensor without outproj_weight, expected both or neither")
+    for name, t in (("outproj_weight", weight), ("outproj_bias", bias)):
+        if t is not None and not isinstance(t, Tensor):
+            raise TypeError(f"{name}: got {type(t).__name__}, expected None or a tensor")
+    if weight is not None and (weight.dim() != 2 or weight.shape[1] != channels):
+        raise ValueError(f"outproj_weight: got shape {tuple(weight.shape)}, expected (out_dim, {channels})")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"outproj_bias: got shape {tuple(bias.shape)}, expected ({weight.shape[0]},)")
+
+
+def _call(function: Callable, names: dict[str, str], *args, **more):
+    """What the function gives; where it refuses an argument, by the name that this has here."""
+    try:
+        return function(*args, **more)
+    except (TypeError, ValueError) as refused:
+        name, _, why = str(refused).partition(":")
+        if name not in names:
+            raise
+        raise type(refused)(f"{names[name]}:{why}") from None
 
 
 def _make_tuple(results: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:

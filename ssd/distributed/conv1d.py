@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..runtime.custom_ops import wants_gradient
+from ..runtime.custom_ops import differentiate_once, wants_gradient
 from .exchange import INITIAL_STATES, GatherWithGradient, check_alike, find_place
 
 
@@ -64,7 +64,7 @@ class _TakeLast(torch.autograd.Function):
         return x.view_as(x), x[:, :, x.shape[2] - count :].clone()
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiate_once
     def backward(ctx, grad: Tensor | None, last: Tensor | None) -> tuple[Tensor | None, None]:
         if last is not None:
             grad = last.new_zeros(ctx.shape) if grad is None else grad

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..runtime.custom_ops import differentiate_once
 from ..runtime.value_checks import reads_values
 from .peers import find_window, gather_objects
 
@@ -141,7 +142,7 @@ class GatherWithGradient(torch.autograd.Function):
         return tuple(everyone)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiate_once
     def backward(ctx, grad: Tensor, *others: Tensor) -> tuple[Tensor | None, ...]:
         received = torch.empty_like(grad, memory_format=torch.contiguous_format)
         dist.all_to_all_single(received, grad.contiguous(), group=ctx.group)

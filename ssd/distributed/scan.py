@@ -23,7 +23,7 @@ from ..block.arguments import check_tensor, takes_kernels
 from ..documents import number_documents
 from ..registry import is_peer, list_candidates
 from ..runtime import value_checks
-from ..runtime.custom_ops import are_plain, wants_gradient
+from ..runtime.custom_ops import are_plain, differentiate_once, wants_gradient
 from ..runtime.late import deliver_late
 from ..types import Options, SSDInputs
 from .exchange import INITIAL_STATES, EarlyMessage, Message, check_alike, find_place, gather
@@ -199,7 +199,7 @@ class _Leave(torch.autograd.Function):
         return out, final_states
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiate_once
     def backward(ctx, dout, dfinal_states):
         place, (decays, z, C, dt, A, dt_bias, seq_idx) = ctx.place, ctx.saved_tensors
         if place.rank and dout is not None:

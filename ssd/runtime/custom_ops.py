@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import wraps
 
 import torch
 from torch import Tensor
@@ -106,6 +107,7 @@ class DifferentiableOp:
                  any_strides: bool = True):
         self.forward, self.backward, self.arrange, self.replays = forward, backward, arrange, replays
         self.reads_first = reads_first
+        self.saves = settings.endswith("bool save")
         self.ntensors, self.noutputs, self.nkept = tensors.count("Tensor"), len(outputs), len(kept)
         leaving = ", ".join(f"Tensor {out}" for out in (*outputs, *extra, *kept))
         read = outputs[: reads_first is not None]
@@ -117,7 +119,7 @@ class DifferentiableOp:
             lambda *args: _separate(_fill(backward(*args), like=args[0])),
             lambda *args: _fill((fake_backward or _make_like)(*args[: self.ntensors]), like=args[0]), any_strides)
         self.function = _join(name, self)
-        _register_autograd(name, lambda *args: _fill(self.function.apply(*args)))
+        _register_autograd(name, lambda *args: _fill(self.function.apply(*self._save_for_gradient(args))))
 
     def __call__(self, tensors: Tensors, settings: tuple, save: bool | None = None) -> Tensors:
         """Returns every output. settings: hashable. save: whether a backward may follow, if that is known."""
@@ -127,11 +129,37 @@ class DifferentiableOp:
             return self.function.apply(*tensors, *settings)
         return self.launch(self.forward, tensors, settings, settings)
 
+    def _save_for_gradient(self, args: tuple) -> tuple:
+        """The op's arguments, with `save` where a backward may follow: a trace, as of torch.export, may not have known."""
+        if self.saves and not args[-1] and wants_gradient(args[: self.ntensors]):
+            return *args[:-1], True
+        return args
+
     def launch(self, call: Callable, tensors: Tensors, arguments: tuple, settings: tuple) -> Tensors:
         """call(*tensors, *arguments), from a recording if there is one and settings allow it."""
         if self.replays is None or self.replays(settings):
             return replay(call, tensors, arguments)
         return call(*tensors, *arguments)
+
+
+def differentiate_once(backward: Callable) -> Callable:
+    """The backward of an autograd.Function, without a second derivative: better an error than one that is incomplete.
+
+    torch's once_differentiable raises none where no incoming gradient requires one, as that of a sum.
+    """
+    @wraps(backward)
+    def run(ctx, *grads):
+        with torch.no_grad():
+            results = backward(ctx, *grads)
+        if not torch.is_grad_enabled():
+            return results
+        found = [t.detach().requires_grad_() for t in results if t is not None]
+        refused = torch._C._functions.DelayedError("second derivatives: got a backward through one, expected the first alone, "
+                                                   "which is all that there is here", len(found))(*found)
+        refused = iter(refused if isinstance(refused, tuple) else (refused,))
+        return tuple([None if t is None else next(refused) for t in results])
+
+    return run
 
 
 def _join(name: str, op: DifferentiableOp) -> type[torch.autograd.Function]:
@@ -153,7 +181,7 @@ def _join(name: str, op: DifferentiableOp) -> type[torch.autograd.Function]:
         ctx.mark_non_differentiable(*absent, *[t for t in outputs[op.noutputs :] if t is not None])
         return outputs
 
-    @torch.autograd.function.once_differentiable  # there is no second derivative: better an error than one that is incomplete
+    @differentiate_once
     def backward(ctx, *grads):
         settings = ctx.settings
         if all([g is None for g in grads[: op.noutputs]]):
@@ -162,7 +190,8 @@ def _join(name: str, op: DifferentiableOp) -> type[torch.autograd.Function]:
         if op.arrange is not None and first is not None:
             first = op.arrange(first)
         entering = (*ctx.saved_tensors, first, *others)
-        if are_plain(entering):
+        batched = any([g is not None and torch._C._functorch.is_legacy_batchedtensor(g) for g in (first, *others)])
+        if are_plain(entering) and not batched:
             grads = op.launch(op.backward, entering, settings, settings)
         else:
             grads = op.op_backward(*entering, *settings)
