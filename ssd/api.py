@@ -252,8 +252,8 @@ def check_settings(chunk_size: int, flags: Mapping[str, object], dt_limit, state
     if not SMALLEST_CHUNK <= chunk_size <= LARGEST_CHUNK or chunk_size & (chunk_size - 1):
         raise ValueError(f"chunk_size: got {chunk_size}, expected a power of two from {SMALLEST_CHUNK} to {LARGEST_CHUNK}")
     check_pair("dt_limit", dt_limit)
-    if not (0 <= dt_limit[0] <= dt_limit[1] and dt_limit[0] < math.inf):
-        raise ValueError(f"dt_limit: got {tuple(dt_limit)}, expected 0 <= min <= max, min finite")
+    if not (0 <= dt_limit[0] <= dt_limit[1] and dt_limit[0] <= _FP32_LARGEST):
+        raise ValueError(f"dt_limit: got {tuple(dt_limit)}, expected 0 <= min <= max, min finite, also in fp32")
     if state_dtype is not None and state_dtype not in _DTYPES:
         raise TypeError(f"state_dtype: got {state_dtype!r}, expected None or one of {', '.join(map(str, _DTYPES))}")
     if variant != "auto" and variant not in variant_names():

@@ -218,6 +218,13 @@ def test_a_gradient_of_an_update_is_refused(name, argument, device):
 
 
 @over(UPDATES)
+def test_a_state_whose_rows_share_memory_is_refused(function, device):
+    given = function.inputs(3, device, torch.float32)
+    given[function.state] = given[function.state][:1].expand(given[function.state].shape)
+    assert_refused(function.call, given, function.state, ValueError, "a stride of 0 along axis 0", "a place for each")
+
+
+@over(UPDATES)
 def test_a_state_counts_as_changed(function, device):
     """Autograd refuses a backward through what the update has overwritten; inference mode has nothing to refuse."""
     given = function.inputs(3, device, torch.float32)

@@ -55,6 +55,14 @@ def check_interpretable(name: str, t: Tensor) -> None:
         raise TypeError(f"{name}: got {t.dtype}, expected fp16 or fp32 with TRITON_INTERPRET=1, which gets bf16 wrong")
 
 
+def check_apart(name: str, t: Tensor) -> None:
+    """Refuses a tensor to be overwritten of which several elements share memory."""
+    for axis, (size, stride) in enumerate(zip(t.shape, t.stride(), strict=True)):
+        if size > 1 and not stride:
+            raise ValueError(f"{name}: got a stride of 0 along axis {axis}, expected a place for each element, since all are "
+                             "overwritten")
+
+
 def check_rows(name: str, indices: Tensor | None, state: str, rows: int) -> None:
     """Refuses an index of a row that `state` has not. Only on the CPU: on a GPU looking would wait for it."""
     if indices is not None and indices.device.type == "cpu" and (last := int(indices.max())) >= rows:

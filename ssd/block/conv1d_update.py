@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..kernels.arguments import contiguous
 from ..runtime.custom_ops import are_plain, define_inference_op, wants_gradient
-from .arguments import check_rows, check_tensor, takes_kernels
+from .arguments import check_apart, check_rows, check_tensor, takes_kernels
 from .conv1d import check_filter
 from .conv1d import compute_in_torch as convolve
 from .kernels.conv1d_update import conv1d_update
@@ -37,7 +37,7 @@ def causal_conv1d_update(
         bias: (dim,).
         activation: None, "silu" or "swish".
         cache_seqlens: (batch,) int32 or int64, >= 0, the number of tokens that each sequence has had. conv_state is then a
-            ring: token t of a sequence is at t % state_len, and nothing is moved.
+            ring: token t of a sequence is at t % state_len, and nothing is moved. A negative one raises on the CPU alone.
         conv_state_indices: (batch,) int32 or int64, the row of conv_state that belongs to each row of x, each at most once;
             conv_state may then have any number of rows. A negative one marks padding: no state changes and the output is 0.
             An index beyond the last row raises on the CPU, and counts as padding on a GPU, where nobody looks.
@@ -86,10 +86,13 @@ def _check_state(x, conv_state, weight, cache_seqlens, conv_state_indices) -> No
     for name, t in (("cache_seqlens", cache_seqlens), ("conv_state_indices", conv_state_indices)):
         if t is not None:
             check_tensor(name, t, (batch,), x, (torch.int32, torch.int64))
+    check_apart("conv_state", conv_state)
 
 
 def _update(x, conv_state, weight, bias, silu, cache_seqlens, conv_state_indices) -> Tensor:
     check_rows("conv_state_indices", conv_state_indices, "conv_state", len(conv_state))
+    if cache_seqlens is not None and cache_seqlens.device.type == "cpu" and (least := int(cache_seqlens.min())) < 0:
+        raise ValueError(f"cache_seqlens: got {least}, expected at least 0")
     out = torch.empty_like(x)
     with torch.no_grad(), torch.cuda.device_of(x):
         update = conv1d_update if takes_kernels(x) else compute_in_torch

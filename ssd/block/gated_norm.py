@@ -100,6 +100,8 @@ def check_norm(x, weight, bias, z, eps, group_size, norm_before_gate) -> int:
             check_tensor(name, t, tuple(shape), x)
     if isinstance(eps, bool) or not isinstance(eps, (int, float)):
         raise TypeError(f"eps: got {eps!r}, expected a number")
+    if not 0 <= eps <= torch.finfo(torch.float32).max:
+        raise ValueError(f"eps: got {eps!r}, expected a finite number of at least 0")
     if not isinstance(norm_before_gate, bool):
         raise TypeError(f"norm_before_gate: got {norm_before_gate!r}, expected True or False")
     if group_size is None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..kernels.arguments import contiguous
 from ..runtime.custom_ops import are_plain, define_inference_op, wants_gradient
-from .arguments import check_dtype, check_interpretable, check_rows, takes_kernels
+from .arguments import check_apart, check_dtype, check_interpretable, check_rows, takes_kernels
 from .kernels.state_update import state_update
 
 _AXES = {
@@ -49,7 +49,7 @@ def selective_state_update(
 
     Args:
         state: (batch, nheads, dim, dstate), or (batch, dim, dstate) for one head, fp16, bf16, fp32 or fp64; overwritten. Any
-            strides, here and below, 0 included; any floating dtype for each.
+            strides, here and, with 0 included, below; any floating dtype for each.
         x: (batch, nheads, dim). With one head every argument may lack its axis of heads or groups.
         dt: shape of x; the step before dt_bias and softplus.
         A: (nheads, dim, dstate), the decay rate per unit step, <= 0 in a stable model. Where A, dt and dt_bias are numbers of a
@@ -136,6 +136,7 @@ def _check_sizes(given: dict[str, Tensor | None], tensors: list[Tensor | None], 
                              f"with state {tuple(given['state'].shape)}")
         if t.device != state.device:
             raise ValueError(f"{name}: got a tensor on {t.device}, expected {state.device}, the device of state")
+    check_apart("state", given["state"])
     indices = state_batch_indices
     if indices is None:
         if rows != batch:

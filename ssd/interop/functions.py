@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from ..api import LARGEST_CHUNK, SMALLEST_CHUNK, ssd_chunk_scan
+from ..api import LARGEST_CHUNK, SMALLEST_CHUNK, ssd_chunk_scan, take_int
 from ..block import conv1d
 from ..block.conv1d_update import causal_conv1d_update
 from ..block.mamba_inner import mamba_inner_fn
@@ -65,6 +65,7 @@ def functions(settings: Callable[[], dict[str, object]]) -> dict[str, Callable]:
 
 def fit_chunk_size(chunk_size: int) -> int:
     """The next chunk size that the kernels have, or their largest: models are configured with others, small ones in tests."""
-    if not isinstance(chunk_size, int) or chunk_size < 1:
+    chunk_size = take_int("chunk_size", chunk_size)
+    if chunk_size < 1:
         return chunk_size  # for `ssd_chunk_scan` to refuse
     return min(max(SMALLEST_CHUNK, next_power_of_2(chunk_size)), LARGEST_CHUNK)

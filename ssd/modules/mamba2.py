@@ -179,7 +179,8 @@ class Mamba2(nn.Module):
     def prefill(self, u: Tensor, mask: Tensor, cache: Mamba2Cache, A: Tensor | None = None) -> Tensor:
         """Prompts of unequal lengths, padded on the left, as `forward` with a cache that has had no token; for inference.
 
-        mask: (batch, seqlen) bool, False for padding, of which the results are without meaning. A: see `step`.
+        mask: (batch, seqlen) bool, False for padding, which must be finite, and of which the results are without meaning.
+        A: see `step`.
         """
         self._check(u, ("batch", "seqlen"), A)
         self.check_cache(cache, len(u), "that of u", u.device)

@@ -22,8 +22,7 @@ def check_inputs(tensors: dict[str, Tensor | None]) -> None:
     for name, t in tensors.items():
         if t is not None:
             _check_finite(name, t, "input")
-            if t.requires_grad:
-                t.register_hook(lambda gradient, name=name: _check_finite(f"d{name}", gradient, "gradient"))
+            _check_gradient(name, t)
     if (tensors["A"] > 0).any():
         at = int((tensors["A"] > 0).nonzero()[0])
         raise ValueError(f"A: got {float(tensors['A'][at]):g} for head {at}, expected at most 0: states would grow")
@@ -37,6 +36,7 @@ def check_outputs(tensors: tuple[Tensor | None, ...]) -> None:
         for name, t in zip(("out", "final_states", "varlen_states", "states"), tensors, strict=True):
             if t is not None:
                 _check_finite(name, t, "output")
+                _check_gradient(name, t)
 
 
 def reads_values() -> bool:
@@ -47,6 +47,17 @@ def reads_values() -> bool:
 def _is_off() -> bool:
     # a process that has not started CUDA captures nothing, and a fork of one that has cannot even ask
     return torch.compiler.is_compiling() or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
+
+
+def _check_gradient(name: str, t: Tensor) -> None:
+    """Of the next backward through t: that of an output before those of inputs, which then are not taken for the cause."""
+    def check(gradient: Tensor | None) -> None:
+        handle.remove()
+        if gradient is not None:
+            _check_finite(f"d{name}", gradient, "gradient")
+
+    if torch.is_grad_enabled() and t.requires_grad:
+        handle = t.register_hook(check)
 
 
 def _check_finite(name: str, t: Tensor, what: str) -> None:

@@ -5,6 +5,7 @@ import torch
 
 from ssd.block.conv1d import causal_conv1d_fn
 from ssd.block.conv1d_update import causal_conv1d_update, compute_in_torch
+from ssd.block.kernels.conv1d_update import conv1d_update
 from tests.block.test_conv1d import definition
 from tests.errors import assert_near
 from tests.inputs import GPU, HALF, generator
@@ -123,3 +124,16 @@ def test_an_index_beyond_the_last_row(device):
         return
     state = given["conv_state"].clone()
     assert not causal_conv1d_update(**given)[1].any() and torch.equal(given["conv_state"][[1, 3]], state[[1, 3]])
+
+
+def test_a_count_below_zero(device):
+    """Refused on the CPU, which looks; on a GPU no place beyond the state is written."""
+    given = inputs(2, 1, True, False, device) | {"cache_seqlens": torch.tensor([-1, -9, 2], device=device)}
+    if not GPU:
+        assert_refused(causal_conv1d_update, given, "cache_seqlens", ValueError, "-9", "at least 0")
+    memory, results = given["conv_state"].new_zeros(5, *given["conv_state"].shape[1:]), []
+    for counts in (given["cache_seqlens"], given["cache_seqlens"] % given["conv_state"].shape[2]):
+        memory[1:4], out = given["conv_state"], torch.empty_like(given["x"])
+        conv1d_update(given["x"], memory[1:4], given["weight"], given["bias"], True, counts, None, out)
+        results += [(out, memory.clone())]
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True)) and not memory[[0, 4]].any()

@@ -45,5 +45,20 @@ def test_an_output_beyond_its_dtype_is_named(call):
 
 def test_a_gradient_that_is_not_finite_is_named(call):
     x = torch.randn(2, 20, 4, 8, requires_grad=True)
-    with pytest.raises(ValueError, match=r"^dx: got nan at"):
-        call(x=x).backward(torch.full((2, 20, 4, 8), float("nan")))
+    with pytest.raises(ValueError, match=r"^dx: got (nan|-?inf) at"):
+        call(x=x, D=torch.full((4,), 2.0), z=None).backward(torch.full((2, 20, 4, 8), 3e38))
+
+
+def test_a_gradient_that_comes_in_is_not_blamed_on_the_call(call):
+    with pytest.raises(ValueError, match=r"^dout: got nan at"):
+        call(x=torch.randn(2, 20, 4, 8, requires_grad=True)).backward(torch.full((2, 20, 4, 8), float("nan")))
+
+
+def test_a_check_is_of_one_backward(call):
+    x, D = torch.randn(2, 20, 4, 8, requires_grad=True), torch.ones(4, requires_grad=True)
+    with torch.no_grad():
+        call(x=x, D=D)
+    for _ in range(3):
+        call(x=x, D=D).sum().backward()
+    (x.sum() * float("inf")).backward()  # not of a call
+    assert not x._backward_hooks and not D._backward_hooks

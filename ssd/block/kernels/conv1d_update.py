@@ -34,7 +34,7 @@ def conv1d_update_kernel(x, x_strides, conv_state, state_strides, weight, weight
     weights, offset = load_filter(weight, weight_strides, bias, channels, in_dim, WIDTH)
     start = tl.zeros([], tl.int64)  # where the oldest entry is
     if cache_seqlens is not None:
-        start += tl.load(cache_seqlens + b) % state_len
+        start += (tl.load(cache_seqlens + b) % state_len + state_len) % state_len  # within the ring, also for one below 0
 
     past = ()
     for i in tl.static_range(WIDTH - 1):
