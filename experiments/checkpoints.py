@@ -264,4 +264,4 @@ def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
 
 
 def _list_all(folder: Path) -> list[Path]:
-    return sorted(folder.glob("step-*"))
+    return sorted(path for path in folder.glob("step-*") if re.fullmatch(r"step-\d{8,}", path.name) and path.is_dir())

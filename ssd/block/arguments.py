@@ -63,7 +63,12 @@ def check_apart(name: str, t: Tensor) -> None:
                              "overwritten")
 
 
-def check_rows(name: str, indices: Tensor | None, state: str, rows: int) -> None:
-    """Refuses an index of a row that `state` has not. Only on the CPU: on a GPU looking would wait for it."""
-    if indices is not None and indices.device.type == "cpu" and (last := int(indices.max())) >= rows:
+def check_rows(name: str, indices: Tensor | None, state: str, rows: int, least: int | None = None) -> None:
+    """Refuses an index of a row that `state` has not, or below `least`. Only on the CPU: on a GPU looking would wait for it."""
+    if indices is None or indices.device.type != "cpu":
+        return
+    first, last = map(int, indices.aminmax())
+    if last >= rows:
         raise ValueError(f"{name}: got {last}, expected below {rows}, the number of rows of {state}")
+    if least is not None and first < least:
+        raise ValueError(f"{name}: got {first}, expected at least {least}")

@@ -65,6 +65,7 @@ def write(folder: Path, config: Mapping[str, Any], weights: Mapping[str, Tensor]
 
     Raises:
         FileExistsError: the folder, or one above it, is a file.
+        TypeError: config has what JSON does not hold.
     """
     save_file = import_safetensors().torch.save_file
     try:
@@ -72,10 +73,14 @@ def write(folder: Path, config: Mapping[str, Any], weights: Mapping[str, Tensor]
     except (FileExistsError, NotADirectoryError) as error:
         raise FileExistsError(f"folder: got {folder}, which is or lies under a file, expected a folder or a path to make one "
                               "at") from error
+    try:
+        text = json.dumps(config, indent=2) + "\n"  # before anything is replaced
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"config: got what JSON does not hold ({error}), expected numbers, text, lists and dicts") from error
     with replace_file(folder / _WHOLE) as path:
         save_file(dict(weights), path, metadata={"format": "pt"})  # without which transformers does not read the file
     with replace_file(folder / _CONFIG) as path:
-        path.write_text(json.dumps(config, indent=2) + "\n")
+        path.write_text(text)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -74,6 +74,16 @@ def test_a_killed_save_is_not_taken_for_a_checkpoint(tmp_path):
     assert checkpoints.latest(tmp_path) == last
 
 
+def test_copies_and_other_files_are_left_alone(tmp_path):
+    save_steps(tmp_path, 1)
+    shutil.copytree(tmp_path / "step-00000001", tmp_path / "step-00000001-best")
+    (tmp_path / "step-00000001.txt").touch()
+    last = save_steps(tmp_path, 2, 3, 4)
+    assert checkpoints.latest(tmp_path) == last
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "step-00000001-best", "step-00000001.txt", "step-00000003", "step-00000004"]
+
+
 FILES = ["shard-00001-model-00001-of-00001.safetensors", "state.json", "SHA256SUMS"]
 
 

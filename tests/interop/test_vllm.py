@@ -136,6 +136,11 @@ def test_signature():
     ({"final_states_out": torch.zeros(3, 2, 16, 16)}, "with return_intermediate_states", "one of the two"),
     ({"final_states_out": torch.zeros(3, 2, 16, 8), **SLOTS}, "(3, 2, 16, 8)", "(3, 2, 16, 16)"),
     ({"final_states_out": None, **SLOTS}, "NoneType", "a tensor"),
+    ({"final_state_indices": torch.tensor([-1, 0]), "final_states_out": torch.zeros(3, 2, 16, 16),
+      "return_intermediate_states": False}, "-1", "at least 0"),
+    ({"cu_seqlens": None, "return_intermediate_states": False}, "NoneType", "a tensor"),
+    ({"state_dtype": torch.int32, "return_intermediate_states": False}, "torch.int32", "torch.float32"),
+    ({"return_intermediate_states": "no"}, "'no'", "True or False"),
     ({"final_state_indices": torch.tensor([0, 3]), "final_states_out": torch.zeros(3, 2, 16, 16),
       "return_intermediate_states": False}, "3", "below 3")], ids=str)
 def test_refusals(changed, came, accepted):

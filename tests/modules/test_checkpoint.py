@@ -11,6 +11,7 @@ pytest.importorskip("safetensors", reason="safetensors is not installed")
 from safetensors.torch import load_file, save_file
 
 from ssd.modules import Mamba2LM
+from ssd.modules.checkpoint import read_config, read_weights, write
 from tests.modules import test_language_config
 from tests.modules.test_language_model import LAYER, make_model, over_settings
 
@@ -171,6 +172,13 @@ def test_shards_that_do_not_agree_with_their_index(tmp_path):
     (tmp_path / shard_of[HEAD]).unlink()
     with pytest.raises(FileNotFoundError, match=shard_of[HEAD]):
         Mamba2LM.from_pretrained(tmp_path)
+
+
+def test_a_config_that_json_does_not_hold_leaves_what_was(tmp_path):
+    write(tmp_path, {"d_model": 8}, {"w": torch.zeros(2)})
+    with pytest.raises(TypeError, match="config: got what JSON does not hold"):
+        write(tmp_path, {"d_model": torch.float32}, {"w": torch.ones(2)})
+    assert not read_weights(tmp_path)["w"].any() and read_config(tmp_path) == {"d_model": 8}
 
 
 def test_a_write_that_fails_leaves_what_was(tmp_path, monkeypatch):
