@@ -17,7 +17,7 @@ from .positions import check_states_every, take_states
 from .registry import get_variant, is_peer, variant_names
 from .runtime import value_checks
 from .runtime.custom_ops import are_plain, wants_gradient
-from .types import Options, SSDInputs
+from .types import FP32_LARGEST, Options, SSDInputs
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 LARGEST_CHUNK, SMALLEST_CHUNK = 256, 16
-_FP32_LARGEST = torch.finfo(torch.float32).max
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _DEVICES = ("cpu", "cuda")  # that "auto" and the kernels know
 _OPTIONAL = ("D", "z", "dt_bias", "initial_states")
@@ -150,7 +149,7 @@ def take_inputs(x, dt, A, B, C, chunk_size, D, z, dt_bias, initial_states, seq_i
         value_checks.check_inputs({"A": A, "x": x, "dt": dt, "B": B, "C": C, "D": D, "z": z, "dt_bias": dt_bias,
                                    "initial_states": initial_states})
     # a bound that fp32 cannot hold bounds nothing
-    dt_limit = (float(dt_limit[0]), float(dt_limit[1]) if dt_limit[1] <= _FP32_LARGEST else math.inf)
+    dt_limit = (float(dt_limit[0]), float(dt_limit[1]) if dt_limit[1] <= FP32_LARGEST else math.inf)
     if return_states_every is not None:
         return_states_every = take_int("return_states_every", return_states_every)
         check_states_every(return_states_every, chunk_size, cu_seqlens, context_group, variant)
@@ -252,7 +251,7 @@ def check_settings(chunk_size: int, flags: Mapping[str, object], dt_limit, state
     if not SMALLEST_CHUNK <= chunk_size <= LARGEST_CHUNK or chunk_size & (chunk_size - 1):
         raise ValueError(f"chunk_size: got {chunk_size}, expected a power of two from {SMALLEST_CHUNK} to {LARGEST_CHUNK}")
     check_pair("dt_limit", dt_limit)
-    if not (0 <= dt_limit[0] <= dt_limit[1] and dt_limit[0] <= _FP32_LARGEST):
+    if not (0 <= dt_limit[0] <= dt_limit[1] and dt_limit[0] <= FP32_LARGEST):
         raise ValueError(f"dt_limit: got {tuple(dt_limit)}, expected 0 <= min <= max, min finite, also in fp32")
     if state_dtype is not None and state_dtype not in _DTYPES:
         raise TypeError(f"state_dtype: got {state_dtype!r}, expected None or one of {', '.join(map(str, _DTYPES))}")

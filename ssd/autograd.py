@@ -8,7 +8,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from .registry import adapt_options, adapt_to_documents, find_states_interval, is_added, resolve, writes_asked_states
+from .registry import adapt_options, adapt_to_documents, belongs_to_user, find_states_interval, resolve, writes_asked_states
 from .runtime.custom_ops import DifferentiableOp, new_like
 from .types import INPUT_TENSORS, Options, SSDGrads, SSDInputs, SSDSaved
 
@@ -63,7 +63,7 @@ def forward(*args) -> tuple[Tensor | None, ...]:
     options = adapt_options(name, inputs, options)
     variant = resolve(name, inputs, options, "fwd", inputs.keeps_states(options, save) and not writes, writes)
     out, final_states, saved = adapt_to_documents(variant, inputs).forward(inputs, options, save)
-    if is_added(name):
+    if belongs_to_user(name):
         out, final_states = _fit(out, inputs.x.dtype), _fit(final_states, _get_accumulator(inputs.x))
     return out, final_states, saved.varlen_states, saved.states, saved.y, saved.prev_states
 
@@ -99,7 +99,7 @@ def backward(*args, into: SSDGrads = _NOWHERE) -> tuple[Tensor | None, ...]:
     variant = resolve(name, inputs, options, "bwd", prev_states is not None)
     g = adapt_to_documents(variant, inputs).backward(saved, dout, dfinal_states, into)
     gradients = g.dx, g.ddt, g.dA, g.dB, g.dC, g.dD, g.dz, g.ddt_bias, g.dinitial_states
-    if is_added(name):
+    if belongs_to_user(name):
         gradients = map(_fit, gradients, _list_gradient_dtypes(tensors))
     return *gradients, None, None
 

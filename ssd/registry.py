@@ -75,7 +75,7 @@ def add_variant(variant: Variant) -> None:
     _ADDED[variant.name] = variant
 
 
-def is_added(name: str) -> bool:
+def belongs_to_user(name: str) -> bool:
     """Whether the name is a variant of the user's."""
     return name in _ADDED
 

@@ -13,6 +13,7 @@ SUB_CHUNK = 64  # tokens that a walk takes at a time
 SPAN = 2 * SUB_CHUNK  # tokens between the states that a backward reads where a state is large
 LEAST_Z = 2.0**-64  # of a gate, in size
 INPUT_TENSORS = 11  # in `SSDInputs.tensors`
+FP32_LARGEST = torch.finfo(torch.float32).max
 
 
 @dataclass(eq=False)  # not frozen: that would take 1.3 us of every call

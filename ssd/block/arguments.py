@@ -57,18 +57,19 @@ def check_interpretable(name: str, t: Tensor) -> None:
 
 def check_apart(name: str, t: Tensor) -> None:
     """Refuses a tensor to be overwritten of which several elements share memory."""
-    for axis, (size, stride) in enumerate(zip(t.shape, t.stride(), strict=True)):
-        if size > 1 and not stride:
+    for axis, stride in enumerate(t.stride()):
+        if not stride and t.shape[axis] > 1:
             raise ValueError(f"{name}: got a stride of 0 along axis {axis}, expected a place for each element, since all are "
                              "overwritten")
 
 
-def check_rows(name: str, indices: Tensor | None, state: str, rows: int, least: int | None = None) -> None:
-    """Refuses an index of a row that `state` has not, or below `least`. Only on the CPU: on a GPU looking would wait for it."""
-    if indices is None or indices.device.type != "cpu":
-        return
-    first, last = map(int, indices.aminmax())
-    if last >= rows:
+def check_rows(name: str, indices: Tensor | None, state: str, rows: int) -> None:
+    """Refuses an index of a row that `state` has not. Only on the CPU: on a GPU looking would wait for it."""
+    if indices is not None and indices.device.type == "cpu" and (last := int(indices.max())) >= rows:
         raise ValueError(f"{name}: got {last}, expected below {rows}, the number of rows of {state}")
-    if least is not None and first < least:
-        raise ValueError(f"{name}: got {first}, expected at least {least}")
+
+
+def check_not_negative(name: str, numbers: Tensor | None) -> None:
+    """Refuses a number below 0, on the CPU as `check_rows`."""
+    if numbers is not None and numbers.device.type == "cpu" and (least := int(numbers.min())) < 0:
+        raise ValueError(f"{name}: got {least}, expected at least 0")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..kernels.arguments import contiguous
 from ..runtime.custom_ops import are_plain, define_inference_op, wants_gradient
-from .arguments import check_apart, check_rows, check_tensor, takes_kernels
+from .arguments import check_apart, check_not_negative, check_rows, check_tensor, takes_kernels
 from .conv1d import check_filter
 from .conv1d import compute_in_torch as convolve
 from .kernels.conv1d_update import conv1d_update
@@ -91,8 +91,7 @@ def _check_state(x, conv_state, weight, cache_seqlens, conv_state_indices) -> No
 
 def _update(x, conv_state, weight, bias, silu, cache_seqlens, conv_state_indices) -> Tensor:
     check_rows("conv_state_indices", conv_state_indices, "conv_state", len(conv_state))
-    if cache_seqlens is not None and cache_seqlens.device.type == "cpu" and (least := int(cache_seqlens.min())) < 0:
-        raise ValueError(f"cache_seqlens: got {least}, expected at least 0")
+    check_not_negative("cache_seqlens", cache_seqlens)
     out = torch.empty_like(x)
     with torch.no_grad(), torch.cuda.device_of(x):
         update = conv1d_update if takes_kernels(x) else compute_in_torch

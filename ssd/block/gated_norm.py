@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..kernels.arguments import contiguous
 from ..runtime.custom_ops import DifferentiableOp
+from ..types import FP32_LARGEST
 from .arguments import check_tensor, takes_kernels
 from .kernels.gated_norm import WIDEST_GROUP, gated_norm, gated_norm_bwd
 
@@ -100,7 +101,7 @@ def check_norm(x, weight, bias, z, eps, group_size, norm_before_gate) -> int:
             check_tensor(name, t, tuple(shape), x)
     if isinstance(eps, bool) or not isinstance(eps, (int, float)):
         raise TypeError(f"eps: got {eps!r}, expected a number")
-    if not 0 <= eps <= torch.finfo(torch.float32).max:
+    if not 0 <= eps <= FP32_LARGEST:
         raise ValueError(f"eps: got {eps!r}, expected a finite number of at least 0")
     if not isinstance(norm_before_gate, bool):
         raise TypeError(f"norm_before_gate: got {norm_before_gate!r}, expected True or False")

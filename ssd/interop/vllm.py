@@ -11,8 +11,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from ..api import check_settings, check_tensors, ssd_chunk_scan, take_int
-from ..block.arguments import check_form, check_rows
+from ..api import check_flags, check_settings, check_tensors, ssd_chunk_scan, take_int
+from ..block.arguments import check_floating, check_form, check_not_negative, check_rows
 from ..documents import check_bounds
 from ..registry import resolve
 from ..types import Options, SSDInputs
@@ -81,9 +81,9 @@ def mamba_chunk_scan_combined_varlen(
                 raise ValueError(f"{name}: got shape {tuple(t.shape)}, expected {axes} axes, seqlen the first")
     check_form("out", out, tuple(x.shape), x)
     check_bounds(cu_seqlens, x[None], x.shape[0])
-    chunk_size = take_int("chunk_size", chunk_size) if return_intermediate_states else fit_chunk_size(chunk_size)
-    check_settings(chunk_size, {"dt_softplus": dt_softplus, "return_intermediate_states": return_intermediate_states}, dt_limit,
-                   state_dtype, variant, None)
+    check_flags({"return_intermediate_states": return_intermediate_states})
+    if state_dtype is not None:
+        check_floating("state_dtype", state_dtype)
     if final_states_out is not None or final_state_indices is not None:
         if return_intermediate_states:
             raise ValueError("final_states_out: got one with return_intermediate_states, expected one of the two")
@@ -91,13 +91,15 @@ def mamba_chunk_scan_combined_varlen(
     x, dt, B, C, gate = x[None], dt[None], B[None], C[None], None if z is None else z[None]
     if return_intermediate_states:
         check_tensors(x, dt, A, B, C, D, gate, dt_bias, initial_states, variant, cu_seqlens)
+        chunk_size = take_int("chunk_size", chunk_size)
+        check_settings(chunk_size, {"dt_softplus": dt_softplus}, dt_limit, state_dtype, variant, None)
         _check_chunks(cu_chunk_seqlens, last_chunk_indices, cu_seqlens, chunk_size, x)
         inputs = SSDInputs(x, dt, A, B, C, chunk_size, D, gate, dt_bias, initial_states, None, cu_seqlens, dt_softplus,
                            tuple(dt_limit), torch.float32)
         y, states = _scan_chunks(inputs, cu_chunk_seqlens, last_chunk_indices, variant)
     else:
         y, states = ssd_chunk_scan(
-            x, dt, A, B, C, chunk_size, D=D, z=gate, dt_bias=dt_bias, initial_states=initial_states,
+            x, dt, A, B, C, fit_chunk_size(chunk_size), D=D, z=gate, dt_bias=dt_bias, initial_states=initial_states,
             cu_seqlens=cu_seqlens, dt_softplus=dt_softplus, dt_limit=dt_limit, return_final_states=True,
             state_dtype=torch.float32, variant=variant)
     out.copy_(y[0])
@@ -111,7 +113,8 @@ def _check_slots(slots, indices, state: tuple[int, ...], cu_seqlens, x) -> None:
     rows = slots.shape[:1] if isinstance(slots, Tensor) else ("nslots",)
     check_form("final_states_out", slots, (*rows, *state), x)
     check_form("final_state_indices", indices, (len(cu_seqlens) - 1,), x, _INTEGERS)
-    check_rows("final_state_indices", indices, "final_states_out", slots.shape[0], least=0)
+    check_rows("final_state_indices", indices, "final_states_out", slots.shape[0])
+    check_not_negative("final_state_indices", indices)
 
 
 def _check_chunks(cu_chunk_seqlens, last_chunk_indices, cu_seqlens, chunk_size, x) -> None:

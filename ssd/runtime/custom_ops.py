@@ -51,7 +51,7 @@ def define_op(name: str, schema: str, run: Callable, fake: Callable, any_strides
         torch.compile copies what its matrix products have padded.
     """
     torch.library.define(f"ssd::{name}", schema, tags=(torch.Tag.flexible_layout,) if any_strides else ())
-    torch.library.impl(f"ssd::{name}", "default", _leave_untraced(run))
+    torch.library.impl(f"ssd::{name}", "default", _hide_from_compile(run))
     torch.library.register_fake(f"ssd::{name}", fake)
     return getattr(torch.ops.ssd, name)
 
@@ -204,10 +204,10 @@ def _join(name: str, op: DifferentiableOp) -> type[torch.autograd.Function]:
 
 def _register_autograd(name: str, differentiable: Callable) -> None:
     _libraries.append(torch.library.Library("ssd", "FRAGMENT"))
-    _libraries[-1].impl(name, _leave_untraced(differentiable), "Autograd")
+    _libraries[-1].impl(name, _hide_from_compile(differentiable), "Autograd")
 
 
-def _leave_untraced(run: Callable) -> Callable:
+def _hide_from_compile(run: Callable) -> Callable:
     """`run` for torch's dispatcher, without torch.compile looking into it; without importing that, which takes seconds."""
     untraced = _disable_dynamo(lambda *args: run(*args))  # a method takes no marks
     return lambda *args: (untraced if "torch._dynamo" in sys.modules else run)(*args)
