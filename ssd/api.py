@@ -241,7 +241,7 @@ def check_flags(flags: Mapping[str, object]) -> None:
 
 def check_pair(name: str, pair: object) -> None:
     """Refuses what is not two numbers."""
-    if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not all(map(_is_real, pair)):
+    if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not all(map(is_real, pair)):
         raise TypeError(f"{name}: got {pair!r}, expected two numbers (min, max)")
 
 
@@ -261,7 +261,7 @@ def check_settings(chunk_size: int, flags: Mapping[str, object], dt_limit, state
     check_options(options)
 
 
-def _is_real(v: object) -> bool:
+def is_real(v: object) -> bool:
     return type(v) is float or isinstance(v, Real)  # the second takes a microsecond
 
 

@@ -90,6 +90,13 @@ def compute_in_torch(x: Tensor, weight: Tensor, bias: Tensor | None, z: Tensor |
     return y.to(x.dtype).contiguous()
 
 
+def check_eps(name: str, eps: object) -> None:
+    if isinstance(eps, bool) or not isinstance(eps, (int, float)):
+        raise TypeError(f"{name}: got {eps!r}, expected a number")
+    if not 0 <= eps <= FP32_LARGEST:
+        raise ValueError(f"{name}: got {eps!r}, expected a finite number of at least 0")
+
+
 def check_norm(x, weight, bias, z, eps, group_size, norm_before_gate) -> int:
     """Checks of the norm's arguments; returns the size of a group."""
     if not isinstance(x, Tensor) or x.dim() < 1 or x.shape[-1] < 1:
@@ -99,10 +106,7 @@ def check_norm(x, weight, bias, z, eps, group_size, norm_before_gate) -> int:
     for name, t, shape in (("x", x, x.shape), ("weight", weight, (width,)), ("bias", bias, (width,)), ("z", z, x.shape)):
         if t is not None or name not in ("bias", "z"):
             check_tensor(name, t, tuple(shape), x)
-    if isinstance(eps, bool) or not isinstance(eps, (int, float)):
-        raise TypeError(f"eps: got {eps!r}, expected a number")
-    if not 0 <= eps <= FP32_LARGEST:
-        raise ValueError(f"eps: got {eps!r}, expected a finite number of at least 0")
+    check_eps("eps", eps)
     if not isinstance(norm_before_gate, bool):
         raise TypeError(f"norm_before_gate: got {norm_before_gate!r}, expected True or False")
     if group_size is None:

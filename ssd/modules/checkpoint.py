@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..block.arguments import DTYPES
 from ..files import replace_file
 
 _CONFIG = "config.json"
@@ -55,6 +56,15 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
         if (folder / name).is_file():
             return read(folder / name)
     raise FileNotFoundError(f"folder: got {folder}, expected weights in it: {_WHOLE}, {_INDEX} or {_PICKLE}")
+
+
+def check_dtypes(weights: Mapping[str, Tensor]) -> None:
+    """Raises:
+        ValueError: a weight is of numbers that no model here computes with.
+    """
+    for name, t in weights.items():
+        if t.dtype not in DTYPES:
+            raise ValueError(f"{name}: got {t.dtype}, expected one of {', '.join(map(str, DTYPES))}")
 
 
 def write(folder: Path, config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:

@@ -171,14 +171,18 @@ class Mamba2LM(nn.Module):
 
         Raises:
             TypeError, FileExistsError: folder is no path, or that of a file.
-            ValueError: the weights are not of the config's sizes, as of a pruned model, which `ssd.pruning.save` writes.
+            ValueError: the weights are not those of the config, or not of its sizes, as of a pruned model, which
+                `ssd.pruning.save` writes.
         """
         folder = checkpoint.take_folder(folder)
-        for name, expected in Mamba2LM(self.config, device="meta").named_parameters():
-            if (got := self.get_parameter(name).shape) != expected.shape:
-                raise ValueError(f"{name}: got {tuple(got)}, expected {tuple(expected.shape)} by the model's config; "
-                                 "ssd.pruning.save writes a pruned model")
         weights = {name: parameter.detach().contiguous() for name, parameter in self.named_parameters()}
+        expected = dict(Mamba2LM(self.config, device="meta").named_parameters())
+        if differing := weights.keys() ^ expected.keys():  # as where a head was tied, or a module added, by hand
+            raise ValueError(f"model: disagrees with its config about {checkpoint.list_few({*differing})}")
+        for name, weight in weights.items():
+            if weight.shape != expected[name].shape:
+                raise ValueError(f"{name}: got {tuple(weight.shape)}, expected {tuple(expected[name].shape)} by the model's "
+                                 "config; ssd.pruning.save writes a pruned model")
         checkpoint.write(folder, asdict(self.config), weights)
 
 
@@ -241,6 +245,8 @@ class _Backbone(nn.Module):
             raise ValueError(f"cache: got that of {len(cache)} layers, expected one for each of {len(self.layers)}")
         for layer, its_cache in zip(self.layers, cache, strict=True):
             layer.mixer.check_cache(its_cache, batch, "that of input_ids")
+        if len({id(its_cache) for its_cache in cache}) < len(cache):
+            raise ValueError("cache: got one Mamba2Cache for several layers, expected one for each")
 
 
 class _Layer(nn.Module):
@@ -287,7 +293,7 @@ def _check_tied(head: Tensor, embedding: Tensor | None) -> None:
 
 
 def _check_weights(weights: dict[str, Tensor], parameters: dict[str, nn.Parameter]) -> None:
-    """Names and shapes are those of the model, and all are floating-point."""
+    """Refuses weights of other names, shapes or dtypes than a model's."""
     if missing := parameters.keys() - weights.keys():
         raise ValueError(f"weights: got none for {checkpoint.list_few(missing)}, expected all of the model's {len(parameters)}")
     if unexpected := weights.keys() - parameters.keys():
@@ -296,5 +302,4 @@ def _check_weights(weights: dict[str, Tensor], parameters: dict[str, nn.Paramete
         weight = weights[name]
         if weight.shape != parameter.shape:
             raise ValueError(f"{name}: got shape {tuple(weight.shape)}, expected {tuple(parameter.shape)} by the config")
-        if not weight.is_floating_point():
-            raise ValueError(f"{name}: got {weight.dtype}, expected a floating dtype")
+    checkpoint.check_dtypes(weights)

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..api import check_flags, check_pair, check_settings, take_int
+from ..api import check_flags, check_pair, check_settings, is_real, take_int
 from ..block.arguments import check_dtype, check_floating, check_interpretable, check_size, check_tensor
 from ..block.conv1d import WIDTHS
 from ..block.conv1d_update import causal_conv1d_update
@@ -21,7 +21,7 @@ from ..block.gated_norm import RMSNormGated
 from ..block.split_conv1d_scan import split_conv1d_scan
 from ..block.state_update import selective_state_update
 from ..documents import check_bounds
-from ..types import Options
+from ..types import FP32_LARGEST, Options
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -90,7 +90,7 @@ class Mamba2(nn.Module):
         for name, size in {"d_model": d_model, "d_state": d_state, "expand": expand, "headdim": headdim,
                            "ngroups": ngroups}.items():
             check_size(name, size)
-        if d_conv not in WIDTHS:
+        if isinstance(d_conv, float) or d_conv not in WIDTHS:
             raise ValueError(f"d_conv: got {d_conv!r}, expected one of {WIDTHS}")
         d_inner = expand * d_model
         d_ssm = d_inner if d_ssm is None else d_ssm
@@ -105,6 +105,9 @@ class Mamba2(nn.Module):
             check_pair(name, pair)
             if not 0 < pair[0] <= pair[1] < math.inf:
                 raise ValueError(f"{name}: got {tuple(pair)}, expected 0 < min <= max, max finite")
+        for name, least in {"conv_init": conv_init, "dt_init_floor": dt_init_floor}.items():
+            if least is not None and not (is_real(least) and 0 <= least <= FP32_LARGEST):
+                raise ValueError(f"{name}: got {least!r}, expected a finite number of at least 0")
         self.d_model, self.d_inner, self.d_ssm, self.d_state, self.d_conv = d_model, d_inner, d_ssm, d_state, d_conv
         self.headdim, self.nheads, self.ngroups, self.chunk_size = headdim, nheads, ngroups, chunk_size
         self.D_has_hdim, self.rmsnorm, self.norm_before_gate = D_has_hdim, rmsnorm, norm_before_gate

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ..block.arguments import check_size
+from ..types import FP32_LARGEST
 
 _COLDEST = 1e-30  # logits that differ in fp32 are then so far apart that only the likeliest token is drawn
 
@@ -35,7 +35,7 @@ class Sampling:
 
     def __post_init__(self):
         _check_number("temperature", self.temperature)
-        if not 0 <= self.temperature < math.inf:
+        if not 0 <= self.temperature <= FP32_LARGEST:
             raise ValueError(f"temperature: got {self.temperature!r}, expected 0, for the likeliest token, or a finite number "
                              "above it")
         if self.top_k is not None:

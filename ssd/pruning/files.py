@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..block.gated_norm import check_eps
 from ..modules import checkpoint
 from ..modules.language_config import Mamba2LMConfig
 from ..modules.language_model import Mamba2LM
@@ -66,14 +67,17 @@ def load(model: nn.Module, folder: str | PathLike[str]) -> dict[str, Any]:
         raise ValueError(f"folder: got {folder}, with the blocks {checkpoint.list_few({*sizes})}, expected those of the model, "
                          f"{checkpoint.list_few({*blocks})}")
     for name, block in blocks.items():
-        own, saved = block.sizes(), sizes[name]
-        if any(own[size] != saved[size] for size in ("headdim", "ngroups")) or any(
-                own[size] < saved[size] for size in ("nheads", "dstate")) or saved["nheads"] % saved["ngroups"]:
-            raise ValueError(f"{name}: got {_say(saved)} in {folder}, expected at most those of the model, {_say(own)}")
+        whole, saved = block.sizes(), sizes[name]
+        if any(whole[size] != saved[size] for size in ("headdim", "ngroups")) or any(
+                whole[size] < saved[size] for size in ("nheads", "dstate")) or saved["nheads"] % saved["ngroups"]:
+            raise ValueError(f"{name}: got {_say(saved)} in {folder}, expected at most those of the model, {_say(whole)}")
+        if "norm_eps" in saved:
+            check_eps(f"{name}: norm_eps", saved["norm_eps"])
     weights = checkpoint.read_weights(folder)
-    before = {name: t.shape for name, t in _tensors(model).items()}
-    if differing := before.keys() ^ weights.keys():
+    own = _tensors(model)
+    if differing := own.keys() ^ weights.keys():
         raise ValueError(f"{folder}: disagrees with the model about {checkpoint.list_few({*differing})}")
+    checkpoint.check_dtypes({name: t for name, t in weights.items() if own[name].is_floating_point()})
     expected = _find_shapes(model, sizes)
     for name, t in weights.items():
         if t.shape != expected[name]:

@@ -40,7 +40,7 @@ def prune(model: nn.Module, scores: Mapping[str, Tensor], kind: str, ratio: floa
         What each block kept.
 
     Raises:
-        ValueError: naming the argument, what came and what is accepted; nothing was changed.
+        TypeError, ValueError: naming the argument, what came and what is accepted; nothing was changed.
     """
     blocks = find_blocks(model, kind)
     kept = choose(blocks, scores, kind, ratio)
@@ -52,6 +52,8 @@ def prune(model: nn.Module, scores: Mapping[str, Tensor], kind: str, ratio: floa
 
 def choose(blocks: Mapping[str, Block], scores: Mapping[str, Tensor], kind: str, ratio: float) -> dict[str, Kept]:
     """The highest scores of each group, as many of each. Arguments and errors as of `prune`."""
+    if not isinstance(scores, Mapping):
+        raise TypeError(f"scores: got {type(scores).__name__}, expected a tensor for each block, by name")
     if missing := blocks.keys() - scores.keys():
         raise ValueError(f"scores: got none for {', '.join(sorted(missing))}, expected one tensor for each block")
     left = {name: _check_ratio(block, kind, ratio) for name, block in blocks.items()}

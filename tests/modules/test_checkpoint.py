@@ -146,7 +146,7 @@ def test_without_safetensors(tmp_path, monkeypatch):
     (lambda w: w | {"backbone.layers.1.norm.weight": w[NORM].clone()},
      "weights: got backbone.layers.1.norm.weight, expected only those of the model"),
     (lambda w: w | {NORM: torch.ones(17)}, rf"{NORM}: got shape \(17,\), expected \(16,\) by the config"),
-    (lambda w: w | {NORM: torch.ones(16, dtype=torch.int32)}, f"{NORM}: got torch.int32, expected a floating dtype"),
+    (lambda w: w | {NORM: torch.ones(16, dtype=torch.int32)}, f"{NORM}: got torch.int32, expected one of torch.float16"),
     (lambda w: w | {HEAD: w[HEAD] + 1}, f"{HEAD}: got other numbers than {EMBEDDING} has, expected the same"),
     (lambda w: w | {HEAD: w[HEAD].half()}, f"{HEAD}: got other numbers than {EMBEDDING}"),
 ])
@@ -172,6 +172,16 @@ def test_shards_that_do_not_agree_with_their_index(tmp_path):
     (tmp_path / shard_of[HEAD]).unlink()
     with pytest.raises(FileNotFoundError, match=shard_of[HEAD]):
         Mamba2LM.from_pretrained(tmp_path)
+
+
+def test_what_the_config_does_not_say_is_not_written(tmp_path):
+    tied_by_hand, added = make_model(tie_embeddings=False), make_model()
+    tied_by_hand.lm_head.weight = tied_by_hand.backbone.embedding.weight
+    added.adapter = torch.nn.Linear(2, 2)
+    for model, names in ((tied_by_hand, r"lm_head\.weight"), (added, r"adapter\.bias, adapter\.weight")):
+        with pytest.raises(ValueError, match=f"model: disagrees with its config about {names}$"):
+            model.save_pretrained(tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
 
 
 def test_a_config_that_json_does_not_hold_leaves_what_was(tmp_path):

@@ -194,6 +194,13 @@ def test_bad_arguments_are_refused_before_a_token(refusal):
     refusal.check(stream, {"input_ids": torch.ones(2, 3, dtype=torch.int64), "max_new_tokens": 3})
 
 
+def test_one_cache_for_several_layers_is_refused():
+    model = make_model()
+    cache = model.new_cache(1)
+    with pytest.raises(ValueError, match="cache: got one Mamba2Cache for several layers, expected one for each"):
+        model(torch.ones(1, 3, dtype=torch.int64), cache=[cache[0]] * len(cache))
+
+
 def test_padding_after_tokens_is_refused():
     model, ids = make_model(), tokens("cpu", seqlen=3)
     cache = model.new_cache(2)

@@ -9,6 +9,8 @@ import torch
 
 pytest.importorskip("safetensors", reason="safetensors is not installed")
 
+from safetensors.torch import load_file, save_file
+
 from ssd import patch_transformers
 from ssd.modules import Mamba2LM
 from ssd.pruning import KINDS, choose, cut, find_blocks, is_pruned, load, load_language_model, prune, save, score_magnitude
@@ -70,6 +72,21 @@ def test_a_pruned_model_is_not_saved_as_a_whole_one(tmp_path):
     assert not (tmp_path / "whole").exists()
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_weights_of_numbers_that_nothing_computes_with(dtype, saved):
+    _, folder = saved
+    name = "backbone.layers.0.mixer.D"
+    weights = load_file(folder / "model.safetensors")
+    save_file(weights | {name: weights[name].to(dtype)}, folder / "model.safetensors")
+    with pytest.raises(ValueError, match=rf"{name}: got {dtype}, expected one of torch\.float16"):
+        load(make_pruned(), folder)
+
+
+def test_scores_that_are_none():
+    with pytest.raises(TypeError, match="scores: got NoneType, expected a tensor for each block, by name"):
+        prune(make_pruned(), None, "states", 0.5)
+
+
 def test_no_checkpoint_is_overwritten(saved, tmp_path):
     model, folder = saved
     whole = make_pruned()
@@ -98,6 +115,11 @@ def test_what_does_not_fit_is_refused_and_the_model_as_it_was(saved, tmp_path):
         with pytest.raises(ValueError, match=said):
             load(other, folder)
         assert all(torch.equal(t, before[name]) for name, t in other.state_dict().items())
+    record = json.loads((folder / "config.json").read_text())
+    record["pruning"]["blocks"]["backbone.layers.0.mixer"]["norm_eps"] = "small"
+    (folder / "config.json").write_text(json.dumps(record))
+    with pytest.raises(TypeError, match=r"backbone\.layers\.0\.mixer: norm_eps: got 'small', expected a number"):
+        load(make_pruned(), folder)
     (folder / "config.json").write_text(json.dumps({"pruning": {"blocks": {"a": {"nheads": 0}}}}))
     with pytest.raises(ValueError, match=r"config\.json: pruning: got no sizes of blocks, expected nheads"):
         load(make_pruned(), folder)
