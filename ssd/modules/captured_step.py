@@ -1,6 +1,7 @@
-"""One token of a language model in a CUDA graph: tokens, logits and states stay in the same memory from step to step.
+"""Tokens of a language model in CUDA graphs: tokens, logits and states stay in the same memory from call to call.
 
-A token takes hundreds of small launches, which a CPU makes more slowly than a GPU runs them; a graph makes them as one.
+A token takes hundreds of small launches, and so does a prompt, which a CPU makes more slowly than a GPU runs them; a graph
+makes them as one.
 """
 
 from __future__ import annotations
@@ -20,17 +21,19 @@ from .mamba2 import Mamba2Cache
 if TYPE_CHECKING:
     from .language_model import Mamba2LM
 
+_MOST_PROMPTS = 4  # shapes of them, of a cache
+
 
 class Mamba2LMCache(list[Mamba2Cache]):
-    """What each block knows of the tokens so far, and the captured step that takes them further, once there is one.
+    """What each block knows of the tokens so far, and what was captured to take them further, once there is something.
 
-    `Mamba2LM.generate` with the same cache replays the same graph. A copy has tensors of its own, and no graph of them.
+    `Mamba2LM.generate` with the same cache replays the same graphs. A copy has tensors of its own, and no graph of them.
     """
 
-    captured: CapturedStep | None = None
+    captured: Captured | None = None
 
     def reset(self) -> None:
-        """Forgets every token, so that another prompt can begin; the graph stays."""
+        """Forgets every token, so that another prompt can begin; the graphs stay."""
         for name in ("conv_state", "ssm_state") if self else ():
             torch._foreach_zero_([getattr(layer, name) for layer in self])  # two launches, not two a layer
 
@@ -44,50 +47,80 @@ class Mamba2LMCache(list[Mamba2Cache]):
     __copy__ = copy
 
 
-class CapturedStep:
-    """`Mamba2LM.step` with one cache, as a CUDA graph.
+class Captured:
+    """`Mamba2LM.step` and `Mamba2LM.read` with one cache, as CUDA graphs: of a step, and of the prompts' shapes that came last.
+
+    Results are overwritten by the next call.
+    """
+
+    def __init__(self, model: Mamba2LM, cache: Sequence[Mamba2Cache]):
+        self.model, self.cache, self.addresses = model, [*cache], _list_addresses(model, cache)
+        # of memory, for all: no two run at once
+        self.pool = torch.cuda.graph_pool_handle() if cache[0].ssm_state.is_cuda else None
+        self.one: _Graph | None = None
+        self.prompts: dict[tuple, _Graph] = {}
+
+    def fits(self, model: Mamba2LM, cache: Sequence[Mamba2Cache]) -> bool:
+        """True when a replay does what this model with this cache would do."""
+        return self.addresses == _list_addresses(model, cache)
+
+    def step(self, token: Tensor) -> Tensor:
+        """(batch,) integers to logits (batch, padded_vocab_size).
+
+        Raises:
+            RuntimeError: something in it cannot be captured; torch may then not draw numbers on this GPU any more.
+        """
+        self.one = self.one or _Graph(self.model.step, self.cache, self.pool, token)
+        return self.one(token)
+
+    def read(self, input_ids: Tensor, mask: Tensor | None) -> Tensor:
+        """A prompt (batch, seqlen), or a piece of one, to the logits after it. Raises as `step`."""
+        given = (input_ids,) if mask is None else (input_ids, mask)
+        key = len(given), *input_ids.shape
+        graph = self.prompts.pop(key, None) or _Graph(self.model.read, self.cache, self.pool, *given)
+        self.prompts[key] = graph  # the last of them now
+        if len(self.prompts) > _MOST_PROMPTS:
+            del self.prompts[next(iter(self.prompts))]
+        return graph(*given)
+
+
+class _Graph:
+    """A call with one cache, as a CUDA graph, of tensors that stay in the same memory.
 
     The first call makes its launches one by one, since kernels are compiled and loaded in it; the second captures them.
     """
 
-    def __init__(self, model: Mamba2LM, cache: Sequence[Mamba2Cache], batch: int, device: torch.device):
-        self.model, self.cache = model, [*cache]
+    def __init__(self, call: Callable[..., Tensor], cache: list[Mamba2Cache], pool: tuple[int, int] | None, *like: Tensor):
+        self.call, self.cache, self.pool = call, cache, pool
         with torch.inference_mode(False):  # a cache may keep it for calls outside of inference mode
-            self.token = torch.zeros(batch, dtype=torch.int64, device=device)
-        self.logits: Tensor | None = None
+            self.given = [torch.zeros_like(t, dtype=t.dtype if t.dtype == torch.bool else torch.int64) for t in like]
+        self.result: Tensor | None = None
         self.replay: Callable[[], object] | None = None
-        self.addresses, self.is_warm = _list_addresses(model, cache), False
+        self.is_warm = False
 
-    def __call__(self, token: Tensor) -> Tensor:
-        """(batch,) integers to logits (batch, padded_vocab_size), which the next call overwrites.
-
-        Raises:
-            RuntimeError: something in the step cannot be captured; torch may then not draw numbers on this GPU any more.
-        """
-        self.token.copy_(token)
+    def __call__(self, *given: Tensor) -> Tensor:
+        for own, t in zip(self.given, given, strict=True):
+            own.copy_(t)
+        device = self.given[0].device
         if not self.is_warm:
             self.is_warm = True
-            return warm_up(self.run, self.token.device)
+            return warm_up(self.run, device)
         if self.replay is None:
             try:
-                self.replay, self.logits = capture(self.run, self.token.device)
+                self.replay, self.result = capture(self.run, device, self.pool)
             except Exception as error:
-                raise RuntimeError("the step of generation cannot be captured in a CUDA graph; with graph=False it runs launch "
-                                   "by launch") from error
+                raise RuntimeError("generation cannot be captured in a CUDA graph; with graph=False it runs launch by launch"
+                                   ) from error
         self.replay()
-        return self.logits
+        return self.result
 
     def run(self) -> Tensor:
         """What is captured."""
-        return self.model.step(self.token, self.cache)
-
-    def fits(self, model: Mamba2LM, cache: Sequence[Mamba2Cache], batch: int) -> bool:
-        """True when a replay does what a step of this model with this cache would."""
-        return len(self.token) == batch and self.addresses == _list_addresses(model, cache)
+        return self.call(*self.given, cache=self.cache)
 
 
 def explain_refusal(model: Mamba2LM, device: torch.device) -> str | None:
-    """Why a step cannot be captured now; None if it can."""
+    """Why nothing can be captured now; None if it can."""
     if device.type != "cuda":
         return f"the tokens are on {device}, and CUDA graphs need a GPU"
     if elsewhere := {layer.mixer.A_log.device for layer in model.backbone.layers} - {device}:
@@ -131,6 +164,6 @@ def get_side_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def _list_addresses(model: Mamba2LM, cache: Sequence[Mamba2Cache]) -> list[tuple]:
-    """Where everything lies that a step reads and writes: weights that moved, or changed their dtype, need another graph."""
+    """Where everything lies that a graph reads and writes: weights that moved, or changed their dtype, need another graph."""
     tensors = chain(model.parameters(), model.buffers(), *((layer.conv_state, layer.ssm_state) for layer in cache))
     return [(t.data_ptr(), t.dtype) for t in tensors]

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from .captured_step import CapturedStep, Mamba2LMCache, explain_refusal
+from .captured_step import Captured, Mamba2LMCache, explain_refusal
 from .mamba2 import Mamba2Cache
 from .sampling import Sampling
 
@@ -17,21 +17,28 @@ if TYPE_CHECKING:
     from .language_model import Mamba2LM
 
 _WORTH_A_GRAPH = 8  # steps: a capture takes as long as a few of them
+_MOST_CHANNELS = 1 << 25  # of all tokens of a prompt: beyond, a GPU is busy for longer than it takes to launch
 
 
 @torch.no_grad()
 def decode(model: Mamba2LM, input_ids: Tensor, mask: Tensor | None, max_new_tokens: int, cache: Sequence[Mamba2Cache],
-           stops: tuple[int, ...], sampling: Sampling, graph: bool | None) -> Iterator[Tensor]:
+           stops: tuple[int, ...], sampling: Sampling, graph: bool | None, again: bool) -> Iterator[Tensor]:
     """The new tokens of each sequence, (batch,) at a time in the dtype of input_ids, until all have ended.
 
     Args:
         input_ids, mask: as `align_right` gives them.
         stops: tokens that end a sequence; the first then fills it up.
         graph: as of `Mamba2LM.stream`.
+        again: whether the cache may come again, so that graphs of prompts are worth keeping.
     """
+    captured = _find_captured(model, input_ids.device, cache, graph)
     ends = torch.tensor(stops, dtype=input_ids.dtype, device=input_ids.device)
     ended = torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
-    logits, step = model.lm_head(model.backbone(input_ids, cache=cache, mask=mask)[:, -1]), None
+    if again and captured and input_ids.numel() * model.config.d_model <= _MOST_CHANNELS:
+        logits = captured.read(input_ids, mask)
+    else:
+        logits = model.read(input_ids, mask, cache)
+    step = None
     for left in reversed(range(max_new_tokens)):
         token = sampling.choose(logits[:, : model.config.vocab_size]).to(input_ids.dtype)
         if stops:
@@ -40,7 +47,9 @@ def decode(model: Mamba2LM, input_ids: Tensor, mask: Tensor | None, max_new_toke
         yield token
         if not left or (stops and ended.all()):
             return
-        step = step or _choose_step(model, input_ids, cache, left, graph)  # while a GPU works on the prompt
+        if step is None:
+            worth = captured and (graph or captured.one or left >= _WORTH_A_GRAPH)
+            step = captured.step if worth else partial(model.step, cache=cache)
         logits = step(token)
 
 
@@ -54,20 +63,18 @@ def check_graph(model: Mamba2LM, device: torch.device, graph: bool | None) -> No
         raise ValueError(f"graph: got True, expected False or None: {reason}")
 
 
-def _choose_step(model: Mamba2LM, input_ids: Tensor, cache: Sequence[Mamba2Cache], steps: int,
-                 graph: bool | None) -> Callable[[Tensor], Tensor]:
-    """`Mamba2LM.step` with this cache, plain or captured."""
-    (batch, device), keeps = (len(input_ids), input_ids.device), isinstance(cache, Mamba2LMCache)
+def _find_captured(model: Mamba2LM, device: torch.device, cache: Sequence[Mamba2Cache], graph: bool | None) -> Captured | None:
+    """What holds the graphs of this model with this cache; None where nothing is to be captured."""
+    if graph is False or (graph is None and explain_refusal(model, device)):
+        return None
+    keeps = isinstance(cache, Mamba2LMCache)
     kept = cache.captured if keeps else None
-    wanted = graph or (graph is None and (kept or steps >= _WORTH_A_GRAPH) and not explain_refusal(model, device))
-    if not wanted:
-        return partial(model.step, cache=cache)
-    if kept and kept.fits(model, cache, batch):
+    if kept and kept.fits(model, cache):
         return kept
-    step = CapturedStep(model, cache, batch, device)
+    made = Captured(model, cache)
     if keeps:
-        cache.captured = step
-    return step
+        cache.captured = made
+    return made
 
 
 def list_stops(eos_token_id: int | Sequence[int] | None, vocab_size: int) -> tuple[int, ...]:

@@ -70,6 +70,13 @@ class Mamba2LM(nn.Module):
         """
         return self.lm_head(self.backbone.step(input_ids, cache))
 
+    def read(self, input_ids: Tensor, mask: Tensor | None = None, cache: Sequence[Mamba2Cache] | None = None) -> Tensor:
+        """A prompt, (batch, seqlen), to the logits after its last token, (batch, config.padded_vocab_size); for inference.
+
+        mask: of `Mamba2.prefill`, with a cache that has had no token. Otherwise as `forward`, and raises as it.
+        """
+        return self.lm_head(self.backbone(input_ids, cache=cache, mask=mask)[:, -1])
+
     def generate(self, input_ids: Tensor, max_new_tokens: int, cache: Sequence[Mamba2Cache] | None = None,
                  eos_token_id: int | Sequence[int] | None = None, attention_mask: Tensor | None = None,
                  temperature: float = 0.0, top_k: int | None = None, top_p: float | None = None,
@@ -93,13 +100,14 @@ class Mamba2LM(nn.Module):
             input_ids: (batch, seqlen) int32 or int64, seqlen >= 1.
             max_new_tokens: at least 1.
             cache: the tokens before input_ids, so that a prompt may come in pieces, of which only the last is given here.
-                Afterwards it has all tokens but the last. One of `new_cache` also keeps the captured step for the next call.
+                Afterwards it has all tokens but the last. One of `new_cache` also keeps the graphs for the next call.
             eos_token_id: ends a sequence, and fills it up until all have ended. Several: each ends it, the first fills it up.
             attention_mask: (batch, seqlen), 1 or True at tokens, 0 or False at padding, which is to the left or the right of a
                 row's tokens and holds any ids. A row goes on as it would alone. Not with a cache that has had tokens.
             temperature, top_k, top_p, generator: see `Sampling`; the likeliest token unless there is a temperature.
             graph: whether steps are replayed as a CUDA graph. Unless given, on a GPU where they can be, for more than a few
-                tokens. False: each launch by itself. The tokens are the same.
+                tokens. With a cache of `new_cache` that is given here again, so are prompts of a shape that came before, but
+                for very long ones. False: each launch by itself. The tokens are the same.
 
         Yields:
             (batch,) ids below config.vocab_size, at most max_new_tokens times. If changed in place, the next step takes that.
@@ -116,13 +124,15 @@ class Mamba2LM(nn.Module):
         decoding.check_graph(self, input_ids.device, graph)
         input_ids, mask = decoding.align_right(input_ids, attention_mask)
         self.backbone.check_vocabulary(input_ids)
+        again = isinstance(cache, Mamba2LMCache)
         if cache is None:
             cache = self.new_cache(len(input_ids))
         self.backbone.check_cache(cache, len(input_ids))
         if mask is not None and cache[0].conv_state.any():
             raise ValueError("attention_mask: got padding with a cache that has had tokens, expected a new cache, or one after "
                              "reset()")
-        return decoding.decode(self, input_ids, mask, max_new_tokens, cache, stops, sampling, graph)
+        return decoding.decode(self, input_ids, mask, max_new_tokens, cache, stops, sampling, graph,
+                               again)
 
     def new_cache(self, batch: int, dtype: torch.dtype | None = None,
                   state_dtype: torch.dtype = torch.float32) -> Mamba2LMCache:

@@ -26,15 +26,15 @@ def captures(monkeypatch, device) -> list:
         warm.append(run)
         return warm_up(run, on) if device == "cuda" else run()
 
-    def record(run, on):
+    def record(run, on, pool):
         assert run in warm, "kernels are compiled before they are captured"
         found.append(run)
         if device == "cuda":
-            return capture(run, on)
-        step = run.__self__
+            return capture(run, on, pool)
+        graph = run.__self__
         with torch.inference_mode(False):  # a replay is of no mode
-            token, cache, logits = step.token, step.cache, torch.full((len(step.token), 64), torch.nan)
-        return lambda: logits.copy_(step.model.step(token, cache)), logits
+            call, given, cache, logits = graph.call, graph.given, graph.cache, torch.full((len(graph.given[0]), 64), torch.nan)
+        return lambda: logits.copy_(call(*given, cache=cache)), logits
 
     monkeypatch.setattr(captured_step, "capture", record)
     monkeypatch.setattr(captured_step, "warm_up", begin)
@@ -76,7 +76,7 @@ def test_a_captured_step_gives_the_same_tokens(way, captures, device):
         assert torch.equal(generate(model, ids, 12, seed=seed, graph=True, **more), expected)
         cache.reset()
         assert torch.equal(generate(model, ids, 12, cache, seed=seed, **more), expected)
-    assert len(captures) == 4, "one for each call without a cache, and one that the cache kept"
+    assert len(captures) == 5, "one for each call without a cache, one that the cache kept, and a prompt's that came twice"
 
 
 def test_a_graph_is_of_its_weights_and_states(captures, device):
@@ -89,15 +89,33 @@ def test_a_graph_is_of_its_weights_and_states(captures, device):
         cache.reset()
         assert torch.equal(model.generate(ids, 12, cache), model.generate(ids, 12, graph=False)) and len(captures) == count
 
-    check(1)
+    check(2)
     for parameter in model.parameters():
         parameter.data.mul_(1.1)
-    check(1)
-    model.load_state_dict({name: 0.9 * t for name, t in model.state_dict().items()}, assign=True)
     check(2)
+    model.load_state_dict({name: 0.9 * t for name, t in model.state_dict().items()}, assign=True)
+    check(3)
+    check(4)
     for copied in (copy.deepcopy(cache), copy.copy(cache), cache.copy()):
         assert copied.captured is None and torch.equal(copied[0].ssm_state, cache[0].ssm_state)
         assert type(copied) is type(cache) and copied[0].ssm_state.data_ptr() != cache[0].ssm_state.data_ptr()
+
+
+def test_prompts_that_come_again(captures, device, monkeypatch):
+    """In pieces, of which each goes on with the states of the one before, and of more shapes than graphs are kept of."""
+    model, ids = make_model(device), tokens(device)
+    cache, expected = model.new_cache(2), model.generate(ids, 4, graph=False)
+    for count in (0, 2, 2, 2):
+        cache.reset()
+        model.generate(ids[:, :9], 1, cache)
+        assert torch.equal(model.generate(ids[:, 9:], 4, cache), expected[:, 9:]) and len(captures) == count
+    for length in (2, 3, 4):
+        model.generate(ids[:, :length], 1, cache)
+    assert [shape[1:] for shape in cache.captured.prompts] == [(2, 14), (2, 2), (2, 3), (2, 4)]
+    monkeypatch.setattr(decoding, "_MOST_CHANNELS", ids[:, 9:].numel() * model.config.d_model - 1)
+    model.generate(ids[:, :9], 1, cache)
+    model.generate(ids[:, 9:], 1, cache)
+    assert [shape[2] for shape in cache.captured.prompts] == [2, 3, 4, 9], "others are read launch by launch"
 
 
 def test_what_no_graph_can_be_of_is_said_by_name(monkeypatch):
@@ -121,12 +139,13 @@ def test_a_graph_outlasts_the_mode_that_it_was_captured_in(captures, device):
     cache = model.new_cache(2)
     with torch.inference_mode():
         expected = model.generate(ids, 12, cache)
-    cache.reset()
-    assert torch.equal(model.generate(ids, 12, cache), expected) and len(captures) == 1
+    for count in (2, 2):  # the prompt comes again
+        cache.reset()
+        assert torch.equal(model.generate(ids, 12, cache), expected) and len(captures) == count
 
 
 def test_a_capture_that_fails_names_the_way_out(captures, monkeypatch, device):
-    monkeypatch.setattr(captured_step, "capture", lambda run, on: 1 / 0)
+    monkeypatch.setattr(captured_step, "capture", lambda *_: 1 / 0)
     with pytest.raises(RuntimeError, match="cannot be captured in a CUDA graph; with graph=False it runs"):
         make_model(device).generate(tokens(device), 12)
 
