@@ -185,7 +185,7 @@ def test_kernels_fit_with_other_tritons(triton, request):
 def test_kernels_fit_and_load_wide(triton, request):
     """And what a launcher counts on to run side by side finds its registers and shared memory."""
     found = compile_kernels(triton, *(["every"] if request.config.option.triton else ()))
-    assert_fits(found, spills=24 if triton else 0)
+    assert_fits(found, spills=0 if found[0]["triton"].startswith("3.7.") else 24)  # 3.7 is the locked one
     side_by_side = {  # warps on an SM
         "conv1d_fwd_kernel": FORWARD_WARPS, "conv1d_bwd_kernel": BACKWARD_WARPS, "gated_norm_bwd_kernel": 16,
         "state_update_kernel": 32, "selective_scan_walk_fwd_kernel": 8, "selective_scan_walk_bwd_kernel": 8}
