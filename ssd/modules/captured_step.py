@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..runtime import value_checks
 from .mamba2 import Mamba2Cache
+from .token_step import list_modules
 
 if TYPE_CHECKING:
     from .language_model import Mamba2LM
@@ -131,7 +132,7 @@ def explain_refusal(model: Mamba2LM, device: torch.device) -> str | None:
         return "SSD_CHECK=1 reads every token"
     if torch.cuda.is_current_stream_capturing():
         return "another graph is being captured"
-    if any(module._forward_hooks or module._forward_pre_hooks for module in model.modules()):
+    if any(module._forward_hooks or module._forward_pre_hooks for module in list_modules(model)):
         return "the model has forward hooks, which a replay would not call"
     return None
 
@@ -165,5 +166,6 @@ def get_side_stream(device: torch.device) -> torch.cuda.Stream:
 
 def _list_addresses(model: Mamba2LM, cache: Sequence[Mamba2Cache]) -> list[tuple]:
     """Where everything lies that a graph reads and writes: weights that moved, or changed their dtype, need another graph."""
-    tensors = chain(model.parameters(), model.buffers(), *((layer.conv_state, layer.ssm_state) for layer in cache))
-    return [(t.data_ptr(), t.dtype) for t in tensors]
+    weights = chain.from_iterable(chain(one._parameters.values(), one._buffers.values()) for one in list_modules(model))
+    states = chain.from_iterable((layer.conv_state, layer.ssm_state) for layer in cache)
+    return [(t.data_ptr(), t.dtype) for t in chain(weights, states) if t is not None]

@@ -121,7 +121,8 @@ def test_prompts_that_come_again(captures, device, monkeypatch):
 def test_what_no_graph_can_be_of_is_said_by_name(monkeypatch):
     model, cuda = make_model(), torch.device("cuda:0")
     layer = SimpleNamespace(mixer=SimpleNamespace(A_log=SimpleNamespace(device=cuda)))
-    elsewhere = SimpleNamespace(modules=model.modules, backbone=SimpleNamespace(layers=[layer]))
+    elsewhere = SimpleNamespace(_modules=model._modules, _forward_hooks={}, _forward_pre_hooks={},
+                                backbone=SimpleNamespace(layers=[layer]))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     assert captured_step.explain_refusal(elsewhere, cuda) is None
     assert "layers are on cpu too" in captured_step.explain_refusal(model, cuda)
