@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .language_model import Mamba2LM
 
 _WORTH_A_GRAPH = 8  # steps: a capture takes as long as a few of them
-_MOST_CHANNELS = 1 << 25  # of all tokens of a prompt: beyond, a GPU is busy for longer than it takes to launch
+_MOST_CHANNELS = 1 << 24  # of all tokens of a prompt: beyond, a GPU is busy for longer than it takes to launch
 
 
 @torch.no_grad()
