@@ -22,23 +22,19 @@ _MOST_CHANNELS = 1 << 24  # of all tokens of a prompt: beyond, a GPU is busy for
 
 @torch.no_grad()
 def decode(model: Mamba2LM, input_ids: Tensor, mask: Tensor | None, max_new_tokens: int, cache: Sequence[Mamba2Cache],
-           stops: tuple[int, ...], sampling: Sampling, graph: bool | None, again: bool) -> Iterator[Tensor]:
+           stops: tuple[int, ...], sampling: Sampling, graph: bool | None, captured: Captured | None,
+           replays: bool) -> Iterator[Tensor]:
     """The new tokens of each sequence, (batch,) at a time in the dtype of input_ids, until all have ended.
 
     Args:
         input_ids, mask: as `align_right` gives them.
         stops: tokens that end a sequence; the first then fills it up.
         graph: as of `Mamba2LM.stream`.
-        again: whether the cache may come again, so that graphs of prompts are worth keeping.
+        captured: of `find_captured`; replays: of `replays_prompt`.
     """
-    captured = _find_captured(model, input_ids.device, cache, graph)
     ends = torch.tensor(stops, dtype=input_ids.dtype, device=input_ids.device)
     ended = torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
-    if again and captured and input_ids.numel() * model.config.d_model <= _MOST_CHANNELS:
-        logits = captured.read(input_ids, mask)
-    else:
-        logits = model.read(input_ids, mask, cache)
-    step = None
+    logits, step = captured.read(input_ids, mask) if replays else model.read(input_ids, mask, cache), None
     for left in reversed(range(max_new_tokens)):
         token = sampling.choose(logits[:, : model.config.vocab_size]).to(input_ids.dtype)
         if stops:
@@ -63,7 +59,7 @@ def check_graph(model: Mamba2LM, device: torch.device, graph: bool | None) -> No
         raise ValueError(f"graph: got True, expected False or None: {reason}")
 
 
-def _find_captured(model: Mamba2LM, device: torch.device, cache: Sequence[Mamba2Cache], graph: bool | None) -> Captured | None:
+def find_captured(model: Mamba2LM, device: torch.device, cache: Sequence[Mamba2Cache], graph: bool | None) -> Captured | None:
     """What holds the graphs of this model with this cache; None where nothing is to be captured."""
     if graph is False or (graph is None and explain_refusal(model, device)):
         return None
@@ -75,6 +71,11 @@ def _find_captured(model: Mamba2LM, device: torch.device, cache: Sequence[Mamba2
     if keeps:
         cache.captured = made
     return made
+
+
+def replays_prompt(model: Mamba2LM, input_ids: Tensor, captured: Captured | None) -> bool:
+    """Whether a prompt is captured, for a cache that may come again with others of its shape."""
+    return captured is not None and input_ids.numel() * model.config.d_model <= _MOST_CHANNELS
 
 
 def list_stops(eos_token_id: int | Sequence[int] | None, vocab_size: int) -> tuple[int, ...]:
@@ -92,12 +93,13 @@ def list_stops(eos_token_id: int | Sequence[int] | None, vocab_size: int) -> tup
     return stops
 
 
-def align_right(input_ids: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def align_right(input_ids: Tensor, attention_mask: Tensor | None, trims: bool) -> tuple[Tensor, Tensor | None]:
     """Prompts of unequal lengths that end in the same column, and which of its columns are theirs; None if all are.
 
     Args:
         input_ids: (batch, seqlen) integers.
         attention_mask: (batch, seqlen) of True or 1 at tokens, False or 0 at padding, to the left or right of them.
+        trims: whether columns that are padding in every row are left out.
 
     Raises:
         TypeError, ValueError: naming the argument, what came and what is accepted.
@@ -114,8 +116,9 @@ def align_right(input_ids: Tensor, attention_mask: Tensor | None) -> tuple[Tenso
     if not shortest:
         raise ValueError("attention_mask: got a row without a token, expected at least one in each")
     moved = (columns + first + lengths) % mask.shape[1]  # the last token of a row goes to the last column
-    ids, mask = (t.gather(1, moved)[:, -longest:] for t in (input_ids, mask))
-    return ids.masked_fill(~mask, 0), None if shortest == longest else mask.contiguous()
+    width = longest if trims else mask.shape[1]
+    ids, mask = (t.gather(1, moved)[:, -width:] for t in (input_ids, mask))
+    return ids.masked_fill(~mask, 0), None if shortest == width else mask.contiguous()
 
 
 def _check_mask(attention_mask: object, input_ids: Tensor) -> None:

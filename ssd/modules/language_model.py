@@ -122,17 +122,19 @@ class Mamba2LM(nn.Module):
         sampling.check_device(input_ids.device)
         stops = decoding.list_stops(eos_token_id, self.config.vocab_size)
         decoding.check_graph(self, input_ids.device, graph)
-        input_ids, mask = decoding.align_right(input_ids, attention_mask)
-        self.backbone.check_vocabulary(input_ids)
         again = isinstance(cache, Mamba2LMCache)
         if cache is None:
             cache = self.new_cache(len(input_ids))
         self.backbone.check_cache(cache, len(input_ids))
+        captured = decoding.find_captured(self, input_ids.device, cache, graph)
+        replays = again and decoding.replays_prompt(self, input_ids, captured)
+        input_ids, mask = decoding.align_right(input_ids, attention_mask, trims=not replays)
+        self.backbone.check_vocabulary(input_ids)
         if mask is not None and cache[0].conv_state.any():
             raise ValueError("attention_mask: got padding with a cache that has had tokens, expected a new cache, or one after "
                              "reset()")
         return decoding.decode(self, input_ids, mask, max_new_tokens, cache, stops, sampling, graph,
-                               again)
+                               captured, replays)
 
     def new_cache(self, batch: int, dtype: torch.dtype | None = None,
                   state_dtype: torch.dtype = torch.float32) -> Mamba2LMCache:

@@ -118,6 +118,19 @@ def test_prompts_that_come_again(captures, device, monkeypatch):
     assert [shape[2] for shape in cache.captured.prompts] == [2, 3, 4, 9], "others are read launch by launch"
 
 
+def test_padding_makes_prompts_of_one_shape(captures, device):
+    """So columns that are padding in every row stay."""
+    model, ids = make_model(device), tokens(device)
+    cache = model.new_cache(2)
+    for length in (23, 7, 23, 1, 15):
+        mask = torch.zeros_like(ids)
+        mask[0, :length], mask[1, :5] = 1, 1
+        cache.reset()
+        got = model.generate(ids, 4, cache, attention_mask=mask)[:, 23:]
+        assert torch.equal(got, model.generate(ids, 4, attention_mask=mask, graph=False)[:, 23:])
+    assert len(captures) == 1 and [*cache.captured.prompts] == [(2, 2, 23)]
+
+
 def test_what_no_graph_can_be_of_is_said_by_name(monkeypatch):
     model, cuda = make_model(), torch.device("cuda:0")
     layer = SimpleNamespace(mixer=SimpleNamespace(A_log=SimpleNamespace(device=cuda)))
