@@ -31,7 +31,7 @@ from . import (
     terminal_page,
     training_tables,
 )
-from .decode import read_latest as read_decoding
+from .decode import read_compared as read_decoding
 from .pruning import losses as pruning_losses
 from .pruning import speed as pruning_speed
 from .pruning import tables as pruning_tables
@@ -100,7 +100,7 @@ class Shown:
             table.compare_with_least(bench, [row for row in bench if is_peer(row["variant"])]),
             [row for row in table.read_latest(rows, all_chunks=True) if row["dtype"] == "bf16"],
             [row for row in block.read_latest(rows) if row.get("against")],
-            [row for row in read_decoding(rows) if row.get("against") and row["graph"]],
+            read_decoding(rows),
             sorted(ablation, key=itemgetter("gpu", "shape", "mode", "variant")), sorted(steps, key=itemgetter("gpu")),
             record.read(rows, bench="step_ablate"), record.read(rows, bench="train"),
             [*record.read(out, bench="setup", gpu=None),
