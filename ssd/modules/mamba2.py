@@ -254,7 +254,8 @@ class Mamba2(nn.Module):
         check_floating("dtype", dtype)
         check_floating("state_dtype", state_dtype)
         conv_state, ssm_state = self._list_shapes(batch).values()
-        return Mamba2Cache(weight.new_zeros(conv_state, dtype=dtype), weight.new_zeros(ssm_state, dtype=state_dtype))
+        with torch.inference_mode(False):  # what is made in that mode could not be overwritten outside of it
+            return Mamba2Cache(weight.new_zeros(conv_state, dtype=dtype), weight.new_zeros(ssm_state, dtype=state_dtype))
 
     def check_cache(self, cache: object, batch: int, beside: str, device: torch.device | None = None,
                     name: str = "cache") -> None:

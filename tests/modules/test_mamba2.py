@@ -184,6 +184,17 @@ def test_bad_rates_of_a_step_leave_the_cache(device):
     assert not cache.conv_state.any()
 
 
+def test_a_cache_outlasts_the_mode_that_it_was_made_in(device):
+    block, u = make_mixer(device), tokens(device)
+    with torch.inference_mode():
+        cache = block.new_cache(2)
+        block(u, cache=cache)
+    with torch.no_grad():
+        block.step(u[:, 0], cache)
+    with torch.inference_mode():
+        block.step(u[:, 1], cache)
+
+
 @over_refusals(Path(__file__).with_name("refused.txt"), "new_cache")
 def test_a_cache_that_cannot_be(refusal):
     refusal.check(make_mixer("cpu").new_cache, {"batch": 2})
