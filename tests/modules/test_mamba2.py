@@ -189,10 +189,10 @@ def test_a_cache_outlasts_the_mode_that_it_was_made_in(device):
     with torch.inference_mode():
         cache = block.new_cache(2)
         block(u, cache=cache)
-    with torch.no_grad():
-        block.step(u[:, 0], cache)
-    with torch.inference_mode():
-        block.step(u[:, 1], cache)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            block(u, cache=cache)
+            block.step(u[:, 0], cache)
 
 
 @over_refusals(Path(__file__).with_name("refused.txt"), "new_cache")
