@@ -99,7 +99,8 @@ def get_variant(name: str) -> Variant:
         raise ValueError(f"variant: got {name!r}, expected one of {', '.join(map(repr, known))}{suggest(name, known)}")
     module = VARIANTS[name].module
     try:
-        return (sys.modules.get(module) or import_module(module)).VARIANT
+        found = getattr(sys.modules.get(module), "VARIANT", None)  # not there yet while another thread imports it
+        return found or import_module(module).VARIANT
     except ModuleNotFoundError as reason:
         for package in {entry.module.partition(".")[0] for entry in VARIANTS.values()}:
             if hidden_by := _find_other(package):

@@ -9,20 +9,25 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from functools import cache as cached
+from functools import partial
 from itertools import chain
+from threading import RLock
 from typing import TYPE_CHECKING
+from weakref import ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..runtime import value_checks
 from .mamba2 import Mamba2Cache
-from .token_step import list_modules
+from .token_step import is_seen, list_modules
 
 if TYPE_CHECKING:
     from .language_model import Mamba2LM
 
-_MOST_PROMPTS = 4  # shapes of them, of a cache
+MOST_CHANNELS = 1 << 24  # of all tokens of a prompt: beyond, a GPU is busy for longer than it takes to launch
+_MOST_PROMPTS = 8  # shapes of them, of a cache; together of twice as many channels at most
+_alone = RLock()  # or the launches of one thread in the side stream would be captured by another
 
 
 class Mamba2LMCache(list[Mamba2Cache]):
@@ -51,19 +56,17 @@ class Mamba2LMCache(list[Mamba2Cache]):
 class Captured:
     """`Mamba2LM.step` and `Mamba2LM.read` with one cache, as CUDA graphs: of a step, and of the prompts' shapes that came last.
 
-    Results are overwritten by the next call.
+    Results are overwritten by the next call. The model is not kept alive.
     """
 
     def __init__(self, model: Mamba2LM, cache: Sequence[Mamba2Cache]):
-        self.model, self.cache, self.addresses = model, [*cache], _list_addresses(model, cache)
-        # of memory, for all: no two run at once
-        self.pool = torch.cuda.graph_pool_handle() if cache[0].ssm_state.is_cuda else None
+        self.model, self.cache, self.places = ref(model), [*cache], _list_places(model, cache)
         self.one: _Graph | None = None
         self.prompts: dict[tuple, _Graph] = {}
 
     def fits(self, model: Mamba2LM, cache: Sequence[Mamba2Cache]) -> bool:
-        """True when a replay does what this model with this cache would do."""
-        return self.addresses == _list_addresses(model, cache)
+        """True when a replay does what this model does with this cache, if its modules and their settings are as they were."""
+        return self.model() is model and self.places == _list_places(model, cache)
 
     def step(self, token: Tensor) -> Tensor:
         """(batch,) integers to logits (batch, padded_vocab_size).
@@ -71,53 +74,54 @@ class Captured:
         Raises:
             RuntimeError: something in it cannot be captured; torch may then not draw numbers on this GPU any more.
         """
-        self.one = self.one or _Graph(self.model.step, self.cache, self.pool, token)
-        return self.one(token)
+        model = self.model()
+        self.one = self.one or _Graph(token)
+        return self.one(partial(model.step, cache=self.cache), token)
 
     def read(self, input_ids: Tensor, mask: Tensor | None) -> Tensor:
         """A prompt (batch, seqlen), or a piece of one, to the logits after it. Raises as `step`."""
-        given = (input_ids,) if mask is None else (input_ids, mask)
+        model, given = self.model(), (input_ids,) if mask is None else (input_ids, mask)
         key = len(given), *input_ids.shape
-        graph = self.prompts.pop(key, None) or _Graph(self.model.read, self.cache, self.pool, *given)
+        graph = self.prompts.pop(key, None) or _Graph(*given)
         self.prompts[key] = graph  # the last of them now
-        if len(self.prompts) > _MOST_PROMPTS:
+        most = 2 * MOST_CHANNELS / model.config.d_model  # tokens of all
+        while len(self.prompts) > _MOST_PROMPTS or sum(batch * seqlen for _, batch, seqlen in self.prompts) > most:
             del self.prompts[next(iter(self.prompts))]
-        return graph(*given)
+        return graph(partial(model.read, cache=self.cache), *given)
 
 
 class _Graph:
-    """A call with one cache, as a CUDA graph, of tensors that stay in the same memory.
+    """A call as a CUDA graph, of tensors that stay in the same memory, and of memory of its own for what it computes.
 
     The first call makes its launches one by one, since kernels are compiled and loaded in it; the second captures them.
     """
 
-    def __init__(self, call: Callable[..., Tensor], cache: list[Mamba2Cache], pool: tuple[int, int] | None, *like: Tensor):
-        self.call, self.cache, self.pool = call, cache, pool
+    def __init__(self, *like: Tensor):
         with torch.inference_mode(False):  # a cache may keep it for calls outside of inference mode
             self.given = [torch.zeros_like(t, dtype=t.dtype if t.dtype == torch.bool else torch.int64) for t in like]
         self.result: Tensor | None = None
         self.replay: Callable[[], object] | None = None
         self.is_warm = False
 
-    def __call__(self, *given: Tensor) -> Tensor:
+    def __call__(self, call: Callable[..., Tensor], *given: Tensor) -> Tensor:
+        """call(*given), or a replay of the same call before."""
         for own, t in zip(self.given, given, strict=True):
             own.copy_(t)
         device = self.given[0].device
         if not self.is_warm:
+            result = warm_up(partial(call, *self.given), device)
             self.is_warm = True
-            return warm_up(self.run, device)
+            return result
         if self.replay is None:
+            self.is_warm = False  # unless this succeeds, the next call is launched
             try:
-                self.replay, self.result = capture(self.run, device, self.pool)
+                self.replay, self.result = capture(partial(call, *self.given), device)
             except Exception as error:
                 raise RuntimeError("generation cannot be captured in a CUDA graph; with graph=False it runs launch by launch"
                                    ) from error
+            self.is_warm = True
         self.replay()
         return self.result
-
-    def run(self) -> Tensor:
-        """What is captured."""
-        return self.call(*self.given, cache=self.cache)
 
 
 def explain_refusal(model: Mamba2LM, device: torch.device) -> str | None:
@@ -132,20 +136,27 @@ def explain_refusal(model: Mamba2LM, device: torch.device) -> str | None:
         return "SSD_CHECK=1 reads every token"
     if torch.cuda.is_current_stream_capturing():
         return "another graph is being captured"
-    if any(module._forward_hooks or module._forward_pre_hooks for module in list_modules(model)):
-        return "the model has forward hooks, which a replay would not call"
+    if is_seen(model):
+        return "the model has forward hooks, or a forward that was put in place of its own, which a replay would not call"
     return None
+
+
+def explain_weights(model: Mamba2LM) -> str | None:
+    """Why nothing of such weights can be captured; None if it can."""
+    others = {type(t).__name__ for t in _list_weights(model) if type(t) not in (Tensor, nn.Parameter)}
+    return f"weights are of the class {', '.join(sorted(others))}, whose memory is not known" if others else None
 
 
 def warm_up(run: Callable[[], Tensor], device: torch.device) -> Tensor:
     """run(), in the stream that will capture it."""
-    side, current = get_side_stream(device), torch.cuda.current_stream(device)
-    side.wait_stream(current)
-    with torch.cuda.stream(side):
-        out = run()
-    current.wait_stream(side)
-    out.record_stream(current)
-    return out
+    with _alone:
+        side, current = get_side_stream(device), torch.cuda.current_stream(device)
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            out = run()
+        current.wait_stream(side)
+        out.record_stream(current)
+        return out
 
 
 def capture(run: Callable[[], Tensor], device: torch.device,
@@ -153,7 +164,7 @@ def capture(run: Callable[[], Tensor], device: torch.device,
     """What replays run(), and where its result then lies. Nothing runs yet. pool: of memory, which graphs may share."""
     graph, side = torch.cuda.CUDAGraph(), get_side_stream(device)
     # this context as well: a capture that fails leaves its own without going back to the stream before
-    with torch.cuda.stream(side), torch.cuda.graph(graph, pool, side, capture_error_mode="thread_local"):
+    with _alone, torch.cuda.stream(side), torch.cuda.graph(graph, pool, side, capture_error_mode="thread_local"):
         out = run()
     return graph.replay, out
 
@@ -164,8 +175,12 @@ def get_side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def _list_addresses(model: Mamba2LM, cache: Sequence[Mamba2Cache]) -> list[tuple]:
-    """Where everything lies that a graph reads and writes: weights that moved, or changed their dtype, need another graph."""
-    weights = chain.from_iterable(chain(one._parameters.values(), one._buffers.values()) for one in list_modules(model))
+def _list_weights(model: Mamba2LM) -> list[Tensor]:
+    found = chain.from_iterable(chain(one._parameters.values(), one._buffers.values()) for one in list_modules(model))
+    return [t for t in found if t is not None]
+
+
+def _list_places(model: Mamba2LM, cache: Sequence[Mamba2Cache]) -> list[tuple]:
+    """Where everything lies that a graph reads and writes: weights that moved, or are others now, need another graph."""
     states = chain.from_iterable((layer.conv_state, layer.ssm_state) for layer in cache)
-    return [(t.data_ptr(), t.dtype) for t in chain(weights, states) if t is not None]
+    return [(t.data_ptr(), t.dtype, t.shape, type(t)) for t in chain(_list_weights(model), states)]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .captured_step import Captured, Mamba2LMCache, explain_refusal
+from .captured_step import MOST_CHANNELS, Captured, Mamba2LMCache, explain_refusal, explain_weights
 from .mamba2 import Mamba2Cache
 from .sampling import Sampling
 
@@ -17,24 +17,23 @@ if TYPE_CHECKING:
     from .language_model import Mamba2LM
 
 _WORTH_A_GRAPH = 8  # steps: a capture takes as long as a few of them
-_MOST_CHANNELS = 1 << 24  # of all tokens of a prompt: beyond, a GPU is busy for longer than it takes to launch
 
 
 @torch.no_grad()
 def decode(model: Mamba2LM, input_ids: Tensor, mask: Tensor | None, max_new_tokens: int, cache: Sequence[Mamba2Cache],
-           stops: tuple[int, ...], sampling: Sampling, graph: bool | None, captured: Captured | None,
-           replays: bool) -> Iterator[Tensor]:
+           stops: tuple[int, ...], sampling: Sampling, graph: bool | None, reads: bool) -> Iterator[Tensor]:
     """The new tokens of each sequence, (batch,) at a time in the dtype of input_ids, until all have ended.
 
     Args:
         input_ids, mask: as `align_right` gives them.
         stops: tokens that end a sequence; the first then fills it up.
         graph: as of `Mamba2LM.stream`.
-        captured: of `find_captured`; replays: of `replays_prompt`.
+        reads: whether the prompt is captured as well, of `captures_prompt`.
     """
+    captured = _find_captured(model, input_ids.device, cache, graph, reads or max_new_tokens > _WORTH_A_GRAPH)
     ends = torch.tensor(stops, dtype=input_ids.dtype, device=input_ids.device)
     ended = torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
-    logits, step = captured.read(input_ids, mask) if replays else model.read(input_ids, mask, cache), None
+    logits, step = captured.read(input_ids, mask) if reads and captured else model.read(input_ids, mask, cache), None
     for left in reversed(range(max_new_tokens)):
         token = sampling.choose(logits[:, : model.config.vocab_size]).to(input_ids.dtype)
         if stops:
@@ -44,7 +43,7 @@ def decode(model: Mamba2LM, input_ids: Tensor, mask: Tensor | None, max_new_toke
         if not left or (stops and ended.all()):
             return
         if step is None:
-            worth = captured and (graph or captured.one or left >= _WORTH_A_GRAPH)
+            worth = captured and (graph or captured.one or max_new_tokens > _WORTH_A_GRAPH)
             step = captured.step if worth else partial(model.step, cache=cache)
         logits = step(token)
 
@@ -55,27 +54,31 @@ def check_graph(model: Mamba2LM, device: torch.device, graph: bool | None) -> No
     """
     if graph is not None and not isinstance(graph, bool):
         raise TypeError(f"graph: got {graph!r}, expected True, False or None")
-    if graph and (reason := explain_refusal(model, device)):
+    if graph and (reason := explain_refusal(model, device) or explain_weights(model)):
         raise ValueError(f"graph: got True, expected False or None: {reason}")
 
 
-def find_captured(model: Mamba2LM, device: torch.device, cache: Sequence[Mamba2Cache], graph: bool | None) -> Captured | None:
-    """What holds the graphs of this model with this cache; None where nothing is to be captured."""
-    if graph is False or (graph is None and explain_refusal(model, device)):
-        return None
+def _find_captured(model: Mamba2LM, device: torch.device, cache: Sequence[Mamba2Cache], graph: bool | None,
+                   worth: bool) -> Captured | None:
+    """What holds the graphs of this model with this cache; None where there are none, and none is worth it."""
     keeps = isinstance(cache, Mamba2LMCache)
     kept = cache.captured if keeps else None
+    if graph is False or (graph is None and (not (worth or kept) or explain_refusal(model, device))):
+        return None
     if kept and kept.fits(model, cache):
         return kept
+    if explain_weights(model):
+        return None
     made = Captured(model, cache)
     if keeps:
         cache.captured = made
     return made
 
 
-def replays_prompt(model: Mamba2LM, input_ids: Tensor, captured: Captured | None) -> bool:
+def captures_prompt(model: Mamba2LM, input_ids: Tensor, cache: Sequence[Mamba2Cache] | None, graph: bool | None) -> bool:
     """Whether a prompt is captured, for a cache that may come again with others of its shape."""
-    return captured is not None and input_ids.numel() * model.config.d_model <= _MOST_CHANNELS
+    return (isinstance(cache, Mamba2LMCache) and graph is not False
+            and input_ids.numel() * model.config.d_model <= MOST_CHANNELS and not explain_refusal(model, input_ids.device))
 
 
 def list_stops(eos_token_id: int | Sequence[int] | None, vocab_size: int) -> tuple[int, ...]:
@@ -93,13 +96,13 @@ def list_stops(eos_token_id: int | Sequence[int] | None, vocab_size: int) -> tup
     return stops
 
 
-def align_right(input_ids: Tensor, attention_mask: Tensor | None, trims: bool) -> tuple[Tensor, Tensor | None]:
+def align_right(input_ids: Tensor, attention_mask: Tensor | None, few: bool) -> tuple[Tensor, Tensor | None]:
     """Prompts of unequal lengths that end in the same column, and which of its columns are theirs; None if all are.
 
     Args:
         input_ids: (batch, seqlen) integers.
         attention_mask: (batch, seqlen) of True or 1 at tokens, False or 0 at padding, to the left or right of them.
-        trims: whether columns that are padding in every row are left out.
+        few: whether there are to be few widths, powers of two or that of input_ids; else there is no column of padding alone.
 
     Raises:
         TypeError, ValueError: naming the argument, what came and what is accepted.
@@ -116,7 +119,7 @@ def align_right(input_ids: Tensor, attention_mask: Tensor | None, trims: bool) -
     if not shortest:
         raise ValueError("attention_mask: got a row without a token, expected at least one in each")
     moved = (columns + first + lengths) % mask.shape[1]  # the last token of a row goes to the last column
-    width = longest if trims else mask.shape[1]
+    width = min(mask.shape[1], 1 << (longest - 1).bit_length()) if few else longest
     ids, mask = (t.gather(1, moved)[:, -width:] for t in (input_ids, mask))
     return ids.masked_fill(~mask, 0), None if shortest == width else mask.contiguous()
 

@@ -94,27 +94,30 @@ class Mamba2LM(nn.Module):
                temperature: float = 0.0, top_k: int | None = None, top_p: float | None = None,
                generator: torch.Generator | None = None, graph: bool | None = None) -> Iterator[Tensor]:
         """One token after another of each sequence, the likeliest or drawn: the prompt through the SSD's kernels, then step
-        by step. Nothing waits for the GPU, but once with attention_mask, and at each token with eos_token_id.
+        by step. Nothing waits for the GPU, but what captures, reads attention_mask, or looks for eos_token_id at each token.
 
         Args:
             input_ids: (batch, seqlen) int32 or int64, seqlen >= 1.
             max_new_tokens: at least 1.
             cache: the tokens before input_ids, so that a prompt may come in pieces, of which only the last is given here.
-                Afterwards it has all tokens but the last. One of `new_cache` also keeps the graphs for the next call.
+                Afterwards it has all tokens but the last. One of `new_cache` also keeps graphs for the next call. It serves one
+                stream at a time.
             eos_token_id: ends a sequence, and fills it up until all have ended. Several: each ends it, the first fills it up.
             attention_mask: (batch, seqlen), 1 or True at tokens, 0 or False at padding, which is to the left or the right of a
                 row's tokens and holds any ids. A row goes on as it would alone. Not with a cache that has had tokens.
             temperature, top_k, top_p, generator: see `Sampling`; the likeliest token unless there is a temperature.
             graph: whether steps are replayed as a CUDA graph. Unless given, on a GPU where they can be, for more than a few
-                tokens. With a cache of `new_cache` that is given here again, so are prompts of a shape that came before, but
-                for very long ones. False: each launch by itself. The tokens are the same.
+                tokens. With a cache of `new_cache` that is given here again, so are prompts, unless they are long: the first of
+                a shape is launched, the second captured. False: each launch by itself. The tokens are the same, but for
+                rounding where prompts are padded. Weights, modules and their settings must stay as they are until the stream
+                has ended.
 
         Yields:
             (batch,) ids below config.vocab_size, at most max_new_tokens times. If changed in place, the next step takes that.
 
         Raises:
             TypeError, ValueError: at once, naming the argument, what came and what is accepted; or why there is no graph.
-            RuntimeError: a step cannot be captured for a reason that only shows in capturing it.
+            RuntimeError: something cannot be captured for a reason that only shows in capturing it.
         """
         check_size("max_new_tokens", max_new_tokens)
         _check_ids(input_ids, "(batch, seqlen)")
@@ -122,19 +125,17 @@ class Mamba2LM(nn.Module):
         sampling.check_device(input_ids.device)
         stops = decoding.list_stops(eos_token_id, self.config.vocab_size)
         decoding.check_graph(self, input_ids.device, graph)
-        again = isinstance(cache, Mamba2LMCache)
+        reads = decoding.captures_prompt(self, input_ids, cache, graph)
         if cache is None:
             cache = self.new_cache(len(input_ids))
         self.backbone.check_cache(cache, len(input_ids))
-        captured = decoding.find_captured(self, input_ids.device, cache, graph)
-        replays = again and decoding.replays_prompt(self, input_ids, captured)
-        input_ids, mask = decoding.align_right(input_ids, attention_mask, trims=not replays)
+        width = input_ids.shape[1]
+        input_ids, mask = decoding.align_right(input_ids, attention_mask, few=reads)
         self.backbone.check_vocabulary(input_ids)
-        if mask is not None and cache[0].conv_state.any():
+        if (mask is not None or input_ids.shape[1] < width) and cache[0].conv_state.any():
             raise ValueError("attention_mask: got padding with a cache that has had tokens, expected a new cache, or one after "
                              "reset()")
-        return decoding.decode(self, input_ids, mask, max_new_tokens, cache, stops, sampling, graph,
-                               captured, replays)
+        return decoding.decode(self, input_ids, mask, max_new_tokens, cache, stops, sampling, graph, reads)
 
     def new_cache(self, batch: int, dtype: torch.dtype | None = None,
                   state_dtype: torch.dtype = torch.float32) -> Mamba2LMCache:

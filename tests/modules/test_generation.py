@@ -1,8 +1,14 @@
 """Generation: prompts of unequal lengths, tokens that are drawn, streams, stop tokens, and the step that is captured."""
 
 import copy
+import gc
+import time
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import MagicMock, patch
 
 import pytest
 import torch
@@ -26,15 +32,14 @@ def captures(monkeypatch, device) -> list:
         warm.append(run)
         return warm_up(run, on) if device == "cuda" else run()
 
-    def record(run, on, pool):
-        assert run in warm, "kernels are compiled before they are captured"
+    def record(run, on):
+        assert any(run.args[0] is before.args[0] for before in warm), "kernels are compiled before they are captured"
         found.append(run)
         if device == "cuda":
-            return capture(run, on, pool)
-        graph = run.__self__
+            return capture(run, on)
         with torch.inference_mode(False):  # a replay is of no mode
-            call, given, cache, logits = graph.call, graph.given, graph.cache, torch.full((len(graph.given[0]), 64), torch.nan)
-        return lambda: logits.copy_(call(*given, cache=cache)), logits
+            logits = torch.full((len(run.args[0]), 64), torch.nan)
+        return lambda: logits.copy_(run()), logits
 
     monkeypatch.setattr(captured_step, "capture", record)
     monkeypatch.setattr(captured_step, "warm_up", begin)
@@ -109,17 +114,21 @@ def test_prompts_that_come_again(captures, device, monkeypatch):
         cache.reset()
         model.generate(ids[:, :9], 1, cache)
         assert torch.equal(model.generate(ids[:, 9:], 4, cache), expected[:, 9:]) and len(captures) == count
+    monkeypatch.setattr(captured_step, "_MOST_PROMPTS", 4)
     for length in (2, 3, 4):
         model.generate(ids[:, :length], 1, cache)
     assert [shape[1:] for shape in cache.captured.prompts] == [(2, 14), (2, 2), (2, 3), (2, 4)]
-    monkeypatch.setattr(decoding, "_MOST_CHANNELS", ids[:, 9:].numel() * model.config.d_model - 1)
+    for module in (decoding, captured_step):
+        monkeypatch.setattr(module, "MOST_CHANNELS", ids[:, 9:].numel() * model.config.d_model - 1)
     model.generate(ids[:, :9], 1, cache)
     model.generate(ids[:, 9:], 1, cache)
     assert [shape[2] for shape in cache.captured.prompts] == [2, 3, 4, 9], "others are read launch by launch"
+    model.generate(ids[:, :13], 1, cache)
+    assert [shape[2] for shape in cache.captured.prompts] == [4, 9, 13], "of no more than 27 tokens in all"
 
 
-def test_padding_makes_prompts_of_one_shape(captures, device):
-    """So columns that are padding in every row stay."""
+def test_padding_makes_prompts_of_few_shapes(captures, device):
+    """Of powers of two, or as wide as they came."""
     model, ids = make_model(device), tokens(device)
     cache = model.new_cache(2)
     for length in (23, 7, 23, 1, 15):
@@ -128,13 +137,89 @@ def test_padding_makes_prompts_of_one_shape(captures, device):
         cache.reset()
         got = model.generate(ids, 4, cache, attention_mask=mask)[:, 23:]
         assert torch.equal(got, model.generate(ids, 4, attention_mask=mask, graph=False)[:, 23:])
-    assert len(captures) == 1 and [*cache.captured.prompts] == [(2, 2, 23)]
+    assert len(captures) == 2 and [*cache.captured.prompts] == [(2, 2, 23), (2, 2, 8), (2, 2, 16)]
+
+
+@pytest.mark.parametrize("change", [
+    lambda model: setattr(model.backbone.norm_f, "forward", torch.neg),
+    lambda model: model.backbone.norm_f.register_forward_hook(lambda *of: -of[-1]),
+    lambda model: setattr(model.lm_head, "weight", torch.nn.Parameter(model.lm_head.weight.data.flip(0)))],
+    ids=["forward replaced", "hook", "other weights"])
+def test_what_changes_a_model_before_its_stream_begins_is_met(change, captures, device, monkeypatch):
+    monkeypatch.setattr(decoding, "explain_refusal", lambda model, on: captured_step.is_seen(model) or None)
+    model, ids = make_model(device), tokens(device)
+    cache = model.new_cache(2)
+    for _ in range(2):
+        cache.reset()
+        model.generate(ids, 12, cache)
+    cache.reset()
+    stream = model.stream(ids, 12, cache)
+    change(model)
+    got = torch.stack([*stream], 1)
+    assert torch.equal(got, model.generate(ids, 12, graph=False)[:, 23:])
+
+
+def test_a_graph_is_of_one_model(captures, device):
+    model, ids = make_model(device), tokens(device)
+    cache, other = model.new_cache(2), copy.deepcopy(model)
+    with torch.no_grad():
+        other.lm_head.weight.neg_()
+    for of, count in ((model, 1), (model, 2), (other, 3), (model, 4)):
+        cache.reset()
+        assert torch.equal(of.generate(ids, 12, cache), of.generate(ids, 12, graph=False)) and len(captures) == count
+    other.load_state_dict(model.state_dict(), assign=True)
+    assert not cache.captured.fits(other, cache), "though its weights are the same tensors"
+
+
+def test_a_cache_does_not_hold_the_model(device, monkeypatch):
+    monkeypatch.setattr(decoding, "explain_refusal", lambda *_: None)
+    monkeypatch.setattr(captured_step, "warm_up", lambda run, on: run())
+    model, ids = make_model(device), tokens(device)
+    cache, gone = model.new_cache(2), weakref.ref(model)
+    model.generate(ids, 1, cache)
+    del model
+    gc.collect()
+    assert cache.captured.prompts and gone() is None
+
+
+def test_a_first_call_that_fails_is_made_again(captures, device, monkeypatch):
+    model, ids = make_model(device), tokens(device)
+    cache, expected = model.new_cache(2), model.generate(ids, 2, graph=False)
+    with monkeypatch.context() as during, pytest.raises(ZeroDivisionError):
+        during.setattr(Mamba2LM, "read", lambda *_, **__: 1 / 0)
+        model.generate(ids, 2, cache)
+    for fails in (False, True, False, False, False):  # the second would have been captured
+        cache.reset()
+        with monkeypatch.context() as during, pytest.raises(RuntimeError) if fails else nullcontext():
+            if fails:
+                during.setattr(captured_step, "capture", lambda *_: 1 / 0)
+            assert torch.equal(model.generate(ids, 2, cache), expected)
+    assert len(captures) == 1
+
+
+def test_threads_capture_one_after_the_other(monkeypatch):
+    """What one launches in the stream that captures would be in the other's graph."""
+    inside, most = 0, 0
+
+    def run():
+        nonlocal inside, most
+        inside += 1
+        most = max(most, inside)
+        time.sleep(0.01)
+        inside -= 1
+        return MagicMock()
+
+    streams = {"stream": lambda _: nullcontext(), "current_stream": lambda _: MagicMock()}
+    monkeypatch.setattr(captured_step, "get_side_stream", lambda _: MagicMock())
+    with patch.multiple(torch.cuda, **streams), ThreadPoolExecutor(4) as pool:
+        [*pool.map(lambda n: captured_step.warm_up(run, torch.device("cuda", n)), range(8))]
+    assert most == 1
 
 
 def test_what_no_graph_can_be_of_is_said_by_name(monkeypatch):
     model, cuda = make_model(), torch.device("cuda:0")
     layer = SimpleNamespace(mixer=SimpleNamespace(A_log=SimpleNamespace(device=cuda)))
-    elsewhere = SimpleNamespace(_modules=model._modules, _forward_hooks={}, _forward_pre_hooks={},
+    elsewhere = SimpleNamespace(_modules=model._modules, _forward_hooks={}, _forward_pre_hooks={}, _parameters={}, _buffers={},
                                 backbone=SimpleNamespace(layers=[layer]))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     assert captured_step.explain_refusal(elsewhere, cuda) is None

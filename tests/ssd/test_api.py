@@ -1,8 +1,10 @@
 """The public function: what it returns, and how it behaves inside torch."""
 
 import logging
+import sys
 from dataclasses import replace
 from functools import partial
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -244,3 +246,11 @@ def test_states_that_are_kept(variant, options, device):
     assert prev_states.shape == (2, 3, 4, 16, 16)
     assert prev_states.dtype == (HALF if options.low_precision_states else torch.float32)
     assert_close(prev_states[:, 0], inputs.initial_states.detach().to(prev_states.dtype))
+
+
+def test_a_variant_that_another_thread_imports_is_waited_for(monkeypatch):
+    """import_module waits; sys.modules already has the module, without what is at its end."""
+    module = VARIANTS["torch"].module
+    monkeypatch.setitem(sys.modules, module, ModuleType(module))
+    monkeypatch.setattr(registry, "import_module", lambda name: SimpleNamespace(VARIANT=name))
+    assert registry.get_variant("torch") == module
