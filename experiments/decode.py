@@ -94,13 +94,16 @@ def read_latest(out: Path | list[dict] = record.RESULTS) -> list[dict]:
     return record.latest(record.read(out, bench="decode"), key)
 
 
-def read_compared(out: Path | list[dict] = record.RESULTS) -> list[dict]:
+def read_comparisons(out: Path | list[dict] = record.RESULTS) -> list[dict]:
     """Of `read_latest`, ours with a graph beside a rival's, whose name is followed by what its time is to be read with."""
     rows, key = read_latest(out), itemgetter("gpu", "preset", "batch", "seqlen", "mode", "dtype", "git_sha")
     notes = {(*key(row), row["variant"]): row["note"] for row in rows if row["note"] and not row.get("against")}
-    compared = [row for row in rows if row.get("against") and row["graph"]]
-    said = [(row["against"], notes.get((*key(row), row["against"]))) for row in compared]
-    return [row | {"against": ", ".join(filter(None, of))} for row, of in zip(compared, said, strict=True)]
+
+    def describe_rival(row: dict) -> str:
+        note = notes.get((*key(row), row["against"]))
+        return f"{row['against']}, {note}" if note else row["against"]
+
+    return [row | {"against": describe_rival(row)} for row in rows if row.get("against") and row["graph"]]
 
 
 def make_sides(sizes: LanguageSizes, batch: int, variant: str, rivals: Sequence[str], dtype: str,

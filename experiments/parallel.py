@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from ssd.modules.captured_step import get_side_stream
+from ssd.modules.captured import get_side_stream
 from ssd.registry import is_peer
 
 from .training_run import WAYS, Run

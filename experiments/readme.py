@@ -31,7 +31,7 @@ from . import (
     terminal_page,
     training_tables,
 )
-from .decode import read_compared as read_decoding
+from .decode import read_comparisons as read_decoding
 from .pruning import losses as pruning_losses
 from .pruning import speed as pruning_speed
 from .pruning import tables as pruning_tables

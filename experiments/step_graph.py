@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from ssd.modules.captured_step import capture, warm_up
+from ssd.modules.captured import capture, warm_up
 from ssd.runtime import value_checks
 
 from .parallel import Team

@@ -1,8 +1,8 @@
 """How long the kernels of this folder and of `persistent` take, as far as a schedule needs to know it.
 
 `schedule` asks these formulas which cut takes least time. Their constants are one file for each GPU, `configs/<gpu>.json`,
-which `python -m experiments tune` measures and writes. A GPU without a file gets the constants of the H200, where the formulas
-met measured times within 10 % (docs/log/schedule.md).
+which `python -m experiments tune` measures and writes. A GPU without a file gets the constants of the H200. What cuts
+they led to, and how these fared beside others, is in docs/log/schedule.md.
 """
 
 from __future__ import annotations

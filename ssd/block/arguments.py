@@ -39,6 +39,11 @@ def check_size(name: str, size: object) -> None:
         raise (ValueError if type(size) is int else TypeError)(f"{name}: got {size!r}, expected an int of at least 1")
 
 
+def check_number(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name}: got {value!r}, expected a number")
+
+
 def check_dtype(name: str, t: Tensor, dtypes: tuple[torch.dtype, ...] = DTYPES) -> None:
     if t.dtype not in dtypes:
         raise TypeError(f"{name}: got dtype {t.dtype}, expected one of {', '.join(map(str, dtypes))}")

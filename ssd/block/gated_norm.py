@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..kernels.arguments import contiguous
 from ..runtime.custom_ops import DifferentiableOp
 from ..types import FP32_LARGEST
-from .arguments import check_tensor, takes_kernels
+from .arguments import check_number, check_tensor, takes_kernels
 from .kernels.gated_norm import WIDEST_GROUP, gated_norm, gated_norm_bwd
 
 
@@ -91,8 +91,7 @@ def compute_in_torch(x: Tensor, weight: Tensor, bias: Tensor | None, z: Tensor |
 
 
 def check_eps(name: str, eps: object) -> None:
-    if isinstance(eps, bool) or not isinstance(eps, (int, float)):
-        raise TypeError(f"{name}: got {eps!r}, expected a number")
+    check_number(name, eps)
     if not 0 <= eps <= FP32_LARGEST:
         raise ValueError(f"{name}: got {eps!r}, expected a finite number of at least 0")
 

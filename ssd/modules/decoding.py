@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .captured_step import MOST_CHANNELS, Captured, Mamba2LMCache, explain_refusal, explain_weights
+from .captured import MOST_CHANNELS, Captured, Mamba2LMCache, explain_refusal, explain_weights
 from .mamba2 import Mamba2Cache
 from .sampling import Sampling
 
@@ -30,10 +30,12 @@ def decode(model: Mamba2LM, input_ids: Tensor, mask: Tensor | None, max_new_toke
         graph: as of `Mamba2LM.stream`.
         reads: whether the prompt is captured as well, of `captures_prompt`.
     """
-    captured = _find_captured(model, input_ids.device, cache, graph, reads or max_new_tokens > _WORTH_A_GRAPH)
+    long = max_new_tokens > _WORTH_A_GRAPH
+    captured = _find_graphs(model, input_ids.device, cache, graph, reads or long)
     ends = torch.tensor(stops, dtype=input_ids.dtype, device=input_ids.device)
     ended = torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
-    logits, step = captured.read(input_ids, mask) if reads and captured else model.read(input_ids, mask, cache), None
+    logits = captured.read(input_ids, mask) if reads and captured else model.read(input_ids, mask, cache)
+    step = None
     for left in reversed(range(max_new_tokens)):
         token = sampling.choose(logits[:, : model.config.vocab_size]).to(input_ids.dtype)
         if stops:
@@ -43,8 +45,7 @@ def decode(model: Mamba2LM, input_ids: Tensor, mask: Tensor | None, max_new_toke
         if not left or (stops and ended.all()):
             return
         if step is None:
-            worth = captured and (graph or captured.one or max_new_tokens > _WORTH_A_GRAPH)
-            step = captured.step if worth else partial(model.step, cache=cache)
+            step = captured.step if captured and (graph or captured.one or long) else partial(model.step, cache=cache)
         logits = step(token)
 
 
@@ -58,7 +59,7 @@ def check_graph(model: Mamba2LM, device: torch.device, graph: bool | None) -> No
         raise ValueError(f"graph: got True, expected False or None: {reason}")
 
 
-def _find_captured(model: Mamba2LM, device: torch.device, cache: Sequence[Mamba2Cache], graph: bool | None,
+def _find_graphs(model: Mamba2LM, device: torch.device, cache: Sequence[Mamba2Cache], graph: bool | None,
                    worth: bool) -> Captured | None:
     """What holds the graphs of this model with this cache; None where there are none, and none is worth it."""
     keeps = isinstance(cache, Mamba2LMCache)

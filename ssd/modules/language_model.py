@@ -16,7 +16,7 @@ from ..block.arguments import check_floating, check_size
 from ..runtime import value_checks
 from ..types import Options
 from . import checkpoint, decoding
-from .captured_step import Mamba2LMCache
+from .captured import Mamba2LMCache
 from .language_config import Mamba2LMConfig
 from .mamba2 import Mamba2, Mamba2Cache
 from .sampling import Sampling

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..block.arguments import check_size
+from ..block.arguments import check_number, check_size
 from ..types import FP32_LARGEST
 
 _COLDEST = 1e-30  # logits that differ in fp32 are then so far apart that only the likeliest token is drawn
@@ -34,14 +34,14 @@ class Sampling:
     generator: torch.Generator | None = None
 
     def __post_init__(self):
-        _check_number("temperature", self.temperature)
+        check_number("temperature", self.temperature)
         if not 0 <= self.temperature <= FP32_LARGEST:
             raise ValueError(f"temperature: got {self.temperature!r}, expected 0, for the likeliest token, or a finite number "
                              "above it")
         if self.top_k is not None:
             check_size("top_k", self.top_k)
         if self.top_p is not None:
-            _check_number("top_p", self.top_p)
+            check_number("top_p", self.top_p)
             if not 0 < self.top_p <= 1:
                 raise ValueError(f"top_p: got {self.top_p!r}, expected a number above 0, at most 1")
         if self.generator is not None and not isinstance(self.generator, torch.Generator):
@@ -78,8 +78,3 @@ class Sampling:
         As torch.multinomial draws one sample, but that reads from the GPU whether the weights are valid.
         """
         return (p / torch.empty_like(p).exponential_(generator=self.generator)).argmax(-1)
-
-
-def _check_number(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name}: got {value!r}, expected a number")

@@ -48,7 +48,7 @@ def test_rows(tmp_path, clock):
         (batch, "token", "mamba_ssm", 2e6, batch / 2, None, None, "slow"))]
     assert all(row["same_tokens"] == 1 and row["seqlen"] == 5 and row["tokens"] == 8 for row in rows)
     assert "2.00" in table.render(rows, "markdown", table.DECODE)
-    assert {row["against"] for row in decode.read_compared(tmp_path)} == {"mamba_ssm, slow"}, "whose handicap is said"
+    assert {row["against"] for row in decode.read_comparisons(tmp_path)} == {"mamba_ssm, slow"}, "whose handicap is said"
 
 
 def test_a_model_generates_and_what_is_missing_is_said_once(tmp_path, monkeypatch):

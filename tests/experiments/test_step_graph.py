@@ -21,7 +21,7 @@ from experiments.step_time import Candidate, count_forward_flops, measure_steps
 from experiments.train import Stopped, train
 from experiments.training_step import Step, build_model, make_batches
 from experiments.workloads import get_workload
-from ssd.modules import captured_step
+from ssd.modules import captured
 from tests.experiments.small import needs_graphs, read_log, small_run
 from tests.experiments.test_train import QUIET, REPEATING, assert_same, before_step, interrupt
 
@@ -48,7 +48,7 @@ class Refuse(TorchDispatchMode):
 @pytest.fixture
 def captures(monkeypatch, device) -> list:
     """What was captured, in turn."""
-    found, capture = [], captured_step.capture
+    found, capture = [], captured.capture
 
     def record(run, on, pool):
         found.append(run)

@@ -13,7 +13,7 @@ from unittest.mock import MagicMock, patch
 import pytest
 import torch
 
-from ssd.modules import Mamba2LM, captured_step, decoding
+from ssd.modules import Mamba2LM, captured, decoding
 from ssd.modules.sampling import Sampling
 from tests.in_torch import in_torch  # noqa: F401  a fixture
 from tests.modules.test_language_model import make_model, over_settings, tokens
@@ -26,7 +26,7 @@ LENGTHS = (23, 1, 2, 9)
 @pytest.fixture
 def captures(monkeypatch, device) -> list:
     """What was captured. On a CPU the stand-in for a graph reads and writes the same tensors again and again."""
-    found, warm, capture, warm_up = [], [], captured_step.capture, captured_step.warm_up
+    found, warm, capture, warm_up = [], [], captured.capture, captured.warm_up
 
     def begin(run, on):
         warm.append(run)
@@ -41,8 +41,8 @@ def captures(monkeypatch, device) -> list:
             logits = torch.full((len(run.args[0]), 64), torch.nan)
         return lambda: logits.copy_(run()), logits
 
-    monkeypatch.setattr(captured_step, "capture", record)
-    monkeypatch.setattr(captured_step, "warm_up", begin)
+    monkeypatch.setattr(captured, "capture", record)
+    monkeypatch.setattr(captured, "warm_up", begin)
     if device == "cpu":
         monkeypatch.setattr(decoding, "explain_refusal", lambda model, on: None)
     return found
@@ -114,11 +114,11 @@ def test_prompts_that_come_again(captures, device, monkeypatch):
         cache.reset()
         model.generate(ids[:, :9], 1, cache)
         assert torch.equal(model.generate(ids[:, 9:], 4, cache), expected[:, 9:]) and len(captures) == count
-    monkeypatch.setattr(captured_step, "_MOST_PROMPTS", 4)
+    monkeypatch.setattr(captured, "_MOST_PROMPTS", 4)
     for length in (2, 3, 4):
         model.generate(ids[:, :length], 1, cache)
     assert [shape[1:] for shape in cache.captured.prompts] == [(2, 14), (2, 2), (2, 3), (2, 4)]
-    for module in (decoding, captured_step):
+    for module in (decoding, captured):
         monkeypatch.setattr(module, "MOST_CHANNELS", ids[:, 9:].numel() * model.config.d_model - 1)
     model.generate(ids[:, :9], 1, cache)
     model.generate(ids[:, 9:], 1, cache)
@@ -146,7 +146,7 @@ def test_padding_makes_prompts_of_few_shapes(captures, device):
     lambda model: setattr(model.lm_head, "weight", torch.nn.Parameter(model.lm_head.weight.data.flip(0)))],
     ids=["forward replaced", "hook", "other weights"])
 def test_what_changes_a_model_before_its_stream_begins_is_met(change, captures, device, monkeypatch):
-    monkeypatch.setattr(decoding, "explain_refusal", lambda model, on: captured_step.is_seen(model) or None)
+    monkeypatch.setattr(decoding, "explain_refusal", lambda model, on: captured.is_seen(model) or None)
     model, ids = make_model(device), tokens(device)
     cache = model.new_cache(2)
     for _ in range(2):
@@ -173,7 +173,7 @@ def test_a_graph_is_of_one_model(captures, device):
 
 def test_a_cache_does_not_hold_the_model(device, monkeypatch):
     monkeypatch.setattr(decoding, "explain_refusal", lambda *_: None)
-    monkeypatch.setattr(captured_step, "warm_up", lambda run, on: run())
+    monkeypatch.setattr(captured, "warm_up", lambda run, on: run())
     model, ids = make_model(device), tokens(device)
     cache, gone = model.new_cache(2), weakref.ref(model)
     model.generate(ids, 1, cache)
@@ -192,7 +192,7 @@ def test_a_first_call_that_fails_is_made_again(captures, device, monkeypatch):
         cache.reset()
         with monkeypatch.context() as during, pytest.raises(RuntimeError) if fails else nullcontext():
             if fails:
-                during.setattr(captured_step, "capture", lambda *_: 1 / 0)
+                during.setattr(captured, "capture", lambda *_: 1 / 0)
             assert torch.equal(model.generate(ids, 2, cache), expected)
     assert len(captures) == 1
 
@@ -210,9 +210,9 @@ def test_threads_capture_one_after_the_other(monkeypatch):
         return MagicMock()
 
     streams = {"stream": lambda _: nullcontext(), "current_stream": lambda _: MagicMock()}
-    monkeypatch.setattr(captured_step, "get_side_stream", lambda _: MagicMock())
+    monkeypatch.setattr(captured, "get_side_stream", lambda _: MagicMock())
     with patch.multiple(torch.cuda, **streams), ThreadPoolExecutor(4) as pool:
-        [*pool.map(lambda n: captured_step.warm_up(run, torch.device("cuda", n)), range(8))]
+        [*pool.map(lambda n: captured.warm_up(run, torch.device("cuda", n)), range(8))]
     assert most == 1
 
 
@@ -222,15 +222,15 @@ def test_what_no_graph_can_be_of_is_said_by_name(monkeypatch):
     elsewhere = SimpleNamespace(_modules=model._modules, _forward_hooks={}, _forward_pre_hooks={}, _parameters={}, _buffers={},
                                 backbone=SimpleNamespace(layers=[layer]))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    assert captured_step.explain_refusal(elsewhere, cuda) is None
-    assert "layers are on cpu too" in captured_step.explain_refusal(model, cuda)
+    assert captured.explain_refusal(elsewhere, cuda) is None
+    assert "layers are on cpu too" in captured.explain_refusal(model, cuda)
     hook = model.backbone.norm_f.register_forward_hook(lambda *_: None)
-    assert "forward hooks" in captured_step.explain_refusal(elsewhere, cuda)
+    assert "forward hooks" in captured.explain_refusal(elsewhere, cuda)
     hook.remove()
     for place, name, reason in ((torch.cuda, "is_current_stream_capturing", "another graph"), (
-            captured_step, "value_checks", "SSD_CHECK=1"), (torch, "is_autocast_enabled", "autocast")):
+            captured, "value_checks", "SSD_CHECK=1"), (torch, "is_autocast_enabled", "autocast")):
         monkeypatch.setattr(place, name, SimpleNamespace(ENABLED=True) if name == "value_checks" else lambda *_: True)
-        assert reason in captured_step.explain_refusal(elsewhere, cuda)
+        assert reason in captured.explain_refusal(elsewhere, cuda)
 
 
 def test_a_graph_outlasts_the_mode_that_it_was_captured_in(captures, device):
@@ -244,7 +244,7 @@ def test_a_graph_outlasts_the_mode_that_it_was_captured_in(captures, device):
 
 
 def test_a_capture_that_fails_names_the_way_out(captures, monkeypatch, device):
-    monkeypatch.setattr(captured_step, "capture", lambda *_: 1 / 0)
+    monkeypatch.setattr(captured, "capture", lambda *_: 1 / 0)
     with pytest.raises(RuntimeError, match="cannot be captured in a CUDA graph; with graph=False it runs"):
         make_model(device).generate(tokens(device), 12)
 
