@@ -39,6 +39,16 @@ def store_mask(L, BC, A_rows, A_columns, causal, FIRST: gl.constexpr, LAYOUT: gl
     L.slice(FIRST, COLUMNS, dim=1).store(and_bits(decayed.to(L.dtype), causal))
 
 
+@gluon.constexpr_function
+def are_freed_with_tiles(tiles, masks):
+    """Whether slots of `masks` need not be given back. tiles, masks: how many slots the rings have, `masks` for each head.
+
+    A tile is given back when its mask has been read as well. So once a slot of `tiles` is full again, the mask of what was in it
+    is free, and all before. That spares barriers: Triton puts one behind every arrival (docs/log/hopper-breadth.md).
+    """
+    return tiles <= masks
+
+
 @gluon.jit
 def make_masks(rings, tiles, vectors, A_rows, A_columns, dA_cumsum, dt, work, form: gl.constexpr, HALVES: gl.constexpr,
                FETCHED: gl.constexpr, BLOCK_M: gl.constexpr, WIDTH: gl.constexpr):
@@ -59,6 +69,7 @@ def make_masks(rings, tiles, vectors, A_rows, A_columns, dA_cumsum, dt, work, fo
         causal_right = find_causal(BLOCK_M // 2, BLOCK_M // 2, BLOCK_M, HALF, DTYPE)
     else:
         causal = find_causal(0, BLOCK_M, BLOCK_M, JI, DTYPE)
+    FREED: gl.constexpr = are_freed_with_tiles(rings.tiles.full.shape[0], rings.masks.full.shape[0] // HEADS)
     step, pieces = 0, 0
     for k in range(gl.program_id(0) * work.nruns, gl.program_id(0) * work.nruns + work.nruns):
         run = get_run(work, k)
@@ -68,6 +79,7 @@ def make_masks(rings, tiles, vectors, A_rows, A_columns, dA_cumsum, dt, work, fo
                 block_barrier()
                 mark_empty(rings.tiles, slot_of(rings.tiles, step + pieces))
                 pieces += 1
+            block_barrier()  # as in `wide_scan.scan_slice`
         first, last = run.first, run.last
         h = get_head(run.pair, 0, work.heads_per_group, form)
         row = (run.b * work.nheads + h).to(gl.int64) * work.nsub * BLOCK_M
@@ -82,8 +94,9 @@ def make_masks(rings, tiles, vectors, A_rows, A_columns, dA_cumsum, dt, work, fo
             wait_full(rings.tiles, step + pieces)
             B, C = get_tile(tiles.B, slot, BLOCK_M, WIDTH), get_tile(tiles.C, slot, BLOCK_M, WIDTH)
             BC = warpgroup_mma(B, C.permute((1, 0)), gl.zeros([BLOCK_M, BLOCK_M], gl.float32, JI), use_acc=False, is_async=True)
-            for u in gl.static_range(HEADS):
-                wait_empty(rings.masks, step, u, HEADS)
+            if not FREED:
+                for u in gl.static_range(HEADS):
+                    wait_empty(rings.masks, step, u, HEADS)
             for u in gl.static_range(HEADS):
                 a, dt_u, end = (a0 if u == 0 else a1) * LOG2E, dt0 if u == 0 else dt1, (end0 if u == 0 else end1) * LOG2E
                 A_columns.index(u).store(a)

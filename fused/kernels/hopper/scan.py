@@ -55,7 +55,7 @@ from .documents import (
     write_block,
 )
 from .early import may_begin_early
-from .masks import make_masks
+from .masks import are_freed_with_tiles, make_masks
 from .ring import make_ring, mark_empty, slot_of, wait_empty, wait_full
 from .roles import (
     LOG2E,
@@ -134,6 +134,7 @@ def scan_slice(outputs, rings, tiles, vectors, dA_cumsum, D, start, work, form: 
     PI: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])  # y^T
     STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, PI, 2)
+    FREED: gl.constexpr = are_freed_with_tiles(rings.tiles.full.shape[0], rings.masks.full.shape[0] // HEADS)
     step = 0
     for k in range(gl.program_id(0) * work.nruns, gl.program_id(0) * work.nruns + work.nruns):
         run = get_run(work, k)
@@ -186,7 +187,8 @@ def scan_slice(outputs, rings, tiles, vectors, dA_cumsum, D, start, work, form: 
                 y += get_tile(tiles.before, 2 * slot + U, BLOCK_M, ROWS).permute((1, 0)).load(PI).to(gl.float32)
             store_wait(0)
             block_barrier()
-            mark_empty(rings.masks, mask)
+            if not FREED:
+                mark_empty(rings.masks, mask)
             if outputs.y is not None:
                 get_tile(tiles.y, 2 + U, BLOCK_M, ROWS).permute((1, 0)).store(y.to(DTYPE))
             if tiles.z is not None:

@@ -31,7 +31,7 @@ from ssd.types import SUB_CHUNK, SSDInputs
 from .document_states import as_box, as_tile
 from .documents import Documents
 from .early import may_begin_early, wait_for_last
-from .masks import make_masks
+from .masks import are_freed_with_tiles, make_masks
 from .ring import make_ring, mark_empty, slot_of, wait_empty, wait_full
 from .roles import (
     LOG2E,
@@ -172,17 +172,15 @@ def store_quarter(states_desc, at, state, tiles, form: gl.constexpr, U: gl.const
 
 
 @gluon.jit
-def multiply_quarter(state, factor, C, N: gl.constexpr, y, OPERAND: gl.constexpr):
-    """y^T + S C^T of a quarter of the state, and that quarter times the factor meanwhile.
-
-    The product is waited for, and its operand is free: there are no registers for two.
+def multiply_quarter(state, C, N: gl.constexpr, y, OPERAND: gl.constexpr):
+    """y^T + S C^T of a quarter of the state. The product is waited for, and its operand is free: there are no registers for
+    two.
     """
     QUARTER: gl.constexpr = state.shape[1]
     S = gl.convert_layout(state.to(C.dtype), OPERAND)
     C_t = C.slice(N * QUARTER, QUARTER, dim=1).permute((1, 0))
     y = warpgroup_mma(S, C_t, y, use_acc=N > 0, is_async=True)  # [P, N] @ [N, M]
-    state = state * factor
-    return warpgroup_mma_wait(0, deps=(y,)), state
+    return warpgroup_mma_wait(0, deps=(y,))
 
 
 @gluon.jit
@@ -196,6 +194,7 @@ def scan_slice(outputs, rings, tiles, vectors, dA_cumsum, D, start, work, form: 
     PI: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])  # y^T
     STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, PI, 2)
+    FREED: gl.constexpr = are_freed_with_tiles(rings.tiles.full.shape[0], rings.masks.full.shape[0] // HEADS)
     step, fetched = 0, 0  # fetched: that of the ring of tiles, where pieces are steps too
     for k in range(gl.program_id(0) * work.nruns, gl.program_id(0) * work.nruns + work.nruns):
         run = load_run(work.runs, k)
@@ -206,6 +205,7 @@ def scan_slice(outputs, rings, tiles, vectors, dA_cumsum, D, start, work, form: 
                              load_start(start, run, h, bh, work, SLICE, 1, EVERY, STATE, form, ROWS, PART), STATE)
         if start.ends_desc is not None:
             state, fetched = add_fetched_pieces(state, start, run, rings.tiles, tiles, fetched, STATE, U, ROWS, WIDTH)
+            block_barrier()  # or Triton would put one into every step of the loop
         else:
             state = add_pieces(state, start.ends, start.factors, run, STATE, U, ROWS, WIDTH)
         A_last = dA_cumsum + bh * work.nsub * BLOCK_M + BLOCK_M - 1
@@ -218,24 +218,23 @@ def scan_slice(outputs, rings, tiles, vectors, dA_cumsum, D, start, work, form: 
             B, C = get_tile(tiles.B, slot, BLOCK_M, WIDTH), get_tile(tiles.C, slot, BLOCK_M, WIDTH)
             wait_full(rings.tiles, fetched)
             y = gl.zeros([ROWS, BLOCK_M], gl.float32, PI)
-            factor = gl.exp2(end * LOG2E)
             left, right = split_columns(state)
             state0, state1 = split_columns(left)
             state2, state3 = split_columns(right)
             write_quarter(outputs, b, c, h, state0, tiles, work, form, U, 0, EVERY, ROWS)
-            y, state0 = multiply_quarter(state0, factor, C, 0, y, OPERAND)
+            y = multiply_quarter(state0, C, 0, y, OPERAND)
             write_quarter(outputs, b, c, h, state1, tiles, work, form, U, 1, EVERY, ROWS)
-            y, state1 = multiply_quarter(state1, factor, C, 1, y, OPERAND)
+            y = multiply_quarter(state1, C, 1, y, OPERAND)
             write_quarter(outputs, b, c, h, state2, tiles, work, form, U, 2, EVERY, ROWS)
-            y, state2 = multiply_quarter(state2, factor, C, 2, y, OPERAND)
+            y = multiply_quarter(state2, C, 2, y, OPERAND)
             write_quarter(outputs, b, c, h, state3, tiles, work, form, U, 3, EVERY, ROWS)
-            y, state3 = multiply_quarter(state3, factor, C, 3, y, OPERAND)
+            y = multiply_quarter(state3, C, 3, y, OPERAND)
+            state = state * gl.exp2(end * LOG2E)
             end = gl.load(A_last + gl.minimum(c + 1, last - 1) * BLOCK_M)
             wait_full(rings.masks, step, HEAD, HEADS)
             y = y * gl.expand_dims(vectors.from_start.index(mask).load(gl.SliceLayout(0, PI)), 0)
             w = gl.expand_dims(vectors.to_end.index(mask).load(gl.SliceLayout(0, OPERAND)), 0)
             x_end = (x_t.load(OPERAND).to(gl.float32) * w).to(DTYPE)
-            state = join_columns(join_columns(state0, state1, STATE), join_columns(state2, state3, STATE), STATE)
             # both in flight before anything else touches an accumulator: ptxas would insert a wait
             y = warpgroup_mma(x_t, tiles.L.index(mask), y, is_async=True)  # [P, M] @ [M, M]
             state = warpgroup_mma(x_end, B, state, is_async=True)  # [P, M] @ [M, N]
@@ -244,7 +243,8 @@ def scan_slice(outputs, rings, tiles, vectors, dA_cumsum, D, start, work, form: 
                 y += D_h * x_t.load(PI).to(gl.float32)
             store_wait(0)
             block_barrier()
-            mark_empty(rings.masks, mask)
+            if not FREED:
+                mark_empty(rings.masks, mask)
             if outputs.y is not None:
                 get_tile(tiles.y, 2 + U, BLOCK_M, ROWS).permute((1, 0)).store(y.to(DTYPE))
             if tiles.z is not None:
