@@ -20,7 +20,7 @@ from .captured import Mamba2LMCache
 from .language_config import Mamba2LMConfig
 from .mamba2 import Mamba2, Mamba2Cache
 from .sampling import Sampling
-from .token_step import add_and_norm, compute_rates, is_seen, step_layers
+from .token_step import add_and_norm, can_finish, compute_rates, is_seen, step_layers
 
 _EMBEDDING, _HEAD = "backbone.embedding.weight", "lm_head.weight"
 
@@ -75,7 +75,7 @@ class Mamba2LM(nn.Module):
 
         mask: of `Mamba2.prefill`, with a cache that has had no token. Otherwise as `forward`, and raises as it.
         """
-        return self.lm_head(self.backbone(input_ids, cache=cache, mask=mask)[:, -1])
+        return self.lm_head(self.backbone.read(input_ids, mask, cache))
 
     def generate(self, input_ids: Tensor, max_new_tokens: int, cache: Sequence[Mamba2Cache] | None = None,
                  eos_token_id: int | Sequence[int] | None = None, attention_mask: Tensor | None = None,
@@ -214,17 +214,38 @@ class _Backbone(nn.Module):
     def forward(self, input_ids: Tensor, seq_idx: Tensor | None = None, cache: Sequence[Mamba2Cache] | None = None,
                 mask: Tensor | None = None) -> Tensor:
         """mask: of `Mamba2.prefill`, with a cache that has had no token."""
+        seen = is_seen(self)
+        residual, added = self._run([*self.layers], input_ids, seq_idx, cache, mask, compute_rates(self.layers), seen)
+        return add_and_norm(self.norm_f, residual, added, seen)[1]
+
+    def read(self, input_ids: Tensor, mask: Tensor | None, cache: Sequence[Mamba2Cache] | None) -> Tensor:
+        """As `forward`, of the last token, (batch, d_model); for inference. Of the last layer's output no other is computed."""
+        *layers, last = self.layers
+        seen = is_seen(self)
+        if cache is None or mask is not None or seen or not can_finish(last.mixer):
+            return self(input_ids, cache=cache, mask=mask)[:, -1]
+        rates = compute_rates(self.layers)
+        residual, added = self._run(layers, input_ids, None, cache, None, rates, seen)
+        residual, normed = add_and_norm(last.norm, residual, added, seen)
+        added = last.mixer.finish(normed, cache[-1], rates[-1])
+        return add_and_norm(self.norm_f, residual[:, -1].contiguous(), added, seen)[1]
+
+    def _run(self, layers: Sequence[_Layer], input_ids: Tensor, seq_idx: Tensor | None, cache: Sequence[Mamba2Cache] | None,
+             mask: Tensor | None, rates: Sequence[Tensor | None], seen: bool) -> tuple[Tensor, Tensor | None]:
+        """The residual stream after the first layers, and what is still to be added to it. rates, seen: of `compute_rates` and
+        `is_seen`, of all layers.
+        """
         _check_ids(input_ids, "(batch, seqlen)")
         if cache is not None:
             self.check_cache(cache, len(input_ids))
         residual, added = self._embed(input_ids), None  # to it, by the layer before
-        caches, seen = [None] * len(self.layers) if cache is None else cache, is_seen(self)
-        for layer, its_cache, A in zip(self.layers, caches, compute_rates(self.layers), strict=True):
+        caches = [None] * len(layers) if cache is None else cache
+        for layer, its_cache, A in zip(layers, caches, rates, strict=False):
             residual, normed = add_and_norm(layer.norm, residual, added, seen)
             rate = {} if A is None else {"A": A}
             added = (layer.mixer(normed, seq_idx, its_cache, **rate) if mask is None else
                      layer.mixer.prefill(normed, mask, its_cache, **rate))
-        return add_and_norm(self.norm_f, residual, added, seen)[1]
+        return residual, added
 
     def step(self, input_ids: Tensor, cache: Sequence[Mamba2Cache]) -> Tensor:
         """One token of each sequence, (batch,) to (batch, d_model)."""

@@ -13,9 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..api import check_flags, check_pair, check_settings, is_real, take_int
+from ..api import check_flags, check_pair, check_settings, is_real, ssd_chunk_scan, take_int
 from ..block.arguments import check_dtype, check_floating, check_interpretable, check_size, check_tensor
-from ..block.conv1d import WIDTHS
+from ..block.conv1d import WIDTHS, causal_conv1d_fn
+from ..block.conv1d_scan_norm import split_xBC
 from ..block.conv1d_update import causal_conv1d_update
 from ..block.gated_norm import RMSNormGated
 from ..block.split_conv1d_scan import split_conv1d_scan
@@ -170,8 +171,7 @@ class Mamba2(nn.Module):
             return self._mix(self.in_proj(u), A, seq_idx=seq_idx, cu_seqlens=cu_seqlens)
         given = {}
         if before is not None:
-            half = before.ssm_state.dtype.itemsize < 4
-            given = {"initial_states": before.ssm_state.float() if half else before.ssm_state, "conv_states": before.conv_state}
+            given = {"initial_states": _get_states(before), "conv_states": before.conv_state}
         out, ssm_state, conv_state = self._mix(self.in_proj(u), A, cu_seqlens=cu_seqlens, return_final_states=True,
                                                return_conv_states=True, **given)
         if cache is not None:
@@ -195,6 +195,35 @@ class Mamba2(nn.Module):
         cache.conv_state.copy_(F.pad(last.mT, (width - last.shape[1], 0)))
         return out
 
+    def finish(self, u: Tensor, cache: Mamba2Cache, A: Tensor | None = None) -> Tensor:
+        """What `forward` with a cache gives for the last token of u, (batch, d_model), for inference: gates, norm and output of
+        the others are not computed. Of a block with a gated norm, whose in_proj is an nn.Linear. A: see `step`.
+        """
+        self._check(u, ("batch", "seqlen"), A)
+        self.check_cache(cache, len(u), "that of u", u.device)
+        gates, weight, bias = 2 * self.d_inner - self.d_ssm, self.in_proj.weight, self.in_proj.bias
+        first, rest = (None, None) if bias is None else (bias[:gates], bias[gates:])
+        xBC, dt = F.linear(u, weight[gates:], rest).split([cache.conv_state.shape[1], self.nheads], -1)
+        xBC, conv_state = causal_conv1d_fn(xBC.mT, self._filter(), self.conv1d.bias, initial_states=cache.conv_state,
+                                           return_final_states=True, activation="silu")
+        x, B, C = split_xBC(xBC.mT, self.d_ssm, self.headdim, self.ngroups)
+        y, ssm_state = ssd_chunk_scan(
+            x, dt, self._A() if A is None else A, B, C, self.chunk_size, D=self._D(), dt_bias=self.dt_bias,
+            initial_states=_get_states(cache), dt_softplus=True, dt_limit=self.dt_limit, return_final_states=True,
+            variant=self.variant, options=self.options)
+        cache.ssm_state.copy_(ssm_state)
+        cache.conv_state.copy_(conv_state)
+        return self._project(y[:, -1].flatten(1), F.linear(u[:, -1], weight[:gates], first))
+
+    def _project(self, y: Tensor, gates: Tensor) -> Tensor:
+        """The output of one token of each sequence. y: (batch, d_ssm), gated unless there is a norm; gates: what the input's
+        projection has before x, B and C.
+        """
+        d_mlp = self.d_inner - self.d_ssm
+        z0, x0, z = gates.split([d_mlp, d_mlp, self.d_ssm], -1)
+        y = self.norm(y, z) if self.rmsnorm else y
+        return self.out_proj(torch.cat([F.silu(z0) * x0, y], -1) if d_mlp else y)
+
     def _mix(self, zxbcdt: Tensor, A: Tensor | None, **more) -> Tensor | tuple[Tensor, ...]:
         """What follows the input projection. A: of `step`; more: of `split_conv1d_scan`."""
         return split_conv1d_scan(
@@ -215,13 +244,11 @@ class Mamba2(nn.Module):
         """
         self._check(u, ("batch",), A)
         self.check_cache(cache, len(u), "that of u", u.device)
-        d_mlp = self.d_inner - self.d_ssm
-        z0, x0, z, xBC, dt = self.in_proj(u).split([d_mlp, d_mlp, self.d_ssm, cache.conv_state.shape[1], self.nheads], -1)
+        conv_dim = cache.conv_state.shape[1]
+        gates, xBC, dt = self.in_proj(u).split([2 * self.d_inner - self.d_ssm, conv_dim, self.nheads], -1)
         xBC = causal_conv1d_update(xBC, cache.conv_state, self._filter(), self.conv1d.bias, activation="silu")
-        y = self.update_states(xBC, dt, None if self.rmsnorm else z, cache, A)
-        if self.rmsnorm:
-            y = self.norm(y, z)
-        return self.out_proj(torch.cat([F.silu(z0) * x0, y], -1) if d_mlp else y)
+        z = None if self.rmsnorm else gates[:, -self.d_ssm :]
+        return self._project(self.update_states(xBC, dt, z, cache, A), gates)
 
     def update_states(self, xBC: Tensor, dt: Tensor, z: Tensor | None, cache: Mamba2Cache, A: Tensor | None) -> Tensor:
         """The SSD of one token, (batch, d_ssm), gated by z. xBC: after the convolution. A: of `step`."""
@@ -313,3 +340,8 @@ class Mamba2(nn.Module):
 
     def _D(self) -> Tensor:
         return self.D.view(self.nheads, self.headdim) if self.D_has_hdim else self.D
+
+
+def _get_states(cache: Mamba2Cache) -> Tensor:
+    """The SSD's, as its op takes them."""
+    return cache.ssm_state.float() if cache.ssm_state.dtype.itemsize < 4 else cache.ssm_state

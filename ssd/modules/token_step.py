@@ -54,6 +54,11 @@ def compute_rates(layers: Sequence[_Layer]) -> Sequence[Tensor | None]:
     return (-torch.cat(A_log).float().exp()).split([*map(len, A_log)])
 
 
+def can_finish(mixer: nn.Module) -> bool:
+    """Whether `Mamba2.finish` does what the block's `forward` does for a last token."""
+    return type(mixer) is Mamba2 and mixer.rmsnorm and type(mixer.in_proj) is nn.Linear and mixer.context_group is None
+
+
 def step_layers(layers: Sequence[_Layer], norm_f: nn.Module, residual: Tensor, cache: Sequence[Mamba2Cache],
                 seen: bool) -> Tensor:
     """(batch, d_model), embedded tokens, to what norm_f makes of the last layer's. For inference. seen: of `is_seen`."""

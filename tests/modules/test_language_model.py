@@ -82,6 +82,23 @@ def test_a_prompt_in_pieces_gives_the_tokens_of_the_whole(settings, pieces, devi
     assert torch.equal(model.generate(got[:, -1:], 3, cache=cache), expected[:, -4:])  # the cache has all but the last
 
 
+@over_settings
+def test_the_last_layer_of_a_prompt_is_finished_for_its_last_token(settings, device):
+    """Unless somebody looks at what the layer computes."""
+    model, ids = make_model(device, **settings), tokens(device)
+    last, seen = model.backbone.layers[-1].mixer, []
+    with torch.no_grad():
+        expected, cache = model(ids)[:, -1], model.new_cache(2)
+        assert_close(model.read(ids, cache=cache), expected, rtol=1e-4, atol=1e-5)
+        hook = last.register_forward_hook(lambda *given: seen.append(given[2].shape))
+        assert_close(model.read(ids, cache=model.new_cache(2)), expected, rtol=1e-4, atol=1e-5)
+        hook.remove()
+        model.read(ids, cache=model.new_cache(2))
+        follow_up = model.step(ids[:, 0], cache), model(torch.cat([ids, ids[:, :1]], 1))[:, -1]
+    assert seen == [(*ids.shape, model.config.d_model)]
+    assert_close(*follow_up, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("variant", ["baseline", "fused", "persistent"])
 def test_generation_by_kernels(variant, device, monkeypatch):
     """Of every kind: of a block's functions and of the SSD."""
@@ -167,11 +184,11 @@ def test_other_bad_arguments_are_refused_by_name(call, message):
         call(make_model(), tokens("cpu"))
 
 
-@pytest.mark.parametrize("name", ["step", "forward"])
+@pytest.mark.parametrize("name", ["step", "read", "forward"])
 def test_a_bad_cache_of_one_layer_leaves_the_others(name):
     model, ids = make_model(), tokens("cpu")
     other, good = Mamba2(32, d_state=16, headdim=16), model.new_cache(2)
-    call = partial(model.step, ids[:, 0]) if name == "step" else partial(model, ids)
+    call = partial(getattr(model, name), ids[:, 0] if name == "step" else ids)
     for cache, error, message in (([good[0], other.new_cache(2)], ValueError, r"cache.ssm_state: got shape \(2, 4, 16, 16\)"),
                                   ("xx", TypeError, "cache: got str, expected a Mamba2Cache"),
                                   (3, TypeError, "cache: got int, expected a Mamba2Cache for each of 2 layers")):

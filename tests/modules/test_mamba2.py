@@ -65,6 +65,20 @@ def test_pieces_of_a_prompt_and_tokens_after_it_give_the_whole(settings, pieces,
         assert_close(torch.cat(parts, 1), block(u), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("state_dtype", (torch.float32, torch.float16), ids=str)
+@pytest.mark.parametrize("settings", [given for given in SETTINGS.values() if given.get("rmsnorm", True)], ids=str)
+def test_a_last_token_alone_is_that_of_the_whole(settings, state_dtype, device):
+    block, u = make_mixer(device, **settings), tokens(device)
+    near = {"rtol": 1e-4, "atol": 1e-5} if state_dtype == torch.float32 else {"rtol": 2e-3, "atol": 2e-3}  # a rounding apart
+    expected, cache = (block.new_cache(2, state_dtype=state_dtype) for _ in range(2))
+    with torch.no_grad():
+        for piece in u.split([10, 13], 1):
+            out, last = block(piece, cache=expected), block.finish(piece, cache)
+            assert_close(last, out[:, -1], **near)
+    for name in ("conv_state", "ssm_state"):
+        assert_close(getattr(cache, name), getattr(expected, name), **near)
+
+
 @over_settings
 def test_packed_documents_are_apart(settings, device):
     block, u = make_mixer(device, **settings), tokens(device, 1)
