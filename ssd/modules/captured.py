@@ -65,8 +65,12 @@ class Captured:
         self.prompts: dict[tuple, _Graph] = {}
 
     def fits(self, model: Mamba2LM, cache: Sequence[Mamba2Cache]) -> bool:
-        """True when a replay does what this model does with this cache, if its modules and their settings are as they were."""
+        """True when a replay does what this model does with this cache, if its modules' settings are as they were."""
         return self.model() is model and self.places == _list_places(model, cache)
+
+    def has_checked(self, model: Mamba2LM, cache: Sequence[Mamba2Cache], batch: int) -> bool:
+        """Whether the model has taken this cache before, as one of so many sequences."""
+        return self.model() is model and [*map(id, self.cache)] == [*map(id, cache)] and len(cache[0].ssm_state) == batch
 
     def step(self, token: Tensor) -> Tensor:
         """(batch,) integers to logits (batch, padded_vocab_size).
@@ -124,25 +128,25 @@ class _Graph:
         return self.result
 
 
-def explain_refusal(model: Mamba2LM, device: torch.device) -> str | None:
-    """Why nothing can be captured now; None if it can."""
+def explain_moment(device: torch.device) -> str | None:
+    """Why nothing can be captured, or replayed, here and now; None if it can."""
     if device.type != "cuda":
         return f"the tokens are on {device}, and CUDA graphs need a GPU"
-    if elsewhere := {layer.mixer.A_log.device for layer in model.backbone.layers} - {device}:
-        return f"layers are on {', '.join(sorted(map(str, elsewhere)))} too, and a graph is of one GPU"
     if torch.is_autocast_enabled("cuda"):
         return "autocast casts weights into memory of its own, which a graph would read after it was freed"
     if value_checks.ENABLED:
         return "SSD_CHECK=1 reads every token"
     if torch.cuda.is_current_stream_capturing():
         return "another graph is being captured"
-    if is_seen(model):
-        return "the model has forward hooks, or a forward that was put in place of its own, which a replay would not call"
     return None
 
 
-def explain_weights(model: Mamba2LM) -> str | None:
-    """Why nothing of such weights can be captured; None if it can."""
+def explain_model(model: Mamba2LM, device: torch.device) -> str | None:
+    """Why nothing of the model can be captured; None if it can."""
+    if elsewhere := {layer.mixer.A_log.device for layer in model.backbone.layers} - {device}:
+        return f"layers are on {', '.join(sorted(map(str, elsewhere)))} too, and a graph is of one GPU"
+    if is_seen(model):
+        return "the model has forward hooks, or a forward that was put in place of its own, which a replay would not call"
     others = {type(t).__name__ for t in _list_weights(model) if type(t) not in (Tensor, nn.Parameter)}
     return f"weights are of the class {', '.join(sorted(others))}, whose memory is not known" if others else None
 
@@ -176,11 +180,18 @@ def get_side_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def _list_weights(model: Mamba2LM) -> list[Tensor]:
-    found = chain.from_iterable(chain(one._parameters.values(), one._buffers.values()) for one in list_modules(model))
+    """Of a model that nobody looks into; of others there are none."""
+    found = []
+    for one in list_modules(model) or ():
+        found += one._parameters.values()
+        found += one._buffers.values()
     return [t for t in found if t is not None]
 
 
-def _list_places(model: Mamba2LM, cache: Sequence[Mamba2Cache]) -> list[tuple]:
-    """Where everything lies that a graph reads and writes: weights that moved, or are others now, need another graph."""
+def _list_places(model: Mamba2LM, cache: Sequence[Mamba2Cache]) -> list[tuple] | None:
+    """Where everything lies that a graph reads and writes: weights that moved, or are others now, need another graph. None of a
+    model that `is_seen`.
+    """
+    weights = _list_weights(model)
     states = chain.from_iterable((layer.conv_state, layer.ssm_state) for layer in cache)
-    return [(t.data_ptr(), t.dtype, t.shape, type(t)) for t in chain(_list_weights(model), states)]
+    return [(t.data_ptr(), t.dtype, t.shape, type(t)) for t in chain(weights, states)] if weights else None

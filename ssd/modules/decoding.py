@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .captured import MOST_CHANNELS, Captured, Mamba2LMCache, explain_refusal, explain_weights
+from .captured import MOST_CHANNELS, Captured, Mamba2LMCache, explain_model, explain_moment
 from .mamba2 import Mamba2Cache
 from .sampling import Sampling
 
@@ -55,31 +55,35 @@ def check_graph(model: Mamba2LM, device: torch.device, graph: bool | None) -> No
     """
     if graph is not None and not isinstance(graph, bool):
         raise TypeError(f"graph: got {graph!r}, expected True, False or None")
-    if graph and (reason := explain_refusal(model, device) or explain_weights(model)):
+    if graph and (reason := explain_moment(device) or explain_model(model, device)):
         raise ValueError(f"graph: got True, expected False or None: {reason}")
 
 
 def _find_graphs(model: Mamba2LM, device: torch.device, cache: Sequence[Mamba2Cache], graph: bool | None,
                    worth: bool) -> Captured | None:
     """What holds the graphs of this model with this cache; None where there are none, and none is worth it."""
-    keeps = isinstance(cache, Mamba2LMCache)
-    kept = cache.captured if keeps else None
-    if graph is False or (graph is None and (not (worth or kept) or explain_refusal(model, device))):
+    kept = get_captured(cache)
+    if graph is False or (graph is None and (not (worth or kept) or explain_moment(device))):
         return None
     if kept and kept.fits(model, cache):
         return kept
-    if explain_weights(model):
+    if explain_model(model, device):
         return None
     made = Captured(model, cache)
-    if keeps:
+    if isinstance(cache, Mamba2LMCache):
         cache.captured = made
     return made
+
+
+def get_captured(cache: Sequence[Mamba2Cache]) -> Captured | None:
+    """What a cache keeps."""
+    return cache.captured if isinstance(cache, Mamba2LMCache) else None
 
 
 def captures_prompt(model: Mamba2LM, input_ids: Tensor, cache: Sequence[Mamba2Cache] | None, graph: bool | None) -> bool:
     """Whether a prompt is captured, for a cache that may come again with others of its shape."""
     return (isinstance(cache, Mamba2LMCache) and graph is not False
-            and input_ids.numel() * model.config.d_model <= MOST_CHANNELS and not explain_refusal(model, input_ids.device))
+            and input_ids.numel() * model.config.d_model <= MOST_CHANNELS and not explain_moment(input_ids.device))
 
 
 def list_stops(eos_token_id: int | Sequence[int] | None, vocab_size: int) -> tuple[int, ...]:

@@ -128,7 +128,9 @@ class Mamba2LM(nn.Module):
         reads = decoding.captures_prompt(self, input_ids, cache, graph)
         if cache is None:
             cache = self.new_cache(len(input_ids))
-        self.backbone.check_cache(cache, len(input_ids))
+        kept = decoding.get_captured(cache)
+        if not (kept and kept.has_checked(self, cache, len(input_ids))):
+            self.backbone.check_cache(cache, len(input_ids))
         width = input_ids.shape[1]
         input_ids, mask = decoding.align_right(input_ids, attention_mask, few=reads)
         self.backbone.check_vocabulary(input_ids)

@@ -44,7 +44,7 @@ def captures(monkeypatch, device) -> list:
     monkeypatch.setattr(captured, "capture", record)
     monkeypatch.setattr(captured, "warm_up", begin)
     if device == "cpu":
-        monkeypatch.setattr(decoding, "explain_refusal", lambda model, on: None)
+        monkeypatch.setattr(decoding, "explain_moment", lambda on: None)
     return found
 
 
@@ -145,8 +145,7 @@ def test_padding_makes_prompts_of_few_shapes(captures, device):
     lambda model: model.backbone.norm_f.register_forward_hook(lambda *of: -of[-1]),
     lambda model: setattr(model.lm_head, "weight", torch.nn.Parameter(model.lm_head.weight.data.flip(0)))],
     ids=["forward replaced", "hook", "other weights"])
-def test_what_changes_a_model_before_its_stream_begins_is_met(change, captures, device, monkeypatch):
-    monkeypatch.setattr(decoding, "explain_refusal", lambda model, on: captured.is_seen(model) or None)
+def test_what_changes_a_model_before_its_stream_begins_is_met(change, captures, device):
     model, ids = make_model(device), tokens(device)
     cache = model.new_cache(2)
     for _ in range(2):
@@ -172,7 +171,7 @@ def test_a_graph_is_of_one_model(captures, device):
 
 
 def test_a_cache_does_not_hold_the_model(device, monkeypatch):
-    monkeypatch.setattr(decoding, "explain_refusal", lambda *_: None)
+    monkeypatch.setattr(decoding, "explain_moment", lambda *_: None)
     monkeypatch.setattr(captured, "warm_up", lambda run, on: run())
     model, ids = make_model(device), tokens(device)
     cache, gone = model.new_cache(2), weakref.ref(model)
@@ -218,19 +217,16 @@ def test_threads_capture_one_after_the_other(monkeypatch):
 
 def test_what_no_graph_can_be_of_is_said_by_name(monkeypatch):
     model, cuda = make_model(), torch.device("cuda:0")
-    layer = SimpleNamespace(mixer=SimpleNamespace(A_log=SimpleNamespace(device=cuda)))
-    elsewhere = SimpleNamespace(_modules=model._modules, _forward_hooks={}, _forward_pre_hooks={}, _parameters={}, _buffers={},
-                                backbone=SimpleNamespace(layers=[layer]))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    assert captured.explain_refusal(elsewhere, cuda) is None
-    assert "layers are on cpu too" in captured.explain_refusal(model, cuda)
+    assert captured.explain_moment(cuda) is captured.explain_model(model, torch.device("cpu")) is None
+    assert "layers are on cpu too" in captured.explain_model(model, cuda)
     hook = model.backbone.norm_f.register_forward_hook(lambda *_: None)
-    assert "forward hooks" in captured.explain_refusal(elsewhere, cuda)
+    assert "forward hooks" in captured.explain_model(model, torch.device("cpu"))
     hook.remove()
     for place, name, reason in ((torch.cuda, "is_current_stream_capturing", "another graph"), (
             captured, "value_checks", "SSD_CHECK=1"), (torch, "is_autocast_enabled", "autocast")):
         monkeypatch.setattr(place, name, SimpleNamespace(ENABLED=True) if name == "value_checks" else lambda *_: True)
-        assert reason in captured.explain_refusal(elsewhere, cuda)
+        assert reason in captured.explain_moment(cuda)
 
 
 def test_a_graph_outlasts_the_mode_that_it_was_captured_in(captures, device):
