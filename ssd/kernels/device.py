@@ -67,14 +67,6 @@ def softplus(v):
 
 
 @triton.jit
-def count_from_last():
-    """The number of this program, counted from the last one. For kernels that memory binds: what the launch before has written
-    last is in L2 still, and is read first.
-    """
-    return tl.num_programs(0) - 1 - tl.program_id(0)
-
-
-@triton.jit
 def unpack_program(ntiles, nheads, nchunks):
     """(tile, head, chunk, batch) of this program in a one-dimensional grid, see `unpack`."""
     return unpack(tl.program_id(0), ntiles, nheads, nchunks)

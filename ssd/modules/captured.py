@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from copy import deepcopy
 from functools import cache as cached
 from functools import partial
-from itertools import chain
 from threading import RLock
 from typing import TYPE_CHECKING
 from weakref import ref
@@ -183,15 +182,18 @@ def _list_weights(model: Mamba2LM) -> list[Tensor]:
     """Of a model that nobody looks into; of others there are none."""
     found = []
     for one in list_modules(model) or ():
-        found += one._parameters.values()
-        found += one._buffers.values()
+        for own in (one._parameters, one._buffers):
+            if own:
+                found += own.values()
     return [t for t in found if t is not None]
 
 
-def _list_places(model: Mamba2LM, cache: Sequence[Mamba2Cache]) -> list[tuple] | None:
+def _list_places(model: Mamba2LM, cache: Sequence[Mamba2Cache]) -> tuple[list, ...] | None:
     """Where everything lies that a graph reads and writes: weights that moved, or are others now, need another graph. None of a
     model that `is_seen`.
     """
-    weights = _list_weights(model)
-    states = chain.from_iterable((layer.conv_state, layer.ssm_state) for layer in cache)
-    return [(t.data_ptr(), t.dtype, t.shape, type(t)) for t in chain(weights, states)] if weights else None
+    if not (tensors := _list_weights(model)):
+        return None
+    for layer in cache:
+        tensors += layer.conv_state, layer.ssm_state
+    return [t.data_ptr() for t in tensors], [t.dtype for t in tensors], [t.shape for t in tensors], [*map(type, tensors)]

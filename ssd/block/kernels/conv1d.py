@@ -62,14 +62,13 @@ def sigmoid(v):
 
 
 @triton.jit
-def locate(program, npieces, tokens, seqlen, FORM: tl.constexpr):
-    """Of a program by its number: its sequence (int64), the number of its piece among all, the piece's first token and the one
-    after its last, the channels [BLOCK] and which of them exist. Programs of the same tokens are neighbours.
-    """
+def locate(npieces, tokens, seqlen, FORM: tl.constexpr):
+    """Of this program: its sequence (int64), the number of its piece among all, the piece's first token and the token after its
+    last, the channels [BLOCK] and which of them exist. Programs of the same tokens are neighbours."""
     NTILES: tl.constexpr = (FORM.dim + FORM.block - 1) // FORM.block
-    piece = program // NTILES
+    piece = tl.program_id(0) // NTILES
     first = piece % npieces * tokens
-    channels = program % NTILES * FORM.block + tl.arange(0, FORM.block)
+    channels = tl.program_id(0) % NTILES * FORM.block + tl.arange(0, FORM.block)
     return tl.cast(piece // npieces, tl.int64), piece, first, tl.minimum(first + tokens, seqlen), channels, channels < FORM.dim
 
 

@@ -89,7 +89,7 @@ def conv1d_bwd_kernel(x, dout, weight, bias, seq_idx, initial_states, dfinal_sta
                       seqlen, npieces, tokens, FORM: tl.constexpr):
     WIDTH: tl.constexpr = FORM.width
     STEP: tl.constexpr = FORM.step
-    b, piece, first, end, channels, in_dim = locate(tl.program_id(0), npieces, tokens, seqlen, FORM)
+    b, piece, first, end, channels, in_dim = locate(npieces, tokens, seqlen, FORM)
     x_stride, dout_stride = tl.cast(strides.x[1], tl.int64) * FORM.unit, tl.cast(strides.dout[1], tl.int64) * FORM.unit
     x += b * strides.x[0] * FORM.unit
     if seq_idx is not None:

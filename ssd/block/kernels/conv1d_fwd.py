@@ -11,7 +11,6 @@ import triton.language as tl
 from torch import Tensor
 
 from ...kernels.arguments import COUNTS, cdiv, strides
-from ...kernels.device import count_from_last
 from ...runtime.launch import launch
 from .conv1d import (
     BLOCK,
@@ -38,7 +37,7 @@ def conv1d_fwd_kernel(x, weight, bias, seq_idx, initial_states, out, final_state
                       FORM: tl.constexpr):
     WIDTH: tl.constexpr = FORM.width
     STEP: tl.constexpr = FORM.step
-    b, _, first, end, channels, in_dim = locate(count_from_last(), npieces, tokens, seqlen, FORM)
+    b, _, first, end, channels, in_dim = locate(npieces, tokens, seqlen, FORM)
     stride = tl.cast(strides.x[1], tl.int64) * FORM.unit
     x += b * strides.x[0] * FORM.unit
     if seq_idx is not None:

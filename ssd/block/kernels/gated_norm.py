@@ -18,7 +18,6 @@ import triton.language as tl
 from torch import Tensor
 
 from ...kernels.arguments import COUNTS, cdiv
-from ...kernels.device import count_from_last
 from ...kernels.sum_parts import sum_first
 from ...runtime import tuning
 from ...runtime.launch import launch
@@ -58,8 +57,7 @@ def load_channels(t, group, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N:
 def gated_norm_kernel(x, x_stride, z, z_stride, weight, bias, out, rstd, rows, eps, UNIT: tl.constexpr, NGROUPS: tl.constexpr,
                       WIDTH: tl.constexpr, NORM_BEFORE_GATE: tl.constexpr, PIECES: tl.constexpr, BLOCK_M: tl.constexpr,
                       BLOCK_N: tl.constexpr):
-    program = count_from_last()
-    tile, group = program // NGROUPS, program % NGROUPS
+    tile, group = tl.program_id(0) // NGROUPS, tl.program_id(0) % NGROUPS
     PIECE: tl.constexpr = WIDTH // PIECES
     vs, zs = (), ()
     for i in tl.static_range(PIECES):

@@ -10,7 +10,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...kernels.device import count_from_last
 from ...runtime.dependent_launch import begin_early, let_next_begin, wait_for_last
 from ...runtime.launch import launch
 from ...runtime.tuning import next_power_of_2
@@ -26,7 +25,7 @@ def residual_norm_kernel(residual, added, weight, total, out, eps, WIDTH: tl.con
     wait_for_last(EARLY)
     channels = tl.arange(0, BLOCK)
     inside = channels < WIDTH
-    at = count_from_last().to(tl.int64) * WIDTH + channels
+    at = tl.program_id(0).to(tl.int64) * WIDTH + channels
     v = tl.load(residual + at, mask=inside, other=0.0)
     if added is not None:
         v = (v.to(tl.float32) + tl.load(added + at, mask=inside, other=0.0).to(tl.float32)).to(v.dtype)
