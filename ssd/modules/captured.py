@@ -33,9 +33,13 @@ class Mamba2LMCache(list[Mamba2Cache]):
     """What each block knows of the tokens so far, and what was captured to take them further, once there is something.
 
     `Mamba2LM.generate` with the same cache replays the same graphs. A copy has tensors of its own, and no graph of them.
+
+    Attributes:
+        pad_prompts: of `Mamba2LM.new_cache`.
     """
 
     captured: Captured | None = None
+    pad_prompts: bool = False
 
     def reset(self) -> None:
         """Forgets every token, so that another prompt can begin; the graphs stay."""
@@ -43,7 +47,7 @@ class Mamba2LMCache(list[Mamba2Cache]):
             torch._foreach_zero_([getattr(layer, name) for layer in self])  # two launches, not two a layer
 
     def __reduce__(self):
-        return type(self), ([*self],)
+        return type(self), ([*self],), {"pad_prompts": self.pad_prompts}
 
     def copy(self) -> Mamba2LMCache:
         """As copy.deepcopy, which copy.copy is, too."""

@@ -7,6 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .captured import MOST_CHANNELS, Captured, Mamba2LMCache, explain_model, explain_moment
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from .language_model import Mamba2LM
 
 _WORTH_A_GRAPH = 8  # steps: a capture takes as long as a few of them
+_MOST_PADDED = 1 << 22  # channels of all tokens of a prompt: a GPU computes twice as many sooner than they are launched
 
 
 @torch.no_grad()
@@ -86,6 +88,27 @@ def captures_prompt(model: Mamba2LM, input_ids: Tensor, cache: Sequence[Mamba2Ca
             and input_ids.numel() * model.config.d_model <= MOST_CHANNELS and not explain_moment(input_ids.device))
 
 
+def wants_padding(model: Mamba2LM, input_ids: Tensor, cache: Mamba2LMCache) -> bool:
+    """Whether a prompt is to be padded, which is for a cache that has had no token; that waits for the GPU."""
+    return (cache.pad_prompts and input_ids.numel() * model.config.d_model <= _MOST_PADDED
+            and not bool(cache[0].conv_state.any()))
+
+
+def pad_left(input_ids: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Prompts of one length to a power of two, as `align_right` gives them."""
+    batch, length = input_ids.shape
+    width = _widen(length)
+    if length == width:
+        return input_ids, None
+    mask = torch.arange(width, device=input_ids.device) >= width - length
+    return F.pad(input_ids, (width - length, 0)), mask.expand(batch, width).contiguous()
+
+
+def _widen(length: int) -> int:
+    """To a power of two."""
+    return 1 << (length - 1).bit_length()
+
+
 def list_stops(eos_token_id: int | Sequence[int] | None, vocab_size: int) -> tuple[int, ...]:
     """Tokens that end a sequence.
 
@@ -124,7 +147,7 @@ def align_right(input_ids: Tensor, attention_mask: Tensor | None, few: bool) -> 
     if not shortest:
         raise ValueError("attention_mask: got a row without a token, expected at least one in each")
     moved = (columns + first + lengths) % mask.shape[1]  # the last token of a row goes to the last column
-    width = min(mask.shape[1], 1 << (longest - 1).bit_length()) if few else longest
+    width = min(mask.shape[1], _widen(longest)) if few else longest
     ids, mask = (t.gather(1, moved)[:, -width:] for t in (input_ids, mask))
     return ids.masked_fill(~mask, 0), None if shortest == width else mask.contiguous()
 

@@ -12,6 +12,7 @@ from os import PathLike
 import torch
 from torch import Tensor, nn
 
+from ..api import check_flags
 from ..block.arguments import check_floating, check_size
 from ..runtime import value_checks
 from ..types import Options
@@ -137,12 +138,21 @@ class Mamba2LM(nn.Module):
         if (mask is not None or input_ids.shape[1] < width) and cache[0].conv_state.any():
             raise ValueError("attention_mask: got padding with a cache that has had tokens, expected a new cache, or one after "
                              "reset()")
+        if reads and attention_mask is None and decoding.wants_padding(self, input_ids, cache):
+            input_ids, mask = decoding.pad_left(input_ids)
         return decoding.decode(self, input_ids, mask, max_new_tokens, cache, stops, sampling, graph, reads)
 
-    def new_cache(self, batch: int, dtype: torch.dtype | None = None,
-                  state_dtype: torch.dtype = torch.float32) -> Mamba2LMCache:
-        """Of sequences that have had no token, for each block; dtypes and errors as in `Mamba2.new_cache`."""
-        return Mamba2LMCache(layer.mixer.new_cache(batch, dtype, state_dtype) for layer in self.backbone.layers)
+    def new_cache(self, batch: int, dtype: torch.dtype | None = None, state_dtype: torch.dtype = torch.float32,
+                  pad_prompts: bool = False) -> Mamba2LMCache:
+        """Of sequences that have had no token, for each block; dtypes and errors as in `Mamba2.new_cache`.
+
+        pad_prompts: `generate` pads short prompts to powers of two, so that a few graphs serve prompts of all lengths: for
+            servers, whose prompts seldom have the length of one before. The tokens are the same, but for rounding.
+        """
+        check_flags({"pad_prompts": pad_prompts})
+        cache = Mamba2LMCache(layer.mixer.new_cache(batch, dtype, state_dtype) for layer in self.backbone.layers)
+        cache.pad_prompts = pad_prompts
+        return cache
 
     @classmethod
     def from_pretrained(cls, folder: str | PathLike[str], dtype: torch.dtype | None = None, device=None,

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import pickle
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -138,6 +139,24 @@ def test_padding_makes_prompts_of_few_shapes(captures, device):
         got = model.generate(ids, 4, cache, attention_mask=mask)[:, 23:]
         assert torch.equal(got, model.generate(ids, 4, attention_mask=mask, graph=False)[:, 23:])
     assert len(captures) == 2 and [*cache.captured.prompts] == [(2, 2, 23), (2, 2, 8), (2, 2, 16)]
+
+
+def test_prompts_of_all_lengths_share_graphs(captures, device, monkeypatch):
+    """Where the cache says so, and has had no token; a second prompt goes on with the states of the first."""
+    model, ids = make_model(device), tokens(device)
+    cache = model.new_cache(2, pad_prompts=True)
+    monkeypatch.setattr(decoding, "_MOST_PADDED", 15 * 2 * model.config.d_model)
+    for length in (9, 15, 11, 16, 13, 1):
+        cache.reset()
+        assert torch.equal(model.generate(ids[:, :length], 4, cache), model.generate(ids[:, :length], 4, graph=False))
+    before = model.generate(ids[:, :1], 4, graph=False)[:, :4]  # a cache has all but the last
+    expected = model.generate(torch.cat([before, ids[:, :3]], 1), 2, graph=False)
+    assert torch.equal(model.generate(ids[:, :3], 2, cache), expected[:, 4:])
+    assert len(captures) == 1 and [*cache.captured.prompts] == [(1, 2, 16), (2, 2, 16), (1, 2, 1), (1, 2, 3)]
+    for copied in (cache.copy(), copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))):
+        assert copied.pad_prompts and copied.captured is None
+    with pytest.raises(TypeError, match="pad_prompts: got 1, expected True or False"):
+        model.new_cache(2, pad_prompts=1)
 
 
 @pytest.mark.parametrize("change", [
