@@ -40,11 +40,25 @@ class Mamba2LMCache(list[Mamba2Cache]):
 
     captured: Captured | None = None
     pad_prompts: bool = False
+    _versions: list[int] | None = None  # of the states when they had been zeroed, which whatever writes to them raises
 
     def reset(self) -> None:
         """Forgets every token, so that another prompt can begin; the graphs stay."""
         for name in ("conv_state", "ssm_state") if self else ():
             torch._foreach_zero_([getattr(layer, name) for layer in self])  # two launches, not two a layer
+        self.take_as_new()
+
+    def take_as_new(self) -> None:
+        """Notes that all states are zeros."""
+        self._versions = [t._version for t in _list_states(self)]
+
+    def take_as_used(self) -> None:
+        """Notes that a graph may write to them, which raises no version."""
+        self._versions = None
+
+    def is_new(self) -> bool:
+        """Whether they still are, without a look at the GPU."""
+        return self._versions is not None and self._versions == [t._version for t in _list_states(self)]
 
     def __reduce__(self):
         return type(self), ([*self],), {"pad_prompts": self.pad_prompts}
@@ -64,6 +78,7 @@ class Captured:
 
     def __init__(self, model: Mamba2LM, cache: Sequence[Mamba2Cache]):
         self.model, self.cache, self.places = ref(model), [*cache], _list_places(model, cache)
+        self.taken: tuple | None = None  # how many sequences it had, and the forms of its states, in a call that succeeded
         self.one: _Graph | None = None
         self.prompts: dict[tuple, _Graph] = {}
 
@@ -72,8 +87,9 @@ class Captured:
         return self.model() is model and self.places == _list_places(model, cache)
 
     def has_checked(self, model: Mamba2LM, cache: Sequence[Mamba2Cache], batch: int) -> bool:
-        """Whether the model has taken this cache before, as one of so many sequences."""
-        return self.model() is model and [*map(id, self.cache)] == [*map(id, cache)] and len(cache[0].ssm_state) == batch
+        """Whether the model has taken this cache before, as it is, as one of so many sequences."""
+        return (self.model() is model and len(model.backbone.layers) == len(cache) and self.taken == (batch, _list_forms(cache))
+                and [*map(id, self.cache)] == [*map(id, cache)])
 
     def step(self, token: Tensor) -> Tensor:
         """(batch,) integers to logits (batch, padded_vocab_size).
@@ -83,7 +99,9 @@ class Captured:
         """
         model = self.model()
         self.one = self.one or _Graph(token)
-        return self.one(partial(model.step, cache=self.cache), token)
+        logits = self.one(partial(model.step, cache=self.cache), token)
+        self.taken = self.taken or (len(token), _list_forms(self.cache))
+        return logits
 
     def read(self, input_ids: Tensor, mask: Tensor | None) -> Tensor:
         """A prompt (batch, seqlen), or a piece of one, to the logits after it. Raises as `step`."""
@@ -94,7 +112,9 @@ class Captured:
         most = 2 * MOST_CHANNELS / model.config.d_model  # tokens of all
         while len(self.prompts) > _MOST_PROMPTS or sum(batch * seqlen for _, batch, seqlen in self.prompts) > most:
             del self.prompts[next(iter(self.prompts))]
-        return graph(partial(model.read, cache=self.cache), *given)
+        logits = graph(partial(model.read, cache=self.cache), *given)
+        self.taken = self.taken or (len(input_ids), _list_forms(self.cache))
+        return logits
 
 
 class _Graph:
@@ -198,6 +218,13 @@ def _list_places(model: Mamba2LM, cache: Sequence[Mamba2Cache]) -> tuple[list, .
     """
     if not (tensors := _list_weights(model)):
         return None
-    for layer in cache:
-        tensors += layer.conv_state, layer.ssm_state
+    tensors += _list_states(cache)
     return [t.data_ptr() for t in tensors], [t.dtype for t in tensors], [t.shape for t in tensors], [*map(type, tensors)]
+
+
+def _list_states(cache: Sequence[Mamba2Cache]) -> list[Tensor]:
+    return [t for layer in cache for t in (layer.conv_state, layer.ssm_state)]
+
+
+def _list_forms(cache: Sequence[Mamba2Cache]) -> list[tuple]:
+    return [(t.shape, t.dtype) for t in _list_states(cache)]

@@ -7,7 +7,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from .captured import MOST_CHANNELS, Captured, Mamba2LMCache, explain_model, explain_moment
@@ -36,7 +35,12 @@ def decode(model: Mamba2LM, input_ids: Tensor, mask: Tensor | None, max_new_toke
     captured = _find_graphs(model, input_ids.device, cache, graph, reads or long)
     ends = torch.tensor(stops, dtype=input_ids.dtype, device=input_ids.device)
     ended = torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
-    logits = captured.read(input_ids, mask) if reads and captured else model.read(input_ids, mask, cache)
+    reads = reads and captured is not None
+    if reads and mask is None and wants_padding(model, input_ids, cache):
+        input_ids, mask = pad_left(input_ids)
+    if isinstance(cache, Mamba2LMCache):
+        cache.take_as_used()
+    logits = captured.read(input_ids, mask) if reads else model.read(input_ids, mask, cache)
     step = None
     for left in reversed(range(max_new_tokens)):
         token = sampling.choose(logits[:, : model.config.vocab_size]).to(input_ids.dtype)
@@ -89,19 +93,19 @@ def captures_prompt(model: Mamba2LM, input_ids: Tensor, cache: Sequence[Mamba2Ca
 
 
 def wants_padding(model: Mamba2LM, input_ids: Tensor, cache: Mamba2LMCache) -> bool:
-    """Whether a prompt is to be padded, which is for a cache that has had no token; that waits for the GPU."""
-    return (cache.pad_prompts and input_ids.numel() * model.config.d_model <= _MOST_PADDED
-            and not bool(cache[0].conv_state.any()))
+    """Whether a prompt is to be padded, for which the cache must have had no token."""
+    return cache.pad_prompts and cache.is_new() and input_ids.numel() * model.config.d_model <= _MOST_PADDED
 
 
 def pad_left(input_ids: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Prompts of one length to a power of two, as `align_right` gives them."""
+    """Prompts of one length to a power of two, by the first token of each, and which columns are theirs; None if all are."""
     batch, length = input_ids.shape
     width = _widen(length)
     if length == width:
         return input_ids, None
     mask = torch.arange(width, device=input_ids.device) >= width - length
-    return F.pad(input_ids, (width - length, 0)), mask.expand(batch, width).contiguous()
+    padding = input_ids[:, :1].expand(batch, width - length)
+    return torch.cat([padding, input_ids], 1), mask.expand(batch, width).contiguous()
 
 
 def _widen(length: int) -> int:

@@ -133,13 +133,12 @@ class Mamba2LM(nn.Module):
         if not (kept and kept.has_checked(self, cache, len(input_ids))):
             self.backbone.check_cache(cache, len(input_ids))
         width = input_ids.shape[1]
-        input_ids, mask = decoding.align_right(input_ids, attention_mask, few=reads)
+        few = reads and attention_mask is not None and not is_seen(self)
+        input_ids, mask = decoding.align_right(input_ids, attention_mask, few)
         self.backbone.check_vocabulary(input_ids)
         if (mask is not None or input_ids.shape[1] < width) and cache[0].conv_state.any():
             raise ValueError("attention_mask: got padding with a cache that has had tokens, expected a new cache, or one after "
                              "reset()")
-        if reads and attention_mask is None and decoding.wants_padding(self, input_ids, cache):
-            input_ids, mask = decoding.pad_left(input_ids)
         return decoding.decode(self, input_ids, mask, max_new_tokens, cache, stops, sampling, graph, reads)
 
     def new_cache(self, batch: int, dtype: torch.dtype | None = None, state_dtype: torch.dtype = torch.float32,
@@ -152,6 +151,7 @@ class Mamba2LM(nn.Module):
         check_flags({"pad_prompts": pad_prompts})
         cache = Mamba2LMCache(layer.mixer.new_cache(batch, dtype, state_dtype) for layer in self.backbone.layers)
         cache.pad_prompts = pad_prompts
+        cache.take_as_new()
         return cache
 
     @classmethod

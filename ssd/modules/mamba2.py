@@ -18,7 +18,7 @@ from ..block.arguments import check_dtype, check_floating, check_interpretable, 
 from ..block.conv1d import WIDTHS, causal_conv1d_fn
 from ..block.conv1d_scan_norm import split_xBC
 from ..block.conv1d_update import causal_conv1d_update
-from ..block.gated_norm import RMSNormGated
+from ..block.gated_norm import RMSNormGated, rms_norm_gated
 from ..block.split_conv1d_scan import split_conv1d_scan
 from ..block.state_update import selective_state_update
 from ..documents import check_bounds
@@ -201,8 +201,10 @@ class Mamba2(nn.Module):
         """
         self._check(u, ("batch", "seqlen"), A)
         self.check_cache(cache, len(u), "that of u", u.device)
-        gates, weight, bias = 2 * self.d_inner - self.d_ssm, self.in_proj.weight, self.in_proj.bias
+        d_mlp, weight, bias = self.d_inner - self.d_ssm, self.in_proj.weight, self.in_proj.bias
+        gates = 2 * d_mlp + self.d_ssm
         first, rest = (None, None) if bias is None else (bias[:gates], bias[gates:])
+        z0, x0, z = F.linear(u[:, -1], weight[:gates], first).split([d_mlp, d_mlp, self.d_ssm], -1)
         xBC, dt = F.linear(u, weight[gates:], rest).split([cache.conv_state.shape[1], self.nheads], -1)
         xBC, conv_state = causal_conv1d_fn(xBC.mT, self._filter(), self.conv1d.bias, initial_states=cache.conv_state,
                                            return_final_states=True, activation="silu")
@@ -213,16 +215,9 @@ class Mamba2(nn.Module):
             variant=self.variant, options=self.options)
         cache.ssm_state.copy_(ssm_state)
         cache.conv_state.copy_(conv_state)
-        return self._project(y[:, -1].flatten(1), F.linear(u[:, -1], weight[:gates], first))
-
-    def _project(self, y: Tensor, gates: Tensor) -> Tensor:
-        """The output of one token of each sequence. y: (batch, d_ssm), gated unless there is a norm; gates: what the input's
-        projection has before x, B and C.
-        """
-        d_mlp = self.d_inner - self.d_ssm
-        z0, x0, z = gates.split([d_mlp, d_mlp, self.d_ssm], -1)
-        y = self.norm(y, z) if self.rmsnorm else y
-        return self.out_proj(torch.cat([F.silu(z0) * x0, y], -1) if d_mlp else y)
+        y = rms_norm_gated(y[:, -1].flatten(1), self.norm.weight, z=z, eps=self.norm.eps, group_size=self.d_ssm // self.ngroups,
+                           norm_before_gate=self.norm_before_gate)
+        return F.linear(torch.cat([F.silu(z0) * x0, y], -1) if d_mlp else y, self.out_proj.weight, self.out_proj.bias)
 
     def _mix(self, zxbcdt: Tensor, A: Tensor | None, **more) -> Tensor | tuple[Tensor, ...]:
         """What follows the input projection. A: of `step`; more: of `split_conv1d_scan`."""
@@ -244,11 +239,13 @@ class Mamba2(nn.Module):
         """
         self._check(u, ("batch",), A)
         self.check_cache(cache, len(u), "that of u", u.device)
-        conv_dim = cache.conv_state.shape[1]
-        gates, xBC, dt = self.in_proj(u).split([2 * self.d_inner - self.d_ssm, conv_dim, self.nheads], -1)
+        d_mlp = self.d_inner - self.d_ssm
+        z0, x0, z, xBC, dt = self.in_proj(u).split([d_mlp, d_mlp, self.d_ssm, cache.conv_state.shape[1], self.nheads], -1)
         xBC = causal_conv1d_update(xBC, cache.conv_state, self._filter(), self.conv1d.bias, activation="silu")
-        z = None if self.rmsnorm else gates[:, -self.d_ssm :]
-        return self._project(self.update_states(xBC, dt, z, cache, A), gates)
+        y = self.update_states(xBC, dt, None if self.rmsnorm else z, cache, A)
+        if self.rmsnorm:
+            y = self.norm(y, z)
+        return self.out_proj(torch.cat([F.silu(z0) * x0, y], -1) if d_mlp else y)
 
     def update_states(self, xBC: Tensor, dt: Tensor, z: Tensor | None, cache: Mamba2Cache, A: Tensor | None) -> Tensor:
         """The SSD of one token, (batch, d_ssm), gated by z. xBC: after the convolution. A: of `step`."""

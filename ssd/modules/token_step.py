@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .language_model import _Layer
 
 _DTYPES = (torch.bfloat16,)
+_TAKEN_APART = {Tensor, nn.Parameter, type(None)}  # other classes may be quantized weights, of which nobody takes rows
 
 
 def list_modules(module: nn.Module) -> list[nn.Module] | None:
@@ -32,11 +33,10 @@ def list_modules(module: nn.Module) -> list[nn.Module] | None:
     """
     found = [module]
     for one in found:
-        own = vars(one)
-        if own["_forward_hooks"] or own["_forward_pre_hooks"] or "forward" in own:
+        if one._forward_hooks or one._forward_pre_hooks or "forward" in vars(one):
             return None
-        if own["_modules"]:
-            found += [inner for inner in own["_modules"].values() if inner is not None]
+        if inside := one._modules:
+            found += [inner for inner in inside.values() if inner is not None]
     return None if _has_any_global_hook() else found
 
 
@@ -60,8 +60,11 @@ def compute_rates(layers: Sequence[_Layer]) -> Sequence[Tensor | None]:
 
 
 def can_finish(mixer: nn.Module) -> bool:
-    """Whether `Mamba2.finish` does what the block's `forward` does for a last token."""
-    return type(mixer) is Mamba2 and mixer.rmsnorm and type(mixer.in_proj) is nn.Linear and mixer.context_group is None
+    """Whether `Mamba2.finish` takes the block: it takes in_proj's weight apart."""
+    if type(mixer) is not Mamba2 or not mixer.rmsnorm or mixer.context_group is not None:
+        return False
+    projection = mixer.in_proj
+    return type(projection) is nn.Linear and {*map(type, (projection.weight, projection.bias))} <= _TAKEN_APART
 
 
 def step_layers(layers: Sequence[_Layer], norm_f: nn.Module, residual: Tensor, cache: Sequence[Mamba2Cache],

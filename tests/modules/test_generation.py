@@ -159,6 +159,27 @@ def test_prompts_of_all_lengths_share_graphs(captures, device, monkeypatch):
         model.new_cache(2, pad_prompts=1)
 
 
+def test_what_is_not_padded(captures, device):
+    """Prompts with a cache that has had tokens, whatever its states say; and of a model that somebody looks into."""
+    model, ids, widths = make_model(device), tokens(device), []
+    cache = model.new_cache(2, pad_prompts=True)
+    assert cache.is_new() and not copy.deepcopy(cache).is_new()
+    for use in (lambda: model(ids, cache=cache), lambda: model.step(ids[:, 0], cache), lambda: cache[1].ssm_state.zero_()):
+        cache.reset()
+        assert cache.is_new()
+        with torch.inference_mode():
+            use()
+        assert not cache.is_new()
+    for width in (3, 4):
+        assert model.generate(ids[:, :width], 1, cache).shape == (2, width + 1)
+    assert [*cache.captured.prompts] == [(1, 2, 3), (1, 2, 4)]
+    cache.reset()
+    model.backbone.embedding.register_forward_hook(lambda *of: widths.append(of[1][0].shape[1]))
+    model.generate(ids[:, :5], 1, cache)
+    model.generate(ids[:, :5], 1, model.new_cache(2, pad_prompts=True), attention_mask=torch.ones_like(ids[:, :5]))
+    assert widths == [5, 5]
+
+
 @pytest.mark.parametrize("change", [
     lambda model: setattr(model.backbone.norm_f, "forward", torch.neg),
     lambda model: model.backbone.norm_f.register_forward_hook(lambda *of: -of[-1]),
@@ -187,6 +208,18 @@ def test_a_graph_is_of_one_model(captures, device):
         assert torch.equal(of.generate(ids, 12, cache), of.generate(ids, 12, graph=False)) and len(captures) == count
     other.load_state_dict(model.state_dict(), assign=True)
     assert not cache.captured.fits(other, cache), "though its weights are the same tensors"
+
+
+def test_a_cache_that_was_taken_before_is_refused_at_once(captures, device):
+    model, ids = make_model(device), tokens(device)
+    cache = model.new_cache(2)
+    model.generate(ids, 12, cache)
+    with pytest.raises(ValueError, match="cache: got one of batch 2, expected batch 1"):
+        model.stream(ids[:1], 1, cache)
+    cache[1].ssm_state.data = cache[1].ssm_state[:, :, :, :8]
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"cache\.ssm_state: got shape"):
+            model.stream(ids, 1, cache)
 
 
 def test_a_cache_does_not_hold_the_model(device, monkeypatch):

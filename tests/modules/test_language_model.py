@@ -99,6 +99,48 @@ def test_the_last_layer_of_a_prompt_is_finished_for_its_last_token(settings, dev
     assert_close(*follow_up, rtol=1e-4, atol=1e-5)
 
 
+class Added(torch.nn.Linear):
+    """Adds to what the layer computes, as an adapter does."""
+
+    def forward(self, x):
+        return super().forward(x) + 1
+
+
+class Opaque(torch.Tensor):
+    """A weight that nobody may take apart."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if function is torch.Tensor.__getitem__:
+            raise NotImplementedError
+        result = super().__torch_function__(function, types, args, kwargs or {})
+        return result.as_subclass(torch.Tensor) if function is torch.nn.functional.linear else result
+
+
+@pytest.mark.parametrize("change", [
+    lambda mixer: setattr(mixer.out_proj, "__class__", Added),
+    lambda mixer: setattr(mixer.norm, "norm_before_gate", True),
+    lambda mixer: setattr(mixer, "norm_before_gate", True),
+    lambda mixer: setattr(mixer.in_proj, "weight", torch.nn.Parameter(mixer.in_proj.weight.data.as_subclass(Opaque)))],
+    ids=["adapter", "norm", "block", "weight"])
+def test_prompts_of_layers_of_other_kinds(change):
+    """A prompt is what `forward` makes of it, whatever became of a layer."""
+    model, ids = make_model(), tokens("cpu")
+    change(model.backbone.layers[-1].mixer)
+    with torch.no_grad():
+        assert_close(model.read(ids, cache=model.new_cache(2)), model(ids)[:, -1], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_traced_modules_are_looked_into():
+    model, ids = make_model(), tokens("cpu")
+    expected = model.generate(ids, 2)
+    size = model.backbone.embedding.num_embeddings
+    model.backbone.embedding = torch.jit.trace(model.backbone.embedding, ids)
+    model.backbone.embedding.num_embeddings = size
+    assert torch.equal(model.generate(ids, 2), expected)
+
+
 @pytest.mark.parametrize("variant", ["baseline", "fused", "persistent"])
 def test_generation_by_kernels(variant, device, monkeypatch):
     """Of every kind: of a block's functions and of the SSD."""
