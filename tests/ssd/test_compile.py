@@ -33,7 +33,7 @@ SPILLED = {"3.6": {"bmm_bwd_kernel": 248, "chunk_cumsum_bwd_kernel": 800, "dC_dC
                    "chunk_scan_chunk_state_dx_kernel": 224, "chunk_scan_dstates_kernel": 168, "chunk_state_dB_kernel": 160,
                    "ddA_cumsum_kernel": 136, "chunk_state_kernel": 24},
            "3.8": {"bmm_bwd_kernel": 32, "dC_dCB_kernel": 400, "chunk_scan_dC_kernel": 24},
-           "3.9": {"hopper_group_kernel": 216, "hopper_scan_kernel": 88, "hopper_wide_scan_kernel": 232, "bmm_bwd_kernel": 72,
+           "3.9": {"hopper_group_kernel": 216, "hopper_scan_kernel": 88, "hopper_wide_scan_kernel": 120, "bmm_bwd_kernel": 72,
                    "dB_dx_kernel": 80, "dC_dCB_kernel": 520, "chunk_scan_dC_kernel": 72}}
 # Variants, and the optimisations without which other kernels of theirs run. What runs with Gluon has tests of its own.
 PLAIN = [(name, "--off", "gluon") for name in OURS]
@@ -241,10 +241,10 @@ GLUON_FORMS = {
 # The sizes, and bytes that the wide scan may spill: addresses and masks of states that enter or leave a run, and where a gate,
 # kept outputs and tiles that heads do not fill meet, a few in its loop.
 WIDE_FORMS = {
-    "persistent --seqlen 4096 --headdim 128 --dstate 256": 64,
-    "persistent --seqlen 4096 --headdim 64 --dstate 256": 64,
-    "persistent --headdim 80 --dstate 192 --nheads 25 --z --initial-states": 560,
-    "fused --headdim 128 --dstate 256": 64,
+    "persistent --seqlen 4096 --headdim 128 --dstate 256": 48,
+    "persistent --seqlen 4096 --headdim 64 --dstate 256": 48,
+    "persistent --headdim 80 --dstate 192 --nheads 25 --z --initial-states": 152,
+    "fused --headdim 128 --dstate 256": 48,
 }
 
 
@@ -258,7 +258,7 @@ def test_wide_gluon_kernels(arguments, compiled):
     if "4096" in arguments:
         spills[PIECES] = 0
     assert {row["kernel"] for row in rows} == set(spills)
-    assert_fits(rows, 90, spills=560, by_walks=0)
+    assert_fits(rows, 90, spills=240, by_walks=0)
     for row in rows:
         assert row["spills"] <= max(spills[row["kernel"]], allow_spills(row)), row
         assert not row["mma"] and row["wgmma"] and not row["late"] and not row["foreign"], row
