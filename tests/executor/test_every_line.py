@@ -30,6 +30,10 @@ NOT_MISSED = {
     # Warps that wait for one phase must meet before the next but one begins; here a role's warps wait together.
     ("wait_full(rings.tiles, step + pieces)", "block_barrier()",
      "mark_empty(rings.tiles, slot_of(rings.tiles, step + pieces))"),
+    # Before a loop, after an arrival: Triton would put a barrier into each turn of it.
+    ("state, fetched = add_fetched_pieces(state, start, run, rings.tiles, tiles, fetched, STATE, U, ROWS, WIDTH)",
+     "block_barrier()  # or Triton would put one into every step of the loop", "else:"),
+    ("pieces += 1", "block_barrier()  # as in `wide_scan.scan_slice`", "first, last = run.first, run.last"),
 }
 SHAPE = Shape(1, 5 * 64 - 7, 4, 64, 1, 64, 64)
 # Some lines are needed where others do not happen to do their work: in more stages, for one head alone, in cut sequences.
