@@ -2,10 +2,10 @@
 
 Plain kernels, of baseline and mamba_ssm: bytes and exponentials by the cost model. Each exponential of a pair of tokens goes
 with 4 bytes of CB that come from L2, once for each tile of 64 channels; mamba_ssm's tiles are as wide as a head. In mamba_ssm
-B or C come from L2 for each head as well, in chunk_state and chunk_scan, and in the backward in five launches. Its forward
-computes all rows of the last chunk, whether or not they are tokens. Its backward reads x and the gradient of y from L2 for each
-pair of tiles of a chunk too, in two launches each, computes the last chunk as if it were whole, and leaves sums and zeros to
-torch. The recurrence between chunks takes them one after the other.
+B or C come from L2 for each head as well, in chunk_state and chunk_scan, and in the backward in five launches. It computes
+the last chunk as if it were whole: all rows of it forwards, all pairs of tokens backwards. Its backward reads x and the
+gradient of y from L2 for each pair of tiles of a chunk too, in two launches each, and leaves sums and zeros to torch. The
+recurrence between chunks takes them one after the other.
 
 Kernels on Hopper, of fused and persistent: bytes from their tensors, and steps of the thread block that does most, from the
 very tables by which the launchers deal sequences out. A step is 64 tokens of two slices of 64 channels, or of one slice for
@@ -68,7 +68,7 @@ def count_plain(variant: str, mode: str, p: cost.Problem, launches: int) -> list
             from_l2 += _READ_FOR_EACH_PAIR * p.itemsize * p.X * (max(p.chunk_size // SLICE, 1) + 1) / 2
             of_torch = {TORCH: launches - OWN_LAUNCHES - p.gated}
         else:
-            from_l2 *= p.nchunks * p.chunk_size / p.seqlen  # it computes all rows of a chunk, those past seqlen too
+            from_l2 *= p.nchunks * p.chunk_size / p.seqlen  # rows past seqlen too
         from_l2 += _READ_FOR_EACH_HEAD[mode] * p.itemsize * p.D * p.dstate
     return [Part({f"L2 of {variant}": from_l2 / 1e6, f"chunk of {variant}": walks * p.nchunks, **of_torch}, whole.bytes)]
 

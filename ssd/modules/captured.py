@@ -24,7 +24,7 @@ from .token_step import is_seen, list_modules
 if TYPE_CHECKING:
     from .language_model import Mamba2LM
 
-MOST_CHANNELS = 1 << 25  # of all tokens of a prompt: beyond, a graph saves less than a hundredth, and keeps gigabytes
+MOST_CHANNELS = 1 << 25  # of all tokens of a prompt: beyond, a graph saves less than a hundredth, and keeps a gigabyte
 _MOST_PROMPTS = 8  # shapes of them, of a cache; together of twice as many channels at most
 _alone = RLock()  # or the launches of one thread in the side stream would be captured by another
 
@@ -40,20 +40,21 @@ class Mamba2LMCache(list[Mamba2Cache]):
 
     captured: Captured | None = None
     pad_prompts: bool = False
-    _versions: list[int] | None = None  # of the states when they had been zeroed, which whatever writes to them raises
+    _versions: list[int] | None = None  # of the states when last zeroed: what torch writes raises them, a replay does not
 
     def reset(self) -> None:
         """Forgets every token, so that another prompt can begin; the graphs stay."""
         for name in ("conv_state", "ssm_state") if self else ():
             torch._foreach_zero_([getattr(layer, name) for layer in self])  # two launches, not two a layer
-        self.take_as_new()
+        self.mark_new()
 
-    def take_as_new(self) -> None:
-        """Notes that all states are zeros."""
-        self._versions = [t._version for t in _list_states(self)]
+    def mark_new(self) -> None:
+        """Notes that all states are zeros, unless they are tensors of inference mode, which have no versions."""
+        states = _list_states(self)
+        self._versions = None if any(t.is_inference() for t in states) else [t._version for t in states]
 
-    def take_as_used(self) -> None:
-        """Notes that a graph may write to them, which raises no version."""
+    def mark_used(self) -> None:
+        """Notes that a replay may write to them."""
         self._versions = None
 
     def is_new(self) -> bool:
@@ -78,7 +79,7 @@ class Captured:
 
     def __init__(self, model: Mamba2LM, cache: Sequence[Mamba2Cache]):
         self.model, self.cache, self.places = ref(model), [*cache], _list_places(model, cache)
-        self.taken: tuple | None = None  # how many sequences it had, and the forms of its states, in a call that succeeded
+        self.checked: tuple | None = None  # how many sequences it had, and the forms of its states, in a call that succeeded
         self.one: _Graph | None = None
         self.prompts: dict[tuple, _Graph] = {}
 
@@ -87,9 +88,9 @@ class Captured:
         return self.model() is model and self.places == _list_places(model, cache)
 
     def has_checked(self, model: Mamba2LM, cache: Sequence[Mamba2Cache], batch: int) -> bool:
-        """Whether the model has taken this cache before, as it is, as one of so many sequences."""
-        return (self.model() is model and len(model.backbone.layers) == len(cache) and self.taken == (batch, _list_forms(cache))
-                and [*map(id, self.cache)] == [*map(id, cache)])
+        """True when a call with this model, these blocks' caches and so many sequences has succeeded."""
+        return (self.model() is model and len(model.backbone.layers) == len(cache)
+                and self.checked == (batch, _list_forms(cache)) and [*map(id, self.cache)] == [*map(id, cache)])
 
     def step(self, token: Tensor) -> Tensor:
         """(batch,) integers to logits (batch, padded_vocab_size).
@@ -100,7 +101,7 @@ class Captured:
         model = self.model()
         self.one = self.one or _Graph(token)
         logits = self.one(partial(model.step, cache=self.cache), token)
-        self.taken = self.taken or (len(token), _list_forms(self.cache))
+        self.checked = self.checked or (len(token), _list_forms(self.cache))
         return logits
 
     def read(self, input_ids: Tensor, mask: Tensor | None) -> Tensor:
@@ -113,7 +114,7 @@ class Captured:
         while len(self.prompts) > _MOST_PROMPTS or sum(batch * seqlen for _, batch, seqlen in self.prompts) > most:
             del self.prompts[next(iter(self.prompts))]
         logits = graph(partial(model.read, cache=self.cache), *given)
-        self.taken = self.taken or (len(input_ids), _list_forms(self.cache))
+        self.checked = self.checked or (len(input_ids), _list_forms(self.cache))
         return logits
 
 
@@ -203,7 +204,7 @@ def get_side_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def _list_weights(model: Mamba2LM) -> list[Tensor]:
-    """Of a model that nobody looks into; of others there are none."""
+    """Of a model; none of one that `is_seen`."""
     found = []
     for one in list_modules(model) or ():
         for own in (one._parameters, one._buffers):

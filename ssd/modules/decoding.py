@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .language_model import Mamba2LM
 
 _WORTH_A_GRAPH = 8  # steps: a capture takes as long as a few of them
-_MOST_PADDED = 1 << 22  # channels of all tokens of a prompt: a GPU computes twice as many sooner than they are launched
+_MOST_PADDED = 1 << 22  # channels of all tokens of a prompt: up to here launching takes longer than twice the computing
 
 
 @torch.no_grad()
@@ -39,7 +39,7 @@ def decode(model: Mamba2LM, input_ids: Tensor, mask: Tensor | None, max_new_toke
     if reads and mask is None and wants_padding(model, input_ids, cache):
         input_ids, mask = pad_left(input_ids)
     if isinstance(cache, Mamba2LMCache):
-        cache.take_as_used()
+        cache.mark_used()
     logits = captured.read(input_ids, mask) if reads else model.read(input_ids, mask, cache)
     step = None
     for left in reversed(range(max_new_tokens)):
@@ -87,7 +87,7 @@ def get_captured(cache: Sequence[Mamba2Cache]) -> Captured | None:
 
 
 def captures_prompt(model: Mamba2LM, input_ids: Tensor, cache: Sequence[Mamba2Cache] | None, graph: bool | None) -> bool:
-    """Whether a prompt is captured, for a cache that may come again with others of its shape."""
+    """Whether a prompt is to be captured, if the model allows it: for a cache that may come again with others of its shape."""
     return (isinstance(cache, Mamba2LMCache) and graph is not False
             and input_ids.numel() * model.config.d_model <= MOST_CHANNELS and not explain_moment(input_ids.device))
 

@@ -5,8 +5,9 @@ Parameters have the names and shapes of mamba_ssm's `MambaLMHeadModel`, so that 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
+from itertools import repeat
 from os import PathLike
 
 import torch
@@ -133,7 +134,7 @@ class Mamba2LM(nn.Module):
         if not (kept and kept.has_checked(self, cache, len(input_ids))):
             self.backbone.check_cache(cache, len(input_ids))
         width = input_ids.shape[1]
-        few = reads and attention_mask is not None and not is_seen(self)
+        few = reads and attention_mask is not None and not decoding.explain_model(self, input_ids.device)
         input_ids, mask = decoding.align_right(input_ids, attention_mask, few)
         self.backbone.check_vocabulary(input_ids)
         if (mask is not None or input_ids.shape[1] < width) and cache[0].conv_state.any():
@@ -151,7 +152,7 @@ class Mamba2LM(nn.Module):
         check_flags({"pad_prompts": pad_prompts})
         cache = Mamba2LMCache(layer.mixer.new_cache(batch, dtype, state_dtype) for layer in self.backbone.layers)
         cache.pad_prompts = pad_prompts
-        cache.take_as_new()
+        cache.mark_new()
         return cache
 
     @classmethod
@@ -227,11 +228,13 @@ class _Backbone(nn.Module):
                 mask: Tensor | None = None) -> Tensor:
         """mask: of `Mamba2.prefill`, with a cache that has had no token."""
         seen = is_seen(self)
-        residual, added = self._run([*self.layers], input_ids, seq_idx, cache, mask, compute_rates(self.layers), seen)
+        residual, added = self._run(self.layers, input_ids, seq_idx, cache, mask, compute_rates(self.layers), seen)
         return add_and_norm(self.norm_f, residual, added, seen)[1]
 
     def read(self, input_ids: Tensor, mask: Tensor | None, cache: Sequence[Mamba2Cache] | None) -> Tensor:
-        """As `forward`, of the last token, (batch, d_model); for inference. Of the last layer's output no other is computed."""
+        """As `forward`, of the last token, (batch, d_model); for inference. Without a mask no other output of the last layer is
+        computed.
+        """
         *layers, last = self.layers
         seen = is_seen(self)
         if cache is None or mask is not None or seen or not can_finish(last.mixer):
@@ -242,16 +245,16 @@ class _Backbone(nn.Module):
         added = last.mixer.finish(normed, cache[-1], rates[-1])
         return add_and_norm(self.norm_f, residual[:, -1].contiguous(), added, seen)[1]
 
-    def _run(self, layers: Sequence[_Layer], input_ids: Tensor, seq_idx: Tensor | None, cache: Sequence[Mamba2Cache] | None,
+    def _run(self, layers: Iterable[_Layer], input_ids: Tensor, seq_idx: Tensor | None, cache: Sequence[Mamba2Cache] | None,
              mask: Tensor | None, rates: Sequence[Tensor | None], seen: bool) -> tuple[Tensor, Tensor | None]:
-        """The residual stream after the first layers, and what is still to be added to it. rates, seen: of `compute_rates` and
-        `is_seen`, of all layers.
+        """The residual stream after these layers, the model's first, and what is still to be added to it. rates, seen: of
+        `compute_rates` and `is_seen`, of all layers.
         """
         _check_ids(input_ids, "(batch, seqlen)")
         if cache is not None:
             self.check_cache(cache, len(input_ids))
         residual, added = self._embed(input_ids), None  # to it, by the layer before
-        caches = [None] * len(layers) if cache is None else cache
+        caches = repeat(None) if cache is None else cache
         for layer, its_cache, A in zip(layers, caches, rates, strict=False):
             residual, normed = add_and_norm(layer.norm, residual, added, seen)
             rate = {} if A is None else {"A": A}

@@ -170,6 +170,10 @@ def test_what_is_not_padded(captures, device):
         with torch.inference_mode():
             use()
         assert not cache.is_new()
+    with torch.inference_mode():
+        copied = cache.copy()
+        copied.reset()
+    assert not copied.is_new(), "tensors of that mode have no versions"
     for width in (3, 4):
         assert model.generate(ids[:, :width], 1, cache).shape == (2, width + 1)
     assert [*cache.captured.prompts] == [(1, 2, 3), (1, 2, 4)]

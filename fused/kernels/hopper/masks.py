@@ -43,8 +43,8 @@ def store_mask(L, BC, A_rows, A_columns, causal, FIRST: gl.constexpr, LAYOUT: gl
 def are_freed_with_tiles(tiles, masks):
     """Whether slots of `masks` need not be given back. tiles, masks: how many slots the rings have, `masks` for each head.
 
-    A tile is given back when its mask has been read as well. So once a slot of `tiles` is full again, the mask of what was in
-    it is free, and all before. That spares barriers: Triton puts one behind every arrival (docs/log/hopper-breadth.md).
+    A tile is given back when its mask has been read as well. So when a slot of `tiles` is full again, the mask of the tile that
+    was in it has been read, and all masks before. That spares barriers (docs/log/hopper-breadth.md).
     """
     return tiles <= masks
 
