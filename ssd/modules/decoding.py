@@ -68,7 +68,8 @@ def check_graph(model: Mamba2LM, device: torch.device, graph: bool | None) -> No
 def _find_graphs(model: Mamba2LM, device: torch.device, cache: Sequence[Mamba2Cache], graph: bool | None,
                    worth: bool) -> Captured | None:
     """What holds the graphs of this model with this cache; None where there are none, and none is worth it."""
-    kept = get_captured(cache)
+    keeps = isinstance(cache, Mamba2LMCache)
+    kept = cache.captured if keeps else None
     if graph is False or (graph is None and (not (worth or kept) or explain_moment(device))):
         return None
     if kept and kept.fits(model, cache):
@@ -76,14 +77,9 @@ def _find_graphs(model: Mamba2LM, device: torch.device, cache: Sequence[Mamba2Ca
     if explain_model(model, device):
         return None
     made = Captured(model, cache)
-    if isinstance(cache, Mamba2LMCache):
+    if keeps:
         cache.captured = made
     return made
-
-
-def get_captured(cache: Sequence[Mamba2Cache]) -> Captured | None:
-    """What a cache keeps."""
-    return cache.captured if isinstance(cache, Mamba2LMCache) else None
 
 
 def captures_prompt(model: Mamba2LM, input_ids: Tensor, cache: Sequence[Mamba2Cache] | None, graph: bool | None) -> bool:

@@ -130,9 +130,7 @@ class Mamba2LM(nn.Module):
         reads = decoding.captures_prompt(self, input_ids, cache, graph)
         if cache is None:
             cache = self.new_cache(len(input_ids))
-        kept = decoding.get_captured(cache)
-        if not (kept and kept.has_checked(self, cache, len(input_ids))):
-            self.backbone.check_cache(cache, len(input_ids))
+        self.backbone.check_cache(cache, len(input_ids))
         width = input_ids.shape[1]
         few = reads and attention_mask is not None and not decoding.explain_model(self, input_ids.device)
         input_ids, mask = decoding.align_right(input_ids, attention_mask, few)
