@@ -6,10 +6,12 @@ makes them as one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
 from functools import cache as cached
 from functools import partial
+from itertools import chain, pairwise
+from operator import is_
 from threading import RLock
 from typing import TYPE_CHECKING
 from weakref import ref
@@ -78,13 +80,24 @@ class Captured:
     """
 
     def __init__(self, model: Mamba2LM, cache: Sequence[Mamba2Cache]):
-        self.model, self.cache, self.places = ref(model), [*cache], _list_places(model, cache)
+        self.model, self.cache, self.states = ref(model), [*cache], _locate(_list_states(cache))
+        self.parts = list_parts(len(cache))
+        self.places = [_list_places(model, part) for part in self.parts]
         self.one: _Graph | None = None
         self.prompts: dict[tuple, _Graph] = {}
 
-    def fits(self, model: Mamba2LM, cache: Sequence[Mamba2Cache]) -> bool:
-        """True when a replay does what this model does with this cache, if its modules' settings are as they were."""
-        return self.model() is model and self.places == _list_places(model, cache)
+    def holds(self, cache: Sequence[Mamba2Cache], batch: int) -> bool:
+        """True when these are the states of so many sequences that the graphs read and write, and nothing of them is to be
+        checked again.
+        """
+        same = len(cache) == len(self.cache) and all(map(is_, cache, self.cache))
+        return same and len(cache[0].conv_state) == batch and _locate(_list_states(cache)) == self.states
+
+    def fits(self, model: Mamba2LM, begins: bool = False) -> bool:
+        """True when a replay does what this model does, if its modules' settings are as they were. begins: for its first part
+        at least, the others are for `read` to look at.
+        """
+        return self.model() is model and all(map(self._has, range(1 if begins else len(self.parts))))
 
     def step(self, token: Tensor) -> Tensor:
         """(batch,) integers to logits (batch, padded_vocab_size).
@@ -94,10 +107,14 @@ class Captured:
         """
         model = self.model()
         self.one = self.one or _Graph(token)
-        return self.one(partial(model.step, cache=self.cache), token)
+        return self.one([lambda given: model.step(*given, cache=self.cache)], (token,))[0]
 
-    def read(self, input_ids: Tensor, mask: Tensor | None) -> Tensor:
-        """A prompt (batch, seqlen), or a piece of one, to the logits after it. Raises as `step`."""
+    def read(self, input_ids: Tensor, mask: Tensor | None) -> tuple[Tensor, bool]:
+        """A prompt (batch, seqlen), or a piece of one, to the logits after it; and whether the model fits. Raises as `step`.
+
+        The GPU has begun with a part of the layers while the host looks at the next. From one that does not fit on they are
+        launched.
+        """
         model, given = self.model(), (input_ids,) if mask is None else (input_ids, mask)
         key = len(given), *input_ids.shape
         graph = self.prompts.pop(key, None) or _Graph(*given)
@@ -105,41 +122,78 @@ class Captured:
         most = 2 * MOST_CHANNELS / model.config.d_model  # tokens of all
         while len(self.prompts) > _MOST_PROMPTS or sum(batch * seqlen for _, batch, seqlen in self.prompts) > most:
             del self.prompts[next(iter(self.prompts))]
-        return graph(partial(model.read, cache=self.cache), *given)
+        return graph([partial(model.read_part, part, cache=self.cache) for part in self.parts], given, self._has)
+
+    def _has(self, part: int) -> bool:
+        """Whether what the graphs of a part read is where it was."""
+        return self.places[part] is not None and self.places[part] == _list_places(self.model(), self.parts[part])
 
 
 class _Graph:
-    """A call as a CUDA graph, of tensors that stay in the same memory, and of memory of its own for what it computes.
+    """Calls, each with what the one before gave, as CUDA graphs of tensors that stay in the same memory, and of memory of their
+    own for what they compute.
 
-    The first call makes its launches one by one, since kernels are compiled and loaded in it; the second captures them.
+    The first time all launches are made one by one, since kernels are compiled and loaded; the second time they are captured.
     """
 
     def __init__(self, *like: Tensor):
         with torch.inference_mode(False):  # a cache may keep it for calls outside of inference mode
-            self.given = [torch.zeros_like(t, dtype=t.dtype if t.dtype == torch.bool else torch.int64) for t in like]
-        self.result: Tensor | None = None
-        self.replay: Callable[[], object] | None = None
+            self.given = tuple(torch.zeros_like(t, dtype=t.dtype if t.dtype == torch.bool else torch.int64) for t in like)
+        self.replays: list[Callable[[], object]] = []
+        self.results: list = []
         self.is_warm = False
 
-    def __call__(self, call: Callable[..., Tensor], *given: Tensor) -> Tensor:
-        """call(*given), or a replay of the same call before."""
+    def __call__(self, calls: Sequence[Callable], given: tuple[Tensor, ...],
+                 fits: Callable[[int], bool] = lambda part: True) -> tuple[Tensor, bool]:
+        """What the last call gives after all of them, or replays of the same calls before; and whether all fit.
+
+        fits: whether a call is still the one that was captured, asked before each but the first.
+        """
         for own, t in zip(self.given, given, strict=True):
             own.copy_(t)
         device = self.given[0].device
         if not self.is_warm:
-            result = warm_up(partial(call, *self.given), device)
+            result = warm_up(partial(_call_in_turn, calls, self.given), device)
             self.is_warm = True
-            return result
-        if self.replay is None:
+            return result, True
+        if not self.replays:
             self.is_warm = False  # unless this succeeds, the next call is launched
             try:
-                self.replay, self.result = capture(partial(call, *self.given), device)
+                self._capture(calls, device)
             except Exception as error:
                 raise RuntimeError("generation cannot be captured in a CUDA graph; with graph=False it runs launch by launch"
                                    ) from error
             self.is_warm = True
-        self.replay()
-        return self.result
+        for part, replay in enumerate(self.replays):
+            if part and not fits(part):
+                return _call_in_turn(calls[part:], self.results[part - 1]), False
+            replay()
+        return self.results[-1], True
+
+    def _capture(self, calls: Sequence[Callable], device: torch.device) -> None:
+        replays, results, pool = [], [self.given], torch.cuda.graph_pool_handle()
+        for call in calls:
+            replay, result = capture(partial(call, results[-1]), device, pool)
+            replays.append(replay)
+            results.append(result)
+        self.replays, self.results = replays, results[1:]
+
+
+def _call_in_turn(calls: Sequence[Callable], given: tuple[Tensor, ...]) -> Tensor:
+    """What the last gives, each with what the one before gave."""
+    for call in calls:
+        given = call(given)
+    return given
+
+
+def list_parts(layers: int) -> list[range]:
+    """Of a model: each has four times as many layers as the one before, the last what is left, so that the GPU has more to do
+    with one than the host with the next.
+    """
+    starts = [0]
+    while (following := 4 * starts[-1] + 1) < layers:
+        starts.append(following)
+    return [range(*ends) for ends in pairwise([*starts, layers])]
 
 
 def explain_moment(device: torch.device) -> str | None:
@@ -161,7 +215,7 @@ def explain_model(model: Mamba2LM, device: torch.device) -> str | None:
         return f"layers are on {', '.join(sorted(map(str, elsewhere)))} too, and a graph is of one GPU"
     if is_seen(model):
         return "the model has forward hooks, or a forward that was put in place of its own, which a replay would not call"
-    others = {type(t).__name__ for t in _list_weights(model) if type(t) not in (Tensor, nn.Parameter)}
+    others = {type(t).__name__ for t in _list_weights(list_modules(model)) if type(t) not in (Tensor, nn.Parameter)}
     return f"weights are of the class {', '.join(sorted(others))}, whose memory is not known" if others else None
 
 
@@ -193,23 +247,29 @@ def get_side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def _list_weights(model: Mamba2LM) -> list[Tensor]:
-    """Of a model; none of one that `is_seen`."""
+def _list_weights(modules: Iterable[nn.Module]) -> list[Tensor]:
     found = []
-    for one in list_modules(model) or ():
+    for one in modules:
         for own in (one._parameters, one._buffers):
             if own:
                 found += own.values()
     return [t for t in found if t is not None]
 
 
-def _list_places(model: Mamba2LM, cache: Sequence[Mamba2Cache]) -> tuple[list, ...] | None:
-    """Where everything lies that a graph reads and writes: weights that moved, or are others now, need another graph. None of a
-    model that `is_seen`.
+def _list_places(model: Mamba2LM, part: range) -> tuple[list, ...] | None:
+    """Where everything lies that a graph of these layers reads, and of the first of all but its layers: weights that moved, or
+    are others now, need another graph. None where something `is_seen`.
     """
-    if not (tensors := _list_weights(model)):
+    layers = [*model.backbone.layers]
+    found = [list_modules(layer) for layer in layers[part.start : part.stop]]
+    if not part.start:
+        found.append(list_modules(model, without=model.backbone.layers))
+    if None in found:
         return None
-    tensors += _list_states(cache)
+    return len(layers), *_locate(_list_weights(chain.from_iterable(found)))
+
+
+def _locate(tensors: Sequence[Tensor]) -> tuple[list, ...]:
     return [t.data_ptr() for t in tensors], [t.dtype for t in tensors], [t.shape for t in tensors], [*map(type, tensors)]
 
 

@@ -79,6 +79,13 @@ class Mamba2LM(nn.Module):
         """
         return self.lm_head(self.backbone.read(input_ids, mask, cache))
 
+    def read_part(self, part: range, given: tuple[Tensor, ...], cache: Sequence[Mamba2Cache]) -> tuple[Tensor, ...] | Tensor:
+        """Some layers of `read`, by their numbers: what it gives where the last is among them, and else what the next part is
+        given. given: input_ids, and the mask if there is one, or what the part before gave.
+        """
+        after = self.backbone.read_part(part, given, cache)
+        return self.lm_head(after) if part.stop == len(cache) else after
+
     def generate(self, input_ids: Tensor, max_new_tokens: int, cache: Sequence[Mamba2Cache] | None = None,
                  eos_token_id: int | Sequence[int] | None = None, attention_mask: Tensor | None = None,
                  temperature: float = 0.0, top_k: int | None = None, top_p: float | None = None,
@@ -130,7 +137,9 @@ class Mamba2LM(nn.Module):
         reads = decoding.captures_prompt(self, input_ids, cache, graph)
         if cache is None:
             cache = self.new_cache(len(input_ids))
-        self.backbone.check_cache(cache, len(input_ids))
+        kept = cache.captured if isinstance(cache, Mamba2LMCache) else None
+        if not (kept and kept.holds(cache, len(input_ids)) and kept.model() is self):
+            self.backbone.check_cache(cache, len(input_ids))
         width = input_ids.shape[1]
         few = reads and attention_mask is not None and not decoding.explain_model(self, input_ids.device)
         input_ids, mask = decoding.align_right(input_ids, attention_mask, few)
@@ -225,33 +234,51 @@ class _Backbone(nn.Module):
     def forward(self, input_ids: Tensor, seq_idx: Tensor | None = None, cache: Sequence[Mamba2Cache] | None = None,
                 mask: Tensor | None = None) -> Tensor:
         """mask: of `Mamba2.prefill`, with a cache that has had no token."""
-        seen = is_seen(self)
-        residual, added = self._run(self.layers, input_ids, seq_idx, cache, mask, compute_rates(self.layers), seen)
+        seen, residual = is_seen(self), self._begin(input_ids, cache)
+        residual, added = self._run(self.layers, residual, None, seq_idx, cache, mask, compute_rates(self.layers), seen)
         return add_and_norm(self.norm_f, residual, added, seen)[1]
 
     def read(self, input_ids: Tensor, mask: Tensor | None, cache: Sequence[Mamba2Cache] | None) -> Tensor:
-        """As `forward`, of the last token, (batch, d_model); for inference. Without a mask no other output of the last layer is
+        """As `forward`, of the last token, (batch, d_model); for inference."""
+        if cache is None or is_seen(self):
+            return self(input_ids, cache=cache, mask=mask)[:, -1]
+        return self.read_part(range(len(self.layers)), (input_ids,) if mask is None else (input_ids, mask), cache)
+
+    def read_part(self, part: range, given: tuple[Tensor, ...], cache: Sequence[Mamba2Cache]) -> tuple[Tensor, ...] | Tensor:
+        """Some layers of `read`, of `Mamba2LM.read_part`. Without a mask only the last token's output of the last layer is
         computed.
         """
-        *layers, last = self.layers
-        seen = is_seen(self)
-        if cache is None or mask is not None or seen or not can_finish(last.mixer):
-            return self(input_ids, cache=cache, mask=mask)[:, -1]
-        rates = compute_rates(self.layers)
-        residual, added = self._run(layers, input_ids, None, cache, None, rates, seen)
-        residual, normed = add_and_norm(last.norm, residual, added, seen)
-        added = last.mixer.finish(normed, cache[-1], rates[-1])
-        return add_and_norm(self.norm_f, residual[:, -1].contiguous(), added, seen)[1]
+        layers, seen, added = [*self.layers][part.start : part.stop], is_seen(self), None
+        if part.start:
+            residual, added, *mask = given
+        else:
+            input_ids, *mask = given
+            residual = self._begin(input_ids, cache)
+        rates, caches, ends = compute_rates(layers), cache[part.start : part.stop], part.stop == len(cache)
+        finishes = ends and not mask and not seen and can_finish(layers[-1].mixer)
+        inside = len(layers) - finishes
+        residual, added = self._run(layers[:inside], residual, added, None, caches, *(mask or [None]), rates, seen)
+        if not ends:
+            return residual, added, *mask
+        if finishes:
+            residual, normed = add_and_norm(layers[-1].norm, residual, added, seen)
+            residual, added = residual[:, -1].contiguous(), layers[-1].mixer.finish(normed, caches[-1], rates[-1])
+        normed = add_and_norm(self.norm_f, residual, added, seen)[1]
+        return normed if finishes else normed[:, -1]
 
-    def _run(self, layers: Iterable[_Layer], input_ids: Tensor, seq_idx: Tensor | None, cache: Sequence[Mamba2Cache] | None,
-             mask: Tensor | None, rates: Sequence[Tensor | None], seen: bool) -> tuple[Tensor, Tensor | None]:
-        """The residual stream after these layers, the model's first, and what is still to be added to it. rates, seen: of
-        `compute_rates` and `is_seen`, of all layers.
-        """
+    def _begin(self, input_ids: Tensor, cache: Sequence[Mamba2Cache] | None) -> Tensor:
+        """The residual stream before the first layer, all checked."""
         _check_ids(input_ids, "(batch, seqlen)")
         if cache is not None:
             self.check_cache(cache, len(input_ids))
-        residual, added = self._embed(input_ids), None  # to it, by the layer before
+        return self._embed(input_ids)
+
+    def _run(self, layers: Iterable[_Layer], residual: Tensor, added: Tensor | None, seq_idx: Tensor | None,
+             cache: Sequence[Mamba2Cache] | None, mask: Tensor | None, rates: Sequence[Tensor | None],
+             seen: bool) -> tuple[Tensor, Tensor | None]:
+        """The residual stream after these layers, and what is still to be added to it, from both before them. rates, seen: of
+        `compute_rates` and `is_seen`.
+        """
         caches = repeat(None) if cache is None else cache
         for layer, its_cache, A in zip(layers, caches, rates, strict=False):
             residual, normed = add_and_norm(layer.norm, residual, added, seen)

@@ -27,15 +27,15 @@ _DTYPES = (torch.bfloat16,)
 _TAKEN_APART = {Tensor, nn.Parameter, type(None)}  # other classes may be quantized weights, of which nobody takes rows
 
 
-def list_modules(module: nn.Module) -> list[nn.Module] | None:
-    """The module and all in it, one in several places as often; None where `is_seen`. A GPU may wait for this, and `modules()`
-    takes ten times as long.
+def list_modules(module: nn.Module, without: nn.Module | None = None) -> list[nn.Module] | None:
+    """The module and all in it, one in several places as often, but for what is in `without`; None where `is_seen`. A GPU may
+    wait for this, and `modules()` takes ten times as long.
     """
     found = [module]
     for one in found:
         if one._forward_hooks or one._forward_pre_hooks or "forward" in vars(one):
             return None
-        if inside := one._modules:
+        if (inside := one._modules) and one is not without:
             found += [inner for inner in inside.values() if inner is not None]
     return None if _has_any_global_hook() else found
 

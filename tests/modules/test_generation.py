@@ -30,22 +30,26 @@ def captures(monkeypatch, device) -> list:
     found, warm, capture, warm_up = [], [], captured.capture, captured.warm_up
 
     def begin(run, on):
-        warm.append(run)
+        warm.append(run.args[1])
         return warm_up(run, on) if device == "cuda" else run()
 
-    def record(run, on):
-        assert any(run.args[0] is before.args[0] for before in warm), "kernels are compiled before they are captured"
-        found.append(run)
+    def record(run, on, pool):
+        *part, given = run.args
+        if not part or not part[0].start:  # of the others the same is true
+            assert any(given is before for before in warm), "kernels are compiled before they are captured"
+            found.append(run)
         if device == "cuda":
-            return capture(run, on)
+            return capture(run, on, pool)
         with torch.inference_mode(False):  # a replay is of no mode
-            logits = torch.full((len(run.args[0]), 64), torch.nan)
-        return lambda: logits.copy_(run()), logits
+            logits, stream = torch.full((len(found[-1].args[-1][0]), 64), torch.nan), []
+        ends = not part or part[0].stop == len(run.keywords["cache"])
+        return (lambda: logits.copy_(run()), logits) if ends else (lambda: stream.__setitem__(slice(None), run()), stream)
 
     monkeypatch.setattr(captured, "capture", record)
     monkeypatch.setattr(captured, "warm_up", begin)
     if device == "cpu":
         monkeypatch.setattr(decoding, "explain_moment", lambda on: None)
+        monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
     return found
 
 
@@ -187,8 +191,11 @@ def test_what_is_not_padded(captures, device):
 @pytest.mark.parametrize("change", [
     lambda model: setattr(model.backbone.norm_f, "forward", torch.neg),
     lambda model: model.backbone.norm_f.register_forward_hook(lambda *of: -of[-1]),
-    lambda model: setattr(model.lm_head, "weight", torch.nn.Parameter(model.lm_head.weight.data.flip(0)))],
-    ids=["forward replaced", "hook", "other weights"])
+    lambda model: setattr(model.lm_head, "weight", torch.nn.Parameter(model.lm_head.weight.data.flip(0))),
+    lambda model: model.backbone.layers[-1].mixer.register_forward_hook(lambda *of: -of[-1]),
+    lambda model: setattr(model.backbone.layers[-1].norm, "weight", torch.nn.Parameter(torch.arange(32.0).to(
+        model.lm_head.weight.device)))],
+    ids=["forward replaced", "hook", "other weights", "hook of the last layer", "other weights of the last layer"])
 def test_what_changes_a_model_before_its_stream_begins_is_met(change, captures, device):
     model, ids = make_model(device), tokens(device)
     cache = model.new_cache(2)
@@ -200,6 +207,15 @@ def test_what_changes_a_model_before_its_stream_begins_is_met(change, captures, 
     change(model)
     got = torch.stack([*stream], 1)
     assert torch.equal(got, model.generate(ids, 12, graph=False)[:, 23:])
+    for _ in range(3):
+        cache.reset()
+        assert torch.equal(model.generate(ids, 12, cache)[:, 23:], got)
+
+
+def test_parts_of_a_model_have_all_its_layers():
+    assert [captured.list_parts(layers) for layers in (1, 2, 6)] == [
+        [range(1)], [range(1), range(1, 2)], [range(1), range(1, 5), range(5, 6)]]
+    assert [len(part) for part in captured.list_parts(64)] == [1, 4, 16, 43]
 
 
 def test_a_graph_is_of_one_model(captures, device):
@@ -211,7 +227,7 @@ def test_a_graph_is_of_one_model(captures, device):
         cache.reset()
         assert torch.equal(of.generate(ids, 12, cache), of.generate(ids, 12, graph=False)) and len(captures) == count
     other.load_state_dict(model.state_dict(), assign=True)
-    assert not cache.captured.fits(other, cache), "though its weights are the same tensors"
+    assert not cache.captured.fits(other), "though its weights are the same tensors"
 
 
 def test_a_cache_that_was_taken_before_is_refused_at_once(captures, device):
@@ -241,7 +257,7 @@ def test_a_first_call_that_fails_is_made_again(captures, device, monkeypatch):
     model, ids = make_model(device), tokens(device)
     cache, expected = model.new_cache(2), model.generate(ids, 2, graph=False)
     with monkeypatch.context() as during, pytest.raises(ZeroDivisionError):
-        during.setattr(Mamba2LM, "read", lambda *_, **__: 1 / 0)
+        during.setattr(Mamba2LM, "read_part", lambda *_, **__: 1 / 0)
         model.generate(ids, 2, cache)
     for fails in (False, True, False, False, False):  # the second would have been captured
         cache.reset()
