@@ -250,7 +250,8 @@ def _language() -> types.ModuleType:
     gl.where, gl.minimum = _where, _minimum
     gl.sum, gl.max = (functools.partial(_reduce, function) for function in (torch.sum, torch.amax))
     gl.expand_dims, gl.reshape, gl.permute, gl.join, gl.split = _expand_dims, _reshape, _permute, _join, _split
-    gl.abs, gl.exp2 = (lambda value: apply(torch.abs, value)), (lambda value: apply(torch.exp2, value))
+    for name in ("abs", "exp2", "rsqrt"):
+        setattr(gl, name, functools.partial(apply, getattr(torch, name)))
     gl.convert_layout = lambda value, layout: Value(value.tensor, layout, value.loads)
     gl.inline_asm_elementwise = _run_assembly
     gl.load, gl.store = _load, _store

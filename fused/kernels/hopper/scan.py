@@ -60,12 +60,12 @@ from .ring import make_ring, mark_empty, slot_of, wait_empty, wait_full
 from .roles import (
     LOG2E,
     allocate_tiles,
-    apply_gate,
     fetch_slice,
     get_head,
     get_tile,
     locate_state,
     make_form,
+    make_gate,
     state_mask,
     store_masked,
     tile_bytes,
@@ -180,6 +180,8 @@ def scan_slice(outputs, rings, tiles, vectors, dA_cumsum, D, start, work, form: 
             # both products in flight before anything else touches an accumulator: ptxas would insert a wait
             y = warpgroup_mma(x, tiles.L.index(mask), y, is_async=True)  # [P, M] @ [M, M]
             state = warpgroup_mma(x_end, B, state, is_async=True)  # [P, M] @ [M, N]
+            if tiles.z is not None:
+                gate = make_gate(get_tile(tiles.z, 2 * slot + U, BLOCK_M, ROWS).permute((1, 0)).load(PI))
             y, x = warpgroup_mma_wait(1, deps=(y, x))  # y leaves while the state's product runs
             if D is not None:
                 y += D_h * x_t.load(PI).to(gl.float32)  # read again: x as fp32 does not fit beside the accumulators
@@ -192,7 +194,7 @@ def scan_slice(outputs, rings, tiles, vectors, dA_cumsum, D, start, work, form: 
             if outputs.y is not None:
                 get_tile(tiles.y, 2 + U, BLOCK_M, ROWS).permute((1, 0)).store(y.to(DTYPE))
             if tiles.z is not None:
-                y = apply_gate(y, get_tile(tiles.z, 2 * slot + U, BLOCK_M, ROWS).permute((1, 0)).load(PI))
+                y *= gate
             get_tile(tiles.y, U, BLOCK_M, ROWS).permute((1, 0)).store(y.to(DTYPE))
             state, x_end = warpgroup_mma_wait(0, deps=(state, x_end))
             fence_async_shared()

@@ -36,13 +36,13 @@ from .ring import make_ring, mark_empty, slot_of, wait_empty, wait_full
 from .roles import (
     LOG2E,
     allocate_tiles,
-    apply_gate,
     fetch_slice,
     get_head,
     get_tile,
     load_run,
     locate_state,
     make_form,
+    make_gate,
     state_mask,
     store_masked,
     tile_bytes,
@@ -248,7 +248,7 @@ def scan_slice(outputs, rings, tiles, vectors, dA_cumsum, D, start, work, form: 
             if outputs.y is not None:
                 get_tile(tiles.y, 2 + U, BLOCK_M, ROWS).permute((1, 0)).store(y.to(DTYPE))
             if tiles.z is not None:
-                y = apply_gate(y, get_tile(tiles.z, 2 * slot + U, BLOCK_M, ROWS).permute((1, 0)).load(PI))
+                y *= make_gate(get_tile(tiles.z, 2 * slot + U, BLOCK_M, ROWS).permute((1, 0)).load(PI))
             get_tile(tiles.y, U, BLOCK_M, ROWS).permute((1, 0)).store(y.to(DTYPE))
             state, x_end = warpgroup_mma_wait(0, deps=(state, x_end))
             fence_async_shared()
