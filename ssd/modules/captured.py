@@ -42,7 +42,7 @@ class Mamba2LMCache(list[Mamba2Cache]):
 
     captured: Captured | None = None
     pad_prompts: bool = False
-    _versions: list[int] | None = None  # of the states when last zeroed: what torch writes raises them, a replay does not
+    _zeroed: list[tuple[Tensor, int]] | None = None  # states and their versions then: what torch writes raises them
 
     def reset(self) -> None:
         """Forgets every token, so that another prompt can begin; the graphs stay."""
@@ -53,15 +53,17 @@ class Mamba2LMCache(list[Mamba2Cache]):
     def mark_new(self) -> None:
         """Notes that all states are zeros, unless they are tensors of inference mode, which have no versions."""
         states = _list_states(self)
-        self._versions = None if any(t.is_inference() for t in states) else [t._version for t in states]
+        self._zeroed = None if any(t.is_inference() for t in states) else [(t, t._version) for t in states]
 
     def mark_used(self) -> None:
-        """Notes that a replay may write to them."""
-        self._versions = None
+        """Notes that a replay may write to them, which raises no version."""
+        self._zeroed = None
 
     def is_new(self) -> bool:
         """True while all states are known to be zeros; the GPU is not asked."""
-        return self._versions is not None and self._versions == [t._version for t in _list_states(self)]
+        states = _list_states(self)
+        return self._zeroed is not None and len(states) == len(self._zeroed) and all(
+            t is zeroed and t._version == version for t, (zeroed, version) in zip(states, self._zeroed, strict=True))
 
     def __reduce__(self):
         return type(self), ([*self],), {"pad_prompts": self.pad_prompts}

@@ -168,7 +168,8 @@ def test_what_is_not_padded(captures, device):
     model, ids, widths = make_model(device), tokens(device), []
     cache = model.new_cache(2, pad_prompts=True)
     assert cache.is_new() and not copy.deepcopy(cache).is_new()
-    for use in (lambda: model(ids, cache=cache), lambda: model.step(ids[:, 0], cache), lambda: cache[1].ssm_state.zero_()):
+    for use in (lambda: model(ids, cache=cache), lambda: model.step(ids[:, 0], cache), lambda: cache[1].ssm_state.zero_(),
+                lambda: cache.__setitem__(1, model.backbone.layers[1].mixer.new_cache(2))):
         cache.reset()
         assert cache.is_new()
         with torch.inference_mode():
