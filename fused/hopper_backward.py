@@ -119,8 +119,8 @@ def compute_last_state(i: SSDInputs, options: Options) -> Tensor:
         tokens, sizes = describe_inputs(i.x, i.B), (i.nheads, i.headdim, i.dstate)
         kept = dt.new_empty(i.batch, cdiv(dt.shape[2], _RARELY), *sizes, dtype=i.x.dtype)
         last = dt.new_empty(i.batch, *sizes)
+        starts = contiguous(i.initial_states), None  # what walks begins beside the state pass: nothing may come between
         runs, *entering = make_runs(i, i.batch, tokens, dt, dA_cumsum, i.batch, options, "few_states_step")
-        starts = contiguous(i.initial_states), None
         all_states(i, tokens, describe_states(kept), dt, dA_cumsum, runs, starts, *entering, last, i.batch, _RARELY * BLOCK_M)
     return last
 
@@ -145,12 +145,12 @@ def _compute_states(saved: SSDSaved, tokens: tuple, dt: Tensor, dA_cumsum: Tenso
         takes = place is None or blocks is None or is_describable(place)
         dinitial_states = output(i.initial_states, place if takes else None, torch.float32)
     states = torch.empty(rows, nsub, i.nheads, i.headdim, i.dstate, device=dt.device, dtype=i.x.dtype)
+    given, to = starts, dinitial_states
+    if blocks is not None:
+        given, to = tuple(map(describe_document_states, starts)), describe_document_states(to, get_width(i.dstate) // 2)
     runs, *entering = make_runs(i, rows, tokens, dt, dA_cumsum, forwards, saved.options, "every_state_step", blocks=blocks,
                                 starts=starts)
-    to = dinitial_states
-    if blocks is not None:
-        starts, to = tuple(map(describe_document_states, starts)), describe_document_states(to, get_width(i.dstate) // 2)
-    all_states(i, tokens, describe_states(states), dt, dA_cumsum, runs, starts, *entering, to, forwards, dt.shape[3], blocks)
+    all_states(i, tokens, describe_states(states), dt, dA_cumsum, runs, given, *entering, to, forwards, dt.shape[3], blocks)
     return kept if reads else states[:forwards], states[forwards:], dinitial_states
 
 

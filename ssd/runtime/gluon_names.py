@@ -10,7 +10,7 @@ _LANGUAGE = (
     "BlockedLayout", "DistributedLinearLayout", "DotOperandLayout", "NVMMADistributedLayout", "NVMMASharedLayout",
     "SliceLayout", "SwizzledSharedLayout", "abs", "allocate_shared_memory", "arange", "bfloat16", "constexpr",
     "convert_layout", "exp2", "expand_dims", "float16", "float32", "inline_asm_elementwise", "int16", "int32", "int64", "join",
-    "load", "max", "minimum", "num_programs", "permute", "program_id", "reshape", "shared_memory_descriptor", "split",
+    "load", "max", "minimum", "num_programs", "permute", "program_id", "reshape", "rsqrt", "shared_memory_descriptor", "split",
     "static_assert", "static_range", "store", "sum", "tensor", "warp_specialize", "where", "zeros")
 _HOPPER = ("fence_async_shared", "mbarrier", "warpgroup_mma", "warpgroup_mma_wait")
 _MBARRIER = ("MBarrierLayout", "arrive", "expect", "init", "wait")

@@ -43,10 +43,9 @@ def find_late(addresses: Sequence[int]) -> int:
     return addresses.index(late.address) if late.address in addresses else -1
 
 
-def receive_if_given(args: tuple) -> None:
-    """Brings the values if the tensor is among the arguments of a launch."""
-    if late.address in [arg.data_ptr() for arg in args if isinstance(arg, Tensor)]:
-        receive()
+def is_late(args: Sequence[object]) -> bool:
+    """Whether the tensor is among these arguments of a launch, and its values are not there yet."""
+    return late.address != 0 and late.address in [arg.data_ptr() for arg in args if isinstance(arg, Tensor)]
 
 
 def receive() -> None:

@@ -69,10 +69,11 @@ def replay(call: Callable[..., Results], tensors: tuple[Tensor | None, ...], set
             forms.append((t.shape, t.stride(), t.dtype, t.get_device(), address % _TOLD_APART, same))
             addresses.append(address)
     stream = get_current_stream(tensors[0].get_device())
-    key = call, settings, stream, *forms
+    awaited = find_late(addresses) if late.address else -1
+    key = call, settings, stream, awaited, *forms  # what waits for a state cannot begin as early
     found = _recordings.get(key)
     if isinstance(found, Recording):
-        return found.play(tensors[0], addresses, stream)
+        return found.play(tensors[0], addresses, stream, awaited)
     if found is _ONCE:
         results, found = _record(call, tensors, settings)
         _recordings[key] = found or _NEVER
@@ -130,15 +131,17 @@ class Recording:
                     for shape, strides, _ in self.kept)
         return self.nbytes + sum(n * dtype.itemsize for n, (_, _, dtype) in zip(elements, self.kept, strict=True))
 
-    def play(self, like: Tensor, addresses: list[int], stream: int) -> Results:
-        """The results of the call on tensors at these addresses, on the device of `like`, in the stream it was recorded in."""
+    def play(self, like: Tensor, addresses: list[int], stream: int, awaited: int) -> Results:
+        """The results of the call on tensors at these addresses, on the device of `like`, in the stream it was recorded in.
+
+        awaited: which of them has no values yet, of `find_late`.
+        """
         with torch.cuda.device_of(like):
             if self.tables and torch.cuda.is_current_stream_capturing():
                 hold(self.tables)
             kept = [empty_strided(shape, strides, dtype) for shape, strides, dtype in self.kept]
             scratch = empty_strided((self.nbytes,), (1,), torch.uint8)
             bases = [*addresses, *[t.data_ptr() for t in kept], scratch.data_ptr()]
-            awaited = find_late(addresses) if late.address else -1
             for compiled, programs, args, places in self.launches:
                 if awaited >= 0 and awaited in [place.base for place in places]:
                     receive()
