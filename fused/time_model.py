@@ -118,7 +118,7 @@ class TimeModel:
         """Sequences of nsub sub-chunks on Hopper, cut so; `each` is nsub where nothing is cut."""
         before = cdiv(nsub, cut.each) - 1  # segments that others follow
         if cut.share is None:  # one more of some sequences; the start of the pass and of one of at most two runs
-            return (2 * self.segment_start + cut.each * step.among(blocks) + self.piece_join * (before + 1)
+            return (2 * self.segment_start + cut.each * step.among(blocks) + self.piece_join * before
                     + self.state_pass_launch + self.state_pass_step * cut.each)
         runs = sequences * (before + 1)
         rounds = cdiv(runs, blocks)
