@@ -26,7 +26,7 @@ from .token_step import is_seen, list_modules
 if TYPE_CHECKING:
     from .language_model import Mamba2LM
 
-MOST_CHANNELS = 1 << 25  # of all tokens of a prompt: beyond, a graph saves less than a hundredth, and keeps a gigabyte
+MOST_CHANNELS = 1 << 25  # of all tokens of a prompt: beyond, a graph saves less than a hundredth, and keeps 1.4 GB
 _MOST_PROMPTS = 8  # shapes of them, of a cache; together of twice as many channels at most
 _alone = RLock()  # or the launches of one thread in the side stream would be captured by another
 
