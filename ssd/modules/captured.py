@@ -272,7 +272,8 @@ def _list_places(model: Mamba2LM, part: range) -> tuple[list, ...] | None:
 
 
 def _locate(tensors: Sequence[Tensor]) -> tuple[list, ...]:
-    return [t.data_ptr() for t in tensors], [t.dtype for t in tensors], [t.shape for t in tensors], [*map(type, tensors)]
+    forms = [(t.dtype, t.shape, t.stride()) for t in tensors]
+    return [t.data_ptr() for t in tensors], forms, [*map(type, tensors)]
 
 
 def _list_states(cache: Sequence[Mamba2Cache]) -> list[Tensor]:

@@ -193,10 +193,11 @@ def test_what_is_not_padded(captures, device):
     lambda model: setattr(model.backbone.norm_f, "forward", torch.neg),
     lambda model: model.backbone.norm_f.register_forward_hook(lambda *of: -of[-1]),
     lambda model: setattr(model.lm_head, "weight", torch.nn.Parameter(model.lm_head.weight.data.flip(0))),
+    lambda model: setattr(model.lm_head.weight, "data", model.lm_head.weight.data.view(32, 64).mT),
     lambda model: model.backbone.layers[-1].mixer.register_forward_hook(lambda *of: -of[-1]),
     lambda model: setattr(model.backbone.layers[-1].norm, "weight", torch.nn.Parameter(torch.arange(32.0).to(
         model.lm_head.weight.device)))],
-    ids=["forward replaced", "hook", "other weights", "hook of the last layer", "other weights of the last layer"])
+    ids=["forward replaced", "hook", "other weights", "other strides", "hook of the last layer", "other weights of the last layer"])
 def test_what_changes_a_model_before_its_stream_begins_is_met(change, captures, device):
     model, ids = make_model(device), tokens(device)
     cache = model.new_cache(2)
