@@ -12,9 +12,9 @@ from torch import Tensor
 
 from .autograd import chunk_scan
 from .documents import check_bounds, check_numbers, number_documents
-from .options import check_options, suggest
+from .options import check_options
 from .positions import check_states_every, take_states
-from .registry import get_variant, is_peer, variant_names
+from .registry import get_variant, is_peer, refuse_unknown, variant_names
 from .runtime import value_checks
 from .runtime.custom_ops import are_plain, wants_gradient
 from .types import FP32_LARGEST, Options, SSDInputs
@@ -256,8 +256,7 @@ def check_settings(chunk_size: int, flags: Mapping[str, object], dt_limit, state
     if state_dtype is not None and state_dtype not in _DTYPES:
         raise TypeError(f"state_dtype: got {state_dtype!r}, expected None or one of {', '.join(map(str, _DTYPES))}")
     if variant != "auto" and variant not in variant_names():
-        known = (*variant_names(), "auto")
-        raise ValueError(f"variant: got {variant!r}, expected one of {known}{suggest(variant, known)}")
+        refuse_unknown(variant)
     check_options(options)
 
 

@@ -64,6 +64,14 @@ def variant_names() -> tuple[str, ...]:
     return (*VARIANTS, *_ADDED)
 
 
+def refuse_unknown(name: object) -> None:
+    """Raises:
+        ValueError: always; the message lists the variants.
+    """
+    known = (*variant_names(), "auto")
+    raise ValueError(f"variant: got {name!r}, expected one of {', '.join(map(repr, known))}{suggest(name, known)}")
+
+
 def add_variant(variant: Variant) -> None:
     """Make a variant of your own known by its name, in this process. The same name twice replaces it.
 
@@ -92,11 +100,10 @@ def get_variant(name: str) -> Variant:
         ValueError: no such name; the message lists the known ones.
         ImportError: a peer's package is missing, or a module of the user's hides a package of ours; the message names it.
     """
+    if name not in variant_names():
+        refuse_unknown(name)
     if name in _ADDED:
         return _ADDED[name]
-    if name not in VARIANTS:
-        known = (*variant_names(), "auto")
-        raise ValueError(f"variant: got {name!r}, expected one of {', '.join(map(repr, known))}{suggest(name, known)}")
     module = VARIANTS[name].module
     try:
         found = getattr(sys.modules.get(module), "VARIANT", None)  # not there yet while another thread imports it

@@ -197,7 +197,7 @@ def test_what_is_not_padded(captures, device):
     lambda model: model.backbone.layers[-1].mixer.register_forward_hook(lambda *of: -of[-1]),
     lambda model: setattr(model.backbone.layers[-1].norm, "weight", torch.nn.Parameter(torch.arange(32.0).to(
         model.lm_head.weight.device)))],
-    ids=["forward replaced", "hook", "other weights", "other strides", "hook of the last layer", "other weights of the last layer"])
+    ids=["forward replaced", "hook", "other weights", "other strides", "hook of a layer", "other weights of a layer"])
 def test_what_changes_a_model_before_its_stream_begins_is_met(change, captures, device):
     model, ids = make_model(device), tokens(device)
     cache = model.new_cache(2)
