@@ -90,7 +90,7 @@ def belongs_to_user(name: str) -> bool:
 
 def is_peer(name: str) -> bool:
     """Whether the name is another project's implementation, differentiable by itself."""
-    return _ADDED[name].apply is not None if name in _ADDED else name in VARIANTS and VARIANTS[name].peer
+    return name in variant_names() and (_ADDED[name].apply is not None if name in _ADDED else VARIANTS[name].peer)
 
 
 def get_variant(name: str) -> Variant:

@@ -11,7 +11,6 @@ from copy import deepcopy
 from functools import cache as cached
 from functools import partial
 from itertools import chain, pairwise
-from operator import is_
 from threading import RLock
 from typing import TYPE_CHECKING
 from weakref import ref
@@ -42,7 +41,7 @@ class Mamba2LMCache(list[Mamba2Cache]):
 
     captured: Captured | None = None
     pad_prompts: bool = False
-    _zeroed: list[tuple[Tensor, int]] | None = None  # states and their versions then: what torch writes raises them
+    _zeroed: tuple | None = None  # the states when last zeroed, held so that no others get their memory, and their `_date`
 
     def reset(self) -> None:
         """Forgets every token, so that another prompt can begin; the graphs stay."""
@@ -53,17 +52,15 @@ class Mamba2LMCache(list[Mamba2Cache]):
     def mark_new(self) -> None:
         """Notes that all states are zeros, unless they are tensors of inference mode, which have no versions."""
         states = _list_states(self)
-        self._zeroed = None if any(t.is_inference() for t in states) else [(t, t._version) for t in states]
+        self._zeroed = None if any(t.is_inference() for t in states) else (states, _date(states))
 
     def mark_used(self) -> None:
-        """Notes that a replay may write to them, which raises no version."""
+        """Notes that they may be written to by what raises no version: a replay, `.data`, numpy."""
         self._zeroed = None
 
     def is_new(self) -> bool:
         """True while all states are known to be zeros; the GPU is not asked."""
-        states = _list_states(self)
-        return self._zeroed is not None and len(states) == len(self._zeroed) and all(
-            t is zeroed and t._version == version for t, (zeroed, version) in zip(states, self._zeroed, strict=True))
+        return self._zeroed is not None and self._zeroed[1] == _date(_list_states(self))
 
     def __reduce__(self):
         return type(self), ([*self],), {"pad_prompts": self.pad_prompts}
@@ -83,23 +80,22 @@ class Captured:
 
     def __init__(self, model: Mamba2LM, cache: Sequence[Mamba2Cache]):
         self.model, self.cache, self.states = ref(model), [*cache], _locate(_list_states(cache))
-        self.parts = list_parts(len(cache))
+        self.parts = model.list_parts()
         self.places = [_list_places(model, part) for part in self.parts]
         self.one: _Graph | None = None
         self.prompts: dict[tuple, _Graph] = {}
 
-    def holds(self, cache: Sequence[Mamba2Cache], batch: int) -> bool:
-        """True when these are the states of so many sequences that the graphs read and write, and nothing of them is to be
-        checked again.
+    def fits(self, model: Mamba2LM, cache: Sequence[Mamba2Cache], begins: bool = False) -> bool:
+        """True when a replay does what this model does with this cache, if its modules' settings are as they were. begins: for
+        its first part at least, `read` looks at the others.
         """
-        same = len(cache) == len(self.cache) and all(map(is_, cache, self.cache))
-        return same and len(cache[0].conv_state) == batch and _locate(_list_states(cache)) == self.states
+        parts = range(1 if begins else len(self.parts))
+        return self.model() is model and self.states == _locate(_list_states(cache)) and all(map(self._has, parts))
 
-    def fits(self, model: Mamba2LM, begins: bool = False) -> bool:
-        """True when a replay does what this model does, if its modules' settings are as they were. begins: for its first part
-        at least, the others are for `read` to look at.
-        """
-        return self.model() is model and all(map(self._has, range(1 if begins else len(self.parts))))
+    def replays(self, input_ids: Tensor) -> bool:
+        """Whether `read` only replays a prompt of this shape, without a mask."""
+        graph = self.prompts.get((1, *input_ids.shape))
+        return graph is not None and bool(graph.replays)
 
     def step(self, token: Tensor) -> Tensor:
         """(batch,) integers to logits (batch, padded_vocab_size).
@@ -114,8 +110,8 @@ class Captured:
     def read(self, input_ids: Tensor, mask: Tensor | None) -> tuple[Tensor, bool]:
         """A prompt (batch, seqlen), or a piece of one, to the logits after it; and whether the model fits. Raises as `step`.
 
-        The GPU has begun with a part of the layers while the host looks at the next. From one that does not fit on they are
-        launched.
+        In a replay the GPU has begun with a part of the layers while the host looks at the next. From one that does not fit on
+        they are launched.
         """
         model, given = self.model(), (input_ids,) if mask is None else (input_ids, mask)
         key = len(given), *input_ids.shape
@@ -124,6 +120,8 @@ class Captured:
         most = 2 * MOST_CHANNELS / model.config.d_model  # tokens of all
         while len(self.prompts) > _MOST_PROMPTS or sum(batch * seqlen for _, batch, seqlen in self.prompts) > most:
             del self.prompts[next(iter(self.prompts))]
+        if len(self.parts) == 1:
+            return graph([lambda given: model.read(*given, cache=self.cache)], given)
         return graph([partial(model.read_part, part, cache=self.cache) for part in self.parts], given, self._has)
 
     def _has(self, part: int) -> bool:
@@ -149,7 +147,7 @@ class _Graph:
                  fits: Callable[[int], bool] = lambda part: True) -> tuple[Tensor, bool]:
         """What the last call gives after all of them, or replays of the same calls before; and whether all fit.
 
-        fits: whether a call is still the one that was captured, asked before each but the first.
+        fits: whether a call is still the one that was captured, asked before each replay but the first.
         """
         for own, t in zip(self.given, given, strict=True):
             own.copy_(t)
@@ -278,3 +276,8 @@ def _locate(tensors: Sequence[Tensor]) -> tuple[list, ...]:
 
 def _list_states(cache: Sequence[Mamba2Cache]) -> list[Tensor]:
     return [t for layer in cache for t in (layer.conv_state, layer.ssm_state)]
+
+
+def _date(states: Sequence[Tensor]) -> list[tuple[int, int]]:
+    """Where they are, and how often torch has written to them."""
+    return [(t.data_ptr(), t._version) for t in states]

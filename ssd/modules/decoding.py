@@ -32,7 +32,7 @@ def decode(model: Mamba2LM, input_ids: Tensor, mask: Tensor | None, max_new_toke
         reads: whether the prompt is captured as well, of `captures_prompt`.
     """
     long = max_new_tokens > _WORTH_A_GRAPH
-    captured = _find_graphs(model, input_ids.device, cache, graph, reads, long)
+    captured = _find_graphs(model, cache, input_ids, graph, reads or long, reads and mask is None)
     reads = reads and captured is not None
     if reads and mask is None and wants_padding(model, input_ids, cache):
         input_ids, mask = pad_left(input_ids)
@@ -42,7 +42,7 @@ def decode(model: Mamba2LM, input_ids: Tensor, mask: Tensor | None, max_new_toke
         logits, fits = captured.read(input_ids, mask)
         if not fits:
             cache.captured = None
-            captured = _find_graphs(model, input_ids.device, cache, graph, False, long)
+            captured = _find_graphs(model, cache, input_ids, graph, long)
     else:
         logits = model.read(input_ids, mask, cache)
     ends = torch.tensor(stops, dtype=input_ids.dtype, device=input_ids.device)
@@ -71,17 +71,17 @@ def check_graph(model: Mamba2LM, device: torch.device, graph: bool | None) -> No
         raise ValueError(f"graph: got True, expected False or None: {reason}")
 
 
-def _find_graphs(model: Mamba2LM, device: torch.device, cache: Sequence[Mamba2Cache], graph: bool | None, reads: bool,
-                 long: bool) -> Captured | None:
+def _find_graphs(model: Mamba2LM, cache: Sequence[Mamba2Cache], input_ids: Tensor, graph: bool | None, worth: bool,
+                 begins: bool = False) -> Captured | None:
     """What holds the graphs of this model with this cache; None where there are none, and none is worth it.
 
-    reads: whether a prompt is next, of which `Captured.read` looks at all but the first part itself; long: steps are worth it.
+    begins: whether `Captured.read` of input_ids is next, which looks at most of the model while it replays a prompt.
     """
-    keeps = isinstance(cache, Mamba2LMCache)
+    keeps, device = isinstance(cache, Mamba2LMCache), input_ids.device
     kept = cache.captured if keeps else None
-    if graph is False or (graph is None and (not (reads or long or kept) or explain_moment(device))):
+    if graph is False or (graph is None and (not (worth or kept) or explain_moment(device))):
         return None
-    if kept and kept.holds(cache, len(cache[0].conv_state)) and kept.fits(model, begins=reads):
+    if kept and kept.fits(model, cache, begins and not cache.pad_prompts and kept.replays(input_ids)):
         return kept
     if explain_model(model, device):
         return None

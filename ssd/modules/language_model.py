@@ -17,7 +17,7 @@ from ..api import check_flags
 from ..block.arguments import check_floating, check_size
 from ..runtime import value_checks
 from ..types import Options
-from . import checkpoint, decoding
+from . import captured, checkpoint, decoding
 from .captured import Mamba2LMCache
 from .language_config import Mamba2LMConfig
 from .mamba2 import Mamba2, Mamba2Cache
@@ -86,6 +86,11 @@ class Mamba2LM(nn.Module):
         after = self.backbone.read_part(part, given, cache)
         return self.lm_head(after) if part.stop == len(cache) else after
 
+    def list_parts(self) -> list[range]:
+        """Layers for `read_part`, in order: all in one part where somebody's own `read` is in place."""
+        own = type(self).read is Mamba2LM.read and "read" not in {*vars(self), *vars(self.backbone)}
+        return captured.list_parts(len(self.backbone.layers)) if own else [range(len(self.backbone.layers))]
+
     def generate(self, input_ids: Tensor, max_new_tokens: int, cache: Sequence[Mamba2Cache] | None = None,
                  eos_token_id: int | Sequence[int] | None = None, attention_mask: Tensor | None = None,
                  temperature: float = 0.0, top_k: int | None = None, top_p: float | None = None,
@@ -137,9 +142,7 @@ class Mamba2LM(nn.Module):
         reads = decoding.captures_prompt(self, input_ids, cache, graph)
         if cache is None:
             cache = self.new_cache(len(input_ids))
-        kept = cache.captured if isinstance(cache, Mamba2LMCache) else None
-        if not (kept and kept.holds(cache, len(input_ids)) and kept.model() is self):
-            self.backbone.check_cache(cache, len(input_ids))
+        self.backbone.check_cache(cache, len(input_ids))
         width = input_ids.shape[1]
         few = reads and attention_mask is not None and not decoding.explain_model(self, input_ids.device)
         input_ids, mask = decoding.align_right(input_ids, attention_mask, few)
@@ -154,7 +157,8 @@ class Mamba2LM(nn.Module):
         """Of sequences that have had no token, for each block; dtypes and errors as in `Mamba2.new_cache`.
 
         pad_prompts: `generate` pads short prompts to powers of two, so that a few graphs serve prompts of all lengths: for
-            servers, whose prompts seldom have the length of one before. The tokens are the same, but for rounding.
+            servers, whose prompts seldom have the length of one before. The tokens are the same, but for rounding. Who then
+            writes to states through `.data` or numpy calls the cache's `mark_used`: else they are taken for zeros.
         """
         check_flags({"pad_prompts": pad_prompts})
         cache = Mamba2LMCache(layer.mixer.new_cache(batch, dtype, state_dtype) for layer in self.backbone.layers)
@@ -254,7 +258,7 @@ class _Backbone(nn.Module):
         else:
             input_ids, *mask = given
             residual = self._begin(input_ids, cache)
-        rates, caches, ends = compute_rates(layers), cache[part.start : part.stop], part.stop == len(cache)
+        rates, caches, ends = compute_rates(layers), [*cache][part.start : part.stop], part.stop == len(cache)
         finishes = ends and not mask and not seen and can_finish(layers[-1].mixer)
         inside = len(layers) - finishes
         residual, added = self._run(layers[:inside], residual, added, None, caches, *(mask or [None]), rates, seen)

@@ -70,7 +70,7 @@ def test_it_runs_the_variant_of_the_patch(install, device, monkeypatch):
     ({"version": "dev"}, "auto", ImportError, "got version dev"),
     ({"arguments": ARGUMENTS + ", unknown=None"}, "auto", RuntimeError, "unknown, expected x, dt"),
     ({}, "mamba_ssm", ValueError, "'mamba_ssm', expected a variant of this project"), ({}, "zebra", ValueError, "zebra"),
-    ({}, ["fused"], ValueError, "got \['fused'\], expected one of")],
+    ({}, ["fused"], ValueError, r"got \['fused'\], expected one of")],
     ids=str)
 def test_refusals_change_nothing(install, installed, variant, kind, said):
     install(**installed)

@@ -5,6 +5,7 @@ import gc
 import pickle
 import time
 import weakref
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
@@ -167,9 +168,11 @@ def test_what_is_not_padded(captures, device):
     """Prompts with a cache that has had tokens, whatever its states say; and of a model that somebody looks into."""
     model, ids, widths = make_model(device), tokens(device), []
     cache = model.new_cache(2, pad_prompts=True)
+    other = cache[1].ssm_state.clone()
     assert cache.is_new() and not copy.deepcopy(cache).is_new()
     for use in (lambda: model(ids, cache=cache), lambda: model.step(ids[:, 0], cache), lambda: cache[1].ssm_state.zero_(),
-                lambda: cache.__setitem__(1, model.backbone.layers[1].mixer.new_cache(2))):
+                lambda: cache.__setitem__(1, model.backbone.layers[1].mixer.new_cache(2)),
+                lambda: setattr(cache[1].ssm_state, "data", other), cache.mark_used):
         cache.reset()
         assert cache.is_new()
         with torch.inference_mode():
@@ -214,6 +217,45 @@ def test_what_changes_a_model_before_its_stream_begins_is_met(change, captures, 
         assert torch.equal(model.generate(ids, 12, cache)[:, 23:], got)
 
 
+@pytest.mark.parametrize("more", ({}, {"pad_prompts": True}), ids=("", "padded"))
+@pytest.mark.parametrize("length", (23, 11), ids=("replayed", "new"))
+def test_a_change_of_the_last_layer_is_met(length, more, captures, device):
+    """In a prompt that is replayed and in one of a new shape, and in the steps after it: of weights, and of hooks."""
+    model, ids, seen = make_model(device), tokens(device), []
+    cache = model.new_cache(2, **more)
+
+    def check():
+        cache.reset()
+        assert torch.equal(model.generate(ids[:, :length], 12, cache), model.generate(ids[:, :length], 12, graph=False))
+
+    for _ in range(3):
+        cache.reset()
+        model.generate(ids, 12, cache)
+    with torch.no_grad():
+        model.backbone.layers[-1].norm.weight = torch.nn.Parameter(model.backbone.layers[-1].norm.weight.flip(0) + 1)
+    for _ in range(3):
+        check()
+    model.backbone.layers[-1].mixer.register_forward_hook(lambda *of: seen.append(of[1][0].shape[1]))
+    check()
+    assert seen == [length, length]
+
+
+def test_a_cache_is_any_sequence(device):
+    model, ids = make_model(device), tokens(device)
+    assert torch.equal(model.generate(ids, 3, deque(model.new_cache(2))), model.generate(ids, 3))
+
+
+def test_a_read_of_ones_own_is_called(captures, device):
+    model, ids = make_model(device), tokens(device)
+    read = model.read
+    model.read = lambda *given, **more: read(*given, **more).flip(-1)
+    cache = model.new_cache(2)
+    for _ in range(3):
+        cache.reset()
+        assert torch.equal(model.generate(ids, 3, cache), model.generate(ids, 3, graph=False))
+    assert len(cache.captured.parts) == 1
+
+
 def test_parts_of_a_model_have_all_its_layers():
     assert [captured.list_parts(layers) for layers in (1, 2, 6)] == [
         [range(1)], [range(1), range(1, 2)], [range(1), range(1, 5), range(5, 6)]]
@@ -229,7 +271,7 @@ def test_a_graph_is_of_one_model(captures, device):
         cache.reset()
         assert torch.equal(of.generate(ids, 12, cache), of.generate(ids, 12, graph=False)) and len(captures) == count
     other.load_state_dict(model.state_dict(), assign=True)
-    assert not cache.captured.fits(other), "though its weights are the same tensors"
+    assert not cache.captured.fits(other, cache), "though its weights are the same tensors"
 
 
 def test_a_cache_that_was_taken_before_is_refused_at_once(captures, device):
