@@ -60,7 +60,7 @@ class TimeModel:
 
     Attributes:
         scan_step: of a walk on Hopper that writes outputs.
-        kept_scan_step: of one that also writes the state before each sub-chunk.
+        kept_scan_step: of one that also writes the state before each sub-chunk; and taken for one whose first state is late.
         every_state_step: of a walk on Hopper that writes the state, or its gradient, before each sub-chunk.
         few_states_step: of a walk on Hopper that writes few states.
         segment_start: the first tiles of a segment.

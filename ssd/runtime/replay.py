@@ -1,11 +1,12 @@
 """Launch replay: repeats the launches of a call without the Python around them, when a call of the same form was made before.
 
-What a forward or backward launches depends on the form of its arguments alone: shapes, strides, dtypes, settings. The Python
-that works it out takes longer than the kernels of a small problem: 390 us of a backward whose kernels take 180
-(docs/log/launches.md). So the second call of a form is recorded: each launch with its arguments, and where each of them lies.
-That is in a tensor that came in, in memory that was allocated, or elsewhere, as tables of runs do, which the recording holds.
-A later call allocates results and scratch memory (`buffer_places.py`), launches the same with the addresses of its own tensors,
-and gives the same bits. A recording belongs to one stream, as the tables do that it reads (`tables.py`).
+What a forward or backward launches depends on the form of its arguments alone: shapes, strides, dtypes, settings, and which of
+them is late (`late.py`). The Python that works it out takes longer than the kernels of a small problem: 390 us of a backward
+whose kernels take 180 (docs/log/launches.md). So the second call of a form is recorded: each launch with its arguments, and
+where each of them lies. That is in a tensor that came in, in memory that was allocated, or elsewhere, as tables of runs do,
+which the recording holds. A later call allocates results and scratch memory (`buffer_places.py`), launches the same with the
+addresses of its own tensors, and gives the same bits. A recording belongs to one stream, as the tables do that it reads
+(`tables.py`).
 
 A call that does anything else to tensors than allocate, look at and launch is not recorded, nor is any of its form. Neither is
 a call that has recorded calls in it.

@@ -14,6 +14,7 @@ from fused import hopper_backward
 from fused import split_backward as halves
 from ssd.reference import compute_in_fp64
 from ssd.registry import Variant, get_variant
+from ssd.runtime.late import deliver_late
 from ssd.types import Options, SSDGrads, SSDInputs
 from tests.errors import assert_all_accurate, cotangents, error, one_cotangent, results, truths, truths_apart
 from tests.executor import Executor
@@ -197,11 +198,33 @@ def test_one_gradient_alone(gradient, executor):
 @over_forms_of_states
 def test_states_of_any_form(like, executor):
     """The kernels read them as they were given, contiguous ones."""
-    way = replace(WAYS["ragged"], shape=replace(RAGGED, batch=1, seqlen=70), case=START, options=AGAIN)
+    way = replace(WAYS["cut, states given"], options=AGAIN)  # what is copied is copied before the state pass
     inputs, _ = draw(way)
     inputs = replace(inputs, initial_states=like(inputs.initial_states))
     dout, dfinal_states = cotangents(inputs)
     check(executor, way, inputs, (dout, like(dfinal_states)))
+
+
+@pytest.mark.parametrize("name", ("cut, states given", "cut for spans", "dstate 256, headdim 128, D by channel"))
+def test_a_state_that_is_late(name, executor):
+    """It comes between the state pass and what scans, which then may not begin early: the executor would find fault with it."""
+    way = WAYS[name]
+    inputs, variant = draw(way)
+    late = torch.full_like(inputs.initial_states, torch.nan)
+
+    def forward(i):
+        with hopper_on_cpu(executor, way.blocks, way.cut):
+            return variant.forward(i, Options(), False)[:2]
+
+    def bring():
+        late.copy_(inputs.initial_states)
+        launched.extend(executor.launched)
+
+    expected, launched = forward(inputs), []
+    executor.launched.clear()
+    with deliver_late(late, bring):
+        got = forward(replace(inputs, initial_states=late))
+    assert launched == [PIECES] and len(executor.launched) > 1 and all(map(torch.equal, got, expected))
 
 
 def test_steps_of_zero(executor):
@@ -230,6 +253,7 @@ def test_products_beyond_fp16_that_decay_takes_back(dstate, executor):
 def test_last_state(executor):
     """As a split backward asks for it: few states are written on the way there."""
     inputs = random_inputs(replace(LONG, seqlen=LONG.seqlen + 64), START, torch.bfloat16)
+    inputs = replace(inputs, initial_states=inputs.initial_states.mT.contiguous().mT)  # copied before the state pass
     way = Way(LONG, START, (PIECES, STATES), blocks=5, cut=(3, 2))
     got = under_schedules(executor, way, lambda: {"last": hopper_backward.compute_last_state(inputs, Options())})
     assert error(got["last"], truths(inputs, *cotangents(inputs))["final_states"]).rms < 1e-2

@@ -12,6 +12,7 @@ import torch
 from ssd.runtime import launch as module
 from ssd.runtime import replay, tables, tuning
 from ssd.runtime.buffer_places import ALIGNMENT
+from ssd.runtime.late import deliver_late
 from ssd.runtime.launch import launch
 from tests.runtime.without_gpu import record_without_gpu
 
@@ -258,6 +259,17 @@ def test_slices_of_one_projection():
         x, y = whole[:N], whole[8 : 8 + N]
         assert all(torch.equal(g, 3 * t) for g, t in zip(replay.replay(call, (x, y), (3.0,)), (x, y), strict=True))
     assert call.count == 2
+
+
+def test_a_call_that_waits_is_another_recording():
+    """What it launches may not begin as early, and waits for what is brought."""
+    call, x = Call(lambda x, factor: (scale(x, factor),)), tensor()
+    for count in (1, 2, 2):
+        assert torch.equal(replay.replay(call, (x,), (3.0,))[0], 3 * x) and call.count == count
+    for count in (3, 4, 4):
+        late = torch.full_like(x, torch.nan)
+        with deliver_late(late, lambda: late.copy_(x)):  # noqa: B023  called before the next turn
+            assert torch.equal(replay.replay(call, (late,), (3.0,))[0], 3 * x) and call.count == count
 
 
 def test_forced_configs_are_not_recorded(monkeypatch):
