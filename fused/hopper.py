@@ -19,7 +19,7 @@ from ssd.kernels.arguments import cdiv, contiguous
 from ssd.kernels.chunk_cumsum import chunk_cumsum
 from ssd.kernels.document_blocks import document_blocks
 from ssd.runtime.devices import is_hopper
-from ssd.runtime.late import is_late
+from ssd.runtime.late import includes_late
 from ssd.runtime.tables import get_tables
 from ssd.runtime.toolchain import copy_descriptor, explain_missing_gluon, get_descriptor_fields
 from ssd.runtime.tuning import current_device
@@ -106,7 +106,7 @@ def run_stationary(inputs: SSDInputs, options: Options, save: bool, keep: bool) 
         if keep:
             prev_states = call.new_states((cdiv(call.nsub, every // BLOCK_M),), inputs.states_dtype)
         writes = keep or asked is not None  # cuts differ, so that outputs with states and without may round otherwise
-        waits = is_late([call.initial_states])  # no block begins beside the state pass: cut end to end it would take longer
+        waits = includes_late([call.initial_states])  # a cut end to end pays only where blocks begin beside the state pass
         runs, *entering = call.get_runs(options, "kept_scan_step" if writes or waits else "scan_step", scan=True)
         call.scan(runs, call.initial_states, *entering, final_states, prev_states, asked, every=every if keep else BLOCK_M)
     return call.out, final_states, SSDSaved(inputs, options, call.y, None, prev_states, asked, call.out)

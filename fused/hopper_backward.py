@@ -119,7 +119,7 @@ def compute_last_state(i: SSDInputs, options: Options) -> Tensor:
         tokens, sizes = describe_inputs(i.x, i.B), (i.nheads, i.headdim, i.dstate)
         kept = dt.new_empty(i.batch, cdiv(dt.shape[2], _RARELY), *sizes, dtype=i.x.dtype)
         last = dt.new_empty(i.batch, *sizes)
-        starts = contiguous(i.initial_states), None  # what walks begins beside the state pass: nothing may come between
+        starts = contiguous(i.initial_states), None  # before the state pass: nothing may come between that and the walk
         runs, *entering = make_runs(i, i.batch, tokens, dt, dA_cumsum, i.batch, options, "few_states_step")
         all_states(i, tokens, describe_states(kept), dt, dA_cumsum, runs, starts, *entering, last, i.batch, _RARELY * BLOCK_M)
     return last
@@ -145,7 +145,7 @@ def _compute_states(saved: SSDSaved, tokens: tuple, dt: Tensor, dA_cumsum: Tenso
         takes = place is None or blocks is None or is_describable(place)
         dinitial_states = output(i.initial_states, place if takes else None, torch.float32)
     states = torch.empty(rows, nsub, i.nheads, i.headdim, i.dstate, device=dt.device, dtype=i.x.dtype)
-    given, to = starts, dinitial_states
+    given, to = starts, dinitial_states  # before the state pass, likewise
     if blocks is not None:
         given, to = tuple(map(describe_document_states, starts)), describe_document_states(to, get_width(i.dstate) // 2)
     runs, *entering = make_runs(i, rows, tokens, dt, dA_cumsum, forwards, saved.options, "every_state_step", blocks=blocks,

@@ -60,7 +60,7 @@ class TimeModel:
 
     Attributes:
         scan_step: of a walk on Hopper that writes outputs.
-        kept_scan_step: of one that also writes the state before each sub-chunk; and taken for one whose first state is late.
+        kept_scan_step: of one that also writes the state before each sub-chunk, or whose first state is late.
         every_state_step: of a walk on Hopper that writes the state, or its gradient, before each sub-chunk.
         few_states_step: of a walk on Hopper that writes few states.
         segment_start: the first tiles of a segment.
@@ -117,7 +117,7 @@ class TimeModel:
     def time_cut(self, step: Step, sequences: int, nsub: int, blocks: int, cut: Cut) -> float:
         """Sequences of nsub sub-chunks on Hopper, cut so; `each` is nsub where nothing is cut."""
         before = cdiv(nsub, cut.each) - 1  # segments that others follow
-        if cut.share is None:  # one more of some sequences; the start of the pass and of one of at most two runs
+        if cut.share is None:  # the start of the pass, and of one run; a segment more of some sequences counts for nothing
             return (2 * self.segment_start + cut.each * step.among(blocks) + self.piece_join * before
                     + self.state_pass_launch + self.state_pass_step * cut.each)
         runs = sequences * (before + 1)

@@ -14,7 +14,7 @@ from .autograd import chunk_scan
 from .documents import check_bounds, check_numbers, number_documents
 from .options import check_options
 from .positions import check_states_every, take_states
-from .registry import get_variant, is_peer, refuse_unknown, variant_names
+from .registry import check_known, get_variant, is_peer
 from .runtime import value_checks
 from .runtime.custom_ops import are_plain, wants_gradient
 from .types import FP32_LARGEST, Options, SSDInputs
@@ -255,8 +255,8 @@ def check_settings(chunk_size: int, flags: Mapping[str, object], dt_limit, state
         raise ValueError(f"dt_limit: got {tuple(dt_limit)}, expected 0 <= min <= max, min finite, also in fp32")
     if state_dtype is not None and state_dtype not in _DTYPES:
         raise TypeError(f"state_dtype: got {state_dtype!r}, expected None or one of {', '.join(map(str, _DTYPES))}")
-    if variant != "auto" and variant not in variant_names():
-        refuse_unknown(variant)
+    if variant != "auto":
+        check_known(variant)
     check_options(options)
 
 

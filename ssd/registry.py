@@ -64,12 +64,13 @@ def variant_names() -> tuple[str, ...]:
     return (*VARIANTS, *_ADDED)
 
 
-def refuse_unknown(name: object) -> None:
+def check_known(name: object) -> None:
     """Raises:
-        ValueError: always; the message lists the variants.
+        ValueError: it is the name of no variant; the message lists them.
     """
-    known = (*variant_names(), "auto")
-    raise ValueError(f"variant: got {name!r}, expected one of {', '.join(map(repr, known))}{suggest(name, known)}")
+    if name not in variant_names():
+        known = (*variant_names(), "auto")
+        raise ValueError(f"variant: got {name!r}, expected one of {', '.join(map(repr, known))}{suggest(name, known)}")
 
 
 def add_variant(variant: Variant) -> None:
@@ -90,6 +91,7 @@ def belongs_to_user(name: str) -> bool:
 
 def is_peer(name: str) -> bool:
     """Whether the name is another project's implementation, differentiable by itself."""
+    # names are looked for in a tuple first, since what is no name need not be hashable
     return name in variant_names() and (_ADDED[name].apply is not None if name in _ADDED else VARIANTS[name].peer)
 
 
@@ -100,8 +102,7 @@ def get_variant(name: str) -> Variant:
         ValueError: no such name; the message lists the known ones.
         ImportError: a peer's package is missing, or a module of the user's hides a package of ours; the message names it.
     """
-    if name not in variant_names():
-        refuse_unknown(name)
+    check_known(name)
     if name in _ADDED:
         return _ADDED[name]
     module = VARIANTS[name].module

@@ -1,7 +1,7 @@
 """Tokens of a language model in CUDA graphs: tokens, logits and states stay in the same memory from call to call.
 
-A token takes hundreds of small launches, and so does a prompt, which a CPU makes more slowly than a GPU runs them; a graph
-makes them as one.
+A token takes hundreds of small launches, and so does a prompt, which a CPU makes more slowly than a GPU runs them; one graph
+replaces those of a token, a few those of a prompt.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from functools import cache as cached
 from functools import partial
 from itertools import chain, pairwise
 from threading import RLock
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 import torch
@@ -41,7 +41,7 @@ class Mamba2LMCache(list[Mamba2Cache]):
 
     captured: Captured | None = None
     pad_prompts: bool = False
-    _zeroed: tuple | None = None  # the states when last zeroed, held so that no others get their memory, and their `_date`
+    _zeroed: tuple | None = None  # states when last zeroed, held lest others get their memory, and their `_get_versions`
 
     def reset(self) -> None:
         """Forgets every token, so that another prompt can begin; the graphs stay."""
@@ -52,15 +52,15 @@ class Mamba2LMCache(list[Mamba2Cache]):
     def mark_new(self) -> None:
         """Notes that all states are zeros, unless they are tensors of inference mode, which have no versions."""
         states = _list_states(self)
-        self._zeroed = None if any(t.is_inference() for t in states) else (states, _date(states))
+        self._zeroed = None if any(t.is_inference() for t in states) else (states, _get_versions(states))
 
     def mark_used(self) -> None:
-        """Notes that they may be written to by what raises no version: a replay, `.data`, numpy."""
+        """Notes that states may change without a new version: by a replay, through `.data` or numpy."""
         self._zeroed = None
 
     def is_new(self) -> bool:
         """True while all states are known to be zeros; the GPU is not asked."""
-        return self._zeroed is not None and self._zeroed[1] == _date(_list_states(self))
+        return self._zeroed is not None and self._zeroed[1] == _get_versions(_list_states(self))
 
     def __reduce__(self):
         return type(self), ([*self],), {"pad_prompts": self.pad_prompts}
@@ -79,23 +79,25 @@ class Captured:
     """
 
     def __init__(self, model: Mamba2LM, cache: Sequence[Mamba2Cache]):
-        self.model, self.cache, self.states = ref(model), [*cache], _locate(_list_states(cache))
+        self.model, self.cache, self.states = ref(model), [*cache], _describe_memory(_list_states(cache))
         self.parts = model.list_parts()
         self.places = [_list_places(model, part) for part in self.parts]
-        self.one: _Graph | None = None
-        self.prompts: dict[tuple, _Graph] = {}
+        self.one: _Chain | None = None
+        self.prompts: dict[tuple, _Chain] = {}
 
     def fits(self, model: Mamba2LM, cache: Sequence[Mamba2Cache], begins: bool = False) -> bool:
-        """True when a replay does what this model does with this cache, if its modules' settings are as they were. begins: for
-        its first part at least, `read` looks at the others.
-        """
-        parts = range(1 if begins else len(self.parts))
-        return self.model() is model and self.states == _locate(_list_states(cache)) and all(map(self._has, parts))
+        """True when a replay does what this model does with this cache, if its modules' settings are as they were.
 
-    def replays(self, input_ids: Tensor) -> bool:
-        """Whether `read` only replays a prompt of this shape, without a mask."""
-        graph = self.prompts.get((1, *input_ids.shape))
-        return graph is not None and bool(graph.replays)
+        begins: only the first part is looked at; `read` looks at each of the others before its replay.
+        """
+        indices = range(1 if begins else len(self.parts))
+        return (self.model() is model and self.states == _describe_memory(_list_states(cache))
+                and all(map(self._fits_part, indices)))
+
+    def has_replay(self, input_ids: Tensor) -> bool:
+        """Whether `read` would only replay a prompt of this shape, without a mask."""
+        chain = self.prompts.get((1, *input_ids.shape))
+        return chain is not None and bool(chain.replays)
 
     def step(self, token: Tensor) -> Tensor:
         """(batch,) integers to logits (batch, padded_vocab_size).
@@ -104,36 +106,36 @@ class Captured:
             RuntimeError: something in it cannot be captured; torch may then not draw numbers on this GPU any more.
         """
         model = self.model()
-        self.one = self.one or _Graph(token)
+        self.one = self.one or _Chain(token)
         return self.one([lambda given: model.step(*given, cache=self.cache)], (token,))[0]
 
     def read(self, input_ids: Tensor, mask: Tensor | None) -> tuple[Tensor, bool]:
         """A prompt (batch, seqlen), or a piece of one, to the logits after it; and whether the model fits. Raises as `step`.
 
-        In a replay the GPU has begun with a part of the layers while the host looks at the next. From one that does not fit on
-        they are launched.
+        In a replay the host looks at a part of the layers while the GPU computes the part before. A part that does not fit is
+        launched, and so are those after it.
         """
         model, given = self.model(), (input_ids,) if mask is None else (input_ids, mask)
         key = len(given), *input_ids.shape
-        graph = self.prompts.pop(key, None) or _Graph(*given)
-        self.prompts[key] = graph  # the last of them now
+        chain = self.prompts.pop(key, None) or _Chain(*given)
+        self.prompts[key] = chain  # the last of them now
         most = 2 * MOST_CHANNELS / model.config.d_model  # tokens of all
         while len(self.prompts) > _MOST_PROMPTS or sum(batch * seqlen for _, batch, seqlen in self.prompts) > most:
             del self.prompts[next(iter(self.prompts))]
         if len(self.parts) == 1:
-            return graph([lambda given: model.read(*given, cache=self.cache)], given)
-        return graph([partial(model.read_part, part, cache=self.cache) for part in self.parts], given, self._has)
+            return chain([lambda given: model.read(*given, cache=self.cache)], given)
+        return chain([partial(model.read_part, part, cache=self.cache) for part in self.parts], given, self._fits_part)
 
-    def _has(self, part: int) -> bool:
-        """Whether what the graphs of a part read is where it was."""
-        return self.places[part] is not None and self.places[part] == _list_places(self.model(), self.parts[part])
+    def _fits_part(self, index: int) -> bool:
+        """Whether what a part's graphs read is where it was."""
+        return self.places[index] == _list_places(self.model(), self.parts[index])
 
 
-class _Graph:
-    """Calls, each with what the one before gave, as CUDA graphs of tensors that stay in the same memory, and of memory of their
-    own for what they compute.
+class _Chain:
+    """Calls, each given what the one before returned, with tensors that stay in the same memory.
 
-    The first time all launches are made one by one, since kernels are compiled and loaded; the second time they are captured.
+    The first time they are launched, since kernels are compiled and loaded then; the second time each is captured as a CUDA
+    graph, in memory of their own; later they are replayed.
     """
 
     def __init__(self, *like: Tensor):
@@ -144,10 +146,10 @@ class _Graph:
         self.is_warm = False
 
     def __call__(self, calls: Sequence[Callable], given: tuple[Tensor, ...],
-                 fits: Callable[[int], bool] = lambda part: True) -> tuple[Tensor, bool]:
-        """What the last call gives after all of them, or replays of the same calls before; and whether all fit.
+                 fits: Callable[[int], bool] = lambda index: True) -> tuple[Tensor, bool]:
+        """What the last call returns, and whether all that are replayed still fit.
 
-        fits: whether a call is still the one that was captured, asked before each replay but the first.
+        fits: whether the call of that number is still the one that was captured; asked before each replay but the first.
         """
         for own, t in zip(self.given, given, strict=True):
             own.copy_(t)
@@ -164,9 +166,9 @@ class _Graph:
                 raise RuntimeError("generation cannot be captured in a CUDA graph; with graph=False it runs launch by launch"
                                    ) from error
             self.is_warm = True
-        for part, replay in enumerate(self.replays):
-            if part and not fits(part):
-                return _call_in_turn(calls[part:], self.results[part - 1]), False
+        for index, replay in enumerate(self.replays):
+            if index and not fits(index):
+                return _call_in_turn(calls[index:], self.results[index - 1]), False
             replay()
         return self.results[-1], True
 
@@ -180,16 +182,14 @@ class _Graph:
 
 
 def _call_in_turn(calls: Sequence[Callable], given: tuple[Tensor, ...]) -> Tensor:
-    """What the last gives, each with what the one before gave."""
+    """What the last returns, each given what the one before returned."""
     for call in calls:
         given = call(given)
     return given
 
 
-def list_parts(layers: int) -> list[range]:
-    """Of a model: each has four times as many layers as the one before, the last what is left, so that the GPU has more to do
-    with one than the host with the next.
-    """
+def split_layers(layers: int) -> list[range]:
+    """Parts of 1, 4, 16, ... layers, so that the GPU has more to do with one than the host with the next."""
     starts = [0]
     while (following := 4 * starts[-1] + 1) < layers:
         starts.append(following)
@@ -231,8 +231,7 @@ def warm_up(run: Callable[[], Tensor], device: torch.device) -> Tensor:
         return out
 
 
-def capture(run: Callable[[], Tensor], device: torch.device,
-            pool: tuple[int, int] | None = None) -> tuple[Callable[[], object], Tensor]:
+def capture(run: Callable, device: torch.device, pool: tuple[int, int]) -> tuple[Callable[[], object], Any]:
     """What replays run(), and where its result then lies. Nothing runs yet. pool: of memory, which graphs may share."""
     graph, side = torch.cuda.CUDAGraph(), get_side_stream(device)
     # this context as well: a capture that fails leaves its own without going back to the stream before
@@ -257,8 +256,8 @@ def _list_weights(modules: Iterable[nn.Module]) -> list[Tensor]:
 
 
 def _list_places(model: Mamba2LM, part: range) -> tuple[list, ...] | None:
-    """Where everything lies that a graph of these layers reads, and of the first of all but its layers: weights that moved, or
-    are others now, need another graph. None where something `is_seen`.
+    """The memory that a graph of these layers reads, and with the first layer that of embedding, norm and head: weights that
+    moved, or are others now, need another graph. None where something `is_seen`.
     """
     layers = [*model.backbone.layers]
     found = [list_modules(layer) for layer in layers[part.start : part.stop]]
@@ -266,10 +265,10 @@ def _list_places(model: Mamba2LM, part: range) -> tuple[list, ...] | None:
         found.append(list_modules(model, without=model.backbone.layers))
     if None in found:
         return None
-    return len(layers), *_locate(_list_weights(chain.from_iterable(found)))
+    return len(layers), *_describe_memory(_list_weights(chain.from_iterable(found)))
 
 
-def _locate(tensors: Sequence[Tensor]) -> tuple[list, ...]:
+def _describe_memory(tensors: Sequence[Tensor]) -> tuple[list, ...]:
     forms = [(t.dtype, t.shape, t.stride()) for t in tensors]
     return [t.data_ptr() for t in tensors], forms, [*map(type, tensors)]
 
@@ -278,6 +277,6 @@ def _list_states(cache: Sequence[Mamba2Cache]) -> list[Tensor]:
     return [t for layer in cache for t in (layer.conv_state, layer.ssm_state)]
 
 
-def _date(states: Sequence[Tensor]) -> list[tuple[int, int]]:
-    """Where they are, and how often torch has written to them."""
+def _get_versions(states: Sequence[Tensor]) -> list[tuple[int, int]]:
+    """And places: how often torch has written to each tensor, and where it is."""
     return [(t.data_ptr(), t._version) for t in states]

@@ -32,7 +32,8 @@ def decode(model: Mamba2LM, input_ids: Tensor, mask: Tensor | None, max_new_toke
         reads: whether the prompt is captured as well, of `captures_prompt`.
     """
     long = max_new_tokens > _WORTH_A_GRAPH
-    captured = _find_graphs(model, cache, input_ids, graph, reads or long, reads and mask is None)
+    device = input_ids.device
+    captured = _find_graphs(model, device, cache, graph, reads or long, input_ids if reads and mask is None else None)
     reads = reads and captured is not None
     if reads and mask is None and wants_padding(model, input_ids, cache):
         input_ids, mask = pad_left(input_ids)
@@ -42,11 +43,11 @@ def decode(model: Mamba2LM, input_ids: Tensor, mask: Tensor | None, max_new_toke
         logits, fits = captured.read(input_ids, mask)
         if not fits:
             cache.captured = None
-            captured = _find_graphs(model, cache, input_ids, graph, long)
+            captured = _find_graphs(model, device, cache, graph, long)
     else:
         logits = model.read(input_ids, mask, cache)
-    ends = torch.tensor(stops, dtype=input_ids.dtype, device=input_ids.device)
-    ended = torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+    ends = torch.tensor(stops, dtype=input_ids.dtype, device=device)
+    ended = torch.zeros(len(input_ids), dtype=torch.bool, device=device)
     step = None
     for left in reversed(range(max_new_tokens)):
         token = sampling.choose(logits[:, : model.config.vocab_size]).to(input_ids.dtype)
@@ -71,17 +72,19 @@ def check_graph(model: Mamba2LM, device: torch.device, graph: bool | None) -> No
         raise ValueError(f"graph: got True, expected False or None: {reason}")
 
 
-def _find_graphs(model: Mamba2LM, cache: Sequence[Mamba2Cache], input_ids: Tensor, graph: bool | None, worth: bool,
-                 begins: bool = False) -> Captured | None:
+def _find_graphs(model: Mamba2LM, device: torch.device, cache: Sequence[Mamba2Cache], graph: bool | None, worth: bool,
+                 prompt: Tensor | None = None) -> Captured | None:
     """What holds the graphs of this model with this cache; None where there are none, and none is worth it.
 
-    begins: whether `Captured.read` of input_ids is next, which looks at most of the model while it replays a prompt.
+    prompt: what `Captured.read` is given next, without a mask: if it only replays it, that looks at most of the model itself.
     """
-    keeps, device = isinstance(cache, Mamba2LMCache), input_ids.device
+    keeps = isinstance(cache, Mamba2LMCache)
     kept = cache.captured if keeps else None
     if graph is False or (graph is None and (not (worth or kept) or explain_moment(device))):
         return None
-    if kept and kept.fits(model, cache, begins and not cache.pad_prompts and kept.replays(input_ids)):
+    # who pads must know before whether somebody looks into a layer
+    begins = kept is not None and prompt is not None and not cache.pad_prompts and kept.has_replay(prompt)
+    if kept and kept.fits(model, cache, begins):
         return kept
     if explain_model(model, device):
         return None

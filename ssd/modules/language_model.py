@@ -84,12 +84,13 @@ class Mamba2LM(nn.Module):
         given. given: input_ids, and the mask if there is one, or what the part before gave.
         """
         after = self.backbone.read_part(part, given, cache)
-        return self.lm_head(after) if part.stop == len(cache) else after
+        return self.lm_head(after) if isinstance(after, Tensor) else after
 
     def list_parts(self) -> list[range]:
-        """Layers for `read_part`, in order: all in one part where somebody's own `read` is in place."""
-        own = type(self).read is Mamba2LM.read and "read" not in {*vars(self), *vars(self.backbone)}
-        return captured.list_parts(len(self.backbone.layers)) if own else [range(len(self.backbone.layers))]
+        """Layers for `read_part`, in order; all in one part where somebody's own `read` is in place."""
+        count = len(self.backbone.layers)
+        replaced = type(self).read is not Mamba2LM.read or "read" in {*vars(self), *vars(self.backbone)}
+        return [range(count)] if replaced else captured.split_layers(count)
 
     def generate(self, input_ids: Tensor, max_new_tokens: int, cache: Sequence[Mamba2Cache] | None = None,
                  eos_token_id: int | Sequence[int] | None = None, attention_mask: Tensor | None = None,
@@ -157,8 +158,8 @@ class Mamba2LM(nn.Module):
         """Of sequences that have had no token, for each block; dtypes and errors as in `Mamba2.new_cache`.
 
         pad_prompts: `generate` pads short prompts to powers of two, so that a few graphs serve prompts of all lengths: for
-            servers, whose prompts seldom have the length of one before. The tokens are the same, but for rounding. Who then
-            writes to states through `.data` or numpy calls the cache's `mark_used`: else they are taken for zeros.
+            servers, whose prompts seldom have the length of one before. The tokens are the same, but for rounding. After
+            a write to states through `.data` or numpy call the cache's `mark_used`, or they count as zeros.
         """
         check_flags({"pad_prompts": pad_prompts})
         cache = Mamba2LMCache(layer.mixer.new_cache(batch, dtype, state_dtype) for layer in self.backbone.layers)
@@ -238,7 +239,7 @@ class _Backbone(nn.Module):
     def forward(self, input_ids: Tensor, seq_idx: Tensor | None = None, cache: Sequence[Mamba2Cache] | None = None,
                 mask: Tensor | None = None) -> Tensor:
         """mask: of `Mamba2.prefill`, with a cache that has had no token."""
-        seen, residual = is_seen(self), self._begin(input_ids, cache)
+        seen, residual = is_seen(self), self._check_and_embed(input_ids, cache)
         residual, added = self._run(self.layers, residual, None, seq_idx, cache, mask, compute_rates(self.layers), seen)
         return add_and_norm(self.norm_f, residual, added, seen)[1]
 
@@ -249,29 +250,26 @@ class _Backbone(nn.Module):
         return self.read_part(range(len(self.layers)), (input_ids,) if mask is None else (input_ids, mask), cache)
 
     def read_part(self, part: range, given: tuple[Tensor, ...], cache: Sequence[Mamba2Cache]) -> tuple[Tensor, ...] | Tensor:
-        """Some layers of `read`, of `Mamba2LM.read_part`. Without a mask only the last token's output of the last layer is
-        computed.
-        """
-        layers, seen, added = [*self.layers][part.start : part.stop], is_seen(self), None
+        """`Mamba2LM.read_part` without the head. Without a mask only the last token's output of the last layer is computed."""
+        seen, layers, caches = is_seen(self), [*self.layers][part.start : part.stop], [*cache][part.start : part.stop]
         if part.start:
-            residual, added, *mask = given
+            residual, added, *rest = given
         else:
-            input_ids, *mask = given
-            residual = self._begin(input_ids, cache)
-        rates, caches, ends = compute_rates(layers), [*cache][part.start : part.stop], part.stop == len(cache)
-        finishes = ends and not mask and not seen and can_finish(layers[-1].mixer)
-        inside = len(layers) - finishes
-        residual, added = self._run(layers[:inside], residual, added, None, caches, *(mask or [None]), rates, seen)
+            input_ids, *rest = given
+            residual, added = self._check_and_embed(input_ids, cache), None
+        mask, rates, ends = rest[0] if rest else None, compute_rates(layers), part.stop == len(cache)
+        finishes = ends and mask is None and not seen and can_finish(layers[-1].mixer)
+        residual, added = self._run(layers[:-1] if finishes else layers, residual, added, None, caches, mask, rates, seen)
         if not ends:
-            return residual, added, *mask
+            return residual, added, *rest
         if finishes:
             residual, normed = add_and_norm(layers[-1].norm, residual, added, seen)
             residual, added = residual[:, -1].contiguous(), layers[-1].mixer.finish(normed, caches[-1], rates[-1])
         normed = add_and_norm(self.norm_f, residual, added, seen)[1]
         return normed if finishes else normed[:, -1]
 
-    def _begin(self, input_ids: Tensor, cache: Sequence[Mamba2Cache] | None) -> Tensor:
-        """The residual stream before the first layer, all checked."""
+    def _check_and_embed(self, input_ids: Tensor, cache: Sequence[Mamba2Cache] | None) -> Tensor:
+        """The residual stream before the first layer."""
         _check_ids(input_ids, "(batch, seqlen)")
         if cache is not None:
             self.check_cache(cache, len(input_ids))
@@ -280,8 +278,8 @@ class _Backbone(nn.Module):
     def _run(self, layers: Iterable[_Layer], residual: Tensor, added: Tensor | None, seq_idx: Tensor | None,
              cache: Sequence[Mamba2Cache] | None, mask: Tensor | None, rates: Sequence[Tensor | None],
              seen: bool) -> tuple[Tensor, Tensor | None]:
-        """The residual stream after these layers, and what is still to be added to it, from both before them. rates, seen: of
-        `compute_rates` and `is_seen`.
+        """The residual stream after these layers, and what the last of them adds to it. residual, added: the same before them,
+        None for nothing to add; rates, seen: of `compute_rates` and `is_seen`.
         """
         caches = repeat(None) if cache is None else cache
         for layer, its_cache, A in zip(layers, caches, rates, strict=False):

@@ -28,7 +28,7 @@ _TAKEN_APART = {Tensor, nn.Parameter, type(None)}  # other classes may be quanti
 
 
 def list_modules(module: nn.Module, without: nn.Module | None = None) -> list[nn.Module] | None:
-    """The module and all in it, one in several places as often, but for what is in `without`; None where `is_seen`. A GPU may
+    """The module and all in it but what is inside `without`, one in several places as often; None where `is_seen`. A GPU may
     wait for this, and `modules()` takes ten times as long.
     """
     found = [module]

@@ -40,12 +40,12 @@ def deliver_late(t: Tensor | None, bring: Callable[[], None]) -> Iterator[None]:
 
 def find_late(addresses: Sequence[int]) -> int:
     """Which of these addresses is that of the tensor whose values are not there yet; -1 if none is."""
-    return addresses.index(late.address) if late.address in addresses else -1
+    return addresses.index(late.address) if late.address and late.address in addresses else -1
 
 
-def is_late(args: Sequence[object]) -> bool:
-    """Whether the tensor is among these arguments of a launch, and its values are not there yet."""
-    return late.address != 0 and late.address in [arg.data_ptr() for arg in args if isinstance(arg, Tensor)]
+def includes_late(values: Sequence[object]) -> bool:
+    """Whether one of these is the tensor whose values are not there yet."""
+    return late.address != 0 and find_late([value.data_ptr() for value in values if isinstance(value, Tensor)]) >= 0
 
 
 def receive() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
-from .late import is_late, receive
+from .late import includes_late, receive
 from .proxy_fence import add_fences
 from .ptxas import take_trusted_ptxas
 from .toolchain import COMPILE_OPTIONS, get_current_stream, launch_compiled, mark
@@ -39,7 +39,7 @@ def launch(kernel, programs: int, *args, **config) -> None:
     type, since the key takes 1, 1.0 and True for the same. config: the kernel's last parameters by name, and options such as
     num_warps.
     """
-    if is_late(args):
+    if includes_late(args):
         receive()
     key = (id(kernel), *config.items(), *map(_describe_argument, args))
     if found := _found.get(key):

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from .buffer_places import SCRATCH, Buffer, Place, check_apart, place_buffers
-from .late import find_late, late, receive
+from .late import find_late, receive
 from .launch import forget, record_launches
 from .switches import is_on
 from .tables import hold
@@ -70,7 +70,7 @@ def replay(call: Callable[..., Results], tensors: tuple[Tensor | None, ...], set
             forms.append((t.shape, t.stride(), t.dtype, t.get_device(), address % _TOLD_APART, same))
             addresses.append(address)
     stream = get_current_stream(tensors[0].get_device())
-    awaited = find_late(addresses) if late.address else -1
+    awaited = find_late(addresses)
     key = call, settings, stream, awaited, *forms  # what waits for a state cannot begin as early
     found = _recordings.get(key)
     if isinstance(found, Recording):

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ssd.runtime import launch
-from ssd.runtime.late import is_late, receive
+from ssd.runtime.late import includes_late, receive
 from tests.executor.copies import Descriptor
 from tests.executor.language import NAMES, Jit, Pointer, stand_ins
 from tests.executor.schedule import Block, Fault, Touched
@@ -62,7 +62,7 @@ class Executor:
         return lambda kernel, *args, **config: (self._launch if isinstance(kernel, Jit) else launch)(kernel, *args, **config)
 
     def _launch(self, kernel: Jit, programs: int, *args, launch_pdl: bool = False, **config) -> None:
-        if is_late(args):  # as `launch` does
+        if includes_late(args):  # as `launch` does
             self.beside = None
             receive()
         given = [_of_kernel(arg) for arg in args]

@@ -14,7 +14,6 @@ from fused import hopper_backward
 from fused import split_backward as halves
 from ssd.reference import compute_in_fp64
 from ssd.registry import Variant, get_variant
-from ssd.runtime.late import deliver_late
 from ssd.types import Options, SSDGrads, SSDInputs
 from tests.errors import assert_all_accurate, cotangents, error, one_cotangent, results, truths, truths_apart
 from tests.executor import Executor
@@ -203,28 +202,6 @@ def test_states_of_any_form(like, executor):
     inputs = replace(inputs, initial_states=like(inputs.initial_states))
     dout, dfinal_states = cotangents(inputs)
     check(executor, way, inputs, (dout, like(dfinal_states)))
-
-
-@pytest.mark.parametrize("name", ("cut, states given", "cut for spans", "dstate 256, headdim 128, D by channel"))
-def test_a_state_that_is_late(name, executor):
-    """It comes between the state pass and what scans, which then may not begin early: the executor would find fault with it."""
-    way = WAYS[name]
-    inputs, variant = draw(way)
-    late = torch.full_like(inputs.initial_states, torch.nan)
-
-    def forward(i):
-        with hopper_on_cpu(executor, way.blocks, way.cut):
-            return variant.forward(i, Options(), False)[:2]
-
-    def bring():
-        late.copy_(inputs.initial_states)
-        launched.extend(executor.launched)
-
-    expected, launched = forward(inputs), []
-    executor.launched.clear()
-    with deliver_late(late, bring):
-        got = forward(replace(inputs, initial_states=late))
-    assert launched == [PIECES] and len(executor.launched) > 1 and all(map(torch.equal, got, expected))
 
 
 def test_steps_of_zero(executor):

@@ -6,10 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from fused.kernels.hopper.early import may_begin_early
 from ssd import Options, ssd_chunk_scan
 from ssd.runtime import launch
-from ssd.runtime.late import deliver_late, receive
+from ssd.runtime.late import deliver_late
 from tests.inputs import HALF, OURS, Case, Shape, arguments, random_inputs
 
 ON_GPU = torch.cuda.is_available()
@@ -43,16 +42,6 @@ def test_results_are_those_of_a_state_in_time(variant, trains, options, device):
     launch.record_launches(call)
     assert len(launched) == 5
     assert launched[-1] > 0 or (ON_GPU and options.replay)  # what a recording repeats is not recorded again
-
-
-def test_nothing_that_reads_it_begins_before_it_is_there(device):
-    """It would be brought between the launch of the states that enter and that of what scans from them."""
-    late, others = torch.empty(4, device=device), (torch.empty(4, device=device), None)
-    with deliver_late(late, lambda: None):
-        assert may_begin_early(late, *others) and not may_begin_early(late, late, *others)
-        receive()
-        assert may_begin_early(late, late, *others)
-    assert not may_begin_early(None, *others)
 
 
 def test_it_is_brought_where_nothing_is_launched_or_where_nobody_reads_it(device):

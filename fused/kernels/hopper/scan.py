@@ -180,7 +180,7 @@ def scan_slice(outputs, rings, tiles, vectors, dA_cumsum, D, start, work, form: 
             # both products in flight before anything else touches an accumulator: ptxas would insert a wait
             y = warpgroup_mma(x, tiles.L.index(mask), y, is_async=True)  # [P, M] @ [M, M]
             state = warpgroup_mma(x_end, B, state, is_async=True)  # [P, M] @ [M, N]
-            if tiles.z is not None:
+            if tiles.z is not None:  # made while both products run
                 gate = make_gate(get_tile(tiles.z, 2 * slot + U, BLOCK_M, ROWS).permute((1, 0)).load(PI))
             y, x = warpgroup_mma_wait(1, deps=(y, x))  # y leaves while the state's product runs
             if D is not None:
