@@ -251,13 +251,14 @@ class _Backbone(nn.Module):
 
     def read_part(self, part: range, given: tuple[Tensor, ...], cache: Sequence[Mamba2Cache]) -> tuple[Tensor, ...] | Tensor:
         """`Mamba2LM.read_part` without the head. Without a mask only the last token's output of the last layer is computed."""
-        seen, layers, caches = is_seen(self), [*self.layers][part.start : part.stop], [*cache][part.start : part.stop]
+        seen, layers = is_seen(self), [*self.layers][part.start : part.stop]
         if part.start:
             residual, added, *rest = given
         else:
             input_ids, *rest = given
             residual, added = self._check_and_embed(input_ids, cache), None
-        mask, rates, ends = rest[0] if rest else None, compute_rates(layers), part.stop == len(cache)
+        mask, rates, caches = rest[0] if rest else None, compute_rates(layers), [*cache][part.start : part.stop]
+        ends = part.stop == len(cache)
         finishes = ends and mask is None and not seen and can_finish(layers[-1].mixer)
         residual, added = self._run(layers[:-1] if finishes else layers, residual, added, None, caches, mask, rates, seen)
         if not ends:
