@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from ssd.modules import Mamba2LM, captured, decoding
+from tests.in_torch import in_torch  # noqa: F401  a fixture
 from tests.modules.test_generation import WAYS, generate
 from tests.modules.test_language_model import make_model, tokens
 
