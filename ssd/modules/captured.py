@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
 from functools import cache as cached
 from functools import partial
-from itertools import chain, pairwise
+from itertools import pairwise
 from threading import RLock
 from typing import TYPE_CHECKING, Any
 from weakref import ref
@@ -265,7 +265,7 @@ def _list_places(model: Mamba2LM, part: range) -> tuple[list, ...] | None:
         found.append(list_modules(model, without=model.backbone.layers))
     if None in found:
         return None
-    return len(layers), *_describe_memory(_list_weights(chain.from_iterable(found)))
+    return len(layers), *_describe_memory(_list_weights([one for modules in found for one in modules]))
 
 
 def _describe_memory(tensors: Sequence[Tensor]) -> tuple[list, ...]:
@@ -278,5 +278,5 @@ def _list_states(cache: Sequence[Mamba2Cache]) -> list[Tensor]:
 
 
 def _get_versions(states: Sequence[Tensor]) -> list[tuple[int, int]]:
-    """And places: how often torch has written to each tensor, and where it is."""
+    """Where each tensor is, and how often torch has written to it."""
     return [(t.data_ptr(), t._version) for t in states]

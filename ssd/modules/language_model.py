@@ -83,7 +83,7 @@ class Mamba2LM(nn.Module):
         """Some layers of `read`, by their numbers: what it gives where the last is among them, and else what the next part is
         given. given: input_ids, and the mask if there is one, or what the part before gave.
         """
-        after = self.backbone.read_part(part, given, cache)
+        after = self.backbone.read_part(part, given, cache, is_seen(self.backbone))
         return self.lm_head(after) if isinstance(after, Tensor) else after
 
     def list_parts(self) -> list[range]:
@@ -239,7 +239,7 @@ class _Backbone(nn.Module):
     def forward(self, input_ids: Tensor, seq_idx: Tensor | None = None, cache: Sequence[Mamba2Cache] | None = None,
                 mask: Tensor | None = None) -> Tensor:
         """mask: of `Mamba2.prefill`, with a cache that has had no token."""
-        seen, residual = is_seen(self), self._check_and_embed(input_ids, cache)
+        seen, residual = is_seen(self), self._begin_stream(input_ids, cache)
         residual, added = self._run(self.layers, residual, None, seq_idx, cache, mask, compute_rates(self.layers), seen)
         return add_and_norm(self.norm_f, residual, added, seen)[1]
 
@@ -247,16 +247,20 @@ class _Backbone(nn.Module):
         """As `forward`, of the last token, (batch, d_model); for inference."""
         if cache is None or is_seen(self):
             return self(input_ids, cache=cache, mask=mask)[:, -1]
-        return self.read_part(range(len(self.layers)), (input_ids,) if mask is None else (input_ids, mask), cache)
+        given = (input_ids,) if mask is None else (input_ids, mask)
+        return self.read_part(range(len(self.layers)), given, cache, seen=False)
 
-    def read_part(self, part: range, given: tuple[Tensor, ...], cache: Sequence[Mamba2Cache]) -> tuple[Tensor, ...] | Tensor:
-        """`Mamba2LM.read_part` without the head. Without a mask only the last token's output of the last layer is computed."""
-        seen, layers = is_seen(self), [*self.layers][part.start : part.stop]
+    def read_part(self, part: range, given: tuple[Tensor, ...], cache: Sequence[Mamba2Cache],
+                  seen: bool) -> tuple[Tensor, ...] | Tensor:
+        """`Mamba2LM.read_part` without the head. Without a mask only the last token's output of the last layer is computed.
+        seen: of `is_seen`.
+        """
+        layers = [*self.layers][part.start : part.stop]
         if part.start:
             residual, added, *rest = given
         else:
             input_ids, *rest = given
-            residual, added = self._check_and_embed(input_ids, cache), None
+            residual, added = self._begin_stream(input_ids, cache), None
         mask, rates, caches = rest[0] if rest else None, compute_rates(layers), [*cache][part.start : part.stop]
         ends = part.stop == len(cache)
         finishes = ends and mask is None and not seen and can_finish(layers[-1].mixer)
@@ -269,8 +273,8 @@ class _Backbone(nn.Module):
         normed = add_and_norm(self.norm_f, residual, added, seen)[1]
         return normed if finishes else normed[:, -1]
 
-    def _check_and_embed(self, input_ids: Tensor, cache: Sequence[Mamba2Cache] | None) -> Tensor:
-        """The residual stream before the first layer."""
+    def _begin_stream(self, input_ids: Tensor, cache: Sequence[Mamba2Cache] | None) -> Tensor:
+        """The residual stream before the first layer, of tokens and a cache that are checked."""
         _check_ids(input_ids, "(batch, seqlen)")
         if cache is not None:
             self.check_cache(cache, len(input_ids))
