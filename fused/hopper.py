@@ -112,6 +112,27 @@ def run_stationary(inputs: SSDInputs, options: Options, save: bool, keep: bool) 
     return call.out, final_states, SSDSaved(inputs, options, call.y, None, prev_states, asked, call.out)
 
 
+def explain_no_late_norm(i: SSDInputs, options: Options) -> str | None:
+    """Why `scan_to_norm` must not run these inputs; None if it can."""
+    if i.x.dtype != torch.bfloat16:
+        return f"x: got dtype {i.x.dtype}, takes bf16: fp16 may not hold what is not normed yet"
+    if count_parts(i.dstate) > 1 or i.has_document_states:
+        return f"takes a dstate of up to {WIDTHS[-1]}, and no documents with states"
+    return cannot_run(i, options, by_chunk=False)
+
+
+def scan_to_norm(inputs: SSDInputs, options: Options, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """As `Variant.scan_to_norm`: `run_stationary` of a forward alone, with what of a norm a slice can do by itself."""
+    with torch.cuda.device_of(inputs.x):
+        call = _Call.of(inputs, save=False)
+        final_states = call.new_final_states()
+        sums = call.new_sums()
+        waits = includes_late([call.initial_states])
+        runs, *entering = call.get_runs(options, "kept_scan_step" if waits else "scan_step", scan=True)
+        call.scan(runs, call.initial_states, *entering, final_states, norm_weight=contiguous(weight), sums=sums)
+    return call.out, final_states, sums
+
+
 def run_two_level(inputs: SSDInputs, options: Options, save: bool, keep: bool,
               blocks: int | None = None) -> tuple[Tensor, Tensor, SSDSaved]:
     """As `Variant.forward`, keeping states or not: a block walks two slices through a segment; `blocks`: so many take turns."""
@@ -187,9 +208,9 @@ class _Call:
 
     def scan(self, runs: Tensor, initial_states: Tensor | None = None, ends: Tensor | None = None,
              factors: Tensor | None = None, final_states: Tensor | None = None, kept: Tensor | None = None,
-             asked: Tensor | None = None, **starts) -> None:
+             asked: Tensor | None = None, **more) -> None:
         """Launches what scans. kept: the states before every `every` tokens, where they are written; asked: of
-        `new_asked_states`; starts: as hopper_scan.
+        `new_asked_states`; more: as hopper_scan.
         """
         from .kernels.hopper.scan import hopper_scan
         from .kernels.hopper.scan_tiles import COLUMNS
@@ -206,7 +227,7 @@ class _Call:
         elif asked is not None and asked.numel():
             states = {"states_desc": describe_states(asked, COLUMNS), "nasked": asked.shape[1]}
         launch(self.inputs, x, B, C, out, *self.steps, runs, initial_states, ends, factors, final_states, **states, **pieces,
-               **self.gate_descriptors, **self.document_arguments, **starts)
+               **self.gate_descriptors, **self.document_arguments, **more)
 
     @property
     def document_arguments(self) -> dict:
@@ -220,6 +241,12 @@ class _Call:
     def new_states(self, between: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
         i = self.inputs
         return torch.empty(i.batch, *between, i.nheads, i.headdim, i.dstate, device=i.x.device, dtype=dtype)
+
+    def new_sums(self) -> Tensor:
+        """For sums of squares over the channels of each slice, (batch, slices, tokens in whole sub-chunks)."""
+        i = self.inputs
+        slices = i.nheads * cdiv(i.headdim, SLICE)
+        return torch.empty(i.batch, slices, self.nsub * BLOCK_M, device=i.x.device, dtype=torch.float32)
 
     def new_final_states(self) -> Tensor:
         """Of the rows, or of the documents."""

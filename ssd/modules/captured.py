@@ -47,7 +47,8 @@ class Mamba2LMCache(list[Mamba2Cache]):
         """Forgets every token, so that another prompt can begin; the graphs stay."""
         for name in ("conv_state", "ssm_state") if self else ():
             torch._foreach_zero_([getattr(layer, name) for layer in self])  # two launches, not two a layer
-        self.mark_new()
+        if self.pad_prompts:
+            self.mark_new()
 
     def mark_new(self) -> None:
         """Notes that all states are zeros, unless they are tensors of inference mode, which have no versions."""

@@ -14,7 +14,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..api import check_flags, check_pair, check_settings, is_real, ssd_chunk_scan, take_int
-from ..block.arguments import check_dtype, check_floating, check_interpretable, check_size, check_tensor
+from ..block.arguments import (
+    DTYPES,
+    INTERPRETED,
+    check_dtype,
+    check_floating,
+    check_interpretable,
+    check_size,
+    check_tensor,
+)
 from ..block.conv1d import WIDTHS, causal_conv1d_fn
 from ..block.conv1d_scan_norm import split_xBC
 from ..block.conv1d_update import causal_conv1d_update
@@ -171,7 +179,7 @@ class Mamba2(nn.Module):
             return self._mix(self.in_proj(u), A, seq_idx=seq_idx, cu_seqlens=cu_seqlens)
         given = {}
         if before is not None:
-            given = {"initial_states": _get_states(before), "conv_states": before.conv_state}
+            given = {"initial_states": get_states(before), "conv_states": before.conv_state}
         out, ssm_state, conv_state = self._mix(self.in_proj(u), A, cu_seqlens=cu_seqlens, return_final_states=True,
                                                return_conv_states=True, **given)
         if cache is not None:
@@ -206,12 +214,12 @@ class Mamba2(nn.Module):
         first, rest = (None, None) if bias is None else (bias[:gates], bias[gates:])
         z0, x0, z = F.linear(u[:, -1], weight[:gates], first).split([d_mlp, d_mlp, self.d_ssm], -1)
         xBC, dt = F.linear(u, weight[gates:], rest).split([cache.conv_state.shape[1], self.nheads], -1)
-        xBC, conv_state = causal_conv1d_fn(xBC.mT, self._filter(), self.conv1d.bias, initial_states=cache.conv_state,
+        xBC, conv_state = causal_conv1d_fn(xBC.mT, self.get_filter(), self.conv1d.bias, initial_states=cache.conv_state,
                                            return_final_states=True, activation="silu")
         x, B, C = split_xBC(xBC.mT, self.d_ssm, self.headdim, self.ngroups)
         y, ssm_state = ssd_chunk_scan(
-            x, dt, self._A() if A is None else A, B, C, self.chunk_size, D=self._D(), dt_bias=self.dt_bias,
-            initial_states=_get_states(cache), dt_softplus=True, dt_limit=self.dt_limit, return_final_states=True,
+            x, dt, self.get_A() if A is None else A, B, C, self.chunk_size, D=self.get_D(), dt_bias=self.dt_bias,
+            initial_states=get_states(cache), dt_softplus=True, dt_limit=self.dt_limit, return_final_states=True,
             variant=self.variant, options=self.options)
         cache.ssm_state.copy_(ssm_state)
         cache.conv_state.copy_(conv_state)
@@ -222,8 +230,8 @@ class Mamba2(nn.Module):
     def _mix(self, zxbcdt: Tensor, A: Tensor | None, **more) -> Tensor | tuple[Tensor, ...]:
         """What follows the input projection. A: of `step`; more: of `split_conv1d_scan`."""
         return split_conv1d_scan(
-            zxbcdt, self._filter(), self.conv1d.bias, self.dt_bias, self._A() if A is None else A, self._D(), self.chunk_size,
-            dt_limit=self.dt_limit, rmsnorm_weight=self.norm.weight if self.rmsnorm else None,
+            zxbcdt, self.get_filter(), self.conv1d.bias, self.dt_bias, self.get_A() if A is None else A, self.get_D(),
+            self.chunk_size, dt_limit=self.dt_limit, rmsnorm_weight=self.norm.weight if self.rmsnorm else None,
             rmsnorm_eps=self.norm.eps if self.rmsnorm else None, outproj_weight=self.out_proj.weight,
             outproj_bias=self.out_proj.bias, headdim=None if self.D_has_hdim else self.headdim, ngroups=self.ngroups,
             norm_before_gate=self.norm_before_gate, variant=self.variant, options=self.options,
@@ -241,7 +249,7 @@ class Mamba2(nn.Module):
         self.check_cache(cache, len(u), "that of u", u.device)
         d_mlp = self.d_inner - self.d_ssm
         z0, x0, z, xBC, dt = self.in_proj(u).split([d_mlp, d_mlp, self.d_ssm, cache.conv_state.shape[1], self.nheads], -1)
-        xBC = causal_conv1d_update(xBC, cache.conv_state, self._filter(), self.conv1d.bias, activation="silu")
+        xBC = causal_conv1d_update(xBC, cache.conv_state, self.get_filter(), self.conv1d.bias, activation="silu")
         y = self.update_states(xBC, dt, None if self.rmsnorm else z, cache, A)
         if self.rmsnorm:
             y = self.norm(y, z)
@@ -255,7 +263,7 @@ class Mamba2(nn.Module):
         dt_bias, softplus = self.dt_bias, True
         if self.dt_limit != _NO_LIMIT:
             dt, dt_bias, softplus = F.softplus(dt.float() + dt_bias.float()).clamp(*self.dt_limit), None, False
-        channels, D, A = x.shape[1:], self._D(), self._A() if A is None else A
+        channels, D, A = x.shape[1:], self.get_D(), self.get_A() if A is None else A
         return selective_state_update(
             cache.ssm_state, x, dt[..., None].expand(x.shape), A[:, None, None].expand(*channels, self.d_state),
             B.unflatten(-1, (self.ngroups, self.d_state)), C.unflatten(-1, (self.ngroups, self.d_state)),
@@ -305,8 +313,9 @@ class Mamba2(nn.Module):
                 if t.shape[1:] == shape[1:]:
                     raise ValueError(f"{name}: got one of batch {t.shape[0]}, expected batch {batch}, {beside}")
                 raise ValueError(f"{name}.{field}: got shape {tuple(t.shape)}, expected {shape} for this block")
-            check_dtype(f"{name}.{field}", t)
-            check_interpretable(f"{name}.{field}", t)
+            if t.dtype not in DTYPES or INTERPRETED:
+                check_dtype(f"{name}.{field}", t)
+                check_interpretable(f"{name}.{field}", t)
             if device is not None and t.device != device:
                 raise ValueError(f"{name}.{field}: got a tensor on {t.device}, expected {device}, the device of u")
 
@@ -329,16 +338,16 @@ class Mamba2(nn.Module):
         if A is not None:
             check_tensor("A", A, (self.nheads,), u, beside="u")
 
-    def _filter(self) -> Tensor:
+    def get_filter(self) -> Tensor:
         return self.conv1d.weight.squeeze(1)
 
-    def _A(self) -> Tensor:
+    def get_A(self) -> Tensor:
         return -self.A_log.float().exp()
 
-    def _D(self) -> Tensor:
+    def get_D(self) -> Tensor:
         return self.D.view(self.nheads, self.headdim) if self.D_has_hdim else self.D
 
 
-def _get_states(cache: Mamba2Cache) -> Tensor:
+def get_states(cache: Mamba2Cache) -> Tensor:
     """The SSD's, as its op takes them."""
     return cache.ssm_state.float() if cache.ssm_state.dtype.itemsize < 4 else cache.ssm_state

@@ -15,7 +15,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from ..block.arguments import takes_kernels
 from ..block.gated_norm import RMSNormGated
-from ..block.kernels.residual_norm import WIDEST, residual_norm
+from ..block.kernels.residual_norm import WIDEST, Unscaled, residual_norm
 from ..block.kernels.token_projections import MOST, SHORTEST_GROUP, project_in, project_out
 from ..runtime.custom_ops import are_plain, wants_gradient
 from .mamba2 import Mamba2, Mamba2Cache
@@ -89,17 +89,26 @@ def takes_three_launches(layer: _Layer, residual: Tensor, cache: Mamba2Cache) ->
         return False
     if "step" in vars(mixer):  # replaced
         return False
-    if mixer.rmsnorm and (type(mixer.norm) is not RMSNormGated or mixer.norm.norm_before_gate or mixer.norm.bias is not None
-                          or (mixer.norm.group_size != mixer.d_ssm and (
-                              (mixer.norm.group_size or 1) % SHORTEST_GROUP or mixer.d_ssm % mixer.norm.group_size))):
+    if mixer.rmsnorm and mixer.norm.group_size != mixer.d_ssm and (
+            (mixer.norm.group_size or 1) % SHORTEST_GROUP or mixer.d_ssm % mixer.norm.group_size):
         return False
+    return has_plain_weights(layer, residual, cache)
+
+
+def has_plain_weights(layer: _Layer, residual: Tensor, cache: Mamba2Cache) -> bool:
+    """Whether a Mamba2 layer's weights are as they were made, in bf16 and together, and nobody wants a gradient of them; and
+    its norm, if there is one, norms what was gated.
+    """
+    norm, mixer = layer.norm, layer.mixer
     if not type(mixer.in_proj) is type(mixer.out_proj) is nn.Linear or type(mixer.conv1d) is not nn.Conv1d:
+        return False
+    if mixer.rmsnorm and (type(mixer.norm) is not RMSNormGated or mixer.norm.norm_before_gate or mixer.norm.bias is not None):
         return False
     dtype, linear = mixer.in_proj.weight.dtype, (mixer.in_proj, mixer.conv1d, mixer.out_proj)
     weights = [t for module in linear for t in (module.weight, module.bias) if t is not None]
     if mixer.rmsnorm:
         weights.append(mixer.norm.weight)
-    tensors = (*weights, mixer.dt_bias, mixer.A_log, mixer.D, cache.conv_state)
+    tensors = (*weights, mixer.dt_bias, mixer.A_log, mixer.D, cache.conv_state, cache.ssm_state)
     return (dtype in _DTYPES and norm.weight.dtype == mixer.out_proj.weight.dtype == dtype
             and all(t.is_contiguous() for t in weights) and are_plain(tensors) and not wants_gradient(tensors)
             and all(t.device == residual.device for t in tensors))
@@ -118,14 +127,17 @@ def _step_in_three(layer: _Layer, residual: Tensor, cache: Mamba2Cache, A: Tenso
         return project_out(y, weight, eps, group, mixer.out_proj.weight, mixer.out_proj.bias, residual)
 
 
-def add_and_norm(norm: nn.Module, residual: Tensor, added: Tensor | None, seen: bool) -> tuple[Tensor, Tensor]:
+def add_and_norm(norm: nn.Module, residual: Tensor, added: Tensor | Unscaled | None,
+                 seen: bool) -> tuple[Tensor, Tensor]:
     """The residual stream with what is added, and its norm in the dtype of the norm's weight. In inference by one launch.
     seen: of `is_seen`.
     """
-    if not seen and _takes_norm(norm, residual, added):
+    value = added.value if isinstance(added, Unscaled) else added
+    if not seen and _takes_norm(norm, residual, value):
         with torch.cuda.device_of(residual):
             return residual_norm(residual, added, norm.weight, norm.eps)
-    residual = residual if added is None else residual + added
+    value = added.scale() if isinstance(added, Unscaled) else added
+    residual = residual if value is None else residual + value
     return residual, norm(residual.to(norm.weight.dtype))  # as upstream without `fused_add_norm`; it computes in fp32
 
 

@@ -162,8 +162,10 @@ class Buffer:
 
     def touch(self, role: Role, kind: str, layout: object = None, actor: object = None,
               over: int | None = None) -> Access | None:
-        """Notes an access that the role issues. Outside of roles there is none: there the compiler's barriers keep order."""
-        if not role.is_partition:
+        """Notes an access that the role issues. Outside of roles only stores, for those inside of them to find: there the
+        compiler's barriers keep order.
+        """
+        if not role.is_partition and kind != "store":
             return None
         size, elements = self.view.element_size(), self.view.numel()
         start = self.view.storage_offset() * size
@@ -178,6 +180,8 @@ class Buffer:
         of_threads = layout and (layout, self.dtype, self.view.shape, self.view.stride())
         access = Access(kind, role.line(), self.name, start, start + extent * size, actor or role, of_threads, over=over)
         access.finished = kind == "store"
+        if not role.is_partition:
+            access.over = 0
         self.allocation.touch(role, access)
         if over is None:
             role.open.append(access)
@@ -199,3 +203,5 @@ def fence(role: Role) -> None:
     """Between the proxies: what was stored before it comes before products and copies, once the warps have met."""
     for access in role.open:
         access.fenced |= access.kind == "store"
+        if not role.is_partition:  # roles begin after it
+            access.visible = 0

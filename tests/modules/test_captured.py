@@ -140,7 +140,7 @@ def test_prompts_of_all_lengths_share_graphs(captures, device, monkeypatch):
 def test_when_a_cache_is_new(device):
     """Made or reset, until a token, or anything else, is written to it or one of its layers' caches is another."""
     model, ids = make_model(device), tokens(device)
-    cache = model.new_cache(2)
+    cache = model.new_cache(2, pad_prompts=True)
     other = cache[1].ssm_state.clone()
     assert cache.is_new() and not copy.deepcopy(cache).is_new()
     for use in (lambda: model(ids, cache=cache), lambda: model.step(ids[:, 0], cache), lambda: cache[1].ssm_state.zero_(),

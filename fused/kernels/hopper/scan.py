@@ -13,7 +13,7 @@ memory:
 with i, j tokens of the sub-chunk, A = dA_cumsum, y [i, headdim], S [headdim, dstate]. Two rings connect the roles: `tiles`,
 which fetch_tiles fills and the other three read, and `masks`, a lane a head, which make_masks fills and scan_slice reads.
 A dstate above 128 takes a launch for each part of it (`roles` says what parts are): the first has D, the next adds the output
-before it, the last has the gate.
+before it, the last has the gate. Of a gated norm the scan may do what needs one slice alone, `scan_tiles.LateNorm`.
 
 Reads x, z (batch, seqlen, nheads, headdim), B, C (batch, seqlen, ngroups, dstate), bf16 or fp16, channels and heads contiguous,
 through TMA descriptors that fill rows past seqlen with 0; dt, dA_cumsum (batch, nheads, nsub, 64) fp32, dA_cumsum restarting
@@ -71,7 +71,20 @@ from .roles import (
     tile_bytes,
     write_slice,
 )
-from .scan_tiles import Outputs, Rings, Tiles, Vectors, Work, load_D, write_asked_state
+from .scan_tiles import (
+    COPIES,
+    LateNorm,
+    Outputs,
+    Rings,
+    Tiles,
+    Vectors,
+    Work,
+    add_squares,
+    load_channels,
+    load_D,
+    write_asked_state,
+    write_sums,
+)
 from .start import Start, add_pieces, load_start
 
 
@@ -87,6 +100,7 @@ SIZES = ("nruns", "nsub", "nheads", "heads_per_group", "asked", "nasked")
 _SLOTS = Slots(3, 2), Slots(2, 2), Slots(2, 1), Slots(1, 1)  # the first that fits
 _SLICE = 64  # channels
 _TURNED = 16384  # bytes in which Triton turns states from memory into another layout, of every size and dtype
+_ONES = 1024  # bytes of `LateNorm.ones`
 _SHARED = 232448 - 1024  # bytes of a block, less what mbarriers and alignment may take
 _REGISTERS = 128  # of a thread at launch; the roles then share them out: 192 scan_slice, 104 make_masks, 24 fetch_tiles
 
@@ -124,7 +138,7 @@ def fetch_tiles(x_desc, B_desc, C_desc, z_desc, before_desc, ring, tiles, work, 
 
 
 @gluon.jit
-def scan_slice(outputs, rings, tiles, vectors, dA_cumsum, D, start, work, form: gl.constexpr, U: gl.constexpr,
+def scan_slice(outputs, rings, tiles, vectors, dA_cumsum, D, norm, start, work, form: gl.constexpr, U: gl.constexpr,
                PART: gl.constexpr, EVERY: gl.constexpr, BLOCK_M: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr):
     """The consumer warpgroup of slice U of a pair: its state and its output."""
     SLICE: gl.constexpr = U if form.SLICES == 2 else 0
@@ -147,6 +161,8 @@ def scan_slice(outputs, rings, tiles, vectors, dA_cumsum, D, start, work, form: 
         end = gl.load(A_last + first * BLOCK_M)
         if D is not None:
             D_h = load_D(D, h, SLICE, form, PI, ROWS)
+        if norm.weight is not None:
+            weight = load_channels(norm.weight, h, SLICE, form, PI, ROWS)
         for c in range(first, last):
             if work.documents.blocks is not None:
                 # loaded where they are used, for want of registers: fetch_tiles has just brought the block's row into L1
@@ -195,10 +211,15 @@ def scan_slice(outputs, rings, tiles, vectors, dA_cumsum, D, start, work, form: 
                 get_tile(tiles.y, 2 + U, BLOCK_M, ROWS).permute((1, 0)).store(y.to(DTYPE))
             if tiles.z is not None:
                 y *= gate
+            if norm.weight is not None:
+                get_tile(norm.squares, U, BLOCK_M, ROWS).permute((1, 0)).store((y * y).to(DTYPE))
+                y *= weight
             get_tile(tiles.y, U, BLOCK_M, ROWS).permute((1, 0)).store(y.to(DTYPE))
             state, x_end = warpgroup_mma_wait(0, deps=(state, x_end))
             fence_async_shared()
             block_barrier()
+            if norm.weight is not None:
+                sums = add_squares(norm, U, BLOCK_M, ROWS)
             # not before y is there: a load from x that is only on its way would find the next tile (docs/log/hopper-scan.md)
             mark_empty(rings.tiles, slot)
             if work.documents.blocks is not None:
@@ -215,6 +236,8 @@ def scan_slice(outputs, rings, tiles, vectors, dA_cumsum, D, start, work, form: 
                 write_slice(outputs.out, b, c * BLOCK_M, h * form.SLICES + SLICE, form.SLICES, tiles.y.index(U))
                 if outputs.y is not None:
                     write_slice(outputs.y, b, c * BLOCK_M, h * form.SLICES + SLICE, form.SLICES, tiles.y.index(2 + U))
+            if norm.weight is not None:
+                write_sums(norm, sums, (bh * form.SLICES + SLICE) * work.nsub + c, BLOCK_M)
             if outputs.asked is not None:
                 write_asked_state(outputs, tiles, state, b, h, c + 1, work, U, SLICE, ROWS)
             step += 1
@@ -227,9 +250,9 @@ def scan_slice(outputs, rings, tiles, vectors, dA_cumsum, D, start, work, form: 
 @gluon.jit(do_not_specialize=SIZES)
 def hopper_scan_kernel(x_desc, B_desc, C_desc, z_desc, before_desc, out_desc, y_desc, states_desc, dA_cumsum, dt, D,
                        initial_states, ends, factors, final_states, starts, runs, nruns, nsub, nheads, heads_per_group,
-                       asked, nasked, blocks, out_at, y_at, HEADDIM: gl.constexpr, DSTATE: gl.constexpr, PART: gl.constexpr,
-                       ODD: gl.constexpr,
-                       D_ROWS: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr, EVERY: gl.constexpr):
+                       asked, nasked, blocks, out_at, y_at, norm_weight, sums, HEADDIM: gl.constexpr, DSTATE: gl.constexpr,
+                       PART: gl.constexpr, ODD: gl.constexpr, D_ROWS: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr,
+                       EVERY: gl.constexpr):
     DTYPE: gl.constexpr = x_desc.dtype
     BLOCK_M: gl.constexpr = x_desc.block_shape[1]
     ROWS: gl.constexpr = x_desc.block_shape[-1]
@@ -250,6 +273,13 @@ def hopper_scan_kernel(x_desc, B_desc, C_desc, z_desc, before_desc, out_desc, y_
     to_end = gl.allocate_shared_memory(gl.float32, [HEADS * SLOTS, BLOCK_M], LINE)
     A_rows = gl.allocate_shared_memory(gl.float32, [HEADS, BLOCK_M], LINE)
     A_columns = gl.allocate_shared_memory(gl.float32, [HEADS, BLOCK_M], LINE)
+    if norm_weight is None:
+        norm = LateNorm(None, None, None, None)
+    else:
+        ROW: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+        ones = gl.allocate_shared_memory(DTYPE, [COPIES, ROWS], gl.NVMMASharedLayout.get_default_for([COPIES, ROWS], DTYPE))
+        ones.store(gl.zeros([COPIES, ROWS], DTYPE, ROW) + 1.0)
+        norm = LateNorm(norm_weight, sums, allocate_tiles(out_desc, 2), ones)
     rings = Rings(make_ring(STAGES, 3), make_ring(HEADS * SLOTS, FORM.SLICES))
     fence_async_shared()
     tiles, vectors = Tiles(Xs, Bs, Cs, Zs, befores, Ls, Ys, Ss), Vectors(from_start, to_end)
@@ -262,16 +292,18 @@ def hopper_scan_kernel(x_desc, B_desc, C_desc, z_desc, before_desc, out_desc, y_
     work = Work(runs, nruns, nsub, nheads, heads_per_group, documents)
     outputs = Outputs(out_desc, y_desc, states_desc, final_states, out_at, y_at, asked, nasked)
     gl.warp_specialize([
-        (scan_slice, (outputs, rings, tiles, vectors, dA_cumsum, D, start, work, FORM, 0, PART, EVERY, BLOCK_M, ROWS, WIDTH)),
-        (scan_slice, (outputs, rings, tiles, vectors, dA_cumsum, D, start, work, FORM, 1, PART, EVERY, BLOCK_M, ROWS, WIDTH)),
+        (scan_slice, (outputs, rings, tiles, vectors, dA_cumsum, D, norm, start, work, FORM, 0, PART, EVERY, BLOCK_M, ROWS,
+                      WIDTH)),
+        (scan_slice, (outputs, rings, tiles, vectors, dA_cumsum, D, norm, start, work, FORM, 1, PART, EVERY, BLOCK_M, ROWS,
+                      WIDTH)),
         (make_masks, (rings, tiles, vectors, A_rows, A_columns, dA_cumsum, dt, work, FORM, False, False, BLOCK_M, WIDTH)),
         (fetch_tiles, (x_desc, B_desc, C_desc, z_desc, before_desc, rings.tiles, tiles, work, PART, FORM)),
     ], [4, 4, 1], [192, 104, 24])
 
 
-def choose_slots(i: SSDInputs, width: int, beside: int, keeps_y: bool, states_desc, starts) -> Slots:
+def choose_slots(i: SSDInputs, width: int, beside: int, keeps_y: bool, adds_squares: bool, states_desc, starts) -> Slots:
     """The most that shared memory holds. beside: bytes of an element of all the tiles that each slot has beside x, B and C;
-    keeps_y: whether y goes out too.
+    keeps_y: whether y goes out too; adds_squares: of `LateNorm`.
     """
     heads = 1 if i.headdim > _SLICE else 2
     tile, line = 2 * SUB_CHUNK * _SLICE, 4 * SUB_CHUNK  # elements of both slices, bytes of a vector
@@ -280,16 +312,20 @@ def choose_slots(i: SSDInputs, width: int, beside: int, keeps_y: bool, states_de
     for slots in _SLOTS:
         ring = slots.tiles * (tile * (2 + beside) + 2 * 2 * SUB_CHUNK * width)
         masks = heads * (slots.masks * (2 * SUB_CHUNK**2 + 2 * line) + 2 * line)
-        if ring + masks + 2 * tile * (1 + keeps_y) + states <= _SHARED:
+        if ring + masks + 2 * tile * (1 + keeps_y + adds_squares) + _ONES * adds_squares + states <= _SHARED:
             break
     return slots
 
 
 def hopper_scan(i: SSDInputs, x_desc, B_desc, C_desc, out_desc, dt, dA_cumsum, runs: torch.Tensor, initial_states=None,
                 ends=None, factors=None, final_states=None, states_desc=None, starts=None, every: int = SUB_CHUNK, z_desc=None,
-                y_desc=None, nasked: int | None = None,
-                blocks: torch.Tensor | None = None, out: torch.Tensor | None = None, y: torch.Tensor | None = None) -> None:
+                y_desc=None, nasked: int | None = None, blocks: torch.Tensor | None = None, out: torch.Tensor | None = None,
+                y: torch.Tensor | None = None, norm_weight: torch.Tensor | None = None,
+                sums: torch.Tensor | None = None) -> None:
     """Fills what out_desc and states_desc describe, and final_states, the last two where given; y_desc: out without the gate.
+
+    norm_weight: (nheads, headdim) of a gated norm that is finished later, and sums: (batch, slices, nsub, 64) fp32, filled with
+    those of its squares; with z and a dstate of one part.
 
     blocks: those of documents, in place of sub-chunks; initial_states and final_states are then the documents'. out, y: what
     out_desc and y_desc describe.
@@ -304,12 +340,12 @@ def hopper_scan(i: SSDInputs, x_desc, B_desc, C_desc, out_desc, dt, dA_cumsum, r
         z, kept = (z_desc, y_desc) if part == parts - 1 else (None, None)
         before = out_desc if part else None
         beside = sum(desc.base.itemsize for desc in (z, before) if desc is not None)
-        slots = choose_slots(i, B_desc.block_shape[-1], beside, kept is not None, states_desc, starts)
+        slots = choose_slots(i, B_desc.block_shape[-1], beside, kept is not None, sums is not None, states_desc, starts)
         launch(
             hopper_scan_kernel, runs.shape[0], x_desc, B_desc, C_desc, z, before, out_desc, kept, states_desc, dA_cumsum, dt,
             None if part else i.D, initial_states, ends, factors, final_states, starts, runs, runs.shape[1],
             dt.shape[2], i.nheads, heads_per_group, asked, nasked, blocks, out,
-            None if kept is None else y, HEADDIM=i.headdim, DSTATE=i.dstate, PART=part,
+            None if kept is None else y, norm_weight, sums, HEADDIM=i.headdim, DSTATE=i.dstate, PART=part,
             ODD=heads_per_group % 2 == 1, D_ROWS=not part and i.D is not None and i.D.dim() == 2, STAGES=slots.tiles,
             SLOTS=slots.masks, EVERY=every // dt.shape[3], num_warps=4, maxnreg=_REGISTERS,
             launch_pdl=may_begin_early(ends, initial_states) and part == 0)

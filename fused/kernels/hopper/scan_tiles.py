@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from ssd.runtime.gluon_names import async_store, block_barrier, store_wait
 
@@ -13,6 +13,8 @@ from .ring import Ring
 from .roles import get_tile
 
 COLUMNS = 64  # states of a tile by which those that are asked for leave
+COPIES = gl.constexpr(8)  # of a sum of squares: the fewest columns of a product
+SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16]))
 
 
 class Rings(NamedTuple):
@@ -40,6 +42,19 @@ class Vectors(NamedTuple):
 
     from_start: gl.shared_memory_descriptor  # exp(A_i)
     to_end: gl.shared_memory_descriptor  # dt_j exp(A_last - A_j)
+
+
+class LateNorm(NamedTuple):
+    """What the scan does of a gated norm whose factor comes later, once the sums over all heads are known. All None without.
+
+    weight: (nheads, headdim), applied to the gated output. sums: (batch, slices, nsub, 64) fp32, of its squares before that.
+    squares: shared memory [2, 1, 64, headdim]; ones: [COPIES, headdim], by which wgmma adds up channels.
+    """
+
+    weight: gl.tensor
+    sums: gl.tensor
+    squares: gl.shared_memory_descriptor
+    ones: gl.shared_memory_descriptor
 
 
 class Work(NamedTuple):
@@ -71,12 +86,31 @@ class Outputs(NamedTuple):
 @gluon.jit
 def load_D(D, h, SLICE: gl.constexpr, form: gl.constexpr, PI: gl.constexpr, ROWS: gl.constexpr):
     """D of a head, or of a slice of its channels [P, 1] where D has two dimensions."""
-    if form.D_ROWS:
-        p = SLICE * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, PI))
-        D_h = gl.expand_dims(gl.load(D + h * form.HEADDIM + p, mask=p < form.HEADDIM, other=0.0).to(gl.float32), 1)
-    else:
-        D_h = gl.load(D + h).to(gl.float32)
-    return D_h
+    return load_channels(D, h, SLICE, form, PI, ROWS) if form.D_ROWS else gl.load(D + h).to(gl.float32)
+
+
+@gluon.jit
+def load_channels(t, h, SLICE: gl.constexpr, form: gl.constexpr, PI: gl.constexpr, ROWS: gl.constexpr):
+    """Of t (nheads, headdim) a slice's channels [P, 1]."""
+    p = SLICE * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, PI))
+    return gl.expand_dims(gl.load(t + h * form.HEADDIM + p, mask=p < form.HEADDIM, other=0.0).to(gl.float32), 1)
+
+
+@gluon.jit
+def add_squares(norm, U: gl.constexpr, BLOCK_M: gl.constexpr, ROWS: gl.constexpr):
+    """Begins the sums over channels of a slice's squares, COPIES of each."""
+    sums = gl.zeros([BLOCK_M, COPIES], gl.float32, SUMS)
+    squares = get_tile(norm.squares, U, BLOCK_M, ROWS)
+    return warpgroup_mma(squares, norm.ones.permute((1, 0)), sums, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def write_sums(norm, sums, tile, BLOCK_M: gl.constexpr):
+    """The sums of `add_squares`, once they are there, as tile number `tile` of all."""
+    sums = warpgroup_mma_wait(0, deps=(sums,))
+    token = gl.expand_dims(gl.arange(0, BLOCK_M, gl.SliceLayout(1, SUMS)), 1)
+    column = gl.expand_dims(gl.arange(0, COPIES, gl.SliceLayout(0, SUMS)), 0)
+    gl.store(norm.sums + (tile * BLOCK_M + token) + 0 * column, sums, mask=(token < BLOCK_M) & (column == 0))
 
 
 @gluon.jit

@@ -2,8 +2,12 @@
 
 Reads residual (..., width), added, of its shape, and weight (width,); all contiguous, fp16, bf16 or fp32. Writes the sum, in
 the dtype of residual, and its norm, in that of the weight. A program takes a row, and holds it between its sum of squares and
-its scaling.
+its scaling. What is added may still lack the factor of the block's gated norm, `Unscaled`.
 """
+
+from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -18,9 +22,42 @@ WIDEST = 32768  # channels
 _PER_WARP = 256
 
 
+class Unscaled(NamedTuple):
+    """What a block adds, before the factor of its gated norm: one number a token, 1 / sqrt(mean of squares + eps).
+
+    value: (batch, seqlen, width). sums: (batch, parts, at least seqlen) fp32, of squares over parts of all `channels`.
+    """
+
+    value: Tensor
+    sums: Tensor
+    channels: int
+    eps: float
+
+    def scale(self) -> Tensor:
+        """In torch, in the dtype of value."""
+        mean = self.sums[:, :, : self.value.shape[1]].sum(1) / self.channels
+        return (self.value * torch.rsqrt(mean + self.eps)[..., None]).to(self.value.dtype)
+
+
+class Factor(NamedTuple):
+    """What the kernel is compiled for where a factor is to come; as `Unscaled`. block: at least `parts`, a power of two."""
+
+    parts: int
+    block: int
+    channels: int
+
+
 @triton.jit
-def residual_norm_kernel(residual, added, weight, total, out, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-                         EARLY: tl.constexpr):
+def load_factor(sums, tokens, eps, seqlen, FACTOR: tl.constexpr):
+    """Of this program's token. tokens: between the sums of two parts."""
+    part, row = tl.arange(0, FACTOR.block), tl.program_id(0)
+    at = (row // seqlen * FACTOR.parts + part).to(tl.int64) * tokens + row % seqlen
+    return tl.math.rsqrt(tl.sum(tl.load(sums + at, mask=part < FACTOR.parts, other=0.0), 0) / FACTOR.channels + eps)
+
+
+@triton.jit(do_not_specialize=("tokens", "seqlen"))
+def residual_norm_kernel(residual, added, weight, total, out, eps, sums, tokens, factor_eps, seqlen, FACTOR: tl.constexpr,
+                         WIDTH: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     let_next_begin(EARLY)
     wait_for_last(EARLY)
     channels = tl.arange(0, BLOCK)
@@ -28,7 +65,10 @@ def residual_norm_kernel(residual, added, weight, total, out, eps, WIDTH: tl.con
     at = tl.program_id(0).to(tl.int64) * WIDTH + channels
     v = tl.load(residual + at, mask=inside, other=0.0)
     if added is not None:
-        v = (v.to(tl.float32) + tl.load(added + at, mask=inside, other=0.0).to(tl.float32)).to(v.dtype)
+        o = tl.load(added + at, mask=inside, other=0.0).to(tl.float32)
+        if sums is not None:
+            o *= load_factor(sums, tokens, factor_eps, seqlen, FACTOR)
+        v = (v.to(tl.float32) + o).to(v.dtype)
         tl.store(total + at, v, mask=inside)
     v = v.to(out.dtype.element_ty).to(tl.float32)
     scale = tl.math.rsqrt(tl.sum(v * v, 0) / WIDTH + eps)
@@ -36,12 +76,18 @@ def residual_norm_kernel(residual, added, weight, total, out, eps, WIDTH: tl.con
     tl.store(out + at, y.to(out.dtype.element_ty), mask=inside)
 
 
-def residual_norm(residual: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def residual_norm(residual: Tensor, added: Tensor | Unscaled | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Returns the sum, residual itself where nothing is added, and its norm."""
     width = len(weight)
+    late = (None, 0, 0.0, 0, None)
+    if isinstance(added, Unscaled):
+        added, sums, channels, factor_eps = added
+        parts, tokens = sums.shape[1:]
+        late = sums, tokens, factor_eps, added.shape[1], Factor(parts, next_power_of_2(parts), channels)
     total = residual if added is None else torch.empty_like(residual)
     out = torch.empty(residual.shape, device=residual.device, dtype=weight.dtype)
     block = next_power_of_2(width)
-    launch(residual_norm_kernel, residual.numel() // width, residual, added, weight, total, out, eps, width, block,
+    launch(residual_norm_kernel, residual.numel() // width,
+           residual, added, weight, total, out, eps, *late, width, block,
            num_warps=min(32, max(1, block // _PER_WARP)), **begin_early(residual.device.index))
     return total, out

@@ -1,0 +1,141 @@
+"""Long prompts whose gated norms are finished later: the logits and states of a prompt whose are not."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from ssd.block.kernels.residual_norm import Unscaled
+from ssd.modules import language_model, late_norm, token_step
+from ssd.registry import get_variant
+from tests.fused import test_hopper
+from tests.in_torch import in_torch  # noqa: F401  a fixture
+from tests.inputs import GPU
+from tests.modules.test_language_model import LAYER, make_model, tokens
+
+pytestmark = pytest.mark.skipif(GPU and not test_hopper.GPU, reason="needs a GPU of compute capability 9, or none")
+HALF = torch.bfloat16 if GPU else torch.float16  # which the interpreter gets right
+WIDE = LAYER | {"headdim": 64, "d_state": 64}
+LENGTH = 200 if GPU else 9
+
+
+def scan_in_torch(i, options, weight):
+    """`Variant.scan_to_norm` of a variant that there is on a CPU."""
+    y, final_states, _ = get_variant("torch").forward(replace(i, z=None), options, False)
+    gated = y.float() * F.silu(i.z.float())
+    return (gated * weight.float()).to(y.dtype), final_states, gated.square().sum(-1).mT.contiguous()
+
+
+@pytest.fixture
+def late(monkeypatch, device) -> list[bool]:
+    """Prompts of any length are long; on a CPU kernels are interpreted and the scan is torch's. Whether each sum was late."""
+    monkeypatch.setattr(late_norm, "SHORTEST", 1)
+    if not GPU:
+        monkeypatch.setattr("ssd.block.arguments.INTERPRETED", True)
+        monkeypatch.setattr(token_step, "_DTYPES", (HALF,))
+        monkeypatch.setattr(late_norm, "resolve", lambda *_: SimpleNamespace(
+            scan_to_norm=scan_in_torch, explain_no_late_norm=lambda *_: None))
+    found, call = [], token_step.residual_norm
+    monkeypatch.setattr(token_step, "residual_norm",
+                        lambda *given: (found.append(isinstance(given[1], Unscaled)), call(*given))[1])
+    return found
+
+
+def make(device, layer=WIDE, **settings):
+    return make_model(device, d_model=64, ssm_cfg=layer, **settings).to(HALF)
+
+
+@pytest.mark.parametrize("batch", (1, 2))
+@torch.no_grad()
+def test_it_is_the_prompt(batch, device, late, monkeypatch):
+    """About as near to the prompt in fp32 as with the norm in a launch of its own; in two pieces, so that states are given."""
+    ids = tokens(device, batch, LENGTH)
+
+    def run(model):
+        cache = model.new_cache(batch)
+        return [model.read(piece, cache=cache) for piece in ids.split(LENGTH - 4, 1)], cache
+
+    got = run(make(device))
+    assert late == 2 * [False, True, False], "the last layer has a way of its own, for the last token"
+    monkeypatch.setattr(language_model, "takes_late_norm", lambda *_: False)
+    half = run(make(device))
+    assert not any(late[6:])
+    monkeypatch.setattr(token_step, "_takes_norm", lambda *_: False)
+    truth = run(make(device).float())
+    for ours, other, true in (*zip(got[0], half[0], truth[0], strict=True), *(
+            (getattr(one, name), getattr(two, name), getattr(three, name)) for one, two, three in
+            zip(got[1], half[1], truth[1], strict=True) for name in ("conv_state", "ssm_state"))):
+        off, others = ((t.double() - true.double()).norm() for t in (ours, other))
+        assert off < 2 * others + 1e-4 * true.norm()
+
+
+@torch.no_grad()
+def test_a_norm_of_another_kind_comes_after(device, late):
+    """The factor is then torch's."""
+    model, ids = make(device), tokens(device, 1, LENGTH)
+    expected = model.read(ids, cache=model.new_cache(1))
+    scale, factors = Unscaled.scale, []
+    for layer in model.backbone.layers[1:]:
+        weight, layer.norm = layer.norm.weight, type("Norm", (torch.nn.RMSNorm,), {})(64, eps=1e-5)
+        layer.norm.weight = weight
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(Unscaled, "scale", lambda added: (factors.append(added), scale(added))[1])
+        got = model.read(ids, cache=model.new_cache(1))
+    assert len(factors) == 1 and (got - expected).norm() < 1e-2 * expected.norm()
+
+
+OTHERS = {
+    "groups": lambda device: make(device, WIDE | {"ngroups": 2}),
+    "norm first": lambda device: make(device, WIDE | {"norm_before_gate": True}),
+    "no norm": lambda device: make(device, WIDE | {"rmsnorm": False}),
+    "biases": lambda device: make(device, WIDE | {"bias": True}),
+    "an MLP": lambda device: make(device, WIDE | {"d_ssm": 64}),
+    "fp32": lambda device: make(device).float(),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@torch.no_grad()
+def test_what_it_does_not_take(name, device, late):
+    model = OTHERS[name](device)
+    layer, stream = model.backbone.layers[0], torch.zeros(1, LENGTH, 64, device=device)
+    assert not late_norm.takes_late_norm(layer, stream, model.new_cache(1)[0])
+    model.read(tokens(device, 1, LENGTH), cache=model.new_cache(1))
+    assert not any(late)
+
+
+@torch.no_grad()
+def test_when_it_does_not(device, late, monkeypatch):
+    """Short prompts, tokens with a mask, modules that somebody looks into, weights that want gradients, no cache."""
+    model, ids = make(device), tokens(device, 1, LENGTH)
+    layer, stream, cache = model.backbone.layers[0], torch.zeros(1, LENGTH, 64, device=device), model.new_cache(1)
+    assert late_norm.takes_late_norm(layer, stream, cache[0])
+    with torch.enable_grad():
+        assert not late_norm.takes_late_norm(layer, stream, cache[0])
+    model.read(ids, torch.ones_like(ids, dtype=torch.bool), model.new_cache(1))
+    model(ids)
+    hook = model.backbone.layers[1].mixer.register_forward_hook(lambda *_: None)
+    model.read(ids, cache=model.new_cache(1))
+    hook.remove()
+    with pytest.raises(ValueError, match="seq_idx: got a tensor with a cache"):
+        model(ids, torch.zeros_like(ids), model.new_cache(1))
+    monkeypatch.setattr(late_norm, "SHORTEST", stream.numel() + 1)
+    model.read(ids, cache=model.new_cache(1))
+    assert late and not any(late)
+
+
+@pytest.mark.skipif(not GPU, reason="needs CUDA graphs")
+def test_replays_are_the_same_bits(device, late):
+    model, ids = make(device), tokens(device, 1, LENGTH)
+    cache, logits = model.new_cache(1), []
+    model.eval()
+    for _ in range(4):
+        cache.reset()
+        with torch.no_grad():
+            model.generate(ids, 1, cache)
+        logits.append([state.ssm_state.clone() for state in cache])
+    assert any(late) and cache.captured.has_replay(ids)
+    for other in logits[1:]:
+        assert all(map(torch.equal, logits[0], other))
