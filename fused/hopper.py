@@ -243,10 +243,10 @@ class _Call:
         return torch.empty(i.batch, *between, i.nheads, i.headdim, i.dstate, device=i.x.device, dtype=dtype)
 
     def new_sums(self) -> Tensor:
-        """For sums of squares over the channels of each slice, (batch, slices, tokens in whole sub-chunks)."""
+        """For sums of squares over the channels of each slice, (batch, tokens in whole sub-chunks, slices)."""
         i = self.inputs
         slices = i.nheads * cdiv(i.headdim, SLICE)
-        return torch.empty(i.batch, slices, self.nsub * BLOCK_M, device=i.x.device, dtype=torch.float32)
+        return torch.empty(i.batch, self.nsub * BLOCK_M, slices, device=i.x.device, dtype=torch.float32)
 
     def new_final_states(self) -> Tensor:
         """Of the rows, or of the documents."""

@@ -237,7 +237,7 @@ def scan_slice(outputs, rings, tiles, vectors, dA_cumsum, D, norm, start, work, 
                 if outputs.y is not None:
                     write_slice(outputs.y, b, c * BLOCK_M, h * form.SLICES + SLICE, form.SLICES, tiles.y.index(2 + U))
             if norm.weight is not None:
-                write_sums(norm, sums, (bh * form.SLICES + SLICE) * work.nsub + c, BLOCK_M)
+                write_sums(norm, sums, b * work.nsub + c, h * form.SLICES + SLICE, work.nheads * form.SLICES, BLOCK_M)
             if outputs.asked is not None:
                 write_asked_state(outputs, tiles, state, b, h, c + 1, work, U, SLICE, ROWS)
             step += 1
@@ -324,7 +324,7 @@ def hopper_scan(i: SSDInputs, x_desc, B_desc, C_desc, out_desc, dt, dA_cumsum, r
                 sums: torch.Tensor | None = None) -> None:
     """Fills what out_desc and states_desc describe, and final_states, the last two where given; y_desc: out without the gate.
 
-    norm_weight: (nheads, headdim) of a gated norm that is finished later, and sums: (batch, slices, nsub, 64) fp32, filled with
+    norm_weight: (nheads, headdim) of a gated norm that is finished later, and sums: (batch, nsub, 64, slices) fp32, filled with
     those of its squares; with z and a dstate of one part.
 
     blocks: those of documents, in place of sub-chunks; initial_states and final_states are then the documents'. out, y: what

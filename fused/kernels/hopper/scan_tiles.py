@@ -47,7 +47,7 @@ class Vectors(NamedTuple):
 class LateNorm(NamedTuple):
     """What the scan does of a gated norm whose factor comes later, once the sums over all heads are known. All None without.
 
-    weight: (nheads, headdim), applied to the gated output. sums: (batch, slices, nsub, 64) fp32, of its squares before that.
+    weight: (nheads, headdim), applied to the gated output. sums: (batch, nsub, 64, slices) fp32, of its squares before that.
     squares: shared memory [2, 1, 64, headdim]; ones: [COPIES, headdim], by which wgmma adds up channels.
     """
 
@@ -105,12 +105,12 @@ def add_squares(norm, U: gl.constexpr, BLOCK_M: gl.constexpr, ROWS: gl.constexpr
 
 
 @gluon.jit
-def write_sums(norm, sums, tile, BLOCK_M: gl.constexpr):
-    """The sums of `add_squares`, once they are there, as tile number `tile` of all."""
+def write_sums(norm, sums, tile, part, parts, BLOCK_M: gl.constexpr):
+    """The sums of `add_squares`, once they are there: part number `part` of the tokens of sub-chunk number `tile` of all."""
     sums = warpgroup_mma_wait(0, deps=(sums,))
     token = gl.expand_dims(gl.arange(0, BLOCK_M, gl.SliceLayout(1, SUMS)), 1)
     column = gl.expand_dims(gl.arange(0, COPIES, gl.SliceLayout(0, SUMS)), 0)
-    gl.store(norm.sums + (tile * BLOCK_M + token) + 0 * column, sums, mask=(token < BLOCK_M) & (column == 0))
+    gl.store(norm.sums + (tile * BLOCK_M + token).to(gl.int64) * parts + part + 0 * column, sums, mask=(token < BLOCK_M) & (column == 0))
 
 
 @gluon.jit

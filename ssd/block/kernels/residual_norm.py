@@ -25,7 +25,7 @@ _PER_WARP = 256
 class Unscaled(NamedTuple):
     """What a block adds, before the factor of its gated norm: one number a token, 1 / sqrt(mean of squares + eps).
 
-    value: (batch, seqlen, width). sums: (batch, parts, at least seqlen) fp32, of squares over parts of all `channels`.
+    value: (batch, seqlen, width). sums: (batch, at least seqlen, parts) fp32, of squares over parts of all `channels`.
     """
 
     value: Tensor
@@ -35,7 +35,7 @@ class Unscaled(NamedTuple):
 
     def scale(self) -> Tensor:
         """In torch, in the dtype of value."""
-        mean = self.sums[:, :, : self.value.shape[1]].sum(1) / self.channels
+        mean = self.sums[:, : self.value.shape[1]].sum(2) / self.channels
         return (self.value * torch.rsqrt(mean + self.eps)[..., None]).to(self.value.dtype)
 
 
@@ -49,9 +49,9 @@ class Factor(NamedTuple):
 
 @triton.jit
 def load_factor(sums, tokens, eps, seqlen, FACTOR: tl.constexpr):
-    """Of this program's token. tokens: between the sums of two parts."""
+    """Of this program's token. tokens: of a sequence, whose sums there are."""
     part, row = tl.arange(0, FACTOR.block), tl.program_id(0)
-    at = (row // seqlen * FACTOR.parts + part).to(tl.int64) * tokens + row % seqlen
+    at = (row // seqlen * tokens + row % seqlen).to(tl.int64) * FACTOR.parts + part
     return tl.math.rsqrt(tl.sum(tl.load(sums + at, mask=part < FACTOR.parts, other=0.0), 0) / FACTOR.channels + eps)
 
 
@@ -82,7 +82,7 @@ def residual_norm(residual: Tensor, added: Tensor | Unscaled | None, weight: Ten
     late = (None, 0, 0.0, 0, None)
     if isinstance(added, Unscaled):
         added, sums, channels, factor_eps = added
-        parts, tokens = sums.shape[1:]
+        tokens, parts = sums.shape[1:]
         late = sums, tokens, factor_eps, added.shape[1], Factor(parts, next_power_of_2(parts), channels)
     total = residual if added is None else torch.empty_like(residual)
     out = torch.empty(residual.shape, device=residual.device, dtype=weight.dtype)
