@@ -218,10 +218,10 @@ def scan_slice(outputs, rings, tiles, vectors, dA_cumsum, D, norm, start, work, 
             state, x_end = warpgroup_mma_wait(0, deps=(state, x_end))
             fence_async_shared()
             block_barrier()
-            if norm.weight is not None:
-                sums = add_squares(norm, U, BLOCK_M, ROWS)
             # not before y is there: a load from x that is only on its way would find the next tile (docs/log/hopper-scan.md)
             mark_empty(rings.tiles, slot)
+            if norm.weight is not None:
+                sums = add_squares(norm, U, BLOCK_M, ROWS)
             if work.documents.blocks is not None:
                 token, count = load_field(work.documents.blocks, c, TOKEN), load_field(work.documents.blocks, c, COUNT)
                 write_block(outputs.out, outputs.out_at, token, count, h, SLICE, work.nheads, form, tiles.y, U, BLOCK_M, ROWS)

@@ -110,7 +110,8 @@ def write_sums(norm, sums, tile, part, parts, BLOCK_M: gl.constexpr):
     sums = warpgroup_mma_wait(0, deps=(sums,))
     token = gl.expand_dims(gl.arange(0, BLOCK_M, gl.SliceLayout(1, SUMS)), 1)
     column = gl.expand_dims(gl.arange(0, COPIES, gl.SliceLayout(0, SUMS)), 0)
-    gl.store(norm.sums + (tile * BLOCK_M + token).to(gl.int64) * parts + part + 0 * column, sums, mask=(token < BLOCK_M) & (column == 0))
+    at = (tile * BLOCK_M + token).to(gl.int64) * parts + part + 0 * column
+    gl.store(norm.sums + at, sums, mask=(token < BLOCK_M) & (column == 0))
 
 
 @gluon.jit
