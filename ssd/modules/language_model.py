@@ -20,7 +20,7 @@ from ..types import Options
 from . import captured, checkpoint, decoding
 from .captured import Mamba2LMCache
 from .language_config import Mamba2LMConfig
-from .late_norm import Moves, mix_to_norm, takes_late_norm
+from .late_norm import mix_to_norm, takes_late_norm
 from .mamba2 import Mamba2, Mamba2Cache
 from .sampling import Sampling
 from .token_step import add_and_norm, can_finish, compute_rates, is_seen, step_layers
@@ -288,17 +288,15 @@ class _Backbone(nn.Module):
         None for nothing to add; rates, seen: of `compute_rates` and `is_seen`.
         """
         caches = repeat(None) if cache is None else cache
-        takes_later, moves = cache is not None and seq_idx is None and mask is None and not seen, Moves()
+        takes_later = cache is not None and seq_idx is None and mask is None and not seen
         for layer, its_cache, A in zip(layers, caches, rates, strict=False):
             residual, normed = add_and_norm(layer.norm, residual, added, seen)
             rate = {} if A is None else {"A": A}
             if takes_later and takes_late_norm(layer, residual, its_cache):
-                added, states = mix_to_norm(layer.mixer, normed, its_cache, A)
-                moves.add(its_cache, states)
+                added = mix_to_norm(layer.mixer, normed, its_cache, A)
                 continue
             added = (layer.mixer(normed, seq_idx, its_cache, **rate) if mask is None else
                      layer.mixer.prefill(normed, mask, its_cache, **rate))
-        moves.finish()
         return residual, added
 
     def step(self, input_ids: Tensor, cache: Sequence[Mamba2Cache]) -> Tensor:

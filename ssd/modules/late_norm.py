@@ -27,7 +27,6 @@ from .token_step import has_plain_weights
 if TYPE_CHECKING:
     from .language_model import _Layer
 
-_MOST_MOVED = 1 << 25  # elements of states at a time, 128 MiB of fp32
 SHORTEST = 1 << 22  # channels of all tokens of a prompt: shorter ones wait for the host, which has more to do here
 
 
@@ -50,15 +49,12 @@ def takes_late_norm(layer: _Layer, residual: Tensor, cache: Mamba2Cache) -> bool
     return variant.scan_to_norm is not None and variant.explain_no_late_norm(inputs, options) is None
 
 
-def mix_to_norm(mixer: Mamba2, u: Tensor, cache: Mamba2Cache, A: Tensor | None) -> tuple[Unscaled, Mamba2Cache]:
-    """As `Mamba2.forward` with a cache, before the factor of its norm; and what the cache is to be overwritten with.
-    A: of `Mamba2.step`.
-    """
+def mix_to_norm(mixer: Mamba2, u: Tensor, cache: Mamba2Cache, A: Tensor | None) -> Unscaled:
+    """As `Mamba2.forward` with a cache, before the factor of its norm. A: of `Mamba2.step`."""
     zxbcdt = multiply(u, mixer.in_proj.weight)
     z, xBC, dt = zxbcdt.split([mixer.d_ssm, cache.conv_state.shape[1], mixer.nheads], -1)
     with torch.cuda.device_of(u):
-        xBC, conv_state = conv1d_fwd(xBC, mixer.get_filter(), mixer.conv1d.bias, None, cache.conv_state, True, True,
-                                     torch.empty_like(cache.conv_state))
+        xBC, conv_state = conv1d_fwd(xBC, mixer.get_filter(), mixer.conv1d.bias, None, cache.conv_state, True, True)
         x, B, C = split_xBC(xBC.mT, mixer.d_ssm, mixer.headdim, mixer.ngroups)
         heads = mixer.nheads, mixer.headdim
         options, inputs = take_inputs(
@@ -67,25 +63,9 @@ def mix_to_norm(mixer: Mamba2, u: Tensor, cache: Mamba2Cache, A: Tensor | None) 
             mixer.options)
         out, ssm_state, sums = resolve(mixer.variant, inputs, options, "fwd").scan_to_norm(
             inputs, options, mixer.norm.weight.view(heads))
-    added = Unscaled(multiply(out.flatten(2), mixer.out_proj.weight), sums, mixer.d_ssm, mixer.norm.eps)
-    return added, Mamba2Cache(conv_state, ssm_state)
-
-
-class Moves:
-    """States on their way into caches: a launch for many layers, not two for each."""
-
-    def __init__(self):
-        self.pairs: list[tuple[Mamba2Cache, Mamba2Cache]] = []
-
-    def add(self, cache: Mamba2Cache, states: Mamba2Cache) -> None:
-        self.pairs.append((cache, states))
-        if sum(states.ssm_state.numel() for _, states in self.pairs) >= _MOST_MOVED:
-            self.finish()
-
-    def finish(self) -> None:
-        for name in ("conv_state", "ssm_state") if self.pairs else ():
-            torch._foreach_copy_(*([getattr(one, name) for one in side] for side in zip(*self.pairs, strict=True)))
-        self.pairs.clear()
+    cache.ssm_state.copy_(ssm_state)
+    cache.conv_state.copy_(conv_state)
+    return Unscaled(multiply(out.flatten(2), mixer.out_proj.weight), sums, mixer.d_ssm, mixer.norm.eps)
 
 
 def _describe_inputs(mixer: Mamba2, u: Tensor) -> SSDInputs:

@@ -39,7 +39,6 @@ class Strides(NamedTuple):
     dout: tuple[int, ...] = ()  # as x
     dfinal_states: tuple[int, ...] = ()
     dx: tuple[int, ...] = ()  # in units of Form.dx_unit
-    final_states: tuple[int, ...] = ()
 
 
 class Form(NamedTuple):

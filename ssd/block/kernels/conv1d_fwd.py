@@ -1,8 +1,8 @@
 """conv1d_fwd, docs/block.md, equations (C1) to (C3): out and final_states.
 
 Reads x (batch, seqlen, dim), contiguous channels; weight (dim, width) and initial_states (batch, dim, width - 1), any strides;
-bias (dim,) and seq_idx (batch, seqlen), contiguous. Writes out (batch, seqlen, dim), contiguous, in the dtype of x, and
-final_states (batch, dim, width - 1), any strides.
+bias (dim,) and seq_idx (batch, seqlen), contiguous. Writes out (batch, seqlen, dim) and final_states (batch, width - 1,
+dim), both contiguous, in the dtype of x.
 """
 
 import torch
@@ -68,30 +68,25 @@ def conv1d_fwd_kernel(x, weight, bias, seq_idx, initial_states, out, final_state
         in_last = in_dim & (end == seqlen)
         last = load_positions(x, stride, initial_states, strides.initial_states, seqlen - (WIDTH - 1), channels, in_last, WIDTH)
         for i in tl.static_range(WIDTH - 1):
-            at = b * strides.final_states[0] + channels.to(tl.int64) * strides.final_states[1] + i * strides.final_states[2]
+            at = (b * (WIDTH - 1) + i) * FORM.dim + channels
             tl.store(final_states + at, last[i].to(final_states.dtype.element_ty), mask=in_last)
 
 
 def conv1d_fwd(x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor | None, initial_states: Tensor | None,
-               silu: bool, return_final_states: bool, final_states: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-    """Returns out (batch, dim, seqlen) and final_states (batch, dim, width - 1), None unless asked for: channels contiguous.
-
-    final_states: where they are to be instead, not in the memory of initial_states.
-    """
+               silu: bool, return_final_states: bool) -> tuple[Tensor, Tensor | None]:
+    """Returns out (batch, dim, seqlen) and final_states (batch, dim, width - 1), None unless asked for: channels contiguous."""
     (batch, seqlen, dim), width = x.shape, weight.shape[1]
 
     def channels_last(tokens: int) -> Tensor:
         """No view of another tensor, which autograd would not let a caller change in place."""
         return torch.empty_strided((batch, dim, tokens), (tokens * dim, 1, dim), device=x.device, dtype=x.dtype)
 
-    out = channels_last(seqlen)
-    if return_final_states and final_states is None:
-        final_states = channels_last(width - 1)
+    out, final_states = channels_last(seqlen), channels_last(width - 1) if return_final_states else None
     unit, (x_strides,) = count_in_units(x)
     tokens, npieces = pieces(x, _WARPS, _LONGEST)
     launch(
         conv1d_fwd_kernel, batch * npieces * cdiv(dim, BLOCK),
         x, weight, bias, seq_idx, initial_states, out, final_states,
-        Strides(x_strides, weight.stride(), strides(initial_states), final_states=strides(final_states)), seqlen, npieces,
-        tokens, Form(unit, dim, width, silu), num_warps=1)
+        Strides(x_strides, weight.stride(), strides(initial_states)), seqlen, npieces, tokens, Form(unit, dim, width, silu),
+        num_warps=1)
     return out, final_states
