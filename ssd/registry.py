@@ -41,8 +41,9 @@ class Variant:
         takes_these: (SSDInputs, Options, mode: "fwd" or "bwd") -> the same of such inputs, of a variant that does not take all.
         scan_to_norm: (SSDInputs with a gate, Options, weight (nheads, headdim)) -> (out, final_states, sums), a forward alone
             for a gated norm that is finished later: out is multiplied by the weight, and sums, (batch, at least seqlen, parts)
-            fp32, are those of the squares of what it was before, over parts of all channels. None: there is none.
-        explain_no_late_norm: (SSDInputs, Options) -> None, or the reason why `scan_to_norm` cannot run them.
+            fp32, are those of the squares of what it was before, over parts of all channels. Both are contiguous, out as x.
+            None: there is none. Not asked of variants that users add.
+        explain_no_late_norm: (SSDInputs, Options) -> None, or the reason why `scan_to_norm` cannot run them; beside that one.
         adapts: what `apply` does around the peer's own kernels, and so is in its times; None: nothing.
     """
 

@@ -49,6 +49,8 @@ class Mamba2LMCache(list[Mamba2Cache]):
             torch._foreach_zero_([getattr(layer, name) for layer in self])  # two launches, not two a layer
         if self.pad_prompts:
             self.mark_new()
+        else:
+            self.mark_used()
 
     def mark_new(self) -> None:
         """Notes that all states are zeros, unless they are tensors of inference mode, which have no versions."""
@@ -60,7 +62,7 @@ class Mamba2LMCache(list[Mamba2Cache]):
         self._zeroed = None
 
     def is_new(self) -> bool:
-        """True while all states are known to be zeros; the GPU is not asked."""
+        """True while all states are known to be zeros; the GPU is not asked. After `reset` only where prompts are padded."""
         return self._zeroed is not None and self._zeroed[1] == _get_versions(_list_states(self))
 
     def __reduce__(self):

@@ -329,8 +329,8 @@ class _Backbone(nn.Module):
             raise TypeError(f"cache: got {type(cache).__name__}, expected a Mamba2Cache for each of {len(self.layers)} layers")
         if len(cache) != len(self.layers):
             raise ValueError(f"cache: got that of {len(cache)} layers, expected one for each of {len(self.layers)}")
-        for layer, its_cache in zip(self.layers._modules.values(), cache, strict=True):
-            layer._modules["mixer"].check_cache(its_cache, batch, "that of input_ids")  # nn.Module's own way takes 2 us
+        for layer, its_cache in zip(self.layers, cache, strict=True):
+            layer.mixer.check_cache(its_cache, batch, "that of input_ids")
         if len({id(its_cache) for its_cache in cache}) < len(cache):
             raise ValueError("cache: got one Mamba2Cache for several layers, expected one for each")
 

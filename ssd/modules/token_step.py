@@ -84,22 +84,20 @@ def takes_three_launches(layer: _Layer, residual: Tensor, cache: Mamba2Cache) ->
     """Whether a layer is what their kernels take: weights in bf16 as they were made, and few sequences. Not in fp16, which
     gated outputs may exceed before they are normed.
     """
-    norm, mixer = layer.norm, layer.mixer
-    if len(residual) > MOST or not _takes_norm(norm, residual) or type(mixer) is not Mamba2 or mixer.d_inner != mixer.d_ssm:
+    mixer = layer.mixer
+    if len(residual) > MOST or type(mixer) is not Mamba2 or mixer.d_inner != mixer.d_ssm or "step" in vars(mixer):  # replaced
         return False
-    if "step" in vars(mixer):  # replaced
-        return False
-    if mixer.rmsnorm and mixer.norm.group_size != mixer.d_ssm and (
-            (mixer.norm.group_size or 1) % SHORTEST_GROUP or mixer.d_ssm % mixer.norm.group_size):
-        return False
-    return has_plain_weights(layer, residual, cache)
+    return has_plain_weights(layer, residual, cache) and not (mixer.rmsnorm and mixer.norm.group_size != mixer.d_ssm and (
+        (mixer.norm.group_size or 1) % SHORTEST_GROUP or mixer.d_ssm % mixer.norm.group_size))
 
 
 def has_plain_weights(layer: _Layer, residual: Tensor, cache: Mamba2Cache) -> bool:
-    """Whether a Mamba2 layer's weights are as they were made, in bf16 and together, and nobody wants a gradient of them; and
-    its norm, if there is one, norms what was gated.
+    """Whether a launch takes the norm before a Mamba2 block, whose weights are as they were made, in bf16 and together; nobody
+    wants a gradient; and its gated norm, if there is one, is ours and norms what was gated.
     """
     norm, mixer = layer.norm, layer.mixer
+    if not _takes_norm(norm, residual):
+        return False
     if not type(mixer.in_proj) is type(mixer.out_proj) is nn.Linear or type(mixer.conv1d) is not nn.Conv1d:
         return False
     if mixer.rmsnorm and (type(mixer.norm) is not RMSNormGated or mixer.norm.norm_before_gate or mixer.norm.bias is not None):

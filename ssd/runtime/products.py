@@ -20,25 +20,32 @@ _ONE, _ZERO = ctypes.c_float(1.0), ctypes.c_float(0.0)
 
 
 def multiply(x: Tensor, weight: Tensor) -> Tensor:
-    """x (..., k) by weight (n, k), transposed: `F.linear` without gradients, of contiguous tensors in bf16 on one GPU.
+    """`F.linear`, for inference: by cuBLAS without a workspace for contiguous tensors in bf16.
 
     Raises:
-        RuntimeError: cuBLAS refuses.
+        RuntimeError: as F.linear, or cuBLAS refuses.
     """
-    library = _find_library() if x.is_cuda else None
+    library = _find_library() if _takes(x, weight) else None
     if library is None:
         return F.linear(x, weight)
     (n, k), m = weight.shape, x.numel() // weight.shape[1]
     out = torch.empty(*x.shape[:-1], n, device=x.device, dtype=x.dtype)
     with torch.cuda.device_of(x):
         handle = ctypes.c_void_p(torch.cuda.current_blas_handle())  # of the current stream, with torch's workspace
-        library.cublasSetWorkspace_v2(handle, None, ctypes.c_size_t(0))  # until torch takes the handle again
-        status = library.cublasGemmEx(  # columns first: out^T = weight x^T
+        status = library.cublasSetWorkspace_v2(handle, None, ctypes.c_size_t(0))  # until torch takes the handle again
+        status = status or library.cublasGemmEx(  # columns first: out^T = weight x^T
             handle, _TRANSPOSED, _AS_IT_IS, n, m, k, ctypes.byref(_ONE), *_describe(weight, k), *_describe(x, k),
             ctypes.byref(_ZERO), *_describe(out, n), _IN_FP32, _ANY_ALGORITHM)
     if status:
         raise RuntimeError(f"cublasGemmEx: got status {status} for {tuple(x.shape)} by {tuple(weight.shape)}")
     return out
+
+
+def _takes(x: Tensor, weight: Tensor) -> bool:
+    """Whether pointers say it all: cuBLAS checks nothing."""
+    return (x.is_cuda and x.device == weight.device and x.dtype == weight.dtype == torch.bfloat16 and weight.dim() == 2
+            and x.shape[-1:] == weight.shape[1:] and x.is_contiguous() and weight.is_contiguous() and x.numel() > 0
+            and weight.numel() > 0 and torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction is True)
 
 
 def _describe(t: Tensor, row: int) -> tuple:

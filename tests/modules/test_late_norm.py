@@ -7,8 +7,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from ssd import registry
 from ssd.block.kernels.residual_norm import Unscaled
-from ssd.modules import language_model, late_norm, token_step
+from ssd.modules import Mamba2, language_model, late_norm, token_step
 from ssd.registry import get_variant
 from tests.fused import test_hopper
 from tests.in_torch import in_torch  # noqa: F401  a fixture
@@ -44,7 +45,13 @@ def late(monkeypatch, device) -> list[bool]:
 
 
 def make(device, layer=WIDE, **settings):
-    return make_model(device, d_model=64, ssm_cfg=layer, **settings).to(HALF)
+    return make_model(device, **{"d_model": 64, "n_layer": 3, "ssm_cfg": layer} | settings).to(HALF)
+
+
+def takes(model, device, index=0) -> bool:
+    """Of the layer of that number."""
+    stream = torch.zeros(1, LENGTH, model.config.d_model, device=device)
+    return late_norm.takes_late_norm(model.backbone.layers[index], stream, model.new_cache(1)[index])
 
 
 @pytest.mark.parametrize("batch", (1, 2))
@@ -58,10 +65,10 @@ def test_it_is_the_prompt(batch, device, late, monkeypatch):
         return [model.read(piece, cache=cache) for piece in ids.split(LENGTH - 4, 1)], cache
 
     got = run(make(device))
-    assert late == 2 * [False, True, False], "the last layer has a way of its own, for the last token"
+    assert late == 2 * [False, True, True, False], "the last layer has a way of its own, for the last token"
     monkeypatch.setattr(language_model, "takes_late_norm", lambda *_: False)
     half = run(make(device))
-    assert not any(late[6:])
+    assert not any(late[8:])
     monkeypatch.setattr(token_step, "_takes_norm", lambda *_: False)
     truth = run(make(device).float())
     for ours, other, true in (*zip(got[0], half[0], truth[0], strict=True), *(
@@ -77,7 +84,7 @@ def test_a_norm_of_another_kind_comes_after(device, late):
     model, ids = make(device), tokens(device, 1, LENGTH)
     expected = model.read(ids, cache=model.new_cache(1))
     scale, factors = Unscaled.scale, []
-    for layer in model.backbone.layers[1:]:
+    for layer in model.backbone.layers[2:]:
         weight, layer.norm = layer.norm.weight, type("Norm", (torch.nn.RMSNorm,), {})(64, eps=1e-5)
         layer.norm.weight = weight
     with pytest.MonkeyPatch.context() as m:
@@ -100,20 +107,114 @@ OTHERS = {
 @torch.no_grad()
 def test_what_it_does_not_take(name, device, late):
     model = OTHERS[name](device)
-    layer, stream = model.backbone.layers[0], torch.zeros(1, LENGTH, 64, device=device)
-    assert not late_norm.takes_late_norm(layer, stream, model.new_cache(1)[0])
+    assert not takes(model, device)
     model.read(tokens(device, 1, LENGTH), cache=model.new_cache(1))
     assert not any(late)
+
+
+def _set(path: str, value: object):
+    """A change of a model's first layer: the attribute at that path."""
+    def change(model, monkeypatch) -> None:
+        *owners, name = path.split(".")
+        owner = model.backbone.layers[0]
+        for one in owners:
+            owner = getattr(owner, one)
+        monkeypatch.setattr(owner, name, value(owner) if callable(value) else value, raising=False)
+    return change
+
+
+def _wrap(model, monkeypatch) -> None:
+    model.backbone.layers[0].mixer.compile(backend="eager")
+
+
+def _add_variant(model, monkeypatch) -> None:
+    monkeypatch.setitem(registry._ADDED, "mine", replace(get_variant("torch"), name="mine", scan_to_norm=scan_in_torch,
+                                                         explain_no_late_norm=lambda *_: None))
+    model.backbone.layers[0].mixer.variant = "mine"
+
+
+CHANGES = {
+    "a subclass": _set("mixer", lambda layer: _as_subclass(layer.mixer)),
+    "short groups": _set("mixer.norm.group_size", 64),
+    "a norm of one's own": _set("mixer.norm", lambda mixer: torch.nn.RMSNorm(mixer.d_ssm).to(mixer.norm.weight)),
+    "a norm before of one's own": _set("norm", lambda layer: torch.nn.LayerNorm(64).to(layer.norm.weight)),
+    "checks of values": lambda model, monkeypatch: monkeypatch.setattr("ssd.runtime.value_checks.ENABLED", True),
+    "a group": _set("mixer.context_group", object()),
+    "a method replaced": _set("mixer._mix", lambda mixer: mixer._mix),
+    "a class patched": lambda model, monkeypatch: monkeypatch.setattr(
+        Mamba2, "forward", lambda self, *given, **more: Mamba2._mix(self, *given, **more)),
+    "compiled in place": _wrap,
+    "a variant of one's own": _add_variant,
+    "no variant": _set("mixer.variant", lambda mixer: ["fused"]),
+}
+
+
+def _as_subclass(mixer):
+    mixer.__class__ = type("Mine", (Mamba2,), {})
+    return mixer
+
+
+@pytest.mark.parametrize("name", CHANGES)
+@torch.no_grad()
+def test_what_is_somebody_elses(name, device, late, monkeypatch):
+    """The other layers are taken all the same, where only the first was changed."""
+    model = make(device)
+    assert takes(model, device)
+    CHANGES[name](model, monkeypatch)
+    assert not takes(model, device)
+    assert takes(model, device, 1) == (name not in ("checks of values", "a class patched"))
+
+
+@torch.no_grad()
+def test_layers_that_are_wrapped(device, late):
+    """By what gives its inner module's attributes, as torch.compile and checkpoint wrappers do."""
+    class Wrapped(torch.nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def __getattr__(self, name):
+            try:
+                return super().__getattr__(name)
+            except AttributeError:
+                return getattr(self.inner, name)
+
+    model, ids = make(device), tokens(device, 1, LENGTH)
+    expected = model.generate(ids, 2, graph=False)
+    model.backbone.layers[0] = Wrapped(model.backbone.layers[0])
+    assert torch.equal(model.generate(ids, 2, model.new_cache(1), graph=False), expected)
+
+
+@pytest.mark.parametrize(("change", "error"), (
+    (_set("mixer.norm.eps", None), "eps: got None"), (_set("mixer.norm.eps", -1.0), "eps: got -1.0"),
+    (lambda model, _: setattr(model.backbone.layers[0].mixer.in_proj.weight, "data",
+                              model.backbone.layers[0].mixer.in_proj.weight[:, :32].contiguous()), "32")),
+    ids=("no eps", "eps below 0", "fewer columns"))
+@torch.no_grad()
+def test_what_is_wrong_is_refused(change, error, device, late, monkeypatch):
+    model, cache = make(device), None
+    change(model, monkeypatch)
+    cache = model.new_cache(1)
+    with pytest.raises((RuntimeError, TypeError, ValueError), match=error):
+        model.read(tokens(device, 1, LENGTH), cache=cache)
+    assert not any(layer.ssm_state.any() for layer in cache)
 
 
 @torch.no_grad()
 def test_when_it_does_not(device, late, monkeypatch):
     """Short prompts, tokens with a mask, modules that somebody looks into, weights that want gradients, no cache."""
     model, ids = make(device), tokens(device, 1, LENGTH)
-    layer, stream, cache = model.backbone.layers[0], torch.zeros(1, LENGTH, 64, device=device), model.new_cache(1)
-    assert late_norm.takes_late_norm(layer, stream, cache[0])
+    assert takes(model, device)
     with torch.enable_grad():
-        assert not late_norm.takes_late_norm(layer, stream, cache[0])
+        assert not takes(model, device)
+        for parameter in model.backbone.layers.parameters():
+            parameter.requires_grad_(False)
+        assert takes(model, device)
+        layer, stream = model.backbone.layers[0], torch.zeros(1, LENGTH, 64, device=device)
+        for wanted in (layer.norm.weight, stream):
+            wanted.requires_grad_()
+            assert not late_norm.takes_late_norm(layer, stream, model.new_cache(1)[0])
+            wanted.requires_grad_(False)
     model.read(ids, torch.ones_like(ids, dtype=torch.bool), model.new_cache(1))
     model(ids)
     hook = model.backbone.layers[1].mixer.register_forward_hook(lambda *_: None)
@@ -121,7 +222,7 @@ def test_when_it_does_not(device, late, monkeypatch):
     hook.remove()
     with pytest.raises(ValueError, match="seq_idx: got a tensor with a cache"):
         model(ids, torch.zeros_like(ids), model.new_cache(1))
-    monkeypatch.setattr(late_norm, "SHORTEST", stream.numel() + 1)
+    monkeypatch.setattr(late_norm, "SHORTEST", 64 * LENGTH + 1)
     model.read(ids, cache=model.new_cache(1))
     assert late and not any(late)
 
@@ -135,7 +236,9 @@ def test_replays_are_the_same_bits(device, late):
         cache.reset()
         with torch.no_grad():
             model.generate(ids, 1, cache)
-        logits.append([state.ssm_state.clone() for state in cache])
-    assert any(late) and cache.captured.has_replay(ids)
+            after = cache.captured.read(ids, None)[0].clone() if cache.captured.has_replay(ids) else None
+        logits.append([state.ssm_state.clone() for state in cache] + [after])
+    assert any(late) and logits[-1][-1] is not None
     for other in logits[1:]:
-        assert all(map(torch.equal, logits[0], other))
+        assert all(map(torch.equal, logits[0][:-1], other[:-1]))
+    assert torch.equal(logits[-1][-1], logits[-2][-1])
