@@ -54,9 +54,10 @@ def takes(model, device, index=0) -> bool:
     return late_norm.takes_late_norm(model.backbone.layers[index], stream, model.new_cache(1)[index])
 
 
-@pytest.mark.parametrize("batch", (1, 2))
+@pytest.mark.parametrize(("batch", "more"), ((1, {}), (2, {"dt_limit": [0.01, 0.02], "D_has_hdim": True, "conv_bias": False})),
+                         ids=("as it comes", "with settings"))
 @torch.no_grad()
-def test_it_is_the_prompt(batch, device, late, monkeypatch):
+def test_it_is_the_prompt(batch, more, device, late, monkeypatch):
     """About as near to the prompt in fp32 as with the norm in a launch of its own; in two pieces, so that states are given."""
     ids = tokens(device, batch, LENGTH)
 
@@ -64,13 +65,14 @@ def test_it_is_the_prompt(batch, device, late, monkeypatch):
         cache = model.new_cache(batch)
         return [model.read(piece, cache=cache) for piece in ids.split(LENGTH - 4, 1)], cache
 
-    got = run(make(device))
+    layer = WIDE | more
+    got = run(make(device, layer))
     assert late == 2 * [False, True, True, False], "the last layer has a way of its own, for the last token"
     monkeypatch.setattr(language_model, "takes_late_norm", lambda *_: False)
-    half = run(make(device))
+    half = run(make(device, layer))
     assert not any(late[8:])
     monkeypatch.setattr(token_step, "_takes_norm", lambda *_: False)
-    truth = run(make(device).float())
+    truth = run(make(device, layer).float())
     for ours, other, true in (*zip(got[0], half[0], truth[0], strict=True), *(
             (getattr(one, name), getattr(two, name), getattr(three, name)) for one, two, three in
             zip(got[1], half[1], truth[1], strict=True) for name in ("conv_state", "ssm_state"))):
@@ -93,6 +95,14 @@ def test_a_norm_of_another_kind_comes_after(device, late):
     assert len(factors) == 1 and (got - expected).norm() < 1e-2 * expected.norm()
 
 
+def _change(model, path, value):
+    """Of each block, which is returned."""
+    name, attribute = path.split(".")
+    for layer in model.backbone.layers:
+        setattr(getattr(layer.mixer, name), attribute, value)
+    return model
+
+
 OTHERS = {
     "groups": lambda device: make(device, WIDE | {"ngroups": 2}),
     "norm first": lambda device: make(device, WIDE | {"norm_before_gate": True}),
@@ -100,6 +110,8 @@ OTHERS = {
     "biases": lambda device: make(device, WIDE | {"bias": True}),
     "an MLP": lambda device: make(device, WIDE | {"d_ssm": 64}),
     "fp32": lambda device: make(device).float(),
+    "groups, one norm": lambda device: _change(make(device, WIDE | {"ngroups": 2}), "norm.group_size", 128),
+    "one bias": lambda device: _change(make(device, WIDE | {"bias": True}), "out_proj.bias", None),
 }
 
 
@@ -145,6 +157,7 @@ CHANGES = {
         Mamba2, "forward", lambda self, *given, **more: Mamba2._mix(self, *given, **more)),
     "compiled in place": _wrap,
     "a variant of one's own": _add_variant,
+    "a peer": _set("mixer.variant", "mamba_ssm"),
     "no variant": _set("mixer.variant", lambda mixer: ["fused"]),
 }
 
