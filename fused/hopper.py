@@ -105,31 +105,33 @@ def run_stationary(inputs: SSDInputs, options: Options, save: bool, keep: bool) 
         prev_states, every = None, states_every(inputs, options)
         if keep:
             prev_states = call.new_states((cdiv(call.nsub, every // BLOCK_M),), inputs.states_dtype)
-        writes = keep or asked is not None  # cuts differ, so that outputs with states and without may round otherwise
-        waits = includes_late([call.initial_states])  # a cut end to end pays only where blocks begin beside the state pass
-        runs, *entering = call.get_runs(options, "kept_scan_step" if writes or waits else "scan_step", scan=True)
+        # cuts differ, so that outputs with states and without may round otherwise
+        runs, *entering = call.get_scan_runs(options, writes=keep or asked is not None)
         call.scan(runs, call.initial_states, *entering, final_states, prev_states, asked, every=every if keep else BLOCK_M)
     return call.out, final_states, SSDSaved(inputs, options, call.y, None, prev_states, asked, call.out)
 
 
-def explain_no_late_norm(i: SSDInputs, options: Options) -> str | None:
-    """Why `scan_to_norm` must not run these inputs; None if it can."""
+def explain_no_deferred_norm(i: SSDInputs, options: Options) -> str | None:
+    """Why `scan_deferring_norm` must not run these inputs; None if it can."""
+    if not options.stationary:
+        return "options.stationary cannot be off in it"
     if i.x.dtype != torch.bfloat16:
-        return f"x: got dtype {i.x.dtype}, takes bf16: fp16 may not hold what is not normed yet"
-    if count_parts(i.dstate) > 1 or i.has_document_states:
-        return f"takes a dstate of up to {WIDTHS[-1]}, and no documents with states"
+        return f"x: got dtype {i.x.dtype}, takes bf16: what is not scaled yet may exceed fp16"
+    if count_parts(i.dstate) > 1:
+        return f"dstate: got {i.dstate}, takes up to {WIDTHS[-1]}"
+    if i.has_document_states:
+        return "documents with states are not in it"
     return cannot_run(i, options, by_chunk=False)
 
 
-def scan_to_norm(inputs: SSDInputs, options: Options, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """As `Variant.scan_to_norm`: `run_stationary` of a forward alone, with what of a norm a slice can do by itself."""
+def scan_deferring_norm(inputs: SSDInputs, options: Options, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """As `Variant.scan_deferring_norm`, dealt as `run_stationary` without a backward."""
     with torch.cuda.device_of(inputs.x):
         call = _Call.of(inputs, save=False)
-        final_states = call.new_final_states()
-        sums = call.new_sums()
-        waits = includes_late([call.initial_states])
-        runs, *entering = call.get_runs(options, "kept_scan_step" if waits else "scan_step", scan=True)
-        call.scan(runs, call.initial_states, *entering, final_states, norm_weight=contiguous(weight), sums=sums)
+        final_states, slices = call.new_final_states(), inputs.nheads * cdiv(inputs.headdim, SLICE)
+        sums = call.out.new_empty(inputs.batch, call.nsub * BLOCK_M, slices, dtype=torch.float32)
+        runs, *entering = call.get_scan_runs(options)
+        call.scan(runs, call.initial_states, *entering, final_states, norm_weight=weight, sums=sums)
     return call.out, final_states, sums
 
 
@@ -242,12 +244,6 @@ class _Call:
         i = self.inputs
         return torch.empty(i.batch, *between, i.nheads, i.headdim, i.dstate, device=i.x.device, dtype=dtype)
 
-    def new_sums(self) -> Tensor:
-        """For sums of squares over the channels of each slice, (batch, tokens in whole sub-chunks, slices)."""
-        i = self.inputs
-        slices = i.nheads * cdiv(i.headdim, SLICE)
-        return torch.empty(i.batch, self.nsub * BLOCK_M, slices, device=i.x.device, dtype=torch.float32)
-
     def new_final_states(self) -> Tensor:
         """Of the rows, or of the documents."""
         i = self.inputs
@@ -260,6 +256,11 @@ class _Call:
         if not writes_asked_states(i, options, save):
             return None
         return self.new_states((i.seqlen // i.return_states_every,), i.states_dtype)
+
+    def get_scan_runs(self, options: Options, writes: bool = False) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Those of a scan of whole sequences. writes: states, too."""
+        waits = includes_late([self.initial_states])  # a cut end to end pays only where blocks begin beside the state pass
+        return self.get_runs(options, "kept_scan_step" if writes or waits else "scan_step", scan=True)
 
     def get_runs(self, options: Options, step: str, scan: bool = False) -> tuple[Tensor, Tensor | None, Tensor | None]:
         i = self.inputs

@@ -19,15 +19,9 @@ def _takes_documents(inputs: SSDInputs, options: Options, mode: str) -> bool:
     return hopper_backward.takes_documents(inputs, options) if mode == "bwd" else takes_documents(inputs, options)
 
 
-def _explain_no_late_norm(inputs: SSDInputs, options: Options) -> str | None:
-    if not options.stationary:
-        return "options.stationary cannot be off in it"
-    return hopper.explain_no_late_norm(inputs, options)
-
-
 VARIANT = Variant("persistent", supports=BASELINE.supports, forward=forward, backward=backward,
                   options=("exp2", "low_precision_states", "low_precision_CB", "fuse_bmm", "stationary", "segments", "gluon",
                            "save_states", "fuse_backward", "split_backward", "replay"),
                   states_every=choose_states_every, writes_states=writes_states, kernels=_name_kernels,
-                  takes_these=_takes_documents, scan_to_norm=hopper.scan_to_norm,
-                  explain_no_late_norm=_explain_no_late_norm)
+                  takes_these=_takes_documents, scan_deferring_norm=hopper.scan_deferring_norm,
+                  explain_no_deferred_norm=hopper.explain_no_deferred_norm)

@@ -39,11 +39,11 @@ class Variant:
         takes_documents: whether forward and backward take documents with states (`SSDInputs.has_document_states`) as they are.
             Those of other variants get them in rows, see `baseline.document_rows`.
         takes_these: (SSDInputs, Options, mode: "fwd" or "bwd") -> the same of such inputs, of a variant that does not take all.
-        scan_to_norm: (SSDInputs with a gate, Options, weight (nheads, headdim)) -> (out, final_states, sums), a forward alone
-            for a gated norm that is finished later: out is multiplied by the weight, and sums, (batch, at least seqlen, parts)
-            fp32, are those of the squares of what it was before, over parts of all channels. Both are contiguous, out as x.
-            None: there is none. Not asked of variants that users add.
-        explain_no_late_norm: (SSDInputs, Options) -> None, or the reason why `scan_to_norm` cannot run them; beside that one.
+        scan_deferring_norm: (SSDInputs with a gate, Options, weight (nheads, headdim), contiguous) -> (out, final_states,
+            sums), of a forward alone: out is y silu(z) weight, for a gated norm's factor to come later, (N9) of docs/block.md;
+            sums, (batch, seqlen or more, slices) fp32, are those of the squares of y silu(z) over slices of all channels. Both
+            are contiguous. None: there is none. Not asked of variants that users add.
+        explain_no_deferred_norm: (SSDInputs, Options) -> None, or why `scan_deferring_norm` cannot run them; beside that one.
         adapts: what `apply` does around the peer's own kernels, and so is in its times; None: nothing.
     """
 
@@ -58,8 +58,8 @@ class Variant:
     kernels: Callable | None = None
     takes_documents: bool = False
     takes_these: Callable | None = None
-    scan_to_norm: Callable | None = None
-    explain_no_late_norm: Callable | None = None
+    scan_deferring_norm: Callable | None = None
+    explain_no_deferred_norm: Callable | None = None
     adapts: str | None = None
 
 

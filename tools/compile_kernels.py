@@ -150,8 +150,8 @@ def sum_part(_: Variant, inputs: SSDInputs, options: Options) -> None:
     part_state.compute_start(inputs, inputs.x, False, options)
 
 
-def scan_to_norm(variant: Variant, inputs: SSDInputs, options: Options) -> None:
-    variant.scan_to_norm(inputs, options, torch.ones(inputs.x.shape[2:], dtype=inputs.x.dtype))
+def scan_deferring_norm(variant: Variant, inputs: SSDInputs, options: Options) -> None:
+    variant.scan_deferring_norm(inputs, options, torch.ones(inputs.x.shape[2:], dtype=inputs.x.dtype))
 
 
 def compile_all(run: Callable[[], None], inputs: SSDInputs, arch: int, configs: int, **which: object) -> list[Compiled]:
@@ -243,7 +243,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
                         help="fields of ssd.Options to switch off, separated by commas")
     parser.add_argument("--z", action="store_true")
     parser.add_argument("--part", action="store_true", help="what sums up a part of a sequence over several GPUs instead")
-    parser.add_argument("--late-norm", action="store_true", help="a forward whose gated norm is finished later instead")
+    parser.add_argument("--deferred-norm", action="store_true", help="a forward whose gated norm is finished later instead")
     parser.add_argument("--only", type=lambda parts: tuple(parts.split(",")), default=(), help="kernels whose names "
                         "have one of these in them, separated by commas")
     parser.add_argument("--once", action="store_true", help="each kernel in one form, where there are several")
@@ -266,7 +266,7 @@ def compile_kernels(a: argparse.Namespace) -> list[Compiled]:
     with patch.object(launch, "find_fault", trusted), patch.multiple(
             trust, inspect=inspect, find_foreign_descriptors=find_foreign_descriptors,
             find_lost_operands=find_lost_operands):
-        call = sum_part if a.part else scan_to_norm if a.late_norm else forward_backward
+        call = sum_part if a.part else scan_deferring_norm if a.deferred_norm else forward_backward
         run = partial(call, adapt_to_documents(get_variant(a.variant), inputs), inputs,
                       Options(**a.off))
         return compile_all(run, inputs, a.arch, a.configs, only=a.only, once=a.once)

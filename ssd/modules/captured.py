@@ -25,7 +25,7 @@ from .token_step import is_seen, list_modules
 if TYPE_CHECKING:
     from .language_model import Mamba2LM
 
-MOST_CHANNELS = 1 << 25  # of all tokens of a prompt: beyond, a graph saves less than a hundredth, and keeps 1.4 GB
+MOST_CHANNELS = 1 << 25  # of all tokens of a prompt: beyond, a graph saves less than a hundredth, and keeps 1.8 GB
 _MOST_PROMPTS = 8  # shapes of them, of a cache; together of twice as many channels at most
 _alone = RLock()  # or the launches of one thread in the side stream would be captured by another
 
@@ -50,7 +50,7 @@ class Mamba2LMCache(list[Mamba2Cache]):
         if self.pad_prompts:
             self.mark_new()
         else:
-            self.mark_used()
+            self._zeroed = None  # only who pads asks `is_new`, and versions take the host's time
 
     def mark_new(self) -> None:
         """Notes that all states are zeros, unless they are tensors of inference mode, which have no versions."""
@@ -192,9 +192,11 @@ def _call_in_turn(calls: Sequence[Callable], given: tuple[Tensor, ...]) -> Tenso
 
 
 def split_layers(layers: int) -> list[range]:
-    """Parts of 1, 4, 16, ... layers, so that the GPU has more to do with one than the host with the next."""
+    """Parts of 1, 2, 4, ... layers, so that the GPU has more to do with one than the host with the next. What is left in the
+    end, if it is less than half a part, joins the last.
+    """
     starts = [0]
-    while (following := 4 * starts[-1] + 1) < layers:
+    while (following := 2 * starts[-1] + 1) * 3 // 2 < layers:
         starts.append(following)
     return [range(*ends) for ends in pairwise([*starts, layers])]
 

@@ -15,12 +15,13 @@ from torch import Tensor, nn
 
 from ..api import check_flags
 from ..block.arguments import check_floating, check_size
+from ..block.kernels.residual_norm import Unscaled
 from ..runtime import value_checks
 from ..types import Options
 from . import captured, checkpoint, decoding
 from .captured import Mamba2LMCache
+from .deferred_norm import find_scan, mix_deferring_norm
 from .language_config import Mamba2LMConfig
-from .late_norm import mix_to_norm, takes_late_norm
 from .mamba2 import Mamba2, Mamba2Cache
 from .sampling import Sampling
 from .token_step import add_and_norm, can_finish, compute_rates, is_seen, step_layers
@@ -82,7 +83,8 @@ class Mamba2LM(nn.Module):
 
     def read_part(self, part: range, given: tuple[Tensor, ...], cache: Sequence[Mamba2Cache]) -> tuple[Tensor, ...] | Tensor:
         """Some layers of `read`, by their numbers: what it gives where the last is among them, and else what the next part is
-        given. given: input_ids, and the mask if there is one, or what the part before gave.
+        given: the stream, what is added to it, which may be `Unscaled`, and the mask. given: input_ids and the mask, if there
+        is one, or what the part before gave.
         """
         after = self.backbone.read_part(part, given, cache, is_seen(self.backbone))
         return self.lm_head(after) if isinstance(after, Tensor) else after
@@ -281,22 +283,23 @@ class _Backbone(nn.Module):
             self.check_cache(cache, len(input_ids))
         return self._embed(input_ids)
 
-    def _run(self, layers: Iterable[_Layer], residual: Tensor, added: Tensor | None, seq_idx: Tensor | None,
+    def _run(self, layers: Iterable[_Layer], residual: Tensor, added: Tensor | Unscaled | None, seq_idx: Tensor | None,
              cache: Sequence[Mamba2Cache] | None, mask: Tensor | None, rates: Sequence[Tensor | None],
-             seen: bool) -> tuple[Tensor, Tensor | None]:
+             seen: bool) -> tuple[Tensor, Tensor | Unscaled | None]:
         """The residual stream after these layers, and what the last of them adds to it. residual, added: the same before them,
         None for nothing to add; rates, seen: of `compute_rates` and `is_seen`.
         """
         caches = repeat(None) if cache is None else cache
-        takes_later = cache is not None and seq_idx is None and mask is None and not seen
+        may_defer = cache is not None and seq_idx is None and mask is None and not seen
         for layer, its_cache, A in zip(layers, caches, rates, strict=False):
             residual, normed = add_and_norm(layer.norm, residual, added, seen)
             rate = {} if A is None else {"A": A}
-            if takes_later and takes_late_norm(layer, residual, its_cache):
-                added = mix_to_norm(layer.mixer, normed, its_cache, A)
-                continue
-            added = (layer.mixer(normed, seq_idx, its_cache, **rate) if mask is None else
-                     layer.mixer.prefill(normed, mask, its_cache, **rate))
+            if may_defer and (scan := find_scan(layer, residual, its_cache)):
+                added = mix_deferring_norm(layer.mixer, scan, normed, its_cache, A)
+            elif mask is None:
+                added = layer.mixer(normed, seq_idx, its_cache, **rate)
+            else:
+                added = layer.mixer.prefill(normed, mask, its_cache, **rate)
         return residual, added
 
     def step(self, input_ids: Tensor, cache: Sequence[Mamba2Cache]) -> Tensor:

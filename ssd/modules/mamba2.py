@@ -14,15 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..api import check_flags, check_pair, check_settings, is_real, ssd_chunk_scan, take_int
-from ..block.arguments import (
-    DTYPES,
-    INTERPRETED,
-    check_dtype,
-    check_floating,
-    check_interpretable,
-    check_size,
-    check_tensor,
-)
+from ..block.arguments import check_dtype, check_floating, check_interpretable, check_size, check_tensor
 from ..block.conv1d import WIDTHS, causal_conv1d_fn
 from ..block.conv1d_scan_norm import split_xBC
 from ..block.conv1d_update import causal_conv1d_update
@@ -313,9 +305,8 @@ class Mamba2(nn.Module):
                 if t.shape[1:] == shape[1:]:
                     raise ValueError(f"{name}: got one of batch {t.shape[0]}, expected batch {batch}, {beside}")
                 raise ValueError(f"{name}.{field}: got shape {tuple(t.shape)}, expected {shape} for this block")
-            if t.dtype not in DTYPES or INTERPRETED:
-                check_dtype(f"{name}.{field}", t)
-                check_interpretable(f"{name}.{field}", t)
+            check_dtype(f"{name}.{field}", t)
+            check_interpretable(f"{name}.{field}", t)
             if device is not None and t.device != device:
                 raise ValueError(f"{name}.{field}: got a tensor on {t.device}, expected {device}, the device of u")
 

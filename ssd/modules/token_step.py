@@ -85,18 +85,18 @@ def takes_three_launches(layer: _Layer, residual: Tensor, cache: Mamba2Cache) ->
     gated outputs may exceed before they are normed.
     """
     mixer = layer.mixer
-    if len(residual) > MOST or type(mixer) is not Mamba2 or mixer.d_inner != mixer.d_ssm or "step" in vars(mixer):  # replaced
+    if len(residual) > MOST or "step" in vars(mixer):  # replaced
         return False
     return has_plain_weights(layer, residual, cache) and not (mixer.rmsnorm and mixer.norm.group_size != mixer.d_ssm and (
         (mixer.norm.group_size or 1) % SHORTEST_GROUP or mixer.d_ssm % mixer.norm.group_size))
 
 
 def has_plain_weights(layer: _Layer, residual: Tensor, cache: Mamba2Cache) -> bool:
-    """Whether a launch takes the norm before a Mamba2 block, whose weights are as they were made, in bf16 and together; nobody
-    wants a gradient; and its gated norm, if there is one, is ours and norms what was gated.
+    """Whether a launch takes the norm before a Mamba2 block that has no MLP beside it; its weights are as they were made, in
+    bf16 and on one device; nobody wants a gradient; and its gated norm, if there is one, is ours and norms what was gated.
     """
     norm, mixer = layer.norm, layer.mixer
-    if not _takes_norm(norm, residual):
+    if not _takes_norm(norm, residual) or type(mixer) is not Mamba2 or mixer.d_inner != mixer.d_ssm:
         return False
     if not type(mixer.in_proj) is type(mixer.out_proj) is nn.Linear or type(mixer.conv1d) is not nn.Conv1d:
         return False
@@ -128,14 +128,14 @@ def _step_in_three(layer: _Layer, residual: Tensor, cache: Mamba2Cache, A: Tenso
 def add_and_norm(norm: nn.Module, residual: Tensor, added: Tensor | Unscaled | None,
                  seen: bool) -> tuple[Tensor, Tensor]:
     """The residual stream with what is added, and its norm in the dtype of the norm's weight. In inference by one launch.
-    seen: of `is_seen`.
+    added: None for nothing. seen: of `is_seen`.
     """
-    value = added.value if isinstance(added, Unscaled) else added
-    if not seen and _takes_norm(norm, residual, value):
+    if not seen and _takes_norm(norm, residual, added.value if isinstance(added, Unscaled) else added):
         with torch.cuda.device_of(residual):
             return residual_norm(residual, added, norm.weight, norm.eps)
-    value = added.scale() if isinstance(added, Unscaled) else added
-    residual = residual if value is None else residual + value
+    if isinstance(added, Unscaled):
+        added = added.scale()
+    residual = residual if added is None else residual + added
     return residual, norm(residual.to(norm.weight.dtype))  # as upstream without `fused_add_norm`; it computes in fp32
 
 

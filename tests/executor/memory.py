@@ -162,8 +162,8 @@ class Buffer:
 
     def touch(self, role: Role, kind: str, layout: object = None, actor: object = None,
               over: int | None = None) -> Access | None:
-        """Notes an access that the role issues. Outside of roles only stores, for those inside of them to find: there the
-        compiler's barriers keep order.
+        """Notes an access that the role issues. Outside of roles the compiler's barriers keep order, so that only stores are
+        noted, for accesses inside of them to find.
         """
         if not role.is_partition and kind != "store":
             return None
@@ -181,7 +181,7 @@ class Buffer:
         access = Access(kind, role.line(), self.name, start, start + extent * size, actor or role, of_threads, over=over)
         access.finished = kind == "store"
         if not role.is_partition:
-            access.over = 0
+            access.over = 0  # roles begin after it
         self.allocation.touch(role, access)
         if over is None:
             role.open.append(access)

@@ -46,7 +46,7 @@ WAYS = {"recomputed": (Options(save_states=False), {}), "saved": (Options(), {})
         "long pieces": (Options(), {"blocks": 5, "cut": (4, 4)}), "few states": (Options(save_states=False), {}),
         "dstate 256": (Options(), {"blocks": 3, "cut": (2, 2)}),
         "many pieces": (Options(save_states=False), {"blocks": 10, "cut": (1, 1)}),
-        "late norm": (Options(), {}), "dstate 192, recomputed": (Options(save_states=False), {}),
+        "deferred norm": (Options(), {}), "dstate 192, recomputed": (Options(save_states=False), {}),
         "documents, dstate 256": (Options(), {})}
 SIZES = {"asked states": {"seqlen": 4 * 64, "dstate": 128}, "documents": {"seqlen": 100, "nheads": 2},
          "documents, cut": {"seqlen": 100, "nheads": 2},
@@ -55,8 +55,8 @@ SIZES = {"asked states": {"seqlen": 4 * 64, "dstate": 128}, "documents": {"seqle
          "dstate 192, recomputed": {"dstate": 192, "nheads": 5, "seqlen": 3 * 64 + 7},
          "documents, dstate 256": {"dstate": 256, "seqlen": 100, "nheads": 2}}
 # The ways that are tried for a line of a module, first what found the last fault there.
-WAYS_OF = {"ring": ["recomputed"], "start": ["cut"], "scan_tiles": ["asked states", "late norm"],
-           "masks": ["saved", "recomputed", "many pieces"], "scan": ["saved", "recomputed", "late norm"],
+WAYS_OF = {"ring": ["recomputed"], "start": ["cut"], "scan_tiles": ["asked states", "deferred norm"],
+           "masks": ["saved", "recomputed", "many pieces"], "scan": ["saved", "recomputed", "deferred norm"],
            "wide_scan": ["dstate 256", "dstate 192, recomputed", "many pieces"],
            "document_states": ["documents"], "states": ["recomputed", "documents", "few states"], "group_tiles": ["recomputed"],
            "group": ["recomputed", "documents, dstate 256", "a head in each part"], "ends": ["dstate 256"],
@@ -112,8 +112,8 @@ def _is_faulty(executor: Executor, way: str) -> bool:
     try:
         with hopper_on_cpu(executor, **({"blocks": 1} | dealing)):
             variant = get_variant("fused" if way == "few states" else "persistent")
-            if way == "late norm":
-                variant.scan_to_norm(replace(inputs, z=inputs.x), options, torch.ones_like(inputs.x[0, 0]))
+            if way == "deferred norm":
+                variant.scan_deferring_norm(replace(inputs, z=inputs.x), options, torch.ones_like(inputs.x[0, 0]))
             else:
                 results(variant, inputs, *ways, options)
     except Fault:

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from ssd.runtime import products
 from ssd.runtime.products import multiply
 from tests.inputs import GPU
 
@@ -17,6 +18,7 @@ def draw(device, *shape, dtype=torch.bfloat16):
 @needs_gpu
 @pytest.mark.parametrize(("rows", "k", "n"), (((2, 700), 256, 344), ((1,), 64, 8), ((300,), 2560, 10576), ((5, 7), 72, 40)))
 def test_it_is_the_product(rows, k, n, device):
+    assert products._find_library() is not None
     x, weight = draw(device, *rows, k), draw(device, n, k)
     got, expected = multiply(x, weight), F.linear(x.double(), weight.double())
     assert got.shape == (*rows, n) and got.dtype == torch.bfloat16

@@ -294,3 +294,11 @@ def test_documents_with_states_on_hopper(sizes, compiled):
     for row in rows:
         assert not row["late"] and (row["groups"] or 0) <= MOST_GROUPS, row
         assert row["kernel"] in ("hopper_scan_kernel", "hopper_group_kernel") or row["spills"] <= 40, row
+
+
+@pytest.mark.parametrize("sizes", ["--dstate 128", param("--headdim 128 --dstate 64", rare=True)])
+def test_deferred_norms_on_hopper(sizes, compiled):
+    """A scan that gates, weighs and sums squares."""
+    (row,) = compiled("persistent", "--deferred-norm", "--z", *sizes.split(), "--arch", "90", "--only", "hopper_scan")
+    assert_fits([row], 90, spills=64, by_walks=0)
+    assert row["wgmma"] and not row["mma"] and not row["late"] and row["groups"] <= MOST_GROUPS

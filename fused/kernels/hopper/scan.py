@@ -13,7 +13,8 @@ memory:
 with i, j tokens of the sub-chunk, A = dA_cumsum, y [i, headdim], S [headdim, dstate]. Two rings connect the roles: `tiles`,
 which fetch_tiles fills and the other three read, and `masks`, a lane a head, which make_masks fills and scan_slice reads.
 A dstate above 128 takes a launch for each part of it (`roles` says what parts are): the first has D, the next adds the output
-before it, the last has the gate. Of a gated norm the scan may do what needs one slice alone, `scan_tiles.LateNorm`.
+before it, the last has the gate. With norm_weight it also multiplies what was gated by the weight of a norm, and writes sums of
+its squares for the norm's factor, (N9) of docs/block.md.
 
 Reads x, z (batch, seqlen, nheads, headdim), B, C (batch, seqlen, ngroups, dstate), bf16 or fp16, channels and heads contiguous,
 through TMA descriptors that fill rows past seqlen with 0; dt, dA_cumsum (batch, nheads, nsub, 64) fp32, dA_cumsum restarting
@@ -72,14 +73,14 @@ from .roles import (
     write_slice,
 )
 from .scan_tiles import (
-    COPIES,
-    LateNorm,
+    DeferredNorm,
     Outputs,
     Rings,
     Tiles,
     Vectors,
     Work,
-    add_squares,
+    allocate_norm,
+    begin_sums,
     load_channels,
     load_D,
     write_asked_state,
@@ -100,7 +101,7 @@ SIZES = ("nruns", "nsub", "nheads", "heads_per_group", "asked", "nasked")
 _SLOTS = Slots(3, 2), Slots(2, 2), Slots(2, 1), Slots(1, 1)  # the first that fits
 _SLICE = 64  # channels
 _TURNED = 16384  # bytes in which Triton turns states from memory into another layout, of every size and dtype
-_ONES = 1024  # bytes of `LateNorm.ones`
+_ONES = 2 * 8 * _SLICE  # bytes of `DeferredNorm.ones`
 _SHARED = 232448 - 1024  # bytes of a block, less what mbarriers and alignment may take
 _REGISTERS = 128  # of a thread at launch; the roles then share them out: 192 scan_slice, 104 make_masks, 24 fetch_tiles
 
@@ -221,7 +222,7 @@ def scan_slice(outputs, rings, tiles, vectors, dA_cumsum, D, norm, start, work, 
             # not before y is there: a load from x that is only on its way would find the next tile (docs/log/hopper-scan.md)
             mark_empty(rings.tiles, slot)
             if norm.weight is not None:
-                sums = add_squares(norm, U, BLOCK_M, ROWS)
+                sums = begin_sums(norm, U, BLOCK_M, ROWS)
             if work.documents.blocks is not None:
                 token, count = load_field(work.documents.blocks, c, TOKEN), load_field(work.documents.blocks, c, COUNT)
                 write_block(outputs.out, outputs.out_at, token, count, h, SLICE, work.nheads, form, tiles.y, U, BLOCK_M, ROWS)
@@ -273,13 +274,9 @@ def hopper_scan_kernel(x_desc, B_desc, C_desc, z_desc, before_desc, out_desc, y_
     to_end = gl.allocate_shared_memory(gl.float32, [HEADS * SLOTS, BLOCK_M], LINE)
     A_rows = gl.allocate_shared_memory(gl.float32, [HEADS, BLOCK_M], LINE)
     A_columns = gl.allocate_shared_memory(gl.float32, [HEADS, BLOCK_M], LINE)
-    if norm_weight is None:
-        norm = LateNorm(None, None, None, None)
-    else:
-        ROW: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-        ones = gl.allocate_shared_memory(DTYPE, [COPIES, ROWS], gl.NVMMASharedLayout.get_default_for([COPIES, ROWS], DTYPE))
-        ones.store(gl.zeros([COPIES, ROWS], DTYPE, ROW) + 1.0)
-        norm = LateNorm(norm_weight, sums, allocate_tiles(out_desc, 2), ones)
+    norm = DeferredNorm(None, None, None, None)  # which Triton 3.6.0 cannot return
+    if norm_weight is not None:
+        norm = allocate_norm(norm_weight, sums, out_desc, ROWS)
     rings = Rings(make_ring(STAGES, 3), make_ring(HEADS * SLOTS, FORM.SLICES))
     fence_async_shared()
     tiles, vectors = Tiles(Xs, Bs, Cs, Zs, befores, Ls, Ys, Ss), Vectors(from_start, to_end)
@@ -303,7 +300,7 @@ def hopper_scan_kernel(x_desc, B_desc, C_desc, z_desc, before_desc, out_desc, y_
 
 def choose_slots(i: SSDInputs, width: int, beside: int, keeps_y: bool, adds_squares: bool, states_desc, starts) -> Slots:
     """The most that shared memory holds. beside: bytes of an element of all the tiles that each slot has beside x, B and C;
-    keeps_y: whether y goes out too; adds_squares: of `LateNorm`.
+    keeps_y: whether y goes out too; adds_squares: of `DeferredNorm`.
     """
     heads = 1 if i.headdim > _SLICE else 2
     tile, line = 2 * SUB_CHUNK * _SLICE, 4 * SUB_CHUNK  # elements of both slices, bytes of a vector
@@ -312,7 +309,7 @@ def choose_slots(i: SSDInputs, width: int, beside: int, keeps_y: bool, adds_squa
     for slots in _SLOTS:
         ring = slots.tiles * (tile * (2 + beside) + 2 * 2 * SUB_CHUNK * width)
         masks = heads * (slots.masks * (2 * SUB_CHUNK**2 + 2 * line) + 2 * line)
-        if ring + masks + 2 * tile * (1 + keeps_y + adds_squares) + _ONES * adds_squares + states <= _SHARED:
+        if ring + masks + 2 * tile * (1 + keeps_y) + (2 * tile + _ONES) * adds_squares + states <= _SHARED:
             break
     return slots
 
@@ -324,8 +321,7 @@ def hopper_scan(i: SSDInputs, x_desc, B_desc, C_desc, out_desc, dt, dA_cumsum, r
                 sums: torch.Tensor | None = None) -> None:
     """Fills what out_desc and states_desc describe, and final_states, the last two where given; y_desc: out without the gate.
 
-    norm_weight: (nheads, headdim) of a gated norm that is finished later, and sums: (batch, nsub, 64, slices) fp32, filled with
-    those of its squares; with z and a dstate of one part.
+    norm_weight, sums: of `DeferredNorm`, the second filled. Both or neither; with z and a dstate of one part.
 
     blocks: those of documents, in place of sub-chunks; initial_states and final_states are then the documents'. out, y: what
     out_desc and y_desc describe.

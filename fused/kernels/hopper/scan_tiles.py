@@ -10,11 +10,11 @@ from ssd.runtime.gluon_names import async_store, block_barrier, store_wait
 
 from .documents import Documents
 from .ring import Ring
-from .roles import get_tile
+from .roles import allocate_tiles, get_tile
 
 COLUMNS = 64  # states of a tile by which those that are asked for leave
-COPIES = gl.constexpr(8)  # of a sum of squares: the fewest columns of a product
-SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16]))
+COPIES = gl.constexpr(8)  # the fewest columns of a product of wgmma; all of them hold the same sum
+SUMS_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16]))
 
 
 class Rings(NamedTuple):
@@ -44,17 +44,13 @@ class Vectors(NamedTuple):
     to_end: gl.shared_memory_descriptor  # dt_j exp(A_last - A_j)
 
 
-class LateNorm(NamedTuple):
-    """What the scan does of a gated norm whose factor comes later, once the sums over all heads are known. All None without.
+class DeferredNorm(NamedTuple):
+    """A gated norm, (N9) of docs/block.md, whose factor comes after the output projection. All None without."""
 
-    weight: (nheads, headdim), applied to the gated output. sums: (batch, nsub, 64, slices) fp32, of its squares before that.
-    squares: shared memory [2, 1, 64, headdim]; ones: [COPIES, headdim], by which wgmma adds up channels.
-    """
-
-    weight: gl.tensor
-    sums: gl.tensor
-    squares: gl.shared_memory_descriptor
-    ones: gl.shared_memory_descriptor
+    weight: gl.tensor  # (nheads, headdim), by which the gated output is multiplied
+    sums: gl.tensor  # (batch, nsub * 64, slices) fp32: of the squares of the gated output before that
+    squares: gl.shared_memory_descriptor  # [2, 1, 64, headdim]
+    ones: gl.shared_memory_descriptor  # [COPIES, headdim], by which wgmma adds up channels
 
 
 class Work(NamedTuple):
@@ -97,21 +93,34 @@ def load_channels(t, h, SLICE: gl.constexpr, form: gl.constexpr, PI: gl.constexp
 
 
 @gluon.jit
-def add_squares(norm, U: gl.constexpr, BLOCK_M: gl.constexpr, ROWS: gl.constexpr):
-    """Begins the sums over channels of a slice's squares, COPIES of each."""
-    sums = gl.zeros([BLOCK_M, COPIES], gl.float32, SUMS)
+def allocate_norm(weight, sums, out_desc, ROWS: gl.constexpr):
+    """The norm with its shared memory. Its ones are stored, for a fence to follow."""
+    DTYPE: gl.constexpr = out_desc.dtype
+    FILL: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    ones = gl.allocate_shared_memory(DTYPE, [COPIES, ROWS], gl.NVMMASharedLayout.get_default_for([COPIES, ROWS], DTYPE))
+    ones.store(gl.zeros([COPIES, ROWS], DTYPE, FILL) + 1.0)
+    return DeferredNorm(weight, sums, allocate_tiles(out_desc, 2), ones)
+
+
+@gluon.jit
+def begin_sums(norm, U: gl.constexpr, BLOCK_M: gl.constexpr, ROWS: gl.constexpr):
+    """Begins the sums over channels of a slice's squares, [64, headdim] @ [headdim, COPIES]."""
+    sums = gl.zeros([BLOCK_M, COPIES], gl.float32, SUMS_LAYOUT)
     squares = get_tile(norm.squares, U, BLOCK_M, ROWS)
     return warpgroup_mma(squares, norm.ones.permute((1, 0)), sums, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def write_sums(norm, sums, tile, part, parts, BLOCK_M: gl.constexpr):
-    """The sums of `add_squares`, once they are there: part number `part` of the tokens of sub-chunk number `tile` of all."""
+def write_sums(norm, sums, sub_chunk, k, slices, BLOCK_M: gl.constexpr):
+    """What `begin_sums` began, once it is there: sums of slice k of all `slices`, of the tokens of a sub-chunk.
+
+    sub_chunk: its number among those of all rows.
+    """
     sums = warpgroup_mma_wait(0, deps=(sums,))
-    token = gl.expand_dims(gl.arange(0, BLOCK_M, gl.SliceLayout(1, SUMS)), 1)
-    column = gl.expand_dims(gl.arange(0, COPIES, gl.SliceLayout(0, SUMS)), 0)
-    at = (tile * BLOCK_M + token).to(gl.int64) * parts + part + 0 * column
-    gl.store(norm.sums + at, sums, mask=(token < BLOCK_M) & (column == 0))
+    token = gl.expand_dims(gl.arange(0, BLOCK_M, gl.SliceLayout(1, SUMS_LAYOUT)), 1)
+    copy = gl.expand_dims(gl.arange(0, COPIES, gl.SliceLayout(0, SUMS_LAYOUT)), 0)
+    at = (sub_chunk * BLOCK_M + token).to(gl.int64) * slices + k + 0 * copy  # 0: for the shape
+    gl.store(norm.sums + at, sums, mask=(token < BLOCK_M) & (copy == 0))  # of one copy
 
 
 @gluon.jit

@@ -23,9 +23,10 @@ _PER_WARP = 256
 
 
 class Unscaled(NamedTuple):
-    """What a block adds, before the factor of its gated norm: one number a token, 1 / sqrt(mean of squares + eps).
+    """What a block adds before the factor of its gated norm, r of (N2), which is one number a token: (N9).
 
-    value: (batch, seqlen, width). sums: (batch, at least seqlen, parts) fp32, of squares over parts of all `channels`.
+    value: (batch, seqlen, width). sums: (batch, seqlen or more, slices) fp32, contiguous, of squares over slices of all
+    `channels`.
     """
 
     value: Tensor
@@ -34,30 +35,22 @@ class Unscaled(NamedTuple):
     eps: float
 
     def scale(self) -> Tensor:
-        """In torch, in the dtype of value."""
+        """value times r, by torch, in the dtype of value."""
         mean = self.sums[:, : self.value.shape[1]].sum(2) / self.channels
         return (self.value * torch.rsqrt(mean + self.eps)[..., None]).to(self.value.dtype)
 
 
-class Factor(NamedTuple):
-    """What the kernel is compiled for where a factor is to come; as `Unscaled`. block: at least `parts`, a power of two."""
-
-    parts: int
-    block: int
-    channels: int
-
-
 @triton.jit
-def load_factor(sums, tokens, eps, seqlen, FACTOR: tl.constexpr):
-    """Of this program's token. tokens: of a sequence, whose sums there are."""
-    part, row = tl.arange(0, FACTOR.block), tl.program_id(0)
-    at = (row // seqlen * tokens + row % seqlen).to(tl.int64) * FACTOR.parts + part
-    return tl.math.rsqrt(tl.sum(tl.load(sums + at, mask=part < FACTOR.parts, other=0.0), 0) / FACTOR.channels + eps)
+def load_factor(sums, rows, eps, seqlen, CHANNELS: tl.constexpr, SLICES: tl.constexpr):
+    """r of this program's token. rows: of sums, for each sequence."""
+    k, token = tl.arange(0, triton.next_power_of_2(SLICES)), tl.program_id(0)
+    at = (token // seqlen * rows + token % seqlen).to(tl.int64) * SLICES + k
+    return tl.math.rsqrt(tl.sum(tl.load(sums + at, mask=k < SLICES, other=0.0), 0) / CHANNELS + eps)
 
 
-@triton.jit(do_not_specialize=("tokens", "seqlen"))
-def residual_norm_kernel(residual, added, weight, total, out, eps, sums, tokens, factor_eps, seqlen, FACTOR: tl.constexpr,
-                         WIDTH: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+@triton.jit(do_not_specialize=("rows", "seqlen"))
+def residual_norm_kernel(residual, added, weight, total, out, eps, sums, rows, factor_eps, seqlen, CHANNELS: tl.constexpr,
+                         SLICES: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     let_next_begin(EARLY)
     wait_for_last(EARLY)
     channels = tl.arange(0, BLOCK)
@@ -67,7 +60,7 @@ def residual_norm_kernel(residual, added, weight, total, out, eps, sums, tokens,
     if added is not None:
         o = tl.load(added + at, mask=inside, other=0.0).to(tl.float32)
         if sums is not None:
-            o *= load_factor(sums, tokens, factor_eps, seqlen, FACTOR)
+            o *= load_factor(sums, rows, factor_eps, seqlen, CHANNELS, SLICES)
         v = (v.to(tl.float32) + o).to(v.dtype)
         tl.store(total + at, v, mask=inside)
     v = v.to(out.dtype.element_ty).to(tl.float32)
@@ -79,15 +72,14 @@ def residual_norm_kernel(residual, added, weight, total, out, eps, sums, tokens,
 def residual_norm(residual: Tensor, added: Tensor | Unscaled | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Returns the sum, residual itself where nothing is added, and its norm."""
     width = len(weight)
-    late = (None, 0, 0.0, 0, None)
+    scaling = None, 0, 0.0, 0, 0, 0
     if isinstance(added, Unscaled):
         added, sums, channels, factor_eps = added
-        tokens, parts = sums.shape[1:]
-        late = sums, tokens, factor_eps, added.shape[1], Factor(parts, next_power_of_2(parts), channels)
+        scaling = sums, sums.shape[1], factor_eps, added.shape[1], channels, sums.shape[2]
     total = residual if added is None else torch.empty_like(residual)
     out = torch.empty(residual.shape, device=residual.device, dtype=weight.dtype)
     block = next_power_of_2(width)
     launch(residual_norm_kernel, residual.numel() // width,
-           residual, added, weight, total, out, eps, *late, width, block,
+           residual, added, weight, total, out, eps, *scaling, width, block,
            num_warps=min(32, max(1, block // _PER_WARP)), **begin_early(residual.device.index))
     return total, out

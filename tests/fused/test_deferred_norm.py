@@ -40,8 +40,8 @@ def test_the_norm_is_finished_later(name, case, device, executor):
     i = random_inputs(shape, case, torch.bfloat16, device)
     weight = torch.randn(i.x.shape[2:], device=device).to(torch.bfloat16)
     with nullcontext() if GPU else hopper_on_cpu(executor, blocks=5, cut=cut):
-        assert PERSISTENT.explain_no_late_norm(i, Options()) is None
-        out, final_states, sums = PERSISTENT.scan_to_norm(i, Options(), weight)
+        assert PERSISTENT.explain_no_deferred_norm(i, Options()) is None
+        out, final_states, sums = PERSISTENT.scan_deferring_norm(i, Options(), weight)
     truth, true_states = compute_in_fp64(i)
     assert error(out, truth * weight.double()).rms < 4e-3
     assert error(final_states, true_states).rms < 4e-3
@@ -52,10 +52,11 @@ def test_the_norm_is_finished_later(name, case, device, executor):
 
 @pytest.mark.parametrize(("change", "reason"), (
     (lambda i: replace(i, x=i.x.half(), B=i.B.half(), C=i.C.half()), "float16"),
-    (lambda i: replace(i, B=i.B.repeat(1, 1, 1, 4), C=i.C.repeat(1, 1, 1, 4)), "dstate of up to 128")), ids=("fp16", "dstate"))
+    (lambda i: replace(i, B=i.B.repeat(1, 1, 1, 4), C=i.C.repeat(1, 1, 1, 4)), "dstate: got 256, takes up to 128")),
+    ids=("fp16", "dstate"))
 def test_what_it_does_not_take(change, reason, device, executor):
     i = random_inputs(Shape(1, 100, 2, 64, 1, 64, 128), GATE, torch.bfloat16, device)
     with nullcontext() if GPU else hopper_on_cpu(executor):
-        assert PERSISTENT.explain_no_late_norm(i, Options()) is None
-        assert reason in PERSISTENT.explain_no_late_norm(change(i), Options())
-        assert "stationary" in PERSISTENT.explain_no_late_norm(i, Options(stationary=False))
+        assert PERSISTENT.explain_no_deferred_norm(i, Options()) is None
+        assert reason in PERSISTENT.explain_no_deferred_norm(change(i), Options())
+        assert "stationary" in PERSISTENT.explain_no_deferred_norm(i, Options(stationary=False))

@@ -1,4 +1,4 @@
-"""Long prompts whose gated norms are finished later: the logits and states of a prompt whose are not."""
+"""Long prompts whose gated norms are finished after the projection: the logits and states of a prompt whose are not."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from ssd import registry
 from ssd.block.kernels.residual_norm import Unscaled
-from ssd.modules import Mamba2, language_model, late_norm, token_step
+from ssd.modules import Mamba2, deferred_norm, language_model, token_step
 from ssd.registry import get_variant
 from tests.fused import test_hopper
 from tests.in_torch import in_torch  # noqa: F401  a fixture
@@ -23,21 +23,22 @@ LENGTH = 200 if GPU else 9
 
 
 def scan_in_torch(i, options, weight):
-    """`Variant.scan_to_norm` of a variant that there is on a CPU."""
+    """`Variant.scan_deferring_norm` of a variant that there is on a CPU."""
     y, final_states, _ = get_variant("torch").forward(replace(i, z=None), options, False)
     gated = y.float() * F.silu(i.z.float())
     return (gated * weight.float()).to(y.dtype), final_states, gated.square().sum(-1)
 
 
 @pytest.fixture
-def late(monkeypatch, device) -> list[bool]:
-    """Prompts of any length are long; on a CPU kernels are interpreted and the scan is torch's. Whether each sum was late."""
-    monkeypatch.setattr(late_norm, "SHORTEST", 1)
+def deferred(monkeypatch, device) -> list[bool]:
+    """Whether each sum had a factor. Prompts of any length are long; on a CPU kernels are interpreted, and the scan is torch's.
+    """
+    monkeypatch.setattr(deferred_norm, "SHORTEST", 1)
     if not GPU:
         monkeypatch.setattr("ssd.block.arguments.INTERPRETED", True)
         monkeypatch.setattr(token_step, "_DTYPES", (HALF,))
-        monkeypatch.setattr(late_norm, "resolve", lambda *_: SimpleNamespace(
-            scan_to_norm=scan_in_torch, explain_no_late_norm=lambda *_: None))
+        monkeypatch.setattr(deferred_norm, "resolve", lambda *_: SimpleNamespace(
+            scan_deferring_norm=scan_in_torch, explain_no_deferred_norm=lambda *_: None))
     found, call = [], token_step.residual_norm
     monkeypatch.setattr(token_step, "residual_norm",
                         lambda *given: (found.append(isinstance(given[1], Unscaled)), call(*given))[1])
@@ -51,13 +52,13 @@ def make(device, layer=WIDE, **settings):
 def takes(model, device, index=0) -> bool:
     """Of the layer of that number."""
     stream = torch.zeros(1, LENGTH, model.config.d_model, device=device)
-    return late_norm.takes_late_norm(model.backbone.layers[index], stream, model.new_cache(1)[index])
+    return deferred_norm.find_scan(model.backbone.layers[index], stream, model.new_cache(1)[index]) is not None
 
 
 @pytest.mark.parametrize(("batch", "more"), ((1, {}), (2, {"dt_limit": [0.01, 0.02], "D_has_hdim": True, "conv_bias": False})),
                          ids=("as it comes", "with settings"))
 @torch.no_grad()
-def test_it_is_the_prompt(batch, more, device, late, monkeypatch):
+def test_it_is_the_prompt(batch, more, device, deferred, monkeypatch):
     """About as near to the prompt in fp32 as with the norm in a launch of its own; in two pieces, so that states are given."""
     ids = tokens(device, batch, LENGTH)
 
@@ -67,10 +68,10 @@ def test_it_is_the_prompt(batch, more, device, late, monkeypatch):
 
     layer = WIDE | more
     got = run(make(device, layer))
-    assert late == 2 * [False, True, True, False], "the last layer has a way of its own, for the last token"
-    monkeypatch.setattr(language_model, "takes_late_norm", lambda *_: False)
+    assert deferred == 2 * [False, True, True, False], "the last layer has a way of its own, for the last token"
+    monkeypatch.setattr(language_model, "find_scan", lambda *_: None)
     half = run(make(device, layer))
-    assert not any(late[8:])
+    assert not any(deferred[8:])
     monkeypatch.setattr(token_step, "_takes_norm", lambda *_: False)
     truth = run(make(device, layer).float())
     for ours, other, true in (*zip(got[0], half[0], truth[0], strict=True), *(
@@ -81,7 +82,7 @@ def test_it_is_the_prompt(batch, more, device, late, monkeypatch):
 
 
 @torch.no_grad()
-def test_a_norm_of_another_kind_comes_after(device, late):
+def test_a_norm_of_another_kind_comes_after(device, deferred):
     """The factor is then torch's."""
     model, ids = make(device), tokens(device, 1, LENGTH)
     expected = model.read(ids, cache=model.new_cache(1))
@@ -117,11 +118,11 @@ OTHERS = {
 
 @pytest.mark.parametrize("name", OTHERS)
 @torch.no_grad()
-def test_what_it_does_not_take(name, device, late):
+def test_what_it_does_not_take(name, device, deferred):
     model = OTHERS[name](device)
     assert not takes(model, device)
     model.read(tokens(device, 1, LENGTH), cache=model.new_cache(1))
-    assert not any(late)
+    assert not any(deferred)
 
 
 def _set(path: str, value: object):
@@ -140,14 +141,14 @@ def _wrap(model, monkeypatch) -> None:
 
 
 def _add_variant(model, monkeypatch) -> None:
-    monkeypatch.setitem(registry._ADDED, "mine", replace(get_variant("torch"), name="mine", scan_to_norm=scan_in_torch,
-                                                         explain_no_late_norm=lambda *_: None))
+    monkeypatch.setitem(registry._ADDED, "mine", replace(get_variant("torch"), name="mine", scan_deferring_norm=scan_in_torch,
+                                                         explain_no_deferred_norm=lambda *_: None))
     model.backbone.layers[0].mixer.variant = "mine"
 
 
 CHANGES = {
     "a subclass": _set("mixer", lambda layer: _as_subclass(layer.mixer)),
-    "short groups": _set("mixer.norm.group_size", 64),
+    "another order": _set("mixer.norm_before_gate", True),
     "a norm of one's own": _set("mixer.norm", lambda mixer: torch.nn.RMSNorm(mixer.d_ssm).to(mixer.norm.weight)),
     "a norm before of one's own": _set("norm", lambda layer: torch.nn.LayerNorm(64).to(layer.norm.weight)),
     "checks of values": lambda model, monkeypatch: monkeypatch.setattr("ssd.runtime.value_checks.ENABLED", True),
@@ -169,7 +170,7 @@ def _as_subclass(mixer):
 
 @pytest.mark.parametrize("name", CHANGES)
 @torch.no_grad()
-def test_what_is_somebody_elses(name, device, late, monkeypatch):
+def test_what_is_somebody_elses(name, device, deferred, monkeypatch):
     """The other layers are taken all the same, where only the first was changed."""
     model = make(device)
     assert takes(model, device)
@@ -179,7 +180,7 @@ def test_what_is_somebody_elses(name, device, late, monkeypatch):
 
 
 @torch.no_grad()
-def test_layers_that_are_wrapped(device, late):
+def test_layers_that_are_wrapped(device, deferred):
     """By what gives its inner module's attributes, as torch.compile and checkpoint wrappers do."""
     class Wrapped(torch.nn.Module):
         def __init__(self, inner):
@@ -204,8 +205,8 @@ def test_layers_that_are_wrapped(device, late):
                               model.backbone.layers[0].mixer.in_proj.weight[:, :32].contiguous()), "32")),
     ids=("no eps", "eps below 0", "fewer columns"))
 @torch.no_grad()
-def test_what_is_wrong_is_refused(change, error, device, late, monkeypatch):
-    model, cache = make(device), None
+def test_what_is_wrong_is_refused(change, error, device, deferred, monkeypatch):
+    model = make(device)
     change(model, monkeypatch)
     cache = model.new_cache(1)
     with pytest.raises((RuntimeError, TypeError, ValueError), match=error):
@@ -214,7 +215,7 @@ def test_what_is_wrong_is_refused(change, error, device, late, monkeypatch):
 
 
 @torch.no_grad()
-def test_when_it_does_not(device, late, monkeypatch):
+def test_when_it_does_not(device, deferred, monkeypatch):
     """Short prompts, tokens with a mask, modules that somebody looks into, weights that want gradients, no cache."""
     model, ids = make(device), tokens(device, 1, LENGTH)
     assert takes(model, device)
@@ -226,7 +227,7 @@ def test_when_it_does_not(device, late, monkeypatch):
         layer, stream = model.backbone.layers[0], torch.zeros(1, LENGTH, 64, device=device)
         for wanted in (layer.norm.weight, stream):
             wanted.requires_grad_()
-            assert not late_norm.takes_late_norm(layer, stream, model.new_cache(1)[0])
+            assert deferred_norm.find_scan(layer, stream, model.new_cache(1)[0]) is None
             wanted.requires_grad_(False)
     model.read(ids, torch.ones_like(ids, dtype=torch.bool), model.new_cache(1))
     model(ids)
@@ -235,23 +236,24 @@ def test_when_it_does_not(device, late, monkeypatch):
     hook.remove()
     with pytest.raises(ValueError, match="seq_idx: got a tensor with a cache"):
         model(ids, torch.zeros_like(ids), model.new_cache(1))
-    monkeypatch.setattr(late_norm, "SHORTEST", 64 * LENGTH + 1)
+    monkeypatch.setattr(deferred_norm, "SHORTEST", 64 * LENGTH + 1)
     model.read(ids, cache=model.new_cache(1))
-    assert late and not any(late)
+    assert deferred and not any(deferred)
 
 
 @pytest.mark.skipif(not GPU, reason="needs CUDA graphs")
-def test_replays_are_the_same_bits(device, late):
-    model, ids = make(device), tokens(device, 1, LENGTH)
-    cache, logits = model.new_cache(1), []
-    model.eval()
+@torch.no_grad()
+def test_replays_are_the_same_bits(device, deferred):
+    model, ids = make(device).eval(), tokens(device, 1, LENGTH)
+    cache, states = model.new_cache(1), []
     for _ in range(4):
         cache.reset()
-        with torch.no_grad():
-            model.generate(ids, 1, cache)
-            after = cache.captured.read(ids, None)[0].clone() if cache.captured.has_replay(ids) else None
-        logits.append([state.ssm_state.clone() for state in cache] + [after])
-    assert any(late) and logits[-1][-1] is not None
-    for other in logits[1:]:
-        assert all(map(torch.equal, logits[0][:-1], other[:-1]))
-    assert torch.equal(logits[-1][-1], logits[-2][-1])
+        model.generate(ids, 1, cache)
+        states.append([layer.ssm_state.clone() for layer in cache])
+    assert any(deferred) and cache.captured.has_replay(ids)
+    for other in states[1:]:
+        assert all(map(torch.equal, states[0], other))
+    cache.reset()
+    replayed = cache.captured.read(ids, None)[0].clone()
+    cache.reset()
+    assert torch.equal(model.read(ids, cache=cache), replayed)

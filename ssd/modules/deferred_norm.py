@@ -1,0 +1,98 @@
+"""A long prompt through a Mamba-2 block whose gated norm is finished after its output projection.
+
+The norm multiplies each token by one factor, which may as well come after the projection. So the scan gates, applies the norm's
+weight and sums squares, and the launch that adds to the residual stream multiplies by the factor: docs/block.md, (N9). That
+spares a launch which reads the SSD's output and the gate, and writes the output again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..api import take_inputs
+from ..block.arguments import takes_kernels
+from ..block.conv1d import check_convolution
+from ..block.conv1d_scan_norm import split_xBC
+from ..block.gated_norm import check_norm
+from ..block.kernels.conv1d_fwd import conv1d_fwd
+from ..block.kernels.residual_norm import Unscaled
+from ..registry import belongs_to_user, is_peer, resolve
+from ..runtime import value_checks
+from ..runtime.products import multiply
+from ..types import Options, SSDInputs
+from .mamba2 import Mamba2, Mamba2Cache, get_states
+from .token_step import has_plain_weights
+
+if TYPE_CHECKING:
+    from .language_model import _Layer
+
+SHORTEST = 1 << 22  # d_model times tokens: a shorter prompt waits for the host, which has more to do here
+_OURS = Mamba2.forward, Mamba2._mix  # what `mix_deferring_norm` stands for
+
+
+def find_scan(layer: _Layer, residual: Tensor, cache: Mamba2Cache) -> Callable | None:
+    """The `Variant.scan_deferring_norm` by which `mix_deferring_norm` takes a layer, for inference; None if it must not.
+
+    residual: the stream before the layer, (batch, seqlen, d_model). Nobody `is_seen`, and there is neither mask nor seq_idx.
+    """
+    mixer = layer.mixer
+    if residual.numel() < SHORTEST or not takes_kernels(residual) or value_checks.ENABLED:
+        return None
+    if not has_plain_weights(layer, residual, cache) or mixer.in_proj.bias is not None or mixer.out_proj.bias is not None:
+        return None
+    if (Mamba2.forward, Mamba2._mix) != _OURS or "_mix" in vars(mixer) or mixer._compiled_call_impl:  # somebody else's
+        return None
+    if not mixer.rmsnorm or mixer.norm_before_gate or mixer.ngroups > 1 or mixer.context_group is not None:
+        return None
+    # a user's variant may be a copy of one of ours with another forward
+    if type(mixer.variant) is not str or is_peer(mixer.variant) or belongs_to_user(mixer.variant):
+        return None
+    options, inputs = mixer.options or Options(), _describe_inputs(mixer, residual)
+    variant = resolve(mixer.variant, inputs, options, "fwd")
+    if variant.scan_deferring_norm is None or variant.explain_no_deferred_norm(inputs, options):
+        return None
+    return variant.scan_deferring_norm
+
+
+def mix_deferring_norm(mixer: Mamba2, scan: Callable, u: Tensor, cache: Mamba2Cache, A: Tensor | None) -> Unscaled:
+    """As `Mamba2.forward` with a cache, which it overwrites too, but for the factor of the gated norm.
+
+    Args:
+        scan: of `find_scan`.
+        u: (batch, seqlen, d_model), normed.
+        A: of `Mamba2.step`.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as `Mamba2.forward`.
+    """
+    mixer.check_input(u, ("batch", "seqlen"), A)
+    zxbcdt = multiply(u, mixer.in_proj.weight)
+    z, xBC, dt = zxbcdt.split([mixer.d_ssm, cache.conv_state.shape[1], mixer.nheads], -1)
+    filter, weight, eps = mixer.get_filter(), mixer.norm.weight, mixer.norm.eps
+    check_convolution(xBC.mT, filter, mixer.conv1d.bias, None, cache.conv_state, True, None, "silu", None, None)
+    check_norm(z, weight, None, None, eps, None, False)
+    with torch.cuda.device_of(u):
+        xBC, conv_state = conv1d_fwd(xBC, filter, mixer.conv1d.bias, None, cache.conv_state, True, True)
+        x, B, C = split_xBC(xBC.mT, mixer.d_ssm, mixer.headdim, mixer.ngroups)
+        options, inputs = take_inputs(
+            x, dt, mixer.get_A() if A is None else A, B, C, mixer.chunk_size, mixer.get_D(), z.unflatten(-1, x.shape[2:]),
+            mixer.dt_bias, get_states(cache), seq_idx=None, cu_seqlens=None, dt_softplus=True, dt_limit=mixer.dt_limit,
+            return_final_states=True, return_varlen_states=False, state_dtype=None, variant=mixer.variant,
+            options=mixer.options)
+        out, ssm_state, sums = scan(inputs, options, weight.view(x.shape[2:]))
+    cache.ssm_state.copy_(ssm_state)
+    cache.conv_state.copy_(conv_state)
+    return Unscaled(multiply(out.flatten(2), mixer.out_proj.weight), sums, mixer.d_ssm, eps)
+
+
+def _describe_inputs(mixer: Mamba2, u: Tensor) -> SSDInputs:
+    """What a variant is chosen by: sizes, dtypes and the device, of tensors without memory of their own."""
+    def like(*sizes: int) -> Tensor:
+        return mixer.in_proj.weight.new_empty(()).expand(*u.shape[:2], *sizes)
+
+    x, group = like(mixer.nheads, mixer.headdim), like(mixer.ngroups, mixer.d_state)
+    return SSDInputs(x, like(mixer.nheads), mixer.A_log, group, group, mixer.chunk_size, mixer.get_D(), x, mixer.dt_bias)
