@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...kernels.arguments import COUNTS
 from ...runtime.dependent_launch import begin_early, let_next_begin, wait_for_last
 from ...runtime.launch import launch
 from ...runtime.tuning import next_power_of_2
@@ -48,7 +49,7 @@ def load_factor(sums, rows, eps, seqlen, CHANNELS: tl.constexpr, SLICES: tl.cons
     return tl.math.rsqrt(tl.sum(tl.load(sums + at, mask=k < SLICES, other=0.0), 0) / CHANNELS + eps)
 
 
-@triton.jit(do_not_specialize=("rows", "seqlen"))
+@triton.jit(do_not_specialize=COUNTS)
 def residual_norm_kernel(residual, added, weight, total, out, eps, sums, rows, factor_eps, seqlen, CHANNELS: tl.constexpr,
                          SLICES: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     let_next_begin(EARLY)
