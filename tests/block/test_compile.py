@@ -16,7 +16,7 @@ from ssd.block.kernels.conv1d_fwd import _WARPS as FORWARD_WARPS
 from ssd.block.kernels.conv1d_fwd import conv1d_fwd
 from ssd.block.kernels.conv1d_update import conv1d_update
 from ssd.block.kernels.gated_norm import gated_norm, gated_norm_bwd
-from ssd.block.kernels.residual_norm import residual_norm
+from ssd.block.kernels.residual_norm import Unscaled, residual_norm
 from ssd.block.kernels.selective_scan import chunk_of
 from ssd.block.kernels.selective_scan_bwd import selective_scan_bwd
 from ssd.block.kernels.selective_scan_dispatch import TOKENS
@@ -128,6 +128,9 @@ def compile_token(d_model, nheads, ngroups, batch):
                         weight(conv_dim, 4), weight(conv_dim), d_ssm)
     project_out(zxbcdt[:, :d_ssm], weight(d_ssm), 1e-5, d_ssm // ngroups, weight(d_model, d_ssm), None, residual)
     residual_norm(residual, weight(batch, d_model), weight(d_model), 1e-5)
+    for seqlen in (1, 100):
+        added = Unscaled(weight(batch, seqlen, d_model), torch.empty(batch, 128, nheads), d_ssm, 1e-5)
+        residual_norm(torch.empty(batch, seqlen, d_model), added, weight(d_model), 1e-5)
 
 
 def main(few: list[int], every: bool):
