@@ -62,7 +62,7 @@ class Mamba2LMCache(list[Mamba2Cache]):
         self._zeroed = None
 
     def is_new(self) -> bool:
-        """True while all states are known to be zeros; the GPU is not asked. After `reset` only where prompts are padded."""
+        """True while all states are known to be zeros; the GPU is not asked. Only where prompts are padded."""
         return self._zeroed is not None and self._zeroed[1] == _get_versions(_list_states(self))
 
     def __reduce__(self):

@@ -7,6 +7,7 @@ spares a launch which reads the SSD's output and the gate, and writes the output
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -15,9 +16,7 @@ from torch import Tensor
 
 from ..api import take_inputs
 from ..block.arguments import takes_kernels
-from ..block.conv1d import check_convolution
 from ..block.conv1d_scan_norm import split_xBC
-from ..block.gated_norm import check_norm
 from ..block.kernels.conv1d_fwd import conv1d_fwd
 from ..block.kernels.residual_norm import Unscaled
 from ..registry import belongs_to_user, is_peer, resolve
@@ -44,10 +43,14 @@ def find_scan(layer: _Layer, residual: Tensor, cache: Mamba2Cache) -> Callable |
         return None
     if not has_plain_weights(layer, residual, cache) or mixer.in_proj.bias is not None or mixer.out_proj.bias is not None:
         return None
-    if (Mamba2.forward, Mamba2._mix) != _OURS or "_mix" in vars(mixer) or mixer._compiled_call_impl:  # somebody else's
-        return None
     if not mixer.rmsnorm or mixer.norm_before_gate or mixer.ngroups > 1 or mixer.context_group is not None:
         return None
+    if (Mamba2.forward, Mamba2._mix) != _OURS or "_mix" in vars(mixer):  # somebody else's
+        return None
+    if any(module._compiled_call_impl for module in (layer.norm, mixer, *mixer.children())):
+        return None
+    if not _has_sizes(mixer, residual) or type(mixer.norm.eps) is not float or not 0 <= mixer.norm.eps < math.inf:
+        return None  # `Mamba2.forward` says what is wrong
     # a user's variant may be a copy of one of ours with another forward
     if type(mixer.variant) is not str or is_peer(mixer.variant) or belongs_to_user(mixer.variant):
         return None
@@ -69,24 +72,32 @@ def mix_deferring_norm(mixer: Mamba2, scan: Callable, u: Tensor, cache: Mamba2Ca
     Raises:
         TypeError, ValueError, RuntimeError: as `Mamba2.forward`.
     """
-    mixer.check_input(u, ("batch", "seqlen"), A)
     zxbcdt = multiply(u, mixer.in_proj.weight)
     z, xBC, dt = zxbcdt.split([mixer.d_ssm, cache.conv_state.shape[1], mixer.nheads], -1)
-    filter, weight, eps = mixer.get_filter(), mixer.norm.weight, mixer.norm.eps
-    check_convolution(xBC.mT, filter, mixer.conv1d.bias, None, cache.conv_state, True, None, "silu", None, None)
-    check_norm(z, weight, None, None, eps, None, False)
     with torch.cuda.device_of(u):
-        xBC, conv_state = conv1d_fwd(xBC, filter, mixer.conv1d.bias, None, cache.conv_state, True, True)
+        xBC, conv_state = conv1d_fwd(xBC, mixer.get_filter(), mixer.conv1d.bias, None, cache.conv_state, True, True)
         x, B, C = split_xBC(xBC.mT, mixer.d_ssm, mixer.headdim, mixer.ngroups)
         options, inputs = take_inputs(
             x, dt, mixer.get_A() if A is None else A, B, C, mixer.chunk_size, mixer.get_D(), z.unflatten(-1, x.shape[2:]),
             mixer.dt_bias, get_states(cache), seq_idx=None, cu_seqlens=None, dt_softplus=True, dt_limit=mixer.dt_limit,
             return_final_states=True, return_varlen_states=False, state_dtype=None, variant=mixer.variant,
             options=mixer.options)
-        out, ssm_state, sums = scan(inputs, options, weight.view(x.shape[2:]))
+        out, ssm_state, sums = scan(inputs, options, mixer.norm.weight.view(x.shape[2:]))
+    added = Unscaled(multiply(out.flatten(2), mixer.out_proj.weight), sums, mixer.d_ssm, mixer.norm.eps)
     cache.ssm_state.copy_(ssm_state)
     cache.conv_state.copy_(conv_state)
-    return Unscaled(multiply(out.flatten(2), mixer.out_proj.weight), sums, mixer.d_ssm, eps)
+    return added
+
+
+def _has_sizes(mixer: Mamba2, residual: Tensor) -> bool:
+    """Whether the stream and the weights have the sizes that the block was made for."""
+    conv_dim = mixer.d_ssm + 2 * mixer.ngroups * mixer.d_state
+    sizes = (
+        (residual[0], (residual.shape[1], mixer.d_model)),
+        (mixer.in_proj.weight, (mixer.d_ssm + conv_dim + mixer.nheads, mixer.d_model)),
+        (mixer.conv1d.weight, (conv_dim, 1, mixer.d_conv)), (mixer.conv1d.bias, (conv_dim,)),
+        (mixer.norm.weight, (mixer.d_ssm,)), (mixer.out_proj.weight, (mixer.d_model, mixer.d_ssm)))
+    return all(t is None or t.shape == size for t, size in sizes)
 
 
 def _describe_inputs(mixer: Mamba2, u: Tensor) -> SSDInputs:

@@ -151,7 +151,7 @@ class Mamba2(nn.Module):
             TypeError, ValueError: naming the argument, what came and what is accepted, before the cache is touched.
         """
         check_flags({"return_states": return_states})
-        self.check_input(u, ("batch", "seqlen"), A)
+        self._check(u, ("batch", "seqlen"), A)
         batch, beside = u.shape[0], "that of u"
         if cu_seqlens is not None:
             check_bounds(cu_seqlens, u, u.shape[1])
@@ -185,7 +185,7 @@ class Mamba2(nn.Module):
         mask: (batch, seqlen) bool, False for padding, which must be finite, and of which the results are without meaning.
         A: see `step`.
         """
-        self.check_input(u, ("batch", "seqlen"), A)
+        self._check(u, ("batch", "seqlen"), A)
         self.check_cache(cache, len(u), "that of u", u.device)
         zxbcdt = self.in_proj(u)
         out, ssm_state = self._mix(zxbcdt, A, seq_idx=mask.int(), return_final_states=True)  # padding is a document of its own
@@ -199,7 +199,7 @@ class Mamba2(nn.Module):
         """What `forward` with a cache gives for the last token of u, (batch, d_model), for inference: gates, norm and output of
         the others are not computed. Of a block with a gated norm, whose in_proj is an nn.Linear. A: see `step`.
         """
-        self.check_input(u, ("batch", "seqlen"), A)
+        self._check(u, ("batch", "seqlen"), A)
         self.check_cache(cache, len(u), "that of u", u.device)
         d_mlp, weight, bias = self.d_inner - self.d_ssm, self.in_proj.weight, self.in_proj.bias
         gates = 2 * d_mlp + self.d_ssm
@@ -237,7 +237,7 @@ class Mamba2(nn.Module):
         Raises:
             TypeError, ValueError: naming the argument, what came and what is accepted, before the cache is touched.
         """
-        self.check_input(u, ("batch",), A)
+        self._check(u, ("batch",), A)
         self.check_cache(cache, len(u), "that of u", u.device)
         d_mlp = self.d_inner - self.d_ssm
         z0, x0, z, xBC, dt = self.in_proj(u).split([d_mlp, d_mlp, self.d_ssm, cache.conv_state.shape[1], self.nheads], -1)
@@ -315,7 +315,7 @@ class Mamba2(nn.Module):
         return {"conv_state": (batch, self.d_ssm + 2 * self.ngroups * self.d_state, self.d_conv - 1),
                 "ssm_state": (batch, self.nheads, self.headdim, self.d_state)}
 
-    def check_input(self, u: Tensor, axes: tuple[str, ...], A: Tensor | None) -> None:
+    def _check(self, u: Tensor, axes: tuple[str, ...], A: Tensor | None) -> None:
         """axes: the axes of u before its channels."""
         if not isinstance(u, Tensor):
             raise TypeError(f"u: got {type(u).__name__}, expected a tensor ({', '.join(axes)}, d_model = {self.d_model})")

@@ -141,6 +141,8 @@ def add_and_norm(norm: nn.Module, residual: Tensor, added: Tensor | Unscaled | N
 
 def _takes_norm(norm: nn.Module, *stream: Tensor | None) -> bool:
     tensors = (norm.weight, *(t for t in stream if t is not None))
+    if any(t.shape != stream[0].shape for t in tensors[1:]) or norm.weight.shape != stream[0].shape[-1:]:
+        return False  # torch says so
     if any(torch.promote_types(stream[0].dtype, t.dtype) != stream[0].dtype for t in tensors[1:]):
         return False  # the sum would be in another dtype
     return (type(norm) is nn.RMSNorm and norm.eps is not None and norm.weight.dtype != torch.float64

@@ -157,6 +157,8 @@ CHANGES = {
     "a class patched": lambda model, monkeypatch: monkeypatch.setattr(
         Mamba2, "forward", lambda self, *given, **more: Mamba2._mix(self, *given, **more)),
     "compiled in place": _wrap,
+    "a projection compiled": lambda model, monkeypatch: model.backbone.layers[0].mixer.in_proj.compile(backend="eager"),
+    "eps of 0": _set("mixer.norm.eps", 0),
     "a variant of one's own": _add_variant,
     "a peer": _set("mixer.variant", "mamba_ssm"),
     "no variant": _set("mixer.variant", lambda mixer: ["fused"]),
@@ -199,11 +201,27 @@ def test_layers_that_are_wrapped(device, deferred):
     assert torch.equal(model.generate(ids, 2, model.new_cache(1), graph=False), expected)
 
 
-@pytest.mark.parametrize(("change", "error"), (
-    (_set("mixer.norm.eps", None), "eps: got None"), (_set("mixer.norm.eps", -1.0), "eps: got -1.0"),
-    (lambda model, _: setattr(model.backbone.layers[0].mixer.in_proj.weight, "data",
-                              model.backbone.layers[0].mixer.in_proj.weight[:, :32].contiguous()), "32")),
-    ids=("no eps", "eps below 0", "fewer columns"))
+def _cut(path: str, *index):
+    """The first layer's weight at that path, of which there is less."""
+    def change(model, monkeypatch) -> None:
+        weight = model.backbone.layers[0].get_submodule(path).weight
+        monkeypatch.setattr(weight, "data", weight[index].contiguous())
+    return change
+
+
+_HALF = slice(32)
+REFUSED = {
+    "no eps": (_set("mixer.norm.eps", None), "eps: got None"),
+    "eps below 0": (_set("mixer.norm.eps", -1.0), "eps: got -1.0"),
+    "fewer columns in": (_cut("mixer.in_proj", slice(None), _HALF), "32"),
+    "fewer rows in": (_cut("mixer.in_proj", _HALF), "zxbcdt: got 32"),
+    "fewer columns out": (_cut("mixer.out_proj", slice(None), _HALF), "outproj_weight: got shape"),
+    "fewer taps": (_cut("mixer.conv1d", slice(None), slice(None), slice(1)), "width of 1"),
+    "less of a norm": (_cut("norm", _HALF), "32"),
+}
+
+
+@pytest.mark.parametrize(("change", "error"), REFUSED.values(), ids=REFUSED)
 @torch.no_grad()
 def test_what_is_wrong_is_refused(change, error, device, deferred, monkeypatch):
     model = make(device)

@@ -151,3 +151,17 @@ def test_nothing_is_overwritten(device, kernels):
     assert {"project_out", "residual_norm"} <= set(kernels)
     assert torch.equal(model.backbone.embedding.given, before)
     assert len(kept) == 2 and all(torch.equal(t, copy) for t, copy in kept)
+
+
+@pytest.mark.parametrize("width", (1, 32, 64))
+def test_sums_of_other_sizes(width, device, kernels):
+    """As where somebody has cut out_proj: no launch reads past what there is."""
+    made = {"device": device, "dtype": torch.float16}
+    norm, residual, added = torch.nn.RMSNorm(64, eps=1e-5, **made), torch.zeros(2, 64, **made), torch.ones(2, width, **made)
+    with torch.no_grad():
+        if width == 32:
+            with pytest.raises(RuntimeError, match="32"):
+                token_step.add_and_norm(norm, residual, added, seen=False)
+        else:
+            assert torch.equal(token_step.add_and_norm(norm, residual, added, seen=False)[0], residual + 1)
+    assert kernels == ["residual_norm"] * (width == 64)
