@@ -267,8 +267,7 @@ def compile_kernels(a: argparse.Namespace) -> list[Compiled]:
             trust, inspect=inspect, find_foreign_descriptors=find_foreign_descriptors,
             find_lost_operands=find_lost_operands):
         call = sum_part if a.part else scan_deferring_norm if a.deferred_norm else forward_backward
-        run = partial(call, adapt_to_documents(get_variant(a.variant), inputs), inputs,
-                      Options(**a.off))
+        run = partial(call, adapt_to_documents(get_variant(a.variant), inputs), inputs, Options(**a.off))
         return compile_all(run, inputs, a.arch, a.configs, only=a.only, once=a.once)
 
 

@@ -47,15 +47,17 @@ class Mamba2LMCache(list[Mamba2Cache]):
         """Forgets every token, so that another prompt can begin; the graphs stay."""
         for name in ("conv_state", "ssm_state") if self else ():
             torch._foreach_zero_([getattr(layer, name) for layer in self])  # two launches, not two a layer
-        if self.pad_prompts:
-            self.mark_new()
-        else:
-            self._zeroed = None  # only who pads asks `is_new`, and versions take the host's time
+        self.mark_new()
 
     def mark_new(self) -> None:
-        """Notes that all states are zeros, unless they are tensors of inference mode, which have no versions."""
-        states = _list_states(self)
-        self._zeroed = None if any(t.is_inference() for t in states) else (states, _get_versions(states))
+        """Notes that all states are zeros, unless they are tensors of inference mode, which have no versions. Where no prompts
+        are padded nobody asks, and it would take the host's time.
+        """
+        self._zeroed = None
+        if self.pad_prompts:
+            states = _list_states(self)
+            if not any(t.is_inference() for t in states):
+                self._zeroed = states, _get_versions(states)
 
     def mark_used(self) -> None:
         """Notes that states may change without a new version: by a replay, through `.data` or numpy."""

@@ -49,7 +49,7 @@ def find_scan(layer: _Layer, residual: Tensor, cache: Mamba2Cache) -> Callable |
         return None
     if any(module._compiled_call_impl for module in (layer.norm, mixer, *mixer.children())):
         return None
-    if not _has_sizes(mixer, residual) or type(mixer.norm.eps) is not float or not 0 <= mixer.norm.eps < math.inf:
+    if not _is_sound(mixer, residual, cache.conv_state.shape[1]):
         return None  # `Mamba2.forward` says what is wrong
     # a user's variant may be a copy of one of ours with another forward
     if type(mixer.variant) is not str or is_peer(mixer.variant) or belongs_to_user(mixer.variant):
@@ -89,15 +89,18 @@ def mix_deferring_norm(mixer: Mamba2, scan: Callable, u: Tensor, cache: Mamba2Ca
     return added
 
 
-def _has_sizes(mixer: Mamba2, residual: Tensor) -> bool:
-    """Whether the stream and the weights have the sizes that the block was made for."""
-    conv_dim = mixer.d_ssm + 2 * mixer.ngroups * mixer.d_state
+def _is_sound(mixer: Mamba2, residual: Tensor, conv_dim: int) -> bool:
+    """Whether the stream and the weights have the sizes that the block was made for, and the gated norm an eps.
+
+    conv_dim: channels of x, B and C together.
+    """
     sizes = (
         (residual[0], (residual.shape[1], mixer.d_model)),
         (mixer.in_proj.weight, (mixer.d_ssm + conv_dim + mixer.nheads, mixer.d_model)),
         (mixer.conv1d.weight, (conv_dim, 1, mixer.d_conv)), (mixer.conv1d.bias, (conv_dim,)),
         (mixer.norm.weight, (mixer.d_ssm,)), (mixer.out_proj.weight, (mixer.d_model, mixer.d_ssm)))
-    return all(t is None or t.shape == size for t, size in sizes)
+    eps = mixer.norm.eps
+    return all(t is None or t.shape == size for t, size in sizes) and type(eps) is float and 0 <= eps < math.inf
 
 
 def _describe_inputs(mixer: Mamba2, u: Tensor) -> SSDInputs:

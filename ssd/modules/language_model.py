@@ -166,9 +166,8 @@ class Mamba2LM(nn.Module):
         """
         check_flags({"pad_prompts": pad_prompts})
         cache = Mamba2LMCache(layer.mixer.new_cache(batch, dtype, state_dtype) for layer in self.backbone.layers)
-        if pad_prompts:
-            cache.pad_prompts = True
-            cache.mark_new()
+        cache.pad_prompts = pad_prompts
+        cache.mark_new()
         return cache
 
     @classmethod

@@ -32,6 +32,12 @@ def kernels(monkeypatch, device) -> list[str]:
     return found
 
 
+def assert_as_near(name: str, ours: torch.Tensor, other: torch.Tensor, truth: torch.Tensor) -> None:
+    """To the truth as another way with the same weights of 16 bits, or about so."""
+    off, others = ((t.double() - truth.double()).norm() for t in (ours, other))
+    assert off < 2 * others + 1e-4 * truth.norm(), name
+
+
 @pytest.mark.parametrize("batch", (1, 2, 3, 70) if GPU else (2, 3))
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 @torch.no_grad()
@@ -55,8 +61,7 @@ def test_launches_are_the_step(settings, batch, device, kernels, monkeypatch):
             (name, getattr(ours, name), getattr(half, name), getattr(truth, name)) for ours, half, truth in
             zip(cache, results["half", "cache"], results["fp32", "cache"], strict=True)
             for name in ("conv_state", "ssm_state"))):
-        off, other = ((t.double() - truth.double()).norm() for t in (ours, half))
-        assert off < 2 * other + 1e-4 * truth.norm(), name
+        assert_as_near(name, ours, half, truth)
 
 
 def test_what_takes_more_launches(device, kernels, monkeypatch):
