@@ -201,7 +201,7 @@ class _Call:
         out = torch.empty(i.x.shape, device=i.x.device, dtype=i.x.dtype)
         initial_states = contiguous(i.initial_states)
         blocks = document_blocks(i) if i.has_document_states else None
-        steps = chunk_cumsum(replace(i, chunk_size=BLOCK_M), apart=True, blocks=blocks)
+        steps = chunk_cumsum(replace(i, chunk_size=BLOCK_M), apart=True, blocks=blocks, early=True)
         y = torch.empty_like(out) if i.keeps_y(save) else None
         z = None if i.z is None else describe(make_describable(i.z))
         gate = {"z_desc": z, "y_desc": None if y is None else describe(y)}

@@ -21,7 +21,7 @@ from ssd.types import LEAST_Z
 from tests.executor import copies, products
 from tests.executor.barriers import Barrier, BarrierArray
 from tests.executor.memory import Allocation, Buffer, fence, meet
-from tests.executor.schedule import block
+from tests.executor.schedule import Fault, block
 from tests.executor.values import TORCH, TRITON, Int, Value, apply, count
 
 NAMES = ("triton.experimental.gluon", "triton.experimental.gluon.language", "triton.experimental.gluon.language.nvidia",
@@ -44,7 +44,9 @@ def prefetch(pointer: Pointer, nbytes: int) -> Tensor:
 
 
 def _let_next_begin() -> Tensor:
-    """The next launch, which begins at the end of this one otherwise."""
+    """The next launch, which begins at the end of this one otherwise, and may count on the end of all launches before this."""
+    if not block().running.alone:
+        raise Fault(f"{block().running.line()}: lets the next launch begin, but has not waited for the end of the one before")
     block().lets_next_begin = True
     return torch.tensor(0)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ssd.runtime import launch
+from ssd.runtime import dependent_launch, launch
 from ssd.runtime.late import includes_late, receive
 from tests.executor.copies import Descriptor
 from tests.executor.language import NAMES, Jit, Pointer, stand_ins
@@ -42,6 +42,7 @@ class Executor:
         """
         self.modules, self.seed, self.launched = _load(names, edits or {}), 0, []
         self.beside: Touched | None = None  # what the last launch touched, if it let the next one begin and nothing came since
+        self.after_other = False  # it was none of these modules' own: beside it others may begin, but need not
         for module in self.modules.values():
             if hasattr(module, "launch"):
                 module.launch = self._launcher(module.launch)
@@ -49,12 +50,17 @@ class Executor:
     @contextmanager
     def install(self):
         """Context in which imports find these modules, and in which it is seen what comes between launches."""
-        def launch_other(*args):
-            self.beside = None
-            return compile_and_launch(*args)
+        def launch_other(kernel, programs: int, args: tuple, config: dict):
+            lets = config.get("EARLY", False)
+            before = [(t, t.clone()) for t in args if lets and isinstance(t, Tensor)]
+            result = compile_and_launch(kernel, programs, args, config)
+            written = {_get_memory(t) for t, old in before if not torch.equal(t, old)}
+            self.beside, self.after_other = Touched({_get_memory(t) for t, _ in before}, written) if lets else None, lets
+            return result
 
         compile_and_launch = launch._compile_and_launch
         with (patch.dict(sys.modules, self.modules), _Watch(self),
+              patch.object(dependent_launch, "gdc_launch_dependents", lambda: None),  # the interpreter has none
               patch.object(launch, "_compile_and_launch", launch_other)):
             yield
 
@@ -68,10 +74,11 @@ class Executor:
         given = [_of_kernel(arg) for arg in args]
         config = {name: _of_kernel(value) for name, value in config.items() if name not in _OPTIONS}
         name, beside = kernel.function.__name__, self.beside if launch_pdl else None
-        if launch_pdl and beside is None:
+        if launch_pdl and beside is None and not self.after_other:
             raise Fault(f"{name} begins early, which what came before it does not let it")
         self.launched.append(name)
-        threads, touched, lets, waited = torch.get_num_threads(), Touched(), True, not launch_pdl
+        self.after_other = False
+        threads, touched, lets, waited = torch.get_num_threads(), Touched(), True, beside is None
         torch.set_num_threads(1)  # the tiles are small
         try:
             for number in range(programs):
@@ -104,7 +111,11 @@ class _Watch(TorchFunctionMode):
 
 
 def _is_view(t: Tensor, of: tuple) -> bool:
-    return t.untyped_storage().data_ptr() in [other.untyped_storage().data_ptr() for other in of if isinstance(other, Tensor)]
+    return _get_memory(t) in [_get_memory(other) for other in of if isinstance(other, Tensor)]
+
+
+def _get_memory(t: Tensor) -> int:
+    return t.untyped_storage().data_ptr()
 
 
 def _of_kernel(arg):

@@ -8,11 +8,13 @@ import torch
 from triton.experimental.gluon import language as real
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from ssd.kernels.chunk_cumsum import chunk_cumsum
 from tests.executor import Executor, Fault
 from tests.executor.copies import Descriptor
 from tests.executor.language import NAMES, Jit, Pointer, prefetch, stand_ins
 from tests.executor.schedule import Block, Touched
 from tests.executor.values import Int
+from tests.inputs import Case, Shape, random_inputs
 
 _MODULES = stand_ins()
 gl, hopper = _MODULES[NAMES[1]], _MODULES[NAMES[3]]
@@ -365,5 +367,34 @@ def test_launches_begin_beside_the_one_before(between, lets):
 def test_one_that_begins_early_ends_after_the_one_before():
     executor = Executor()
     with executor.install(), pytest.raises(Fault, match="may end before the launch before"):
-        for early in (False, True):
-            executor._launch(Jit(let_next_begin), 2, launch_pdl=early)
+        executor._launch(Jit(let_next_begin), 2)
+        executor._launch(Jit(lambda: None), 2, launch_pdl=True)
+
+
+@pytest.mark.parametrize("waits", (True, False))
+def test_the_next_may_count_on_the_end_of_all_before(waits):
+    def kernel():
+        if waits:
+            wait_for_last()
+        let_next_begin()
+
+    executor = Executor()
+    with executor.install(), nullcontext() if waits else pytest.raises(Fault, match="lets the next launch begin, but"):
+        executor._launch(Jit(let_next_begin), 2)
+        executor._launch(Jit(kernel), 2, launch_pdl=True)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter launches chunk_cumsum")
+@pytest.mark.parametrize("lets", (True, False))
+@pytest.mark.parametrize("waits", (True, False))
+def test_launches_begin_beside_one_in_plain_triton(lets, waits):
+    def kernel(dA_cumsum):
+        if waits:
+            wait_for_last()
+        gl.load(dA_cumsum + gl.arange(0, 64, WIDE))
+
+    says = "what the launch before may still be at" if lets else "which what came before it does not let it"
+    i, executor = random_inputs(Shape(1, 64, 1, 16, 1, 16, 64), Case(), torch.float32), Executor()
+    with executor.install(), nullcontext() if lets and waits else pytest.raises(Fault, match=says):
+        _, dA_cumsum = chunk_cumsum(i, early=lets)
+        executor._launch(Jit(kernel), 1, dA_cumsum, launch_pdl=True)

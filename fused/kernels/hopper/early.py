@@ -1,8 +1,9 @@
 """A launch that begins while the one before ends (`ssd.runtime.dependent_launch`), in Gluon.
 
-What scans begins beside the state pass: blocks whose runs begin a sequence wait for nothing that the pass writes. They read
-what was there before the pass began, and write what nobody else touches. A launch may not begin early if one of the states
-that it is given is late (`ssd.runtime.late`): the values come between the two launches.
+What comes after chunk_cumsum begins beside it, the state pass or what scans: tiles are on their way until steps are there. What
+scans begins beside the state pass, once that has waited for chunk_cumsum: blocks whose runs begin a sequence wait for nothing
+that the pass writes. They read what was there before the pass began, and write what nobody else touches. A launch may not begin
+early if one of the states that it is given is late (`ssd.runtime.late`): the values come between the two launches.
 """
 
 from triton.experimental import gluon
@@ -11,9 +12,9 @@ from triton.experimental.gluon import language as gl
 from ssd.runtime.late import includes_late
 
 
-def may_begin_early(ends, *given) -> bool:
-    """Whether a launch may begin beside the state pass: there was one, and none of the states that are given is late."""
-    return ends is not None and not includes_late(given)
+def may_begin_early(*given) -> bool:
+    """Whether a launch after chunk_cumsum or the state pass may: none of the states that it is given is late."""
+    return not includes_late(given)
 
 
 @gluon.jit

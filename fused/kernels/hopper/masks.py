@@ -10,6 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from ssd.runtime.gluon_names import block_barrier
 
 from .documents import get_run
+from .early import wait_for_last
 from .ring import mark_empty, mark_full, slot_of, wait_empty, wait_full
 from .roles import LOG2E, decay, get_head, get_tile, load_steps, log2
 from .scan_tiles import split_columns
@@ -50,8 +51,8 @@ def are_freed_with_tiles(tiles, masks):
 
 
 @gluon.jit
-def make_masks(rings, tiles, vectors, A_rows, A_columns, dA_cumsum, dt, work, form: gl.constexpr, HALVES: gl.constexpr,
-               FETCHED: gl.constexpr, BLOCK_M: gl.constexpr, WIDTH: gl.constexpr):
+def make_masks(rings, tiles, vectors, A_rows, A_columns, dA_cumsum, dt, start, work, form: gl.constexpr,
+               HALVES: gl.constexpr, FETCHED: gl.constexpr, BLOCK_M: gl.constexpr, WIDTH: gl.constexpr):
     """The consumer warpgroup that makes L and the vectors of the pair's heads, of which there are two or one.
 
     dt_j is in the exponent of L as log2(dt_j). That exponent cannot be clamped at 0: where A falls by more than 1e7 in a
@@ -71,6 +72,8 @@ def make_masks(rings, tiles, vectors, A_rows, A_columns, dA_cumsum, dt, work, fo
         causal = find_causal(0, BLOCK_M, BLOCK_M, JI, DTYPE)
     FREED: gl.constexpr = are_freed_with_tiles(rings.tiles.full.shape[0], rings.masks.full.shape[0] // HEADS)
     step, pieces = 0, 0
+    if start.ends is None:
+        wait_for_last()
     for k in range(gl.program_id(0) * work.nruns, gl.program_id(0) * work.nruns + work.nruns):
         run = get_run(work, k)
         if FETCHED:

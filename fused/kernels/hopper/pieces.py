@@ -25,7 +25,7 @@ from ssd.types import SSDInputs
 
 from .document_states import Entries, allocate_entry
 from .documents import TOKEN, Documents, is_run, load_field
-from .early import let_next_begin
+from .early import let_next_begin, wait_for_last
 from .ring import make_ring, mark_empty, slot_of
 from .roles import LOG2E, allocate_tiles, decay, get_head, load_steps, make_form, split_pair
 from .start import store_end
@@ -62,6 +62,9 @@ def sum_slice(ring, entries, tiles, dA_cumsum, dt, ends, factors, work, form: gl
     STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     m = gl.arange(0, BLOCK_M, gl.BlockedLayout([1], [32], [4], [0]))
     step, entry = 0, 0
+    wait_for_last()
+    if U == 0:
+        let_next_begin()
     for k in range(gl.program_id(0) * work.nruns, gl.program_id(0) * work.nruns + work.nruns):
         run = get_walk(work, k, True, BACKWARDS)
         b, first, last = run.b, run.first, run.last
@@ -110,7 +113,6 @@ def sum_slice(ring, entries, tiles, dA_cumsum, dt, ends, factors, work, form: gl
 def hopper_pieces_kernel(x_desc, B_desc, dy_desc, C_desc, dA_cumsum, dt, initial_states, dfinal_states, ends, factors, runs,
                          nruns, forwards, nsub, nheads, heads_per_group, blocks, HEADDIM: gl.constexpr, DSTATE: gl.constexpr,
                          ODD: gl.constexpr, STAGES: gl.constexpr):
-    let_next_begin()
     BACKWARDS: gl.constexpr = dy_desc is not None
     LAST_FIRST: gl.constexpr = x_desc.dtype == gl.bfloat16
     BLOCK_M: gl.constexpr = x_desc.block_shape[1]
@@ -151,5 +153,6 @@ def piece_states(i: SSDInputs, descriptors, dt, dA_cumsum, npieces: int, runs, f
     factors = torch.empty(npieces, 2, device=i.x.device, dtype=torch.float32)
     launch(hopper_pieces_kernel, runs.shape[0], *(*descriptors, None, None)[:4], dA_cumsum, dt, *starts, ends, factors, runs,
            runs.shape[1], forwards, dt.shape[2], i.nheads, i.nheads // i.ngroups, blocks, HEADDIM=i.headdim, DSTATE=i.dstate,
-           ODD=i.nheads // i.ngroups % 2 == 1, STAGES=count_stages(dt), num_warps=4, maxnreg=_REGISTERS)
+           ODD=i.nheads // i.ngroups % 2 == 1, STAGES=count_stages(dt), num_warps=4, maxnreg=_REGISTERS,
+           launch_pdl=blocks is None)
     return ends, factors

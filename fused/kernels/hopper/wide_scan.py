@@ -196,6 +196,8 @@ def scan_slice(outputs, rings, tiles, vectors, dA_cumsum, D, start, work, form: 
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, PI, 2)
     FREED: gl.constexpr = are_freed_with_tiles(rings.tiles.full.shape[0], rings.masks.full.shape[0] // HEADS)
     step, fetched = 0, 0  # fetched: that of the ring of tiles, where pieces are steps too
+    if start.ends is None:
+        wait_for_last()
     for k in range(gl.program_id(0) * work.nruns, gl.program_id(0) * work.nruns + work.nruns):
         run = load_run(work.runs, k)
         b, first, last = run.b, run.first, run.last
@@ -308,8 +310,8 @@ def hopper_wide_scan_kernel(x_desc, B_desc, C_desc, z_desc, out_desc, y_desc, st
     gl.warp_specialize([
         (scan_slice, (outputs, rings, tiles, vectors, dA_cumsum, D, start, work, FORM, 0, EVERY, BLOCK_M, ROWS, WIDTH)),
         (scan_slice, (outputs, rings, tiles, vectors, dA_cumsum, D, start, work, FORM, 1, EVERY, BLOCK_M, ROWS, WIDTH)),
-        (make_masks, (rings, tiles, vectors, A_rows, A_columns, dA_cumsum, dt, work, FORM, HEADS == 2, ends_desc is not None,
-                      BLOCK_M, WIDTH)),
+        (make_masks, (rings, tiles, vectors, A_rows, A_columns, dA_cumsum, dt, start, work, FORM, HEADS == 2,
+                      ends_desc is not None, BLOCK_M, WIDTH)),
         (fetch_tiles, (x_desc, B_desc, C_desc, z_desc, ends_desc, rings.tiles, tiles, work, FORM)),
     ], [4, 4, 1], [208, 72, 24])
 
@@ -334,10 +336,11 @@ def hopper_wide_scan(i: SSDInputs, x_desc, B_desc, C_desc, out_desc, dt, dA_cums
     """As `scan.hopper_scan`, in one launch. ends_desc: of ends, where tiles can hold them."""
     heads_per_group = i.nheads // i.ngroups
     asked = None if nasked is None else i.return_states_every // dt.shape[3]
+    follows = ends is not None or starts is None  # the state pass, or else chunk_cumsum
     slots = choose_slots(i, 0 if z_desc is None else z_desc.base.itemsize, y_desc is not None, states_desc, starts)
     launch(
         hopper_wide_scan_kernel, runs.shape[0], x_desc, B_desc, C_desc, z_desc, out_desc, y_desc, states_desc, ends_desc,
         dA_cumsum, dt, i.D, initial_states, ends, factors, final_states, starts, runs, runs.shape[1], dt.shape[2], i.nheads,
         heads_per_group, asked, nasked, HEADDIM=i.headdim, DSTATE=i.dstate, ODD=heads_per_group % 2 == 1,
         D_ROWS=i.D is not None and i.D.dim() == 2, STAGES=slots.tiles, SLOTS=slots.masks, EVERY=every // dt.shape[3],
-        num_warps=4, maxnreg=_REGISTERS, launch_pdl=may_begin_early(ends, initial_states))
+        num_warps=4, maxnreg=_REGISTERS, launch_pdl=follows and may_begin_early(initial_states))
