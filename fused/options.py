@@ -13,6 +13,6 @@ OPTIONS = {
                      "with dCB, and dB with dx. Off, run the baseline's.",
     "split_backward": "Run the backward of large inputs whose states were not kept in two halves, so that the states of "
                       "one half are in memory at a time. Off, run it at once.",
-    "gluon": "Run warp-specialised Gluon kernels on Hopper, where the inputs allow. They keep a state every 64 tokens. Off, "
-             "run plain Triton everywhere.",
+    "gluon": "Run warp-specialised Gluon kernels on Hopper, where the inputs allow. They keep a state every 64 tokens, "
+             "above a dstate of 128 every 128. Off, run plain Triton everywhere.",
 }

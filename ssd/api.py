@@ -75,8 +75,8 @@ def ssd_chunk_scan(
         dt_bias: (nheads,).
         initial_states: (batch, nheads, headdim, dstate). With seq_idx they reach a leading document 0 only. With cu_seqlens
             alone (ndocs, nheads, headdim, dstate): each document starts from its own.
-        seq_idx: (batch, seqlen) integers, the document of each token. A new document begins wherever the value changes.
-        cu_seqlens: (ndocs + 1,) integers from 0 to seqlen, batch 1: the documents' boundaries, rising; two alike leave a
+        seq_idx: (batch, seqlen) int32 or int64, the document of each token. A new document begins wherever the value changes.
+        cu_seqlens: (ndocs + 1,) int32 or int64, from 0 to seqlen, batch 1: the documents' boundaries, rising; two alike leave a
             document empty. Implies seq_idx if that is absent. Values are checked on the CPU only; on a GPU, one beyond
             seqlen counts as seqlen.
         dt_softplus: apply softplus to dt + dt_bias.
@@ -85,7 +85,7 @@ def ssd_chunk_scan(
             document. An empty one has the state that it starts from.
         return_varlen_states: also return the state at the end of each document of cu_seqlens (no gradient), as `mamba_ssm`.
         state_dtype: dtype of the states kept between chunks; C's dtype unless given. fp32 costs bandwidth and adds accuracy.
-            Without effect on fp64 x.
+            On fp64 x it is the dtype of the states that return_states_every returns, and of no others.
         variant: one of `ssd.variant_names()`, or "auto", which chooses by device and sizes, and tells the logger "ssd".
         options: switches of the kernels, see `ssd.Options`.
         context_group: the ranks that a sequence is cut over, each of which passes its own tokens (docs/context-parallel.md).

@@ -66,7 +66,8 @@ def _declare() -> type:
     attributes = "\n".join(f"    {name}: {text}" for name, text in (*texts.items(), ("keep_bytes", KEEP_BYTES)))
     cls.__doc__ = f"""Switches of the kernels, a bool for each optimisation, to be turned off alone and ablated; and a budget.
 
-A variant ignores the switches that it does not know; `ssd.get_variant(name).options` lists those that it does.
+A variant ignores the switches that it does not know; `ssd.get_variant(name).options` lists those that it does, but
+for tf32, which all of ours know.
 
 Attributes:
 {attributes}

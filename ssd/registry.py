@@ -29,7 +29,8 @@ class Variant:
             of `SSDSaved.out`, or y is left.
         backward: (SSDSaved, dout, dfinal_states, into: SSDGrads) -> SSDGrads.
         apply: (SSDInputs) -> (out, final_states), differentiable by itself.
-        options: names of the fields of `Options` that this variant knows, in the order in which an ablation adds them.
+        options: names of the fields of `Options` that this variant knows, but tf32, in the order in which an ablation adds
+            them.
         states_every: (SSDInputs, Options) -> tokens between the states that a forward leaves in `SSDSaved.prev_states` where
             `SSDInputs.keeps_states`: chunk_size, 128 or 64; None: it leaves none.
         writes_states: (SSDInputs, Options) -> whether a forward writes the states that `SSDInputs.return_states_every` asks for

@@ -20,7 +20,7 @@ FP32_LARGEST = torch.finfo(torch.float32).max
 class SSDInputs:
     """Checked arguments of one SSD call, which nobody changes.
 
-    `api.ssd_chunk_scan` says what each is, and its checks are the only ones.
+    `api.ssd_chunk_scan` says what each is, and checks it.
 
     `seq_idx` is canonical here: int32, contiguous, counting documents from 0 along each row, so that two tokens belong
     to one document exactly when their values are equal. Documents that `initial_states` must not reach start at 1.

@@ -40,7 +40,7 @@ FILES = {name: path for kernel, path, _ in read_table("## Kernels", "| kernel | 
 
 LEFT_OUT = {*find_names(re.search(r"^Left out are files.*?\n\n", PAGE, re.M | re.S)[0]), "ssd/runtime/launch.py"}
 # Without a GPU device functions run as Python.
-DEVICE = {"ssd/kernels/device.py", "ssd/runtime/interpreter.py",
+DEVICE = {"ssd/kernels/device.py", "ssd/runtime/dependent_launch.py", "ssd/runtime/interpreter.py",
           *(f"fused/kernels/hopper/{name}.py" for name in ("ring", "roles", "start", "early", "scan_tiles"))}
 
 

@@ -67,7 +67,7 @@ def split_conv1d_scan(
 
     Args:
         zxbcdt: (batch, seqlen, 2 * d_mlp + dim + conv_dim + nheads), the projected input [z0 | x0 | z | x B C | dt]; d_mlp is
-            what the other sizes leave. fp16, bf16 or fp32.
+            what the other sizes leave. fp16, bf16 or fp32; on a CPU also fp64.
         conv1d_weight: (conv_dim, width); x, B and C are convolved along each document and activated.
         conv1d_bias: (conv_dim,) or None.
         dt_bias, A: (nheads,); the step is softplus(dt + dt_bias), clamped to dt_limit.
@@ -80,12 +80,13 @@ def split_conv1d_scan(
         norm_before_gate: norm(y) silu(z), else norm(y silu(z)); groups of dim / ngroups channels are normed each by itself.
         outproj_weight: (out_dim, d_mlp + dim) or None: no projection. Under autocast, in its dtype.
         cu_seqlens: (ndocs + 1,), documents with states of their own, see `ssd.ssd_chunk_scan`: initial_states, conv_states and
-            what is returned of both are (ndocs, ...).
+            what is returned of both are (ndocs, ...). Not with context_group.
         chunk_size, seq_idx, state_dtype, variant, options, context_group: as in `ssd.ssd_chunk_scan`.
 
     Returns:
         out, (batch, seqlen, out_dim), the projection of [silu(z0) x0 | y]; a tuple of it and final_states
-        (batch, nheads, headdim, dstate) fp32, if those were asked for; then of the convolution's states, if they were.
+        (batch, nheads, headdim, dstate) fp32 (fp64 for fp64), if those were asked for; then of the convolution's states, if
+        they were.
 
     Raises:
         TypeError, ValueError: naming the argument, what came and what is accepted.

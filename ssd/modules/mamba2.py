@@ -136,10 +136,10 @@ class Mamba2(nn.Module):
                 return_states: bool = False, A: Tensor | None = None) -> Tensor | tuple[Tensor, Mamba2Cache]:
         """Args:
             u: (batch, seqlen, d_model).
-            seq_idx: (batch, seqlen), the document of each token; with nothing of what follows.
+            seq_idx: (batch, seqlen), the document of each token; not with a cache, cu_seqlens, states or return_states.
             cache: the tokens before u, whose place those of u then take. Not for training: its states are overwritten.
             cu_seqlens: (ndocs + 1,), boundaries of the documents that u, batch 1, is packed of: a cache, or states, are then
-                those of ndocs sequences.
+                those of ndocs sequences. Not with context_group.
             states: the tokens before u, as a cache has them; they are not overwritten, and have gradients. Not with a cache.
             return_states: also return the states after u, with gradients. To train in pieces, detach them.
             A: see `step`.
