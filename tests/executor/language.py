@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia import hopper as real_hopper
 from ssd.types import LEAST_Z
 from tests.executor import copies, products
 from tests.executor.barriers import Barrier, BarrierArray
-from tests.executor.memory import Allocation, Buffer, fence, meet
+from tests.executor.memory import UNNAMED, Allocation, Buffer, fence, meet
 from tests.executor.schedule import Fault, block
 from tests.executor.values import TORCH, TRITON, Int, Value, apply, count
 
@@ -228,8 +228,10 @@ def _name(local: dict[str, object]) -> None:
         elif isinstance(thing, BarrierArray):
             for n, barrier in enumerate(thing.barriers):
                 barrier.name = f"{name}[{n}]"
-        elif hasattr(thing, "_fields"):  # of a tuple the mbarriers: its buffers have names already
-            _name({f"{name}.{field}": part for field, part in thing._asdict().items() if not isinstance(part, Buffer)})
+        elif hasattr(thing, "_fields"):
+            parts = thing._asdict().items()
+            _name({f"{name}.{field}": part for field, part in parts
+                   if not isinstance(part, Buffer) or part.allocation.name == UNNAMED})
 
 
 @functools.cache

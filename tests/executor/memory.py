@@ -17,6 +17,8 @@ from triton.experimental.gluon import language as real
 from tests.executor.schedule import Fault, Line, Role, block
 from tests.executor.values import TORCH, TRITON, Int, Value
 
+UNNAMED = "shared memory"
+
 
 @dataclass(eq=False)
 class Access:
@@ -94,7 +96,7 @@ class Allocation:
     """Elements, and the accesses to them that later ones must come after."""
 
     def __init__(self, dtype: real.dtype, shape: list[int]):
-        self.name, self.dtype = "shared memory", dtype
+        self.name, self.dtype = UNNAMED, dtype
         self.elements = torch.full(shape, float("nan"), dtype=TORCH[dtype])
         self.accesses: list[Access] = []
 

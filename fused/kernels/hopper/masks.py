@@ -32,11 +32,11 @@ def find_causal(FIRST: gl.constexpr, COLUMNS: gl.constexpr, BLOCK_M: gl.constexp
 
 
 @gluon.jit
-def store_mask(L, BC, A_rows, A_columns, causal, FIRST: gl.constexpr, LAYOUT: gl.constexpr):
+def store_mask(L, BC, rows, columns, causal, FIRST: gl.constexpr, LAYOUT: gl.constexpr):
     """Columns of L from FIRST on, of those of B C^T."""
     COLUMNS: gl.constexpr = BC.shape[1]
-    A_i = A_columns.slice(FIRST, COLUMNS, dim=0).load(gl.SliceLayout(0, LAYOUT))
-    decayed = BC * gl.exp2(gl.expand_dims(A_i, 0) - gl.expand_dims(A_rows.load(gl.SliceLayout(1, LAYOUT)), 1))
+    A_i = columns.slice(FIRST, COLUMNS, dim=0).load(gl.SliceLayout(0, LAYOUT))
+    decayed = BC * gl.exp2(gl.expand_dims(A_i, 0) - gl.expand_dims(rows.load(gl.SliceLayout(1, LAYOUT)), 1))
     L.slice(FIRST, COLUMNS, dim=1).store(and_bits(decayed.to(L.dtype), causal))
 
 
@@ -51,14 +51,12 @@ def are_freed_with_tiles(tiles, masks):
 
 
 @gluon.jit
-def make_masks(rings, tiles, vectors, A_rows, A_columns, dA_cumsum, dt, start, work, form: gl.constexpr,
-               HALVES: gl.constexpr, FETCHED: gl.constexpr, BLOCK_M: gl.constexpr, WIDTH: gl.constexpr):
+def make_masks(rings, tiles, vectors, dA_cumsum, dt, start, work, form: gl.constexpr, HALVES: gl.constexpr,
+               FETCHED: gl.constexpr, BLOCK_M: gl.constexpr, WIDTH: gl.constexpr):
     """The consumer warpgroup that makes L and the vectors of the pair's heads, of which there are two or one.
 
-    dt_j is in the exponent of L as log2(dt_j). That exponent cannot be clamped at 0: where A falls by more than 1e7 in a
-    sub-chunk, fp32 sums of it are no longer monotone, and L may overflow. A_rows, A_columns [2, 64] fp32 in shared memory turn
-    a vector of a head into rows and columns of L: A_j - log2(dt_j) and A_i. HALVES: L is made one half after the other,
-    where registers are few. FETCHED: before a run's tiles come the pieces that enter it, which are the slices' alone.
+    HALVES: L is made one half after the other, where registers are few. FETCHED: before a run's tiles come the pieces that
+    enter it, which are the slices' alone.
     """
     HEADS: gl.constexpr = 2 // form.SLICES
     DTYPE: gl.constexpr = tiles.B.dtype
@@ -102,8 +100,8 @@ def make_masks(rings, tiles, vectors, A_rows, A_columns, dA_cumsum, dt, start, w
                     wait_empty(rings.masks, step, u, HEADS)
             for u in gl.static_range(HEADS):
                 a, dt_u, end = (a0 if u == 0 else a1) * LOG2E, dt0 if u == 0 else dt1, (end0 if u == 0 else end1) * LOG2E
-                A_columns.index(u).store(a)
-                A_rows.index(u).store(a - log2(dt_u))
+                vectors.columns.index(u).store(a)
+                vectors.rows.index(u).store(a - log2(dt_u))
                 vectors.from_start.index(slot_of(rings.masks, step, u, HEADS)).store(gl.exp2(a))
                 vectors.to_end.index(slot_of(rings.masks, step, u, HEADS)).store(dt_u * decay(end - a))
             # the next sub-chunk's, into the same registers: a load into others would wait here for itself
@@ -115,7 +113,8 @@ def make_masks(rings, tiles, vectors, A_rows, A_columns, dA_cumsum, dt, start, w
             BC = warpgroup_mma_wait(0, deps=(BC,))
             mark_empty(rings.tiles, slot)
             for u in gl.static_range(HEADS):
-                L, rows, columns = tiles.L.index(slot_of(rings.masks, step, u, HEADS)), A_rows.index(u), A_columns.index(u)
+                L, rows = tiles.L.index(slot_of(rings.masks, step, u, HEADS)), vectors.rows.index(u)
+                columns = vectors.columns.index(u)
                 if HALVES:
                     left, right = split_columns(BC)
                     store_mask(L, gl.convert_layout(left, HALF), rows, columns, causal, 0, HALF)

@@ -77,9 +77,9 @@ from .scan_tiles import (
     Outputs,
     Rings,
     Tiles,
-    Vectors,
     Work,
     allocate_norm,
+    allocate_vectors,
     begin_sums,
     load_channels,
     load_D,
@@ -263,7 +263,6 @@ def hopper_scan_kernel(x_desc, B_desc, C_desc, z_desc, before_desc, out_desc, y_
     FORM: gl.constexpr = make_form(HEADDIM, DSTATE, ROWS, WIDTH, ODD, D_ROWS)
     HEADS: gl.constexpr = 2 // FORM.SLICES
     SQUARE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, BLOCK_M], DTYPE)
-    LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     Xs = allocate_tiles(x_desc, 2 * STAGES)
     Bs = allocate_tiles(B_desc, STAGES)
     Cs = allocate_tiles(C_desc, STAGES)
@@ -272,16 +271,13 @@ def hopper_scan_kernel(x_desc, B_desc, C_desc, z_desc, before_desc, out_desc, y_
     Zs = allocate_tiles(z_desc, 2 * STAGES)
     befores = allocate_tiles(before_desc, 2 * STAGES)
     Ss = allocate_tiles(states_desc, 2)
-    from_start = gl.allocate_shared_memory(gl.float32, [HEADS * SLOTS, BLOCK_M], LINE)
-    to_end = gl.allocate_shared_memory(gl.float32, [HEADS * SLOTS, BLOCK_M], LINE)
-    A_rows = gl.allocate_shared_memory(gl.float32, [HEADS, BLOCK_M], LINE)
-    A_columns = gl.allocate_shared_memory(gl.float32, [HEADS, BLOCK_M], LINE)
+    vectors = allocate_vectors(HEADS * SLOTS, HEADS, BLOCK_M)
     norm = DeferredNorm(None, None, None, None)  # which Triton 3.6.0 cannot return
     if norm_weight is not None:
         norm = allocate_norm(norm_weight, sums, out_desc, ROWS)
     rings = Rings(make_ring(STAGES, 3), make_ring(HEADS * SLOTS, FORM.SLICES))
     fence_async_shared()
-    tiles, vectors = Tiles(Xs, Bs, Cs, Zs, befores, Ls, Ys, Ss), Vectors(from_start, to_end)
+    tiles = Tiles(Xs, Bs, Cs, Zs, befores, Ls, Ys, Ss)
     if blocks is None:
         documents = Documents(None, None, None, None, None)
         start = Start(initial_states, ends, factors, starts, None)
@@ -295,8 +291,7 @@ def hopper_scan_kernel(x_desc, B_desc, C_desc, z_desc, before_desc, out_desc, y_
                       WIDTH)),
         (scan_slice, (outputs, rings, tiles, vectors, dA_cumsum, D, norm, start, work, FORM, 1, PART, EVERY, BLOCK_M, ROWS,
                       WIDTH)),
-        (make_masks, (rings, tiles, vectors, A_rows, A_columns, dA_cumsum, dt, start, work, FORM, False, False, BLOCK_M,
-                      WIDTH)),
+        (make_masks, (rings, tiles, vectors, dA_cumsum, dt, start, work, FORM, False, False, BLOCK_M, WIDTH)),
         (fetch_tiles, (x_desc, B_desc, C_desc, z_desc, before_desc, rings.tiles, tiles, work, PART, FORM)),
     ], [4, 4, 1], [192, 104, 24])
 

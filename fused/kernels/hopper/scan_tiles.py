@@ -38,10 +38,17 @@ class Tiles(NamedTuple):
 
 
 class Vectors(NamedTuple):
-    """Shared memory [2 SLOTS, 64] fp32, by slot of `masks`: the decays of a head's tokens."""
+    """Shared memory, lines of 64 fp32: the decays of a head's tokens.
+
+    The first two are by slot of `masks`. The others, one for each head, turn a vector into rows and columns of L, in whose
+    exponent dt_j is as log2(dt_j). That exponent cannot be clamped at 0: where A falls by more than 1e7 in a sub-chunk, fp32
+    sums of it are no longer monotone, and L may overflow.
+    """
 
     from_start: gl.shared_memory_descriptor  # exp(A_i)
     to_end: gl.shared_memory_descriptor  # dt_j exp(A_last - A_j)
+    rows: gl.shared_memory_descriptor  # A_j - log2(dt_j)
+    columns: gl.shared_memory_descriptor  # A_i
 
 
 class DeferredNorm(NamedTuple):
@@ -77,6 +84,17 @@ class Outputs(NamedTuple):
     y_at: gl.tensor
     asked: gl.tensor
     nasked: gl.tensor
+
+
+@gluon.jit
+def allocate_vectors(SLOTS: gl.constexpr, HEADS: gl.constexpr, BLOCK_M: gl.constexpr):
+    """SLOTS: of `masks`, of all heads."""
+    LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    from_start = gl.allocate_shared_memory(gl.float32, [SLOTS, BLOCK_M], LINE)
+    to_end = gl.allocate_shared_memory(gl.float32, [SLOTS, BLOCK_M], LINE)
+    rows = gl.allocate_shared_memory(gl.float32, [HEADS, BLOCK_M], LINE)
+    columns = gl.allocate_shared_memory(gl.float32, [HEADS, BLOCK_M], LINE)
+    return Vectors(from_start, to_end, rows, columns)
 
 
 @gluon.jit

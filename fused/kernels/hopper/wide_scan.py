@@ -49,7 +49,7 @@ from .roles import (
     write_slice,
 )
 from .scan import SIZES, Slots
-from .scan_tiles import Outputs, Rings, Vectors, Work, load_D, split_columns
+from .scan_tiles import Outputs, Rings, Work, allocate_vectors, load_D, split_columns
 from .start import Start, add_pieces, count_together, load_scales, load_start, undo_line_up
 
 QUARTER = 64  # states that are wgmma's operand at a time, and of a tile of a state on its way out
@@ -289,7 +289,6 @@ def hopper_wide_scan_kernel(x_desc, B_desc, C_desc, z_desc, out_desc, y_desc, st
     FORM: gl.constexpr = make_form(HEADDIM, DSTATE, ROWS, PART, ODD, D_ROWS)
     HEADS: gl.constexpr = 2 // FORM.SLICES
     SQUARE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, BLOCK_M], DTYPE)
-    LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     Xs = allocate_tiles(x_desc, 2 * STAGES)
     Bs = allocate_tiles(B_desc, STAGES)
     Cs = allocate_tiles(C_desc, STAGES)
@@ -297,21 +296,18 @@ def hopper_wide_scan_kernel(x_desc, B_desc, C_desc, z_desc, out_desc, y_desc, st
     Ys = allocate_tiles(out_desc, 2 if y_desc is None else 4)
     Zs = allocate_tiles(z_desc, 2 * STAGES)
     Ss = allocate_tiles(states_desc, 4)
-    from_start = gl.allocate_shared_memory(gl.float32, [HEADS * SLOTS, BLOCK_M], LINE)
-    to_end = gl.allocate_shared_memory(gl.float32, [HEADS * SLOTS, BLOCK_M], LINE)
-    A_rows = gl.allocate_shared_memory(gl.float32, [HEADS, BLOCK_M], LINE)
-    A_columns = gl.allocate_shared_memory(gl.float32, [HEADS, BLOCK_M], LINE)
+    vectors = allocate_vectors(HEADS * SLOTS, HEADS, BLOCK_M)
     rings = Rings(make_ring(STAGES, 3), make_ring(HEADS * SLOTS, FORM.SLICES))
     fence_async_shared()
-    tiles, vectors = Tiles(Xs, Bs, Cs, Zs, Ls, Ys, Ss), Vectors(from_start, to_end)
+    tiles = Tiles(Xs, Bs, Cs, Zs, Ls, Ys, Ss)
     work = Work(runs, nruns, nsub, nheads, heads_per_group, Documents(None, None, None, None, None))
     start = Start(initial_states, ends, factors, starts, ends_desc)
     outputs = Outputs(out_desc, y_desc, states_desc, final_states, None, None, asked, nasked)
     gl.warp_specialize([
         (scan_slice, (outputs, rings, tiles, vectors, dA_cumsum, D, start, work, FORM, 0, EVERY, BLOCK_M, ROWS, WIDTH)),
         (scan_slice, (outputs, rings, tiles, vectors, dA_cumsum, D, start, work, FORM, 1, EVERY, BLOCK_M, ROWS, WIDTH)),
-        (make_masks, (rings, tiles, vectors, A_rows, A_columns, dA_cumsum, dt, start, work, FORM, HEADS == 2,
-                      ends_desc is not None, BLOCK_M, WIDTH)),
+        (make_masks, (rings, tiles, vectors, dA_cumsum, dt, start, work, FORM, HEADS == 2, ends_desc is not None, BLOCK_M,
+                      WIDTH)),
         (fetch_tiles, (x_desc, B_desc, C_desc, z_desc, ends_desc, rings.tiles, tiles, work, FORM)),
     ], [4, 4, 1], [208, 72, 24])
 
