@@ -63,10 +63,10 @@ def ssd_chunk_scan(
 
     Args:
         x: (batch, seqlen, nheads, headdim), fp16, bf16 or fp32 (fp64 too with variant "torch"); matrix products take their
-            operands in this dtype. Any strides.
+            operands in this dtype. Any strides. What is not finite here, or in dt, B or C, may also reach tokens before it in
+            its chunk, and later documents.
         dt: (batch, seqlen, nheads), any floating dtype; the step before bias, softplus and clamp, applied in that order.
-        A: (nheads,), the decay rate per unit step; must be <= 0 (checked with SSD_CHECK=1 alone, since
-            it takes a device synchronisation).
+        A: (nheads,), the decay rate per unit step; must be <= 0 (checked with SSD_CHECK=1 alone: it waits for the device).
         B, C: (batch, seqlen, ngroups, dstate); nheads a multiple of ngroups, consecutive heads share a group.
         chunk_size: tokens per chunk, a power of two from 16 to 256. Changes speed and rounding, not the result.
         D: (nheads,) or (nheads, headdim), the skip connection.

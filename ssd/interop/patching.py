@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from importlib import metadata
+from threading import RLock
 from types import ModuleType
 
 from ..options import Options, check_options
@@ -18,6 +19,7 @@ INSTALL_MAMBA_SSM = (
 )
 _ABSENT = object()
 _libraries: list[Library] = []
+_alone = RLock()  # one thread at a time moves functions: what one takes for in place another may be taking out
 
 
 class Library:
@@ -38,12 +40,13 @@ class Library:
     @property
     def variant(self) -> str:
         """The newest patch's; "auto" for functions that somebody still holds when no patch is in force."""
-        return self._patches[-1].variant if self._patches else "auto"
+        return self.settings["variant"]
 
     @property
     def settings(self) -> dict[str, object]:
         """The newest patch's variant and options, as `ssd.ssd_chunk_scan` takes them."""
-        return {"variant": self.variant, "options": self._patches[-1].options if self._patches else None}
+        newest = self._patches[-1:]  # which another thread may take out meanwhile
+        return {"variant": newest[0].variant, "options": newest[0].options} if newest else {"variant": "auto", "options": None}
 
     @property
     def patched(self) -> bool:
@@ -54,20 +57,23 @@ class Library:
         if variant != "auto":
             get_variant(variant)
         check_options(options)
-        if not self._patches:
-            try:
-                self._install(self._undo)
-            except BaseException:
-                self._undo.close()
-                raise
-        self._patches.append(Patch(self, variant, options))
-        return self._patches[-1]
+        with _alone:
+            if not self._patches:
+                try:
+                    self._install(self._undo)
+                except BaseException:
+                    self._undo.close()
+                    raise
+            patch = Patch(self, variant, options)
+            self._patches.append(patch)
+            return patch
 
     def remove(self, patch: Patch) -> None:
-        if patch in self._patches:
-            self._patches.remove(patch)
-            if not self._patches:
-                self._undo.close()
+        with _alone:
+            if patch in self._patches:
+                self._patches.remove(patch)
+                if not self._patches:
+                    self._undo.close()
 
     def holds(self, patch: Patch) -> bool:
         return patch in self._patches

@@ -56,10 +56,11 @@ def _install(undo: ExitStack) -> None:
     version = check_version("transformers", FIRST, LAST, "pip install transformers")
 
     def place(module: ModuleType) -> None:
-        _place(undo, module, version)
+        if hook in sys.meta_path:  # else somebody found the file under the patch, and runs it after its end
+            _place(undo, module, version)
 
     for name in sorted(_MODULES & sys.modules.keys()):
-        place(sys.modules[name])
+        _place(undo, sys.modules[name], version)
     hook = _AfterImport(_MODULES, place)
     sys.meta_path.insert(0, hook)
     undo.callback(sys.meta_path.remove, hook)
@@ -94,11 +95,17 @@ def _load_ours(load: Callable) -> Callable:
 
 
 def _keep_known_arguments(function: Callable) -> Callable:
-    """Mixers hand on every keyword that the model was called with; `function` is called with those in its signature."""
+    """Mixers hand on every keyword that the model was called with; `function` is called with those in its signature.
+
+    Some of a mixer's functions take cu_seqlens and some do not, so that documents would be kept apart in one alone.
+    """
     known = tuple(signature(function).parameters)
 
     @wraps(function)
     def pass_known(*args, **kwargs):
+        if kwargs.get("cu_seqlens") is not None and kwargs.get("seq_idx") is None:
+            raise ValueError("cu_seqlens: got a tensor without seq_idx, expected seq_idx, by which these models keep documents "
+                             "of a row apart")
         return function(*args, **{name: value for name, value in kwargs.items() if name in known})
 
     return pass_known

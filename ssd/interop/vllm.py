@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..api import check_flags, check_settings, check_tensors, ssd_chunk_scan, take_int
-from ..block.arguments import check_floating, check_form, check_not_negative, check_rows
+from ..block.arguments import check_apart, check_floating, check_form, check_not_negative, check_rows
 from ..documents import check_bounds
 from ..registry import resolve
 from ..types import Options, SSDInputs
@@ -62,9 +62,10 @@ def mamba_chunk_scan_combined_varlen(
         initial_states: (nrequests, nheads, headdim, dstate), zeros unless given.
         return_intermediate_states: return the state after each chunk, not after each request.
         state_dtype: of what is returned; C's dtype unless given.
-        final_states_out: (nslots, nheads, headdim, dstate), any strides: the states after requests are written here, and not
-            returned. Not with intermediate states.
-        final_state_indices: (nrequests,), the slot of each, with final_states_out. On a GPU nobody looks at them.
+        final_states_out: (nslots, nheads, headdim, dstate), any strides but 0: the states after requests are written here, and
+            not returned. Not with intermediate states.
+        final_state_indices: (nrequests,), the slot of each, no two alike, with final_states_out. On a GPU nobody looks at
+            them.
 
     Returns:
         (nrequests or nchunks, nheads, headdim, dstate); None with final_states_out.
@@ -115,6 +116,9 @@ def _check_slots(slots, indices, state: tuple[int, ...], cu_seqlens, x) -> None:
     check_form("final_state_indices", indices, (len(cu_seqlens) - 1,), x, _INTEGERS)
     check_rows("final_state_indices", indices, "final_states_out", slots.shape[0])
     check_not_negative("final_state_indices", indices)
+    check_apart("final_states_out", slots)
+    if indices.device.type == "cpu" and len({*(numbers := indices.tolist())}) < len(numbers):
+        raise ValueError(f"final_state_indices: got {numbers}, expected a slot of its own for each request")
 
 
 def _check_chunks(cu_chunk_seqlens, last_chunk_indices, cu_seqlens, chunk_size, x) -> None:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
+import shutil
 from collections.abc import Callable, Mapping
 from os import PathLike
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from threading import Lock
 from types import ModuleType
 from typing import Any
 
@@ -14,19 +18,23 @@ import torch
 from torch import Tensor
 
 from ..block.arguments import DTYPES
-from ..files import replace_file
+from ..files import flush
 
 _CONFIG = "config.json"
 _WHOLE, _INDEX, _PICKLE = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"
 _NOT_IN_NAMES = frozenset("/\\\0")  # of files; Windows' separator as well, wherever the file was written
+_REPLACING = Lock()  # held while the files of a checkpoint are not all of the same model
 
 
 def take_folder(folder: object) -> Path:
     """Raises:
         TypeError: it is no path.
+        ValueError: it is empty.
     """
     if not isinstance(folder, (str, PathLike)):
         raise TypeError(f"folder: got {folder!r}, expected a path")
+    if not os.fspath(folder):
+        raise ValueError(f"folder: got {folder!r}, expected a path that is not empty; '.' is the current folder")
     return Path(folder)
 
 
@@ -68,29 +76,60 @@ def check_dtypes(weights: Mapping[str, Tensor]) -> None:
 
 
 def write(folder: Path, config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
-    """config.json and model.safetensors, each replaced at once when the new one is whole; the folder is made.
+    """config.json and model.safetensors, replaced when both new ones are whole; the folder is made.
+
+    Each has the mode of the file that it replaces, or that of an ordinary new file. After an error, the files are as before.
 
     Args:
         weights: contiguous, no two in the same memory.
 
     Raises:
         FileExistsError: the folder, or one above it, is a file.
+        IsADirectoryError: one of the two files is a folder.
         TypeError: config has what JSON does not hold.
+        ValueError: a weight is on the meta device.
     """
     save_file = import_safetensors().torch.save_file
+    for name, t in weights.items():
+        if t.is_meta:
+            raise ValueError(f"{name}: got a tensor on the meta device, which has no numbers, expected one that has numbers")
+    try:
+        text = json.dumps(config, indent=2) + "\n"
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"config: got what JSON does not hold ({error}), expected numbers, text, lists and dicts") from error
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as error:
         raise FileExistsError(f"folder: got {folder}, which is or lies under a file, expected a folder or a path to make one "
                               "at") from error
+    for name in (_CONFIG, _WHOLE):
+        if (folder / name).is_dir():
+            raise IsADirectoryError(f"folder: got {folder}, whose {name} is a folder, expected a file or nothing there")
+    with TemporaryDirectory(prefix=".saving-", dir=folder) as made:
+        parts = Path(made)
+        (parts / _CONFIG).write_text(text)
+        save_file(dict(weights), parts / _WHOLE, metadata={"format": "pt"})  # without which transformers does not read the file
+        for name in (_WHOLE, _CONFIG):  # the config last: until then it has the mode of an ordinary new file
+            flush(parts / name)
+            shutil.copymode(folder / name if (folder / name).exists() else parts / _CONFIG, parts / name)
+        with _REPLACING:
+            _replace_both(folder, parts)
+
+
+def _replace_both(folder: Path, parts: Path) -> None:
+    """Move the new files from parts to folder; if the weights cannot be moved, put the old config back."""
+    config, old = folder / _CONFIG, parts / "old"
+    if there := os.path.lexists(config):
+        shutil.copy2(config, old, follow_symlinks=False)
+    os.replace(parts / _CONFIG, config)
     try:
-        text = json.dumps(config, indent=2) + "\n"  # before anything is replaced
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"config: got what JSON does not hold ({error}), expected numbers, text, lists and dicts") from error
-    with replace_file(folder / _WHOLE) as path:
-        save_file(dict(weights), path, metadata={"format": "pt"})  # without which transformers does not read the file
-    with replace_file(folder / _CONFIG) as path:
-        path.write_text(text)
+        os.replace(parts / _WHOLE, folder / _WHOLE)
+    except BaseException:
+        if there:
+            os.replace(old, config)
+        else:
+            config.unlink()
+        raise
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -208,11 +208,11 @@ class Mamba2LM(nn.Module):
     def save_pretrained(self, folder: str | PathLike[str]) -> None:
         """Writes config.json and model.safetensors, which `from_pretrained` reads; a tied head is left out.
 
-        Each file is replaced when the new one is whole.
+        Both files are replaced when both new ones are whole; after an error they are as they were.
 
         Raises:
-            TypeError, FileExistsError: folder is no path, or that of a file.
-            ValueError: the weights are not those of the config, or not of its sizes, as of a pruned model, which
+            TypeError, FileExistsError, IsADirectoryError: folder is no path, or that of a file; or one of the files is a folder.
+            ValueError: folder is empty, a weight has no numbers, or the weights are not those of the config, or not of its sizes, as of a pruned model, which
                 `ssd.pruning.save` writes.
         """
         folder = checkpoint.take_folder(folder)

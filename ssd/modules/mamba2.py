@@ -217,17 +217,24 @@ class Mamba2(nn.Module):
         cache.conv_state.copy_(conv_state)
         y = rms_norm_gated(y[:, -1].flatten(1), self.norm.weight, z=z, eps=self.norm.eps, group_size=self.d_ssm // self.ngroups,
                            norm_before_gate=self.norm_before_gate)
-        return F.linear(torch.cat([F.silu(z0) * x0, y], -1) if d_mlp else y, self.out_proj.weight, self.out_proj.bias)
+        return self.out_proj(torch.cat([F.silu(z0) * x0, y], -1) if d_mlp else y)
 
     def _mix(self, zxbcdt: Tensor, A: Tensor | None, **more) -> Tensor | tuple[Tensor, ...]:
-        """What follows the input projection. A: of `step`; more: of `split_conv1d_scan`."""
-        return split_conv1d_scan(
+        """What follows the input projection. A: of `step`; more: of `split_conv1d_scan`.
+
+        out_proj is called, so that it may be another module, an adapter say, or have hooks; of conv1d and norm the weights are
+        taken.
+        """
+        mixed = split_conv1d_scan(
             zxbcdt, self.get_filter(), self.conv1d.bias, self.dt_bias, self.get_A() if A is None else A, self.get_D(),
             self.chunk_size, dt_limit=self.dt_limit, rmsnorm_weight=self.norm.weight if self.rmsnorm else None,
-            rmsnorm_eps=self.norm.eps if self.rmsnorm else None, outproj_weight=self.out_proj.weight,
-            outproj_bias=self.out_proj.bias, headdim=None if self.D_has_hdim else self.headdim, ngroups=self.ngroups,
-            norm_before_gate=self.norm_before_gate, variant=self.variant, options=self.options,
+            rmsnorm_eps=self.norm.eps if self.rmsnorm else None, headdim=None if self.D_has_hdim else self.headdim,
+            ngroups=self.ngroups, norm_before_gate=self.norm_before_gate, variant=self.variant, options=self.options,
             context_group=self.context_group, **more)
+        if isinstance(mixed, Tensor):
+            return self.out_proj(mixed)
+        out, *states = mixed
+        return self.out_proj(out), *states
 
     def step(self, u: Tensor, cache: Mamba2Cache, A: Tensor | None = None) -> Tensor:
         """The next token of each sequence, (batch, d_model) to the same shape; for inference.

@@ -31,13 +31,15 @@ class Bridge:
         pruned: a pruned copy of it; `apply` changes its out_proj.
 
     Raises:
-        ValueError: the two have not the same blocks, or none has an out_proj.
+        ValueError: the two have not the same blocks, share one, or none has an out_proj.
     """
 
     def __init__(self, whole: nn.Module, pruned: nn.Module):
         self._whole, self._pruned = find_blocks(whole, "heads"), find_blocks(pruned, "heads")
         if self._whole.keys() != self._pruned.keys():
             raise ValueError(f"pruned: got the blocks {', '.join(self._pruned)}, expected {', '.join(self._whole)}")
+        if any(block.module is self._pruned[name].module for name, block in self._whole.items()):
+            raise ValueError("pruned: got blocks that whole has too, expected a pruned copy of whole, with blocks of its own")
         self._sums: dict[str, list[Tensor]] = {}
         self._hooks = []
 
@@ -55,26 +57,29 @@ class Bridge:
 
     @torch.no_grad()
     def apply(self) -> dict[str, tuple[float, float]]:
-        """Changes out_proj where that helps.
+        """Changes out_proj where that helps. It uses up what was gathered: to apply again takes new batches.
 
         Returns:
             By block the error on tokens held out, E|r|^2 / E|y|^2, before and after; the same twice where nothing was changed.
 
         Raises:
-            ValueError: a block was not run; nothing was changed.
+            ValueError: a block was not run since the last apply; nothing was changed.
         """
         if missing := self._whole.keys() - self._sums.keys():
-            raise ValueError(f"whole: {', '.join(sorted(missing))} was not run, expected at least one batch within the bridge")
-        errors = {}
+            raise ValueError(f"whole: {', '.join(sorted(missing))} was not run, expected at least one batch within the bridge "
+                             "before each apply")
+        errors, changes = {}, {}
         for name, sums in self._sums.items():
             zz, zr, held_zz, held_zr, rr, yy = (t.double() for t in sums)
             ridge = _RIDGE * zz.diagonal().mean() * torch.eye(len(zz), dtype=zz.dtype, device=zz.device)
-            change = torch.linalg.solve(zz + ridge, zr)  # [features, d_model]
+            change, singular = torch.linalg.solve_ex(zz + ridge, zr)  # [features, d_model]
             left = rr - 2 * (change * held_zr).sum() + (change * (held_zz @ change)).sum()
-            if helps := bool(left < rr):
-                projection = self._pruned[name].module.out_proj
-                projection.weight += change.T.to(projection.weight.dtype)
+            if helps := not singular and bool(left < rr):
+                changes[name] = change.T.to(self._pruned[name].module.out_proj.weight.dtype)
             errors[name] = (float(rr / yy), float((left if helps else rr) / yy))
+        for name, change in changes.items():
+            self._pruned[name].module.out_proj.weight += change
+        self._sums.clear()
         return errors
 
     @torch.no_grad()

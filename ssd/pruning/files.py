@@ -35,9 +35,10 @@ def save(model: nn.Module, folder: str | PathLike[str], config: Mapping[str, Any
 
     Raises:
         FileExistsError: the folder has a checkpoint in it.
-        ValueError: the model has no blocks.
+        TypeError: folder is no path, or config has what JSON does not hold.
+        ValueError: the model has no blocks, or a weight on the meta device; or folder is empty.
     """
-    folder, record = Path(folder), {**how, "blocks": describe(model)}
+    folder, record = checkpoint.take_folder(folder), {**how, "blocks": describe(model)}
     if taken := sorted(path.name for path in folder.glob("*") if path.suffix in _TAKEN):
         raise FileExistsError(f"folder: got {folder}, which has {', '.join(taken)} in it, expected another folder: no "
                               "checkpoint is overwritten")
@@ -46,7 +47,7 @@ def save(model: nn.Module, folder: str | PathLike[str], config: Mapping[str, Any
 
 def is_pruned(folder: str | PathLike[str]) -> bool:
     """Whether its config.json says so. Raises as `ssd.modules.checkpoint.read_config`."""
-    return RECORD in checkpoint.read_config(Path(folder))
+    return RECORD in checkpoint.read_config(checkpoint.take_folder(folder))
 
 
 def load(model: nn.Module, folder: str | PathLike[str]) -> dict[str, Any]:
@@ -59,7 +60,7 @@ def load(model: nn.Module, folder: str | PathLike[str]) -> dict[str, Any]:
         FileNotFoundError, ValueError, ImportError: naming the file, block or weight, what came and what is accepted; the model
             is as it was.
     """
-    folder = Path(folder)
+    folder = checkpoint.take_folder(folder)
     config = checkpoint.read_config(folder)
     sizes = _read_record(folder, config)
     blocks = find_blocks(model)
@@ -92,8 +93,9 @@ def load(model: nn.Module, folder: str | PathLike[str]) -> dict[str, Any]:
 def load_language_model(folder: str | PathLike[str], dtype: torch.dtype | None = None, device=None,
                         variant: str = "auto") -> Mamba2LM:
     """The pruned `Mamba2LM` of a folder that `save` wrote; dtype, device and variant as of `Mamba2LM`. Raises as `load`."""
-    config = checkpoint.read_config(Path(folder))
-    _read_record(Path(folder), config)
+    folder = checkpoint.take_folder(folder)
+    config = checkpoint.read_config(folder)
+    _read_record(folder, config)
     whole = Mamba2LMConfig.from_dict({name: value for name, value in config.items() if name != RECORD})
     model = Mamba2LM(whole, device=device, dtype=dtype, variant=variant)
     load(model, folder)

@@ -145,7 +145,8 @@ class DifferentiableOp:
 def differentiate_once(backward: Callable) -> Callable:
     """The backward of an autograd.Function, without a second derivative: better an error than one that is incomplete.
 
-    torch's once_differentiable raises none where no incoming gradient requires one, as that of a sum.
+    torch's once_differentiable raises none where no incoming gradient requires one, as that of a sum, nor where the derivative
+    by a tensor is asked for by name. The function must have saved all that its gradients depend on.
     """
     @wraps(backward)
     def run(ctx, *grads):
@@ -153,13 +154,25 @@ def differentiate_once(backward: Callable) -> Callable:
             results = backward(ctx, *grads)
         if not torch.is_grad_enabled():
             return results
-        found = [t.detach().requires_grad_() for t in results if t is not None]
-        refused = torch._C._functions.DelayedError("second derivatives: got a backward through one, expected the first alone, "
-                                                   "which is all that there is here", len(found))(*found)
-        refused = iter(refused if isinstance(refused, tuple) else (refused,))
+        found = [t for t in results if t is not None]
+        sources = [t for t in (*ctx.saved_tensors, *grads) if t is not None and t.requires_grad]
+        refused = iter(_Refused.apply(len(found), *found, *sources))
         return tuple([None if t is None else next(refused) for t in results])
 
     return run
+
+
+class _Refused(torch.autograd.Function):
+    """The first so many tensors as they are, as if they were computed from all; without a derivative."""
+
+    @staticmethod
+    def forward(ctx, count, *tensors):
+        return tuple([t.view_as(t) for t in tensors[:count]])
+
+    @staticmethod
+    def backward(ctx, *grads):
+        raise RuntimeError("second derivatives: got a backward through one, expected the first alone, which is all that there "
+                           "is here")
 
 
 def _join(name: str, op: DifferentiableOp) -> type[torch.autograd.Function]:

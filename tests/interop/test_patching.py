@@ -1,5 +1,8 @@
 """Patches of a library that does not exist: they nest, they end in any order, and each is in force whole or not at all."""
 
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
 import ssd
@@ -60,6 +63,25 @@ def test_any_order(library, names, order):
         patches[number].undo()
         del left[number]
     assert names == {"scan": "theirs"} and library.variant == "auto"
+
+
+def test_threads(library, names):
+    """Each has the functions in its block, while others come and go."""
+    def come_and_go(_) -> set[str]:
+        found = set()
+        for _ in range(500):
+            with library.patch("torch"):
+                found |= {names["scan"], library.variant}
+        return found
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            assert set().union(*threads.map(come_and_go, range(4))) == {"ours", "torch"}
+    finally:
+        sys.setswitchinterval(interval)
+    assert names == {"scan": "theirs"} and ssd.patched() == {}
 
 
 def test_all_or_nothing(names):

@@ -134,6 +134,8 @@ def test_packed_documents(family, train):
         packed = body(row, seq_idx=seq_idx, use_cache=False, **places)[0]
         got = (packed.square().mean(), packed, gradients(packed))
         leaking = body(row, use_cache=False, **places)[0]
+        with pytest.raises(ValueError, match="cu_seqlens: got a tensor without seq_idx, expected seq_idx"):
+            body(row, cu_seqlens=torch.tensor([0, 5, 22]), use_cache=False, **places)
     assert_same(got, expected)
     assert not torch.allclose(leaking, alone, atol=1e-2)
 

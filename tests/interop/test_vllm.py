@@ -142,7 +142,11 @@ def test_signature():
     ({"state_dtype": torch.int32, "return_intermediate_states": False}, "torch.int32", "torch.float32"),
     ({"return_intermediate_states": "no"}, "'no'", "True or False"),
     ({"final_state_indices": torch.tensor([0, 3]), "final_states_out": torch.zeros(3, 2, 16, 16),
-      "return_intermediate_states": False}, "3", "below 3")], ids=str)
+      "return_intermediate_states": False}, "3", "below 3"),
+    ({"final_state_indices": torch.tensor([1, 1]), "final_states_out": torch.zeros(3, 2, 16, 16),
+      "return_intermediate_states": False}, "[1, 1]", "a slot of its own"),
+    ({"final_states_out": torch.zeros(1, 2, 16, 16).expand(3, 2, 16, 16), **SLOTS}, "stride of 0", "a place for each"),
+    ], ids=str)
 def test_refusals(changed, came, accepted):
     given = draw([0, 12, 20], "cpu") | {"return_intermediate_states": True}
     assert_refused(scan, given | changed, next(iter(changed)), (TypeError, ValueError), came, accepted)

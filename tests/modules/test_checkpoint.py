@@ -1,7 +1,11 @@
 """Folders of checkpoints: written and read, read as others write them, and refused whole by what is wrong with them."""
 
 import json
+import os
+import random
 import sys
+import time
+from threading import Thread
 
 import pytest
 import torch
@@ -117,7 +121,8 @@ def test_devices_that_are_not_there(device, error, tmp_path):
         Mamba2LM.from_pretrained(tmp_path, device=device)
 
 
-def test_what_is_no_folder(tmp_path):
+def test_what_is_no_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # which an empty path would be
     (tmp_path / "file").touch()
     for name in ("file", "file/below"):
         with pytest.raises(FileExistsError, match=r"folder: got .*, expected a folder or a path to make one at"):
@@ -125,6 +130,8 @@ def test_what_is_no_folder(tmp_path):
     for call in (make_model().save_pretrained, Mamba2LM.from_pretrained):
         with pytest.raises(TypeError, match="folder: got 5, expected a path"):
             call(5)
+        with pytest.raises(ValueError, match="folder: got '', expected a path that is not empty"):
+            call("")
 
 
 def test_without_safetensors(tmp_path, monkeypatch):
@@ -184,25 +191,116 @@ def test_what_the_config_does_not_say_is_not_written(tmp_path):
     assert not (tmp_path / "saved").exists()
 
 
-def test_a_config_that_json_does_not_hold_leaves_what_was(tmp_path):
-    write(tmp_path, {"d_model": 8}, {"w": torch.zeros(2)})
-    with pytest.raises(TypeError, match="config: got what JSON does not hold"):
-        write(tmp_path, {"d_model": torch.float32}, {"w": torch.ones(2)})
-    assert not read_weights(tmp_path)["w"].any() and read_config(tmp_path) == {"d_model": 8}
-
-
-def test_a_write_that_fails_leaves_what_was(tmp_path, monkeypatch):
+def test_weights_without_numbers_are_not_written(tmp_path):
     model = make_model()
-    model.save_pretrained(tmp_path)
-    before = model.state_dict()[NORM].clone()
-    model.backbone.norm_f.weight.data.add_(1)
+    model.backbone.norm_f.to("meta")
+    with pytest.raises(ValueError, match=f"{NORM}: got a tensor on the meta device, which has no numbers, expected one that"):
+        model.save_pretrained(tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
 
-    def half(tensors, path, metadata):
-        path.write_bytes(b"half")
-        raise OSError("no space left")
 
-    monkeypatch.setattr("safetensors.torch.save_file", half)
-    with pytest.raises(OSError, match="no space left"):
-        model.save_pretrained(tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {WHOLE, "config.json"}
-    assert torch.equal(Mamba2LM.from_pretrained(tmp_path).state_dict()[NORM], before)
+OLD, NEW = ({"n": n} for n in range(2))
+
+
+def write_number(folder, config):
+    write(folder, config, {"w": torch.full((2,), float(config["n"]))})
+
+
+def read_numbers(folder) -> tuple[int, set[float]]:
+    """Of the config, and of the weights."""
+    return read_config(folder)["n"], {*read_weights(folder)["w"].tolist()}
+
+
+def test_a_config_that_json_does_not_hold_leaves_what_was(tmp_path):
+    write_number(tmp_path, OLD)
+    for folder in (tmp_path, tmp_path / "saved"):
+        with pytest.raises(TypeError, match="config: got what JSON does not hold"):
+            write_number(folder, NEW | {"dtype": torch.float32})
+    assert read_numbers(tmp_path) == (0, {0.0}) and not (tmp_path / "saved").exists()
+
+
+def fail(*args, **kwargs):
+    raise OSError("no space left")
+
+
+def write_half(tensors, path, metadata):
+    path.write_bytes(b"half")
+    fail()
+
+
+def replace_all_but(name):
+    def replace_others(old, new, replace=os.replace):
+        if os.path.basename(new) == name:
+            fail()
+        replace(old, new)
+
+    return replace_others
+
+
+@pytest.mark.parametrize("over", (True, False), ids=("over an old one", "first"))
+@pytest.mark.parametrize(("target", "broken"), [
+    ("safetensors.torch.save_file", write_half), ("pathlib.Path.write_text", fail), ("os.fsync", fail),
+    ("os.replace", replace_all_but(WHOLE)), ("os.replace", replace_all_but("config.json")),
+], ids=("write weights", "write config", "flush", "replace weights", "replace config"))
+def test_a_write_that_fails_leaves_what_was(target, broken, over, tmp_path, monkeypatch):
+    if over:
+        write_number(tmp_path, OLD)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with monkeypatch.context() as patched, pytest.raises(OSError, match="no space left"):
+        patched.setattr(target, broken)
+        write_number(tmp_path, NEW)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    write_number(tmp_path, NEW)
+    assert read_numbers(tmp_path) == (1, {1.0}) and {path.name for path in tmp_path.iterdir()} == {WHOLE, "config.json"}
+
+
+@pytest.mark.parametrize("name", (WHOLE, "config.json"))
+def test_a_folder_where_a_file_goes_is_refused(name, tmp_path):
+    write_number(tmp_path, OLD)
+    (tmp_path / name).unlink()
+    (tmp_path / name).mkdir()
+    (other,) = {WHOLE, "config.json"} - {name}
+    before = (tmp_path / other).read_bytes()
+    with pytest.raises(IsADirectoryError, match=f"folder: got .*, whose {name} is a folder, expected a file or nothing there"):
+        write_number(tmp_path, NEW)
+    assert (tmp_path / other).read_bytes() == before and len([*tmp_path.iterdir()]) == 2
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no such modes")
+def test_modes_are_those_of_ordinary_files_or_of_what_was_there(tmp_path):
+    (tmp_path / "ordinary").touch()
+
+    def list_modes():
+        return [(tmp_path / name).stat().st_mode & 0o777 for name in (WHOLE, "config.json")]
+
+    write_number(tmp_path, OLD)
+    assert list_modes() == [(tmp_path / "ordinary").stat().st_mode & 0o777] * 2
+    (tmp_path / WHOLE).chmod(0o664)
+    (tmp_path / "config.json").chmod(0o640)
+    write_number(tmp_path, NEW)
+    assert list_modes() == [0o664, 0o640] and read_numbers(tmp_path) == (1, {1.0})
+
+
+def test_threads_that_write_to_one_folder(tmp_path, monkeypatch):
+    """Both end well, and what is there is of one of them."""
+    replace, draw, failed = os.replace, random.Random(0), []
+
+    def replace_slowly(old, new):
+        replace(old, new)
+        time.sleep(draw.uniform(0, 0.01))
+
+    def run(config):
+        try:
+            write_number(tmp_path, config)
+        except Exception as error:
+            failed.append(error)
+
+    monkeypatch.setattr("os.replace", replace_slowly)
+    for _ in range(5):
+        threads = [Thread(target=run, args=(config,)) for config in (OLD, NEW)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        n, numbers = read_numbers(tmp_path)
+        assert not failed and numbers == {float(n)}

@@ -211,7 +211,7 @@ REFUSED = {
     "eps below 0": (_set("mixer.norm.eps", -1.0), "eps: got -1.0"),
     "fewer columns in": (_cut("mixer.in_proj", slice(None), _HALF), "32"),
     "fewer rows in": (_cut("mixer.in_proj", _HALF), "zxbcdt: got 32"),
-    "fewer columns out": (_cut("mixer.out_proj", slice(None), _HALF), "outproj_weight: got shape"),
+    "fewer columns out": (_cut("mixer.out_proj", slice(None), _HALF), "shapes cannot be multiplied"),
     "fewer taps": (_cut("mixer.conv1d", slice(None), slice(None), slice(1)), "width of 1"),
     "less of a norm": (_cut("norm", _HALF), "32"),
 }

@@ -54,6 +54,27 @@ def test_how_it_begins():
     assert all(getattr(block, name)._no_weight_decay for name in ("dt_bias", "A_log", "D"))
 
 
+class _Twice(torch.nn.Linear):
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(given)
+
+
+@pytest.mark.parametrize("change", ("another class", "a module around it", "a hook"))
+def test_the_last_projection_is_called(change, device):
+    """As in a step, so that adapters and quantized weights are in effect."""
+    block, u = make_mixer(device), tokens(device)
+    plain, projection = block(u), block.out_proj
+    twice = _Twice(64, 32, bias=False, device=device)
+    twice.weight = projection.weight
+    if change == "a hook":
+        projection.register_forward_hook(lambda module, given, out: 2 * out)
+    else:
+        block.out_proj = twice if change == "another class" else torch.nn.Sequential(twice)
+    assert_close(block(u), 2 * plain)
+    with torch.no_grad():
+        assert_close(block.finish(u, block.new_cache(2)), 2 * plain[:, -1])
+
+
 @over_settings
 @pytest.mark.parametrize("pieces", ([23], [1, 12, 10], [22, 1], [18]), ids=str)
 def test_pieces_of_a_prompt_and_tokens_after_it_give_the_whole(settings, pieces, device):

@@ -98,6 +98,15 @@ def test_no_checkpoint_is_overwritten(saved, tmp_path):
         assert {path.name: path.read_bytes() for path in taken.iterdir()} == before
 
 
+def test_what_is_no_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # which an empty path would be
+    model = make_pruned()
+    for call in (lambda folder: save(model, folder, {}), lambda folder: load(model, folder), load_language_model, is_pruned):
+        for folder, error in ((None, TypeError), ("", ValueError)):
+            with pytest.raises(error, match=f"folder: got {folder!r}, expected a path"):
+                call(folder)
+
+
 def test_what_does_not_fit_is_refused_and_the_model_as_it_was(saved, tmp_path):
     _, folder = saved
     with pytest.raises(ValueError, match=r"config: got pruning, that of a pruned checkpoint, expected a whole model's; ssd\."):

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.testing import assert_close
 
 from ssd.modules import Mamba2
@@ -157,6 +158,33 @@ def test_a_bridge_without_batches_is_refused():
         pass
     with pytest.raises(ValueError, match="was not run, expected at least one batch within the bridge"):
         bridge.apply()
+
+
+def test_a_bridge_between_the_same_blocks_is_refused():
+    whole = shake(Mamba2(**SIZES))
+    for make in (lambda: whole, lambda: nn.Sequential(whole)):
+        with pytest.raises(ValueError, match="pruned: got blocks that whole has too, expected a pruned copy of whole, with"):
+            Bridge(make(), make())
+
+
+@torch.no_grad()
+def test_a_bridge_leaves_a_dead_block_and_is_applied_once():
+    """The fit of a block whose features are all 0 is singular."""
+    torch.manual_seed(0)
+    whole = nn.Sequential(shake(Mamba2(**SIZES)), shake(Mamba2(**SIZES)))
+    pruned = copy.deepcopy(whole)
+    prune(pruned, score_random(whole, "heads"), "heads", 0.5)
+    pruned[1].norm.weight.zero_()
+    before = copy.deepcopy(pruned)
+    with Bridge(whole, pruned) as bridge:
+        whole(torch.randn(4, 256, 32))
+    (error, left), dead = bridge.apply().values()
+    assert left < error and dead[0] == dead[1] and torch.equal(pruned[1].out_proj.weight, before[1].out_proj.weight)
+    applied = pruned[0].out_proj.weight.clone()
+    assert not torch.equal(applied, before[0].out_proj.weight)
+    with pytest.raises(ValueError, match=r"whole: 0, 1 was not run, .* before each apply"):
+        bridge.apply()
+    assert torch.equal(pruned[0].out_proj.weight, applied)
 
 
 def test_falcon_h1_scales_what_it_projects():
