@@ -183,8 +183,8 @@ def count_pairs(i: SSDInputs) -> int:
 
 @dataclass(frozen=True)
 class _Call:
-    """What the launches of one call share. All that is copied for them is copied here: nothing may come between the state pass
-    and what scans, which begins beside it.
+    """What the launches of one call share. All that is copied for them is copied here, before chunk_cumsum, which is launched
+    last: what comes after it begins beside it, and what scans beside the state pass.
     """
 
     inputs: SSDInputs
@@ -201,12 +201,13 @@ class _Call:
         out = torch.empty(i.x.shape, device=i.x.device, dtype=i.x.dtype)
         initial_states = contiguous(i.initial_states)
         blocks = document_blocks(i) if i.has_document_states else None
-        steps = chunk_cumsum(replace(i, chunk_size=BLOCK_M), apart=True, blocks=blocks, early=True)
         y = torch.empty_like(out) if i.keeps_y(save) else None
         z = None if i.z is None else describe(make_describable(i.z))
         gate = {"z_desc": z, "y_desc": None if y is None else describe(y)}
         descriptors = (*describe_inputs(i.x, i.B, i.C), describe(out))
-        return cls(replace(i, D=contiguous(i.D)), out, y, descriptors, gate, steps, initial_states, blocks)
+        i = replace(i, D=contiguous(i.D))
+        steps = chunk_cumsum(replace(i, chunk_size=BLOCK_M), apart=True, blocks=blocks, lets_next=True)
+        return cls(i, out, y, descriptors, gate, steps, initial_states, blocks)
 
     def scan(self, runs: Tensor, initial_states: Tensor | None = None, ends: Tensor | None = None,
              factors: Tensor | None = None, final_states: Tensor | None = None, kept: Tensor | None = None,
@@ -278,7 +279,8 @@ def make_runs(i: SSDInputs, rows: int, descriptors: tuple, dt: Tensor, dA_cumsum
     hopper_scan's, which takes the parts of dstate one launch after the other, or hopper_states'. blocks: of documents; starts:
     their initial_states and dfinal_states, contiguous, each or None for zeros.
 
-    The next launch must be that of the runs: it begins beside the state pass.
+    The next launch must be that of the runs: it begins beside the state pass. Between chunk_cumsum and this nothing may be
+    copied that a role reads before it waits.
     """
     from .kernels.hopper.pieces import piece_states
 

@@ -76,8 +76,8 @@ def backward(saved: SSDSaved, dout: Tensor, dfinal_states: Tensor | None, into: 
         cut = replace(i, chunk_size=tokens_between_states(i))
         arrivals = i.A.new_empty(i.nheads, dtype=torch.int32)
         blocks = document_blocks(i) if i.has_document_states else None
-        dt, dA_cumsum = chunk_cumsum(cut, apart=True, arrivals=arrivals, blocks=blocks, early=True)
         (x, B), (dy, C) = (describe_inputs(*of, rows=cut.chunk_size) for of in ((i.x, i.B), (dy, i.C)))
+        dt, dA_cumsum = chunk_cumsum(cut, apart=True, arrivals=arrivals, blocks=blocks, lets_next=True)
         H, G, dinitial_states = _compute_states(saved, (x, B, dy, C), dt, dA_cumsum, dfinal_states, into.dinitial_states,
                                                 blocks)
         descriptors = x, dy, B, C
@@ -115,8 +115,8 @@ def compute_last_state(i: SSDInputs, options: Options) -> Tensor:
     from .kernels.hopper.states import all_states
 
     with torch.cuda.device_of(i.x):
-        dt, dA_cumsum = chunk_cumsum(replace(i, chunk_size=BLOCK_M), apart=True, early=True)
         tokens, sizes = describe_inputs(i.x, i.B), (i.nheads, i.headdim, i.dstate)
+        dt, dA_cumsum = chunk_cumsum(replace(i, chunk_size=BLOCK_M), apart=True, lets_next=True)
         kept = dt.new_empty(i.batch, cdiv(dt.shape[2], _RARELY), *sizes, dtype=i.x.dtype)
         last = dt.new_empty(i.batch, *sizes)
         starts = contiguous(i.initial_states), None  # before the state pass: nothing may come between that and the walk

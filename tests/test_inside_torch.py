@@ -148,6 +148,10 @@ def test_a_graph_only_where_a_gradient_is_wanted_and_of_the_first_order(function
         assert first_output(function, given).grad_fn is None
     for loss in (torch.sum, lambda out: out.square().sum()):  # torch's own guard leaves out the first
         (gradient,) = torch.autograd.grad(loss(first_output(function, given)), parameter, create_graph=True)
+        (again,) = torch.autograd.grad(loss(checkpoint(first_output, function, given, use_reentrant=False)), parameter,
+                                       create_graph=True)  # which lets what was saved be read once
+        assert torch.equal(again, gradient)
+        gradient.mul_(2)  # nor is it a view of another
         with pytest.raises(RuntimeError, match="second derivatives: got"):  # asked for by name, as torch's hessian asks
             torch.autograd.grad(gradient.sum(), parameter, retain_graph=True)
         with pytest.raises(RuntimeError, match="second derivatives: got"):

@@ -19,7 +19,6 @@ INSTALL_MAMBA_SSM = (
 )
 _ABSENT = object()
 _libraries: list[Library] = []
-_alone = RLock()  # one thread at a time moves functions: what one takes for in place another may be taking out
 
 
 class Library:
@@ -33,6 +32,7 @@ class Library:
     def __init__(self, name: str, install: Callable[[ExitStack], None]):
         """install: puts the functions in place, and registers with the stack how each step is undone."""
         self.name, self._install = name, install
+        self.alone = RLock()  # held while functions are moved: what one thread takes for in place another may be taking out
         self._patches: list[Patch] = []
         self._undo = ExitStack()
         _libraries.append(self)
@@ -57,7 +57,7 @@ class Library:
         if variant != "auto":
             get_variant(variant)
         check_options(options)
-        with _alone:
+        with self.alone:
             if not self._patches:
                 try:
                     self._install(self._undo)
@@ -69,7 +69,7 @@ class Library:
             return patch
 
     def remove(self, patch: Patch) -> None:
-        with _alone:
+        with self.alone:
             if patch in self._patches:
                 self._patches.remove(patch)
                 if not self._patches:

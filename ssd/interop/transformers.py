@@ -56,8 +56,9 @@ def _install(undo: ExitStack) -> None:
     version = check_version("transformers", FIRST, LAST, "pip install transformers")
 
     def place(module: ModuleType) -> None:
-        if hook in sys.meta_path:  # else somebody found the file under the patch, and runs it after its end
-            _place(undo, module, version)
+        with _LIBRARY.alone:
+            if _LIBRARY.patched:  # else somebody found the file under a patch, and runs it after its end
+                _place(undo, module, version)
 
     for name in sorted(_MODULES & sys.modules.keys()):
         _place(undo, sys.modules[name], version)

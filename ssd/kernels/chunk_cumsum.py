@@ -76,8 +76,8 @@ def step(dt, dt_strides, dt_bias, blocks, b, c, offs_h, seqlen, dt_limit, FORM: 
 
 @triton.jit(do_not_specialize=COUNTS)
 def chunk_cumsum_kernel(dt, dt_strides, A, dt_bias, seq_idx, blocks, dt_out, dA_cumsum, arrivals, seqlen, nchunks, dt_limit,
-                        FORM: tl.constexpr, BLOCK_H: tl.constexpr, EARLY: tl.constexpr):
-    let_next_begin(EARLY)
+                        FORM: tl.constexpr, BLOCK_H: tl.constexpr, LETS_NEXT: tl.constexpr):
+    let_next_begin(LETS_NEXT)
     CHUNK: tl.constexpr = FORM.chunk
     tile, _, c, b = unpack_program((FORM.nheads + BLOCK_H - 1) // BLOCK_H, 1, nchunks)
     offs_h = tile * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -104,9 +104,9 @@ def chunk_cumsum_kernel(dt, dt_strides, A, dt_bias, seq_idx, blocks, dt_out, dA_
 
 
 def chunk_cumsum(i: SSDInputs, apart: bool = False, arrivals: torch.Tensor | None = None,
-                 blocks: torch.Tensor | None = None, early: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+                 blocks: torch.Tensor | None = None, lets_next: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns dt and dA_cumsum; apart: in which documents are, for kernels that do not read seq_idx. blocks: of documents, in
-    place of chunks, each as long as a chunk. early: the next launch may begin beside this one.
+    place of chunks, each as long as a chunk. lets_next: the next launch may begin beside this one.
     """
     nchunks = i.nchunks if blocks is None else blocks.shape[0] - 1
     dt = torch.empty(i.batch, i.nheads, nchunks, i.chunk_size, device=i.x.device, dtype=torch.float32)
@@ -115,5 +115,6 @@ def chunk_cumsum(i: SSDInputs, apart: bool = False, arrivals: torch.Tensor | Non
     launch(
         chunk_cumsum_kernel, cdiv(i.nheads, config["BLOCK_H"]) * nchunks * i.batch,
         i.dt, i.dt.stride(), i.A.contiguous(), contiguous(i.dt_bias), i.seq_idx if apart else None, blocks, dt, dA_cumsum,
-        arrivals, i.seqlen, nchunks, i.dt_limit, Form(i.nheads, i.chunk_size, i.dt_softplus), EARLY=early, **config.launch)
+        arrivals, i.seqlen, nchunks, i.dt_limit, Form(i.nheads, i.chunk_size, i.dt_softplus), LETS_NEXT=lets_next,
+        **config.launch)
     return dt, dA_cumsum

@@ -105,7 +105,7 @@ def write(folder: Path, config: Mapping[str, Any], weights: Mapping[str, Tensor]
     for name in (_CONFIG, _WHOLE):
         if (folder / name).is_dir():
             raise IsADirectoryError(f"folder: got {folder}, whose {name} is a folder, expected a file or nothing there")
-    with TemporaryDirectory(prefix=".saving-", dir=folder) as made:
+    with TemporaryDirectory(prefix=".saving-", dir=folder, ignore_cleanup_errors=True) as made:
         parts = Path(made)
         (parts / _CONFIG).write_text(text)
         save_file(dict(weights), parts / _WHOLE, metadata={"format": "pt"})  # without which transformers does not read the file
@@ -117,18 +117,19 @@ def write(folder: Path, config: Mapping[str, Any], weights: Mapping[str, Tensor]
 
 
 def _replace_both(folder: Path, parts: Path) -> None:
-    """Move the new files from parts to folder; if the weights cannot be moved, put the old config back."""
+    """Moves the new files from parts to folder; unless the weights, which come last, were moved, puts the old config back."""
     config, old = folder / _CONFIG, parts / "old"
     if there := os.path.lexists(config):
         shutil.copy2(config, old, follow_symlinks=False)
-    os.replace(parts / _CONFIG, config)
     try:
+        os.replace(parts / _CONFIG, config)
         os.replace(parts / _WHOLE, folder / _WHOLE)
-    except BaseException:
-        if there:
-            os.replace(old, config)
-        else:
-            config.unlink()
+    except BaseException:  # as of Ctrl-C, which may come behind a step that has ended well
+        if (parts / _WHOLE).exists() and not (parts / _CONFIG).exists():
+            if there:
+                os.replace(old, config)
+            else:
+                config.unlink()
         raise
 
 

@@ -211,9 +211,9 @@ class Mamba2LM(nn.Module):
         Both files are replaced when both new ones are whole; after an error they are as they were.
 
         Raises:
-            TypeError, FileExistsError, IsADirectoryError: folder is no path, or that of a file; or one of the files is a folder.
-            ValueError: folder is empty, a weight has no numbers, or the weights are not those of the config, or not of its sizes, as of a pruned model, which
-                `ssd.pruning.save` writes.
+            TypeError, FileExistsError, IsADirectoryError: folder is no path, or that of a file; one of the files is a folder.
+            ValueError: folder is empty; a weight has no numbers; or the weights are not those of the config, or not of its
+                sizes, as of a pruned model, which `ssd.pruning.save` writes.
         """
         folder = checkpoint.take_folder(folder)
         weights = {name: parameter.detach().contiguous() for name, parameter in self.named_parameters()}

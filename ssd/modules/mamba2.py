@@ -149,6 +149,7 @@ class Mamba2(nn.Module):
 
         Raises:
             TypeError, ValueError: naming the argument, what came and what is accepted, before the cache is touched.
+            RuntimeError: torch's, of a projection that was given other sizes; likewise.
         """
         check_flags({"return_states": return_states})
         self._check(u, ("batch", "seqlen"), A)

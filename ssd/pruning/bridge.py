@@ -66,8 +66,8 @@ class Bridge:
             ValueError: a block was not run since the last apply; nothing was changed.
         """
         if missing := self._whole.keys() - self._sums.keys():
-            raise ValueError(f"whole: {', '.join(sorted(missing))} was not run, expected at least one batch within the bridge "
-                             "before each apply")
+            raise ValueError(f"whole: {', '.join(sorted(missing))} was not run, expected at least one batch within the bridge, "
+                             "and again after each apply")
         errors, changes = {}, {}
         for name, sums in self._sums.items():
             zz, zr, held_zz, held_zr, rr, yy = (t.double() for t in sums)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import wraps
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
@@ -150,12 +151,13 @@ def differentiate_once(backward: Callable) -> Callable:
     """
     @wraps(backward)
     def run(ctx, *grads):
-        with torch.no_grad():
-            results = backward(ctx, *grads)
         if not torch.is_grad_enabled():
-            return results
+            return backward(ctx, *grads)
+        saved = ctx.saved_tensors  # once: a checkpoint has them for one reader
+        with torch.no_grad():
+            results = backward(SimpleNamespace(**vars(ctx), saved_tensors=saved), *grads)
         found = [t for t in results if t is not None]
-        sources = [t for t in (*ctx.saved_tensors, *grads) if t is not None and t.requires_grad]
+        sources = [t for t in (*saved, *grads) if t is not None and t.requires_grad]
         refused = iter(_Refused.apply(len(found), *found, *sources))
         return tuple([None if t is None else next(refused) for t in results])
 
@@ -167,7 +169,8 @@ class _Refused(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, count, *tensors):
-        return tuple([t.view_as(t) for t in tensors[:count]])
+        # a view could not be changed in place; torch's own vmap, which some of its functions use, has no rule for `detach`
+        return tuple([t.view_as(t) if torch._C._functorch.is_legacy_batchedtensor(t) else t.detach() for t in tensors[:count]])
 
     @staticmethod
     def backward(ctx, *grads):

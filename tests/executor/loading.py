@@ -42,7 +42,7 @@ class Executor:
         """
         self.modules, self.seed, self.launched = _load(names, edits or {}), 0, []
         self.beside: Touched | None = None  # what the last launch touched, if it let the next one begin and nothing came since
-        self.after_other = False  # it was none of these modules' own: beside it others may begin, but need not
+        self.after_other = False  # the last launch was plain Triton's, and lets the next one begin
         for module in self.modules.values():
             if hasattr(module, "launch"):
                 module.launch = self._launcher(module.launch)
@@ -51,7 +51,7 @@ class Executor:
     def install(self):
         """Context in which imports find these modules, and in which it is seen what comes between launches."""
         def launch_other(kernel, programs: int, args: tuple, config: dict):
-            lets = config.get("EARLY", False)
+            lets = config.get("LETS_NEXT", False)
             before = [(t, t.clone()) for t in args if lets and isinstance(t, Tensor)]
             result = compile_and_launch(kernel, programs, args, config)
             written = {_get_memory(t) for t, old in before if not torch.equal(t, old)}
@@ -74,7 +74,7 @@ class Executor:
         given = [_of_kernel(arg) for arg in args]
         config = {name: _of_kernel(value) for name, value in config.items() if name not in _OPTIONS}
         name, beside = kernel.function.__name__, self.beside if launch_pdl else None
-        if launch_pdl and beside is None and not self.after_other:
+        if launch_pdl and beside is None:
             raise Fault(f"{name} begins early, which what came before it does not let it")
         self.launched.append(name)
         self.after_other = False
@@ -105,8 +105,12 @@ class _Watch(TorchFunctionMode):
         name = function.__name__
         in_place = name.endswith("_") and not name.endswith("__")
         made = isinstance(result, Tensor) and not _is_view(result, args) and "empty" not in name
-        if in_place or made:
-            self.executor.beside = None
+        if (in_place and isinstance(result, Tensor)) or made:
+            executor = self.executor
+            if executor.after_other and executor.beside is not None:  # as if it were a part of that launch
+                executor.beside.written.add(_get_memory(result))
+            else:
+                executor.beside = None
         return result
 
 

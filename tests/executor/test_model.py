@@ -2,6 +2,7 @@
 
 import re
 from contextlib import nullcontext
+from itertools import product
 
 import pytest
 import torch
@@ -385,16 +386,15 @@ def test_the_next_may_count_on_the_end_of_all_before(waits):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter launches chunk_cumsum")
-@pytest.mark.parametrize("lets", (True, False))
-@pytest.mark.parametrize("waits", (True, False))
-def test_launches_begin_beside_one_in_plain_triton(lets, waits):
-    def kernel(dA_cumsum):
+@pytest.mark.parametrize(("lets", "waits", "copies"), product((True, False), repeat=3))
+def test_launches_begin_beside_one_in_plain_triton(lets, waits, copies):
+    def kernel(t):  # copies: t was copied behind that one
         if waits:
             wait_for_last()
-        gl.load(dA_cumsum + gl.arange(0, 64, WIDE))
+        gl.load(t + gl.arange(0, 16, WIDE))
 
     says = "what the launch before may still be at" if lets else "which what came before it does not let it"
     i, executor = random_inputs(Shape(1, 64, 1, 16, 1, 16, 64), Case(), torch.float32), Executor()
     with executor.install(), nullcontext() if lets and waits else pytest.raises(Fault, match=says):
-        _, dA_cumsum = chunk_cumsum(i, early=lets)
-        executor._launch(Jit(kernel), 1, dA_cumsum, launch_pdl=True)
+        _, dA_cumsum = chunk_cumsum(i, lets_next=lets)
+        executor._launch(Jit(kernel), 1, i.x.clone() if copies else dA_cumsum, launch_pdl=True)

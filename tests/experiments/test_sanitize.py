@@ -65,7 +65,7 @@ def test_the_start_of_roles_is_counted_apart(says, tmp_path, console):
     """Triton's own code, for the lines of `def` and `warp_specialize`; nothing that any other line has part in."""
     scan = "hopper_scan_kernel", hopper_scan
     started = _race(*scan, "def hopper_scan_kernel(", "def hopper_scan_kernel(", "gl.warp_specialize([")
-    ours = _race(*scan, "def hopper_scan_kernel(", "gl.warp_specialize([", "from_start = gl.allocate")
+    ours = _race(*scan, "def hopper_scan_kernel(", "gl.warp_specialize([", "vectors = allocate_vectors")
     at = "access at hopper_scan_kernel+0x10"
     first, then = "========= Error: Race reported between Read ", "=========     and Write "
     theirs = f"{first}{at} in standard.py:7\n{then}{at} in /a/b.py:9\n{first}{at}\n{then}{at} [2 hazards]\n"

@@ -48,9 +48,10 @@ def deal(i, rows, segment, parts=1, blocks=3):
 def test_scan(dstate, device):
     """By hopper_wide_scan where dstate has two parts. It keeps the state before each sub-chunk."""
     v = draw("one document", device, dstate)
+    runs = deal(v.inputs, 2, cdiv(v.inputs.seqlen, BLOCK_M))
     call = hopper._Call.of(v.inputs, True)
     final_states, kept = call.new_final_states(), torch.empty_like(v.prev_states)
-    call.scan(deal(v.inputs, 2, call.nsub), call.initial_states, final_states=final_states, kept=kept)
+    call.scan(runs, call.initial_states, final_states=final_states, kept=kept)
     assert_stages(v, name_results("out y final_states prev_states", call.out, call.y, final_states, kept), *STATES, *OUTPUTS)
 
 
@@ -76,8 +77,10 @@ def test_states(case, every, back, dstate, device):
     tokens = (*describe_inputs(i.x, i.B), *(describe_inputs(v.dy, i.C) if back else ()))
     states = torch.empty_like(v.prev_states).repeat(rows // 2, 1, 1, 1, 1)
     ends = torch.empty_like(v.dfinal_states)
-    all_states(i, tokens, describe_states(states), *chunk_cumsum(replace(i, chunk_size=BLOCK_M), apart=True),
-               deal(i, rows, 4, count_parts(dstate)), (i.initial_states, v.dfinal_states), None, None, ends, 2, i.chunk_size)
+    runs = deal(i, rows, 4, count_parts(dstate))
+    steps = chunk_cumsum(replace(i, chunk_size=BLOCK_M), apart=True, lets_next=True)
+    all_states(i, tokens, describe_states(states), *steps, runs, (i.initial_states, v.dfinal_states), None, None, ends, 2,
+               i.chunk_size)
     if back:
         got, stages = name_results("prev_states dstates dinitial_states", *states.split(2), ends), (*STATES, *GRADIENTS)
     else:
@@ -98,7 +101,7 @@ def test_pieces(dstate, dtype, device):
     runs = deal(i, 4, 2, parts, None)
     runs[:, 0, 4] = torch.arange(len(runs), device=device)
     tokens = (*describe_inputs(i.x, i.B), *describe_inputs(v.dy, i.C))
-    steps = chunk_cumsum(replace(i, chunk_size=BLOCK_M), apart=True)
+    steps = chunk_cumsum(replace(i, chunk_size=BLOCK_M), apart=True, lets_next=True)
     ends, factors = piece_states(i, tokens, *steps, len(runs), runs, 2, dtype=dtype)
     p, n = torch.arange(64, device=device), torch.arange(ends.shape[2] // 64 - 1, device=device)
     each = 16 // ends.itemsize  # of a thread's elements together

@@ -22,12 +22,14 @@ def executor() -> Executor:
 
 
 def test_may_begin_early():
-    """Not while a given state is late."""
-    late, other = torch.empty(2, 4)
+    """Not while a given state is late, nor behind anything but chunk_cumsum and the state pass."""
+    ends, late, other = torch.empty(3, 4)
     with deliver_late(late, lambda: None):
-        assert may_begin_early(other, None) and not may_begin_early(late, None)
+        for before in ((ends, False), (None, True)):
+            assert may_begin_early(*before, other, None) and not may_begin_early(*before, late, None)
         receive()
-        assert may_begin_early(late, None)
+        assert may_begin_early(ends, False, late, None)
+    assert not may_begin_early(None, False, other)
 
 
 def test_what_waits_for_a_state_is_not_cut_end_to_end(executor, monkeypatch):

@@ -1,8 +1,8 @@
 """patch_transformers: models compute the same with and without it, and it comes and goes as it says."""
 
-import importlib
+import importlib.util
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from types import ModuleType
 
 import pytest
@@ -106,6 +106,19 @@ def test_generation_by_kernels(device, monkeypatch):
     expected = model.generate(ids, max_new_tokens=2, do_sample=False)
     with ssd.patch_transformers("fused"):
         assert torch.equal(model.generate(ids, max_new_tokens=2, do_sample=False), expected)
+
+
+@at_import
+@pytest.mark.parametrize("patches", (True, False))
+def test_a_file_that_is_found_under_one_patch_and_runs_later(patches):
+    """Another is then in force, or none."""
+    name = "transformers.models.mamba2.modeling_mamba2"
+    with ssd.patch_transformers():
+        spec = sys.meta_path[0].find_spec(name, importlib.import_module(name.rpartition(".")[0]).__path__)
+    with ssd.patch_transformers() if patches else nullcontext():
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        assert (module.mamba2_chunk_scan is import_modelling("mamba2").mamba2_chunk_scan) == patches
 
 
 @pytest.mark.skipif(families.VERSION < (5, 17), reason="before 5.17 some families do not hand seq_idx on")

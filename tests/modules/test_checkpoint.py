@@ -254,6 +254,20 @@ def test_a_write_that_fails_leaves_what_was(target, broken, over, tmp_path, monk
     assert read_numbers(tmp_path) == (1, {1.0}) and {path.name for path in tmp_path.iterdir()} == {WHOLE, "config.json"}
 
 
+@pytest.mark.parametrize(("behind", "after"), (("config.json", 0), (WHOLE, 1)))
+def test_an_interruption_behind_a_step_leaves_files_of_one_model(behind, after, tmp_path, monkeypatch):
+    def replace_and_interrupt(old, new, replace=os.replace):
+        replace(old, new)
+        if os.path.basename(new) == behind and os.path.basename(old) == behind:
+            raise KeyboardInterrupt
+
+    write_number(tmp_path, OLD)
+    monkeypatch.setattr("os.replace", replace_and_interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        write_number(tmp_path, NEW)
+    assert read_numbers(tmp_path) == (after, {float(after)})
+
+
 @pytest.mark.parametrize("name", (WHOLE, "config.json"))
 def test_a_folder_where_a_file_goes_is_refused(name, tmp_path):
     write_number(tmp_path, OLD)

@@ -182,7 +182,7 @@ def test_a_bridge_leaves_a_dead_block_and_is_applied_once():
     assert left < error and dead[0] == dead[1] and torch.equal(pruned[1].out_proj.weight, before[1].out_proj.weight)
     applied = pruned[0].out_proj.weight.clone()
     assert not torch.equal(applied, before[0].out_proj.weight)
-    with pytest.raises(ValueError, match=r"whole: 0, 1 was not run, .* before each apply"):
+    with pytest.raises(ValueError, match=r"whole: 0, 1 was not run, .* again after each apply"):
         bridge.apply()
     assert torch.equal(pruned[0].out_proj.weight, applied)
 

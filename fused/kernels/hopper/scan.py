@@ -151,7 +151,7 @@ def scan_slice(outputs, rings, tiles, vectors, dA_cumsum, D, norm, start, work, 
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, PI, 2)
     FREED: gl.constexpr = are_freed_with_tiles(rings.tiles.full.shape[0], rings.masks.full.shape[0] // HEADS)
     step = 0
-    if start.ends is None:  # else those wait whose runs pieces enter
+    if start.ends is None:
         wait_for_last()
     for k in range(gl.program_id(0) * work.nruns, gl.program_id(0) * work.nruns + work.nruns):
         run = get_run(work, k)
@@ -330,7 +330,6 @@ def hopper_scan(i: SSDInputs, x_desc, B_desc, C_desc, out_desc, dt, dA_cumsum, r
     """
     parts, heads_per_group = cdiv(i.dstate, B_desc.block_shape[-1]), i.nheads // i.ngroups
     asked = None if nasked is None else i.return_states_every // dt.shape[3]
-    follows = ends is not None or (blocks is None and starts is None)  # the state pass, or else chunk_cumsum
     for part in range(parts):
         z, kept = (z_desc, y_desc) if part == parts - 1 else (None, None)
         before = out_desc if part else None
@@ -343,4 +342,4 @@ def hopper_scan(i: SSDInputs, x_desc, B_desc, C_desc, out_desc, dt, dA_cumsum, r
             None if kept is None else y, norm_weight, sums, HEADDIM=i.headdim, DSTATE=i.dstate, PART=part,
             ODD=heads_per_group % 2 == 1, D_ROWS=not part and i.D is not None and i.D.dim() == 2, STAGES=slots.tiles,
             SLOTS=slots.masks, EVERY=every // dt.shape[3], num_warps=4, maxnreg=_REGISTERS,
-            launch_pdl=follows and part == 0 and may_begin_early(initial_states))
+            launch_pdl=part == 0 and may_begin_early(ends, blocks is None and starts is None, initial_states))

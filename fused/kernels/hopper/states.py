@@ -107,7 +107,7 @@ def walk_slice(ring, entries, tiles, states_desc, dA_cumsum, dt, start, final_st
     SLICE: gl.constexpr = U if form.SLICES == 2 else 0
     m = gl.arange(0, BLOCK_M, gl.BlockedLayout([1], [32], [4], [0]))
     step, entry, kept = 0, 0, 0
-    if start.ends is None:  # else those wait whose runs pieces enter
+    if start.ends is None:
         wait_for_last()
     for k in range(gl.program_id(0) * work.nruns, gl.program_id(0) * work.nruns + work.nruns):
         run = get_run(work, k)
@@ -211,8 +211,7 @@ def all_states(i: SSDInputs, descriptors, states_desc, dt, dA_cumsum, runs, star
     runs, if any do. blocks: those of documents, in place of sub-chunks; starts and final_states are then descriptors of the
     documents', the last in tiles half as wide as a part.
     """
-    follows = ends is not None or blocks is None  # the state pass, or else chunk_cumsum
     launch(hopper_states_kernel, runs.shape[0], *(*descriptors, None, None)[:4], states_desc, dA_cumsum, dt, *starts, ends,
            factors, final_states, runs, runs.shape[1], forwards, dt.shape[2], i.nheads, i.nheads // i.ngroups, blocks,
            HEADDIM=i.headdim, DSTATE=i.dstate, ODD=i.nheads // i.ngroups % 2 == 1, EVERY=every // dt.shape[3],
-           STAGES=count_stages(dt), num_warps=4, maxnreg=_REGISTERS, launch_pdl=follows and may_begin_early(*starts))
+           STAGES=count_stages(dt), num_warps=4, maxnreg=_REGISTERS, launch_pdl=may_begin_early(ends, blocks is None, *starts))

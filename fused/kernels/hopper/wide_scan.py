@@ -332,11 +332,10 @@ def hopper_wide_scan(i: SSDInputs, x_desc, B_desc, C_desc, out_desc, dt, dA_cums
     """As `scan.hopper_scan`, in one launch. ends_desc: of ends, where tiles can hold them."""
     heads_per_group = i.nheads // i.ngroups
     asked = None if nasked is None else i.return_states_every // dt.shape[3]
-    follows = ends is not None or starts is None  # the state pass, or else chunk_cumsum
     slots = choose_slots(i, 0 if z_desc is None else z_desc.base.itemsize, y_desc is not None, states_desc, starts)
     launch(
         hopper_wide_scan_kernel, runs.shape[0], x_desc, B_desc, C_desc, z_desc, out_desc, y_desc, states_desc, ends_desc,
         dA_cumsum, dt, i.D, initial_states, ends, factors, final_states, starts, runs, runs.shape[1], dt.shape[2], i.nheads,
         heads_per_group, asked, nasked, HEADDIM=i.headdim, DSTATE=i.dstate, ODD=heads_per_group % 2 == 1,
         D_ROWS=i.D is not None and i.D.dim() == 2, STAGES=slots.tiles, SLOTS=slots.masks, EVERY=every // dt.shape[3],
-        num_warps=4, maxnreg=_REGISTERS, launch_pdl=follows and may_begin_early(initial_states))
+        num_warps=4, maxnreg=_REGISTERS, launch_pdl=may_begin_early(ends, starts is None, initial_states))
