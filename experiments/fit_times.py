@@ -14,7 +14,6 @@ from rich.console import Console
 
 from fused import schedule
 from fused.time_model import CONFIGS, Cut, Step, TimeModel, get_time_model
-from ssd.files import replace_file
 from ssd.kernels.arguments import cdiv
 from ssd.registry import get_variant
 from ssd.runtime import tuning
@@ -22,6 +21,7 @@ from ssd.runtime.devices import is_hopper
 from ssd.types import SUB_CHUNK, Options, SSDGrads, SSDInputs, SSDSaved
 
 from . import timing
+from .files import replace_file
 from .inputs import make_inputs
 from .shapes import Shape
 from .tune import measure_kernels

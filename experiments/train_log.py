@@ -8,8 +8,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from ssd.files import flush, replace_file
+from ssd.files import flush
 
+from .files import replace_file
 from .terminal import make_timer
 
 

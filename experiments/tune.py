@@ -15,12 +15,12 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from ssd.files import replace_file
 from ssd.registry import config_spaces, get_variant
 from ssd.runtime import tuning
 from ssd.types import Options, SSDGrads, SSDInputs
 
 from . import record
+from .files import replace_file
 from .inputs import DTYPES, make_inputs
 from .shapes import Shape
 from .terminal import make_empty_table, track
