@@ -78,7 +78,7 @@ class Executor:
             raise Fault(f"{name} begins early, which what came before it does not let it")
         self.launched.append(name)
         self.after_other = False
-        threads, touched, lets, waited = torch.get_num_threads(), Touched(), True, beside is None
+        threads, touched, lets, waited = torch.get_num_threads(), Touched(), True, not launch_pdl
         torch.set_num_threads(1)  # the tiles are small
         try:
             for number in range(programs):
@@ -105,10 +105,10 @@ class _Watch(TorchFunctionMode):
         name = function.__name__
         in_place = name.endswith("_") and not name.endswith("__")
         made = isinstance(result, Tensor) and not _is_view(result, args) and "empty" not in name
-        if (in_place and isinstance(result, Tensor)) or made:
+        if in_place or made:
             executor = self.executor
-            if executor.after_other and executor.beside is not None:  # as if it were a part of that launch
-                executor.beside.written.add(_get_memory(result))
+            if executor.after_other and executor.beside is not None and isinstance(result, Tensor):
+                executor.beside.written.add(_get_memory(result))  # as if it were a part of that launch
             else:
                 executor.beside = None
         return result

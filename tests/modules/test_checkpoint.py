@@ -5,7 +5,8 @@ import os
 import random
 import sys
 import time
-from threading import Thread
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
@@ -297,24 +298,15 @@ def test_modes_are_those_of_ordinary_files_or_of_what_was_there(tmp_path):
 
 def test_threads_that_write_to_one_folder(tmp_path, monkeypatch):
     """Both end well, and what is there is of one of them."""
-    replace, draw, failed = os.replace, random.Random(0), []
+    replace, draw = os.replace, random.Random(0)
 
     def replace_slowly(old, new):
         replace(old, new)
         time.sleep(draw.uniform(0, 0.01))
 
-    def run(config):
-        try:
-            write_number(tmp_path, config)
-        except Exception as error:
-            failed.append(error)
-
     monkeypatch.setattr("os.replace", replace_slowly)
     for _ in range(5):
-        threads = [Thread(target=run, args=(config,)) for config in (OLD, NEW)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(2) as threads:
+            assert [*threads.map(partial(write_number, tmp_path), (OLD, NEW))] == [None, None]  # or raises what one raised
         n, numbers = read_numbers(tmp_path)
-        assert not failed and numbers == {float(n)}
+        assert numbers == {float(n)}

@@ -154,5 +154,5 @@ def piece_states(i: SSDInputs, descriptors, dt, dA_cumsum, npieces: int, runs, f
     launch(hopper_pieces_kernel, runs.shape[0], *(*descriptors, None, None)[:4], dA_cumsum, dt, *starts, ends, factors, runs,
            runs.shape[1], forwards, dt.shape[2], i.nheads, i.nheads // i.ngroups, blocks, HEADDIM=i.headdim, DSTATE=i.dstate,
            ODD=i.nheads // i.ngroups % 2 == 1, STAGES=count_stages(dt), num_warps=4, maxnreg=_REGISTERS,
-           launch_pdl=blocks is None)
+           launch_pdl=blocks is None)  # else the producer reads states that may have been copied behind chunk_cumsum
     return ends, factors
