@@ -64,7 +64,22 @@ def _bound_size(v: Value, least: float = LEAST_Z) -> Tensor:
     return torch.copysign(torch.as_tensor(v).abs().clamp(min=least), torch.as_tensor(v))
 
 
-ASSEMBLY = {
+def _split_weights(w: Tensor) -> Tensor:
+    """Both halves of each number as the bits of one of fp32, the nearest of bf16 before the rest."""
+    high = w.bfloat16()
+    halves = torch.stack([(w - high.float()).bfloat16(), high], -1)  # as bytes lie in memory
+    return halves.view(torch.float32).squeeze(-1)
+
+
+def _weigh(x: Tensor, w: Tensor) -> Tensor:
+    low, high = w.contiguous().view(torch.bfloat16).unflatten(-1, (*w.shape[-1:], 2)).unbind(-1)
+    return torch.addcmul((x * low).double(), x.double(), high.double()).bfloat16()  # torch has no fma that rounds once
+
+
+ASSEMBLY = {  # the first that is found; what has several instructions by one that it alone has
+    "cvt.rn.bf16x2.f32": _split_weights,
+    "fma.rn.bf16x2": _weigh,
+    "fma.rn.f32": lambda y, x, factor: torch.addcmul(y, x.float(), torch.as_tensor(factor)),
     "and.b32": _bits_of_both,
     PREFETCH: prefetch,
     "ex2.approx.ftz.f32": torch.exp2,

@@ -14,6 +14,7 @@ from .early import wait_for_last
 from .ring import mark_empty, mark_full, slot_of, wait_empty, wait_full
 from .roles import LOG2E, decay, get_head, get_tile, load_steps, log2
 from .scan_tiles import split_columns
+from .weights import split_weights
 
 
 @gluon.jit
@@ -51,14 +52,16 @@ def are_freed_with_tiles(tiles, masks):
 
 
 @gluon.jit
-def make_masks(rings, tiles, vectors, dA_cumsum, dt, start, work, form: gl.constexpr, HALVES: gl.constexpr,
-               FETCHED: gl.constexpr, BLOCK_M: gl.constexpr, WIDTH: gl.constexpr):
+def make_masks(rings, tiles, vectors, dA_cumsum, dt, start, work, form: gl.constexpr, BLOCK_M: gl.constexpr,
+               WIDTH: gl.constexpr):
     """The consumer warpgroup that makes L and the vectors of the pair's heads, of which there are two or one.
 
-    HALVES: L is made one half after the other, where registers are few. FETCHED: before a run's tiles come the pieces that
-    enter it, which are the slices' alone.
+    Where the scan is the wide one, registers are few, so that two heads' L are made one half after the other; and weights are
+    split (`weights`), which in the other scan would take this role longer than it spares the slices.
     """
     HEADS: gl.constexpr = 2 // form.SLICES
+    WIDE: gl.constexpr = WIDTH > 128
+    HALVES: gl.constexpr = WIDE and HEADS == 2
     DTYPE: gl.constexpr = tiles.B.dtype
     JI: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     m = gl.arange(0, BLOCK_M, gl.BlockedLayout([1], [32], [4], [0]))
@@ -74,7 +77,7 @@ def make_masks(rings, tiles, vectors, dA_cumsum, dt, start, work, form: gl.const
         wait_for_last()
     for k in range(gl.program_id(0) * work.nruns, gl.program_id(0) * work.nruns + work.nruns):
         run = get_run(work, k)
-        if FETCHED:
+        if start.ends_desc is not None:  # before a run's tiles come the pieces that enter it, which are the slices' alone
             for _ in range(run.npieces):
                 wait_full(rings.tiles, step + pieces)
                 block_barrier()
@@ -103,7 +106,10 @@ def make_masks(rings, tiles, vectors, dA_cumsum, dt, start, work, form: gl.const
                 vectors.columns.index(u).store(a)
                 vectors.rows.index(u).store(a - log2(dt_u))
                 vectors.from_start.index(slot_of(rings.masks, step, u, HEADS)).store(gl.exp2(a))
-                vectors.to_end.index(slot_of(rings.masks, step, u, HEADS)).store(dt_u * decay(end - a))
+                to_end = dt_u * decay(end - a)
+                if WIDE:
+                    to_end = split_weights(to_end, DTYPE)
+                vectors.to_end.index(slot_of(rings.masks, step, u, HEADS)).store(to_end)
             # the next sub-chunk's, into the same registers: a load into others would wait here for itself
             ahead = row + gl.minimum(c + 1, last - 1) * BLOCK_M
             a0, dt0, end0 = load_steps(dA_cumsum, dt, ahead, m, BLOCK_M)

@@ -42,6 +42,7 @@ from .walks import (
     load_document,
     take_entering_state,
 )
+from .weights import split_weights
 
 _REGISTERS = 160  # as hopper_states
 
@@ -84,7 +85,7 @@ def sum_slice(ring, entries, tiles, dA_cumsum, dt, ends, factors, work, form: gl
             w = dt_c * decay((after + (end - a)) * LOG2E)
             if BACKWARDS:
                 w = gl.where(b >= work.forwards, decay((after + a) * LOG2E), w)
-            tiles.weights.index(line).store(w)
+            tiles.weights.index(line).store(split_weights(w, tiles.x.dtype))
             walked += end
             factor = None if LAST_FIRST else decay(end * LOG2E)
             ahead = get_step(gl.minimum(n + 1, final), run, LAST_FIRST)

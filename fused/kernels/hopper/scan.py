@@ -87,6 +87,7 @@ from .scan_tiles import (
     write_sums,
 )
 from .start import Start, add_pieces, load_start
+from .weights import add_scaled
 
 
 class Slots(NamedTuple):
@@ -203,9 +204,9 @@ def scan_slice(outputs, rings, tiles, vectors, dA_cumsum, D, norm, start, work, 
                 gate = make_gate(get_tile(tiles.z, 2 * slot + U, BLOCK_M, ROWS).permute((1, 0)).load(PI))
             y, x = warpgroup_mma_wait(1, deps=(y, x))  # y leaves while the state's product runs
             if D is not None:
-                y += D_h * x_t.load(PI).to(gl.float32)  # read again: x as fp32 does not fit beside the accumulators
+                y = add_scaled(y, x_t.load(PI), D_h)  # read again: x does not fit beside the accumulators
             if tiles.before is not None:
-                y += get_tile(tiles.before, 2 * slot + U, BLOCK_M, ROWS).permute((1, 0)).load(PI).to(gl.float32)
+                y = add_scaled(y, get_tile(tiles.before, 2 * slot + U, BLOCK_M, ROWS).permute((1, 0)).load(PI), 1.0)
             store_wait(0)
             block_barrier()
             if not FREED:
@@ -291,7 +292,7 @@ def hopper_scan_kernel(x_desc, B_desc, C_desc, z_desc, before_desc, out_desc, y_
                       WIDTH)),
         (scan_slice, (outputs, rings, tiles, vectors, dA_cumsum, D, norm, start, work, FORM, 1, PART, EVERY, BLOCK_M, ROWS,
                       WIDTH)),
-        (make_masks, (rings, tiles, vectors, dA_cumsum, dt, start, work, FORM, False, False, BLOCK_M, WIDTH)),
+        (make_masks, (rings, tiles, vectors, dA_cumsum, dt, start, work, FORM, BLOCK_M, WIDTH)),
         (fetch_tiles, (x_desc, B_desc, C_desc, z_desc, before_desc, rings.tiles, tiles, work, PART, FORM)),
     ], [4, 4, 1], [192, 104, 24])
 

@@ -50,6 +50,7 @@ from .walks import (
     load_document,
     take_entering_state,
 )
+from .weights import split_weights
 
 # Of a thread at launch; the roles then share them out: 152 walk_slice of slice 1, or 224 where tiles have 256 states; 24
 # fetch_tiles, or 40 where documents have states; what is left, up to 256, walk_slice of slice 0.
@@ -132,7 +133,7 @@ def walk_slice(ring, entries, tiles, states_desc, dA_cumsum, dt, start, final_st
             w = dt_c * decay((end - a) * LOG2E)
             if BACKWARDS:
                 w = gl.where(b >= work.forwards, decay(a * LOG2E), w)
-            tiles.weights.index(line).store(w)
+            tiles.weights.index(line).store(split_weights(w, tiles.x.dtype))
             factor = decay(end * LOG2E)
             ahead = get_sub_chunk(gl.minimum(c + 1, last - 1), b, work, BACKWARDS)
             a, dt_c, end = load_steps(dA_cumsum, dt, row + ahead * BLOCK_M, m, BLOCK_M)

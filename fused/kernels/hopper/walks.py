@@ -19,6 +19,7 @@ from .document_states import fetch_document_states, take_document_state
 from .documents import BEGUN, ENDED, FIRST_BLOCK, LAST_BLOCK, TOKEN, Documents, get_run, load_field
 from .ring import mark_empty, slot_of, wait_empty, wait_full
 from .roles import Run, fetch_slice, get_head, get_tile, split_pair, tile_bytes
+from .weights import weigh
 
 # One kernel for all sizes: that a size is 1 or divisible by 16 would not make it faster.
 SIZES = ("nruns", "forwards", "nsub", "nheads", "heads_per_group")
@@ -122,7 +123,7 @@ def add_step(state, factor, ring, tiles, step, slot, line, STATE: gl.constexpr, 
     w = gl.expand_dims(tiles.weights.index(line).load(gl.SliceLayout(0, OPERAND)), 0)
     wait_full(ring, step)
     x = get_tile(tiles.x, 2 * slot + U, BLOCK_M, ROWS).permute((1, 0)).load(OPERAND)
-    x_end = (x.to(gl.float32) * w).to(tiles.x.dtype)
+    x_end = weigh(x, w)
     B = get_tile(tiles.B, slot, BLOCK_M, WIDTH)
     if factor is not None:
         state = state * factor

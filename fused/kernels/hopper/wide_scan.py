@@ -51,6 +51,7 @@ from .roles import (
 from .scan import SIZES, Slots
 from .scan_tiles import Outputs, Rings, Work, allocate_vectors, load_D, split_columns
 from .start import Start, add_pieces, count_together, load_scales, load_start, undo_line_up
+from .weights import add_scaled, weigh
 
 QUARTER = 64  # states that are wgmma's operand at a time, and of a tile of a state on its way out
 PART = gl.constexpr(128)  # states of a part, as hopper_states has them
@@ -236,13 +237,13 @@ def scan_slice(outputs, rings, tiles, vectors, dA_cumsum, D, start, work, form: 
             wait_full(rings.masks, step, HEAD, HEADS)
             y = y * gl.expand_dims(vectors.from_start.index(mask).load(gl.SliceLayout(0, PI)), 0)
             w = gl.expand_dims(vectors.to_end.index(mask).load(gl.SliceLayout(0, OPERAND)), 0)
-            x_end = (x_t.load(OPERAND).to(gl.float32) * w).to(DTYPE)
+            x_end = weigh(x_t.load(OPERAND), w)
             # both in flight before anything else touches an accumulator: ptxas would insert a wait
             y = warpgroup_mma(x_t, tiles.L.index(mask), y, is_async=True)  # [P, M] @ [M, M]
             state = warpgroup_mma(x_end, B, state, is_async=True)  # [P, M] @ [M, N]
             y = warpgroup_mma_wait(1, deps=(y,))  # y leaves while the state's product runs
             if D is not None:
-                y += D_h * x_t.load(PI).to(gl.float32)
+                y = add_scaled(y, x_t.load(PI), D_h)
             store_wait(0)
             block_barrier()
             if not FREED:
@@ -306,8 +307,7 @@ def hopper_wide_scan_kernel(x_desc, B_desc, C_desc, z_desc, out_desc, y_desc, st
     gl.warp_specialize([
         (scan_slice, (outputs, rings, tiles, vectors, dA_cumsum, D, start, work, FORM, 0, EVERY, BLOCK_M, ROWS, WIDTH)),
         (scan_slice, (outputs, rings, tiles, vectors, dA_cumsum, D, start, work, FORM, 1, EVERY, BLOCK_M, ROWS, WIDTH)),
-        (make_masks, (rings, tiles, vectors, dA_cumsum, dt, start, work, FORM, HEADS == 2, ends_desc is not None, BLOCK_M,
-                      WIDTH)),
+        (make_masks, (rings, tiles, vectors, dA_cumsum, dt, start, work, FORM, BLOCK_M, WIDTH)),
         (fetch_tiles, (x_desc, B_desc, C_desc, z_desc, ends_desc, rings.tiles, tiles, work, FORM)),
     ], [4, 4, 1], [208, 72, 24])
 
