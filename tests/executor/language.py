@@ -56,6 +56,10 @@ def _wait_for_last() -> Tensor:
     return torch.tensor(0)
 
 
+def _compute(function: Callable[[Tensor], Tensor], v: Value | float) -> Value:
+    return apply(function, v if isinstance(v, Value) else torch.tensor(v))
+
+
 def _run_assembly(asm: str, constraints: str, args: list, *rest: object, **more: object) -> Value:
     return apply(next(function for name, function in ASSEMBLY.items() if f"{name} " in asm), *args)
 
@@ -270,7 +274,7 @@ def _language() -> types.ModuleType:
     gl.sum, gl.max = (functools.partial(_reduce, function) for function in (torch.sum, torch.amax))
     gl.expand_dims, gl.reshape, gl.permute, gl.join, gl.split = _expand_dims, _reshape, _permute, _join, _split
     for name in ("abs", "exp2", "rsqrt"):
-        setattr(gl, name, functools.partial(apply, getattr(torch, name)))
+        setattr(gl, name, functools.partial(_compute, getattr(torch, name)))
     gl.convert_layout = lambda value, layout: Value(value.tensor, layout, value.loads)
     gl.inline_asm_elementwise = _run_assembly
     gl.load, gl.store = _load, _store

@@ -11,6 +11,7 @@ from ssd.runtime.gluon_names import block_barrier
 
 from .documents import get_run
 from .early import wait_for_last
+from .lag import get_next_lag
 from .ring import mark_empty, mark_full, slot_of, wait_empty, wait_full
 from .roles import LOG2E, decay, get_head, get_tile, load_steps, log2
 from .scan_tiles import split_columns
@@ -52,8 +53,8 @@ def are_freed_with_tiles(tiles, masks):
 
 
 @gluon.jit
-def make_masks(rings, tiles, vectors, dA_cumsum, dt, start, work, form: gl.constexpr, BLOCK_M: gl.constexpr,
-               WIDTH: gl.constexpr):
+def make_masks(rings, tiles, vectors, dA_cumsum, dt, start, work, form: gl.constexpr, LAZY: gl.constexpr,
+               BLOCK_M: gl.constexpr, WIDTH: gl.constexpr):
     """The consumer warpgroup that makes L and the vectors of the pair's heads, of which there are two or one.
 
     Where the scan is the wide one, registers are few, so that two heads' L are made one half after the other; and weights are
@@ -93,6 +94,7 @@ def make_masks(rings, tiles, vectors, dA_cumsum, dt, start, work, form: gl.const
         a0, dt0, end0 = load_steps(dA_cumsum, dt, row + first * BLOCK_M, m, BLOCK_M)
         if HEADS == 2:
             a1, dt1, end1 = load_steps(dA_cumsum, dt, row + other + first * BLOCK_M, m, BLOCK_M)
+        lag0, lag1 = 0.0, 0.0
         for c in range(first, last):
             slot = slot_of(rings.tiles, step + pieces)
             wait_full(rings.tiles, step + pieces)
@@ -105,10 +107,17 @@ def make_masks(rings, tiles, vectors, dA_cumsum, dt, start, work, form: gl.const
                 a, dt_u, end = (a0 if u == 0 else a1) * LOG2E, dt0 if u == 0 else dt1, (end0 if u == 0 else end1) * LOG2E
                 vectors.columns.index(u).store(a)
                 vectors.rows.index(u).store(a - log2(dt_u))
-                vectors.from_start.index(slot_of(rings.masks, step, u, HEADS)).store(gl.exp2(a))
-                to_end = dt_u * decay(end - a)
+                from_start, to_end = a, dt_u * decay(end - a)
+                if LAZY:
+                    from_start = a + (lag0 if u == 0 else lag1)
+                    if u == 0:
+                        lag0 = get_next_lag(lag0, end)
+                    else:
+                        lag1 = get_next_lag(lag1, end)
+                    to_end *= gl.exp2(-(lag0 if u == 0 else lag1))
                 if WIDE:
                     to_end = split_weights(to_end, DTYPE)
+                vectors.from_start.index(slot_of(rings.masks, step, u, HEADS)).store(gl.exp2(from_start))
                 vectors.to_end.index(slot_of(rings.masks, step, u, HEADS)).store(to_end)
             # the next sub-chunk's, into the same registers: a load into others would wait here for itself
             ahead = row + gl.minimum(c + 1, last - 1) * BLOCK_M

@@ -292,7 +292,7 @@ def hopper_scan_kernel(x_desc, B_desc, C_desc, z_desc, before_desc, out_desc, y_
                       WIDTH)),
         (scan_slice, (outputs, rings, tiles, vectors, dA_cumsum, D, norm, start, work, FORM, 1, PART, EVERY, BLOCK_M, ROWS,
                       WIDTH)),
-        (make_masks, (rings, tiles, vectors, dA_cumsum, dt, start, work, FORM, BLOCK_M, WIDTH)),
+        (make_masks, (rings, tiles, vectors, dA_cumsum, dt, start, work, FORM, False, BLOCK_M, WIDTH)),
         (fetch_tiles, (x_desc, B_desc, C_desc, z_desc, before_desc, rings.tiles, tiles, work, PART, FORM)),
     ], [4, 4, 1], [192, 104, 24])
 

@@ -31,6 +31,7 @@ from ssd.types import SUB_CHUNK, SSDInputs
 from .document_states import as_box, as_tile
 from .documents import Documents
 from .early import may_begin_early, wait_for_last
+from .lag import decay_state, puts_off, settle_decay
 from .masks import are_freed_with_tiles, make_masks
 from .ring import make_ring, mark_empty, slot_of, wait_empty, wait_full
 from .roles import (
@@ -195,6 +196,7 @@ def scan_slice(outputs, rings, tiles, vectors, dA_cumsum, D, start, work, form: 
     PI: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])  # y^T
     STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, PI, 2)
+    LAZY: gl.constexpr = puts_off(DTYPE, outputs.states)
     FREED: gl.constexpr = are_freed_with_tiles(rings.tiles.full.shape[0], rings.masks.full.shape[0] // HEADS)
     step, fetched = 0, 0  # fetched: that of the ring of tiles, where pieces are steps too
     if start.ends is None:
@@ -213,6 +215,7 @@ def scan_slice(outputs, rings, tiles, vectors, dA_cumsum, D, start, work, form: 
             state = add_pieces(state, start.ends, start.factors, run, STATE, U, ROWS, WIDTH)
         A_last = dA_cumsum + bh * work.nsub * BLOCK_M + BLOCK_M - 1
         end = gl.load(A_last + first * BLOCK_M)
+        lag = 0.0
         if D is not None:
             D_h = load_D(D, h, SLICE, form, PI, ROWS)
         for c in range(first, last):
@@ -232,7 +235,7 @@ def scan_slice(outputs, rings, tiles, vectors, dA_cumsum, D, start, work, form: 
             y = multiply_quarter(state2, C, 2, y, OPERAND)
             write_quarter(outputs, b, c, h, state3, tiles, work, form, U, 3, EVERY, ROWS)
             y = multiply_quarter(state3, C, 3, y, OPERAND)
-            state = state * gl.exp2(end * LOG2E)
+            state, lag, is_left = decay_state(state, lag, end * LOG2E, LAZY)
             end = gl.load(A_last + gl.minimum(c + 1, last - 1) * BLOCK_M)
             wait_full(rings.masks, step, HEAD, HEADS)
             y = y * gl.expand_dims(vectors.from_start.index(mask).load(gl.SliceLayout(0, PI)), 0)
@@ -240,7 +243,7 @@ def scan_slice(outputs, rings, tiles, vectors, dA_cumsum, D, start, work, form: 
             x_end = weigh(x_t.load(OPERAND), w)
             # both in flight before anything else touches an accumulator: ptxas would insert a wait
             y = warpgroup_mma(x_t, tiles.L.index(mask), y, is_async=True)  # [P, M] @ [M, M]
-            state = warpgroup_mma(x_end, B, state, is_async=True)  # [P, M] @ [M, N]
+            state = warpgroup_mma(x_end, B, state, use_acc=is_left, is_async=True)  # [P, M] @ [M, N]
             y = warpgroup_mma_wait(1, deps=(y,))  # y leaves while the state's product runs
             if D is not None:
                 y = add_scaled(y, x_t.load(PI), D_h)
@@ -274,7 +277,7 @@ def scan_slice(outputs, rings, tiles, vectors, dA_cumsum, D, start, work, form: 
                 write_quarter(outputs, b, last, h, state3, tiles, work, form, U, 3, EVERY, ROWS)
         if outputs.final_states is not None and last == work.nsub:
             at = locate_state(outputs.final_states, bh, STATE, SLICE, 0, form, ROWS, WIDTH)
-            store_masked(at, state, state_mask(STATE, SLICE, 0, form, ROWS, WIDTH))
+            store_masked(at, settle_decay(state, lag, LAZY), state_mask(STATE, SLICE, 0, form, ROWS, WIDTH))
     store_wait(0)
 
 
@@ -307,7 +310,8 @@ def hopper_wide_scan_kernel(x_desc, B_desc, C_desc, z_desc, out_desc, y_desc, st
     gl.warp_specialize([
         (scan_slice, (outputs, rings, tiles, vectors, dA_cumsum, D, start, work, FORM, 0, EVERY, BLOCK_M, ROWS, WIDTH)),
         (scan_slice, (outputs, rings, tiles, vectors, dA_cumsum, D, start, work, FORM, 1, EVERY, BLOCK_M, ROWS, WIDTH)),
-        (make_masks, (rings, tiles, vectors, dA_cumsum, dt, start, work, FORM, BLOCK_M, WIDTH)),
+        (make_masks, (rings, tiles, vectors, dA_cumsum, dt, start, work, FORM, puts_off(DTYPE, states_desc),
+                      BLOCK_M, WIDTH)),
         (fetch_tiles, (x_desc, B_desc, C_desc, z_desc, ends_desc, rings.tiles, tiles, work, FORM)),
     ], [4, 4, 1], [208, 72, 24])
 
