@@ -1,17 +1,20 @@
 """Decays of a state that are put off, in Gluon, for Hopper.
 
 To multiply a state by each step's decay takes a thread as many instructions as it holds elements. So it holds R with
-S = 2^lag R: a step adds its decay to lag, its tokens enter R with weights that are larger by 2^-lag, and what is read of R is
-scaled where it is scaled by exp(A_i) anyway. R is scaled before lag would fall below -MOST. A state of which one step leaves
-less than 2^-MOST, which is 2^-40 of what fp32 rounds by, is left out of the next one.
+S = exp(lag) R: a step adds A_last, the log of its decay, to lag; its tokens enter R with weights that are larger by exp(-lag);
+and what is read of R is scaled where it is scaled by exp(A_i) anyway. R is scaled before lag would fall below -MOST. A state of
+which one step leaves less than exp(-MOST), 1e-19, where fp32 rounds by 6e-8, is left out of the next one.
 
-The role that makes weights and the slices each reckon lag, by the same operations and so to the bit.
+The role that makes weights and the slices each reckon lag. If one scaled where the other did not, results would be off by
+exp(MOST); so lag is a sum of numbers that both load, and of nothing that a compiler could round in two ways.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-MOST = gl.constexpr(64.0)  # so that R overflows only where S would above 2^64
+from .roles import LOG2E
+
+MOST = gl.constexpr(44.0)  # exp(44) = 1e19: R S's size times that, and what is summed up of it, are far from fp32's end, 3e38
 
 
 @gluon.constexpr_function
@@ -21,29 +24,29 @@ def puts_off(dtype, states):
 
 
 @gluon.jit
-def add_decay(lag, end):
-    """lag and a step's decay 2^end together, or 0 where it leaves nothing; and whether it leaves something."""
-    is_left = end > -MOST
-    return gl.where(is_left, lag + end, 0.0), is_left
+def add_decay(lag, A_last):
+    """lag after a step if R is not scaled, 0 where the step leaves nothing of it; and whether it leaves something."""
+    is_left = A_last > -MOST
+    return gl.where(is_left, lag + A_last, 0.0), is_left
 
 
 @gluon.jit
-def get_next_lag(lag, end):
-    """lag after a step whose decay is 2^end."""
-    lag, _ = add_decay(lag, end)
+def get_next_lag(lag, A_last):
+    """lag after a step."""
+    lag, _ = add_decay(lag, A_last)
     return gl.where(lag < -MOST, 0.0, lag)
 
 
 @gluon.jit
-def decay_state(state, lag, end, LAZY: gl.constexpr):
-    """The state before it gets what a step adds, with lag; and whether anything of it is left, or it is to be overwritten."""
+def decay_state(state, lag, A_last, LAZY: gl.constexpr):
+    """R before a step's tokens enter it, and lag; and whether anything of R is left, or it is to be overwritten."""
     if LAZY:
-        lag, is_left = add_decay(lag, end)
+        lag, is_left = add_decay(lag, A_last)
         if lag < -MOST:
-            state = state * gl.exp2(lag)
+            state = state * gl.exp2(lag * LOG2E)
             lag = 0.0
     else:
-        state = state * gl.exp2(end)
+        state = state * gl.exp2(A_last * LOG2E)
         is_left = True
     return state, lag, is_left
 
@@ -51,4 +54,4 @@ def decay_state(state, lag, end, LAZY: gl.constexpr):
 @gluon.jit
 def settle_decay(state, lag, LAZY: gl.constexpr):
     """S of R."""
-    return state * gl.exp2(lag) if LAZY else state
+    return state * gl.exp2(lag * LOG2E) if LAZY else state

@@ -109,12 +109,12 @@ def make_masks(rings, tiles, vectors, dA_cumsum, dt, start, work, form: gl.const
                 vectors.rows.index(u).store(a - log2(dt_u))
                 from_start, to_end = a, dt_u * decay(end - a)
                 if LAZY:
-                    from_start = a + (lag0 if u == 0 else lag1)
+                    from_start = a + (lag0 if u == 0 else lag1) * LOG2E
                     if u == 0:
-                        lag0 = get_next_lag(lag0, end)
+                        lag0 = get_next_lag(lag0, end0)
                     else:
-                        lag1 = get_next_lag(lag1, end)
-                    to_end *= gl.exp2(-(lag0 if u == 0 else lag1))
+                        lag1 = get_next_lag(lag1, end1)
+                    to_end *= gl.exp2((lag0 if u == 0 else lag1) * -LOG2E)
                 if WIDE:
                     to_end = split_weights(to_end, DTYPE)
                 vectors.from_start.index(slot_of(rings.masks, step, u, HEADS)).store(gl.exp2(from_start))

@@ -35,7 +35,6 @@ from .lag import decay_state, puts_off, settle_decay
 from .masks import are_freed_with_tiles, make_masks
 from .ring import make_ring, mark_empty, slot_of, wait_empty, wait_full
 from .roles import (
-    LOG2E,
     allocate_tiles,
     fetch_slice,
     get_head,
@@ -235,7 +234,7 @@ def scan_slice(outputs, rings, tiles, vectors, dA_cumsum, D, start, work, form: 
             y = multiply_quarter(state2, C, 2, y, OPERAND)
             write_quarter(outputs, b, c, h, state3, tiles, work, form, U, 3, EVERY, ROWS)
             y = multiply_quarter(state3, C, 3, y, OPERAND)
-            state, lag, is_left = decay_state(state, lag, end * LOG2E, LAZY)
+            state, lag, is_left = decay_state(state, lag, end, LAZY)
             end = gl.load(A_last + gl.minimum(c + 1, last - 1) * BLOCK_M)
             wait_full(rings.masks, step, HEAD, HEADS)
             y = y * gl.expand_dims(vectors.from_start.index(mask).load(gl.SliceLayout(0, PI)), 0)
