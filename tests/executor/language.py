@@ -56,7 +56,8 @@ def _wait_for_last() -> Tensor:
     return torch.tensor(0)
 
 
-def _compute(function: Callable[[Tensor], Tensor], v: Value | float) -> Value:
+def _apply_to_one(function: Callable[[Tensor], Tensor], v: Value | float) -> Value:
+    """`apply` of a tensor or of a number of Python's."""
     return apply(function, v if isinstance(v, Value) else torch.tensor(v))
 
 
@@ -68,11 +69,11 @@ def _bound_size(v: Value, least: float = LEAST_Z) -> Tensor:
     return torch.copysign(torch.as_tensor(v).abs().clamp(min=least), torch.as_tensor(v))
 
 
-def _split_weights(w: Tensor) -> Tensor:
-    """Both halves of each number as the bits of one of fp32, the nearest of bf16 before the rest."""
+def _pack_weights(w: Tensor) -> Tensor:
+    """Of each number the high and the low part, as the bits of one of fp32."""
     high = w.bfloat16()
-    halves = torch.stack([(w - high.float()).bfloat16(), high], -1)  # as bytes lie in memory
-    return halves.view(torch.float32).squeeze(-1)
+    parts = torch.stack([(w - high.float()).bfloat16(), high], -1)  # as bytes lie in memory
+    return parts.view(torch.float32).squeeze(-1)
 
 
 def _weigh(x: Tensor, w: Tensor) -> Tensor:
@@ -80,10 +81,10 @@ def _weigh(x: Tensor, w: Tensor) -> Tensor:
     return torch.addcmul((x * low).double(), x.double(), high.double()).bfloat16()  # torch has no fma that rounds once
 
 
-ASSEMBLY = {  # the first that is found; what has several instructions by one that it alone has
-    "cvt.rn.bf16x2.f32": _split_weights,
+ASSEMBLY = {  # by an instruction; the first that is found
+    "cvt.rn.bf16x2.f32": _pack_weights,
     "fma.rn.bf16x2": _weigh,
-    "fma.rn.f32": lambda y, x, factor: torch.addcmul(y, x.float(), torch.as_tensor(factor)),
+    "shl.b32": lambda y, x, factor: torch.addcmul(y, x.float(), torch.as_tensor(factor)),
     "and.b32": _bits_of_both,
     PREFETCH: prefetch,
     "ex2.approx.ftz.f32": torch.exp2,
@@ -274,7 +275,7 @@ def _language() -> types.ModuleType:
     gl.sum, gl.max = (functools.partial(_reduce, function) for function in (torch.sum, torch.amax))
     gl.expand_dims, gl.reshape, gl.permute, gl.join, gl.split = _expand_dims, _reshape, _permute, _join, _split
     for name in ("abs", "exp2", "rsqrt"):
-        setattr(gl, name, functools.partial(_compute, getattr(torch, name)))
+        setattr(gl, name, functools.partial(_apply_to_one, getattr(torch, name)))
     gl.convert_layout = lambda value, layout: Value(value.tensor, layout, value.loads)
     gl.inline_asm_elementwise = _run_assembly
     gl.load, gl.store = _load, _store

@@ -41,7 +41,7 @@ from ssd.types import SPAN, SUB_CHUNK, SSDInputs
 from .group_tiles import Sizes, Tile, find_tile, store_rows
 from .ring import Ring, make_ring, mark_empty, slot_of, wait_empty, wait_full
 from .roles import LOG2E, allocate_tiles, decay, fetch_slice, get_tile, make_form, tile_bytes
-from .weights import split_weights, weigh
+from .weights import pack_weights, weigh
 
 SIZES = ("ntiles", "batch", "seqlen", "nspans", "ngroups", "heads_per_group", "stride", "nstates", "every")
 SLOTS = 2
@@ -128,7 +128,7 @@ def compute_dC(rings, tiles, dA_cumsum, dC, sums, sizes, form: gl.constexpr, SPL
             HG = gl.where(gl.expand_dims(i, 1) == gl.expand_dims(p, 0), warpgroup_mma_wait(0, deps=(HG,)), 0.0)
             part = (at // SPAN * form.SLICES + n % form.SLICES) * 2 + half
             gl.store(sums.s + part, gl.sum(gl.sum(HG, 1), 0) * decay(end * LOG2E))
-            dy = weigh(dy_tile.load(OPERAND), gl.expand_dims(split_weights(decay(A_operand * LOG2E), DTYPE), 1))
+            dy = weigh(dy_tile.load(OPERAND), gl.expand_dims(pack_weights(decay(A_operand * LOG2E), DTYPE), 1))
             dC0 = warpgroup_mma(dy, get_tile(tiles.H, 2 * slot, M, WIDTH), dC0, is_async=True)
             dC1 = warpgroup_mma(dy, get_tile(tiles.H, 2 * slot + 1, M, WIDTH), dC1, is_async=True)
             at = (tile.row + gl.minimum(n + 1, tile.count * form.SLICES - 1) // form.SLICES * sizes.nsub) * SPAN
@@ -185,7 +185,7 @@ def compute_dB(rings, tiles, dA_cumsum, dt, dx, dx_strides, dB, sums, sizes, for
             dx_at = (to + n // form.SLICES * form.HEADDIM + to_rows) + gl.expand_dims(channel, 0)
             gl.store(dx_at, (v * gl.expand_dims(dt_j, 1)).to(DTYPE), mask=inside)
             w = decay((end - A_operand) * LOG2E) * dt_operand
-            x = weigh(x_tile.load(OPERAND), gl.expand_dims(split_weights(w, DTYPE), 1))
+            x = weigh(x_tile.load(OPERAND), gl.expand_dims(pack_weights(w, DTYPE), 1))
             dB0 = warpgroup_mma(x, get_tile(tiles.G, 2 * slot, M, WIDTH), dB0, is_async=True)
             dB1 = warpgroup_mma(x, get_tile(tiles.G, 2 * slot + 1, M, WIDTH), dB1, is_async=True)
             at = (tile.row + gl.minimum(n + 1, tile.count * form.SLICES - 1) // form.SLICES * sizes.nsub) * SPAN

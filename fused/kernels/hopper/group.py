@@ -47,7 +47,7 @@ from .documents import TOKEN, load_field
 from .group_tiles import Rings, Sizes, Sums, Tiles, Vectors, as_box, fetch_vectors, find_tile, get_token, store_rows, write_dx
 from .ring import make_barriers, make_ring, mark_empty, mark_full, next_empty, next_full, slot_of, wait_empty, wait_full
 from .roles import LOG2E, allocate_tiles, decay, fetch_slice, get_tile, make_form, tile_bytes
-from .weights import split_weights, weigh
+from .weights import pack_weights, weigh
 
 # One kernel for all sizes: that a size is 1 or divisible by 16 would not make it faster. Offsets into sums are int32, as in
 # `ends` and `pairs`: x, dy, dx, five sums and states of as many rows, 2^31, fill more memory than a GPU has.
@@ -96,7 +96,7 @@ def compute_dC(rings, tiles, vectors, dC, sums, before, sizes, form: gl.constexp
             K = warpgroup_mma(dy, x.permute((1, 0)), K, use_acc=False, is_async=True)
             wait_full(rings.vectors, step)
             w = gl.expand_dims(decay(vectors.A.index(line).load(gl.SliceLayout(1, OPERAND))), 1)
-            sum_dC = warpgroup_mma(weigh(dy, split_weights(w, DTYPE)), H, sum_dC, is_async=True)
+            sum_dC = warpgroup_mma(weigh(dy, pack_weights(w, DTYPE)), H, sum_dC, is_async=True)
             K = warpgroup_mma_wait(1, deps=(K,))
             A_i = vectors.A.index(line).load(gl.SliceLayout(1, IJ))
             A_j = gl.expand_dims(vectors.A.index(line).load(gl.SliceLayout(0, IJ)), 0)
@@ -265,7 +265,7 @@ def compute_dB(rings, tiles, vectors, dA_cumsum, dB, sums, before, sizes, form: 
             gl.store(sums.s + tile.row + k // form.SLICES * sizes.nsub, s)
             wait_full(rings.vectors, step)
             w = gl.expand_dims(decay(end - vectors.A.index(line).load(TOKEN)) * vectors.dt.index(line).load(TOKEN), 1)
-            x = weigh(get_tile(tiles.x, slot, BLOCK_M, ROWS).load(OPERAND), split_weights(w, DTYPE))
+            x = weigh(get_tile(tiles.x, slot, BLOCK_M, ROWS).load(OPERAND), pack_weights(w, DTYPE))
             sum_dB = warpgroup_mma(x, G, sum_dB, is_async=True)
             sum_dB = warpgroup_mma_wait(0, deps=(sum_dB,))
             block_barrier()

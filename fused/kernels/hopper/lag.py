@@ -1,12 +1,15 @@
-"""Decays of a state that are put off, in Gluon, for Hopper.
+"""Decays of a state that are deferred, in Gluon, for Hopper.
 
-To multiply a state by each step's decay takes a thread as many instructions as it holds elements. So it holds R with
-S = exp(lag) R: a step adds A_last, the log of its decay, to lag; its tokens enter R with weights that are larger by exp(-lag);
-and what is read of R is scaled where it is scaled by exp(A_i) anyway. R is scaled before lag would fall below -MOST. A state of
-which one step leaves less than exp(-MOST), 1e-19, where fp32 rounds by 6e-8, is left out of the next one.
+To multiply a state by each step's decay takes a thread as many instructions as it holds elements. So it holds R, and lag, with
+S = exp(lag) R. A step adds A_last, the log of its decay, to lag, and its tokens enter R with weights larger by exp(-lag); what
+is read of R is scaled where it is scaled by exp(A_i) anyway. When lag falls below -MOST_LAG, R is scaled by exp(lag), and lag
+is 0 again. A step that leaves less than exp(-MOST_LAG), 8e-20, of a state leaves nothing: what it adds then overwrites R.
+
+|R| <= exp(44) |S| = 1.3e19 |S|, so R overflows only where |S| > 2.6e19. lag loses at most 1.9e-6 a step to rounding. A NaN or
+an infinity shows in the outputs of its own sub-chunk; a step that leaves nothing takes it out of the state as well.
 
 The role that makes weights and the slices each reckon lag. If one scaled where the other did not, results would be off by
-exp(MOST); so lag is a sum of numbers that both load, and of nothing that a compiler could round in two ways.
+exp(MOST_LAG); so lag is a sum of numbers that both load, and of nothing that a compiler could round in two ways.
 """
 
 from triton.experimental import gluon
@@ -14,44 +17,45 @@ from triton.experimental.gluon import language as gl
 
 from .roles import LOG2E
 
-MOST = gl.constexpr(44.0)  # exp(44) = 1e19: R S's size times that, and what is summed up of it, are far from fp32's end, 3e38
+MOST_LAG = gl.constexpr(44.0)
 
 
 @gluon.constexpr_function
-def puts_off(dtype, states):
-    """Whether a scan's decays are put off: not in fp16, which has too few exponents, nor where states are written."""
+def defers_decay(dtype, states):
+    """Whether a scan does so: not in fp16, which has too few exponents, nor where it writes states."""
     return dtype == gl.bfloat16 and states is None
 
 
 @gluon.jit
-def add_decay(lag, A_last):
-    """lag after a step if R is not scaled, 0 where the step leaves nothing of it; and whether it leaves something."""
-    is_left = A_last > -MOST
-    return gl.where(is_left, lag + A_last, 0.0), is_left
+def advance_lag(lag, A_last):
+    """lag after a step; the lag by which R is scaled in it, if that is below -MOST_LAG; and whether anything of R is left."""
+    is_left = A_last > -MOST_LAG
+    total = gl.where(is_left, lag + A_last, 0.0)
+    return gl.where(total < -MOST_LAG, 0.0, total), total, is_left
 
 
 @gluon.jit
-def get_next_lag(lag, A_last):
-    """lag after a step."""
-    lag, _ = add_decay(lag, A_last)
-    return gl.where(lag < -MOST, 0.0, lag)
-
-
-@gluon.jit
-def decay_state(state, lag, A_last, LAZY: gl.constexpr):
-    """R before a step's tokens enter it, and lag; and whether anything of R is left, or it is to be overwritten."""
-    if LAZY:
-        lag, is_left = add_decay(lag, A_last)
-        if lag < -MOST:
-            state = state * gl.exp2(lag * LOG2E)
-            lag = 0.0
+def decay_state(state, lag, A_last, DEFERRED: gl.constexpr):
+    """R before a step's tokens enter it, lag, and whether their product adds to R or overwrites it."""
+    is_left = True
+    if DEFERRED:
+        lag, total, is_left = advance_lag(lag, A_last)
+        if total < -MOST_LAG:
+            state = state * gl.exp2(total * LOG2E)
     else:
         state = state * gl.exp2(A_last * LOG2E)
-        is_left = True
     return state, lag, is_left
 
 
 @gluon.jit
-def settle_decay(state, lag, LAZY: gl.constexpr):
-    """S of R."""
-    return state * gl.exp2(lag * LOG2E) if LAZY else state
+def defer_decay(exponent, w, lag, A_last):
+    """A step's exponent of what is read of R, in powers of 2, and weights of what enters R, with lag; and lag after it."""
+    exponent += lag * LOG2E
+    lag, _, _ = advance_lag(lag, A_last)
+    return exponent, w * gl.exp2(lag * -LOG2E), lag
+
+
+@gluon.jit
+def apply_decay(state, lag, DEFERRED: gl.constexpr):
+    """The state S = exp(lag) R."""
+    return state * gl.exp2(lag * LOG2E) if DEFERRED else state

@@ -1,6 +1,7 @@
 """make_masks: the role of the forward scans that makes L = (B C^T) exp(A_i - A_j) dt_j for i >= j, in Gluon, for Hopper.
 
-Equation (26) of docs/ssd.md. L [j, i] is wgmma's operand in shared memory; `scan` says what the roles around it do.
+Equation (26) of docs/ssd.md. L [j, i] is wgmma's operand in shared memory; `scan` says what the roles around it do. The decays
+and weights by which the slices multiply y and x are made here as well.
 """
 
 from triton.experimental import gluon
@@ -11,11 +12,11 @@ from ssd.runtime.gluon_names import block_barrier
 
 from .documents import get_run
 from .early import wait_for_last
-from .lag import get_next_lag
+from .lag import defer_decay
 from .ring import mark_empty, mark_full, slot_of, wait_empty, wait_full
 from .roles import LOG2E, decay, get_head, get_tile, load_steps, log2
 from .scan_tiles import split_columns
-from .weights import split_weights
+from .weights import pack_weights
 
 
 @gluon.jit
@@ -53,12 +54,12 @@ def are_freed_with_tiles(tiles, masks):
 
 
 @gluon.jit
-def make_masks(rings, tiles, vectors, dA_cumsum, dt, start, work, form: gl.constexpr, LAZY: gl.constexpr,
+def make_masks(rings, tiles, vectors, dA_cumsum, dt, start, work, form: gl.constexpr, DEFERRED: gl.constexpr,
                BLOCK_M: gl.constexpr, WIDTH: gl.constexpr):
     """The consumer warpgroup that makes L and the vectors of the pair's heads, of which there are two or one.
 
-    Where the scan is the wide one, registers are few, so that two heads' L are made one half after the other; and weights are
-    split (`weights`), which in the other scan would take this role longer than it spares the slices.
+    In the wide scan registers are few, so L of two heads is made one half after the other. Weights are packed there
+    (`weights`); in the other scan that made this role slower (8b-b1 84.4 us for 82.9). DEFERRED: of `lag`.
     """
     HEADS: gl.constexpr = 2 // form.SLICES
     WIDE: gl.constexpr = WIDTH > 128
@@ -107,18 +108,13 @@ def make_masks(rings, tiles, vectors, dA_cumsum, dt, start, work, form: gl.const
                 a, dt_u, end = (a0 if u == 0 else a1) * LOG2E, dt0 if u == 0 else dt1, (end0 if u == 0 else end1) * LOG2E
                 vectors.columns.index(u).store(a)
                 vectors.rows.index(u).store(a - log2(dt_u))
-                from_start, to_end = a, dt_u * decay(end - a)
-                if LAZY:
-                    from_start = a + (lag0 if u == 0 else lag1) * LOG2E
-                    if u == 0:
-                        lag0 = get_next_lag(lag0, end0)
-                    else:
-                        lag1 = get_next_lag(lag1, end1)
-                    to_end *= gl.exp2((lag0 if u == 0 else lag1) * -LOG2E)
-                if WIDE:
-                    to_end = split_weights(to_end, DTYPE)
-                vectors.from_start.index(slot_of(rings.masks, step, u, HEADS)).store(gl.exp2(from_start))
-                vectors.to_end.index(slot_of(rings.masks, step, u, HEADS)).store(to_end)
+                exponent, w = a, dt_u * decay(end - a)
+                if DEFERRED and u == 0:
+                    exponent, w, lag0 = defer_decay(exponent, w, lag0, end0)
+                elif DEFERRED:
+                    exponent, w, lag1 = defer_decay(exponent, w, lag1, end1)
+                vectors.from_start.index(slot_of(rings.masks, step, u, HEADS)).store(gl.exp2(exponent))
+                vectors.to_end.index(slot_of(rings.masks, step, u, HEADS)).store(pack_weights(w, DTYPE) if WIDE else w)
             # the next sub-chunk's, into the same registers: a load into others would wait here for itself
             ahead = row + gl.minimum(c + 1, last - 1) * BLOCK_M
             a0, dt0, end0 = load_steps(dA_cumsum, dt, ahead, m, BLOCK_M)

@@ -42,7 +42,7 @@ from .walks import (
     load_document,
     take_entering_state,
 )
-from .weights import split_weights
+from .weights import pack_weights
 
 _REGISTERS = 160  # as hopper_states
 
@@ -52,7 +52,7 @@ class Tiles(NamedTuple):
 
     x: gl.shared_memory_descriptor  # [2 STAGES, 1, 64 or 128, headdim]: both heads of a slot in a row
     B: gl.shared_memory_descriptor  # [STAGES, 1, 64 or 128, dstate]
-    weights: gl.shared_memory_descriptor  # [4, 64 or 128] fp32: of two steps in turn
+    weights: gl.shared_memory_descriptor  # [4, 64 or 128] fp32, packed (`weights`): of two steps in turn
 
 
 @gluon.jit
@@ -85,7 +85,7 @@ def sum_slice(ring, entries, tiles, dA_cumsum, dt, ends, factors, work, form: gl
             w = dt_c * decay((after + (end - a)) * LOG2E)
             if BACKWARDS:
                 w = gl.where(b >= work.forwards, decay((after + a) * LOG2E), w)
-            tiles.weights.index(line).store(split_weights(w, tiles.x.dtype))
+            tiles.weights.index(line).store(pack_weights(w, tiles.x.dtype))
             walked += end
             factor = None if LAST_FIRST else decay(end * LOG2E)
             ahead = get_step(gl.minimum(n + 1, final), run, LAST_FIRST)

@@ -262,6 +262,7 @@ def hopper_scan_kernel(x_desc, B_desc, C_desc, z_desc, before_desc, out_desc, y_
     ROWS: gl.constexpr = x_desc.block_shape[-1]
     WIDTH: gl.constexpr = B_desc.block_shape[-1]
     FORM: gl.constexpr = make_form(HEADDIM, DSTATE, ROWS, WIDTH, ODD, D_ROWS)
+    gl.static_assert(WIDTH <= 128, "make_masks packs the weights of a wider scan")
     HEADS: gl.constexpr = 2 // FORM.SLICES
     SQUARE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, BLOCK_M], DTYPE)
     Xs = allocate_tiles(x_desc, 2 * STAGES)

@@ -45,8 +45,8 @@ class Vectors(NamedTuple):
     sums of it are no longer monotone, and L may overflow.
     """
 
-    from_start: gl.shared_memory_descriptor  # exp(A_i)
-    to_end: gl.shared_memory_descriptor  # dt_j exp(A_last - A_j)
+    from_start: gl.shared_memory_descriptor  # exp(A_i), times exp(lag) where decays are deferred (`lag`)
+    to_end: gl.shared_memory_descriptor  # dt_j exp(A_last - A_j), times exp(-lag); in the wide scan packed (`weights`)
     rows: gl.shared_memory_descriptor  # A_j - log2(dt_j)
     columns: gl.shared_memory_descriptor  # A_i
 

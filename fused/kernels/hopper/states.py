@@ -50,7 +50,7 @@ from .walks import (
     load_document,
     take_entering_state,
 )
-from .weights import split_weights
+from .weights import pack_weights
 
 # Of a thread at launch; the roles then share them out: 152 walk_slice of slice 1, or 224 where tiles have 256 states; 24
 # fetch_tiles, or 40 where documents have states; what is left, up to 256, walk_slice of slice 0.
@@ -63,7 +63,7 @@ class Tiles(NamedTuple):
     x: gl.shared_memory_descriptor  # [2 STAGES, 1, 64 or 128, headdim]: both heads of a slot in a row
     B: gl.shared_memory_descriptor  # [STAGES, 1, 64 or 128, dstate]
     states: gl.shared_memory_descriptor  # [2 or 4, 1, headdim, dstate], or None
-    weights: gl.shared_memory_descriptor  # [4, 64 or 128] fp32: of two steps in turn
+    weights: gl.shared_memory_descriptor  # [4, 64 or 128] fp32, packed (`weights`): of two steps in turn
 
 
 class Start(NamedTuple):
@@ -133,7 +133,7 @@ def walk_slice(ring, entries, tiles, states_desc, dA_cumsum, dt, start, final_st
             w = dt_c * decay((end - a) * LOG2E)
             if BACKWARDS:
                 w = gl.where(b >= work.forwards, decay(a * LOG2E), w)
-            tiles.weights.index(line).store(split_weights(w, tiles.x.dtype))
+            tiles.weights.index(line).store(pack_weights(w, tiles.x.dtype))
             factor = decay(end * LOG2E)
             ahead = get_sub_chunk(gl.minimum(c + 1, last - 1), b, work, BACKWARDS)
             a, dt_c, end = load_steps(dA_cumsum, dt, row + ahead * BLOCK_M, m, BLOCK_M)

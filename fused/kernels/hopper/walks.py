@@ -116,7 +116,7 @@ def add_step(state, factor, ring, tiles, step, slot, line, STATE: gl.constexpr, 
              ROWS: gl.constexpr, WIDTH: gl.constexpr):
     """Slice U's S <- factor S + (x w)^T B at this step, whose slot is then given back.
 
-    line: of tiles.weights, where w has been stored. factor: None for 1.
+    line: of tiles.weights, where w has been stored, packed. factor: None for 1.
     """
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, STATE, 2)
     block_barrier()

@@ -1,8 +1,9 @@
 """A tile of x or dy times a weight for each of its tokens, rounded once, in Gluon, for Hopper.
 
-Between bf16 and fp32 a thread converts each element there and back, which took the scans more instructions than their products.
-So a weight w is split into two numbers of bf16, its nearest and what is left of it: fma(x, high, x low) is x w with the error
-of one rounding, two elements to an instruction. fp16 has too few exponents for that.
+To make x w in fp32 took a thread 96 instructions for 32 elements of bf16, 48 of them to unpack x. So a weight is two numbers of
+bf16, a high and a low part: fma(x, high, x low) is x w with the error of one rounding, two elements to an instruction. An
+infinity in x becomes NaN. In fp16 the low part would underflow, so that x w is made in fp32. `add_scaled` unpacks x for a sum
+in fp32, by one instruction an element.
 """
 
 from triton.experimental import gluon
@@ -10,8 +11,10 @@ from triton.experimental.gluon import language as gl
 
 
 @gluon.jit
-def split_weights(w, dtype: gl.constexpr):
-    """w fp32 as `weigh` takes it for tiles of dtype, in elements of the same size: of bf16 both halves side by side."""
+def pack_weights(w, dtype: gl.constexpr):
+    """Weights w fp32 for tiles of dtype, as `weigh` alone reads them: of bf16 both parts in 32 bits, bf16(w) above and
+    bf16(w - bf16(w)) below; else w itself.
+    """
     if dtype == gl.bfloat16:
         w = gl.inline_asm_elementwise("""{
             .reg .b16 high, zero;
@@ -27,7 +30,7 @@ def split_weights(w, dtype: gl.constexpr):
 
 @gluon.jit
 def weigh(x, w):
-    """x w in the dtype of x. w: of `split_weights`, broadcast to the shape of x."""
+    """x w in the dtype of x. w: of `pack_weights`, broadcast to the shape of x."""
     if x.dtype == gl.bfloat16:
         weighed = gl.inline_asm_elementwise("""{
             .reg .b32 high, low;

@@ -6,10 +6,14 @@ x is loaded when S is done with, and x^T L reads x from shared memory. So a sub-
 waited for before the next one:
 
     make_masks (1 warpgroup):       L_h = (B C^T) exp(A_i - A_j) dt_j for i >= j, [j, i], for its heads from one B C^T
-    scan_slice (1 warpgroup each):  y^T += S_n C_n^T for each quarter n of dstate
-                                    y^T <- y^T exp(A_i) + x^T L, with S <- exp(A_last) S + (x dt_j exp(A_last - A_j))^T B
+    scan_slice (1 warpgroup each):  y^T += R_n C_n^T for each quarter n of dstate
+                                    y^T <- y^T exp(A_i + lag) + x^T L
+                                    lag <- lag + A_last, R <- R + (x dt_j exp(A_last - A_j - lag))^T B
                                     y^T += D x^T, and y leaves while the product with B runs
     fetch_tiles (1 warp):           B, C and x of both slices by TMA; before them the pieces that enter a run
+
+The state is S = exp(lag) R. In bf16, where states are not written, decays are deferred in lag, and R is scaled or overwritten
+as `lag` says; otherwise lag is 0, and R is scaled by exp(A_last) in each step.
 """
 
 from typing import NamedTuple
@@ -31,7 +35,7 @@ from ssd.types import SUB_CHUNK, SSDInputs
 from .document_states import as_box, as_tile
 from .documents import Documents
 from .early import may_begin_early, wait_for_last
-from .lag import decay_state, puts_off, settle_decay
+from .lag import apply_decay, decay_state, defers_decay
 from .masks import are_freed_with_tiles, make_masks
 from .ring import make_ring, mark_empty, slot_of, wait_empty, wait_full
 from .roles import (
@@ -186,7 +190,7 @@ def multiply_quarter(state, C, N: gl.constexpr, y, OPERAND: gl.constexpr):
 
 @gluon.jit
 def scan_slice(outputs, rings, tiles, vectors, dA_cumsum, D, start, work, form: gl.constexpr, U: gl.constexpr,
-               EVERY: gl.constexpr, BLOCK_M: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr):
+               DEFERRED: gl.constexpr, EVERY: gl.constexpr, BLOCK_M: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr):
     """The consumer warpgroup of slice U of a pair: its state and its output."""
     SLICE: gl.constexpr = U if form.SLICES == 2 else 0
     HEAD: gl.constexpr = U - SLICE  # the lane of `masks`
@@ -195,7 +199,7 @@ def scan_slice(outputs, rings, tiles, vectors, dA_cumsum, D, start, work, form: 
     PI: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])  # y^T
     STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, PI, 2)
-    LAZY: gl.constexpr = puts_off(DTYPE, outputs.states)
+    gl.static_assert(not DEFERRED or outputs.states is None, "what is written is S, not R")
     FREED: gl.constexpr = are_freed_with_tiles(rings.tiles.full.shape[0], rings.masks.full.shape[0] // HEADS)
     step, fetched = 0, 0  # fetched: that of the ring of tiles, where pieces are steps too
     if start.ends is None:
@@ -234,7 +238,7 @@ def scan_slice(outputs, rings, tiles, vectors, dA_cumsum, D, start, work, form: 
             y = multiply_quarter(state2, C, 2, y, OPERAND)
             write_quarter(outputs, b, c, h, state3, tiles, work, form, U, 3, EVERY, ROWS)
             y = multiply_quarter(state3, C, 3, y, OPERAND)
-            state, lag, is_left = decay_state(state, lag, end, LAZY)
+            state, lag, is_left = decay_state(state, lag, end, DEFERRED)
             end = gl.load(A_last + gl.minimum(c + 1, last - 1) * BLOCK_M)
             wait_full(rings.masks, step, HEAD, HEADS)
             y = y * gl.expand_dims(vectors.from_start.index(mask).load(gl.SliceLayout(0, PI)), 0)
@@ -276,7 +280,7 @@ def scan_slice(outputs, rings, tiles, vectors, dA_cumsum, D, start, work, form: 
                 write_quarter(outputs, b, last, h, state3, tiles, work, form, U, 3, EVERY, ROWS)
         if outputs.final_states is not None and last == work.nsub:
             at = locate_state(outputs.final_states, bh, STATE, SLICE, 0, form, ROWS, WIDTH)
-            store_masked(at, settle_decay(state, lag, LAZY), state_mask(STATE, SLICE, 0, form, ROWS, WIDTH))
+            store_masked(at, apply_decay(state, lag, DEFERRED), state_mask(STATE, SLICE, 0, form, ROWS, WIDTH))
     store_wait(0)
 
 
@@ -291,6 +295,7 @@ def hopper_wide_scan_kernel(x_desc, B_desc, C_desc, z_desc, out_desc, y_desc, st
     WIDTH: gl.constexpr = B_desc.block_shape[-1]
     FORM: gl.constexpr = make_form(HEADDIM, DSTATE, ROWS, PART, ODD, D_ROWS)
     HEADS: gl.constexpr = 2 // FORM.SLICES
+    DEFERRED: gl.constexpr = defers_decay(DTYPE, states_desc)
     SQUARE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, BLOCK_M], DTYPE)
     Xs = allocate_tiles(x_desc, 2 * STAGES)
     Bs = allocate_tiles(B_desc, STAGES)
@@ -307,10 +312,11 @@ def hopper_wide_scan_kernel(x_desc, B_desc, C_desc, z_desc, out_desc, y_desc, st
     start = Start(initial_states, ends, factors, starts, ends_desc)
     outputs = Outputs(out_desc, y_desc, states_desc, final_states, None, None, asked, nasked)
     gl.warp_specialize([
-        (scan_slice, (outputs, rings, tiles, vectors, dA_cumsum, D, start, work, FORM, 0, EVERY, BLOCK_M, ROWS, WIDTH)),
-        (scan_slice, (outputs, rings, tiles, vectors, dA_cumsum, D, start, work, FORM, 1, EVERY, BLOCK_M, ROWS, WIDTH)),
-        (make_masks, (rings, tiles, vectors, dA_cumsum, dt, start, work, FORM, puts_off(DTYPE, states_desc),
-                      BLOCK_M, WIDTH)),
+        (scan_slice, (outputs, rings, tiles, vectors, dA_cumsum, D, start, work, FORM, 0, DEFERRED, EVERY, BLOCK_M, ROWS,
+                      WIDTH)),
+        (scan_slice, (outputs, rings, tiles, vectors, dA_cumsum, D, start, work, FORM, 1, DEFERRED, EVERY, BLOCK_M, ROWS,
+                      WIDTH)),
+        (make_masks, (rings, tiles, vectors, dA_cumsum, dt, start, work, FORM, DEFERRED, BLOCK_M, WIDTH)),
         (fetch_tiles, (x_desc, B_desc, C_desc, z_desc, ends_desc, rings.tiles, tiles, work, FORM)),
     ], [4, 4, 1], [208, 72, 24])
 
