@@ -117,7 +117,7 @@ def _draw_member(rng: Random, shared: Config, layouts: dict[str, str], even: boo
         batch=batch if has_rows else 1, seqlen=seqlen, layouts=layouts, cuts=cuts,
         ndocs=rng.randint(1, 8) if shared.documents else 1,
         ids=rng.choice(("rising", "repeating", "offset")) if shared.documents == "seq_idx" else "rising",
-        decay=rng.choices(("spread", "strong", "none"), (80, 15, 5))[0], wanted=wanted, mode=mode,
+        decay=rng.choices(("spread", "wide", "strong", "none"), (55, 25, 15, 5))[0], wanted=wanted, mode=mode,
         gates="wide" if shared.z and Random(seed + 1).random() < 0.25 else "normal",
         ways=ways if rng.random() < 0.7 else (rng.choice(ways),), calls=limits.calls)
 

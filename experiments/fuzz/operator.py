@@ -53,7 +53,7 @@ class Config(Common):
         dt_limit: without an upper end that is None.
         ids: how seq_idx counts documents: "rising" from 0, "repeating" 0 and 1, or "offset", which begins at 5.
         states_every: tokens between the states that are also returned; 0: none are.
-        decay: "spread" over heads, "strong" or "none".
+        decay: "spread" over heads, "wide" over many orders of size, "strong" or "none".
         gates: "normal", or "wide": of each three channels one has gates of 0 and one large ones.
         options: fields of `ssd.Options` that are not as they come.
         wanted: inputs whose gradients are taken.
@@ -318,7 +318,8 @@ def make_tensors(c: Config, turn: int, device: str) -> Tensors:
         "B": normal(c.batch, c.seqlen, g, n),
         "C": normal(c.batch, c.seqlen, g, n),
         "dt": step.expm1().log() if c.dt_softplus else step,
-        "A": {"spread": -uniform(-3.0, 1.5, h).exp(), "strong": torch.full((h,), -16.0, device=device),
+        "A": {"spread": -uniform(-3.0, 1.5, h).exp(), "wide": -uniform(-3.0, 5.0, h).exp(),
+              "strong": torch.full((h,), -16.0, device=device),
               "none": torch.zeros(h, device=device)}[c.decay],
         "D": None if c.D is None else normal(h, p) if c.D == "hp" else normal(h),
         "dt_bias": uniform(-0.5, 0.5, h) * (1.0 if c.dt_softplus else mean) if c.dt_bias else None,

@@ -79,3 +79,13 @@ def test_found(name):
     module, *edit = FAULTS[name]
     with pytest.raises(AssertionError):
         run(Executor(LAG, *KERNELS, edits={module: [tuple(edit)]}), draw(64, "cpu"), blocks=2)
+
+
+@needs_cpu
+def test_nan_is_not_hidden():
+    """Outputs show it, of heads that lose their state in each step too."""
+    inputs = draw(64, "cpu")
+    inputs.x[:, 70] = torch.nan
+    with hopper_on_cpu(Executor(*KERNELS), blocks=2):
+        out, _, _ = get_variant("persistent").forward(inputs, AGAIN, False)
+    assert not out[:, :64].isnan().any() and out[:, 70].isnan().all()
