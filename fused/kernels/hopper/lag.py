@@ -5,8 +5,9 @@ S = exp(lag) R. A step adds A_last, the log of its decay, to lag, and its tokens
 is read of R is scaled where it is scaled by exp(A_i) anyway. When lag falls below -MOST_LAG, R is scaled by exp(lag), and lag
 is 0 again. A step that leaves less than exp(-MOST_LAG), 8e-20, of a state leaves nothing: what it adds then overwrites R.
 
-|R| <= exp(44) |S| = 1.3e19 |S|, so R overflows only where |S| > 2.6e19. lag loses at most 1.9e-6 a step to rounding. A NaN or
-an infinity shows in the outputs of its own sub-chunk; a step that leaves nothing takes it out of the state as well.
+|R| <= exp(44) |S| = 1.3e19 |S|, so R and the sums of R C^T overflow only where |S| or |S C^T| is above 2.6e19. lag loses at
+most 1.9e-6 a step to rounding. A NaN or an infinity shows in the outputs of its own sub-chunk; a step that leaves nothing takes
+it out of the state as well.
 
 The role that makes weights and the slices each reckon lag. If one scaled where the other did not, results would be off by
 exp(MOST_LAG); so lag is a sum of numbers that both load, and of nothing that a compiler could round in two ways.
