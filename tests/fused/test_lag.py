@@ -9,7 +9,7 @@ import torch
 from fused.kernels.hopper.lag import MOST_LAG
 from ssd.registry import get_variant
 from ssd.types import Options, SSDInputs
-from tests.errors import assert_all_accurate, assert_forward_right, cotangents, results, truths
+from tests.errors import assert_forward_right
 from tests.executor import Executor
 from tests.fused.hopper_on_cpu import KERNELS, hopper_on_cpu
 from tests.fused.test_hopper import needs_hopper
@@ -44,11 +44,9 @@ def draw(headdim: int, device: str, seqlen: int = SHAPE.seqlen, nheads: int = le
 
 
 def run(executor: Executor, inputs: SSDInputs, **dealing) -> None:
-    ways = cotangents(inputs)
     with hopper_on_cpu(executor, **dealing):
-        got = results(get_variant("persistent"), inputs, *ways, AGAIN)
+        assert_forward_right(get_variant("persistent"), inputs, AGAIN)
     assert "hopper_wide_scan_kernel" in executor.launched
-    assert_all_accurate(got, truths(inputs, *ways), inputs, *ways)
 
 
 def test_heads_are_of_every_kind():
