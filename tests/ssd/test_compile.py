@@ -245,6 +245,7 @@ WIDE_FORMS = {
     "persistent --seqlen 4096 --headdim 64 --dstate 256": 48,
     "persistent --seqlen 4096 --headdim 128 --dstate 256 --off save_states": 48,
     "persistent --headdim 128 --dstate 256 --dtype fp16": 48,
+    "persistent --headdim 64 --dstate 256 --initial-states --off save_states": 80,
     "persistent --headdim 80 --dstate 192 --nheads 25 --z --initial-states": 152,
     "fused --headdim 128 --dstate 256": 48,
 }

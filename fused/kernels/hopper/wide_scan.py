@@ -149,6 +149,14 @@ def join_columns(a, b, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
+def load_both_parts(start, run, h, bh, work, SLICE: gl.constexpr, EVERY: gl.constexpr, STATE: gl.constexpr, form: gl.constexpr,
+                    ROWS: gl.constexpr):
+    """`load_start` of a slice [P, 256]."""
+    return join_columns(load_start(start, run, h, bh, work, SLICE, 0, EVERY, STATE, form, ROWS, PART),
+                        load_start(start, run, h, bh, work, SLICE, 1, EVERY, STATE, form, ROWS, PART), STATE)
+
+
+@gluon.jit
 def write_quarter(outputs, b, c, h, state, tiles, work, form: gl.constexpr, U: gl.constexpr, N: gl.constexpr,
                   EVERY: gl.constexpr, ROWS: gl.constexpr):
     """A quarter of the state of a slice before sub-chunk c leaves, if that state does."""
@@ -209,8 +217,12 @@ def scan_slice(outputs, rings, tiles, vectors, dA_cumsum, D, start, work, form: 
         b, first, last = run.b, run.first, run.last
         h = get_head(run.pair, U, work.heads_per_group, form)
         bh = (b * work.nheads + h).to(gl.int64)
-        state = join_columns(load_start(start, run, h, bh, work, SLICE, 0, EVERY, STATE, form, ROWS, PART),
-                             load_start(start, run, h, bh, work, SLICE, 1, EVERY, STATE, form, ROWS, PART), STATE)
+        if start.initial_states is None or start.starts is not None:
+            state = load_both_parts(start, run, h, bh, work, SLICE, EVERY, STATE, form, ROWS)
+        else:  # loaded in any case they would have ptxas run every product by itself (C7512)
+            state = gl.zeros([ROWS, WIDTH], gl.float32, STATE)
+            if first < last:
+                state = load_both_parts(start, run, h, bh, work, SLICE, EVERY, STATE, form, ROWS)
         if start.ends_desc is not None:
             state, fetched = add_fetched_pieces(state, start, run, rings.tiles, tiles, fetched, STATE, U, ROWS, WIDTH)
             block_barrier()  # or Triton would put one into every step of the loop
