@@ -21,7 +21,6 @@ DECAYS = (0.7,), (6.0,), (43.5, 0.3, 0.3, 0.3), (31.0,), (30.0, 0.2, 13.9, 0.1),
 SHAPE = Shape(1, 9 * 64 + 5, len(DECAYS), 64, 1, 256, 64)
 START = Case(D="h", initial_states=True, dt_dtype=torch.float32)
 AGAIN = Options(save_states=False)  # where states are written nothing is deferred
-over_headdim = pytest.mark.parametrize("headdim", (64, 128))
 needs_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels themselves run here")
 LAG, MASKS, SCAN = (f"fused.kernels.hopper.{name}" for name in ("lag", "masks", "wide_scan"))
 FAULTS = {
@@ -62,7 +61,7 @@ def test_heads_are_of_every_kind():
 
 
 @needs_hopper
-@over_headdim
+@pytest.mark.parametrize("headdim", (64, 128))
 @pytest.mark.parametrize("nheads", (5, len(DECAYS)))
 @pytest.mark.parametrize(("seqlen", "options"), ((SHAPE.seqlen, AGAIN), (4096 + 63, AGAIN),
                                                  (4096 + 63, replace(AGAIN, segments=False))), ids=("short", "cut", "whole"))

@@ -5,7 +5,7 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from fused.kernels.hopper.weights import add_scaled, pack_weights, weigh
+from fused.kernels.hopper.weights import add_multiple, pack_weights, weigh
 from tests.fused.test_hopper import needs_hopper
 
 
@@ -18,7 +18,7 @@ def weigh_tile(x, w, y, by_column, by_row, sums, factor):
     tile = gl.load(x + at)
     gl.store(by_column + at, weigh(tile, gl.expand_dims(pack_weights(gl.load(w + column), tile.dtype), 0)))
     gl.store(by_row + at, weigh(tile, gl.expand_dims(pack_weights(gl.load(w + row), tile.dtype), 1)))
-    gl.store(sums + at, add_scaled(gl.load(y + at), tile, factor))
+    gl.store(sums + at, add_multiple(gl.load(y + at), tile, factor))
 
 
 @needs_hopper

@@ -87,7 +87,7 @@ from .scan_tiles import (
     write_sums,
 )
 from .start import Start, add_pieces, load_start
-from .weights import add_scaled
+from .weights import add_multiple
 
 
 class Slots(NamedTuple):
@@ -204,9 +204,9 @@ def scan_slice(outputs, rings, tiles, vectors, dA_cumsum, D, norm, start, work, 
                 gate = make_gate(get_tile(tiles.z, 2 * slot + U, BLOCK_M, ROWS).permute((1, 0)).load(PI))
             y, x = warpgroup_mma_wait(1, deps=(y, x))  # y leaves while the state's product runs
             if D is not None:
-                y = add_scaled(y, x_t.load(PI), D_h)  # read again: x does not fit beside the accumulators
+                y = add_multiple(y, x_t.load(PI), D_h)  # read again: x does not fit beside the accumulators
             if tiles.before is not None:
-                y = add_scaled(y, get_tile(tiles.before, 2 * slot + U, BLOCK_M, ROWS).permute((1, 0)).load(PI), 1.0)
+                y = add_multiple(y, get_tile(tiles.before, 2 * slot + U, BLOCK_M, ROWS).permute((1, 0)).load(PI), 1.0)
             store_wait(0)
             block_barrier()
             if not FREED:

@@ -2,7 +2,7 @@
 
 To make x w in fp32 took a thread 96 instructions for 32 elements of bf16, 48 of them to unpack x. So a weight is two numbers of
 bf16, a high and a low part: fma(x, high, x low) is x w with the error of one rounding, two elements to an instruction. An
-infinity in x becomes NaN. In fp16 the low part would underflow, so that x w is made in fp32. `add_scaled` unpacks x for a sum
+infinity in x becomes NaN. In fp16 the low part would underflow, so that x w is made in fp32. `add_multiple` unpacks x for a sum
 in fp32, by one instruction an element.
 """
 
@@ -45,7 +45,7 @@ def weigh(x, w):
 
 
 @gluon.jit
-def add_scaled(y, x, factor):
+def add_multiple(y, x, factor):
     """y + factor x, in fp32, of x in 16 bits."""
     if x.dtype == gl.bfloat16:
         y = gl.inline_asm_elementwise("""{

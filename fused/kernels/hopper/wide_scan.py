@@ -55,7 +55,7 @@ from .roles import (
 from .scan import SIZES, Slots
 from .scan_tiles import Outputs, Rings, Work, allocate_vectors, load_D, split_columns
 from .start import Start, add_pieces, count_together, load_scales, load_start, undo_line_up
-from .weights import add_scaled, weigh
+from .weights import add_multiple, weigh
 
 QUARTER = 64  # states that are wgmma's operand at a time, and of a tile of a state on its way out
 PART = gl.constexpr(128)  # states of a part, as hopper_states has them
@@ -261,7 +261,7 @@ def scan_slice(outputs, rings, tiles, vectors, dA_cumsum, D, start, work, form: 
             state = warpgroup_mma(x_end, B, state, use_acc=is_left, is_async=True)  # [P, M] @ [M, N]
             y = warpgroup_mma_wait(1, deps=(y,))  # y leaves while the state's product runs
             if D is not None:
-                y = add_scaled(y, x_t.load(PI), D_h)
+                y = add_multiple(y, x_t.load(PI), D_h)
             store_wait(0)
             block_barrier()
             if not FREED:
