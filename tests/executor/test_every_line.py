@@ -58,7 +58,8 @@ SIZES = {"asked states": {"seqlen": 4 * 64, "dstate": 128}, "documents": {"seqle
 WAYS_OF = {"ring": ["recomputed"], "start": ["cut"], "scan_tiles": ["asked states", "deferred norm"],
            "masks": ["saved", "recomputed", "many pieces"], "scan": ["saved", "recomputed", "deferred norm"],
            "wide_scan": ["dstate 256", "dstate 192, recomputed", "many pieces"],
-           "document_states": ["documents"], "states": ["recomputed", "documents", "few states"], "group_tiles": ["recomputed"],
+           "document_states": ["documents"], "states": ["recomputed", "documents", "few states"],
+           "group_tiles": ["recomputed", "dstate 256"], "factors": ["recomputed"],
            "group": ["recomputed", "documents, dstate 256", "a head in each part"], "ends": ["dstate 256"],
            "pairs": ["dstate 256"], "walks": ["documents", "recomputed", "few states", "long pieces"],
            "pieces": ["long pieces", "cut", "documents, cut"]}
