@@ -217,12 +217,9 @@ def scan_slice(outputs, rings, tiles, vectors, dA_cumsum, D, start, work, form: 
         b, first, last = run.b, run.first, run.last
         h = get_head(run.pair, U, work.heads_per_group, form)
         bh = (b * work.nheads + h).to(gl.int64)
-        if start.initial_states is None or start.starts is not None:
+        state = gl.zeros([ROWS, WIDTH], gl.float32, STATE)
+        if first < last:  # loaded in any case, given states would have ptxas run every product by itself (C7512)
             state = load_both_parts(start, run, h, bh, work, SLICE, EVERY, STATE, form, ROWS)
-        else:  # loaded in any case they would have ptxas run every product by itself (C7512)
-            state = gl.zeros([ROWS, WIDTH], gl.float32, STATE)
-            if first < last:
-                state = load_both_parts(start, run, h, bh, work, SLICE, EVERY, STATE, form, ROWS)
         if start.ends_desc is not None:
             state, fetched = add_fetched_pieces(state, start, run, rings.tiles, tiles, fetched, STATE, U, ROWS, WIDTH)
             block_barrier()  # or Triton would put one into every step of the loop
