@@ -61,7 +61,7 @@ def cannot_run(i: SSDInputs, options: Options, by_chunk: bool) -> str | None:
                 f"that fill an eighth of tiles of {SLICE} channels and {' or '.join(map(str, WIDTHS))} states")
     if i.cu_seqlens is not None and not i.has_document_states:
         return "varlen states of cu_seqlens are not in it"
-    if by_chunk and i.chunk_size % BLOCK_M:
+    if by_chunk and i.chunk_size % BLOCK_M and not i.has_document_states:
         return f"chunk_size: got {i.chunk_size}, keeps states every {BLOCK_M} tokens or a multiple"
     if i.states_dtype.itemsize > 4:
         return f"state_dtype: got {i.states_dtype}, keeps states in fp32, bf16 or fp16"
@@ -104,7 +104,7 @@ def run_stationary(inputs: SSDInputs, options: Options, save: bool, keep: bool) 
         final_states, asked = call.new_final_states(), call.new_asked_states(options, save)
         prev_states, every = None, states_every(inputs, options)
         if keep:
-            prev_states = call.new_states((cdiv(call.nsub, every // BLOCK_M),), inputs.states_dtype)
+            prev_states = call.new_states((inputs.count_states(every),), inputs.states_dtype)
         # cuts differ, so that outputs with states and without may round otherwise
         runs, *entering = call.get_scan_runs(options, writes=keep or asked is not None)
         call.scan(runs, call.initial_states, *entering, final_states, prev_states, asked, every=every if keep else BLOCK_M)

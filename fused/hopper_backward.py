@@ -49,9 +49,11 @@ def can_run(i: SSDInputs, options: Options) -> bool:
 
 def worth_keeping(i: SSDInputs, options: Options, every: int) -> int | None:
     """As `Variant.states_every`, of a forward that can keep a state every so many tokens: None when the backward here would run
-    but could not use such states, and nobody else asks for them. The other backwards can use any.
+    but could not use such states, and nobody else asks for them. The other backwards can use any, but of documents with states,
+    which they cut into rows, none.
     """
-    unread = options.fuse_backward and not _can_read(i, every) and cannot_run(i, options) is None
+    runs = options.fuse_backward and cannot_run(i, options) is None
+    unread = not _can_read(i, every) if runs else i.has_document_states
     return None if unread and i.return_states_every is None else every
 
 

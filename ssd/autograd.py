@@ -83,7 +83,7 @@ def forward_fake(*args):
     if writes:
         states = x.new_empty((inputs.batch, inputs.seqlen // inputs.return_states_every, *sizes), dtype=inputs.states_dtype)
     every = find_states_interval(name, inputs, options) if save or inputs.return_states_every else None
-    kept = (inputs.batch, -(-inputs.seqlen // every), *sizes) if every and not writes else 0
+    kept = (inputs.batch, inputs.count_states(every), *sizes) if every and not writes else 0
     prev_states = x.new_empty(kept, dtype=inputs.states_dtype if kept else x.dtype)
     return out, final_states, varlen_states, states, y, prev_states
 

@@ -153,9 +153,11 @@ def find_states_interval(name: str, inputs: SSDInputs, options: Options) -> int 
     `options.keep_bytes`, and as many as there are for `inputs.return_states_every`.
     """
     asked = inputs.return_states_every is not None
-    if inputs.has_document_states or not (asked or (options.save_states and (name != "auto" or options.keep_bytes))):
+    if not (asked or (options.save_states and (name != "auto" or options.keep_bytes))):
         return None
     variant = get_variant(_list_choices(inputs)[0] if name == "auto" else name)
+    if inputs.has_document_states and not all(_takes_these(variant, inputs, options, mode) for mode in ("fwd", "bwd")):
+        return None
     every = variant.states_every and variant.states_every(inputs, options)
     if name == "auto" and every is not None and not asked and _count_bytes(inputs, every) > options.keep_bytes:
         return None
@@ -187,7 +189,7 @@ def _keep_nothing(options: Options) -> Options:
 
 def _count_bytes(i: SSDInputs, every: int) -> int:
     """Bytes of a state every so many tokens."""
-    return i.batch * -(-i.seqlen // every) * i.nheads * i.headdim * i.dstate * i.states_dtype.itemsize
+    return i.batch * i.count_states(every) * i.nheads * i.headdim * i.dstate * i.states_dtype.itemsize
 
 
 def _list_choices(inputs: SSDInputs) -> tuple[str, ...]:

@@ -72,6 +72,14 @@ class SSDInputs:
         """True when a forward is to leave `SSDSaved.prev_states`. save: a backward may follow."""
         return self.return_states_every is not None or (save and options.save_states)
 
+    def count_states(self, every: int) -> int:
+        """States of a row that a forward keeps, one before every so many tokens. Where documents have states: of each document,
+        as many as the worst lengths need.
+        """
+        if self.has_document_states:
+            return self.seqlen // every + self.cu_seqlens.shape[0] - 1
+        return -(-self.seqlen // every)
+
     def keeps_y(self, save: bool) -> bool:
         """True when a forward is to leave `SSDSaved.y`. save: a backward may follow."""
         return save and self.z is not None and self.x.dtype == torch.float16
@@ -123,7 +131,8 @@ class SSDInputs:
 
 def count_between(i: SSDInputs, prev_states: Tensor) -> int:
     """Tokens between `SSDSaved.prev_states`: the fewest that make so many states."""
-    return next((n for n in sorted((i.chunk_size, SUB_CHUNK, SPAN)) if -(-i.seqlen // n) == prev_states.shape[1]), SUB_CHUNK)
+    sizes = () if i.has_document_states else sorted((i.chunk_size, SUB_CHUNK, SPAN))
+    return next((n for n in sizes if i.count_states(n) == prev_states.shape[1]), SUB_CHUNK)
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,7 @@ def document_blocks_kernel(cu_seqlens, blocks, ndocs, seqlen, nblocks, TOKENS: t
 def document_blocks(i: SSDInputs) -> torch.Tensor:
     """Returns blocks, as many as documents of the worst lengths need."""
     ndocs = i.cu_seqlens.shape[0] - 1
-    nblocks = i.seqlen // SUB_CHUNK + ndocs
+    nblocks = i.count_states(SUB_CHUNK)
     blocks = torch.empty(nblocks + 1, FIELDS.value, device=i.x.device, dtype=torch.int32)
     launch(document_blocks_kernel, cdiv(nblocks + 1, _ROWS), i.cu_seqlens, blocks, ndocs, i.seqlen, nblocks, SUB_CHUNK, _ROWS,
            _DOCUMENTS, num_warps=4)

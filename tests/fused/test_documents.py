@@ -10,6 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from ssd import autograd
 from ssd.documents import find_bounds
 from ssd.kernels.document_blocks import document_blocks
 from ssd.registry import get_variant
@@ -48,6 +49,8 @@ WAYS = {
     "gate": (BOUNDS, GATE, {}, CUT, {"blocks": 5, "cut": (3, 2)}),
     "packed": (BOUNDS, Case(D="h", packed=True, dt_limit=(0.02, 0.08), initial_states=True, documents="states"), {}, WHOLE,
                {"blocks": 2}),
+    "D of channels, short chunks": (BOUNDS, replace(CASE, D="hp"), {"chunk_size": 16}, (PIECES, SCAN),
+                                    {"blocks": 5, "cut": (3, 2)}),
     "odd heads in splits": (BOUNDS, CASE, {"nheads": 3, "ngroups": 1}, WHOLE, {"blocks": 2, "splits": 2}),
     "headdim 80": (BOUNDS, CASE, {"headdim": 80, "nheads": 2}, CUT, {"blocks": 5, "cut": (3, 2)}),
     "headdim 128": (BOUNDS, CASE, {"headdim": 128, "nheads": 2, "dstate": 128}, WHOLE, {"blocks": 2}),
@@ -68,7 +71,8 @@ def executor() -> Executor:
 @pytest.mark.parametrize("way", WAYS)
 def test_right(way, executor):
     bounds, case, sizes, runs, dealing = WAYS[way]
-    dtype = torch.float16 if case.packed or case.z else torch.bfloat16  # the interpreter rounds to bf16 in its own way
+    plain = case.packed or case.z or case.D == "hp"  # some kernels, for which the interpreter rounds to bf16 in its own way
+    dtype = torch.float16 if plain else torch.bfloat16
     inputs = draw(bounds, replace(case, initial_states=True), dtype, shape=replace(SHAPE, **sizes))
     if not case.initial_states:
         inputs = replace(inputs, initial_states=None)
@@ -81,6 +85,21 @@ def test_right(way, executor):
         first = first or got
         assert all(torch.equal(t, first[name]) for name, t in got.items())
     assert_all_accurate(first, truths(inputs, *ways), inputs, *ways)
+
+
+@pytest.mark.skipif(GPU, reason="the kernels themselves run on a GPU")
+@pytest.mark.parametrize(("variant", "case", "keeps"), (
+    ("persistent", CASE, True), ("persistent", replace(CASE, D="hp"), False), ("fused", CASE, False),
+    ("baseline", CASE, False)))
+@pytest.mark.parametrize("chunk_size", (16, 64))
+def test_states_kept_are_those_declared(variant, case, keeps, chunk_size, executor):
+    """By a forward whose backward reads them, and no other, as many as torch.compile is told."""
+    inputs = draw(BOUNDS, case, torch.float16, shape=replace(SHAPE, nheads=2, ngroups=1, chunk_size=chunk_size))
+    given = *inputs.tensors, *inputs.settings, variant, autograd.encode(Options()), True
+    with hopper_on_cpu(executor, 2):
+        got, declared = autograd.forward(*given), autograd.forward_fake(*given)
+    assert [(0,) if t is None else t.shape for t in got] == [t.shape for t in declared]
+    assert (got[-1] is not None) == keeps
 
 
 @pytest.mark.skipif(GPU, reason="the kernels themselves run on a GPU")
