@@ -14,7 +14,7 @@ from tests.executor import Executor
 
 KERNELS = tuple(f"fused.kernels.hopper.{name}"
                 for name in ("ring", "start", "scan_tiles", "masks", "scan", "wide_scan", "document_states", "walks", "states",
-                             "pieces", "group_tiles", "factors", "group", "ends", "pairs"))
+                             "pieces", "factors", "group_tiles", "group", "ends", "pairs"))
 
 
 @contextmanager

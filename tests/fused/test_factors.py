@@ -21,12 +21,12 @@ SHAPE = Shape(1, 3 * 64 + 5, len(DECAYS), 64, 1, 128, 64)
 FACTORS = "fused.kernels.hopper.factors"
 FAULTS = {
     "factors of every decay": ("if gl.minimum(first, last) * LOG2E > -2 * MOST:", "if True:"),
-    "pairs of strong decays not decayed": ("t * decay(row - column)", "t"),
-    "pairs of weak decays not decayed": ("(t * row) * column if", "t if"),
-    "tokens of strong decays by their factors": ("gl.where(root > 0, row * root, decay(row))", "row * root"),
-    "tokens of weak decays by powers": ("gl.where(root > 0, row * root, decay(row))", "decay(row)"),
-    "to the end of strong decays by factors": ("gl.where(root > 0, column * root, decay(root - column))", "column * root"),
-    "to the end of weak decays by powers": ("gl.where(root > 0, column * root, decay(root - column))", "decay(root - column)"),
+    "pairs of strong decays not decayed": ("t * decay(of_i - of_j)", "t"),
+    "pairs of weak decays not decayed": ("(t * of_i) * of_j if", "t if"),
+    "tokens of strong decays by their factors": ("gl.where(root > 0, of_i * root, decay(of_i))", "of_i * root"),
+    "tokens of weak decays by powers": ("gl.where(root > 0, of_i * root, decay(of_i))", "decay(of_i)"),
+    "to the end of strong decays by factors": ("gl.where(root > 0, of_j * root, decay(root - of_j))", "of_j * root"),
+    "to the end of weak decays by powers": ("gl.where(root > 0, of_j * root, decay(root - of_j))", "decay(root - of_j)"),
 }
 
 

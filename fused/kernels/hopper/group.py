@@ -8,11 +8,11 @@ registers. A role is a group of warps with one job; rows are tokens i or j:
     compute_dC (1 warpgroup): K_ij = (dy_i . x_j) exp(A_i - A_j) dt_j,  dCB += K,  dC += (dy exp(A_i)) H,  r + row
     compute_dx (1 warpgroup): u + v = (B C^T exp(A_i - A_j)) dy + exp(A_last - A_j) B G^T,  dx,  (u + v) . x,  q,  col,  dy . x
     compute_dB (1 warpgroup): dB += (x dt_j exp(A_last - A_j)) G,  s = exp(A_last) <H, G>
-    fetch_factors (2 warps):  factors of decays and dt of each head, as vectors in shared memory
+    fetch_vectors (2 warps):  factors of decays and dt of each head, as vectors in shared memory
     fetch_tiles (1 warp):     x, dy, H and G of each head by TMA, and before a tile's heads its B and C
 
 with A = dA_cumsum, H the state before the sub-chunk, G the gradient of that after it. Three rings connect the roles: `tiles`,
-which fetch_tiles fills and the warpgroups read; `vectors`, which fetch_factors fills for them; and `pairs` with one slot, in
+which fetch_tiles fills and the warpgroups read; `vectors`, which fetch_vectors fills for them; and `pairs` with one slot, in
 which compute_dC hands dCB to compute_dB at the end of a tile.
 
 B and C take the places of an H and a G in a slot of `tiles` that is kept until the tile is done, while the heads go round
@@ -44,8 +44,8 @@ from ssd.runtime.launch import launch
 from ssd.types import SSDInputs
 
 from .documents import TOKEN, load_field
-from .factors import Factors, decay_pairs, decay_to_end, decay_tokens, fetch_factors, load_root
-from .group_tiles import Rings, Sizes, Sums, Tiles, as_box, find_tile, get_token, store_rows, write_dx
+from .factors import Factors, decay_pairs, decay_to_end, decay_tokens, load_root
+from .group_tiles import Rings, Sizes, Sums, Tiles, as_box, fetch_vectors, find_tile, get_token, store_rows, write_dx
 from .ring import make_barriers, make_ring, mark_empty, mark_full, next_empty, next_full, slot_of, wait_empty, wait_full
 from .roles import LOG2E, allocate_tiles, decay, fetch_slice, get_tile, make_form, tile_bytes
 from .weights import pack_weights, weigh
@@ -97,13 +97,13 @@ def compute_dC(rings, tiles, vectors, dC, sums, before, sizes, form: gl.constexp
             K = warpgroup_mma(dy, x.permute((1, 0)), K, use_acc=False, is_async=True)
             wait_full(rings.vectors, step)
             root = load_root(vectors, line, gl.SliceLayout(1, IJ))
-            w = gl.expand_dims(decay_tokens(vectors.rows.index(line).load(gl.SliceLayout(1, OPERAND)), root), 1)
+            w = gl.expand_dims(decay_tokens(vectors.of_i.index(line).load(gl.SliceLayout(1, OPERAND)), root), 1)
             sum_dC = warpgroup_mma(weigh(dy, pack_weights(w, DTYPE)), H, sum_dC, is_async=True)
             K = warpgroup_mma_wait(1, deps=(K,))
-            row = vectors.rows.index(line).load(gl.SliceLayout(1, IJ))
-            column = gl.expand_dims(vectors.columns.index(line).load(gl.SliceLayout(0, IJ)), 0)
+            of_i = vectors.of_i.index(line).load(gl.SliceLayout(1, IJ))
+            of_j = gl.expand_dims(vectors.of_j.index(line).load(gl.SliceLayout(0, IJ)), 0)
             # Factors to the bit as in compute_dx, or row - col would keep what A is rounded by (docs/ssd.md).
-            K = decay_pairs(K, gl.expand_dims(row, 1), column, root)
+            K = decay_pairs(K, gl.expand_dims(of_i, 1), of_j, root)
             K *= gl.expand_dims(vectors.dt.index(line).load(gl.SliceLayout(0, IJ)), 0)
             sum_dCB += K
             outputs = gl.sum(K * tiles.CB.load(IJ), 1)
@@ -111,7 +111,7 @@ def compute_dC(rings, tiles, vectors, dC, sums, before, sizes, form: gl.constexp
             dy_f = dy_tile.load(IP).to(gl.float32)
             sum_dC, CH = warpgroup_mma_wait(0, deps=(sum_dC, CH))
             r = gl.convert_layout(gl.sum(dy_f * CH, 1), gl.SliceLayout(1, IJ))
-            outputs += r * decay_tokens(row, root)
+            outputs += r * decay_tokens(of_i, root)
             if form.SLICES == 2:
                 outputs = outputs + slice_before * (k % 2).to(gl.float32)
                 slice_before = outputs
@@ -183,16 +183,16 @@ def compute_dx(dx_desc, dx_at, rings, tiles, vectors, D, sums, before, sizes, fo
                             rings.dx, tiles.dx.index(0))
             wait_full(rings.vectors, step)
             root = load_root(vectors, line, ROW)
-            row = gl.expand_dims(vectors.rows.index(line).load(gl.SliceLayout(0, JI)), 0)
-            column = vectors.columns.index(line).load(ROW)
-            L = decay_pairs(BC, row, gl.expand_dims(column, 1), root)
+            of_i = gl.expand_dims(vectors.of_i.index(line).load(gl.SliceLayout(0, JI)), 0)
+            of_j = vectors.of_j.index(line).load(ROW)
+            L = decay_pairs(BC, of_i, gl.expand_dims(of_j, 1), root)
             dt_j = vectors.dt.index(line).load(ROW)
             pairs = gl.convert_layout(L.to(DTYPE), OPERAND)
             x_dy = warpgroup_mma_wait(1, deps=(x_dy,))
             u_x = gl.sum(L * x_dy, 1)  # u_j . x_j is a sum over pairs of weights and dy_i . x_j, as col_j is
             x = x_tile.load(JI).to(gl.float32)
             v = warpgroup_mma_wait(0, deps=(v,))
-            to_end = decay_to_end(column, root)
+            to_end = decay_to_end(of_j, root)
             v_x = to_end * gl.sum(v * x, 1)  # before the product adds to v: after it, v would have to be copied
             u_v = warpgroup_mma(pairs, dy, v * gl.expand_dims(to_end, 1), is_async=True)
             dy_j = dy.load(JI).to(gl.float32)
@@ -268,7 +268,7 @@ def compute_dB(rings, tiles, vectors, dA_cumsum, dB, sums, before, sizes, form: 
             gl.store(sums.s + tile.row + k // form.SLICES * sizes.nsub, s)
             wait_full(rings.vectors, step)
             root = load_root(vectors, line, TOKEN)
-            w = decay_to_end(vectors.columns.index(line).load(TOKEN), root)
+            w = decay_to_end(vectors.of_j.index(line).load(TOKEN), root)
             w = gl.expand_dims(w * vectors.dt.index(line).load(TOKEN), 1)
             x = weigh(get_tile(tiles.x, slot, BLOCK_M, ROWS).load(OPERAND), pack_weights(w, DTYPE))
             sum_dB = warpgroup_mma(x, G, sum_dB, is_async=True)
@@ -333,8 +333,8 @@ def hopper_group_kernel(x_desc, dy_desc, B_desc, C_desc, H_desc, G_desc, dx_desc
     CBs = gl.allocate_shared_memory(gl.float32, [BLOCK_M, BLOCK_M], gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
     dCBs = gl.allocate_shared_memory(DTYPE, [BLOCK_M, BLOCK_M], SQUARE)
     dXs = allocate_tiles(dx_desc, 1)
-    rows = gl.allocate_shared_memory(gl.float32, [LINES, BLOCK_M], LINE)
-    columns = gl.allocate_shared_memory(gl.float32, [LINES, BLOCK_M], LINE)
+    of_i = gl.allocate_shared_memory(gl.float32, [LINES, BLOCK_M], LINE)
+    of_j = gl.allocate_shared_memory(gl.float32, [LINES, BLOCK_M], LINE)
     steps = gl.allocate_shared_memory(gl.float32, [LINES, BLOCK_M], LINE)
     if PART:
         dx_bar = make_barriers(1, 1).index(0)
@@ -342,7 +342,7 @@ def hopper_group_kernel(x_desc, dy_desc, B_desc, C_desc, H_desc, G_desc, dx_desc
         dx_bar: gl.constexpr = None
     rings = Rings(make_ring(SLOTS, 3), make_ring(LINES, 3), make_ring(1, 1), dx_bar)
     fence_async_shared()
-    tiles, vectors = Tiles(Xs, dYs, Hs, Gs, dXs, CBs, dCBs), Factors(rows, columns, steps)
+    tiles, vectors = Tiles(Xs, dYs, Hs, Gs, dXs, CBs, dCBs), Factors(of_i, of_j, steps)
     sums = Sums(step_sums, state_sums, output_sums, pair_sums, skip_sums, s)
     before = Sums(step_before, state_before, output_before, pair_before, None, s_before)
     if blocks is not None:
@@ -354,7 +354,7 @@ def hopper_group_kernel(x_desc, dy_desc, B_desc, C_desc, H_desc, G_desc, dx_desc
         (compute_dC, (rings, tiles, vectors, dC, sums, before, sizes, FORM, PART, SPLITS)),
         (compute_dx, (dx_desc, dx_at, rings, tiles, vectors, D, sums, before, sizes, FORM, PART, SPLITS)),
         (compute_dB, (rings, tiles, vectors, dA_cumsum, dB, sums, before, sizes, FORM, PART, SPLITS)),
-        (fetch_factors, (rings.vectors, vectors, dA_cumsum, dt, sizes, SLICES, BLOCK_M, SPLITS)),
+        (fetch_vectors, (rings.vectors, vectors, dA_cumsum, dt, sizes, SLICES, BLOCK_M, SPLITS, True)),
         (fetch_tiles, (x_desc, dy_desc, B_desc, C_desc, H_desc, G_desc, rings.tiles, tiles, sizes, FORM, PART, SPLITS)),
     ], [4, 4, 2, 1], [168, 128, 24, 24])
 

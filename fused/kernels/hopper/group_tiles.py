@@ -10,8 +10,9 @@ from triton.experimental.gluon import language as gl
 from ssd.runtime.gluon_names import block_barrier, reinterpret
 
 from .documents import COUNT, TOKEN, load_field, write_block
+from .factors import store_factors
 from .ring import Ring, mark_full, slot_of, wait_empty
-from .roles import LOG2E, write_slice
+from .roles import LOG2E, load_steps, write_slice
 
 
 class Sizes(NamedTuple):
@@ -93,8 +94,9 @@ def find_tile(t, sizes, SPLITS: gl.constexpr):
 
 
 @gluon.jit
-def fetch_vectors(ring, vectors, dA_cumsum, dt, sizes, SLICES: gl.constexpr, BLOCK_M: gl.constexpr, SPLITS: gl.constexpr):
-    """The producer of vectors, of each head, or of each slice of it anew.
+def fetch_vectors(ring, vectors, dA_cumsum, dt, sizes, SLICES: gl.constexpr, BLOCK_M: gl.constexpr, SPLITS: gl.constexpr,
+                  FACTORS: gl.constexpr):
+    """The producer of vectors, of each head, or of each slice of it anew. FACTORS: `vectors` are of that class.
 
     A token a thread, of two warps at least: racecheck takes the barrier of one for none (docs/log/sanitizer.md).
     """
@@ -102,17 +104,22 @@ def fetch_vectors(ring, vectors, dA_cumsum, dt, sizes, SLICES: gl.constexpr, BLO
     step = 0
     for t in range(gl.program_id(0), sizes.ntiles, gl.num_programs(0)):
         tile = find_tile(t, sizes, SPLITS)
-        at = tile.row * BLOCK_M + m
-        a, dt_k = gl.load(dA_cumsum + at), gl.load(dt + at)
+        at = tile.row * BLOCK_M
+        a, dt_k, last = load_steps(dA_cumsum, dt, at, m, BLOCK_M)
+        first = gl.load(dA_cumsum + at)
         for k in range(tile.count * SLICES):
             line = slot_of(ring, step)
             wait_empty(ring, step)
-            vectors.A.index(line).store(a * LOG2E)
+            if FACTORS:
+                store_factors(vectors, line, a, first, last)
+            else:
+                vectors.A.index(line).store(a * LOG2E)
             vectors.dt.index(line).store(dt_k)
             block_barrier()
             mark_full(ring, line)
-            at = (tile.row + gl.minimum(k + 1, tile.count * SLICES - 1) // SLICES * sizes.nsub) * BLOCK_M + m
-            a, dt_k = gl.load(dA_cumsum + at), gl.load(dt + at)
+            at = (tile.row + gl.minimum(k + 1, tile.count * SLICES - 1) // SLICES * sizes.nsub) * BLOCK_M
+            a, dt_k, last = load_steps(dA_cumsum, dt, at, m, BLOCK_M)
+            first = gl.load(dA_cumsum + at)
             step += 1
 
 

@@ -295,7 +295,7 @@ def hopper_pairs_kernel(x_desc, dy_desc, B_desc, C_desc, dx_desc, dA_cumsum, dt,
     gl.warp_specialize([
         (multiply_pairs, (dx_desc, rings, tiles, vectors, D, gradients, sums, sizes, FORM, 0, SPLITS)),
         (multiply_pairs, (dx_desc, rings, tiles, vectors, D, gradients, sums, sizes, FORM, 1, SPLITS)),
-        (fetch_vectors, (rings.vectors, vectors, dA_cumsum, dt, sizes, 1, 2 * M, SPLITS)),
+        (fetch_vectors, (rings.vectors, vectors, dA_cumsum, dt, sizes, 1, 2 * M, SPLITS, False)),
         (fetch_tiles, (x_desc, dy_desc, B_desc, C_desc, dx_desc, rings.tiles, tiles, sizes, FORM, SPLITS)),
     ], [4, 4, 1], [232, 24, 24])
 
