@@ -1,8 +1,9 @@
 """Random inputs of the operator for any shape and any set of its options."""
 
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import combinations, product
+from itertools import combinations, cycle, product
 
 import pytest
 import torch
@@ -178,6 +179,15 @@ def _starts(s: Shape, rng: torch.Generator) -> Tensor:
         if 0 < cut < s.seqlen:
             starts[cut] = True
     return starts
+
+
+def set_decays(inputs: SSDInputs, decays: Sequence[Sequence[float]]) -> SSDInputs:
+    """These inputs with steps scaled so that A_last of each sub-chunk of 64 tokens is -decays[head], one after the other, again
+    from the first when all have been taken; and A = -1.
+    """
+    for step, of_heads in zip(inputs.dt.split(64, 1), zip(*map(cycle, decays), strict=True), strict=False):
+        step *= torch.tensor(of_heads, device=step.device) / step.sum(1, keepdim=True)
+    return replace(inputs, A=-torch.ones(inputs.nheads, device=inputs.x.device))
 
 
 def random_like(t: Tensor, *key) -> Tensor:

@@ -177,6 +177,7 @@ def _import(name: str, edits: list[tuple[str, str]]) -> None:
     if not edits:
         importlib.import_module(name)
         return
+    assert name not in sys.modules, f"{name} has been imported by a module named before it, without its edits: name it first"
     spec = importlib.util.find_spec(name)
     source, file = spec.loader.get_source(name), f"{spec.origin}, edited"
     for old, new in edits:

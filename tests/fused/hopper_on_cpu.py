@@ -13,7 +13,7 @@ from ssd.runtime.tuning import Device
 from tests.executor import Executor
 
 KERNELS = tuple(f"fused.kernels.hopper.{name}"
-                for name in ("ring", "start", "scan_tiles", "masks", "scan", "wide_scan", "document_states", "walks", "states",
+                for name in ("ring", "start", "scan_tiles", "masks", "document_states", "scan", "wide_scan", "walks", "states",
                              "pieces", "factors", "group_tiles", "group", "ends", "pairs"))
 
 

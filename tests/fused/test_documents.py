@@ -71,7 +71,7 @@ def executor() -> Executor:
 @pytest.mark.parametrize("way", WAYS)
 def test_right(way, executor):
     bounds, case, sizes, runs, dealing = WAYS[way]
-    plain = case.packed or case.z or case.D == "hp"  # some kernels, for which the interpreter rounds to bf16 in its own way
+    plain = case.packed or case.z or case.D == "hp"  # some kernels are: the interpreter rounds to bf16 in its own way
     dtype = torch.float16 if plain else torch.bfloat16
     inputs = draw(bounds, replace(case, initial_states=True), dtype, shape=replace(SHAPE, **sizes))
     if not case.initial_states:

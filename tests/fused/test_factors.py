@@ -1,7 +1,6 @@
 """Decays of pairs as products of factors: sub-chunks that decay by less than factors hold, by about as much, and by more."""
 
 from dataclasses import replace
-from itertools import cycle
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from tests.errors import assert_right, cotangents
 from tests.executor import Executor
 from tests.fused.hopper_on_cpu import KERNELS, hopper_on_cpu
 from tests.fused.test_hopper import needs_hopper
-from tests.inputs import Case, Shape, random_inputs
+from tests.inputs import Case, Shape, random_inputs, set_decays
 
 BOUND = 2 * MOST.value * torch.tensor(2.0).log().item()  # what factors can hold, as -A_last
 DECAYS = (0.7,), (20.0, 300.0), (BOUND - 1, BOUND + 1), (BOUND + 1, 0.1, BOUND - 1)  # of each head by the sub-chunks, in turn
@@ -32,10 +31,7 @@ FAULTS = {
 
 def draw(device: str, headdim: int = 64, seqlen: int = SHAPE.seqlen) -> SSDInputs:
     shape = replace(SHAPE, headdim=headdim, seqlen=seqlen)
-    inputs = random_inputs(shape, Case(D="h", dt_dtype=torch.float32), torch.bfloat16, device)
-    for step, decays in zip(inputs.dt.split(64, 1), zip(*map(cycle, DECAYS), strict=True), strict=False):
-        step *= torch.tensor(decays, device=device) / step.sum(1, keepdim=True)
-    return replace(inputs, A=-torch.ones(len(DECAYS), device=device))
+    return set_decays(random_inputs(shape, Case(D="h", dt_dtype=torch.float32), torch.bfloat16, device), DECAYS)
 
 
 def run(executor: Executor, headdim: int = 64) -> None:

@@ -1,7 +1,6 @@
 """Decays that are deferred: heads of which a step leaves from most to nothing, so that lag is kept, applied and dropped."""
 
 from dataclasses import replace
-from itertools import cycle
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from tests.errors import assert_forward_right
 from tests.executor import Executor
 from tests.fused.hopper_on_cpu import KERNELS, hopper_on_cpu
 from tests.fused.test_hopper import needs_hopper
-from tests.inputs import Case, Shape, random_inputs
+from tests.inputs import Case, Shape, random_inputs, set_decays
 
 # Of each head's state by the sub-chunks, one after the other, as -A_last. Weak steps between strong ones, so that R is mostly
 # what weak ones have left when it is scaled.
@@ -36,10 +35,7 @@ FAULTS = {
 
 def draw(headdim: int, device: str, seqlen: int = SHAPE.seqlen, nheads: int = len(DECAYS)) -> SSDInputs:
     inputs = random_inputs(replace(SHAPE, headdim=headdim, seqlen=seqlen, nheads=nheads), START, torch.bfloat16, device)
-    steps = inputs.dt.split(64, 1)
-    for step, decays in zip(steps, zip(*map(cycle, DECAYS), strict=True), strict=False):
-        step *= torch.tensor(decays[:nheads], device=device) / step[:, : 64].sum(1, keepdim=True)  # what is left of 64: as much
-    return replace(inputs, A=-torch.ones(nheads, device=device))
+    return set_decays(inputs, DECAYS[:nheads])
 
 
 def run(executor: Executor, inputs: SSDInputs, **dealing) -> None:

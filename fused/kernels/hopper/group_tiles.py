@@ -63,7 +63,7 @@ class Tiles(NamedTuple):
 
 
 class Vectors(NamedTuple):
-    """Shared memory [LINES, 64 or 128] fp32 by slot of `vectors`: A, for powers of 2, and dt."""
+    """Shared memory [LINES, 128] fp32 by slot of `vectors`: A, for powers of 2, and dt."""
 
     A: gl.shared_memory_descriptor
     dt: gl.shared_memory_descriptor
