@@ -166,11 +166,9 @@ def apply(model: Model, samples: list[Sample]) -> list[Outcome]:
 
 
 def read_memory(rows: list[dict]) -> dict[str, float]:
-    """{GPU: GB/s of its copy, the median over the rows of the bench ssd}."""
-    found: dict[str, list[float]] = {}
-    for row in record.read(rows, bench="ssd"):
-        found.setdefault(_name_gpu(row), []).append(row["copy_gbps"])
-    return {name: median(values) for name, values in found.items() if name in GPUS}
+    """{GPU: GB/s of its copy, the median over the rows of the bench ssd}, in the order of GPUS."""
+    found = record.group_by(record.read(rows, bench="ssd"), _name_gpu)
+    return {name: median(row["copy_gbps"] for row in found[name]) for name in GPUS if name in found}
 
 
 def find_interval(outcomes: list[Outcome]) -> tuple[float, float]:
