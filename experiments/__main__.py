@@ -56,6 +56,9 @@ def bench(
     chunk_size: flags.ChunkSizes = "auto", repeats: flags.Repeats = 50, warmup: flags.Warmup = 10,
     option: Annotated[list[str] | None, typer.Option(
         help="NAME=true, NAME=false or keep_bytes=NUMBER, of ssd.Options; repeatable.")] = None,
+    also: Annotated[list[str] | None, typer.Option(
+        help="Measure ours with these options too, in the same run: as --option takes them, separated by commas, beside those; "
+             "repeatable.")] = None,
     counters: flags.Counters = False, wide: flags.Wide = False, out: flags.Out = RESULTS,
 ) -> None:
     """Measure variants side by side and append a row for each; lists are separated by commas.
@@ -64,8 +67,9 @@ def bench(
     """
     variants, modes = split_names("--variant", variant, VARIANTS), split_names("--mode", mode, MODES)
     check_name("--against", against, (*VARIANTS[1:], "none"))
-    shapes, sizes, console = split_shapes(shape), split_chunk_sizes(chunk_size), make_console()
-    if not has_gpu():
+    shapes, sizes, console, on_gpu = split_shapes(shape), split_chunk_sizes(chunk_size), make_console(), has_gpu()
+    options = [parse_options(option), *(parse_options([*(option or ()), *items.split(",")], "--also") for items in also or ())]
+    if not on_gpu:
         if "auto" in variants:
             refuse("--variant: got 'auto', which needs a GPU (without one it is 'torch'), expected any of "
                    f"{', '.join(VARIANTS[1:])}")
@@ -73,14 +77,14 @@ def bench(
             refuse("--counters: needs a CUDA GPU, found none")
         from . import interpret
 
-        passed = interpret.run(variants, shapes, modes, dtype, max(sizes), parse_options(option), out, console, wide)
+        passed = interpret.run(variants, shapes, modes, dtype, max(sizes), options, out, console, wide)
         raise typer.Exit(0 if passed else 1)
 
     from . import bench, table
     from . import counters as ncu
 
-    rows = bench.run(variants, None if against == "none" else against, shapes, modes, dtype, sizes, parse_options(option), out,
-                     console, repeats, warmup)
+    rows = bench.run(variants, None if against == "none" else against, shapes, modes, dtype, sizes, options, out, console,
+                     repeats, warmup)
     table.show(console, rows, "medians", wide=wide)
     if counters:
         ncu.run([row for row in table.keep_best_chunk(rows) if row["variant"] in variants], out, console)

@@ -65,8 +65,8 @@ def split_chunk_sizes(text: str) -> tuple[int, ...]:
     return tuple(map(int, split_names("--chunk-size", text, [str(2**n) for n in range(4, 9)], "auto")))
 
 
-def parse_options(items: list[str] | None) -> Options:
-    """`ssd.Options` with the fields of NAME=true and NAME=false set, and of keep_bytes=NUMBER."""
+def parse_options(items: list[str] | None, flag: str = "--option") -> Options:
+    """`ssd.Options` with the fields of NAME=true and NAME=false set, and of keep_bytes=NUMBER. flag: that errors name."""
     from dataclasses import fields
 
     from ssd import Options
@@ -79,7 +79,7 @@ def parse_options(items: list[str] | None) -> Options:
         elif name in names and name != "keep_bytes" and value in values:
             changed[name] = values[value]
         else:
-            refuse(f"--option: got {item!r}, expected NAME=true, NAME=false or keep_bytes=NUMBER with a name of "
+            refuse(f"{flag}: got {item!r}, expected NAME=true, NAME=false or keep_bytes=NUMBER with a name of "
                    f"{', '.join(names)}{suggest(name, names) if name not in names else ''}")
     return Options(**changed)
 

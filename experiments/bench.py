@@ -45,11 +45,11 @@ class Candidate:
 
 
 def run(variants: Sequence[str], against: str | None, shapes: Sequence[Shape], modes: Sequence[str], dtype: str,
-        chunk_sizes: Sequence[int], options: Options, out: Path, console: Console, repeats: int = 50,
+        chunk_sizes: Sequence[int], options: Sequence[Options], out: Path, console: Console, repeats: int = 50,
         warmup: int = 10) -> list[dict]:
     """Measures variants beside a rival and returns the rows, each appended to its file as soon as it is known.
 
-    chunk_sizes and options are ours; a peer runs at its own.
+    chunk_sizes and options are ours, each variant with each set of options; a peer runs at its own.
     """
     rows, present = [], []
     for name in dict.fromkeys((*variants, *([against] if against else []))):
@@ -57,7 +57,7 @@ def run(variants: Sequence[str], against: str | None, shapes: Sequence[Shape], m
             _describe_adapter(name)
             present.append(name)
     for setting, mode, ceiling in list_settings(shapes, modes, dtype, console):
-        candidates = [Candidate(name, size, options) for name in present
+        candidates = [Candidate(name, size, of) for name in present for of in (options if not is_peer(name) else options[:1])
                       for size in _list_chunk_sizes(name, setting.shape.seqlen, chunk_sizes)]
         measured = measure(setting, mode, candidates, repeats, warmup, console)
         rival = compare_with(against, measured)

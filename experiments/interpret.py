@@ -1,5 +1,7 @@
 """The bench without a GPU: check kernels in Triton's interpreter, and show costs beside the last rows of GPUs."""
 
+from collections.abc import Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -18,7 +20,7 @@ _CHUNK_SIZE = 32
 # The largest error accepted, rms and maximum alike. bf16 is left out: the interpreter computes it wrongly.
 _LIMITS = {"fp32": 1e-4, "fp16": 1e-2}
 _BOUNDS = ("memory", "tensor", "exp")  # what `cost.Ceilings.compute_floors_us` gives a time for
-ERRORS = table.make_columns("variant", "dtype", "worst in", "rms error", "max error", "limit", "verdict")
+ERRORS = table.make_columns("variant", "options", "dtype", "worst in", "rms error", "max error", "limit", "verdict")
 _COSTS = table.make_columns("shape", "mode") | {
     "ideal MB": ("ideal_bytes", table.write_number(0, 1e-6)), "DRAM MB": ("dram_bytes", table.write_number(0, 1e-6)),
     "floor us": ("floor_us", table.write_microseconds), "bound by": ("bound", str), "chunk": ("chunk_size", table.write_text),
@@ -26,13 +28,15 @@ _COSTS = table.make_columns("shape", "mode") | {
 _STAGES = table.make_columns("stage", "MB", "GFLOP", "exp M", "memory us", "tensor us", "exp us")
 
 
-def run(variants: list[str], shapes: list[Shape], modes: list[str], dtype: str, chunk_size: int, options: Options, out: Path,
-        console: Console, wide: bool = False) -> bool:
-    """Prints the errors and the costs of the variants. Returns whether all that can run here agree with fp64."""
+def run(variants: list[str], shapes: list[Shape], modes: list[str], dtype: str, chunk_size: int, options: Sequence[Options],
+        out: Path, console: Console, wide: bool = False) -> bool:
+    """Prints the errors, with each set of options, and the costs of the variants. Returns whether all that can run here agree
+    with fp64.
+    """
     sizes = ", ".join(f"{name} {size}" for name, size in SMALL.sizes.items())
     console.print("No CUDA GPU: nothing is timed. Triton's interpreter runs the kernels at a small shape:", style="bold")
     console.print(f"{sizes}, chunk_size {_CHUNK_SIZE}", style="bold")
-    passed = [_check(name, modes, options, console) for name in variants]
+    passed = [_check(name, modes, of, console) for name in variants for of in options]
     rows = record.read(record.read_gpus(out), dtype=dtype) if out.is_dir() else []
     for name in variants:
         _show_costs(name, shapes, modes, dtype, chunk_size, rows, console)
@@ -63,9 +67,9 @@ def judge(variant: str, options: Options, modes: tuple[str, ...] | list[str] = M
         worst = Error.worst(list(errors.values()))
         name = next((name for name, error in errors.items() if not max(error.rms, error.max) < max(worst.rms, worst.max)), "")
         agrees = worst.rms <= limit and worst.max <= limit
-        rows.append({"variant": variant, "dtype": dtype, "worst in": name, "rms error": f"{worst.rms:.1e}",
-                     "max error": f"{worst.max:.1e}", "limit": f"{limit:.0e}", "agrees": agrees,
-                     "verdict": "agrees" if agrees else "DOES NOT AGREE"})
+        rows.append({"variant": variant, "options": record.describe_options(asdict(options)), "dtype": dtype, "worst in": name,
+                     "rms error": f"{worst.rms:.1e}", "max error": f"{worst.max:.1e}", "limit": f"{limit:.0e}",
+                     "agrees": agrees, "verdict": "agrees" if agrees else "DOES NOT AGREE"})
     return rows
 
 

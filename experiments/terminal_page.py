@@ -19,7 +19,7 @@ _ERRORS = re.compile(r"(fp\d\d +)\w+( +)\S+( +)\S+")  # of a judged dtype: where
 def print_without_gpu() -> str:
     """Checks the kernels in Triton's interpreter, which takes seconds; costs are from committed rows."""
     console = _make_console()
-    interpret.run([VARIANT], find_shapes(SHAPE), list(MODES), "bf16", _CHUNK_SIZE, Options(), record.RESULTS, console)
+    interpret.run([VARIANT], find_shapes(SHAPE), list(MODES), "bf16", _CHUNK_SIZE, [Options()], record.RESULTS, console)
     return _read(console)
 
 

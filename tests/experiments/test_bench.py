@@ -42,8 +42,8 @@ def rival(monkeypatch):
 @pytest.fixture
 def run(tmp_path, console, clock):
     """The rows of a variant beside the rival, and what was printed."""
-    return lambda *modes: (bench.run(("torch",), "rival", (SMALL,), modes or ("fwd",), "fp32", (32, 64), Options(), tmp_path,
-                                     console), console.export_text())
+    return lambda *modes: (bench.run(("torch",), "rival", (SMALL,), modes or ("fwd",), "fp32", (32, 64), [Options()],
+                                     tmp_path, console), console.export_text())
 
 
 def test_rows(run, tmp_path, rival):
@@ -57,11 +57,19 @@ def test_rows(run, tmp_path, rival):
     assert rows[2]["note"] == "a coat" and rows[0]["note"] is None
 
 
+def test_options_are_ours(tmp_path, clock, rival):
+    """Each set of them is measured in the same run; a peer, which takes none, once."""
+    both = Options(), Options(save_states=False)
+    rows = bench.run(("torch",), "rival", (SMALL,), ("fwd",), "fp32", (64,), both, tmp_path, Console(quiet=True))
+    assert [(row["variant"], row["options"], row["chunk_size"]) for row in rows] == [
+        *(("torch", asdict(options), 64) for options in both), ("rival", None, 128), ("rival", None, 256)]
+
+
 def test_auto_has_rows_of_its_own(tmp_path, clock, monkeypatch):
     """With the choice, which is torch's form here."""
     monkeypatch.setitem(SECONDS_OF, ("auto", 64), 3.0)
     console = Console(quiet=True)
-    rows = bench.run(("auto",), None, (SMALL,), ("fwd", "fwd_bwd"), "fp32", (64,), Options(), tmp_path, console)
+    rows = bench.run(("auto",), None, (SMALL,), ("fwd", "fwd_bwd"), "fp32", (64,), [Options()], tmp_path, console)
     assert [(row["variant"], row["mode"], row["note"]) for row in rows] == [("auto", "fwd", None), ("auto", "fwd_bwd", None)]
     assert all(row["err_rms"] < 1e-5 and record.has_default_options(row) for row in rows)
 

@@ -82,9 +82,10 @@ def test_bench_without_gpu(tmp_path):
 def test_options_of_the_bench_reach_the_variant(monkeypatch):
     check = Mock(return_value={"out": Error(0.0, 0.0)})
     monkeypatch.setattr(interpret, "check", check)
-    given = ("--option", "exp2=false", "--option", "tf32=true")
+    given = ("--option", "exp2=false", "--option", "tf32=true", "--also", "exp2=true,gluon=false")
     assert invoke("bench", "--variant", "torch", "--shape", "8b-b1", *given).exit_code == 0
-    assert {call.args[2] for call in check.call_args_list} == {Options(exp2=False, tf32=True)}
+    assert {call.args[2] for call in check.call_args_list} == {Options(exp2=False, tf32=True), Options(tf32=True, gluon=False)}
+    assert "--also: got 'exp2'" in invoke("bench", "--variant", "torch", "--also", "tf32=true,exp2").output
 
 
 @without_gpu
