@@ -14,6 +14,7 @@ from ssd.registry import is_peer
 
 from . import (
     ablate,
+    auto_gains,
     block,
     choose,
     context,
@@ -61,7 +62,7 @@ class Shown:
         step_changes: steps with one of their settings changed.
         trainings: every one.
         checks: set-ups, and runs of all tests, without a GPU.
-        choices: what "auto" chooses by.
+        choices: what "auto" chooses by, and was measured beside.
         contexts: sequences over several GPUs.
         documents: packed ones with states, and states at positions.
         patches: layers of transformers' models.
@@ -141,6 +142,7 @@ def list_sections(shown: Shown) -> dict[tuple[str, str], str]:
         ("docs/results.md", "models"): result_tables.tabulate_models(timed),
         ("docs/results.md", "results"): result_tables.tabulate_results(timed, Path(FIGURE).name),
         ("docs/results.md", "memory"): result_tables.tabulate_memory([row for row in shown.memory if row["shape"] in _MEMORY]),
+        ("docs/results.md", "auto"): auto_gains.tabulate(shown.choices),
         ("docs/results.md", "choices"): choose.tabulate_choices(choose.make_tables(shown.choices)),
         ("docs/results.md", "blocks"): result_tables.tabulate_blocks(shown.blocks),
         ("docs/results.md", "decoding"): result_tables.tabulate_decoding(shown.decoding),
