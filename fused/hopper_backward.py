@@ -2,8 +2,8 @@
 
     chunk_cumsum, hopper_states backwards for the gradients of the states and, where the forward kept none, forwards for the
     states (after hopper_pieces where sequences are cut), hopper_group (above a dstate of 128 the kernels of `span_backward`),
-    chunk_cumsum_bwd; with a gate chunk_scan_dz before them, and where a group's heads are shared out to several blocks
-    sum_parts of dB and of dC after them.
+    chunk_cumsum_bwd; with a gate chunk_scan_dz before them, where a group's heads are shared out to several blocks sum_parts of
+    dB and of dC after them, and with a D of two dimensions channel_skip last.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from .hopper import (
     runs_wide,
     tokens_between_states,
 )
+from .kernels.channel_skip import channel_skip
 from .kernels.head_sums import add_splits, allocate_splits, keep_contiguous
 from .schedule import choose_splits
 from .span_backward import run_spans
@@ -64,8 +65,6 @@ def takes_documents(i: SSDInputs, options: Options) -> bool:
 
 def cannot_run(i: SSDInputs, options: Options) -> str | None:
     """As `hopper.cannot_run`, of the backward."""
-    if i.D is not None and i.D.dim() == 2:
-        return "D of two dimensions is not in it"
     return hopper.cannot_run(i, options, by_chunk=False)
 
 
@@ -75,7 +74,8 @@ def backward(saved: SSDSaved, dout: Tensor, dfinal_states: Tensor | None, into: 
     with torch.cuda.device_of(i.x):
         dout = fit_to_tiles(dout)
         dz, dy = (None, dout) if i.z is None else chunk_scan_dz(saved, dout, into.dz)
-        cut = replace(i, chunk_size=tokens_between_states(i))
+        by_channel = i.D is not None and i.D.dim() == 2
+        cut = replace(i, chunk_size=tokens_between_states(i), D=None if by_channel else i.D)
         arrivals = i.A.new_empty(i.nheads, dtype=torch.int32)
         blocks = document_blocks(i) if i.has_document_states else None
         (x, B), (dy, C) = (describe_inputs(*of, rows=cut.chunk_size) for of in ((i.x, i.B), (dy, i.C)))
@@ -89,7 +89,9 @@ def backward(saved: SSDSaved, dout: Tensor, dfinal_states: Tensor | None, into: 
             gradients = run_spans(cut, descriptors, dx, H, G, dt, dA_cumsum, arrivals, device, into)
         else:
             gradients = _run_group(cut, descriptors, dx, H, G, dt, dA_cumsum, arrivals, device, into, blocks)
-    dB, dC, ddt, dA, ddt_bias, dD = gradients
+        dB, dC, ddt, dA, ddt_bias, dD = gradients
+        if by_channel:
+            dD = channel_skip(x.base, dy.base, i.D, dx)
     if dinitial_states is not None:
         dinitial_states = settle(dinitial_states, into.dinitial_states)
     dx, dB, dC = settle(dx, into.dx), settle(dB, into.dB), settle(dC, into.dC)

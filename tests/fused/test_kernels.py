@@ -7,13 +7,14 @@ import torch
 
 from fused.kernels.bmm_chunk_scan import CONFIGS, bmm_chunk_scan
 from fused.kernels.bmm_chunk_scan_rows import bmm_chunk_scan_rows
+from fused.kernels.channel_skip import channel_skip
 from fused.kernels.chunk_state_passing import chunk_state_passing, refine_states, segment_states
 from fused.kernels.dB_dx import dB_dx
 from fused.kernels.dC_dCB import dC_dCB
 from fused.kernels.dstates_passing import dstates_passing
 from ssd.kernels.chunk_cumsum import chunk_cumsum
 from ssd.types import Options
-from tests.inputs import HALF, random_like
+from tests.inputs import HALF, PLAIN, Shape, random_inputs, random_like
 from tests.stage_values import Values, assert_stages, name_results, over_values
 
 OPTIONS = Options()
@@ -96,6 +97,18 @@ def test_dB_dx(case, dtype, device):
 
     assert_stages(v, name_results("dx dB dD u_v_x q", *found), "bmm_chunk", "chunk_scan_chunk_state_dx", "chunk_state_dB",
                   "bmm_bwd", add_pairs, dCB=dCB)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, HALF), ids=str)
+def test_channel_skip(dtype, device):
+    """(19) of a D with channels, on top of a gradient without it; of tensors in any order of axes."""
+    i = random_inputs(Shape(2, 76, 6, 24, 2, 20, 32), replace(PLAIN, D="hp"), dtype, device)
+    x, dy, dx = (random_like(i.x, name).to(dtype).transpose(1, axis).contiguous().transpose(1, axis)
+                 for name, axis in (("x", 3), ("dy", 2), ("dx", 3)))
+    expected = dx.double() + i.D.double() * dy.double()
+    dD = channel_skip(x, dy, i.D.mT.contiguous().mT, dx)
+    torch.testing.assert_close(dx.double(), expected, rtol=torch.finfo(dtype).eps, atol=1e-6)
+    torch.testing.assert_close(dD.double(), (dy.double() * x.double()).sum((0, 1)), rtol=1e-5, atol=1e-5)
 
 
 def test_a_fault_names_its_heads(device):
