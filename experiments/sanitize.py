@@ -61,6 +61,7 @@ _CASES = (  # with what is given besides a layer's inputs, of `_make_optional`
     (replace(_PLAIN, batch=1), torch.bfloat16, ("cu_seqlens",), Options()),
     (_TILED, torch.bfloat16, (), Options()),
     (_TILED, torch.float16, (), Options(save_states=False)),
+    (_TILED, torch.bfloat16, ("D",), Options()),
     (_TILED, torch.bfloat16, ("initial_states", "seq_idx"), Options()),
     (_TILED, torch.bfloat16, ("initial_states", "seq_idx"), Options(stationary=False)),
     (_TILED, torch.bfloat16, ("initial_states", "cu_seqlens"), Options()),
@@ -75,6 +76,7 @@ _CASES = (  # with what is given besides a layer's inputs, of `_make_optional`
 _PARTS = (("conv1d", _PLAIN), ("gated_norm", _PLAIN), ("state_update", _PLAIN),
           ("selective_scan", Shape("pairs", 2, 70, nheads=20, headdim=1, dstate=16, ngroups=1)),
           ("selective_scan", Shape("walk", 2, 70, nheads=260, headdim=1, dstate=8, ngroups=1)))
+_OF_HOPPER = "hopper_", "channel_skip", "document_blocks"  # kernels that run nowhere else begin so
 _SUMMARY = re.compile(r"ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: \d+ hazards? displayed "
                       r"\((\d+) errors?, (\d+) warnings?\)")
 _KERNEL = re.compile(r"\w+_kernel\b")
@@ -99,7 +101,7 @@ def run(variants: list[str], tools: list[str], out: Path, console: Console) -> b
         raise FileNotFoundError(f"{_EXECUTABLE} is not on the PATH; it comes with the CUDA toolkit")
     table = make_empty_table("variant", "tool", "kernels", "found", "of Triton's start of roles")
     whole, clean = {*list_candidates(), BLOCK} <= set(variants), True
-    never = {name for name in list_ours() if whole and (is_hopper(_GPU) or not name.startswith("hopper_"))}
+    never = {name for name in list_ours() if whole and (is_hopper(_GPU) or not name.startswith(_OF_HOPPER))}
     for variant, tool in track([(v, t) for v in variants for t in tools], console, " ".join):
         found, of_roles, kernels, launched, said = check(variant, tool)
         clean, never = clean and found == of_roles, never.difference(launched)
@@ -195,11 +197,12 @@ def _run_block() -> None:
 
 
 def _make_optional(shape: Shape, dtype: torch.dtype, names: tuple[str, ...]) -> dict[str, torch.Tensor]:
-    """Rare arguments by name: a gate, a state to start from, documents, and states at their ends."""
+    """Rare arguments by name: a D of two dimensions, a gate, a state to start from, documents, and states at their ends."""
     b, l, h, p, n, _ = shape.sizes.values()
     ends = [0, 5, l // 2, l]
     nstates = len(ends) - 1 if "cu_seqlens" in names else b
     made = {
+        "D": lambda: torch.randn(h, p, device="cuda", requires_grad=True),
         "z": lambda: torch.randn(b, l, h, p, device="cuda", dtype=dtype, requires_grad=True),
         "initial_states": lambda: torch.randn(nstates, h, p, n, device="cuda", requires_grad=True),
         "seq_idx": lambda: (torch.arange(l, device="cuda") // 37).to(torch.int32).expand(b, l).contiguous(),

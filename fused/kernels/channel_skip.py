@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ssd.kernels.arguments import cdiv, output
+from ssd.kernels.device import product
 from ssd.kernels.sum_parts import sum_first
 from ssd.runtime.launch import launch
 from ssd.runtime.tuning import next_power_of_2
@@ -37,7 +38,7 @@ def channel_skip_kernel(x, dy, D, dx, dD_parts, x_strides, dy_strides, D_strides
     D_p = tl.load(D + h * D_strides[0] + p * D_strides[1], mask=p < HEADDIM, other=0.0).to(tl.float32)
     x_j = tl.load(x + locate_tile(x_strides, b, token, h, p), mask=inside, other=0.0).to(tl.float32)
     dy_j = tl.load(dy + locate_tile(dy_strides, b, token, h, p), mask=inside, other=0.0).to(tl.float32)
-    tl.store(dD_parts + (part * nheads + h) * HEADDIM + p, tl.sum(dy_j * x_j, 0), mask=p < HEADDIM)
+    tl.store(dD_parts + (part * nheads + h) * HEADDIM + p, tl.sum(product(dy_j, x_j), 0), mask=p < HEADDIM)
     at = dx + locate_tile(dx_strides, b, token, h, p)
     dx_j = tl.load(at, mask=inside, other=0.0).to(tl.float32) + dy_j * D_p[None, :]
     tl.store(at, dx_j.to(dx.dtype.element_ty), mask=inside)

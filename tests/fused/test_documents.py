@@ -32,7 +32,7 @@ SCAN, STATES, GROUP = "hopper_scan_kernel", "hopper_states_kernel", "hopper_grou
 PIECES = "hopper_pieces_kernel"
 WHOLE, CUT = (SCAN, STATES, GROUP), (PIECES, SCAN, PIECES, STATES, GROUP)
 TWO_PARTS = SCAN, SCAN, STATES, GROUP, GROUP
-GATE = replace(CASE, z=True)
+GATE, PLAIN_BACKWARD = replace(CASE, z=True), Options(fuse_backward=False)
 WAYS = {
     "several rounds": (BOUNDS, CASE, {}, WHOLE, {"blocks": 1}),
     "cut": (BOUNDS, CASE, {}, CUT, {"blocks": 5, "cut": (3, 2)}),
@@ -49,7 +49,7 @@ WAYS = {
     "gate": (BOUNDS, GATE, {}, CUT, {"blocks": 5, "cut": (3, 2)}),
     "packed": (BOUNDS, Case(D="h", packed=True, dt_limit=(0.02, 0.08), initial_states=True, documents="states"), {}, WHOLE,
                {"blocks": 2}),
-    "D of channels, short chunks": (BOUNDS, replace(CASE, D="hp"), {"chunk_size": 16}, (PIECES, SCAN),
+    "D of channels, short chunks": (BOUNDS, replace(CASE, D="hp"), {"chunk_size": 16}, CUT,
                                     {"blocks": 5, "cut": (3, 2)}),
     "odd heads in splits": (BOUNDS, CASE, {"nheads": 3, "ngroups": 1}, WHOLE, {"blocks": 2, "splits": 2}),
     "headdim 80": (BOUNDS, CASE, {"headdim": 80, "nheads": 2}, CUT, {"blocks": 5, "cut": (3, 2)}),
@@ -88,18 +88,30 @@ def test_right(way, executor):
 
 
 @pytest.mark.skipif(GPU, reason="the kernels themselves run on a GPU")
-@pytest.mark.parametrize(("variant", "case", "keeps"), (
-    ("persistent", CASE, True), ("persistent", replace(CASE, D="hp"), False), ("fused", CASE, False),
-    ("baseline", CASE, False)))
+@pytest.mark.parametrize(("variant", "options", "keeps"), (
+    ("persistent", Options(), True), ("persistent", PLAIN_BACKWARD, False), ("fused", Options(), False),
+    ("baseline", Options(), False)))
 @pytest.mark.parametrize("chunk_size", (16, 64))
-def test_states_kept_are_those_declared(variant, case, keeps, chunk_size, executor):
+def test_states_kept_are_those_declared(variant, options, keeps, chunk_size, executor):
     """By a forward whose backward reads them, and no other, as many as torch.compile is told."""
-    inputs = draw(BOUNDS, case, torch.float16, shape=replace(SHAPE, nheads=2, ngroups=1, chunk_size=chunk_size))
-    given = *inputs.tensors, *inputs.settings, variant, autograd.encode(Options()), True
+    inputs = draw(BOUNDS, CASE, torch.float16, shape=replace(SHAPE, nheads=2, ngroups=1, chunk_size=chunk_size))
+    given = *inputs.tensors, *inputs.settings, variant, autograd.encode(options), True
     with hopper_on_cpu(executor, 2):
         got, declared = autograd.forward(*given), autograd.forward_fake(*given)
     assert [(0,) if t is None else t.shape for t in got] == [t.shape for t in declared]
     assert (got[-1] is not None) == keeps
+
+
+@pytest.mark.skipif(GPU, reason="the kernels themselves run on a GPU")
+def test_plain_backward_of_short_chunks(executor):
+    """It could not read the states that a forward for Hopper would keep."""
+    inputs = draw(BOUNDS, CASE, torch.float16, shape=replace(SHAPE, chunk_size=16))
+    ways = cotangents(inputs)
+    executor.launched.clear()
+    with hopper_on_cpu(executor, 2):
+        got = results("persistent", inputs, *ways, PLAIN_BACKWARD)
+    assert tuple(executor.launched) == (SCAN,)
+    assert_all_accurate(got, truths(inputs, *ways), inputs, *ways)
 
 
 @pytest.mark.skipif(GPU, reason="the kernels themselves run on a GPU")
