@@ -30,7 +30,7 @@ def forward(i: SSDInputs, options: Options, save: bool) -> tuple[Tensor, Tensor,
     needs.
     """
     keep = i.keeps_states(options, save) and choose_states_every(i, options) is not None
-    if hopper.can_run(_explain_no_hopper(i, options), "fused"):
+    if hopper.can_run(_explain_no_hopper(i, options, keep), "fused"):
         keep = keep and not hopper.writes_asked_states(i, options, save)
         return hopper.run_two_level(i, options, save, keep)
     return _run_plain(i, options, save, keep)
@@ -38,24 +38,24 @@ def forward(i: SSDInputs, options: Options, save: bool) -> tuple[Tensor, Tensor,
 
 def choose_states_every(i: SSDInputs, options: Options) -> int | None:
     """As `Variant.states_every`."""
-    every = i.chunk_size if _explain_no_hopper(i, options) else hopper.states_every(i, options)
+    every = i.chunk_size if _explain_no_hopper(i, options, True) else hopper.states_every(i, options)
     return worth_keeping(i, options, every)
 
 
 def writes_states(i: SSDInputs, options: Options) -> bool:
     """As `Variant.writes_states`."""
-    return hopper.writes_asked_states(i, options, False) and _explain_no_hopper(i, options) is None
+    return hopper.writes_asked_states(i, options, False) and _explain_no_hopper(i, options, False) is None
 
 
-def name_forward(i: SSDInputs, options: Options) -> str:
+def name_forward(i: SSDInputs, options: Options, keeps: bool) -> str:
     """As `Variant.kernels`."""
-    return "fused" if _explain_no_hopper(i, options) else "fused on Hopper"
+    return "fused" if _explain_no_hopper(i, options, keeps) else "fused on Hopper"
 
 
-def _explain_no_hopper(i: SSDInputs, options: Options) -> str | None:
+def _explain_no_hopper(i: SSDInputs, options: Options, keeps: bool) -> str | None:
     if not (options.two_level and options.fuse_states):
         return "options.two_level and fuse_states cannot be off in it"
-    return hopper.cannot_run(i, options, by_chunk=True)
+    return hopper.cannot_run(i, options, keeps)
 
 
 def _run_plain(i: SSDInputs, options: Options, save: bool, keep: bool) -> tuple[Tensor, Tensor, SSDSaved]:

@@ -1,9 +1,11 @@
 """The forward on Hopper, which `fused` and `persistent` take where the inputs allow, and what `hopper_backward` shares with it.
 Launches of the Gluon kernels in order:
 
-    stationary: chunk_cumsum, hopper_pieces where sequences are cut, hopper_scan of whole sequences.
-    two_level:  chunk_cumsum, hopper_pieces where sequences are cut, hopper_states of whole sequences, and
-                hopper_scan of pieces of up to 512 tokens, whatever chunk_size is.
+    stationary: chunk_cumsum, hopper_pieces where sequences are cut, and a scan of all sequences.
+    two_level:  chunk_cumsum, hopper_pieces where sequences are cut, hopper_states of all sequences, and a scan of segments of
+                up to 512 tokens, whatever chunk_size is.
+
+A scan is hopper_scan, or hopper_wide_scan above a dstate of 128 (but of documents with states).
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ WIDTHS = 64, 128  # states that a tile may be wide
 WIDE = 2 * WIDTHS[-1]  # states of a tile that has both parts of dstate
 MOST_HEADDIM, MOST_DSTATE = 2 * SLICE, 2 * WIDTHS[-1]  # a block takes two slices; dstate goes in one part or two
 _LEAST_FILLED = 0.125  # of its tiles, by a state: the least that was measured, where these kernels were faster
+_MOST_PLACES = 2**31  # of a token and head, in whole sub-chunks
 _ALIGNMENT = 16  # bytes, of what a TMA descriptor describes
 _MOST_DESCRIBED = 1024  # callers whose sizes never repeat must not fill the memory
 _described: dict[tuple, dict] = {}
@@ -41,10 +44,10 @@ OPTIONS = ("low_precision_states", "stationary", "segments", "save_states", "glu
            "replay")
 
 
-def cannot_run(i: SSDInputs, options: Options, by_chunk: bool) -> str | None:
-    """Why the plain kernels must run these inputs; None if these can. All bounds are those of the kernels' tiles.
+def cannot_run(i: SSDInputs, options: Options, keeps: bool) -> str | None:
+    """Why the plain kernels must run these inputs; None if these can. All bounds but one are those of the kernels' tiles.
 
-    by_chunk: states are read or written at the edges of chunks.
+    keeps: states, which another backward may have to read at the edges of chunks.
     """
     if not options.gluon:
         return "options.gluon is off"
@@ -61,8 +64,10 @@ def cannot_run(i: SSDInputs, options: Options, by_chunk: bool) -> str | None:
                 f"that fill an eighth of tiles of {SLICE} channels and {' or '.join(map(str, WIDTHS))} states")
     if i.cu_seqlens is not None and not i.has_document_states:
         return "varlen states of cu_seqlens are not in it"
-    if by_chunk and i.chunk_size % BLOCK_M and not i.has_document_states:
+    if keeps and i.chunk_size % BLOCK_M and not i.has_document_states:
         return f"chunk_size: got {i.chunk_size}, keeps states every {BLOCK_M} tokens or a multiple"
+    if i.batch * i.nheads * cdiv(i.seqlen, BLOCK_M) * BLOCK_M >= _MOST_PLACES:
+        return f"got batch = {i.batch}, nheads = {i.nheads}, seqlen = {i.seqlen}, counts places of tokens in int32"
     if i.states_dtype.itemsize > 4:
         return f"state_dtype: got {i.states_dtype}, keeps states in fp32, bf16 or fp16"
     if not (options.exp2 and options.fuse_bmm):
@@ -104,7 +109,7 @@ def run_stationary(inputs: SSDInputs, options: Options, save: bool, keep: bool) 
         final_states, asked = call.new_final_states(), call.new_asked_states(options, save)
         prev_states, every = None, states_every(inputs, options)
         if keep:
-            prev_states = call.new_states((inputs.count_states(every),), inputs.states_dtype)
+            prev_states = call.new_states(inputs.count_states(every))
         # cuts differ, so that outputs with states and without may round otherwise
         runs, *entering = call.get_scan_runs(options, writes=keep or asked is not None)
         call.scan(runs, call.initial_states, *entering, final_states, prev_states, asked, every=every if keep else BLOCK_M)
@@ -121,7 +126,7 @@ def explain_no_deferred_norm(i: SSDInputs, options: Options) -> str | None:
         return f"dstate: got {i.dstate}, takes up to {WIDTHS[-1]}"
     if i.has_document_states:
         return "documents with states are not in it"
-    return cannot_run(i, options, by_chunk=False)
+    return cannot_run(i, options, keeps=False)
 
 
 def scan_deferring_norm(inputs: SSDInputs, options: Options, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -147,7 +152,7 @@ def run_two_level(inputs: SSDInputs, options: Options, save: bool, keep: bool,
         each = choose_two_level_segment(i.batch * pairs, call.nsub, device.sms, device.name)
         # tokens between the states that are written; each segment starts from one
         every = states_every(i, options) if keep else each * BLOCK_M
-        final_states, prev_states = call.new_states(()), call.new_states((cdiv(i.seqlen, every),), i.states_dtype)
+        final_states, prev_states = call.new_final_states(), call.new_states(cdiv(i.seqlen, every))
         asked = call.new_asked_states(options, save)
         runs, *entering = call.get_runs(options, "every_state_step" if keep else "few_states_step")
         all_states(i, call.descriptors[:2], describe_states(prev_states), *call.steps, runs, (call.initial_states, None),
@@ -241,9 +246,10 @@ class _Call:
     def nsub(self) -> int:
         return self.steps[0].shape[2]
 
-    def new_states(self, between: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
+    def new_states(self, count: int) -> Tensor:
+        """So many of each row."""
         i = self.inputs
-        return torch.empty(i.batch, *between, i.nheads, i.headdim, i.dstate, device=i.x.device, dtype=dtype)
+        return torch.empty(i.batch, count, i.nheads, i.headdim, i.dstate, device=i.x.device, dtype=i.states_dtype)
 
     def new_final_states(self) -> Tensor:
         """Of the rows, or of the documents."""
@@ -256,7 +262,7 @@ class _Call:
         i = self.inputs
         if not writes_asked_states(i, options, save):
             return None
-        return self.new_states((i.seqlen // i.return_states_every,), i.states_dtype)
+        return self.new_states(i.seqlen // i.return_states_every)
 
     def get_scan_runs(self, options: Options, writes: bool = False) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Those of a scan of whole sequences. writes: states, too."""
@@ -301,8 +307,17 @@ def make_runs(i: SSDInputs, rows: int, descriptors: tuple, dt: Tensor, dA_cumsum
 
 
 def make_describable(t: Tensor) -> Tensor:
-    """t, or a copy where TMA cannot take its strides."""
-    return t if is_describable(t) else t.clone(memory_format=torch.contiguous_format)
+    """t, or a copy where TMA cannot take its strides, which is said to the logger once."""
+    if is_describable(t):
+        return t
+    _say_copied(t.stride(), t.dtype)
+    return t.clone(memory_format=torch.contiguous_format)
+
+
+@lru_cache(maxsize=64)
+def _say_copied(strides: tuple[int, ...], dtype: torch.dtype) -> None:
+    logging.getLogger("ssd").info("the kernels for Hopper copy a tensor of %s with strides %s: they take heads and channels "
+                                  "that are contiguous, and rows that begin on %d bytes", dtype, strides, _ALIGNMENT)
 
 
 def is_describable(t: Tensor) -> bool:
@@ -310,7 +325,7 @@ def is_describable(t: Tensor) -> bool:
     (batch, seqlen, heads, channels), strides = t.shape, t.stride()
     aligned = not any(stride * t.element_size() % _ALIGNMENT for stride in strides[:2]) and t.data_ptr() % _ALIGNMENT == 0
     apart = (batch == 1 or strides[0] > 0) and (seqlen == 1 or strides[1] >= heads * channels)
-    return aligned and apart and strides[2:] == (channels, 1)
+    return aligned and apart and strides[3] == 1 and (heads == 1 or strides[2] == channels)
 
 
 def describe_inputs(x: Tensor, *groups: Tensor, rows: int = BLOCK_M) -> tuple:

@@ -65,7 +65,7 @@ def takes_documents(i: SSDInputs, options: Options) -> bool:
 
 def cannot_run(i: SSDInputs, options: Options) -> str | None:
     """As `hopper.cannot_run`, of the backward."""
-    return hopper.cannot_run(i, options, by_chunk=False)
+    return hopper.cannot_run(i, options, keeps=False)
 
 
 def backward(saved: SSDSaved, dout: Tensor, dfinal_states: Tensor | None, into: SSDGrads) -> SSDGrads:
@@ -92,9 +92,9 @@ def backward(saved: SSDSaved, dout: Tensor, dfinal_states: Tensor | None, into: 
         dB, dC, ddt, dA, ddt_bias, dD = gradients
         if by_channel:
             dD = channel_skip(x.base, dy.base, i.D, dx)
-    if dinitial_states is not None:
-        dinitial_states = settle(dinitial_states, into.dinitial_states)
-    dx, dB, dC = settle(dx, into.dx), settle(dB, into.dB), settle(dC, into.dC)
+        if dinitial_states is not None:
+            dinitial_states = settle(dinitial_states, into.dinitial_states)
+        dx, dB, dC = settle(dx, into.dx), settle(dB, into.dB), settle(dC, into.dC)
     return SSDGrads(dx, ddt, dA, dB, dC, dD, dz, ddt_bias, dinitial_states)
 
 

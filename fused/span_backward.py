@@ -2,7 +2,7 @@
 read and written as in sub-chunks.
 
     chunk_cumsum and the walks of hopper_states, of spans; hopper_ends for what passes through the states at the ends of spans,
-    hopper_pairs for pairs of tokens in one; chunk_cumsum_bwd; and sum_parts of dB and of dC.
+    hopper_pairs for pairs of tokens in one; chunk_cumsum_bwd; and where several blocks share a group sum_parts of dB and dC.
 """
 
 from __future__ import annotations

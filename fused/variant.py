@@ -12,7 +12,7 @@ from .forward import choose_states_every, forward, name_forward, writes_states
 
 
 def _name_kernels(inputs: SSDInputs, options: Options, mode: str, keeps: bool) -> str:
-    return name_backward(inputs, options) if mode == "bwd" else name_forward(inputs, options)
+    return name_backward(inputs, options) if mode == "bwd" else name_forward(inputs, options, keeps)
 
 
 def _takes_documents(inputs: SSDInputs, options: Options, mode: str) -> bool:

@@ -51,12 +51,12 @@ def name_forward(inputs: SSDInputs, options: Options, keeps: bool) -> str:
 
 
 def _explain_no_hopper(inputs: SSDInputs, options: Options, keeps: bool) -> str | None:
-    return hopper.cannot_run(inputs, options, by_chunk=keeps or not options.stationary)
+    return hopper.cannot_run(inputs, options, keeps)
 
 
 def choose_states_every(inputs: SSDInputs, options: Options) -> int | None:
     """As `Variant.states_every`."""
-    every = inputs.chunk_size if hopper.cannot_run(inputs, options, by_chunk=True) else hopper.states_every(inputs, options)
+    every = inputs.chunk_size if hopper.cannot_run(inputs, options, keeps=True) else hopper.states_every(inputs, options)
     return worth_keeping(inputs, options, every)
 
 

@@ -1,1 +1,1 @@
-"""Kernels whose programs live as long as their SM."""
+"""Kernels whose programs walk a sequence, or a long part of it."""

@@ -1,8 +1,8 @@
 """Launches that begin while the one before ends (programmatic dependent launch, from Hopper on).
 
 The programs of such a kernel start as soon as those of the kernel before have started and leave room, and may do what no
-earlier launch decides: load weights, say. Then they wait until the kernel before has ended. Every program of a kernel that
-began early waits before it ends itself, so a kernel that has ended means that all before it have.
+earlier launch decides: load weights, say. Then they wait until the kernel before has ended. In a kernel that began early
+at least one program waits before it ends itself, so a kernel that has ended means that all before it have.
 """
 
 import triton

@@ -14,7 +14,6 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -104,13 +103,18 @@ def _hold_made(kept: _Kept, make: Callable[..., Made], settings: tuple) -> Made:
 
 def _make(make: Callable[..., Made], settings: tuple, device: torch.device) -> Made:
     """In this stream, but another thread: what this one allocates may go to a graph's pool, as while torch.compile warms up
-    for a graph, and what it computes may be traced or recorded.
+    for a graph, and what it computes may be traced or recorded. Tables are whole on return: launches that begin early read
+    them before they wait for anything.
     """
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
     def run() -> Made:
-        with nullcontext() if stream is None else torch.cuda.stream(stream):
+        if stream is None:
             return make(*settings, device)
+        with torch.cuda.stream(stream):
+            made = make(*settings, device)
+            stream.synchronize()
+        return made
 
     with ThreadPoolExecutor(1) as elsewhere:
         return elsewhere.submit(run).result()

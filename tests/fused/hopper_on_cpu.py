@@ -29,7 +29,7 @@ def hopper_on_cpu(executor: Executor, blocks: int = 4, cut: tuple | None = None,
         return patch.object(owner, name, lambda *args: value)
 
     def get_tables(*args):
-        """As from the second call on: nothing is launched for them."""
+        """What is launched for them has ended."""
         beside, found = executor.beside, tables.get_tables(*args)
         executor.beside = beside
         return found

@@ -87,7 +87,7 @@ WAYS = {
 def other_form(case: Case = START, runs: tuple[str, ...] = SAVED, dtype: torch.dtype = torch.bfloat16, *,
                shape: Shape = replace(RAGGED, batch=1), blocks: int = 1, **of) -> Way:  # noqa: B008  frozen
     """`shape` with the sizes given. One block takes all of a row's heads in turn."""
-    sizes = {name: of.pop(name) for name in ("batch", "seqlen", "nheads", "headdim", "ngroups", "dstate") if name in of}
+    sizes = {name: of.pop(name) for name in vars(shape) if name in of}
     return Way(replace(shape, **sizes), case, runs, dtype, blocks=blocks, **of)
 
 
@@ -111,6 +111,7 @@ WAYS |= {
     "headdim 24, dstate 48, states in fp32": other_form(replace(START, state_dtype=torch.float32), TWO_LEVEL, variant="fused",
                                                         headdim=24, dstate=48, nheads=2),
     "headdim 96, documents": other_form(replace(START, documents="seq_idx"), headdim=96, nheads=2),
+    "short chunks, spans": other_form(START, TWO_LEVEL, variant="fused", options=AGAIN, chunk_size=16),
     "D by channel": other_form(replace(START, D="hp"), dtype=torch.float16, headdim=80, nheads=2),
     "D by channel, gate, documents": other_form(replace(GATE, D="hp", documents="seq_idx"), dtype=torch.float16),
     "gate": other_form(GATE, SAVED, torch.float16, schedules=2),

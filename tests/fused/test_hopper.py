@@ -60,7 +60,7 @@ over_forms_of_states = pytest.mark.parametrize(
 @over_ways
 def test_right(variant, options, shape, case, dtype):
     inputs = random_inputs(SHAPES[shape], CASES[case], dtype, "cuda")
-    assert hopper.cannot_run(inputs, options, by_chunk=True) is None
+    assert hopper.cannot_run(inputs, options, keeps=True) is None
     assert_forward_right(get_variant(variant), inputs, options)
 
 
@@ -102,7 +102,7 @@ FORMS = {
 def test_other_forms(variant, options, dtype, form):
     """Outputs and gradients, with states kept and computed again."""
     inputs = random_inputs(*FORMS[form], dtype, "cuda")
-    assert hopper.cannot_run(inputs, options, by_chunk=True) is None
+    assert hopper.cannot_run(inputs, options, keeps=True) is None
     assert hopper_backward.can_run(inputs, options)
     ways = cotangents(inputs)
     truth = errors.truths(inputs, *ways)
@@ -228,7 +228,7 @@ def test_documents_fall_apart(device):
 def one_row_of_documents() -> tuple[SSDInputs, list[int]]:
     """Inputs that the kernels for Hopper take, and between which tokens documents lie."""
     inputs = random_inputs(replace(SHAPE, batch=1), replace(CASES["documents"], initial_states=False), torch.bfloat16, "cuda")
-    assert hopper.cannot_run(inputs, Options(), by_chunk=True) is None and hopper_backward.can_run(inputs, Options())
+    assert hopper.cannot_run(inputs, Options(), keeps=True) is None and hopper_backward.can_run(inputs, Options())
     begins = (inputs.seq_idx[0].diff() != 0).nonzero().flatten() + 1
     assert len(begins) > 2
     return inputs, [0, *begins.tolist(), inputs.seqlen]
@@ -327,7 +327,27 @@ def test_heads_of_a_group_in_parts(splits, monkeypatch):
 def test_reasons(case, shape, options, named, monkeypatch):
     monkeypatch.setattr(hopper, "is_hopper", lambda device: True)
     inputs = random_inputs(replace(shape, seqlen=100), case, torch.float16, "cpu")
-    assert named in hopper.cannot_run(inputs, options, by_chunk=True)
+    assert named in hopper.cannot_run(inputs, options, keeps=True)
+
+
+def test_places_are_counted_in_int32(monkeypatch):
+    monkeypatch.setattr(hopper, "is_hopper", lambda device: True)
+    inputs = random_inputs(replace(SHAPE, seqlen=100), Case(), torch.float16, "cpu")
+    places = inputs.batch * inputs.nheads * 128  # of two sub-chunks
+    for most, refused in ((places, True), (places + 1, False)):
+        monkeypatch.setattr(hopper, "_MOST_PLACES", most)
+        assert ("int32" in str(hopper.cannot_run(inputs, Options(), keeps=True))) == refused
+
+
+def test_what_is_copied(caplog):
+    """Where heads are apart, if there are several; it is said once."""
+    wide = torch.zeros(2, 20, 2, 96, dtype=torch.float16)
+    hopper._say_copied.cache_clear()
+    with caplog.at_level("INFO", "ssd"):
+        assert hopper.make_describable(wide[:, :, :1, :64]).data_ptr() == wide.data_ptr() and not caplog.records
+        for _ in range(2):
+            assert hopper.make_describable(wide[..., :64]).is_contiguous()
+    assert len(caplog.records) == 1 and "(3840, 192, 96, 1)" in caplog.text
 
 
 @pytest.mark.parametrize(("capability", "hip", "yes"), [
@@ -345,7 +365,7 @@ def test_elsewhere_the_plain_kernels_run(caplog):
     hopper._say_plain.cache_clear()
     with caplog.at_level("INFO", "ssd"):
         for options in (Options(), Options(gluon=False)):
-            assert not hopper.can_run(hopper.cannot_run(inputs, options, by_chunk=True), "fused")
+            assert not hopper.can_run(hopper.cannot_run(inputs, options, keeps=True), "fused")
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == 2 and "compute capability 9" in said[0] and "gluon is off" in said[1]
 

@@ -4,6 +4,8 @@ import gc
 import random
 import threading
 import weakref
+from contextlib import nullcontext
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -50,6 +52,15 @@ def capturing(monkeypatch):
         monkeypatch.setattr(tables, "_is_capturing", lambda device: yes)
 
     return say
+
+
+def test_whole_on_return(make, monkeypatch):
+    """What reads a table may begin before the launch that comes ahead of it in the stream has ended."""
+    stream = Mock(synchronize=Mock(side_effect=lambda: make.made.append("whole")))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda of: nullcontext())
+    tables._make(make, (3,), torch.device("cuda", 0))
+    assert make.made == [3, "whole"]
 
 
 def test_made_once(make):

@@ -51,9 +51,9 @@ def test_nothing_is_missing():
 ], ids=["language", "method", "renamed"])
 def test_what_is_missing_is_named(owner, names, lacking, on_hopper):
     inputs = random_inputs(*INPUTS, "cpu")
-    assert hopper.cannot_run(inputs, Options(), by_chunk=True) is None
+    assert hopper.cannot_run(inputs, Options(), keeps=True) is None
     lacking(owner, *names)
-    reason = hopper.cannot_run(inputs, Options(), by_chunk=True)
+    reason = hopper.cannot_run(inputs, Options(), keeps=True)
     assert triton.__version__ in reason and " or ".join(names) in reason
 
 

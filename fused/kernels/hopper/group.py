@@ -51,7 +51,7 @@ from .roles import LOG2E, allocate_tiles, decay, fetch_slice, get_tile, make_for
 from .weights import pack_weights, weigh
 
 # One kernel for all sizes: that a size is 1 or divisible by 16 would not make it faster. Offsets into sums are int32, as in
-# `ends` and `pairs`: x, dy, dx, five sums and states of as many rows, 2^31, fill more memory than a GPU has.
+# `ends` and `pairs`: `hopper.cannot_run` refuses more.
 SIZES = ("ntiles", "batch", "seqlen", "nsub", "ngroups", "heads_per_group")
 SLOTS, LINES = 4, 3  # slots of the ring of tiles, and of that of vectors
 # Of a thread at launch; the roles then share them out: 192 dC, 168 dx, 128 dB, 24 the rest. With fewer for dB, ptxas runs every

@@ -7,9 +7,9 @@ Equation (27) of docs/ssd.md over a whole piece, at whose end A is A_end. Roles:
 
 In bf16 a run's steps are taken from the last to the first, so that the decay after each is known and S is only ever added to:
 nothing is scaled on the chain from one product to the next. In fp16 what has decayed that far would be lost, so S is walked as
-hopper_states does. `walks` says what one block walks. A run writes ends (npieces, 2, 64 (dstate + 1)), the state at its end
-where that before it is zero, and factors (npieces, 2) fp32, the decay over it, in row `piece`: equation (28) joins them. With
-documents a piece begins where the last one that it enters does, and adds that one's own state at its end.
+hopper_states does. `walks` says what one block walks. A run writes ends (npieces, 2, 64 (width + 1)), the state at its end
+where that before it is zero, of tiles so wide, and factors (npieces, 2) fp32, the decay over it, in row `piece`: equation (28)
+joins them. With documents a piece begins where the last one that it enters does, and adds that one's own state at its end.
 """
 
 from typing import NamedTuple

@@ -1,11 +1,11 @@
 """What the roles of the Gluon kernels for Hopper share: small device functions.
 
-A warpgroup holds a slice of a state: 64 channels of one head (wgmma's least number of rows) and all of dstate. A block walks
-pairs of slices: of two neighbouring heads of one group where headdim is at most 64, else of one head. Tiles are 64 channels and
-64 or 128 states wide; the TMA fills what lies outside a head with zeros, and leaves it out where it writes. Where a group has
-an odd number of heads, both warpgroups of a block walk its last one and write the same bits to the same place. A dstate above
-128 is walked in two parts of 128 (the last may be less), as all but the gate is a sum over states: (26) to (32) hold for each
-part by itself.
+A warpgroup holds a slice of a state: 64 channels of one head (wgmma's least number of rows) and a part of dstate, mostly all of
+it. A block walks pairs of slices: of two neighbouring heads of one group where headdim is at most 64, else of one head. Tiles
+are 64 channels and 64 or 128 states wide; the TMA fills what lies outside a head with zeros, and leaves it out where it writes.
+Where a group has an odd number of heads, both warpgroups of a block walk its last one and write the same bits to the same
+place. A dstate above 128 is walked in two parts of 128 (the last may be less), as all but the gate is a sum over states: (26)
+to (32) hold for each part by itself.
 
 A block walks runs: parts of the sequences of pairs, in sub-chunks of 64 tokens. Which runs a block walks stands in a table
 (blocks, nruns, 6) int32, padded with empty runs; `Run` names its columns.

@@ -11,10 +11,10 @@ memory:
     fetch_tiles (1 warp):           B, C and x of both slices by TMA
 
 with i, j tokens of the sub-chunk, A = dA_cumsum, y [i, headdim], S [headdim, dstate]. Two rings connect the roles: `tiles`,
-which fetch_tiles fills and the other three read, and `masks`, a lane a head, which make_masks fills and scan_slice reads.
-A dstate above 128 takes a launch for each part of it (`roles` says what parts are): the first has D, the next adds the output
-before it, the last has the gate. With norm_weight it also multiplies what was gated by the weight of a norm, and writes sums of
-its squares for the norm's factor, (N9) of docs/block.md.
+which fetch_tiles fills and the other three read, and `masks`, a lane a head, which make_masks fills and scan_slice reads. Of
+documents with states, a dstate above 128 takes a launch for each part of it (`roles` says what parts are): the first has D, the
+next adds the output before it, the last has the gate; hopper_wide_scan scans all others. With norm_weight it also multiplies
+what was gated by the weight of a norm, and writes sums of its squares for the norm's factor, (N9) of docs/block.md.
 
 Reads x, z (batch, seqlen, nheads, headdim), B, C (batch, seqlen, ngroups, dstate), bf16 or fp16, channels and heads contiguous,
 through TMA descriptors that fill rows past seqlen with 0; dt, dA_cumsum (batch, nheads, nsub, 64) fp32, dA_cumsum restarting

@@ -52,8 +52,8 @@ from .walks import (
 )
 from .weights import pack_weights
 
-# Of a thread at launch; the roles then share them out: 152 walk_slice of slice 1, or 224 where tiles have 256 states; 24
-# fetch_tiles, or 40 where documents have states; what is left, up to 256, walk_slice of slice 0.
+# Of a thread at launch; the roles then share them out: 152 walk_slice of slice 1, 24 fetch_tiles, or 40 where documents have
+# states; what is left, up to 256, walk_slice of slice 0.
 _REGISTERS = 160
 
 
@@ -200,7 +200,7 @@ def hopper_states_kernel(x_desc, B_desc, dy_desc, C_desc, states_desc, dA_cumsum
         (walk_slice, (ring, entries, tiles, states_desc, dA_cumsum, dt, start, final_states, work, FORM, 1, EVERY, BACKWARDS,
                       BLOCK_M, ROWS, WIDTH)),
         (fetch_tiles, (x_desc, B_desc, dy_desc, C_desc, ring, entries, tiles, work, FORM, False, False, BACKWARDS)),
-    ], [4, 1], [152 if WIDTH <= 128 else 224, 24 if blocks is None else 40])
+    ], [4, 1], [152, 24 if blocks is None else 40])
 
 
 def all_states(i: SSDInputs, descriptors, states_desc, dt, dA_cumsum, runs, starts, ends, factors, final_states, forwards: int,

@@ -178,8 +178,8 @@ def fetch_pair(x_desc, B_desc, b, token, pair, work, form: gl.constexpr, bar, ti
     group = get_head(pair, 0, work.heads_per_group, form) // work.heads_per_group
     fetch_slice(B_desc, b, token, group * form.PARTS + part, form.PARTS, bar, tiles.B.index(slot))
     for u in gl.static_range(2):
-        part = get_head(pair, u, work.heads_per_group, form) * form.SLICES + u * (form.SLICES - 1)
-        fetch_slice(x_desc, b, token, part, form.SLICES, bar, tiles.x.index(2 * slot + u))
+        head_slice = get_head(pair, u, work.heads_per_group, form) * form.SLICES + u * (form.SLICES - 1)
+        fetch_slice(x_desc, b, token, head_slice, form.SLICES, bar, tiles.x.index(2 * slot + u))
 
 
 def count_stages(dt) -> int:
