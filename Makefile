@@ -21,6 +21,12 @@ PYTHON ?= python3
 VENV ?= .venv
 VARIANT ?= baseline
 
+# what may be given as NAME=value; anything else there is a mistake, or belongs before `make`, in the environment
+KNOWN := AGAINST ARGS BATCH FROM GPUS MODE PARALLEL PART PRESET PYTHON RATIO SECONDS SEED SHAPE STEPS TO TRITON VARIANT VENV \
+  WORKLOAD
+UNKNOWN := $(filter-out $(KNOWN),$(foreach name,$(.VARIABLES),$(if $(filter command,$(origin $(name))),$(name))))
+$(if $(UNKNOWN),$(error $(UNKNOWN): expected any of $(KNOWN)))
+
 ifeq ($(VENV),)
 PY := $(PYTHON)
 READY :=
