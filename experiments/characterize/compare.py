@@ -19,6 +19,7 @@ from .commands import NOISE
 _HOST_BOUND = 1.1
 _SETTINGS = ("gpu", "bench", "part", "workload", "preset", "variant", "mode", "shape", "dtype", "chunk_size", "gpus", "way")
 _SHORT_SHA = 7
+_NAMED = 10  # commits in an error
 _COLUMNS = table.make_columns("bench", "what", "variant", "chunk", "options") | {
     "old us": ("old", table.write_microseconds), "new us": ("new", table.write_microseconds), "of": ("of", table.write_text),
     "new / old": ("ratio", table.write_number(3)), "band": ("band", lambda band: f"±{100 * band:.0f} %"),
@@ -58,13 +59,15 @@ def rows_of(name: str, out: Path = record.RESULTS) -> list[dict]:
             raise FileNotFoundError(f"got {name}, expected a folder with rows in <gpu>/<bench>.jsonl")
         return rows
     rows = _read(out)
-    known = {row["git_sha"] for row in rows if row["git_sha"]}
+    known = dict.fromkeys(row["git_sha"] for row in reversed(rows) if row["git_sha"])  # the newest first
     found = {sha for sha in known if sha.startswith(name.lower())}
     if len(found) > 1:
         raise ValueError(f"got {name!r}, with which {len(found)} commits start, expected more digits")
     if not found:
-        commits = ", ".join(sorted(sha[:_SHORT_SHA] for sha in known)) or "none"
-        raise FileNotFoundError(f"got {name}, expected a folder, or a commit that rows in {out} were measured at: {commits}")
+        commits = ", ".join(sha[:_SHORT_SHA] for sha in [*known][:_NAMED]) or "none"
+        which = f", the newest {_NAMED} of {len(known)}" if len(known) > _NAMED else ""
+        raise FileNotFoundError(f"got {name}, expected a folder, or a commit that rows in {out} were measured at{which}: "
+                                f"{commits}")
     return [row for row in rows if row["git_sha"] in found]
 
 

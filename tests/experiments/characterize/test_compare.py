@@ -69,6 +69,12 @@ def test_commits_on_the_command_line(results, arguments, status):
     assert result.exit_code == status and ("slower" if arguments[0] == "1111" else "faster") in result.stdout
 
 
+def test_a_commit_without_rows_is_refused_with_the_newest_that_have_some(tmp_path):
+    write(tmp_path, *(make_row(1.0, git_sha=f"{n:02}" * 20, time=f"2026-11-20T12:{n:02}:00+00:00") for n in range(12)))
+    with pytest.raises(FileNotFoundError, match=r"got HEAD, .* at, the newest 10 of 12: 1111111, 1010101, .*, 0202020$"):
+        rows_of("HEAD", tmp_path)
+
+
 def test_the_start_of_several_commits_is_refused(tmp_path):
     write(tmp_path, make_row(1.0, git_sha="1a" * 20), make_row(1.0, git_sha="1b" * 20))
     with pytest.raises(ValueError, match="got '1', with which 2 commits start, expected more digits"):
