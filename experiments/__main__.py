@@ -12,6 +12,7 @@ from typing import Annotated
 
 try:
     import typer
+    from typer.core import TyperGroup
 except ModuleNotFoundError as missing:
     raise SystemExit(f"python -m experiments needs {missing.name}: pip install '.[bench]', or after `make setup` take "
                      ".venv/bin/python") from None
@@ -30,7 +31,24 @@ from .terminal import make_console, refuse, refuse_errors
 from .training_run import WAYS, Run, make_run, parse_workload
 from .workloads import workload_names
 
-app = typer.Typer(no_args_is_help=True, add_completion=False)
+
+class Commands(TyperGroup):
+    """Says what is refused of a number in one line, as everything else."""
+
+    def invoke(self, context: typer.Context) -> object:
+        try:
+            return super().invoke(context)
+        except typer.BadParameter as error:
+            if not hasattr(error.__cause__, "errors"):  # pydantic's
+                raise
+            found = error.__cause__.errors()[0]
+            expected = found["msg"].removeprefix("Input should be ").partition(",")[0]
+            for long, short in (("greater than or equal to", "at least"), ("less than or equal to", "at most")):
+                expected = expected.replace(long, short)
+            refuse(f"{error.param.opts[0]}: got {found['input']}, expected {expected}")
+
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, cls=Commands)
 
 # of `table`: whose `read_latest` gives a bench's rows, and the columns of `table` that show them
 _TABLES = {"ssd": ("table", "COLUMNS"), "ablate": ("ablate", "ABLATION"), "block": ("block", "BLOCK"),
@@ -51,7 +69,8 @@ def refuse_ranks(context: typer.Context) -> None:
 @app.command()
 def bench(
     variant: Annotated[str, typer.Option(help=f"Variants to measure, of {VARIANT_LIST}.")] = "baseline",
-    against: Annotated[str, typer.Option(help="The variant to compare with, or none.")] = "mamba_ssm",
+    against: Annotated[str, typer.Option(
+        help=f"The variant to compare with, of {', '.join(VARIANTS[1:])}, or none.")] = "mamba_ssm",
     shape: flags.Shape = "named", mode: flags.Mode = "fwd,bwd,fwd_bwd", dtype: flags.Dtype = "bf16",
     chunk_size: flags.ChunkSizes = "auto", repeats: flags.Repeats = 50, warmup: flags.Warmup = 10,
     option: Annotated[list[str] | None, typer.Option(
@@ -121,7 +140,8 @@ def ablate(
 def train(
     workload: Annotated[str, typer.Option(help=f"One of {', '.join(workload_names())}.")] = "mamba2",
     preset: Annotated[str, typer.Option(help="Sizes of the model: tiny, for a CPU too, or a published size.")] = "tiny",
-    variant: Annotated[str, typer.Option(help=f"Of the SSD: {VARIANT_LIST}.")] = Run.variant,
+    variant: Annotated[str, typer.Option(
+        help=f"One of {VARIANT_LIST}; with mixer mamba1 one of auto, torch, mamba_ssm.")] = Run.variant,
     mixer: Annotated[str | None, typer.Option(help="What mixes tokens, where a workload has several; its first.")] = None,
     data: flags.Data = Run.data,
     tokenizer: Annotated[str, typer.Option(

@@ -103,7 +103,8 @@ def documents(
     mean: Annotated[int, typer.Option(min=64, max=4096, help="Tokens of a document, of 64 to 4,096.")] = 700,
     every: Annotated[str, typer.Option(help="Tokens between states that a forward is asked for, comma-separated.")] = "1024",
     against: Annotated[str, typer.Option(help="A peer to run once a document, or none.")] = "none",
-    repeats: flags.Repeats = 20, warmup: flags.Warmup = 5, seed: flags.Seed = 0, out: flags.Out = RESULTS,
+    repeats: flags.Repeats = 20, warmup: flags.Warmup = 5,
+    seed: Annotated[int, typer.Option(help="Of the documents' lengths.")] = 0, out: flags.Out = RESULTS,
 ) -> None:
     """Measure packed documents with states, and states at positions, beside one sequence of as many tokens."""
     variants, modes = split_names("--variant", variant, VARIANTS), split_names("--mode", mode, DIRECTIONS)

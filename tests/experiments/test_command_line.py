@@ -1,5 +1,7 @@
 """What the command line accepts, refuses and prints; without a GPU the bench itself too."""
 
+import re
+import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -38,6 +40,20 @@ def test_a_bad_option_is_refused_by_name_and_nothing_is_written(line, said, tmp_
     assert result.exit_code == 2 and result.stdout == ""
     assert result.stderr.startswith(f"error: {said}") and result.stderr.count("\n") == 1
     assert not list(tmp_path.iterdir())
+
+
+def test_make_refuses_variables_that_it_does_not_know():
+    def make(*given):
+        line = ["make", "--dry-run", "VENV=", "PYTHON=python3", *given]
+        return subprocess.run(line, cwd=ROOT, capture_output=True, text=True)
+
+    assert "bench --variant fused " in make("bench", "VARIANT=fused", "ARGS=--repeats 9").stdout
+    refused = make("bench", "VARIANTS=fused", "SHAPE=8b-b4")
+    assert refused.returncode == 2 and "*** VARIANTS: expected any of AGAINST ARGS" in refused.stderr
+    text = (ROOT / "Makefile").read_text().replace("\\\n", "")
+    known = re.search("^KNOWN := (.*)", text, re.M)[1].split()
+    of_its_own = {*re.findall("^ *([A-Z]+) :?= ?", text, re.M), "MAKEFILE_LIST"}
+    assert {*re.findall(r"\$\((?:call with,)?([A-Z_]+)", text)} - of_its_own == set(known)
 
 
 def test_several_processes_are_for_training(monkeypatch):
