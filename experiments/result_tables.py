@@ -120,7 +120,9 @@ def describe_setup(rows: list[dict]) -> str:
 
 
 def tabulate_costs(rows: list[dict]) -> str:
-    """What the default and the fastest setting take at one shape: time and peak on each GPU, what is kept between layers."""
+    """What the default and the fastest setting take at one shape: time and peak on each GPU, what is kept between layers, and
+    the chunk size of others' kernels, by which their peak differs.
+    """
     known = _collect_kept(rows)
     shown = [row for row in rows if (row["shape"], row["dtype"], row["mode"]) == (COSTS, "bf16", "fwd_bwd")
              and row["graph_p50_us"] and (row["variant"] in (DEFAULT, FASTEST) or is_peer(row["variant"]))]
@@ -131,13 +133,17 @@ def tabulate_costs(rows: list[dict]) -> str:
         settings.setdefault(setting, {}).setdefault(row["gpu"], row)
     if not {f"`{DEFAULT}`", f"`{FASTEST}`"} <= set(settings):
         return f"No rows yet: no GPU has run forward and backward of {COSTS}.\n"
-    gpus, lines = sorted({gpu for of in settings.values() for gpu in of}), []
+    gpus, lines, keepers = sorted({gpu for of in settings.values() for gpu in of}), [], set()
     for setting, of in reversed(settings.items()):
-        times = [_whole(of.get(gpu, {}).get(key)) for gpu in gpus for key in ("graph_p50_us", "peak_mib")]
-        kept = [known[call] for row in of.values() if (call := _describe_call(row)) in known]
-        lines.append([setting, *times, _whole(max(kept, default=None))])
-    columns = [f"{gpu.removeprefix('NVIDIA ').split()[0]}: {what}" for gpu in gpus for what in ("µs", "peak, MiB")]
-    head = write_head(" | ".join(["`variant=`", *columns, "kept, MiB"]), "`variant=`")
+        times = [_whole(of.get(gpu, {}).get(key)) + (f", chunk {of[gpu]['chunk_size']}" if chunk and gpu in of else "")
+                 for gpu in gpus for key, chunk in (("graph_p50_us", False), ("peak_mib", is_peer(setting.strip("`"))))]
+        kept = {row["gpu"]: known[call] for row in of.values() if (call := _describe_call(row)) in known}
+        keepers |= set(kept)
+        lines.append([setting, *times, _whole(max(kept.values(), default=None))])
+    short = {gpu: gpu.removeprefix("NVIDIA ").split()[0] for gpu in gpus}
+    columns = [f"{short[gpu]}: {what}" for gpu in gpus for what in ("µs", "peak, MiB")]
+    columns.append(", ".join(map(short.get, sorted(keepers))) + ": kept, MiB" if keepers else "kept, MiB")
+    head = write_head(" | ".join(["`variant=`", *columns]), "`variant=`")
     return f"Forward and backward at shape `{COSTS}` of [shapes.txt](experiments/shapes.txt):\n\n{head}{render_lines(lines)}"
 
 

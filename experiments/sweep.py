@@ -155,7 +155,7 @@ def describe_way(row: dict) -> str:
 
 
 def _identify_step(row: dict) -> tuple:
-    return _identify_training(row), str(row["options"]), bool(row.get("graph"))
+    return _identify_training(row), str(record.options(row)), bool(row.get("graph"))
 
 
 def _drop_alone(rows: list[dict]) -> list[dict]:

@@ -58,9 +58,11 @@ def tabulate_gains(rows: list[dict]) -> str:
 
 
 def _describe_run(row: dict) -> str:
-    """mamba2 1.3b (ssd), captured"""
+    """mamba2 1.3b (ssd), captured, with the settings by which rows differ that would otherwise look alike."""
     workload, preset, mixer = _list_settings(row, "workload", "preset", "mixer")
-    return f"{workload} {preset} ({mixer}){describe_way(row)}"
+    filled = ", filled up" if row["run"].get("buckets") else ""
+    joined = ", one document a row" if row["run"].get("documents") is False else ""
+    return f"{workload} {preset} ({mixer}){describe_way(row)}{filled}{joined}"
 
 
 def _list_settings(row: dict, *names: str) -> list[str]:
@@ -78,15 +80,18 @@ def tabulate_several_gpus(rows: list[dict]) -> str:
     run, else the other: its steps, its loss.
     """
     trained = {(_describe_training(row), row["gpus"], row["way"], bool(row.get("graph"))): row for row in rows if row["gpu"]}
-    lines = []
+    lines = {}  # of the last commit
     for (alike, gpus, way, graph), row in trained.items():
         one = trained.get((alike, 1, None, graph)) or trained.get((alike, 1, None, not graph))
         if gpus > 1 and one:
             faster = one["p50_us"] / row["p50_us"]
-            lines.append([*_list_settings(row, "workload", "preset", "variant", "batch", "steps"), f"{gpus} {row['gpu']}", way,
-                          _whole(row.get("link_gbps")), *map(_describe_trained_step, (row, one)),
-                          f"{faster:.2f}", f"{100 * faster / gpus:.0f} %", f"{row['loss']:.3f}", f"{one['loss']:.3f}"])
-    return _GPUS_HEAD + render_lines(lines) if lines else "No rows yet: no GPUs have run `make train GPUS=2` for this table.\n"
+            lines[row["gpu"], record.settings(row, "save_every"), gpus, way, graph] = [
+                *_list_settings(row, "workload", "preset", "variant", "batch", "steps"), f"{gpus} {row['gpu']}", way,
+                _whole(row.get("link_gbps")), *map(_describe_trained_step, (row, one)),
+                f"{faster:.2f}", f"{100 * faster / gpus:.0f} %", f"{row['loss']:.3f}", f"{one['loss']:.3f}"]
+    if not lines:
+        return "No rows yet: no GPUs have run `make train GPUS=2` for this table.\n"
+    return _GPUS_HEAD + render_lines(lines.values())
 
 
 def _describe_trained_step(row: dict) -> str:

@@ -150,6 +150,9 @@ def test_workloads(root):
     tables = training_tables.tabulate_steps([alone, *steps], "workloads.svg").split("NVIDIA H")[1:]
     assert [("speed-up" in table, "SSM %" in table) for table in tables] == [
         (True, False), (False, False), (False, True), (False, True)], "no empty columns, and the last GPU by name first"
+    unlike = [steps[1] | {"run": steps[1]["run"] | more} for more in ({"documents": False}, {"buckets": 8, "documents": True})]
+    names = [line[0] for line in lines_of(training_tables.tabulate_steps(unlike, "workloads.svg"))[2:4]]
+    assert names == ["mamba2 1.3b (ssd), filled up", "mamba2 1.3b (ssd), one document a row"]
     (line,) = lines_of(training_tables.tabulate_gains(steps))[2:]
     assert line == ["mamba2 1.3b (ssd)", "4", "200.0", "25.0", "fused", "160.0", "7.5", "1.25", "4.17", "95"]
     both = training_tables.tabulate_gains(steps + [row | {"gpu": "NVIDIA H100"} for row in steps])
@@ -183,6 +186,18 @@ def test_ablation(mode, option, without):
         ["none", "", "", "900", "3.60"], [option, *without, "800", "3.20"], ["all", "250", "1.00", "", ""]]
 
 
+def test_costs():
+    """Others' chunk size stands beside their peak; only what was measured on a GPU is said to be its."""
+    rows = [ssd_row(name, mode="fwd_bwd", graph_p50_us=us, peak_mib=10 * us, chunk_size=size, gpu=gpu)
+            for name, us, size, gpu in (
+                ("mamba_ssm", 9.0, 256, "NVIDIA H100"), ("mamba_ssm", 8.0, 128, "NVIDIA H200"),
+                ("persistent", 2.0, 64, "NVIDIA H100"), ("auto", 3.0, 64, "NVIDIA H100"))]
+    kept = ssd_row("mamba_ssm", mode="fwd_train", chunk_size=128, saved_mib=8.0)
+    head, _, theirs, *_ = lines_of(result_tables.tabulate_costs([*rows, kept]))
+    assert head[1:] == ["H100: µs", "H100: peak, MiB", "H200: µs", "H200: peak, MiB", "H200: kept, MiB"]
+    assert theirs == ["`mamba_ssm`", "9", "90, chunk 256", "8", "80, chunk 128", "8"]
+
+
 def test_several_gpus():
     """Two in 60 ms of what one does in 100: 1.67 times, 83 %. What has not run on one GPU has nothing to be held against."""
     run = {"workload": "mamba2", "preset": "370m", "variant": "fused", "batch": 8, "steps": 40, "seed": 0}
@@ -193,6 +208,9 @@ def test_several_gpus():
     assert line == ["mamba2", "370m", "fused", "8", "40", "2 NVIDIA H200", "ddp", "300", "60.0", "100.0", "1.67", "83 %",
                     "6.010", "6.000"]
     assert "No rows yet" in training_tables.tabulate_several_gpus([other])
+    later = [row | {"git_sha": "later", "p50_us": row["p50_us"] / 2} for row in (one, two)]
+    (line,) = lines_of(training_tables.tabulate_several_gpus([one, two, *later]))[2:]
+    assert line[8:10] == ["30.0", "50.0"], "of the last commit alone"
     captured = [one | {"graph": True, "p50_us": 5e4}, two | {"graph": True, "p50_us": 3e4}]
     tables = [lines_of(training_tables.tabulate_several_gpus(of))[2:] for of in ([one, two, *captured], [captured[0], two])]
     assert [[line[8:12] for line in lines] for lines in tables] == [
