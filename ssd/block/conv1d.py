@@ -14,7 +14,7 @@ from torch import Tensor
 from ..documents import check_bounds, number_documents, place_states
 from ..kernels.arguments import contiguous
 from ..runtime.custom_ops import DifferentiableOp
-from .arguments import check_tensor, takes_kernels
+from .arguments import check_apart, check_tensor, takes_kernels
 from .kernels.conv1d_bwd import conv1d_bwd
 from .kernels.conv1d_fwd import conv1d_fwd
 
@@ -176,6 +176,7 @@ def _check_states(x, weight, seq_idx, initial_states, return_final_states, final
         check_tensor("initial_states", initial_states, states, x)
     if return_final_states and final_states_out is not None:
         check_tensor("final_states_out", final_states_out, states, x)
+        check_apart("final_states_out", final_states_out)
 
 
 def _make_channels_last(t: Tensor) -> Tensor:

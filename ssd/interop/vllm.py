@@ -81,6 +81,7 @@ def mamba_chunk_scan_combined_varlen(
             if t.dim() != axes:
                 raise ValueError(f"{name}: got shape {tuple(t.shape)}, expected {axes} axes, seqlen the first")
     check_form("out", out, tuple(x.shape), x)
+    check_apart("out", out)
     check_bounds(cu_seqlens, x[None], x.shape[0])
     check_flags({"return_intermediate_states": return_intermediate_states})
     if state_dtype is not None:

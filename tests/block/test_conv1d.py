@@ -192,6 +192,8 @@ def test_final_states_out(device):
     x = given["x"].detach().requires_grad_()
     causal_conv1d_fn(**given | {"x": x}, final_states_out=place.half())[1].sum().backward()
     assert x.grad[:, :, -3:].eq(1).all() and not x.grad[:, :, :-3].any()
+    with pytest.raises(ValueError, match="final_states_out: got a stride of 0 along axis 0"):
+        causal_conv1d_fn(**given, final_states_out=place[:1].expand_as(place))
 
 
 @pytest.mark.parametrize("case", (Case(dim=3), replace(EVERYTHING, dim=3, documents=(255, 45))), ids=str)

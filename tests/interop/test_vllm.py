@@ -129,6 +129,7 @@ def test_signature():
 @pytest.mark.parametrize(("changed", "came", "accepted"), [
     ({"x": torch.zeros(1, 20, 2, 16)}, "(1, 20, 2, 16)", "3 axes"), ({"out": None}, "NoneType", "3 axes"),
     ({"out": torch.zeros(21, 2, 16)}, "(21, 2, 16)", "(20, 2, 16)"),
+    ({"out": torch.zeros(20, 1, 16).expand(20, 2, 16)}, "stride of 0", "a place for each"),
     ({"initial_states": torch.zeros(3, 2, 16, 16)}, "(3, 2, 16, 16)", "(2, 2, 16, 16)"),
     ({"cu_chunk_seqlens": torch.tensor([0, 20])}, "[0, 20]", "at most chunk_size = 16"),
     ({"cu_chunk_seqlens": torch.tensor([0, 10, 21])}, "[0, 10, 21]", "rising numbers from 0 to seqlen = 20"),
