@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..api import take_int
 from ..kernels.arguments import contiguous
 from ..runtime.custom_ops import DifferentiableOp
 from ..types import FP32_LARGEST
@@ -108,10 +109,8 @@ def check_norm(x, weight, bias, z, eps, group_size, norm_before_gate) -> int:
     check_eps("eps", eps)
     if not isinstance(norm_before_gate, bool):
         raise TypeError(f"norm_before_gate: got {norm_before_gate!r}, expected True or False")
-    if group_size is None:
-        group_size = width
-    if isinstance(group_size, bool) or not isinstance(group_size, int):
-        raise TypeError(f"group_size: got {group_size!r}, expected None or an int")
+    # in torch.jit.trace, sizes of a shape are tensors
+    group_size = take_int("group_size", width if group_size is None else group_size)
     if group_size < 1 or width % group_size:
         raise ValueError(f"group_size: got {group_size}, expected a divisor of the width, {width}")
     if group_size > WIDEST_GROUP and takes_kernels(x):
