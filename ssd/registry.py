@@ -72,12 +72,14 @@ def variant_names() -> tuple[str, ...]:
     return (*VARIANTS, *_ADDED)
 
 
-def check_known(name: object) -> None:
-    """Raises:
-        ValueError: it is the name of no variant; the message lists them.
+def check_known(name: object, known: tuple[str, ...] | None = None) -> None:
+    """known: the names that are accepted; those of all variants and "auto" unless given.
+
+    Raises:
+        ValueError: it is none of them; the message lists them.
     """
-    if name not in variant_names():
-        known = (*variant_names(), "auto")
+    known = (*variant_names(), "auto") if known is None else known
+    if name not in known:
         raise ValueError(f"variant: got {name!r}, expected one of {', '.join(map(repr, known))}{suggest(name, known)}")
 
 
@@ -85,8 +87,11 @@ def add_variant(variant: Variant) -> None:
     """Make a variant of your own known by its name, in this process. The same name twice replaces it.
 
     Raises:
+        TypeError: it is no Variant.
         ValueError: the name is that of a variant here.
     """
+    if not isinstance(variant, Variant):
+        raise TypeError(f"variant: got {type(variant).__name__}, expected an ssd.registry.Variant")
     if variant.name in (*VARIANTS, "auto"):
         raise ValueError(f"variant.name: got {variant.name!r}, expected none of {', '.join(map(repr, (*VARIANTS, 'auto')))}")
     _ADDED[variant.name] = variant
@@ -110,7 +115,7 @@ def get_variant(name: str) -> Variant:
         ValueError: no such name; the message lists the known ones.
         ImportError: a peer's package is missing, or a module of the user's hides a package of ours; the message names it.
     """
-    check_known(name)
+    check_known(name, variant_names())
     if name in _ADDED:
         return _ADDED[name]
     module = VARIANTS[name].module

@@ -7,7 +7,7 @@ from functools import wraps
 from importlib import import_module
 from inspect import signature
 
-from ..registry import is_peer
+from ..registry import check_known, is_peer, variant_names
 from .patching import Library, Patch, check_version, replace_functions
 from .vllm import mamba_chunk_scan_combined_varlen
 
@@ -31,8 +31,7 @@ def patch_vllm(variant: str = "auto") -> Patch:
         ImportError: vllm is missing, cannot be imported, or is of a version that this was not tested with; nothing was changed.
         RuntimeError: its function has other arguments than those of its version; nothing was changed.
     """
-    if is_peer(variant):
-        raise ValueError(f"variant: got {variant!r}, expected a variant of this project or 'auto'")
+    check_known(variant, (*(name for name in variant_names() if not is_peer(name)), "auto"))
     return _LIBRARY.patch(variant)
 
 

@@ -11,7 +11,7 @@ from threading import RLock
 from types import ModuleType
 
 from ..options import Options, check_options
-from ..registry import get_variant
+from ..registry import check_known, get_variant
 
 INSTALL_MAMBA_SSM = (
     "install it without its CUDA extensions, which these kernels do not use: "
@@ -54,6 +54,7 @@ class Library:
 
     def patch(self, variant: str, options: Options | None = None) -> Patch:
         """Puts a patch in force, all of it or, when this raises, nothing."""
+        check_known(variant)
         if variant != "auto":
             get_variant(variant)
         check_options(options)

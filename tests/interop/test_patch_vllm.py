@@ -69,7 +69,8 @@ def test_it_runs_the_variant_of_the_patch(install, device, monkeypatch):
     ({"version": "0.34.0"}, "auto", ImportError, "got version 0.34.0"),
     ({"version": "dev"}, "auto", ImportError, "got version dev"),
     ({"arguments": ARGUMENTS + ", unknown=None"}, "auto", RuntimeError, "unknown, expected x, dt"),
-    ({}, "mamba_ssm", ValueError, "'mamba_ssm', expected a variant of this project"), ({}, "zebra", ValueError, "zebra"),
+    ({}, "mamba_ssm", ValueError, "'mamba_ssm', expected one of 'baseline'"), ({}, "zebra", ValueError, "zebra"),
+    ({}, "persistant", ValueError, "expected one of ((?!mamba_ssm).)*'auto'; did you mean 'persistent'"),
     ({}, ["fused"], ValueError, r"got \['fused'\], expected one of")],
     ids=str)
 def test_refusals_change_nothing(install, installed, variant, kind, said):
