@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import Tensor
 
@@ -17,9 +19,10 @@ def _choose_precision(inputs: SSDInputs) -> Precision:
     return Precision(torch.float32, inputs.x.dtype)
 
 
-def _disable_autocast(inputs: SSDInputs) -> torch.autocast:
-    """Autocast would round where the kernels do not."""
-    return torch.autocast(inputs.x.device.type, enabled=False)
+def _disable_autocast(inputs: SSDInputs) -> AbstractContextManager:
+    """Autocast would round where the kernels do not. Some devices, such as meta, have none."""
+    device = inputs.x.device.type
+    return torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext()
 
 
 def _forward(inputs: SSDInputs, options: Options, save: bool) -> tuple[Tensor, Tensor, SSDSaved]:

@@ -8,7 +8,7 @@ import torch
 
 import ssd
 from ssd import api
-from ssd.registry import config_spaces, get_variant, variant_names
+from ssd.registry import add_variant, config_spaces, get_variant, variant_names
 from ssd.runtime import tuning
 from ssd.types import Options
 from tests.inputs import EVERYTHING, OURS, Shape, arguments, random_inputs
@@ -66,8 +66,34 @@ def test_values_of_options(refusal):
 
 def test_unknown_variant_lists_the_known_ones():
     with pytest.raises(ValueError) as refused:
-        get_variant("fastest")
+        ssd.patch_mamba_ssm("fastest")
     assert all(repr(name) in str(refused.value) for name in (*variant_names(), "auto", "fastest"))
+    with pytest.raises(ValueError) as refused:
+        get_variant("auto")
+    listed = str(refused.value).partition("expected")[2]
+    assert all(repr(name) in listed for name in variant_names()) and "auto" not in listed
+
+
+def test_a_variant_that_is_none_is_refused():
+    with pytest.raises(TypeError, match=r"^variant: got str, expected an ssd\.registry\.Variant"):
+        add_variant("x")
+
+
+def test_meta_tensors_have_shapes_alone():
+    given = {name: t.to("meta") if isinstance(t, torch.Tensor) else t for name, t in arguments(random_inputs(SHAPE)).items()}
+    out = ssd.ssd_chunk_scan(**given, variant="torch")
+    assert out.is_meta and out.shape == given["x"].shape
+
+
+@pytest.mark.parametrize("argument", ("x", "dt", "A", "B", "z"))
+@pytest.mark.parametrize("layout", (torch.sparse_coo, torch.jagged, torch.strided), ids=str)
+@pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")
+def test_nested_and_sparse_tensors_are_refused(argument, layout):
+    given = arguments(random_inputs(SHAPE, EVERYTHING))
+    t = given[argument].detach()
+    bad = t.to_sparse() if layout == torch.sparse_coo else torch.nested.as_nested_tensor(list(t.split(1)), layout=layout)
+    with pytest.raises((TypeError, ValueError), match=f"^{argument}: got"):
+        ssd.ssd_chunk_scan(**given | {argument: bad}, variant="torch")
 
 
 @pytest.mark.parametrize("variant", OURS)
