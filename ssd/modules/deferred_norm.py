@@ -23,7 +23,7 @@ from ..registry import belongs_to_user, is_peer, resolve
 from ..runtime import value_checks
 from ..runtime.products import multiply
 from ..types import Options, SSDInputs
-from .mamba2 import Mamba2, Mamba2Cache, get_states
+from .mamba2 import Mamba2, Mamba2Cache, widen
 from .token_step import has_plain_weights
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def mix_deferring_norm(mixer: Mamba2, scan: Callable, u: Tensor, cache: Mamba2Ca
         x, B, C = split_xBC(xBC.mT, mixer.d_ssm, mixer.headdim, mixer.ngroups)
         options, inputs = take_inputs(
             x, dt, mixer.get_A() if A is None else A, B, C, mixer.chunk_size, mixer.get_D(), z.unflatten(-1, x.shape[2:]),
-            mixer.dt_bias, get_states(cache), seq_idx=None, cu_seqlens=None, dt_softplus=True, dt_limit=mixer.dt_limit,
+            mixer.dt_bias, widen(cache.ssm_state), seq_idx=None, cu_seqlens=None, dt_softplus=True, dt_limit=mixer.dt_limit,
             return_final_states=True, return_varlen_states=False, state_dtype=None, variant=mixer.variant,
             options=mixer.options)
         out, ssm_state, sums = scan(inputs, options, mixer.norm.weight.view(x.shape[2:]))

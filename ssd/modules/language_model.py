@@ -165,7 +165,7 @@ class Mamba2LM(nn.Module):
             a write to states through `.data` or numpy call the cache's `mark_used`, or they count as zeros.
         """
         check_flags({"pad_prompts": pad_prompts})
-        cache = Mamba2LMCache(layer.mixer.new_cache(batch, dtype, state_dtype) for layer in self.backbone.layers)
+        cache = Mamba2LMCache([layer.mixer.new_cache(batch, dtype, state_dtype) for layer in self.backbone.layers])
         cache.pad_prompts = pad_prompts
         cache.mark_new()
         return cache
@@ -329,7 +329,8 @@ class _Backbone(nn.Module):
                 in each block, since blocks may be on several.
         """
         if not isinstance(cache, Sequence):
-            raise TypeError(f"cache: got {type(cache).__name__}, expected a Mamba2Cache for each of {len(self.layers)} layers")
+            raise TypeError(f"cache: got {type(cache).__name__}, expected a Mamba2Cache for each of {len(self.layers)} layers, "
+                            "in a sequence, as model.new_cache makes it")
         if len(cache) != len(self.layers):
             raise ValueError(f"cache: got that of {len(cache)} layers, expected one for each of {len(self.layers)}")
         for layer, its_cache in zip(self.layers, cache, strict=True):

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..api import check_flags, check_pair, check_settings, is_real, ssd_chunk_scan, take_int
-from ..block.arguments import check_dtype, check_floating, check_interpretable, check_size, check_tensor
+from ..block.arguments import check_apart, check_dtype, check_floating, check_interpretable, check_size, check_tensor
 from ..block.conv1d import WIDTHS, causal_conv1d_fn
 from ..block.conv1d_scan_norm import split_xBC
 from ..block.conv1d_update import causal_conv1d_update
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 _NO_LIMIT = (0.0, math.inf)
+_FP32_SMALLEST = torch.finfo(torch.float32).tiny
 
 
 @dataclass(frozen=True)
@@ -91,8 +92,8 @@ class Mamba2(nn.Module):
         for name, size in {"d_model": d_model, "d_state": d_state, "expand": expand, "headdim": headdim,
                            "ngroups": ngroups}.items():
             check_size(name, size)
-        if isinstance(d_conv, float) or d_conv not in WIDTHS:
-            raise ValueError(f"d_conv: got {d_conv!r}, expected one of {WIDTHS}")
+        if not isinstance(d_conv, int) or d_conv not in WIDTHS:
+            raise ValueError(f"d_conv: got {d_conv!r}, expected an int, one of {WIDTHS}")
         d_inner = expand * d_model
         d_ssm = d_inner if d_ssm is None else d_ssm
         check_size("d_ssm", d_ssm)
@@ -102,12 +103,14 @@ class Mamba2(nn.Module):
         nheads = d_ssm // headdim
         if nheads % ngroups:
             raise ValueError(f"ngroups: got {ngroups}, expected a divisor of d_ssm / headdim = {nheads}")
+        largest = min(FP32_LARGEST, torch.finfo(dtype or torch.float32).max)
         for name, pair in {"A_init_range": A_init_range, "dt_min, dt_max": (dt_min, dt_max)}.items():
             check_pair(name, pair)
-            if not 0 < pair[0] <= pair[1] < math.inf:
-                raise ValueError(f"{name}: got {tuple(pair)}, expected 0 < min <= max, max finite")
+            if not _FP32_SMALLEST <= pair[0] <= pair[1] <= largest:
+                raise ValueError(f"{name}: got {tuple(pair)}, expected 0 < min <= max, from {_FP32_SMALLEST:g} to "
+                                 f"{largest:g}, which parameters can hold")
         for name, least in {"conv_init": conv_init, "dt_init_floor": dt_init_floor}.items():
-            if least is not None and not (is_real(least) and 0 <= least <= FP32_LARGEST):
+            if least is not None and not (is_real(least) and 0 <= least <= largest):
                 raise ValueError(f"{name}: got {least!r}, expected a finite number of at least 0")
         self.d_model, self.d_inner, self.d_ssm, self.d_state, self.d_conv = d_model, d_inner, d_ssm, d_state, d_conv
         self.headdim, self.nheads, self.ngroups, self.chunk_size = headdim, nheads, ngroups, chunk_size
@@ -121,7 +124,8 @@ class Mamba2(nn.Module):
         self.conv1d = nn.Conv1d(conv_dim, conv_dim, d_conv, groups=conv_dim, padding=d_conv - 1, bias=conv_bias, **made)
         if conv_init is not None:
             nn.init.uniform_(self.conv1d.weight, -conv_init, conv_init)
-        steps = torch.empty(nheads, device=device).uniform_(math.log(dt_min), math.log(dt_max)).exp().clamp(min=dt_init_floor)
+        steps = torch.empty(nheads, device=device).uniform_(math.log(dt_min), math.log(dt_max)).exp()
+        steps = steps.clamp(dt_init_floor, largest)
         self.dt_bias = nn.Parameter((steps + torch.log(-torch.expm1(-steps))).to(dtype))  # softplus of it gives the step
         self.A_log = nn.Parameter(torch.empty(nheads, device=device).uniform_(*A_init_range).log().to(dtype))
         self.D = nn.Parameter(torch.ones(d_ssm if D_has_hdim else nheads, device=device))
@@ -172,7 +176,7 @@ class Mamba2(nn.Module):
             return self._mix(self.in_proj(u), A, seq_idx=seq_idx, cu_seqlens=cu_seqlens)
         given = {}
         if before is not None:
-            given = {"initial_states": get_states(before), "conv_states": before.conv_state}
+            given = {"initial_states": widen(before.ssm_state), "conv_states": before.conv_state}
         out, ssm_state, conv_state = self._mix(self.in_proj(u), A, cu_seqlens=cu_seqlens, return_final_states=True,
                                                return_conv_states=True, **given)
         if cache is not None:
@@ -212,7 +216,7 @@ class Mamba2(nn.Module):
         x, B, C = split_xBC(xBC.mT, self.d_ssm, self.headdim, self.ngroups)
         y, ssm_state = ssd_chunk_scan(
             x, dt, self.get_A() if A is None else A, B, C, self.chunk_size, D=self.get_D(), dt_bias=self.dt_bias,
-            initial_states=get_states(cache), dt_softplus=True, dt_limit=self.dt_limit, return_final_states=True,
+            initial_states=widen(cache.ssm_state), dt_softplus=True, dt_limit=self.dt_limit, return_final_states=True,
             variant=self.variant, options=self.options)
         cache.ssm_state.copy_(ssm_state)
         cache.conv_state.copy_(conv_state)
@@ -240,7 +244,7 @@ class Mamba2(nn.Module):
     def step(self, u: Tensor, cache: Mamba2Cache, A: Tensor | None = None) -> Tensor:
         """The next token of each sequence, (batch, d_model) to the same shape; for inference.
 
-        A: -exp(A_log), (nheads,) fp32, where a model computes it for all of its blocks at once.
+        A: -exp(A_log), (nheads,) fp32 or fp64, where a model computes it for all of its blocks at once.
 
         Raises:
             TypeError, ValueError: naming the argument, what came and what is accepted, before the cache is touched.
@@ -262,7 +266,7 @@ class Mamba2(nn.Module):
         x = x.unflatten(-1, (self.nheads, self.headdim))
         dt_bias, softplus = self.dt_bias, True
         if self.dt_limit != _NO_LIMIT:
-            dt, dt_bias, softplus = F.softplus(dt.float() + dt_bias.float()).clamp(*self.dt_limit), None, False
+            dt, dt_bias, softplus = F.softplus(widen(dt) + widen(dt_bias)).clamp(*self.dt_limit), None, False
         channels, D, A = x.shape[1:], self.get_D(), self.get_A() if A is None else A
         return selective_state_update(
             cache.ssm_state, x, dt[..., None].expand(x.shape), A[:, None, None].expand(*channels, self.d_state),
@@ -315,6 +319,8 @@ class Mamba2(nn.Module):
                 raise ValueError(f"{name}.{field}: got shape {tuple(t.shape)}, expected {shape} for this block")
             check_dtype(f"{name}.{field}", t)
             check_interpretable(f"{name}.{field}", t)
+            if name == "cache":  # it is overwritten
+                check_apart(f"{name}.{field}", t)
             if device is not None and t.device != device:
                 raise ValueError(f"{name}.{field}: got a tensor on {t.device}, expected {device}, the device of u")
 
@@ -341,12 +347,12 @@ class Mamba2(nn.Module):
         return self.conv1d.weight.squeeze(1)
 
     def get_A(self) -> Tensor:
-        return -self.A_log.float().exp()
+        return -widen(self.A_log).exp()
 
     def get_D(self) -> Tensor:
         return self.D.view(self.nheads, self.headdim) if self.D_has_hdim else self.D
 
 
-def get_states(cache: Mamba2Cache) -> Tensor:
-    """The SSD's, as its op takes them."""
-    return cache.ssm_state.float() if cache.ssm_state.dtype.itemsize < 4 else cache.ssm_state
+def widen(t: Tensor) -> Tensor:
+    """Half precision in fp32; fp32 and fp64 as they are."""
+    return t.float() if t.dtype.itemsize < 4 else t

@@ -18,7 +18,7 @@ from ..block.gated_norm import RMSNormGated
 from ..block.kernels.residual_norm import WIDEST, Unscaled, residual_norm
 from ..block.kernels.token_projections import MOST, SHORTEST_GROUP, project_in, project_out
 from ..runtime.custom_ops import are_plain, wants_gradient
-from .mamba2 import Mamba2, Mamba2Cache
+from .mamba2 import Mamba2, Mamba2Cache, widen
 
 if TYPE_CHECKING:
     from .language_model import _Layer
@@ -56,7 +56,7 @@ def compute_rates(layers: Sequence[_Layer]) -> Sequence[Tensor | None]:
     A_log = [layer.mixer.A_log for layer in layers]  # pruned blocks may have different numbers of heads
     if wants_gradient(A_log) or not are_plain(A_log) or len({(t.device, t.dtype) for t in A_log}) > 1:
         return [None] * len(A_log)
-    return (-torch.cat(A_log).float().exp()).split([*map(len, A_log)])
+    return (-widen(torch.cat(A_log)).exp()).split([*map(len, A_log)])
 
 
 def can_finish(mixer: nn.Module) -> bool:

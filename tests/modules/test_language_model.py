@@ -9,6 +9,7 @@ import torch
 from torch.testing import assert_close
 
 from ssd.modules import Mamba2, Mamba2LM, Mamba2LMConfig
+from ssd.modules.captured import Mamba2LMCache
 from tests.in_torch import in_torch  # noqa: F401  a fixture
 
 LAYER = {"layer": "Mamba2", "d_state": 16, "headdim": 8, "chunk_size": 16}
@@ -233,12 +234,18 @@ def test_a_bad_cache_of_one_layer_leaves_the_others(name):
     call = partial(getattr(model, name), ids[:, 0] if name == "step" else ids)
     for cache, error, message in (([good[0], other.new_cache(2)], ValueError, r"cache.ssm_state: got shape \(2, 4, 16, 16\)"),
                                   ("xx", TypeError, "cache: got str, expected a Mamba2Cache"),
+                                  (good[0], TypeError, "cache: got Mamba2Cache, .* of 2 layers, in a sequence, as model"),
                                   (3, TypeError, "cache: got int, expected a Mamba2Cache for each of 2 layers")):
         with pytest.raises(error, match=message), torch.no_grad():
             call(cache=cache)
     with pytest.raises(TypeError, match="cache: got NoneType, expected a Mamba2Cache for each of 2 layers"):
         model.step(ids[:, 0], None)
     assert not good[0].conv_state.any()
+
+
+def test_a_cache_is_made_under_torch_compile():
+    cache = torch.compile(make_model().new_cache, backend="eager")(2)
+    assert type(cache) is Mamba2LMCache and len(cache) == 2
 
 
 def test_a_config_that_is_none_is_refused():

@@ -211,6 +211,38 @@ def test_what_is_no_cache_of_this_block_is_not_written(change, error, message, d
     assert not good.conv_state.any() and not good.ssm_state.any()
 
 
+@pytest.mark.parametrize("field", ["conv_state", "ssm_state"])
+def test_a_cache_whose_elements_share_memory_is_not_written(field, device):
+    block, u = make_mixer(device), tokens(device)
+    good = block.new_cache(2)
+    bad = replace(good, **{field: getattr(good, field)[:1].expand_as(getattr(good, field))})
+    for call in (lambda: block(u, cache=bad), lambda: block.step(u[:, 0], bad), lambda: block.finish(u, bad),
+                 lambda: block.prefill(u, torch.ones(2, 23, device=device) > 0, bad)):
+        with pytest.raises(ValueError, match=rf"^cache\.{field}: got a stride of 0 along axis 0"), torch.no_grad():
+            call()
+    assert not good.conv_state.any() and not good.ssm_state.any()
+    block(u, states=bad)
+
+
+@pytest.mark.parametrize("settings", [{}, {"dt_limit": (0.01, 0.05)}], ids=str)
+def test_rates_are_in_fp64_where_the_weights_are(settings):
+    block, u = make_mixer("cpu", **settings).double(), tokens("cpu", 1, 3).double()
+    A_log = block.A_log.detach().requires_grad_()
+    assert torch.autograd.gradcheck(lambda A_log: torch.func.functional_call(block, {"A_log": A_log}, (u,)), A_log)
+    cache = block.new_cache(1, state_dtype=torch.float64)
+    with torch.no_grad():
+        steps = torch.stack([block.step(token, cache) for token in u.unbind(1)], 1)
+    assert_close(steps, block(u), rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("settings", [{}, {"ngroups": 2}], ids=str)
+def test_torch_jit_traces_it(settings):
+    block, u = make_mixer("cpu", **settings), tokens("cpu")
+    with torch.no_grad():
+        assert torch.equal(torch.jit.trace(block, u)(u), block(u))
+
+
 def test_bad_rates_of_a_step_leave_the_cache(device):
     block, u = make_mixer(device), tokens(device)
     cache = block.new_cache(2)

@@ -123,6 +123,7 @@ def test_rates_of_all_layers(device):
     assert token_step.compute_rates(layers) == [None, None]
     with torch.no_grad():
         rates = token_step.compute_rates(layers)
+        assert {A.dtype for A in token_step.compute_rates(make_model(device).double().backbone.layers)} == {torch.float64}
     assert all(torch.equal(A, -layer.mixer.A_log.exp()) for A, layer in zip(rates, layers, strict=True))
     model(tokens(device)).sum().backward()
     assert all(layer.mixer.A_log.grad.abs().sum() > 0 for layer in layers)
