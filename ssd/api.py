@@ -178,7 +178,7 @@ def check_tensors(x, dt, A, B, C, D, z, dt_bias, initial_states, variant, cu_seq
     cu_seqlens: of documents with states of their own, not checked yet.
     """
     for name, t, shape in (("x", x, "(batch, seqlen, nheads, headdim)"), ("B", B, "(batch, seqlen, ngroups, dstate)")):
-        if not isinstance(t, Tensor) or _is_sparse(t) or t.dtype not in _DTYPES or t.dim() != 4:
+        if not isinstance(t, Tensor) or t.layout != torch.strided or t.dtype not in _DTYPES or t.dim() != 4:
             _refuse(name, t, shape, x)
     x_shape, B_shape, device = x.shape, B.shape, x.device
     batch, seqlen, nheads, headdim = x_shape
@@ -203,21 +203,16 @@ def check_tensors(x, dt, A, B, C, D, z, dt_bias, initial_states, variant, cu_seq
     ):
         if t is None and name in _OPTIONAL:
             continue
-        if not isinstance(t, Tensor) or _is_sparse(t) or t.shape != shape or t.dtype not in _DTYPES or t.device != device:
+        if not isinstance(t, Tensor) or t.shape != shape or t.dtype not in _DTYPES or t.device != device:
             _refuse(name, t, tuple(shape), x)
-
-
-def _is_sparse(t: Tensor) -> bool:
-    """Whether it is sparse or nested, and so has no strides."""
-    return t.layout != torch.strided or t.is_nested
 
 
 def _refuse(name: str, t: object, shape: str | tuple[int, ...], x: Tensor) -> NoReturn:
     """Raises for a tensor that is not what `check_tensors` compares it with."""
     if not isinstance(t, Tensor):
         raise TypeError(f"{name}: got {type(t).__name__}, expected a tensor of shape {shape}")
-    if _is_sparse(t):
-        raise TypeError(f"{name}: got a {'nested' if t.is_nested else t.layout} tensor, expected a plain one of shape {shape}")
+    if t.layout != torch.strided:
+        raise TypeError(f"{name}: got a tensor of layout {t.layout}, expected a plain one of shape {shape}")
     if t.dtype not in _DTYPES:
         raise TypeError(f"{name}: got dtype {t.dtype}, expected a floating-point dtype of {', '.join(map(str, _DTYPES))}")
     if t.dim() != (4 if isinstance(shape, str) else len(shape)):

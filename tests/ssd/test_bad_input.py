@@ -85,14 +85,14 @@ def test_meta_tensors_have_shapes_alone():
     assert out.is_meta and out.shape == given["x"].shape
 
 
-@pytest.mark.parametrize("argument", ("x", "dt", "A", "B", "z"))
-@pytest.mark.parametrize("layout", (torch.sparse_coo, torch.jagged, torch.strided), ids=str)
+@pytest.mark.parametrize("argument", ("x", "B"))
+@pytest.mark.parametrize("layout", (torch.sparse_coo, torch.jagged), ids=str)
 @pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")
 def test_nested_and_sparse_tensors_are_refused(argument, layout):
     given = arguments(random_inputs(SHAPE, EVERYTHING))
     t = given[argument].detach()
     bad = t.to_sparse() if layout == torch.sparse_coo else torch.nested.as_nested_tensor(list(t.split(1)), layout=layout)
-    with pytest.raises((TypeError, ValueError), match=f"^{argument}: got"):
+    with pytest.raises(TypeError, match=f"^{argument}: got a tensor of layout {layout}"):
         ssd.ssd_chunk_scan(**given | {argument: bad}, variant="torch")
 
 
