@@ -102,7 +102,7 @@ SIZES = ("nruns", "nsub", "nheads", "heads_per_group", "asked", "nasked")
 _SLOTS = Slots(3, 2), Slots(2, 2), Slots(2, 1), Slots(1, 1)  # the first that fits
 _SLICE = 64  # channels
 _TURNED = 16384  # bytes in which Triton turns states from memory into another layout, of every size and dtype
-_ONES = 2 * 8 * _SLICE  # bytes of `DeferredNorm.ones`
+_SQUARES = 2 * _SLICE * (2 * SUB_CHUNK + 8)  # bytes of `DeferredNorm`
 _SHARED = 232448 - 1024  # bytes of a block, less what mbarriers and alignment may take
 _REGISTERS = 128  # of a thread at launch; the roles then share them out: 192 scan_slice, 104 make_masks, 24 fetch_tiles
 
@@ -298,18 +298,20 @@ def hopper_scan_kernel(x_desc, B_desc, C_desc, z_desc, before_desc, out_desc, y_
     ], [4, 4, 1], [192, 104, 24])
 
 
-def choose_slots(i: SSDInputs, width: int, beside: int, keeps_y: bool, adds_squares: bool, states_desc, starts) -> Slots:
-    """The most that shared memory holds. beside: bytes of an element of all the tiles that each slot has beside x, B and C;
-    keeps_y: whether y goes out too; adds_squares: of `DeferredNorm`.
+def choose_slots(ways: tuple[Slots, ...], i: SSDInputs, width: int, beside: int, keeps_y: bool, columns: int, starts,
+                 more: int = 0) -> Slots:
+    """The first of `ways` that shared memory holds, or the last.
+
+    width: states of a tile of B; beside: bytes of an element of all the tiles that each slot has beside x, B and C; keeps_y:
+    whether y goes out too; columns: states of the tiles that states leave from, or 0; more: bytes of all else.
     """
     heads = 1 if i.headdim > _SLICE else 2
     tile, line = 2 * SUB_CHUNK * _SLICE, 4 * SUB_CHUNK  # elements of both slices, bytes of a vector
-    states = 0 if states_desc is None else 2 * _SLICE * states_desc.block_shape[-1] * i.states_dtype.itemsize
-    states += 0 if starts is None else _TURNED
-    for slots in _SLOTS:
+    more += 2 * _SLICE * columns * i.states_dtype.itemsize + (0 if starts is None else _TURNED)
+    for slots in ways:
         ring = slots.tiles * (tile * (2 + beside) + 2 * 2 * SUB_CHUNK * width)
         masks = heads * (slots.masks * (2 * SUB_CHUNK**2 + 2 * line) + 2 * line)
-        if ring + masks + 2 * tile * (1 + keeps_y) + (2 * tile + _ONES) * adds_squares + states <= _SHARED:
+        if ring + masks + 2 * tile * (1 + keeps_y) + more <= _SHARED:
             break
     return slots
 
@@ -336,7 +338,8 @@ def hopper_scan(i: SSDInputs, x_desc, B_desc, C_desc, out_desc, dt, dA_cumsum, r
         z, kept = (z_desc, y_desc) if part == parts - 1 else (None, None)
         before = out_desc if part else None
         beside = sum(desc.base.itemsize for desc in (z, before) if desc is not None)
-        slots = choose_slots(i, B_desc.block_shape[-1], beside, kept is not None, sums is not None, states_desc, starts)
+        slots = choose_slots(_SLOTS, i, B_desc.block_shape[-1], beside, kept is not None,
+                             0 if states_desc is None else states_desc.block_shape[-1], starts, 0 if sums is None else _SQUARES)
         launch(
             hopper_scan_kernel, runs.shape[0], x_desc, B_desc, C_desc, z, before, out_desc, kept, states_desc, dA_cumsum, dt,
             None if part else i.D, initial_states, ends, factors, final_states, starts, runs, runs.shape[1],

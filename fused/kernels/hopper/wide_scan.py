@@ -52,7 +52,7 @@ from .roles import (
     tile_bytes,
     write_slice,
 )
-from .scan import SIZES, Slots
+from .scan import SIZES, Slots, choose_slots
 from .scan_tiles import Outputs, Rings, Work, allocate_vectors, load_D, split_columns
 from .start import Start, add_pieces, count_together, load_scales, load_start, undo_line_up
 from .weights import add_multiple, weigh
@@ -60,9 +60,6 @@ from .weights import add_multiple, weigh
 QUARTER = 64  # states that are wgmma's operand at a time, and of a tile of a state on its way out
 PART = gl.constexpr(128)  # states of a part, as hopper_states has them
 _SLOTS = Slots(2, 2), Slots(2, 1), Slots(1, 2), Slots(1, 1)  # the first that fits
-_SLICE, _DSTATE = 64, 256  # channels of a slice, and states, of tiles
-_TURNED = 16384  # bytes in which Triton turns states from memory into another layout, of every size and dtype
-_SHARED = 232448 - 1024  # bytes of a block, less what mbarriers and alignment may take
 _REGISTERS = 128  # of a thread at launch; the roles then share them out: 208 scan_slice, 72 make_masks, 24 fetch_tiles
 
 
@@ -330,27 +327,14 @@ def hopper_wide_scan_kernel(x_desc, B_desc, C_desc, z_desc, out_desc, y_desc, st
     ], [4, 4, 1], [208, 72, 24])
 
 
-def choose_slots(i: SSDInputs, beside: int, keeps_y: bool, states_desc, starts) -> Slots:
-    """As `scan.choose_slots`: the most that shared memory holds."""
-    heads = 1 if i.headdim > _SLICE else 2
-    tile, line = 2 * SUB_CHUNK * _SLICE, 4 * SUB_CHUNK  # elements of both slices, bytes of a vector
-    states = 0 if states_desc is None else 4 * _SLICE * QUARTER * i.states_dtype.itemsize
-    states += 0 if starts is None else _TURNED
-    for slots in _SLOTS:
-        ring = slots.tiles * (tile * (2 + beside) + 2 * 2 * SUB_CHUNK * _DSTATE)
-        masks = heads * (slots.masks * (2 * SUB_CHUNK**2 + 2 * line) + 2 * line)
-        if ring + masks + 2 * tile * (1 + keeps_y) + states <= _SHARED:
-            break
-    return slots
-
-
 def hopper_wide_scan(i: SSDInputs, x_desc, B_desc, C_desc, out_desc, dt, dA_cumsum, runs: torch.Tensor, initial_states=None,
                      ends=None, factors=None, final_states=None, states_desc=None, starts=None, every: int = SUB_CHUNK,
                      z_desc=None, y_desc=None, nasked: int | None = None, ends_desc=None) -> None:
     """As `scan.hopper_scan`, in one launch. ends_desc: of ends, where tiles can hold them."""
     heads_per_group = i.nheads // i.ngroups
     asked = None if nasked is None else i.return_states_every // dt.shape[3]
-    slots = choose_slots(i, 0 if z_desc is None else z_desc.base.itemsize, y_desc is not None, states_desc, starts)
+    slots = choose_slots(_SLOTS, i, B_desc.block_shape[-1], 0 if z_desc is None else z_desc.base.itemsize, y_desc is not None,
+                         0 if states_desc is None else 2 * QUARTER, starts)
     launch(
         hopper_wide_scan_kernel, runs.shape[0], x_desc, B_desc, C_desc, z_desc, out_desc, y_desc, states_desc, ends_desc,
         dA_cumsum, dt, i.D, initial_states, ends, factors, final_states, starts, runs, runs.shape[1], dt.shape[2], i.nheads,
