@@ -12,11 +12,11 @@ from ssd import Options
 from ssd.registry import list_candidates
 
 from . import record
-from .shapes import MODELS, NAMED, WORKLOADS
+from .result_tables import MODES
+from .shapes import find_shapes
 from .table import render_lines, write_head
 
-GROUPS = {"named": NAMED, "workloads": WORKLOADS, "models": MODELS}
-_MODES = ("fwd", "bwd", "fwd_bwd")
+GROUPS = "named", "workloads", "models"
 _KEEP_NOTHING = Options(), replace(Options(), save_states=False)  # what "auto" takes for the same
 _APART = 3  # seconds between rows of one run, at most
 _HEAD = write_head("shapes | calls | measured | least gain over mamba_ssm | in | beside ours | most over the best | in",
@@ -43,8 +43,8 @@ def read_calls(rows: Iterable[dict], group: str) -> list[Call]:
 
     rows: of the bench `ssd`, oldest first.
     """
-    wanted = {shape.name for shape in GROUPS[group]}
-    timed = [row for row in rows if row["shape"] in wanted and row["mode"] in _MODES and row["dtype"] == "bf16"
+    wanted = {shape.name for shape in find_shapes(group)}
+    timed = [row for row in rows if row["shape"] in wanted and row["mode"] in MODES and row["dtype"] == "bf16"
              and row["graph_p50_us"]]
     calls = []
     for (shape, mode), of in record.group_by(timed, lambda row: (row["shape"], row["mode"])).items():
@@ -62,12 +62,12 @@ def tabulate(rows: Iterable[dict]) -> str:
     by_gpu = record.group_by([row for row in rows if row["bench"] == "ssd"], lambda row: row["gpu"])
     for gpu, of in sorted(by_gpu.items()):
         lines = []
-        for group, shapes in GROUPS.items():
+        for group in GROUPS:
             if calls := read_calls(of, group):
                 slowest, compared = min(calls, key=lambda one: one.gain), [one for one in calls if one.over is not None]
                 furthest = max(compared, key=lambda one: one.over, default=None)
-                lines.append((group, len(shapes) * len(_MODES), len(calls), f"{slowest.gain:.2f}", slowest.name, len(compared),
-                              *((f"{furthest.over:.1%}", furthest.name) if furthest else ("", ""))))
+                lines.append((group, len(find_shapes(group)) * len(MODES), len(calls), f"{slowest.gain:.2f}", slowest.name,
+                              len(compared), *((f"{furthest.over:.1%}", furthest.name) if furthest else ("", ""))))
         if lines:
             parts.append(f"{gpu}:\n\n{_HEAD}{render_lines(lines)}")
     return "\n".join(parts) or "No rows yet: no GPU has run `make bench VARIANT=auto`.\n"

@@ -310,12 +310,12 @@ def make_describable(t: Tensor) -> Tensor:
     """t, or a copy where TMA cannot take its strides, which is said to the logger once."""
     if is_describable(t):
         return t
-    _say_copied(t.stride(), t.dtype)
+    _say_copy(t.stride(), t.dtype)
     return t.clone(memory_format=torch.contiguous_format)
 
 
 @lru_cache(maxsize=64)
-def _say_copied(strides: tuple[int, ...], dtype: torch.dtype) -> None:
+def _say_copy(strides: tuple[int, ...], dtype: torch.dtype) -> None:
     logging.getLogger("ssd").info("the kernels for Hopper copy a tensor of %s with strides %s: they take heads and channels "
                                   "that are contiguous, and rows that begin on %d bytes", dtype, strides, _ALIGNMENT)
 

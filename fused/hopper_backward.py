@@ -74,8 +74,7 @@ def backward(saved: SSDSaved, dout: Tensor, dfinal_states: Tensor | None, into: 
     with torch.cuda.device_of(i.x):
         dout = fit_to_tiles(dout)
         dz, dy = (None, dout) if i.z is None else chunk_scan_dz(saved, dout, into.dz)
-        by_channel = i.D is not None and i.D.dim() == 2
-        cut = replace(i, chunk_size=tokens_between_states(i), D=None if by_channel else i.D)
+        cut = replace(i, chunk_size=tokens_between_states(i), D=None if i.has_D_of_channels else i.D)
         arrivals = i.A.new_empty(i.nheads, dtype=torch.int32)
         blocks = document_blocks(i) if i.has_document_states else None
         (x, B), (dy, C) = (describe_inputs(*of, rows=cut.chunk_size) for of in ((i.x, i.B), (dy, i.C)))
@@ -90,7 +89,7 @@ def backward(saved: SSDSaved, dout: Tensor, dfinal_states: Tensor | None, into: 
         else:
             gradients = _run_group(cut, descriptors, dx, H, G, dt, dA_cumsum, arrivals, device, into, blocks)
         dB, dC, ddt, dA, ddt_bias, dD = gradients
-        if by_channel:
+        if i.has_D_of_channels:
             dD = channel_skip(x.base, dy.base, i.D, dx)
         if dinitial_states is not None:
             dinitial_states = settle(dinitial_states, into.dinitial_states)

@@ -28,7 +28,7 @@ def rank_variants(inputs: SSDInputs, options: Options, mode: str, keeps: bool, n
     if i.x.device.type == "cpu":
         return ("torch",), "tensors are on the CPU"
     form = (mode, keeps, options, names, i.x.device.index, i.x.shape, i.B.shape, i.chunk_size, i.x.dtype, i.B.dtype, i.C.dtype,
-            i.state_dtype, i.z is None, i.D is not None and i.D.dim() == 2, i.cu_seqlens is None,
+            i.state_dtype, i.z is None, i.has_D_of_channels, i.cu_seqlens is None,
             i.has_document_states)
     ranked = _ranked.get(form)
     if ranked is None:

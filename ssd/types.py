@@ -64,6 +64,11 @@ class SSDInputs:
         return self.chunk_size, self.dt_softplus, *self.dt_limit, self.state_dtype, self.return_states_every
 
     @property
+    def has_D_of_channels(self) -> bool:
+        """True when D is (nheads, headdim)."""
+        return self.D is not None and self.D.dim() == 2
+
+    @property
     def has_document_states(self) -> bool:
         """True when initial_states, if given, and final_states are (ndocs, nheads, headdim, dstate)."""
         return self.cu_seqlens is not None and self.seq_idx is None

@@ -14,34 +14,32 @@ import triton.language as tl
 from torch import Tensor
 
 from ssd.kernels.arguments import cdiv, output
-from ssd.kernels.device import product
+from ssd.kernels.device import chunk_offset, load_skip, load_tokens, store_tokens, unpack_program
 from ssd.kernels.sum_parts import sum_first
 from ssd.runtime.launch import launch
 from ssd.runtime.tuning import next_power_of_2
+
+from .dB_dx import skip_grads
 
 _BLOCK_M = 64  # tokens of a program
 
 
 @triton.jit
-def locate_tile(strides, b, token, h, p):
-    """Offsets of a tile of one head, (tokens, channels)."""
-    return b * strides[0] + h * strides[2] + token[:, None] * strides[1] + p[None, :] * strides[3]
-
-
-@triton.jit
 def channel_skip_kernel(x, dy, D, dx, dD_parts, x_strides, dy_strides, D_strides, dx_strides, seqlen, nheads,
                         HEADDIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_P: tl.constexpr):
-    h, part = (tl.program_id(0) % nheads).to(tl.int64), (tl.program_id(0) // nheads).to(tl.int64)
     nblocks = tl.cdiv(seqlen, BLOCK_M)
-    b, token, p = part // nblocks, part % nblocks * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_P).to(tl.int64)
-    inside = (token < seqlen)[:, None] & (p < HEADDIM)[None, :]
-    D_p = tl.load(D + h * D_strides[0] + p * D_strides[1], mask=p < HEADDIM, other=0.0).to(tl.float32)
-    x_j = tl.load(x + locate_tile(x_strides, b, token, h, p), mask=inside, other=0.0).to(tl.float32)
-    dy_j = tl.load(dy + locate_tile(dy_strides, b, token, h, p), mask=inside, other=0.0).to(tl.float32)
-    tl.store(dD_parts + (part * nheads + h) * HEADDIM + p, tl.sum(product(dy_j, x_j), 0), mask=p < HEADDIM)
-    at = dx + locate_tile(dx_strides, b, token, h, p)
-    dx_j = tl.load(at, mask=inside, other=0.0).to(tl.float32) + dy_j * D_p[None, :]
-    tl.store(at, dx_j.to(dx.dtype.element_ty), mask=inside)
+    _, h, c, b = unpack_program(1, nheads, nblocks)
+    token, offs_m, offs_p = c * BLOCK_M, tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_P)
+    rows = seqlen - token
+    x += chunk_offset(x_strides, b, token, h)
+    dy += chunk_offset(dy_strides, b, token, h)
+    dx += chunk_offset(dx_strides, b, token, h)
+    x_j = load_tokens(x, x_strides, offs_m, offs_p, rows, HEADDIM).to(tl.float32)
+    dy_j = load_tokens(dy, dy_strides, offs_m, offs_p, rows, HEADDIM).to(tl.float32)
+    skip_grads(dD_parts + ((b * nblocks + c) * nheads + h) * HEADDIM, dy_j, x_j, offs_p, HEADDIM, True)
+    dx_j = load_tokens(dx, dx_strides, offs_m, offs_p, rows, HEADDIM).to(tl.float32)
+    dx_j += load_skip(D, D_strides, h, offs_p, HEADDIM) * dy_j
+    store_tokens(dx, dx_strides, offs_m, offs_p, rows, dx_j, HEADDIM)
 
 
 def channel_skip(x: Tensor, dy: Tensor, D: Tensor, dx: Tensor) -> Tensor:

@@ -342,7 +342,7 @@ def test_places_are_counted_in_int32(monkeypatch):
 def test_what_is_copied(caplog):
     """Where heads are apart, if there are several; it is said once."""
     wide = torch.zeros(2, 20, 2, 96, dtype=torch.float16)
-    hopper._say_copied.cache_clear()
+    hopper._say_copy.cache_clear()
     with caplog.at_level("INFO", "ssd"):
         assert hopper.make_describable(wide[:, :, :1, :64]).data_ptr() == wide.data_ptr() and not caplog.records
         for _ in range(2):

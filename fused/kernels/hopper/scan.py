@@ -345,6 +345,6 @@ def hopper_scan(i: SSDInputs, x_desc, B_desc, C_desc, out_desc, dt, dA_cumsum, r
             None if part else i.D, initial_states, ends, factors, final_states, starts, runs, runs.shape[1],
             dt.shape[2], i.nheads, heads_per_group, asked, nasked, blocks, out,
             None if kept is None else y, norm_weight, sums, HEADDIM=i.headdim, DSTATE=i.dstate, PART=part,
-            ODD=heads_per_group % 2 == 1, D_ROWS=not part and i.D is not None and i.D.dim() == 2, STAGES=slots.tiles,
+            ODD=heads_per_group % 2 == 1, D_ROWS=not part and i.has_D_of_channels, STAGES=slots.tiles,
             SLOTS=slots.masks, EVERY=every // dt.shape[3], num_warps=4, maxnreg=_REGISTERS,
             launch_pdl=part == 0 and may_begin_early(ends, blocks is None and starts is None, initial_states))

@@ -339,5 +339,5 @@ def hopper_wide_scan(i: SSDInputs, x_desc, B_desc, C_desc, out_desc, dt, dA_cums
         hopper_wide_scan_kernel, runs.shape[0], x_desc, B_desc, C_desc, z_desc, out_desc, y_desc, states_desc, ends_desc,
         dA_cumsum, dt, i.D, initial_states, ends, factors, final_states, starts, runs, runs.shape[1], dt.shape[2], i.nheads,
         heads_per_group, asked, nasked, HEADDIM=i.headdim, DSTATE=i.dstate, ODD=heads_per_group % 2 == 1,
-        D_ROWS=i.D is not None and i.D.dim() == 2, STAGES=slots.tiles, SLOTS=slots.masks, EVERY=every // dt.shape[3],
+        D_ROWS=i.has_D_of_channels, STAGES=slots.tiles, SLOTS=slots.masks, EVERY=every // dt.shape[3],
         num_warps=4, maxnreg=_REGISTERS, launch_pdl=may_begin_early(ends, starts is None, initial_states))
