@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -49,7 +49,7 @@ def run(variants: Sequence[str], against: str | None, shapes: Sequence[Shape], m
         warmup: int = 10) -> list[dict]:
     """Measures variants beside a rival and returns the rows, each appended to its file as soon as it is known.
 
-    chunk_sizes and options are ours, each variant with each set of options; a peer runs at its own.
+    chunk_sizes and options are ours, each variant with each set of options that differs for it; a peer runs at its own.
     """
     rows, present = [], []
     for name in dict.fromkeys((*variants, *([against] if against else []))):
@@ -57,7 +57,7 @@ def run(variants: Sequence[str], against: str | None, shapes: Sequence[Shape], m
             _describe_adapter(name)
             present.append(name)
     for setting, mode, ceiling in list_settings(shapes, modes, dtype, console):
-        candidates = [Candidate(name, size, of) for name in present for of in (options if not is_peer(name) else options[:1])
+        candidates = [Candidate(name, size, of) for name in present for of in _list_options(name, options)
                       for size in _list_chunk_sizes(name, setting.shape.seqlen, chunk_sizes)]
         measured = measure(setting, mode, candidates, repeats, warmup, console)
         rival = compare_with(against, measured)
@@ -72,6 +72,16 @@ def _list_chunk_sizes(variant: str, seqlen: int, ours: Sequence[int]) -> list[in
     """At which a variant is measured on sequences of so many tokens."""
     slow = {64} if variant == "mamba_ssm" and seqlen > _SHORT_SEQLEN else set()
     return [size for size in _PEER_CHUNK_SIZES.get(variant, ours) if size not in slow]
+
+
+def _list_options(variant: str, ours: Sequence[Options]) -> list[Options]:
+    """With which a variant is measured: a peer takes none, and "auto" keeps no states unless it is given keep_bytes."""
+    if is_peer(variant):
+        return [*ours[:1]]
+    apart: dict[Options, Options] = {}
+    for of in ours:
+        apart.setdefault(replace(of, save_states=False) if variant == "auto" and not of.keep_bytes else of, of)
+    return [*apart.values()]
 
 
 def list_settings(shapes: Sequence[Shape], modes: Sequence[str], dtype: str,
@@ -134,8 +144,8 @@ def measure(setting: Setting, mode: str, candidates: list[Candidate], repeats: i
             error = setting.error(candidate, mode)
             facts[candidate] = {"err_rms": _drop_nonfinite(error.rms), "err_max": _drop_nonfinite(error.max),
                                 "err_seqlen": setting.truth.part.tokens}
-            if mode == "fwd_train":
-                facts[candidate]["saved_mib"] = round(timing.measure_saved_mib(call), 1)
+            if mode in ("fwd_train", "fwd_bwd"):
+                facts[candidate]["saved_mib"] = round(timing.measure_saved_mib(setting.scan(candidate)), 1)
             notes[candidate] = None if math.isfinite(error.rms) else "the result is not finite"
             calls[candidate] = call
     return {candidate: values | facts[candidate] |

@@ -91,7 +91,8 @@ def _show_costs(variant: str, shapes: list[Shape], modes: list[str], dtype: str,
                 console: Console) -> None:
     """A line for each shape and mode: what the ideal operator must move, its floor on an H200, what the variant took there."""
     rows = [row for row in rows if "H200" in row["gpu"]]
-    timed = {(row["shape"], row["mode"]): row for row in table.read_latest(rows, variant=variant)}
+    timed = {(row["shape"], row["mode"]): row for row in table.read_latest(rows, variant=variant)
+             if record.has_default_options(row)}
     counted = {(call["shape"], call["mode"]): call["dram_bytes"] for call in counters.read_latest(rows)
                if call["variant"] == variant and record.has_default_options(call)}
     lines = []

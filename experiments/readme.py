@@ -99,7 +99,8 @@ class Shown:
         steps = [row for row in sweep.read_latest(rows) if record.has_default_options(row)]
         return Shown(
             table.compare_with_least(bench, [row for row in bench if is_peer(row["variant"])]),
-            [row for row in table.read_latest(rows, all_chunks=True) if row["dtype"] == "bf16"],
+            [row for row in table.read_latest(rows, all_chunks=True)  # but "auto" told to keep nothing, as it does anyway
+             if row["dtype"] == "bf16" and (row["variant"] != "auto" or record.options(row)["save_states"])],
             [row for row in block.read_latest(rows) if row.get("against")],
             read_decoding(rows),
             sorted(ablation, key=itemgetter("gpu", "shape", "mode", "variant")), sorted(steps, key=itemgetter("gpu")),

@@ -50,7 +50,7 @@ def test_rows(run, tmp_path, rival):
     rows, _ = run(*MODES)
     assert [(r["mode"], r["variant"], r["chunk_size"]) for r in rows[:4]] == [
         ("fwd", "torch", 32), ("fwd", "torch", 64), ("fwd", "rival", 128), ("fwd", "rival", 256)]
-    assert [r.get("saved_mib") for r in rows[::4]] == [0.5 if mode == "fwd_train" else None for mode in MODES]
+    assert [r.get("saved_mib") for r in rows[::4]] == [0.5 if mode in ("fwd_train", "fwd_bwd") else None for mode in MODES]
     assert len(rows) == 16 and all(r["err_rms"] < 1e-5 and r["err_seqlen"] == SMALL.seqlen for r in rows)
     assert [json.loads(line) for line in (tmp_path / "cpu" / "ssd.jsonl").read_text().splitlines()] == rows
     assert rows[2]["options"] is None and rows[0]["options"] == asdict(Options())
@@ -63,6 +63,13 @@ def test_options_are_ours(tmp_path, clock, rival):
     rows = bench.run(("torch",), "rival", (SMALL,), ("fwd",), "fp32", (64,), both, tmp_path, Console(quiet=True))
     assert [(row["variant"], row["options"], row["chunk_size"]) for row in rows] == [
         *(("torch", asdict(options), 64) for options in both), ("rival", None, 128), ("rival", None, 256)]
+
+
+def test_auto_is_measured_once_where_it_keeps_nothing_anyway(tmp_path, clock, monkeypatch):
+    monkeypatch.setitem(SECONDS_OF, ("auto", 64), 3.0)
+    sets = Options(), Options(save_states=False), Options(keep_bytes=9), Options(keep_bytes=9, save_states=False)
+    rows = bench.run(("auto",), None, (SMALL,), ("fwd",), "fp32", (64,), sets, tmp_path, Console(quiet=True))
+    assert [row["options"] for row in rows] == [asdict(sets[n]) for n in (0, 2, 3)]
 
 
 def test_auto_has_rows_of_its_own(tmp_path, clock, monkeypatch):
