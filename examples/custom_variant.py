@@ -10,7 +10,7 @@ from ssd.types import SSDSaved
 
 def supports(inputs):
     """None, or the reason why this variant cannot run the inputs."""
-    plain = inputs.z is None and inputs.seq_idx is None and inputs.initial_states is None
+    plain = all(t is None for t in (inputs.z, inputs.seq_idx, inputs.cu_seqlens, inputs.initial_states))
     return None if plain else "it takes no z, no documents and no initial states"
 
 

@@ -93,7 +93,7 @@ def bench(
             refuse("--variant: got 'auto', which needs a GPU (without one it is 'torch'), expected any of "
                    f"{', '.join(VARIANTS[1:])}")
         if counters:
-            refuse("--counters: needs a CUDA GPU, found none")
+            require_gpu("--counters")
         from . import interpret
 
         passed = interpret.run(variants, shapes, modes, dtype, max(sizes), options, out, console, wide)
@@ -331,12 +331,11 @@ def sanitize(
     Exits with 1 if a tool finds anything but what Triton's own start of warp-specialised roles causes.
     """
     tools = split_names("--tool", tool, _TOOLS)
-    on_gpu = has_gpu()
+    has_gpu()  # before Triton is imported
     from . import sanitize
 
     variants = split_names("--variant", variant, sanitize.VARIANTS) if variant else []
-    if not on_gpu:
-        refuse("sanitize: needs a CUDA GPU, found none")
+    require_gpu("sanitize")
     with refuse_errors("sanitize: "):
         clean = sanitize.run(variants or sanitize.list_variants(), tools, out, make_console())
     raise typer.Exit(0 if clean else 1)

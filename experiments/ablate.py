@@ -37,7 +37,7 @@ def list_steps(names: tuple[str, ...]) -> list[Step]:
 
     def without(name: str) -> Options:
         """An option that the Gluon kernels need is taken from the plain kernels, and compared with all options of those."""
-        return replace(every, **({} if name in hopper.OPTIONS else plain), **{name: False})
+        return replace(every, **({} if name in hopper.MAY_BE_OFF else plain), **{name: False})
 
     bare = replace(Options(), **dict.fromkeys(names, False))
     added = (replace(bare, **dict.fromkeys(names[: n + 1], True)) for n in range(len(names)))
@@ -95,7 +95,8 @@ def add_relative(rows: list[dict]) -> list[dict]:
     plain = {_identify_setting(row): row for row in rows if (row["step"], row["changed"]) == ("without", "gluon")}
 
     def compare(row: dict) -> dict:
-        base = plain.get(_identify_setting(row)) if row["step"] == "without" and row["changed"] not in hopper.OPTIONS else None
+        beside_plain = row["step"] == "without" and row["changed"] not in hopper.MAY_BE_OFF
+        base = plain.get(_identify_setting(row)) if beside_plain else None
         return row | {"relative": _compute_relative(row, base or whole.get(_identify_setting(row))), "plain": base is not None}
 
     return [compare(row) for row in rows]

@@ -20,8 +20,8 @@ MODES = DIRECTIONS | {"fwd_bwd": "forward and backward"}
 COSTS = "8b-b4"  # the shape at which the README says what the default costs
 _WIDTH = 128  # of a line of prose
 _FEW = 6  # shapes, which are named
-_STEPS = ("Training steps are wall time, with Mamba-2 mixers, launched kernel by kernel, so that part of the gain is fewer "
-          "launches. Captured in CUDA graphs, as `make train` takes them where it can, they gain less: "
+_STEPS = ("Training steps are wall time, with Mamba-2 mixers, launched kernel by kernel: part of the gain is fewer launches. "
+          "Steps in CUDA graphs gain less; `make train` captures them where it can: "
           "[docs/workloads.md](docs/workloads.md#what-the-variants-gain).")
 # options that change nothing of what a mode times
 _UNREAD = {"fwd": {"save_states", "fuse_backward"},
@@ -129,7 +129,7 @@ def tabulate_costs(rows: list[dict]) -> str:
     settings: dict[str, dict[str, dict]] = {}  # the fastest row of each GPU
     for row in sorted(shown, key=itemgetter("graph_p50_us")):
         *_, changed = _describe_call(row)
-        setting = f"`{row['variant']}`" + (f" with `{changed.replace('=', ' = ')}`" if changed else "")
+        setting = f"`{row['variant']}`" + (f" with `{changed}`" if changed else "")
         settings.setdefault(setting, {}).setdefault(row["gpu"], row)
     if not {f"`{DEFAULT}`", f"`{FASTEST}`"} <= set(settings):
         return f"No rows yet: no GPU has run forward and backward of {COSTS}.\n"
@@ -144,7 +144,8 @@ def tabulate_costs(rows: list[dict]) -> str:
     columns = [f"{short[gpu]}: {what}" for gpu in gpus for what in ("µs", "peak, MiB")]
     columns.append(", ".join(map(short.get, sorted(keepers))) + ": kept, MiB" if keepers else "kept, MiB")
     head = write_head(" | ".join(["`variant=`", *columns]), "`variant=`")
-    return f"Forward and backward at shape `{COSTS}` of [shapes.txt](experiments/shapes.txt):\n\n{head}{render_lines(lines)}"
+    said = f"Forward and backward at shape `{COSTS}` of [shapes.txt](experiments/shapes.txt); empty: not measured:"
+    return f"{said}\n\n{head}{render_lines(lines)}"
 
 
 def tabulate_results(rows: list[dict], figure_path: str) -> str:

@@ -18,7 +18,7 @@ from ssd.runtime.tuning import pick
 from ssd.types import Options, SSDInputs, SSDSaved
 
 from . import hopper
-from .hopper_backward import worth_keeping
+from .hopper_backward import drop_unread_interval
 from .kernels.bmm_chunk_scan import bmm_chunk_scan
 from .kernels.bmm_chunk_scan_rows import bmm_chunk_scan_rows
 from .kernels.chunk_state_passing import chunk_state_passing
@@ -30,8 +30,8 @@ def forward(i: SSDInputs, options: Options, save: bool) -> tuple[Tensor, Tensor,
     needs.
     """
     keep = i.keeps_states(options, save) and choose_states_every(i, options) is not None
+    keep = keep and not (i.asks_for_states_alone(options, save) and writes_states(i, options))
     if hopper.can_run(_explain_no_hopper(i, options, keep), "fused"):
-        keep = keep and not hopper.writes_asked_states(i, options, save)
         return hopper.run_two_level(i, options, save, keep)
     return _run_plain(i, options, save, keep)
 
@@ -39,7 +39,7 @@ def forward(i: SSDInputs, options: Options, save: bool) -> tuple[Tensor, Tensor,
 def choose_states_every(i: SSDInputs, options: Options) -> int | None:
     """As `Variant.states_every`."""
     every = i.chunk_size if _explain_no_hopper(i, options, True) else hopper.states_every(i, options)
-    return worth_keeping(i, options, every)
+    return drop_unread_interval(i, options, every)
 
 
 def writes_states(i: SSDInputs, options: Options) -> bool:

@@ -39,13 +39,13 @@ _MOST_PLACES = 2**31  # of a token and head, in whole sub-chunks
 _ALIGNMENT = 16  # bytes, of what a TMA descriptor describes
 _MOST_DESCRIBED = 1024  # callers whose sizes never repeat must not fill the memory
 _described: dict[tuple, dict] = {}
-# that these kernels can be without
-OPTIONS = ("low_precision_states", "stationary", "segments", "save_states", "gluon", "fuse_backward", "split_backward",
-           "replay")
+# options without which these kernels run, too
+MAY_BE_OFF = ("low_precision_states", "stationary", "segments", "save_states", "gluon", "fuse_backward", "split_backward",
+              "replay")
 
 
 def cannot_run(i: SSDInputs, options: Options, keeps: bool) -> str | None:
-    """Why the plain kernels must run these inputs; None if these can. All bounds but one are those of the kernels' tiles.
+    """Why the plain kernels must run these inputs; None if these can.
 
     keeps: states, which another backward may have to read at the edges of chunks.
     """
@@ -143,7 +143,7 @@ def scan_deferring_norm(inputs: SSDInputs, options: Options, weight: Tensor) -> 
 def run_two_level(inputs: SSDInputs, options: Options, save: bool, keep: bool,
               blocks: int | None = None) -> tuple[Tensor, Tensor, SSDSaved]:
     """As `Variant.forward`, keeping states or not: a block walks two slices through a segment; `blocks`: so many take turns."""
-    from .kernels.hopper.states import all_states
+    from .kernels.hopper.states import hopper_states
 
     i, pairs = inputs, count_pairs(inputs)
     with torch.cuda.device_of(i.x):
@@ -155,7 +155,7 @@ def run_two_level(inputs: SSDInputs, options: Options, save: bool, keep: bool,
         final_states, prev_states = call.new_final_states(), call.new_states(cdiv(i.seqlen, every))
         asked = call.new_asked_states(options, save)
         runs, *entering = call.get_runs(options, "every_state_step" if keep else "few_states_step")
-        all_states(i, call.descriptors[:2], describe_states(prev_states), *call.steps, runs, (call.initial_states, None),
+        hopper_states(i, call.descriptors[:2], describe_states(prev_states), *call.steps, runs, (call.initial_states, None),
                    *entering, final_states, i.batch, every)
         runs = get_tables(deal_two_level, (i.batch, pairs, call.nsub, each, blocks), i.x.device).sequences
         call.scan(runs, asked=asked, starts=prev_states, every=every)
@@ -188,8 +188,8 @@ def count_pairs(i: SSDInputs) -> int:
 
 @dataclass(frozen=True)
 class _Call:
-    """What the launches of one call share. All that is copied for them is copied here, before chunk_cumsum, which is launched
-    last: what comes after it begins beside it, and what scans beside the state pass.
+    """What the launches of one call share. `of` makes every copy first and launches chunk_cumsum last, since the next launch
+    may begin beside it.
     """
 
     inputs: SSDInputs
@@ -288,7 +288,7 @@ def make_runs(i: SSDInputs, rows: int, descriptors: tuple, dt: Tensor, dA_cumsum
     The next launch must be that of the runs: it begins beside the state pass. Between chunk_cumsum and this nothing may be
     copied that a role reads before it waits.
     """
-    from .kernels.hopper.pieces import piece_states
+    from .kernels.hopper.pieces import hopper_pieces
 
     device = current_device(i.x.device.index)
     pairs, parts, wide = count_pairs(i), count_parts(i.dstate), runs_wide(i)
@@ -303,7 +303,7 @@ def make_runs(i: SSDInputs, rows: int, descriptors: tuple, dt: Tensor, dA_cumsum
     starts = (None, None) if blocks is None else tuple(map(describe_document_states, starts))
     # fp16 is finer than what bf16 makes of operands; walks leave states and gradients that may be exact
     dtype = torch.float16 if scan and i.x.dtype == torch.bfloat16 else torch.float32
-    return runs, *piece_states(i, descriptors, dt, dA_cumsum, npieces, piece_runs, forwards, blocks, starts, dtype)
+    return runs, *hopper_pieces(i, descriptors, dt, dA_cumsum, npieces, piece_runs, forwards, blocks, starts, dtype)
 
 
 def make_describable(t: Tensor) -> Tensor:

@@ -48,10 +48,10 @@ def can_run(i: SSDInputs, options: Options) -> bool:
     return hopper.can_run(cannot_run(i, options), "fused and persistent (backward)")
 
 
-def worth_keeping(i: SSDInputs, options: Options, every: int) -> int | None:
-    """As `Variant.states_every`, of a forward that can keep a state every so many tokens: None when the backward here would run
-    but could not use such states, and nobody else asks for them. The other backwards can use any, but of documents with states,
-    which they cut into rows, none.
+def drop_unread_interval(i: SSDInputs, options: Options, every: int) -> int | None:
+    """`every`, or None where nobody would read such states: none are asked for, and the backward that runs can use none.
+
+    The backward here reads one for each sub-chunk or span, in the dtype of x; the others any, but none of documents with states.
     """
     runs = options.fuse_backward and cannot_run(i, options) is None
     unread = not _can_read(i, every) if runs else i.has_document_states
@@ -115,7 +115,7 @@ def _run_group(i: SSDInputs, descriptors: tuple, dx: Tensor, H: Tensor, G: Tenso
 
 def compute_last_state(i: SSDInputs, options: Options) -> Tensor:
     """The state after the last token, (batch, nheads, headdim, dstate) fp32; of those before it, few are in memory."""
-    from .kernels.hopper.states import all_states
+    from .kernels.hopper.states import hopper_states
 
     with torch.cuda.device_of(i.x):
         tokens, sizes = describe_inputs(i.x, i.B), (i.nheads, i.headdim, i.dstate)
@@ -124,7 +124,8 @@ def compute_last_state(i: SSDInputs, options: Options) -> Tensor:
         last = dt.new_empty(i.batch, *sizes)
         starts = contiguous(i.initial_states), None  # before the state pass: nothing may come between that and the walk
         runs, *entering = make_runs(i, i.batch, tokens, dt, dA_cumsum, i.batch, options, "few_states_step")
-        all_states(i, tokens, describe_states(kept), dt, dA_cumsum, runs, starts, *entering, last, i.batch, _RARELY * BLOCK_M)
+        hopper_states(i, tokens, describe_states(kept), dt, dA_cumsum, runs, starts, *entering, last, i.batch,
+                      _RARELY * BLOCK_M)
     return last
 
 
@@ -135,7 +136,7 @@ def _compute_states(saved: SSDSaved, tokens: tuple, dt: Tensor, dA_cumsum: Tenso
 
     tokens: descriptors of x, B, dy, C. blocks: of documents.
     """
-    from .kernels.hopper.states import all_states
+    from .kernels.hopper.states import hopper_states
 
     i, nsub, kept = saved.inputs, dt.shape[2], saved.prev_states
     reads = kept is not None and _can_read(i, saved.states_every)
@@ -153,7 +154,7 @@ def _compute_states(saved: SSDSaved, tokens: tuple, dt: Tensor, dA_cumsum: Tenso
         given, to = tuple(map(describe_document_states, starts)), describe_document_states(to, get_width(i.dstate) // 2)
     runs, *entering = make_runs(i, rows, tokens, dt, dA_cumsum, forwards, saved.options, "every_state_step", blocks=blocks,
                                 starts=starts)
-    all_states(i, tokens, describe_states(states), dt, dA_cumsum, runs, given, *entering, to, forwards, dt.shape[3], blocks)
+    hopper_states(i, tokens, describe_states(states), dt, dA_cumsum, runs, given, *entering, to, forwards, dt.shape[3], blocks)
     return kept if reads else states[:forwards], states[forwards:], dinitial_states
 
 

@@ -3,9 +3,9 @@
 A sequence is one pair of heads of one batch row on Hopper. Sequences go to the blocks whole, in as many rounds as there are.
 The rest fills no round, so each sequence of it is cut into the same segments. All are cut in the same places and the first
 segments go first: blocks then walk side by side through neighbouring heads, whose rows share pages of memory. In equal shares
-laid end to end they do not: walks that write every state took a third longer for each sub-chunk, and are not cut so. A scan is
-cut so if it keeps no states, its first one is not late (`ssd.runtime.late`), and the same segments for all would leave many
-blocks idle; `end_to_end` finds the shares (docs/log/schedule.md).
+laid end to end they do not: walks that write every state took a third longer for each sub-chunk, and are never cut so. A scan
+is cut into such shares if it keeps no states, its first state is not late (`ssd.runtime.late`), and the same segments for all
+would leave many blocks idle; `end_to_end` finds the shares (docs/log/schedule.md).
 
 The state that enters a segment comes from the state pass, a launch that walks the sub-chunks before it. The pass is dealt out
 in equal shares, or where sequences lie end to end by the segments; a piece is what one share has of one segment. Nothing is

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fused import hopper
-from fused.hopper_backward import worth_keeping
+from fused.hopper_backward import drop_unread_interval
 from fused.kernels.bmm_chunk_scan import bmm_chunk_scan
 from fused.kernels.chunk_state_passing import chunk_state_passing, segment_states
 from fused.schedule import Schedule, count_resident_blocks, cut_evenly, keep_whole
@@ -27,9 +27,8 @@ def forward(inputs: SSDInputs, options: Options, save: bool) -> tuple[Tensor, Te
     needs.
     """
     keep = inputs.keeps_states(options, save) and choose_states_every(inputs, options) is not None
-    if inputs.asks_for_states_alone(options, save) and writes_states(inputs, options):
-        keep = False
-    if not hopper.can_run(_explain_no_hopper(inputs, options, keep), "persistent"):
+    keep = keep and not (inputs.asks_for_states_alone(options, save) and writes_states(inputs, options))
+    if not hopper.can_run(hopper.cannot_run(inputs, options, keep), "persistent"):
         return _run_plain(inputs, options, save, keep)
     if options.stationary:
         return hopper.run_stationary(inputs, options, save, keep)
@@ -38,31 +37,27 @@ def forward(inputs: SSDInputs, options: Options, save: bool) -> tuple[Tensor, Te
 
 def takes_documents(inputs: SSDInputs, options: Options) -> bool:
     """Whether `forward` takes these documents with states as they are."""
-    return options.stationary and _explain_no_hopper(inputs, options, False) is None
+    return options.stationary and hopper.cannot_run(inputs, options, False) is None
 
 
 def name_forward(inputs: SSDInputs, options: Options, keeps: bool) -> str:
-    """As `Variant.kernels`. Off Hopper operands pass through registers beside the state: other times than those of a Hopper GPU
-    are to be expected, so that these kernels have a name of their own.
+    """As `Variant.kernels`. GPUs that are not Hopper have a name of their own: operands pass through registers beside the state
+    there, so that Hopper's times do not predict theirs.
     """
     if not hopper.is_hopper(inputs.x.device):
         return "persistent off Hopper"
-    return "persistent" if _explain_no_hopper(inputs, options, keeps) else "persistent on Hopper"
-
-
-def _explain_no_hopper(inputs: SSDInputs, options: Options, keeps: bool) -> str | None:
-    return hopper.cannot_run(inputs, options, keeps)
+    return "persistent" if hopper.cannot_run(inputs, options, keeps) else "persistent on Hopper"
 
 
 def choose_states_every(inputs: SSDInputs, options: Options) -> int | None:
     """As `Variant.states_every`."""
-    every = inputs.chunk_size if hopper.cannot_run(inputs, options, keeps=True) else hopper.states_every(inputs, options)
-    return worth_keeping(inputs, options, every)
+    every = inputs.chunk_size if hopper.cannot_run(inputs, options, True) else hopper.states_every(inputs, options)
+    return drop_unread_interval(inputs, options, every)
 
 
 def writes_states(inputs: SSDInputs, options: Options) -> bool:
     """As `Variant.writes_states`."""
-    return hopper.writes_asked_states(inputs, options, False) and _explain_no_hopper(inputs, options, False) is None
+    return hopper.writes_asked_states(inputs, options, False) and hopper.cannot_run(inputs, options, False) is None
 
 
 def _run_plain(i: SSDInputs, options: Options, save: bool, keep: bool) -> tuple[Tensor, Tensor, SSDSaved]:

@@ -17,7 +17,7 @@ from .positions import check_states_every, take_states
 from .registry import check_known, get_variant, is_peer
 from .runtime import value_checks
 from .runtime.custom_ops import are_plain, wants_gradient
-from .types import FP32_LARGEST, Options, SSDInputs
+from .types import DTYPES, FP32_LARGEST, Options, SSDInputs
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 LARGEST_CHUNK, SMALLEST_CHUNK = 256, 16
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _DEVICES = ("cpu", "cuda")  # that "auto" and the kernels know
 _OPTIONAL = ("D", "z", "dt_bias", "initial_states")
 # Said with a wrong shape: x of another order of axes makes dt the first to differ, and dstate is not in the shape of x.
@@ -70,8 +69,8 @@ def ssd_chunk_scan(
         B, C: (batch, seqlen, ngroups, dstate); nheads a multiple of ngroups, consecutive heads share a group.
         chunk_size: tokens per chunk, a power of two from 16 to 256. Changes speed and rounding, not the result.
         D: (nheads,) or (nheads, headdim), the skip connection.
-        z: shape of x; the output is multiplied by silu(z), with z at least 2^-64 in size. A backward reads that output, but in
-            fp16: nobody may change it in place before.
+        z: shape of x; the output is multiplied by silu(z), with z at least 2^-64 in size. Do not change the output in place
+            before the backward, which reads it, but in fp16.
         dt_bias: (nheads,).
         initial_states: (batch, nheads, headdim, dstate). With seq_idx they reach a leading document 0 only. With cu_seqlens
             alone (ndocs, nheads, headdim, dstate): each document starts from its own.
@@ -178,7 +177,7 @@ def check_tensors(x, dt, A, B, C, D, z, dt_bias, initial_states, variant, cu_seq
     cu_seqlens: of documents with states of their own, not checked yet.
     """
     for name, t, shape in (("x", x, "(batch, seqlen, nheads, headdim)"), ("B", B, "(batch, seqlen, ngroups, dstate)")):
-        if not isinstance(t, Tensor) or t.layout != torch.strided or t.dtype not in _DTYPES or t.dim() != 4:
+        if not isinstance(t, Tensor) or t.layout != torch.strided or t.dtype not in DTYPES or t.dim() != 4:
             _refuse(name, t, shape, x)
     x_shape, B_shape, device = x.shape, B.shape, x.device
     batch, seqlen, nheads, headdim = x_shape
@@ -203,7 +202,7 @@ def check_tensors(x, dt, A, B, C, D, z, dt_bias, initial_states, variant, cu_seq
     ):
         if t is None and name in _OPTIONAL:
             continue
-        if not isinstance(t, Tensor) or t.shape != shape or t.dtype not in _DTYPES or t.device != device:
+        if not isinstance(t, Tensor) or t.shape != shape or t.dtype not in DTYPES or t.device != device:
             _refuse(name, t, tuple(shape), x)
 
 
@@ -213,8 +212,8 @@ def _refuse(name: str, t: object, shape: str | tuple[int, ...], x: Tensor) -> No
         raise TypeError(f"{name}: got {type(t).__name__}, expected a tensor of shape {shape}")
     if t.layout != torch.strided:
         raise TypeError(f"{name}: got a tensor of layout {t.layout}, expected a plain one of shape {shape}")
-    if t.dtype not in _DTYPES:
-        raise TypeError(f"{name}: got dtype {t.dtype}, expected a floating-point dtype of {', '.join(map(str, _DTYPES))}")
+    if t.dtype not in DTYPES:
+        raise TypeError(f"{name}: got dtype {t.dtype}, expected a floating-point dtype of {', '.join(map(str, DTYPES))}")
     if t.dim() != (4 if isinstance(shape, str) else len(shape)):
         raise ValueError(f"{name}: got {t.dim()} dimensions, shape {tuple(t.shape)}, expected {shape}")
     if tuple(t.shape) != shape:
@@ -255,15 +254,15 @@ def check_settings(chunk_size: int, flags: Mapping[str, object], dt_limit, state
     check_pair("dt_limit", dt_limit)
     if not (0 <= dt_limit[0] <= dt_limit[1] and dt_limit[0] <= FP32_LARGEST):
         raise ValueError(f"dt_limit: got {tuple(dt_limit)}, expected 0 <= min <= max, min finite, also in fp32")
-    if state_dtype is not None and state_dtype not in _DTYPES:
-        raise TypeError(f"state_dtype: got {state_dtype!r}, expected None or one of {', '.join(map(str, _DTYPES))}")
+    if state_dtype is not None and state_dtype not in DTYPES:
+        raise TypeError(f"state_dtype: got {state_dtype!r}, expected None or one of {', '.join(map(str, DTYPES))}")
     if variant != "auto":
         check_known(variant)
     check_options(options)
 
 
 def is_real(v: object) -> bool:
-    return type(v) is float or isinstance(v, Real)  # the second takes a microsecond
+    return type(v) is float or (isinstance(v, Real) and not isinstance(v, bool))  # the second takes a microsecond
 
 
 def _check_documents(x, seq_idx, cu_seqlens, return_varlen_states) -> None:

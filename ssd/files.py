@@ -1,4 +1,4 @@
-"""What must be on the disk before a name stands for it."""
+"""Writes files and folders through to the disk, so that a new name never shows one that is not there yet."""
 
 import os
 from pathlib import Path

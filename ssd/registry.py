@@ -25,8 +25,8 @@ class Variant:
     Attributes:
         name: as users and benchmarks write it.
         supports: (SSDInputs) -> None, or the reason why this variant cannot run them.
-        forward: (SSDInputs, Options, save: bool) -> (out, final_states, SSDSaved); save: a backward may follow. A gate is that
-            of `SSDSaved.out`, or y is left.
+        forward: (SSDInputs, Options, save: bool) -> (out, final_states, SSDSaved); save: a backward may follow. With a
+            gate z, out is what `SSDSaved.out` says, or `SSDSaved.y` is left.
         backward: (SSDSaved, dout, dfinal_states, into: SSDGrads) -> SSDGrads.
         apply: (SSDInputs) -> (out, final_states), differentiable by itself.
         options: names of the fields of `Options` that this variant knows, but tf32, in the order in which an ablation adds
@@ -38,8 +38,9 @@ class Variant:
         kernels: (SSDInputs, Options, mode: "fwd" or "bwd", keeps: bool) -> the name, in the tables of times, of the kernels
             that would run; keeps: whether states are kept between the two. Of variants that "auto" may choose.
         takes_documents: whether forward and backward take documents with states (`SSDInputs.has_document_states`) as they are.
-            Those of other variants get them in rows, see `baseline.document_rows`.
-        takes_these: (SSDInputs, Options, mode: "fwd" or "bwd") -> the same of such inputs, of a variant that does not take all.
+            Other variants get them in rows with `initial_states`, see `baseline.document_rows`.
+        takes_these: (SSDInputs, Options, mode: "fwd" or "bwd") -> whether it takes these documents with states as they are, of
+            a variant that takes some.
         scan_deferring_norm: (SSDInputs with a gate, Options, weight (nheads, headdim), contiguous) -> (out, final_states,
             sums), of a forward alone: out is y silu(z) weight, for a gated norm's factor to come later, (N9) of docs/block.md;
             sums, (batch, seqlen or more, slices) fp32, are those of the squares of y silu(z) over slices of all channels. Both
@@ -215,9 +216,30 @@ def resolve(name: str, inputs: SSDInputs, options: Options, mode: str, keeps: bo
     if name == "auto":
         return _choose(inputs, options, mode, keeps, writes)
     variant = get_variant(name)
-    if reason := variant.supports(inputs):
-        raise ValueError(f"variant {name!r} cannot run these inputs: {reason}")
+    _check_support(variant, inputs)
     return variant
+
+
+def _check_support(variant: Variant, inputs: SSDInputs) -> None:
+    if reason := variant.supports(inputs):
+        raise ValueError(f"variant {variant.name!r} cannot run these inputs: {reason}")
+
+
+def run_rows(variant: Variant, inputs: SSDInputs) -> Callable:
+    """Its forward, of the rows that documents with states are cut into: with initial states, which it may refuse.
+
+    Raises:
+        ValueError: the kernels that cut documents cannot run them, or on a call the variant cannot run the rows.
+    """
+    if reason := get_variant("baseline").supports(inputs):
+        raise ValueError(f"variant {variant.name!r} gets documents with states in rows, and the kernels of 'baseline' that cut "
+                         f"them cannot run: {reason}")
+
+    def forward(rows: SSDInputs, options: Options, save: bool) -> tuple:
+        _check_support(variant, rows)
+        return variant.forward(rows, options, save)
+
+    return forward
 
 
 def adapt_to_documents(variant: Variant, inputs: SSDInputs) -> Variant:
@@ -229,7 +251,7 @@ def adapt_to_documents(variant: Variant, inputs: SSDInputs) -> Variant:
     def forward(i: SSDInputs, options: Options, save: bool) -> tuple:
         if _takes_these(variant, i, options, "fwd"):
             return variant.forward(i, options, save)
-        return document_rows.forward(variant.forward, i, options, save)
+        return document_rows.forward(run_rows(variant, i), i, options, save)
 
     def backward(saved: SSDSaved, *args) -> SSDGrads:
         if _takes_these(variant, saved.inputs, saved.options, "bwd"):

@@ -12,6 +12,7 @@ from .options import Options
 SUB_CHUNK = 64  # tokens that a walk takes at a time
 SPAN = 2 * SUB_CHUNK  # tokens between the states that a backward reads where a state is large
 LEAST_Z = 2.0**-64  # of a gate, in size
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # of x, B, C, weights and caches
 INPUT_TENSORS = 11  # in `SSDInputs.tensors`
 FP32_LARGEST = torch.finfo(torch.float32).max
 
@@ -155,8 +156,8 @@ class SSDSaved:
         states: (batch, seqlen // every, nheads, headdim, dstate) in `inputs.states_dtype`, those that
             `inputs.return_states_every` asks for, from variants that write them apart where a backward needs none
             (`Variant.writes_states`); else None.
-        out: the output, contiguous, for the backward, where `inputs.reads_out`: it was multiplied by silu(z), where z
-            has LEAST_Z for its size if that is less, or y would be lost there.
+        out: the contiguous output, for the backward, where `inputs.reads_out`. It is y silu(z) with |z| raised to at least
+            LEAST_Z, since y could not be found again where z is 0.
     """
 
     inputs: SSDInputs

@@ -95,18 +95,18 @@ def count_hopper(variant: str, mode: str, p: cost.Problem, gpu: str) -> list[Par
         slices = cdiv(tiles * splits, sms) * (cdiv(heads, splits) + model.group_tile) * cdiv(p.headdim, SLICE)
         sums = 8 * splits * p.K if splits > 1 else 0  # of dB and dC in fp32
         group = Part({"group": slices}, x + steps + 2 * groups + sums, 2 * x + steps + 2 * (groups + states))
-        walks = _walk(p, pairs, 1, "every_state_step", "states", inputs, states, gpu)
+        walks = _walk(p, pairs, "every_state_step", "states", inputs, states, gpu)
         return [*prepared, *walks, group, *after, *[Part({}, sums / 2)] * (2 * (splits > 1))]
     kept = states / parts if mode == "fwd_train" else 0  # above 128 states of each span
     step = _WIDE_STEP if parts == 2 else 1.0
     if variant == "persistent":
         walk = "kept_scan_step" if kept else "scan_step"
-        return [*prepared, *_walk(p, pairs, 1, walk, "scan", inputs + groups + gate, kept + x, gpu, step)]
+        return [*prepared, *_walk(p, pairs, walk, "scan", inputs + groups + gate, kept + x, gpu, step)]
     segment = schedule.choose_two_level_segment(p.batch * pairs, nsub, sms, gpu)
     walked = model.time_two_level(p.batch * pairs, nsub, sms, segment)
     scan = Part({"scan": step * walked}, x, inputs + groups + gate + states / segment)
     walk = "every_state_step" if kept else "few_states_step"
-    return [*prepared, *_walk(p, pairs * parts, 1, walk, "states", inputs, kept or states / segment, gpu), scan]
+    return [*prepared, *_walk(p, pairs * parts, walk, "states", inputs, kept or states / segment, gpu), scan]
 
 
 def _count_spans(p: cost.Problem, walks: int, x: float, groups: float, steps: float, gpu: str) -> list[Part]:
@@ -117,24 +117,24 @@ def _count_spans(p: cost.Problem, walks: int, x: float, groups: float, steps: fl
     ends, pairs = (cdiv(tiles * n * splits, sms) * cdiv(heads, splits) * cdiv(p.headdim, SLICE)
                    for n, splits in ((2, of_ends), (1, of_pairs)))
     sums = 8 * p.K  # of a part of dB and dC in fp32
-    return [*_walk(p, walks, 1, "every_state_step", "states", x + groups + steps, states, gpu, tokens=SPAN),
+    return [*_walk(p, walks, "every_state_step", "states", x + groups + steps, states, gpu, tokens=SPAN),
             Part({"group": _ENDS_SLICE * ends}, x + steps + of_ends * sums, 2 * (x + groups + states)),
             Part({"group": _PAIRS_SLICE * pairs}, x + steps + of_pairs * sums, 3 * x + steps + sums + 2 * groups),
             *[Part({}, (of_ends + of_pairs - 1) * sums / 2 + groups)] * (2 * (of_ends + of_pairs > 2))]
 
 
-def _walk(p: cost.Problem, pairs: int, parts: int, step: str, constant: str, fetched: float, written: float, gpu: str,
+def _walk(p: cost.Problem, pairs: int, step: str, constant: str, fetched: float, written: float, gpu: str,
           longer: float = 1.0, tokens: int = BLOCK_M) -> list[Part]:
-    """Launches that walk every sequence, one for each of the parts; and before them the pieces of sequences that are cut.
+    """A launch that walks every sequence; and before it one of the pieces of sequences that are cut.
 
-    fetched, written: bytes, of all launches. longer: the time of a step in that of the constant's; tokens: of a step.
+    fetched, written: bytes. longer: the time of a step in that of the constant's; tokens: of a step.
     """
     nsub = cdiv(p.seqlen, tokens)
-    runs = schedule.deal(p.batch, pairs, nsub, int(GPUS[gpu].sms.value), gpu, step, True, parts, torch.device("cpu"))
-    walks = [Part({constant: longer * _count_steps(runs.sequences, gpu)}, written / parts, fetched / parts)] * parts
+    runs = schedule.deal(p.batch, pairs, nsub, int(GPUS[gpu].sms.value), gpu, step, True, 1, torch.device("cpu"))
+    walks = [Part({constant: longer * _count_steps(runs.sequences, gpu)}, written, fetched)]
     if runs.pieces is None:
         return walks
-    walked = float((runs.pieces[..., 3] - runs.pieces[..., 2]).sum()) / (p.batch * pairs * nsub * parts)
+    walked = float((runs.pieces[..., 3] - runs.pieces[..., 2]).sum()) / (p.batch * pairs * nsub)
     return [Part({"states": _count_steps(runs.pieces, gpu)}, hidden=walked * p.itemsize * (p.X + p.K)), *walks]
 
 

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 from triton import knobs
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+from ..types import DTYPES
+
 INTERPRETED = knobs.runtime.interpret
 
 
@@ -35,16 +36,19 @@ def check_form(name: str, t: object, shape: tuple[int, ...], x: Tensor, dtypes: 
 
 
 def check_size(name: str, size: object) -> None:
+    """Refuses what is not an int of at least 1."""
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
         raise (ValueError if type(size) is int else TypeError)(f"{name}: got {size!r}, expected an int of at least 1")
 
 
 def check_number(name: str, value: object) -> None:
+    """Refuses what is neither an int nor a float."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name}: got {value!r}, expected a number")
 
 
 def check_dtype(name: str, t: Tensor, dtypes: tuple[torch.dtype, ...] = DTYPES) -> None:
+    """Refuses a tensor of another dtype than these."""
     if t.dtype not in dtypes:
         raise TypeError(f"{name}: got dtype {t.dtype}, expected one of {', '.join(map(str, dtypes))}")
 
@@ -56,6 +60,7 @@ def check_floating(name: str, dtype: object) -> None:
 
 
 def check_interpretable(name: str, t: Tensor) -> None:
+    """Refuses bf16 where kernels are interpreted, which would compute it wrongly."""
     if INTERPRETED and t.dtype == torch.bfloat16:
         raise TypeError(f"{name}: got {t.dtype}, expected fp16 or fp32 with TRITON_INTERPRET=1, which gets bf16 wrong")
 

@@ -92,6 +92,7 @@ def compute_in_torch(x: Tensor, weight: Tensor, bias: Tensor | None, z: Tensor |
 
 
 def check_eps(name: str, eps: object) -> None:
+    """Refuses what is no number from 0 to the largest of fp32."""
     check_number(name, eps)
     if not 0 <= eps <= FP32_LARGEST:
         raise ValueError(f"{name}: got {eps!r}, expected a finite number of at least 0")

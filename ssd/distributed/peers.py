@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..runtime.switches import is_on
+from ..runtime.tuning import next_power_of_2
 
 _ENABLED = is_on("SSD_PEER_COPIES", True)
 _LEAST_BYTES = 1 << 20
@@ -80,7 +81,7 @@ def find_window(group: dist.ProcessGroup, nbytes: int, device: torch.device) -> 
     """
     if "cuda:nccl" not in dist.get_backend_config(group).split(",") or device.type != "cuda":
         return None
-    windows, size = _windows.setdefault(group, {}), max(_LEAST_BYTES, 1 << (nbytes - 1).bit_length())
+    windows, size = _windows.setdefault(group, {}), max(_LEAST_BYTES, next_power_of_2(nbytes))
     if (device, size) not in windows and not torch.cuda.is_current_stream_capturing() and _ask(group, device):
         windows[device, size] = Window(group, size, device)
     return windows.get((device, size))

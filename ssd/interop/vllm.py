@@ -14,7 +14,7 @@ from torch import Tensor
 from ..api import check_flags, check_settings, check_tensors, ssd_chunk_scan, take_int
 from ..block.arguments import check_apart, check_floating, check_form, check_not_negative, check_rows
 from ..documents import check_bounds
-from ..registry import resolve
+from ..registry import resolve, run_rows
 from ..types import Options, SSDInputs
 from .functions import fit_chunk_size
 
@@ -143,7 +143,7 @@ def _scan_chunks(i: SSDInputs, cu_chunk_seqlens: Tensor, last_chunks: Tensor, va
     if not chosen.takes_documents:
         from ..baseline.document_rows import forward_chunks
 
-        return forward_chunks(chosen.forward, i, cu_chunk_seqlens, last_chunks, options)
+        return forward_chunks(run_rows(chosen, i), i, cu_chunk_seqlens, last_chunks, options)
     first, outs, states = [0, *(last_chunks + 1).tolist()], [], []
     for chunk, (start, end) in enumerate(pairwise(cu_chunk_seqlens.tolist())):
         state = states[-1] if chunk not in first else None

@@ -57,6 +57,7 @@ def cdiv(a: int, b: int) -> int:
 
 
 def strides(t: Tensor | None) -> tuple[int, ...]:
+    """In elements; () for None."""
     return () if t is None else t.stride()
 
 

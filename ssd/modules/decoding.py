@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ..runtime.tuning import next_power_of_2
 from .captured import MOST_CHANNELS, Captured, Mamba2LMCache, explain_model, explain_moment
 from .mamba2 import Mamba2Cache
 from .sampling import Sampling
@@ -108,17 +109,12 @@ def wants_padding(model: Mamba2LM, input_ids: Tensor, cache: Mamba2LMCache) -> b
 def pad_left(input_ids: Tensor) -> tuple[Tensor, Tensor | None]:
     """Prompts of one length to a power of two, by the first token of each, and which columns are theirs; None if all are."""
     batch, length = input_ids.shape
-    width = _widen(length)
+    width = next_power_of_2(length)
     if length == width:
         return input_ids, None
     mask = torch.arange(width, device=input_ids.device) >= width - length
     padding = input_ids[:, :1].expand(batch, width - length)
     return torch.cat([padding, input_ids], 1), mask.expand(batch, width).contiguous()
-
-
-def _widen(length: int) -> int:
-    """To a power of two."""
-    return 1 << (length - 1).bit_length()
 
 
 def list_stops(eos_token_id: int | Sequence[int] | None, vocab_size: int) -> tuple[int, ...]:
@@ -159,7 +155,7 @@ def align_right(input_ids: Tensor, attention_mask: Tensor | None, few: bool) -> 
     if not shortest:
         raise ValueError("attention_mask: got a row without a token, expected at least one in each")
     moved = (columns + first + lengths) % mask.shape[1]  # the last token of a row goes to the last column
-    width = min(mask.shape[1], _widen(longest)) if few else longest
+    width = min(mask.shape[1], next_power_of_2(longest)) if few else longest
     ids, mask = (t.gather(1, moved)[:, -width:] for t in (input_ids, mask))
     return ids.masked_fill(~mask, 0), None if shortest == width else mask.contiguous()
 

@@ -187,8 +187,8 @@ class Mamba2LM(nn.Module):
             TypeError, ValueError: an argument, a field of the config, a weight or a file that is not as it should be, by name.
             ImportError: safetensors is needed and not installed.
         """
-        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise TypeError(f"dtype: got {dtype!r}, expected a floating torch.dtype or None")
+        if dtype is not None:
+            check_floating("dtype", dtype)
         folder, device = checkpoint.take_folder(folder), "cpu" if device is None else device
         _check_device(device)
         config = Mamba2LMConfig.from_dict(checkpoint.read_config(folder))

@@ -220,8 +220,7 @@ class Mamba2(nn.Module):
             variant=self.variant, options=self.options)
         cache.ssm_state.copy_(ssm_state)
         cache.conv_state.copy_(conv_state)
-        y = rms_norm_gated(y[:, -1].flatten(1), self.norm.weight, z=z, eps=self.norm.eps, group_size=self.d_ssm // self.ngroups,
-                           norm_before_gate=self.norm_before_gate)
+        y = self.normalize(y[:, -1].flatten(1), z)
         return self.out_proj(torch.cat([F.silu(z0) * x0, y], -1) if d_mlp else y)
 
     def _mix(self, zxbcdt: Tensor, A: Tensor | None, **more) -> Tensor | tuple[Tensor, ...]:
@@ -256,8 +255,13 @@ class Mamba2(nn.Module):
         xBC = causal_conv1d_update(xBC, cache.conv_state, self.get_filter(), self.conv1d.bias, activation="silu")
         y = self.update_states(xBC, dt, None if self.rmsnorm else z, cache, A)
         if self.rmsnorm:
-            y = self.norm(y, z)
+            y = self.normalize(y, z)
         return self.out_proj(torch.cat([F.silu(z0) * x0, y], -1) if d_mlp else y)
+
+    def normalize(self, y: Tensor, z: Tensor) -> Tensor:
+        """The gated norm of y and its gate z, (..., d_ssm), by the weights of `norm`, which is not called, as in `forward`."""
+        return rms_norm_gated(y, self.norm.weight, z=z, eps=self.norm.eps, group_size=self.d_ssm // self.ngroups,
+                              norm_before_gate=self.norm_before_gate)
 
     def update_states(self, xBC: Tensor, dt: Tensor, z: Tensor | None, cache: Mamba2Cache, A: Tensor | None) -> Tensor:
         """The SSD of one token, (batch, d_ssm), gated by z. xBC: after the convolution. A: of `step`."""
@@ -344,12 +348,15 @@ class Mamba2(nn.Module):
             check_tensor("A", A, (self.nheads,), u, beside="u")
 
     def get_filter(self) -> Tensor:
+        """(conv_dim, d_conv)."""
         return self.conv1d.weight.squeeze(1)
 
     def get_A(self) -> Tensor:
+        """(nheads,), in fp32 at least."""
         return -widen(self.A_log).exp()
 
     def get_D(self) -> Tensor:
+        """(nheads,), or (nheads, headdim) with D_has_hdim."""
         return self.D.view(self.nheads, self.headdim) if self.D_has_hdim else self.D
 
 

@@ -70,7 +70,7 @@ def test_scan_from_states(dstate, device):
     ids=("every state", "few states", "backwards"))
 def test_states(case, every, back, dstate, device):
     """With walks backwards in the same launch, which alone leave the state at their end: its gradient."""
-    from fused.kernels.hopper.states import all_states
+    from fused.kernels.hopper.states import hopper_states
 
     v = draw(case, device, dstate, every)
     i, rows = v.inputs, 4 if back else 2
@@ -79,7 +79,7 @@ def test_states(case, every, back, dstate, device):
     ends = torch.empty_like(v.dfinal_states)
     runs = deal(i, rows, 4, count_parts(dstate))
     steps = chunk_cumsum(replace(i, chunk_size=BLOCK_M), apart=True, lets_next=True)
-    all_states(i, tokens, describe_states(states), *steps, runs, (i.initial_states, v.dfinal_states), None, None, ends, 2,
+    hopper_states(i, tokens, describe_states(states), *steps, runs, (i.initial_states, v.dfinal_states), None, None, ends, 2,
                i.chunk_size)
     if back:
         got, stages = name_results("prev_states dstates dinitial_states", *states.split(2), ends), (*STATES, *GRADIENTS)
@@ -94,7 +94,7 @@ def test_pieces(dstate, dtype, device):
     """(28): from zeros, a piece leaves its own part and the factor of the state before it. Chunks are the pieces, and those
     that are walked backwards come in that order.
     """
-    from fused.kernels.hopper.pieces import piece_states
+    from fused.kernels.hopper.pieces import hopper_pieces
 
     v, parts = draw("one document", device, dstate, 2), count_parts(dstate)
     i = v.inputs
@@ -102,7 +102,7 @@ def test_pieces(dstate, dtype, device):
     runs[:, 0, 4] = torch.arange(len(runs), device=device)
     tokens = (*describe_inputs(i.x, i.B), *describe_inputs(v.dy, i.C))
     steps = chunk_cumsum(replace(i, chunk_size=BLOCK_M), apart=True, lets_next=True)
-    ends, factors = piece_states(i, tokens, *steps, len(runs), runs, 2, dtype=dtype)
+    ends, factors = hopper_pieces(i, tokens, *steps, len(runs), runs, 2, dtype=dtype)
     p, n = torch.arange(64, device=device), torch.arange(ends.shape[2] // 64 - 1, device=device)
     each = 16 // ends.itemsize  # of a thread's elements together
     rows = p // 16 * 32 * each + p % 8 * 4 * each + p % 16 // 8 * 2

@@ -51,7 +51,7 @@ class Rings(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """By slot of `tiles`: x, dy [64, headdim], H, G [headdim, dstate] of a head; or B, C [64, dstate] as H, G."""
+    """By slot of `tiles`: x, dy [64, 64], H, G [64, 64 or 128] of a slice; or B, C [64, 64 or 128] as H, G."""
 
     x: gl.shared_memory_descriptor
     dy: gl.shared_memory_descriptor

@@ -87,7 +87,7 @@ class Gradients(NamedTuple):
 
 
 @gluon.jit
-def weigh(x_dy, CB, dCB, A_i, A_j, dt_j, DTYPE: gl.constexpr, OPERAND: gl.constexpr):
+def weigh_pairs(x_dy, CB, dCB, A_i, A_j, dt_j, DTYPE: gl.constexpr, OPERAND: gl.constexpr):
     """dCB with a head's K added; the weights of dy_i in u_j; u_j . x_j; and row_i. The last two are without the diagonal."""
     L = decay(gl.expand_dims(A_i, 0) - gl.expand_dims(A_j, 1))
     dCB += x_dy * L * gl.expand_dims(dt_j, 1)
@@ -173,11 +173,11 @@ def multiply_pairs(dx_desc, rings, tiles, vectors, D, gradients, sums, sizes, fo
             x_dy, x_dy_other = warpgroup_mma_wait(0, deps=(x_dy, x_dy_other))
             own_x_dy = gl.sum(gl.where(same, x_dy, 0.0), 1)
             v_x += v_x_second
-            dCB, weights, u_x, row = weigh(x_dy, tiles.CB.index(U).load(JI), dCB, A.slice(U * M, M).load(COLUMN), A_j, dt_j,
-                                           DTYPE, OPERAND)
+            dCB, weights, u_x, row = weigh_pairs(x_dy, tiles.CB.index(U).load(JI), dCB, A.slice(U * M, M).load(COLUMN), A_j,
+                                                 dt_j, DTYPE, OPERAND)
             weights_other = weights
             if U == 0:
-                dCB_other, weights_other, u_x_other, row_other = weigh(
+                dCB_other, weights_other, u_x_other, row_other = weigh_pairs(
                     x_dy_other, tiles.CB.index(2).load(JI), dCB_other, A.slice(M, M).load(COLUMN), A_j, dt_j, DTYPE, OPERAND)
                 u_x += u_x_other
                 gl.store(sums.outer + at + i, row)

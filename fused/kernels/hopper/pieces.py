@@ -3,7 +3,7 @@
 Equation (27) of docs/ssd.md over a whole piece, at whose end A is A_end. Roles:
 
     sum_slice (1 warpgroup a slice): S += (x dt_j exp(A_end - A_j))^T B
-    fetch_tiles (1 warp):            B and x of both heads by TMA
+    fetch_tiles (1 warp):            B and x of both slices by TMA
 
 In bf16 a run's steps are taken from the last to the first, so that the decay after each is known and S is only ever added to:
 nothing is scaled on the chain from one product to the next. In fp16 what has decayed that far would be lost, so S is walked as
@@ -50,7 +50,7 @@ _REGISTERS = 160  # as hopper_states
 class Tiles(NamedTuple):
     """Shared memory: x and B by slot of the ring; the weights of each head's tokens."""
 
-    x: gl.shared_memory_descriptor  # [2 STAGES, 1, 64 or 128, headdim]: both heads of a slot in a row
+    x: gl.shared_memory_descriptor  # [2 STAGES, 1, 64 or 128, 64]: both slices of a slot in a row
     B: gl.shared_memory_descriptor  # [STAGES, 1, 64 or 128, dstate]
     weights: gl.shared_memory_descriptor  # [4, 64 or 128] fp32, packed (`weights`): of two steps in turn
 
@@ -141,7 +141,7 @@ def hopper_pieces_kernel(x_desc, B_desc, dy_desc, C_desc, dA_cumsum, dt, initial
     ], [4, 1], [152 if WIDTH <= 128 else 224, 24 if blocks is None else 40])
 
 
-def piece_states(i: SSDInputs, descriptors, dt, dA_cumsum, npieces: int, runs, forwards: int, blocks=None,
+def hopper_pieces(i: SSDInputs, descriptors, dt, dA_cumsum, npieces: int, runs, forwards: int, blocks=None,
                  starts=(None, None), dtype=torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns ends, of this dtype, and factors. descriptors: of x, B, and of dy, C if rows from `forwards` on are walked
     backwards.

@@ -25,16 +25,16 @@ class Rings(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Shared memory, by slot: x, B, C of `tiles`, L of `masks`; y and states, a slot a head, on their way out."""
+    """Shared memory, by slot: x, B, C of `tiles`, L of `masks`; y and states, a slot a slice, on their way out."""
 
-    x: gl.shared_memory_descriptor  # [2 STAGES, 1, 64, headdim]: both heads of a slot in a row
-    B: gl.shared_memory_descriptor  # [STAGES, 1, 64, dstate], and C
+    x: gl.shared_memory_descriptor  # [2 STAGES, 1, 64, 64]: both slices of a slot in a row
+    B: gl.shared_memory_descriptor  # [STAGES, 1, 64, 64 or 128], and C
     C: gl.shared_memory_descriptor
     z: gl.shared_memory_descriptor  # as x, or None
     before: gl.shared_memory_descriptor  # as x: the output of the part of dstate before, or None
-    L: gl.shared_memory_descriptor  # [2 SLOTS, 64, 64]
-    y: gl.shared_memory_descriptor  # [2, 1, 64, headdim]; [4, ...] where y before the gate goes out too
-    states: gl.shared_memory_descriptor  # [2, 1, headdim, dstate], or None
+    L: gl.shared_memory_descriptor  # [HEADS SLOTS, 64, 64]
+    y: gl.shared_memory_descriptor  # [2, 1, 64, 64]; [4, ...] where y before the gate goes out too
+    states: gl.shared_memory_descriptor  # [2, 1, 64, 64 or 128], or None
 
 
 class Vectors(NamedTuple):

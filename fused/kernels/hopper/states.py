@@ -4,7 +4,7 @@ Equations (27) and (29) of docs/ssd.md: states, or gradients of states, without 
 walks. Roles:
 
     walk_slice (1 warpgroup a slice): S <- exp(A_last) S + (x dt_j exp(A_last - A_j))^T B
-    fetch_tiles (1 warp):             B and x of both heads by TMA
+    fetch_tiles (1 warp):             B and x of both slices by TMA
 
 A run starts as one of hopper_scan does, backwards from dfinal_states, and writes states (rows, nchunks, nheads, headdim,
 dstate), that before the first of every EVERY sub-chunks (1 where rows are walked backwards), and, unless it is None,
@@ -58,15 +58,15 @@ _REGISTERS = 160
 
 
 class Tiles(NamedTuple):
-    """Shared memory: x and B by slot of the ring; states of each head on their way out; the weights of each head's tokens."""
+    """Shared memory: x and B by slot of the ring; states of each slice on their way out; the weights of its tokens."""
 
-    x: gl.shared_memory_descriptor  # [2 STAGES, 1, 64 or 128, headdim]: both heads of a slot in a row
-    B: gl.shared_memory_descriptor  # [STAGES, 1, 64 or 128, dstate]
-    states: gl.shared_memory_descriptor  # [2 or 4, 1, headdim, dstate], or None
+    x: gl.shared_memory_descriptor  # [2 STAGES, 1, 64 or 128, 64]: both slices of a slot in a row
+    B: gl.shared_memory_descriptor  # [STAGES, 1, 64 or 128, 64 or 128]
+    states: gl.shared_memory_descriptor  # [2 or 4, 1, 64, 64 or 128], or None
     weights: gl.shared_memory_descriptor  # [4, 64 or 128] fp32, packed (`weights`): of two steps in turn
 
 
-class Start(NamedTuple):
+class WalkStart(NamedTuple):
     """What a run's first state is made of: a given state, of runs forwards or backwards, and pieces. Each may be None."""
 
     initial_states: gl.tensor
@@ -76,8 +76,8 @@ class Start(NamedTuple):
 
 
 @gluon.jit
-def load_start(start, run, bh, part, work, U: gl.constexpr, SLICE: gl.constexpr, BACKWARDS: gl.constexpr, STATE: gl.constexpr,
-               form: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr):
+def load_walk_start(start, run, bh, part, work, U: gl.constexpr, SLICE: gl.constexpr, BACKWARDS: gl.constexpr,
+                    STATE: gl.constexpr, form: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr):
     """A slice [P, N] fp32 of the state before a run, or of the gradient of that after it."""
     if BACKWARDS and run.b >= work.forwards:
         state = load_given_state(start.dfinal_states, bh, STATE, SLICE, part, form, ROWS, WIDTH)
@@ -117,7 +117,7 @@ def walk_slice(ring, entries, tiles, states_desc, dA_cumsum, dt, start, final_st
         h = get_head(pair, U, work.heads_per_group, form)
         bh = (get_batch_row(b, work, BACKWARDS) * work.nheads + h).to(gl.int64)
         row = bh * work.nsub * BLOCK_M
-        state = load_start(start, run, bh, part, work, U, SLICE, BACKWARDS, STATE, form, ROWS, WIDTH)
+        state = load_walk_start(start, run, bh, part, work, U, SLICE, BACKWARDS, STATE, form, ROWS, WIDTH)
         if work.documents.blocks is not None:
             entered = load_document(get_sub_chunk(first, b, work, BACKWARDS), b, work, True, BACKWARDS)
         a, dt_c, end = load_steps(dA_cumsum, dt, row + get_sub_chunk(first, b, work, BACKWARDS) * BLOCK_M, m, BLOCK_M)
@@ -189,10 +189,10 @@ def hopper_states_kernel(x_desc, B_desc, dy_desc, C_desc, states_desc, dA_cumsum
     fence_async_shared()
     if blocks is None:
         documents = Documents(None, None, None, None, None)
-        start = Start(initial_states, dfinal_states, ends, factors)
+        start = WalkStart(initial_states, dfinal_states, ends, factors)
     else:
         documents = Documents(blocks, load_field(blocks, nsub, TOKEN), initial_states, dfinal_states, final_states)
-        start = Start(None, None, ends, factors)
+        start = WalkStart(None, None, ends, factors)
     tiles, work = Tiles(Xs, Bs, Ss, weights), Work(runs, nruns, forwards, nsub, nheads, heads_per_group, documents)
     gl.warp_specialize([
         (walk_slice, (ring, entries, tiles, states_desc, dA_cumsum, dt, start, final_states, work, FORM, 0, EVERY, BACKWARDS,
@@ -203,8 +203,8 @@ def hopper_states_kernel(x_desc, B_desc, dy_desc, C_desc, states_desc, dA_cumsum
     ], [4, 1], [152, 24 if blocks is None else 40])
 
 
-def all_states(i: SSDInputs, descriptors, states_desc, dt, dA_cumsum, runs, starts, ends, factors, final_states, forwards: int,
-               every: int, blocks=None) -> None:
+def hopper_states(i: SSDInputs, descriptors, states_desc, dt, dA_cumsum, runs, starts, ends, factors, final_states,
+                  forwards: int, every: int, blocks=None) -> None:
     """Fills what states_desc describes, states every `every` tokens, and final_states unless None.
 
     descriptors: of x, B, and of dy, C if rows from `forwards` on are walked backwards; runs: (blocks, nruns, 6) int32.
