@@ -1,7 +1,8 @@
-"""Replaces files in one step: a reader finds the old file or the whole new one."""
+"""Replaces files in one step: a reader finds the old file or the whole new one. And keeps other processes out of a folder."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,3 +21,20 @@ def replace_file(path: Path) -> Iterator[Path]:
         os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)
+
+
+def hold_folder(folder: Path) -> int:
+    """A descriptor that holds the folder for whoever writes there, until it is closed or the process ends.
+
+    Raises:
+        BlockingIOError: another process holds it. File systems without locks let everybody in.
+    """
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise
+    except OSError:
+        pass
+    return descriptor

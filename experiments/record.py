@@ -117,13 +117,13 @@ def find_slow_clock() -> dict:
 def _load(out: Path) -> list[dict]:
     rows = []
     for path in sorted(out.glob("*/*.jsonl")):
-        for number, line in enumerate(path.read_text().splitlines(), 1):
+        for number, line in enumerate(path.read_bytes().splitlines(), 1):
             try:
                 row = json.loads(line)
-            except json.JSONDecodeError as error:
+            except ValueError as error:
                 raise ValueError(f"{path}:{number}: not a JSON row: {error}") from None
             if not isinstance(row, dict) or not isinstance(row.get("time"), str):
-                raise ValueError(f"{path}:{number}: got {line[:60]!r}, expected a JSON object with a time")
+                raise ValueError(f"{path}:{number}: got {line.decode()[:60]!r}, expected a JSON object with a time")
             rows.append(row)
     return sorted(rows, key=lambda row: row["time"])
 

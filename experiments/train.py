@@ -27,6 +27,7 @@ from ssd.registry import get_variant
 from ssd.types import SSDInputs
 
 from . import checkpoints, record, step_graph
+from .files import replace_file
 from .inputs import make_inputs
 from .parallel import Team, join_team
 from .shapes import SMALL, Shape
@@ -87,7 +88,7 @@ def _run_steps(run: Run, out: Path, console: Console, resume: bool, rows: Path |
     last = _check_folder(run, out, resume, console)
     _check_variant(run, team.device)
     graph = step_graph.choose(graph, [run], team, console)
-    with team.take_turns():
+    with team.take_turns(), _explain_errors(run, team.device):
         dataset = workload.dataset(run)
     with _explain_errors(run, team.device):
         model, optimizer, parameters = build_model(run, workload, team, graph)
@@ -124,11 +125,11 @@ def _run_steps(run: Run, out: Path, console: Console, resume: bool, rows: Path |
                 _check_finite(loss, norm, of, saves)
                 times.append(-began + (began := time.perf_counter()))
                 peak_mib = _measure_peak_mib(team)
-                if of == 1 and first:
-                    out.mkdir(parents=True, exist_ok=True)
-                    (out / "run.json").write_text(json.dumps(asdict(run), indent=2) + "\n")
                 log.step(of, {"loss": loss, "lr": rate, "grad_norm": norm, f"{workload.unit}_per_s": run.units / times[-1],
                               "peak_mib": peak_mib})
+                if of == 1 and first:
+                    with replace_file(out / "run.json") as part:
+                        part.write_text(json.dumps(asdict(run), indent=2) + "\n")
             if is_due or number:
                 log.flush()
                 with _explain_errors(run, team.device):
@@ -139,7 +140,12 @@ def _run_steps(run: Run, out: Path, console: Console, resume: bool, rows: Path |
     waited = (waits[-1] - (waits[cold - 1] if cold else 0)) / sum(times[cold:])
     row = _make_row(run, workload.unit, log.losses, times[cold:], waited, dataset.floor, parameters, peak_mib, team, graph)
     if first:
-        record.append(row, rows or (record.RESULTS if team.device.type == "cuda" else out))
+        rows = rows or (record.RESULTS if team.device.type == "cuda" else out)
+        try:
+            record.append(row, rows)
+        except OSError as reason:
+            raise Stopped(f"the run is saved in {out}, but its row could not be written to {rows}: {first_line(reason)}. It is "
+                          f"{json.dumps(row)}") from reason
     loss, speed = f"{row['first_loss']:.3f} to {row['loss']:.3f}", f"{row['units_per_s']:,.0f} {workload.unit}/s"
     console.print(f"loss {loss}, {speed}; all of it is in {out}", markup=False)
     return row
@@ -228,6 +234,11 @@ def _save(saves: Path, step: int, run: Run, model: nn.Module, optimizer: torch.o
     except checkpoints.NotFinite as reason:
         raise _explain_divergence(
             step, f"after it these are not finite, so that they were not saved: {reason}", saves) from reason
+    except OSError as reason:
+        last, _ = checkpoints.latest_good(saves)
+        before = f"The last good one is {last}, from which --resume goes on" if last else "There is none yet"
+        raise Stopped(f"step {step}: its checkpoint could not be written to {saves}: {first_line(reason)}. "
+                      f"{before}") from reason
 
 
 def _explain_divergence(step: int, said: str, saves: Path) -> Stopped:

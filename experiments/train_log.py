@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 from rich.console import Console
@@ -10,12 +11,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from ssd.files import flush
 
-from .files import replace_file
+from .files import hold_folder, replace_file
 from .terminal import make_timer
 
 
 class TrainLog:
-    """Use as a context manager.
+    """Use as a context manager, whose process has the run's folder for itself.
 
     Args:
         folder: of the run; it is made with the first step.
@@ -26,11 +27,17 @@ class TrainLog:
 
     Attributes:
         losses: of every step so far.
+
+    Raises:
+        FileExistsError: by the first step at the latest: another process trains in the folder, or has.
+        ValueError: the log of the steps done is damaged.
     """
 
     def __init__(self, folder: Path, steps: int, unit: str, done: int, console: Console, writes: bool = True):
         self.folder, self.path, self.unit = folder, folder / "log.jsonl", unit
-        self._writes = writes
+        self._writes, self._held = writes, None
+        if writes and done:
+            self._hold()
         self.losses = self._read_losses(done) if done else []
         self._new_board = _find_tensorboard() if writes else None
         self._board = None
@@ -47,13 +54,20 @@ class TrainLog:
         self._progress.stop()
         if self._board:
             self._board.close()
+        if self._held is not None:
+            os.close(self._held)
 
     def step(self, step: int, values: dict[str, float]) -> None:
         """values: loss, <unit>_per_s, peak_mib, and what else there is to say."""
         self.losses.append(values["loss"])
         if not self._writes:
             return
-        self.folder.mkdir(parents=True, exist_ok=True)
+        if self._held is None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._hold()
+            if self.path.exists():
+                raise FileExistsError(
+                    f"--out: got {self.folder}, where another run has begun meanwhile, expected another folder")
         with self.path.open("a") as file:
             file.write(json.dumps({"step": step, **values}, allow_nan=False) + "\n")
         speed = f"{values[f'{self.unit}_per_s']:,.0f} {self.unit}/s"
@@ -65,6 +79,12 @@ class TrainLog:
             self._board = self._board or self._new_board(self.folder / "tensorboard", purge_step=step)
             for name, value in values.items():
                 self._board.add_scalar(name, value, step)
+
+    def _hold(self) -> None:
+        try:
+            self._held = hold_folder(self.folder)
+        except BlockingIOError as error:
+            raise FileExistsError(f"--out: got {self.folder}, where another process trains, expected another folder") from error
 
     def flush(self) -> None:
         """What was logged, through to the disk: a checkpoint is of no use without."""

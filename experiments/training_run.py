@@ -17,6 +17,7 @@ OPTIMIZERS = ("adamw", "lamb")
 WAYS = ("ddp", "fsdp", "cp", "cp-fsdp")  # of several processes, see `parallel`
 _AT_LEAST = {"steps": 1, "batch": 1, "seqlen": 2, "accumulate": 1, "warmup": 0, "save_every": 0, "clip": 0, "weight_decay": 0,
              "seed": 0, "buckets": 1}
+_MOST_LR = 3.4e38  # the optimizer takes it in fp32
 _OF_PRESET = ("batch", "seqlen", "lr", "optimizer", "weight_decay")  # the preset's unless given
 
 
@@ -89,10 +90,14 @@ class Run:
             if getattr(self, name) != usual and workload.unit != "tokens":
                 raise ValueError(f"{option(name)}: got {getattr(self, name)!r}, expected none: {self.workload} reads no text")
         for name, least in _AT_LEAST.items():
-            if getattr(self, name) is not None and not least <= getattr(self, name) < math.inf:
-                raise ValueError(f"{option(name)}: got {getattr(self, name)}, expected at least {least}")
-        if not 0 < self.lr < math.inf:
-            raise ValueError(f"--lr: got {self.lr}, expected a finite number of more than 0")
+            value = getattr(self, name)
+            if value is not None and not least <= value < math.inf:
+                finite = "a finite number of " if isinstance(value, float) else ""
+                raise ValueError(f"{option(name)}: got {value}, expected {finite}at least {least}")
+            if name != "seed" and isinstance(value, int) and value >= 2**31:
+                raise ValueError(f"{option(name)}: got {value}, expected less than 2^31")
+        if not 0 < self.lr <= _MOST_LR:
+            raise ValueError(f"--lr: got {self.lr}, expected more than 0, and at most {_MOST_LR:g}, as fp32 holds it")
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"--seed: got {self.seed}, expected 0 to 2^63 - 1")
         if self.warmup > self.steps:

@@ -86,7 +86,7 @@ def compile_layers(model: nn.Module) -> None:
 def make_batches(run: Run, workload: Workload, dataset: Dataset, done: int, team: Team) -> Iterator[dict[str, Tensor]]:
     """This process's parts of micro-batches on its device, from the first of the step after `done`."""
     of_step, on_gpu = run.batch * run.accumulate, team.device.type == "cuda"
-    parts = [team.part(range(n, n + run.batch)) for n in range(done * of_step, run.steps * of_step, run.batch)]
+    parts = (team.part(range(n, n + run.batch)) for n in range(done * of_step, run.steps * of_step, run.batch))
     alike = bool(run.buckets) and team.size > 1  # so filled up here, not where batches are made
     loader = DataLoader(dataset, batch_sampler=parts, pin_memory=on_gpu, num_workers=_workers(team) if on_gpu else 0,
                         collate_fn=partial(_collate, run) if run.buckets and not alike else workload.collate,

@@ -51,7 +51,8 @@ def can_run(i: SSDInputs, options: Options) -> bool:
 def drop_unread_interval(i: SSDInputs, options: Options, every: int) -> int | None:
     """`every`, or None where nobody would read such states: none are asked for, and the backward that runs can use none.
 
-    The backward here reads one for each sub-chunk or span, in the dtype of x; the others any, but none of documents with states.
+    The backward here reads one for each sub-chunk or span, in the dtype of x; the others any, but none of documents with
+    states.
     """
     runs = options.fuse_backward and cannot_run(i, options) is None
     unread = not _can_read(i, every) if runs else i.has_document_states

@@ -204,7 +204,10 @@ def _fine_tune(plan: Plan, workload: Workload, team: Team, start: Path, held: li
     if last is None or checkpoints.read_state(last)["step"] < tuned.steps:
         train(tuned, out, console, resume=last is not None, rows=out, graph=None)
         last, _ = checkpoints.latest_good(out / "checkpoints")
-    (*_, row) = record.read(out, bench="train")
+    rows = record.read(out, bench="train")
+    if not rows:
+        raise ValueError(f"{out}: its run has ended, but the row of its times is missing; remove that folder to train it again")
+    row = rows[-1]
     model, optimizer, _ = build_model(tuned, workload, team)
     checkpoints.restore(last, model, optimizer)
     return {"loss": _evaluate(plan.run, workload, model, held),
@@ -246,5 +249,5 @@ def read_run(folder: Path) -> Run:
         raise FileNotFoundError(f"--trained: got {folder}, expected a folder with a run.json that make train wrote")
     try:
         return Run(**json.loads(path.read_text()))
-    except TypeError as reason:
+    except (TypeError, ValueError) as reason:
         raise ValueError(f"--trained: {path}: {reason}") from reason

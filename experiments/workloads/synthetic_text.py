@@ -54,7 +54,8 @@ class SyntheticText:
         """Of a row's tokens: which they are, their documents, topics, and whether they were copied; each (length,)."""
         random = np.random.default_rng([self.seed, number])
         lengths = self._document_lengths(random)
-        documents = np.repeat(np.arange(len(lengths)), lengths)[: self.length]
+        used = lengths[: int(lengths.cumsum().searchsorted(self.length)) + 1]  # all would take a hundred times the memory
+        documents = np.repeat(np.arange(len(used)), used)[: self.length]
         topics = random.integers(_TOPICS, size=len(lengths))[documents]
         sources = self._copies(random, lengths)
         copied = sources != np.arange(self.length)

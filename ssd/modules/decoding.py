@@ -54,7 +54,7 @@ def decode(model: Mamba2LM, input_ids: Tensor, mask: Tensor | None, max_new_toke
         token = sampling.choose(logits[:, : model.config.vocab_size]).to(input_ids.dtype)
         if stops:
             token = token.masked_fill(ended, stops[0])
-            ended |= (token[:, None] == ends).any(1)
+            ended = ended | (token[:, None] == ends).any(1)  # not in place: inference mode may begin or end on the way
         yield token
         if not left or (stops and ended.all()):
             return

@@ -24,7 +24,7 @@ from .deferred_norm import find_scan, mix_deferring_norm
 from .language_config import Mamba2LMConfig
 from .mamba2 import Mamba2, Mamba2Cache
 from .sampling import Sampling
-from .token_step import add_and_norm, can_finish, compute_rates, is_seen, step_layers
+from .token_step import add_and_norm, can_finish, compute_rates, is_hooked, is_seen, step_layers
 
 _EMBEDDING, _HEAD = "backbone.embedding.weight", "lm_head.weight"
 
@@ -65,7 +65,8 @@ class Mamba2LM(nn.Module):
             (batch, seqlen, config.padded_vocab_size), in the dtype of the weights.
 
         Raises:
-            TypeError, ValueError: naming the argument, what came and what is accepted, before a cache is touched.
+            TypeError, ValueError: naming the argument, what came and what is accepted, before a cache is touched. A block whose
+                weights do not fit those of others is found when its turn comes.
         """
         return self.lm_head(self.backbone(input_ids, seq_idx, cache))
 
@@ -305,6 +306,8 @@ class _Backbone(nn.Module):
     def step(self, input_ids: Tensor, cache: Sequence[Mamba2Cache]) -> Tensor:
         """One token of each sequence, (batch,) to (batch, d_model)."""
         _check_ids(input_ids, "(batch,)")
+        if is_hooked(self):
+            return self(input_ids[:, None], cache=cache)[:, 0]
         self.check_cache(cache, len(input_ids))
         return step_layers(self.layers, self.norm_f, self._embed(input_ids), cache, is_seen(self))
 
@@ -314,7 +317,7 @@ class _Backbone(nn.Module):
         """
         if (input_ids.device.type == "cpu" or value_checks.ENABLED) and not torch.compiler.is_compiling():
             low, high = (int(end) for end in input_ids.aminmax())
-            size = self.embedding.num_embeddings
+            size = getattr(self.embedding, "num_embeddings", None) or len(self.embedding.weight)  # that of an adapter
             if low < 0 or high >= size:
                 raise ValueError(f"input_ids: got {low if low < 0 else high}, expected tokens from 0 to {size - 1}")
 
@@ -325,8 +328,8 @@ class _Backbone(nn.Module):
 
     def check_cache(self, cache: Sequence[Mamba2Cache], batch: int) -> None:
         """Raises:
-            TypeError, ValueError: it is none, or that of other layers or another number of sequences. Devices are looked at
-                in each block, since blocks may be on several.
+            TypeError, ValueError: it is none, or that of other layers, of another number of sequences or on another device than
+                a layer.
         """
         if not isinstance(cache, Sequence):
             raise TypeError(f"cache: got {type(cache).__name__}, expected a Mamba2Cache for each of {len(self.layers)} layers, "
@@ -334,8 +337,8 @@ class _Backbone(nn.Module):
         if len(cache) != len(self.layers):
             raise ValueError(f"cache: got that of {len(cache)} layers, expected one for each of {len(self.layers)}")
         for layer, its_cache in zip(self.layers, cache, strict=True):
-            layer.mixer.check_cache(its_cache, batch, "that of input_ids")
-        if len({id(its_cache) for its_cache in cache}) < len(cache):
+            layer.mixer.check_cache(its_cache, batch, "that of input_ids", layer.mixer.A_log.device)
+        if len({id(its_cache.ssm_state) for its_cache in cache}) < len(cache):
             raise ValueError("cache: got one Mamba2Cache for several layers, expected one for each")
 
 

@@ -103,7 +103,8 @@ class Mamba2(nn.Module):
         nheads = d_ssm // headdim
         if nheads % ngroups:
             raise ValueError(f"ngroups: got {ngroups}, expected a divisor of d_ssm / headdim = {nheads}")
-        largest = min(FP32_LARGEST, torch.finfo(dtype or torch.float32).max)
+        dtype = torch.get_default_dtype() if dtype is None else dtype
+        largest = min(FP32_LARGEST, torch.finfo(dtype).max)
         for name, pair in {"A_init_range": A_init_range, "dt_min, dt_max": (dt_min, dt_max)}.items():
             check_pair(name, pair)
             if not _FP32_SMALLEST <= pair[0] <= pair[1] <= largest:
@@ -124,11 +125,12 @@ class Mamba2(nn.Module):
         self.conv1d = nn.Conv1d(conv_dim, conv_dim, d_conv, groups=conv_dim, padding=d_conv - 1, bias=conv_bias, **made)
         if conv_init is not None:
             nn.init.uniform_(self.conv1d.weight, -conv_init, conv_init)
-        steps = torch.empty(nheads, device=device).uniform_(math.log(dt_min), math.log(dt_max)).exp()
+        wide = {"device": device, "dtype": torch.promote_types(torch.get_default_dtype(), torch.float32)}
+        steps = torch.empty(nheads, **wide).uniform_(math.log(dt_min), math.log(dt_max)).exp()
         steps = steps.clamp(dt_init_floor, largest)
         self.dt_bias = nn.Parameter((steps + torch.log(-torch.expm1(-steps))).to(dtype))  # softplus of it gives the step
-        self.A_log = nn.Parameter(torch.empty(nheads, device=device).uniform_(*A_init_range).log().to(dtype))
-        self.D = nn.Parameter(torch.ones(d_ssm if D_has_hdim else nheads, device=device))
+        self.A_log = nn.Parameter(torch.empty(nheads, **wide).uniform_(*A_init_range).log().to(dtype))
+        self.D = nn.Parameter(torch.ones(d_ssm if D_has_hdim else nheads, **wide))
         for parameter in (self.dt_bias, self.A_log, self.D):
             parameter._no_weight_decay = True
         if rmsnorm:
@@ -180,8 +182,8 @@ class Mamba2(nn.Module):
         out, ssm_state, conv_state = self._mix(self.in_proj(u), A, cu_seqlens=cu_seqlens, return_final_states=True,
                                                return_conv_states=True, **given)
         if cache is not None:
-            cache.ssm_state.copy_(ssm_state)
-            cache.conv_state.copy_(conv_state)
+            cache.ssm_state.copy_(ssm_state.detach())
+            cache.conv_state.copy_(conv_state.detach())
         return (out, Mamba2Cache(conv_state, ssm_state)) if return_states else out
 
     def prefill(self, u: Tensor, mask: Tensor, cache: Mamba2Cache, A: Tensor | None = None) -> Tensor:
@@ -196,8 +198,8 @@ class Mamba2(nn.Module):
         out, ssm_state = self._mix(zxbcdt, A, seq_idx=mask.int(), return_final_states=True)  # padding is a document of its own
         width, start = self.d_conv - 1, 2 * (self.d_inner - self.d_ssm) + self.d_ssm
         last = zxbcdt[:, -width:, start : start + cache.conv_state.shape[1]].masked_fill(~mask[:, -width:, None], 0)
-        cache.ssm_state.copy_(ssm_state)
-        cache.conv_state.copy_(F.pad(last.mT, (width - last.shape[1], 0)))
+        cache.ssm_state.copy_(ssm_state.detach())
+        cache.conv_state.copy_(F.pad(last.mT, (width - last.shape[1], 0)).detach())
         return out
 
     def finish(self, u: Tensor, cache: Mamba2Cache, A: Tensor | None = None) -> Tensor:
@@ -218,8 +220,8 @@ class Mamba2(nn.Module):
             x, dt, self.get_A() if A is None else A, B, C, self.chunk_size, D=self.get_D(), dt_bias=self.dt_bias,
             initial_states=widen(cache.ssm_state), dt_softplus=True, dt_limit=self.dt_limit, return_final_states=True,
             variant=self.variant, options=self.options)
-        cache.ssm_state.copy_(ssm_state)
-        cache.conv_state.copy_(conv_state)
+        cache.ssm_state.copy_(ssm_state.detach())
+        cache.conv_state.copy_(conv_state.detach())
         y = self.normalize(y[:, -1].flatten(1), z)
         return self.out_proj(torch.cat([F.silu(z0) * x0, y], -1) if d_mlp else y)
 
@@ -326,7 +328,7 @@ class Mamba2(nn.Module):
             if name == "cache":  # it is overwritten
                 check_apart(f"{name}.{field}", t)
             if device is not None and t.device != device:
-                raise ValueError(f"{name}.{field}: got a tensor on {t.device}, expected {device}, the device of u")
+                raise ValueError(f"{name}.{field}: got a tensor on {t.device}, expected {device}, where the block computes")
 
     def _list_shapes(self, batch: int) -> dict[str, tuple[int, ...]]:
         """Of the tensors of a cache."""

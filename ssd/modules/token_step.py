@@ -47,6 +47,12 @@ def is_seen(module: nn.Module) -> bool:
     return list_modules(module) is None
 
 
+def is_hooked(module: nn.Module) -> bool:
+    """Whether calling the module itself calls somebody else's code."""
+    own = module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
+    return bool(own) or _has_any_global_hook()
+
+
 def compute_rates(layers: Sequence[_Layer]) -> Sequence[Tensor | None]:
     """A of each layer, by four launches however many layers there are; None, for a layer to compute its own, where a backward
     may follow, and where layers are on several GPUs or of other classes.
@@ -76,7 +82,11 @@ def step_layers(layers: Sequence[_Layer], norm_f: nn.Module, residual: Tensor, c
             residual, added = _step_in_three(layer, residual if added is None else residual + added, its_cache, A), None
         else:
             residual, normed = add_and_norm(layer.norm, residual, added, seen)
-            added = layer.mixer.step(normed, its_cache, A)
+            if seen and is_hooked(layer.mixer):
+                rate = {} if A is None else {"A": A}
+                added = layer.mixer(normed[:, None], None, its_cache, **rate)[:, 0]
+            else:
+                added = layer.mixer.step(normed, its_cache, A)
     return add_and_norm(norm_f, residual, added, seen)[1]
 
 

@@ -1,5 +1,7 @@
 """Rows of tokens: made-up text as it is described, local files, and what of them is refused."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 import torch
@@ -22,6 +24,15 @@ def test_a_row_is_the_same_whoever_asks():
         assert torch.equal(t, second[5][name])
     assert not torch.equal(first[5]["input_ids"], first[6]["input_ids"])
     assert not torch.equal(first[5]["input_ids"], synthetic(seed=1)[5]["input_ids"])
+
+
+def test_a_long_row_takes_some_times_its_own_memory():
+    text = SyntheticText(vocab_size=64, length=1 << 16, seed=0)
+    tracemalloc.start()
+    text.row(0)
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert most < 20 * 8 * text.length
 
 
 @pytest.mark.parametrize("seqlen", [2, 64, 500])

@@ -1,5 +1,6 @@
 """Training: the loss falls, a run that was interrupted ends as one that was not, and what stops a run costs nothing."""
 
+import errno
 import io
 import json
 import math
@@ -22,6 +23,7 @@ from rich.console import Console
 
 from experiments import checkpoints, record
 from experiments import train as training
+from experiments.files import hold_folder
 from experiments.shards import AdamW
 from experiments.train import Interrupted, Stopped, train
 from experiments.training_run import Run
@@ -172,6 +174,52 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, monkeypatch):
     with pytest.raises(Stopped, match=r"step 4: the loss is nan; try a lower --lr.* last good checkpoint is .*step-00000002"):
         train(run, tmp_path, QUIET)
     assert all(t.isfinite().all() for t in read_saved(tmp_path).values()) and len(read_log(tmp_path)) == 3
+
+
+def test_one_run_at_a_time_has_a_folder(tmp_path, monkeypatch):
+    """Another that begins there, or goes on there, is refused before it writes."""
+    run, out = small_run(save_every=2), tmp_path / "run"
+
+    def intrude(said: str, **how):
+        with pytest.raises(FileExistsError, match=said):
+            train(replace(run, lr=0.1), out, QUIET, **how)
+
+    with monkeypatch.context() as patch:
+        before_step(patch, 2, lambda: intrude("--out: got .*, where a run ended before it was saved"))
+        train(run, out, QUIET, rows=tmp_path)
+    shutil.rmtree(out / "checkpoints")
+    (out / "log.jsonl").unlink()
+    with monkeypatch.context() as patch:  # both found the folder empty
+        before_step(patch, 1, lambda: (patch.undo(), train(run, out, QUIET, rows=tmp_path)))
+        intrude("where another run has begun meanwhile")
+    assert json.loads((out / "run.json").read_text())["lr"] == run.lr and len(read_log(out)) == run.steps
+    held = hold_folder(out)
+    shutil.rmtree(out / "checkpoints" / "step-00000006")
+    with pytest.raises(FileExistsError, match="where another process trains"):
+        train(run, out, QUIET, resume=True)
+    os.close(held)
+    assert len(train(run, out, QUIET, resume=True, rows=tmp_path)["run"]) and len(read_log(out)) == run.steps
+
+
+def test_a_row_that_does_not_fit_the_disk(tmp_path, monkeypatch):
+    monkeypatch.setattr(record, "append", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+    with pytest.raises(Stopped, match=r"saved in .*, but its row could not be written to .*\. It is {\"bench\": \"tr"):
+        train(small_run(), tmp_path, QUIET)
+
+
+def test_a_checkpoint_that_does_not_fit_the_disk(tmp_path, monkeypatch):
+    """The step, the folder, and from where the run goes on."""
+    save = checkpoints.save
+
+    def fill(folder, step, *given):
+        if step == 4:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return save(folder, step, *given)
+
+    monkeypatch.setattr(checkpoints, "save", fill)
+    with pytest.raises(Stopped, match=r"step 4: its checkpoint could not be written to .*: .*No space left.*"
+                                      r"The last good one is .*step-00000002, from which --resume goes on"):
+        train(small_run(save_every=2), tmp_path, QUIET)
 
 
 @pytest.mark.parametrize("file", [TENSORS, "state.json", "SHA256SUMS"])

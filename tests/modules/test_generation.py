@@ -1,6 +1,7 @@
 """Generation: prompts of unequal lengths, tokens that are drawn, streams and stop tokens."""
 
 from collections import deque
+from copy import copy
 from pathlib import Path
 
 import pytest
@@ -109,7 +110,7 @@ def test_one_cache_for_several_layers_is_refused():
     model = make_model()
     cache = model.new_cache(1)
     with pytest.raises(ValueError, match="cache: got one Mamba2Cache for several layers, expected one for each"):
-        model(torch.ones(1, 3, dtype=torch.int64), cache=[cache[0]] * len(cache))
+        model(torch.ones(1, 3, dtype=torch.int64), cache=[copy(cache[0]) for _ in cache])
 
 
 def test_padding_after_tokens_is_refused():

@@ -54,6 +54,29 @@ def test_how_it_begins():
     assert all(getattr(block, name)._no_weight_decay for name in ("dt_bias", "A_log", "D"))
 
 
+@pytest.mark.parametrize(("default", "dtype", "expected"), (
+    (torch.bfloat16, None, torch.bfloat16), (torch.float16, torch.float32, torch.float32),
+    (torch.float32, torch.float16, torch.float16), (torch.float64, None, torch.float64)), ids=str)
+def test_dtypes_of_parameters(default, dtype, expected):
+    """Whatever torch's default is; D in fp32 at least."""
+    torch.set_default_dtype(default)
+    try:
+        block = Mamba2(**SIZES, dtype=dtype)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert {t.dtype for name, t in block.named_parameters() if name != "D"} == {expected}
+    assert block.D.dtype == (torch.float64 if default == torch.float64 else torch.float32)
+    assert all(t.isfinite().all() for t in block.parameters())
+
+
+def test_the_norm_is_called_nowhere(device):
+    """Its weights are taken, in a prompt and in a step alike."""
+    block, u = make_mixer(device), tokens(device, seqlen=1)
+    block.norm.register_forward_hook(lambda *_: 1 / 0)
+    with torch.no_grad():
+        assert_close(block.step(u[:, 0], block.new_cache(2)), block(u)[:, 0], rtol=1e-4, atol=1e-5)
+
+
 class _Twice(torch.nn.Linear):
     def forward(self, given: torch.Tensor) -> torch.Tensor:
         return 2 * super().forward(given)

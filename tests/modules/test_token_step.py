@@ -6,7 +6,7 @@ import torch
 from ssd.modules import token_step
 from tests.in_torch import in_torch  # noqa: F401  a fixture
 from tests.inputs import GPU
-from tests.modules.test_language_model import LAYER, make_model, tokens
+from tests.modules.test_language_model import LAYER, follow, make_model, tokens
 
 TOKENS = 5 if GPU else 2
 WIDE = LAYER | {"headdim": 32, "d_state": 16}
@@ -171,3 +171,27 @@ def test_sums_of_other_sizes(width, device, kernels):
         else:
             assert torch.equal(token_step.add_and_norm(norm, residual, added, seen=False)[0], residual + 1)
     assert kernels == ["residual_norm"] * (width == 64)
+
+
+@pytest.mark.parametrize("way", ("hook", "hook of all", "forward"))
+@pytest.mark.parametrize("which", ("backbone", "mixer"))
+def test_what_is_called_in_a_prompt_is_called_in_a_step(which, way, device, monkeypatch):
+    """Somebody's code around the backbone or around a block."""
+    model, ids = make_model(device), tokens(device)
+    module = model.backbone if which == "backbone" else model.backbone.layers[0].mixer
+    plain = model.generate(ids, 4)
+
+    def change(called, given, out):
+        return out.roll(1, -1) if called is module else None
+
+    if way == "forward":
+        monkeypatch.setattr(module, "forward", lambda *args, forward=module.forward, **more: forward(*args, **more).roll(1, -1))
+    elif way == "hook":
+        module.register_forward_hook(change)
+    handle = torch.nn.modules.module.register_module_forward_hook(change) if way == "hook of all" else None
+    try:
+        got = model.generate(ids, 4)
+        assert torch.equal(got, follow(model, ids, 4)) and not torch.equal(got, plain)
+    finally:
+        if handle:
+            handle.remove()
