@@ -45,8 +45,11 @@ class Damaged(ValueError):
         super().__init__(f"{self.what}; remove the folder {path.parent} to go on from the checkpoint before it")
 
 
-def save(folder: Path, step: int, run: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> Path:
+def save(folder: Path, step: int, run: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer,
+         samples: int | None = None) -> Path:
     """Writes <folder>/step-<step>, under another name until it is whole, then removes all but the last two checkpoints.
+
+    run: its settings; samples: that its data have.
 
     Every process of a training calls it. The first one makes the folder and gives it its name.
 
@@ -69,7 +72,7 @@ def save(folder: Path, step: int, run: Mapping[str, Any], model: nn.Module, opti
             dcp.save(weights | moments, storage_writer=dcp.HuggingFaceStorageWriter(str(part), save_distributed=True),
                      no_dist=not dist.is_initialized())
         if _is_first():
-            state = {"step": step, "run": dict(run), "groups": _group_numbers(optimizer)}
+            state = {"step": step, "run": dict(run), "samples": samples, "groups": _group_numbers(optimizer)}
             (part / _STATE).write_text(json.dumps(state, indent=2) + "\n")
             (part / _SUMS).write_text("".join(f"{_checksum(path)}  {path.name}\n" for path in sorted(part.iterdir())))
             for path in (*part.iterdir(), part):
@@ -124,7 +127,7 @@ def verify(checkpoint: Path) -> None:
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    """state.json: step, run (the settings) and groups (numbers of the optimizer's parameter groups).
+    """state.json: step, run (the settings), samples and groups (numbers of the optimizer's parameter groups).
 
     Raises:
         Damaged: state.json is missing or damaged; the message says what to do.

@@ -90,6 +90,8 @@ def _run_steps(run: Run, out: Path, console: Console, resume: bool, rows: Path |
     graph = step_graph.choose(graph, [run], team, console)
     with team.take_turns(), _explain_errors(run, team.device):
         dataset = workload.dataset(run)
+    if last is not None:
+        _check_same_data(checkpoints.read_state(last), dataset.samples, run.data)
     with _explain_errors(run, team.device):
         model, optimizer, parameters = build_model(run, workload, team, graph)
         done = 0 if last is None else checkpoints.restore(last, unwrap(model), optimizer)
@@ -133,7 +135,7 @@ def _run_steps(run: Run, out: Path, console: Console, resume: bool, rows: Path |
             if is_due or number:
                 log.flush()
                 with _explain_errors(run, team.device):
-                    _save(saves, step, run, model, optimizer)
+                    _save(saves, step, run, model, optimizer, dataset.samples)
             if number and step < run.steps:
                 return Interrupted(signal.Signals(number), step)
     cold = min(len(times) // 2 if graph else 1, len(times) - 1)  # the first steps of a captured run are warmed up and captured
@@ -174,6 +176,12 @@ def check_same_run(run: Run, state: dict[str, Any], out: Path) -> None:
         if (then := state["run"].get(field)) != now:
             raise ValueError(f"{option(field)}: got {now!r}, expected {then!r}, with which the run in {out} began; remove that "
                              "folder to begin anew")
+
+
+def _check_same_data(state: dict[str, Any], samples: int | None, data: str) -> None:
+    """Refuses data of another number of samples than a run began with; older checkpoints do not say it."""
+    if (then := state.get("samples", samples)) != samples:
+        raise ValueError(f"--data: got {samples} samples in {data}, expected {then}, with which the run began")
 
 
 def _check_variant(run: Run, device: torch.device) -> None:
@@ -228,9 +236,9 @@ def _check_finite(loss: float, norm: float, step: int, saves: Path) -> None:
             raise _explain_divergence(step, f"the {said} is {value}", saves)
 
 
-def _save(saves: Path, step: int, run: Run, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def _save(saves: Path, step: int, run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, samples: int | None) -> None:
     try:
-        checkpoints.save(saves, step, asdict(run), unwrap(model), optimizer)
+        checkpoints.save(saves, step, asdict(run), unwrap(model), optimizer, samples)
     except checkpoints.NotFinite as reason:
         raise _explain_divergence(
             step, f"after it these are not finite, so that they were not saved: {reason}", saves) from reason

@@ -14,7 +14,7 @@ from ..arguments import has_gpu, read_rows, require_gpu, split_names, split_numb
 from ..flags import VARIANTS, check_name
 from ..record import RESULTS
 from ..shapes import SEQLENS
-from ..terminal import first_line, make_console, refuse_errors
+from ..terminal import first_line, make_console, refuse, refuse_errors
 from ..training_run import Run, make_run, parse_workload
 from ..workloads import get_workload
 
@@ -63,7 +63,9 @@ def report(
     from .. import record
     from .report.build import write
 
-    paths = write(folder, read_rows(lambda: record.read_gpus(out), out))
+    if not (rows := read_rows(lambda: record.read_gpus(out), out)):
+        refuse(f"--out: got {out}, which has no row of a GPU, expected a folder with what make characterize measured")
+    paths = write(folder, rows)
     typer.echo(f"{paths[0]} and {len(paths) - 1} files beside it written")
 
 

@@ -67,7 +67,7 @@ class SyntheticGraphs(Dataset):
         seed: of the graphs.
     """
 
-    floor = None
+    floor = samples = None
 
     def __init__(self, data: GraphData, seed: int):
         self.data, self.columns = data, Columns(data)
@@ -110,7 +110,8 @@ class LocalGraphs(Dataset):
 
     def __init__(self, root: Path, data: GraphData, seed: int):
         self.graphs = _read(root, data)
-        self._epochs = Epochs(len(self.graphs), seed)
+        self.samples = len(self.graphs)
+        self._epochs = Epochs(self.samples, seed)
 
     def __getitem__(self, number: int) -> Data:
         return self.graphs[self._epochs.place(number)]

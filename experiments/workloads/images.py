@@ -41,6 +41,7 @@ class Images(Dataset):
 
     def __init__(self, source: SyntheticImages | ImageFolder, classes: int, augmented: bool = False):
         self.source, self.augmented = source, augmented
+        self.samples = len(source.files) if isinstance(source, ImageFolder) else None
         wrong = SMOOTHING / classes
         right = 1 - SMOOTHING + wrong
         self.floor = -right * math.log(right) - (classes - 1) * wrong * math.log(wrong)

@@ -51,7 +51,8 @@ class Workload:
         presets: by name; "tiny" trains on a CPU.
         build: (sizes, variant, checkpoint_activations) to a model with fp32 weights, on the current default device.
         dataset: a run to samples by number, without end: the n-th is the same whoever asks, and when.
-            Its `floor` is a loss, in nats, that no model gets below; None where nobody knows.
+            Its `floor` is a loss, in nats, that no model gets below; None where nobody knows. Its `samples` are those of an
+            epoch; None of made-up data.
         loss: (model, batch) to the mean loss in nats.
         terms: a batch to how many terms that mean has, by which means of parts are weighted; unless given, they weigh the same.
         scans: (sizes, batch, seqlen) to the sizes of the SSD calls that a forward makes; unless given nobody knows.

@@ -29,12 +29,13 @@ class Rows(Dataset):
 
     Args:
         source: its `row(n)` gives tokens and documents, each (seqlen + 1,), documents rising.
-        floor: as `registry.Workload.dataset` has it.
+        floor: as `registry.Workload.dataset` has it, and the attribute `samples`.
         documents: else a row is taken for one: it has no seq_idx, and no label is -100.
     """
 
     def __init__(self, source: SyntheticText | Windows, floor: float | None = None, documents: bool = True):
         self.source, self.floor, self.documents = source, floor, documents
+        self.samples = getattr(source, "rows", None)
 
     def __getitem__(self, number: int) -> dict[str, Tensor]:
         tokens, documents = self.source.row(number)

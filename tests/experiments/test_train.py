@@ -148,6 +148,18 @@ def test_a_killed_run_takes_its_unsaved_steps_again(tmp_path, monkeypatch):
     assert [path.name for path in (tmp_path / "parts" / "checkpoints").iterdir()] == ["step-00000004", "step-00000006"]
 
 
+def test_other_data_than_those_it_began_with_are_refused(tmp_path):
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text("one two three " * 50)
+    run = small_run(data=str(tmp_path / "texts"), save_every=2)
+    interrupt(run, tmp_path / "run", 3)
+    (tmp_path / "texts" / "b.txt").write_text("four five six " * 50)
+    with pytest.raises(ValueError, match=r"--data: got 21 samples in .*texts, expected 10, with which the run began"):
+        train(run, tmp_path / "run", QUIET, resume=True)
+    (tmp_path / "texts" / "b.txt").unlink()
+    train(run, tmp_path / "run", QUIET, resume=True, rows=tmp_path)
+
+
 @pytest.mark.parametrize("content", ["", '{"step": 1, "loss": 5.0}\n{"st', '{"step": 2, "loss": 5.0}\n' * 2, "[1]\n[2]\n"])
 def test_a_damaged_log_is_refused(tmp_path, content):
     interrupt(small_run(), tmp_path, 2)

@@ -187,6 +187,9 @@ def test_command(tmp_path):
     write(tmp_path / "rows", ssd_row())
     result = invoke("report", "--out", tmp_path / "rows", "--folder", tmp_path / "to")
     assert result.exit_code == 0 and (tmp_path / "to" / "index.html").exists() and "index.html and 1 files" in result.stdout
+    (tmp_path / "empty").mkdir()
+    result = invoke("report", "--out", tmp_path / "empty", "--folder", tmp_path / "other")
+    assert result.exit_code == 2 and "which has no row of a GPU" in result.stderr and not (tmp_path / "other").exists()
     result = invoke("report", "--out", tmp_path / "none")
     assert result.exit_code == 2 and "expected a folder that exists" in result.stderr
 
