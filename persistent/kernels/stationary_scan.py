@@ -14,6 +14,7 @@ Writes out (batch, seqlen, nheads, headdim) in the dtype of x; y, the output bef
 each chunk.
 """
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -21,22 +22,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fused.kernels import bmm_chunk_scan
 from fused.kernels.segment import Tokens, get_form, load_initial, scan_segment
 from fused.schedule import Schedule
 from ssd.kernels.arguments import COUNTS, Strides, allocate_outputs, cdiv, strides
 from ssd.kernels.device import state_tile_t, unpack_program
 from ssd.runtime.launch import launch
-from ssd.runtime.tuning import ConfigSpace
 from ssd.types import Options, SSDInputs
 
-CONFIGS = ConfigSpace(
-    "stationary_scan",
-    axes={"BLOCK_M": "chunk_size", "BLOCK_P": "headdim", "BLOCK_N": "dstate"},
-    entries=((64, 64, 256, 4, 2), (64, 64, 256, 4, 3), (64, 64, 256, 8, 2), (64, 32, 256, 4, 2)),
-    staged=(("BLOCK_M", "BLOCK_N"), ("BLOCK_M", "BLOCK_N"), ("BLOCK_M", "BLOCK_P")),
-    unstaged=(("BLOCK_N", "BLOCK_P"), ("BLOCK_M", "BLOCK_M"), ("BLOCK_M", "BLOCK_P")),
-    whole_dstate=True, state_in_registers=True,
-)
+CONFIGS = replace(bmm_chunk_scan.CONFIGS, kernel="stationary_scan")  # of the same segments
 
 
 class Cut(NamedTuple):
