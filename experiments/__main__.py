@@ -286,7 +286,11 @@ def readme(
     has_gpu()
     from . import readme
 
-    current = read_rows(lambda: readme.write(readme.Shown.read(out), check=check), out)
+    shown = read_rows(lambda: readme.Shown.read(out), out)
+    if not shown.choices:
+        refuse(f"--out: got {out}, which has no row of make bench on a GPU, expected a folder of measured rows")
+    with refuse_errors("readme: "):
+        current = readme.write(shown, check=check)
     typer.echo("README is up to date" if current else "README is out of date" if check else "README written")
     raise typer.Exit(1 if check and not current else 0)
 
@@ -316,7 +320,7 @@ def choose(out: flags.Rows = RESULTS) -> None:
     for path in choose.write_tables(tables):
         typer.echo(f"{path} written: {len(tables[path.stem].calls)} measured calls")
     if not tables:
-        typer.echo(f"nothing to choose by: no GPU has rows of {', '.join(choose.list_candidates())}")
+        typer.echo(f"nothing to choose by: no GPU has {choose.FEWEST} measured calls of {', '.join(choose.list_candidates())}")
 
 
 @app.command()

@@ -118,9 +118,15 @@ def write(shown: Shown, root: Path = ROOT, check: bool = False) -> bool:
     Raises:
         ValueError: a page without its markers.
     """
-    current = True
-    for (page, section), text in list_sections(shown).items():
-        current &= _put(section, text, root / page, check)
+    sections = list_sections(shown)
+    before = {page: (root / page).read_text() for page, _ in sections}
+    after = dict(before)
+    for (page, section), text in sections.items():
+        after[page] = _put(section, text, after[page], page)
+    current = before == after
+    if not check:
+        for page, text in after.items():
+            (root / page).write_text(text)
     every_mode = [row for row in shown.bench if row["mode"] in MODES]
     for path, drawing, rows in ((SPEEDUPS_FIGURE, speedup_figure, every_mode), (FIGURE, figure, every_mode),
                                 (STEPS_FIGURE, step_figure, shown.steps)):
@@ -172,16 +178,16 @@ def _write_terminal(root: Path, check: bool) -> bool:
     printed = terminal_page.print_without_gpu()
     if terminal_page.mask_errors(printed) in terminal_page.mask_errors((root / TERMINAL).read_text()):
         return True
-    return _put("terminal-cpu", printed, root / TERMINAL, check)
-
-
-def _put(section: str, written: str, page: Path, check: bool) -> bool:
-    """Write between the section's markers; True if it was there already."""
-    begin, end = f"<!-- {section}: written by `make readme` -->", f"<!-- end of {section} -->"
-    text = page.read_text()
-    if text.count(begin) != 1 or text.count(end) != 1:
-        raise ValueError(f"{page.name}: expected the lines {begin!r} and {end!r} once each")
-    updated = re.sub(f"{re.escape(begin)}.*{re.escape(end)}", lambda _: f"{begin}\n\n{written}\n{end}", text, flags=re.S)
+    before = (root / TERMINAL).read_text()
+    after = _put("terminal-cpu", printed, before, TERMINAL)
     if not check:
-        page.write_text(updated)
-    return updated == text
+        (root / TERMINAL).write_text(after)
+    return before == after
+
+
+def _put(section: str, written: str, text: str, page: str) -> str:
+    """The text of a page with this between the section's markers."""
+    begin, end = f"<!-- {section}: written by `make readme` -->", f"<!-- end of {section} -->"
+    if text.count(begin) != 1 or text.count(end) != 1:
+        raise ValueError(f"{page}: expected the lines {begin!r} and {end!r} once each")
+    return re.sub(f"{re.escape(begin)}.*{re.escape(end)}", lambda _: f"{begin}\n\n{written}\n{end}", text, flags=re.S)

@@ -114,16 +114,21 @@ def find_slow_clock() -> dict:
     return {"slow_mhz": now}
 
 
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no number of a row")
+
+
 def _load(out: Path) -> list[dict]:
     rows = []
     for path in sorted(out.glob("*/*.jsonl")):
-        for number, line in enumerate(path.read_bytes().splitlines(), 1):
+        lines = path.read_bytes().splitlines()
+        for line, number in {line: number for number, line in enumerate(lines, 1)}.items():  # one that is there twice, once
             try:
-                row = json.loads(line)
+                row = json.loads(line, parse_constant=_refuse_constant)
             except ValueError as error:
                 raise ValueError(f"{path}:{number}: not a JSON row: {error}") from None
-            if not isinstance(row, dict) or not isinstance(row.get("time"), str):
-                raise ValueError(f"{path}:{number}: got {line.decode()[:60]!r}, expected a JSON object with a time")
+            if not isinstance(row, dict) or not all(isinstance(row.get(key), str) for key in ("bench", "time")):
+                raise ValueError(f"{path}:{number}: got {line.decode()[:60]!r}, expected a JSON object with a bench and a time")
             rows.append(row)
     return sorted(rows, key=lambda row: row["time"])
 
@@ -141,7 +146,7 @@ def has_default_options(row: dict) -> bool:
 def describe_options(options: dict | None) -> str:
     """What differs from the default, `exp2=False, gluon=False`; empty if nothing does."""
     default = _default_options()
-    return ", ".join(f"{name}={value}" for name, value in (options or {}).items() if value != default[name])
+    return ", ".join(f"{name}={value}" for name, value in (options or {}).items() if value != default.get(name))
 
 
 @cache

@@ -18,9 +18,11 @@ FASTEST, DEFAULT = "persistent", "auto"
 
 
 def points(rows: list[dict]) -> dict[str, dict[str, dict[str, float]]]:
-    """{mode: {layer: {variant: speed-up over mamba_ssm in GPU time}}}; of one GPU, the last by name."""
+    """{mode: {layer: {variant: speed-up over mamba_ssm in GPU time}}}; of one GPU, the last by name. Empty if there is none."""
     compared = [row for row in rows if row.get("graph_speedup") and row["shape"] in HEADLINE]
-    gpu = max((row["gpu"] for row in compared), default=None)
+    if not compared:
+        return {}
+    gpu = max(row["gpu"] for row in compared)
     found = {(row["mode"], row["shape"], row["variant"]): row["graph_speedup"] for row in compared if row["gpu"] == gpu}
     return {mode: {f"{model}\n{tokens}": {variant: found[mode, shape, variant] for variant in (FASTEST, DEFAULT)
                                           if (mode, shape, variant) in found}

@@ -3,7 +3,7 @@
 OPTIONS = {
     "exp2": "Take exponentials as exp2 of exponents that were scaled by log2(e) as vectors. Off, exp of each element.",
     "fuse_bmm": "Compute C B^T in the tile that uses it. Off, bmm_chunk writes it to memory once per group.",
-    "low_precision_CB": "Without fuse_bmm, keep C B^T in the dtype of x. Off, in fp32.",
+    "low_precision_CB": "Without fuse_bmm, keep C B^T in the dtype of x; in fp16 it must be at most 65504. Off, in fp32.",
     "fuse_states": "Walk the chunks in one kernel with the running state in registers. Off, and in plain Triton for few heads "
                    "of a long sequence, run chunk_state and state_passing, through fp32 states in memory.",
     "two_level": "Let a block walk a whole chunk, on Hopper up to 512 tokens, in sub-chunks of 64 with the state in registers. "

@@ -24,6 +24,12 @@ def _supports(inputs: SSDInputs) -> str | None:
         return "Triton's interpreter gets bf16 arithmetic wrong: expected fp16 or fp32 with TRITON_INTERPRET=1"
     if max(i.headdim, i.dstate) > LONGEST_TILE:
         return f"got headdim = {i.headdim}, dstate = {i.dstate}, its kernels take at most {LONGEST_TILE} of each"
+    limit = 2**31 // LONGEST_TILE - 1  # of what kernels write contiguously, whatever the strides of x, B and C
+    if max(i.nheads * i.headdim, i.ngroups * i.dstate) >= limit:
+        return (f"got nheads * headdim = {i.nheads * i.headdim}, ngroups * dstate = {i.ngroups * i.dstate}, its kernels take "
+                f"less than {limit} of each")
+    if i.seqlen > 2**31 - 2 * LONGEST_TILE:
+        return f"got seqlen = {i.seqlen}, its kernels count tokens in int32"
     for name, t in (("x", i.x), ("z", i.z), ("B", i.B), ("C", i.C)):
         if not fits_tiles(t):
             limit = 2**31 // LONGEST_TILE

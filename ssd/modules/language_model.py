@@ -299,6 +299,8 @@ class _Backbone(nn.Module):
                 added = mix_deferring_norm(layer.mixer, scan, normed, its_cache, A)
             elif mask is None:
                 added = layer.mixer(normed, seq_idx, its_cache, **rate)
+            elif seen and is_hooked(layer.mixer):
+                added = layer.mixer(normed, None, its_cache, mask=mask, **rate)
             else:
                 added = layer.mixer.prefill(normed, mask, its_cache, **rate)
         return residual, added

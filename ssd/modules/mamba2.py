@@ -139,7 +139,8 @@ class Mamba2(nn.Module):
 
     def forward(self, u: Tensor, seq_idx: Tensor | None = None, cache: Mamba2Cache | None = None,
                 cu_seqlens: Tensor | None = None, states: Mamba2Cache | None = None,
-                return_states: bool = False, A: Tensor | None = None) -> Tensor | tuple[Tensor, Mamba2Cache]:
+                return_states: bool = False, A: Tensor | None = None,
+                mask: Tensor | None = None) -> Tensor | tuple[Tensor, Mamba2Cache]:
         """Args:
             u: (batch, seqlen, d_model).
             seq_idx: (batch, seqlen), the document of each token; not with a cache, cu_seqlens, states or return_states.
@@ -149,6 +150,7 @@ class Mamba2(nn.Module):
             states: the tokens before u, as a cache has them; they are not overwritten, and have gradients. Not with a cache.
             return_states: also return the states after u, with gradients. To train in pieces, detach them.
             A: see `step`.
+            mask: of `prefill`, which is then called, with u, cache and A alone.
 
         Returns:
             (batch, seqlen, d_model); with return_states, a tuple of it and the states.
@@ -157,6 +159,8 @@ class Mamba2(nn.Module):
             TypeError, ValueError: naming the argument, what came and what is accepted, before the cache is touched.
             RuntimeError: torch's, of a projection that was given other sizes; likewise.
         """
+        if mask is not None:
+            return self.prefill(u, mask, cache, A)
         check_flags({"return_states": return_states})
         self._check(u, ("batch", "seqlen"), A)
         batch, beside = u.shape[0], "that of u"

@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..modules.mamba2 import Mamba2Cache
 from .blocks import Block, find_blocks
 
 MEASURED = ("activity", "energy")
@@ -37,10 +38,11 @@ class Activity:
         kind: "states" or "heads".
 
     Blocks are given rows of tokens, (batch, seqlen, channels) or (tokens, channels). The convolution is taken to run through
-    documents that share a row, so the first three tokens of a document count a little otherwise than the model sees them.
+    documents that share a row, so the first three tokens of a document count a little otherwise than the model sees them. It
+    goes on from a `Mamba2Cache`. Forwards with other caches count where they give whole prompts.
 
     Raises:
-        ValueError: no such kind, or the model has none.
+        ValueError: no such kind, or the model has none; within it, a padded prompt, or one token with another library's cache.
     """
 
     def __init__(self, model: nn.Module, kind: str = "states"):
@@ -51,7 +53,7 @@ class Activity:
     def __enter__(self) -> Activity:
         for name, block in self._blocks.items():
             def measure(_, args, kwargs, name=name, block=block):
-                self._add(name, block, find_input(args, kwargs))
+                self._add(name, block, find_input(args, kwargs), _find_tokens_before(args, kwargs))
 
             self._hooks.append(block.module.register_forward_pre_hook(measure, with_kwargs=True))
         return self
@@ -92,12 +94,12 @@ class Activity:
         return {key: total / sums["tokens"] for key, total in sums.items()}
 
     @torch.no_grad()
-    def _add(self, name: str, block: Block, u: Tensor) -> None:
+    def _add(self, name: str, block: Block, u: Tensor, before: Tensor | None) -> None:
         rows = u if u.dim() == 3 else u[None]
         rows = rows * getattr(block.module, "ssm_in_multiplier", 1)  # of Falcon-H1, before it projects
         projected = block.module.in_proj(rows) if ("in_proj.weight", 0) in block.axes else rows
         with torch.autocast(u.device.type, enabled=False):  # sums are in fp32, whatever the model computes in
-            found = (_measure_ssd if block.ssd else _measure_scan)(block, projected)
+            found = _measure_ssd(block, projected, before) if block.ssd else _measure_scan(block, projected)
         found["tokens"] = torch.tensor(rows.shape[0] * rows.shape[1], dtype=torch.float64, device=rows.device)
         sums = self._sums[name]
         for key, total in found.items():
@@ -124,6 +126,17 @@ def find_input(args: tuple, kwargs: Mapping[str, object]) -> Tensor:
     return next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
 
 
+def _find_tokens_before(args: tuple, kwargs: Mapping[str, object]) -> Tensor | None:
+    """What the convolution of a block's call begins with, (batch, channels, d_conv - 1), before activation; None: zeros."""
+    if kwargs.get("mask") is not None:
+        raise ValueError("model: got a padded prompt, expected prompts of one length: padding would count as tokens")
+    cache = next((value for value in (*args, *kwargs.values()) if isinstance(value, Mamba2Cache)), None)
+    others = any(kwargs.get(name) is not None for name in ("cache_params", "past_key_values"))
+    if cache is None and others and find_input(args, kwargs).shape[1] == 1:
+        raise ValueError("model: got one token with a cache, expected whole prompts: what was before it is not seen")
+    return None if cache is None else cache.conv_state
+
+
 def _weigh(block: Block, kind: str) -> Tensor:
     projection = "in_proj.weight" if block.ssd or kind == "heads" else "x_proj.weight"
     rows = block.split(block.parameter(projection).detach().double().square().sum(1), projection)
@@ -133,20 +146,21 @@ def _weigh(block: Block, kind: str) -> Tensor:
     return (rows["x"].view(block.nheads, -1).sum(1) * columns.view(block.nheads, -1).sum(1)).cpu()
 
 
-def _convolve(module: nn.Module, rows: Tensor) -> Tensor:
-    """(batch, seqlen, channels) through the block's causal convolution and SiLU, in fp32."""
+def _convolve(module: nn.Module, rows: Tensor, before: Tensor | None = None) -> Tensor:
+    """(batch, seqlen, channels) through a block's causal convolution and SiLU, in fp32. before: as `_find_tokens_before`."""
     weight, bias = module.conv1d.weight.float(), module.conv1d.bias
-    rows = F.pad(rows.float().mT, (weight.shape[-1] - 1, 0))
+    rows = rows.float().mT
+    rows = F.pad(rows, (weight.shape[-1] - 1, 0)) if before is None else torch.cat([before.float(), rows], -1)
     return F.silu(F.conv1d(rows, weight, None if bias is None else bias.float(), groups=weight.shape[0])).mT
 
 
-def _measure_ssd(block: Block, projected: Tensor) -> dict[str, Tensor]:
+def _measure_ssd(block: Block, projected: Tensor, before: Tensor | None) -> dict[str, Tensor]:
     """Sums over tokens of what (R1) to (R3) take the means of; projected: by in_proj."""
     module = block.module
     if (scale := getattr(module, "mup_vector", None)) is not None:
         projected = projected * scale
     parts = block.split(projected, "in_proj.weight")
-    xBC = block.split(_convolve(module, torch.cat([parts[label] for label in "xBC"], -1)), "conv1d.weight")
+    xBC = block.split(_convolve(module, torch.cat([parts[label] for label in "xBC"], -1), before), "conv1d.weight")
     dt = F.softplus(parts["dt"].float() + module.dt_bias.float())
     dt = dt.clamp(*next((getattr(module, name) for name in ("dt_limit", "time_step_limit") if hasattr(module, name)), (0.0,)))
     x = xBC["x"].unflatten(-1, (block.nheads, block.headdim))

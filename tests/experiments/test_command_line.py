@@ -163,11 +163,17 @@ def test_a_place_that_cannot_be_written_is_named(command, tmp_path):
 
 @pytest.mark.parametrize("command", ("table", "readme"))
 @pytest.mark.parametrize("line, said", [
-    ("[1]", "expected a JSON object"), ('{"bench": "ssd"}', "with a time"), ("{", "not a JSON row"),
-    ("\udcff", "not a JSON row")])
+    ("[1]", "expected a JSON object"), ('{"bench": "ssd"}', "a bench and a time"),
+    ('{"time": "2026"}', "a bench and a time"), ("{", "not a JSON row"), ("\udcff", "not a JSON row"),
+    ('{"bench": "ssd", "time": "2026", "p50_us": NaN}', "NaN is no number")])
 def test_a_broken_row_is_refused_by_file_and_line(tmp_path, command, line, said):
     write(tmp_path, ssd_row())
     with (tmp_path / "h200" / "ssd.jsonl").open("a", errors="surrogateescape") as file:
         file.write(line + "\n")
     result = invoke(command, *(["--check"] if command == "readme" else []), "--out", tmp_path)
     assert result.exit_code == 2 and "ssd.jsonl:2" in result.stderr and said in result.stderr
+
+
+def test_documents_are_not_written_from_no_rows(tmp_path):
+    result = invoke("readme", "--out", tmp_path)
+    assert result.exit_code == 2 and "which has no row of make bench" in result.stderr

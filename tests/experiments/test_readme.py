@@ -59,9 +59,12 @@ def test_without_rows_every_section_says_so(root):
 
 
 def test_markers_are_required(root):
-    (root / "README.md").write_text("no markers")
-    with pytest.raises(ValueError, match=r"README\.md: expected the lines"):
+    """On every page, before one is written."""
+    (root / "docs" / "workloads.md").write_text("no markers")
+    before = read(root)
+    with pytest.raises(ValueError, match=r"workloads\.md: expected the lines"):
         write(Shown(ROWS), root)
+    assert read(root) == before
 
 
 def test_pages_show_the_committed_rows():

@@ -18,6 +18,13 @@ def test_append_and_read(tmp_path):
     assert record.read(tmp_path / "nowhere") == []
 
 
+def test_a_row_that_is_there_twice_counts_once(tmp_path):
+    """As after a file was joined with its copy."""
+    path = record.append(ssd_row(), tmp_path)
+    path.write_text(2 * path.read_text())
+    assert record.read(tmp_path) == [ssd_row()]
+
+
 def test_appends_never_mix(tmp_path):
     rows = [ssd_row(note="x" * 3000, launches=n) for n in range(200)]
     with ThreadPoolExecutor(8) as pool:

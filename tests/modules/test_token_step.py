@@ -178,6 +178,7 @@ def test_sums_of_other_sizes(width, device, kernels):
 def test_what_is_called_in_a_prompt_is_called_in_a_step(which, way, device, monkeypatch):
     """Somebody's code around the backbone or around a block."""
     model, ids = make_model(device), tokens(device)
+    mask = torch.ones_like(ids).index_fill(1, torch.zeros(1, dtype=torch.int64, device=device), 0)
     module = model.backbone if which == "backbone" else model.backbone.layers[0].mixer
     plain = model.generate(ids, 4)
 
@@ -192,6 +193,8 @@ def test_what_is_called_in_a_prompt_is_called_in_a_step(which, way, device, monk
     try:
         got = model.generate(ids, 4)
         assert torch.equal(got, follow(model, ids, 4)) and not torch.equal(got, plain)
+        padded = model.generate(ids, 4, attention_mask=mask)
+        assert torch.equal(padded[:, 1:], model.generate(ids[:, 1:], 4)), "and in a padded prompt"
     finally:
         if handle:
             handle.remove()

@@ -11,6 +11,7 @@ from torch.testing import assert_close
 from ssd.modules import Mamba2
 from ssd.pruning import KINDS, Activity, Bridge, find_blocks, prune, score_magnitude, score_random
 from tests.in_torch import in_torch  # noqa: F401  a fixture
+from tests.modules.test_language_model import LAYER, make_model, tokens
 from tests.pruning.test_structure import SIZES, OfRows, rows, shake
 
 
@@ -204,3 +205,36 @@ def test_falcon_h1_scales_what_it_projects():
     found, expected = (measure_scores(model, "states", ids).scores() for model in (scaled, same))
     for name, scores in expected.items():
         assert_close(found[name], scores, rtol=1e-4, atol=0)
+
+
+@torch.no_grad()
+def test_tokens_count_alike_with_a_cache_and_without():
+    """In a prompt, in pieces of one, and in steps; padding would count, too, and is refused."""
+    model, ids = make_model(), tokens("cpu")
+    with Activity(model) as whole:
+        model(ids)
+    with Activity(model) as parts:
+        cache = model.new_cache(2)
+        model(ids[:, :9], cache=cache), model.read(ids[:, 9:15], cache=cache)
+        for token in ids[:, 15:].unbind(1):
+            model.step(token, cache)
+    for name, expected in whole.scores("energy").items():
+        assert_close(parts.scores("energy")[name], expected, rtol=1e-4, atol=0)
+    with Activity(model), pytest.raises(ValueError, match="model: got a padded prompt"):
+        model.generate(ids, 2, attention_mask=torch.tensor([[0] + 22 * [1], 23 * [1]]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_a_bridge_of_a_language_model(kind):
+    """Whose blocks are given their rates, of which a pruned one has its own."""
+    whole = make_model(ssm_cfg=LAYER | {"d_state": 32})
+    pruned = copy.deepcopy(whole)
+    prune(pruned, score_magnitude(pruned, kind), kind, 0.5)
+    given = []
+    for layer in pruned.backbone.layers:
+        layer.mixer.register_forward_pre_hook(lambda _, args, kwargs: given.append(kwargs), with_kwargs=True)
+    with Bridge(whole, pruned) as bridge:
+        whole(tokens("cpu", 64))
+    assert len(given) == 2 and not any("A" in kwargs for kwargs in given)
+    assert all(after <= before for before, after in bridge.apply().values())

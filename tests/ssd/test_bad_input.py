@@ -10,7 +10,7 @@ import ssd
 from ssd import api
 from ssd.registry import add_variant, config_spaces, get_variant, variant_names
 from ssd.runtime import tuning
-from ssd.types import Options
+from ssd.types import Options, SSDInputs
 from tests.inputs import EVERYTHING, OURS, Shape, arguments, random_inputs
 from tests.refused import assert_refused, over_refusals
 
@@ -105,6 +105,18 @@ def test_unsupported_inputs_are_refused_with_the_reason(variant, shape, dtype, r
     inputs = random_inputs(shape, dtype=dtype, device=device)
     with pytest.raises(ValueError, match=f"variant '{variant}' cannot run these inputs: .*{reason}"):
         ssd.ssd_chunk_scan(**arguments(inputs), variant=variant)
+
+
+@pytest.mark.parametrize("variant", OURS)
+@pytest.mark.parametrize(("sizes", "said"), [
+    ((1, 2**15, 256, 1, 16), "nheads * headdim = 8388608"), ((1, 2**15, 16, 2**15, 256), "ngroups * dstate = 8388608"),
+    ((2**31 - 500, 1, 16, 1, 16), "seqlen = 2147483148")], ids=str)
+def test_what_kernels_could_not_write_is_refused(variant, sizes, said, device):
+    """Outputs and gradients are contiguous, however small the strides of inputs are."""
+    seqlen, nheads, headdim, ngroups, dstate = sizes
+    x, dt, A, B = (torch.zeros((), device=device).expand(*size) for size in (
+        (1, seqlen, nheads, headdim), (1, seqlen, nheads), (nheads,), (1, seqlen, ngroups, dstate)))
+    assert said in get_variant(variant).supports(SSDInputs(x, dt, A, B, B, 64))
 
 
 @pytest.mark.parametrize("variant", OURS)
