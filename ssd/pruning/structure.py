@@ -60,8 +60,11 @@ def choose(blocks: Mapping[str, Block], scores: Mapping[str, Tensor], kind: str,
     kept = {}
     for name, block in blocks.items():
         shape = (block.ngroups, block.dstate) if kind == "states" else (block.nheads,)
+        if not isinstance(scores[name], Tensor) or scores[name].is_complex():
+            raise TypeError(f"scores: got {type(scores[name]).__name__} for {name}, expected a tensor of real numbers")
         if scores[name].shape != shape or not scores[name].isfinite().all():
-            raise ValueError(f"scores: got {tuple(scores[name].shape)} for {name}, expected {shape}, finite")
+            odd = " with infinite numbers or NaN" if scores[name].shape == shape else ""
+            raise ValueError(f"scores: got {tuple(scores[name].shape)}{odd} for {name}, expected {shape}, finite")
         best = scores[name].detach().cpu().view(block.ngroups, -1).argsort(dim=1, descending=True, stable=True)[:, : left[name]]
         best = best.sort(1).values
         if kind == "states":

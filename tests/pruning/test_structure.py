@@ -131,6 +131,10 @@ def test_what_has_none_of_it_is_refused():
         choose(blocks, {}, "states", 0.5)
     with pytest.raises(ValueError, match=r"scores: got \(3,\) for , expected \(1, 32\), finite"):
         choose(blocks, {"": torch.zeros(3)}, "states", 0.5)
+    with pytest.raises(ValueError, match=r"scores: got \(1, 32\) with infinite numbers or NaN for "):
+        choose(blocks, {"": torch.full((1, 32), torch.nan)}, "states", 0.5)
+    with pytest.raises(TypeError, match="scores: got list for , expected a tensor of real numbers"):
+        choose(blocks, {"": [1.0]}, "states", 0.5)
 
 
 @torch.no_grad()
