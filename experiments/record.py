@@ -121,8 +121,11 @@ def _refuse_constant(name: str) -> None:
 def _load(out: Path) -> list[dict]:
     rows = []
     for path in sorted(out.glob("*/*.jsonl")):
-        lines = path.read_bytes().splitlines()
-        for line, number in {line: number for number, line in enumerate(lines, 1)}.items():  # one that is there twice, once
+        seen: set[bytes] = set()
+        for number, line in enumerate(path.read_bytes().splitlines(), 1):
+            if line in seen and b'"p50_us"' in line:  # a copy: no time is measured twice to the last digit
+                continue
+            seen.add(line)
             try:
                 row = json.loads(line, parse_constant=_refuse_constant)
             except ValueError as error:
