@@ -65,8 +65,8 @@ class Mamba2LM(nn.Module):
             (batch, seqlen, config.padded_vocab_size), in the dtype of the weights.
 
         Raises:
-            TypeError, ValueError: naming the argument, what came and what is accepted, before a cache is touched. A block whose
-                weights do not fit those of others is found when its turn comes.
+            TypeError, ValueError: naming the argument, what came and what is accepted, before a cache is touched. What does not
+                fit a block's weights, such as a device or dtype, is found when its turn comes.
         """
         return self.lm_head(self.backbone(input_ids, seq_idx, cache))
 
@@ -330,8 +330,8 @@ class _Backbone(nn.Module):
 
     def check_cache(self, cache: Sequence[Mamba2Cache], batch: int) -> None:
         """Raises:
-            TypeError, ValueError: it is none, or that of other layers, of another number of sequences or on another device than
-                a layer.
+            TypeError, ValueError: it is none, or that of other layers or another number of sequences. Devices are looked at
+                in each block, since blocks may be on several.
         """
         if not isinstance(cache, Sequence):
             raise TypeError(f"cache: got {type(cache).__name__}, expected a Mamba2Cache for each of {len(self.layers)} layers, "
@@ -339,7 +339,7 @@ class _Backbone(nn.Module):
         if len(cache) != len(self.layers):
             raise ValueError(f"cache: got that of {len(cache)} layers, expected one for each of {len(self.layers)}")
         for layer, its_cache in zip(self.layers, cache, strict=True):
-            layer.mixer.check_cache(its_cache, batch, "that of input_ids", layer.mixer.A_log.device)
+            layer.mixer.check_cache(its_cache, batch, "that of input_ids")
         if len({id(its_cache.ssm_state) for its_cache in cache}) < len(cache):
             raise ValueError("cache: got one Mamba2Cache for several layers, expected one for each")
 

@@ -332,7 +332,7 @@ class Mamba2(nn.Module):
             if name == "cache":  # it is overwritten
                 check_apart(f"{name}.{field}", t)
             if device is not None and t.device != device:
-                raise ValueError(f"{name}.{field}: got a tensor on {t.device}, expected {device}, where the block computes")
+                raise ValueError(f"{name}.{field}: got a tensor on {t.device}, expected {device}, the device of u")
 
     def _list_shapes(self, batch: int) -> dict[str, tuple[int, ...]]:
         """Of the tensors of a cache."""
