@@ -156,7 +156,7 @@ def run_two_level(inputs: SSDInputs, options: Options, save: bool, keep: bool,
         asked = call.new_asked_states(options, save)
         runs, *entering = call.get_runs(options, "every_state_step" if keep else "few_states_step")
         hopper_states(i, call.descriptors[:2], describe_states(prev_states), *call.steps, runs, (call.initial_states, None),
-                   *entering, final_states, i.batch, every)
+                      *entering, final_states, i.batch, every)
         runs = get_tables(deal_two_level, (i.batch, pairs, call.nsub, each, blocks), i.x.device).sequences
         call.scan(runs, asked=asked, starts=prev_states, every=every)
     return call.out, final_states, SSDSaved(inputs, options, call.y, None, prev_states if keep else None, asked, call.out)

@@ -24,15 +24,14 @@ def _supports(inputs: SSDInputs) -> str | None:
         return "Triton's interpreter gets bf16 arithmetic wrong: expected fp16 or fp32 with TRITON_INTERPRET=1"
     if max(i.headdim, i.dstate) > LONGEST_TILE:
         return f"got headdim = {i.headdim}, dstate = {i.dstate}, its kernels take at most {LONGEST_TILE} of each"
-    limit = 2**31 // LONGEST_TILE - 1  # of what kernels write contiguously, whatever the strides of x, B and C
-    if max(i.nheads * i.headdim, i.ngroups * i.dstate) >= limit:
+    limit = 2**31 // LONGEST_TILE  # of the strides along seqlen and channels together: offsets inside a chunk are int32
+    if max(i.nheads * i.headdim, i.ngroups * i.dstate) + 1 >= limit:  # those of what is written, whatever those of x, B and C
         return (f"got nheads * headdim = {i.nheads * i.headdim}, ngroups * dstate = {i.ngroups * i.dstate}, its kernels take "
-                f"less than {limit} of each")
+                f"less than {limit - 1} of each")
     if i.seqlen > 2**31 - 2 * LONGEST_TILE:
         return f"got seqlen = {i.seqlen}, its kernels count tokens in int32"
     for name, t in (("x", i.x), ("z", i.z), ("B", i.B), ("C", i.C)):
         if not fits_tiles(t):
-            limit = 2**31 // LONGEST_TILE
             return f"{name}: got strides {t.stride()}, expected below {limit} along seqlen and channels together"
     return None
 

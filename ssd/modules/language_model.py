@@ -24,7 +24,7 @@ from .deferred_norm import find_scan, mix_deferring_norm
 from .language_config import Mamba2LMConfig
 from .mamba2 import Mamba2, Mamba2Cache
 from .sampling import Sampling
-from .token_step import add_and_norm, can_finish, compute_rates, is_hooked, is_seen, step_layers
+from .token_step import add_and_norm, can_finish, compute_rates, has_hooks, is_seen, step_layers
 
 _EMBEDDING, _HEAD = "backbone.embedding.weight", "lm_head.weight"
 
@@ -294,21 +294,17 @@ class _Backbone(nn.Module):
         may_defer = cache is not None and seq_idx is None and mask is None and not seen
         for layer, its_cache, A in zip(layers, caches, rates, strict=False):
             residual, normed = add_and_norm(layer.norm, residual, added, seen)
-            rate = {} if A is None else {"A": A}
+            given = {name: t for name, t in (("A", A), ("mask", mask)) if t is not None}
             if may_defer and (scan := find_scan(layer, residual, its_cache)):
                 added = mix_deferring_norm(layer.mixer, scan, normed, its_cache, A)
-            elif mask is None:
-                added = layer.mixer(normed, seq_idx, its_cache, **rate)
-            elif seen and is_hooked(layer.mixer):
-                added = layer.mixer(normed, None, its_cache, mask=mask, **rate)
             else:
-                added = layer.mixer.prefill(normed, mask, its_cache, **rate)
+                added = layer.mixer(normed, seq_idx, its_cache, **given)
         return residual, added
 
     def step(self, input_ids: Tensor, cache: Sequence[Mamba2Cache]) -> Tensor:
         """One token of each sequence, (batch,) to (batch, d_model)."""
         _check_ids(input_ids, "(batch,)")
-        if is_hooked(self):
+        if has_hooks(self):
             return self(input_ids[:, None], cache=cache)[:, 0]
         self.check_cache(cache, len(input_ids))
         return step_layers(self.layers, self.norm_f, self._embed(input_ids), cache, is_seen(self))

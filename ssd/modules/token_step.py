@@ -47,8 +47,8 @@ def is_seen(module: nn.Module) -> bool:
     return list_modules(module) is None
 
 
-def is_hooked(module: nn.Module) -> bool:
-    """Whether calling the module itself calls somebody else's code."""
+def has_hooks(module: nn.Module) -> bool:
+    """Whether calling the module calls somebody else's code, whatever is in it: `is_seen` of itself alone."""
     own = module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
     return bool(own) or _has_any_global_hook()
 
@@ -82,7 +82,7 @@ def step_layers(layers: Sequence[_Layer], norm_f: nn.Module, residual: Tensor, c
             residual, added = _step_in_three(layer, residual if added is None else residual + added, its_cache, A), None
         else:
             residual, normed = add_and_norm(layer.norm, residual, added, seen)
-            if seen and is_hooked(layer.mixer):
+            if seen and has_hooks(layer.mixer):
                 rate = {} if A is None else {"A": A}
                 added = layer.mixer(normed[:, None], None, its_cache, **rate)[:, 0]
             else:

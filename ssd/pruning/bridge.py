@@ -86,7 +86,7 @@ class Bridge:
     def _add(self, name: str, args: tuple, kwargs: dict, output: Tensor) -> None:
         module = self._pruned[name].module
         projection = module.out_proj
-        kwargs = {name: value for name, value in kwargs.items() if name != "A"}  # the whole block's, from `Mamba2LM`
+        kwargs = {key: value for key, value in kwargs.items() if key != "A"}  # the whole block's, from `Mamba2LM`
         with _give_features(projection) as weight:
             z = module(*args, **kwargs)
         with torch.autocast(output.device.type, enabled=False):  # sums are in fp32, whatever the models compute in

@@ -80,7 +80,7 @@ def test_states(case, every, back, dstate, device):
     runs = deal(i, rows, 4, count_parts(dstate))
     steps = chunk_cumsum(replace(i, chunk_size=BLOCK_M), apart=True, lets_next=True)
     hopper_states(i, tokens, describe_states(states), *steps, runs, (i.initial_states, v.dfinal_states), None, None, ends, 2,
-               i.chunk_size)
+                  i.chunk_size)
     if back:
         got, stages = name_results("prev_states dstates dinitial_states", *states.split(2), ends), (*STATES, *GRADIENTS)
     else:

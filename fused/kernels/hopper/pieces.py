@@ -142,7 +142,7 @@ def hopper_pieces_kernel(x_desc, B_desc, dy_desc, C_desc, dA_cumsum, dt, initial
 
 
 def hopper_pieces(i: SSDInputs, descriptors, dt, dA_cumsum, npieces: int, runs, forwards: int, blocks=None,
-                 starts=(None, None), dtype=torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+                  starts=(None, None), dtype=torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns ends, of this dtype, and factors. descriptors: of x, B, and of dy, C if rows from `forwards` on are walked
     backwards.
 
